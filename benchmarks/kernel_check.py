@@ -1,0 +1,157 @@
+"""What can be said of the kernels without a GPU: spills, registers, shared memory, build seconds.
+
+Compiles every .cu of csrc as the build does, for sm_90a and sm_80, with the assembler's report on.
+Fails where a kernel spills, where the assembler serialised a wgmma or ignored setmaxnreg, where a
+kernel that names wgmma has none, or where a file takes longer than the limit. Prints a table.
+
+    python benchmarks/kernel_check.py [--json FILE] [--limit SECONDS] [--all]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ARCHS = {"sm_90a": "arch=compute_90a,code=sm_90a", "sm_80": "arch=compute_80,code=sm_80"}
+# C7508: setmaxnreg ignored; C7510, C7511: wgmma serialised.
+BAD_WARNINGS = re.compile(r"C75(08|10|11)")
+
+
+@dataclass
+class Kernel:
+    file: str
+    arch: str
+    name: str
+    registers: int = 0
+    shared: int = 0
+    spill_bytes: int = 0
+    stack: int = 0
+
+
+def find_nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME")
+    if home and (Path(home) / "bin" / "nvcc").exists():
+        return str(Path(home) / "bin" / "nvcc")
+    return shutil.which("nvcc")
+
+
+def readable(symbols: list[str]) -> dict[str, str]:
+    """Demangled names by c++filt, shortened to what tells kernels apart."""
+    tool = shutil.which("c++filt")
+    if tool is None or not symbols:
+        return {s: s for s in symbols}
+    text = subprocess.run([tool], input="\n".join(symbols), capture_output=True, text=True).stdout
+    names = {}
+    for symbol, name in zip(symbols, text.splitlines(), strict=True):
+        name = name.replace("torchweld::", "").removeprefix("void ")
+        names[symbol] = re.sub(r"\(.*", "", name)
+    return names
+
+
+def parse_report(report: str, file: str, arch: str) -> list[Kernel]:
+    kernels: list[Kernel] = []
+    for line in report.splitlines():
+        if found := re.search(r"Compiling entry function '(\S+)'", line):
+            kernels.append(Kernel(file, arch, found[1]))
+        elif not kernels:
+            continue
+        elif found := re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line
+        ):
+            kernels[-1].stack = int(found[1])
+            kernels[-1].spill_bytes = int(found[2]) + int(found[3])
+        elif found := re.search(r"Used (\d+) registers", line):
+            kernels[-1].registers = int(found[1])
+            shared = re.search(r"(\d+) bytes smem", line)
+            kernels[-1].shared = int(shared[1]) if shared else 0
+    names = readable([k.name for k in kernels])
+    for kernel in kernels:
+        kernel.name = names[kernel.name]
+    return kernels
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write every kernel's numbers there")
+    parser.add_argument(
+        "--limit", type=float, default=20.0, help="seconds a file may take, all archs"
+    )
+    parser.add_argument("--all", action="store_true", help="print every kernel, not one row a file")
+    args = parser.parse_args(argv)
+    nvcc = find_nvcc()
+    if nvcc is None:
+        print("kernel-check: nvcc was not found, nothing to check")
+        return 0
+
+    kernels: list[Kernel] = []
+    seconds: dict[str, float] = {}
+    faults: list[str] = []
+    for source in sorted((ROOT / "csrc").rglob("*.cu")):
+        file = str(source.relative_to(ROOT))
+        start = time.monotonic()
+        for arch, gencode in ARCHS.items():
+            with tempfile.TemporaryDirectory() as folder:
+                done = subprocess.run(
+                    [nvcc, "-O3", "-lineinfo", "-std=c++17", "--expt-relaxed-constexpr"]
+                    + [
+                        "-DTORCHWELD_CUDA",
+                        f"-I{ROOT / 'csrc'}",
+                        "-Xptxas=-v",
+                        f"-gencode={gencode}",
+                    ]
+                    + ["-cubin", str(source), "-o", str(Path(folder) / "out.cubin")],
+                    capture_output=True,
+                    text=True,
+                )
+            if done.returncode:
+                faults.append(f"{file} does not compile for {arch}:\n{done.stderr[-2000:]}")
+                continue
+            faults += [
+                f"{file}, {arch}: {line.strip()}"
+                for line in done.stderr.splitlines()
+                if BAD_WARNINGS.search(line)
+            ]
+            kernels += parse_report(done.stderr, file, arch)
+        seconds[file] = time.monotonic() - start
+        if seconds[file] > args.limit:
+            faults.append(f"{file} took {seconds[file]:.1f} s, the limit is {args.limit:.0f} s")
+    faults += [
+        f"{k.file}, {k.arch}: {k.name} spills {k.spill_bytes} bytes"
+        for k in kernels
+        if k.spill_bytes
+    ]
+
+    print(f"{'file':<66} {'kernels':>7} {'registers':>9} {'smem B':>7} {'spills':>6} {'s':>5}")
+    for file, took in seconds.items():
+        of_file = [k for k in kernels if k.file == file]
+        print(
+            f"{file:<66} {len(of_file):>7} {max((k.registers for k in of_file), default=0):>9} "
+            f"{max((k.shared for k in of_file), default=0):>7} "
+            f"{sum(k.spill_bytes > 0 for k in of_file):>6} {took:>5.1f}"
+        )
+    if args.all:
+        for k in kernels:
+            print(f"  {k.arch:<6} {k.registers:>3} registers {k.shared:>6} B  {k.name}")
+    if args.json:
+        args.json.write_text(
+            json.dumps({"seconds": seconds, "kernels": [asdict(k) for k in kernels]}, indent=1)
+            + "\n"
+        )
+    for fault in faults:
+        print(f"kernel-check: {fault}", file=sys.stderr)
+    print(f"kernel-check: {len(kernels)} kernels, {len(faults)} faults")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+// The pointwise functions of the linear ops: their names, and what they do on the CPU.
+#pragma once
+
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/gelu_backward.h>
+#include <ATen/ops/relu.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/silu_backward.h>
+#include <ATen/ops/threshold_backward.h>
+
+#include <string_view>
+
+#include "core/check.h"
+
+namespace torchweld {
+
+enum class Activation : int8_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };
+
+inline Activation parse_activation(const char* op, std::string_view name) {
+  if (name == "none") return Activation::kNone;
+  if (name == "relu") return Activation::kRelu;
+  if (name == "gelu") return Activation::kGelu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "silu") return Activation::kSilu;
+  TW_CHECK(false, op, "activation must be one of none, relu, gelu, gelu_tanh, silu, but got '",
+           name, "'");
+}
+
+// The gradient needs the pre-activation z. relu's gradient can be read off y, none's needs nothing.
+inline bool saves_preact(Activation activation) {
+  return activation != Activation::kNone && activation != Activation::kRelu;
+}
+
+// What a backward op asks for as `preact`: z, or y for relu.
+inline bool needs_preact(Activation activation) { return activation != Activation::kNone; }
+
+// y = activation(z); y may be z itself.
+inline void activate_into(Tensor& y, const Tensor& z, Activation activation) {
+  switch (activation) {
+    case Activation::kNone:
+      if (!y.is_same(z)) y.copy_(z);
+      break;
+    case Activation::kRelu:
+      at::relu_out(y, z);
+      break;
+    case Activation::kGelu:
+      at::gelu_out(y, z, "none");
+      break;
+    case Activation::kGeluTanh:
+      at::gelu_out(y, z, "tanh");
+      break;
+    case Activation::kSilu:
+      at::silu_out(y, z);
+      break;
+  }
+}
+
+// dz = dy * activation'(z), from z (or y for relu); dy itself for none.
+inline Tensor activation_backward(const Tensor& dy, const OptionalTensor& preact,
+                                  Activation activation) {
+  switch (activation) {
+    case Activation::kRelu:
+      return at::threshold_backward(dy, *preact, 0);
+    case Activation::kGelu:
+      return at::gelu_backward(dy, *preact, "none");
+    case Activation::kGeluTanh:
+      return at::gelu_backward(dy, *preact, "tanh");
+    case Activation::kSilu:
+      return at::silu_backward(dy, *preact);
+    default:
+      return dy;
+  }
+}
+
+}  // namespace torchweld

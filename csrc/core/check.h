@@ -1,0 +1,137 @@
+// Argument checks. A refusal is one sentence: torchweld::<op>: <argument> must be <expected>, but
+// got <got>; <fix>. Everything works on symbolic sizes too, so that the same checks serve eager,
+// Meta and torch.compile.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <cmath>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#define TW_CHECK(condition, op, ...) TORCH_CHECK(condition, "torchweld::", op, ": ", __VA_ARGS__)
+
+namespace torchweld {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+inline std::string dtype_name(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return "float32";
+    case at::kDouble:
+      return "float64";
+    case at::kHalf:
+      return "float16";
+    case at::kBFloat16:
+      return "bfloat16";
+    case at::kLong:
+      return "int64";
+    case at::kInt:
+      return "int32";
+    case at::kBool:
+      return "bool";
+    default:
+      return c10::toString(dtype);
+  }
+}
+
+inline std::string shape_text(c10::SymIntArrayRef sizes) {
+  std::ostringstream text;
+  text << "(";
+  for (size_t i = 0; i < sizes.size(); ++i) text << (i ? ", " : "") << sizes[i];
+  text << (sizes.size() == 1 ? ",)" : ")");
+  return text.str();
+}
+
+inline std::string describe(const Tensor& t) {
+  return dtype_name(t.scalar_type()) + " " + shape_text(t.sym_sizes()) + " on " + t.device().str();
+}
+
+// Statistics and sums are kept in fp32, in fp64 for fp64.
+inline at::ScalarType acc_dtype(const Tensor& t) {
+  return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+inline bool is_given(const OptionalTensor& t) { return t.has_value() && t->defined(); }
+
+inline void check_floating(const char* op, const char* name, const Tensor& t) {
+  const auto dtype = t.scalar_type();
+  const bool ok = dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 ||
+                  (dtype == at::kDouble && !t.is_cuda());
+  TW_CHECK(ok, op, name, " must be float32, float16 or bfloat16 (float64 on CPU too), but got ",
+           describe(t), "; use ", name, ".float()");
+}
+
+inline void check_min_dim(const char* op, const char* name, const Tensor& t, int64_t dims,
+                          const char* layout) {
+  TW_CHECK(t.dim() >= dims, op, name, " must be ", layout, ", but got ", describe(t));
+}
+
+inline void check_dim(const char* op, const char* name, const Tensor& t, int64_t dims,
+                      const char* layout) {
+  TW_CHECK(t.dim() == dims, op, name, " must be ", layout, ", but got ", describe(t));
+}
+
+inline void check_device(const char* op, const char* name, const Tensor& t, const char* like_name,
+                         const Tensor& like) {
+  TW_CHECK(t.device() == like.device(), op, name, " must be on ", like.device().str(), " like ",
+           like_name, ", but got ", describe(t), "; use ", name, ".to(", like_name, ".device)");
+}
+
+inline void check_dtype(const char* op, const char* name, const Tensor& t, at::ScalarType dtype) {
+  TW_CHECK(t.scalar_type() == dtype, op, name, " must be ", dtype_name(dtype), ", but got ",
+           describe(t), "; use ", name, ".to(torch.", dtype_name(dtype), ")");
+}
+
+// Same dtype and device as `like`.
+inline void check_like(const char* op, const char* name, const Tensor& t, const char* like_name,
+                       const Tensor& like) {
+  check_device(op, name, t, like_name, like);
+  TW_CHECK(t.scalar_type() == like.scalar_type(), op, name, " must be ",
+           dtype_name(like.scalar_type()), " like ", like_name, ", but got ", describe(t), "; use ",
+           name, ".to(", like_name, ".dtype)");
+}
+
+// `layout` names the sizes, e.g. "(N, K)".
+inline void check_shape(const char* op, const char* name, const Tensor& t,
+                        c10::SymIntArrayRef expected, const char* layout) {
+  bool same = t.dim() == static_cast<int64_t>(expected.size());
+  for (size_t i = 0; same && i < expected.size(); ++i) same = t.sym_size(i) == expected[i];
+  TW_CHECK(same, op, name, " must be ", layout, " = ", shape_text(expected), ", but got ",
+           describe(t));
+}
+
+inline void check_finite(const char* op, const char* name, double value) {
+  TW_CHECK(std::isfinite(value), op, name, " must be finite, but got ", value);
+}
+
+// leftpad: int32 (batch,) beside `like`; its values are data and are not looked at.
+inline void check_leftpad(const char* op, const OptionalTensor& leftpad, const c10::SymInt& batch,
+                          const char* like_name, const Tensor& like) {
+  if (!is_given(leftpad)) return;
+  const Tensor& pad = *leftpad;
+  const bool ok = pad.scalar_type() == at::kInt && pad.device() == like.device() &&
+                  pad.dim() == 1 && pad.sym_size(0) == batch;
+  TW_CHECK(ok, op, "leftpad must be int32 (", batch, ",) on ", like.device().str(), ", but got ",
+           describe(pad), "; use leftpad.to(", like_name, ".device, torch.int32)");
+}
+
+// x's sizes with the last one replaced.
+inline std::vector<c10::SymInt> with_last(const Tensor& x, const c10::SymInt& last) {
+  std::vector<c10::SymInt> sizes(x.sym_sizes().begin(), x.sym_sizes().end());
+  sizes.back() = last;
+  return sizes;
+}
+
+// x's sizes without the last one.
+inline std::vector<c10::SymInt> without_last(const Tensor& x) {
+  return {x.sym_sizes().begin(), x.sym_sizes().end() - 1};
+}
+
+}  // namespace torchweld

@@ -1,0 +1,60 @@
+// From tensors to the plain arguments of a launcher. Host code of CUDA builds only.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "core/dtype.h"
+
+namespace torchweld {
+
+inline DType dtype_of(const at::Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    default:
+      return DType::kFloat32;
+  }
+}
+
+// A tensor as (rows, n): columns adjacent, rows a constant stride apart. Copies only when the
+// strides cannot be told so.
+struct Rows {
+  at::Tensor tensor;
+  int64_t rows = 0;
+  int64_t n = 0;
+  int64_t row_stride = 0;
+
+  explicit Rows(const at::Tensor& t) : n(t.size(-1)) {
+    rows = n == 0 ? 0 : t.numel() / n;
+    if (!collapses(t)) {
+      tensor = t.contiguous();
+      row_stride = n;
+    } else {
+      tensor = t;
+    }
+  }
+
+ private:
+  // True when the leading dims walk memory as one dim does; sets row_stride.
+  bool collapses(const at::Tensor& t) {
+    if (n > 1 && t.stride(-1) != 1) return false;
+    int64_t expected = -1;
+    row_stride = n;
+    for (int64_t d = t.dim() - 2; d >= 0; --d) {
+      if (t.size(d) == 1) continue;
+      if (expected == -1) {
+        row_stride = t.stride(d);
+      } else if (t.stride(d) != expected) {
+        return false;
+      }
+      expected = t.stride(d) * t.size(d);
+    }
+    return true;
+  }
+};
+
+}  // namespace torchweld

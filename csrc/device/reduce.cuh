@@ -1,0 +1,98 @@
+// Reductions over the threads that share a row: a warp, or a whole block of several warps.
+#pragma once
+
+#include <cmath>
+
+namespace torchweld {
+
+constexpr int kWarp = 32;
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+  return x;
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+// 2^x to 2 ulp, subnormal results included.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The same in one instruction; subnormal results become 0.
+__device__ __forceinline__ float exp2_approx_ftz(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// A softmax in progress: the largest value and the sum of 2^((x - max) * c) seen so far.
+struct MaxSum {
+  float max;
+  float sum;
+};
+
+// A part's sum against a larger maximum. A part that saw nothing stays 0 even when c is 0.
+__device__ __forceinline__ float rescaled_sum(MaxSum part, float max, float c) {
+  return part.sum == 0.f ? 0.f : part.sum * exp2_approx((part.max - max) * c);
+}
+
+__device__ __forceinline__ MaxSum warp_merge(MaxSum x, float c) {
+  const float max = warp_max(x.max);
+  return {max, warp_sum(rescaled_sum(x, max, c))};
+}
+
+// Joins the warps of a block, each of which brings one value. Every thread gets the result, the
+// same bits in every run. One Exchange serves one call.
+template <int kThreads>
+struct BlockExchange {
+  static constexpr int kWarps = kThreads / kWarp;
+  static_assert(kThreads % kWarp == 0 && kWarps <= kWarp);
+  float2 s_parts[kWarps];
+
+  __device__ __forceinline__ MaxSum merge_warps(MaxSum x, float c) {
+    share(make_float2(x.max, x.sum));
+    if constexpr (kWarps > kFewWarps) {
+      const float2 part = my_part(make_float2(-INFINITY, 0.f));
+      return warp_merge({part.x, part.y}, c);
+    }
+    float max = s_parts[0].x;
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) max = fmaxf(max, s_parts[w].x);
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sum += rescaled_sum({s_parts[w].x, s_parts[w].y}, max, c);
+    return {max, sum};
+  }
+
+  __device__ __forceinline__ float sum_warps(float x) {
+    share(make_float2(x, 0.f));
+    if constexpr (kWarps > kFewWarps) return warp_sum(my_part(make_float2(0.f, 0.f)).x);
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sum += s_parts[w].x;
+    return sum;
+  }
+
+ private:
+  // Up to this many parts every thread reads for itself: shorter than five rounds of shuffles.
+  static constexpr int kFewWarps = 8;
+
+  __device__ __forceinline__ void share(float2 mine) {
+    if (threadIdx.x % kWarp == 0) s_parts[threadIdx.x / kWarp] = mine;
+    __syncthreads();
+  }
+  __device__ __forceinline__ float2 my_part(float2 neutral) const {
+    const int lane = threadIdx.x % kWarp;
+    return lane < kWarps ? s_parts[lane] : neutral;
+  }
+};
+
+}  // namespace torchweld

@@ -1,0 +1,302 @@
+// attention:  out = softmax(scale * query @ key.T) @ value over the keys that a row sees
+//   query (batch, nheads, seqlen_q, head_dim), key (batch, nheads_kv, seqlen_k, head_dim),
+//   value (batch, nheads_kv, seqlen_k, head_dim_v), out (batch, nheads, seqlen_q, head_dim_v)
+//   nheads_kv divides nheads: query heads [h * group, (h + 1) * group) share kv head h.
+//
+// attention_forward also returns lse (batch, nheads, seqlen_q), from which the gradient rebuilds
+// the probabilities. A row that sees nothing gives 0, lse = -inf and gradients 0. On the CPU the
+// scores exist one block of query rows at a time, so memory is linear in the sequence length.
+// Source: Dao, "FlashAttention-2", 2023, for the gradient from lse.
+#include "core/attention_common.h"
+#include "core/dispatch.h"
+
+namespace torchweld {
+namespace {
+
+using Forward = std::tuple<Tensor, Tensor>;
+using Grads = std::tuple<Tensor, Tensor, Tensor>;
+
+// Returns out's sizes.
+std::vector<c10::SymInt> attention_checks(const char* op, const Tensor& query, const Tensor& key,
+                                          const Tensor& value, const OptionalTensor& leftpad,
+                                          std::optional<double> scale) {
+  const char* key_layout = "(batch, nheads_kv, seqlen_k, head_dim)";
+  const char* value_layout = "(batch, nheads_kv, seqlen_k, head_dim_v)";
+  check_floating(op, "query", query);
+  check_dim(op, "query", query, 4, "(batch, nheads, seqlen_q, head_dim)");
+  check_like(op, "key", key, "query", query);
+  check_dim(op, "key", key, 4, key_layout);
+  check_shape(op, "key", key,
+              {query.sym_size(0), key.sym_size(1), key.sym_size(2), query.sym_size(3)}, key_layout);
+  check_like(op, "value", value, "query", query);
+  check_dim(op, "value", value, 4, value_layout);
+  check_shape(op, "value", value,
+              {query.sym_size(0), key.sym_size(1), key.sym_size(2), value.sym_size(3)},
+              value_layout);
+  const auto nheads = query.sym_size(1), nheads_kv = key.sym_size(1);
+  const bool divides = nheads_kv == 0 ? nheads == 0 : nheads % nheads_kv == 0;
+  TW_CHECK(divides, op, "key must be ", key_layout,
+           " with nheads_kv a divisor of nheads = ", nheads, ", but got nheads_kv = ", nheads_kv);
+  check_leftpad(op, leftpad, query.sym_size(0), "query", query);
+  if (scale) {
+    check_finite(op, "scale", *scale);
+  }
+  return with_last(query, value.sym_size(3));
+}
+
+Tensor attention_meta(const Tensor& query, const Tensor& key, const Tensor& value,
+                      const OptionalTensor& leftpad, bool causal, std::optional<double> scale) {
+  const auto sizes = attention_checks("attention", query, key, value, leftpad, scale);
+  return at::empty_symint(sizes, query.options());
+}
+
+Forward attention_forward_meta(const Tensor& query, const Tensor& key, const Tensor& value,
+                               const OptionalTensor& leftpad, bool causal,
+                               std::optional<double> scale) {
+  const auto sizes = attention_checks("attention_forward", query, key, value, leftpad, scale);
+  return {at::empty_symint(sizes, query.options()),
+          at::empty_symint(without_last(query), query.options().dtype(acc_dtype(query)))};
+}
+
+Grads attention_backward_meta(const Tensor& dout, const Tensor& query, const Tensor& key,
+                              const Tensor& value, const Tensor& out, const Tensor& lse,
+                              const OptionalTensor& leftpad, bool causal,
+                              std::optional<double> scale) {
+  const char* op = "attention_backward";
+  const auto sizes = attention_checks(op, query, key, value, leftpad, scale);
+  check_attention_saved(op, dout, out, lse, sizes, "query", query);
+  const auto empty = [](const Tensor& t) { return at::empty_symint(t.sym_sizes(), t.options()); };
+  return {empty(query), empty(key), empty(value)};
+}
+
+double scale_or_default(std::optional<double> scale, const Tensor& query) {
+  return scale.value_or(1.0 / std::sqrt(std::max<double>(1, query.size(3))));
+}
+
+MaskRule rule_of(const Tensor& query, const Tensor& key, const OptionalTensor& leftpad,
+                 bool causal) {
+  return {query.size(2), key.size(2), causal, is_given(leftpad)};
+}
+
+// CPU. Query heads that share a kv head side by side: (batches * nheads_kv, group * rows, n).
+Tensor fold_group(const Tensor& rows, int64_t nheads_kv) {
+  const int64_t group = rows.size(1) / nheads_kv;
+  return rows.reshape({rows.size(0) * nheads_kv, group * rows.size(2), rows.size(3)});
+}
+
+// CPU. The block's scaled scores with the future hidden: (batches * nheads_kv, group * rows, keys).
+Tensor block_scores(const Tensor& q_rows, const Tensor& k_keys, const ScoreBlock& block,
+                    const MaskRule& rule) {
+  Tensor s = at::bmm(q_rows, k_keys.transpose(1, 2));
+  Tensor by_row = s.view({s.size(0), -1, block.rows, block.keys});
+  fill_future(by_row, block, rule, kHidden);
+  return s;
+}
+
+void attention_into(Tensor& out, Tensor* lse, const Tensor& query, const Tensor& key,
+                    const Tensor& value, const OptionalTensor& leftpad, bool causal,
+                    std::optional<double> scale) {
+  out.zero_();
+  if (lse) lse->fill_(kHidden);
+  if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
+  const MaskRule rule = rule_of(query, key, leftpad, causal);
+  const auto dtype = acc_dtype(query);
+  const double factor = scale_or_default(scale, query);
+  const int64_t nheads_kv = key.size(1);
+  const Tensor k = key.to(dtype), v = value.to(dtype);
+  for_each_score_block(rule, leftpad, query.size(0), query.size(1), [&](const ScoreBlock& block) {
+    const Tensor q_rows = fold_group(block.rows_of(query).to(dtype) * factor, nheads_kv);
+    const BlockSoftmax p(block_scores(q_rows, fold_heads(block.keys_of(k)), block, rule));
+    Tensor to = block.rows_of(out);
+    to.copy_(at::bmm(p.weights, fold_heads(block.keys_of(v))).div_(p.sum).view(to.sizes()));
+    if (!lse) return;
+    Tensor lse_to = block.rows_of(*lse);
+    lse_to.copy_(p.lse.view(lse_to.sizes()));
+  });
+}
+
+Tensor attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
+                     const OptionalTensor& leftpad, bool causal, std::optional<double> scale) {
+  Tensor out = attention_meta(query, key, value, leftpad, causal, scale);
+  attention_into(out, nullptr, query, key, value, leftpad, causal, scale);
+  return out;
+}
+
+Forward attention_forward_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
+                              const OptionalTensor& leftpad, bool causal,
+                              std::optional<double> scale) {
+  auto [out, lse] = attention_forward_meta(query, key, value, leftpad, causal, scale);
+  attention_into(out, &lse, query, key, value, leftpad, causal, scale);
+  return {out, lse};
+}
+
+Grads attention_backward_cpu(const Tensor& dout, const Tensor& query, const Tensor& key,
+                             const Tensor& value, const Tensor& out, const Tensor& lse,
+                             const OptionalTensor& leftpad, bool causal,
+                             std::optional<double> scale) {
+  auto [dquery, dkey, dvalue] =
+      attention_backward_meta(dout, query, key, value, out, lse, leftpad, causal, scale);
+  const MaskRule rule = rule_of(query, key, leftpad, causal);
+  const auto dtype = acc_dtype(query);
+  const double factor = scale_or_default(scale, query);
+  const int64_t nheads_kv = key.size(1);
+  const Tensor k = key.to(dtype), v = value.to(dtype);
+  const Tensor dk = at::zeros(key.sizes(), k.options());
+  const Tensor dv = at::zeros(value.sizes(), v.options());
+  dquery.zero_();
+  for_each_score_block(rule, leftpad, query.size(0), query.size(1), [&](const ScoreBlock& block) {
+    const auto rows = [&](const Tensor& t) {
+      return fold_group(block.rows_of(t).to(dtype), nheads_kv);
+    };
+    const Tensor q_rows = rows(query) * factor, do_rows = rows(dout);
+    const Tensor k_keys = fold_heads(block.keys_of(k)), v_keys = fold_heads(block.keys_of(v));
+    const Tensor delta = (do_rows * rows(out)).sum(-1, /*keepdim=*/true);
+    const Tensor p = block_scores(q_rows, k_keys, block, rule).sub_(rows(lse.unsqueeze(-1))).exp_();
+    const auto add_to = [&](const Tensor& grad, const Tensor& part) {
+      const Tensor to = block.keys_of(grad);
+      to.add_(part.view(to.sizes()));
+    };
+    add_to(dv, at::bmm(p.transpose(1, 2), do_rows));
+    const Tensor ds = score_gradient(p, at::bmm(do_rows, v_keys.transpose(1, 2)), delta);
+    add_to(dk, at::bmm(ds.transpose(1, 2), q_rows));
+    Tensor to = block.rows_of(dquery);
+    to.copy_(at::bmm(ds, k_keys).mul_(factor).view(to.sizes()));
+  });
+  dkey.copy_(dk);
+  dvalue.copy_(dv);
+  return {dquery, dkey, dvalue};
+}
+
+Tensor call_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                      const OptionalTensor& leftpad, bool causal, std::optional<double> scale) {
+  static const auto op = find_op<decltype(call_attention)>("attention");
+  return op.call(query, key, value, leftpad, causal, scale);
+}
+
+Forward call_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                               const OptionalTensor& leftpad, bool causal,
+                               std::optional<double> scale) {
+  static const auto op = find_op<decltype(call_attention_forward)>("attention_forward");
+  return op.call(query, key, value, leftpad, causal, scale);
+}
+
+Grads call_attention_backward(const Tensor& dout, const Tensor& query, const Tensor& key,
+                              const Tensor& value, const Tensor& out, const Tensor& lse,
+                              const OptionalTensor& leftpad, bool causal,
+                              std::optional<double> scale) {
+  static const auto op = find_op<decltype(call_attention_backward)>("attention_backward");
+  return op.call(dout, query, key, value, out, lse, leftpad, causal, scale);
+}
+
+struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key,
+                               const Tensor& value, const OptionalTensor& leftpad, bool causal,
+                               std::optional<double> scale) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    auto [out, lse] = call_attention_forward(query, key, value, leftpad, causal, scale);
+    ctx->save_for_backward({query, key, value, out, lse, or_undefined(leftpad)});
+    ctx->saved_data["causal"] = causal;
+    ctx->saved_data["scale"] = scale;
+    ctx->mark_non_differentiable({lse});
+    ctx->set_materialize_grads(false);
+    return {out, lse};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    if (!grads[0].defined()) return variable_list(6);
+    const auto saved = ctx->get_saved_variables();
+    auto [dquery, dkey, dvalue] = call_attention_backward(
+        grads[0], saved[0], saved[1], saved[2], saved[3], saved[4], optional(saved[5]),
+        ctx->saved_data["causal"].toBool(), ctx->saved_data["scale"].toOptional<double>());
+    return {dquery, dkey, dvalue, Tensor(), Tensor(), Tensor()};
+  }
+};
+
+Forward attention_forward_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
+                                   const OptionalTensor& leftpad, bool causal,
+                                   std::optional<double> scale) {
+  if (any_needs_grad(query, key, value)) {
+    const auto out = AttentionFunction::apply(query, key, value, leftpad, causal, scale);
+    return {out[0], out[1]};
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call_attention_forward(query, key, value, leftpad, causal, scale);
+}
+
+Tensor attention_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
+                          const OptionalTensor& leftpad, bool causal, std::optional<double> scale) {
+  if (any_needs_grad(query, key, value)) {
+    return AttentionFunction::apply(query, key, value, leftpad, causal, scale)[0];
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call_attention(query, key, value, leftpad, causal, scale);
+}
+
+template <at::DeviceType device>
+Tensor attention_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
+                          const OptionalTensor& leftpad, bool causal, std::optional<double> scale) {
+  const Autocast<device> cast;
+  return call_attention(cast(query), cast(key), cast(value), leftpad, causal, scale);
+}
+
+template <at::DeviceType device>
+Forward attention_forward_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
+                                   const OptionalTensor& leftpad, bool causal,
+                                   std::optional<double> scale) {
+  const Autocast<device> cast;
+  return call_attention_forward(cast(query), cast(key), cast(value), leftpad, causal, scale);
+}
+
+TORCH_LIBRARY_FRAGMENT(torchweld, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  m.def(
+      "attention(Tensor query, Tensor key, Tensor value, Tensor? leftpad=None, *, "
+      "bool causal=False, float? scale=None) -> Tensor",
+      tags);
+  m.def(
+      "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? leftpad=None, *, "
+      "bool causal=False, float? scale=None) -> (Tensor out, Tensor lse)",
+      tags);
+  m.def(
+      "attention_backward(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor out, "
+      "Tensor lse, Tensor? leftpad=None, *, bool causal=False, float? scale=None) -> "
+      "(Tensor dquery, Tensor dkey, Tensor dvalue)",
+      tags);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
+  m.impl("attention", attention_meta);
+  m.impl("attention_forward", attention_forward_meta);
+  m.impl("attention_backward", attention_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
+  m.impl("attention", attention_cpu);
+  m.impl("attention_forward", attention_forward_cpu);
+  m.impl("attention_backward", attention_backward_cpu);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
+  m.impl("attention", no_cuda_kernel_function());
+  m.impl("attention_forward", no_cuda_kernel_function());
+  m.impl("attention_backward", no_cuda_kernel_function());
+}
+
+TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
+  m.impl("attention", attention_autograd);
+  m.impl("attention_forward", attention_forward_autograd);
+  m.impl("attention_backward", no_gradient_function());
+}
+
+TORCH_LIBRARY_IMPL(torchweld, AutocastCPU, m) {
+  m.impl("attention", attention_autocast<at::kCPU>);
+  m.impl("attention_forward", attention_forward_autocast<at::kCPU>);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) {
+  m.impl("attention", attention_autocast<at::kCUDA>);
+  m.impl("attention_forward", attention_forward_autocast<at::kCUDA>);
+}
+
+}  // namespace
+}  // namespace torchweld

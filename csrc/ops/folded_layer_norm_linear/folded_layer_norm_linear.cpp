@@ -1,0 +1,272 @@
+// fold_layer_norm:           folded_weight = weight * ln_weight in the weight's dtype, (N, K)
+//                            weight_sum    = folded_weight.sum(1), fp32, (N,)
+//                            folded_bias   = bias + weight @ ln_bias, fp32, (N,)
+// folded_layer_norm_linear:  y = activation(rstd * (x @ folded_weight.T - mean * weight_sum) +
+// folded_bias)
+//                            with mean and rstd of each row of x (..., K); y (..., N)
+//
+// layer_norm_linear with the LayerNorm's own weights folded into the matmul, for inference. The
+// sums are taken from the rounded folded weight, so that the mean cancels exactly and only the
+// accumulator's rounding is left. The CPU kernel goes further: it subtracts the (rounded) row mean
+// before the matmul and corrects by what is left of it, so that the error does not grow with
+// |mean| / std. That needs weight_sum to be the row sums of folded_weight, which is the contract.
+#include <ATen/ops/mv.h>
+#include <ATen/ops/native_layer_norm.h>
+#include <ATen/ops/native_layer_norm_backward.h>
+#include <ATen/ops/zeros.h>
+
+#include "core/dispatch.h"
+#include "core/linear_common.h"
+
+namespace torchweld {
+namespace {
+
+using Folded = std::tuple<Tensor, Tensor, Tensor>;
+
+Folded fold_layer_norm_meta(const Tensor& weight, const OptionalTensor& bias,
+                            const OptionalTensor& ln_weight, const OptionalTensor& ln_bias) {
+  const char* op = "fold_layer_norm";
+  check_floating(op, "weight", weight);
+  check_dim(op, "weight", weight, 2, "(N, K)");
+  const auto beside_weight = [&](const char* name, const OptionalTensor& t, const c10::SymInt& size,
+                                 const char* layout) {
+    if (!is_given(t)) return;
+    check_like(op, name, *t, "weight", weight);
+    check_shape(op, name, *t, {size}, layout);
+  };
+  beside_weight("bias", bias, weight.sym_size(0), "(N,)");
+  beside_weight("ln_weight", ln_weight, weight.sym_size(1), "(K,)");
+  beside_weight("ln_bias", ln_bias, weight.sym_size(1), "(K,)");
+  const auto sums = weight.options().dtype(acc_dtype(weight));
+  return {at::empty_symint(weight.sym_sizes(), weight.options()),
+          at::empty_symint({weight.sym_size(0)}, sums),
+          at::empty_symint({weight.sym_size(0)}, sums)};
+}
+
+Folded fold_layer_norm_cpu(const Tensor& weight, const OptionalTensor& bias,
+                           const OptionalTensor& ln_weight, const OptionalTensor& ln_bias) {
+  auto [folded_weight, weight_sum, folded_bias] =
+      fold_layer_norm_meta(weight, bias, ln_weight, ln_bias);
+  folded_weight.copy_(is_given(ln_weight) ? weight * *ln_weight : weight);
+  // Summed in fp64: this happens once, and every row that is ever multiplied inherits its error.
+  weight_sum.copy_(folded_weight.sum(1, /*keepdim=*/false, at::kDouble));
+  folded_bias.zero_();
+  if (is_given(bias)) folded_bias.copy_(*bias);
+  if (is_given(ln_bias)) {
+    folded_bias.add_(at::mv(weight.to(at::kDouble), ln_bias->to(at::kDouble)));
+  }
+  return {folded_weight, weight_sum, folded_bias};
+}
+
+std::vector<c10::SymInt> folded_checks(const char* op, const Tensor& x, const Tensor& folded_weight,
+                                       const Tensor& weight_sum, const OptionalTensor& folded_bias,
+                                       double eps) {
+  const auto sizes = check_linear(op, x, "folded_weight", folded_weight, std::nullopt);
+  const auto sums = [&](const char* name, const Tensor& t) {
+    check_device(op, name, t, "x", x);
+    check_dtype(op, name, t, acc_dtype(x));
+    check_shape(op, name, t, {folded_weight.sym_size(0)}, "(N,)");
+  };
+  sums("weight_sum", weight_sum);
+  if (is_given(folded_bias)) sums("folded_bias", *folded_bias);
+  check_eps(op, eps);
+  return sizes;
+}
+
+Tensor folded_layer_norm_linear_meta(const Tensor& x, const Tensor& folded_weight,
+                                     const Tensor& weight_sum, const OptionalTensor& folded_bias,
+                                     double eps, c10::string_view activation) {
+  const char* op = "folded_layer_norm_linear";
+  const auto sizes = folded_checks(op, x, folded_weight, weight_sum, folded_bias, eps);
+  parse_activation(op, activation);
+  return empty_result(x, sizes);
+}
+
+Tensor folded_layer_norm_linear_backward_meta(const Tensor& dy, const Tensor& x,
+                                              const Tensor& folded_weight, const Tensor& weight_sum,
+                                              const OptionalTensor& folded_bias, double eps,
+                                              c10::string_view activation) {
+  const char* op = "folded_layer_norm_linear_backward";
+  const auto sizes = folded_checks(op, x, folded_weight, weight_sum, folded_bias, eps);
+  parse_activation(op, activation);
+  check_dy(op, dy, sizes, x);
+  return empty_grad(x, true);
+}
+
+// CPU. (mean, rstd) of x's rows, (rows, 1) each, in the statistics' dtype.
+std::tuple<Tensor, Tensor> row_statistics(const Tensor& rows, double eps) {
+  const Tensor wide = rows.to(acc_dtype(rows));
+  const auto [normalised, mean, rstd] =
+      at::native_layer_norm(wide, {wide.size(-1)}, std::nullopt, std::nullopt, eps);
+  return {mean, rstd};
+}
+
+// CPU. The pre-activation (rows, N) in the statistics' dtype.
+Tensor folded_preact(const Tensor& rows, const Tensor& folded_weight, const Tensor& weight_sum,
+                     const OptionalTensor& folded_bias, const Tensor& mean, const Tensor& rstd) {
+  const auto dtype = acc_dtype(rows);
+  const Tensor shifted = (rows - mean).to(rows.scalar_type());
+  const Tensor left_over = shifted.mean(-1, /*keepdim=*/true, dtype);
+  Tensor z = at::mm(shifted, folded_weight.t()).to(dtype);
+  z.sub_(left_over * weight_sum).mul_(rstd);
+  if (is_given(folded_bias)) z.add_(*folded_bias);
+  return z;
+}
+
+Tensor folded_layer_norm_linear_cpu(const Tensor& x, const Tensor& folded_weight,
+                                    const Tensor& weight_sum, const OptionalTensor& folded_bias,
+                                    double eps, c10::string_view activation) {
+  Tensor y =
+      folded_layer_norm_linear_meta(x, folded_weight, weight_sum, folded_bias, eps, activation);
+  if (y.numel() == 0) return y;
+  const Tensor rows = as_matrix(x);
+  const auto [mean, rstd] = row_statistics(rows, eps);
+  Tensor z = folded_preact(rows, folded_weight, weight_sum, folded_bias, mean, rstd);
+  activate_into(z, z, parse_activation("folded_layer_norm_linear", activation));
+  y.copy_(z.view(y.sizes()));
+  return y;
+}
+
+Tensor folded_layer_norm_linear_backward_cpu(const Tensor& dy, const Tensor& x,
+                                             const Tensor& folded_weight, const Tensor& weight_sum,
+                                             const OptionalTensor& folded_bias, double eps,
+                                             c10::string_view activation) {
+  Tensor dx = folded_layer_norm_linear_backward_meta(dy, x, folded_weight, weight_sum, folded_bias,
+                                                     eps, activation);
+  if (dx.numel() == 0) return dx;
+  const Activation act = parse_activation("folded_layer_norm_linear_backward", activation);
+  const Tensor rows = as_matrix(x);
+  const auto [mean, rstd] = row_statistics(rows, eps);
+  Tensor dz = as_matrix(dy);
+  if (needs_preact(act)) {
+    Tensor z = folded_preact(rows, folded_weight, weight_sum, folded_bias, mean, rstd);
+    dz = activation_backward(dz.to(z.scalar_type()), z, act).to(x.scalar_type());
+  }
+  const Tensor dnormalised = at::mm(dz, folded_weight).to(mean.scalar_type());
+  const Tensor grad = std::get<0>(
+      at::native_layer_norm_backward(dnormalised, rows.to(mean.scalar_type()), {rows.size(1)}, mean,
+                                     rstd, std::nullopt, std::nullopt, {true, false, false}));
+  dx.copy_(grad.view(dx.sizes()));
+  return dx;
+}
+
+Tensor call_folded(const Tensor& x, const Tensor& folded_weight, const Tensor& weight_sum,
+                   const OptionalTensor& folded_bias, double eps, c10::string_view activation) {
+  static const auto op = find_op<decltype(call_folded)>("folded_layer_norm_linear");
+  return op.call(x, folded_weight, weight_sum, folded_bias, eps, activation);
+}
+
+Tensor call_folded_backward(const Tensor& dy, const Tensor& x, const Tensor& folded_weight,
+                            const Tensor& weight_sum, const OptionalTensor& folded_bias, double eps,
+                            c10::string_view activation) {
+  static const auto op =
+      find_op<decltype(call_folded_backward)>("folded_layer_norm_linear_backward");
+  return op.call(dy, x, folded_weight, weight_sum, folded_bias, eps, activation);
+}
+
+struct FoldedLayerNormLinearFunction : torch::autograd::Function<FoldedLayerNormLinearFunction> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& folded_weight,
+                        const Tensor& weight_sum, const OptionalTensor& folded_bias, double eps,
+                        const std::string& activation) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    ctx->save_for_backward({x, folded_weight, weight_sum, or_undefined(folded_bias)});
+    ctx->saved_data["eps"] = eps;
+    ctx->saved_data["activation"] = activation;
+    return call_folded(x, folded_weight, weight_sum, folded_bias, eps, activation);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    return {call_folded_backward(grads[0], saved[0], saved[1], saved[2], optional(saved[3]),
+                                 ctx->saved_data["eps"].toDouble(),
+                                 ctx->saved_data["activation"].toStringRef()),
+            Tensor(),
+            Tensor(),
+            Tensor(),
+            Tensor(),
+            Tensor()};
+  }
+};
+
+Tensor folded_layer_norm_linear_autograd(const Tensor& x, const Tensor& folded_weight,
+                                         const Tensor& weight_sum,
+                                         const OptionalTensor& folded_bias, double eps,
+                                         c10::string_view activation) {
+  const auto frozen = [](const char* name, const OptionalTensor& t) {
+    TW_CHECK(!any_needs_grad(t), "folded_layer_norm_linear", name,
+             " must be a tensor that needs no gradient, because the fold is for inference, but got "
+             "requires_grad=True; train with layer_norm_linear, or use ",
+             name, ".detach()");
+  };
+  frozen("folded_weight", folded_weight);
+  frozen("weight_sum", weight_sum);
+  frozen("folded_bias", folded_bias);
+  if (any_needs_grad(x)) {
+    return FoldedLayerNormLinearFunction::apply(x, folded_weight, weight_sum, folded_bias, eps,
+                                                std::string(activation));
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call_folded(x, folded_weight, weight_sum, folded_bias, eps, activation);
+}
+
+// weight_sum and folded_bias stay in fp32: they are added to fp32 sums.
+template <at::DeviceType device>
+Tensor folded_layer_norm_linear_autocast(const Tensor& x, const Tensor& folded_weight,
+                                         const Tensor& weight_sum,
+                                         const OptionalTensor& folded_bias, double eps,
+                                         c10::string_view activation) {
+  const Autocast<device> cast;
+  return call_folded(cast(x), cast(folded_weight), weight_sum, folded_bias, eps, activation);
+}
+
+TORCH_LIBRARY_FRAGMENT(torchweld, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  m.def(
+      "fold_layer_norm(Tensor weight, Tensor? bias=None, Tensor? ln_weight=None, "
+      "Tensor? ln_bias=None) -> (Tensor folded_weight, Tensor weight_sum, Tensor folded_bias)",
+      tags);
+  m.def(
+      "folded_layer_norm_linear(Tensor x, Tensor folded_weight, Tensor weight_sum, "
+      "Tensor? folded_bias=None, *, float eps=1e-5, str activation=\"none\") -> Tensor",
+      tags);
+  m.def(
+      "folded_layer_norm_linear_backward(Tensor dy, Tensor x, Tensor folded_weight, "
+      "Tensor weight_sum, Tensor? folded_bias=None, *, float eps=1e-5, "
+      "str activation=\"none\") -> Tensor",
+      tags);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
+  m.impl("fold_layer_norm", fold_layer_norm_meta);
+  m.impl("folded_layer_norm_linear", folded_layer_norm_linear_meta);
+  m.impl("folded_layer_norm_linear_backward", folded_layer_norm_linear_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
+  m.impl("fold_layer_norm", fold_layer_norm_cpu);
+  m.impl("folded_layer_norm_linear", folded_layer_norm_linear_cpu);
+  m.impl("folded_layer_norm_linear_backward", folded_layer_norm_linear_backward_cpu);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
+  m.impl("fold_layer_norm", no_cuda_kernel_function());
+  m.impl("folded_layer_norm_linear", no_cuda_kernel_function());
+  m.impl("folded_layer_norm_linear_backward", no_cuda_kernel_function());
+}
+
+TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
+  m.impl("fold_layer_norm", no_gradient_function());
+  m.impl("folded_layer_norm_linear", folded_layer_norm_linear_autograd);
+  m.impl("folded_layer_norm_linear_backward", no_gradient_function());
+}
+
+TORCH_LIBRARY_IMPL(torchweld, AutocastCPU, m) {
+  m.impl("folded_layer_norm_linear", folded_layer_norm_linear_autocast<at::kCPU>);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) {
+  m.impl("folded_layer_norm_linear", folded_layer_norm_linear_autocast<at::kCUDA>);
+}
+
+}  // namespace
+}  // namespace torchweld

@@ -1,0 +1,300 @@
+// gated_linear:  z = x @ weight.T + bias,  y = gate(left, right) of z's two halves
+//   x (..., K), weight (2N, K), bias (2N,), z (..., 2N), y (..., N)
+//   left is z's first half and right its second (interleaved: even and odd columns)
+//   sigmoid_tanh: sigmoid(left) * tanh(right)     geglu, geglu_tanh: left * gelu(right)
+//   swiglu: silu(left) * right                    reglu: left * relu(right)
+//
+// gated_linear_forward also returns z, which the gradient needs.
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/sigmoid_backward.h>
+#include <ATen/ops/tanh.h>
+#include <ATen/ops/tanh_backward.h>
+
+#include "core/dispatch.h"
+#include "core/linear_common.h"
+
+namespace torchweld {
+namespace {
+
+using Forward = std::tuple<Tensor, Tensor>;
+using Grads = std::tuple<Tensor, Tensor, Tensor>;
+
+enum class Gate : int8_t { kSigmoidTanh, kGeglu, kGegluTanh, kSwiglu, kReglu };
+
+Gate parse_gate(const char* op, std::string_view name) {
+  if (name == "sigmoid_tanh") return Gate::kSigmoidTanh;
+  if (name == "geglu") return Gate::kGeglu;
+  if (name == "geglu_tanh") return Gate::kGegluTanh;
+  if (name == "swiglu") return Gate::kSwiglu;
+  if (name == "reglu") return Gate::kReglu;
+  TW_CHECK(false, op,
+           "gate must be one of sigmoid_tanh, geglu, geglu_tanh, swiglu, reglu, but got '", name,
+           "'");
+}
+
+// Returns z's sizes.
+std::vector<c10::SymInt> gated_linear_checks(const char* op, const Tensor& x, const Tensor& weight,
+                                             const OptionalTensor& bias) {
+  check_floating(op, "x", x);
+  check_min_dim(op, "x", x, 1, "(..., K)");
+  check_like(op, "weight", weight, "x", x);
+  check_dim(op, "weight", weight, 2, "(2N, K)");
+  TW_CHECK(weight.sym_size(0) % 2 == 0 && weight.sym_size(1) == x.sym_size(-1), op,
+           "weight must be (2N, K) with K = ", x.sym_size(-1),
+           " and an even number of rows, but got ", describe(weight));
+  check_vector(op, "bias", bias, weight.sym_size(0), "(2N,)", x);
+  return with_last(x, weight.sym_size(0));
+}
+
+Tensor gated_linear_meta(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                         c10::string_view gate, bool interleaved) {
+  const char* op = "gated_linear";
+  gated_linear_checks(op, x, weight, bias);
+  parse_gate(op, gate);
+  return empty_result(x, with_last(x, weight.sym_size(0) / 2));
+}
+
+Forward gated_linear_forward_meta(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                                  c10::string_view gate, bool interleaved) {
+  const char* op = "gated_linear_forward";
+  const auto z_sizes = gated_linear_checks(op, x, weight, bias);
+  parse_gate(op, gate);
+  return {empty_result(x, with_last(x, weight.sym_size(0) / 2)), empty_result(x, z_sizes)};
+}
+
+Grads gated_linear_backward_meta(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                                 const Tensor& z, c10::string_view gate, bool interleaved,
+                                 std::array<bool, 3> output_mask) {
+  const char* op = "gated_linear_backward";
+  const auto z_sizes = gated_linear_checks(op, x, weight, std::nullopt);
+  parse_gate(op, gate);
+  check_dy(op, dy, with_last(x, weight.sym_size(0) / 2), x);
+  check_like(op, "z", z, "x", x);
+  check_shape(op, "z", z, z_sizes, "(..., 2N)");
+  return {empty_grad(x, output_mask[0]), empty_grad(weight, output_mask[1]),
+          empty_vector_grad(weight, weight.sym_size(0), output_mask[2])};
+}
+
+// CPU. The two halves of z (rows, 2N) as views (rows, N).
+struct Halves {
+  Tensor left, right;
+  Halves(const Tensor& z, bool interleaved) {
+    const int64_t n = z.size(1) / 2;
+    const Tensor pairs = interleaved ? z.view({z.size(0), n, 2}) : z.view({z.size(0), 2, n});
+    left = pairs.select(interleaved ? 2 : 1, 0);
+    right = pairs.select(interleaved ? 2 : 1, 1);
+  }
+};
+
+Tensor apply_gate(const Halves& z, Gate gate) {
+  switch (gate) {
+    case Gate::kSigmoidTanh:
+      return at::sigmoid(z.left).mul_(at::tanh(z.right));
+    case Gate::kGeglu:
+      return at::gelu(z.right, "none").mul_(z.left);
+    case Gate::kGegluTanh:
+      return at::gelu(z.right, "tanh").mul_(z.left);
+    case Gate::kSwiglu:
+      return at::silu(z.left).mul_(z.right);
+    default:
+      return at::relu(z.right).mul_(z.left);
+  }
+}
+
+// CPU. dz's halves from dy (rows, N).
+void gate_backward_into(const Halves& dz, const Tensor& dy, const Halves& z, Gate gate) {
+  switch (gate) {
+    case Gate::kSigmoidTanh: {
+      const Tensor s = at::sigmoid(z.left), t = at::tanh(z.right);
+      dz.left.copy_(at::sigmoid_backward(dy * t, s));
+      dz.right.copy_(at::tanh_backward(dy * s, t));
+      return;
+    }
+    case Gate::kGeglu:
+    case Gate::kGegluTanh: {
+      const char* approximate = gate == Gate::kGeglu ? "none" : "tanh";
+      dz.left.copy_(at::gelu(z.right, approximate).mul_(dy));
+      dz.right.copy_(at::gelu_backward(dy * z.left, z.right, approximate));
+      return;
+    }
+    case Gate::kSwiglu:
+      dz.left.copy_(at::silu_backward(dy * z.right, z.left));
+      dz.right.copy_(at::silu(z.left).mul_(dy));
+      return;
+    case Gate::kReglu:
+      dz.left.copy_(at::relu(z.right).mul_(dy));
+      dz.right.copy_(at::threshold_backward(dy * z.left, z.right, 0));
+      return;
+  }
+}
+
+void gated_linear_into(Tensor& y, Tensor& z, const Tensor& x, const Tensor& weight,
+                       const OptionalTensor& bias, Gate gate, bool interleaved) {
+  linear_into(z, x, weight, bias);
+  as_matrix(y).copy_(apply_gate(Halves(as_matrix(z), interleaved), gate));
+}
+
+Tensor gated_linear_cpu(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                        c10::string_view gate, bool interleaved) {
+  Tensor y = gated_linear_meta(x, weight, bias, gate, interleaved);
+  Tensor z = empty_result(x, with_last(x, weight.size(0)));
+  gated_linear_into(y, z, x, weight, bias, parse_gate("gated_linear", gate), interleaved);
+  return y;
+}
+
+Forward gated_linear_forward_cpu(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                                 c10::string_view gate, bool interleaved) {
+  auto [y, z] = gated_linear_forward_meta(x, weight, bias, gate, interleaved);
+  gated_linear_into(y, z, x, weight, bias, parse_gate("gated_linear_forward", gate), interleaved);
+  return {y, z};
+}
+
+Grads gated_linear_backward_cpu(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                                const Tensor& z, c10::string_view gate, bool interleaved,
+                                std::array<bool, 3> output_mask) {
+  auto [dx, dweight, dbias] =
+      gated_linear_backward_meta(dy, x, weight, z, gate, interleaved, output_mask);
+  const Tensor rows_z = as_matrix(z.contiguous());
+  const Tensor dz = at::empty(rows_z.sizes(), rows_z.options());
+  gate_backward_into(Halves(dz, interleaved), as_matrix(dy), Halves(rows_z, interleaved),
+                     parse_gate("gated_linear_backward", gate));
+  linear_backward_into(dx, dweight, dbias, output_mask, dz, as_matrix(x), weight);
+  return {dx, dweight, dbias};
+}
+
+Tensor call_gated_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                         c10::string_view gate, bool interleaved) {
+  static const auto op = find_op<decltype(call_gated_linear)>("gated_linear");
+  return op.call(x, weight, bias, gate, interleaved);
+}
+
+Forward call_gated_linear_forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                                  c10::string_view gate, bool interleaved) {
+  static const auto op = find_op<decltype(call_gated_linear_forward)>("gated_linear_forward");
+  return op.call(x, weight, bias, gate, interleaved);
+}
+
+Grads call_gated_linear_backward(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                                 const Tensor& z, c10::string_view gate, bool interleaved,
+                                 std::array<bool, 3> output_mask) {
+  static const auto op = find_op<decltype(call_gated_linear_backward)>("gated_linear_backward");
+  return op.call(dy, x, weight, z, gate, interleaved, output_mask);
+}
+
+struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
+                               const OptionalTensor& bias, const std::string& gate,
+                               bool interleaved) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    auto [y, z] = call_gated_linear_forward(x, weight, bias, gate, interleaved);
+    ctx->save_for_backward({x, weight, z});
+    ctx->saved_data["gate"] = gate;
+    ctx->saved_data["interleaved"] = interleaved;
+    ctx->saved_data["bias"] = bias.has_value() && bias->requires_grad();
+    ctx->mark_non_differentiable({z});
+    ctx->set_materialize_grads(false);
+    return {y, z};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    if (!grads[0].defined()) return variable_list(5);
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &x = saved[0], &weight = saved[1];
+    const std::array<bool, 3> wanted = {x.requires_grad(), weight.requires_grad(),
+                                        ctx->saved_data["bias"].toBool()};
+    auto [dx, dweight, dbias] = call_gated_linear_backward(
+        grads[0], x, weight, saved[2], ctx->saved_data["gate"].toStringRef(),
+        ctx->saved_data["interleaved"].toBool(), wanted);
+    return {if_wanted(wanted[0], dx), if_wanted(wanted[1], dweight), if_wanted(wanted[2], dbias),
+            Tensor(), Tensor()};
+  }
+};
+
+Forward gated_linear_forward_autograd(const Tensor& x, const Tensor& weight,
+                                      const OptionalTensor& bias, c10::string_view gate,
+                                      bool interleaved) {
+  if (any_needs_grad(x, weight, bias)) {
+    const auto out = GatedLinearFunction::apply(x, weight, bias, std::string(gate), interleaved);
+    return {out[0], out[1]};
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call_gated_linear_forward(x, weight, bias, gate, interleaved);
+}
+
+Tensor gated_linear_autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                             c10::string_view gate, bool interleaved) {
+  if (any_needs_grad(x, weight, bias)) {
+    return GatedLinearFunction::apply(x, weight, bias, std::string(gate), interleaved)[0];
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call_gated_linear(x, weight, bias, gate, interleaved);
+}
+
+template <at::DeviceType device>
+Tensor gated_linear_autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                             c10::string_view gate, bool interleaved) {
+  const Autocast<device> cast;
+  return call_gated_linear(cast(x), cast(weight), cast(bias), gate, interleaved);
+}
+
+template <at::DeviceType device>
+Forward gated_linear_forward_autocast(const Tensor& x, const Tensor& weight,
+                                      const OptionalTensor& bias, c10::string_view gate,
+                                      bool interleaved) {
+  const Autocast<device> cast;
+  return call_gated_linear_forward(cast(x), cast(weight), cast(bias), gate, interleaved);
+}
+
+TORCH_LIBRARY_FRAGMENT(torchweld, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  m.def(
+      "gated_linear(Tensor x, Tensor weight, Tensor? bias=None, *, str gate=\"geglu\", "
+      "bool interleaved=False) -> Tensor",
+      tags);
+  m.def(
+      "gated_linear_forward(Tensor x, Tensor weight, Tensor? bias=None, *, str gate=\"geglu\", "
+      "bool interleaved=False) -> (Tensor y, Tensor z)",
+      tags);
+  m.def(
+      "gated_linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor z, *, "
+      "str gate=\"geglu\", bool interleaved=False, bool[3] output_mask) -> "
+      "(Tensor dx, Tensor dweight, Tensor dbias)",
+      tags);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
+  m.impl("gated_linear", gated_linear_meta);
+  m.impl("gated_linear_forward", gated_linear_forward_meta);
+  m.impl("gated_linear_backward", gated_linear_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
+  m.impl("gated_linear", gated_linear_cpu);
+  m.impl("gated_linear_forward", gated_linear_forward_cpu);
+  m.impl("gated_linear_backward", gated_linear_backward_cpu);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
+  m.impl("gated_linear", no_cuda_kernel_function());
+  m.impl("gated_linear_forward", no_cuda_kernel_function());
+  m.impl("gated_linear_backward", no_cuda_kernel_function());
+}
+
+TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
+  m.impl("gated_linear", gated_linear_autograd);
+  m.impl("gated_linear_forward", gated_linear_forward_autograd);
+  m.impl("gated_linear_backward", no_gradient_function());
+}
+
+TORCH_LIBRARY_IMPL(torchweld, AutocastCPU, m) {
+  m.impl("gated_linear", gated_linear_autocast<at::kCPU>);
+  m.impl("gated_linear_forward", gated_linear_forward_autocast<at::kCPU>);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) {
+  m.impl("gated_linear", gated_linear_autocast<at::kCUDA>);
+  m.impl("gated_linear_forward", gated_linear_forward_autocast<at::kCUDA>);
+}
+
+}  // namespace
+}  // namespace torchweld

@@ -1,0 +1,209 @@
+// linear:  y = activation(x @ weight.T + bias)        x (..., K), weight (N, K), bias (N,), y (...,
+// N)
+//
+// linear_forward also returns what the gradient needs: the pre-activation z, or a (0,) tensor where
+// the activation's gradient does not need it (none, relu).
+#include "core/dispatch.h"
+#include "core/linear_common.h"
+
+namespace torchweld {
+namespace {
+
+using Grads3 = std::tuple<Tensor, Tensor, Tensor>;
+
+std::tuple<Tensor, Tensor> linear_alloc(const char* op, const Tensor& x, const Tensor& weight,
+                                        const OptionalTensor& bias, Activation activation,
+                                        bool with_preact) {
+  const auto sizes = check_linear(op, x, "weight", weight, bias);
+  const bool saves = with_preact && saves_preact(activation);
+  return {empty_result(x, sizes), saves ? empty_result(x, sizes) : at::empty({0}, x.options())};
+}
+
+Tensor linear_meta(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                   c10::string_view activation) {
+  return std::get<0>(
+      linear_alloc("linear", x, weight, bias, parse_activation("linear", activation), false));
+}
+
+std::tuple<Tensor, Tensor> linear_forward_meta(const Tensor& x, const Tensor& weight,
+                                               const OptionalTensor& bias,
+                                               c10::string_view activation) {
+  const char* op = "linear_forward";
+  return linear_alloc(op, x, weight, bias, parse_activation(op, activation), true);
+}
+
+Grads3 linear_backward_meta(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                            const OptionalTensor& preact, c10::string_view activation,
+                            std::array<bool, 3> output_mask) {
+  const char* op = "linear_backward";
+  const auto sizes = check_linear(op, x, "weight", weight, std::nullopt);
+  check_dy(op, dy, sizes, x);
+  check_preact(op, preact, parse_activation(op, activation), sizes, x);
+  return {empty_grad(x, output_mask[0]), empty_grad(weight, output_mask[1]),
+          empty_vector_grad(weight, weight.sym_size(0), output_mask[2])};
+}
+
+Tensor linear_cpu(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                  c10::string_view activation) {
+  Tensor y = linear_meta(x, weight, bias, activation);
+  linear_into(y, x, weight, bias);
+  activate_into(y, y, parse_activation("linear", activation));
+  return y;
+}
+
+std::tuple<Tensor, Tensor> linear_forward_cpu(const Tensor& x, const Tensor& weight,
+                                              const OptionalTensor& bias,
+                                              c10::string_view activation) {
+  auto [y, preact] = linear_forward_meta(x, weight, bias, activation);
+  const Activation act = parse_activation("linear_forward", activation);
+  Tensor& z = saves_preact(act) ? preact : y;
+  linear_into(z, x, weight, bias);
+  activate_into(y, z, act);
+  return {y, preact};
+}
+
+Grads3 linear_backward_cpu(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                           const OptionalTensor& preact, c10::string_view activation,
+                           std::array<bool, 3> output_mask) {
+  auto [dx, dweight, dbias] = linear_backward_meta(dy, x, weight, preact, activation, output_mask);
+  const Tensor dz =
+      activation_backward(dy, preact, parse_activation("linear_backward", activation));
+  linear_backward_into(dx, dweight, dbias, output_mask, as_matrix(dz), as_matrix(x), weight);
+  return {dx, dweight, dbias};
+}
+
+Tensor call_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                   c10::string_view activation) {
+  static const auto op = find_op<decltype(call_linear)>("linear");
+  return op.call(x, weight, bias, activation);
+}
+
+std::tuple<Tensor, Tensor> call_linear_forward(const Tensor& x, const Tensor& weight,
+                                               const OptionalTensor& bias,
+                                               c10::string_view activation) {
+  static const auto op = find_op<decltype(call_linear_forward)>("linear_forward");
+  return op.call(x, weight, bias, activation);
+}
+
+Grads3 call_linear_backward(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                            const OptionalTensor& preact, c10::string_view activation,
+                            std::array<bool, 3> output_mask) {
+  static const auto op = find_op<decltype(call_linear_backward)>("linear_backward");
+  return op.call(dy, x, weight, preact, activation, output_mask);
+}
+
+struct LinearFunction : torch::autograd::Function<LinearFunction> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
+                               const OptionalTensor& bias, const std::string& activation) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    auto [y, preact] = call_linear_forward(x, weight, bias, activation);
+    const Activation act = parse_activation("linear", activation);
+    const Tensor saved = saves_preact(act) ? preact : needs_preact(act) ? y : Tensor();
+    ctx->save_for_backward({x, weight, saved});
+    ctx->saved_data["activation"] = activation;
+    ctx->saved_data["bias"] = bias.has_value() && bias->requires_grad();
+    ctx->mark_non_differentiable({preact});
+    ctx->set_materialize_grads(false);
+    return {y, preact};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    if (!grads[0].defined()) return variable_list(4);
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &x = saved[0], &weight = saved[1];
+    const std::array<bool, 3> wanted = {x.requires_grad(), weight.requires_grad(),
+                                        ctx->saved_data["bias"].toBool()};
+    auto [dx, dweight, dbias] =
+        call_linear_backward(grads[0], x, weight, optional(saved[2]),
+                             ctx->saved_data["activation"].toStringRef(), wanted);
+    return {if_wanted(wanted[0], dx), if_wanted(wanted[1], dweight), if_wanted(wanted[2], dbias),
+            Tensor()};
+  }
+};
+
+std::tuple<Tensor, Tensor> linear_forward_autograd(const Tensor& x, const Tensor& weight,
+                                                   const OptionalTensor& bias,
+                                                   c10::string_view activation) {
+  if (any_needs_grad(x, weight, bias)) {
+    const auto out = LinearFunction::apply(x, weight, bias, std::string(activation));
+    return {out[0], out[1]};
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call_linear_forward(x, weight, bias, activation);
+}
+
+Tensor linear_autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                       c10::string_view activation) {
+  if (any_needs_grad(x, weight, bias)) {
+    return LinearFunction::apply(x, weight, bias, std::string(activation))[0];
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call_linear(x, weight, bias, activation);
+}
+
+template <at::DeviceType device>
+Tensor linear_autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                       c10::string_view activation) {
+  const Autocast<device> cast;
+  return call_linear(cast(x), cast(weight), cast(bias), activation);
+}
+
+template <at::DeviceType device>
+std::tuple<Tensor, Tensor> linear_forward_autocast(const Tensor& x, const Tensor& weight,
+                                                   const OptionalTensor& bias,
+                                                   c10::string_view activation) {
+  const Autocast<device> cast;
+  return call_linear_forward(cast(x), cast(weight), cast(bias), activation);
+}
+
+TORCH_LIBRARY_FRAGMENT(torchweld, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias=None, *, str activation=\"none\") -> Tensor",
+        tags);
+  m.def(
+      "linear_forward(Tensor x, Tensor weight, Tensor? bias=None, *, str activation=\"none\") -> "
+      "(Tensor y, Tensor preact)",
+      tags);
+  m.def(
+      "linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor? preact=None, *, "
+      "str activation=\"none\", bool[3] output_mask) -> "
+      "(Tensor dx, Tensor dweight, Tensor dbias)",
+      tags);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
+  m.impl("linear", linear_meta);
+  m.impl("linear_forward", linear_forward_meta);
+  m.impl("linear_backward", linear_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
+  m.impl("linear", linear_cpu);
+  m.impl("linear_forward", linear_forward_cpu);
+  m.impl("linear_backward", linear_backward_cpu);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
+  m.impl("linear", no_cuda_kernel_function());
+  m.impl("linear_forward", no_cuda_kernel_function());
+  m.impl("linear_backward", no_cuda_kernel_function());
+}
+
+TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
+  m.impl("linear", linear_autograd);
+  m.impl("linear_forward", linear_forward_autograd);
+  m.impl("linear_backward", no_gradient_function());
+}
+
+TORCH_LIBRARY_IMPL(torchweld, AutocastCPU, m) {
+  m.impl("linear", linear_autocast<at::kCPU>);
+  m.impl("linear_forward", linear_forward_autocast<at::kCPU>);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) {
+  m.impl("linear", linear_autocast<at::kCUDA>);
+  m.impl("linear_forward", linear_forward_autocast<at::kCUDA>);
+}
+
+}  // namespace
+}  // namespace torchweld

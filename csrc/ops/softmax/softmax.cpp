@@ -1,0 +1,130 @@
+// softmax over the last dim:  y[..., j] = exp(x[..., j]) / sum_k exp(x[..., k])       x, y (..., n)
+// Gradient:                   dx = y * (dy - sum(dy * y))
+//
+// Statistics in fp32 (fp64 for fp64). A row of nothing but -inf is NaN, as in torch.
+#include <ATen/ops/_softmax.h>
+#include <ATen/ops/_softmax_backward_data.h>
+#include <ATen/ops/empty.h>
+
+#include "core/dispatch.h"
+
+#ifdef TORCHWELD_CUDA
+#include "core/cuda_inputs.h"
+#include "ops/softmax/softmax.h"
+#endif
+
+namespace torchweld {
+namespace {
+
+Tensor softmax_meta(const Tensor& x) {
+  check_floating("softmax", "x", x);
+  check_min_dim("softmax", "x", x, 1, "(..., n)");
+  return at::empty_symint(x.sym_sizes(), x.options());
+}
+
+Tensor softmax_backward_meta(const Tensor& dy, const Tensor& y) {
+  check_floating("softmax_backward", "dy", dy);
+  check_min_dim("softmax_backward", "dy", dy, 1, "(..., n)");
+  check_like("softmax_backward", "y", y, "dy", dy);
+  check_shape("softmax_backward", "y", y, dy.sym_sizes(), "dy's shape");
+  return at::empty_symint(y.sym_sizes(), y.options());
+}
+
+Tensor softmax_cpu(const Tensor& x) {
+  Tensor y = softmax_meta(x);
+  if (y.numel() > 0) at::_softmax_out(y, x, -1, /*half_to_float=*/false);
+  return y;
+}
+
+Tensor softmax_backward_cpu(const Tensor& dy, const Tensor& y) {
+  Tensor dx = softmax_backward_meta(dy, y);
+  if (dx.numel() > 0) at::_softmax_backward_data_out(dx, dy, y, -1, y.scalar_type());
+  return dx;
+}
+
+#ifdef TORCHWELD_CUDA
+Tensor softmax_cuda(const Tensor& x) {
+  Tensor y = softmax_meta(x);
+  if (y.numel() == 0) return y;
+  const c10::cuda::CUDAGuard guard(x.device());
+  const Rows in(x);
+  launch_softmax(
+      {in.tensor.const_data_ptr(), y.mutable_data_ptr(), in.rows, in.n, in.row_stride, dtype_of(x)},
+      c10::cuda::getCurrentCUDAStream());
+  return y;
+}
+
+Tensor softmax_backward_cuda(const Tensor& dy, const Tensor& y) {
+  Tensor dx = softmax_backward_meta(dy, y);
+  if (dx.numel() == 0) return dx;
+  const c10::cuda::CUDAGuard guard(y.device());
+  const Rows in_dy(dy), in_y(y);
+  launch_softmax_backward(
+      {in_dy.tensor.const_data_ptr(), in_y.tensor.const_data_ptr(), dx.mutable_data_ptr(),
+       in_y.rows, in_y.n, in_dy.row_stride, in_y.row_stride, dtype_of(y)},
+      c10::cuda::getCurrentCUDAStream());
+  return dx;
+}
+#endif
+
+Tensor call_softmax(const Tensor& x) {
+  static const auto op = find_op<decltype(call_softmax)>("softmax");
+  return op.call(x);
+}
+
+Tensor call_softmax_backward(const Tensor& dy, const Tensor& y) {
+  static const auto op = find_op<decltype(call_softmax_backward)>("softmax_backward");
+  return op.call(dy, y);
+}
+
+struct SoftmaxFunction : torch::autograd::Function<SoftmaxFunction> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    Tensor y = call_softmax(x);
+    ctx->save_for_backward({y});
+    return y;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return {call_softmax_backward(grads[0], ctx->get_saved_variables()[0])};
+  }
+};
+
+Tensor softmax_autograd(const Tensor& x) {
+  if (any_needs_grad(x)) return SoftmaxFunction::apply(x);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call_softmax(x);
+}
+
+TORCH_LIBRARY_FRAGMENT(torchweld, m) {
+  m.def("softmax(Tensor x) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("softmax_backward(Tensor dy, Tensor y) -> Tensor", {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
+  m.impl("softmax", softmax_meta);
+  m.impl("softmax_backward", softmax_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
+  m.impl("softmax", softmax_cpu);
+  m.impl("softmax_backward", softmax_backward_cpu);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
+#ifdef TORCHWELD_CUDA
+  m.impl("softmax", softmax_cuda);
+  m.impl("softmax_backward", softmax_backward_cuda);
+#else
+  m.impl("softmax", no_cuda_kernel_function());
+  m.impl("softmax_backward", no_cuda_kernel_function());
+#endif
+}
+
+TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
+  m.impl("softmax", softmax_autograd);
+  m.impl("softmax_backward", no_gradient_function());
+}
+
+}  // namespace
+}  // namespace torchweld

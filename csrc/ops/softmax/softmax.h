@@ -1,0 +1,35 @@
+// softmax over the last dim: what the host hands to the kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "core/dtype.h"
+
+namespace torchweld {
+
+struct SoftmaxParams {
+  const void* x;  // (rows, n), row_stride elements apart
+  void* y;        // (rows, n), contiguous
+  int64_t rows;
+  int64_t n;
+  int64_t x_row_stride;
+  DType dtype;
+};
+
+struct SoftmaxBackwardParams {
+  const void* dy;  // (rows, n)
+  const void* y;   // (rows, n)
+  void* dx;        // (rows, n), contiguous
+  int64_t rows;
+  int64_t n;
+  int64_t dy_row_stride;
+  int64_t y_row_stride;
+  DType dtype;
+};
+
+void launch_softmax(const SoftmaxParams& params, cudaStream_t stream);
+void launch_softmax_backward(const SoftmaxBackwardParams& params, cudaStream_t stream);
+
+}  // namespace torchweld

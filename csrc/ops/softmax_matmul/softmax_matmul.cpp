@@ -1,0 +1,257 @@
+// softmax_matmul:  out = softmax(scale * scores) @ value over the keys that a row sees
+//   scores (batch, nheads, seqlen_q, seqlen_k), value (batch, nheads, seqlen_k, head_dim_v),
+//   out (batch, nheads, seqlen_q, head_dim_v), leftpad (batch,)
+//
+// softmax_matmul_forward also returns lse (batch, nheads, seqlen_q), the logarithm of the softmax's
+// denominator; the gradient rebuilds the probabilities from it. A row that sees nothing gives 0,
+// lse = -inf and gradient 0. On the CPU the probabilities exist one block of rows at a time.
+#include "core/attention_common.h"
+#include "core/dispatch.h"
+
+namespace torchweld {
+namespace {
+
+using Forward = std::tuple<Tensor, Tensor>;
+using Grads = std::tuple<Tensor, Tensor>;
+
+// Returns out's sizes.
+std::vector<c10::SymInt> softmax_matmul_checks(const char* op, const Tensor& scores,
+                                               const Tensor& value, const OptionalTensor& leftpad,
+                                               double scale) {
+  check_floating(op, "scores", scores);
+  check_dim(op, "scores", scores, 4, "(batch, nheads, seqlen_q, seqlen_k)");
+  check_like(op, "value", value, "scores", scores);
+  check_dim(op, "value", value, 4, "(batch, nheads, seqlen_k, head_dim_v)");
+  check_shape(op, "value", value,
+              {scores.sym_size(0), scores.sym_size(1), scores.sym_size(3), value.sym_size(3)},
+              "(batch, nheads, seqlen_k, head_dim_v)");
+  check_leftpad(op, leftpad, scores.sym_size(0), "scores", scores);
+  check_finite(op, "scale", scale);
+  return with_last(scores, value.sym_size(3));
+}
+
+Forward softmax_matmul_alloc(const char* op, const Tensor& scores, const Tensor& value,
+                             const OptionalTensor& leftpad, double scale) {
+  const auto sizes = softmax_matmul_checks(op, scores, value, leftpad, scale);
+  return {at::empty_symint(sizes, scores.options()),
+          at::empty_symint(without_last(scores), scores.options().dtype(acc_dtype(scores)))};
+}
+
+Tensor softmax_matmul_meta(const Tensor& scores, const Tensor& value, const OptionalTensor& leftpad,
+                           bool causal, double scale) {
+  const auto sizes = softmax_matmul_checks("softmax_matmul", scores, value, leftpad, scale);
+  return at::empty_symint(sizes, scores.options());
+}
+
+Forward softmax_matmul_forward_meta(const Tensor& scores, const Tensor& value,
+                                    const OptionalTensor& leftpad, bool causal, double scale) {
+  return softmax_matmul_alloc("softmax_matmul_forward", scores, value, leftpad, scale);
+}
+
+Grads softmax_matmul_backward_meta(const Tensor& dout, const Tensor& scores, const Tensor& value,
+                                   const Tensor& out, const Tensor& lse,
+                                   const OptionalTensor& leftpad, bool causal, double scale) {
+  const char* op = "softmax_matmul_backward";
+  const auto sizes = softmax_matmul_checks(op, scores, value, leftpad, scale);
+  check_attention_saved(op, dout, out, lse, sizes, "scores", scores);
+  return {at::empty_symint(scores.sym_sizes(), scores.options()),
+          at::empty_symint(value.sym_sizes(), value.options())};
+}
+
+MaskRule rule_of(const Tensor& scores, const OptionalTensor& leftpad, bool causal) {
+  return {scores.size(2), scores.size(3), causal, is_given(leftpad)};
+}
+
+// CPU. The block's scaled scores with the future hidden, folded to (batches * heads, rows, keys).
+Tensor scaled_scores(const Tensor& scores, const ScoreBlock& block, const MaskRule& rule,
+                     double scale) {
+  Tensor s = block.rows_of(scores).narrow(3, block.key, block.keys).to(acc_dtype(scores)) * scale;
+  fill_future(s, block, rule, kHidden);
+  return fold_heads(s);
+}
+
+void softmax_matmul_into(Tensor& out, Tensor* lse, const Tensor& scores, const Tensor& value,
+                         const OptionalTensor& leftpad, bool causal, double scale) {
+  out.zero_();
+  if (lse) lse->fill_(kHidden);
+  if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
+  const MaskRule rule = rule_of(scores, leftpad, causal);
+  const Tensor v = value.to(acc_dtype(value));
+  for_each_score_block(rule, leftpad, scores.size(0), scores.size(1), [&](const ScoreBlock& block) {
+    const BlockSoftmax p(scaled_scores(scores, block, rule, scale));
+    const Tensor rows = at::bmm(p.weights, fold_heads(block.keys_of(v))).div_(p.sum);
+    Tensor to = block.rows_of(out);
+    to.copy_(rows.view(to.sizes()));
+    if (!lse) return;
+    Tensor lse_to = block.rows_of(*lse);
+    lse_to.copy_(p.lse.view(lse_to.sizes()));
+  });
+}
+
+Tensor softmax_matmul_cpu(const Tensor& scores, const Tensor& value, const OptionalTensor& leftpad,
+                          bool causal, double scale) {
+  Tensor out = softmax_matmul_meta(scores, value, leftpad, causal, scale);
+  softmax_matmul_into(out, nullptr, scores, value, leftpad, causal, scale);
+  return out;
+}
+
+Forward softmax_matmul_forward_cpu(const Tensor& scores, const Tensor& value,
+                                   const OptionalTensor& leftpad, bool causal, double scale) {
+  auto [out, lse] = softmax_matmul_forward_meta(scores, value, leftpad, causal, scale);
+  softmax_matmul_into(out, &lse, scores, value, leftpad, causal, scale);
+  return {out, lse};
+}
+
+Grads softmax_matmul_backward_cpu(const Tensor& dout, const Tensor& scores, const Tensor& value,
+                                  const Tensor& out, const Tensor& lse,
+                                  const OptionalTensor& leftpad, bool causal, double scale) {
+  auto [dscores, dvalue] =
+      softmax_matmul_backward_meta(dout, scores, value, out, lse, leftpad, causal, scale);
+  dscores.zero_();
+  const auto dtype = acc_dtype(scores);
+  const Tensor v = value.to(dtype), dv = at::zeros(value.sizes(), value.options().dtype(dtype));
+  const MaskRule rule = rule_of(scores, leftpad, causal);
+  for_each_score_block(rule, leftpad, scores.size(0), scores.size(1), [&](const ScoreBlock& block) {
+    const Tensor do_rows = fold_heads(block.rows_of(dout).to(dtype));
+    const Tensor out_rows = fold_heads(block.rows_of(out).to(dtype));
+    const Tensor delta = (do_rows * out_rows).sum(-1, /*keepdim=*/true);
+    const Tensor lse_rows = fold_heads(block.rows_of(lse).unsqueeze(-1));
+    const Tensor p = scaled_scores(scores, block, rule, scale).sub_(lse_rows).exp_();
+    Tensor dv_keys = block.keys_of(dv);
+    dv_keys.add_(at::bmm(p.transpose(1, 2), do_rows).view(dv_keys.sizes()));
+    const Tensor dp = at::bmm(do_rows, fold_heads(block.keys_of(v)).transpose(1, 2));
+    Tensor to = block.rows_of(dscores).narrow(3, block.key, block.keys);
+    to.copy_(score_gradient(p, dp, delta).mul_(scale).view(to.sizes()));
+  });
+  dvalue.copy_(dv);
+  return {dscores, dvalue};
+}
+
+Tensor call_softmax_matmul(const Tensor& scores, const Tensor& value, const OptionalTensor& leftpad,
+                           bool causal, double scale) {
+  static const auto op = find_op<decltype(call_softmax_matmul)>("softmax_matmul");
+  return op.call(scores, value, leftpad, causal, scale);
+}
+
+Forward call_softmax_matmul_forward(const Tensor& scores, const Tensor& value,
+                                    const OptionalTensor& leftpad, bool causal, double scale) {
+  static const auto op = find_op<decltype(call_softmax_matmul_forward)>("softmax_matmul_forward");
+  return op.call(scores, value, leftpad, causal, scale);
+}
+
+Grads call_softmax_matmul_backward(const Tensor& dout, const Tensor& scores, const Tensor& value,
+                                   const Tensor& out, const Tensor& lse,
+                                   const OptionalTensor& leftpad, bool causal, double scale) {
+  static const auto op = find_op<decltype(call_softmax_matmul_backward)>("softmax_matmul_backward");
+  return op.call(dout, scores, value, out, lse, leftpad, causal, scale);
+}
+
+struct SoftmaxMatmulFunction : torch::autograd::Function<SoftmaxMatmulFunction> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& scores, const Tensor& value,
+                               const OptionalTensor& leftpad, bool causal, double scale) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    auto [out, lse] = call_softmax_matmul_forward(scores, value, leftpad, causal, scale);
+    ctx->save_for_backward({scores, value, out, lse, or_undefined(leftpad)});
+    ctx->saved_data["causal"] = causal;
+    ctx->saved_data["scale"] = scale;
+    ctx->mark_non_differentiable({lse});
+    ctx->set_materialize_grads(false);
+    return {out, lse};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    if (!grads[0].defined()) return variable_list(5);
+    const auto saved = ctx->get_saved_variables();
+    auto [dscores, dvalue] = call_softmax_matmul_backward(
+        grads[0], saved[0], saved[1], saved[2], saved[3], optional(saved[4]),
+        ctx->saved_data["causal"].toBool(), ctx->saved_data["scale"].toDouble());
+    return {dscores, dvalue, Tensor(), Tensor(), Tensor()};
+  }
+};
+
+Forward softmax_matmul_forward_autograd(const Tensor& scores, const Tensor& value,
+                                        const OptionalTensor& leftpad, bool causal, double scale) {
+  if (any_needs_grad(scores, value)) {
+    const auto out = SoftmaxMatmulFunction::apply(scores, value, leftpad, causal, scale);
+    return {out[0], out[1]};
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call_softmax_matmul_forward(scores, value, leftpad, causal, scale);
+}
+
+Tensor softmax_matmul_autograd(const Tensor& scores, const Tensor& value,
+                               const OptionalTensor& leftpad, bool causal, double scale) {
+  if (any_needs_grad(scores, value)) {
+    return SoftmaxMatmulFunction::apply(scores, value, leftpad, causal, scale)[0];
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call_softmax_matmul(scores, value, leftpad, causal, scale);
+}
+
+template <at::DeviceType device>
+Tensor softmax_matmul_autocast(const Tensor& scores, const Tensor& value,
+                               const OptionalTensor& leftpad, bool causal, double scale) {
+  const Autocast<device> cast;
+  return call_softmax_matmul(cast(scores), cast(value), leftpad, causal, scale);
+}
+
+template <at::DeviceType device>
+Forward softmax_matmul_forward_autocast(const Tensor& scores, const Tensor& value,
+                                        const OptionalTensor& leftpad, bool causal, double scale) {
+  const Autocast<device> cast;
+  return call_softmax_matmul_forward(cast(scores), cast(value), leftpad, causal, scale);
+}
+
+TORCH_LIBRARY_FRAGMENT(torchweld, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  m.def(
+      "softmax_matmul(Tensor scores, Tensor value, Tensor? leftpad=None, *, bool causal=False, "
+      "float scale=1.0) -> Tensor",
+      tags);
+  m.def(
+      "softmax_matmul_forward(Tensor scores, Tensor value, Tensor? leftpad=None, *, "
+      "bool causal=False, float scale=1.0) -> (Tensor out, Tensor lse)",
+      tags);
+  m.def(
+      "softmax_matmul_backward(Tensor dout, Tensor scores, Tensor value, Tensor out, Tensor lse, "
+      "Tensor? leftpad=None, *, bool causal=False, float scale=1.0) -> "
+      "(Tensor dscores, Tensor dvalue)",
+      tags);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
+  m.impl("softmax_matmul", softmax_matmul_meta);
+  m.impl("softmax_matmul_forward", softmax_matmul_forward_meta);
+  m.impl("softmax_matmul_backward", softmax_matmul_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
+  m.impl("softmax_matmul", softmax_matmul_cpu);
+  m.impl("softmax_matmul_forward", softmax_matmul_forward_cpu);
+  m.impl("softmax_matmul_backward", softmax_matmul_backward_cpu);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
+  m.impl("softmax_matmul", no_cuda_kernel_function());
+  m.impl("softmax_matmul_forward", no_cuda_kernel_function());
+  m.impl("softmax_matmul_backward", no_cuda_kernel_function());
+}
+
+TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
+  m.impl("softmax_matmul", softmax_matmul_autograd);
+  m.impl("softmax_matmul_forward", softmax_matmul_forward_autograd);
+  m.impl("softmax_matmul_backward", no_gradient_function());
+}
+
+TORCH_LIBRARY_IMPL(torchweld, AutocastCPU, m) {
+  m.impl("softmax_matmul", softmax_matmul_autocast<at::kCPU>);
+  m.impl("softmax_matmul_forward", softmax_matmul_forward_autocast<at::kCPU>);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) {
+  m.impl("softmax_matmul", softmax_matmul_autocast<at::kCUDA>);
+  m.impl("softmax_matmul_forward", softmax_matmul_forward_autocast<at::kCUDA>);
+}
+
+}  // namespace
+}  // namespace torchweld

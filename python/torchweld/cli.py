@@ -1,0 +1,202 @@
+"""The `torchweld` command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
+_LINEAR = ("M", "K", "N")
+# What the numbers of `explain --shape` mean; other ops take the shape of their tensors as it is.
+_SHAPES = {
+    "linear": _LINEAR,
+    "layer_norm_linear": _LINEAR,
+    "rms_norm_linear": _LINEAR,
+    "fold_layer_norm": ("N", "K"),
+    "folded_layer_norm_linear": _LINEAR,
+    "gated_linear": _LINEAR,
+    "softmax_matmul": ("batch", "nheads", "seqlen_q", "seqlen_k", "head_dim_v"),
+    "attention": ("batch", "nheads", "seqlen_q", "seqlen_k", "head_dim"),
+}
+_ROWS = ("softmax", "softmax_backward", "causal_softmax", "causal_softmax_backward")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one sentence, and no usage block, for a bad flag."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        shape = (-1,)
+    if any(size < 0 for size in shape):
+        raise argparse.ArgumentTypeError(f"must be sizes such as 1024,768,3072, but got {text!r}")
+    return shape
+
+
+def _parser() -> Parser:
+    from torchweld.demo import options
+
+    parser = Parser(prog="torchweld", description="Fused transformer kernels for PyTorch.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    info = commands.add_parser("info", help="what is installed, and which op runs where")
+    info.add_argument("--json", action="store_true", help="as JSON")
+
+    named = {}
+    for op, names in _SHAPES.items():
+        named.setdefault(",".join(names), []).append(op)
+    lines = [f"  {shape:<43} {', '.join(ops)}" for shape, ops in named.items()]
+    lines.append(f"  {'the shape of x or scores':<43} {', '.join(_ROWS)}")
+    explain = commands.add_parser(
+        "explain",
+        help="which kernel a call takes, and why",
+        epilog="sizes by op:\n" + "\n".join(lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    explain.add_argument("op", metavar="OP", help="an op, for example softmax")
+    explain.add_argument(
+        "--shape", type=_shape, required=True, metavar="SIZES", help="sizes with commas, see below"
+    )
+    explain.add_argument("--dtype", choices=_DTYPES, default="float32", help="default: float32")
+    explain.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda", help="default: cuda; none is needed"
+    )
+    explain.add_argument("--json", action="store_true", help="as JSON")
+
+    commands.add_parser("bench", help="benchmarks: torchweld bench FAMILY [--check]")
+
+    demo = commands.add_parser(
+        "demo", help="train a GPT-2 on real text, with torchweld's ops and without"
+    )
+    options.add_arguments(demo)
+    return parser
+
+
+def _print(value: Any, as_json: bool) -> None:
+    print(json.dumps(value.to_dict(), indent=2) if as_json else value)
+
+
+def _tensors(op: str, shape: tuple[int, ...], dtype: Any, device: str) -> tuple[Any, ...]:
+    """The op's tensors for sizes that were typed; nothing is allocated.
+
+    Raises:
+        ValueError: The op takes other sizes, or is not known here.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if op in _SHAPES:
+        names = _SHAPES[op]
+        if len(shape) != len(names):
+            raise ValueError(
+                f"--shape of {op} must be {','.join(names)}, but got {len(shape)} sizes"
+            )
+    elif op in _ROWS:
+        if len(shape) < (2 if op.startswith("causal") else 1):
+            raise ValueError(f"--shape of {op} must be seqlen_q,seqlen_k, but got 1 size")
+    else:
+        known = ", ".join(sorted([*_SHAPES, *_ROWS]))
+        raise ValueError(f"OP must be one of {known}, but got {op!r}")
+
+    def make(*sizes: int, dtype: Any = dtype) -> Any:
+        if device == "cuda":
+            return torch.empty(sizes, dtype=dtype, device="meta")
+        with FakeTensorMode():
+            return torch.empty(sizes, dtype=dtype)
+
+    if op in _ROWS:
+        return (make(*shape), make(*shape)) if op.endswith("backward") else (make(*shape),)
+    if op == "softmax_matmul":
+        batch, heads, rows, keys, width = shape
+        return make(batch, heads, rows, keys), make(batch, heads, keys, width)
+    if op == "attention":
+        batch, heads, rows, keys, width = shape
+        key = make(batch, heads, keys, width)
+        return make(batch, heads, rows, width), key, key
+    if op == "fold_layer_norm":
+        return (make(*shape),)
+    m, k, n = shape
+    if op == "gated_linear":
+        return make(m, k), make(2 * n, k)
+    if op == "folded_layer_norm_linear":
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return make(m, k), make(n, k), make(n, dtype=wide)
+    return make(m, k), make(n, k)
+
+
+def _info(args: argparse.Namespace) -> int:
+    import torchweld
+
+    _print(torchweld.info(), args.json)
+    return 0
+
+
+def _explain(args: argparse.Namespace) -> int:
+    import torch
+
+    import torchweld
+
+    try:
+        tensors = _tensors(args.op, args.shape, getattr(torch, args.dtype), args.device)
+    except (ValueError, RuntimeError) as error:
+        return _fail("explain", str(error).splitlines()[0], 2)
+    try:
+        explanation = torchweld.explain(args.op, *tensors)
+    except (ValueError, RuntimeError) as error:
+        return _fail("explain", str(error), 1)
+    _print(explanation, args.json)
+    return 0
+
+
+def _bench(argv: Sequence[str]) -> int:
+    try:
+        from torchweld.bench import main as bench
+    except ImportError as error:
+        return _fail("bench", f"the benchmarks can't be loaded: {error}", 1)
+    return bench(list(argv)) or 0
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from torchweld.demo.main import run
+
+    return run(args)
+
+
+def _fail(command: str, sentence: str, code: int) -> int:
+    print(f"torchweld {command}: {sentence}", file=sys.stderr)
+    return code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: Arguments without the program's name; `sys.argv` by default.
+
+    Returns:
+        Exit status: 0, 1 for a failure, 2 for bad arguments, 130 after Ctrl-C.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if argv[:1] == ["bench"]:  # it has its own flags, and its own --help
+            return _bench(argv[1:])
+        args = _parser().parse_args(argv)
+        return {"info": _info, "explain": _explain, "demo": _demo}[args.command](args)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `torchweld info | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""torchweld.explain(): which kernel a call takes, and why."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torchweld._library as library
+from torchweld.info import has_cuda_kernel, ops_of_library
+
+
+@dataclass
+class Explanation:
+    """Which kernel a call would take; `str()` is the text.
+
+    Attributes:
+        op: the op's name.
+        call: the tensors, as text.
+        kernel: what runs.
+        tile: the kernel's configuration, {} where there is none.
+        why: one sentence.
+        rejected: (candidate, reason) of what was looked at before.
+    """
+
+    op: str
+    call: str
+    kernel: str
+    tile: dict[str, Any] = field(default_factory=dict)
+    why: str = ""
+    rejected: list[tuple[str, str]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"torchweld::{self.op}({self.call})", f"  kernel    {self.kernel}"]
+        if self.tile:
+            lines.append("  tile      " + ", ".join(f"{k}={v}" for k, v in self.tile.items()))
+        lines.append(f"  why       {self.why}")
+        lines += [f"  rejected  {name}: {reason}" for name, reason in self.rejected]
+        return "\n".join(lines)
+
+
+def _describe(t: Tensor) -> str:
+    return f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)} on {t.device}"
+
+
+def _rows_aligned(t: Tensor) -> bool:
+    """True when every row of t starts on a 16-byte boundary, as the vector tiles need."""
+    size = t.element_size()
+    strides = [s for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1]
+    if t.numel() and t.stride(-1) != 1 and t.shape[-1] > 1:
+        return t.shape[-1] * size % 16 == 0  # such a tensor is copied first
+    return t.storage_offset() * size % 16 == 0 and all(s * size % 16 == 0 for s in strides)
+
+
+def _explain_rows(explanation: Explanation, tensors: list[Tensor], scale: float) -> Explanation:
+    """The softmax family: the same choice as the launcher's, made by the same code."""
+    import torchweld._C as _C
+
+    n, size = tensors[0].shape[-1], tensors[0].element_size()
+    backward = explanation.op.endswith("_backward")
+    rows = tensors[0].numel() // n if n else 0
+    # Masked rows are counted in 32 bits by the register kernels, and they want a scale with a sign.
+    tiled = not explanation.op.startswith("causal") or (rows < 2**31 and scale != 0)
+    aligned = all(_rows_aligned(t) for t in tensors) and n * size % 16 == 0
+    tiles = _C.softmax_tiles(size, backward)
+    chosen = _C.choose_softmax_tile(n, size, aligned, backward, tiled)
+    for tile in tiles[: chosen if chosen >= 0 else len(tiles)]:
+        name = f"{tile['threads_per_row']} threads x {tile['loads']} x {tile['access_bytes']} B"
+        if not tiled:
+            reason = "the rows need 64-bit indices or the scale is 0"
+        elif (tile["access_bytes"] == 16) != aligned:
+            reason = "16-byte accesses are possible" if aligned else "rows are not 16-byte aligned"
+        elif not tile["suits"]:
+            reason = "too many registers for this dtype"
+        else:
+            reason = f"holds {tile['capacity']} elements, the row has {n}"
+        explanation.rejected.append((name, reason))
+    if chosen >= 0:
+        explanation.kernel = "rows in registers (one read)"
+        explanation.tile = {k: v for k, v in tiles[chosen].items() if k != "suits"}
+        explanation.why = f"the first tile that holds a row of {n} elements"
+    else:
+        explanation.kernel = "streaming rows (two reads)"
+        explanation.tile = {
+            "threads_per_row": _C.softmax_stream_threads,
+            "access_bytes": 16 if aligned else size,
+        }
+        explanation.why = f"no tile takes a row of {n} elements"
+    return explanation
+
+
+def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
+    """Which kernel `torchweld.<op>(*args, **kwargs)` would take, and why.
+
+    Nothing runs, so tensors on the meta device do, and no GPU is needed: meta tensors are explained
+    as CUDA tensors.
+
+    Args:
+        op: the name of an op, e.g. "softmax".
+        *args: its arguments.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        An `Explanation`; print it, or take `.to_dict()`.
+
+    Raises:
+        ValueError: there is no such op, or the call has no tensor.
+        RuntimeError: the library is not there.
+    """
+    library.require()
+    if op not in ops_of_library():
+        raise ValueError(
+            f"explain: op must be one of {', '.join(ops_of_library())}, but got {op!r}"
+        )
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    if not tensors:
+        raise ValueError(f"explain: {op} must be given its tensors, but got none")
+    others = [f"{k}={v!r}" for k, v in kwargs.items() if not isinstance(v, Tensor)]
+    explanation = Explanation(op, ", ".join([_describe(t) for t in tensors] + others), kernel="")
+    device = tensors[0].device.type
+    if device == "cpu":
+        explanation.kernel = "CPU"
+        explanation.why = f"the tensors are on the CPU; {torch.get_num_threads()} threads"
+        return explanation
+    if not has_cuda_kernel(op):
+        explanation.kernel = "none"
+        explanation.why = (
+            "this build has no CUDA kernel for it; the call raises NotImplementedError"
+        )
+        return explanation
+    floating = [t for t in tensors if t.is_floating_point()]
+    return _explain_rows(explanation, floating, kwargs.get("scale", 1.0))

@@ -1,0 +1,129 @@
+"""torchweld.info(): what is installed, what it was built for, which op runs where."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torchweld._library as library
+
+
+@dataclass
+class Info:
+    """What `torchweld.info()` found; `str()` is the text that the command line prints."""
+
+    torchweld: str
+    torch: str
+    python: str
+    platform: str
+    available: bool
+    unavailable_reason: str | None
+    built: dict[str, Any]
+    binary_archs: list[str]
+    gpus: list[str]
+    introspection: bool
+    ops: dict[str, list[str]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        built = self.built or {"torch": "unknown"}
+        lines = [
+            f"torchweld {self.torchweld}   torch {self.torch}   Python {self.python}   "
+            f"{self.platform}",
+            f"available      {'yes' if self.available else 'no: ' + str(self.unavailable_reason)}",
+            f"built for      torch {built.get('torch')}, "
+            + (
+                f"CUDA {built['cuda']}"
+                if built.get("cuda")
+                else f"CPU only ({built.get('no_cuda_because', 'unknown')})"
+            ),
+            f"GPU code       {', '.join(self.binary_archs) or 'none'}",
+            f"GPUs           {', '.join(self.gpus) or 'none'}",
+            f"introspection  {'yes' if self.introspection else 'no (torchweld._C is missing)'}",
+        ]
+        if self.ops:
+            lines.append("ops")
+            width = max(len(name) for name in self.ops)
+            lines += [f"  {name:<{width}}  {', '.join(where)}" for name, where in self.ops.items()]
+        return "\n".join(lines)
+
+
+def _gpus() -> list[str]:
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        found.append(f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})")
+    return found
+
+
+def _binary_archs(facts: dict[str, Any]) -> list[str]:
+    """The GPU code in the library, by cuobjdump where there is one, else as the build recorded."""
+    recorded = str(facts.get("arch_list") or "").replace(";", " ").split()
+    tool = shutil.which("cuobjdump")
+    files = sorted(Path(library.__file__).parent.glob("_ops*.so"))
+    if tool is None or not files or not facts.get("cuda"):
+        return recorded
+    done = subprocess.run(
+        [tool, "--list-elf", "--list-ptx", str(files[0])], capture_output=True, text=True
+    )
+    archs = set()
+    for line in done.stdout.splitlines():
+        parts = line.rsplit(".", 2)
+        if len(parts) == 3 and parts[2] in ("cubin", "ptx"):
+            archs.add(parts[1] if parts[2] == "cubin" else f"{parts[1]} (PTX)")
+    return sorted(archs) or recorded
+
+
+def ops_of_library() -> list[str]:
+    """The names of every op that the library has registered."""
+    names = torch._C._dispatch_get_all_op_names() if library.is_available() else []
+    return sorted({n.split("::")[1].split(".")[0] for n in names if n.startswith("torchweld::")})
+
+
+def has_cuda_kernel(op: str) -> bool:
+    """True where this build has a CUDA kernel of the op."""
+    # An op without one registers the boxed function that says so; kernels are unboxed functions.
+    table = torch._C._dispatch_dump(f"torchweld::{op}").splitlines()
+    return any(line.startswith("CUDA:") and "unboxed" in line for line in table)
+
+
+def info() -> Info:
+    """Versions, GPUs, the architectures in the binary, and which op is built for what.
+
+    Works without a GPU and with a library that does not load.
+
+    Returns:
+        An `Info`; print it, or take `.to_dict()`.
+    """
+    facts = library.build_facts()
+    try:
+        import torchweld._C  # noqa: F401
+
+        introspection = True
+    except ImportError:
+        introspection = False
+    from torchweld import __version__
+
+    return Info(
+        torchweld=__version__,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        platform=f"{platform.system()} {platform.machine()}",
+        available=library.is_available(),
+        unavailable_reason=library.unavailable_reason(),
+        built=facts,
+        binary_archs=_binary_archs(facts),
+        gpus=_gpus(),
+        introspection=introspection,
+        ops={op: ["CPU", "CUDA"] if has_cuda_kernel(op) else ["CPU"] for op in ops_of_library()},
+    )

@@ -1,0 +1,308 @@
+"""``fuse`` and ``unfuse``: rewire an existing model in place, and take it back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchweld import _library
+
+from .report import FuseReport
+
+_ATTENTION = "attention"
+_LAYER_NORM_LINEAR = "layer_norm_linear"
+
+
+def fuse(model: nn.Module, *, sample: Any = None, check: bool = True) -> FuseReport:
+    """Rewires a Hugging Face GPT-2 in place to run torchweld's ops.
+
+    Replaces the attention (``attn_implementation="torchweld"``), ``ln_1 -> attn.c_attn`` and
+    ``ln_2 -> mlp.c_fc -> mlp.act`` (both :func:`torchweld.layer_norm_linear`, on the Conv1D weights
+    as they are). Parameters, their names, state_dict, optimizers, save_pretrained and config.json
+    stay as they were. A place that can't be replaced safely stays stock and is listed with the
+    reason: hooks, LoRA or quantised layers, sharded parameters, mixed dtypes, an activation without
+    a fused form, a device that this build has no kernel for.
+
+    Args:
+        model: ``GPT2Model``, ``GPT2LMHeadModel`` or any module that contains one. It may be moved,
+            cast, copied, pickled, compiled and trained afterwards.
+        sample: Batch for the comparison with the stock model: ``input_ids``, or a dict of keyword
+            arguments. A small random batch with left padding by default.
+        check: Whether to run that comparison (two forward passes in eval mode, without gradients).
+
+    Returns:
+        A report that prints itself. Calling fuse again replaces nothing that is replaced already.
+
+    Raises:
+        ImportError: transformers is missing.
+        TypeError: The model contains no GPT-2.
+        RuntimeError: The operator library can't be loaded, or the fused model gave NaN or inf where
+            the stock model did not; the model is stock again then.
+
+    Limits:
+        A fused LayerNorm or MLP is only right inside its block: called alone, ``ln_2`` returns its
+        input and ``mlp`` starts with ``ln_2``. Hooks added to them later make that block run stock.
+        Attention dropout above 0 makes training steps use torch's SDPA.
+    """
+    _library.require()
+    gpt2 = _gpt2_module()
+    bases = _bases(model, gpt2)
+    report = FuseReport(model=type(model).__name__)
+    stock = None
+    sites, switches = _plan(bases, gpt2, report)
+    if check and (sites or switches):
+        runner = _Sample(model, [base for _, base in bases], sample)
+        stock = runner.run(report)
+    try:
+        for path, site in sites:
+            gpt2.join(site)
+            report.replaced.append(path)
+        for paths, base in switches:
+            gpt2.switch_attention(model, base)
+            report.replaced.extend(paths)
+        if stock is not None:
+            _compare(stock, runner.run(report), report)
+    except BaseException:
+        _restore([site for _, site in sites], [base for _, base in switches], model, gpt2)
+        raise
+    return report
+
+
+def unfuse(model: nn.Module) -> list[str]:
+    """Gives every module its stock forward and the model its attention back.
+
+    Args:
+        model: A model that went through :func:`fuse`, or a copy of one.
+
+    Returns:
+        Paths that were restored; empty when the model was stock.
+
+    Raises:
+        RuntimeError: A fused module was wrapped or sharded since.
+    """
+    gpt2 = _gpt2_module()
+    restored = []
+    changed = [(path, m) for path, m in model.named_modules() if gpt2.is_fused(m)]
+    for path, module in changed:
+        gpt2.part(module)
+        if not isinstance(module, nn.LayerNorm):
+            restored.append(path)
+    for path, module in model.named_modules():
+        if isinstance(module, gpt2.GPT2Model) and gpt2.restore_attention(model, module):
+            restored.extend(_attention_paths(path, module))
+    return restored
+
+
+def _gpt2_module() -> Any:
+    try:
+        from . import gpt2
+    except ImportError as error:
+        raise ImportError(
+            "torchweld.fuse needs transformers with GPT-2; "
+            "install it with `pip install transformers`"
+        ) from error
+    return gpt2
+
+
+def _bases(model: nn.Module, gpt2: Any) -> list[tuple[str, Any]]:
+    bases = [(p, m) for p, m in model.named_modules() if isinstance(m, gpt2.GPT2Model)]
+    if not bases:
+        raise TypeError(
+            "torchweld.fuse: model must be or contain transformers' GPT2Model, but got "
+            f"{type(model).__name__}; other transformers models can use "
+            'torchweld.integrations.register_attention() and attn_implementation="torchweld"'
+        )
+    return bases
+
+
+def _attention_paths(path: str, base: Any) -> list[str]:
+    prefix = f"{path}." if path else ""
+    return [
+        f"{prefix}h.{index}.{name}"
+        for index, block in enumerate(base.h)
+        for name in ("attn", "crossattention")
+        if hasattr(block, name)
+    ]
+
+
+def _plan(bases: list[tuple[str, Any]], gpt2: Any, report: FuseReport) -> tuple[list, list]:
+    """What to replace; what not to goes to the report."""
+    probes = _Probes()
+    sites, switches = [], []
+    for path, base in bases:
+        prefix = f"{path}." if path else ""
+        for index, block in enumerate(base.h):
+            if not isinstance(block, gpt2.GPT2Block):
+                reason = f"it is {type(block).__name__}, not transformers' GPT2Block"
+                report.skipped.append((f"{prefix}h.{index}", reason))
+                continue
+            for below, site, reason in gpt2.sites(block):
+                where = f"{prefix}h.{index}.{below}"
+                if site is not None:
+                    weight = site.linear.weight
+                    reason = probes.layer_norm_linear(weight, site.activation)
+                if reason is not None:
+                    report.skipped.append((where, reason))
+                    continue
+                sites.append((where, site))
+                names = [site.norm_name, site.linear_name]
+                if site.act is not None:
+                    names.append(site.activation)
+                report.ops[where] = f"{_LAYER_NORM_LINEAR} ({' -> '.join(names)})"
+        paths = _attention_paths(path, base)
+        reason = gpt2.attention_refusal(base)
+        if reason is None and paths:
+            for block in base.h:
+                reason = reason or probes.attention(block.attn, base)
+        if reason is not None:
+            report.skipped.extend((where, reason) for where in paths)
+        elif paths:
+            switches.append((paths, base))
+            report.ops.update(dict.fromkeys(paths, _ATTENTION))
+            dropout = base.config.attn_pdrop
+            if dropout > 0:
+                report.notes.append(
+                    f"attn_pdrop is {dropout}: in training mode the attention uses torch's SDPA"
+                )
+    return sites, switches
+
+
+class _Probes:
+    """Tiny real calls, forward and backward: the one honest test that a kernel is there."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Any, str | None] = {}
+
+    def layer_norm_linear(self, weight: Tensor, activation: str) -> str | None:
+        def call() -> Tensor:
+            x = torch.zeros(2, 8, device=weight.device, dtype=weight.dtype, requires_grad=True)
+            w = torch.zeros(8, 8, device=weight.device, dtype=weight.dtype)
+            return _library.ops.layer_norm_linear(x, w.t(), activation=activation)
+
+        return self._run((_LAYER_NORM_LINEAR, weight.device, weight.dtype, activation), call)
+
+    def attention(self, attn: Any, base: Any) -> str | None:
+        # A quantised layer computes in the dtype of what it is fed, not of its integer weights.
+        floating = [p for p in attn.parameters() if p.is_floating_point()]
+        weight = floating[0] if floating else base.wte.weight
+        dim = attn.head_dim
+
+        def call() -> Tensor:
+            q = torch.zeros(
+                1, 1, 2, dim, device=weight.device, dtype=weight.dtype, requires_grad=True
+            )
+            pad = torch.zeros(1, dtype=torch.int32, device=weight.device)
+            return _library.ops.attention(q, q, q, pad, causal=True)
+
+        return self._run((_ATTENTION, weight.device, weight.dtype, dim), call)
+
+    def _run(self, key: Any, call: Any) -> str | None:
+        if key not in self._seen:
+            self._seen[key] = None
+            if key[1].type == "meta":
+                self._seen[key] = "the parameters are on the meta device"
+            else:
+                try:
+                    with torch.inference_mode(False), torch.enable_grad(), _no_autocast(key[1]):
+                        call().sum().backward()
+                except (RuntimeError, AttributeError) as error:
+                    text = str(error).strip().splitlines()
+                    self._seen[key] = text[0] if text else type(error).__name__
+        return self._seen[key]
+
+
+def _no_autocast(device: torch.device) -> Any:
+    return torch.autocast(device.type, enabled=False)
+
+
+class _Sample:
+    """Runs the sample batch in eval mode without gradients, leaving the model's modes as found."""
+
+    def __init__(self, model: nn.Module, bases: list[Any], sample: Any) -> None:
+        self.model = model
+        self.label = "outputs"
+        if sample is None:
+            # Heads may need labels, pad ids or images: without a language model head, compare
+            # what the GPT-2 itself returns.
+            head = "GPT2LMHeadModel" in {cls.__name__ for cls in type(model).__mro__}
+            self.targets = [model] if head else bases
+            self.kwargs = [_default_batch(base) for base in bases[: len(self.targets)]]
+        else:
+            self.targets = [model]
+            self.kwargs = [dict(sample) if hasattr(sample, "keys") else {"input_ids": sample}]
+
+    def run(self, report: FuseReport) -> list[Tensor]:
+        modes = [(module, module.training) for module in self.model.modules()]
+        outputs = []
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                for target, kwargs in zip(self.targets, self.kwargs, strict=True):
+                    name, out = _main_output(target(**kwargs))
+                    shape = tuple(out.shape)
+                    report.compared = f"{name} {shape} {str(out.dtype)[6:]}"
+                    mask = kwargs.get("attention_mask")
+                    if mask is not None and mask.shape == out.shape[:2]:
+                        out = out[mask.to(out.device, torch.bool)]
+                    outputs.append(out)
+        finally:
+            for module, training in modes:
+                module.training = training
+        return outputs
+
+
+def _default_batch(base: Any) -> dict[str, Tensor]:
+    config, device = base.config, base.wte.weight.device
+    length = min(16, config.n_positions)
+    ids = torch.randint(config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, length, dtype=torch.int64)
+    mask[1, : length // 3] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    return {
+        "input_ids": ids.to(device),
+        "attention_mask": mask.to(device),
+        "position_ids": positions.to(device),
+        "use_cache": False,
+    }
+
+
+def _main_output(output: Any) -> tuple[str, Tensor]:
+    for name in ("logits", "last_hidden_state"):
+        value = getattr(output, name, None)
+        if isinstance(value, Tensor):
+            return name, value
+    values = output if isinstance(output, Iterable) and not isinstance(output, Tensor) else [output]
+    for value in values:
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:
+            return "output", value
+    raise TypeError(
+        f"torchweld.fuse: sample must make the model return logits or hidden states, "
+        f"but got {type(output).__name__}; pass check=False to skip the comparison"
+    )
+
+
+def _compare(stock: list[Tensor], fused: list[Tensor], report: FuseReport) -> None:
+    worst = 0.0
+    for before, after in zip(stock, fused, strict=True):
+        if before.numel() == 0:
+            continue
+        good = before.isfinite()
+        if not bool(after[good].isfinite().all()):
+            raise RuntimeError(
+                "torchweld.fuse: the fused model gave NaN or inf where the stock model did not; "
+                "the model is stock again"
+            )
+        if bool(good.any()):
+            worst = max(worst, (after[good].double() - before[good].double()).abs().max().item())
+    report.max_abs_diff = worst
+
+
+def _restore(sites: list[Any], bases: list[Any], model: nn.Module, gpt2: Any) -> None:
+    for site in sites:
+        for _, module in site.members():
+            gpt2.part(module)
+    for base in bases:
+        gpt2.restore_attention(model, base)

@@ -1,0 +1,351 @@
+"""The places of a Hugging Face GPT-2 that torchweld takes over, and how.
+
+A GPT-2 block computes ``c_attn(ln_1(x))`` and ``act(c_fc(ln_2(x)))``. Both cross a module boundary,
+so two modules change together: the LayerNorm hands its input on untouched, and the consumer reads
+the norm's weight, bias and eps through a :class:`Site` that both hold. The site is an ordinary
+attribute, not a submodule: no parameter moves, and state_dict, optimizer and file formats see no
+difference. Swapping ``__class__`` instead of binding functions keeps deepcopy and pickle whole:
+the site is copied along with the modules it names.
+
+Every forward asks the site whether the fusion still holds. A hook that was added after ``fuse``, a
+replaced layer (LoRA) or a DataParallel replica makes *both* modules behave as stock again.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import activations
+from transformers.models.gpt2.modeling_gpt2 import (
+    GPT2MLP,
+    GPT2Attention,
+    GPT2Block,
+    GPT2Model,
+)
+from transformers.pytorch_utils import Conv1D
+
+from .hf_attention import NAME, register_attention
+
+# Copied or unpickled models look the attention up by name: importing this module is enough.
+register_attention()
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether a hook would see values that the fusion changes or never computes."""
+    if not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    ):
+        return False
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    # transformers records outputs with forward hooks that look at the layer's output alone.
+    for hook in module._forward_hooks.values():
+        if not getattr(hook, "__module__", "").startswith("transformers.utils."):
+            return True
+    return False
+
+
+@dataclass(eq=False)
+class Site:
+    """One ``norm -> linear (-> activation)`` of a block, held by the two modules that changed.
+
+    ``block.<norm_name>`` is the norm, ``block.<owner_name>.<linear_name>`` the Conv1D; ``act`` is
+    the activation module between them and the result, if there is one.
+    """
+
+    block: nn.Module
+    norm_name: str
+    owner_name: str
+    linear_name: str
+    norm: nn.Module
+    owner: nn.Module
+    linear: nn.Module
+    act: nn.Module | None
+    activation: str
+
+    def members(self) -> list[tuple[str, nn.Module]]:
+        """``(name, module)`` of everything whose input or output the fusion changes."""
+        out = [
+            (self.norm_name, self.norm),
+            (self.owner_name, self.owner),
+            (self.linear_name, self.linear),
+        ]
+        return out if self.act is None else [*out, ("act", self.act)]
+
+    def holds(self) -> bool:
+        """Whether norm and consumer are still in their places and nothing looks in between."""
+        owner = self.owner
+        if (
+            self.block._modules.get(self.norm_name) is not self.norm
+            or self.block._modules.get(self.owner_name) is not owner
+            or owner._modules.get(self.linear_name) is not self.linear
+            or (self.act is not None and owner._modules.get("act") is not self.act)
+        ):
+            return False
+        if hooked(self.norm) or hooked(owner) or hooked(self.linear):
+            return False
+        return self.act is None or not hooked(self.act)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """``activation(linear(norm(x)))`` in one op."""
+        norm, linear = self.norm, self.linear
+        return torch.ops.torchweld.layer_norm_linear(
+            x,
+            linear.weight.t(),  # Conv1D keeps (in, out); the op takes any strides
+            linear.bias,
+            norm.weight,
+            norm.bias,
+            eps=norm.eps,
+            activation=self.activation,
+        )
+
+
+class PassThroughLayerNorm(nn.LayerNorm):
+    """A LayerNorm whose work is done by the layer that follows it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        site = self._torchweld_site
+        if site.norm is self and site.holds():
+            return input
+        return super().forward(input)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ", computed by the next layer"
+
+
+class LayerNormConv1D(Conv1D):
+    """``c_attn`` with ``ln_1`` in front of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        site = self._torchweld_site
+        if site.linear is self and site.holds():
+            return site.apply(x)
+        return super().forward(x)
+
+    def __repr__(self) -> str:
+        return f"LayerNormConv1D(nf={self.nf}, nx={self.nx})"
+
+
+class LayerNormMLP(GPT2MLP):
+    """GPT-2's MLP with ``ln_2`` in front of it and the activation inside the first matmul."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        site = self._torchweld_site
+        if site.owner is not self or not site.holds():
+            return super().forward(hidden_states)
+        return self.dropout(self.c_proj(site.apply(hidden_states)))
+
+
+FUSED = {PassThroughLayerNorm: nn.LayerNorm, LayerNormConv1D: Conv1D, LayerNormMLP: GPT2MLP}
+
+
+def activation_name(act: Any) -> str | None:
+    """torchweld's name of an activation object, None when there is no fused form of it."""
+    if isinstance(act, nn.GELU):
+        return "gelu_tanh" if act.approximate == "tanh" else "gelu"
+    names = {
+        "NewGELUActivation": "gelu_tanh",
+        "GELUTanh": "gelu_tanh",
+        "PytorchGELUTanh": "gelu_tanh",
+        "FastGELUActivation": "gelu_tanh",
+        "GELUActivation": "gelu",
+        "SiLUActivation": "silu",
+        "LinearActivation": "none",
+    }
+    for cls, name in [(nn.ReLU, "relu"), (nn.SiLU, "silu"), (nn.Identity, "none")]:
+        if type(act) is cls:
+            return name
+    name = names.get(type(act).__name__)
+    if name is not None and type(act) is getattr(activations, type(act).__name__, None):
+        return name
+    return None
+
+
+def sites(block: nn.Module) -> list[tuple[str, Site | None, str | None]]:
+    """The two places of a block: ``(path below it, site, None)`` or ``(path, None, reason)``."""
+    out: list[tuple[str, Site | None, str | None]] = []
+    for norm_name, owner_name, linear_name, owner_type, path in (
+        ("ln_1", "attn", "c_attn", GPT2Attention, "attn.c_attn"),
+        ("ln_2", "mlp", "c_fc", GPT2MLP, "mlp"),
+    ):
+        owner = getattr(block, owner_name)
+        if type(block) is not GPT2Block:
+            out.append((path, None, f"the block is {_class(block)}, not transformers' GPT2Block"))
+        elif type(owner) is LayerNormMLP or type(getattr(owner, linear_name)) is LayerNormConv1D:
+            out.append((path, None, "fused already"))
+        elif type(owner) is not owner_type:
+            out.append((path, None, f"{owner_name} is {_class(owner)}, not {owner_type.__name__}"))
+        else:
+            act = owner.act if owner_name == "mlp" else None
+            activation = "none" if act is None else activation_name(act)
+            if activation is None:
+                out.append((path, None, f"no fused form of the activation {_class(act)}"))
+                continue
+            site = Site(
+                block=block,
+                norm_name=norm_name,
+                owner_name=owner_name,
+                linear_name=linear_name,
+                norm=getattr(block, norm_name),
+                owner=owner,
+                linear=getattr(owner, linear_name),
+                act=act if isinstance(act, nn.Module) else None,
+                activation=activation,
+            )
+            reason = refusal(site)
+            out.append((path, None if reason else site, reason))
+    return out
+
+
+def refusal(site: Site) -> str | None:
+    """Why a site must stay stock, or None."""
+    norm, linear = site.norm, site.linear
+    if type(norm) is not nn.LayerNorm:
+        return f"{site.norm_name} is {_class(norm)}, not torch's LayerNorm"
+    if type(linear) is not Conv1D:
+        return (
+            f"{site.linear_name} is {_class(linear)}, not transformers' Conv1D "
+            "(LoRA, quantised or otherwise replaced)"
+        )
+    for name, module in site.members():
+        if "forward" in vars(module) or hasattr(module, "_hf_hook"):
+            return f"{name}.forward was replaced on the instance"
+        if hooked(module):
+            return f"{name} has hooks, which would see other values"
+    if tuple(norm.normalized_shape) != (linear.nx,):
+        return f"{site.norm_name} normalises {tuple(norm.normalized_shape)}, not ({linear.nx},)"
+    tensors = {}
+    for name, module in ((site.norm_name, norm), (site.linear_name, linear)):
+        for key in ("weight", "bias"):
+            tensor = module._parameters.get(key)
+            if tensor is None and key == "weight" and module is linear:
+                return f"{name}.weight is not a plain parameter (sharded or parametrised)"
+            if tensor is not None:
+                tensors[f"{name}.{key}"] = tensor
+    for name, tensor in tensors.items():
+        if type(tensor) is not nn.Parameter or type(tensor.data) is not Tensor:
+            kind = tensor if type(tensor) is not nn.Parameter else tensor.data
+            return f"{name} is {_class(kind)}, not a plain parameter (sharded or quantised)"
+        if not tensor.is_floating_point():
+            return f"{name} is {tensor.dtype}, not floating point"
+        if tensor.device.type == "meta":
+            return f"{name} is on the meta device"
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    if len(set(dtypes.values())) > 1:
+        listed = ", ".join(f"{name} {str(dtype)[6:]}" for name, dtype in dtypes.items())
+        return f"mixed dtypes: {listed}"
+    if len({tensor.device for tensor in tensors.values()}) > 1:
+        return f"{site.norm_name} and {site.linear_name} are on different devices"
+    return None
+
+
+def join(site: Site) -> None:
+    """Puts a site to work: changes the two modules' classes and hands both the site."""
+    consumer = site.owner if site.owner_name == "mlp" else site.linear
+    for module in (site.norm, consumer):
+        # Into __dict__ and not through setattr: a registered reference would rename parameters.
+        module.__dict__["_torchweld_site"] = site
+    site.norm.__class__ = PassThroughLayerNorm
+    consumer.__class__ = LayerNormMLP if site.owner_name == "mlp" else LayerNormConv1D
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether :func:`join` changed a module.
+
+    Raises:
+        RuntimeError: It did, but the module has been given yet another class since.
+    """
+    if "_torchweld_site" not in vars(module):
+        return False
+    if type(module) not in FUSED:
+        raise RuntimeError(
+            f"torchweld.unfuse: a fused module has become {_class(module)} since (sharded or "
+            "parametrised after fuse); undo that first, then call unfuse"
+        )
+    return True
+
+
+def part(module: nn.Module) -> None:
+    """Gives a module its stock class back."""
+    if is_fused(module):
+        module.__class__ = FUSED[type(module)]
+        del module.__dict__["_torchweld_site"]
+
+
+@dataclass(eq=False)
+class AttentionState:
+    """What a GPT2Model was before its attention was switched; lives in its ``__dict__``."""
+
+    stock_config: Any
+    stock_dict: dict[str, Any]
+    implementation: str
+
+
+def attention_refusal(base: GPT2Model) -> str | None:
+    """Why the attention of a model must stay stock, or None. It is one switch for all layers."""
+    implementation = base.config._attn_implementation
+    if implementation == NAME:
+        return "fused already"
+    if implementation not in ("eager", "sdpa"):
+        return (
+            f'attn_implementation="{implementation}" was chosen; '
+            'call model.set_attn_implementation("sdpa") first'
+        )
+    if getattr(base.config, "output_attentions", False):
+        return "config.output_attentions is on, and torchweld has no attention weights to return"
+    for index, block in enumerate(base.h):
+        if not isinstance(block, GPT2Block):
+            return f"h.{index} is {_class(block)}, not transformers' GPT2Block"
+        for name in ("attn", "crossattention"):
+            attn = getattr(block, name, None)
+            if attn is not None and not isinstance(attn, GPT2Attention):
+                return f"h.{index}.{name} is {_class(attn)}, not transformers' GPT2Attention"
+    return None
+
+
+def switch_attention(model: nn.Module, base: GPT2Model) -> None:
+    """Moves a GPT2Model to torchweld's attention.
+
+    The switch is a field of the config, and one config object may serve several models: the model
+    gets a copy of its own, so that the others stay stock.
+    """
+    old = base.config
+    new = copy.deepcopy(old)
+    new._attn_implementation = NAME
+    base.__dict__["_torchweld_attention"] = AttentionState(
+        stock_config=old, stock_dict=old.to_dict(), implementation=old._attn_implementation
+    )
+    _replace_config(model, old, new)
+
+
+def restore_attention(model: nn.Module, base: GPT2Model) -> bool:
+    """Undoes :func:`switch_attention`; False when there was nothing to undo."""
+    state = vars(base).get("_torchweld_attention")
+    if state is None:
+        return False
+    new = base.config
+    if new._attn_implementation == NAME:
+        new._attn_implementation = state.implementation
+    # The old object comes back, unless the config was edited meanwhile: edits are not lost.
+    if new.to_dict() == state.stock_dict and state.stock_config.to_dict() == state.stock_dict:
+        _replace_config(model, new, state.stock_config)
+    del base.__dict__["_torchweld_attention"]
+    return True
+
+
+def _replace_config(model: nn.Module, old: Any, new: Any) -> None:
+    for module in model.modules():
+        if vars(module).get("config") is old:
+            module.config = new
+
+
+def _class(value: Any) -> str:
+    cls = type(value)
+    return f"{cls.__module__}.{cls.__qualname__}"

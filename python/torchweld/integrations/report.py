@@ -1,0 +1,124 @@
+"""What :func:`torchweld.fuse` did, as an object and as text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class FuseReport:
+    """Outcome of one :func:`torchweld.fuse` call.
+
+    Attributes:
+        model: Class name of the model.
+        replaced: Paths of the modules that now run torchweld ops.
+        skipped: ``(path, reason)`` of every place that was left stock.
+        max_abs_diff: Largest absolute difference of the outputs, fused against stock, on a sample
+            batch; None when it was not measured.
+        compared: What was compared, for example ``"logits (2, 16, 50257) float32"``.
+        ops: Path to the fusion that runs there, for every replaced path.
+        notes: Sentences on things that a user should know, such as dropout.
+    """
+
+    model: str = ""
+    replaced: list[str] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    max_abs_diff: float | None = None
+    compared: str | None = None
+    ops: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """Whether anything was replaced."""
+        return bool(self.replaced)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain JSON-able data."""
+        return {
+            "model": self.model,
+            "replaced": list(self.replaced),
+            "skipped": [list(entry) for entry in self.skipped],
+            "max_abs_diff": self.max_abs_diff,
+            "compared": self.compared,
+            "ops": dict(self.ops),
+            "notes": list(self.notes),
+        }
+
+    def _summary(self) -> list[tuple[str, str, str]]:
+        """Rows ``(what, where, outcome)``, places of equal outcome folded into one row."""
+        rows: dict[tuple[str, str], list[str]] = {}
+        for path in self.replaced:
+            rows.setdefault((self.ops.get(path, "torchweld"), "replaced"), []).append(path)
+        for path, reason in self.skipped:
+            rows.setdefault(("stock", reason), []).append(path)
+        return [(what, _fold(paths), outcome) for (what, outcome), paths in rows.items()]
+
+    def _difference(self) -> str:
+        if self.max_abs_diff is None:
+            return "max |fused - stock|: not measured"
+        return f"max |fused - stock|: {self.max_abs_diff:.3g} over {self.compared}"
+
+    def __str__(self) -> str:
+        if self.replaced:
+            places = f"{len(self.replaced)} places replaced, {len(self.skipped)} left stock"
+        else:
+            places = f"nothing replaced, {len(self.skipped)} places left stock"
+        lines = [f"torchweld.fuse({self.model}): {places}"]
+        rows = self._summary()
+        width = max((len(what) for what, _, outcome in rows if outcome == "replaced"), default=0)
+        for what, where, outcome in rows:
+            if outcome == "replaced":
+                lines.append(f"  {what:<{width}}  {where}")
+            else:
+                lines.append(f"  left stock: {where}: {outcome}")
+        if self.replaced:
+            lines.append("  " + self._difference())
+        lines.extend(f"  note: {note}" for note in self.notes)
+        return "\n".join(lines)
+
+    def __rich__(self) -> Any:
+        """The table that ``rich.print(report)`` shows."""
+        from rich.table import Table
+
+        table = Table(title=f"torchweld.fuse({self.model})", caption="\n".join(self._footer()))
+        table.add_column("runs")
+        table.add_column("where", overflow="fold")
+        table.add_column("outcome", overflow="fold")
+        for what, where, outcome in self._summary():
+            style = "green" if outcome == "replaced" else "yellow"
+            table.add_row(what, where, outcome, style=style)
+        return table
+
+    def _footer(self) -> list[str]:
+        return ([self._difference()] if self.replaced else []) + self.notes
+
+
+def _fold(paths: list[str]) -> str:
+    """``h.0.mlp, h.1.mlp, h.2.mlp`` becomes ``h.{0-2}.mlp``; other paths are listed."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    plain: list[str] = []
+    for path in paths:
+        parts = path.split(".")
+        numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+        if not numbers:
+            plain.append(path)
+            continue
+        at = numbers[0]
+        edges = (".".join([*parts[:at], ""]), ".".join(["", *parts[at + 1 :]]))
+        groups.setdefault(edges, []).append(int(parts[at]))
+    out = plain
+    for (head, tail), indices in groups.items():
+        text = _ranges(indices)
+        out.append(head + (text if text.isdigit() else "{" + text + "}") + tail)
+    return ", ".join(out)
+
+
+def _ranges(indices: list[int]) -> str:
+    runs: list[list[int]] = []
+    for index in sorted(indices):
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)

@@ -1,0 +1,17 @@
+"""Drop-in modules: each names the torch code that it stands in for."""
+
+from torchweld.ops.attention import CausalSelfAttention
+from torchweld.ops.folded_layer_norm_linear import FoldedLayerNormLinear
+from torchweld.ops.gated_linear import GatedLinear
+from torchweld.ops.layer_norm_linear import LayerNormLinear
+from torchweld.ops.rms_norm_linear import RMSNormLinear
+from torchweld.ops.softmax import Softmax
+
+__all__ = [
+    "CausalSelfAttention",
+    "FoldedLayerNormLinear",
+    "GatedLinear",
+    "LayerNormLinear",
+    "RMSNormLinear",
+    "Softmax",
+]

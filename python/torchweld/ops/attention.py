@@ -1,0 +1,168 @@
+"""Attention, and the self-attention block of a GPT-2."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from torchweld._library import ops, require
+
+_KERNELS = ("causal_softmax", "softmax_matmul", "attention")
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    leftpad: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """`scaled_dot_product_attention` with left padding; the score matrix is never stored.
+
+    Query heads `[h * group, (h + 1) * group)` share key and value head h (grouped-query attention).
+
+        seqlen_q = 2, seqlen_k = 5, causal:      leftpad = 2, causal:
+            1 1 1 1 0                                0 0 1 1 0
+            1 1 1 1 1                                0 0 1 1 1
+
+    Args:
+        query: `(batch, nheads, seqlen_q, head_dim)`.
+        key: `(batch, nheads_kv, seqlen_k, head_dim)`; nheads_kv divides nheads.
+        value: `(batch, nheads_kv, seqlen_k, head_dim_v)`; head_dim_v is free.
+        leftpad: int32 `(batch,)` on the same device: the first positions of each sequence that are
+            padding. Padding keys are never read; a query row at a padding position is 0.
+        causal: row i sees keys up to `i + seqlen_k - seqlen_q` (bottom-right aligned; SDPA's
+            `is_causal` is top-left aligned, which differs when the lengths differ).
+        scale: finite factor on the scores; `head_dim ** -0.5` when None.
+
+    Returns:
+        `(batch, nheads, seqlen_q, head_dim_v)`. A row that sees no key is 0 and has gradient 0.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype or device, or a scale that is not finite.
+
+    Limits: differentiable once. No dropout.
+
+    Source: Dao, "FlashAttention-2", 2023.
+    """
+    return ops.attention(query, key, value, leftpad, causal=causal, scale=scale)
+
+
+class CausalSelfAttention(nn.Module):
+    """GPT-2's attention block: qkv projection, causal attention, output projection.
+
+    Stands in for `transformers.models.gpt2.modeling_gpt2.GPT2Attention` (parameters `c_attn` and
+    `c_proj`, as `nn.Linear` weights `(out, in)`).
+
+    Args:
+        embed_dim: width of the input and output.
+        num_heads: heads; divides embed_dim.
+        bias: biases on both projections.
+        out_proj: False leaves the output projection out (with num_heads=1: the single-head form).
+        kernel: how much is fused, three forms of the same function: "causal_softmax" (scores in
+            memory, softmax op, matmul), "softmax_matmul", "attention".
+    """
+
+    __constants__ = ["embed_dim", "num_heads", "head_dim", "kernel"]
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        bias: bool = True,
+        out_proj: bool = True,
+        kernel: str = "attention",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        require()
+        if num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(
+                f"CausalSelfAttention: num_heads must divide embed_dim = {embed_dim}, "
+                f"but got {num_heads}"
+            )
+        if kernel not in _KERNELS:
+            raise ValueError(
+                f"CausalSelfAttention: kernel must be one of {', '.join(_KERNELS)}, "
+                f"but got {kernel!r}"
+            )
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.head_dim = embed_dim // num_heads
+        self.kernel = kernel
+        self.c_attn = nn.Linear(embed_dim, 3 * embed_dim, bias=bias, device=device, dtype=dtype)
+        self.c_proj: nn.Module = (
+            nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+            if out_proj
+            else nn.Identity()
+        )
+
+    @classmethod
+    def from_torch(cls, module: nn.Module, *, kernel: str = "attention") -> CausalSelfAttention:
+        """A copy of a transformers `GPT2Attention` (its `Conv1D` weights transposed)."""
+        weight = module.c_attn.weight
+        new = cls(
+            weight.shape[0],
+            module.num_heads,
+            kernel=kernel,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        with torch.no_grad():
+            for name in ("c_attn", "c_proj"):
+                getattr(new, name).weight.copy_(getattr(module, name).weight.t())
+                getattr(new, name).bias.copy_(getattr(module, name).bias)
+        return new.train(module.training)
+
+    def to_torch(self) -> nn.Module:
+        """A transformers `GPT2Attention` with the same weights, no dropout (needs transformers)."""
+        try:
+            from transformers import GPT2Config
+            from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+        except ImportError as error:
+            raise ImportError(
+                "CausalSelfAttention.to_torch needs transformers: pip install torchweld[hf]"
+            ) from error
+        if isinstance(self.c_proj, nn.Identity) or self.c_attn.bias is None:
+            raise ValueError(
+                "CausalSelfAttention.to_torch: GPT2Attention has biases and an output projection, "
+                "but this module was built without"
+            )
+        config = GPT2Config(
+            n_embd=self.embed_dim, n_head=self.num_heads, attn_pdrop=0.0, resid_pdrop=0.0
+        )
+        config._attn_implementation = "eager"
+        weight = self.c_attn.weight
+        new = GPT2Attention(config, layer_idx=0).to(weight.device, weight.dtype)
+        with torch.no_grad():
+            for name in ("c_attn", "c_proj"):
+                getattr(new, name).weight.copy_(getattr(self, name).weight.t())
+                getattr(new, name).bias.copy_(getattr(self, name).bias)
+        return new.train(self.training)
+
+    def forward(self, x: Tensor, leftpad: Tensor | None = None) -> Tensor:
+        """`(batch, seqlen, embed_dim)` to the same; leftpad is int32 `(batch,)`."""
+        batch, seqlen, _ = x.shape
+        qkv = torch.ops.torchweld.linear(x, self.c_attn.weight, self.c_attn.bias)
+        q, k, v = (
+            qkv.view(batch, seqlen, 3, self.num_heads, self.head_dim)
+            .permute(2, 0, 3, 1, 4)
+            .unbind(0)
+        )
+        scale = self.head_dim**-0.5
+        if self.kernel == "attention":
+            out = torch.ops.torchweld.attention(q, k, v, leftpad, causal=True)
+        elif self.kernel == "softmax_matmul":
+            scores = torch.matmul(q, k.transpose(-2, -1))
+            out = torch.ops.torchweld.softmax_matmul(scores, v, leftpad, causal=True, scale=scale)
+        else:
+            scores = torch.matmul(q, k.transpose(-2, -1))
+            out = torch.ops.torchweld.causal_softmax(scores, leftpad, scale=scale).matmul(v)
+        return self.c_proj(out.transpose(1, 2).reshape(batch, seqlen, self.embed_dim))
+
+    def extra_repr(self) -> str:
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, kernel={self.kernel!r}"

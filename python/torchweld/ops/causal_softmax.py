@@ -1,0 +1,31 @@
+"""Softmax of attention scores under the causal and left-padding mask."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torchweld._library import ops
+
+
+def causal_softmax(scores: Tensor, leftpad: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+    """Softmax of `scale * scores` over the keys that each row may see, 0 elsewhere.
+
+    Row i sees key j when `j <= i + seqlen_k - seqlen_q` (bottom-right aligned) and j is no padding.
+    Hidden scores are not read, so anything may stand there.
+
+    Args:
+        scores: `(batch, ..., seqlen_q, seqlen_k)` or `(seqlen_q, seqlen_k)`; float32, float16 or
+            bfloat16 (float64 on CPU).
+        leftpad: int32 `(batch,)` on the same device: how many positions at the start of each
+            sequence are padding. Values out of range count as the nearest end.
+        scale: finite factor on the scores; negative and 0 are allowed.
+
+    Returns:
+        Probabilities, same shape and dtype, contiguous. A row that sees nothing is 0.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype or device, or a scale that is not finite.
+
+    Limits: differentiable once, with respect to `scores`.
+    """
+    return ops.causal_softmax(scores, leftpad, scale=scale)

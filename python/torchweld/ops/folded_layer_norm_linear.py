@@ -1,0 +1,151 @@
+"""LayerNorm + linear with the LayerNorm's weights folded into the matmul, for inference."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from torchweld._library import ops, require
+from torchweld.ops.linear import activation_module
+
+
+def fold_layer_norm(
+    weight: Tensor,
+    bias: Tensor | None = None,
+    ln_weight: Tensor | None = None,
+    ln_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Folds a LayerNorm's weights into the linear layer after it.
+
+    Args:
+        weight: `(N, K)`.
+        bias: `(N,)`.
+        ln_weight: `(K,)`.
+        ln_bias: `(K,)`.
+
+    Returns:
+        `folded_weight = weight * ln_weight` in the weight's dtype, `weight_sum` = its row sums and
+        `folded_bias = bias + weight @ ln_bias`, both fp32 `(N,)`. The sums are taken from the
+        rounded folded weight: from unrounded ones the row mean would not cancel.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype or device.
+
+    Limits: no gradient; the fold is a frozen form for inference.
+    """
+    return ops.fold_layer_norm(weight, bias, ln_weight, ln_bias)
+
+
+def folded_layer_norm_linear(
+    x: Tensor,
+    folded_weight: Tensor,
+    weight_sum: Tensor,
+    folded_bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    activation: str = "none",
+) -> Tensor:
+    """`activation(rstd * (x @ folded_weight.T - mean * weight_sum) + folded_bias)`.
+
+    Args:
+        x: `(..., K)`.
+        folded_weight: `(N, K)` of `fold_layer_norm` (or a plain weight of a LayerNorm without
+            parameters).
+        weight_sum: fp32 `(N,)`: the row sums of `folded_weight`; other values are not supported.
+        folded_bias: fp32 `(N,)`.
+        eps: added to the variance; finite and at least 0.
+        activation: "none", "relu", "gelu" (erf), "gelu_tanh" or "silu".
+
+    Returns:
+        `(..., N)` contiguous, dtype of `x`.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, device, eps or activation, or a folded tensor that
+            requires a gradient.
+
+    Limits: gradient to `x` only.
+    """
+    return ops.folded_layer_norm_linear(
+        x, folded_weight, weight_sum, folded_bias, eps=eps, activation=activation
+    )
+
+
+class FoldedLayerNormLinear(nn.Module):
+    """Frozen `nn.Sequential(LayerNorm, Linear, activation)` for inference.
+
+    Made by `LayerNormLinear.fold()`. Everything is a buffer: it does not follow later changes of
+    the module that it was made from.
+    """
+
+    __constants__ = ["in_features", "out_features", "eps", "activation"]
+    folded_weight: Tensor
+    weight_sum: Tensor
+    folded_bias: Tensor
+
+    def __init__(
+        self,
+        folded_weight: Tensor,
+        weight_sum: Tensor,
+        folded_bias: Tensor,
+        eps: float = 1e-5,
+        activation: str = "none",
+    ) -> None:
+        super().__init__()
+        require()
+        self.out_features, self.in_features = folded_weight.shape
+        self.eps = eps
+        self.activation = activation
+        self.register_buffer("folded_weight", folded_weight)
+        self.register_buffer("weight_sum", weight_sum)
+        self.register_buffer("folded_bias", folded_bias)
+
+    @classmethod
+    def from_torch(cls, module: nn.Module) -> FoldedLayerNormLinear:
+        """From a `LayerNormLinear` or the `nn.Sequential` that it stands in for."""
+        from torchweld.ops.layer_norm_linear import LayerNormLinear
+
+        if isinstance(module, nn.Sequential):
+            module = LayerNormLinear.from_torch(module)
+        with torch.no_grad():
+            folded = fold_layer_norm(module.weight, module.bias, module.ln_weight, module.ln_bias)
+        return cls(*folded, eps=module.eps, activation=module.activation).eval()
+
+    def to_torch(self) -> nn.Sequential:
+        """`nn.Sequential(LayerNorm without parameters, Linear, activation)`, equal results."""
+        weight = self.folded_weight
+        linear = nn.Linear(
+            self.in_features, self.out_features, device=weight.device, dtype=weight.dtype
+        )
+        with torch.no_grad():
+            linear.weight.copy_(weight)
+            linear.bias.copy_(self.folded_bias)
+        norm = nn.LayerNorm(self.in_features, eps=self.eps, elementwise_affine=False)
+        return nn.Sequential(norm, linear, activation_module(self.activation)).eval()
+
+    def _apply(self, fn, recurse: bool = True):
+        # The sums stay in fp32 when the module is cast; a cast weight gets its sums anew.
+        before = self.folded_weight
+        sums = (self.weight_sum, self.folded_bias)
+        super()._apply(fn, recurse)
+        weight = self.folded_weight
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        if weight.dtype != before.dtype and weight.device.type != "meta":
+            self.weight_sum = weight.sum(1, dtype=torch.float64).to(wide)
+            self.folded_bias = sums[1].to(weight.device, wide)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.torchweld.folded_layer_norm_linear(
+            x,
+            self.folded_weight,
+            self.weight_sum,
+            self.folded_bias,
+            eps=self.eps,
+            activation=self.activation,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, eps={self.eps}, "
+            f"activation={self.activation!r}"
+        )

@@ -1,0 +1,181 @@
+"""Two linear branches and their gate in one op."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchweld._library import ops, require
+
+_GATES = {
+    "sigmoid_tanh": lambda left, right: torch.sigmoid(left) * torch.tanh(right),
+    "geglu": lambda left, right: left * F.gelu(right),
+    "geglu_tanh": lambda left, right: left * F.gelu(right, approximate="tanh"),
+    "swiglu": lambda left, right: F.silu(left) * right,
+    "reglu": lambda left, right: left * F.relu(right),
+}
+
+
+def gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    gate: str = "geglu",
+    interleaved: bool = False,
+) -> Tensor:
+    """`gate(left, right)` of the two halves of `F.linear(x, weight, bias)`.
+
+    Args:
+        x: `(..., K)`.
+        weight: `(2N, K)`: the left branch's rows, then the right branch's (interleaved: even rows
+            left, odd rows right).
+        bias: `(2N,)`, in the weight's order.
+        gate: "sigmoid_tanh" = sigmoid(left) * tanh(right), "geglu" = left * gelu(right) (erf),
+            "geglu_tanh", "swiglu" = silu(left) * right, "reglu" = left * relu(right).
+        interleaved: the layout of weight and bias.
+
+    Returns:
+        `(..., N)` contiguous, dtype of `x`; sums in fp32.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, device or gate.
+
+    Limits: differentiable once.
+    """
+    return ops.gated_linear(x, weight, bias, gate=gate, interleaved=interleaved)
+
+
+class GatedLinearReference(nn.Module):
+    """`Linear(in, 2 * out)`, chunk and gate in plain torch: what `GatedLinear` stands in for.
+
+    Args:
+        linear: the packed linear layer.
+        gate: a gate's name.
+        interleaved: even rows left, odd rows right.
+    """
+
+    def __init__(self, linear: nn.Linear, gate: str = "geglu", interleaved: bool = False) -> None:
+        super().__init__()
+        self.linear = linear
+        self.gate = gate
+        self.interleaved = interleaved
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.linear(x)
+        if self.interleaved:
+            return _GATES[self.gate](z[..., 0::2], z[..., 1::2])
+        return _GATES[self.gate](*z.chunk(2, dim=-1))
+
+
+class GatedLinear(nn.Module):
+    """`Linear(in_features, 2 * out_features)`, chunk and gate as one op.
+
+    Parameters `weight` `(2 * out_features, in_features)` and `bias` as in that `nn.Linear`.
+
+    Args:
+        in_features: K.
+        out_features: N.
+        bias: a bias on both branches.
+        gate: "sigmoid_tanh", "geglu", "geglu_tanh", "swiglu" or "reglu".
+        interleaved: even rows are the left branch, odd rows the right one.
+    """
+
+    __constants__ = ["in_features", "out_features", "gate", "interleaved"]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        gate: str = "geglu",
+        interleaved: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        require()
+        if gate not in _GATES:
+            raise ValueError(
+                f"GatedLinear: gate must be one of {', '.join(_GATES)}, but got {gate!r}"
+            )
+        self.in_features = in_features
+        self.out_features = out_features
+        self.gate = gate
+        self.interleaved = interleaved
+        linear = nn.Linear(in_features, 2 * out_features, bias=bias, device=device, dtype=dtype)
+        self.weight = linear.weight
+        self.register_parameter("bias", linear.bias)
+
+    @classmethod
+    def from_torch(
+        cls, module: nn.Module, gate: str | None = None, interleaved: bool | None = None
+    ) -> GatedLinear:
+        """From a packed `nn.Linear(in, 2 * out)` (with `gate`) or a `GatedLinearReference`."""
+        if isinstance(module, GatedLinearReference):
+            gate = module.gate if gate is None else gate
+            interleaved = module.interleaved if interleaved is None else interleaved
+            module = module.linear
+        if not isinstance(module, nn.Linear) or module.out_features % 2:
+            raise ValueError(
+                "GatedLinear.from_torch: module must be nn.Linear with an even out_features, "
+                f"but got {module}"
+            )
+        new = cls(
+            module.in_features,
+            module.out_features // 2,
+            gate="geglu" if gate is None else gate,
+            interleaved=bool(interleaved),
+            device="meta",
+        )
+        new.weight, new.bias = module.weight, module.bias
+        return new.train(module.training)
+
+    @classmethod
+    def from_linears(cls, left: nn.Linear, right: nn.Linear, gate: str = "geglu") -> GatedLinear:
+        """From two linear layers, packed into one weight (a copy).
+
+        For Llama's `down(silu(gate_proj(x)) * up_proj(x))`: left = gate_proj, right = up_proj,
+        gate "swiglu".
+        """
+        same = (left.in_features, left.out_features, left.bias is None) == (
+            right.in_features,
+            right.out_features,
+            right.bias is None,
+        )
+        if not same:
+            raise ValueError(
+                "GatedLinear.from_linears: right must have left's sizes and bias, "
+                f"but got {left} and {right}"
+            )
+        new = cls(
+            left.in_features,
+            left.out_features,
+            bias=left.bias is not None,
+            gate=gate,
+            device=left.weight.device,
+            dtype=left.weight.dtype,
+        )
+        with torch.no_grad():
+            new.weight.copy_(torch.cat([left.weight, right.weight]))
+            if new.bias is not None:
+                new.bias.copy_(torch.cat([left.bias, right.bias]))
+        return new.train(left.training)
+
+    def to_torch(self) -> GatedLinearReference:
+        """The plain torch module that shares the parameters."""
+        linear = nn.Linear(self.in_features, 2 * self.out_features, device="meta")
+        linear.weight, linear.bias = self.weight, self.bias
+        return GatedLinearReference(linear, self.gate, self.interleaved).train(self.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.torchweld.gated_linear(
+            x, self.weight, self.bias, gate=self.gate, interleaved=self.interleaved
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, gate={self.gate!r}, interleaved={self.interleaved}"
+        )

@@ -1,0 +1,142 @@
+"""LayerNorm, linear layer and activation in one op."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from torchweld._library import ops, require
+from torchweld.ops.folded_layer_norm_linear import FoldedLayerNormLinear
+from torchweld.ops.linear import activation_module, activation_name, check_activation
+
+
+def layer_norm_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    ln_weight: Tensor | None = None,
+    ln_bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    activation: str = "none",
+) -> Tensor:
+    """`activation(F.linear(F.layer_norm(x, (K,), ln_weight, ln_bias, eps), weight, bias))`.
+
+    Args:
+        x: `(..., K)`.
+        weight: `(N, K)`, any strides: a GPT-2 `Conv1D` goes in as `weight.t()`.
+        bias: `(N,)`.
+        ln_weight: `(K,)`.
+        ln_bias: `(K,)`.
+        eps: added to the variance; finite and at least 0.
+        activation: "none", "relu", "gelu" (erf), "gelu_tanh" or "silu".
+
+    Returns:
+        `(..., N)` contiguous, dtype of `x`; statistics and sums in fp32.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, device, eps or activation.
+
+    Limits: differentiable once. The normalised rows are not kept for the gradient.
+    """
+    return ops.layer_norm_linear(
+        x, weight, bias, ln_weight, ln_bias, eps=eps, activation=activation
+    )
+
+
+class LayerNormLinear(nn.Module):
+    """`nn.Sequential(nn.LayerNorm(in), nn.Linear(in, out), activation)` as one op.
+
+    Parameters `weight`, `bias` as in `nn.Linear`; `ln_weight`, `ln_bias` as in `nn.LayerNorm`.
+
+    Args:
+        in_features: K.
+        out_features: N.
+        bias: biases of both parts.
+        eps: of the LayerNorm.
+        activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
+    """
+
+    __constants__ = ["in_features", "out_features", "eps", "activation"]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        eps: float = 1e-5,
+        activation: str = "none",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        require()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.eps = eps
+        self.activation = check_activation(activation, "LayerNormLinear")
+        linear = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        norm = nn.LayerNorm(in_features, eps=eps, bias=bias, device=device, dtype=dtype)
+        self.weight = linear.weight
+        self.register_parameter("bias", linear.bias)
+        self.ln_weight: nn.Parameter | None
+        self.ln_bias: nn.Parameter | None
+        self.register_parameter("ln_weight", norm.weight)
+        self.register_parameter("ln_bias", norm.bias)
+
+    @classmethod
+    def from_torch(cls, module: nn.Sequential) -> LayerNormLinear:
+        """From `nn.Sequential(LayerNorm, Linear[, activation])`; shares its parameters."""
+        parts = list(module)
+        if (
+            len(parts) not in (2, 3)
+            or not isinstance(parts[0], nn.LayerNorm)
+            or not isinstance(parts[1], nn.Linear)
+            or tuple(parts[0].normalized_shape) != (parts[1].in_features,)
+        ):
+            raise ValueError(
+                "LayerNormLinear.from_torch: module must be nn.Sequential(LayerNorm((K,)), "
+                f"Linear(K, N)[, activation]), but got {module}"
+            )
+        norm, linear = parts[0], parts[1]
+        name = activation_name(parts[2] if len(parts) == 3 else None, "LayerNormLinear.from_torch")
+        new = cls(
+            linear.in_features,
+            linear.out_features,
+            eps=norm.eps,
+            activation=name,
+            device="meta",
+        )
+        new.weight, new.bias = linear.weight, linear.bias
+        new.ln_weight, new.ln_bias = norm.weight, norm.bias
+        return new.train(module.training)
+
+    def to_torch(self) -> nn.Sequential:
+        """`nn.Sequential(LayerNorm, Linear, activation)` that shares the parameters."""
+        norm = nn.LayerNorm(self.in_features, eps=self.eps, device="meta")
+        linear = nn.Linear(self.in_features, self.out_features, device="meta")
+        norm.weight, norm.bias = self.ln_weight, self.ln_bias
+        linear.weight, linear.bias = self.weight, self.bias
+        return nn.Sequential(norm, linear, activation_module(self.activation)).train(self.training)
+
+    @torch.jit.unused
+    def fold(self) -> FoldedLayerNormLinear:
+        """A frozen copy for inference with the LayerNorm's weights folded into the matmul."""
+        return FoldedLayerNormLinear.from_torch(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.torchweld.layer_norm_linear(
+            x,
+            self.weight,
+            self.bias,
+            self.ln_weight,
+            self.ln_bias,
+            eps=self.eps,
+            activation=self.activation,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, eps={self.eps}, activation={self.activation!r}"
+        )

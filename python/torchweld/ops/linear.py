@@ -1,0 +1,67 @@
+"""The matmul engine alone."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from torchweld._library import ops
+
+_ACTIVATIONS = {
+    "none": nn.Identity,
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
+    "silu": nn.SiLU,
+}
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "none"
+) -> Tensor:
+    """`activation(torch.nn.functional.linear(x, weight, bias))`.
+
+    Args:
+        x: `(..., K)`.
+        weight: `(N, K)` as in `nn.Linear`, any strides: a GPT-2 `Conv1D` goes in as `weight.t()`.
+        bias: `(N,)`.
+        activation: "none", "relu", "gelu" (erf), "gelu_tanh" or "silu".
+
+    Returns:
+        `(..., N)` contiguous, dtype of `x`; sums in fp32.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, device or activation.
+
+    Limits: differentiable once.
+    """
+    return ops.linear(x, weight, bias, activation=activation)
+
+
+def activation_module(name: str) -> nn.Module:
+    """The torch module of an activation's name."""
+    return _ACTIVATIONS[name]()
+
+
+def activation_name(module: nn.Module | None, owner: str) -> str:
+    """The activation's name of a torch module; ValueError where there is none."""
+    if module is None or isinstance(module, nn.Identity):
+        return "none"
+    if isinstance(module, nn.GELU):
+        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
+    if isinstance(module, nn.ReLU):
+        return "relu"
+    if isinstance(module, nn.SiLU):
+        return "silu"
+    raise ValueError(
+        f"{owner}: the activation must be nn.ReLU, nn.GELU, nn.SiLU or nn.Identity, "
+        f"but got {type(module).__name__}"
+    )
+
+
+def check_activation(name: str, owner: str) -> str:
+    """The name itself; ValueError where no op knows it."""
+    if name not in _ACTIVATIONS:
+        raise ValueError(
+            f"{owner}: activation must be one of {', '.join(_ACTIVATIONS)}, but got {name!r}"
+        )
+    return name

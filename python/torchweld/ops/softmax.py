@@ -1,0 +1,63 @@
+"""softmax over the last dimension."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from torchweld._library import ops, require
+
+
+def softmax(x: Tensor) -> Tensor:
+    """Softmax over the last dimension: `torch.softmax(x, -1)`.
+
+    Statistics are kept in fp32 (fp64 for fp64), whatever the dtype of `x`.
+
+    Args:
+        x: `(..., n)`, float32, float16 or bfloat16 (float64 on CPU), any strides, any `n`.
+
+    Returns:
+        `(..., n)` contiguous, dtype of `x`. A row of nothing but -inf is NaN, as in torch.
+
+    Raises:
+        RuntimeError: `x` is no floating tensor or has no dimension.
+
+    Limits: differentiable once. Under autocast the input's dtype is kept.
+
+    Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+    """
+    return ops.softmax(x)
+
+
+class Softmax(nn.Module):
+    """Softmax over one dimension; stands in for `torch.nn.Softmax`.
+
+    Args:
+        dim: the dimension that sums to 1.
+    """
+
+    __constants__ = ["dim"]
+    dim: int
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        require()
+        self.dim = dim
+
+    @classmethod
+    def from_torch(cls, module: nn.Softmax) -> Softmax:
+        """The same softmax; `module.dim` must be set (torch guesses one when it is None)."""
+        if module.dim is None:
+            raise ValueError("Softmax.from_torch: module.dim must be an int, but got None")
+        return cls(module.dim)
+
+    def to_torch(self) -> nn.Softmax:
+        return nn.Softmax(dim=self.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.dim == -1 or self.dim == x.dim() - 1:
+            return torch.ops.torchweld.softmax(x)
+        return torch.ops.torchweld.softmax(x.movedim(self.dim, -1)).movedim(-1, self.dim)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}"

@@ -1,0 +1,36 @@
+"""Softmax of attention scores times the values, in one op."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torchweld._library import ops
+
+
+def softmax_matmul(
+    scores: Tensor,
+    value: Tensor,
+    leftpad: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float = 1.0,
+) -> Tensor:
+    """`torch.softmax(scale * scores + mask, -1) @ value`; the probabilities are never stored whole.
+
+    Args:
+        scores: `(batch, nheads, seqlen_q, seqlen_k)`.
+        value: `(batch, nheads, seqlen_k, head_dim_v)`, dtype and device of `scores`.
+        leftpad: int32 `(batch,)` on the same device: padding positions at the start of each
+            sequence; neither they nor what stands there is used.
+        causal: row i sees keys up to `i + seqlen_k - seqlen_q`.
+        scale: finite factor on the scores.
+
+    Returns:
+        `(batch, nheads, seqlen_q, head_dim_v)`. A row that sees no key is 0 and has gradient 0.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype or device, or a scale that is not finite.
+
+    Limits: differentiable once, with respect to `scores` and `value`.
+    """
+    return ops.softmax_matmul(scores, value, leftpad, causal=causal, scale=scale)

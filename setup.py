@@ -1,0 +1,195 @@
+"""Build torchweld against the torch that is installed.
+
+Two libraries come out: `torchweld/_ops`, the operators (no Python symbols, so that C++ programs can
+load it), and `torchweld/_C`, the pybind11 module for introspection. csrc/ is globbed: adding an op
+needs no edit here.
+
+Environment: TORCH_CUDA_ARCH_LIST, MAX_JOBS, CUDA_HOME, FORCE_CUDA=1 (CUDA or fail),
+TORCHWELD_CPU_ONLY=1 (no CUDA even where nvcc is found).
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+try:
+    import torch
+    from torch.utils import cpp_extension
+except ImportError:
+    sys.exit(
+        "torchweld: torch must be installed before torchweld is built, and pip must use it: "
+        "pip install torch==2.11.0 setuptools ninja && pip install --no-build-isolation ."
+    )
+
+ROOT = Path(__file__).resolve().parent
+PACKAGE = Path("python") / "torchweld"
+# wgmma needs the 90a target; sm_80 code plus its PTX serves every other chip.
+DEFAULT_ARCH_FLAGS = [
+    "-gencode=arch=compute_90a,code=sm_90a",
+    "-gencode=arch=compute_80,code=[sm_80,compute_80]",
+]
+
+
+def say(text):
+    # pip hides a build's stdout unless it fails; `pip install -v` shows these lines.
+    print(f"torchweld: {text}", file=sys.stderr, flush=True)
+
+
+def env_flag(name):
+    return os.environ.get(name, "0").lower() not in ("", "0", "false", "off", "no")
+
+
+def nvcc_version():
+    """The (major, minor) of CUDA_HOME's nvcc, or None."""
+    if cpp_extension.CUDA_HOME is None:
+        return None
+    nvcc = Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc"
+    try:
+        text = subprocess.run(
+            [nvcc, "--version"], capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    found = re.search(r"release (\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def why_no_cuda():
+    """One clause that says why the build leaves CUDA out, or None where it builds CUDA."""
+    if env_flag("TORCHWELD_CPU_ONLY"):
+        return "TORCHWELD_CPU_ONLY is set"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a CPU build"
+    version = nvcc_version()
+    if version is None:
+        return f"nvcc was not found (CUDA_HOME is {cpp_extension.CUDA_HOME})"
+    if version[0] != int(torch.version.cuda.split(".")[0]):
+        return f"nvcc {version[0]}.{version[1]} does not match torch's CUDA {torch.version.cuda}"
+    return None
+
+
+def free_memory_gib():
+    try:
+        meminfo = Path("/proc/meminfo").read_text()
+        return int(re.search(r"MemAvailable:\s+(\d+) kB", meminfo)[1]) / 2**20
+    except (OSError, TypeError):
+        return 4.0
+
+
+def arch_flags():
+    return [] if os.environ.get("TORCH_CUDA_ARCH_LIST") else DEFAULT_ARCH_FLAGS
+
+
+def git_commit():
+    try:
+        done = subprocess.run(
+            ["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+NO_CUDA = why_no_cuda()
+if NO_CUDA and env_flag("FORCE_CUDA"):
+    sys.exit(f"torchweld: FORCE_CUDA is set but CUDA can't be built: {NO_CUDA}")
+WITH_CUDA = NO_CUDA is None
+VERSION = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+
+
+class BuildPy(build_py):
+    """Writes torchweld/_build.json, which says what the libraries were built for.
+
+    It is a file and not a symbol because it must be readable when the library does not load.
+    """
+
+    def run(self):
+        facts = {
+            "torchweld": VERSION,
+            "torch": torch.__version__,
+            "cuda": ".".join(map(str, nvcc_version())) if WITH_CUDA else None,
+            "no_cuda_because": NO_CUDA,
+            "arch_list": os.environ.get("TORCH_CUDA_ARCH_LIST") or "9.0a 8.0+PTX",
+            "python": sys.version.split()[0],
+            "commit": git_commit(),
+            "built": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        if not WITH_CUDA:
+            facts["arch_list"] = None
+        (ROOT / PACKAGE / "_build.json").write_text(json.dumps(facts, indent=1) + "\n")
+        super().run()
+
+
+class BuildExt(cpp_extension.BuildExtension):
+    """torch's build, with a kept object folder per torch so that a second build is incremental."""
+
+    def run(self):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        # A .cpp with torch's headers takes about 1 GiB to compile; 1.5 leaves room for nvcc.
+        jobs = max(1, min(cores, int(free_memory_gib() / 1.5)))
+        os.environ.setdefault("MAX_JOBS", str(jobs))
+        what = "with CUDA" if WITH_CUDA else f"for CPU only ({NO_CUDA})"
+        say(f"building {what} against torch {torch.__version__}, {os.environ['MAX_JOBS']} jobs")
+        start = time.monotonic()
+        super().run()
+        say(f"built in {time.monotonic() - start:.0f} s")
+
+    def build_extension(self, ext):
+        flavour = f"torch{torch.__version__}-py{sys.version_info[0]}{sys.version_info[1]}"
+        self.build_temp = str(ROOT / "build" / (flavour + ("" if WITH_CUDA else "-cpu")) / ext.name)
+        Path(self.build_temp).mkdir(parents=True, exist_ok=True)
+        super().build_extension(ext)
+
+
+def sources(*patterns):
+    return sorted(str(p.relative_to(ROOT)) for pattern in patterns for p in ROOT.glob(pattern))
+
+
+def extensions():
+    cxx = ["-O3", "-g0", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisibility=hidden"]
+    nvcc = ["-O3", "-lineinfo", "--expt-relaxed-constexpr", "-Xcompiler=-fvisibility=hidden"]
+    include = [str(ROOT / "csrc")]
+    depends = sources("csrc/**/*.h", "csrc/**/*.cuh")
+    if WITH_CUDA:
+        ops = cpp_extension.CUDAExtension(
+            "torchweld._ops",
+            sources("csrc/ops/*/*.cpp", "csrc/core/*.cpp", "csrc/**/*.cu"),
+            include_dirs=include,
+            depends=depends,
+            define_macros=[("TORCHWELD_CUDA", None)],
+            extra_compile_args={"cxx": cxx, "nvcc": nvcc + arch_flags()},
+            py_limited_api=True,
+        )
+    else:
+        ops = cpp_extension.CppExtension(
+            "torchweld._ops",
+            sources("csrc/ops/*/*.cpp", "csrc/core/*.cpp"),
+            include_dirs=include,
+            depends=depends,
+            extra_compile_args={"cxx": cxx},
+            py_limited_api=True,
+        )
+    introspection = cpp_extension.CppExtension(
+        "torchweld._C",
+        ["csrc/module.cpp"],
+        include_dirs=include,
+        depends=depends,
+        extra_compile_args={"cxx": cxx},
+    )
+    # pybind11's headers come with torch, but the module itself must not need libtorch to load.
+    introspection.libraries = []
+    return [ops, introspection]
+
+
+setup(
+    ext_modules=extensions(),
+    cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
+    package_data={"torchweld": ["py.typed", "_build.json"]},
+)

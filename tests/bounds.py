@@ -1,0 +1,642 @@
+"""How far each result may be from its float64 reference: REFERENCES[op](*args) -> Bounds.
+
+Every magnitude is that of a sum in the op's definition, taken over absolute values. `rounds` are
+the roundings to the tensors' own dtype that the ops document: probabilities before they meet the
+values, normalised rows before they meet the weight, a matmul's result before the pointwise part,
+saved pre-activations and outputs, dscores and dz before their matmuls. All else is float32 (float64 for float64).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import reference as R
+import torch
+from numerics import UNIT, Bound, Terms, acc_dtype
+from reference import up
+from torch import Tensor
+
+FUNCTION = 4.0  # units of error of one exp, erf, tanh or division
+
+
+def exact_product(scale: float) -> bool:
+    return scale == 0 or math.frexp(abs(scale))[0] == 0.5
+
+
+# Softmax and attention
+
+
+def probability_terms(p: Tensor, z: Tensor, lse: Tensor, scale: float) -> Terms:
+    """p = exp(z - m) / sum: the sum, and the rounding of the exponent."""
+    z = torch.where(p > 0, z, 0.0)
+    m = torch.where(lse.isinf(), 0.0, lse)[..., None]
+    exponent = FUNCTION + (z - m).abs()
+    if not exact_product(scale):
+        exponent = exponent + z.abs() + m.abs()
+    return Terms([(p.shape[-1], p), (1, p * exponent)])
+
+
+def lse_terms(p: Tensor, z: Tensor, lse: Tensor, scores: Terms) -> Terms:
+    z = torch.where(p > 0, z, 0.0)
+    highest = z.abs().amax(-1) if z.shape[-1] else torch.zeros_like(lse)
+    size = torch.where(lse.isinf(), 0.0, lse.abs() + highest)
+    own = Terms([(p.shape[-1], torch.ones_like(lse)), (FUNCTION, size)])
+    return own + scores.map(lambda t: (t * p).sum(-1))
+
+
+def softmax_bounds(x: Tensor) -> list[Bound]:
+    v = up(x)
+    y = R.softmax(v)
+    lse = torch.logsumexp(v, -1) if v.numel() else v.new_zeros(v.shape[:-1])
+    return [Bound(y, probability_terms(y, v, lse, 1.0), x.dtype)]
+
+
+def softmax_backward_terms(dy: Tensor, y: Tensor, scale: float, saved: bool) -> Terms:
+    size = abs(scale) * y.abs() * (dy.abs() + (dy * y).abs().sum(-1, keepdim=True))
+    return Terms([(y.shape[-1] + FUNCTION, size)], [2 * size] if saved else [])
+
+
+def softmax_backward_bounds(dy: Tensor, y: Tensor) -> list[Bound]:
+    g, p = up(dy), up(y)
+    dx = p * (g - (g * p).sum(-1, keepdim=True))
+    return [Bound(dx, softmax_backward_terms(g, p, 1.0, saved=False), y.dtype)]
+
+
+def causal_softmax_bounds(scores: Tensor, leftpad: Tensor | None = None, *, scale: float = 1.0):
+    s, pads = up(scores), up(leftpad)
+    p, lse = R.softmax_and_lse(s, R.scores_mask(s, pads, causal=True), scale)
+    return [Bound(p, probability_terms(p, s * scale, lse, scale), scores.dtype)]
+
+
+def causal_softmax_backward_bounds(
+    dy: Tensor, y: Tensor, leftpad: Tensor | None = None, *, scale: float = 1.0
+) -> list[Bound]:
+    seen = R.scores_mask(y, up(leftpad), causal=True).expand(y.shape)
+    g, p = torch.where(seen, up(dy), 0.0), torch.where(seen, up(y), 0.0)
+    dx = scale * p * (g - (g * p).sum(-1, keepdim=True))
+    return [Bound(dx, softmax_backward_terms(g, p, scale, saved=False), y.dtype)]
+
+
+def attend_terms(p: Tensor, pt: Terms, value: Tensor) -> Terms:
+    """Of p @ value, normalised by the same sum that normalises p."""
+    out = p @ value.abs()
+    moved = pt.map(lambda t: t @ value.abs() + t.sum(-1, keepdim=True) * out)
+    return moved + Terms([(p.shape[-1], out)], [out])
+
+
+def dscores_terms(
+    p: Tensor, pt: Terms, dout: Tensor, value: Tensor, lse: Tensor, z: Tensor
+) -> tuple[Terms, Terms]:
+    """Errors of p recomputed from lse, and of ds = p * (dout @ value^T - rowsum(dout * out))."""
+    size = torch.where(lse.isinf(), 0.0, lse.abs())[..., None] + torch.where(p > 0, z.abs(), 0.0)
+    pt = pt.map(lambda t: t + p * t.sum(-1, keepdim=True)) + Terms([(1, p * size)])
+    delta = (dout.abs() * (p @ value.abs())).sum(-1, keepdim=True)
+    carrier = dout.abs() @ value.abs().mT + delta
+    ds = p * carrier
+    terms = pt.map(lambda t: t * carrier) + Terms([(value.shape[-1] + p.shape[-1], ds)], [ds, ds])
+    return pt, terms
+
+
+def softmax_matmul_parts(scores, value, leftpad, causal, scale):
+    s, v, pads = up(scores), up(value), up(leftpad)
+    seen = R.scores_mask(s, pads, causal)
+    hidden = R.padding_keys(s.shape[0], s.shape[-1], pads)[:, None, :, None]
+    p, lse = R.softmax_and_lse(s, seen, scale)
+    z = torch.where(seen, s, 0.0) * scale
+    return s, torch.where(hidden, 0.0, v), pads, p, lse, z, probability_terms(p, z, lse, scale)
+
+
+def softmax_matmul_bounds(scores, value, leftpad=None, *, causal=False, scale=1.0) -> list[Bound]:
+    _, v, _, p, lse, z, pt = softmax_matmul_parts(scores, value, leftpad, causal, scale)
+    return [
+        Bound(p @ v, attend_terms(p, pt, v), scores.dtype),
+        Bound(lse, lse_terms(p, z, lse, Terms()), acc_dtype(scores.dtype)),
+    ]
+
+
+def softmax_matmul_grads(
+    dout, scores, value, leftpad=None, *, causal=False, scale=1.0
+) -> list[Bound]:
+    s, v, pads, p, lse, z, pt = softmax_matmul_parts(scores, value, leftpad, causal, scale)
+    rows = R.padding_rows(s.shape[0], s.shape[2], s.shape[3], pads)[:, None, :, None]
+    g = torch.where(rows, 0.0, up(dout))
+    grads = R.gradients(
+        R.VALUES["softmax_matmul"], g, [True, True], s, v, pads, causal=causal, scale=scale
+    )
+    pt, dst = dscores_terms(p, pt, g, v, lse, z)
+    dvalue = pt.map(lambda t: t.mT @ g.abs())
+    size = p.mT @ g.abs()
+    dvalue = dvalue + Terms([(s.shape[2], size)], [size])
+    dtype = scores.dtype
+    return [
+        Bound(grads[0], dst.map(lambda t: abs(scale) * t), dtype),
+        Bound(grads[1], dvalue, dtype),
+    ]
+
+
+def attention_parts(query, key, value, leftpad, causal, scale):
+    q, k, v, pads = up(query), up(key), up(value), up(leftpad)
+    batch, nheads, seqlen_q, head_dim = q.shape
+    seqlen_k = k.shape[2]
+    group = nheads // k.shape[1] if k.shape[1] else 1
+    rows = R.padding_rows(batch, seqlen_q, seqlen_k, pads)[:, None, :, None]
+    keys = R.padding_keys(batch, seqlen_k, pads)[:, None, :, None]
+    q = torch.where(rows, 0.0, q)
+    k, v = torch.where(keys, 0.0, k), torch.where(keys, 0.0, v)
+    kk, vv = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scale = R.default_scale(q, scale)
+    seen = R.visible(batch, seqlen_q, seqlen_k, pads, causal)[:, None]
+    p, lse = R.softmax_and_lse(q @ kk.mT, seen, scale)
+    z = scale * (q @ kk.mT)
+    scores = Terms([(head_dim + 1, abs(scale) * (q.abs() @ kk.abs().mT))])
+    pt = probability_terms(p, z, lse, scale) + scores.map(lambda t: p * t)
+    return (q, k, v, pads), (kk, vv, rows, group, scale), p, lse, z, scores, pt
+
+
+def attention_bounds(query, key, value, leftpad=None, *, causal=False, scale=None) -> list[Bound]:
+    _, (_, v, *_), p, lse, z, scores, pt = attention_parts(
+        query, key, value, leftpad, causal, scale
+    )
+    return [
+        Bound(p @ v, attend_terms(p, pt, v), query.dtype),
+        Bound(lse, lse_terms(p, z, lse, scores), acc_dtype(query.dtype)),
+    ]
+
+
+def attention_grads(
+    dout, query, key, value, leftpad=None, *, causal=False, scale=None
+) -> list[Bound]:
+    clean, (kk, vv, rows, group, scale), p, lse, z, _, pt = attention_parts(
+        query, key, value, leftpad, causal, scale
+    )
+    q = clean[0]
+    g = torch.where(rows, 0.0, up(dout))
+    grads = R.gradients(
+        R.VALUES["attention"], g, [True, True, True], *clean, causal=causal, scale=scale
+    )
+    pt, dst = dscores_terms(p, pt, g, vv, lse, z)
+    ds = dst.rounds[0]
+    dst = dst + Terms(rounds=[ds])  # rounded once more for the two matmuls
+
+    def heads(t: Tensor) -> Tensor:
+        return t.unflatten(1, (t.shape[1] // group, group)).sum(2)
+
+    a, seqlen_q, seqlen_k = abs(scale), p.shape[2], p.shape[3]
+    to_query = dst.map(lambda t: a * t @ kk.abs())
+    to_key = dst.map(lambda t: heads(a * t.mT @ q.abs()))
+    to_value = pt.map(lambda t: heads(t.mT @ g.abs()))
+    dvalue = heads(p.mT @ g.abs())
+    dtype = query.dtype
+    return [
+        Bound(grads[0], to_query + Terms([(seqlen_k, a * ds @ kk.abs())]), dtype),
+        Bound(
+            grads[1], to_key + Terms([(seqlen_q * group, heads(a * ds.mT @ q.abs()))]), dtype
+        ),
+        Bound(grads[2], to_value + Terms([(seqlen_q * group, dvalue)], [dvalue]), dtype),
+    ]
+
+
+# Linear layers, on (rows, K) matrices
+
+
+def derivatives(f: Callable[[Tensor], Tensor], z: Tensor) -> tuple[Tensor, Tensor]:
+    """f'(z) and f''(z)."""
+    z = z.detach().requires_grad_()
+    (first,) = torch.autograd.grad(f(z).sum(), z, create_graph=True)
+    if not first.requires_grad:
+        return first, torch.zeros_like(z)
+    (second,) = torch.autograd.grad(first.sum(), z)
+    return first.detach(), second
+
+
+def affine_terms(n: Tensor, nt: Terms, weight: Tensor, bias: Tensor | None) -> Terms:
+    size = n.abs() @ weight.abs().T
+    size = size if bias is None else size + bias.abs()
+    return nt.map(lambda t: t @ weight.abs().T) + Terms([(n.shape[-1] + 1, size)])
+
+
+def pointwise_terms(z: Tensor, zt: Terms, f: Callable[[Tensor], Tensor], unit: float) -> Terms:
+    """f(z), with z rounded to the dtype before f sees it."""
+    if f(torch.tensor(-1.5)).item() == -1.5:
+        return zt  # the identity: no second rounding
+    slope = derivatives(f, z)[0].abs() + 1.2 * unit * z.abs()  # |f''| <= 1.2
+    return zt.map(lambda t: slope * t) + Terms([(FUNCTION, z.abs())], [slope * z.abs()])
+
+
+def activation_of(name: str) -> Callable[[Tensor], Tensor]:
+    return lambda z: R.activate(z, name)
+
+
+def dz_of(dy: Tensor, z: Tensor, activation: str, zt: Terms | None, unit: float):
+    """dy * activation'(z) and its errors; zt are those of z where the op computed it itself."""
+    if activation == "none":
+        return dy, Terms()
+    first, second = derivatives(activation_of(activation), z)
+    dz = dy * first
+    terms = Terms([(FUNCTION, dy.abs())], [dz.abs()]) if activation != "relu" else Terms()
+    if zt is not None:
+        bend = dy.abs() * (second.abs() + unit * z.abs())
+        terms = terms + (zt + Terms(rounds=[z.abs()])).map(lambda t: t * bend)
+    return dz, terms
+
+
+def affine_grad_terms(dz, dzt, n, nt, weight) -> tuple[Terms, Terms, Terms]:
+    a, b, w = dz.abs(), n.abs(), weight.abs()
+    rows, cols = dz.shape
+    dn = dzt.map(lambda t: t @ w) + Terms([(cols, a @ w)])
+    dweight = dzt.map(lambda t: t.T @ b) + nt.map(lambda t: a.T @ t) + Terms([(rows, a.T @ b)])
+    return dn, dweight, dzt.map(lambda t: t.sum(0)) + Terms([(rows, a.sum(0))])
+
+
+class Norm:
+    """Normalised rows n = (x - mean) * rstd * scale + shift, with their errors and gradient's."""
+
+    def __init__(self, x: Tensor, eps: Any, centred: bool, scale=None, shift=None) -> None:
+        self.hat, self.mean, self.rstd = R.normalise(x, eps, centred)
+        self.centred, self.k = centred, max(x.shape[-1], 1)
+        self.scale = torch.ones(x.shape[-1], dtype=torch.float64) if scale is None else scale
+        self.n = R.scale_shift(self.hat, scale, shift)
+        wander = self.hat.abs()  # of rstd; that of the mean comes on top
+        if centred:
+            wander = wander + self.rstd * x.abs().mean(-1, keepdim=True)
+        self.hat_terms = Terms([(self.k, wander)])
+        size = self.n.abs() if shift is None else self.n.abs() + shift.abs()
+        self.terms = self.hat_terms.map(lambda t: t * self.scale.abs()) + Terms(
+            [(FUNCTION, size)], [self.n.abs()]
+        )
+
+    def back(self, t: Tensor) -> Tensor:
+        """Magnitudes of dn to magnitudes of dx."""
+        m, hat = t * self.scale.abs(), self.hat.abs()
+        out = m + hat * (m * hat).mean(-1, keepdim=True)
+        return self.rstd * (out + m.mean(-1, keepdim=True) if self.centred else out)
+
+    def grad_terms(self, dn: Tensor, dnt: Terms) -> tuple[Terms, Terms, Terms]:
+        """Of dx, dscale, dshift, from magnitudes and errors of dn (rounded to the dtype)."""
+        dnt = dnt + Terms(rounds=[dn])
+        m, hat = dn * self.scale.abs(), self.hat.abs()
+        dx = dnt.map(self.back) + Terms([(self.k, self.back(dn))])
+        dx = dx + self.hat_terms.map(
+            lambda t: self.rstd
+            * (t * (m * hat).mean(-1, keepdim=True) + hat * (m * t).mean(-1, keepdim=True))
+        )
+        rows = dn.shape[0]
+        dscale = dnt.map(lambda t: (t * hat).sum(0)) + Terms([(rows, (dn * hat).sum(0))])
+        dscale = dscale + self.hat_terms.map(lambda t: (dn * t).sum(0))
+        return dx, dscale, dnt.map(lambda t: t.sum(0)) + Terms([(rows, dn.sum(0))])
+
+
+def matrix(t: Tensor) -> Tensor:
+    rows = math.prod(t.shape[:-1])
+    return up(t).reshape(rows, t.shape[-1])
+
+
+def shaped(terms: Terms, shape: Sequence[int]) -> Terms:
+    return terms.map(lambda t: t.expand(t.shape).reshape(shape))
+
+
+class Layer:
+    """One of linear, layer_norm_linear, rms_norm_linear: y = activation(n @ weight.T + bias)."""
+
+    def __init__(self, kind: str, x: Tensor, weight: Tensor, bias=None, *norm: Any, eps: Any = None):
+        self.x, self.dtype, self.unit = x, x.dtype, UNIT[x.dtype]
+        self.weight, self.bias = up(weight), up(bias)
+        self.params = [up(t) for t in norm]
+        self.kind = kind
+        rows = matrix(x)
+        if kind == "linear":
+            self.norm, self.n, self.nt = None, rows, Terms()
+        else:
+            self.norm = Norm(rows, eps, kind == "layer_norm_linear", *self.params)
+            self.n, self.nt = self.norm.n, self.norm.terms
+        self.z = R.affine(self.n, self.weight, self.bias)
+        self.zt = affine_terms(self.n, self.nt, self.weight, self.bias)
+        self.shape = (*x.shape[:-1], weight.shape[0])
+
+    def forward(self, activation: str, full: bool) -> list[Bound | None]:
+        f = activation_of(activation)
+        y = pointwise_terms(self.z, self.zt, f, self.unit)
+        out: list[Bound | None] = [
+            Bound(f(self.z).reshape(self.shape), shaped(y, self.shape), self.dtype)
+        ]
+        if not full:
+            return out
+        if activation in ("none", "relu"):
+            out.append(Bound(torch.zeros(0, dtype=torch.float64), Terms(), self.dtype))
+        else:
+            out.append(Bound(self.z.reshape(self.shape), shaped(self.zt, self.shape), self.dtype))
+        if self.norm is not None:
+            lead, acc = self.x.shape[:-1], acc_dtype(self.dtype)
+            rows, norm = matrix(self.x), self.norm
+            if norm.centred:
+                size = rows.abs().mean(-1).reshape(lead)
+                out.append(Bound(norm.mean.reshape(lead), Terms([(norm.k, size)]), acc))
+            rstd = norm.rstd.reshape(lead)
+            out.append(Bound(rstd, Terms([(norm.k + FUNCTION, rstd)]), acc))
+        return out
+
+    def backward(self, dy: Tensor, activation: str, preact: Tensor | None, eps: Any):
+        """Gradients to x, weight, bias and the norm's parameters."""
+        g = matrix(dy)
+        if preact is None:
+            dz, dzt = dz_of(g, self.z, activation, self.zt, self.unit)
+        else:
+            dz, dzt = dz_of(g, matrix(preact), activation, None, self.unit)
+        rows = matrix(self.x)
+        bias = torch.zeros(self.weight.shape[0], dtype=torch.float64)
+        args = [rows, self.weight, bias, *self.params]
+
+        def z_of(x, weight, bias, *norm):
+            if self.norm is None:
+                return R.affine(x, weight, bias)
+            hat = R.normalise(x, eps, self.norm.centred)[0]
+            return R.affine(R.scale_shift(hat, *norm), weight, bias)
+
+        grads = R.gradients(z_of, dz, [True] * 5, *args)
+        dn, dweight, dbias = affine_grad_terms(dz, dzt, self.n, self.nt, self.weight)
+        terms = [dn, dweight, dbias]
+        if self.norm is not None:
+            terms[0], dscale, dshift = self.norm.grad_terms(dz.abs() @ self.weight.abs(), dn)
+            terms += [dscale, dshift]
+        shapes = [self.x.shape] + [None] * 4
+        return [
+            None
+            if grad is None
+            else Bound(grad.reshape(s or grad.shape), shaped(t, s or grad.shape), self.dtype)
+            for grad, t, s in zip(grads, terms, shapes, strict=False)
+        ]
+
+
+def masked_out(bounds: list[Bound | None], wanted: Sequence[bool], dtype) -> list[Bound]:
+    """A gradient that nobody asked for has shape (0,)."""
+    empty = Bound(torch.zeros(0, dtype=torch.float64), Terms(), dtype)
+    return [b if w and b is not None else empty for b, w in zip(bounds, wanted, strict=True)]
+
+
+def layer_forward(kind: str, eps_default: float | None, full: bool):
+    def bounds(*args, activation: str = "none", eps: float | None = eps_default):
+        return Layer(kind, *args, eps=eps).forward(activation, full)
+
+    return bounds
+
+
+def layer_grads(kind: str, eps_default: float | None):
+    def grads(dy, *args, activation: str = "none", eps: float | None = eps_default):
+        return Layer(kind, *args, eps=eps).backward(dy, activation, None, eps)
+
+    return grads
+
+
+def row_eps(x: Tensor, rstd: Tensor, centred: bool) -> Tensor:
+    """The eps that gives each row the rstd that it was saved with."""
+    rows = matrix(x)
+    mean = rows.mean(-1, keepdim=True) if centred else torch.zeros_like(rows[:, :1])
+    var = (rows - mean).square().mean(-1, keepdim=True)
+    return up(rstd).reshape(-1, 1) ** -2 - var
+
+
+def linear_backward_bounds(dy, x, weight, preact=None, *, activation="none", output_mask):
+    layer = Layer("linear", x, weight)
+    given = dy if preact is None else preact
+    return masked_out(layer.backward(dy, activation, given, None), output_mask, x.dtype)
+
+
+def layer_norm_linear_backward_bounds(
+    dy, x, weight, ln_weight, ln_bias, mean, rstd, preact=None, *, activation="none", output_mask
+):
+    eps = row_eps(x, rstd, centred=True)
+    layer = Layer("layer_norm_linear", x, weight, None, ln_weight, ln_bias, eps=eps)
+    given = dy if preact is None else preact
+    return masked_out(layer.backward(dy, activation, given, eps), output_mask, x.dtype)
+
+
+def rms_norm_linear_backward_bounds(
+    dy, x, weight, norm_weight, rstd, preact=None, *, activation="none", output_mask
+):
+    eps = row_eps(x, rstd, centred=False)
+    layer = Layer("rms_norm_linear", x, weight, None, norm_weight, eps=eps)
+    given = dy if preact is None else preact
+    return masked_out(layer.backward(dy, activation, given, eps), output_mask, x.dtype)
+
+
+# The folded layer norm
+
+
+def fold_layer_norm_bounds(weight, bias=None, ln_weight=None, ln_bias=None) -> list[Bound]:
+    w, b, g, s = up(weight), up(bias), up(ln_weight), up(ln_bias)
+    folded, total, shift = R.fold_layer_norm(w, b, g, s, dtype=weight.dtype)
+    size = torch.zeros_like(shift) if s is None else w.abs() @ s.abs()
+    size = size if b is None else size + b.abs()
+    acc, k = acc_dtype(weight.dtype), w.shape[1]
+    return [
+        Bound(folded, Terms(), weight.dtype),
+        Bound(total, Terms([(k, folded.abs().sum(1))]), acc),
+        Bound(shift, Terms([(k + 1, size)]), acc),
+    ]
+
+
+def folded_parts(x, folded_weight, weight_sum, folded_bias, eps):
+    rows, w, total, bias = matrix(x), up(folded_weight), up(weight_sum), up(folded_bias)
+    norm = Norm(rows, eps, centred=True)
+    raw = rows.abs() @ w.abs().T + norm.mean.abs() * total.abs()
+    z = norm.rstd * (rows @ w.T - norm.mean * total)
+    size, product = norm.rstd * raw + z.abs(), z.abs()
+    if bias is not None:
+        z, size = z + bias, size + bias.abs()
+    normalised = norm.hat.abs() @ w.abs().T  # rounded before the matmul, as layer_norm's result is
+    zt = Terms([(norm.k + FUNCTION, size)], [normalised, product])
+    return rows, w, total, norm, z, zt
+
+
+def folded_layer_norm_linear_bounds(
+    x, folded_weight, weight_sum, folded_bias=None, *, eps=1e-5, activation="none"
+) -> list[Bound]:
+    *_, z, zt = folded_parts(x, folded_weight, weight_sum, folded_bias, eps)
+    f, shape = activation_of(activation), (*x.shape[:-1], folded_weight.shape[0])
+    y = pointwise_terms(z, zt, f, UNIT[x.dtype])
+    return [Bound(f(z).reshape(shape), shaped(y, shape), x.dtype)]
+
+
+def folded_layer_norm_linear_grads(
+    dy, x, folded_weight, weight_sum, folded_bias=None, *, eps=1e-5, activation="none"
+) -> list[Bound]:
+    rows, w, total, norm, z, zt = folded_parts(x, folded_weight, weight_sum, folded_bias, eps)
+    dz, dzt = dz_of(matrix(dy), z, activation, zt, UNIT[x.dtype])
+    (dx, *_) = R.gradients(
+        R.folded_layer_norm_linear, dz, [True], rows, w, total, up(folded_bias), eps=eps
+    )
+
+    def back(t: Tensor) -> Tensor:
+        # d z / d x: through the matmul, through the mean, through rstd.
+        through = t @ w.abs() + (t * total.abs()).sum(-1, keepdim=True) / norm.k
+        s = norm.rstd * (rows.abs() @ w.abs().T + norm.mean.abs() * total.abs())
+        return norm.rstd * (
+            through + norm.hat.abs() * (t * s).sum(-1, keepdim=True) / norm.k
+        )
+
+    size = back(dz.abs())
+    length = norm.k + w.shape[0]
+    terms = dzt.map(back) + Terms([(length, size)], [norm.back(dz.abs() @ w.abs())])
+    terms = terms + norm.hat_terms.map(
+        lambda t: norm.rstd * t * (dz.abs() @ w.abs() * norm.hat.abs()).mean(-1, keepdim=True)
+    )
+    return [Bound(dx.reshape(x.shape), shaped(terms, x.shape), x.dtype), None, None, None]
+
+
+# The gated layer
+
+
+def gate_parts(z: Tensor, gate: str, interleaved: bool):
+    left, right = R.halves(z, interleaved)
+    f, g = R.GATE_FUNCTIONS[gate]
+    return left, right, f, g
+
+
+def joined(left: Tensor, right: Tensor, interleaved: bool) -> Tensor:
+    if interleaved:
+        return torch.stack([left, right], -1).flatten(-2)
+    return torch.cat([left, right], -1)
+
+
+def gated_linear_bounds(full: bool):
+    def bounds(x, weight, bias=None, *, gate="geglu", interleaved=False) -> list[Bound]:
+        layer = Layer("linear", x, weight, bias)
+        left, right, f, g = gate_parts(layer.z, gate, interleaved)
+        unit = UNIT[x.dtype]
+        rounded = layer.zt + Terms(rounds=[layer.z.abs()])
+        to_left = rounded.map(lambda t: R.halves(t, interleaved)[0])
+        to_right = rounded.map(lambda t: R.halves(t, interleaved)[1])
+        slope_f = derivatives(f, left)[0].abs() + 1.2 * unit * left.abs()
+        slope_g = derivatives(g, right)[0].abs() + 1.2 * unit * right.abs()
+        a, b = f(left), g(right)
+        terms = to_left.map(lambda t: slope_f * t * b.abs())
+        terms = terms + to_right.map(lambda t: slope_g * t * a.abs())
+        # Each factor may be rounded to the dtype before the product, as eager's are.
+        terms = terms + Terms(
+            [(FUNCTION, left.abs() * b.abs() + a.abs() * right.abs())], [2 * (a * b).abs()]
+        )
+        shape = (*x.shape[:-1], weight.shape[0] // 2)
+        out = [Bound((a * b).reshape(shape), shaped(terms, shape), x.dtype)]
+        if full:
+            wide = (*x.shape[:-1], weight.shape[0])
+            out.append(Bound(layer.z.reshape(wide), shaped(layer.zt, wide), x.dtype))
+        return out
+
+    return bounds
+
+
+def gate_dz(g, z, gate, interleaved, zt, unit):
+    left, right, f, h = gate_parts(z, gate, interleaved)
+    (f1, f2), (h1, h2) = derivatives(f, left), derivatives(h, right)
+    a, b = f(left), h(right)
+    dleft, dright = g * f1 * b, g * a * h1
+    size = g.abs()
+    # An error of a factor, of its slope, and the rounding of dz itself.
+    evaluated = joined(size * (1 + b.abs()), size * (1 + a.abs()), interleaved)
+    dz = joined(dleft, dright, interleaved)
+    terms = Terms([(2 * FUNCTION, evaluated)], [2 * dz.abs()])
+    if zt is not None:
+        zt = zt + Terms(rounds=[z.abs()])
+
+        def moved(t: Tensor) -> Tensor:
+            el, er = R.halves(t, interleaved)
+            bl = f2.abs() + unit * left.abs()
+            br = h2.abs() + unit * right.abs()
+            return joined(
+                size * (bl * el * b.abs() + f1.abs() * h1.abs() * er),
+                size * (br * er * a.abs() + f1.abs() * h1.abs() * el),
+                interleaved,
+            )
+
+        terms = terms + zt.map(moved)
+    return dz, terms
+
+
+def gated_linear_grads(
+    dy, x, weight, bias=None, *, gate="geglu", interleaved=False, z: Tensor | None = None
+) -> list[Bound]:
+    layer = Layer("linear", x, weight, bias)
+    unit = UNIT[x.dtype]
+    at, zt = (layer.z, layer.zt) if z is None else (matrix(z), None)
+    dz, dzt = gate_dz(matrix(dy), at, gate, interleaved, zt, unit)
+    zero = torch.zeros(weight.shape[0], dtype=torch.float64)
+    grads = R.gradients(R.affine, dz, [True] * 3, matrix(x), layer.weight, zero)
+    terms = affine_grad_terms(dz, dzt, layer.n, Terms(), layer.weight)
+    shapes = [x.shape, weight.shape, zero.shape]
+    return [
+        Bound(grad.reshape(s), shaped(t, s), x.dtype)
+        for grad, t, s in zip(grads, terms, shapes, strict=True)
+    ]
+
+
+def gated_linear_backward_bounds(
+    dy, x, weight, z, *, gate="geglu", interleaved=False, output_mask
+) -> list[Bound]:
+    grads = gated_linear_grads(dy, x, weight, gate=gate, interleaved=interleaved, z=z)
+    return masked_out(grads, output_mask, x.dtype)
+
+
+REFERENCES: dict[str, Callable[..., list[Bound | None]]] = {
+    "softmax": softmax_bounds,
+    "softmax_backward": softmax_backward_bounds,
+    "causal_softmax": causal_softmax_bounds,
+    "causal_softmax_backward": causal_softmax_backward_bounds,
+    "softmax_matmul": lambda *a, **k: softmax_matmul_bounds(*a, **k)[:1],
+    "softmax_matmul_forward": softmax_matmul_bounds,
+    "softmax_matmul_backward": lambda dout, s, v, out, lse, *a, **k: softmax_matmul_grads(
+        dout, s, v, *a, **k
+    ),
+    "attention": lambda *a, **k: attention_bounds(*a, **k)[:1],
+    "attention_forward": attention_bounds,
+    "attention_backward": lambda dout, q, k, v, out, lse, *a, **kw: attention_grads(
+        dout, q, k, v, *a, **kw
+    ),
+    "linear": layer_forward("linear", None, full=False),
+    "linear_forward": layer_forward("linear", None, full=True),
+    "linear_backward": linear_backward_bounds,
+    "layer_norm_linear": layer_forward("layer_norm_linear", 1e-5, full=False),
+    "layer_norm_linear_forward": layer_forward("layer_norm_linear", 1e-5, full=True),
+    "layer_norm_linear_backward": layer_norm_linear_backward_bounds,
+    "rms_norm_linear": layer_forward("rms_norm_linear", 1e-6, full=False),
+    "rms_norm_linear_forward": layer_forward("rms_norm_linear", 1e-6, full=True),
+    "rms_norm_linear_backward": rms_norm_linear_backward_bounds,
+    "fold_layer_norm": fold_layer_norm_bounds,
+    "folded_layer_norm_linear": folded_layer_norm_linear_bounds,
+    "folded_layer_norm_linear_backward": lambda *a, **k: folded_layer_norm_linear_grads(*a, **k)[
+        :1
+    ],
+    "gated_linear": gated_linear_bounds(full=False),
+    "gated_linear_forward": gated_linear_bounds(full=True),
+    "gated_linear_backward": gated_linear_backward_bounds,
+}
+
+
+def softmax_grads(dy: Tensor, x: Tensor) -> list[Bound]:
+    v, g = up(x), up(dy)
+    (dx,) = R.gradients(R.softmax, g, [True], v)
+    return [Bound(dx, softmax_backward_terms(g, R.softmax(v), 1.0, saved=True), x.dtype)]
+
+
+def causal_softmax_grads(dy, scores, leftpad=None, *, scale=1.0) -> list[Bound]:
+    s, pads = up(scores), up(leftpad)
+    seen = R.scores_mask(s, pads, causal=True).expand(s.shape)
+    g = torch.where(seen, up(dy), 0.0)
+    dx, *_ = R.gradients(R.causal_softmax, g, [True], s, pads, scale=scale)
+    p = R.causal_softmax(s, pads, scale=scale)
+    return [Bound(dx, softmax_backward_terms(g, p, scale, saved=True), scores.dtype)]
+
+
+# Gradients of a public op to its positional arguments, through autograd.
+GRADIENTS: dict[str, Callable[..., list[Bound | None]]] = {
+    "softmax": softmax_grads,
+    "causal_softmax": causal_softmax_grads,
+    "softmax_matmul": softmax_matmul_grads,
+    "attention": attention_grads,
+    "linear": layer_grads("linear", None),
+    "layer_norm_linear": layer_grads("layer_norm_linear", 1e-5),
+    "rms_norm_linear": layer_grads("rms_norm_linear", 1e-6),
+    "folded_layer_norm_linear": folded_layer_norm_linear_grads,
+    "gated_linear": gated_linear_grads,
+}

@@ -1,0 +1,83 @@
+"""Devices, seeds, the hypothesis profile, and the summary of ratios and skips."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+
+import numerics
+import pytest
+import torch
+
+try:
+    from hypothesis import settings
+except ImportError:
+    settings = None
+else:
+    # Derandomised: the same cases on every run, so a failure is never a matter of luck.
+    settings.register_profile(
+        "torchweld", derandomize=True, max_examples=60, deadline=None, database=None
+    )
+    settings.load_profile("torchweld")
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Two workers that each start a thread per core only get in each other's way.
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+    # Reduced-precision sums and TF32 would make the yardstick worse than the op.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", DEVICES)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    """Hand the observed ratios to the report, which travels between worker processes."""
+    numerics.observed.clear()
+    try:
+        return (yield)
+    finally:
+        if numerics.observed and item.module.__name__ != "test_numerics":
+            item.user_properties.append(("ratios", list(numerics.observed)))
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    highest: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", None) != "call":
+                continue
+            for name, value in getattr(report, "user_properties", ()):
+                if name != "ratios":
+                    continue
+                for label, dtype, ratios in value:
+                    row = highest[label, dtype]
+                    for rule, ratio in ratios.items():
+                        row[rule] = max(row.get(rule, 0.0), ratio)
+    if highest:
+        terminalreporter.section("observed error / allowed error, the largest of each result")
+        for (label, dtype), row in sorted(highest.items()):
+            cells = "".join(f"  {rule} {ratio:5.3f}" for rule, ratio in row.items())
+            terminalreporter.write_line(f"{label:44} {dtype:9}{cells}")
+    reasons: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", ()):
+        longrepr = report.longrepr
+        reasons[longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)] += 1
+    if reasons:
+        terminalreporter.section("skipped, by reason")
+        for reason, count in reasons.most_common():
+            terminalreporter.write_line(f"{count:5}  {reason.removeprefix('Skipped: ')}")

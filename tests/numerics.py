@@ -1,0 +1,196 @@
+"""The comparer: when is a result right?
+
+A result is judged against a float64 reference by three rules at once:
+
+1. every element lies inside a worst-case bound made of the roundings that the op documents,
+2. the errors measured in units of the statistical bound (sqrt(K) for K) have an rms below 1,
+3. the largest error is at most twice that of the same formula in eager torch at the same dtype,
+   plus a floor for cases where eager is exact by luck.
+
+The first fails on structural bugs, the second on accuracy lost all over the tensor, the third
+keeps the ops at eager quality. NaN and inf must sit at the same positions; shape, dtype and device
+must be equal. Bounds grow with condition magnitudes (|A| @ |B|), never with |reference| alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+# Half the distance from 1 to the next number: the relative error of one rounding.
+UNIT = {
+    torch.float64: 2.0**-53,
+    torch.float32: 2.0**-24,
+    torch.float16: 2.0**-11,
+    torch.bfloat16: 2.0**-8,
+}
+# Half the smallest subnormal: the absolute error of one rounding near 0.
+TINY = {
+    torch.float64: 2.0**-1074,
+    torch.float32: 2.0**-150,
+    torch.float16: 2.0**-25,
+    torch.bfloat16: 2.0**-134,
+}
+TRUNCATING = 2.0  # an accumulator may truncate instead of round
+FLOOR_SHIFT = 0.3  # the yardstick's floor: twice the rounding error of adding and removing 0.3
+
+Ratios = dict[str, float]
+observed: list[tuple[str, str, Ratios]] = []  # drained by conftest for the summary
+
+
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and statistics."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass
+class Terms:
+    """First-order errors of a value: sums of `k` terms, and single roundings to the op's dtype."""
+
+    sums: list[tuple[float, Tensor]] = field(default_factory=list)
+    rounds: list[Tensor] = field(default_factory=list)
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> Terms:
+        """The errors after a linear map whose coefficients f applies by magnitude."""
+        return Terms([(k, f(m)) for k, m in self.sums], [f(m) for m in self.rounds])
+
+    def __add__(self, other: Terms) -> Terms:
+        return Terms(self.sums + other.sums, self.rounds + other.rounds)
+
+
+@dataclass
+class Bound:
+    """A float64 reference, and how far a result of `dtype` may be from it.
+
+    `work` is the dtype whose roundings `terms.rounds` counts; it differs from `dtype` where a
+    float32 statistic is computed from half-precision tensors.
+    """
+
+    ref: Tensor
+    terms: Terms
+    dtype: torch.dtype
+    work: torch.dtype | None = None
+
+    def error(self, statistical: bool) -> Tensor:
+        """The allowed error of each element."""
+        unit_acc = UNIT[acc_dtype(self.dtype)]
+        if self.dtype == torch.float64:
+            unit_acc *= 2  # the reference is computed in float64 too and has the same error
+        allowed = UNIT[self.dtype] * self.ref.abs() + TINY[self.dtype]
+        for k, magnitude in self.terms.sums:
+            length = max(float(k), 1.0)
+            growth = math.sqrt(length) if statistical else length
+            allowed = allowed + TRUNCATING * growth * unit_acc * magnitude.nan_to_num(0.0)
+        for magnitude in self.terms.rounds:
+            allowed = allowed + UNIT[self.work or self.dtype] * magnitude.nan_to_num(0.0)
+        return allowed
+
+
+def eager_floor(ref: Tensor, dtype: torch.dtype) -> float:
+    """What the largest error may be even where eager has none."""
+    r = ref.to(dtype)
+    r = r[torch.isfinite(r)]
+    if r.numel() == 0:
+        return 0.0
+    return 2.0 * (r + FLOOR_SHIFT - FLOOR_SHIFT - r).abs().max().item()
+
+
+def assert_same_kind(out: Tensor, shape: Sequence[int], dtype: torch.dtype, label: str) -> None:
+    """Shape and dtype, before any value is looked at."""
+    assert tuple(out.shape) == tuple(shape), f"{label}: shape {tuple(out.shape)}, not {shape}"
+    assert out.dtype == dtype, f"{label}: dtype {out.dtype}, not {dtype}"
+
+
+def assert_same_nonfinite(out: Tensor, ref: Tensor, label: str) -> None:
+    """NaN, +inf and -inf at the same positions."""
+    for name, where in (
+        ("NaN", torch.isnan),
+        ("+inf", torch.isposinf),
+        ("-inf", torch.isneginf),
+    ):
+        wrong = where(out) != where(ref)
+        if wrong.any():
+            at = tuple(wrong.nonzero()[0].tolist())
+            raise AssertionError(
+                f"{label}: {int(wrong.sum())} positions differ in {name}, first at {at}: "
+                f"got {out[at].item()}, expected {ref[at].item()}"
+            )
+
+
+def check(
+    out: Tensor,
+    bound: Bound,
+    *,
+    label: str,
+    eager: Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> Ratios:
+    """Judge `out`; raises AssertionError with the worst place, returns the observed ratios.
+
+    Args:
+        out: The result of the op.
+        bound: Reference and allowed errors.
+        label: Names the result in messages and in the summary.
+        eager: The same formula in eager torch at the same dtype. Without it, and for float64
+            (where the reference is no better than eager), rule 3 is left out.
+        device: Where the result must be; not looked at when None.
+    """
+    assert_same_kind(out, bound.ref.shape, bound.dtype, label)
+    if device is not None:
+        assert out.device.type == torch.device(device).type, f"{label}: on {out.device}"
+    got = out.detach().cpu().double()
+    ref = bound.ref.detach().cpu().double()
+    rounded = ref.to(bound.dtype).double()  # what overflows the dtype must be inf in the result
+    assert_same_nonfinite(got, rounded, label)
+    finite = torch.isfinite(rounded)
+    if not finite.any():
+        return {}
+    error = (got - ref).abs()
+    worst = (error / bound.error(statistical=False).cpu())[finite]
+    rms = (error / bound.error(statistical=True).cpu())[finite].square().mean().sqrt().item()
+    ratios = {"worst": worst.max().item(), "rms": rms}
+    largest = error[finite].max().item()
+    if eager is not None and bound.dtype != torch.float64:
+        reference_error = (eager.detach().cpu().double() - ref).abs()[finite]
+        allowed = 2 * reference_error.max().item() + eager_floor(ref, bound.dtype)
+        ratios["eager"] = largest / allowed if allowed > 0 else (math.inf if largest else 0.0)
+    observed.append((label, str(bound.dtype).removeprefix("torch."), ratios))
+    text = ", ".join(f"{name} {value:.3f}" for name, value in ratios.items())
+    print(f"{label} {tuple(out.shape)} {bound.dtype}: {text}")
+    for name, value in ratios.items():
+        if not value <= 1.0:  # a NaN fails too
+            flat = int(torch.where(finite, error, -1.0).flatten().argmax())
+            at = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), error.shape))
+            raise AssertionError(
+                f"{label} {tuple(out.shape)} {bound.dtype}: the {name} rule is broken, observed / "
+                f"allowed: {text}; largest error {largest:.3g} at {at}: got {got[at].item()!r}, "
+                f"expected {ref[at].item()!r}"
+            )
+    return ratios
+
+
+def assert_equal(out: Tensor, expected: Tensor, label: str = "result") -> None:
+    """Equal in shape, dtype, device and every value; NaN equals NaN, -0 equals 0."""
+    assert_same_kind(out, expected.shape, expected.dtype, label)
+    assert out.device == expected.device, f"{label}: on {out.device}, not {expected.device}"
+    same = (out == expected) | (out.isnan() & expected.isnan())
+    if not same.all():
+        at = tuple((~same).nonzero()[0].tolist())
+        raise AssertionError(
+            f"{label}: {int((~same).sum())} of {same.numel()} values differ, first at {at}: got "
+            f"{out[at].item()!r}, expected {expected[at].item()!r}"
+        )
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def assert_same_bits(out: Tensor, expected: Tensor, label: str = "result") -> None:
+    """Equal bit for bit, NaN payloads and signs of zero included."""
+    assert_same_kind(out, expected.shape, expected.dtype, label)
+    bits = _BITS[out.element_size()]
+    assert_equal(out.contiguous().view(bits), expected.contiguous().view(bits), label + " (bits)")

@@ -1,0 +1,384 @@
+"""The formulas of the ops, in float64, differentiable, each straight from its definition.
+
+Nothing here knows how an op is computed. Masks are an explicit boolean table; what a mask hides is
+replaced before it is used, so that anything may stand there. `eager_*` are the same functions as
+a user of plain torch would write them, at the tensors' own dtype: the yardstick of numerics.check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
+GATES = ("sigmoid_tanh", "geglu", "geglu_tanh", "swiglu", "reglu")
+
+
+def up(t: Any) -> Any:
+    """A floating tensor in float64 on the CPU, off the autograd graph; anything else as it is."""
+    if isinstance(t, Tensor):
+        return t.detach().cpu().double() if t.is_floating_point() else t.detach().cpu()
+    return t
+
+
+# Masks
+
+
+def clamped_pads(leftpad: Tensor | None, batch: int, seqlen_k: int) -> list[int]:
+    if leftpad is None:
+        return [0] * batch
+    return [min(max(int(pad), 0), seqlen_k) for pad in leftpad.tolist()]
+
+
+def visible(
+    batch: int, seqlen_q: int, seqlen_k: int, leftpad: Tensor | None, causal: bool
+) -> Tensor:
+    """(batch, seqlen_q, seqlen_k): does row i of sequence b see key j?"""
+    pads = torch.tensor(clamped_pads(leftpad, batch, seqlen_k), dtype=torch.int64)[:, None, None]
+    pos = torch.arange(seqlen_q)[None, :, None] + seqlen_k - seqlen_q
+    j = torch.arange(seqlen_k)[None, None, :]
+    seen = (j >= pads) & torch.ones_like(pos, dtype=torch.bool)
+    if causal:
+        seen = seen & (j <= pos)
+    if leftpad is not None:
+        seen = seen & (pos >= pads)
+    return seen
+
+
+def padding_keys(batch: int, seqlen_k: int, leftpad: Tensor | None) -> Tensor:
+    """(batch, seqlen_k): is key j padding?"""
+    pads = torch.tensor(clamped_pads(leftpad, batch, seqlen_k), dtype=torch.int64)
+    return torch.arange(seqlen_k)[None, :] < pads[:, None]
+
+
+def padding_rows(batch: int, seqlen_q: int, seqlen_k: int, leftpad: Tensor | None) -> Tensor:
+    """(batch, seqlen_q): is query row i padding?"""
+    pads = torch.tensor(clamped_pads(leftpad, batch, seqlen_k), dtype=torch.int64)
+    return torch.arange(seqlen_q)[None, :] + seqlen_k - seqlen_q < pads[:, None]
+
+
+# Softmax and attention
+
+
+def softmax(x: Tensor) -> Tensor:
+    if x.numel() == 0:
+        return x * 1.0
+    e = torch.exp(x - x.detach().amax(-1, keepdim=True))
+    return e / e.sum(-1, keepdim=True)
+
+
+def softmax_and_lse(scores: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Softmax of scale * scores over the keys seen; scores and seen broadcast to one shape."""
+    seen = seen.expand(scores.shape)
+    lse_shape = scores.shape[:-1]
+    if scores.numel() == 0:
+        return scores * 1.0, scores.new_full(lse_shape, -torch.inf)
+    z = torch.where(seen, torch.where(seen, scores, 0.0) * scale, -torch.inf)
+    any_seen = seen.any(-1, keepdim=True)
+    m = torch.where(any_seen, z.detach().amax(-1, keepdim=True), 0.0)
+    e = torch.exp(z - m)
+    total = torch.where(any_seen, e.sum(-1, keepdim=True), 1.0)
+    p = torch.where(seen, e / total, 0.0)
+    lse = torch.where(any_seen, m + torch.log(total), -torch.inf).squeeze(-1)
+    return p, lse
+
+
+def scores_mask(scores: Tensor, leftpad: Tensor | None, causal: bool) -> Tensor:
+    """The table of `visible`, shaped to broadcast over (batch, ..., seqlen_q, seqlen_k)."""
+    batch = scores.shape[0] if scores.dim() > 2 else 1
+    seen = visible(batch, scores.shape[-2], scores.shape[-1], leftpad, causal)
+    if scores.dim() == 2:
+        return seen[0]
+    return seen.view(batch, *[1] * (scores.dim() - 3), *scores.shape[-2:])
+
+
+def causal_softmax(scores: Tensor, leftpad: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+    return softmax_and_lse(scores, scores_mask(scores, leftpad, causal=True), scale)[0]
+
+
+def softmax_matmul_forward(
+    scores: Tensor,
+    value: Tensor,
+    leftpad: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    p, lse = softmax_and_lse(scores, scores_mask(scores, leftpad, causal), scale)
+    hidden = padding_keys(scores.shape[0], scores.shape[-1], leftpad)[:, None, :, None]
+    return p @ torch.where(hidden, 0.0, value), lse
+
+
+def default_scale(query: Tensor, scale: float | None) -> float:
+    if scale is not None:
+        return scale
+    return query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
+
+
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    leftpad: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    batch, nheads, seqlen_q, _ = query.shape
+    seqlen_k = key.shape[2]
+    group = nheads // key.shape[1] if key.shape[1] else 1
+    rows = padding_rows(batch, seqlen_q, seqlen_k, leftpad)[:, None, :, None]
+    keys = padding_keys(batch, seqlen_k, leftpad)[:, None, :, None]
+    q = torch.where(rows, 0.0, query)
+    k = torch.where(keys, 0.0, key).repeat_interleave(group, 1)
+    v = torch.where(keys, 0.0, value).repeat_interleave(group, 1)
+    seen = visible(batch, seqlen_q, seqlen_k, leftpad, causal)[:, None]
+    p, lse = softmax_and_lse(q @ k.mT, seen, default_scale(query, scale))
+    return p @ v, lse
+
+
+# Linear layers
+
+
+def activate(z: Tensor, activation: str) -> Tensor:
+    if activation == "relu":
+        return torch.where(z > 0, z, torch.where(z.isnan(), z, 0.0))
+    if activation == "gelu":
+        return 0.5 * z * (1 + torch.erf(z * 2**-0.5))
+    if activation == "gelu_tanh":
+        return 0.5 * z * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3)))
+    if activation == "silu":
+        return z * torch.sigmoid(z)
+    assert activation == "none"
+    return z
+
+
+def affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    z = x @ weight.T
+    return z if bias is None else z + bias
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "none"
+) -> Tensor:
+    return activate(affine(x, weight, bias), activation)
+
+
+def normalise(x: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(x - mean) * rstd, mean and rstd (..., 1); the mean is 0 for RMSNorm."""
+    mean = x.mean(-1, keepdim=True) if centred else torch.zeros_like(x[..., :1])
+    rstd = ((x - mean).square().mean(-1, keepdim=True) + eps) ** -0.5
+    return (x - mean) * rstd, mean, rstd
+
+
+def scale_shift(n: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    n = n if weight is None else n * weight
+    return n if bias is None else n + bias
+
+
+def layer_norm_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    ln_weight: Tensor | None = None,
+    ln_bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    activation: str = "none",
+) -> Tensor:
+    n = scale_shift(normalise(x, eps, centred=True)[0], ln_weight, ln_bias)
+    return activate(affine(n, weight, bias), activation)
+
+
+def rms_norm_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    activation: str = "none",
+) -> Tensor:
+    n = scale_shift(normalise(x, eps, centred=False)[0], norm_weight)
+    return activate(affine(n, weight, bias), activation)
+
+
+def fold_layer_norm(
+    weight: Tensor,
+    bias: Tensor | None = None,
+    ln_weight: Tensor | None = None,
+    ln_bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`dtype` is the weight's own: the sum is taken over the rounded folded weight."""
+    folded = scale_shift(weight, ln_weight).to(dtype).double()
+    shift = torch.zeros(weight.shape[0], dtype=torch.float64)
+    shift = shift if ln_bias is None else shift + weight @ ln_bias
+    return folded, folded.sum(1), shift if bias is None else shift + bias
+
+
+def folded_layer_norm_linear(
+    x: Tensor,
+    folded_weight: Tensor,
+    weight_sum: Tensor,
+    folded_bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    activation: str = "none",
+) -> Tensor:
+    _, mean, rstd = normalise(x, eps, centred=True)
+    z = rstd * (x @ folded_weight.T - mean * weight_sum)
+    return activate(z if folded_bias is None else z + folded_bias, activation)
+
+
+def halves(z: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        return z[..., 0::2], z[..., 1::2]
+    n = z.shape[-1] // 2
+    return z[..., :n], z[..., n:]
+
+
+GATE_FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "sigmoid_tanh": (torch.sigmoid, torch.tanh),
+    "geglu": (lambda left: left, lambda right: activate(right, "gelu")),
+    "geglu_tanh": (lambda left: left, lambda right: activate(right, "gelu_tanh")),
+    "swiglu": (lambda left: activate(left, "silu"), lambda right: right),
+    "reglu": (lambda left: left, lambda right: activate(right, "relu")),
+}
+
+
+def gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    gate: str = "geglu",
+    interleaved: bool = False,
+) -> Tensor:
+    left, right = halves(affine(x, weight, bias), interleaved)
+    f, g = GATE_FUNCTIONS[gate]
+    return f(left) * g(right)
+
+
+VALUES: dict[str, Callable[..., Tensor]] = {
+    "softmax": softmax,
+    "causal_softmax": causal_softmax,
+    "softmax_matmul": lambda *args, **kwargs: softmax_matmul_forward(*args, **kwargs)[0],
+    "attention": lambda *args, **kwargs: attention_forward(*args, **kwargs)[0],
+    "linear": linear,
+    "layer_norm_linear": layer_norm_linear,
+    "rms_norm_linear": rms_norm_linear,
+    "folded_layer_norm_linear": folded_layer_norm_linear,
+    "gated_linear": gated_linear,
+}
+
+
+def gradients(
+    function: Callable[..., Tensor], dout: Tensor, wanted: Sequence[bool], *args: Any, **kwargs: Any
+) -> list[Tensor | None]:
+    """Gradients of sum(dout * function(*args)) to the positional tensors that are wanted."""
+    leaves = [
+        a.clone().requires_grad_() if i < len(wanted) and wanted[i] and a is not None else a
+        for i, a in enumerate(args)
+    ]
+    inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    out = function(*leaves, **kwargs)
+    grads = iter(torch.autograd.grad(out, inputs, dout.to(out.dtype)))
+    return [
+        next(grads) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves
+    ]
+
+
+# The same functions in eager torch
+
+
+def eager_masked_softmax(scores: Tensor, seen: Tensor, scale: float) -> Tensor:
+    seen = seen.to(scores.device)
+    p = torch.softmax((scores * scale).masked_fill(~seen, -torch.inf), -1)
+    return p.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+
+
+def eager_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    leftpad: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    group = query.shape[1] // key.shape[1]
+    seen = visible(query.shape[0], query.shape[2], key.shape[2], up(leftpad), causal)[:, None]
+    scores = query @ key.repeat_interleave(group, 1).mT
+    p = eager_masked_softmax(scores, seen, default_scale(query, scale))
+    return p @ value.repeat_interleave(group, 1)
+
+
+def eager_activate(z: Tensor, activation: str) -> Tensor:
+    functions = {
+        "none": lambda t: t,
+        "relu": F.relu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
+        "silu": F.silu,
+    }
+    return functions[activation](z)
+
+
+def eager_gated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gate: str, interleaved: bool = False
+) -> Tensor:
+    left, right = halves(F.linear(x, weight, bias), interleaved)
+    return {
+        "sigmoid_tanh": lambda: left.sigmoid() * right.tanh(),
+        "geglu": lambda: left * F.gelu(right),
+        "geglu_tanh": lambda: left * F.gelu(right, approximate="tanh"),
+        "swiglu": lambda: F.silu(left) * right,
+        "reglu": lambda: left * F.relu(right),
+    }[gate]()
+
+
+def eager_layer_norm_linear(x, weight, bias=None, ln_weight=None, ln_bias=None, *, eps, activation):
+    n = F.layer_norm(x, x.shape[-1:], ln_weight, ln_bias, eps)
+    return eager_activate(F.linear(n, weight, bias), activation)
+
+
+def eager_rms_norm_linear(x, weight, bias=None, norm_weight=None, *, eps, activation):
+    n = F.rms_norm(x, x.shape[-1:], norm_weight, eps)
+    return eager_activate(F.linear(n, weight, bias), activation)
+
+
+def eager_folded_layer_norm_linear(
+    x, folded_weight, weight_sum, folded_bias=None, *, eps, activation
+):
+    """Layer norm without parameters, then the folded weight: what the fold stands in for."""
+    n = F.layer_norm(x, x.shape[-1:], eps=eps)
+    bias = None if folded_bias is None else folded_bias.to(x.dtype)
+    return eager_activate(F.linear(n, folded_weight, bias), activation)
+
+
+def eager_softmax_matmul(scores, value, leftpad=None, *, causal=False, scale=1.0):
+    seen = scores_mask(scores, up(leftpad), causal)
+    return eager_masked_softmax(scores, seen, scale) @ value
+
+
+EAGER: dict[str, Callable[..., Tensor]] = {
+    "softmax": lambda x: torch.softmax(x, -1),
+    "causal_softmax": lambda scores, leftpad=None, *, scale=1.0: eager_masked_softmax(
+        scores, scores_mask(scores, up(leftpad), causal=True), scale
+    ),
+    "softmax_matmul": eager_softmax_matmul,
+    "attention": eager_attention,
+    "linear": lambda x, weight, bias=None, *, activation="none": eager_activate(
+        F.linear(x, weight, bias), activation
+    ),
+    "layer_norm_linear": eager_layer_norm_linear,
+    "rms_norm_linear": eager_rms_norm_linear,
+    "folded_layer_norm_linear": eager_folded_layer_norm_linear,
+    "gated_linear": eager_gated_linear,
+}

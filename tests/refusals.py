@@ -1,0 +1,333 @@
+"""Bad calls, as tables: each is a good call with one thing wrong, and the argument to be named.
+
+The tables are made from a description of every argument: what fixes its dtype, its rank and its
+sizes. `cases(op)` lists them; test_<op>.py runs them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import samples
+import torch
+from torch import Tensor
+
+NOT_FLOATING = (
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+)
+OTHER_DTYPES = (torch.int64, torch.bool, torch.complex64, torch.float16, torch.float64)
+LEFTPAD_DTYPES = (torch.int64, torch.int16, torch.uint8, torch.bool, torch.float32)
+NOT_FINITE = (float("inf"), float("-inf"), float("nan"))
+NOT_A_NAME = ("", "None", "tanh", "GELU", "gelu ", "relu6", "swish", "gelu\0")
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One tensor argument of a good call.
+
+    `anchor`: the others are compared with it. `rank`: "fixed", "min" (the sample already has the
+    fewest dims) or "" (free). `sized`: dims whose size another argument fixes. `blame`: who may be
+    named instead, where two arguments disagree and neither is the anchor.
+    """
+
+    name: str
+    anchor: bool = False
+    rank: str = "fixed"
+    sized: Sequence[int] = ()
+    blame: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Spec:
+    sample: str
+    args: Sequence[Arg]
+    scalars: dict[str, Sequence[Any]] = field(default_factory=dict)
+    drop: Sequence[str] = ()  # tensors that must be given
+    extra: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    op: str
+    name: str
+    expected: tuple[str, ...]
+    change: Callable[[dict[str, Any]], None]
+
+    def good_call(self, device: str) -> dict[str, Any]:
+        """The good call by name of argument."""
+        args, kwargs = samples.sample(self.op, SPECS[self.op].sample).make(device)
+        names = [a.name for a in samples.call(self.op).default._schema.arguments]
+        return dict(zip(names, args, strict=False)) | kwargs
+
+    def refused(self, device: str, recorded: bool) -> str:
+        """Make the bad call; returns the text of the refusal."""
+        given = self.good_call(device)
+        samples.call(self.op)(**given)
+        self.change(given)
+        if recorded:
+            for i, name in enumerate(list(given)):
+                value = given[name]
+                wanted = i in samples.DIFFERENTIABLE[self.op] and isinstance(value, Tensor)
+                if wanted and (value.is_floating_point() or value.is_complex()):
+                    given[name] = value.requires_grad_()
+        with pytest.raises(RuntimeError) as error:
+            samples.call(self.op)(**given)
+        return str(error.value)
+
+    def check(self, device: str, recorded: bool = False) -> None:
+        text = self.refused(device, recorded)
+        names = "|".join(map(re.escape, self.expected))
+        pattern = rf"torchweld::{self.op}: ({names}) must be [^\n]+, but got [^\n]+"
+        assert re.fullmatch(pattern, text), f"{self.name}: {text!r} does not name {self.expected}"
+
+
+def replace(name: str, make: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Any]], None]:
+    def change(given: dict[str, Any]) -> None:
+        given[name] = make(given[name])
+
+    return change
+
+
+def put(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda given: given.__setitem__(name, value)
+
+
+def zeros(t: Tensor, shape: Sequence[int] | None = None, dtype=None, device=None) -> Tensor:
+    return torch.zeros(
+        t.shape if shape is None else shape, dtype=dtype or t.dtype, device=device or t.device
+    )
+
+
+def resized(dim: int, by: int) -> Callable[[Tensor], Tensor]:
+    def make(t: Tensor) -> Tensor:
+        shape = list(t.shape)
+        shape[dim] += by
+        return zeros(t, shape)
+
+    return make
+
+
+def tensor_cases(arg: Arg) -> dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], None]]]:
+    """What can be wrong with one tensor, whatever the op."""
+    made: dict[str, Callable[[dict[str, Any]], None]] = {}
+    if arg.name == "leftpad":
+        for dtype in LEFTPAD_DTYPES:
+            made[f"{dtype}"] = replace("leftpad", lambda t, d=dtype: t.to(d))
+        made["longer"] = replace("leftpad", resized(0, 1))
+        made["shorter"] = replace("leftpad", resized(0, -1))
+        made["rank 0"] = replace("leftpad", lambda t: zeros(t, ()))
+        made["rank 2"] = replace("leftpad", lambda t: zeros(t, (*t.shape, 1)))
+        made["meta"] = replace("leftpad", lambda t: t.to("meta"))
+        return {f"leftpad {k}": (("leftpad",), v) for k, v in made.items()}
+    for dtype in NOT_FLOATING if arg.anchor else OTHER_DTYPES:
+        made[f"{dtype}"] = replace(arg.name, lambda t, d=dtype: zeros(t, dtype=d))
+    if arg.anchor:
+        made["empty int64"] = replace(
+            arg.name, lambda t: zeros(t, (0, *t.shape[1:]), dtype=torch.int64)
+        )
+    else:
+        made["meta"] = replace(arg.name, lambda t: zeros(t, device="meta"))
+    if arg.rank:
+        made["rank 0"] = replace(arg.name, lambda t: zeros(t, ()))
+    if arg.rank == "fixed":
+        made["one dim less"] = replace(arg.name, lambda t: zeros(t, t.shape[1:]))
+        made["one dim more"] = replace(arg.name, lambda t: zeros(t, (1, *t.shape)))
+    for dim in arg.sized:
+        made[f"dim {dim} larger"] = replace(arg.name, resized(dim, 1))
+        made[f"dim {dim} smaller"] = replace(arg.name, resized(dim, -1))
+    names = (arg.name, *arg.blame)
+    return {f"{arg.name} {k}": (names, v) for k, v in made.items()}
+
+
+def cases(op: str) -> list[Case]:
+    spec = SPECS[op]
+    found = [
+        Case(op, name, expected, change)
+        for arg in spec.args
+        for name, (expected, change) in tensor_cases(arg).items()
+    ]
+    for name, values in spec.scalars.items():
+        found += [Case(op, f"{name} {v!r}", (name,), put(name, v)) for v in values]
+    found += [Case(op, f"{name} missing", (name,), put(name, None)) for name in spec.drop]
+    found += [Case(op, name, (e,), change) for name, (e, change) in spec.extra.items()]
+    return found
+
+
+def case_params(*ops: str) -> list[Any]:
+    """Parameters for pytest: every case of the ops."""
+    return [pytest.param(c, id=f"{c.op}-{c.name.replace(' ', '_')}") for op in ops for c in cases(op)]
+
+
+def recordable(params: Sequence[Any]) -> list[Any]:
+    """The cases of ops with a gradient."""
+    return [p for p in params if p.values[0].op in samples.DIFFERENTIABLE]
+
+
+LEFTPAD = Arg("leftpad")
+SCALE = {"scale": NOT_FINITE}
+ACTIVATION = {"activation": NOT_A_NAME}
+EPS = {"eps": (*NOT_FINITE, -1e-5)}
+SCORES = Arg("scores", anchor=True)
+RANK_4 = (0, 1, 2, 3)
+
+softmax_matmul = [SCORES, Arg("value", sized=(0, 1, 2)), LEFTPAD]
+saved = [Arg("out", sized=RANK_4), Arg("lse", sized=(0, 1, 2))]
+attention = [
+    Arg("query", anchor=True),
+    Arg("key", sized=(0, 3)),
+    Arg("value", sized=(0, 1, 2)),
+    LEFTPAD,
+]
+X, WEIGHT, BIAS = (
+    Arg("x", anchor=True, rank="min"),
+    Arg("weight", sized=(1,)),
+    Arg("bias", sized=(0,)),
+)
+DY, PREACT = Arg("dy", rank="", sized=(0, 1)), Arg("preact", rank="", sized=(0, 1))
+LN = [Arg("ln_weight", sized=(0,)), Arg("ln_bias", sized=(0,))]
+RMS = [Arg("norm_weight", sized=(0,))]
+STATS = [Arg("mean", rank="", sized=(0,)), Arg("rstd", rank="", sized=(0,))]
+FOLDED = [
+    X,
+    Arg("folded_weight", sized=(1,)),
+    Arg("weight_sum", sized=(0,)),
+    Arg("folded_bias", sized=(0,)),
+]
+GATE = {"gate": ("", "glu", "GEGLU", "geglu ", "swish", "sigmoid", "tanh_sigmoid", "none")}
+heads = {
+    "key heads do not divide": (
+        "key",
+        lambda given: given.update(
+            key=given["key"][:, :1].repeat(1, 3, 1, 1), value=given["value"][:, :1].repeat(1, 3, 1, 1)
+        ),
+    ),
+    "more key heads than query heads": (
+        "key",
+        lambda given: given.update(
+            key=given["key"].repeat(1, 4, 1, 1), value=given["value"].repeat(1, 4, 1, 1)
+        ),
+    ),
+}
+
+
+def with_grad(name: str):
+    return (name, replace(name, lambda t: t.clone().requires_grad_()))
+
+
+SPECS: dict[str, Spec] = {
+    "softmax": Spec(
+        "matrix",
+        [Arg("x", anchor=True, rank="min")],
+        extra={
+            **{
+                f"x rank 0 {dtype}": ("x", replace("x", lambda t, d=dtype: zeros(t, (), dtype=d)))
+                for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int64)
+            },
+            "x meta int64": (
+                "x",
+                replace("x", lambda t: zeros(t, dtype=torch.int64, device="meta")),
+            ),
+            "x meta rank 0": ("x", replace("x", lambda t: zeros(t, (), device="meta"))),
+            "x complex of one": ("x", replace("x", lambda t: zeros(t, (1,), torch.complex64))),
+        },
+    ),
+    "softmax_backward": Spec(
+        "matrix",
+        [
+            Arg("dy", anchor=True, rank="min", sized=(0, 1), blame=("y",)),
+            Arg("y", rank="min", sized=(0, 1), blame=("dy",)),
+        ],
+    ),
+    "causal_softmax": Spec(
+        "padded",
+        [Arg("scores", anchor=True, rank="min"), LEFTPAD],
+        SCALE,
+        extra={
+            "scores rank 1": ("scores", replace("scores", lambda t: zeros(t, (3,)))),
+            "scores of another batch": ("leftpad", replace("scores", lambda t: t[:2])),
+        },
+    ),
+    "causal_softmax_backward": Spec(
+        "padded",
+        [
+            Arg("dy", anchor=True, rank="min", sized=(0, 1, 2, 3), blame=("y",)),
+            Arg("y", rank="min", sized=(0, 1, 2, 3), blame=("dy",)),
+            LEFTPAD,
+        ],
+        SCALE,
+    ),
+    "softmax_matmul": Spec("padded", softmax_matmul, SCALE),
+    "softmax_matmul_forward": Spec("padded", softmax_matmul, SCALE),
+    "softmax_matmul_backward": Spec(
+        "padded", [Arg("dout", sized=RANK_4), *softmax_matmul, *saved], SCALE
+    ),
+    "attention": Spec("causal_padded", attention, SCALE, extra=heads),
+    "attention_forward": Spec("causal_padded", attention, SCALE, extra=heads),
+    "attention_backward": Spec(
+        "causal_padded", [Arg("dout", sized=RANK_4), *attention, *saved], SCALE, extra=heads
+    ),
+    "linear": Spec("relu", [X, WEIGHT, BIAS], ACTIVATION),
+    "linear_forward": Spec("relu", [X, WEIGHT, BIAS], ACTIVATION),
+    "linear_backward": Spec("silu", [DY, X, WEIGHT, PREACT], ACTIVATION, drop=("preact",)),
+    "layer_norm_linear": Spec("relu", [X, WEIGHT, BIAS, *LN], ACTIVATION | EPS),
+    "layer_norm_linear_forward": Spec("relu", [X, WEIGHT, BIAS, *LN], ACTIVATION | EPS),
+    "layer_norm_linear_backward": Spec(
+        "relu", [DY, X, WEIGHT, *LN, *STATS, PREACT], ACTIVATION, drop=("preact",)
+    ),
+    "rms_norm_linear": Spec("relu", [X, WEIGHT, BIAS, *RMS], ACTIVATION | EPS),
+    "rms_norm_linear_forward": Spec("relu", [X, WEIGHT, BIAS, *RMS], ACTIVATION | EPS),
+    "rms_norm_linear_backward": Spec(
+        "relu", [DY, X, WEIGHT, *RMS, STATS[1], PREACT], ACTIVATION, drop=("preact",)
+    ),
+    "fold_layer_norm": Spec("full", [Arg("weight", anchor=True), BIAS, *LN]),
+    "folded_layer_norm_linear": Spec(
+        "relu",
+        FOLDED,
+        ACTIVATION | EPS,
+        extra={
+            f"{name} requires grad": with_grad(name)
+            for name in ("folded_weight", "weight_sum", "folded_bias")
+        },
+    ),
+    "folded_layer_norm_linear_backward": Spec("relu", [DY, *FOLDED], ACTIVATION | EPS),
+    **{
+        op: Spec(
+            "sigmoid_tanh",
+            [X, WEIGHT, BIAS],
+            GATE,
+            extra={"odd weight": ("weight", replace("weight", lambda t: t[:3]))},
+        )
+        for op in ("gated_linear", "gated_linear_forward")
+    },
+    "gated_linear_backward": Spec(
+        "sigmoid_tanh",
+        [DY, X, WEIGHT, Arg("z", rank="", sized=(0, 1))],
+        GATE,
+        extra={
+            "odd weight": (
+                "weight",
+                lambda given: given.update(weight=given["weight"][:3], z=given["z"][:, :3]),
+            )
+        },
+    ),
+}

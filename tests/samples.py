@@ -1,0 +1,442 @@
+"""Sample calls of every op, and the helpers that run an op through the numeric rules.
+
+SAMPLES[op] is a list of calls, each made anew for a device and dtype from a fixed seed. The
+contract tests run all of them; an op of the dispatcher that is missing here fails the suite.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numerics
+import pytest
+import reference as R
+import torch
+import torchweld  # noqa: F401  (loads the ops)
+from bounds import GRADIENTS, REFERENCES
+from numerics import acc_dtype
+from torch import Tensor
+
+Call = tuple[list[Any], dict[str, Any]]
+
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+# What has a CUDA kernel for certain; for the rest a test asks the op.
+CUDA_OPS = ("softmax", "softmax_backward", "causal_softmax", "causal_softmax_backward")
+# Positions of the arguments that receive a gradient.
+DIFFERENTIABLE: dict[str, tuple[int, ...]] = {
+    "softmax": (0,),
+    "causal_softmax": (0,),
+    "softmax_matmul": (0, 1),
+    "softmax_matmul_forward": (0, 1),
+    "attention": (0, 1, 2),
+    "attention_forward": (0, 1, 2),
+    "linear": (0, 1, 2),
+    "linear_forward": (0, 1, 2),
+    "layer_norm_linear": (0, 1, 2, 3, 4),
+    "layer_norm_linear_forward": (0, 1, 2, 3, 4),
+    "rms_norm_linear": (0, 1, 2, 3),
+    "rms_norm_linear_forward": (0, 1, 2, 3),
+    "folded_layer_norm_linear": (0,),
+    "gated_linear": (0, 1, 2),
+    "gated_linear_forward": (0, 1, 2),
+}
+AUTOCAST = tuple(op for op in DIFFERENTIABLE if op not in ("softmax", "causal_softmax"))
+
+
+def dtypes(device: str) -> list[torch.dtype]:
+    return [F32, F16, BF16] + ([F64] if device == "cpu" else [])
+
+
+def call(op: str) -> Callable[..., Any]:
+    return getattr(torch.ops.torchweld, op)
+
+
+def as_tuple(out: Any) -> tuple[Tensor, ...]:
+    return (out,) if isinstance(out, Tensor) else tuple(out)
+
+
+class Maker:
+    """Makes the tensors of one call: seeded on the CPU, then moved, so devices agree."""
+
+    def __init__(self, device: str, dtype: torch.dtype, seed: int) -> None:
+        self.device, self.dtype = device, dtype
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def randn(self, *shape: int, mean: float = 0.0, std: float = 1.0) -> Tensor:
+        t = torch.randn(*shape, generator=self.generator, dtype=F64) * std + mean
+        return t.to(self.dtype).to(self.device)
+
+    def integers(self, *shape: int, low: int = -8, high: int = 8) -> Tensor:
+        t = torch.randint(low, high + 1, shape, generator=self.generator)
+        return t.to(self.dtype).to(self.device)
+
+    def pads(self, *values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def saved(self, t: Tensor, stat: bool = False) -> Tensor:
+        """A float64 tensor as a forward op would have saved it."""
+        return t.to(acc_dtype(self.dtype) if stat else self.dtype).to(self.device)
+
+
+@dataclass(frozen=True)
+class Sample:
+    op: str
+    name: str
+    build: Callable[[Maker], Call]
+
+    def make(self, device: str = "cpu", dtype: torch.dtype = F32, seed: int = 0) -> Call:
+        seed += zlib.crc32(f"{self.op}/{self.name}".encode())
+        return self.build(Maker(device, dtype, seed))
+
+    @property
+    def id(self) -> str:
+        return f"{self.op}-{self.name}"
+
+
+# Builders. The shapes are tiny: gradcheck perturbs every element.
+
+
+def softmax_call(*shape: int) -> Callable[[Maker], Call]:
+    return lambda m: ([m.randn(*shape)], {})
+
+
+def softmax_backward_call(*shape: int) -> Callable[[Maker], Call]:
+    def build(m: Maker) -> Call:
+        y = R.softmax(R.up(m.randn(*shape)))
+        return [m.randn(*shape), m.saved(y)], {}
+
+    return build
+
+
+def causal_call(shape: Sequence[int], pads=None, **kwargs) -> Callable[[Maker], Call]:
+    def build(m: Maker) -> Call:
+        return [m.randn(*shape), *([m.pads(*pads)] if pads else [])], kwargs
+
+    return build
+
+
+def causal_backward_call(shape: Sequence[int], pads=None, **kwargs) -> Callable[[Maker], Call]:
+    def build(m: Maker) -> Call:
+        (scores, *leftpad), _ = causal_call(shape, pads)(m)
+        y = R.causal_softmax(R.up(scores), *map(R.up, leftpad), **kwargs)
+        return [m.randn(*shape), m.saved(y), *leftpad], kwargs
+
+    return build
+
+
+def softmax_matmul_call(b, h, sq, sk, dv, pads=None, **kwargs) -> Callable[[Maker], Call]:
+    def build(m: Maker) -> Call:
+        leftpad = [m.pads(*pads)] if pads else []
+        return [m.randn(b, h, sq, sk), m.randn(b, h, sk, dv), *leftpad], kwargs
+
+    return build
+
+
+def attention_call(b, h, hkv, sq, sk, d, dv, pads=None, **kwargs) -> Callable[[Maker], Call]:
+    def build(m: Maker) -> Call:
+        q, k, v = m.randn(b, h, sq, d), m.randn(b, hkv, sk, d), m.randn(b, hkv, sk, dv)
+        return [q, k, v, *([m.pads(*pads)] if pads else [])], kwargs
+
+    return build
+
+
+def with_saved(forward, inputs: int, reference) -> Callable[[Maker], Call]:
+    """The backward call that follows a forward call: dout, its inputs, out, lse, leftpad."""
+
+    def build(m: Maker) -> Call:
+        args, kwargs = forward(m)
+        out, lse = reference(*map(R.up, args), **kwargs)
+        saved = [m.saved(out), m.saved(lse, stat=True)]
+        return [m.randn(*out.shape), *args[:inputs], *saved, *args[inputs:]], kwargs
+
+    return build
+
+
+def layer_call(lead, n, k, *norm: bool, bias=True, **kwargs) -> Callable[[Maker], Call]:
+    def build(m: Maker) -> Call:
+        x, weight = m.randn(*lead, k), m.randn(n, k, std=max(k, 1) ** -0.5)
+        args: list[Any] = [x, weight, m.randn(n) if bias else None]
+        for i, given in enumerate(norm):
+            args.append(m.randn(k, mean=1.0 - i, std=0.2) if given else None)
+        return args, kwargs
+
+    return build
+
+
+def layer_backward_call(kind: str, forward, mask: Sequence[bool]) -> Callable[[Maker], Call]:
+    def build(m: Maker) -> Call:
+        (x, weight, bias, *norm), kwargs = forward(m)
+        activation = kwargs.get("activation", "none")
+        up_norm = [R.up(t) for t in norm]
+        rows, stats = R.up(x), []
+        if kind != "linear":
+            centred = kind == "layer_norm_linear"
+            rows, mean, rstd = R.normalise(rows, kwargs.get("eps", 1e-5), centred)
+            rows = R.scale_shift(rows, *up_norm)
+            stats = [m.saved(t[..., 0], stat=True) for t in ([mean, rstd] if centred else [rstd])]
+        z = R.affine(rows, R.up(weight), R.up(bias))
+        saved = R.activate(z, activation) if activation == "relu" else z
+        preact = [] if activation == "none" else [m.saved(saved)]
+        args = [m.randn(*z.shape), x, weight, *norm, *stats, *preact]
+        return args, {"activation": activation, "output_mask": list(mask)}
+
+    return build
+
+
+def fold_call(n, k, bias, scale, shift) -> Callable[[Maker], Call]:
+    def build(m: Maker) -> Call:
+        return [
+            m.randn(n, k),
+            m.randn(n) if bias else None,
+            m.randn(k, mean=1.0, std=0.2) if scale else None,
+            m.randn(k, std=0.2) if shift else None,
+        ], {}
+
+    return build
+
+
+def folded_call(lead, n, k, bias=True, backward=False, **kwargs) -> Callable[[Maker], Call]:
+    def build(m: Maker) -> Call:
+        x, weight = m.randn(*lead, k), m.randn(n, k, std=max(k, 1) ** -0.5)
+        total = m.saved(R.up(weight).sum(1), stat=True)
+        shift = [m.saved(R.up(m.randn(n)), stat=True)] if bias else []
+        dy = [m.randn(*lead, n)] if backward else []
+        return [*dy, x, weight, total, *shift], kwargs
+
+    return build
+
+
+def gated_backward_call(lead, n, k, mask, **kwargs) -> Callable[[Maker], Call]:
+    def build(m: Maker) -> Call:
+        (x, weight, bias), _ = layer_call(lead, 2 * n, k)(m)
+        z = m.saved(R.affine(R.up(x), R.up(weight), R.up(bias)))
+        return [m.randn(*lead, n), x, weight, z], {**kwargs, "output_mask": list(mask)}
+
+    return build
+
+
+def _listed() -> dict[str, list[Sample]]:
+    samples: dict[str, list[Sample]] = {}
+
+    def add(op: str, **named: Callable[[Maker], Call]) -> None:
+        samples.setdefault(op, []).extend(Sample(op, n, b) for n, b in named.items())
+
+    shapes = {"vector": (7,), "matrix": (3, 5), "rank4": (2, 1, 3, 4), "one": (2, 1), "empty": (0, 4)}
+    shapes["long"] = (2, 33)
+    add("softmax", **{n: softmax_call(*s) for n, s in shapes.items()})
+    add("softmax_backward", **{n: softmax_backward_call(*s) for n, s in shapes.items()})
+
+    causal: dict[str, tuple[Sequence[int], dict[str, Any]]] = {
+        "plain": ((4, 4), {}),
+        "padded": ((3, 2, 4, 4), {"pads": (0, 1, 4)}),
+        "scaled": ((2, 3, 5), {"scale": -0.3}),
+        "tall": ((2, 2, 5, 2), {"pads": (1, 0)}),
+        "rank5": ((2, 1, 2, 3, 4), {"pads": (2, -1), "scale": 0.5}),
+        "empty": ((2, 2, 0, 3), {"pads": (1, 0)}),
+    }
+    add("causal_softmax", **{n: causal_call(s, **k) for n, (s, k) in causal.items()})
+    add("causal_softmax_backward", **{n: causal_backward_call(s, **k) for n, (s, k) in causal.items()})
+
+    matmul = {
+        "plain": softmax_matmul_call(2, 2, 3, 4, 5),
+        "causal": softmax_matmul_call(1, 2, 4, 4, 3, causal=True),
+        "padded": softmax_matmul_call(3, 1, 3, 5, 2, pads=(0, 2, 5), scale=0.7),
+        "causal_padded": softmax_matmul_call(2, 1, 3, 5, 2, pads=(3, 7), causal=True, scale=0.5),
+        "tall": softmax_matmul_call(2, 1, 5, 2, 3, pads=(1, -3), causal=True),
+        "empty": softmax_matmul_call(2, 1, 3, 0, 2),
+    }
+    attention = {
+        "plain": attention_call(1, 2, 2, 3, 4, 5, 2),
+        "causal": attention_call(2, 2, 2, 4, 4, 2, 2, causal=True),
+        "padded": attention_call(3, 1, 1, 3, 5, 2, 3, pads=(0, 2, 5), scale=0.7),
+        "causal_padded": attention_call(2, 2, 1, 3, 5, 2, 3, pads=(3, 7), causal=True, scale=0.5),
+        "grouped": attention_call(1, 4, 2, 2, 3, 2, 2, causal=True),
+        "tall": attention_call(2, 1, 1, 5, 2, 3, 2, pads=(1, -3), causal=True),
+        "empty": attention_call(2, 1, 1, 3, 0, 2, 2),
+    }
+    for op, calls, inputs, ref in (
+        ("softmax_matmul", matmul, 2, R.softmax_matmul_forward),
+        ("attention", attention, 3, R.attention_forward),
+    ):
+        add(op, **calls)
+        add(op + "_forward", **calls)
+        add(op + "_backward", **{n: with_saved(c, inputs, ref) for n, c in calls.items()})
+
+    masks = ([True, True, True], [True, False, True], [False, True, False], [False, False, False])
+    layers: dict[str, dict[str, tuple[Callable[[Maker], Call], Sequence[bool]]]] = {}
+    layers["linear"] = {
+        "plain": (layer_call((3,), 4, 5), masks[0]),
+        "no_bias": (layer_call((2, 3), 4, 2, bias=False), masks[1]),
+        "vector": (layer_call((), 3, 4, activation="gelu"), masks[0]),
+        "relu": (layer_call((4,), 3, 2, activation="relu"), masks[0]),
+        "gelu_tanh": (layer_call((2, 2), 3, 5, activation="gelu_tanh"), masks[2]),
+        "silu": (layer_call((3,), 1, 4, activation="silu"), masks[0]),
+        "empty": (layer_call((0,), 3, 4, activation="gelu"), masks[3]),
+    }
+
+    def wide(short: Sequence[bool], extra: int) -> list[bool]:
+        return [*short, *([True, False, True][:extra] if short[0] else [False] * extra)]
+
+    for kind, extra in (("layer_norm_linear", 2), ("rms_norm_linear", 1)):
+        full = [True] * extra
+        last = [False, True][-extra:]
+        layers[kind] = {
+            "plain": (layer_call((3,), 4, 5, *full), [True] * (3 + extra)),
+            "bare": (layer_call((2, 2), 3, 4, *[False] * extra, bias=False), wide(masks[1], extra)),
+            "one_parameter": (layer_call((3,), 2, 4, *last, eps=0.1), [True] * (3 + extra)),
+            "relu": (layer_call((4,), 3, 5, *full, activation="relu"), wide(masks[0], extra)),
+            "vector": (layer_call((), 3, 6, *full, activation="gelu"), [True] * (3 + extra)),
+            "gelu_tanh": (
+                layer_call((2, 1, 2), 3, 4, *full, activation="gelu_tanh"),
+                wide(masks[2], extra),
+            ),
+            "silu": (layer_call((3,), 3, 4, *full, activation="silu"), [True] * (3 + extra)),
+            "empty": (layer_call((0, 2), 3, 4, *full), wide(masks[3], extra)),
+        }
+    for kind, calls in layers.items():
+        add(kind, **{n: c for n, (c, _) in calls.items()})
+        add(kind + "_forward", **{n: c for n, (c, _) in calls.items()})
+        backward = {n: layer_backward_call(kind, c, mask) for n, (c, mask) in calls.items()}
+        add(kind + "_backward", **backward)
+
+    add(
+        "fold_layer_norm",
+        full=fold_call(3, 4, True, True, True),
+        bare=fold_call(3, 4, False, False, False),
+        scale=fold_call(2, 5, False, True, False),
+        shift=fold_call(2, 5, False, False, True),
+        bias=fold_call(1, 3, True, False, False),
+        empty=fold_call(3, 0, True, True, True),
+    )
+    for op, backward in (
+        ("folded_layer_norm_linear", False),
+        ("folded_layer_norm_linear_backward", True),
+    ):
+        add(
+            op,
+            plain=folded_call((3,), 4, 5, backward=backward),
+            no_bias=folded_call((2, 2), 3, 4, bias=False, backward=backward, eps=0.1),
+            relu=folded_call((4,), 3, 5, backward=backward, activation="relu"),
+            gelu=folded_call((), 3, 6, backward=backward, activation="gelu"),
+            gelu_tanh=folded_call((3,), 2, 4, backward=backward, activation="gelu_tanh"),
+            silu=folded_call((2, 1, 2), 2, 4, backward=backward, activation="silu"),
+            empty=folded_call((0,), 3, 4, backward=backward),
+        )
+
+    for i, gate in enumerate(R.GATES):
+        interleaved, bias = i % 2 == 1, i != 2
+        lead = [(3,), (), (2, 2), (4,), (1, 3)][i]
+        forward = layer_call(lead, 4, 5, bias=bias, gate=gate, interleaved=interleaved)
+        add("gated_linear", **{gate: forward})
+        add("gated_linear_forward", **{gate: forward})
+        mask = masks[min(i, 2)]
+        build = gated_backward_call(lead, 2, 5, mask, gate=gate, interleaved=interleaved)
+        add("gated_linear_backward", **{gate: build})
+    add("gated_linear", empty=layer_call((0,), 4, 3))
+    add("gated_linear_forward", empty=layer_call((0,), 4, 3))
+    add("gated_linear_backward", empty=gated_backward_call((0,), 2, 3, masks[0]))
+    return samples
+
+
+SAMPLES = _listed()
+PUBLIC = tuple(op for op in SAMPLES if not op.endswith(("_forward", "_backward")))
+
+
+def sample(op: str, name: str) -> Sample:
+    return next(s for s in SAMPLES[op] if s.name == name)
+
+
+def registered_ops() -> list[str]:
+    """Every overload of the namespace, as the dispatcher lists it."""
+    names = torch._C._dispatch_get_all_op_names()
+    return sorted(n.removeprefix("torchweld::") for n in names if n.startswith("torchweld::"))
+
+
+@functools.cache
+def has_kernel(op: str, device: str) -> bool:
+    """False where the op says itself that this build has no kernel for the device."""
+    if device == "cpu" or op in CUDA_OPS:
+        return True
+    args, kwargs = SAMPLES[op][0].make(device)
+    try:
+        call(op)(*args, **kwargs)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def need_kernel(op: str, device: str) -> None:
+    """Skip, with its reason, what the op cannot do on this device in this build."""
+    if not has_kernel(op, device):
+        pytest.skip(f"torchweld::{op} has no {device} kernel in this build")
+
+
+# Running an op through the rules of numerics
+
+
+def requiring(op: str, args: Sequence[Any], wanted: Sequence[int] | None = None) -> list[Any]:
+    """Fresh leaves: the differentiable arguments require a gradient, the strides stay."""
+    wanted = DIFFERENTIABLE.get(op, ()) if wanted is None else wanted
+    return [
+        a.detach().requires_grad_() if i in wanted and isinstance(a, Tensor) else a
+        for i, a in enumerate(args)
+    ]
+
+
+def forward_backward(op, args, kwargs, dout: Tensor | None = None):
+    """The first output and the gradients of the differentiable arguments (None where absent)."""
+    leaves = requiring(op, args)
+    out = as_tuple(call(op)(*leaves, **kwargs))[0]
+    inputs = [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
+    dout = torch.ones_like(out) if dout is None else dout
+    grads = iter(torch.autograd.grad(out, inputs, dout))
+    return out.detach(), [
+        next(grads) if isinstance(a, Tensor) and a.requires_grad else None for a in leaves
+    ]
+
+
+def check_op(
+    op: str,
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    dout: Tensor | None = None,
+    backward: bool = True,
+    eager: bool = True,
+) -> None:
+    """Judge result and gradients of a public op against float64, with eager as the yardstick."""
+    kwargs = kwargs or {}
+    device = next(a for a in args if isinstance(a, Tensor)).device.type
+    reference = REFERENCES[op](*args, **kwargs)[0]
+    eager_kwargs = {**EAGER_DEFAULTS.get(op, {}), **kwargs}
+    eager_leaves = requiring(op, args)
+    yardstick = R.EAGER[op](*eager_leaves, **eager_kwargs) if eager else None
+    if not backward:
+        out = call(op)(*args, **kwargs)
+        numerics.check(out, reference, label=op, eager=yardstick, device=device)
+        return
+    if dout is None:
+        shape = tuple(reference.ref.shape)
+        dout = torch.randn(shape, dtype=F64).to(reference.dtype).to(device)
+    out, grads = forward_backward(op, args, kwargs, dout)
+    numerics.check(out, reference, label=op, eager=yardstick, device=device)
+    inputs = [a for a in eager_leaves if isinstance(a, Tensor) and a.requires_grad]
+    eager_grads = iter(torch.autograd.grad(yardstick, inputs, dout) if eager else [None] * 9)
+    bounds = GRADIENTS[op](dout, *args, **kwargs)
+    names = [a.name for a in getattr(torch.ops.torchweld, op).default._schema.arguments]
+    for i, grad in enumerate(grads):
+        if grad is not None:
+            label = f"{op} d{names[i]}"
+            numerics.check(grad, bounds[i], label=label, eager=next(eager_grads), device=device)
+
+
+EAGER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "layer_norm_linear": {"eps": 1e-5, "activation": "none"},
+    "rms_norm_linear": {"eps": 1e-6, "activation": "none"},
+    "folded_layer_norm_linear": {"eps": 1e-5, "activation": "none"},
+    "gated_linear": {"gate": "geglu"},
+}

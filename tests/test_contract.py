@@ -1,0 +1,768 @@
+"""What every op promises, checked for every overload that the dispatcher lists."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+
+import pytest
+import torch
+import torchweld
+from bounds import REFERENCES
+from numerics import assert_same_bits, check
+from samples import (
+    AUTOCAST,
+    BF16,
+    CUDA_OPS,
+    DIFFERENTIABLE,
+    F16,
+    F32,
+    F64,
+    PUBLIC,
+    SAMPLES,
+    as_tuple,
+    call,
+    dtypes,
+    forward_backward,
+    has_kernel,
+    need_kernel,
+    registered_ops,
+    requiring,
+    sample,
+)
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+OPS = list(SAMPLES)
+ALL = [pytest.param(s, id=s.id) for op in OPS for s in SAMPLES[op]]
+FIRST = [pytest.param(SAMPLES[op][0], id=op) for op in OPS]
+DIFF = [pytest.param(s, id=s.id) for op in DIFFERENTIABLE for s in SAMPLES[op]]
+DIFF_FIRST = [pytest.param(SAMPLES[op][0], id=op) for op in DIFFERENTIABLE]
+BACKWARD = [pytest.param(SAMPLES[op][0], id=op) for op in OPS if op.endswith("_backward")]
+ROW_WISE = ("softmax", "softmax_backward", "causal_softmax", "causal_softmax_backward")
+
+# The contract with users: names, order and defaults.
+SCHEMAS = [
+    "softmax(Tensor x) -> Tensor",
+    "softmax_backward(Tensor dy, Tensor y) -> Tensor",
+    "causal_softmax(Tensor scores, Tensor? leftpad=None, *, float scale=1.0) -> Tensor",
+    "causal_softmax_backward(Tensor dy, Tensor y, Tensor? leftpad=None, *, float scale=1.0) -> "
+    "Tensor",
+    "softmax_matmul(Tensor scores, Tensor value, Tensor? leftpad=None, *, bool causal=False, "
+    "float scale=1.0) -> Tensor",
+    "softmax_matmul_forward(Tensor scores, Tensor value, Tensor? leftpad=None, *, "
+    "bool causal=False, float scale=1.0) -> (Tensor out, Tensor lse)",
+    "softmax_matmul_backward(Tensor dout, Tensor scores, Tensor value, Tensor out, Tensor lse, "
+    "Tensor? leftpad=None, *, bool causal=False, float scale=1.0) -> "
+    "(Tensor dscores, Tensor dvalue)",
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? leftpad=None, *, "
+    "bool causal=False, float? scale=None) -> Tensor",
+    "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? leftpad=None, *, "
+    "bool causal=False, float? scale=None) -> (Tensor out, Tensor lse)",
+    "attention_backward(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor out, "
+    "Tensor lse, Tensor? leftpad=None, *, bool causal=False, float? scale=None) -> "
+    "(Tensor dquery, Tensor dkey, Tensor dvalue)",
+    'linear(Tensor x, Tensor weight, Tensor? bias=None, *, str activation="none") -> Tensor',
+    'linear_forward(Tensor x, Tensor weight, Tensor? bias=None, *, str activation="none") -> '
+    "(Tensor y, Tensor preact)",
+    "linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor? preact=None, *, "
+    'str activation="none", bool[3] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias)',
+    "layer_norm_linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? ln_weight=None, "
+    'Tensor? ln_bias=None, *, float eps=1e-5, str activation="none") -> Tensor',
+    "layer_norm_linear_forward(Tensor x, Tensor weight, Tensor? bias=None, "
+    "Tensor? ln_weight=None, Tensor? ln_bias=None, *, float eps=1e-5, "
+    'str activation="none") -> (Tensor y, Tensor preact, Tensor mean, Tensor rstd)',
+    "layer_norm_linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor? ln_weight, "
+    "Tensor? ln_bias, Tensor mean, Tensor rstd, Tensor? preact=None, *, "
+    'str activation="none", bool[5] output_mask) -> '
+    "(Tensor dx, Tensor dweight, Tensor dbias, Tensor dln_weight, Tensor dln_bias)",
+    "rms_norm_linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? norm_weight=None, *, "
+    'float eps=1e-6, str activation="none") -> Tensor',
+    "rms_norm_linear_forward(Tensor x, Tensor weight, Tensor? bias=None, "
+    'Tensor? norm_weight=None, *, float eps=1e-6, str activation="none") -> '
+    "(Tensor y, Tensor preact, Tensor rstd)",
+    "rms_norm_linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor? norm_weight, "
+    'Tensor rstd, Tensor? preact=None, *, str activation="none", bool[4] output_mask) -> '
+    "(Tensor dx, Tensor dweight, Tensor dbias, Tensor dnorm_weight)",
+    "fold_layer_norm(Tensor weight, Tensor? bias=None, Tensor? ln_weight=None, "
+    "Tensor? ln_bias=None) -> (Tensor folded_weight, Tensor weight_sum, Tensor folded_bias)",
+    "folded_layer_norm_linear(Tensor x, Tensor folded_weight, Tensor weight_sum, "
+    'Tensor? folded_bias=None, *, float eps=1e-5, str activation="none") -> Tensor',
+    "folded_layer_norm_linear_backward(Tensor dy, Tensor x, Tensor folded_weight, "
+    "Tensor weight_sum, Tensor? folded_bias=None, *, float eps=1e-5, "
+    'str activation="none") -> Tensor dx',
+    "gated_linear(Tensor x, Tensor weight, Tensor? bias=None, *, "
+    'str gate="geglu", bool interleaved=False) -> Tensor',
+    "gated_linear_forward(Tensor x, Tensor weight, Tensor? bias=None, *, "
+    'str gate="geglu", bool interleaved=False) -> (Tensor y, Tensor z)',
+    "gated_linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor z, *, "
+    'str gate="geglu", bool interleaved=False, bool[3] output_mask) -> '
+    "(Tensor dx, Tensor dweight, Tensor dbias)",
+]
+
+
+def tensors(args) -> list[int]:
+    return [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+
+
+def floats(args) -> list[int]:
+    return [i for i in tensors(args) if args[i].is_floating_point()]
+
+
+def argument_names(op: str) -> list[str]:
+    return [a.name for a in call(op).default._schema.arguments]
+
+
+def run(s, args, kwargs) -> list[Tensor]:
+    """Outputs, and gradients where the op has them, as one flat list."""
+    if s.op not in DIFFERENTIABLE:
+        return list(as_tuple(call(s.op)(*args, **kwargs)))
+    outputs = list(as_tuple(call(s.op)(*args, **kwargs)))
+    torch.manual_seed(1)
+    dout = torch.randn(outputs[0].shape, dtype=F64).to(outputs[0])
+    _, grads = forward_backward(s.op, args, kwargs, dout)
+    return outputs + [g for g in grads if g is not None]
+
+
+# The list of ops
+
+
+def test_every_registered_op_has_samples():
+    assert set(registered_ops()) == set(SAMPLES)
+    assert all(len(samples) >= 5 for samples in SAMPLES.values())
+
+
+@pytest.mark.parametrize("text", SCHEMAS, ids=lambda t: t.split("(")[0])
+def test_schema_is_the_documented_one(text):
+    schema = torch._C.parse_schema("torchweld::" + text)
+    actual = call(schema.name.removeprefix("torchweld::")).default._schema
+    # The name of a single unnamed result is free.
+    assert str(actual).split(" -> ")[0] == str(schema).split(" -> ")[0]
+    if len(schema.returns) > 1:
+        assert str(actual) == str(schema)
+    assert len(actual.returns) == len(schema.returns)
+
+
+def test_schemas_are_complete():
+    assert sorted(t.split("(")[0] for t in SCHEMAS) == registered_ops()
+
+
+@pytest.mark.parametrize("op", PUBLIC)
+def test_python_function_is_the_op(op):
+    function = getattr(torchweld, op)
+    parameters = list(inspect.signature(function).parameters.values())
+    arguments = call(op).default._schema.arguments
+    assert [p.name for p in parameters] == [a.name for a in arguments]
+    for p, a in zip(parameters, arguments, strict=True):
+        assert (p.kind is p.KEYWORD_ONLY) == a.kwarg_only, p.name
+        assert (p.default is not p.empty) == a.has_default_value(), p.name
+        if a.has_default_value():
+            assert p.default == a.default_value, p.name
+    assert function.__doc__ and "Args:" in function.__doc__ and "Returns:" in function.__doc__
+    for s in SAMPLES[op]:
+        args, kwargs = s.make()
+        expected = as_tuple(call(op)(*args, **kwargs))
+        for out, ref in zip(as_tuple(function(*args, **kwargs)), expected, strict=True):
+            assert_same_bits(out, ref, op)
+
+
+# Results
+
+
+@pytest.mark.parametrize("s", ALL)
+def test_result_is_inside_its_bound(s, device):
+    need_kernel(s.op, device)
+    for dtype in dtypes(device):
+        args, kwargs = s.make(device, dtype)
+        outputs = as_tuple(call(s.op)(*args, **kwargs))
+        returns = call(s.op).default._schema.returns
+        bounds = REFERENCES[s.op](*args, **kwargs)
+        for out, bound, r in zip(outputs, bounds, returns, strict=True):
+            label = f"{s.op} {r.name}".strip()
+            check(out, bound, label=label, device=device)
+
+
+@pytest.mark.parametrize("s", ALL)
+def test_rerun_is_bit_equal(s, device):
+    need_kernel(s.op, device)
+    for dtype in dtypes(device):
+        args, kwargs = s.make(device, dtype)
+        first = run(s, args, kwargs)
+        for out, ref in zip(run(s, args, kwargs), first, strict=True):
+            assert_same_bits(out, ref, s.id)
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Fresh memory holds NaN, so what a kernel leaves unwritten shows."""
+    was, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(was, warn_only=warn_only)
+
+
+@pytest.mark.parametrize("s", ALL)
+def test_every_output_is_written(s, device, poisoned_memory):
+    need_kernel(s.op, device)
+    assert torch.empty(1000, device=device).isnan().all()
+    for dtype in dtypes(device):
+        args, kwargs = s.make(device, dtype)
+        poisoned = run(s, args, kwargs)
+        torch.use_deterministic_algorithms(False)
+        plain = run(s, args, kwargs)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        for out, ref in zip(poisoned, plain, strict=True):
+            assert not out.isnan().any(), s.id
+            assert_same_bits(out, ref, s.id)
+
+
+@pytest.mark.parametrize("s", ALL)
+def test_inputs_stay_and_outputs_are_fresh(s, device):
+    need_kernel(s.op, device)
+    args, kwargs = s.make(device)
+    before = [a.clone() if isinstance(a, Tensor) else a for a in args]
+    versions = [a._version if isinstance(a, Tensor) else 0 for a in args]
+    outputs = run(s, args, kwargs)
+    for i in tensors(args):
+        assert_same_bits(args[i], before[i], argument_names(s.op)[i])
+        assert args[i]._version == versions[i]
+    filled = [t for t in outputs if t.numel()]
+    places = [t.untyped_storage().data_ptr() for t in filled]
+    assert len(set(places)) == len(places), "two outputs share memory"
+    inputs = {args[i].untyped_storage().data_ptr() for i in tensors(args) if args[i].numel()}
+    assert not inputs & set(places), "an output shares memory with an input"
+
+
+# Layouts
+
+
+def layouts(t: Tensor) -> dict[str, Tensor]:
+    """The same values behind other strides and offsets, with NaN (a huge pad) in between."""
+    hole = float("nan") if t.is_floating_point() else 2**30
+
+    def buffer(*shape: int) -> Tensor:
+        return torch.full(shape, hole, dtype=t.dtype, device=t.device)
+
+    made = {}
+    for offset in range(1, 9):
+        made[f"offset {offset}"] = buffer(t.numel() + 16)[offset : offset + t.numel()].view(t.shape)
+    if t.dim() == 0:
+        return {}
+    wide = (*t.shape[:-1], 2 * t.shape[-1] + 1)
+    made["stepped"] = buffer(*wide)[..., 1::2]
+    made["gapped"] = buffer(*t.shape[:-1], t.shape[-1] + 3)[..., 2:-1]
+    if t.dim() > 1:
+        made["transposed"] = buffer(*t.shape[:-2], t.shape[-1], t.shape[-2]).mT
+        made["reversed dims"] = buffer(*reversed(t.shape)).permute(*reversed(range(t.dim())))
+    return {name: view.copy_(t) for name, view in made.items()}
+
+
+@pytest.mark.parametrize("s", ALL)
+def test_strides_and_offsets_do_not_matter(s, device):
+    need_kernel(s.op, device)
+    for dtype in (F32, BF16):
+        args, kwargs = s.make(device, dtype)
+        plain = as_tuple(call(s.op)(*args, **kwargs))
+        bounds = REFERENCES[s.op](*args, **kwargs)
+        views = {i: layouts(args[i]) for i in tensors(args)}
+        for name in sorted({name for v in views.values() for name in v}):
+            moved = [views[i].get(name, a) if i in views else a for i, a in enumerate(args)]
+            outputs = as_tuple(call(s.op)(*moved, **kwargs))
+            for out, ref, bound in zip(outputs, plain, bounds, strict=True):
+                if s.op in ROW_WISE:
+                    assert_same_bits(out, ref, f"{s.id}, {name}")
+                else:  # a matmul may sum in another order
+                    check(out, bound, label=f"{s.op} of strided inputs")
+
+
+@pytest.mark.parametrize("s", DIFF)
+def test_gradient_of_any_stride(s, device):
+    need_kernel(s.op, device)
+    args, kwargs = s.make(device)
+    out = as_tuple(call(s.op)(*args, **kwargs))[0]
+    one = torch.ones((), device=device).expand(out.shape)  # the gradient of out.sum()
+    values = torch.randn(out.shape, device=device)
+    for strided in [one, *layouts(values).values()]:
+        plain = forward_backward(s.op, args, kwargs, strided.contiguous())[1]
+        for got, ref in zip(forward_backward(s.op, args, kwargs, strided)[1], plain, strict=True):
+            if ref is None:
+                continue
+            if s.op in ROW_WISE:
+                assert_same_bits(got, ref, s.id)
+            else:
+                torch.testing.assert_close(got, ref, rtol=1e-5, atol=1e-6)
+
+
+# Meta, fake tensors, compile, export, script
+
+
+@pytest.mark.parametrize("s", ALL)
+def test_opcheck(s, device):
+    need_kernel(s.op, device)
+    args, kwargs = s.make(device)
+    torch.library.opcheck(call(s.op).default, tuple(requiring(s.op, args)), kwargs)
+
+
+def significant(t: Tensor) -> list[int]:
+    """The strides that decide where an element lies."""
+    return [t.stride(d) for d in range(t.dim()) if t.numel() and t.shape[d] > 1]
+
+
+@pytest.mark.parametrize("s", ALL)
+def test_meta_and_fake_agree_with_real(s, device):
+    need_kernel(s.op, device)
+    for dtype in (F32, BF16):
+        args, kwargs = s.make(device, dtype)
+        turned = [
+            layouts(a).get("transposed", a) if isinstance(a, Tensor) else a for a in args
+        ]
+        for call_args in (args, turned):
+            real = as_tuple(call(s.op)(*call_args, **kwargs))
+            meta = [
+                torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
+                if isinstance(a, Tensor)
+                else a
+                for a in call_args
+            ]
+            with FakeTensorMode() as mode:
+                fake = [
+                    mode.from_tensor(a) if isinstance(a, Tensor) else a for a in call_args
+                ]
+                faked = as_tuple(call(s.op)(*fake, **kwargs))
+            for outputs, where in ((as_tuple(call(s.op)(*meta, **kwargs)), "meta"), (faked, device)):
+                for got, ref in zip(outputs, real, strict=True):
+                    assert got.shape == ref.shape and got.dtype == ref.dtype
+                    assert significant(got) == significant(ref), s.id
+                    assert got.device.type == where
+
+
+def compiled_agrees(s, device, backend):
+    torch._dynamo.reset()
+    args, kwargs = s.make(device)
+    op = call(s.op)
+    compiled = torch.compile(lambda *a: op(*a, **kwargs), fullgraph=True, backend=backend)
+    for got, ref in zip(
+        as_tuple(compiled(*args)), as_tuple(op(*args, **kwargs)), strict=True
+    ):
+        assert_same_bits(got, ref, s.id)
+    if s.op not in DIFFERENTIABLE:
+        return
+    leaves = requiring(s.op, args)
+    inputs = [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
+    out = as_tuple(compiled(*leaves))[0]
+    grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
+    plain = [g for g in forward_backward(s.op, args, kwargs)[1] if g is not None]
+    for got, ref in zip(grads, plain, strict=True):
+        assert_same_bits(got, ref, s.id)
+
+
+@pytest.mark.parametrize("s", ALL)
+def test_compile_fullgraph(s, device):
+    need_kernel(s.op, device)
+    compiled_agrees(s, device, "aot_eager")
+
+
+@pytest.mark.parametrize("op", PUBLIC)
+def test_compile_inductor(op, device):
+    need_kernel(op, device)
+    compiled_agrees(SAMPLES[op][0], device, "inductor")
+
+
+@pytest.mark.parametrize("op", PUBLIC)
+def test_compile_with_dynamic_shapes(op, device):
+    """One graph serves another leading size."""
+    need_kernel(op, device)
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(call(op), fullgraph=True, dynamic=True, backend=backend)
+    for i in range(3):
+        args, kwargs = SAMPLES[op][0].make(device)
+        if op != "fold_layer_norm":
+            args[0] = torch.cat([args[0]] * (i + 1), -2 if args[0].dim() > 1 else 0)
+            if op == "causal_softmax":
+                args[0] = torch.cat([args[0]] * (i + 1), -1)
+        out = as_tuple(compiled(*args, **kwargs))[0]
+        assert_same_bits(out, as_tuple(call(op)(*args, **kwargs))[0], op)
+    assert len(graphs) == 1
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, op, kwargs):
+        super().__init__()
+        self.op, self.kwargs = op, kwargs
+
+    def forward(self, *args):
+        return self.op(*args, **self.kwargs)
+
+
+@pytest.mark.parametrize("s", ALL)
+def test_export(s, device):
+    need_kernel(s.op, device)
+    if any(a.numel() == 0 for a in s.make()[0] if isinstance(a, Tensor)):
+        name = SAMPLES[s.op][0]
+        assert name is not s, "the first sample of an op must not be empty"
+        return  # export specialises on size 0: nothing beyond the compile test
+    args, kwargs = s.make(device)
+    program = torch.export.export(Wrapped(call(s.op), kwargs), tuple(args))
+    assert any(f"torchweld.{s.op}" in str(n.target) for n in program.graph.nodes)
+    again, _ = s.make(device, seed=5)
+    expected = as_tuple(call(s.op)(*again, **kwargs))
+    for got, ref in zip(as_tuple(program.module()(*again)), expected, strict=True):
+        assert_same_bits(got, ref, s.id)
+
+
+def scripted(op, tmp_path):
+    """torch.jit.script of a function that calls the op with every argument of its schema."""
+    schema = call(op).default._schema
+    names = {"float": "float", "bool": "bool", "str": "str", "Tensor": "Tensor"}
+
+    def annotation(kind) -> str:
+        text = str(kind)
+        if text.startswith("Optional"):
+            return f"Optional[{annotation(kind.getElementType())}]"
+        return "List[bool]" if text.startswith("List") else names[text]
+
+    parameters = ", ".join(f"{a.name}: {annotation(a.type)}" for a in schema.arguments)
+    passed = ", ".join(
+        f"{a.name}={a.name}" if a.kwarg_only else a.name for a in schema.arguments
+    )
+    source = (
+        "from typing import List, Optional\nimport torch\nfrom torch import Tensor\n\n\n"
+        f"def call({parameters}):\n    return torch.ops.torchweld.{op}({passed})\n"
+    )
+    path = tmp_path / f"call_{op}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch.jit.save(torch.jit.script(module.call), str(tmp_path / "call.pt"))
+    return torch.jit.load(str(tmp_path / "call.pt"))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_script_saved_and_loaded(op, device, tmp_path):
+    need_kernel(op, device)
+    loaded = scripted(op, tmp_path)
+    arguments = call(op).default._schema.arguments
+    for s in SAMPLES[op]:
+        args, kwargs = s.make(device)
+        for a in arguments[len(args) :]:
+            kwargs.setdefault(a.name, a.default_value if a.has_default_value() else None)
+        leaves = requiring(op, args)
+        got = as_tuple(loaded(*leaves, **kwargs))
+        expected = as_tuple(call(op)(*args, **kwargs))
+        for out, ref in zip(got, expected, strict=True):
+            assert_same_bits(out.detach(), ref, s.id)
+        if op in DIFFERENTIABLE:
+            inputs = [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
+            plain = [g for g in forward_backward(op, args, kwargs)[1] if g is not None]
+            for out, ref in zip(
+                torch.autograd.grad(got[0], inputs, torch.ones_like(got[0])), plain, strict=True
+            ):
+                assert_same_bits(out, ref, s.id)
+
+
+# Autocast
+
+FLOAT32_UNDER_AUTOCAST = ("weight_sum", "folded_bias")
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_autocast(op, dtype, device):
+    need_kernel(op, device)
+    for s in SAMPLES[op]:
+        args, kwargs = s.make(device)
+        names = argument_names(op)
+        cast = [
+            a.to(dtype)
+            if i in floats(args) and op in AUTOCAST and names[i] not in FLOAT32_UNDER_AUTOCAST
+            else a
+            for i, a in enumerate(args)
+        ]
+        expected = as_tuple(call(op)(*cast, **kwargs))
+        assert expected[0].dtype == (dtype if op in AUTOCAST else F32)
+        leaves = requiring(op, args)
+        with torch.autocast(device, dtype=dtype):
+            plain = as_tuple(call(op)(*args, **kwargs))
+            recorded = as_tuple(call(op)(*leaves, **kwargs))
+        for outputs in (plain, recorded):
+            for got, ref in zip(outputs, expected, strict=True):
+                assert_same_bits(got.detach(), ref, s.id)
+        # Gradients arrive in the dtype of the leaves, with the values of the cast call.
+        inputs = [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
+        grads = torch.autograd.grad(recorded[0], inputs, torch.ones_like(recorded[0]))
+        plain_grads = [g for g in forward_backward(op, cast, kwargs)[1] if g is not None]
+        for got, ref in zip(grads, plain_grads, strict=True):
+            assert_same_bits(got, ref.to(F32), s.id)
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_autocast_leaves_float64_alone(op):
+    args, kwargs = SAMPLES[op][0].make("cpu", F64)
+    with torch.autocast("cpu", dtype=BF16):
+        out = as_tuple(call(op)(*args, **kwargs))
+    for got, ref in zip(out, as_tuple(call(op)(*args, **kwargs)), strict=True):
+        assert_same_bits(got, ref, op)
+
+
+@pytest.mark.parametrize("op", AUTOCAST)
+def test_autocast_mends_mixed_dtypes(op, device):
+    need_kernel(op, device)
+    args, kwargs = SAMPLES[op][0].make(device)
+    mixed = list(args)
+    mixed[0] = args[0].to(BF16)
+    with pytest.raises(RuntimeError, match=f"torchweld::{op}: \\w+ must be"):
+        call(op)(*mixed, **kwargs)
+    with torch.autocast(device, dtype=BF16):
+        got, ref = call(op)(*mixed, **kwargs), call(op)(*args, **kwargs)
+    assert_same_bits(as_tuple(got)[0], as_tuple(ref)[0], op)
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("s", DIFF)
+def test_gradcheck(s):
+    args, kwargs = s.make("cpu", F64)
+    turned = [layouts(a).get("transposed", a) if isinstance(a, Tensor) else a for a in args]
+    for call_args in (args, turned):
+        leaves = requiring(s.op, call_args)
+        assert torch.autograd.gradcheck(
+            lambda *a: as_tuple(call(s.op)(*a, **kwargs))[0], leaves, fast_mode=False
+        )
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_gradcheck_of_ten_seeds(op):
+    for seed in range(1, 11):
+        args, kwargs = SAMPLES[op][0].make("cpu", F64, seed=seed)
+        leaves = requiring(op, args)
+        assert torch.autograd.gradcheck(
+            lambda *a: as_tuple(call(op)(*a, **kwargs))[0], leaves, fast_mode=True  # noqa: B023
+        )
+
+
+@pytest.mark.parametrize("s", DIFF)
+def test_only_what_requires_a_gradient_gets_one(s, device):
+    """One argument at a time; its gradient equals that of the full backward."""
+    need_kernel(s.op, device)
+    args, kwargs = s.make(device)
+    _, full = forward_backward(s.op, args, kwargs)
+    for i in DIFFERENTIABLE[s.op]:
+        if i >= len(args) or args[i] is None:
+            continue
+        leaves = requiring(s.op, args, (i,))
+        outputs = as_tuple(call(s.op)(*leaves, **kwargs))
+        assert outputs[0].requires_grad
+        assert not any(o.requires_grad for o in outputs[1:])
+        (grad,) = torch.autograd.grad(outputs[0], leaves[i], torch.ones_like(outputs[0]))
+        assert_same_bits(grad, full[i], s.id)
+
+
+@pytest.mark.parametrize("s", DIFF_FIRST)
+def test_double_backward_raises(s, device):
+    need_kernel(s.op, device)
+    args, kwargs = s.make(device)
+    leaves = requiring(s.op, args)
+    inputs = [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
+    out = as_tuple(call(s.op)(*leaves, **kwargs))[0]
+    grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+    for grad in grads:
+        with pytest.raises(RuntimeError, match="not implemented|not differentiable"):
+            grad.sum().backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("s", BACKWARD)
+def test_backward_op_has_no_gradient(s, device):
+    need_kernel(s.op, device)
+    args, kwargs = s.make(device)
+    for i in floats(args):
+        leaves = requiring(s.op, args, (i,))
+        for out in as_tuple(call(s.op)(*leaves, **kwargs)):
+            assert out.requires_grad
+            with pytest.raises(RuntimeError, match="not implemented|not differentiable"):
+                out.sum().backward()
+
+
+def test_fold_layer_norm_has_no_gradient(device):
+    need_kernel("fold_layer_norm", device)
+    args, _ = sample("fold_layer_norm", "full").make(device)
+    for i in range(4):
+        leaves = requiring("fold_layer_norm", args, (i,))
+        for out in torch.ops.torchweld.fold_layer_norm(*leaves):
+            with pytest.raises(RuntimeError, match="not implemented|not differentiable"):
+                out.sum().backward()
+
+
+@pytest.mark.parametrize("s", DIFF)
+def test_second_backward_is_bit_equal(s, device):
+    need_kernel(s.op, device)
+    args, kwargs = s.make(device)
+    leaves = requiring(s.op, args)
+    inputs = [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
+    out = as_tuple(call(s.op)(*leaves, **kwargs))[0]
+    dout = torch.randn_like(out)
+    first = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    for got, ref in zip(torch.autograd.grad(out, inputs, dout), first, strict=True):
+        assert_same_bits(got, ref, s.id)
+
+
+@pytest.mark.parametrize("s", DIFF_FIRST + [p for p in DIFF if "relu" in p.id or "pad" in p.id])
+def test_in_place_edit_of_a_saved_tensor_raises(s, device):
+    """Editing any argument, or the result, raises in backward or leaves the gradient as it was."""
+    need_kernel(s.op, device)
+    args, kwargs = s.make(device)
+    _, before = forward_backward(s.op, args, kwargs)
+    raised = 0
+    for edited in [*tensors(args), "out"]:
+        leaves = requiring(s.op, [a.clone() if isinstance(a, Tensor) else a for a in args])
+        out = as_tuple(call(s.op)(*leaves, **kwargs))[0]
+        with torch.no_grad():
+            (out.detach() if edited == "out" else leaves[edited]).add_(1)
+        inputs = [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
+        try:
+            grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+            raised += 1
+            continue
+        for got, ref in zip(grads, [g for g in before if g is not None], strict=True):
+            assert_same_bits(got, ref, f"{s.id}, edited {edited}")
+    assert raised > 0
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_forward_mode_is_refused(op):
+    """Not silently zero."""
+    args, kwargs = SAMPLES[op][0].make()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(args[0], torch.ones_like(args[0]))
+        with pytest.raises(RuntimeError):
+            call(op)(dual, *args[1:], **kwargs)
+
+
+# Refusals that every op shares; the tables of bad calls are in test_<op>.py
+
+
+@pytest.mark.parametrize("s", FIRST)
+def test_wrong_dtype_names_the_argument(s, device):
+    need_kernel(s.op, device)
+    args, kwargs = s.make(device)
+    names = argument_names(s.op)
+    wrong = [torch.int64, torch.int32, torch.bool, torch.complex64, torch.complex128]
+    for i in floats(args):
+        for dtype in wrong:
+            bad = [a.to(dtype) if j == i else a for j, a in enumerate(args)]
+            with pytest.raises(RuntimeError) as error:
+                call(s.op)(*bad, **kwargs)
+            assert str(error.value).startswith(f"torchweld::{s.op}: {names[i]} must be"), error
+    for i in floats(args)[1:]:
+        bad = [a.to(F16) if j == i else a for j, a in enumerate(args)]
+        with pytest.raises(RuntimeError) as error:
+            call(s.op)(*bad, **kwargs)
+        text = str(error.value)
+        assert text.startswith(f"torchweld::{s.op}: ") and "float16" in text, text
+        # Where the others must be like this one, it is they who are refused.
+        assert f": {names[i]} must be" in text or f" like {names[i]}, but got" in text, text
+
+
+@pytest.mark.parametrize("s", FIRST)
+def test_mixed_devices_name_the_argument(s, device):
+    need_kernel(s.op, device)
+    args, kwargs = s.make(device)
+    names = argument_names(s.op)
+    for i in tensors(args) if len(tensors(args)) > 1 else []:
+        bad = [a.to("meta") if j == i else a for j, a in enumerate(args)]
+        with pytest.raises(RuntimeError) as error:
+            call(s.op)(*bad, **kwargs)
+        text = str(error.value)
+        assert text.startswith(f"torchweld::{s.op}: "), text
+        assert "meta" in text and any(f": {n} must be" in text for n in names), text
+
+
+# CUDA
+
+GPU = torch.cuda.is_available()
+NO_GPU = [pytest.param(None, marks=pytest.mark.skip(reason="no GPU here"), id="no GPU")]
+GPU_ALL = ALL if GPU else NO_GPU
+
+
+def test_ops_with_a_cuda_kernel(device):
+    if device == "cpu":
+        assert all(has_kernel(op, device) for op in OPS)
+        return
+    for op in CUDA_OPS:
+        args, kwargs = SAMPLES[op][0].make(device)
+        call(op)(*args, **kwargs)
+    for op in OPS:
+        if has_kernel(op, device):
+            continue
+        args, kwargs = SAMPLES[op][0].make(device)
+        with pytest.raises(NotImplementedError, match=f"torchweld::{op}: ") as error:
+            call(op)(*args, **kwargs)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("s", GPU_ALL)
+def test_cuda_graph_replays_with_changed_inputs(s):
+    need_kernel(s.op, "cuda")
+    args, kwargs = s.make("cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run(s, args, kwargs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = as_tuple(call(s.op)(*args, **kwargs))
+    for seed in range(1, 4):
+        changed, _ = s.make("cuda", seed=seed)
+        for i in tensors(args):
+            args[i].copy_(changed[i])
+        graph.replay()
+        for got, ref in zip(captured, as_tuple(call(s.op)(*changed, **kwargs)), strict=True):
+            assert_same_bits(got, ref, s.id)
+
+
+@pytest.mark.parametrize("s", GPU_ALL)
+def test_cuda_stream_is_the_current_one(s):
+    """The inputs are made behind a long wait on a second stream; the op must queue behind them."""
+    need_kernel(s.op, "cuda")
+    args, kwargs = s.make("cuda")
+    expected = as_tuple(call(s.op)(*args, **kwargs))
+    late = [torch.zeros_like(a) if isinstance(a, Tensor) else a for a in args]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        for i in tensors(args):
+            late[i].copy_(args[i])
+        outputs = as_tuple(call(s.op)(*late, **kwargs))
+    stream.synchronize()
+    for got, ref in zip(outputs, expected, strict=True):
+        assert_same_bits(got, ref, s.id)
+
+
+@pytest.mark.parametrize("s", GPU_ALL)
+def test_cuda_never_synchronises(s):
+    need_kernel(s.op, "cuda")
+    args, kwargs = s.make("cuda")
+    out = as_tuple(call(s.op)(*args, **kwargs))[0]
+    dout = torch.randn_like(out)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call(s.op)(*args, **kwargs)
+        if s.op in DIFFERENTIABLE:
+            forward_backward(s.op, args, kwargs, dout)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

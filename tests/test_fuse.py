@@ -1,0 +1,852 @@
+"""torchweld.fuse on tiny random GPT-2 models: same numbers, same files, reversible, honest."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+transformers = pytest.importorskip("transformers")
+
+from torchweld.integrations import FuseReport, fuse, hf_attention, unfuse  # noqa: E402
+from transformers.pytorch_utils import Conv1D  # noqa: E402
+
+VOCAB = 61
+LAYERS = 2
+
+
+@pytest.fixture(autouse=True)
+def fresh_warnings():
+    hf_attention._warned.clear()
+
+
+@pytest.fixture
+def fused_device(device):
+    """A device on which this build has every op that fuse puts in."""
+    report = fuse(gpt2(device), check=False)
+    if not report.replaced:
+        pytest.skip(report.skipped[0][1])
+    return device
+
+
+def gpt2(device="cpu", cls="GPT2LMHeadModel", implementation="sdpa", seed=0, **changes):
+    torch.manual_seed(seed)
+    settings = dict(
+        vocab_size=VOCAB,
+        n_positions=64,
+        n_embd=32,
+        n_layer=LAYERS,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+    )
+    config = transformers.GPT2Config(**{**settings, **changes})
+    model = getattr(transformers, cls)._from_config(config, attn_implementation=implementation)
+    for name, parameter in model.named_parameters():
+        # Biases and norms start at 0 and 1, where a forgotten one would not show.
+        if name.endswith("bias") or ".ln_" in name:
+            nn.init.normal_(parameter, mean=0.3, std=0.3)
+    return model.to(device).eval()
+
+
+def pair(device="cpu", **changes):
+    """A fused and a stock model of equal weights."""
+    model = gpt2(device, **changes)
+    stock = copy.deepcopy(model)
+    report = fuse(model)
+    assert report.skipped == []
+    return model, stock
+
+
+def batch(device, pads=(0, 3, 7), length=12):
+    ids = torch.randint(1, VOCAB, (len(pads), length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate(pads):
+        mask[row, :pad] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    values = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    return {name: value.to(device) for name, value in values.items()}
+
+
+def logits(model, **inputs):
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+def loss_and_grads(model, inputs):
+    model.zero_grad()
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    loss = model(**inputs, labels=labels).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def places(layers=LAYERS, prefix="transformer.h"):
+    below = ("attn", "attn.c_attn", "mlp")
+    return {f"{prefix}.{layer}.{name}" for layer in range(layers) for name in below}
+
+
+# ---- equal numbers
+
+
+@pytest.mark.parametrize("pads", [(0, 0), (0, 3, 7)])
+def test_logits_equal_stock_and_the_report_says_so(fused_device, pads):
+    model = gpt2(fused_device)
+    stock = copy.deepcopy(model)
+    report = fuse(model)
+    assert set(report.replaced) == places() and report.skipped == []
+    assert 0 <= report.max_abs_diff < 1e-5
+    assert report.compared == f"logits (2, 16, {VOCAB}) float32"
+    inputs = batch(fused_device, pads)
+    real = inputs["attention_mask"].bool()
+    assert_close(logits(model, **inputs)[real], logits(stock, **inputs)[real], rtol=1e-5, atol=1e-5)
+
+
+def test_the_ops_really_run(fused_device):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    model, stock = pair(fused_device)
+    inputs = batch(fused_device)
+    with Count() as count:
+        logits(model, **inputs)
+    norms = sum("native_layer_norm" in name or "layer_norm.default" in name for name in count.names)
+    welded = [name for name in count.names if name.startswith("torchweld")]
+    assert sum("layer_norm_linear" in name for name in welded) == 2 * LAYERS
+    assert sum("attention" in name for name in welded) == LAYERS
+    assert norms == 1, "ln_f alone stays stock"
+    with Count() as count:
+        logits(stock, **inputs)
+    assert not any(name.startswith("torchweld") for name in count.names)
+
+
+@pytest.mark.parametrize(
+    ("activation", "name"),
+    [
+        ("gelu_new", "gelu_tanh"),
+        ("gelu_pytorch_tanh", "gelu_tanh"),
+        ("gelu_fast", "gelu_tanh"),
+        ("gelu", "gelu"),
+        ("relu", "relu"),
+        ("silu", "silu"),
+        ("linear", "none"),
+    ],
+)
+def test_every_activation_with_a_fused_form(fused_device, activation, name):
+    model, stock = pair(fused_device, activation_function=activation)
+    assert model.transformer.h[0].mlp._torchweld_site.activation == name
+    inputs = batch(fused_device, (0, 0))
+    assert_close(logits(model, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_the_activation_object_counts_and_not_the_config(fused_device):
+    model = gpt2(fused_device, activation_function="gelu_new")
+    for block in model.transformer.h:
+        block.mlp.act = nn.ReLU()
+    stock = copy.deepcopy(model)
+    assert fuse(model).skipped == []
+    inputs = batch(fused_device, (0, 0))
+    assert_close(logits(model, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_no_worse_than_stock(fused_device, dtype):
+    exact = gpt2(fused_device)
+    model, stock = pair(fused_device)
+    inputs = batch(fused_device, (0, 0))
+    want = logits(exact, **inputs)
+    scale = want.abs().max()
+    ours = (logits(model.to(dtype), **inputs).float() - want).abs().max() / scale
+    eager = (logits(stock.to(dtype), **inputs).float() - want).abs().max() / scale
+    eps = torch.finfo(dtype).eps
+    assert ours <= 2 * eager + 2 * eps
+
+
+@pytest.mark.parametrize("pads", [(0, 0), (0, 3, 7)])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_equal_stock(fused_device, pads, checkpointing):
+    model, stock = pair(fused_device)
+    if checkpointing:
+        for each in (model, stock):
+            newer = getattr(each, "activation_checkpointing_enable", None)
+            (newer or each.gradient_checkpointing_enable)()
+    inputs = batch(fused_device, pads)
+    loss, grads = loss_and_grads(model.train(), inputs)
+    stock_loss, stock_grads = loss_and_grads(stock.train(), inputs)
+    assert_close(loss, stock_loss, rtol=1e-6, atol=1e-6)
+    assert grads.keys() == stock_grads.keys()
+    for name, grad in grads.items():
+        assert_close(
+            grad, stock_grads[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_training_with_dropout_draws_what_stock_draws():
+    model = gpt2(attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1)
+    stock = copy.deepcopy(model)
+    report = fuse(model)
+    assert any("attn_pdrop is 0.1" in note for note in report.notes)
+    inputs = batch("cpu")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.manual_seed(3)
+        loss, _ = loss_and_grads(model.train(), inputs)
+    torch.manual_seed(3)
+    stock_loss, _ = loss_and_grads(stock.train(), inputs)
+    assert_close(loss, stock_loss, rtol=1e-5, atol=1e-6)
+    ours = [str(w.message) for w in caught if str(w.message).startswith("torchweld:")]
+    assert len(ours) == 1 and "dropout" in ours[0]
+
+
+def test_32_training_steps_converge_as_stock(fused_device):
+    model, stock = pair(fused_device)
+    generator = torch.Generator().manual_seed(4)
+    steps = torch.randint(1, 4, (32, 8, 1), generator=generator)
+    starts = torch.randint(VOCAB, (32, 8, 1), generator=generator)
+    data = ((starts + steps * torch.arange(24)) % 8).to(fused_device)
+    curves = []
+    for each in (model.train(), stock.train()):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=2e-3)
+        curve = []
+        for ids in data:
+            loss = each(ids, attention_mask=torch.ones_like(ids), labels=ids).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            curve.append(loss.item())
+        curves.append(curve)
+    ours, want = (torch.tensor(curve) for curve in curves)
+    assert want[-1] < 0.8 * want[0]
+    assert_close(ours, want, rtol=1e-5, atol=0)
+    for (name, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
+        assert_close(p, q, rtol=5e-3, atol=5e-3, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_generation_of_a_left_padded_batch(fused_device):
+    model, stock = pair(fused_device)
+    pads = (0, 4, 9, 11)
+    inputs = batch(fused_device, pads)
+    del inputs["position_ids"]
+    settings = dict(max_new_tokens=10, do_sample=False, eos_token_id=None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        together = model.generate(**inputs, **settings)
+    assert [w for w in caught if "torchweld" in str(w.message)] == []
+    assert torch.equal(together, stock.generate(**inputs, **settings))
+    for row, pad in enumerate(pads):
+        prompt = inputs["input_ids"][row : row + 1, pad:]
+        alone = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
+        assert torch.equal(together[row, pad:], alone[0])
+
+
+def test_compiles_in_one_graph(fused_device):
+    model, stock = pair(fused_device)
+    inputs = batch(fused_device, (0, 0))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_close(logits(compiled, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
+    loss = compiled(**inputs).logits.square().mean()
+    loss.backward()
+    stock_loss = stock(**inputs).logits.square().mean()
+    stock_loss.backward()
+    for p, q in zip(model.parameters(), stock.parameters(), strict=True):
+        assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_autocast(fused_device):
+    model, stock = pair(fused_device)
+    inputs = batch(fused_device, (0, 0))
+    want = logits(stock, **inputs)
+    kind = torch.device(fused_device).type
+    with torch.autocast(kind, dtype=torch.bfloat16):
+        ours, eager = logits(model, **inputs), logits(stock, **inputs)
+    assert ours.dtype == eager.dtype == torch.bfloat16
+    error = (ours.float() - want).abs().max()
+    assert error <= 2 * (eager.float() - want).abs().max() + 2**-7 * want.abs().max()
+
+
+# ---- nothing else changes
+
+
+def test_parameters_names_and_storage_stay(fused_device):
+    model = gpt2(fused_device)
+    before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+    modules = [name for name, _ in model.named_modules()]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fuse(model)
+    assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
+    assert [name for name, _ in model.named_modules()] == modules
+    assert model.state_dict().keys() == state.keys()
+    inputs = batch(fused_device, (0, 0))
+    model.train()(**inputs, labels=inputs["input_ids"]).loss.backward()
+    optimizer.step()
+    changed = {n for n, v in model.state_dict().items() if not torch.equal(v, state[n])}
+    assert changed == set(state)
+    model.load_state_dict(state)
+    assert all(torch.equal(v, state[n]) for n, v in model.state_dict().items())
+    assert isinstance(model.transformer.h[0].ln_1, nn.LayerNorm)
+    assert isinstance(model.transformer.h[0].attn.c_attn, Conv1D)
+
+
+def test_saved_files_are_those_of_the_stock_model(fused_device, tmp_path):
+    model, stock = pair(fused_device)
+    model.save_pretrained(tmp_path / "fused")
+    stock.save_pretrained(tmp_path / "stock")
+    names = sorted(path.name for path in (tmp_path / "stock").iterdir())
+    assert sorted(path.name for path in (tmp_path / "fused").iterdir()) == names
+    for name in names:
+        fused_bytes = (tmp_path / "fused" / name).read_bytes()
+        assert fused_bytes == (tmp_path / "stock" / name).read_bytes(), name
+    assert "torchweld" not in (tmp_path / "fused" / "config.json").read_text()
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "fused").to(fused_device)
+    assert loaded.config._attn_implementation == "sdpa"
+    inputs = batch(fused_device, (0, 0))
+    assert torch.equal(logits(loaded, **inputs), logits(stock, **inputs))
+
+
+def test_unfuse_gives_the_stock_model_back(fused_device):
+    model = gpt2(fused_device)
+    config = model.config
+    inputs = batch(fused_device)
+    before, shape = logits(model, **inputs), repr(model)
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    fuse(model)
+    assert repr(model) != shape
+    assert set(unfuse(model)) == places()
+    assert torch.equal(logits(model, **inputs), before)
+    assert repr(model) == shape
+    assert model.config is config and model.transformer.config is config
+    assert config._attn_implementation == "sdpa"
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert unfuse(model) == []
+    assert set(fuse(model).replaced) == places()
+
+
+def test_unfuse_changes_nothing_when_it_cannot_finish():
+    model = gpt2()
+    fuse(model)
+    nn.utils.parametrizations.weight_norm(model.transformer.h[1].attn.c_attn)
+    inputs = batch("cpu")
+    want = logits(model, **inputs)
+    with pytest.raises(RuntimeError, match="ParametrizedLayerNormConv1D since"):
+        unfuse(model)
+    assert torch.equal(logits(model, **inputs), want)
+    nn.utils.parametrize.remove_parametrizations(model.transformer.h[1].attn.c_attn, "weight")
+    assert set(unfuse(model)) == places()
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_unfuse_restores_the_attention_that_was_chosen(implementation):
+    model = gpt2(implementation=implementation)
+    fuse(model)
+    assert model.transformer.h[0].attn.config._attn_implementation == "torchweld"
+    unfuse(model)
+    assert model.config._attn_implementation == implementation
+
+
+def test_unfuse_keeps_edits_of_the_config():
+    model = gpt2()
+    fuse(model)
+    model.config.use_cache = False
+    assert model.transformer.config.use_cache is False
+    unfuse(model)
+    assert model.config.use_cache is False and model.transformer.config is model.config
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_of_the_same_config_object_stays_stock():
+    model = gpt2()
+    sibling = transformers.GPT2LMHeadModel(model.config)
+    fuse(model)
+    assert sibling.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "torchweld"
+
+
+def test_training_mode_and_random_state_stay():
+    model = gpt2()
+    model.train()
+    model.transformer.h[1].mlp.eval()
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    fuse(model)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_fusing_twice_replaces_nothing_and_says_so():
+    model = gpt2()
+    fuse(model)
+    want = logits(model, **batch("cpu"))
+    again = fuse(model)
+    assert again.replaced == [] and again.max_abs_diff is None and not again
+    assert {path for path, _ in again.skipped} == places()
+    assert {reason for _, reason in again.skipped} == {"fused already"}
+    assert "nothing replaced" in str(again) and "fused already" in str(again)
+    assert torch.equal(logits(model, **batch("cpu")), want)
+    assert set(unfuse(model)) == places()
+
+
+# ---- copies
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_are_fused_and_independent(fused_device, how):
+    model, stock = pair(fused_device)
+    if how == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    inputs = batch(fused_device, (0, 0))
+    want = logits(model, **inputs)
+    assert torch.equal(logits(twin, **inputs), want)
+    own = {id(module) for module in twin.modules()}
+    for block in twin.transformer.h:
+        site = block.mlp._torchweld_site
+        assert {id(site.norm), id(site.owner), id(site.linear), id(site.block)} <= own
+    with torch.no_grad():
+        for block in twin.transformer.h:
+            block.ln_2.weight.mul_(2)
+    assert not torch.allclose(logits(twin, **inputs), want)
+    assert torch.equal(logits(model, **inputs), want)
+    assert set(unfuse(twin)) == places()
+    assert torch.equal(logits(model, **inputs), want)
+
+
+def test_casts_follow():
+    model, stock = pair()
+    inputs = batch("cpu", (0, 0))
+    got = logits(model.double(), **inputs)
+    assert got.dtype == torch.float64
+    assert_close(got, logits(stock.double(), **inputs), rtol=1e-10, atol=1e-10)
+
+
+def test_replicas_run_stock_with_their_own_parameters():
+    # What DataParallel makes: shallow copies, whose site still names the original modules.
+    model, stock = pair()
+    block, stock_block = model.transformer.h[0], stock.transformer.h[0]
+    x = torch.randn(2, 5, 32)
+    norm, mlp = copy.copy(block.ln_2), copy.copy(block.mlp)
+    norm._parameters = {name: p.detach() * 2 for name, p in norm._parameters.items()}
+    with torch.no_grad():
+        stock_block.ln_2.weight.mul_(2)
+        stock_block.ln_2.bias.mul_(2)
+        assert torch.equal(mlp(norm(x)), stock_block.mlp(stock_block.ln_2(x)))
+
+
+# ---- what is refused
+
+
+def hook_it(module, kind):
+    return {
+        "forward": lambda: module.register_forward_hook(lambda m, a, out: None),
+        "pre": lambda: module.register_forward_pre_hook(lambda m, a: None),
+        "backward": lambda: module.register_full_backward_hook(lambda m, gi, go: None),
+        "backward_pre": lambda: module.register_full_backward_pre_hook(lambda m, go: None),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["forward", "pre", "backward", "backward_pre"])
+@pytest.mark.parametrize(
+    ("hooked", "stays"),
+    [
+        ("ln_1", "attn.c_attn"),
+        ("attn", "attn.c_attn"),
+        ("attn.c_attn", "attn.c_attn"),
+        ("ln_2", "mlp"),
+        ("mlp", "mlp"),
+        ("mlp.c_fc", "mlp"),
+        ("mlp.act", "mlp"),
+    ],
+)
+def test_hooks_are_refused_with_a_reason(hooked, stays, kind):
+    model = gpt2()
+    stock = copy.deepcopy(model)
+    hook_it(model.transformer.h[1].get_submodule(hooked), kind)
+    report = fuse(model)
+    assert [path for path, _ in report.skipped] == [f"transformer.h.1.{stays}"]
+    reason = report.skipped[0][1]
+    assert hooked.split(".")[-1] in reason and "hooks" in reason
+    assert set(report.replaced) == places() - {f"transformer.h.1.{stays}"}
+    inputs = batch("cpu", (0, 0))
+    assert_close(logits(model, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
+
+
+class LoraConv1D(nn.Module):
+    """As LoRA libraries wrap a layer: the base layer stays inside."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.nx, 2, bias=False)
+        self.up = nn.Linear(2, base.nf, bias=False)
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    @property
+    def bias(self):
+        return self.base.bias
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def wrap_in_lora(model, seed=7):
+    torch.manual_seed(seed)
+    block = model.transformer.h[0]
+    block.mlp.c_fc = LoraConv1D(block.mlp.c_fc)
+    block.attn.c_attn = LoraConv1D(block.attn.c_attn)
+    return model
+
+
+class Quantised(torch.Tensor):
+    pass
+
+
+class OtherNorm(nn.LayerNorm):
+    pass
+
+
+def spoil(model, case):
+    block = model.transformer.h[1]
+    if case == "quantised":
+        data = block.mlp.c_fc.weight.detach().as_subclass(Quantised)
+        block.mlp.c_fc.weight = nn.Parameter(data)
+        return "mlp", "Quantised"
+    if case == "norm subclass":
+        block.ln_1.__class__ = OtherNorm
+        return "attn.c_attn", "OtherNorm"
+    if case == "mixed dtypes":
+        block.ln_2.float()
+        return "mlp", "mixed dtypes: ln_2.weight float32"
+    if case == "activation":
+        block.mlp.act = transformers.activations.ACT2FN["quick_gelu"]
+        return "mlp", "QuickGELUActivation"
+    if case == "lambda":
+        block.mlp._modules.pop("act")
+        block.mlp.act = lambda x: x
+        return "mlp", "function"
+    if case == "parametrised":
+        nn.utils.parametrizations.weight_norm(block.mlp.c_fc)
+        return "mlp", "ParametrizedConv1D"
+    if case == "instance forward":
+        block.ln_2.forward = nn.LayerNorm.forward.__get__(block.ln_2)
+        return "mlp", "ln_2.forward was replaced"
+    if case == "mlp subclass":
+        block.mlp.__class__ = type("OtherMLP", (type(block.mlp),), {})
+        return "mlp", "OtherMLP"
+    raise AssertionError(case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "quantised",
+        "norm subclass",
+        "mixed dtypes",
+        "activation",
+        "lambda",
+        "parametrised",
+        "instance forward",
+        "mlp subclass",
+    ],
+)
+def test_unsafe_places_are_refused_with_a_reason(case):
+    model = gpt2()
+    if case == "mixed dtypes":
+        model.bfloat16()
+    below, why = spoil(model, case)
+    report = fuse(model, check=False)
+    path = f"transformer.h.1.{below}"
+    assert [entry for entry, _ in report.skipped] == [path]
+    assert why in report.skipped[0][1], report.skipped[0][1]
+    assert set(report.replaced) == places() - {path}
+    assert report.max_abs_diff is None
+
+
+def test_lora_before_fuse_stays_stock():
+    model = wrap_in_lora(gpt2())
+    stock = copy.deepcopy(model)
+    report = fuse(model)
+    skipped = dict(report.skipped)
+    assert skipped.keys() == {"transformer.h.0.mlp", "transformer.h.0.attn.c_attn"}
+    assert all("LoraConv1D" in reason for reason in skipped.values())
+    inputs = batch("cpu", (0, 0))
+    assert_close(logits(model, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_lora_after_fuse_makes_the_place_stock():
+    model, stock = pair()
+    wrap_in_lora(model)
+    wrap_in_lora(stock)
+    inputs = batch("cpu", (0, 0))
+    assert_close(logits(model, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ln_1", "attn", "attn.c_attn", "ln_2", "mlp", "mlp.c_fc"])
+def test_a_hook_after_fuse_sees_stock_values(name):
+    seen = []
+
+    def look(module, args, out):
+        seen.append([t.detach() for t in (*args, out) if isinstance(t, torch.Tensor)])
+
+    inputs = batch("cpu", (0, 0))
+    model, stock = pair()
+    want = logits(stock, **inputs)
+    for each in (model, stock):
+        handle = each.transformer.h[1].get_submodule(name).register_forward_hook(look)
+        assert_close(logits(each, **inputs), want, rtol=1e-5, atol=1e-5)
+        handle.remove()
+    assert len(seen) == 2 and len(seen[0]) == len(seen[1])
+    assert_close(seen[0], seen[1], rtol=1e-5, atol=1e-5)
+    assert model.transformer.h[1].mlp._torchweld_site.holds()
+
+
+def test_recording_hidden_states_does_not_stop_the_fusion(fused_device):
+    model, stock = pair(fused_device)
+    inputs = batch(fused_device, (0, 0))
+    with torch.no_grad():
+        ours = model(**inputs, output_hidden_states=True).hidden_states
+        want = stock(**inputs, output_hidden_states=True).hidden_states
+    assert len(ours) == LAYERS + 1
+    assert_close(ours, want, rtol=1e-5, atol=1e-5)
+    assert all(block.mlp._torchweld_site.holds() for block in model.transformer.h)
+    assert all(block.attn.c_attn._torchweld_site.holds() for block in model.transformer.h)
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ("attentions", "output_attentions"),
+        ("flash", "flash_attention_2"),
+        ("other module", "Identity"),
+    ],
+)
+def test_attention_stays_stock_for_a_reason(case, why):
+    model = gpt2(implementation="eager" if case == "attentions" else "sdpa")
+    if case == "attentions":
+        model.config.output_attentions = True
+    elif case == "flash":
+        model.config._attn_implementation_internal = "flash_attention_2"
+    else:
+        model.transformer.h[1].attn = nn.Identity()
+        model.transformer.h[1].attn.c_attn = nn.Identity()
+    report = fuse(model, check=False)
+    reasons = {path: reason for path, reason in report.skipped if path.endswith(".attn")}
+    assert reasons.keys() == {f"transformer.h.{layer}.attn" for layer in range(LAYERS)}
+    assert all(why in reason for reason in reasons.values())
+    assert model.config._attn_implementation != "torchweld"
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Linear(3, 3), nn.Sequential()], ids=["a layer", "an empty model"]
+)
+def test_a_model_without_gpt2_is_one_sentence(model):
+    with pytest.raises(TypeError, match="must be or contain transformers' GPT2Model") as error:
+        fuse(model)
+    assert "\n" not in str(error.value) and type(model).__name__ in str(error.value)
+
+
+def test_meta_parameters_are_refused():
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1))
+    report = fuse(model)
+    assert not report.replaced
+    assert all("meta device" in reason for _, reason in report.skipped)
+
+
+def test_an_op_without_a_kernel_leaves_its_places_stock(monkeypatch):
+    from torchweld import _library
+
+    class Ops:
+        def __getattr__(self, name):
+            return getattr(torch.ops.torchweld, name)
+
+        def layer_norm_linear(self, *args, **kwargs):
+            raise NotImplementedError("torchweld::layer_norm_linear has no kernel here")
+
+    monkeypatch.setattr(_library, "ops", Ops())
+    model = gpt2()
+    report = fuse(model)
+    assert all(path.endswith(".attn") for path in report.replaced) and len(report.replaced) == 2
+    assert {reason for _, reason in report.skipped} == {
+        "torchweld::layer_norm_linear has no kernel here"
+    }
+    assert len(report.skipped) == 2 * LAYERS
+
+
+def test_a_device_without_kernels_is_named_and_stays_stock(device):
+    model = gpt2(device)
+    stock = copy.deepcopy(model)
+    report = fuse(model)
+    assert {path for path, _ in report.skipped} | set(report.replaced) == places()
+    if device == "cpu":
+        assert report.skipped == []
+    assert all("CUDA" in reason for _, reason in report.skipped)
+    inputs = batch(device, (0, 0))
+    assert_close(logits(model, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
+
+
+# ---- the sample
+
+
+@pytest.mark.parametrize("kind", ["tensor", "dict"])
+def test_a_sample_of_the_user(fused_device, kind):
+    model = gpt2(fused_device)
+    inputs = batch(fused_device)
+    report = fuse(model, sample=inputs["input_ids"] if kind == "tensor" else inputs)
+    assert report.compared == f"logits (3, 12, {VOCAB}) float32"
+    assert report.max_abs_diff < 1e-5
+
+
+def test_without_check_nothing_runs():
+    model = gpt2()
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    report = fuse(model, check=False)
+    assert calls == [] and report.max_abs_diff is None and set(report.replaced) == places()
+    assert "not measured" in str(report)
+
+
+def test_the_difference_is_measured_and_not_assumed(monkeypatch):
+    from torchweld.integrations import gpt2 as rooms
+
+    right = rooms.Site.apply
+    monkeypatch.setattr(rooms.Site, "apply", lambda site, x: right(site, x) + 0.01)
+    assert fuse(gpt2()).max_abs_diff > 1e-4
+
+
+def test_a_failing_sample_leaves_the_model_stock():
+    model = gpt2()
+    shape = repr(model)
+    with pytest.raises(IndexError):
+        fuse(model, sample=torch.full((1, 4), VOCAB + 5))
+    assert repr(model) == shape and model.config._attn_implementation == "sdpa"
+    assert not model.training
+
+
+def test_nan_from_the_fused_model_leaves_it_stock(monkeypatch):
+    from torchweld.integrations import gpt2 as rooms
+
+    right = rooms.Site.apply
+    monkeypatch.setattr(rooms.Site, "apply", lambda site, x: right(site, x) * float("nan"))
+    model = gpt2()
+    shape = repr(model)
+    with pytest.raises(RuntimeError, match="the model is stock again"):
+        fuse(model)
+    assert repr(model) == shape and model.config._attn_implementation == "sdpa"
+
+
+# ---- other classes
+
+
+@pytest.mark.parametrize(
+    ("cls", "prefix"),
+    [
+        ("GPT2Model", "h"),
+        ("GPT2LMHeadModel", "transformer.h"),
+        ("GPT2DoubleHeadsModel", "transformer.h"),
+        ("GPT2ForSequenceClassification", "transformer.h"),
+        ("GPT2ForTokenClassification", "transformer.h"),
+    ],
+)
+def test_every_class_that_holds_a_gpt2(fused_device, cls, prefix):
+    model = gpt2(fused_device, cls=cls)
+    stock = copy.deepcopy(model)
+    report = fuse(model)
+    assert set(report.replaced) == places(prefix=prefix)
+    assert report.max_abs_diff < 1e-5
+    ids = batch(fused_device, (0, 0))["input_ids"]
+    with torch.no_grad():
+        ours, want = model(ids), stock(ids)
+    assert_close(ours[0], want[0], rtol=1e-5, atol=1e-5)
+    unfuse(model)
+    with torch.no_grad():
+        assert torch.equal(model(ids)[0], want[0])
+
+
+def test_inside_another_module(fused_device):
+    outer = nn.ModuleDict({"student": gpt2(fused_device), "teacher": gpt2(fused_device, seed=1)})
+    report = fuse(outer)
+    wanted = places(prefix="student.transformer.h") | places(prefix="teacher.transformer.h")
+    assert set(report.replaced) == wanted and report.max_abs_diff < 1e-5
+    assert set(unfuse(outer)) == wanted
+
+
+def test_cross_attention(fused_device):
+    model = gpt2(fused_device, add_cross_attention=True)
+    stock = copy.deepcopy(model)
+    report = fuse(model)
+    cross = {f"transformer.h.{layer}.crossattention" for layer in range(LAYERS)}
+    assert set(report.replaced) == places() | cross and report.skipped == []
+    inputs = batch(fused_device, (0, 0))
+    memory = torch.randn(2, 7, 32, device=fused_device)
+    ours = logits(model, **inputs, encoder_hidden_states=memory)
+    want = logits(stock, **inputs, encoder_hidden_states=memory)
+    assert_close(ours, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("option", ["scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"])
+def test_attention_options(fused_device, option):
+    model, stock = pair(fused_device, implementation="eager", **{option: True})
+    inputs = batch(fused_device, (0, 0))
+    assert_close(logits(model, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
+
+
+# ---- the report
+
+
+def test_report_as_text_dict_and_table():
+    report = FuseReport(
+        model="GPT2LMHeadModel",
+        replaced=["h.0.mlp", "h.1.mlp", "h.3.mlp", "ln"],
+        skipped=[("h.2.mlp", "c_fc has hooks")],
+        max_abs_diff=1.25e-6,
+        compared="logits (2, 16, 61) float32",
+        ops={f"h.{i}.mlp": "layer_norm_linear" for i in (0, 1, 3)},
+        notes=["attn_pdrop is 0.1"],
+    )
+    text = str(report)
+    assert text.splitlines()[0] == (
+        "torchweld.fuse(GPT2LMHeadModel): 4 places replaced, 1 left stock"
+    )
+    assert "layer_norm_linear  h.{0-1,3}.mlp" in text
+    assert "left stock: h.2.mlp: c_fc has hooks" in text
+    assert "1.25e-06 over logits (2, 16, 61) float32" in text
+    assert "attn_pdrop is 0.1" in text
+    assert bool(report) and not FuseReport()
+    back = json.loads(json.dumps(report.to_dict()))
+    assert back["replaced"] == report.replaced
+    assert back["skipped"] == [["h.2.mlp", "c_fc has hooks"]]
+
+    rich = pytest.importorskip("rich")
+    console = rich.get_console().__class__(file=io.StringIO(), width=160)
+    console.print(report)
+    table = console.file.getvalue()
+    assert "h.{0-1,3}.mlp" in table and "c_fc has hooks" in table and "1.25e-06" in table

@@ -1,0 +1,521 @@
+"""attn_implementation="torchweld": the attention function, the mask function, whole tiny models."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+transformers = pytest.importorskip("transformers")
+
+from torchweld.integrations import hf_attention, register_attention  # noqa: E402
+
+register_attention()
+
+VOCAB = 61
+
+
+@pytest.fixture
+def attention_device(device):
+    """A device on which this build has the attention op."""
+    q = torch.zeros(1, 1, 2, 4, device=device)
+    try:
+        torch.ops.torchweld.attention(q, q, q, causal=True)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    return device
+
+
+@pytest.fixture(autouse=True)
+def fresh_warnings():
+    hf_attention._warned.clear()
+
+
+def gpt2(device, implementation="torchweld", **changes):
+    torch.manual_seed(0)
+    settings = dict(
+        vocab_size=VOCAB,
+        n_positions=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+    )
+    config = transformers.GPT2Config(**{**settings, **changes})
+    model = transformers.GPT2LMHeadModel._from_config(config, attn_implementation=implementation)
+    return model.to(device).eval()
+
+
+def small(name, device, implementation="torchweld", **changes):
+    """A tiny model with grouped heads: Llama, Mistral."""
+    torch.manual_seed(0)
+    settings = dict(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    config = getattr(transformers, f"{name}Config")(**{**settings, **changes})
+    cls = getattr(transformers, f"{name}ForCausalLM")
+    return cls._from_config(config, attn_implementation=implementation).to(device).eval()
+
+
+def batch(device, pads=(0, 3, 7), length=12, side="left"):
+    ids = torch.randint(1, VOCAB, (len(pads), length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate(pads):
+        hidden = slice(0, pad) if side == "left" else slice(length - pad, length)
+        mask[row, hidden] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    values = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    return {name: value.to(device) for name, value in values.items()}
+
+
+def own_warnings(caught):
+    return [str(w.message) for w in caught if str(w.message).startswith("torchweld:")]
+
+
+def test_both_interfaces_are_registered_and_registering_again_changes_nothing():
+    register_attention()
+    attention = transformers.AttentionInterface()["torchweld"]
+    assert attention is hf_attention.attention_forward
+    assert transformers.AttentionMaskInterface()["torchweld"] is hf_attention.attention_mask
+
+
+# ---- the mask function
+
+
+def mask_of(attention_mask, q_length, kv_length, q_offset=None, **more):
+    rows = attention_mask.shape[0] if attention_mask is not None else 2
+    return hf_attention.attention_mask(
+        batch_size=rows,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=kv_length - q_length if q_offset is None else q_offset,
+        attention_mask=attention_mask,
+        **more,
+    )
+
+
+@contextlib.contextmanager
+def no_sync(device):
+    """Raises where the host waits for a GPU."""
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    ("rows", "pads"),
+    [
+        ([[1, 1, 1, 1]], [0]),
+        ([[0, 1, 1, 1], [0, 0, 0, 1]], [1, 3]),
+        ([[0, 0, 0, 0], [1, 1, 1, 1]], [4, 0]),
+        ([[1], [0]], [0, 1]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_left_padding_becomes_leftpad(device, rows, pads, dtype):
+    mask = torch.tensor(rows, device=device).to(dtype)
+    with no_sync(device):
+        got = mask_of(mask, q_length=mask.shape[1], kv_length=mask.shape[1])
+    assert got.dtype == torch.int32 and got.device == mask.device
+    assert got.tolist() == pads
+
+
+def test_one_query_with_a_cache_gets_leftpad(device):
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]], device=device)
+    assert mask_of(mask, q_length=1, kv_length=5).tolist() == [2, 0]
+
+
+def test_a_longer_mask_is_cut_to_the_keys(device):
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1]], device=device, dtype=torch.bool)
+    got = mask_of(mask, q_length=2, kv_length=4, kv_offset=1, q_offset=3)
+    assert got.tolist() == [1]
+
+
+def test_no_mask_means_none_unless_a_cache_shifts_the_diagonal(device):
+    assert mask_of(None, q_length=5, kv_length=5, device=device) is None
+    assert mask_of(None, q_length=1, kv_length=5, device=device) is None
+    shifted = mask_of(None, q_length=3, kv_length=5, device=device)
+    assert shifted.tolist() == [0, 0] and shifted.dtype == torch.int32
+
+
+def test_old_versions_pass_cache_position_instead_of_lengths(device):
+    mask = torch.tensor([[0, 1, 1, 1]], device=device)
+    got = hf_attention.attention_mask(
+        batch_size=1,
+        cache_position=torch.arange(4, device=device),
+        kv_length=4,
+        attention_mask=mask,
+    )
+    assert got.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "right padding",
+        "hole",
+        "static cache",
+        "tensor offset",
+        "mask shorter than the keys",
+        "must be materialised",
+    ],
+)
+def test_other_patterns_get_the_mask_of_sdpa(case):
+    from transformers.masking_utils import sdpa_mask
+
+    mask = torch.tensor([[0, 1, 1, 1, 1]], dtype=torch.bool)
+    call = dict(batch_size=1, q_length=5, kv_length=5, q_offset=0, attention_mask=mask)
+    if case == "right padding":
+        call["attention_mask"] = torch.tensor([[1, 1, 1, 0, 0]], dtype=torch.bool)
+    elif case == "hole":
+        call["attention_mask"] = torch.tensor([[1, 0, 0, 1, 1]], dtype=torch.bool)
+    elif case == "static cache":
+        call["kv_length"] = 9
+    elif case == "tensor offset":
+        call["q_offset"] = torch.tensor(0)
+    elif case == "mask shorter than the keys":
+        call.update(q_length=5, kv_length=7, q_offset=2)
+    else:
+        call["allow_is_causal_skip"] = False
+    got = hf_attention.attention_mask(**call)
+    assert got.dtype == torch.bool and got.dim() == 4
+    assert torch.equal(got, sdpa_mask(**call))
+
+
+@pytest.mark.parametrize("kv_length", [5, 8])
+def test_mask_function_waits_for_no_device(kv_length):
+    """Fake CUDA tensors raise where a value would have to reach the host."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        mask = torch.ones(3, kv_length, dtype=torch.bool, device="cuda")
+        got = mask_of(mask, q_length=5, kv_length=kv_length)
+        with pytest.raises(Exception, match="(?i)data.dependent|_local_scalar_dense"):
+            bool(mask.all())
+    assert got.device.type == "cuda" and got.dtype == torch.int32 and got.shape == (3,)
+
+
+@pytest.fixture
+def as_on_an_accelerator(monkeypatch):
+    monkeypatch.setattr(hf_attention, "_values_are_free", lambda mask: False)
+
+
+def test_unread_masks_take_right_padding_and_refuse_holes(as_on_an_accelerator):
+    right = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 0]])
+    assert mask_of(right, 5, 5).tolist() == [0, 1]
+    hole = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 1]])
+    with pytest.raises(RuntimeError, match="padding between tokens"):
+        mask_of(hole, 1, 5)
+
+
+def test_right_padding_is_exact_at_every_token(attention_device, as_on_an_accelerator):
+    inputs = batch(attention_device, side="right")
+    with torch.no_grad():
+        ours = gpt2(attention_device)(**inputs).logits
+        stock = gpt2(attention_device, "sdpa")(**inputs).logits
+    real = inputs["attention_mask"].bool()
+    assert_close(ours[real], stock[real], rtol=1e-5, atol=1e-5)
+
+
+# ---- the attention function
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, groups=1, is_causal=True):
+        super().__init__()
+        self.num_key_value_groups = groups
+        self.is_causal = is_causal
+
+
+def views(device, seqlen_q, seqlen_k, nheads=4, nheads_kv=4, dim=8, batch_size=2):
+    """query, key, value as models pass them: transposed views of one projection each."""
+    torch.manual_seed(2)
+    shapes = [(seqlen_q, nheads), (seqlen_k, nheads_kv), (seqlen_k, nheads_kv)]
+    tensors = [torch.randn(batch_size, s, h, dim, device=device) for s, h in shapes]
+    return [t.transpose(1, 2).requires_grad_() for t in tensors]
+
+
+def both(module, qkv, mask, stock_mask=None, **more):
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    ours, weights = hf_attention.attention_forward(module, *qkv, mask, **more)
+    assert weights is None
+    stock, _ = sdpa_attention_forward(module, *qkv, stock_mask, **more)
+    return ours, stock
+
+
+@pytest.mark.parametrize("nheads_kv", [4, 2, 1])
+@pytest.mark.parametrize("is_causal", [True, False, None])
+def test_equals_sdpa_without_mask(attention_device, nheads_kv, is_causal):
+    qkv = views(attention_device, 6, 6, nheads_kv=nheads_kv)
+    layer = Layer(groups=4 // nheads_kv)
+    ours, stock = both(layer, qkv, None, scaling=0.3, is_causal=is_causal)
+    assert ours.shape == (2, 6, 4, 8)
+    assert_close(ours, stock, rtol=1e-5, atol=1e-5)
+    dout = torch.randn_like(ours)
+    ours_grads = torch.autograd.grad(ours, qkv, dout)
+    stock_grads = torch.autograd.grad(stock, qkv, dout)
+    assert_close(ours_grads, stock_grads, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(6, 6), (1, 6), (3, 6)])
+def test_leftpad_equals_the_dense_mask(attention_device, seqlen_q, seqlen_k):
+    qkv = views(attention_device, seqlen_q, seqlen_k, nheads_kv=2)
+    leftpad = torch.tensor([0, 2], dtype=torch.int32, device=attention_device)
+    dense = hf_attention._dense_mask(leftpad, seqlen_q, seqlen_k)
+    ours, stock = both(Layer(groups=2), qkv, leftpad, dense)
+    position = torch.arange(seqlen_q, device=attention_device) + seqlen_k - seqlen_q
+    real = position >= leftpad[:, None]
+    assert_close(ours[real], stock[real], rtol=1e-5, atol=1e-5)
+    assert not ours[~real].any()
+
+
+def test_no_mask_with_spare_keys_is_aligned_at_the_top_left(attention_device):
+    # What transformers means by None after the prefill of a static cache.
+    qkv = views(attention_device, 4, 9)
+    ours, stock = both(Layer(), qkv, None)
+    assert_close(ours, stock, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"dropout": 0.5}, "dropout"),
+        ({"position_bias": torch.randn(1, 4, 6, 6)}, "position bias"),
+    ],
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_the_op_cannot_do_runs_sdpa_with_one_warning(more, said, masked):
+    qkv = views("cpu", 6, 6)
+    leftpad = torch.tensor([0, 2], dtype=torch.int32) if masked else None
+    dense = hf_attention._dense_mask(leftpad, 6, 6) if masked else None
+    outs = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            torch.manual_seed(3)
+            outs.append(hf_attention.attention_forward(Layer(), *qkv, leftpad, **more)[0])
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    torch.manual_seed(3)
+    stock = sdpa_attention_forward(Layer(), *qkv, dense, **more)[0]
+    assert torch.equal(outs[0], stock) and torch.equal(outs[1], stock)
+    said_so = own_warnings(caught)
+    assert len(said_so) == 1 and said in said_so[0]
+
+
+def test_features_of_no_path_are_refused():
+    qkv = views("cpu", 3, 3)
+    with pytest.raises(ValueError, match="s_aux"):
+        hf_attention.attention_forward(Layer(), *qkv, None, s_aux=torch.zeros(4))
+    with pytest.raises(ValueError, match="softcap"):
+        hf_attention.attention_forward(Layer(), *qkv, None, softcap=30.0)
+
+
+# ---- whole models
+
+
+def compare(ours, stock, inputs, real=None, warn=0):
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        got = [ours(**inputs).logits for _ in range(2)]
+    with torch.no_grad():
+        want = stock(**inputs).logits
+    for logits in got:
+        if real is None:
+            assert_close(logits, want, rtol=1e-5, atol=1e-5)
+        else:
+            assert_close(logits[real], want[real], rtol=1e-5, atol=1e-5)
+    assert len(own_warnings(caught)) == warn, own_warnings(caught)
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "Mistral"])
+@pytest.mark.parametrize("pads", [(0, 0, 0), (0, 3, 7), (2, 11, 1)])
+def test_left_padded_batch_equals_sdpa_and_each_prompt_alone(attention_device, name, pads):
+    make = gpt2 if name == "GPT2" else lambda *args: small(name, *args)
+    ours = make(attention_device, "torchweld")
+    stock = make(attention_device, "sdpa")
+    inputs = batch(attention_device, pads)
+    real = inputs["attention_mask"].bool()
+    compare(ours, stock, inputs, real)
+    with torch.no_grad():
+        together = ours(**inputs).logits
+        for row in range(len(pads)):
+            ids = inputs["input_ids"][row : row + 1, pads[row] :]
+            alone = ours(input_ids=ids).logits[0]
+            assert_close(together[row, pads[row] :], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_nan_in_padding_never_reaches_a_token(attention_device):
+    ours = gpt2(attention_device)
+    inputs = batch(attention_device)
+    real = inputs["attention_mask"].bool()
+    embeds = ours.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    with torch.no_grad():
+        clean = ours(inputs_embeds=embeds, **inputs).logits
+        embeds[~real] = float("nan")
+        dirty = ours(inputs_embeds=embeds, **inputs).logits
+    assert torch.equal(dirty[real], clean[real])
+    assert dirty[~real].isnan().any()
+
+
+@pytest.mark.parametrize("case", ["right padding", "hole", "custom 4-D", "packed", "window"])
+def test_other_masks_give_stock_results_with_one_warning(case):
+    inputs = batch("cpu", (0, 0, 0))
+    if case == "window":
+        pair = [small("Mistral", "cpu", name, sliding_window=4) for name in ("torchweld", "sdpa")]
+    else:
+        pair = [gpt2("cpu", name) for name in ("torchweld", "sdpa")]
+    if case == "right padding":
+        inputs = batch("cpu", (0, 3, 7), side="right")
+    elif case == "hole":
+        inputs["attention_mask"][1, 3:5] = 0
+    elif case == "custom 4-D":
+        free = torch.rand(3, 1, 12, 12, generator=torch.Generator().manual_seed(4)) < 0.5
+        inputs["attention_mask"] = free | torch.eye(12, dtype=torch.bool)
+    elif case == "packed":
+        del inputs["attention_mask"]
+        inputs["position_ids"] = torch.tensor([[*range(5), *range(7)]]).expand(3, -1)
+        inputs["use_cache"] = False
+    compare(*pair, inputs, warn=1)
+
+
+def test_a_window_wider_than_the_context_stays_with_torchweld(attention_device):
+    inputs = batch(attention_device)
+    pair = [small("Mistral", attention_device, name, sliding_window=32) for name in _NAMES]
+    compare(*pair, inputs, inputs["attention_mask"].bool())
+
+
+_NAMES = ("torchweld", "sdpa")
+
+
+def test_each_reason_is_said_once():
+    ours = gpt2("cpu")
+    holes = batch("cpu", (0, 0, 0))
+    holes["attention_mask"][0, 4] = 0
+    custom = batch("cpu", (0, 0, 0))
+    custom["attention_mask"] = torch.ones(3, 1, 12, 12, dtype=torch.bool)
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        for inputs in (holes, custom, holes, custom):
+            ours(**inputs)
+    said = own_warnings(caught)
+    assert len(said) == 2 and said[0] != said[1]
+
+
+def test_chunked_prefill_with_a_cache_equals_one_pass(attention_device):
+    ours = gpt2(attention_device)
+    ids = batch(attention_device, (0, 0))["input_ids"]
+    with torch.no_grad():
+        whole = ours(ids).logits
+        first = ours(ids[:, :5], use_cache=True)
+        second = ours(ids[:, 5:11], past_key_values=first.past_key_values, use_cache=True)
+        third = ours(ids[:, 11:], past_key_values=second.past_key_values, use_cache=True)
+    pieces = torch.cat([first.logits, second.logits, third.logits], 1)
+    assert_close(pieces, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Llama"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generate_left_padded_equals_sdpa(attention_device, name, beams):
+    make = gpt2 if name == "GPT2" else lambda *args: small(name, *args)
+    inputs = batch(attention_device, (0, 4, 9))
+    del inputs["position_ids"]
+    settings = dict(max_new_tokens=8, do_sample=False, num_beams=beams, eos_token_id=None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = make(attention_device, "torchweld").generate(**inputs, **settings)
+    stock = make(attention_device, "sdpa").generate(**inputs, **settings)
+    assert ours.shape == (3, 20)
+    assert torch.equal(ours, stock)
+    assert own_warnings(caught) == []
+
+
+def test_generate_with_a_static_cache_falls_back_and_equals_sdpa():
+    inputs = batch("cpu", (0, 4, 9))
+    del inputs["position_ids"]
+    settings = dict(
+        max_new_tokens=6, do_sample=False, cache_implementation="static", eos_token_id=None
+    )
+    settings["disable_compile"] = True
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = gpt2("cpu").generate(**inputs, **settings)
+    stock = gpt2("cpu", "sdpa").generate(**inputs, **settings)
+    assert torch.equal(ours, stock)
+    assert len(own_warnings(caught)) == 1
+
+
+def test_cross_attention_and_encoders(attention_device):
+    inputs = batch(attention_device, (0, 0, 0))
+    torch.manual_seed(5)
+    memory = torch.randn(3, 7, 32, device=attention_device)
+    pair = [gpt2(attention_device, name, add_cross_attention=True) for name in _NAMES]
+    compare(*pair, {**inputs, "encoder_hidden_states": memory})
+
+    config = transformers.BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    encoder = transformers.BertForMaskedLM._from_config(config, attn_implementation="torchweld")
+    stock = transformers.BertForMaskedLM._from_config(
+        copy.deepcopy(config), attn_implementation="sdpa"
+    )
+    stock.load_state_dict(encoder.state_dict())
+    pair = [model.to(attention_device).eval() for model in (encoder, stock)]
+    compare(*pair, {"input_ids": inputs["input_ids"]})
+
+
+def test_training_with_dropout_equals_sdpa_with_one_warning():
+    inputs = batch("cpu")
+    losses = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name in _NAMES:
+            model = gpt2("cpu", name, attn_pdrop=0.2, resid_pdrop=0.1).train()
+            torch.manual_seed(6)
+            losses.append(model(**inputs, labels=inputs["input_ids"]).loss)
+    assert torch.equal(*losses)
+    assert len(own_warnings(caught)) == 1
+
+
+def test_compiles_in_one_graph(attention_device):
+    ours = gpt2(attention_device)
+    stock = gpt2(attention_device, "sdpa")
+    inputs = batch(attention_device)
+    real = inputs["attention_mask"].bool()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    compare(compiled, stock, inputs, real)
+    inputs["attention_mask"][0, 4] = 0
+    if attention_device == "cpu":  # a device-side assertion would end the CUDA context
+        with pytest.raises(RuntimeError, match="padding between tokens"):
+            compiled(**inputs)
