@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--limit", type=float, default=20.0, help="seconds a file may take, all archs"
     )
-    parser.add_argument("--all", action="store_true", help="print every kernel, not one row a file")
+    parser.add_argument("--all", action="store_true", help="print every kernel")
     args = parser.parse_args(argv)
     nvcc = find_nvcc()
     if nvcc is None:

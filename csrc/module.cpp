@@ -12,7 +12,8 @@ namespace {
 
 py::dict tile_dict(const SoftmaxTile& tile, int elem_size, bool backward) {
   py::dict d;
-  d["threads_per_row"] = tile.threads;
+  d["blocks_per_row"] = tile.cluster;
+  d["threads"] = tile.threads;
   d["loads"] = tile.loads;
   d["access_bytes"] = tile.vector ? 16 : elem_size;
   d["capacity"] = tile.capacity(elem_size);
@@ -37,11 +38,11 @@ PYBIND11_MODULE(_C, m) {
         "The tiles of the row softmax kernels, in the order of preference.");
   m.def(
       "choose_softmax_tile",
-      [](int64_t n, int elem_size, bool aligned, bool backward, bool tiled) {
-        return choose_softmax_tile({n, elem_size, aligned, backward, tiled});
+      [](int64_t n, int elem_size, bool aligned, bool backward, bool tiled, bool clusters) {
+        return choose_softmax_tile({n, elem_size, aligned, backward, tiled, clusters});
       },
       py::arg("n"), py::arg("elem_size"), py::arg("aligned"), py::arg("backward"), py::arg("tiled"),
-      "Index into softmax_tiles, or -1 for the streaming kernel.");
+      py::arg("clusters"), "Index into softmax_tiles, or -1 for the streaming kernel.");
 }
 
 }  // namespace torchweld

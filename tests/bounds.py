@@ -53,15 +53,35 @@ def softmax_bounds(x: Tensor) -> list[Bound]:
     return [Bound(y, probability_terms(y, v, lse, 1.0), x.dtype)]
 
 
-def softmax_backward_terms(dy: Tensor, y: Tensor, scale: float, saved: bool) -> Terms:
-    size = abs(scale) * y.abs() * (dy.abs() + (dy * y).abs().sum(-1, keepdim=True))
-    return Terms([(y.shape[-1] + FUNCTION, size)], [2 * size] if saved else [])
+def roundable(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """|t| as a rounding to dtype sees it: below the smallest normal the error stays the same."""
+    return t.abs().clamp(min=torch.finfo(dtype).tiny)
+
+
+def softmax_backward_terms(
+    dy: Tensor, y: Tensor, scale: float, saved: torch.dtype | None = None, yt: Terms | None = None
+) -> Terms:
+    """`saved` is the dtype that y was rounded to between forward and backward, `yt` its errors."""
+    delta = (dy * y).abs().sum(-1, keepdim=True)
+    size = abs(scale) * y.abs() * (dy.abs() + delta)
+    terms = Terms([(y.shape[-1] + FUNCTION, size)])
+    if saved is not None:
+        r = roundable(y, saved)
+        own, others = r * (dy.abs() + delta), y.abs() * (dy.abs() * r).sum(-1, keepdim=True)
+        terms.rounds.append(abs(scale) * (own + others))
+    if yt is not None:
+        carried = dy.abs() + delta
+        terms = terms + yt.map(
+            lambda t: abs(scale)
+            * (t * carried + y.abs() * (dy.abs() * t).sum(-1, keepdim=True))
+        )
+    return terms
 
 
 def softmax_backward_bounds(dy: Tensor, y: Tensor) -> list[Bound]:
     g, p = up(dy), up(y)
     dx = p * (g - (g * p).sum(-1, keepdim=True))
-    return [Bound(dx, softmax_backward_terms(g, p, 1.0, saved=False), y.dtype)]
+    return [Bound(dx, softmax_backward_terms(g, p, 1.0), y.dtype)]
 
 
 def causal_softmax_bounds(scores: Tensor, leftpad: Tensor | None = None, *, scale: float = 1.0):
@@ -76,7 +96,7 @@ def causal_softmax_backward_bounds(
     seen = R.scores_mask(y, up(leftpad), causal=True).expand(y.shape)
     g, p = torch.where(seen, up(dy), 0.0), torch.where(seen, up(y), 0.0)
     dx = scale * p * (g - (g * p).sum(-1, keepdim=True))
-    return [Bound(dx, softmax_backward_terms(g, p, scale, saved=False), y.dtype)]
+    return [Bound(dx, softmax_backward_terms(g, p, scale), y.dtype)]
 
 
 def attend_terms(p: Tensor, pt: Terms, value: Tensor) -> Terms:
@@ -86,17 +106,29 @@ def attend_terms(p: Tensor, pt: Terms, value: Tensor) -> Terms:
     return moved + Terms([(p.shape[-1], out)], [out])
 
 
-def dscores_terms(
-    p: Tensor, pt: Terms, dout: Tensor, value: Tensor, lse: Tensor, z: Tensor
-) -> tuple[Terms, Terms]:
-    """Errors of p recomputed from lse, and of ds = p * (dout @ value^T - rowsum(dout * out))."""
+def lse_error(p: Tensor, lse: Tensor, z: Tensor) -> Tensor:
+    """What exp(z - lse) loses to the roundings of z and lse, in units of the accumulator."""
     size = torch.where(lse.isinf(), 0.0, lse.abs())[..., None] + torch.where(p > 0, z.abs(), 0.0)
-    pt = pt.map(lambda t: t + p * t.sum(-1, keepdim=True)) + Terms([(1, p * size)])
+    return p * size
+
+
+def lse_floor(t: Tensor, dtype: torch.dtype) -> float:
+    return UNIT[acc_dtype(dtype)] * t.nan_to_num(0.0).max().item() if t.numel() else 0.0
+
+
+def dscores_terms(
+    p: Tensor, pt: Terms, dout: Tensor, value: Tensor, lost: Tensor
+) -> tuple[Terms, Terms, Tensor]:
+    """Errors of p recomputed from lse, and of ds = p * (dout @ value^T - rowsum(dout * out)).
+
+    The third is |dout| @ |value|^T + rowsum(|dout| * |out|).
+    """
+    pt = pt.map(lambda t: t + p * t.sum(-1, keepdim=True)) + Terms([(1, lost)])
     delta = (dout.abs() * (p @ value.abs())).sum(-1, keepdim=True)
     carrier = dout.abs() @ value.abs().mT + delta
     ds = p * carrier
     terms = pt.map(lambda t: t * carrier) + Terms([(value.shape[-1] + p.shape[-1], ds)], [ds, ds])
-    return pt, terms
+    return pt, terms, carrier
 
 
 def softmax_matmul_parts(scores, value, leftpad, causal, scale):
@@ -125,14 +157,16 @@ def softmax_matmul_grads(
     grads = R.gradients(
         R.VALUES["softmax_matmul"], g, [True, True], s, v, pads, causal=causal, scale=scale
     )
-    pt, dst = dscores_terms(p, pt, g, v, lse, z)
+    lost = lse_error(p, lse, z)
+    pt, dst, carrier = dscores_terms(p, pt, g, v, lost)
     dvalue = pt.map(lambda t: t.mT @ g.abs())
     size = p.mT @ g.abs()
     dvalue = dvalue + Terms([(s.shape[2], size)], [size])
     dtype = scores.dtype
+    floors = [lse_floor(abs(scale) * lost * carrier, dtype), lse_floor(lost.mT @ g.abs(), dtype)]
     return [
-        Bound(grads[0], dst.map(lambda t: abs(scale) * t), dtype),
-        Bound(grads[1], dvalue, dtype),
+        Bound(grads[0], dst.map(lambda t: abs(scale) * t), dtype, floor=floors[0]),
+        Bound(grads[1], dvalue, dtype, floor=floors[1]),
     ]
 
 
@@ -176,7 +210,8 @@ def attention_grads(
     grads = R.gradients(
         R.VALUES["attention"], g, [True, True, True], *clean, causal=causal, scale=scale
     )
-    pt, dst = dscores_terms(p, pt, g, vv, lse, z)
+    lost = lse_error(p, lse, z)
+    pt, dst, carrier = dscores_terms(p, pt, g, vv, lost)
     ds = dst.rounds[0]
     dst = dst + Terms(rounds=[ds])  # rounded once more for the two matmuls
 
@@ -187,14 +222,15 @@ def attention_grads(
     to_query = dst.map(lambda t: a * t @ kk.abs())
     to_key = dst.map(lambda t: heads(a * t.mT @ q.abs()))
     to_value = pt.map(lambda t: heads(t.mT @ g.abs()))
+    to_query = to_query + Terms([(seqlen_k, a * ds @ kk.abs())])
+    to_key = to_key + Terms([(seqlen_q * group, heads(a * ds.mT @ q.abs()))])
     dvalue = heads(p.mT @ g.abs())
-    dtype = query.dtype
+    to_value = to_value + Terms([(seqlen_q * group, dvalue)], [dvalue])
+    lost_ds = a * lost * carrier
+    floors = [lost_ds @ kk.abs(), heads(lost_ds.mT @ q.abs()), heads(lost.mT @ g.abs())]
     return [
-        Bound(grads[0], to_query + Terms([(seqlen_k, a * ds @ kk.abs())]), dtype),
-        Bound(
-            grads[1], to_key + Terms([(seqlen_q * group, heads(a * ds.mT @ q.abs()))]), dtype
-        ),
-        Bound(grads[2], to_value + Terms([(seqlen_q * group, dvalue)], [dvalue]), dtype),
+        Bound(grad, terms, query.dtype, floor=lse_floor(floor, query.dtype))
+        for grad, terms, floor in zip(grads, (to_query, to_key, to_value), floors, strict=False)
     ]
 
 
@@ -616,7 +652,8 @@ REFERENCES: dict[str, Callable[..., list[Bound | None]]] = {
 def softmax_grads(dy: Tensor, x: Tensor) -> list[Bound]:
     v, g = up(x), up(dy)
     (dx,) = R.gradients(R.softmax, g, [True], v)
-    return [Bound(dx, softmax_backward_terms(g, R.softmax(v), 1.0, saved=True), x.dtype)]
+    (y,) = softmax_bounds(x)
+    return [Bound(dx, softmax_backward_terms(g, y.ref, 1.0, x.dtype, y.terms), x.dtype)]
 
 
 def causal_softmax_grads(dy, scores, leftpad=None, *, scale=1.0) -> list[Bound]:
@@ -624,8 +661,9 @@ def causal_softmax_grads(dy, scores, leftpad=None, *, scale=1.0) -> list[Bound]:
     seen = R.scores_mask(s, pads, causal=True).expand(s.shape)
     g = torch.where(seen, up(dy), 0.0)
     dx, *_ = R.gradients(R.causal_softmax, g, [True], s, pads, scale=scale)
-    p = R.causal_softmax(s, pads, scale=scale)
-    return [Bound(dx, softmax_backward_terms(g, p, scale, saved=True), scores.dtype)]
+    (y,) = causal_softmax_bounds(scores, leftpad, scale=scale)
+    terms = softmax_backward_terms(g, y.ref, scale, scores.dtype, y.terms)
+    return [Bound(dx, terms, scores.dtype)]
 
 
 # Gradients of a public op to its positional arguments, through autograd.

@@ -23,4 +23,12 @@ inline void check_launch(const char* op) {
 // The most blocks of a grid's first dimension.
 inline constexpr int64_t kMaxGrid = 2147483647;
 
+// True where the current device runs thread-block clusters.
+inline bool device_has_clusters() {
+  int device = 0, major = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         major >= 9;
+}
+
 }  // namespace torchweld

@@ -68,15 +68,25 @@ def _explain_rows(explanation: Explanation, tensors: list[Tensor], scale: float)
     tiled = not explanation.op.startswith("causal") or (rows < 2**31 and scale != 0)
     aligned = all(_rows_aligned(t) for t in tensors) and n * size % 16 == 0
     tiles = _C.softmax_tiles(size, backward)
-    chosen = _C.choose_softmax_tile(n, size, aligned, backward, tiled)
+    # Without a GPU the newest chips' choice is told.
+    clusters = not tensors[0].is_cuda or torch.cuda.get_device_capability(tensors[0].device) >= (
+        9,
+        0,
+    )
+    chosen = _C.choose_softmax_tile(n, size, aligned, backward, tiled, clusters)
     for tile in tiles[: chosen if chosen >= 0 else len(tiles)]:
-        name = f"{tile['threads_per_row']} threads x {tile['loads']} x {tile['access_bytes']} B"
+        name = (
+            f"{tile['blocks_per_row']} x {tile['threads']} threads x "
+            f"{tile['loads']} x {tile['access_bytes']} B"
+        )
         if not tiled:
             reason = "the rows need 64-bit indices or the scale is 0"
         elif (tile["access_bytes"] == 16) != aligned:
             reason = "16-byte accesses are possible" if aligned else "rows are not 16-byte aligned"
         elif not tile["suits"]:
             reason = "too many registers for this dtype"
+        elif tile["blocks_per_row"] > 1 and not clusters:
+            reason = "the GPU has no thread-block clusters"
         else:
             reason = f"holds {tile['capacity']} elements, the row has {n}"
         explanation.rejected.append((name, reason))
@@ -87,7 +97,7 @@ def _explain_rows(explanation: Explanation, tensors: list[Tensor], scale: float)
     else:
         explanation.kernel = "streaming rows (two reads)"
         explanation.tile = {
-            "threads_per_row": _C.softmax_stream_threads,
+            "threads": _C.softmax_stream_threads,
             "access_bytes": 16 if aligned else size,
         }
         explanation.why = f"no tile takes a row of {n} elements"

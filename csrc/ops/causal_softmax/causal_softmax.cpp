@@ -4,7 +4,6 @@
 //
 // Bottom-right causal plus left padding (core/mask.h); hidden scores are not read.
 #include <ATen/ops/_softmax.h>
-#include <ATen/ops/_softmax_backward_data.h>
 #include <ATen/ops/empty.h>
 
 #include "core/dispatch.h"
@@ -68,7 +67,9 @@ Tensor causal_softmax_cpu(const Tensor& scores, const OptionalTensor& leftpad, d
   for_each_score_block(rule, leftpad, in.size(0), in.size(1), [&](const ScoreBlock& block) {
     Tensor s = live_part(in, block).to(acc_dtype(in)) * scale;
     fill_future(s, block, rule, kHidden);
-    live_part(out, block).copy_(at::_softmax(s, -1, /*half_to_float=*/false));
+    s = at::_softmax(s, -1, /*half_to_float=*/false);
+    fill_future(s, block, rule, 0);  // a row that is NaN is NaN only where it sees
+    live_part(out, block).copy_(s);
   });
   return y;
 }
@@ -82,11 +83,15 @@ Tensor causal_softmax_backward_cpu(const Tensor& dy, const Tensor& y, const Opti
   const Tensor in_dy = as_heads(dy), in_y = as_heads(y), out = as_heads(dscores);
   for_each_score_block(rule, leftpad, in_y.size(0), in_y.size(1), [&](const ScoreBlock& block) {
     // A hidden dy may be anything, NaN included, so it is replaced before it is used.
-    Tensor part_dy = live_part(in_dy, block).to(dtype, /*non_blocking=*/false, /*copy=*/true);
-    Tensor part_y = live_part(in_y, block).to(dtype, /*non_blocking=*/false, /*copy=*/true);
-    fill_future(part_dy, block, rule, 0);
-    fill_future(part_y, block, rule, 0);
-    live_part(out, block).copy_(at::_softmax_backward_data(part_dy, part_y, -1, dtype).mul_(scale));
+    Tensor weighted = live_part(in_dy, block).to(dtype, /*non_blocking=*/false, /*copy=*/true);
+    fill_future(weighted, block, rule, 0);
+    const Tensor part_y = live_part(in_y, block).to(dtype);
+    weighted.mul_(part_y);
+    const Tensor sum = weighted.sum(-1, /*keepdim=*/true);
+    weighted.addcmul_(part_y, sum, /*value=*/-1);
+    if (scale != 1) weighted.mul_(scale);
+    fill_future(weighted, block, rule, 0);  // 0 * NaN where the row's sum is NaN
+    live_part(out, block).copy_(weighted);
   });
   return dscores;
 }

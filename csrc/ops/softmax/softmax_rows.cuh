@@ -42,10 +42,12 @@ struct RowConfig {
   static constexpr int kThreadsPerRow = kShape.threads;
   static constexpr int kLoads = kShape.loads;
   static constexpr int kElems = kShape.elems(sizeof(T));
+  static constexpr int kCluster = kShape.cluster;
   // Single warps are independent: a block of four of them serves four rows.
   static constexpr int kThreads = kThreadsPerRow == kWarp ? 4 * kWarp : kThreadsPerRow;
   static constexpr int kRowsPerBlock = kThreads / kThreadsPerRow;
   static_assert(kThreads <= 1024 && kThreadsPerRow % kWarp == 0);
+  static_assert(kCluster == 1 || (kRowsPerBlock == 1 && kThreadsPerRow > kWarp));
 };
 
 template <typename T>
@@ -127,21 +129,24 @@ struct RowShare {
   using Access = Vec<typename Config::T, kElems>;
   RowRange live;
   int lane;
+  int start;  // the first column of this block's part of the row
 
   __device__ __forceinline__ explicit RowShare(const RowRange& range)
       : live(range),
-        lane(Config::kRowsPerBlock == 1 ? threadIdx.x : threadIdx.x % Config::kThreadsPerRow) {}
+        lane(Config::kRowsPerBlock == 1 ? threadIdx.x : threadIdx.x % Config::kThreadsPerRow),
+        start(blockIdx.x % Config::kCluster * Config::kLoads * kChunk) {}
 
   static __device__ __forceinline__ int64_t row() {
-    if constexpr (Config::kRowsPerBlock == 1) return blockIdx.x;
+    if constexpr (Config::kRowsPerBlock == 1) return blockIdx.x / Config::kCluster;
     return static_cast<int64_t>(blockIdx.x) * Config::kRowsPerBlock +
            threadIdx.x / Config::kThreadsPerRow;
   }
-  __device__ __forceinline__ int column(int i) const { return i * kChunk + lane * kElems; }
+  __device__ __forceinline__ int column(int i) const { return start + i * kChunk + lane * kElems; }
 
   // Unmasked rows skip nothing: a tile's last chunks are seldom dead, and a branch costs more.
   __device__ __forceinline__ bool chunk_is_live(int i) const {
-    return !Mask::kMasked || (i * kChunk < live.end && (i + 1) * kChunk > live.begin);
+    return !Mask::kMasked ||
+           (start + i * kChunk < live.end && start + (i + 1) * kChunk > live.begin);
   }
 
   // A live chunk's access, `hidden` where it holds nothing live.
@@ -226,6 +231,8 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
     __shared__ BlockExchange<Config::kThreads> s_exchange;
     total = s_exchange.merge_warps(total, exponent.c);
   }
+  __shared__ ClusterExchange<Config::kCluster> s_cluster;
+  total = s_cluster.merge_blocks(total, exponent.c);
   // A row of nothing but -inf is NaN as in torch: (-inf) - (-inf).
   const float factor = exp2_approx((max - total.max) * exponent.c) / total.sum;
 
@@ -240,6 +247,7 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
     }
     if (share.column(i) < args.n) store_vec(g_y + share.column(i), out);
   }
+  s_cluster.finish();
 }
 
 template <typename Config, typename Mask>
@@ -281,6 +289,8 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_backward_kernel(
     __shared__ BlockExchange<Config::kThreads> s_exchange;
     dot = s_exchange.sum_warps(dot);
   }
+  __shared__ ClusterExchange<Config::kCluster> s_cluster;
+  dot = s_cluster.sum_blocks(dot);
 
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
@@ -298,6 +308,7 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_backward_kernel(
     }
     if (share.column(i) < args.n) store_vec(g_dx + share.column(i), out);
   }
+  s_cluster.finish();
 }
 
 // One block a row; kElems is a 16-byte access or one element.
@@ -409,42 +420,61 @@ void dispatch_tile(int tile, const Body& body) {
   }
 }
 
-template <typename T>
-bool rows_aligned(const T* base, int64_t row_stride) {
-  return reinterpret_cast<uintptr_t>(base) % kVectorBytes == 0 &&
-         row_stride * static_cast<int64_t>(sizeof(T)) % kVectorBytes == 0;
-}
-
 // Calls launch(args, blocks) with as many rows at a time as one grid can hold.
 template <typename T, typename Launch>
-void for_each_grid(RowArgs<T> args, int rows_per_block, const Launch& launch) {
+void for_each_grid(RowArgs<T> args, int rows_per_block, int blocks_per_row, const Launch& launch) {
   const int64_t rows = args.rows;
-  const int64_t most = kMaxGrid * rows_per_block;
+  const int64_t most = kMaxGrid / blocks_per_row * rows_per_block;
   for (; args.first_row < rows; args.first_row += most) {
     args.rows = rows - args.first_row < most ? rows - args.first_row : most;
-    launch(args, static_cast<unsigned>((args.rows + rows_per_block - 1) / rows_per_block));
+    const int64_t groups = (args.rows + rows_per_block - 1) / rows_per_block;
+    launch(args, static_cast<unsigned>(groups * blocks_per_row));
     args.g_x += most * args.x_row_stride;
     if (args.g_dy) args.g_dy += most * args.dy_row_stride;
     args.g_y += most * args.n;
   }
 }
 
+// Launches one block a row, or one cluster.
+template <typename Config, typename Kernel, typename Mask>
+void launch_rows(Kernel kernel, const RowArgs<typename Config::T>& args, const Mask& mask,
+                 cudaStream_t stream) {
+  for_each_grid(args, Config::kRowsPerBlock, Config::kCluster,
+                [&](const RowArgs<typename Config::T>& part, unsigned blocks) {
+                  cudaLaunchAttribute cluster = {};
+                  cluster.id = cudaLaunchAttributeClusterDimension;
+                  cluster.val.clusterDim = {Config::kCluster, 1, 1};
+                  cudaLaunchConfig_t config = {};
+                  config.gridDim = dim3(blocks);
+                  config.blockDim = dim3(Config::kThreads);
+                  config.stream = stream;
+                  config.attrs = &cluster;
+                  config.numAttrs = Config::kCluster > 1 ? 1 : 0;
+                  // A failure stays behind for check_launch.
+                  (void)cudaLaunchKernelEx(&config, kernel, part, mask);
+                });
+}
+
+template <typename T>
+bool rows_aligned(const T* base, int64_t row_stride) {
+  return reinterpret_cast<uintptr_t>(base) % kVectorBytes == 0 &&
+         row_stride * static_cast<int64_t>(sizeof(T)) % kVectorBytes == 0;
+}
+
 template <typename T, typename Mask>
 void launch_softmax_rows(const RowArgs<T>& args, const Mask& mask, cudaStream_t stream) {
   const bool aligned = rows_aligned(args.g_x, args.x_row_stride) && rows_aligned(args.g_y, args.n);
-  const int tile =
-      choose_softmax_tile({args.n, sizeof(T), aligned, /*backward=*/false, mask.tiled(args.rows)});
+  const int tile = choose_softmax_tile({args.n, sizeof(T), aligned, /*backward=*/false,
+                                        mask.tiled(args.rows), device_has_clusters()});
   dispatch_tile<sizeof(T), /*kBackward=*/false>(tile, [&](auto index) {
     using Config = RowConfig<T, index.value>;
-    for_each_grid(args, Config::kRowsPerBlock, [&](const RowArgs<T>& part, unsigned blocks) {
-      softmax_kernel<Config, Mask><<<blocks, Config::kThreads, 0, stream>>>(part, mask);
-    });
+    launch_rows<Config>(softmax_kernel<Config, Mask>, args, mask, stream);
   });
   if (tile >= 0) return;
   constexpr int kElems = kVectorBytes / sizeof(T);
   const auto kernel = aligned && args.n % kElems == 0 ? softmax_stream_kernel<T, kElems, Mask>
                                                       : softmax_stream_kernel<T, 1, Mask>;
-  for_each_grid(args, 1, [&](const RowArgs<T>& part, unsigned blocks) {
+  for_each_grid(args, 1, 1, [&](const RowArgs<T>& part, unsigned blocks) {
     kernel<<<blocks, kSoftmaxStreamThreads, 0, stream>>>(part, mask);
   });
 }
@@ -454,20 +484,18 @@ void launch_softmax_backward_rows(const RowArgs<T>& args, const Mask& mask, cuda
   const bool aligned = rows_aligned(args.g_x, args.x_row_stride) &&
                        rows_aligned(args.g_dy, args.dy_row_stride) &&
                        rows_aligned(args.g_y, args.n);
-  const int tile =
-      choose_softmax_tile({args.n, sizeof(T), aligned, /*backward=*/true, mask.tiled(args.rows)});
+  const int tile = choose_softmax_tile({args.n, sizeof(T), aligned, /*backward=*/true,
+                                        mask.tiled(args.rows), device_has_clusters()});
   dispatch_tile<sizeof(T), /*kBackward=*/true>(tile, [&](auto index) {
     using Config = RowConfig<T, index.value>;
-    for_each_grid(args, Config::kRowsPerBlock, [&](const RowArgs<T>& part, unsigned blocks) {
-      softmax_backward_kernel<Config, Mask><<<blocks, Config::kThreads, 0, stream>>>(part, mask);
-    });
+    launch_rows<Config>(softmax_backward_kernel<Config, Mask>, args, mask, stream);
   });
   if (tile >= 0) return;
   constexpr int kElems = kVectorBytes / sizeof(T);
   const auto kernel = aligned && args.n % kElems == 0
                           ? softmax_backward_stream_kernel<T, kElems, Mask>
                           : softmax_backward_stream_kernel<T, 1, Mask>;
-  for_each_grid(args, 1, [&](const RowArgs<T>& part, unsigned blocks) {
+  for_each_grid(args, 1, 1, [&](const RowArgs<T>& part, unsigned blocks) {
     kernel<<<blocks, kSoftmaxStreamThreads, 0, stream>>>(part, mask);
   });
 }

@@ -1,1 +1,1 @@
-"""`torchweld demo`: a GPT-2 trained on real text, with torchweld's ops and without, side by side."""
+"""`torchweld demo`: a GPT-2 trained on real text, stock and fused side by side."""

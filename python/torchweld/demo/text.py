@@ -21,7 +21,12 @@ MAX_BYTES = 256 * 2**20
 _PIECE = 2**16
 # Part of the cache key: raise it when the training below changes.
 _RECIPE = "byte-level BPE, 1"
-_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+# Other people's code, tests, and folders of generated tables.
+_SKIPPED_FOLDERS = {
+    *("site-packages", "dist-packages", "__pycache__"),
+    *("test", "tests", "idle_test"),
+    *("encodings", "pydoc_data"),
+}
 
 
 @dataclass

@@ -24,7 +24,7 @@ CHECKED_STEPS = 32
 LOSS_RTOL = {"float32": 1e-5, "bfloat16": 1e-2}
 WEIGHT_TOL = 5e-3
 _WARMUP = 20
-_SLOW_CPU_SECONDS = 80.0
+_SLOW_CPU_SECONDS = 75.0
 
 
 @dataclass

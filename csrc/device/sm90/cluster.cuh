@@ -1,0 +1,37 @@
+// Thread-block clusters: rank, barrier, and a look into a neighbour's shared memory.
+#pragma once
+
+#include <cstdint>
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define TW_HAS_CLUSTERS 1
+#else
+#define TW_HAS_CLUSTERS 0
+#endif
+
+namespace torchweld {
+
+#if TW_HAS_CLUSTERS
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The value at `s_from` in the shared memory of the block of that rank.
+__device__ __forceinline__ float2 load_from_block(const float2* s_from, uint32_t rank) {
+  const uint32_t here = static_cast<uint32_t>(__cvta_generic_to_shared(s_from));
+  uint32_t there;
+  float2 value;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value.x), "=f"(value.y)
+               : "r"(there)
+               : "memory");
+  return value;
+}
+#endif
+
+}  // namespace torchweld

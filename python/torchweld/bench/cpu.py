@@ -1,0 +1,140 @@
+"""The CPU kernels against the eager composition of the same function, forward and with gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchweld._library import ops
+from torchweld.bench.results import Row, make_row
+from torchweld.bench.timer import interleaved
+
+Function = Callable[..., Tensor]
+
+
+def _hidden(seqlen: int, pads: Tensor | None) -> Tensor:
+    hidden = torch.ones(seqlen, seqlen, dtype=torch.bool).triu(1)
+    if pads is None:
+        return hidden
+    return hidden | (torch.arange(seqlen) < pads[:, None, None, None])
+
+
+def _eager_attention(pads: Tensor | None) -> Function:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+        p = scores.masked_fill(_hidden(q.shape[2], pads), float("-inf")).softmax(-1)
+        return (p if pads is None else p.nan_to_num(0.0)) @ v
+
+    return attention
+
+
+def _gated(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    left, right = F.linear(x, weight, bias).chunk(2, -1)
+    return left * F.gelu(right)
+
+
+def _rms(x: Tensor, weight: Tensor, bias: Tensor, norm_weight: Tensor) -> Tensor:
+    return F.silu(F.linear(F.rms_norm(x, x.shape[-1:], norm_weight, 1e-6), weight, bias))
+
+
+def _layer_norm_gelu(x: Tensor, weight: Tensor, bias: Tensor, g: Tensor, b: Tensor) -> Tensor:
+    return F.gelu(F.linear(F.layer_norm(x, x.shape[-1:], g, b), weight, bias), approximate="tanh")
+
+
+def _cases() -> Iterator[tuple[str, Function, Function, list[Tensor]]]:
+    """(case, ours, eager, the tensors that take a gradient)."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape)
+
+    for shape in ((4096, 512), (512, 8192)):
+        yield f"softmax {shape}", ops.softmax, lambda x: x.softmax(-1), [random(*shape)]
+    for shape in ((8, 256, 256), (12, 1024, 1024)):
+        yield (
+            f"causal_softmax {shape}",
+            ops.causal_softmax,
+            lambda s: s.masked_fill(_hidden(s.shape[-1], None), float("-inf")).softmax(-1),
+            [random(*shape)],
+        )
+    for shape in ((4, 8, 128, 32), (2, 12, 512, 64), (1, 12, 1024, 64)):
+        qkv = [random(*shape) for _ in range(3)]
+        yield (
+            f"attention causal {shape}",
+            lambda q, k, v: ops.attention(q, k, v, causal=True),
+            _eager_attention(None),
+            qkv,
+        )
+    pads = torch.tensor([0, 100, 200, 250], dtype=torch.int32)
+    yield (
+        "attention causal leftpad (4, 12, 256, 64)",
+        lambda q, k, v: ops.attention(q, k, v, pads, causal=True),
+        _eager_attention(pads),
+        [random(4, 12, 256, 64) for _ in range(3)],
+    )
+    yield (
+        "softmax_matmul causal (2, 12, 512, 512) x 64",
+        lambda s, v: ops.softmax_matmul(s, v, causal=True),
+        lambda s, v: s.masked_fill(_hidden(512, None), float("-inf")).softmax(-1) @ v,
+        [random(2, 12, 512, 512), random(2, 12, 512, 64)],
+    )
+    for m, k, n in ((512, 256, 1024), (1024, 768, 3072)):
+        x, weight, bias = random(m, k), random(n, k) * k**-0.5, random(n)
+        norm = [torch.rand(k) + 0.5, random(k)]
+        yield (
+            f"linear gelu_tanh ({m}, {k}, {n})",
+            lambda x, w, b: ops.linear(x, w, b, activation="gelu_tanh"),
+            lambda x, w, b: F.gelu(F.linear(x, w, b), approximate="tanh"),
+            [x, weight, bias],
+        )
+        yield (
+            f"layer_norm_linear gelu_tanh ({m}, {k}, {n})",
+            lambda x, w, b, g, c: ops.layer_norm_linear(x, w, b, g, c, activation="gelu_tanh"),
+            _layer_norm_gelu,
+            [x, weight, bias, *norm],
+        )
+        yield (
+            f"rms_norm_linear silu ({m}, {k}, {n})",
+            lambda x, w, b, g: ops.rms_norm_linear(x, w, b, g, activation="silu"),
+            _rms,
+            [x, weight, bias, norm[0]],
+        )
+        yield f"gated_linear geglu ({m}, {k}, {n})", ops.gated_linear, _gated, [x, weight, bias]
+
+
+def _with_gradient(function: Function, tensors: list[Tensor], dy: Tensor) -> Callable[[], object]:
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    return lambda: torch.autograd.grad(function(*leaves), leaves, dy)
+
+
+def rows(targets: dict[str, float]) -> Iterator[Row]:
+    """Every case of the family, measured when it is asked for."""
+    torch.manual_seed(0)
+    limit = targets.get("every case")
+    for case, ours, eager, tensors in _cases():
+        reference = eager(*[t.double() for t in tensors])
+        error = (ours(*tensors).double() - reference).abs().max().item()
+        eager_error = (eager(*tensors).double() - reference).abs().max().item()
+        dy = torch.randn_like(reference, dtype=torch.float32)
+        calls = {
+            "forward": {
+                "ours": lambda ours=ours, t=tensors: ours(*t),
+                "eager": lambda eager=eager, t=tensors: eager(*t),
+            },
+            "with gradient": {
+                "ours": _with_gradient(ours, tensors, dy),
+                "eager": _with_gradient(eager, tensors, dy),
+            },
+        }
+        for kind, variants in calls.items():
+            yield make_row(
+                f"{case} {kind}",
+                interleaved(variants, device="cpu"),
+                against="eager",
+                target=limit,
+                error=error,
+                eager_error=eager_error,
+                allowed_error=4 * eager_error + 1e-6,
+            )

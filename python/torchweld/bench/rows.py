@@ -1,0 +1,129 @@
+"""The row kernels on a GPU, against a copy of the same tensor and torch's own ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from torchweld._library import ops
+from torchweld.bench.results import Row, make_row
+from torchweld.bench.timer import interleaved
+
+_BYTES = 256 << 20
+_CHECKED_ROWS = 64
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    return (out.double() - reference).abs().max().item()
+
+
+def _allowed(dtype: torch.dtype, largest: float) -> float:
+    """Two roundings of the largest result, and fp32 sums."""
+    return largest * (2 * torch.finfo(dtype).eps + 1e-6)
+
+
+def _softmax(n: int, dtype: torch.dtype, targets: dict[str, float]) -> Row:
+    rows = _BYTES // (n * dtype.itemsize)
+    x = torch.randn(rows, n, device="cuda", dtype=dtype) * 2
+    y = torch.empty_like(x)
+    reference = x[:_CHECKED_ROWS].double().softmax(-1)
+    case = f"softmax ({rows}, {n}) {_name(dtype)}"
+    return make_row(
+        case,
+        interleaved(
+            {
+                "ours": lambda: ops.softmax(x),
+                "copy": lambda: y.copy_(x),
+                "torch": lambda: torch.softmax(x, -1),
+            },
+            device="cuda",
+        ),
+        against="copy",
+        target=targets.get(case),
+        error=_error(ops.softmax(x)[:_CHECKED_ROWS], reference),
+        eager_error=_error(torch.softmax(x[:_CHECKED_ROWS], -1), reference),
+        allowed_error=_allowed(dtype, reference.max().item()),
+    )
+
+
+def _softmax_backward(n: int, dtype: torch.dtype, targets: dict[str, float]) -> Row:
+    rows = _BYTES // (n * dtype.itemsize)
+    y = torch.randn(rows, n, device="cuda", dtype=dtype).softmax(-1)
+    dy = torch.randn_like(y)
+    out = torch.empty_like(y)
+    part_y, part_dy = y[:_CHECKED_ROWS].double(), dy[:_CHECKED_ROWS].double()
+    reference = part_y * (part_dy - (part_y * part_dy).sum(-1, keepdim=True))
+    case = f"softmax_backward ({rows}, {n}) {_name(dtype)}"
+    eager = torch._softmax_backward_data(dy, y, -1, dtype)[:_CHECKED_ROWS]
+    return make_row(
+        case,
+        interleaved(
+            {
+                "ours": lambda: ops.softmax_backward(dy, y),
+                "move 3": lambda: torch.add(y, dy, out=out),
+                "torch": lambda: torch._softmax_backward_data(dy, y, -1, dtype),
+            },
+            device="cuda",
+        ),
+        against="move 3",
+        target=targets.get(case),
+        error=_error(ops.softmax_backward(dy, y)[:_CHECKED_ROWS], reference),
+        eager_error=_error(eager, reference),
+        allowed_error=_allowed(dtype, reference.abs().max().item()),
+    )
+
+
+def _causal_softmax(
+    batch: int, seqlen: int, padded: bool, dtype: torch.dtype, targets: dict[str, float]
+) -> Row:
+    x = torch.randn(batch, seqlen, seqlen, device="cuda", dtype=dtype)
+    y = torch.empty_like(x)
+    pad = seqlen // 2 if padded else 0
+    leftpad = torch.full((batch,), pad, device="cuda", dtype=torch.int32)
+    hidden = torch.ones(seqlen, seqlen, device="cuda", dtype=torch.bool).triu(1)
+    hidden[:, :pad] = True
+
+    def eager(x: torch.Tensor) -> torch.Tensor:
+        return x.masked_fill(hidden, float("-inf")).softmax(-1)
+
+    reference = eager(x[:1].double()).nan_to_num(0.0)
+    case = f"causal_softmax ({batch}, {seqlen}, {seqlen}) {_name(dtype)}"
+    if padded:
+        case += " half padded"
+    return make_row(
+        case,
+        interleaved(
+            {
+                "ours": lambda: ops.causal_softmax(x, leftpad),
+                "copy": lambda: y.copy_(x),
+                "eager": lambda: eager(x),
+            },
+            device="cuda",
+            rounds=11,
+        ),
+        against="copy",
+        target=targets.get(case),
+        error=_error(ops.causal_softmax(x[:1], leftpad[:1]), reference),
+        eager_error=_error(eager(x[:1]).nan_to_num(0.0), reference),
+        allowed_error=_allowed(dtype, 1.0),
+    )
+
+
+def rows(targets: dict[str, float]) -> Iterator[Row]:
+    """Every case of the family, measured when it is asked for."""
+    dtypes = (torch.float32, torch.bfloat16)
+    for dtype in dtypes:
+        for n in (256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 262144):
+            yield _softmax(n, dtype, targets)
+    for dtype in dtypes:
+        for n in (1024, 4096, 16384, 32768):
+            yield _softmax_backward(n, dtype, targets)
+    for dtype in dtypes:
+        for batch, seqlen in ((96, 1024), (32, 4096)):
+            for padded in (False, True):
+                yield _causal_softmax(batch, seqlen, padded, dtype, targets)

@@ -1,0 +1,211 @@
+"""The two libraries: what they hold, how they load, and the package when they are not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchweld
+import torchweld._library as library
+
+PACKAGE = Path(torchweld.__file__).parent
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def ops_library() -> Path:
+    return next(PACKAGE.glob("_ops*.so"))
+
+
+def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+    )
+
+
+def test_ops_library_has_no_python_symbols():
+    symbols = subprocess.run(
+        ["nm", "-D", ops_library()], capture_output=True, text=True, check=True
+    ).stdout
+    assert "c10" in symbols  # nm did read it
+    python = [s for s in symbols.split() if re.match(r"_?Py[A-Z_]|PyInit", s)]
+    assert python == []
+
+
+def test_ops_library_does_not_need_libpython():
+    needed = subprocess.run(
+        ["ldd", ops_library()], capture_output=True, text=True, check=True
+    ).stdout
+    assert "libc10.so" in needed
+    assert "libpython" not in needed and "libtorch_python" not in needed
+
+
+def test_introspection_module_needs_no_torch():
+    needed = subprocess.run(
+        ["ldd", next(PACKAGE.glob("_C*.so"))], capture_output=True, text=True, check=True
+    ).stdout
+    assert "libtorch" not in needed and "libc10" not in needed
+
+
+def copy_of_package(folder: Path) -> Path:
+    ignore = shutil.ignore_patterns("__pycache__")
+    return Path(shutil.copytree(PACKAGE, folder / "torchweld", ignore=ignore))
+
+
+USE = """
+import torch
+import torchweld
+print(torchweld.__file__)
+print(torchweld.is_available())
+print(torchweld.unavailable_reason())
+str(torchweld.info())
+for use in (lambda: torchweld.softmax(torch.ones(2)), lambda: torchweld.nn.Softmax()):
+    try:
+        use()
+    except RuntimeError as error:
+        print("raised:", error)
+"""
+
+
+@pytest.mark.parametrize("damage", ["missing", "garbage", "other torch"])
+def test_import_survives_a_library_that_cannot_load(tmp_path, damage):
+    package = copy_of_package(tmp_path)
+    for path in package.glob("_ops*.so"):
+        path.unlink()
+        if damage != "missing":
+            path.write_bytes(b"not a library")
+    facts = json.loads((package / "_build.json").read_text())
+    facts["torch"] = "2.9.1+cu128" if damage == "other torch" else facts["torch"]
+    (package / "_build.json").write_text(json.dumps(facts))
+    done = run_python(USE, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(str(tmp_path))
+    assert lines[1] == "False"
+    reason = lines[2]
+    assert "pip install" in reason
+    if damage != "missing":
+        assert torch.__version__ in reason and facts["torch"] in reason
+    assert lines[3:] == [f"raised: {reason}"] * 2
+
+
+def test_ops_work_without_introspection(tmp_path):
+    package = copy_of_package(tmp_path)
+    for path in package.glob("_C*.so"):
+        path.unlink()
+    done = run_python(
+        """
+        import torch, torchweld
+        assert torchweld.is_available() and not torchweld.info().introspection
+        print(torchweld.softmax(torch.zeros(4)).tolist())
+        """,
+        PYTHONPATH=str(tmp_path),
+    )
+    assert done.stdout.strip() == "[0.25, 0.25, 0.25, 0.25]", done.stderr
+
+
+def test_import_leaves_cuda_uninitialised():
+    done = run_python("import torch, torchweld; print(torch.cuda.is_initialized())")
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_info_names_every_op_of_the_library():
+    info = torchweld.info()
+    registered = {
+        name.split("::")[1].split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("torchweld::")
+    }
+    assert set(info.ops) == registered
+    assert info.to_dict()["torch"] == torch.__version__
+    assert all("CPU" in where for where in info.ops.values())
+    built_with_cuda = library.build_facts()["cuda"] is not None
+    assert ("CUDA" in info.ops["softmax"]) == built_with_cuda
+    assert "softmax" in str(info)
+
+
+def test_explain_on_the_cpu_and_for_an_op_without_a_kernel():
+    on_cpu = torchweld.explain("linear", torch.ones(2, 3), torch.ones(4, 3))
+    assert on_cpu.kernel == "CPU" and "float32 (2, 3) on cpu" in str(on_cpu)
+    meta = torch.ones(2, 3, device="meta")
+    assert torchweld.explain("linear", meta, meta).kernel == "none"
+    with pytest.raises(ValueError, match="op must be one of .*softmax.* but got 'sofmax'"):
+        torchweld.explain("sofmax", torch.ones(2))
+    with pytest.raises(ValueError, match="must be given its tensors"):
+        torchweld.explain("softmax")
+
+
+def explain_row(n, dtype, offset=0, op="softmax", rows=4):
+    if library.build_facts()["cuda"] is None:
+        pytest.skip("a CPU-only build explains no CUDA kernel")
+    flat = torch.empty(rows * n + offset, dtype=dtype, device="meta")
+    x = flat[offset:].view(rows, n)
+    return torchweld.explain(op, *([x, x] if op.endswith("backward") else [x]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", ["softmax", "softmax_backward"])
+def test_explain_chooses_a_tile_that_holds_the_row(dtype, op):
+    for n in (1, 7, 64, 128, 129, 1000, 1024, 4096, 5000, 8192, 16384, 32768, 40000, 300000):
+        chosen = explain_row(n, dtype, op=op)
+        if chosen.kernel.startswith("streaming"):
+            continue
+        assert chosen.tile["capacity"] >= n
+        smaller = [reason for _, reason in chosen.rejected if reason.startswith("holds")]
+        assert all(int(re.search(r"holds (\d+)", r)[1]) < n for r in smaller)
+    assert explain_row(300000, dtype, op=op).kernel.startswith("streaming")
+    assert explain_row(1024, dtype, op=op).tile["access_bytes"] == 16
+
+
+def test_explain_sees_alignment():
+    assert explain_row(1024, torch.bfloat16).tile["access_bytes"] == 16
+    assert explain_row(1024, torch.bfloat16, offset=1).tile["access_bytes"] == 2
+    assert explain_row(1023, torch.bfloat16).tile["access_bytes"] == 2
+    assert "not 16-byte aligned" in str(explain_row(1023, torch.float32))
+
+
+def test_cpp_program_runs_a_scripted_module_and_trains(tmp_path):
+    if shutil.which("cmake") is None:
+        pytest.skip("cmake was not found")
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = torchweld.nn.LayerNormLinear(16, 32, activation="gelu_tanh")
+            self.attention = torchweld.nn.CausalSelfAttention(32, 4)
+            self.gate = torchweld.nn.GatedLinear(32, 8, gate="swiglu")
+            self.softmax = torchweld.nn.Softmax()
+            self.register_buffer("example", torch.randn(2, 5, 16))
+            self.register_buffer("expected", torch.empty(0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.softmax(self.gate(self.attention(self.up(x))))
+
+    torch.manual_seed(0)
+    net = Net().eval().requires_grad_(False)
+    net.expected = net(net.example)
+    torch.jit.script(net).save(str(tmp_path / "net.pt"))
+    build = tmp_path / "build"
+    torch_root = Path(torch.__file__).parent
+    for command in (
+        ["cmake", "-S", ROOT / "tests" / "cpp", "-B", build, f"-DTORCH_ROOT={torch_root}"],
+        ["cmake", "--build", build],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    done = subprocess.run(
+        [build / "run_scripted", ops_library(), tmp_path / "net.pt"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "same bits as Python, one step trained\n"

@@ -1,0 +1,250 @@
+"""causal_softmax and causal_softmax_backward against float64 and hand-written masks."""
+
+from __future__ import annotations
+
+import math
+
+import masks
+import numerics
+import pytest
+import reference as R
+import torch
+from bounds import causal_softmax_backward_bounds, causal_softmax_bounds
+from hypothesis import given
+from hypothesis import strategies as st
+from numerics import assert_equal, assert_same_bits
+from refusals import case_params, cases
+from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
+from strategies import dtype_names, kinds, layouts, seeds, sizes, strided, values
+
+causal_softmax = torch.ops.torchweld.causal_softmax
+causal_softmax_backward = torch.ops.torchweld.causal_softmax_backward
+
+OPS = ("causal_softmax", "causal_softmax_backward")
+
+
+def randn(device: str, dtype: torch.dtype, *shape: int, scale: float = 1.0):
+    return (torch.randn(*shape, dtype=F64) * scale).to(dtype).to(device)
+
+
+def pads(device: str, *values: int):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("key", masks.TABLES, ids=str)
+def test_the_reference_mask_is_the_hand_written_one(key):
+    (seqlen_q, seqlen_k), causal, pad = key
+    leftpad = None if pad is None else torch.tensor([pad], dtype=torch.int32)
+    seen = R.visible(1, seqlen_q, seqlen_k, leftpad, causal)[0]
+    assert_equal(seen, masks.table(*key))
+
+
+@pytest.mark.parametrize("shape", masks.SHAPES, ids=str)
+def test_truth_table(device, shape):
+    """Equal visible logits, NaN everywhere else: each row is 1 / count over the keys it sees."""
+    for dtype in dtypes(device):
+        seen = masks.tables_of(shape, causal=True)
+        expected = masks.uniform(seen).to(dtype).to(device)
+        hidden = torch.where(seen, 0.75, math.nan).to(dtype).to(device)
+        y = causal_softmax(hidden, masks.leftpad_of(shape, True, device), scale=-2.0)
+        assert_equal(y, expected)
+        # dy is not read where the mask hides it either; a row's gradient sums to 0.
+        dy = torch.where(seen, 3.0, math.nan).to(dtype).to(device)
+        (bound,) = causal_softmax_backward_bounds(dy, y, masks.leftpad_of(shape, True, device))
+        dx = causal_softmax_backward(dy, y, masks.leftpad_of(shape, True, device))
+        numerics.check(dx, bound, label="causal_softmax_backward", device=device)
+        assert (dx[~seen.to(device)] == 0).all()
+        plain = masks.table(shape, True, None)
+        x = torch.where(plain, 0.75, math.nan).to(dtype).to(device)
+        assert_equal(causal_softmax(x), masks.uniform(plain).to(dtype).to(device))
+
+
+LENGTHS = (1, 2, 7, 31, 32, 33, 63, 64, 65, 127, 128, 129, 251)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
+@pytest.mark.parametrize("seqlen", LENGTHS)
+def test_square(device, dtype, seqlen):
+    if dtype not in dtypes(device):
+        with pytest.raises(RuntimeError, match="scores must be"):
+            causal_softmax(torch.zeros(2, seqlen, seqlen, dtype=dtype, device=device))
+        return
+    check_op("causal_softmax", [randn(device, dtype, 2, 2, seqlen, seqlen)], {"scale": 0.37})
+    leftpad = pads(device, 0, 1, seqlen // 2, seqlen - 1, seqlen)
+    args = [randn(device, dtype, 5, 1, seqlen, seqlen), leftpad]
+    check_op("causal_softmax", args, {"scale": 0.125})
+
+
+LONG = [(1, 1023), (2, 1025), (3, 4097), (2, 8193), (1, 32769), (130, 3), (1025, 2), (129, 127)]
+
+
+@pytest.mark.parametrize("shape", LONG, ids=str)
+def test_unequal_lengths(device, shape):
+    for dtype in dtypes(device):
+        # Enough rows that see something for the largest error to mean something.
+        shape = (2, 16 if min(shape) < 5 else 1, *shape)
+        check_op("causal_softmax", [randn(device, dtype, *shape)], {"scale": 1.0})
+        leftpad = pads(device, shape[-1] // 3, shape[-1] - 1)
+        check_op("causal_softmax", [randn(device, dtype, *shape), leftpad])
+
+
+@pytest.mark.parametrize("batch", [65535, 65536, 65537])
+def test_many_sequences(device, batch):
+    leftpad = torch.arange(batch, dtype=torch.int32, device=device) % 5 - 1
+    check_op("causal_softmax", [randn(device, F32, batch, 2, 2), leftpad])
+    check_op("causal_softmax", [randn(device, F32, 1, batch, 1, 3)])
+    check_op("causal_softmax", [randn(device, F32, 1, batch, 1)])
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (2, 3, 4), (2, 1, 3, 4), (2, 2, 1, 3, 3), (2, 1, 2, 1, 3, 2)])
+def test_rank(device, shape):
+    """Two dims are one sequence; everything between batch and the last two dims is heads."""
+    for dtype in dtypes(device):
+        batch = shape[0] if len(shape) > 2 else 1
+        leftpad = torch.arange(batch, dtype=torch.int32, device=device)
+        args = [randn(device, dtype, *shape), leftpad]
+        check_op("causal_softmax", args, {"scale": 0.5})
+        x = args[0].reshape(batch, -1, *shape[-2:])
+        assert_same_bits(causal_softmax(x, leftpad).reshape(shape), causal_softmax(args[0], leftpad))
+
+
+EMPTY = [(0, 2, 3, 3), (2, 0, 3, 3), (2, 2, 0, 3), (2, 2, 3, 0), (0, 0), (0, 3), (3, 0), (0, 3, 3)]
+
+
+@pytest.mark.parametrize("shape", EMPTY, ids=str)
+def test_empty(device, shape):
+    for dtype in dtypes(device):
+        x = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+        batch = shape[0] if len(shape) > 2 else 1
+        leftpad = torch.ones(batch, dtype=torch.int32, device=device)
+        for given_pads in (None, leftpad):
+            y = causal_softmax(x, given_pads)
+            assert_equal(y.detach(), torch.zeros_like(x))
+            y.sum().backward()
+            assert_equal(x.grad, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("seqlen", [1, 2, 5, 33, 129])
+def test_one_hot_at_every_visible_position(device, seqlen):
+    """One visible logit 0, the rest -1000: exactly one-hot in every row that sees it."""
+    for dtype in dtypes(device):
+        x = torch.full((seqlen, 1, seqlen, seqlen), -1000.0, dtype=dtype, device=device)
+        j = torch.arange(seqlen, device=device)
+        x[j, :, :, j] = 0  # sequence j has its 0 at key j
+        y = causal_softmax(x)
+        sees = torch.arange(seqlen, device=device)[None, :] >= j[:, None]  # [sequence, row]
+        expected = torch.nn.functional.one_hot(j, seqlen).to(dtype)[:, None, None].expand_as(x)
+        assert_equal(y[:, 0][sees], expected[:, 0][sees])
+
+
+@pytest.mark.parametrize("power", range(8))
+def test_uniform(device, power):
+    """Row 2^k - 1 sees 2^k equal logits: exactly 2^-k, at any logit and finite scale."""
+    n = 2**power
+    for dtype in dtypes(device):
+        for logit, scale in ((0.0, 1.0), (-7.0, 0.3), (3000.0, -2.0), (1.0, 0.0)):
+            y = causal_softmax(torch.full((n, n), logit, dtype=dtype, device=device), scale=scale)
+            assert_equal(y[-1], torch.full((n,), 2.0**-power, dtype=dtype, device=device))
+            assert_equal(y.triu(1), torch.zeros_like(y))
+
+
+@pytest.mark.parametrize("hole", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("shape", [(4, 4), (2, 5), (5, 2), (40, 70), (129, 129)], ids=str)
+def test_hidden_scores_and_gradients_are_not_read(device, shape, hole):
+    for dtype in dtypes(device):
+        leftpad = pads(device, 0, 1, shape[1] // 2, shape[1])
+        seen = R.visible(4, *shape, leftpad.cpu(), True)[:, None].to(device)
+        x, dy = randn(device, dtype, 4, 1, *shape), randn(device, dtype, 4, 1, *shape)
+        clean = forward_backward("causal_softmax", [torch.where(seen, x, 0), leftpad], {},
+                                 torch.where(seen, dy, 0))
+        dirty = forward_backward("causal_softmax", [torch.where(seen, x, hole), leftpad], {},
+                                 torch.where(seen, dy, hole))
+        assert_same_bits(dirty[0], clean[0])
+        assert_same_bits(dirty[1][0], clean[1][0])
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, -1.0, -0.37, 8.0**-0.5, 1e-30, 1e3])
+def test_scale(device, scale):
+    for dtype in dtypes(device):
+        args = [randn(device, dtype, 2, 9, 9), pads(device, 0, 4)]
+        check_op("causal_softmax", args, {"scale": scale})
+
+
+@pytest.mark.parametrize("offset", [0.0, 100.0, -1e4, -2.5e5, 133120.0])
+def test_offset_of_a_row(device, offset):
+    """No finite sentinel stands for -inf: visible logits may all lie far below any."""
+    steps = torch.randint(-64, 65, (2, 3, 37, 37), dtype=F64) / 8 + offset
+    for dtype in (F32, F64) if device == "cpu" else (F32,):
+        check_op("causal_softmax", [steps.to(dtype).to(device), pads(device, 2, 20)])
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_visible_inf_and_nan_spread_as_in_torch(device, value):
+    for dtype in dtypes(device):
+        for j in (0, 3, 6):
+            x = randn(device, dtype, 2, 7, 7)
+            x[1, 5, j] = value
+            check_op("causal_softmax", [x], backward=False)
+            rows = torch.softmax(x[1, 5, :6], -1)
+            y = causal_softmax(x)[1, 5]
+            assert_equal(y[:6].isnan(), rows.isnan())
+            assert y[6] == 0
+
+
+def test_visible_minus_inf_only_is_nan_as_in_torch(device):
+    for dtype in dtypes(device):
+        x = torch.full((1, 1, 3, 3), -math.inf, dtype=dtype, device=device)
+        y = causal_softmax(x, pads(device, 1))
+        seen = R.visible(1, 3, 3, torch.tensor([1]), True)[None].to(device)
+        assert_equal(y, torch.where(seen, math.nan, 0.0).to(dtype))
+
+
+def test_without_mask_in_reach_it_is_softmax(device):
+    """The last row sees everything."""
+    for dtype in dtypes(device):
+        x = randn(device, dtype, 4, 1, 257)
+        (bound,) = causal_softmax_bounds(x)
+        numerics.check(torch.softmax(x, -1), bound, label="torch.softmax", device=device)
+        numerics.check(causal_softmax(x), bound, label="causal_softmax", device=device)
+
+
+@given(
+    seqlen_q=sizes(65),
+    seqlen_k=sizes(65),
+    batch=st.integers(1, 3),
+    leftpad=st.one_of(st.none(), st.lists(st.integers(-4, 70), min_size=3, max_size=3)),
+    scale=st.sampled_from([1.0, 0.25, -0.6]),
+    layout=layouts(4),
+    kind=kinds,
+    dtype=dtype_names,
+    seed=seeds,
+)
+def test_any_layout_and_pads(seqlen_q, seqlen_k, batch, leftpad, scale, layout, kind, dtype, seed):
+    shape = (batch, 2, seqlen_q, seqlen_k)
+    x = values(shape, kind, seed).to(getattr(torch, dtype))
+    given_pads = None if leftpad is None else torch.tensor(leftpad[:batch], dtype=torch.int32)
+    dy = values(shape, "normal", seed + 1).to(x.dtype)
+    args = [x] if given_pads is None else [x, given_pads]
+    check_op("causal_softmax", args, {"scale": scale}, dout=dy, eager=kind != "huge")
+    y = causal_softmax(*args, scale=scale)
+    moved = [strided(x, layout), *args[1:]]
+    check_op("causal_softmax", moved, {"scale": scale}, dout=strided(dy, layout), eager=False)
+    (bound,) = causal_softmax_backward_bounds(dy, y, *args[1:], scale=scale)
+    strides = strided(dy, layout), strided(y, layout)
+    dx = causal_softmax_backward(*strides, *args[1:], scale=scale)
+    numerics.check(dx, bound, label="causal_softmax_backward")
+
+
+@pytest.mark.parametrize("case", case_params(*OPS))
+def test_bad_call(case, device):
+    case.check(device)
+
+
+def test_bad_call_while_recording(device):
+    for case in cases("causal_softmax"):
+        case.check(device, recorded=True)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_number_of_bad_calls(op):
+    assert len(cases(op)) >= 25

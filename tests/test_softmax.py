@@ -1,0 +1,221 @@
+"""softmax and softmax_backward against float64."""
+
+from __future__ import annotations
+
+import math
+
+import numerics
+import pytest
+import torch
+from bounds import softmax_backward_bounds
+from hypothesis import given
+from numerics import assert_equal, assert_same_bits
+from refusals import case_params, cases, recordable
+from samples import BF16, F16, F32, F64, check_op, dtypes, need_kernel
+from strategies import dtype_names, kinds, layouts, seeds, sizes, strided, values
+
+softmax = torch.ops.torchweld.softmax
+softmax_backward = torch.ops.torchweld.softmax_backward
+
+OPS = ("softmax", "softmax_backward")
+TILES = (1, 2, 3, 7, 31, 32, 33, 63, 64, 65, 127, 128, 129, 251, 509)
+LONG = (1023, 1024, 1025, 4095, 4096, 4097, 8191, 8192, 8193)
+HUGE = (32769, 70000)
+
+
+def randn(device: str, dtype: torch.dtype, *shape: int, scale: float = 1.0):
+    return (torch.randn(*shape, dtype=F64) * scale).to(dtype).to(device)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
+@pytest.mark.parametrize("n", TILES + LONG + HUGE)
+def test_row_length(device, dtype, n):
+    need_kernel("softmax", device)
+    if dtype not in dtypes(device):
+        with pytest.raises(RuntimeError, match="x must be"):
+            softmax(torch.zeros(2, n, dtype=dtype, device=device))
+        return
+    rows = 5 if n < 1000 else 2
+    check_op("softmax", [randn(device, dtype, rows, n, scale=3.0)])
+    if device == "cuda" and n == HUGE[-1]:
+        check_op("softmax", [randn(device, dtype, 3, 300_000)])
+        check_op("softmax", [randn(device, dtype, 1, 300_001)])
+
+
+@pytest.mark.parametrize("rows", [31, 32, 33, 127, 128, 129, 65535, 65536, 65537, 131101])
+def test_row_count(device, rows):
+    for dtype in dtypes(device):
+        check_op("softmax", [randn(device, dtype, rows, 3)])
+
+
+@pytest.mark.parametrize("shape", [(1,), (17,), (2, 3, 5), (2, 1, 3, 1, 4), (3, 1), (1, 1, 1)])
+def test_rank(device, shape):
+    for dtype in dtypes(device):
+        check_op("softmax", [randn(device, dtype, *shape)])
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0), (2, 0, 3), (0, 0), (2, 3, 0), (0, 65, 33)])
+def test_empty(device, shape):
+    for dtype in dtypes(device):
+        x = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+        y = softmax(x)
+        assert_equal(y.detach(), torch.softmax(x.detach(), -1))
+        y.sum().backward()
+        assert_equal(x.grad, torch.empty_like(x))
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 32, 33, 129, 1025, 8193])
+def test_one_hot(device, n):
+    """One logit 0, the rest so low that their exponential is 0: exactly one-hot, no gradient."""
+    for dtype in dtypes(device):
+        for j in {0, 1 % n, n // 2, n - 1}:
+            x = torch.full((2, n), -1000.0, dtype=dtype, device=device)
+            x[:, j] = 0
+            expected = torch.zeros_like(x)
+            expected[:, j] = 1
+            y = softmax(x)
+            assert_equal(y, expected)
+            assert_equal(softmax_backward(randn(device, dtype, 2, n), y), torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("power", range(14))
+def test_uniform(device, power):
+    """Equal logits over 2^k entries give exactly 2^-k, whatever the logit."""
+    n = 2**power
+    for dtype in dtypes(device):
+        for logit in (0.0, 1.5, -7.0, 60000.0, -60000.0):
+            y = softmax(torch.full((2, n), logit, dtype=dtype, device=device))
+            assert_equal(y, torch.full_like(y, 2.0**-power))
+
+
+@pytest.mark.parametrize("offset", [0.0, 100.0, -100.0, 1e4, -1e4, -2.5e5, 133120.0])
+def test_offset_of_a_row(device, offset):
+    """No finite sentinel stands for -inf: a row may lie anywhere. Powers of two keep x exact."""
+    for dtype in (F32, F64) if device == "cpu" else (F32,):
+        steps = torch.randint(-64, 65, (4, 37), dtype=F64) / 8 + offset
+        check_op("softmax", [steps.to(dtype).to(device)])
+    for dtype in (F16, BF16):
+        x = torch.full((3, 9), offset, dtype=F64).clamp(-65504, 65504).to(dtype).to(device)
+        assert_equal(softmax(x), torch.softmax(x, -1))
+
+
+def test_largest_finite_values(device):
+    for dtype in dtypes(device):
+        big = torch.finfo(dtype).max
+        x = torch.tensor([[big, big], [-big, -big], [big, -big], [0, -big], [big, 0]], dtype=dtype)
+        expected = [[0.5, 0.5], [0.5, 0.5], [1, 0], [1, 0], [1, 0]]
+        assert_equal(softmax(x.to(device)), torch.tensor(expected, dtype=dtype, device=device))
+
+
+def test_subnormal_probabilities(device):
+    """Logits 87 to 103 below the largest: float32 probabilities are subnormal, and not 0."""
+    low = torch.arange(-103, -87, 0.25, dtype=F64)
+    x = torch.cat([torch.zeros(1, dtype=F64), low]).expand(3, -1)
+    y = softmax(x.to(F32).to(device))
+    expected = torch.softmax(x, -1)
+    # One part in 2^20, and one subnormal step.
+    error = (y.cpu().double() - expected).abs()
+    allowed = 2.0**-20 * expected + 2.0**-149
+    assert (error <= allowed).all(), f"largest error {(error / allowed).max():.3g} of the allowed"
+
+
+SPECIAL = {"+inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 33, 130, 4097])
+@pytest.mark.parametrize("value", SPECIAL)
+def test_inf_and_nan_spread_as_in_torch(device, value, n):
+    for dtype in dtypes(device):
+        for j in {0, n // 2, n - 1}:
+            x = randn(device, dtype, 3, n)
+            x[1, j] = SPECIAL[value]
+            check_op("softmax", [x], backward=False)
+            y, expected = softmax(x), torch.softmax(x, -1)
+            assert_equal(y.isnan(), expected.isnan())
+            assert_equal(y == 0, expected == 0)
+
+
+def test_rows_of_only_minus_inf_are_nan_as_in_torch(device):
+    for dtype in dtypes(device):
+        x = torch.full((2, 40), -math.inf, dtype=dtype, device=device)
+        x[1, 3] = 2.0
+        expected = torch.zeros_like(x)
+        expected[0], expected[1, 3] = math.nan, 1.0
+        assert_equal(softmax(x), expected)
+
+
+@pytest.mark.parametrize("n", [1, 33, 129, 4097])
+def test_backward_op_of_any_y(device, n):
+    """The formula holds for a y that is no softmax."""
+    for dtype in dtypes(device):
+        dy, y = randn(device, dtype, 3, n), randn(device, dtype, 3, n)
+        (bound,) = softmax_backward_bounds(dy, y)
+        numerics.check(softmax_backward(dy, y), bound, label="softmax_backward", device=device)
+
+
+def test_backward_spreads_nan_as_torch(device):
+    y = torch.softmax(torch.randn(3, 6), -1).to(device)
+    dy = torch.randn(3, 6).to(device)
+    for bad in SPECIAL.values():
+        for which in (0, 1):
+            pair = [dy.clone(), y.clone()]
+            pair[which][1, 2] = bad
+            expected = torch.ops.aten._softmax_backward_data(*pair, -1, F32)
+            assert_equal(softmax_backward(*pair).isnan(), expected.isnan())
+
+
+@pytest.mark.parametrize("n", [5, 129, 1025])
+def test_rows_do_not_depend_on_their_neighbours(device, n):
+    for dtype in dtypes(device):
+        x = randn(device, dtype, 6, n)
+        whole = softmax(x)
+        for i in range(6):
+            assert_same_bits(softmax(x[i]), whole[i])
+        x[2] = math.nan
+        assert_same_bits(softmax(x)[3:], whole[3:])
+
+
+def test_expanded_rows(device):
+    x = randn(device, F32, 1, 1, 70).expand(4, 3, 70)
+    assert_same_bits(softmax(x), softmax(x.contiguous()))
+    column = randn(device, F32, 5, 1).expand(5, 70)
+    assert_same_bits(softmax(column), softmax(column.contiguous()))
+
+
+@given(
+    shape=sizes(129).flatmap(
+        lambda n: layouts(3).map(lambda layout: (n, layout))
+    ),
+    rows=sizes(33),
+    outer=sizes(5),
+    kind=kinds,
+    dtype=dtype_names,
+    seed=seeds,
+)
+def test_any_layout(shape, rows, outer, kind, dtype, seed):
+    n, layout = shape
+    x = values((outer, rows, n), kind, seed).to(getattr(torch, dtype))
+    check_op("softmax", [x], backward=False)
+    y = softmax(x)
+    assert_same_bits(softmax(strided(x, layout)), y)
+    dy = values((outer, rows, n), "normal", seed + 1).to(x.dtype)
+    plain = softmax_backward(dy, y)
+    assert_same_bits(softmax_backward(strided(dy, layout), strided(y, layout)), plain)
+    (bound,) = softmax_backward_bounds(dy, y)
+    numerics.check(plain, bound, label="softmax_backward")
+
+
+@pytest.mark.parametrize("case", case_params(*OPS))
+def test_bad_call(case, device):
+    case.check(device)
+
+
+@pytest.mark.parametrize("op", ["softmax"])
+def test_bad_call_while_recording(op, device):
+    for param in recordable(case_params(op)):
+        param.values[0].check(device, recorded=True)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_number_of_bad_calls(op):
+    assert len(cases(op)) >= 25
