@@ -90,7 +90,10 @@ def arch_flags():
 def git_commit():
     try:
         done = subprocess.run(
-            ["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+            ["git", "-C", ROOT, "describe", "--always", "--abbrev=40", "--dirty"],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         return done.stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -28,10 +28,14 @@ def exact_product(scale: float) -> bool:
 # Softmax and attention
 
 
-def probability_terms(p: Tensor, z: Tensor, lse: Tensor, scale: float) -> Terms:
+def probability_terms(
+    p: Tensor, z: Tensor, lse: Tensor, scale: float, dtype: torch.dtype
+) -> Terms:
     """p = exp(z - m) / sum: the sum, and the rounding of the exponent."""
     z = torch.where(p > 0, z, 0.0)
     m = torch.where(lse.isinf(), 0.0, lse)[..., None]
+    # A subnormal keeps the absolute error of the smallest normal; what is hidden is exactly 0.
+    p = torch.where(p > 0, p.clamp(min=torch.finfo(acc_dtype(dtype)).tiny), 0.0)
     exponent = FUNCTION + (z - m).abs()
     if not exact_product(scale):
         exponent = exponent + z.abs() + m.abs()
@@ -50,7 +54,7 @@ def softmax_bounds(x: Tensor) -> list[Bound]:
     v = up(x)
     y = R.softmax(v)
     lse = torch.logsumexp(v, -1) if v.numel() else v.new_zeros(v.shape[:-1])
-    return [Bound(y, probability_terms(y, v, lse, 1.0), x.dtype)]
+    return [Bound(y, probability_terms(y, v, lse, 1.0, x.dtype), x.dtype)]
 
 
 def roundable(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -59,17 +63,17 @@ def roundable(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def softmax_backward_terms(
-    dy: Tensor, y: Tensor, scale: float, saved: torch.dtype | None = None, yt: Terms | None = None
+    dy: Tensor, y: Tensor, scale: float, dtype: torch.dtype, yt: Terms | None = None
 ) -> Terms:
-    """`saved` is the dtype that y was rounded to between forward and backward, `yt` its errors."""
+    """`yt` are the errors of a y that the forward made and rounded, None for an exact y."""
     delta = (dy * y).abs().sum(-1, keepdim=True)
-    size = abs(scale) * y.abs() * (dy.abs() + delta)
+    size = abs(scale) * torch.where(y == 0, 0.0, roundable(y, acc_dtype(dtype)))
+    size = size * (dy.abs() + delta)
     terms = Terms([(y.shape[-1] + FUNCTION, size)])
-    if saved is not None:
-        r = roundable(y, saved)
+    if yt is not None:
+        r = roundable(y, dtype)
         own, others = r * (dy.abs() + delta), y.abs() * (dy.abs() * r).sum(-1, keepdim=True)
         terms.rounds.append(abs(scale) * (own + others))
-    if yt is not None:
         carried = dy.abs() + delta
         terms = terms + yt.map(
             lambda t: abs(scale)
@@ -81,13 +85,13 @@ def softmax_backward_terms(
 def softmax_backward_bounds(dy: Tensor, y: Tensor) -> list[Bound]:
     g, p = up(dy), up(y)
     dx = p * (g - (g * p).sum(-1, keepdim=True))
-    return [Bound(dx, softmax_backward_terms(g, p, 1.0), y.dtype)]
+    return [Bound(dx, softmax_backward_terms(g, p, 1.0, y.dtype), y.dtype)]
 
 
 def causal_softmax_bounds(scores: Tensor, leftpad: Tensor | None = None, *, scale: float = 1.0):
     s, pads = up(scores), up(leftpad)
     p, lse = R.softmax_and_lse(s, R.scores_mask(s, pads, causal=True), scale)
-    return [Bound(p, probability_terms(p, s * scale, lse, scale), scores.dtype)]
+    return [Bound(p, probability_terms(p, s * scale, lse, scale, scores.dtype), scores.dtype)]
 
 
 def causal_softmax_backward_bounds(
@@ -96,7 +100,7 @@ def causal_softmax_backward_bounds(
     seen = R.scores_mask(y, up(leftpad), causal=True).expand(y.shape)
     g, p = torch.where(seen, up(dy), 0.0), torch.where(seen, up(y), 0.0)
     dx = scale * p * (g - (g * p).sum(-1, keepdim=True))
-    return [Bound(dx, softmax_backward_terms(g, p, scale), y.dtype)]
+    return [Bound(dx, softmax_backward_terms(g, p, scale, y.dtype), y.dtype)]
 
 
 def attend_terms(p: Tensor, pt: Terms, value: Tensor) -> Terms:
@@ -137,7 +141,8 @@ def softmax_matmul_parts(scores, value, leftpad, causal, scale):
     hidden = R.padding_keys(s.shape[0], s.shape[-1], pads)[:, None, :, None]
     p, lse = R.softmax_and_lse(s, seen, scale)
     z = torch.where(seen, s, 0.0) * scale
-    return s, torch.where(hidden, 0.0, v), pads, p, lse, z, probability_terms(p, z, lse, scale)
+    pt = probability_terms(p, z, lse, scale, scores.dtype)
+    return s, torch.where(hidden, 0.0, v), pads, p, lse, z, pt
 
 
 def softmax_matmul_bounds(scores, value, leftpad=None, *, causal=False, scale=1.0) -> list[Bound]:
@@ -185,7 +190,7 @@ def attention_parts(query, key, value, leftpad, causal, scale):
     p, lse = R.softmax_and_lse(q @ kk.mT, seen, scale)
     z = scale * (q @ kk.mT)
     scores = Terms([(head_dim + 1, abs(scale) * (q.abs() @ kk.abs().mT))])
-    pt = probability_terms(p, z, lse, scale) + scores.map(lambda t: p * t)
+    pt = probability_terms(p, z, lse, scale, query.dtype) + scores.map(lambda t: p * t)
     return (q, k, v, pads), (kk, vv, rows, group, scale), p, lse, z, scores, pt
 
 

@@ -57,6 +57,8 @@ def padding_keys(batch: int, seqlen_k: int, leftpad: Tensor | None) -> Tensor:
 
 def padding_rows(batch: int, seqlen_q: int, seqlen_k: int, leftpad: Tensor | None) -> Tensor:
     """(batch, seqlen_q): is query row i padding?"""
+    if leftpad is None:
+        return torch.zeros(batch, seqlen_q, dtype=torch.bool)
     pads = torch.tensor(clamped_pads(leftpad, batch, seqlen_k), dtype=torch.int64)
     return torch.arange(seqlen_q)[None, :] + seqlen_k - seqlen_q < pads[:, None]
 

@@ -71,7 +71,7 @@ def test_square(device, dtype, seqlen):
         return
     check_op("causal_softmax", [randn(device, dtype, 2, 2, seqlen, seqlen)], {"scale": 0.37})
     leftpad = pads(device, 0, 1, seqlen // 2, seqlen - 1, seqlen)
-    args = [randn(device, dtype, 5, 1, seqlen, seqlen), leftpad]
+    args = [randn(device, dtype, 5, 2, seqlen, seqlen), leftpad]
     check_op("causal_softmax", args, {"scale": 0.125})
 
 
@@ -80,12 +80,14 @@ LONG = [(1, 1023), (2, 1025), (3, 4097), (2, 8193), (1, 32769), (130, 3), (1025,
 
 @pytest.mark.parametrize("shape", LONG, ids=str)
 def test_unequal_lengths(device, shape):
+    sizes = (2, 16 if min(shape) < 5 else 1, *shape)
     for dtype in dtypes(device):
-        # Enough rows that see something for the largest error to mean something.
-        shape = (2, 16 if min(shape) < 5 else 1, *shape)
-        check_op("causal_softmax", [randn(device, dtype, *shape)], {"scale": 1.0})
-        leftpad = pads(device, shape[-1] // 3, shape[-1] - 1)
-        check_op("causal_softmax", [randn(device, dtype, *shape), leftpad])
+        check_op("causal_softmax", [randn(device, dtype, *sizes)], {"scale": 1.0})
+        leftpad = pads(device, shape[1] // 3, shape[1] // 2)
+        check_op("causal_softmax", [randn(device, dtype, *sizes), leftpad])
+        # So few elements are left that eager's largest error is a matter of luck.
+        leftpad = pads(device, shape[1] - 1, shape[1])
+        check_op("causal_softmax", [randn(device, dtype, *sizes), leftpad], eager=False)
 
 
 @pytest.mark.parametrize("batch", [65535, 65536, 65537])
@@ -184,7 +186,7 @@ def test_visible_inf_and_nan_spread_as_in_torch(device, value):
         for j in (0, 3, 6):
             x = randn(device, dtype, 2, 7, 7)
             x[1, 5, j] = value
-            check_op("causal_softmax", [x], backward=False)
+            check_op("causal_softmax", [x], backward=False, eager=False)  # eager's zeros are NaN
             rows = torch.softmax(x[1, 5, :6], -1)
             y = causal_softmax(x)[1, 5]
             assert_equal(y[:6].isnan(), rows.isnan())

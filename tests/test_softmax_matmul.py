@@ -8,13 +8,13 @@ import masks
 import pytest
 import reference as R
 import torch
+from bounds import softmax_matmul_bounds
 from hypothesis import given
 from hypothesis import strategies as st
 from numerics import acc_dtype, assert_equal, assert_same_bits, check
 from refusals import case_params, cases
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel
 from strategies import dtype_names, kinds, layouts, seeds, sizes, strided, values
-from bounds import softmax_matmul_bounds
 
 softmax_matmul = torch.ops.torchweld.softmax_matmul
 softmax_matmul_forward = torch.ops.torchweld.softmax_matmul_forward
@@ -95,9 +95,12 @@ def test_sizes(device, dtype, size):
     scores, value = randn(device, dtype, 2, 2, sq, sk), randn(device, dtype, 2, 2, sk, dv)
     check_op(OP, [scores, value], {"scale": 0.37})
     check_op(OP, [scores, value], {"causal": True})
-    leftpad = pads(device, sk // 3, sk - 1)
+    leftpad = pads(device, sk // 3, sk // 2)
     check_op(OP, [scores, value, leftpad], {"causal": True, "scale": 0.125})
     check_op(OP, [scores, value, leftpad], {"causal": False})
+    # So few elements are left that eager's largest error is a matter of luck.
+    leftpad = pads(device, sk - 1, sk)
+    check_op(OP, [scores, value, leftpad], {"causal": True}, eager=False)
     for out, bound in zip(
         softmax_matmul_forward(scores, value, leftpad, causal=True),
         softmax_matmul_bounds(scores, value, leftpad, causal=True),

@@ -36,6 +36,18 @@ inline std::string dtype_name(at::ScalarType dtype) {
       return "int32";
     case at::kBool:
       return "bool";
+    case at::kChar:
+      return "int8";
+    case at::kByte:
+      return "uint8";
+    case at::kShort:
+      return "int16";
+    case at::kComplexHalf:
+      return "complex32";
+    case at::kComplexFloat:
+      return "complex64";
+    case at::kComplexDouble:
+      return "complex128";
     default:
       return c10::toString(dtype);
   }

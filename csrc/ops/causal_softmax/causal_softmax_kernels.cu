@@ -1,7 +1,7 @@
 // softmax under the causal and left-padding mask: the launcher. The kernels are the softmax room's.
 #include "ops/causal_softmax/causal_softmax.h"
 
-#include "ops/softmax/softmax_rows.cuh"
+#include "ops/softmax/softmax_launch.cuh"
 
 namespace torchweld {
 

@@ -1,7 +1,7 @@
 // softmax over unmasked rows: the launcher. The kernels are in softmax_rows.cuh.
 #include "ops/softmax/softmax.h"
 
-#include "ops/softmax/softmax_rows.cuh"
+#include "ops/softmax/softmax_launch.cuh"
 
 namespace torchweld {
 

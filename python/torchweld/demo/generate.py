@@ -67,11 +67,11 @@ def prompts(options: Options, tokens: Tokens, new_tokens: int) -> list[list[int]
     """
     room = options.context - new_tokens
     if options.text:
-        lengths = [max(1, room * part // 8) for part in (1, 2, 4, 7)]
-        lengths = [min(length, 24) - 2 * index for index, length in enumerate(lengths)]
-        starts = range(0, tokens.ids.numel(), max(1, tokens.ids.numel() // 5))
-        rows = [tokens.ids[s : s + 24].tolist() for s in list(starts)[:4]]
-        rows = [row[: max(1, length)] for row, length in zip(rows, lengths, strict=False)]
+        longest = min(24, room)
+        last = tokens.ids.numel() - longest
+        rows = [
+            tokens.ids[last * part // 4 :][: longest * part // 4].tolist() for part in (1, 2, 3, 4)
+        ]
     else:
         rows = [tokens.tokenizer.encode(p, add_special_tokens=False).ids for p in _CODE_PROMPTS]
     # Different lengths, the longest first to be cut: equal ones would leave the padding untested.

@@ -203,7 +203,8 @@ class _Demo:
                 shown = f"{losses[0]:.3f} / {losses[1]:.3f}"
                 progress.update(task, completed=step, loss=shown)
                 # A log file shows no bar.
-                if not console.is_terminal and (step % every == 0 or step == training.planned):
+                milestone = step in (1, training.planned) or step % every == 0
+                if milestone and not console.is_terminal:
                     console.print(f"step {step}/{training.planned}  loss stock / fused {shown}")
 
     def _generate(self, pair: Any, tokens: Any) -> None:

@@ -18,6 +18,9 @@ from torchweld.demo.optable import OpTable, Row
 from torchweld.demo.options import Options
 from torchweld.demo.train import Training
 
+# Of a completion that are printed; demo.json has them all.
+_LINES = 6
+
 
 @dataclass
 class Results:
@@ -178,8 +181,11 @@ def print_generation(console: Any, generation: Generation) -> None:
         console.print(f"[cyan]{index}[/] [dim]({head})[/]", highlight=False)
         text = Text(completion.prompt, style="bold")
         text.append(completion.completion.rstrip(), style="green")
-        for line in text.split("\n", allow_blank=True):
+        lines = text.split("\n", allow_blank=True)
+        for line in lines[:_LINES]:
             console.print(Text("    ") + line)
+        if len(lines) > _LINES:
+            console.print(f"    [dim]... {len(lines) - _LINES} more lines[/]", highlight=False)
         if completion.difference:
             console.print(f"    [red]{completion.difference}[/]", highlight=False)
     console.print(f"Tokens equal to each prompt alone and to stock: {mark(generation.passed())}")
@@ -190,9 +196,9 @@ def print_ops(console: Any, table: OpTable) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    out = Table(title=f"Ops, forward pass, {table.dtype}", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    out = Table(title=f"Ops, forward pass, {table.dtype}", box=SIMPLE_HEAD, show_edge=False)
     out.add_column("op", no_wrap=True)
-    for name in ("ours us", "eager us", "compile us", "speed-up", "error", "eager error"):
+    for name in ("ours", "eager", "compile", "speed-up", "err ours", "err eager"):
         out.add_column(name, justify="right", no_wrap=True)
     notes: dict[str, list[str]] = {}
     for row in table.rows:
@@ -209,7 +215,7 @@ def print_ops(console: Any, table: OpTable) -> None:
             if note:
                 notes.setdefault(note, []).append(row.op)
     console.print(out)
-    console.print("Speed-up: eager time / ours. Error: max difference from fp64. Sizes:")
+    console.print("Times in microseconds; speed-up = eager / ours; err: max, against fp64. Sizes:")
     sizes: dict[str, list[str]] = {}
     for row in table.rows:
         sizes.setdefault(row.shape, []).append(row.op)

@@ -1,0 +1,146 @@
+# The commands people type; `make help` lists them.
+#
+#   make demo                   .venv, pinned packages, build, demo
+#   make demo ARGS="--steps 9"  with flags of `torchweld demo`
+#   make demo PYTHON=python3.11 with this Python
+#   make demo VENV=             with the Python that is active: installs and builds nothing
+
+VENV ?= .venv
+ARGS ?=
+# Processes of the test suite; each may need some GB.
+WORKERS ?= 2
+
+PIP_FLAGS = --quiet --no-input --disable-pip-version-check --constraint requirements/constraints.txt
+CXX_SOURCES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+BUILD_INPUTS = setup.py pyproject.toml $(shell find csrc -type f)
+
+ifeq ($(strip $(VENV)),)
+IN_VENV =
+RUN = $(or $(PYTHON),python3)
+SETUP = current-python
+TOOLS = current-python
+else
+# Tools such as ninja and cmake are looked up on PATH.
+IN_VENV = PATH="$(abspath $(VENV))/bin:$$PATH"
+RUN = $(IN_VENV) $(VENV)/bin/python
+SETUP = $(VENV)/.built
+TOOLS = $(VENV)/.tools
+endif
+
+.PHONY: help demo test format lint bench kernel-check gpu-check clean distclean current-python FORCE
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+# Two pips in one environment get in each other's way.
+.NOTPARALLEL:
+
+help:
+	@echo "make demo          train a GPT-2 with torchweld's ops and without (ARGS=\"--steps 200\")"
+	@echo "make test          the test suite (ARGS=\"-k softmax\")"
+	@echo "make format, lint  ruff and clang-format"
+	@echo "make bench         benchmarks (ARGS=\"rows\")"
+	@echo "make kernel-check  registers, spills and build time of every kernel; needs nvcc, no GPU"
+	@echo "make gpu-check     the test suite and the benchmarks on this machine's GPU"
+	@echo "make clean         remove what was built; distclean: $(VENV) too"
+	@echo "PYTHON=python3.11 chooses the Python for $(VENV); VENV= uses the active one as it is."
+
+demo: $(SETUP)
+	@$(RUN) -m torchweld demo $(ARGS)
+
+test: $(SETUP) $(TOOLS)
+	@$(RUN) -m pytest -q -n $(WORKERS) $(ARGS)
+
+format: $(TOOLS)
+	@$(RUN) -m ruff check --fix --quiet .
+	@$(RUN) -m ruff format .
+	@$(IN_VENV) clang-format -i $(CXX_SOURCES)
+
+lint: $(TOOLS)
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+	@$(IN_VENV) clang-format --dry-run -Werror $(CXX_SOURCES)
+	@echo "lint: clean"
+
+bench: $(SETUP)
+	@$(RUN) -m torchweld bench $(ARGS)
+
+kernel-check: $(SETUP)
+	@$(RUN) benchmarks/kernel_check.py $(ARGS)
+
+gpu-check: $(SETUP) $(TOOLS)
+	@$(RUN) benchmarks/gpu_check.py $(ARGS)
+
+clean:
+	rm -rf build dist python/*.egg-info python/torchweld/*.so python/torchweld/_build.json
+	rm -rf .pytest_cache .ruff_cache .hypothesis
+	rm -f $(if $(strip $(VENV)),$(VENV)/.built)
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(if $(strip $(VENV)),$(VENV))
+
+current-python:
+	@$(RUN) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "torchweld needs Python 3.10 or newer, but $(RUN) is not" >&2; exit 1; }
+	@$(RUN) -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torchweld") is None)' || \
+	  { echo "torchweld is not installed for $(RUN), and VENV= installs nothing" >&2; exit 1; }
+
+# A command with a line every 20 seconds, so that minutes of work are not silent minutes.
+define WITH_CLOCK
+( n=0; while sleep 20 >/dev/null 2>&1; do n=$$((n + 20)); echo "  ... $$n s"; done ) & \
+clock=$$!; trap 'kill $$clock 2>/dev/null' EXIT; trap 'exit 130' INT TERM;
+endef
+
+# Before the long download, too.
+define CHECK_COMPILER
+compiler="$${CXX:-c++}"; command -v $${compiler%% *} >/dev/null || { \
+  echo "torchweld needs a C++ compiler, but $$compiler was not found (on Debian: apt install g++)" >&2; \
+  exit 1; }
+endef
+
+# What is on PATH may be a shim of pyenv that only prints an error, so every candidate must run.
+# 3.12 first: most of the testing is done there.
+$(VENV)/.python:
+	@older= ; lacking= ; found= ; \
+	for python in $(or $(PYTHON),$(foreach v,3.12 3.13 3.11 3.10 3.14,python$(v) \
+	    "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$(v).*/bin/python3) python3 python); do \
+	  version=$$("$$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null) \
+	    || continue; \
+	  if ! "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then \
+	    older="$$version ($$python)"; continue; fi; \
+	  if ! "$$python" -c 'import venv, ensurepip' 2>/dev/null; then \
+	    lacking="$$python lacks the venv module (on Debian: apt install python3-venv)"; continue; fi; \
+	  if ! "$$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists( \
+	      os.path.join(sysconfig.get_paths()["include"], "Python.h")))'; then \
+	    lacking="$$python lacks Python.h (on Debian: apt install python3-dev)"; continue; fi; \
+	  found="$$python"; break; \
+	done; \
+	if [ -z "$$found" ]; then \
+	  if [ -n "$$lacking" ]; then echo "torchweld can't be built: $$lacking" >&2; \
+	  elif [ -n "$$older" ]; then \
+	    echo "torchweld needs Python 3.10 or newer, but found only $$older" >&2; \
+	  else echo "torchweld needs Python 3.10 or newer, but found none$(if $(PYTHON), at $(PYTHON))" >&2; fi; \
+	  exit 1; \
+	fi; \
+	echo "Making $(VENV) with Python $$version"; \
+	"$$found" -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+	@touch $@
+
+$(VENV)/.packages: requirements/build.txt requirements/demo.txt requirements/constraints.txt | $(VENV)/.python
+	@$(CHECK_COMPILER)
+	@echo "Installing PyTorch, transformers and the other pinned packages (up to 5 GB; 2 to 10 minutes)"
+	@$(WITH_CLOCK) \
+	$(RUN) -m pip install $(PIP_FLAGS) -r requirements/build.txt -r requirements/demo.txt
+	@touch $@
+
+$(VENV)/.tools: requirements/test.txt requirements/constraints.txt | $(VENV)/.python
+	@echo "Installing the pinned tools for tests and style"
+	@$(WITH_CLOCK) $(RUN) -m pip install $(PIP_FLAGS) -r requirements/test.txt
+	@touch $@
+
+# An editable install: changes in Python need no build. Objects stay in build/, so that a second
+# build compiles only what changed.
+$(VENV)/.built: $(BUILD_INPUTS) $(VENV)/.packages $(if $(wildcard python/torchweld/_ops*.so),,FORCE)
+	@$(CHECK_COMPILER)
+	@echo "Building torchweld (1 to 5 minutes the first time)"
+	@$(WITH_CLOCK) $(RUN) -m pip install $(PIP_FLAGS) --no-build-isolation --no-deps -e .
+	@touch $@

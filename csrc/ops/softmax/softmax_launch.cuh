@@ -1,0 +1,116 @@
+// From a problem to the kernel that takes it, for every mask of the row softmax.
+#pragma once
+
+#include <type_traits>
+
+#include "core/dtype.h"
+#include "core/launch.h"
+#include "ops/softmax/softmax_rows.cuh"
+#include "ops/softmax/softmax_stream.cuh"
+
+namespace torchweld {
+
+template <typename Body>
+void dispatch_dtype(DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return body(float{});
+    case DType::kFloat16:
+      return body(__half{});
+    case DType::kBFloat16:
+      return body(__nv_bfloat16{});
+  }
+}
+
+// Calls body with the tile as a compile-time constant.
+template <int kElemSize, bool kBackward, int kTile = 0, typename Body>
+void dispatch_tile(int tile, const Body& body) {
+  if constexpr (kTile < kNumSoftmaxTiles) {
+    if constexpr (kSoftmaxTiles[kTile].suits(kElemSize, kBackward)) {
+      if (tile == kTile) return body(std::integral_constant<int, kTile>{});
+    }
+    dispatch_tile<kElemSize, kBackward, kTile + 1>(tile, body);
+  }
+}
+
+// Calls launch(args, blocks) with as many rows at a time as one grid can hold.
+template <typename T, typename Launch>
+void for_each_grid(RowArgs<T> args, int rows_per_block, int blocks_per_row, const Launch& launch) {
+  const int64_t rows = args.rows;
+  const int64_t most = kMaxGrid / blocks_per_row * rows_per_block;
+  for (; args.first_row < rows; args.first_row += most) {
+    args.rows = rows - args.first_row < most ? rows - args.first_row : most;
+    const int64_t groups = (args.rows + rows_per_block - 1) / rows_per_block;
+    launch(args, static_cast<unsigned>(groups * blocks_per_row));
+    args.g_x += most * args.x_row_stride;
+    if (args.g_dy) args.g_dy += most * args.dy_row_stride;
+    args.g_y += most * args.n;
+  }
+}
+
+// Launches one block a row, or one cluster.
+template <typename Config, typename Kernel, typename Mask>
+void launch_rows(Kernel kernel, const RowArgs<typename Config::T>& args, const Mask& mask,
+                 cudaStream_t stream) {
+  for_each_grid(args, Config::kRowsPerBlock, Config::kCluster,
+                [&](const RowArgs<typename Config::T>& part, unsigned blocks) {
+                  cudaLaunchAttribute cluster = {};
+                  cluster.id = cudaLaunchAttributeClusterDimension;
+                  cluster.val.clusterDim = {Config::kCluster, 1, 1};
+                  cudaLaunchConfig_t config = {};
+                  config.gridDim = dim3(blocks);
+                  config.blockDim = dim3(Config::kThreads);
+                  config.stream = stream;
+                  config.attrs = &cluster;
+                  config.numAttrs = Config::kCluster > 1 ? 1 : 0;
+                  // A failure stays behind for check_launch.
+                  (void)cudaLaunchKernelEx(&config, kernel, part, mask);
+                });
+}
+
+template <typename T>
+bool rows_aligned(const T* base, int64_t row_stride) {
+  return reinterpret_cast<uintptr_t>(base) % kVectorBytes == 0 &&
+         row_stride * static_cast<int64_t>(sizeof(T)) % kVectorBytes == 0;
+}
+
+template <typename T, typename Mask>
+void launch_softmax_rows(const RowArgs<T>& args, const Mask& mask, cudaStream_t stream) {
+  const bool aligned = rows_aligned(args.g_x, args.x_row_stride) && rows_aligned(args.g_y, args.n);
+  const int tile = choose_softmax_tile({args.n, sizeof(T), aligned, /*backward=*/false,
+                                        mask.tiled(args.rows), device_has_clusters()});
+  dispatch_tile<sizeof(T), /*kBackward=*/false>(tile, [&](auto index) {
+    using Config = RowConfig<T, index.value>;
+    launch_rows<Config>(softmax_kernel<Config, Mask>, args, mask, stream);
+  });
+  if (tile >= 0) return;
+  constexpr int kElems = kVectorBytes / sizeof(T);
+  const auto kernel = aligned && args.n % kElems == 0 ? softmax_stream_kernel<T, kElems, Mask>
+                                                      : softmax_stream_kernel<T, 1, Mask>;
+  for_each_grid(args, 1, 1, [&](const RowArgs<T>& part, unsigned blocks) {
+    kernel<<<blocks, kSoftmaxStreamThreads, 0, stream>>>(part, mask);
+  });
+}
+
+template <typename T, typename Mask>
+void launch_softmax_backward_rows(const RowArgs<T>& args, const Mask& mask, cudaStream_t stream) {
+  const bool aligned = rows_aligned(args.g_x, args.x_row_stride) &&
+                       rows_aligned(args.g_dy, args.dy_row_stride) &&
+                       rows_aligned(args.g_y, args.n);
+  const int tile = choose_softmax_tile({args.n, sizeof(T), aligned, /*backward=*/true,
+                                        mask.tiled(args.rows), device_has_clusters()});
+  dispatch_tile<sizeof(T), /*kBackward=*/true>(tile, [&](auto index) {
+    using Config = RowConfig<T, index.value>;
+    launch_rows<Config>(softmax_backward_kernel<Config, Mask>, args, mask, stream);
+  });
+  if (tile >= 0) return;
+  constexpr int kElems = kVectorBytes / sizeof(T);
+  const auto kernel = aligned && args.n % kElems == 0
+                          ? softmax_backward_stream_kernel<T, kElems, Mask>
+                          : softmax_backward_stream_kernel<T, 1, Mask>;
+  for_each_grid(args, 1, 1, [&](const RowArgs<T>& part, unsigned blocks) {
+    kernel<<<blocks, kSoftmaxStreamThreads, 0, stream>>>(part, mask);
+  });
+}
+
+}  // namespace torchweld

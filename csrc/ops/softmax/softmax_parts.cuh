@@ -1,0 +1,97 @@
+// What the register and the streaming kernels of a row softmax share: their arguments, masks, and
+// how scores become exponents.
+#pragma once
+
+#include <cstdint>
+
+#include "core/mask.h"
+#include "device/reduce.cuh"
+#include "device/vec.cuh"
+
+namespace torchweld {
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+// Everything is visible, scale 1.
+struct NoMask {
+  static constexpr bool kMasked = false;
+  int64_t n;
+  bool tiled(int64_t) const { return true; }
+  __device__ __forceinline__ RowRange live_columns(int64_t) const {
+    return {0, static_cast<int>(n)};
+  }
+  __device__ __forceinline__ LiveRange live(int64_t) const { return {0, n}; }
+  __device__ __forceinline__ float scale() const { return 1.f; }
+};
+
+template <typename T>
+struct RowArgs {
+  const T* g_x;  // x, or y in the gradient
+  const T* g_dy;
+  T* g_y;  // y, or dx in the gradient
+  int64_t rows;
+  int64_t n;
+  int64_t x_row_stride;
+  int64_t dy_row_stride;
+  int64_t first_row;  // of this launch, where one grid can't hold all rows
+};
+
+// True when an access of `elems` columns from `first` on holds a live one.
+template <typename Mask, typename Range, typename Column>
+__device__ __forceinline__ bool touches(const Range& live, Column first, int elems) {
+  if constexpr (!Mask::kMasked) return first < live.end;
+  return first + elems > live.begin && first < live.end;
+}
+
+template <typename Range, typename Column>
+__device__ __forceinline__ bool sees(const Range& live, Column column) {
+  return column >= live.begin && column < live.end;
+}
+
+// An access of a streaming row as fp32 times `factor`, `hidden` where the mask hides.
+template <typename Mask, typename T, int kElems>
+__device__ __forceinline__ void unpack(float (&r_to)[kElems], const Vec<T, kElems>& from,
+                                       const LiveRange& live, int64_t first, float factor,
+                                       float hidden) {
+#pragma unroll
+  for (int j = 0; j < kElems; ++j) {
+    r_to[j] = to_float(from.values[j]);
+    if constexpr (Mask::kMasked) r_to[j] = sees(live, first + j) ? r_to[j] * factor : hidden;
+  }
+}
+
+// Clears the columns that the mask hides in a result that is not finite elsewhere: 0 * NaN is NaN.
+template <typename T, int kElems, typename Range, typename Column>
+__device__ __forceinline__ void clear_hidden(Vec<T, kElems>& out, const Range& live, Column first) {
+#pragma unroll
+  for (int j = 0; j < kElems; ++j) {
+    if (!sees(live, first + j)) out.values[j] = from_float<T>(0.f);
+  }
+}
+
+// How scores become exponents: 2^((sign * x - max) * c). A scale of 0 multiplies the scores away,
+// so that an infinite one is NaN as in torch.
+template <typename T>
+struct Exponent {
+  float sign;
+  float c;
+
+  __device__ __forceinline__ explicit Exponent(float scale)
+      : sign(scale > 0.f ? 1.f : (scale < 0.f ? -1.f : 0.f)),
+        c((scale == 0.f ? 1.f : fabsf(scale)) * kLog2e) {}
+
+  // NOTE: results are 2^kBias times too large, which cancels in the division by their sum. It
+  // keeps what would be subnormal in range of the one-instruction exponential; its rounding, 2^-19,
+  // only suits 16-bit results.
+  static constexpr float kBias = sizeof(T) == 2 ? 32.f : 0.f;
+
+  __device__ __forceinline__ float operator()(float x, float max) const {
+    if constexpr (sizeof(T) == 2) return exp2_approx_ftz(fmaf(x - max, c, kBias));
+    return exp2_approx((x - max) * c);
+  }
+};
+
+// -inf - (-inf) is NaN: a part that saw only -inf is compared with 0 instead and adds nothing.
+__device__ __forceinline__ float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
+
+}  // namespace torchweld

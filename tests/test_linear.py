@@ -1,0 +1,249 @@
+"""linear, its forward and backward ops, against float64; exact on integer grids."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numerics import assert_equal, assert_same_bits
+from reference import ACTIVATIONS
+from refusals import case_params, cases
+from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel
+from strategies import dtype_names, layouts, seeds, sizes, strided, values
+
+linear = torch.ops.torchweld.linear
+linear_forward = torch.ops.torchweld.linear_forward
+linear_backward = torch.ops.torchweld.linear_backward
+
+OP = "linear"
+OPS = (OP, OP + "_forward", OP + "_backward")
+
+
+@pytest.fixture(autouse=True)
+def _kernel(request):
+    if "device" in request.fixturenames:
+        need_kernel(OP, request.getfixturevalue("device"))
+
+
+def randn(device: str, dtype: torch.dtype, *shape: int, scale: float = 1.0):
+    return (torch.randn(*shape, dtype=F64) * scale).to(dtype).to(device)
+
+
+def call_args(device, dtype, m, n, k, bias=True):
+    """Weights of the size that keeps the result near 1."""
+    weight = randn(device, dtype, n, k, scale=max(k, 1) ** -0.5)
+    return [randn(device, dtype, m, k), weight, randn(device, dtype, n) if bias else None]
+
+
+SIZES = [  # M, N, K
+    (1, 1, 1),
+    (1, 129, 31),
+    (31, 1, 33),
+    (33, 31, 1),
+    (32, 32, 32),
+    (63, 65, 64),
+    (65, 33, 127),
+    (64, 128, 129),
+    (127, 63, 65),
+    (128, 64, 63),
+    (129, 127, 128),
+    (5, 7, 1021),
+    (2, 3, 4099),
+]
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_sizes(device, dtype, size):
+    if dtype not in dtypes(device):
+        pytest.skip(f"{dtype} is CPU only")
+    for activation in ACTIVATIONS:
+        check_op(OP, call_args(device, dtype, *size), {"activation": activation})
+    check_op(OP, call_args(device, dtype, *size, bias=False))
+
+
+@pytest.mark.parametrize("rows", [65535, 65536, 65537])
+def test_many_rows(device, rows):
+    check_op(OP, call_args(device, F32, rows, 2, 3), {"activation": "gelu"})
+    check_op(OP, call_args(device, F32, 2, rows, 3))
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (3, 1), (2, 3, 4), (1, 2, 1, 3)], ids=str)
+def test_leading_dims(device, lead):
+    for dtype in dtypes(device):
+        x = randn(device, dtype, *lead, 17)
+        rest = call_args(device, dtype, 1, 9, 17)[1:]
+        for activation in ("none", "gelu_tanh"):
+            check_op(OP, [x, *rest], {"activation": activation}, eager=False)
+            out = linear(x, *rest, activation=activation)
+            assert out.shape == (*lead, 9) and out.is_contiguous()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("size", [(0, 3, 4), (3, 0, 4), (3, 4, 0), (0, 0, 0)], ids=str)
+def test_empty(device, size, activation):
+    """Without K the result is activation(bias); without rows the parameters' gradients are 0."""
+    for dtype in dtypes(device):
+        args = call_args(device, dtype, *size)
+        check_op(OP, args, {"activation": activation}, eager=False)
+        if activation == "none":
+            expected = args[2].expand(size[0], -1) if size[2] == 0 else linear(*args)
+            assert_equal(linear(*args), expected.contiguous())
+        _, grads = forward_backward(OP, args, {"activation": activation})
+        if 0 in (size[0], size[1]):
+            assert all((g == 0).all() for g in grads)
+
+
+@pytest.mark.parametrize("activation", ["none", "relu"])
+@pytest.mark.parametrize("size", [*SIZES[:11], (3, 5, 4096)], ids=str)
+def test_integer_grid_is_exact(device, size, activation):
+    """Integers up to 8: every sum is exact in any order, the result rounded once."""
+    m, n, k = size
+
+    def grid(*shape):
+        return torch.randint(-8, 9, shape)
+
+    x, weight, bias, dy = grid(m, k), grid(n, k), grid(n), grid(m, n)
+    z = x @ weight.T + bias
+    y = z.relu() if activation == "relu" else z
+    dz = torch.where(z > 0, dy, 0) if activation == "relu" else dy
+    for dtype in dtypes(device):
+        args = [t.to(dtype).to(device) for t in (x, weight, bias)]
+        out, grads = forward_backward(OP, args, {"activation": activation}, dy.to(args[0]))
+        assert_equal(out, y.to(dtype).to(device))
+        expected = [dz @ weight, dz.T @ x, dz.sum(0)]
+        for grad, ref in zip(grads, expected, strict=True):
+            assert_equal(grad, ref.to(dtype).to(device))
+        assert_equal(linear(args[0], args[1]), (z - bias).to(dtype).to(device))
+
+
+def test_gelu_and_its_tanh_form_are_told_apart(device):
+    """They differ by up to 4.7e-4, which only float32 can show."""
+    z = torch.linspace(-6, 6, 4001, dtype=F64)[:, None]
+    one = torch.ones(1, 1, dtype=F32, device=device)
+    x = z.float().to(device)
+    for activation, approximate in (("gelu", "none"), ("gelu_tanh", "tanh")):
+        exact = torch.nn.functional.gelu(x.double(), approximate=approximate)
+        error = (linear(x, one, activation=activation).double() - exact).abs().max()
+        assert error < 2e-6, f"{activation}: {error:.2g}"
+    check_op(OP, [x, one], {"activation": "gelu"})
+    check_op(OP, [x, one], {"activation": "gelu_tanh"})
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_inf_and_nan_spread_as_in_torch(device, value, activation):
+    for dtype in dtypes(device):
+        for which in range(3):
+            args = call_args(device, dtype, 4, 3, 5)
+            args[which].view(-1)[1] = value
+            z = torch.nn.functional.linear(*args)
+            expected = {
+                "none": lambda t: t,
+                "relu": torch.relu,
+                "gelu": torch.nn.functional.gelu,
+                "gelu_tanh": lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
+                "silu": torch.nn.functional.silu,
+            }[activation](z)
+            got = linear(*args, activation=activation)
+            assert_equal(got.isnan(), expected.isnan())
+            assert_equal(got.isposinf(), expected.isposinf())
+
+
+def test_relu_at_zero_and_nan(device):
+    """relu'(0) = 0, relu(NaN) = NaN."""
+    x = torch.tensor([[0.0], [-0.0], [1.0], [-1.0], [math.nan]], device=device)
+    one = torch.ones(1, 1, device=device)
+    out, (dx, *_) = forward_backward(OP, [x, one], {"activation": "relu"})
+    assert_equal(out, torch.tensor([[0.0], [0.0], [1.0], [0.0], [math.nan]], device=device))
+    assert_equal(dx[:4], torch.tensor([[0.0], [0.0], [1.0], [0.0]], device=device))
+
+
+def test_weight_of_a_conv1d_goes_in_as_a_view(device):
+    """GPT-2's Conv1D holds (K, N); its transposed view gives the same, gradient included."""
+    for dtype in dtypes(device):
+        x, weight, bias = call_args(device, dtype, 33, 48, 16)
+        conv1d = weight.t().contiguous()
+        assert not conv1d.t().is_contiguous()
+        for activation in ("none", "gelu_tanh"):
+            check_op(OP, [x, conv1d.t(), bias], {"activation": activation})
+    conv1d.requires_grad_()
+    linear(x, conv1d.t(), bias).sum().backward()
+    assert conv1d.grad.shape == (16, 48)
+
+
+@pytest.mark.parametrize("perm", [(1, 0, 2), (2, 1, 0), (0, 2, 1), (1, 2, 0)], ids=str)
+def test_permuted_x_gets_its_whole_gradient(device, perm):
+    """x.transpose(0, 1) of a (seqlen, batch, K) tensor, and worse."""
+    back = [perm.index(d) for d in range(3)]
+    for dtype in dtypes(device):
+        x = randn(device, dtype, 4, 6, 5).permute(back).contiguous().permute(perm)
+        assert x.shape == (4, 6, 5)
+        check_op(OP, [x, *call_args(device, dtype, 1, 3, 5)[1:]], {"activation": "gelu"})
+
+
+def test_saved_tensors_of_the_forward_op(device):
+    for dtype in dtypes(device):
+        args = call_args(device, dtype, 4, 3, 5)
+        z = linear(*args)
+        for activation in ACTIVATIONS:
+            y, preact = linear_forward(*args, activation=activation)
+            assert_same_bits(y, linear(*args, activation=activation))
+            if activation in ("none", "relu"):
+                assert preact.shape == (0,) and preact.dtype == dtype
+            else:
+                assert_same_bits(preact, z)
+
+
+@pytest.mark.parametrize("mask", range(8))
+def test_output_mask(device, mask):
+    """What was not asked for has shape (0,); the rest does not change."""
+    wanted = [bool(mask >> i & 1) for i in range(3)]
+    x, weight, _ = call_args(device, F32, 4, 3, 5)
+    dy = randn(device, F32, 4, 3)
+    full = linear_backward(dy, x, weight, output_mask=[True] * 3)
+    for got, ref, want in zip(
+        linear_backward(dy, x, weight, output_mask=wanted), full, wanted, strict=True
+    ):
+        assert_same_bits(got, ref if want else ref.new_empty(0))
+
+
+@given(
+    m=sizes(65),
+    n=sizes(65),
+    k=sizes(65),
+    activation=st.sampled_from(ACTIVATIONS),
+    bias=st.booleans(),
+    matrix=layouts(2),
+    vector=layouts(1),
+    dtype=dtype_names,
+    seed=seeds,
+)
+def test_any_layout(m, n, k, activation, bias, matrix, vector, dtype, seed):
+    dtype = getattr(torch, dtype)
+    x = values((m, k), "normal", seed).to(dtype)
+    weight = (values((n, k), "normal", seed + 1) * max(k, 1) ** -0.5).to(dtype)
+    shift = values((n,), "normal", seed + 2).to(dtype)
+    dy = values((m, n), "normal", seed + 3).to(dtype)
+    args = [strided(x, matrix), strided(weight, matrix), strided(shift, vector) if bias else None]
+    check_op(OP, args, {"activation": activation}, dout=strided(dy, matrix), eager=False)
+
+
+@pytest.mark.parametrize("case", case_params(*OPS))
+def test_bad_call(case, device):
+    case.check(device)
+
+
+@pytest.mark.parametrize("op", OPS[:2])
+def test_bad_call_while_recording(op, device):
+    """The refusal names the op that was called."""
+    for case in cases(op):
+        case.check(device, recorded=True)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_number_of_bad_calls(op):
+    assert len(cases(op)) >= 25
