@@ -12,11 +12,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import reference as R
 import torch
+from torch import Tensor
+
+import reference as R
 from numerics import UNIT, Bound, Terms, acc_dtype
 from reference import up
-from torch import Tensor
 
 FUNCTION = 4.0  # units of error of one exp, erf, tanh or division
 
@@ -28,9 +29,7 @@ def exact_product(scale: float) -> bool:
 # Softmax and attention
 
 
-def probability_terms(
-    p: Tensor, z: Tensor, lse: Tensor, scale: float, dtype: torch.dtype
-) -> Terms:
+def probability_terms(p: Tensor, z: Tensor, lse: Tensor, scale: float, dtype: torch.dtype) -> Terms:
     """p = exp(z - m) / sum: the sum, and the rounding of the exponent."""
     z = torch.where(p > 0, z, 0.0)
     m = torch.where(lse.isinf(), 0.0, lse)[..., None]
@@ -59,7 +58,11 @@ def softmax_bounds(x: Tensor) -> list[Bound]:
 
 def roundable(t: Tensor, dtype: torch.dtype) -> Tensor:
     """|t| as a rounding to dtype sees it: below the smallest normal the error stays the same."""
-    return t.abs().clamp(min=torch.finfo(dtype).tiny)
+    return torch.where(t == 0, 0.0, t.abs().clamp(min=torch.finfo(dtype).tiny))
+
+
+def dtype_of(unit: float) -> torch.dtype:
+    return next(d for d, u in UNIT.items() if u == unit)
 
 
 def softmax_backward_terms(
@@ -67,7 +70,7 @@ def softmax_backward_terms(
 ) -> Terms:
     """`yt` are the errors of a y that the forward made and rounded, None for an exact y."""
     delta = (dy * y).abs().sum(-1, keepdim=True)
-    size = abs(scale) * torch.where(y == 0, 0.0, roundable(y, acc_dtype(dtype)))
+    size = abs(scale) * roundable(y, acc_dtype(dtype))
     size = size * (dy.abs() + delta)
     terms = Terms([(y.shape[-1] + FUNCTION, size)])
     if yt is not None:
@@ -76,8 +79,7 @@ def softmax_backward_terms(
         terms.rounds.append(abs(scale) * (own + others))
         carried = dy.abs() + delta
         terms = terms + yt.map(
-            lambda t: abs(scale)
-            * (t * carried + y.abs() * (dy.abs() * t).sum(-1, keepdim=True))
+            lambda t: abs(scale) * (t * carried + y.abs() * (dy.abs() * t).sum(-1, keepdim=True))
         )
     return terms
 
@@ -258,12 +260,22 @@ def affine_terms(n: Tensor, nt: Terms, weight: Tensor, bias: Tensor | None) -> T
     return nt.map(lambda t: t @ weight.abs().T) + Terms([(n.shape[-1] + 1, size)])
 
 
+def near_kink(z: Tensor, zt: Terms, unit: float) -> Tensor:
+    """Where the errors of z may change its sign, and with it the slope of relu."""
+    terms = zt + Terms(rounds=[z.abs()])
+    return z.abs() <= Bound(z, terms, dtype_of(unit)).error(statistical=False)
+
+
 def pointwise_terms(z: Tensor, zt: Terms, f: Callable[[Tensor], Tensor], unit: float) -> Terms:
     """f(z), with z rounded to the dtype before f sees it."""
     if f(torch.tensor(-1.5)).item() == -1.5:
         return zt  # the identity: no second rounding
     slope = derivatives(f, z)[0].abs() + 1.2 * unit * z.abs()  # |f''| <= 1.2
-    return zt.map(lambda t: slope * t) + Terms([(FUNCTION, z.abs())], [slope * z.abs()])
+    if f(torch.tensor(-50.0)).item() == f(torch.tensor(-60.0)).item() == 0:
+        slope = torch.where(near_kink(z, zt, unit), 1.0, slope)
+    return zt.map(lambda t: slope * t) + Terms(
+        [(FUNCTION, z.abs())], [slope * roundable(z, dtype_of(unit))]
+    )
 
 
 def activation_of(name: str) -> Callable[[Tensor], Tensor]:
@@ -276,7 +288,12 @@ def dz_of(dy: Tensor, z: Tensor, activation: str, zt: Terms | None, unit: float)
         return dy, Terms()
     first, second = derivatives(activation_of(activation), z)
     dz = dy * first
-    terms = Terms([(FUNCTION, dy.abs())], [dz.abs()]) if activation != "relu" else Terms()
+    # tanh(t) loses to 1 where its slope is 1 - tanh(t)^2, and t is a cubic.
+    tail = 1 + z.abs() * (0.4 + 0.11 * z.square()) if activation == "gelu_tanh" else 1.0
+    evaluated = Terms([(FUNCTION, dy.abs() * tail)], [roundable(dz, dtype_of(unit))])
+    terms = evaluated if activation != "relu" else Terms()
+    if zt is not None and activation == "relu":
+        return dz, Terms(jumps=[torch.where(near_kink(z, zt, unit), dy.abs(), 0.0)])
     if zt is not None:
         bend = dy.abs() * (second.abs() + unit * z.abs())
         terms = terms + (zt + Terms(rounds=[z.abs()])).map(lambda t: t * bend)
@@ -294,9 +311,11 @@ def affine_grad_terms(dz, dzt, n, nt, weight) -> tuple[Terms, Terms, Terms]:
 class Norm:
     """Normalised rows n = (x - mean) * rstd * scale + shift, with their errors and gradient's."""
 
-    def __init__(self, x: Tensor, eps: Any, centred: bool, scale=None, shift=None) -> None:
+    def __init__(
+        self, x: Tensor, eps: Any, centred: bool, scale=None, shift=None, *, dtype: torch.dtype
+    ) -> None:
         self.hat, self.mean, self.rstd = R.normalise(x, eps, centred)
-        self.centred, self.k = centred, max(x.shape[-1], 1)
+        self.centred, self.k, self.dtype = centred, max(x.shape[-1], 1), dtype
         self.scale = torch.ones(x.shape[-1], dtype=torch.float64) if scale is None else scale
         self.n = R.scale_shift(self.hat, scale, shift)
         wander = self.hat.abs()  # of rstd; that of the mean comes on top
@@ -305,7 +324,7 @@ class Norm:
         self.hat_terms = Terms([(self.k, wander)])
         size = self.n.abs() if shift is None else self.n.abs() + shift.abs()
         self.terms = self.hat_terms.map(lambda t: t * self.scale.abs()) + Terms(
-            [(FUNCTION, size)], [self.n.abs()]
+            [(FUNCTION, size)], [roundable(self.n, dtype)]
         )
 
     def back(self, t: Tensor) -> Tensor:
@@ -316,12 +335,14 @@ class Norm:
 
     def grad_terms(self, dn: Tensor, dnt: Terms) -> tuple[Terms, Terms, Terms]:
         """Of dx, dscale, dshift, from magnitudes and errors of dn (rounded to the dtype)."""
-        dnt = dnt + Terms(rounds=[dn])
+        dnt = dnt + Terms(rounds=[roundable(dn, self.dtype)])
         m, hat = dn * self.scale.abs(), self.hat.abs()
         dx = dnt.map(self.back) + Terms([(self.k, self.back(dn))])
         dx = dx + self.hat_terms.map(
-            lambda t: self.rstd
-            * (t * (m * hat).mean(-1, keepdim=True) + hat * (m * t).mean(-1, keepdim=True))
+            lambda t: (
+                self.rstd
+                * (t * (m * hat).mean(-1, keepdim=True) + hat * (m * t).mean(-1, keepdim=True))
+            )
         )
         rows = dn.shape[0]
         dscale = dnt.map(lambda t: (t * hat).sum(0)) + Terms([(rows, (dn * hat).sum(0))])
@@ -341,7 +362,9 @@ def shaped(terms: Terms, shape: Sequence[int]) -> Terms:
 class Layer:
     """One of linear, layer_norm_linear, rms_norm_linear: y = activation(n @ weight.T + bias)."""
 
-    def __init__(self, kind: str, x: Tensor, weight: Tensor, bias=None, *norm: Any, eps: Any = None):
+    def __init__(
+        self, kind: str, x: Tensor, weight: Tensor, bias=None, *norm: Any, eps: Any = None
+    ):
         self.x, self.dtype, self.unit = x, x.dtype, UNIT[x.dtype]
         self.weight, self.bias = up(weight), up(bias)
         self.params = [up(t) for t in norm]
@@ -350,7 +373,7 @@ class Layer:
         if kind == "linear":
             self.norm, self.n, self.nt = None, rows, Terms()
         else:
-            self.norm = Norm(rows, eps, kind == "layer_norm_linear", *self.params)
+            self.norm = Norm(rows, eps, kind == "layer_norm_linear", *self.params, dtype=self.dtype)
             self.n, self.nt = self.norm.n, self.norm.terms
         self.z = R.affine(self.n, self.weight, self.bias)
         self.zt = affine_terms(self.n, self.nt, self.weight, self.bias)
@@ -480,7 +503,7 @@ def fold_layer_norm_bounds(weight, bias=None, ln_weight=None, ln_bias=None) -> l
 
 def folded_parts(x, folded_weight, weight_sum, folded_bias, eps):
     rows, w, total, bias = matrix(x), up(folded_weight), up(weight_sum), up(folded_bias)
-    norm = Norm(rows, eps, centred=True)
+    norm = Norm(rows, eps, centred=True, dtype=x.dtype)
     raw = rows.abs() @ w.abs().T + norm.mean.abs() * total.abs()
     z = norm.rstd * (rows @ w.T - norm.mean * total)
     size, product = norm.rstd * raw + z.abs(), z.abs()
@@ -513,9 +536,7 @@ def folded_layer_norm_linear_grads(
         # d z / d x: through the matmul, through the mean, through rstd.
         through = t @ w.abs() + (t * total.abs()).sum(-1, keepdim=True) / norm.k
         s = norm.rstd * (rows.abs() @ w.abs().T + norm.mean.abs() * total.abs())
-        return norm.rstd * (
-            through + norm.hat.abs() * (t * s).sum(-1, keepdim=True) / norm.k
-        )
+        return norm.rstd * (through + norm.hat.abs() * (t * s).sum(-1, keepdim=True) / norm.k)
 
     size = back(dz.abs())
     length = norm.k + w.shape[0]
@@ -577,7 +598,14 @@ def gate_dz(g, z, gate, interleaved, zt, unit):
     # An error of a factor, of its slope, and the rounding of dz itself.
     evaluated = joined(size * (1 + b.abs()), size * (1 + a.abs()), interleaved)
     dz = joined(dleft, dright, interleaved)
-    terms = Terms([(2 * FUNCTION, evaluated)], [2 * dz.abs()])
+    terms = Terms([(2 * FUNCTION, evaluated)], [2 * roundable(dz, dtype_of(unit))])
+    if gate == "sigmoid_tanh":  # the slopes come from the factors, rounded as eager's are
+        slopes = joined(size * b.abs() * a, 2 * size * a * b.square(), interleaved)
+        terms = terms + Terms(rounds=[slopes])
+    if gate == "reglu" and zt is not None:
+        kink = near_kink(right, zt.map(lambda t: R.halves(t, interleaved)[1]), unit)
+        flips = torch.where(kink, size * a.abs(), 0.0)
+        terms = terms + Terms(jumps=[joined(torch.zeros_like(flips), flips, interleaved)])
     if zt is not None:
         zt = zt + Terms(rounds=[z.abs()])
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 
-import numerics
 import pytest
 import torch
+
+import numerics
 
 try:
     from hypothesis import settings

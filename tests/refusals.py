@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import samples
 import torch
 from torch import Tensor
+
+import samples
 
 NOT_FLOATING = (
     torch.int8,
@@ -175,7 +176,9 @@ def cases(op: str) -> list[Case]:
 
 def case_params(*ops: str) -> list[Any]:
     """Parameters for pytest: every case of the ops."""
-    return [pytest.param(c, id=f"{c.op}-{c.name.replace(' ', '_')}") for op in ops for c in cases(op)]
+    return [
+        pytest.param(c, id=f"{c.op}-{c.name.replace(' ', '_')}") for op in ops for c in cases(op)
+    ]
 
 
 def recordable(params: Sequence[Any]) -> list[Any]:
@@ -218,7 +221,8 @@ heads = {
     "key heads do not divide": (
         "key",
         lambda given: given.update(
-            key=given["key"][:, :1].repeat(1, 3, 1, 1), value=given["value"][:, :1].repeat(1, 3, 1, 1)
+            key=given["key"][:, :1].repeat(1, 3, 1, 1),
+            value=given["value"][:, :1].repeat(1, 3, 1, 1),
         ),
     ),
     "more key heads than query heads": (

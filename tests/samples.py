@@ -12,14 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numerics
 import pytest
-import reference as R
 import torch
+from torch import Tensor
+
+import numerics
+import reference as R
 import torchweld  # noqa: F401  (loads the ops)
 from bounds import GRADIENTS, REFERENCES
 from numerics import acc_dtype
-from torch import Tensor
 
 Call = tuple[list[Any], dict[str, Any]]
 
@@ -225,7 +226,13 @@ def _listed() -> dict[str, list[Sample]]:
     def add(op: str, **named: Callable[[Maker], Call]) -> None:
         samples.setdefault(op, []).extend(Sample(op, n, b) for n, b in named.items())
 
-    shapes = {"vector": (7,), "matrix": (3, 5), "rank4": (2, 1, 3, 4), "one": (2, 1), "empty": (0, 4)}
+    shapes = {
+        "vector": (7,),
+        "matrix": (3, 5),
+        "rank4": (2, 1, 3, 4),
+        "one": (2, 1),
+        "empty": (0, 4),
+    }
     shapes["long"] = (2, 33)
     add("softmax", **{n: softmax_call(*s) for n, s in shapes.items()})
     add("softmax_backward", **{n: softmax_backward_call(*s) for n, s in shapes.items()})
@@ -239,7 +246,10 @@ def _listed() -> dict[str, list[Sample]]:
         "empty": ((2, 2, 0, 3), {"pads": (1, 0)}),
     }
     add("causal_softmax", **{n: causal_call(s, **k) for n, (s, k) in causal.items()})
-    add("causal_softmax_backward", **{n: causal_backward_call(s, **k) for n, (s, k) in causal.items()})
+    add(
+        "causal_softmax_backward",
+        **{n: causal_backward_call(s, **k) for n, (s, k) in causal.items()},
+    )
 
     matmul = {
         "plain": softmax_matmul_call(2, 2, 3, 4, 5),

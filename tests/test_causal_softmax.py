@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 
-import masks
-import numerics
 import pytest
-import reference as R
 import torch
-from bounds import causal_softmax_backward_bounds, causal_softmax_bounds
 from hypothesis import given
 from hypothesis import strategies as st
+
+import masks
+import numerics
+import reference as R
+from bounds import causal_softmax_backward_bounds, causal_softmax_bounds
 from numerics import assert_equal, assert_same_bits
 from refusals import case_params, cases
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
@@ -98,7 +99,9 @@ def test_many_sequences(device, batch):
     check_op("causal_softmax", [randn(device, F32, 1, batch, 1)])
 
 
-@pytest.mark.parametrize("shape", [(3, 3), (2, 3, 4), (2, 1, 3, 4), (2, 2, 1, 3, 3), (2, 1, 2, 1, 3, 2)])
+@pytest.mark.parametrize(
+    "shape", [(3, 3), (2, 3, 4), (2, 1, 3, 4), (2, 2, 1, 3, 3), (2, 1, 2, 1, 3, 2)]
+)
 def test_rank(device, shape):
     """Two dims are one sequence; everything between batch and the last two dims is heads."""
     for dtype in dtypes(device):
@@ -107,7 +110,9 @@ def test_rank(device, shape):
         args = [randn(device, dtype, *shape), leftpad]
         check_op("causal_softmax", args, {"scale": 0.5})
         x = args[0].reshape(batch, -1, *shape[-2:])
-        assert_same_bits(causal_softmax(x, leftpad).reshape(shape), causal_softmax(args[0], leftpad))
+        assert_same_bits(
+            causal_softmax(x, leftpad).reshape(shape), causal_softmax(args[0], leftpad)
+        )
 
 
 EMPTY = [(0, 2, 3, 3), (2, 0, 3, 3), (2, 2, 0, 3), (2, 2, 3, 0), (0, 0), (0, 3), (3, 0), (0, 3, 3)]
@@ -157,10 +162,12 @@ def test_hidden_scores_and_gradients_are_not_read(device, shape, hole):
         leftpad = pads(device, 0, 1, shape[1] // 2, shape[1])
         seen = R.visible(4, *shape, leftpad.cpu(), True)[:, None].to(device)
         x, dy = randn(device, dtype, 4, 1, *shape), randn(device, dtype, 4, 1, *shape)
-        clean = forward_backward("causal_softmax", [torch.where(seen, x, 0), leftpad], {},
-                                 torch.where(seen, dy, 0))
-        dirty = forward_backward("causal_softmax", [torch.where(seen, x, hole), leftpad], {},
-                                 torch.where(seen, dy, hole))
+        clean = forward_backward(
+            "causal_softmax", [torch.where(seen, x, 0), leftpad], {}, torch.where(seen, dy, 0)
+        )
+        dirty = forward_backward(
+            "causal_softmax", [torch.where(seen, x, hole), leftpad], {}, torch.where(seen, dy, hole)
+        )
         assert_same_bits(dirty[0], clean[0])
         assert_same_bits(dirty[1][0], clean[1][0])
 

@@ -7,6 +7,9 @@ import inspect
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 import torchweld
 from bounds import REFERENCES
 from numerics import assert_same_bits, assert_same_kind, check
@@ -30,8 +33,6 @@ from samples import (
     requiring,
     sample,
 )
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 OPS = list(SAMPLES)
 ALL = [pytest.param(s, id=s.id) for op in OPS for s in SAMPLES[op]]
@@ -312,9 +313,7 @@ def test_meta_and_fake_agree_with_real(s, device):
     need_kernel(s.op, device)
     for dtype in (F32, BF16):
         args, kwargs = s.make(device, dtype)
-        turned = [
-            layouts(a).get("transposed", a) if isinstance(a, Tensor) else a for a in args
-        ]
+        turned = [layouts(a).get("transposed", a) if isinstance(a, Tensor) else a for a in args]
         for call_args in (args, turned):
             real = as_tuple(call(s.op)(*call_args, **kwargs))
             meta = [
@@ -324,11 +323,12 @@ def test_meta_and_fake_agree_with_real(s, device):
                 for a in call_args
             ]
             with FakeTensorMode() as mode:
-                fake = [
-                    mode.from_tensor(a) if isinstance(a, Tensor) else a for a in call_args
-                ]
+                fake = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in call_args]
                 faked = as_tuple(call(s.op)(*fake, **kwargs))
-            for outputs, where in ((as_tuple(call(s.op)(*meta, **kwargs)), "meta"), (faked, device)):
+            for outputs, where in (
+                (as_tuple(call(s.op)(*meta, **kwargs)), "meta"),
+                (faked, device),
+            ):
                 for got, ref in zip(outputs, real, strict=True):
                     assert got.shape == ref.shape and got.dtype == ref.dtype
                     assert significant(got) == significant(ref), s.id
@@ -340,9 +340,7 @@ def compiled_agrees(s, device, backend):
     args, kwargs = s.make(device)
     op = call(s.op)
     compiled = torch.compile(lambda *a: op(*a, **kwargs), fullgraph=True, backend=backend)
-    for got, ref in zip(
-        as_tuple(compiled(*args)), as_tuple(op(*args, **kwargs)), strict=True
-    ):
+    for got, ref in zip(as_tuple(compiled(*args)), as_tuple(op(*args, **kwargs)), strict=True):
         assert_same_bits(got, ref, s.id)
     if s.op not in DIFFERENTIABLE:
         return
@@ -427,9 +425,7 @@ def scripted(op, tmp_path):
         return "List[bool]" if text.startswith("List") else names[text]
 
     parameters = ", ".join(f"{a.name}: {annotation(a.type)}" for a in schema.arguments)
-    passed = ", ".join(
-        f"{a.name}={a.name}" if a.kwarg_only else a.name for a in schema.arguments
-    )
+    passed = ", ".join(f"{a.name}={a.name}" if a.kwarg_only else a.name for a in schema.arguments)
     source = (
         "from typing import List, Optional\nimport torch\nfrom torch import Tensor\n\n\n"
         f"def call({parameters}):\n    return torch.ops.torchweld.{op}({passed})\n"
@@ -543,7 +539,9 @@ def test_gradcheck_of_ten_seeds(op):
         args, kwargs = SAMPLES[op][0].make("cpu", F64, seed=seed)
         leaves = requiring(op, args)
         assert torch.autograd.gradcheck(
-            lambda *a: as_tuple(call(op)(*a, **kwargs))[0], leaves, fast_mode=True  # noqa: B023
+            lambda *a: as_tuple(call(op)(*a, **kwargs))[0],
+            leaves,
+            fast_mode=True,  # noqa: B023
         )
 
 

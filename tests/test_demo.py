@@ -418,3 +418,47 @@ def test_checkpoint_that_lacks_weights(tmp_path, prose):
     config = model.read_config(chosen)
     with pytest.raises(UsageError, match="lacks 1 weights"):
         model._load(folder, config)
+
+
+def measure_ops(prose, seconds):
+    from torchweld.demo.optable import OpTable, measure
+
+    table = OpTable()
+    measure(options("--text", prose), 2, 32, table, seconds, lambda what: None)
+    return table
+
+
+def test_op_table_with_compile(prose, monkeypatch):
+    monkeypatch.setattr("torchweld.demo.optable.cpp_compiler", lambda: "c++")
+
+    def compile_(function, **_):
+        if function.__name__ == "attend":
+            raise RuntimeError("no such luck\nand more")
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    for row in measure_ops(prose, 1000.0).rows:
+        if row.op == "attention":
+            assert row.compile_us is None
+            assert row.compile_note == "torch.compile failed: no such luck"
+        else:
+            assert row.compile_us > 0 and row.ours_us > 0
+
+
+def test_op_table_without_a_compiler(prose, monkeypatch):
+    monkeypatch.setattr("torchweld.demo.optable.cpp_compiler", lambda: None)
+    table = measure_ops(prose, 1000.0)
+    assert table.compile_note == "torch.compile was left out: no C++ compiler was found"
+
+
+def test_op_without_a_kernel_is_named(prose, monkeypatch):
+    import torchweld
+
+    def missing(*_, **__):
+        raise NotImplementedError("torchweld::linear has no CUDA kernel in this build")
+
+    monkeypatch.setattr(torchweld, "linear", missing)
+    rows = {row.op: row for row in measure_ops(prose, 0.0).rows}
+    assert rows["linear"].ours_us is None and rows["linear"].eager_us > 0
+    assert rows["linear"].note == "torchweld::linear has no CUDA kernel in this build"
+    assert rows["softmax"].note is None

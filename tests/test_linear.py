@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from numerics import assert_equal, assert_same_bits
 from reference import ACTIVATIONS
 from refusals import case_params, cases

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from numerics import Bound, Terms, assert_equal, assert_same_bits, check
 
 N = 1_000_000

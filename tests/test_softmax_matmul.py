@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
-import masks
 import pytest
-import reference as R
 import torch
-from bounds import softmax_matmul_bounds
 from hypothesis import given
 from hypothesis import strategies as st
+
+import masks
+import reference as R
+from bounds import softmax_matmul_bounds
 from numerics import acc_dtype, assert_equal, assert_same_bits, check
 from refusals import case_params, cases
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel

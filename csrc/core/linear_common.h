@@ -16,9 +16,15 @@ inline Tensor empty_result(const Tensor& like, c10::SymIntArrayRef sizes) {
   return at::empty_symint(sizes, like.options());
 }
 
-// The gradient of `like`: its shape, and its strides where it is dense; (0,) where nobody asked.
-inline Tensor empty_grad(const Tensor& like, bool wanted) {
-  return wanted ? at::empty_like(like) : at::empty({0}, like.options());
+// The gradient of x, contiguous; (0,) where nobody asked.
+inline Tensor empty_input_grad(const Tensor& x, bool wanted) {
+  return wanted ? at::empty_symint(x.sym_sizes(), x.options()) : at::empty({0}, x.options());
+}
+
+// The gradient of a weight, with its strides where it is dense: a transposed weight's gradient is
+// then laid out as the parameter behind it.
+inline Tensor empty_weight_grad(const Tensor& weight, bool wanted) {
+  return wanted ? at::empty_like(weight) : at::empty({0}, weight.options());
 }
 
 inline Tensor empty_vector_grad(const Tensor& like, const c10::SymInt& size, bool wanted) {
@@ -92,7 +98,7 @@ inline void linear_into(Tensor& z, const Tensor& x, const Tensor& weight,
   }
 }
 
-// CPU. The gradients of linear_into into tensors of empty_grad's making; those of size (0,) where
+// CPU. The gradients of linear_into into tensors of the functions above; those of size (0,) where
 // nobody asked are left alone. dz (rows, N), x (rows, K).
 inline void linear_backward_into(Tensor& dx, Tensor& dweight, Tensor& dbias,
                                  const std::array<bool, 3>& wanted, const Tensor& dz,

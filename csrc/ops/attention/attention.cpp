@@ -226,6 +226,8 @@ Forward attention_forward_autograd(const Tensor& query, const Tensor& key, const
 Tensor attention_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
                           const OptionalTensor& leftpad, bool causal, std::optional<double> scale) {
   if (any_needs_grad(query, key, value)) {
+    // Refusals name this op, not attention_forward.
+    attention_checks("attention", query, key, value, leftpad, scale);
     return AttentionFunction::apply(query, key, value, leftpad, causal, scale)[0];
   }
   at::AutoDispatchBelowADInplaceOrView below;

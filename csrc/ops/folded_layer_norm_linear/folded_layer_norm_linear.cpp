@@ -90,7 +90,7 @@ Tensor folded_layer_norm_linear_backward_meta(const Tensor& dy, const Tensor& x,
   const auto sizes = folded_checks(op, x, folded_weight, weight_sum, folded_bias, eps);
   parse_activation(op, activation);
   check_dy(op, dy, sizes, x);
-  return empty_grad(x, true);
+  return empty_input_grad(x, true);
 }
 
 // CPU. (mean, rstd) of x's rows, (rows, 1) each, in the statistics' dtype.

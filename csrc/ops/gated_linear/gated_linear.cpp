@@ -71,7 +71,7 @@ Grads gated_linear_backward_meta(const Tensor& dy, const Tensor& x, const Tensor
   check_dy(op, dy, with_last(x, weight.sym_size(0) / 2), x);
   check_like(op, "z", z, "x", x);
   check_shape(op, "z", z, z_sizes, "(..., 2N)");
-  return {empty_grad(x, output_mask[0]), empty_grad(weight, output_mask[1]),
+  return {empty_input_grad(x, output_mask[0]), empty_weight_grad(weight, output_mask[1]),
           empty_vector_grad(weight, weight.sym_size(0), output_mask[2])};
 }
 
@@ -224,6 +224,8 @@ Forward gated_linear_forward_autograd(const Tensor& x, const Tensor& weight,
 Tensor gated_linear_autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                              c10::string_view gate, bool interleaved) {
   if (any_needs_grad(x, weight, bias)) {
+    gated_linear_checks("gated_linear", x, weight, bias);  // not under gated_linear_forward's name
+    parse_gate("gated_linear", gate);
     return GatedLinearFunction::apply(x, weight, bias, std::string(gate), interleaved)[0];
   }
   at::AutoDispatchBelowADInplaceOrView below;

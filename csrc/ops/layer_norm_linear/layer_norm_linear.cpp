@@ -64,7 +64,7 @@ Grads layer_norm_linear_backward_meta(const Tensor& dy, const Tensor& x, const T
   check_preact(op, preact, parse_activation(op, activation), sizes, x);
   check_statistic(op, "mean", mean, x);
   check_statistic(op, "rstd", rstd, x);
-  return {empty_grad(x, output_mask[0]), empty_grad(weight, output_mask[1]),
+  return {empty_input_grad(x, output_mask[0]), empty_weight_grad(weight, output_mask[1]),
           empty_vector_grad(weight, weight.sym_size(0), output_mask[2]),
           empty_vector_grad(x, x.sym_size(-1), output_mask[3] && is_given(ln_weight)),
           empty_vector_grad(x, x.sym_size(-1), output_mask[4] && is_given(ln_bias))};
@@ -141,10 +141,12 @@ Grads layer_norm_linear_backward_cpu(const Tensor& dy, const Tensor& x, const Te
     dln_bias.zero_();
   } else if (wants_rows) {
     const bool wants_scale = dln_weight.numel() > 0, wants_shift = dln_bias.numel() > 0;
+    // In the statistics' dtype: ATen sums half-precision parameter gradients in half precision.
+    const auto dtype = acc_dtype(x);
     const auto [rows, scale, shift] = at::native_layer_norm_backward(
-        dnormalised, x, {x.size(-1)}, mean.unsqueeze(-1), rstd.unsqueeze(-1),
-        scale_parameter(x, ln_weight), statistics_parameter(ln_bias),
-        {output_mask[0], wants_scale, wants_shift});
+        dnormalised.to(dtype), x.to(dtype), {x.size(-1)}, mean.contiguous().unsqueeze(-1),
+        rstd.contiguous().unsqueeze(-1), scale_parameter(x, ln_weight),
+        statistics_parameter(ln_bias), {output_mask[0], wants_scale, wants_shift});
     if (output_mask[0]) dx.copy_(rows);
     if (wants_scale) dln_weight.copy_(scale);
     if (wants_shift) dln_bias.copy_(shift);
@@ -237,6 +239,10 @@ Tensor layer_norm_linear_autograd(const Tensor& x, const Tensor& weight, const O
                                   const OptionalTensor& ln_weight, const OptionalTensor& ln_bias,
                                   double eps, c10::string_view activation) {
   if (any_needs_grad(x, weight, bias, ln_weight, ln_bias)) {
+    const char* op = "layer_norm_linear";  // refusals name this op, not layer_norm_linear_forward
+    layer_norm_linear_checks(op, x, weight, bias, ln_weight, ln_bias);
+    check_eps(op, eps);
+    parse_activation(op, activation);
     return LayerNormLinearFunction::apply(x, weight, bias, ln_weight, ln_bias, eps,
                                           std::string(activation))[0];
   }

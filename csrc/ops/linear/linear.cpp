@@ -39,7 +39,7 @@ Grads3 linear_backward_meta(const Tensor& dy, const Tensor& x, const Tensor& wei
   const auto sizes = check_linear(op, x, "weight", weight, std::nullopt);
   check_dy(op, dy, sizes, x);
   check_preact(op, preact, parse_activation(op, activation), sizes, x);
-  return {empty_grad(x, output_mask[0]), empty_grad(weight, output_mask[1]),
+  return {empty_input_grad(x, output_mask[0]), empty_weight_grad(weight, output_mask[1]),
           empty_vector_grad(weight, weight.sym_size(0), output_mask[2])};
 }
 
@@ -135,6 +135,9 @@ std::tuple<Tensor, Tensor> linear_forward_autograd(const Tensor& x, const Tensor
 Tensor linear_autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                        c10::string_view activation) {
   if (any_needs_grad(x, weight, bias)) {
+    check_linear("linear", x, "weight", weight,
+                 bias);  // under this op's name, not linear_forward's
+    parse_activation("linear", activation);
     return LinearFunction::apply(x, weight, bias, std::string(activation))[0];
   }
   at::AutoDispatchBelowADInplaceOrView below;

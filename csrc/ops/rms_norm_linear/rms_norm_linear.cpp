@@ -53,7 +53,7 @@ Grads rms_norm_linear_backward_meta(const Tensor& dy, const Tensor& x, const Ten
   check_dy(op, dy, sizes, x);
   check_preact(op, preact, parse_activation(op, activation), sizes, x);
   check_statistic(op, "rstd", rstd, x);
-  return {empty_grad(x, output_mask[0]), empty_grad(weight, output_mask[1]),
+  return {empty_input_grad(x, output_mask[0]), empty_weight_grad(weight, output_mask[1]),
           empty_vector_grad(weight, weight.sym_size(0), output_mask[2]),
           empty_vector_grad(x, x.sym_size(-1), output_mask[3] && is_given(norm_weight))};
 }
@@ -204,6 +204,10 @@ Tensor rms_norm_linear_autograd(const Tensor& x, const Tensor& weight, const Opt
                                 const OptionalTensor& norm_weight, double eps,
                                 c10::string_view activation) {
   if (any_needs_grad(x, weight, bias, norm_weight)) {
+    const char* op = "rms_norm_linear";  // refusals name this op, not rms_norm_linear_forward
+    rms_norm_linear_checks(op, x, weight, bias, norm_weight);
+    check_eps(op, eps);
+    parse_activation(op, activation);
     return RmsNormLinearFunction::apply(x, weight, bias, norm_weight, eps,
                                         std::string(activation))[0];
   }

@@ -182,6 +182,8 @@ Forward softmax_matmul_forward_autograd(const Tensor& scores, const Tensor& valu
 Tensor softmax_matmul_autograd(const Tensor& scores, const Tensor& value,
                                const OptionalTensor& leftpad, bool causal, double scale) {
   if (any_needs_grad(scores, value)) {
+    // Refusals name this op, not softmax_matmul_forward.
+    softmax_matmul_checks("softmax_matmul", scores, value, leftpad, scale);
     return SoftmaxMatmulFunction::apply(scores, value, leftpad, causal, scale)[0];
   }
   at::AutoDispatchBelowADInplaceOrView below;

@@ -193,10 +193,9 @@ def print_generation(console: Any, generation: Generation) -> None:
 
 def print_ops(console: Any, table: OpTable) -> None:
     """The op table."""
-    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    out = Table(title=f"Ops, forward pass, {table.dtype}", box=SIMPLE_HEAD, show_edge=False)
+    out = Table(title=f"Ops, forward pass, {table.dtype}", box=None, padding=(0, 1, 0, 0))
     out.add_column("op", no_wrap=True)
     for name in ("ours", "eager", "compile", "speed-up", "err ours", "err eager"):
         out.add_column(name, justify="right", no_wrap=True)

@@ -1,0 +1,545 @@
+"""torchweld.nn: every module against the torch code that it stands in for."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import numerics
+import torchweld
+from numerics import assert_same_bits
+from samples import need_kernel
+
+F32 = torch.float32
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration of a module, the torch module it is made from, and how to call it."""
+
+    name: str
+    op: str
+    make_torch: Callable[[], nn.Module]
+    convert: Callable[[nn.Module], nn.Module]
+    shape: tuple[int, ...]
+    # torch's parameter name -> ours, where they differ; None: nothing to train
+    names: dict[str, str] | None = field(default_factory=dict)
+    mentions: tuple[str, ...] = ()
+    transposed: bool = False  # Conv1D weights are (in, out)
+
+    def pair(self, device: str, dtype: torch.dtype = F32) -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(0)
+        plain = self.make_torch()
+        for p in plain.parameters():  # torch's defaults of 0 and 1 hide swapped parameters
+            nn.init.normal_(p, mean=0.3, std=0.4)
+        plain = plain.to(device, dtype)
+        return plain, self.convert(plain)
+
+    def x(self, device: str, dtype: torch.dtype = F32) -> Tensor:
+        torch.manual_seed(1)
+        return torch.randn(self.shape).to(device, dtype)
+
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module] | None] = {
+    "none": None,
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
+    "silu": nn.SiLU,
+}
+
+
+def sequential(norm: Callable[[], nn.Module], activation: str, bias: bool = True):
+    def make() -> nn.Module:
+        last = ACTIVATIONS[activation]
+        return nn.Sequential(norm(), nn.Linear(6, 5, bias=bias), *([last()] if last else []))
+
+    return make
+
+
+class PlainGated(nn.Module):
+    def __init__(self, gate: str, interleaved: bool, bias: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 8, bias=bias)
+        self.gate, self.interleaved = gate, interleaved
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.linear(x)
+        left, right = (z[..., 0::2], z[..., 1::2]) if self.interleaved else z.chunk(2, -1)
+        return {
+            "sigmoid_tanh": lambda: left.sigmoid() * right.tanh(),
+            "geglu": lambda: left * nn.functional.gelu(right),
+            "geglu_tanh": lambda: left * nn.functional.gelu(right, approximate="tanh"),
+            "swiglu": lambda: nn.functional.silu(left) * right,
+            "reglu": lambda: left * right.relu(),
+        }[self.gate]()
+
+
+class PlainAttention(nn.Module):
+    """GPT-2's attention block, in the words of its paper."""
+
+    def __init__(self, heads: int, out_proj: bool = True) -> None:
+        super().__init__()
+        self.c_attn, self.heads = nn.Linear(12, 36), heads
+        self.c_proj = nn.Linear(12, 12) if out_proj else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, e = x.shape
+        q, k, v = self.c_attn(x).split(e, -1)
+        q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in (q, k, v))
+        scores = q @ k.mT * (e // self.heads) ** -0.5
+        future = torch.ones(s, s, dtype=torch.bool, device=x.device).triu(1)
+        p = scores.masked_fill(future, -torch.inf).softmax(-1)
+        return self.c_proj((p @ v).transpose(1, 2).reshape(b, s, e))
+
+
+def attention_from(plain: PlainAttention, kernel: str) -> nn.Module:
+    module = torchweld.nn.CausalSelfAttention(
+        12,
+        plain.heads,
+        out_proj=not isinstance(plain.c_proj, nn.Identity),
+        kernel=kernel,
+        device=plain.c_attn.weight.device,
+        dtype=plain.c_attn.weight.dtype,
+    )
+    module.load_state_dict(plain.state_dict())
+    return module
+
+
+LN_NAMES = {"0.weight": "ln_weight", "0.bias": "ln_bias", "1.weight": "weight", "1.bias": "bias"}
+RMS_NAMES = {"0.weight": "norm_weight", "1.weight": "weight", "1.bias": "bias"}
+
+CASES: list[Case] = [
+    Case(
+        "softmax", "softmax", lambda: nn.Softmax(-1), torchweld.nn.Softmax.from_torch, (3, 5), None
+    ),
+    *(
+        Case(
+            f"softmax dim {dim}",
+            "softmax",
+            lambda dim=dim: nn.Softmax(dim),
+            torchweld.nn.Softmax.from_torch,
+            (3, 4, 5),
+            None,
+            (f"dim={dim}",),
+        )
+        for dim in (0, 1, 2, -2, -3)
+    ),
+    *(
+        Case(
+            f"layer norm {activation}",
+            "layer_norm_linear",
+            sequential(lambda: nn.LayerNorm(6, eps=1e-3), activation),
+            torchweld.nn.LayerNormLinear.from_torch,
+            (2, 3, 6),
+            LN_NAMES,
+            ("in_features=6", "out_features=5", "eps=0.001", repr(activation)),
+        )
+        for activation in ACTIVATIONS
+    ),
+    Case(
+        "layer norm without biases",
+        "layer_norm_linear",
+        sequential(lambda: nn.LayerNorm(6, bias=False), "none", bias=False),
+        torchweld.nn.LayerNormLinear.from_torch,
+        (4, 6),
+        LN_NAMES,
+        ("bias=False",),
+    ),
+    Case(
+        "layer norm without parameters",
+        "layer_norm_linear",
+        sequential(lambda: nn.LayerNorm(6, elementwise_affine=False), "silu"),
+        torchweld.nn.LayerNormLinear.from_torch,
+        (4, 6),
+        LN_NAMES,
+    ),
+    *(
+        Case(
+            f"rms norm {activation}",
+            "rms_norm_linear",
+            sequential(lambda: nn.RMSNorm(6, eps=1e-3), activation),
+            torchweld.nn.RMSNormLinear.from_torch,
+            (2, 3, 6),
+            RMS_NAMES,
+            ("in_features=6", "out_features=5", "eps=0.001", repr(activation)),
+        )
+        for activation in ACTIVATIONS
+    ),
+    Case(
+        "rms norm with torch's default eps",
+        "rms_norm_linear",
+        sequential(lambda: nn.RMSNorm(6), "none", bias=False),
+        torchweld.nn.RMSNormLinear.from_torch,
+        (4, 6),
+        RMS_NAMES,
+    ),
+    *(
+        Case(
+            f"gated {gate} {'interleaved' if interleaved else 'halves'}",
+            "gated_linear",
+            lambda gate=gate, interleaved=interleaved: PlainGated(gate, interleaved),
+            lambda plain: torchweld.nn.GatedLinear.from_torch(
+                plain.linear, plain.gate, plain.interleaved
+            ),
+            (2, 3, 6),
+            {"linear.weight": "weight", "linear.bias": "bias"},
+            ("in_features=6", "out_features=4", repr(gate), f"interleaved={interleaved}"),
+        )
+        for gate in ("sigmoid_tanh", "geglu", "geglu_tanh", "swiglu", "reglu")
+        for interleaved in (False, True)
+    ),
+    Case(
+        "gated without bias",
+        "gated_linear",
+        lambda: PlainGated("geglu", False, bias=False),
+        lambda plain: torchweld.nn.GatedLinear.from_torch(plain.linear),
+        (6,),
+        {"linear.weight": "weight"},
+        ("bias=False",),
+    ),
+    *(
+        Case(
+            f"attention {kernel} {heads} heads",
+            kernel,
+            lambda heads=heads: PlainAttention(heads),
+            lambda plain, kernel=kernel: attention_from(plain, kernel),
+            (2, 7, 12),
+            {},
+            ("embed_dim=12", f"num_heads={heads}", repr(kernel)),
+        )
+        for kernel in ("causal_softmax", "softmax_matmul", "attention")
+        for heads in (1, 3)
+    ),
+    Case(
+        "attention single head without output projection",
+        "attention",
+        lambda: PlainAttention(1, out_proj=False),
+        lambda plain: attention_from(plain, "attention"),
+        (2, 7, 12),
+        {},
+    ),
+]
+PARAMS = [pytest.param(c, id=c.name.replace(" ", "_")) for c in CASES]
+TRAINED = [p for p in PARAMS if p.values[0].names is not None]
+
+
+@pytest.fixture(autouse=True)
+def _kernel(request):
+    if "device" in request.fixturenames and "case" in request.fixturenames:
+        need_kernel(request.getfixturevalue("case").op, request.getfixturevalue("device"))
+        if request.getfixturevalue("case").op != "softmax":
+            need_kernel("linear", request.getfixturevalue("device"))
+
+
+@pytest.mark.parametrize("case", PARAMS)
+def test_equal_results(case, device):
+    plain, ours = case.pair(device)
+    x = case.x(device)
+    torch.testing.assert_close(ours(x), plain(x), rtol=2e-6, atol=2e-6)
+    assert ours(x).shape == plain(x).shape
+
+
+@pytest.mark.parametrize("case", PARAMS)
+def test_half_precision(case, device):
+    """As far from float64 as the torch code is, by the rule of numerics."""
+    for dtype in (torch.bfloat16, torch.float16):
+        plain, ours = case.pair(device, dtype)
+        x = case.x(device, dtype)
+        wide = copy.deepcopy(plain).double()(x.double())
+        worst = (ours(x).double() - wide).abs().max().item()
+        eager = (plain(x).double() - wide).abs().max().item()
+        assert worst <= 2 * eager + numerics.eager_floor(wide, dtype)
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_training_step(case, device):
+    """Gradients of every parameter and of x, then one optimizer step: equal to torch's.
+
+    In float64 where there is one: what is left of a difference is then no rounding.
+    """
+    dtype, close = (torch.float64, 1e-11) if device == "cpu" else (F32, 1e-5)
+    plain, ours = case.pair(device, dtype)
+    ours = copy.deepcopy(ours)  # from_torch may share the parameters
+    renamed = {(case.names or {}).get(n, n): p for n, p in plain.named_parameters()}
+    parameters = dict(ours.named_parameters())
+    assert set(parameters) == set(renamed)
+    xs = []
+    for module in (plain, ours):
+        x = case.x(device, dtype).requires_grad_()
+        module(x).square().mean().backward()
+        xs.append(x.grad)
+        torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9).step()
+    pairs = [(xs[1], xs[0])]
+    for name, p in parameters.items():
+        pairs += [(p.grad, renamed[name].grad), (p.detach(), renamed[name].detach())]
+    for got, ref in pairs:
+        torch.testing.assert_close(got, ref, rtol=0, atol=close * max(ref.abs().max().item(), 1.0))
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_state_dict(case):
+    """Torch's names with torch's layouts; loading it back changes nothing."""
+    plain, ours = case.pair("cpu")
+    theirs = {(case.names or {}).get(n, n): t for n, t in plain.state_dict().items()}
+    state = ours.state_dict()
+    assert {n: t.shape for n, t in state.items()} == {n: t.shape for n, t in theirs.items()}
+    for name, t in state.items():
+        assert_same_bits(t, theirs[name], name)
+    x = case.x("cpu")
+    expected = ours(x)
+    fresh = copy.deepcopy(ours)
+    for p in fresh.parameters():
+        nn.init.zeros_(p)
+    fresh.load_state_dict(state, strict=True)
+    assert_same_bits(fresh(x), expected)
+    saved = io.BytesIO()
+    torch.save(state, saved)
+    saved.seek(0)
+    fresh.load_state_dict(torch.load(saved, weights_only=True))
+
+
+# CausalSelfAttention has its torch form in transformers: test_attention_to_and_from_transformers.
+BACK = [p for p in PARAMS if not p.values[0].name.startswith("attention")]
+
+
+@pytest.mark.parametrize("case", BACK)
+def test_to_torch_and_back(case):
+    _, ours = case.pair("cpu")
+    x = case.x("cpu")
+    back = ours.to_torch()
+    assert not any(type(m).__module__.startswith("torchweld.nn") for m in back.modules())
+    torch.testing.assert_close(back(x), ours(x), rtol=2e-6, atol=2e-6)
+    again = type(ours).from_torch(back)
+    assert_same_bits(again(x), ours(x))
+    assert set(again.state_dict()) == set(ours.state_dict())
+
+
+@pytest.mark.parametrize("case", PARAMS)
+def test_scripts_and_saves(case, device, tmp_path):
+    _, ours = case.pair(device)
+    x = case.x(device)
+    scripted = torch.jit.script(ours)
+    assert_same_bits(scripted(x), ours(x))
+    torch.jit.save(scripted, str(tmp_path / "module.pt"))
+    loaded = torch.jit.load(str(tmp_path / "module.pt"))
+    assert_same_bits(loaded(x), ours(x))
+    assert set(loaded.state_dict()) == set(ours.state_dict())
+    leaves = []
+    for module in (ours, loaded):
+        leaf = x.clone().requires_grad_()
+        module(leaf).sum().backward()
+        leaves.append(leaf.grad)
+    assert_same_bits(leaves[1], leaves[0])
+
+
+@pytest.mark.parametrize("case", PARAMS)
+def test_compiles_in_one_graph(case, device):
+    torch._dynamo.reset()
+    _, ours = case.pair(device)
+    x = case.x(device)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), ours(x), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", PARAMS)
+def test_copies_and_repr(case):
+    _, ours = case.pair("cpu")
+    x = case.x("cpu")
+    twin = copy.deepcopy(ours)
+    assert_same_bits(twin(x), ours(x))
+    places = {p.data_ptr() for p in ours.parameters()}
+    assert not places & {p.data_ptr() for p in twin.parameters()}
+    text = repr(ours)
+    assert text.startswith(type(ours).__name__ + "(")
+    for part in case.mentions:
+        assert part in text, f"{part!r} is not in {text!r}"
+    assert {p.dtype for p in twin.double().parameters()} <= {torch.float64}
+    torch.testing.assert_close(twin(x.double()).float(), ours(x), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("case", [p for p in BACK if p.values[0].op != "softmax"])
+def test_the_training_mode_is_kept(case):
+    plain, _ = case.pair("cpu")
+    for training in (True, False):
+        ours = case.convert(plain.train(training))
+        assert ours.training is training
+        assert ours.to_torch().training is training
+
+
+# What each module has of its own
+
+
+def test_attention_with_left_padding(device):
+    """A padded sequence gives at its tokens what it gives alone, in all three fusions."""
+    for op in ("attention", "softmax_matmul", "linear"):
+        need_kernel(op, device)
+    results = []
+    for kernel in ("causal_softmax", "softmax_matmul", "attention"):
+        torch.manual_seed(0)
+        module = torchweld.nn.CausalSelfAttention(12, 3, kernel=kernel).to(device)
+        tokens = torch.randn(1, 4, 12, device=device)
+        padded = torch.cat([torch.full((1, 3, 12), 1e4, device=device), tokens], 1)
+        batch = torch.cat([padded, torch.randn(1, 7, 12, device=device)])
+        leftpad = torch.tensor([3, 0], dtype=torch.int32, device=device)
+        out = module(batch, leftpad)
+        torch.testing.assert_close(out[:1, 3:], module(tokens), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out[1:], module(batch[1:]), rtol=1e-5, atol=1e-5)
+        bias = module.c_proj.bias.expand(3, -1)
+        torch.testing.assert_close(out[0, :3], bias, rtol=0, atol=0)  # padding attends to nothing
+        results.append(out)
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-5, atol=1e-5)
+
+
+def test_attention_to_and_from_transformers():
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    ours = torchweld.nn.CausalSelfAttention(12, 3)
+    x = torch.randn(2, 7, 12)
+    theirs = ours.to_torch().eval()
+    future = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    mask = torch.zeros(1, 1, 7, 7).masked_fill(future, torch.finfo(F32).min)
+    torch.testing.assert_close(theirs(x, attention_mask=mask)[0], ours(x), rtol=1e-5, atol=1e-6)
+    assert {n.split(".")[0] for n in theirs.state_dict()} >= {"c_attn", "c_proj"}
+    for kernel in ("causal_softmax", "softmax_matmul", "attention"):
+        back = torchweld.nn.CausalSelfAttention.from_torch(theirs, kernel=kernel)
+        torch.testing.assert_close(back(x), ours(x), rtol=1e-5, atol=1e-6)
+
+
+def test_gated_from_two_linears():
+    torch.manual_seed(0)
+    gate_proj, up_proj = nn.Linear(6, 4), nn.Linear(6, 4)
+    x = torch.randn(3, 6)
+    module = torchweld.nn.GatedLinear.from_linears(gate_proj, up_proj, gate="swiglu")
+    expected = nn.functional.silu(gate_proj(x)) * up_proj(x)
+    torch.testing.assert_close(module(x), expected, rtol=2e-6, atol=2e-6)
+    with pytest.raises(ValueError, match="right must"):
+        torchweld.nn.GatedLinear.from_linears(gate_proj, nn.Linear(6, 5))
+    with pytest.raises(ValueError, match="right must"):
+        torchweld.nn.GatedLinear.from_linears(gate_proj, nn.Linear(6, 4, bias=False))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_fold_is_frozen_and_equal(activation):
+    torch.manual_seed(0)
+    module = torchweld.nn.LayerNormLinear(6, 5, activation=activation)
+    for p in module.parameters():
+        nn.init.normal_(p, mean=0.3, std=0.4)
+    folded = module.fold()
+    assert isinstance(folded, torchweld.nn.FoldedLayerNormLinear)
+    assert not list(folded.parameters()) and not folded.training
+    x = torch.randn(3, 6)
+    torch.testing.assert_close(folded(x), module(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(folded.to_torch()(x), folded(x), rtol=1e-5, atol=1e-5)
+    # A gradient flows to x, and a later change of the module does not reach the fold.
+    leaf = x.clone().requires_grad_()
+    folded(leaf).sum().backward()
+    twin = x.clone().requires_grad_()
+    module(twin).sum().backward()
+    torch.testing.assert_close(leaf.grad, twin.grad, rtol=1e-4, atol=1e-5)
+    before = folded(x)
+    with torch.no_grad():
+        module.weight.zero_()
+    assert_same_bits(folded(x), before)
+    scripted = torch.jit.script(folded)
+    saved = io.BytesIO()
+    torch.jit.save(scripted, saved)
+    saved.seek(0)
+    assert_same_bits(torch.jit.load(saved)(x), before)
+    assert_same_bits(copy.deepcopy(folded)(x), before)
+    assert repr(activation) in repr(folded)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_fold_survives_a_cast(dtype):
+    """The sums stay float32 and are those of the cast weight, not of the old one."""
+    torch.manual_seed(0)
+    folded = torchweld.nn.LayerNormLinear(64, 5).fold().to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else F32
+    assert folded.folded_weight.dtype == dtype
+    assert folded.weight_sum.dtype == folded.folded_bias.dtype == wide
+    exact = folded.folded_weight.double().sum(1)
+    torch.testing.assert_close(folded.weight_sum.double(), exact, rtol=1e-6, atol=1e-6)
+    assert folded((torch.randn(3, 64) + 100).to(dtype)).dtype == dtype
+
+
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "heads": (lambda: torchweld.nn.CausalSelfAttention(12, 5), "num_heads must"),
+    "no heads": (lambda: torchweld.nn.CausalSelfAttention(12, 0), "num_heads must"),
+    "kernel": (lambda: torchweld.nn.CausalSelfAttention(12, 3, kernel="flash"), "kernel must"),
+    "ln activation": (
+        lambda: torchweld.nn.LayerNormLinear(6, 5, activation="tanh"),
+        "activation must",
+    ),
+    "rms activation": (
+        lambda: torchweld.nn.RMSNormLinear(6, 5, activation="GELU"),
+        "activation must",
+    ),
+    "gate": (lambda: torchweld.nn.GatedLinear(6, 5, gate="glu"), "gate must"),
+    "softmax of no dim": (lambda: torchweld.nn.Softmax.from_torch(nn.Softmax(None)), "dim must"),
+    "ln from linear": (
+        lambda: torchweld.nn.LayerNormLinear.from_torch(nn.Sequential(nn.Linear(6, 5))),
+        "module must",
+    ),
+    "ln of two dims": (
+        lambda: torchweld.nn.LayerNormLinear.from_torch(
+            nn.Sequential(nn.LayerNorm((3, 6)), nn.Linear(6, 5))
+        ),
+        "module must",
+    ),
+    "ln from an unknown activation": (
+        lambda: torchweld.nn.LayerNormLinear.from_torch(
+            nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 5), nn.Tanh())
+        ),
+        "must",
+    ),
+    "rms from layer norm": (
+        lambda: torchweld.nn.RMSNormLinear.from_torch(
+            nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 5))
+        ),
+        "module must",
+    ),
+    "gated from odd": (
+        lambda: torchweld.nn.GatedLinear.from_torch(nn.Linear(6, 5)),
+        "module must",
+    ),
+    "gated from a norm": (
+        lambda: torchweld.nn.GatedLinear.from_torch(nn.LayerNorm(6)),
+        "module must",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name):
+    build, text = BAD[name]
+    with pytest.raises(ValueError, match=text) as error:
+        build()
+    assert "but got" in str(error.value)
+
+
+def test_every_module_is_tested():
+    listed = set(torchweld.nn.__all__)
+    tested = {type(c.pair("cpu")[1]).__name__ for c in CASES} | {"FoldedLayerNormLinear"}
+    assert listed == tested
+
+
+def test_leftpad_from_mask(device):
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]], device=device)
+    expected = torch.tensor([2, 0, 4, 3], dtype=torch.int32, device=device)
+    for dtype in (torch.int64, torch.bool, torch.int32, F32, torch.uint8):
+        assert_same_bits(torchweld.leftpad_from_mask(mask.to(dtype)), expected)
+    empty = torchweld.leftpad_from_mask(mask[:0])
+    assert empty.shape == (0,) and empty.dtype == torch.int32
+    assert torchweld.leftpad_from_mask(mask[:, :0]).tolist() == [0, 0, 0, 0]
+    for bad in (mask[0], mask[None]):
+        with pytest.raises(ValueError, match="attention_mask must be"):
+            torchweld.leftpad_from_mask(bad)
