@@ -3,7 +3,8 @@
 Every magnitude is that of a sum in the op's definition, taken over absolute values. `rounds` are
 the roundings to the tensors' own dtype that the ops document: probabilities before they meet the
 values, normalised rows before they meet the weight, a matmul's result before the pointwise part,
-saved pre-activations and outputs, dscores and dz before their matmuls. All else is float32 (float64 for float64).
+saved pre-activations and outputs, dscores and dz before their matmuls. All else is float32
+(float64 for float64).
 """
 
 from __future__ import annotations

@@ -354,6 +354,34 @@ def test_a_wrong_fused_model_fails_the_checks(prose):
     assert "differs from stock at new token 1" in result.completions[0].difference
 
 
+def test_a_diverged_loss_is_one_sentence(tmp_path, capsys, prose, monkeypatch):
+    monkeypatch.setattr(
+        train.Trainer, "_backward", lambda *_: torch.tensor(float("nan"), requires_grad=True)
+    )
+    monkeypatch.setattr(train.Trainer, "warm_up", lambda self: None)
+    assert demo("--text", prose, "--out", tmp_path / "out") == 1
+    assert (
+        capsys.readouterr().err == "torchweld demo: the loss of the stock model is nan at step 0\n"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_out_of_memory_is_one_sentence(tmp_path, capsys, prose, monkeypatch):
+    def fail(self):
+        raise torch.OutOfMemoryError("long text")
+
+    monkeypatch.setattr(train.Trainer, "warm_up", fail)
+    assert demo("--text", prose, "--out", tmp_path / "out") == 1
+    assert "a smaller --batch" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_compile_needs_a_compiler(capsys, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert demo("--compile") == 2
+    assert "needs a C++ compiler" in capsys.readouterr().err
+
+
 def test_nan_is_no_agreement():
     result = train.Training(1, 1e-5, 1)
     for name in ("stock", "fused"):

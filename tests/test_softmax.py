@@ -114,8 +114,8 @@ def test_subnormal_probabilities(device):
     x = torch.cat([torch.zeros(1, dtype=F64), low]).expand(3, -1)
     y = softmax(x.to(F32).to(device))
     expected = torch.softmax(x, -1)
-    # exp2's argument (x - max) * log2(e) is rounded once (2^-24) and log2(e) itself (2^-26), exp2 and
-    # the division add 2^-21; then one subnormal step.
+    # exp2's argument (x - max) * log2(e) is rounded once (2^-24) and log2(e) itself (2^-26), exp2
+    # and the division add 2^-21; then one subnormal step.
     error = (y.cpu().double() - expected).abs()
     allowed = ((2.0**-24 + 2.0**-26) * x.abs() + 2.0**-21) * expected + 2.0**-149
     assert (error <= allowed).all(), f"largest error {(error / allowed).max():.3g} of the allowed"

@@ -93,22 +93,26 @@ Tensor folded_layer_norm_linear_backward_meta(const Tensor& dy, const Tensor& x,
   return empty_input_grad(x, true);
 }
 
-// CPU. (mean, rstd) of x's rows, (rows, 1) each, in the statistics' dtype.
-std::tuple<Tensor, Tensor> row_statistics(const Tensor& rows, double eps) {
-  const Tensor wide = rows.to(acc_dtype(rows));
-  const auto [normalised, mean, rstd] =
-      at::native_layer_norm(wide, {wide.size(-1)}, std::nullopt, std::nullopt, eps);
-  return {mean, rstd};
-}
+// CPU. x's rows less their rounded mean, and the statistics of what is left: the mean that rounding
+// left over and rstd, (rows, 1) each, in the statistics' dtype.
+struct ShiftedRows {
+  Tensor rows, left_over, rstd;
+
+  ShiftedRows(const Tensor& x, double eps) {
+    const auto dtype = acc_dtype(x);
+    rows = (x - x.mean(-1, /*keepdim=*/true, dtype)).to(x.scalar_type());
+    const auto [normalised, row_mean, row_rstd] =
+        at::native_layer_norm(rows.to(dtype), {rows.size(-1)}, std::nullopt, std::nullopt, eps);
+    left_over = row_mean;
+    rstd = row_rstd;
+  }
+};
 
 // CPU. The pre-activation (rows, N) in the statistics' dtype.
-Tensor folded_preact(const Tensor& rows, const Tensor& folded_weight, const Tensor& weight_sum,
-                     const OptionalTensor& folded_bias, const Tensor& mean, const Tensor& rstd) {
-  const auto dtype = acc_dtype(rows);
-  const Tensor shifted = (rows - mean).to(rows.scalar_type());
-  const Tensor left_over = shifted.mean(-1, /*keepdim=*/true, dtype);
-  Tensor z = at::mm(shifted, folded_weight.t()).to(dtype);
-  z.sub_(left_over * weight_sum).mul_(rstd);
+Tensor folded_preact(const ShiftedRows& x, const Tensor& folded_weight, const Tensor& weight_sum,
+                     const OptionalTensor& folded_bias) {
+  Tensor z = at::mm(x.rows, folded_weight.t()).to(x.rstd.scalar_type());
+  if (x.rows.size(1) > 0) z.sub_(x.left_over * weight_sum).mul_(x.rstd);
   if (is_given(folded_bias)) z.add_(*folded_bias);
   return z;
 }
@@ -119,9 +123,8 @@ Tensor folded_layer_norm_linear_cpu(const Tensor& x, const Tensor& folded_weight
   Tensor y =
       folded_layer_norm_linear_meta(x, folded_weight, weight_sum, folded_bias, eps, activation);
   if (y.numel() == 0) return y;
-  const Tensor rows = as_matrix(x);
-  const auto [mean, rstd] = row_statistics(rows, eps);
-  Tensor z = folded_preact(rows, folded_weight, weight_sum, folded_bias, mean, rstd);
+  const ShiftedRows rows(as_matrix(x), eps);
+  Tensor z = folded_preact(rows, folded_weight, weight_sum, folded_bias);
   activate_into(z, z, parse_activation("folded_layer_norm_linear", activation));
   y.copy_(z.view(y.sizes()));
   return y;
@@ -135,17 +138,17 @@ Tensor folded_layer_norm_linear_backward_cpu(const Tensor& dy, const Tensor& x,
                                                      eps, activation);
   if (dx.numel() == 0) return dx;
   const Activation act = parse_activation("folded_layer_norm_linear_backward", activation);
-  const Tensor rows = as_matrix(x);
-  const auto [mean, rstd] = row_statistics(rows, eps);
+  const ShiftedRows rows(as_matrix(x), eps);
   Tensor dz = as_matrix(dy);
   if (needs_preact(act)) {
-    Tensor z = folded_preact(rows, folded_weight, weight_sum, folded_bias, mean, rstd);
+    const Tensor z = folded_preact(rows, folded_weight, weight_sum, folded_bias);
     dz = activation_backward(dz.to(z.scalar_type()), z, act).to(x.scalar_type());
   }
-  const Tensor dnormalised = at::mm(dz, folded_weight).to(mean.scalar_type());
-  const Tensor grad = std::get<0>(
-      at::native_layer_norm_backward(dnormalised, rows.to(mean.scalar_type()), {rows.size(1)}, mean,
-                                     rstd, std::nullopt, std::nullopt, {true, false, false}));
+  const auto dtype = acc_dtype(x);
+  const Tensor dnormalised = at::mm(dz, folded_weight).to(dtype);
+  const Tensor grad = std::get<0>(at::native_layer_norm_backward(
+      dnormalised, rows.rows.to(dtype), {dx.size(-1)}, rows.left_over, rows.rstd, std::nullopt,
+      std::nullopt, {true, false, false}));
   dx.copy_(grad.view(dx.sizes()));
   return dx;
 }

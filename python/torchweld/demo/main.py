@@ -55,6 +55,19 @@ def run(args: argparse.Namespace) -> int:
         return _Demo(options).run()
     except UsageError as error:
         return _fail(str(error), 2)
+    except FloatingPointError as error:
+        return _fail(str(error), 1)
+    except (RuntimeError, MemoryError) as error:
+        if not _out_of_memory(error):
+            raise
+        return _fail("the memory was not enough; use a smaller --batch, --context or --dim", 1)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    import torch
+
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 def _fail(sentence: str, code: int) -> int:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -15,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchweld.demo.opcases import Case, cases
-from torchweld.demo.options import Options
+from torchweld.demo.options import Options, cpp_compiler
 
 _ROUNDS = 7
 _ROUND_SECONDS = 0.012
@@ -54,13 +51,6 @@ class OpTable:
             "compile_note": self.compile_note,
             "rows": [asdict(row) for row in self.rows],
         }
-
-
-def cpp_compiler() -> str | None:
-    """The C++ compiler that torch.compile would use, or None."""
-    given = os.environ.get("CXX")
-    candidates = [shlex.split(given)[0]] if given and given.strip() else ["g++", "clang++", "c++"]
-    return next((name for name in candidates if shutil.which(name)), None)
 
 
 def measure(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -171,6 +173,8 @@ def resolve(args: argparse.Namespace) -> Options:
             f"--dim must be a multiple of --heads, but got --dim {values['dim']} "
             f"and --heads {values['heads']}"
         )
+    if args.compile and cpp_compiler() is None:
+        raise UsageError("--compile needs a C++ compiler, but none was found")
     check_writable(args.out)
     return Options(
         **values,
@@ -201,6 +205,13 @@ def _device(text: str | None) -> torch.device:
         if (device.index or 0) >= count:
             raise UsageError(f"--device {text} is not there; torch finds {count} GPUs, from cuda:0")
     return device
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that torch.compile would use, or None."""
+    given = os.environ.get("CXX", "").split()
+    candidates = given[:1] or ["g++", "clang++", "c++"]
+    return next((name for name in candidates if shutil.which(name)), None)
 
 
 def check_writable(out: Path) -> None:

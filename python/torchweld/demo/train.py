@@ -230,7 +230,9 @@ class Trainer:
         seconds = self._now() - start
         value = loss.item()
         if not math.isfinite(value):
-            raise RuntimeError(f"the loss of the {variant.name} model is {value} at step {index}")
+            raise FloatingPointError(
+                f"the loss of the {variant.name} model is {value} at step {index}"
+            )
         variant.losses.append(value)
         variant.seconds.append(seconds)
         if gpu:

@@ -78,9 +78,6 @@ class FoldedLayerNormLinear(nn.Module):
     """
 
     __constants__ = ["in_features", "out_features", "eps", "activation"]
-    folded_weight: Tensor
-    weight_sum: Tensor
-    folded_bias: Tensor
 
     def __init__(
         self,
