@@ -108,7 +108,7 @@ def test_rank(device, shape):
         batch = shape[0] if len(shape) > 2 else 1
         leftpad = torch.arange(batch, dtype=torch.int32, device=device)
         args = [randn(device, dtype, *shape), leftpad]
-        check_op("causal_softmax", args, {"scale": 0.5})
+        check_op("causal_softmax", args, {"scale": 0.5}, eager=False)  # too few live elements
         x = args[0].reshape(batch, -1, *shape[-2:])
         assert_same_bits(
             causal_softmax(x, leftpad).reshape(shape), causal_softmax(args[0], leftpad)

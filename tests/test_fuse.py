@@ -15,8 +15,9 @@ from torch.testing import assert_close
 
 transformers = pytest.importorskip("transformers")
 
-from torchweld.integrations import FuseReport, fuse, hf_attention, unfuse  # noqa: E402
 from transformers.pytorch_utils import Conv1D  # noqa: E402
+
+from torchweld.integrations import FuseReport, fuse, hf_attention, unfuse  # noqa: E402
 
 VOCAB = 61
 LAYERS = 2

@@ -89,7 +89,7 @@ def prompts(options: Options, tokens: Tokens, new_tokens: int) -> list[list[int]
 def generate(
     options: Options, pair: Pair, tokens: Tokens, result: Generation, tick: Callable[[str], None]
 ) -> None:
-    """Fills `result`: the fused model's batch, each prompt alone, then the stock batch.
+    """Fills `result`: the fused model's batch, each prompt alone, the batch in stock code.
 
     Args:
         options: For the context and the device.
@@ -120,6 +120,10 @@ def generate(
             if alone != done:
                 completion.difference = _explain(pair.fused, row, done, alone, "alone")
         tick("stock, the whole batch")
+        # The same weights through the stock code: two trainings in bfloat16 part by a rounding,
+        # and then so do near ties between tokens.
+        trained = {name: t.clone() for name, t in pair.stock.state_dict().items()}
+        pair.stock.load_state_dict(pair.fused.state_dict())
         stock = _greedy(pair.stock, rows, tokens.end_id, result.new_tokens)
         for completion, row, ids, done in zip(
             result.completions, rows, stock, batched, strict=True
@@ -127,6 +131,7 @@ def generate(
             completion.equals_stock = ids == done
             if ids != done and completion.difference is None:
                 completion.difference = _explain(pair.fused, row, done, ids, "stock")
+        pair.stock.load_state_dict(trained)
     finally:
         pair.stock.train(modes[0])
         pair.fused.train(modes[1])

@@ -196,8 +196,6 @@ class _Demo:
         training = self.results.training = trainer.result
         with console.status("Compiling" if self.options.compile else "Warming up"):
             trainer.warm_up()
-        if training.note:
-            console.print(f"[yellow]{training.note}[/]", highlight=False)
         columns = (
             SpinnerColumn(),
             TextColumn("Training both models"),
@@ -219,6 +217,8 @@ class _Demo:
                 milestone = step in (1, training.planned) or step % every == 0
                 if milestone and not console.is_terminal:
                     console.print(f"step {step}/{training.planned}  loss stock / fused {shown}")
+        if training.note:
+            console.print(f"[yellow]{training.note}[/]", highlight=False)
 
     def _generate(self, pair: Any, tokens: Any) -> None:
         from torchweld.demo.generate import Generation, generate

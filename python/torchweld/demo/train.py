@@ -136,19 +136,10 @@ class Trainer:
             self.result.variants[name] = Variant(name, model, call, optimizer)
 
     def warm_up(self) -> None:
-        """Both models forward and backward, without an update; on a CPU measures the memory.
-
-        Sets fewer steps on a slow CPU where the user did not choose them.
-        """
+        """Both models forward and backward, without an update; on a CPU measures the memory."""
         batch = self._batch(torch.Generator().manual_seed(self.options.seed + 1))
-        seconds = 0.0
         for variant in self.result.variants.values():
             self._backward(variant, batch)
-            variant.optimizer.zero_grad(set_to_none=True)
-        for variant in self.result.variants.values():
-            start = self._now()
-            self._backward(variant, batch)
-            seconds += self._now() - start
             variant.optimizer.zero_grad(set_to_none=True)
         if self.device.type == "cuda":
             self.result.memory_is = (
@@ -165,17 +156,22 @@ class Trainer:
             base = 3 * model_bytes(variant.model)
             variant.peak_bytes = base + peak_of_step(lambda v=variant: self._backward(v, batch))
             variant.optimizer.zero_grad(set_to_none=True)
-        fit = int(_SLOW_CPU_SECONDS / max(seconds, 1e-9))
-        if not self.options.steps_given and fit < self.options.steps:
-            self.result.planned = max(CHECKED_STEPS, fit)
-            self.result.note = (
-                f"{self.result.planned} steps instead of {self.options.steps}: this machine is "
-                "slow, and --steps was not given"
-            )
 
     def steps(self) -> Iterator[int]:
-        """Trains; yields the number of steps that both models have done."""
+        """Trains; yields the number of steps that both models have done.
+
+        Ends early on a slow CPU where the user did not choose the number.
+        """
+        begin = time.monotonic()
+        may_stop = self.device.type == "cpu" and not self.options.steps_given
         for index in range(self.result.planned):
+            late = may_stop and time.monotonic() - begin > _SLOW_CPU_SECONDS
+            if late and index >= CHECKED_STEPS:
+                self.result.note = (
+                    f"{index} steps instead of {self.result.planned}: this machine is slow, "
+                    "and --steps was not given"
+                )
+                return
             batch = self._batch(self.generator)
             variants = list(self.result.variants.values())
             # Taking turns at being first: the second one finds the batch in the caches.
@@ -231,7 +227,7 @@ class Trainer:
         value = loss.item()
         if not math.isfinite(value):
             raise FloatingPointError(
-                f"the loss of the {variant.name} model is {value} at step {index}"
+                f"the loss of the {variant.name} model is {value} at step {index + 1}"
             )
         variant.losses.append(value)
         variant.seconds.append(seconds)
