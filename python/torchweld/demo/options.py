@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 CPU_DEFAULTS = {
-    "steps": 100,
+    "steps": 150,
     "layers": 4,
     "dim": 256,
     "heads": 4,
