@@ -151,7 +151,7 @@ def _explain(args: argparse.Namespace) -> int:
         return _fail("explain", str(error).splitlines()[0], 2)
     try:
         explanation = torchweld.explain(args.op, *tensors)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, ImportError) as error:
         return _fail("explain", str(error), 1)
     _print(explanation, args.json)
     return 0

@@ -124,7 +124,7 @@ class Trainer:
         self.generator = torch.Generator().manual_seed(options.seed)
         # A checkpoint is near its optimum: a rate for fresh weights would destroy it.
         gpu = self.device.type == "cuda"
-        self.rate = 5e-5 if options.checkpoint else (6e-4 if gpu else 1e-3)
+        self.rate = 5e-5 if options.checkpoint else (2e-4 if gpu else 1e-3)
         self.result = Training(
             options.batch * options.context, LOSS_RTOL[options.dtype], options.steps
         )
