@@ -23,7 +23,9 @@ from torchweld.demo.text import Tokens
 CHECKED_STEPS = 32
 LOSS_RTOL = {"float32": 1e-5, "bfloat16": 1e-2}
 WEIGHT_TOL = 5e-3
-_WARMUP = 20
+# Longer than the checked steps. At the full rate a step of a fresh model overshoots now and then,
+# and rounding decides by how much: two stock runs that differ in nothing else part by 1 % there.
+_WARMUP = 40
 _SLOW_CPU_SECONDS = 75.0
 
 
