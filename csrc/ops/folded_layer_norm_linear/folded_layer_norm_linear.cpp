@@ -7,9 +7,9 @@
 //
 // layer_norm_linear with the LayerNorm's own weights folded into the matmul, for inference. The
 // sums are taken from the rounded folded weight, so that the mean cancels exactly and only the
-// accumulator's rounding is left. The CPU kernel goes further: it subtracts the (rounded) row mean
-// before the matmul and corrects by what is left of it, so that the error does not grow with
-// |mean| / std. That needs weight_sum to be the row sums of folded_weight, which is the contract.
+// accumulator's rounding is left. The CPU kernel goes further and normalises the rows before the
+// matmul, so that the error does not grow with |mean| / std. That is the same function only where
+// weight_sum holds the row sums of folded_weight, which is the contract.
 #include <ATen/ops/mv.h>
 #include <ATen/ops/native_layer_norm.h>
 #include <ATen/ops/native_layer_norm_backward.h>
@@ -48,13 +48,11 @@ Folded fold_layer_norm_cpu(const Tensor& weight, const OptionalTensor& bias,
   auto [folded_weight, weight_sum, folded_bias] =
       fold_layer_norm_meta(weight, bias, ln_weight, ln_bias);
   folded_weight.copy_(is_given(ln_weight) ? weight * *ln_weight : weight);
-  // Summed in fp64: this happens once, and every row that is ever multiplied inherits its error.
-  weight_sum.copy_(folded_weight.sum(1, /*keepdim=*/false, at::kDouble));
+  const auto dtype = acc_dtype(weight);
+  weight_sum.copy_(folded_weight.sum(1, /*keepdim=*/false, dtype));
   folded_bias.zero_();
   if (is_given(bias)) folded_bias.copy_(*bias);
-  if (is_given(ln_bias)) {
-    folded_bias.add_(at::mv(weight.to(at::kDouble), ln_bias->to(at::kDouble)));
-  }
+  if (is_given(ln_bias)) folded_bias.add_(at::mv(weight.to(dtype), ln_bias->to(dtype)));
   return {folded_weight, weight_sum, folded_bias};
 }
 
@@ -93,26 +91,28 @@ Tensor folded_layer_norm_linear_backward_meta(const Tensor& dy, const Tensor& x,
   return empty_input_grad(x, true);
 }
 
-// CPU. x's rows less their rounded mean, and the statistics of what is left: the mean that rounding
-// left over and rstd, (rows, 1) each, in the statistics' dtype.
+// CPU. x's rows less their rounded mean, normalised: the statistics of shifted rows do not lose
+// digits to a large mean. mean (what rounding left over) and rstd are (rows, 1).
 struct ShiftedRows {
-  Tensor rows, left_over, rstd;
+  Tensor rows, normalised, mean, rstd;
 
   ShiftedRows(const Tensor& x, double eps) {
     const auto dtype = acc_dtype(x);
-    rows = (x - x.mean(-1, /*keepdim=*/true, dtype)).to(x.scalar_type());
-    const auto [normalised, row_mean, row_rstd] =
-        at::native_layer_norm(rows.to(dtype), {rows.size(-1)}, std::nullopt, std::nullopt, eps);
-    left_over = row_mean;
-    rstd = row_rstd;
+    rows = x.to(dtype) - x.mean(-1, /*keepdim=*/true, dtype);
+    std::tie(normalised, mean, rstd) =
+        at::native_layer_norm(rows, {rows.size(-1)}, std::nullopt, std::nullopt, eps);
   }
 };
 
-// CPU. The pre-activation (rows, N) in the statistics' dtype.
-Tensor folded_preact(const ShiftedRows& x, const Tensor& folded_weight, const Tensor& weight_sum,
+// CPU. The pre-activation (rows, N) in the statistics' dtype. With the rows normalised first
+// nothing is left of the mean for weight_sum to take away.
+Tensor folded_preact(const ShiftedRows& x, const Tensor& folded_weight,
                      const OptionalTensor& folded_bias) {
-  Tensor z = at::mm(x.rows, folded_weight.t()).to(x.rstd.scalar_type());
-  if (x.rows.size(1) > 0) z.sub_(x.left_over * weight_sum).mul_(x.rstd);
+  const auto dtype = x.rstd.scalar_type();
+  if (folded_weight.scalar_type() == dtype && is_given(folded_bias)) {
+    return at::addmm(*folded_bias, x.normalised, folded_weight.t());
+  }
+  Tensor z = at::mm(x.normalised.to(folded_weight.scalar_type()), folded_weight.t()).to(dtype);
   if (is_given(folded_bias)) z.add_(*folded_bias);
   return z;
 }
@@ -124,7 +124,7 @@ Tensor folded_layer_norm_linear_cpu(const Tensor& x, const Tensor& folded_weight
       folded_layer_norm_linear_meta(x, folded_weight, weight_sum, folded_bias, eps, activation);
   if (y.numel() == 0) return y;
   const ShiftedRows rows(as_matrix(x), eps);
-  Tensor z = folded_preact(rows, folded_weight, weight_sum, folded_bias);
+  Tensor z = folded_preact(rows, folded_weight, folded_bias);
   activate_into(z, z, parse_activation("folded_layer_norm_linear", activation));
   y.copy_(z.view(y.sizes()));
   return y;
@@ -141,14 +141,14 @@ Tensor folded_layer_norm_linear_backward_cpu(const Tensor& dy, const Tensor& x,
   const ShiftedRows rows(as_matrix(x), eps);
   Tensor dz = as_matrix(dy);
   if (needs_preact(act)) {
-    const Tensor z = folded_preact(rows, folded_weight, weight_sum, folded_bias);
+    const Tensor z = folded_preact(rows, folded_weight, folded_bias);
     dz = activation_backward(dz.to(z.scalar_type()), z, act).to(x.scalar_type());
   }
   const auto dtype = acc_dtype(x);
   const Tensor dnormalised = at::mm(dz, folded_weight).to(dtype);
-  const Tensor grad = std::get<0>(at::native_layer_norm_backward(
-      dnormalised, rows.rows.to(dtype), {dx.size(-1)}, rows.left_over, rows.rstd, std::nullopt,
-      std::nullopt, {true, false, false}));
+  const Tensor grad = std::get<0>(
+      at::native_layer_norm_backward(dnormalised, rows.rows, {dx.size(-1)}, rows.mean, rows.rstd,
+                                     std::nullopt, std::nullopt, {true, false, false}));
   dx.copy_(grad.view(dx.sizes()));
   return dx;
 }

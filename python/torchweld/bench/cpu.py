@@ -102,6 +102,17 @@ def _cases() -> Iterator[tuple[str, Function, Function, list[Tensor]]]:
             [x, weight, bias, norm[0]],
         )
         yield f"gated_linear geglu ({m}, {k}, {n})", ops.gated_linear, _gated, [x, weight, bias]
+        folded_weight, weight_sum, folded_bias = ops.fold_layer_norm(weight, bias, *norm)
+        yield (
+            f"folded_layer_norm_linear gelu_tanh ({m}, {k}, {n})",
+            lambda x, w=folded_weight, s=weight_sum, b=folded_bias: ops.folded_layer_norm_linear(
+                x, w, s, b, activation="gelu_tanh"
+            ),
+            lambda x, w=weight, b=bias, norm=norm: _layer_norm_gelu(
+                x, *(t.to(x.dtype) for t in (w, b, *norm))
+            ),
+            [x],
+        )
 
 
 def _with_gradient(function: Function, tensors: list[Tensor], dy: Tensor) -> Callable[[], object]:
