@@ -48,7 +48,6 @@ void for_each_score_block(const MaskRule& rule, const OptionalTensor& leftpad, i
                           int64_t heads, const Body& body) {
   constexpr int64_t kBlockScores = 1 << 20;  // a few MB of scores stay in cache
   constexpr int64_t kMinRows = 16;
-  constexpr int64_t kMinCausalRows = 64;
   if (heads == 0) return;
   const Tensor pads = is_given(leftpad) ? leftpad->contiguous() : Tensor();
   const int64_t per_batch = std::max<int64_t>(1, heads * rule.seqlen_q * rule.seqlen_k);
@@ -63,8 +62,12 @@ void for_each_score_block(const MaskRule& rule, const OptionalTensor& leftpad, i
     int64_t row = rule.first_row(pad);
     if (rule.causal) row = std::max(row, pad - (rule.seqlen_k - rule.seqlen_q));
     int64_t step = std::max(kMinRows, kBlockScores / (width * heads * rule.seqlen_k + 1));
-    // Several blocks even where one would do: what lies above the diagonal is left out block-wise.
-    if (rule.causal) step = std::min(step, std::max(kMinCausalRows, rule.seqlen_q / 4));
+    // Two to four blocks even where one would do: what lies above the diagonal is left out
+    // block-wise. More of them, or smaller ones, cost more in calls than they save.
+    if (rule.causal) {
+      const int64_t half = std::min<int64_t>(128, rule.seqlen_q / 2);
+      step = std::min(step, std::max({int64_t{64}, half, rule.seqlen_q / 4}));
+    }
     for (; row < rule.seqlen_q; row += step) {
       const int64_t rows = std::min(step, rule.seqlen_q - row);
       const int64_t end = rule.live(row + rows - 1, pad).end;

@@ -4,6 +4,7 @@
 //
 // Bottom-right causal plus left padding (core/mask.h); hidden scores are not read.
 #include <ATen/ops/_softmax.h>
+#include <ATen/ops/addcmul.h>
 #include <ATen/ops/empty.h>
 
 #include "core/dispatch.h"
@@ -87,11 +88,11 @@ Tensor causal_softmax_backward_cpu(const Tensor& dy, const Tensor& y, const Opti
     fill_future(weighted, block, rule, 0);
     const Tensor part_y = live_part(in_y, block).to(dtype);
     weighted.mul_(part_y);
-    const Tensor sum = weighted.sum(-1, /*keepdim=*/true);
-    weighted.addcmul_(part_y, sum, /*value=*/-1);
     if (scale != 1) weighted.mul_(scale);
-    fill_future(weighted, block, rule, 0);  // 0 * NaN where the row's sum is NaN
-    live_part(out, block).copy_(weighted);
+    const Tensor sum = weighted.sum(-1, /*keepdim=*/true);
+    Tensor to = live_part(out, block);
+    at::addcmul_out(to, weighted, part_y, sum, /*value=*/-1);
+    fill_future(to, block, rule, 0);  // 0 * NaN where the row's sum is NaN
   });
   return dscores;
 }
