@@ -4,8 +4,6 @@
 
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/log.h>
 #include <ATen/ops/zeros.h>
 

@@ -7,6 +7,4 @@ namespace torchweld {
 
 enum class DType : int8_t { kFloat32, kFloat16, kBFloat16 };
 
-constexpr int dtype_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-
 }  // namespace torchweld

@@ -13,7 +13,6 @@
 #include <ATen/ops/mv.h>
 #include <ATen/ops/native_layer_norm.h>
 #include <ATen/ops/native_layer_norm_backward.h>
-#include <ATen/ops/zeros.h>
 
 #include "core/dispatch.h"
 #include "core/linear_common.h"
