@@ -27,7 +27,7 @@ SETUP = $(VENV)/.built
 TOOLS = $(VENV)/.tools
 endif
 
-.PHONY: help demo test format lint bench kernel-check gpu-check clean distclean current-python FORCE
+.PHONY: help demo test format lint bench kernel-check gpu-check sanitize clean distclean current-python FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 # Two pips in one environment get in each other's way.
@@ -40,6 +40,7 @@ help:
 	@echo "make bench         benchmarks (ARGS=\"rows\")"
 	@echo "make kernel-check  registers, spills and build time of every kernel; needs nvcc, no GPU"
 	@echo "make gpu-check     the test suite and the benchmarks on this machine's GPU"
+	@echo "make sanitize      compute-sanitizer over every op's small calls (ARGS=\"--tools racecheck\")"
 	@echo "make clean         remove what was built; distclean: $(VENV) too"
 	@echo "PYTHON=python3.11 chooses the Python for $(VENV); VENV= uses the active one as it is."
 
@@ -68,6 +69,9 @@ kernel-check: $(SETUP)
 
 gpu-check: $(SETUP) $(TOOLS)
 	@$(RUN) benchmarks/gpu_check.py $(ARGS)
+
+sanitize: $(SETUP) $(TOOLS)
+	@$(RUN) benchmarks/sanitize.py $(ARGS)
 
 clean:
 	rm -rf build dist python/*.egg-info python/torchweld/*.so python/torchweld/_build.json

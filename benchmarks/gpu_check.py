@@ -41,9 +41,12 @@ def main(argv: list[str] | None = None) -> int:
     if tests.returncode:
         print("gpu-check: the test suite is not green, nothing is measured", file=sys.stderr)
         return 1
+    from torchweld.bench import FAMILIES
     from torchweld.bench import main as bench
 
-    return bench(["rows", "--check", "--out", str(args.out), "--tests", ",".join(map(str, counts))])
+    flags = ["--check", "--out", str(args.out), "--tests", ",".join(map(str, counts))]
+    on_gpu = [family for family, device in FAMILIES.items() if device == "cuda"]
+    return max(bench([family, *flags]) for family in on_gpu)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "gemm/gemm_config.h"
+#include "ops/attention/attention_backward_config.h"
+#include "ops/attention/attention_config.h"
 #include "ops/softmax/softmax_config.h"
 
 namespace py = pybind11;
@@ -29,6 +32,72 @@ py::list softmax_tiles(int elem_size, bool backward) {
   return tiles;
 }
 
+GemmMath gemm_math(const std::string& name) {
+  if (name == "float16") return GemmMath::kFloat16;
+  if (name == "bfloat16") return GemmMath::kBFloat16;
+  if (name == "tf32") return GemmMath::kTf32;
+  if (name == "float32") return GemmMath::kFloat32;
+  throw py::value_error("math must be one of float16, bfloat16, tf32, float32, but got " + name);
+}
+
+py::list gemm_tiles(const std::string& math) {
+  py::list tiles;
+  for (const GemmTile& tile : kGemmTiles) {
+    py::dict d;
+    d["block_m"] = tile.block_m;
+    d["block_n"] = tile.block_n;
+    d["warps"] = py::make_tuple(tile.warps_m, tile.warps_n);
+    d["stages"] = tile.stages;
+    d["threads"] = tile.threads();
+    d["shared_bytes"] = tile.shared_bytes();
+    d["blocks_per_sm"] = tile.blocks_per_sm;
+    d["suits"] = tile.suits(gemm_math(math));
+    tiles.append(d);
+  }
+  return tiles;
+}
+
+py::dict choose_gemm_tile(int64_t m, int64_t n, int64_t k, int64_t batch, bool gated,
+                          const std::string& math, int sms, int shared_limit) {
+  const GemmProblem problem{m, n, k, batch, gated, gemm_math(math), sms, shared_limit};
+  const GemmChoice choice = choose_gemm(problem);
+  py::dict d;
+  d["tile"] = choice.tile;
+  d["splits"] = choice.splits;
+  d["k_split"] = choice.k_split;
+  d["workspace_floats"] = choice.workspace_floats(problem);
+  return d;
+}
+
+py::dict attention_tile(int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v,
+                        int elem_size) {
+  py::dict d;
+  const int index = choose_attention_tile({seqlen_q, seqlen_k, head_dim, head_dim_v, elem_size});
+  if (index < 0) return d;
+  const AttentionTile& tile = kAttentionTiles[index];
+  d["rows"] = tile.rows;
+  d["keys"] = tile.keys;
+  d["head_dim"] = tile.dim;
+  d["stages"] = tile.stages;
+  d["threads"] = kAttentionThreads;
+  d["shared_bytes"] = tile.tile_bytes();
+  return d;
+}
+
+py::dict attention_backward_tile(int64_t head_dim, int64_t head_dim_v, int elem_size,
+                                 int shared_limit) {
+  py::dict d;
+  const int index = choose_attention_backward_tile({head_dim, head_dim_v, elem_size, shared_limit});
+  if (index < 0) return d;
+  const AttentionBackwardTile& tile = kAttentionBackwardTiles[index];
+  d["keys"] = tile.keys;
+  d["rows"] = tile.rows;
+  d["head_dim"] = tile.head_dim;
+  d["threads"] = tile.threads();
+  d["shared_bytes"] = tile.shared_bytes();
+  return d;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -43,6 +112,19 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("n"), py::arg("elem_size"), py::arg("aligned"), py::arg("backward"), py::arg("tiled"),
       py::arg("clusters"), "Index into softmax_tiles, or -1 for the streaming kernel.");
+  m.def("gemm_tiles", &gemm_tiles, py::arg("math"),
+        "The tiles of the matmul kernels; `suits` says which serve float16, bfloat16, tf32 or "
+        "float32.");
+  m.def("choose_gemm", &choose_gemm_tile, py::arg("m"), py::arg("n"), py::arg("k"),
+        py::arg("batch"), py::arg("gated"), py::arg("math"), py::arg("sms"),
+        py::arg("shared_limit"),
+        "What a product (batch, m, k) x (n, k) takes: `tile` is an index into gemm_tiles.");
+  m.def("attention_tile", &attention_tile, py::arg("seqlen_q"), py::arg("seqlen_k"),
+        py::arg("head_dim"), py::arg("head_dim_v"), py::arg("elem_size"),
+        "attention's tile, {} for the general kernel.");
+  m.def("attention_backward_tile", &attention_backward_tile, py::arg("head_dim"),
+        py::arg("head_dim_v"), py::arg("elem_size"), py::arg("shared_limit"),
+        "The tile of attention's gradient, {} for the general kernels.");
 }
 
 }  // namespace torchweld

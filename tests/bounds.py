@@ -124,17 +124,23 @@ def lse_floor(t: Tensor, dtype: torch.dtype) -> float:
 
 
 def dscores_terms(
-    p: Tensor, pt: Terms, dout: Tensor, value: Tensor, lost: Tensor
+    p: Tensor, pt: Terms, dout: Tensor, value: Tensor, lost: Tensor, dtype: torch.dtype
 ) -> tuple[Terms, Terms, Tensor]:
     """Errors of p recomputed from lse, and of ds = p * (dout @ value^T - rowsum(dout * out)).
 
+    A p below the smallest normal number may be 0 on its way into a matmul.
+
     The third is |dout| @ |value|^T + rowsum(|dout| * |out|).
     """
-    pt = pt.map(lambda t: t + p * t.sum(-1, keepdim=True)) + Terms([(1, lost)])
+    acc = acc_dtype(dtype)
+    subnormal = torch.where(p < torch.finfo(acc).tiny, p, 0.0) / UNIT[acc]
+    pt = pt.map(lambda t: t + p * t.sum(-1, keepdim=True)) + Terms([(1, lost), (1, subnormal)])
     delta = (dout.abs() * (p @ value.abs())).sum(-1, keepdim=True)
     carrier = dout.abs() @ value.abs().mT + delta
     ds = p * carrier
-    terms = pt.map(lambda t: t * carrier) + Terms([(value.shape[-1] + p.shape[-1], ds)], [ds, ds])
+    rounded = roundable(ds, dtype)
+    terms = pt.map(lambda t: t * carrier)
+    terms = terms + Terms([(value.shape[-1] + p.shape[-1], ds)], [rounded, rounded])
     return pt, terms, carrier
 
 
@@ -166,7 +172,7 @@ def softmax_matmul_grads(
         R.VALUES["softmax_matmul"], g, [True, True], s, v, pads, causal=causal, scale=scale
     )
     lost = lse_error(p, lse, z)
-    pt, dst, carrier = dscores_terms(p, pt, g, v, lost)
+    pt, dst, carrier = dscores_terms(p, pt, g, v, lost, scores.dtype)
     dvalue = pt.map(lambda t: t.mT @ g.abs())
     size = p.mT @ g.abs()
     dvalue = dvalue + Terms([(s.shape[2], size)], [size])
@@ -219,7 +225,7 @@ def attention_grads(
         R.VALUES["attention"], g, [True, True, True], *clean, causal=causal, scale=scale
     )
     lost = lse_error(p, lse, z)
-    pt, dst, carrier = dscores_terms(p, pt, g, vv, lost)
+    pt, dst, carrier = dscores_terms(p, pt, g, vv, lost, query.dtype)
     ds = dst.rounds[0]
     dst = dst + Terms(rounds=[ds])  # rounded once more for the two matmuls
 
@@ -648,6 +654,33 @@ def gated_linear_backward_bounds(
     return masked_out(grads, output_mask, x.dtype)
 
 
+# Batched matmul
+
+
+def bmm_bounds(a: Tensor, b: Tensor) -> list[Bound]:
+    x, y = up(a), up(b)
+    return [Bound(R.bmm(x, y), Terms([(x.shape[2], R.bmm(x.abs(), y.abs()))]), a.dtype)]
+
+
+def bmm_grads(dy: Tensor, a: Tensor, b: Tensor) -> list[Bound]:
+    """An operand of batch 1 has its gradient summed over the batch in the same sum."""
+    g, x, y = up(dy), up(a), up(b)
+
+    def bound(left: Tensor, right: Tensor, batch: int) -> Bound:
+        product, size = left @ right, left.abs() @ right.abs()
+        length = left.shape[2]
+        if batch == 1:
+            product, size = product.sum(0, keepdim=True), size.sum(0, keepdim=True)
+            length *= g.shape[0]
+        return Bound(product, Terms([(length, size)]), a.dtype)
+
+    return [bound(g, y.mT, x.shape[0]), bound(x.mT, g, y.shape[0])]
+
+
+def bmm_backward_bounds(dy: Tensor, a: Tensor, b: Tensor, *, output_mask) -> list[Bound]:
+    return masked_out(bmm_grads(dy, a, b), output_mask, a.dtype)
+
+
 REFERENCES: dict[str, Callable[..., list[Bound | None]]] = {
     "softmax": softmax_bounds,
     "softmax_backward": softmax_backward_bounds,
@@ -680,6 +713,8 @@ REFERENCES: dict[str, Callable[..., list[Bound | None]]] = {
     "gated_linear": gated_linear_bounds(full=False),
     "gated_linear_forward": gated_linear_bounds(full=True),
     "gated_linear_backward": gated_linear_backward_bounds,
+    "bmm": bmm_bounds,
+    "bmm_backward": bmm_backward_bounds,
 }
 
 
@@ -711,4 +746,5 @@ GRADIENTS: dict[str, Callable[..., list[Bound | None]]] = {
     "rms_norm_linear": layer_grads("rms_norm_linear", 1e-6),
     "folded_layer_norm_linear": folded_layer_norm_linear_grads,
     "gated_linear": gated_linear_grads,
+    "bmm": bmm_grads,
 }

@@ -267,6 +267,10 @@ def gated_linear(
     return f(left) * g(right)
 
 
+def bmm(a: Tensor, b: Tensor) -> Tensor:
+    return torch.matmul(a, b)
+
+
 VALUES: dict[str, Callable[..., Tensor]] = {
     "softmax": softmax,
     "causal_softmax": causal_softmax,
@@ -277,6 +281,7 @@ VALUES: dict[str, Callable[..., Tensor]] = {
     "rms_norm_linear": rms_norm_linear,
     "folded_layer_norm_linear": folded_layer_norm_linear,
     "gated_linear": gated_linear,
+    "bmm": bmm,
 }
 
 
@@ -383,4 +388,5 @@ EAGER: dict[str, Callable[..., Tensor]] = {
     "rms_norm_linear": eager_rms_norm_linear,
     "folded_layer_norm_linear": eager_folded_layer_norm_linear,
     "gated_linear": eager_gated_linear,
+    "bmm": torch.matmul,
 }

@@ -238,6 +238,8 @@ def with_grad(name: str):
     return (name, replace(name, lambda t: t.clone().requires_grad_()))
 
 
+BMM = [Arg("a", anchor=True), Arg("b", sized=(0, 1))]
+
 SPECS: dict[str, Spec] = {
     "softmax": Spec(
         "matrix",
@@ -323,6 +325,8 @@ SPECS: dict[str, Spec] = {
         )
         for op in ("gated_linear", "gated_linear_forward")
     },
+    "bmm": Spec("plain", BMM),
+    "bmm_backward": Spec("plain", [Arg("dy", sized=(0, 1, 2)), *BMM]),
     "gated_linear_backward": Spec(
         "sigmoid_tanh",
         [DY, X, WEIGHT, Arg("z", rank="", sized=(0, 1))],

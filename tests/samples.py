@@ -44,6 +44,7 @@ DIFFERENTIABLE: dict[str, tuple[int, ...]] = {
     "folded_layer_norm_linear": (0,),
     "gated_linear": (0, 1, 2),
     "gated_linear_forward": (0, 1, 2),
+    "bmm": (0, 1),
 }
 AUTOCAST = tuple(op for op in DIFFERENTIABLE if op not in ("softmax", "causal_softmax"))
 
@@ -220,6 +221,19 @@ def gated_backward_call(lead, n, k, mask, **kwargs) -> Callable[[Maker], Call]:
     return build
 
 
+def bmm_call(batches, m_size, n, k, mask=None) -> Callable[[Maker], Call]:
+    """`batches` of a and b; with a mask the call of the backward op."""
+
+    def build(m: Maker) -> Call:
+        a, b = m.randn(batches[0], m_size, k), m.randn(batches[1], k, n)
+        if mask is None:
+            return [a, b], {}
+        batch = batches[1] if batches[0] == 1 else batches[0]
+        return [m.randn(batch, m_size, n), a, b], {"output_mask": list(mask)}
+
+    return build
+
+
 def _listed() -> dict[str, list[Sample]]:
     samples: dict[str, list[Sample]] = {}
 
@@ -346,6 +360,18 @@ def _listed() -> dict[str, list[Sample]]:
         mask = masks[min(i, 2)]
         build = gated_backward_call(lead, 2, 5, mask, gate=gate, interleaved=interleaved)
         add("gated_linear_backward", **{gate: build})
+    products: dict[str, tuple[tuple[Any, ...], Sequence[bool]]] = {
+        "plain": (((3, 3), 4, 5, 2), [True, True]),
+        "one_a": (((1, 3), 2, 3, 4), [True, True]),
+        "one_b": (((3, 1), 2, 3, 4), [True, True]),
+        "one": (((1, 1), 3, 1, 5), [True, False]),
+        "only_b": (((2, 2), 1, 3, 2), [False, True]),
+        "no_k": (((2, 1), 2, 3, 0), [True, True]),
+        "empty": (((0, 1), 2, 3, 4), [False, False]),
+    }
+    add("bmm", **{n: bmm_call(*sizes) for n, (sizes, _) in products.items()})
+    add("bmm_backward", **{n: bmm_call(*sizes, mask) for n, (sizes, mask) in products.items()})
+
     add("gated_linear", empty=layer_call((0,), 4, 3))
     add("gated_linear_forward", empty=layer_call((0,), 4, 3))
     add("gated_linear_backward", empty=gated_backward_call((0,), 2, 3, masks[0]))

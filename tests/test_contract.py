@@ -98,6 +98,8 @@ SCHEMAS = [
     "gated_linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor z, *, "
     'str gate="geglu", bool interleaved=False, bool[3] output_mask) -> '
     "(Tensor dx, Tensor dweight, Tensor dbias)",
+    "bmm(Tensor a, Tensor b) -> Tensor",
+    "bmm_backward(Tensor dy, Tensor a, Tensor b, *, bool[2] output_mask) -> (Tensor da, Tensor db)",
 ]
 
 

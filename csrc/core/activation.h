@@ -11,10 +11,9 @@
 #include <string_view>
 
 #include "core/check.h"
+#include "core/pointwise.h"
 
 namespace torchweld {
-
-enum class Activation : int8_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };
 
 inline Activation parse_activation(const char* op, std::string_view name) {
   if (name == "none") return Activation::kNone;

@@ -23,12 +23,25 @@ inline void check_launch(const char* op) {
 // The most blocks of a grid's first dimension.
 inline constexpr int64_t kMaxGrid = 2147483647;
 
+// An attribute of the current device, 0 where there is none.
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  return cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess ? value : 0;
+}
+
 // True where the current device runs thread-block clusters.
 inline bool device_has_clusters() {
-  int device = 0, major = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return false;
-  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-         major >= 9;
+  return device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+}
+
+// Lets a kernel have more shared memory than the 48 KiB that need no asking.
+// NOTE: the permission belongs to the current device, so it is asked for at every launch.
+template <typename Kernel>
+void allow_shared_memory(Kernel* kernel, int bytes) {
+  if (bytes <= 48 * 1024) return;
+  // A failure stays behind for check_launch.
+  (void)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
 }  // namespace torchweld

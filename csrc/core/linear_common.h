@@ -79,13 +79,15 @@ inline void check_preact(const char* op, const OptionalTensor& preact, Activatio
   check_shape(op, "preact", *preact, sizes, "(..., N)");
 }
 
-// CPU. A tensor (..., n) as (rows, n); no copy where the strides allow it.
-inline Tensor as_matrix(const Tensor& t) {
-  const int64_t n = t.size(-1);
+// The rows of a tensor (..., n), whatever n is.
+inline int64_t count_rows(const Tensor& t) {
   int64_t rows = 1;
   for (int64_t d = 0; d + 1 < t.dim(); ++d) rows *= t.size(d);
-  return t.reshape({rows, n});
+  return rows;
 }
+
+// A tensor (..., n) as (rows, n); no copy where the strides allow it.
+inline Tensor as_matrix(const Tensor& t) { return t.reshape({count_rows(t), t.size(-1)}); }
 
 // CPU. z = x @ weight.T + bias, written into z (..., N) contiguous.
 inline void linear_into(Tensor& z, const Tensor& x, const Tensor& weight,

@@ -35,6 +35,13 @@ __device__ __forceinline__ float exp2_approx_ftz(float x) {
   return y;
 }
 
+// min(x, y), NaN where one of them is.
+__device__ __forceinline__ float min_or_nan(float x, float y) {
+  float z;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
 // A softmax in progress: the largest value and the sum of 2^((x - max) * c) seen so far.
 struct MaxSum {
   float max;

@@ -10,6 +10,7 @@ from torchweld._library import is_available, unavailable_reason
 from torchweld.explain import Explanation, explain
 from torchweld.info import Info, info
 from torchweld.ops.attention import attention
+from torchweld.ops.bmm import bmm
 from torchweld.ops.causal_softmax import causal_softmax
 from torchweld.ops.folded_layer_norm_linear import fold_layer_norm, folded_layer_norm_linear
 from torchweld.ops.gated_linear import gated_linear
@@ -30,6 +31,7 @@ __all__ = [
     "FuseReport",
     "Info",
     "attention",
+    "bmm",
     "causal_softmax",
     "explain",
     "fold_layer_norm",

@@ -48,6 +48,10 @@ def _describe(t: Tensor) -> str:
     return f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)} on {t.device}"
 
 
+def _rows_of(t: Tensor) -> int:
+    return t.numel() // t.shape[-1] if t.shape[-1] else 0
+
+
 def _rows_aligned(t: Tensor) -> bool:
     """True when every row of t starts on a 16-byte boundary, as the vector tiles need."""
     size = t.element_size()
@@ -63,7 +67,7 @@ def _explain_rows(explanation: Explanation, tensors: list[Tensor], scale: float)
 
     n, size = tensors[0].shape[-1], tensors[0].element_size()
     backward = explanation.op.endswith("_backward")
-    rows = tensors[0].numel() // n if n else 0
+    rows = _rows_of(tensors[0])
     # Masked rows are counted in 32 bits by the register kernels, and they want a scale with a sign.
     tiled = not explanation.op.startswith("causal") or (rows < 2**31 and scale != 0)
     aligned = all(_rows_aligned(t) for t in tensors) and n * size % 16 == 0
@@ -102,6 +106,96 @@ def _explain_rows(explanation: Explanation, tensors: list[Tensor], scale: float)
         }
         explanation.why = f"no tile takes a row of {n} elements"
     return explanation
+
+
+# What a GPU offers, for calls on the meta device: (SMs, bytes of shared memory a block).
+_HOPPER = (132, 232448)
+
+
+def _device_limits(t: Tensor) -> tuple[int, int]:
+    if not t.is_cuda:
+        return _HOPPER
+    properties = torch.cuda.get_device_properties(t.device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+
+
+def _matmul_math(t: Tensor) -> str:
+    if t.dtype != torch.float32:
+        return str(t.dtype).removeprefix("torch.")
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+
+
+def _matmul_text(like: Tensor, m: int, n: int, k: int, batch: int = 1, gated: bool = False) -> str:
+    """The tile of one product (m, k) x (n, k), as text."""
+    import torchweld._C as _C
+
+    if 0 in (m, n, batch):
+        return "nothing to compute"
+    math = _matmul_math(like)
+    choice = _C.choose_gemm(m, n, k, batch, gated, math, *_device_limits(like))
+    tile = _C.gemm_tiles(math)[choice["tile"]]
+    text = (
+        f"({m}, {n}, {k}) {math} {tile['block_m']} x {tile['block_n']}, "
+        f"{tile['threads']} threads, {tile['stages']} stages"
+    )
+    return text + (f", K in {choice['splits']} parts" if choice["splits"] > 1 else "")
+
+
+def _explain_matmul(explanation: Explanation, tensors: list[Tensor], gated: bool) -> Explanation:
+    """The ops around one matmul: the products that they run, each with its tile."""
+    op = explanation.op
+    backward = op.endswith("_backward")
+    if op.startswith("bmm"):
+        dy, a, b = tensors if backward else (None, *tensors)
+        batch, m, k, n = max(a.shape[0], b.shape[0]), a.shape[1], a.shape[2], b.shape[2]
+        products = {"y": (a, m, n, k, batch)}
+        if backward:
+            products = {"da": (a, m, k, n, batch), "db": (b, k, n, m, batch)}
+    else:
+        x, weight = tensors[1:3] if backward else tensors[:2]
+        m, n, k = _rows_of(x), weight.shape[0], x.shape[-1]
+        products = {"y": (x, m, n // 2 if gated else n, k, 1, gated)}
+        if backward:
+            products = {"dx": (x, m, k, n), "dweight": (x, n, k, m)}
+    explanation.kernel = "matmul engine (mma.sync)"
+    explanation.tile = {name: _matmul_text(*product) for name, product in products.items()}
+    explanation.why = "the shortest time by the model in csrc/gemm/gemm_config.h"
+    return explanation
+
+
+def _explain_attention(explanation: Explanation, tensors: list[Tensor]) -> Explanation:
+    import torchweld._C as _C
+
+    backward = explanation.op.endswith("_backward")
+    query, key, value = tensors[1:4] if backward else tensors[:3]
+    size = query.element_size()
+    dims = (query.shape[-1], value.shape[-1])
+    if backward:
+        tile = _C.attention_backward_tile(*dims, size, _device_limits(query)[1])
+    else:
+        tile = _C.attention_tile(query.shape[2], key.shape[2], *dims, size)
+    explanation.kernel = "tensor cores (mma.sync)" if tile else "general"
+    explanation.tile = tile
+    explanation.why = (
+        f"the first tile that holds head dims {dims[0]} and {dims[1]}"
+        if tile
+        else f"no tile holds head dims {dims[0]} and {dims[1]}"
+    )
+    return explanation
+
+
+_MATMULS = (
+    "linear",
+    "layer_norm_linear",
+    "rms_norm_linear",
+    "folded_layer_norm_linear",
+    "gated_linear",
+    "bmm",
+)
+
+
+def _family(op: str) -> str:
+    return op.removesuffix("_backward").removesuffix("_forward")
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
@@ -144,4 +238,13 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
         )
         return explanation
     floating = [t for t in tensors if t.is_floating_point()]
-    return _explain_rows(explanation, floating, kwargs.get("scale", 1.0))
+    family = _family(op)
+    if family in ("softmax", "causal_softmax"):
+        return _explain_rows(explanation, floating, kwargs.get("scale", 1.0))
+    if family in _MATMULS:
+        return _explain_matmul(explanation, floating, gated=family == "gated_linear")
+    if family == "attention":
+        return _explain_attention(explanation, floating)
+    explanation.kernel = "CUDA"
+    explanation.why = "the op has one kernel for every size"
+    return explanation

@@ -10,6 +10,13 @@
 #include "core/attention_common.h"
 #include "core/dispatch.h"
 
+#ifdef TORCHWELD_CUDA
+#include "core/cuda_inputs.h"
+#include "core/matmul.h"
+#include "ops/attention/attention.h"
+#include "ops/attention/attention_backward.h"
+#endif
+
 namespace torchweld {
 namespace {
 
@@ -167,6 +174,114 @@ Grads attention_backward_cpu(const Tensor& dout, const Tensor& query, const Tens
   return {dquery, dkey, dvalue};
 }
 
+#ifdef TORCHWELD_CUDA
+// CUDA. The tensor as AttentionTensor wants it; a copy where it is not so.
+Tensor aligned_rows(const Tensor& t) {
+  const int64_t elems = 16 / t.element_size(), cols = t.size(3);
+  bool aligned = cols % elems == 0 && t.stride(3) == 1 &&
+                 reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+  for (int64_t d = 0; d < 3; ++d) aligned &= t.size(d) <= 1 || t.stride(d) % elems == 0;
+  if (aligned || t.numel() == 0) return t;
+  const int64_t padded = (cols + elems - 1) / elems * elems;
+  return at::zeros({t.size(0), t.size(1), t.size(2), padded}, t.options())
+      .narrow(3, 0, cols)
+      .copy_(t);
+}
+
+// The stride of a dim that nobody walks may be anything; 0 keeps every address aligned.
+AttentionTensor strided(const Tensor& t) {
+  const auto stride = [&](int64_t d) { return t.size(d) > 1 ? t.stride(d) : 0; };
+  return {t.const_data_ptr(), stride(0), stride(1), stride(2)};
+}
+
+AttentionSizes sizes_of(const Tensor& query, const Tensor& key, const Tensor& value) {
+  return {query.size(0), query.size(1), key.size(1),  query.size(2),
+          key.size(2),   query.size(3), value.size(3)};
+}
+
+// leftpad, contiguous; data() is null where it is not given.
+struct Leftpad {
+  Tensor tensor;
+
+  explicit Leftpad(const OptionalTensor& t) : tensor(is_given(t) ? t->contiguous() : Tensor()) {}
+  const int32_t* data() const {
+    return tensor.defined() ? tensor.const_data_ptr<int32_t>() : nullptr;
+  }
+};
+
+void attention_into_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Tensor& key,
+                         const Tensor& value, const OptionalTensor& leftpad, bool causal,
+                         std::optional<double> scale) {
+  if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
+  const c10::cuda::CUDAGuard guard(query.device());
+  const Tensor q = aligned_rows(query), k = aligned_rows(key), v = aligned_rows(value);
+  const Leftpad pad(leftpad);
+  AttentionParams params{};
+  params.query = strided(q);
+  params.key = strided(k);
+  params.value = strided(v);
+  params.out = out.mutable_data_ptr();
+  params.lse = lse ? lse->mutable_data_ptr<float>() : nullptr;
+  params.leftpad = pad.data();
+  params.sizes = sizes_of(query, key, value);
+  params.scale = static_cast<float>(scale_or_default(scale, query));
+  params.causal = causal;
+  params.tf32 = matmul_may_use_tf32(query);
+  params.dtype = dtype_of(query);
+  launch_attention(params, c10::cuda::getCurrentCUDAStream());
+}
+
+Tensor attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
+                      const OptionalTensor& leftpad, bool causal, std::optional<double> scale) {
+  Tensor out = attention_meta(query, key, value, leftpad, causal, scale);
+  attention_into_cuda(out, nullptr, query, key, value, leftpad, causal, scale);
+  return out;
+}
+
+Forward attention_forward_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
+                               const OptionalTensor& leftpad, bool causal,
+                               std::optional<double> scale) {
+  auto [out, lse] = attention_forward_meta(query, key, value, leftpad, causal, scale);
+  attention_into_cuda(out, &lse, query, key, value, leftpad, causal, scale);
+  return {out, lse};
+}
+
+Grads attention_backward_cuda(const Tensor& dout, const Tensor& query, const Tensor& key,
+                              const Tensor& value, const Tensor& out, const Tensor& lse,
+                              const OptionalTensor& leftpad, bool causal,
+                              std::optional<double> scale) {
+  auto [dquery, dkey, dvalue] =
+      attention_backward_meta(dout, query, key, value, out, lse, leftpad, causal, scale);
+  if (dquery.numel() + dkey.numel() + dvalue.numel() == 0) return {dquery, dkey, dvalue};
+  const c10::cuda::CUDAGuard guard(query.device());
+  const Tensor q = aligned_rows(query), k = aligned_rows(key), v = aligned_rows(value);
+  const Tensor o = out.contiguous(), d_out = aligned_rows(dout), l = lse.contiguous();
+  const Leftpad pad(leftpad);
+  const AttentionSizes sizes = sizes_of(query, key, value);
+  const Tensor scratch =
+      at::empty({attention_backward_scratch_bytes(sizes)}, query.options().dtype(at::kByte));
+  AttentionBackwardParams params{};
+  params.query = strided(q);
+  params.key = strided(k);
+  params.value = strided(v);
+  params.out = strided(o);
+  params.dout = strided(d_out);
+  params.lse = l.const_data_ptr<float>();
+  params.leftpad = pad.data();
+  params.dquery = dquery.mutable_data_ptr();
+  params.dkey = dkey.mutable_data_ptr();
+  params.dvalue = dvalue.mutable_data_ptr();
+  params.scratch = scratch.mutable_data_ptr();
+  params.sizes = sizes;
+  params.scale = static_cast<float>(scale_or_default(scale, query));
+  params.causal = causal;
+  params.tf32 = matmul_may_use_tf32(query);
+  params.dtype = dtype_of(query);
+  launch_attention_backward(params, c10::cuda::getCurrentCUDAStream());
+  return {dquery, dkey, dvalue};
+}
+#endif
+
 Tensor call_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                       const OptionalTensor& leftpad, bool causal, std::optional<double> scale) {
   static const auto op = find_op<decltype(call_attention)>("attention");
@@ -279,9 +394,15 @@ TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
 }
 
 TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
+#ifdef TORCHWELD_CUDA
+  m.impl("attention", attention_cuda);
+  m.impl("attention_forward", attention_forward_cuda);
+  m.impl("attention_backward", attention_backward_cuda);
+#else
   m.impl("attention", no_cuda_kernel_function());
   m.impl("attention_forward", no_cuda_kernel_function());
   m.impl("attention_backward", no_cuda_kernel_function());
+#endif
 }
 
 TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {

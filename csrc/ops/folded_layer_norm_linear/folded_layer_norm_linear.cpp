@@ -7,8 +7,8 @@
 //
 // layer_norm_linear with the LayerNorm's own weights folded into the matmul, for inference. The
 // sums are taken from the rounded folded weight, so that the mean cancels exactly and only the
-// accumulator's rounding is left. The CPU kernel goes further and normalises the rows before the
-// matmul, so that the error does not grow with |mean| / std. That is the same function only where
+// accumulator's rounding is left. The kernels go further and normalise the rows before the matmul,
+// so that the error does not grow with |mean| / std. That is the same function only where
 // weight_sum holds the row sums of folded_weight, which is the contract.
 #include <ATen/ops/mv.h>
 #include <ATen/ops/native_layer_norm.h>
@@ -16,6 +16,11 @@
 
 #include "core/dispatch.h"
 #include "core/linear_common.h"
+
+#ifdef TORCHWELD_CUDA
+#include "core/linear_cuda.h"
+#include "ops/folded_layer_norm_linear/folded_layer_norm_linear.h"
+#endif
 
 namespace torchweld {
 namespace {
@@ -152,6 +157,62 @@ Tensor folded_layer_norm_linear_backward_cpu(const Tensor& dy, const Tensor& x,
   return dx;
 }
 
+#ifdef TORCHWELD_CUDA
+Folded fold_layer_norm_cuda(const Tensor& weight, const OptionalTensor& bias,
+                            const OptionalTensor& ln_weight, const OptionalTensor& ln_bias) {
+  auto [folded_weight, weight_sum, folded_bias] =
+      fold_layer_norm_meta(weight, bias, ln_weight, ln_bias);
+  if (weight.size(0) == 0) return {folded_weight, weight_sum, folded_bias};
+  const c10::cuda::CUDAGuard guard(weight.device());
+  const Vector in_bias(bias), in_ln_weight(ln_weight), in_ln_bias(ln_bias);
+  launch_fold_layer_norm(
+      {weight.const_data_ptr(), in_bias.data(), in_ln_weight.data(), in_ln_bias.data(),
+       folded_weight.mutable_data_ptr(), weight_sum.mutable_data_ptr<float>(),
+       folded_bias.mutable_data_ptr<float>(), weight.size(0), weight.size(1), weight.stride(0),
+       weight.stride(1), dtype_of(weight)},
+      c10::cuda::getCurrentCUDAStream());
+  return {folded_weight, weight_sum, folded_bias};
+}
+
+Tensor folded_layer_norm_linear_cuda(const Tensor& x, const Tensor& folded_weight,
+                                     const Tensor& weight_sum, const OptionalTensor& folded_bias,
+                                     double eps, c10::string_view activation) {
+  Tensor y =
+      folded_layer_norm_linear_meta(x, folded_weight, weight_sum, folded_bias, eps, activation);
+  if (y.numel() == 0) return y;
+  const c10::cuda::CUDAGuard guard(x.device());
+  matmul_into(as_matrix(y), norm_rows({/*centred=*/true}, x, eps), folded_weight,
+              {folded_bias, parse_activation("folded_layer_norm_linear", activation)});
+  return y;
+}
+
+Tensor folded_layer_norm_linear_backward_cuda(const Tensor& dy, const Tensor& x,
+                                              const Tensor& folded_weight, const Tensor& weight_sum,
+                                              const OptionalTensor& folded_bias, double eps,
+                                              c10::string_view activation) {
+  Tensor dx = folded_layer_norm_linear_backward_meta(dy, x, folded_weight, weight_sum, folded_bias,
+                                                     eps, activation);
+  if (dx.numel() == 0) return dx;
+  const c10::cuda::CUDAGuard guard(x.device());
+  const Activation act = parse_activation("folded_layer_norm_linear_backward", activation);
+  const RowNorm norm = {/*centred=*/true};
+  const int64_t rows = count_rows(x);
+  const RowStatistics statistics = {empty_floats(rows, x), empty_floats(rows, x)};
+  OptionalTensor z;
+  if (needs_preact(act)) {
+    z = empty_matrix(rows, folded_weight.size(0), x);
+    matmul_into(*z, norm_rows(norm, x, eps, statistics), folded_weight, {folded_bias});
+  } else {
+    row_statistics(norm, x, eps, statistics);
+  }
+  const Tensor nothing = empty_vector_grad(x, 0, /*wanted=*/false);
+  const Tensor dz = activation_backward_into(nothing, dy, z, act);
+  norm_matmul_backward_into(dx, nothing, nothing, nothing, /*wants_x=*/true,
+                            /*wants_weight=*/false, norm, dz, x, folded_weight, statistics);
+  return dx;
+}
+#endif
+
 Tensor call_folded(const Tensor& x, const Tensor& folded_weight, const Tensor& weight_sum,
                    const OptionalTensor& folded_bias, double eps, c10::string_view activation) {
   static const auto op = find_op<decltype(call_folded)>("folded_layer_norm_linear");
@@ -251,9 +312,15 @@ TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
 }
 
 TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
+#ifdef TORCHWELD_CUDA
+  m.impl("fold_layer_norm", fold_layer_norm_cuda);
+  m.impl("folded_layer_norm_linear", folded_layer_norm_linear_cuda);
+  m.impl("folded_layer_norm_linear_backward", folded_layer_norm_linear_backward_cuda);
+#else
   m.impl("fold_layer_norm", no_cuda_kernel_function());
   m.impl("folded_layer_norm_linear", no_cuda_kernel_function());
   m.impl("folded_layer_norm_linear_backward", no_cuda_kernel_function());
+#endif
 }
 
 TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {

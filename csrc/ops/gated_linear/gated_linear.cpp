@@ -13,13 +13,15 @@
 #include "core/dispatch.h"
 #include "core/linear_common.h"
 
+#ifdef TORCHWELD_CUDA
+#include "core/linear_cuda.h"
+#endif
+
 namespace torchweld {
 namespace {
 
 using Forward = std::tuple<Tensor, Tensor>;
 using Grads = std::tuple<Tensor, Tensor, Tensor>;
-
-enum class Gate : int8_t { kSigmoidTanh, kGeglu, kGegluTanh, kSwiglu, kReglu };
 
 Gate parse_gate(const char* op, std::string_view name) {
   if (name == "sigmoid_tanh") return Gate::kSigmoidTanh;
@@ -162,6 +164,62 @@ Grads gated_linear_backward_cpu(const Tensor& dy, const Tensor& x, const Tensor&
   return {dx, dweight, dbias};
 }
 
+#ifdef TORCHWELD_CUDA
+// z is stored where it is defined.
+void gated_matmul_into(const Tensor& y, const Tensor& z, const Tensor& x, const Tensor& weight,
+                       const OptionalTensor& bias, Gate gate, bool interleaved) {
+  if (y.numel() == 0) return;
+  const c10::cuda::CUDAGuard guard(x.device());
+  matmul_into(as_matrix(y), as_matrix(x), weight,
+              {bias, Activation::kNone, /*gated=*/true, gate, interleaved, z});
+}
+
+Tensor gated_linear_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                         c10::string_view gate, bool interleaved) {
+  Tensor y = gated_linear_meta(x, weight, bias, gate, interleaved);
+  gated_matmul_into(y, {}, x, weight, bias, parse_gate("gated_linear", gate), interleaved);
+  return y;
+}
+
+Forward gated_linear_forward_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                                  c10::string_view gate, bool interleaved) {
+  auto [y, z] = gated_linear_forward_meta(x, weight, bias, gate, interleaved);
+  gated_matmul_into(y, z, x, weight, bias, parse_gate("gated_linear_forward", gate), interleaved);
+  return {y, z};
+}
+
+// dz (rows, 2N); its sum over the rows into dbias, unless that has size (0,).
+Tensor gate_backward_into(const Tensor& dbias, const Tensor& dy, const Tensor& z, Gate gate,
+                          bool interleaved) {
+  const Tensor dz = empty_matrix(count_rows(z), z.size(-1), z);
+  if (z.numel() == 0) {
+    dbias.zero_();
+    return dz;
+  }
+  const Rows in_dy(dy), in_z(z);
+  const Tensor partials =
+      dbias.numel() > 0 ? empty_floats(2 * column_partials(in_dy.rows, in_dy.n), dy) : Tensor();
+  launch_gate_backward(
+      {in_dy.tensor.const_data_ptr(), in_z.tensor.const_data_ptr(), dz.mutable_data_ptr(),
+       data_if_wanted(dbias), data_if_wanted<float>(partials), in_dy.rows, in_dy.n,
+       in_dy.row_stride, in_z.row_stride, dz.stride(0), gate, interleaved, dtype_of(z)},
+      c10::cuda::getCurrentCUDAStream());
+  return dz;
+}
+
+Grads gated_linear_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                                 const Tensor& z, c10::string_view gate, bool interleaved,
+                                 std::array<bool, 3> output_mask) {
+  auto [dx, dweight, dbias] =
+      gated_linear_backward_meta(dy, x, weight, z, gate, interleaved, output_mask);
+  const c10::cuda::CUDAGuard guard(x.device());
+  const Tensor dz =
+      gate_backward_into(dbias, dy, z, parse_gate("gated_linear_backward", gate), interleaved);
+  matmul_backward_into(dx, dweight, output_mask[0], output_mask[1], dz, x, weight);
+  return {dx, dweight, dbias};
+}
+#endif
+
 Tensor call_gated_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                          c10::string_view gate, bool interleaved) {
   static const auto op = find_op<decltype(call_gated_linear)>("gated_linear");
@@ -277,9 +335,15 @@ TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
 }
 
 TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
+#ifdef TORCHWELD_CUDA
+  m.impl("gated_linear", gated_linear_cuda);
+  m.impl("gated_linear_forward", gated_linear_forward_cuda);
+  m.impl("gated_linear_backward", gated_linear_backward_cuda);
+#else
   m.impl("gated_linear", no_cuda_kernel_function());
   m.impl("gated_linear_forward", no_cuda_kernel_function());
   m.impl("gated_linear_backward", no_cuda_kernel_function());
+#endif
 }
 
 TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {

@@ -12,6 +12,10 @@
 #include "core/dispatch.h"
 #include "core/linear_common.h"
 
+#ifdef TORCHWELD_CUDA
+#include "core/linear_cuda.h"
+#endif
+
 namespace torchweld {
 namespace {
 
@@ -153,6 +157,50 @@ Grads layer_norm_linear_backward_cpu(const Tensor& dy, const Tensor& x, const Te
   }
   return {dx, dweight, dbias, dln_weight, dln_bias};
 }
+
+#ifdef TORCHWELD_CUDA
+Tensor layer_norm_linear_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                              const OptionalTensor& ln_weight, const OptionalTensor& ln_bias,
+                              double eps, c10::string_view activation) {
+  Tensor y = layer_norm_linear_meta(x, weight, bias, ln_weight, ln_bias, eps, activation);
+  if (y.numel() == 0) return y;
+  const c10::cuda::CUDAGuard guard(x.device());
+  matmul_into(as_matrix(y), norm_rows({/*centred=*/true, ln_weight, ln_bias}, x, eps), weight,
+              {bias, parse_activation("layer_norm_linear", activation)});
+  return y;
+}
+
+Forward layer_norm_linear_forward_cuda(const Tensor& x, const Tensor& weight,
+                                       const OptionalTensor& bias, const OptionalTensor& ln_weight,
+                                       const OptionalTensor& ln_bias, double eps,
+                                       c10::string_view activation) {
+  auto [y, preact, mean, rstd] =
+      layer_norm_linear_forward_meta(x, weight, bias, ln_weight, ln_bias, eps, activation);
+  const c10::cuda::CUDAGuard guard(x.device());
+  const Tensor normalised = norm_rows({/*centred=*/true, ln_weight, ln_bias}, x, eps, {mean, rstd});
+  if (y.numel() == 0) return {y, preact, mean, rstd};
+  MatmulEpilogue epilogue = {bias, parse_activation("layer_norm_linear_forward", activation)};
+  if (saves_preact(epilogue.activation)) epilogue.preact = preact;
+  matmul_into(as_matrix(y), normalised, weight, epilogue);
+  return {y, preact, mean, rstd};
+}
+
+Grads layer_norm_linear_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                                      const OptionalTensor& ln_weight,
+                                      const OptionalTensor& ln_bias, const Tensor& mean,
+                                      const Tensor& rstd, const OptionalTensor& preact,
+                                      c10::string_view activation,
+                                      std::array<bool, 5> output_mask) {
+  auto [dx, dweight, dbias, dln_weight, dln_bias] = layer_norm_linear_backward_meta(
+      dy, x, weight, ln_weight, ln_bias, mean, rstd, preact, activation, output_mask);
+  const c10::cuda::CUDAGuard guard(x.device());
+  const Tensor dz = activation_backward_into(
+      dbias, dy, preact, parse_activation("layer_norm_linear_backward", activation));
+  norm_matmul_backward_into(dx, dweight, dln_weight, dln_bias, output_mask[0], output_mask[1],
+                            {/*centred=*/true, ln_weight, ln_bias}, dz, x, weight, {mean, rstd});
+  return {dx, dweight, dbias, dln_weight, dln_bias};
+}
+#endif
 
 Tensor call_layer_norm_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                               const OptionalTensor& ln_weight, const OptionalTensor& ln_bias,
@@ -302,9 +350,15 @@ TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
 }
 
 TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
+#ifdef TORCHWELD_CUDA
+  m.impl("layer_norm_linear", layer_norm_linear_cuda);
+  m.impl("layer_norm_linear_forward", layer_norm_linear_forward_cuda);
+  m.impl("layer_norm_linear_backward", layer_norm_linear_backward_cuda);
+#else
   m.impl("layer_norm_linear", no_cuda_kernel_function());
   m.impl("layer_norm_linear_forward", no_cuda_kernel_function());
   m.impl("layer_norm_linear_backward", no_cuda_kernel_function());
+#endif
 }
 
 TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {

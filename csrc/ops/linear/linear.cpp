@@ -6,6 +6,10 @@
 #include "core/dispatch.h"
 #include "core/linear_common.h"
 
+#ifdef TORCHWELD_CUDA
+#include "core/linear_cuda.h"
+#endif
+
 namespace torchweld {
 namespace {
 
@@ -71,6 +75,40 @@ Grads3 linear_backward_cpu(const Tensor& dy, const Tensor& x, const Tensor& weig
   linear_backward_into(dx, dweight, dbias, output_mask, as_matrix(dz), as_matrix(x), weight);
   return {dx, dweight, dbias};
 }
+
+#ifdef TORCHWELD_CUDA
+Tensor linear_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                   c10::string_view activation) {
+  Tensor y = linear_meta(x, weight, bias, activation);
+  if (y.numel() == 0) return y;
+  const c10::cuda::CUDAGuard guard(x.device());
+  matmul_into(as_matrix(y), as_matrix(x), weight, {bias, parse_activation("linear", activation)});
+  return y;
+}
+
+std::tuple<Tensor, Tensor> linear_forward_cuda(const Tensor& x, const Tensor& weight,
+                                               const OptionalTensor& bias,
+                                               c10::string_view activation) {
+  auto [y, preact] = linear_forward_meta(x, weight, bias, activation);
+  if (y.numel() == 0) return {y, preact};
+  const c10::cuda::CUDAGuard guard(x.device());
+  MatmulEpilogue epilogue = {bias, parse_activation("linear_forward", activation)};
+  if (saves_preact(epilogue.activation)) epilogue.preact = preact;
+  matmul_into(as_matrix(y), as_matrix(x), weight, epilogue);
+  return {y, preact};
+}
+
+Grads3 linear_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                            const OptionalTensor& preact, c10::string_view activation,
+                            std::array<bool, 3> output_mask) {
+  auto [dx, dweight, dbias] = linear_backward_meta(dy, x, weight, preact, activation, output_mask);
+  const c10::cuda::CUDAGuard guard(x.device());
+  const Tensor dz =
+      activation_backward_into(dbias, dy, preact, parse_activation("linear_backward", activation));
+  matmul_backward_into(dx, dweight, output_mask[0], output_mask[1], dz, x, weight);
+  return {dx, dweight, dbias};
+}
+#endif
 
 Tensor call_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                    c10::string_view activation) {
@@ -187,9 +225,15 @@ TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
 }
 
 TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
+#ifdef TORCHWELD_CUDA
+  m.impl("linear", linear_cuda);
+  m.impl("linear_forward", linear_forward_cuda);
+  m.impl("linear_backward", linear_backward_cuda);
+#else
   m.impl("linear", no_cuda_kernel_function());
   m.impl("linear_forward", no_cuda_kernel_function());
   m.impl("linear_backward", no_cuda_kernel_function());
+#endif
 }
 
 TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {

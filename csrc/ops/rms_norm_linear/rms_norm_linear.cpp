@@ -9,6 +9,10 @@
 #include "core/dispatch.h"
 #include "core/linear_common.h"
 
+#ifdef TORCHWELD_CUDA
+#include "core/linear_cuda.h"
+#endif
+
 namespace torchweld {
 namespace {
 
@@ -127,6 +131,49 @@ Grads rms_norm_linear_backward_cpu(const Tensor& dy, const Tensor& x, const Tens
   }
   return {dx, dweight, dbias, dnorm_weight};
 }
+
+#ifdef TORCHWELD_CUDA
+Tensor rms_norm_linear_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                            const OptionalTensor& norm_weight, double eps,
+                            c10::string_view activation) {
+  Tensor y = rms_norm_linear_meta(x, weight, bias, norm_weight, eps, activation);
+  if (y.numel() == 0) return y;
+  const c10::cuda::CUDAGuard guard(x.device());
+  matmul_into(as_matrix(y), norm_rows({/*centred=*/false, norm_weight}, x, eps), weight,
+              {bias, parse_activation("rms_norm_linear", activation)});
+  return y;
+}
+
+Forward rms_norm_linear_forward_cuda(const Tensor& x, const Tensor& weight,
+                                     const OptionalTensor& bias, const OptionalTensor& norm_weight,
+                                     double eps, c10::string_view activation) {
+  auto [y, preact, rstd] =
+      rms_norm_linear_forward_meta(x, weight, bias, norm_weight, eps, activation);
+  const c10::cuda::CUDAGuard guard(x.device());
+  const Tensor normalised =
+      norm_rows({/*centred=*/false, norm_weight}, x, eps, {std::nullopt, rstd});
+  if (y.numel() == 0) return {y, preact, rstd};
+  MatmulEpilogue epilogue = {bias, parse_activation("rms_norm_linear_forward", activation)};
+  if (saves_preact(epilogue.activation)) epilogue.preact = preact;
+  matmul_into(as_matrix(y), normalised, weight, epilogue);
+  return {y, preact, rstd};
+}
+
+Grads rms_norm_linear_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                                    const OptionalTensor& norm_weight, const Tensor& rstd,
+                                    const OptionalTensor& preact, c10::string_view activation,
+                                    std::array<bool, 4> output_mask) {
+  auto [dx, dweight, dbias, dnorm_weight] = rms_norm_linear_backward_meta(
+      dy, x, weight, norm_weight, rstd, preact, activation, output_mask);
+  const c10::cuda::CUDAGuard guard(x.device());
+  const Tensor dz = activation_backward_into(
+      dbias, dy, preact, parse_activation("rms_norm_linear_backward", activation));
+  const Tensor no_shift = empty_vector_grad(x, 0, /*wanted=*/false);
+  norm_matmul_backward_into(dx, dweight, dnorm_weight, no_shift, output_mask[0], output_mask[1],
+                            {/*centred=*/false, norm_weight}, dz, x, weight, {std::nullopt, rstd});
+  return {dx, dweight, dbias, dnorm_weight};
+}
+#endif
 
 Tensor call_rms_norm_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                             const OptionalTensor& norm_weight, double eps,
@@ -265,9 +312,15 @@ TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
 }
 
 TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
+#ifdef TORCHWELD_CUDA
+  m.impl("rms_norm_linear", rms_norm_linear_cuda);
+  m.impl("rms_norm_linear_forward", rms_norm_linear_forward_cuda);
+  m.impl("rms_norm_linear_backward", rms_norm_linear_backward_cuda);
+#else
   m.impl("rms_norm_linear", no_cuda_kernel_function());
   m.impl("rms_norm_linear_forward", no_cuda_kernel_function());
   m.impl("rms_norm_linear_backward", no_cuda_kernel_function());
+#endif
 }
 
 TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {

@@ -4,9 +4,16 @@
 //
 // softmax_matmul_forward also returns lse (batch, nheads, seqlen_q), the logarithm of the softmax's
 // denominator; the gradient rebuilds the probabilities from it. A row that sees nothing gives 0,
-// lse = -inf and gradient 0. On the CPU the probabilities exist one block of rows at a time.
+// lse = -inf and gradient 0. On the CPU the probabilities exist one block of rows at a time, on
+// CUDA only in registers.
 #include "core/attention_common.h"
 #include "core/dispatch.h"
+
+#ifdef TORCHWELD_CUDA
+#include "core/cuda_inputs.h"
+#include "core/matmul.h"
+#include "ops/softmax_matmul/softmax_matmul.h"
+#endif
 
 namespace torchweld {
 namespace {
@@ -127,6 +134,98 @@ Grads softmax_matmul_backward_cpu(const Tensor& dout, const Tensor& scores, cons
   return {dscores, dvalue};
 }
 
+#ifdef TORCHWELD_CUDA
+// A (batch, nheads, rows, columns) tensor as the kernels take it; a copy where the columns are not
+// adjacent.
+struct Heads {
+  Tensor tensor;
+
+  explicit Heads(const Tensor& t)
+      : tensor(t.size(3) > 1 && t.stride(3) != 1 ? t.contiguous() : t) {}
+
+  HeadsOperand operand() const {
+    const void* data = tensor.const_data_ptr();
+    // A dim of size 1 may have any stride.
+    const auto stride = [&](int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); };
+    const auto aligned = [&](int64_t dim) { return stride(dim) * tensor.element_size() % 16 == 0; };
+    return {data, stride(0), stride(1), stride(2),
+            data && reinterpret_cast<uintptr_t>(data) % 16 == 0 && aligned(0) && aligned(1) &&
+                aligned(2)};
+  }
+};
+
+SoftmaxMatmulProblem problem_of(const Tensor& scores, const Tensor& value, const Tensor& pads,
+                                bool causal, double scale) {
+  return {{scores.size(2), scores.size(3), causal, pads.defined()},
+          scores.size(0),
+          scores.size(1),
+          value.size(3),
+          pads.defined() ? pads.const_data_ptr<int32_t>() : nullptr,
+          static_cast<float>(scale),
+          dtype_of(scores),
+          matmul_may_use_tf32(scores)};
+}
+
+void softmax_matmul_into_cuda(Tensor& out, Tensor* lse, const Tensor& scores, const Tensor& value,
+                              const OptionalTensor& leftpad, bool causal, double scale) {
+  if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
+  const c10::cuda::CUDAGuard guard(scores.device());
+  if (scores.numel() == 0) {  // no keys
+    out.zero_();
+    if (lse) lse->fill_(kHidden);
+    return;
+  }
+  const Heads in_scores(scores), in_value(value);
+  const Tensor pads = is_given(leftpad) ? leftpad->contiguous() : Tensor();
+  launch_softmax_matmul(
+      {problem_of(scores, value, pads, causal, scale), in_scores.operand(), in_value.operand(),
+       out.mutable_data_ptr(), lse ? lse->mutable_data_ptr<float>() : nullptr},
+      c10::cuda::getCurrentCUDAStream());
+}
+
+Tensor softmax_matmul_cuda(const Tensor& scores, const Tensor& value, const OptionalTensor& leftpad,
+                           bool causal, double scale) {
+  Tensor out = softmax_matmul_meta(scores, value, leftpad, causal, scale);
+  softmax_matmul_into_cuda(out, nullptr, scores, value, leftpad, causal, scale);
+  return out;
+}
+
+Forward softmax_matmul_forward_cuda(const Tensor& scores, const Tensor& value,
+                                    const OptionalTensor& leftpad, bool causal, double scale) {
+  auto [out, lse] = softmax_matmul_forward_meta(scores, value, leftpad, causal, scale);
+  softmax_matmul_into_cuda(out, &lse, scores, value, leftpad, causal, scale);
+  return {out, lse};
+}
+
+Grads softmax_matmul_backward_cuda(const Tensor& dout, const Tensor& scores, const Tensor& value,
+                                   const Tensor& out, const Tensor& lse,
+                                   const OptionalTensor& leftpad, bool causal, double scale) {
+  auto [dscores, dvalue] =
+      softmax_matmul_backward_meta(dout, scores, value, out, lse, leftpad, causal, scale);
+  const c10::cuda::CUDAGuard guard(scores.device());
+  if (dscores.numel() == 0 || dvalue.numel() == 0) {
+    dscores.zero_();
+    dvalue.zero_();
+    return {dscores, dvalue};
+  }
+  const Heads in_scores(scores), in_value(value), in_out(out), in_dout(dout);
+  const Tensor in_lse = lse.contiguous();
+  const Tensor pads = is_given(leftpad) ? leftpad->contiguous() : Tensor();
+  const SoftmaxMatmulBackwardParams params = {problem_of(scores, value, pads, causal, scale),
+                                              in_scores.operand(),
+                                              in_value.operand(),
+                                              in_out.operand(),
+                                              in_dout.operand(),
+                                              in_lse.const_data_ptr<float>(),
+                                              dscores.mutable_data_ptr(),
+                                              dvalue.mutable_data_ptr()};
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  launch_softmax_matmul_dscores(params, stream);
+  launch_softmax_matmul_dvalue(params, stream);
+  return {dscores, dvalue};
+}
+#endif
+
 Tensor call_softmax_matmul(const Tensor& scores, const Tensor& value, const OptionalTensor& leftpad,
                            bool causal, double scale) {
   static const auto op = find_op<decltype(call_softmax_matmul)>("softmax_matmul");
@@ -234,9 +333,15 @@ TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
 }
 
 TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
+#ifdef TORCHWELD_CUDA
+  m.impl("softmax_matmul", softmax_matmul_cuda);
+  m.impl("softmax_matmul_forward", softmax_matmul_forward_cuda);
+  m.impl("softmax_matmul_backward", softmax_matmul_backward_cuda);
+#else
   m.impl("softmax_matmul", no_cuda_kernel_function());
   m.impl("softmax_matmul_forward", no_cuda_kernel_function());
   m.impl("softmax_matmul_backward", no_cuda_kernel_function());
+#endif
 }
 
 TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {

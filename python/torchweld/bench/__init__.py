@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
 
-FAMILIES = {"rows": "cuda", "cpu": "cpu"}
+FAMILIES = {"rows": "cuda", "matmul": "cuda", "attention": "cuda", "cpu": "cpu"}
 
 
 def _default_targets() -> Path | None:
@@ -18,7 +19,9 @@ def _default_targets() -> Path | None:
 def main(argv: list[str] | None = None) -> int:
     """Runs a family and prints its table. Returns 1 where --check finds a row that falls short."""
     parser = argparse.ArgumentParser(prog="torchweld bench", description=__doc__)
-    parser.add_argument("family", choices=FAMILIES, help="rows: softmax on a GPU; cpu: every op")
+    parser.add_argument(
+        "family", choices=FAMILIES, help="rows, matmul, attention: on a GPU; cpu: every op there"
+    )
     parser.add_argument("--check", action="store_true", help="exit 1 where a row falls short")
     parser.add_argument("--targets", type=Path, default=None, help="a targets.toml")
     parser.add_argument("--out", type=Path, help="folder for <device>/<family>.json and .png")
@@ -28,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     from torchweld._library import require
-    from torchweld.bench import cpu, results, rows
+    from torchweld.bench import results
 
     require()
     device = FAMILIES[args.family]
@@ -42,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.tests:
         counts = [int(c) for c in args.tests.split(",")]
         report.tests = dict(zip(("passed", "failed", "skipped"), counts, strict=True))
-    source = rows.rows if args.family == "rows" else cpu.rows
+    source = importlib.import_module(f"torchweld.bench.{args.family}").rows
     try:
         for row in source(targets):
             report.rows.append(row)

@@ -80,6 +80,15 @@ def _cases() -> Iterator[tuple[str, Function, Function, list[Tensor]]]:
         lambda s, v: s.masked_fill(_hidden(512, None), float("-inf")).softmax(-1) @ v,
         [random(2, 12, 512, 512), random(2, 12, 512, 64)],
     )
+    yield (
+        "bmm (24, 512, 64) x (24, 64, 512)",
+        ops.bmm,
+        torch.bmm,
+        [
+            random(24, 512, 64),
+            random(24, 64, 512),
+        ],
+    )
     for m, k, n in ((512, 256, 1024), (1024, 768, 3072)):
         x, weight, bias = random(m, k), random(n, k) * k**-0.5, random(n)
         norm = [torch.rand(k) + 0.5, random(k)]

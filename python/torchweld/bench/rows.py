@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from torchweld._library import ops
+from torchweld.bench.common import dtype_text, largest_error, two_roundings
 from torchweld.bench.results import Row, make_row
 from torchweld.bench.timer import interleaved
 
@@ -14,25 +15,12 @@ _BYTES = 256 << 20
 _CHECKED_ROWS = 64
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    return (out.double() - reference).abs().max().item()
-
-
-def _allowed(dtype: torch.dtype, largest: float) -> float:
-    """Two roundings of the largest result, and fp32 sums."""
-    return largest * (2 * torch.finfo(dtype).eps + 1e-6)
-
-
 def _softmax(n: int, dtype: torch.dtype, targets: dict[str, float]) -> Row:
     rows = _BYTES // (n * dtype.itemsize)
     x = torch.randn(rows, n, device="cuda", dtype=dtype) * 2
     y = torch.empty_like(x)
     reference = x[:_CHECKED_ROWS].double().softmax(-1)
-    case = f"softmax ({rows}, {n}) {_name(dtype)}"
+    case = f"softmax ({rows}, {n}) {dtype_text(dtype)}"
     return make_row(
         case,
         interleaved(
@@ -45,9 +33,9 @@ def _softmax(n: int, dtype: torch.dtype, targets: dict[str, float]) -> Row:
         ),
         against="copy",
         target=targets.get(case),
-        error=_error(ops.softmax(x)[:_CHECKED_ROWS], reference),
-        eager_error=_error(torch.softmax(x[:_CHECKED_ROWS], -1), reference),
-        allowed_error=_allowed(dtype, reference.max().item()),
+        error=largest_error(ops.softmax(x)[:_CHECKED_ROWS], reference),
+        eager_error=largest_error(torch.softmax(x[:_CHECKED_ROWS], -1), reference),
+        allowed_error=two_roundings(dtype, reference.max().item()),
     )
 
 
@@ -58,7 +46,7 @@ def _softmax_backward(n: int, dtype: torch.dtype, targets: dict[str, float]) -> 
     out = torch.empty_like(y)
     part_y, part_dy = y[:_CHECKED_ROWS].double(), dy[:_CHECKED_ROWS].double()
     reference = part_y * (part_dy - (part_y * part_dy).sum(-1, keepdim=True))
-    case = f"softmax_backward ({rows}, {n}) {_name(dtype)}"
+    case = f"softmax_backward ({rows}, {n}) {dtype_text(dtype)}"
     eager = torch._softmax_backward_data(dy, y, -1, dtype)[:_CHECKED_ROWS]
     return make_row(
         case,
@@ -72,9 +60,9 @@ def _softmax_backward(n: int, dtype: torch.dtype, targets: dict[str, float]) -> 
         ),
         against="move 3",
         target=targets.get(case),
-        error=_error(ops.softmax_backward(dy, y)[:_CHECKED_ROWS], reference),
-        eager_error=_error(eager, reference),
-        allowed_error=_allowed(dtype, reference.abs().max().item()),
+        error=largest_error(ops.softmax_backward(dy, y)[:_CHECKED_ROWS], reference),
+        eager_error=largest_error(eager, reference),
+        allowed_error=two_roundings(dtype, reference.abs().max().item()),
     )
 
 
@@ -92,7 +80,7 @@ def _causal_softmax(
         return x.masked_fill(hidden, float("-inf")).softmax(-1)
 
     reference = eager(x[:1].double()).nan_to_num(0.0)
-    case = f"causal_softmax ({batch}, {seqlen}, {seqlen}) {_name(dtype)}"
+    case = f"causal_softmax ({batch}, {seqlen}, {seqlen}) {dtype_text(dtype)}"
     if padded:
         case += " half padded"
     return make_row(
@@ -108,9 +96,9 @@ def _causal_softmax(
         ),
         against="copy",
         target=targets.get(case),
-        error=_error(ops.causal_softmax(x[:1], leftpad[:1]), reference),
-        eager_error=_error(eager(x[:1]).nan_to_num(0.0), reference),
-        allowed_error=_allowed(dtype, 1.0),
+        error=largest_error(ops.causal_softmax(x[:1], leftpad[:1]), reference),
+        eager_error=largest_error(eager(x[:1]).nan_to_num(0.0), reference),
+        allowed_error=two_roundings(dtype, 1.0),
     )
 
 

@@ -1,0 +1,184 @@
+// What the CUDA ops around one matmul share beside linear_common.h: the norm of x's rows and the
+// gradients before and after the matmuls of a backward. Host code of CUDA builds only.
+#pragma once
+
+#include <limits>
+
+#include "core/cuda_inputs.h"
+#include "core/linear_common.h"
+#include "core/matmul.h"
+#include "norm/norm.h"
+#include "pointwise/column_split.h"
+#include "pointwise/pointwise.h"
+
+namespace torchweld {
+
+// A scratch matrix whose rows start on 16-byte boundaries, so that the matmul takes it as it is.
+inline Tensor empty_matrix(int64_t rows, int64_t n, const Tensor& like) {
+  const int64_t piece = 16 / like.element_size();
+  return at::empty({rows, (n + piece - 1) / piece * piece}, like.options()).narrow(1, 0, n);
+}
+
+inline Tensor empty_floats(int64_t count, const Tensor& like) {
+  return at::empty({count}, like.options().dtype(at::kFloat));
+}
+
+// An optional vector, contiguous; data() is nullptr where it is not given.
+struct Vector {
+  Tensor tensor;
+
+  explicit Vector(const OptionalTensor& t) : tensor(is_given(t) ? t->contiguous() : Tensor()) {}
+
+  template <typename T = void>
+  const T* data() const {
+    return tensor.defined() ? static_cast<const T*>(tensor.const_data_ptr()) : nullptr;
+  }
+};
+
+// Where a result goes: nullptr for one that nobody asked for, which is undefined or of size (0,).
+template <typename T = void>
+T* data_if_wanted(const Tensor& t) {
+  return t.defined() && t.numel() > 0 ? static_cast<T*>(t.mutable_data_ptr()) : nullptr;
+}
+
+// What a norm does to a row of x: (x - mean) * rstd * scale + shift. RMSNorm has mean 0.
+struct RowNorm {
+  bool centred;
+  OptionalTensor scale = std::nullopt;  // (K,)
+  OptionalTensor shift = std::nullopt;  // (K,)
+};
+
+// Of each row of x, fp32 (...); RMSNorm has no mean.
+struct RowStatistics {
+  OptionalTensor mean = std::nullopt;
+  OptionalTensor rstd = std::nullopt;
+};
+
+// Computes the statistics into `out`, or takes the `saved` ones; y (rows, K) where defined.
+inline void run_norm(const RowNorm& norm, const Tensor& x, double eps, const RowStatistics& out,
+                     const RowStatistics& saved, const Tensor& y) {
+  if (x.numel() == 0) {
+    // The mean of nothing, as in torch.
+    for (const OptionalTensor& t : {out.mean, out.rstd}) {
+      if (is_given(t)) t->fill_(std::numeric_limits<double>::quiet_NaN());
+    }
+    return;
+  }
+  const Rows in(x);
+  const Vector scale(norm.scale), shift(norm.shift), mean(saved.mean), rstd(saved.rstd);
+  NormParams p{};
+  p.x = in.tensor.const_data_ptr();
+  p.scale = scale.data();
+  p.shift = shift.data();
+  p.saved_mean = mean.data<float>();
+  p.saved_rstd = rstd.data<float>();
+  p.mean = data_if_wanted<float>(out.mean.value_or(Tensor()));
+  p.rstd = data_if_wanted<float>(out.rstd.value_or(Tensor()));
+  p.rows = in.rows;
+  p.n = in.n;
+  p.x_row_stride = in.row_stride;
+  if (y.defined()) {
+    p.y = y.mutable_data_ptr();
+    p.y_row_stride = y.stride(0);
+  }
+  p.eps = static_cast<float>(eps);
+  p.centred = norm.centred;
+  p.dtype = dtype_of(x);
+  launch_norm(p, c10::cuda::getCurrentCUDAStream());
+}
+
+// The normalised rows (rows, K) in x's dtype; the statistics too where `out` asks.
+inline Tensor norm_rows(const RowNorm& norm, const Tensor& x, double eps,
+                        const RowStatistics& out = {}) {
+  const Tensor y = empty_matrix(count_rows(x), x.size(-1), x);
+  run_norm(norm, x, eps, out, {}, y);
+  return y;
+}
+
+inline Tensor norm_rows_again(const RowNorm& norm, const Tensor& x, const RowStatistics& saved) {
+  const Tensor y = empty_matrix(count_rows(x), x.size(-1), x);
+  run_norm(norm, x, /*eps=*/0, {}, saved, y);
+  return y;
+}
+
+inline void row_statistics(const RowNorm& norm, const Tensor& x, double eps,
+                           const RowStatistics& out) {
+  run_norm(norm, x, eps, out, {}, {});
+}
+
+// The gradients to x, scale and shift from that to the normalised rows, dy (rows, K). Results of
+// size (0,) are those that nobody asked for.
+inline void norm_backward_into(const Tensor& dx, const Tensor& dscale, const Tensor& dshift,
+                               const RowNorm& norm, const Tensor& dy, const Tensor& x,
+                               const RowStatistics& saved) {
+  if (x.numel() == 0) {
+    dscale.zero_();
+    dshift.zero_();
+    return;
+  }
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const Rows in_dy(dy), in_x(x);
+  const Vector mean(saved.mean), rstd(saved.rstd);
+  if (dx.numel() > 0) {
+    const Vector scale(norm.scale);
+    launch_norm_backward({in_dy.tensor.const_data_ptr(), in_x.tensor.const_data_ptr(), scale.data(),
+                          mean.data<float>(), rstd.data<float>(), dx.mutable_data_ptr(), in_x.rows,
+                          in_x.n, in_dy.row_stride, in_x.row_stride, in_x.n, dtype_of(x)},
+                         stream);
+  }
+  if (dscale.numel() == 0 && dshift.numel() == 0) return;
+  const Tensor partials = empty_floats(2 * column_partials(in_x.rows, in_x.n), x);
+  launch_norm_vectors_backward({in_dy.tensor.const_data_ptr(), in_x.tensor.const_data_ptr(),
+                                mean.data<float>(), rstd.data<float>(), data_if_wanted(dscale),
+                                data_if_wanted(dshift), partials.mutable_data_ptr<float>(),
+                                in_x.rows, in_x.n, in_dy.row_stride, in_x.row_stride, dtype_of(x)},
+                               stream);
+}
+
+// dz (rows, N) = dy * activation'(z), from z (or y for relu); its sum over the rows into dbias,
+// unless that has size (0,).
+inline Tensor activation_backward_into(const Tensor& dbias, const Tensor& dy,
+                                       const OptionalTensor& preact, Activation activation) {
+  const bool writes = needs_preact(activation);
+  const Rows in_dy(dy);
+  const Tensor dz =
+      writes ? empty_matrix(count_rows(dy), dy.size(-1), dy) : as_matrix(in_dy.tensor);
+  if (dy.numel() == 0) {
+    dbias.zero_();
+    return dz;
+  }
+  const bool sums = dbias.numel() > 0;
+  if (!writes && !sums) return dz;
+  const Rows in_z(writes ? *preact : dy);
+  const Tensor partials = sums ? empty_floats(column_partials(in_dy.rows, in_dy.n), dy) : Tensor();
+  launch_activation_backward(
+      {in_dy.tensor.const_data_ptr(), writes ? in_z.tensor.const_data_ptr() : nullptr,
+       writes ? dz.mutable_data_ptr() : nullptr, data_if_wanted(dbias),
+       data_if_wanted<float>(partials), in_dy.rows, in_dy.n, in_dy.row_stride, in_z.row_stride,
+       dz.stride(0), activation, dtype_of(dy)},
+      c10::cuda::getCurrentCUDAStream());
+  return dz;
+}
+
+// The gradients of z = x @ weight.T to x (..., K) and weight, from dz (rows, N).
+inline void matmul_backward_into(const Tensor& dx, const Tensor& dweight, bool wants_x,
+                                 bool wants_weight, const Tensor& dz, const Tensor& x,
+                                 const Tensor& weight) {
+  if (wants_x) matmul_into(as_matrix(dx), dz, weight.t());
+  if (wants_weight) matmul_into(dweight, dz.t(), as_matrix(x).t());
+}
+
+// The same of z = norm(x) @ weight.T, and those to scale and shift, which have size (0,) where
+// nobody asked. The normalised rows are gone before their gradient is there.
+inline void norm_matmul_backward_into(const Tensor& dx, const Tensor& dweight, const Tensor& dscale,
+                                      const Tensor& dshift, bool wants_x, bool wants_weight,
+                                      const RowNorm& norm, const Tensor& dz, const Tensor& x,
+                                      const Tensor& weight, const RowStatistics& saved) {
+  if (wants_weight) matmul_into(dweight, dz.t(), norm_rows_again(norm, x, saved).t());
+  if (!wants_x && dscale.numel() == 0 && dshift.numel() == 0) return;
+  const Tensor dnormalised = empty_matrix(count_rows(x), x.size(-1), x);
+  matmul_into(dnormalised, dz, weight.t());
+  norm_backward_into(dx, dscale, dshift, norm, dnormalised, x, saved);
+}
+
+}  // namespace torchweld

@@ -1,0 +1,134 @@
+#include "core/matmul.h"
+
+#ifdef TORCHWELD_CUDA
+
+#include <ATen/Context.h>
+#include <ATen/ops/empty.h>
+
+#include "core/cuda_inputs.h"
+#include "core/launch.h"
+#include "gemm/gemm.h"
+
+namespace torchweld {
+namespace {
+
+// Elements of a 16-byte piece, in which the kernels read.
+int64_t piece_of(const Tensor& t) { return 16 / t.element_size(); }
+
+// t (batch, rows, K) with strides that the kernels take, or a copy with K adjacent and filled up
+// with zeros to whole pieces.
+struct Operand {
+  Tensor tensor;
+  bool k_major = true;
+
+  Operand(const Tensor& t, int64_t halves, bool interleaved) : tensor(t) {
+    const int64_t rows = t.size(1), k = t.size(2), piece = piece_of(t);
+    const bool base = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 &&
+                      (t.size(0) == 1 || t.stride(0) % piece == 0);
+    if (base && k % piece == 0 && t.stride(2) == 1 && (rows == 1 || t.stride(1) % piece == 0)) {
+      return;
+    }
+    // Eight rows that are read together belong to one half of a gated product.
+    const bool whole = halves == 1 ? rows % piece == 0 : !interleaved && rows / 2 % 8 == 0;
+    if (base && whole && t.stride(1) == 1 && (k == 1 || t.stride(2) % piece == 0)) {
+      k_major = false;
+      return;
+    }
+    const int64_t width = (k + piece - 1) / piece * piece;
+    tensor = at::empty({t.size(0), rows, width}, t.options());
+    tensor.narrow(2, 0, k).copy_(t);
+    if (width > k) tensor.narrow(2, k, width - k).zero_();
+  }
+
+  GemmOperand params(int64_t batch) const {
+    // A dim of size 1 may have any stride; the kernels see a harmless one.
+    const int64_t row_stride = k_major ? (tensor.size(1) == 1 ? 0 : tensor.stride(1)) : 1;
+    const int64_t k_stride = k_major ? 1 : (tensor.size(2) == 1 ? 0 : tensor.stride(2));
+    const bool shared = batch == 1 || tensor.size(0) == 1;
+    return {tensor.const_data_ptr(), row_stride, k_stride, shared ? 0 : tensor.stride(0)};
+  }
+};
+
+GemmMath math_of(DType dtype, bool tf32) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return GemmMath::kFloat16;
+    case DType::kBFloat16:
+      return GemmMath::kBFloat16;
+    default:
+      return tf32 ? GemmMath::kTf32 : GemmMath::kFloat32;
+  }
+}
+
+void batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
+                         const MatmulEpilogue& epilogue) {
+  if (y.numel() == 0) return;
+  const int64_t batch = y.size(0), m = y.size(1), n = y.size(2);
+  if (n > 1 && y.stride(2) != 1) {
+    // The transposed product writes the same memory; only a plain one can be turned.
+    const Tensor turned = y.transpose(1, 2);
+    const bool plain = !is_given(epilogue.bias) && epilogue.activation == Activation::kNone &&
+                       !epilogue.gated && !epilogue.preact.defined();
+    if (plain && (m == 1 || turned.stride(2) == 1)) {
+      return batched_matmul_into(turned, b, a, epilogue);
+    }
+    const Tensor dense = at::empty(y.sizes(), y.options());
+    batched_matmul_into(dense, a, b, epilogue);
+    y.copy_(dense);
+    return;
+  }
+  const Operand in_a(a, 1, false), in_b(b, epilogue.gated ? 2 : 1, epilogue.interleaved);
+  const Tensor bias = is_given(epilogue.bias) ? epilogue.bias->contiguous() : Tensor();
+  GemmParams p{};
+  p.m = m;
+  p.n = n;
+  p.k = a.size(2);
+  p.batch = batch;
+  p.a = in_a.params(batch);
+  p.b = in_b.params(batch);
+  p.y = y.mutable_data_ptr();
+  p.y_row_stride = y.stride(1);
+  p.y_batch_stride = y.stride(0);
+  p.dtype = dtype_of(y);
+  p.tf32 = matmul_may_use_tf32(y);
+  p.epilogue.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
+  p.epilogue.bias_fp32 = bias.defined() && bias.scalar_type() == at::kFloat;
+  p.epilogue.activation = epilogue.activation;
+  p.epilogue.gated = epilogue.gated;
+  p.epilogue.gate = epilogue.gate;
+  p.epilogue.interleaved = epilogue.interleaved;
+  p.epilogue.preact = epilogue.preact.defined() ? epilogue.preact.mutable_data_ptr() : nullptr;
+  const GemmProblem problem{m,
+                            n,
+                            p.k,
+                            batch,
+                            epilogue.gated,
+                            math_of(p.dtype, p.tf32),
+                            device_attribute(cudaDevAttrMultiProcessorCount),
+                            device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)};
+  p.choice = choose_gemm(problem);
+  Tensor workspace;
+  if (const int64_t floats = p.choice.workspace_floats(problem); floats > 0) {
+    workspace = at::empty({floats}, y.options().dtype(at::kFloat));
+    p.workspace = workspace.mutable_data_ptr<float>();
+  }
+  launch_gemm(p, c10::cuda::getCurrentCUDAStream());
+}
+
+}  // namespace
+
+bool matmul_may_use_tf32(const Tensor& t) {
+  return t.scalar_type() == at::kFloat &&
+         at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+             at::Float32Precision::TF32;
+}
+
+void matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
+                 const MatmulEpilogue& epilogue) {
+  if (y.dim() == 3) return batched_matmul_into(y, a, b, epilogue);
+  batched_matmul_into(y.unsqueeze(0), a.unsqueeze(0), b.unsqueeze(0), epilogue);
+}
+
+}  // namespace torchweld
+
+#endif

@@ -1,0 +1,187 @@
+// Tensor-core instructions of sm_80 and newer: asynchronous copies into shared memory, ldmatrix,
+// mma.sync. Source: PTX ISA, "Warp-level matrix instructions" and "cp.async".
+//
+// Fragments of m16n8k16 (16-bit) and m16n8k8 (TF32), with g = lane / 4 and t = lane % 4:
+//   A  16-bit: {(g, 2t..), (g+8, 2t..), (g, 2t+8..), (g+8, 2t+8..)}, pairs along k
+//      TF32:   {(g, t), (g+8, t), (g, t+4), (g+8, t+4)}
+//   B  16-bit: {(k 2t.., n g), (k 2t+8.., n g)}      TF32: {(k t, n g), (k t+4, n g)}
+//   C, D:      {(g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1)}
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace torchweld {
+
+__device__ __forceinline__ uint32_t shared_address(const void* s_pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(s_pointer));
+}
+
+// 16 bytes from global to shared memory, of which the first `bytes` are read and the rest is zero.
+__device__ __forceinline__ void copy_async_16(uint32_t s_to, const void* g_from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(s_to), "l"(g_from), "r"(bytes)
+               : "memory");
+}
+
+// 16 bytes, or zeros where `there` is false; the source is then not read, wherever it points.
+__device__ __forceinline__ void copy_async_16_if(uint32_t s_to, const void* g_from, bool there) {
+  asm volatile(
+      "{ .reg .pred ignore; setp.eq.u32 ignore, %2, 0;\n"
+      "cp.async.cg.shared.global [%0], [%1], 16, ignore; }" ::"r"(s_to),
+      "l"(g_from), "r"(uint32_t(there))
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most kPending of the committed groups are still on their way.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrix_4(uint32_t (&r)[4], uint32_t s_row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(s_row)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_matrix_4_transposed(uint32_t (&r)[4], uint32_t s_row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(s_row)
+               : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_word(uint32_t s_from) {
+  uint32_t word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(s_from) : "memory");
+  return word;
+}
+
+// d += a @ b for one m16n8k16 tile, fp32 accumulation.
+template <typename T>
+__device__ __forceinline__ void mma_16816(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                          uint32_t b1);
+template <>
+__device__ __forceinline__ void mma_16816<__half>(float (&d)[4], const uint32_t (&a)[4],
+                                                  uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma_16816<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[4],
+                                                         uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// d += a @ b for one m16n8k8 tile of TF32 values; the low 13 bits of a and b are ignored.
+__device__ __forceinline__ void mma_1688(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                         uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// x rounded to TF32, as the bits of an fp32.
+__device__ __forceinline__ uint32_t round_to_tf32(float x) {
+  uint32_t bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+  return bits;
+}
+
+// x = big + small to 2^-22 of x, both TF32. Source: Ootomo and Yokota, "Recovering single precision
+// accuracy from Tensor Cores", 2022.
+// NOTE: `cross` stands for big in the products with the other operand's small part. It is 0 where x
+// is inf or NaN: big * big carries those, and inf * 0 would turn an inf into NaN. An x that rounds
+// to inf is cut instead.
+struct SplitTf32 {
+  uint32_t big, small, cross;
+  __device__ __forceinline__ explicit SplitTf32(float x) {
+    constexpr uint32_t kKept = 0xffffe000;
+    big = round_to_tf32(x);
+    const bool finite = fabsf(x) <= 3.402823466e38f;
+    if (finite && isinf(__uint_as_float(big))) big = __float_as_uint(x) & kKept;
+    small = finite ? round_to_tf32(x - __uint_as_float(big)) : 0u;
+    cross = finite ? big : 0u;
+  }
+};
+
+// Two fp32 values as a pair of 16-bit ones, the first in the low half.
+template <typename T>
+__device__ __forceinline__ uint32_t pack_pair(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack_pair<__half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+template <>
+__device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// 4 bytes from global to shared memory, of which the first `bytes` are read and the rest is zero.
+__device__ __forceinline__ void copy_async_4(uint32_t s_to, const void* g_from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(s_to), "l"(g_from), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ float low_half(uint32_t bf16_pair) {
+  return __uint_as_float(bf16_pair << 16);
+}
+__device__ __forceinline__ float high_half(uint32_t bf16_pair) {
+  return __uint_as_float(bf16_pair & 0xffff0000);
+}
+
+// Two fp32 values as pairs of bf16 with high + middle + low equal to them. Products of pieces are
+// exact in a tensor core's sums, where those of TF32's halves are not.
+// NOTE: `cross` stands for high in the products with the other operand's smaller pieces. kCareful:
+// it is 0 where a value is inf or NaN, because high * high carries those and inf * 0 would turn an
+// inf into NaN; and a value that rounds to inf is cut instead. Without kCareful such values make
+// `check` NaN.
+template <bool kCareful>
+struct SplitBf16 {
+  uint32_t high, middle, low, cross;
+
+  __device__ __forceinline__ SplitBf16(float x, float y, float& check) {
+    using T = __nv_bfloat16;
+    high = pack_pair<T>(x, y);
+    if constexpr (kCareful) high = (cut(x, high) & 0xffff) | (cut(y, high) & 0xffff0000);
+    float rest_x = x - low_half(high), rest_y = y - high_half(high);
+    cross = high;
+    if constexpr (kCareful) {
+      if (!finite(x)) cross &= 0xffff0000;
+      if (!finite(y)) cross &= 0xffff;
+      rest_x = finite(x) ? rest_x : 0.f;
+      rest_y = finite(y) ? rest_y : 0.f;
+    } else {
+      check = fmaf(rest_x, 0.f, fmaf(rest_y, 0.f, check));
+    }
+    middle = pack_pair<T>(rest_x, rest_y);
+    low = pack_pair<T>(rest_x - low_half(middle), rest_y - high_half(middle));
+  }
+
+ private:
+  static __device__ __forceinline__ bool finite(float x) { return fabsf(x) <= 3.402823466e38f; }
+  // The rounded pair, or x's upper half in both halves where x is finite and its rounding is not.
+  static __device__ __forceinline__ uint32_t cut(float x, uint32_t rounded) {
+    constexpr float kRoundsToInf = 3.3961775e38f;  // 2^128 - 2^119
+    const uint32_t upper = __float_as_uint(x) >> 16;
+    return finite(x) && fabsf(x) >= kRoundsToInf ? upper * 0x10001 : rounded;
+  }
+};
+
+}  // namespace torchweld

@@ -1,0 +1,50 @@
+// The matmul engine as its callers see it: y = epilogue(a @ b^T), batched. Torch-free.
+//
+//   a (M, K), b (N, K), y (M, N); one stride of each operand is 1. A gated product has b (2N, K).
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "core/pointwise.h"
+#include "gemm/gemm_config.h"
+
+namespace torchweld {
+
+// NOTE: the base, the batch stride and whichever of row_stride and k_stride is not 1 are multiples
+// of 16 bytes; core/gemm_inputs.h copies what is not.
+struct GemmOperand {
+  const void* data;
+  int64_t row_stride;    // elements from one row (M or N) to the next
+  int64_t k_stride;      // elements from one column (K) to the next
+  int64_t batch_stride;  // 0 where one matrix serves every batch
+};
+
+struct GemmEpilogue {
+  const void* bias = nullptr;  // (N,), or (2N,) where gated
+  bool bias_fp32 = false;      // bias is fp32, whatever the operands are
+  Activation activation = Activation::kNone;
+  bool gated = false;
+  Gate gate = Gate::kSigmoidTanh;
+  bool interleaved = false;  // of a gated product: left and right are even and odd rows of b
+  void* preact = nullptr;    // where asked for: z = a @ b^T + bias, (M, N) or (M, 2N), contiguous
+};
+
+struct GemmParams {
+  int64_t m, n, k, batch;  // n is y's width: half of b's rows where gated
+  GemmOperand a, b;
+  void* y;
+  int64_t y_row_stride, y_batch_stride;  // columns are adjacent
+  DType dtype;
+  bool tf32;  // fp32 operands may be rounded to TF32
+  GemmEpilogue epilogue;
+  GemmChoice choice;
+  float* workspace;  // choice.workspace_floats(...), nullptr where that is 0
+};
+
+// Throws std::runtime_error where the launch fails. Sizes are at least 1.
+void launch_gemm(const GemmParams& params, cudaStream_t stream);
+
+}  // namespace torchweld

@@ -1,0 +1,69 @@
+// The launcher of the matmul engine, and the sum of a split product.
+#include "gemm/gemm_epilogue.cuh"
+#include "gemm/gemm_launch.h"
+
+namespace torchweld {
+namespace {
+
+constexpr int kThreads = 256;
+
+// A thread adds the splits of 8 columns, in order, and finishes them.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    split_sum_kernel(const __grid_constant__ GemmParams p, int64_t groups) {
+  const int64_t index = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (index >= groups * p.m * p.batch) return;
+  const int64_t column = index % groups * kGroup, row = index / groups % p.m;
+  const int64_t batch = index / groups / p.m;
+  const bool gated = p.epilogue.gated;
+  const int64_t width = gemm_sum_width(p.n, gated);
+  float sums[2][kGroup] = {};
+  for (int split = 0; split < p.choice.splits; ++split) {
+    const float* g_sums = p.workspace + ((split * p.batch + batch) * p.m + row) * width + column;
+    add_sums(sums[0], g_sums);
+    if (gated) add_sums(sums[1], g_sums + width / 2);
+  }
+  const RowWriter<T> writer(p, batch);
+  float bias[2][kGroup];
+  writer.load_bias(bias[0], column, 0);
+  if (gated) {
+    writer.load_bias(bias[1], column, 1);
+    writer.write_gated(row, column, sums[0], sums[1], bias[0], bias[1]);
+  } else {
+    writer.write(row, column, sums[0], bias[0]);
+  }
+}
+
+template <typename T>
+void launch_split_sum(const GemmParams& p, cudaStream_t stream) {
+  if (p.choice.splits == 1) return;
+  const int64_t groups = (p.n + kGroup - 1) / kGroup;
+  const int64_t blocks = (groups * p.m * p.batch + kThreads - 1) / kThreads;
+  split_sum_kernel<T><<<unsigned(blocks), kThreads, 0, stream>>>(p, groups);
+}
+
+}  // namespace
+
+void launch_gemm(const GemmParams& p, cudaStream_t stream) {
+  switch (p.dtype) {
+    case DType::kFloat16:
+      launch_gemm_math<GemmMath::kFloat16>(p, stream);
+      launch_split_sum<__half>(p, stream);
+      break;
+    case DType::kBFloat16:
+      launch_gemm_math<GemmMath::kBFloat16>(p, stream);
+      launch_split_sum<__nv_bfloat16>(p, stream);
+      break;
+    case DType::kFloat32:
+      if (p.tf32) {
+        launch_gemm_math<GemmMath::kTf32>(p, stream);
+      } else {
+        launch_gemm_math<GemmMath::kFloat32>(p, stream);
+      }
+      launch_split_sum<float>(p, stream);
+      break;
+  }
+  check_launch("matmul");
+}
+
+}  // namespace torchweld

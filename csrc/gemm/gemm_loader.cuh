@@ -1,0 +1,155 @@
+// Operand tiles: from global memory into the ring, and from the ring into fragments.
+//
+// A tile has kRows rows (M or N) and one step of K. Its place in shared memory depends on which of
+// the two is adjacent in global memory:
+//   K-major   [row][k], 128 bytes a row; 16-byte chunk c of row r lies at c ^ (r % 8)
+//   MN-major  [k][row]; chunk c of line k lies at c ^ (k % 8), for fp32 at c ^ (k % 4 * 2)
+// so that ldmatrix (and the 4-byte reads of MN-major fp32) touch every bank once.
+#pragma once
+
+#include "device/mma_sync.cuh"
+#include "gemm/gemm.h"
+
+namespace torchweld {
+
+// Row r of the tile among the operand's rows. Of a gated product's b every other group of 8 rows
+// comes from the right half, so that both halves of a column meet in one warp.
+struct RowOrder {
+  bool gated;
+  __device__ __forceinline__ int64_t column(int r) const {
+    return gated ? (r >> 4) * 8 + (r & 7) : r;
+  }
+  __device__ __forceinline__ int half(int r) const { return gated ? (r >> 3) & 1 : 0; }
+};
+
+struct TileSource {
+  const char* data;    // of this batch
+  int64_t row_bytes;   // from one row to the next; of interleaved halves two rows
+  int64_t k_bytes;     // from one column of K to the next
+  int64_t half_bytes;  // from a row of the left half to its partner
+  int64_t first_row;   // of this block
+  int64_t rows;        // there are
+  RowOrder order;
+};
+
+// A step's loads are issued in this many parts, between the multiplications of a step.
+constexpr int kParts = 4;
+
+// The 16-byte chunks that one thread brings into the ring.
+template <typename T, int kRows, int kThreads, bool kKMajor>
+class TileLoader {
+  static constexpr int kChunkElems = 16 / sizeof(T);
+  static constexpr int kStepElems = kGemmStepBytes / sizeof(T);
+  // Chunks along a line of the tile, and lines: rows where K-major, columns of K otherwise.
+  static constexpr int kLineChunks = kKMajor ? 8 : kRows / kChunkElems;
+  static constexpr int kLines = kKMajor ? kRows : kStepElems;
+  static constexpr int kLineStep = kThreads / kLineChunks;
+  static constexpr int kLoads = kLines / kLineStep;
+  // From one of the thread's lines to the next the chunk's place must not change.
+  static constexpr int kSwizzlePeriod = kKMajor || sizeof(T) == 2 ? 8 : 4;
+  static_assert(kThreads % kLineChunks == 0 && kLines % kLineStep == 0 && kLoads <= 32);
+  static_assert(kLineStep % (kKMajor ? 16 : kSwizzlePeriod) == 0);
+
+ public:
+  __device__ __forceinline__ TileLoader(const TileSource& source, int64_t k_begin, int64_t k_end,
+                                        int thread)
+      : k_left_(int(k_end - k_begin)) {
+    const int chunk = thread % kLineChunks, line = thread / kLineChunks;
+    const int first = kKMajor ? line : chunk * kChunkElems;
+    const int64_t row = source.first_row + source.order.column(first);
+    from_ = source.data + row * source.row_bytes + source.order.half(first) * source.half_bytes +
+            (k_begin + (kKMajor ? chunk * kChunkElems : line)) * source.k_bytes;
+    if constexpr (kKMajor) {
+      const int64_t step = source.order.column(kLineStep);
+      line_bytes_ = step * source.row_bytes;
+      k_left_ -= chunk * kChunkElems;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) valid_ |= uint32_t(row + i * step < source.rows) << i;
+    } else {
+      line_bytes_ = kLineStep * source.k_bytes;
+      k_left_ -= line;
+      valid_ = row < source.rows;
+    }
+    wrap_bytes_ =
+        (kKMajor ? int64_t{kGemmStepBytes} : kStepElems * source.k_bytes) - kLoads * line_bytes_;
+    const int swizzle = kSwizzlePeriod == 8 ? line & 7 : (line & 3) << 1;
+    s_offset_ = line * kLineChunks * 16 + ((chunk ^ swizzle) << 4);
+  }
+
+  // One of kParts parts of the next step of K into a stage of the ring; in order, from part 0 on.
+  template <int kPart>
+  __device__ __forceinline__ void load(uint32_t s_stage) {
+    constexpr int kFirst = kPart * kLoads / kParts, kLast = (kPart + 1) * kLoads / kParts;
+#pragma unroll
+    for (int i = kFirst; i < kLast; ++i) {
+      const bool there =
+          kKMajor ? k_left_ > 0 && (valid_ >> i & 1) : valid_ && k_left_ > i * kLineStep;
+      copy_async_16_if(s_stage + s_offset_ + i * kLineStep * kLineChunks * 16, from_, there);
+      from_ += line_bytes_;
+    }
+    if constexpr (kPart == kParts - 1) {
+      from_ += wrap_bytes_;
+      k_left_ -= kStepElems;
+    }
+  }
+
+ private:
+  const char* from_;  // this thread's next chunk
+  int64_t line_bytes_,
+      wrap_bytes_;  // from chunk to chunk, and from behind the last to the next step
+  int k_left_;      // of this thread's first chunk, in elements
+  uint32_t valid_ = 0;
+  uint32_t s_offset_;
+};
+
+// Fragments of one k-slice (16 16-bit or 8 fp32 columns: two chunks) of a warp's rows, which start
+// at a multiple of 32. Every place is an offset plus (lane's swizzle ^ constant).
+template <typename T, int kRows, bool kKMajor>
+class FragmentReader {
+  static constexpr int kLineBytes = kKMajor ? 128 : kRows * int(sizeof(T));
+  static constexpr bool kMatrix = kKMajor || sizeof(T) == 2;  // ldmatrix serves
+
+ public:
+  // kForA: fragments as mma's A; otherwise two of mma's B, r[0..1] and r[2..3].
+  template <bool kForA>
+  static __device__ __forceinline__ FragmentReader make(int lane, int first_row) {
+    const int q = lane >> 3, in = lane & 7, g = lane >> 2, t = lane & 3;
+    // Of ldmatrix's four 8 x 8 blocks, which is 8 rows further and which the slice's second chunk.
+    const int row_bit = kForA ? q & 1 : q >> 1, k_bit = kForA ? q >> 1 : q & 1;
+    FragmentReader reader;
+    if constexpr (kKMajor) {
+      reader.offset_ = (first_row + row_bit * 8 + in) * 128;
+      reader.swizzle_ = (k_bit ^ in) << 4;
+    } else if constexpr (kMatrix) {
+      reader.offset_ = (k_bit * 8 + in) * kLineBytes;
+      reader.swizzle_ = ((first_row / 8 + row_bit) ^ in) << 4;
+    } else {
+      reader.offset_ = t * kLineBytes + (g & 3) * 4;
+      reader.swizzle_ = ((first_row / 4 + (g >> 2)) ^ (t << 1)) << 4;
+    }
+    return reader;
+  }
+
+  // (16 rows, slice) from row 16 * i of the warp's on.
+  template <bool kForA>
+  __device__ __forceinline__ void load(uint32_t (&r)[4], uint32_t s_tile, int i, int slice) const {
+    if constexpr (kKMajor) {
+      load_matrix_4(r, s_tile + offset_ + (swizzle_ ^ (slice << 5)) + i * 16 * 128);
+    } else if constexpr (kMatrix) {
+      load_matrix_4_transposed(r,
+                               s_tile + offset_ + (swizzle_ ^ (i << 5)) + slice * 16 * kLineBytes);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int row_bit = kForA ? k & 1 : k >> 1, k_bit = kForA ? k >> 1 : k & 1;
+        r[k] = load_word(s_tile + offset_ + (swizzle_ ^ (i * 4 + row_bit * 2) << 4) +
+                         (slice * 8 + k_bit * 4) * kLineBytes);
+      }
+    }
+  }
+
+ private:
+  uint32_t offset_, swizzle_;
+};
+
+}  // namespace torchweld

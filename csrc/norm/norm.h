@@ -1,0 +1,72 @@
+// LayerNorm and RMSNorm of rows, and their gradients: what the host hands to the kernels.
+//
+//   y = (x - mean) * rstd * scale + shift,  rstd = 1 / sqrt(mean((x - mean)^2) + eps)
+//   x, y (rows, n), scale and shift (n,), mean and rstd (rows,) in fp32; RMSNorm has mean 0
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "core/dtype.h"
+
+namespace torchweld {
+
+// Columns of a matrix are adjacent, vectors are contiguous.
+struct NormParams {
+  const void* x;
+  const void* scale;        // nullptr: 1
+  const void* shift;        // nullptr: 0
+  const float* saved_mean;  // statistics to use; nullptr where they are to be computed
+  const float* saved_rstd;
+  void* y;  // nullptr where only the statistics are asked for
+  float* mean;
+  float* rstd;  // nullptr where nobody asks
+  int64_t rows;
+  int64_t n;
+  int64_t x_row_stride;
+  int64_t y_row_stride;
+  float eps;
+  bool centred;  // LayerNorm
+  DType dtype;
+};
+
+// dx = rstd * (g - mean(g) - xhat * mean(g * xhat)),  g = dy * scale,  xhat = (x - mean) * rstd;
+// RMSNorm has no mean(g).
+struct NormBackwardParams {
+  const void* dy;
+  const void* x;
+  const void* scale;  // nullptr: 1
+  const float* mean;  // nullptr: RMSNorm
+  const float* rstd;
+  void* dx;
+  int64_t rows;
+  int64_t n;
+  int64_t dy_row_stride;
+  int64_t x_row_stride;
+  int64_t dx_row_stride;
+  DType dtype;
+};
+
+// dscale = sum over the rows of dy * xhat, dshift = that of dy.
+struct NormVectorsBackwardParams {
+  const void* dy;
+  const void* x;
+  const float* mean;  // nullptr: RMSNorm
+  const float* rstd;
+  void* dscale;     // nullptr where nobody asks
+  void* dshift;     // nullptr where nobody asks
+  float* partials;  // 2 * column_partials(rows, n), see pointwise/column_split.h
+  int64_t rows;
+  int64_t n;
+  int64_t dy_row_stride;
+  int64_t x_row_stride;
+  DType dtype;
+};
+
+// Sizes are at least 1.
+void launch_norm(const NormParams& params, cudaStream_t stream);
+void launch_norm_backward(const NormBackwardParams& params, cudaStream_t stream);
+void launch_norm_vectors_backward(const NormVectorsBackwardParams& params, cudaStream_t stream);
+
+}  // namespace torchweld

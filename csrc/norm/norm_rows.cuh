@@ -1,0 +1,85 @@
+// What the kernels of a row norm share: how a row maps to threads, its sums, and the launch.
+#pragma once
+
+#include <type_traits>
+
+#include "core/launch.h"
+#include "norm/norm_config.h"
+#include "norm/pair_sum.cuh"
+#include "pointwise/dtype.cuh"
+
+namespace torchweld {
+
+template <typename T_, int kTile>
+struct NormConfig {
+  using T = T_;
+  static constexpr int kThreadsPerRow = kNormTiles[kTile].threads;
+  static constexpr int kLoads = kNormTiles[kTile].loads;
+  static constexpr int kElems = kVectorBytes / sizeof(T);
+  // Single warps are independent: a block of four of them serves four rows.
+  static constexpr int kThreads = kThreadsPerRow == kWarp ? 4 * kWarp : kThreadsPerRow;
+  static constexpr int kRowsPerBlock = kThreads / kThreadsPerRow;
+  static_assert(kThreads <= 1024 && kThreadsPerRow % kWarp == 0);
+
+  static __device__ __forceinline__ int64_t row(int64_t first_row) {
+    return first_row + static_cast<int64_t>(blockIdx.x) * kRowsPerBlock +
+           threadIdx.x / kThreadsPerRow;
+  }
+  // The first column of this thread's access i.
+  static __device__ __forceinline__ int column(int i) {
+    return (i * kThreadsPerRow + threadIdx.x % kThreadsPerRow) * kElems;
+  }
+};
+
+// Sums over the threads of a row. One object serves one call of each.
+template <int kThreadsPerRow>
+struct RowSums {
+  BlockExchange<kThreadsPerRow> s_one;
+  PairExchange<kThreadsPerRow> s_two;
+
+  __device__ __forceinline__ float sum(float x) {
+    x = warp_sum(x);
+    if constexpr (kThreadsPerRow > kWarp) x = s_one.sum_warps(x);
+    return x;
+  }
+  __device__ __forceinline__ float2 sum(float2 x) {
+    x = warp_sum(x);
+    if constexpr (kThreadsPerRow > kWarp) x = s_two.sum_warps(x);
+    return x;
+  }
+};
+
+// A vector's access as fp32, `otherwise` where there is no vector.
+template <typename T, int kElems>
+__device__ __forceinline__ void load_or(float (&r_to)[kElems], const T* g_vector, int64_t column,
+                                        float otherwise) {
+  Vec<T, kElems> in;
+  if (g_vector != nullptr) in = load_vec<T, kElems>(g_vector + column);
+#pragma unroll
+  for (int j = 0; j < kElems; ++j) {
+    r_to[j] = g_vector != nullptr ? to_float(in.values[j]) : otherwise;
+  }
+}
+
+// Calls body with the tile as a compile-time constant.
+template <int kElemSize, bool kBackward, int kTile = 0, typename Body>
+void with_norm_tile(int tile, const Body& body) {
+  if constexpr (kTile < kNumNormTiles) {
+    if constexpr (kNormTiles[kTile].suits(kElemSize, kBackward)) {
+      if (tile == kTile) return body(std::integral_constant<int, kTile>{});
+    }
+    with_norm_tile<kElemSize, kBackward, kTile + 1>(tile, body);
+  }
+}
+
+// Calls launch(first row, blocks) for as many rows at a time as one grid can hold.
+template <typename Launch>
+void for_each_grid_of_rows(int64_t rows, int rows_per_block, const Launch& launch) {
+  const int64_t most = kMaxGrid * rows_per_block;
+  for (int64_t first = 0; first < rows; first += most) {
+    const int64_t part = rows - first < most ? rows - first : most;
+    launch(first, static_cast<unsigned>((part + rows_per_block - 1) / rows_per_block));
+  }
+}
+
+}  // namespace torchweld

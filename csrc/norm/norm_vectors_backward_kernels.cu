@@ -1,0 +1,59 @@
+// The gradients of a norm's scale and shift: sums over the rows of dy * xhat and of dy.
+#include "norm/norm.h"
+#include "pointwise/column_pass.cuh"
+
+namespace torchweld {
+namespace {
+
+template <typename T, int kElems_>
+struct NormVectorsOp {
+  static constexpr int kElems = kElems_;
+  static constexpr int kSums = 2;
+  using Sum = ColumnSumOf<T>;
+  const T* g_dy;
+  const T* g_x;
+  const float* g_mean;  // nullptr: RMSNorm
+  const float* g_rstd;
+  int64_t dy_row_stride, x_row_stride;
+
+  __device__ __forceinline__ void add_row(int64_t row, int64_t column,
+                                          Sum (&sums)[2][kElems]) const {
+    const auto dy = load_vec<T, kElems>(g_dy + row * dy_row_stride + column);
+    const auto x = load_vec<T, kElems>(g_x + row * x_row_stride + column);
+    const float mean = g_mean != nullptr ? g_mean[row] : 0.f;
+    const float rstd = g_rstd[row];
+#pragma unroll
+    for (int j = 0; j < kElems; ++j) {
+      const float grad = to_float(dy.values[j]);
+      sums[0][j] += grad * ((to_float(x.values[j]) - mean) * rstd);
+      sums[1][j] += grad;
+    }
+  }
+};
+
+template <typename T, int kElems>
+void launch(const NormVectorsBackwardParams& p, cudaStream_t stream) {
+  const NormVectorsOp<T, kElems> op = {static_cast<const T*>(p.dy),
+                                       static_cast<const T*>(p.x),
+                                       p.mean,
+                                       p.rstd,
+                                       p.dy_row_stride,
+                                       p.x_row_stride};
+  launch_column_pass<T>(op, p.rows, p.n, p.partials, {{p.dscale, p.dshift}, 1}, stream);
+}
+
+}  // namespace
+
+void launch_norm_vectors_backward(const NormVectorsBackwardParams& params, cudaStream_t stream) {
+  with_dtype(params.dtype, [&](auto element) {
+    using T = decltype(element);
+    constexpr int kElems = kVectorBytes / sizeof(T);
+    const bool vector = params.n % kElems == 0 &&
+                        is_aligned(params.dy, params.dy_row_stride * sizeof(T)) &&
+                        is_aligned(params.x, params.x_row_stride * sizeof(T));
+    vector ? launch<T, kElems>(params, stream) : launch<T, 1>(params, stream);
+  });
+  check_launch("norm_vectors_backward");
+}
+
+}  // namespace torchweld

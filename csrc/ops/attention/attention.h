@@ -1,0 +1,57 @@
+// attention: what the host hands to the kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "core/mask.h"
+
+namespace torchweld {
+
+// A (batch, heads, rows, cols) tensor: columns adjacent, strides in elements. Every row starts on a
+// 16-byte boundary and holds zeros from its last column to the next boundary, so that it can be
+// copied asynchronously, 16 bytes at a time.
+struct AttentionTensor {
+  const void* data;
+  int64_t batch_stride;
+  int64_t head_stride;
+  int64_t row_stride;
+};
+
+struct AttentionSizes {
+  int64_t batch;
+  int64_t nheads;
+  int64_t nheads_kv;
+  int64_t seqlen_q;
+  int64_t seqlen_k;
+  int64_t head_dim;
+  int64_t head_dim_v;
+};
+
+struct AttentionParams {
+  AttentionTensor query;   // (batch, nheads, seqlen_q, head_dim)
+  AttentionTensor key;     // (batch, nheads_kv, seqlen_k, head_dim)
+  AttentionTensor value;   // (batch, nheads_kv, seqlen_k, head_dim_v)
+  void* out;               // (batch, nheads, seqlen_q, head_dim_v), contiguous
+  float* lse;              // (batch, nheads, seqlen_q), contiguous; null where nobody asks
+  const int32_t* leftpad;  // (batch,), or null
+  AttentionSizes sizes;
+  float scale;
+  bool causal;
+  bool tf32;  // fp32 matmuls in one TF32 pass
+  DType dtype;
+
+  TW_HOST_DEVICE MaskRule rule() const {
+    return {sizes.seqlen_q, sizes.seqlen_k, causal, leftpad != nullptr};
+  }
+};
+
+// Head dims above this take the general kernels.
+inline constexpr int64_t kAttentionMaxHeadDim = 256;
+
+// Any sizes; launches nothing where out and lse are empty.
+void launch_attention(const AttentionParams& params, cudaStream_t stream);
+
+}  // namespace torchweld

@@ -1,0 +1,37 @@
+// The gradient of attention: what the host hands to the kernels.
+#pragma once
+
+#include "ops/attention/attention.h"
+
+namespace torchweld {
+
+// query, key, value and dout have rows on 16-byte boundaries, as AttentionTensor says; out needs
+// only adjacent columns. Everything the kernels write is contiguous.
+struct AttentionBackwardParams {
+  AttentionTensor query;   // (batch, nheads, seqlen_q, head_dim)
+  AttentionTensor key;     // (batch, nheads_kv, seqlen_k, head_dim)
+  AttentionTensor value;   // (batch, nheads_kv, seqlen_k, head_dim_v)
+  AttentionTensor out;     // (batch, nheads, seqlen_q, head_dim_v)
+  AttentionTensor dout;    // (batch, nheads, seqlen_q, head_dim_v)
+  const float* lse;        // (batch, nheads, seqlen_q), contiguous
+  const int32_t* leftpad;  // (batch,), or null
+  void* dquery;            // like query
+  void* dkey;              // like key
+  void* dvalue;            // like value
+  void* scratch;           // attention_backward_scratch_bytes() of it, on a 16-byte boundary
+  AttentionSizes sizes;
+  float scale;
+  bool causal;
+  bool tf32;  // fp32 matmuls in one TF32 pass
+  DType dtype;
+
+  MaskRule rule() const { return {sizes.seqlen_q, sizes.seqlen_k, causal, leftpad != nullptr}; }
+};
+
+// Device memory that the launcher needs for its own; it needs no initialisation.
+int64_t attention_backward_scratch_bytes(const AttentionSizes& sizes);
+
+// Any sizes, 0 included; every element of the three gradients is written.
+void launch_attention_backward(const AttentionBackwardParams& params, cudaStream_t stream);
+
+}  // namespace torchweld

@@ -1,0 +1,208 @@
+// The gradient of attention: the launcher, and the kernel that prepares a row's statistics. The
+// gradients are in attention_backward_tiles.cuh, and for large head dims in
+// attention_backward_general.cu.
+#include "core/launch.h"
+#include "device/reduce.cuh"
+#include "device/vec.cuh"
+#include "ops/attention/attention_backward_args.cuh"
+#include "ops/attention/attention_backward_parts.cuh"
+
+namespace torchweld {
+namespace {
+
+constexpr int kLanesPerRow = 8;
+constexpr int kRowThreads = 256;
+constexpr int kRowsPerBlock = kRowThreads / kLanesPerRow;
+constexpr float kLog2e = 1.4426950408889634f;
+
+// This lane's share of the dot product of two rows, 16 bytes at a time where `vector`.
+template <typename T>
+__device__ __forceinline__ float dot_share(const T* g_x, const T* g_y, int64_t n, bool vector) {
+  constexpr int kElems = kVectorBytes / sizeof(T);
+  const int lane = threadIdx.x % kLanesPerRow;
+  float sum = 0.f;
+  const int64_t whole = vector ? n / kElems * kElems : 0;
+  for (int64_t i = lane * kElems; i < whole; i += kLanesPerRow * kElems) {
+    const auto x = load_vec<T, kElems>(g_x + i), y = load_vec<T, kElems>(g_y + i);
+#pragma unroll
+    for (int j = 0; j < kElems; ++j) sum = fmaf(to_float(x.values[j]), to_float(y.values[j]), sum);
+  }
+  for (int64_t i = whole + lane; i < n; i += kLanesPerRow) {
+    sum = fmaf(to_float(g_x[i]), to_float(g_y[i]), sum);
+  }
+  return sum;
+}
+
+// lse and delta of every row of the scratch memory (lse 0 where a row sees nothing), and dQ of the
+// rows that see nothing, of which nothing is read. Eight lanes a row.
+template <typename T>
+__global__ __launch_bounds__(kRowThreads) void attention_backward_rows_kernel(
+    const __grid_constant__ BackwardArgs args, bool vector) {
+  const AttentionBackwardParams& p = args.params;
+  const int64_t row_of_all =
+      static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kLanesPerRow;
+  const int64_t head_of_all = row_of_all / args.rows;
+  const int row = static_cast<int>(row_of_all % args.rows);
+  const int64_t sequence = head_of_all / p.sizes.nheads, head = head_of_all % p.sizes.nheads;
+  if (sequence >= p.sizes.batch) return;
+  const LiveSpan span(args, sequence);
+  const int lane = threadIdx.x % kLanesPerRow;
+  const int64_t row_in_tensors = head_of_all * p.sizes.seqlen_q + row;
+  const bool live = row >= span.first_row && row < p.sizes.seqlen_q;
+  float lse = 0.f, delta = 0.f;
+  if (live) {
+    delta = dot_share(head_of<T>(p.out, sequence, head) + row * p.out.row_stride,
+                      head_of<T>(p.dout, sequence, head) + row * p.dout.row_stride,
+                      p.sizes.head_dim_v, vector);
+    lse = -p.lse[row_in_tensors] * args.lse_factor;
+  } else if (row < p.sizes.seqlen_q) {
+    T* g_dq = static_cast<T*>(p.dquery) + row_in_tensors * p.sizes.head_dim;
+    for (int64_t i = lane; i < p.sizes.head_dim; i += kLanesPerRow) g_dq[i] = from_float<T>(0.f);
+  }
+  // Rows come in multiples of four, so a warp leaves above as a whole.
+#pragma unroll
+  for (int step = kLanesPerRow / 2; step > 0; step /= 2) {
+    delta += __shfl_xor_sync(~0u, delta, step);
+  }
+  if (lane == 0) {
+    args.g_lse[row_of_all] = lse + args.shift;
+    args.g_delta[row_of_all] = delta * exp2f(-args.shift);
+  }
+}
+
+// The parts of the scratch memory, in floats.
+struct Scratch {
+  int64_t rows;
+  int64_t delta, dq, turns, bytes;
+
+  explicit Scratch(const AttentionSizes& sizes) {
+    constexpr int64_t kPad = kAttentionBackwardRowPad;
+    rows = (sizes.seqlen_q + kPad - 1) / kPad * kPad;
+    const int64_t wide = sizes.head_dim > sizes.head_dim_v ? sizes.head_dim : sizes.head_dim_v;
+    const int64_t dq_dim = wide > kAttentionMaxHeadDim ? 0
+                                                       : (wide > 128  ? 256
+                                                          : wide > 64 ? 128
+                                                                      : 64);
+    delta = sizes.batch * sizes.nheads * rows;
+    dq = 2 * delta;
+    turns = dq + delta * dq_dim;
+    bytes = turns * 4 + turns_bytes();
+  }
+  // The tickets come first.
+  int64_t turns_bytes() const {
+    return kBackwardTickets * 4 + delta / kAttentionBackwardRowsPerTurn * 4;
+  }
+};
+
+bool rows_aligned(const AttentionTensor& tensor, int64_t elem_size) {
+  const int64_t strides = tensor.batch_stride | tensor.head_stride | tensor.row_stride;
+  return reinterpret_cast<uintptr_t>(tensor.data) % kVectorBytes == 0 &&
+         strides * elem_size % kVectorBytes == 0;
+}
+
+BackwardArgs make_args(const AttentionBackwardParams& params) {
+  const AttentionSizes& sizes = params.sizes;
+  const Scratch scratch(sizes);
+  const bool base_2 = params.dtype != DType::kFloat32;
+  const int64_t elem_size = base_2 ? 2 : 4;
+  float* const g_scratch = static_cast<float*>(params.scratch);
+  BackwardArgs args = {};
+  args.params = params;
+  args.rule = params.rule();
+  args.rows = scratch.rows;
+  // What the blocks of a kv head read and write: Q, dO and dQ's sums, K and V.
+  const int64_t group = sizes.nheads_kv > 0 ? sizes.nheads / sizes.nheads_kv : 0;
+  const int64_t dims = sizes.head_dim + sizes.head_dim_v;
+  const int64_t bytes = group * sizes.seqlen_q * (dims * elem_size + sizes.head_dim * 4) +
+                        sizes.seqlen_k * dims * elem_size;
+  const int64_t heads = sizes.batch * sizes.nheads_kv;
+  const int64_t abreast = attention_backward_heads_at_once(bytes);
+  args.heads_at_once = static_cast<unsigned>(heads < abreast ? heads : abreast);
+  args.lse_factor = base_2 ? kLog2e : 1.f;
+  args.score_factor = base_2 ? params.scale * kLog2e : params.scale;
+  args.shift = params.dtype == DType::kFloat16 ? kProbabilityShift<__half> : 0;
+  args.g_lse = g_scratch;
+  args.g_delta = g_scratch + scratch.delta;
+  args.g_dq = g_scratch + scratch.dq;
+  args.g_tickets = reinterpret_cast<unsigned*>(g_scratch + scratch.turns);
+  args.g_turns = reinterpret_cast<int*>(args.g_tickets + kBackwardTickets);
+  return args;
+}
+
+int device_shared_bytes() {
+  int device = 0, bytes = 0;
+  (void)cudaGetDevice(&device);
+  (void)cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return bytes;
+}
+
+template <typename T>
+void launch_rows(const BackwardArgs& args, cudaStream_t stream) {
+  const AttentionSizes& sizes = args.params.sizes;
+  const int64_t rows = sizes.batch * sizes.nheads * args.rows;
+  if (rows == 0) return;
+  const int64_t blocks = (rows + kRowsPerBlock - 1) / kRowsPerBlock;
+  const bool vector =
+      rows_aligned(args.params.out, sizeof(T)) && rows_aligned(args.params.dout, sizeof(T));
+  attention_backward_rows_kernel<T>
+      <<<static_cast<unsigned>(blocks), kRowThreads, 0, stream>>>(args, vector);
+}
+
+template <typename T, int kTile = 0>
+void launch_tile(int tile, const BackwardArgs& args, cudaStream_t stream) {
+  if constexpr (kTile < kNumAttentionBackwardTiles) {
+    if constexpr (kAttentionBackwardTiles[kTile].elem_size == sizeof(T)) {
+      if (tile == kTile) return launch_attention_backward_tile<T, kTile>(args, stream);
+    }
+    launch_tile<T, kTile + 1>(tile, args, stream);
+  }
+}
+
+template <typename T>
+void launch(const BackwardArgs& args, cudaStream_t stream) {
+  const AttentionSizes& sizes = args.params.sizes;
+  launch_rows<T>(args, stream);
+  const int tile = choose_attention_backward_tile(
+      {sizes.head_dim, sizes.head_dim_v, sizeof(T), device_shared_bytes()});
+  const int64_t heads = sizes.batch * sizes.nheads_kv;
+  if (heads * sizes.seqlen_k == 0) return;
+  // A grid of tiles has one dimension; the general kernels walk any number of rows.
+  if (tile < 0 ||
+      heads * ((sizes.seqlen_k - 1) / kAttentionBackwardTiles[tile].keys + 1) > kMaxGrid) {
+    return launch_attention_backward_general<T>(args, stream);
+  }
+  // A failure stays behind for check_launch.
+  (void)cudaMemsetAsync(args.g_tickets, 0, Scratch(sizes).turns_bytes(), stream);
+  launch_tile<T>(tile, args, stream);
+}
+
+}  // namespace
+
+int64_t attention_backward_scratch_bytes(const AttentionSizes& sizes) {
+  return Scratch(sizes).bytes;
+}
+
+void launch_attention_backward(const AttentionBackwardParams& params, cudaStream_t stream) {
+  const AttentionSizes& sizes = params.sizes;
+  if (sizes.seqlen_q > kBackwardMaxSize || sizes.seqlen_k > kBackwardMaxSize ||
+      sizes.batch * sizes.nheads > kBackwardMaxSize) {
+    throw std::runtime_error(
+        "torchweld::attention_backward: seqlen_q, seqlen_k and batch * nheads must be below "
+        "2^31 - 1024; use shorter sequences or fewer of them");
+  }
+  const BackwardArgs args = make_args(params);
+  switch (params.dtype) {
+    case DType::kFloat32:
+      launch<float>(args, stream);
+      break;
+    case DType::kFloat16:
+      launch<__half>(args, stream);
+      break;
+    case DType::kBFloat16:
+      launch<__nv_bfloat16>(args, stream);
+      break;
+  }
+  check_launch("attention_backward");
+}
+
+}  // namespace torchweld

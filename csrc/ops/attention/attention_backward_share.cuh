@@ -1,0 +1,164 @@
+// dQ in turns: the sums of one query tile grow by one block's part at a time, first that of the
+// first live keys, then on in the order of the keys, so that they are the same bits in every run.
+//
+// Every warp of a block owns the same share of a tile in every block and takes its turns alone. The
+// first part is stored without a read, the last one goes straight into dQ.
+#pragma once
+
+#include "ops/attention/attention_backward_args.cuh"
+#include "ops/attention/attention_backward_parts.cuh"
+
+namespace torchweld {
+
+// A tile of query rows: of head `head` of all batch * nheads.
+struct QueryTile {
+  int head;
+  int index;
+};
+
+template <typename Config>
+struct DqShare {
+  using T = typename Config::T;
+  using Ops = typename Config::Ops;
+  using KeyTile = typename Config::KeyTile;
+  using ScoreTile = typename Config::ScoreTile;
+  static constexpr int kShareRows = Config::kRows < 32 ? Config::kRows : 32;
+  static constexpr int kWarpsAcross = Config::kWarps / (Config::kRows / kShareRows);
+  static constexpr int kShareCols = Config::kHeadDim / kWarpsAcross;
+  static constexpr int kMTiles = kShareRows / 16;
+  static constexpr int kNTiles = kShareCols / 8;
+  static constexpr int kGroups = kNTiles / Ops::kWideTiles;
+  static constexpr bool kPrefetches = Config::kShape.prefetches;
+  static_assert(kMTiles * kNTiles * 4 == Config::kShape.share_registers() && kGroups > 0);
+
+  float r_sum[kMTiles][kNTiles][4];
+  bool loaded = false;   // r_sum holds the parts before this block's
+  bool to_pass = false;  // the turn has not been passed on yet
+
+  static __device__ __forceinline__ int64_t index(const BackwardArgs& args, const QueryTile& tile) {
+    const int64_t tiles = args.rows / Config::kRows;
+    return (tile.head * tiles + tile.index) * Config::kWarps + threadIdx.x / kWarp;
+  }
+
+  static __device__ __forceinline__ float4* sums_at(const BackwardArgs& args, int64_t index) {
+    return reinterpret_cast<float4*>(args.g_dq + index * (kMTiles * kNTiles * 4 * kWarp)) +
+           threadIdx.x % kWarp;
+  }
+
+  // NOTE: past the L1 cache, which another SM's stores don't reach.
+  __device__ __forceinline__ void load(const BackwardArgs& args, int64_t index) {
+    const float4* g_sums = sums_at(args, index);
+#pragma unroll
+    for (int i = 0; i < kMTiles * kNTiles; ++i) {
+      const float4 part = __ldcg(g_sums + i * kWarp);
+      float (&to)[4] = r_sum[i / kNTiles][i % kNTiles];
+      to[0] = part.x, to[1] = part.y, to[2] = part.z, to[3] = part.w;
+    }
+  }
+
+  // Starts to read the sums, if it is this block's turn already.
+  __device__ __forceinline__ void prefetch(const BackwardArgs& args, const QueryTile& tile,
+                                           int turn) {
+    if constexpr (kPrefetches) {
+      clear();  // so that nothing is kept in these registers until here
+      if (turn == 0) return;
+      const int64_t i = index(args, tile);
+      int passed = 0;
+      if (threadIdx.x % kWarp == 0) passed = load_acquire(args.g_turns + i);
+      loaded = __shfl_sync(~0u, passed, 0) == turn;
+      if (loaded) load(args, i);
+    }
+  }
+
+  // Adds this block's dS K: s_scores is dS^T (kKeys, kRows), s_keys K (kKeys, kHeadDim).
+  __device__ __forceinline__ void add(const BackwardArgs& args, const QueryTile& tile, int turn,
+                                      const LiveSpan& span, uint32_t s_scores, uint32_t s_keys) {
+    const int64_t i = index(args, tile);
+    if (turn == 0) {
+      if constexpr (!kPrefetches) clear();
+    } else if (!loaded) {
+      if (threadIdx.x % kWarp == 0) {
+        while (load_acquire(args.g_turns + i) != turn) {
+        }
+      }
+      __syncwarp();
+      load(args, i);
+    }
+    loaded = false;
+    multiply(s_scores, s_keys);
+
+    const int first_row = tile.index * Config::kRows;
+    int64_t last_row = first_row + Config::kRows - 1;
+    if (last_row >= args.rule.seqlen_q) last_row = args.rule.seqlen_q - 1;
+    const int last_key = static_cast<int>(args.rule.live(last_row, span.pad).end) - 1;
+    if (last_key / Config::kKeys - span.pad / Config::kKeys == turn) {
+      finish(args, tile.head, first_row, span.first_row);
+      return;
+    }
+    float4* g_sums = sums_at(args, i);
+#pragma unroll
+    for (int j = 0; j < kMTiles * kNTiles; ++j) {
+      const float (&r)[4] = r_sum[j / kNTiles][j % kNTiles];
+      __stcg(g_sums + j * kWarp, make_float4(r[0], r[1], r[2], r[3]));
+    }
+    to_pass = true;
+  }
+
+  // Passes the turn on. Some work lies between the stores and this, so that it waits for little.
+  __device__ __forceinline__ void pass_on(const BackwardArgs& args, const QueryTile& tile,
+                                          int turn) {
+    if (!to_pass) return;
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) store_release(args.g_turns + index(args, tile), turn + 1);
+    to_pass = false;
+  }
+
+ private:
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kMTiles * kNTiles * 4; ++i) {
+      r_sum[i / (kNTiles * 4)][i / 4 % kNTiles][i % 4] = 0.f;
+    }
+  }
+  static __device__ __forceinline__ int row_in_tile() {
+    return threadIdx.x / kWarp / kWarpsAcross * kShareRows;
+  }
+  static __device__ __forceinline__ int col_in_tile() {
+    return threadIdx.x / kWarp % kWarpsAcross * kShareCols;
+  }
+
+  __device__ __forceinline__ void multiply(uint32_t s_scores, uint32_t s_keys) {
+    const uint32_t left = Ops::template wide_left_lane<ScoreTile>(s_scores, row_in_tile());
+    const uint32_t right = Ops::template wide_right_lane<KeyTile>(s_keys, col_in_tile());
+#pragma unroll Config::kUnroll
+    for (int k = 0; k < Config::kKeys; k += Ops::kDepth) {
+      typename Ops::Left a[kMTiles];
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m) {
+        Ops::template load_wide_left<ScoreTile>(a[m], left, k * ScoreTile::kRowBytes, m);
+      }
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n) {
+        typename Ops::Right b[Ops::kWideTiles];
+        Ops::template load_wide_right<KeyTile>(b, right, k * KeyTile::kRowBytes, n);
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+          for (int j = 0; j < Ops::kWideTiles; ++j) {
+            Ops::mma(r_sum[m][n * Ops::kWideTiles + j], a[m], b[j]);
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish(const BackwardArgs& args, int64_t head, int first_row,
+                                         int first_live_row) const {
+    const int cols = static_cast<int>(args.params.sizes.head_dim);
+    T* g_dq = static_cast<T*>(args.params.dquery) + head * args.rule.seqlen_q * cols;
+    store_results<0>(g_dq, r_sum, args.params.scale, first_row + row_in_tile(), first_live_row,
+                     static_cast<int>(args.rule.seqlen_q), col_in_tile(), cols);
+  }
+};
+
+}  // namespace torchweld

@@ -1,0 +1,39 @@
+// attention's forward: from a problem to the kernel that takes it.
+#include "ops/attention/attention_forward.h"
+
+#include "core/launch.h"
+#include "ops/attention/attention_config.h"
+
+namespace torchweld {
+namespace {
+
+void launch_tile(int tile, const AttentionParams& params, cudaStream_t stream) {
+  switch (params.dtype) {
+    case DType::kFloat32:
+      return params.tf32 ? launch_attention_tf32(tile, params, stream)
+                         : launch_attention_fp32(tile, params, stream);
+    case DType::kFloat16:
+      return launch_attention_fp16(tile, params, stream);
+    case DType::kBFloat16:
+      return launch_attention_bf16(tile, params, stream);
+  }
+}
+
+}  // namespace
+
+void launch_attention(const AttentionParams& params, cudaStream_t stream) {
+  const AttentionSizes& sizes = params.sizes;
+  const int64_t rows = sizes.batch * sizes.nheads * sizes.seqlen_q;
+  if (rows == 0 || (sizes.head_dim_v == 0 && !params.lse)) return;
+  const int elem_size = params.dtype == DType::kFloat32 ? 4 : 2;
+  const int tile = choose_attention_tile(
+      {sizes.seqlen_q, sizes.seqlen_k, sizes.head_dim, sizes.head_dim_v, elem_size});
+  if (tile < 0) {
+    launch_attention_general(params, stream);
+  } else {
+    launch_tile(tile, params, stream);
+  }
+  check_launch("attention");
+}
+
+}  // namespace torchweld

@@ -1,0 +1,59 @@
+// What the forward kernels of attention share with their launchers.
+#pragma once
+
+#include <cmath>
+
+#include "ops/attention/attention.h"
+
+namespace torchweld {
+
+// The scale as probabilities use it: 2^((sign * s - max) * c), lse = size * max + log(sum).
+// A scale of 0 multiplies the scores away, so that an infinite one is NaN as in torch.
+struct ScoreScale {
+  float sign;
+  float size;
+  float c;
+
+  explicit ScoreScale(float scale)
+      : sign(scale > 0.f ? 1.f : (scale < 0.f ? -1.f : 0.f)),
+        size(scale == 0.f ? 1.f : (scale < 0.f ? -scale : scale)),
+        c(size * 1.44269504088896341f) {}
+
+#ifdef __CUDACC__
+  // A row that sees nothing but -inf is NaN, as in torch.
+  __device__ __forceinline__ float lse(float max, float sum) const {
+    return sum > 0.f ? fmaf(max, size, logf(sum)) : NAN;
+  }
+#endif
+};
+
+// The order of the blocks: sections of heads one after the other; in a section the tiles of query
+// rows, the last rows first; for every tile the section's heads.
+struct AttentionOrder {
+  int64_t section;  // heads
+  int64_t tiles;    // a head
+  int64_t first_block = 0;
+
+  AttentionOrder(const AttentionParams& params, int rows, int elem_size) {
+    constexpr int64_t kCacheBytes = 32 << 20;
+    const AttentionSizes& sizes = params.sizes;
+    const int64_t group = sizes.nheads / sizes.nheads_kv;
+    const int64_t bytes = sizes.seqlen_k * (sizes.head_dim + sizes.head_dim_v) * elem_size;
+    section = kCacheBytes / (bytes > 0 ? bytes : 1) * group;
+    if (section < group) section = group;
+    tiles = (sizes.seqlen_q + rows - 1) / rows;
+  }
+
+  int64_t blocks(const AttentionParams& params) const {
+    return params.sizes.batch * params.sizes.nheads * tiles;
+  }
+};
+
+// One file each; `tile` is an index into kAttentionTiles.
+void launch_attention_fp16(int tile, const AttentionParams& params, cudaStream_t stream);
+void launch_attention_bf16(int tile, const AttentionParams& params, cudaStream_t stream);
+void launch_attention_fp32(int tile, const AttentionParams& params, cudaStream_t stream);
+void launch_attention_tf32(int tile, const AttentionParams& params, cudaStream_t stream);
+void launch_attention_general(const AttentionParams& params, cudaStream_t stream);
+
+}  // namespace torchweld

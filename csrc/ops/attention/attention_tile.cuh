@@ -1,0 +1,119 @@
+// Tiles of (rows, kDim) in shared memory: how they are laid out, filled and emptied.
+//
+// A row is kDim elements, 16 bytes a chunk; chunk c of row r lies at chunk c ^ (r % 8), so that
+// eight rows of one chunk, an ldmatrix, touch every bank once. A tile starts on a multiple of its
+// row size: address ^ (c * 16) then walks the chunks of a row from its chunk 0.
+#pragma once
+
+#include "device/mma_sync.cuh"
+#include "device/vec.cuh"
+#include "ops/attention/attention.h"
+
+namespace torchweld {
+
+template <typename T_, int kDim>
+struct AttentionLayout {
+  using T = T_;
+  static constexpr int kRowBytes = kDim * sizeof(T);
+  static constexpr int kElems = kVectorBytes / sizeof(T);
+  static constexpr int kChunks = kRowBytes / kVectorBytes;
+  static_assert(kChunks % 8 == 0);
+
+  static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
+    return row * kRowBytes + (chunk ^ (row % 8)) * kVectorBytes;
+  }
+};
+
+// threadIdx.x, read where it is called.
+// NOTE: what depends on it is then computed anew in every step of a loop instead of being kept: the
+// loops have no register to spare.
+__device__ __forceinline__ int fresh_thread() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+// Copies consecutive tiles of kRows rows each from a strided (rows, cols) matrix. Rows from
+// `rows_left` on and chunks from `cols` on are not read; they become zeros.
+template <typename Layout, int kRows, int kThreads>
+class AttentionLoader {
+  using T = typename Layout::T;
+  static constexpr int kRowStep = kThreads / Layout::kChunks;
+  static constexpr int kLoads = kRows / kRowStep;
+  static_assert(kThreads % Layout::kChunks == 0 && kRows % kRowStep == 0);
+
+ public:
+  __device__ __forceinline__ AttentionLoader(const T* g_first, int64_t row_stride, int cols)
+      : step_(row_stride * kRowStep), cols_(cols) {
+    const Share share(threadIdx.x);
+    g_next_ = g_first + share.row * row_stride + share.chunk * Layout::kElems;
+  }
+
+  __device__ __forceinline__ void load(int thread, uint32_t s_tile, int rows_left) {
+    const Share share(thread);
+    const bool has_cols = share.chunk * Layout::kElems < cols_;
+    // NOTE: all or nothing is one predicate to ptxas; other sizes take ten instructions a copy.
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const bool live = has_cols && share.row + i * kRowStep < rows_left;
+      copy_async_16(s_tile + share.offset(i), g_next_, live ? kVectorBytes : 0);
+      g_next_ += step_;
+    }
+  }
+
+  // Multiplies what this thread has copied, once it is there.
+  __device__ __forceinline__ void multiply(char* s_tile, float factor) const {
+    const Share share(threadIdx.x);
+#pragma unroll 1
+    for (int i = 0; i < kLoads; ++i) {
+      T* s_chunk = reinterpret_cast<T*>(s_tile + share.offset(i));
+      auto chunk = load_vec<T, Layout::kElems>(s_chunk);
+#pragma unroll
+      for (T& x : chunk.values) x = from_float<T>(to_float(x) * factor);
+      store_vec(s_chunk, chunk);
+    }
+  }
+
+ private:
+  // A thread copies one chunk of every kRowStep-th row.
+  struct Share {
+    int row;
+    int chunk;
+    uint32_t first;
+
+    __device__ __forceinline__ explicit Share(int thread)
+        : row(thread / Layout::kChunks),
+          chunk(thread % Layout::kChunks),
+          first(Layout::offset(row, chunk)) {}
+
+    __device__ __forceinline__ uint32_t offset(int i) const {
+      return (first ^ (i * kRowStep % 8 * kVectorBytes)) + i * kRowStep * Layout::kRowBytes;
+    }
+  };
+
+  const T* g_next_;
+  int64_t step_;
+  int cols_;
+};
+
+// One warp writes kRows rows that lie in shared memory to consecutive rows of `cols` elements.
+template <typename Layout, int kRows>
+__device__ __forceinline__ void store_rows(typename Layout::T* g_to, const char* s_rows, int rows,
+                                           int cols) {
+  using T = typename Layout::T;
+  const bool aligned = cols % Layout::kElems == 0;
+  for (int i = threadIdx.x % 32; i < kRows * Layout::kChunks; i += 32) {
+    const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
+    const int col = chunk * Layout::kElems;
+    if (row >= rows || col >= cols) continue;
+    const T* s_from = reinterpret_cast<const T*>(s_rows + Layout::offset(row, chunk));
+    T* g_row = g_to + static_cast<int64_t>(row) * cols + col;
+    if (aligned) {
+      store_vec(g_row, load_vec<T, Layout::kElems>(s_from));
+    } else {
+      for (int j = 0; j < min(Layout::kElems, cols - col); ++j) g_row[j] = s_from[j];
+    }
+  }
+}
+
+}  // namespace torchweld

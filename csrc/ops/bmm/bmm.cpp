@@ -1,0 +1,196 @@
+// bmm:       y = a @ b           a (batch, M, K), b (batch, K, N), y (batch, M, N)
+// Gradient:  da = dy @ b^T, db = a^T @ dy, summed over the batch for an operand of batch 1
+//
+// An operand of batch 1 serves every batch. Its gradient is one matmul whose sum runs over the
+// batch too, so that it is rounded once and in a fixed order.
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/mm.h>
+
+#include "core/dispatch.h"
+#include "core/linear_common.h"
+
+#ifdef TORCHWELD_CUDA
+#include "core/cuda_inputs.h"
+#include "core/matmul.h"
+#endif
+
+namespace torchweld {
+namespace {
+
+using Grads2 = std::tuple<Tensor, Tensor>;
+
+// Returns y's sizes.
+std::vector<c10::SymInt> check_bmm(const char* op, const Tensor& a, const Tensor& b) {
+  check_floating(op, "a", a);
+  check_dim(op, "a", a, 3, "(batch, M, K)");
+  check_like(op, "b", b, "a", a);
+  check_dim(op, "b", b, 3, "(batch, K, N)");
+  const c10::SymInt batch =
+      a.sym_size(0) == 1 || b.sym_size(0) == 1 ? b.sym_size(0) : a.sym_size(0);
+  check_shape(op, "b", b, {batch, a.sym_size(2), b.sym_size(2)}, "(batch, K, N)");
+  return {a.sym_size(0) == 1 ? batch : a.sym_size(0), a.sym_size(1), b.sym_size(2)};
+}
+
+Tensor bmm_meta(const Tensor& a, const Tensor& b) {
+  return at::empty_symint(check_bmm("bmm", a, b), a.options());
+}
+
+Grads2 bmm_backward_meta(const Tensor& dy, const Tensor& a, const Tensor& b,
+                         std::array<bool, 2> output_mask) {
+  const char* op = "bmm_backward";
+  const auto sizes = check_bmm(op, a, b);
+  check_like(op, "dy", dy, "a", a);
+  check_shape(op, "dy", dy, sizes, "(batch, M, N)");
+  return {empty_input_grad(a, output_mask[0]), empty_input_grad(b, output_mask[1])};
+}
+
+// t (batch, rows, n) as one matrix. Where its rows are strided evenly no copy is made.
+Tensor stack_rows(const Tensor& t) { return t.reshape({t.size(0) * t.size(1), t.size(2)}); }
+
+bool shared(const Tensor& t, const Tensor& dy) { return t.size(0) == 1 && dy.size(0) != 1; }
+
+// The gradients with the matmul of a device: multiply(y, left, right) is y = left @ right, where y
+// is (M, N), or (batch, M, N) with operands of this batch or 1.
+template <typename Multiply>
+void bmm_backward_into(Tensor& da, Tensor& db, const std::array<bool, 2>& wanted, const Tensor& dy,
+                       const Tensor& a, const Tensor& b, const Multiply& multiply) {
+  if (wanted[0] && shared(a, dy)) {
+    multiply(da[0], stack_rows(dy.mT()).t(), stack_rows(b.mT()));
+  } else if (wanted[0]) {
+    multiply(da, dy, b.mT());
+  }
+  if (wanted[1] && shared(b, dy)) {
+    multiply(db[0], stack_rows(a).t(), stack_rows(dy));
+  } else if (wanted[1]) {
+    multiply(db, a.mT(), dy);
+  }
+}
+
+void multiply_cpu(Tensor y, const Tensor& left, const Tensor& right) {
+  if (y.dim() == 2) {
+    at::mm_out(y, left, right);
+  } else {
+    at::bmm_out(y, left.expand({y.size(0), -1, -1}), right.expand({y.size(0), -1, -1}));
+  }
+}
+
+Tensor bmm_cpu(const Tensor& a, const Tensor& b) {
+  Tensor y = bmm_meta(a, b);
+  multiply_cpu(y, a, b);
+  return y;
+}
+
+Grads2 bmm_backward_cpu(const Tensor& dy, const Tensor& a, const Tensor& b,
+                        std::array<bool, 2> output_mask) {
+  auto [da, db] = bmm_backward_meta(dy, a, b, output_mask);
+  bmm_backward_into(da, db, output_mask, dy, a, b, multiply_cpu);
+  return {da, db};
+}
+
+#ifdef TORCHWELD_CUDA
+void multiply_cuda(const Tensor& y, const Tensor& left, const Tensor& right) {
+  matmul_into(y, left, right.mT());
+}
+
+// Evenly strided: its batch and rows are one dim in memory.
+bool stacks(const Tensor& t) { return t.stride(0) == t.size(1) * t.stride(1); }
+
+Tensor bmm_cuda(const Tensor& a, const Tensor& b) {
+  const Tensor y = bmm_meta(a, b);
+  const c10::cuda::CUDAGuard guard(a.device());
+  if (shared(b, y) && stacks(a)) {
+    // One tall matmul fills its tiles better than many short ones.
+    multiply_cuda(stack_rows(y), stack_rows(a), b[0]);
+  } else {
+    multiply_cuda(y, a, b);
+  }
+  return y;
+}
+
+Grads2 bmm_backward_cuda(const Tensor& dy, const Tensor& a, const Tensor& b,
+                         std::array<bool, 2> output_mask) {
+  auto [da, db] = bmm_backward_meta(dy, a, b, output_mask);
+  const c10::cuda::CUDAGuard guard(a.device());
+  bmm_backward_into(da, db, output_mask, dy, a, b, multiply_cuda);
+  return {da, db};
+}
+#endif
+
+Tensor call_bmm(const Tensor& a, const Tensor& b) {
+  static const auto op = find_op<decltype(call_bmm)>("bmm");
+  return op.call(a, b);
+}
+
+Grads2 call_bmm_backward(const Tensor& dy, const Tensor& a, const Tensor& b,
+                         std::array<bool, 2> output_mask) {
+  static const auto op = find_op<decltype(call_bmm_backward)>("bmm_backward");
+  return op.call(dy, a, b, output_mask);
+}
+
+struct BmmFunction : torch::autograd::Function<BmmFunction> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    ctx->save_for_backward({a, b});
+    return call_bmm(a, b);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const std::array<bool, 2> wanted = {saved[0].requires_grad(), saved[1].requires_grad()};
+    auto [da, db] = call_bmm_backward(grads[0], saved[0], saved[1], wanted);
+    return {if_wanted(wanted[0], da), if_wanted(wanted[1], db)};
+  }
+};
+
+Tensor bmm_autograd(const Tensor& a, const Tensor& b) {
+  if (any_needs_grad(a, b)) return BmmFunction::apply(a, b);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call_bmm(a, b);
+}
+
+template <at::DeviceType device>
+Tensor bmm_autocast(const Tensor& a, const Tensor& b) {
+  const Autocast<device> cast;
+  return call_bmm(cast(a), cast(b));
+}
+
+TORCH_LIBRARY_FRAGMENT(torchweld, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  m.def("bmm(Tensor a, Tensor b) -> Tensor", tags);
+  m.def(
+      "bmm_backward(Tensor dy, Tensor a, Tensor b, *, bool[2] output_mask) -> "
+      "(Tensor da, Tensor db)",
+      tags);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
+  m.impl("bmm", bmm_meta);
+  m.impl("bmm_backward", bmm_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
+  m.impl("bmm", bmm_cpu);
+  m.impl("bmm_backward", bmm_backward_cpu);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
+#ifdef TORCHWELD_CUDA
+  m.impl("bmm", bmm_cuda);
+  m.impl("bmm_backward", bmm_backward_cuda);
+#else
+  m.impl("bmm", no_cuda_kernel_function());
+  m.impl("bmm_backward", no_cuda_kernel_function());
+#endif
+}
+
+TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
+  m.impl("bmm", bmm_autograd);
+  m.impl("bmm_backward", no_gradient_function());
+}
+
+TORCH_LIBRARY_IMPL(torchweld, AutocastCPU, m) { m.impl("bmm", bmm_autocast<at::kCPU>); }
+
+TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) { m.impl("bmm", bmm_autocast<at::kCUDA>); }
+
+}  // namespace
+}  // namespace torchweld

@@ -1,0 +1,57 @@
+// softmax of scores times V: what the host hands to the kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "core/mask.h"
+
+namespace torchweld {
+
+// A (batch, nheads, rows, columns) tensor with adjacent columns; strides in elements.
+struct HeadsOperand {
+  const void* data;
+  int64_t batch_stride;
+  int64_t head_stride;
+  int64_t row_stride;
+  bool aligned;  // every row starts on a 16-byte boundary
+};
+
+struct SoftmaxMatmulProblem {
+  MaskRule rule;
+  int64_t batch;
+  int64_t nheads;
+  int64_t head_dim_v;
+  const int32_t* leftpad;  // (batch,), or null
+  float scale;
+  DType dtype;
+  bool tf32;  // fp32 products may round their operands to TF32
+};
+
+struct SoftmaxMatmulParams {
+  SoftmaxMatmulProblem problem;
+  HeadsOperand scores;  // (batch, nheads, seqlen_q, seqlen_k)
+  HeadsOperand value;   // (batch, nheads, seqlen_k, head_dim_v)
+  void* out;            // (batch, nheads, seqlen_q, head_dim_v), contiguous
+  float* lse;           // (batch, nheads, seqlen_q), contiguous, or null
+};
+
+struct SoftmaxMatmulBackwardParams {
+  SoftmaxMatmulProblem problem;
+  HeadsOperand scores;
+  HeadsOperand value;
+  HeadsOperand out;
+  HeadsOperand dout;
+  const float* lse;  // contiguous
+  void* dscores;     // contiguous
+  void* dvalue;      // contiguous
+};
+
+// No size of a problem may be 0 but head_dim_v, in the forward.
+void launch_softmax_matmul(const SoftmaxMatmulParams& params, cudaStream_t stream);
+void launch_softmax_matmul_dscores(const SoftmaxMatmulBackwardParams& params, cudaStream_t stream);
+void launch_softmax_matmul_dvalue(const SoftmaxMatmulBackwardParams& params, cudaStream_t stream);
+
+}  // namespace torchweld

@@ -1,0 +1,193 @@
+// dvalue = p^T @ dout:
+//   p = exp(scale * scores - lse) (seqlen_q, seqlen_k) where a row sees the key, 0 elsewhere;
+//   dout (seqlen_q, head_dim_v), dvalue (seqlen_k, head_dim_v) of a head
+//
+// A block owns 128 keys of a head and up to 128 columns of value, a warp 16 of the keys. It walks
+// over the query rows that see one of its keys, 32 at a time, through a ring of tiles filled by
+// cp.async. The transposed probabilities are made in registers, in the order in which the tensor
+// core wants its left operand; they are rounded to the dtype, as in the forward.
+// Source: Dao, "FlashAttention-2", 2023, algorithm 2.
+#include "ops/softmax_matmul/softmax_matmul_parts.cuh"
+
+namespace torchweld {
+namespace {
+
+template <typename T_, bool kTf32_, int kBlockD_>
+struct DvalueConfig {
+  using T = T_;
+  static constexpr bool kTf32 = kTf32_;
+  static constexpr int kThreads = 256;
+  static constexpr int kBlockN = kThreads / kWarp * 16;
+  static constexpr int kBlockM = 32;
+  static constexpr int kBlockD = kBlockD_;
+  static constexpr int kStages = sizeof(T) == 2 ? 3 : 2;
+  static constexpr int kStepRows = kStepBytes / sizeof(T);
+  static constexpr int kScorePitch = kBlockN + kPitchPadElems;
+  static constexpr int kDoutPitch = kBlockD + kPitchPadElems;
+  static constexpr bool kExact = sizeof(T) == 4 && !kTf32;
+  static constexpr int kMinBlocks = kExact ? 1 : 2;  // of an SM: what fits without spills
+
+  struct Shared {
+    alignas(16) T s_scores[kStages][kBlockM][kScorePitch];
+    alignas(16) T s_dout[kStages][kBlockM][kDoutPitch];
+    alignas(16) float s_lse[kStages][kBlockM];
+  };
+  static_assert(sizeof(Shared) <= 99 * 1024, "what every chip from sm_80 on offers");
+};
+
+// A step of transposed scores, (16 keys, kStepRows rows), from row s_step of a tile on.
+template <typename T, int kPitch>
+__device__ __forceinline__ void load_left_transposed(uint32_t (&words)[4], const T* s_step) {
+  const int lane = threadIdx.x % kWarp;
+  if constexpr (sizeof(T) == 2) {
+    load_matrix_4_transposed(
+        words, shared_address(s_step + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 8));
+  } else {
+    // ldmatrix can't turn 32-bit elements.
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      words[r] = __float_as_uint(s_step[step_column<T>(r, 0) * kPitch + lane / 4 + 8 * (r % 2)]);
+    }
+  }
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_kernel(
+    const SoftmaxMatmulBackwardParams params, int64_t first_block) {
+  using T = typename Config::T;
+  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kBlockD = Config::kBlockD;
+  constexpr int kStages = Config::kStages;
+  extern __shared__ __align__(16) unsigned char s_memory[];
+  auto& s = *reinterpret_cast<typename Config::Shared*>(s_memory);
+
+  // Which keys, columns and rows.
+  const SoftmaxMatmulProblem& problem = params.problem;
+  const MaskRule rule = problem.rule;
+  const int64_t key_blocks = divide_up(rule.seqlen_k, kBlockN);
+  const int64_t column_blocks = divide_up(problem.head_dim_v, kBlockD);
+  const int64_t block = first_block + blockIdx.x;
+  const int64_t first_column = block % column_blocks * kBlockD;
+  const int64_t first_key = block / column_blocks % key_blocks * kBlockN;
+  const HeadIndex head(problem, block / column_blocks / key_blocks);
+  const int keys = clamp_int(rule.seqlen_k - first_key, 0, kBlockN);
+  const int columns = clamp_int(problem.head_dim_v - first_column, 0, kBlockD);
+  const int64_t first_live_key = first_key < head.pad ? head.pad : first_key;
+  const int64_t first_row = first_seeing_row(rule, head.pad, first_live_key);
+  const int tile_begin = static_cast<int>(first_row / kBlockM);
+  const int tile_end = first_key + keys <= head.pad
+                           ? tile_begin
+                           : static_cast<int>(divide_up(rule.seqlen_q, kBlockM));
+  const int64_t origin = int64_t{kBlockM} * tile_begin;
+  // The first row of tile_begin that sees anything, no matter which key.
+  const int seeing = clamp_int(first_seeing_row(rule, head.pad, head.pad) - origin, 0, kBlockM);
+
+  const T* g_scores = head.of<T>(params.scores) + first_key;
+  const T* g_dout = head.of<T>(params.dout) + first_column;
+  const auto load = [&](int tile, int stage) {
+    const int64_t row = int64_t{kBlockM} * tile;
+    const int rows = clamp_int(rule.seqlen_q - row, 0, kBlockM);
+    load_tile<kBlockM, kBlockN, Config::kScorePitch, Config::kThreads>(
+        &s.s_scores[stage][0][0], g_scores + row * params.scores.row_stride,
+        params.scores.row_stride, 0, rows, keys, params.scores.aligned);
+    // What stands in the gradient of a row that sees nothing is not looked at.
+    load_tile<kBlockM, kBlockD, Config::kDoutPitch, Config::kThreads>(
+        &s.s_dout[stage][0][0], g_dout + row * params.dout.row_stride, params.dout.row_stride,
+        tile == tile_begin ? seeing : 0, rows, columns, params.dout.aligned);
+    if (threadIdx.x < kBlockM) {
+      const bool reads = static_cast<int>(threadIdx.x) < rows;
+      copy_async_4(shared_address(&s.s_lse[stage][threadIdx.x]),
+                   reads ? params.lse + head.flat * rule.seqlen_q + row + threadIdx.x : params.lse,
+                   reads ? 4 : 0);
+    }
+  };
+
+  // Keys lane / 4 and lane / 4 + 8 of the warp's 16: the first row that sees each.
+  const int warp_key = threadIdx.x / kWarp * 16;
+  const int64_t key = first_key + warp_key + threadIdx.x % kWarp / 4;
+  int begin[2];  // counted from the current tile; of no meaning for a key that is padding
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    begin[i] = clamp_int(first_seeing_row(rule, head.pad, key + 8 * i) - origin, 0, 2 * kBlockN);
+  }
+  float acc[kBlockD / 8][4] = {};
+
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    if (tile_begin + stage < tile_end) load(tile_begin + stage, stage);
+    copy_async_commit();
+  }
+  int stage = 0;
+  for (int tile = tile_begin; tile < tile_end; ++tile) {
+    copy_async_wait<kStages - 2>();
+    __syncthreads();
+    const int ahead = tile + kStages - 1;
+    if (ahead < tile_end) load(ahead, stage == 0 ? kStages - 1 : stage - 1);
+    copy_async_commit();
+
+    // NOTE: rows beyond the last one need no mask: their gradient is 0 and their probability, of
+    // score 0 and lse 0, is finite.
+#pragma unroll 1
+    for (int first = 0; first < kBlockM; first += Config::kStepRows) {
+      uint32_t words[4];
+      load_left_transposed<T, Config::kScorePitch>(words, &s.s_scores[stage][first][warp_key]);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        float p[kPerWord<T>];
+        unpack_word<T>(p, words[r]);
+#pragma unroll
+        for (int half = 0; half < kPerWord<T>; ++half) {
+          const int row = first + step_column<T>(r, half);
+          const float z = fmaf(p[half], problem.scale, -s.s_lse[stage][row]);
+          p[half] = row >= begin[r % 2] ? biased_exp<T>(z) : 0.f;
+        }
+        words[r] = pack_word<T>(p);
+      }
+      multiply_rows<T, Config::kTf32, kBlockD, Config::kDoutPitch>(
+          acc, LeftOperand<T, Config::kTf32>(words), &s.s_dout[stage][first][0]);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) begin[i] = max(begin[i] - kBlockM, 0);
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+  }
+
+  // Store, 0 for padding.
+  const float factor = exp2f(-kProbabilityBias<T>);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (key + 8 * i >= rule.seqlen_k) continue;
+    const bool live = key + 8 * i >= head.pad;
+    T* g_dvalue = static_cast<T*>(params.dvalue) +
+                  (head.flat * rule.seqlen_k + key + 8 * i) * problem.head_dim_v + first_column;
+#pragma unroll
+    for (int n = 0; n < kBlockD / 8; ++n) {
+      store_pair(g_dvalue, n * 8 + threadIdx.x % 4 * 2, columns, problem.head_dim_v % 2 == 0,
+                 live ? acc[n][2 * i] * factor : 0.f, live ? acc[n][2 * i + 1] * factor : 0.f);
+    }
+  }
+}
+
+template <typename Config>
+void launch_dvalue(const SoftmaxMatmulBackwardParams& params, cudaStream_t stream) {
+  const SoftmaxMatmulProblem& problem = params.problem;
+  const int64_t blocks = divide_up(problem.rule.seqlen_k, Config::kBlockN) *
+                         divide_up(problem.head_dim_v, Config::kBlockD) * problem.batch *
+                         problem.nheads;
+  launch_blocks(dvalue_kernel<Config>, blocks, Config::kThreads, sizeof(typename Config::Shared),
+                stream, params);
+}
+
+}  // namespace
+
+void launch_softmax_matmul_dvalue(const SoftmaxMatmulBackwardParams& params, cudaStream_t stream) {
+  dispatch_math(params.problem, [&](auto element, auto tf32) {
+    using T = decltype(element);
+    if (params.problem.head_dim_v <= 64) {
+      launch_dvalue<DvalueConfig<T, tf32.value, 64>>(params, stream);
+    } else {
+      launch_dvalue<DvalueConfig<T, tf32.value, 128>>(params, stream);
+    }
+  });
+  check_launch("softmax_matmul_backward");
+}
+
+}  // namespace torchweld

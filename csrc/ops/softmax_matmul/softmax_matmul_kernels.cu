@@ -1,0 +1,290 @@
+// out = softmax(scale * scores) @ value:
+//   scores (seqlen_q, seqlen_k), value (seqlen_k, head_dim_v), out (seqlen_q, head_dim_v) of a head
+//
+// A block owns 128 query rows of a head and up to 128 columns of value, a warp 16 of the rows. It
+// walks over the live blocks of keys through a ring of tiles filled by cp.async: scores become the
+// left operand's registers by ldmatrix, are exponentiated against the largest score so far, rounded
+// and multiplied with value on the tensor cores; one division at the end. Scores are read once for
+// every 128 columns of value.
+// Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al.,
+// "FlashAttention", 2022, algorithm 1 without its first product.
+#include "ops/softmax_matmul/softmax_matmul_parts.cuh"
+
+namespace torchweld {
+namespace {
+
+template <typename T_, bool kTf32_, int kBlockD_>
+struct ForwardConfig {
+  using T = T_;
+  static constexpr bool kTf32 = kTf32_;
+  static constexpr int kThreads = 256;
+  static constexpr bool kExact = sizeof(T) == 4 && !kTf32;
+  static constexpr int kMinBlocks = kExact ? 1 : 2;  // of an SM: what fits without spills
+  static constexpr int kUnroll = kExact || kBlockD_ > 64 ? 1 : 2;
+  static constexpr int kBlockM = kThreads / kWarp * 16;
+  static constexpr int kBlockN = 128 / sizeof(T);  // a line of 128 bytes of every row
+  static constexpr int kBlockD = kBlockD_;
+  static constexpr int kStages = kBlockD == 64 ? 3 : 2;
+  static constexpr int kSteps = kBlockN * sizeof(T) / kStepBytes;
+  static constexpr int kScorePitch = kBlockN + kPitchPadBytes / sizeof(T);
+  static constexpr int kValuePitch = kBlockD + kPitchPadElems;
+
+  struct Shared {
+    alignas(16) T s_scores[kStages][kBlockM][kScorePitch];
+    alignas(16) T s_value[kStages][kBlockN][kValuePitch];
+  };
+  static_assert(sizeof(Shared) <= 99 * 1024, "what every chip from sm_80 on offers");
+};
+
+// How sign * score becomes a probability: exp((x - max) * |scale|), times 2^kProbabilityBias. A
+// scale of 0 multiplies the scores away, so that an infinite one is NaN as in torch.
+template <typename T>
+struct ScoreExponent {
+  static constexpr bool kPowerOf2 = sizeof(T) == 2;  // 2^x rather than e^x: one instruction
+  float sign;
+  float c;
+  __device__ __forceinline__ explicit ScoreExponent(float scale)
+      : sign(scale > 0.f ? 1.f : (scale < 0.f ? -1.f : 0.f)),
+        c((scale == 0.f ? 1.f : fabsf(scale)) * (kPowerOf2 ? kLog2e : 1.f)) {}
+  // NOTE: the difference first: it is exact for the largest score, whose probability must be 1 even
+  // where max * c is far from a number of 24 bits.
+  // A 16-bit result holds a probability of 1, beside which subnormal ones are nothing.
+  __device__ __forceinline__ float operator()(float x, float max) const {
+    if constexpr (kPowerOf2) return exp2_approx_ftz(fmaf(x - max, c, kProbabilityBias<T>));
+    return expf((x - max) * c);
+  }
+  // What a sum against `max` is multiplied by when a larger one is found.
+  __device__ __forceinline__ float rescale(float max, float larger) const {
+    const float exponent = (max - finite_max(larger)) * c;
+    return kPowerOf2 ? exp2_approx(exponent) : expf(exponent);
+  }
+};
+
+// A warp's 16 rows of a tile of scores: sign * score where a row sees the key, -inf elsewhere.
+template <typename Config>
+struct ScoreTile {
+  using T = typename Config::T;
+  const T* s_rows;
+  float sign;
+  bool hides;         // false where all rows see all keys, and sign is 1
+  int begin, end[2];  // the visible keys of rows lane / 4 and lane / 4 + 8
+
+  // NOTE: loaded twice, for the maximum and for the exponentials, rather than kept: the registers
+  // that it would take are what a second block needs.
+  __device__ __forceinline__ void load(uint32_t (&words)[4], int step) const {
+    const int column = step * (kStepBytes / int(sizeof(T)));
+    load_left(words, s_rows + column, Config::kScorePitch);
+    if (!hides) return;
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      float x[kPerWord<T>];
+      unpack_word<T>(x, words[r]);
+#pragma unroll
+      for (int half = 0; half < kPerWord<T>; ++half) {
+        const int key = column + step_column<T>(r, half);
+        x[half] = key >= begin && key < end[r % 2] ? sign * x[half] : -INFINITY;
+      }
+      words[r] = pack_word<T>(x);  // exact
+    }
+  }
+};
+
+// The softmax of a warp's 16 rows in progress; a thread holds rows lane / 4 and lane / 4 + 8.
+template <typename Config>
+struct RunningSoftmax {
+  using T = typename Config::T;
+  float max[2] = {-INFINITY, -INFINITY};
+  float sum[2] = {0.f, 0.f};  // of this thread's columns
+  float acc[Config::kBlockD / 8][4] = {};
+
+  // Raises the maxima to those of the tile, and rescales what was summed against lower ones.
+  __device__ __forceinline__ void raise(const ScoreTile<Config>& scores,
+                                        const ScoreExponent<T>& exponent) {
+    uint32_t highest[4];
+    scores.load(highest, 0);
+#pragma unroll
+    for (int step = 1; step < Config::kSteps; ++step) {
+      uint32_t words[4];
+      scores.load(words, step);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) highest[r] = max_of_words<T>(highest[r], words[r]);
+    }
+    bool raised = false;
+    float factor[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      float x[kPerWord<T>];
+      unpack_word<T>(x, max_of_words<T>(highest[row], highest[row + 2]));
+      float largest = fmaxf(max[row], fmaxf(x[0], x[kPerWord<T> - 1]));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      raised |= largest != max[row];
+      factor[row] = exponent.rescale(max[row], largest);
+      if (largest == max[row]) factor[row] = 1.f;
+      max[row] = largest;
+    }
+    if (!__any_sync(~0u, raised)) return;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) sum[row] *= factor[row];
+#pragma unroll
+    for (int n = 0; n < Config::kBlockD / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[n][i] *= factor[i / 2];
+    }
+  }
+
+  // Adds a tile's scores and values.
+  __device__ __forceinline__ void add(const ScoreTile<Config>& scores,
+                                      const ScoreExponent<T>& exponent, const T* s_value) {
+    const float shift[2] = {finite_max(max[0]), finite_max(max[1])};
+#pragma unroll Config::kUnroll
+    for (int step = 0; step < Config::kSteps; ++step) {
+      uint32_t words[4];
+      scores.load(words, step);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        float p[kPerWord<T>];
+        unpack_word<T>(p, words[r]);
+#pragma unroll
+        for (int half = 0; half < kPerWord<T>; ++half) {
+          p[half] = exponent(p[half], shift[r % 2]);
+          sum[r % 2] += p[half];
+        }
+        words[r] = pack_word<T>(p);
+      }
+      multiply_rows<T, Config::kTf32, Config::kBlockD, Config::kValuePitch>(
+          acc, LeftOperand<T, Config::kTf32>(words),
+          s_value + step * (kStepBytes / int(sizeof(T))) * Config::kValuePitch);
+    }
+  }
+};
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_matmul_kernel(
+    const SoftmaxMatmulParams params, int64_t first_block) {
+  using T = typename Config::T;
+  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kBlockD = Config::kBlockD;
+  extern __shared__ __align__(16) unsigned char s_memory[];
+  auto& s = *reinterpret_cast<typename Config::Shared*>(s_memory);
+
+  // Which rows, columns and keys. The longest rows of a causal head go first.
+  const SoftmaxMatmulProblem& problem = params.problem;
+  const MaskRule rule = problem.rule;
+  const int64_t row_blocks = divide_up(rule.seqlen_q, kBlockM);
+  const int64_t column_blocks =
+      problem.head_dim_v == 0 ? 1 : divide_up(problem.head_dim_v, kBlockD);
+  const int64_t block = first_block + blockIdx.x;
+  const int64_t first_column = block % column_blocks * kBlockD;
+  const int64_t first_row = (row_blocks - 1 - block / column_blocks % row_blocks) * kBlockM;
+  const HeadIndex head(problem, block / column_blocks / row_blocks);
+  const int rows = clamp_int(rule.seqlen_q - first_row, 0, kBlockM);
+  const int columns = clamp_int(problem.head_dim_v - first_column, 0, kBlockD);
+  const LiveRange first_live = rule.live(first_row, head.pad);
+  const LiveRange last_live = rule.live(first_row + rows - 1, head.pad);
+  const int64_t tile_begin = last_live.begin / kBlockN;
+  const int64_t tile_end = last_live.empty() ? 0 : divide_up(last_live.end, kBlockN);
+  // All rows see all keys of a tile that ends here at the latest, if it begins after the padding.
+  const int64_t full_end = first_live.empty() ? 0 : first_live.end;
+
+  const T* g_scores = head.of<T>(params.scores) + first_row * params.scores.row_stride;
+  const T* g_value = head.of<T>(params.value) + first_column;
+  const auto load = [&](int64_t tile, int stage) {
+    const int64_t key = tile * kBlockN;
+    const int keys_end = clamp_int(rule.seqlen_k - key, 0, kBlockN);
+    load_tile<kBlockM, kBlockN, Config::kScorePitch, Config::kThreads>(
+        &s.s_scores[stage][0][0], g_scores + key, params.scores.row_stride, 0, rows, keys_end,
+        params.scores.aligned);
+    load_tile<kBlockN, kBlockD, Config::kValuePitch, Config::kThreads>(
+        &s.s_value[stage][0][0], g_value + key * params.value.row_stride, params.value.row_stride,
+        clamp_int(head.pad - key, 0, kBlockN), keys_end, columns, params.value.aligned);
+  };
+
+  const int warp_row = threadIdx.x / kWarp * 16;
+  const int64_t row = first_row + warp_row + threadIdx.x % kWarp / 4;
+  int64_t live_end[2];  // of the keys from the padding on that a row sees
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    live_end[i] = row + 8 * i < rule.seqlen_q ? rule.live(row + 8 * i, head.pad).end : 0;
+  }
+  const ScoreExponent<T> exponent(problem.scale);
+  RunningSoftmax<Config> softmax;
+
+#pragma unroll
+  for (int stage = 0; stage < Config::kStages - 1; ++stage) {
+    if (tile_begin + stage < tile_end) load(tile_begin + stage, stage);
+    copy_async_commit();
+  }
+  int stage = 0;
+  for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+    copy_async_wait<Config::kStages - 2>();
+    __syncthreads();
+    const int64_t ahead = tile + Config::kStages - 1;
+    if (ahead < tile_end) load(ahead, stage == 0 ? Config::kStages - 1 : stage - 1);
+    copy_async_commit();
+
+    const int64_t key = tile * kBlockN;
+    const bool hides = key < head.pad || key + kBlockN > full_end || exponent.sign != 1.f;
+    const ScoreTile<Config> scores = {
+        &s.s_scores[stage][warp_row][0],
+        exponent.sign,
+        hides,
+        clamp_int(head.pad - key, 0, kBlockN),
+        {clamp_int(live_end[0] - key, 0, kBlockN), clamp_int(live_end[1] - key, 0, kBlockN)}};
+    softmax.raise(scores, exponent);
+    softmax.add(scores, exponent, &s.s_value[stage][0][0]);
+    stage = stage + 1 == Config::kStages ? 0 : stage + 1;
+  }
+
+  // Divide and store.
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float sum = softmax.sum[i];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    if (row + 8 * i >= rule.seqlen_q) continue;
+    const int64_t flat_row = head.flat * rule.seqlen_q + row + 8 * i;
+    const bool empty = live_end[i] <= head.pad;
+    if (params.lse && first_column == 0 && threadIdx.x % 4 == 0) {
+      // A row of nothing but -inf is NaN, here and in the gradient, as in torch.
+      const float total = sum * exp2f(-kProbabilityBias<T>);
+      const float lse = fmaf(softmax.max[i], fabsf(problem.scale), logf(total));
+      params.lse[flat_row] = empty ? -INFINITY : (total == 0.f ? NAN : lse);
+    }
+    const float factor = 1.f / sum;
+    T* g_out = static_cast<T*>(params.out) + flat_row * problem.head_dim_v + first_column;
+#pragma unroll
+    for (int n = 0; n < kBlockD / 8; ++n) {
+      const int column = n * 8 + threadIdx.x % 4 * 2;
+      store_pair(g_out, column, columns, problem.head_dim_v % 2 == 0,
+                 empty ? 0.f : softmax.acc[n][2 * i] * factor,
+                 empty ? 0.f : softmax.acc[n][2 * i + 1] * factor);
+    }
+  }
+}
+
+template <typename Config>
+void launch_forward(const SoftmaxMatmulParams& params, cudaStream_t stream) {
+  const SoftmaxMatmulProblem& problem = params.problem;
+  const int64_t column_blocks =
+      problem.head_dim_v == 0 ? 1 : divide_up(problem.head_dim_v, Config::kBlockD);
+  const int64_t blocks = divide_up(problem.rule.seqlen_q, Config::kBlockM) * column_blocks *
+                         problem.batch * problem.nheads;
+  launch_blocks(softmax_matmul_kernel<Config>, blocks, Config::kThreads,
+                sizeof(typename Config::Shared), stream, params);
+}
+
+}  // namespace
+
+void launch_softmax_matmul(const SoftmaxMatmulParams& params, cudaStream_t stream) {
+  dispatch_math(params.problem, [&](auto element, auto tf32) {
+    using T = decltype(element);
+    if (params.problem.head_dim_v <= 64) {
+      launch_forward<ForwardConfig<T, tf32.value, 64>>(params, stream);
+    } else {
+      launch_forward<ForwardConfig<T, tf32.value, 128>>(params, stream);
+    }
+  });
+  check_launch("softmax_matmul");
+}
+
+}  // namespace torchweld

@@ -1,0 +1,87 @@
+// dz = dy * activation'(z) and its sum over the rows, in one pass.
+#include "device/activation.cuh"
+#include "pointwise/column_pass.cuh"
+#include "pointwise/pointwise.h"
+
+namespace torchweld {
+namespace {
+
+template <typename T, int kElems_>
+struct ActivationOp {
+  static constexpr int kElems = kElems_;
+  static constexpr int kSums = 1;
+  using Sum = ColumnSumOf<T>;
+  static constexpr bool kExact = sizeof(T) == 4;
+  const T* g_dy;
+  const T* g_z;
+  T* g_dz;
+  int64_t dy_row_stride, z_row_stride, dz_row_stride;
+  Activation activation;
+
+  __device__ __forceinline__ void add_row(int64_t row, int64_t column,
+                                          Sum (&sums)[1][kElems]) const {
+    const auto dy = load_vec<T, kElems>(g_dy + row * dy_row_stride + column);
+    const auto z = load_vec<T, kElems>(g_z + row * z_row_stride + column);
+    Vec<T, kElems> dz;
+#pragma unroll
+    for (int j = 0; j < kElems; ++j) {
+      dz.values[j] = from_float<T>(
+          activation_grad<kExact>(to_float(dy.values[j]), to_float(z.values[j]), activation));
+      sums[0][j] += to_float(dz.values[j]);
+    }
+    store_vec(g_dz + row * dz_row_stride + column, dz);
+  }
+};
+
+// No activation: nothing to write but the sum.
+template <typename T, int kElems_>
+struct SumOp {
+  static constexpr int kElems = kElems_;
+  static constexpr int kSums = 1;
+  using Sum = ColumnSumOf<T>;
+  const T* g_dy;
+  int64_t dy_row_stride;
+
+  __device__ __forceinline__ void add_row(int64_t row, int64_t column,
+                                          Sum (&sums)[1][kElems]) const {
+    const auto dy = load_vec<T, kElems>(g_dy + row * dy_row_stride + column);
+#pragma unroll
+    for (int j = 0; j < kElems; ++j) sums[0][j] += to_float(dy.values[j]);
+  }
+};
+
+template <typename T, int kElems>
+void launch(const ActivationBackwardParams& p, cudaStream_t stream) {
+  const ColumnSums sums = {{p.dbias, nullptr}, 1};
+  const T* g_dy = static_cast<const T*>(p.dy);
+  if (p.activation == Activation::kNone) {
+    const SumOp<T, kElems> op = {g_dy, p.dy_row_stride};
+    launch_column_pass<T>(op, p.rows, p.n, p.partials, sums, stream);
+    return;
+  }
+  const ActivationOp<T, kElems> op = {g_dy,
+                                      static_cast<const T*>(p.z),
+                                      static_cast<T*>(p.dz),
+                                      p.dy_row_stride,
+                                      p.z_row_stride,
+                                      p.dz_row_stride,
+                                      p.activation};
+  launch_column_pass<T>(op, p.rows, p.n, p.partials, sums, stream);
+}
+
+}  // namespace
+
+void launch_activation_backward(const ActivationBackwardParams& params, cudaStream_t stream) {
+  with_dtype(params.dtype, [&](auto element) {
+    using T = decltype(element);
+    constexpr int kElems = kVectorBytes / sizeof(T);
+    const bool vector = params.n % kElems == 0 &&
+                        is_aligned(params.dy, params.dy_row_stride * sizeof(T)) &&
+                        is_aligned(params.z, params.z_row_stride * sizeof(T)) &&
+                        is_aligned(params.dz, params.dz_row_stride * sizeof(T));
+    vector ? launch<T, kElems>(params, stream) : launch<T, 1>(params, stream);
+  });
+  check_launch("activation_backward");
+}
+
+}  // namespace torchweld

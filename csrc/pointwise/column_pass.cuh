@@ -1,0 +1,131 @@
+// One pass over a (rows, n) matrix that may leave up to two sums a column behind.
+//
+// A block takes a tile of columns and a chunk of rows: 32 lanes of kElems adjacent columns, 8 rows
+// at a time. Its sums go to the scratch as (chunk, sum, column); add_partials adds the chunks. Both
+// orders are fixed, so that the sums have the same bits in every run.
+//
+// An Op has kElems, kSums and Sum, and add_row(row, column, sums), which handles kElems columns.
+#pragma once
+
+#include "core/launch.h"
+#include "device/reduce.cuh"
+#include "pointwise/column_split.h"
+#include "pointwise/dtype.cuh"
+
+namespace torchweld {
+
+constexpr int kRowGroups = 8;
+constexpr int kColumnThreads = kRowGroups * kWarp;
+constexpr int kPartialGroups = 16;
+constexpr int kPartialThreads = kPartialGroups * kWarp;
+
+// A running sum. In fp32 it also keeps what its additions round away, so that a column of any
+// length costs few roundings; results of 16 bits would not show it.
+template <bool kKeepsRest>
+struct ColumnSum {
+  float sum = 0.f, rest = 0.f;
+
+  __device__ __forceinline__ void operator+=(float x) {
+    const float before = sum;
+    sum += x;
+    if constexpr (kKeepsRest) {
+      // Source: Knuth, TwoSum.
+      const float added = sum - before;
+      rest += (before - (sum - added)) + (x - added);
+    }
+  }
+  // NOTE: once the sum is inf, rest is NaN.
+  __device__ __forceinline__ float value() const {
+    return kKeepsRest && isfinite(sum) ? sum + rest : sum;
+  }
+};
+
+template <typename T>
+using ColumnSumOf = ColumnSum<sizeof(T) == 4>;
+
+template <typename Op>
+__global__ __launch_bounds__(kColumnThreads) void column_pass_kernel(const Op op, int64_t rows,
+                                                                     int64_t n,
+                                                                     int64_t rows_per_chunk,
+                                                                     float* g_partials) {
+  constexpr int kElems = Op::kElems;
+  constexpr int kTile = kWarp * kElems;
+  __shared__ float s_sums[kRowGroups][Op::kSums][kTile];
+  const int64_t first_column = static_cast<int64_t>(blockIdx.x) * kTile;
+  const int64_t column = first_column + threadIdx.x * kElems;
+  const int64_t begin = blockIdx.y * rows_per_chunk;
+  const int64_t end = begin + rows_per_chunk < rows ? begin + rows_per_chunk : rows;
+
+  typename Op::Sum r_sums[Op::kSums][kElems];
+  if (column < n) {
+    for (int64_t row = begin + threadIdx.y; row < end; row += kRowGroups) {
+      op.add_row(row, column, r_sums);
+    }
+  }
+  if (g_partials == nullptr) return;
+
+#pragma unroll
+  for (int s = 0; s < Op::kSums; ++s) {
+#pragma unroll
+    for (int j = 0; j < kElems; ++j) {
+      s_sums[threadIdx.y][s][threadIdx.x * kElems + j] = r_sums[s][j].value();
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.y * kWarp + threadIdx.x; i < Op::kSums * kTile; i += kColumnThreads) {
+    const int s = i / kTile, c = i % kTile;
+    if (first_column + c >= n) continue;
+    float sum = 0.f;
+#pragma unroll
+    for (int group = 0; group < kRowGroups; ++group) sum += s_sums[group][s][c];
+    g_partials[(static_cast<int64_t>(blockIdx.y) * Op::kSums + s) * n + first_column + c] = sum;
+  }
+}
+
+// Where the sums of add_partials go: column c of sum s to to[s][c * stride].
+struct ColumnSums {
+  void* to[2];  // nullptr where nobody asks
+  int64_t stride;
+};
+
+template <typename T>
+__global__ __launch_bounds__(kPartialThreads) void add_partials_kernel(const float* g_partials,
+                                                                       int64_t chunks, int num_sums,
+                                                                       int64_t n,
+                                                                       const ColumnSums sums) {
+  __shared__ float s_sums[kPartialGroups][kWarp];
+  const int64_t width = num_sums * n;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
+  float sum = 0.f;
+  if (i < width) {
+#pragma unroll 4
+    for (int64_t chunk = threadIdx.y; chunk < chunks; chunk += kPartialGroups) {
+      sum += g_partials[chunk * width + i];
+    }
+  }
+  s_sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || i >= width) return;
+#pragma unroll
+  for (int group = 1; group < kPartialGroups; ++group) sum += s_sums[group][threadIdx.x];
+  T* const g_to = static_cast<T*>(sums.to[i / n]);
+  if (g_to != nullptr) g_to[i % n * sums.stride] = from_float<T>(sum);
+}
+
+// Runs the op over all rows, and where there is scratch leaves the sums.
+template <typename T, typename Op>
+void launch_column_pass(const Op& op, int64_t rows, int64_t n, float* g_partials,
+                        const ColumnSums& sums, cudaStream_t stream) {
+  constexpr int kTile = kWarp * Op::kElems;
+  const ColumnSplit split = split_rows(rows, n);
+  const dim3 grid(static_cast<unsigned>((n + kTile - 1) / kTile),
+                  static_cast<unsigned>(split.chunks));
+  column_pass_kernel<<<grid, dim3(kWarp, kRowGroups), 0, stream>>>(
+      op, rows, n, split.rows_per_chunk, g_partials);
+  if (g_partials == nullptr) return;
+  const int64_t blocks = (Op::kSums * n + kWarp - 1) / kWarp;
+  add_partials_kernel<T><<<static_cast<unsigned>(blocks), dim3(kWarp, kPartialGroups), 0, stream>>>(
+      g_partials, split.chunks, Op::kSums, n, sums);
+}
+
+}  // namespace torchweld

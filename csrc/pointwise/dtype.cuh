@@ -1,0 +1,27 @@
+// From the dtype that the host names to a C++ type.
+#pragma once
+
+#include "core/dtype.h"
+#include "device/vec.cuh"
+
+namespace torchweld {
+
+// Calls body with a value of the element type.
+template <typename Body>
+void with_dtype(DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return body(float{});
+    case DType::kFloat16:
+      return body(__half{});
+    case DType::kBFloat16:
+      return body(__nv_bfloat16{});
+  }
+}
+
+// True where every row starts on a 16-byte boundary.
+inline bool is_aligned(const void* base, int64_t row_bytes = 0) {
+  return reinterpret_cast<uintptr_t>(base) % kVectorBytes == 0 && row_bytes % kVectorBytes == 0;
+}
+
+}  // namespace torchweld

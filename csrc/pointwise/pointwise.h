@@ -1,0 +1,51 @@
+// Gradients of the pointwise functions of the linear ops, with the sums over the rows that their
+// biases ask for: what the host hands to the kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "core/pointwise.h"
+
+namespace torchweld {
+
+// dz = dy * activation'(z), dbias = sum over the rows of dz. All (rows, n), columns adjacent.
+struct ActivationBackwardParams {
+  const void* dy;
+  const void* z;    // y for relu, nullptr for none
+  void* dz;         // nullptr for none, where dz is dy
+  void* dbias;      // (n,), nullptr where nobody asks
+  float* partials;  // column_partials(rows, n), nullptr without dbias
+  int64_t rows;
+  int64_t n;
+  int64_t dy_row_stride;
+  int64_t z_row_stride;
+  int64_t dz_row_stride;
+  Activation activation;
+  DType dtype;
+};
+
+// dz (rows, 2n) of gate(left, right) from dy (rows, n) and z (rows, 2n), dbias (2n,).
+struct GateBackwardParams {
+  const void* dy;
+  const void* z;
+  void* dz;
+  void* dbias;      // nullptr where nobody asks
+  float* partials;  // 2 * column_partials(rows, n), nullptr without dbias
+  int64_t rows;
+  int64_t n;
+  int64_t dy_row_stride;
+  int64_t z_row_stride;
+  int64_t dz_row_stride;
+  Gate gate;
+  bool interleaved;
+  DType dtype;
+};
+
+// Sizes are at least 1.
+void launch_activation_backward(const ActivationBackwardParams& params, cudaStream_t stream);
+void launch_gate_backward(const GateBackwardParams& params, cudaStream_t stream);
+
+}  // namespace torchweld

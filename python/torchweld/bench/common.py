@@ -1,0 +1,18 @@
+"""What the families share: names of dtypes, errors against a reference, and what may be lost."""
+
+from __future__ import annotations
+
+import torch
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def largest_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    return (out.double() - reference).abs().max().item()
+
+
+def two_roundings(dtype: torch.dtype, largest: float) -> float:
+    """Two roundings of the largest result, and fp32 sums."""
+    return largest * (2 * torch.finfo(dtype).eps + 1e-6)

@@ -1,0 +1,91 @@
+"""The choice of tiles for matmuls and attention: host code, tested without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torchweld
+import torchweld._library as library
+
+if library.build_facts()["cuda"] is None:
+    pytest.skip("a CPU-only build chooses no tiles", allow_module_level=True)
+
+import torchweld._C as _C
+
+MATHS = ["float16", "bfloat16", "tf32", "float32"]
+H200 = (132, 232448)
+SMALL = (24, 101376)  # the least that sm_80 and newer chips offer a block: 99 KiB
+SIZES = [1, 2, 7, 16, 17, 63, 64, 65, 512, 1000, 4096, 16385]
+SHAPES = [(m, n, k) for m in SIZES for n in SIZES for k in SIZES]
+
+
+def step(math: str) -> int:
+    return 64 if math in ("float16", "bfloat16") else 32
+
+
+@pytest.mark.parametrize("limits", [H200, SMALL], ids=["h200", "small"])
+@pytest.mark.parametrize("math", MATHS)
+def test_every_product_has_a_tile_that_fits_the_device(math, limits):
+    tiles = _C.gemm_tiles(math)
+    for m, n, k in SHAPES:
+        for batch, gated in ((1, False), (3, True)):
+            choice = _C.choose_gemm(m, n, k, batch, gated, math, *limits)
+            tile = tiles[choice["tile"]]
+            assert tile["suits"] and tile["shared_bytes"] <= limits[1]
+            assert tile["threads"] == 32 * tile["warps"][0] * tile["warps"][1]
+
+
+@pytest.mark.parametrize("math", MATHS)
+def test_splits_cover_k_once_and_none_is_empty(math):
+    for m, n, k in SHAPES:
+        choice = _C.choose_gemm(m, n, k, 1, False, math, *H200)
+        splits, k_split = choice["splits"], choice["k_split"]
+        assert k_split % step(math) == 0
+        assert (splits - 1) * k_split < k <= splits * k_split
+        columns = -(-n // 8) * 8
+        assert choice["workspace_floats"] == (splits * m * columns if splits > 1 else 0)
+
+
+def test_small_products_with_a_long_k_are_split():
+    choice = _C.choose_gemm(16, 4096, 4096, 1, False, "bfloat16", *H200)
+    assert choice["splits"] > 1
+    choice = _C.choose_gemm(4096, 4096, 4096, 1, False, "bfloat16", *H200)
+    assert choice["splits"] == 1
+
+
+def test_a_k_beyond_32_bits_is_split():
+    for math in ("bfloat16", "tf32", "float32"):
+        choice = _C.choose_gemm(1, 1, 2**33, 1, False, math, *H200)
+        assert choice["k_split"] < 2**31 and choice["splits"] * choice["k_split"] >= 2**33
+
+
+def test_attention_tiles_hold_both_head_dims():
+    for size in (2, 4):
+        for dims in ((1, 1), (64, 64), (65, 3), (3, 128), (129, 64), (256, 256)):
+            tile = _C.attention_tile(1024, 1024, *dims, size)
+            assert tile["head_dim"] >= max(dims) and tile["shared_bytes"] <= SMALL[1]
+            for limit in (H200[1], SMALL[1]):
+                tile = _C.attention_backward_tile(*dims, size, limit)
+                assert tile["head_dim"] >= max(dims) and tile["shared_bytes"] <= limit
+        assert _C.attention_tile(1024, 1024, 257, 8, size) == {}
+        assert _C.attention_backward_tile(8, 257, size, H200[1]) == {}
+
+
+def test_explain_names_the_products_of_a_matmul():
+    x = torch.empty(512, 768, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(3072, 768, dtype=torch.bfloat16, device="meta")
+    forward = torchweld.explain("linear", x, weight)
+    assert forward.kernel.startswith("matmul") and "(512, 3072, 768)" in forward.tile["y"]
+    backward = torchweld.explain("linear_backward", x.new_empty(512, 3072), x, weight)
+    assert set(backward.tile) == {"dx", "dweight"}
+    assert "(3072, 768, 512)" in backward.tile["dweight"]
+    gated = torchweld.explain("gated_linear", x, weight)
+    assert "(512, 1536, 768)" in gated.tile["y"]
+
+
+def test_explain_names_attentions_tile():
+    query = torch.empty(1, 2, 8, 64, dtype=torch.bfloat16, device="meta")
+    assert torchweld.explain("attention", query, query, query).tile["head_dim"] == 64
+    wide = query.new_empty(1, 2, 8, 300)
+    assert torchweld.explain("attention", wide, wide, wide).kernel == "general"
