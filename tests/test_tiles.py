@@ -67,6 +67,9 @@ def test_attention_tiles_hold_both_head_dims():
             assert tile["head_dim"] >= max(dims) and tile["shared_bytes"] <= SMALL[1]
             for limit in (H200[1], SMALL[1]):
                 tile = _C.attention_backward_tile(*dims, size, limit)
+                if size == 4 and max(dims) > 128:
+                    assert tile == {}
+                    continue
                 assert tile["head_dim"] >= max(dims) and tile["shared_bytes"] <= limit
         assert _C.attention_tile(1024, 1024, 257, 8, size) == {}
         assert _C.attention_backward_tile(8, 257, size, H200[1]) == {}

@@ -184,4 +184,32 @@ struct SplitBf16 {
   }
 };
 
+// A fragment of m16n8k16 whose values are fp32, as the pieces of its pairs: kPairs is 4 for A, 2
+// for B.
+template <int kPairs, bool kCareful>
+struct SplitFragment {
+  uint32_t high[kPairs], middle[kPairs], low[kPairs], cross[kPairs];
+
+  __device__ __forceinline__ void set(int pair, uint32_t x, uint32_t y, float& check) {
+    const SplitBf16<kCareful> split(__uint_as_float(x), __uint_as_float(y), check);
+    high[pair] = split.high;
+    middle[pair] = split.middle;
+    low[pair] = split.low;
+    cross[pair] = split.cross;
+  }
+};
+
+// d += a @ b to fp32 accuracy, in six products of pieces, the small ones first.
+template <bool kCareful>
+__device__ __forceinline__ void mma_split(float (&d)[4], const SplitFragment<4, kCareful>& a,
+                                          const SplitFragment<2, kCareful>& b) {
+  using T = __nv_bfloat16;
+  mma_16816<T>(d, a.low, b.cross[0], b.cross[1]);
+  mma_16816<T>(d, a.cross, b.low[0], b.low[1]);
+  mma_16816<T>(d, a.middle, b.middle[0], b.middle[1]);
+  mma_16816<T>(d, a.middle, b.cross[0], b.cross[1]);
+  mma_16816<T>(d, a.cross, b.middle[0], b.middle[1]);
+  mma_16816<T>(d, a.high, b.high[0], b.high[1]);
+}
+
 }  // namespace torchweld

@@ -81,31 +81,16 @@ struct OperandB {
   static constexpr bool is_a = false;
 };
 
-// Four 8 x 8 blocks of two fp32 slices as the pieces of one 16-bit slice. Depths t and t + 4 of a
-// slice become 2t and 2t + 1; any order of K serves that is the same for a and b.
-template <bool kCareful>
-struct SplitFragment {
-  uint32_t high[4], middle[4], low[4], cross[4];
-
-  __device__ __forceinline__ void set(int i, uint32_t x, uint32_t y, float& check) {
-    const SplitBf16<kCareful> split(__uint_as_float(x), __uint_as_float(y), check);
-    high[i] = split.high;
-    middle[i] = split.middle;
-    low[i] = split.low;
-    cross[i] = split.cross;
-  }
-};
-
-// acc += a @ b^T for two slices of fp32, in six products of 16-bit pieces, the small ones first.
-// kCareful admits inf, NaN and what rounds to inf; without it `check` becomes NaN at them.
-// NOTE: tensor cores truncate when they accumulate. Two slices start from zero and join the running
-// sum by an ordinary addition, else the error grows with K instead of sqrt(K).
-// read(r, operand, i, second) reads 16 rows of the first or second slice.
+// acc += a @ b^T for two slices of fp32, as one of 16-bit pieces: the depths t and t + 4 of a slice
+// become 2t and 2t + 1, for any order of K serves that is the same for a and b. kCareful admits
+// inf, NaN and what rounds to inf; without it `check` becomes NaN at them. read(r, operand, i,
+// second) reads 16 rows of the first or second slice. NOTE: tensor cores truncate when they
+// accumulate. Two slices start from zero and join the running sum by an ordinary addition, else the
+// error grows with K instead of sqrt(K).
 template <bool kCareful, int kM, int kN, class Read>
 __device__ __forceinline__ void multiply_split(float (&acc)[kM][kN][4], const Read& read,
                                                float& check) {
-  using T = __nv_bfloat16;
-  SplitFragment<kCareful> a[kM];
+  SplitFragment<4, kCareful> a[kM];
 #pragma unroll
   for (int i = 0; i < kM; ++i) {
 #pragma unroll
@@ -119,32 +104,20 @@ __device__ __forceinline__ void multiply_split(float (&acc)[kM][kN][4], const Re
   uint32_t raw[2][4];  // of two n8 tiles
 #pragma unroll
   for (int j = 0; j < kN; ++j) {
-    if (j % 2 == 0) {
+    const int at = j % 2 * 2;
+    if (at == 0) {
       read(raw[0], OperandB{}, j / 2, 0);
       read(raw[1], OperandB{}, j / 2, 1);
     }
-    SplitFragment<kCareful> b;
-    b.set(0, raw[0][j % 2 * 2], raw[0][j % 2 * 2 + 1], check);
-    b.set(1, raw[1][j % 2 * 2], raw[1][j % 2 * 2 + 1], check);
-    float sum[kM][4] = {};
-    const auto add = [&](const auto& a_piece, const auto& b_piece) {
-#pragma unroll
-      for (int i = 0; i < kM; ++i) mma_16816<T>(sum[i], a_piece(a[i]), b_piece[0], b_piece[1]);
-    };
-    const auto high = [](const auto& f) -> const uint32_t (&)[4] { return f.high; };
-    const auto cross = [](const auto& f) -> const uint32_t (&)[4] { return f.cross; };
-    const auto middle = [](const auto& f) -> const uint32_t (&)[4] { return f.middle; };
-    const auto low = [](const auto& f) -> const uint32_t (&)[4] { return f.low; };
-    add(low, b.cross);
-    add(cross, b.low);
-    add(middle, b.middle);
-    add(middle, b.cross);
-    add(cross, b.middle);
-    add(high, b.high);
+    SplitFragment<2, kCareful> b;
+    b.set(0, raw[0][at], raw[0][at + 1], check);
+    b.set(1, raw[1][at], raw[1][at + 1], check);
 #pragma unroll
     for (int i = 0; i < kM; ++i) {
+      float sum[4] = {};
+      mma_split(sum, a[i], b);
 #pragma unroll
-      for (int r = 0; r < 4; ++r) acc[i][j][r] += sum[i][r];
+      for (int r = 0; r < 4; ++r) acc[i][j][r] += sum[r];
     }
   }
 }

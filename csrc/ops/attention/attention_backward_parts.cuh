@@ -64,6 +64,10 @@ struct Operands {
   struct Right {
     uint32_t r[2];
   };
+  // Operands of the products whose depth is a head dim, of kScoreBytes each.
+  static constexpr int kScoreBytes = 32;
+  using ScoreLeft = Left;
+  using ScoreRight = Right;
 
   static __device__ __forceinline__ void load_left(Left& to, uint32_t s_lane) {
     load_matrix_4(to.r, s_lane);
@@ -119,7 +123,8 @@ struct Operands {
   }
 };
 
-// Operands of m16n8k8 products in TF32, one pass or three.
+// Operands of fp32: m16n8k8 products in TF32, one pass or three; scores to fp32 accuracy come from
+// bf16 pieces, because an error in a score of 1000 counts as e^1000 does.
 // NOTE: results hold depths 2t and 2t + 1 where a left operand wants t and t + 4. The order of the
 // depths is free, so wide operands are read in that of the results.
 template <bool kOnePass>
@@ -143,6 +148,9 @@ struct Operands<float, kOnePass> {
   };
   using Left = Split<4>;
   using Right = Split<2>;
+  static constexpr int kScoreBytes = kOnePass ? 32 : 64;
+  using ScoreLeft = std::conditional_t<kOnePass, Left, SplitFragment<4, true>>;
+  using ScoreRight = std::conditional_t<kOnePass, Right, SplitFragment<2, true>>;
 
   static __device__ __forceinline__ void load_left(Left& to, uint32_t s_lane) {
     uint32_t r[4];
@@ -155,6 +163,27 @@ struct Operands<float, kOnePass> {
     load_matrix_4(r, s_lane);
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[i / 2].set(i % 2, r[i]);
+  }
+  static __device__ __forceinline__ void load_left(SplitFragment<4, true>& to, uint32_t s_lane) {
+    float check;  // nobody asks
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t r[4];
+      load_matrix_4(r, s_lane ^ (half * 32));
+      to.set(2 * half, r[0], r[2], check);
+      to.set(2 * half + 1, r[1], r[3], check);
+    }
+  }
+  static __device__ __forceinline__ void load_right(SplitFragment<2, true> (&to)[2],
+                                                    uint32_t s_lane) {
+    float check;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t r[4];
+      load_matrix_4(r, s_lane ^ (half * 32));
+      to[0].set(half, r[0], r[1], check);
+      to[1].set(half, r[2], r[3], check);
+    }
   }
 
   template <typename Tile>
@@ -198,11 +227,15 @@ struct Operands<float, kOnePass> {
                    : "memory");
     }
   };
+  // NOTE: an infinite result comes out as NaN here; the registers for more care would spill.
   static __device__ __forceinline__ void from_results(Left& to, const Held* r_tile) {
-    to.set(0, r_tile->r[0]);
-    to.set(1, r_tile->r[2]);
-    to.set(2, r_tile->r[1]);
-    to.set(3, r_tile->r[3]);
+    constexpr int kOrder[] = {0, 2, 1, 3};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float x = r_tile->r[kOrder[i]];
+      to.big[i] = to.cross[i] = round_to_tf32(x);
+      if (!kOnePass) to.small[i] = round_to_tf32(x - __uint_as_float(to.big[i]));
+    }
   }
 
   // NOTE: tensor cores truncate when they add; a sum of its own for every product, added with
@@ -217,12 +250,12 @@ struct Operands<float, kOnePass> {
 #pragma unroll
     for (int i = 0; i < 4; ++i) d[i] += r_part[i];
   }
-
- private:
-  static __device__ __forceinline__ uint32_t load_word(uint32_t s_from) {
-    uint32_t word;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(s_from) : "memory");
-    return word;
+  static __device__ __forceinline__ void mma(float (&d)[4], const SplitFragment<4, true>& a,
+                                             const SplitFragment<2, true>& b) {
+    float r_part[4] = {};
+    mma_split(r_part, a, b);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) d[i] += r_part[i];
   }
 };
 
@@ -264,13 +297,13 @@ constexpr int kProbabilityShift = std::is_same_v<T, __half> ? 15 : 0;
 // e^x from the exponent that BackwardArgs' factors give: already in base 2, shifted by
 // kProbabilityShift, where the result is rounded to 16 bits.
 // NOTE: in fp32 the change of base comes after the subtraction, whose result is small; before it,
-// the rounding of the factor would count |lse| times. In 16 bits it may: then the largest
-// probability is held at 1, for a score of 1e30 would make it inf.
+// the rounding of the factor would count |lse| times. The largest probability is held at 1: the
+// rounding of a score of 1e30 could make it inf.
 template <typename T>
 __device__ __forceinline__ float exponential(float x) {
   constexpr float kLog2e = 1.4426950408889634f;
   if constexpr (sizeof(T) == 2) return exp2_approx_ftz(min_or_nan(x, kProbabilityShift<T>));
-  return exp2_approx(x * kLog2e);
+  return exp2_approx(min_or_nan(x, 0.f) * kLog2e);
 }
 
 // A counter that the blocks of a grid pass on.

@@ -148,6 +148,8 @@ struct DqShare {
             Ops::mma(r_sum[m][n * Ops::kWideTiles + j], a[m], b[j]);
           }
         }
+        // NOTE: without it the compiler mixes the turns of this loop and spills.
+        if constexpr (sizeof(T) == 4) __syncwarp();
       }
     }
   }

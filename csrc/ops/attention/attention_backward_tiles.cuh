@@ -36,6 +36,7 @@ struct BackwardConfig {
   static constexpr bool kValue = kPart != BackwardPart::kKey;
   static constexpr bool kKey = kPart != BackwardPart::kValue;
   static constexpr int kUnroll = sizeof(T) == 2 ? 2 : 1;  // of the loops over a product's depth
+  static constexpr int kLineUnroll = sizeof(T) == 4 && kWarps == 2 ? 1 : 4;  // more would spill
   using KeyTile = SharedTile<T, kKeys, kHeadDim>;
   using QueryTileOf = SharedTile<T, kRows, kHeadDim>;
   using ScoreTile = SharedTile<T, kKeys, kRows>;
@@ -282,19 +283,19 @@ struct BackwardBlock {
   __device__ __forceinline__ void multiply(Scores& r_to, int keys, uint32_t s_rows, int rows) {
 #pragma unroll Config::kUnroll
     for (int line = 0; line < KeyTile::kGroups / 4; ++line) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        typename Ops::Left a[kStrips];
+#pragma unroll Config::kLineUnroll
+      for (int byte = 0; byte < 128; byte += Ops::kScoreBytes) {
+        typename Ops::ScoreLeft a[kStrips];
 #pragma unroll
         for (int i = 0; i < kStrips; ++i) {
-          Ops::load_left(a[i], KeyTile::right_of(s_left, k * 32) + keys +
+          Ops::load_left(a[i], KeyTile::right_of(s_left, byte) + keys +
                                    i * 16 * KeyTile::kRowBytes + line * 128);
         }
 #pragma unroll
         for (int n = 0; n < kScoreTiles; n += 2) {
-          typename Ops::Right b[2];
+          typename Ops::ScoreRight b[2];
           Ops::load_right(
-              b, QTile::right_of(s_rows, k * 32) + rows + n * 8 * QTile::kRowBytes + line * 128);
+              b, QTile::right_of(s_rows, byte) + rows + n * 8 * QTile::kRowBytes + line * 128);
 #pragma unroll
           for (int i = 0; i < kStrips; ++i) {
             Ops::mma(r_to[i][n], a[i], b[0]);
@@ -398,6 +399,8 @@ struct BackwardBlock {
             Ops::mma(r_sum[i][n * Ops::kWideTiles + j], a[i], b[j]);
           }
         }
+        // NOTE: without it the compiler mixes the turns of this loop and spills.
+        if constexpr (sizeof(T) == 4) __syncwarp();
       }
     }
   }

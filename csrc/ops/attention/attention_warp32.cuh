@@ -1,5 +1,8 @@
-// The matmuls of one warp in fp32: m16n8k8 TF32, in three passes for fp32 accuracy (kExact) or in
-// one. The interface is that of attention_warp16.cuh.
+// The matmuls of one warp in fp32, to its accuracy (kExact) or in one pass of m16n8k8 TF32. The
+// interface is that of attention_warp16.cuh.
+//
+// Exact scores come from bf16 pieces, which keep every product: an error in a score of 1000 counts
+// as e^1000 does. P V, where P is at most 1, takes TF32 in four passes.
 //
 // P V takes the keys of every 8 in the order 0 2 4 6 1 3 5 7, which makes C's layout of the scores
 // A's of P, and the columns of every 32 in the order 0 4 8 .. 28 1 5 .., so that a thread reads
@@ -87,6 +90,15 @@ struct WarpMatmul32 {
   __device__ __forceinline__ void scores(Scores& r_s, const char* s_q, const char* s_k,
                                          int cols) const {
     const uint32_t q = shared_address(s_q) + q_offset, k = shared_address(s_k) + k_offset;
+    if constexpr (kExact) {
+      exact_scores(r_s, q, k, cols);
+    } else {
+      rounded_scores(r_s, q, k, cols);
+    }
+  }
+
+  static __device__ __forceinline__ void rounded_scores(Scores& r_s, uint32_t q, uint32_t k,
+                                                        int cols) {
 #pragma unroll 1
     for (int d = 0; d * 8 < cols; ++d) {
       uint32_t r_q[kTiles][4];
@@ -105,6 +117,47 @@ struct WarpMatmul32 {
           const Operand a[4] = {operand(r[0]), operand(r[1]), operand(r[2]), operand(r[3])};
           mma_tf32(r_s[tile][2 * n], a, b[0], b[1]);
           mma_tf32(r_s[tile][2 * n + 1], a, b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  // Depths t and t + 4 of every 8 are taken as 2t and 2t + 1, of Q and K alike.
+  static __device__ __forceinline__ void exact_scores(Scores& r_s, uint32_t q, uint32_t k,
+                                                      int cols) {
+    float check;  // nobody asks
+#pragma unroll 1
+    for (int d = 0; d * 16 < cols; ++d) {
+      SplitFragment<4, true> a[kTiles];
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int second = 0; second < 2; ++second) {
+          uint32_t r[4];
+          load_matrix_4(r, (q ^ (64 * d + 32 * second)) + tile * 16 * kRowBytes);
+          a[tile].set(2 * second, r[0], r[2], check);
+          a[tile].set(2 * second + 1, r[1], r[3], check);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kKeys / 16; ++n) {
+        SplitFragment<2, true> b[2];
+#pragma unroll
+        for (int second = 0; second < 2; ++second) {
+          uint32_t r[4];
+          load_matrix_4(r, (k ^ (64 * d + 32 * second)) + n * 16 * kRowBytes);
+          b[0].set(second, r[0], r[1], check);
+          b[1].set(second, r[2], r[3], check);
+        }
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float sum[4] = {};
+            mma_split(sum, a[tile], b[half]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) r_s[tile][2 * n + half][i] += sum[i];
+          }
         }
       }
     }
