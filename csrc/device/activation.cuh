@@ -38,6 +38,14 @@ __device__ __forceinline__ float gelu_tanh(float x) {
   return x * sigmoid<kExact>(gelu_tanh_argument(x));
 }
 
+// Near 0, where 2 sigmoid(2x) - 1 cancels, two terms of the series.
+template <bool kExact>
+__device__ __forceinline__ float tanh_of(float x) {
+  if constexpr (kExact) return tanhf(x);
+  const float series = x - x * x * x * (1.f / 3.f);
+  return fabsf(x) < 0.03f ? series : fmaf(2.f, sigmoid<kExact>(2.f * x), -1.f);
+}
+
 template <bool kExact>
 __device__ __forceinline__ float silu(float x) {
   return x * sigmoid<kExact>(x);
@@ -49,87 +57,139 @@ __device__ __forceinline__ float gelu_slope(float x) {
   return 0.5f * (1.f + erff(x * kSqrtHalf)) + x * (expf(-0.5f * x * x) * kDensity);
 }
 
+// sigmoid(x) and 1 - sigmoid(x), both with relative accuracy.
+template <bool kExact>
+struct Sigmoids {
+  float of_x, complement;
+  __device__ __forceinline__ explicit Sigmoids(float x) {
+    const float larger = sigmoid<kExact>(fabsf(x)), smaller = sigmoid<kExact>(-fabsf(x));
+    of_x = x < 0.f ? smaller : larger;
+    complement = x < 0.f ? larger : smaller;
+  }
+};
+
 template <bool kExact>
 __device__ __forceinline__ float gelu_tanh_slope(float x) {
   constexpr float kTwoSqrt2OverPi = 1.5957691216057308f;
-  const float s = sigmoid<kExact>(gelu_tanh_argument(x));
-  return s + x * s * (1.f - s) * kTwoSqrt2OverPi * (1.f + 3.f * 0.044715f * x * x);
+  const Sigmoids<kExact> s(gelu_tanh_argument(x));
+  const float argument_slope = kTwoSqrt2OverPi * (1.f + 3.f * 0.044715f * x * x);
+  return s.of_x * (1.f + x * s.complement * argument_slope);
 }
 
 template <bool kExact>
 __device__ __forceinline__ float silu_slope(float x) {
-  const float s = sigmoid<kExact>(x);
-  return s * (1.f + x * (1.f - s));
+  const Sigmoids<kExact> s(x);
+  return s.of_x * (1.f + x * s.complement);
 }
 
-template <bool kExact>
-__device__ __forceinline__ float activate(float z, Activation activation) {
+// NOTE: the switches stand outside of the loops over a thread's values; a switch a value costs more
+// than the function.
+template <bool kExact, int kCount>
+__device__ __forceinline__ void activate(float (&z)[kCount], Activation activation) {
+  const auto each = [&](auto f) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) z[i] = f(z[i]);
+  };
   switch (activation) {
+    case Activation::kNone:
+      return;
     case Activation::kRelu:
-      return relu(z);
+      return each([](float x) { return relu(x); });
     case Activation::kGelu:
-      return gelu(z);
+      return each([](float x) { return gelu(x); });
     case Activation::kGeluTanh:
-      return gelu_tanh<kExact>(z);
+      return each([](float x) { return gelu_tanh<kExact>(x); });
     case Activation::kSilu:
-      return silu<kExact>(z);
-    default:
-      return z;
+      return each([](float x) { return silu<kExact>(x); });
   }
 }
 
-// dy * activation'(z); for relu z may be y itself.
-template <bool kExact>
-__device__ __forceinline__ float activation_grad(float dy, float z, Activation activation) {
+// dy *= activation'(z); for relu z may be y itself.
+template <bool kExact, int kCount>
+__device__ __forceinline__ void activation_grad(float (&dy)[kCount], const float (&z)[kCount],
+                                                Activation activation) {
+  const auto each = [&](auto slope) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) dy[i] *= slope(z[i]);
+  };
   switch (activation) {
+    case Activation::kNone:
+      return;
     case Activation::kRelu:
-      return z <= 0.f ? 0.f : dy;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) dy[i] = z[i] <= 0.f ? 0.f : dy[i];
+      return;
     case Activation::kGelu:
-      return dy * gelu_slope(z);
+      return each([](float x) { return gelu_slope(x); });
     case Activation::kGeluTanh:
-      return dy * gelu_tanh_slope<kExact>(z);
+      return each([](float x) { return gelu_tanh_slope<kExact>(x); });
     case Activation::kSilu:
-      return dy * silu_slope<kExact>(z);
-    default:
-      return dy;
+      return each([](float x) { return silu_slope<kExact>(x); });
   }
 }
 
-template <bool kExact>
-__device__ __forceinline__ float apply_gate(float left, float right, Gate gate) {
+// left = gate(left, right)
+template <bool kExact, int kCount>
+__device__ __forceinline__ void apply_gate(float (&left)[kCount], const float (&right)[kCount],
+                                           Gate gate) {
+  const auto each = [&](auto f) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) left[i] = f(left[i], right[i]);
+  };
   switch (gate) {
     case Gate::kSigmoidTanh:
-      return sigmoid<kExact>(left) * tanhf(right);
+      return each([](float l, float r) { return sigmoid<kExact>(l) * tanh_of<kExact>(r); });
     case Gate::kGeglu:
-      return left * gelu(right);
+      return each([](float l, float r) { return l * gelu(r); });
     case Gate::kGegluTanh:
-      return left * gelu_tanh<kExact>(right);
+      return each([](float l, float r) { return l * gelu_tanh<kExact>(r); });
     case Gate::kSwiglu:
-      return silu<kExact>(left) * right;
-    default:
-      return left * relu(right);
+      return each([](float l, float r) { return silu<kExact>(l) * r; });
+    case Gate::kReglu:
+      return each([](float l, float r) { return l * relu(r); });
   }
 }
 
-struct GateGrad {
-  float left, right;
-};
-
-template <bool kExact>
-__device__ __forceinline__ GateGrad gate_grad(float dy, float left, float right, Gate gate) {
+// left and right become the gradients to them, from the gradient dy to gate(left, right).
+template <bool kExact, int kCount>
+__device__ __forceinline__ void gate_grad(float (&left)[kCount], float (&right)[kCount],
+                                          const float (&dy)[kCount], Gate gate) {
+  const auto each = [&](auto f) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) f(left[i], right[i], dy[i]);
+  };
   switch (gate) {
-    case Gate::kSigmoidTanh: {
-      const float s = sigmoid<kExact>(left), t = tanhf(right);
-      return {dy * t * s * (1.f - s), dy * s * (1.f - t * t)};
-    }
+    case Gate::kSigmoidTanh:
+      return each([](float& l, float& r, float d) {
+        const Sigmoids<kExact> s(l);
+        const float t = tanh_of<kExact>(r);
+        l = d * t * s.of_x * s.complement;
+        r = d * s.of_x * (1.f - t) * (1.f + t);
+      });
     case Gate::kGeglu:
-      return {dy * gelu(right), dy * left * gelu_slope(right)};
+      return each([](float& l, float& r, float d) {
+        const float slope = d * l * gelu_slope(r);
+        l = d * gelu(r);
+        r = slope;
+      });
     case Gate::kGegluTanh:
-      return {dy * gelu_tanh<kExact>(right), dy * left * gelu_tanh_slope<kExact>(right)};
+      return each([](float& l, float& r, float d) {
+        const float slope = d * l * gelu_tanh_slope<kExact>(r);
+        l = d * gelu_tanh<kExact>(r);
+        r = slope;
+      });
     case Gate::kSwiglu:
-      return {dy * right * silu_slope<kExact>(left), dy * silu<kExact>(left)};
-    default:
-      return {dy * relu(right), right <= 0.f ? 0.f : dy * left};
+      return each([](float& l, float& r, float d) {
+        const float slope = d * r * silu_slope<kExact>(l);
+        r = d * silu<kExact>(l);
+        l = slope;
+      });
+    case Gate::kReglu:
+      return each([](float& l, float& r, float d) {
+        const float slope = r <= 0.f ? 0.f : d * l;
+        l = d * relu(r);
+        r = slope;
+      });
   }
 }
 

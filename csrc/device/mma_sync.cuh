@@ -199,17 +199,22 @@ struct SplitFragment {
   }
 };
 
-// d += a @ b to fp32 accuracy, in six products of pieces, the small ones first.
+// d += a @ b to fp32 accuracy, in six products of pieces.
+// NOTE: tensor cores truncate when they accumulate. The largest pieces, whose products are exact,
+// and the rest have sums of their own, which join the running one by additions that round.
 template <bool kCareful>
 __device__ __forceinline__ void mma_split(float (&d)[4], const SplitFragment<4, kCareful>& a,
                                           const SplitFragment<2, kCareful>& b) {
   using T = __nv_bfloat16;
-  mma_16816<T>(d, a.low, b.cross[0], b.cross[1]);
-  mma_16816<T>(d, a.cross, b.low[0], b.low[1]);
-  mma_16816<T>(d, a.middle, b.middle[0], b.middle[1]);
-  mma_16816<T>(d, a.middle, b.cross[0], b.cross[1]);
-  mma_16816<T>(d, a.cross, b.middle[0], b.middle[1]);
-  mma_16816<T>(d, a.high, b.high[0], b.high[1]);
+  float rest[4] = {}, sum[4] = {};
+  mma_16816<T>(rest, a.low, b.cross[0], b.cross[1]);
+  mma_16816<T>(rest, a.cross, b.low[0], b.low[1]);
+  mma_16816<T>(rest, a.middle, b.middle[0], b.middle[1]);
+  mma_16816<T>(rest, a.middle, b.cross[0], b.cross[1]);
+  mma_16816<T>(rest, a.cross, b.middle[0], b.middle[1]);
+  mma_16816<T>(sum, a.high, b.high[0], b.high[1]);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) d[i] += sum[i] + rest[i];
 }
 
 }  // namespace torchweld

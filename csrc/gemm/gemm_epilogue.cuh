@@ -1,5 +1,5 @@
-// What happens to a row of 8 finished sums: bias, pre-activation, activation or gate, rounding.
-// The matmul kernels and the split-K sum share it.
+// What happens to rows of 8 finished sums: bias, pre-activation, activation or gate, rounding. The
+// matmul kernels and the sum of a split product share it.
 #pragma once
 
 #include "device/activation.cuh"
@@ -26,106 +26,129 @@ __device__ __forceinline__ void add_sums(float (&v)[kGroup], const float* g_sums
   }
 }
 
+// Up to 8 adjacent results in each of a thread's rows.
+template <typename T>
+class ResultColumn {
+ public:
+  ResultColumn() = default;
+  __device__ __forceinline__ ResultColumn(void* g_base, int64_t row, int64_t row_stride,
+                                          int64_t column, int64_t columns_left, int row_step)
+      : g_at_(static_cast<T*>(g_base) + row * row_stride + column),
+        step_(row_step * row_stride),
+        columns_(columns_left < kGroup ? int(columns_left) : kGroup) {
+    const uint64_t bits = reinterpret_cast<uintptr_t>(g_at_) | (row_stride * sizeof(T));
+    wide_ = columns_ == kGroup && bits % 16 == 0;
+  }
+
+  __device__ __forceinline__ void store(const float (&v)[kGroup]) const {
+    if (wide_) {
+      // NOTE: __stwb, because the compiler splits a plain store here into four.
+      if constexpr (sizeof(T) == 2) {
+        __stwb(reinterpret_cast<uint4*>(g_at_),
+               make_uint4(pack_pair<T>(v[0], v[1]), pack_pair<T>(v[2], v[3]),
+                          pack_pair<T>(v[4], v[5]), pack_pair<T>(v[6], v[7])));
+      } else {
+        store_sums(g_at_, v);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        if (i < columns_) g_at_[i] = from_float<T>(v[i]);
+      }
+    }
+  }
+  // Every other element of twice the width: the results of an interleaved half.
+  __device__ __forceinline__ void store_every_other(const float (&v)[kGroup], int half) const {
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      if (i < columns_) g_at_[2 * i + half] = from_float<T>(v[i]);
+    }
+  }
+  __device__ __forceinline__ void next_row() { g_at_ += step_; }
+
+ private:
+  T* g_at_;
+  int64_t step_;
+  int columns_;
+  bool wide_;
+};
+
+// Columns [column, column + 8) of y, from `row` on every row_step rows; column < n.
 template <typename T>
 class RowWriter {
   static constexpr bool kExact = sizeof(T) == 4;
 
  public:
-  __device__ __forceinline__ RowWriter(const GemmParams& params, int64_t batch)
-      : p_(params),
-        y_(static_cast<T*>(params.y) + batch * params.y_batch_stride),
-        wide_y_(wide(y_, params.y_row_stride)) {}
-
-  // Columns [column, column + 8) of a row; those at n and beyond are dropped.
-  __device__ __forceinline__ void write(int64_t row, int64_t column, float (&v)[kGroup],
-                                        const float (&bias)[kGroup]) const {
-    const GemmEpilogue& e = p_.epilogue;
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) v[i] += bias[i];
+  __device__ __forceinline__ RowWriter(const GemmParams& p, int64_t batch, int64_t row,
+                                       int64_t column, int row_step)
+      : epilogue_(p.epilogue),
+        y_(static_cast<T*>(p.y) + batch * p.y_batch_stride, row, p.y_row_stride, column,
+           p.n - column, row_step) {
+    const GemmEpilogue& e = p.epilogue;
+    const int64_t left = p.n - column;
+    load_bias(bias_, e.interleaved ? 2 * column : column, left);
     if (e.preact != nullptr) {
-      T* z = static_cast<T*>(e.preact) + row * p_.n + column;
-      store(z, v, column, wide(static_cast<T*>(e.preact), p_.n));
+      const int64_t width = e.gated ? 2 * p.n : p.n;
+      preact_ = ResultColumn<T>(e.preact, row, width, e.interleaved ? 2 * column : column, left,
+                                row_step);
     }
-    if (e.activation != Activation::kNone) {
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) v[i] = activate<kExact>(v[i], e.activation);
+    if (!e.gated) return;
+    load_bias(right_bias_, e.interleaved ? 2 * column + 1 : p.n + column, left);
+    if (e.preact != nullptr && !e.interleaved) {
+      right_preact_ = ResultColumn<T>(e.preact, row, 2 * p.n, p.n + column, left, row_step);
     }
-    store(y_ + row * p_.y_row_stride + column, v, column, wide_y_);
   }
 
-  __device__ __forceinline__ void write_gated(int64_t row, int64_t column, float (&left)[kGroup],
-                                              float (&right)[kGroup],
-                                              const float (&left_bias)[kGroup],
-                                              const float (&right_bias)[kGroup]) const {
-    const GemmEpilogue& e = p_.epilogue;
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      left[i] += left_bias[i];
-      right[i] += right_bias[i];
+  // The next row. `right` is a gated product's other half.
+  __device__ __forceinline__ void write(float (&v)[kGroup], float (&right)[kGroup]) {
+    add(v, bias_);
+    if (epilogue_.gated) add(right, right_bias_);
+    if (epilogue_.preact != nullptr) store_preact(v, right);
+    if (epilogue_.gated) {
+      apply_gate<kExact>(v, right, epilogue_.gate);
+    } else {
+      activate<kExact>(v, epilogue_.activation);
     }
-    if (e.preact != nullptr) {
-      T* z = static_cast<T*>(e.preact) + row * 2 * p_.n;
-      if (e.interleaved) {
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-          if (column + i >= p_.n) break;
-          z[2 * (column + i)] = from_float<T>(left[i]);
-          z[2 * (column + i) + 1] = from_float<T>(right[i]);
-        }
-      } else {
-        const bool is_wide = wide(static_cast<T*>(e.preact), p_.n);
-        store(z + column, left, column, is_wide);
-        store(z + p_.n + column, right, column, is_wide);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) left[i] = apply_gate<kExact>(left[i], right[i], e.gate);
-    store(y_ + row * p_.y_row_stride + column, left, column, wide_y_);
-  }
-
-  // The biases of 8 columns; `half` 1 asks for a gated product's right ones.
-  __device__ __forceinline__ void load_bias(float (&bias)[kGroup], int64_t column, int half) const {
-    const GemmEpilogue& e = p_.epilogue;
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      bias[i] = 0.f;
-      if (e.bias == nullptr || column + i >= p_.n) continue;
-      const int64_t at = e.interleaved ? 2 * (column + i) + half : half * p_.n + column + i;
-      bias[i] = e.bias_fp32 ? static_cast<const float*>(e.bias)[at]
-                            : to_float(static_cast<const T*>(e.bias)[at]);
-    }
+    y_.store(v);
+    y_.next_row();
   }
 
  private:
-  // True where 8 columns of every row may be stored in 16-byte pieces.
-  static __device__ __forceinline__ bool wide(const T* base, int64_t row_stride) {
-    return ((reinterpret_cast<uintptr_t>(base) | static_cast<uintptr_t>(row_stride * sizeof(T))) &
-            15) == 0;
+  static __device__ __forceinline__ void add(float (&v)[kGroup], const float (&bias)[kGroup]) {
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) v[i] += bias[i];
   }
 
-  __device__ __forceinline__ void store(T* g_to, const float (&v)[kGroup], int64_t column,
-                                        bool is_wide) const {
-    if (is_wide && column + kGroup <= p_.n) {
-      // NOTE: __stwb, because the compiler splits a plain store here into four.
-      if constexpr (sizeof(T) == 2) {
-        __stwb(reinterpret_cast<uint4*>(g_to),
-               make_uint4(pack_pair<T>(v[0], v[1]), pack_pair<T>(v[2], v[3]),
-                          pack_pair<T>(v[4], v[5]), pack_pair<T>(v[6], v[7])));
-      } else {
-        __stwb(reinterpret_cast<float4*>(g_to), make_float4(v[0], v[1], v[2], v[3]));
-        __stwb(reinterpret_cast<float4*>(g_to) + 1, make_float4(v[4], v[5], v[6], v[7]));
-      }
+  __device__ __forceinline__ void store_preact(const float (&v)[kGroup],
+                                               const float (&right)[kGroup]) {
+    if (epilogue_.interleaved) {
+      preact_.store_every_other(v, 0);
+      preact_.store_every_other(right, 1);
     } else {
+      preact_.store(v);
+      if (epilogue_.gated) right_preact_.store(right);
+    }
+    preact_.next_row();
+    right_preact_.next_row();
+  }
+
+  // From element `at` on, every other one where halves are interleaved.
+  __device__ __forceinline__ void load_bias(float (&bias)[kGroup], int64_t at,
+                                            int64_t columns_left) const {
+    const int step = epilogue_.interleaved ? 2 : 1;
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        if (column + i < p_.n) g_to[i] = from_float<T>(v[i]);
-      }
+    for (int i = 0; i < kGroup; ++i) {
+      bias[i] = 0.f;
+      if (epilogue_.bias == nullptr || i >= columns_left) continue;
+      bias[i] = epilogue_.bias_fp32
+                    ? static_cast<const float*>(epilogue_.bias)[at + i * step]
+                    : to_float(static_cast<const T*>(epilogue_.bias)[at + i * step]);
     }
   }
 
-  const GemmParams& p_;
-  T* y_;
-  bool wide_y_;
+  const GemmEpilogue& epilogue_;
+  ResultColumn<T> y_, preact_ = {}, right_preact_ = {};
+  float bias_[kGroup], right_bias_[kGroup];
 };
 
 }  // namespace torchweld

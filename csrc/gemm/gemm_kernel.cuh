@@ -113,12 +113,8 @@ __device__ __forceinline__ void multiply_split(float (&acc)[kM][kN][4], const Re
     b.set(0, raw[0][at], raw[0][at + 1], check);
     b.set(1, raw[1][at], raw[1][at + 1], check);
 #pragma unroll
-    for (int i = 0; i < kM; ++i) {
-      float sum[4] = {};
-      mma_split(sum, a[i], b);
-#pragma unroll
-      for (int r = 0; r < 4; ++r) acc[i][j][r] += sum[r];
-    }
+    for (int i = 0; i < kM; ++i) mma_split(acc[i][j], a[i], b);
+    if (j % 2 == 1) __syncwarp();  // NOTE: without it the compiler mixes the tiles and spills
   }
 }
 
@@ -168,46 +164,33 @@ __device__ __forceinline__ void finish(const GemmParams& p, const BlockWork& wor
   const int64_t column =
       (work.tile_n * kT.block_n + warp_n * kT.warp_n()) / (gated ? 2 : 1) + group * kGroup;
   if (column >= p.n) return;
-  const RowWriter<T> writer(p, work.batch);
-  float bias[kGroup], right_bias[kGroup];
-  if (!split) {
-    writer.load_bias(bias, column, 0);
-    if (gated) writer.load_bias(right_bias, column, 1);
-  }
   const int rows = int(min(int64_t{kT.warp_m()}, p.m - first_row));
-  float next[2 * kGroup];  // the next row's sums, read while this one is finished
-  const auto read = [&](int r) {
-    const float* s_row = s_sums + r * kStride + group * width;
+  const auto for_each_row = [&](const auto& body) {
+    const float* s_row = s_sums + (lane / groups) * kStride + group * width;
+    for (int r = lane / groups; r < rows; r += rows_at_once, s_row += rows_at_once * kStride) {
+      float v[kGroup], right[kGroup];
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) next[i] = s_row[i];
-    if (gated) {
+      for (int i = 0; i < kGroup; ++i) v[i] = s_row[i];
+      if (gated) {
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) next[kGroup + i] = s_row[kGroup + i];
+        for (int i = 0; i < kGroup; ++i) right[i] = s_row[kGroup + i];
+      }
+      body(v, right);
     }
   };
-  int r = lane / groups;
-  if (r < rows) read(r);
-  while (r < rows) {
-    const int64_t row = first_row + r;
-    float v[kGroup], right[kGroup];
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      v[i] = next[i];
-      right[i] = next[kGroup + i];
-    }
-    r += rows_at_once;
-    if (r < rows) read(r);
-    if (split) {
-      const int64_t sum_width = gemm_sum_width(p.n, gated);
-      float* g_sums =
-          p.workspace + ((work.split * p.batch + work.batch) * p.m + row) * sum_width + column;
+  const int64_t row = first_row + lane / groups;
+  if (split) {
+    const int64_t sum_width = gemm_sum_width(p.n, gated);
+    float* g_sums =
+        p.workspace + ((work.split * p.batch + work.batch) * p.m + row) * sum_width + column;
+    for_each_row([&](const float (&v)[kGroup], const float (&right)[kGroup]) {
       store_sums(g_sums, v);
       if (gated) store_sums(g_sums + sum_width / 2, right);
-    } else if (gated) {
-      writer.write_gated(row, column, v, right, bias, right_bias);
-    } else {
-      writer.write(row, column, v, bias);
-    }
+      g_sums += rows_at_once * sum_width;
+    });
+  } else {
+    RowWriter<T> writer(p, work.batch, row, column, rows_at_once);
+    for_each_row([&](float (&v)[kGroup], float (&right)[kGroup]) { writer.write(v, right); });
   }
 }
 

@@ -23,15 +23,7 @@ __global__ void __launch_bounds__(kThreads)
     add_sums(sums[0], g_sums);
     if (gated) add_sums(sums[1], g_sums + width / 2);
   }
-  const RowWriter<T> writer(p, batch);
-  float bias[2][kGroup];
-  writer.load_bias(bias[0], column, 0);
-  if (gated) {
-    writer.load_bias(bias[1], column, 1);
-    writer.write_gated(row, column, sums[0], sums[1], bias[0], bias[1]);
-  } else {
-    writer.write(row, column, sums[0], bias[0]);
-  }
+  RowWriter<T>(p, batch, row, column, 1).write(sums[0], sums[1]);
 }
 
 template <typename T>

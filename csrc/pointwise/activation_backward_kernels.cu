@@ -22,11 +22,17 @@ struct ActivationOp {
                                           Sum (&sums)[1][kElems]) const {
     const auto dy = load_vec<T, kElems>(g_dy + row * dy_row_stride + column);
     const auto z = load_vec<T, kElems>(g_z + row * z_row_stride + column);
+    float r_dz[kElems], r_z[kElems];
+#pragma unroll
+    for (int j = 0; j < kElems; ++j) {
+      r_dz[j] = to_float(dy.values[j]);
+      r_z[j] = to_float(z.values[j]);
+    }
+    activation_grad<kExact>(r_dz, r_z, activation);
     Vec<T, kElems> dz;
 #pragma unroll
     for (int j = 0; j < kElems; ++j) {
-      dz.values[j] = from_float<T>(
-          activation_grad<kExact>(to_float(dy.values[j]), to_float(z.values[j]), activation));
+      dz.values[j] = from_float<T>(r_dz[j]);
       sums[0][j] += to_float(dz.values[j]);
     }
     store_vec(g_dz + row * dz_row_stride + column, dz);

@@ -23,7 +23,7 @@ constexpr int kPartialThreads = kPartialGroups * kWarp;
 // length costs few roundings; results of 16 bits would not show it.
 template <bool kKeepsRest>
 struct ColumnSum {
-  float sum = 0.f, rest = 0.f;
+  float sum, rest;
 
   __device__ __forceinline__ void operator+=(float x) {
     const float before = sum;
@@ -56,7 +56,7 @@ __global__ __launch_bounds__(kColumnThreads) void column_pass_kernel(const Op op
   const int64_t begin = blockIdx.y * rows_per_chunk;
   const int64_t end = begin + rows_per_chunk < rows ? begin + rows_per_chunk : rows;
 
-  typename Op::Sum r_sums[Op::kSums][kElems];
+  typename Op::Sum r_sums[Op::kSums][kElems] = {};
   if (column < n) {
     for (int64_t row = begin + threadIdx.y; row < end; row += kRowGroups) {
       op.add_row(row, column, r_sums);

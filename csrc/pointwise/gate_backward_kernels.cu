@@ -31,13 +31,19 @@ struct GateOp {
     T* g_dz_row = g_dz + row * dz_row_stride;
     Access z[2] = {load_vec<T, kElems>(g_z_row + first), load_vec<T, kElems>(g_z_row + second)};
     if (interleaved) unweave(z);
+    float r_dy[kElems], left[kElems], right[kElems];
+#pragma unroll
+    for (int j = 0; j < kElems; ++j) {
+      r_dy[j] = to_float(dy.values[j]);
+      left[j] = to_float(z[0].values[j]);
+      right[j] = to_float(z[1].values[j]);
+    }
+    gate_grad<kExact>(left, right, r_dy, gate);
     Access dz[2];
 #pragma unroll
     for (int j = 0; j < kElems; ++j) {
-      const GateGrad grad = gate_grad<kExact>(to_float(dy.values[j]), to_float(z[0].values[j]),
-                                              to_float(z[1].values[j]), gate);
-      dz[0].values[j] = from_float<T>(grad.left);
-      dz[1].values[j] = from_float<T>(grad.right);
+      dz[0].values[j] = from_float<T>(left[j]);
+      dz[1].values[j] = from_float<T>(right[j]);
       sums[0][j] += to_float(dz[0].values[j]);
       sums[1][j] += to_float(dz[1].values[j]);
     }

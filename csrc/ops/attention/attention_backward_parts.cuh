@@ -252,10 +252,7 @@ struct Operands<float, kOnePass> {
   }
   static __device__ __forceinline__ void mma(float (&d)[4], const SplitFragment<4, true>& a,
                                              const SplitFragment<2, true>& b) {
-    float r_part[4] = {};
-    mma_split(r_part, a, b);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) d[i] += r_part[i];
+    mma_split(d, a, b);
   }
 };
 

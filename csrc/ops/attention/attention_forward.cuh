@@ -151,6 +151,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
 
   typename Matmul::Out r_out = {};
   OnlineRow rows[kTiles][2];
+  start(rows);
   int stage = 0;
   for (int key = 0; key < keys; key += kKeys) {
     const int thread = fresh_thread();

@@ -21,9 +21,18 @@ __device__ __forceinline__ float quad_sum(float x) {
 
 // Largest score, and this thread's share of the sum of probabilities.
 struct OnlineRow {
-  float max = -INFINITY;
-  float sum = 0.f;
+  float max;
+  float sum;
 };
+
+// NOTE: not by default member initializers: nvcc 13.0 runs those of a 2-D array's first row alone.
+template <int kTiles>
+__device__ __forceinline__ void start(OnlineRow (&rows)[kTiles][2]) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    rows[tile][0] = rows[tile][1] = {-INFINITY, 0.f};
+  }
+}
 
 // Replaces scores by probabilities; `factor` is what earlier results are to be multiplied with.
 // kFtz lets subnormal probabilities become 0.

@@ -153,10 +153,7 @@ struct WarpMatmul32 {
         for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            float sum[4] = {};
-            mma_split(sum, a[tile], b[half]);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) r_s[tile][2 * n + half][i] += sum[i];
+            mma_split(r_s[tile][2 * n + half], a[tile], b[half]);
           }
         }
       }
