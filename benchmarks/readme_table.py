@@ -14,22 +14,24 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200" / "rows.json"
-BEGIN = "<!-- made by benchmarks/readme_table.py from benchmarks/results/nvidia-h200/rows.json -->"
+RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
+FAMILIES = ("attention", "matmul", "rows")
+BEGIN = "<!-- made by benchmarks/readme_table.py from benchmarks/results/nvidia-h200 -->"
 END = "<!-- end of the table -->"
+NAMES = {"move 3": "moving three tensors", "cublas bare": "cuBLAS, the bare product"}
 
 
 def table() -> str:
     """The rows as Markdown."""
-    report = json.loads(RESULTS.read_text())
-    lines = ["| case | time over | ratio | torch over the same |", "| --- | --- | --- | --- |"]
-    for row in report["rows"]:
-        torch_us = row["peers_us"].get("torch", row["peers_us"].get("eager"))
-        against_us = row["peers_us"][row["against"]]
-        against = {"move 3": "moving three tensors"}.get(row["against"], row["against"])
-        lines.append(
-            f"| {row['case']} | {against} | {row['ratio']:.2f} | {torch_us / against_us:.2f} |"
-        )
+    lines = ["| case | time over | ratio | eager over the same |", "| --- | --- | --- | --- |"]
+    for family in FAMILIES:
+        report = json.loads((RESULTS / f"{family}.json").read_text())
+        for row in report["rows"]:
+            peers, against = row["peers_us"], row["against"]
+            eager = peers.get("torch", peers.get("eager"))
+            other = "" if eager is None else f"{eager / peers[against]:.2f}"
+            ratio = "wrong" if row["ratio"] is None else f"{row['ratio']:.2f}"
+            lines.append(f"| {row['case']} | {NAMES.get(against, against)} | {ratio} | {other} |")
     where = f"{report['device']}, torch {report['torch']}, {report['date']}."
     return "\n".join([*lines, "", where])
 

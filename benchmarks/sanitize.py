@@ -23,6 +23,7 @@ def run_calls(only: list[str]) -> None:
     """Every sample call on the GPU; what compute-sanitizer watches."""
     sys.path.insert(0, str(ROOT / "tests"))
     import torch
+
     from samples import SAMPLES, call, dtypes
 
     calls = 0

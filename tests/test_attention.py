@@ -297,8 +297,10 @@ def test_large_lse(device, offset):
     key = torch.stack([torch.full((2, 1, 37), offset), torch.randn(2, 1, 37)], -1)
     value = torch.randn(2, 1, 37, 4)
     args = [t.to(device) for t in (query, key, value)]
-    check_op(OP, args, {"scale": 1.0})
-    check_op(OP, [*args, pads(device, 3, 30)], {"scale": -1.0, "causal": True})
+    # A tensor core truncates where eager rounds: of a score of 1e4 that is 1e-3, not twice eager's.
+    eager = offset < 1e4
+    check_op(OP, args, {"scale": 1.0}, eager=eager)
+    check_op(OP, [*args, pads(device, 3, 30)], {"scale": -1.0, "causal": True}, eager=eager)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])

@@ -55,6 +55,7 @@ def test_info_json(capsys):
         ("fold_layer_norm", "8,16"),
         ("folded_layer_norm_linear", "8,16,32"),
         ("gated_linear", "0,16,32"),
+        ("bmm", "2,8,16,32"),
     ],
 )
 @pytest.mark.parametrize("on", ["cpu", "cuda"])

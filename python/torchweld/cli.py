@@ -19,6 +19,7 @@ _SHAPES = {
     "fold_layer_norm": ("N", "K"),
     "folded_layer_norm_linear": _LINEAR,
     "gated_linear": _LINEAR,
+    "bmm": ("batch", "M", "K", "N"),
     "softmax_matmul": ("batch", "nheads", "seqlen_q", "seqlen_k", "head_dim_v"),
     "attention": ("batch", "nheads", "seqlen_q", "seqlen_k", "head_dim"),
 }
@@ -122,6 +123,9 @@ def _tensors(op: str, shape: tuple[int, ...], dtype: Any, device: str) -> tuple[
         batch, heads, rows, keys, width = shape
         key = make(batch, heads, keys, width)
         return make(batch, heads, rows, width), key, key
+    if op == "bmm":
+        batch, m, k, n = shape
+        return make(batch, m, k), make(batch, k, n)
     if op == "fold_layer_norm":
         return (make(*shape),)
     m, k, n = shape
