@@ -135,15 +135,37 @@ class RowWriter {
   // From element `at` on, every other one where halves are interleaved.
   __device__ __forceinline__ void load_bias(float (&bias)[kGroup], int64_t at,
                                             int64_t columns_left) const {
+    if (epilogue_.bias == nullptr) {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) bias[i] = 0.f;
+    } else if (epilogue_.bias_fp32) {
+      load_values(bias, static_cast<const float*>(epilogue_.bias) + at, columns_left);
+    } else {
+      load_values(bias, static_cast<const T*>(epilogue_.bias) + at, columns_left);
+    }
+  }
+
+  template <typename U>
+  __device__ __forceinline__ void load_values(float (&v)[kGroup], const U* g_from,
+                                              int64_t columns_left) const {
+    constexpr int kPiece = 16 / sizeof(U);
+    if (columns_left >= kGroup && !epilogue_.interleaved &&
+        reinterpret_cast<uintptr_t>(g_from) % 16 == 0) {
+#pragma unroll
+      for (int i = 0; i < kGroup; i += kPiece) {
+        const auto piece = load_vec<U, kPiece>(g_from + i);
+#pragma unroll
+        for (int j = 0; j < kPiece; ++j) v[i + j] = to_float(piece.values[j]);
+      }
+      return;
+    }
+    // NOTE: all loads before the first conversion, which would wait for each in turn.
+    U raw[kGroup];
     const int step = epilogue_.interleaved ? 2 : 1;
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      bias[i] = 0.f;
-      if (epilogue_.bias == nullptr || i >= columns_left) continue;
-      bias[i] = epilogue_.bias_fp32
-                    ? static_cast<const float*>(epilogue_.bias)[at + i * step]
-                    : to_float(static_cast<const T*>(epilogue_.bias)[at + i * step]);
-    }
+    for (int i = 0; i < kGroup; ++i) raw[i] = g_from[i < columns_left ? i * step : 0];
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) v[i] = to_float(raw[i]);
   }
 
   const GemmEpilogue& epilogue_;

@@ -186,6 +186,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
   }
 
   // Store: the warp's own query rows have become free.
+  __syncwarp();
   const int warp_row = threadIdx.x / 32 * Config::kWarpRows;
   char* s_rows = reinterpret_cast<char*>(s.query + warp_row * Config::kDim);
   const MaskRule rule = params.rule();
