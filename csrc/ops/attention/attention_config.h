@@ -27,7 +27,7 @@ inline constexpr int kAttentionSharedBytes = 99 * 1024;
 // A warp's 32 query rows take every key and value that it reads from shared memory twice; head dims
 // above 128 leave registers for 16.
 inline constexpr AttentionTile kAttentionTiles[] = {
-    {64, 2, 128, 64, 2, 3}, {128, 2, 128, 64, 2, 2}, {256, 2, 64, 32, 2, 2},
+    {64, 2, 128, 64, 2, 2}, {128, 2, 128, 64, 2, 2}, {256, 2, 64, 32, 2, 2},
     {64, 4, 128, 32, 2, 2}, {128, 4, 128, 16, 2, 2}, {256, 4, 64, 16, 1, 2}};
 inline constexpr int kNumAttentionTiles = sizeof(kAttentionTiles) / sizeof(kAttentionTiles[0]);
 

@@ -33,11 +33,7 @@ struct AttentionConfig {
   static constexpr int kWarpRows = kRows / (kThreads / 32);
   static constexpr int kTiles = kWarpRows / 16;
 // NOTE: ptxas fits three blocks of the smallest tile into the registers for sm_90 only.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  static constexpr int kBlocksPerSm = 2;
-#else
   static constexpr int kBlocksPerSm = kShape.blocks_per_sm;
-#endif
   using Layout = AttentionLayout<T, kDim>;
   using Matmul = std::conditional_t<sizeof(T) == 2, WarpMatmul16<T, kDim, kTiles, kKeys>,
                                     WarpMatmul32<kExact, kDim, kTiles, kKeys>>;
