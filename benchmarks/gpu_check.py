@@ -1,6 +1,6 @@
 """Everything that needs a GPU: the whole test suite there, then every benchmark, results written.
 
-    python benchmarks/gpu_check.py [--out benchmarks/results]
+    python benchmarks/gpu_check.py [--out benchmarks/results] [--families rows,attention]
 
 Exits 1 where a test fails. The results carry the test counts and the commit that was built.
 """
@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--families", help="benchmarks to run; default: all that need a GPU")
+    parser.add_argument("--workers", default="8", help="processes of the test suite")
     args = parser.parse_args(argv)
 
     import torch
@@ -27,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         print("gpu-check: there is no CUDA GPU here", file=sys.stderr)
         return 2
     tests = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "8", str(ROOT / "tests")],
+        [sys.executable, "-m", "pytest", "-q", "-n", args.workers, str(ROOT / "tests")],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -46,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
 
     flags = ["--check", "--out", str(args.out), "--tests", ",".join(map(str, counts))]
     on_gpu = [family for family, device in FAMILIES.items() if device == "cuda"]
-    return max(bench([family, *flags]) for family in on_gpu)
+    families = args.families.split(",") if args.families else on_gpu
+    return max(bench([family, *flags]) for family in families)
 
 
 if __name__ == "__main__":

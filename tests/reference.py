@@ -374,11 +374,6 @@ def eager_softmax_matmul(scores, value, leftpad=None, *, causal=False, scale=1.0
     return eager_masked_softmax(scores, seen, scale) @ value
 
 
-def eager_bmm(a: Tensor, b: Tensor) -> Tensor:
-    batch = max(len(a), len(b)) if len(a) and len(b) else 0
-    return torch.bmm(a.expand(batch, -1, -1), b.expand(batch, -1, -1))
-
-
 EAGER: dict[str, Callable[..., Tensor]] = {
     "softmax": lambda x: torch.softmax(x, -1),
     "causal_softmax": lambda scores, leftpad=None, *, scale=1.0: eager_masked_softmax(
@@ -393,5 +388,5 @@ EAGER: dict[str, Callable[..., Tensor]] = {
     "rms_norm_linear": eager_rms_norm_linear,
     "folded_layer_norm_linear": eager_folded_layer_norm_linear,
     "gated_linear": eager_gated_linear,
-    "bmm": eager_bmm,
+    "bmm": torch.matmul,
 }

@@ -32,7 +32,6 @@ struct AttentionConfig {
   static constexpr int kStages = kShape.stages;
   static constexpr int kWarpRows = kRows / (kThreads / 32);
   static constexpr int kTiles = kWarpRows / 16;
-// NOTE: ptxas fits three blocks of the smallest tile into the registers for sm_90 only.
   static constexpr int kBlocksPerSm = kShape.blocks_per_sm;
   using Layout = AttentionLayout<T, kDim>;
   using Matmul = std::conditional_t<sizeof(T) == 2, WarpMatmul16<T, kDim, kTiles, kKeys>,
