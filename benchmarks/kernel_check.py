@@ -8,6 +8,7 @@ kernel that names wgmma has none, or where a file takes longer than the limit. P
 """
 
 from __future__ import annotations
+import resource
 
 import argparse
 import json
@@ -17,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -80,11 +80,17 @@ def parse_report(report: str, file: str, arch: str) -> list[Kernel]:
     return kernels
 
 
+def compiler_seconds() -> float:
+    """Processor time of the compilers so far; other work on the machine does not count."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write every kernel's numbers there")
     parser.add_argument(
-        "--limit", type=float, default=20.0, help="seconds a file may take, all archs"
+        "--limit", type=float, default=20.0, help="processor seconds a file may take, all archs"
     )
     parser.add_argument("--all", action="store_true", help="print every kernel")
     args = parser.parse_args(argv)
@@ -98,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     faults: list[str] = []
     for source in sorted((ROOT / "csrc").rglob("*.cu")):
         file = str(source.relative_to(ROOT))
-        start = time.monotonic()
+        start = compiler_seconds()
         for arch, gencode in ARCHS.items():
             with tempfile.TemporaryDirectory() as folder:
                 done = subprocess.run(
@@ -122,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
                 if BAD_WARNINGS.search(line)
             ]
             kernels += parse_report(done.stderr, file, arch)
-        seconds[file] = time.monotonic() - start
+        seconds[file] = compiler_seconds() - start
         if seconds[file] > args.limit:
             faults.append(f"{file} took {seconds[file]:.1f} s, the limit is {args.limit:.0f} s")
     faults += [

@@ -23,16 +23,18 @@ NAMES = {"move 3": "moving three tensors", "cublas bare": "cuBLAS, the bare prod
 
 def table() -> str:
     """The rows as Markdown."""
+    measured = []
     lines = ["| case | time over | ratio | eager over the same |", "| --- | --- | --- | --- |"]
     for family in FAMILIES:
         report = json.loads((RESULTS / f"{family}.json").read_text())
+        measured.append(f"{family} at {report['commit'][:7]}")
         for row in report["rows"]:
             peers, against = row["peers_us"], row["against"]
             eager = peers.get("torch", peers.get("eager"))
             other = "" if eager is None else f"{eager / peers[against]:.2f}"
             ratio = "wrong" if row["ratio"] is None else f"{row['ratio']:.2f}"
             lines.append(f"| {row['case']} | {NAMES.get(against, against)} | {ratio} | {other} |")
-    where = f"{report['device']}, torch {report['torch']}, {report['date']}."
+    where = f"{report['device']}, torch {report['torch']}, {report['date']}: {', '.join(measured)}."
     return "\n".join([*lines, "", where])
 
 

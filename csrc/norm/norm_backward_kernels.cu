@@ -120,13 +120,13 @@ __global__ __launch_bounds__(kNormStreamThreads) void norm_backward_stream_kerne
 }  // namespace
 
 void launch_norm_backward(const NormBackwardParams& params, cudaStream_t stream) {
-  with_dtype(params.dtype, [&](auto element) {
+  dispatch_dtype(params.dtype, [&](auto element) {
     using T = decltype(element);
     constexpr int kElems = kVectorBytes / sizeof(T);
-    const bool aligned = is_aligned(params.dy, params.dy_row_stride * sizeof(T)) &&
-                         is_aligned(params.x, params.x_row_stride * sizeof(T)) &&
-                         is_aligned(params.dx, params.dx_row_stride * sizeof(T)) &&
-                         is_aligned(params.scale);
+    const bool aligned = rows_aligned(params.dy, params.dy_row_stride * sizeof(T)) &&
+                         rows_aligned(params.x, params.x_row_stride * sizeof(T)) &&
+                         rows_aligned(params.dx, params.dx_row_stride * sizeof(T)) &&
+                         rows_aligned(params.scale);
     const NormProblem problem{params.n, sizeof(T), aligned, /*backward=*/true};
     const int tile = choose_norm_tile(problem);
     with_norm_tile<sizeof(T), /*kBackward=*/true>(tile, [&](auto index) {

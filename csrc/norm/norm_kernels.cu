@@ -161,12 +161,12 @@ __global__ __launch_bounds__(kNormStreamThreads) void norm_stream_kernel(const N
 }  // namespace
 
 void launch_norm(const NormParams& params, cudaStream_t stream) {
-  with_dtype(params.dtype, [&](auto element) {
+  dispatch_dtype(params.dtype, [&](auto element) {
     using T = decltype(element);
     constexpr int kElems = kVectorBytes / sizeof(T);
-    const bool aligned = is_aligned(params.x, params.x_row_stride * sizeof(T)) &&
-                         is_aligned(params.y, params.y_row_stride * sizeof(T)) &&
-                         is_aligned(params.scale) && is_aligned(params.shift);
+    const bool aligned = rows_aligned(params.x, params.x_row_stride * sizeof(T)) &&
+                         rows_aligned(params.y, params.y_row_stride * sizeof(T)) &&
+                         rows_aligned(params.scale) && rows_aligned(params.shift);
     const NormProblem problem{params.n, sizeof(T), aligned};
     const int tile = choose_norm_tile(problem);
     with_norm_tile<sizeof(T), /*kBackward=*/false>(tile, [&](auto index) {

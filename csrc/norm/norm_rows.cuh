@@ -4,9 +4,9 @@
 #include <type_traits>
 
 #include "core/launch.h"
+#include "device/dispatch.cuh"
+#include "device/pair_sum.cuh"
 #include "norm/norm_config.h"
-#include "norm/pair_sum.cuh"
-#include "pointwise/dtype.cuh"
 
 namespace torchweld {
 

@@ -45,12 +45,12 @@ void launch(const NormVectorsBackwardParams& p, cudaStream_t stream) {
 }  // namespace
 
 void launch_norm_vectors_backward(const NormVectorsBackwardParams& params, cudaStream_t stream) {
-  with_dtype(params.dtype, [&](auto element) {
+  dispatch_dtype(params.dtype, [&](auto element) {
     using T = decltype(element);
     constexpr int kElems = kVectorBytes / sizeof(T);
     const bool vector = params.n % kElems == 0 &&
-                        is_aligned(params.dy, params.dy_row_stride * sizeof(T)) &&
-                        is_aligned(params.x, params.x_row_stride * sizeof(T));
+                        rows_aligned(params.dy, params.dy_row_stride * sizeof(T)) &&
+                        rows_aligned(params.x, params.x_row_stride * sizeof(T));
     vector ? launch<T, kElems>(params, stream) : launch<T, 1>(params, stream);
   });
   check_launch("norm_vectors_backward");

@@ -8,9 +8,9 @@
 #pragma once
 
 #include "core/launch.h"
+#include "device/dispatch.cuh"
 #include "device/reduce.cuh"
 #include "pointwise/column_split.h"
-#include "pointwise/dtype.cuh"
 
 namespace torchweld {
 

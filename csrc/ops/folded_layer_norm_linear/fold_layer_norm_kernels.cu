@@ -1,8 +1,8 @@
 // fold_layer_norm: one block a row of the weight, which it reads once.
 #include "core/launch.h"
-#include "norm/pair_sum.cuh"
+#include "device/dispatch.cuh"
+#include "device/pair_sum.cuh"
 #include "ops/folded_layer_norm_linear/folded_layer_norm_linear.h"
-#include "pointwise/dtype.cuh"
 
 namespace torchweld {
 namespace {
@@ -39,7 +39,7 @@ __global__ __launch_bounds__(kFoldThreads) void fold_layer_norm_kernel(const Fol
 }  // namespace
 
 void launch_fold_layer_norm(const FoldParams& params, cudaStream_t stream) {
-  with_dtype(params.dtype, [&](auto element) {
+  dispatch_dtype(params.dtype, [&](auto element) {
     using T = decltype(element);
     fold_layer_norm_kernel<T><<<static_cast<unsigned>(params.n), kFoldThreads, 0, stream>>>(params);
   });

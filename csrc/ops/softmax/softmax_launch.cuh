@@ -3,24 +3,12 @@
 
 #include <type_traits>
 
-#include "core/dtype.h"
 #include "core/launch.h"
+#include "device/dispatch.cuh"
 #include "ops/softmax/softmax_rows.cuh"
 #include "ops/softmax/softmax_stream.cuh"
 
 namespace torchweld {
-
-template <typename Body>
-void dispatch_dtype(DType dtype, const Body& body) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return body(float{});
-    case DType::kFloat16:
-      return body(__half{});
-    case DType::kBFloat16:
-      return body(__nv_bfloat16{});
-  }
-}
 
 // Calls body with the tile as a compile-time constant.
 template <int kElemSize, bool kBackward, int kTile = 0, typename Body>
@@ -68,15 +56,10 @@ void launch_rows(Kernel kernel, const RowArgs<typename Config::T>& args, const M
                 });
 }
 
-template <typename T>
-bool rows_aligned(const T* base, int64_t row_stride) {
-  return reinterpret_cast<uintptr_t>(base) % kVectorBytes == 0 &&
-         row_stride * static_cast<int64_t>(sizeof(T)) % kVectorBytes == 0;
-}
-
 template <typename T, typename Mask>
 void launch_softmax_rows(const RowArgs<T>& args, const Mask& mask, cudaStream_t stream) {
-  const bool aligned = rows_aligned(args.g_x, args.x_row_stride) && rows_aligned(args.g_y, args.n);
+  const bool aligned = rows_aligned(args.g_x, args.x_row_stride * sizeof(T)) &&
+                       rows_aligned(args.g_y, args.n * sizeof(T));
   const int tile = choose_softmax_tile({args.n, sizeof(T), aligned, /*backward=*/false,
                                         mask.tiled(args.rows), device_has_clusters()});
   dispatch_tile<sizeof(T), /*kBackward=*/false>(tile, [&](auto index) {
@@ -94,9 +77,9 @@ void launch_softmax_rows(const RowArgs<T>& args, const Mask& mask, cudaStream_t 
 
 template <typename T, typename Mask>
 void launch_softmax_backward_rows(const RowArgs<T>& args, const Mask& mask, cudaStream_t stream) {
-  const bool aligned = rows_aligned(args.g_x, args.x_row_stride) &&
-                       rows_aligned(args.g_dy, args.dy_row_stride) &&
-                       rows_aligned(args.g_y, args.n);
+  const bool aligned = rows_aligned(args.g_x, args.x_row_stride * sizeof(T)) &&
+                       rows_aligned(args.g_dy, args.dy_row_stride * sizeof(T)) &&
+                       rows_aligned(args.g_y, args.n * sizeof(T));
   const int tile = choose_softmax_tile({args.n, sizeof(T), aligned, /*backward=*/true,
                                         mask.tiled(args.rows), device_has_clusters()});
   dispatch_tile<sizeof(T), /*kBackward=*/true>(tile, [&](auto index) {

@@ -8,7 +8,7 @@ namespace torchweld {
 
 // Calls body with a value of the element type.
 template <typename Body>
-void with_dtype(DType dtype, const Body& body) {
+void dispatch_dtype(DType dtype, const Body& body) {
   switch (dtype) {
     case DType::kFloat32:
       return body(float{});
@@ -20,7 +20,7 @@ void with_dtype(DType dtype, const Body& body) {
 }
 
 // True where every row starts on a 16-byte boundary.
-inline bool is_aligned(const void* base, int64_t row_bytes = 0) {
+inline bool rows_aligned(const void* base, int64_t row_bytes = 0) {
   return reinterpret_cast<uintptr_t>(base) % kVectorBytes == 0 && row_bytes % kVectorBytes == 0;
 }
 
