@@ -8,12 +8,12 @@ kernel that names wgmma has none, or where a file takes longer than the limit. P
 """
 
 from __future__ import annotations
-import resource
 
 import argparse
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
