@@ -109,10 +109,17 @@ def test_ops_work_without_introspection(tmp_path):
         import torch, torchweld
         assert torchweld.is_available() and not torchweld.info().introspection
         print(torchweld.softmax(torch.zeros(4)).tolist())
+        try:
+            torchweld.explain("softmax", torch.empty(4, device="meta"))
+        except (RuntimeError, NotImplementedError) as error:
+            print(error)
         """,
         PYTHONPATH=str(tmp_path),
     )
-    assert done.stdout.strip() == "[0.25, 0.25, 0.25, 0.25]", done.stderr
+    lines = done.stdout.strip().splitlines()
+    assert lines[0] == "[0.25, 0.25, 0.25, 0.25]", done.stderr
+    if library.build_facts()["cuda"] is not None:
+        assert len(lines) == 2 and "torchweld._C" in lines[1] and "reinstall" in lines[1]
 
 
 def test_import_leaves_cuda_uninitialised():

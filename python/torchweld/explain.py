@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -48,6 +49,16 @@ def _describe(t: Tensor) -> str:
     return f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)} on {t.device}"
 
 
+def _introspection() -> Any:
+    try:
+        return importlib.import_module("torchweld._C")
+    except ImportError as error:
+        raise RuntimeError(
+            "torchweld.explain: torchweld._C, which knows the kernels' tiles, can't be imported "
+            f"({error}); reinstall torchweld"
+        ) from error
+
+
 def _rows_of(t: Tensor) -> int:
     return t.numel() // t.shape[-1] if t.shape[-1] else 0
 
@@ -63,8 +74,7 @@ def _rows_aligned(t: Tensor) -> bool:
 
 def _explain_rows(explanation: Explanation, tensors: list[Tensor], scale: float) -> Explanation:
     """The softmax family: the same choice as the launcher's, made by the same code."""
-    import torchweld._C as _C
-
+    _C = _introspection()
     n, size = tensors[0].shape[-1], tensors[0].element_size()
     backward = explanation.op.endswith("_backward")
     rows = _rows_of(tensors[0])
@@ -127,8 +137,7 @@ def _matmul_math(t: Tensor) -> str:
 
 def _matmul_text(like: Tensor, m: int, n: int, k: int, batch: int = 1, gated: bool = False) -> str:
     """The tile of one product (m, k) x (n, k), as text."""
-    import torchweld._C as _C
-
+    _C = _introspection()
     if 0 in (m, n, batch):
         return "nothing to compute"
     math = _matmul_math(like)
@@ -164,8 +173,7 @@ def _explain_matmul(explanation: Explanation, tensors: list[Tensor], gated: bool
 
 
 def _explain_attention(explanation: Explanation, tensors: list[Tensor]) -> Explanation:
-    import torchweld._C as _C
-
+    _C = _introspection()
     backward = explanation.op.endswith("_backward")
     query, key, value = tensors[1:4] if backward else tensors[:3]
     size = query.element_size()
@@ -214,7 +222,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
 
     Raises:
         ValueError: there is no such op, or the call has no tensor.
-        RuntimeError: the library is not there.
+        RuntimeError: the library is not there, or its introspection module is not.
     """
     library.require()
     if op not in ops_of_library():

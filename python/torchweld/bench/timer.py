@@ -47,18 +47,34 @@ def _time_cuda(variants: dict[str, Callable[[], object]], rounds: int) -> dict[s
     }
 
 
-def _time_cpu(variants: dict[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
+def _seconds(call: Callable[[], object], times: int) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    return time.perf_counter() - start
+
+
+def _time_cpu(
+    variants: dict[str, Callable[[], object]], rounds: int, sample_seconds: float
+) -> dict[str, Timing]:
+    times = {
+        name: max(1, min(1000, int(sample_seconds / max(_seconds(call, 1), 1e-7))))
+        for name, call in variants.items()
+    }
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
         for name, call in variants.items():
-            start = time.perf_counter()
-            call()
-            samples[name].append((time.perf_counter() - start) * 1e6)
+            samples[name].append(_seconds(call, times[name]) / times[name] * 1e6)
     return {name: _summary(s) for name, s in samples.items()}
 
 
 def interleaved(
-    variants: dict[str, Callable[[], object]], *, device: str, rounds: int = 21, warmup: int = 3
+    variants: dict[str, Callable[[], object]],
+    *,
+    device: str,
+    rounds: int = 21,
+    warmup: int = 3,
+    sample_seconds: float = 0.0,
 ) -> dict[str, Timing]:
     """Time the variants against each other in one run, L2 flushed before each on a GPU.
 
@@ -67,6 +83,8 @@ def interleaved(
         device: "cpu" or "cuda".
         rounds: how often each is timed; at least 2.
         warmup: calls of each before that.
+        sample_seconds: on the CPU a sample repeats a call for about so long, for calls that take
+            microseconds.
 
     Returns:
         A `Timing` by name.
@@ -77,4 +95,4 @@ def interleaved(
     if device == "cuda":
         torch.cuda.synchronize()
         return _time_cuda(variants, rounds)
-    return _time_cpu(variants, rounds)
+    return _time_cpu(variants, rounds, sample_seconds)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchweld.bench.timer import interleaved
 from torchweld.demo.opcases import Case, cases
 from torchweld.demo.options import Options, cpp_compiler
 
@@ -166,29 +166,7 @@ def _measure_compile(
 
 def _time(calls: dict[str, Callable], device: torch.device) -> dict[str, float]:
     """Median microseconds of each call, the calls taking turns."""
-    loops = {}
-    for name, call in calls.items():
-        call()
-        once = _span(call, 1, device)
-        loops[name] = max(1, min(1000, int(_ROUND_SECONDS / max(once, 1e-7))))
-    spans: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(_ROUNDS):
-        for name, call in calls.items():
-            spans[name].append(_span(call, loops[name], device) / loops[name])
-    return {name: median(values) * 1e6 for name, values in spans.items()}
-
-
-def _span(call: Callable, loops: int, device: torch.device) -> float:
-    """Seconds of some calls in a row."""
-    if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(loops):
-            call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-    begin = time.perf_counter()
-    for _ in range(loops):
-        call()
-    return time.perf_counter() - begin
+    times = interleaved(
+        calls, device=device.type, rounds=_ROUNDS, warmup=1, sample_seconds=_ROUND_SECONDS
+    )
+    return {name: timing.us for name, timing in times.items()}
