@@ -14,7 +14,8 @@
 namespace torchweld {
 
 // NOTE: the base, the batch stride and whichever of row_stride and k_stride is not 1 are multiples
-// of 16 bytes; core/gemm_inputs.h copies what is not.
+// of 16 bytes, and the dim whose stride is 1 has whole 16-byte pieces (of K: memory to fill the
+// last one, with zeros behind K). core/matmul.cpp copies what is not so.
 struct GemmOperand {
   const void* data;
   int64_t row_stride;    // elements from one row (M or N) to the next

@@ -14,6 +14,7 @@
 #pragma once
 
 #include "core/launch.h"
+#include "ops/attention/attention_backward_job.cuh"
 #include "ops/attention/attention_backward_share.cuh"
 
 namespace torchweld {
@@ -43,47 +44,6 @@ struct BackwardConfig {
   static_assert(kShape.valid() && kShape.elem_size == sizeof(T));
 };
 
-// What a block works on. It stays in shared memory: registers are short.
-struct BackwardJob {
-  int sequence;
-  int head_kv;
-  int first_key;
-  int turn;  // of the block at its dQ tiles
-  LiveSpan span;
-  int first_head;  // query heads [first_head, end_head) of all batch * nheads
-  int end_head;
-  int first_tile;  // query tiles [first_tile, last_tile] of each
-  int last_tile;
-
-  // Within a few heads the tiles of keys ascend, the same tile of every head side by side.
-  template <typename Config>
-  __device__ __forceinline__ void take(const BackwardArgs& args, unsigned* g_ticket) {
-    const AttentionSizes& sizes = args.params.sizes;
-    const unsigned key_tiles = (sizes.seqlen_k + Config::kKeys - 1) / Config::kKeys;
-    const unsigned heads = sizes.batch * sizes.nheads_kv;
-    const unsigned ticket = atomicAdd(g_ticket, 1u);
-    const unsigned before = ticket / (args.heads_at_once * key_tiles) * args.heads_at_once;
-    const unsigned rest = ticket - before * key_tiles;
-    const unsigned abreast = min(heads - before, args.heads_at_once);
-    const int head = static_cast<int>(before + rest % abreast);
-    const int key_tile = static_cast<int>(rest / abreast);
-    const int nheads_kv = static_cast<int>(sizes.nheads_kv);
-    const int group = static_cast<int>(sizes.nheads) / nheads_kv;
-    sequence = head / nheads_kv;
-    head_kv = head % nheads_kv;
-    first_key = key_tile * Config::kKeys;
-    span = LiveSpan(args, sequence);
-    turn = key_tile - span.pad / Config::kKeys;
-    const int first_row = first_key + Config::kKeys > span.pad
-                              ? span.first_row_seeing(args.rule, first_key)
-                              : static_cast<int>(sizes.seqlen_q);
-    first_head = sequence * static_cast<int>(sizes.nheads) + head_kv * group;
-    end_head = first_row < sizes.seqlen_q ? first_head + group : first_head;
-    first_tile = first_row / Config::kRows;
-    last_tile = static_cast<int>(sizes.seqlen_q - 1) / Config::kRows;
-  }
-};
-
 template <typename Config>
 struct BackwardShared {
   typename Config::KeyTile k, v;
@@ -93,32 +53,6 @@ struct BackwardShared {
   float delta[2][Config::kRows];
   BackwardJob job;
 };
-
-// Rows [begin, end) of a tile, zeros elsewhere and beyond `cols`.
-template <typename Config, typename Tile, typename T>
-__device__ __forceinline__ void load_tile(Tile& s_tile, const T* g_head, int64_t row_stride,
-                                          int first_row, int begin, int end, int64_t cols) {
-  constexpr int kElems = kVectorBytes / sizeof(T);
-  constexpr int kRowsAtOnce = Config::kThreads / Tile::kChunks;
-  static_assert(Config::kThreads % Tile::kChunks == 0 && Tile::kRows % kRowsAtOnce == 0);
-  const int chunk = threadIdx.x % Tile::kChunks;
-  const int64_t left = (cols - chunk * kElems) * static_cast<int64_t>(sizeof(T));
-  const int bytes = left < 0 ? 0 : (left > kVectorBytes ? kVectorBytes : static_cast<int>(left));
-  const uint32_t s_base = shared_address(s_tile.s_data);
-  int row = threadIdx.x / Tile::kChunks;
-  const T* g_from = g_head + (first_row + row) * row_stride + chunk * kElems;
-#pragma unroll
-  for (int i = 0; i < Tile::kRows / kRowsAtOnce; ++i) {
-    const bool live = row >= begin && row < end && bytes > 0;
-    copy_async_16(s_base + Tile::offset(row, chunk), live ? g_from : g_head, live ? bytes : 0);
-    row += kRowsAtOnce;
-    g_from += kRowsAtOnce * row_stride;
-  }
-}
-
-__device__ __forceinline__ int clamp_to(int64_t x, int most) {
-  return x < 0 ? 0 : (x > most ? most : static_cast<int>(x));
-}
 
 // One block's walk.
 template <typename Config>
