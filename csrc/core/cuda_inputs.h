@@ -1,10 +1,10 @@
 // From tensors to the plain arguments of a launcher. Host code of CUDA builds only.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include "core/check.h"
 #include "core/dtype.h"
 
 namespace torchweld {
@@ -19,6 +19,18 @@ inline DType dtype_of(const at::Tensor& t) {
       return DType::kFloat32;
   }
 }
+
+// An optional vector, contiguous; data() is nullptr where it is not given.
+struct Vector {
+  Tensor tensor;
+
+  explicit Vector(const OptionalTensor& t) : tensor(is_given(t) ? t->contiguous() : Tensor()) {}
+
+  template <typename T = void>
+  const T* data() const {
+    return tensor.defined() ? static_cast<const T*>(tensor.const_data_ptr()) : nullptr;
+  }
+};
 
 // A tensor as (rows, n): columns adjacent, rows a constant stride apart. Copies only when the
 // strides cannot be told so.

@@ -23,18 +23,6 @@ inline Tensor empty_floats(int64_t count, const Tensor& like) {
   return at::empty({count}, like.options().dtype(at::kFloat));
 }
 
-// An optional vector, contiguous; data() is nullptr where it is not given.
-struct Vector {
-  Tensor tensor;
-
-  explicit Vector(const OptionalTensor& t) : tensor(is_given(t) ? t->contiguous() : Tensor()) {}
-
-  template <typename T = void>
-  const T* data() const {
-    return tensor.defined() ? static_cast<const T*>(tensor.const_data_ptr()) : nullptr;
-  }
-};
-
 // Where a result goes: nullptr for one that nobody asked for, which is undefined or of size (0,).
 template <typename T = void>
 T* data_if_wanted(const Tensor& t) {

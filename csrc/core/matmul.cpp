@@ -78,7 +78,7 @@ void batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
     return;
   }
   const Operand in_a(a, 1, false), in_b(b, epilogue.gated ? 2 : 1, epilogue.interleaved);
-  const Tensor bias = is_given(epilogue.bias) ? epilogue.bias->contiguous() : Tensor();
+  const Vector bias(epilogue.bias);
   GemmParams p{};
   p.m = m;
   p.n = n;
@@ -91,8 +91,8 @@ void batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
   p.y_batch_stride = y.stride(0);
   p.dtype = dtype_of(y);
   p.tf32 = matmul_may_use_tf32(y);
-  p.epilogue.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
-  p.epilogue.bias_fp32 = bias.defined() && bias.scalar_type() == at::kFloat;
+  p.epilogue.bias = bias.data();
+  p.epilogue.bias_fp32 = is_given(epilogue.bias) && epilogue.bias->scalar_type() == at::kFloat;
   p.epilogue.activation = epilogue.activation;
   p.epilogue.gated = epilogue.gated;
   p.epilogue.gate = epilogue.gate;

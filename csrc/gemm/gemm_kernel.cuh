@@ -15,24 +15,11 @@
 
 namespace torchweld {
 
+// What memory holds of the operands.
 template <GemmMath kMath>
-struct MathTraits;
-template <>
-struct MathTraits<GemmMath::kFloat16> {
-  using T = __half;
-};
-template <>
-struct MathTraits<GemmMath::kBFloat16> {
-  using T = __nv_bfloat16;
-};
-template <>
-struct MathTraits<GemmMath::kTf32> {
-  using T = float;
-};
-template <>
-struct MathTraits<GemmMath::kFloat32> {
-  using T = float;
-};
+using ElementOf =
+    std::conditional_t<kMath == GemmMath::kFloat16, __half,
+                       std::conditional_t<kMath == GemmMath::kBFloat16, __nv_bfloat16, float>>;
 
 constexpr int kBandRows = 2048;
 
@@ -84,9 +71,7 @@ struct OperandB {
 // acc += a @ b^T for two slices of fp32, as one of 16-bit pieces: the depths t and t + 4 of a slice
 // become 2t and 2t + 1, for any order of K serves that is the same for a and b. kCareful admits
 // inf, NaN and what rounds to inf; without it `check` becomes NaN at them. read(r, operand, i,
-// second) reads 16 rows of the first or second slice. NOTE: tensor cores truncate when they
-// accumulate. Two slices start from zero and join the running sum by an ordinary addition, else the
-// error grows with K instead of sqrt(K).
+// second) reads 16 rows of the first or second slice.
 template <bool kCareful, int kM, int kN, class Read>
 __device__ __forceinline__ void multiply_split(float (&acc)[kM][kN][4], const Read& read,
                                                float& check) {
@@ -120,7 +105,7 @@ __device__ __forceinline__ void multiply_split(float (&acc)[kM][kN][4], const Re
 // acc += a @ b^T for one slice of 16-bit values or TF32.
 template <GemmMath kMath, int kM, int kN>
 __device__ __forceinline__ void multiply(float (&acc)[kM][kN][4], const Slice<kM, kN>& slice) {
-  using T = typename MathTraits<kMath>::T;
+  using T = ElementOf<kMath>;
   if constexpr (sizeof(T) == 2) {
 #pragma unroll
     for (int i = 0; i < kM; ++i) {
@@ -153,7 +138,7 @@ __device__ __forceinline__ void multiply(float (&acc)[kM][kN][4], const Slice<kM
 template <GemmMath kMath, int kTile>
 __device__ __noinline__ void finish(const GemmParams& p, const BlockWork& work, const float* s_sums,
                                     int warp_m, int warp_n, int lane) {
-  using T = typename MathTraits<kMath>::T;
+  using T = ElementOf<kMath>;
   constexpr GemmTile kT = kGemmTiles[kTile];
   constexpr int kStride = kT.warp_n() + 8;
   const bool gated = p.epilogue.gated, split = p.choice.splits > 1;
@@ -200,7 +185,7 @@ __device__ __noinline__ void finish(const GemmParams& p, const BlockWork& work, 
 template <GemmMath kMath, int kTile, bool kAKMajor, bool kBKMajor, bool kCareful, int kM, int kN>
 __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4], const GemmParams& p,
                                            const BlockWork& work, char* s_ring) {
-  using T = typename MathTraits<kMath>::T;
+  using T = ElementOf<kMath>;
   constexpr GemmTile kT = kGemmTiles[kTile];
   constexpr int kStages = kT.stages, kBytesA = kT.block_m * kGemmStepBytes;
   constexpr int kStepElems = kGemmStepBytes / int(sizeof(T));

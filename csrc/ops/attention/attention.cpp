@@ -199,30 +199,20 @@ AttentionSizes sizes_of(const Tensor& query, const Tensor& key, const Tensor& va
           key.size(2),   query.size(3), value.size(3)};
 }
 
-// leftpad, contiguous; data() is null where it is not given.
-struct Leftpad {
-  Tensor tensor;
-
-  explicit Leftpad(const OptionalTensor& t) : tensor(is_given(t) ? t->contiguous() : Tensor()) {}
-  const int32_t* data() const {
-    return tensor.defined() ? tensor.const_data_ptr<int32_t>() : nullptr;
-  }
-};
-
 void attention_into_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Tensor& key,
                          const Tensor& value, const OptionalTensor& leftpad, bool causal,
                          std::optional<double> scale) {
   if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
   const c10::cuda::CUDAGuard guard(query.device());
   const Tensor q = aligned_rows(query), k = aligned_rows(key), v = aligned_rows(value);
-  const Leftpad pad(leftpad);
+  const Vector pad(leftpad);
   AttentionParams params{};
   params.query = strided(q);
   params.key = strided(k);
   params.value = strided(v);
   params.out = out.mutable_data_ptr();
   params.lse = lse ? lse->mutable_data_ptr<float>() : nullptr;
-  params.leftpad = pad.data();
+  params.leftpad = pad.data<int32_t>();
   params.sizes = sizes_of(query, key, value);
   params.scale = static_cast<float>(scale_or_default(scale, query));
   params.causal = causal;
@@ -256,7 +246,7 @@ Grads attention_backward_cuda(const Tensor& dout, const Tensor& query, const Ten
   const c10::cuda::CUDAGuard guard(query.device());
   const Tensor q = aligned_rows(query), k = aligned_rows(key), v = aligned_rows(value);
   const Tensor o = out.contiguous(), d_out = aligned_rows(dout), l = lse.contiguous();
-  const Leftpad pad(leftpad);
+  const Vector pad(leftpad);
   const AttentionSizes sizes = sizes_of(query, key, value);
   const Tensor scratch =
       at::empty({attention_backward_scratch_bytes(sizes)}, query.options().dtype(at::kByte));
@@ -267,7 +257,7 @@ Grads attention_backward_cuda(const Tensor& dout, const Tensor& query, const Ten
   params.out = strided(o);
   params.dout = strided(d_out);
   params.lse = l.const_data_ptr<float>();
-  params.leftpad = pad.data();
+  params.leftpad = pad.data<int32_t>();
   params.dquery = dquery.mutable_data_ptr();
   params.dkey = dkey.mutable_data_ptr();
   params.dvalue = dvalue.mutable_data_ptr();

@@ -129,13 +129,6 @@ BackwardArgs make_args(const AttentionBackwardParams& params) {
   return args;
 }
 
-int device_shared_bytes() {
-  int device = 0, bytes = 0;
-  (void)cudaGetDevice(&device);
-  (void)cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  return bytes;
-}
-
 template <typename T>
 void launch_rows(const BackwardArgs& args, cudaStream_t stream) {
   const AttentionSizes& sizes = args.params.sizes;
@@ -162,8 +155,9 @@ template <typename T>
 void launch(const BackwardArgs& args, cudaStream_t stream) {
   const AttentionSizes& sizes = args.params.sizes;
   launch_rows<T>(args, stream);
-  const int tile = choose_attention_backward_tile(
-      {sizes.head_dim, sizes.head_dim_v, sizeof(T), device_shared_bytes()});
+  const int tile =
+      choose_attention_backward_tile({sizes.head_dim, sizes.head_dim_v, sizeof(T),
+                                      device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)});
   const int64_t heads = sizes.batch * sizes.nheads_kv;
   if (heads * sizes.seqlen_k == 0) return;
   // A grid of tiles has one dimension; the general kernels walk any number of rows.

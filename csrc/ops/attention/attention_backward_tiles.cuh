@@ -368,8 +368,7 @@ void launch_backward_part(const BackwardArgs& args, unsigned* g_ticket, cudaStre
   const auto kernel = attention_backward_kernel<Config>;
   constexpr int kBytes = sizeof(BackwardShared<Config>);
   static_assert(kBytes <= Config::kShape.shared_bytes());
-  // A failure stays behind for check_launch.
-  (void)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  allow_shared_memory(kernel, kBytes);
   kernel<<<static_cast<unsigned>(blocks), Config::kThreads, kBytes, stream>>>(args, g_ticket);
 }
 

@@ -98,10 +98,10 @@ Tensor causal_softmax_backward_cpu(const Tensor& dy, const Tensor& y, const Opti
 }
 
 #ifdef TORCHWELD_CUDA
-CausalMask mask_of(const Tensor& scores, const Tensor& leftpad, double scale) {
+CausalMask mask_of(const Tensor& scores, const Vector& leftpad, double scale) {
   const int64_t batch = scores.dim() == 2 ? 1 : scores.size(0);
-  return {{scores.size(-2), scores.size(-1), /*causal=*/true, leftpad.defined()},
-          leftpad.defined() ? leftpad.const_data_ptr<int32_t>() : nullptr,
+  return {{scores.size(-2), scores.size(-1), /*causal=*/true, leftpad.tensor.defined()},
+          leftpad.data<int32_t>(),
           scores.numel() / batch / scores.size(-1),
           static_cast<float>(scale)};
 }
@@ -111,7 +111,7 @@ Tensor causal_softmax_cuda(const Tensor& scores, const OptionalTensor& leftpad, 
   if (y.numel() == 0) return y;
   const c10::cuda::CUDAGuard guard(scores.device());
   const Rows in(scores);
-  const Tensor pads = is_given(leftpad) ? leftpad->contiguous() : Tensor();
+  const Vector pads(leftpad);
   launch_causal_softmax({in.tensor.const_data_ptr(), y.mutable_data_ptr(), in.rows, in.n,
                          in.row_stride, dtype_of(scores)},
                         mask_of(scores, pads, scale), c10::cuda::getCurrentCUDAStream());
@@ -124,7 +124,7 @@ Tensor causal_softmax_backward_cuda(const Tensor& dy, const Tensor& y,
   if (dscores.numel() == 0) return dscores;
   const c10::cuda::CUDAGuard guard(y.device());
   const Rows in_dy(dy), in_y(y);
-  const Tensor pads = is_given(leftpad) ? leftpad->contiguous() : Tensor();
+  const Vector pads(leftpad);
   launch_causal_softmax_backward(
       {in_dy.tensor.const_data_ptr(), in_y.tensor.const_data_ptr(), dscores.mutable_data_ptr(),
        in_y.rows, in_y.n, in_dy.row_stride, in_y.row_stride, dtype_of(y)},

@@ -154,13 +154,13 @@ struct Heads {
   }
 };
 
-SoftmaxMatmulProblem problem_of(const Tensor& scores, const Tensor& value, const Tensor& pads,
+SoftmaxMatmulProblem problem_of(const Tensor& scores, const Tensor& value, const Vector& pads,
                                 bool causal, double scale) {
-  return {{scores.size(2), scores.size(3), causal, pads.defined()},
+  return {{scores.size(2), scores.size(3), causal, pads.tensor.defined()},
           scores.size(0),
           scores.size(1),
           value.size(3),
-          pads.defined() ? pads.const_data_ptr<int32_t>() : nullptr,
+          pads.data<int32_t>(),
           static_cast<float>(scale),
           dtype_of(scores),
           matmul_may_use_tf32(scores)};
@@ -176,7 +176,7 @@ void softmax_matmul_into_cuda(Tensor& out, Tensor* lse, const Tensor& scores, co
     return;
   }
   const Heads in_scores(scores), in_value(value);
-  const Tensor pads = is_given(leftpad) ? leftpad->contiguous() : Tensor();
+  const Vector pads(leftpad);
   launch_softmax_matmul(
       {problem_of(scores, value, pads, causal, scale), in_scores.operand(), in_value.operand(),
        out.mutable_data_ptr(), lse ? lse->mutable_data_ptr<float>() : nullptr},
@@ -210,7 +210,7 @@ Grads softmax_matmul_backward_cuda(const Tensor& dout, const Tensor& scores, con
   }
   const Heads in_scores(scores), in_value(value), in_out(out), in_dout(dout);
   const Tensor in_lse = lse.contiguous();
-  const Tensor pads = is_given(leftpad) ? leftpad->contiguous() : Tensor();
+  const Vector pads(leftpad);
   const SoftmaxMatmulBackwardParams params = {problem_of(scores, value, pads, causal, scale),
                                               in_scores.operand(),
                                               in_value.operand(),

@@ -22,6 +22,12 @@ _BACK_ENDS = {
 }
 
 
+def _back_ends(dtype: torch.dtype) -> dict[str, SDPBackend]:
+    """Those that take the dtype; only one of them takes float32."""
+    names = ["sdpa efficient"] if dtype == torch.float32 else list(_BACK_ENDS)
+    return {name: _BACK_ENDS[name] for name in names}
+
+
 def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -49,8 +55,7 @@ def _forward(
     case = f"attention {shape} {dtype_text(dtype)}" + (" causal" if causal else "")
     peers: dict[str, Callable[[], object]] = {
         name: lambda backend=backend: _sdpa(backend, *qkv, causal)
-        for name, backend in _BACK_ENDS.items()
-        if dtype != torch.float32 or name == "sdpa efficient"
+        for name, backend in _back_ends(dtype).items()
     }
     exact, eager_error = _reference(qkv, causal)
     return make_row(
@@ -81,9 +86,7 @@ def _backward(
     out, lse = ops.attention_forward(*plain, causal=causal)
     dout = torch.randn_like(out)
     peers = {}
-    for name, backend in _BACK_ENDS.items():
-        if dtype == torch.float32 and name != "sdpa efficient":
-            continue
+    for name, backend in _back_ends(dtype).items():
         graph = _sdpa(backend, *qkv, causal)
         peers[name] = lambda graph=graph: torch.autograd.grad(graph, qkv, dout, retain_graph=True)
 
