@@ -6,6 +6,8 @@
 #include "gemm/gemm_config.h"
 #include "ops/attention/attention_backward_config.h"
 #include "ops/attention/attention_config.h"
+#include "ops/int4_linear/int4_linear_config.h"
+#include "ops/scalar_attention/scalar_attention_config.h"
 #include "ops/softmax/softmax_config.h"
 
 namespace py = pybind11;
@@ -98,6 +100,55 @@ py::dict attention_backward_tile(int64_t head_dim, int64_t head_dim_v, int elem_
   return d;
 }
 
+py::list int4_tiles(int elem_size) {
+  py::list tiles;
+  for (const Int4Tile& tile : kInt4Tiles) {
+    py::dict d;
+    d["rows"] = tile.rows;
+    d["tokens"] = tile.tokens;
+    d["chunks"] = tile.chunks;
+    d["stages"] = tile.stages;
+    d["threads"] = tile.threads();
+    d["shared_bytes"] = tile.shared_bytes(elem_size);
+    d["suits"] = tile.suits(elem_size, /*whole_chunks=*/true);
+    d["suits_any_group"] = tile.suits(elem_size, /*whole_chunks=*/false);
+    tiles.append(d);
+  }
+  return tiles;
+}
+
+py::dict choose_int4_tile(int64_t m, int64_t n, int64_t k, int64_t groups, int elem_size, int sms,
+                          int shared_limit, bool clusters) {
+  const Int4Choice choice =
+      choose_int4({m, {n, k, groups}, elem_size, sms, shared_limit, clusters});
+  py::dict d;
+  d["tile"] = choice.tile;
+  d["parts"] = choice.parts;
+  d["part_chunks"] = choice.part_chunks;
+  d["cluster"] = choice.cluster;
+  return d;
+}
+
+py::list scalar_attention_sweeps(int64_t n, bool backward, int sms) {
+  py::list sweeps;
+  const auto add = [&](const char* name, ScalarAttentionSweep sweep) {
+    const ScalarAttentionChoice choice = choose_scalar_attention(sweep, n, sms);
+    const ScalarAttentionTile& tile = kScalarAttentionTiles[sweep][choice.tile];
+    py::dict d;
+    d["sweep"] = name;
+    d["threads"] = kScalarAttentionThreads;
+    d["owners"] = tile.owners;
+    d["polynomial"] = tile.polynomial;
+    d["splits"] = choice.splits;
+    d["per_split"] = choice.per_split;
+    sweeps.append(d);
+  };
+  if (!backward) add("forward", kForwardSweep);
+  if (backward) add("queries", kQuerySweep);
+  if (backward) add("keys", kKeySweep);
+  return sweeps;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -119,9 +170,18 @@ PYBIND11_MODULE(_C, m) {
         py::arg("batch"), py::arg("gated"), py::arg("math"), py::arg("sms"),
         py::arg("shared_limit"),
         "What a product (batch, m, k) x (n, k) takes: `tile` is an index into gemm_tiles.");
+  m.def("int4_tiles", &int4_tiles, py::arg("elem_size"),
+        "The tiles of products with a 4-bit weight.");
+  m.def("choose_int4", &choose_int4_tile, py::arg("m"), py::arg("n"), py::arg("k"),
+        py::arg("groups"), py::arg("elem_size"), py::arg("sms"), py::arg("shared_limit"),
+        py::arg("clusters"),
+        "What x (m, k) and a 4-bit weight (n, k) take: `tile` is an index into int4_tiles, or -1 "
+        "where the weight is dequantised.");
   m.def("attention_tile", &attention_tile, py::arg("seqlen_q"), py::arg("seqlen_k"),
         py::arg("head_dim"), py::arg("head_dim_v"), py::arg("elem_size"),
         "attention's tile, {} for the general kernel.");
+  m.def("scalar_attention_sweeps", &scalar_attention_sweeps, py::arg("n"), py::arg("backward"),
+        py::arg("sms"), "The sweeps of scalar_attention or its gradient over n x n pairs.");
   m.def("attention_backward_tile", &attention_backward_tile, py::arg("head_dim"),
         py::arg("head_dim_v"), py::arg("elem_size"), py::arg("shared_limit"),
         "The tile of attention's gradient, {} for the general kernels.");

@@ -681,7 +681,223 @@ def bmm_backward_bounds(dy: Tensor, a: Tensor, b: Tensor, *, output_mask) -> lis
     return masked_out(bmm_grads(dy, a, b), output_mask, a.dtype)
 
 
+# Scalar attention
+
+
+def scalar_attention_parts(q: Tensor, k: Tensor, v: Tensor):
+    """q, k, v, the scores, the probabilities, and the errors of those.
+
+    A probability below the smallest normal number of its row's largest may be 0.
+    """
+    q, k, v, dtype = up(q), up(k), up(v), q.dtype
+    s = q[:, None] * k
+    p = R.softmax(s)
+    lse = torch.logsumexp(s, -1) if s.numel() else q * 0.0
+    acc = acc_dtype(dtype)
+    lost = torch.where(p < torch.finfo(acc).tiny, p, 0.0) / UNIT[acc]
+    pt = probability_terms(p, s, lse, 0.3, dtype) + Terms([(1, lost)])  # 0.3: q * k is rounded
+    return q, k, v, s, p, pt
+
+
+def scalar_attention_bounds(q: Tensor, k: Tensor, v: Tensor) -> list[Bound]:
+    """Of z, of z before it is rounded, and of the sums of exp(q k - max)."""
+    dtype = q.dtype
+    _, k, v, s, p, pt = scalar_attention_parts(q, k, v)
+    e = torch.exp(s - s.amax(-1, keepdim=True)) if s.numel() else s
+    total = e.sum(-1)
+    return [
+        Bound(p @ v, scalar_attention_terms(p, pt, v), dtype),
+        Bound(p @ v, scalar_attention_terms(p, pt, v), acc_dtype(dtype)),
+        Bound(total, pt.map(lambda t: total * t.sum(-1)), acc_dtype(dtype)),
+    ]
+
+
+def scalar_attention_terms(p: Tensor, pt: Terms, v: Tensor) -> Terms:
+    size = p @ v.abs()
+    return pt.map(lambda t: t @ v.abs() + t.sum(-1) * size) + Terms([(p.shape[-1], size)])
+
+
+def scalar_attention_grads(dz: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Bound]:
+    dtype = q.dtype
+    q, k, v, _, p, pt = scalar_attention_parts(q, k, v)
+    g = up(dz)
+    grads = R.gradients(R.scalar_attention, g, [True] * 3, q, k, v)
+    zt = scalar_attention_terms(p, pt, v)
+    pt = pt.map(lambda t: t + p * t.sum(-1, keepdim=True))
+    carried = v.abs() + (p @ v.abs())[:, None]  # |v| + |z| before anything cancels
+    length = p.shape[-1] + FUNCTION
+
+    # Where p is nearly 1, errors cancel in eager that ours have twice: those of the exponentials,
+    # which are computed anew, and those of the saved z.
+    unit = UNIT[acc_dtype(dtype)]
+    near = p * (v - (p @ v)[:, None]).abs()
+    saved = p * (p @ v.abs())[:, None]
+
+    def bound(grad: Tensor, of_pairs: Callable[[Tensor], Tensor]) -> Bound:
+        """`of_pairs` sums an error of p * (v - z)."""
+        own = pt.map(lambda t: of_pairs(t * carried)) + zt.map(lambda t: of_pairs(p * t[:, None]))
+        own = own + Terms([(length, of_pairs(p * carried))])
+        again = of_pairs(2 * FUNCTION * near + FUNCTION * saved)
+        return Bound(grad, own, dtype, floor=unit * again.max().item() if p.numel() else 0.0)
+
+    dv = pt.map(lambda t: g.abs() @ t) + Terms([(length, g.abs() @ p)])
+    again = 2 * FUNCTION * unit * (g.abs() @ p).max().item() if p.numel() else 0.0
+    return [
+        bound(grads[0], lambda t: g.abs() * (t @ k.abs())),
+        bound(grads[1], lambda t: (g * q).abs() @ t),
+        Bound(grads[2], dv, dtype, floor=again),
+    ]
+
+
+# Row sums
+
+
+def row_sum_bounds(x: Tensor) -> list[Bound]:
+    v = up(x)
+    additions = min(x.shape[-1], 80 + x.shape[-1] / 65536)  # that a value takes part in
+    return [Bound(R.row_sum(v), Terms([(additions, v.abs().sum(-1))]), x.dtype)]
+
+
+def row_sum_grads(dy: Tensor, x: Tensor) -> list[Bound]:
+    return [Bound(up(dy)[..., None].expand(x.shape), Terms(), x.dtype)]
+
+
+# Convolution
+
+
+def conv2d_bounds(x: Tensor, weight: Tensor) -> list[Bound]:
+    v, w = up(x), up(weight)
+    return [Bound(R.conv2d(v, w), Terms([(w.numel(), R.conv2d(v.abs(), w.abs()))]), x.dtype)]
+
+
+def conv2d_grads(dz: Tensor, x: Tensor, weight: Tensor) -> list[Bound]:
+    """The op is linear in both arguments, so that absolute values give the magnitudes."""
+    g, v, w = up(dz), up(x), up(weight)
+    dx, dweight = R.gradients(R.conv2d, g, [True, True], v, w)
+    size_x, size_weight = R.gradients(R.conv2d, g.abs(), [True, True], v.abs(), w.abs())
+    return [
+        Bound(dx, Terms([(w.numel(), size_x)]), x.dtype),
+        Bound(dweight, Terms([(g.numel(), size_weight)]), x.dtype),
+    ]
+
+
+def conv2d_backward_bounds(dz, x, weight, *, output_mask) -> list[Bound]:
+    return masked_out(conv2d_grads(dz, x, weight), output_mask, x.dtype)
+
+
+# 4-bit weights
+
+
+class Exact(Bound):
+    """Nothing but the reference itself."""
+
+    def error(self, statistical: bool) -> Tensor:
+        return torch.full_like(self.ref, 1e-300)
+
+
+def exact(ref: Tensor, dtype: torch.dtype) -> Bound:
+    return Exact(ref.double(), Terms(), dtype)
+
+
+def int4_repack_bounds(qweight, scale, zero) -> list[Bound]:
+    packed, packed_scale, packed_zero = R.int4_repack(qweight, scale, zero)
+    return [
+        exact(packed, torch.int32),
+        exact(packed_scale, scale.dtype),
+        exact(packed_zero, torch.int32),
+    ]
+
+
+def int4_linear_bounds(x, qweight, scale, zero, bias=None) -> list[Bound]:
+    """A weight may be rounded once to the dtype; the sum over K is in float32."""
+    rows, b = matrix(x), up(bias)
+    weight = R.int4_weight(qweight.cpu(), up(scale), zero.cpu())
+    terms = affine_terms(rows, Terms(), weight, b)
+    terms = terms + Terms(rounds=[rows.abs() @ weight.abs().T])
+    shape = (*x.shape[:-1], weight.shape[0])
+    y = R.affine(rows, weight, b)
+    return [Bound(y.reshape(shape), shaped(terms, shape), x.dtype)]
+
+
+def int4_linear_grads(dy, x, qweight, scale, zero, bias=None) -> list[Bound | None]:
+    return [*int4_linear_backward_bounds(dy, qweight, scale, zero), None, None, None, None]
+
+
+def int4_linear_backward_bounds(dy, qweight, scale, zero) -> list[Bound]:
+    rows = matrix(dy)
+    weight = R.int4_weight(qweight.cpu(), up(scale), zero.cpu())
+    size = rows.abs() @ weight.abs()
+    shape = (*dy.shape[:-1], weight.shape[1])
+    terms = shaped(Terms([(rows.shape[1], size)], [size]), shape)
+    return [Bound((rows @ weight).reshape(shape), terms, dy.dtype)]
+
+
+def int4_linear_repacked_bounds(x, *packed, out_features) -> list[Bound]:
+    weight = R.int4_portable(*packed[:3], out_features, x.shape[-1])
+    return int4_linear_bounds(x, *weight, *packed[3:])
+
+
+def int4_linear_repacked_grads(dy, x, *packed, out_features) -> list[Bound | None]:
+    weight = R.int4_portable(*packed[:3], out_features, x.shape[-1])
+    return int4_linear_grads(dy, x, *weight)
+
+
+def int4_linear_repacked_backward_bounds(dy, *packed, in_features) -> list[Bound]:
+    return int4_linear_backward_bounds(dy, *R.int4_portable(*packed, dy.shape[-1], in_features))
+
+
+# A vector or a scalar against a matrix
+
+
+def add_scalar_bounds(x: Tensor, value: float) -> list[Bound]:
+    v = up(x)
+    return [Bound(R.add_scalar(v, value), Terms([(1, v.abs() + abs(value))]), x.dtype)]
+
+
+def outer_add_bounds(x: Tensor, y: Tensor) -> list[Bound]:
+    v, w = up(x), up(y)
+    return [Bound(R.outer_add(v, w), Terms([(1, R.outer_add(v.abs(), w.abs()))]), x.dtype)]
+
+
+def outer_add_backward_bounds(dz: Tensor) -> list[Bound]:
+    g = up(dz)
+    return [
+        Bound(g.sum(dim), Terms([(g.shape[dim], g.abs().sum(dim))]), dz.dtype) for dim in (0, 1)
+    ]
+
+
+def product_relu_bounds(x: Tensor, y: Tensor) -> list[Bound]:
+    """x is (cols,) or (rows, cols), y (rows,)."""
+    product = up(x) * up(y)[:, None]
+    return [Bound(R.activate(product, "relu"), Terms([(1, product.abs())]), x.dtype)]
+
+
+def product_relu_grads(dz: Tensor, x: Tensor, y: Tensor) -> list[Bound]:
+    """The slope is that of the product in the dtype of the sums, which only underflow changes."""
+    g, v, w = up(dz), up(x), up(y)[:, None]
+    g = torch.where(v * w <= 0, 0.0, g)
+    dx, dy = g * w, (g * v).sum(1)
+    lost = (v * w).abs() < torch.finfo(acc_dtype(x.dtype)).tiny
+    jump_x, jump_y = torch.where(lost, dx.abs(), 0.0), torch.where(lost, (g * v).abs(), 0.0)
+    size, count = dx.abs(), 1
+    if x.dim() == 1:
+        dx, size, jump_x, count = dx.sum(0), size.sum(0), jump_x.sum(0), g.shape[0] + 1
+    return [
+        Bound(dx, Terms([(count, size)], jumps=[jump_x]), x.dtype),
+        Bound(
+            dy, Terms([(g.shape[1] + 1, (g * v).abs().sum(1))], jumps=[jump_y.sum(1)]), x.dtype
+        ),
+    ]
+
+
 REFERENCES: dict[str, Callable[..., list[Bound | None]]] = {
+    "int4_pack": lambda codes: [exact(R.int4_words(codes), torch.int32)],
+    "int4_unpack": lambda packed, cols: [exact(R.int4_codes(packed, cols), torch.uint8)],
+    "int4_repack": int4_repack_bounds,
+    "int4_linear": int4_linear_bounds,
+    "int4_linear_backward": int4_linear_backward_bounds,
+    "int4_linear_repacked": int4_linear_repacked_bounds,
+    "int4_linear_repacked_backward": int4_linear_repacked_backward_bounds,
     "softmax": softmax_bounds,
     "softmax_backward": softmax_backward_bounds,
     "causal_softmax": causal_softmax_bounds,
@@ -715,6 +931,21 @@ REFERENCES: dict[str, Callable[..., list[Bound | None]]] = {
     "gated_linear_backward": gated_linear_backward_bounds,
     "bmm": bmm_bounds,
     "bmm_backward": bmm_backward_bounds,
+    "add_scalar": add_scalar_bounds,
+    "outer_add": outer_add_bounds,
+    "outer_add_backward": outer_add_backward_bounds,
+    "outer_mul_relu": product_relu_bounds,
+    "outer_mul_relu_backward": product_relu_grads,
+    "mul_relu": product_relu_bounds,
+    "mul_relu_backward": product_relu_grads,
+    "row_sum": row_sum_bounds,
+    "conv2d": conv2d_bounds,
+    "conv2d_backward": conv2d_backward_bounds,
+    "scalar_attention": lambda *a: scalar_attention_bounds(*a)[:1],
+    "scalar_attention_forward": scalar_attention_bounds,
+    "scalar_attention_backward": lambda dz, q, k, v, mean, total, *, output_mask: masked_out(
+        scalar_attention_grads(dz, q, k, v), output_mask, q.dtype
+    ),
 }
 
 
@@ -737,6 +968,8 @@ def causal_softmax_grads(dy, scores, leftpad=None, *, scale=1.0) -> list[Bound]:
 
 # Gradients of a public op to its positional arguments, through autograd.
 GRADIENTS: dict[str, Callable[..., list[Bound | None]]] = {
+    "int4_linear": int4_linear_grads,
+    "int4_linear_repacked": int4_linear_repacked_grads,
     "softmax": softmax_grads,
     "causal_softmax": causal_softmax_grads,
     "softmax_matmul": softmax_matmul_grads,
@@ -747,4 +980,11 @@ GRADIENTS: dict[str, Callable[..., list[Bound | None]]] = {
     "folded_layer_norm_linear": folded_layer_norm_linear_grads,
     "gated_linear": gated_linear_grads,
     "bmm": bmm_grads,
+    "add_scalar": lambda dz, x, value: [Bound(up(dz), Terms(), x.dtype)],
+    "outer_add": lambda dz, x, y: outer_add_backward_bounds(dz),
+    "outer_mul_relu": product_relu_grads,
+    "mul_relu": product_relu_grads,
+    "row_sum": row_sum_grads,
+    "conv2d": conv2d_grads,
+    "scalar_attention": scalar_attention_grads,
 }

@@ -271,17 +271,126 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b)
 
 
+def scalar_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return softmax(q[:, None] * k) @ v
+
+
+def row_sum(x: Tensor) -> Tensor:
+    return x.sum(-1)
+
+
+def conv2d(x: Tensor, weight: Tensor) -> Tensor:
+    """x is 0 beyond the bottom and the right edge."""
+    (_, height, width), (kh, kw) = x.shape, weight.shape
+    padded = F.pad(x, (0, max(kw - 1, 0), 0, max(kh - 1, 0)))
+    z = torch.zeros_like(x)
+    for p in range(kh):
+        for q in range(kw):
+            z = z + weight[p, q] * padded[:, p : p + height, q : q + width]
+    return z
+
+
+# 4-bit weights, from the words of int4_pack and of int4_repack
+
+
+def int4_codes(packed: Tensor, cols: int) -> Tensor:
+    """int64 `(..., cols)`: eight codes a word, lowest nibble first."""
+    nibbles = (packed.cpu().long()[..., None] >> (4 * torch.arange(8))) & 15
+    return nibbles.flatten(-2)[..., :cols]
+
+
+def int4_words(codes: Tensor) -> Tensor:
+    """The way back, as int64 values of int32 words."""
+    cols = codes.shape[-1]
+    full = F.pad(codes.cpu().long() & 15, (0, -cols % 8)).unflatten(-1, (-1, 8))
+    words = (full << (4 * torch.arange(8))).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words)
+
+
+def int4_weight(qweight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """`(N, K)`, every group's codes less its zero, times its scale."""
+    k, groups = qweight.shape[1] * 8, scale.shape[1]
+    group = k // groups if groups else 1
+    q, z = int4_codes(qweight, k), int4_codes(zero, groups)
+    return (q - z.repeat_interleave(group, 1)).to(scale.dtype) * scale.repeat_interleave(group, 1)
+
+
+def int4_linear(
+    x: Tensor, qweight: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    return affine(x, int4_weight(qweight, scale, zero), bias)
+
+
+def int4_places() -> tuple[Tensor, Tensor]:
+    """Row and column, in a tile of 16 rows and 64 columns, of nibble i of word s of lane l."""
+    lane, word, i = torch.meshgrid(*map(torch.arange, (32, 4, 8)), indexing="ij")
+    register = i % 4
+    row = lane // 4 + 8 * (register % 2)
+    return row, 16 * word + 8 * (register // 2) + 2 * (lane % 4) + i // 4
+
+
+def int4_repack(qweight: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition of the repacked layout; rows and columns that are not there hold 0."""
+    n, k, groups = qweight.shape[0], qweight.shape[1] * 8, scale.shape[1]
+    rows, cols = -n % 16, -k % 64
+    row, column = int4_places()
+    codes = F.pad(int4_codes(qweight, k), (0, cols, 0, rows))
+    tiles = codes.unflatten(1, (-1, 64)).unflatten(0, (-1, 16)).transpose(1, 2)
+    packed = int4_words(tiles[:, :, row, column]).reshape(*tiles.shape[:2], 128)
+    pairs = F.pad(up(scale), (0, 0, 0, rows)).unflatten(0, (-1, 2, 8)).permute(0, 3, 2, 1)
+    zeros = F.pad(int4_codes(zero, groups), (0, 0, 0, rows)).unflatten(0, (-1, 2, 8))
+    return packed, pairs.flatten(2), int4_words(zeros.permute(0, 3, 1, 2))[..., 0]
+
+
+def int4_portable(
+    packed: Tensor, packed_scale: Tensor, packed_zero: Tensor, n: int, k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors that int4_repack was given."""
+    tiles, chunks = packed.shape[:2]
+    row, column = int4_places()
+    codes = torch.zeros(tiles, chunks, 16, 64, dtype=torch.int64)
+    codes[:, :, row, column] = int4_codes(packed, 1024).view(tiles, chunks, 32, 4, 8)
+    codes = codes.transpose(1, 2).reshape(tiles * 16, chunks * 64)[:n, :k]
+    scale = packed_scale.cpu().unflatten(2, (8, 2)).permute(0, 3, 2, 1).flatten(0, 2)[:n]
+    zeros = int4_codes(packed_zero.unsqueeze(-1), 8).permute(0, 2, 3, 1).flatten(0, 2)[:n]
+    return int4_words(codes), scale, int4_words(zeros)
+
+
+def add_scalar(x: Tensor, value: float) -> Tensor:
+    return x + value
+
+
+def outer_add(x: Tensor, y: Tensor) -> Tensor:
+    return x[None, :] + y[:, None]
+
+
+def mul_relu(x: Tensor, y: Tensor) -> Tensor:
+    return activate(x * y[:, None], "relu")
+
+
+def outer_mul_relu(x: Tensor, y: Tensor) -> Tensor:
+    return activate(x[None, :] * y[:, None], "relu")
+
+
 VALUES: dict[str, Callable[..., Tensor]] = {
+    "int4_linear": int4_linear,
     "softmax": softmax,
     "causal_softmax": causal_softmax,
     "softmax_matmul": lambda *args, **kwargs: softmax_matmul_forward(*args, **kwargs)[0],
     "attention": lambda *args, **kwargs: attention_forward(*args, **kwargs)[0],
+    "scalar_attention": scalar_attention,
     "linear": linear,
     "layer_norm_linear": layer_norm_linear,
     "rms_norm_linear": rms_norm_linear,
     "folded_layer_norm_linear": folded_layer_norm_linear,
     "gated_linear": gated_linear,
     "bmm": bmm,
+    "row_sum": row_sum,
+    "conv2d": conv2d,
+    "add_scalar": add_scalar,
+    "outer_add": outer_add,
+    "outer_mul_relu": outer_mul_relu,
+    "mul_relu": mul_relu,
 }
 
 
@@ -374,13 +483,32 @@ def eager_softmax_matmul(scores, value, leftpad=None, *, causal=False, scale=1.0
     return eager_masked_softmax(scores, seen, scale) @ value
 
 
+def eager_conv2d(x: Tensor, weight: Tensor) -> Tensor:
+    kh, kw = weight.shape
+    return F.conv2d(F.pad(x, (0, kw - 1, 0, kh - 1))[:, None], weight[None, None])[:, 0]
+
+
+def eager_int4_linear(x, qweight, scale, zero, bias=None):
+    """The weight dequantised at its own dtype, then a linear layer."""
+    return F.linear(x, int4_weight(qweight, scale.cpu(), zero).to(x.device), bias)
+
+
+def eager_int4_linear_repacked(x, packed, packed_scale, packed_zero, bias=None, *, out_features):
+    return eager_int4_linear(
+        x, *int4_portable(packed, packed_scale, packed_zero, out_features, x.shape[-1]), bias
+    )
+
+
 EAGER: dict[str, Callable[..., Tensor]] = {
+    "int4_linear": eager_int4_linear,
+    "int4_linear_repacked": eager_int4_linear_repacked,
     "softmax": lambda x: torch.softmax(x, -1),
     "causal_softmax": lambda scores, leftpad=None, *, scale=1.0: eager_masked_softmax(
         scores, scores_mask(scores, up(leftpad), causal=True), scale
     ),
     "softmax_matmul": eager_softmax_matmul,
     "attention": eager_attention,
+    "scalar_attention": lambda q, k, v: torch.softmax(q[:, None] * k, -1) @ v,
     "linear": lambda x, weight, bias=None, *, activation="none": eager_activate(
         F.linear(x, weight, bias), activation
     ),
@@ -389,4 +517,10 @@ EAGER: dict[str, Callable[..., Tensor]] = {
     "folded_layer_norm_linear": eager_folded_layer_norm_linear,
     "gated_linear": eager_gated_linear,
     "bmm": torch.matmul,
+    "row_sum": lambda x: x.sum(-1),
+    "conv2d": eager_conv2d,
+    "add_scalar": add_scalar,
+    "outer_add": outer_add,
+    "outer_mul_relu": lambda x, y: torch.relu(x[None, :] * y[:, None]),
+    "mul_relu": lambda x, y: torch.relu(x * y[:, None]),
 }

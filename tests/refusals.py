@@ -195,6 +195,7 @@ RANK_4 = (0, 1, 2, 3)
 
 softmax_matmul = [SCORES, Arg("value", sized=(0, 1, 2)), LEFTPAD]
 saved = [Arg("out", sized=RANK_4), Arg("lse", sized=(0, 1, 2))]
+scalar_attention = [Arg("q", anchor=True), Arg("k", sized=(0,)), Arg("v", sized=(0,))]
 attention = [
     Arg("query", anchor=True),
     Arg("key", sized=(0, 3)),
@@ -240,6 +241,29 @@ def with_grad(name: str):
 
 BMM = [Arg("a", anchor=True), Arg("b", sized=(0, 1))]
 
+VECTORS = [Arg("x", anchor=True), Arg("y")]
+SCALED_ROWS = [Arg("x", anchor=True), Arg("y", sized=(0,))]
+DZ = Arg("dz", sized=(0, 1))
+
+IMAGES = [Arg("x", anchor=True), Arg("weight")]
+
+INT4_WEIGHT = [
+    Arg("qweight", sized=(0, 1), blame=("scale", "dy")),
+    Arg("scale", sized=(0,)),
+    Arg("zero", sized=(0, 1)),
+]
+INT4_GROUPS = {
+    "three groups of 16": ("scale", replace("scale", resized(1, 1))),
+    "no group": ("scale", replace("scale", resized(1, -2))),
+    "groups of 4": ("scale", replace("scale", resized(1, 2))),
+}
+INT4_REPACKED = [
+    Arg("packed", sized=(0, 1, 2)),
+    Arg("packed_scale", sized=(0, 1, 2), blame=("packed_zero",)),
+    Arg("packed_zero", sized=(0, 1, 2)),
+]
+NOT_BYTES = (torch.int64, torch.bool, torch.complex64, torch.float16, torch.float32, torch.float64)
+
 SPECS: dict[str, Spec] = {
     "softmax": Spec(
         "matrix",
@@ -281,6 +305,17 @@ SPECS: dict[str, Spec] = {
             LEFTPAD,
         ],
         SCALE,
+    ),
+    "scalar_attention": Spec("plain", scalar_attention),
+    "scalar_attention_forward": Spec("plain", scalar_attention),
+    "scalar_attention_backward": Spec(
+        "plain",
+        [
+            Arg("dz", sized=(0,)),
+            *scalar_attention,
+            Arg("mean", sized=(0,)),
+            Arg("sum", sized=(0,)),
+        ],
     ),
     "softmax_matmul": Spec("padded", softmax_matmul, SCALE),
     "softmax_matmul_forward": Spec("padded", softmax_matmul, SCALE),
@@ -326,6 +361,86 @@ SPECS: dict[str, Spec] = {
         for op in ("gated_linear", "gated_linear_forward")
     },
     "bmm": Spec("plain", BMM),
+    "int4_linear": Spec(
+        "plain",
+        [X, *INT4_WEIGHT, BIAS],
+        extra={
+            **INT4_GROUPS,
+            "K of 12": ("x", replace("x", lambda t: zeros(t, (3, 12)))),
+            "scale requires grad": with_grad("scale"),
+            "bias requires grad": with_grad("bias"),
+        },
+    ),
+    "int4_linear_backward": Spec(
+        "plain",
+        [Arg("dy", anchor=True, rank="min", sized=(1,)), *INT4_WEIGHT],
+        extra=INT4_GROUPS,
+    ),
+    "int4_repack": Spec(
+        "plain",
+        [Arg("qweight", sized=(0, 1), blame=("scale",)), Arg("scale", anchor=True, sized=(0,))]
+        + [Arg("zero", sized=(0, 1))],
+        extra=INT4_GROUPS,
+    ),
+    "int4_linear_repacked": Spec(
+        "plain",
+        [X, *INT4_REPACKED, BIAS],
+        {"out_features": (-1, -16)},
+        extra={
+            "more rows than packed": ("packed", put("out_features", 17)),
+            "packed_scale requires grad": with_grad("packed_scale"),
+            "bias requires grad": with_grad("bias"),
+        },
+    ),
+    "int4_linear_repacked_backward": Spec(
+        "plain",
+        [Arg("dy", anchor=True, rank="min"), *INT4_REPACKED],
+        {"in_features": (-1, -64)},
+        extra={
+            "more columns than packed": ("packed", put("in_features", 72)),
+            "columns of no group": ("packed_scale", put("in_features", 24)),
+        },
+    ),
+    "int4_pack": Spec(
+        "plain",
+        [],
+        extra={
+            f"codes {dtype}": ("codes", replace("codes", lambda t, d=dtype: zeros(t, dtype=d)))
+            for dtype in (*NOT_BYTES, torch.int8, torch.int32, torch.bfloat16)
+        }
+        | {"codes rank 0": ("codes", replace("codes", lambda t: zeros(t, ())))},
+    ),
+    "int4_unpack": Spec(
+        "plain",
+        [],
+        extra={
+            f"packed {dtype}": ("packed", replace("packed", lambda t, d=dtype: zeros(t, dtype=d)))
+            for dtype in (*NOT_BYTES, torch.uint8, torch.uint32, torch.int16)
+        }
+        | {f"cols {c}": ("packed", put("cols", c)) for c in (-1, 0, 8, 17, 2**31)}
+        | {"packed rank 0": ("packed", replace("packed", lambda t: zeros(t, ())))},
+    ),
+    "row_sum": Spec(
+        "matrix",
+        [Arg("x", anchor=True, rank="min")],
+        extra={
+            **{
+                f"x rank 0 {dtype}": ("x", replace("x", lambda t, d=dtype: zeros(t, (), dtype=d)))
+                for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int64)
+            },
+            "x meta rank 0": ("x", replace("x", lambda t: zeros(t, (), device="meta"))),
+            "x meta int64": ("x", replace("x", lambda t: zeros(t, (2, 2), torch.int64, "meta"))),
+        },
+    ),
+    "add_scalar": Spec("matrix", [Arg("x", anchor=True, rank="")]),
+    "outer_add": Spec("plain", VECTORS),
+    "outer_add_backward": Spec("plain", [Arg("dz", anchor=True)]),
+    "outer_mul_relu": Spec("plain", VECTORS),
+    "outer_mul_relu_backward": Spec("plain", [DZ, *VECTORS]),
+    "mul_relu": Spec("plain", SCALED_ROWS),
+    "mul_relu_backward": Spec("plain", [DZ, *SCALED_ROWS]),
+    "conv2d": Spec("plain", IMAGES),
+    "conv2d_backward": Spec("plain", [Arg("dz", sized=(0, 1, 2)), *IMAGES]),
     "bmm_backward": Spec("plain", [Arg("dy", sized=(0, 1, 2)), *BMM]),
     "gated_linear_backward": Spec(
         "sigmoid_tanh",

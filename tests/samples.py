@@ -33,6 +33,8 @@ DIFFERENTIABLE: dict[str, tuple[int, ...]] = {
     "softmax_matmul_forward": (0, 1),
     "attention": (0, 1, 2),
     "attention_forward": (0, 1, 2),
+    "scalar_attention": (0, 1, 2),
+    "scalar_attention_forward": (0, 1, 2),
     "linear": (0, 1, 2),
     "linear_forward": (0, 1, 2),
     "layer_norm_linear": (0, 1, 2, 3, 4),
@@ -43,8 +45,27 @@ DIFFERENTIABLE: dict[str, tuple[int, ...]] = {
     "gated_linear": (0, 1, 2),
     "gated_linear_forward": (0, 1, 2),
     "bmm": (0, 1),
+    "int4_linear": (0,),
+    "int4_linear_repacked": (0,),
+    "row_sum": (0,),
+    "add_scalar": (0,),
+    "outer_add": (0, 1),
+    "outer_mul_relu": (0, 1),
+    "mul_relu": (0, 1),
+    "conv2d": (0, 1),
 }
-AUTOCAST = tuple(op for op in DIFFERENTIABLE if op not in ("softmax", "causal_softmax"))
+KEEPS_DTYPE = (
+    "softmax",
+    "causal_softmax",
+    "scalar_attention",
+    "scalar_attention_forward",
+    "row_sum",
+    "add_scalar",
+    "outer_add",
+    "outer_mul_relu",
+    "mul_relu",
+)
+AUTOCAST = tuple(op for op in DIFFERENTIABLE if op not in KEEPS_DTYPE)
 
 
 def dtypes(device: str) -> list[torch.dtype]:
@@ -232,6 +253,116 @@ def bmm_call(batches, m_size, n, k, mask=None) -> Callable[[Maker], Call]:
     return build
 
 
+def scalar_attention_call(n: int) -> Callable[[Maker], Call]:
+    return lambda m: ([m.randn(n), m.randn(n), m.randn(n)], {})
+
+
+def scalar_attention_backward_call(n: int, mask: Sequence[bool]) -> Callable[[Maker], Call]:
+    def build(m: Maker) -> Call:
+        qkv, _ = scalar_attention_call(n)(m)
+        q, k, v = map(R.up, qkv)
+        scores = q[:, None] * k
+        largest = scores.amax(-1, keepdim=True) if n else scores
+        total = torch.exp(scores - largest).sum(-1)
+        saved = [m.saved(t, stat=True) for t in (R.scalar_attention(q, k, v), total)]
+        return [m.randn(n), *qkv, *saved], {"output_mask": list(mask)}
+
+    return build
+
+
+def conv2d_call(shape, kernel, mask=None) -> Callable[[Maker], Call]:
+    """With a mask the call of the backward op."""
+
+    def build(m: Maker) -> Call:
+        args = [m.randn(*shape), m.randn(*kernel)]
+        if mask is None:
+            return args, {}
+        return [m.randn(*shape), *args], {"output_mask": list(mask)}
+
+    return build
+
+
+def int4_weight(m: Maker, n: int, k: int, groups: int) -> list[Tensor]:
+    """qweight and zero of any bits, scale near the size that keeps results near 1."""
+
+    def words(rows: int, count: int) -> Tensor:
+        w = torch.randint(-(2**31), 2**31, (rows, count), generator=m.generator)
+        return w.to(torch.int32).to(m.device)
+
+    scale = m.randn(n, groups, mean=0.3, std=0.05) * max(k, 1) ** -0.5
+    return [words(n, k // 8), scale, words(n, (groups + 7) // 8)]
+
+
+def int4_call(lead, n, k, groups, bias=True) -> Callable[[Maker], Call]:
+    return lambda m: (
+        [m.randn(*lead, k), *int4_weight(m, n, k, groups), m.randn(n) if bias else None],
+        {},
+    )
+
+
+def int4_backward_call(lead, n, k, groups, bias=True) -> Callable[[Maker], Call]:
+    return lambda m: ([m.randn(*lead, n), *int4_weight(m, n, k, groups)], {})
+
+
+def int4_repack_call(lead, n, k, groups, bias=True) -> Callable[[Maker], Call]:
+    return lambda m: (int4_weight(m, n, k, groups), {})
+
+
+def int4_repacked(m: Maker, *weight: Tensor) -> list[Tensor]:
+    packed, scale, zero = R.int4_repack(*weight)
+    words = [t.to(torch.int32).to(m.device) for t in (packed, zero)]
+    return [words[0], m.saved(scale), words[1]]
+
+
+def int4_repacked_call(lead, n, k, groups, bias=True) -> Callable[[Maker], Call]:
+    def build(m: Maker) -> Call:
+        (x, *weight, shift), _ = int4_call(lead, n, k, groups, bias)(m)
+        return [x, *int4_repacked(m, *weight), shift], {"out_features": n}
+
+    return build
+
+
+def int4_repacked_backward_call(lead, n, k, groups, bias=True) -> Callable[[Maker], Call]:
+    def build(m: Maker) -> Call:
+        (dy, *weight), _ = int4_backward_call(lead, n, k, groups)(m)
+        return [dy, *int4_repacked(m, *weight)], {"in_features": k}
+
+    return build
+
+
+def int4_codes_call(*shape: int) -> Callable[[Maker], Call]:
+    def build(m: Maker) -> Call:
+        codes = torch.randint(0, 16, shape, generator=m.generator, dtype=torch.uint8)
+        return [codes.to(m.device)], {}
+
+    return build
+
+
+def int4_unpack_call(*shape: int) -> Callable[[Maker], Call]:
+    def build(m: Maker) -> Call:
+        (codes,), _ = int4_codes_call(*shape)(m)
+        return [R.int4_words(codes).to(torch.int32).to(m.device), shape[-1]], {}
+
+    return build
+
+
+def add_scalar_call(value: float, *shape: int) -> Callable[[Maker], Call]:
+    return lambda m: ([m.randn(*shape), value], {})
+
+
+def outer_call(rows: int, cols: int) -> Callable[[Maker], Call]:
+    return lambda m: ([m.randn(cols), m.randn(rows)], {})
+
+
+def mul_relu_call(rows: int, cols: int) -> Callable[[Maker], Call]:
+    return lambda m: ([m.randn(rows, cols), m.randn(rows)], {})
+
+
+def with_dz(forward: Callable[[Maker], Call], rows: int, cols: int, inputs: int = 2):
+    """The call of the backward op: dz, then as many of the forward op's arguments."""
+    return lambda m: ([m.randn(rows, cols), *forward(m)[0][:inputs]], {})
+
+
 def _listed() -> dict[str, list[Sample]]:
     samples: dict[str, list[Sample]] = {}
 
@@ -358,6 +489,13 @@ def _listed() -> dict[str, list[Sample]]:
         mask = masks[min(i, 2)]
         build = gated_backward_call(lead, 2, 5, mask, gate=gate, interleaved=interleaved)
         add("gated_linear_backward", **{gate: build})
+    lengths = {"plain": 7, "one": 1, "two": 2, "some": 33, "empty": 0}
+    for op in ("scalar_attention", "scalar_attention_forward"):
+        add(op, **{n: scalar_attention_call(size) for n, size in lengths.items()})
+    wanted = ([True] * 3, masks[1], [False, True, True], [False, False, True], masks[3])
+    builds = map(scalar_attention_backward_call, lengths.values(), wanted)
+    add("scalar_attention_backward", **dict(zip(lengths, builds, strict=True)))
+
     products: dict[str, tuple[tuple[Any, ...], Sequence[bool]]] = {
         "plain": (((3, 3), 4, 5, 2), [True, True]),
         "one_a": (((1, 3), 2, 3, 4), [True, True]),
@@ -369,6 +507,53 @@ def _listed() -> dict[str, list[Sample]]:
     }
     add("bmm", **{n: bmm_call(*sizes) for n, (sizes, _) in products.items()})
     add("bmm_backward", **{n: bmm_call(*sizes, mask) for n, (sizes, mask) in products.items()})
+
+    sums = {"matrix": (3, 5), "vector": (7,), "rank4": (2, 1, 3, 4), "one": (2, 1), "empty": (0, 4)}
+    sums["no_columns"] = (2, 0)
+    add("row_sum", **{n: softmax_call(*s) for n, s in sums.items()})
+
+    add("add_scalar", **{n: add_scalar_call(0.75 - i, *s) for i, (n, s) in enumerate(sums.items())})
+    matrices = {"plain": (3, 5), "tall": (9, 2), "one": (1, 1), "wide": (2, 17)}
+    matrices |= {"no_rows": (0, 4), "no_columns": (3, 0)}
+    for name, (rows, cols) in matrices.items():
+        outer, scaled = outer_call(rows, cols), mul_relu_call(rows, cols)
+        add("outer_add", **{name: outer})
+        add("outer_add_backward", **{name: with_dz(outer, rows, cols, inputs=0)})
+        add("outer_mul_relu", **{name: outer})
+        add("outer_mul_relu_backward", **{name: with_dz(outer, rows, cols)})
+        add("mul_relu", **{name: scaled})
+        add("mul_relu_backward", **{name: with_dz(scaled, rows, cols)})
+
+    images: dict[str, tuple[tuple[Any, ...], Sequence[bool]]] = {
+        "plain": (((2, 4, 5), (3, 2)), [True, True]),
+        "square": (((1, 8, 4), (3, 3)), [True, False]),
+        "wide": (((2, 2, 3), (4, 5)), [False, True]),
+        "one": (((3, 2, 2), (1, 1)), [False, False]),
+        "empty": (((0, 3, 4), (2, 2)), [True, True]),
+    }
+    add("conv2d", **{n: conv2d_call(*sizes) for n, (sizes, _) in images.items()})
+    add("conv2d_backward", **{n: conv2d_call(*sizes, m) for n, (sizes, m) in images.items()})
+
+    int4 = {
+        "plain": ((3,), 4, 16, 2),
+        "no_bias": ((2, 3), 3, 8, 1, False),
+        "vector": ((), 17, 72, 3),
+        "whole_chunks": ((2,), 5, 128, 2),
+        "many_groups": ((1, 2), 2, 72, 9),
+        "no_k": ((2,), 3, 0, 0),
+        "empty": ((0,), 3, 16, 1),
+    }
+    for op, build in (
+        ("int4_linear", int4_call),
+        ("int4_linear_backward", int4_backward_call),
+        ("int4_repack", int4_repack_call),
+        ("int4_linear_repacked", int4_repacked_call),
+        ("int4_linear_repacked_backward", int4_repacked_backward_call),
+    ):
+        add(op, **{n: build(*sizes) for n, sizes in int4.items()})
+    codes = {"plain": (3, 16), "vector": (5,), "rank3": (2, 1, 9), "one": (1, 1), "empty": (0, 7)}
+    add("int4_pack", **{n: int4_codes_call(*s) for n, s in codes.items()})
+    add("int4_unpack", **{n: int4_unpack_call(*s) for n, s in codes.items()})
 
     add("gated_linear", empty=layer_call((0,), 4, 3))
     add("gated_linear_forward", empty=layer_call((0,), 4, 3))

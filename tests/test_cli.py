@@ -56,6 +56,11 @@ def test_info_json(capsys):
         ("folded_layer_norm_linear", "8,16,32"),
         ("gated_linear", "0,16,32"),
         ("bmm", "2,8,16,32"),
+        ("scalar_attention", "4096"),
+        ("add_scalar", "2,3,5"),
+        ("outer_add", "8,16"),
+        ("outer_mul_relu", "8,16"),
+        ("mul_relu", "8,16"),
     ],
 )
 @pytest.mark.parametrize("on", ["cpu", "cuda"])
@@ -102,7 +107,9 @@ def test_bad_arguments(capsys, argv, words):
     assert words in err
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["explain", "--help"], ["demo", "--help"]])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["explain", "--help"], ["demo", "--help"], ["puzzles", "--help"]]
+)
 def test_help(capsys, argv):
     code, out, err = run(capsys, *argv)
     assert (code, err) == (0, "")

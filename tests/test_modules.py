@@ -529,7 +529,7 @@ def test_bad_arguments(name):
 def test_every_module_is_tested():
     listed = set(torchweld.nn.__all__)
     tested = {type(c.pair("cpu")[1]).__name__ for c in CASES} | {"FoldedLayerNormLinear"}
-    assert listed == tested
+    assert listed == tested | {"Int4Linear"}  # in test_int4_linear.py: it is not equal to a Linear
 
 
 def test_leftpad_from_mask(device):

@@ -92,3 +92,39 @@ def test_explain_names_attentions_tile():
     assert torchweld.explain("attention", query, query, query).tile["head_dim"] == 64
     wide = query.new_empty(1, 2, 8, 300)
     assert torchweld.explain("attention", wide, wide, wide).kernel == "general"
+
+
+# Products with a 4-bit weight
+
+GROUPS = [8, 24, 32, 64, 128, 0]  # 0: all of K
+
+
+@pytest.mark.parametrize("limits", [H200, SMALL], ids=["h200", "small"])
+@pytest.mark.parametrize("elem_size", [2, 4])
+def test_int4_parts_cover_k_once_in_a_tile_that_fits(elem_size, limits):
+    tiles = _C.int4_tiles(elem_size)
+    for m, n, k in SHAPES:
+        for group in GROUPS:
+            k_padded = -(-k // (group or 8)) * (group or 8)
+            groups = k_padded // group if group else 1
+            whole = k_padded % (groups * 64) == 0
+            for clusters in (False, True):
+                choice = _C.choose_int4(m, n, k_padded, groups, elem_size, *limits, clusters)
+                if choice["tile"] < 0:
+                    assert m > 128 and not (whole and elem_size == 2)
+                    continue
+                tile = tiles[choice["tile"]]
+                assert tile["suits" if whole else "suits_any_group"]
+                assert tile["shared_bytes"] <= limits[1]
+                parts, chunks = choice["parts"], choice["part_chunks"]
+                assert chunks % tile["chunks"] == 0 or parts == 1
+                assert (parts - 1) * chunks < -(-k_padded // 64) <= parts * chunks
+                assert choice["cluster"] == (clusters and parts > 1)
+
+
+def test_int4_decode_takes_the_smallest_tile_and_splits_a_long_k():
+    for m, tokens in ((1, 8), (8, 8), (9, 16), (17, 32), (33, 64), (65, 128), (4096, 128)):
+        choice = _C.choose_int4(m, 4096, 4096, 32, 2, *H200, True)
+        assert _C.int4_tiles(2)[choice["tile"]]["tokens"] == tokens
+    assert _C.choose_int4(1, 4096, 4096, 32, 2, *H200, True)["parts"] > 1
+    assert _C.choose_int4(4096, 4096, 4096, 32, 2, *H200, True)["parts"] == 1

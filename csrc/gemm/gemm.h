@@ -48,4 +48,7 @@ struct GemmParams {
 // Throws std::runtime_error where the launch fails. Sizes are at least 1.
 void launch_gemm(const GemmParams& params, cudaStream_t stream);
 
+// Adds the parts of a split product in the workspace and finishes them: y = epilogue(sum).
+void launch_gemm_sum(const GemmParams& params, cudaStream_t stream);
+
 }  // namespace torchweld

@@ -1,4 +1,5 @@
 // The launcher of the matmul engine, and the sum of a split product.
+#include "device/dispatch.cuh"
 #include "gemm/gemm_epilogue.cuh"
 #include "gemm/gemm_launch.h"
 
@@ -35,6 +36,10 @@ void launch_split_sum(const GemmParams& p, cudaStream_t stream) {
 }
 
 }  // namespace
+
+void launch_gemm_sum(const GemmParams& p, cudaStream_t stream) {
+  dispatch_dtype(p.dtype, [&](auto element) { launch_split_sum<decltype(element)>(p, stream); });
+}
 
 void launch_gemm(const GemmParams& p, cudaStream_t stream) {
   switch (p.dtype) {

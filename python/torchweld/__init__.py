@@ -9,15 +9,29 @@ from torchweld import nn
 from torchweld._library import is_available, unavailable_reason
 from torchweld.explain import Explanation, explain
 from torchweld.info import Info, info
+from torchweld.ops.add_scalar import add_scalar
 from torchweld.ops.attention import attention
 from torchweld.ops.bmm import bmm
 from torchweld.ops.causal_softmax import causal_softmax
+from torchweld.ops.conv2d import conv2d
 from torchweld.ops.folded_layer_norm_linear import fold_layer_norm, folded_layer_norm_linear
 from torchweld.ops.gated_linear import gated_linear
+from torchweld.ops.int4_linear import (
+    int4_linear,
+    int4_linear_repacked,
+    int4_pack,
+    int4_repack,
+    int4_unpack,
+)
 from torchweld.ops.layer_norm_linear import layer_norm_linear
 from torchweld.ops.leftpad import leftpad_from_mask
 from torchweld.ops.linear import linear
+from torchweld.ops.mul_relu import mul_relu
+from torchweld.ops.outer_add import outer_add
+from torchweld.ops.outer_mul_relu import outer_mul_relu
 from torchweld.ops.rms_norm_linear import rms_norm_linear
+from torchweld.ops.row_sum import row_sum
+from torchweld.ops.scalar_attention import scalar_attention
 from torchweld.ops.softmax import softmax
 from torchweld.ops.softmax_matmul import softmax_matmul
 
@@ -30,21 +44,33 @@ __all__ = [
     "Explanation",
     "FuseReport",
     "Info",
+    "add_scalar",
     "attention",
     "bmm",
     "causal_softmax",
+    "conv2d",
     "explain",
     "fold_layer_norm",
     "folded_layer_norm_linear",
     "fuse",
     "gated_linear",
     "info",
+    "int4_linear",
+    "int4_linear_repacked",
+    "int4_pack",
+    "int4_repack",
+    "int4_unpack",
     "is_available",
     "layer_norm_linear",
     "leftpad_from_mask",
     "linear",
+    "mul_relu",
     "nn",
+    "outer_add",
+    "outer_mul_relu",
     "rms_norm_linear",
+    "row_sum",
+    "scalar_attention",
     "softmax",
     "softmax_matmul",
     "unavailable_reason",
@@ -56,4 +82,6 @@ def __getattr__(name: str) -> Any:
     # The integrations import transformers only when they are used.
     if name in ("fuse", "unfuse", "FuseReport"):
         return getattr(importlib.import_module("torchweld.integrations"), name)
+    if name in ("puzzles", "testing"):
+        return importlib.import_module(f"torchweld.{name}")
     raise AttributeError(f"module 'torchweld' has no attribute {name!r}")

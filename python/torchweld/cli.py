@@ -20,10 +20,14 @@ _SHAPES = {
     "folded_layer_norm_linear": _LINEAR,
     "gated_linear": _LINEAR,
     "bmm": ("batch", "M", "K", "N"),
+    "outer_add": ("rows", "cols"),
+    "outer_mul_relu": ("rows", "cols"),
+    "mul_relu": ("rows", "cols"),
+    "scalar_attention": ("n",),
     "softmax_matmul": ("batch", "nheads", "seqlen_q", "seqlen_k", "head_dim_v"),
     "attention": ("batch", "nheads", "seqlen_q", "seqlen_k", "head_dim"),
 }
-_ROWS = ("softmax", "softmax_backward", "causal_softmax", "causal_softmax_backward")
+_ROWS = ("softmax", "softmax_backward", "causal_softmax", "causal_softmax_backward", "add_scalar")
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,6 +49,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 def _parser() -> Parser:
     from torchweld.demo import options
+    from torchweld.puzzles import main as puzzles
 
     parser = Parser(prog="torchweld", description="Fused transformer kernels for PyTorch.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -79,6 +84,9 @@ def _parser() -> Parser:
         "demo", help="train a GPT-2 on real text, with torchweld's ops and without"
     )
     options.add_arguments(demo)
+
+    puzzle = commands.add_parser("puzzles", help="the twelve Triton puzzles, solved by the ops")
+    puzzles.add_arguments(puzzle)
     return parser
 
 
@@ -128,6 +136,11 @@ def _tensors(op: str, shape: tuple[int, ...], dtype: Any, device: str) -> tuple[
         return make(batch, m, k), make(batch, k, n)
     if op == "fold_layer_norm":
         return (make(*shape),)
+    if op == "scalar_attention":
+        return make(*shape), make(*shape), make(*shape)
+    if op in ("outer_add", "outer_mul_relu", "mul_relu"):
+        rows, cols = shape
+        return make(*shape) if op == "mul_relu" else make(cols), make(rows)
     m, k, n = shape
     if op == "gated_linear":
         return make(m, k), make(2 * n, k)
@@ -175,6 +188,12 @@ def _demo(args: argparse.Namespace) -> int:
     return run(args)
 
 
+def _puzzles(args: argparse.Namespace) -> int:
+    from torchweld.puzzles.main import run
+
+    return run(args)
+
+
 def _fail(command: str, sentence: str, code: int) -> int:
     print(f"torchweld {command}: {sentence}", file=sys.stderr)
     return code
@@ -194,7 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[:1] == ["bench"]:  # it has its own flags, and its own --help
             return _bench(argv[1:])
         args = _parser().parse_args(argv)
-        return {"info": _info, "explain": _explain, "demo": _demo}[args.command](args)
+        run = {"info": _info, "explain": _explain, "demo": _demo, "puzzles": _puzzles}
+        return run[args.command](args)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `torchweld info | head -1`

@@ -192,6 +192,55 @@ def _explain_attention(explanation: Explanation, tensors: list[Tensor]) -> Expla
     return explanation
 
 
+def _explain_int4(explanation: Explanation, tensors: list[Tensor], kwargs: dict) -> Explanation:
+    """Products with a 4-bit weight, the same choice as the launcher's."""
+    x, first, scale = tensors[:3]
+    backward = explanation.op.endswith("_backward")
+    explanation.kernel = "weight dequantised, then the matmul engine"
+    if backward:
+        explanation.why = "the gradient to x is one product with the dense weight"
+        return explanation
+    m, k = _rows_of(x), x.shape[-1]
+    repacked = explanation.op == "int4_linear_repacked"
+    n = kwargs["out_features"] if repacked else first.shape[0]
+    if 0 in (m, n, k):
+        explanation.kernel, explanation.why = "none", "nothing to compute"
+        return explanation
+    _C = _introspection()
+    groups, size = scale.shape[1], x.element_size()
+    clusters = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
+    choice = _C.choose_int4(m, n, k, groups, size, *_device_limits(x), clusters)
+    if choice["tile"] < 0:
+        explanation.why = (
+            f"{m} rows of x, and x is float32 or a group of {k // groups} is no whole chunk of 64"
+        )
+        return explanation
+    tile = _C.int4_tiles(size)[choice["tile"]]
+    explanation.kernel = "4-bit tiles (mma.sync)"
+    explanation.tile = {key: v for key, v in tile.items() if not key.startswith("suits")}
+    explanation.tile["parts_of_k"] = choice["parts"]
+    explanation.why = f"the smallest tile that holds {m} rows of x" + (
+        "" if repacked else "; the weight is repacked first, int4_linear_repacked saves that"
+    )
+    return explanation
+
+
+def _explain_scalar_attention(explanation: Explanation, q: Tensor) -> Explanation:
+    """The same tiles and splits as the launcher's."""
+    n = q.shape[0]
+    if n == 0:
+        explanation.kernel, explanation.why = "none", "nothing to compute"
+        return explanation
+    backward = explanation.op.endswith("_backward")
+    sweeps = _introspection().scalar_attention_sweeps(n, backward, _device_limits(q)[0])
+    explanation.kernel = "sweep over all pairs" if len(sweeps) == 1 else "two sweeps over all pairs"
+    for sweep in sweeps:
+        prefix = "" if len(sweeps) == 1 else f"{sweep['sweep']}_"
+        explanation.tile.update({prefix + k: v for k, v in sweep.items() if k != "sweep"})
+    explanation.why = "the tile and the split that are estimated to end first"
+    return explanation
+
+
 _MATMULS = (
     "linear",
     "layer_norm_linear",
@@ -251,8 +300,12 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
         return _explain_rows(explanation, floating, kwargs.get("scale", 1.0))
     if family in _MATMULS:
         return _explain_matmul(explanation, floating, gated=family == "gated_linear")
+    if op.startswith("int4_linear"):
+        return _explain_int4(explanation, tensors, kwargs)
     if family == "attention":
         return _explain_attention(explanation, floating)
+    if family == "scalar_attention":
+        return _explain_scalar_attention(explanation, floating[0])
     explanation.kernel = "CUDA"
     explanation.why = "the op has one kernel for every size"
     return explanation

@@ -3,6 +3,7 @@
 from torchweld.ops.attention import CausalSelfAttention
 from torchweld.ops.folded_layer_norm_linear import FoldedLayerNormLinear
 from torchweld.ops.gated_linear import GatedLinear
+from torchweld.ops.int4_linear import Int4Linear
 from torchweld.ops.layer_norm_linear import LayerNormLinear
 from torchweld.ops.rms_norm_linear import RMSNormLinear
 from torchweld.ops.softmax import Softmax
@@ -11,6 +12,7 @@ __all__ = [
     "CausalSelfAttention",
     "FoldedLayerNormLinear",
     "GatedLinear",
+    "Int4Linear",
     "LayerNormLinear",
     "RMSNormLinear",
     "Softmax",

@@ -9,9 +9,13 @@ from pathlib import Path
 
 FAMILIES = {
     "rows": "cuda",
+    "conv2d": "cuda",
     "matmul": "cuda",
     "attention": "cuda",
+    "int4": "cuda",
+    "scalar_attention": "cuda",
     "gpt2": "cuda",
+    "pointwise": "cuda",
     "cpu": "cpu",
 }
 

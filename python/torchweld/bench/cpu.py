@@ -44,6 +44,11 @@ def _layer_norm_gelu(x: Tensor, weight: Tensor, bias: Tensor, g: Tensor, b: Tens
     return F.gelu(F.linear(F.layer_norm(x, x.shape[-1:], g, b), weight, bias), approximate="tanh")
 
 
+def _padded_conv2d(x: Tensor, weight: Tensor) -> Tensor:
+    kh, kw = weight.shape
+    return F.conv2d(F.pad(x, (0, kw - 1, 0, kh - 1))[:, None], weight[None, None])[:, 0]
+
+
 def _cases() -> Iterator[tuple[str, Function, Function, list[Tensor]]]:
     """(case, ours, eager, the tensors that take a gradient)."""
 
@@ -52,6 +57,15 @@ def _cases() -> Iterator[tuple[str, Function, Function, list[Tensor]]]:
 
     for shape in ((4096, 512), (512, 8192)):
         yield f"softmax {shape}", ops.softmax, lambda x: x.softmax(-1), [random(*shape)]
+    for shape in ((4096, 512), (512, 8192)):
+        yield f"row_sum {shape}", ops.row_sum, lambda x: x.sum(-1), [random(*shape)]
+    for size, shape in ((3, (64, 64, 64)), (5, (2, 512, 512)), (3, (4096, 8, 8))):
+        yield (
+            f"conv2d {shape} {size} x {size}",
+            ops.conv2d,
+            _padded_conv2d,
+            [random(*shape), random(size, size)],
+        )
     for shape in ((8, 256, 256), (12, 1024, 1024)):
         yield (
             f"causal_softmax {shape}",
@@ -88,6 +102,25 @@ def _cases() -> Iterator[tuple[str, Function, Function, list[Tensor]]]:
             random(24, 512, 64),
             random(24, 64, 512),
         ],
+    )
+    for m, k, n in ((1, 4096, 4096), (128, 1024, 4096)):
+        codes, zeros = torch.randint(0, 16, (n, k)), torch.randint(0, 16, (n, k // 128))
+        packed = [ops.int4_pack(t.to(torch.uint8)) for t in (codes, zeros)]
+        scale = torch.rand(n, k // 128) * k**-0.5
+        parts = codes.to(torch.uint8).view(n, -1, 128), scale[..., None], zeros[..., None]
+        yield (
+            f"int4_linear group 128 ({m}, {k}, {n})",
+            lambda x, q=packed[0], s=scale, z=packed[1]: ops.int4_linear(x, q, s, z),
+            lambda x, parts=parts: F.linear(
+                x, ((parts[0] - parts[2]) * parts[1].to(x.dtype)).flatten(1)
+            ),
+            [random(m, k)],
+        )
+    yield (
+        "scalar_attention (4096,)",
+        ops.scalar_attention,
+        lambda q, k, v: (q[:, None] * k).softmax(-1) @ v,
+        [random(4096) for _ in range(3)],
     )
     for m, k, n in ((512, 256, 1024), (1024, 768, 3072)):
         x, weight, bias = random(m, k), random(n, k) * k**-0.5, random(n)

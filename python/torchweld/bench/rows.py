@@ -13,6 +13,15 @@ from torchweld.bench.timer import interleaved
 
 _BYTES = 256 << 20
 _CHECKED_ROWS = 64
+_SUMS = (
+    (1 << 20, 64),
+    (65536, 1024),
+    (4096, 65536),
+    (64, 1 << 22),
+    (8, 1 << 22),
+    (1, 1 << 22),
+    (4, 1 << 28),
+)
 
 
 def _softmax(n: int, dtype: torch.dtype, targets: dict[str, float]) -> Row:
@@ -102,6 +111,25 @@ def _causal_softmax(
     )
 
 
+def _row_sum(rows: int, n: int, dtype: torch.dtype, targets: dict[str, float]) -> Row:
+    x = torch.randn(rows, n, device="cuda", dtype=dtype)
+    reference = x.sum(-1, dtype=torch.float64)
+    case = f"row_sum ({rows}, {n}) {dtype_text(dtype)}"
+    return make_row(
+        case,
+        interleaved(
+            {"ours": lambda: ops.row_sum(x), "torch": lambda: torch.sum(x, -1)},
+            device="cuda",
+        ),
+        against="torch",
+        target=targets.get(case),
+        error=largest_error(ops.row_sum(x), reference),
+        eager_error=largest_error(torch.sum(x, -1), reference),
+        # A sum of n standard normals is about sqrt(n) large, here never six times that.
+        allowed_error=two_roundings(dtype, 6 * n**0.5),
+    )
+
+
 def rows(targets: dict[str, float]) -> Iterator[Row]:
     """Every case of the family, measured when it is asked for."""
     dtypes = (torch.float32, torch.bfloat16)
@@ -115,3 +143,6 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
         for batch, seqlen in ((96, 1024), (32, 4096)):
             for padded in (False, True):
                 yield _causal_softmax(batch, seqlen, padded, dtype, targets)
+    for dtype in dtypes:
+        for row_count, n in _SUMS:
+            yield _row_sum(row_count, n, dtype, targets)

@@ -155,7 +155,7 @@ def resolve(args: argparse.Namespace) -> Options:
     Raises:
         UsageError: The flags contradict each other or the machine.
     """
-    device = _device(args.device)
+    device = parse_device(args.device)
     defaults = CPU_DEFAULTS if device.type == "cpu" else GPU_DEFAULTS
     values = {
         name: defaults[name] if getattr(args, name) is None else getattr(args, name)
@@ -189,7 +189,12 @@ def resolve(args: argparse.Namespace) -> Options:
     )
 
 
-def _device(text: str | None) -> torch.device:
+def parse_device(text: str | None) -> torch.device:
+    """The device that --device names; a GPU where there is one when it is None.
+
+    Raises:
+        UsageError: There is no such device.
+    """
     if text is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -1,0 +1,16 @@
+// Threads on the CPU.
+#pragma once
+
+#include <c10/util/FunctionRef.h>
+
+#include <cstdint>
+
+namespace torchweld {
+
+// Calls body(task) for every task below `tasks`, spread over torch's own threads. Inside, ops run
+// below autograd, on one thread.
+// NOTE: at::parallel_for is a template that threads only where its caller is compiled with OpenMP,
+// which would bring a second thread pool; TensorIterator's loop is compiled into torch.
+void parallel_tasks(int64_t tasks, c10::function_ref<void(int64_t)> body);
+
+}  // namespace torchweld

@@ -1,0 +1,101 @@
+// add_scalar:  z = x + value       x, z of any shape
+// Gradient:    dx = dz
+//
+// The sum in fp32 (fp64 for fp64), rounded once.
+#include <ATen/ScalarOps.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+
+#include "core/dispatch.h"
+
+#ifdef TORCHWELD_CUDA
+#include "core/cuda_inputs.h"
+#include "ops/add_scalar/add_scalar.h"
+#endif
+
+namespace torchweld {
+namespace {
+
+Tensor add_scalar_meta(const Tensor& x, double value) {
+  check_floating("add_scalar", "x", x);
+  return at::empty_symint(x.sym_sizes(), x.options());
+}
+
+Tensor add_scalar_cpu(const Tensor& x, double value) {
+  Tensor z = add_scalar_meta(x, value);
+  if (z.numel() == 0) return z;
+  if (acc_dtype(x) == x.scalar_type()) {
+    at::add_out(z, x, at::native::wrapped_scalar_tensor(value));
+  } else {
+    // torch would round a number to 16 bits first, but not a float32 tensor with dims.
+    const std::vector<int64_t> ones(x.dim(), 1);
+    at::add_out(z, x, at::full(ones, value, at::kDouble).to(acc_dtype(x)));
+  }
+  return z;
+}
+
+#ifdef TORCHWELD_CUDA
+// A contiguous tensor is a matrix of any width; this one suits the tiles.
+constexpr int64_t kWidth = 4096;
+
+Tensor add_scalar_cuda(const Tensor& x, double value) {
+  Tensor z = add_scalar_meta(x, value);
+  if (z.numel() == 0) return z;
+  const c10::cuda::CUDAGuard guard(x.device());
+  const int64_t width = x.numel() % kWidth == 0 ? kWidth : x.numel();
+  const Rows in(x.dim() > 0 && !x.is_contiguous() ? x : x.reshape({-1, width}));
+  MatrixPassParams params = {};
+  params.in[0] = in.tensor.const_data_ptr();
+  params.in_row_stride[0] = in.row_stride;
+  params.out = z.mutable_data_ptr();
+  params.rows = in.rows;
+  params.n = in.n;
+  params.dtype = dtype_of(x);
+  launch_add_scalar(params, static_cast<float>(value), c10::cuda::getCurrentCUDAStream());
+  return z;
+}
+#endif
+
+Tensor call_add_scalar(const Tensor& x, double value) {
+  static const auto op = find_op<decltype(call_add_scalar)>("add_scalar");
+  return op.call(x, value);
+}
+
+struct AddScalarFunction : torch::autograd::Function<AddScalarFunction> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, double value) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return call_add_scalar(x, value);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return {grads[0], Tensor()};
+  }
+};
+
+Tensor add_scalar_autograd(const Tensor& x, double value) {
+  if (any_needs_grad(x)) return AddScalarFunction::apply(x, value);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call_add_scalar(x, value);
+}
+
+TORCH_LIBRARY_FRAGMENT(torchweld, m) {
+  m.def("add_scalar(Tensor x, float value) -> Tensor", {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(torchweld, Meta, m) { m.impl("add_scalar", add_scalar_meta); }
+
+TORCH_LIBRARY_IMPL(torchweld, CPU, m) { m.impl("add_scalar", add_scalar_cpu); }
+
+TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
+#ifdef TORCHWELD_CUDA
+  m.impl("add_scalar", add_scalar_cuda);
+#else
+  m.impl("add_scalar", no_cuda_kernel_function());
+#endif
+}
+
+TORCH_LIBRARY_IMPL(torchweld, Autograd, m) { m.impl("add_scalar", add_scalar_autograd); }
+
+}  // namespace
+}  // namespace torchweld

@@ -1,0 +1,13 @@
+// add_scalar, z = x + value: the launcher.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "pointwise/matrix_pass.h"
+
+namespace torchweld {
+
+// Sizes are at least 1.
+void launch_add_scalar(const MatrixPassParams& params, float value, cudaStream_t stream);
+
+}  // namespace torchweld

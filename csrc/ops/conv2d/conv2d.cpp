@@ -1,0 +1,204 @@
+// Single-channel 2-D convolution (correlation), the result as large as x:
+//   z[b, i, j] = sum_pq weight[p, q] * x[b, i + p, j + q]
+//   x, z (batch, H, W), weight (KH, KW), any sizes
+// Gradients:  dx[b, i, j] = sum_pq weight[p, q] * dz[b, i - p, j - q]
+//             dweight[p, q] = sum_bij dz[b, i, j] * x[b, i + p, j + q]
+//
+// x is 0 beyond the bottom and right edge, dz beyond the top and left one. These zeros are values
+// like any other: where a weight is inf or NaN they give NaN, as F.conv2d of a padded x does.
+// Sums in fp32 (fp64 for fp64), rounded once.
+#include <ATen/ops/empty.h>
+
+#include <array>
+#include <tuple>
+
+#include "core/dispatch.h"
+#include "ops/conv2d/conv2d_cpu.h"
+
+#ifdef TORCHWELD_CUDA
+#include "core/cuda_inputs.h"
+#include "ops/conv2d/conv2d.h"
+#endif
+
+namespace torchweld {
+namespace {
+
+using Grads2 = std::tuple<Tensor, Tensor>;
+
+void check_conv2d(const char* op, const Tensor& x, const Tensor& weight) {
+  check_floating(op, "x", x);
+  check_dim(op, "x", x, 3, "(batch, H, W)");
+  check_like(op, "weight", weight, "x", x);
+  check_dim(op, "weight", weight, 2, "(KH, KW)");
+}
+
+Tensor conv2d_meta(const Tensor& x, const Tensor& weight) {
+  check_conv2d("conv2d", x, weight);
+  return at::empty_symint(x.sym_sizes(), x.options());
+}
+
+Grads2 conv2d_backward_meta(const Tensor& dz, const Tensor& x, const Tensor& weight,
+                            std::array<bool, 2> output_mask) {
+  const char* op = "conv2d_backward";
+  check_conv2d(op, x, weight);
+  check_like(op, "dz", dz, "x", x);
+  check_shape(op, "dz", dz, x.sym_sizes(), "x's shape");
+  const auto grad = [&](bool wanted, const Tensor& t) {
+    return wanted ? at::empty_symint(t.sym_sizes(), t.options()) : at::empty({0}, t.options());
+  };
+  return {grad(output_mask[0], x), grad(output_mask[1], weight)};
+}
+
+// True where there is something to compute; else the result, if it has elements, is zeros.
+bool has_products(Tensor& result, const Tensor& x, const Tensor& weight) {
+  if (result.numel() == 0) return false;
+  if (x.numel() > 0 && weight.numel() > 0) return true;
+  result.zero_();
+  return false;
+}
+
+Tensor conv2d_cpu(const Tensor& x, const Tensor& weight) {
+  Tensor z = conv2d_meta(x, weight);
+  if (has_products(z, x, weight)) conv2d_into(z, x.contiguous(), weight.contiguous(), false);
+  return z;
+}
+
+Grads2 conv2d_backward_cpu(const Tensor& dz, const Tensor& x, const Tensor& weight,
+                           std::array<bool, 2> output_mask) {
+  auto [dx, dweight] = conv2d_backward_meta(dz, x, weight, output_mask);
+  if (has_products(dx, dz, weight)) conv2d_into(dx, dz.contiguous(), weight.contiguous(), true);
+  if (has_products(dweight, x, weight)) {
+    conv2d_dweight_into(dweight, dz.contiguous(), x.contiguous());
+  }
+  return {dx, dweight};
+}
+
+#ifdef TORCHWELD_CUDA
+// A tensor as images whose columns are adjacent. Strides of dims of size 1 are never used, and are
+// 0 so that they don't count as misaligned.
+struct Images {
+  Tensor tensor;
+  int64_t batch_stride, row_stride;
+
+  explicit Images(const Tensor& t)
+      : tensor(t.size(2) == 1 || t.stride(2) == 1 ? t : t.contiguous()),
+        batch_stride(t.size(0) == 1 ? 0 : tensor.stride(0)),
+        row_stride(t.size(1) == 1 ? 0 : tensor.stride(1)) {}
+};
+
+void convolve_cuda(Tensor& z, const Tensor& x, const Tensor& weight, bool flipped) {
+  const Images in(x);
+  const Tensor taps = weight.contiguous();
+  launch_conv2d({in.tensor.const_data_ptr(), taps.const_data_ptr(), z.mutable_data_ptr(), x.size(0),
+                 x.size(1), x.size(2), weight.size(0), weight.size(1), in.batch_stride,
+                 in.row_stride, flipped, dtype_of(x)},
+                c10::cuda::getCurrentCUDAStream());
+}
+
+void dweight_cuda(Tensor& dweight, const Tensor& dz, const Tensor& x) {
+  const Images in_dz(dz), in_x(x);
+  const Conv2dWeightSplit split =
+      split_conv2d_dweight(x.size(0), x.size(1), x.size(2), dweight.size(0), dweight.size(1));
+  Tensor partials = at::empty({split.partials()}, x.options().dtype(at::kFloat));
+  launch_conv2d_dweight({in_dz.tensor.const_data_ptr(), in_x.tensor.const_data_ptr(),
+                         dweight.mutable_data_ptr(), partials.mutable_data_ptr<float>(), x.size(0),
+                         x.size(1), x.size(2), dweight.size(0), dweight.size(1), in_dz.batch_stride,
+                         in_dz.row_stride, in_x.batch_stride, in_x.row_stride, split, dtype_of(x)},
+                        c10::cuda::getCurrentCUDAStream());
+}
+
+Tensor conv2d_cuda(const Tensor& x, const Tensor& weight) {
+  Tensor z = conv2d_meta(x, weight);
+  const c10::cuda::CUDAGuard guard(x.device());
+  if (has_products(z, x, weight)) convolve_cuda(z, x, weight, /*flipped=*/false);
+  return z;
+}
+
+Grads2 conv2d_backward_cuda(const Tensor& dz, const Tensor& x, const Tensor& weight,
+                            std::array<bool, 2> output_mask) {
+  auto [dx, dweight] = conv2d_backward_meta(dz, x, weight, output_mask);
+  const c10::cuda::CUDAGuard guard(x.device());
+  if (has_products(dx, dz, weight)) convolve_cuda(dx, dz, weight, /*flipped=*/true);
+  if (has_products(dweight, x, weight)) dweight_cuda(dweight, dz, x);
+  return {dx, dweight};
+}
+#endif
+
+Tensor call_conv2d(const Tensor& x, const Tensor& weight) {
+  static const auto op = find_op<decltype(call_conv2d)>("conv2d");
+  return op.call(x, weight);
+}
+
+Grads2 call_conv2d_backward(const Tensor& dz, const Tensor& x, const Tensor& weight,
+                            std::array<bool, 2> output_mask) {
+  static const auto op = find_op<decltype(call_conv2d_backward)>("conv2d_backward");
+  return op.call(dz, x, weight, output_mask);
+}
+
+struct Conv2dFunction : torch::autograd::Function<Conv2dFunction> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    ctx->save_for_backward({x, weight});
+    return call_conv2d(x, weight);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const std::array<bool, 2> wanted = {saved[0].requires_grad(), saved[1].requires_grad()};
+    auto [dx, dweight] = call_conv2d_backward(grads[0], saved[0], saved[1], wanted);
+    return {if_wanted(wanted[0], dx), if_wanted(wanted[1], dweight)};
+  }
+};
+
+Tensor conv2d_autograd(const Tensor& x, const Tensor& weight) {
+  if (any_needs_grad(x, weight)) return Conv2dFunction::apply(x, weight);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call_conv2d(x, weight);
+}
+
+template <at::DeviceType device>
+Tensor conv2d_autocast(const Tensor& x, const Tensor& weight) {
+  const Autocast<device> cast;
+  return call_conv2d(cast(x), cast(weight));
+}
+
+TORCH_LIBRARY_FRAGMENT(torchweld, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  m.def("conv2d(Tensor x, Tensor weight) -> Tensor", tags);
+  m.def(
+      "conv2d_backward(Tensor dz, Tensor x, Tensor weight, *, bool[2] output_mask) -> "
+      "(Tensor dx, Tensor dweight)",
+      tags);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
+  m.impl("conv2d", conv2d_meta);
+  m.impl("conv2d_backward", conv2d_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
+  m.impl("conv2d", conv2d_cpu);
+  m.impl("conv2d_backward", conv2d_backward_cpu);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
+#ifdef TORCHWELD_CUDA
+  m.impl("conv2d", conv2d_cuda);
+  m.impl("conv2d_backward", conv2d_backward_cuda);
+#else
+  m.impl("conv2d", no_cuda_kernel_function());
+  m.impl("conv2d_backward", no_cuda_kernel_function());
+#endif
+}
+
+TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
+  m.impl("conv2d", conv2d_autograd);
+  m.impl("conv2d_backward", no_gradient_function());
+}
+
+TORCH_LIBRARY_IMPL(torchweld, AutocastCPU, m) { m.impl("conv2d", conv2d_autocast<at::kCPU>); }
+
+TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) { m.impl("conv2d", conv2d_autocast<at::kCUDA>); }
+
+}  // namespace
+}  // namespace torchweld

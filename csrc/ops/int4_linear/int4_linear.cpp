@@ -1,0 +1,181 @@
+// int4_linear:  y = x @ W^T + bias, W = scale * (code - zero)
+//   x (..., K), qweight int32 (N, K/8), scale (N, groups), zero int32 (N, ceil(groups/8)),
+//   bias (N,), y (..., N); the codes and zeros are packed by int4_pack
+// Gradient:     dx = dy @ W, to x alone: codes and zeros are integers, and scale and bias belong to
+//               a weight that was frozen when it was quantised
+//
+// CUDA repacks the weight into scratch first; int4_linear_repacked saves that.
+#include "core/dispatch.h"
+#include "ops/int4_linear/int4_linear_cpu.h"
+#include "ops/int4_pack/int4_checks.h"
+
+#ifdef TORCHWELD_CUDA
+#include "ops/int4_linear/int4_linear_cuda.h"
+#endif
+
+namespace torchweld {
+namespace {
+
+Tensor int4_linear_meta(const Tensor& x, const Tensor& qweight, const Tensor& scale,
+                        const Tensor& zero, const OptionalTensor& bias) {
+  const char* op = "int4_linear";
+  check_floating(op, "x", x);
+  check_min_dim(op, "x", x, 1, "(..., K)");
+  const c10::SymInt k = x.sym_size(-1);
+  TW_CHECK(k % kInt4Unit == 0, op, "x must be (..., K) with K a multiple of 8, but got ",
+           describe(x), kInt4Rule);
+  check_words(op, "qweight", qweight, 2, "(N, K/8)", "x", x);
+  TW_CHECK(qweight.sym_size(1) * kInt4Unit == k, op, "qweight must be (N, K/8) with K = ", k,
+           ", but got qweight ", shape_text(qweight.sym_sizes()), " beside scale ",
+           shape_text(scale.sym_sizes()), " and zero ", shape_text(zero.sym_sizes()), kInt4Rule);
+  check_int4_weight(op, qweight, scale, zero, "x", x);
+  check_vector(op, "bias", bias, qweight.sym_size(0), "(N,)", x);
+  return empty_result(x, with_last(x, qweight.sym_size(0)));
+}
+
+Tensor int4_linear_backward_meta(const Tensor& dy, const Tensor& qweight, const Tensor& scale,
+                                 const Tensor& zero) {
+  const char* op = "int4_linear_backward";
+  check_floating(op, "dy", dy);
+  check_min_dim(op, "dy", dy, 1, "(..., N)");
+  check_int4_weight(op, qweight, scale, zero, "dy", dy);
+  check_shape(op, "dy", dy, with_last(dy, qweight.sym_size(0)), "(..., N)");
+  return at::empty_symint(with_last(dy, qweight.sym_size(1) * kInt4Unit), dy.options());
+}
+
+PortableInt4 portable(const Tensor& qweight, const Tensor& scale, const Tensor& zero) {
+  return {int4_shape(qweight, scale), qweight.contiguous(), scale.contiguous(), zero.contiguous()};
+}
+
+Tensor int4_linear_cpu(const Tensor& x, const Tensor& qweight, const Tensor& scale,
+                       const Tensor& zero, const OptionalTensor& bias) {
+  Tensor y = int4_linear_meta(x, qweight, scale, zero, bias);
+  if (y.numel() == 0) return y;
+  int4_linear_into(as_matrix(y), as_matrix(x), portable(qweight, scale, zero), bias);
+  return y;
+}
+
+Tensor int4_linear_backward_cpu(const Tensor& dy, const Tensor& qweight, const Tensor& scale,
+                                const Tensor& zero) {
+  Tensor dx = int4_linear_backward_meta(dy, qweight, scale, zero);
+  if (dx.numel() == 0) return dx;
+  int4_linear_backward_into(as_matrix(dx), as_matrix(dy), portable(qweight, scale, zero));
+  return dx;
+}
+
+#ifdef TORCHWELD_CUDA
+RepackedWeight repack(const Tensor& qweight, const Tensor& scale, const Tensor& zero) {
+  static const auto op =
+      find_op<std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&)>(
+          "int4_repack");
+  auto [packed, packed_scale, packed_zero] = op.call(qweight, scale, zero);
+  return {int4_shape(qweight, scale), packed, packed_scale, packed_zero};
+}
+
+Tensor int4_linear_cuda(const Tensor& x, const Tensor& qweight, const Tensor& scale,
+                        const Tensor& zero, const OptionalTensor& bias) {
+  Tensor y = int4_linear_meta(x, qweight, scale, zero, bias);
+  if (y.numel() == 0) return y;
+  const c10::cuda::CUDAGuard guard(x.device());
+  int4_matmul_into(as_matrix(y), as_matrix(x), repack(qweight, scale, zero), bias);
+  return y;
+}
+
+Tensor int4_linear_backward_cuda(const Tensor& dy, const Tensor& qweight, const Tensor& scale,
+                                 const Tensor& zero) {
+  Tensor dx = int4_linear_backward_meta(dy, qweight, scale, zero);
+  if (dx.numel() == 0) return dx;
+  const c10::cuda::CUDAGuard guard(dy.device());
+  int4_matmul_backward_into(as_matrix(dx), as_matrix(dy), repack(qweight, scale, zero));
+  return dx;
+}
+#endif
+
+Tensor call_int4_linear(const Tensor& x, const Tensor& qweight, const Tensor& scale,
+                        const Tensor& zero, const OptionalTensor& bias) {
+  static const auto op = find_op<decltype(call_int4_linear)>("int4_linear");
+  return op.call(x, qweight, scale, zero, bias);
+}
+
+Tensor call_int4_linear_backward(const Tensor& dy, const Tensor& qweight, const Tensor& scale,
+                                 const Tensor& zero) {
+  static const auto op = find_op<decltype(call_int4_linear_backward)>("int4_linear_backward");
+  return op.call(dy, qweight, scale, zero);
+}
+
+struct Int4LinearFunction : torch::autograd::Function<Int4LinearFunction> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& qweight,
+                        const Tensor& scale, const Tensor& zero, const OptionalTensor& bias) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    ctx->save_for_backward({qweight, scale, zero});
+    return call_int4_linear(x, qweight, scale, zero, bias);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    return {call_int4_linear_backward(grads[0], saved[0], saved[1], saved[2]), Tensor(), Tensor(),
+            Tensor(), Tensor()};
+  }
+};
+
+Tensor int4_linear_autograd(const Tensor& x, const Tensor& qweight, const Tensor& scale,
+                            const Tensor& zero, const OptionalTensor& bias) {
+  check_int4_frozen("int4_linear", "scale", scale);
+  check_int4_frozen("int4_linear", "bias", bias);
+  if (any_needs_grad(x)) return Int4LinearFunction::apply(x, qweight, scale, zero, bias);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call_int4_linear(x, qweight, scale, zero, bias);
+}
+
+template <at::DeviceType device>
+Tensor int4_linear_autocast(const Tensor& x, const Tensor& qweight, const Tensor& scale,
+                            const Tensor& zero, const OptionalTensor& bias) {
+  const Autocast<device> cast;
+  return call_int4_linear(cast(x), qweight, cast(scale), zero, cast(bias));
+}
+
+TORCH_LIBRARY_FRAGMENT(torchweld, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  m.def(
+      "int4_linear(Tensor x, Tensor qweight, Tensor scale, Tensor zero, Tensor? bias=None) -> "
+      "Tensor",
+      tags);
+  m.def("int4_linear_backward(Tensor dy, Tensor qweight, Tensor scale, Tensor zero) -> Tensor dx",
+        tags);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
+  m.impl("int4_linear", int4_linear_meta);
+  m.impl("int4_linear_backward", int4_linear_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
+  m.impl("int4_linear", int4_linear_cpu);
+  m.impl("int4_linear_backward", int4_linear_backward_cpu);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
+#ifdef TORCHWELD_CUDA
+  m.impl("int4_linear", int4_linear_cuda);
+  m.impl("int4_linear_backward", int4_linear_backward_cuda);
+#else
+  m.impl("int4_linear", no_cuda_kernel_function());
+  m.impl("int4_linear_backward", no_cuda_kernel_function());
+#endif
+}
+
+TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
+  m.impl("int4_linear", int4_linear_autograd);
+  m.impl("int4_linear_backward", no_gradient_function());
+}
+
+TORCH_LIBRARY_IMPL(torchweld, AutocastCPU, m) {
+  m.impl("int4_linear", int4_linear_autocast<at::kCPU>);
+}
+
+TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) {
+  m.impl("int4_linear", int4_linear_autocast<at::kCUDA>);
+}
+
+}  // namespace
+}  // namespace torchweld

@@ -1,0 +1,46 @@
+// Products with a repacked 4-bit weight: what the host hands to the kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "gemm/gemm.h"
+#include "ops/int4_linear/int4_linear_config.h"
+
+namespace torchweld {
+
+// A repacked weight: contiguous, 16-byte aligned.
+struct Int4Weight {
+  Int4Shape shape;
+  const uint32_t* packed;
+  const void* scale;
+  const uint32_t* zero;
+};
+
+// gemm tells x (as operand a, K adjacent, rows on 16-byte boundaries), y, the bias and, where the
+// parts of K are summed by a second kernel, the workspace. Its operand b is the weight.
+struct Int4LinearParams {
+  GemmParams gemm;
+  Int4Weight weight;
+  Int4Choice choice;
+};
+
+struct Int4DequantiseParams {
+  Int4Weight weight;
+  void* dense;  // (N, K), contiguous, 16-byte aligned
+  DType dtype;  // of the scales and of dense
+};
+
+// True where the current device runs clusters and these kernels were compiled with them.
+bool int4_has_clusters();
+
+// choice.tile is not -1; sizes are at least 1.
+void launch_int4_linear(const Int4LinearParams& params, cudaStream_t stream);
+void launch_int4_dequantise(const Int4DequantiseParams& params, cudaStream_t stream);
+
+// One dtype's kernels, each in a .cu of its own.
+template <typename T>
+void launch_int4_linear_of(const Int4LinearParams& params, cudaStream_t stream);
+
+}  // namespace torchweld

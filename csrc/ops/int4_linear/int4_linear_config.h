@@ -1,0 +1,126 @@
+// Which tile a product with a 4-bit weight takes, and into how many parts K is cut. Pure host code:
+// tested without a GPU.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "ops/int4_pack/int4_layout.h"
+
+namespace torchweld {
+
+// A block multiplies `rows` of the weight with `tokens` rows of x, `chunks` of 64 columns a step.
+struct Int4Tile {
+  int rows, tokens;
+  int warps;        // each has rows / warps rows and all tokens
+  int chunks;       // of K in a step
+  int stages;       // of the ring in shared memory
+  int blocks;       // of 16-bit x that the registers of an SM hold
+  int busy_blocks;  // so many keep an SM's share of the memory or its tensor cores busy
+  // The scale multiplies the sum of each group, which serves every dtype and group; or the weight,
+  // which needs half the accumulators, 16 bits and groups of whole chunks.
+  bool scale_sums;
+
+  // fp32 x is split into pieces in registers.
+  constexpr int blocks_per_sm(int elem_size) const {
+    return elem_size == 4 ? (blocks + 1) / 2 : blocks;
+  }
+  constexpr int threads() const { return warps * 32; }
+  constexpr int row_tiles() const { return rows / kInt4TileRows; }
+  constexpr bool suits(int elem_size, bool whole_chunks) const {
+    return scale_sums || (elem_size == 2 && whole_chunks);
+  }
+  // Of x in shared memory. NOTE: fp32 rows have 32 bytes of padding, 16-bit ones a swizzle; both
+  // let fragments be read without bank conflicts.
+  static constexpr int x_row_bytes(int elem_size) {
+    return kInt4ChunkK * elem_size + (elem_size == 4 ? 32 : 0);
+  }
+  constexpr int weight_bytes() const { return row_tiles() * chunks * kInt4ChunkWords * 4; }
+  constexpr int x_bytes(int elem_size) const { return chunks * tokens * x_row_bytes(elem_size); }
+  constexpr int scale_bytes(int elem_size) const { return rows * chunks * elem_size; }
+  constexpr int zero_bytes() const { return rows * chunks / 2; }
+  // Stages start on 128 bytes, so that a swizzle is an xor of their addresses.
+  constexpr int stage_bytes(int elem_size) const {
+    return (weight_bytes() + x_bytes(elem_size) + scale_bytes(elem_size) + zero_bytes() + 127) /
+           128 * 128;
+  }
+  // The sums of a tile pass through the ring's memory. Four floats of padding a token.
+  constexpr int staging_bytes() const { return tokens * (rows + 4) * 4; }
+  constexpr int shared_bytes(int elem_size) const {
+    return std::max(stages * stage_bytes(elem_size), staging_bytes());
+  }
+};
+
+// NOTE: of an SM's instructions a small batch needs half of what it can issue while it reads its
+// share of the weight; two row tiles a warp and two chunks a step keep it at that.
+inline constexpr Int4Tile kInt4Tiles[] = {
+    {64, 8, 2, 2, 4, 8, 4, true},     {128, 16, 4, 2, 3, 5, 3, true},
+    {128, 32, 4, 2, 3, 4, 3, true},   {128, 64, 4, 1, 4, 3, 3, false},
+    {128, 128, 4, 1, 4, 2, 2, false}, {256, 128, 8, 1, 4, 1, 1, false}};
+inline constexpr int kInt4TileCount = sizeof(kInt4Tiles) / sizeof(kInt4Tiles[0]);
+
+// fp32, and groups that are no whole chunks: with more tokens than this the weight is dequantised
+// into memory and multiplied by the matmul engine.
+inline constexpr int64_t kInt4DenseTokens = 128;
+
+struct Int4Problem {
+  int64_t m;
+  Int4Shape shape;
+  int elem_size;     // of x, bytes
+  int sms;           // of the device
+  int shared_limit;  // bytes of shared memory that one block may have
+  bool clusters;     // parts can be added up within a cluster of blocks
+
+  constexpr bool whole_chunks() const {
+    return shape.groups > 0 && shape.k % (shape.groups * kInt4ChunkK) == 0;
+  }
+};
+
+struct Int4Choice {
+  int tile;             // index into kInt4Tiles, -1: dequantise
+  int parts;            // of K; their sums are added in a fixed order
+  int64_t part_chunks;  // of a part
+  bool cluster;         // the parts of a tile are a cluster
+};
+
+// Nanoseconds: every SM has an equal share of the memory's rate and the tensor cores' rate of
+// mma.sync, which it reaches with busy_blocks; each wave of blocks fills its ring first.
+inline double int4_time(const Int4Problem& p, const Int4Tile& tile, int parts, int64_t steps) {
+  constexpr double kBytesPerNs = 30, kMacsPerNs = 2000, kFillNs = 1200, kSumNs = 3000;
+  const int64_t tiles =
+      (p.shape.n + tile.rows - 1) / tile.rows * ((p.m + tile.tokens - 1) / tile.tokens);
+  const int64_t load = (tiles * parts + p.sms - 1) / p.sms;  // blocks on the busiest SM
+  const int resident = tile.blocks_per_sm(p.elem_size);
+  const int64_t waves = (load + resident - 1) / resident;
+  const double macs = double(tile.rows) * tile.tokens * tile.chunks * kInt4ChunkK;
+  const double step = std::max(tile.weight_bytes() / kBytesPerNs, macs / kMacsPerNs);
+  const double busy = std::min(1.0, double(load) / tile.busy_blocks);
+  return load * steps * step / busy + waves * kFillNs + (parts > 1 && !p.clusters ? kSumNs : 0);
+}
+
+inline Int4Choice choose_int4(const Int4Problem& p) {
+  Int4Choice best{-1, 1, p.shape.chunks(), false};
+  if (!(p.elem_size == 2 && p.whole_chunks()) && p.m > kInt4DenseTokens) return best;
+  double best_time = -1;
+  int tokens = 0;  // of the smallest tile that holds all tokens
+  for (int i = 0; i < kInt4TileCount; ++i) {
+    const Int4Tile& tile = kInt4Tiles[i];
+    const bool fits = tile.shared_bytes(p.elem_size) <= p.shared_limit;
+    if (!tile.suits(p.elem_size, p.whole_chunks()) || !fits) continue;
+    if (tokens >= p.m && tile.tokens > tokens) break;
+    if (tile.tokens > tokens) best_time = -1;  // larger tiles come later
+    tokens = tile.tokens;
+    const int64_t steps = (p.shape.chunks() + tile.chunks - 1) / tile.chunks;
+    for (int parts = 1; parts <= 8; parts *= 2) {
+      const int64_t part_steps = (steps + parts - 1) / parts;
+      if (parts > 1 && (part_steps < 2 || (parts - 1) * part_steps >= steps)) break;
+      const double time = int4_time(p, tile, parts, part_steps);
+      if (best_time >= 0 && time >= best_time) continue;
+      best_time = time;
+      best = {i, parts, part_steps * tile.chunks, parts > 1 && p.clusters};
+    }
+  }
+  return best;
+}
+
+}  // namespace torchweld

@@ -1,0 +1,14 @@
+// mul_relu: the launcher. The kernels are in pointwise/matrix_pass.cuh.
+#include "ops/mul_relu/mul_relu.h"
+
+#include "ops/mul_relu/mul_relu_cell.h"
+#include "pointwise/matrix_pass.cuh"
+
+namespace torchweld {
+
+void launch_mul_relu(const MatrixPassParams& params, cudaStream_t stream) {
+  launch_matrix_pass(params, MulReluCell{}, stream);
+  check_launch("mul_relu");
+}
+
+}  // namespace torchweld

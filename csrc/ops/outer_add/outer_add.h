@@ -1,0 +1,14 @@
+// outer_add, z[i, j] = x[j] + y[i]: the launchers.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "pointwise/matrix_pass.h"
+
+namespace torchweld {
+
+// Sizes are at least 1.
+void launch_outer_add(const MatrixPassParams& params, cudaStream_t stream);
+void launch_outer_add_backward(const MatrixPassParams& params, cudaStream_t stream);
+
+}  // namespace torchweld

@@ -1,0 +1,14 @@
+// The gradient of outer_add: the launcher. The kernels are in pointwise/matrix_pass.cuh.
+#include "ops/outer_add/outer_add.h"
+
+#include "ops/outer_add/outer_add_cell.h"
+#include "pointwise/matrix_pass.cuh"
+
+namespace torchweld {
+
+void launch_outer_add_backward(const MatrixPassParams& params, cudaStream_t stream) {
+  launch_matrix_pass(params, OuterAddBackwardCell{}, stream);
+  check_launch("outer_add_backward");
+}
+
+}  // namespace torchweld

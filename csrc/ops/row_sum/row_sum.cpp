@@ -1,0 +1,127 @@
+// Sums over the last dim:  y[...] = sum_j x[..., j]        x (..., n), y (...)
+// Gradient:                dx[..., j] = dy[...], an expanded view; differentiable again
+//
+// Sums in fp32 (fp64 for fp64), rounded once. n = 0 gives zeros, as in torch.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
+
+#include "core/dispatch.h"
+
+#ifdef TORCHWELD_CUDA
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+
+#include <map>
+
+#include "core/cuda_inputs.h"
+#include "core/launch.h"
+#include "ops/row_sum/row_sum.h"
+#endif
+
+namespace torchweld {
+namespace {
+
+Tensor row_sum_meta(const Tensor& x) {
+  check_floating("row_sum", "x", x);
+  check_min_dim("row_sum", "x", x, 1, "(..., n)");
+  return at::empty_symint(without_last(x), x.options());
+}
+
+Tensor row_sum_cpu(const Tensor& x) {
+  Tensor y = row_sum_meta(x);
+  if (y.numel() > 0) at::sum_out(y, x, -1);
+  return y;
+}
+
+#ifdef TORCHWELD_CUDA
+// `count` counters that are zero when the kernel starts. The kernel leaves them zero, so that they
+// serve the next call on this stream without being cleared.
+// NOTE: they belong to a thread and a stream, because two calls that share them must not overlap.
+// Under capture the graph clears its own: its replays may overlap with anything.
+Tensor zero_counters(int64_t count, const Tensor& like, const c10::cuda::CUDAStream& stream) {
+  const auto options = like.options().dtype(at::kInt);
+  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
+    return at::zeros({count}, options);
+  }
+  thread_local std::map<std::pair<c10::DeviceIndex, cudaStream_t>, Tensor> kept;
+  Tensor& counters = kept[{stream.device_index(), stream.stream()}];
+  if (!counters.defined() || counters.numel() < count) counters = at::zeros({count}, options);
+  return counters;
+}
+
+Tensor row_sum_cuda(const Tensor& x) {
+  Tensor y = row_sum_meta(x);
+  if (y.numel() == 0) return y;
+  if (x.numel() == 0) return y.zero_();
+  const c10::cuda::CUDAGuard guard(x.device());
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  const Rows in(x);
+  const int elem_size = static_cast<int>(x.element_size());
+  const bool aligned = reinterpret_cast<uintptr_t>(in.tensor.const_data_ptr()) % 16 == 0 &&
+                       in.row_stride * elem_size % 16 == 0;
+  const RowSumChoice choice =
+      choose_row_sum({in.rows, in.n, elem_size, in.row_stride == in.n, aligned,
+                      device_attribute(cudaDevAttrMultiProcessorCount)});
+  Tensor partials, counters;
+  if (choice.parts > 1) {
+    partials = at::empty({choice.partials(in.rows)}, x.options().dtype(at::kFloat));
+    counters = zero_counters(in.rows, x, stream);
+  }
+  launch_row_sum(
+      {in.tensor.const_data_ptr(), y.mutable_data_ptr(), in.rows, in.n, in.row_stride, dtype_of(x),
+       choice, partials.defined() ? partials.mutable_data_ptr<float>() : nullptr,
+       counters.defined() ? reinterpret_cast<unsigned*>(counters.mutable_data_ptr<int>())
+                          : nullptr},
+      stream);
+  return y;
+}
+
+#endif
+
+Tensor call_row_sum(const Tensor& x) {
+  static const auto op = find_op<decltype(call_row_sum)>("row_sum");
+  return op.call(x);
+}
+
+struct RowSumFunction : torch::autograd::Function<RowSumFunction> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    Tensor y = call_row_sum(x);
+    ctx->saved_data["n"] = x.sym_size(-1);
+    return y;
+  }
+
+  // The gradient costs nothing: it is dy seen n times, as torch's own sum gives it.
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    std::vector<c10::SymInt> sizes = grads[0].sym_sizes().vec();
+    sizes.push_back(ctx->saved_data["n"].toSymInt());
+    return {grads[0].unsqueeze(-1).expand_symint(sizes)};
+  }
+};
+
+Tensor row_sum_autograd(const Tensor& x) {
+  if (any_needs_grad(x)) return RowSumFunction::apply(x);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call_row_sum(x);
+}
+
+TORCH_LIBRARY_FRAGMENT(torchweld, m) {
+  m.def("row_sum(Tensor x) -> Tensor", {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(torchweld, Meta, m) { m.impl("row_sum", row_sum_meta); }
+
+TORCH_LIBRARY_IMPL(torchweld, CPU, m) { m.impl("row_sum", row_sum_cpu); }
+
+TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
+#ifdef TORCHWELD_CUDA
+  m.impl("row_sum", row_sum_cuda);
+#else
+  m.impl("row_sum", no_cuda_kernel_function());
+#endif
+}
+
+TORCH_LIBRARY_IMPL(torchweld, Autograd, m) { m.impl("row_sum", row_sum_autograd); }
+
+}  // namespace
+}  // namespace torchweld

@@ -1,0 +1,20 @@
+// From tensors to the arguments of a matrix pass. Host code of CUDA builds only.
+#pragma once
+
+#include <ATen/ops/empty.h>
+
+#include "core/cuda_inputs.h"
+#include "pointwise/matrix_pass.h"
+
+namespace torchweld {
+
+// The scratch of a pass, on the device of `like`; keep it until the launch.
+inline Tensor matrix_pass_scratch(MatrixPassParams& params, const Tensor& like) {
+  const int64_t floats = plan_matrix_pass(params).scratch();
+  if (floats == 0) return Tensor();
+  Tensor scratch = at::empty({floats}, like.options().dtype(at::kFloat));
+  params.scratch = scratch.mutable_data_ptr<float>();
+  return scratch;
+}
+
+}  // namespace torchweld

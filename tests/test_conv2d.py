@@ -1,0 +1,252 @@
+"""conv2d and its backward op against float64; exact on integer grids."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+
+import reference as R
+from numerics import assert_equal, assert_same_bits
+from refusals import case_params, cases, recordable
+from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel
+from strategies import dtype_names, layouts, seeds, sizes, strided, values
+
+conv2d = torch.ops.torchweld.conv2d
+conv2d_backward = torch.ops.torchweld.conv2d_backward
+
+OPS = ("conv2d", "conv2d_backward")
+KERNELS = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 7), (3, 7), (9, 9), (8, 10)]
+WIDE_KERNELS = [(1, 31), (31, 1), (31, 31), (25, 26), (12, 17), (33, 2), (2, 40), (34, 35)]
+IMAGES = [(1, 1, 1), (3, 1, 9), (2, 33, 1), (5, 8, 8), (2, 31, 33), (1, 64, 64), (1, 13, 131)]
+
+
+@pytest.fixture(autouse=True)
+def _kernel(request):
+    if "device" in request.fixturenames:
+        need_kernel("conv2d", request.getfixturevalue("device"))
+
+
+def randn(device: str, dtype: torch.dtype, *shape: int):
+    return torch.randn(*shape, dtype=F64).to(dtype).to(device)
+
+
+def integers(device: str, dtype: torch.dtype, *shape: int, most: int = 4):
+    return torch.randint(-most, most + 1, shape).to(dtype).to(device)
+
+
+def padded_conv2d(x, weight):
+    """torch's own, of the padded x."""
+    kh, kw = weight.shape
+    return F.conv2d(F.pad(x, (0, kw - 1, 0, kh - 1))[:, None], weight[None, None])[:, 0]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("shape", IMAGES, ids=str)
+def test_sizes(device, shape, kernel):
+    for dtype in dtypes(device):
+        check_op("conv2d", [randn(device, dtype, *shape), randn(device, dtype, *kernel)])
+
+
+@pytest.mark.parametrize("kernel", WIDE_KERNELS, ids=str)
+@pytest.mark.parametrize("shape", [(3, 5, 8), (1, 35, 70)], ids=str)
+def test_wide_kernels(device, shape, kernel):
+    for dtype in (F32, BF16) if device == "cpu" else dtypes(device):
+        check_op("conv2d", [randn(device, dtype, *shape), randn(device, dtype, *kernel)])
+
+
+def check_exact(x, weight, dz):
+    """The sums are integers below 2^24: no order of additions rounds."""
+    up = [t.cpu().double() for t in (x, weight, dz)]
+    z, grads = forward_backward("conv2d", [x, weight], {}, dz)
+    assert_equal(z.cpu(), R.conv2d(*up[:2]).to(x.dtype), "z")
+    dx, dweight = R.gradients(R.conv2d, up[2], [True, True], *up[:2])
+    assert_equal(grads[0].cpu(), dx.to(x.dtype), "dx")
+    assert_equal(grads[1].cpu(), dweight.to(x.dtype), "dweight")
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS, (31, 31), (2, 40)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 8, 8), (2, 17, 23), (1, 40, 72), (2, 9, 136)], ids=str)
+def test_integers_are_exact(device, shape, kernel):
+    for dtype in (F32, BF16) if device == "cpu" else dtypes(device):
+        x, dz = (integers(device, dtype, *shape) for _ in range(2))
+        check_exact(x, integers(device, dtype, *kernel), dz)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 9, 16])
+def test_one_weight_is_a_shift(device, size):
+    """A single 1 in the kernel moves the image up and left, its gradient back."""
+    for dtype in dtypes(device):
+        x = randn(device, dtype, 2, 20, 24)
+        for p, q in {(0, 0), (size - 1, 0), (0, size - 1), (size // 2, size - 1)}:
+            weight = torch.zeros(size, size, dtype=dtype, device=device)
+            weight[p, q] = 1
+            expected = torch.zeros_like(x)
+            expected[:, : 20 - p, : 24 - q] = x[:, p:, q:]
+            assert_equal(conv2d(x, weight), expected)
+            back = torch.zeros_like(x)
+            back[:, p:, q:] = x[:, : 20 - p, : 24 - q]
+            assert_equal(conv2d_backward(x, x, weight, output_mask=[True, False])[0], back)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5, 21, 22, 43, 67])
+def test_small_images_do_not_mix(device, batch):
+    """Many small images share a block; each is what it is alone."""
+    for dtype in (F32, BF16):
+        for side, size in ((8, 3), (8, 5), (7, 4), (3, 5), (1, 3)):
+            x, weight = randn(device, dtype, batch, side, side), randn(device, dtype, size, size)
+            z = conv2d(x, weight)
+            dx = conv2d_backward(x, x, weight, output_mask=[True, False])[0]
+            for i in {0, batch // 2, batch - 1}:
+                one = x[i : i + 1].clone()
+                assert_equal(z[i : i + 1], conv2d(one, weight))
+                alone = conv2d_backward(one, one, weight, output_mask=[True, False])[0]
+                assert_equal(dx[i : i + 1], alone)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 7, 9, 11])
+def test_inf_and_nan_reach_only_the_windows_that_hold_them(device, size, value):
+    for dtype in dtypes(device):
+        weight = integers(device, dtype, size, size) + 0.5
+        for i, j in ((0, 0), (9, 11), (23, 31), (15, 16)):
+            x = integers(device, dtype, 2, 24, 32)
+            x[1, i, j] = value
+            expected = R.conv2d(x.cpu().double(), weight.cpu().double()).to(dtype)
+            assert_equal(conv2d(x, weight).cpu(), expected)
+            dz = integers(device, dtype, 2, 24, 32)
+            dx, dweight = conv2d_backward(dz, x, weight, output_mask=[True, True])
+            assert not dx.isnan().any()
+            grads = R.gradients(
+                R.conv2d, dz.cpu().double(), [True, True], x.cpu().double(), weight.cpu().double()
+            )
+            assert_equal(dweight.cpu(), grads[1].to(dtype))
+            flipped = conv2d_backward(x, dz, weight, output_mask=[True, False])[0]
+            grads = R.gradients(
+                R.conv2d, x.cpu().double(), [True], dz.cpu().double(), weight.cpu().double()
+            )
+            assert_equal(flipped.cpu(), grads[0].to(dtype))
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("size", [1, 3, 5, 8])
+def test_a_weight_times_the_zeros_beyond_the_edge(device, size, value):
+    """0 * inf is NaN there, as in F.conv2d of a padded x."""
+    for dtype in dtypes(device):
+        x = torch.rand(2, 9, 12, dtype=F64).add(0.5).to(dtype).to(device)
+        weight = torch.ones(size, size, dtype=dtype, device=device)
+        weight[size - 1, size // 2] = value
+        expected = padded_conv2d(x.cpu().double(), weight.cpu().double()).to(dtype)
+        z = conv2d(x, weight).cpu()
+        assert_equal(z.isnan(), expected.isnan())
+        assert_equal(z.isinf(), expected.isinf())
+        assert (z.isnan().any() or size == 1) and not z.isfinite().any()
+
+
+def test_overflow_is_inf(device):
+    x = torch.full((1, 9, 16), 60000.0, dtype=F16, device=device)
+    z = conv2d(x, torch.ones(3, 3, dtype=F16, device=device))
+    expected = R.conv2d(x.cpu().double(), torch.ones(3, 3, dtype=F64)).to(F16)
+    assert_equal(z.cpu(), expected)
+    assert z.isinf().any() and z.isfinite().any()
+
+
+SHAPES = [(0, 3, 3), (2, 0, 3), (2, 3, 0), (0, 0, 0)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_empty_images(device, shape):
+    for dtype in dtypes(device):
+        x = torch.empty(shape, dtype=dtype, device=device)
+        weight = torch.ones(2, 3, dtype=dtype, device=device)
+        z, (dx, dweight) = forward_backward("conv2d", [x, weight], {})
+        assert_equal(z, x)
+        assert_equal(dx, x)
+        assert_equal(dweight, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("kernel", [(0, 2), (2, 0), (0, 0)], ids=str)
+def test_empty_kernels(device, kernel):
+    """A sum over nothing is 0."""
+    for dtype in dtypes(device):
+        x = randn(device, dtype, 2, 3, 4)
+        weight = torch.empty(kernel, dtype=dtype, device=device)
+        z, (dx, dweight) = forward_backward("conv2d", [x, weight], {})
+        assert_equal(z, torch.zeros_like(x))
+        assert_equal(dx, torch.zeros_like(x))
+        assert_equal(dweight, weight)
+
+
+@pytest.mark.parametrize("offset", range(9))
+def test_any_start_of_a_row(device, offset):
+    """Images start anywhere with respect to 16 bytes; what lies around them is NaN."""
+    for dtype in (F32, BF16):
+        for size, width, gap in ((3, 16, 0), (5, 24, 8), (7, 21, 1), (4, 64, 5)):
+            x, weight = integers(device, dtype, 2, 9, width), integers(device, dtype, size, size)
+            strides = (9 * (width + gap) + 4, width + gap, 1)
+            storage = torch.full((2 * strides[0] + 16,), math.nan, dtype=dtype, device=device)
+            view = storage.as_strided(x.shape, strides, offset).copy_(x)
+            check_exact(view, weight, view)
+
+
+def test_expanded_images(device):
+    x, weight = integers(device, F32, 1, 7, 8), integers(device, F32, 3, 3)
+    same = x.expand(4, 7, 8)
+    check_exact(same, weight, same)
+    row = integers(device, BF16, 2, 1, 16).expand(2, 9, 16)
+    check_exact(row, weight.to(BF16), row)
+
+
+def test_only_what_is_asked_for(device):
+    x, weight = randn(device, F32, 2, 5, 6), randn(device, F32, 3, 3)
+    dx, dweight = conv2d_backward(x, x, weight, output_mask=[True, True])
+    for mask in ([True, False], [False, True], [False, False]):
+        grads = conv2d_backward(x, x, weight, output_mask=mask)
+        for got, full, wanted in zip(grads, (dx, dweight), mask, strict=True):
+            assert_same_bits(got, full if wanted else torch.empty(0, device=device))
+
+
+def test_large_batches_and_images(device):
+    shapes = [(4, 200, 260)] if device == "cpu" else [(4097, 8, 8), (64, 64, 64), (3, 1000, 1030)]
+    for shape in shapes:
+        for dtype in (F32, BF16):
+            x = integers(device, dtype, *shape, most=1)
+            for size in (3, 5):
+                check_exact(x, integers(device, dtype, size, size), x)
+
+
+@given(
+    height=sizes(33),
+    width=sizes(65),
+    batch=sizes(5),
+    kernel_height=sizes(13),
+    kernel_width=sizes(13),
+    layout=layouts(3),
+    dtype=dtype_names,
+    seed=seeds,
+)
+def test_any_layout(height, width, batch, kernel_height, kernel_width, layout, dtype, seed):
+    kind = getattr(torch, dtype)
+    x = values((batch, height, width), "integers", seed).to(kind)
+    weight = values((kernel_height, kernel_width), "integers", seed + 1).to(kind)
+    z = conv2d(x, weight)
+    assert_equal(z, R.conv2d(x.double(), weight.double()).to(kind))
+    assert_same_bits(conv2d(strided(x, layout), weight.t().contiguous().t()), z)
+
+
+@pytest.mark.parametrize("case", case_params(*OPS))
+def test_bad_call(case, device):
+    case.check(device)
+
+
+def test_bad_call_while_recording(device):
+    for param in recordable(case_params("conv2d")):
+        param.values[0].check(device, recorded=True)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_number_of_bad_calls(op):
+    assert len(cases(op)) >= 25

@@ -1,0 +1,426 @@
+"""4-bit weights: packing, repacking and both linear ops against float64; exact on integer grids."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import reference as R
+from numerics import assert_equal, assert_same_bits
+from refusals import case_params, cases, recordable
+from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel
+from strategies import dtype_names, layouts, seeds, strided, values
+from torchweld.nn import Int4Linear
+
+ops = torch.ops.torchweld
+
+OP = "int4_linear"
+OPS = (OP, OP + "_backward", "int4_repack", OP + "_repacked", OP + "_repacked_backward")
+
+
+@pytest.fixture(autouse=True)
+def _kernel(request):
+    if "device" in request.fixturenames:
+        need_kernel(OP, request.getfixturevalue("device"))
+
+
+def weight_of(codes, zeros, scale, dtype, device):
+    """qweight, scale, zero of codes (N, K), zeros and scale (N, groups)."""
+    words = [ops.int4_pack(t.to(torch.uint8)).to(device) for t in (codes, zeros)]
+    return [words[0], scale.to(dtype).to(device), words[1]]
+
+
+def random_weight(n, k, group, dtype, device):
+    """Any codes and zeros, words with the top bit set among them."""
+    groups = k // group
+    codes, zeros = torch.randint(0, 16, (n, k)), torch.randint(0, 16, (n, groups))
+    scale = (torch.rand(n, groups) + 0.5) * 0.3 * max(k, 1) ** -0.5
+    return weight_of(codes, zeros, scale, dtype, device)
+
+
+def randn(device, dtype, *shape):
+    return torch.randn(*shape, dtype=F64).to(dtype).to(device)
+
+
+def check_both(x, weight, bias=None):
+    """int4_linear, and the same through int4_repack, result and gradient."""
+    check_op(OP, [x, *weight, bias])
+    packed = ops.int4_repack(*weight)
+    kwargs = {"out_features": weight[0].shape[0]}
+    check_op(OP + "_repacked", [x, *packed, bias], kwargs)
+    check_op(OP + "_repacked", [x, *packed], kwargs, eager=False)
+
+
+# Packing
+
+
+@pytest.mark.parametrize("cols", [0, 1, 7, 8, 9, 31, 32, 33, 1021])
+def test_packing_and_back(device, cols):
+    codes = torch.randint(0, 16, (3, 2, cols), dtype=torch.uint8)
+    packed = ops.int4_pack(codes.to(device))
+    assert_equal(packed.cpu(), R.int4_words(codes).to(torch.int32))
+    assert_equal(ops.int4_unpack(packed, cols).cpu(), codes)
+
+
+def test_lowest_nibble_comes_first(device):
+    codes = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8], [0, 0, 0, 0, 0, 0, 0, 15]], dtype=torch.uint8)
+    expected = torch.tensor([[0x87654321 - 2**32], [0xF0000000 - 2**32]], dtype=torch.int32)
+    assert_equal(ops.int4_pack(codes.to(device)).cpu(), expected)
+
+
+def test_every_word_is_legal(device):
+    words = torch.tensor([[-1, -(2**31), 2**31 - 1, 0, 1]], dtype=torch.int32)
+    codes = ops.int4_unpack(words.to(device), 40)
+    assert_equal(codes.cpu(), R.int4_codes(words, 40).to(torch.uint8))
+    assert_equal(ops.int4_pack(codes).cpu(), words)
+
+
+def test_of_a_code_the_low_bits_count(device):
+    codes = torch.arange(256, dtype=torch.uint8)[None]
+    assert_equal(ops.int4_pack(codes.to(device)), ops.int4_pack((codes & 15).to(device)))
+
+
+@pytest.mark.parametrize("size", [(1, 8, 8), (16, 64, 64), (17, 72, 24), (33, 136, 8)], ids=str)
+def test_repacked_layout(device, size):
+    """Against the definition in reference.py, and back."""
+    n, k, group = size
+    for dtype in dtypes(device):
+        weight = random_weight(n, k, group, dtype, device)
+        packed = ops.int4_repack(*weight)
+        for got, ref in zip(packed, R.int4_repack(*weight), strict=True):
+            assert_equal(got.cpu(), ref.to(got.dtype))
+        back = R.int4_portable(*packed, n, k)
+        assert_equal(back[0].to(torch.int32), weight[0].cpu())
+        assert_equal(back[1], weight[1].cpu())
+        codes = [R.int4_codes(z, k // group) for z in (back[2], weight[2])]
+        assert_equal(*codes)
+
+
+# Exact results
+
+
+@pytest.mark.parametrize("m", [1, 9, 40, 70])
+def test_all_pairs_of_code_and_zero(device, m):
+    """One-hot rows of x pick every weight: all 16 x 16 differences, times a power of two."""
+    codes = torch.arange(16).repeat(16, 8)  # (16, 128), row r has zero r
+    zeros = torch.arange(16)[:, None]
+    expected = (codes - zeros) * 0.25
+    eye = torch.eye(128)
+    for dtype in dtypes(device):
+        weight = weight_of(codes, zeros, torch.full((16, 1), 0.25), dtype, device)
+        packed = ops.int4_repack(*weight)
+        for first in range(0, 128, m):
+            x = eye[first : first + m].to(dtype).to(device)
+            ref = expected.T[first : first + m].to(dtype).to(device)
+            assert_equal(ops.int4_linear(x, *weight), ref)
+            assert_equal(ops.int4_linear_repacked(x, *packed, out_features=16), ref)
+
+
+GRID = [  # M, N, K, group
+    (1, 1, 8, 8),
+    (1, 17, 136, 8),
+    (2, 31, 160, 16),
+    (3, 33, 96, 32),
+    (7, 64, 192, 64),
+    (8, 65, 256, 128),
+    (9, 127, 512, 256),
+    (16, 129, 640, 640),
+    (17, 96, 1088, 64),
+    (31, 48, 120, 24),
+    (33, 130, 1024, 128),
+    (64, 128, 320, 64),
+    (65, 257, 384, 128),
+    (129, 200, 256, 64),
+    (131, 33, 104, 104),
+]
+
+
+@pytest.mark.parametrize("size", GRID, ids=str)
+def test_integer_grid_is_exact(device, size):
+    """Scales 1 and 2, integers in x: every sum is exact in any order, the result rounded once."""
+    m, n, k, group = size
+    groups = k // group
+    codes, zeros = torch.randint(0, 16, (n, k)), torch.randint(0, 16, (n, groups))
+    scale = torch.randint(1, 3, (n, groups))
+    x, bias, dy = torch.randint(-8, 9, (m, k)), torch.randint(-8, 9, (n,)), None
+    dy = torch.randint(-8, 9, (m, n))
+    weight = (codes - zeros.repeat_interleave(group, 1)) * scale.repeat_interleave(group, 1)
+    y, dx = x @ weight.T, dy @ weight
+    for dtype in dtypes(device):
+        args = weight_of(codes, zeros, scale, dtype, device)
+        packed = ops.int4_repack(*args)
+        x_, bias_, dy_ = (t.to(dtype).to(device) for t in (x, bias, dy))
+        expected = [t.to(dtype).to(device) for t in (y + bias, y, dx)]
+        out, (grad, *_) = forward_backward(OP, [x_, *args, bias_], {}, dy_)
+        assert_equal(out, expected[0])
+        assert_equal(grad, expected[2])
+        assert_equal(ops.int4_linear(x_, *args), expected[1])
+        kwargs = {"out_features": n}
+        out, (grad, *_) = forward_backward(OP + "_repacked", [x_, *packed, bias_], kwargs, dy_)
+        assert_equal(out, expected[0])
+        assert_equal(grad, expected[2])
+
+
+@pytest.mark.parametrize("m", [1, 5, 8, 16, 32, 64, 128, 257])
+def test_long_k_is_exact(device, m):
+    """K in parts: the parts' sums are those of whole groups."""
+    test_integer_grid_is_exact(device, (m, 19, 4096, 128))
+
+
+# Rounded results
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
+@pytest.mark.parametrize(
+    "size",
+    [(1, 31, 1024, 128), (7, 33, 248, 8), (33, 65, 192, 64), (3, 5, 1016, 1016), (0, 3, 16, 8)],
+    ids=str,
+)
+def test_sizes(device, dtype, size):
+    if dtype not in dtypes(device):
+        pytest.skip(f"{dtype} is CPU only")
+    m, n, k, group = size
+    check_both(
+        randn(device, dtype, m, k),
+        random_weight(n, k, group, dtype, device),
+        randn(device, dtype, n),
+    )
+
+
+@pytest.mark.parametrize("m", [1023, 1024, 1025])
+def test_many_rows(device, m):
+    check_both(randn(device, BF16, m, 64), random_weight(3, 64, 32, BF16, device))
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (3, 1), (2, 1, 4)], ids=str)
+def test_leading_dims(device, lead):
+    for dtype in dtypes(device):
+        weight = random_weight(9, 40, 8, dtype, device)
+        x = randn(device, dtype, *lead, 40)
+        out = ops.int4_linear(x, *weight)
+        assert out.shape == (*lead, 9) and out.is_contiguous()
+        check_both(x, weight, randn(device, dtype, 9))
+
+
+@pytest.mark.parametrize("size", [(0, 3, 16), (3, 0, 16), (3, 4, 0), (0, 0, 0)], ids=str)
+def test_empty(device, size):
+    """Without K the result is the bias, without N the gradient is 0."""
+    m, n, k = size
+    for dtype in dtypes(device):
+        weight = random_weight(n, k, 8, dtype, device)
+        x, bias = randn(device, dtype, m, k), randn(device, dtype, n)
+        args = [x, *ops.int4_repack(*weight)]
+        for op, call_args, kwargs in (
+            (OP, [x, *weight], {}),
+            (OP + "_repacked", args, {"out_features": n}),
+        ):
+            out, (dx, *_) = forward_backward(op, [*call_args, bias], kwargs)
+            assert_equal(out, bias.expand(m, n).contiguous())
+            assert_equal(dx, torch.zeros_like(x))
+            plain = getattr(ops, op)(*call_args, **kwargs)
+            assert_equal(plain, torch.zeros_like(out))
+
+
+def test_the_puzzle(device):
+    """The notebook's: scale (32, 8), offset (32,), weight (32, 8), activation (64, 32)."""
+    scale = torch.rand(32, 8)
+    offset, weight = torch.randint(-10, 10, (32,)), torch.randint(-10, 10, (32, 8))
+    activation = torch.randn(64, 32)
+    # The notebook unpacks words into nibbles, and spreads scale and offset over groups of 8.
+    shifts = torch.arange(8) * 4
+    offsets = ((offset[:, None] >> shifts) & 15).repeat_interleave(8, 1)
+    codes = ((weight[..., None] >> shifts) & 15).flatten(1)
+    spec = (scale.repeat_interleave(8, 1) * (codes - offsets)) @ activation
+    words = [t.to(torch.int32).to(device) for t in (weight, offset[:, None])]
+    z = ops.int4_linear(activation.to(device).t(), words[0], scale.to(device), words[1]).t()
+    assert z.shape == spec.shape == (32, 32)
+    torch.testing.assert_close(z.cpu(), spec, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0**-140, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("m", [2, 40, 140])
+def test_scales_are_data(device, m, value):
+    """Zero, subnormal, inf and NaN give what the dequantised weight gives."""
+    for dtype in dtypes(device):
+        for group in (8, 64):
+            x = randn(device, dtype, m, 128)
+            weight = random_weight(5, 128, group, dtype, device)
+            weight[1][3, 1] = value
+            dense = R.int4_weight(weight[0].cpu(), weight[1].cpu(), weight[2].cpu())
+            expected = x.cpu() @ dense.T
+            packed = ops.int4_repack(*weight)
+            for got in (
+                ops.int4_linear(x, *weight),
+                ops.int4_linear_repacked(x, *packed, out_features=5),
+            ):
+                for f in (torch.isnan, torch.isposinf, torch.isneginf):
+                    assert_equal(f(got.cpu()), f(expected))
+            if math.isfinite(value):
+                check_both(x, weight)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_inf_and_nan_in_x_spread_as_in_torch(device, value):
+    for dtype in dtypes(device):
+        for m, group in ((2, 8), (2, 64), (140, 64)):
+            x = randn(device, dtype, m, 128)
+            x[1, 70] = value
+            weight = random_weight(33, 128, group, dtype, device)
+            dense = R.int4_weight(weight[0].cpu(), weight[1].cpu(), weight[2].cpu())
+            expected = x.cpu() @ dense.T
+            got = ops.int4_linear(x, *weight).cpu()
+            for f in (torch.isnan, torch.isposinf, torch.isneginf):
+                assert_equal(f(got), f(expected))
+
+
+@given(
+    size=st.sampled_from([(1, 1, 8, 8), (5, 33, 72, 24), (2, 20, 128, 64), (33, 7, 64, 32)]),
+    matrix=layouts(2),
+    vector=layouts(1),
+    dtype=dtype_names,
+    seed=seeds,
+)
+def test_any_layout(size, matrix, vector, dtype, seed):
+    m, n, k, group = size
+    dtype = getattr(torch, dtype)
+    torch.manual_seed(seed)
+    qweight, scale, zero = random_weight(n, k, group, dtype, "cpu")
+    x, shift = values((m, k), "normal", seed).to(dtype), values((n,), "normal", seed).to(dtype)
+    weight = [qweight.t().contiguous().t(), strided(scale, matrix), zero.t().contiguous().t()]
+    dout = strided(values((m, n), "normal", seed + 1).to(dtype), matrix)
+    args = [strided(x, matrix), *weight, strided(shift, vector)]
+    check_op(OP, args, dout=dout, eager=False)
+
+
+def test_weight_parameters_get_no_gradient():
+    args = [torch.randn(2, 16), *random_weight(3, 16, 8, F32, "cpu"), torch.randn(3)]
+    for i in (2, 4):
+        leaves = list(args)
+        leaves[i] = args[i].clone().requires_grad_()
+        with pytest.raises(RuntimeError, match="a quantised weight is frozen"):
+            ops.int4_linear(*leaves)
+        with torch.no_grad():
+            ops.int4_linear(*leaves)
+
+
+# The module
+
+
+def linear_of(n, k, device="cpu", dtype=F32, bias=True):
+    linear = torch.nn.Linear(k, n, bias)
+    torch.nn.init.normal_(linear.weight, mean=0.1, std=0.5)
+    return linear.to(device, dtype)
+
+
+@pytest.mark.parametrize("group", [8, 32, 128, None])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_module_from_linear(device, dtype, group):
+    linear = linear_of(33, 256, device, dtype)
+    module = Int4Linear.from_linear(linear, group)
+    size = group or 256
+    x = randn(device, dtype, 3, 256)
+    # Rounded to the nearest level: half of a group's scale, and the rounding of w itself.
+    step = module.scale.double().repeat_interleave(size, 1)
+    error = (module.dequantise().double() - linear.weight.double()).abs()
+    rounding = torch.finfo(dtype).eps * module.dequantise().double().abs()
+    assert (error <= step * 0.5 * (1 + 1e-5) + rounding).all()
+    assert 0.01 < module.quantisation_error < 0.15
+    assert 0 < module.largest_error <= module.scale.max().item() * 0.5 * (1 + 1e-5)
+    weight = [module.qweight, module.scale, module.zero]
+    check_op(OP, [x, *weight, module.bias])
+    expected = ops.int4_linear(x, *weight, module.bias)
+    torch.testing.assert_close(module(x), expected, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(module.to_torch()(x), expected, rtol=0.02, atol=0.05)
+
+
+def test_finer_groups_lose_less():
+    linear = linear_of(16, 512)
+    errors = [Int4Linear.from_linear(linear, g).quantisation_error for g in (16, 64, None)]
+    assert errors == sorted(errors)
+
+
+def test_module_is_exact_where_levels_are():
+    """A weight on 16 levels comes back bit for bit; a row of zeros too."""
+    linear = linear_of(4, 32, bias=False)
+    with torch.no_grad():
+        codes = torch.randint(0, 16, (4, 32))
+        codes[:, 0], codes[:, 1] = 0, 15
+        linear.weight.copy_((codes - 7) * 0.5)
+        linear.weight[3] = 0
+    module = Int4Linear.from_linear(linear, 32)
+    assert_equal(module.dequantise(), linear.weight.detach())
+    assert module.quantisation_error == 0 and module.bias is None
+
+
+@pytest.mark.parametrize("group", [0, 4, 12, 96, 256, -8])
+def test_module_refuses_a_group(group):
+    with pytest.raises(ValueError, match="group_size must be a multiple of 8 that divides"):
+        Int4Linear.from_linear(linear_of(4, 128), group)
+
+
+def test_module_saves_and_loads(device):
+    """The file has the portable tensors alone; what is loaded gives the same bits."""
+    module = Int4Linear.from_linear(linear_of(17, 64, device), 16)
+    assert list(module.state_dict()) == ["qweight", "scale", "zero", "bias"]
+    assert (module.packed.numel() > 0) == (device == "cuda")
+    x = randn(device, F32, 5, 64)
+    expected = module(x)
+    fresh = Int4Linear(64, 17, group_size=16, device=device)
+    fresh.load_state_dict(module.state_dict())
+    assert_same_bits(fresh(x), expected)
+    assert_same_bits(copy.deepcopy(module)(x), expected)
+    moved = Int4Linear.from_linear(linear_of(17, 64), 16)
+    moved.load_state_dict(module.state_dict())
+    assert_same_bits(moved.to(device)(x), expected)
+    half = copy.deepcopy(module).to(BF16)
+    assert half.qweight.dtype == torch.int32 and half(x.to(BF16)).dtype == BF16
+
+
+def test_module_scripts(device):
+    module = Int4Linear.from_linear(linear_of(17, 64, device), 16)
+    x = randn(device, F32, 5, 64)
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(module), file)
+    file.seek(0)
+    assert_same_bits(torch.jit.load(file)(x), module(x))
+
+
+def test_module_passes_a_gradient_to_x(device):
+    module = Int4Linear.from_linear(linear_of(17, 64, device), 16)
+    x = randn(device, F32, 5, 64).requires_grad_()
+    module(x).sum().backward()
+    assert not list(module.parameters())
+    torch.testing.assert_close(x.grad, module.dequantise().sum(0).expand(5, -1))
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("case", case_params(*OPS, "int4_pack", "int4_unpack"))
+def test_bad_call(case, device):
+    case.check(device)
+
+
+@pytest.mark.parametrize("case", recordable(case_params(OP, OP + "_repacked")))
+def test_bad_call_while_recording(case):
+    case.check("cpu", recorded=True)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_number_of_bad_calls(op):
+    assert len(cases(op)) >= 25
+
+
+def test_a_refusal_names_the_three_shapes_and_the_rule():
+    weight = random_weight(4, 32, 8, F32, "cpu")
+    weight[1] = weight[1][:, :3]
+    with pytest.raises(RuntimeError) as error:
+        ops.int4_linear(torch.zeros(2, 32), *weight)
+    for part in ("(4, 4)", "(4, 3)", "(4, 1)", "a multiple of 8 that divides K"):
+        assert part in str(error.value)
