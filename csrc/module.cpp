@@ -58,8 +58,8 @@ py::list gemm_tiles(const std::string& math) {
 }
 
 py::dict choose_gemm_tile(int64_t m, int64_t n, int64_t k, int64_t batch, bool gated,
-                          const std::string& math, int sms, int shared_limit) {
-  const GemmProblem problem{m, n, k, batch, gated, gemm_math(math), sms, shared_limit};
+                          bool pointwise, const std::string& math, int sms, int shared_limit) {
+  const GemmProblem problem{m, n, k, batch, gated, pointwise, gemm_math(math), sms, shared_limit};
   const GemmChoice choice = choose_gemm(problem);
   py::dict d;
   d["tile"] = choice.tile;
@@ -116,9 +116,10 @@ PYBIND11_MODULE(_C, m) {
         "The tiles of the matmul kernels; `suits` says which serve float16, bfloat16, tf32 or "
         "float32.");
   m.def("choose_gemm", &choose_gemm_tile, py::arg("m"), py::arg("n"), py::arg("k"),
-        py::arg("batch"), py::arg("gated"), py::arg("math"), py::arg("sms"),
+        py::arg("batch"), py::arg("gated"), py::arg("pointwise"), py::arg("math"), py::arg("sms"),
         py::arg("shared_limit"),
-        "What a product (batch, m, k) x (n, k) takes: `tile` is an index into gemm_tiles.");
+        "What a product (batch, m, k) x (n, k) takes: `tile` is an index into gemm_tiles. "
+        "pointwise: a gate or an activation follows.");
   m.def("attention_tile", &attention_tile, py::arg("seqlen_q"), py::arg("seqlen_k"),
         py::arg("head_dim"), py::arg("head_dim_v"), py::arg("elem_size"),
         "attention's tile, {} for the general kernel.");

@@ -30,7 +30,7 @@ def test_every_product_has_a_tile_that_fits_the_device(math, limits):
     tiles = _C.gemm_tiles(math)
     for m, n, k in SHAPES:
         for batch, gated in ((1, False), (3, True)):
-            choice = _C.choose_gemm(m, n, k, batch, gated, math, *limits)
+            choice = _C.choose_gemm(m, n, k, batch, gated, gated, math, *limits)
             tile = tiles[choice["tile"]]
             assert tile["suits"] and tile["shared_bytes"] <= limits[1]
             assert tile["threads"] == 32 * tile["warps"][0] * tile["warps"][1]
@@ -39,7 +39,7 @@ def test_every_product_has_a_tile_that_fits_the_device(math, limits):
 @pytest.mark.parametrize("math", MATHS)
 def test_splits_cover_k_once_and_none_is_empty(math):
     for m, n, k in SHAPES:
-        choice = _C.choose_gemm(m, n, k, 1, False, math, *H200)
+        choice = _C.choose_gemm(m, n, k, 1, False, False, math, *H200)
         splits, k_split = choice["splits"], choice["k_split"]
         assert k_split % step(math) == 0
         assert (splits - 1) * k_split < k <= splits * k_split
@@ -48,15 +48,15 @@ def test_splits_cover_k_once_and_none_is_empty(math):
 
 
 def test_small_products_with_a_long_k_are_split():
-    choice = _C.choose_gemm(16, 4096, 4096, 1, False, "bfloat16", *H200)
+    choice = _C.choose_gemm(16, 4096, 4096, 1, False, False, "bfloat16", *H200)
     assert choice["splits"] > 1
-    choice = _C.choose_gemm(4096, 4096, 4096, 1, False, "bfloat16", *H200)
+    choice = _C.choose_gemm(4096, 4096, 4096, 1, False, False, "bfloat16", *H200)
     assert choice["splits"] == 1
 
 
 def test_a_k_beyond_32_bits_is_split():
     for math in ("bfloat16", "tf32", "float32"):
-        choice = _C.choose_gemm(1, 1, 2**33, 1, False, math, *H200)
+        choice = _C.choose_gemm(1, 1, 2**33, 1, False, False, math, *H200)
         assert choice["k_split"] < 2**31 and choice["splits"] * choice["k_split"] >= 2**33
 
 
