@@ -60,19 +60,19 @@ def test_a_k_beyond_32_bits_is_split():
         assert choice["k_split"] < 2**31 and choice["splits"] * choice["k_split"] >= 2**33
 
 
-def test_attention_tiles_hold_both_head_dims():
-    for size in (2, 4):
-        for dims in ((1, 1), (64, 64), (65, 3), (3, 128), (129, 64), (256, 256)):
-            tile = _C.attention_tile(1024, 1024, *dims, size)
-            assert tile["head_dim"] >= max(dims) and tile["shared_bytes"] <= SMALL[1]
-            for limit in (H200[1], SMALL[1]):
-                tile = _C.attention_backward_tile(*dims, size, limit)
-                if size == 4 and max(dims) > 128:
-                    assert tile == {}
-                    continue
-                assert tile["head_dim"] >= max(dims) and tile["shared_bytes"] <= limit
-        assert _C.attention_tile(1024, 1024, 257, 8, size) == {}
-        assert _C.attention_backward_tile(8, 257, size, H200[1]) == {}
+@pytest.mark.parametrize("math", MATHS)
+def test_attention_tiles_hold_both_head_dims(math):
+    for dims in ((1, 1), (64, 64), (65, 3), (3, 128), (129, 64), (256, 256)):
+        tile = _C.attention_tile(1024, 1024, *dims, math)
+        assert tile["head_dim"] >= max(dims) and tile["shared_bytes"] <= SMALL[1]
+        for limit in (H200[1], SMALL[1]):
+            tile = _C.attention_backward_tile(*dims, math, limit)
+            if limit == SMALL[1] and max(dims) > 128 and step(math) == 32:
+                assert tile == {}  # the pieces of fp32 take six bytes a value
+                continue
+            assert tile["head_dim"] >= max(dims) and tile["shared_bytes"] <= limit
+    assert _C.attention_tile(1024, 1024, 257, 8, math) == {}
+    assert _C.attention_backward_tile(8, 257, math, H200[1]) == {}
 
 
 def test_explain_names_the_products_of_a_matmul():

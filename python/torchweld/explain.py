@@ -186,12 +186,12 @@ def _explain_attention(explanation: Explanation, tensors: list[Tensor]) -> Expla
     _C = _introspection()
     backward = explanation.op.endswith("_backward")
     query, key, value = tensors[1:4] if backward else tensors[:3]
-    size = query.element_size()
+    math = _matmul_math(query)
     dims = (query.shape[-1], value.shape[-1])
     if backward:
-        tile = _C.attention_backward_tile(*dims, size, _device_limits(query)[1])
+        tile = _C.attention_backward_tile(*dims, math, _device_limits(query)[1])
     else:
-        tile = _C.attention_tile(query.shape[2], key.shape[2], *dims, size)
+        tile = _C.attention_tile(query.shape[2], key.shape[2], *dims, math)
     explanation.kernel = "tensor cores (mma.sync)" if tile else "general"
     explanation.tile = tile
     explanation.why = (
