@@ -60,8 +60,8 @@ py::list gemm_tiles(const std::string& math) {
 }
 
 py::dict choose_gemm_tile(int64_t m, int64_t n, int64_t k, int64_t batch, bool gated,
-                          const std::string& math, int sms, int shared_limit) {
-  const GemmProblem problem{m, n, k, batch, gated, gemm_math(math), sms, shared_limit};
+                          bool pointwise, const std::string& math, int sms, int shared_limit) {
+  const GemmProblem problem{m, n, k, batch, gated, pointwise, gemm_math(math), sms, shared_limit};
   const GemmChoice choice = choose_gemm(problem);
   py::dict d;
   d["tile"] = choice.tile;
@@ -71,25 +71,33 @@ py::dict choose_gemm_tile(int64_t m, int64_t n, int64_t k, int64_t batch, bool g
   return d;
 }
 
+AttentionMath attention_math(const std::string& name) {
+  const GemmMath math = gemm_math(name);
+  if (math == GemmMath::kFloat32) return AttentionMath::kFloat32;
+  return math == GemmMath::kTf32 ? AttentionMath::kTf32 : AttentionMath::k16Bit;
+}
+
 py::dict attention_tile(int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v,
-                        int elem_size) {
+                        const std::string& math) {
   py::dict d;
-  const int index = choose_attention_tile({seqlen_q, seqlen_k, head_dim, head_dim_v, elem_size});
+  const int index =
+      choose_attention_tile({seqlen_q, seqlen_k, head_dim, head_dim_v, attention_math(math)});
   if (index < 0) return d;
   const AttentionTile& tile = kAttentionTiles[index];
   d["rows"] = tile.rows;
   d["keys"] = tile.keys;
   d["head_dim"] = tile.dim;
   d["stages"] = tile.stages;
-  d["threads"] = kAttentionThreads;
+  d["threads"] = tile.threads();
   d["shared_bytes"] = tile.tile_bytes();
   return d;
 }
 
-py::dict attention_backward_tile(int64_t head_dim, int64_t head_dim_v, int elem_size,
+py::dict attention_backward_tile(int64_t head_dim, int64_t head_dim_v, const std::string& math,
                                  int shared_limit) {
   py::dict d;
-  const int index = choose_attention_backward_tile({head_dim, head_dim_v, elem_size, shared_limit});
+  const int index =
+      choose_attention_backward_tile({head_dim, head_dim_v, attention_math(math), shared_limit});
   if (index < 0) return d;
   const AttentionBackwardTile& tile = kAttentionBackwardTiles[index];
   d["keys"] = tile.keys;
@@ -167,9 +175,13 @@ PYBIND11_MODULE(_C, m) {
         "The tiles of the matmul kernels; `suits` says which serve float16, bfloat16, tf32 or "
         "float32.");
   m.def("choose_gemm", &choose_gemm_tile, py::arg("m"), py::arg("n"), py::arg("k"),
-        py::arg("batch"), py::arg("gated"), py::arg("math"), py::arg("sms"),
+        py::arg("batch"), py::arg("gated"), py::arg("pointwise"), py::arg("math"), py::arg("sms"),
         py::arg("shared_limit"),
-        "What a product (batch, m, k) x (n, k) takes: `tile` is an index into gemm_tiles.");
+        "What a product (batch, m, k) x (n, k) takes: `tile` is an index into gemm_tiles. "
+        "pointwise: a gate or an activation follows.");
+  m.def("attention_tile", &attention_tile, py::arg("seqlen_q"), py::arg("seqlen_k"),
+        py::arg("head_dim"), py::arg("head_dim_v"), py::arg("math"),
+        "attention's tile in float16, bfloat16, tf32 or float32, {} for the general kernel.");
   m.def("int4_tiles", &int4_tiles, py::arg("elem_size"),
         "The tiles of products with a 4-bit weight.");
   m.def("choose_int4", &choose_int4_tile, py::arg("m"), py::arg("n"), py::arg("k"),
@@ -177,13 +189,10 @@ PYBIND11_MODULE(_C, m) {
         py::arg("clusters"),
         "What x (m, k) and a 4-bit weight (n, k) take: `tile` is an index into int4_tiles, or -1 "
         "where the weight is dequantised.");
-  m.def("attention_tile", &attention_tile, py::arg("seqlen_q"), py::arg("seqlen_k"),
-        py::arg("head_dim"), py::arg("head_dim_v"), py::arg("elem_size"),
-        "attention's tile, {} for the general kernel.");
   m.def("scalar_attention_sweeps", &scalar_attention_sweeps, py::arg("n"), py::arg("backward"),
         py::arg("sms"), "The sweeps of scalar_attention or its gradient over n x n pairs.");
   m.def("attention_backward_tile", &attention_backward_tile, py::arg("head_dim"),
-        py::arg("head_dim_v"), py::arg("elem_size"), py::arg("shared_limit"),
+        py::arg("head_dim_v"), py::arg("math"), py::arg("shared_limit"),
         "The tile of attention's gradient, {} for the general kernels.");
 }
 

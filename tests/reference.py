@@ -446,6 +446,12 @@ def eager_activate(z: Tensor, activation: str) -> Tensor:
     return functions[activation](z)
 
 
+def eager_bmm(a: Tensor, b: Tensor) -> Tensor:
+    """Not torch.matmul, whose arithmetic on a CPU depends on requires_grad."""
+    batch = max(a.shape[0], b.shape[0]) if 0 not in (a.shape[0], b.shape[0]) else 0
+    return torch.bmm(a.expand(batch, -1, -1), b.expand(batch, -1, -1))
+
+
 def eager_gated_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gate: str, interleaved: bool = False
 ) -> Tensor:
@@ -516,11 +522,11 @@ EAGER: dict[str, Callable[..., Tensor]] = {
     "rms_norm_linear": eager_rms_norm_linear,
     "folded_layer_norm_linear": eager_folded_layer_norm_linear,
     "gated_linear": eager_gated_linear,
-    "bmm": torch.matmul,
     "row_sum": lambda x: x.sum(-1),
     "conv2d": eager_conv2d,
     "add_scalar": add_scalar,
     "outer_add": outer_add,
     "outer_mul_relu": lambda x, y: torch.relu(x[None, :] * y[:, None]),
     "mul_relu": lambda x, y: torch.relu(x * y[:, None]),
+    "bmm": eager_bmm,
 }

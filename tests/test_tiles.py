@@ -30,7 +30,7 @@ def test_every_product_has_a_tile_that_fits_the_device(math, limits):
     tiles = _C.gemm_tiles(math)
     for m, n, k in SHAPES:
         for batch, gated in ((1, False), (3, True)):
-            choice = _C.choose_gemm(m, n, k, batch, gated, math, *limits)
+            choice = _C.choose_gemm(m, n, k, batch, gated, gated, math, *limits)
             tile = tiles[choice["tile"]]
             assert tile["suits"] and tile["shared_bytes"] <= limits[1]
             assert tile["threads"] == 32 * tile["warps"][0] * tile["warps"][1]
@@ -39,7 +39,7 @@ def test_every_product_has_a_tile_that_fits_the_device(math, limits):
 @pytest.mark.parametrize("math", MATHS)
 def test_splits_cover_k_once_and_none_is_empty(math):
     for m, n, k in SHAPES:
-        choice = _C.choose_gemm(m, n, k, 1, False, math, *H200)
+        choice = _C.choose_gemm(m, n, k, 1, False, False, math, *H200)
         splits, k_split = choice["splits"], choice["k_split"]
         assert k_split % step(math) == 0
         assert (splits - 1) * k_split < k <= splits * k_split
@@ -48,31 +48,31 @@ def test_splits_cover_k_once_and_none_is_empty(math):
 
 
 def test_small_products_with_a_long_k_are_split():
-    choice = _C.choose_gemm(16, 4096, 4096, 1, False, "bfloat16", *H200)
+    choice = _C.choose_gemm(16, 4096, 4096, 1, False, False, "bfloat16", *H200)
     assert choice["splits"] > 1
-    choice = _C.choose_gemm(4096, 4096, 4096, 1, False, "bfloat16", *H200)
+    choice = _C.choose_gemm(4096, 4096, 4096, 1, False, False, "bfloat16", *H200)
     assert choice["splits"] == 1
 
 
 def test_a_k_beyond_32_bits_is_split():
     for math in ("bfloat16", "tf32", "float32"):
-        choice = _C.choose_gemm(1, 1, 2**33, 1, False, math, *H200)
+        choice = _C.choose_gemm(1, 1, 2**33, 1, False, False, math, *H200)
         assert choice["k_split"] < 2**31 and choice["splits"] * choice["k_split"] >= 2**33
 
 
-def test_attention_tiles_hold_both_head_dims():
-    for size in (2, 4):
-        for dims in ((1, 1), (64, 64), (65, 3), (3, 128), (129, 64), (256, 256)):
-            tile = _C.attention_tile(1024, 1024, *dims, size)
-            assert tile["head_dim"] >= max(dims) and tile["shared_bytes"] <= SMALL[1]
-            for limit in (H200[1], SMALL[1]):
-                tile = _C.attention_backward_tile(*dims, size, limit)
-                if size == 4 and max(dims) > 128:
-                    assert tile == {}
-                    continue
-                assert tile["head_dim"] >= max(dims) and tile["shared_bytes"] <= limit
-        assert _C.attention_tile(1024, 1024, 257, 8, size) == {}
-        assert _C.attention_backward_tile(8, 257, size, H200[1]) == {}
+@pytest.mark.parametrize("math", MATHS)
+def test_attention_tiles_hold_both_head_dims(math):
+    for dims in ((1, 1), (64, 64), (65, 3), (3, 128), (129, 64), (256, 256)):
+        tile = _C.attention_tile(1024, 1024, *dims, math)
+        assert tile["head_dim"] >= max(dims) and tile["shared_bytes"] <= SMALL[1]
+        for limit in (H200[1], SMALL[1]):
+            tile = _C.attention_backward_tile(*dims, math, limit)
+            if limit == SMALL[1] and max(dims) > 128 and step(math) == 32:
+                assert tile == {}  # the pieces of fp32 take six bytes a value
+                continue
+            assert tile["head_dim"] >= max(dims) and tile["shared_bytes"] <= limit
+    assert _C.attention_tile(1024, 1024, 257, 8, math) == {}
+    assert _C.attention_backward_tile(8, 257, math, H200[1]) == {}
 
 
 def test_explain_names_the_products_of_a_matmul():

@@ -11,11 +11,13 @@ namespace torchweld {
 // Source: Granlund and Montgomery, "Division by invariant integers using multiplication", 1994.
 class FastDivisor {
  public:
-  explicit FastDivisor(int64_t divisor) {
+  explicit FastDivisor(int64_t divisor) : divisor_(static_cast<uint32_t>(divisor)) {
     while ((int64_t{1} << shift_) < divisor) ++shift_;
     const uint64_t excess = (uint64_t{1} << shift_) - static_cast<uint64_t>(divisor);
     multiplier_ = static_cast<uint32_t>((excess << 32) / static_cast<uint64_t>(divisor) + 1);
   }
+
+  TW_HOST_DEVICE uint32_t divisor() const { return divisor_; }
 
   TW_HOST_DEVICE uint32_t divide(uint32_t n) const {
 #ifdef __CUDA_ARCH__
@@ -27,6 +29,7 @@ class FastDivisor {
   }
 
  private:
+  uint32_t divisor_;
   uint32_t multiplier_ = 0;
   uint32_t shift_ = 0;
 };

@@ -103,6 +103,7 @@ void batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
                             p.k,
                             batch,
                             epilogue.gated,
+                            epilogue.gated || epilogue.activation != Activation::kNone,
                             math_of(p.dtype, p.tf32),
                             device_attribute(cudaDevAttrMultiProcessorCount),
                             device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)};

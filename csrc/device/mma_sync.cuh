@@ -65,6 +65,10 @@ __device__ __forceinline__ uint32_t load_word(uint32_t s_from) {
   return word;
 }
 
+__device__ __forceinline__ void store_word(uint32_t s_to, uint32_t word) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(s_to), "r"(word) : "memory");
+}
+
 // d += a @ b for one m16n8k16 tile, fp32 accumulation.
 template <typename T>
 __device__ __forceinline__ void mma_16816(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
@@ -215,6 +219,94 @@ __device__ __forceinline__ void mma_split(float (&d)[4], const SplitFragment<4, 
   mma_16816<T>(sum, a.high, b.high[0], b.high[1]);
 #pragma unroll
   for (int i = 0; i < 4; ++i) d[i] += sum[i] + rest[i];
+}
+
+// The same for values that were split before, or are finite.
+template <int kPairs>
+struct PieceFragment {
+  uint32_t high[kPairs], middle[kPairs], low[kPairs];
+
+  __device__ __forceinline__ void set(int pair, float x, float y) {
+    float check = 0.f;  // nobody asks
+    const SplitBf16<false> split(x, y, check);
+    high[pair] = split.high;
+    middle[pair] = split.middle;
+    low[pair] = split.low;
+  }
+};
+
+// part = a @ b to fp32 accuracy for kM x 2 kPairs tiles, whose chains of products run side by side.
+// The largest pieces come last, on top of the others' sum: what is truncated there is less than the
+// tensor core cuts off of a sum anyway.
+// NOTE: `careful` is for fragments with inf or NaN, whose smaller pieces are 0: the products of the
+// largest pieces alone are what torch gives there, where those of inf and 0 would be NaN.
+template <int kM, int kPairs>
+__device__ __forceinline__ void mma_pieces(float (&part)[kM][2 * kPairs][4],
+                                           const PieceFragment<4> (&a)[kM],
+                                           const PieceFragment<2> (&b)[kPairs][2], bool careful) {
+  const auto multiply = [](float (&d)[4], const uint32_t (&x)[4], const uint32_t (&y)[2]) {
+    mma_16816<__nv_bfloat16>(d, x, y[0], y[1]);
+  };
+  const auto for_each_tile = [&](const auto& body) {
+#pragma unroll
+    for (int j = 0; j < 2 * kPairs; ++j) {
+#pragma unroll
+      for (int i = 0; i < kM; ++i) body(part[i][j], a[i], b[j / 2][j % 2]);
+    }
+  };
+  for_each_tile([](float (&d)[4], const auto&, const auto&) { d[0] = d[1] = d[2] = d[3] = 0.f; });
+  for_each_tile([&](auto& d, const auto& x, const auto& y) { multiply(d, x.low, y.high); });
+  for_each_tile([&](auto& d, const auto& x, const auto& y) { multiply(d, x.high, y.low); });
+  for_each_tile([&](auto& d, const auto& x, const auto& y) { multiply(d, x.middle, y.middle); });
+  for_each_tile([&](auto& d, const auto& x, const auto& y) { multiply(d, x.middle, y.high); });
+  for_each_tile([&](auto& d, const auto& x, const auto& y) { multiply(d, x.high, y.middle); });
+  for_each_tile([&](auto& d, const auto& x, const auto& y) { multiply(d, x.high, y.high); });
+  if (careful) {
+    for_each_tile([&](float (&d)[4], const auto& x, const auto& y) {
+      float largest[4] = {};
+      multiply(largest, x.high, y.high);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) d[k] = fabsf(largest[k]) <= 3.402823466e38f ? d[k] : largest[k];
+    });
+  }
+}
+
+// to(i, j) += a[i] @ b_j for kM left operands and kPairs times two right ones, which
+// load(b, j / 2) reads. kAtOnce pairs are multiplied at once; the next of them are read, and the
+// sums of those before added, meanwhile.
+template <int kPairs, int kAtOnce, int kM, typename Load, typename To>
+__device__ __forceinline__ void multiply_pieces(const PieceFragment<4> (&a)[kM], bool careful,
+                                                const Load& load, const To& to) {
+  constexpr int kGroups = kPairs / kAtOnce;
+  static_assert(kPairs % kAtOnce == 0);
+  PieceFragment<2> b[2][kAtOnce][2];
+  float part[2][kM][2 * kAtOnce][4];
+  const auto read = [&](int group) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) load(b[group % 2][i], group * kAtOnce + i);
+  };
+  const auto add = [&](int group) {
+#pragma unroll
+    for (int j = 0; j < 2 * kAtOnce; ++j) {
+#pragma unroll
+      for (int i = 0; i < kM; ++i) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          to(i, group * 2 * kAtOnce + j)[k] += part[group % 2][i][j][k];
+        }
+      }
+    }
+  };
+  read(0);
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+    if (group + 1 < kGroups) read(group + 1);
+    mma_pieces(part[group % 2], a, b[group % 2], careful);
+    if (group > 0) add(group - 1);
+    // NOTE: without it the compiler puts the additions off until it spills.
+    if (kGroups > 1) __syncwarp();
+  }
+  add(kGroups - 1);
 }
 
 }  // namespace torchweld

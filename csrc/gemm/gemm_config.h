@@ -25,23 +25,30 @@ struct GemmTile {
   int blocks_per_sm;
   float rate;        // of the tensor cores, with the SM full; measured against the first tile
   float rate_alone;  // the same with one block on the SM
-  bool fp32;         // a tile of kFloat32, whose split operands need registers
+  // What a tile costs beside its steps, in steps: the start and the stores, and the mathematics of
+  // an activation or a gate. Less where blocks of an SM hide each other's.
+  float fixed_steps, pointwise_steps;
+  bool fp32;  // a tile of kFloat32, whose split operands need registers
 
   constexpr bool suits(GemmMath math) const { return fp32 == (math == GemmMath::kFloat32); }
   constexpr int threads() const { return warps_m * warps_n * 32; }
   constexpr int warp_m() const { return block_m / warps_m; }
   constexpr int warp_n() const { return block_n / warps_n; }
   constexpr int stage_bytes() const { return (block_m + block_n) * kGemmStepBytes; }
-  // The epilogue stages the accumulators in the ring's memory, 8 floats of padding a row.
-  constexpr int staging_bytes() const { return block_m * warps_n * (warp_n() + 8) * 4; }
-  constexpr int shared_bytes() const { return std::max(stages * stage_bytes(), staging_bytes()); }
+  constexpr int shared_bytes() const { return stages * stage_bytes(); }
+  // Every warp stages 16 rows of sums at a time, in the ring's last stage.
+  constexpr bool staging_fits() const {
+    return warps_m * warps_n * 16 * warp_n() * 4 <= stage_bytes();
+  }
 };
 
 inline constexpr GemmTile kGemmTiles[] = {
-    {256, 128, 4, 2, 3, 1, 1.00f, 1.00f, false}, {128, 128, 2, 2, 3, 2, 0.90f, 0.68f, false},
-    {128, 64, 2, 2, 3, 3, 0.78f, 0.45f, false},  {64, 64, 2, 2, 3, 4, 0.64f, 0.28f, false},
-    {128, 128, 4, 2, 3, 1, 0.96f, 0.96f, true},  {64, 128, 2, 2, 3, 2, 1.00f, 0.75f, true},
-    {64, 64, 2, 2, 3, 2, 0.90f, 0.60f, true},
+    {256, 128, 4, 2, 3, 1, 1.00f, 1.00f, 3.2f, 2.4f, false},
+    {128, 128, 2, 2, 3, 2, 0.94f, 0.60f, 2.3f, 1.8f, false},
+    {128, 64, 2, 2, 3, 3, 0.78f, 0.45f, 2.0f, 1.5f, false},
+    {64, 64, 2, 2, 3, 3, 0.63f, 0.28f, 2.0f, 1.5f, false},
+    {64, 128, 2, 2, 3, 2, 1.00f, 0.75f, 2.0f, 1.0f, true},
+    {64, 64, 2, 2, 3, 2, 0.86f, 0.60f, 2.0f, 1.0f, true},
 };
 inline constexpr int kGemmTileCount = sizeof(kGemmTiles) / sizeof(kGemmTiles[0]);
 
@@ -52,7 +59,7 @@ constexpr int64_t gemm_sum_width(int64_t n, bool gated) {
 
 struct GemmProblem {
   int64_t m, n, k, batch;  // n is y's width, half of b's rows where gated
-  bool gated;
+  bool gated, pointwise;   // a gate; a gate or an activation
   GemmMath math;
   int sms;           // of the device
   int shared_limit;  // bytes of shared memory that one block may have
@@ -72,7 +79,6 @@ struct GemmChoice {
 inline GemmChoice choose_gemm(const GemmProblem& p) {
   constexpr int kSplits[] = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32};
   constexpr int64_t kMaxSteps = int64_t{1} << 24;  // the kernels count a split's K in 32 bits
-  constexpr double kFixed = 3.0;                   // steps' worth of prologue and epilogue
   constexpr double kMacsPerSecond = 0.9e12;        // of one SM, 16-bit
   constexpr double kBytesPerSecond = 3e12, kLaunchSeconds = 3e-6;
   const int elem = gemm_elem_size(p.math);
@@ -98,7 +104,8 @@ inline GemmChoice choose_gemm(const GemmProblem& p) {
                               ? tile.rate
                               : tile.rate_alone + (tile.rate - tile.rate_alone) * (load - 1) /
                                                       std::max(1, tile.blocks_per_sm - 1);
-      const double macs = double(tile.block_m) * tile.block_n * step * (steps_split + kFixed);
+      const double fixed = tile.fixed_steps + (p.pointwise ? tile.pointwise_steps : 0);
+      const double macs = double(tile.block_m) * tile.block_n * step * (steps_split + fixed);
       double time = load * macs * slower / (rate * kMacsPerSecond);
       if (splits > 1) {
         time += kLaunchSeconds + 2.0 * splits * p.batch * p.m * width * 4 / kBytesPerSecond;

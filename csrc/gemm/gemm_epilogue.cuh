@@ -1,5 +1,5 @@
-// What happens to rows of 8 finished sums: bias, pre-activation, activation or gate, rounding. The
-// matmul kernels and the sum of a split product share it.
+// What happens to groups of 8 finished sums: bias, pre-activation, activation or gate, rounding.
+// The matmul kernels and the sum of a split product share it.
 #pragma once
 
 #include "device/activation.cuh"
@@ -26,131 +26,132 @@ __device__ __forceinline__ void add_sums(float (&v)[kGroup], const float* g_sums
   }
 }
 
-// Up to 8 adjacent results in each of a thread's rows.
+// Up to 8 adjacent results.
 template <typename T>
-class ResultColumn {
- public:
-  ResultColumn() = default;
-  __device__ __forceinline__ ResultColumn(void* g_base, int64_t row, int64_t row_stride,
-                                          int64_t column, int64_t columns_left, int row_step)
-      : g_at_(static_cast<T*>(g_base) + row * row_stride + column),
-        step_(row_step * row_stride),
-        columns_(columns_left < kGroup ? int(columns_left) : kGroup) {
-    const uint64_t bits = reinterpret_cast<uintptr_t>(g_at_) | (row_stride * sizeof(T));
-    wide_ = columns_ == kGroup && bits % 16 == 0;
-  }
-
-  __device__ __forceinline__ void store(const float (&v)[kGroup]) const {
-    if (wide_) {
-      // NOTE: __stwb, because the compiler splits a plain store here into four.
-      if constexpr (sizeof(T) == 2) {
-        __stwb(reinterpret_cast<uint4*>(g_at_),
-               make_uint4(pack_pair<T>(v[0], v[1]), pack_pair<T>(v[2], v[3]),
-                          pack_pair<T>(v[4], v[5]), pack_pair<T>(v[6], v[7])));
-      } else {
-        store_sums(g_at_, v);
-      }
+__device__ __forceinline__ void store_group(T* g_to, int columns, const float (&v)[kGroup]) {
+  if (columns == kGroup && reinterpret_cast<uintptr_t>(g_to) % 16 == 0) {
+    // NOTE: __stwb, because the compiler splits a plain store here into four.
+    if constexpr (sizeof(T) == 2) {
+      __stwb(reinterpret_cast<uint4*>(g_to),
+             make_uint4(pack_pair<T>(v[0], v[1]), pack_pair<T>(v[2], v[3]),
+                        pack_pair<T>(v[4], v[5]), pack_pair<T>(v[6], v[7])));
     } else {
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        if (i < columns_) g_at_[i] = from_float<T>(v[i]);
-      }
+      store_sums(g_to, v);
     }
-  }
-  // Every other element of twice the width: the results of an interleaved half.
-  __device__ __forceinline__ void store_every_other(const float (&v)[kGroup], int half) const {
+  } else {
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
-      if (i < columns_) g_at_[2 * i + half] = from_float<T>(v[i]);
+      if (i < columns) g_to[i] = from_float<T>(v[i]);
     }
   }
-  __device__ __forceinline__ void next_row() { g_at_ += step_; }
+}
 
- private:
-  T* g_at_;
-  int64_t step_;
-  int columns_;
-  bool wide_;
-};
-
-// Columns [column, column + 8) of y, from `row` on every row_step rows; column < n.
+// Every other element: the results of an interleaved half.
 template <typename T>
-class RowWriter {
+__device__ __forceinline__ void store_every_other(T* g_to, int columns, const float (&v)[kGroup]) {
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) {
+    if (i < columns) g_to[2 * i] = from_float<T>(v[i]);
+  }
+}
+
+// Finishes sums of columns [column, column + 8) of y; column < n.
+template <typename T>
+class GroupWriter {
   static constexpr bool kExact = sizeof(T) == 4;
 
  public:
-  __device__ __forceinline__ RowWriter(const GemmParams& p, int64_t batch, int64_t row,
-                                       int64_t column, int row_step)
-      : epilogue_(p.epilogue),
-        y_(static_cast<T*>(p.y) + batch * p.y_batch_stride, row, p.y_row_stride, column,
-           p.n - column, row_step) {
-    const GemmEpilogue& e = p.epilogue;
-    const int64_t left = p.n - column;
-    load_bias(bias_, e.interleaved ? 2 * column : column, left);
-    if (e.preact != nullptr) {
-      const int64_t width = e.gated ? 2 * p.n : p.n;
-      preact_ = ResultColumn<T>(e.preact, row, width, e.interleaved ? 2 * column : column, left,
-                                row_step);
-    }
-    if (!e.gated) return;
-    load_bias(right_bias_, e.interleaved ? 2 * column + 1 : p.n + column, left);
-    if (e.preact != nullptr && !e.interleaved) {
-      right_preact_ = ResultColumn<T>(e.preact, row, 2 * p.n, p.n + column, left, row_step);
-    }
-  }
+  __device__ __forceinline__ GroupWriter(const GemmParams& p, int64_t batch, int64_t column)
+      : p_(p), batch_(batch), column_(column), columns_(int(min(int64_t{kGroup}, p.n - column))) {}
 
-  // The next row. `right` is a gated product's other half.
-  __device__ __forceinline__ void write(float (&v)[kGroup], float (&right)[kGroup]) {
-    add(v, bias_);
-    if (epilogue_.gated) add(right, right_bias_);
-    if (epilogue_.preact != nullptr) store_preact(v, right);
-    if (epilogue_.gated) {
-      apply_gate<kExact>(v, right, epilogue_.gate);
-    } else {
-      activate<kExact>(v, epilogue_.activation);
+  // kGroups rows' sums, `row_step` rows apart; where gated kGroups / 2 rows' left halves and then
+  // their right ones. `rows` of these rows exist.
+  // NOTE: several rows at once, because one alone waits for every latency on its way.
+  template <int kGroups>
+  __device__ __forceinline__ void write(int64_t row, int row_step, int rows,
+                                        float (&v)[kGroups][kGroup]) const {
+    const GemmEpilogue& e = p_.epilogue;
+    auto& all = reinterpret_cast<float (&)[kGroups * kGroup]>(v);
+    if (!e.gated) {
+      add_bias<0, kGroups>(v, column_);
+      if (e.preact != nullptr) {
+        store<0, kGroups>(static_cast<T*>(e.preact) + column_, row, p_.n, row_step, rows, v);
+      }
+      activate<kExact>(all, e.activation);
+      store<0, kGroups>(y(), row, p_.y_row_stride, row_step, rows, v);
+    } else if constexpr (kGroups > 1) {
+      constexpr int kHalf = kGroups / 2;
+      add_bias<0, kHalf>(v, e.interleaved ? 2 * column_ : column_);
+      add_bias<kHalf, kGroups>(v, e.interleaved ? 2 * column_ + 1 : p_.n + column_);
+      if (e.preact != nullptr) store_preact<kHalf>(row, row_step, rows, v);
+      auto& left = reinterpret_cast<float (&)[kHalf * kGroup]>(v[0]);
+      const auto& right = reinterpret_cast<float (&)[kHalf * kGroup]>(v[kHalf]);
+      apply_gate<kExact>(left, right, e.gate);
+      store<0, kHalf>(y(), row, p_.y_row_stride, row_step, rows, v);
     }
-    y_.store(v);
-    y_.next_row();
   }
 
  private:
-  static __device__ __forceinline__ void add(float (&v)[kGroup], const float (&bias)[kGroup]) {
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) v[i] += bias[i];
+  __device__ __forceinline__ T* y() const {
+    return static_cast<T*>(p_.y) + batch_ * p_.y_batch_stride + column_;
   }
 
-  __device__ __forceinline__ void store_preact(const float (&v)[kGroup],
-                                               const float (&right)[kGroup]) {
-    if (epilogue_.interleaved) {
-      preact_.store_every_other(v, 0);
-      preact_.store_every_other(right, 1);
+  // The bias from element `at` on, every other one where halves are interleaved.
+  template <int kFirst, int kLast, int kGroups>
+  __device__ __forceinline__ void add_bias(float (&v)[kGroups][kGroup], int64_t at) const {
+    const GemmEpilogue& e = p_.epilogue;
+    if (e.bias == nullptr) return;
+    float bias[kGroup];
+    if (e.bias_fp32) {
+      load_values(bias, static_cast<const float*>(e.bias) + at);
     } else {
-      preact_.store(v);
-      if (epilogue_.gated) right_preact_.store(right);
+      load_values(bias, static_cast<const T*>(e.bias) + at);
     }
-    preact_.next_row();
-    right_preact_.next_row();
+#pragma unroll
+    for (int g = kFirst; g < kLast; ++g) {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) v[g][i] += bias[i];
+    }
   }
 
-  // From element `at` on, every other one where halves are interleaved.
-  __device__ __forceinline__ void load_bias(float (&bias)[kGroup], int64_t at,
-                                            int64_t columns_left) const {
-    if (epilogue_.bias == nullptr) {
+  template <int kFirst, int kLast, int kGroups>
+  __device__ __forceinline__ void store(T* g_column, int64_t row, int64_t row_stride, int row_step,
+                                        int rows, const float (&v)[kGroups][kGroup]) const {
+    g_column += row * row_stride;
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) bias[i] = 0.f;
-    } else if (epilogue_.bias_fp32) {
-      load_values(bias, static_cast<const float*>(epilogue_.bias) + at, columns_left);
-    } else {
-      load_values(bias, static_cast<const T*>(epilogue_.bias) + at, columns_left);
+    for (int g = kFirst; g < kLast; ++g) {
+      if (g - kFirst < rows) store_group(g_column, columns_, v[g]);
+      g_column += row_step * row_stride;
+    }
+  }
+
+  template <int kHalf, int kGroups>
+  __device__ __forceinline__ void store_preact(int64_t row, int row_step, int rows,
+                                               const float (&v)[kGroups][kGroup]) const {
+    T* g_preact = static_cast<T*>(p_.epilogue.preact);
+    const int64_t width = 2 * p_.n;
+    if (!p_.epilogue.interleaved) {
+      g_preact += column_;
+      store<0, kHalf>(g_preact, row, width, row_step, rows, v);
+      store<kHalf, kGroups>(g_preact + p_.n, row, width, row_step, rows, v);
+      return;
+    }
+    g_preact += row * width + 2 * column_;
+#pragma unroll
+    for (int g = 0; g < kHalf; ++g) {
+      if (g < rows) {
+        store_every_other(g_preact, columns_, v[g]);
+        store_every_other(g_preact + 1, columns_, v[kHalf + g]);
+      }
+      g_preact += row_step * width;
     }
   }
 
   template <typename U>
-  __device__ __forceinline__ void load_values(float (&v)[kGroup], const U* g_from,
-                                              int64_t columns_left) const {
+  __device__ __forceinline__ void load_values(float (&v)[kGroup], const U* g_from) const {
     constexpr int kPiece = 16 / sizeof(U);
-    if (columns_left >= kGroup && !epilogue_.interleaved &&
-        reinterpret_cast<uintptr_t>(g_from) % 16 == 0) {
+    const bool interleaved = p_.epilogue.interleaved;
+    if (columns_ == kGroup && !interleaved && reinterpret_cast<uintptr_t>(g_from) % 16 == 0) {
 #pragma unroll
       for (int i = 0; i < kGroup; i += kPiece) {
         const auto piece = load_vec<U, kPiece>(g_from + i);
@@ -161,16 +162,16 @@ class RowWriter {
     }
     // NOTE: all loads before the first conversion, which would wait for each in turn.
     U raw[kGroup];
-    const int step = epilogue_.interleaved ? 2 : 1;
+    const int step = interleaved ? 2 : 1;
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) raw[i] = g_from[i < columns_left ? i * step : 0];
+    for (int i = 0; i < kGroup; ++i) raw[i] = g_from[i < columns_ ? i * step : 0];
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) v[i] = to_float(raw[i]);
   }
 
-  const GemmEpilogue& epilogue_;
-  ResultColumn<T> y_, preact_ = {}, right_preact_ = {};
-  float bias_[kGroup], right_bias_[kGroup];
+  const GemmParams& p_;
+  int64_t batch_, column_;
+  int columns_;
 };
 
 }  // namespace torchweld

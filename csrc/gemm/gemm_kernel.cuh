@@ -1,14 +1,16 @@
 // y = epilogue(a @ b^T) on the tensor cores of sm_80 and newer.
 //
-// A block owns one tile of y (and one split of K). Its threads keep a ring of `stages` operand
-// tiles filled by cp.async, one step of K each; every warp multiplies its part of the tile with
-// mma.sync. The finished sums go through shared memory, so that each thread ends with 8 adjacent
-// columns of a row and stores 16 bytes. Blocks walk the tiles in bands of kBandRows rows, so that
-// the blocks in flight cover a square of y and share operands in L2.
+// A block does one tile of y (and one split of K) after the other. Its threads keep a ring of
+// `stages` operand tiles filled by cp.async, one step of K each; every warp multiplies its part of
+// the tile with mma.sync. The finished sums go through shared memory, 16 rows of a warp at a time,
+// so that each thread ends with 8 adjacent columns of a row and stores 16 bytes. Meanwhile the next
+// tile's first steps arrive in the stages that this does not need. Tiles are walked in bands of
+// kBandRows rows, so that the blocks in flight cover a square of y and share operands in L2.
 #pragma once
 
 #include <type_traits>
 
+#include "core/fast_divide.h"
 #include "gemm/gemm_epilogue.cuh"
 #include "gemm/gemm_launch.h"
 #include "gemm/gemm_loader.cuh"
@@ -23,26 +25,53 @@ using ElementOf =
 
 constexpr int kBandRows = 2048;
 
-// Counts slices and parts where the compiler must know them.
+// Counts a step's parts where the compiler must know them.
 template <int kIndex>
 using Part = std::integral_constant<int, kIndex>;
 
-// Which tile, batch and split a block has.
-struct BlockWork {
+// threadIdx.x, as a value that the compiler takes for new.
+// NOTE: it would carry all that follows from it from tile to tile, in registers that spill.
+__device__ __forceinline__ int fresh_thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
+// How the work is laid out: tiles in bands, then splits, then batches.
+struct GemmGrid {
+  uint32_t tiles_m, tiles_n, items, band_tiles;
+  FastDivisor tiles, splits, band_items, band_height, last_height;
+
+  GemmGrid(int64_t tiles_m, int64_t tiles_n, int64_t splits, int64_t batch, int64_t band_tiles)
+      : tiles_m(uint32_t(tiles_m)),
+        tiles_n(uint32_t(tiles_n)),
+        items(uint32_t(tiles_m * tiles_n * splits * batch)),
+        band_tiles(uint32_t(band_tiles)),
+        tiles(tiles_m * tiles_n),
+        splits(splits),
+        band_items(band_tiles * tiles_n),
+        band_height(band_tiles),
+        last_height((tiles_m - 1) % band_tiles + 1) {}
+};
+
+// One item of work: which tile, batch and split.
+struct WorkItem {
   int64_t tile_m, tile_n, batch;
   int split;
 
-  __device__ __forceinline__ BlockWork(const GemmParams& p, int64_t tiles_m, int64_t tiles_n,
-                                       int band_tiles) {
-    const int64_t block = blockIdx.x;
-    const int64_t tiles = tiles_m * tiles_n;
-    const int64_t outer = block / tiles, tile = block % tiles;
-    split = int(outer % p.choice.splits);
-    batch = outer / p.choice.splits;
-    const int64_t band = tile / (band_tiles * tiles_n), in_band = tile % (band_tiles * tiles_n);
-    const int64_t height = min(int64_t{band_tiles}, tiles_m - band * band_tiles);
-    tile_m = band * band_tiles + in_band % height;
-    tile_n = in_band / height;
+  __device__ __forceinline__ WorkItem(const GemmGrid& grid, uint32_t item) {
+    const uint32_t outer = grid.tiles.divide(item);
+    const uint32_t tile = item - outer * grid.tiles_m * grid.tiles_n;
+    const uint32_t splits_before = grid.splits.divide(outer);
+    batch = splits_before;
+    split = int(outer - splits_before * grid.splits.divisor());
+    const uint32_t band = grid.band_items.divide(tile);
+    const uint32_t in_band = tile - band * grid.band_items.divisor();
+    const bool last = (band + 1) * grid.band_tiles >= grid.tiles_m;
+    const FastDivisor& height = last ? grid.last_height : grid.band_height;
+    const uint32_t n = height.divide(in_band);
+    tile_m = band * grid.band_tiles + in_band - n * height.divisor();
+    tile_n = n;
   }
 };
 
@@ -132,113 +161,195 @@ __device__ __forceinline__ void multiply(float (&acc)[kM][kN][4], const Slice<kM
   }
 }
 
-// A warp's sums, staged in shared memory, to y or to the workspace of a split product.
-// NOTE: not inlined, so that its registers do not disturb the schedule of the main loop: that costs
-// up to 10 %.
-template <GemmMath kMath, int kTile>
-__device__ __noinline__ void finish(const GemmParams& p, const BlockWork& work, const float* s_sums,
-                                    int warp_m, int warp_n, int lane) {
-  using T = ElementOf<kMath>;
-  constexpr GemmTile kT = kGemmTiles[kTile];
-  constexpr int kStride = kT.warp_n() + 8;
-  const bool gated = p.epilogue.gated, split = p.choice.splits > 1;
-  const int64_t first_row = work.tile_m * kT.block_m + warp_m * kT.warp_m();
-  // Columns of the staged sums that a group takes: 8, or 8 left and 8 right ones.
-  const int width = gated ? 16 : 8;
-  const int groups = kT.warp_n() / width;
-  const int group = lane % groups, rows_at_once = 32 / groups;
-  const int64_t column =
-      (work.tile_n * kT.block_n + warp_n * kT.warp_n()) / (gated ? 2 : 1) + group * kGroup;
-  if (column >= p.n) return;
-  const int rows = int(min(int64_t{kT.warp_m()}, p.m - first_row));
-  const auto for_each_row = [&](const auto& body) {
-    const float* s_row = s_sums + (lane / groups) * kStride + group * width;
-    for (int r = lane / groups; r < rows; r += rows_at_once, s_row += rows_at_once * kStride) {
-      float v[kGroup], right[kGroup];
+// Where 4-float piece c of a row lies among a warp's staged sums.
+// NOTE: so that neither the fragments' 8-byte writes nor reads of every other piece meet in a bank.
+template <int kColumns>
+__device__ __forceinline__ int staged_piece(int row, int c) {
+  return c ^ (row & 3) << 1 ^ (row * (kColumns / 4) + c) / 8 % 2;
+}
+
+// Groups of sums, as GroupWriter has them, to the workspace of a split product.
+template <int kGroups>
+__device__ __forceinline__ void store_split(const GemmParams& p, const WorkItem& work, int64_t row,
+                                            int row_step, int rows, int64_t column,
+                                            const float (&v)[kGroups][kGroup]) {
+  const bool gated = p.epilogue.gated;
+  const int64_t width = gemm_sum_width(p.n, gated);
+  float* g_sums = p.workspace + ((work.split * p.batch + work.batch) * p.m + row) * width + column;
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) v[i] = s_row[i];
-      if (gated) {
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) right[i] = s_row[kGroup + i];
-      }
-      body(v, right);
-    }
-  };
-  const int64_t row = first_row + lane / groups;
-  if (split) {
-    const int64_t sum_width = gemm_sum_width(p.n, gated);
-    float* g_sums =
-        p.workspace + ((work.split * p.batch + work.batch) * p.m + row) * sum_width + column;
-    for_each_row([&](const float (&v)[kGroup], const float (&right)[kGroup]) {
-      store_sums(g_sums, v);
-      if (gated) store_sums(g_sums + sum_width / 2, right);
-      g_sums += rows_at_once * sum_width;
-    });
-  } else {
-    RowWriter<T> writer(p, work.batch, row, column, rows_at_once);
-    for_each_row([&](float (&v)[kGroup], float (&right)[kGroup]) { writer.write(v, right); });
+  for (int set = 0; set < kGroups; ++set) {
+    const bool right = gated && set >= kGroups / 2;
+    const int at = right ? set - kGroups / 2 : set;
+    if (at < rows) store_sums(g_sums + at * row_step * width + (right ? width / 2 : 0), v[set]);
   }
 }
 
-// acc = a @ b^T for a warp's part of the block's tile and split. Returns NaN where it must be done
-// again with kCareful.
+// A warp's sums to y or to the workspace of a split product, through 16 rows of shared memory.
+template <GemmMath kMath, int kTile, int kM, int kN>
+__device__ __forceinline__ void finish(float (&acc)[kM][kN][4], const GemmParams& p,
+                                       const WorkItem& work, float* s_staging) {
+  using T = ElementOf<kMath>;
+  constexpr GemmTile kT = kGemmTiles[kTile];
+  constexpr int kColumns = kT.warp_n();
+  constexpr int kGroups = 16 * kColumns / 32 / kGroup;  // of 8 sums that a thread finishes at once
+  const int thread = fresh_thread_index();
+  const int lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
+  const int warp_m = warp % kT.warps_m, warp_n = warp / kT.warps_m;
+  float* s_sums = s_staging + warp * 16 * kColumns;
+  const bool gated = p.epilogue.gated, split = p.choice.splits > 1;
+  // A thread has 8 columns of rows `row_step` apart, or 8 left and 8 right ones.
+  constexpr int kLanes = kColumns / 8;
+  const int row_in = gated ? lane / (kLanes / 2) : lane / kLanes;
+  const int column_in = gated ? lane % (kLanes / 2) * kGroup : lane % kLanes * kGroup;
+  const int row_step = (gated ? 64 : 32) / kLanes;
+  const int first = gated ? column_in * 2 : column_in;
+  const int64_t first_row = work.tile_m * kT.block_m + warp_m * kT.warp_m() + row_in;
+  const int64_t column =
+      (work.tile_n * kT.block_n + warp_n * kColumns) / (gated ? 2 : 1) + column_in;
+  const bool there = column < p.n;
+  int rows_left = there ? int(min(int64_t{kT.warp_m()}, p.m - first_row)) : 0;
+  const GroupWriter<T> writer(p, work.batch, there ? column : 0);
+
+#pragma unroll 1
+  for (int i = 0; i < kM; ++i) {
+#pragma unroll
+    for (int j = 0; j < kN; ++j) {
+      const int piece = staged_piece<kColumns>(g, j * 2 + t / 2);
+      float* s_to = s_sums + g * kColumns + piece * 4 + t % 2 * 2;
+      *reinterpret_cast<float2*>(s_to) = make_float2(acc[0][j][0], acc[0][j][1]);
+      *reinterpret_cast<float2*>(s_to + 8 * kColumns) = make_float2(acc[0][j][2], acc[0][j][3]);
+    }
+    __syncwarp();
+    float v[kGroups][kGroup];
+#pragma unroll
+    for (int set = 0; set < kGroups; ++set) {
+      const bool right = gated && set >= kGroups / 2;
+      const int row = row_in + (right ? set - kGroups / 2 : set) * row_step;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int piece = staged_piece<kColumns>(row, first / 4 + (right ? 2 : 0) + half);
+        const auto four = load_vec<float, 4>(s_sums + row * kColumns + piece * 4);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) v[set][half * 4 + k] = four.values[k];
+      }
+    }
+    __syncwarp();
+    const int64_t row = first_row + i * 16;
+    const int rows_up = rows_left + row_step - 1;
+    const int rows = gated ? rows_up / (64 / kLanes) : rows_up / (32 / kLanes);
+    if (split) {
+      store_split(p, work, row, row_step, rows, column, v);
+    } else {
+      writer.write(row, row_step, rows, v);
+    }
+    rows_left -= 16;
+    // NOTE: the loop is not unrolled, which would repeat its code; the next rows' sums move up.
+#pragma unroll
+    for (int next = 1; next < kM; ++next) {
+#pragma unroll
+      for (int j = 0; j < kN; ++j) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) acc[next - 1][j][r] = acc[next][j][r];
+      }
+    }
+  }
+}
+
+// The operands of an item of work on their way into the ring.
+template <GemmMath kMath, int kTile, bool kAKMajor, bool kBKMajor>
+class OperandLoader {
+  using T = ElementOf<kMath>;
+  static constexpr GemmTile kT = kGemmTiles[kTile];
+  static constexpr int kStepElems = kGemmStepBytes / int(sizeof(T));
+
+ public:
+  __device__ __forceinline__ OperandLoader(const GemmParams& p, const WorkItem& work)
+      : OperandLoader(p, work, work.split * p.choice.k_split,
+                      min(p.k, (work.split + 1) * p.choice.k_split), fresh_thread_index()) {}
+
+  __device__ __forceinline__ int steps() const { return steps_; }
+
+  // Parts of the next step into a stage of the ring.
+  template <class... Parts>
+  __device__ __forceinline__ void load(uint32_t s_stage, Parts...) {
+    (a_.template load<Parts::value>(s_stage), ...);
+    (b_.template load<Parts::value>(s_stage + kT.block_m * kGemmStepBytes), ...);
+  }
+
+  // The first steps into all stages but the last.
+  __device__ __forceinline__ void start(uint32_t s_ring) {
+#pragma unroll
+    for (int stage = 0; stage < kT.stages - 1; ++stage) {
+      if (stage < steps_) {
+        load(s_ring + stage * kT.stage_bytes(), Part<0>{}, Part<1>{}, Part<2>{}, Part<3>{});
+      }
+      copy_async_commit();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ OperandLoader(const GemmParams& p, const WorkItem& work,
+                                           int64_t k_begin, int64_t k_end, int thread)
+      : steps_((int(k_end - k_begin) + kStepElems - 1) / kStepElems),
+        a_(source(p, p.a, work, work.tile_m * kT.block_m, p.m, false), k_begin, k_end, thread),
+        b_(source(p, p.b, work, work.tile_n * (p.epilogue.gated ? kT.block_n / 2 : kT.block_n), p.n,
+                  p.epilogue.gated),
+           k_begin, k_end, thread) {}
+
+  static __device__ __forceinline__ TileSource source(const GemmParams& p,
+                                                      const GemmOperand& operand,
+                                                      const WorkItem& work, int64_t first,
+                                                      int64_t rows, bool gated) {
+    const int64_t elem = sizeof(T);
+    const bool pairs = gated && p.epilogue.interleaved;
+    return {static_cast<const char*>(operand.data) + work.batch * operand.batch_stride * elem,
+            operand.row_stride * elem * (pairs ? 2 : 1),
+            operand.k_stride * elem,
+            operand.row_stride * elem * (pairs ? 1 : rows),
+            first,
+            rows,
+            {gated}};
+  }
+
+  int steps_;
+  TileLoader<T, kT.block_m, kT.threads(), kAKMajor> a_;
+  TileLoader<T, kT.block_n, kT.threads(), kBKMajor> b_;
+};
+
+// acc = a @ b^T for a warp's part of the item that `loader` has started. Returns NaN where it must
+// be done again with kCareful.
 template <GemmMath kMath, int kTile, bool kAKMajor, bool kBKMajor, bool kCareful, int kM, int kN>
-__device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4], const GemmParams& p,
-                                           const BlockWork& work, char* s_ring) {
+__device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],
+                                           OperandLoader<kMath, kTile, kAKMajor, kBKMajor>& loader,
+                                           uint32_t s_ring) {
   using T = ElementOf<kMath>;
   constexpr GemmTile kT = kGemmTiles[kTile];
   constexpr int kStages = kT.stages, kBytesA = kT.block_m * kGemmStepBytes;
-  constexpr int kStepElems = kGemmStepBytes / int(sizeof(T));
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  // A slice is read while the one before is multiplied, except where registers are short.
+  constexpr bool kAhead = kMath != GemmMath::kFloat32;
+  const int thread = kAhead ? threadIdx.x : fresh_thread_index();
+  const int lane = thread % 32, warp = thread / 32;
   const int warp_m = warp % kT.warps_m, warp_n = warp / kT.warps_m;
-  const int64_t k_begin = work.split * p.choice.k_split;
-  const int64_t k_end = min(p.k, k_begin + p.choice.k_split);
-  const int steps = int((k_end - k_begin + kStepElems - 1) / kStepElems);
-
-  const auto source = [&](const GemmOperand& operand, int64_t first, int64_t rows, bool gated) {
-    const int64_t elem = sizeof(T);
-    const bool pairs = gated && p.epilogue.interleaved;
-    return TileSource{
-        static_cast<const char*>(operand.data) + work.batch * operand.batch_stride * elem,
-        operand.row_stride * elem * (pairs ? 2 : 1),
-        operand.k_stride * elem,
-        operand.row_stride * elem * (pairs ? 1 : rows),
-        first,
-        rows,
-        {gated}};
-  };
-  const bool gated = p.epilogue.gated;
-  TileLoader<T, kT.block_m, kT.threads(), kAKMajor> loader_a(
-      source(p.a, work.tile_m * kT.block_m, p.m, false), k_begin, k_end, thread);
-  TileLoader<T, kT.block_n, kT.threads(), kBKMajor> loader_b(
-      source(p.b, work.tile_n * (gated ? kT.block_n / 2 : kT.block_n), p.n, gated), k_begin, k_end,
-      thread);
-  const uint32_t s_base = shared_address(s_ring);
-  const auto load = [&](int stage, auto... parts) {
-    const uint32_t s_stage = s_base + stage * kT.stage_bytes();
-    (loader_a.template load<parts.value>(s_stage), ...);
-    (loader_b.template load<parts.value>(s_stage + kBytesA), ...);
-  };
-
   const auto reader_a =
       FragmentReader<T, kT.block_m, kAKMajor>::template make<true>(lane, warp_m * kT.warp_m());
   const auto reader_b =
       FragmentReader<T, kT.block_n, kBKMajor>::template make<false>(lane, warp_n * kT.warp_n());
-  // A slice is read while the one before is multiplied, except where registers are short.
-  constexpr bool kAhead = kMath != GemmMath::kFloat32;
   Slice<kM, kN> slices[2];
   const auto read = [&](int to, int stage, int slice) {
-    const uint32_t s_stage = s_base + stage * kT.stage_bytes();
+    const uint32_t s_stage = s_ring + stage * kT.stage_bytes();
     slices[to].load(reader_a, reader_b, s_stage, s_stage + kBytesA, slice);
   };
 
-#pragma unroll
-  for (int stage = 0; stage < kStages - 1; ++stage) {
-    if (stage < steps) load(stage, Part<0>{}, Part<1>{}, Part<2>{}, Part<3>{});
-    copy_async_commit();
-  }
-  copy_async_wait<kStages - 2>();
-  __syncthreads();
+  const int steps = loader.steps();
+  // Waits until a step is there and every warp has read the one before.
+  const auto advance = [] {
+    copy_async_wait<kStages - 2>();
+    __syncthreads();
+  };
+  const auto load = [&](int step, int stage, auto... parts) {
+    if (step < steps) loader.load(s_ring + stage * kT.stage_bytes(), parts...);
+  };
+  advance();
 #pragma unroll
   for (int i = 0; i < kM; ++i) {
 #pragma unroll
@@ -248,34 +359,29 @@ __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4], const GemmPa
     }
   }
   if constexpr (kAhead) read(0, 0, 0);
-  // The next step is there, and every warp has read this one.
-  const auto advance = [] {
-    copy_async_commit();
-    copy_async_wait<kStages - 2>();
-    __syncthreads();
-  };
   float check = 0.f;
-  int stage = 0, free_stage = kStages - 1;
-  for (int step = 0; step < steps; ++step) {
-    const bool more = step + kStages - 1 < steps;
+  for (int step = 0, stage = 0, free_stage = kStages - 1; step < steps; ++step) {
     const int next = stage + 1 == kStages ? 0 : stage + 1;
     if constexpr (kAhead) {
-      const auto turn = [&](auto slice, auto... parts) {
-        constexpr int kNext = (slice.value + 1) % 4;
-        read(kNext % 2, kNext == 0 ? next : stage, kNext);
-        if (more) load(free_stage, parts...);
-        multiply<kMath>(acc, slices[slice.value % 2]);
-      };
-      turn(Part<0>{}, Part<0>{}, Part<1>{});
-      turn(Part<1>{}, Part<2>{});
-      turn(Part<2>{}, Part<3>{});
+      read(1, stage, 1);
+      load(step + kStages - 1, free_stage, Part<0>{}, Part<1>{});
+      multiply<kMath>(acc, slices[0]);
+      read(0, stage, 2);
+      load(step + kStages - 1, free_stage, Part<2>{});
+      multiply<kMath>(acc, slices[1]);
+      read(1, stage, 3);
+      load(step + kStages - 1, free_stage, Part<3>{});
+      copy_async_commit();
+      multiply<kMath>(acc, slices[0]);
       advance();
-      turn(Part<3>{});
+      read(0, next, 0);
+      multiply<kMath>(acc, slices[1]);
     } else {
-      if (more) load(free_stage, Part<0>{}, Part<1>{}, Part<2>{}, Part<3>{});
+      load(step + kStages - 1, free_stage, Part<0>{}, Part<1>{}, Part<2>{}, Part<3>{});
+      copy_async_commit();
 #pragma unroll 1
       for (int slice = 0; slice < 4; slice += 2) {
-        const uint32_t s_stage = s_base + stage * kT.stage_bytes();
+        const uint32_t s_stage = s_ring + stage * kT.stage_bytes();
         const auto read_one = [&](uint32_t (&r)[4], auto operand, int i, int second) {
           if constexpr (operand.is_a) {
             reader_a.template load<true>(r, s_stage, i, slice + second);
@@ -298,34 +404,34 @@ __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4], const GemmPa
 
 template <GemmMath kMath, int kTile, bool kAKMajor, bool kBKMajor>
 __global__ void __launch_bounds__(kGemmTiles[kTile].threads(), kGemmTiles[kTile].blocks_per_sm)
-    gemm_kernel(const __grid_constant__ GemmParams p, int64_t tiles_m, int64_t tiles_n) {
+    gemm_kernel(const __grid_constant__ GemmParams p, const GemmGrid grid) {
   constexpr GemmTile kT = kGemmTiles[kTile];
-  constexpr int kM = kT.warp_m() / 16, kN = kT.warp_n() / 8;
+  static_assert(kT.staging_fits());
+  using Loader = OperandLoader<kMath, kTile, kAKMajor, kBKMajor>;
   extern __shared__ __align__(128) char s_ring[];
-  const BlockWork work(p, tiles_m, tiles_n, kBandRows / kT.block_m);
-
-  float acc[kM][kN][4];
-  const float check = main_loop<kMath, kTile, kAKMajor, kBKMajor, false>(acc, p, work, s_ring);
-  if constexpr (kMath == GemmMath::kFloat32) {
-    if (__syncthreads_or(isnan(check))) {
-      main_loop<kMath, kTile, kAKMajor, kBKMajor, true>(acc, p, work, s_ring);
+  const uint32_t s_base = shared_address(s_ring);
+  float acc[kT.warp_m() / 16][kT.warp_n() / 8][4];
+  uint32_t item = blockIdx.x;
+  Loader loader(p, WorkItem(grid, item));
+  loader.start(s_base);
+  while (true) {
+    const float check = main_loop<kMath, kTile, kAKMajor, kBKMajor, false>(acc, loader, s_base);
+    if constexpr (kMath == GemmMath::kFloat32) {
+      if (__syncthreads_or(isnan(check))) {
+        loader = Loader(p, WorkItem(grid, item));
+        loader.start(s_base);
+        main_loop<kMath, kTile, kAKMajor, kBKMajor, true>(acc, loader, s_base);
+      }
     }
-  }
-
-  constexpr int kStride = kT.warp_n() + 8;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  float* s_sums = reinterpret_cast<float*>(s_ring) + warp * kT.warp_m() * kStride;
-#pragma unroll
-  for (int i = 0; i < kM; ++i) {
-#pragma unroll
-    for (int j = 0; j < kN; ++j) {
-      float* s_to = s_sums + (i * 16 + g) * kStride + j * 8 + t * 2;
-      *reinterpret_cast<float2*>(s_to) = make_float2(acc[i][j][0], acc[i][j][1]);
-      *reinterpret_cast<float2*>(s_to + 8 * kStride) = make_float2(acc[i][j][2], acc[i][j][3]);
+    item += gridDim.x;
+    if (item < grid.items) {
+      loader = Loader(p, WorkItem(grid, item));
+      loader.start(s_base);
     }
+    float* s_staging = reinterpret_cast<float*>(s_ring + (kT.stages - 1) * kT.stage_bytes());
+    finish<kMath, kTile>(acc, p, WorkItem(grid, item - gridDim.x), s_staging);
+    if (item >= grid.items) break;
   }
-  __syncwarp();
-  finish<kMath, kTile>(p, work, s_sums, warp % kT.warps_m, warp / kT.warps_m, lane);
 }
 
 template <GemmMath kMath, int kTile, bool kAKMajor, bool kBKMajor>
@@ -337,8 +443,15 @@ void launch_gemm_kernel(const GemmParams& p, cudaStream_t stream) {
   const int64_t tiles_m = (p.m + kT.block_m - 1) / kT.block_m;
   // NOTE: a gated tile's halves both end at n, so that tiles are counted in columns of y.
   const int64_t tiles_n = (width + kT.block_n - 1) / kT.block_n;
-  const int64_t blocks = tiles_m * tiles_n * p.batch * p.choice.splits;
-  kernel<<<unsigned(blocks), kT.threads(), kT.shared_bytes(), stream>>>(p, tiles_m, tiles_n);
+  const int64_t at_once =
+      int64_t{kT.blocks_per_sm} * device_attribute(cudaDevAttrMultiProcessorCount);
+  const int64_t band_tiles = std::min(tiles_m, int64_t{kBandRows / kT.block_m});
+  const GemmGrid grid(tiles_m, tiles_n, p.choice.splits, p.batch, band_tiles);
+  // NOTE: few rounds of items are left to the hardware, which spreads the last one better.
+  constexpr int kFewRounds = 3;
+  const unsigned blocks =
+      unsigned(grid.items < kFewRounds * at_once ? int64_t{grid.items} : at_once);
+  kernel<<<blocks, kT.threads(), kT.shared_bytes(), stream>>>(p, grid);
 }
 
 // The four layouts of one tile.

@@ -18,13 +18,18 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t batch = index / groups / p.m;
   const bool gated = p.epilogue.gated;
   const int64_t width = gemm_sum_width(p.n, gated);
-  float sums[2][kGroup] = {};
+  float sums[2][kGroup] = {};  // the second one of a right half
   for (int split = 0; split < p.choice.splits; ++split) {
     const float* g_sums = p.workspace + ((split * p.batch + batch) * p.m + row) * width + column;
     add_sums(sums[0], g_sums);
     if (gated) add_sums(sums[1], g_sums + width / 2);
   }
-  RowWriter<T>(p, batch, row, column, 1).write(sums[0], sums[1]);
+  const GroupWriter<T> writer(p, batch, column);
+  if (gated) {
+    writer.write(row, 1, 1, sums);
+  } else {
+    writer.write(row, 1, 1, reinterpret_cast<float (&)[1][kGroup]>(sums));
+  }
 }
 
 template <typename T>

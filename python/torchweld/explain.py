@@ -135,13 +135,21 @@ def _matmul_math(t: Tensor) -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
 
 
-def _matmul_text(like: Tensor, m: int, n: int, k: int, batch: int = 1, gated: bool = False) -> str:
+def _matmul_text(
+    like: Tensor,
+    m: int,
+    n: int,
+    k: int,
+    batch: int = 1,
+    gated: bool = False,
+    pointwise: bool = False,
+) -> str:
     """The tile of one product (m, k) x (n, k), as text."""
     _C = _introspection()
     if 0 in (m, n, batch):
         return "nothing to compute"
     math = _matmul_math(like)
-    choice = _C.choose_gemm(m, n, k, batch, gated, math, *_device_limits(like))
+    choice = _C.choose_gemm(m, n, k, batch, gated, pointwise, math, *_device_limits(like))
     tile = _C.gemm_tiles(math)[choice["tile"]]
     text = (
         f"({m}, {n}, {k}) {math} {tile['block_m']} x {tile['block_n']}, "
@@ -150,7 +158,9 @@ def _matmul_text(like: Tensor, m: int, n: int, k: int, batch: int = 1, gated: bo
     return text + (f", K in {choice['splits']} parts" if choice["splits"] > 1 else "")
 
 
-def _explain_matmul(explanation: Explanation, tensors: list[Tensor], gated: bool) -> Explanation:
+def _explain_matmul(
+    explanation: Explanation, tensors: list[Tensor], gated: bool, pointwise: bool
+) -> Explanation:
     """The ops around one matmul: the products that they run, each with its tile."""
     op = explanation.op
     backward = op.endswith("_backward")
@@ -163,7 +173,7 @@ def _explain_matmul(explanation: Explanation, tensors: list[Tensor], gated: bool
     else:
         x, weight = tensors[1:3] if backward else tensors[:2]
         m, n, k = _rows_of(x), weight.shape[0], x.shape[-1]
-        products = {"y": (x, m, n // 2 if gated else n, k, 1, gated)}
+        products = {"y": (x, m, n // 2 if gated else n, k, 1, gated, pointwise)}
         if backward:
             products = {"dx": (x, m, k, n), "dweight": (x, n, k, m)}
     explanation.kernel = "matmul engine (mma.sync)"
@@ -176,12 +186,12 @@ def _explain_attention(explanation: Explanation, tensors: list[Tensor]) -> Expla
     _C = _introspection()
     backward = explanation.op.endswith("_backward")
     query, key, value = tensors[1:4] if backward else tensors[:3]
-    size = query.element_size()
+    math = _matmul_math(query)
     dims = (query.shape[-1], value.shape[-1])
     if backward:
-        tile = _C.attention_backward_tile(*dims, size, _device_limits(query)[1])
+        tile = _C.attention_backward_tile(*dims, math, _device_limits(query)[1])
     else:
-        tile = _C.attention_tile(query.shape[2], key.shape[2], *dims, size)
+        tile = _C.attention_tile(query.shape[2], key.shape[2], *dims, math)
     explanation.kernel = "tensor cores (mma.sync)" if tile else "general"
     explanation.tile = tile
     explanation.why = (
@@ -299,7 +309,9 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     if family in ("softmax", "causal_softmax"):
         return _explain_rows(explanation, floating, kwargs.get("scale", 1.0))
     if family in _MATMULS:
-        return _explain_matmul(explanation, floating, gated=family == "gated_linear")
+        gated = family == "gated_linear"
+        pointwise = gated or kwargs.get("activation", "none") != "none"
+        return _explain_matmul(explanation, floating, gated, pointwise)
     if op.startswith("int4_linear"):
         return _explain_int4(explanation, tensors, kwargs)
     if family == "attention":

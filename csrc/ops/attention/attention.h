@@ -7,6 +7,7 @@
 
 #include "core/dtype.h"
 #include "core/mask.h"
+#include "ops/attention/attention_config.h"
 
 namespace torchweld {
 
@@ -47,6 +48,11 @@ struct AttentionParams {
     return {sizes.seqlen_q, sizes.seqlen_k, causal, leftpad != nullptr};
   }
 };
+
+inline AttentionMath attention_math(DType dtype, bool tf32) {
+  if (dtype != DType::kFloat32) return AttentionMath::k16Bit;
+  return tf32 ? AttentionMath::kTf32 : AttentionMath::kFloat32;
+}
 
 // Head dims above this take the general kernels.
 inline constexpr int64_t kAttentionMaxHeadDim = 256;

@@ -4,51 +4,69 @@
 
 #include <cstdint>
 
+#include "ops/attention/attention_config.h"
+
 namespace torchweld {
 
 // Turns at dQ are counted per warp and tile: at most one to this many query rows.
 inline constexpr int kAttentionBackwardRowsPerTurn = 4;
 
-// A block of `warps` warps owns `keys` keys, a strip of them each warp, and walks the query rows
-// `rows` at a time. It computes the scores of `cols` rows at once.
+// A block of `warps` warps owns `keys` keys, `groups` warps a strip of them, and walks the query
+// rows `rows` at a time. It computes the scores of `cols` rows at once. Every warp of a group
+// computes its strip's scores, and sums up its part of the head dims.
 struct AttentionBackwardTile {
-  int elem_size;  // bytes
-  int head_dim;   // the larger of head_dim and head_dim_v is at most this
+  AttentionMath math;
+  int head_dim;  // the larger of head_dim and head_dim_v is at most this
   int keys;
   int rows;
   int cols;
   int warps;
+  int groups;
   int blocks_per_sm;
   bool prefetches;  // dQ's sums are read ahead where nobody has to be waited for
   bool split;       // dV and dK in launches of their own: one warp's registers don't hold both
 
   constexpr int threads() const { return warps * 32; }
-  constexpr int strips() const { return keys / (warps * 16); }
-  // K and V; twice Q, dO, dS, lse and delta; the ticket.
+  constexpr int strips() const { return keys * groups / (warps * 16); }
+  // K, V, Q, dO and dS, Q and dO twice, in fp32 once in pieces and once as they arrive, and dS
+  // twice in all but fp32; lse and delta, twice; the job.
   constexpr int shared_bytes() const {
-    return elem_size * (2 * keys * head_dim + 4 * rows * head_dim + 2 * keys * rows) + 16 * rows +
-           128;
+    const int size = elem_size(math);
+    const int tiles =
+        math == AttentionMath::kFloat32
+            ? kSplitBytes * (2 * keys * head_dim + 2 * rows * head_dim + keys * rows) +
+                  size * 2 * rows * head_dim
+            : size * (2 * keys * head_dim + 4 * rows * head_dim + 2 * keys * rows);
+    return tiles + 16 * rows + 128;
   }
   // The sums of a warp's strips, kept over the whole walk.
-  constexpr int sum_registers() const { return (split ? 1 : 2) * strips() * head_dim / 2; }
+  constexpr int sum_registers() const { return (split ? 1 : 2) * strips() * head_dim / groups / 2; }
   // A warp's share of a dQ tile.
   constexpr int share_registers() const { return rows * head_dim / threads(); }
   constexpr bool valid() const {
-    return keys == strips() * warps * 16 && rows % cols == 0 && cols % 16 == 0 && 64 % rows == 0 &&
-           sum_registers() <= 128 && share_registers() <= 64 &&
+    return keys * groups == strips() * warps * 16 && rows % cols == 0 && cols % 16 == 0 &&
+           64 % rows == 0 && sum_registers() <= 128 && share_registers() <= 64 &&
            warps * kAttentionBackwardRowsPerTurn <= rows;
   }
 };
 
 // In the order of preference: the first that the problem fits is taken. The smaller ones are for
-// devices with 99 KB of shared memory a block.
-// NOTE: none in fp32 above 128 columns: the operands of three passes and a warp's sums don't fit in
-// its registers together.
+// devices with 99 KB of shared memory a block. What may be computed in TF32 takes fp32's tiles
+// where TF32 has none: above 128 columns.
 inline constexpr AttentionBackwardTile kAttentionBackwardTiles[] = {
-    {2, 64, 128, 64, 32, 4, 2, false, false}, {2, 128, 128, 64, 64, 8, 1, true, false},
-    {2, 128, 64, 32, 32, 4, 1, true, false},  {2, 256, 64, 32, 32, 4, 1, false, true},
-    {2, 256, 32, 16, 16, 2, 1, false, true},  {4, 64, 64, 32, 16, 4, 2, false, true},
-    {4, 128, 64, 32, 16, 4, 1, false, true},  {4, 128, 32, 16, 16, 2, 1, false, true}};
+    {AttentionMath::k16Bit, 64, 128, 64, 32, 4, 1, 2, false, false},
+    {AttentionMath::k16Bit, 128, 128, 64, 64, 8, 1, 1, true, false},
+    {AttentionMath::k16Bit, 128, 64, 32, 32, 4, 1, 1, true, false},
+    {AttentionMath::k16Bit, 256, 64, 32, 32, 4, 1, 1, false, true},
+    {AttentionMath::k16Bit, 256, 32, 16, 16, 2, 1, 1, false, true},
+    {AttentionMath::kTf32, 64, 64, 32, 16, 4, 1, 2, false, true},
+    {AttentionMath::kTf32, 128, 64, 32, 16, 4, 1, 1, false, true},
+    {AttentionMath::kTf32, 128, 32, 16, 16, 2, 1, 1, false, true},
+    {AttentionMath::kFloat32, 64, 128, 32, 32, 8, 1, 1, false, false},
+    {AttentionMath::kFloat32, 64, 64, 16, 16, 4, 1, 1, false, false},
+    {AttentionMath::kFloat32, 128, 64, 32, 32, 8, 2, 1, false, false},
+    {AttentionMath::kFloat32, 128, 32, 16, 16, 4, 2, 1, false, false},
+    {AttentionMath::kFloat32, 256, 32, 16, 16, 4, 2, 1, false, false}};
 inline constexpr int kNumAttentionBackwardTiles =
     sizeof(kAttentionBackwardTiles) / sizeof(kAttentionBackwardTiles[0]);
 
@@ -58,7 +76,7 @@ inline constexpr int64_t kAttentionBackwardRowPad = 64;
 struct AttentionBackwardProblem {
   int64_t head_dim;
   int64_t head_dim_v;
-  int elem_size;
+  AttentionMath math;
   int shared_bytes;  // the most that a block of the device may have
 };
 
@@ -66,8 +84,10 @@ struct AttentionBackwardProblem {
 constexpr int choose_attention_backward_tile(const AttentionBackwardProblem& problem) {
   for (int i = 0; i < kNumAttentionBackwardTiles; ++i) {
     const AttentionBackwardTile& tile = kAttentionBackwardTiles[i];
-    if (tile.elem_size == problem.elem_size && problem.head_dim <= tile.head_dim &&
-        problem.head_dim_v <= tile.head_dim && tile.shared_bytes() <= problem.shared_bytes) {
+    const bool serves = tile.math == problem.math || (tile.math == AttentionMath::kFloat32 &&
+                                                      problem.math == AttentionMath::kTf32);
+    if (serves && problem.head_dim <= tile.head_dim && problem.head_dim_v <= tile.head_dim &&
+        tile.shared_bytes() <= problem.shared_bytes) {
       return i;
     }
   }

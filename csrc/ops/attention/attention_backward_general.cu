@@ -1,5 +1,6 @@
 // The gradient of attention for any head dim, in fp32 arithmetic: the path of head dims above
-// kAttentionMaxHeadDim, where speed is not the aim.
+// kAttentionMaxHeadDim, and of fp32 above 128 on devices with 99 KB of shared memory a block, where
+// speed is not the aim.
 //
 // A block owns a row of dQ, or a row of dK and dV. It computes the weights of a few hundred rows of
 // the other side, a warp per row, then every thread sums one column. Wider heads repeat the weights

@@ -144,7 +144,7 @@ void launch_rows(const BackwardArgs& args, cudaStream_t stream) {
 template <typename T, int kTile = 0>
 void launch_tile(int tile, const BackwardArgs& args, cudaStream_t stream) {
   if constexpr (kTile < kNumAttentionBackwardTiles) {
-    if constexpr (kAttentionBackwardTiles[kTile].elem_size == sizeof(T)) {
+    if constexpr (elem_size(kAttentionBackwardTiles[kTile].math) == sizeof(T)) {
       if (tile == kTile) return launch_attention_backward_tile<T, kTile>(args, stream);
     }
     launch_tile<T, kTile + 1>(tile, args, stream);
@@ -155,9 +155,9 @@ template <typename T>
 void launch(const BackwardArgs& args, cudaStream_t stream) {
   const AttentionSizes& sizes = args.params.sizes;
   launch_rows<T>(args, stream);
-  const int tile =
-      choose_attention_backward_tile({sizes.head_dim, sizes.head_dim_v, sizeof(T),
-                                      device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)});
+  const int tile = choose_attention_backward_tile(
+      {sizes.head_dim, sizes.head_dim_v, attention_math(args.params.dtype, args.params.tf32),
+       device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)});
   const int64_t heads = sizes.batch * sizes.nheads_kv;
   if (heads * sizes.seqlen_k == 0) return;
   // A grid of tiles has one dimension; the general kernels walk any number of rows.

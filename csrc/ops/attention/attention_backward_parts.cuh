@@ -1,5 +1,5 @@
-// What the gradient of attention is built from: swizzled tiles in shared memory, and the operands
-// of a tensor-core product as they are read from them, for 16-bit elements and for fp32.
+// What the gradient of attention is built from: the operands of a tensor-core product as they are
+// read from tiles in shared memory, for 16-bit elements and for TF32, and what becomes of results.
 #pragma once
 
 #include <type_traits>
@@ -7,54 +7,31 @@
 #include "device/mma_sync.cuh"
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
+#include "ops/attention/attention_tile.cuh"
 
 namespace torchweld {
 
-// Rows of kCols elements in chunks of 16 bytes. The chunks of a row change places so that the 8
-// rows of an ldmatrix lie in different banks.
-template <typename T, int kTileRows, int kCols>
-struct SharedTile {
-  static constexpr int kRows = kTileRows;
-  static constexpr int kRowBytes = kCols * sizeof(T);
-  static constexpr int kChunks = kRowBytes / 16;
-  static constexpr int kGroups = kRowBytes / 32;  // the depth of one product is 32 bytes
-  static constexpr int kBytes = kRows * kRowBytes;
-  static_assert(kChunks >= 2 && (kChunks & (kChunks - 1)) == 0);
-  alignas(128) T s_data[kRows * kCols];
-
-  static __device__ __forceinline__ int offset(int row, int chunk) {
-    constexpr int kTurn = kChunks < 8 ? kChunks : 8;
-    return row * kRowBytes + (chunk ^ (row / (8 / kTurn) % kTurn)) * 16;
+// to(i, j) += a[i] @ b_j for kM left operands and kGroups times kN right ones, which load(b, group)
+// reads.
+template <typename Ops, int kGroups, int kN, int kM, typename Load, typename To>
+__device__ __forceinline__ void multiply_operands(const typename Ops::Left (&a)[kM],
+                                                  const Load& load, const To& to) {
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+    typename Ops::Right b[kN];
+    load(b, group);
+#pragma unroll
+    for (int i = 0; i < kM; ++i) {
+#pragma unroll
+      for (int j = 0; j < kN; ++j) Ops::mma(to(i, group * kN + j), a[i], b[j]);
+    }
+    // NOTE: without it the compiler mixes the turns of this loop and spills.
+    if constexpr (kN == 1) __syncwarp();
   }
-
-  // From the address of a byte to the one `bytes` further right in its row, a multiple of 16 that
-  // has no bit in common with the column of the first. Multiples of 8 rows are added to it.
-  static __device__ __forceinline__ uint32_t right_of(uint32_t s_byte, int bytes) {
-    return (s_byte ^ (bytes % 128)) + bytes / 128 * 128;
-  }
-
-  // From the address of a byte in an even row to the one below it.
-  static __device__ __forceinline__ uint32_t below_even(uint32_t s_byte) {
-    return (kChunks < 8 ? s_byte : s_byte ^ 16) + kRowBytes;
-  }
-};
-
-// The address that this lane gives to ldmatrix, for a left operand (m16 x 32 bytes) ...
-template <typename Tile>
-__device__ __forceinline__ uint32_t left_lane(uint32_t s_tile, int row, int group) {
-  const int lane = threadIdx.x % kWarp;
-  return s_tile + Tile::offset(row + lane % 16, 2 * group + lane / 16);
-}
-
-// ... and for two n8 tiles of a right operand.
-template <typename Tile>
-__device__ __forceinline__ uint32_t right_lane(uint32_t s_tile, int row, int group) {
-  const int lane = threadIdx.x % kWarp;
-  return s_tile + Tile::offset(row + lane % 8 + lane / 16 * 8, 2 * group + lane / 8 % 2);
 }
 
 // Operands of m16n8k16 products. A wide operand has its depth along the tile's rows.
-template <typename T, bool kOnePass>
+template <typename T>
 struct Operands {
   static constexpr int kDepth = 16;
   static constexpr int kWideTiles = 2;  // n8 tiles of a group of a wide right operand
@@ -64,14 +41,12 @@ struct Operands {
   struct Right {
     uint32_t r[2];
   };
-  // Operands of the products whose depth is a head dim, of kScoreBytes each.
-  static constexpr int kScoreBytes = 32;
-  using ScoreLeft = Left;
-  using ScoreRight = Right;
 
+  template <typename Tile>
   static __device__ __forceinline__ void load_left(Left& to, uint32_t s_lane) {
     load_matrix_4(to.r, s_lane);
   }
+  template <typename Tile>
   static __device__ __forceinline__ void load_right(Right (&to)[2], uint32_t s_lane) {
     uint32_t r[4];
     load_matrix_4(r, s_lane);
@@ -110,8 +85,9 @@ struct Operands {
       r[0] = pack_pair<T>(r_tile[0], r_tile[1]);
       r[1] = pack_pair<T>(r_tile[2], r_tile[3]);
     }
+    template <typename Tile>
     __device__ __forceinline__ void store(uint32_t s_to, int half) const {
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(s_to), "r"(r[half]) : "memory");
+      store_word(s_to, r[half]);
     }
   };
   static __device__ __forceinline__ void from_results(Left& to, const Held* r_tiles) {
@@ -121,69 +97,44 @@ struct Operands {
   static __device__ __forceinline__ void mma(float (&d)[4], const Left& a, const Right& b) {
     mma_16816<T>(d, a.r, b.r[0], b.r[1]);
   }
+
+  template <int kGroups, int kN, int kM, typename Load, typename To>
+  static __device__ __forceinline__ void multiply(const Left (&a)[kM], bool /*careful*/,
+                                                  const Load& load, const To& to) {
+    multiply_operands<Operands, kGroups, kN>(a, load, to);
+  }
 };
 
-// Operands of fp32: m16n8k8 products in TF32, one pass or three; scores to fp32 accuracy come from
-// bf16 pieces, because an error in a score of 1000 counts as e^1000 does.
+// Operands of fp32 in one pass of TF32: m16n8k8 products.
 // NOTE: results hold depths 2t and 2t + 1 where a left operand wants t and t + 4. The order of the
 // depths is free, so wide operands are read in that of the results.
-template <bool kOnePass>
-struct Operands<float, kOnePass> {
+template <>
+struct Operands<float> {
   static constexpr int kDepth = 8;
   static constexpr int kWideTiles = 1;
   template <int kCount>
-  struct Split {
-    uint32_t big[kCount], small[kCount], cross[kCount];
-    __device__ __forceinline__ void set(int i, float x) {
-      if constexpr (kOnePass) {
-        big[i] = round_to_tf32(x);
-      } else {
-        const SplitTf32 parts(x);
-        big[i] = parts.big;
-        small[i] = parts.small;
-        cross[i] = parts.cross;
-      }
+  struct Rounded {
+    uint32_t r[kCount];
+    __device__ __forceinline__ void set(int i, uint32_t bits) {
+      r[i] = round_to_tf32(__uint_as_float(bits));
     }
-    __device__ __forceinline__ void set(int i, uint32_t bits) { set(i, __uint_as_float(bits)); }
   };
-  using Left = Split<4>;
-  using Right = Split<2>;
-  static constexpr int kScoreBytes = kOnePass ? 32 : 64;
-  using ScoreLeft = std::conditional_t<kOnePass, Left, SplitFragment<4, true>>;
-  using ScoreRight = std::conditional_t<kOnePass, Right, SplitFragment<2, true>>;
+  using Left = Rounded<4>;
+  using Right = Rounded<2>;
 
+  template <typename Tile>
   static __device__ __forceinline__ void load_left(Left& to, uint32_t s_lane) {
     uint32_t r[4];
     load_matrix_4(r, s_lane);
 #pragma unroll
     for (int i = 0; i < 4; ++i) to.set(i, r[i]);
   }
+  template <typename Tile>
   static __device__ __forceinline__ void load_right(Right (&to)[2], uint32_t s_lane) {
     uint32_t r[4];
     load_matrix_4(r, s_lane);
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[i / 2].set(i % 2, r[i]);
-  }
-  static __device__ __forceinline__ void load_left(SplitFragment<4, true>& to, uint32_t s_lane) {
-    float check;  // nobody asks
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t r[4];
-      load_matrix_4(r, s_lane ^ (half * 32));
-      to.set(2 * half, r[0], r[2], check);
-      to.set(2 * half + 1, r[1], r[3], check);
-    }
-  }
-  static __device__ __forceinline__ void load_right(SplitFragment<2, true> (&to)[2],
-                                                    uint32_t s_lane) {
-    float check;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t r[4];
-      load_matrix_4(r, s_lane ^ (half * 32));
-      to[0].set(half, r[0], r[1], check);
-      to[1].set(half, r[2], r[3], check);
-    }
   }
 
   template <typename Tile>
@@ -221,38 +172,32 @@ struct Operands<float, kOnePass> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) r[i] = r_tile[i];
     }
+    template <typename Tile>
     __device__ __forceinline__ void store(uint32_t s_to, int half) const {
       asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(s_to), "f"(r[2 * half]),
                    "f"(r[2 * half + 1])
                    : "memory");
     }
   };
-  // NOTE: an infinite result comes out as NaN here; the registers for more care would spill.
   static __device__ __forceinline__ void from_results(Left& to, const Held* r_tile) {
     constexpr int kOrder[] = {0, 2, 1, 3};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float x = r_tile->r[kOrder[i]];
-      to.big[i] = to.cross[i] = round_to_tf32(x);
-      if (!kOnePass) to.small[i] = round_to_tf32(x - __uint_as_float(to.big[i]));
-    }
+    for (int i = 0; i < 4; ++i) to.r[i] = round_to_tf32(r_tile->r[kOrder[i]]);
   }
 
   // NOTE: tensor cores truncate when they add; a sum of its own for every product, added with
   // rounding, keeps the error of long sums that of fp32.
   static __device__ __forceinline__ void mma(float (&d)[4], const Left& a, const Right& b) {
     float r_part[4] = {};
-    if constexpr (!kOnePass) {
-      mma_1688(r_part, a.cross, b.small[0], b.small[1]);
-      mma_1688(r_part, a.small, b.cross[0], b.cross[1]);
-    }
-    mma_1688(r_part, a.big, b.big[0], b.big[1]);
+    mma_1688(r_part, a.r, b.r[0], b.r[1]);
 #pragma unroll
     for (int i = 0; i < 4; ++i) d[i] += r_part[i];
   }
-  static __device__ __forceinline__ void mma(float (&d)[4], const SplitFragment<4, true>& a,
-                                             const SplitFragment<2, true>& b) {
-    mma_split(d, a, b);
+
+  template <int kGroups, int kN, int kM, typename Load, typename To>
+  static __device__ __forceinline__ void multiply(const Left (&a)[kM], bool /*careful*/,
+                                                  const Load& load, const To& to) {
+    multiply_operands<Operands, kGroups, kN>(a, load, to);
   }
 };
 

@@ -22,7 +22,10 @@ struct DqShare {
   using Ops = typename Config::Ops;
   using KeyTile = typename Config::KeyTile;
   using ScoreTile = typename Config::ScoreTile;
-  static constexpr int kShareRows = Config::kRows < 32 ? Config::kRows : 32;
+  // 32 rows, or 16 where a warp would have less than 16 columns of them.
+  static constexpr bool kTall =
+      Config::kRows >= 32 && Config::kRows * Config::kHeadDim >= 32 * 16 * Config::kWarps;
+  static constexpr int kShareRows = kTall ? 32 : 16;
   static constexpr int kWarpsAcross = Config::kWarps / (Config::kRows / kShareRows);
   static constexpr int kShareCols = Config::kHeadDim / kWarpsAcross;
   static constexpr int kMTiles = kShareRows / 16;
@@ -70,9 +73,11 @@ struct DqShare {
     }
   }
 
-  // Adds this block's dS K: s_scores is dS^T (kKeys, kRows), s_keys K (kKeys, kHeadDim).
+  // Adds this block's dS K: s_scores is dS^T (kKeys, kRows), s_keys K (kKeys, kHeadDim). `careful`
+  // where K may have inf or NaN.
   __device__ __forceinline__ void add(const BackwardArgs& args, const QueryTile& tile, int turn,
-                                      const LiveSpan& span, uint32_t s_scores, uint32_t s_keys) {
+                                      const LiveSpan& span, uint32_t s_scores, uint32_t s_keys,
+                                      bool careful) {
     const int64_t i = index(args, tile);
     if (turn == 0) {
       if constexpr (!kPrefetches) clear();
@@ -85,7 +90,7 @@ struct DqShare {
       load(args, i);
     }
     loaded = false;
-    multiply(s_scores, s_keys);
+    multiply(s_scores, s_keys, careful);
 
     const int first_row = tile.index * Config::kRows;
     int64_t last_row = first_row + Config::kRows - 1;
@@ -127,7 +132,7 @@ struct DqShare {
     return threadIdx.x / kWarp % kWarpsAcross * kShareCols;
   }
 
-  __device__ __forceinline__ void multiply(uint32_t s_scores, uint32_t s_keys) {
+  __device__ __forceinline__ void multiply(uint32_t s_scores, uint32_t s_keys, bool careful) {
     const uint32_t left = Ops::template wide_left_lane<ScoreTile>(s_scores, row_in_tile());
     const uint32_t right = Ops::template wide_right_lane<KeyTile>(s_keys, col_in_tile());
 #pragma unroll Config::kUnroll
@@ -137,20 +142,12 @@ struct DqShare {
       for (int m = 0; m < kMTiles; ++m) {
         Ops::template load_wide_left<ScoreTile>(a[m], left, k * ScoreTile::kRowBytes, m);
       }
-#pragma unroll
-      for (int n = 0; n < kGroups; ++n) {
-        typename Ops::Right b[Ops::kWideTiles];
-        Ops::template load_wide_right<KeyTile>(b, right, k * KeyTile::kRowBytes, n);
-#pragma unroll
-        for (int m = 0; m < kMTiles; ++m) {
-#pragma unroll
-          for (int j = 0; j < Ops::kWideTiles; ++j) {
-            Ops::mma(r_sum[m][n * Ops::kWideTiles + j], a[m], b[j]);
-          }
-        }
-        // NOTE: without it the compiler mixes the turns of this loop and spills.
-        if constexpr (sizeof(T) == 4) __syncwarp();
-      }
+      Ops::template multiply<kGroups, Ops::kWideTiles>(
+          a, careful,
+          [&](typename Ops::Right(&b)[Ops::kWideTiles], int group) {
+            Ops::template load_wide_right<KeyTile>(b, right, k * KeyTile::kRowBytes, group);
+          },
+          [&](int m, int n) -> float (&)[4] { return r_sum[m][n]; });
     }
   }
 

@@ -7,52 +7,18 @@
 // are in its registers where the products that sum over the query rows want them; only dS goes
 // through shared memory, for dQ, which is added in turns (attention_backward_share.cuh). A block
 // walks the query heads of its kv head and in each the live query tiles from the last to the first,
-// while the next tile is on its way. Blocks take their work by ticket: tiles of keys ascending, so
+// while the next tile is on its way. In fp32 what arrives is split into bf16 pieces once, for all
+// warps (attention_split.cuh). Blocks take their work by ticket: tiles of keys ascending, so
 // that a block only waits for blocks that have started, and under the causal mask the long walks
 // come first; all blocks of a head begin at the last rows, where nobody waits for a diagonal.
 // Source: Dao, "FlashAttention-2", 2023, algorithm 2; the fixed order of dQ is ours.
 #pragma once
 
 #include "core/launch.h"
-#include "ops/attention/attention_backward_job.cuh"
 #include "ops/attention/attention_backward_share.cuh"
+#include "ops/attention/attention_backward_types.cuh"
 
 namespace torchweld {
-
-// Which of the sums over the query rows a launch computes; dQ comes with dK.
-enum class BackwardPart { kBoth, kValue, kKey };
-
-template <typename T_, int kTile, BackwardPart kPart, bool kOnePass>
-struct BackwardConfig {
-  using T = T_;
-  using Ops = Operands<T, kOnePass>;
-  static constexpr AttentionBackwardTile kShape = kAttentionBackwardTiles[kTile];
-  static constexpr int kHeadDim = kShape.head_dim;
-  static constexpr int kKeys = kShape.keys;
-  static constexpr int kRows = kShape.rows;
-  static constexpr int kCols = kShape.cols;
-  static constexpr int kWarps = kShape.warps;
-  static constexpr int kThreads = kShape.threads();
-  static constexpr int kStrips = kShape.strips();
-  static constexpr bool kValue = kPart != BackwardPart::kKey;
-  static constexpr bool kKey = kPart != BackwardPart::kValue;
-  static constexpr int kUnroll = sizeof(T) == 2 ? 2 : 1;  // of the loops over a product's depth
-  static constexpr int kLineUnroll = sizeof(T) == 4 && kWarps == 2 ? 1 : 4;  // more would spill
-  using KeyTile = SharedTile<T, kKeys, kHeadDim>;
-  using QueryTileOf = SharedTile<T, kRows, kHeadDim>;
-  using ScoreTile = SharedTile<T, kKeys, kRows>;
-  static_assert(kShape.valid() && kShape.elem_size == sizeof(T));
-};
-
-template <typename Config>
-struct BackwardShared {
-  typename Config::KeyTile k, v;
-  typename Config::QueryTileOf q[2], dout[2];
-  typename Config::ScoreTile ds[2];
-  float lse[2][Config::kRows];
-  float delta[2][Config::kRows];
-  BackwardJob job;
-};
 
 // One block's walk.
 template <typename Config>
@@ -66,7 +32,8 @@ struct BackwardBlock {
   static constexpr int kRows = Config::kRows;
   static constexpr int kCols = Config::kCols;
   static constexpr int kStrips = Config::kStrips;
-  static constexpr int kDimTiles = Config::kHeadDim / 8;
+  static constexpr int kGroups = Config::kGroups;
+  static constexpr int kDimTiles = Config::kHeadDim / kGroups / 8;
   static constexpr int kScoreTiles = kCols / 8;
   using Shared = BackwardShared<Config>;
   using Scores = float[kStrips][kScoreTiles][4];
@@ -77,6 +44,8 @@ struct BackwardBlock {
   DqShare<Config> share;
   // Lane addresses in the first tile of shared memory; all tiles have the same rows but dS.
   uint32_t s_left, s_right, s_wide;
+  bool unusual_keys = false;  // inf or NaN is among those that this thread has split
+  bool careful = false;       // ... any thread, or among the query rows
   float r_dk[kStrips][Config::kKey ? kDimTiles : 1][4] = {};
   float r_dv[kStrips][Config::kValue ? kDimTiles : 1][4] = {};
 
@@ -85,7 +54,7 @@ struct BackwardBlock {
     const uint32_t s_base = shared_address(&shared);
     s_left = left_lane<KeyTile>(s_base, first_strip_row(), 0);
     s_right = right_lane<QTile>(s_base, 0, 0);
-    s_wide = Ops::template wide_right_lane<QTile>(s_base, 0);
+    s_wide = Ops::template wide_right_lane<QTile>(s_base, first_col());
   }
 
   __device__ __forceinline__ void run() {
@@ -107,11 +76,37 @@ struct BackwardBlock {
     const AttentionBackwardParams& p = args.params;
     const int begin = clamp_to(job().span.pad - job().first_key, kKeys);
     const int end = clamp_to(p.sizes.seqlen_k - job().first_key, kKeys);
-    load_tile<Config>(shared.k, head_of<T>(p.key, job().sequence, job().head_kv), p.key.row_stride,
-                      job().first_key, begin, end, p.sizes.head_dim);
-    if constexpr (Config::kKey) {
-      load_tile<Config>(shared.v, head_of<T>(p.value, job().sequence, job().head_kv),
-                        p.value.row_stride, job().first_key, begin, end, p.sizes.head_dim_v);
+    if constexpr (Config::kSplit) {
+      const auto split = [&](KeyTile& to, const AttentionTensor& from, int64_t cols) {
+        const T* g_first =
+            head_of<T>(from, job().sequence, job().head_kv) + job().first_key * from.row_stride;
+        unusual_keys |= split_rows<Config::kThreads>(to, g_first, from.row_stride, begin, end,
+                                                     static_cast<int>(cols), 1.f);
+      };
+      split(shared.k, p.key, p.sizes.head_dim);
+      split(shared.v, p.value, p.sizes.head_dim_v);
+    } else {
+      load_tile<Config>(shared.k, head_of<T>(p.key, job().sequence, job().head_kv),
+                        p.key.row_stride, job().first_key, begin, end, p.sizes.head_dim);
+      if constexpr (Config::kKey) {
+        load_tile<Config>(shared.v, head_of<T>(p.value, job().sequence, job().head_kv),
+                          p.value.row_stride, job().first_key, begin, end, p.sizes.head_dim_v);
+      }
+    }
+  }
+
+  __device__ __forceinline__ auto& arriving_query(int stage) {
+    if constexpr (Config::kSplit) {
+      return shared.next_q;
+    } else {
+      return shared.q[stage];
+    }
+  }
+  __device__ __forceinline__ auto& arriving_dout(int stage) {
+    if constexpr (Config::kSplit) {
+      return shared.next_dout;
+    } else {
+      return shared.dout[stage];
     }
   }
 
@@ -121,9 +116,9 @@ struct BackwardBlock {
     const int row = tile.index * kRows;
     const int begin = clamp_to(job().span.first_row - row, kRows);
     const int end = clamp_to(p.sizes.seqlen_q - row, kRows);
-    load_tile<Config>(shared.q[stage], head_of<T>(p.query, job().sequence, head),
+    load_tile<Config>(arriving_query(stage), head_of<T>(p.query, job().sequence, head),
                       p.query.row_stride, row, begin, end, p.sizes.head_dim);
-    load_tile<Config>(shared.dout[stage], head_of<T>(p.dout, job().sequence, head),
+    load_tile<Config>(arriving_dout(stage), head_of<T>(p.dout, job().sequence, head),
                       p.dout.row_stride, row, begin, end, p.sizes.head_dim_v);
     constexpr int kChunks = kRows / 4;
     const int thread = threadIdx.x;
@@ -147,12 +142,18 @@ struct BackwardBlock {
       // Behind this barrier nobody needs the tile before any more, and its dS is complete.
       copy_async_wait<0>();
       __syncthreads();
+      bool unusual = unusual_keys;
+      if constexpr (Config::kSplit) {
+        unusual |= split_tile<Config::kThreads>(shared.q[0], shared.next_q);
+        unusual |= split_tile<Config::kThreads>(shared.dout[0], shared.next_dout);
+      }
       if (next.head < job.end_head) load_rows(next, 1 - stage);
       if constexpr (Config::kKey) {
         if (tile.index < job.last_tile || tile.head > job.first_head) {
           add_dq(tile_before(tile), 1 - stage);
         }
       }
+      if constexpr (Config::kSplit) careful = __syncthreads_or(unusual);
       compute(tile, stage);
       if (next.head == job.end_head) break;
       tile = next;
@@ -171,13 +172,18 @@ struct BackwardBlock {
   }
 
   __device__ __forceinline__ void add_dq(const QueryTile& tile, int stage) {
-    share.add(args, tile, job().turn, job().span, shared_address(shared.ds[stage].s_data),
-              shared_address(shared.k.s_data));
+    share.add(args, tile, job().turn, job().span, shared_address(shared.ds[place(stage)].s_data),
+              shared_address(shared.k.s_data), careful);
   }
 
+  // Which of the tiles of Q, dO and dS; in fp32 there is one.
+  static __device__ __forceinline__ int place(int stage) { return Config::kSplit ? 0 : stage; }
+
   static __device__ __forceinline__ int first_strip_row() {
-    return threadIdx.x / kWarp * kStrips * 16;
+    return threadIdx.x / kWarp / kGroups * kStrips * 16;
   }
+  static __device__ __forceinline__ int group() { return threadIdx.x / kWarp % kGroups; }
+  static __device__ __forceinline__ int first_col() { return group() * kDimTiles * 8; }
 
   __device__ __forceinline__ void compute(const QueryTile& tile, int stage) {
     const int first_row = tile.index * kRows;
@@ -188,7 +194,7 @@ struct BackwardBlock {
 #pragma unroll 1
     for (int col = 0; col < kRows; col += kCols) {
       Scores r_p = {}, r_ds = {};
-      const int rows_at = stage * QTile::kBytes + col * QTile::kRowBytes;
+      const int rows_at = place(stage) * static_cast<int>(sizeof(QTile)) + col * QTile::kRowBytes;
       multiply(r_p, offsetof(Shared, k), s_right + rows_at, offsetof(Shared, q));
       if constexpr (Config::kKey) {
         multiply(r_ds, offsetof(Shared, v), s_right + rows_at, offsetof(Shared, dout));
@@ -200,7 +206,7 @@ struct BackwardBlock {
       hold(r_held_p, r_p);
       hold(r_held_ds, r_ds);
       if constexpr (Config::kKey) {
-        store_scores(shared.ds[stage], r_held_ds, col);
+        if (group() == 0) store_scores(shared.ds[place(stage)], r_held_ds, col);
         if (col + kCols == kRows) share.prefetch(args, tile, job().turn);
       }
       if constexpr (Config::kValue) {
@@ -218,24 +224,20 @@ struct BackwardBlock {
 #pragma unroll Config::kUnroll
     for (int line = 0; line < KeyTile::kGroups / 4; ++line) {
 #pragma unroll Config::kLineUnroll
-      for (int byte = 0; byte < 128; byte += Ops::kScoreBytes) {
-        typename Ops::ScoreLeft a[kStrips];
+      for (int byte = 0; byte < 128; byte += 32) {
+        typename Ops::Left a[kStrips];
 #pragma unroll
         for (int i = 0; i < kStrips; ++i) {
-          Ops::load_left(a[i], KeyTile::right_of(s_left, byte) + keys +
-                                   i * 16 * KeyTile::kRowBytes + line * 128);
+          Ops::template load_left<KeyTile>(a[i], KeyTile::right_of(s_left, byte) + keys +
+                                                     i * 16 * KeyTile::kRowBytes + line * 128);
         }
-#pragma unroll
-        for (int n = 0; n < kScoreTiles; n += 2) {
-          typename Ops::ScoreRight b[2];
-          Ops::load_right(
-              b, QTile::right_of(s_rows, byte) + rows + n * 8 * QTile::kRowBytes + line * 128);
-#pragma unroll
-          for (int i = 0; i < kStrips; ++i) {
-            Ops::mma(r_to[i][n], a[i], b[0]);
-            Ops::mma(r_to[i][n + 1], a[i], b[1]);
-          }
-        }
+        Ops::template multiply<kScoreTiles / 2, 2>(
+            a, careful,
+            [&](typename Ops::Right(&b)[2], int n) {
+              Ops::template load_right<QTile>(
+                  b, QTile::right_of(s_rows, byte) + rows + n * 16 * QTile::kRowBytes + line * 128);
+            },
+            [&](int i, int n) -> float (&)[4] { return r_to[i][n]; });
       }
     }
   }
@@ -298,7 +300,7 @@ struct BackwardBlock {
   static __device__ __forceinline__ void store_scores(ScoreTile& s_to, const HeldScores& r_from,
                                                       int col) {
     const int row = first_strip_row() + threadIdx.x % kWarp / 4;
-    constexpr int kSize = sizeof(T);
+    constexpr int kSize = ScoreTile::kRowBytes / kRows;
     const int byte = threadIdx.x % 4 * 2 * kSize;
     const uint32_t s_lane =
         shared_address(s_to.s_data) + ScoreTile::offset(row, byte / 16) + byte % 16;
@@ -307,7 +309,7 @@ struct BackwardBlock {
     for (int n = 0; n < kScoreTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 2 * kStrips; ++i) {
-        r_from[i / 2][n].store(
+        r_from[i / 2][n].template store<ScoreTile>(
             ScoreTile::right_of(s_cols, n * 8 * kSize) + i * 8 * ScoreTile::kRowBytes, i % 2);
       }
     }
@@ -322,20 +324,12 @@ struct BackwardBlock {
       typename Ops::Left a[kStrips];
 #pragma unroll
       for (int i = 0; i < kStrips; ++i) Ops::from_results(a[i], &r_scores[i][k / 8]);
-#pragma unroll
-      for (int n = 0; n < QTile::kGroups; ++n) {
-        typename Ops::Right b[Ops::kWideTiles];
-        Ops::template load_wide_right<QTile>(b, s_rows, rows + k * QTile::kRowBytes, n);
-#pragma unroll
-        for (int i = 0; i < kStrips; ++i) {
-#pragma unroll
-          for (int j = 0; j < Ops::kWideTiles; ++j) {
-            Ops::mma(r_sum[i][n * Ops::kWideTiles + j], a[i], b[j]);
-          }
-        }
-        // NOTE: without it the compiler mixes the turns of this loop and spills.
-        if constexpr (sizeof(T) == 4) __syncwarp();
-      }
+      Ops::template multiply<kDimTiles / Ops::kWideTiles, Ops::kWideTiles>(
+          a, careful,
+          [&](typename Ops::Right(&b)[Ops::kWideTiles], int n) {
+            Ops::template load_wide_right<QTile>(b, s_rows, rows + k * QTile::kRowBytes, n);
+          },
+          [&](int i, int n) -> float (&)[4] { return r_sum[i][n]; });
     }
   }
 
@@ -345,7 +339,7 @@ struct BackwardBlock {
     const int64_t head = job().sequence * args.params.sizes.nheads_kv + job().head_kv;
     T* g_head = static_cast<T*>(g_grad) + head * args.rule.seqlen_k * head_dim;
     store_results<0>(g_head, r_sum, scale, job().first_key + first_strip_row(), job().span.pad,
-                     static_cast<int>(args.rule.seqlen_k), 0, static_cast<int>(head_dim));
+                     static_cast<int>(args.rule.seqlen_k), first_col(), static_cast<int>(head_dim));
   }
 };
 
@@ -372,27 +366,16 @@ void launch_backward_part(const BackwardArgs& args, unsigned* g_ticket, cudaStre
   kernel<<<static_cast<unsigned>(blocks), Config::kThreads, kBytes, stream>>>(args, g_ticket);
 }
 
-template <typename T, int kTile, bool kOnePass>
-void launch_backward(const BackwardArgs& args, cudaStream_t stream) {
+template <typename T, int kTile>
+void launch_attention_backward_tile(const BackwardArgs& args, cudaStream_t stream) {
   using Part = BackwardPart;
   unsigned* const g_ticket = args.g_tickets;
   if constexpr (kAttentionBackwardTiles[kTile].split) {
-    using Value = BackwardConfig<T, kTile, Part::kValue, kOnePass>;
-    using Key = BackwardConfig<T, kTile, Part::kKey, kOnePass>;
-    launch_backward_part<Value>(args, g_ticket, stream);
-    launch_backward_part<Key>(args, g_ticket + 1, stream);
+    launch_backward_part<BackwardConfig<T, kTile, Part::kValue>>(args, g_ticket, stream);
+    launch_backward_part<BackwardConfig<T, kTile, Part::kKey>>(args, g_ticket + 1, stream);
   } else {
-    using Both = BackwardConfig<T, kTile, Part::kBoth, kOnePass>;
-    launch_backward_part<Both>(args, g_ticket, stream);
+    launch_backward_part<BackwardConfig<T, kTile, Part::kBoth>>(args, g_ticket, stream);
   }
-}
-
-template <typename T, int kTile>
-void launch_attention_backward_tile(const BackwardArgs& args, cudaStream_t stream) {
-  if constexpr (sizeof(T) == 4) {
-    if (args.params.tf32) return launch_backward<T, kTile, true>(args, stream);
-  }
-  launch_backward<T, kTile, false>(args, stream);
 }
 
 }  // namespace torchweld

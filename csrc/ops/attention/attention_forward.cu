@@ -25,9 +25,9 @@ void launch_attention(const AttentionParams& params, cudaStream_t stream) {
   const AttentionSizes& sizes = params.sizes;
   const int64_t rows = sizes.batch * sizes.nheads * sizes.seqlen_q;
   if (rows == 0 || (sizes.head_dim_v == 0 && !params.lse)) return;
-  const int elem_size = params.dtype == DType::kFloat32 ? 4 : 2;
-  const int tile = choose_attention_tile(
-      {sizes.seqlen_q, sizes.seqlen_k, sizes.head_dim, sizes.head_dim_v, elem_size});
+  const int tile =
+      choose_attention_tile({sizes.seqlen_q, sizes.seqlen_k, sizes.head_dim, sizes.head_dim_v,
+                             attention_math(params.dtype, params.tf32)});
   if (tile < 0) {
     launch_attention_general(params, stream);
   } else {

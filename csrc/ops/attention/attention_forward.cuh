@@ -1,4 +1,5 @@
-// attention's forward on tensor cores:  out = softmax(scale * Q K^T) V, lse = log sum exp
+// attention's forward on tensor cores, in 16 bits and TF32:
+//   out = softmax(scale * Q K^T) V, lse = log sum exp
 //   Q (seqlen_q, head_dim), K (seqlen_k, head_dim), V (seqlen_k, head_dim_v) of each batch and head
 //
 // A block takes kRows query rows of one head and walks the keys that any of them sees, kKeys at a
@@ -12,20 +13,17 @@
 
 #include <type_traits>
 
-#include "core/launch.h"
-#include "ops/attention/attention_config.h"
-#include "ops/attention/attention_forward.h"
-#include "ops/attention/attention_softmax.cuh"
+#include "ops/attention/attention_block.cuh"
 #include "ops/attention/attention_warp16.cuh"
-#include "ops/attention/attention_warp32.cuh"
+#include "ops/attention/attention_warp_tf32.cuh"
 
 namespace torchweld {
 
-template <typename T_, int kTile, bool kExact>
+template <typename T_, int kTile>
 struct AttentionConfig {
   using T = T_;
   static constexpr AttentionTile kShape = kAttentionTiles[kTile];
-  static constexpr int kThreads = kAttentionThreads;
+  static constexpr int kThreads = kShape.threads();
   static constexpr int kDim = kShape.dim;
   static constexpr int kRows = kShape.rows;
   static constexpr int kKeys = kShape.keys;
@@ -35,52 +33,8 @@ struct AttentionConfig {
   static constexpr int kBlocksPerSm = kShape.blocks_per_sm;
   using Layout = AttentionLayout<T, kDim>;
   using Matmul = std::conditional_t<sizeof(T) == 2, WarpMatmul16<T, kDim, kTiles, kKeys>,
-                                    WarpMatmul32<kExact, kDim, kTiles, kKeys>>;
+                                    WarpMatmulTf32<kDim, kTiles, kKeys>>;
   static_assert(kWarpRows % 16 == 0 && kKeys % 16 == 0 && (kStages == 1 || kStages == 2));
-};
-
-// What one block works on: query rows [first_row, first_row + rows) of one head, and the keys
-// [pad, pad + keys) that any of them sees. Row i sees the first min(i + shift, all_keys) keys
-// behind the padding.
-struct AttentionBlock {
-  int64_t batch;
-  int64_t head;
-  int first_row;
-  int rows;
-  int pad;
-  int keys;
-  int shift;
-  int all_keys;
-
-  template <int kRows>
-  static __device__ __forceinline__ AttentionBlock make(const AttentionParams& params,
-                                                        const AttentionOrder& order) {
-    const int64_t index = order.first_block + blockIdx.x;
-    const int64_t section = index / (order.section * order.tiles) * order.section;
-    const int64_t in_section = index - section * order.tiles;
-    const int64_t width = min(order.section, params.sizes.batch * params.sizes.nheads - section);
-    const int64_t tile = in_section / width, row = section + in_section % width;
-    AttentionBlock block;
-    block.batch = row / params.sizes.nheads;
-    block.head = row % params.sizes.nheads;
-
-    const MaskRule rule = params.rule();
-    const int seqlen_q = static_cast<int>(rule.seqlen_q);
-    const int seqlen_k = static_cast<int>(rule.seqlen_k);
-    block.first_row = static_cast<int>(order.tiles - 1 - tile) * kRows;
-    block.rows = min(seqlen_q - block.first_row, kRows);
-    block.pad = params.leftpad ? static_cast<int>(rule.clamp_pad(params.leftpad[block.batch])) : 0;
-    block.all_keys = seqlen_k - block.pad;
-    block.shift = params.causal ? block.all_keys - seqlen_q + 1 : kNoLimit;
-    const bool padding = block.first_row + block.rows <= rule.first_row(block.pad);
-    block.keys = padding ? 0 : block.end_of(block.first_row + block.rows - 1);
-    return block;
-  }
-
-  __device__ __forceinline__ int end_of(int row) const { return min(row + shift, all_keys); }
-
- private:
-  static constexpr int kNoLimit = 1 << 30;
 };
 
 // NOTE: what the loop seldom needs waits here in `block`; the loop has no register to spare.
@@ -92,13 +46,6 @@ struct AttentionShared {
   typename Config::T value[Config::kStages][Config::kKeys * kDim];
   AttentionBlock block;
 };
-
-template <typename T>
-__device__ __forceinline__ const T* matrix_of(const AttentionTensor& tensor, int64_t batch,
-                                              int64_t head, int64_t row) {
-  return static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
-         head * tensor.head_stride + row * tensor.row_stride;
-}
 
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attention_kernel(
@@ -168,14 +115,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
     }
     float factor[kTiles][2];
     online_softmax<Matmul::kFtz>(r_s, rows, factor, scale.c);
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int n = 0; n < Config::kDim / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) r_out[tile][n][i] *= factor[tile][i / 2];
-      }
-    }
+    rescale(r_out, factor);
     matmul.attend(r_out, r_s, reinterpret_cast<const char*>(s.value[stage]), head_dim_v);
     if (kStages == 2) stage ^= 1;
   }
@@ -183,57 +123,22 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
   // Store: the warp's own query rows have become free.
   __syncwarp();
   const int warp_row = threadIdx.x / 32 * Config::kWarpRows;
-  char* s_rows = reinterpret_cast<char*>(s.query + warp_row * Config::kDim);
-  const MaskRule rule = params.rule();
-  const int first_row = s.block.first_row + warp_row;
-  const int warp_rows = s.block.rows - warp_row;
-  const int64_t out_row =
-      (s.block.batch * params.sizes.nheads + s.block.head) * rule.seqlen_q + first_row;
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = tile * 16 + half * 8 + threadIdx.x % 32 / 4;
-      const float sum = quad_sum(rows[tile][half].sum);
-      const bool live = !rule.live(first_row + row, s.block.pad).empty();
-      Matmul::stage(s_rows, r_out, tile, half, 1.f / sum, live);
-      if (params.lse && threadIdx.x % 4 == 0 && row < warp_rows) {
-        params.lse[out_row + row] = live ? scale.lse(rows[tile][half].max, sum) : -INFINITY;
-      }
-    }
-  }
-  __syncwarp();
-  store_rows<Layout, Config::kWarpRows>(static_cast<T*>(params.out) + out_row * head_dim_v, s_rows,
-                                        warp_rows, head_dim_v);
-}
-
-// Launches the tile's kernel in grids of as many blocks as fit.
-template <typename Config>
-void launch_attention_tile(const AttentionParams& params, cudaStream_t stream) {
-  const auto kernel = attention_kernel<Config>;
-  constexpr int kBytes = sizeof(AttentionShared<Config>);
-  static_assert(kBytes == Config::kShape.tile_bytes() + sizeof(AttentionBlock));
-  static_assert(kBytes <= kAttentionSharedBytes);
-  allow_shared_memory(kernel, kBytes);
-  AttentionOrder order(params, Config::kRows, sizeof(typename Config::T));
-  const int64_t blocks = order.blocks(params);
-  for (; order.first_block < blocks; order.first_block += kMaxGrid) {
-    const int64_t left = blocks - order.first_block;
-    kernel<<<static_cast<unsigned>(left < kMaxGrid ? left : kMaxGrid), Config::kThreads, kBytes,
-             stream>>>(params, order, ScoreScale(params.scale));
-  }
+  store_block<Config>(params, scale, s.block,
+                      reinterpret_cast<char*>(s.query + warp_row * Config::kDim), rows, r_out);
 }
 
 // Calls the launcher of tile `tile`, one of those for T.
-template <typename T, bool kExact, int kTile = 0>
+template <typename T, AttentionMath kMath, int kTile = 0>
 void launch_attention_tiles(int tile, const AttentionParams& params, cudaStream_t stream) {
   if constexpr (kTile < kNumAttentionTiles) {
-    if constexpr (kAttentionTiles[kTile].elem_size == sizeof(T)) {
+    if constexpr (kAttentionTiles[kTile].math == kMath) {
+      using Config = AttentionConfig<T, kTile>;
       if (tile == kTile) {
-        return launch_attention_tile<AttentionConfig<T, kTile, kExact>>(params, stream);
+        return launch_attention_blocks<Config, sizeof(AttentionShared<Config>)>(
+            attention_kernel<Config>, params, stream);
       }
     }
-    launch_attention_tiles<T, kExact, kTile + 1>(tile, params, stream);
+    launch_attention_tiles<T, kMath, kTile + 1>(tile, params, stream);
   }
 }
 

@@ -4,7 +4,7 @@
 namespace torchweld {
 
 void launch_attention_bf16(int tile, const AttentionParams& params, cudaStream_t stream) {
-  launch_attention_tiles<__nv_bfloat16, true>(tile, params, stream);
+  launch_attention_tiles<__nv_bfloat16, AttentionMath::k16Bit>(tile, params, stream);
 }
 
 }  // namespace torchweld

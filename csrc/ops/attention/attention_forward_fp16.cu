@@ -4,7 +4,7 @@
 namespace torchweld {
 
 void launch_attention_fp16(int tile, const AttentionParams& params, cudaStream_t stream) {
-  launch_attention_tiles<__half, true>(tile, params, stream);
+  launch_attention_tiles<__half, AttentionMath::k16Bit>(tile, params, stream);
 }
 
 }  // namespace torchweld

@@ -4,7 +4,7 @@
 namespace torchweld {
 
 void launch_attention_tf32(int tile, const AttentionParams& params, cudaStream_t stream) {
-  launch_attention_tiles<float, false>(tile, params, stream);
+  launch_attention_tiles<float, AttentionMath::kTf32>(tile, params, stream);
 }
 
 }  // namespace torchweld

@@ -84,6 +84,20 @@ __device__ __forceinline__ void online_softmax(float (&r_s)[kTiles][kCols][4],
   }
 }
 
+// Multiplies what is summed up so far.
+template <int kTiles, int kCols>
+__device__ __forceinline__ void rescale(float (&r_out)[kTiles][kCols][4],
+                                        const float (&factor)[kTiles][2]) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int n = 0; n < kCols; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) r_out[tile][n][i] *= factor[tile][i / 2];
+    }
+  }
+}
+
 // Hides the columns from min(first_end + row, last_end) on.
 template <int kTiles, int kCols>
 __device__ __forceinline__ void hide_columns(float (&r_s)[kTiles][kCols][4], int first_end,

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "device/mma_sync.cuh"
+#include "device/reduce.cuh"
 #include "device/vec.cuh"
 #include "ops/attention/attention.h"
 
@@ -23,6 +24,49 @@ struct AttentionLayout {
     return row * kRowBytes + (chunk ^ (row % 8)) * kVectorBytes;
   }
 };
+
+// Rows of kCols elements in chunks of 16 bytes. The chunks of a row change places so that the 8
+// rows of an ldmatrix lie in different banks.
+template <typename T, int kTileRows, int kCols>
+struct SharedTile {
+  static constexpr int kRows = kTileRows;
+  static constexpr int kRowBytes = kCols * sizeof(T);
+  static constexpr int kChunks = kRowBytes / 16;
+  static constexpr int kGroups = kRowBytes / 32;  // the depth of one product is 32 bytes
+  static constexpr int kBytes = kRows * kRowBytes;
+  static_assert(kChunks >= 2 && (kChunks & (kChunks - 1)) == 0);
+  alignas(128) T s_data[kRows * kCols];
+
+  static __device__ __forceinline__ int offset(int row, int chunk) {
+    constexpr int kTurn = kChunks < 8 ? kChunks : 8;
+    return row * kRowBytes + (chunk ^ (row / (8 / kTurn) % kTurn)) * 16;
+  }
+
+  // From the address of a byte to the one `bytes` further right in its row, a multiple of 16 that
+  // has no bit in common with the column of the first. Multiples of 8 rows are added to it.
+  static __device__ __forceinline__ uint32_t right_of(uint32_t s_byte, int bytes) {
+    return (s_byte ^ (bytes % 128)) + bytes / 128 * 128;
+  }
+
+  // From the address of a byte in an even row to the one below it.
+  static __device__ __forceinline__ uint32_t below_even(uint32_t s_byte) {
+    return (kChunks < 8 ? s_byte : s_byte ^ 16) + kRowBytes;
+  }
+};
+
+// The address that this lane gives to ldmatrix, for a left operand (m16 x 32 bytes) ...
+template <typename Tile>
+__device__ __forceinline__ uint32_t left_lane(uint32_t s_tile, int row, int group) {
+  const int lane = threadIdx.x % kWarp;
+  return s_tile + Tile::offset(row + lane % 16, 2 * group + lane / 16);
+}
+
+// ... and for two n8 tiles of a right operand.
+template <typename Tile>
+__device__ __forceinline__ uint32_t right_lane(uint32_t s_tile, int row, int group) {
+  const int lane = threadIdx.x % kWarp;
+  return s_tile + Tile::offset(row + lane % 8 + lane / 16 * 8, 2 * group + lane / 8 % 2);
+}
 
 // threadIdx.x, read where it is called.
 // NOTE: what depends on it is then computed anew in every step of a loop instead of being kept: the

@@ -3,8 +3,8 @@
 //
 // An operand of batch 1 serves every batch. Its gradient is one matmul whose sum runs over the
 // batch too, so that it is rounded once and in a fixed order.
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/matmul.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/mm.h>
 
 #include "core/dispatch.h"
 #include "core/linear_common.h"
@@ -66,9 +66,15 @@ void bmm_backward_into(Tensor& da, Tensor& db, const std::array<bool, 2>& wanted
   }
 }
 
+// NOTE: not at::matmul, whose choice of a kernel depends on requires_grad: the same call would have
+// other bits with gradients than without.
 void multiply_cpu(Tensor y, const Tensor& left, const Tensor& right) {
-  const at::NoGradGuard below;  // matmul is made of other ops and looks at requires_grad itself
-  at::matmul_out(y, left, right);
+  if (y.dim() == 2) {
+    at::mm_out(y, left, right);
+  } else {
+    const auto batched = [&](const Tensor& t) { return t.expand({y.size(0), -1, -1}); };
+    at::bmm_out(y, batched(left), batched(right));
+  }
 }
 
 Tensor bmm_cpu(const Tensor& a, const Tensor& b) {

@@ -1,0 +1,114 @@
+// What the forward kernels of attention on tensor cores share: a block's part of the work, the end
+// of a block, the launch.
+#pragma once
+
+#include "core/launch.h"
+#include "ops/attention/attention_config.h"
+#include "ops/attention/attention_forward.h"
+#include "ops/attention/attention_softmax.cuh"
+#include "ops/attention/attention_tile.cuh"
+
+namespace torchweld {
+
+// What one block works on: query rows [first_row, first_row + rows) of one head, and the keys
+// [pad, pad + keys) that any of them sees. Row i sees the first min(i + shift, all_keys) keys
+// behind the padding.
+struct AttentionBlock {
+  int64_t batch;
+  int64_t head;
+  int first_row;
+  int rows;
+  int pad;
+  int keys;
+  int shift;
+  int all_keys;
+
+  template <int kRows>
+  static __device__ __forceinline__ AttentionBlock make(const AttentionParams& params,
+                                                        const AttentionOrder& order) {
+    const int64_t index = order.first_block + blockIdx.x;
+    const int64_t section = index / (order.section * order.tiles) * order.section;
+    const int64_t in_section = index - section * order.tiles;
+    const int64_t width = min(order.section, params.sizes.batch * params.sizes.nheads - section);
+    const int64_t tile = in_section / width, row = section + in_section % width;
+    AttentionBlock block;
+    block.batch = row / params.sizes.nheads;
+    block.head = row % params.sizes.nheads;
+
+    const MaskRule rule = params.rule();
+    const int seqlen_q = static_cast<int>(rule.seqlen_q);
+    const int seqlen_k = static_cast<int>(rule.seqlen_k);
+    block.first_row = static_cast<int>(order.tiles - 1 - tile) * kRows;
+    block.rows = min(seqlen_q - block.first_row, kRows);
+    block.pad = params.leftpad ? static_cast<int>(rule.clamp_pad(params.leftpad[block.batch])) : 0;
+    block.all_keys = seqlen_k - block.pad;
+    block.shift = params.causal ? block.all_keys - seqlen_q + 1 : kNoLimit;
+    const bool padding = block.first_row + block.rows <= rule.first_row(block.pad);
+    block.keys = padding ? 0 : block.end_of(block.first_row + block.rows - 1);
+    return block;
+  }
+
+  __device__ __forceinline__ int end_of(int row) const { return min(row + shift, all_keys); }
+
+ private:
+  static constexpr int kNoLimit = 1 << 30;
+};
+
+template <typename T>
+__device__ __forceinline__ const T* matrix_of(const AttentionTensor& tensor, int64_t batch,
+                                              int64_t head, int64_t row) {
+  return static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
+         head * tensor.head_stride + row * tensor.row_stride;
+}
+
+// Divides a warp's sums `r_out` and writes them, and lse. s_rows is shared memory of the warp's own
+// for its rows.
+template <typename Config, int kTiles, int kColTiles>
+__device__ __forceinline__ void store_block(const AttentionParams& params, const ScoreScale& scale,
+                                            const AttentionBlock& s_block, char* s_rows,
+                                            const OnlineRow (&rows)[kTiles][2],
+                                            const float (&r_out)[kTiles][kColTiles][4]) {
+  using T = typename Config::T;
+  const int warp_row = threadIdx.x / 32 * Config::kWarpRows;
+  const int head_dim_v = static_cast<int>(params.sizes.head_dim_v);
+  const MaskRule rule = params.rule();
+  const int first_row = s_block.first_row + warp_row;
+  const int warp_rows = s_block.rows - warp_row;
+  const int64_t out_row =
+      (s_block.batch * params.sizes.nheads + s_block.head) * rule.seqlen_q + first_row;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = tile * 16 + half * 8 + threadIdx.x % 32 / 4;
+      const float sum = quad_sum(rows[tile][half].sum);
+      const bool live = !rule.live(first_row + row, s_block.pad).empty();
+      Config::Matmul::stage(s_rows, r_out, tile, half, 1.f / sum, live);
+      if (params.lse && threadIdx.x % 4 == 0 && row < warp_rows) {
+        params.lse[out_row + row] = live ? scale.lse(rows[tile][half].max, sum) : -INFINITY;
+      }
+    }
+  }
+  __syncwarp();
+  store_rows<typename Config::Layout, Config::kWarpRows>(
+      static_cast<T*>(params.out) + out_row * head_dim_v, s_rows, warp_rows, head_dim_v);
+}
+
+// Launches the kernel of a tile in grids of as many blocks as fit.
+template <typename Config, int kBytes, typename Kernel>
+void launch_attention_blocks(Kernel kernel, const AttentionParams& params, cudaStream_t stream) {
+  // A tile's own part of shared memory is followed by the AttentionBlock.
+  static_assert(kBytes > Config::kShape.tile_bytes() &&
+                kBytes <= Config::kShape.tile_bytes() + 128);
+  static_assert(kBytes <= kAttentionSharedBytes);
+  allow_shared_memory(kernel, kBytes);
+  AttentionOrder order(params, Config::kRows, sizeof(typename Config::T));
+  const int64_t blocks = order.blocks(params);
+  for (; order.first_block < blocks; order.first_block += kMaxGrid) {
+    const int64_t left = blocks - order.first_block;
+    kernel<<<static_cast<unsigned>(left < kMaxGrid ? left : kMaxGrid), Config::kThreads, kBytes,
+             stream>>>(params, order, ScoreScale(params.scale));
+  }
+}
+
+}  // namespace torchweld
