@@ -10,6 +10,7 @@
 
 #include <type_traits>
 
+#include "core/choices.h"
 #include "core/fast_divide.h"
 #include "gemm/gemm_epilogue.cuh"
 #include "gemm/gemm_launch.h"
@@ -439,6 +440,7 @@ void launch_gemm_kernel(const GemmParams& p, cudaStream_t stream) {
   constexpr GemmTile kT = kGemmTiles[kTile];
   const auto kernel = gemm_kernel<kMath, kTile, kAKMajor, kBKMajor>;
   allow_shared_memory(kernel, kT.shared_bytes());
+  note_kernel(kernel, kT.threads(), kT.shared_bytes());
   const int64_t width = p.epilogue.gated ? 2 * p.n : p.n;
   const int64_t tiles_m = (p.m + kT.block_m - 1) / kT.block_m;
   // NOTE: a gated tile's halves both end at n, so that tiles are counted in columns of y.

@@ -14,6 +14,7 @@
 // Source: Dao, "FlashAttention-2", 2023, algorithm 2; the fixed order of dQ is ours.
 #pragma once
 
+#include "core/choices.h"
 #include "core/launch.h"
 #include "ops/attention/attention_backward_share.cuh"
 #include "ops/attention/attention_backward_types.cuh"
@@ -363,6 +364,7 @@ void launch_backward_part(const BackwardArgs& args, unsigned* g_ticket, cudaStre
   constexpr int kBytes = sizeof(BackwardShared<Config>);
   static_assert(kBytes <= Config::kShape.shared_bytes());
   allow_shared_memory(kernel, kBytes);
+  note_kernel(kernel, Config::kThreads, kBytes);
   kernel<<<static_cast<unsigned>(blocks), Config::kThreads, kBytes, stream>>>(args, g_ticket);
 }
 

@@ -3,10 +3,12 @@
 
 #include <type_traits>
 
+#include "core/choices.h"
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "ops/softmax/softmax_rows.cuh"
 #include "ops/softmax/softmax_stream.cuh"
+#include "ops/softmax/softmax_tuning.h"
 
 namespace torchweld {
 
@@ -40,6 +42,7 @@ void for_each_grid(RowArgs<T> args, int rows_per_block, int blocks_per_row, cons
 template <typename Config, typename Kernel, typename Mask>
 void launch_rows(Kernel kernel, const RowArgs<typename Config::T>& args, const Mask& mask,
                  cudaStream_t stream) {
+  note_kernel(kernel, Config::kThreads, 0);
   for_each_grid(args, Config::kRowsPerBlock, Config::kCluster,
                 [&](const RowArgs<typename Config::T>& part, unsigned blocks) {
                   cudaLaunchAttribute cluster = {};
@@ -56,12 +59,21 @@ void launch_rows(Kernel kernel, const RowArgs<typename Config::T>& args, const M
                 });
 }
 
+// An index into kSoftmaxTiles, or -1 for the streaming kernel.
+template <typename T, typename Mask>
+int pick_softmax_tile(const RowArgs<T>& args, const Mask& mask, bool aligned, bool backward) {
+  return pick<SoftmaxTuning>(
+      {{args.n, sizeof(T), aligned, backward, mask.tiled(args.rows), device_has_clusters()},
+       args.rows,
+       Mask::kMasked,
+       std::is_same_v<T, __nv_bfloat16>});
+}
+
 template <typename T, typename Mask>
 void launch_softmax_rows(const RowArgs<T>& args, const Mask& mask, cudaStream_t stream) {
   const bool aligned = rows_aligned(args.g_x, args.x_row_stride * sizeof(T)) &&
                        rows_aligned(args.g_y, args.n * sizeof(T));
-  const int tile = choose_softmax_tile({args.n, sizeof(T), aligned, /*backward=*/false,
-                                        mask.tiled(args.rows), device_has_clusters()});
+  const int tile = pick_softmax_tile(args, mask, aligned, /*backward=*/false);
   dispatch_tile<sizeof(T), /*kBackward=*/false>(tile, [&](auto index) {
     using Config = RowConfig<T, index.value>;
     launch_rows<Config>(softmax_kernel<Config, Mask>, args, mask, stream);
@@ -70,6 +82,7 @@ void launch_softmax_rows(const RowArgs<T>& args, const Mask& mask, cudaStream_t 
   constexpr int kElems = kVectorBytes / sizeof(T);
   const auto kernel = aligned && args.n % kElems == 0 ? softmax_stream_kernel<T, kElems, Mask>
                                                       : softmax_stream_kernel<T, 1, Mask>;
+  note_kernel(kernel, kSoftmaxStreamThreads, 0);
   for_each_grid(args, 1, 1, [&](const RowArgs<T>& part, unsigned blocks) {
     kernel<<<blocks, kSoftmaxStreamThreads, 0, stream>>>(part, mask);
   });
@@ -80,8 +93,7 @@ void launch_softmax_backward_rows(const RowArgs<T>& args, const Mask& mask, cuda
   const bool aligned = rows_aligned(args.g_x, args.x_row_stride * sizeof(T)) &&
                        rows_aligned(args.g_dy, args.dy_row_stride * sizeof(T)) &&
                        rows_aligned(args.g_y, args.n * sizeof(T));
-  const int tile = choose_softmax_tile({args.n, sizeof(T), aligned, /*backward=*/true,
-                                        mask.tiled(args.rows), device_has_clusters()});
+  const int tile = pick_softmax_tile(args, mask, aligned, /*backward=*/true);
   dispatch_tile<sizeof(T), /*kBackward=*/true>(tile, [&](auto index) {
     using Config = RowConfig<T, index.value>;
     launch_rows<Config>(softmax_backward_kernel<Config, Mask>, args, mask, stream);
@@ -91,6 +103,7 @@ void launch_softmax_backward_rows(const RowArgs<T>& args, const Mask& mask, cuda
   const auto kernel = aligned && args.n % kElems == 0
                           ? softmax_backward_stream_kernel<T, kElems, Mask>
                           : softmax_backward_stream_kernel<T, 1, Mask>;
+  note_kernel(kernel, kSoftmaxStreamThreads, 0);
   for_each_grid(args, 1, 1, [&](const RowArgs<T>& part, unsigned blocks) {
     kernel<<<blocks, kSoftmaxStreamThreads, 0, stream>>>(part, mask);
   });
