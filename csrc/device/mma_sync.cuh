@@ -137,6 +137,27 @@ __device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float low, float hi
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+// The other way round.
+template <typename T>
+__device__ __forceinline__ float2 unpack_pair(uint32_t pair);
+template <>
+__device__ __forceinline__ float2 unpack_pair<__half>(uint32_t pair) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+template <>
+__device__ __forceinline__ float2 unpack_pair<__nv_bfloat16>(uint32_t pair) {
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
+}
+
+// Barriers of some warps of a block, 1 to 15; 0 is __syncthreads. Whoever arrives doesn't wait, and
+// what it wrote before is seen by those who waited.
+__device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // 4 bytes from global to shared memory, of which the first `bytes` are read and the rest is zero.
 __device__ __forceinline__ void copy_async_4(uint32_t s_to, const void* g_from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(s_to), "l"(g_from), "r"(bytes)
