@@ -67,8 +67,10 @@ inline constexpr int kMatrixThreads = 256;
 inline constexpr int kMinWideTiles = 4;
 // Rows of one alignment are peeled where they are at least so many accesses long.
 inline constexpr int kMinPeeledAccesses = 8;
-// A block does so many batches of rows where that leaves enough blocks to fill a GPU.
+// A block does so many batches of rows, and at least so many rows, where that leaves enough blocks
+// to fill a GPU.
 inline constexpr int kMatrixBatches = 4;
+inline constexpr int64_t kMatrixRows = 128;
 inline constexpr int64_t kFullGrid = 1056;  // eight blocks for each SM of an H200
 // Sums over columns: more blocks than this only add partial sums.
 inline constexpr int64_t kColumnSumGrid = 1056;
@@ -183,8 +185,9 @@ inline MatrixPlan plan_matrix_pass(const MatrixPassParams& p) {
     plan.rows_per_chunk = divide_up(share > kMinRowsInChunk ? share : kMinRowsInChunk, batch);
     plan.rows_per_chunk *= batch;
   } else {
-    const bool many = columns * divide_up(phase_rows, kMatrixBatches * batch) >= kFullGrid;
-    plan.rows_per_chunk = (many ? kMatrixBatches : 1) * batch;
+    const int64_t full = kMatrixBatches * batch > kMatrixRows ? kMatrixBatches * batch : kMatrixRows;
+    const bool many = columns * divide_up(phase_rows, full) >= kFullGrid;
+    plan.rows_per_chunk = many ? full : batch;
   }
   plan.chunks = divide_up(phase_rows, plan.rows_per_chunk);
 
