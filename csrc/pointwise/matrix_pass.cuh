@@ -26,7 +26,7 @@ struct MatrixConfig {
   static constexpr int kVectors = kShape.vectors;
   static constexpr int kElems = kShape.elems(sizeof(T));
   static constexpr int kWidth = kShape.width(sizeof(T));
-  static_assert((kWarp % kLanes == 0 || !kShape.sums) && kMatrixThreads % kLanes == 0);
+  static_assert(kWarp % kLanes == 0 && kMatrixThreads % kLanes == 0);
 };
 
 template <typename T>
@@ -376,14 +376,10 @@ void launch_add_column_parts(const MatrixArgs<T>& args, cudaStream_t stream) {
 }
 
 // Calls body with the tile as a compile-time constant.
-template <bool kSums, int kTile = 0, typename Body>
+template <int kTile = 0, typename Body>
 void dispatch_matrix_tile(int tile, const Body& body) {
-  if constexpr (kTile < kNumMatrixTiles) {
-    if constexpr (kMatrixTiles[kTile].sums || !kSums) {
-      if (tile == kTile) return body(std::integral_constant<int, kTile>{});
-    }
-    dispatch_matrix_tile<kSums, kTile + 1>(tile, body);
-  }
+  if (tile == kTile) return body(std::integral_constant<int, kTile>{});
+  if constexpr (kTile + 1 < kNumMatrixTiles) dispatch_matrix_tile<kTile + 1>(tile, body);
 }
 
 template <typename F>
@@ -402,7 +398,7 @@ void launch_matrix_pass(const MatrixPassParams& p, const F& f, cudaStream_t stre
         plan.row_scratch() > 0 ? p.scratch : nullptr,
         plan.column_scratch() > 0 ? p.scratch + plan.row_scratch() : nullptr,
         plan};
-    dispatch_matrix_tile<F::kRowSums || F::kColumnSums>(plan.tile, [&](auto index) {
+    dispatch_matrix_tile(plan.tile, [&](auto index) {
       using Config = MatrixConfig<T, index.value>;
       matrix_pass_kernel<Config, F>
           <<<static_cast<unsigned>(plan.blocks()), plan.groups * Config::kLanes, 0, stream>>>(args,

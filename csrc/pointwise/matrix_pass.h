@@ -44,7 +44,6 @@ struct MatrixTile {
   int vectors;
   int rows;
   bool vector;
-  bool sums;  // serves passes that sum rows, whose lanes are of one warp
 
   constexpr int elems(int elem_size) const { return vector ? 16 / elem_size : 1; }
   constexpr int width(int elem_size) const { return lanes * vectors * elems(elem_size); }
@@ -54,23 +53,16 @@ struct MatrixTile {
 };
 
 // In the order of preference: the first that holds a row, else the last of its kind.
-// NOTE: where nothing is summed a block writes 4 KiB of a row at a time. Narrow tiles write the
-// same columns of many rows, and a stride of a power of two keeps few slices of L2 busy.
-inline constexpr MatrixTile kMatrixTiles[] = {{1, 1, 8, true, true},    {8, 1, 4, true, true},
-                                              {32, 1, 4, true, true},   {32, 2, 4, true, true},
-                                              {256, 1, 4, true, false}, {4, 1, 8, false, true},
-                                              {32, 4, 4, false, true}};
+inline constexpr MatrixTile kMatrixTiles[] = {{1, 1, 8, true},  {8, 1, 4, true},
+                                              {32, 1, 4, true}, {32, 2, 4, true},
+                                              {4, 1, 8, false}, {32, 4, 4, false}};
 inline constexpr int kNumMatrixTiles = sizeof(kMatrixTiles) / sizeof(kMatrixTiles[0]);
 
 inline constexpr int kMatrixThreads = 256;
-// A block-wide tile needs rows of so many, because the last one of a row is slow.
-inline constexpr int kMinWideTiles = 4;
 // Rows of one alignment are peeled where they are at least so many accesses long.
 inline constexpr int kMinPeeledAccesses = 8;
-// A block does so many batches of rows, and at least so many rows, where that leaves enough blocks
-// to fill a GPU.
+// A block does so many batches of rows where that leaves enough blocks to fill a GPU.
 inline constexpr int kMatrixBatches = 4;
-inline constexpr int64_t kMatrixRows = 128;
 inline constexpr int64_t kFullGrid = 1056;  // eight blocks for each SM of an H200
 // Sums over columns: more blocks than this only add partial sums.
 inline constexpr int64_t kColumnSumGrid = 1056;
@@ -137,14 +129,12 @@ struct MatrixAlignment {
   }
 };
 
-inline int choose_matrix_tile(int64_t span, int elem_size, bool vector, bool sums) {
+inline int choose_matrix_tile(int64_t span, int elem_size, bool vector) {
   int chosen = -1;
   for (int i = 0; i < kNumMatrixTiles; ++i) {
-    const MatrixTile& tile = kMatrixTiles[i];
-    if (tile.vector != vector) continue;
-    if (!tile.sums && (sums || span < kMinWideTiles * tile.width(elem_size))) continue;
+    if (kMatrixTiles[i].vector != vector) continue;
     chosen = i;
-    if (span <= tile.width(elem_size)) break;
+    if (span <= kMatrixTiles[i].width(elem_size)) break;
   }
   return chosen;
 }
@@ -164,14 +154,13 @@ inline MatrixPlan plan_matrix_pass(const MatrixPassParams& p) {
   plan.shift_step = alignment.shift_step;
   plan.phases = elems / std::gcd(elems, alignment.shift_step);
   const int64_t span = p.n + (plan.phases > 1 ? elems - 1 : plan.shift);
-  plan.tile =
-      choose_matrix_tile(span, elem_size, alignment.vector, plan.row_sums || plan.column_sums);
+  plan.tile = choose_matrix_tile(span, elem_size, alignment.vector);
   const MatrixTile& tile = kMatrixTiles[plan.tile];
   plan.tiles = divide_up(span, tile.width(elem_size));
 
   // No more groups than rows, but whole warps.
   const int64_t phase_rows = divide_up(p.rows, plan.phases);
-  plan.groups = tile.lanes < 32 ? 32 / tile.lanes : 1;
+  plan.groups = 32 / tile.lanes;
   while (plan.groups < phase_rows && plan.groups * tile.lanes < kMatrixThreads) plan.groups *= 2;
   const int reads = p.in[1] != nullptr ? 2 : 1;
   const int64_t batch = int64_t{plan.groups} * tile.batch(reads, plan.column_sums);
@@ -185,9 +174,8 @@ inline MatrixPlan plan_matrix_pass(const MatrixPassParams& p) {
     plan.rows_per_chunk = divide_up(share > kMinRowsInChunk ? share : kMinRowsInChunk, batch);
     plan.rows_per_chunk *= batch;
   } else {
-    const int64_t full = kMatrixBatches * batch > kMatrixRows ? kMatrixBatches * batch : kMatrixRows;
-    const bool many = columns * divide_up(phase_rows, full) >= kFullGrid;
-    plan.rows_per_chunk = many ? full : batch;
+    const bool many = columns * divide_up(phase_rows, kMatrixBatches * batch) >= kFullGrid;
+    plan.rows_per_chunk = (many ? kMatrixBatches : 1) * batch;
   }
   plan.chunks = divide_up(phase_rows, plan.rows_per_chunk);
 

@@ -54,8 +54,8 @@ struct Int4Tile {
 // NOTE: of an SM's instructions a small batch needs half of what it can issue while it reads its
 // share of the weight; two row tiles a warp and two chunks a step keep it at that.
 inline constexpr Int4Tile kInt4Tiles[] = {
-    {64, 8, 4, 2, 4, 7, 4, true},     {128, 16, 8, 2, 3, 3, 3, true},
-    {128, 32, 8, 2, 3, 2, 2, true},   {128, 64, 4, 1, 4, 3, 3, false},
+    {64, 8, 2, 2, 4, 8, 4, true},     {128, 16, 4, 2, 3, 5, 3, true},
+    {128, 32, 4, 2, 3, 4, 3, true},   {128, 64, 4, 1, 4, 3, 3, false},
     {128, 128, 4, 1, 4, 2, 2, false}, {256, 128, 8, 1, 4, 1, 1, false}};
 inline constexpr int kInt4TileCount = sizeof(kInt4Tiles) / sizeof(kInt4Tiles[0]);
 
