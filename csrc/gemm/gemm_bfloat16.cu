@@ -2,6 +2,7 @@
 
 namespace torchweld {
 
-template void launch_gemm_math<GemmMath::kBFloat16>(const GemmParams& params, cudaStream_t stream);
+template void launch_gemm_size<GemmMath::kBFloat16, GemmSize::kLarge>(const GemmParams& params,
+                                                                      cudaStream_t stream);
 
 }  // namespace torchweld

@@ -18,6 +18,9 @@ constexpr int gemm_elem_size(GemmMath math) {
 // A step of the main loop takes this much of K from every row: 64 16-bit or 32 fp32 elements.
 inline constexpr int kGemmStepBytes = 128;
 
+// Kernels of different sizes of tiles compile apart.
+enum class GemmSize : int8_t { kLarge, kMedium, kSmall };
+
 struct GemmTile {
   int block_m, block_n;  // of the product; of a gated one block_n counts both halves
   int warps_m, warps_n;
@@ -31,6 +34,10 @@ struct GemmTile {
   bool fp32;  // a tile of kFloat32, whose split operands need registers
 
   constexpr bool suits(GemmMath math) const { return fp32 == (math == GemmMath::kFloat32); }
+  constexpr GemmSize size() const {
+    const int area = block_m * block_n * (fp32 ? 2 : 1);
+    return area >= 32768 ? GemmSize::kLarge : area >= 16384 ? GemmSize::kMedium : GemmSize::kSmall;
+  }
   constexpr int threads() const { return warps_m * warps_n * 32; }
   constexpr int warp_m() const { return block_m / warps_m; }
   constexpr int warp_n() const { return block_n / warps_n; }

@@ -181,7 +181,9 @@ __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],
   constexpr int kStages = kT.stages, kBytesA = kT.block_m * kGemmStepBytes;
   // A slice is read while the one before is multiplied, except where registers are short.
   constexpr bool kAhead = kMath != GemmMath::kFloat32;
-  const int thread = kAhead ? threadIdx.x : fresh_thread_index();
+  // NOTE: which of the two spills is the compiler's whim; kernel-check tells.
+  constexpr bool kFresh = sizeof(T) == 4 && kT.blocks_per_sm < 3;
+  const int thread = kFresh ? fresh_thread_index() : threadIdx.x;
   const int lane = thread % 32, warp = thread / 32;
   const int warp_m = warp % kT.warps_m, warp_n = warp / kT.warps_m;
   const auto reader_a =
@@ -319,19 +321,19 @@ void launch_gemm_tile(const GemmParams& p, cudaStream_t stream) {
   launch_gemm_kernel<kMath, kTile, false, false>(p, stream);
 }
 
-template <GemmMath kMath, int kTile = 0>
+template <GemmMath kMath, GemmSize kSize, int kTile = 0>
 void launch_gemm_tiles(const GemmParams& p, cudaStream_t stream) {
   if constexpr (kTile < kGemmTileCount) {
-    if constexpr (kGemmTiles[kTile].suits(kMath)) {
+    if constexpr (kGemmTiles[kTile].suits(kMath) && kGemmTiles[kTile].size() == kSize) {
       if (p.choice.tile == kTile) return launch_gemm_tile<kMath, kTile>(p, stream);
     }
-    launch_gemm_tiles<kMath, kTile + 1>(p, stream);
+    launch_gemm_tiles<kMath, kSize, kTile + 1>(p, stream);
   }
 }
 
-template <GemmMath kMath>
-void launch_gemm_math(const GemmParams& p, cudaStream_t stream) {
-  launch_gemm_tiles<kMath>(p, stream);
+template <GemmMath kMath, GemmSize kSize>
+void launch_gemm_size(const GemmParams& p, cudaStream_t stream) {
+  launch_gemm_tiles<kMath, kSize>(p, stream);
 }
 
 }  // namespace torchweld
