@@ -101,6 +101,14 @@ inline std::string no_such_tile(int64_t tile, int tiles) {
   return "there is no tile " + std::to_string(tile) + ", there are " + std::to_string(tiles);
 }
 
+// The choices of a family whose choice is a tile, or -1 for the kernel that has none.
+inline std::vector<Numbers> tiles_or_none(int tiles) {
+  std::vector<Numbers> all;
+  for (int tile = 0; tile < tiles; ++tile) all.push_back({tile});
+  all.push_back({-1});
+  return all;
+}
+
 inline std::string too_much_shared_memory(int64_t bytes, int64_t limit) {
   return "too much shared memory: " + std::to_string(bytes) + " bytes a block, the GPU has " +
          std::to_string(limit);

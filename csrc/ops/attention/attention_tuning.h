@@ -84,10 +84,7 @@ struct AttentionTuning {
   }
 
   static std::vector<Numbers> candidates(const AttentionCall&) {
-    std::vector<Numbers> all;
-    for (int tile = 0; tile < kNumAttentionTiles; ++tile) all.push_back({tile});
-    all.push_back({-1});
-    return all;
+    return tiles_or_none(kNumAttentionTiles);
   }
 
   // Zeros: the general kernel, which has no tile.
@@ -168,10 +165,7 @@ struct AttentionBackwardTuning {
   }
 
   static std::vector<Numbers> candidates(const AttentionBackwardCall&) {
-    std::vector<Numbers> all;
-    for (int tile = 0; tile < kNumAttentionBackwardTiles; ++tile) all.push_back({tile});
-    all.push_back({-1});
-    return all;
+    return tiles_or_none(kNumAttentionBackwardTiles);
   }
 
   // Zeros: the general kernels, which have no tile.

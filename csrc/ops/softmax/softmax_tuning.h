@@ -65,10 +65,7 @@ struct SoftmaxTuning {
   static int make(const SoftmaxCall&, const Numbers& choice) { return static_cast<int>(choice[0]); }
 
   static std::vector<Numbers> candidates(const SoftmaxCall&) {
-    std::vector<Numbers> all;
-    for (int tile = 0; tile < kNumSoftmaxTiles; ++tile) all.push_back({tile});
-    all.push_back({-1});
-    return all;
+    return tiles_or_none(kNumSoftmaxTiles);
   }
 
   // A row that is read again has no loads of its own.
