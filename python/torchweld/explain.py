@@ -63,13 +63,14 @@ def _rows_of(t: Tensor) -> int:
     return t.numel() // t.shape[-1] if t.shape[-1] else 0
 
 
-def _rows_aligned(t: Tensor) -> bool:
-    """True when every row of t starts on a 16-byte boundary, as the vector tiles need."""
+def _row_places(t: Tensor) -> tuple[int, int]:
+    """Bytes from a 16-byte boundary to the first row of t, and from one row to the next."""
     size = t.element_size()
-    strides = [s for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1]
     if t.numel() and t.stride(-1) != 1 and t.shape[-1] > 1:
-        return t.shape[-1] * size % 16 == 0  # such a tensor is copied first
-    return t.storage_offset() * size % 16 == 0 and all(s * size % 16 == 0 for s in strides)
+        return 0, t.shape[-1] * size % 16  # such a tensor is copied first
+    strides = [s for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1]
+    step = strides[-1] if strides else t.shape[-1]
+    return t.storage_offset() * size % 16, step * size % 16
 
 
 def _explain_rows(explanation: Explanation, tensors: list[Tensor], scale: float) -> Explanation:
@@ -78,44 +79,63 @@ def _explain_rows(explanation: Explanation, tensors: list[Tensor], scale: float)
     n, size = tensors[0].shape[-1], tensors[0].element_size()
     backward = explanation.op.endswith("_backward")
     rows = _rows_of(tensors[0])
-    # Masked rows are counted in 32 bits by the register kernels, and they want a scale with a sign.
+    # Masked rows are counted in 32 bits by the one-read kernels, and they want a scale with a sign.
     tiled = not explanation.op.startswith("causal") or (rows < 2**31 and scale != 0)
-    aligned = all(_rows_aligned(t) for t in tensors) and n * size % 16 == 0
-    tiles = _C.softmax_tiles(size, backward)
-    # Without a GPU the newest chips' choice is told.
-    clusters = not tensors[0].is_cuda or torch.cuda.get_device_capability(tensors[0].device) >= (
-        9,
-        0,
+    # The result is contiguous and starts on a boundary.
+    in_phase = all(_row_places(t) == (0, n * size % 16) for t in tensors)
+    aligned = n * size % 16 == 0
+    clusters = _has_clusters(tensors[0])
+    kernel, chosen = _C.choose_softmax(
+        n, size, aligned, backward, tiled, clusters, in_phase, _device_limits(tensors[0])[1]
     )
-    chosen = _C.choose_softmax_tile(n, size, aligned, backward, tiled, clusters)
-    for tile in tiles[: chosen if chosen >= 0 else len(tiles)]:
-        name = (
-            f"{tile['blocks_per_row']} x {tile['threads']} threads x "
-            f"{tile['loads']} x {tile['access_bytes']} B"
-        )
+    tiles, rings = _C.softmax_tiles(size, backward, aligned), _C.softmax_rings(size, backward)
+    for tile in tiles[: chosen if kernel == "tile" else len(tiles)]:
         if not tiled:
             reason = "the rows need 64-bit indices or the scale is 0"
-        elif (tile["access_bytes"] == 16) != aligned:
-            reason = "16-byte accesses are possible" if aligned else "rows are not 16-byte aligned"
         elif not tile["suits"]:
             reason = "too many registers for this dtype"
-        elif tile["blocks_per_row"] > 1 and not clusters:
-            reason = "the GPU has no thread-block clusters"
-        else:
+        elif tile["capacity"] < n:
             reason = f"holds {tile['capacity']} elements, the row has {n}"
-        explanation.rejected.append((name, reason))
-    if chosen >= 0:
+        else:
+            reason = f"rows of {_C.softmax_ring_from} elements and more take a ring"
+        explanation.rejected.append((f"{tile['threads']} threads x {tile['loads']} x 16 B", reason))
+    if kernel == "tile":
         explanation.kernel = "rows in registers (one read)"
         explanation.tile = {k: v for k, v in tiles[chosen].items() if k != "suits"}
         explanation.why = f"the first tile that holds a row of {n} elements"
+        return explanation
+    for ring in rings[: chosen if kernel == "ring" else len(rings)]:
+        if not tiled:
+            reason = "the rows need 64-bit indices or the scale is 0"
+        elif not clusters:
+            reason = "the GPU, or the code built for it, has no thread-block clusters"
+        elif not in_phase:
+            reason = "rows start at other distances from 16-byte boundaries than the result's"
+        else:
+            reason = f"holds {ring['capacity']} elements, a third of them spare; the row has {n}"
+        explanation.rejected.append(
+            (
+                f"ring of {ring['blocks_per_row']} x {ring['pieces']} x {ring['piece_bytes']} B",
+                reason,
+            )
+        )
+    if kernel == "ring":
+        explanation.kernel = "rows in shared memory (one read)"
+        explanation.tile = dict(rings[chosen])
+        explanation.why = f"the first ring that holds a row of {n} elements"
     else:
         explanation.kernel = "streaming rows (two reads)"
         explanation.tile = {
             "threads": _C.softmax_stream_threads,
-            "access_bytes": 16 if aligned else size,
+            "access_bytes": 16 if aligned and in_phase else size,
         }
         explanation.why = f"no tile takes a row of {n} elements"
     return explanation
+
+
+def _has_clusters(t: Tensor) -> bool:
+    # Without a GPU the newest chips' choice is told.
+    return not t.is_cuda or torch.cuda.get_device_capability(t.device) >= (9, 0)
 
 
 # What a GPU offers, for calls on the meta device: (SMs, bytes of shared memory a block).
@@ -218,8 +238,7 @@ def _explain_int4(explanation: Explanation, tensors: list[Tensor], kwargs: dict)
         return explanation
     _C = _introspection()
     groups, size = scale.shape[1], x.element_size()
-    clusters = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
-    choice = _C.choose_int4(m, n, k, groups, size, *_device_limits(x), clusters)
+    choice = _C.choose_int4(m, n, k, groups, size, *_device_limits(x), _has_clusters(x))
     if choice["tile"] < 0:
         explanation.why = (
             f"{m} rows of x, and x is float32 or a group of {k // groups} is no whole chunk of 64"
