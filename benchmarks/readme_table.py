@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
-FAMILIES = ("attention", "matmul", "rows")
+FAMILIES = ("attention", "matmul", "gpt2", "rows", "scalar_attention", "pointwise")
 BEGIN = "<!-- made by benchmarks/readme_table.py from benchmarks/results/nvidia-h200 -->"
 END = "<!-- end of the table -->"
 NAMES = {"move 3": "moving three tensors", "cublas bare": "cuBLAS, the bare product"}

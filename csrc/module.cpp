@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "core/families.h"
 #include "gemm/gemm_config.h"
 #include "ops/attention/attention_backward_config.h"
 #include "ops/attention/attention_config.h"
@@ -34,11 +35,12 @@ py::list softmax_rings(int elem_size, bool backward) {
     py::dict d;
     d["blocks_per_row"] = ring.cluster;
     d["threads"] = ring.block_threads();
-    d["piece_bytes"] = ring.piece_bytes();
-    d["pieces"] = ring.slots(backward);
+    d["piece_bytes"] = ring.piece_bytes(backward);
+    d["pieces"] = ring.slots();
     d["blocks_per_sm"] = ring.blocks_per_sm;
     d["shared_bytes"] = ring.shared_bytes();
     d["capacity"] = ring.capacity(elem_size, backward);
+    d["preferred_to"] = ring.preferred_to(elem_size, backward);
     rings.append(d);
   }
   return rings;
@@ -175,12 +177,96 @@ py::list scalar_attention_sweeps(int64_t n, bool backward, int sms) {
   return sweeps;
 }
 
+// Calls body(family, problem) with numbers that are known to be a problem of the family.
+template <typename Body>
+void with_problem(const std::string& name, const std::vector<int64_t>& list, const Body& body) {
+  const bool known = Families::visit(name, [&](auto f) {
+    using Family = decltype(f);
+    Numbers numbers;
+    if (list.size() <= Numbers::kMost) {
+      for (const int64_t value : list) numbers.push(value);
+    }
+    const std::string refusal = problem_refusal<Family>(numbers);
+    if (!refusal.empty()) {
+      throw py::value_error("a problem of " + name + " must be " + refusal + ", but got " +
+                            numbers.text());
+    }
+    body(f, numbers);
+  });
+  if (!known) throw py::value_error("there is no family of kernels called '" + name + "'");
+}
+
+py::list as_list(const Numbers& numbers) {
+  py::list list;
+  for (int i = 0; i < numbers.count; ++i) list.append(numbers[i]);
+  return list;
+}
+
+// A choice with why it is refused, "" where it is not, and its columns, {} where it has none.
+template <typename Family>
+py::dict candidate_dict(const Numbers& problem, const Numbers& choice) {
+  const auto call = Family::problem(problem);
+  const std::string refusal = Family::refusal(call, choice);
+  py::dict d, columns;
+  if (refusal.rfind("there is no ", 0) != 0) {
+    for (const auto& [name, value] : Family::columns(call, choice)) columns[name] = value;
+  }
+  d["choice"] = as_list(choice);
+  d["refusal"] = refusal;
+  d["columns"] = columns;
+  return d;
+}
+
+py::list candidates(const std::string& name, const std::vector<int64_t>& problem) {
+  py::list all;
+  with_problem(name, problem, [&](auto f, const Numbers& numbers) {
+    using Family = decltype(f);
+    for (const Numbers& choice : Family::candidates(Family::problem(numbers))) {
+      all.append(candidate_dict<Family>(numbers, choice));
+    }
+  });
+  return all;
+}
+
+py::dict candidate(const std::string& name, const std::vector<int64_t>& problem,
+                   const std::vector<int64_t>& list) {
+  py::dict found;
+  with_problem(name, problem, [&](auto f, const Numbers& numbers) {
+    using Family = decltype(f);
+    if (list.size() != size_t(choice_count<Family>())) {
+      throw py::value_error("a choice of " + name + " must be " +
+                            std::to_string(choice_count<Family>()) + " numbers, but got " +
+                            std::to_string(list.size()));
+    }
+    Numbers choice;
+    for (const int64_t value : list) choice.push(value);
+    found = candidate_dict<Family>(numbers, choice);
+  });
+  return found;
+}
+
+py::list shape_class(const std::string& name, const std::vector<int64_t>& problem) {
+  py::list key;
+  with_problem(name, problem,
+               [&](auto f, const Numbers& numbers) { key = as_list(decltype(f)::key(numbers)); });
+  return key;
+}
+
+py::dict families() {
+  py::dict all;
+  Families::each([&](auto f) {
+    py::list fields;
+    for (const Field& field : f.kProblem) fields.append(field.name);
+    all[f.kName] = fields;
+  });
+  return all;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "What torchweld's kernels would choose; see torchweld.explain.";
   m.attr("softmax_stream_threads") = kSoftmaxStreamThreads;
-  m.attr("softmax_ring_from") = kSoftmaxRingFrom;
   m.def("softmax_tiles", &softmax_tiles, py::arg("elem_size"), py::arg("backward"),
         py::arg("aligned"), "The tiles of the row softmax kernels, in the order of preference.");
   m.def("softmax_rings", &softmax_rings, py::arg("elem_size"), py::arg("backward"),
@@ -213,6 +299,14 @@ PYBIND11_MODULE(_C, m) {
   m.def("attention_backward_tile", &attention_backward_tile, py::arg("head_dim"),
         py::arg("head_dim_v"), py::arg("math"), py::arg("shared_limit"),
         "The tile of attention's gradient, {} for the general kernels.");
+  m.def("families", &families,
+        "The kinds of kernels that tune knows, each with the names of its problem's numbers.");
+  m.def("candidates", &candidates, py::arg("family"), py::arg("problem"),
+        "Every configuration, with why the problem can't take it.");
+  m.def("candidate", &candidate, py::arg("family"), py::arg("problem"), py::arg("choice"),
+        "One configuration by its numbers.");
+  m.def("shape_class", &shape_class, py::arg("family"), py::arg("problem"),
+        "The problem that stands for all that share a remembered choice.");
 }
 
 }  // namespace torchweld

@@ -884,9 +884,7 @@ def product_relu_grads(dz: Tensor, x: Tensor, y: Tensor) -> list[Bound]:
         dx, size, jump_x, count = dx.sum(0), size.sum(0), jump_x.sum(0), g.shape[0] + 1
     return [
         Bound(dx, Terms([(count, size)], jumps=[jump_x]), x.dtype),
-        Bound(
-            dy, Terms([(g.shape[1] + 1, (g * v).abs().sum(1))], jumps=[jump_y.sum(1)]), x.dtype
-        ),
+        Bound(dy, Terms([(g.shape[1] + 1, (g * v).abs().sum(1))], jumps=[jump_y.sum(1)]), x.dtype),
     ]
 
 

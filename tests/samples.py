@@ -570,9 +570,12 @@ def sample(op: str, name: str) -> Sample:
 
 
 def registered_ops() -> list[str]:
-    """Every overload of the namespace, as the dispatcher lists it."""
+    """Every overload of the namespace, as the dispatcher lists it, but for tuning's private ops,
+    which take no tensors.
+    """
     names = torch._C._dispatch_get_all_op_names()
-    return sorted(n.removeprefix("torchweld::") for n in names if n.startswith("torchweld::"))
+    mine = (n.removeprefix("torchweld::") for n in names if n.startswith("torchweld::"))
+    return sorted(n for n in mine if not n.startswith("_"))
 
 
 def has_kernel(device: str) -> bool:

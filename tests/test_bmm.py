@@ -56,8 +56,9 @@ SIZES = [  # M, N, K
 def test_sizes(device, dtype, size):
     if dtype not in dtypes(device):
         pytest.skip(f"{dtype} is CPU only")
+    # On a CPU both are torch's own matmul, and which order of a sum is luckier depends on the chip.
     for batches in BATCHES:
-        check_op(OP, call_args(device, dtype, *size, batches))
+        check_op(OP, call_args(device, dtype, *size, batches), eager=device == "cuda")
 
 
 @pytest.mark.parametrize("batch", [65535, 65537])

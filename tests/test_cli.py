@@ -49,7 +49,10 @@ def test_info_json(capsys):
         ("causal_softmax", "2,3,16,16"),
         ("softmax_matmul", "2,3,5,7,8"),
         ("attention", "2,3,5,7,8"),
+        ("attention_backward", "2,3,5,7,8"),
         ("linear", "8,16,32"),
+        ("linear_backward", "8,16,32"),
+        ("int4_linear", "8,16,32"),
         ("layer_norm_linear", "8,16,32"),
         ("rms_norm_linear", "8,16,32"),
         ("fold_layer_norm", "8,16"),
@@ -57,6 +60,8 @@ def test_info_json(capsys):
         ("gated_linear", "0,16,32"),
         ("bmm", "2,8,16,32"),
         ("scalar_attention", "4096"),
+        ("row_sum", "2,3,5"),
+        ("conv2d", "2,8,9,3,3"),
         ("add_scalar", "2,3,5"),
         ("outer_add", "8,16"),
         ("outer_mul_relu", "8,16"),
@@ -108,7 +113,8 @@ def test_bad_arguments(capsys, argv, words):
 
 
 @pytest.mark.parametrize(
-    "argv", [["--help"], ["explain", "--help"], ["demo", "--help"], ["puzzles", "--help"]]
+    "argv",
+    [["--help"], *([name, "--help"] for name in ("explain", "tune", "demo", "puzzles"))],
 )
 def test_help(capsys, argv):
     code, out, err = run(capsys, *argv)
@@ -149,7 +155,8 @@ def test_with_a_broken_library(tmp_path):
     values = json.loads(info.stdout)
     assert values["available"] is False
     assert "library is missing" in values["unavailable_reason"]
-    for argv in (["explain", "softmax", "--shape", "4"], ["demo", "--out", "out"]):
+    calls = (["explain", "softmax", "--shape", "4"], ["tune", "softmax", "--shape", "4"])
+    for argv in (*calls, ["demo", "--out", "out"]):
         failed = command(*argv)
         assert failed.returncode == 1
         assert failed.stdout == ""

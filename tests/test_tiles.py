@@ -52,6 +52,35 @@ def test_a_row_takes_a_kernel_that_holds_it():
             assert index == -1 and (p["n"] > 16384 or not p["in_phase"])
 
 
+# Columns, bytes of an element, the gradient, and what was fastest on an H200: tile or blocks a row.
+FASTEST = [
+    (16384, 4, False, "tile"), (32768, 4, False, "tile"), (65536, 4, False, 2),
+    (131072, 4, False, 8), (262144, 4, False, 8),
+    (16384, 2, False, "tile"), (32768, 2, False, 1), (65536, 2, False, 1),
+    (131072, 2, False, 2), (262144, 2, False, 4),
+    (16384, 4, True, "tile"), (32768, 4, True, 2), (65536, 4, True, 8), (131072, 4, True, 8),
+    (16384, 2, True, "tile"), (32768, 2, True, 4), (65536, 2, True, 8), (131072, 2, True, 8),
+    (262144, 2, True, 8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("n", "size", "backward", "fastest"), FASTEST)
+def test_rows_take_what_was_measured_as_fastest(n, size, backward, fastest):
+    kernel, index = _C.choose_softmax(n, size, True, backward, True, True, True, H200[1])
+    rings = _C.softmax_rings(size, backward)
+    assert fastest == (rings[index]["blocks_per_row"] if kernel == "ring" else kernel)
+
+
+def test_a_longer_row_takes_no_smaller_cluster():
+    for size in (2, 4):
+        for backward in (False, True):
+            rings = _C.softmax_rings(size, backward)
+            assert all(ring["preferred_to"] <= ring["capacity"] for ring in rings)
+            assert rings[-1]["preferred_to"] == rings[-1]["capacity"]
+            ends = [ring["preferred_to"] for ring in rings]
+            assert ends == sorted(ends)
+
+
 def test_rows_that_start_anywhere_leave_room_before_their_first_column():
     for size in (2, 4):
         aligned = _C.softmax_tiles(size, False, True)

@@ -5,9 +5,11 @@
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 
+#include "core/choices.h"
 #include "core/cuda_inputs.h"
 #include "core/launch.h"
 #include "gemm/gemm.h"
+#include "gemm/gemm_tuning.h"
 
 namespace torchweld {
 namespace {
@@ -107,7 +109,7 @@ void batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
                             math_of(p.dtype, p.tf32),
                             device_attribute(cudaDevAttrMultiProcessorCount),
                             device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)};
-  p.choice = choose_gemm(problem);
+  p.choice = pick<GemmTuning>({problem, p.a.k_stride == 1, p.b.k_stride == 1});
   Tensor workspace;
   if (const int64_t floats = p.choice.workspace_floats(problem); floats > 0) {
     workspace = at::empty({floats}, y.options().dtype(at::kFloat));

@@ -58,6 +58,18 @@ __device__ __forceinline__ float high_half(uint32_t bf16_pair) {
   return __uint_as_float(bf16_pair & 0xffff0000);
 }
 
+// A pair of 16-bit values in fp32.
+template <typename T>
+__device__ __forceinline__ float2 unpack_pair(uint32_t pair);
+template <>
+__device__ __forceinline__ float2 unpack_pair<__half>(uint32_t pair) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+template <>
+__device__ __forceinline__ float2 unpack_pair<__nv_bfloat16>(uint32_t pair) {
+  return {low_half(pair), high_half(pair)};
+}
+
 // kElems values that travel in one access: one element or 16 bytes (one LDG.128).
 template <typename T, int kElems>
 struct alignas(sizeof(T) * kElems) Vec {

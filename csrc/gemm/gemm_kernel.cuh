@@ -10,70 +10,18 @@
 
 #include <type_traits>
 
-#include "core/fast_divide.h"
-#include "gemm/gemm_epilogue.cuh"
+#include "core/choices.h"
+#include "gemm/gemm_finish.cuh"
 #include "gemm/gemm_launch.h"
 #include "gemm/gemm_loader.cuh"
 
 namespace torchweld {
-
-// What memory holds of the operands.
-template <GemmMath kMath>
-using ElementOf =
-    std::conditional_t<kMath == GemmMath::kFloat16, __half,
-                       std::conditional_t<kMath == GemmMath::kBFloat16, __nv_bfloat16, float>>;
 
 constexpr int kBandRows = 2048;
 
 // Counts a step's parts where the compiler must know them.
 template <int kIndex>
 using Part = std::integral_constant<int, kIndex>;
-
-// threadIdx.x, as a value that the compiler takes for new.
-// NOTE: it would carry all that follows from it from tile to tile, in registers that spill.
-__device__ __forceinline__ int fresh_thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
-
-// How the work is laid out: tiles in bands, then splits, then batches.
-struct GemmGrid {
-  uint32_t tiles_m, tiles_n, items, band_tiles;
-  FastDivisor tiles, splits, band_items, band_height, last_height;
-
-  GemmGrid(int64_t tiles_m, int64_t tiles_n, int64_t splits, int64_t batch, int64_t band_tiles)
-      : tiles_m(uint32_t(tiles_m)),
-        tiles_n(uint32_t(tiles_n)),
-        items(uint32_t(tiles_m * tiles_n * splits * batch)),
-        band_tiles(uint32_t(band_tiles)),
-        tiles(tiles_m * tiles_n),
-        splits(splits),
-        band_items(band_tiles * tiles_n),
-        band_height(band_tiles),
-        last_height((tiles_m - 1) % band_tiles + 1) {}
-};
-
-// One item of work: which tile, batch and split.
-struct WorkItem {
-  int64_t tile_m, tile_n, batch;
-  int split;
-
-  __device__ __forceinline__ WorkItem(const GemmGrid& grid, uint32_t item) {
-    const uint32_t outer = grid.tiles.divide(item);
-    const uint32_t tile = item - outer * grid.tiles_m * grid.tiles_n;
-    const uint32_t splits_before = grid.splits.divide(outer);
-    batch = splits_before;
-    split = int(outer - splits_before * grid.splits.divisor());
-    const uint32_t band = grid.band_items.divide(tile);
-    const uint32_t in_band = tile - band * grid.band_items.divisor();
-    const bool last = (band + 1) * grid.band_tiles >= grid.tiles_m;
-    const FastDivisor& height = last ? grid.last_height : grid.band_height;
-    const uint32_t n = height.divide(in_band);
-    tile_m = band * grid.band_tiles + in_band - n * height.divisor();
-    tile_n = n;
-  }
-};
 
 // A slice of a warp's operands: (kM * 16, slice) of a and (kN * 8, slice) of b.
 template <int kM, int kN>
@@ -157,100 +105,6 @@ __device__ __forceinline__ void multiply(float (&acc)[kM][kN][4], const Slice<kM
       const uint32_t b1 = round_to_tf32(__uint_as_float(slice.b[j / 2][j % 2 * 2 + 1]));
 #pragma unroll
       for (int i = 0; i < kM; ++i) mma_1688(acc[i][j], a[i], b0, b1);
-    }
-  }
-}
-
-// Where 4-float piece c of a row lies among a warp's staged sums.
-// NOTE: so that neither the fragments' 8-byte writes nor reads of every other piece meet in a bank.
-template <int kColumns>
-__device__ __forceinline__ int staged_piece(int row, int c) {
-  return c ^ (row & 3) << 1 ^ (row * (kColumns / 4) + c) / 8 % 2;
-}
-
-// Groups of sums, as GroupWriter has them, to the workspace of a split product.
-template <int kGroups>
-__device__ __forceinline__ void store_split(const GemmParams& p, const WorkItem& work, int64_t row,
-                                            int row_step, int rows, int64_t column,
-                                            const float (&v)[kGroups][kGroup]) {
-  const bool gated = p.epilogue.gated;
-  const int64_t width = gemm_sum_width(p.n, gated);
-  float* g_sums = p.workspace + ((work.split * p.batch + work.batch) * p.m + row) * width + column;
-#pragma unroll
-  for (int set = 0; set < kGroups; ++set) {
-    const bool right = gated && set >= kGroups / 2;
-    const int at = right ? set - kGroups / 2 : set;
-    if (at < rows) store_sums(g_sums + at * row_step * width + (right ? width / 2 : 0), v[set]);
-  }
-}
-
-// A warp's sums to y or to the workspace of a split product, through 16 rows of shared memory.
-template <GemmMath kMath, int kTile, int kM, int kN>
-__device__ __forceinline__ void finish(float (&acc)[kM][kN][4], const GemmParams& p,
-                                       const WorkItem& work, float* s_staging) {
-  using T = ElementOf<kMath>;
-  constexpr GemmTile kT = kGemmTiles[kTile];
-  constexpr int kColumns = kT.warp_n();
-  constexpr int kGroups = 16 * kColumns / 32 / kGroup;  // of 8 sums that a thread finishes at once
-  const int thread = fresh_thread_index();
-  const int lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
-  const int warp_m = warp % kT.warps_m, warp_n = warp / kT.warps_m;
-  float* s_sums = s_staging + warp * 16 * kColumns;
-  const bool gated = p.epilogue.gated, split = p.choice.splits > 1;
-  // A thread has 8 columns of rows `row_step` apart, or 8 left and 8 right ones.
-  constexpr int kLanes = kColumns / 8;
-  const int row_in = gated ? lane / (kLanes / 2) : lane / kLanes;
-  const int column_in = gated ? lane % (kLanes / 2) * kGroup : lane % kLanes * kGroup;
-  const int row_step = (gated ? 64 : 32) / kLanes;
-  const int first = gated ? column_in * 2 : column_in;
-  const int64_t first_row = work.tile_m * kT.block_m + warp_m * kT.warp_m() + row_in;
-  const int64_t column =
-      (work.tile_n * kT.block_n + warp_n * kColumns) / (gated ? 2 : 1) + column_in;
-  const bool there = column < p.n;
-  int rows_left = there ? int(min(int64_t{kT.warp_m()}, p.m - first_row)) : 0;
-  const GroupWriter<T> writer(p, work.batch, there ? column : 0);
-
-#pragma unroll 1
-  for (int i = 0; i < kM; ++i) {
-#pragma unroll
-    for (int j = 0; j < kN; ++j) {
-      const int piece = staged_piece<kColumns>(g, j * 2 + t / 2);
-      float* s_to = s_sums + g * kColumns + piece * 4 + t % 2 * 2;
-      *reinterpret_cast<float2*>(s_to) = make_float2(acc[0][j][0], acc[0][j][1]);
-      *reinterpret_cast<float2*>(s_to + 8 * kColumns) = make_float2(acc[0][j][2], acc[0][j][3]);
-    }
-    __syncwarp();
-    float v[kGroups][kGroup];
-#pragma unroll
-    for (int set = 0; set < kGroups; ++set) {
-      const bool right = gated && set >= kGroups / 2;
-      const int row = row_in + (right ? set - kGroups / 2 : set) * row_step;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int piece = staged_piece<kColumns>(row, first / 4 + (right ? 2 : 0) + half);
-        const auto four = load_vec<float, 4>(s_sums + row * kColumns + piece * 4);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) v[set][half * 4 + k] = four.values[k];
-      }
-    }
-    __syncwarp();
-    const int64_t row = first_row + i * 16;
-    const int rows_up = rows_left + row_step - 1;
-    const int rows = gated ? rows_up / (64 / kLanes) : rows_up / (32 / kLanes);
-    if (split) {
-      store_split(p, work, row, row_step, rows, column, v);
-    } else {
-      writer.write(row, row_step, rows, v);
-    }
-    rows_left -= 16;
-    // NOTE: the loop is not unrolled, which would repeat its code; the next rows' sums move up.
-#pragma unroll
-    for (int next = 1; next < kM; ++next) {
-#pragma unroll
-      for (int j = 0; j < kN; ++j) {
-#pragma unroll
-        for (int r = 0; r < 4; ++r) acc[next - 1][j][r] = acc[next][j][r];
-      }
     }
   }
 }
@@ -439,6 +293,7 @@ void launch_gemm_kernel(const GemmParams& p, cudaStream_t stream) {
   constexpr GemmTile kT = kGemmTiles[kTile];
   const auto kernel = gemm_kernel<kMath, kTile, kAKMajor, kBKMajor>;
   allow_shared_memory(kernel, kT.shared_bytes());
+  note_kernel(kernel, kT.threads(), kT.shared_bytes());
   const int64_t width = p.epilogue.gated ? 2 * p.n : p.n;
   const int64_t tiles_m = (p.m + kT.block_m - 1) / kT.block_m;
   // NOTE: a gated tile's halves both end at n, so that tiles are counted in columns of y.

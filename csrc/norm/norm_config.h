@@ -20,7 +20,7 @@ struct NormTile {
 };
 
 // The first that holds the row is taken.
-inline constexpr NormTile kNormTiles[] = {{32, 1},  {32, 2},  {32, 4},  {128, 2},
+inline constexpr NormTile kNormTiles[] = {{32, 1},  {32, 2},  {32, 3},  {32, 4},  {128, 2},
                                           {128, 4}, {256, 4}, {512, 4}, {1024, 4}};
 inline constexpr int kNumNormTiles = sizeof(kNormTiles) / sizeof(kNormTiles[0]);
 

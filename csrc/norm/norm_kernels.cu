@@ -18,7 +18,7 @@ struct RowStatistics {
   float first_mean, rest, rstd;
 
   __device__ __forceinline__ float normalise(float x) const {
-    return ((x - first_mean) - rest) * rstd;
+    return fmaf(x - first_mean, rstd, -rest * rstd);
   }
 };
 
@@ -51,7 +51,7 @@ __device__ __forceinline__ void store_normalised(const NormParams& p, T* g_y, in
   Vec<T, kElems> out;
 #pragma unroll
   for (int j = 0; j < kElems; ++j) {
-    out.values[j] = from_float<T>(s.normalise(to_float(x.values[j])) * scale[j] + shift[j]);
+    out.values[j] = from_float<T>(fmaf(s.normalise(to_float(x.values[j])), scale[j], shift[j]));
   }
   store_vec(g_y + column, out);
 }

@@ -165,18 +165,23 @@ struct MatrixShare {
       for (int r = 0; r < kRows; ++r) {
         r_cells[r] = load_row<kWhole>(rows.row(base + r * groups + group), columns);
       }
+      // A batch's rows are added before they join the compensated sums, which cost six operations.
+      float r_batch[kVectors][kElems] = {};
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const int64_t row = rows.row(base + r * groups + group);
-        r_row_sums[r] += compute_row<kWhole>(row, columns, r_cells[r], r_x);
+        r_row_sums[r] += compute_row<kWhole>(row, columns, r_cells[r], r_x, r_batch);
       }
+      join_columns(r_batch);
     } else {
 #pragma unroll 1
       for (int r = 0; r < kRows; ++r) {
         const int64_t k = base + r * groups + group;
         if (k >= rows.end) break;
         const RowCells r_cells = load_row<kWhole>(rows.row(k), columns);
-        const float sum = compute_row<kWhole>(rows.row(k), columns, r_cells, r_x);
+        float r_batch[kVectors][kElems] = {};
+        const float sum = compute_row<kWhole>(rows.row(k), columns, r_cells, r_x, r_batch);
+        join_columns(r_batch);
 #pragma unroll
         for (int q = 0; q < kRows; ++q) r_row_sums[q] += q == r ? sum : 0.f;
       }
@@ -206,11 +211,23 @@ struct MatrixShare {
     return cells;
   }
 
-  // Returns what the thread's cells add to the row's sum.
+  __device__ __forceinline__ void join_columns(const float (&r_batch)[kVectors][kElems]) {
+    if constexpr (F::kColumnSums) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+        for (int j = 0; j < kElems; ++j) r_column_sums[v][j] += r_batch[v][j];
+      }
+    }
+  }
+
+  // Returns what the thread's cells add to the row's sum; what they add to sums of columns goes to
+  // r_batch.
   template <bool kWhole>
   __device__ __forceinline__ float compute_row(int64_t row, const TileColumns& columns,
                                                const RowCells& r_cells,
-                                               const float (&r_x)[kVectors][kElems]) {
+                                               const float (&r_x)[kVectors][kElems],
+                                               float (&r_batch)[kVectors][kElems]) {
     float sums[kVectors] = {};
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -224,7 +241,7 @@ struct MatrixShare {
         cell.y = r_cells.y;
         f(cell);
         if constexpr (F::kRowSums) sums[v] += cell.to_row;
-        if constexpr (F::kColumnSums) r_column_sums[v][j] += cell.to_column;
+        if constexpr (F::kColumnSums) r_batch[v][j] += cell.to_column;
         if constexpr (F::kWrites) out.values[j] = from_float<T>(cell.out);
       }
       if constexpr (F::kWrites) {

@@ -34,6 +34,8 @@ from torchweld.ops.row_sum import row_sum
 from torchweld.ops.scalar_attention import scalar_attention
 from torchweld.ops.softmax import softmax
 from torchweld.ops.softmax_matmul import softmax_matmul
+from torchweld.tuning import TuneResult, tune
+from torchweld.tuning.cache import load as _load_choices
 
 if TYPE_CHECKING:
     from torchweld.integrations import FuseReport, fuse, unfuse
@@ -44,6 +46,7 @@ __all__ = [
     "Explanation",
     "FuseReport",
     "Info",
+    "TuneResult",
     "add_scalar",
     "attention",
     "bmm",
@@ -73,9 +76,13 @@ __all__ = [
     "scalar_attention",
     "softmax",
     "softmax_matmul",
+    "tune",
     "unavailable_reason",
     "unfuse",
 ]
+
+
+_load_choices()
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -78,3 +79,14 @@ def require() -> None:
     """Raise RuntimeError with the reason where the operators can't be called."""
     if _reason is not None:
         raise RuntimeError(_reason)
+
+
+def introspection(asker: str = "torchweld.explain") -> Any:
+    """torchweld._C, or RuntimeError in the name of who needs it."""
+    try:
+        return importlib.import_module("torchweld._C")
+    except ImportError as error:
+        raise RuntimeError(
+            f"{asker}: torchweld._C, which knows the kernels' tiles, can't be imported "
+            f"({error}); reinstall torchweld"
+        ) from error

@@ -11,23 +11,35 @@ from typing import Any, NoReturn
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 _LINEAR = ("M", "K", "N")
-# What the numbers of `explain --shape` mean; other ops take the shape of their tensors as it is.
+_ATTENTION = ("batch", "nheads", "seqlen_q", "seqlen_k", "head_dim")
+# What the numbers of --shape mean; other ops take the shape of their tensors as it is.
 _SHAPES = {
     "linear": _LINEAR,
+    "linear_backward": _LINEAR,
     "layer_norm_linear": _LINEAR,
     "rms_norm_linear": _LINEAR,
     "fold_layer_norm": ("N", "K"),
     "folded_layer_norm_linear": _LINEAR,
     "gated_linear": _LINEAR,
+    "int4_linear": _LINEAR,
     "bmm": ("batch", "M", "K", "N"),
     "outer_add": ("rows", "cols"),
     "outer_mul_relu": ("rows", "cols"),
     "mul_relu": ("rows", "cols"),
     "scalar_attention": ("n",),
     "softmax_matmul": ("batch", "nheads", "seqlen_q", "seqlen_k", "head_dim_v"),
-    "attention": ("batch", "nheads", "seqlen_q", "seqlen_k", "head_dim"),
+    "attention": _ATTENTION,
+    "attention_backward": _ATTENTION,
+    "conv2d": ("batch", "H", "W", "KH", "KW"),
 }
-_ROWS = ("softmax", "softmax_backward", "causal_softmax", "causal_softmax_backward", "add_scalar")
+_ROWS = (
+    "softmax",
+    "softmax_backward",
+    "causal_softmax",
+    "causal_softmax_backward",
+    "row_sum",
+    "add_scalar",
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,6 +62,7 @@ def _shape(text: str) -> tuple[int, ...]:
 def _parser() -> Parser:
     from torchweld.demo import options
     from torchweld.puzzles import main as puzzles
+    from torchweld.tuning import main as tuning
 
     parser = Parser(prog="torchweld", description="Fused transformer kernels for PyTorch.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -62,21 +75,33 @@ def _parser() -> Parser:
         named.setdefault(",".join(names), []).append(op)
     lines = [f"  {shape:<43} {', '.join(ops)}" for shape, ops in named.items()]
     lines.append(f"  {'the shape of x or scores':<43} {', '.join(_ROWS)}")
-    explain = commands.add_parser(
-        "explain",
-        help="which kernel a call takes, and why",
-        epilog="sizes by op:\n" + "\n".join(lines),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    explain.add_argument("op", metavar="OP", help="an op, for example softmax")
-    explain.add_argument(
-        "--shape", type=_shape, required=True, metavar="SIZES", help="sizes with commas, see below"
-    )
-    explain.add_argument("--dtype", choices=_DTYPES, default="float32", help="default: float32")
+
+    def add_call(name: str, help: str, example: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name,
+            help=help,
+            epilog="sizes by op:\n" + "\n".join(lines),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_argument("op", metavar="OP", help=f"an op, for example {example}")
+        command.add_argument(
+            "--shape",
+            type=_shape,
+            required=True,
+            metavar="SIZES",
+            help="sizes with commas, see below",
+        )
+        command.add_argument("--dtype", choices=_DTYPES, default="float32", help="default: float32")
+        return command
+
+    explain = add_call("explain", "which kernel a call takes, and why", "softmax")
     explain.add_argument(
         "--device", choices=("cpu", "cuda"), default="cuda", help="default: cuda; none is needed"
     )
     explain.add_argument("--json", action="store_true", help="as JSON")
+
+    tune = add_call("tune", "every configuration of a call timed, as a table", "gated_linear")
+    tuning.add_arguments(tune)
 
     commands.add_parser("bench", help="benchmarks: torchweld bench FAMILY [--check]")
 
@@ -94,7 +119,9 @@ def _print(value: Any, as_json: bool) -> None:
     print(json.dumps(value.to_dict(), indent=2) if as_json else value)
 
 
-def _tensors(op: str, shape: tuple[int, ...], dtype: Any, device: str) -> tuple[Any, ...]:
+def _tensors(
+    op: str, shape: tuple[int, ...], dtype: Any, device: str, group: int | None = None
+) -> tuple[Any, ...]:
     """The op's tensors for sizes that were typed; nothing is allocated.
 
     Raises:
@@ -127,10 +154,15 @@ def _tensors(op: str, shape: tuple[int, ...], dtype: Any, device: str) -> tuple[
     if op == "softmax_matmul":
         batch, heads, rows, keys, width = shape
         return make(batch, heads, rows, keys), make(batch, heads, keys, width)
-    if op == "attention":
+    if op.startswith("attention"):
         batch, heads, rows, keys, width = shape
-        key = make(batch, heads, keys, width)
-        return make(batch, heads, rows, width), key, key
+        query, key = make(batch, heads, rows, width), make(batch, heads, keys, width)
+        if op == "attention":
+            return query, key, key
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return query, query, key, key, query, make(batch, heads, rows, dtype=wide)
+    if op == "conv2d":
+        return make(*shape[:3]), make(*shape[3:])
     if op == "bmm":
         batch, m, k, n = shape
         return make(batch, m, k), make(batch, k, n)
@@ -142,6 +174,17 @@ def _tensors(op: str, shape: tuple[int, ...], dtype: Any, device: str) -> tuple[
         rows, cols = shape
         return make(*shape) if op == "mul_relu" else make(cols), make(rows)
     m, k, n = shape
+    if op == "int4_linear":
+        group = (128 if k % 128 == 0 else max(k, 1)) if group is None else group
+        if group < 8 or group % 8 or k % group:
+            raise ValueError(
+                f"the group must be a multiple of 8 that divides K = {k}, but got {group}"
+            )
+        groups = k // group
+        zero = make(n, -(-groups // 8), dtype=torch.int32)
+        return make(m, k), make(n, k // 8, dtype=torch.int32), make(n, groups), zero
+    if op == "linear_backward":
+        return make(m, n), make(m, k), make(n, k)
     if op == "gated_linear":
         return make(m, k), make(2 * n, k)
     if op == "folded_layer_norm_linear":
@@ -172,6 +215,25 @@ def _explain(args: argparse.Namespace) -> int:
         return _fail("explain", str(error), 1)
     _print(explanation, args.json)
     return 0
+
+
+def _tune(args: argparse.Namespace) -> int:
+    import torch
+
+    from torchweld._library import unavailable_reason
+    from torchweld.tuning.main import keywords, run
+
+    if reason := unavailable_reason():
+        return _fail("tune", reason, 1)
+    try:
+        shapes = _tensors(args.op, args.shape, getattr(torch, args.dtype), "cuda", args.group)
+        kwargs = keywords(args)
+    except (ValueError, RuntimeError) as error:
+        return _fail("tune", str(error).splitlines()[0], 2)
+    try:
+        return run(args, shapes, kwargs)
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        return _fail("tune", (str(error).splitlines() or [type(error).__name__])[0], 1)
 
 
 def _bench(argv: Sequence[str]) -> int:
@@ -213,7 +275,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[:1] == ["bench"]:  # it has its own flags, and its own --help
             return _bench(argv[1:])
         args = _parser().parse_args(argv)
-        run = {"info": _info, "explain": _explain, "demo": _demo, "puzzles": _puzzles}
+        run = {
+            "info": _info,
+            "explain": _explain,
+            "tune": _tune,
+            "demo": _demo,
+            "puzzles": _puzzles,
+        }
         return run[args.command](args)
     except KeyboardInterrupt:
         return 130

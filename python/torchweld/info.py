@@ -85,9 +85,10 @@ def _binary_archs(facts: dict[str, Any]) -> list[str]:
 
 
 def ops_of_library() -> list[str]:
-    """The names of every op that the library has registered."""
+    """The names of every public op that the library has registered."""
     names = torch._C._dispatch_get_all_op_names() if library.is_available() else []
-    return sorted({n.split("::")[1].split(".")[0] for n in names if n.startswith("torchweld::")})
+    mine = (n.split("::")[1].split(".")[0] for n in names if n.startswith("torchweld::"))
+    return sorted({name for name in mine if not name.startswith("_")})  # private ones: tuning's
 
 
 def has_cuda_kernel(op: str) -> bool:

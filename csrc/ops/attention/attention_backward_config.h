@@ -13,7 +13,9 @@ inline constexpr int kAttentionBackwardRowsPerTurn = 4;
 
 // A block of `warps` warps owns `keys` keys, `groups` warps a strip of them, and walks the query
 // rows `rows` at a time. It computes the scores of `cols` rows at once. Every warp of a group
-// computes its strip's scores, and sums up its part of the head dims.
+// computes its strip's scores, and sums up its part of the head dims. Where `paired`, half of the
+// warps compute P and sum up dV, the others dS and dK, and the warps of a group divide the rows
+// between them too.
 struct AttentionBackwardTile {
   AttentionMath math;
   int head_dim;  // the larger of head_dim and head_dim_v is at most this
@@ -25,26 +27,31 @@ struct AttentionBackwardTile {
   int blocks_per_sm;
   bool prefetches;  // dQ's sums are read ahead where nobody has to be waited for
   bool split;       // dV and dK in launches of their own: one warp's registers don't hold both
+  bool paired;      // ... or in warps of their own
 
   constexpr int threads() const { return warps * 32; }
-  constexpr int strips() const { return keys * groups / (warps * 16); }
+  constexpr int strip_warps() const { return paired ? warps / 2 : warps; }
+  constexpr int strips() const { return keys * groups / (strip_warps() * 16); }
   // K, V, Q, dO and dS, Q and dO twice, in fp32 once in pieces and once as they arrive, and dS
-  // twice in all but fp32; lse and delta, twice; the job.
+  // twice in all but fp32; P where it is handed over; lse and delta, twice; the job.
   constexpr int shared_bytes() const {
     const int size = elem_size(math);
     const int tiles =
         math == AttentionMath::kFloat32
             ? kSplitBytes * (2 * keys * head_dim + 2 * rows * head_dim + keys * rows) +
                   size * 2 * rows * head_dim
-            : size * (2 * keys * head_dim + 4 * rows * head_dim + 2 * keys * rows);
+            : size * (2 * keys * head_dim + 4 * rows * head_dim + (paired ? 3 : 2) * keys * rows);
     return tiles + 16 * rows + 128;
   }
   // The sums of a warp's strips, kept over the whole walk.
-  constexpr int sum_registers() const { return (split ? 1 : 2) * strips() * head_dim / groups / 2; }
+  constexpr int sum_registers() const {
+    return (split || paired ? 1 : 2) * strips() * head_dim / groups / 2;
+  }
   // A warp's share of a dQ tile.
   constexpr int share_registers() const { return rows * head_dim / threads(); }
   constexpr bool valid() const {
-    return keys * groups == strips() * warps * 16 && rows % cols == 0 && cols % 16 == 0 &&
+    return keys * groups == strips() * strip_warps() * 16 && rows % cols == 0 && cols % 16 == 0 &&
+           (!paired || (cols * groups == rows && math == AttentionMath::k16Bit && !split)) &&
            64 % rows == 0 && sum_registers() <= 128 && share_registers() <= 64 &&
            warps * kAttentionBackwardRowsPerTurn <= rows;
   }
@@ -54,19 +61,21 @@ struct AttentionBackwardTile {
 // devices with 99 KB of shared memory a block. What may be computed in TF32 takes fp32's tiles
 // where TF32 has none: above 128 columns.
 inline constexpr AttentionBackwardTile kAttentionBackwardTiles[] = {
-    {AttentionMath::k16Bit, 64, 128, 64, 32, 4, 1, 2, false, false},
-    {AttentionMath::k16Bit, 128, 128, 64, 64, 8, 1, 1, true, false},
-    {AttentionMath::k16Bit, 128, 64, 32, 32, 4, 1, 1, true, false},
-    {AttentionMath::k16Bit, 256, 64, 32, 32, 4, 1, 1, false, true},
-    {AttentionMath::k16Bit, 256, 32, 16, 16, 2, 1, 1, false, true},
-    {AttentionMath::kTf32, 64, 64, 32, 16, 4, 1, 2, false, true},
-    {AttentionMath::kTf32, 128, 64, 32, 16, 4, 1, 1, false, true},
-    {AttentionMath::kTf32, 128, 32, 16, 16, 2, 1, 1, false, true},
-    {AttentionMath::kFloat32, 64, 128, 32, 32, 8, 1, 1, false, false},
-    {AttentionMath::kFloat32, 64, 64, 16, 16, 4, 1, 1, false, false},
-    {AttentionMath::kFloat32, 128, 64, 32, 32, 8, 2, 1, false, false},
-    {AttentionMath::kFloat32, 128, 32, 16, 16, 4, 2, 1, false, false},
-    {AttentionMath::kFloat32, 256, 32, 16, 16, 4, 2, 1, false, false}};
+    {AttentionMath::k16Bit, 64, 128, 64, 32, 4, 1, 2, false, false, false},
+    {AttentionMath::k16Bit, 128, 128, 64, 64, 8, 1, 1, true, false, true},
+    {AttentionMath::k16Bit, 128, 128, 64, 64, 8, 1, 1, true, false, false},
+    {AttentionMath::k16Bit, 128, 64, 32, 32, 4, 1, 1, true, false, false},
+    {AttentionMath::k16Bit, 256, 64, 64, 32, 8, 2, 1, false, false, true},
+    {AttentionMath::k16Bit, 256, 64, 32, 16, 8, 2, 1, true, false, true},
+    {AttentionMath::k16Bit, 256, 32, 16, 16, 2, 1, 1, false, true, false},
+    {AttentionMath::kTf32, 64, 64, 32, 16, 4, 1, 2, false, true, false},
+    {AttentionMath::kTf32, 128, 64, 32, 16, 4, 1, 1, false, true, false},
+    {AttentionMath::kTf32, 128, 32, 16, 16, 2, 1, 1, false, true, false},
+    {AttentionMath::kFloat32, 64, 128, 32, 32, 8, 1, 1, false, false, false},
+    {AttentionMath::kFloat32, 64, 64, 16, 16, 4, 1, 1, false, false, false},
+    {AttentionMath::kFloat32, 128, 64, 32, 32, 8, 2, 1, false, false, false},
+    {AttentionMath::kFloat32, 128, 32, 16, 16, 4, 2, 1, false, false, false},
+    {AttentionMath::kFloat32, 256, 32, 16, 16, 4, 2, 1, false, false, false}};
 inline constexpr int kNumAttentionBackwardTiles =
     sizeof(kAttentionBackwardTiles) / sizeof(kAttentionBackwardTiles[0]);
 

@@ -1,11 +1,13 @@
 // The gradient of attention: the launcher, and the kernel that prepares a row's statistics. The
 // gradients are in attention_backward_tiles.cuh, and for large head dims in
 // attention_backward_general.cu.
+#include "core/choices.h"
 #include "core/launch.h"
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
 #include "ops/attention/attention_backward_args.cuh"
 #include "ops/attention/attention_backward_parts.cuh"
+#include "ops/attention/attention_tuning.h"
 
 namespace torchweld {
 namespace {
@@ -154,12 +156,17 @@ void launch_tile(int tile, const BackwardArgs& args, cudaStream_t stream) {
 template <typename T>
 void launch(const BackwardArgs& args, cudaStream_t stream) {
   const AttentionSizes& sizes = args.params.sizes;
+  const AttentionBackwardParams& params = args.params;
   launch_rows<T>(args, stream);
-  const int tile = choose_attention_backward_tile(
-      {sizes.head_dim, sizes.head_dim_v, attention_math(args.params.dtype, args.params.tf32),
-       device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)});
   const int64_t heads = sizes.batch * sizes.nheads_kv;
   if (heads * sizes.seqlen_k == 0) return;
+  const int tile = pick<AttentionBackwardTuning>(
+      {{sizes.head_dim, sizes.head_dim_v, attention_math(params.dtype, params.tf32),
+        device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)},
+       sizes.seqlen_q,
+       sizes.seqlen_k,
+       {sizes.batch * sizes.nheads, sizes.nheads / sizes.nheads_kv, params.causal,
+        params.leftpad != nullptr, params.dtype == DType::kBFloat16}});
   // A grid of tiles has one dimension; the general kernels walk any number of rows.
   if (tile < 0 ||
       heads * ((sizes.seqlen_k - 1) / kAttentionBackwardTiles[tile].keys + 1) > kMaxGrid) {

@@ -59,7 +59,8 @@ struct DqShare {
     }
   }
 
-  // Starts to read the sums, if it is this block's turn already.
+  // Starts to read the sums, if it is this block's turn already. To be called before every add();
+  // with a turn of 0 where there is nothing to read yet.
   __device__ __forceinline__ void prefetch(const BackwardArgs& args, const QueryTile& tile,
                                            int turn) {
     if constexpr (kPrefetches) {

@@ -3,7 +3,8 @@
 
 namespace torchweld {
 
-template void launch_attention_backward_tile<__nv_bfloat16, 3>(const BackwardArgs&, cudaStream_t);
 template void launch_attention_backward_tile<__nv_bfloat16, 4>(const BackwardArgs&, cudaStream_t);
+template void launch_attention_backward_tile<__nv_bfloat16, 5>(const BackwardArgs&, cudaStream_t);
+template void launch_attention_backward_tile<__nv_bfloat16, 6>(const BackwardArgs&, cudaStream_t);
 
 }  // namespace torchweld

@@ -6,5 +6,6 @@ namespace torchweld {
 template void launch_attention_backward_tile<__half, 0>(const BackwardArgs&, cudaStream_t);
 template void launch_attention_backward_tile<__half, 1>(const BackwardArgs&, cudaStream_t);
 template void launch_attention_backward_tile<__half, 2>(const BackwardArgs&, cudaStream_t);
+template void launch_attention_backward_tile<__half, 3>(const BackwardArgs&, cudaStream_t);
 
 }  // namespace torchweld

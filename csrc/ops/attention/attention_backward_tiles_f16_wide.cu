@@ -3,7 +3,8 @@
 
 namespace torchweld {
 
-template void launch_attention_backward_tile<__half, 3>(const BackwardArgs&, cudaStream_t);
 template void launch_attention_backward_tile<__half, 4>(const BackwardArgs&, cudaStream_t);
+template void launch_attention_backward_tile<__half, 5>(const BackwardArgs&, cudaStream_t);
+template void launch_attention_backward_tile<__half, 6>(const BackwardArgs&, cudaStream_t);
 
 }  // namespace torchweld

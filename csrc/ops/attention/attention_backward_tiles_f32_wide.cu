@@ -3,7 +3,7 @@
 
 namespace torchweld {
 
-template void launch_attention_backward_tile<float, 10>(const BackwardArgs&, cudaStream_t);
-template void launch_attention_backward_tile<float, 11>(const BackwardArgs&, cudaStream_t);
+template void launch_attention_backward_tile<float, 12>(const BackwardArgs&, cudaStream_t);
+template void launch_attention_backward_tile<float, 13>(const BackwardArgs&, cudaStream_t);
 
 }  // namespace torchweld

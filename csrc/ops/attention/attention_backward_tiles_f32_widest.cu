@@ -3,6 +3,6 @@
 
 namespace torchweld {
 
-template void launch_attention_backward_tile<float, 12>(const BackwardArgs&, cudaStream_t);
+template void launch_attention_backward_tile<float, 14>(const BackwardArgs&, cudaStream_t);
 
 }  // namespace torchweld

@@ -3,8 +3,8 @@
 
 namespace torchweld {
 
-template void launch_attention_backward_tile<float, 5>(const BackwardArgs&, cudaStream_t);
-template void launch_attention_backward_tile<float, 6>(const BackwardArgs&, cudaStream_t);
 template void launch_attention_backward_tile<float, 7>(const BackwardArgs&, cudaStream_t);
+template void launch_attention_backward_tile<float, 8>(const BackwardArgs&, cudaStream_t);
+template void launch_attention_backward_tile<float, 9>(const BackwardArgs&, cudaStream_t);
 
 }  // namespace torchweld

@@ -24,6 +24,8 @@ struct BackwardConfig {
   static constexpr int kThreads = kShape.threads();
   static constexpr int kStrips = kShape.strips();
   static constexpr int kGroups = kShape.groups;
+  static constexpr bool kPaired = kShape.paired;
+  static constexpr int kStripWarps = kShape.strip_warps();
   static constexpr bool kValue = kPart != BackwardPart::kKey;
   static constexpr bool kKey = kPart != BackwardPart::kValue;
   // Of the loops over a product's depth; more would spill.
@@ -41,7 +43,7 @@ struct BackwardConfig {
   static_assert(kShape.valid() && elem_size(kShape.math) == sizeof(T));
 };
 
-template <typename Config, bool kSplit = Config::kSplit>
+template <typename Config, bool kSplit = Config::kSplit, bool kPaired = Config::kPaired>
 struct BackwardShared {
   typename Config::KeyTile k, v;
   typename Config::QueryTileOf q[2], dout[2];
@@ -51,9 +53,20 @@ struct BackwardShared {
   BackwardJob job;
 };
 
+// Warps that sum up dV hand P over to those of dK.
+template <typename Config>
+struct BackwardShared<Config, false, true> {
+  typename Config::KeyTile k, v;
+  typename Config::QueryTileOf q[2], dout[2];
+  typename Config::ScoreTile ds[2], p;
+  float lse[2][Config::kRows];
+  float delta[2][Config::kRows];
+  BackwardJob job;
+};
+
 // In fp32 Q and dO arrive beside the pieces of those before.
 template <typename Config>
-struct BackwardShared<Config, true> {
+struct BackwardShared<Config, true, false> {
   typename Config::KeyTile k, v;
   typename Config::QueryTileOf q[1], dout[1];
   typename Config::ScoreTile ds[1];

@@ -2,6 +2,7 @@
 // of a block, the launch.
 #pragma once
 
+#include "core/choices.h"
 #include "core/launch.h"
 #include "ops/attention/attention_config.h"
 #include "ops/attention/attention_forward.h"
@@ -102,6 +103,7 @@ void launch_attention_blocks(Kernel kernel, const AttentionParams& params, cudaS
                 kBytes <= Config::kShape.tile_bytes() + 128);
   static_assert(kBytes <= kAttentionSharedBytes);
   allow_shared_memory(kernel, kBytes);
+  note_kernel(kernel, Config::kThreads, kBytes);
   AttentionOrder order(params, Config::kRows, sizeof(typename Config::T));
   const int64_t blocks = order.blocks(params);
   for (; order.first_block < blocks; order.first_block += kMaxGrid) {

@@ -1,8 +1,9 @@
 // attention's forward: from a problem to the kernel that takes it.
 #include "ops/attention/attention_forward.h"
 
+#include "core/choices.h"
 #include "core/launch.h"
-#include "ops/attention/attention_config.h"
+#include "ops/attention/attention_tuning.h"
 
 namespace torchweld {
 namespace {
@@ -25,9 +26,11 @@ void launch_attention(const AttentionParams& params, cudaStream_t stream) {
   const AttentionSizes& sizes = params.sizes;
   const int64_t rows = sizes.batch * sizes.nheads * sizes.seqlen_q;
   if (rows == 0 || (sizes.head_dim_v == 0 && !params.lse)) return;
-  const int tile =
-      choose_attention_tile({sizes.seqlen_q, sizes.seqlen_k, sizes.head_dim, sizes.head_dim_v,
-                             attention_math(params.dtype, params.tf32)});
+  const int tile = pick<AttentionTuning>(
+      {{sizes.seqlen_q, sizes.seqlen_k, sizes.head_dim, sizes.head_dim_v,
+        attention_math(params.dtype, params.tf32)},
+       {sizes.batch * sizes.nheads, sizes.nheads / sizes.nheads_kv, params.causal,
+        params.leftpad != nullptr, params.dtype == DType::kBFloat16}});
   if (tile < 0) {
     launch_attention_general(params, stream);
   } else {

@@ -56,16 +56,26 @@ struct SharedTile {
 
 // The address that this lane gives to ldmatrix, for a left operand (m16 x 32 bytes) ...
 template <typename Tile>
-__device__ __forceinline__ uint32_t left_lane(uint32_t s_tile, int row, int group) {
-  const int lane = threadIdx.x % kWarp;
+__device__ __forceinline__ uint32_t left_lane(uint32_t s_tile, int row, int group,
+                                              unsigned thread) {
+  const int lane = thread % kWarp;
   return s_tile + Tile::offset(row + lane % 16, 2 * group + lane / 16);
+}
+template <typename Tile>
+__device__ __forceinline__ uint32_t left_lane(uint32_t s_tile, int row, int group) {
+  return left_lane<Tile>(s_tile, row, group, threadIdx.x);
 }
 
 // ... and for two n8 tiles of a right operand.
 template <typename Tile>
-__device__ __forceinline__ uint32_t right_lane(uint32_t s_tile, int row, int group) {
-  const int lane = threadIdx.x % kWarp;
+__device__ __forceinline__ uint32_t right_lane(uint32_t s_tile, int row, int group,
+                                               unsigned thread) {
+  const int lane = thread % kWarp;
   return s_tile + Tile::offset(row + lane % 8 + lane / 16 * 8, 2 * group + lane / 8 % 2);
+}
+template <typename Tile>
+__device__ __forceinline__ uint32_t right_lane(uint32_t s_tile, int row, int group) {
+  return right_lane<Tile>(s_tile, row, group, threadIdx.x);
 }
 
 // threadIdx.x, read where it is called.

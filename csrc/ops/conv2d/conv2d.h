@@ -50,7 +50,7 @@ struct Conv2dWeightParams {
 // Sizes are at least 1.
 void launch_conv2d(const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_direct(const Conv2dParams& params, cudaStream_t stream);
-void launch_conv2d_banded(const Conv2dParams& params, cudaStream_t stream);
+void launch_conv2d_banded(int tile, const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_general(const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_dweight(const Conv2dWeightParams& params, cudaStream_t stream);
 

@@ -282,6 +282,7 @@ void launch_tile(const Conv2dParams& params, cudaStream_t stream) {
   const BandedLayout<Config> layout(static_cast<int>(params.kernel_height),
                                     static_cast<int>(params.kernel_width), params.flipped);
   allow_shared_memory(conv2d_banded_kernel<Config>, layout.bytes());
+  note_kernel(conv2d_banded_kernel<Config>, kBandedThreads, layout.bytes());
   for_each_grid(conv2d_args<T>(params, column_tiles, per_image), column_tiles * row_tiles,
                 [&](const Conv2dArgs<T>& args, unsigned blocks) {
                   conv2d_banded_kernel<Config>
@@ -297,8 +298,7 @@ void dispatch_tile(int tile, const Conv2dParams& params, cudaStream_t stream) {
 
 }  // namespace
 
-void launch_conv2d_banded(const Conv2dParams& params, cudaStream_t stream) {
-  const int tile = choose_banded_tile(params.width);
+void launch_conv2d_banded(int tile, const Conv2dParams& params, cudaStream_t stream) {
   if (params.dtype == DType::kFloat16) return dispatch_tile<__half>(tile, params, stream);
   dispatch_tile<__nv_bfloat16>(tile, params, stream);
 }

@@ -149,6 +149,7 @@ void launch_tile(const Conv2dParams& params, cudaStream_t stream) {
                 [&](const Conv2dArgs<float>& args, unsigned blocks) {
                   const auto kernel = args.aligned ? conv2d_direct_kernel<Config, true>
                                                    : conv2d_direct_kernel<Config, false>;
+                  note_kernel(kernel, kDirectThreads, 0);
                   kernel<<<blocks, kDirectThreads, 0, stream>>>(args, log_across);
                 });
 }

@@ -6,6 +6,7 @@
 // is read once for all of its outputs. Images lie one below the other (StackedRows).
 #include "device/dispatch.cuh"
 #include "ops/conv2d/conv2d_tiles.cuh"
+#include "ops/conv2d/conv2d_tuning.h"
 
 namespace torchweld {
 namespace {
@@ -116,6 +117,7 @@ void launch_conv2d_general(const Conv2dParams& params, cudaStream_t stream) {
     const int64_t per_image = params.height + params.kernel_height - 1;
     const int64_t row_tiles = (params.batch * per_image + tile.rows() - 1) / tile.rows();
     allow_shared_memory(conv2d_general_kernel<T>, bytes);
+    note_kernel(conv2d_general_kernel<T>, kGeneralThreads, bytes);
     for_each_grid(conv2d_args<T>(params, column_tiles, per_image), column_tiles * row_tiles,
                   [&](const Conv2dArgs<T>& args, unsigned blocks) {
                     conv2d_general_kernel<<<blocks, kGeneralThreads, bytes, stream>>>(args, tile);
@@ -125,12 +127,15 @@ void launch_conv2d_general(const Conv2dParams& params, cudaStream_t stream) {
 
 void launch_conv2d(const Conv2dParams& params, cudaStream_t stream) {
   const int elem_size = params.dtype == DType::kFloat32 ? 4 : 2;
-  switch (choose_conv2d(params.kernel_height, params.kernel_width, elem_size)) {
+  const Conv2dChoice choice = pick<Conv2dTuning>(
+      {params.batch, params.height, params.width, params.kernel_height, params.kernel_width,
+       elem_size, params.flipped, params.dtype == DType::kBFloat16});
+  switch (choice.kernel) {
     case Conv2dKernel::kDirect:
       launch_conv2d_direct(params, stream);
       break;
     case Conv2dKernel::kBanded:
-      launch_conv2d_banded(params, stream);
+      launch_conv2d_banded(choice.tile, params, stream);
       break;
     case Conv2dKernel::kGeneral:
       launch_conv2d_general(params, stream);

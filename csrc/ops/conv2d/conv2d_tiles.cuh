@@ -1,6 +1,7 @@
 // What the convolution kernels share: where tiles lie in a batch of images.
 #pragma once
 
+#include "core/choices.h"
 #include "core/fast_divide.h"
 #include "core/launch.h"
 #include "device/vec.cuh"

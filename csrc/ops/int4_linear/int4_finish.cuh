@@ -53,18 +53,11 @@ __device__ __noinline__ void int4_finish(const Int4LinearParams& p, const Int4Wo
     }
     return;
   }
-  ResultColumn<T> y(g.y, row, g.y_row_stride, column, g.n - column, step);
-  const T* g_bias = static_cast<const T*>(g.epilogue.bias);
+  const GroupWriter<T> writer(g, /*batch=*/0, column);
   for (int token = first; token < tokens; token += step) {
-    int4_read_sums(v, s_sums + token * kStride + in_row, parts);
-    if (g_bias != nullptr) {
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        if (column + i < g.n) v[i] += to_float(g_bias[column + i]);
-      }
-    }
-    y.store(v);
-    y.next_row();
+    float sums[1][kGroup];
+    int4_read_sums(sums[0], s_sums + token * kStride + in_row, parts);
+    writer.write(work.first_token + token, 1, 1, sums);
   }
 }
 

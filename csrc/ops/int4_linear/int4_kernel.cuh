@@ -13,6 +13,7 @@
 // Source: Frantar et al., "MARLIN", 2024 (the offline order, the ring, small batches).
 #pragma once
 
+#include "core/choices.h"
 #include "core/launch.h"
 #include "ops/int4_linear/int4_finish.cuh"
 #include "ops/int4_linear/int4_fragments.cuh"
@@ -348,6 +349,7 @@ void launch_int4_kernel(const Int4LinearParams& p, cudaStream_t stream) {
   const auto kernel = int4_kernel<T, kTile, kWholeChunks>;
   constexpr int kBytes = kT.shared_bytes(sizeof(T));
   allow_shared_memory(kernel, kBytes);
+  note_kernel(kernel, kT.threads(), kBytes);
   const int64_t tiles =
       (p.gemm.n + kT.rows - 1) / kT.rows * ((p.gemm.m + kT.tokens - 1) / kT.tokens);
   const int64_t units = p.weight.shape.group_units();

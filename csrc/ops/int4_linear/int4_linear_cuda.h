@@ -1,11 +1,13 @@
 // From tensors to the kernels of a repacked 4-bit weight. Host code of CUDA builds only.
 #pragma once
 
+#include "core/choices.h"
 #include "core/cuda_inputs.h"
 #include "core/launch.h"
 #include "core/linear_common.h"
 #include "core/matmul.h"
 #include "ops/int4_linear/int4_linear.h"
+#include "ops/int4_linear/int4_linear_tuning.h"
 
 namespace torchweld {
 
@@ -67,7 +69,7 @@ inline void int4_matmul_into(const Tensor& y, const Tensor& x, const RepackedWei
                             device_attribute(cudaDevAttrMultiProcessorCount),
                             device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
                             device_has_clusters()};
-  const Int4Choice choice = choose_int4(problem);
+  const Int4Choice choice = pick<Int4Tuning>({problem, x.scalar_type() == at::kBFloat16});
   if (choice.tile < 0) return matmul_into(y, x, int4_dequantise(weight), {bias});
   const Tensor in_x = aligned_rows(x);
   const KernelWeight in_weight(weight);

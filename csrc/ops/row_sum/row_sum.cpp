@@ -13,9 +13,11 @@
 
 #include <map>
 
+#include "core/choices.h"
 #include "core/cuda_inputs.h"
 #include "core/launch.h"
 #include "ops/row_sum/row_sum.h"
+#include "ops/row_sum/row_sum_tuning.h"
 #endif
 
 namespace torchweld {
@@ -60,8 +62,9 @@ Tensor row_sum_cuda(const Tensor& x) {
   const bool aligned = reinterpret_cast<uintptr_t>(in.tensor.const_data_ptr()) % 16 == 0 &&
                        in.row_stride * elem_size % 16 == 0;
   const RowSumChoice choice =
-      choose_row_sum({in.rows, in.n, elem_size, in.row_stride == in.n, aligned,
-                      device_attribute(cudaDevAttrMultiProcessorCount)});
+      pick<RowSumTuning>({{in.rows, in.n, elem_size, in.row_stride == in.n, aligned,
+                           device_attribute(cudaDevAttrMultiProcessorCount)},
+                          x.scalar_type() == at::kBFloat16});
   Tensor partials, counters;
   if (choice.parts > 1) {
     partials = at::empty({choice.partials(in.rows)}, x.options().dtype(at::kFloat));

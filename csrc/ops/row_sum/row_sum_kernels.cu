@@ -8,6 +8,7 @@
 // Additions that one element takes part in: 3 in its access, 16 in a thread's accumulator, then one
 // for every 16 rounds of the block, and at most 60 between accumulators, threads and parts: the
 // error is at most (80 + n / 65536) * 2^-24 * sum |x|, plus the rounding of the result.
+#include "core/choices.h"
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "device/reduce.cuh"
@@ -218,6 +219,7 @@ void launch_staged(const RowSumArgs<T>& args, cudaStream_t stream) {
   const int64_t row_bytes = args.n * static_cast<int64_t>(sizeof(T));
   int rows_per_block = kRowSumThreads;
   while (rows_per_block * row_bytes > kStagedBytes) rows_per_block /= 2;
+  note_kernel(row_sum_staged_kernel<T>, kRowSumThreads, 0);
   static_assert(kStagedBytes / kStagedRowBytes >= kRowSumThreads / kWarp);  // a warp a row at most
   for (int64_t first = 0; first < args.rows; first += kMaxGrid * rows_per_block) {
     const int64_t blocks = (args.rows - first + rows_per_block - 1) / rows_per_block;
@@ -238,8 +240,10 @@ void launch_tile(RowSumArgs<T> args, cudaStream_t stream) {
     const int64_t groups = (args.rows + Config::kRowsPerBlock - 1) / Config::kRowsPerBlock;
     const unsigned blocks = static_cast<unsigned>(groups * args.parts);
     if constexpr (Config::kRowThreads <= kWarp) {
+      note_kernel(row_sum_rows_kernel<Config>, kRowSumThreads, 0);
       row_sum_rows_kernel<Config><<<blocks, kRowSumThreads, 0, stream>>>(args);
     } else {
+      note_kernel(row_sum_parts_kernel<Config>, kRowSumThreads, 0);
       row_sum_parts_kernel<Config><<<blocks, kRowSumThreads, 0, stream>>>(args);
     }
     args.g_x += most * args.row_stride;

@@ -8,7 +8,6 @@
 // the row's sum of exp(q[i] * k[j] - max_j). The gradient rebuilds p from the sum: unlike its
 // logarithm with the maximum added, it loses nothing where the scores are large. On the CPU the
 // scores exist one block of rows at a time, and their softmax is taken anew.
-#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_softmax.h>
 #include <ATen/ops/amax.h>
@@ -24,6 +23,7 @@
 
 #include "core/dispatch.h"
 #include "core/linear_common.h"
+#include "core/parallel.h"
 
 #ifdef TORCHWELD_CUDA
 #include "core/cuda_inputs.h"
@@ -93,13 +93,10 @@ struct RowBlocks {
   // Calls body(group, first row, number of rows).
   template <typename Body>
   void for_each(const Body& body) const {
-    at::parallel_for(0, groups, 1, [&](int64_t begin, int64_t end) {
-      const at::NoGradGuard below;  // a guard of the calling thread only, otherwise
-      for (int64_t group = begin; group < end; ++group) {
-        const int64_t last = std::min(n, (group + 1) * per_group);
-        for (int64_t row = group * per_group; row < last; row += rows) {
-          body(group, row, std::min(rows, last - row));
-        }
+    parallel_tasks(groups, [&](int64_t group) {
+      const int64_t last = std::min(n, (group + 1) * per_group);
+      for (int64_t row = group * per_group; row < last; row += rows) {
+        body(group, row, std::min(rows, last - row));
       }
     });
   }

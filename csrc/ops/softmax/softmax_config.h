@@ -31,41 +31,49 @@ inline constexpr SoftmaxTile kSoftmaxTiles[] = {{32, 1},  {32, 2},  {64, 2},  {1
                                                 {256, 4}, {512, 4}, {512, 8}, {1024, 4}, {1024, 8}};
 inline constexpr int kNumSoftmaxTiles = sizeof(kSoftmaxTiles) / sizeof(kSoftmaxTiles[0]);
 
-// A row lives in the shared memory of `cluster` blocks, one row after the other: a ring of pieces
-// that one warp fills while `threads` threads reduce and finish what has arrived. A piece is
-// `accesses` accesses of 16 bytes a thread.
+// A row lives in the shared memory of `cluster` blocks, one row after the other: a ring of slots
+// that one warp fills while `threads` threads reduce and finish what has arrived. A slot is `loads`
+// accesses of 16 bytes a thread: a piece of x, or one of y and one of dy.
 struct SoftmaxRing {
   int threads;
-  int accesses;
+  int loads;
   int cluster;
   int blocks_per_sm;
+  int preferred[2][2];  // 1024 columns: [the gradient][elements of 4 bytes]
 
   static constexpr int kExtraBytes = 2048;  // barriers and what the blocks of a cluster exchange
 
   constexpr int block_threads() const { return threads + 32; }
-  constexpr int piece_bytes() const { return threads * accesses * 16; }
+  constexpr int accesses(bool backward) const { return loads / (backward ? 2 : 1); }  // of a piece
+  constexpr int piece_bytes(bool backward) const { return threads * accesses(backward) * 16; }
   // Of one block. An SM has 228 KiB, of which every block takes 1 KiB for the system.
   constexpr int shared_bytes() const { return 228 * 1024 / blocks_per_sm - 1024; }
-  // A slot holds a piece of x, or one of y and one of dy.
-  constexpr int slots(bool backward) const {
-    return (shared_bytes() - kExtraBytes) / (piece_bytes() * (backward ? 2 : 1));
-  }
+  constexpr int slots() const { return (shared_bytes() - kExtraBytes) / (threads * loads * 16); }
   constexpr int64_t capacity(int elem_size, bool backward) const {
-    return static_cast<int64_t>(cluster) * slots(backward) * piece_bytes() / elem_size;
+    return static_cast<int64_t>(cluster) * slots() * piece_bytes(backward) / elem_size;
+  }
+  constexpr int64_t preferred_to(int elem_size, bool backward) const {
+    return int64_t{1024} * preferred[backward][elem_size == 4];
   }
 };
 
-// In the order of preference: the first of which a row leaves a third to the next rows, or else
-// the first that holds the row.
-inline constexpr SoftmaxRing kSoftmaxRings[] = {
-    {512, 2, 1, 1}, {512, 2, 2, 1}, {512, 2, 4, 1}, {512, 2, 8, 1}};
+// In the order of preference: the first that is preferred for the row and holds it. The clusters
+// are those of the fastest rings on an H200 at 32768 to 262144 columns; the bounds between are not
+// measured. Forward: the smallest of which a row leaves a third to the next rows, but 8 for fp32
+// beyond 65536 columns. Gradient: about 8192 columns a block, fp32 up to 16384, while clusters
+// grow.
+inline constexpr SoftmaxRing kSoftmaxRings[] = {{512, 4, 1, 1, {{72, 0}, {24, 0}}},
+                                                {512, 4, 2, 1, {{144, 72}, {24, 36}}},
+                                                {512, 4, 4, 1, {{288, 72}, {48, 36}}},
+                                                {512, 4, 8, 1, {{896, 448}, {448, 224}}}};
 inline constexpr int kNumSoftmaxRings = sizeof(kSoftmaxRings) / sizeof(kSoftmaxRings[0]);
 
 // Rows that no tile holds are read twice by this many threads.
 inline constexpr int kSoftmaxStreamThreads = 512;
 
-// From this length on a row takes a ring where it can.
-inline constexpr int64_t kSoftmaxRingFrom = 16385;
+// From this length on a row of 16-bit elements takes a ring where it can. Other rows take one where
+// no tile holds them: with fp32 the largest tile is the faster one.
+inline constexpr int64_t kSoftmaxRingFrom = 32768;
 
 struct SoftmaxProblem {
   int64_t n;      // row length
@@ -87,14 +95,12 @@ struct SoftmaxChoice {
 
 constexpr int choose_softmax_ring(const SoftmaxProblem& problem) {
   if (!problem.clusters || !problem.in_phase) return -1;
-  for (int spare = 1; spare >= 0; --spare) {
-    for (int i = 0; i < kNumSoftmaxRings; ++i) {
-      const SoftmaxRing& ring = kSoftmaxRings[i];
-      const int64_t capacity = ring.capacity(problem.elem_size, problem.backward);
-      if (ring.shared_bytes() <= problem.shared_limit &&
-          problem.n <= (spare ? capacity / 3 * 2 : capacity)) {
-        return i;
-      }
+  for (int i = 0; i < kNumSoftmaxRings; ++i) {
+    const SoftmaxRing& ring = kSoftmaxRings[i];
+    if (ring.shared_bytes() <= problem.shared_limit &&
+        problem.n <= ring.preferred_to(problem.elem_size, problem.backward) &&
+        problem.n <= ring.capacity(problem.elem_size, problem.backward)) {
+      return i;
     }
   }
   return -1;
@@ -114,7 +120,8 @@ constexpr int choose_softmax_tile(const SoftmaxProblem& problem) {
 constexpr SoftmaxChoice choose_softmax(const SoftmaxProblem& problem) {
   if (!problem.tiled) return {SoftmaxKernel::kStream, -1};
   const int ring = choose_softmax_ring(problem), tile = choose_softmax_tile(problem);
-  if (ring >= 0 && (tile < 0 || problem.n >= kSoftmaxRingFrom)) return {SoftmaxKernel::kRing, ring};
+  const bool long_row = problem.elem_size == 2 && problem.n >= kSoftmaxRingFrom;
+  if (ring >= 0 && (tile < 0 || long_row)) return {SoftmaxKernel::kRing, ring};
   return {tile >= 0 ? SoftmaxKernel::kTile : SoftmaxKernel::kStream, tile};
 }
 

@@ -3,11 +3,13 @@
 
 #include <type_traits>
 
+#include "core/choices.h"
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "ops/softmax/softmax_ring.cuh"
 #include "ops/softmax/softmax_rows.cuh"
 #include "ops/softmax/softmax_stream.cuh"
+#include "ops/softmax/softmax_tuning.h"
 
 namespace torchweld {
 
@@ -54,6 +56,7 @@ void launch_tile(const RowArgs<typename Config::T>& args, const Mask& mask, cuda
     if constexpr (kBackward) return softmax_backward_kernel<Config, Mask>;
     if constexpr (!kBackward) return softmax_kernel<Config, Mask>;
   }();
+  note_kernel(kernel, Config::kThreads, 0);
   for_each_grid(args, Config::kRowsPerBlock, [&](const auto& part, unsigned blocks) {
     kernel<<<blocks, Config::kThreads, 0, stream>>>(part, mask);
   });
@@ -66,6 +69,7 @@ void launch_ring(const RowArgs<typename Config::T>& args, const Mask& mask, cuda
   constexpr int kBytes = sizeof(RingShared<Config>);
   static_assert(kBytes <= Config::kShape.shared_bytes());
   allow_shared_memory(kernel, kBytes);
+  note_kernel(kernel, Config::kBlockThreads, kBytes);
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {Config::kCluster, 1, 1};
@@ -94,6 +98,7 @@ void launch_stream(const RowArgs<T>& args, const Mask& mask, cudaStream_t stream
     if constexpr (kBackward) return softmax_backward_stream_kernel<T, kElems, Mask>;
     if constexpr (!kBackward) return softmax_stream_kernel<T, kElems, Mask>;
   }();
+  note_kernel(kernel, kSoftmaxStreamThreads, 0);
   for_each_grid(args, 1, [&](const auto& part, unsigned blocks) {
     kernel<<<blocks, kSoftmaxStreamThreads, 0, stream>>>(part, mask);
   });
@@ -121,7 +126,8 @@ SoftmaxProblem problem_of(const RowArgs<T>& args, const Mask& mask) {
 template <typename T, bool kBackward, typename Mask>
 void launch_softmax_rows(const RowArgs<T>& args, const Mask& mask, cudaStream_t stream) {
   const SoftmaxProblem problem = problem_of<T, kBackward>(args, mask);
-  const SoftmaxChoice choice = choose_softmax(problem);
+  const SoftmaxChoice choice =
+      pick<SoftmaxTuning>({problem, args.rows, Mask::kMasked, std::is_same_v<T, __nv_bfloat16>});
   const bool whole = problem.aligned && problem.in_phase;
   if (choice.kernel == SoftmaxKernel::kTile) {
     dispatch_index<TileList<sizeof(T), kBackward>>(choice.index, [&](auto tile) {

@@ -24,10 +24,10 @@ struct RingConfig {
   static constexpr int kBlockThreads = kShape.block_threads();
   static constexpr int kBlocksPerSm = kShape.blocks_per_sm;
   static constexpr int kCluster = kShape.cluster;
-  static constexpr int kAccesses = kShape.accesses;
-  static constexpr int kSlots = kShape.slots(kBackward);
+  static constexpr int kAccesses = kShape.accesses(kBackward);
+  static constexpr int kSlots = kShape.slots();
   static constexpr int kInputs = kBackward ? 2 : 1;
-  static constexpr int kPieceBytes = kShape.piece_bytes();
+  static constexpr int kPieceBytes = kShape.piece_bytes(kBackward);
   static constexpr int kElems = kVectorBytes / sizeof(T);
   static_assert(kSlots >= 2 && kThreads >= 2 * kElems && kThreads > kCluster);
 };

@@ -22,29 +22,57 @@ class Timing:
 
 
 def _summary(samples: list[float]) -> Timing:
+    if len(samples) == 1:
+        return Timing(samples[0], samples[0], samples[0])
     low, middle, high = statistics.quantiles(samples, n=4)
     return Timing(middle, low, high)
 
 
-def _time_cuda(variants: dict[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
-    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    pairs = {
-        name: [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
-        for name in variants
-    }
-    for index in range(rounds):
-        for name, call in variants.items():
+class CudaRounds:
+    """Timed rounds on the current GPU: each calls every variant once, the L2 cache flushed before,
+    and starts with another one. What the finished rounds say can be asked for at any time.
+
+    Args:
+        variants: what to call, by name.
+        before: called with the name ahead of each call, outside of what is timed.
+    """
+
+    def __init__(
+        self,
+        variants: dict[str, Callable[[], object]],
+        before: Callable[[str], object] | None = None,
+    ) -> None:
+        self._variants = variants
+        self._before = before
+        self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        self._rounds: list[dict[str, tuple[torch.cuda.Event, torch.cuda.Event]]] = []
+
+    def run(self) -> None:
+        """One more round; counts only once it is complete."""
+        names = list(self._variants)
+        first = len(self._rounds) % len(names) if names else 0
+        events = {}
+        for name in names[first:] + names[:first]:
+            if self._before:
+                self._before(name)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             # Also a backlog: the next launches are queued while this runs.
-            flush.fill_(index & 255)
-            start, end = pairs[name][index]
+            self._flush.fill_(len(self._rounds) & 255)
             start.record()
-            call()
+            self._variants[name]()
             end.record()
-    torch.cuda.synchronize()
-    return {
-        name: _summary([start.elapsed_time(end) * 1e3 for start, end in pairs[name]])
-        for name in variants
-    }
+            events[name] = (start, end)
+        self._rounds.append(events)
+
+    def timings(self) -> dict[str, Timing]:
+        """By name, of the finished rounds; {} before the first."""
+        torch.cuda.synchronize()
+        if not self._rounds:
+            return {}
+        return {
+            name: _summary([r[name][0].elapsed_time(r[name][1]) * 1e3 for r in self._rounds])
+            for name in self._variants
+        }
 
 
 def _seconds(call: Callable[[], object], times: int) -> float:
@@ -94,5 +122,8 @@ def interleaved(
             call()
     if device == "cuda":
         torch.cuda.synchronize()
-        return _time_cuda(variants, rounds)
+        timer = CudaRounds(variants)
+        for _ in range(rounds):
+            timer.run()
+        return timer.timings()
     return _time_cpu(variants, rounds, sample_seconds)

@@ -1,0 +1,55 @@
+// How a product is cut into items of work: one tile of y, one batch, one split of K.
+#pragma once
+
+#include "core/fast_divide.h"
+#include "gemm/gemm.h"
+
+namespace torchweld {
+
+// threadIdx.x, as a value that the compiler takes for new.
+// NOTE: it would carry all that follows from it from tile to tile, in registers that spill.
+__device__ __forceinline__ int fresh_thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
+// How the work is laid out: tiles in bands, then splits, then batches.
+struct GemmGrid {
+  uint32_t tiles_m, tiles_n, items, band_tiles;
+  FastDivisor tiles, splits, band_items, band_height, last_height;
+
+  GemmGrid(int64_t tiles_m, int64_t tiles_n, int64_t splits, int64_t batch, int64_t band_tiles)
+      : tiles_m(uint32_t(tiles_m)),
+        tiles_n(uint32_t(tiles_n)),
+        items(uint32_t(tiles_m * tiles_n * splits * batch)),
+        band_tiles(uint32_t(band_tiles)),
+        tiles(tiles_m * tiles_n),
+        splits(splits),
+        band_items(band_tiles * tiles_n),
+        band_height(band_tiles),
+        last_height((tiles_m - 1) % band_tiles + 1) {}
+};
+
+// One item of work: which tile, batch and split.
+struct WorkItem {
+  int64_t tile_m, tile_n, batch;
+  int split;
+
+  __device__ __forceinline__ WorkItem(const GemmGrid& grid, uint32_t item) {
+    const uint32_t outer = grid.tiles.divide(item);
+    const uint32_t tile = item - outer * grid.tiles_m * grid.tiles_n;
+    const uint32_t splits_before = grid.splits.divide(outer);
+    batch = splits_before;
+    split = int(outer - splits_before * grid.splits.divisor());
+    const uint32_t band = grid.band_items.divide(tile);
+    const uint32_t in_band = tile - band * grid.band_items.divisor();
+    const bool last = (band + 1) * grid.band_tiles >= grid.tiles_m;
+    const FastDivisor& height = last ? grid.last_height : grid.band_height;
+    const uint32_t n = height.divide(in_band);
+    tile_m = band * grid.band_tiles + in_band - n * height.divisor();
+    tile_n = n;
+  }
+};
+
+}  // namespace torchweld

@@ -1,0 +1,113 @@
+// The configurations of a product with a 4-bit weight, for tune. Pure host code.
+#pragma once
+
+#include "core/tuning.h"
+#include "ops/int4_linear/int4_linear_config.h"
+
+namespace torchweld {
+
+struct Int4Call {
+  Int4Problem problem;
+  bool bfloat16;
+};
+
+struct Int4Tuning {
+  static constexpr const char* kName = "int4";
+  static constexpr Field kProblem[] = {{"m", 1, kMostSize},
+                                       {"n", 1, kMostSize},
+                                       {"k", 8, kMostSize},
+                                       {"groups", 1, kMostSize},
+                                       {"elem_size", 2, 4},
+                                       {"sms", 1, kMostMultiprocessors},
+                                       {"shared_limit", 0, kMostSharedBytes},
+                                       {"clusters", 0, 1},
+                                       {"bfloat16", 0, 1}};
+  static constexpr const char* kChoice[] = {"tile", "parts"};
+  static constexpr int kParts[] = {1, 2, 4, 8};
+
+  using Problem = Int4Call;
+  using Choice = Int4Choice;
+
+  static Numbers numbers(const Int4Call& call) {
+    const Int4Problem& p = call.problem;
+    return {p.m,   p.shape.n,      p.shape.k,  p.shape.groups, p.elem_size,
+            p.sms, p.shared_limit, p.clusters, call.bfloat16};
+  }
+  static Int4Call problem(const Numbers& x) {
+    return {{x[0],
+             {x[1], x[2], x[3]},
+             x[4] == 4 ? 4 : 2,
+             static_cast<int>(x[5]),
+             static_cast<int>(x[6]),
+             x[7] != 0},
+            x[8] != 0};
+  }
+  static Numbers key(Numbers x) {
+    x[0] = size_class(x[0]);
+    return x;
+  }
+
+  static Int4Choice choose(const Int4Call& call) { return choose_int4(call.problem); }
+  static Numbers told(const Int4Choice& choice) { return {choice.tile, choice.parts}; }
+
+  static int64_t steps(const Int4Problem& p, const Int4Tile& tile) {
+    return (p.shape.chunks() + tile.chunks - 1) / tile.chunks;
+  }
+
+  static std::string refusal(const Int4Call& call, const Numbers& choice) {
+    const Int4Problem& p = call.problem;
+    const int64_t parts = choice[1];
+    if (choice[0] == -1) return parts == 1 ? "" : "a weight that is dequantised is not cut";
+    if (choice[0] < 0 || choice[0] >= kInt4TileCount)
+      return no_such_tile(choice[0], kInt4TileCount);
+    const Int4Tile& tile = kInt4Tiles[choice[0]];
+    if (!tile.suits(p.elem_size, p.whole_chunks())) {
+      return "the tile is for 16-bit x and groups of a multiple of 64";
+    }
+    if (tile.shared_bytes(p.elem_size) > p.shared_limit) {
+      return too_much_shared_memory(tile.shared_bytes(p.elem_size), p.shared_limit);
+    }
+    if (parts != 1 && parts != 2 && parts != 4 && parts != 8) {
+      return "K can be cut into 1, 2, 4 or 8 parts";
+    }
+    const int64_t all = steps(p, tile), part = (all + parts - 1) / parts;
+    if ((parts - 1) * part >= all) {
+      return "K has " + std::to_string(all) + " steps, which leaves one of " +
+             std::to_string(parts) + " parts empty";
+    }
+    const double blocks = (double(p.shape.n) / tile.rows + 1) * (double(p.m) / tile.tokens + 1) *
+                          static_cast<double>(parts);
+    return grid_fits(blocks) ? "" : "more than 2^31 - 1 tiles";
+  }
+
+  static Int4Choice make(const Int4Call& call, const Numbers& choice) {
+    const Int4Problem& p = call.problem;
+    const int parts = static_cast<int>(choice[1]);
+    if (choice[0] < 0) return {-1, 1, p.shape.chunks(), false};
+    const Int4Tile& tile = kInt4Tiles[choice[0]];
+    const int64_t part = (steps(p, tile) + parts - 1) / parts;
+    return {static_cast<int>(choice[0]), parts, part * tile.chunks, parts > 1 && p.clusters};
+  }
+
+  // A tile that can't serve the product at all is listed once.
+  static std::vector<Numbers> candidates(const Int4Call& call) {
+    std::vector<Numbers> all;
+    for (int tile = 0; tile < kInt4TileCount; ++tile) {
+      const bool serves = refusal(call, {tile, 1}).empty();
+      for (const int parts : kParts) {
+        if (parts == 1 || serves) all.push_back({tile, parts});
+      }
+    }
+    all.push_back({-1, 1});
+    return all;
+  }
+
+  // Zeros: the weight is dequantised for the matmul engine.
+  static Columns columns(const Int4Call&, const Numbers& choice) {
+    const Int4Tile tile = choice[0] < 0 ? Int4Tile{} : kInt4Tiles[choice[0]];
+    return {{"rows", tile.rows},  {"tokens", tile.tokens}, {"block_k", tile.chunks * kInt4ChunkK},
+            {"parts", choice[1]}, {"stages", tile.stages}, {"warps", tile.warps}};
+  }
+};
+
+}  // namespace torchweld

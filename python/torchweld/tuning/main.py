@@ -1,0 +1,113 @@
+"""`torchweld tune OP --shape ... --dtype ...`: the table of a call's configurations."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+_FLAGS = ("gate", "activation", "interleaved", "causal")
+
+
+def _rounds(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 1 on, but got {text!r}")
+    return int(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags beside OP, --shape and --dtype."""
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU"
+    )
+    parser.add_argument("--gate", help="of gated_linear, for example sigmoid_tanh")
+    parser.add_argument("--activation", help="of the linear ops, for example gelu_tanh")
+    parser.add_argument("--interleaved", action="store_true", default=None, help="gated_linear")
+    parser.add_argument("--causal", action="store_true", default=None, help="of attention")
+    parser.add_argument("--group", type=int, help="of int4_linear, default: 128 or K")
+    parser.add_argument("--rounds", type=_rounds, default=15, help="calls of each, default: 15")
+    parser.add_argument(
+        "--remember", action="store_true", help="use the fastest from now on, in every process"
+    )
+    parser.add_argument("--save", type=Path, metavar="FILE.json", help="write the table as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the table")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+
+
+def keywords(args: argparse.Namespace) -> dict[str, Any]:
+    """The op's keyword arguments among the flags.
+
+    Raises:
+        ValueError: the op has no such argument.
+    """
+    from torchweld._library import ops
+
+    schema = getattr(ops, args.op).default._schema
+    known = {a.name for a in schema.arguments}
+    given = {name: getattr(args, name) for name in _FLAGS if getattr(args, name) is not None}
+    for name in given:
+        if name not in known:
+            raise ValueError(f"--{name} must go with an op that has it, but got {args.op}")
+    if "output_mask" in known:
+        given["output_mask"] = [True] * len(schema.returns)
+    return given
+
+
+def _filled(shapes: tuple[Any, ...], op: str, device: str) -> list[Any]:
+    """Tensors of these shapes with values, chosen so that results are near 1."""
+    import torch
+
+    if device == "cpu":
+        return [torch.empty_like(t, device="cpu") for t in shapes]
+    made = []
+    for t in shapes:
+        if not t.is_floating_point():
+            words = torch.randint(-(2**31), 2**31, t.shape, device=device)
+            made.append(words.to(t.dtype))
+        else:
+            made.append(torch.randn(t.shape, device=device).to(t.dtype))
+    ops = torch.ops.torchweld
+    if "linear" in op:
+        weight = 2 if op.endswith("backward") else 1
+        if made[weight].is_floating_point():
+            made[weight] *= made[weight].shape[-1] ** -0.5
+        else:  # scales of 4-bit codes
+            made[2] = made[2].abs() * 0.1 * made[0].shape[-1] ** -0.5
+        if op.startswith("folded"):
+            made[2] = made[1].float().sum(1).to(made[2].dtype)
+    if op == "softmax_backward":
+        made[1] = ops.softmax(made[1])
+    if op == "causal_softmax_backward":
+        made[1] = ops.causal_softmax(made[1])
+    return made
+
+
+def run(args: argparse.Namespace, shapes: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Prints the table; returns the exit status.
+
+    Raises:
+        OSError, ValueError, RuntimeError, ImportError: what can't be done, as one sentence.
+    """
+    import torch
+
+    from torchweld.tuning import tune
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device must be cpu where there is no CUDA GPU, but got cuda")
+    made = _filled(shapes, args.op, device)
+    if args.op == "attention_backward" and device == "cuda":
+        dout, query, key, value = made[:4]
+        out, lse = torch.ops.torchweld.attention_forward(query, key, value, **kwargs)
+        made = [dout, query, key, value, out, lse]
+    if args.op == "add_scalar":
+        kwargs = {**kwargs, "value": 1.5}
+    result = tune(args.op, *made, remember=args.remember, rounds=args.rounds, **kwargs)
+    print(json.dumps(result.to_dict(), indent=1) if args.json else result)
+    for path, write in ((args.save, result.save), (args.plot, result.plot)):
+        if path is not None and result.rows:
+            write(path)
+            print(f"written: {path}", file=sys.stderr)
+    return 130 if result.interrupted else 0

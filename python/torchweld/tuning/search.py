@@ -1,0 +1,401 @@
+"""torchweld.tune(): every configuration of a call, checked and timed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torchweld._library as library
+from torchweld.info import ops_of_library
+from torchweld.tuning import cache
+from torchweld.tuning.progress import Progress
+from torchweld.tuning.result import Row, TuneResult, empty_row
+from torchweld.tuning.work import Answers, bytes_of, flops, sum_length, tensors_of
+
+# A configuration that is so many times slower than another is timed once.
+_SLOW = 8.0
+
+
+@dataclass
+class Part:
+    """A kernel of the call that has several configurations."""
+
+    family: str
+    numbers: list[int]  # of its problem
+    problem: dict[str, int]  # the same by name
+    choice: list[int]  # what the call takes by itself
+    source: str
+
+    def text(self) -> str:
+        shown = [f"{k} {v}" for k, v in self.problem.items() if k not in ("sms", "shared_limit")]
+        return f"{self.family} ({', '.join(shown)})"
+
+
+def _tables() -> Any:
+    return library.introspection("torchweld.tune")
+
+
+def _watch(call: Callable[[], Any]) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    """The call's results, and what was chosen and launched in it."""
+    library.ops._watch_choices(True)
+    try:
+        outputs = tensors_of(call())
+    finally:
+        seen = library.ops._watch_choices(False)
+    return outputs, [json.loads(text) for text in seen]
+
+
+def _parts(seen: list[dict[str, Any]]) -> list[Part]:
+    """The kernels of a watched call, one of each shape class."""
+    _C = _tables()
+    fields = _C.families()
+    found: dict[tuple[str, tuple[int, ...]], Part] = {}
+    for record in seen:
+        family, numbers = record["family"], record["problem"]
+        problem = dict(zip(fields[family], numbers, strict=True))
+        key = family, tuple(_C.shape_class(family, numbers))
+        part = Part(family, numbers, problem, record["choice"], record["source"])
+        found.setdefault(key, part)
+    return list(found.values())
+
+
+@contextmanager
+def _fresh_memory_is_nan() -> Iterator[None]:
+    """So that what a kernel leaves unwritten shows, and not the answer of the one before."""
+    was = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def _gpu_works() -> bool:
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+class _GpuStoppedError(RuntimeError):
+    """A kernel broke the CUDA context; nothing more can run in this process."""
+
+
+class Search:
+    """The search over one call. Rows are filled in as it goes, so that it can be interrupted."""
+
+    def __init__(
+        self, result: TuneResult, call: Callable[[], Any], rounds: int, progress: Progress
+    ) -> None:
+        self.result = result
+        self._call = call
+        self._rounds = rounds
+        self._progress = progress
+        self._forced: list[Part] = []
+        self._bytes = 0
+        self._flops: float | None = None
+
+    def force(self, part: Part, choice: Sequence[int]) -> None:
+        library.ops._force_choice(part.family, part.numbers, choice)
+
+    def run(
+        self, parts: list[Part], answers: Answers, moved: int, configs: list[dict] | None
+    ) -> None:
+        """Search the parts one by one, each with the best of those before."""
+        self._bytes = moved
+        work = [w for w in (flops(p.family, p.problem) for p in parts) if w is not None]
+        self._flops = sum(work) if work else None
+        rows = [self._rows(i, part, configs) for i, part in enumerate(parts)]
+        for of_part in rows:
+            self.result.rows += of_part
+            runnable = sum(not row["reason"] for row in of_part)
+            self._progress.plan(runnable * (1 + self._rounds))
+        try:
+            for i, part in enumerate(parts):
+                self._forced.append(part)
+                self._search(part, [row for row in rows[i] if not row["reason"]], answers)
+                best = self.result.best_of_part(i)
+                self.force(part, best["choice"] if best else [])
+        finally:
+            for part in self._forced:
+                self.force(part, [])
+
+    def _rows(self, index: int, part: Part, configs: list[dict] | None) -> list[Row]:
+        """A row for each configuration; what can't run has its reason already."""
+        rows = []
+        for found in _tables().candidates(part.family, part.numbers):
+            own = found["choice"] == part.choice
+            row = empty_row(
+                part=index,
+                problem=part.text(),
+                family=part.family,
+                choice=found["choice"],
+                source=part.source if own else "",
+                **found["columns"],
+            )
+            row["reason"] = found["refusal"]
+            rows.append(row)
+        if configs is None:
+            # What the call takes by itself runs first: the others are held against it.
+            return sorted(rows, key=lambda row: not row["source"])
+        wanted = []
+        for config in configs:
+            match = [row for row in rows if all(row.get(k) == v for k, v in config.items())]
+            wanted += [row for row in match if row not in wanted]
+            if not match:
+                missing = {key: value for key, value in config.items() if key in rows[0]}
+                row = {**dict.fromkeys(rows[0]), **missing, "part": index, "reason": "not built"}
+                wanted.append({**row, "problem": part.text(), "family": part.family, "source": ""})
+        return wanted
+
+    def _search(self, part: Part, rows: list[Row], answers: Answers) -> None:
+        from torchweld.bench.timer import CudaRounds
+
+        right: dict[str, Row] = {}
+        fastest = float("inf")
+        for index, row in enumerate(rows):
+            if not self._check(part, row, answers):
+                self._progress.step(1 + self._rounds)
+                continue
+            once = CudaRounds(
+                {"once": self._call}, lambda _, row=row: self.force(part, row["choice"])
+            )
+            once.run()
+            self._time(row, once.timings()["once"])
+            fastest = min(fastest, row["us"])
+            if row["us"] > _SLOW * fastest:
+                self._progress.step(1 + self._rounds)
+                continue
+            right[str(index)] = row
+            self._progress.step()
+        if not right:
+            return
+        timer = CudaRounds(
+            dict.fromkeys(right, self._call), lambda name: self.force(part, right[name]["choice"])
+        )
+        try:
+            for _ in range(self._rounds):
+                timer.run()
+                self._progress.step(len(right))
+        finally:  # an interrupted search keeps the finished rounds
+            for name, timing in timer.timings().items():
+                self._time(right[name], timing)
+
+    def _check(self, part: Part, row: Row, answers: Answers) -> bool:
+        """Run a configuration once and judge its answer; the row gets what is learnt."""
+        try:
+            self.force(part, row["choice"])
+            with _fresh_memory_is_nan():
+                outputs, seen = _watch(self._call)
+            row["error"], row["reason"] = answers.judge(outputs)
+        except torch.OutOfMemoryError:
+            row["reason"] = "out of GPU memory"
+        except RuntimeError as error:
+            row["reason"] = (str(error).splitlines() or [type(error).__name__])[0]
+            if not _gpu_works():
+                raise _GpuStoppedError(row["reason"]) from error
+        if row["reason"]:
+            return False
+        kernels = [
+            k for r in seen for k in r["kernels"] if r["problem"] == part.numbers and r["kernels"]
+        ]
+        if kernels:
+            row["registers"] = max(k[0] for k in kernels)
+            row["shared_bytes"] = max(k[1] for k in kernels)
+        return True
+
+    def _time(self, row: Row, timing: Any) -> None:
+        row["us"], row["low_us"], row["high_us"] = timing.us, timing.low, timing.high
+        row["gb_s"] = self._bytes / timing.us * 1e-3
+        row["tflop_s"] = None if self._flops is None else self._flops / timing.us * 1e-6
+
+
+def _gpu_name(t: Tensor) -> str:
+    """The name of the tensor's GPU, "" on the CPU."""
+    return torch.cuda.get_device_name(t.device) if t.is_cuda else ""
+
+
+def _checked(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The call's tensors."""
+    library.require()
+    known = ops_of_library()
+    if op not in known:
+        raise ValueError(f"tune: op must be one of {', '.join(known)}, but got {op!r}")
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    if not tensors:
+        raise ValueError(f"tune: {op} must be given its tensors, but got none")
+    if any(t.is_meta for t in tensors):
+        raise ValueError(
+            f"tune: the tensors of {op} must hold values, because every configuration runs, but "
+            "one is on the meta device; use torchweld.explain for it"
+        )
+    return tensors
+
+
+def _checked_configs(configs: Any, parts: list[Part]) -> list[dict[str, Any]] | None:
+    if configs is None:
+        return None
+    columns: dict[str, None] = {}
+    for part in parts:
+        for found in _tables().candidates(part.family, part.numbers):
+            columns.update(dict.fromkeys(found["columns"]))
+    checked = [dict(config) for config in configs]
+    unknown = [key for config in checked for key in config if key not in columns]
+    if unknown:
+        raise ValueError(
+            f"tune: configs must be dicts of {', '.join(columns)}, but one has {unknown[0]!r}"
+        )
+    return checked
+
+
+def tune(
+    op: str,
+    *args: Any,
+    configs: Sequence[dict[str, int]] | None = None,
+    remember: bool = False,
+    rounds: int = 15,
+    progress: bool | None = None,
+    **kwargs: Any,
+) -> TuneResult:
+    """Time every configuration of `torchweld.<op>(*args, **kwargs)` on the GPU: a grid search.
+
+    Each configuration runs once first, and its answer is held against the op in float64 on the CPU
+    (large calls: against the default configuration's answer); one that is wrong is not timed. The
+    others run in turns, L2 flushed before each call, and their medians are compared. What the
+    GPU or the shapes do not allow stays in the table with its reason. An op that runs several such
+    kernels, for example `linear_backward`, has them searched one after the other. Ctrl-C ends the
+    search and keeps what there is. A configuration more than 8 times slower than the fastest so
+    far is timed once.
+
+    Args:
+        op: the name of an op, e.g. "gated_linear"; a backward op under its own name.
+        *args: its arguments, on a GPU.
+        configs: the configurations to look at, as columns of the table such as
+            `{"block_m": 64, "block_n": 64}`; every one that agrees is timed, and one that no kernel
+            was built for is listed as such. None: all there are.
+        remember: keep the fastest one, in this process and in the user's cache directory, for
+            this GPU, dtype and shape class (sizes exact, numbers of rows and of heads up to the
+            next power of two). It holds for the kernel: ops that run the same product share it.
+        rounds: how often each is timed.
+        progress: whether to draw a bar on stderr; None: where that is a terminal.
+        **kwargs: the op's keyword arguments.
+
+    Returns:
+        A `TuneResult`; print it, or take `.best`, `.to_pandas()`, `.plot(path)`, `.save(path)`.
+        On the CPU, and for an op with one configuration, there is nothing to tune; `.note` says so.
+
+    Raises:
+        ValueError: there is no such op, or a config has a column that its kernels lack.
+        RuntimeError: the library or its introspection module is not there, or the op refuses the
+            arguments.
+
+    Limits: one search at a time in a thread; other work on the GPU falsifies the times.
+    """
+    tensors = _checked(op, args, kwargs)
+    floats = [t for t in tensors if t.is_floating_point()] or tensors
+    if rounds < 1:
+        raise ValueError(f"tune: rounds must be at least 1, but got {rounds}")
+    others = [f"{k}={v!r}" for k, v in kwargs.items() if not isinstance(v, Tensor)]
+    shapes = [f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in tensors]
+    result = TuneResult(
+        op,
+        ", ".join(shapes + others),
+        dtype=str(floats[0].dtype).removeprefix("torch."),
+        version=cache.version(),
+        gpu=_gpu_name(tensors[0]),
+    )
+    if not result.gpu:
+        result.note = (
+            f"torchweld.tune: there is nothing to tune for {op} on the CPU, whose kernels have one "
+            "configuration; tune it on a CUDA GPU"
+        )
+        return result
+    function = getattr(library.ops, op)
+    with torch.no_grad(), torch.cuda.device_of(tensors[0]):
+        parts = _tune(result, function, args, kwargs, tensors, configs, rounds, progress)
+        if remember and parts:
+            _remember(result, parts)
+    return result
+
+
+def _tune(
+    result: TuneResult,
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[Tensor],
+    configs: Sequence[dict[str, int]] | None,
+    rounds: int,
+    progress: bool | None,
+) -> list[Part]:
+    """Fills the result; returns the kernels that were searched."""
+
+    def call() -> Any:
+        return function(*args, **kwargs)
+
+    bar = Progress(f"tune {result.op}", progress)
+    parts: list[Part] = []
+    try:
+        outputs, seen = _watch(call)
+        parts = _parts(seen)
+        if not parts:
+            result.note = (
+                f"torchweld.tune: {result.op} has one configuration for these arguments, which "
+                "their sizes give, so there is nothing to tune"
+            )
+            return parts
+        wanted = _checked_configs(configs, parts)
+        work = sum(flops(p.family, p.problem) or 0.0 for p in parts)
+        longest = max(sum_length(p.family, p.problem) for p in parts)
+        answers = Answers(function, args, kwargs, outputs, work, longest)
+        result.against = answers.against
+        moved = bytes_of([*tensors, *outputs])
+        Search(result, call, rounds, bar).run(parts, answers, moved, wanted)
+    except KeyboardInterrupt:
+        result.interrupted = True
+        result.note = "interrupted: what had not run by then has no time"
+    except _GpuStoppedError as error:
+        result.interrupted = True
+        result.note = f"a configuration stopped the GPU, start a new process: {error}"
+    finally:
+        bar.close()
+        result.sort()
+    for row in result.rows:
+        if row["us"] is None and not row["reason"]:
+            row["reason"] = "not timed: the search was interrupted"
+    return parts
+
+
+def _remember(result: TuneResult, parts: list[Part]) -> None:
+    if result.interrupted:
+        result.note += "; nothing was remembered"
+        return
+    entries = []
+    for i, part in enumerate(parts):
+        best = result.best_of_part(i)
+        if best is None:
+            continue
+        entries.append(
+            cache.entry(
+                result.op,
+                result.gpu,
+                result.dtype,
+                part.family,
+                part.numbers,
+                best["choice"],
+                best["us"],
+            )
+        )
+    note = cache.remember(entries)
+    result.note = "; ".join(filter(None, [result.note, note]))

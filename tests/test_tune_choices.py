@@ -1,0 +1,318 @@
+"""The tables of configurations, forced and remembered choices: host code, without a GPU."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import torch
+
+import torchweld
+from tuning import (  # noqa: F401
+    GPU,
+    H200,
+    LINEAR,
+    SMALL,
+    nothing_is_left_behind,
+    picked,
+    refusal,
+)
+
+_C = pytest.importorskip("torchweld._C")
+
+ops = torch.ops.torchweld
+
+SIZES = (1, 2, 7, 8, 16, 33, 64, 100, 257, 1000, 1024, 4096, 70_000)
+
+
+def problems(family: str, seed: int = 0, count: int = 300):
+    """Random problems within what the kernels may meet."""
+    r = random.Random(seed)
+    size = lambda: r.choice(SIZES)  # noqa: E731
+    flag = lambda: r.randint(0, 1)  # noqa: E731
+    for _ in range(count):
+        elem, limits = r.choice((2, 4)), r.choice((H200, SMALL))
+        dims = [r.choice((1, 32, 64, 65, 128, 200, 256, 300)) for _ in range(2)]
+        load = [r.choice((1, 4)), flag(), flag(), flag()]
+        if family == "matmul":
+            yield [
+                size(),
+                size(),
+                size(),
+                r.choice((1, 3, 64)),
+                flag(),
+                flag(),
+                r.randint(0, 3),
+                *limits,
+            ] + [
+                flag(),
+                flag(),
+            ]
+        elif family == "softmax":
+            flags = [flag() for _ in range(5)]
+            yield [size(), elem, *flags, limits[1], size(), flag(), flag()]
+        elif family == "attention":
+            yield [size(), size(), size(), *dims, r.randint(0, 2), *load]
+        elif family == "attention_backward":
+            yield [size(), size(), size(), *dims, r.randint(0, 2), *load, limits[1]]
+        elif family == "int4":
+            groups = r.choice((1, 2, 3, 8))
+            k = groups * r.choice((8, 24, 64, 128, 1024))
+            yield [size(), size(), k, groups, elem, *limits, flag(), flag()]
+        elif family == "row_sum":
+            yield [size(), size(), elem, flag(), flag(), limits[0], flag()]
+        else:
+            kernel = [r.choice((1, 3, 4, 5, 7, 31, 40)) for _ in range(2)]
+            yield [size(), size(), size(), *kernel, elem, flag(), flag()]
+
+
+def softmax_problem(n: int, elem_size: int = 4, **changes) -> list[int]:
+    """Rows on an H200, in float32 or float16, with 1 or 0 for what is changed."""
+    problem = dict(n=n, elem_size=elem_size, aligned=1, backward=0, tiled=1, clusters=1, in_phase=1)
+    problem |= dict(shared_limit=H200[1], rows=64, masked=0, bfloat16=0) | changes
+    return [int(number) for number in problem.values()]
+
+
+FAMILIES = ("matmul", "softmax", "attention", "attention_backward", "int4", "row_sum", "conv2d")
+
+
+# The tables
+
+
+def test_every_family_is_tested():
+    assert tuple(_C.families()) == FAMILIES
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_own_choice_is_a_legal_candidate(family):
+    for problem in problems(family):
+        own, source = ops._picked_choice("", family, problem)
+        assert source == "heuristic"
+        candidates = _C.candidates(family, problem)
+        texts = [tuple(c["choice"]) for c in candidates]
+        assert len(set(texts)) == len(texts), "a configuration is listed twice"
+        (mine,) = [c for c in candidates if c["choice"] == own]
+        assert mine["refusal"] == "", (problem, own, mine)
+        assert all(c == _C.candidate(family, problem, c["choice"]) for c in candidates[:3])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_problems_of_a_shape_class_have_the_same_configurations(family):
+    """What one of them takes, the class's largest takes too, so that a choice can be shared."""
+    for problem in problems(family, seed=1, count=100):
+        wide = _C.shape_class(family, problem)
+        assert _C.shape_class(family, wide) == wide
+        legal = [c["choice"] for c in _C.candidates(family, problem) if not c["refusal"]]
+        for choice in legal:
+            if family == "row_sum" and choice[1] > 1:
+                continue  # more than 16384 rows are not cut
+            assert _C.candidate(family, wide, choice)["refusal"] == "", (problem, wide, choice)
+
+
+def test_reasons_of_a_matmul():
+    assert "another" not in refusal("matmul", LINEAR, 0, 1)
+    assert "float32 alone" in refusal("matmul", LINEAR, 4, 1)
+    single = [*LINEAR[:6], 3, *LINEAR[7:]]
+    assert "pieces of float32" in refusal("matmul", single, 0, 1)
+    small = [*LINEAR[:8], 65536, 1, 1]
+    assert (
+        refusal("matmul", small, 0, 1)
+        == "too much shared memory: 147456 bytes a block, the GPU has 65536"
+    )
+    assert refusal("matmul", LINEAR, 1, 24) == "K has 32 steps, which leaves one of 24 parts empty"
+    assert "1 to 32 parts" in refusal("matmul", LINEAR, 1, 33)
+    assert "no tile 6" in refusal("matmul", LINEAR, 6, 1) and "no tile -1" in refusal(
+        "matmul", LINEAR, -1, 1
+    )
+    huge = [2**40, 2**40, *LINEAR[2:]]
+    assert "2^31" in refusal("matmul", huge, 1, 1)
+    long_k = [1, 1, 2**33, *LINEAR[3:]]
+    assert "2^24 steps" in refusal("matmul", long_k, 1, 4) and not refusal("matmul", long_k, 1, 8)
+
+
+def test_a_tile_of_the_gradient_never_writes_beyond_its_scratch():
+    """dQ's scratch has 64, 128 or 256 columns, as head dims ask for, and not as the tile does."""
+    for dims in ((64, 64), (1, 8), (65, 64), (128, 3), (129, 8), (256, 256)):
+        columns = next(c for c in (64, 128, 256) if max(dims) <= c)
+        for math in range(3):
+            problem = [8, 128, 128, *dims, math, 1, 1, 0, 0, H200[1]]
+            legal = [c for c in _C.candidates("attention_backward", problem) if not c["refusal"]]
+            assert {c["columns"]["head_dim"] for c in legal} <= {0, columns}
+            assert len(legal) > 1
+
+
+def test_softmax_tiles_and_rings_hold_the_row():
+    for n, size in ((1000, 4), (1001, 2), (40_000, 2), (300_000, 4), (10**6, 2)):
+        for backward in (False, True):
+            aligned = n * size % 16 == 0
+            problem = softmax_problem(n, size, aligned=aligned, backward=backward)
+            *kept, stream = _C.candidates("softmax", problem)
+            tiles = _C.softmax_tiles(size, backward, aligned)
+            rings = _C.softmax_rings(size, backward)
+            for tile, found in zip(tiles + rings, kept, strict=True):
+                holds = tile["capacity"] >= n and tile.get("suits", True)
+                assert (found["refusal"] == "") == holds
+            kinds = [found["columns"]["kind"] for found in kept]
+            assert kinds == [0] * len(tiles) + [1] * len(rings)
+            assert stream["refusal"] == "" and stream["columns"]["kind"] == 2
+
+
+def test_reasons_of_a_softmax():
+    tiles = len(_C.softmax_tiles(4, False, True))
+    for number in (0, tiles):
+        assert "scale is 0" in refusal("softmax", softmax_problem(64, tiled=False), number)
+    assert refusal("softmax", softmax_problem(64, tiled=False), -1) == ""
+    assert "registers" in refusal("softmax", softmax_problem(64, 2, backward=True), tiles - 1)
+    assert refusal("softmax", softmax_problem(129), 0) == "holds 128 elements, the row has 129"
+    long = dict(n=60_000, aligned=True)
+    assert "holds 57344 elements" in refusal("softmax", softmax_problem(**long), tiles)
+    assert refusal("softmax", softmax_problem(**long), tiles + 1) == ""
+    assert "clusters" in refusal("softmax", softmax_problem(**long, clusters=False), tiles + 1)
+    assert "16-byte" in refusal("softmax", softmax_problem(**long, in_phase=False), tiles + 1)
+    small = softmax_problem(**long, shared_limit=SMALL[1])
+    assert "the GPU has 101376" in refusal("softmax", small, tiles + 1)
+
+
+def test_a_softmax_remembers_tiles_rings_and_the_streaming_kernel():
+    problem = softmax_problem(16_384)
+    (own,), source = picked("softmax", problem, GPU)
+    assert (_C.candidate("softmax", problem, [own])["columns"]["kind"], source) == (0, "heuristic")
+    for number in (own + 1, len(_C.softmax_tiles(4, False, True)), -1):
+        if not refusal("softmax", problem, number):
+            ops._remember_choice(GPU, "softmax", problem, [number])
+            assert picked("softmax", problem, GPU) == ([number], "tuned")
+    assert picked("softmax", problem, GPU) == ([-1], "tuned")
+
+
+def test_parts_cover_what_is_cut():
+    for problem in problems("int4", seed=2):
+        for found in _C.candidates("int4", problem):
+            if found["refusal"] or found["choice"][0] < 0:
+                continue
+            chunks, per_step = -(-problem[2] // 64), found["columns"]["block_k"] // 64
+            steps, parts = -(-chunks // per_step), found["choice"][1]
+            assert (parts - 1) * -(-steps // parts) < steps
+    for problem in problems("row_sum", seed=2):
+        for found in _C.candidates("row_sum", problem):
+            parts, n = found["choice"][1], problem[1]
+            if found["refusal"] or parts == 1:
+                continue
+            block = 16 // problem[2] * 256 * 4
+            part = -(-n // (parts * block)) * block
+            assert (parts - 1) * part < n <= parts * part
+
+
+@pytest.mark.parametrize(
+    ("family", "problem", "words"),
+    [
+        ("gemm", LINEAR, "no family"),
+        ("matmul", LINEAR[:-1], "11 numbers"),
+        ("matmul", [*LINEAR, *LINEAR], "11 numbers"),
+        ("matmul", [0, *LINEAR[1:]], "m from 1"),
+        ("matmul", [2**41, *LINEAR[1:]], "m from 1"),
+        ("matmul", [*LINEAR[:6], 4, *LINEAR[7:]], "math from 0 to 3"),
+        ("matmul", [*LINEAR[:7], 0, *LINEAR[8:]], "sms from 1"),
+        ("softmax", [64, 8, 1, 0, 1, 1, 1, 0, 64, 1, 0], "elem_size from 2 to 4"),
+        ("softmax", [64, 4, 2, 0, 1, 1, 1, 0, 64, 1, 0], "aligned from 0 to 1"),
+    ],
+)
+def test_numbers_that_are_no_problem(family, problem, words):
+    for call in (_C.candidates, _C.shape_class):
+        with pytest.raises(ValueError, match=words):
+            call(family, problem)
+    with pytest.raises(RuntimeError, match="must be"):
+        ops._picked_choice("", family, problem)
+
+
+# Forced and remembered choices
+
+
+def test_forced_choice_holds_for_its_shape_class_and_thread():
+    ops._force_choice("matmul", LINEAR, [1, 2])
+    assert picked() == ([1, 2], "forced")
+    assert picked(problem=[513, *LINEAR[1:]]) == ([1, 2], "forced")
+    assert picked(problem=[512, *LINEAR[1:]])[1] == "heuristic"
+    for i in range(1, len(LINEAR)):
+        other = list(LINEAR)
+        other[i] += -1 if other[i] == 1 and i > 3 else 1
+        assert picked(problem=other)[1] == "heuristic", "every number is part of the key"
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(picked()))
+    thread.start()
+    thread.join()
+    assert seen[0][1] == "heuristic"
+    ops._force_choice("matmul", LINEAR, [])
+    assert picked()[1] == "heuristic"
+
+
+def test_forced_choice_that_another_problem_of_the_class_refuses():
+    """16384 rows may be cut, and so may not 16385, which stand for 32768."""
+    few, many = [20_000, 2**20, 4, 1, 1, 132, 0], [16_384, 2**20, 4, 1, 1, 132, 0]
+    with pytest.raises(RuntimeError, match="choice must be one that the problem allows, but got"):
+        ops._force_choice("row_sum", few, [8, 2])
+    ops._force_choice("row_sum", many, [8, 2])
+    assert picked("row_sum", many) == ([8, 2], "forced")
+    ops._force_choice("row_sum", many, [])
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("gemm", LINEAR, [0, 1]), "family must be one of matmul, .*conv2d, but got 'gemm'"),
+        (("matmul", LINEAR[1:], [0, 1]), "problem must be 11 numbers for matmul, but got"),
+        (("matmul", [1] * 99, [0, 1]), "problem must be at most 12 numbers, but got 99"),
+        (("matmul", LINEAR, [0]), "choice must be 2 numbers for matmul, but got"),
+        (("matmul", LINEAR, [0] * 99), "choice must be at most 12 numbers, but got 99"),
+        (("matmul", LINEAR, [6, 1]), "choice must be one that .*there is no tile 6, there are 6"),
+        (("matmul", LINEAR, [-(2**62), 1]), "choice must be one that"),
+        (("matmul", LINEAR, [0, 2**62]), "choice must be one that"),
+        (("softmax", softmax_problem(64), [-2]), "choice must be one that"),
+        (("softmax", softmax_problem(64), [14]), "choice .* no tile 14, there are 14"),
+        (("attention", [8, 64, 64, 64, 64, 0, 1, 0, 0, 0], [3]), "choice .* for another dtype"),
+    ],
+)
+def test_bad_choice_is_refused(args, words):
+    with pytest.raises(RuntimeError, match=f"torchweld::_force_choice: {words}"):
+        ops._force_choice(*args)
+    with pytest.raises(RuntimeError, match=f"torchweld::_remember_choice: {words}"):
+        ops._remember_choice(GPU, *args)
+    assert picked(gpu=GPU)[1] == "heuristic"
+
+
+def test_remembered_choice_holds_for_its_gpu_and_gives_way_to_a_forced_one():
+    own = picked()[0]
+    ops._remember_choice(GPU, "matmul", LINEAR, [2, 3])
+    assert picked(gpu=GPU) == ([2, 3], "tuned")
+    assert picked(gpu="another GPU") == (own, "heuristic")
+    ops._force_choice("matmul", LINEAR, [1, 1])
+    assert picked(gpu=GPU) == ([1, 1], "forced")
+    ops._force_choice("matmul", LINEAR, [])
+    ops._remember_choice(GPU, "matmul", LINEAR, [3, 1])
+    assert picked(gpu=GPU) == ([3, 1], "tuned")
+    ops._forget_choices()
+    assert picked(gpu=GPU) == (own, "heuristic")
+
+
+def test_threads_remember_and_look_up_at_once():
+    wrong = []
+
+    def work_on(thread: int) -> None:
+        for i in range(100):
+            ops._remember_choice(GPU, "matmul", [2**thread, *LINEAR[1:]], [i % 4, 1])
+            choice, source = picked(problem=[2**thread, *LINEAR[1:]], gpu=GPU)
+            if (choice, source) != ([i % 4, 1], "tuned"):
+                wrong.append((thread, i, choice, source))
+
+    threads = [threading.Thread(target=work_on, args=(t,)) for t in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_watch_ends():
+    assert ops._watch_choices(True) == []
+    torchweld.softmax(torch.ones(2, 3))  # the CPU has nothing to choose
+    assert ops._watch_choices(False) == []
