@@ -16,23 +16,42 @@ namespace py = pybind11;
 namespace torchweld {
 namespace {
 
-py::dict tile_dict(const SoftmaxTile& tile, int elem_size, bool backward) {
-  py::dict d;
-  d["blocks_per_row"] = tile.cluster;
-  d["threads"] = tile.threads;
-  d["loads"] = tile.loads;
-  d["access_bytes"] = tile.vector ? 16 : elem_size;
-  d["capacity"] = tile.capacity(elem_size);
-  d["suits"] = tile.suits(elem_size, backward);
-  return d;
-}
-
-py::list softmax_tiles(int elem_size, bool backward) {
+py::list softmax_tiles(int elem_size, bool backward, bool aligned) {
   py::list tiles;
   for (const SoftmaxTile& tile : kSoftmaxTiles) {
-    tiles.append(tile_dict(tile, elem_size, backward));
+    py::dict d;
+    d["threads"] = tile.threads;
+    d["loads"] = tile.loads;
+    d["capacity"] = tile.capacity(elem_size, aligned);
+    d["suits"] = tile.suits(elem_size, backward);
+    tiles.append(d);
   }
   return tiles;
+}
+
+py::list softmax_rings(int elem_size, bool backward) {
+  py::list rings;
+  for (const SoftmaxRing& ring : kSoftmaxRings) {
+    py::dict d;
+    d["blocks_per_row"] = ring.cluster;
+    d["threads"] = ring.block_threads();
+    d["piece_bytes"] = ring.piece_bytes(backward);
+    d["pieces"] = ring.slots();
+    d["blocks_per_sm"] = ring.blocks_per_sm;
+    d["shared_bytes"] = ring.shared_bytes();
+    d["capacity"] = ring.capacity(elem_size, backward);
+    d["preferred_to"] = ring.preferred_to(elem_size, backward);
+    rings.append(d);
+  }
+  return rings;
+}
+
+py::tuple choose_softmax_kernel(int64_t n, int elem_size, bool aligned, bool backward, bool tiled,
+                                bool clusters, bool in_phase, int shared_limit) {
+  const SoftmaxChoice choice =
+      choose_softmax({n, elem_size, aligned, backward, tiled, clusters, in_phase, shared_limit});
+  constexpr const char* kNames[] = {"tile", "ring", "stream"};
+  return py::make_tuple(kNames[static_cast<int>(choice.kernel)], choice.index);
 }
 
 GemmMath gemm_math(const std::string& name) {
@@ -249,14 +268,14 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "What torchweld's kernels would choose; see torchweld.explain.";
   m.attr("softmax_stream_threads") = kSoftmaxStreamThreads;
   m.def("softmax_tiles", &softmax_tiles, py::arg("elem_size"), py::arg("backward"),
-        "The tiles of the row softmax kernels, in the order of preference.");
-  m.def(
-      "choose_softmax_tile",
-      [](int64_t n, int elem_size, bool aligned, bool backward, bool tiled, bool clusters) {
-        return choose_softmax_tile({n, elem_size, aligned, backward, tiled, clusters});
-      },
-      py::arg("n"), py::arg("elem_size"), py::arg("aligned"), py::arg("backward"), py::arg("tiled"),
-      py::arg("clusters"), "Index into softmax_tiles, or -1 for the streaming kernel.");
+        py::arg("aligned"), "The tiles of the row softmax kernels, in the order of preference.");
+  m.def("softmax_rings", &softmax_rings, py::arg("elem_size"), py::arg("backward"),
+        "The rings of the kernels for long rows, in the order of preference.");
+  m.def("choose_softmax", &choose_softmax_kernel, py::arg("n"), py::arg("elem_size"),
+        py::arg("aligned"), py::arg("backward"), py::arg("tiled"), py::arg("clusters"),
+        py::arg("in_phase"), py::arg("shared_limit"),
+        "(\"tile\", index into softmax_tiles), (\"ring\", index into softmax_rings) or "
+        "(\"stream\", -1).");
   m.def("gemm_tiles", &gemm_tiles, py::arg("math"),
         "The tiles of the matmul kernels; `suits` says which serve float16, bfloat16, tf32 or "
         "float32.");

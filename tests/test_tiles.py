@@ -24,6 +24,84 @@ def step(math: str) -> int:
     return 64 if math in ("float16", "bfloat16") else 32
 
 
+ROWS = [1, 3, 4, 8, 31, 257, 1000, 8191, 8192, 16384, 16385, 32768, 65535, 65536, 131072, 262144]
+
+
+def row_choices(**changes):
+    """(problem, kernel, index) of every row length, element size, direction and alignment."""
+    for n in ROWS + [262145, 400000, 10**6, 2**31]:
+        for size in (2, 4):
+            for backward in (False, True):
+                for in_phase in (False, True):
+                    problem = dict(n=n, elem_size=size, backward=backward, in_phase=in_phase)
+                    problem |= dict(aligned=n * size % 16 == 0, tiled=True)
+                    problem |= dict(clusters=True, shared_limit=H200[1]) | changes
+                    yield problem, *_C.choose_softmax(**problem)
+
+
+def test_a_row_takes_a_kernel_that_holds_it():
+    for p, kernel, index in row_choices():
+        if kernel == "tile":
+            tile = _C.softmax_tiles(p["elem_size"], p["backward"], p["aligned"])[index]
+            assert tile["suits"] and p["n"] <= tile["capacity"]
+        elif kernel == "ring":
+            ring = _C.softmax_rings(p["elem_size"], p["backward"])[index]
+            assert p["in_phase"] and p["n"] <= ring["capacity"]
+            assert ring["pieces"] >= 2 and ring["shared_bytes"] <= H200[1]
+        else:
+            assert index == -1 and (p["n"] > 16384 or not p["in_phase"])
+
+
+# Columns, bytes of an element, the gradient, and what was fastest on an H200: tile or blocks a row.
+FASTEST = [
+    (16384, 4, False, "tile"), (32768, 4, False, "tile"), (65536, 4, False, 2),
+    (131072, 4, False, 8), (262144, 4, False, 8),
+    (16384, 2, False, "tile"), (32768, 2, False, 1), (65536, 2, False, 1),
+    (131072, 2, False, 2), (262144, 2, False, 4),
+    (16384, 4, True, "tile"), (32768, 4, True, 2), (65536, 4, True, 8), (131072, 4, True, 8),
+    (16384, 2, True, "tile"), (32768, 2, True, 4), (65536, 2, True, 8), (131072, 2, True, 8),
+    (262144, 2, True, 8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("n", "size", "backward", "fastest"), FASTEST)
+def test_rows_take_what_was_measured_as_fastest(n, size, backward, fastest):
+    kernel, index = _C.choose_softmax(n, size, True, backward, True, True, True, H200[1])
+    rings = _C.softmax_rings(size, backward)
+    assert fastest == (rings[index]["blocks_per_row"] if kernel == "ring" else kernel)
+
+
+def test_a_longer_row_takes_no_smaller_cluster():
+    for size in (2, 4):
+        for backward in (False, True):
+            rings = _C.softmax_rings(size, backward)
+            assert all(ring["preferred_to"] <= ring["capacity"] for ring in rings)
+            assert rings[-1]["preferred_to"] == rings[-1]["capacity"]
+            ends = [ring["preferred_to"] for ring in rings]
+            assert ends == sorted(ends)
+
+
+def test_rows_that_start_anywhere_leave_room_before_their_first_column():
+    for size in (2, 4):
+        aligned = _C.softmax_tiles(size, False, True)
+        for tile, peeled in zip(aligned, _C.softmax_tiles(size, False, False), strict=True):
+            # The worst row starts one element past a boundary's last access.
+            assert tile["capacity"] - peeled["capacity"] == 16 // size - 1
+
+
+def test_rows_are_read_once_to_262144():
+    for p, kernel, _ in row_choices():
+        too_long = 131072 if p["backward"] and p["elem_size"] == 4 else 262144
+        if p["in_phase"] and p["n"] <= too_long:
+            assert kernel != "stream", p
+
+
+def test_chips_without_clusters_or_memory_take_no_ring():
+    for changes in (dict(clusters=False), dict(shared_limit=SMALL[1])):
+        assert all(kernel != "ring" for _, kernel, _ in row_choices(**changes))
+    assert all(kernel == "stream" for _, kernel, _ in row_choices(tiled=False))
+
+
 @pytest.mark.parametrize("limits", [H200, SMALL], ids=["h200", "small"])
 @pytest.mark.parametrize("math", MATHS)
 def test_every_product_has_a_tile_that_fits_the_device(math, limits):

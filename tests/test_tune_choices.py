@@ -50,7 +50,8 @@ def problems(family: str, seed: int = 0, count: int = 300):
                 flag(),
             ]
         elif family == "softmax":
-            yield [size(), elem, flag(), flag(), flag(), flag(), size(), flag(), flag()]
+            flags = [flag() for _ in range(5)]
+            yield [size(), elem, *flags, limits[1], size(), flag(), flag()]
         elif family == "attention":
             yield [size(), size(), size(), *dims, r.randint(0, 2), *load]
         elif family == "attention_backward":
@@ -64,6 +65,13 @@ def problems(family: str, seed: int = 0, count: int = 300):
         else:
             kernel = [r.choice((1, 3, 4, 5, 7, 31, 40)) for _ in range(2)]
             yield [size(), size(), size(), *kernel, elem, flag(), flag()]
+
+
+def softmax_problem(n: int, elem_size: int = 4, **changes) -> list[int]:
+    """Rows on an H200, in float32 or float16, with 1 or 0 for what is changed."""
+    problem = dict(n=n, elem_size=elem_size, aligned=1, backward=0, tiled=1, clusters=1, in_phase=1)
+    problem |= dict(shared_limit=H200[1], rows=64, masked=0, bfloat16=0) | changes
+    return [int(number) for number in problem.values()]
 
 
 FAMILIES = ("matmul", "softmax", "attention", "attention_backward", "int4", "row_sum", "conv2d")
@@ -134,18 +142,47 @@ def test_a_tile_of_the_gradient_never_writes_beyond_its_scratch():
             assert len(legal) > 1
 
 
-def test_softmax_tiles_hold_the_row():
-    for n, size in ((1000, 4), (1000, 2), (40_000, 2), (300_000, 4)):
-        for backward in (0, 1):
-            problem = [n, size, 1, backward, 1, 1, 64, 0, 0]
-            candidates = _C.candidates("softmax", problem)[:-1]  # without the streaming kernel
-            for tile, found in zip(_C.softmax_tiles(size, bool(backward)), candidates, strict=True):
-                holds = tile["capacity"] >= n and tile["suits"]
+def test_softmax_tiles_and_rings_hold_the_row():
+    for n, size in ((1000, 4), (1001, 2), (40_000, 2), (300_000, 4), (10**6, 2)):
+        for backward in (False, True):
+            aligned = n * size % 16 == 0
+            problem = softmax_problem(n, size, aligned=aligned, backward=backward)
+            *kept, stream = _C.candidates("softmax", problem)
+            tiles = _C.softmax_tiles(size, backward, aligned)
+            rings = _C.softmax_rings(size, backward)
+            for tile, found in zip(tiles + rings, kept, strict=True):
+                holds = tile["capacity"] >= n and tile.get("suits", True)
                 assert (found["refusal"] == "") == holds
-    assert "16-byte" in refusal("softmax", [1000, 4, 0, 0, 1, 1, 64, 0, 0], 5)
-    assert "clusters" in refusal("softmax", [32768, 4, 1, 0, 1, 0, 64, 0, 0], 11)
-    assert "scale is 0" in refusal("softmax", [64, 4, 1, 0, 0, 1, 64, 1, 0], 0)
-    assert refusal("softmax", [64, 4, 1, 0, 0, 1, 64, 1, 0], -1) == ""
+            kinds = [found["columns"]["kind"] for found in kept]
+            assert kinds == [0] * len(tiles) + [1] * len(rings)
+            assert stream["refusal"] == "" and stream["columns"]["kind"] == 2
+
+
+def test_reasons_of_a_softmax():
+    tiles = len(_C.softmax_tiles(4, False, True))
+    for number in (0, tiles):
+        assert "scale is 0" in refusal("softmax", softmax_problem(64, tiled=False), number)
+    assert refusal("softmax", softmax_problem(64, tiled=False), -1) == ""
+    assert "registers" in refusal("softmax", softmax_problem(64, 2, backward=True), tiles - 1)
+    assert refusal("softmax", softmax_problem(129), 0) == "holds 128 elements, the row has 129"
+    long = dict(n=60_000, aligned=True)
+    assert "holds 57344 elements" in refusal("softmax", softmax_problem(**long), tiles)
+    assert refusal("softmax", softmax_problem(**long), tiles + 1) == ""
+    assert "clusters" in refusal("softmax", softmax_problem(**long, clusters=False), tiles + 1)
+    assert "16-byte" in refusal("softmax", softmax_problem(**long, in_phase=False), tiles + 1)
+    small = softmax_problem(**long, shared_limit=SMALL[1])
+    assert "the GPU has 101376" in refusal("softmax", small, tiles + 1)
+
+
+def test_a_softmax_remembers_tiles_rings_and_the_streaming_kernel():
+    problem = softmax_problem(16_384)
+    (own,), source = picked("softmax", problem, GPU)
+    assert (_C.candidate("softmax", problem, [own])["columns"]["kind"], source) == (0, "heuristic")
+    for number in (own + 1, len(_C.softmax_tiles(4, False, True)), -1):
+        if not refusal("softmax", problem, number):
+            ops._remember_choice(GPU, "softmax", problem, [number])
+            assert picked("softmax", problem, GPU) == ([number], "tuned")
+    assert picked("softmax", problem, GPU) == ([-1], "tuned")
 
 
 def test_parts_cover_what_is_cut():
@@ -176,8 +213,8 @@ def test_parts_cover_what_is_cut():
         ("matmul", [2**41, *LINEAR[1:]], "m from 1"),
         ("matmul", [*LINEAR[:6], 4, *LINEAR[7:]], "math from 0 to 3"),
         ("matmul", [*LINEAR[:7], 0, *LINEAR[8:]], "sms from 1"),
-        ("softmax", [64, 8, 1, 0, 1, 1, 64, 1, 0], "elem_size from 2 to 4"),
-        ("softmax", [64, 4, 2, 0, 1, 1, 64, 1, 0], "aligned from 0 to 1"),
+        ("softmax", [64, 8, 1, 0, 1, 1, 1, 0, 64, 1, 0], "elem_size from 2 to 4"),
+        ("softmax", [64, 4, 2, 0, 1, 1, 1, 0, 64, 1, 0], "aligned from 0 to 1"),
     ],
 )
 def test_numbers_that_are_no_problem(family, problem, words):
@@ -230,7 +267,8 @@ def test_forced_choice_that_another_problem_of_the_class_refuses():
         (("matmul", LINEAR, [6, 1]), "choice must be one that .*there is no tile 6, there are 6"),
         (("matmul", LINEAR, [-(2**62), 1]), "choice must be one that"),
         (("matmul", LINEAR, [0, 2**62]), "choice must be one that"),
-        (("softmax", [64, 4, 1, 0, 1, 1, 64, 0, 0], [-2]), "choice must be one that"),
+        (("softmax", softmax_problem(64), [-2]), "choice must be one that"),
+        (("softmax", softmax_problem(64), [14]), "choice .* no tile 14, there are 14"),
         (("attention", [8, 64, 64, 64, 64, 0, 1, 0, 0, 0], [3]), "choice .* for another dtype"),
     ],
 )

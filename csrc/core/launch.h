@@ -30,10 +30,9 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess ? value : 0;
 }
 
-// True where the current device runs thread-block clusters.
-inline bool device_has_clusters() {
-  return device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
-}
+// True where the current device has thread-block clusters and bulk copies, and runs code that was
+// compiled with them (device/target.cu).
+bool device_has_clusters();
 
 // Lets a kernel have more shared memory than the 48 KiB that need no asking.
 // NOTE: the permission belongs to the current device, so it is asked for at every launch.

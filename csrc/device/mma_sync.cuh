@@ -8,16 +8,9 @@
 //   C, D:      {(g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1)}
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cstdint>
+#include "device/vec.cuh"
 
 namespace torchweld {
-
-__device__ __forceinline__ uint32_t shared_address(const void* s_pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(s_pointer));
-}
 
 // 16 bytes from global to shared memory, of which the first `bytes` are read and the rest is zero.
 __device__ __forceinline__ void copy_async_16(uint32_t s_to, const void* g_from, int bytes) {
@@ -123,32 +116,6 @@ struct SplitTf32 {
   }
 };
 
-// Two fp32 values as a pair of 16-bit ones, the first in the low half.
-template <typename T>
-__device__ __forceinline__ uint32_t pack_pair(float low, float high);
-template <>
-__device__ __forceinline__ uint32_t pack_pair<__half>(float low, float high) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-template <>
-__device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-// The other way round.
-template <typename T>
-__device__ __forceinline__ float2 unpack_pair(uint32_t pair);
-template <>
-__device__ __forceinline__ float2 unpack_pair<__half>(uint32_t pair) {
-  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
-}
-template <>
-__device__ __forceinline__ float2 unpack_pair<__nv_bfloat16>(uint32_t pair) {
-  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
-}
-
 // Barriers of some warps of a block, 1 to 15; 0 is __syncthreads. Whoever arrives doesn't wait, and
 // what it wrote before is seen by those who waited.
 __device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
@@ -162,13 +129,6 @@ __device__ __forceinline__ void barrier_wait(int barrier, int threads) {
 __device__ __forceinline__ void copy_async_4(uint32_t s_to, const void* g_from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(s_to), "l"(g_from), "r"(bytes)
                : "memory");
-}
-
-__device__ __forceinline__ float low_half(uint32_t bf16_pair) {
-  return __uint_as_float(bf16_pair << 16);
-}
-__device__ __forceinline__ float high_half(uint32_t bf16_pair) {
-  return __uint_as_float(bf16_pair & 0xffff0000);
 }
 
 // Two fp32 values as pairs of bf16 with high + middle + low equal to them. Products of pieces are

@@ -3,8 +3,6 @@
 
 #include <cmath>
 
-#include "device/sm90/cluster.cuh"
-
 namespace torchweld {
 
 constexpr int kWarp = 32;
@@ -58,9 +56,10 @@ __device__ __forceinline__ MaxSum warp_merge(MaxSum x, float c) {
   return {max, warp_sum(rescaled_sum(x, max, c))};
 }
 
-// Joins the warps of a block, each of which brings one value. Every thread gets the result, the
-// same bits in every run. One Exchange serves one call.
-template <int kThreads>
+// Joins the warps of a block, or of its first kThreads threads where it has others that do
+// something else; each warp brings one value. Every thread gets the result, the same bits in every
+// run. One Exchange serves one call; a loop takes two by turns.
+template <int kThreads, bool kWholeBlock = true>
 struct BlockExchange {
   static constexpr int kWarps = kThreads / kWarp;
   static_assert(kThreads % kWarp == 0 && kWarps <= kWarp);
@@ -96,62 +95,15 @@ struct BlockExchange {
 
   __device__ __forceinline__ void share(float2 mine) {
     if (threadIdx.x % kWarp == 0) s_parts[threadIdx.x / kWarp] = mine;
-    __syncthreads();
+    if constexpr (kWholeBlock) {
+      __syncthreads();
+    } else {
+      asm volatile("bar.sync 1, %0;" : : "n"(kThreads) : "memory");
+    }
   }
   __device__ __forceinline__ float2 my_part(float2 neutral) const {
     const int lane = threadIdx.x % kWarp;
     return lane < kWarps ? s_parts[lane] : neutral;
-  }
-};
-
-// Joins the blocks of a cluster the same way. Every block calls finish() before it exits, so that
-// its shared memory outlives its neighbours' looks into it.
-template <int kBlocks>
-struct ClusterExchange {
-  float2 s_part;
-
-  __device__ __forceinline__ MaxSum merge_blocks(MaxSum x, float c) {
-    if constexpr (kBlocks == 1) return x;
-    float2 parts[kBlocks];
-    gather(parts, make_float2(x.max, x.sum));
-    float max = parts[0].x;
-#pragma unroll
-    for (int b = 1; b < kBlocks; ++b) max = fmaxf(max, parts[b].x);
-    float sum = 0.f;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) sum += rescaled_sum({parts[b].x, parts[b].y}, max, c);
-    return {max, sum};
-  }
-
-  __device__ __forceinline__ float sum_blocks(float x) {
-    if constexpr (kBlocks == 1) return x;
-    float2 parts[kBlocks];
-    gather(parts, make_float2(x, 0.f));
-    float sum = 0.f;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) sum += parts[b].x;
-    return sum;
-  }
-
-  __device__ __forceinline__ void finish() {
-#if TW_HAS_CLUSTERS
-    if constexpr (kBlocks > 1) cluster_wait();
-#endif
-  }
-
- private:
-  __device__ __forceinline__ void gather(float2 (&parts)[kBlocks], float2 mine) {
-#if TW_HAS_CLUSTERS
-    if (threadIdx.x == 0) s_part = mine;
-    cluster_arrive();
-    cluster_wait();
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) parts[b] = load_from_block(&s_part, b);
-    cluster_arrive();  // finish() waits for it
-#else
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) parts[b] = mine;
-#endif
   }
 };
 

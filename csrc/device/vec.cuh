@@ -4,11 +4,18 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 namespace torchweld {
 
 constexpr int kVectorBytes = 16;
+
+// Where a pointer into shared memory points, as instructions want it told.
+__device__ __forceinline__ uint32_t shared_address(const void* s_pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(s_pointer));
+}
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
@@ -29,6 +36,40 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
+// Two fp32 values as a pair of 16-bit ones, the first in the low half.
+template <typename T>
+__device__ __forceinline__ uint32_t pack_pair(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack_pair<__half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+template <>
+__device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// The values of a pair of bf16, one instruction each; the conversion of the high one takes two.
+__device__ __forceinline__ float low_half(uint32_t bf16_pair) {
+  return __uint_as_float(bf16_pair << 16);
+}
+__device__ __forceinline__ float high_half(uint32_t bf16_pair) {
+  return __uint_as_float(bf16_pair & 0xffff0000);
+}
+
+// A pair of 16-bit values in fp32.
+template <typename T>
+__device__ __forceinline__ float2 unpack_pair(uint32_t pair);
+template <>
+__device__ __forceinline__ float2 unpack_pair<__half>(uint32_t pair) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+template <>
+__device__ __forceinline__ float2 unpack_pair<__nv_bfloat16>(uint32_t pair) {
+  return {low_half(pair), high_half(pair)};
+}
+
 // kElems values that travel in one access: one element or 16 bytes (one LDG.128).
 template <typename T, int kElems>
 struct alignas(sizeof(T) * kElems) Vec {
@@ -44,6 +85,82 @@ __device__ __forceinline__ Vec<T, kElems> load_vec(const T* g_from) {
 template <typename T, int kElems>
 __device__ __forceinline__ void store_vec(T* g_to, const Vec<T, kElems>& value) {
   *reinterpret_cast<Vec<T, kElems>*>(g_to) = value;
+}
+
+// 16 bytes as four words.
+// NOTE: a Vec of 16-bit values that is changed under a condition falls apart into halves of
+// registers, with an instruction for each; words don't.
+__device__ __forceinline__ uint4 load_words(const void* from) {
+  return *static_cast<const uint4*>(from);
+}
+
+template <typename T>
+__device__ __forceinline__ uint4 fill_words(float x) {
+  uint32_t word = __float_as_uint(x);
+  if constexpr (sizeof(T) == 2) word = pack_pair<T>(x, x);
+  return make_uint4(word, word, word, word);
+}
+
+template <typename T>
+__device__ __forceinline__ void to_floats(float* r_to, uint4 words) {
+  const uint32_t r_from[] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (std::is_same_v<T, float>) {
+      r_to[i] = __uint_as_float(r_from[i]);
+    } else if constexpr (std::is_same_v<T, __half>) {
+      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&r_from[i]));
+      r_to[2 * i] = pair.x;
+      r_to[2 * i + 1] = pair.y;
+    } else {
+      r_to[2 * i] = low_half(r_from[i]);
+      r_to[2 * i + 1] = high_half(r_from[i]);
+    }
+  }
+}
+
+// The largest value of kCount accesses that is not NaN, -inf where there is none.
+template <typename T, int kCount>
+__device__ __forceinline__ float largest(const uint4 (&r_of)[kCount]) {
+  float r_x[16 / sizeof(T)];
+  if constexpr (sizeof(T) == 4) {
+    float max = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      to_floats<T>(r_x, r_of[i]);
+#pragma unroll
+      for (float x : r_x) max = fmaxf(max, x);
+    }
+    return max;
+  } else {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    const auto max_of = [](uint32_t a, uint32_t b) {
+      const Pair max =
+          __hmax2(*reinterpret_cast<const Pair*>(&a), *reinterpret_cast<const Pair*>(&b));
+      return *reinterpret_cast<const uint32_t*>(&max);
+    };
+    uint32_t max = r_of[0].x;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      max = max_of(max, max_of(max_of(r_of[i].x, r_of[i].y), max_of(r_of[i].z, r_of[i].w)));
+    }
+    to_floats<T>(r_x, make_uint4(max, max, max, max));
+    return fmaxf(fmaxf(r_x[0], r_x[1]), -INFINITY);
+  }
+}
+
+// Stores 16 bytes of results.
+// NOTE: __stwb, because the compiler splits a plain store under a condition into one per value.
+template <typename T>
+__device__ __forceinline__ void store_floats(T* g_to, const float* r_from) {
+  if constexpr (sizeof(T) == 2) {
+    __stwb(reinterpret_cast<uint4*>(g_to),
+           make_uint4(pack_pair<T>(r_from[0], r_from[1]), pack_pair<T>(r_from[2], r_from[3]),
+                      pack_pair<T>(r_from[4], r_from[5]), pack_pair<T>(r_from[6], r_from[7])));
+  } else {
+    __stwb(reinterpret_cast<float4*>(g_to),
+           make_float4(r_from[0], r_from[1], r_from[2], r_from[3]));
+  }
 }
 
 }  // namespace torchweld

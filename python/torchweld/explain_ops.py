@@ -18,13 +18,14 @@ def _rows_of(t: Tensor) -> int:
     return t.numel() // t.shape[-1] if t.shape[-1] else 0
 
 
-def _rows_aligned(t: Tensor) -> bool:
-    """True when every row of t starts on a 16-byte boundary, as the vector tiles need."""
+def _row_places(t: Tensor) -> tuple[int, int]:
+    """Bytes from a 16-byte boundary to the first row of t, and from one row to the next."""
     size = t.element_size()
-    strides = [s for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1]
     if t.numel() and t.stride(-1) != 1 and t.shape[-1] > 1:
-        return t.shape[-1] * size % 16 == 0  # such a tensor is copied first
-    return t.storage_offset() * size % 16 == 0 and all(s * size % 16 == 0 for s in strides)
+        return 0, t.shape[-1] * size % 16  # such a tensor is copied first
+    strides = [s for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1]
+    step = strides[-1] if strides else t.shape[-1]
+    return t.storage_offset() * size % 16, step * size % 16
 
 
 # What a GPU offers, for calls on the meta device where there is none: (SMs, bytes of shared memory
@@ -66,6 +67,9 @@ def _picked(family: str, problem: list[int], t: Tensor) -> tuple[dict[str, Any],
 _TUNED = "the fastest of its configurations when torchweld.tune timed this shape class"
 
 
+_RING = 1  # the kind of a softmax that keeps rows in shared memory
+
+
 def rows(explanation: Explanation, tensors: list[Tensor], scale: float) -> Explanation:
     """The softmax family: the same choice as the launcher's, made by the same code."""
     _C = introspection()
@@ -76,34 +80,52 @@ def rows(explanation: Explanation, tensors: list[Tensor], scale: float) -> Expla
         explanation.kernel, explanation.why = "none", "nothing to compute"
         return explanation
     masked = explanation.op.startswith("causal")
-    # Masked rows are counted in 32 bits by the register kernels, and they want a scale with a sign.
+    # Masked rows are counted in 32 bits by the one-read kernels, and they want a scale with a sign.
     tiled = not masked or (rows < 2**31 and scale != 0)
-    aligned = all(_rows_aligned(t) for t in tensors) and n * size % 16 == 0
+    # The result is contiguous and starts on a boundary.
+    in_phase = all(_row_places(t) == (0, n * size % 16) for t in tensors)
+    aligned = n * size % 16 == 0
+    clusters, shared_limit = _has_clusters(tensors[0]), _device_limits(tensors[0])[1]
     bfloat16 = tensors[0].dtype == torch.bfloat16
-    problem = [n, size, aligned, backward, tiled, _has_clusters(tensors[0]), rows, masked, bfloat16]
+    problem = [n, size, aligned, backward, tiled, clusters, in_phase, shared_limit]
+    problem += [rows, masked, bfloat16]
     chosen, explanation.source = _picked("softmax", problem, tensors[0])
+    own = explanation.source == "heuristic"
     for found in _C.candidates("softmax", [int(number) for number in problem]):
         if found["choice"] == chosen["choice"]:
             break
         tile = found["columns"]
-        name = (
-            f"{tile['blocks_per_row']} x {tile['threads']} threads x "
-            f"{tile['loads']} x {tile['access_bytes']} B"
-        )
-        if found["refusal"]:
-            explanation.rejected.append((name, found["refusal"]))
-    explanation.tile = chosen["columns"]
-    if chosen["choice"][0] >= 0:
-        explanation.kernel = "rows in registers (one read)"
-        explanation.tile["capacity"] = _C.softmax_tiles(size, backward)[chosen["choice"][0]][
-            "capacity"
-        ]
-        explanation.why = f"the first tile that holds a row of {n} elements"
-    else:
-        del explanation.tile["loads"]
+        name = f"{tile['threads']} threads x {tile['loads']} x 16 B"
+        ring = tile["kind"] == _RING
+        if found["refusal"] or own:
+            faster = "a larger cluster" if ring else "a ring"
+            reason = found["refusal"] or f"{faster} is faster for rows of {n} elements"
+            name = f"ring of {tile['cluster']} x {name}" if ring else name
+            explanation.rejected.append((name, reason))
+    tile, number = chosen["columns"], chosen["choice"][0]
+    if number < 0:
         explanation.kernel = "streaming rows (two reads)"
-        explanation.why = f"no tile takes a row of {n} elements"
-    if explanation.source != "heuristic":
+        explanation.tile = {
+            "threads": tile["threads"],
+            "access_bytes": 16 if aligned and in_phase else size,
+        }
+        explanation.why = f"no tile and no ring takes a row of {n} elements"
+    elif tile["kind"] == _RING:
+        tiles = len(_C.softmax_tiles(size, backward, aligned))
+        explanation.kernel = "rows in shared memory (one read)"
+        explanation.tile = {k: v for k, v in tile.items() if k != "kind"}
+        ring = _C.softmax_rings(size, backward)[number - tiles]
+        explanation.tile["capacity"] = ring["capacity"]
+        explanation.why = f"the smallest cluster that leaves enough room beside {n} elements"
+    else:
+        explanation.kernel = "rows in registers (one read)"
+        explanation.tile = {
+            "threads": tile["threads"],
+            "loads": tile["loads"],
+            "capacity": _C.softmax_tiles(size, backward, aligned)[number]["capacity"],
+        }
+        explanation.why = f"the first tile that holds a row of {n} elements"
+    if not own:
         explanation.why = _TUNED
     return explanation
 

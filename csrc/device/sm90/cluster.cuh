@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "device/vec.cuh"
+
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define TW_HAS_CLUSTERS 1
 #else
@@ -20,15 +22,19 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// The same place in the shared memory of the block of that rank.
+__device__ __forceinline__ uint32_t address_in_block(const void* s_at, uint32_t rank) {
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(s_at)), "r"(rank));
+  return there;
+}
+
 // The value at `s_from` in the shared memory of the block of that rank.
 __device__ __forceinline__ float2 load_from_block(const float2* s_from, uint32_t rank) {
-  const uint32_t here = static_cast<uint32_t>(__cvta_generic_to_shared(s_from));
-  uint32_t there;
   float2 value;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
   asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
                : "=f"(value.x), "=f"(value.y)
-               : "r"(there)
+               : "r"(address_in_block(s_from, rank))
                : "memory");
   return value;
 }

@@ -17,7 +17,7 @@ void launch_causal_softmax(const SoftmaxParams& params, const CausalMask& mask,
                              params.x_row_stride,
                              0,
                              0};
-    launch_softmax_rows(args, mask, stream);
+    launch_softmax_rows<T, /*kBackward=*/false>(args, mask, stream);
   });
   check_launch("causal_softmax");
 }

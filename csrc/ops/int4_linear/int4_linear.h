@@ -32,9 +32,6 @@ struct Int4DequantiseParams {
   DType dtype;  // of the scales and of dense
 };
 
-// True where the current device runs clusters and these kernels were compiled with them.
-bool int4_has_clusters();
-
 // choice.tile is not -1; sizes are at least 1.
 void launch_int4_linear(const Int4LinearParams& params, cudaStream_t stream);
 void launch_int4_dequantise(const Int4DequantiseParams& params, cudaStream_t stream);

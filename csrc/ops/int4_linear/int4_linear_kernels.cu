@@ -6,23 +6,6 @@
 #include "ops/int4_linear/int4_linear.h"
 
 namespace torchweld {
-namespace {
-
-__global__ void target_probe_kernel() {}
-
-}  // namespace
-
-// NOTE: a chip newer than the code that was compiled for it runs the PTX of an older one, which has
-// no clusters.
-bool int4_has_clusters() {
-  if (!device_has_clusters()) return false;
-  cudaFuncAttributes attributes = {};
-  if (cudaFuncGetAttributes(&attributes, target_probe_kernel) != cudaSuccess) {
-    (void)cudaGetLastError();  // the launch tells what is wrong
-    return false;
-  }
-  return attributes.ptxVersion >= 90;
-}
 
 void launch_int4_linear(const Int4LinearParams& p, cudaStream_t stream) {
   switch (p.gemm.dtype) {

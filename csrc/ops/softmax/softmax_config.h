@@ -6,61 +6,123 @@
 
 namespace torchweld {
 
-// A row lives in the registers of `cluster` blocks of `threads` threads, `loads` accesses each; an
-// access is 16 bytes (vector) or one element.
+// A row lives in the registers of `threads` threads, `loads` accesses of 16 bytes each.
 struct SoftmaxTile {
   int threads;
   int loads;
-  bool vector;
-  int cluster = 1;
 
-  constexpr int elems(int elem_size) const { return vector ? 16 / elem_size : 1; }
-  constexpr int64_t capacity(int elem_size) const {
-    return static_cast<int64_t>(cluster) * threads * loads * elems(elem_size);
+  constexpr int values(int elem_size) const { return loads * 16 / elem_size; }  // of a thread
+  // Where rows start anywhere, the first access may hold as little as one column.
+  constexpr int64_t capacity(int elem_size, bool aligned) const {
+    return static_cast<int64_t>(threads) * values(elem_size) - (aligned ? 0 : 16 / elem_size - 1);
   }
   // The registers must hold the row without spills.
   // NOTE: the forward could hold more than 32 values a thread, but then an SM has room for one
-  // block, which loads nothing while it computes: 2.2x a copy at n = 65536 in 16 bits, where the
-  // streaming kernel takes 1.9x.
+  // block, which loads nothing while it computes: 2.2x a copy at n = 65536 in 16 bits, where even
+  // the streaming kernel takes 1.9x.
   constexpr bool suits(int elem_size, bool backward) const {
-    if (!backward) return loads * elems(elem_size) <= 32;
-    return threads * (2 * loads * elems(elem_size) + 24) <= 65536;  // y and dy in fp32
+    if (!backward) return values(elem_size) <= 32;
+    return threads * (2 * values(elem_size) + 24) <= 65536;  // y and dy in fp32
   }
 };
 
-// In the order of preference: the first that suits and holds the row is taken. A cluster is for
-// rows that no block holds: where both could, the block was faster (H200, 32768 fp32: 1.04x a copy
-// against 1.28x), and two reads cost 1.6x.
-inline constexpr SoftmaxTile kSoftmaxTiles[] = {
-    {32, 1, true},     {32, 2, true},     {64, 2, true},     {128, 2, true},    {128, 4, true},
-    {256, 4, true},    {512, 4, true},    {512, 8, true},    {1024, 4, true},   {1024, 8, true},
-    {512, 4, true, 2}, {512, 4, true, 4}, {512, 4, true, 8}, {512, 8, true, 8}, {1024, 8, true, 8},
-    {32, 4, false},    {32, 16, false},   {128, 16, false}};
+// In the order of preference: the first that suits and holds the row is taken.
+inline constexpr SoftmaxTile kSoftmaxTiles[] = {{32, 1},  {32, 2},  {64, 2},  {128, 2},  {128, 4},
+                                                {256, 4}, {512, 4}, {512, 8}, {1024, 4}, {1024, 8}};
 inline constexpr int kNumSoftmaxTiles = sizeof(kSoftmaxTiles) / sizeof(kSoftmaxTiles[0]);
+
+// A row lives in the shared memory of `cluster` blocks, one row after the other: a ring of slots
+// that one warp fills while `threads` threads reduce and finish what has arrived. A slot is `loads`
+// accesses of 16 bytes a thread: a piece of x, or one of y and one of dy.
+struct SoftmaxRing {
+  int threads;
+  int loads;
+  int cluster;
+  int blocks_per_sm;
+  int preferred[2][2];  // 1024 columns: [the gradient][elements of 4 bytes]
+
+  static constexpr int kExtraBytes = 2048;  // barriers and what the blocks of a cluster exchange
+
+  constexpr int block_threads() const { return threads + 32; }
+  constexpr int accesses(bool backward) const { return loads / (backward ? 2 : 1); }  // of a piece
+  constexpr int piece_bytes(bool backward) const { return threads * accesses(backward) * 16; }
+  // Of one block. An SM has 228 KiB, of which every block takes 1 KiB for the system.
+  constexpr int shared_bytes() const { return 228 * 1024 / blocks_per_sm - 1024; }
+  constexpr int slots() const { return (shared_bytes() - kExtraBytes) / (threads * loads * 16); }
+  constexpr int64_t capacity(int elem_size, bool backward) const {
+    return static_cast<int64_t>(cluster) * slots() * piece_bytes(backward) / elem_size;
+  }
+  constexpr int64_t preferred_to(int elem_size, bool backward) const {
+    return int64_t{1024} * preferred[backward][elem_size == 4];
+  }
+};
+
+// In the order of preference: the first that is preferred for the row and holds it. The clusters
+// are those of the fastest rings on an H200 at 32768 to 262144 columns; the bounds between are not
+// measured. Forward: the smallest of which a row leaves a third to the next rows, but 8 for fp32
+// beyond 65536 columns. Gradient: about 8192 columns a block, fp32 up to 16384, while clusters
+// grow.
+inline constexpr SoftmaxRing kSoftmaxRings[] = {{512, 4, 1, 1, {{72, 0}, {24, 0}}},
+                                                {512, 4, 2, 1, {{144, 72}, {24, 36}}},
+                                                {512, 4, 4, 1, {{288, 72}, {48, 36}}},
+                                                {512, 4, 8, 1, {{896, 448}, {448, 224}}}};
+inline constexpr int kNumSoftmaxRings = sizeof(kSoftmaxRings) / sizeof(kSoftmaxRings[0]);
 
 // Rows that no tile holds are read twice by this many threads.
 inline constexpr int kSoftmaxStreamThreads = 512;
 
+// From this length on a row of 16-bit elements takes a ring where it can. Other rows take one where
+// no tile holds them: with fp32 the largest tile is the faster one.
+inline constexpr int64_t kSoftmaxRingFrom = 32768;
+
 struct SoftmaxProblem {
   int64_t n;      // row length
   int elem_size;  // bytes
-  bool aligned;   // every row of every tensor starts on a 16-byte boundary
+  bool aligned;   // every row of the result starts on a 16-byte boundary
   bool backward = false;
-  bool tiled = true;     // false where the mask asks for the streaming kernel
-  bool clusters = true;  // sm_90 and later
+  bool tiled = true;          // false where the mask asks for the streaming kernel
+  bool clusters = true;       // the device and the code for it have clusters and bulk copies
+  bool in_phase = true;       // a row is as far from a 16-byte boundary in every tensor
+  int shared_limit = 232448;  // bytes of shared memory that a block may have
 };
 
-// An index into kSoftmaxTiles, or -1 for the streaming kernel.
-constexpr int choose_softmax_tile(const SoftmaxProblem& problem) {
-  const bool vector = problem.aligned && problem.n % (16 / problem.elem_size) == 0;
-  for (int i = 0; problem.tiled && i < kNumSoftmaxTiles; ++i) {
-    const SoftmaxTile& tile = kSoftmaxTiles[i];
-    if (tile.vector == vector && tile.suits(problem.elem_size, problem.backward) &&
-        (tile.cluster == 1 || problem.clusters) && problem.n <= tile.capacity(problem.elem_size)) {
+enum class SoftmaxKernel { kTile, kRing, kStream };
+
+struct SoftmaxChoice {
+  SoftmaxKernel kernel;
+  int index;  // into kSoftmaxTiles or kSoftmaxRings, else -1
+};
+
+constexpr int choose_softmax_ring(const SoftmaxProblem& problem) {
+  if (!problem.clusters || !problem.in_phase) return -1;
+  for (int i = 0; i < kNumSoftmaxRings; ++i) {
+    const SoftmaxRing& ring = kSoftmaxRings[i];
+    if (ring.shared_bytes() <= problem.shared_limit &&
+        problem.n <= ring.preferred_to(problem.elem_size, problem.backward) &&
+        problem.n <= ring.capacity(problem.elem_size, problem.backward)) {
       return i;
     }
   }
   return -1;
+}
+
+constexpr int choose_softmax_tile(const SoftmaxProblem& problem) {
+  for (int i = 0; i < kNumSoftmaxTiles; ++i) {
+    const SoftmaxTile& tile = kSoftmaxTiles[i];
+    if (tile.suits(problem.elem_size, problem.backward) &&
+        problem.n <= tile.capacity(problem.elem_size, problem.aligned)) {
+      return i;
+    }
+  }
+  return -1;
+}
+
+constexpr SoftmaxChoice choose_softmax(const SoftmaxProblem& problem) {
+  if (!problem.tiled) return {SoftmaxKernel::kStream, -1};
+  const int ring = choose_softmax_ring(problem), tile = choose_softmax_tile(problem);
+  const bool long_row = problem.elem_size == 2 && problem.n >= kSoftmaxRingFrom;
+  if (ring >= 0 && (tile < 0 || long_row)) return {SoftmaxKernel::kRing, ring};
+  return {tile >= 0 ? SoftmaxKernel::kTile : SoftmaxKernel::kStream, tile};
 }
 
 }  // namespace torchweld

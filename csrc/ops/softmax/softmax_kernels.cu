@@ -16,7 +16,7 @@ void launch_softmax(const SoftmaxParams& params, cudaStream_t stream) {
                              params.x_row_stride,
                              0,
                              0};
-    launch_softmax_rows(args, NoMask{params.n}, stream);
+    launch_softmax_rows<T, /*kBackward=*/false>(args, NoMask{params.n}, stream);
   });
   check_launch("softmax");
 }

@@ -6,107 +6,146 @@
 #include "core/choices.h"
 #include "core/launch.h"
 #include "device/dispatch.cuh"
+#include "ops/softmax/softmax_ring.cuh"
 #include "ops/softmax/softmax_rows.cuh"
 #include "ops/softmax/softmax_stream.cuh"
 #include "ops/softmax/softmax_tuning.h"
 
 namespace torchweld {
 
-// Calls body with the tile as a compile-time constant.
-template <int kElemSize, bool kBackward, int kTile = 0, typename Body>
-void dispatch_tile(int tile, const Body& body) {
-  if constexpr (kTile < kNumSoftmaxTiles) {
-    if constexpr (kSoftmaxTiles[kTile].suits(kElemSize, kBackward)) {
-      if (tile == kTile) return body(std::integral_constant<int, kTile>{});
+// Calls body with the index as a compile-time constant, if the list has it.
+template <typename List, int kIndex = 0, typename Body>
+void dispatch_index(int index, const Body& body) {
+  if constexpr (kIndex < List::kCount) {
+    if constexpr (List::has(kIndex)) {
+      if (index == kIndex) return body(std::integral_constant<int, kIndex>{});
     }
-    dispatch_tile<kElemSize, kBackward, kTile + 1>(tile, body);
+    dispatch_index<List, kIndex + 1>(index, body);
   }
 }
 
+template <int kElemSize, bool kBackward>
+struct TileList {
+  static constexpr int kCount = kNumSoftmaxTiles;
+  static constexpr bool has(int i) { return kSoftmaxTiles[i].suits(kElemSize, kBackward); }
+};
+
+struct RingList {
+  static constexpr int kCount = kNumSoftmaxRings;
+  static constexpr bool has(int) { return true; }
+};
+
 // Calls launch(args, blocks) with as many rows at a time as one grid can hold.
 template <typename T, typename Launch>
-void for_each_grid(RowArgs<T> args, int rows_per_block, int blocks_per_row, const Launch& launch) {
+void for_each_grid(RowArgs<T> args, int rows_per_block, const Launch& launch) {
   const int64_t rows = args.rows;
-  const int64_t most = kMaxGrid / blocks_per_row * rows_per_block;
+  const int64_t most = kMaxGrid * rows_per_block;
   for (; args.first_row < rows; args.first_row += most) {
     args.rows = rows - args.first_row < most ? rows - args.first_row : most;
-    const int64_t groups = (args.rows + rows_per_block - 1) / rows_per_block;
-    launch(args, static_cast<unsigned>(groups * blocks_per_row));
+    launch(args, static_cast<unsigned>((args.rows + rows_per_block - 1) / rows_per_block));
     args.g_x += most * args.x_row_stride;
     if (args.g_dy) args.g_dy += most * args.dy_row_stride;
     args.g_y += most * args.n;
   }
 }
 
-// Launches one block a row, or one cluster.
-template <typename Config, typename Kernel, typename Mask>
-void launch_rows(Kernel kernel, const RowArgs<typename Config::T>& args, const Mask& mask,
-                 cudaStream_t stream) {
+// One block a row, or several rows a block.
+template <typename Config, bool kBackward, typename Mask>
+void launch_tile(const RowArgs<typename Config::T>& args, const Mask& mask, cudaStream_t stream) {
+  const auto kernel = [] {
+    if constexpr (kBackward) return softmax_backward_kernel<Config, Mask>;
+    if constexpr (!kBackward) return softmax_kernel<Config, Mask>;
+  }();
   note_kernel(kernel, Config::kThreads, 0);
-  for_each_grid(args, Config::kRowsPerBlock, Config::kCluster,
-                [&](const RowArgs<typename Config::T>& part, unsigned blocks) {
-                  cudaLaunchAttribute cluster = {};
-                  cluster.id = cudaLaunchAttributeClusterDimension;
-                  cluster.val.clusterDim = {Config::kCluster, 1, 1};
-                  cudaLaunchConfig_t config = {};
-                  config.gridDim = dim3(blocks);
-                  config.blockDim = dim3(Config::kThreads);
-                  config.stream = stream;
-                  config.attrs = &cluster;
-                  config.numAttrs = Config::kCluster > 1 ? 1 : 0;
-                  // A failure stays behind for check_launch.
-                  (void)cudaLaunchKernelEx(&config, kernel, part, mask);
-                });
+  for_each_grid(args, Config::kRowsPerBlock, [&](const auto& part, unsigned blocks) {
+    kernel<<<blocks, Config::kThreads, 0, stream>>>(part, mask);
+  });
 }
 
-// An index into kSoftmaxTiles, or -1 for the streaming kernel.
-template <typename T, typename Mask>
-int pick_softmax_tile(const RowArgs<T>& args, const Mask& mask, bool aligned, bool backward) {
-  return pick<SoftmaxTuning>(
-      {{args.n, sizeof(T), aligned, backward, mask.tiled(args.rows), device_has_clusters()},
-       args.rows,
-       Mask::kMasked,
-       std::is_same_v<T, __nv_bfloat16>});
+// Launches as many clusters as run at the same time, or a few less where each takes as many rows.
+template <typename Config, typename Mask>
+void launch_ring(const RowArgs<typename Config::T>& args, const Mask& mask, cudaStream_t stream) {
+  const auto kernel = softmax_ring_kernel<Config, Mask>;
+  constexpr int kBytes = sizeof(RingShared<Config>);
+  static_assert(kBytes <= Config::kShape.shared_bytes());
+  allow_shared_memory(kernel, kBytes);
+  note_kernel(kernel, Config::kBlockThreads, kBytes);
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {Config::kCluster, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(Config::kCluster);
+  config.blockDim = dim3(Config::kBlockThreads);
+  config.dynamicSmemBytes = kBytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = Config::kCluster > 1 ? 1 : 0;
+  int most = device_attribute(cudaDevAttrMultiProcessorCount) * Config::kBlocksPerSm;
+  if (Config::kCluster > 1) {
+    // The parts of the chip that clusters must not span leave some SMs over.
+    (void)cudaOccupancyMaxActiveClusters(&most, kernel, &config);
+  }
+  if (most < 1) most = 1;
+  const int64_t rows_each = (args.rows + most - 1) / most;
+  const int64_t clusters = (args.rows + rows_each - 1) / rows_each;
+  config.gridDim = dim3(static_cast<unsigned>(clusters * Config::kCluster));
+  (void)cudaLaunchKernelEx(&config, kernel, args, mask);
 }
 
-template <typename T, typename Mask>
+template <typename T, bool kBackward, int kElems, typename Mask>
+void launch_stream(const RowArgs<T>& args, const Mask& mask, cudaStream_t stream) {
+  const auto kernel = [] {
+    if constexpr (kBackward) return softmax_backward_stream_kernel<T, kElems, Mask>;
+    if constexpr (!kBackward) return softmax_stream_kernel<T, kElems, Mask>;
+  }();
+  note_kernel(kernel, kSoftmaxStreamThreads, 0);
+  for_each_grid(args, 1, [&](const auto& part, unsigned blocks) {
+    kernel<<<blocks, kSoftmaxStreamThreads, 0, stream>>>(part, mask);
+  });
+}
+
+template <typename T, bool kBackward, typename Mask>
+SoftmaxProblem problem_of(const RowArgs<T>& args, const Mask& mask) {
+  // As many bytes from one row to the next, and from a 16-byte boundary.
+  const auto in_phase = [&](const T* g_x, int64_t row_stride) {
+    return rows_aligned(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(g_x) -
+                                                      reinterpret_cast<uintptr_t>(args.g_y)),
+                        (row_stride - args.n) * sizeof(T));
+  };
+  SoftmaxProblem problem = {args.n, sizeof(T)};
+  problem.backward = kBackward;
+  problem.tiled = mask.tiled(args.rows);
+  problem.in_phase = in_phase(args.g_x, args.x_row_stride) &&
+                     (!kBackward || in_phase(args.g_dy, args.dy_row_stride));
+  problem.aligned = rows_aligned(args.g_y, args.n * sizeof(T));
+  problem.clusters = device_has_clusters();
+  problem.shared_limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  return problem;
+}
+
+template <typename T, bool kBackward, typename Mask>
 void launch_softmax_rows(const RowArgs<T>& args, const Mask& mask, cudaStream_t stream) {
-  const bool aligned = rows_aligned(args.g_x, args.x_row_stride * sizeof(T)) &&
-                       rows_aligned(args.g_y, args.n * sizeof(T));
-  const int tile = pick_softmax_tile(args, mask, aligned, /*backward=*/false);
-  dispatch_tile<sizeof(T), /*kBackward=*/false>(tile, [&](auto index) {
-    using Config = RowConfig<T, index.value>;
-    launch_rows<Config>(softmax_kernel<Config, Mask>, args, mask, stream);
-  });
-  if (tile >= 0) return;
-  constexpr int kElems = kVectorBytes / sizeof(T);
-  const auto kernel = aligned && args.n % kElems == 0 ? softmax_stream_kernel<T, kElems, Mask>
-                                                      : softmax_stream_kernel<T, 1, Mask>;
-  note_kernel(kernel, kSoftmaxStreamThreads, 0);
-  for_each_grid(args, 1, 1, [&](const RowArgs<T>& part, unsigned blocks) {
-    kernel<<<blocks, kSoftmaxStreamThreads, 0, stream>>>(part, mask);
-  });
-}
-
-template <typename T, typename Mask>
-void launch_softmax_backward_rows(const RowArgs<T>& args, const Mask& mask, cudaStream_t stream) {
-  const bool aligned = rows_aligned(args.g_x, args.x_row_stride * sizeof(T)) &&
-                       rows_aligned(args.g_dy, args.dy_row_stride * sizeof(T)) &&
-                       rows_aligned(args.g_y, args.n * sizeof(T));
-  const int tile = pick_softmax_tile(args, mask, aligned, /*backward=*/true);
-  dispatch_tile<sizeof(T), /*kBackward=*/true>(tile, [&](auto index) {
-    using Config = RowConfig<T, index.value>;
-    launch_rows<Config>(softmax_backward_kernel<Config, Mask>, args, mask, stream);
-  });
-  if (tile >= 0) return;
-  constexpr int kElems = kVectorBytes / sizeof(T);
-  const auto kernel = aligned && args.n % kElems == 0
-                          ? softmax_backward_stream_kernel<T, kElems, Mask>
-                          : softmax_backward_stream_kernel<T, 1, Mask>;
-  note_kernel(kernel, kSoftmaxStreamThreads, 0);
-  for_each_grid(args, 1, 1, [&](const RowArgs<T>& part, unsigned blocks) {
-    kernel<<<blocks, kSoftmaxStreamThreads, 0, stream>>>(part, mask);
-  });
+  const SoftmaxProblem problem = problem_of<T, kBackward>(args, mask);
+  const SoftmaxChoice choice =
+      pick<SoftmaxTuning>({problem, args.rows, Mask::kMasked, std::is_same_v<T, __nv_bfloat16>});
+  const bool whole = problem.aligned && problem.in_phase;
+  if (choice.kernel == SoftmaxKernel::kTile) {
+    dispatch_index<TileList<sizeof(T), kBackward>>(choice.index, [&](auto tile) {
+      if (whole) {
+        launch_tile<RowConfig<T, tile.value, false>, kBackward>(args, mask, stream);
+      } else {
+        launch_tile<RowConfig<T, tile.value, true>, kBackward>(args, mask, stream);
+      }
+    });
+  } else if (choice.kernel == SoftmaxKernel::kRing) {
+    dispatch_index<RingList>(choice.index, [&](auto ring) {
+      launch_ring<RingConfig<T, ring.value, kBackward>>(args, mask, stream);
+    });
+  } else if (whole) {
+    launch_stream<T, kBackward, kVectorBytes / sizeof(T)>(args, mask, stream);
+  } else {
+    launch_stream<T, kBackward, 1>(args, mask, stream);
+  }
 }
 
 }  // namespace torchweld

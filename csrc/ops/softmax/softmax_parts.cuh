@@ -94,4 +94,23 @@ struct Exponent {
 // -inf - (-inf) is NaN: a part that saw only -inf is compared with 0 instead and adds nothing.
 __device__ __forceinline__ float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
 
+// Adds values, of which none is larger than `largest`, to a running (max, sum).
+template <typename T, int kCount>
+__device__ __forceinline__ void accumulate(MaxSum& part, float largest, const float (&r_x)[kCount],
+                                           const Exponent<T>& exponent) {
+  const float max = fmaxf(part.max, largest);
+  part = {max, rescaled_sum(part, max, exponent.c)};
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) part.sum += exponent(r_x[j], finite_max(max));
+}
+
+// The largest value that is not NaN, -inf where there is none.
+template <int kCount>
+__device__ __forceinline__ float largest(const float (&r_x)[kCount]) {
+  float max = -INFINITY;
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) max = fmaxf(max, r_x[j]);
+  return max;
+}
+
 }  // namespace torchweld

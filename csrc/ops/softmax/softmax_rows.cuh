@@ -3,9 +3,11 @@
 //   y = softmax(scale * x) over the live columns of a row, 0 elsewhere      x, y (rows, n)
 //   dx = scale * y * (dy - sum(dy * y)) over the live columns, 0 elsewhere
 //
-// kThreads threads of one block, or of each block of a cluster, hold one row (several rows a block
-// when a warp is enough): each thread loads all its pieces, the threads join (max, sum) once, each
-// stores its pieces. A Mask tells the live columns; chunks outside are neither loaded nor computed.
+// kThreads threads of one block hold one row (several rows a block when a warp is enough): each
+// thread loads all its pieces, the threads join (max, sum) once, each stores its pieces. A Mask
+// tells the live columns; chunks outside are neither loaded nor computed. Where rows start anywhere
+// (kPeel) the accesses keep to the 16-byte boundaries of the result; those at a row's two ends, and
+// all loads of a row that is in another phase than its result, go element by element.
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (the merge).
 #pragma once
 
@@ -14,58 +16,82 @@
 
 namespace torchweld {
 
-template <typename T_, int kTile>
+template <typename T_, int kTile, bool kPeel_>
 struct RowConfig {
   using T = T_;
   static constexpr SoftmaxTile kShape = kSoftmaxTiles[kTile];
   static constexpr int kThreadsPerRow = kShape.threads;
   static constexpr int kLoads = kShape.loads;
-  static constexpr int kElems = kShape.elems(sizeof(T));
-  static constexpr int kCluster = kShape.cluster;
+  static constexpr int kElems = kVectorBytes / sizeof(T);
+  static constexpr bool kPeel = kPeel_;
   // Single warps are independent: a block of four of them serves four rows.
   static constexpr int kThreads = kThreadsPerRow == kWarp ? 4 * kWarp : kThreadsPerRow;
   static constexpr int kRowsPerBlock = kThreads / kThreadsPerRow;
   static_assert(kThreads <= 1024 && kThreadsPerRow % kWarp == 0);
-  static_assert(kCluster == 1 || (kRowsPerBlock == 1 && kThreadsPerRow > kWarp));
 };
 
 // A thread's share of a row: access i starts at column(i). All accesses i of a row form chunk i, so
 // whether a chunk holds anything live is the same for every thread of the row.
 template <typename Config, typename Mask>
 struct RowShare {
+  using T = typename Config::T;
   static constexpr int kElems = Config::kElems;
   static constexpr int kChunk = Config::kThreadsPerRow * kElems;
-  using Access = Vec<typename Config::T, kElems>;
+  using Access = Vec<T, kElems>;
   RowRange live;
+  int n;
   int lane;
-  int start;  // the first column of this block's part of the row
+  int phase;  // columns between a 16-byte boundary and column 0 of the result
 
-  __device__ __forceinline__ explicit RowShare(const RowRange& range)
+  __device__ __forceinline__ RowShare(const RowRange& range, const T* g_result, int64_t n)
       : live(range),
+        n(static_cast<int>(n)),
         lane(Config::kRowsPerBlock == 1 ? threadIdx.x : threadIdx.x % Config::kThreadsPerRow),
-        start(blockIdx.x % Config::kCluster * Config::kLoads * kChunk) {}
+        phase(Config::kPeel ? phase_of(g_result) : 0) {}
 
   static __device__ __forceinline__ int64_t row() {
-    if constexpr (Config::kRowsPerBlock == 1) return blockIdx.x / Config::kCluster;
+    if constexpr (Config::kRowsPerBlock == 1) return blockIdx.x;
     return static_cast<int64_t>(blockIdx.x) * Config::kRowsPerBlock +
            threadIdx.x / Config::kThreadsPerRow;
   }
-  __device__ __forceinline__ int column(int i) const { return start + i * kChunk + lane * kElems; }
+  static __device__ __forceinline__ int phase_of(const T* g_row) {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(g_row) % kVectorBytes / sizeof(T));
+  }
+  __device__ __forceinline__ int column(int i) const { return i * kChunk + lane * kElems - phase; }
 
   // Unmasked rows skip nothing: a tile's last chunks are seldom dead, and a branch costs more.
   __device__ __forceinline__ bool chunk_is_live(int i) const {
     return !Mask::kMasked ||
-           (start + i * kChunk < live.end && start + (i + 1) * kChunk > live.begin);
+           (i * kChunk - phase < live.end && (i + 1) * kChunk - phase > live.begin);
+  }
+
+  // True where the access reaches over neither end of the row; tiles of aligned rows never do.
+  __device__ __forceinline__ bool whole(int i) const {
+    return !Config::kPeel || (column(i) >= 0 && column(i) + kElems <= n);
   }
 
   // A live chunk's access, `hidden` where it holds nothing live.
-  __device__ __forceinline__ void load(Access& r_to, const typename Config::T* g_row, int i,
-                                       float hidden) const {
-    if (touches<Mask>(live, column(i), kElems)) {
-      r_to = load_vec<typename Config::T, kElems>(g_row + column(i));
-    } else {
+  __device__ __forceinline__ void load(Access& r_to, const T* g_row, int i, float hidden) const {
+    const bool some = touches<Mask>(live, column(i), kElems);
+    if (some && whole(i) && (!Config::kPeel || phase_of(g_row) == phase)) {
+      r_to = load_vec<T, kElems>(g_row + column(i));
+      return;
+    }
 #pragma unroll
-      for (int j = 0; j < kElems; ++j) r_to.values[j] = from_float<typename Config::T>(hidden);
+    for (int j = 0; j < kElems; ++j) {
+      r_to.values[j] = from_float<T>(hidden);
+      if (Config::kPeel && sees(live, column(i) + j)) r_to.values[j] = g_row[column(i) + j];
+    }
+  }
+
+  __device__ __forceinline__ void store(T* g_row, int i, const Access& out) const {
+    if (whole(i)) {
+      if (column(i) < n) store_vec(g_row + column(i), out);
+    } else if constexpr (Config::kPeel) {
+#pragma unroll
+      for (int j = 0; j < kElems; ++j) {
+        if (column(i) + j >= 0 && column(i) + j < n) g_row[column(i) + j] = out.values[j];
+      }
     }
   }
 
@@ -94,11 +120,11 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
   using Share = RowShare<Config, Mask>;
   const int64_t row = Share::row();
   if (Config::kRowsPerBlock > 1 && row >= args.rows) return;
-  const Share share(mask.live_columns(args.first_row + row));
   const Exponent<T> exponent(mask.scale());
   const float hidden = -exponent.sign * INFINITY;  // smaller than any score
   const T* g_x = args.g_x + row * args.x_row_stride;
   T* g_y = args.g_y + row * args.n;
+  const Share share(mask.live_columns(args.first_row + row), g_y, args.n);
 
   // Load: all accesses are in flight before the first value is used.
   Vec<T, kElems> r_in[kLoads];
@@ -140,8 +166,6 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
     __shared__ BlockExchange<Config::kThreads> s_exchange;
     total = s_exchange.merge_warps(total, exponent.c);
   }
-  __shared__ ClusterExchange<Config::kCluster> s_cluster;
-  total = s_cluster.merge_blocks(total, exponent.c);
   // A row of nothing but -inf is NaN as in torch: (-inf) - (-inf).
   const float factor = exp2_approx((max - total.max) * exponent.c) / total.sum;
 
@@ -154,9 +178,8 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
       for (int j = 0; j < kElems; ++j) out.values[j] = from_float<T>(r_x[i][j] * factor);
       if (Mask::kMasked && !isfinite(factor)) clear_hidden(out, share.live, share.column(i));
     }
-    if (share.column(i) < args.n) store_vec(g_y + share.column(i), out);
+    share.store(g_y, i, out);
   }
-  s_cluster.finish();
 }
 
 template <typename Config, typename Mask>
@@ -168,10 +191,10 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_backward_kernel(
   using Share = RowShare<Config, Mask>;
   const int64_t row = Share::row();
   if (Config::kRowsPerBlock > 1 && row >= args.rows) return;
-  const Share share(mask.live_columns(args.first_row + row));
   const T* g_y = args.g_x + row * args.x_row_stride;
   const T* g_dy = args.g_dy + row * args.dy_row_stride;
   T* g_dx = args.g_y + row * args.n;
+  const Share share(mask.live_columns(args.first_row + row), g_dx, args.n);
 
   Vec<T, kElems> r_y[kLoads], r_dy[kLoads];
 #pragma unroll
@@ -198,8 +221,6 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_backward_kernel(
     __shared__ BlockExchange<Config::kThreads> s_exchange;
     dot = s_exchange.sum_warps(dot);
   }
-  __shared__ ClusterExchange<Config::kCluster> s_cluster;
-  dot = s_cluster.sum_blocks(dot);
 
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
@@ -215,9 +236,8 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_backward_kernel(
       }
       if (Mask::kMasked && !isfinite(dot)) clear_hidden(out, share.live, share.column(i));
     }
-    if (share.column(i) < args.n) store_vec(g_dx + share.column(i), out);
+    share.store(g_dx, i, out);
   }
-  s_cluster.finish();
 }
 
 }  // namespace torchweld

@@ -26,12 +26,7 @@ __global__ __launch_bounds__(kSoftmaxStreamThreads) void softmax_stream_kernel(
   for (int64_t first = start; first < live.end; first += kStep) {
     float r_x[kElems];
     unpack<Mask>(r_x, load_vec<T, kElems>(g_x + first), live, first, exponent.sign, -INFINITY);
-    float max = part.max;
-#pragma unroll
-    for (int j = 0; j < kElems; ++j) max = fmaxf(max, r_x[j]);
-    part = {max, rescaled_sum(part, max, exponent.c)};
-#pragma unroll
-    for (int j = 0; j < kElems; ++j) part.sum += exponent(r_x[j], finite_max(max));
+    accumulate(part, largest(r_x), r_x, exponent);
   }
   const MaxSum total = s_exchange.merge_warps(warp_merge(part, exponent.c), exponent.c);
   const float factor = 1.f / total.sum;

@@ -12,77 +12,108 @@ struct SoftmaxCall {
   bool masked, bfloat16;
 };
 
+// The choice is a tile, then the rings, or -1 for the streaming kernel.
 struct SoftmaxTuning {
   static constexpr const char* kName = "softmax";
   static constexpr Field kProblem[] = {
-      {"n", 1, kMostSize},    {"elem_size", 2, 4}, {"aligned", 0, 1},
-      {"backward", 0, 1},     {"tiled", 0, 1},     {"clusters", 0, 1},
-      {"rows", 1, kMostSize}, {"masked", 0, 1},    {"bfloat16", 0, 1}};
+      {"n", 1, kMostSize},    {"elem_size", 2, 4},
+      {"aligned", 0, 1},      {"backward", 0, 1},
+      {"tiled", 0, 1},        {"clusters", 0, 1},
+      {"in_phase", 0, 1},     {"shared_limit", 0, kMostSharedBytes},
+      {"rows", 1, kMostSize}, {"masked", 0, 1},
+      {"bfloat16", 0, 1}};
   static constexpr const char* kChoice[] = {"tile"};
+  static constexpr int kAll = kNumSoftmaxTiles + kNumSoftmaxRings;
 
   using Problem = SoftmaxCall;
-  using Choice = int;
+  using Choice = SoftmaxChoice;
 
   static Numbers numbers(const SoftmaxCall& call) {
     const SoftmaxProblem& p = call.problem;
-    return {p.n,        p.elem_size, p.aligned,   p.backward,   p.tiled,
-            p.clusters, call.rows,   call.masked, call.bfloat16};
+    return {p.n,        p.elem_size,    p.aligned, p.backward,  p.tiled,      p.clusters,
+            p.in_phase, p.shared_limit, call.rows, call.masked, call.bfloat16};
   }
   static SoftmaxCall problem(const Numbers& x) {
-    return {{x[0], x[1] == 4 ? 4 : 2, x[2] != 0, x[3] != 0, x[4] != 0, x[5] != 0},
-            x[6],
-            x[7] != 0,
-            x[8] != 0};
+    return {{x[0], x[1] == 4 ? 4 : 2, x[2] != 0, x[3] != 0, x[4] != 0, x[5] != 0, x[6] != 0,
+             static_cast<int>(x[7])},
+            x[8],
+            x[9] != 0,
+            x[10] != 0};
   }
   static Numbers key(Numbers x) {
-    x[6] = size_class(x[6]);
+    x[8] = size_class(x[8]);
     return x;
   }
 
-  static int choose(const SoftmaxCall& call) { return choose_softmax_tile(call.problem); }
-  static Numbers told(int tile) { return {tile}; }
+  static SoftmaxChoice choose(const SoftmaxCall& call) { return choose_softmax(call.problem); }
+  static Numbers told(const SoftmaxChoice& choice) {
+    const bool ring = choice.kernel == SoftmaxKernel::kRing;
+    return {ring ? kNumSoftmaxTiles + choice.index : choice.index};
+  }
 
   static std::string refusal(const SoftmaxCall& call, const Numbers& choice) {
     const SoftmaxProblem& p = call.problem;
     if (choice[0] == -1) return "";
-    if (choice[0] < 0 || choice[0] >= kNumSoftmaxTiles) {
-      return no_such_tile(choice[0], kNumSoftmaxTiles);
-    }
-    const SoftmaxTile& tile = kSoftmaxTiles[choice[0]];
+    if (choice[0] < 0 || choice[0] >= kAll) return no_such_tile(choice[0], kAll);
+    const SoftmaxChoice chosen = make(call, choice);
     if (!p.tiled) return "the rows need 64-bit indices or the scale is 0";
-    if (tile.vector && !(p.aligned && p.n % (16 / p.elem_size) == 0)) {
-      return "rows are not 16-byte aligned";
+    if (chosen.kernel == SoftmaxKernel::kTile) {
+      const SoftmaxTile& tile = kSoftmaxTiles[chosen.index];
+      if (!tile.suits(p.elem_size, p.backward)) return "too many registers for this dtype";
+      return room(p, tile.capacity(p.elem_size, p.aligned));
     }
-    if (!tile.suits(p.elem_size, p.backward)) return "too many registers for this dtype";
-    if (tile.cluster > 1 && !p.clusters) return "the GPU has no thread-block clusters";
-    if (p.n > tile.capacity(p.elem_size)) {
-      return "holds " + std::to_string(tile.capacity(p.elem_size)) + " elements, the row has " +
-             std::to_string(p.n);
+    const SoftmaxRing& ring = kSoftmaxRings[chosen.index];
+    if (!p.clusters) return "the GPU, or the code built for it, has no thread-block clusters";
+    if (!p.in_phase) {
+      return "the tensors' rows start at different distances from 16-byte boundaries";
     }
-    return "";
+    if (ring.shared_bytes() > p.shared_limit) {
+      return too_much_shared_memory(ring.shared_bytes(), p.shared_limit);
+    }
+    return room(p, ring.capacity(p.elem_size, p.backward));
   }
 
-  static int make(const SoftmaxCall&, const Numbers& choice) { return static_cast<int>(choice[0]); }
+  static SoftmaxChoice make(const SoftmaxCall&, const Numbers& choice) {
+    const int number = static_cast<int>(choice[0]);
+    if (number < 0) return {SoftmaxKernel::kStream, -1};
+    if (number < kNumSoftmaxTiles) return {SoftmaxKernel::kTile, number};
+    return {SoftmaxKernel::kRing, number - kNumSoftmaxTiles};
+  }
 
   static std::vector<Numbers> candidates(const SoftmaxCall&) {
-    return tiles_or_none(kNumSoftmaxTiles);
+    return tiles_or_none(kAll);
   }
 
-  // A row that is read again has no loads of its own.
+  // `kind` is a SoftmaxKernel. Zeros: a row that is read again has no loads of its own, and
+  // registers alone say how many blocks of a tile an SM has. A ring's threads are those that
+  // compute, its loads those of a piece.
   static Columns columns(const SoftmaxCall& call, const Numbers& choice) {
-    const SoftmaxProblem& p = call.problem;
-    if (choice[0] < 0) {
-      const bool vector = p.aligned && p.n % (16 / p.elem_size) == 0;
-      return {{"blocks_per_row", 1},
-              {"threads", kSoftmaxStreamThreads},
-              {"loads", 0},
-              {"access_bytes", vector ? 16 : p.elem_size}};
+    const SoftmaxChoice chosen = make(call, choice);
+    const int64_t kind = static_cast<int64_t>(chosen.kernel);
+    if (chosen.kernel == SoftmaxKernel::kRing) {
+      const SoftmaxRing& ring = kSoftmaxRings[chosen.index];
+      return row(kind, ring.threads, ring.accesses(call.problem.backward), ring.cluster,
+                 ring.blocks_per_sm, ring.shared_bytes());
     }
-    const SoftmaxTile& tile = kSoftmaxTiles[choice[0]];
-    return {{"blocks_per_row", tile.cluster},
-            {"threads", tile.threads},
-            {"loads", tile.loads},
-            {"access_bytes", tile.vector ? 16 : p.elem_size}};
+    if (chosen.kernel == SoftmaxKernel::kStream)
+      return row(kind, kSoftmaxStreamThreads, 0, 1, 0, 0);
+    const SoftmaxTile& tile = kSoftmaxTiles[chosen.index];
+    return row(kind, tile.threads, tile.loads, 1, 0, 0);
+  }
+
+ private:
+  static std::string room(const SoftmaxProblem& p, int64_t capacity) {
+    if (p.n <= capacity) return "";
+    return "holds " + std::to_string(capacity) + " elements, the row has " + std::to_string(p.n);
+  }
+  static Columns row(int64_t kind, int threads, int loads, int cluster, int blocks_per_sm,
+                     int ring_bytes) {
+    return {{"kind", kind},
+            {"threads", threads},
+            {"loads", loads},
+            {"cluster", cluster},
+            {"blocks_per_sm", blocks_per_sm},
+            {"ring_bytes", ring_bytes}};
   }
 };
 
