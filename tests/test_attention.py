@@ -292,10 +292,14 @@ def test_large_magnitudes(device):
 
 @pytest.mark.parametrize("offset", [1e2, 1e3, 1e4])
 def test_large_lse(device, offset):
-    """All logits of a row far from 0: the forward does not care, the backward by |lse| u."""
-    query = torch.ones(2, 1, 9, 2, dtype=F32)
-    key = torch.stack([torch.full((2, 1, 37), offset), torch.randn(2, 1, 37)], -1)
-    value = torch.randn(2, 1, 37, 4)
+    """All logits of a row far from 0: the forward does not care, the backward by |lse| u.
+
+    The rows of a head have the same scores, so it takes many heads to compare the largest error.
+    """
+    heads = 64
+    query = torch.ones(2, heads, 9, 2, dtype=F32)
+    key = torch.stack([torch.full((2, heads, 37), offset), torch.randn(2, heads, 37)], -1)
+    value = torch.randn(2, heads, 37, 4)
     args = [t.to(device) for t in (query, key, value)]
     # A tensor core truncates where eager rounds: of a score of 1e4 that is 1e-3, not twice eager's.
     eager = offset < 1e4

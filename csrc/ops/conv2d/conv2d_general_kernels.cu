@@ -29,13 +29,15 @@ __device__ __forceinline__ int chunk_of(int64_t left) {
   return static_cast<int>(left < kTapChunk ? left : kTapChunk);
 }
 
-// The sums of one piece of the kernel, taps_down by taps_across.
+// The sums of one piece of the kernel, taps_down by taps_across. Each column of taps has a sum of
+// its own, so that the error grows with their number, not with that of all taps.
 __device__ __forceinline__ void add_taps(float (&r_z)[kGeneralRows], const float* s_x, int pitch,
                                          const float* s_weight, int taps_down, int taps_across) {
   for (int q = 0; q < taps_across; ++q) {
     float r_x[kGeneralRows];  // row p + r of the window is at (p + r) % kGeneralRows
 #pragma unroll
     for (int r = 0; r < kGeneralRows; ++r) r_x[r] = s_x[r * pitch + q];
+    float r_column[kGeneralRows] = {};
     for (int first = 0; first < taps_down; first += kGeneralRows) {
 #pragma unroll
       for (int u = 0; u < kGeneralRows; ++u) {
@@ -44,11 +46,13 @@ __device__ __forceinline__ void add_taps(float (&r_z)[kGeneralRows], const float
         const float weight = s_weight[p * taps_across + q];
 #pragma unroll
         for (int r = 0; r < kGeneralRows; ++r) {
-          r_z[r] = fmaf(weight, r_x[(u + r) % kGeneralRows], r_z[r]);
+          r_column[r] = fmaf(weight, r_x[(u + r) % kGeneralRows], r_column[r]);
         }
         r_x[u] = s_x[(p + kGeneralRows) * pitch + q];
       }
     }
+#pragma unroll
+    for (int r = 0; r < kGeneralRows; ++r) r_z[r] += r_column[r];
   }
 }
 
