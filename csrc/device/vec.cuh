@@ -119,6 +119,13 @@ __device__ __forceinline__ void to_floats(float* r_to, uint4 words) {
   }
 }
 
+// Every value with the other sign.
+template <typename T>
+__device__ __forceinline__ uint4 negated(uint4 words) {
+  constexpr uint32_t kSigns = sizeof(T) == 2 ? 0x80008000u : 0x80000000u;
+  return make_uint4(words.x ^ kSigns, words.y ^ kSigns, words.z ^ kSigns, words.w ^ kSigns);
+}
+
 // The largest value of kCount accesses that is not NaN, -inf where there is none.
 template <typename T, int kCount>
 __device__ __forceinline__ float largest(const uint4 (&r_of)[kCount]) {
@@ -147,6 +154,13 @@ __device__ __forceinline__ float largest(const uint4 (&r_of)[kCount]) {
     to_floats<T>(r_x, make_uint4(max, max, max, max));
     return fmaxf(fmaxf(r_x[0], r_x[1]), -INFINITY);
   }
+}
+
+// The largest value of an access that is not NaN, -inf where there is none.
+template <typename T>
+__device__ __forceinline__ float largest(uint4 words) {
+  const uint4 r_of[1] = {words};
+  return largest<T>(r_of);
 }
 
 // Stores 16 bytes of results.

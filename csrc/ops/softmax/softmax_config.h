@@ -27,8 +27,9 @@ struct SoftmaxTile {
 };
 
 // In the order of preference: the first that suits and holds the row is taken.
-inline constexpr SoftmaxTile kSoftmaxTiles[] = {{32, 1},  {32, 2},  {64, 2},  {128, 2},  {128, 4},
-                                                {256, 4}, {512, 4}, {512, 8}, {1024, 4}, {1024, 8}};
+inline constexpr SoftmaxTile kSoftmaxTiles[] = {{32, 1},  {32, 2},  {64, 2},   {32, 4},
+                                                {128, 2}, {128, 4}, {256, 2},  {256, 4},
+                                                {512, 4}, {512, 8}, {1024, 4}, {1024, 8}};
 inline constexpr int kNumSoftmaxTiles = sizeof(kSoftmaxTiles) / sizeof(kSoftmaxTiles[0]);
 
 // A row lives in the shared memory of `cluster` blocks, one row after the other: a ring of slots

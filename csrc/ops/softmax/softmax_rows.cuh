@@ -37,7 +37,6 @@ struct RowShare {
   using T = typename Config::T;
   static constexpr int kElems = Config::kElems;
   static constexpr int kChunk = Config::kThreadsPerRow * kElems;
-  using Access = Vec<T, kElems>;
   RowRange live;
   int n;
   int lane;
@@ -71,41 +70,50 @@ struct RowShare {
   }
 
   // A live chunk's access, `hidden` where it holds nothing live.
-  __device__ __forceinline__ void load(Access& r_to, const T* g_row, int i, float hidden) const {
+  __device__ __forceinline__ void load(uint4& r_to, const T* g_row, int i, float hidden) const {
     const bool some = touches<Mask>(live, column(i), kElems);
     if (some && whole(i) && (!Config::kPeel || phase_of(g_row) == phase)) {
-      r_to = load_vec<T, kElems>(g_row + column(i));
+      r_to = load_words(g_row + column(i));
       return;
     }
-#pragma unroll
-    for (int j = 0; j < kElems; ++j) {
-      r_to.values[j] = from_float<T>(hidden);
-      if (Config::kPeel && sees(live, column(i) + j)) r_to.values[j] = g_row[column(i) + j];
-    }
-  }
-
-  __device__ __forceinline__ void store(T* g_row, int i, const Access& out) const {
-    if (whole(i)) {
-      if (column(i) < n) store_vec(g_row + column(i), out);
-    } else if constexpr (Config::kPeel) {
+    r_to = fill_words<T>(hidden);
+    if constexpr (Config::kPeel) {
+      auto& r_values = reinterpret_cast<T(&)[kElems]>(r_to);
 #pragma unroll
       for (int j = 0; j < kElems; ++j) {
-        if (column(i) + j >= 0 && column(i) + j < n) g_row[column(i) + j] = out.values[j];
+        if (sees(live, column(i) + j)) r_values[j] = g_row[column(i) + j];
       }
     }
   }
 
-  // The access as fp32, `hidden` where the mask hides a column.
-  __device__ __forceinline__ void unpack(float (&r_to)[kElems], const Access& from, int i,
-                                         float hidden) const {
-#pragma unroll
-    for (int j = 0; j < kElems; ++j) r_to[j] = to_float(from.values[j]);
+  // `hidden` in the columns that the mask hides, once the access has arrived.
+  __device__ __forceinline__ void hide(uint4& r_in, int i, float hidden) const {
     if constexpr (Mask::kMasked) {
       // Only the accesses at the two edges hold both kinds of columns.
       const int to_begin = live.begin - column(i), to_end = live.end - column(i);
       if ((to_begin > 0 && to_begin < kElems) || (to_end > 0 && to_end < kElems)) {
+        auto& r_values = reinterpret_cast<T(&)[kElems]>(r_in);
 #pragma unroll
-        for (int j = 0; j < kElems; ++j) r_to[j] = j >= to_begin && j < to_end ? r_to[j] : hidden;
+        for (int j = 0; j < kElems; ++j) {
+          if (j < to_begin || j >= to_end) r_values[j] = from_float<T>(hidden);
+        }
+      }
+    }
+  }
+
+  // The results; `finite` is false where hidden columns have to be cleared, as 0 * NaN is NaN.
+  __device__ __forceinline__ void store(T* g_row, int i, float (&r_out)[kElems],
+                                        bool finite) const {
+    if (Mask::kMasked && !finite) {
+#pragma unroll
+      for (int j = 0; j < kElems; ++j) r_out[j] = sees(live, column(i) + j) ? r_out[j] : 0.f;
+    }
+    if (whole(i)) {
+      if (column(i) < n) store_floats(g_row + column(i), r_out);
+    } else if constexpr (Config::kPeel) {
+#pragma unroll
+      for (int j = 0; j < kElems; ++j) {
+        if (column(i) + j >= 0 && column(i) + j < n) g_row[column(i) + j] = from_float<T>(r_out[j]);
       }
     }
   }
@@ -127,7 +135,7 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
   const Share share(mask.live_columns(args.first_row + row), g_y, args.n);
 
   // Load: all accesses are in flight before the first value is used.
-  Vec<T, kElems> r_in[kLoads];
+  uint4 r_in[kLoads];
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     if (share.chunk_is_live(i)) share.load(r_in[i], g_x, i, hidden);
@@ -139,13 +147,10 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     if (share.chunk_is_live(i)) {
-      share.unpack(r_x[i], r_in[i], i, hidden);
-      if (Mask::kMasked && exponent.sign < 0.f) {
-#pragma unroll
-        for (int j = 0; j < kElems; ++j) r_x[i][j] = -r_x[i][j];
-      }
-#pragma unroll
-      for (int j = 0; j < kElems; ++j) max = fmaxf(max, r_x[i][j]);
+      share.hide(r_in[i], i, hidden);
+      if (Mask::kMasked && exponent.sign < 0.f) r_in[i] = negated<T>(r_in[i]);
+      max = fmaxf(max, largest<T>(r_in[i]));
+      to_floats<T>(r_x[i], r_in[i]);
     }
   }
   max = warp_max(max);
@@ -172,13 +177,12 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
   // Store, zeros outside the live range.
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    Vec<T, kElems> out = {};
+    float r_y[kElems] = {};
     if (share.chunk_is_live(i)) {
 #pragma unroll
-      for (int j = 0; j < kElems; ++j) out.values[j] = from_float<T>(r_x[i][j] * factor);
-      if (Mask::kMasked && !isfinite(factor)) clear_hidden(out, share.live, share.column(i));
+      for (int j = 0; j < kElems; ++j) r_y[j] = r_x[i][j] * factor;
     }
-    share.store(g_y, i, out);
+    share.store(g_y, i, r_y, isfinite(factor));
   }
 }
 
@@ -196,7 +200,7 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_backward_kernel(
   T* g_dx = args.g_y + row * args.n;
   const Share share(mask.live_columns(args.first_row + row), g_dx, args.n);
 
-  Vec<T, kElems> r_y[kLoads], r_dy[kLoads];
+  uint4 r_y[kLoads], r_dy[kLoads];
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     if (share.chunk_is_live(i)) {
@@ -209,9 +213,11 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_backward_kernel(
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     if (share.chunk_is_live(i)) {
+      share.hide(r_y[i], i, 0.f);
+      share.hide(r_dy[i], i, 0.f);
       float y[kElems], dy[kElems];
-      share.unpack(y, r_y[i], i, 0.f);
-      share.unpack(dy, r_dy[i], i, 0.f);
+      to_floats<T>(y, r_y[i]);
+      to_floats<T>(dy, r_dy[i]);
 #pragma unroll
       for (int j = 0; j < kElems; ++j) dot += y[j] * dy[j];
     }
@@ -224,19 +230,18 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_backward_kernel(
 
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    Vec<T, kElems> out = {};
+    float r_dx[kElems] = {};
     if (share.chunk_is_live(i)) {
       float y[kElems], dy[kElems];
-      share.unpack(y, r_y[i], i, 0.f);
-      share.unpack(dy, r_dy[i], i, 0.f);
+      to_floats<T>(y, r_y[i]);
+      to_floats<T>(dy, r_dy[i]);
 #pragma unroll
       for (int j = 0; j < kElems; ++j) {
         const float dx = y[j] * (dy[j] - dot);
-        out.values[j] = from_float<T>(Mask::kMasked ? dx * mask.scale() : dx);
+        r_dx[j] = Mask::kMasked ? dx * mask.scale() : dx;
       }
-      if (Mask::kMasked && !isfinite(dot)) clear_hidden(out, share.live, share.column(i));
     }
-    share.store(g_dx, i, out);
+    share.store(g_dx, i, r_dx, isfinite(dot));
   }
 }
 

@@ -13,6 +13,8 @@ from torchweld.bench.timer import interleaved
 
 _BYTES = 256 << 20
 _CHECKED_ROWS = 64
+_COMPILED = "torch.compile"
+_LONG = 65536  # from here on torch reads a row more than once
 _SUMS = (
     (1 << 20, 64),
     (65536, 1024),
@@ -24,28 +26,34 @@ _SUMS = (
 )
 
 
-def _softmax(n: int, dtype: torch.dtype, targets: dict[str, float]) -> Row:
-    rows = _BYTES // (n * dtype.itemsize)
+def _softmax(
+    rows: int, n: int, dtype: torch.dtype, targets: dict[str, float], *others: str
+) -> Iterator[Row]:
+    """A row against a copy, and one against each of the others."""
     x = torch.randn(rows, n, device="cuda", dtype=dtype) * 2
     y = torch.empty_like(x)
     reference = x[:_CHECKED_ROWS].double().softmax(-1)
     case = f"softmax ({rows}, {n}) {dtype_text(dtype)}"
-    return make_row(
+    calls = {
+        "ours": lambda: ops.softmax(x),
+        "copy": lambda: y.copy_(x),
+        "torch": lambda: torch.softmax(x, -1),
+    }
+    if _COMPILED in others:
+        compiled = torch.compile(lambda x: torch.softmax(x, -1))
+        calls[_COMPILED] = lambda: compiled(x)
+    row = make_row(
         case,
-        interleaved(
-            {
-                "ours": lambda: ops.softmax(x),
-                "copy": lambda: y.copy_(x),
-                "torch": lambda: torch.softmax(x, -1),
-            },
-            device="cuda",
-        ),
+        interleaved(calls, device="cuda"),
         against="copy",
         target=targets.get(case),
         error=largest_error(ops.softmax(x)[:_CHECKED_ROWS], reference),
         eager_error=largest_error(torch.softmax(x[:_CHECKED_ROWS], -1), reference),
         allowed_error=two_roundings(dtype, reference.max().item()),
     )
+    yield row
+    for peer in others:
+        yield row.over(peer, targets)
 
 
 def _softmax_backward(n: int, dtype: torch.dtype, targets: dict[str, float]) -> Row:
@@ -134,8 +142,10 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
     """Every case of the family, measured when it is asked for."""
     dtypes = (torch.float32, torch.bfloat16)
     for dtype in dtypes:
-        for n in (256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 262144):
-            yield _softmax(n, dtype, targets)
+        for n in (256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 262144, 1023, 4097, 32769):
+            row_count = _BYTES // (n * dtype.itemsize)
+            yield from _softmax(row_count, n, dtype, targets, *(["torch"] if n >= _LONG else []))
+    yield from _softmax(1823, 781, torch.float32, targets, "torch", _COMPILED)
     for dtype in dtypes:
         for n in (1024, 4096, 16384, 32768):
             yield _softmax_backward(n, dtype, targets)
