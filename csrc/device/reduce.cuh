@@ -56,9 +56,9 @@ __device__ __forceinline__ MaxSum warp_merge(MaxSum x, float c) {
   return {max, warp_sum(rescaled_sum(x, max, c))};
 }
 
-// Joins the warps of a block, or of its first kThreads threads where it has others that do
-// something else; each warp brings one value. Every thread gets the result, the same bits in every
-// run. One Exchange serves one call; a loop takes two by turns.
+// Joins the warps of a block, of kThreads threads or fewer, or of its first kThreads threads where
+// it has others that do something else; each warp brings one value. Every thread gets the result,
+// the same bits in every run. One Exchange serves one call; a loop takes two by turns.
 template <int kThreads, bool kWholeBlock = true>
 struct BlockExchange {
   static constexpr int kWarps = kThreads / kWarp;
@@ -66,7 +66,7 @@ struct BlockExchange {
   float2 s_parts[kWarps];
 
   __device__ __forceinline__ MaxSum merge_warps(MaxSum x, float c) {
-    share(make_float2(x.max, x.sum));
+    share(make_float2(x.max, x.sum), make_float2(-INFINITY, 0.f));
     if constexpr (kWarps > kFewWarps) {
       const float2 part = my_part(make_float2(-INFINITY, 0.f));
       return warp_merge({part.x, part.y}, c);
@@ -81,7 +81,7 @@ struct BlockExchange {
   }
 
   __device__ __forceinline__ float sum_warps(float x) {
-    share(make_float2(x, 0.f));
+    share(make_float2(x, 0.f), make_float2(0.f, 0.f));
     if constexpr (kWarps > kFewWarps) return warp_sum(my_part(make_float2(0.f, 0.f)).x);
     float sum = 0.f;
 #pragma unroll
@@ -93,9 +93,11 @@ struct BlockExchange {
   // Up to this many parts every thread reads for itself: shorter than five rounds of shuffles.
   static constexpr int kFewWarps = 8;
 
-  __device__ __forceinline__ void share(float2 mine) {
+  __device__ __forceinline__ void share(float2 mine, float2 neutral) {
     if (threadIdx.x % kWarp == 0) s_parts[threadIdx.x / kWarp] = mine;
     if constexpr (kWholeBlock) {
+      const unsigned warps = blockDim.x / kWarp;
+      if (threadIdx.x >= warps && threadIdx.x < kWarps) s_parts[threadIdx.x] = neutral;
       __syncthreads();
     } else {
       asm volatile("bar.sync 1, %0;" : : "n"(kThreads) : "memory");

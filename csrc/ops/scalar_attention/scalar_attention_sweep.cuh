@@ -2,7 +2,7 @@
 //
 // A Job says what a thread owns, what is streamed, and what a pair adds to the owner's sums:
 //   Owner, Stream            registers of an owned element, shared memory of a streamed one
-//   owner(i), stream<kFast>(i)
+//   owner(i), stream<kForm>(i)
 //   row, key                 which of the two brings the row's exponent, which the key
 //   fast_owner, fast_stream  may the row be computed fast (true for keys)
 //   prepare, add, factor     the owner before a stage, a pair, what the owner's sums are to be
@@ -36,16 +36,18 @@ struct SweepShape {
   static constexpr ScalarAttentionTile kShape = kScalarAttentionTiles[kSweep][kTile];
   static constexpr int kOwners = kShape.owners;
   static constexpr int kPolynomial = kShape.polynomial;
+  static constexpr ExponentForm kFastForm =
+      kPolynomial > 0 ? ExponentForm::kScaled : ExponentForm::kScore;
   static_assert(kPolynomial <= kOwners);
 };
 
-template <bool kFast, typename Job>
+template <ExponentForm kForm, typename Job>
 __device__ __forceinline__ void sweep_stage(typename Job::Owner (&r_owner)[Job::kOwners],
                                             const typename Job::Stream* s_stream, int count,
                                             KeyRange keys,
                                             float (&r_total)[Job::kOwners][Job::kSums]) {
 #pragma unroll
-  for (int r = 0; r < Job::kOwners; ++r) Job::template prepare<kFast>(r_owner[r], keys);
+  for (int r = 0; r < Job::kOwners; ++r) Job::template prepare<kForm>(r_owner[r], keys);
   float r_sum[Job::kOwners][Job::kSums] = {};
 #pragma unroll 4
   for (int j = 0; j < count; ++j) {
@@ -54,8 +56,8 @@ __device__ __forceinline__ void sweep_stage(typename Job::Owner (&r_owner)[Job::
     for (int r = 0; r < Job::kOwners; ++r) {
       const RowExponent row = Job::row(r_owner[r], stream);
       const float k = Job::key(r_owner[r], stream);
-      const float e = kFast && r < Job::kPolynomial ? exponential_polynomial(row, k)
-                                                    : exponential<kFast>(row, k);
+      const bool polynomial = kForm == ExponentForm::kScaled && r < Job::kPolynomial;
+      const float e = polynomial ? exponential_polynomial(row, k) : exponential<kForm>(row, k);
       Job::add(r_sum[r], e, r_owner[r], stream);
     }
   }
@@ -67,13 +69,13 @@ __device__ __forceinline__ void sweep_stage(typename Job::Owner (&r_owner)[Job::
 }
 
 // Fills the stage; true where this thread's share may be computed fast.
-template <bool kFast, typename Job>
+template <ExponentForm kForm, typename Job>
 __device__ __forceinline__ bool load_stage(const Job& job, typename Job::Stream* s_stream,
                                            int64_t first, int count) {
   bool fast = true;
   for (int j = threadIdx.x; j < count; j += kScalarAttentionThreads) {
     fast = fast && job.fast_stream(first + j);
-    s_stream[j] = job.template stream<kFast>(first + j);
+    s_stream[j] = job.template stream<kForm>(first + j);
   }
   return fast;
 }
@@ -81,6 +83,7 @@ __device__ __forceinline__ bool load_stage(const Job& job, typename Job::Stream*
 template <typename Job>
 __global__ __launch_bounds__(kScalarAttentionThreads) void scalar_attention_sweep_kernel(
     const ScalarAttentionArgs args) {
+  constexpr ExponentForm kFastForm = Job::kFastForm;
   __shared__ typename Job::Stream s_stream[kScalarAttentionStage];
   const Job job(args);
   const int64_t split = blockIdx.x / args.owner_blocks;
@@ -105,15 +108,15 @@ __global__ __launch_bounds__(kScalarAttentionThreads) void scalar_attention_swee
     const int count =
         end - at < kScalarAttentionStage ? static_cast<int>(end - at) : kScalarAttentionStage;
     bool fast = fast_owners;
-    if (fast) fast = __syncthreads_and(load_stage<true>(job, s_stream, at, count));
+    if (fast) fast = __syncthreads_and(load_stage<kFastForm>(job, s_stream, at, count));
     if (!fast) {
-      load_stage<false>(job, s_stream, at, count);
+      load_stage<ExponentForm::kDifference>(job, s_stream, at, count);
       __syncthreads();
     }
     if (fast) {
-      sweep_stage<true, Job>(r_owner, s_stream, count, job.keys, r_total);
+      sweep_stage<kFastForm, Job>(r_owner, s_stream, count, job.keys, r_total);
     } else {
-      sweep_stage<false, Job>(r_owner, s_stream, count, job.keys, r_total);
+      sweep_stage<ExponentForm::kDifference, Job>(r_owner, s_stream, count, job.keys, r_total);
     }
     __syncthreads();  // the stage is free again
   }

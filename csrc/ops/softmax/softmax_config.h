@@ -6,15 +6,21 @@
 
 namespace torchweld {
 
-// A row lives in the registers of `threads` threads, `loads` accesses of 16 bytes each.
+// A row lives in the registers of up to `threads` threads, `loads` accesses of 16 bytes each. Where
+// rows start anywhere, what is left and right of a row's whole accesses is one element a thread.
 struct SoftmaxTile {
   int threads;
   int loads;
 
   constexpr int values(int elem_size) const { return loads * 16 / elem_size; }  // of a thread
-  // Where rows start anywhere, the first access may hold as little as one column.
   constexpr int64_t capacity(int elem_size, bool aligned) const {
-    return static_cast<int64_t>(threads) * values(elem_size) - (aligned ? 0 : 16 / elem_size - 1);
+    return static_cast<int64_t>(threads) * values(elem_size) + (aligned ? 0 : 16 / elem_size - 1);
+  }
+  // As many as a row needs; single warps stay as they are.
+  constexpr int threads_for(int64_t n, int elem_size) const {
+    const int64_t accesses = n / (16 / elem_size);
+    const int64_t wanted = ((accesses + loads - 1) / loads + 31) / 32 * 32;
+    return wanted < threads ? static_cast<int>(wanted < 32 ? 32 : wanted) : threads;
   }
   // The registers must hold the row without spills.
   // NOTE: the forward could hold more than 32 values a thread, but then an SM has room for one
@@ -27,9 +33,8 @@ struct SoftmaxTile {
 };
 
 // In the order of preference: the first that suits and holds the row is taken.
-inline constexpr SoftmaxTile kSoftmaxTiles[] = {{32, 1},  {32, 2},  {64, 2},   {32, 4},
-                                                {128, 2}, {128, 4}, {256, 2},  {256, 4},
-                                                {512, 4}, {512, 8}, {1024, 4}, {1024, 8}};
+inline constexpr SoftmaxTile kSoftmaxTiles[] = {{32, 1},  {32, 2},  {64, 2},  {128, 2},  {128, 4},
+                                                {256, 4}, {512, 4}, {512, 8}, {1024, 4}, {1024, 8}};
 inline constexpr int kNumSoftmaxTiles = sizeof(kSoftmaxTiles) / sizeof(kSoftmaxTiles[0]);
 
 // A row lives in the shared memory of `cluster` blocks, one row after the other: a ring of slots
