@@ -1,11 +1,10 @@
 // The exponentials of scalar_attention: e = exp(q k - max_j q k), in two ways.
 //
 // A row's largest score is q * max(k) or q * min(k), so every exponential is taken against its
-// final maximum at once. Rows whose scores span little (spans_little) are computed in base 2 with a
-// whole number as shift: from one multiply-add, scale * k + shift, by the exponential unit or by
-// rounding to a whole number and a polynomial, or, in short sweeps that have time for it, from the
-// score as torch rounds it. All other rows, those of inf and NaN included, take a difference from
-// the maximum first.
+// final maximum at once. Rows whose scores span little (spans_little) are computed in base 2 from
+// one multiply-add, scale * k + shift, with a whole number as shift: by the exponential unit, or by
+// rounding to a whole number and a polynomial. All other rows, those of inf and NaN included, take
+// a difference from the maximum first.
 // Source: Cody and Waite, "Software Manual for the Elementary Functions", 1980 (the reduction).
 #pragma once
 
@@ -18,9 +17,7 @@ struct KeyRange {
   float min, max;
 };
 
-enum class ExponentForm { kScaled, kScore, kDifference };
-
-// What a row brings to its exponentials. `scale` is q log2(e), but q where scores are rounded.
+// What a row brings to its exponentials.
 struct RowExponent {
   float scale, shift;
 };
@@ -38,43 +35,34 @@ __device__ __forceinline__ bool spans_little(float q, KeyRange keys) {
          fabsf(scale * top_key(q, keys)) <= 1048576.f;
 }
 
-// The power of two, without the shift. Only of the two fast forms.
-template <ExponentForm kForm>
-__device__ __forceinline__ float exponent_of(RowExponent row, float k, float shift) {
-  if constexpr (kForm == ExponentForm::kScore) return fmaf(row.scale * k, kLog2OfE, shift);
-  return fmaf(row.scale, k, shift);
-}
-
-template <ExponentForm kForm>
+template <bool kFast>
 __device__ __forceinline__ RowExponent row_exponent(float q, KeyRange keys) {
-  const float top = top_key(q, keys);
-  if constexpr (kForm == ExponentForm::kDifference) return {q, 0.5f * top};
-  RowExponent row = {kForm == ExponentForm::kScaled ? q * kLog2OfE : q, 0.f};
-  row.shift = -rintf(exponent_of<kForm>(row, top, 0.f));
-  return row;
+  if constexpr (kFast) {
+    const float scale = q * kLog2OfE;
+    return {scale, -rintf(scale * top_key(q, keys))};
+  }
+  return {q, 0.5f * top_key(q, keys)};
 }
 
 // What a row's exponentials are to be multiplied by: a fast row is up to half a power of two off.
-template <ExponentForm kForm>
+template <bool kFast>
 __device__ __forceinline__ float row_factor(float q, KeyRange keys) {
-  if constexpr (kForm == ExponentForm::kDifference) return 1.f;
-  const RowExponent row = row_exponent<kForm>(q, keys);
-  return exp2_approx_ftz(-exponent_of<kForm>(row, top_key(q, keys), row.shift));
+  if constexpr (!kFast) return 1.f;
+  const RowExponent row = row_exponent<true>(q, keys);
+  return exp2_approx_ftz(-fmaf(row.scale, top_key(q, keys), row.shift));
 }
 
 // NOTE: exponentials below 2^-126 of the row's largest become 0, which one instruction does; their
 // share of a sum is below its rounding.
-template <ExponentForm kForm>
+template <bool kFast>
 __device__ __forceinline__ float exponential(RowExponent row, float k) {
-  if constexpr (kForm != ExponentForm::kDifference) {
-    return exp2_approx_ftz(exponent_of<kForm>(row, k, row.shift));
-  }
+  if constexpr (kFast) return exp2_approx_ftz(fmaf(row.scale, k, row.shift));
   // Halves: the difference of two finite keys is finite.
   const float below = fmaf(0.5f, k, -row.shift);
   return exp2_approx_ftz(row.scale * below * (2.f * kLog2OfE));
 }
 
-// The scaled form by the multiply-add pipe: 2^n * 2^f with |f| <= 1/2, 2^f to 2^-22.
+// The same for fast rows by the multiply-add pipe: 2^n * 2^f with |f| <= 1/2, 2^f to 2^-22.
 __device__ __forceinline__ float exponential_polynomial(RowExponent row, float k) {
   // A sum near this number is rounded to a whole one, which its low bits hold.
   constexpr float kWhole = 12582912.f;  // 1.5 * 2^23

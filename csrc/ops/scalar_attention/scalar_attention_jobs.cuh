@@ -11,9 +11,7 @@ struct RowOwner {
   RowExponent row;
 };
 
-template <ScalarAttentionSweep kSweep, int kTile>
-struct RowJob : SweepShape<kSweep, kTile> {
-  using Shape = SweepShape<kSweep, kTile>;
+struct RowJob {
   const ScalarAttentionArgs& args;
   KeyRange keys;
 
@@ -24,12 +22,12 @@ struct RowJob : SweepShape<kSweep, kTile> {
     return spans_little(owner.q, keys);
   }
   __device__ __forceinline__ bool fast_stream(int64_t) const { return true; }
-  template <ExponentForm kForm>
+  template <bool kFast>
   static __device__ __forceinline__ void prepare(RowOwner& owner, KeyRange keys) {
-    owner.row = row_exponent<kForm>(owner.q, keys);
+    owner.row = row_exponent<kFast>(owner.q, keys);
   }
   __device__ __forceinline__ float factor(const RowOwner& owner, bool fast) const {
-    return fast ? row_factor<Shape::kFastForm>(owner.q, keys) : 1.f;
+    return fast ? row_factor<true>(owner.q, keys) : row_factor<false>(owner.q, keys);
   }
 };
 
@@ -39,16 +37,14 @@ struct KeyValue {
 
 // (sum_j e, sum_j e v)
 template <int kTile>
-struct ForwardJob : RowJob<kForwardSweep, kTile> {
-  using Base = RowJob<kForwardSweep, kTile>;
-  using Base::args;
+struct ForwardJob : RowJob, SweepShape<kForwardSweep, kTile> {
   static constexpr int kSums = 2;
   using Owner = RowOwner;
   using Stream = KeyValue;
-  using Base::Base;
+  using RowJob::RowJob;
 
   __device__ __forceinline__ Owner owner(int64_t i) const { return {args.g_q[i], {}}; }
-  template <ExponentForm kForm>
+  template <bool kFast>
   __device__ __forceinline__ Stream stream(int64_t j) const {
     return {args.g_k[j], args.g_v[j] * args.v_scale};
   }
@@ -67,20 +63,18 @@ struct ForwardJob : RowJob<kForwardSweep, kTile> {
 
 // (sum_j e (v - mean) k)
 template <int kTile>
-struct QueryJob : RowJob<kQuerySweep, kTile> {
-  using Base = RowJob<kQuerySweep, kTile>;
-  using Base::args;
+struct QueryJob : RowJob, SweepShape<kQuerySweep, kTile> {
   static constexpr int kSums = 1;
   struct Owner : RowOwner {
     float mean;
   };
   using Stream = KeyValue;
-  using Base::Base;
+  using RowJob::RowJob;
 
   __device__ __forceinline__ Owner owner(int64_t i) const {
     return {{args.g_q[i], {}}, args.g_mean[i]};
   }
-  template <ExponentForm kForm>
+  template <bool kFast>
   __device__ __forceinline__ Stream stream(int64_t j) const {
     return {args.g_k[j], args.g_v[j]};
   }
@@ -118,13 +112,13 @@ struct KeyJob : SweepShape<kKeySweep, kTile> {
   __device__ __forceinline__ bool fast_stream(int64_t i) const {
     return spans_little(args.g_q[i], keys);
   }
-  template <ExponentForm kForm>
+  template <bool kFast>
   __device__ __forceinline__ Stream stream(int64_t i) const {
     const float q = args.g_q[i];
-    const float dz = args.g_dz[i] * (row_factor<kForm>(q, keys) / args.g_sum[i]);
-    return {row_exponent<kForm>(q, keys), dz, dz * q, args.g_mean[i]};
+    const float dz = args.g_dz[i] * (row_factor<kFast>(q, keys) / args.g_sum[i]);
+    return {row_exponent<kFast>(q, keys), dz, dz * q, args.g_mean[i]};
   }
-  template <ExponentForm kForm>
+  template <bool kFast>
   static __device__ __forceinline__ void prepare(Owner&, KeyRange) {}
   static __device__ __forceinline__ RowExponent row(const Owner&, const Stream& stream) {
     return stream.row;

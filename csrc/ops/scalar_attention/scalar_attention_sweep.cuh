@@ -2,16 +2,16 @@
 //
 // A Job says what a thread owns, what is streamed, and what a pair adds to the owner's sums:
 //   Owner, Stream            registers of an owned element, shared memory of a streamed one
-//   owner(i), stream<kForm>(i)
+//   owner(i), stream<kFast>(i)
 //   row, key                 which of the two brings the row's exponent, which the key
 //   fast_owner, fast_stream  may the row be computed fast (true for keys)
 //   prepare, add, factor     the owner before a stage, a pair, what the owner's sums are to be
 //                            multiplied by
 // Blocks own kThreads * kOwners elements and stream their split of the others through shared
 // memory. Whether the exponentials are fast is decided once a stage for the whole block. The sums
-// of a stage are kept apart, so that their error grows with the stages, not with n. Every split
-// writes its sums; a later kernel joins them in order, so that the result has the same bits in
-// every run.
+// of a few elements are kept apart, so that the error grows with their number, not with n. Every
+// split writes its sums; a later kernel joins them in order, so that the result has the same bits
+// in every run.
 #pragma once
 
 #include "device/vec.cuh"
@@ -36,54 +36,56 @@ struct SweepShape {
   static constexpr ScalarAttentionTile kShape = kScalarAttentionTiles[kSweep][kTile];
   static constexpr int kOwners = kShape.owners;
   static constexpr int kPolynomial = kShape.polynomial;
-  static constexpr ExponentForm kFastForm =
-      kPolynomial > 0 ? ExponentForm::kScaled : ExponentForm::kScore;
-  static_assert(kPolynomial <= kOwners);
+  static constexpr int kApart = kShape.apart;
+  static_assert(kPolynomial <= kOwners && kScalarAttentionStage % kApart == 0);
 };
 
-template <ExponentForm kForm, typename Job>
+template <bool kFast, typename Job>
 __device__ __forceinline__ void sweep_stage(typename Job::Owner (&r_owner)[Job::kOwners],
                                             const typename Job::Stream* s_stream, int count,
                                             KeyRange keys,
                                             float (&r_total)[Job::kOwners][Job::kSums]) {
 #pragma unroll
-  for (int r = 0; r < Job::kOwners; ++r) Job::template prepare<kForm>(r_owner[r], keys);
-  float r_sum[Job::kOwners][Job::kSums] = {};
+  for (int r = 0; r < Job::kOwners; ++r) Job::template prepare<kFast>(r_owner[r], keys);
+#pragma unroll 1
+  for (int first = 0; first < count; first += Job::kApart) {
+    const int end = min(count, first + Job::kApart);
+    float r_sum[Job::kOwners][Job::kSums] = {};
 #pragma unroll 4
-  for (int j = 0; j < count; ++j) {
-    const typename Job::Stream stream = s_stream[j];
+    for (int j = first; j < end; ++j) {
+      const typename Job::Stream stream = s_stream[j];
+#pragma unroll
+      for (int r = 0; r < Job::kOwners; ++r) {
+        const RowExponent row = Job::row(r_owner[r], stream);
+        const float k = Job::key(r_owner[r], stream);
+        const float e = kFast && r < Job::kPolynomial ? exponential_polynomial(row, k)
+                                                      : exponential<kFast>(row, k);
+        Job::add(r_sum[r], e, r_owner[r], stream);
+      }
+    }
 #pragma unroll
     for (int r = 0; r < Job::kOwners; ++r) {
-      const RowExponent row = Job::row(r_owner[r], stream);
-      const float k = Job::key(r_owner[r], stream);
-      const bool polynomial = kForm == ExponentForm::kScaled && r < Job::kPolynomial;
-      const float e = polynomial ? exponential_polynomial(row, k) : exponential<kForm>(row, k);
-      Job::add(r_sum[r], e, r_owner[r], stream);
+#pragma unroll
+      for (int s = 0; s < Job::kSums; ++s) r_total[r][s] += r_sum[r][s];
     }
-  }
-#pragma unroll
-  for (int r = 0; r < Job::kOwners; ++r) {
-#pragma unroll
-    for (int s = 0; s < Job::kSums; ++s) r_total[r][s] += r_sum[r][s];
   }
 }
 
 // Fills the stage; true where this thread's share may be computed fast.
-template <ExponentForm kForm, typename Job>
+template <bool kFast, typename Job>
 __device__ __forceinline__ bool load_stage(const Job& job, typename Job::Stream* s_stream,
                                            int64_t first, int count) {
   bool fast = true;
   for (int j = threadIdx.x; j < count; j += kScalarAttentionThreads) {
     fast = fast && job.fast_stream(first + j);
-    s_stream[j] = job.template stream<kForm>(first + j);
+    s_stream[j] = job.template stream<kFast>(first + j);
   }
   return fast;
 }
 
 template <typename Job>
-__global__ __launch_bounds__(kScalarAttentionThreads) void scalar_attention_sweep_kernel(
-    const ScalarAttentionArgs args) {
-  constexpr ExponentForm kFastForm = Job::kFastForm;
+__global__ __launch_bounds__(kScalarAttentionThreads,
+                             6) void scalar_attention_sweep_kernel(const ScalarAttentionArgs args) {
   __shared__ typename Job::Stream s_stream[kScalarAttentionStage];
   const Job job(args);
   const int64_t split = blockIdx.x / args.owner_blocks;
@@ -108,15 +110,15 @@ __global__ __launch_bounds__(kScalarAttentionThreads) void scalar_attention_swee
     const int count =
         end - at < kScalarAttentionStage ? static_cast<int>(end - at) : kScalarAttentionStage;
     bool fast = fast_owners;
-    if (fast) fast = __syncthreads_and(load_stage<kFastForm>(job, s_stream, at, count));
+    if (fast) fast = __syncthreads_and(load_stage<true>(job, s_stream, at, count));
     if (!fast) {
-      load_stage<ExponentForm::kDifference>(job, s_stream, at, count);
+      load_stage<false>(job, s_stream, at, count);
       __syncthreads();
     }
     if (fast) {
-      sweep_stage<kFastForm, Job>(r_owner, s_stream, count, job.keys, r_total);
+      sweep_stage<true, Job>(r_owner, s_stream, count, job.keys, r_total);
     } else {
-      sweep_stage<ExponentForm::kDifference, Job>(r_owner, s_stream, count, job.keys, r_total);
+      sweep_stage<false, Job>(r_owner, s_stream, count, job.keys, r_total);
     }
     __syncthreads();  // the stage is free again
   }

@@ -179,10 +179,10 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
   MaxSum total = {max, warp_sum(sum)};
   if constexpr (Config::kThreadsPerRow > kWarp) {
     __shared__ BlockExchange<Config::kThreads> s_exchange;
-    total = s_exchange.merge_warps(total, exponent.c);
+    total = s_exchange.merge_warps(total, exponent);
   }
   // A row of nothing but -inf is NaN as in torch: (-inf) - (-inf).
-  const float factor = exp2_approx((max - total.max) * exponent.c) / total.sum;
+  const float factor = exponent.rescale(max, total.max) / total.sum;
 
   // Store, zeros outside the live range.
 #pragma unroll
