@@ -82,6 +82,15 @@ inline constexpr int kNumAttentionBackwardTiles =
 // Query rows are padded to a multiple of this in scratch memory: whole tiles of any height.
 inline constexpr int64_t kAttentionBackwardRowPad = 64;
 
+// The columns of dQ there: those of the tiles that serve the head dims, 0 where none does.
+constexpr int64_t attention_backward_dq_columns(int64_t head_dim, int64_t head_dim_v) {
+  const int64_t wide = head_dim > head_dim_v ? head_dim : head_dim_v;
+  for (const int64_t columns : {64, 128, 256}) {
+    if (wide <= columns) return columns;
+  }
+  return 0;
+}
+
 struct AttentionBackwardProblem {
   int64_t head_dim;
   int64_t head_dim_v;

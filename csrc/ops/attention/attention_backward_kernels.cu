@@ -80,14 +80,9 @@ struct Scratch {
   explicit Scratch(const AttentionSizes& sizes) {
     constexpr int64_t kPad = kAttentionBackwardRowPad;
     rows = (sizes.seqlen_q + kPad - 1) / kPad * kPad;
-    const int64_t wide = sizes.head_dim > sizes.head_dim_v ? sizes.head_dim : sizes.head_dim_v;
-    const int64_t dq_dim = wide > kAttentionMaxHeadDim ? 0
-                                                       : (wide > 128  ? 256
-                                                          : wide > 64 ? 128
-                                                                      : 64);
     delta = sizes.batch * sizes.nheads * rows;
     dq = 2 * delta;
-    turns = dq + delta * dq_dim;
+    turns = dq + delta * attention_backward_dq_columns(sizes.head_dim, sizes.head_dim_v);
     bytes = turns * 4 + turns_bytes();
   }
   // The tickets come first.

@@ -149,8 +149,8 @@ struct AttentionBackwardTuning {
     // NOTE: dQ's scratch has room for these columns and no more; a wider tile would write beyond
     // it.
     const int64_t wide = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-    const int columns = wide > 128 ? 256 : wide > 64 ? 128 : 64;
-    if (wide > tile.head_dim || tile.head_dim > columns) {
+    if (wide > tile.head_dim ||
+        tile.head_dim > attention_backward_dq_columns(p.head_dim, p.head_dim_v)) {
       return "the tile is for head dims of " + std::to_string(tile.head_dim / 2 + 1) + " to " +
              std::to_string(tile.head_dim);
     }
