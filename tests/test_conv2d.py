@@ -58,6 +58,11 @@ def test_wide_kernels(device, shape, kernel):
         check_op("conv2d", [randn(device, dtype, *shape), randn(device, dtype, *kernel)])
 
 
+def flipped_conv2d(dz, weight):
+    """The gradient to x as a convolution of its own, with zeros above and on the left."""
+    return R.conv2d(dz.flip(1, 2), weight).flip(1, 2)
+
+
 def check_exact(x, weight, dz):
     """The sums are integers below 2^24: no order of additions rounds."""
     up = [t.cpu().double() for t in (x, weight, dz)]
@@ -76,6 +81,20 @@ def test_integers_are_exact(device, shape, kernel):
         check_exact(x, integers(device, dtype, *kernel), dz)
 
 
+# Around what a thread, a cell, a strip or a small image has of rows and columns.
+EDGES = [*range(1, 10), 15, 16, 17, 31, 32, 33]
+
+
+@pytest.mark.parametrize("height", EDGES)
+def test_sizes_around_the_kernels_limits(device, height):
+    widths = EDGES if device == "cuda" else EDGES[height % 4 :: 4]
+    for dtype in (F32, BF16) if device == "cpu" else dtypes(device):
+        for width in widths:
+            for size in (3, 4, 5, 7, 9):
+                x, dz = (integers(device, dtype, 3, height, width) for _ in range(2))
+                check_exact(x, integers(device, dtype, size, size), dz)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 9, 16])
 def test_one_weight_is_a_shift(device, size):
     """A single 1 in the kernel moves the image up and left, its gradient back."""
@@ -92,12 +111,15 @@ def test_one_weight_is_a_shift(device, size):
             assert_equal(conv2d_backward(x, x, weight, output_mask=[True, False])[0], back)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 5, 21, 22, 43, 67])
+@pytest.mark.parametrize("batch", [1, 2, 5, 21, 22, 31, 32, 33, 43, 67, 129])
 def test_small_images_do_not_mix(device, batch):
     """Many small images share a block; each is what it is alone."""
+    sides = [(8, 8, 3), (8, 8, 5), (8, 8, 7), (7, 7, 4), (3, 3, 5), (1, 1, 3)]
+    sides += [(16, 16, 3), (16, 16, 5), (16, 16, 7), (5, 16, 4), (16, 8, 7), (13, 11, 5)]
     for dtype in (F32, BF16):
-        for side, size in ((8, 3), (8, 5), (7, 4), (3, 5), (1, 3)):
-            x, weight = randn(device, dtype, batch, side, side), randn(device, dtype, size, size)
+        for height, width, size in sides:
+            x = randn(device, dtype, batch, height, width)
+            weight = randn(device, dtype, size, size)
             z = conv2d(x, weight)
             dx = conv2d_backward(x, x, weight, output_mask=[True, False])[0]
             for i in {0, batch // 2, batch - 1}:
@@ -129,6 +151,26 @@ def test_inf_and_nan_reach_only_the_windows_that_hold_them(device, size, value):
                 R.conv2d, x.cpu().double(), [True], dz.cpu().double(), weight.cpu().double()
             )
             assert_equal(flipped.cpu(), grads[0].to(dtype))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("shape", [(3, 8, 8), (17, 16, 16), (2, 9, 13), (2, 7, 5)], ids=str)
+def test_inf_and_nan_in_small_images(device, shape, value):
+    """In x and in the weight, where zeros beyond an edge meet them; forward and to x."""
+    _, height, width = shape
+    for dtype in dtypes(device):
+        for size in (3, 4, 5, 7, 9):
+            for holder in ("x", "weight"):
+                x = integers(device, dtype, *shape) + 0.5
+                weight = integers(device, dtype, size, size) + 0.5
+                if holder == "x":
+                    x[1, height // 2, width // 2] = value
+                else:
+                    weight[size - 1, size // 2] = value
+                up = x.cpu().double(), weight.cpu().double()
+                assert_equal(conv2d(x, weight).cpu(), R.conv2d(*up).to(dtype))
+                dx = conv2d_backward(x, x, weight, output_mask=[True, False])[0]
+                assert_equal(dx.cpu(), flipped_conv2d(*up).to(dtype))
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -184,7 +226,9 @@ def test_empty_kernels(device, kernel):
 def test_any_start_of_a_row(device, offset):
     """Images start anywhere with respect to 16 bytes; what lies around them is NaN."""
     for dtype in (F32, BF16):
-        for size, width, gap in ((3, 16, 0), (5, 24, 8), (7, 21, 1), (4, 64, 5)):
+        wide = (3, 16, 0), (5, 24, 8), (7, 21, 1), (4, 64, 5), (9, 40, 8)
+        narrow = (7, 8, 0), (5, 8, 4), (4, 13, 3), (9, 8, 8), (5, 16, 16)
+        for size, width, gap in wide + narrow:
             x, weight = integers(device, dtype, 2, 9, width), integers(device, dtype, size, size)
             strides = (9 * (width + gap) + 4, width + gap, 1)
             storage = torch.full((2 * strides[0] + 16,), math.nan, dtype=dtype, device=device)
@@ -198,6 +242,11 @@ def test_expanded_images(device):
     check_exact(same, weight, same)
     row = integers(device, BF16, 2, 1, 16).expand(2, 9, 16)
     check_exact(row, weight.to(BF16), row)
+    for dtype in (F32, BF16):
+        for shape, size in (((35, 8, 8), 7), ((9, 16, 16), 5), ((3, 40, 64), 7)):
+            same = integers(device, dtype, 1, *shape[1:]).expand(shape)
+            rows = integers(device, dtype, shape[0], 1, shape[2]).expand(shape)
+            check_exact(same, integers(device, dtype, size, size), rows)
 
 
 def test_only_what_is_asked_for(device):
@@ -210,11 +259,15 @@ def test_only_what_is_asked_for(device):
 
 
 def test_large_batches_and_images(device):
-    shapes = [(4, 200, 260)] if device == "cpu" else [(4097, 8, 8), (64, 64, 64), (3, 1000, 1030)]
-    for shape in shapes:
+    cases = [((4, 200, 260), (3, 5))]
+    if device == "cuda":
+        # The images beyond 255 rows prefer other tiles; strips are whole only where there are many.
+        shapes = [(4097, 8, 8), (4097, 16, 16), (64, 64, 64), (3, 1000, 1030), (4, 1000, 520)]
+        cases = [(shape, (3, 5)) for shape in shapes] + [((600, 64, 64), (7, 9))]
+    for shape, kernels in cases:
         for dtype in (F32, BF16):
             x = integers(device, dtype, *shape, most=1)
-            for size in (3, 5):
+            for size in kernels:
                 check_exact(x, integers(device, dtype, size, size), x)
 
 

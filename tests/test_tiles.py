@@ -173,6 +173,22 @@ def test_explain_names_attentions_tile():
     assert torchweld.explain("attention", wide, wide, wide).kernel == "general"
 
 
+def test_explain_names_the_kernel_of_a_convolution():
+    def explained(dtype, *sizes):
+        *shape, kernel = sizes
+        x = torch.empty(shape, dtype=dtype, device="meta")
+        return torchweld.explain("conv2d", x, x.new_empty(kernel, kernel))
+
+    half, single = torch.bfloat16, torch.float32
+    assert explained(half, 4096, 64, 64, 3).tile == {"tile_rows": 32, "ahead": 1}
+    assert explained(half, 256, 512, 512, 3).tile == {"tile_rows": 32, "ahead": 2}
+    assert explained(half, 256, 512, 512, 7).kernel == "cells, on tensor cores"
+    assert explained(half, 9, 64, 64, 11).tile == {"tile_rows": 128, "tile_columns": 64}
+    assert explained(single, 9, 8, 8, 7).kernel == "small images, through shared memory"
+    assert explained(single, 9, 16, 16, 7).kernel == "direct, in registers"
+    assert explained(single, 9, 16, 16, 6).kernel == "general"
+
+
 # Products with a 4-bit weight
 
 GROUPS = [8, 24, 32, 64, 128, 0]  # 0: all of K

@@ -462,11 +462,20 @@ def on_gpu(tensors):
     return [t.cuda() for t in tensors]
 
 
+SMALL_IMAGES = {
+    f"conv2d {side} x {side}, {size}": lambda d, side=side, size=size: [
+        torch.randn(37, side, side, dtype=d), torch.randn(size, size, dtype=d)
+    ]
+    for side, size in ((8, 7), (16, 5), (13, 4))
+}  # fmt: skip
+
+
 @needs_gpu
 @pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize("op", [*CALLS, *SMALL_IMAGES])
 def test_every_legal_configuration_is_right(op, dtype):
-    result = torchweld.tune(op, *on_gpu(CALLS[op](dtype)), rounds=2)
+    make = (CALLS | SMALL_IMAGES)[op]
+    result = torchweld.tune(op.split()[0], *on_gpu(make(dtype)), rounds=2)
     refused = {
         tuple(row["choice"])
         for row in result.rows

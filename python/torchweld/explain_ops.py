@@ -333,11 +333,17 @@ def conv2d(explanation: Explanation, x: Tensor, weight: Tensor) -> Explanation:
     bfloat16 = x.dtype == torch.bfloat16
     problem = [*x.shape, *weight.shape, x.element_size(), flipped, bfloat16]
     chosen, explanation.source = _picked("conv2d", problem, x)
-    kinds = ("direct, in registers", "banded, on tensor cores", "general")
+    kinds = (
+        "direct, in registers",
+        "banded, on tensor cores",
+        "general",
+        "cells, on tensor cores",
+        "small images, through shared memory",
+    )
     explanation.kernel = kinds[chosen["choice"][0]]
     explanation.tile = {k: v for k, v in chosen["columns"].items() if k != "kernel" and v}
     tuned = explanation.source != "heuristic"
-    explanation.why = _TUNED if tuned else "what the dtype and the kernel's size allow"
+    explanation.why = _TUNED if tuned else "what the dtype and the sizes allow"
     return explanation
 
 

@@ -1,4 +1,4 @@
-// Convolution in 16 bits on tensor cores.
+// Convolution in 16 bits on tensor cores, for kernels beyond what conv2d_cells.cuh takes.
 //
 // A row of weights becomes a band matrix: z[i, j] += sum_k x[i + p, j0 + k] * band_p[k, j - j0]
 // with band_p[k, n] = weight[p, k - n] where that exists, else 0. A tile of 16 rows by 8 columns is

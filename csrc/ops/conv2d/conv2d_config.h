@@ -6,8 +6,9 @@
 namespace torchweld {
 
 // kDirect: fp32, the square kernels of kDirectTiles, in registers. kBanded: 16 bits, on tensor
-// cores. kGeneral: everything else.
-enum class Conv2dKernel : int8_t { kDirect, kBanded, kGeneral };
+// cores. kGeneral: everything else. kCells: 16 bits and kernels up to 9 x 9, on tensor cores
+// without shared memory. kSmall: fp32, images and square kernels that a tile of kSmallTiles holds.
+enum class Conv2dKernel : int8_t { kDirect, kBanded, kGeneral, kCells, kSmall };
 
 // A thread of the direct kernel has kDirectColumns adjacent columns of `rows` rows.
 struct DirectTile {
@@ -33,21 +34,103 @@ inline constexpr BandedTile kBandedTiles[] = {{8, 1}, {4, 2}, {4, 4}, {2, 8}};
 inline constexpr int kNumBandedTiles = sizeof(kBandedTiles) / sizeof(kBandedTiles[0]);
 inline constexpr int kBandedMaxKernel = 31;
 
+// A lane of the cells kernel walks down strips of up to strip_rows rows, with `ahead` cells of 4
+// rows on their way. Kernels have up to `size` rows and columns.
+struct CellsTile {
+  int size;
+  int ahead;
+  int strip_rows;
+  int blocks_per_sm;     // at least; bounds the registers
+  int64_t preferred_to;  // rows of an image; taller ones take the next tile
+};
+inline constexpr int kCellsWarps = 4;
+inline constexpr int kCellsThreads = 32 * kCellsWarps;
+inline constexpr int kCellRows = 4;
+inline constexpr int kCellColumns = 8;
+inline constexpr int64_t kAnyHeight = INT64_MAX;
+inline constexpr CellsTile kCellsTiles[] = {
+    {3, 1, 32, 8, 255},        {3, 2, 32, 7, kAnyHeight}, {5, 1, 32, 8, 255},
+    {5, 2, 32, 7, kAnyHeight}, {7, 2, 64, 5, kAnyHeight}, {9, 2, 64, 4, kAnyHeight},
+};
+inline constexpr int kNumCellsTiles = sizeof(kCellsTiles) / sizeof(kCellsTiles[0]);
+
+// Rows of each strip of an image: whole cells, as many as in every other strip, and fewer where the
+// strips would not keep a large GPU's schedulers busy.
+inline constexpr int64_t kCellsFewStrips = 4096;
+inline constexpr int kCellsLeastRows = 8;
+constexpr int64_t cells_strip_rows(const CellsTile& tile, int64_t batch, int64_t height,
+                                   int64_t width) {
+  const int64_t cells = (height - 1) / kCellRows + 1, across = (width - 1) / kCellColumns + 1;
+  int64_t most = tile.strip_rows;
+  const auto strips = [&] { return (height - 1) / most + 1; };
+  while (most > kCellsLeastRows && batch * across * strips() < kCellsFewStrips) most /= 2;
+  return ((cells - 1) / strips() + 1) * kCellRows;
+}
+
+// A thread of the small kernel has kSmallColumns columns of an image, kSmallRows rows at a time.
+struct SmallTile {
+  int size;           // of the kernel, both ways
+  int width;          // of an image, at most
+  int blocks_per_sm;  // at least; bounds the registers
+};
+inline constexpr int kSmallWarps = 4;
+inline constexpr int kSmallThreads = 32 * kSmallWarps;
+inline constexpr int kSmallColumns = 8;
+inline constexpr int kSmallRows = 8;
+inline constexpr int kSmallHeight = 16;  // of an image, at most
+inline constexpr SmallTile kSmallTiles[] = {{3, 16, 6}, {4, 16, 5}, {5, 16, 5}, {7, 8, 4}};
+inline constexpr int kNumSmallTiles = sizeof(kSmallTiles) / sizeof(kSmallTiles[0]);
+
 // A block of the general kernel has kGeneralThreads * kGeneralRows outputs and takes the kernel in
 // pieces of kTapChunk both ways.
 inline constexpr int kGeneralThreads = 256;
 inline constexpr int kGeneralRows = 8;  // of a thread
 inline constexpr int kTapChunk = 32;
 
-constexpr Conv2dKernel choose_conv2d(int64_t kernel_height, int64_t kernel_width, int elem_size) {
-  if (elem_size == 2) {
-    const bool banded = kernel_height <= kBandedMaxKernel && kernel_width <= kBandedMaxKernel;
-    return banded ? Conv2dKernel::kBanded : Conv2dKernel::kGeneral;
-  }
+// Which kernels can take a problem.
+constexpr bool fits_direct(int64_t kernel_height, int64_t kernel_width, int elem_size) {
   for (const DirectTile& tile : kDirectTiles) {
-    if (kernel_height == tile.size && kernel_width == tile.size) return Conv2dKernel::kDirect;
+    if (kernel_height == tile.size && kernel_width == tile.size) return elem_size == 4;
   }
+  return false;
+}
+constexpr bool fits_banded(int64_t kernel_height, int64_t kernel_width, int elem_size) {
+  return elem_size == 2 && kernel_height <= kBandedMaxKernel && kernel_width <= kBandedMaxKernel;
+}
+constexpr bool fits_cells(const CellsTile& tile, int64_t kernel_height, int64_t kernel_width,
+                          int elem_size) {
+  return elem_size == 2 && kernel_height <= tile.size && kernel_width <= tile.size;
+}
+constexpr bool fits_small(int64_t height, int64_t width, int64_t kernel_height,
+                          int64_t kernel_width, int elem_size) {
+  for (const SmallTile& tile : kSmallTiles) {
+    if (kernel_height == tile.size && kernel_width == tile.size) {
+      return elem_size == 4 && height <= kSmallHeight && width <= tile.width;
+    }
+  }
+  return false;
+}
+
+constexpr Conv2dKernel choose_conv2d(int64_t height, int64_t width, int64_t kernel_height,
+                                     int64_t kernel_width, int elem_size) {
+  const CellsTile& largest = kCellsTiles[kNumCellsTiles - 1];
+  if (fits_small(height, width, kernel_height, kernel_width, elem_size)) {
+    return Conv2dKernel::kSmall;
+  }
+  if (fits_direct(kernel_height, kernel_width, elem_size)) return Conv2dKernel::kDirect;
+  if (fits_cells(largest, kernel_height, kernel_width, elem_size)) return Conv2dKernel::kCells;
+  if (fits_banded(kernel_height, kernel_width, elem_size)) return Conv2dKernel::kBanded;
   return Conv2dKernel::kGeneral;
+}
+
+// The first tile for the kernel that images of this height prefer.
+constexpr int choose_cells_tile(int64_t height, int64_t kernel_height, int64_t kernel_width) {
+  int i = 0;
+  while (i < kNumCellsTiles - 1 && (!fits_cells(kCellsTiles[i], kernel_height, kernel_width, 2) ||
+                                    height > kCellsTiles[i].preferred_to)) {
+    ++i;
+  }
+  return i;
 }
 
 // The narrowest tile that holds a row of the image, else the widest.

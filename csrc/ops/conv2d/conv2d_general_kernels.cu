@@ -1,4 +1,4 @@
-// Convolution with any kernel, and the choice between the kernels.
+// Convolution with any kernel.
 //
 // A block has a tile of outputs, a thread kGeneralRows of them one below the other. The kernel is
 // taken in pieces of kTapChunk both ways: for each, the tile's x with its halo and the weights go
@@ -6,7 +6,6 @@
 // is read once for all of its outputs. Images lie one below the other (StackedRows).
 #include "device/dispatch.cuh"
 #include "ops/conv2d/conv2d_tiles.cuh"
-#include "ops/conv2d/conv2d_tuning.h"
 
 namespace torchweld {
 namespace {
@@ -127,24 +126,6 @@ void launch_conv2d_general(const Conv2dParams& params, cudaStream_t stream) {
                     conv2d_general_kernel<<<blocks, kGeneralThreads, bytes, stream>>>(args, tile);
                   });
   });
-}
-
-void launch_conv2d(const Conv2dParams& params, cudaStream_t stream) {
-  const int elem_size = params.dtype == DType::kFloat32 ? 4 : 2;
-  const Conv2dChoice choice = pick<Conv2dTuning>(
-      {params.batch, params.height, params.width, params.kernel_height, params.kernel_width,
-       elem_size, params.flipped, params.dtype == DType::kBFloat16});
-  switch (choice.kernel) {
-    case Conv2dKernel::kDirect:
-      launch_conv2d_direct(params, stream);
-      break;
-    case Conv2dKernel::kBanded:
-      launch_conv2d_banded(choice.tile, params, stream);
-      break;
-    case Conv2dKernel::kGeneral:
-      launch_conv2d_general(params, stream);
-  }
-  check_launch("conv2d");
 }
 
 }  // namespace torchweld

@@ -13,7 +13,7 @@ struct Conv2dProblem {
   bool flipped, bfloat16;
 };
 
-// `tile` is one of the banded kernel's, 0 for the others.
+// `tile` is one of the banded or the cells kernel's, 0 for the others.
 struct Conv2dChoice {
   Conv2dKernel kernel;
   int tile;
@@ -47,7 +47,11 @@ struct Conv2dTuning {
   }
 
   static Conv2dChoice choose(const Conv2dProblem& p) {
-    const Conv2dKernel kernel = choose_conv2d(p.kernel_height, p.kernel_width, p.elem_size);
+    const Conv2dKernel kernel =
+        choose_conv2d(p.height, p.width, p.kernel_height, p.kernel_width, p.elem_size);
+    if (kernel == Conv2dKernel::kCells) {
+      return {kernel, choose_cells_tile(p.height, p.kernel_height, p.kernel_width)};
+    }
     return {kernel, kernel == Conv2dKernel::kBanded ? choose_banded_tile(p.width) : 0};
   }
   static Numbers told(const Conv2dChoice& choice) {
@@ -55,19 +59,32 @@ struct Conv2dTuning {
   }
 
   static std::string refusal(const Conv2dProblem& p, const Numbers& choice) {
-    const Conv2dKernel fitting = choose_conv2d(p.kernel_height, p.kernel_width, p.elem_size);
-    if (choice[0] == static_cast<int64_t>(Conv2dKernel::kBanded)) {
-      if (choice[1] < 0 || choice[1] >= kNumBandedTiles) {
-        return no_such_tile(choice[1], kNumBandedTiles);
+    const int64_t tile = choice[1], tiles = tiles_of(choice[0]);
+    if (tiles == 0) return "there is no such kernel";
+    if (tile < 0 || tile >= tiles) {
+      return tiles == 1 ? "the kernel has one tile" : no_such_tile(tile, static_cast<int>(tiles));
+    }
+    switch (static_cast<Conv2dKernel>(choice[0])) {
+      case Conv2dKernel::kDirect:
+        if (fits_direct(p.kernel_height, p.kernel_width, p.elem_size)) return "";
+        return "float32 and square kernels of 3, 4, 5 or 7";
+      case Conv2dKernel::kSmall:
+        if (fits_small(p.height, p.width, p.kernel_height, p.kernel_width, p.elem_size)) return "";
+        return "float32, square kernels of 3, 4 or 5 and images of 16 x 16 at most, or of 7 and 8 "
+               "columns";
+      case Conv2dKernel::kCells: {
+        const CellsTile& cells = kCellsTiles[tile];
+        if (fits_cells(cells, p.kernel_height, p.kernel_width, p.elem_size)) return "";
+        const std::string size = std::to_string(cells.size);
+        return "16 bits and kernels of " + size + " x " + size + " at most";
       }
-      return fitting == Conv2dKernel::kBanded ? "" : "16 bits and kernels of 31 x 31 at most";
+      case Conv2dKernel::kBanded:
+        if (fits_banded(p.kernel_height, p.kernel_width, p.elem_size)) return "";
+        return "16 bits and kernels of 31 x 31 at most";
+      case Conv2dKernel::kGeneral:
+        break;
     }
-    if (choice[1] != 0) return "the kernel has one tile";
-    if (choice[0] == static_cast<int64_t>(Conv2dKernel::kDirect)) {
-      return fitting == Conv2dKernel::kDirect ? "" : "float32 and square kernels of 3, 4, 5 or 7";
-    }
-    return choice[0] == static_cast<int64_t>(Conv2dKernel::kGeneral) ? ""
-                                                                     : "there is no such kernel";
+    return "";
   }
 
   static Conv2dChoice make(const Conv2dProblem&, const Numbers& choice) {
@@ -75,21 +92,38 @@ struct Conv2dTuning {
   }
 
   static std::vector<Numbers> candidates(const Conv2dProblem&) {
-    std::vector<Numbers> all = {{static_cast<int64_t>(Conv2dKernel::kDirect), 0}};
-    for (int tile = 0; tile < kNumBandedTiles; ++tile) {
-      all.push_back({static_cast<int64_t>(Conv2dKernel::kBanded), tile});
+    std::vector<Numbers> all;
+    for (int64_t kernel = 0; tiles_of(kernel) > 0; ++kernel) {
+      for (int64_t tile = 0; tile < tiles_of(kernel); ++tile) all.push_back({kernel, tile});
     }
-    all.push_back({static_cast<int64_t>(Conv2dKernel::kGeneral), 0});
     return all;
   }
 
-  // Rows and columns of a block's tile; zeros where the kernel fits them to the image.
+  // Rows and columns of a block's tile, for the cells kernel rows of a strip and cells on their
+  // way; zeros where the kernel fits them to the image.
   static Columns columns(const Conv2dProblem&, const Numbers& choice) {
     const bool banded = choice[0] == static_cast<int64_t>(Conv2dKernel::kBanded);
+    const bool cells = choice[0] == static_cast<int64_t>(Conv2dKernel::kCells);
     const BandedTile tile = banded ? kBandedTiles[choice[1]] : BandedTile{};
+    const CellsTile strip = cells ? kCellsTiles[choice[1]] : CellsTile{};
     return {{"kernel", choice[0]},
-            {"tile_rows", tile.rows(kBandedWarps)},
-            {"tile_columns", tile.columns()}};
+            {"tile_rows", cells ? strip.strip_rows : tile.rows(kBandedWarps)},
+            {"tile_columns", tile.columns()},
+            {"ahead", strip.ahead}};
+  }
+
+ private:
+  // How many tiles a kernel has, 0 where there is no such kernel.
+  static int64_t tiles_of(int64_t kernel) {
+    if (kernel < 0 || kernel > static_cast<int64_t>(Conv2dKernel::kSmall)) return 0;
+    switch (static_cast<Conv2dKernel>(kernel)) {
+      case Conv2dKernel::kBanded:
+        return kNumBandedTiles;
+      case Conv2dKernel::kCells:
+        return kNumCellsTiles;
+      default:
+        return 1;
+    }
   }
 };
 

@@ -1,0 +1,37 @@
+// The choice between the kernels of a single-channel convolution.
+#include "core/choices.h"
+#include "core/launch.h"
+#include "ops/conv2d/conv2d.h"
+#include "ops/conv2d/conv2d_tuning.h"
+
+namespace torchweld {
+
+void launch_conv2d(const Conv2dParams& params, cudaStream_t stream) {
+  const int elem_size = params.dtype == DType::kFloat32 ? 4 : 2;
+  const Conv2dChoice choice = pick<Conv2dTuning>(
+      {params.batch, params.height, params.width, params.kernel_height, params.kernel_width,
+       elem_size, params.flipped, params.dtype == DType::kBFloat16});
+  switch (choice.kernel) {
+    case Conv2dKernel::kDirect:
+      launch_conv2d_direct(params, stream);
+      break;
+    case Conv2dKernel::kSmall:
+      launch_conv2d_small(params, stream);
+      break;
+    case Conv2dKernel::kCells:
+      if (params.dtype == DType::kFloat16) {
+        launch_conv2d_cells_float16(choice.tile, params, stream);
+      } else {
+        launch_conv2d_cells_bfloat16(choice.tile, params, stream);
+      }
+      break;
+    case Conv2dKernel::kBanded:
+      launch_conv2d_banded(choice.tile, params, stream);
+      break;
+    case Conv2dKernel::kGeneral:
+      launch_conv2d_general(params, stream);
+  }
+  check_launch("conv2d");
+}
+
+}  // namespace torchweld
