@@ -10,6 +10,7 @@
 #include "ops/int4_linear/int4_linear_config.h"
 #include "ops/scalar_attention/scalar_attention_config.h"
 #include "ops/softmax/softmax_config.h"
+#include "pointwise/matrix_pass.h"
 
 namespace py = pybind11;
 
@@ -177,6 +178,43 @@ py::list scalar_attention_sweeps(int64_t n, bool backward, int sms) {
   return sweeps;
 }
 
+// Every matrix lies in the same way: row 0 starts `shift` elements behind a boundary.
+py::dict matrix_pass_plan(int64_t rows, int64_t n, int elem_size, int reads, bool column_values,
+                          bool column_sums, int shift, int64_t row_stride, int sms) {
+  alignas(16) static char memory[32];
+  MatrixPassParams params = {};
+  void* const base = memory + shift * elem_size;
+  for (int i = 0; i < reads; ++i) params.in[i] = base, params.in_row_stride[i] = row_stride;
+  if (!column_sums) params.out = base;
+  if (column_values) params.x = base;
+  if (column_sums) params.column_sums = base;
+  if (column_sums || reads == 2) params.row_sums = base;
+  params.sms = sms;
+  params.rows = rows;
+  params.n = n;
+  params.dtype = elem_size == 4 ? DType::kFloat32 : DType::kBFloat16;
+  const MatrixPlan plan = plan_matrix_pass(params);
+  py::dict d;
+  d["vector"] = plan.vector;
+  d["peeled"] = plan.peeled;
+  d["elems"] = plan.elems;
+  d["lanes"] = plan.lanes;
+  d["groups"] = plan.groups;
+  d["batch"] = plan.groups * matrix_tile(reads, column_sums).rows_of(plan.vector);
+  d["phases"] = plan.phases;
+  d["tiles"] = plan.tiles;
+  d["rows_per_chunk"] = plan.rows_per_chunk;
+  d["chunks"] = plan.chunks;
+  d["blocks"] = plan.blocks();
+  d["row_parts"] = plan.row_parts();
+  d["column_parts"] = plan.column_parts();
+  d["scratch"] = plan.scratch();
+  py::list heads;
+  for (int64_t row = 0; row < rows && row < 64; ++row) heads.append(plan.head(row));
+  d["heads"] = heads;
+  return d;
+}
+
 // Calls body(family, problem) with numbers that are known to be a problem of the family.
 template <typename Body>
 void with_problem(const std::string& name, const std::vector<int64_t>& list, const Body& body) {
@@ -299,6 +337,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("attention_backward_tile", &attention_backward_tile, py::arg("head_dim"),
         py::arg("head_dim_v"), py::arg("math"), py::arg("shared_limit"),
         "The tile of attention's gradient, {} for the general kernels.");
+  m.def(
+      "matrix_pass_plan", &matrix_pass_plan, py::arg("rows"), py::arg("n"), py::arg("elem_size"),
+      py::arg("reads"), py::arg("column_values"), py::arg("column_sums"), py::arg("shift"),
+      py::arg("row_stride"), py::arg("sms"),
+      "How a pass over a (rows, n) matrix is cut into blocks; `heads` are the elements before the "
+      "first access of the first 64 rows.");
   m.def("families", &families,
         "The kinds of kernels that tune knows, each with the names of its problem's numbers.");
   m.def("candidates", &candidates, py::arg("family"), py::arg("problem"),

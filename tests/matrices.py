@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-# Around the widths of the kernels' tiles (8, 64, 128, 256, 512), with rows that start anywhere.
+# Around the widths of the kernels' tiles (powers of two to 2048), with rows that start anywhere.
 SIZES = [
     (1, 1),
     (2, 7),
@@ -26,6 +26,8 @@ SIZES = [
     (3, 1023),
     (5, 1024),
     (33, 1025),
+    (19, 2048),
+    (130, 2051),
     (1, 5003),
     (4099, 5),
     (1021, 67),

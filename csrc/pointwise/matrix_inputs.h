@@ -4,12 +4,14 @@
 #include <ATen/ops/empty.h>
 
 #include "core/cuda_inputs.h"
+#include "core/launch.h"
 #include "pointwise/matrix_pass.h"
 
 namespace torchweld {
 
-// The scratch of a pass, on the device of `like`; keep it until the launch.
+// The scratch of a pass with sums, on the current device; keep it until the launch.
 inline Tensor matrix_pass_scratch(MatrixPassParams& params, const Tensor& like) {
+  params.sms = device_attribute(cudaDevAttrMultiProcessorCount);
   const int64_t floats = plan_matrix_pass(params).scratch();
   if (floats == 0) return Tensor();
   Tensor scratch = at::empty({floats}, like.options().dtype(at::kFloat));

@@ -1,33 +1,19 @@
-// The kernels of one pass over a (rows, n) matrix (matrix_pass.h): cells computed from up to two
+// The kernel of one pass over a (rows, n) matrix (matrix_pass.h): cells computed from up to two
 // matrices, a value a row and a value a column; written, or summed along rows and columns, or both.
 //
-// A thread keeps its columns while it goes down the rows of its block, so that values and sums of
-// columns stay in registers. All its accesses of a batch of rows are in flight together, 16 bytes
-// each, also where rows start anywhere: a block's rows have the same distance from the boundary.
-// Sums of rows join in a warp, sums of columns in the block; the parts of different blocks are
-// added in a fixed order by a second kernel, so that the sums have the same bits in every run.
+// A thread takes one access in each of a few rows, all of them in flight together. It keeps its
+// columns from row to row, so that values and sums of columns stay in registers. Sums of rows join
+// in a warp and then, many rows at a time, in shared memory; sums of columns join in the block's
+// end. Parts of different blocks are added in a fixed order by the kernels
+// of matrix_launch.cuh, so that the sums have the same bits in every run.
 #pragma once
 
-#include <type_traits>
-
-#include "core/launch.h"
-#include "device/dispatch.cuh"
+#include "device/access.cuh"
 #include "device/reduce.cuh"
 #include "pointwise/column_pass.cuh"
 #include "pointwise/matrix_pass.h"
 
 namespace torchweld {
-
-template <typename T_, int kTile>
-struct MatrixConfig {
-  using T = T_;
-  static constexpr MatrixTile kShape = kMatrixTiles[kTile];
-  static constexpr int kLanes = kShape.lanes;
-  static constexpr int kVectors = kShape.vectors;
-  static constexpr int kElems = kShape.elems(sizeof(T));
-  static constexpr int kWidth = kShape.width(sizeof(T));
-  static_assert(kWarp % kLanes == 0 && kMatrixThreads % kLanes == 0);
-};
 
 template <typename T>
 struct MatrixArgs {
@@ -43,374 +29,309 @@ struct MatrixArgs {
   MatrixPlan plan;
 };
 
-// The rows of a block: first + step * k for k in [begin, end).
-struct BlockRows {
-  int64_t first, step, begin, end;
-  __device__ __forceinline__ int64_t row(int64_t k) const { return first + step * k; }
+// kEdges: the lanes are no tile but the elements that are in no access of their row: those before
+// the first one, then those behind the last one, from the row's end on.
+template <typename T_, int kElems_, typename F, bool kEdges_ = false>
+struct MatrixConfig {
+  using T = T_;
+  static constexpr int kElems = kElems_;  // of an access
+  static constexpr bool kEdges = kEdges_;
+  static constexpr int kWholeElems = 16 / sizeof(T);
+  static constexpr MatrixTile kTile = matrix_tile(F::kReads, F::kColumnSums);
+  static constexpr int kRows = kTile.rows_of(kElems > 1 || kEdges);
+  static constexpr int kWaiting = kRows * kMatrixThreads;  // sums that wait in shared memory
+  static constexpr bool kKeepsColumns = F::kColumnValues || F::kColumnSums;
+  using Edges = MatrixConfig<T, 1, F, true>;
 };
 
-// A tile's columns: column + i for i in [begin, end) exist.
-struct TileColumns {
-  int64_t column;
-  int begin, end;
-
-  __device__ __forceinline__ bool holds(int i) const { return i >= begin && i < end; }
-};
-
-// kWhole: every column of the tile exists.
-template <bool kWhole, typename T, int kElems>
-__device__ __forceinline__ Vec<T, kElems> load_cells(const T* g_tile, int i,
-                                                     const TileColumns& columns) {
-  if (kWhole || (columns.holds(i) && columns.holds(i + kElems - 1))) {
-    return load_vec<T, kElems>(g_tile + i);
-  }
-  Vec<T, kElems> cells = {};
-#pragma unroll
-  for (int j = 0; j < kElems; ++j) {
-    if (columns.holds(i + j)) cells.values[j] = g_tile[i + j];
-  }
-  return cells;
-}
-
-template <bool kWhole, typename T, int kElems>
-__device__ __forceinline__ void store_cells(T* g_tile, int i, const TileColumns& columns,
-                                            const Vec<T, kElems>& cells) {
-  if (kWhole || (columns.holds(i) && columns.holds(i + kElems - 1))) {
-    store_vec(g_tile + i, cells);
-  } else {
-#pragma unroll
-    for (int j = 0; j < kElems; ++j) {
-      if (columns.holds(i + j)) g_tile[i + j] = cells.values[j];
-    }
-  }
-}
-
-// A thread's share of a tile: access v starts at column place(v) of the tile.
 template <typename Config, typename F>
-struct MatrixShare {
+struct MatrixShared {
+  // (batches, rows, warps of a row). Two halves: one is filled while the other one is added up.
+  float rows[2][F::kRowSums ? Config::kWaiting : 1];
+  float columns[F::kColumnSums ? kMatrixThreads * Config::kElems : 1];  // (groups, lanes, elems)
+};
+
+__device__ __forceinline__ int log2_of(int power_of_two) { return __ffs(power_of_two) - 1; }
+
+// What a block does: the rows of a phase whose number k is in [begin, end), in a tile.
+struct MatrixBlock {
+  int64_t tile, begin, end, part;  // part: which of the columns' partial sums
+  int phase;
+
+  __device__ __forceinline__ explicit MatrixBlock(const MatrixPlan& plan) {
+    const unsigned tiles = static_cast<unsigned>(plan.tiles);
+    tile = blockIdx.x % tiles;
+    part = blockIdx.x / tiles;
+    const int phase_bits = log2_of(plan.phases);
+    phase = static_cast<int>(part) & (plan.phases - 1);
+    begin = (part >> phase_bits) * plan.rows_per_chunk;
+    end = min(begin + plan.rows_per_chunk, (plan.rows - phase + plan.phases - 1) >> phase_bits);
+  }
+};
+
+template <typename Config, typename F>
+struct MatrixWork {
   using T = typename Config::T;
   static constexpr int kElems = Config::kElems;
-  static constexpr int kVectors = Config::kVectors;
+  static constexpr int kRows = Config::kRows;
   static constexpr int kReads = F::kReads;
-  static constexpr int kRows = Config::kShape.batch(kReads, F::kColumnSums);
-  using Access = Vec<T, kElems>;
+  static constexpr int kWholeElems = Config::kWholeElems;
+  using Access = AccessOf<kElems>;
+
+  // What a thread loads of a batch of rows: rows group, group + groups, ....
+  struct Batch {
+    Access in[kReads > 0 ? kReads : 1][kRows];
+    uint32_t y[kRows];
+  };
 
   const MatrixArgs<T>& args;
   const F& f;
-  unsigned strip;
-  int lane, group, groups;
-  float r_row_sums[kRows] = {};
-  ColumnSumOf<T> r_column_sums[kVectors][kElems] = {};
+  const MatrixBlock& block;
+  float* s_rows;
+  float* s_columns;
+  int lanes, lane, group, groups;
+  int batch;             // rows
+  int64_t column;        // of the thread's access, as if its row had no head
+  int room;              // the longest head with which a row still has that access, -1 if none
+  int kept_head;         // of all rows, where columns are kept
+  int64_t waiting_from;  // the first row whose sum waits
+  int waiting = 0;       // so many rows of every group
+  int half = 0;
+  float r_x[kElems];
+  ColumnSumOf<T> r_columns[kElems] = {};
 
-  __device__ __forceinline__ MatrixShare(const MatrixArgs<T>& args, const F& f, unsigned strip)
+  template <typename Shared>
+  __device__ __forceinline__ MatrixWork(const MatrixArgs<T>& args, const F& f,
+                                        const MatrixBlock& block, Shared& s)
       : args(args),
         f(f),
-        strip(strip),
-        lane(threadIdx.x % Config::kLanes),
-        group(threadIdx.x / Config::kLanes),
-        groups(blockDim.x / Config::kLanes) {}
+        block(block),
+        s_rows(s.rows[0]),
+        s_columns(s.columns),
+        lanes(Config::kEdges ? 2 * kWholeElems : args.plan.lanes),
+        lane(static_cast<int>(threadIdx.x) & (lanes - 1)),
+        group(static_cast<int>(threadIdx.x) >> log2_of(lanes)),
+        groups(static_cast<int>(blockDim.x) >> log2_of(lanes)),
+        batch(groups * kRows),
+        column(column_of(lane)),
+        room(static_cast<int>(
+            max(int64_t{-1}, min(int64_t{kWholeElems}, args.plan.n - kElems - column)))),
+        kept_head(args.plan.head(block.phase)),
+        waiting_from(block.begin) {}
 
-  __device__ __forceinline__ int place(int v) const { return (v * Config::kLanes + lane) * kElems; }
-
-  // The values of the thread's columns, 0 where there is none.
-  template <bool kWhole>
-  __device__ __forceinline__ void load_columns(float (&r_x)[kVectors][kElems],
-                                               const TileColumns& columns) const {
-    const T* g_x = args.g_x + columns.column;
-    const bool aligned = reinterpret_cast<uintptr_t>(g_x) % sizeof(Access) == 0;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      Access x = {};
-      if (kWhole && aligned) {
-        x = load_vec<T, kElems>(g_x + place(v));
-      } else {
-#pragma unroll
-        for (int j = 0; j < kElems; ++j) {
-          const int i = place(v) + j;
-          if (kWhole || columns.holds(i)) x.values[j] = g_x[i];
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kElems; ++j) r_x[v][j] = to_float(x.values[j]);
+  __device__ __forceinline__ int64_t column_of(int of_lane) const {
+    if constexpr (Config::kEdges) {
+      return of_lane < kWholeElems ? of_lane : args.plan.n - 1 - (of_lane - kWholeElems);
     }
+    return (block.tile * lanes + of_lane) * kElems;
   }
-
-  // Batch after batch of the block's rows in one tile.
-  __device__ __forceinline__ void run(const BlockRows& rows, const TileColumns& columns) {
-    const bool whole = columns.begin == 0 && columns.end == Config::kWidth;
-    float r_x[kVectors][kElems] = {};
-    if constexpr (F::kColumnValues) {
-      whole ? load_columns<true>(r_x, columns) : load_columns<false>(r_x, columns);
-    }
-    const int batch = groups * kRows;
-    for (int64_t base = rows.begin; base < rows.end; base += batch) {
-      if (whole && base + batch <= rows.end) {
-        run_batch<true>(rows, base, columns, r_x);
-      } else {
-        run_batch<false>(rows, base, columns, r_x);
-      }
-      if (F::kRowSums && args.plan.tiles_per_strip == 1) leave_row_sums(rows, base);
-    }
+  // Whether a row with this head has a lane's access.
+  __device__ __forceinline__ bool has_edge(int of_lane, int head) const {
+    const int tail = (static_cast<int>(args.plan.n) - head) & (kWholeElems - 1);
+    return of_lane < kWholeElems ? of_lane < head : of_lane - kWholeElems < tail;
   }
+  __device__ __forceinline__ bool has(int head) const {
+    return Config::kEdges ? has_edge(lane, head) : head <= room;
+  }
+  __device__ __forceinline__ int64_t row_of(int64_t k) const {
+    return block.phase + args.plan.phases * k;
+  }
+  __device__ __forceinline__ int head_of(int64_t row) const {
+    if constexpr (Config::kKeepsColumns) return kept_head;
+    return args.plan.head(row);
+  }
+  // How far the head moves the accesses of a row.
+  __device__ __forceinline__ unsigned moved(int head) const { return Config::kEdges ? 0 : head; }
 
-  // kWhole: every cell of the batch exists. Elsewhere a row is done before the next is loaded, for
-  // the sake of registers.
-  template <bool kWhole>
-  __device__ __forceinline__ void run_batch(const BlockRows& rows, int64_t base,
-                                            const TileColumns& columns,
-                                            const float (&r_x)[kVectors][kElems]) {
-    if constexpr (kWhole) {
-      RowCells r_cells[kRows];
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        r_cells[r] = load_row<kWhole>(rows.row(base + r * groups + group), columns);
+  __device__ __forceinline__ void run() {
+    if constexpr (F::kColumnValues) load_columns();
+    const int64_t begin = block.begin, end = block.end;
+    if constexpr (F::kColumnSums) {
+      Batch one, two;
+      load(one, begin);
+#pragma unroll 1
+      for (int64_t base = begin; base < end; base += 2 * batch) {
+        load(two, base + batch);
+        add(one, base);
+        if (base + batch >= end) break;
+        load(one, base + 2 * batch);
+        add(two, base + batch);
       }
-      // A batch's rows are added before they join the compensated sums, which cost six operations.
-      float r_batch[kVectors][kElems] = {};
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const int64_t row = rows.row(base + r * groups + group);
-        r_row_sums[r] += compute_row<kWhole>(row, columns, r_cells[r], r_x, r_batch);
-      }
-      join_columns(r_batch);
     } else {
 #pragma unroll 1
-      for (int r = 0; r < kRows; ++r) {
-        const int64_t k = base + r * groups + group;
-        if (k >= rows.end) break;
-        const RowCells r_cells = load_row<kWhole>(rows.row(k), columns);
-        float r_batch[kVectors][kElems] = {};
-        const float sum = compute_row<kWhole>(rows.row(k), columns, r_cells, r_x, r_batch);
-        join_columns(r_batch);
-#pragma unroll
-        for (int q = 0; q < kRows; ++q) r_row_sums[q] += q == r ? sum : 0.f;
+      for (int64_t base = begin; base < end; base += batch) {
+        Batch one;
+        load(one, base);
+        add(one, base);
       }
+    }
+    if constexpr (F::kRowSums) join_rows();
+    if constexpr (F::kColumnSums) leave_columns();
+  }
+
+  __device__ __forceinline__ void load_columns() {
+    const T* const g_x = args.g_x + column + moved(kept_head);
+    const bool holds = has(kept_head);
+    if (reinterpret_cast<uintptr_t>(args.g_x + kept_head) % (kElems * sizeof(T)) == 0) {
+      access_floats<T, kElems>(r_x, load_access_if<T, kElems>(g_x, holds));
+    } else {
+      uint32_t r_bits[kElems];
+#pragma unroll
+      for (int j = 0; j < kElems; ++j) r_bits[j] = load_bits_if(g_x + j, holds);
+#pragma unroll
+      for (int j = 0; j < kElems; ++j) r_x[j] = float_of_bits<T>(r_bits[j]);
     }
   }
 
-  // What a thread loads of a row.
-  struct RowCells {
-    Access in[kReads > 0 ? kReads : 1][kVectors];
-    float y;
-  };
+  // Rows of the batch that the block has, from the thread's first one on, times groups.
+  __device__ __forceinline__ int rows_left(int64_t base) const {
+    return static_cast<int>(min(block.end - base, static_cast<int64_t>(batch))) - group;
+  }
 
-  template <bool kWhole>
-  __device__ __forceinline__ RowCells load_row(int64_t row, const TileColumns& columns) const {
-    RowCells cells;
-    cells.y = F::kRowValues ? to_float(args.g_y[row]) : 0.f;
-    if constexpr (kReads > 0) {
+  __device__ __forceinline__ void load(Batch& to, int64_t base) const {
+    const int left = rows_left(base);
+    const int64_t first = row_of(base + group), step = groups * args.plan.phases;
+    const T* g_in[2];
+#pragma unroll
+    for (int i = 0; i < kReads; ++i) {
+      g_in[i] = args.g_in[i] + first * args.in_row_stride[i] + column;
+    }
+    const T* g_y = args.g_y + first;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const bool row_holds = r * groups < left;
+      const int head = head_of(first + r * step);
+      const bool holds = row_holds && has(head);
 #pragma unroll
       for (int i = 0; i < kReads; ++i) {
-        const T* g_tile = args.g_in[i] + row * args.in_row_stride[i] + columns.column;
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-          cells.in[i][v] = load_cells<kWhole, T, kElems>(g_tile, place(v), columns);
-        }
+        to.in[i][r] = load_access_if<T, kElems>(g_in[i] + moved(head), holds);
+        g_in[i] += step * args.in_row_stride[i];
       }
-    }
-    return cells;
-  }
-
-  __device__ __forceinline__ void join_columns(const float (&r_batch)[kVectors][kElems]) {
-    if constexpr (F::kColumnSums) {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-        for (int j = 0; j < kElems; ++j) r_column_sums[v][j] += r_batch[v][j];
-      }
+      if constexpr (F::kRowValues) to.y[r] = load_bits_if(g_y + r * step, row_holds);
     }
   }
 
-  // Returns what the thread's cells add to the row's sum; what they add to sums of columns goes to
-  // r_batch.
-  template <bool kWhole>
-  __device__ __forceinline__ float compute_row(int64_t row, const TileColumns& columns,
-                                               const RowCells& r_cells,
-                                               const float (&r_x)[kVectors][kElems],
-                                               float (&r_batch)[kVectors][kElems]) {
-    float sums[kVectors] = {};
+  __device__ __forceinline__ void add(const Batch& from, int64_t base) {
+    const int left = rows_left(base);
+    const int64_t first = row_of(base + group), step = groups * args.plan.phases;
+    T* g_out = F::kWrites ? args.g_out + first * args.plan.n + column : nullptr;
+    // A batch's rows are added before they join the compensated sums, which cost six operations.
+    float r_batch[kElems] = {}, r_rows[kRows];
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      Access out;
+    for (int r = 0; r < kRows; ++r) {
+      const float y = F::kRowValues ? float_of_bits<T>(from.y[r]) : 0.f;
+      float r_in0[kElems], r_in1[kElems], r_out[kElems], sums[2] = {};
+      if constexpr (kReads > 0) access_floats<T, kElems>(r_in0, from.in[0][r]);
+      if constexpr (kReads > 1) access_floats<T, kElems>(r_in1, from.in[1][r]);
 #pragma unroll
       for (int j = 0; j < kElems; ++j) {
         Cell<float> cell;
-        if constexpr (kReads > 0) cell.in[0] = to_float(r_cells.in[0][v].values[j]);
-        if constexpr (kReads > 1) cell.in[1] = to_float(r_cells.in[1][v].values[j]);
-        cell.x = r_x[v][j];
-        cell.y = r_cells.y;
+        if constexpr (kReads > 0) cell.in[0] = r_in0[j];
+        if constexpr (kReads > 1) cell.in[1] = r_in1[j];
+        if constexpr (F::kColumnValues) cell.x = r_x[j];
+        cell.y = y;
         f(cell);
-        if constexpr (F::kRowSums) sums[v] += cell.to_row;
-        if constexpr (F::kColumnSums) r_batch[v][j] += cell.to_column;
-        if constexpr (F::kWrites) out.values[j] = from_float<T>(cell.out);
+        if constexpr (F::kRowSums) sums[j & 1] += cell.to_row;
+        if constexpr (F::kColumnSums) r_batch[j] += cell.to_column;
+        if constexpr (F::kWrites) r_out[j] = cell.out;
       }
+      r_rows[r] = sums[0] + sums[1];
       if constexpr (F::kWrites) {
-        T* const g_tile = args.g_out + row * args.plan.n + columns.column;
-        store_cells<kWhole>(g_tile, place(v), columns, out);
+        const int head = head_of(first + r * step);
+        const bool holds = r * groups < left && has(head);
+        store_access_if<T, kElems>(g_out + moved(head), r_out, holds);
+        g_out += step * args.plan.n;
       }
     }
-    float sum = sums[0];
+    if constexpr (F::kColumnSums) {
 #pragma unroll
-    for (int v = 1; v < kVectors; ++v) sum += sums[v];
-    return sum;
+      for (int j = 0; j < kElems; ++j) r_columns[j] += r_batch[j];
+    }
+    if constexpr (F::kRowSums) leave_rows(r_rows);
   }
 
-  // Joins the lanes of the batch's rows; the sums start again from 0.
-  __device__ __forceinline__ void leave_row_sums(const BlockRows& rows, int64_t base) {
+  // Joins the lanes of a warp; then the sums wait for other batches.
+  __device__ __forceinline__ void leave_rows(float (&r_rows)[kRows]) {
+    const int in_warp = min(lanes, kWarp);
+#pragma unroll 1
+    for (int step = in_warp / 2; step > 0; step /= 2) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      float sum = r_row_sums[r];
-      r_row_sums[r] = 0.f;
+      for (int r = 0; r < kRows; ++r) r_rows[r] += __shfl_xor_sync(~0u, r_rows[r], step);
+    }
+    const int thread = static_cast<int>(threadIdx.x);
+    const int width = static_cast<int>(blockDim.x) / in_warp;
+    if (thread % in_warp == 0) {
+      float* const s_to = s_rows + half * Config::kWaiting + waiting * width + thread / in_warp;
 #pragma unroll
-      for (int step = Config::kLanes / 2; step > 0; step /= 2) {
-        sum += __shfl_xor_sync(~0u, sum, step);
-      }
-      const int64_t k = base + r * groups + group;
-      if (lane != 0 || k >= rows.end) continue;
-      const int64_t row = rows.row(k);
-      if (args.g_row_parts != nullptr) {
-        args.g_row_parts[row * args.plan.strips + strip] = sum;
+      for (int r = 0; r < kRows; ++r) s_to[r * width] = r_rows[r];
+    }
+    waiting += kRows;
+    if (waiting * width == Config::kWaiting) join_rows();
+  }
+
+  // Joins the warps of the rows that wait.
+  __device__ __forceinline__ void join_rows() {
+    // Also why two halves do: all have read the other one before they are here.
+    __syncthreads();
+    const int warps = lanes <= kWarp ? 1 : lanes / kWarp, rows = waiting * groups;
+    for (int i = threadIdx.x; i < rows; i += blockDim.x) {
+      float sum = 0.f;
+#pragma unroll 4
+      for (int w = 0; w < warps; ++w) sum += s_rows[half * Config::kWaiting + i * warps + w];
+      leave_row(waiting_from + i, sum);
+    }
+    waiting_from += rows;
+    waiting = 0;
+    half ^= 1;
+  }
+
+  __device__ __forceinline__ void leave_row(int64_t k, float sum) const {
+    if (k >= block.end) return;
+    const int64_t row = row_of(k);
+    if (args.g_row_parts != nullptr) {
+      const int64_t part = Config::kEdges ? args.plan.tiles : block.tile;
+      args.g_row_parts[row * args.plan.row_parts() + part] = sum;
+    } else {
+      args.g_row_sums[row] = from_float<T>(sum);
+    }
+  }
+
+  // Joins the groups of the block.
+  __device__ __forceinline__ void leave_columns() {
+#pragma unroll
+    for (int j = 0; j < kElems; ++j) {
+      s_columns[threadIdx.x * kElems + j] = r_columns[j].value();
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < lanes * kElems; i += blockDim.x) {
+      const int of_lane = i / kElems;
+      const int64_t at = column_of(of_lane) + moved(kept_head) + i % kElems;
+      const bool exists =
+          Config::kEdges ? has_edge(of_lane, kept_head) : at - i % kElems + kElems <= args.plan.n;
+      if (!exists) continue;
+      float sum = 0.f;
+#pragma unroll 4
+      for (int g = 0; g < groups; ++g) sum += s_columns[g * lanes * kElems + i];
+      if (args.g_column_parts != nullptr) {
+        args.g_column_parts[block.part * args.plan.n + at] = sum;
       } else {
-        args.g_row_sums[row] = from_float<T>(sum);
-      }
-    }
-  }
-
-  // Joins the groups of the block; the sums start again from 0. All threads of the block call it.
-  __device__ __forceinline__ void leave_column_sums(const TileColumns& columns, int64_t part) {
-    constexpr int kStep = Config::kLanes * kElems;
-    __shared__ float s_sums[kMatrixThreads * kElems];  // (groups, kStep)
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      __syncthreads();
-#pragma unroll
-      for (int j = 0; j < kElems; ++j) {
-        s_sums[group * kStep + lane * kElems + j] = r_column_sums[v][j].value();
-        r_column_sums[v][j] = {};
-      }
-      __syncthreads();
-      for (int i = threadIdx.x; i < kStep; i += blockDim.x) {
-        const int at = v * kStep + i;
-        if (!columns.holds(at)) continue;
-        float sum = 0.f;
-        for (int g = 0; g < groups; ++g) sum += s_sums[g * kStep + i];
-        const int64_t column = columns.column + at;
-        if (args.g_column_parts != nullptr) {
-          args.g_column_parts[part * args.plan.n + column] = sum;
-        } else {
-          args.g_column_sums[column] = from_float<T>(sum);
-        }
+        args.g_column_sums[at] = from_float<T>(sum);
       }
     }
   }
 };
 
 template <typename Config, typename F>
-__global__ __launch_bounds__(kMatrixThreads, 2) void matrix_pass_kernel(
+__global__ __launch_bounds__(kMatrixThreads, Config::kTile.blocks_per_sm) void matrix_pass_kernel(
     const __grid_constant__ MatrixArgs<typename Config::T> args, const F f) {
-  const MatrixPlan& plan = args.plan;
-  const unsigned strip = blockIdx.x % static_cast<unsigned>(plan.strips);
-  const unsigned part = blockIdx.x / static_cast<unsigned>(plan.strips);  // (chunk, phase)
-  const int phase = static_cast<int>(part % plan.phases);
-  const int shift = (plan.shift + phase * plan.shift_step) % Config::kElems;
-  const int64_t phase_rows = (plan.rows - phase + plan.phases - 1) / plan.phases;
-  BlockRows rows = {phase, plan.phases, part / plan.phases * plan.rows_per_chunk, 0};
-  rows.end = min(rows.begin + plan.rows_per_chunk, phase_rows);
-
-  MatrixShare<Config, F> share(args, f, strip);
-  const int64_t first = strip * plan.tiles_per_strip;
-  const int64_t last = min(first + plan.tiles_per_strip, plan.tiles);
-  for (int64_t tile = first; tile < last; ++tile) {
-    const int64_t column = tile * Config::kWidth - shift;
-    const int64_t left = plan.n - column;
-    const TileColumns columns = {column, column < 0 ? shift : 0,
-                                 static_cast<int>(left < Config::kWidth ? left : Config::kWidth)};
-    share.run(rows, columns);
-    if constexpr (F::kColumnSums) share.leave_column_sums(columns, part);
+  __shared__ MatrixShared<Config, F> s;
+  const MatrixBlock block(args.plan);
+  MatrixWork<Config, F>(args, f, block, s).run();
+  if constexpr (Config::kElems > 1) {
+    if (!args.plan.peeled || block.tile != 0) return;
+    if constexpr (F::kRowSums || F::kColumnSums) __syncthreads();
+    MatrixWork<typename Config::Edges, F>(args, f, block, s).run();
   }
-  if (F::kRowSums && plan.tiles_per_strip > 1) share.leave_row_sums(rows, rows.begin);
-}
-
-// The sum of a row's parts: a warp a row, or a block where there are many.
-template <typename T, int kThreadsPerRow>
-__global__ __launch_bounds__(kMatrixThreads) void add_row_parts_kernel(const float* g_parts,
-                                                                       int64_t rows, int64_t parts,
-                                                                       T* g_sums) {
-  constexpr int kRows = kMatrixThreads / kThreadsPerRow;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kThreadsPerRow;
-  if (kRows > 1 && row >= rows) return;
-  const int thread = threadIdx.x % kThreadsPerRow;
-  ColumnSumOf<T> part = {};
-#pragma unroll 8
-  for (int64_t i = thread; i < parts; i += kThreadsPerRow) part += g_parts[row * parts + i];
-  float sum = warp_sum(part.value());
-  if constexpr (kThreadsPerRow > kWarp) {
-    __shared__ BlockExchange<kThreadsPerRow> s_exchange;
-    sum = s_exchange.sum_warps(sum);
-  }
-  if (thread == 0) g_sums[row] = from_float<T>(sum);
-}
-
-template <typename T>
-void launch_add_row_parts(const MatrixArgs<T>& args, cudaStream_t stream) {
-  constexpr int64_t kManyParts = 512;
-  const int64_t rows = args.plan.rows, parts = args.plan.row_parts();
-  if (parts <= kManyParts) {
-    constexpr int kRows = kMatrixThreads / kWarp;
-    add_row_parts_kernel<T, kWarp>
-        <<<static_cast<unsigned>(divide_up(rows, kRows)), kMatrixThreads, 0, stream>>>(
-            args.g_row_parts, rows, parts, args.g_row_sums);
-  } else {
-    add_row_parts_kernel<T, kMatrixThreads>
-        <<<static_cast<unsigned>(rows), kMatrixThreads, 0, stream>>>(args.g_row_parts, rows, parts,
-                                                                     args.g_row_sums);
-  }
-}
-
-template <typename T>
-void launch_add_column_parts(const MatrixArgs<T>& args, cudaStream_t stream) {
-  const int64_t n = args.plan.n;
-  const dim3 threads(kWarp, kPartialGroups);
-  add_partials_kernel<T><<<static_cast<unsigned>(divide_up(n, kWarp)), threads, 0, stream>>>(
-      args.g_column_parts, args.plan.column_parts(), 1, n, {{args.g_column_sums, nullptr}, 1});
-}
-
-// Calls body with the tile as a compile-time constant.
-template <int kTile = 0, typename Body>
-void dispatch_matrix_tile(int tile, const Body& body) {
-  if (tile == kTile) return body(std::integral_constant<int, kTile>{});
-  if constexpr (kTile + 1 < kNumMatrixTiles) dispatch_matrix_tile<kTile + 1>(tile, body);
-}
-
-template <typename F>
-void launch_matrix_pass(const MatrixPassParams& p, const F& f, cudaStream_t stream) {
-  const MatrixPlan plan = plan_matrix_pass(p);
-  dispatch_dtype(p.dtype, [&](auto element) {
-    using T = decltype(element);
-    const MatrixArgs<T> args = {
-        {static_cast<const T*>(p.in[0]), static_cast<const T*>(p.in[1])},
-        {p.in_row_stride[0], p.in_row_stride[1]},
-        static_cast<const T*>(p.x),
-        static_cast<const T*>(p.y),
-        static_cast<T*>(p.out),
-        static_cast<T*>(p.row_sums),
-        static_cast<T*>(p.column_sums),
-        plan.row_scratch() > 0 ? p.scratch : nullptr,
-        plan.column_scratch() > 0 ? p.scratch + plan.row_scratch() : nullptr,
-        plan};
-    dispatch_matrix_tile(plan.tile, [&](auto index) {
-      using Config = MatrixConfig<T, index.value>;
-      matrix_pass_kernel<Config, F>
-          <<<static_cast<unsigned>(plan.blocks()), plan.groups * Config::kLanes, 0, stream>>>(args,
-                                                                                              f);
-    });
-    if constexpr (F::kRowSums) {
-      if (args.g_row_parts != nullptr) launch_add_row_parts(args, stream);
-    }
-    if constexpr (F::kColumnSums) {
-      if (args.g_column_parts != nullptr) launch_add_column_parts(args, stream);
-    }
-  });
 }
 
 }  // namespace torchweld

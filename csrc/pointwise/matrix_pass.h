@@ -2,8 +2,9 @@
 // cell, and how the pass is cut into blocks. Pure host code; tested without a GPU.
 //
 // An op is a functor of a Cell with the constants kReads (matrices that it reads, 0 to 2),
-// kRowValues, kColumnValues, kWrites, kRowSums and kColumnSums. Cells outside of the matrix are
-// seen with zeros in `in`, x and y, and must then add nothing to the sums.
+// kRowValues, kColumnValues, kWrites, kRowSums and kColumnSums. A cell outside of the matrix is
+// seen with zeros in `in` and in x where its column, in y where its row does not exist. It must add
+// 0 to the sums of what exists, whatever the other value is.
 #pragma once
 
 #include <cstdint>
@@ -32,56 +33,53 @@ struct MatrixPassParams {
   void* row_sums;     // (rows,)
   void* column_sums;  // (n,)
   float* scratch;     // plan_matrix_pass(params).scratch() values
+  int sms;            // of the device; asked only for sums of columns
   int64_t rows;
   int64_t n;
   DType dtype;
 };
 
-// `lanes` threads share a row; each takes `vectors` accesses of 16 bytes (or of one element) of
-// `rows` rows at a time; of fewer where its registers hold two matrices or sums of columns too.
+// What a thread has in flight: accesses of 16 bytes, or of one element where matrices lie in
+// different ways to the 16-byte boundaries, one in each of so many rows.
 struct MatrixTile {
-  int lanes;
-  int vectors;
   int rows;
-  bool vector;
+  int element_rows;
+  int blocks_per_sm;  // registers are spared for so many
 
-  constexpr int elems(int elem_size) const { return vector ? 16 / elem_size : 1; }
-  constexpr int width(int elem_size) const { return lanes * vectors * elems(elem_size); }
-  constexpr int batch(int reads, bool column_sums) const {
-    return reads == 2 ? rows / 2 : (column_sums ? rows * 3 / 4 : rows);
-  }
+  constexpr int rows_of(bool vector) const { return vector ? rows : element_rows; }
 };
 
-// In the order of preference: the first that holds a row, else the last of its kind.
-inline constexpr MatrixTile kMatrixTiles[] = {{1, 1, 8, true},  {8, 1, 4, true},
-                                              {32, 1, 4, true}, {32, 2, 4, true},
-                                              {4, 1, 8, false}, {32, 4, 4, false}};
-inline constexpr int kNumMatrixTiles = sizeof(kMatrixTiles) / sizeof(kMatrixTiles[0]);
+// NOTE: 256 lanes along a row, few rows and small blocks in the order of memory: wherever an H200
+// is, its blocks then write one region of whole rows, close to the speed of a fill. Taller tiles
+// with fewer lanes, and blocks that stay for many rows, lose 3 to 10 %.
+inline constexpr MatrixTile kMatrixTiles[] = {{8, 8, 4}, {4, 8, 4}, {2, 4, 4}};  // by reads
+// Two batches are in flight, the next one while this one is added up.
+inline constexpr MatrixTile kColumnSumTile = {8, 8, 2};
+
+constexpr MatrixTile matrix_tile(int reads, bool column_sums) {
+  return column_sums ? kColumnSumTile : kMatrixTiles[reads];
+}
 
 inline constexpr int kMatrixThreads = 256;
-// Rows of one alignment are peeled where they are at least so many accesses long.
+// Rows that start anywhere are peeled where they are at least so many accesses long.
 inline constexpr int kMinPeeledAccesses = 8;
-// A block does so many batches of rows where that leaves enough blocks to fill a GPU.
-inline constexpr int kMatrixBatches = 4;
-inline constexpr int64_t kFullGrid = 1056;  // eight blocks for each SM of an H200
-// Sums over columns: more blocks than this only add partial sums.
-inline constexpr int64_t kColumnSumGrid = 1056;
-inline constexpr int64_t kMaxColumnParts = 256;  // one block adds all of a column's parts
-inline constexpr int64_t kMinRowsInChunk = 32;
-inline constexpr int64_t kMaxStrip = 64;
 
-// Rows whose starts have the same distance from a 16-byte boundary form a phase: rows phase,
-// phase + phases, .... A block takes a strip of tiles of columns of a chunk of one phase's rows, so
-// that a thread keeps its columns.
+// `lanes` threads share a row, a block has `groups` of them. A block takes a tile of as many
+// accesses as lanes, of a chunk of rows. Where rows start anywhere, a row's accesses start at its
+// own first boundary; the block of tile 0 also does the elements before them and behind.
+//
+// Where threads keep values or sums of columns, a block's rows must have the same distance from
+// the boundary: such rows are a phase, rows phase, phase + phases, ....
 struct MatrixPlan {
-  int tile;
+  bool vector;
+  bool peeled;  // elements are left before or behind the accesses of rows
+  int elems;    // of an access
+  int lanes;
+  int groups;
   int phases;
   int shift;       // elements from a 16-byte boundary to row 0
   int shift_step;  // the same from row to row
-  int groups;      // rows side by side in a block
   int64_t tiles;
-  int64_t tiles_per_strip;
-  int64_t strips;
   int64_t rows_per_chunk;  // of one phase
   int64_t chunks;
   bool row_sums;
@@ -89,15 +87,21 @@ struct MatrixPlan {
   int64_t rows;
   int64_t n;
 
-  int64_t blocks() const { return strips * phases * chunks; }
+  int64_t blocks() const { return tiles * phases * chunks; }
   // Partial sums of a row and of a column. One is no part but the sum.
-  int64_t row_parts() const { return strips; }
+  TW_HOST_DEVICE int64_t row_parts() const { return tiles + peeled; }
   int64_t column_parts() const { return phases * chunks; }
   int64_t row_scratch() const { return row_sums && row_parts() > 1 ? rows * row_parts() : 0; }
   int64_t column_scratch() const {
     return column_sums && column_parts() > 1 ? n * column_parts() : 0;
   }
   int64_t scratch() const { return row_scratch() + column_scratch(); }
+
+  // The elements of a row before its first access.
+  TW_HOST_DEVICE int head(int64_t row) const {
+    const int from_boundary = shift + static_cast<int>(row & (elems - 1)) * shift_step;
+    return -from_boundary & (elems - 1);
+  }
 };
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -129,12 +133,32 @@ struct MatrixAlignment {
   }
 };
 
-inline int choose_matrix_tile(int64_t span, int elem_size, bool vector) {
-  int chosen = -1;
-  for (int i = 0; i < kNumMatrixTiles; ++i) {
-    if (kMatrixTiles[i].vector != vector) continue;
-    chosen = i;
-    if (span <= kMatrixTiles[i].width(elem_size)) break;
+// As many lanes as accesses, a power of two, or fewer where that leaves far fewer lanes idle.
+inline int choose_matrix_lanes(int64_t accesses) {
+  constexpr int kLeast = 64;
+  int lanes = 1;
+  while (lanes < accesses && lanes < kMatrixThreads) lanes *= 2;
+  const auto places = [=](int some) { return divide_up(accesses, some) * some; };
+  for (int fewer = lanes / 2; fewer >= kLeast; fewer /= 2) {
+    if (places(fewer) * 5 <= places(lanes) * 4) lanes = fewer;
+  }
+  return lanes;
+}
+
+// How many chunks of a phase's batches: those of whole rounds of blocks that end first, where a
+// block's start and end take as long as two batches.
+inline int64_t choose_matrix_chunks(int64_t batches, int64_t columns, int64_t blocks_at_once) {
+  constexpr int kStart = 2, kMostRounds = 8;
+  int64_t chosen = 1, least = -1;
+  for (int64_t rounds = 1; rounds <= kMostRounds; ++rounds) {
+    int64_t chunks = blocks_at_once * rounds / columns;
+    if (chunks > batches) chunks = batches;
+    if (chunks < 1) chunks = 1;
+    const int64_t time =
+        divide_up(chunks * columns, blocks_at_once) * (divide_up(batches, chunks) + kStart);
+    if (least >= 0 && time >= least) continue;
+    least = time;
+    chosen = chunks;
   }
   return chosen;
 }
@@ -143,51 +167,39 @@ inline int choose_matrix_tile(int64_t span, int elem_size, bool vector) {
 inline MatrixPlan plan_matrix_pass(const MatrixPassParams& p) {
   const int elem_size = p.dtype == DType::kFloat32 ? 4 : 2;
   const MatrixAlignment alignment(p, elem_size);
-  const int elems = alignment.vector ? 16 / elem_size : 1;
 
   MatrixPlan plan = {};
   plan.rows = p.rows;
   plan.n = p.n;
   plan.row_sums = p.row_sums != nullptr;
   plan.column_sums = p.column_sums != nullptr;
+  plan.vector = alignment.vector;
+  plan.elems = plan.vector ? 16 / elem_size : 1;
   plan.shift = alignment.shift;
   plan.shift_step = alignment.shift_step;
-  plan.phases = elems / std::gcd(elems, alignment.shift_step);
-  const int64_t span = p.n + (plan.phases > 1 ? elems - 1 : plan.shift);
-  plan.tile = choose_matrix_tile(span, elem_size, alignment.vector);
-  const MatrixTile& tile = kMatrixTiles[plan.tile];
-  plan.tiles = divide_up(span, tile.width(elem_size));
+  plan.peeled = plan.shift != 0 || plan.shift_step != 0 || p.n % plan.elems != 0;
+  const bool columns = plan.column_sums || p.x != nullptr;
+  plan.phases = columns ? plan.elems / std::gcd(plan.elems, plan.shift_step) : 1;
 
+  const int64_t accesses = p.n / plan.elems;
+  plan.lanes = choose_matrix_lanes(accesses);
+  plan.tiles = divide_up(accesses, plan.lanes);
   // No more groups than rows, but whole warps.
   const int64_t phase_rows = divide_up(p.rows, plan.phases);
-  plan.groups = 32 / tile.lanes;
-  while (plan.groups < phase_rows && plan.groups * tile.lanes < kMatrixThreads) plan.groups *= 2;
-  const int reads = p.in[1] != nullptr ? 2 : 1;
-  const int64_t batch = int64_t{plan.groups} * tile.batch(reads, plan.column_sums);
+  plan.groups = plan.lanes < 32 ? 32 / plan.lanes : 1;
+  while (plan.groups < phase_rows && plan.groups * plan.lanes < kMatrixThreads) plan.groups *= 2;
 
-  const int64_t columns = plan.tiles * plan.phases;
+  const int reads = (p.in[0] != nullptr) + (p.in[1] != nullptr);
+  const MatrixTile tile = matrix_tile(reads, plan.column_sums);
+  const int64_t batch = int64_t{plan.groups} * tile.rows_of(plan.vector);
+  const int64_t batches = divide_up(phase_rows, batch);
+  int64_t chunks = batches;
   if (plan.column_sums) {
-    const int64_t most = kMaxColumnParts / plan.phases;
-    int64_t wanted = kColumnSumGrid / columns;
-    wanted = wanted < most ? wanted : most;
-    const int64_t share = divide_up(phase_rows, wanted > 1 ? wanted : 1);
-    plan.rows_per_chunk = divide_up(share > kMinRowsInChunk ? share : kMinRowsInChunk, batch);
-    plan.rows_per_chunk *= batch;
-  } else {
-    const bool many = columns * divide_up(phase_rows, kMatrixBatches * batch) >= kFullGrid;
-    plan.rows_per_chunk = (many ? kMatrixBatches : 1) * batch;
+    const int64_t at_once = int64_t{tile.blocks_per_sm} * (p.sms > 0 ? p.sms : 1);
+    chunks = choose_matrix_chunks(batches, plan.tiles * plan.phases, at_once);
   }
+  plan.rows_per_chunk = divide_up(batches, chunks) * batch;
   plan.chunks = divide_up(phase_rows, plan.rows_per_chunk);
-
-  // Few rows: a block does several tiles, and keeps the sums of its rows from tile to tile.
-  plan.tiles_per_strip = 1;
-  if (plan.chunks == 1 && phase_rows <= batch) {
-    const int64_t full = kFullGrid * kMatrixThreads / (plan.groups * tile.lanes);
-    plan.tiles_per_strip = columns / full;
-    if (plan.tiles_per_strip > kMaxStrip) plan.tiles_per_strip = kMaxStrip;
-    if (plan.tiles_per_strip < 1) plan.tiles_per_strip = 1;
-  }
-  plan.strips = divide_up(plan.tiles, plan.tiles_per_strip);
   return plan;
 }
 

@@ -1,7 +1,7 @@
-// add_scalar: the launcher. The kernels are in pointwise/matrix_pass.cuh.
+// add_scalar: the launcher. The kernel is in pointwise/matrix_pass.cuh.
 #include "ops/add_scalar/add_scalar.h"
 
-#include "pointwise/matrix_pass.cuh"
+#include "pointwise/matrix_launch.cuh"
 
 namespace torchweld {
 namespace {

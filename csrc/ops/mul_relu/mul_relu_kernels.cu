@@ -1,8 +1,8 @@
-// mul_relu: the launcher. The kernels are in pointwise/matrix_pass.cuh.
+// mul_relu: the launcher. The kernel is in pointwise/matrix_pass.cuh.
 #include "ops/mul_relu/mul_relu.h"
 
 #include "ops/mul_relu/mul_relu_cell.h"
-#include "pointwise/matrix_pass.cuh"
+#include "pointwise/matrix_launch.cuh"
 
 namespace torchweld {
 

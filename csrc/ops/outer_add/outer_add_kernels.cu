@@ -1,8 +1,8 @@
-// outer_add: the launcher. The kernels are in pointwise/matrix_pass.cuh.
+// outer_add: the launcher. The kernel is in pointwise/matrix_pass.cuh.
 #include "ops/outer_add/outer_add.h"
 
 #include "ops/outer_add/outer_add_cell.h"
-#include "pointwise/matrix_pass.cuh"
+#include "pointwise/matrix_launch.cuh"
 
 namespace torchweld {
 

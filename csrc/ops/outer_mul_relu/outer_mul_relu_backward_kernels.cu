@@ -1,8 +1,8 @@
-// The gradient of outer_mul_relu: the launcher. The kernels are in pointwise/matrix_pass.cuh.
+// The gradient of outer_mul_relu: the launcher. The kernel is in pointwise/matrix_pass.cuh.
 #include "ops/outer_mul_relu/outer_mul_relu.h"
 
 #include "ops/outer_mul_relu/outer_mul_relu_cell.h"
-#include "pointwise/matrix_pass.cuh"
+#include "pointwise/matrix_launch.cuh"
 
 namespace torchweld {
 

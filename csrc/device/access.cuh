@@ -1,0 +1,95 @@
+// Accesses to global memory that stay as they are written: whole, and loads where they stand.
+//
+// NOTE: volatile assembly. The compiler moves ordinary loads to where their values are used, which
+// leaves one in flight where a batch of them was meant, and splits stores under a condition.
+#pragma once
+
+#include "device/vec.cuh"
+
+namespace torchweld {
+
+// What an access of kElems values holds: 16 bytes, or the bits of one value.
+template <int kElems>
+using AccessOf = std::conditional_t<kElems == 1, uint32_t, uint4>;
+
+// The bits of a value, 0 where the condition is false.
+template <typename T>
+__device__ __forceinline__ uint32_t load_bits_if(const T* g_from, bool holds) {
+  uint32_t bits = 0;
+  if constexpr (sizeof(T) == 4) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0;\n@p ld.global.u32 %0, [%1];}"
+                 : "+r"(bits)
+                 : "l"(g_from), "r"(static_cast<int>(holds)));
+  } else {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0;\n@p ld.global.u16 %0, [%1];}"
+                 : "+r"(bits)
+                 : "l"(g_from), "r"(static_cast<int>(holds)));
+  }
+  return bits;
+}
+
+template <typename T>
+__device__ __forceinline__ float float_of_bits(uint32_t bits) {
+  if constexpr (sizeof(T) == 4) {
+    return __uint_as_float(bits);
+  } else {
+    return unpack_pair<T>(bits).x;
+  }
+}
+
+// 16 bytes, zeros where the condition is false.
+__device__ __forceinline__ uint4 load_words_if(const void* g_from, bool holds) {
+  uint4 words = make_uint4(0, 0, 0, 0);
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0;\n@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];}"
+               : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w)
+               : "l"(g_from), "r"(static_cast<int>(holds)));
+  return words;
+}
+
+template <typename T, int kElems>
+__device__ __forceinline__ AccessOf<kElems> load_access_if(const T* g_from, bool holds) {
+  if constexpr (kElems == 1) {
+    return load_bits_if(g_from, holds);
+  } else {
+    return load_words_if(g_from, holds);
+  }
+}
+
+template <typename T, int kElems>
+__device__ __forceinline__ void access_floats(float (&r_to)[kElems], AccessOf<kElems> access) {
+  if constexpr (kElems == 1) {
+    r_to[0] = float_of_bits<T>(access);
+  } else {
+    to_floats<T>(r_to, access);
+  }
+}
+
+// Values as 16 bytes, each rounded once.
+template <typename T>
+__device__ __forceinline__ uint4 words_of(const float* r_from) {
+  if constexpr (sizeof(T) == 4) {
+    return make_uint4(__float_as_uint(r_from[0]), __float_as_uint(r_from[1]),
+                      __float_as_uint(r_from[2]), __float_as_uint(r_from[3]));
+  } else {
+    return make_uint4(pack_pair<T>(r_from[0], r_from[1]), pack_pair<T>(r_from[2], r_from[3]),
+                      pack_pair<T>(r_from[4], r_from[5]), pack_pair<T>(r_from[6], r_from[7]));
+  }
+}
+
+template <typename T, int kElems>
+__device__ __forceinline__ void store_access_if(T* g_to, const float (&r_from)[kElems],
+                                                bool holds) {
+  if constexpr (kElems == 1) {
+    if (holds) *g_to = from_float<T>(r_from[0]);
+  } else {
+    const uint4 words = words_of<T>(r_from);
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %5, 0;\n@p st.global.v4.u32 [%0], {%1, %2, %3, %4};}"
+        :
+        : "l"(g_to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w),
+          "r"(static_cast<int>(holds))
+        : "memory");
+  }
+}
+
+}  // namespace torchweld
