@@ -191,6 +191,9 @@ def test_int4_parts_cover_k_once_in_a_tile_that_fits(elem_size, limits):
                 if choice["tile"] < 0:
                     assert m > 128 and not (whole and elem_size == 2)
                     continue
+                if choice["tile"] >= len(tiles):
+                    assert choice["parts"] == 1 and not choice["cluster"]
+                    continue
                 tile = tiles[choice["tile"]]
                 assert tile["suits" if whole else "suits_any_group"]
                 assert tile["shared_bytes"] <= limits[1]
@@ -200,9 +203,69 @@ def test_int4_parts_cover_k_once_in_a_tile_that_fits(elem_size, limits):
                 assert choice["cluster"] == (clusters and parts > 1)
 
 
-def test_int4_decode_takes_the_smallest_tile_and_splits_a_long_k():
-    for m, tokens in ((1, 8), (8, 8), (9, 16), (17, 32), (33, 64), (65, 128), (4096, 128)):
-        choice = _C.choose_int4(m, 4096, 4096, 32, 2, *H200, True)
-        assert _C.int4_tiles(2)[choice["tile"]]["tokens"] == tokens
-    assert _C.choose_int4(1, 4096, 4096, 32, 2, *H200, True)["parts"] > 1
+def test_int4_takes_the_smallest_tile_and_splits_a_long_k():
+    """In float32, and where few tokens have no tiles of their own."""
+    few, many = ((1, 8), (8, 8), (9, 16), (17, 32)), ((17, 32), (33, 64), (65, 128), (4096, 128))
+    for size, sizes in ((4, few), (2, many)):
+        for m, tokens in sizes:
+            choice = _C.choose_int4(m, 4096, 4096, 32, size, *H200, True)
+            assert _C.int4_tiles(size)[choice["tile"]]["tokens"] == tokens
+    assert _C.choose_int4(1, 4096, 4096, 32, 4, *H200, True)["parts"] > 1
     assert _C.choose_int4(4096, 4096, 4096, 32, 2, *H200, True)["parts"] == 1
+
+
+def int4_decode_tile(m: int, n: int, k: int, groups: int, limits=H200, elem_size=2) -> dict | None:
+    """The tile for few tokens that a product takes, None where it takes the ring."""
+    rings = len(_C.int4_tiles(elem_size))
+    index = _C.choose_int4(m, n, k, groups, elem_size, *limits, True)["tile"] - rings
+    return _C.int4_decode_tiles(m, n, k, groups, limits[0])[index] if index >= 0 else None
+
+
+@pytest.mark.parametrize("limits", [H200, SMALL], ids=["h200", "small"])
+def test_int4_decode_divides_every_tile_of_rows_once(limits):
+    taken = 0
+    for m in range(1, 18):
+        for n in SIZES:
+            for group in (64, 128, 192, 4096):
+                for k in (group, 3 * group, 32 * group):
+                    tile = int4_decode_tile(m, n, k, k // group, limits)
+                    if tile is None:
+                        continue
+                    taken += 1
+                    assert tile["refusal"] == "" and m <= tile["tokens"]
+                    assert group // 64 % tile["chunks"] == 0
+                    assert tile["shared_bytes"] <= limits[1]
+                    assert tile["blocks"] <= limits[0] and tile["more_tiles"] < tile["blocks"]
+                    rows = tile["blocks"] * tile["base_tiles"] + tile["more_tiles"]
+                    assert rows == -(-n // 16)
+    assert taken > 1000
+
+
+def test_int4_decode_ends_where_the_ring_is_faster():
+    """More tokens, float32, groups that are no whole chunks, many rows, an x that is too large."""
+    assert int4_decode_tile(8, 4096, 4096, 32)["tokens"] == 8
+    assert int4_decode_tile(9, 4096, 4096, 32)["tokens"] == 16
+    assert int4_decode_tile(17, 4096, 4096, 32) is None
+    assert int4_decode_tile(1, 4096, 4096, 32, elem_size=4) is None
+    assert int4_decode_tile(1, 4096, 4096, 128) is None
+    assert int4_decode_tile(8, 14336, 4096, 32)["tokens"] == 8
+    assert int4_decode_tile(16, 14336, 4096, 32) is None
+    assert int4_decode_tile(1, 131072, 4096, 32) is None
+    assert int4_decode_tile(4, 4096, 14336, 112)["tokens"] == 8
+    assert int4_decode_tile(8, 4096, 14336, 112) is None
+    # A step has one group: two chunks of 128 columns, one of 64 or of three of them.
+    assert int4_decode_tile(1, 4096, 4096, 32)["chunks"] == 2
+    assert int4_decode_tile(1, 4096, 4096, 64)["chunks"] == 1
+    assert int4_decode_tile(1, 4096, 4032, 21)["chunks"] == 1
+
+
+def test_explain_names_a_4_bit_products_tile():
+    n, k, groups = 4096, 4096, 32
+    weight = [torch.empty(n, k // 8, dtype=torch.int32, device="meta")]
+    weight += [torch.empty(n, groups, dtype=torch.bfloat16, device="meta")]
+    weight += [torch.empty(n, groups // 8, dtype=torch.int32, device="meta")]
+    for m, kernel in ((4, "4-bit decoding"), (32, "4-bit tiles")):
+        x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
+        explanation = torchweld.explain("int4_linear", x, *weight)
+        assert explanation.kernel.startswith(kernel), explanation
+        assert explanation.tile["tokens"] >= m and "shared_bytes" in explanation.tile

@@ -54,12 +54,21 @@ struct Int4Tuning {
     return (p.shape.chunks() + tile.chunks - 1) / tile.chunks;
   }
 
+  static const Int4DecodeTile& decode_tile(int64_t tile) {
+    return kInt4DecodeTiles[tile - kInt4TileCount];
+  }
+
   static std::string refusal(const Int4Call& call, const Numbers& choice) {
     const Int4Problem& p = call.problem;
     const int64_t parts = choice[1];
     if (choice[0] == -1) return parts == 1 ? "" : "a weight that is dequantised is not cut";
-    if (choice[0] < 0 || choice[0] >= kInt4TileCount)
-      return no_such_tile(choice[0], kInt4TileCount);
+    constexpr int kCount = kInt4TileCount + kInt4DecodeTileCount;
+    if (choice[0] < 0 || choice[0] >= kCount) return no_such_tile(choice[0], kCount);
+    if (choice[0] >= kInt4TileCount) {
+      if (parts != 1) return "a tile for few tokens has all of K";
+      const char* why = int4_decode_refusal(p, decode_tile(choice[0]));
+      return why == nullptr ? "" : why;
+    }
     const Int4Tile& tile = kInt4Tiles[choice[0]];
     if (!tile.suits(p.elem_size, p.whole_chunks())) {
       return "the tile is for 16-bit x and groups of a multiple of 64";
@@ -83,7 +92,9 @@ struct Int4Tuning {
   static Int4Choice make(const Int4Call& call, const Numbers& choice) {
     const Int4Problem& p = call.problem;
     const int parts = static_cast<int>(choice[1]);
-    if (choice[0] < 0) return {-1, 1, p.shape.chunks(), false};
+    if (choice[0] < 0 || choice[0] >= kInt4TileCount) {
+      return {static_cast<int>(choice[0]), 1, p.shape.chunks(), false};
+    }
     const Int4Tile& tile = kInt4Tiles[choice[0]];
     const int64_t part = (steps(p, tile) + parts - 1) / parts;
     return {static_cast<int>(choice[0]), parts, part * tile.chunks, parts > 1 && p.clusters};
@@ -98,12 +109,22 @@ struct Int4Tuning {
         if (parts == 1 || serves) all.push_back({tile, parts});
       }
     }
+    for (int tile = 0; tile < kInt4DecodeTileCount; ++tile) {
+      all.push_back({kInt4TileCount + tile, 1});
+    }
     all.push_back({-1, 1});
     return all;
   }
 
-  // Zeros: the weight is dequantised for the matmul engine.
+  // Zeros: the weight is dequantised for the matmul engine. Tiles for few tokens have no ring:
+  // their stages are the steps that a warp reads ahead.
   static Columns columns(const Int4Call&, const Numbers& choice) {
+    if (choice[0] >= kInt4TileCount) {
+      const Int4DecodeTile& tile = decode_tile(choice[0]);
+      const int block_k = tile.warps * tile.chunks * kInt4ChunkK;
+      return {{"rows", kInt4TileRows}, {"tokens", tile.tokens}, {"block_k", block_k}, {"parts", 1},
+              {"stages", tile.depth},  {"warps", tile.warps}};
+    }
     const Int4Tile tile = choice[0] < 0 ? Int4Tile{} : kInt4Tiles[choice[0]];
     return {{"rows", tile.rows},  {"tokens", tile.tokens}, {"block_k", tile.chunks * kInt4ChunkK},
             {"parts", choice[1]}, {"stages", tile.stages}, {"warps", tile.warps}};
