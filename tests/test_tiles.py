@@ -56,8 +56,9 @@ def test_a_row_takes_a_kernel_that_holds_it():
 FASTEST = [
     (16384, 4, False, "tile"), (32768, 4, False, "tile"), (65536, 4, False, 2),
     (131072, 4, False, 8), (262144, 4, False, 8),
-    (16384, 2, False, "tile"), (32768, 2, False, 1), (65536, 2, False, 1),
-    (131072, 2, False, 2), (262144, 2, False, 4),
+    (16384, 2, False, "tile"), (20000, 2, False, "stream"), (24576, 2, False, "stream"),
+    (32768, 2, False, 1), (65536, 2, False, 1), (131072, 2, False, 2), (151936, 2, False, 2),
+    (262144, 2, False, 4),
     (16384, 4, True, "tile"), (32768, 4, True, 2), (65536, 4, True, 8), (131072, 4, True, 8),
     (16384, 2, True, "tile"), (32768, 2, True, 4), (65536, 2, True, 8), (131072, 2, True, 8),
     (262144, 2, True, 8),
@@ -81,18 +82,18 @@ def test_a_longer_row_takes_no_smaller_cluster():
             assert ends == sorted(ends)
 
 
-def test_rows_that_start_anywhere_leave_room_before_their_first_column():
+def test_rows_that_start_anywhere_have_less_than_an_access_beside_their_whole_ones():
     for size in (2, 4):
         aligned = _C.softmax_tiles(size, False, True)
         for tile, peeled in zip(aligned, _C.softmax_tiles(size, False, False), strict=True):
-            # The worst row starts one element past a boundary's last access.
-            assert tile["capacity"] - peeled["capacity"] == 16 // size - 1
+            assert peeled["capacity"] - tile["capacity"] == 16 // size - 1
 
 
 def test_rows_are_read_once_to_262144():
     for p, kernel, _ in row_choices():
         too_long = 131072 if p["backward"] and p["elem_size"] == 4 else 262144
-        if p["in_phase"] and p["n"] <= too_long:
+        read_twice = p["elem_size"] == 2 and not p["backward"] and 16384 < p["n"] <= 24576
+        if p["in_phase"] and p["n"] <= too_long and not read_twice:
             assert kernel != "stream", p
 
 

@@ -46,42 +46,47 @@ struct MaxSum {
   float sum;
 };
 
-// A part's sum against a larger maximum. A part that saw nothing stays 0 even when c is 0.
-__device__ __forceinline__ float rescaled_sum(MaxSum part, float max, float c) {
-  return part.sum == 0.f ? 0.f : part.sum * exp2_approx((part.max - max) * c);
+// A part's sum against a larger maximum; exponent.rescale(from, to) is what it is multiplied with.
+// A part that saw nothing stays 0 even when the exponent's scale is 0.
+template <typename Exponent>
+__device__ __forceinline__ float rescaled_sum(MaxSum part, float max, const Exponent& exponent) {
+  return part.sum == 0.f ? 0.f : part.sum * exponent.rescale(part.max, max);
 }
 
-__device__ __forceinline__ MaxSum warp_merge(MaxSum x, float c) {
+template <typename Exponent>
+__device__ __forceinline__ MaxSum warp_merge(MaxSum x, const Exponent& exponent) {
   const float max = warp_max(x.max);
-  return {max, warp_sum(rescaled_sum(x, max, c))};
+  return {max, warp_sum(rescaled_sum(x, max, exponent))};
 }
 
-// Joins the warps of a block, or of its first kThreads threads where it has others that do
-// something else; each warp brings one value. Every thread gets the result, the same bits in every
-// run. One Exchange serves one call; a loop takes two by turns.
+// Joins the warps of a block, of kThreads threads or fewer, or of its first kThreads threads where
+// it has others that do something else; each warp brings one value. Every thread gets the result,
+// the same bits in every run. One Exchange serves one call; a loop takes two by turns.
 template <int kThreads, bool kWholeBlock = true>
 struct BlockExchange {
   static constexpr int kWarps = kThreads / kWarp;
   static_assert(kThreads % kWarp == 0 && kWarps <= kWarp);
   float2 s_parts[kWarps];
 
-  __device__ __forceinline__ MaxSum merge_warps(MaxSum x, float c) {
-    share(make_float2(x.max, x.sum));
+  template <typename Exponent>
+  __device__ __forceinline__ MaxSum merge_warps(MaxSum x, const Exponent& exponent) {
+    share(make_float2(x.max, x.sum), make_float2(-INFINITY, 0.f));
     if constexpr (kWarps > kFewWarps) {
       const float2 part = my_part(make_float2(-INFINITY, 0.f));
-      return warp_merge({part.x, part.y}, c);
+      return warp_merge({part.x, part.y}, exponent);
     }
     float max = s_parts[0].x;
 #pragma unroll
     for (int w = 1; w < kWarps; ++w) max = fmaxf(max, s_parts[w].x);
     float sum = 0.f;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += rescaled_sum({s_parts[w].x, s_parts[w].y}, max, c);
+    for (int w = 0; w < kWarps; ++w)
+      sum += rescaled_sum({s_parts[w].x, s_parts[w].y}, max, exponent);
     return {max, sum};
   }
 
   __device__ __forceinline__ float sum_warps(float x) {
-    share(make_float2(x, 0.f));
+    share(make_float2(x, 0.f), make_float2(0.f, 0.f));
     if constexpr (kWarps > kFewWarps) return warp_sum(my_part(make_float2(0.f, 0.f)).x);
     float sum = 0.f;
 #pragma unroll
@@ -93,9 +98,11 @@ struct BlockExchange {
   // Up to this many parts every thread reads for itself: shorter than five rounds of shuffles.
   static constexpr int kFewWarps = 8;
 
-  __device__ __forceinline__ void share(float2 mine) {
+  __device__ __forceinline__ void share(float2 mine, float2 neutral) {
     if (threadIdx.x % kWarp == 0) s_parts[threadIdx.x / kWarp] = mine;
     if constexpr (kWholeBlock) {
+      const unsigned warps = blockDim.x / kWarp;
+      if (threadIdx.x >= warps && threadIdx.x < kWarps) s_parts[threadIdx.x] = neutral;
       __syncthreads();
     } else {
       asm volatile("bar.sync 1, %0;" : : "n"(kThreads) : "memory");

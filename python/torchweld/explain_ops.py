@@ -98,7 +98,8 @@ def rows(explanation: Explanation, tensors: list[Tensor], scale: float) -> Expla
         name = f"{tile['threads']} threads x {tile['loads']} x 16 B"
         ring = tile["kind"] == _RING
         if found["refusal"] or own:
-            faster = "a larger cluster" if ring else "a ring"
+            faster = "reading twice" if chosen["choice"][0] < 0 else "a ring"
+            faster = "a larger cluster" if ring and chosen["columns"]["kind"] == _RING else faster
             reason = found["refusal"] or f"{faster} is faster for rows of {n} elements"
             name = f"ring of {tile['cluster']} x {name}" if ring else name
             explanation.rejected.append((name, reason))
@@ -109,7 +110,15 @@ def rows(explanation: Explanation, tensors: list[Tensor], scale: float) -> Expla
             "threads": tile["threads"],
             "access_bytes": 16 if aligned and in_phase else size,
         }
-        explanation.why = f"no tile and no ring takes a row of {n} elements"
+        held = any(
+            reason.endswith(f"faster for rows of {n} elements")
+            for _, reason in explanation.rejected
+        )
+        explanation.why = (
+            f"a row of {n} elements would leave an SM one block in registers"
+            if held
+            else f"no tile and no ring takes a row of {n} elements"
+        )
     elif tile["kind"] == _RING:
         tiles = len(_C.softmax_tiles(size, backward, aligned))
         explanation.kernel = "rows in shared memory (one read)"

@@ -19,13 +19,16 @@ enum ScalarAttentionSweep {
 struct ScalarAttentionTile {
   int owners;      // of a thread
   int polynomial;  // how many of them compute their exponentials without the exponential unit
+  int apart;       // streamed elements whose sums are added before they join the others
   int cost;        // of a pair, relative to the other tiles of the sweep
 };
 
 inline constexpr int kNumScalarAttentionTiles = 2;
-inline constexpr ScalarAttentionTile
-    kScalarAttentionTiles[kNumScalarAttentionSweeps][kNumScalarAttentionTiles] = {
-        {{8, 2, 80}, {2, 0, 120}}, {{8, 1, 90}, {2, 0, 120}}, {{8, 1, 90}, {2, 0, 130}}};
+inline constexpr ScalarAttentionTile kScalarAttentionTiles[kNumScalarAttentionSweeps]
+                                                          [kNumScalarAttentionTiles] = {
+                                                              {{8, 2, 64, 80}, {2, 0, 8, 120}},
+                                                              {{8, 1, 64, 90}, {2, 0, 8, 120}},
+                                                              {{8, 1, 64, 90}, {2, 0, 8, 130}}};
 
 inline constexpr int kScalarAttentionThreads = 128;
 inline constexpr int kScalarAttentionStage = 512;  // streamed elements that lie in shared memory

@@ -32,7 +32,7 @@ struct RowJob {
 };
 
 struct KeyValue {
-  float key, v;
+  float k, v;
 };
 
 // (sum_j e, sum_j e v)
@@ -46,13 +46,13 @@ struct ForwardJob : RowJob, SweepShape<kForwardSweep, kTile> {
   __device__ __forceinline__ Owner owner(int64_t i) const { return {args.g_q[i], {}}; }
   template <bool kFast>
   __device__ __forceinline__ Stream stream(int64_t j) const {
-    return {exponent_key<kFast>(args.g_k[j]), args.g_v[j] * args.v_scale};
+    return {args.g_k[j], args.g_v[j] * args.v_scale};
   }
   static __device__ __forceinline__ RowExponent row(const Owner& owner, const Stream&) {
     return owner.row;
   }
   static __device__ __forceinline__ float key(const Owner&, const Stream& stream) {
-    return stream.key;
+    return stream.k;
   }
   static __device__ __forceinline__ void add(float (&r_sum)[kSums], float e, const Owner&,
                                              const Stream& stream) {
@@ -76,21 +76,17 @@ struct QueryJob : RowJob, SweepShape<kQuerySweep, kTile> {
   }
   template <bool kFast>
   __device__ __forceinline__ Stream stream(int64_t j) const {
-    return {exponent_key<kFast>(args.g_k[j]), args.g_v[j]};
-  }
-  // The sums have the keys of the exponentials as factors.
-  __device__ __forceinline__ float factor(const Owner& owner, bool fast) const {
-    return RowJob::factor(owner, fast) * (fast ? 1.f / kLog2OfE : 1.f);
+    return {args.g_k[j], args.g_v[j]};
   }
   static __device__ __forceinline__ RowExponent row(const Owner& owner, const Stream&) {
     return owner.row;
   }
   static __device__ __forceinline__ float key(const Owner&, const Stream& stream) {
-    return stream.key;
+    return stream.k;
   }
   static __device__ __forceinline__ void add(float (&r_sum)[kSums], float e, const Owner& owner,
                                              const Stream& stream) {
-    r_sum[0] = fmaf(e * (stream.v - owner.mean), stream.key, r_sum[0]);
+    r_sum[0] = fmaf(e * (stream.v - owner.mean), stream.k, r_sum[0]);
   }
 };
 
@@ -98,9 +94,7 @@ struct QueryJob : RowJob, SweepShape<kQuerySweep, kTile> {
 template <int kTile>
 struct KeyJob : SweepShape<kKeySweep, kTile> {
   static constexpr int kSums = 2;
-  struct Owner : KeyValue {
-    float k;
-  };
+  using Owner = KeyValue;
   struct alignas(16) Stream {
     RowExponent row;
     float dz, dz_q;
@@ -113,9 +107,7 @@ struct KeyJob : SweepShape<kKeySweep, kTile> {
   __device__ __forceinline__ explicit KeyJob(const ScalarAttentionArgs& a)
       : args(a), keys(*a.g_keys) {}
 
-  __device__ __forceinline__ Owner owner(int64_t j) const {
-    return {{0.f, args.g_v[j]}, args.g_k[j]};
-  }
+  __device__ __forceinline__ Owner owner(int64_t j) const { return {args.g_k[j], args.g_v[j]}; }
   __device__ __forceinline__ bool fast_owner(const Owner&) const { return true; }
   __device__ __forceinline__ bool fast_stream(int64_t i) const {
     return spans_little(args.g_q[i], keys);
@@ -127,15 +119,11 @@ struct KeyJob : SweepShape<kKeySweep, kTile> {
     return {row_exponent<kFast>(q, keys), dz, dz * q, args.g_mean[i]};
   }
   template <bool kFast>
-  static __device__ __forceinline__ void prepare(Owner& owner, KeyRange) {
-    owner.key = exponent_key<kFast>(owner.k);
-  }
+  static __device__ __forceinline__ void prepare(Owner&, KeyRange) {}
   static __device__ __forceinline__ RowExponent row(const Owner&, const Stream& stream) {
     return stream.row;
   }
-  static __device__ __forceinline__ float key(const Owner& owner, const Stream&) {
-    return owner.key;
-  }
+  static __device__ __forceinline__ float key(const Owner& owner, const Stream&) { return owner.k; }
   static __device__ __forceinline__ void add(float (&r_sum)[kSums], float e, const Owner& owner,
                                              const Stream& stream) {
     r_sum[0] = fmaf(e * (owner.v - stream.mean), stream.dz_q, r_sum[0]);

@@ -9,9 +9,9 @@
 //                            multiplied by
 // Blocks own kThreads * kOwners elements and stream their split of the others through shared
 // memory. Whether the exponentials are fast is decided once a stage for the whole block. The sums
-// of a stage are kept apart, so that their error grows with the stages, not with n. Every split
-// writes its sums; a later kernel joins them in order, so that the result has the same bits in
-// every run.
+// of a few elements are kept apart, so that the error grows with their number, not with n. Every
+// split writes its sums; a later kernel joins them in order, so that the result has the same bits
+// in every run.
 #pragma once
 
 #include "device/vec.cuh"
@@ -36,7 +36,8 @@ struct SweepShape {
   static constexpr ScalarAttentionTile kShape = kScalarAttentionTiles[kSweep][kTile];
   static constexpr int kOwners = kShape.owners;
   static constexpr int kPolynomial = kShape.polynomial;
-  static_assert(kPolynomial <= kOwners);
+  static constexpr int kApart = kShape.apart;
+  static_assert(kPolynomial <= kOwners && kScalarAttentionStage % kApart == 0);
 };
 
 template <bool kFast, typename Job>
@@ -46,23 +47,27 @@ __device__ __forceinline__ void sweep_stage(typename Job::Owner (&r_owner)[Job::
                                             float (&r_total)[Job::kOwners][Job::kSums]) {
 #pragma unroll
   for (int r = 0; r < Job::kOwners; ++r) Job::template prepare<kFast>(r_owner[r], keys);
-  float r_sum[Job::kOwners][Job::kSums] = {};
+#pragma unroll 1
+  for (int first = 0; first < count; first += Job::kApart) {
+    const int end = min(count, first + Job::kApart);
+    float r_sum[Job::kOwners][Job::kSums] = {};
 #pragma unroll 4
-  for (int j = 0; j < count; ++j) {
-    const typename Job::Stream stream = s_stream[j];
+    for (int j = first; j < end; ++j) {
+      const typename Job::Stream stream = s_stream[j];
+#pragma unroll
+      for (int r = 0; r < Job::kOwners; ++r) {
+        const RowExponent row = Job::row(r_owner[r], stream);
+        const float k = Job::key(r_owner[r], stream);
+        const float e = kFast && r < Job::kPolynomial ? exponential_polynomial(row, k)
+                                                      : exponential<kFast>(row, k);
+        Job::add(r_sum[r], e, r_owner[r], stream);
+      }
+    }
 #pragma unroll
     for (int r = 0; r < Job::kOwners; ++r) {
-      const RowExponent row = Job::row(r_owner[r], stream);
-      const float k = Job::key(r_owner[r], stream);
-      const float e = kFast && r < Job::kPolynomial ? exponential_polynomial(row, k)
-                                                    : exponential<kFast>(row, k);
-      Job::add(r_sum[r], e, r_owner[r], stream);
+#pragma unroll
+      for (int s = 0; s < Job::kSums; ++s) r_total[r][s] += r_sum[r][s];
     }
-  }
-#pragma unroll
-  for (int r = 0; r < Job::kOwners; ++r) {
-#pragma unroll
-    for (int s = 0; s < Job::kSums; ++s) r_total[r][s] += r_sum[r][s];
   }
 }
 
@@ -79,8 +84,8 @@ __device__ __forceinline__ bool load_stage(const Job& job, typename Job::Stream*
 }
 
 template <typename Job>
-__global__ __launch_bounds__(kScalarAttentionThreads) void scalar_attention_sweep_kernel(
-    const ScalarAttentionArgs args) {
+__global__ __launch_bounds__(kScalarAttentionThreads,
+                             6) void scalar_attention_sweep_kernel(const ScalarAttentionArgs args) {
   __shared__ typename Job::Stream s_stream[kScalarAttentionStage];
   const Job job(args);
   const int64_t split = blockIdx.x / args.owner_blocks;

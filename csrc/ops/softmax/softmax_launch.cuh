@@ -56,9 +56,12 @@ void launch_tile(const RowArgs<typename Config::T>& args, const Mask& mask, cuda
     if constexpr (kBackward) return softmax_backward_kernel<Config, Mask>;
     if constexpr (!kBackward) return softmax_kernel<Config, Mask>;
   }();
-  note_kernel(kernel, Config::kThreads, 0);
+  const int threads = Config::kRowsPerBlock > 1
+                          ? Config::kThreads
+                          : Config::kShape.threads_for(args.n, sizeof(typename Config::T));
+  note_kernel(kernel, threads, 0);
   for_each_grid(args, Config::kRowsPerBlock, [&](const auto& part, unsigned blocks) {
-    kernel<<<blocks, Config::kThreads, 0, stream>>>(part, mask);
+    kernel<<<blocks, threads, 0, stream>>>(part, mask);
   });
 }
 

@@ -69,8 +69,8 @@ __device__ __forceinline__ void clear_hidden(Vec<T, kElems>& out, const Range& l
   }
 }
 
-// How scores become exponents: 2^((sign * x - max) * c). A scale of 0 multiplies the scores away,
-// so that an infinite one is NaN as in torch.
+// How scores become exponentials: e^((sign * x - max) * |scale|). A scale of 0 multiplies the
+// scores away, so that an infinite one is NaN as in torch.
 template <typename T>
 struct Exponent {
   float sign;
@@ -89,6 +89,11 @@ struct Exponent {
     if constexpr (sizeof(T) == 2) return exp2_approx_ftz(fmaf(x - max, c, kBias));
     return exp2_approx((x - max) * c);
   }
+
+  // What sums against one maximum are multiplied with to be sums against another one.
+  __device__ __forceinline__ float rescale(float from, float to) const {
+    return exp2_approx((from - to) * c);
+  }
 };
 
 // -inf - (-inf) is NaN: a part that saw only -inf is compared with 0 instead and adds nothing.
@@ -99,7 +104,7 @@ template <typename T, int kCount>
 __device__ __forceinline__ void accumulate(MaxSum& part, float largest, const float (&r_x)[kCount],
                                            const Exponent<T>& exponent) {
   const float max = fmaxf(part.max, largest);
-  part = {max, rescaled_sum(part, max, exponent.c)};
+  part = {max, rescaled_sum(part, max, exponent)};
 #pragma unroll
   for (int j = 0; j < kCount; ++j) part.sum += exponent(r_x[j], finite_max(max));
 }

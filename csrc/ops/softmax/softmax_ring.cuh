@@ -192,8 +192,8 @@ struct RingJob {
     for (int b = 0; b < Config::kCluster; ++b) parts[b] = s.s_parts[i][b];
   }
 
-  __device__ __forceinline__ MaxSum merge(MaxSum x, float c, int turn) const {
-    x = s.s_exchange[turn % 2].merge_warps(warp_merge(x, c), c);
+  __device__ __forceinline__ MaxSum merge(MaxSum x, const Exponent<T>& exponent, int turn) const {
+    x = s.s_exchange[turn % 2].merge_warps(warp_merge(x, exponent), exponent);
     if constexpr (Config::kCluster == 1) return x;
     float2 parts[Config::kCluster];
     gather(parts, make_float2(x.max, x.sum), turn);
@@ -203,7 +203,7 @@ struct RingJob {
     float sum = 0.f;
 #pragma unroll
     for (int b = 0; b < Config::kCluster; ++b) {
-      sum += rescaled_sum({parts[b].x, parts[b].y}, max, c);
+      sum += rescaled_sum({parts[b].x, parts[b].y}, max, exponent);
     }
     return {max, sum};
   }
@@ -275,7 +275,7 @@ struct RingJob {
         }
       }
       if (edge >= 0) accumulate(mine, largest(r_edge), r_edge, exponent);
-      const MaxSum total = merge(mine, exponent.c, turn);
+      const MaxSum total = merge(mine, exponent, turn);
       const float factor = 1.f / total.sum;
 
       // Read them again, store the result.

@@ -3,11 +3,11 @@
 //   y = softmax(scale * x) over the live columns of a row, 0 elsewhere      x, y (rows, n)
 //   dx = scale * y * (dy - sum(dy * y)) over the live columns, 0 elsewhere
 //
-// kThreads threads of one block hold one row (several rows a block when a warp is enough): each
-// thread loads all its pieces, the threads join (max, sum) once, each stores its pieces. A Mask
-// tells the live columns; chunks outside are neither loaded nor computed. Where rows start anywhere
-// (kPeel) the accesses keep to the 16-byte boundaries of the result; those at a row's two ends, and
-// all loads of a row that is in another phase than its result, go element by element.
+// The threads of a block hold one row (several rows a block when a warp is enough): each thread
+// loads all its pieces, the threads join (max, sum) once, each stores its pieces. A Mask tells the
+// live columns; chunks outside are neither loaded nor computed. Where rows start anywhere (kPeel)
+// the accesses keep to the 16-byte boundaries of the result, and the columns left and right of them
+// are one element of some threads; a row in another phase than its result is loaded by elements.
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (the merge).
 #pragma once
 
@@ -36,17 +36,23 @@ template <typename Config, typename Mask>
 struct RowShare {
   using T = typename Config::T;
   static constexpr int kElems = Config::kElems;
-  static constexpr int kChunk = Config::kThreadsPerRow * kElems;
   RowRange live;
   int n;
   int lane;
-  int phase;  // columns between a 16-byte boundary and column 0 of the result
+  int head = 0;   // columns before the first whole access
+  int edge = -1;  // this thread's column outside of the whole accesses
 
   __device__ __forceinline__ RowShare(const RowRange& range, const T* g_result, int64_t n)
       : live(range),
         n(static_cast<int>(n)),
-        lane(Config::kRowsPerBlock == 1 ? threadIdx.x : threadIdx.x % Config::kThreadsPerRow),
-        phase(Config::kPeel ? phase_of(g_result) : 0) {}
+        lane(Config::kRowsPerBlock == 1 ? threadIdx.x : threadIdx.x % Config::kThreadsPerRow) {
+    if constexpr (Config::kPeel) {
+      head = min((kElems - phase_of(g_result)) % kElems, this->n);
+      const int tail = (this->n - head) % kElems;
+      if (lane < head) edge = lane;
+      if (lane >= kElems && lane - kElems < tail) edge = this->n - tail + lane - kElems;
+    }
+  }
 
   static __device__ __forceinline__ int64_t row() {
     if constexpr (Config::kRowsPerBlock == 1) return blockIdx.x;
@@ -56,34 +62,42 @@ struct RowShare {
   static __device__ __forceinline__ int phase_of(const T* g_row) {
     return static_cast<int>(reinterpret_cast<uintptr_t>(g_row) % kVectorBytes / sizeof(T));
   }
-  __device__ __forceinline__ int column(int i) const { return i * kChunk + lane * kElems - phase; }
+  static __device__ __forceinline__ int chunk() {
+    return (Config::kRowsPerBlock == 1 ? blockDim.x : Config::kThreadsPerRow) * kElems;
+  }
+  __device__ __forceinline__ int column(int i) const { return head + i * chunk() + lane * kElems; }
 
   // Unmasked rows skip nothing: a tile's last chunks are seldom dead, and a branch costs more.
   __device__ __forceinline__ bool chunk_is_live(int i) const {
     return !Mask::kMasked ||
-           (i * kChunk - phase < live.end && (i + 1) * kChunk - phase > live.begin);
+           (head + i * chunk() < live.end && head + (i + 1) * chunk() > live.begin);
   }
 
-  // True where the access reaches over neither end of the row; tiles of aligned rows never do.
-  __device__ __forceinline__ bool whole(int i) const {
-    return !Config::kPeel || (column(i) >= 0 && column(i) + kElems <= n);
+  __device__ __forceinline__ bool in_row(int i) const {
+    return column(i) + (Config::kPeel ? kElems - 1 : 0) < n;
   }
 
   // A live chunk's access, `hidden` where it holds nothing live.
   __device__ __forceinline__ void load(uint4& r_to, const T* g_row, int i, float hidden) const {
-    const bool some = touches<Mask>(live, column(i), kElems);
-    if (some && whole(i) && (!Config::kPeel || phase_of(g_row) == phase)) {
+    const bool some = in_row(i) && touches<Mask>(live, column(i), kElems);
+    if (some && (!Config::kPeel || phase_of(g_row + head) == 0)) {
       r_to = load_words(g_row + column(i));
       return;
     }
     r_to = fill_words<T>(hidden);
-    if constexpr (Config::kPeel) {
+    if (Config::kPeel && some) {
       auto& r_values = reinterpret_cast<T(&)[kElems]>(r_to);
 #pragma unroll
-      for (int j = 0; j < kElems; ++j) {
-        if (sees(live, column(i) + j)) r_values[j] = g_row[column(i) + j];
-      }
+      for (int j = 0; j < kElems; ++j) r_values[j] = g_row[column(i) + j];
     }
+  }
+
+  // The element at this thread's edge, `hidden` where there is none.
+  __device__ __forceinline__ float load_edge(const T* g_row, float hidden) const {
+    return Config::kPeel && edge >= 0 && sees(live, edge) ? to_float(g_row[edge]) : hidden;
+  }
+  __device__ __forceinline__ void store_edge(T* g_row, float x) const {
+    if (Config::kPeel && edge >= 0) g_row[edge] = from_float<T>(sees(live, edge) ? x : 0.f);
   }
 
   // `hidden` in the columns that the mask hides, once the access has arrived.
@@ -108,14 +122,7 @@ struct RowShare {
 #pragma unroll
       for (int j = 0; j < kElems; ++j) r_out[j] = sees(live, column(i) + j) ? r_out[j] : 0.f;
     }
-    if (whole(i)) {
-      if (column(i) < n) store_floats(g_row + column(i), r_out);
-    } else if constexpr (Config::kPeel) {
-#pragma unroll
-      for (int j = 0; j < kElems; ++j) {
-        if (column(i) + j >= 0 && column(i) + j < n) g_row[column(i) + j] = from_float<T>(r_out[j]);
-      }
-    }
+    if (in_row(i)) store_floats(g_row + column(i), r_out);
   }
 };
 
@@ -140,10 +147,12 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
   for (int i = 0; i < kLoads; ++i) {
     if (share.chunk_is_live(i)) share.load(r_in[i], g_x, i, hidden);
   }
+  float r_edge = share.load_edge(g_x, hidden);
 
   // Compute: exponentials against the warp's own maximum, then one exchange between warps.
   float r_x[kLoads][kElems];
-  float max = -INFINITY;
+  if (Mask::kMasked && exponent.sign < 0.f) r_edge = -r_edge;
+  float max = Config::kPeel ? fmaxf(r_edge, -INFINITY) : -INFINITY;  // not NaN
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     if (share.chunk_is_live(i)) {
@@ -155,7 +164,8 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
   }
   max = warp_max(max);
   const float shift = finite_max(max);
-  float sum = 0.f;
+  if constexpr (Config::kPeel) r_edge = exponent(r_edge, shift);
+  float sum = Config::kPeel ? r_edge : 0.f;
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     if (share.chunk_is_live(i)) {
@@ -169,10 +179,10 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
   MaxSum total = {max, warp_sum(sum)};
   if constexpr (Config::kThreadsPerRow > kWarp) {
     __shared__ BlockExchange<Config::kThreads> s_exchange;
-    total = s_exchange.merge_warps(total, exponent.c);
+    total = s_exchange.merge_warps(total, exponent);
   }
   // A row of nothing but -inf is NaN as in torch: (-inf) - (-inf).
-  const float factor = exp2_approx((max - total.max) * exponent.c) / total.sum;
+  const float factor = exponent.rescale(max, total.max) / total.sum;
 
   // Store, zeros outside the live range.
 #pragma unroll
@@ -184,6 +194,7 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
     }
     share.store(g_y, i, r_y, isfinite(factor));
   }
+  share.store_edge(g_y, r_edge * factor);
 }
 
 template <typename Config, typename Mask>
@@ -208,8 +219,9 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_backward_kernel(
       share.load(r_dy[i], g_dy, i, 0.f);
     }
   }
+  const float edge_y = share.load_edge(g_y, 0.f), edge_dy = share.load_edge(g_dy, 0.f);
 
-  float dot = 0.f;
+  float dot = edge_y * edge_dy;
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     if (share.chunk_is_live(i)) {
@@ -228,6 +240,10 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_backward_kernel(
     dot = s_exchange.sum_warps(dot);
   }
 
+  const auto gradient = [&](float y, float dy) {
+    const float dx = y * (dy - dot);
+    return Mask::kMasked ? dx * mask.scale() : dx;
+  };
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     float r_dx[kElems] = {};
@@ -236,13 +252,11 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_backward_kernel(
       to_floats<T>(y, r_y[i]);
       to_floats<T>(dy, r_dy[i]);
 #pragma unroll
-      for (int j = 0; j < kElems; ++j) {
-        const float dx = y[j] * (dy[j] - dot);
-        r_dx[j] = Mask::kMasked ? dx * mask.scale() : dx;
-      }
+      for (int j = 0; j < kElems; ++j) r_dx[j] = gradient(y[j], dy[j]);
     }
     share.store(g_dx, i, r_dx, isfinite(dot));
   }
+  share.store_edge(g_dx, gradient(edge_y, edge_dy));
 }
 
 }  // namespace torchweld

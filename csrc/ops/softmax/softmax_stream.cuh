@@ -28,7 +28,7 @@ __global__ __launch_bounds__(kSoftmaxStreamThreads) void softmax_stream_kernel(
     unpack<Mask>(r_x, load_vec<T, kElems>(g_x + first), live, first, exponent.sign, -INFINITY);
     accumulate(part, largest(r_x), r_x, exponent);
   }
-  const MaxSum total = s_exchange.merge_warps(warp_merge(part, exponent.c), exponent.c);
+  const MaxSum total = s_exchange.merge_warps(warp_merge(part, exponent), exponent);
   const float factor = 1.f / total.sum;
 
   // Second read, and the store.

@@ -80,9 +80,7 @@ struct SoftmaxTuning {
     return {SoftmaxKernel::kRing, number - kNumSoftmaxTiles};
   }
 
-  static std::vector<Numbers> candidates(const SoftmaxCall&) {
-    return tiles_or_none(kAll);
-  }
+  static std::vector<Numbers> candidates(const SoftmaxCall&) { return tiles_or_none(kAll); }
 
   // `kind` is a SoftmaxKernel. Zeros: a row that is read again has no loads of its own, and
   // registers alone say how many blocks of a tile an SM has. A ring's threads are those that
@@ -98,7 +96,8 @@ struct SoftmaxTuning {
     if (chosen.kernel == SoftmaxKernel::kStream)
       return row(kind, kSoftmaxStreamThreads, 0, 1, 0, 0);
     const SoftmaxTile& tile = kSoftmaxTiles[chosen.index];
-    return row(kind, tile.threads, tile.loads, 1, 0, 0);
+    const SoftmaxProblem& p = call.problem;
+    return row(kind, tile.threads_for(p.n, p.elem_size), tile.loads, 1, 0, 0);
   }
 
  private:
