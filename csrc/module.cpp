@@ -149,7 +149,7 @@ py::list int4_decode_tiles(int64_t m, int64_t n, int64_t k, int64_t groups, int 
   py::list tiles;
   for (const Int4DecodeTile& tile : kInt4DecodeTiles) {
     // Whatever the GPU has, so that a refusal is about the sizes.
-    const Int4Problem problem{m, {n, k, groups}, 2, sms, Int4DecodePlan::kTooMuch - 1, false};
+    const Int4Problem problem{m, {n, k, groups}, 2, sms, Int4DecodePlan::kTooMuch - 1, true};
     const char* refusal = int4_decode_refusal(problem, tile);
     py::dict d;
     d["rows"] = kInt4TileRows;
@@ -160,7 +160,8 @@ py::list int4_decode_tiles(int64_t m, int64_t n, int64_t k, int64_t groups, int 
     d["refusal"] = refusal == nullptr ? "" : refusal;
     if (refusal == nullptr) {
       const Int4DecodePlan plan(tile, m, problem.shape, sms);
-      d["blocks"] = plan.blocks;
+      d["blocks"] = plan.owners * tile.parts;
+      d["owners"] = plan.owners;
       d["base_tiles"] = plan.base_tiles;
       d["more_tiles"] = plan.more_tiles;
       d["shared_bytes"] = plan.shared_bytes;

@@ -191,6 +191,8 @@ FEW_TOKENS = [  # M, N, K, group
     (7, 48, 320, 64),
     (4, 40000, 192, 192),
     (1, 17, 14336, 128),
+    (7, 40000, 1152, 128),
+    (8, 2500, 8320, 128),
     (9, 2200, 256, 256),
     (12, 4099, 1152, 384),
     (16, 129, 4096, 64),
@@ -236,9 +238,10 @@ def test_every_tile_for_few_tokens(size, dtype):
 @pytest.mark.parametrize("value", [0.0, 2.0**-140, math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("where", ["scale", "x"])
 def test_special_values_of_few_tokens(where, value):
-    """In the last of several tiles of rows, with one group a step and with several."""
+    """In the last of several tiles of rows, with one group a step and several, in a part of K."""
     for dtype in (F16, BF16):
-        for m, n, k, group in ((2, 40, 512, 64), (8, 10000, 256, 128), (11, 10000, 256, 256)):
+        sizes = (2, 40, 512, 64), (8, 10000, 256, 128), (11, 10000, 256, 256), (8, 2500, 8320, 128)
+        for m, n, k, group in sizes:
             x, weight = randn("cuda", dtype, m, k), random_weight(n, k, group, dtype, "cuda")
             if where == "scale":
                 weight[1][n - 3, -1] = value

@@ -192,13 +192,15 @@ def test_int4_parts_cover_k_once_in_a_tile_that_fits(elem_size, limits):
                 if choice["tile"] < 0:
                     assert m > 128 and not (whole and elem_size == 2)
                     continue
-                if choice["tile"] >= len(tiles):
-                    assert choice["parts"] == 1 and not choice["cluster"]
-                    continue
-                tile = tiles[choice["tile"]]
-                assert tile["suits" if whole else "suits_any_group"]
-                assert tile["shared_bytes"] <= limits[1]
                 parts, chunks = choice["parts"], choice["part_chunks"]
+                if choice["tile"] >= len(tiles):
+                    decode = _C.int4_decode_tiles(m, n, k_padded, groups, limits[0])
+                    tile = decode[choice["tile"] - len(tiles)]
+                    assert parts == 1 or (clusters and tile["blocks"] == parts * tile["owners"])
+                else:
+                    tile = tiles[choice["tile"]]
+                    assert tile["suits" if whole else "suits_any_group"]
+                assert tile["shared_bytes"] <= limits[1]
                 assert chunks % tile["chunks"] == 0 or parts == 1
                 assert (parts - 1) * chunks < -(-k_padded // 64) <= parts * chunks
                 assert choice["cluster"] == (clusters and parts > 1)
@@ -215,16 +217,18 @@ def test_int4_takes_the_smallest_tile_and_splits_a_long_k():
     assert _C.choose_int4(4096, 4096, 4096, 32, 2, *H200, True)["parts"] == 1
 
 
-def int4_decode_tile(m: int, n: int, k: int, groups: int, limits=H200, elem_size=2) -> dict | None:
+def int4_decode_tile(
+    m: int, n: int, k: int, groups: int, limits=H200, elem_size=2, clusters=True
+) -> dict | None:
     """The tile for few tokens that a product takes, None where it takes the ring."""
     rings = len(_C.int4_tiles(elem_size))
-    index = _C.choose_int4(m, n, k, groups, elem_size, *limits, True)["tile"] - rings
+    index = _C.choose_int4(m, n, k, groups, elem_size, *limits, clusters)["tile"] - rings
     return _C.int4_decode_tiles(m, n, k, groups, limits[0])[index] if index >= 0 else None
 
 
 @pytest.mark.parametrize("limits", [H200, SMALL], ids=["h200", "small"])
 def test_int4_decode_divides_every_tile_of_rows_once(limits):
-    taken = 0
+    taken = {1: 0, 2: 0}
     for m in range(1, 18):
         for n in SIZES:
             for group in (64, 128, 192, 4096):
@@ -232,28 +236,31 @@ def test_int4_decode_divides_every_tile_of_rows_once(limits):
                     tile = int4_decode_tile(m, n, k, k // group, limits)
                     if tile is None:
                         continue
-                    taken += 1
                     assert tile["refusal"] == "" and m <= tile["tokens"]
                     assert group // 64 % tile["chunks"] == 0
                     assert tile["shared_bytes"] <= limits[1]
-                    assert tile["blocks"] <= limits[0] and tile["more_tiles"] < tile["blocks"]
-                    rows = tile["blocks"] * tile["base_tiles"] + tile["more_tiles"]
+                    assert tile["blocks"] <= limits[0] and tile["more_tiles"] < tile["owners"]
+                    assert tile["blocks"] % tile["owners"] == 0
+                    taken[tile["blocks"] // tile["owners"]] += 1
+                    rows = tile["owners"] * tile["base_tiles"] + tile["more_tiles"]
                     assert rows == -(-n // 16)
-    assert taken > 1000
+    assert taken[1] > 500 and taken[2] > 20
 
 
-def test_int4_decode_ends_where_the_ring_is_faster():
-    """More tokens, float32, groups that are no whole chunks, many rows, an x that is too large."""
+def test_int4_decode_ends_where_x_is_too_large():
+    """And with more tokens, float32, groups that are no whole chunks."""
     assert int4_decode_tile(8, 4096, 4096, 32)["tokens"] == 8
     assert int4_decode_tile(9, 4096, 4096, 32)["tokens"] == 16
     assert int4_decode_tile(17, 4096, 4096, 32) is None
     assert int4_decode_tile(1, 4096, 4096, 32, elem_size=4) is None
     assert int4_decode_tile(1, 4096, 4096, 128) is None
-    assert int4_decode_tile(8, 14336, 4096, 32)["tokens"] == 8
-    assert int4_decode_tile(16, 14336, 4096, 32) is None
-    assert int4_decode_tile(1, 131072, 4096, 32) is None
-    assert int4_decode_tile(4, 4096, 14336, 112)["tokens"] == 8
-    assert int4_decode_tile(8, 4096, 14336, 112) is None
+    assert int4_decode_tile(8, 131072, 4096, 32)["blocks"] == 132
+    assert int4_decode_tile(16, 14336, 4096, 32)["tokens"] == 16
+    assert int4_decode_tile(16, 4096, 14336, 112) is None
+    # A cluster of two blocks holds twice the x.
+    one, two = (int4_decode_tile(m, 4096, 14336, 112) for m in (4, 8))
+    assert one["blocks"] == one["owners"] and two["blocks"] == 2 * two["owners"] == 132
+    assert int4_decode_tile(8, 4096, 14336, 112, clusters=False) is None
     # A step has one group: two chunks of 128 columns, one of 64 or of three of them.
     assert int4_decode_tile(1, 4096, 4096, 32)["chunks"] == 2
     assert int4_decode_tile(1, 4096, 4096, 64)["chunks"] == 1

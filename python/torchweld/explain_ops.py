@@ -301,8 +301,8 @@ def int4(explanation: Explanation, tensors: list[Tensor], kwargs: dict) -> Expla
         explanation.kernel = "4-bit tiles (mma.sync)"
         explanation.why = f"the smallest tile that holds {m} rows of x"
         if chosen["choice"][0] >= rings:
-            explanation.kernel = "4-bit decoding (weights straight to registers)"
-            explanation.why = f"{m} rows of 16-bit x, and few rows of the weight for each SM"
+            explanation.kernel = "4-bit decoding (mma.sync, a ring for each warp)"
+            explanation.why = f"{m} rows of 16-bit x that shared memory holds whole"
         hidden = ("suits", "suits_any_group", "refusal")
         explanation.tile = {key: v for key, v in tile.items() if key not in hidden}
         explanation.tile["parts_of_k"] = chosen["columns"]["parts"]

@@ -1,347 +1,170 @@
 // y = x @ W^T + bias for a repacked 4-bit weight W and at most 16 rows of 16-bit x: the time is
 // that of reading the weight once.
 //
-// A block owns some neighbouring tiles of 16 rows of W and all of K, of which each warp has its own
-// steps. A warp stages its columns of x once, then streams its steps of tile after tile straight
-// from memory into registers, `depth` of them ahead; the warps meet once in a few tiles, to add
-// their sums in a fixed order. A step is of one group, so that its scale multiplies the sums.
+// A block, or a cluster of blocks that share K, owns some neighbouring tiles of 16 rows of W; each
+// warp has its own steps of K. A warp stages its columns of x once, then walks over its steps of
+// tile after tile; cp.async brings them, `depth` ahead, into a ring of its own, so that warps meet
+// only to add a tile's sums, in a fixed order. A step is of one group: its scale multiplies sums.
 //
 // Rounding: codes less zeros are exact, sums are fp32 and nothing else is rounded before y.
 #pragma once
 
 #include "core/choices.h"
 #include "core/launch.h"
-#include "ops/int4_linear/int4_fragments.cuh"
-#include "ops/int4_linear/int4_linear.h"
+#include "device/sm90/cluster.cuh"
+#include "ops/int4_linear/int4_decode_loader.cuh"
 
 namespace torchweld {
 
-// Codes become 16-bit numbers in one fma: as the lowest bits of a number they are subnormal, or in
-// the first normal binade, which has the same spacing. The power of two that lifts them does not
-// fit into one factor; kInt4Lift makes good for the rest when all is added up.
-template <typename U>
-inline constexpr bool kIsHalf = std::is_same_v<U, __half>;
-template <typename U>
-inline constexpr uint32_t kInt4Lift0 = kIsHalf<U> ? 0x78007800u : 0x7f007f00u;  // 2^15, 2^127
-template <typename U>
-inline constexpr uint32_t kInt4Lift4 = kIsHalf<U> ? 0x68006800u : 0x7d007d00u;  // a 16th of it
-template <typename U>
-inline constexpr float kInt4Lift = kIsHalf<U> ? 512.f : 64.f;
-
-template <typename U>
-__device__ __forceinline__ uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
-  uint32_t d;
-  if constexpr (kIsHalf<U>) {
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  } else {
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  }
-  return d;
+// Adds bias and rounds. A tile's rows may go beyond the weight's.
+template <typename T>
+__device__ __forceinline__ void int4_decode_store(const GemmParams& p, int64_t row, int token,
+                                                  float sum) {
+  if (row >= p.n) return;
+  sum *= kInt4Lift<T>;
+  if (p.epilogue.bias != nullptr) sum += to_float(static_cast<const T*>(p.epilogue.bias)[row]);
+  static_cast<T*>(p.y)[token * p.y_row_stride + row] = from_float<T>(sum);
 }
 
-// The negative zeros of a lane's two rows, twice, in units of a lifted code.
-template <typename U>
-struct Int4LiftedZeros {
-  uint32_t low, high;
-
-  // `shift` is 4 bits a row.
-  __device__ __forceinline__ Int4LiftedZeros(uint2 zeros, int shift)
-      : low(lifted(zeros.x >> shift)), high(lifted(zeros.y >> shift)) {}
-
- private:
-  static __device__ __forceinline__ uint32_t lifted(uint32_t zeros) {
-    return fma_pair<U>((zeros & 15) * 0x10001, kInt4Lift0<U> | 0x80008000u, 0);
-  }
-};
-
-template <typename U>
-__device__ __forceinline__ void int4_unpack_lifted(uint32_t (&r)[4], uint32_t word,
-                                                   const Int4LiftedZeros<U>& zeros) {
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const uint32_t codes = word >> (4 * i);
-    r[i] = fma_pair<U>(codes & 0x000f000f, kInt4Lift0<U>, zeros.low);
-    r[i + 1] = fma_pair<U>(codes & 0x00f000f0, kInt4Lift4<U>, zeros.high);
-  }
-}
-
-// Sixteen bytes that nobody reads again.
-__device__ __forceinline__ uint4 stream_words(const void* g_from) {
-  uint4 words;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-               : "l"(g_from));
-  return words;
-}
-
-// A warp's step of a tile in registers.
-template <int kChunks>
-struct Int4Item {
-  uint4 words[kChunks];
-  uint32_t scale;  // of rows g and g + 8
-  uint2 zeros;
-};
-
-// A warp's loads: its steps of a tile, tile after tile.
-// NOTE: bases are opaque, so that an address is one multiply-add of a small index; the compiler
-// would compute them anew in every step.
-template <int kChunks>
-class Int4Stream {
-  static constexpr uint32_t kStepBytes = kChunks * kInt4ChunkWords * 4;
-
- public:
-  __device__ __forceinline__ Int4Stream(const Int4Weight& weight, const Int4DecodePlan& plan,
-                                        int64_t tile, int begin, int end, int lane)
-      : g_words_(reinterpret_cast<const char*>(weight.packed) + tile * plan.steps * kStepBytes +
-                 lane * 16),
-        step_at_(begin),
-        step_gap_(plan.steps - (end - begin)),
-        groups_(plan.groups),
-        begin_(begin),
-        end_(end),
-        step_(begin) {
-    const int64_t group = tile * plan.groups;
-    g_scale_ = static_cast<const char*>(weight.scale) + group * 32 + lane / 4 * 4;
-    g_zero_ = reinterpret_cast<const char*>(weight.zero) + group * 8;
-    asm volatile("" : "+l"(g_words_), "+l"(g_scale_), "+l"(g_zero_));
-  }
-
-  __device__ __forceinline__ void load(Int4Item<kChunks>& item, const FastDivisor& group_steps) {
-    const char* g_from = g_words_ + uint64_t{step_at_} * kStepBytes;
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) item.words[i] = stream_words(g_from + i * 512);
-    const uint32_t group = first_group_ + group_steps.divide(step_);
-    item.scale = __ldg(reinterpret_cast<const uint32_t*>(g_scale_ + uint64_t{group} * 32));
-    item.zeros = __ldg(reinterpret_cast<const uint2*>(g_zero_ + uint64_t{group} * 8));
-    ++step_at_;
-    if (++step_ == end_) {
-      step_ = begin_;
-      step_at_ += step_gap_;
-      first_group_ += groups_;
-    }
-  }
-
- private:
-  const char *g_words_, *g_scale_, *g_zero_;
-  uint32_t step_at_, step_gap_, first_group_ = 0;  // from the block's first tile on
-  int groups_, begin_, end_, step_;
-};
-
-// A warp's columns of x to shared memory, row after row.
-__device__ __forceinline__ void int4_stage_x(uint32_t s_warp, int s_row_bytes, const char* g_x,
-                                             int64_t g_row_bytes, int tokens, int bytes, int lane) {
-#pragma unroll 1
-  for (int at = lane * 16; at < bytes; at += 512) {
-    const char* g_from = g_x + at;
-    uint32_t s_to = s_warp + at;
-#pragma unroll 4
-    for (int token = 0; token < tokens; ++token) {
-      copy_async_16(s_to, g_from, 16);
-      s_to += s_row_bytes;
-      g_from += g_row_bytes;
-    }
-  }
-  copy_async_commit();
-  copy_async_wait<0>();
-  __syncwarp();
-}
-
+// Adds the sums of a cluster's blocks, of `tiles` tiles; every block finishes some. In the end
+// nobody reads s_parts any more, (tile, token, row).
 template <typename T, int kTile>
-struct Int4DecodeMath {
-  static constexpr Int4DecodeTile kT = kInt4DecodeTiles[kTile];
-  static constexpr int kGroups = kT.tokens / 8, kStep = kT.chunks, kChains = kT.chains;
-  using Sums = float[kGroups][4];
-
-  // Where a lane's rows of x lie, for ldmatrix: 8 tokens by 32 columns at a time. Tokens that do
-  // not exist are the last one again; nobody stores their sums.
-  static __device__ __forceinline__ void find_x(uint32_t (&s_x)[kGroups], uint32_t s_warp,
-                                                int row_bytes, int tokens, int lane) {
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      s_x[i] = s_warp + min(lane % 8 + 8 * i, tokens - 1) * row_bytes + lane / 8 * 16;
-      asm volatile("" : "+r"(s_x[i]));  // NOTE: else it is computed anew in every step
-    }
-  }
-
-  // acc += scale * (codes - zeros) @ x^T, lifted. `at` is the step's place in a row of x, bytes.
-  template <bool kSpecial>
-  static __device__ __forceinline__ void add(Sums& acc, const Int4Item<kStep>& item,
-                                             const uint32_t (&s_x)[kGroups], int at, int shift) {
-    Int4RowScales<T> scales(reinterpret_cast<const Vec<T, 2>&>(item.scale));
-    const Int4LiftedZeros<T> zeros(item.zeros, shift);
-    Sums sums[kChains] = {};
-#pragma unroll
-    for (int i = 0; i < 2 * kStep; ++i) {
-      const uint4& words = item.words[i / 2];
-      uint32_t b[kGroups][4];
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) load_matrix_4(b[g], s_x[g] + at + i * 64);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int slice = i % 2 * 2 + half;
-        const uint32_t word = slice == 0   ? words.x
-                              : slice == 1 ? words.y
-                              : slice == 2 ? words.z
-                                           : words.w;
-        uint32_t a[4];
-        int4_unpack_lifted<T>(a, word, zeros);
-        if constexpr (kSpecial) scales.scale_codes(a);
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-          mma_16816<T>(sums[half % kChains][g], a, b[g][2 * half], b[g][2 * half + 1]);
-        }
-      }
-    }
-    if constexpr (kSpecial) scales.keep_finite();
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float sum = sums[0][g][i];
-        if constexpr (kChains == 2) sum += sums[1][g][i];
-        acc[g][i] = fmaf(i < 2 ? scales.low : scales.high, sum, acc[g][i]);
-      }
-    }
-  }
-};
-
-// Where a sum stands in a slot of [pair of tokens][token][row].
-__device__ __forceinline__ int int4_slot_place(int token, int row) {
-  return token / 2 * Int4DecodeTile::kPairFloats + token % 2 * kInt4TileRows + row;
-}
-
-template <typename T, int kTile>
-__device__ __forceinline__ void int4_decode_finish(const GemmParams& p, const float* s_slots,
-                                                   int64_t first_row, int tiles) {
+__device__ __forceinline__ void int4_decode_add_parts(const GemmParams& p, const float* s_parts,
+                                                      int64_t first_tile, int tiles, int part) {
+#if TW_HAS_CLUSTERS
   constexpr Int4DecodeTile kT = kInt4DecodeTiles[kTile];
-  for (int i = threadIdx.x; i < tiles * kT.tokens * kInt4TileRows; i += kT.threads()) {
-    const int in = i % kInt4TileRows, token = i / kInt4TileRows % kT.tokens;
-    const int tile = i / (kInt4TileRows * kT.tokens);
-    const int64_t row = first_row + tile * kInt4TileRows + in;
-    if (token >= p.m || row >= p.n) continue;
-    const float* s_from = s_slots + tile * kT.warps * kT.slot_floats() + int4_slot_place(token, in);
-    float sum = 0.f;
+  cluster_arrive();
+  cluster_wait();
+  const int outputs = static_cast<int>(p.m) * kInt4TileRows;
+  constexpr int kAtOnce = 2 * kT.threads();
+  for (int i = 2 * threadIdx.x + part * kAtOnce; i < tiles * outputs; i += kAtOnce * kT.parts) {
+    float2 sum = make_float2(0.f, 0.f);
 #pragma unroll
-    for (int warp = 0; warp < kT.warps; ++warp) sum += s_from[warp * kT.slot_floats()];
-    sum *= kInt4Lift<T>;
-    if (p.epilogue.bias != nullptr) sum += to_float(static_cast<const T*>(p.epilogue.bias)[row]);
-    static_cast<T*>(p.y)[token * p.y_row_stride + row] = from_float<T>(sum);
+    for (int rank = 0; rank < kT.parts; ++rank) {
+      const float2 one = load_from_block(reinterpret_cast<const float2*>(s_parts + i), rank);
+      sum.x += one.x;
+      sum.y += one.y;
+    }
+    const int64_t row = (first_tile + i / outputs) * kInt4TileRows + i % kInt4TileRows;
+    const int token = i % outputs / kInt4TileRows;
+    int4_decode_store<T>(p, row, token, sum.x);
+    int4_decode_store<T>(p, row + 1, token, sum.y);
   }
+  cluster_arrive();
+  cluster_wait();
+#endif
 }
 
 template <typename T, int kTile>
 __global__ void __launch_bounds__(kInt4DecodeTiles[kTile].threads(), 1)
     int4_decode_kernel(const __grid_constant__ Int4LinearParams p,
                        const __grid_constant__ Int4DecodePlan plan) {
-  constexpr Int4DecodeTile kT = kInt4DecodeTiles[kTile];
-  constexpr int kDepth = kT.depth, kMeet = kT.meet;
-  constexpr int kSlots = kT.warps * kT.slot_floats();  // of a tile of rows
-  constexpr int kXStep = kT.chunks * kInt4ChunkK * sizeof(T);
   using Math = Int4DecodeMath<T, kTile>;
-  using Stream = Int4Stream<kT.chunks>;
+  using Loader = Int4DecodeLoader<kTile>;
+  constexpr Int4DecodeTile kT = kInt4DecodeTiles[kTile];
+  constexpr int kXStep = kT.chunks * kInt4ChunkK * sizeof(T);
+  constexpr int kRings = kT.warps * kT.ring_bytes();
   extern __shared__ __align__(128) char s_memory[];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, block = blockIdx.x;
-  const int own = plan.steps / kT.warps, more = plan.steps % kT.warps;
-  const int begin = warp * own + min(warp, more), end = begin + own + (warp < more);
-  const int steps = end - begin;
-  int tiles = plan.base_tiles + (block < plan.more_tiles);
-  int64_t tile = int64_t{block} * plan.base_tiles + min(block, plan.more_tiles);
-
-  // Loads walk in rounds of kDepth items, so that an item keeps its registers; the tiles up to a
-  // meeting begin with a round.
-  Stream stream(p.weight, plan, tile, begin, end, lane);
-  Int4Item<kT.chunks> items[kDepth];
-  int left = min(tiles, kMeet) * steps;  // up to this meeting, to load
-  int tiles_left = tiles - kMeet;        // behind it
-#pragma unroll
-  for (int i = 0; i < kDepth; ++i) {
-    if (i < left) stream.load(items[i], plan.group_steps);
-  }
-  left -= kDepth;
-
+  const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const int owner = blockIdx.x / kT.parts, part = blockIdx.x % kT.parts;
+  const int tiles = plan.base_tiles + (owner < plan.more_tiles);
+  const int first_tile = owner * plan.base_tiles + min(owner, plan.more_tiles);
+  const Int4DecodeSteps steps(plan, kT, part, warp);
   const int tokens = static_cast<int>(p.gemm.m);
+
+  // x is in the first group of copies; every further group is a step.
+  const uint32_t s_base = shared_address(s_memory), s_ring = s_base + warp * kT.ring_bytes();
+  Loader loader(p.weight, plan, steps, first_tile, lane);
+  int left = tiles * steps.count();  // steps to load
+  const auto load_next = [&](uint32_t s_slot) {
+    if (left > 0) loader.load(s_slot, plan);
+    --left;
+  };
+  load_next(s_ring);
   uint32_t s_x[Math::kGroups];
   {
-    const uint32_t s_warp = shared_address(s_memory) + warp * tokens * plan.x_row_bytes;
-    const char* g_x = static_cast<const char*>(p.gemm.a.data) + int64_t{begin} * kXStep;
-    int4_stage_x(s_warp, plan.x_row_bytes, g_x, p.gemm.a.row_stride * sizeof(T), tokens,
-                 steps * kXStep, lane);
-    Math::find_x(s_x, s_warp, plan.x_row_bytes, tokens, lane);
+    const uint32_t s_warp = s_base + kRings + warp * tokens * plan.x_row_bytes;
+    int4_stage_x<T, kTile>(s_warp, p.gemm, plan, steps, lane);
+#pragma unroll
+    for (int g = 0; g < Math::kGroups; ++g) {
+      // Tokens that do not exist are the last one again; nobody stores their sums.
+      const int token = min(lane % 8 + 8 * g, tokens - 1);
+      s_x[g] = s_warp + token * plan.x_row_bytes + lane / 8 * 16;
+      asm volatile("" : "+r"(s_x[g]));  // NOTE: else it is computed anew in every step
+    }
+  }
+  copy_async_commit();
+#pragma unroll
+  for (int i = 1; i < kT.depth - 1; ++i) {
+    load_next(s_ring + i * kT.slot_bytes());
+    copy_async_commit();
   }
 
-  int shift = lane & 28;
-  asm volatile("" : "+r"(shift));  // NOTE: else it is computed anew in every step
-  float* s_slots = reinterpret_cast<float*>(s_memory + plan.x_bytes);
-  float* s_own = s_slots + warp * kT.slot_floats() + int4_slot_place(lane % 4 * 2, lane / 4);
-  int other_half = kMeet * kSlots;
-  const int row_end = steps * kXStep;  // of the warp's columns in a row of x
+  const Int4ZeroPlace<T> zero_place(lane);
+  float* s_sums = reinterpret_cast<float*>(s_memory + kRings + plan.x_bytes);
+  float* s_parts = s_sums + 2 * kT.warps * plan.sum_floats;
+  float* s_own = s_sums + warp * plan.sum_floats + Math::place(lane % 4 * 2, lane / 4);
+  int other_half = kT.warps * plan.sum_floats;
+  const int outputs = tokens * kInt4TileRows;
+  uint32_t turn = threadIdx.x;
+  uint32_t s_now = s_ring, s_free = s_ring + (kT.depth - 1) * kT.slot_bytes();
 #pragma unroll 1
-  for (; tiles > 0; tiles -= kMeet, tile += kMeet) {
-    const int meeting = min(tiles, kMeet);
-    int count = meeting * steps, at = 0;
-    float* s_to = s_own;
-    float check = 0.f;
+  for (int t = 0; t < tiles; ++t) {
     typename Math::Sums acc = {};
-    // Leaves a tile's sums in its slot.
-    const auto leave = [&] {
-#pragma unroll
-      for (int g = 0; g < Math::kGroups; ++g) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          s_to[int4_slot_place(g * 8 + i % 2, i / 2 * 8)] = acc[g][i];
-          check = fmaf(acc[g][i], 0.f, check);
-          acc[g][i] = 0.f;
-        }
-      }
-      s_to += kSlots;
-    };
-    if (count == 0) {
+    int at = 0;
 #pragma unroll 1
-      for (int i = 0; i < meeting; ++i) leave();
+    for (int i = steps.count(); i > 0; --i) {
+      copy_async_wait<kT.depth - 2>();
+      __syncwarp();  // the step is there, and every lane has left the one before
+      load_next(s_free);
+      copy_async_commit();
+      Math::template add<false>(acc, loader.read(s_now), zero_place, s_x, at);
+      at += kXStep;
+      s_free = s_now;
+      s_now += kT.slot_bytes();
+      if (s_now == s_ring + kT.ring_bytes()) s_now = s_ring;
     }
-#pragma unroll 1
-    for (; count > 0; count -= kDepth) {
-      if (left <= 0 && tiles_left > 0) {
-        left = min(tiles_left, kMeet) * steps;
-        tiles_left -= kMeet;
-      }
+    // NOTE: a scale that is inf or NaN leaves sums that are not finite. Then the warp does the tile
+    // again, with such scales on the codes instead (see Int4RowScales).
+    if (Math::any_special(acc)) {
 #pragma unroll
-      for (int i = 0; i < kDepth; ++i) {
-        if (i < count) {
-          Math::template add<false>(acc, items[i], s_x, at, shift);
-          at += kXStep;
-          if (at == row_end) {
-            leave();
-            at = 0;
-          }
-        }
-        if (i < left) stream.load(items[i], plan.group_steps);
+      for (auto& group : acc) {
+        for (float& sum : group) sum = 0.f;
       }
-      left -= kDepth;
-    }
-    // NOTE: a scale that is inf or NaN leaves sums that are not finite. Then the warp does these
-    // tiles again, with such scales on the codes instead (see Int4RowScales).
-    if (__any_sync(~0u, check != check)) {
-      s_to = s_own;
-      Stream again(p.weight, plan, tile, begin, end, lane);
 #pragma unroll 1
-      for (int i = meeting * steps; i > 0; --i) {
-        Int4Item<kT.chunks> item;
-        again.load(item, plan.group_steps);
-        Math::template add<true>(acc, item, s_x, at, shift);
-        at += kXStep;
-        if (at == row_end) {
-          leave();
-          at = 0;
-        }
+      for (int i = 0; i < steps.count(); ++i) {
+        const auto step = Loader::read(p.weight, plan, first_tile + t, steps.begin + i, lane);
+        Math::template add<true>(acc, step, zero_place, s_x, i * kXStep);
       }
     }
+    Math::store(s_own, acc, tokens, lane);
     __syncthreads();
-    int4_decode_finish<T, kTile>(p.gemm, s_slots, tile * kInt4TileRows, meeting);
-    // The other half of the slots: nobody writes this one before all have passed the next barrier.
-    s_slots += other_half;
+    // Another few warps in every tile add its sums.
+    const int n = turn % kT.threads();
+    turn += kT.threads() - outputs;
+    if (n < outputs) {
+      const int row = n % kInt4TileRows, token = n / kInt4TileRows;
+      const float* s_from = s_sums + Math::place(token, row);
+      float sum = 0.f;
+#pragma unroll
+      for (int w = 0; w < kT.warps; ++w) sum += s_from[w * plan.sum_floats];
+      if constexpr (kT.parts == 1) {
+        int4_decode_store<T>(p.gemm, int64_t{first_tile + t} * kInt4TileRows + row, token, sum);
+      } else {
+        s_parts[t % kT.kClusterTiles * outputs + n] = sum;
+      }
+    }
+    // The other half: nobody writes this one before all have passed the next barrier.
+    s_sums += other_half;
     s_own += other_half;
     other_half = -other_half;
+    if constexpr (kT.parts > 1) {
+      const int gathered = t % kT.kClusterTiles + 1;
+      if (gathered == kT.kClusterTiles || t == tiles - 1) {
+        int4_decode_add_parts<T, kTile>(p.gemm, s_parts, first_tile + t + 1 - gathered, gathered,
+                                        part);
+      }
+    }
   }
 }
 
@@ -352,7 +175,18 @@ void launch_int4_decode_kernel(const Int4LinearParams& p, cudaStream_t stream) {
   const Int4DecodePlan plan(kT, p.gemm.m, p.weight.shape, p.sms);
   allow_shared_memory(kernel, plan.shared_bytes);
   note_kernel(kernel, kT.threads(), plan.shared_bytes);
-  kernel<<<plan.blocks, kT.threads(), plan.shared_bytes, stream>>>(p, plan);
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(kT.parts), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(plan.owners * kT.parts);
+  config.blockDim = dim3(kT.threads());
+  config.dynamicSmemBytes = plan.shared_bytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = kT.parts > 1 ? 1 : 0;
+  // A failure stays behind for check_launch.
+  (void)cudaLaunchKernelEx(&config, kernel, p, plan);
 }
 
 // The tile that the host has chosen.

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "core/fast_divide.h"
+#include "ops/int4_linear/int4_decode_config.h"
 #include "ops/int4_pack/int4_layout.h"
 
 namespace torchweld {
@@ -60,63 +60,6 @@ inline constexpr Int4Tile kInt4Tiles[] = {
     {128, 128, 4, 1, 4, 2, 2, false}, {256, 128, 8, 1, 4, 1, 1, false}};
 inline constexpr int kInt4TileCount = sizeof(kInt4Tiles) / sizeof(kInt4Tiles[0]);
 
-// The kernel for few tokens (int4_decode.cuh): a block owns neighbouring tiles of 16 rows, each
-// warp its own steps of K, whose weights it reads into registers. For 16-bit x.
-struct Int4DecodeTile {
-  int tokens;
-  int warps;
-  int chunks;       // of K in a step, all of one group
-  int depth;        // steps that a warp reads ahead
-  int chains;       // sums that a warp builds side by side
-  int meet;         // tiles of rows between two meetings of the warps
-  int most_chunks;  // of a block's tiles together: with more the ring's larger tiles are faster
-
-  constexpr int threads() const { return warps * 32; }
-  // The sums of a warp and tile, two tokens at a time.
-  // NOTE: the padding lets a fragment be written, and rows be read, without bank conflicts.
-  static constexpr int kPairFloats = 2 * kInt4TileRows + 8;
-  constexpr int slot_floats() const { return tokens / 2 * kPairFloats; }
-};
-
-inline constexpr Int4DecodeTile kInt4DecodeTiles[] = {{8, 16, 2, 4, 2, 4, 768},
-                                                      {8, 16, 1, 8, 1, 4, 384},
-                                                      {16, 16, 2, 4, 1, 2, 384},
-                                                      {16, 16, 1, 6, 1, 2, 384}};
-inline constexpr int kInt4DecodeTileCount = sizeof(kInt4DecodeTiles) / sizeof(kInt4DecodeTiles[0]);
-
-// How such a kernel divides a product.
-struct Int4DecodePlan {
-  int steps, groups;           // of K
-  int blocks;                  // one an SM
-  int base_tiles, more_tiles;  // of a block; the first more_tiles blocks have one more
-  int x_row_bytes;             // of a warp's columns of x in shared memory
-  int x_bytes;                 // of all of x there
-  int shared_bytes;
-  FastDivisor group_steps;
-
-  Int4DecodePlan(const Int4DecodeTile& tile, int64_t m, const Int4Shape& shape, int sms)
-      : steps(static_cast<int>(shape.chunks() / tile.chunks)),
-        groups(static_cast<int>(shape.groups)),
-        blocks(static_cast<int>(std::min<int64_t>(shape.tiles(), sms))),
-        base_tiles(static_cast<int>(shape.tiles() / blocks)),
-        more_tiles(static_cast<int>(shape.tiles() % blocks)),
-        group_steps(shape.group_units() / kInt4ChunkUnits / tile.chunks) {
-    const int64_t warp_steps = (shape.chunks() / tile.chunks + tile.warps - 1) / tile.warps;
-    // NOTE: 16 bytes of padding spread the rows that ldmatrix reads over all banks.
-    const int64_t row_bytes = warp_steps * tile.chunks * kInt4ChunkK * 2 + 16;
-    const int64_t all_x = (tile.warps * m * row_bytes + 127) / 128 * 128;
-    // Sums of one meeting are read while those of the next are written.
-    const int64_t tiles = (shape.tiles() + blocks - 1) / blocks;
-    const int64_t slots = (tiles > tile.meet ? 2 * tile.meet : tiles) * tile.warps;
-    const int64_t all = all_x + 4 * slots * tile.slot_floats();
-    x_row_bytes = static_cast<int>(std::min<int64_t>(row_bytes, kTooMuch));
-    x_bytes = static_cast<int>(std::min<int64_t>(all_x, kTooMuch));
-    shared_bytes = static_cast<int>(std::min<int64_t>(all, kTooMuch));
-  }
-
-  static constexpr int64_t kTooMuch = 1 << 30;
-};
-
 // fp32, and groups that are no whole chunks: with more tokens than this the weight is dequantised
 // into memory and multiplied by the matmul engine.
 inline constexpr int64_t kInt4DenseTokens = 128;
@@ -153,22 +96,28 @@ inline const char* int4_decode_refusal(const Int4Problem& p, const Int4DecodeTil
   if (p.shape.group_units() / kInt4ChunkUnits % tile.chunks != 0) {
     return "a step of the tile is more than a group, or no part of one";
   }
+  if (tile.parts > 1 && !p.clusters) return "the tile is for clusters of blocks";
   // NOTE: by the next power of two, as remembered choices count tokens.
   int64_t m = 1;
   while (m < p.m) m *= 2;
-  const bool fits = Int4DecodePlan(tile, m, p.shape, p.sms).shared_bytes <= p.shared_limit;
-  return fits ? nullptr : "x needs more shared memory than the GPU has";
+  const Int4DecodePlan plan(tile, m, p.shape, p.sms);
+  if ((tile.parts - 1) * int64_t{plan.part_steps} >= plan.steps) return "a part of K is empty";
+  return plan.shared_bytes <= p.shared_limit ? nullptr
+                                             : "x needs more shared memory than the GPU has";
 }
 
-// The first of kInt4DecodeTiles that can take the product and is fast, -1 where none is.
+// The first of kInt4DecodeTiles that can take the product, -1 where none can.
 inline int choose_int4_decode(const Int4Problem& p) {
   for (int i = 0; i < kInt4DecodeTileCount; ++i) {
-    const Int4DecodeTile& tile = kInt4DecodeTiles[i];
-    if (int4_decode_refusal(p, tile) != nullptr) continue;
-    const int64_t tiles = (p.shape.tiles() + p.sms - 1) / p.sms;
-    return tiles * p.shape.chunks() <= tile.most_chunks ? i : -1;
+    if (int4_decode_refusal(p, kInt4DecodeTiles[i]) == nullptr) return i;
   }
   return -1;
+}
+
+inline Int4Choice int4_decode_choice(const Int4Problem& p, int decode) {
+  const Int4DecodeTile& tile = kInt4DecodeTiles[decode];
+  const int64_t steps = Int4DecodePlan(tile, p.m, p.shape, p.sms).part_steps;
+  return {kInt4TileCount + decode, tile.parts, steps * tile.chunks, tile.parts > 1};
 }
 
 // Nanoseconds: every SM has an equal share of the memory's rate and the tensor cores' rate of
@@ -189,7 +138,7 @@ inline double int4_time(const Int4Problem& p, const Int4Tile& tile, int parts, i
 inline Int4Choice choose_int4(const Int4Problem& p) {
   Int4Choice best{-1, 1, p.shape.chunks(), false};
   const int decode = choose_int4_decode(p);
-  if (decode >= 0) return {kInt4TileCount + decode, 1, p.shape.chunks(), false};
+  if (decode >= 0) return int4_decode_choice(p, decode);
   if (!(p.elem_size == 2 && p.whole_chunks()) && p.m > kInt4DenseTokens) return best;
   double best_time = -1;
   int tokens = 0;  // of the smallest tile that holds all tokens

@@ -65,8 +65,9 @@ struct Int4Tuning {
     constexpr int kCount = kInt4TileCount + kInt4DecodeTileCount;
     if (choice[0] < 0 || choice[0] >= kCount) return no_such_tile(choice[0], kCount);
     if (choice[0] >= kInt4TileCount) {
-      if (parts != 1) return "a tile for few tokens has all of K";
-      const char* why = int4_decode_refusal(p, decode_tile(choice[0]));
+      const Int4DecodeTile& tile = decode_tile(choice[0]);
+      if (parts != tile.parts) return "the tile has another number of parts";
+      const char* why = int4_decode_refusal(p, tile);
       return why == nullptr ? "" : why;
     }
     const Int4Tile& tile = kInt4Tiles[choice[0]];
@@ -92,8 +93,9 @@ struct Int4Tuning {
   static Int4Choice make(const Int4Call& call, const Numbers& choice) {
     const Int4Problem& p = call.problem;
     const int parts = static_cast<int>(choice[1]);
-    if (choice[0] < 0 || choice[0] >= kInt4TileCount) {
-      return {static_cast<int>(choice[0]), 1, p.shape.chunks(), false};
+    if (choice[0] < 0) return {-1, 1, p.shape.chunks(), false};
+    if (choice[0] >= kInt4TileCount) {
+      return int4_decode_choice(p, static_cast<int>(choice[0]) - kInt4TileCount);
     }
     const Int4Tile& tile = kInt4Tiles[choice[0]];
     const int64_t part = (steps(p, tile) + parts - 1) / parts;
@@ -110,20 +112,19 @@ struct Int4Tuning {
       }
     }
     for (int tile = 0; tile < kInt4DecodeTileCount; ++tile) {
-      all.push_back({kInt4TileCount + tile, 1});
+      all.push_back({kInt4TileCount + tile, kInt4DecodeTiles[tile].parts});
     }
     all.push_back({-1, 1});
     return all;
   }
 
-  // Zeros: the weight is dequantised for the matmul engine. Tiles for few tokens have no ring:
-  // their stages are the steps that a warp reads ahead.
+  // Zeros: the weight is dequantised for the matmul engine.
   static Columns columns(const Int4Call&, const Numbers& choice) {
     if (choice[0] >= kInt4TileCount) {
       const Int4DecodeTile& tile = decode_tile(choice[0]);
-      const int block_k = tile.warps * tile.chunks * kInt4ChunkK;
-      return {{"rows", kInt4TileRows}, {"tokens", tile.tokens}, {"block_k", block_k}, {"parts", 1},
-              {"stages", tile.depth},  {"warps", tile.warps}};
+      return {
+          {"rows", kInt4TileRows}, {"tokens", tile.tokens}, {"block_k", tile.chunks * kInt4ChunkK},
+          {"parts", tile.parts},   {"stages", tile.depth},  {"warps", tile.warps}};
     }
     const Int4Tile tile = choice[0] < 0 ? Int4Tile{} : kInt4Tiles[choice[0]];
     return {{"rows", tile.rows},  {"tokens", tile.tokens}, {"block_k", tile.chunks * kInt4ChunkK},
