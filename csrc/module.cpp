@@ -146,6 +146,32 @@ py::list int4_tiles(int elem_size) {
   return tiles;
 }
 
+py::list int4_decode_tiles(int64_t m, int64_t n, int64_t k, int64_t groups, int sms) {
+  py::list tiles;
+  for (const Int4DecodeTile& tile : kInt4DecodeTiles) {
+    // Whatever the GPU has, so that a refusal is about the sizes.
+    const Int4Problem problem{m, {n, k, groups}, 2, sms, Int4DecodePlan::kTooMuch - 1, true};
+    const char* refusal = int4_decode_refusal(problem, tile);
+    py::dict d;
+    d["rows"] = kInt4TileRows;
+    d["tokens"] = tile.tokens;
+    d["chunks"] = tile.chunks;
+    d["stages"] = tile.depth;
+    d["threads"] = tile.threads();
+    d["refusal"] = refusal == nullptr ? "" : refusal;
+    if (refusal == nullptr) {
+      const Int4DecodePlan plan(tile, m, problem.shape, sms);
+      d["blocks"] = plan.owners * tile.parts;
+      d["owners"] = plan.owners;
+      d["base_tiles"] = plan.base_tiles;
+      d["more_tiles"] = plan.more_tiles;
+      d["shared_bytes"] = plan.shared_bytes;
+    }
+    tiles.append(d);
+  }
+  return tiles;
+}
+
 py::dict choose_int4_tile(int64_t m, int64_t n, int64_t k, int64_t groups, int elem_size, int sms,
                           int shared_limit, bool clusters) {
   const Int4Choice choice =
@@ -327,11 +353,15 @@ PYBIND11_MODULE(_C, m) {
         "attention's tile in float16, bfloat16, tf32 or float32, {} for the general kernel.");
   m.def("int4_tiles", &int4_tiles, py::arg("elem_size"),
         "The tiles of products with a 4-bit weight.");
+  m.def("int4_decode_tiles", &int4_decode_tiles, py::arg("m"), py::arg("n"), py::arg("k"),
+        py::arg("groups"), py::arg("sms"),
+        "The tiles of products with a 4-bit weight and few rows of 16-bit x, and how each divides "
+        "the product, or why it can't.");
   m.def("choose_int4", &choose_int4_tile, py::arg("m"), py::arg("n"), py::arg("k"),
         py::arg("groups"), py::arg("elem_size"), py::arg("sms"), py::arg("shared_limit"),
         py::arg("clusters"),
-        "What x (m, k) and a 4-bit weight (n, k) take: `tile` is an index into int4_tiles, or -1 "
-        "where the weight is dequantised.");
+        "What x (m, k) and a 4-bit weight (n, k) take: `tile` is an index into int4_tiles, then "
+        "into int4_decode_tiles, or -1 where the weight is dequantised.");
   m.def("scalar_attention_sweeps", &scalar_attention_sweeps, py::arg("n"), py::arg("backward"),
         py::arg("sms"), "The sweeps of scalar_attention or its gradient over n x n pairs.");
   m.def("attention_backward_tile", &attention_backward_tile, py::arg("head_dim"),

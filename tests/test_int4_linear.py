@@ -12,13 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reference as R
+import torchweld._library as library
 from numerics import assert_equal, assert_same_bits
 from refusals import case_params, cases, recordable
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel
 from strategies import dtype_names, layouts, seeds, strided, values
 from torchweld.nn import Int4Linear
+from torchweld.tuning import search
 
 ops = torch.ops.torchweld
+
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or library.build_facts().get("cuda") is None,
+    reason="the kernels run on a GPU",
+)
 
 OP = "int4_linear"
 OPS = (OP, OP + "_backward", "int4_repack", OP + "_repacked", OP + "_repacked_backward")
@@ -171,6 +178,80 @@ def test_integer_grid_is_exact(device, size):
 def test_long_k_is_exact(device, m):
     """K in parts: the parts' sums are those of whole groups."""
     test_integer_grid_is_exact(device, (m, 19, 4096, 128))
+
+
+# The kernel for few tokens, and the others in its place
+
+FEW_TOKENS = [  # M, N, K, group
+    (1, 16, 128, 128),
+    (2, 15, 64, 64),
+    (3, 33, 2048, 128),
+    (8, 130, 1024, 1024),
+    (5, 4099, 640, 128),
+    (7, 48, 320, 64),
+    (4, 40000, 192, 192),
+    (1, 17, 14336, 128),
+    (7, 40000, 1152, 128),
+    (8, 2500, 8320, 128),
+    (9, 2200, 256, 256),
+    (12, 4099, 1152, 384),
+    (16, 129, 4096, 64),
+    (16, 8500, 512, 128),
+]
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("size", FEW_TOKENS, ids=str)
+def test_every_tile_for_few_tokens(size, dtype):
+    """Integers: exact. Else the same bits in every run. x has rows with a gap between them."""
+    _C = pytest.importorskip("torchweld._C")
+    m, n, k, group = size
+    codes, zeros = torch.randint(0, 16, (n, k)), torch.randint(0, 16, (n, k // group))
+    scale, bias = torch.randint(1, 3, (n, k // group)), torch.randint(-8, 9, (n,))
+    args = ops.int4_repack(*weight_of(codes, zeros, scale, dtype, "cuda"))
+    dense = R.int4_weight(*weight_of(codes, zeros, scale, F64, "cpu"))
+    x = torch.randint(-8, 9, (m, k + 24)).to(dtype).cuda()[:, 8 : 8 + k]
+    expected = (x.cpu().double() @ dense.T + bias).to(dtype).cuda()
+    other = torch.randn(m, k + 8, device="cuda").to(dtype)[:, :k]
+    shift = bias.to(dtype).cuda()
+    call = lambda x: ops.int4_linear_repacked(x, *args, shift, out_features=n)  # noqa: E731
+    _, (record,) = search._watch(lambda: call(x))
+    problem = record["problem"]
+    tiles = 0
+    for found in _C.candidates("int4", problem):
+        if found["refusal"]:
+            continue
+        ops._force_choice("int4", problem, found["choice"])
+        try:
+            assert_equal(call(x), expected)
+            first = call(other)
+            for _ in range(3):
+                assert_same_bits(call(other), first)
+        finally:
+            ops._force_choice("int4", problem, [])
+        tiles += found["choice"][0] >= len(_C.int4_tiles(2))
+    assert tiles > 0
+
+
+@needs_gpu
+@pytest.mark.parametrize("value", [0.0, 2.0**-140, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("where", ["scale", "x"])
+def test_special_values_of_few_tokens(where, value):
+    """In the last of several tiles of rows, with one group a step and several, in a part of K."""
+    for dtype in (F16, BF16):
+        sizes = (2, 40, 512, 64), (8, 10000, 256, 128), (11, 10000, 256, 256), (8, 2500, 8320, 128)
+        for m, n, k, group in sizes:
+            x, weight = randn("cuda", dtype, m, k), random_weight(n, k, group, dtype, "cuda")
+            if where == "scale":
+                weight[1][n - 3, -1] = value
+            else:
+                x[1, 70] = value
+            dense = R.int4_weight(weight[0].cpu(), weight[1].cpu(), weight[2].cpu())
+            got = ops.int4_linear(x, *weight).cpu()
+            expected = x.cpu() @ dense.T
+            for f in (torch.isnan, torch.isposinf, torch.isneginf):
+                assert_equal(f(got), f(expected))
 
 
 # Rounded results

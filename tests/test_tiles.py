@@ -208,20 +208,28 @@ def test_int4_parts_cover_k_once_in_a_tile_that_fits(elem_size, limits):
                 if choice["tile"] < 0:
                     assert m > 128 and not (whole and elem_size == 2)
                     continue
-                tile = tiles[choice["tile"]]
-                assert tile["suits" if whole else "suits_any_group"]
-                assert tile["shared_bytes"] <= limits[1]
                 parts, chunks = choice["parts"], choice["part_chunks"]
+                if choice["tile"] >= len(tiles):
+                    decode = _C.int4_decode_tiles(m, n, k_padded, groups, limits[0])
+                    tile = decode[choice["tile"] - len(tiles)]
+                    assert parts == 1 or (clusters and tile["blocks"] == parts * tile["owners"])
+                else:
+                    tile = tiles[choice["tile"]]
+                    assert tile["suits" if whole else "suits_any_group"]
+                assert tile["shared_bytes"] <= limits[1]
                 assert chunks % tile["chunks"] == 0 or parts == 1
                 assert (parts - 1) * chunks < -(-k_padded // 64) <= parts * chunks
                 assert choice["cluster"] == (clusters and parts > 1)
 
 
-def test_int4_decode_takes_the_smallest_tile_and_splits_a_long_k():
-    for m, tokens in ((1, 8), (8, 8), (9, 16), (17, 32), (33, 64), (65, 128), (4096, 128)):
-        choice = _C.choose_int4(m, 4096, 4096, 32, 2, *H200, True)
-        assert _C.int4_tiles(2)[choice["tile"]]["tokens"] == tokens
-    assert _C.choose_int4(1, 4096, 4096, 32, 2, *H200, True)["parts"] > 1
+def test_int4_takes_the_smallest_tile_and_splits_a_long_k():
+    """In float32, and where few tokens have no tiles of their own."""
+    few, many = ((1, 8), (8, 8), (9, 16), (17, 32)), ((17, 32), (33, 64), (65, 128), (4096, 128))
+    for size, sizes in ((4, few), (2, many)):
+        for m, tokens in sizes:
+            choice = _C.choose_int4(m, 4096, 4096, 32, size, *H200, True)
+            assert _C.int4_tiles(size)[choice["tile"]]["tokens"] == tokens
+    assert _C.choose_int4(1, 4096, 4096, 32, 4, *H200, True)["parts"] > 1
     assert _C.choose_int4(4096, 4096, 4096, 32, 2, *H200, True)["parts"] == 1
 
 
@@ -295,3 +303,65 @@ def test_sums_of_columns_fill_the_device_in_whole_rounds(size):
         p = _C.matrix_pass_plan(65536, n, size, 1, True, True, 0, n, 132)
         rounds = -(-p["blocks"] // 264)
         assert p["blocks"] >= 0.85 * 264 * rounds
+
+
+def int4_decode_tile(
+    m: int, n: int, k: int, groups: int, limits=H200, elem_size=2, clusters=True
+) -> dict | None:
+    """The tile for few tokens that a product takes, None where it takes the ring."""
+    rings = len(_C.int4_tiles(elem_size))
+    index = _C.choose_int4(m, n, k, groups, elem_size, *limits, clusters)["tile"] - rings
+    return _C.int4_decode_tiles(m, n, k, groups, limits[0])[index] if index >= 0 else None
+
+
+@pytest.mark.parametrize("limits", [H200, SMALL], ids=["h200", "small"])
+def test_int4_decode_divides_every_tile_of_rows_once(limits):
+    taken = {1: 0, 2: 0}
+    for m in range(1, 18):
+        for n in SIZES:
+            for group in (64, 128, 192, 4096):
+                for k in (group, 3 * group, 32 * group):
+                    tile = int4_decode_tile(m, n, k, k // group, limits)
+                    if tile is None:
+                        continue
+                    assert tile["refusal"] == "" and m <= tile["tokens"]
+                    assert group // 64 % tile["chunks"] == 0
+                    assert tile["shared_bytes"] <= limits[1]
+                    assert tile["blocks"] <= limits[0] and tile["more_tiles"] < tile["owners"]
+                    assert tile["blocks"] % tile["owners"] == 0
+                    taken[tile["blocks"] // tile["owners"]] += 1
+                    rows = tile["owners"] * tile["base_tiles"] + tile["more_tiles"]
+                    assert rows == -(-n // 16)
+    assert taken[1] > 500 and taken[2] > 20
+
+
+def test_int4_decode_ends_where_x_is_too_large():
+    """And with more tokens, float32, groups that are no whole chunks."""
+    assert int4_decode_tile(8, 4096, 4096, 32)["tokens"] == 8
+    assert int4_decode_tile(9, 4096, 4096, 32)["tokens"] == 16
+    assert int4_decode_tile(17, 4096, 4096, 32) is None
+    assert int4_decode_tile(1, 4096, 4096, 32, elem_size=4) is None
+    assert int4_decode_tile(1, 4096, 4096, 128) is None
+    assert int4_decode_tile(8, 131072, 4096, 32)["blocks"] == 132
+    assert int4_decode_tile(16, 14336, 4096, 32)["tokens"] == 16
+    assert int4_decode_tile(16, 4096, 14336, 112) is None
+    # A cluster of two blocks holds twice the x.
+    one, two = (int4_decode_tile(m, 4096, 14336, 112) for m in (4, 8))
+    assert one["blocks"] == one["owners"] and two["blocks"] == 2 * two["owners"] == 132
+    assert int4_decode_tile(8, 4096, 14336, 112, clusters=False) is None
+    # A step has one group: two chunks of 128 columns, one of 64 or of three of them.
+    assert int4_decode_tile(1, 4096, 4096, 32)["chunks"] == 2
+    assert int4_decode_tile(1, 4096, 4096, 64)["chunks"] == 1
+    assert int4_decode_tile(1, 4096, 4032, 21)["chunks"] == 1
+
+
+def test_explain_names_a_4_bit_products_tile():
+    n, k, groups = 4096, 4096, 32
+    weight = [torch.empty(n, k // 8, dtype=torch.int32, device="meta")]
+    weight += [torch.empty(n, groups, dtype=torch.bfloat16, device="meta")]
+    weight += [torch.empty(n, groups // 8, dtype=torch.int32, device="meta")]
+    for m, kernel in ((4, "4-bit decoding"), (32, "4-bit tiles")):
+        x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
+        explanation = torchweld.explain("int4_linear", x, *weight)
+        assert explanation.kernel.startswith(kernel), explanation
+        assert explanation.tile["tokens"] >= m and "shared_bytes" in explanation.tile

@@ -294,11 +294,19 @@ def int4(explanation: Explanation, tensors: list[Tensor], kwargs: dict) -> Expla
             f"{m} rows of x, and x is float32 or a group of {k // groups} is no whole chunk of 64"
         )
     else:
-        tile = introspection().int4_tiles(size)[chosen["choice"][0]]
+        tiles = introspection().int4_tiles(size)
+        rings = len(tiles)
+        tiles += introspection().int4_decode_tiles(m, n, k, groups, limits[0])
+        tile = tiles[chosen["choice"][0]]
         explanation.kernel = "4-bit tiles (mma.sync)"
-        explanation.tile = {key: v for key, v in tile.items() if not key.startswith("suits")}
+        explanation.why = f"the smallest tile that holds {m} rows of x"
+        if chosen["choice"][0] >= rings:
+            explanation.kernel = "4-bit decoding (mma.sync, a ring for each warp)"
+            explanation.why = f"{m} rows of 16-bit x that shared memory holds whole"
+        hidden = ("suits", "suits_any_group", "refusal")
+        explanation.tile = {key: v for key, v in tile.items() if key not in hidden}
         explanation.tile["parts_of_k"] = chosen["columns"]["parts"]
-        explanation.why = f"the smallest tile that holds {m} rows of x" + (
+        explanation.why += (
             "" if repacked else "; the weight is repacked first, int4_linear_repacked saves that"
         )
     if explanation.source != "heuristic":

@@ -24,6 +24,7 @@ struct Int4LinearParams {
   GemmParams gemm;
   Int4Weight weight;
   Int4Choice choice;
+  int sms;  // of the device
 };
 
 struct Int4DequantiseParams {
@@ -35,6 +36,9 @@ struct Int4DequantiseParams {
 // choice.tile is not -1; sizes are at least 1.
 void launch_int4_linear(const Int4LinearParams& params, cudaStream_t stream);
 void launch_int4_dequantise(const Int4DequantiseParams& params, cudaStream_t stream);
+
+// choice.tile is one of kInt4DecodeTiles.
+void launch_int4_decode(const Int4LinearParams& params, cudaStream_t stream);
 
 // One dtype's kernels, each in a .cu of its own.
 template <typename T>

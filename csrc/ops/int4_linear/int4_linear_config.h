@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "ops/int4_linear/int4_decode_config.h"
 #include "ops/int4_pack/int4_layout.h"
 
 namespace torchweld {
@@ -77,11 +78,47 @@ struct Int4Problem {
 };
 
 struct Int4Choice {
-  int tile;             // index into kInt4Tiles, -1: dequantise
+  // Index into kInt4Tiles, then, from kInt4TileCount on, into kInt4DecodeTiles; -1: dequantise.
+  int tile;
   int parts;            // of K; their sums are added in a fixed order
   int64_t part_chunks;  // of a part
   bool cluster;         // the parts of a tile are a cluster
+
+  constexpr bool decodes() const { return tile >= kInt4TileCount; }
 };
+
+// Why a tile of kInt4DecodeTiles can't take the product, nullptr where it can.
+inline const char* int4_decode_refusal(const Int4Problem& p, const Int4DecodeTile& tile) {
+  if (p.elem_size != 2 || !p.whole_chunks()) {
+    return "the tile is for 16-bit x and groups of a multiple of 64";
+  }
+  if (p.m > tile.tokens) return "the tile has fewer tokens";
+  if (p.shape.group_units() / kInt4ChunkUnits % tile.chunks != 0) {
+    return "a step of the tile is more than a group, or no part of one";
+  }
+  if (tile.parts > 1 && !p.clusters) return "the tile is for clusters of blocks";
+  // NOTE: by the next power of two, as remembered choices count tokens.
+  int64_t m = 1;
+  while (m < p.m) m *= 2;
+  const Int4DecodePlan plan(tile, m, p.shape, p.sms);
+  if ((tile.parts - 1) * int64_t{plan.part_steps} >= plan.steps) return "a part of K is empty";
+  return plan.shared_bytes <= p.shared_limit ? nullptr
+                                             : "x needs more shared memory than the GPU has";
+}
+
+// The first of kInt4DecodeTiles that can take the product, -1 where none can.
+inline int choose_int4_decode(const Int4Problem& p) {
+  for (int i = 0; i < kInt4DecodeTileCount; ++i) {
+    if (int4_decode_refusal(p, kInt4DecodeTiles[i]) == nullptr) return i;
+  }
+  return -1;
+}
+
+inline Int4Choice int4_decode_choice(const Int4Problem& p, int decode) {
+  const Int4DecodeTile& tile = kInt4DecodeTiles[decode];
+  const int64_t steps = Int4DecodePlan(tile, p.m, p.shape, p.sms).part_steps;
+  return {kInt4TileCount + decode, tile.parts, steps * tile.chunks, tile.parts > 1};
+}
 
 // Nanoseconds: every SM has an equal share of the memory's rate and the tensor cores' rate of
 // mma.sync, which it reaches with busy_blocks; each wave of blocks fills its ring first.
@@ -100,6 +137,8 @@ inline double int4_time(const Int4Problem& p, const Int4Tile& tile, int parts, i
 
 inline Int4Choice choose_int4(const Int4Problem& p) {
   Int4Choice best{-1, 1, p.shape.chunks(), false};
+  const int decode = choose_int4_decode(p);
+  if (decode >= 0) return int4_decode_choice(p, decode);
   if (!(p.elem_size == 2 && p.whole_chunks()) && p.m > kInt4DenseTokens) return best;
   double best_time = -1;
   int tokens = 0;  // of the smallest tile that holds all tokens

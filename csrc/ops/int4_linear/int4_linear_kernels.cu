@@ -8,6 +8,7 @@
 namespace torchweld {
 
 void launch_int4_linear(const Int4LinearParams& p, cudaStream_t stream) {
+  if (p.choice.decodes()) return launch_int4_decode(p, stream);
   switch (p.gemm.dtype) {
     case DType::kFloat16:
       launch_int4_linear_of<__half>(p, stream);

@@ -54,12 +54,22 @@ struct Int4Tuning {
     return (p.shape.chunks() + tile.chunks - 1) / tile.chunks;
   }
 
+  static const Int4DecodeTile& decode_tile(int64_t tile) {
+    return kInt4DecodeTiles[tile - kInt4TileCount];
+  }
+
   static std::string refusal(const Int4Call& call, const Numbers& choice) {
     const Int4Problem& p = call.problem;
     const int64_t parts = choice[1];
     if (choice[0] == -1) return parts == 1 ? "" : "a weight that is dequantised is not cut";
-    if (choice[0] < 0 || choice[0] >= kInt4TileCount)
-      return no_such_tile(choice[0], kInt4TileCount);
+    constexpr int kCount = kInt4TileCount + kInt4DecodeTileCount;
+    if (choice[0] < 0 || choice[0] >= kCount) return no_such_tile(choice[0], kCount);
+    if (choice[0] >= kInt4TileCount) {
+      const Int4DecodeTile& tile = decode_tile(choice[0]);
+      if (parts != tile.parts) return "the tile has another number of parts";
+      const char* why = int4_decode_refusal(p, tile);
+      return why == nullptr ? "" : why;
+    }
     const Int4Tile& tile = kInt4Tiles[choice[0]];
     if (!tile.suits(p.elem_size, p.whole_chunks())) {
       return "the tile is for 16-bit x and groups of a multiple of 64";
@@ -84,6 +94,9 @@ struct Int4Tuning {
     const Int4Problem& p = call.problem;
     const int parts = static_cast<int>(choice[1]);
     if (choice[0] < 0) return {-1, 1, p.shape.chunks(), false};
+    if (choice[0] >= kInt4TileCount) {
+      return int4_decode_choice(p, static_cast<int>(choice[0]) - kInt4TileCount);
+    }
     const Int4Tile& tile = kInt4Tiles[choice[0]];
     const int64_t part = (steps(p, tile) + parts - 1) / parts;
     return {static_cast<int>(choice[0]), parts, part * tile.chunks, parts > 1 && p.clusters};
@@ -98,12 +111,21 @@ struct Int4Tuning {
         if (parts == 1 || serves) all.push_back({tile, parts});
       }
     }
+    for (int tile = 0; tile < kInt4DecodeTileCount; ++tile) {
+      all.push_back({kInt4TileCount + tile, kInt4DecodeTiles[tile].parts});
+    }
     all.push_back({-1, 1});
     return all;
   }
 
   // Zeros: the weight is dequantised for the matmul engine.
   static Columns columns(const Int4Call&, const Numbers& choice) {
+    if (choice[0] >= kInt4TileCount) {
+      const Int4DecodeTile& tile = decode_tile(choice[0]);
+      return {
+          {"rows", kInt4TileRows}, {"tokens", tile.tokens}, {"block_k", tile.chunks * kInt4ChunkK},
+          {"parts", tile.parts},   {"stages", tile.depth},  {"warps", tile.warps}};
+    }
     const Int4Tile tile = choice[0] < 0 ? Int4Tile{} : kInt4Tiles[choice[0]];
     return {{"rows", tile.rows},  {"tokens", tile.tokens}, {"block_k", tile.chunks * kInt4ChunkK},
             {"parts", choice[1]}, {"stages", tile.stages}, {"warps", tile.warps}};
