@@ -12,13 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reference as R
+import torchweld._library as library
 from numerics import assert_equal, assert_same_bits
 from refusals import case_params, cases, recordable
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel
 from strategies import dtype_names, layouts, seeds, strided, values
 from torchweld.nn import Int4Linear
+from torchweld.tuning import search
 
 ops = torch.ops.torchweld
+
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or library.build_facts().get("cuda") is None,
+    reason="the kernels run on a GPU",
+)
 
 OP = "int4_linear"
 OPS = (OP, OP + "_backward", "int4_repack", OP + "_repacked", OP + "_repacked_backward")
@@ -138,6 +145,8 @@ GRID = [  # M, N, K, group
     (65, 257, 384, 128),
     (129, 200, 256, 64),
     (131, 33, 104, 104),
+    (256, 264, 192, 64),
+    (257, 40, 512, 256),
 ]
 
 
@@ -171,6 +180,81 @@ def test_integer_grid_is_exact(device, size):
 def test_long_k_is_exact(device, m):
     """K in parts: the parts' sums are those of whole groups."""
     test_integer_grid_is_exact(device, (m, 19, 4096, 128))
+
+
+# The tiles for many tokens, and every other one in their place
+
+MANY_TOKENS = [  # M, N, K, group
+    (17, 130, 512, 128),
+    (32, 128, 4096, 4096),
+    (33, 257, 1152, 64),
+    (64, 1000, 1024, 128),
+    (65, 129, 320, 64),
+    (128, 4099, 640, 128),
+    (129, 520, 192, 64),
+    (256, 136, 2048, 2048),
+    (257, 260, 64, 64),
+    (2100, 264, 384, 128),
+    (1024, 4099, 128, 128),
+]
+
+
+def check_every_tile(size, dtype):
+    """Exact on integers, else the same bits in every run. Returns the tiles.
+
+    x has rows with a gap between them.
+    """
+    _C = pytest.importorskip("torchweld._C")
+    m, n, k, group = size
+    codes, zeros = torch.randint(0, 16, (n, k)), torch.randint(0, 16, (n, k // group))
+    scale, bias = torch.randint(1, 3, (n, k // group)), torch.randint(-8, 9, (n,))
+    args = ops.int4_repack(*weight_of(codes, zeros, scale, dtype, "cuda"))
+    dense = R.int4_weight(*weight_of(codes, zeros, scale, F64, "cpu"))
+    x = torch.randint(-8, 9, (m, k + 24)).to(dtype).cuda()[:, 8 : 8 + k]
+    expected = (x.cpu().double() @ dense.T + bias).to(dtype).cuda()
+    other = torch.randn(m, k + 8, device="cuda").to(dtype)[:, :k]
+    shift = bias.to(dtype).cuda()
+    call = lambda x: ops.int4_linear_repacked(x, *args, shift, out_features=n)  # noqa: E731
+    _, (record,) = search._watch(lambda: call(x))
+    problem = record["problem"]
+    legal = [found for found in _C.candidates("int4", problem) if not found["refusal"]]
+    for found in legal:
+        ops._force_choice("int4", problem, found["choice"])
+        try:
+            assert_equal(call(x), expected)
+            first = call(other)
+            for _ in range(3):
+                assert_same_bits(call(other), first)
+        finally:
+            ops._force_choice("int4", problem, [])
+    return {found["choice"][0] for found in legal}
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("size", MANY_TOKENS, ids=str)
+def test_every_tile_for_many_tokens(size, dtype):
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert len(check_every_tile(size, dtype)) >= (11 if hopper else 7)
+
+
+@needs_gpu
+@pytest.mark.parametrize("value", [0.0, 2.0**-140, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("where", ["scale", "x"])
+def test_special_values_of_many_tokens(where, value):
+    """In the last row and the last group, with K in one part and in several."""
+    for dtype in (F16, BF16):
+        for m, n, k, group in ((20, 40, 1024, 128), (64, 4100, 256, 64), (300, 260, 1024, 1024)):
+            x, weight = randn("cuda", dtype, m, k), random_weight(n, k, group, dtype, "cuda")
+            if where == "scale":
+                weight[1][n - 1, -1] = value
+            else:
+                x[m - 1, k - 1] = value
+            dense = R.int4_weight(weight[0].cpu(), weight[1].cpu(), weight[2].cpu())
+            got = ops.int4_linear(x, *weight).cpu()
+            expected = x.cpu() @ dense.T
+            for f in (torch.isnan, torch.isposinf, torch.isneginf):
+                assert_equal(f(got), f(expected))
 
 
 # Rounded results

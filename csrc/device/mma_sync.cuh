@@ -125,9 +125,14 @@ __device__ __forceinline__ void barrier_wait(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// 4 bytes from global to shared memory, of which the first `bytes` are read and the rest is zero.
+// 4 or 8 bytes from global to shared memory, of which the first `bytes` are read and the rest is
+// zero.
 __device__ __forceinline__ void copy_async_4(uint32_t s_to, const void* g_from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(s_to), "l"(g_from), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void copy_async_8(uint32_t s_to, const void* g_from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(s_to), "l"(g_from), "r"(bytes)
                : "memory");
 }
 

@@ -54,6 +54,15 @@ def _has_clusters(t: Tensor) -> bool:
     return gpu is None or torch.cuda.get_device_capability(gpu) >= (9, 0)
 
 
+def _has_warpgroups(t: Tensor) -> bool:
+    """Hopper's alone, in code for sm_90a."""
+    gpu = _gpu(t)
+    if gpu is None:
+        return True
+    built = "9.0a" in (library.build_facts().get("arch_list") or "")
+    return built and torch.cuda.get_device_capability(gpu) == (9, 0)
+
+
 def _picked(family: str, problem: list[int], t: Tensor) -> tuple[dict[str, Any], str]:
     """What a problem takes, by the library's own code: a candidate of torchweld._C, and whose
     choice it is.
@@ -278,18 +287,23 @@ def int4(explanation: Explanation, tensors: list[Tensor], kwargs: dict) -> Expla
     groups, size = scale.shape[1], x.element_size()
     limits = _device_limits(x)
     bfloat16 = x.dtype == torch.bfloat16
-    problem = [m, n, k, groups, size, *limits, _has_clusters(x), bfloat16]
+    problem = [m, n, k, groups, size, *limits, _has_clusters(x), _has_warpgroups(x), bfloat16]
     chosen, explanation.source = _picked("int4", problem, x)
     if chosen["choice"][0] < 0:
         explanation.why = (
             f"{m} rows of x, and x is float32 or a group of {k // groups} is no whole chunk of 64"
         )
     else:
-        tile = introspection().int4_tiles(size)[chosen["choice"][0]]
+        rings, wide = introspection().int4_tiles(size), introspection().int4_wide_tiles()
+        tile = (rings + wide)[chosen["choice"][0]]
         explanation.kernel = "4-bit tiles (mma.sync)"
+        explanation.why = f"the smallest tile that holds {m} rows of x"
+        if chosen["choice"][0] >= len(rings):
+            explanation.kernel = "4-bit tiles (wgmma)"
+            explanation.why = f"the fastest tile for {m} rows of 16-bit x on Hopper"
         explanation.tile = {key: v for key, v in tile.items() if not key.startswith("suits")}
         explanation.tile["parts_of_k"] = chosen["columns"]["parts"]
-        explanation.why = f"the smallest tile that holds {m} rows of x" + (
+        explanation.why += (
             "" if repacked else "; the weight is repacked first, int4_linear_repacked saves that"
         )
     if explanation.source != "heuristic":

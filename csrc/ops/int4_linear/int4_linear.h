@@ -24,6 +24,7 @@ struct Int4LinearParams {
   GemmParams gemm;
   Int4Weight weight;
   Int4Choice choice;
+  int sms;  // of the device
 };
 
 struct Int4DequantiseParams {
@@ -39,5 +40,8 @@ void launch_int4_dequantise(const Int4DequantiseParams& params, cudaStream_t str
 // One dtype's kernels, each in a .cu of its own.
 template <typename T>
 void launch_int4_linear_of(const Int4LinearParams& params, cudaStream_t stream);
+// choice.tile is one of kInt4WideTiles.
+template <typename T>
+void launch_int4_wide_of(const Int4LinearParams& params, cudaStream_t stream);
 
 }  // namespace torchweld
