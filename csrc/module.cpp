@@ -172,10 +172,25 @@ py::list int4_decode_tiles(int64_t m, int64_t n, int64_t k, int64_t groups, int 
   return tiles;
 }
 
+py::list int4_wide_tiles() {
+  py::list tiles;
+  for (const Int4WideTile& tile : kInt4WideTiles) {
+    py::dict d;
+    d["rows"] = tile.rows;
+    d["tokens"] = tile.tokens;
+    d["chunks"] = tile.chunks;
+    d["stages"] = tile.stages;
+    d["threads"] = tile.threads();
+    d["shared_bytes"] = tile.shared_bytes();
+    tiles.append(d);
+  }
+  return tiles;
+}
+
 py::dict choose_int4_tile(int64_t m, int64_t n, int64_t k, int64_t groups, int elem_size, int sms,
-                          int shared_limit, bool clusters) {
+                          int shared_limit, bool clusters, bool warpgroups) {
   const Int4Choice choice =
-      choose_int4({m, {n, k, groups}, elem_size, sms, shared_limit, clusters});
+      choose_int4({m, {n, k, groups}, elem_size, sms, shared_limit, clusters, warpgroups});
   py::dict d;
   d["tile"] = choice.tile;
   d["parts"] = choice.parts;
@@ -357,11 +372,13 @@ PYBIND11_MODULE(_C, m) {
         py::arg("groups"), py::arg("sms"),
         "The tiles of products with a 4-bit weight and few rows of 16-bit x, and how each divides "
         "the product, or why it can't.");
+  m.def("int4_wide_tiles", &int4_wide_tiles,
+        "The tiles of products with a 4-bit weight and many rows of 16-bit x on Hopper.");
   m.def("choose_int4", &choose_int4_tile, py::arg("m"), py::arg("n"), py::arg("k"),
         py::arg("groups"), py::arg("elem_size"), py::arg("sms"), py::arg("shared_limit"),
-        py::arg("clusters"),
+        py::arg("clusters"), py::arg("warpgroups") = false,
         "What x (m, k) and a 4-bit weight (n, k) take: `tile` is an index into int4_tiles, then "
-        "into int4_decode_tiles, or -1 where the weight is dequantised.");
+        "into int4_decode_tiles, then into int4_wide_tiles, or -1 where the weight is dequantised.");
   m.def("scalar_attention_sweeps", &scalar_attention_sweeps, py::arg("n"), py::arg("backward"),
         py::arg("sms"), "The sweeps of scalar_attention or its gradient over n x n pairs.");
   m.def("attention_backward_tile", &attention_backward_tile, py::arg("head_dim"),

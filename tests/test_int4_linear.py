@@ -145,6 +145,8 @@ GRID = [  # M, N, K, group
     (65, 257, 384, 128),
     (129, 200, 256, 64),
     (131, 33, 104, 104),
+    (256, 264, 192, 64),
+    (257, 40, 512, 256),
 ]
 
 
@@ -200,11 +202,11 @@ FEW_TOKENS = [  # M, N, K, group
 ]
 
 
-@needs_gpu
-@pytest.mark.parametrize("dtype", [F16, BF16])
-@pytest.mark.parametrize("size", FEW_TOKENS, ids=str)
-def test_every_tile_for_few_tokens(size, dtype):
-    """Integers: exact. Else the same bits in every run. x has rows with a gap between them."""
+def check_every_tile(size, dtype):
+    """Exact on integers, else the same bits in every run. Returns the tiles.
+
+    x has rows with a gap between them.
+    """
     _C = pytest.importorskip("torchweld._C")
     m, n, k, group = size
     codes, zeros = torch.randint(0, 16, (n, k)), torch.randint(0, 16, (n, k // group))
@@ -218,10 +220,8 @@ def test_every_tile_for_few_tokens(size, dtype):
     call = lambda x: ops.int4_linear_repacked(x, *args, shift, out_features=n)  # noqa: E731
     _, (record,) = search._watch(lambda: call(x))
     problem = record["problem"]
-    tiles = 0
-    for found in _C.candidates("int4", problem):
-        if found["refusal"]:
-            continue
+    legal = [found for found in _C.candidates("int4", problem) if not found["refusal"]]
+    for found in legal:
         ops._force_choice("int4", problem, found["choice"])
         try:
             assert_equal(call(x), expected)
@@ -230,8 +230,14 @@ def test_every_tile_for_few_tokens(size, dtype):
                 assert_same_bits(call(other), first)
         finally:
             ops._force_choice("int4", problem, [])
-        tiles += found["choice"][0] >= len(_C.int4_tiles(2))
-    assert tiles > 0
+    return {found["choice"][0] for found in legal}
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("size", FEW_TOKENS, ids=str)
+def test_every_tile_for_few_tokens(size, dtype):
+    assert len(check_every_tile(size, dtype)) > 7
 
 
 @needs_gpu
@@ -247,6 +253,50 @@ def test_special_values_of_few_tokens(where, value):
                 weight[1][n - 3, -1] = value
             else:
                 x[1, 70] = value
+            dense = R.int4_weight(weight[0].cpu(), weight[1].cpu(), weight[2].cpu())
+            got = ops.int4_linear(x, *weight).cpu()
+            expected = x.cpu() @ dense.T
+            for f in (torch.isnan, torch.isposinf, torch.isneginf):
+                assert_equal(f(got), f(expected))
+
+
+# The tiles for many tokens, and every other one in their place
+
+MANY_TOKENS = [  # M, N, K, group
+    (17, 130, 512, 128),
+    (32, 128, 4096, 4096),
+    (33, 257, 1152, 64),
+    (64, 1000, 1024, 128),
+    (65, 129, 320, 64),
+    (128, 4099, 640, 128),
+    (129, 520, 192, 64),
+    (256, 136, 2048, 2048),
+    (257, 260, 64, 64),
+    (2100, 264, 384, 128),
+    (1024, 4099, 128, 128),
+]
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("size", MANY_TOKENS, ids=str)
+def test_every_tile_for_many_tokens(size, dtype):
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert len(check_every_tile(size, dtype)) >= (11 if hopper else 7)
+
+
+@needs_gpu
+@pytest.mark.parametrize("value", [0.0, 2.0**-140, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("where", ["scale", "x"])
+def test_special_values_of_many_tokens(where, value):
+    """In the last row and the last group, with K in one part and in several."""
+    for dtype in (F16, BF16):
+        for m, n, k, group in ((20, 40, 1024, 128), (64, 4100, 256, 64), (300, 260, 1024, 1024)):
+            x, weight = randn("cuda", dtype, m, k), random_weight(n, k, group, dtype, "cuda")
+            if where == "scale":
+                weight[1][n - 1, -1] = value
+            else:
+                x[m - 1, k - 1] = value
             dense = R.int4_weight(weight[0].cpu(), weight[1].cpu(), weight[2].cpu())
             got = ops.int4_linear(x, *weight).cpu()
             expected = x.cpu() @ dense.T

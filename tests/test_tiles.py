@@ -192,6 +192,14 @@ def test_explain_names_the_kernel_of_a_convolution():
 # Products with a 4-bit weight
 
 GROUPS = [8, 24, 32, 64, 128, 0]  # 0: all of K
+WIDE = _C.int4_wide_tiles()
+FIRST_WIDE = len(_C.int4_tiles(2)) + len(_C.int4_decode_tiles(1, 16, 64, 1, 132))
+
+
+def int4_tile(choice: dict) -> dict:
+    """Of 16-bit x, in the ring or wide."""
+    wide = choice["tile"] - FIRST_WIDE
+    return WIDE[wide] if wide >= 0 else _C.int4_tiles(2)[choice["tile"]]
 
 
 @pytest.mark.parametrize("limits", [H200, SMALL], ids=["h200", "small"])
@@ -203,13 +211,18 @@ def test_int4_parts_cover_k_once_in_a_tile_that_fits(elem_size, limits):
             k_padded = -(-k // (group or 8)) * (group or 8)
             groups = k_padded // group if group else 1
             whole = k_padded % (groups * 64) == 0
-            for clusters in (False, True):
-                choice = _C.choose_int4(m, n, k_padded, groups, elem_size, *limits, clusters)
+            for clusters, warpgroups in ((False, False), (True, False), (True, True)):
+                problem = m, n, k_padded, groups, elem_size, *limits, clusters, warpgroups
+                choice = _C.choose_int4(*problem)
                 if choice["tile"] < 0:
                     assert m > 128 and not (whole and elem_size == 2)
                     continue
                 parts, chunks = choice["parts"], choice["part_chunks"]
-                if choice["tile"] >= len(tiles):
+                wide = choice["tile"] >= FIRST_WIDE
+                assert wide == (warpgroups and whole and elem_size == 2 and m > 16)
+                if wide:
+                    tile = int4_tile(choice)
+                elif choice["tile"] >= len(tiles):
                     decode = _C.int4_decode_tiles(m, n, k_padded, groups, limits[0])
                     tile = decode[choice["tile"] - len(tiles)]
                     assert parts == 1 or (clusters and tile["blocks"] == parts * tile["owners"])
@@ -365,3 +378,75 @@ def test_explain_names_a_4_bit_products_tile():
         explanation = torchweld.explain("int4_linear", x, *weight)
         assert explanation.kernel.startswith(kernel), explanation
         assert explanation.tile["tokens"] >= m and "shared_bytes" in explanation.tile
+
+
+# M, N, and microseconds on an H200 (bfloat16, K 4096, groups of 128) by "tokens of a tile / parts
+# of K". Of all that was timed the fastest is among them.
+RING_TIMES = {
+    (32, 14336): {"32/1": 36.8, "32/2": 31.7, "32/4": 31.8, "32/8": 45.0},
+    (64, 14336): {"64/1": 41.9, "64/2": 38.8, "64/4": 44.3, "64/8": 67.5},
+    (128, 14336): {"128/1": 59.9, "128/2": 60.7, "128/4": 73.9, "128/8": 115.4},
+    (256, 14336): {"128/1": 95.0, "128/2": 112.4, "128/4": 131.8},
+    (1024, 14336): {"128/1": 310.7},
+    (4096, 14336): {"128/1": 1308.4},
+    (32, 4096): {"32/1": 37.5, "32/2": 25.6, "32/8": 22.9},
+    (64, 4096): {"64/1": 41.1, "64/2": 28.5, "64/4": 27.3, "64/8": 28.7},
+    (128, 4096): {"128/1": 58.8, "128/2": 41.8, "128/4": 39.0, "128/8": 50.0},
+    (256, 4096): {"128/1": 58.9, "128/2": 41.4, "128/4": 59.1},
+    (1024, 4096): {"128/1": 96.5},
+    (4096, 4096): {"128/1": 357.2},
+}
+WIDE_TIMES = {
+    (32, 14336): {"32/1": 26.7, "32/2": 24.4, "32/4": 27.8, "32/8": 41.9},
+    (64, 14336): {"64/1": 32.3, "64/2": 28.2, "64/4": 38.0, "64/8": 49.9},
+    (128, 14336): {"128/1": 39.2, "128/2": 36.9, "128/4": 51.0, "128/8": 90.5},
+    (256, 14336): {"128/1": 59.8, "128/2": 68.4, "256/1": 53.3, "256/2": 65.6, "256/4": 92.0},
+    (1024, 14336): {"128/1": 205.1, "256/1": 204.9},
+    (4096, 14336): {"128/1": 815.5, "256/1": 740.1},
+    (32, 4096): {"32/1": 26.0, "32/2": 17.6, "32/4": 17.4, "32/8": 20.2},
+    # Two tiles of fewer tokens were timed with one of them, on half of the SMs.
+    (64, 4096): {"64/1": 31.6, "64/2": 20.7, "64/4": 20.1, "64/8": 21.9, "32/2": 17.6},
+    (128, 4096): {"128/1": 37.8, "128/2": 24.6, "128/4": 27.4, "64/2": 20.7},
+    (256, 4096): {"128/1": 37.1, "128/2": 25.0, "128/4": 38.5, "256/1": 51.6, "256/2": 33.9},
+    (1024, 4096): {"128/1": 60.8, "256/1": 54.8},
+    (4096, 4096): {"128/1": 233.0, "256/1": 209.3},
+}
+
+
+@pytest.mark.parametrize("warpgroups", [False, True], ids=["ring", "wide"])
+def test_int4_takes_what_was_fastest(warpgroups):
+    for (m, n), times in (WIDE_TIMES if warpgroups else RING_TIMES).items():
+        choice = _C.choose_int4(m, n, 4096, 32, 2, *H200, True, warpgroups)
+        taken = f"{int4_tile(choice)['tokens']}/{choice['parts']}"
+        assert taken in times and times[taken] <= 1.1 * min(times.values()), (m, n, taken)
+
+
+def test_int4_wide_tiles_leave_few_tokens_to_the_ring():
+    """And float32, odd groups and GPUs without products of warpgroups."""
+    for m in (17, 32, 33, 128, 129, 4096):
+        assert _C.choose_int4(m, 4096, 4096, 32, 2, *H200, True, True)["tile"] >= FIRST_WIDE
+        for changed in ((32, 4, *H200, True, True), (128, 2, *H200, True, True)):
+            assert _C.choose_int4(m, 4096, 4096, *changed)["tile"] < FIRST_WIDE
+        assert _C.choose_int4(m, 4096, 4096, 32, 2, *H200, True)["tile"] < FIRST_WIDE
+    assert _C.choose_int4(16, 4096, 4096, 32, 2, *H200, True, True)["tile"] < FIRST_WIDE
+
+
+def test_int4_without_clusters_cuts_k_where_tiles_are_few():
+    for m, n, cut in ((64, 1024, True), (4096, 4096, False)):
+        assert (_C.choose_int4(m, n, 4096, 32, 2, *H200, False)["parts"] > 1) == cut
+
+
+def test_explain_names_a_wide_tile():
+    x = torch.empty(64, 4096, dtype=torch.bfloat16, device="meta")
+    weight = [
+        torch.empty(4096, 512, dtype=torch.int32, device="meta"),
+        torch.empty(4096, 32, dtype=torch.bfloat16, device="meta"),
+        torch.empty(4096, 4, dtype=torch.int32, device="meta"),
+    ]
+    if not torch.cuda.is_available():
+        explanation = torchweld.explain("int4_linear", x, *weight)
+        assert explanation.kernel == "4-bit tiles (wgmma)" and explanation.tile["tokens"] >= 32
+    explanation = torchweld.explain(
+        "int4_linear", x.float(), weight[0], weight[1].float(), weight[2]
+    )
+    assert explanation.kernel == "4-bit tiles (mma.sync)"

@@ -59,7 +59,7 @@ def problems(family: str, seed: int = 0, count: int = 300):
         elif family == "int4":
             groups = r.choice((1, 2, 3, 8))
             k = groups * r.choice((8, 24, 64, 128, 1024))
-            yield [size(), size(), k, groups, elem, *limits, flag(), flag()]
+            yield [size(), size(), k, groups, elem, *limits, flag(), flag(), flag()]
         elif family == "row_sum":
             yield [size(), size(), elem, flag(), flag(), limits[0], flag()]
         else:
@@ -185,6 +185,26 @@ def test_a_softmax_remembers_tiles_rings_and_the_streaming_kernel():
             ops._remember_choice(GPU, "softmax", problem, [number])
             assert picked("softmax", problem, GPU) == ([number], "tuned")
     assert picked("softmax", problem, GPU) == ([-1], "tuned")
+
+
+def int4_problem(**changes) -> list[int]:
+    """64 rows of bfloat16 on an H200, with 1 or 0 for what is changed."""
+    problem = dict(m=64, n=4096, k=4096, groups=32, elem_size=2, sms=H200[0], shared_limit=H200[1])
+    problem |= dict(clusters=1, warpgroups=1, bfloat16=1) | changes
+    return [int(number) for number in problem.values()]
+
+
+def test_reasons_of_a_4_bit_product():
+    wide = _C.choose_int4(64, 4096, 4096, 32, 2, *H200, True, True)["tile"]
+    assert not refusal("int4", int4_problem(), wide, 2)
+    for changes in (dict(warpgroups=0), dict(clusters=0)):
+        assert "Hopper" in refusal("int4", int4_problem(**changes), wide, 1)
+    for changes in (dict(elem_size=4), dict(groups=128), dict(groups=1, k=4064)):
+        assert "multiple of 64" in refusal("int4", int4_problem(**changes), wide, 1)
+    assert "1, 2, 4 or 8 parts" in refusal("int4", int4_problem(), wide, 3)
+    assert "leaves one of 8 parts empty" in refusal("int4", int4_problem(k=192, groups=1), wide, 8)
+    assert "the GPU has 65536" in refusal("int4", int4_problem(shared_limit=65536), wide, 1)
+    assert "2^31" in refusal("int4", int4_problem(m=2**40, n=2**40), wide, 1)
 
 
 CONV2D = ("direct", "banded", "general", "cells", "small")

@@ -34,6 +34,9 @@ inline int device_attribute(cudaDeviceAttr attribute) {
 // compiled with them (device/target.cu).
 bool device_has_clusters();
 
+// The same for the products of warpgroups, which only Hopper has.
+bool device_has_warpgroups();
+
 // Lets a kernel have more shared memory than the 48 KiB that need no asking.
 // NOTE: the permission belongs to the current device, so it is asked for at every launch.
 template <typename Kernel>

@@ -54,6 +54,15 @@ def _has_clusters(t: Tensor) -> bool:
     return gpu is None or torch.cuda.get_device_capability(gpu) >= (9, 0)
 
 
+def _has_warpgroups(t: Tensor) -> bool:
+    """Hopper's alone, in code for sm_90a."""
+    gpu = _gpu(t)
+    if gpu is None:
+        return True
+    built = "9.0a" in (library.build_facts().get("arch_list") or "")
+    return built and torch.cuda.get_device_capability(gpu) == (9, 0)
+
+
 def _picked(family: str, problem: list[int], t: Tensor) -> tuple[dict[str, Any], str]:
     """What a problem takes, by the library's own code: a candidate of torchweld._C, and whose
     choice it is.
@@ -287,7 +296,7 @@ def int4(explanation: Explanation, tensors: list[Tensor], kwargs: dict) -> Expla
     groups, size = scale.shape[1], x.element_size()
     limits = _device_limits(x)
     bfloat16 = x.dtype == torch.bfloat16
-    problem = [m, n, k, groups, size, *limits, _has_clusters(x), bfloat16]
+    problem = [m, n, k, groups, size, *limits, _has_clusters(x), _has_warpgroups(x), bfloat16]
     chosen, explanation.source = _picked("int4", problem, x)
     if chosen["choice"][0] < 0:
         explanation.why = (
@@ -297,10 +306,15 @@ def int4(explanation: Explanation, tensors: list[Tensor], kwargs: dict) -> Expla
         tiles = introspection().int4_tiles(size)
         rings = len(tiles)
         tiles += introspection().int4_decode_tiles(m, n, k, groups, limits[0])
+        wide = len(tiles)
+        tiles += introspection().int4_wide_tiles()
         tile = tiles[chosen["choice"][0]]
         explanation.kernel = "4-bit tiles (mma.sync)"
         explanation.why = f"the smallest tile that holds {m} rows of x"
-        if chosen["choice"][0] >= rings:
+        if chosen["choice"][0] >= wide:
+            explanation.kernel = "4-bit tiles (wgmma)"
+            explanation.why = f"the fastest tile for {m} rows of 16-bit x on Hopper"
+        elif chosen["choice"][0] >= rings:
             explanation.kernel = "4-bit decoding (mma.sync, a ring for each warp)"
             explanation.why = f"{m} rows of 16-bit x that shared memory holds whole"
         hidden = ("suits", "suits_any_group", "refusal")

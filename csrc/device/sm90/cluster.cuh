@@ -38,6 +38,15 @@ __device__ __forceinline__ float2 load_from_block(const float2* s_from, uint32_t
                : "memory");
   return value;
 }
+
+__device__ __forceinline__ float4 load_from_block(const float4* s_from, uint32_t rank) {
+  float4 value;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address_in_block(s_from, rank))
+               : "memory");
+  return value;
+}
 #endif
 
 }  // namespace torchweld

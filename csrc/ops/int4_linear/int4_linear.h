@@ -43,5 +43,8 @@ void launch_int4_decode(const Int4LinearParams& params, cudaStream_t stream);
 // One dtype's kernels, each in a .cu of its own.
 template <typename T>
 void launch_int4_linear_of(const Int4LinearParams& params, cudaStream_t stream);
+// choice.tile is one of kInt4WideTiles.
+template <typename T>
+void launch_int4_wide_of(const Int4LinearParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

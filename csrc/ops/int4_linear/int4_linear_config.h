@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "ops/int4_linear/int4_cost.h"
 #include "ops/int4_linear/int4_decode_config.h"
+#include "ops/int4_linear/int4_wide_config.h"
 #include "ops/int4_pack/int4_layout.h"
 
 namespace torchweld {
@@ -13,14 +15,14 @@ namespace torchweld {
 // A block multiplies `rows` of the weight with `tokens` rows of x, `chunks` of 64 columns a step.
 struct Int4Tile {
   int rows, tokens;
-  int warps;        // each has rows / warps rows and all tokens
-  int chunks;       // of K in a step
-  int stages;       // of the ring in shared memory
-  int blocks;       // of 16-bit x that the registers of an SM hold
-  int busy_blocks;  // so many keep an SM's share of the memory or its tensor cores busy
+  int warps;   // each has rows / warps rows and all tokens
+  int chunks;  // of K in a step
+  int stages;  // of the ring in shared memory
+  int blocks;  // of 16-bit x that the registers of an SM hold
   // The scale multiplies the sum of each group, which serves every dtype and group; or the weight,
   // which needs half the accumulators, 16 bits and groups of whole chunks.
   bool scale_sums;
+  Int4Times times;
 
   // fp32 x is split into pieces in registers.
   constexpr int blocks_per_sm(int elem_size) const {
@@ -54,11 +56,14 @@ struct Int4Tile {
 
 // NOTE: of an SM's instructions a small batch needs half of what it can issue while it reads its
 // share of the weight; two row tiles a warp and two chunks a step keep it at that.
-inline constexpr Int4Tile kInt4Tiles[] = {
-    {64, 8, 2, 2, 4, 8, 4, true},     {128, 16, 4, 2, 3, 5, 3, true},
-    {128, 32, 4, 2, 3, 4, 3, true},   {128, 64, 4, 1, 4, 3, 3, false},
-    {128, 128, 4, 1, 4, 2, 2, false}, {256, 128, 8, 1, 4, 1, 1, false}};
+inline constexpr Int4Tile kInt4Tiles[] = {{64, 8, 2, 2, 4, 8, true, {700, 160, 5500, 50}},
+                                          {128, 16, 4, 2, 3, 5, true, {800, 360, 7500, 100}},
+                                          {128, 32, 4, 2, 3, 4, true, {750, 540, 8300, 255}},
+                                          {128, 64, 4, 1, 4, 3, false, {465, 396, 7300, 560}},
+                                          {128, 128, 4, 1, 4, 2, false, {640, 588, 14200, 245}},
+                                          {256, 128, 8, 1, 4, 1, false, {1370, 1370, 6500, 4900}}};
 inline constexpr int kInt4TileCount = sizeof(kInt4Tiles) / sizeof(kInt4Tiles[0]);
+inline constexpr int kInt4FirstWide = kInt4TileCount + kInt4DecodeTileCount;
 
 // fp32, and groups that are no whole chunks: with more tokens than this the weight is dequantised
 // into memory and multiplied by the matmul engine.
@@ -67,10 +72,11 @@ inline constexpr int64_t kInt4DenseTokens = 128;
 struct Int4Problem {
   int64_t m;
   Int4Shape shape;
-  int elem_size;     // of x, bytes
-  int sms;           // of the device
-  int shared_limit;  // bytes of shared memory that one block may have
-  bool clusters;     // parts can be added up within a cluster of blocks
+  int elem_size;            // of x, bytes
+  int sms;                  // of the device
+  int shared_limit;         // bytes of shared memory that one block may have
+  bool clusters;            // parts can be added up within a cluster of blocks
+  bool warpgroups = false;  // the code that runs has products of warpgroups
 
   constexpr bool whole_chunks() const {
     return shape.groups > 0 && shape.k % (shape.groups * kInt4ChunkK) == 0;
@@ -78,13 +84,15 @@ struct Int4Problem {
 };
 
 struct Int4Choice {
-  // Index into kInt4Tiles, then, from kInt4TileCount on, into kInt4DecodeTiles; -1: dequantise.
+  // Index into kInt4Tiles, then, from kInt4TileCount on, into kInt4DecodeTiles, then, from
+  // kInt4FirstWide on, into kInt4WideTiles; -1: dequantise.
   int tile;
   int parts;            // of K; their sums are added in a fixed order
   int64_t part_chunks;  // of a part
   bool cluster;         // the parts of a tile are a cluster
 
-  constexpr bool decodes() const { return tile >= kInt4TileCount; }
+  constexpr bool decodes() const { return tile >= kInt4TileCount && tile < kInt4FirstWide; }
+  constexpr bool is_wide() const { return tile >= kInt4FirstWide; }
 };
 
 // Why a tile of kInt4DecodeTiles can't take the product, nullptr where it can.
@@ -120,25 +128,41 @@ inline Int4Choice int4_decode_choice(const Int4Problem& p, int decode) {
   return {kInt4TileCount + decode, tile.parts, steps * tile.chunks, tile.parts > 1};
 }
 
-// Nanoseconds: every SM has an equal share of the memory's rate and the tensor cores' rate of
-// mma.sync, which it reaches with busy_blocks; each wave of blocks fills its ring first.
+// Why the tiles of kInt4WideTiles can't take the product, nullptr where they can.
+inline const char* int4_wide_refusal(const Int4Problem& p) {
+  if (p.elem_size != 2 || !p.whole_chunks()) {
+    return "the tile is for 16-bit x and groups of a multiple of 64";
+  }
+  return p.warpgroups && p.clusters ? nullptr : "the tile is for Hopper's products of warpgroups";
+}
+
+// Nanoseconds. Without clusters the sums of parts are written and added by another kernel. fp32 x
+// is multiplied in three pieces, in about twice the time.
 inline double int4_time(const Int4Problem& p, const Int4Tile& tile, int parts, int64_t steps) {
-  constexpr double kBytesPerNs = 30, kMacsPerNs = 2000, kFillNs = 1200, kSumNs = 3000;
-  const int64_t tiles =
-      (p.shape.n + tile.rows - 1) / tile.rows * ((p.m + tile.tokens - 1) / tile.tokens);
-  const int64_t load = (tiles * parts + p.sms - 1) / p.sms;  // blocks on the busiest SM
-  const int resident = tile.blocks_per_sm(p.elem_size);
-  const int64_t waves = (load + resident - 1) / resident;
-  const double macs = double(tile.rows) * tile.tokens * tile.chunks * kInt4ChunkK;
-  const double step = std::max(tile.weight_bytes() / kBytesPerNs, macs / kMacsPerNs);
-  const double busy = std::min(1.0, double(load) / tile.busy_blocks);
-  return load * steps * step / busy + waves * kFillNs + (parts > 1 && !p.clusters ? kSumNs : 0);
+  constexpr double kSumNs = 3000, kSumBytesPerNs = 2000;
+  const double m = static_cast<double>(p.m), n = static_cast<double>(p.shape.n);
+  const double tiles = std::ceil(m / tile.tokens) * std::ceil(n / tile.rows);
+  Int4Times times = tile.times;
+  if (p.elem_size == 4) {
+    times.step *= 2;
+    times.busy *= 2;
+  }
+  const double time = int4_blocks_time(times, tiles, parts, steps, tile.blocks_per_sm(p.elem_size),
+                                       p.sms, p.clusters);
+  if (parts == 1 || p.clusters) return time;
+  return time + kSumNs + 8 * parts * m * n / kSumBytesPerNs;  // 4 bytes there, 4 back
 }
 
 inline Int4Choice choose_int4(const Int4Problem& p) {
   Int4Choice best{-1, 1, p.shape.chunks(), false};
   const int decode = choose_int4_decode(p);
   if (decode >= 0) return int4_decode_choice(p, decode);
+  if (p.m >= kInt4WideTokens && int4_wide_refusal(p) == nullptr) {
+    const Int4WideChoice wide = choose_int4_wide(p.m, p.shape, p.sms, p.shared_limit);
+    if (wide.tile >= 0) {
+      return {kInt4FirstWide + wide.tile, wide.parts, wide.part_chunks, wide.parts > 1};
+    }
+  }
   if (!(p.elem_size == 2 && p.whole_chunks()) && p.m > kInt4DenseTokens) return best;
   double best_time = -1;
   int tokens = 0;  // of the smallest tile that holds all tokens
@@ -149,10 +173,9 @@ inline Int4Choice choose_int4(const Int4Problem& p) {
     if (tokens >= p.m && tile.tokens > tokens) break;
     if (tile.tokens > tokens) best_time = -1;  // larger tiles come later
     tokens = tile.tokens;
-    const int64_t steps = (p.shape.chunks() + tile.chunks - 1) / tile.chunks;
     for (int parts = 1; parts <= 8; parts *= 2) {
-      const int64_t part_steps = (steps + parts - 1) / parts;
-      if (parts > 1 && (part_steps < 2 || (parts - 1) * part_steps >= steps)) break;
+      const int64_t part_steps = int4_part_steps(p.shape, tile.chunks, parts);
+      if (parts > 1 && part_steps < 2) break;
       const double time = int4_time(p, tile, parts, part_steps);
       if (best_time >= 0 && time >= best_time) continue;
       best_time = time;

@@ -68,7 +68,8 @@ inline void int4_matmul_into(const Tensor& y, const Tensor& x, const RepackedWei
                             int(x.element_size()),
                             device_attribute(cudaDevAttrMultiProcessorCount),
                             device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-                            device_has_clusters()};
+                            device_has_clusters(),
+                            device_has_warpgroups()};
   const Int4Choice choice = pick<Int4Tuning>({problem, x.scalar_type() == at::kBFloat16});
   if (choice.tile < 0) return matmul_into(y, x, int4_dequantise(weight), {bias});
   const Tensor in_x = aligned_rows(x);

@@ -9,6 +9,11 @@ namespace torchweld {
 
 void launch_int4_linear(const Int4LinearParams& p, cudaStream_t stream) {
   if (p.choice.decodes()) return launch_int4_decode(p, stream);
+  if (p.choice.is_wide()) {
+    p.gemm.dtype == DType::kFloat16 ? launch_int4_wide_of<__half>(p, stream)
+                                    : launch_int4_wide_of<__nv_bfloat16>(p, stream);
+    return check_launch("int4_linear");
+  }
   switch (p.gemm.dtype) {
     case DType::kFloat16:
       launch_int4_linear_of<__half>(p, stream);

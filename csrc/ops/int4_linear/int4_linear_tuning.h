@@ -21,6 +21,7 @@ struct Int4Tuning {
                                        {"sms", 1, kMostMultiprocessors},
                                        {"shared_limit", 0, kMostSharedBytes},
                                        {"clusters", 0, 1},
+                                       {"warpgroups", 0, 1},
                                        {"bfloat16", 0, 1}};
   static constexpr const char* kChoice[] = {"tile", "parts"};
   static constexpr int kParts[] = {1, 2, 4, 8};
@@ -31,7 +32,7 @@ struct Int4Tuning {
   static Numbers numbers(const Int4Call& call) {
     const Int4Problem& p = call.problem;
     return {p.m,   p.shape.n,      p.shape.k,  p.shape.groups, p.elem_size,
-            p.sms, p.shared_limit, p.clusters, call.bfloat16};
+            p.sms, p.shared_limit, p.clusters, p.warpgroups,   call.bfloat16};
   }
   static Int4Call problem(const Numbers& x) {
     return {{x[0],
@@ -39,8 +40,9 @@ struct Int4Tuning {
              x[4] == 4 ? 4 : 2,
              static_cast<int>(x[5]),
              static_cast<int>(x[6]),
-             x[7] != 0},
-            x[8] != 0};
+             x[7] != 0,
+             x[8] != 0},
+            x[9] != 0};
   }
   static Numbers key(Numbers x) {
     x[0] = size_class(x[0]);
@@ -50,10 +52,11 @@ struct Int4Tuning {
   static Int4Choice choose(const Int4Call& call) { return choose_int4(call.problem); }
   static Numbers told(const Int4Choice& choice) { return {choice.tile, choice.parts}; }
 
-  static int64_t steps(const Int4Problem& p, const Int4Tile& tile) {
-    return (p.shape.chunks() + tile.chunks - 1) / tile.chunks;
+  static const Int4WideTile& wide_tile(int64_t tile) {
+    return kInt4WideTiles[tile - kInt4FirstWide];
   }
 
+  static bool is_decode(int64_t tile) { return tile >= kInt4TileCount && tile < kInt4FirstWide; }
   static const Int4DecodeTile& decode_tile(int64_t tile) {
     return kInt4DecodeTiles[tile - kInt4TileCount];
   }
@@ -62,13 +65,21 @@ struct Int4Tuning {
     const Int4Problem& p = call.problem;
     const int64_t parts = choice[1];
     if (choice[0] == -1) return parts == 1 ? "" : "a weight that is dequantised is not cut";
-    constexpr int kCount = kInt4TileCount + kInt4DecodeTileCount;
+    constexpr int kCount = kInt4FirstWide + kInt4WideTileCount;
     if (choice[0] < 0 || choice[0] >= kCount) return no_such_tile(choice[0], kCount);
-    if (choice[0] >= kInt4TileCount) {
+    if (is_decode(choice[0])) {
       const Int4DecodeTile& tile = decode_tile(choice[0]);
       if (parts != tile.parts) return "the tile has another number of parts";
       const char* why = int4_decode_refusal(p, tile);
       return why == nullptr ? "" : why;
+    }
+    if (choice[0] >= kInt4FirstWide) {
+      if (const char* why = int4_wide_refusal(p)) return why;
+      const Int4WideTile& tile = wide_tile(choice[0]);
+      if (tile.shared_bytes() > p.shared_limit) {
+        return too_much_shared_memory(tile.shared_bytes(), p.shared_limit);
+      }
+      return parts_refusal(p, tile, parts);
     }
     const Int4Tile& tile = kInt4Tiles[choice[0]];
     if (!tile.suits(p.elem_size, p.whole_chunks())) {
@@ -77,11 +88,16 @@ struct Int4Tuning {
     if (tile.shared_bytes(p.elem_size) > p.shared_limit) {
       return too_much_shared_memory(tile.shared_bytes(p.elem_size), p.shared_limit);
     }
+    return parts_refusal(p, tile, parts);
+  }
+
+  template <typename Tile>
+  static std::string parts_refusal(const Int4Problem& p, const Tile& tile, int64_t parts) {
     if (parts != 1 && parts != 2 && parts != 4 && parts != 8) {
       return "K can be cut into 1, 2, 4 or 8 parts";
     }
-    const int64_t all = steps(p, tile), part = (all + parts - 1) / parts;
-    if ((parts - 1) * part >= all) {
+    if (int4_part_steps(p.shape, tile.chunks, static_cast<int>(parts)) == 0) {
+      const int64_t all = int4_part_steps(p.shape, tile.chunks, 1);
       return "K has " + std::to_string(all) + " steps, which leaves one of " +
              std::to_string(parts) + " parts empty";
     }
@@ -94,25 +110,27 @@ struct Int4Tuning {
     const Int4Problem& p = call.problem;
     const int parts = static_cast<int>(choice[1]);
     if (choice[0] < 0) return {-1, 1, p.shape.chunks(), false};
-    if (choice[0] >= kInt4TileCount) {
+    if (is_decode(choice[0])) {
       return int4_decode_choice(p, static_cast<int>(choice[0]) - kInt4TileCount);
     }
-    const Int4Tile& tile = kInt4Tiles[choice[0]];
-    const int64_t part = (steps(p, tile) + parts - 1) / parts;
-    return {static_cast<int>(choice[0]), parts, part * tile.chunks, parts > 1 && p.clusters};
+    const int chunks =
+        choice[0] >= kInt4FirstWide ? wide_tile(choice[0]).chunks : kInt4Tiles[choice[0]].chunks;
+    const int64_t part_chunks = int4_part_steps(p.shape, chunks, parts) * chunks;
+    return {static_cast<int>(choice[0]), parts, part_chunks, parts > 1 && p.clusters};
   }
 
   // A tile that can't serve the product at all is listed once.
   static std::vector<Numbers> candidates(const Int4Call& call) {
     std::vector<Numbers> all;
-    for (int tile = 0; tile < kInt4TileCount; ++tile) {
+    for (int tile = 0; tile < kInt4FirstWide + kInt4WideTileCount; ++tile) {
+      if (is_decode(tile)) {
+        all.push_back({tile, decode_tile(tile).parts});
+        continue;
+      }
       const bool serves = refusal(call, {tile, 1}).empty();
       for (const int parts : kParts) {
         if (parts == 1 || serves) all.push_back({tile, parts});
       }
-    }
-    for (int tile = 0; tile < kInt4DecodeTileCount; ++tile) {
-      all.push_back({kInt4TileCount + tile, kInt4DecodeTiles[tile].parts});
     }
     all.push_back({-1, 1});
     return all;
@@ -120,6 +138,11 @@ struct Int4Tuning {
 
   // Zeros: the weight is dequantised for the matmul engine.
   static Columns columns(const Int4Call&, const Numbers& choice) {
+    if (choice[0] >= kInt4FirstWide) {
+      const Int4WideTile& tile = wide_tile(choice[0]);
+      return {{"rows", tile.rows},  {"tokens", tile.tokens}, {"block_k", tile.chunks * kInt4ChunkK},
+              {"parts", choice[1]}, {"stages", tile.stages}, {"warps", tile.warps}};
+    }
     if (choice[0] >= kInt4TileCount) {
       const Int4DecodeTile& tile = decode_tile(choice[0]);
       return {

@@ -1,0 +1,20 @@
+// Fragments of mma.sync and wgmma to shared memory.
+// Source: PTX ISA, "Warp-level matrix store instruction: stmatrix".
+#pragma once
+
+#include "device/sm90/cluster.cuh"
+
+namespace torchweld {
+
+#if TW_HAS_CLUSTERS
+// Four 8 x 8 matrices of 16-bit elements as ldmatrix reads them, each transposed; lane l gives the
+// address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrix_4_transposed(uint32_t s_row, const uint32_t (&r)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(s_row),
+      "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+      : "memory");
+}
+#endif
+
+}  // namespace torchweld

@@ -1,0 +1,43 @@
+// K in parts, and how long the blocks of a product with a 4-bit weight take. Pure host code.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "ops/int4_pack/int4_layout.h"
+
+namespace torchweld {
+
+// Steps of all parts of K but a shorter last one, 0 where a part would have none. A step is
+// `chunks` of 64 columns.
+inline int64_t int4_part_steps(const Int4Shape& shape, int chunks, int parts) {
+  const int64_t steps = (shape.chunks() + chunks - 1) / chunks;
+  const int64_t part = (steps + parts - 1) / parts;
+  return (parts - 1) * part < steps ? part : 0;
+}
+
+// Nanoseconds of a tile's blocks, fitted to 16-bit products of an H200 (K = 4096, groups of 128).
+struct Int4Times {
+  double step;  // a step of a block that has an SM for itself
+  double busy;  // of each of several blocks, whose SM is never idle then
+  double fill;  // of the ring, and the sums' way to y
+  double join;  // of two parts' sums in their cluster
+};
+
+// `tiles` of y, whose parts of K have `steps`; an SM holds `resident` blocks.
+inline double int4_blocks_time(const Int4Times& times, double tiles, int parts, int64_t steps,
+                               int resident, int sms, bool clusters) {
+  const bool joins = parts > 1 && clusters;
+  // NOTE: a larger cluster finds no room on SMs whose neighbours have none.
+  const double reached = !joins || parts == 2 ? 1 : parts == 4 ? 0.91 : 0.85;
+  const auto wave = [&](double blocks) {
+    return times.fill + static_cast<double>(steps) * std::max(times.step, blocks * times.busy) +
+           (joins ? blocks * times.join * parts / 2 : 0);
+  };
+  const double load = std::ceil(tiles * parts / (sms * reached));  // of the busiest SM
+  const double waves = std::floor(load / resident), rest = load - waves * resident;
+  return waves * wave(resident) + (rest > 0 ? wave(rest) : 0);
+}
+
+}  // namespace torchweld

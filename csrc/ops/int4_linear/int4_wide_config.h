@@ -1,0 +1,82 @@
+// Tiles of the kernel on Hopper's products of warpgroups (int4_wide_kernel.cuh), and which one a
+// product takes. For 16-bit x and groups of whole chunks. Pure host code: tested without a GPU.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "ops/int4_linear/int4_cost.h"
+#include "ops/int4_pack/int4_layout.h"
+
+namespace torchweld {
+
+// A block multiplies `rows` of the weight with `tokens` rows of x, `chunks` of 64 columns a step.
+struct Int4WideTile {
+  int rows, tokens;
+  int warps;   // whole warpgroups; a warp has the tiles of 16 rows w, w + warps, ...
+  int chunks;  // of K in a step
+  int stages;  // of the ring: two are being multiplied, the others on their way
+  int blocks;  // that an SM holds
+  bool stays;  // a block does one tile after the other, the next one's first steps on their way
+  Int4Times times;
+
+  constexpr int threads() const { return warps * 32; }
+  constexpr int row_tiles() const { return rows / kInt4TileRows; }
+  constexpr int weight_bytes() const { return row_tiles() * chunks * kInt4ChunkWords * 4; }
+  constexpr int x_bytes() const { return chunks * tokens * kInt4ChunkK * 2; }
+  // Of a tile of 16 rows and a chunk: scales, zeros, and 8 bytes of nothing.
+  static constexpr int kScaleBytes = kInt4TileRows * 2 + 16;
+  // Stages start on 1024 bytes, as the swizzle of x must.
+  constexpr int stage_bytes() const {
+    return (weight_bytes() + x_bytes() + row_tiles() * chunks * kScaleBytes + 1023) / 1024 * 1024;
+  }
+  constexpr int ring_bytes() const { return stages * stage_bytes(); }
+  // NOTE: 16 bytes of padding a token let fragments be written without bank conflicts.
+  constexpr int y_row_bytes() const { return rows * 2 + 16; }
+  constexpr int sum_row_bytes() const { return rows * 4 + 16; }
+  // y, or the sums of a part, pass through the ring's memory; y of a block that stays does not.
+  constexpr int shared_bytes() const {
+    const int y = tokens * y_row_bytes(), sums = tokens * sum_row_bytes();
+    return std::max(sums, stays ? ring_bytes() + y : std::max(ring_bytes(), y));
+  }
+};
+
+inline constexpr Int4WideTile kInt4WideTiles[] = {
+    {128, 32, 8, 2, 4, 3, false, {590, 490, 2700, 460}},
+    {128, 64, 4, 1, 5, 3, false, {365, 292, 3450, 570}},
+    {128, 128, 8, 1, 5, 2, false, {480, 417, 2800, 1500}},
+    {128, 256, 8, 1, 4, 1, true, {710, 710, 4700, 2350}}};
+inline constexpr int kInt4WideTileCount = sizeof(kInt4WideTiles) / sizeof(kInt4WideTiles[0]);
+
+// With fewer tokens the kernels on mma.sync are as fast.
+inline constexpr int64_t kInt4WideTokens = 17;
+
+// The fastest tile and number of parts of K, tile -1 where none fits.
+struct Int4WideChoice {
+  int tile, parts;
+  int64_t part_chunks;
+};
+
+inline Int4WideChoice choose_int4_wide(int64_t m, const Int4Shape& shape, int sms,
+                                       int shared_limit) {
+  Int4WideChoice best{-1, 1, shape.chunks()};
+  double best_time = -1;
+  for (int i = 0; i < kInt4WideTileCount; ++i) {
+    const Int4WideTile& tile = kInt4WideTiles[i];
+    if (tile.shared_bytes() > shared_limit) continue;
+    const double tiles = static_cast<double>((shape.n + tile.rows - 1) / tile.rows) *
+                         static_cast<double>((m + tile.tokens - 1) / tile.tokens);
+    // K is cut where tiles alone leave SMs without a block.
+    for (int parts = 1; parts <= (tiles < sms ? 8 : 1); parts *= 2) {
+      const int64_t steps = int4_part_steps(shape, tile.chunks, parts);
+      if (steps == 0) break;
+      const double time = int4_blocks_time(tile.times, tiles, parts, steps, tile.blocks, sms, true);
+      if (best_time >= 0 && time >= best_time) continue;
+      best_time = time;
+      best = {i, parts, steps * tile.chunks};
+    }
+  }
+  return best;
+}
+
+}  // namespace torchweld

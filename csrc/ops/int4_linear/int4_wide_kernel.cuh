@@ -1,0 +1,227 @@
+// y = x @ W^T + bias for a repacked 4-bit weight W and many rows of x, on Hopper's products of
+// warpgroups.
+//
+// A block owns a tile of y (rows of W by tokens) and a part of K. The ring is filled by cp.async.
+// Weights are the operand in registers: each warp unpacks a slice of 16 columns of its own rows
+// while the tensor cores multiply the slice before; x is read by them in shared memory. The sums
+// are those of y^T; stmatrix turns them. The parts of K of one tile are a cluster, which adds its
+// sums through distributed shared memory in a fixed order.
+//
+// Rounding: codes less zeros are exact; a weight is rounded once to the dtype of x.
+#pragma once
+
+#include "core/choices.h"
+#include "core/launch.h"
+#include "device/sm90/wgmma.cuh"
+#include "ops/int4_linear/int4_fragments.cuh"
+#include "ops/int4_linear/int4_wide_finish.cuh"
+
+namespace torchweld {
+
+// A warp's weights: the words of a chunk, and the fragments of two slices.
+template <typename T, int kTile>
+struct Int4WideWarp {
+  using Shape = Int4WideShape<kTile>;
+  using Loader = Int4WideLoader<T, kTile>;
+  using Sums = typename Shape::Sums;
+  static constexpr Int4WideTile kT = Shape::kT;
+  static constexpr int kN = Shape::kN, kM = Shape::kM, kWide = Shape::kWide;
+
+  uint32_t a[2][kN][4];
+  uint4 words[kN];
+  uint32_t low[kN], high[kN];  // scales, twice
+  Int4Zeros<T> zeros[kN];
+
+  static __device__ __forceinline__ void clear(Sums& acc) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int i = 0; i < kWide / 2; ++i) acc[n][m][i] = 0.f;
+      }
+    }
+  }
+
+  // A chunk of the stage at s_stage.
+  __device__ __forceinline__ void read(uint32_t s_stage, int warp, int lane, int chunk) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const int place = (warp + n * kT.warps) * kT.chunks + chunk;
+      const uint32_t s_scale = s_stage + Loader::kScaleAt + place * kT.kScaleBytes;
+      words[n] = load_words_4(s_stage + place * (kInt4ChunkWords * 4) + lane * 16);
+      const uint32_t pair = load_word(s_scale + lane / 4 * 4);
+      zeros[n] = Int4Zeros<T>(load_words_2(s_scale + 32), lane);
+      low[n] = __byte_perm(pair, 0, 0x1010);
+      high[n] = __byte_perm(pair, 0, 0x3232);
+    }
+  }
+
+  __device__ __forceinline__ void unpack(int slice) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      uint32_t (&r)[4] = a[slice & 1][n];
+      const uint4& w = words[n];
+      int4_unpack<T>(r, slice == 0 ? w.x : slice == 1 ? w.y : slice == 2 ? w.z : w.w, zeros[n]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) r[i] = multiply_pair<T>(r[i], i % 2 ? high[n] : low[n]);
+    }
+  }
+
+#if TW_HAS_WARPGROUPS
+  // acc += a @ x^T for a slice of the chunk of x at s_x.
+  __device__ __forceinline__ void multiply(Sums& acc, uint32_t s_x, int slice) {
+    warpgroup_fence();
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        const uint32_t at = m * kWide * (kInt4ChunkK * 2) + slice * 32;
+        WarpgroupProduct<T, kWide>::add(acc[n][m], a[slice & 1][n],
+                                        product_columns(s_x) + (at >> 4));
+      }
+    }
+    warpgroup_commit();
+  }
+#endif
+};
+
+template <typename T, int kTile>
+__global__ void __launch_bounds__(kInt4WideTiles[kTile].threads(), kInt4WideTiles[kTile].blocks)
+    int4_wide_kernel(const __grid_constant__ Int4LinearParams p,
+                     const __grid_constant__ FastDivisor group_chunks, uint32_t items) {
+#if TW_HAS_WARPGROUPS
+  constexpr Int4WideTile kT = kInt4WideTiles[kTile];
+  constexpr int kStages = kT.stages, kAhead = kStages - 2, kStageBytes = kT.stage_bytes();
+  using Warp = Int4WideWarp<T, kTile>;
+  using Loader = Int4WideLoader<T, kTile>;
+  extern __shared__ __align__(1024) char s_memory[];
+  const uint32_t s_base = shared_address(s_memory);
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  uint32_t item = blockIdx.x;
+  Int4WideWork work(p, kT, item);
+  Loader loader(p, work, thread);
+  int left;  // steps to load
+  const auto start = [&] {
+    left = (work.chunk_end - work.first_chunk + kT.chunks - 1) / kT.chunks;
+#pragma unroll
+    for (int stage = 0; stage < kAhead; ++stage) {
+      if (stage < left) loader.load(s_base + stage * kStageBytes, group_chunks, thread);
+      copy_async_commit();
+    }
+  };
+  start();
+  typename Warp::Sums acc;
+  while (true) {
+    const int steps = left;
+    left -= kAhead;
+    Warp::clear(acc);
+    Warp w;
+    int stage = 0, free_stage = kAhead;
+    copy_async_wait<kAhead - 1>();
+    __syncwarp();
+    w.read(s_base, warp, lane, 0);
+    w.unpack(0);
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      const int next = stage + 1 == kStages ? 0 : stage + 1;
+      const uint32_t s_stage = s_base + stage * kStageBytes;
+      fence_products();
+      __syncthreads();  // all of this step is there; every product but the last one is done
+#pragma unroll
+      for (int chunk = 0; chunk < kT.chunks; ++chunk) {
+#pragma unroll
+        for (int slice = 0; slice < 4; ++slice) {
+          w.multiply(acc, s_stage + Loader::kXAt + chunk * kT.tokens * (kInt4ChunkK * 2), slice);
+          if (chunk == 0 && slice == 0) {
+            if (left > 0) loader.load(s_base + free_stage * kStageBytes, group_chunks, thread);
+            copy_async_commit();
+            --left;
+          }
+          if (slice == 3 && chunk + 1 < kT.chunks) w.read(s_stage, warp, lane, chunk + 1);
+          if (slice == 3 && chunk + 1 == kT.chunks) {
+            copy_async_wait<kAhead - 1>();
+            __syncwarp();
+            // NOTE: behind the last step this reads and unpacks what nobody multiplies.
+            w.read(s_base + next * kStageBytes, warp, lane, 0);
+          }
+          warpgroup_wait<1>();  // the slice before has left its registers
+          w.unpack((slice + 1) & 3);
+        }
+      }
+      stage = next;
+      free_stage = free_stage + 1 == kStages ? 0 : free_stage + 1;
+    }
+    warpgroup_wait<0>();
+    copy_async_wait<0>();
+    __syncthreads();  // the ring is free
+    if (p.choice.parts > 1) break;
+    const Int4WideWork done = work;
+    item += gridDim.x;
+    if (kT.stays && item < items) {
+      work = Int4WideWork(p, kT, item);
+      loader = Loader(p, work, thread);
+      start();
+    }
+    char* s_y = s_memory + (kT.stays ? kT.ring_bytes() : 0);
+    int4_wide_stage<T, kTile>(p.gemm, done.first_row, shared_address(s_y), acc, warp, lane);
+    __syncthreads();
+    int4_wide_store<T, kTile>(p.gemm, done, s_y, thread);
+    if (!kT.stays || item >= items) return;
+  }
+
+  int4_wide_leave<kTile>(s_memory, acc, warp, lane);
+  cluster_arrive();
+  cluster_wait();
+  if (p.choice.parts == 2) int4_wide_join<T, kTile, 2>(p.gemm, work, s_memory, thread);
+  if (p.choice.parts == 4) int4_wide_join<T, kTile, 4>(p.gemm, work, s_memory, thread);
+  if (p.choice.parts == 8) int4_wide_join<T, kTile, 8>(p.gemm, work, s_memory, thread);
+  __syncwarp();
+  cluster_arrive();
+  cluster_wait();  // the neighbours have read this block's sums
+#endif
+}
+
+template <typename T, int kTile>
+void launch_int4_wide_kernel(const Int4LinearParams& p, cudaStream_t stream) {
+  constexpr Int4WideTile kT = kInt4WideTiles[kTile];
+  const auto kernel = int4_wide_kernel<T, kTile>;
+  constexpr int kBytes = kT.shared_bytes();
+  allow_shared_memory(kernel, kBytes);
+  note_kernel(kernel, kT.threads(), kBytes);
+  const int64_t items = (p.gemm.n + kT.rows - 1) / kT.rows *
+                        ((p.gemm.m + kT.tokens - 1) / kT.tokens) * p.choice.parts;
+  const bool stays = kT.stays && p.choice.parts == 1;
+  const int64_t blocks = stays ? std::min(items, int64_t{p.sms} * kT.blocks) : items;
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(p.choice.parts), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(kT.threads());
+  config.dynamicSmemBytes = kBytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = p.choice.parts > 1 ? 1 : 0;
+  const FastDivisor group_chunks(p.weight.shape.group_units() / kInt4ChunkUnits);
+  // A failure stays behind for check_launch.
+  (void)cudaLaunchKernelEx(&config, kernel, p, group_chunks, static_cast<uint32_t>(items));
+}
+
+// The tile that the host has chosen.
+template <typename T, int kTile = 0>
+void launch_int4_wide_tiles(const Int4LinearParams& p, cudaStream_t stream) {
+  if constexpr (kTile < kInt4WideTileCount) {
+    if (p.choice.tile != kInt4FirstWide + kTile) {
+      return launch_int4_wide_tiles<T, kTile + 1>(p, stream);
+    }
+    launch_int4_wide_kernel<T, kTile>(p, stream);
+  }
+}
+
+template <typename T>
+void launch_int4_wide_of(const Int4LinearParams& p, cudaStream_t stream) {
+  launch_int4_wide_tiles<T>(p, stream);
+}
+
+}  // namespace torchweld
