@@ -264,6 +264,7 @@ def test_large_batches_and_images(device):
         # The images beyond 255 rows prefer other tiles; strips are whole only where there are many.
         shapes = [(4097, 8, 8), (4097, 16, 16), (64, 64, 64), (3, 1000, 1030), (4, 1000, 520)]
         cases = [(shape, (3, 5)) for shape in shapes] + [((600, 64, 64), (7, 9))]
+        cases += [((1100, 64, 256), (4, 7)), ((4200, 65, 61), (3, 5))]
     for shape, kernels in cases:
         for dtype in (F32, BF16):
             x = integers(device, dtype, *shape, most=1)

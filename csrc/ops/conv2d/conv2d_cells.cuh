@@ -290,21 +290,26 @@ __launch_bounds__(kCellsThreads, Config::blocks_per_sm(kVector)) void conv2d_cel
   table.read(r_band);
 
   uint32_t check = 0;
-  for (int first = 0; first < plan.steps; first += kBuffers) {
+  const auto walk = [&] {
+    for (int first = 0;; first += kBuffers) {
 #pragma unroll
-    for (int u = 0; u < kBuffers; ++u) {
-      const int step = first + u;
-      if (step >= plan.steps) break;
-      load((u + kBuffers - 1) % kBuffers, step + kBuffers - 1);
-      float r_acc[kCellTiles][4] = {};
+      for (int u = 0; u < kBuffers; ++u) {
+        const int step = first + u;
+        // NOTE: not break: where paths meet again the compiler copies cells that are on their way
+        // to other registers, and waits for them there.
+        if (step >= plan.steps) return;
+        load((u + kBuffers - 1) % kBuffers, step + kBuffers - 1);
+        float r_acc[kCellTiles][4] = {};
 #pragma unroll
-      for (int d = 0; d < Config::kDown; ++d) {
-        multiply_cell<Config>(r_acc, cells[(u + d) % kBuffers], r_band[d]);
+        for (int d = 0; d < Config::kDown; ++d) {
+          multiply_cell<Config>(r_acc, cells[(u + d) % kBuffers], r_band[d]);
+        }
+        store_cell<Config, kVector>(strip, r_acc, step * kCellRows < strip.rows, check);
+        strip.g_z += z_step;
       }
-      store_cell<Config, kVector>(strip, r_acc, step * kCellRows < strip.rows, check);
-      strip.g_z += z_step;
     }
-  }
+  };
+  walk();
   if ((check & 0x7fff7fff) != 0) mend_strip<Config>(args, plan);
 }
 

@@ -10,16 +10,32 @@ namespace torchweld {
 // without shared memory. kSmall: fp32, images and square kernels that a tile of kSmallTiles holds.
 enum class Conv2dKernel : int8_t { kDirect, kBanded, kGeneral, kCells, kSmall };
 
-// A thread of the direct kernel has kDirectColumns adjacent columns of `rows` rows.
+// A thread of the direct kernel has kDirectColumns adjacent columns of a strip of up to strip_rows
+// rows, and walks down them with `ahead` rows on their way.
 struct DirectTile {
   int size;  // of the kernel, both ways
-  int rows;
+  int ahead;
+  int strip_rows;
   int blocks_per_sm;  // at least; bounds the registers
 };
-inline constexpr int kDirectThreads = 256;
+inline constexpr int kDirectThreads = 128;
 inline constexpr int kDirectColumns = 4;
-inline constexpr DirectTile kDirectTiles[] = {{3, 8, 4}, {4, 8, 3}, {5, 8, 3}, {7, 8, 2}};
+inline constexpr DirectTile kDirectTiles[] = {
+    {3, 2, 16, 8}, {4, 3, 16, 5}, {5, 4, 64, 4}, {7, 2, 64, 4}};
 inline constexpr int kNumDirectTiles = sizeof(kDirectTiles) / sizeof(kDirectTiles[0]);
+
+// Rows of each strip of an image: as many as in every other strip, give or take the last, and fewer
+// where the strips would not keep a large GPU busy.
+inline constexpr int64_t kDirectFewThreads = 65536;
+inline constexpr int kDirectLeastRows = 8;
+constexpr int64_t direct_strip_rows(const DirectTile& tile, int64_t batch, int64_t height,
+                                    int64_t width) {
+  const int64_t across = (width - 1) / kDirectColumns + 1;
+  int64_t most = tile.strip_rows;
+  const auto strips = [&] { return (height - 1) / most + 1; };
+  while (most > kDirectLeastRows && batch * across * strips() < kDirectFewThreads) most /= 2;
+  return (height - 1) / strips() + 1;
+}
 
 // A warp of the banded kernel has tiles_m tiles of 16 rows by tiles_n of 8 columns.
 struct BandedTile {
