@@ -21,7 +21,7 @@ struct DirectTile {
 inline constexpr int kDirectThreads = 128;
 inline constexpr int kDirectColumns = 4;
 inline constexpr DirectTile kDirectTiles[] = {
-    {3, 2, 16, 8}, {4, 3, 16, 5}, {5, 4, 64, 4}, {7, 2, 64, 4}};
+    {3, 2, 16, 8}, {4, 2, 16, 6}, {5, 4, 16, 4}, {7, 2, 64, 4}};
 inline constexpr int kNumDirectTiles = sizeof(kDirectTiles) / sizeof(kDirectTiles[0]);
 
 // Rows of each strip of an image: as many as in every other strip, give or take the last, and fewer
