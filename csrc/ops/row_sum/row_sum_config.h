@@ -27,7 +27,7 @@ inline constexpr int kRowSumStaged = -1;
 // A part of a row is between these sizes: small enough for kPartsPerSm of them an SM.
 inline constexpr int64_t kMinPartBytes = 16 << 10;
 inline constexpr int64_t kMaxPartBytes = 256 << 10;
-inline constexpr int64_t kPartsPerSm = 8;
+inline constexpr int64_t kPartsPerSm = 4;
 inline constexpr int64_t kMaxParts = 4096;       // one block adds all of a row's parts
 inline constexpr int64_t kMaxSplitRows = 16384;  // more rows than this fill the chip anyway
 
