@@ -24,10 +24,13 @@ inline constexpr int kStagedRowBytes = 2048;
 inline constexpr int kStagedBytes = 16384;
 inline constexpr int kRowSumStaged = -1;
 
-// A part of a row is between these sizes: small enough for kPartsPerSm of them an SM.
+// A part of a row is between these sizes: small enough for kPartsPerSm of them an SM, or for
+// kFewPartsPerSm where it then is no more than kGoodPartBytes.
 inline constexpr int64_t kMinPartBytes = 16 << 10;
 inline constexpr int64_t kMaxPartBytes = 256 << 10;
-inline constexpr int64_t kPartsPerSm = 4;
+inline constexpr int64_t kGoodPartBytes = 128 << 10;
+inline constexpr int64_t kPartsPerSm = 8;
+inline constexpr int64_t kFewPartsPerSm = 4;
 inline constexpr int64_t kMaxParts = 4096;       // one block adds all of a row's parts
 inline constexpr int64_t kMaxSplitRows = 16384;  // more rows than this fill the chip anyway
 
@@ -61,7 +64,10 @@ constexpr RowSumChoice choose_row_sum(const RowSumProblem& problem) {
   }
   const int last = kNumRowSumTiles - 1;
   if (problem.rows > kMaxSplitRows) return {last, 1, problem.n};
-  int64_t part = problem.rows * bytes / (kPartsPerSm * problem.sms);
+  const int64_t total = problem.rows * bytes;
+  const int64_t large = total / (kFewPartsPerSm * problem.sms);
+  int64_t part = total / (kPartsPerSm * problem.sms);
+  part = large < kGoodPartBytes ? large : (part < kGoodPartBytes ? kGoodPartBytes : part);
   part = part < kMinPartBytes ? kMinPartBytes : (part > kMaxPartBytes ? kMaxPartBytes : part);
   const int64_t least = (bytes + kMaxParts - 1) / kMaxParts;
   part = part < least ? least : part;
