@@ -374,11 +374,12 @@ PYBIND11_MODULE(_C, m) {
         "the product, or why it can't.");
   m.def("int4_wide_tiles", &int4_wide_tiles,
         "The tiles of products with a 4-bit weight and many rows of 16-bit x on Hopper.");
-  m.def("choose_int4", &choose_int4_tile, py::arg("m"), py::arg("n"), py::arg("k"),
-        py::arg("groups"), py::arg("elem_size"), py::arg("sms"), py::arg("shared_limit"),
-        py::arg("clusters"), py::arg("warpgroups") = false,
-        "What x (m, k) and a 4-bit weight (n, k) take: `tile` is an index into int4_tiles, then "
-        "into int4_decode_tiles, then into int4_wide_tiles, or -1 where the weight is dequantised.");
+  m.def(
+      "choose_int4", &choose_int4_tile, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("groups"),
+      py::arg("elem_size"), py::arg("sms"), py::arg("shared_limit"), py::arg("clusters"),
+      py::arg("warpgroups") = false,
+      "What x (m, k) and a 4-bit weight (n, k) take: `tile` is an index into int4_tiles, then "
+      "into int4_decode_tiles, then into int4_wide_tiles, or -1 where the weight is dequantised.");
   m.def("scalar_attention_sweeps", &scalar_attention_sweeps, py::arg("n"), py::arg("backward"),
         py::arg("sms"), "The sweeps of scalar_attention or its gradient over n x n pairs.");
   m.def("attention_backward_tile", &attention_backward_tile, py::arg("head_dim"),
