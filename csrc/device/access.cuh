@@ -64,18 +64,6 @@ __device__ __forceinline__ void access_floats(float (&r_to)[kElems], AccessOf<kE
   }
 }
 
-// Values as 16 bytes, each rounded once.
-template <typename T>
-__device__ __forceinline__ uint4 words_of(const float* r_from) {
-  if constexpr (sizeof(T) == 4) {
-    return make_uint4(__float_as_uint(r_from[0]), __float_as_uint(r_from[1]),
-                      __float_as_uint(r_from[2]), __float_as_uint(r_from[3]));
-  } else {
-    return make_uint4(pack_pair<T>(r_from[0], r_from[1]), pack_pair<T>(r_from[2], r_from[3]),
-                      pack_pair<T>(r_from[4], r_from[5]), pack_pair<T>(r_from[6], r_from[7]));
-  }
-}
-
 template <typename T, int kElems>
 __device__ __forceinline__ void store_access_if(T* g_to, const float (&r_from)[kElems],
                                                 bool holds) {

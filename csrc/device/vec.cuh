@@ -163,18 +163,23 @@ __device__ __forceinline__ float largest(uint4 words) {
   return largest<T>(r_of);
 }
 
+// Values as 16 bytes, each rounded once.
+template <typename T>
+__device__ __forceinline__ uint4 words_of(const float* r_from) {
+  if constexpr (sizeof(T) == 4) {
+    return make_uint4(__float_as_uint(r_from[0]), __float_as_uint(r_from[1]),
+                      __float_as_uint(r_from[2]), __float_as_uint(r_from[3]));
+  } else {
+    return make_uint4(pack_pair<T>(r_from[0], r_from[1]), pack_pair<T>(r_from[2], r_from[3]),
+                      pack_pair<T>(r_from[4], r_from[5]), pack_pair<T>(r_from[6], r_from[7]));
+  }
+}
+
 // Stores 16 bytes of results.
 // NOTE: __stwb, because the compiler splits a plain store under a condition into one per value.
 template <typename T>
 __device__ __forceinline__ void store_floats(T* g_to, const float* r_from) {
-  if constexpr (sizeof(T) == 2) {
-    __stwb(reinterpret_cast<uint4*>(g_to),
-           make_uint4(pack_pair<T>(r_from[0], r_from[1]), pack_pair<T>(r_from[2], r_from[3]),
-                      pack_pair<T>(r_from[4], r_from[5]), pack_pair<T>(r_from[6], r_from[7])));
-  } else {
-    __stwb(reinterpret_cast<float4*>(g_to),
-           make_float4(r_from[0], r_from[1], r_from[2], r_from[3]));
-  }
+  __stwb(reinterpret_cast<uint4*>(g_to), words_of<T>(r_from));
 }
 
 }  // namespace torchweld
