@@ -33,6 +33,17 @@ SIZES = [
     (1021, 67),
 ]
 EMPTY = [(0, 5), (5, 0), (0, 0)]
+MATRIX_OPS = ["outer_add", "outer_mul_relu", "mul_relu"]
+
+
+def matrix_randn(device: str, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).to(dtype).to(device)
+
+
+def matrix_args(op: str, device: str, dtype: torch.dtype, rows: int, cols: int) -> list[Tensor]:
+    """x, the columns' values or the matrix, and y, the rows' values."""
+    x_shape = (rows, cols) if op == "mul_relu" else (cols,)
+    return [matrix_randn(device, dtype, *x_shape), matrix_randn(device, dtype, rows)]
 
 
 def grid(*shape: int) -> Tensor:

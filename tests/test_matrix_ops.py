@@ -1,0 +1,115 @@
+"""What holds for every op on a (rows, cols) matrix: outer_add, outer_mul_relu and mul_relu."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+
+from matrices import (
+    EMPTY,
+    MATRIX_OPS,
+    SIZES,
+    eager_gradients,
+    in_nan,
+    matrix_args,
+    matrix_randn,
+    special_places,
+)
+from numerics import assert_equal, assert_same_bits
+from reference import EAGER
+from refusals import cases
+from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
+from strategies import dtype_names, layouts, seeds, sizes, strided, values
+
+LEAST_BAD_CALLS = {"outer_add": 20, "outer_mul_relu": 28, "mul_relu": 28}
+pytestmark = pytest.mark.parametrize("op", MATRIX_OPS)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_sizes(op, device, dtype, size):
+    if dtype not in dtypes(device):
+        pytest.skip(f"{dtype} is CPU only")
+    check_op(op, matrix_args(op, device, dtype, *size))
+
+
+@pytest.mark.parametrize("size", [(65537, 2), (131101, 1), (2, 65537), (1, 131101)], ids=str)
+def test_long_sides(op, device, size):
+    for dtype in dtypes(device):
+        check_op(op, matrix_args(op, device, dtype, *size))
+
+
+@pytest.mark.parametrize("size", EMPTY, ids=str)
+def test_empty(op, device, size):
+    """A sum over nothing is 0."""
+    for dtype in dtypes(device):
+        args = matrix_args(op, device, dtype, *size)
+        out, grads = forward_backward(op, args, {})
+        assert out.shape == size
+        for grad, arg in zip(grads, args, strict=True):
+            assert_equal(grad, torch.zeros_like(arg))
+
+
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("size", [(2, 3), (7, 65), (33, 515)], ids=str)
+def test_inf_and_nan_spread_as_in_torch(op, device, special, size):
+    for dtype in dtypes(device):
+        for which in range(3):
+            args, dz = matrix_args(op, device, dtype, *size), matrix_randn(device, dtype, *size)
+            tensors = [*args, dz]
+            shape = tensors[which].shape
+            tensors[which] = special_places(device, dtype, shape.numel(), special).view(shape)
+            *args, dz = tensors
+            out, grads = forward_backward(op, args, {}, dz)
+            expected = EAGER[op](*args)
+            assert_equal(out.isnan(), expected.isnan())
+            assert_equal(out.isposinf(), expected.isposinf())
+            assert_equal(out.isneginf(), expected.isneginf())
+            for got, ref in zip(grads, eager_gradients(EAGER[op], dz, args), strict=True):
+                assert_equal(got.isnan(), ref.isnan())
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 3, 5, 8])
+@pytest.mark.parametrize("size", [(5, 9), (9, 64), (37, 515), (3, 1024)], ids=str)
+def test_nan_around_the_inputs_is_not_read(op, device, size, offset):
+    for dtype in dtypes(device):
+        args, dz = matrix_args(op, device, dtype, *size), matrix_randn(device, dtype, *size)
+        out, grads = forward_backward(op, args, {}, dz)
+        moved = [in_nan(t, offset + i) for i, t in enumerate(args)]
+        got, got_grads = forward_backward(op, moved, {}, in_nan(dz, offset))
+        assert_same_bits(got, out)
+        for grad, ref in zip(got_grads, grads, strict=True):
+            # Other boundaries may add in another order.
+            torch.testing.assert_close(grad, ref)
+
+
+@given(
+    rows=sizes(65),
+    cols=sizes(129),
+    layout=layouts(2),
+    dtype=dtype_names,
+    seed=seeds,
+)
+def test_any_layout(op, rows, cols, layout, dtype, seed):
+    dtype = getattr(torch, dtype)
+    shapes = [tuple(t.shape) for t in matrix_args(op, "cpu", dtype, rows, cols)]
+    x, y, dz = (
+        values(shape, "normal", seed + i).to(dtype)
+        for i, shape in enumerate([*shapes, (rows, cols)])
+    )
+    x_layout = layout if x.dim() == 2 else ((0,), (1 + seed % 3,), seed % 5)
+    args = [strided(x, x_layout), strided(y, ((0,), (2,), 1))]
+    check_op(op, args, dout=strided(dz, layout), eager=False)
+
+
+def test_bad_call_while_recording(op, device):
+    for case in cases(op):
+        case.check(device, recorded=True)
+
+
+@pytest.mark.parametrize("suffix", ["", "_backward"])
+def test_number_of_bad_calls(op, suffix):
+    assert len(cases(op + suffix)) >= LEAST_BAD_CALLS[op]
