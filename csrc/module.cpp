@@ -30,17 +30,17 @@ py::list softmax_tiles(int elem_size, bool backward, bool aligned) {
   return tiles;
 }
 
-py::list softmax_rings(int elem_size, bool backward) {
+py::list softmax_rings(int elem_size, bool backward, bool aligned) {
   py::list rings;
   for (const SoftmaxRing& ring : kSoftmaxRings) {
     py::dict d;
     d["blocks_per_row"] = ring.cluster;
-    d["threads"] = ring.block_threads();
+    d["threads"] = ring.block_threads(backward);
+    d["groups"] = ring.groups(backward);
     d["piece_bytes"] = ring.piece_bytes(backward);
-    d["pieces"] = ring.slots();
-    d["blocks_per_sm"] = ring.blocks_per_sm;
+    d["pieces"] = ring.slots(backward);
     d["shared_bytes"] = ring.shared_bytes();
-    d["capacity"] = ring.capacity(elem_size, backward);
+    d["capacity"] = ring.capacity(elem_size, backward, aligned);
     d["preferred_to"] = ring.preferred_to(elem_size, backward);
     rings.append(d);
   }
@@ -349,7 +349,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("softmax_tiles", &softmax_tiles, py::arg("elem_size"), py::arg("backward"),
         py::arg("aligned"), "The tiles of the row softmax kernels, in the order of preference.");
   m.def("softmax_rings", &softmax_rings, py::arg("elem_size"), py::arg("backward"),
-        "The rings of the kernels for long rows, in the order of preference.");
+        py::arg("aligned"), "The rings of the kernels for long rows, in the order of preference.");
   m.def("choose_softmax", &choose_softmax_kernel, py::arg("n"), py::arg("elem_size"),
         py::arg("aligned"), py::arg("backward"), py::arg("tiled"), py::arg("clusters"),
         py::arg("in_phase"), py::arg("shared_limit"),

@@ -77,6 +77,7 @@ def test_square(device, dtype, seqlen):
 
 
 LONG = [(1, 1023), (2, 1025), (3, 4097), (2, 8193), (1, 32769), (130, 3), (1025, 2), (129, 127)]
+LONG += [(3, 50_001), (1, 131_072)]
 
 
 @pytest.mark.parametrize("shape", LONG, ids=str)
@@ -156,7 +157,9 @@ def test_uniform(device, power):
 
 
 @pytest.mark.parametrize("hole", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("shape", [(4, 4), (2, 5), (5, 2), (40, 70), (129, 129)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(4, 4), (2, 5), (5, 2), (40, 70), (129, 129), (3, 40_003)], ids=str
+)
 def test_hidden_scores_and_gradients_are_not_read(device, shape, hole):
     for dtype in dtypes(device):
         leftpad = pads(device, 0, 1, shape[1] // 2, shape[1])
@@ -177,6 +180,27 @@ def test_scale(device, scale):
     for dtype in dtypes(device):
         args = [randn(device, dtype, 2, 9, 9), pads(device, 0, 4)]
         check_op("causal_softmax", args, {"scale": scale})
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.37])
+def test_scale_of_long_rows(device, scale):
+    for dtype in dtypes(device):
+        args = [randn(device, dtype, 2, 3, 33_001), pads(device, 0, 12_345)]
+        check_op("causal_softmax", args, {"scale": scale})
+
+
+def test_more_long_rows_than_a_gpu_takes_at_a_time(device):
+    """Most of them padding, which has no live columns: clusters claim those quickly."""
+    heads, shape = (97, (8, 40_003)) if device == "cuda" else (2, (2, 40_003))
+    x = randn(device, BF16, 3, heads, *shape)
+    leftpad = pads(device, 7, shape[1] - 2, shape[1])
+    y = causal_softmax(x, leftpad, scale=0.5)
+    seen = R.visible(3, *shape, leftpad.cpu(), True)[:, None].to(device)
+    scores = torch.where(seen, x.float() * 0.5, -math.inf)
+    expected = torch.where(seen, torch.softmax(scores, -1), 0)
+    assert not y[~seen.expand_as(y)].any()
+    torch.testing.assert_close(y.float(), expected, rtol=2.0**-7, atol=0)
+    assert_same_bits(causal_softmax(x, leftpad, scale=0.5), y)
 
 
 @pytest.mark.parametrize("offset", [0.0, 100.0, -1e4, -2.5e5, 133120.0])

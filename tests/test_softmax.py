@@ -196,6 +196,83 @@ def test_more_long_rows_than_a_gpu_takes_at_a_time(device, n):
             numerics.check(dx[part], bound, label="softmax_backward", device=device)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA streams")
+@pytest.mark.parametrize(("rows", "n"), [(4700, 32768), (601, 163_848), (603, 131_073)])
+def test_more_turns_than_a_cluster_remembers(rows, n):
+    """Rows are claimed from a counter, which must be 0 again after every call."""
+    x = torch.randn(rows, n, device="cuda").to(BF16)
+    y = softmax(x)
+    for _ in range(2):
+        assert_same_bits(softmax(x), y)
+    for part in (slice(0, 3), slice(rows // 2, rows // 2 + 3), slice(-3, None)):
+        (bound,) = softmax_bounds(x[part])
+        numerics.check(y[part], bound, label="softmax", device="cuda")
+    sums = y.sum(-1, dtype=F32)
+    assert (sums - 1).abs().max() < 2.0**-8  # a result is rounded by at most 2^-9 of itself
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA streams")
+def test_long_rows_on_two_streams_at_once():
+    xs = [torch.randn(257, 40_000 + 8 * i, device="cuda").to(F16) for i in range(2)]
+    expected = [softmax(x) for x in xs]
+    streams = [torch.cuda.Stream() for _ in xs]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(10):
+        for x, stream in zip(xs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(softmax(x))
+    torch.cuda.synchronize()
+    for i, y in enumerate(found):
+        assert_same_bits(y, expected[i % 2])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs")
+def test_long_rows_in_a_replayed_graph():
+    x = torch.randn(257, 50_257, device="cuda").to(F16)
+    expected = softmax(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, z = softmax(x), softmax(x)
+    for _ in range(3):
+        y.zero_()
+        z.zero_()
+        graph.replay()
+        assert_same_bits(y, expected)
+        assert_same_bits(z, expected)
+
+
+@pytest.mark.parametrize("n", [32769, 40_003, 65_538])
+@pytest.mark.parametrize("beside", [math.nan, math.inf])
+def test_long_rows_do_not_depend_on_what_is_beside(device, n, beside):
+    for dtype in dtypes(device):
+        flat = randn(device, dtype, 3 * n + 16)
+        flat[3 * n :] = beside
+        x = flat[: 3 * n].view(3, n)
+        assert_same_bits(softmax(x), softmax(x.clone()))
+        period = 16 // x.element_size()
+        wide = randn(device, dtype, 3, n + period)
+        wide[:, n:] = beside
+        assert_same_bits(softmax(wide[:, :n]), softmax(wide[:, :n].contiguous()))
+        y = softmax(x)
+        x[1] = beside
+        assert_same_bits(softmax(x)[::2], y[::2])
+
+
+@pytest.mark.parametrize("n", [32768, 50_257, 70_000])
+@pytest.mark.parametrize("value", SPECIAL)
+def test_inf_and_nan_spread_in_long_rows(device, value, n):
+    for dtype in dtypes(device):
+        x = randn(device, dtype, 4, n)
+        for row, j in enumerate((0, n // 2, n - 1)):
+            x[row, j] = SPECIAL[value]
+        x[3] = -math.inf
+        y = softmax(x)
+        assert_equal(y.isnan(), torch.softmax(x, -1).isnan())
+        if value == "-inf":
+            assert y[0, 0] == y[1, n // 2] == y[2, n - 1] == 0
+
+
 def test_shifted_rows_have_the_bits_of_aligned_ones(device):
     for dtype in dtypes(device):
         for n in (64, 1024, 8192):

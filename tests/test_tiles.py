@@ -45,7 +45,7 @@ def test_a_row_takes_a_kernel_that_holds_it():
             tile = _C.softmax_tiles(p["elem_size"], p["backward"], p["aligned"])[index]
             assert tile["suits"] and p["n"] <= tile["capacity"]
         elif kernel == "ring":
-            ring = _C.softmax_rings(p["elem_size"], p["backward"])[index]
+            ring = _C.softmax_rings(p["elem_size"], p["backward"], p["aligned"])[index]
             assert p["in_phase"] and p["n"] <= ring["capacity"]
             assert ring["pieces"] >= 2 and ring["shared_bytes"] <= H200[1]
         else:
@@ -54,11 +54,11 @@ def test_a_row_takes_a_kernel_that_holds_it():
 
 # Columns, bytes of an element, the gradient, and what was fastest on an H200: tile or blocks a row.
 FASTEST = [
-    (16384, 4, False, "tile"), (32768, 4, False, "tile"), (65536, 4, False, 2),
-    (131072, 4, False, 8), (262144, 4, False, 8),
+    (16384, 4, False, "tile"), (32768, 4, False, "tile"), (50257, 4, False, 4),
+    (65536, 4, False, 4), (262144, 4, False, 8),
     (16384, 2, False, "tile"), (20000, 2, False, "stream"), (24576, 2, False, "stream"),
-    (32768, 2, False, 1), (65536, 2, False, 1), (131072, 2, False, 2), (151936, 2, False, 2),
-    (262144, 2, False, 4),
+    (32768, 2, False, 1), (32769, 2, False, 1), (50257, 2, False, 2), (65536, 2, False, 2),
+    (131072, 2, False, 4), (262144, 2, False, 8),
     (16384, 4, True, "tile"), (32768, 4, True, 2), (65536, 4, True, 8), (131072, 4, True, 8),
     (16384, 2, True, "tile"), (32768, 2, True, 4), (65536, 2, True, 8), (131072, 2, True, 8),
     (262144, 2, True, 8),
@@ -68,14 +68,14 @@ FASTEST = [
 @pytest.mark.parametrize(("n", "size", "backward", "fastest"), FASTEST)
 def test_rows_take_what_was_measured_as_fastest(n, size, backward, fastest):
     kernel, index = _C.choose_softmax(n, size, True, backward, True, True, True, H200[1])
-    rings = _C.softmax_rings(size, backward)
+    rings = _C.softmax_rings(size, backward, True)
     assert fastest == (rings[index]["blocks_per_row"] if kernel == "ring" else kernel)
 
 
 def test_a_longer_row_takes_no_smaller_cluster():
     for size in (2, 4):
         for backward in (False, True):
-            rings = _C.softmax_rings(size, backward)
+            rings = _C.softmax_rings(size, backward, True)
             assert all(ring["preferred_to"] <= ring["capacity"] for ring in rings)
             assert rings[-1]["preferred_to"] == rings[-1]["capacity"]
             ends = [ring["preferred_to"] for ring in rings]
@@ -87,6 +87,13 @@ def test_rows_that_start_anywhere_have_less_than_an_access_beside_their_whole_on
         aligned = _C.softmax_tiles(size, False, True)
         for tile, peeled in zip(aligned, _C.softmax_tiles(size, False, False), strict=True):
             assert peeled["capacity"] - tile["capacity"] == 16 // size - 1
+
+
+def test_a_ring_of_the_forward_holds_whole_accesses():
+    for size in (2, 4):
+        for backward, fewer in ((False, 16 // size - 1), (True, 0)):
+            pairs = zip(*(_C.softmax_rings(size, backward, a) for a in (True, False)), strict=True)
+            assert all(a["capacity"] - b["capacity"] == fewer for a, b in pairs)
 
 
 def test_rows_are_read_once_to_262144():

@@ -151,7 +151,7 @@ def test_softmax_tiles_and_rings_hold_the_row():
             problem = softmax_problem(n, size, aligned=aligned, backward=backward)
             *kept, stream = _C.candidates("softmax", problem)
             tiles = _C.softmax_tiles(size, backward, aligned)
-            rings = _C.softmax_rings(size, backward)
+            rings = _C.softmax_rings(size, backward, aligned)
             for tile, found in zip(tiles + rings, kept, strict=True):
                 holds = tile["capacity"] >= n and tile.get("suits", True)
                 assert (found["refusal"] == "") == holds

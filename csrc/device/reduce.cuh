@@ -59,8 +59,8 @@ __device__ __forceinline__ MaxSum warp_merge(MaxSum x, const Exponent& exponent)
   return {max, warp_sum(rescaled_sum(x, max, exponent))};
 }
 
-// Joins the warps of a block, of kThreads threads or fewer, or of its first kThreads threads where
-// it has others that do something else; each warp brings one value. Every thread gets the result,
+// Joins the warps of a block, of kThreads threads or fewer, or of one of its groups of kThreads
+// threads, which need not stay together; each warp brings one value. Every thread gets the result,
 // the same bits in every run. One Exchange serves one call; a loop takes two by turns.
 template <int kThreads, bool kWholeBlock = true>
 struct BlockExchange {
@@ -99,13 +99,15 @@ struct BlockExchange {
   static constexpr int kFewWarps = 8;
 
   __device__ __forceinline__ void share(float2 mine, float2 neutral) {
-    if (threadIdx.x % kWarp == 0) s_parts[threadIdx.x / kWarp] = mine;
+    const unsigned warp = (kWholeBlock ? threadIdx.x : threadIdx.x % kThreads) / kWarp;
+    if (threadIdx.x % kWarp == 0) s_parts[warp] = mine;
     if constexpr (kWholeBlock) {
       const unsigned warps = blockDim.x / kWarp;
       if (threadIdx.x >= warps && threadIdx.x < kWarps) s_parts[threadIdx.x] = neutral;
       __syncthreads();
     } else {
-      asm volatile("bar.sync 1, %0;" : : "n"(kThreads) : "memory");
+      const unsigned barrier = 1 + threadIdx.x / kThreads;
+      asm volatile("bar.sync %0, %1;" : : "r"(barrier), "n"(kThreads) : "memory");
     }
   }
   __device__ __forceinline__ float2 my_part(float2 neutral) const {

@@ -94,7 +94,8 @@ def rows(explanation: Explanation, tensors: list[Tensor], scale: float) -> Expla
     # The result is contiguous and starts on a boundary.
     in_phase = all(_row_places(t) == (0, n * size % 16) for t in tensors)
     aligned = n * size % 16 == 0
-    clusters, shared_limit = _has_clusters(tensors[0]), _device_limits(tensors[0])[1]
+    clusters = _has_clusters(tensors[0]) and rows < 2**31
+    shared_limit = _device_limits(tensors[0])[1]
     bfloat16 = tensors[0].dtype == torch.bfloat16
     problem = [n, size, aligned, backward, tiled, clusters, in_phase, shared_limit]
     problem += [rows, masked, bfloat16]
@@ -132,7 +133,7 @@ def rows(explanation: Explanation, tensors: list[Tensor], scale: float) -> Expla
         tiles = len(_C.softmax_tiles(size, backward, aligned))
         explanation.kernel = "rows in shared memory (one read)"
         explanation.tile = {k: v for k, v in tile.items() if k != "kind"}
-        ring = _C.softmax_rings(size, backward)[number - tiles]
+        ring = _C.softmax_rings(size, backward, aligned)[number - tiles]
         explanation.tile["capacity"] = ring["capacity"]
         explanation.why = f"the smallest cluster that leaves enough room beside {n} elements"
     else:

@@ -63,6 +63,11 @@ __device__ __forceinline__ void bulk_load(void* s_to, const void* g_from, uint32
       : "memory");
 }
 
+// Orders this thread's stores to shared memory before bulk copies that it issues later.
+__device__ __forceinline__ void async_fence() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // Stores a pair in the shared memory of the block of that rank, where `s_barrier` hears of it.
 __device__ __forceinline__ void send_to_block(float2* s_to, float2 value, uint64_t* s_barrier,
                                               uint32_t rank) {

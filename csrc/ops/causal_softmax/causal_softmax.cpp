@@ -11,6 +11,7 @@
 #include "core/mask_cpu.h"
 
 #ifdef TORCHWELD_CUDA
+#include "core/counters.h"
 #include "core/cuda_inputs.h"
 #include "ops/causal_softmax/causal_softmax.h"
 #endif
@@ -110,11 +111,19 @@ Tensor causal_softmax_cuda(const Tensor& scores, const OptionalTensor& leftpad, 
   Tensor y = causal_softmax_meta(scores, leftpad, scale);
   if (y.numel() == 0) return y;
   const c10::cuda::CUDAGuard guard(scores.device());
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   const Rows in(scores);
   const Vector pads(leftpad);
-  launch_causal_softmax({in.tensor.const_data_ptr(), y.mutable_data_ptr(), in.rows, in.n,
-                         in.row_stride, dtype_of(scores)},
-                        mask_of(scores, pads, scale), c10::cuda::getCurrentCUDAStream());
+  Tensor counter;
+  launch_causal_softmax(
+      {in.tensor.const_data_ptr(), y.mutable_data_ptr(), in.rows, in.n, in.row_stride,
+       dtype_of(scores)},
+      mask_of(scores, pads, scale),
+      [&] {
+        counter = zero_counters(1, scores, stream);
+        return reinterpret_cast<unsigned*>(counter.mutable_data_ptr<int>());
+      },
+      stream);
   return y;
 }
 

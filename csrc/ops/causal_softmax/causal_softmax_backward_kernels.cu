@@ -17,7 +17,7 @@ void launch_causal_softmax_backward(const SoftmaxBackwardParams& params, const C
                              params.y_row_stride,
                              params.dy_row_stride,
                              0};
-    launch_softmax_rows<T, /*kBackward=*/true>(args, mask, stream);
+    launch_softmax_rows<T, /*kBackward=*/true>(args, mask, nullptr, stream);
   });
   check_launch("causal_softmax_backward");
 }

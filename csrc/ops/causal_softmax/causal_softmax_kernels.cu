@@ -6,7 +6,7 @@
 namespace torchweld {
 
 void launch_causal_softmax(const SoftmaxParams& params, const CausalMask& mask,
-                           cudaStream_t stream) {
+                           const ZeroCounter& counter, cudaStream_t stream) {
   dispatch_dtype(params.dtype, [&](auto element) {
     using T = decltype(element);
     const RowArgs<T> args = {static_cast<const T*>(params.x),
@@ -17,7 +17,7 @@ void launch_causal_softmax(const SoftmaxParams& params, const CausalMask& mask,
                              params.x_row_stride,
                              0,
                              0};
-    launch_softmax_rows<T, /*kBackward=*/false>(args, mask, stream);
+    launch_softmax_rows<T, /*kBackward=*/false>(args, mask, counter, stream);
   });
   check_launch("causal_softmax");
 }

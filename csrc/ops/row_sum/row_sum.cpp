@@ -4,16 +4,12 @@
 // Sums in fp32 (fp64 for fp64), rounded once. n = 0 gives zeros, as in torch.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sum.h>
-#include <ATen/ops/zeros.h>
 
 #include "core/dispatch.h"
 
 #ifdef TORCHWELD_CUDA
-#include <c10/cuda/CUDAGraphsC10Utils.h>
-
-#include <map>
-
 #include "core/choices.h"
+#include "core/counters.h"
 #include "core/cuda_inputs.h"
 #include "core/launch.h"
 #include "ops/row_sum/row_sum.h"
@@ -36,21 +32,6 @@ Tensor row_sum_cpu(const Tensor& x) {
 }
 
 #ifdef TORCHWELD_CUDA
-// `count` counters that are zero when the kernel starts. The kernel leaves them zero, so that they
-// serve the next call on this stream without being cleared.
-// NOTE: they belong to a thread and a stream, because two calls that share them must not overlap.
-// Under capture the graph clears its own: its replays may overlap with anything.
-Tensor zero_counters(int64_t count, const Tensor& like, const c10::cuda::CUDAStream& stream) {
-  const auto options = like.options().dtype(at::kInt);
-  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
-    return at::zeros({count}, options);
-  }
-  thread_local std::map<std::pair<c10::DeviceIndex, cudaStream_t>, Tensor> kept;
-  Tensor& counters = kept[{stream.device_index(), stream.stream()}];
-  if (!counters.defined() || counters.numel() < count) counters = at::zeros({count}, options);
-  return counters;
-}
-
 Tensor row_sum_cuda(const Tensor& x) {
   Tensor y = row_sum_meta(x);
   if (y.numel() == 0) return y;

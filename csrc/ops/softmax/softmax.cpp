@@ -9,6 +9,7 @@
 #include "core/dispatch.h"
 
 #ifdef TORCHWELD_CUDA
+#include "core/counters.h"
 #include "core/cuda_inputs.h"
 #include "ops/softmax/softmax.h"
 #endif
@@ -47,10 +48,16 @@ Tensor softmax_cuda(const Tensor& x) {
   Tensor y = softmax_meta(x);
   if (y.numel() == 0) return y;
   const c10::cuda::CUDAGuard guard(x.device());
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   const Rows in(x);
+  Tensor counter;
   launch_softmax(
       {in.tensor.const_data_ptr(), y.mutable_data_ptr(), in.rows, in.n, in.row_stride, dtype_of(x)},
-      c10::cuda::getCurrentCUDAStream());
+      [&] {
+        counter = zero_counters(1, x, stream);
+        return reinterpret_cast<unsigned*>(counter.mutable_data_ptr<int>());
+      },
+      stream);
   return y;
 }
 

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <functional>
 
 #include "core/dtype.h"
 
@@ -29,7 +30,11 @@ struct SoftmaxBackwardParams {
   DType dtype;
 };
 
-void launch_softmax(const SoftmaxParams& params, cudaStream_t stream);
+// Gives a counter that is 0 when the kernel starts, and that the kernel leaves 0. Only some kernels
+// ask for it.
+using ZeroCounter = std::function<unsigned*()>;
+
+void launch_softmax(const SoftmaxParams& params, const ZeroCounter& counter, cudaStream_t stream);
 void launch_softmax_backward(const SoftmaxBackwardParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

@@ -16,7 +16,7 @@ void launch_softmax_backward(const SoftmaxBackwardParams& params, cudaStream_t s
                              params.y_row_stride,
                              params.dy_row_stride,
                              0};
-    launch_softmax_rows<T, /*kBackward=*/true>(args, NoMask{params.n}, stream);
+    launch_softmax_rows<T, /*kBackward=*/true>(args, NoMask{params.n}, nullptr, stream);
   });
   check_launch("softmax_backward");
 }

@@ -37,26 +37,46 @@ inline constexpr SoftmaxTile kSoftmaxTiles[] = {{32, 1},  {32, 2},  {64, 2},  {1
                                                 {256, 4}, {512, 4}, {512, 8}, {1024, 4}, {1024, 8}};
 inline constexpr int kNumSoftmaxTiles = sizeof(kSoftmaxTiles) / sizeof(kSoftmaxTiles[0]);
 
-// A row lives in the shared memory of `cluster` blocks, one row after the other: a ring of slots
-// that one warp fills while `threads` threads reduce and finish what has arrived. A slot is `loads`
-// accesses of 16 bytes a thread: a piece of x, or one of y and one of dy.
-struct SoftmaxRing {
-  int threads;
+// The threads of a ring's block, beside the warp that copies: groups, which take the rows by turns.
+// A slot of the ring is `loads` accesses of 16 bytes a thread of a group: a piece of x, or one of y
+// and one of dy.
+struct SoftmaxRingGroups {
+  int groups;
+  int threads;  // of each
   int loads;
+};
+
+// The forward's and the gradient's.
+inline constexpr SoftmaxRingGroups kSoftmaxRingGroups[2] = {{3, 256, 4}, {1, 512, 4}};
+
+// A row lives in the shared memory of `cluster` blocks, one row after the other: a ring of slots
+// that one warp fills while groups of threads reduce and finish what has arrived.
+struct SoftmaxRing {
   int cluster;
-  int blocks_per_sm;
   int preferred[2][2];  // 1024 columns: [the gradient][elements of 4 bytes]
 
   static constexpr int kExtraBytes = 2048;  // barriers and what the blocks of a cluster exchange
+  static constexpr int kSharedBytes = 227 * 1024;  // of a block, which has an SM for itself
 
-  constexpr int block_threads() const { return threads + 32; }
-  constexpr int accesses(bool backward) const { return loads / (backward ? 2 : 1); }  // of a piece
-  constexpr int piece_bytes(bool backward) const { return threads * accesses(backward) * 16; }
-  // Of one block. An SM has 228 KiB, of which every block takes 1 KiB for the system.
-  constexpr int shared_bytes() const { return 228 * 1024 / blocks_per_sm - 1024; }
-  constexpr int slots() const { return (shared_bytes() - kExtraBytes) / (threads * loads * 16); }
-  constexpr int64_t capacity(int elem_size, bool backward) const {
-    return static_cast<int64_t>(cluster) * slots() * piece_bytes(backward) / elem_size;
+  constexpr int groups(bool backward) const { return kSoftmaxRingGroups[backward].groups; }
+  constexpr int threads(bool backward) const { return kSoftmaxRingGroups[backward].threads; }
+  constexpr int block_threads(bool backward) const {
+    return groups(backward) * threads(backward) + 32;
+  }
+  constexpr int accesses(bool backward) const {  // of a piece
+    return kSoftmaxRingGroups[backward].loads / (backward ? 2 : 1);
+  }
+  constexpr int piece_bytes(bool backward) const {
+    return threads(backward) * accesses(backward) * 16;
+  }
+  constexpr int shared_bytes() const { return kSharedBytes; }
+  constexpr int slots(bool backward) const {
+    return (kSharedBytes - kExtraBytes) / (piece_bytes(backward) * (backward ? 2 : 1));
+  }
+  // The forward's accesses begin at 16-byte boundaries, wherever a row does.
+  constexpr int64_t capacity(int elem_size, bool backward, bool aligned) const {
+    return static_cast<int64_t>(cluster) * slots(backward) * piece_bytes(backward) / elem_size -
+           (backward || aligned ? 0 : 16 / elem_size - 1);
   }
   constexpr int64_t preferred_to(int elem_size, bool backward) const {
     return int64_t{1024} * preferred[backward][elem_size == 4];
@@ -64,14 +84,13 @@ struct SoftmaxRing {
 };
 
 // In the order of preference: the first that is preferred for the row and holds it. The clusters
-// are those of the fastest rings on an H200 at 32768 to 262144 columns; the bounds between are not
-// measured. Forward: the smallest of which a row leaves a third to the next rows, but 8 for fp32
-// beyond 65536 columns. Gradient: about 8192 columns a block, fp32 up to 16384, while clusters
-// grow.
-inline constexpr SoftmaxRing kSoftmaxRings[] = {{512, 4, 1, 1, {{72, 0}, {24, 0}}},
-                                                {512, 4, 2, 1, {{160, 72}, {24, 36}}},
-                                                {512, 4, 4, 1, {{288, 72}, {48, 36}}},
-                                                {512, 4, 8, 1, {{896, 448}, {448, 224}}}};
+// are those of the fastest rings on an H200 at 32768 to 262144 columns, or as fast; the bounds
+// between are not measured. Forward: at most 80 KiB a block while clusters grow. Gradient: about
+// 8192 columns a block, fp32 up to 16384, while clusters grow.
+inline constexpr SoftmaxRing kSoftmaxRings[] = {{1, {{40, 20}, {24, 0}}},
+                                                {2, {{80, 40}, {24, 36}}},
+                                                {4, {{160, 80}, {48, 36}}},
+                                                {8, {{896, 448}, {448, 224}}}};
 inline constexpr int kNumSoftmaxRings = sizeof(kSoftmaxRings) / sizeof(kSoftmaxRings[0]);
 
 // Rows that no tile holds are read twice by this many threads.
@@ -108,7 +127,7 @@ constexpr int choose_softmax_ring(const SoftmaxProblem& problem) {
     const SoftmaxRing& ring = kSoftmaxRings[i];
     if (ring.shared_bytes() <= problem.shared_limit &&
         problem.n <= ring.preferred_to(problem.elem_size, problem.backward) &&
-        problem.n <= ring.capacity(problem.elem_size, problem.backward)) {
+        problem.n <= ring.capacity(problem.elem_size, problem.backward, problem.aligned)) {
       return i;
     }
   }

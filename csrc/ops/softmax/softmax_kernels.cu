@@ -5,7 +5,7 @@
 
 namespace torchweld {
 
-void launch_softmax(const SoftmaxParams& params, cudaStream_t stream) {
+void launch_softmax(const SoftmaxParams& params, const ZeroCounter& counter, cudaStream_t stream) {
   dispatch_dtype(params.dtype, [&](auto element) {
     using T = decltype(element);
     const RowArgs<T> args = {static_cast<const T*>(params.x),
@@ -16,7 +16,7 @@ void launch_softmax(const SoftmaxParams& params, cudaStream_t stream) {
                              params.x_row_stride,
                              0,
                              0};
-    launch_softmax_rows<T, /*kBackward=*/false>(args, NoMask{params.n}, stream);
+    launch_softmax_rows<T, /*kBackward=*/false>(args, NoMask{params.n}, counter, stream);
   });
   check_launch("softmax");
 }

@@ -6,7 +6,9 @@
 #include "core/choices.h"
 #include "core/launch.h"
 #include "device/dispatch.cuh"
+#include "ops/softmax/softmax.h"
 #include "ops/softmax/softmax_ring.cuh"
+#include "ops/softmax/softmax_ring_backward.cuh"
 #include "ops/softmax/softmax_rows.cuh"
 #include "ops/softmax/softmax_stream.cuh"
 #include "ops/softmax/softmax_tuning.h"
@@ -65,11 +67,18 @@ void launch_tile(const RowArgs<typename Config::T>& args, const Mask& mask, cuda
   });
 }
 
-// Launches as many clusters as run at the same time, or a few less where each takes as many rows.
+// Launches as many clusters as run at the same time; in the gradient, which deals the rows out
+// beforehand, a few less where each takes as many rows.
 template <typename Config, typename Mask>
-void launch_ring(const RowArgs<typename Config::T>& args, const Mask& mask, cudaStream_t stream) {
-  const auto kernel = softmax_ring_kernel<Config, Mask>;
-  constexpr int kBytes = sizeof(RingShared<Config>);
+void launch_ring(const RowArgs<typename Config::T>& args, const Mask& mask,
+                 const ZeroCounter& counter, cudaStream_t stream) {
+  const auto kernel = [] {
+    if constexpr (Config::kBackward) return softmax_ring_backward_kernel<Config, Mask>;
+    if constexpr (!Config::kBackward) return softmax_ring_kernel<Config, Mask>;
+  }();
+  using Shared =
+      std::conditional_t<Config::kBackward, RingBackwardShared<Config>, RingShared<Config>>;
+  constexpr int kBytes = sizeof(Shared);
   static_assert(kBytes <= Config::kShape.shared_bytes());
   allow_shared_memory(kernel, kBytes);
   note_kernel(kernel, Config::kBlockThreads, kBytes);
@@ -83,16 +92,23 @@ void launch_ring(const RowArgs<typename Config::T>& args, const Mask& mask, cuda
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = Config::kCluster > 1 ? 1 : 0;
-  int most = device_attribute(cudaDevAttrMultiProcessorCount) * Config::kBlocksPerSm;
+  int most = device_attribute(cudaDevAttrMultiProcessorCount);
   if (Config::kCluster > 1) {
     // The parts of the chip that clusters must not span leave some SMs over.
     (void)cudaOccupancyMaxActiveClusters(&most, kernel, &config);
   }
   if (most < 1) most = 1;
-  const int64_t rows_each = (args.rows + most - 1) / most;
-  const int64_t clusters = (args.rows + rows_each - 1) / rows_each;
+  int64_t clusters = args.rows < most ? args.rows : most;
+  if constexpr (Config::kBackward) {
+    const int64_t rows_each = (args.rows + most - 1) / most;
+    clusters = (args.rows + rows_each - 1) / rows_each;
+  }
   config.gridDim = dim3(static_cast<unsigned>(clusters * Config::kCluster));
-  (void)cudaLaunchKernelEx(&config, kernel, args, mask);
+  if constexpr (Config::kBackward) {
+    (void)cudaLaunchKernelEx(&config, kernel, args, mask);
+  } else {
+    (void)cudaLaunchKernelEx(&config, kernel, args, mask, counter());
+  }
 }
 
 template <typename T, bool kBackward, int kElems, typename Mask>
@@ -121,13 +137,14 @@ SoftmaxProblem problem_of(const RowArgs<T>& args, const Mask& mask) {
   problem.in_phase = in_phase(args.g_x, args.x_row_stride) &&
                      (!kBackward || in_phase(args.g_dy, args.dy_row_stride));
   problem.aligned = rows_aligned(args.g_y, args.n * sizeof(T));
-  problem.clusters = device_has_clusters();
+  problem.clusters = device_has_clusters() && args.rows <= INT32_MAX;  // rings count in 32 bits
   problem.shared_limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   return problem;
 }
 
 template <typename T, bool kBackward, typename Mask>
-void launch_softmax_rows(const RowArgs<T>& args, const Mask& mask, cudaStream_t stream) {
+void launch_softmax_rows(const RowArgs<T>& args, const Mask& mask, const ZeroCounter& counter,
+                         cudaStream_t stream) {
   const SoftmaxProblem problem = problem_of<T, kBackward>(args, mask);
   const SoftmaxChoice choice =
       pick<SoftmaxTuning>({problem, args.rows, Mask::kMasked, std::is_same_v<T, __nv_bfloat16>});
@@ -142,7 +159,7 @@ void launch_softmax_rows(const RowArgs<T>& args, const Mask& mask, cudaStream_t 
     });
   } else if (choice.kernel == SoftmaxKernel::kRing) {
     dispatch_index<RingList>(choice.index, [&](auto ring) {
-      launch_ring<RingConfig<T, ring.value, kBackward>>(args, mask, stream);
+      launch_ring<RingConfig<T, ring.value, kBackward>>(args, mask, counter, stream);
     });
   } else if (whole) {
     launch_stream<T, kBackward, kVectorBytes / sizeof(T)>(args, mask, stream);

@@ -1,89 +1,85 @@
-// Row softmax and its gradient for long rows, one read of every row, which stays in shared memory.
+// Row softmax for long rows, one read of every row, which stays in shared memory.
 //
-// The blocks stay on their SMs and take row after row; a cluster shares one. A warp of every block
-// copies its part of the live columns into a ring of pieces, as far ahead as the ring has room. The
-// other threads reduce the pieces as they arrive, join (max, sum) over block and cluster, then read
-// the pieces again, store the result, and give them back. So the next row loads while this one is
-// reduced, exchanged and stored. A row may start anywhere: what is left of and right of its whole
-// 16-byte accesses is at most one element a thread.
+// The blocks stay on their SMs; a cluster of them shares a row and claims the next one as soon as
+// its ring has room for it. A warp of every block copies the live columns, as far ahead as there is
+// room, into a ring of pieces. Groups of warps take the rows by turns: a group reduces the pieces
+// as they arrive, joins (max, sum) over its warps and the cluster, then reads the pieces again,
+// stores the result, and gives them back. So one group reduces while another one waits for the
+// cluster or stores, and rows load meanwhile. A row may start anywhere: it is copied in whole
+// 16-byte accesses, whose elements beside the row count as -inf.
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (the merge).
 #pragma once
 
-#include "device/sm90/bulk.cuh"
-#include "ops/softmax/softmax_config.h"
-#include "ops/softmax/softmax_parts.cuh"
+#include "ops/softmax/softmax_ring_parts.cuh"
 
 namespace torchweld {
 
-template <typename T_, int kRing, bool kBackward_>
-struct RingConfig {
-  using T = T_;
-  static constexpr SoftmaxRing kShape = kSoftmaxRings[kRing];
-  static constexpr bool kBackward = kBackward_;
-  static constexpr int kThreads = kShape.threads;  // without the copying warp
-  static constexpr int kBlockThreads = kShape.block_threads();
-  static constexpr int kBlocksPerSm = kShape.blocks_per_sm;
-  static constexpr int kCluster = kShape.cluster;
-  static constexpr int kAccesses = kShape.accesses(kBackward);
-  static constexpr int kSlots = kShape.slots();
-  static constexpr int kInputs = kBackward ? 2 : 1;
-  static constexpr int kPieceBytes = kShape.piece_bytes(kBackward);
-  static constexpr int kElems = kVectorBytes / sizeof(T);
-  static_assert(kSlots >= 2 && kThreads >= 2 * kElems && kThreads > kCluster);
-};
-
-// A place in the ring, and the parity of its turn.
-template <int kSlots>
-struct RingPlace {
-  int slot = 0;
-  uint32_t parity = 0;
-
-  TW_HOST_DEVICE void advance() {
-    if (++slot == kSlots) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-// The live columns of a row as one block of a cluster sees them.
-template <int kElems, int kCluster>
+// The accesses that hold the live columns of a row, as one block of a cluster sees them.
+template <int kElems, int kCluster, int kPieceAccesses>
 struct RingPart {
-  int64_t first;  // the column where this block's whole accesses begin
-  int accesses;   // how many it has
-  int64_t begin, end;
-  int head, tail;  // elements before and after all whole accesses; rank 0 does them
+  int begin, end;  // the live columns
+  int accesses;    // of this block
+  int pieces;      // of every block, some of them maybe empty; at least one
+  int column;      // of the first access, which may begin before the live columns
 
   // `phase` is the distance of column 0 from a 16-byte boundary, in elements.
-  TW_HOST_DEVICE RingPart(const LiveRange& live, int phase, int rank)
-      : begin(live.empty() ? 0 : live.begin), end(live.empty() ? 0 : live.end) {
-    const int to_boundary = static_cast<int>((kElems - (begin + phase) % kElems) % kElems);
-    const int64_t length = end - begin;
-    head = to_boundary < length ? to_boundary : static_cast<int>(length);
-    const int total = static_cast<int>((length - head) / kElems);
-    tail = static_cast<int>(length - head - static_cast<int64_t>(total) * kElems);
+  TW_HOST_DEVICE RingPart(const RowRange& live, int phase, int rank)
+      : begin(live.begin < live.end ? live.begin : 0), end(live.begin < live.end ? live.end : 0) {
+    const int before = (begin + phase) % kElems;
+    const int total = end == 0 ? 0 : (before + end - begin + kElems - 1) / kElems;
     // Shares are whole lines of 128 bytes.
     const int share = (total + 8 * kCluster - 1) / (8 * kCluster) * 8;
     const int left = total - rank * share;
     accesses = left < 0 ? 0 : (left < share ? left : share);
-    first = begin + head + static_cast<int64_t>(rank) * share * kElems;
+    pieces = total == 0 ? 1 : (share + kPieceAccesses - 1) / kPieceAccesses;
+    column = begin - before + rank * share * kElems;
   }
 
-  // The column outside of the whole accesses that a thread of rank 0 does, or -1.
-  TW_HOST_DEVICE int64_t edge(int thread) const {
-    if (thread < head) return begin + thread;
-    return thread >= kElems && thread - kElems < tail ? end - tail + thread - kElems : -1;
+  // True where every access of the piece that begins after `done` accesses is there and live.
+  TW_HOST_DEVICE bool full(int done) const {
+    const int first = column + done * kElems;
+    return done + kPieceAccesses <= accesses && first >= begin &&
+           first + kPieceAccesses * kElems <= end;
+  }
+  TW_HOST_DEVICE bool whole(int access) const {
+    const int first = column + access * kElems;
+    return first >= begin && first + kElems <= end;
+  }
+  TW_HOST_DEVICE bool sees(int at) const { return at >= begin && at < end; }
+};
+
+// A row that a cluster has claimed, and where its pieces begin.
+template <typename Place>
+struct RingClaim {
+  int64_t row;
+  Place place;
+
+  // Sent as a pair of words.
+  static __device__ __forceinline__ float2 told(uint32_t row, const Place& place) {
+    return make_float2(__uint_as_float(row), __uint_as_float(place.slot * 2 + place.parity));
+  }
+  __device__ __forceinline__ explicit RingClaim(float2 told) {
+    row = __float_as_uint(told.x);
+    const uint32_t where = __float_as_uint(told.y);
+    place.slot = static_cast<int>(where / 2);
+    place.parity = where % 2;
   }
 };
+
+// NOTE: a turn's place is used again when all earlier turns but kSlots have been finished, as every
+// row has a piece, and read by the groups of every block.
+template <int kSlots, int kGroups>
+constexpr int kRingClaims = (kSlots + kGroups + 15) / 16 * 16;
 
 template <typename Config>
 struct RingShared {
   using T = typename Config::T;
-  alignas(128) T s_pieces[Config::kSlots][Config::kInputs][Config::kPieceBytes / sizeof(T)];
-  BlockExchange<Config::kThreads, /*kWholeBlock=*/false> s_exchange[2];
-  float2 s_parts[2][Config::kCluster];  // from every block of the cluster
-  uint64_t s_arrived[2];
+  static constexpr int kClaims = kRingClaims<Config::kSlots, Config::kGroups>;
+  alignas(128) T s_pieces[Config::kSlots][Config::kPieceBytes / sizeof(T)];
+  RingExchange<Config::kThreads, Config::kCluster> s_exchange[Config::kGroups];
   uint64_t s_full[Config::kSlots], s_empty[Config::kSlots];
+  float2 s_claims[kClaims];
+  uint64_t s_claimed[kClaims];
 };
 
 #if TW_HAS_CLUSTERS
@@ -91,11 +87,13 @@ template <typename Config, typename Mask>
 struct RingJob {
   using T = typename Config::T;
   static constexpr int kElems = Config::kElems;
-  static constexpr int kPieceAccesses = Config::kPieceBytes / kVectorBytes;
-  using Part = RingPart<kElems, Config::kCluster>;
-  using Place = RingPlace<Config::kSlots>;
-  using Accesses = uint4[Config::kAccesses];
+  static constexpr int kPiece = Config::kPieceAccesses;
   static constexpr int kCount = Config::kAccesses * kElems;  // a thread's values of a piece
+  static constexpr int kClaims = RingShared<Config>::kClaims;
+  using Part = RingPart<kElems, Config::kCluster, kPiece>;
+  using Place = RingPlace<Config::kSlots>;
+  using Claim = RingClaim<Place>;
+  using Accesses = uint4[Config::kAccesses];
 
   const RowArgs<T>& args;
   const Mask& mask;
@@ -106,15 +104,10 @@ struct RingJob {
                                      RingShared<Config>& s)
       : args(args), mask(mask), s(s), rank(blockIdx.x % Config::kCluster) {}
 
-  static __device__ __forceinline__ int64_t first_row() { return blockIdx.x / Config::kCluster; }
-  static __device__ __forceinline__ int64_t row_step() { return gridDim.x / Config::kCluster; }
-
-  __device__ __forceinline__ LiveRange live(int64_t row) const {
-    return row < args.rows ? mask.live(args.first_row + row) : LiveRange{0, 0};
-  }
-  __device__ __forceinline__ Part part(int64_t row, const LiveRange& live) const {
+  __device__ __forceinline__ Part part(int64_t row) const {
     const auto at = reinterpret_cast<uintptr_t>(args.g_y + row * args.n);
-    return Part(live, static_cast<int>(at % kVectorBytes / sizeof(T)), rank);
+    // args.first_row is 0: a ring takes all rows at once.
+    return Part(mask.live_columns(row), static_cast<int>(at % kVectorBytes / sizeof(T)), rank);
   }
 
   __device__ __forceinline__ void init() const {
@@ -122,232 +115,220 @@ struct RingJob {
       barrier_init(&s.s_full[i], 1);
       barrier_init(&s.s_empty[i], Config::kThreads / kWarp);
     }
-    for (int i = 0; i < 2; ++i) barrier_init(&s.s_arrived[i], 1);
+    for (int i = 0; i < Config::kGroups; ++i) s.s_exchange[i].init();
+    for (int i = 0; i < kClaims; ++i) barrier_init(&s.s_claimed[i], 1);
+    // The first row is the cluster's without a claim.
+    s.s_claims[0] = Claim::told(blockIdx.x / Config::kCluster, Place());
+    barrier_arrive(&s.s_claimed[0]);
     barrier_init_fence();
   }
 
-  // One thread's: the pieces of all rows, each as soon as its slot is free.
-  __device__ __forceinline__ void copy() const {
-    Place place;
-    for (int64_t row = first_row(); row < args.rows; row += row_step()) {
-      const Part p = part(row, live(row));
-      const T* g_x = args.g_x + row * args.x_row_stride + p.first;
-      const T* g_dy = Config::kBackward ? args.g_dy + row * args.dy_row_stride + p.first : nullptr;
-      for (int done = 0; done < p.accesses; done += kPieceAccesses, place.advance()) {
-        const uint32_t bytes = min(kPieceAccesses, p.accesses - done) * kVectorBytes;
-        barrier_wait(&s.s_empty[place.slot], place.parity ^ 1);
-        uint64_t* s_full = &s.s_full[place.slot];
-        barrier_expect(s_full, bytes * Config::kInputs);
-        bulk_load(s.s_pieces[place.slot][0], g_x + done * kElems, bytes, s_full);
-        if constexpr (Config::kBackward) {
-          bulk_load(s.s_pieces[place.slot][1], g_dy + done * kElems, bytes, s_full);
-        }
+  __device__ __forceinline__ Claim claim(int turn) const {
+    barrier_wait(&s.s_claimed[turn % kClaims], turn / kClaims % 2);
+    return Claim(s.s_claims[turn % kClaims]);
+  }
+
+  // By the copying thread of rank 0, to every block.
+  __device__ __forceinline__ void announce(int turn, uint32_t row, const Place& place) const {
+    const int i = turn % kClaims;
+    const float2 told = Claim::told(row, place);
+    if constexpr (Config::kCluster == 1) {
+      s.s_claims[i] = told;
+      barrier_arrive(&s.s_claimed[i]);
+    } else {
+      for (int b = 0; b < Config::kCluster; ++b) {
+        send_to_block(&s.s_claims[i], told, &s.s_claimed[i], b);
       }
     }
   }
+  __device__ __forceinline__ void expect_claim(int turn) const {
+    if (Config::kCluster > 1) barrier_expect(&s.s_claimed[turn % kClaims], sizeof(float2));
+  }
 
-  // This thread's accesses of a piece, `hidden` behind the last one.
-  template <int kInput = 0>
-  __device__ __forceinline__ void load(Accesses& r_to, int slot, int accesses, float hidden) const {
-    const T* s_piece = s.s_pieces[slot][kInput];
-#pragma unroll
-    for (int i = 0; i < Config::kAccesses; ++i) {
-      const int at = i * Config::kThreads + threadIdx.x;
-      r_to[i] = at < accesses ? load_words(s_piece + at * kElems) : fill_words<T>(hidden);
+  // One thread's: the pieces of all rows, each as soon as its slot is free.
+  __device__ __forceinline__ void copy(unsigned* g_claims) const {
+    const uint32_t clusters = gridDim.x / Config::kCluster;
+    Place place;
+    for (int turn = 0;; ++turn) {
+      const int64_t row = claim(turn).row;
+      if (row >= args.rows) {
+        // The other groups wait for rows, too.
+        for (int g = 1; g < Config::kGroups; ++g) {
+          expect_claim(turn + g);
+          if (rank == 0) announce(turn + g, static_cast<uint32_t>(args.rows), place);
+        }
+        return;
+      }
+      // NOTE: the counter is 0 again after as many claims as there are rows: one for each row but
+      // the first of each cluster, and one in vain for each cluster.
+      uint32_t claimed = 0;
+      if (rank == 0) claimed = atomicInc(g_claims, static_cast<uint32_t>(args.rows - 1));
+      const Part p = part(row);
+      const T* g_x = args.g_x + row * args.x_row_stride + p.column;
+      for (int i = 0; i < p.pieces; ++i, place.advance()) {
+        const int done = i * kPiece;
+        barrier_wait(&s.s_empty[place.slot], place.parity ^ 1);
+        copy_piece(place.slot, g_x + done * kElems, max(0, min(kPiece, p.accesses - done)));
+      }
+      expect_claim(turn + 1);
+      if (rank == 0) announce(turn + 1, clusters + claimed, place);
     }
   }
 
-  static __device__ __forceinline__ void widen(float (&r_to)[kCount], const Accesses& from) {
-#pragma unroll
-    for (int i = 0; i < Config::kAccesses; ++i) to_floats<T>(r_to + i * kElems, from[i]);
+  __device__ __forceinline__ void copy_piece(int slot, const T* g_from, int accesses) const {
+    T* s_to = s.s_pieces[slot];
+    if (accesses > 0) {
+      // Nothing may be read outside of the tensor.
+      const T* g_end = args.g_x + (args.rows - 1) * args.x_row_stride + args.n;
+      const bool last = g_from + accesses * kElems > g_end;
+      const bool first = g_from < args.g_x && !(last && accesses == 1);
+      const int behind = (accesses - 1) * kElems;
+      if (last) copy_inside(s_to + behind, g_from + behind, args.g_x, g_end);
+      if (first) copy_inside(s_to, g_from, args.g_x, g_end);
+      if (first || last) async_fence();  // the slot's next piece comes by a bulk copy
+      accesses -= last + first;
+      g_from += first * kElems;
+      s_to += first * kElems;
+    }
+    barrier_expect(&s.s_full[slot], accesses * kVectorBytes);
+    if (accesses > 0) bulk_load(s_to, g_from, accesses * kVectorBytes, &s.s_full[slot]);
   }
 
-  __device__ __forceinline__ void store(T* g_to, const float (&r_y)[kCount], int accesses) const {
-#pragma unroll
-    for (int i = 0; i < Config::kAccesses; ++i) {
-      const int at = i * Config::kThreads + threadIdx.x;
-      if (at < accesses) store_floats(g_to + at * kElems, r_y + i * kElems);
+  // What of an access lies in the tensor.
+  static __device__ __forceinline__ void copy_inside(T* s_to, const T* g_from, const T* g_begin,
+                                                     const T* g_end) {
+#pragma unroll 1
+    for (int j = 0; j < kElems; ++j) {
+      if (g_from + j >= g_begin && g_from + j < g_end) s_to[j] = g_from[j];
     }
   }
 
-  // The warp has read the piece.
+  // A warp's accesses of a piece are neighbours: where a row ends, the warps behind have none.
+  static __device__ __forceinline__ int first_access() {
+    return threadIdx.x % Config::kThreads / kWarp * kWarp * Config::kAccesses;
+  }
+  static __device__ __forceinline__ int place_of(int i) {
+    return first_access() + i * kWarp + threadIdx.x % kWarp;
+  }
   __device__ __forceinline__ void give_back(int slot) const {
     __syncwarp();
     if (threadIdx.x % kWarp == 0) barrier_arrive(&s.s_empty[slot]);
   }
 
-  // Every block's value, in the order of the ranks. `turn` counts the calls.
-  __device__ __forceinline__ void gather(float2 (&parts)[Config::kCluster], float2 mine,
-                                         int turn) const {
-    const int i = turn % 2;
-    uint64_t* s_arrived = &s.s_arrived[i];
-    // NOTE: a block sends its value of the next turn but one only when it has everyone's of the
-    // next turn, which they send after reading this turn's; two places are enough.
-    if (threadIdx.x == 0) barrier_expect(s_arrived, sizeof(float2) * Config::kCluster);
-    if (threadIdx.x < Config::kCluster) {
-      send_to_block(&s.s_parts[i][rank], mine, s_arrived, threadIdx.x);
-    }
-    barrier_wait(s_arrived, turn / 2 % 2);
+  // This thread's accesses of a piece in fp32 times `sign`; -inf where a column isn't live. Returns
+  // the largest value.
+  template <bool kFull>
+  __device__ __forceinline__ float load(float (&r_x)[kCount], int slot, const Part& p, int done,
+                                        float sign) const {
+    const T* s_piece = s.s_pieces[slot];
+    Accesses r_in;
 #pragma unroll
-    for (int b = 0; b < Config::kCluster; ++b) parts[b] = s.s_parts[i][b];
-  }
-
-  __device__ __forceinline__ MaxSum merge(MaxSum x, const Exponent<T>& exponent, int turn) const {
-    x = s.s_exchange[turn % 2].merge_warps(warp_merge(x, exponent), exponent);
-    if constexpr (Config::kCluster == 1) return x;
-    float2 parts[Config::kCluster];
-    gather(parts, make_float2(x.max, x.sum), turn);
-    float max = parts[0].x;
+    for (int i = 0; i < Config::kAccesses; ++i) {
+      const int at = place_of(i);
+      const bool there = kFull || done + at < p.accesses;
+      r_in[i] = there ? load_words(s_piece + at * kElems) : fill_words<T>(0.f);
+      to_floats<T>(r_x + i * kElems, r_in[i]);
+      if constexpr (Mask::kMasked) {
 #pragma unroll
-    for (int b = 1; b < Config::kCluster; ++b) max = fmaxf(max, parts[b].x);
-    float sum = 0.f;
+        for (int j = 0; j < kElems; ++j) r_x[i * kElems + j] *= sign;
+      }
+      if (!kFull && !(there && p.whole(done + at))) {
+        const int column = p.column + (done + at) * kElems;
 #pragma unroll
-    for (int b = 0; b < Config::kCluster; ++b) {
-      sum += rescaled_sum({parts[b].x, parts[b].y}, max, exponent);
-    }
-    return {max, sum};
-  }
-
-  __device__ __forceinline__ float sum(float x, int turn) const {
-    x = s.s_exchange[turn % 2].sum_warps(warp_sum(x));
-    if constexpr (Config::kCluster == 1) return x;
-    float2 parts[Config::kCluster];
-    gather(parts, make_float2(x, 0.f), turn);
-    float sum = 0.f;
-#pragma unroll
-    for (int b = 0; b < Config::kCluster; ++b) sum += parts[b].x;
-    return sum;
-  }
-
-  // Zeros in the columns [from, to) of a row, by all threads of the cluster.
-  __device__ __forceinline__ void clear(T* g_row, int64_t from, int64_t to) const {
-    const int me = rank * Config::kThreads + threadIdx.x;
-    constexpr int kAll = Config::kCluster * Config::kThreads;
-    const int past = static_cast<int>(reinterpret_cast<uintptr_t>(g_row + from) % kVectorBytes);
-    const int64_t first = min(to, from + (kVectorBytes - past) % kVectorBytes / int{sizeof(T)});
-    const int64_t last = to - (to - first) % kElems;
-    const T zero = from_float<T>(0.f);
-    if (me < first - from) g_row[from + me] = zero;
-    if (me < to - last) g_row[last + me] = zero;
-    for (int64_t i = first + int64_t{me} * kElems; i < last; i += kAll * kElems) {
-      store_vec(g_row + i, Vec<T, kElems>{});
-    }
-  }
-
-  __device__ __forceinline__ void clear_hidden_columns(T* g_row, const Part& p) const {
-    if constexpr (Mask::kMasked) {
-      clear(g_row, 0, p.begin);
-      clear(g_row, p.end, args.n);
-    }
-  }
-
-  __device__ __forceinline__ void forward() const {
-    const Exponent<T> exponent(mask.scale());
-    const float sign = Mask::kMasked ? exponent.sign : 1.f;
-    Place place;
-    LiveRange range = live(first_row());
-    int turn = 0;
-    for (int64_t row = first_row(); row < args.rows; row += row_step(), ++turn) {
-      const Part p = part(row, range);
-      range = live(row + row_step());  // the padding is fetched a row ahead
-      const T* g_x = args.g_x + row * args.x_row_stride;
-      T* g_y = args.g_y + row * args.n;
-      const int64_t edge = rank == 0 ? p.edge(threadIdx.x) : -1;
-      float r_edge[1];
-      if (edge >= 0) r_edge[0] = to_float(g_x[edge]) * sign;
-      clear_hidden_columns(g_y, p);
-
-      // Reduce the pieces as they arrive.
-      Accesses r_in;
-      float r_x[kCount];
-      MaxSum mine = {-INFINITY, 0.f};
-      Place again = place;
-      for (int done = 0; done < p.accesses; done += kPieceAccesses, place.advance()) {
-        barrier_wait(&s.s_full[place.slot], place.parity);
-        load(r_in, place.slot, p.accesses - done, -sign * INFINITY);  // smaller than any score
-        widen(r_x, r_in);
-        if constexpr (Mask::kMasked) {
-#pragma unroll
-          for (float& x : r_x) x *= sign;
-          accumulate(mine, largest(r_x), r_x, exponent);
-        } else {
-          accumulate(mine, largest<T>(r_in), r_x, exponent);
+        for (int j = 0; j < kElems; ++j) {
+          if (!there || !p.sees(column + j)) r_x[i * kElems + j] = -INFINITY;
         }
       }
-      if (edge >= 0) accumulate(mine, largest(r_edge), r_edge, exponent);
-      const MaxSum total = merge(mine, exponent, turn);
+    }
+    if constexpr (kFull && !Mask::kMasked) return largest<T>(r_in);
+    return largest(r_x);
+  }
+
+  template <bool kFull>
+  __device__ __forceinline__ void reduce(MaxSum& mine, int slot, const Part& p, int done,
+                                         float sign, const Exponent<T>& exponent) const {
+    if (!kFull && done + first_access() >= p.accesses) return;
+    float r_x[kCount];
+    const float max = load<kFull>(r_x, slot, p, done, sign);
+    accumulate(mine, max, r_x, exponent);
+  }
+
+  template <bool kFull>
+  __device__ __forceinline__ void finish(T* g_to, int slot, const Part& p, int done, float sign,
+                                         float max, float factor,
+                                         const Exponent<T>& exponent) const {
+    if (!kFull && done + first_access() >= p.accesses) return give_back(slot);
+    float r_x[kCount];
+    load<kFull>(r_x, slot, p, done, sign);
+    give_back(slot);
+#pragma unroll
+    for (float& x : r_x) x = exponent(x, max) * factor;
+#pragma unroll
+    for (int i = 0; i < Config::kAccesses; ++i) {
+      const int at = place_of(i);
+      if (!kFull && done + at >= p.accesses) continue;
+      if (kFull || p.whole(done + at)) {
+        store_floats<T>(g_to + at * kElems, r_x + i * kElems);
+      } else {
+        const int column = p.column + (done + at) * kElems;
+#pragma unroll
+        for (int j = 0; j < kElems; ++j) {
+          if (p.sees(column + j)) g_to[at * kElems + j] = from_float<T>(r_x[i * kElems + j]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void compute() const {
+    const Exponent<T> exponent(mask.scale());
+    const float sign = Mask::kMasked ? exponent.sign : 1.f;
+    const int group = threadIdx.x / Config::kThreads;
+    int own_turn = 0;
+    for (int turn = group;; turn += Config::kGroups, ++own_turn) {
+      const Claim claimed = claim(turn);
+      if (claimed.row >= args.rows) return;
+      const Part p = part(claimed.row);
+      T* g_y = args.g_y + claimed.row * args.n;
+      if constexpr (Mask::kMasked) {
+        clear_columns<Config>(g_y, 0, p.begin, rank);
+        clear_columns<Config>(g_y, p.end, args.n, rank);
+      }
+      g_y += p.column;
+
+      // Reduce the pieces as they arrive.
+      MaxSum mine = {-INFINITY, 0.f};
+      Place place = claimed.place;
+      for (int i = 0; i < p.pieces; ++i, place.advance()) {
+        barrier_wait(&s.s_full[place.slot], place.parity);
+        if (p.full(i * kPiece)) {
+          reduce<true>(mine, place.slot, p, i * kPiece, sign, exponent);
+        } else {
+          reduce<false>(mine, place.slot, p, i * kPiece, sign, exponent);
+        }
+      }
+      const MaxSum total = s.s_exchange[group].merge(mine, exponent, own_turn);
       const float factor = 1.f / total.sum;
 
       // Read them again, store the result.
-      for (int done = 0; done < p.accesses; done += kPieceAccesses, again.advance()) {
-        load(r_in, again.slot, p.accesses - done, 0.f);
-        give_back(again.slot);
-        widen(r_x, r_in);
-#pragma unroll
-        for (float& x : r_x) x = exponent(x * sign, total.max) * factor;
-        store(g_y + p.first + done * kElems, r_x, p.accesses - done);
+      place = claimed.place;
+      for (int i = 0; i < p.pieces; ++i, place.advance()) {
+        T* g_to = g_y + i * kPiece * kElems;
+        if (p.full(i * kPiece)) {
+          finish<true>(g_to, place.slot, p, i * kPiece, sign, total.max, factor, exponent);
+        } else {
+          finish<false>(g_to, place.slot, p, i * kPiece, sign, total.max, factor, exponent);
+        }
       }
-      if (edge >= 0) g_y[edge] = from_float<T>(exponent(r_edge[0], total.max) * factor);
     }
-  }
-
-  __device__ __forceinline__ void backward() const {
-    const float scale = mask.scale();
-    Place place;
-    LiveRange range = live(first_row());
-    int turn = 0;
-    for (int64_t row = first_row(); row < args.rows; row += row_step(), ++turn) {
-      const Part p = part(row, range);
-      range = live(row + row_step());
-      T* g_dx = args.g_y + row * args.n;
-      const int64_t edge = rank == 0 ? p.edge(threadIdx.x) : -1;
-      float edge_y = 0.f, edge_dy = 0.f;
-      if (edge >= 0) {
-        edge_y = to_float(args.g_x[row * args.x_row_stride + edge]);
-        edge_dy = to_float(args.g_dy[row * args.dy_row_stride + edge]);
-      }
-      clear_hidden_columns(g_dx, p);
-
-      Accesses r_in_y, r_in_dy;
-      float r_y[kCount], r_dy[kCount];
-      float dot = 0.f;
-      Place again = place;
-      for (int done = 0; done < p.accesses; done += kPieceAccesses, place.advance()) {
-        barrier_wait(&s.s_full[place.slot], place.parity);
-        load<0>(r_in_y, place.slot, p.accesses - done, 0.f);
-        load<1>(r_in_dy, place.slot, p.accesses - done, 0.f);
-        widen(r_y, r_in_y);
-        widen(r_dy, r_in_dy);
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) dot += r_y[j] * r_dy[j];
-      }
-      if (edge >= 0) dot += edge_y * edge_dy;
-      dot = sum(dot, turn);
-
-      for (int done = 0; done < p.accesses; done += kPieceAccesses, again.advance()) {
-        load<0>(r_in_y, again.slot, p.accesses - done, 0.f);
-        load<1>(r_in_dy, again.slot, p.accesses - done, 0.f);
-        give_back(again.slot);
-        widen(r_y, r_in_y);
-        widen(r_dy, r_in_dy);
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) r_y[j] = gradient(r_y[j], r_dy[j], dot, scale);
-        store(g_dx + p.first + done * kElems, r_y, p.accesses - done);
-      }
-      if (edge >= 0) g_dx[edge] = from_float<T>(gradient(edge_y, edge_dy, dot, scale));
-    }
-  }
-
-  static __device__ __forceinline__ float gradient(float y, float dy, float dot, float scale) {
-    const float dx = y * (dy - dot);
-    return Mask::kMasked ? dx * scale : dx;
   }
 };
 #endif
 
+// `g_claims` is 0 before and after the launch; there are no more clusters than rows.
 template <typename Config, typename Mask>
-__global__ __launch_bounds__(Config::kBlockThreads, Config::kBlocksPerSm) void softmax_ring_kernel(
-    const RowArgs<typename Config::T> args, const Mask mask) {
+__global__ __launch_bounds__(Config::kBlockThreads,
+                             1) void softmax_ring_kernel(const RowArgs<typename Config::T> args,
+                                                         const Mask mask, unsigned* g_claims) {
 #if TW_HAS_CLUSTERS
   extern __shared__ __align__(128) unsigned char s_memory[];
   auto& s = *reinterpret_cast<RingShared<Config>*>(s_memory);
@@ -358,13 +339,11 @@ __global__ __launch_bounds__(Config::kBlockThreads, Config::kBlocksPerSm) void s
     cluster_arrive();
     cluster_wait();
   }
-  if (threadIdx.x >= Config::kThreads) {
-    if (threadIdx.x == Config::kThreads) job.copy();
+  if (threadIdx.x >= Config::kComputing) {
+    if (threadIdx.x == Config::kComputing) job.copy(g_claims);
     __syncwarp();
-  } else if constexpr (Config::kBackward) {
-    job.backward();
   } else {
-    job.forward();
+    job.compute();
   }
   // A block's shared memory outlives what its neighbours send there.
   if constexpr (Config::kCluster > 1) {

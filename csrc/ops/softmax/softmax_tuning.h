@@ -70,7 +70,7 @@ struct SoftmaxTuning {
     if (ring.shared_bytes() > p.shared_limit) {
       return too_much_shared_memory(ring.shared_bytes(), p.shared_limit);
     }
-    return room(p, ring.capacity(p.elem_size, p.backward));
+    return room(p, ring.capacity(p.elem_size, p.backward, p.aligned));
   }
 
   static SoftmaxChoice make(const SoftmaxCall&, const Numbers& choice) {
@@ -82,22 +82,22 @@ struct SoftmaxTuning {
 
   static std::vector<Numbers> candidates(const SoftmaxCall&) { return tiles_or_none(kAll); }
 
-  // `kind` is a SoftmaxKernel. Zeros: a row that is read again has no loads of its own, and
-  // registers alone say how many blocks of a tile an SM has. A ring's threads are those that
-  // compute, its loads those of a piece.
+  // `kind` is a SoftmaxKernel. A row that is read again has no loads of its own. A ring's threads
+  // are those that compute, in groups that have a row each; its loads are a thread's of a piece.
   static Columns columns(const SoftmaxCall& call, const Numbers& choice) {
     const SoftmaxChoice chosen = make(call, choice);
     const int64_t kind = static_cast<int64_t>(chosen.kernel);
     if (chosen.kernel == SoftmaxKernel::kRing) {
       const SoftmaxRing& ring = kSoftmaxRings[chosen.index];
-      return row(kind, ring.threads, ring.accesses(call.problem.backward), ring.cluster,
-                 ring.blocks_per_sm, ring.shared_bytes());
+      const bool backward = call.problem.backward;
+      return row(kind, ring.groups(backward) * ring.threads(backward), ring.accesses(backward),
+                 ring.cluster, ring.groups(backward), ring.shared_bytes());
     }
     if (chosen.kernel == SoftmaxKernel::kStream)
-      return row(kind, kSoftmaxStreamThreads, 0, 1, 0, 0);
+      return row(kind, kSoftmaxStreamThreads, 0, 1, 1, 0);
     const SoftmaxTile& tile = kSoftmaxTiles[chosen.index];
     const SoftmaxProblem& p = call.problem;
-    return row(kind, tile.threads_for(p.n, p.elem_size), tile.loads, 1, 0, 0);
+    return row(kind, tile.threads_for(p.n, p.elem_size), tile.loads, 1, 1, 0);
   }
 
  private:
@@ -105,14 +105,10 @@ struct SoftmaxTuning {
     if (p.n <= capacity) return "";
     return "holds " + std::to_string(capacity) + " elements, the row has " + std::to_string(p.n);
   }
-  static Columns row(int64_t kind, int threads, int loads, int cluster, int blocks_per_sm,
+  static Columns row(int64_t kind, int threads, int loads, int cluster, int groups,
                      int ring_bytes) {
-    return {{"kind", kind},
-            {"threads", threads},
-            {"loads", loads},
-            {"cluster", cluster},
-            {"blocks_per_sm", blocks_per_sm},
-            {"ring_bytes", ring_bytes}};
+    return {{"kind", kind},       {"threads", threads}, {"loads", loads},
+            {"cluster", cluster}, {"groups", groups},   {"ring_bytes", ring_bytes}};
   }
 };
 
