@@ -457,3 +457,18 @@ def test_explain_names_a_wide_tile():
         "int4_linear", x.float(), weight[0], weight[1].float(), weight[2]
     )
     assert explanation.kernel == "4-bit tiles (mma.sync)"
+
+
+# scalar_attention
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_splits_of_a_sweep_cover_what_is_streamed_once(backward):
+    for n in (1, 31, 32, 33, 1000, 4096, 65_536, 2**24):
+        for sms in (1, 16, 132):
+            sweeps = _C.scalar_attention_sweeps(n, backward, sms)
+            assert len(sweeps) == (2 if backward else 1)
+            for sweep in sweeps:
+                assert (sweep["splits"] - 1) * sweep["per_split"] < n
+                assert sweep["splits"] * sweep["per_split"] >= n
+                assert 0 <= sweep["polynomial"] <= sweep["owners"]
