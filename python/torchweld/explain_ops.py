@@ -101,12 +101,14 @@ def rows(explanation: Explanation, tensors: list[Tensor], scale: float) -> Expla
     problem += [rows, masked, bfloat16]
     chosen, explanation.source = _picked("softmax", problem, tensors[0])
     own = explanation.source == "heuristic"
+    held = False  # by a tile or ring that something faster was preferred to
     for found in _C.candidates("softmax", [int(number) for number in problem]):
         if found["choice"] == chosen["choice"]:
             break
         tile = found["columns"]
         name = f"{tile['threads']} threads x {tile['loads']} x 16 B"
         ring = tile["kind"] == _RING
+        held = held or not found["refusal"]
         if found["refusal"] or own:
             faster = "reading twice" if chosen["choice"][0] < 0 else "a ring"
             faster = "a larger cluster" if ring and chosen["columns"]["kind"] == _RING else faster
@@ -120,10 +122,6 @@ def rows(explanation: Explanation, tensors: list[Tensor], scale: float) -> Expla
             "threads": tile["threads"],
             "access_bytes": 16 if aligned and in_phase else size,
         }
-        held = any(
-            reason.endswith(f"faster for rows of {n} elements")
-            for _, reason in explanation.rejected
-        )
         explanation.why = (
             f"a row of {n} elements would leave an SM one block in registers"
             if held

@@ -24,17 +24,25 @@ inline constexpr DirectTile kDirectTiles[] = {
     {3, 2, 16, 8}, {4, 2, 16, 6}, {5, 4, 16, 4}, {7, 2, 64, 4}};
 inline constexpr int kNumDirectTiles = sizeof(kDirectTiles) / sizeof(kDirectTiles[0]);
 
-// Rows of each strip of an image: as many as in every other strip, give or take the last, and fewer
-// where the strips would not keep a large GPU busy.
+// Strips of an image: of up to `most` rows, and of fewer, down to `least`, where the whole call
+// would have fewer than `few` pieces of work with them. `across` is how many stand side by side.
+constexpr int64_t count_strips(int64_t height, int64_t most, int64_t least, int64_t across,
+                               int64_t few) {
+  const auto strips = [&] { return (height - 1) / most + 1; };
+  while (most > least && across * strips() < few) most /= 2;
+  return strips();
+}
+
+// Rows of each strip: as many as in every other strip, give or take the last, and fewer where the
+// strips would not keep a large GPU busy.
 inline constexpr int64_t kDirectFewThreads = 65536;
 inline constexpr int kDirectLeastRows = 8;
 constexpr int64_t direct_strip_rows(const DirectTile& tile, int64_t batch, int64_t height,
                                     int64_t width) {
-  const int64_t across = (width - 1) / kDirectColumns + 1;
-  int64_t most = tile.strip_rows;
-  const auto strips = [&] { return (height - 1) / most + 1; };
-  while (most > kDirectLeastRows && batch * across * strips() < kDirectFewThreads) most /= 2;
-  return (height - 1) / strips() + 1;
+  const int64_t across = batch * ((width - 1) / kDirectColumns + 1);
+  const int64_t strips =
+      count_strips(height, tile.strip_rows, kDirectLeastRows, across, kDirectFewThreads);
+  return (height - 1) / strips + 1;
 }
 
 // A warp of the banded kernel has tiles_m tiles of 16 rows by tiles_n of 8 columns.
@@ -76,11 +84,11 @@ inline constexpr int64_t kCellsFewStrips = 4096;
 inline constexpr int kCellsLeastRows = 8;
 constexpr int64_t cells_strip_rows(const CellsTile& tile, int64_t batch, int64_t height,
                                    int64_t width) {
-  const int64_t cells = (height - 1) / kCellRows + 1, across = (width - 1) / kCellColumns + 1;
-  int64_t most = tile.strip_rows;
-  const auto strips = [&] { return (height - 1) / most + 1; };
-  while (most > kCellsLeastRows && batch * across * strips() < kCellsFewStrips) most /= 2;
-  return ((cells - 1) / strips() + 1) * kCellRows;
+  const int64_t cells = (height - 1) / kCellRows + 1;
+  const int64_t across = batch * ((width - 1) / kCellColumns + 1);
+  const int64_t strips =
+      count_strips(height, tile.strip_rows, kCellsLeastRows, across, kCellsFewStrips);
+  return ((cells - 1) / strips + 1) * kCellRows;
 }
 
 // A thread of the small kernel has kSmallColumns columns of an image, kSmallRows rows at a time.

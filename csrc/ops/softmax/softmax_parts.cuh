@@ -69,8 +69,8 @@ __device__ __forceinline__ void clear_hidden(Vec<T, kElems>& out, const Range& l
   }
 }
 
-// How scores become exponentials: e^((sign * x - max) * |scale|). A scale of 0 multiplies the
-// scores away, so that an infinite one is NaN as in torch.
+// How scores become exponents: 2^((sign * x - max) * c). A scale of 0 multiplies the scores away,
+// so that an infinite one is NaN as in torch.
 template <typename T>
 struct Exponent {
   float sign;

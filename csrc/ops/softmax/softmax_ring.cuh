@@ -111,10 +111,7 @@ struct RingJob {
   }
 
   __device__ __forceinline__ void init() const {
-    for (int i = 0; i < Config::kSlots; ++i) {
-      barrier_init(&s.s_full[i], 1);
-      barrier_init(&s.s_empty[i], Config::kThreads / kWarp);
-    }
+    init_slots<Config>(s);
     for (int i = 0; i < Config::kGroups; ++i) s.s_exchange[i].init();
     for (int i = 0; i < kClaims; ++i) barrier_init(&s.s_claimed[i], 1);
     // The first row is the cluster's without a claim.
@@ -210,10 +207,6 @@ struct RingJob {
   static __device__ __forceinline__ int place_of(int i) {
     return first_access() + i * kWarp + threadIdx.x % kWarp;
   }
-  __device__ __forceinline__ void give_back(int slot) const {
-    __syncwarp();
-    if (threadIdx.x % kWarp == 0) barrier_arrive(&s.s_empty[slot]);
-  }
 
   // This thread's accesses of a piece in fp32 times `sign`; -inf where a column isn't live. Returns
   // the largest value.
@@ -257,10 +250,10 @@ struct RingJob {
   __device__ __forceinline__ void finish(T* g_to, int slot, const Part& p, int done, float sign,
                                          float max, float factor,
                                          const Exponent<T>& exponent) const {
-    if (!kFull && done + first_access() >= p.accesses) return give_back(slot);
+    if (!kFull && done + first_access() >= p.accesses) return give_back_slot(s, slot);
     float r_x[kCount];
     load<kFull>(r_x, slot, p, done, sign);
-    give_back(slot);
+    give_back_slot(s, slot);
 #pragma unroll
     for (float& x : r_x) x = exponent(x, max) * factor;
 #pragma unroll
@@ -333,23 +326,7 @@ __global__ __launch_bounds__(Config::kBlockThreads,
   extern __shared__ __align__(128) unsigned char s_memory[];
   auto& s = *reinterpret_cast<RingShared<Config>*>(s_memory);
   const RingJob<Config, Mask> job(args, mask, s);
-  if (threadIdx.x == 0) job.init();
-  __syncthreads();
-  if constexpr (Config::kCluster > 1) {
-    cluster_arrive();
-    cluster_wait();
-  }
-  if (threadIdx.x >= Config::kComputing) {
-    if (threadIdx.x == Config::kComputing) job.copy(g_claims);
-    __syncwarp();
-  } else {
-    job.compute();
-  }
-  // A block's shared memory outlives what its neighbours send there.
-  if constexpr (Config::kCluster > 1) {
-    cluster_arrive();
-    cluster_wait();
-  }
+  run_ring<Config>(job, [&] { job.copy(g_claims); });
 #endif
 }
 

@@ -82,10 +82,7 @@ struct RingBackwardJob {
   }
 
   __device__ __forceinline__ void init() const {
-    for (int i = 0; i < Config::kSlots; ++i) {
-      barrier_init(&s.s_full[i], 1);
-      barrier_init(&s.s_empty[i], Config::kThreads / kWarp);
-    }
+    init_slots<Config>(s);
     s.s_exchange.init();
     barrier_init_fence();
   }
@@ -132,12 +129,6 @@ struct RingBackwardJob {
     }
   }
 
-  // The warp has read the piece.
-  __device__ __forceinline__ void give_back(int slot) const {
-    __syncwarp();
-    if (threadIdx.x % kWarp == 0) barrier_arrive(&s.s_empty[slot]);
-  }
-
   __device__ __forceinline__ void clear_hidden_columns(T* g_row, const Part& p) const {
     if constexpr (Mask::kMasked) {
       clear_columns<Config>(g_row, 0, p.begin, rank);
@@ -181,7 +172,7 @@ struct RingBackwardJob {
       for (int done = 0; done < p.accesses; done += kPieceAccesses, again.advance()) {
         load<0>(r_in_y, again.slot, p.accesses - done);
         load<1>(r_in_dy, again.slot, p.accesses - done);
-        give_back(again.slot);
+        give_back_slot(s, again.slot);
         widen(r_y, r_in_y);
         widen(r_dy, r_in_dy);
 #pragma unroll
@@ -206,23 +197,7 @@ __global__ __launch_bounds__(Config::kBlockThreads, 1) void softmax_ring_backwar
   extern __shared__ __align__(128) unsigned char s_memory[];
   auto& s = *reinterpret_cast<RingBackwardShared<Config>*>(s_memory);
   const RingBackwardJob<Config, Mask> job(args, mask, s);
-  if (threadIdx.x == 0) job.init();
-  __syncthreads();
-  if constexpr (Config::kCluster > 1) {
-    cluster_arrive();
-    cluster_wait();
-  }
-  if (threadIdx.x >= Config::kThreads) {
-    if (threadIdx.x == Config::kThreads) job.copy();
-    __syncwarp();
-  } else {
-    job.compute();
-  }
-  // A block's shared memory outlives what its neighbours send there.
-  if constexpr (Config::kCluster > 1) {
-    cluster_arrive();
-    cluster_wait();
-  }
+  run_ring<Config>(job, [&] { job.copy(); });
 #endif
 }
 

@@ -114,4 +114,44 @@ __device__ __forceinline__ void clear_columns(typename Config::T* g_row, int64_t
   }
 }
 
+#if TW_HAS_CLUSTERS
+// A slot is full when its copies have arrived, and empty when a group's warps have given it back.
+template <typename Config, typename Shared>
+__device__ __forceinline__ void init_slots(Shared& s) {
+  for (int i = 0; i < Config::kSlots; ++i) {
+    barrier_init(&s.s_full[i], 1);
+    barrier_init(&s.s_empty[i], Config::kThreads / kWarp);
+  }
+}
+
+// The warp has read the piece.
+template <typename Shared>
+__device__ __forceinline__ void give_back_slot(Shared& s, int slot) {
+  __syncwarp();
+  if (threadIdx.x % kWarp == 0) barrier_arrive(&s.s_empty[slot]);
+}
+
+// What every block does: one thread of the last warp copies, the groups compute.
+template <typename Config, typename Job, typename Copy>
+__device__ __forceinline__ void run_ring(const Job& job, const Copy& copy) {
+  if (threadIdx.x == 0) job.init();
+  __syncthreads();
+  if constexpr (Config::kCluster > 1) {
+    cluster_arrive();
+    cluster_wait();
+  }
+  if (threadIdx.x >= Config::kComputing) {
+    if (threadIdx.x == Config::kComputing) copy();
+    __syncwarp();
+  } else {
+    job.compute();
+  }
+  // A block's shared memory outlives what its neighbours send there.
+  if constexpr (Config::kCluster > 1) {
+    cluster_arrive();
+    cluster_wait();
+  }
+}
+#endif
+
 }  // namespace torchweld
