@@ -156,8 +156,8 @@ py::list int4_decode_tiles(int64_t m, int64_t n, int64_t k, int64_t groups, int 
     d["rows"] = kInt4TileRows;
     d["tokens"] = tile.tokens;
     d["chunks"] = tile.chunks;
-    d["stages"] = tile.depth;
-    d["threads"] = tile.threads();
+    d["stages"] = 2;
+    d["threads"] = tile.kThreads;
     d["refusal"] = refusal == nullptr ? "" : refusal;
     if (refusal == nullptr) {
       const Int4DecodePlan plan(tile, m, problem.shape, sms);

@@ -336,11 +336,13 @@ def int4_decode_tile(
 
 @pytest.mark.parametrize("limits", [H200, SMALL], ids=["h200", "small"])
 def test_int4_decode_divides_every_tile_of_rows_once(limits):
-    taken = {1: 0, 2: 0}
+    taken = {1: 0, 4: 0}
     for m in range(1, 18):
         for n in SIZES:
             for group in (64, 128, 192, 4096):
-                for k in (group, 3 * group, 32 * group):
+                for k in (group, 2 * group, 3 * group, 32 * group, 8192):
+                    if k % group:
+                        continue
                     tile = int4_decode_tile(m, n, k, k // group, limits)
                     if tile is None:
                         continue
@@ -348,11 +350,12 @@ def test_int4_decode_divides_every_tile_of_rows_once(limits):
                     assert group // 64 % tile["chunks"] == 0
                     assert tile["shared_bytes"] <= limits[1]
                     assert tile["blocks"] <= limits[0] and tile["more_tiles"] < tile["owners"]
-                    assert tile["blocks"] % tile["owners"] == 0
-                    taken[tile["blocks"] // tile["owners"]] += 1
+                    parts = tile["blocks"] // tile["owners"]
+                    assert tile["blocks"] == parts * tile["owners"]
+                    taken[parts] += 1
                     rows = tile["owners"] * tile["base_tiles"] + tile["more_tiles"]
                     assert rows == -(-n // 16)
-    assert taken[1] > 500 and taken[2] > 20
+    assert taken[1] > 500 and taken[4] > 20
 
 
 def test_int4_decode_ends_where_x_is_too_large():
@@ -364,15 +367,16 @@ def test_int4_decode_ends_where_x_is_too_large():
     assert int4_decode_tile(1, 4096, 4096, 128) is None
     assert int4_decode_tile(8, 131072, 4096, 32)["blocks"] == 132
     assert int4_decode_tile(16, 14336, 4096, 32)["tokens"] == 16
-    assert int4_decode_tile(16, 4096, 14336, 112) is None
-    # A cluster of two blocks holds twice the x.
-    one, two = (int4_decode_tile(m, 4096, 14336, 112) for m in (4, 8))
-    assert one["blocks"] == one["owners"] and two["blocks"] == 2 * two["owners"] == 132
+    assert int4_decode_tile(16, 4096, 65536, 512) is None
+    # A cluster of four blocks holds four times the x; not all multiprocessors have room for one.
+    one, four = (int4_decode_tile(m, 4096, 14336, 112) for m in (4, 8))
+    assert one["blocks"] == one["owners"] and four["blocks"] == 4 * four["owners"] == 120
     assert int4_decode_tile(8, 4096, 14336, 112, clusters=False) is None
-    # A step has one group: two chunks of 128 columns, one of 64 or of three of them.
+    # A slice has one group: two chunks of 128 columns, one of 64 or of three of them.
     assert int4_decode_tile(1, 4096, 4096, 32)["chunks"] == 2
     assert int4_decode_tile(1, 4096, 4096, 64)["chunks"] == 1
-    assert int4_decode_tile(1, 4096, 4032, 21)["chunks"] == 1
+    assert int4_decode_tile(1, 4096, 4224, 22)["chunks"] == 1
+    assert int4_decode_tile(1, 4096, 4032, 21) is None  # an odd number of chunks
 
 
 def test_explain_names_a_4_bit_products_tile():

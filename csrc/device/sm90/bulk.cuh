@@ -63,6 +63,19 @@ __device__ __forceinline__ void bulk_load(void* s_to, const void* g_from, uint32
       : "memory");
 }
 
+// The same to the same place in every block of the cluster whose rank's bit is set, and each one's
+// barrier.
+__device__ __forceinline__ void bulk_load_to_all(void* s_to, const void* g_from, uint32_t bytes,
+                                                 uint64_t* s_barrier, uint16_t ranks) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1], %2, [%3], %4;"
+      :
+      : "r"(shared_address(s_to)), "l"(g_from), "r"(bytes), "r"(shared_address(s_barrier)),
+        "h"(ranks)
+      : "memory");
+}
+
 // Orders this thread's stores to shared memory before bulk copies that it issues later.
 __device__ __forceinline__ void async_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -1,127 +1,204 @@
-// What a warp of the kernel for few tokens reads: its columns of x, and its steps of the weight
-// tile after tile, by cp.async into a ring of its own.
+// What the kernel for few tokens reads: all of a part's columns of x for the block, and a warp's
+// steps of the weight, one tile after the other, straight into registers.
 #pragma once
 
+#include "device/sm90/bulk.cuh"
+#include "device/sm90/overlap.cuh"
 #include "ops/int4_linear/int4_decode_math.cuh"
 #include "ops/int4_linear/int4_linear.h"
 
 namespace torchweld {
 
-// A warp's steps of K, [begin, end).
-struct Int4DecodeSteps {
-  int begin, end;
-
-  __device__ __forceinline__ Int4DecodeSteps(const Int4DecodePlan& plan, const Int4DecodeTile& tile,
-                                             int part, int warp) {
-    const int part_begin = part * plan.part_steps;
-    const uint32_t steps = min(plan.part_steps, plan.steps - part_begin);
-    const int own = steps / tile.warps, more = steps % tile.warps;
-    begin = part_begin + warp * own + min(warp, more);
-    end = begin + own + (warp < more);
-  }
-  __device__ __forceinline__ int count() const { return end - begin; }
+// NOTE: close together, as each line of parameters is a miss of the constant cache in every block.
+struct Int4DecodeParams {
+  const char *x, *words, *scale, *zero;
+  const void* bias;
+  void* y;
+  int64_t x_row_bytes, y_row_stride;
+  int tokens, rows;  // of x, of the weight
+  Int4DecodePlan plan;
 };
 
-template <int kTile>
-class Int4DecodeLoader {
-  static constexpr Int4DecodeTile kT = kInt4DecodeTiles[kTile];
-  using Step = Int4DecodeStep<kT.chunks>;
+// NOTE: volatile, so that none of them moves before wait_for_kernels_before.
+__device__ __forceinline__ uint4 load_words_once(const void* g_from) {
+  uint4 w;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+               : "l"(g_from));
+  return w;
+}
 
+__device__ __forceinline__ uint2 load_global_words_2(const void* g_from) {
+  uint2 w;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(w.x), "=r"(w.y) : "l"(g_from));
+  return w;
+}
+
+__device__ __forceinline__ uint32_t load_global_word(const void* g_from) {
+  uint32_t w;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(w) : "l"(g_from));
+  return w;
+}
+
+// The steps of K of a round's tiles, one after the other, divided among the warps.
+class Int4DecodeShares {
  public:
-  __device__ __forceinline__ Int4DecodeLoader(const Int4Weight& weight, const Int4DecodePlan& plan,
-                                              const Int4DecodeSteps& steps, int first_tile,
-                                              int lane)
-      : g_words_(reinterpret_cast<const char*>(weight.packed) + lane * 16),
-        at_(first_tile * plan.steps + steps.begin),
-        first_group_(first_tile * plan.groups),
-        words_at_(lane * 16),
-        meta_at_(lane * 8),
-        begin_(steps.begin),
-        end_(steps.end),
-        step_(steps.begin) {
-    // Lanes 0 to 3 bring 8 bytes of the scales each, lane 4 the zeros.
-    const bool zeros = lane == 4;
-    meta_bytes_ = zeros ? kT.kZeroBytes : kT.kScaleBytes;
-    g_meta_ = zeros ? reinterpret_cast<const char*>(weight.zero)
-                    : static_cast<const char*>(weight.scale) + lane * 8;
-    // NOTE: opaque, so that an address is one multiply-add of a small index; the compiler would
-    // compute these anew in every step.
-    asm volatile(""
-                 : "+l"(g_words_), "+l"(g_meta_), "+r"(words_at_), "+r"(meta_at_),
-                   "+r"(meta_bytes_));
+  __device__ __forceinline__ explicit Int4DecodeShares(uint32_t steps)
+      : all_(steps), own_((steps + Int4DecodeTile::kWarps - 1) / Int4DecodeTile::kWarps) {}
+  __device__ __forceinline__ uint32_t begin(uint32_t warp) const { return min(warp * own_, all_); }
+  __device__ __forceinline__ uint32_t count(uint32_t warp) const {
+    return min(warp * own_ + own_, all_) - begin(warp);
   }
-
-  // The next step, on its way to a slot.
-  __device__ __forceinline__ void load(uint32_t s_slot, const Int4DecodePlan& plan) {
-    const char* g_from = g_words_ + uint64_t{at_} * kT.word_bytes();
-#pragma unroll
-    for (int i = 0; i < kT.chunks; ++i) {
-      copy_async_16(s_slot + words_at_ + i * 512, g_from + i * 512, 16);
-    }
-    const uint32_t group = first_group_ + plan.group_steps.divide(step_);
-    if (meta_at_ < kT.kScaleBytes + kT.kZeroBytes) {
-      copy_async_8(s_slot + meta_at_ + kT.word_bytes(), g_meta_ + uint64_t{group} * meta_bytes_, 8);
-    }
-    ++at_;
-    if (++step_ == end_) {
-      step_ = begin_;
-      at_ += plan.steps - (end_ - begin_);
-      first_group_ += plan.groups;
-    }
-  }
-
-  // A step that has arrived.
-  __device__ __forceinline__ Step read(uint32_t s_slot) const {
-    Step step;
-#pragma unroll
-    for (int i = 0; i < kT.chunks; ++i) step.words[i] = load_words_4(s_slot + words_at_ + i * 512);
-    step.scale = load_word(s_slot + kT.word_bytes() + threadIdx.x % 32 / 4 * 4);
-    step.zeros = load_words_2(s_slot + kT.word_bytes() + kT.kScaleBytes);
-    return step;
-  }
-
-  // One straight from global memory.
-  static __device__ __forceinline__ Step read(const Int4Weight& weight, const Int4DecodePlan& plan,
-                                              int64_t tile, int at, int lane) {
-    const char* g_from = reinterpret_cast<const char*>(weight.packed) +
-                         (tile * plan.steps + at) * kT.word_bytes() + lane * 16;
-    const int64_t group = tile * plan.groups + plan.group_steps.divide(at);
-    Step step;
-#pragma unroll
-    for (int i = 0; i < kT.chunks; ++i) {
-      step.words[i] = *reinterpret_cast<const uint4*>(g_from + i * 512);
-    }
-    step.scale = static_cast<const uint32_t*>(weight.scale)[group * 8 + lane / 4];
-    step.zeros = reinterpret_cast<const uint2*>(weight.zero)[group];
-    return step;
+  // The warp that has this step. Exact below 2^20 steps.
+  __device__ __forceinline__ uint32_t warp_of(uint32_t step) const {
+    return static_cast<uint32_t>(__fdividef(static_cast<float>(step) + 0.5f,
+                                            static_cast<float>(own_)));
   }
 
  private:
-  const char *g_words_, *g_meta_;
-  uint32_t at_, first_group_, words_at_, meta_at_, meta_bytes_;
-  int begin_, end_, step_;
+  uint32_t all_, own_;  // the last warps may have fewer than own_
 };
 
-// A warp's columns of x to shared memory, row after row.
+// A lane's way to its words, scales and zeros. Steps are counted from the weight's first one on.
+template <int kTile>
+class Int4DecodeLoader {
+  static constexpr Int4DecodeTile kT = kInt4DecodeTiles[kTile];
+  static constexpr int kSliceBytes = kT.slice_bytes(), kStepBytes = kSliceBytes * kT.slices;
+
+ public:
+  using Slice = Int4DecodeSlice<kT.chunks>;
+
+  __device__ __forceinline__ Int4DecodeLoader(const Int4DecodeParams& p, int lane)
+      : g_words_(p.words + lane * 16), g_scale_(p.scale + lane / 4 * 4) {
+    // NOTE: opaque, so that an address is one multiply-add of a small index; the compiler would
+    // compute these anew in every step.
+    asm volatile("" : "+l"(g_words_), "+l"(g_scale_));
+  }
+
+  __device__ __forceinline__ void load(Slice& to, const Int4DecodeParams& p, uint32_t step,
+                                       int slice) const {
+    const uint32_t at = step * kT.slices + slice;
+    const char* g_from = g_words_ + uint64_t{at} * kSliceBytes;
+#pragma unroll
+    for (int c = 0; c < kT.chunks; ++c) to.words[c] = load_words_once(g_from + c * 512);
+    const uint32_t group = p.plan.group_slices.divide(at);
+    to.scale = load_global_word(g_scale_ + uint64_t{group} * 32);
+    to.zeros = load_global_words_2(p.zero + uint64_t{group} * 8);
+  }
+
+  // Brings at most kAhead neighbouring steps to L2.
+  __device__ __forceinline__ void prefetch(const Int4DecodeParams& p, uint32_t step, uint32_t steps,
+                                           int lane) const {
+    const char* g_from = g_words_ + lane * (128 - 16) + uint64_t{step} * kStepBytes;
+#pragma unroll
+    for (int i = 0; i < (kT.kAhead * kStepBytes + 4095) / 4096; ++i) {
+      if ((i * 32 + lane) * 128u < steps * kStepBytes) prefetch_line(g_from + i * 4096);
+    }
+    // A line has the scales of 4 groups or the zeros of 16.
+    const uint32_t group = p.plan.group_slices.divide(step * kT.slices);
+    if (lane * 4u < steps * kT.slices) prefetch_line(p.scale + uint64_t{group + lane * 4} * 32);
+    if (lane == 0) prefetch_line(p.zero + uint64_t{group} * 8);
+  }
+
+ private:
+  const char *g_words_, *g_scale_;
+};
+
+// A part's columns of x in shared memory, row after row, in pieces. Blocks that share x bring a
+// share of every piece to all of them.
 template <typename T, int kTile>
-__device__ __forceinline__ void int4_stage_x(uint32_t s_warp, const GemmParams& p,
-                                             const Int4DecodePlan& plan,
-                                             const Int4DecodeSteps& steps, int lane) {
-  constexpr int kStepBytes = kInt4DecodeTiles[kTile].chunks * kInt4ChunkK * sizeof(T);
-  const char* g_x = static_cast<const char*>(p.a.data) + int64_t{steps.begin} * kStepBytes;
-  const int bytes = steps.count() * kStepBytes, tokens = static_cast<int>(p.m);
-  const int64_t g_row_bytes = p.a.row_stride * sizeof(T);
+struct Int4DecodeX {
+  static constexpr Int4DecodeTile kT = kInt4DecodeTiles[kTile];
+  static constexpr int kStepBytes = kT.step_chunks() * kInt4ChunkK * sizeof(T);
+  // NOTE: without a neighbour to share with, 16 bytes a thread are as fast as bulk copies.
+  static constexpr bool kShares = TW_HAS_CLUSTERS && kT.share > 1;
+
+  uint64_t* s_barriers;  // of the sums of parts, then of the pieces of x
+  char* s_x;
+  uint32_t there = 0;  // a bit for each piece that this warp has waited for
+
+  __device__ __forceinline__ void prepare() {
+#if TW_HAS_CLUSTERS
+    if constexpr (kT.cluster() > 1) {
+      if (threadIdx.x == 0) {
+#pragma unroll
+        for (int i = 0; i <= kT.kPieces; ++i) barrier_init(s_barriers + i, 1);
+        barrier_init_fence();
+      }
+      __syncwarp();
+      cluster_arrive_relaxed();
+    }
+#endif
+  }
+
+  // All blocks of the cluster have prepared.
+  __device__ __forceinline__ void meet() {
+#if TW_HAS_CLUSTERS
+    if constexpr (kT.cluster() > 1) cluster_wait();
+#endif
+  }
+
+  __device__ __forceinline__ void start(const Int4DecodeParams& p, int part) {
+    const int bytes = p.plan.part_steps * kStepBytes;
+    const char* g_x = p.x + int64_t{part} * bytes;
+    if constexpr (kShares) {
+#if TW_HAS_CLUSTERS
+      if (threadIdx.x >= 32) return;
+      const auto steps = [&](int piece) {
+        return min(p.plan.piece_steps, p.plan.part_steps - piece * p.plan.piece_steps);
+      };
+      if (threadIdx.x == 0) {
+#pragma unroll
+        for (int i = 0; i < kT.kPieces; ++i) {
+          if (steps(i) > 0) barrier_expect(s_barriers + 1 + i, p.tokens * steps(i) * kStepBytes);
+        }
+      }
+      __syncwarp();
+      if (threadIdx.x >= p.tokens) return;
+      const char* g_row = g_x + threadIdx.x * p.x_row_bytes;
+      char* s_row = s_x + threadIdx.x * p.plan.x_row_bytes;
 #pragma unroll 1
-  for (int at = lane * 16; at < bytes; at += 512) {
-    const char* g_from = g_x + at;
-    uint32_t s_to = s_warp + at;
-#pragma unroll 4
-    for (int token = 0; token < tokens; ++token) {
-      copy_async_16(s_to, g_from, 16);
-      s_to += plan.x_row_bytes;
-      g_from += g_row_bytes;
+      for (int i = 0; i < kT.kPieces && steps(i) > 0; ++i) {
+        const int own = steps(i) * (kStepBytes / kT.share);
+        const int at = i * p.plan.piece_steps * kStepBytes + blockIdx.x % kT.share * own;
+        bulk_load_to_all(s_row + at, g_row + at, own, s_barriers + 1 + i, (1 << kT.share) - 1);
+      }
+#endif
+    } else {
+#pragma unroll 1
+      for (int at = threadIdx.x * 16; at < bytes; at += kT.kThreads * 16) {
+        const char* g_from = g_x + at;
+        uint32_t s_to = shared_address(s_x) + at;
+#pragma unroll 1
+        for (int token = 0; token < p.tokens; ++token) {
+          copy_async_16(s_to, g_from, 16);
+          s_to += p.plan.x_row_bytes;
+          g_from += p.x_row_bytes;
+        }
+      }
+      copy_async_commit();
     }
   }
-}
+
+  // For the block, where nothing tells of pieces.
+  __device__ __forceinline__ void wait() {
+    if constexpr (!kShares) {
+      copy_async_wait<0>();
+      __syncthreads();
+    }
+  }
+
+  // For a step of the part.
+  __device__ __forceinline__ void wait(uint32_t step, const Int4DecodePlan& plan) {
+#if TW_HAS_CLUSTERS
+    if constexpr (kShares) {
+      const uint32_t piece = plan.piece_divisor.divide(step);
+      if (there >> piece & 1) return;
+      barrier_wait(s_barriers + 1 + piece, 0);
+      there |= 1 << piece;
+    }
+#endif
+  }
+};
 
 }  // namespace torchweld

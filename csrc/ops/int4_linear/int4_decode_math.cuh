@@ -1,4 +1,4 @@
-// What a warp multiplies in the kernel for few tokens: a step of 16 rows of the weight with 8 or 16
+// What a warp multiplies in the kernel for few tokens: a slice of 16 rows of the weight with 8 or 16
 // rows of x.
 #pragma once
 
@@ -39,7 +39,7 @@ struct Int4LiftedZeros {
   uint32_t both;  // low + 16 high, of eight bits: exact in bf16 too
 };
 
-// Where a lane finds the zeros of its two rows in a group's words: the same in every step.
+// Where a lane finds the zeros of its two rows in a group's words: the same in every slice.
 template <typename U>
 class Int4ZeroPlace {
  public:
@@ -48,7 +48,7 @@ class Int4ZeroPlace {
     bytes_ = 0x4040 + row / 2 * 0x0101;  // byte row / 2 twice, each below a byte of zeros
     mask_ = row % 2 ? 0x00f000f0 : 0x000f000f;
     lift_ = (row % 2 ? kInt4Lift4<U> : kInt4Lift0<U>) | kBothSigns;
-    asm volatile("" : "+r"(bytes_), "+r"(mask_), "+r"(lift_));  // NOTE: else computed in every step
+    asm volatile("" : "+r"(bytes_), "+r"(mask_), "+r"(lift_));  // NOTE: else computed in every slice
   }
 
   __device__ __forceinline__ Int4LiftedZeros find(uint2 zeros) const {
@@ -78,9 +78,9 @@ __device__ __forceinline__ void int4_unpack_lifted(uint32_t (&r)[4], uint32_t wo
   r[2] = fma_pair<U>(r[3], kSixteenTwice<U> | kBothSigns, bytes);
 }
 
-// A warp's step of a tile in registers.
+// A warp's slice of a tile in registers: 16 rows, columns of one group.
 template <int kChunks>
-struct Int4DecodeStep {
+struct Int4DecodeSlice {
   uint4 words[kChunks];
   uint32_t scale;  // of rows g and g + 8
   uint2 zeros;
@@ -91,18 +91,18 @@ struct Int4DecodeMath {
   static constexpr Int4DecodeTile kT = kInt4DecodeTiles[kTile];
   static constexpr int kGroups = kT.tokens / 8;
   using Sums = float[kGroups][4];
-  using Step = Int4DecodeStep<kT.chunks>;
+  using Slice = Int4DecodeSlice<kT.chunks>;
 
   // acc += scale * (codes - zeros) @ x^T, lifted. Of x `s_x` is where a lane's rows are for
-  // ldmatrix, 8 tokens by 32 columns at a time, and `at` the step's place in them, bytes.
+  // ldmatrix, 8 tokens by 32 columns at a time, and `at` the slice's place in them, bytes.
   // kSpecial: see Int4RowScales.
   template <bool kSpecial>
-  static __device__ __forceinline__ void add(Sums& acc, const Step& step,
+  static __device__ __forceinline__ void add(Sums& acc, const Slice& slice,
                                              const Int4ZeroPlace<T>& place,
                                              const uint32_t (&s_x)[kGroups], int at) {
-    Int4RowScales<T> scales(reinterpret_cast<const Vec<T, 2>&>(step.scale));
-    const Int4LiftedZeros zeros = place.find(step.zeros);
-    Sums sums[kT.chains] = {};
+    Int4RowScales<T> scales(reinterpret_cast<const Vec<T, 2>&>(slice.scale));
+    const Int4LiftedZeros zeros = place.find(slice.zeros);
+    Sums sums = {};
 #pragma unroll
     for (int i = 0; i < 2 * kT.chunks; ++i) {
       uint32_t b[kGroups][4];
@@ -111,11 +111,11 @@ struct Int4DecodeMath {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t a[4];
-        int4_unpack_lifted<T>(a, word_of(step.words[i / 2], i % 2 * 2 + half), zeros);
+        int4_unpack_lifted<T>(a, word_of(slice.words[i / 2], i % 2 * 2 + half), zeros);
         if constexpr (kSpecial) scales.scale_codes(a);
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
-          mma_16816<T>(sums[half % kT.chains][g], a, b[g][2 * half], b[g][2 * half + 1]);
+          mma_16816<T>(sums[g], a, b[g][2 * half], b[g][2 * half + 1]);
         }
       }
     }
@@ -124,22 +124,20 @@ struct Int4DecodeMath {
     for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float scale = i < 2 ? scales.low : scales.high;
-#pragma unroll
-        for (int c = 0; c < kT.chains; ++c) acc[g][i] = fmaf(scale, sums[c][g][i], acc[g][i]);
+        acc[g][i] = fmaf(i < 2 ? scales.low : scales.high, sums[g][i], acc[g][i]);
       }
     }
   }
 
-  // True for the whole warp where one of its sums is inf or NaN.
-  static __device__ __forceinline__ bool any_special(const Sums& acc) {
+  // True where one of a lane's sums is inf or NaN.
+  static __device__ __forceinline__ bool not_finite(const Sums& acc) {
     float check = 0.f;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) check = fmaf(acc[g][i], 0.f, check);
     }
-    return __any_sync(~0u, check != check);
+    return check != check;
   }
 
   // Where a sum stands in a warp's sums of [pair of tokens][token][row].
@@ -147,9 +145,10 @@ struct Int4DecodeMath {
     return token / 2 * Int4DecodeTile::kPairFloats + token % 2 * kInt4TileRows + row;
   }
 
-  // A lane's sums to shared memory; `s_own` is the place of its first one.
-  static __device__ __forceinline__ void store(float* s_own, const Sums& acc, int tokens,
+  // A lane's sums to a slot in shared memory.
+  static __device__ __forceinline__ void store(float* s_slot, const Sums& acc, int tokens,
                                                int lane) {
+    float* s_own = s_slot + place(lane % 4 * 2, lane / 4);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       // Pairs of tokens that do not exist have no place.

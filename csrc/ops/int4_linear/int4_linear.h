@@ -24,7 +24,8 @@ struct Int4LinearParams {
   GemmParams gemm;
   Int4Weight weight;
   Int4Choice choice;
-  int sms;  // of the device
+  int sms;        // of the device
+  bool clusters;  // the device has clusters of blocks
 };
 
 struct Int4DequantiseParams {

@@ -102,14 +102,16 @@ inline const char* int4_decode_refusal(const Int4Problem& p, const Int4DecodeTil
   }
   if (p.m > tile.tokens) return "the tile has fewer tokens";
   if (p.shape.group_units() / kInt4ChunkUnits % tile.chunks != 0) {
-    return "a step of the tile is more than a group, or no part of one";
+    return "a slice of the tile is more than a group, or no part of one";
+  }
+  if (p.shape.chunks() % (tile.parts * tile.step_chunks()) != 0) {
+    return "a part of K is no whole number of the tile's steps";
   }
   if (tile.parts > 1 && !p.clusters) return "the tile is for clusters of blocks";
   // NOTE: by the next power of two, as remembered choices count tokens.
   int64_t m = 1;
   while (m < p.m) m *= 2;
   const Int4DecodePlan plan(tile, m, p.shape, p.sms);
-  if ((tile.parts - 1) * int64_t{plan.part_steps} >= plan.steps) return "a part of K is empty";
   return plan.shared_bytes <= p.shared_limit ? nullptr
                                              : "x needs more shared memory than the GPU has";
 }
@@ -123,9 +125,8 @@ inline int choose_int4_decode(const Int4Problem& p) {
 }
 
 inline Int4Choice int4_decode_choice(const Int4Problem& p, int decode) {
-  const Int4DecodeTile& tile = kInt4DecodeTiles[decode];
-  const int64_t steps = Int4DecodePlan(tile, p.m, p.shape, p.sms).part_steps;
-  return {kInt4TileCount + decode, tile.parts, steps * tile.chunks, tile.parts > 1};
+  const int parts = kInt4DecodeTiles[decode].parts;
+  return {kInt4TileCount + decode, parts, p.shape.chunks() / parts, parts > 1};
 }
 
 // Why the tiles of kInt4WideTiles can't take the product, nullptr where they can.

@@ -96,6 +96,7 @@ inline void int4_matmul_into(const Tensor& y, const Tensor& x, const RepackedWei
   p.weight = in_weight.params;
   p.choice = choice;
   p.sms = problem.sms;
+  p.clusters = problem.clusters;
   launch_int4_linear(p, c10::cuda::getCurrentCUDAStream());
 }
 

@@ -145,9 +145,13 @@ struct Int4Tuning {
     }
     if (choice[0] >= kInt4TileCount) {
       const Int4DecodeTile& tile = decode_tile(choice[0]);
-      return {
-          {"rows", kInt4TileRows}, {"tokens", tile.tokens}, {"block_k", tile.chunks * kInt4ChunkK},
-          {"parts", tile.parts},   {"stages", tile.depth},  {"warps", tile.warps}};
+      // A step is being multiplied, the next one on its way.
+      return {{"rows", kInt4TileRows},
+              {"tokens", tile.tokens},
+              {"block_k", tile.step_chunks() * kInt4ChunkK},
+              {"parts", tile.parts},
+              {"stages", 2},
+              {"warps", tile.kWarps}};
     }
     const Int4Tile tile = choice[0] < 0 ? Int4Tile{} : kInt4Tiles[choice[0]];
     return {{"rows", tile.rows},  {"tokens", tile.tokens}, {"block_k", tile.chunks * kInt4ChunkK},
