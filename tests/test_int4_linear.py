@@ -199,6 +199,9 @@ FEW_TOKENS = [  # M, N, K, group
     (12, 4099, 1152, 384),
     (16, 129, 4096, 64),
     (16, 8500, 512, 128),
+    (8, 9000, 1024, 128),
+    (3, 36000, 256, 64),
+    (13, 300, 14336, 128),
 ]
 
 
@@ -258,6 +261,38 @@ def test_special_values_of_few_tokens(where, value):
             expected = x.cpu() @ dense.T
             for f in (torch.isnan, torch.isposinf, torch.isneginf):
                 assert_equal(f(got), f(expected))
+
+
+@needs_gpu
+@pytest.mark.parametrize("m", [1, 8, 16, 40, 100])
+def test_a_kernel_that_begins_early_waits_for_what_it_reads(m):
+    """x is the result of the kernel before, the weight is written by the one before that."""
+    k = 2048
+    weights = [ops.int4_repack(*random_weight(k, k, 128, BF16, "cuda")) for _ in range(2)]
+    shared = [t.clone() for t in weights[0]]
+    x = randn("cuda", BF16, m, k)
+
+    def chain(between=lambda: None):
+        y = x
+        for i in range(8):
+            for to, new in zip(shared, weights[i % 2], strict=True):
+                to.copy_(new)
+            between()
+            y = ops.int4_linear_repacked(y, *shared, out_features=k)
+            between()
+            y = ops.int4_linear_repacked(y, *shared, out_features=k)
+            between()
+        return y
+
+    expected = chain(torch.cuda.synchronize)
+    assert not torch.isnan(expected).any()
+    assert_same_bits(chain(), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain()
+    for _ in range(20):
+        graph.replay()
+    assert_same_bits(y, expected)
 
 
 # The tiles for many tokens, and every other one in their place
