@@ -241,7 +241,10 @@ __global__ void __launch_bounds__(Int4DecodeTile::kThreads, 1)
     __syncthreads();
     const Int4DecodeRound then(plan, kT.parts, round);
     int4_decode_finish<T, kTile>(p, then, s_sums, s_parts, x.s_barriers, round % 2, part);
-    if (then.tiles == then.left) return;
+    if (then.tiles == then.left) {
+      if (then.left == 0) x.wait_all(plan);
+      return;
+    }
 #if TW_HAS_CLUSTERS
     if (kT.parts > 1) {  // nobody sends sums of the next round before these are read
       cluster_arrive();

@@ -97,7 +97,7 @@ class Int4DecodeLoader {
     // A line has the scales of 4 groups or the zeros of 16.
     const uint32_t group = p.plan.group_slices.divide(step * kT.slices);
     if (lane * 4u < steps * kT.slices) prefetch_line(p.scale + uint64_t{group + lane * 4} * 32);
-    if (lane == 0) prefetch_line(p.zero + uint64_t{group} * 8);
+    if (lane == 0 && steps > 0) prefetch_line(p.zero + uint64_t{group} * 8);
   }
 
  private:
@@ -198,6 +198,11 @@ struct Int4DecodeX {
       there |= 1 << piece;
     }
 #endif
+  }
+
+  // For a block that multiplies nothing: its memory is what its neighbour writes to.
+  __device__ __forceinline__ void wait_all(const Int4DecodePlan& plan) {
+    for (int step = 0; step < plan.part_steps; step += plan.piece_steps) wait(step, plan);
   }
 };
 

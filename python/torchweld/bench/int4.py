@@ -25,6 +25,7 @@ _GROUP = 128
 _READ_BYTES = 1 << 30
 _DECODE_UP_TO = 16  # rows of x: beyond, the weight is not all that takes time
 _DECODE_BYTES = 128 << 20  # of the weights that take turns, several times any L2
+_DECODE_CALLS = 48  # of a graph, at least: its own start is no kernel's time
 _FLOOR = "read floor"
 
 
@@ -43,15 +44,15 @@ def _tinygemm(module: Int4Linear) -> tuple[Tensor, Tensor]:
     return packed, torch.stack([scale, torch.zeros_like(scale)], -1).to(torch.bfloat16)
 
 
-def _in_turn(calls: list[Callable[[], Tensor]]) -> Callable[[], None]:
-    """All of them, one after the other, as one CUDA graph: how tokens are generated."""
+def _in_turn(calls: list[Callable[[], Tensor]], times: int) -> Callable[[], None]:
+    """So many calls by turns as one CUDA graph: how tokens are generated."""
     for call in calls:
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+        for i in range(times):
+            calls[i % len(calls)]()
     return graph.replay
 
 
@@ -66,6 +67,7 @@ def _cases(
     # A small batch meets weights that are not in L2, in kernels that follow each other; for a large
     # one the timer's flush does.
     turns = -(-_DECODE_BYTES // weight_bytes) if m <= _DECODE_UP_TO else 1
+    times = max(turns, _DECODE_CALLS) if turns > 1 else 1
     modules = [copy.deepcopy(module) for _ in range(turns)]
     dense, x = module.dequantise(), torch.randn(m, k, device="cuda").to(dtype)
     denses = [dense.clone() for _ in range(turns)]
@@ -79,20 +81,20 @@ def _cases(
             lambda own=own: torch._weight_int4pack_mm(x, own, _GROUP, scales)
             for own in (packed.clone() for _ in range(turns))
         ]
-    variants = {name: _in_turn(own) if turns > 1 else own[0] for name, own in calls.items()}
-    times = {
-        name: Timing(t.us / turns, t.low / turns, t.high / turns)
+    variants = {name: _in_turn(own, times) if turns > 1 else own[0] for name, own in calls.items()}
+    us = {
+        name: Timing(t.us / times, t.low / times, t.high / times)
         for name, t in interleaved(variants, device="cuda", rounds=_ROUNDS).items()
     }
     floor = weight_bytes / rate
-    times[_FLOOR] = Timing(floor, floor, floor)
+    us[_FLOOR] = Timing(floor, floor, floor)
     part = x[:_CHECKED_ROWS]
     reference = part.double() @ dense.double().t()
     eager_error = largest_error(F.linear(part, dense), reference)
     case = f"int4 ({m}, {k}, {n}) {dtype_text(dtype)}"
     row = make_row(
         case,
-        times,
+        us,
         against="cublas",
         target=targets.get(case),
         error=largest_error(module(x)[:_CHECKED_ROWS], reference),
@@ -100,7 +102,7 @@ def _cases(
         allowed_error=3 * eager_error + 1e-6,
     )
     yield row
-    others = ["int4pack_mm"] if "int4pack_mm" in times else []
+    others = ["int4pack_mm"] if "int4pack_mm" in us else []
     for peer in others + ([_FLOOR] if m <= _DECODE_UP_TO else []):
         yield row.over(peer, targets)
 
