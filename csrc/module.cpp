@@ -35,11 +35,12 @@ py::list softmax_rings(int elem_size, bool backward, bool aligned) {
   for (const SoftmaxRing& ring : kSoftmaxRings) {
     py::dict d;
     d["blocks_per_row"] = ring.cluster;
-    d["threads"] = ring.block_threads(backward);
-    d["groups"] = ring.groups(backward);
+    d["threads"] = ring.block_threads();
+    d["groups"] = ring.kGroups;
     d["piece_bytes"] = ring.piece_bytes(backward);
-    d["pieces"] = ring.slots(backward);
+    d["pieces"] = ring.slots();
     d["shared_bytes"] = ring.shared_bytes();
+    d["read_once_to"] = ring.read_once_to(elem_size, backward, aligned);
     d["capacity"] = ring.capacity(elem_size, backward, aligned);
     d["preferred_to"] = ring.preferred_to(elem_size, backward);
     rings.append(d);

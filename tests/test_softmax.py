@@ -41,6 +41,8 @@ def test_row_length(device, dtype, n):
     if device == "cuda" and n == HUGE[-1]:
         check_op("softmax", [randn(device, dtype, 3, 300_000)])
         check_op("softmax", [randn(device, dtype, 1, 300_001)])
+        check_op("softmax", [randn(device, dtype, 2, 262_144)])
+        check_op("softmax", [randn(device, dtype, 3, 250_001)])
 
 
 @pytest.mark.parametrize("rows", [31, 32, 33, 127, 128, 129, 65535, 65536, 65537, 131101])
@@ -202,13 +204,47 @@ def test_more_turns_than_a_cluster_remembers(rows, n):
     """Rows are claimed from a counter, which must be 0 again after every call."""
     x = torch.randn(rows, n, device="cuda").to(BF16)
     y = softmax(x)
+    dx = softmax_backward(x, y)
     for _ in range(2):
         assert_same_bits(softmax(x), y)
+        assert_same_bits(softmax_backward(x, y), dx)
     for part in (slice(0, 3), slice(rows // 2, rows // 2 + 3), slice(-3, None)):
         (bound,) = softmax_bounds(x[part])
         numerics.check(y[part], bound, label="softmax", device="cuda")
+        (bound,) = softmax_backward_bounds(x[part], y[part])
+        numerics.check(dx[part], bound, label="softmax_backward", device="cuda")
     sums = y.sum(-1, dtype=F32)
     assert (sums - 1).abs().max() < 2.0**-8  # a result is rounded by at most 2^-9 of itself
+
+
+# Columns in 2 bytes: 7, 14 and 16 pieces a block of the gradient's ring of 8 blocks, then 14 and 16
+# of the forward's. A ring has 14 slots: rows of 7 or 14 pieces begin in the same ones, and rows of
+# 16 are copied twice in part.
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA rings")
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("n", [229_376, 458_752, 524_288, 917_504, 1_048_576])
+def test_rows_that_fill_the_ring(dtype, n):
+    """A group must not take a piece of the row before for its own, which is still on its way."""
+    n //= dtype.itemsize // 2
+    rows = 2**27 // (n * dtype.itemsize)
+    torch.manual_seed(n)
+    x, dy = (torch.randn(rows, n, device="cuda").to(dtype) for _ in range(2))
+    y = softmax(x)
+    dx = softmax_backward(dy, y)
+    for _ in range(5):
+        assert_same_bits(softmax(x), y)
+        assert_same_bits(softmax_backward(dy, y), dx)
+    # Sums of a thousand values a thread round by less than 2^-14, a result by 2^-9 or about 2^-22.
+    sums, rounding = 2.0**-14, 2.0 ** (-8 if dtype == BF16 else -20)
+    for part in torch.arange(rows, device="cuda").split(8):
+        expected = torch.softmax(x[part].float(), -1)
+        error = (y[part].float() - expected).abs()
+        assert (error <= (sums + rounding) * expected).all()
+        wide_y, wide_dy = y[part].float(), dy[part].float()
+        dot = (wide_y * wide_dy).sum(-1, keepdim=True)
+        expected = wide_y * (wide_dy - dot)
+        error = (dx[part].float() - expected).abs()
+        assert (error <= rounding * expected.abs() + sums * wide_y).all()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA streams")
@@ -231,15 +267,18 @@ def test_long_rows_on_two_streams_at_once():
 def test_long_rows_in_a_replayed_graph():
     x = torch.randn(257, 50_257, device="cuda").to(F16)
     expected = softmax(x)
+    expected_dx = softmax_backward(x, expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y, z = softmax(x), softmax(x)
+        dx = softmax_backward(x, y)
     for _ in range(3):
-        y.zero_()
-        z.zero_()
+        for out in (y, z, dx):
+            out.zero_()
         graph.replay()
         assert_same_bits(y, expected)
         assert_same_bits(z, expected)
+        assert_same_bits(dx, expected_dx)
 
 
 @pytest.mark.parametrize("n", [32769, 40_003, 65_538])

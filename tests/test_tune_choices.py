@@ -167,8 +167,8 @@ def test_reasons_of_a_softmax():
     assert refusal("softmax", softmax_problem(64, tiled=False), -1) == ""
     assert "registers" in refusal("softmax", softmax_problem(64, 2, backward=True), tiles - 1)
     assert refusal("softmax", softmax_problem(129), 0) == "holds 128 elements, the row has 129"
-    long = dict(n=60_000, aligned=True)
-    assert "holds 57344 elements" in refusal("softmax", softmax_problem(**long), tiles)
+    long = dict(n=70_000, aligned=True)
+    assert "holds 69632 elements" in refusal("softmax", softmax_problem(**long), tiles)
     assert refusal("softmax", softmax_problem(**long), tiles + 1) == ""
     assert "clusters" in refusal("softmax", softmax_problem(**long, clusters=False), tiles + 1)
     assert "16-byte" in refusal("softmax", softmax_problem(**long, in_phase=False), tiles + 1)

@@ -28,4 +28,12 @@ inline at::Tensor zero_counters(int64_t count, const at::Tensor& like,
   return counters;
 }
 
+// Gives one such counter when it is called, and keeps it; `like` outlives it.
+inline auto zero_counter_if_asked(const at::Tensor& like, const c10::cuda::CUDAStream& stream) {
+  return [&like, stream, counter = at::Tensor()]() mutable {
+    counter = zero_counters(1, like, stream);
+    return reinterpret_cast<unsigned*>(counter.mutable_data_ptr<int>());
+  };
+}
+
 }  // namespace torchweld

@@ -59,10 +59,11 @@ __device__ __forceinline__ MaxSum warp_merge(MaxSum x, const Exponent& exponent)
   return {max, warp_sum(rescaled_sum(x, max, exponent))};
 }
 
-// Joins the warps of a block, of kThreads threads or fewer, or of one of its groups of kThreads
-// threads, which need not stay together; each warp brings one value. Every thread gets the result,
-// the same bits in every run. One Exchange serves one call; a loop takes two by turns.
-template <int kThreads, bool kWholeBlock = true>
+// Joins the warps of a block, of kThreads threads or fewer, or where kGroups isn't 0 those of one
+// of its groups of kThreads threads, which need not stay together; each warp brings one value.
+// Every thread gets the result, the same bits in every run. One Exchange serves one call; a loop
+// takes two by turns.
+template <int kThreads, int kGroups = 0>
 struct BlockExchange {
   static constexpr int kWarps = kThreads / kWarp;
   static_assert(kThreads % kWarp == 0 && kWarps <= kWarp);
@@ -99,16 +100,23 @@ struct BlockExchange {
   static constexpr int kFewWarps = 8;
 
   __device__ __forceinline__ void share(float2 mine, float2 neutral) {
-    const unsigned warp = (kWholeBlock ? threadIdx.x : threadIdx.x % kThreads) / kWarp;
+    const unsigned warp = (kGroups < 2 ? threadIdx.x : threadIdx.x % kThreads) / kWarp;
     if (threadIdx.x % kWarp == 0) s_parts[warp] = mine;
-    if constexpr (kWholeBlock) {
+    if constexpr (kGroups == 0) {
       const unsigned warps = blockDim.x / kWarp;
       if (threadIdx.x >= warps && threadIdx.x < kWarps) s_parts[threadIdx.x] = neutral;
       __syncthreads();
     } else {
-      const unsigned barrier = 1 + threadIdx.x / kThreads;
-      asm volatile("bar.sync %0, %1;" : : "r"(barrier), "n"(kThreads) : "memory");
+      sync_group(threadIdx.x / kThreads);
     }
+  }
+  // NOTE: the barrier's number is a constant: one from a register takes longer.
+  template <int kGroup = 0>
+  static __device__ __forceinline__ void sync_group(unsigned group) {
+    if constexpr (kGroup + 1 < kGroups) {
+      if (group != kGroup) return sync_group<kGroup + 1>(group);
+    }
+    asm volatile("bar.sync %0, %1;" : : "n"(1 + kGroup), "n"(kThreads) : "memory");
   }
   __device__ __forceinline__ float2 my_part(float2 neutral) const {
     const int lane = threadIdx.x % kWarp;

@@ -129,11 +129,12 @@ def rows(explanation: Explanation, tensors: list[Tensor], scale: float) -> Expla
         )
     elif tile["kind"] == _RING:
         tiles = len(_C.softmax_tiles(size, backward, aligned))
-        explanation.kernel = "rows in shared memory (one read)"
-        explanation.tile = {k: v for k, v in tile.items() if k != "kind"}
         ring = _C.softmax_rings(size, backward, aligned)[number - tiles]
+        reads = "one read" if n <= ring["read_once_to"] else "a part is read twice"
+        explanation.kernel = f"rows in shared memory ({reads})"
+        explanation.tile = {k: v for k, v in tile.items() if k != "kind"}
         explanation.tile["capacity"] = ring["capacity"]
-        explanation.why = f"the smallest cluster that leaves enough room beside {n} elements"
+        explanation.why = f"the smallest cluster that takes rows of {n} elements well"
     else:
         explanation.kernel = "rows in registers (one read)"
         explanation.tile = {

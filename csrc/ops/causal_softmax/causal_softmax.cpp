@@ -114,16 +114,10 @@ Tensor causal_softmax_cuda(const Tensor& scores, const OptionalTensor& leftpad, 
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   const Rows in(scores);
   const Vector pads(leftpad);
-  Tensor counter;
-  launch_causal_softmax(
-      {in.tensor.const_data_ptr(), y.mutable_data_ptr(), in.rows, in.n, in.row_stride,
-       dtype_of(scores)},
-      mask_of(scores, pads, scale),
-      [&] {
-        counter = zero_counters(1, scores, stream);
-        return reinterpret_cast<unsigned*>(counter.mutable_data_ptr<int>());
-      },
-      stream);
+  launch_causal_softmax({in.tensor.const_data_ptr(), y.mutable_data_ptr(), in.rows, in.n,
+                         in.row_stride, dtype_of(scores)},
+                        mask_of(scores, pads, scale), zero_counter_if_asked(scores, stream),
+                        stream);
   return y;
 }
 
@@ -132,12 +126,13 @@ Tensor causal_softmax_backward_cuda(const Tensor& dy, const Tensor& y,
   Tensor dscores = causal_softmax_backward_meta(dy, y, leftpad, scale);
   if (dscores.numel() == 0) return dscores;
   const c10::cuda::CUDAGuard guard(y.device());
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   const Rows in_dy(dy), in_y(y);
   const Vector pads(leftpad);
   launch_causal_softmax_backward(
       {in_dy.tensor.const_data_ptr(), in_y.tensor.const_data_ptr(), dscores.mutable_data_ptr(),
        in_y.rows, in_y.n, in_dy.row_stride, in_y.row_stride, dtype_of(y)},
-      mask_of(y, pads, scale), c10::cuda::getCurrentCUDAStream());
+      mask_of(y, pads, scale), zero_counter_if_asked(y, stream), stream);
   return dscores;
 }
 #endif

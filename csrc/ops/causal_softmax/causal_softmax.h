@@ -54,6 +54,6 @@ struct CausalMask {
 void launch_causal_softmax(const SoftmaxParams& params, const CausalMask& mask,
                            const ZeroCounter& counter, cudaStream_t stream);
 void launch_causal_softmax_backward(const SoftmaxBackwardParams& params, const CausalMask& mask,
-                                    cudaStream_t stream);
+                                    const ZeroCounter& counter, cudaStream_t stream);
 
 }  // namespace torchweld

@@ -6,7 +6,7 @@
 namespace torchweld {
 
 void launch_causal_softmax_backward(const SoftmaxBackwardParams& params, const CausalMask& mask,
-                                    cudaStream_t stream) {
+                                    const ZeroCounter& counter, cudaStream_t stream) {
   dispatch_dtype(params.dtype, [&](auto element) {
     using T = decltype(element);
     const RowArgs<T> args = {static_cast<const T*>(params.y),
@@ -17,7 +17,7 @@ void launch_causal_softmax_backward(const SoftmaxBackwardParams& params, const C
                              params.y_row_stride,
                              params.dy_row_stride,
                              0};
-    launch_softmax_rows<T, /*kBackward=*/true>(args, mask, nullptr, stream);
+    launch_softmax_rows<T, /*kBackward=*/true>(args, mask, counter, stream);
   });
   check_launch("causal_softmax_backward");
 }

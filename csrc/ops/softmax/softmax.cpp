@@ -50,14 +50,9 @@ Tensor softmax_cuda(const Tensor& x) {
   const c10::cuda::CUDAGuard guard(x.device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   const Rows in(x);
-  Tensor counter;
   launch_softmax(
       {in.tensor.const_data_ptr(), y.mutable_data_ptr(), in.rows, in.n, in.row_stride, dtype_of(x)},
-      [&] {
-        counter = zero_counters(1, x, stream);
-        return reinterpret_cast<unsigned*>(counter.mutable_data_ptr<int>());
-      },
-      stream);
+      zero_counter_if_asked(x, stream), stream);
   return y;
 }
 
@@ -65,11 +60,12 @@ Tensor softmax_backward_cuda(const Tensor& dy, const Tensor& y) {
   Tensor dx = softmax_backward_meta(dy, y);
   if (dx.numel() == 0) return dx;
   const c10::cuda::CUDAGuard guard(y.device());
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   const Rows in_dy(dy), in_y(y);
   launch_softmax_backward(
       {in_dy.tensor.const_data_ptr(), in_y.tensor.const_data_ptr(), dx.mutable_data_ptr(),
        in_y.rows, in_y.n, in_dy.row_stride, in_y.row_stride, dtype_of(y)},
-      c10::cuda::getCurrentCUDAStream());
+      zero_counter_if_asked(y, stream), stream);
   return dx;
 }
 #endif

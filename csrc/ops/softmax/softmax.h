@@ -35,6 +35,7 @@ struct SoftmaxBackwardParams {
 using ZeroCounter = std::function<unsigned*()>;
 
 void launch_softmax(const SoftmaxParams& params, const ZeroCounter& counter, cudaStream_t stream);
-void launch_softmax_backward(const SoftmaxBackwardParams& params, cudaStream_t stream);
+void launch_softmax_backward(const SoftmaxBackwardParams& params, const ZeroCounter& counter,
+                             cudaStream_t stream);
 
 }  // namespace torchweld

@@ -5,7 +5,8 @@
 
 namespace torchweld {
 
-void launch_softmax_backward(const SoftmaxBackwardParams& params, cudaStream_t stream) {
+void launch_softmax_backward(const SoftmaxBackwardParams& params, const ZeroCounter& counter,
+                             cudaStream_t stream) {
   dispatch_dtype(params.dtype, [&](auto element) {
     using T = decltype(element);
     const RowArgs<T> args = {static_cast<const T*>(params.y),
@@ -16,7 +17,7 @@ void launch_softmax_backward(const SoftmaxBackwardParams& params, cudaStream_t s
                              params.y_row_stride,
                              params.dy_row_stride,
                              0};
-    launch_softmax_rows<T, /*kBackward=*/true>(args, NoMask{params.n}, nullptr, stream);
+    launch_softmax_rows<T, /*kBackward=*/true>(args, NoMask{params.n}, counter, stream);
   });
   check_launch("softmax_backward");
 }

@@ -37,68 +37,62 @@ inline constexpr SoftmaxTile kSoftmaxTiles[] = {{32, 1},  {32, 2},  {64, 2},  {1
                                                 {256, 4}, {512, 4}, {512, 8}, {1024, 4}, {1024, 8}};
 inline constexpr int kNumSoftmaxTiles = sizeof(kSoftmaxTiles) / sizeof(kSoftmaxTiles[0]);
 
-// The threads of a ring's block, beside the warp that copies: groups, which take the rows by turns.
-// A slot of the ring is `loads` accesses of 16 bytes a thread of a group: a piece of x, or one of y
-// and one of dy.
-struct SoftmaxRingGroups {
-  int groups;
-  int threads;  // of each
-  int loads;
-};
-
-// The forward's and the gradient's.
-inline constexpr SoftmaxRingGroups kSoftmaxRingGroups[2] = {{3, 256, 4}, {1, 512, 4}};
-
 // A row lives in the shared memory of `cluster` blocks, one row after the other: a ring of slots
-// that one warp fills while groups of threads reduce and finish what has arrived.
+// that one warp fills while groups of threads, which take the rows by turns, reduce and finish what
+// has arrived. A slot is a piece of x, or one of y and one of dy.
 struct SoftmaxRing {
   int cluster;
   int preferred[2][2];  // 1024 columns: [the gradient][elements of 4 bytes]
 
+  static constexpr int kGroups = 3;
+  static constexpr int kThreads = 256;      // of a group
+  static constexpr int kLoads = 4;          // accesses of 16 bytes a thread, of a slot
   static constexpr int kExtraBytes = 2048;  // barriers and what the blocks of a cluster exchange
   static constexpr int kSharedBytes = 227 * 1024;  // of a block, which has an SM for itself
 
-  constexpr int groups(bool backward) const { return kSoftmaxRingGroups[backward].groups; }
-  constexpr int threads(bool backward) const { return kSoftmaxRingGroups[backward].threads; }
-  constexpr int block_threads(bool backward) const {
-    return groups(backward) * threads(backward) + 32;
-  }
-  constexpr int accesses(bool backward) const {  // of a piece
-    return kSoftmaxRingGroups[backward].loads / (backward ? 2 : 1);
-  }
-  constexpr int piece_bytes(bool backward) const {
-    return threads(backward) * accesses(backward) * 16;
-  }
+  constexpr int block_threads() const { return kGroups * kThreads + 32; }
+  constexpr int accesses(bool backward) const { return kLoads / (backward ? 2 : 1); }  // of a piece
+  constexpr int piece_bytes(bool backward) const { return kThreads * accesses(backward) * 16; }
   constexpr int shared_bytes() const { return kSharedBytes; }
-  constexpr int slots(bool backward) const {
-    return (kSharedBytes - kExtraBytes) / (piece_bytes(backward) * (backward ? 2 : 1));
+  constexpr int slots() const { return (kSharedBytes - kExtraBytes) / (kThreads * kLoads * 16); }
+
+  // The longest row that is read once, and the longest one: up to a quarter of what stays in the
+  // slots is read twice.
+  constexpr int64_t read_once_to(int elem_size, bool backward, bool aligned) const {
+    return columns(slots(), elem_size, backward, aligned);
   }
-  // The forward's accesses begin at 16-byte boundaries, wherever a row does.
   constexpr int64_t capacity(int elem_size, bool backward, bool aligned) const {
-    return static_cast<int64_t>(cluster) * slots(backward) * piece_bytes(backward) / elem_size -
-           (backward || aligned ? 0 : 16 / elem_size - 1);
+    return columns(slots() + slots() / 4, elem_size, backward, aligned);
   }
   constexpr int64_t preferred_to(int elem_size, bool backward) const {
     return int64_t{1024} * preferred[backward][elem_size == 4];
   }
+
+ private:
+  // Of so many pieces a block. Accesses begin at 16-byte boundaries, wherever a row does.
+  constexpr int64_t columns(int pieces, int elem_size, bool backward, bool aligned) const {
+    return static_cast<int64_t>(cluster) * pieces * piece_bytes(backward) / elem_size -
+           (aligned ? 0 : 16 / elem_size - 1);
+  }
 };
 
 // In the order of preference: the first that is preferred for the row and holds it. The clusters
-// are those of the fastest rings on an H200 at 32768 to 262144 columns, or as fast; the bounds
-// between are not measured. Forward: at most 80 KiB a block while clusters grow. Gradient: about
-// 8192 columns a block, fp32 up to 16384, while clusters grow.
-inline constexpr SoftmaxRing kSoftmaxRings[] = {{1, {{40, 20}, {24, 0}}},
-                                                {2, {{80, 40}, {24, 36}}},
-                                                {4, {{160, 80}, {48, 36}}},
-                                                {8, {{896, 448}, {448, 224}}}};
+// are those of the fastest rings on an H200 at 16384 to 262144 columns, or as fast: at most 80 KiB
+// a block while clusters grow, x or y and dy, and two blocks or more in the gradient. The bounds
+// between are not measured, nor are rows beyond 262144.
+inline constexpr SoftmaxRing kSoftmaxRings[] = {{1, {{40, 20}, {0, 0}}},
+                                                {2, {{80, 40}, {40, 20}}},
+                                                {4, {{160, 80}, {80, 40}}},
+                                                {8, {{1088, 544}, {544, 272}}}};
 inline constexpr int kNumSoftmaxRings = sizeof(kSoftmaxRings) / sizeof(kSoftmaxRings[0]);
 
 // Rows that no tile holds are read twice by this many threads.
 inline constexpr int kSoftmaxStreamThreads = 512;
 
-// From this length on a row of 16-bit elements takes a ring where it can. Other rows take one where
-// no tile holds them: with fp32 the largest tile is the faster one.
-inline constexpr int64_t kSoftmaxRingFrom = 32768;
+// From this length on a row of 16-bit elements takes a ring where it can, in the forward and in the
+// gradient. Other rows take one where no tile holds them: with fp32 the largest tile is the faster
+// one.
+inline constexpr int64_t kSoftmaxRingFrom[2] = {32768, 16384};
 // NOTE: 16-bit rows up to here that need more than 512 threads leave an SM one block in registers,
 // which loads nothing while it computes: reading them twice is faster (1.16x a copy against 1.35x).
 inline constexpr int64_t kSoftmaxReadTwiceFrom = 16385, kSoftmaxReadTwiceTo = 24576;
@@ -151,7 +145,7 @@ constexpr SoftmaxChoice choose_softmax(const SoftmaxProblem& problem) {
                           problem.n <= kSoftmaxReadTwiceTo;
   if (!problem.tiled || read_twice) return {SoftmaxKernel::kStream, -1};
   const int ring = choose_softmax_ring(problem), tile = choose_softmax_tile(problem);
-  const bool long_row = problem.elem_size == 2 && problem.n >= kSoftmaxRingFrom;
+  const bool long_row = problem.elem_size == 2 && problem.n >= kSoftmaxRingFrom[problem.backward];
   if (ring >= 0 && (tile < 0 || long_row)) return {SoftmaxKernel::kRing, ring};
   return {tile >= 0 ? SoftmaxKernel::kTile : SoftmaxKernel::kStream, tile};
 }

@@ -67,8 +67,7 @@ void launch_tile(const RowArgs<typename Config::T>& args, const Mask& mask, cuda
   });
 }
 
-// Launches as many clusters as run at the same time; in the gradient, which deals the rows out
-// beforehand, a few less where each takes as many rows.
+// Launches as many clusters as run at the same time.
 template <typename Config, typename Mask>
 void launch_ring(const RowArgs<typename Config::T>& args, const Mask& mask,
                  const ZeroCounter& counter, cudaStream_t stream) {
@@ -76,9 +75,7 @@ void launch_ring(const RowArgs<typename Config::T>& args, const Mask& mask,
     if constexpr (Config::kBackward) return softmax_ring_backward_kernel<Config, Mask>;
     if constexpr (!Config::kBackward) return softmax_ring_kernel<Config, Mask>;
   }();
-  using Shared =
-      std::conditional_t<Config::kBackward, RingBackwardShared<Config>, RingShared<Config>>;
-  constexpr int kBytes = sizeof(Shared);
+  constexpr int kBytes = sizeof(RingShared<Config>);
   static_assert(kBytes <= Config::kShape.shared_bytes());
   allow_shared_memory(kernel, kBytes);
   note_kernel(kernel, Config::kBlockThreads, kBytes);
@@ -98,17 +95,9 @@ void launch_ring(const RowArgs<typename Config::T>& args, const Mask& mask,
     (void)cudaOccupancyMaxActiveClusters(&most, kernel, &config);
   }
   if (most < 1) most = 1;
-  int64_t clusters = args.rows < most ? args.rows : most;
-  if constexpr (Config::kBackward) {
-    const int64_t rows_each = (args.rows + most - 1) / most;
-    clusters = (args.rows + rows_each - 1) / rows_each;
-  }
+  const int64_t clusters = args.rows < most ? args.rows : most;
   config.gridDim = dim3(static_cast<unsigned>(clusters * Config::kCluster));
-  if constexpr (Config::kBackward) {
-    (void)cudaLaunchKernelEx(&config, kernel, args, mask);
-  } else {
-    (void)cudaLaunchKernelEx(&config, kernel, args, mask, counter());
-  }
+  (void)cudaLaunchKernelEx(&config, kernel, args, mask, counter());
 }
 
 template <typename T, bool kBackward, int kElems, typename Mask>

@@ -13,38 +13,88 @@ struct RingConfig {
   using T = T_;
   static constexpr SoftmaxRing kShape = kSoftmaxRings[kRing];
   static constexpr bool kBackward = kBackward_;
-  static constexpr int kGroups = kShape.groups(kBackward);
-  static constexpr int kThreads = kShape.threads(kBackward);  // of a group
-  static constexpr int kComputing = kGroups * kThreads;       // without the copying warp
-  static constexpr int kBlockThreads = kShape.block_threads(kBackward);
+  static constexpr int kInputs = kBackward ? 2 : 1;
+  static constexpr int kGroups = kShape.kGroups;
+  static constexpr int kThreads = kShape.kThreads;       // of a group
+  static constexpr int kComputing = kGroups * kThreads;  // without the copying warp
+  static constexpr int kBlockThreads = kShape.block_threads();
   static constexpr int kCluster = kShape.cluster;
   static constexpr int kAccesses = kShape.accesses(kBackward);
-  static constexpr int kSlots = kShape.slots(kBackward);
+  static constexpr int kSlots = kShape.slots();
   static constexpr int kPieceBytes = kShape.piece_bytes(kBackward);
   static constexpr int kPieceAccesses = kPieceBytes / kVectorBytes;
   static constexpr int kElems = kVectorBytes / sizeof(T);
-  static_assert(kSlots >= 2 && kThreads >= 2 * kElems && kThreads > kCluster);
+  static_assert(kSlots >= 2 && kThreads > kElems && kThreads >= kCluster);
 };
 
-// A place in the ring, and the parity of its turn.
+// A place in the ring, and the parity of its turn, in one word.
 template <int kSlots>
 struct RingPlace {
-  int slot = 0;
-  uint32_t parity = 0;
+  uint32_t where = 0;
 
+  TW_HOST_DEVICE int slot() const { return static_cast<int>(where / 2); }
+  TW_HOST_DEVICE uint32_t parity() const { return where % 2; }
   TW_HOST_DEVICE void advance() {
-    if (++slot == kSlots) {
-      slot = 0;
-      parity ^= 1;
-    }
+    where += 2;
+    if (where >= 2 * kSlots) where = where % 2 ^ 1;
+  }
+};
+
+// The accesses that hold the live columns of a row, as one block of a cluster sees them.
+template <int kElems, int kCluster, int kPieceAccesses>
+struct RingPart {
+  int begin, end;  // the live columns
+  int accesses;    // of this block
+  int pieces;      // of every block, some of them maybe empty; at least one
+  int column;      // of the first access, which may begin before the live columns
+
+  // `phase` is the distance of column 0 from a 16-byte boundary, in elements.
+  TW_HOST_DEVICE RingPart(const RowRange& live, int phase, int rank)
+      : begin(live.begin < live.end ? live.begin : 0), end(live.begin < live.end ? live.end : 0) {
+    const int before = (begin + phase) % kElems;
+    const int total = end == 0 ? 0 : (before + end - begin + kElems - 1) / kElems;
+    // Shares are whole lines of 128 bytes.
+    const int share = (total + 8 * kCluster - 1) / (8 * kCluster) * 8;
+    const int left = total - rank * share;
+    accesses = left < 0 ? 0 : (left < share ? left : share);
+    pieces = total == 0 ? 1 : (share + kPieceAccesses - 1) / kPieceAccesses;
+    column = begin - before + rank * share * kElems;
+  }
+
+  // True where every access of the piece that begins after `done` accesses is there and live.
+  TW_HOST_DEVICE bool full(int done) const {
+    const int first = column + done * kElems;
+    return done + kPieceAccesses <= accesses && first >= begin &&
+           first + kPieceAccesses * kElems <= end;
+  }
+  TW_HOST_DEVICE bool whole(int access) const {
+    const int first = column + access * kElems;
+    return first >= begin && first + kElems <= end;
+  }
+  TW_HOST_DEVICE bool sees(int at) const { return at >= begin && at < end; }
+};
+
+// A row that a cluster has claimed, and where its pieces begin.
+template <typename Place>
+struct RingClaim {
+  int64_t row;
+  Place place;
+
+  // Sent as a pair of words.
+  static __device__ __forceinline__ float2 told(uint32_t row, const Place& place) {
+    return make_float2(__uint_as_float(row), __uint_as_float(place.where));
+  }
+  __device__ __forceinline__ explicit RingClaim(float2 told) {
+    row = __float_as_uint(told.x);
+    place.where = __float_as_uint(told.y);
   }
 };
 
 // Joins a row's values over the kThreads threads of a group and the blocks of a cluster, the same
 // bits in every run. `turn` counts the group's calls.
-template <int kThreads, int kCluster>
+template <int kThreads, int kGroups, int kCluster>
 struct RingExchange {
-  BlockExchange<kThreads, /*kWholeBlock=*/false> s_warps[2];
+  BlockExchange<kThreads, kGroups> s_warps[2];
   float2 s_parts[2][kCluster];  // from every block of the cluster
   uint64_t s_arrived[2];
 
@@ -113,45 +163,5 @@ __device__ __forceinline__ void clear_columns(typename Config::T* g_row, int64_t
     store_vec(g_row + i, Vec<T, kElems>{});
   }
 }
-
-#if TW_HAS_CLUSTERS
-// A slot is full when its copies have arrived, and empty when a group's warps have given it back.
-template <typename Config, typename Shared>
-__device__ __forceinline__ void init_slots(Shared& s) {
-  for (int i = 0; i < Config::kSlots; ++i) {
-    barrier_init(&s.s_full[i], 1);
-    barrier_init(&s.s_empty[i], Config::kThreads / kWarp);
-  }
-}
-
-// The warp has read the piece.
-template <typename Shared>
-__device__ __forceinline__ void give_back_slot(Shared& s, int slot) {
-  __syncwarp();
-  if (threadIdx.x % kWarp == 0) barrier_arrive(&s.s_empty[slot]);
-}
-
-// What every block does: one thread of the last warp copies, the groups compute.
-template <typename Config, typename Job, typename Copy>
-__device__ __forceinline__ void run_ring(const Job& job, const Copy& copy) {
-  if (threadIdx.x == 0) job.init();
-  __syncthreads();
-  if constexpr (Config::kCluster > 1) {
-    cluster_arrive();
-    cluster_wait();
-  }
-  if (threadIdx.x >= Config::kComputing) {
-    if (threadIdx.x == Config::kComputing) copy();
-    __syncwarp();
-  } else {
-    job.compute();
-  }
-  // A block's shared memory outlives what its neighbours send there.
-  if constexpr (Config::kCluster > 1) {
-    cluster_arrive();
-    cluster_wait();
-  }
-}
-#endif
 
 }  // namespace torchweld

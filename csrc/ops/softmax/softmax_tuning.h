@@ -89,9 +89,8 @@ struct SoftmaxTuning {
     const int64_t kind = static_cast<int64_t>(chosen.kernel);
     if (chosen.kernel == SoftmaxKernel::kRing) {
       const SoftmaxRing& ring = kSoftmaxRings[chosen.index];
-      const bool backward = call.problem.backward;
-      return row(kind, ring.groups(backward) * ring.threads(backward), ring.accesses(backward),
-                 ring.cluster, ring.groups(backward), ring.shared_bytes());
+      return row(kind, ring.kGroups * ring.kThreads, ring.accesses(call.problem.backward),
+                 ring.cluster, ring.kGroups, ring.shared_bytes());
     }
     if (chosen.kernel == SoftmaxKernel::kStream)
       return row(kind, kSoftmaxStreamThreads, 0, 1, 1, 0);
