@@ -175,7 +175,7 @@ py::list int4_decode_tiles(int64_t m, int64_t n, int64_t k, int64_t groups, int 
 
 py::list int4_wide_tiles() {
   py::list tiles;
-  for (const Int4WideTile& tile : kInt4WideTiles) {
+  const auto add = [&](const auto& tile) {
     py::dict d;
     d["rows"] = tile.rows;
     d["tokens"] = tile.tokens;
@@ -184,7 +184,9 @@ py::list int4_wide_tiles() {
     d["threads"] = tile.threads();
     d["shared_bytes"] = tile.shared_bytes();
     tiles.append(d);
-  }
+  };
+  for (const Int4WideTile& tile : kInt4WideTiles) add(tile);
+  for (const Int4DeepTile& tile : kInt4DeepTiles) add(tile);
   return tiles;
 }
 
@@ -374,7 +376,7 @@ PYBIND11_MODULE(_C, m) {
         "The tiles of products with a 4-bit weight and few rows of 16-bit x, and how each divides "
         "the product, or why it can't.");
   m.def("int4_wide_tiles", &int4_wide_tiles,
-        "The tiles of products with a 4-bit weight and many rows of 16-bit x on Hopper.");
+        "The tiles of products with a 4-bit weight and more rows of 16-bit x on Hopper.");
   m.def(
       "choose_int4", &choose_int4_tile, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("groups"),
       py::arg("elem_size"), py::arg("sms"), py::arg("shared_limit"), py::arg("clusters"),

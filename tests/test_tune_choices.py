@@ -195,8 +195,13 @@ def int4_problem(**changes) -> list[int]:
 
 
 def test_reasons_of_a_4_bit_product():
-    wide = _C.choose_int4(64, 4096, 4096, 32, 2, *H200, True, True)["tile"]
-    assert not refusal("int4", int4_problem(), wide, 2)
+    deep = _C.choose_int4(64, 4096, 4096, 32, 2, *H200, True, True)["tile"]
+    wide = _C.choose_int4(4096, 4096, 4096, 32, 2, *H200, True, True)["tile"]
+    for parts in (2, 3, 4, 8):
+        assert not refusal("int4", int4_problem(), deep, parts)
+    assert "1, 2, 3, 4 or 8 parts" in refusal("int4", int4_problem(), deep, 5)
+    assert "leaves one of 3 parts empty" in refusal("int4", int4_problem(k=1024, groups=8), deep, 3)
+    assert "fewer rows" in refusal("int4", int4_problem(m=4097), deep, 1)
     for changes in (dict(warpgroups=0), dict(clusters=0)):
         assert "Hopper" in refusal("int4", int4_problem(**changes), wide, 1)
     for changes in (dict(elem_size=4), dict(groups=128), dict(groups=1, k=4064)):

@@ -27,6 +27,18 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// Of a block among those of its cluster, and of the cluster along the grid's first dimension.
+__device__ __forceinline__ uint32_t rank_in_cluster() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ uint32_t cluster_index() {
+  uint32_t index;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+}
+
 // The same place in the shared memory of the block of that rank.
 __device__ __forceinline__ uint32_t address_in_block(const void* s_at, uint32_t rank) {
   uint32_t there;

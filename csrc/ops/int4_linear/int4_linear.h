@@ -47,5 +47,8 @@ void launch_int4_linear_of(const Int4LinearParams& params, cudaStream_t stream);
 // choice.tile is one of kInt4WideTiles.
 template <typename T>
 void launch_int4_wide_of(const Int4LinearParams& params, cudaStream_t stream);
+// choice.tile is one of kInt4DeepTiles.
+template <typename T>
+void launch_int4_deep_of(const Int4LinearParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

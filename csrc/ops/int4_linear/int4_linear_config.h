@@ -24,6 +24,8 @@ struct Int4Tile {
   bool scale_sums;
   Int4Times times;
 
+  static constexpr bool kThirds = false;
+
   // fp32 x is split into pieces in registers.
   constexpr int blocks_per_sm(int elem_size) const {
     return elem_size == 4 ? (blocks + 1) / 2 : blocks;
@@ -64,6 +66,7 @@ inline constexpr Int4Tile kInt4Tiles[] = {{64, 8, 2, 2, 4, 8, true, {700, 160, 5
                                           {256, 128, 8, 1, 4, 1, false, {1370, 1370, 6500, 4900}}};
 inline constexpr int kInt4TileCount = sizeof(kInt4Tiles) / sizeof(kInt4Tiles[0]);
 inline constexpr int kInt4FirstWide = kInt4TileCount + kInt4DecodeTileCount;
+inline constexpr int kInt4FirstDeep = kInt4FirstWide + kInt4WideTileCount;
 
 // fp32, and groups that are no whole chunks: with more tokens than this the weight is dequantised
 // into memory and multiplied by the matmul engine.
@@ -85,14 +88,16 @@ struct Int4Problem {
 
 struct Int4Choice {
   // Index into kInt4Tiles, then, from kInt4TileCount on, into kInt4DecodeTiles, then, from
-  // kInt4FirstWide on, into kInt4WideTiles; -1: dequantise.
+  // kInt4FirstWide on, into kInt4WideTiles, then, from kInt4FirstDeep on, into kInt4DeepTiles;
+  // -1: dequantise.
   int tile;
   int parts;            // of K; their sums are added in a fixed order
   int64_t part_chunks;  // of a part
   bool cluster;         // the parts of a tile are a cluster
 
   constexpr bool decodes() const { return tile >= kInt4TileCount && tile < kInt4FirstWide; }
-  constexpr bool is_wide() const { return tile >= kInt4FirstWide; }
+  constexpr bool is_wide() const { return tile >= kInt4FirstWide && tile < kInt4FirstDeep; }
+  constexpr bool is_deep() const { return tile >= kInt4FirstDeep; }
 };
 
 // Why a tile of kInt4DecodeTiles can't take the product, nullptr where it can.
@@ -129,7 +134,8 @@ inline Int4Choice int4_decode_choice(const Int4Problem& p, int decode) {
   return {kInt4TileCount + decode, parts, p.shape.chunks() / parts, parts > 1};
 }
 
-// Why the tiles of kInt4WideTiles can't take the product, nullptr where they can.
+// Why the tiles of kInt4WideTiles and kInt4DeepTiles can't take the product, nullptr where they
+// can.
 inline const char* int4_wide_refusal(const Int4Problem& p) {
   if (p.elem_size != 2 || !p.whole_chunks()) {
     return "the tile is for 16-bit x and groups of a multiple of 64";

@@ -14,6 +14,11 @@ void launch_int4_linear(const Int4LinearParams& p, cudaStream_t stream) {
                                     : launch_int4_wide_of<__nv_bfloat16>(p, stream);
     return check_launch("int4_linear");
   }
+  if (p.choice.is_deep()) {
+    p.gemm.dtype == DType::kFloat16 ? launch_int4_deep_of<__half>(p, stream)
+                                    : launch_int4_deep_of<__nv_bfloat16>(p, stream);
+    return check_launch("int4_linear");
+  }
   switch (p.gemm.dtype) {
     case DType::kFloat16:
       launch_int4_linear_of<__half>(p, stream);

@@ -24,7 +24,6 @@ struct Int4Tuning {
                                        {"warpgroups", 0, 1},
                                        {"bfloat16", 0, 1}};
   static constexpr const char* kChoice[] = {"tile", "parts"};
-  static constexpr int kParts[] = {1, 2, 4, 8};
 
   using Problem = Int4Call;
   using Choice = Int4Choice;
@@ -55,6 +54,9 @@ struct Int4Tuning {
   static const Int4WideTile& wide_tile(int64_t tile) {
     return kInt4WideTiles[tile - kInt4FirstWide];
   }
+  static const Int4DeepTile& deep_tile(int64_t tile) {
+    return kInt4DeepTiles[tile - kInt4FirstDeep];
+  }
 
   static bool is_decode(int64_t tile) { return tile >= kInt4TileCount && tile < kInt4FirstWide; }
   static const Int4DecodeTile& decode_tile(int64_t tile) {
@@ -65,7 +67,7 @@ struct Int4Tuning {
     const Int4Problem& p = call.problem;
     const int64_t parts = choice[1];
     if (choice[0] == -1) return parts == 1 ? "" : "a weight that is dequantised is not cut";
-    constexpr int kCount = kInt4FirstWide + kInt4WideTileCount;
+    constexpr int kCount = kInt4FirstDeep + kInt4DeepTileCount;
     if (choice[0] < 0 || choice[0] >= kCount) return no_such_tile(choice[0], kCount);
     if (is_decode(choice[0])) {
       const Int4DecodeTile& tile = decode_tile(choice[0]);
@@ -75,11 +77,9 @@ struct Int4Tuning {
     }
     if (choice[0] >= kInt4FirstWide) {
       if (const char* why = int4_wide_refusal(p)) return why;
-      const Int4WideTile& tile = wide_tile(choice[0]);
-      if (tile.shared_bytes() > p.shared_limit) {
-        return too_much_shared_memory(tile.shared_bytes(), p.shared_limit);
-      }
-      return parts_refusal(p, tile, parts);
+      if (choice[0] < kInt4FirstDeep) return wide_refusal(p, wide_tile(choice[0]), parts);
+      if (p.m > kInt4DeepTokens) return "the tile is for fewer rows of x";
+      return wide_refusal(p, deep_tile(choice[0]), parts);
     }
     const Int4Tile& tile = kInt4Tiles[choice[0]];
     if (!tile.suits(p.elem_size, p.whole_chunks())) {
@@ -92,9 +92,18 @@ struct Int4Tuning {
   }
 
   template <typename Tile>
+  static std::string wide_refusal(const Int4Problem& p, const Tile& tile, int64_t parts) {
+    if (tile.shared_bytes() > p.shared_limit) {
+      return too_much_shared_memory(tile.shared_bytes(), p.shared_limit);
+    }
+    return parts_refusal(p, tile, parts);
+  }
+
+  template <typename Tile>
   static std::string parts_refusal(const Int4Problem& p, const Tile& tile, int64_t parts) {
-    if (parts != 1 && parts != 2 && parts != 4 && parts != 8) {
-      return "K can be cut into 1, 2, 4 or 8 parts";
+    if (!int4_has_parts<Tile>(parts)) {
+      return Tile::kThirds ? "K can be cut into 1, 2, 3, 4 or 8 parts"
+                           : "K can be cut into 1, 2, 4 or 8 parts";
     }
     if (int4_part_steps(p.shape, tile.chunks, static_cast<int>(parts)) == 0) {
       const int64_t all = int4_part_steps(p.shape, tile.chunks, 1);
@@ -113,8 +122,9 @@ struct Int4Tuning {
     if (is_decode(choice[0])) {
       return int4_decode_choice(p, static_cast<int>(choice[0]) - kInt4TileCount);
     }
-    const int chunks =
-        choice[0] >= kInt4FirstWide ? wide_tile(choice[0]).chunks : kInt4Tiles[choice[0]].chunks;
+    const int chunks = choice[0] >= kInt4FirstDeep   ? deep_tile(choice[0]).chunks
+                       : choice[0] >= kInt4FirstWide ? wide_tile(choice[0]).chunks
+                                                     : kInt4Tiles[choice[0]].chunks;
     const int64_t part_chunks = int4_part_steps(p.shape, chunks, parts) * chunks;
     return {static_cast<int>(choice[0]), parts, part_chunks, parts > 1 && p.clusters};
   }
@@ -122,13 +132,14 @@ struct Int4Tuning {
   // A tile that can't serve the product at all is listed once.
   static std::vector<Numbers> candidates(const Int4Call& call) {
     std::vector<Numbers> all;
-    for (int tile = 0; tile < kInt4FirstWide + kInt4WideTileCount; ++tile) {
+    for (int tile = 0; tile < kInt4FirstDeep + kInt4DeepTileCount; ++tile) {
       if (is_decode(tile)) {
         all.push_back({tile, decode_tile(tile).parts});
         continue;
       }
       const bool serves = refusal(call, {tile, 1}).empty();
-      for (const int parts : kParts) {
+      for (const int parts : kInt4Parts) {
+        if (parts == 3 && tile < kInt4FirstDeep) continue;
         if (parts == 1 || serves) all.push_back({tile, parts});
       }
     }
@@ -138,6 +149,11 @@ struct Int4Tuning {
 
   // Zeros: the weight is dequantised for the matmul engine.
   static Columns columns(const Int4Call&, const Numbers& choice) {
+    if (choice[0] >= kInt4FirstDeep) {
+      const Int4DeepTile& tile = deep_tile(choice[0]);
+      return {{"rows", tile.rows},  {"tokens", tile.tokens}, {"block_k", tile.chunks * kInt4ChunkK},
+              {"parts", choice[1]}, {"stages", tile.stages}, {"warps", tile.warps}};
+    }
     if (choice[0] >= kInt4FirstWide) {
       const Int4WideTile& tile = wide_tile(choice[0]);
       return {{"rows", tile.rows},  {"tokens", tile.tokens}, {"block_k", tile.chunks * kInt4ChunkK},

@@ -2,9 +2,8 @@
 // order.
 #pragma once
 
-#include "device/sm90/cluster.cuh"
 #include "device/sm90/stmatrix.cuh"
-#include "gemm/gemm_epilogue.cuh"
+#include "ops/int4_linear/int4_join.cuh"
 #include "ops/int4_linear/int4_wide_loader.cuh"
 
 namespace torchweld {
@@ -132,23 +131,8 @@ __device__ __forceinline__ void int4_wide_join(const GemmParams& p, const Int4Wi
   for (int token = work.part * kAtOnce + thread / Shape::kPieces; token < tokens;
        token += kParts * kAtOnce) {
     const auto* s_from = reinterpret_cast<const float4*>(s_sums + token * kRowBytes + in * 4);
-    float4 parts[kParts][2];
-#pragma unroll
-    for (int rank = 0; rank < kParts; ++rank) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) parts[rank][i] = load_from_block(s_from + i, rank);
-    }
-    float v[kGroup] = {};
-#pragma unroll
-    for (int rank = 0; rank < kParts; ++rank) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        v[4 * i] += parts[rank][i].x;
-        v[4 * i + 1] += parts[rank][i].y;
-        v[4 * i + 2] += parts[rank][i].z;
-        v[4 * i + 3] += parts[rank][i].w;
-      }
-    }
+    float v[kGroup];
+    int4_join<kParts>(v, s_from);
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) v[i] += bias[i];
     T* g_to = static_cast<T*>(p.y) + (work.first_token + token) * p.y_row_stride + column;

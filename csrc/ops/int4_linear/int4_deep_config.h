@@ -1,0 +1,56 @@
+// Tiles of the kernel on Hopper's products of warpgroups whose blocks have few tokens
+// (int4_deep_kernel.cuh). For 16-bit x and groups of whole chunks. Pure host code: tested without a
+// GPU.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "ops/int4_linear/int4_cost.h"
+#include "ops/int4_pack/int4_layout.h"
+
+namespace torchweld {
+
+// A block multiplies `rows` of the weight with `tokens` rows of x, `chunks` of 64 columns a step.
+struct Int4DeepTile {
+  int rows, tokens;
+  int warps;   // a warpgroup has 64 rows, and divides the chunks of a step with others of its rows
+  int chunks;  // of K in a step
+  int stages;  // of the ring of x: two are being multiplied, the others on their way
+  int deep;    // steps of the weight in registers
+  Int4Times times;
+
+  // NOTE: a ring as large as an SM's shared memory is what keeps enough of x on its way.
+  static constexpr int blocks = 1;
+  static constexpr bool kThirds = true;
+
+  constexpr int threads() const { return warps * 32; }
+  constexpr int row_tiles() const { return rows / kInt4TileRows; }
+  constexpr int splits() const { return warps / row_tiles(); }
+  constexpr int own_chunks() const { return chunks / splits(); }  // of a step, of a warp
+  constexpr int x_bytes() const { return chunks * tokens * kInt4ChunkK * 2; }
+  // Of a tile of 16 rows and a chunk: scales, zeros, and 8 bytes of nothing.
+  static constexpr int kScaleBytes = kInt4TileRows * 2 + 16;
+  // Stages start on 1024 bytes, as the swizzle of x must.
+  constexpr int stage_bytes() const {
+    return (x_bytes() + row_tiles() * chunks * kScaleBytes + 1023) / 1024 * 1024;
+  }
+  // NOTE: 16 bytes of padding a token let fragments be written without bank conflicts.
+  constexpr int sum_row_bytes() const { return rows * 4 + 16; }
+  // The sums pass through the ring's memory.
+  constexpr int shared_bytes() const {
+    return std::max(stages * stage_bytes(), tokens * sum_row_bytes());
+  }
+};
+
+inline constexpr Int4DeepTile kInt4DeepTiles[] = {
+    {128, 32, 16, 4, 8, 2, {920, 920, 2900, 470}},
+    {64, 64, 16, 4, 5, 4, {875, 875, 2400, 500}},
+    {128, 64, 16, 4, 6, 2, {1080, 1080, 3000, 1070}},
+    {256, 128, 16, 2, 5, 1, {1500, 1500, 3000, 2900}}};
+inline constexpr int kInt4DeepTileCount = sizeof(kInt4DeepTiles) / sizeof(kInt4DeepTiles[0]);
+
+// With more tokens the wide tiles are as fast.
+inline constexpr int64_t kInt4DeepTokens = 4096;
+
+}  // namespace torchweld
