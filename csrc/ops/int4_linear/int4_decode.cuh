@@ -2,9 +2,9 @@
 // that of reading the weight once.
 //
 // A block, or a cluster of blocks that have parts of K, owns some neighbouring tiles of 16 rows of
-// W. Their steps of K, tile after tile, are divided evenly among its warps, which load them straight
-// into registers, a step ahead, and meet only to add the sums of tiles that several of them have, in
-// a fixed order. A slice of a step is of one group: its scale multiplies sums.
+// W. Their steps of K, tile after tile, are divided evenly among its warps, which load them
+// straight into registers, a step ahead, and meet only to add the sums of tiles that several of
+// them have, in a fixed order. A slice of a step is of one group: its scale multiplies sums.
 //
 // On Hopper a kernel begins while the one before it ends, and has some of the weight brought to L2
 // until it may read x; two blocks bring x to each other.
@@ -54,8 +54,7 @@ template <typename T, int kTile>
 __device__ __forceinline__ void int4_decode_finish(const Int4DecodeParams& p,
                                                    const Int4DecodeRound& round,
                                                    const float* s_sums, float2* s_parts,
-                                                   uint64_t* s_barrier, uint32_t parity,
-                                                   int part) {
+                                                   uint64_t* s_barrier, uint32_t parity, int part) {
   using Math = Int4DecodeMath<T, kTile>;
   constexpr Int4DecodeTile kT = kInt4DecodeTiles[kTile];
   constexpr int kTilePairs = kInt4TileRows / 2;
@@ -76,8 +75,8 @@ __device__ __forceinline__ void int4_decode_finish(const Int4DecodeParams& p,
     const int tile = p.plan.tokens.divide(i / kTilePairs), token = i / kTilePairs - tile * p.tokens;
     const uint32_t first = shares.warp_of(tile * p.plan.part_steps);
     const uint32_t last = shares.warp_of((tile + 1) * p.plan.part_steps - 1);
-    const float* s_from = s_sums + (first + tile) * p.plan.sum_floats +
-                          Math::place(token, i % kTilePairs * 2);
+    const float* s_from =
+        s_sums + (first + tile) * p.plan.sum_floats + Math::place(token, i % kTilePairs * 2);
     float2 sum = make_float2(0.f, 0.f);
 #pragma unroll 4
     for (uint32_t w = first; w <= last; ++w) {
@@ -115,12 +114,12 @@ __device__ __forceinline__ void int4_decode_finish(const Int4DecodeParams& p,
 
 // A warp's share of a round.
 struct Int4DecodeShare {
-  int slot;             // for the sums of its first tile; those of the next one follow
-  uint32_t step, in;    // the first one, counted from the weight's on, and from its part's on
-  uint32_t count;       // of steps
+  int slot;           // for the sums of its first tile; those of the next one follow
+  uint32_t step, in;  // the first one, counted from the weight's on, and from its part's on
+  uint32_t count;     // of steps
 
-  __device__ __forceinline__ Int4DecodeShare(const Int4DecodePlan& plan,
-                                             const Int4DecodeTile& tile, int round) {
+  __device__ __forceinline__ Int4DecodeShare(const Int4DecodePlan& plan, const Int4DecodeTile& tile,
+                                             int round) {
     const Int4DecodeRound now(plan, tile.parts, round);
     const Int4DecodeShares shares(now.tiles * plan.part_steps);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -128,8 +127,8 @@ struct Int4DecodeShare {
     // Warps and tiles are in one order, so the sum of both is a slot of its own.
     slot = warp + begin_tile;
     in = begin - begin_tile * plan.part_steps;
-    step = (now.first_tile + begin_tile) * plan.steps +
-           blockIdx.x % tile.parts * plan.part_steps + in;
+    step =
+        (now.first_tile + begin_tile) * plan.steps + blockIdx.x % tile.parts * plan.part_steps + in;
     count = shares.count(warp);
   }
 };

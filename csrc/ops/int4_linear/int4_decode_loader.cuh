@@ -51,8 +51,8 @@ class Int4DecodeShares {
   }
   // The warp that has this step. Exact below 2^20 steps.
   __device__ __forceinline__ uint32_t warp_of(uint32_t step) const {
-    return static_cast<uint32_t>(__fdividef(static_cast<float>(step) + 0.5f,
-                                            static_cast<float>(own_)));
+    return static_cast<uint32_t>(
+        __fdividef(static_cast<float>(step) + 0.5f, static_cast<float>(own_)));
   }
 
  private:

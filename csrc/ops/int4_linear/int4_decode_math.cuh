@@ -1,5 +1,5 @@
-// What a warp multiplies in the kernel for few tokens: a slice of 16 rows of the weight with 8 or 16
-// rows of x.
+// What a warp multiplies in the kernel for few tokens: a slice of 16 rows of the weight with 8 or
+// 16 rows of x.
 #pragma once
 
 #include "ops/int4_linear/int4_decode_config.h"
@@ -48,7 +48,8 @@ class Int4ZeroPlace {
     bytes_ = 0x4040 + row / 2 * 0x0101;  // byte row / 2 twice, each below a byte of zeros
     mask_ = row % 2 ? 0x00f000f0 : 0x000f000f;
     lift_ = (row % 2 ? kInt4Lift4<U> : kInt4Lift0<U>) | kBothSigns;
-    asm volatile("" : "+r"(bytes_), "+r"(mask_), "+r"(lift_));  // NOTE: else computed in every slice
+    asm volatile(""
+                 : "+r"(bytes_), "+r"(mask_), "+r"(lift_));  // NOTE: else computed in every slice
   }
 
   __device__ __forceinline__ Int4LiftedZeros find(uint2 zeros) const {
