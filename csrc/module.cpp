@@ -241,7 +241,10 @@ py::dict matrix_pass_plan(int64_t rows, int64_t n, int elem_size, int reads, boo
   d["elems"] = plan.elems;
   d["lanes"] = plan.lanes;
   d["groups"] = plan.groups;
-  d["batch"] = plan.groups * matrix_tile(reads, column_sums).rows_of(plan.vector);
+  d["whole_rows"] = plan.whole_rows;
+  d["loads"] = plan.whole_rows ? kMatrixRowTile.loads : 1;  // of a thread along a row at a time
+  d["batch"] =
+      plan.whole_rows ? 1 : plan.groups * matrix_tile(reads, column_sums).rows_of(plan.vector);
   d["phases"] = plan.phases;
   d["tiles"] = plan.tiles;
   d["rows_per_chunk"] = plan.rows_per_chunk;
