@@ -189,6 +189,9 @@ def test_explain_names_the_kernel_of_a_convolution():
     half, single = torch.bfloat16, torch.float32
     assert explained(half, 4096, 64, 64, 3).tile == {"tile_rows": 32, "ahead": 1}
     assert explained(half, 256, 512, 512, 3).tile == {"tile_rows": 32, "ahead": 2}
+    for size in (4, 5):
+        assert explained(half, 9, 32, 64, size).tile == {"tile_rows": 32, "ahead": 1}
+        assert explained(half, 9, 33, 64, size).tile == {"tile_rows": 32, "ahead": 2}
     assert explained(half, 256, 512, 512, 7).kernel == "cells, on tensor cores"
     assert explained(half, 9, 64, 64, 11).tile == {"tile_rows": 128, "tile_columns": 64}
     assert explained(single, 9, 8, 8, 7).kernel == "small images, through shared memory"

@@ -65,6 +65,7 @@ struct CellsTile {
   int ahead;
   int strip_rows;
   int blocks_per_sm;     // at least; bounds the registers
+  bool shuffles;         // what lies beside a cell comes from its neighbour's lanes, not from L1
   int64_t preferred_to;  // rows of an image; taller ones take the next tile
 };
 inline constexpr int kCellsWarps = 4;
@@ -73,8 +74,9 @@ inline constexpr int kCellRows = 4;
 inline constexpr int kCellColumns = 8;
 inline constexpr int64_t kAnyHeight = INT64_MAX;
 inline constexpr CellsTile kCellsTiles[] = {
-    {3, 1, 32, 8, 255},        {3, 2, 32, 7, kAnyHeight}, {5, 1, 32, 8, 255},
-    {5, 2, 32, 7, kAnyHeight}, {7, 2, 64, 5, kAnyHeight}, {9, 2, 64, 4, kAnyHeight},
+    {3, 1, 32, 8, false, 255},        {3, 2, 32, 7, false, kAnyHeight},
+    {5, 1, 32, 8, false, 32},         {5, 2, 32, 8, true, kAnyHeight},
+    {7, 2, 64, 5, false, kAnyHeight}, {9, 2, 64, 4, false, kAnyHeight},
 };
 inline constexpr int kNumCellsTiles = sizeof(kCellsTiles) / sizeof(kCellsTiles[0]);
 
