@@ -226,7 +226,7 @@ def test_empty_kernels(device, kernel):
 def test_any_start_of_a_row(device, offset):
     """Images start anywhere with respect to 16 bytes; what lies around them is NaN."""
     for dtype in (F32, BF16):
-        wide = (3, 16, 0), (5, 24, 8), (7, 21, 1), (4, 64, 5), (9, 40, 8)
+        wide = (3, 16, 0), (5, 24, 8), (7, 21, 1), (4, 64, 5), (9, 40, 8), (3, 40, 8), (4, 24, 8)
         narrow = (7, 8, 0), (5, 8, 4), (4, 13, 3), (9, 8, 8), (5, 16, 16)
         for size, width, gap in wide + narrow:
             x, weight = integers(device, dtype, 2, 9, width), integers(device, dtype, size, size)
