@@ -39,8 +39,6 @@ struct CellsConfig {
   static constexpr int blocks_per_sm(bool vector) {
     return vector ? kShape.blocks_per_sm : kShape.blocks_per_sm / 2 + 1;
   }
-  // Neighbours' accesses, and so what they can exchange, are whole.
-  static constexpr bool exchanges(bool vector) { return kShape.shuffles && vector; }
   static_assert(sizeof(T) == 2 && kShape.strip_rows % kCellsLeastRows == 0 &&
                 kCellsLeastRows % kCellRows == 0);
 };
@@ -121,10 +119,10 @@ struct CellRow {
   static constexpr int kBeside = Config::kBeside;
   uint32_t own[4], beside[kBeside];
 
-  // Where neighbours exchange what lies beside, only the outermost lanes load it.
+  // Neighbours exchange whole accesses: then only the outermost lanes load what lies beside.
   template <bool kVector>
   __device__ __forceinline__ void load(const Strip<typename Config::T>& strip, int row) {
-    const bool alone = !Config::exchanges(kVector) || strip.outermost;
+    const bool alone = !kVector || strip.outermost;
     load_pairs<kVector>(own, strip.g_x, row < strip.rows, strip.columns);
     load_pairs<kVector>(beside, strip.g_x + (Config::kFlipped ? -2 * kBeside : kCellColumns),
                         row < strip.rows && strip.beside && alone,
@@ -133,7 +131,7 @@ struct CellRow {
   // Once both have arrived. Every lane of the warp comes along.
   template <bool kVector>
   __device__ __forceinline__ void exchange(const Strip<typename Config::T>& strip) {
-    if constexpr (Config::exchanges(kVector)) {
+    if constexpr (kVector) {
 #pragma unroll
       for (int i = 0; i < kBeside; ++i) {
         const uint32_t theirs = Config::kFlipped ? __shfl_up_sync(~0u, own[i + 4 - kBeside], 4)

@@ -69,20 +69,14 @@ struct CellsTile {
   int size;
   int ahead;
   int strip_rows;
-  int blocks_per_sm;     // at least; bounds the registers
-  bool shuffles;         // what lies beside a cell comes from its neighbour's lanes, not from L1
-  int64_t preferred_to;  // rows of an image; taller ones take the next tile
+  int blocks_per_sm;  // at least; bounds the registers
 };
 inline constexpr int kCellsWarps = 4;
 inline constexpr int kCellsThreads = 32 * kCellsWarps;
 inline constexpr int kCellRows = 4;
 inline constexpr int kCellColumns = 8;
-inline constexpr int64_t kAnyHeight = INT64_MAX;
 inline constexpr CellsTile kCellsTiles[] = {
-    {3, 1, 32, 8, false, 255},        {3, 2, 32, 7, false, kAnyHeight},
-    {5, 1, 32, 8, false, 32},         {5, 2, 32, 8, true, kAnyHeight},
-    {7, 2, 64, 5, false, kAnyHeight}, {9, 2, 64, 4, false, kAnyHeight},
-};
+    {3, 2, 32, 8}, {5, 2, 32, 8}, {7, 2, 64, 6}, {9, 2, 64, 5}};
 inline constexpr int kNumCellsTiles = sizeof(kCellsTiles) / sizeof(kCellsTiles[0]);
 
 // Rows of each strip of an image: whole cells, as many as in every other strip, and fewer where the
@@ -154,11 +148,10 @@ constexpr Conv2dKernel choose_conv2d(int64_t height, int64_t width, int64_t kern
   return Conv2dKernel::kGeneral;
 }
 
-// The first tile for the kernel that images of this height prefer.
-constexpr int choose_cells_tile(int64_t height, int64_t kernel_height, int64_t kernel_width) {
+// The smallest tile for the kernel.
+constexpr int choose_cells_tile(int64_t kernel_height, int64_t kernel_width) {
   int i = 0;
-  while (i < kNumCellsTiles - 1 && (!fits_cells(kCellsTiles[i], kernel_height, kernel_width, 2) ||
-                                    height > kCellsTiles[i].preferred_to)) {
+  while (i < kNumCellsTiles - 1 && !fits_cells(kCellsTiles[i], kernel_height, kernel_width, 2)) {
     ++i;
   }
   return i;
