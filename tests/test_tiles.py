@@ -325,8 +325,9 @@ def test_blocks_have_whole_rows_where_a_tile_does_not():
     for n in range(2056, 16392, 8):
         assert 0 <= lanes(n) * 4 - n // 8 < 4 * 32
     assert lanes(16384) == 512
-    assert lanes(16392, rows=2111) is None and lanes(16392, rows=2112) == 512
-    assert lanes(1 << 20, rows=2112) == 512 and lanes(16392, rows=263, sms=16) == 512
+    assert lanes(131072, rows=2112) is None  # tiles were faster
+    assert lanes(16392, rows=4223) is None and lanes(16392, rows=4224) == 512
+    assert lanes(1 << 20, rows=4224) == 512 and lanes(16392, rows=512, sms=16) == 512
     for other in ({"size": 4}, {"reads": 1}, {"shift": 1}, {"n": 16385}, {"n": 16388}):
         assert lanes(**{"n": 16384, "rows": 65536, **other}) is None
 
