@@ -17,14 +17,14 @@ namespace py = pybind11;
 namespace torchweld {
 namespace {
 
-py::list softmax_tiles(int elem_size, bool backward, bool aligned) {
+py::list softmax_tiles(int elem_size, bool backward, bool aligned, bool masked) {
   py::list tiles;
   for (const SoftmaxTile& tile : kSoftmaxTiles) {
     py::dict d;
     d["threads"] = tile.threads;
     d["loads"] = tile.loads;
     d["capacity"] = tile.capacity(elem_size, aligned);
-    d["suits"] = tile.suits(elem_size, backward);
+    d["suits"] = tile.suits(elem_size, backward, masked);
     tiles.append(d);
   }
   return tiles;
@@ -48,9 +48,9 @@ py::list softmax_rings(int elem_size, bool backward, bool aligned) {
 }
 
 py::tuple choose_softmax_kernel(int64_t n, int elem_size, bool aligned, bool backward, bool tiled,
-                                bool clusters, bool in_phase, int shared_limit) {
-  const SoftmaxChoice choice =
-      choose_softmax({n, elem_size, aligned, backward, tiled, clusters, in_phase, shared_limit});
+                                bool clusters, bool in_phase, int shared_limit, bool masked) {
+  const SoftmaxChoice choice = choose_softmax(
+      {n, elem_size, aligned, backward, tiled, clusters, in_phase, shared_limit, masked});
   constexpr const char* kNames[] = {"tile", "ring", "stream"};
   return py::make_tuple(kNames[static_cast<int>(choice.kernel)], choice.index);
 }
@@ -265,12 +265,13 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "What torchweld's kernels would choose; see torchweld.explain.";
   m.attr("softmax_stream_threads") = kSoftmaxStreamThreads;
   m.def("softmax_tiles", &softmax_tiles, py::arg("elem_size"), py::arg("backward"),
-        py::arg("aligned"), "The tiles of the row softmax kernels, in the order of preference.");
+        py::arg("aligned"), py::arg("masked") = false,
+        "The tiles of the row softmax kernels, in the order of preference.");
   m.def("softmax_rings", &softmax_rings, py::arg("elem_size"), py::arg("backward"),
         py::arg("aligned"), "The rings of the kernels for long rows, in the order of preference.");
   m.def("choose_softmax", &choose_softmax_kernel, py::arg("n"), py::arg("elem_size"),
         py::arg("aligned"), py::arg("backward"), py::arg("tiled"), py::arg("clusters"),
-        py::arg("in_phase"), py::arg("shared_limit"),
+        py::arg("in_phase"), py::arg("shared_limit"), py::arg("masked") = false,
         "(\"tile\", index into softmax_tiles), (\"ring\", index into softmax_rings) or "
         "(\"stream\", -1).");
   m.def("gemm_tiles", &gemm_tiles, py::arg("math"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -28,13 +30,13 @@ ROWS = [1, 3, 4, 8, 31, 257, 1000, 8191, 8192, 16384, 16385, 32768, 65535, 65536
 
 
 def row_choices(**changes):
-    """(problem, kernel, index) of every row length, element size, direction and alignment."""
+    """(problem, kernel, index) of every length, element size, direction, alignment and mask."""
     for n in ROWS + [262145, 400000, 10**6, 2**31]:
         for size in (2, 4):
             for backward in (False, True):
-                for in_phase in (False, True):
+                for in_phase, masked in itertools.product((False, True), repeat=2):
                     problem = dict(n=n, elem_size=size, backward=backward, in_phase=in_phase)
-                    problem |= dict(aligned=n * size % 16 == 0, tiled=True)
+                    problem |= dict(aligned=n * size % 16 == 0, tiled=True, masked=masked)
                     problem |= dict(clusters=True, shared_limit=H200[1]) | changes
                     yield problem, *_C.choose_softmax(**problem)
 
@@ -42,7 +44,8 @@ def row_choices(**changes):
 def test_a_row_takes_a_kernel_that_holds_it():
     for p, kernel, index in row_choices():
         if kernel == "tile":
-            tile = _C.softmax_tiles(p["elem_size"], p["backward"], p["aligned"])[index]
+            where = [p[k] for k in ("elem_size", "backward", "aligned", "masked")]
+            tile = _C.softmax_tiles(*where)[index]
             assert tile["suits"] and p["n"] <= tile["capacity"]
         elif kernel == "ring":
             ring = _C.softmax_rings(p["elem_size"], p["backward"], p["aligned"])[index]
@@ -70,6 +73,24 @@ def test_rows_take_what_was_measured_as_fastest(n, size, backward, fastest):
     kernel, index = _C.choose_softmax(n, size, True, backward, True, True, True, H200[1])
     rings = _C.softmax_rings(size, backward, True)
     assert fastest == (rings[index]["blocks_per_row"] if kernel == "ring" else kernel)
+
+
+def test_scores_of_16_bits_take_what_was_measured_as_fastest():
+    """Threads with 4 accesses each, up to 128 of them; then 128 with 8."""
+
+    def tile(n, size=2, backward=False, masked=True):
+        limits = (True, True, True, H200[1], masked)
+        kernel, index = _C.choose_softmax(n, size, True, backward, *limits)
+        assert kernel == "tile"
+        found = _C.softmax_tiles(size, backward, True, masked)[index]
+        return found["threads"], found["loads"]
+
+    assert [tile(n) for n in (1024, 2048, 4096, 8192)] == [(32, 4), (64, 4), (128, 4), (128, 8)]
+    assert [tile(n) for n in (1536, 3000, 5000)] == [(64, 4), (128, 4), (128, 8)]
+    assert [tile(n) for n in (256, 512, 16384)] == [(32, 1), (32, 2), (512, 4)]
+    for n in (64, 512, 1024, 2048, 4096, 8192, 16384):
+        for size, backward in ((4, False), (4, True), (2, True)):
+            assert tile(n, size, backward) == tile(n, size, backward, masked=False)
 
 
 def test_a_longer_row_takes_no_smaller_cluster():

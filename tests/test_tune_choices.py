@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 
@@ -146,11 +147,11 @@ def test_a_tile_of_the_gradient_never_writes_beyond_its_scratch():
 
 def test_softmax_tiles_and_rings_hold_the_row():
     for n, size in ((1000, 4), (1001, 2), (40_000, 2), (300_000, 4), (10**6, 2)):
-        for backward in (False, True):
+        for backward, masked in itertools.product((False, True), repeat=2):
             aligned = n * size % 16 == 0
-            problem = softmax_problem(n, size, aligned=aligned, backward=backward)
-            *kept, stream = _C.candidates("softmax", problem)
-            tiles = _C.softmax_tiles(size, backward, aligned)
+            changes = dict(aligned=aligned, backward=backward, masked=masked)
+            *kept, stream = _C.candidates("softmax", softmax_problem(n, size, **changes))
+            tiles = _C.softmax_tiles(size, backward, aligned, masked)
             rings = _C.softmax_rings(size, backward, aligned)
             for tile, found in zip(tiles + rings, kept, strict=True):
                 holds = tile["capacity"] >= n and tile.get("suits", True)
@@ -167,6 +168,13 @@ def test_reasons_of_a_softmax():
     assert refusal("softmax", softmax_problem(64, tiled=False), -1) == ""
     assert "registers" in refusal("softmax", softmax_problem(64, 2, backward=True), tiles - 1)
     assert refusal("softmax", softmax_problem(129), 0) == "holds 128 elements, the row has 129"
+    number = [(t["threads"], t["loads"]) for t in _C.softmax_tiles(2, False, True)].index
+    for size, changes in ((2, {}), (2, dict(masked=True, backward=True)), (4, dict(masked=True))):
+        plain = softmax_problem(64, size, **changes)
+        assert refusal("softmax", plain, number((64, 4))) == "for 16-bit scores under a mask"
+    scores = softmax_problem(64, 2, masked=True)
+    assert refusal("softmax", scores, number((64, 4))) == ""
+    assert "have other tiles" in refusal("softmax", scores, number((64, 2)))
     long = dict(n=60_000, aligned=True)
     assert "holds 57344 elements" in refusal("softmax", softmax_problem(**long), tiles)
     assert refusal("softmax", softmax_problem(**long), tiles + 1) == ""
