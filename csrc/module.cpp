@@ -3,8 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "core/families.h"
 #include "gemm/gemm_config.h"
+#include "module_families.h"
 #include "ops/attention/attention_backward_config.h"
 #include "ops/attention/attention_config.h"
 #include "ops/int4_linear/int4_linear_config.h"
@@ -17,14 +17,14 @@ namespace py = pybind11;
 namespace torchweld {
 namespace {
 
-py::list softmax_tiles(int elem_size, bool backward, bool aligned) {
+py::list softmax_tiles(int elem_size, bool backward, bool aligned, bool masked) {
   py::list tiles;
   for (const SoftmaxTile& tile : kSoftmaxTiles) {
     py::dict d;
     d["threads"] = tile.threads;
     d["loads"] = tile.loads;
     d["capacity"] = tile.capacity(elem_size, aligned);
-    d["suits"] = tile.suits(elem_size, backward);
+    d["suits"] = tile.suits(elem_size, backward, masked);
     tiles.append(d);
   }
   return tiles;
@@ -49,9 +49,9 @@ py::list softmax_rings(int elem_size, bool backward, bool aligned) {
 }
 
 py::tuple choose_softmax_kernel(int64_t n, int elem_size, bool aligned, bool backward, bool tiled,
-                                bool clusters, bool in_phase, int shared_limit) {
-  const SoftmaxChoice choice =
-      choose_softmax({n, elem_size, aligned, backward, tiled, clusters, in_phase, shared_limit});
+                                bool clusters, bool in_phase, int shared_limit, bool masked) {
+  const SoftmaxChoice choice = choose_softmax(
+      {n, elem_size, aligned, backward, tiled, clusters, in_phase, shared_limit, masked});
   constexpr const char* kNames[] = {"tile", "ring", "stream"};
   return py::make_tuple(kNames[static_cast<int>(choice.kernel)], choice.index);
 }
@@ -244,7 +244,10 @@ py::dict matrix_pass_plan(int64_t rows, int64_t n, int elem_size, int reads, boo
   d["elems"] = plan.elems;
   d["lanes"] = plan.lanes;
   d["groups"] = plan.groups;
-  d["batch"] = plan.groups * matrix_tile(reads, column_sums).rows_of(plan.vector);
+  d["whole_rows"] = plan.whole_rows;
+  d["loads"] = plan.whole_rows ? kMatrixRowTile.loads : 1;  // of a thread along a row at a time
+  d["batch"] =
+      plan.whole_rows ? 1 : plan.groups * matrix_tile(reads, column_sums).rows_of(plan.vector);
   d["phases"] = plan.phases;
   d["tiles"] = plan.tiles;
   d["rows_per_chunk"] = plan.rows_per_chunk;
@@ -259,103 +262,19 @@ py::dict matrix_pass_plan(int64_t rows, int64_t n, int elem_size, int reads, boo
   return d;
 }
 
-// Calls body(family, problem) with numbers that are known to be a problem of the family.
-template <typename Body>
-void with_problem(const std::string& name, const std::vector<int64_t>& list, const Body& body) {
-  const bool known = Families::visit(name, [&](auto f) {
-    using Family = decltype(f);
-    Numbers numbers;
-    if (list.size() <= Numbers::kMost) {
-      for (const int64_t value : list) numbers.push(value);
-    }
-    const std::string refusal = problem_refusal<Family>(numbers);
-    if (!refusal.empty()) {
-      throw py::value_error("a problem of " + name + " must be " + refusal + ", but got " +
-                            numbers.text());
-    }
-    body(f, numbers);
-  });
-  if (!known) throw py::value_error("there is no family of kernels called '" + name + "'");
-}
-
-py::list as_list(const Numbers& numbers) {
-  py::list list;
-  for (int i = 0; i < numbers.count; ++i) list.append(numbers[i]);
-  return list;
-}
-
-// A choice with why it is refused, "" where it is not, and its columns, {} where it has none.
-template <typename Family>
-py::dict candidate_dict(const Numbers& problem, const Numbers& choice) {
-  const auto call = Family::problem(problem);
-  const std::string refusal = Family::refusal(call, choice);
-  py::dict d, columns;
-  if (refusal.rfind("there is no ", 0) != 0) {
-    for (const auto& [name, value] : Family::columns(call, choice)) columns[name] = value;
-  }
-  d["choice"] = as_list(choice);
-  d["refusal"] = refusal;
-  d["columns"] = columns;
-  return d;
-}
-
-py::list candidates(const std::string& name, const std::vector<int64_t>& problem) {
-  py::list all;
-  with_problem(name, problem, [&](auto f, const Numbers& numbers) {
-    using Family = decltype(f);
-    for (const Numbers& choice : Family::candidates(Family::problem(numbers))) {
-      all.append(candidate_dict<Family>(numbers, choice));
-    }
-  });
-  return all;
-}
-
-py::dict candidate(const std::string& name, const std::vector<int64_t>& problem,
-                   const std::vector<int64_t>& list) {
-  py::dict found;
-  with_problem(name, problem, [&](auto f, const Numbers& numbers) {
-    using Family = decltype(f);
-    if (list.size() != size_t(choice_count<Family>())) {
-      throw py::value_error("a choice of " + name + " must be " +
-                            std::to_string(choice_count<Family>()) + " numbers, but got " +
-                            std::to_string(list.size()));
-    }
-    Numbers choice;
-    for (const int64_t value : list) choice.push(value);
-    found = candidate_dict<Family>(numbers, choice);
-  });
-  return found;
-}
-
-py::list shape_class(const std::string& name, const std::vector<int64_t>& problem) {
-  py::list key;
-  with_problem(name, problem,
-               [&](auto f, const Numbers& numbers) { key = as_list(decltype(f)::key(numbers)); });
-  return key;
-}
-
-py::dict families() {
-  py::dict all;
-  Families::each([&](auto f) {
-    py::list fields;
-    for (const Field& field : f.kProblem) fields.append(field.name);
-    all[f.kName] = fields;
-  });
-  return all;
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "What torchweld's kernels would choose; see torchweld.explain.";
   m.attr("softmax_stream_threads") = kSoftmaxStreamThreads;
   m.def("softmax_tiles", &softmax_tiles, py::arg("elem_size"), py::arg("backward"),
-        py::arg("aligned"), "The tiles of the row softmax kernels, in the order of preference.");
+        py::arg("aligned"), py::arg("masked") = false,
+        "The tiles of the row softmax kernels, in the order of preference.");
   m.def("softmax_rings", &softmax_rings, py::arg("elem_size"), py::arg("backward"),
         py::arg("aligned"), "The rings of the kernels for long rows, in the order of preference.");
   m.def("choose_softmax", &choose_softmax_kernel, py::arg("n"), py::arg("elem_size"),
         py::arg("aligned"), py::arg("backward"), py::arg("tiled"), py::arg("clusters"),
-        py::arg("in_phase"), py::arg("shared_limit"),
+        py::arg("in_phase"), py::arg("shared_limit"), py::arg("masked") = false,
         "(\"tile\", index into softmax_tiles), (\"ring\", index into softmax_rings) or "
         "(\"stream\", -1).");
   m.def("gemm_tiles", &gemm_tiles, py::arg("math"),

@@ -163,7 +163,9 @@ def explain_row(n, dtype, offset=0, op="softmax", rows=4):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("op", ["softmax", "softmax_backward"])
+@pytest.mark.parametrize(
+    "op", ["softmax", "softmax_backward", "causal_softmax", "causal_softmax_backward"]
+)
 def test_explain_chooses_a_tile_that_holds_the_row(dtype, op):
     for n in (1, 7, 64, 128, 129, 1000, 1024, 4096, 5000, 8192, 16384, 32768, 40000, 300000):
         chosen = explain_row(n, dtype, op=op)

@@ -156,6 +156,26 @@ def test_uniform(device, power):
             assert_equal(y.triu(1), torch.zeros_like(y))
 
 
+@pytest.mark.parametrize("n", [500, 999, 1024, 1536, 2047, 2048, 3000, 4096, 5001, 8192, 8200])
+def test_squares_of_every_tile(device, n):
+    """Rows that see from one score to all; NaN where they do not. Equal scores: 1 / count."""
+    if device == "cpu" and n > 1024:
+        pytest.skip("long on a CPU, which has no tiles")
+    leftpad = pads(device, 0, n // 3)
+    position = torch.arange(n, device=device)
+    count = (position + 1 - leftpad[:, None])[..., None]
+    seen = (position <= position[:, None]) & (position >= leftpad[:, None, None])
+    for dtype in dtypes(device):
+        x = torch.full((2, n, n), math.nan, dtype=dtype, device=device)
+        x[seen] = -1.25
+        share = 1 / count.clamp(min=1).to(F64 if dtype == F64 else F32)
+        for scale in (1.0, -0.37):
+            y = causal_softmax(x, leftpad, scale=scale)
+            assert_equal(y, torch.where(seen, share, 0).to(dtype))
+        x = randn(device, dtype, 2, 4, 3, n)
+        check_op("causal_softmax", [x, leftpad + n // 8], {"scale": -0.37})
+
+
 @pytest.mark.parametrize("hole", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
     "shape", [(4, 4), (2, 5), (5, 2), (40, 70), (129, 129), (3, 40_003)], ids=str

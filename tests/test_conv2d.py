@@ -226,7 +226,7 @@ def test_empty_kernels(device, kernel):
 def test_any_start_of_a_row(device, offset):
     """Images start anywhere with respect to 16 bytes; what lies around them is NaN."""
     for dtype in (F32, BF16):
-        wide = (3, 16, 0), (5, 24, 8), (7, 21, 1), (4, 64, 5), (9, 40, 8)
+        wide = (3, 16, 0), (5, 24, 8), (7, 21, 1), (4, 64, 5), (9, 40, 8), (3, 40, 8), (4, 24, 8)
         narrow = (7, 8, 0), (5, 8, 4), (4, 13, 3), (9, 8, 8), (5, 16, 16)
         for size, width, gap in wide + narrow:
             x, weight = integers(device, dtype, 2, 9, width), integers(device, dtype, size, size)
@@ -261,7 +261,7 @@ def test_only_what_is_asked_for(device):
 def test_large_batches_and_images(device):
     cases = [((4, 200, 260), (3, 5))]
     if device == "cuda":
-        # The images beyond 255 rows prefer other tiles; strips are whole only where there are many.
+        # Strips are whole only where there are many.
         shapes = [(4097, 8, 8), (4097, 16, 16), (64, 64, 64), (3, 1000, 1030), (4, 1000, 520)]
         cases = [(shape, (3, 5)) for shape in shapes] + [((600, 64, 64), (7, 9))]
         cases += [((1100, 64, 256), (4, 7)), ((4200, 65, 61), (3, 5))]

@@ -32,6 +32,31 @@ def test_integer_grid_is_exact(device, size):
         assert_equal(grads[1], (g * x).sum(1).to(dtype).to(device))
 
 
+# On CUDA a block of the gradient has a row, 16384 columns at a time, where a tile of 2048 does not
+# hold it and where it is whole accesses; with more columns if there are many rows.
+ROW_BLOCKS = [(5, 2048), (5, 2056), (3, 4096), (2, 8200), (2, 16384), (3, 16392), (4300, 16400)]
+
+
+@pytest.mark.parametrize("size", ROW_BLOCKS, ids=str)
+def test_rows_of_a_block_of_their_own(device, size):
+    """The last columns count, gaps between rows do not, and the sums have the same bits again."""
+    if device == "cpu" and size[0] > 100:
+        pytest.skip("long on a CPU, which has no such blocks")
+    x, y, dz = (t.to(device) for t in (grid(*size), grid(size[0]), grid(*size)))
+    g = torch.where(x * y[:, None] > 0, dz, 0)
+    for dtype in dtypes(device):
+        wide = [torch.full((size[0], size[1] + 8), math.nan, dtype=dtype, device=device)]
+        wide.append(wide[0].clone())
+        for to, values in zip(wide, (dz, x), strict=True):
+            to[:, :-8] = values
+        args = [wide[0][:, :-8], wide[1][:, :-8], y.to(dtype)]
+        dx, dy = mul_relu_backward(*args)
+        assert_equal(dx, (g * y[:, None]).to(dtype))
+        assert_equal(dy, (g * x).sum(1).to(dtype))
+        args[0] = matrix_randn(device, dtype, *size)
+        assert_same_bits(mul_relu_backward(*args)[1], mul_relu_backward(*args)[1])
+
+
 def test_the_product_is_rounded_once(device):
     for dtype in dtypes(device):
         x, y = matrix_args(OP, device, dtype, 37, 1029)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -28,13 +30,13 @@ ROWS = [1, 3, 4, 8, 31, 257, 1000, 8191, 8192, 16384, 16385, 32768, 65535, 65536
 
 
 def row_choices(**changes):
-    """(problem, kernel, index) of every row length, element size, direction and alignment."""
+    """(problem, kernel, index) of every length, element size, direction, alignment and mask."""
     for n in ROWS + [262145, 400000, 10**6, 2**31]:
         for size in (2, 4):
             for backward in (False, True):
-                for in_phase in (False, True):
+                for in_phase, masked in itertools.product((False, True), repeat=2):
                     problem = dict(n=n, elem_size=size, backward=backward, in_phase=in_phase)
-                    problem |= dict(aligned=n * size % 16 == 0, tiled=True)
+                    problem |= dict(aligned=n * size % 16 == 0, tiled=True, masked=masked)
                     problem |= dict(clusters=True, shared_limit=H200[1]) | changes
                     yield problem, *_C.choose_softmax(**problem)
 
@@ -42,7 +44,8 @@ def row_choices(**changes):
 def test_a_row_takes_a_kernel_that_holds_it():
     for p, kernel, index in row_choices():
         if kernel == "tile":
-            tile = _C.softmax_tiles(p["elem_size"], p["backward"], p["aligned"])[index]
+            where = [p[k] for k in ("elem_size", "backward", "aligned", "masked")]
+            tile = _C.softmax_tiles(*where)[index]
             assert tile["suits"] and p["n"] <= tile["capacity"]
         elif kernel == "ring":
             ring = _C.softmax_rings(p["elem_size"], p["backward"], p["aligned"])[index]
@@ -70,6 +73,24 @@ def test_rows_take_what_was_measured_as_fastest(n, size, backward, fastest):
     kernel, index = _C.choose_softmax(n, size, True, backward, True, True, True, H200[1])
     rings = _C.softmax_rings(size, backward, True)
     assert fastest == (rings[index]["blocks_per_row"] if kernel == "ring" else kernel)
+
+
+def test_scores_of_16_bits_take_what_was_measured_as_fastest():
+    """Threads with 4 accesses each, up to 128 of them; then 128 with 8."""
+
+    def tile(n, size=2, backward=False, masked=True):
+        limits = (True, True, True, H200[1], masked)
+        kernel, index = _C.choose_softmax(n, size, True, backward, *limits)
+        assert kernel == "tile"
+        found = _C.softmax_tiles(size, backward, True, masked)[index]
+        return found["threads"], found["loads"]
+
+    assert [tile(n) for n in (1024, 2048, 4096, 8192)] == [(32, 4), (64, 4), (128, 4), (128, 8)]
+    assert [tile(n) for n in (1536, 3000, 5000)] == [(64, 4), (128, 4), (128, 8)]
+    assert [tile(n) for n in (256, 512, 16384)] == [(32, 1), (32, 2), (512, 4)]
+    for n in (64, 512, 1024, 2048, 4096, 8192, 16384):
+        for size, backward in ((4, False), (4, True), (2, True)):
+            assert tile(n, size, backward) == tile(n, size, backward, masked=False)
 
 
 def test_a_longer_row_takes_no_smaller_cluster():
@@ -202,9 +223,10 @@ def test_explain_names_the_kernel_of_a_convolution():
         return torchweld.explain("conv2d", x, x.new_empty(kernel, kernel))
 
     half, single = torch.bfloat16, torch.float32
-    assert explained(half, 4096, 64, 64, 3).tile == {"tile_rows": 32, "ahead": 1}
-    assert explained(half, 256, 512, 512, 3).tile == {"tile_rows": 32, "ahead": 2}
-    assert explained(half, 256, 512, 512, 7).kernel == "cells, on tensor cores"
+    for size, rows in ((1, 32), (3, 32), (4, 32), (5, 32), (7, 64), (8, 64)):
+        cells = explained(half, 9, 33, 64, size)
+        assert cells.kernel == "cells, on tensor cores"
+        assert cells.tile == {"tile_rows": rows, "ahead": 2}
     assert explained(half, 9, 64, 64, 11).tile == {"tile_rows": 128, "tile_columns": 64}
     assert explained(single, 9, 8, 8, 7).kernel == "small images, through shared memory"
     assert explained(single, 9, 16, 16, 7).kernel == "direct, in registers"
@@ -274,7 +296,8 @@ def test_int4_takes_the_smallest_tile_and_splits_a_long_k():
 
 # (reads, column values, column sums): a fill, mul_relu, its gradient, and the sums both ways
 PASSES = [(0, True, False), (1, False, False), (2, False, False), (1, False, True), (1, True, True)]
-PASS_SIZES = [1, 2, 3, 8, 31, 63, 64, 65, 67, 127, 300, 511, 1000, 1024, 1025, 2049, 4099, 9000]
+PASS_SIZES = [1, 2, 3, 8, 31, *range(63, 68), 127, 300, 511, 1000, 1024, 1025, 2049, 4099, 9000]
+PASS_SIZES += [50000]  # more than a block has of a row at a time
 
 
 def pass_plans():
@@ -307,6 +330,10 @@ def test_blocks_of_a_matrix_pass_cover_every_row_once():
 
 def test_lanes_of_a_matrix_pass_cover_every_column_once():
     for _, n, _, p in pass_plans():
+        if p["whole_rows"]:  # the lanes go on along the row
+            assert p["lanes"] % 32 == 0 and p["lanes"] <= 512 and p["heads"][0] == 0
+            assert p["tiles"] == p["groups"] == p["rows_per_chunk"] == 1 and not p["peeled"]
+            continue
         assert p["lanes"] & (p["lanes"] - 1) == 0
         assert 32 <= p["lanes"] * p["groups"] <= 256
         for head in set(p["heads"]):
@@ -321,6 +348,26 @@ def test_a_row_longer_than_a_block_is_not_left_to_idle_lanes():
     for accesses, lanes in ((1, 1), (5, 8), (33, 64), (192, 64), (256, 256), (300, 128)):
         p = _C.matrix_pass_plan(64, accesses * 4, 4, 1, False, False, 0, accesses * 4, 132)
         assert p["lanes"] == lanes and p["tiles"] == -(-accesses // lanes)
+
+
+def test_blocks_have_whole_rows_where_a_tile_does_not():
+    """In 16 bits, where rows alone are summed; if they are long, only where they are many."""
+
+    def lanes(n, rows=33, size=2, reads=2, shift=0, sms=132):
+        p = _C.matrix_pass_plan(rows, n, size, reads, False, False, shift, n, sms)
+        assert p["row_parts"] > 1 or not p["scratch"]
+        return p["lanes"] if p["whole_rows"] else None
+
+    assert lanes(2048) is None and lanes(2056) == 96
+    # Whole warps, and nearly as many accesses as the row has.
+    for n in range(2056, 16392, 8):
+        assert 0 <= lanes(n) * 4 - n // 8 < 4 * 32
+    assert lanes(16384) == 512
+    assert lanes(131072, rows=2112) is None  # tiles were faster
+    assert lanes(16392, rows=4223) is None and lanes(16392, rows=4224) == 512
+    assert lanes(1 << 20, rows=4224) == 512 and lanes(16392, rows=512, sms=16) == 512
+    for other in ({"size": 4}, {"reads": 1}, {"shift": 1}, {"n": 16385}, {"n": 16388}):
+        assert lanes(**{"n": 16384, "rows": 65536, **other}) is None
 
 
 def test_scratch_of_a_matrix_pass_holds_every_part_of_a_sum():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 
@@ -146,11 +147,11 @@ def test_a_tile_of_the_gradient_never_writes_beyond_its_scratch():
 
 def test_softmax_tiles_and_rings_hold_the_row():
     for n, size in ((1000, 4), (1001, 2), (40_000, 2), (300_000, 4), (10**6, 2)):
-        for backward in (False, True):
+        for backward, masked in itertools.product((False, True), repeat=2):
             aligned = n * size % 16 == 0
-            problem = softmax_problem(n, size, aligned=aligned, backward=backward)
-            *kept, stream = _C.candidates("softmax", problem)
-            tiles = _C.softmax_tiles(size, backward, aligned)
+            changes = dict(aligned=aligned, backward=backward, masked=masked)
+            *kept, stream = _C.candidates("softmax", softmax_problem(n, size, **changes))
+            tiles = _C.softmax_tiles(size, backward, aligned, masked)
             rings = _C.softmax_rings(size, backward, aligned)
             for tile, found in zip(tiles + rings, kept, strict=True):
                 holds = tile["capacity"] >= n and tile.get("suits", True)
@@ -167,6 +168,13 @@ def test_reasons_of_a_softmax():
     assert refusal("softmax", softmax_problem(64, tiled=False), -1) == ""
     assert "registers" in refusal("softmax", softmax_problem(64, 2, backward=True), tiles - 1)
     assert refusal("softmax", softmax_problem(129), 0) == "holds 128 elements, the row has 129"
+    number = [(t["threads"], t["loads"]) for t in _C.softmax_tiles(2, False, True)].index
+    for size, changes in ((2, {}), (2, dict(masked=True, backward=True)), (4, dict(masked=True))):
+        plain = softmax_problem(64, size, **changes)
+        assert refusal("softmax", plain, number((64, 4))) == "for 16-bit scores under a mask"
+    scores = softmax_problem(64, 2, masked=True)
+    assert refusal("softmax", scores, number((64, 4))) == ""
+    assert "have other tiles" in refusal("softmax", scores, number((64, 2)))
     long = dict(n=70_000, aligned=True)
     assert "holds 69632 elements" in refusal("softmax", softmax_problem(**long), tiles)
     assert refusal("softmax", softmax_problem(**long), tiles + 1) == ""
@@ -219,37 +227,37 @@ def conv2d_problem(height: int, width: int, kernel: tuple[int, int], elem_size: 
     return [4096, height, width, *kernel, elem_size, 0, int(elem_size == 2)]
 
 
-# Image, kernel, bytes of an element, and what was fastest on an H200: a kernel, and for cells how
-# many are on their way.
+# Image, kernel, bytes of an element, and what was fastest on an H200: a kernel, and for cells the
+# kernels that the tile is for.
 FASTEST_CONV2D = [
     (8, 8, 3, 4, "small", 0), (8, 8, 7, 4, "small", 0), (16, 16, 5, 4, "small", 0),
     (16, 16, 7, 4, "direct", 0), (17, 16, 5, 4, "direct", 0), (16, 17, 3, 4, "direct", 0),
     (16, 9, 7, 4, "direct", 0), (64, 64, 3, 4, "direct", 0), (512, 512, 7, 4, "direct", 0),
-    (8, 8, 6, 4, "general", 0), (8, 8, 3, 2, "cells", 1), (16, 16, 5, 2, "cells", 1),
-    (64, 64, 4, 2, "cells", 1), (512, 512, 3, 2, "cells", 2), (512, 512, 5, 2, "cells", 2),
-    (8, 8, 7, 2, "cells", 2), (512, 512, 7, 2, "cells", 2), (64, 64, 9, 2, "cells", 2),
+    (8, 8, 6, 4, "general", 0), (8, 8, 3, 2, "cells", 3), (16, 16, 5, 2, "cells", 5),
+    (64, 64, 4, 2, "cells", 5), (512, 512, 3, 2, "cells", 3), (512, 512, 5, 2, "cells", 5),
+    (8, 8, 7, 2, "cells", 7), (512, 512, 7, 2, "cells", 7), (64, 64, 9, 2, "cells", 9),
     (8, 8, 10, 2, "banded", 0), (64, 64, 31, 2, "banded", 0), (64, 64, 32, 2, "general", 0),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("height", "width", "size", "elem", "fastest", "ahead"), FASTEST_CONV2D)
-def test_convolutions_take_what_was_measured_as_fastest(height, width, size, elem, fastest, ahead):
-    problem = conv2d_problem(height, width, (size, size), elem)
-    choice, _ = picked("conv2d", problem)
-    columns = _C.candidate("conv2d", problem, choice)["columns"]
-    assert (CONV2D[choice[0]], columns["ahead"]) == (fastest, ahead)
+CELLS = (3, 5, 7, 9)  # the largest kernel of each tile
+
+
+@pytest.mark.parametrize(("height", "width", "size", "elem", "fastest", "cells"), FASTEST_CONV2D)
+def test_convolutions_take_what_was_measured_as_fastest(height, width, size, elem, fastest, cells):
+    (kernel, tile), _ = picked("conv2d", conv2d_problem(height, width, (size, size), elem))
+    assert CONV2D[kernel] == fastest and (not cells or CELLS[tile] == cells)
 
 
 def test_cells_hold_the_kernel():
     """Also where it is not square: its larger size counts."""
     for kernel in ((1, 1), (3, 2), (2, 5), (7, 1), (6, 8), (9, 9), (9, 10), (10, 1)):
         problem = conv2d_problem(40, 24, kernel, 2)
-        sizes = (3, 3, 5, 5, 7, 9)
         cells = [c for c in _C.candidates("conv2d", problem) if CONV2D[c["choice"][0]] == "cells"]
-        assert [c["refusal"] == "" for c in cells] == [max(kernel) <= size for size in sizes]
+        assert [c["refusal"] == "" for c in cells] == [max(kernel) <= size for size in CELLS]
         (name, tile), _ = picked("conv2d", problem)
         if max(kernel) <= 9:
-            assert CONV2D[name] == "cells" and max(kernel) <= sizes[tile] <= max(kernel) + 2
+            assert CONV2D[name] == "cells" and max(kernel) <= CELLS[tile] <= max(kernel) + 2
         else:
             assert CONV2D[name] == "banded"
 
@@ -261,9 +269,9 @@ def test_reasons_of_a_conv2d():
     assert "16 x 16" in refusal("conv2d", conv2d_problem(17, 8, (3, 3), 4), 4, 0)
     half = conv2d_problem(8, 8, (4, 4), 2)
     assert "float32" in refusal("conv2d", half, 0, 0) and "float32" in refusal("conv2d", half, 4, 0)
-    assert refusal("conv2d", half, 3, 1) == "16 bits and kernels of 3 x 3 at most"
-    assert refusal("conv2d", half, 3, 2) == "" == refusal("conv2d", half, 1, 0)
-    assert "no tile 6" in refusal("conv2d", half, 3, 6)
+    assert refusal("conv2d", half, 3, 0) == "16 bits and kernels of 3 x 3 at most"
+    assert refusal("conv2d", half, 3, 1) == "" == refusal("conv2d", half, 1, 0)
+    assert "no tile 4" in refusal("conv2d", half, 3, 4)
     assert refusal("conv2d", half, 4, 1) == "the kernel has one tile"
     for kernel in (-1, 5, 256, 2**40):
         assert refusal("conv2d", half, kernel, 0) == "there is no such kernel"

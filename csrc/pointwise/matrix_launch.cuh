@@ -5,6 +5,7 @@
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "pointwise/matrix_pass.cuh"
+#include "pointwise/matrix_rows.cuh"
 
 namespace torchweld {
 
@@ -58,6 +59,13 @@ void launch_matrix_kernel(const MatrixArgs<T>& args, const F& f, cudaStream_t st
       <<<static_cast<unsigned>(plan.blocks()), plan.groups * plan.lanes, 0, stream>>>(args, f);
 }
 
+template <typename T, typename F>
+void launch_matrix_rows(const MatrixArgs<T>& args, const F& f, cudaStream_t stream) {
+  const MatrixPlan& plan = args.plan;
+  matrix_rows_kernel<T, F>
+      <<<static_cast<unsigned>(plan.blocks()), plan.lanes, 0, stream>>>(args, f);
+}
+
 template <typename F>
 void launch_matrix_pass(const MatrixPassParams& p, const F& f, cudaStream_t stream) {
   const MatrixPlan plan = plan_matrix_pass(p);
@@ -74,6 +82,9 @@ void launch_matrix_pass(const MatrixPassParams& p, const F& f, cudaStream_t stre
         plan.row_scratch() > 0 ? p.scratch : nullptr,
         plan.column_scratch() > 0 ? p.scratch + plan.row_scratch() : nullptr,
         plan};
+    if constexpr (takes_whole_rows<T, F>()) {
+      if (plan.whole_rows) return launch_matrix_rows(args, f, stream);
+    }
     if (plan.vector) {
       launch_matrix_kernel<16 / sizeof(T)>(args, f, stream);
     } else {

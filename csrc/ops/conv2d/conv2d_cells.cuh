@@ -8,8 +8,9 @@
 // even and odd pairs bring to it, and a lane's sums are again 16 bytes of z.
 //
 // A warp has strips, columns of cells, side by side or in other images, and walks down them with
-// the next cells on their way. An output sees its own cell, those below and those beside them. For
-// the gradient to x (flipped) the walk goes up and what lies beside is on the left.
+// the next cells on their way. An output sees its own cell, those below and those beside them,
+// which the lanes beside have too. For the gradient to x (flipped) the walk goes up and what lies
+// beside is on the left.
 // NOTE: the band's zeros meet values that an output does not see, and 0 * inf is NaN. An output
 // that is not finite is computed again from its own window.
 #pragma once
@@ -49,6 +50,7 @@ struct Strip {
   T* g_z;            // the same of z
   int rows;          // of x, from its first row on, that the strip sees
   bool beside;       // whether there is an image beside it
+  bool outermost;    // of the strips side by side: no lane has what lies beside it
   int columns;       // of the image from its first column on
   int columns_left;  // before it
 };
@@ -73,15 +75,19 @@ __device__ __forceinline__ Strip<typename Config::T> find_strip(
   const int64_t image = args.by_image.divide(unit);
   const int rows = plan.steps * kCellRows;
   const int64_t first = (unit - image * args.by_image.divisor()) * rows;
-  if (image >= args.batch || column >= args.width) return {args.g_x, args.g_z, 0, false, 0, 0};
+  if (image >= args.batch || column >= args.width) {
+    return {args.g_x, args.g_z, 0, false, true, 0, 0};
+  }
   const int64_t i = Config::kFlipped ? args.height - 1 - first - row : first + row;
   const auto clamped = [](int64_t n, int most) { return n < most ? static_cast<int>(n) : most; };
   const int below = clamped(args.height - first, rows + Config::kSize - 1) - row;
+  const int last = (1 << plan.log_across) - 1;
   const bool beside = Config::kFlipped ? column > 0 : column + kCellColumns < args.width;
   return {args.g_x + image * args.x_batch_stride + i * args.x_row_stride + column,
           args.g_z + (image * args.height + i) * args.width + column,
           below,
           beside,
+          (cell & last) == (Config::kFlipped ? 0 : last),
           clamped(args.width - column, 2 * kCellColumns),
           clamped(column, kCellColumns)};
 }
@@ -113,12 +119,26 @@ struct CellRow {
   static constexpr int kBeside = Config::kBeside;
   uint32_t own[4], beside[kBeside];
 
+  // Neighbours exchange whole accesses: then only the outermost lanes load what lies beside.
   template <bool kVector>
   __device__ __forceinline__ void load(const Strip<typename Config::T>& strip, int row) {
+    const bool alone = !kVector || strip.outermost;
     load_pairs<kVector>(own, strip.g_x, row < strip.rows, strip.columns);
     load_pairs<kVector>(beside, strip.g_x + (Config::kFlipped ? -2 * kBeside : kCellColumns),
-                        row < strip.rows && strip.beside,
+                        row < strip.rows && strip.beside && alone,
                         Config::kFlipped ? kCellColumns : strip.columns - kCellColumns);
+  }
+  // Once both have arrived. Every lane of the warp comes along.
+  template <bool kVector>
+  __device__ __forceinline__ void exchange(const Strip<typename Config::T>& strip) {
+    if constexpr (kVector) {
+#pragma unroll
+      for (int i = 0; i < kBeside; ++i) {
+        const uint32_t theirs = Config::kFlipped ? __shfl_up_sync(~0u, own[i + 4 - kBeside], 4)
+                                                 : __shfl_down_sync(~0u, own[i], 4);
+        if (!strip.outermost) beside[i] = theirs;
+      }
+    }
   }
   // Word i of the row's own piece, or of the one beside it, of which half may be missing.
   __device__ __forceinline__ uint32_t word(int piece, int i) const {
@@ -285,6 +305,8 @@ __launch_bounds__(kCellsThreads, Config::blocks_per_sm(kVector)) void conv2d_cel
 #pragma unroll
   for (int step = 0; step < kBuffers - 1; ++step) load(step, step);
   uint32_t r_band[Config::kDown][Config::kBands];
+#pragma unroll
+  for (int d = 0; d < Config::kDown - 1; ++d) cells[d].template exchange<kVector>(strip);
   table.store(r_weights);
   __syncthreads();
   table.read(r_band);
@@ -300,6 +322,7 @@ __launch_bounds__(kCellsThreads, Config::blocks_per_sm(kVector)) void conv2d_cel
         if (step >= plan.steps) return;
         load((u + kBuffers - 1) % kBuffers, step + kBuffers - 1);
         float r_acc[kCellTiles][4] = {};
+        cells[(u + Config::kDown - 1) % kBuffers].template exchange<kVector>(strip);
 #pragma unroll
         for (int d = 0; d < Config::kDown; ++d) {
           multiply_cell<Config>(r_acc, cells[(u + d) % kBuffers], r_band[d]);

@@ -2,9 +2,9 @@
 //
 // A thread has 4 adjacent columns of a strip. It walks down the rows of x that these need, with the
 // windows of the next rows on their way (neighbours' windows overlap, and come from L1), and adds
-// each to the size rows of outputs that see it, whose sums take turns in as many rows of registers.
-// The weights stay in registers too. A block's threads lie 32 or fewer across and go on below and
-// in the next image, so that small images fill it too.
+// each to the size rows of outputs that see it. Windows and sums take turns in a few rows of
+// registers, and the weights stay in registers too. A block's threads lie 32 or fewer across and go
+// on below and in the next image, so that small images fill it too.
 #include "device/dispatch.cuh"
 #include "ops/conv2d/conv2d_tiles.cuh"
 
@@ -15,6 +15,7 @@ template <int kTile, bool kFlipped_>
 struct DirectConfig {
   static constexpr DirectTile kShape = kDirectTiles[kTile];
   static constexpr int kSize = kShape.size;
+  static constexpr int kTurns = kShape.turns;
   static constexpr int kAhead = kShape.ahead;
   // Single elements need more registers than accesses do: for their conditions.
   static constexpr int blocks_per_sm(bool vector) {
@@ -28,7 +29,10 @@ struct DirectConfig {
   static constexpr int kBefore = kFlipped ? (kAccesses - 1) * kElems : 0;
   static constexpr int kShift = kFlipped ? kBefore - (kSize - 1) : 0;
   static constexpr int kRowsBefore = kFlipped ? kSize - 1 : 0;
-  static_assert(kElems * sizeof(float) == kVectorBytes && kAhead < kSize);
+  // The access that the window ends with, of which only a part may be seen.
+  static constexpr int kOutermost = kFlipped ? 0 : kAccesses - 1;
+  static constexpr int kUnseen = kWindow - kElems - (kSize - 1);
+  static_assert(kElems * sizeof(float) == kVectorBytes && kSize <= kTurns && kAhead <= kTurns);
 };
 
 // What a thread has, relative to its first output; distances are clamped to what it can see.
@@ -39,6 +43,22 @@ struct DirectPlace {
 
 __device__ __forceinline__ int clamped(int64_t distance) {
   return static_cast<int>(distance < 1024 ? distance : 1024);
+}
+
+// Three values of an access, the last ones or the first ones; 0 in the fourth.
+// NOTE: the register of a value that nobody reads is given to another one, which then waits for the
+// access: 1.23 of a copy on an H200, instead of 1.08. Assembly, lest the compiler loads all four.
+template <bool kLast>
+__device__ __forceinline__ Vec<float, 4> load_three(const float* g_from) {
+  Vec<float, 4> in = {};
+  const auto* g_two = reinterpret_cast<const float2*>(g_from + (kLast ? 2 : 0));
+  const float2 two = *g_two;
+  asm volatile("ld.global.f32 %0, [%1];"
+               : "=f"(in.values[kLast ? 1 : 2])
+               : "l"(g_from + (kLast ? 1 : 2)));
+  in.values[kLast ? 2 : 0] = two.x;
+  in.values[kLast ? 3 : 1] = two.y;
+  return in;
 }
 
 // The window of one row, zeros beyond the image.
@@ -54,7 +74,14 @@ __device__ __forceinline__ void load_window(float (&r_x)[Config::kWindow], const
       const bool inside =
           first == 0 || (first < 0 ? -first <= place.columns_left : first < place.columns_right);
       Vec<float, kElems> in = {};
-      if (there && inside) in = load_vec<float, kElems>(g_row + first);
+      if (there && inside) {
+        if constexpr (Config::kUnseen == 1) {
+          in = a == Config::kOutermost ? load_three<Config::kFlipped>(g_row + first)
+                                       : load_vec<float, kElems>(g_row + first);
+        } else {
+          in = load_vec<float, kElems>(g_row + first);
+        }
+      }
 #pragma unroll
       for (int c = 0; c < kElems; ++c) r_x[a * kElems + c] = in.values[c];
     } else {
@@ -68,17 +95,17 @@ __device__ __forceinline__ void load_window(float (&r_x)[Config::kWindow], const
   }
 }
 
-// Row `turn` of a window, counted from the strip's first one and modulo kSize: what it adds to the
-// outputs that see it. kFirst: the strip's first kSize rows, which fewer outputs see.
+// Row `turn` of x, counted from the strip's first one and modulo kTurns: what it adds to the
+// outputs that see it. kFirst: the strip's first kTurns rows, which fewer outputs see.
 template <typename Config, bool kFirst>
-__device__ __forceinline__ void add_row(float (&r_z)[Config::kSize][Config::kElems],
+__device__ __forceinline__ void add_row(float (&r_z)[Config::kTurns][Config::kElems],
                                         const float (&r_x)[Config::kWindow], int turn,
                                         const float (&r_weight)[Config::kSize][Config::kSize]) {
-  constexpr int kSize = Config::kSize;
+  constexpr int kSize = Config::kSize, kTurns = Config::kTurns;
 #pragma unroll
   for (int p = 0; p < kSize; ++p) {
     if (kFirst && p > turn) continue;
-    float (&r_sum)[Config::kElems] = r_z[(turn - p + kSize) % kSize];
+    float (&r_sum)[Config::kElems] = r_z[(turn - p + kTurns) % kTurns];
 #pragma unroll
     for (int q = 0; q < kSize; ++q) {
 #pragma unroll
@@ -108,7 +135,7 @@ __global__ __launch_bounds__(
     kDirectThreads,
     Config::blocks_per_sm(kVector)) void conv2d_direct_kernel(const Conv2dArgs<float> args,
                                                               int log_across, int rows) {
-  constexpr int kSize = Config::kSize;
+  constexpr int kSize = Config::kSize, kTurns = Config::kTurns;
   constexpr int kAhead = kVector ? Config::kAhead : 1;
   constexpr int kElems = Config::kElems;
   const int64_t block = args.first_block + blockIdx.x;
@@ -133,7 +160,7 @@ __global__ __launch_bounds__(
   const float* g_x =
       args.g_x + image * args.x_batch_stride + (i - Config::kRowsBefore) * args.x_row_stride + j;
   float* g_z = args.g_z + (image * args.height + i) * args.width + j;
-  float r_x[kSize][Config::kWindow];
+  float r_x[kTurns][Config::kWindow];
   const auto load = [&](int turn, int step, bool may_be_above) {
     const bool there = step < behind && (!may_be_above || step >= first_there);
     load_window<Config, kVector>(r_x[turn], g_x, there, place);
@@ -152,24 +179,30 @@ __global__ __launch_bounds__(
     }
   }
 
-  float r_z[kSize][kElems];
+  float r_z[kTurns][kElems];
+  // A row's own place is free once it is added, any other one before.
+  constexpr bool kLoadBefore = kAhead < kTurns;
 #pragma unroll
-  for (int turn = 0; turn < kSize; ++turn) {
-    load((turn + kAhead) % kSize, turn + kAhead, turn + kAhead < Config::kRowsBefore);
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int next = turn + kAhead;
+    if (kLoadBefore) load(next % kTurns, next, next < Config::kRowsBefore);
     add_row<Config, true>(r_z, r_x[turn], turn, r_weight);
+    if (!kLoadBefore) load(turn, next, false);
   }
   store_row<Config, kVector>(g_z, r_z[0], place);
 #pragma unroll 1
-  for (int done = 1;; done += kSize) {
+  for (int done = 1;; done += kTurns) {
 #pragma unroll
-    for (int turn = 0; turn < kSize; ++turn) {
+    for (int turn = 0; turn < kTurns; ++turn) {
       // NOTE: not break: where paths meet again the compiler copies rows that are on their way
       // to other registers, and waits for them there.
       if (done + turn >= outputs) return;
-      load((turn + kAhead) % kSize, done + turn + kSize - 1 + kAhead, false);
+      const int next = done + turn + kTurns - 1 + kAhead;
+      if (kLoadBefore) load((turn + kAhead) % kTurns, next, false);
       add_row<Config, false>(r_z, r_x[turn], turn, r_weight);
+      if (!kLoadBefore) load(turn, next, false);
       g_z += args.width;
-      store_row<Config, kVector>(g_z, r_z[(turn + 1) % kSize], place);
+      store_row<Config, kVector>(g_z, r_z[(turn + 1) % kTurns], place);
     }
   }
 }

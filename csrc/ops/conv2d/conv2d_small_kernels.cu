@@ -32,26 +32,49 @@ struct SmallConfig {
 };
 
 struct SmallPlan {
-  FastDivisor by_image;  // accesses of an image, or rows of one
+  FastDivisor by_image;  // rows of an image
   int height;
   int pitch;   // floats from one staged image to the next
   bool whole;  // x and z are contiguous, aligned and as wide as staged images
 };
+
+// Calls body(g_at, s_at) for the accesses of the warp's images where they are staged as they lie:
+// their distances from the first image's start. 4 rows of some images at a time, so that one image
+// is no more than a fixed step behind another one and nothing has to be divided.
+template <typename Config, typename Body>
+__device__ __forceinline__ void for_each_access(const SmallPlan& plan, int images,
+                                                const Body& body) {
+  constexpr int kRows = 4;
+  constexpr int kOfImage = kRows * Config::kWidth / kElems;
+  constexpr int kTogether = kWarp / kOfImage;
+  const int lane = threadIdx.x % kWarp, first_image = lane / kOfImage;
+  const int floats = plan.height * Config::kWidth;
+#pragma unroll 1
+  for (int first = 0; first < plan.height; first += kRows) {
+    const int at = first * Config::kWidth + lane % kOfImage * kElems;
+    if (at >= floats) continue;
+    int g_at = first_image * floats + at, s_at = first_image * plan.pitch + at;
+#pragma unroll 8
+    for (int i = first_image; i < images; i += kTogether) {
+      body(g_at, s_at);
+      g_at += kTogether * floats;
+      s_at += kTogether * plan.pitch;
+    }
+  }
+}
 
 // Copies the warp's images into shared memory, zeros right of a row.
 template <typename Config>
 __device__ __forceinline__ void stage_images(float* s_x, const Conv2dArgs<float>& args,
                                              const SmallPlan& plan, int64_t first_image,
                                              int images) {
-  constexpr int kOfRow = Config::kWidth / kElems;  // accesses
   const int lane = threadIdx.x % kWarp;
   const uint32_t s_to = shared_address(s_x);
   const float* g_first = args.g_x + first_image * args.x_batch_stride;
   if (plan.whole) {
-    for (int i = lane; i < images * plan.height * kOfRow; i += kWarp) {
-      const int image = plan.by_image.divide(i / kOfRow);
-      copy_async_16(s_to + 16 * (i + image), g_first + i * kElems, 16);
-    }
+    for_each_access<Config>(plan, images, [&](int g_at, int s_at) {
+      copy_async_16(s_to + 4 * s_at, g_first + g_at, 16);
+    });
   } else {
     for (int i = lane; i < images * plan.height * Config::kWidth; i += kWarp) {
       const int row = i / Config::kWidth, image = plan.by_image.divide(row);
@@ -71,14 +94,12 @@ template <typename Config>
 __device__ __forceinline__ void store_images(const float* s_z, const Conv2dArgs<float>& args,
                                              const SmallPlan& plan, int64_t first_image,
                                              int images) {
-  constexpr int kOfRow = Config::kWidth / kElems;
   const int lane = threadIdx.x % kWarp;
   float* g_z = args.g_z + first_image * args.height * args.width;
   if (plan.whole) {
-    for (int i = lane; i < images * plan.height * kOfRow; i += kWarp) {
-      const int image = plan.by_image.divide(i / kOfRow);
-      store_vec(g_z + i * kElems, load_vec<float, kElems>(s_z + (i + image) * kElems));
-    }
+    for_each_access<Config>(plan, images, [&](int g_at, int s_at) {
+      store_vec(g_z + g_at, load_vec<float, kElems>(s_z + s_at));
+    });
     return;
   }
   for (int i = lane; i < images * plan.height * Config::kWidth; i += kWarp) {

@@ -50,7 +50,7 @@ struct Conv2dTuning {
     const Conv2dKernel kernel =
         choose_conv2d(p.height, p.width, p.kernel_height, p.kernel_width, p.elem_size);
     if (kernel == Conv2dKernel::kCells) {
-      return {kernel, choose_cells_tile(p.height, p.kernel_height, p.kernel_width)};
+      return {kernel, choose_cells_tile(p.kernel_height, p.kernel_width)};
     }
     return {kernel, kernel == Conv2dKernel::kBanded ? choose_banded_tile(p.width) : 0};
   }

@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(Int4DecodeTile::kThreads, 1)
   Int4DecodeX<T, kTile> x{reinterpret_cast<uint64_t*>(s_memory),
                           s_memory + Int4DecodePlan::kBarrierBytes};
   let_next_kernel_begin();
-  x.prepare();
+  x.prepare(p);
   const int lane = threadIdx.x % 32;
   const int part = blockIdx.x % kT.parts;
   float* s_sums = reinterpret_cast<float*>(s_memory + plan.x_bytes);

@@ -117,13 +117,20 @@ struct Int4DecodeX {
   char* s_x;
   uint32_t there = 0;  // a bit for each piece that this warp has waited for
 
-  __device__ __forceinline__ void prepare() {
+  __device__ __forceinline__ void prepare(const Int4DecodeParams& p) {
 #if TW_HAS_CLUSTERS
     if constexpr (kT.cluster() > 1) {
       if (threadIdx.x == 0) {
 #pragma unroll
         for (int i = 0; i <= kT.kPieces; ++i) barrier_init(s_barriers + i, 1);
         barrier_init_fence();
+#pragma unroll
+        for (int i = 0; i < kT.kPieces; ++i) {
+          const int steps = piece_steps(p.plan, i);
+          if (kShares && steps > 0) {
+            barrier_expect(s_barriers + 1 + i, p.tokens * steps * kStepBytes);
+          }
+        }
       }
       __syncwarp();
       cluster_arrive_relaxed();
@@ -143,23 +150,14 @@ struct Int4DecodeX {
     const char* g_x = p.x + int64_t{part} * bytes;
     if constexpr (kShares) {
 #if TW_HAS_CLUSTERS
-      if (threadIdx.x >= 32) return;
-      const auto steps = [&](int piece) {
-        return min(p.plan.piece_steps, p.plan.part_steps - piece * p.plan.piece_steps);
-      };
-      if (threadIdx.x == 0) {
-#pragma unroll
-        for (int i = 0; i < kT.kPieces; ++i) {
-          if (steps(i) > 0) barrier_expect(s_barriers + 1 + i, p.tokens * steps(i) * kStepBytes);
-        }
-      }
-      __syncwarp();
-      if (threadIdx.x >= p.tokens) return;
-      const char* g_row = g_x + threadIdx.x * p.x_row_bytes;
-      char* s_row = s_x + threadIdx.x * p.plan.x_row_bytes;
+      // NOTE: a row a warp, as a warp's lanes would send their copies one after the other.
+      const int token = threadIdx.x / 32;
+      if (threadIdx.x % 32 != 0 || token >= p.tokens) return;
+      const char* g_row = g_x + token * p.x_row_bytes;
+      char* s_row = s_x + token * p.plan.x_row_bytes;
 #pragma unroll 1
-      for (int i = 0; i < kT.kPieces && steps(i) > 0; ++i) {
-        const int own = steps(i) * (kStepBytes / kT.share);
+      for (int i = 0; i < kT.kPieces && piece_steps(p.plan, i) > 0; ++i) {
+        const int own = piece_steps(p.plan, i) * (kStepBytes / kT.share);
         const int at = i * p.plan.piece_steps * kStepBytes + blockIdx.x % kT.share * own;
         bulk_load_to_all(s_row + at, g_row + at, own, s_barriers + 1 + i, (1 << kT.share) - 1);
       }
@@ -203,6 +201,11 @@ struct Int4DecodeX {
   // For a block that multiplies nothing: its memory is what its neighbour writes to.
   __device__ __forceinline__ void wait_all(const Int4DecodePlan& plan) {
     for (int step = 0; step < plan.part_steps; step += plan.piece_steps) wait(step, plan);
+  }
+
+ private:
+  static __device__ __forceinline__ int piece_steps(const Int4DecodePlan& plan, int piece) {
+    return min(plan.piece_steps, plan.part_steps - piece * plan.piece_steps);
   }
 };
 

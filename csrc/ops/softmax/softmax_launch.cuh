@@ -26,10 +26,10 @@ void dispatch_index(int index, const Body& body) {
   }
 }
 
-template <int kElemSize, bool kBackward>
+template <int kElemSize, bool kBackward, bool kMasked>
 struct TileList {
   static constexpr int kCount = kNumSoftmaxTiles;
-  static constexpr bool has(int i) { return kSoftmaxTiles[i].suits(kElemSize, kBackward); }
+  static constexpr bool has(int i) { return kSoftmaxTiles[i].suits(kElemSize, kBackward, kMasked); }
 };
 
 struct RingList {
@@ -122,6 +122,7 @@ SoftmaxProblem problem_of(const RowArgs<T>& args, const Mask& mask) {
   };
   SoftmaxProblem problem = {args.n, sizeof(T)};
   problem.backward = kBackward;
+  problem.masked = Mask::kMasked;
   problem.tiled = mask.tiled(args.rows);
   problem.in_phase = in_phase(args.g_x, args.x_row_stride) &&
                      (!kBackward || in_phase(args.g_dy, args.dy_row_stride));
@@ -136,10 +137,11 @@ void launch_softmax_rows(const RowArgs<T>& args, const Mask& mask, const ZeroCou
                          cudaStream_t stream) {
   const SoftmaxProblem problem = problem_of<T, kBackward>(args, mask);
   const SoftmaxChoice choice =
-      pick<SoftmaxTuning>({problem, args.rows, Mask::kMasked, std::is_same_v<T, __nv_bfloat16>});
+      pick<SoftmaxTuning>({problem, args.rows, std::is_same_v<T, __nv_bfloat16>});
   const bool whole = problem.aligned && problem.in_phase;
   if (choice.kernel == SoftmaxKernel::kTile) {
-    dispatch_index<TileList<sizeof(T), kBackward>>(choice.index, [&](auto tile) {
+    using Tiles = TileList<sizeof(T), kBackward, Mask::kMasked>;
+    dispatch_index<Tiles>(choice.index, [&](auto tile) {
       if (whole) {
         launch_tile<RowConfig<T, tile.value, false>, kBackward>(args, mask, stream);
       } else {

@@ -27,6 +27,7 @@ struct RowConfig {
   // Single warps are independent: a block of four of them serves four rows.
   static constexpr int kThreads = kThreadsPerRow == kWarp ? 4 * kWarp : kThreadsPerRow;
   static constexpr int kRowsPerBlock = kThreads / kThreadsPerRow;
+  static constexpr bool kAgain = kShape.computes_again(sizeof(T));
   static_assert(kThreads <= 1024 && kThreadsPerRow % kWarp == 0);
 };
 
@@ -126,6 +127,11 @@ struct RowShare {
   }
 };
 
+// What is computed from the words afterwards is computed anew.
+__device__ __forceinline__ void hold_words(uint4& r) {
+  asm volatile("" : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w));
+}
+
 template <typename Config, typename Mask>
 __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
     const RowArgs<typename Config::T> args, const Mask mask) {
@@ -148,9 +154,19 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
     if (share.chunk_is_live(i)) share.load(r_in[i], g_x, i, hidden);
   }
   float r_edge = share.load_edge(g_x, hidden);
+  // Zeros where nothing is live, while the loads are on their way; in fp32 that gains nothing.
+  constexpr bool kZerosFirst = Mask::kMasked && sizeof(T) == 2;
+  if constexpr (kZerosFirst) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      float r_zeros[kElems] = {};
+      if (!share.chunk_is_live(i)) share.store(g_y, i, r_zeros, true);
+    }
+  }
 
   // Compute: exponentials against the warp's own maximum, then one exchange between warps.
-  float r_x[kLoads][kElems];
+  constexpr bool kAgain = Config::kAgain;
+  float r_x[kAgain ? 1 : kLoads][kElems];
   if (Mask::kMasked && exponent.sign < 0.f) r_edge = -r_edge;
   float max = Config::kPeel ? fmaxf(r_edge, -INFINITY) : -INFINITY;  // not NaN
 #pragma unroll
@@ -159,7 +175,7 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
       share.hide(r_in[i], i, hidden);
       if (Mask::kMasked && exponent.sign < 0.f) r_in[i] = negated<T>(r_in[i]);
       max = fmaxf(max, largest<T>(r_in[i]));
-      to_floats<T>(r_x[i], r_in[i]);
+      if constexpr (!kAgain) to_floats<T>(r_x[i], r_in[i]);
     }
   }
   max = warp_max(max);
@@ -169,10 +185,12 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     if (share.chunk_is_live(i)) {
+      float (&r_of)[kElems] = r_x[kAgain ? 0 : i];
+      if constexpr (kAgain) to_floats<T>(r_of, r_in[i]);
 #pragma unroll
       for (int j = 0; j < kElems; ++j) {
-        r_x[i][j] = exponent(r_x[i][j], shift);
-        sum += r_x[i][j];
+        r_of[j] = exponent(r_of[j], shift);
+        sum += r_of[j];
       }
     }
   }
@@ -184,13 +202,24 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
   // A row of nothing but -inf is NaN as in torch: (-inf) - (-inf).
   const float factor = exponent.rescale(max, total.max) / total.sum;
 
+  if constexpr (kAgain) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      if (share.chunk_is_live(i)) hold_words(r_in[i]);
+    }
+  }
   // Store, zeros outside the live range.
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
+    if (kZerosFirst && !share.chunk_is_live(i)) continue;
     float r_y[kElems] = {};
     if (share.chunk_is_live(i)) {
+      if constexpr (kAgain) to_floats<T>(r_y, r_in[i]);
 #pragma unroll
-      for (int j = 0; j < kElems; ++j) r_y[j] = r_x[i][j] * factor;
+      for (int j = 0; j < kElems; ++j) {
+        const float x = kAgain ? exponent(r_y[j], shift) : r_x[kAgain ? 0 : i][j];
+        r_y[j] = x * factor;
+      }
     }
     share.store(g_y, i, r_y, isfinite(factor));
   }

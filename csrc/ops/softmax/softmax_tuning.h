@@ -9,7 +9,7 @@ namespace torchweld {
 struct SoftmaxCall {
   SoftmaxProblem problem;
   int64_t rows;
-  bool masked, bfloat16;
+  bool bfloat16;
 };
 
 // The choice is a tile, then the rings, or -1 for the streaming kernel.
@@ -30,14 +30,13 @@ struct SoftmaxTuning {
 
   static Numbers numbers(const SoftmaxCall& call) {
     const SoftmaxProblem& p = call.problem;
-    return {p.n,        p.elem_size,    p.aligned, p.backward,  p.tiled,      p.clusters,
-            p.in_phase, p.shared_limit, call.rows, call.masked, call.bfloat16};
+    return {p.n,        p.elem_size,    p.aligned, p.backward, p.tiled,      p.clusters,
+            p.in_phase, p.shared_limit, call.rows, p.masked,   call.bfloat16};
   }
   static SoftmaxCall problem(const Numbers& x) {
     return {{x[0], x[1] == 4 ? 4 : 2, x[2] != 0, x[3] != 0, x[4] != 0, x[5] != 0, x[6] != 0,
-             static_cast<int>(x[7])},
+             static_cast<int>(x[7]), x[9] != 0},
             x[8],
-            x[9] != 0,
             x[10] != 0};
   }
   static Numbers key(Numbers x) {
@@ -59,7 +58,13 @@ struct SoftmaxTuning {
     if (!p.tiled) return "the rows need 64-bit indices or the scale is 0";
     if (chosen.kernel == SoftmaxKernel::kTile) {
       const SoftmaxTile& tile = kSoftmaxTiles[chosen.index];
-      if (!tile.suits(p.elem_size, p.backward)) return "too many registers for this dtype";
+      if (!tile.serves(p.elem_size, p.backward, p.masked)) {
+        return tile.rows == SoftmaxRows::kScores ? "for 16-bit scores under a mask"
+                                                 : "16-bit scores under a mask have other tiles";
+      }
+      if (!tile.suits(p.elem_size, p.backward, p.masked)) {
+        return "too many registers for this dtype";
+      }
       return room(p, tile.capacity(p.elem_size, p.aligned));
     }
     const SoftmaxRing& ring = kSoftmaxRings[chosen.index];
