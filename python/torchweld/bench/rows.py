@@ -147,7 +147,7 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
             yield from _softmax(row_count, n, dtype, targets, *(["torch"] if n >= _LONG else []))
     yield from _softmax(1823, 781, torch.float32, targets, "torch", _COMPILED)
     for dtype in dtypes:
-        for n in (1024, 4096, 16384, 32768):
+        for n in (1024, 4096, 16384, 32768, 65536, 262144):
             yield _softmax_backward(n, dtype, targets)
     for dtype in dtypes:
         for batch, seqlen in ((96, 1024), (32, 4096)):
