@@ -12,10 +12,9 @@
 // Rounding: codes less zeros are exact, sums are fp32 and nothing else is rounded before y.
 #pragma once
 
-#include "core/choices.h"
-#include "core/launch.h"
 #include "device/sm90/overlap.cuh"
 #include "ops/int4_linear/int4_decode_loader.cuh"
+#include "ops/int4_linear/int4_launch.cuh"
 
 namespace torchweld {
 
@@ -268,22 +267,11 @@ void launch_int4_decode_kernel(const Int4LinearParams& p, cudaStream_t stream) {
                                 static_cast<int>(p.gemm.m),
                                 static_cast<int>(p.gemm.n),
                                 {kT, p.gemm.m, p.weight.shape, p.sms}};
-  allow_shared_memory(kernel, params.plan.shared_bytes);
-  note_kernel(kernel, kT.kThreads, params.plan.shared_bytes);
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(kT.cluster()), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(params.plan.owners * kT.parts);
-  config.blockDim = dim3(kT.kThreads);
-  config.dynamicSmemBytes = params.plan.shared_bytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = p.clusters ? 2 : 0;
-  // A failure stays behind for check_launch.
-  (void)cudaLaunchKernelEx(&config, kernel, params);
+  const int64_t blocks = int64_t{params.plan.owners} * kT.parts;
+  const int cluster = p.clusters ? kT.cluster() : 1;
+  launch_int4_grid(
+      kernel, {blocks, 1, kT.kThreads, params.plan.shared_bytes, cluster, /*overlaps=*/p.clusters},
+      stream, params);
 }
 
 // The tile that the host has chosen.

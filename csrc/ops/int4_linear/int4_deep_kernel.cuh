@@ -13,12 +13,11 @@
 // Rounding: codes less zeros are exact; a weight is rounded once to the dtype of x.
 #pragma once
 
-#include "core/choices.h"
-#include "core/launch.h"
 #include "device/sm90/overlap.cuh"
 #include "device/sm90/wgmma.cuh"
 #include "ops/int4_linear/int4_deep_finish.cuh"
 #include "ops/int4_linear/int4_fragments.cuh"
+#include "ops/int4_linear/int4_launch.cuh"
 #include "ops/int4_linear/int4_linear.h"
 
 namespace torchweld {
@@ -195,7 +194,6 @@ __global__ void __launch_bounds__(kInt4DeepTiles[kTile].threads(), Int4DeepTile:
 template <typename T, int kTile>
 void launch_int4_deep_kernel(const Int4LinearParams& p, cudaStream_t stream) {
   constexpr Int4DeepTile kT = kInt4DeepTiles[kTile];
-  constexpr int kBytes = kT.shared_bytes();
   const auto kernel = int4_deep_kernel<T, kTile>;
   const Int4Shape& shape = p.weight.shape;
   const Int4DeepParams params{static_cast<const char*>(p.gemm.a.data),
@@ -214,23 +212,12 @@ void launch_int4_deep_kernel(const Int4LinearParams& p, cudaStream_t stream) {
                               p.choice.parts,
                               static_cast<int>(p.choice.part_chunks),
                               FastDivisor(shape.group_units() / kInt4ChunkUnits)};
-  allow_shared_memory(kernel, kBytes);
-  note_kernel(kernel, kT.threads(), kBytes);
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {static_cast<unsigned>(p.choice.parts), 1, 1};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>((p.gemm.n + kT.rows - 1) / kT.rows * p.choice.parts),
-                        static_cast<unsigned>((p.gemm.m + kT.tokens - 1) / kT.tokens));
-  config.blockDim = dim3(kT.threads());
-  config.dynamicSmemBytes = kBytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  // A failure stays behind for check_launch.
-  (void)cudaLaunchKernelEx(&config, kernel, params);
+  const int64_t row_blocks = (p.gemm.n + kT.rows - 1) / kT.rows;
+  const int64_t token_blocks = (p.gemm.m + kT.tokens - 1) / kT.tokens;
+  launch_int4_grid(kernel,
+                   {row_blocks * p.choice.parts, token_blocks, kT.threads(), kT.shared_bytes(),
+                    p.choice.parts, /*overlaps=*/true},
+                   stream, params);
 }
 
 // The tile that the host has chosen.

@@ -13,10 +13,9 @@
 // Source: Frantar et al., "MARLIN", 2024 (the offline order, the ring, small batches).
 #pragma once
 
-#include "core/choices.h"
-#include "core/launch.h"
 #include "ops/int4_linear/int4_finish.cuh"
 #include "ops/int4_linear/int4_fragments.cuh"
+#include "ops/int4_linear/int4_launch.cuh"
 #include "ops/int4_linear/int4_loader.cuh"
 
 namespace torchweld {
@@ -347,26 +346,15 @@ template <typename T, int kTile, bool kWholeChunks>
 void launch_int4_kernel(const Int4LinearParams& p, cudaStream_t stream) {
   constexpr Int4Tile kT = kInt4Tiles[kTile];
   const auto kernel = int4_kernel<T, kTile, kWholeChunks>;
-  constexpr int kBytes = kT.shared_bytes(sizeof(T));
-  allow_shared_memory(kernel, kBytes);
-  note_kernel(kernel, kT.threads(), kBytes);
   const int64_t tiles =
       (p.gemm.n + kT.rows - 1) / kT.rows * ((p.gemm.m + kT.tokens - 1) / kT.tokens);
   const int64_t units = p.weight.shape.group_units();
   const Int4Divisors divisors = {FastDivisor(kWholeChunks ? units / kInt4ChunkUnits : 1),
                                  FastDivisor(units)};
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(p.choice.parts), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(tiles * p.choice.parts));
-  config.blockDim = dim3(kT.threads());
-  config.dynamicSmemBytes = kBytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = p.choice.cluster ? 1 : 0;
-  // A failure stays behind for check_launch.
-  (void)cudaLaunchKernelEx(&config, kernel, p, divisors);
+  launch_int4_grid(kernel,
+                   {tiles * p.choice.parts, 1, kT.threads(), kT.shared_bytes(sizeof(T)),
+                    p.choice.cluster ? p.choice.parts : 1, /*overlaps=*/false},
+                   stream, p, divisors);
 }
 
 // The tile that the host has chosen.

@@ -10,10 +10,9 @@
 // Rounding: codes less zeros are exact; a weight is rounded once to the dtype of x.
 #pragma once
 
-#include "core/choices.h"
-#include "core/launch.h"
 #include "device/sm90/wgmma.cuh"
 #include "ops/int4_linear/int4_fragments.cuh"
+#include "ops/int4_linear/int4_launch.cuh"
 #include "ops/int4_linear/int4_wide_finish.cuh"
 
 namespace torchweld {
@@ -186,26 +185,14 @@ template <typename T, int kTile>
 void launch_int4_wide_kernel(const Int4LinearParams& p, cudaStream_t stream) {
   constexpr Int4WideTile kT = kInt4WideTiles[kTile];
   const auto kernel = int4_wide_kernel<T, kTile>;
-  constexpr int kBytes = kT.shared_bytes();
-  allow_shared_memory(kernel, kBytes);
-  note_kernel(kernel, kT.threads(), kBytes);
   const int64_t items = (p.gemm.n + kT.rows - 1) / kT.rows *
                         ((p.gemm.m + kT.tokens - 1) / kT.tokens) * p.choice.parts;
   const bool stays = kT.stays && p.choice.parts == 1;
   const int64_t blocks = stays ? std::min(items, int64_t{p.sms} * kT.blocks) : items;
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(p.choice.parts), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kT.threads());
-  config.dynamicSmemBytes = kBytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = p.choice.parts > 1 ? 1 : 0;
   const FastDivisor group_chunks(p.weight.shape.group_units() / kInt4ChunkUnits);
-  // A failure stays behind for check_launch.
-  (void)cudaLaunchKernelEx(&config, kernel, p, group_chunks, static_cast<uint32_t>(items));
+  launch_int4_grid(kernel,
+                   {blocks, 1, kT.threads(), kT.shared_bytes(), p.choice.parts, /*overlaps=*/false},
+                   stream, p, group_chunks, static_cast<uint32_t>(items));
 }
 
 // The tile that the host has chosen.
