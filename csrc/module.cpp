@@ -43,15 +43,17 @@ py::list softmax_rings(int elem_size, bool backward, bool aligned) {
     d["read_once_to"] = ring.read_once_to(elem_size, backward, aligned);
     d["capacity"] = ring.capacity(elem_size, backward, aligned);
     d["preferred_to"] = ring.preferred_to(elem_size, backward);
+    d["suits"] = ring.serves(backward);
     rings.append(d);
   }
   return rings;
 }
 
 py::tuple choose_softmax_kernel(int64_t n, int elem_size, bool aligned, bool backward, bool tiled,
-                                bool clusters, bool in_phase, int shared_limit, bool masked) {
-  const SoftmaxChoice choice = choose_softmax(
-      {n, elem_size, aligned, backward, tiled, clusters, in_phase, shared_limit, masked});
+                                bool clusters, bool in_phase, int shared_limit, bool masked,
+                                bool clusters_of_16) {
+  const SoftmaxChoice choice = choose_softmax({n, elem_size, aligned, backward, tiled, clusters,
+                                               in_phase, shared_limit, masked, clusters_of_16});
   constexpr const char* kNames[] = {"tile", "ring", "stream"};
   return py::make_tuple(kNames[static_cast<int>(choice.kernel)], choice.index);
 }
@@ -275,6 +277,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("choose_softmax", &choose_softmax_kernel, py::arg("n"), py::arg("elem_size"),
         py::arg("aligned"), py::arg("backward"), py::arg("tiled"), py::arg("clusters"),
         py::arg("in_phase"), py::arg("shared_limit"), py::arg("masked") = false,
+        py::arg("clusters_of_16") = true,
         "(\"tile\", index into softmax_tiles), (\"ring\", index into softmax_rings) or "
         "(\"stream\", -1).");
   m.def("gemm_tiles", &gemm_tiles, py::arg("math"),

@@ -14,6 +14,7 @@ from numerics import assert_equal, assert_same_bits
 from refusals import case_params, cases, recordable
 from samples import BF16, F16, F32, F64, check_op, dtypes, need_kernel
 from strategies import dtype_names, kinds, layouts, seeds, sizes, strided, values
+from torchweld.tuning import search
 
 softmax = torch.ops.torchweld.softmax
 softmax_backward = torch.ops.torchweld.softmax_backward
@@ -217,9 +218,9 @@ def test_more_turns_than_a_cluster_remembers(rows, n):
     assert (sums - 1).abs().max() < 2.0**-8  # a result is rounded by at most 2^-9 of itself
 
 
-# Columns in 2 bytes: 7, 14 and 16 pieces a block of the gradient's ring of 8 blocks, then 14 and 16
-# of the forward's. A ring has 14 slots: rows of 7 or 14 pieces begin in the same ones, and rows of
-# 16 are copied twice in part.
+# Columns in 2 bytes: 7 and 14 pieces a block of the gradient's ring of 8 blocks and 8 and 14 of its
+# ring of 16, then 14 and 16 of the forward's. A ring has 14 slots: rows of 7 or 14 pieces begin in
+# the same ones, and rows of 16 are copied twice in part.
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA rings")
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("n", [229_376, 458_752, 524_288, 917_504, 1_048_576])
@@ -245,6 +246,36 @@ def test_rows_that_fill_the_ring(dtype, n):
         expected = wide_y * (wide_dy - dot)
         error = (dx[part].float() - expected).abs()
         assert (error <= rounding * expected.abs() + sums * wide_y).all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA rings")
+@pytest.mark.parametrize("blocks", [8, 16])
+@pytest.mark.parametrize(("dtype", "n"), [(F32, 262_144), (BF16, 500_000)])
+def test_gradient_of_rows_longer_than_the_ring_of_8_blocks(dtype, n, blocks):
+    """Copied twice in part, or by 16 blocks where these fit; more rows than run at a time."""
+    _C = pytest.importorskip("torchweld._C")
+    ops = torch.ops.torchweld
+    torch.manual_seed(n)
+    x, dy = (torch.randn(40, n, device="cuda").to(dtype) for _ in range(2))
+    y = softmax(x)
+    _, (record,) = search._watch(lambda: softmax_backward(dy, y))
+    rings = [
+        found
+        for found in _C.candidates("softmax", record["problem"])
+        if found["columns"]["cluster"] == blocks and found["columns"]["kind"] == 1
+    ]
+    if rings[0]["refusal"]:
+        pytest.skip(rings[0]["refusal"])
+    ops._force_choice("softmax", record["problem"], rings[0]["choice"])
+    try:
+        dx = softmax_backward(dy, y)
+        for _ in range(5):
+            assert_same_bits(softmax_backward(dy, y), dx)
+    finally:
+        ops._force_choice("softmax", record["problem"], [])
+    for part in (slice(0, 3), slice(18, 21), slice(-3, None)):
+        (bound,) = softmax_backward_bounds(dy[part], y[part])
+        numerics.check(dx[part], bound, label="softmax_backward", device="cuda")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA streams")

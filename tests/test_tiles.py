@@ -109,7 +109,7 @@ def test_float32_rows_take_what_was_measured_as_fastest():
 def test_a_longer_row_takes_no_smaller_cluster():
     for size in (2, 4):
         for backward in (False, True):
-            rings = _C.softmax_rings(size, backward, True)
+            rings = [r for r in _C.softmax_rings(size, backward, True) if r["suits"]]
             assert all(ring["preferred_to"] <= ring["capacity"] for ring in rings)
             assert rings[-1]["preferred_to"] == rings[-1]["capacity"]
             ends = [ring["preferred_to"] for ring in rings]
@@ -133,24 +133,51 @@ def test_a_ring_holds_whole_accesses():
 
 
 def test_a_ring_reads_at_most_a_quarter_of_what_it_keeps_twice():
+    """One of 16 blocks nothing."""
     for size in (2, 4):
         for backward in (False, True):
             for ring in _C.softmax_rings(size, backward, True):
                 columns = ring["blocks_per_row"] * ring["piece_bytes"] // size
                 kept, most = ring["read_once_to"] // columns, ring["capacity"] // columns
-                assert kept == ring["pieces"] and kept < most <= kept * 5 / 4
+                assert kept == ring["pieces"] and most <= kept * 5 / 4
+                assert (kept < most) == (ring["blocks_per_row"] <= 8)
 
 
 def test_rows_are_read_once_to_262144():
-    """But for an eighth of the longest rows of the gradient in 4 bytes."""
-    for p, kernel, index in row_choices():
-        read_twice = p["elem_size"] == 2 and not p["backward"] and 16384 < p["n"] <= 24576
-        if p["in_phase"] and p["n"] <= 262144 and not read_twice:
-            assert kernel != "stream", p
-            if kernel == "ring":
-                ring = _C.softmax_rings(p["elem_size"], p["backward"], p["aligned"])[index]
-                partly = p["backward"] and p["elem_size"] == 4 and p["n"] > 229376
-                assert (p["n"] > ring["read_once_to"]) == partly, p
+    """Without clusters of 16 but for an eighth of the gradient's longest ones in 4 bytes."""
+    for of_16 in (True, False):
+        for p, kernel, index in row_choices(clusters_of_16=of_16):
+            read_twice = p["elem_size"] == 2 and not p["backward"] and 16384 < p["n"] <= 24576
+            if p["in_phase"] and p["n"] <= 262144 and not read_twice:
+                assert kernel != "stream", p
+                if kernel == "ring":
+                    ring = _C.softmax_rings(p["elem_size"], p["backward"], p["aligned"])[index]
+                    partly = p["backward"] and p["elem_size"] == 4 and p["n"] > 229376
+                    assert (p["n"] > ring["read_once_to"]) == (partly and not of_16), p
+
+
+# Columns, bytes of an element, the gradient, and blocks a row where clusters of 16 fit and where
+# they don't; 0 for rows that are read twice.
+VERY_LONG = [
+    (229376, 4, True, 8, 8), (229380, 4, True, 16, 8), (262144, 4, True, 16, 8),
+    (278528, 4, True, 16, 8), (278532, 4, True, 16, 0), (458752, 4, True, 16, 0),
+    (458756, 4, True, 0, 0),
+    (458752, 2, True, 8, 8), (458760, 2, True, 16, 8), (917504, 2, True, 16, 0),
+    (917512, 2, True, 0, 0),
+    (500000, 4, False, 8, 8), (1000000, 2, False, 8, 8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("n", "size", "backward", "fits", "does_not"), VERY_LONG)
+def test_the_gradients_longest_rows_take_16_blocks_where_these_fit(
+    n, size, backward, fits, does_not
+):
+    rings = _C.softmax_rings(size, backward, True)
+    for clusters_of_16, blocks in ((True, fits), (False, does_not)):
+        problem = dict(n=n, elem_size=size, aligned=True, backward=backward, tiled=True)
+        problem |= dict(clusters=True, in_phase=True, shared_limit=H200[1])
+        kernel, index = _C.choose_softmax(**problem, clusters_of_16=clusters_of_16)
+        assert (rings[index]["blocks_per_row"] if kernel == "ring" else 0) == blocks
 
 
 def test_chips_without_clusters_or_memory_take_no_ring():

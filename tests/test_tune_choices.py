@@ -52,7 +52,7 @@ def problems(family: str, seed: int = 0, count: int = 300):
             ]
         elif family == "softmax":
             flags = [flag() for _ in range(5)]
-            yield [size(), elem, *flags, limits[1], size(), flag(), flag()]
+            yield [size(), elem, *flags, limits[1], size(), flag(), flag(), flag()]
         elif family == "attention":
             yield [size(), size(), size(), *dims, r.randint(0, 2), *load]
         elif family == "attention_backward":
@@ -73,7 +73,7 @@ def problems(family: str, seed: int = 0, count: int = 300):
 def softmax_problem(n: int, elem_size: int = 4, **changes) -> list[int]:
     """Rows on an H200, in float32 or float16, with 1 or 0 for what is changed."""
     problem = dict(n=n, elem_size=elem_size, aligned=1, backward=0, tiled=1, clusters=1, in_phase=1)
-    problem |= dict(shared_limit=H200[1], rows=64, masked=0, bfloat16=0) | changes
+    problem |= dict(shared_limit=H200[1], rows=64, masked=0, bfloat16=0, clusters_of_16=1) | changes
     return [int(number) for number in problem.values()]
 
 
@@ -179,6 +179,13 @@ def test_reasons_of_a_softmax():
     assert "holds 69632 elements" in refusal("softmax", softmax_problem(**long), tiles)
     assert refusal("softmax", softmax_problem(**long), tiles + 1) == ""
     assert "clusters" in refusal("softmax", softmax_problem(**long, clusters=False), tiles + 1)
+    long_gradient = dict(n=262_144, backward=True)
+    widest = tiles + 4
+    assert refusal("softmax", softmax_problem(**long_gradient), widest) == ""
+    assert "gradient" in refusal("softmax", softmax_problem(262_144), widest)
+    none_fits = softmax_problem(**long_gradient, clusters_of_16=False)
+    assert refusal("softmax", none_fits, widest) == "clusters of 16 do not fit on the GPU"
+    assert refusal("softmax", none_fits, widest - 1) == ""
     assert "16-byte" in refusal("softmax", softmax_problem(**long, in_phase=False), tiles + 1)
     small = softmax_problem(**long, shared_limit=SMALL[1])
     assert "the GPU has 101376" in refusal("softmax", small, tiles + 1)
@@ -305,8 +312,8 @@ def test_parts_cover_what_is_cut():
         ("matmul", [2**41, *LINEAR[1:]], "m from 1"),
         ("matmul", [*LINEAR[:6], 4, *LINEAR[7:]], "math from 0 to 3"),
         ("matmul", [*LINEAR[:7], 0, *LINEAR[8:]], "sms from 1"),
-        ("softmax", [64, 8, 1, 0, 1, 1, 1, 0, 64, 1, 0], "elem_size from 2 to 4"),
-        ("softmax", [64, 4, 2, 0, 1, 1, 1, 0, 64, 1, 0], "aligned from 0 to 1"),
+        ("softmax", [64, 8, 1, 0, 1, 1, 1, 0, 64, 1, 0, 1], "elem_size from 2 to 4"),
+        ("softmax", [64, 4, 2, 0, 1, 1, 1, 0, 64, 1, 0, 1], "aligned from 0 to 1"),
     ],
 )
 def test_numbers_that_are_no_problem(family, problem, words):

@@ -19,6 +19,8 @@
 #include <cuda_runtime_api.h>
 
 #include <array>
+
+#include "core/launch.h"
 #endif
 
 namespace torchweld {
@@ -234,6 +236,15 @@ std::vector<std::string> watch_choices(bool on) {
   return seen;
 }
 
+// For explain, which makes the launchers' choice without a launch.
+bool fits_clusters_of_16() {
+#ifdef TORCHWELD_CUDA
+  return device_fits_clusters_of_16();
+#else
+  return false;
+#endif
+}
+
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
   m.def("_force_choice(str family, int[] problem, int[] choice) -> ()", &force_choice);
   m.def("_remember_choice(str gpu, str family, int[] problem, int[] choice) -> ()",
@@ -242,6 +253,7 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
   m.def("_picked_choice(str gpu, str family, int[] problem) -> (int[] choice, str source)",
         &picked_choice);
   m.def("_watch_choices(bool on) -> str[]", &watch_choices);
+  m.def("_fits_clusters_of_16() -> bool", &fits_clusters_of_16);
 }
 
 }  // namespace

@@ -37,6 +37,9 @@ bool device_has_clusters();
 // The same for the products of warpgroups, which only Hopper has.
 bool device_has_warpgroups();
 
+// True where the current device has room for a cluster of 16 blocks that have an SM each.
+bool device_fits_clusters_of_16();
+
 // Lets a kernel have more shared memory than the 48 KiB that need no asking.
 // NOTE: the permission belongs to the current device, so it is asked for at every launch.
 template <typename Kernel>
@@ -44,6 +47,12 @@ void allow_shared_memory(Kernel* kernel, int bytes) {
   if (bytes <= 48 * 1024) return;
   // A failure stays behind for check_launch.
   (void)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
+// Lets a kernel have clusters of more than the 8 blocks that fit on every chip with clusters.
+template <typename Kernel>
+void allow_any_cluster(Kernel* kernel) {
+  (void)cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }
 
 }  // namespace torchweld

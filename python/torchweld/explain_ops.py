@@ -54,6 +54,14 @@ def _has_clusters(t: Tensor) -> bool:
     return gpu is None or torch.cuda.get_device_capability(gpu) >= (9, 0)
 
 
+def _fits_clusters_of_16(t: Tensor) -> bool:
+    gpu = _gpu(t)
+    if gpu is None:
+        return True
+    with torch.cuda.device(gpu):
+        return library.ops._fits_clusters_of_16()
+
+
 def _has_warpgroups(t: Tensor) -> bool:
     """Hopper's alone, in code for sm_90a."""
     gpu = _gpu(t)
@@ -98,7 +106,7 @@ def rows(explanation: Explanation, tensors: list[Tensor], scale: float) -> Expla
     shared_limit = _device_limits(tensors[0])[1]
     bfloat16 = tensors[0].dtype == torch.bfloat16
     problem = [n, size, aligned, backward, tiled, clusters, in_phase, shared_limit]
-    problem += [rows, masked, bfloat16]
+    problem += [rows, masked, bfloat16, clusters and _fits_clusters_of_16(tensors[0])]
     chosen, explanation.source = _picked("softmax", problem, tensors[0])
     own = explanation.source == "heuristic"
     held = False  # by a tile or ring that something faster was preferred to

@@ -32,9 +32,10 @@ struct TileList {
   static constexpr bool has(int i) { return kSoftmaxTiles[i].suits(kElemSize, kBackward, kMasked); }
 };
 
+template <bool kBackward>
 struct RingList {
   static constexpr int kCount = kNumSoftmaxRings;
-  static constexpr bool has(int) { return true; }
+  static constexpr bool has(int i) { return kSoftmaxRings[i].serves(kBackward); }
 };
 
 // Calls launch(args, blocks) with as many rows at a time as one grid can hold.
@@ -78,6 +79,7 @@ void launch_ring(const RowArgs<typename Config::T>& args, const Mask& mask,
   constexpr int kBytes = sizeof(RingShared<Config>);
   static_assert(kBytes <= Config::kShape.shared_bytes());
   allow_shared_memory(kernel, kBytes);
+  if (!Config::kShape.portable()) allow_any_cluster(kernel);
   note_kernel(kernel, Config::kBlockThreads, kBytes);
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
@@ -129,6 +131,7 @@ SoftmaxProblem problem_of(const RowArgs<T>& args, const Mask& mask) {
   problem.aligned = rows_aligned(args.g_y, args.n * sizeof(T));
   problem.clusters = device_has_clusters() && args.rows <= INT32_MAX;  // rings count in 32 bits
   problem.shared_limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  problem.clusters_of_16 = problem.clusters && device_fits_clusters_of_16();
   return problem;
 }
 
@@ -149,7 +152,7 @@ void launch_softmax_rows(const RowArgs<T>& args, const Mask& mask, const ZeroCou
       }
     });
   } else if (choice.kernel == SoftmaxKernel::kRing) {
-    dispatch_index<RingList>(choice.index, [&](auto ring) {
+    dispatch_index<RingList<kBackward>>(choice.index, [&](auto ring) {
       launch_ring<RingConfig<T, ring.value, kBackward>>(args, mask, counter, stream);
     });
   } else if (whole) {

@@ -21,7 +21,7 @@ struct SoftmaxTuning {
       {"tiled", 0, 1},        {"clusters", 0, 1},
       {"in_phase", 0, 1},     {"shared_limit", 0, kMostSharedBytes},
       {"rows", 1, kMostSize}, {"masked", 0, 1},
-      {"bfloat16", 0, 1}};
+      {"bfloat16", 0, 1},     {"clusters_of_16", 0, 1}};
   static constexpr const char* kChoice[] = {"tile"};
   static constexpr int kAll = kNumSoftmaxTiles + kNumSoftmaxRings;
 
@@ -30,12 +30,12 @@ struct SoftmaxTuning {
 
   static Numbers numbers(const SoftmaxCall& call) {
     const SoftmaxProblem& p = call.problem;
-    return {p.n,        p.elem_size,    p.aligned, p.backward, p.tiled,      p.clusters,
-            p.in_phase, p.shared_limit, call.rows, p.masked,   call.bfloat16};
+    return {p.n,        p.elem_size,    p.aligned, p.backward, p.tiled,       p.clusters,
+            p.in_phase, p.shared_limit, call.rows, p.masked,   call.bfloat16, p.clusters_of_16};
   }
   static SoftmaxCall problem(const Numbers& x) {
     return {{x[0], x[1] == 4 ? 4 : 2, x[2] != 0, x[3] != 0, x[4] != 0, x[5] != 0, x[6] != 0,
-             static_cast<int>(x[7]), x[9] != 0},
+             static_cast<int>(x[7]), x[9] != 0, x[11] != 0},
             x[8],
             x[10] != 0};
   }
@@ -68,7 +68,9 @@ struct SoftmaxTuning {
       return room(p, tile.capacity(p.elem_size, p.aligned));
     }
     const SoftmaxRing& ring = kSoftmaxRings[chosen.index];
+    if (!ring.serves(p.backward)) return "for the gradient alone";
     if (!p.clusters) return "the GPU, or the code built for it, has no thread-block clusters";
+    if (!ring.portable() && !p.clusters_of_16) return "clusters of 16 do not fit on the GPU";
     if (!p.in_phase) {
       return "the tensors' rows start at different distances from 16-byte boundaries";
     }
