@@ -129,6 +129,40 @@ def test_small_images_do_not_mix(device, batch):
                 assert_equal(dx[i : i + 1], alone)
 
 
+# Around what a load, a warp and a block have of images of 8 columns.
+BATCHES = [1, 3, 4, 5, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130]
+
+
+@pytest.mark.parametrize("height", range(1, 9))
+def test_images_of_8_columns_are_exact(device, height):
+    kernels = [(1, 1), (2, 3), (3, 3), (4, 4), (5, 5), (5, 2), (7, 7), (1, 7), (7, 6)]
+    for dtype in (BF16,) if device == "cpu" else (F16, BF16):
+        for i, batch in enumerate(BATCHES):
+            every = 3 if device == "cuda" else 9
+            for kernel in kernels[(height + i) % every :: every]:
+                x, dz = (integers(device, dtype, batch, height, 8) for _ in range(2))
+                check_exact(x, integers(device, dtype, *kernel), dz)
+
+
+def between_nan(x, offset: int, gap: int):
+    """The same x with NaN around its images, which begin anywhere."""
+    batch, height, width = x.shape
+    stride = height * width + gap
+    storage = torch.full((batch * stride + 16,), math.nan, dtype=x.dtype, device=x.device)
+    return storage.as_strided(x.shape, (stride, width, 1), offset).copy_(x)
+
+
+@pytest.mark.parametrize(
+    ("offset", "gap"), [(0, 0), (8, 0), (1, 0), (4, 0), (0, 8), (0, 1), (3, 5)]
+)
+def test_images_of_8_columns_begin_anywhere(device, offset, gap):
+    for dtype in (BF16,) if device == "cpu" else (F16, BF16):
+        for batch, height, size in ((70, 8, 5), (17, 5, 3), (1, 8, 7), (33, 1, 4)):
+            x, dz = (integers(device, dtype, batch, height, 8) for _ in range(2))
+            weight = integers(device, dtype, size, size)
+            check_exact(between_nan(x, offset, gap), weight, between_nan(dz, offset, gap))
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 7, 9, 11])
 def test_inf_and_nan_reach_only_the_windows_that_hold_them(device, size, value):
@@ -153,8 +187,11 @@ def test_inf_and_nan_reach_only_the_windows_that_hold_them(device, size, value):
             assert_equal(flipped.cpu(), grads[0].to(dtype))
 
 
+NOT_FINITE = [(3, 8, 8), (17, 16, 16), (2, 9, 13), (2, 7, 5), (130, 8, 8), (19, 5, 8), (5, 1, 8)]
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("shape", [(3, 8, 8), (17, 16, 16), (2, 9, 13), (2, 7, 5)], ids=str)
+@pytest.mark.parametrize("shape", NOT_FINITE, ids=str)
 def test_inf_and_nan_in_small_images(device, shape, value):
     """In x and in the weight, where zeros beyond an edge meet them; forward and to x."""
     _, height, width = shape

@@ -268,6 +268,11 @@ def test_explain_names_the_kernel_of_a_convolution():
         assert cells.kernel == "cells, on tensor cores"
         assert cells.tile == {"tile_rows": rows, "ahead": 2}
     assert explained(half, 9, 64, 64, 11).tile == {"tile_rows": 128, "tile_columns": 64}
+    for height, size in ((8, 3), (1, 4), (5, 5), (8, 7)):
+        assert explained(half, 9, height, 8, size).kernel == "images of 8 columns, on tensor cores"
+        assert explained(half, 9, height, 8, size).tile == {}
+    for height, width, size in ((9, 8, 3), (8, 7, 5), (8, 16, 4), (8, 8, 8)):
+        assert explained(half, 9, height, width, size).kernel == "cells, on tensor cores"
     assert explained(single, 9, 8, 8, 7).kernel == "small images, through shared memory"
     assert explained(single, 9, 16, 16, 7).kernel == "direct, in registers"
     assert explained(single, 9, 16, 16, 6).kernel == "general"

@@ -466,7 +466,7 @@ SMALL_IMAGES = {
     f"conv2d {side} x {side}, {size}": lambda d, side=side, size=size: [
         torch.randn(37, side, side, dtype=d), torch.randn(size, size, dtype=d)
     ]
-    for side, size in ((8, 7), (16, 5), (13, 4))
+    for side, size in ((8, 3), (8, 5), (8, 7), (16, 5), (13, 4))
 }  # fmt: skip
 
 

@@ -227,22 +227,23 @@ def test_reasons_of_a_4_bit_product():
     assert "2^31" in refusal("int4", int4_problem(m=2**40, n=2**40), wide, 1)
 
 
-CONV2D = ("direct", "banded", "general", "cells", "small")
+CONV2D = ("direct", "banded", "general", "cells", "small", "narrow")
 
 
 def conv2d_problem(height: int, width: int, kernel: tuple[int, int], elem_size: int) -> list[int]:
     return [4096, height, width, *kernel, elem_size, 0, int(elem_size == 2)]
 
 
-# Image, kernel, bytes of an element, and what was fastest on an H200: a kernel, and for cells the
-# kernels that the tile is for.
+# Image, kernel, bytes of an element, and what was fastest on an H200: a kernel, and for cells and
+# narrow images the kernels that the tile is for.
 FASTEST_CONV2D = [
     (8, 8, 3, 4, "small", 0), (8, 8, 7, 4, "small", 0), (16, 16, 5, 4, "small", 0),
     (16, 16, 7, 4, "direct", 0), (17, 16, 5, 4, "direct", 0), (16, 17, 3, 4, "direct", 0),
     (16, 9, 7, 4, "direct", 0), (64, 64, 3, 4, "direct", 0), (512, 512, 7, 4, "direct", 0),
-    (8, 8, 6, 4, "general", 0), (8, 8, 3, 2, "cells", 3), (16, 16, 5, 2, "cells", 5),
+    (8, 8, 6, 4, "general", 0), (8, 8, 3, 2, "narrow", 3), (16, 16, 5, 2, "cells", 5),
     (64, 64, 4, 2, "cells", 5), (512, 512, 3, 2, "cells", 3), (512, 512, 5, 2, "cells", 5),
-    (8, 8, 7, 2, "cells", 7), (512, 512, 7, 2, "cells", 7), (64, 64, 9, 2, "cells", 9),
+    (8, 8, 4, 2, "narrow", 5), (8, 8, 5, 2, "narrow", 5), (512, 512, 7, 2, "cells", 7),
+    (64, 64, 9, 2, "cells", 9),
     (8, 8, 10, 2, "banded", 0), (64, 64, 31, 2, "banded", 0), (64, 64, 32, 2, "general", 0),
 ]  # fmt: skip
 
@@ -269,6 +270,23 @@ def test_cells_hold_the_kernel():
             assert CONV2D[name] == "banded"
 
 
+def test_images_of_8_columns_have_a_kernel_of_their_own():
+    """Up to 8 rows, and kernels up to 7 x 7, square or not."""
+    for height, width, kernel, tile in (
+        (8, 8, (3, 3), 0), (1, 8, (1, 1), 0), (7, 8, (2, 4), 1), (8, 8, (7, 7), 2),
+        (3, 8, (6, 1), 2), (9, 8, (3, 3), None), (8, 7, (3, 3), None), (8, 9, (5, 5), None),
+        (8, 8, (8, 3), None),
+    ):  # fmt: skip
+        problem = conv2d_problem(height, width, kernel, 2)
+        chosen, _ = picked("conv2d", problem)
+        assert chosen == ([5, tile] if tile is not None else [3, chosen[1]])
+        for i, size in enumerate(CELLS[:3]):
+            fits = tile is not None and max(kernel) <= size
+            assert (refusal("conv2d", problem, 5, i) == "") == fits
+    assert "8 columns" in refusal("conv2d", conv2d_problem(8, 8, (3, 3), 4), 5, 0)
+    assert "no tile 3" in refusal("conv2d", conv2d_problem(8, 8, (3, 3), 2), 5, 3)
+
+
 def test_reasons_of_a_conv2d():
     small, large = (conv2d_problem(n, n, (7, 7), 4) for n in (8, 16))
     assert refusal("conv2d", small, 4, 0) == "" == refusal("conv2d", large, 0, 0)
@@ -280,7 +298,7 @@ def test_reasons_of_a_conv2d():
     assert refusal("conv2d", half, 3, 1) == "" == refusal("conv2d", half, 1, 0)
     assert "no tile 4" in refusal("conv2d", half, 3, 4)
     assert refusal("conv2d", half, 4, 1) == "the kernel has one tile"
-    for kernel in (-1, 5, 256, 2**40):
+    for kernel in (-1, 6, 256, 2**40):
         assert refusal("conv2d", half, kernel, 0) == "there is no such kernel"
 
 

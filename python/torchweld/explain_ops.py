@@ -369,6 +369,7 @@ def conv2d(explanation: Explanation, x: Tensor, weight: Tensor) -> Explanation:
         "general",
         "cells, on tensor cores",
         "small images, through shared memory",
+        "images of 8 columns, on tensor cores",
     )
     explanation.kernel = kinds[chosen["choice"][0]]
     explanation.tile = {k: v for k, v in chosen["columns"].items() if k != "kernel" and v}

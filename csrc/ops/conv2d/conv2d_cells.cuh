@@ -194,33 +194,38 @@ struct WeightTable {
   }
 };
 
-// Adds what a cell brings to the sums. Those of tile o are, in rows g, what even pairs bring to
-// pair o - 1 and, in rows g + 8, what odd pairs bring to pair o.
+// Adds what the words of a piece bring to the sums, of the cell's own piece (0) or of the one
+// beside it (1). The sums of tile o are, in rows g, what even pairs bring to pair o - 1 and, in
+// rows g + 8, what odd pairs bring to pair o.
+template <typename Config, int kPiece, typename Word>
+__device__ __forceinline__ void multiply_piece(float (&r_acc)[kCellTiles][4], const Word& word,
+                                               const uint32_t (&r_band)[Config::kBands]) {
+#pragma unroll
+  for (int tile = 0; tile < kCellTiles; ++tile) {
+    // The distances of the piece's first and third pair.
+    const int to_right = 4 * kPiece - (tile - 1);
+    const int first = Config::kFlipped ? 4 * kPiece + tile - 1 : to_right;
+    const int third = Config::kFlipped ? first - 2 : first + 2;
+    const bool has_first = first >= 0 && first < Config::kBands;
+    const bool has_third = third >= 0 && third < Config::kBands;
+    if (has_first && has_third) {
+      const uint32_t r_a[4] = {word(0), word(1), word(2), word(3)};
+      mma_16816<typename Config::T>(r_acc[tile], r_a, r_band[first], r_band[third]);
+    } else if (has_first || has_third) {
+      const int from = has_first ? 0 : 2;
+      mma_1688<typename Config::T>(r_acc[tile], word(from), word(from + 1),
+                                   r_band[has_first ? first : third]);
+    }
+  }
+}
+
+// Adds what a cell and what lies beside it bring.
 template <typename Config>
 __device__ __forceinline__ void multiply_cell(float (&r_acc)[kCellTiles][4],
                                               const CellRow<Config>& cell,
                                               const uint32_t (&r_band)[Config::kBands]) {
-#pragma unroll
-  for (int piece = 0; piece < 2; ++piece) {
-#pragma unroll
-    for (int tile = 0; tile < kCellTiles; ++tile) {
-      // The distances of the piece's first and third pair.
-      const int to_right = 4 * piece - (tile - 1);
-      const int first = Config::kFlipped ? 4 * piece + tile - 1 : to_right;
-      const int third = Config::kFlipped ? first - 2 : first + 2;
-      const bool has_first = first >= 0 && first < Config::kBands;
-      const bool has_third = third >= 0 && third < Config::kBands;
-      if (has_first && has_third) {
-        const uint32_t r_a[4] = {cell.word(piece, 0), cell.word(piece, 1), cell.word(piece, 2),
-                                 cell.word(piece, 3)};
-        mma_16816<typename Config::T>(r_acc[tile], r_a, r_band[first], r_band[third]);
-      } else if (has_first || has_third) {
-        const int from = has_first ? 0 : 2;
-        mma_1688<typename Config::T>(r_acc[tile], cell.word(piece, from),
-                                     cell.word(piece, from + 1), r_band[has_first ? first : third]);
-      }
-    }
-  }
+  multiply_piece<Config, 0>(r_acc, [&](int i) { return cell.word(0, i); }, r_band);
+  multiply_piece<Config, 1>(r_acc, [&](int i) { return cell.word(1, i); }, r_band);
 }
 
 // check stays 0 until a value is not finite.
@@ -258,17 +263,18 @@ __device__ __forceinline__ void store_cell(const Strip<typename Config::T>& stri
   }
 }
 
-// Computes the lane's outputs that are not finite again, each from its own window.
+// Computes the lane's outputs in `steps` cells that are not finite again, or all, each from its own
+// window.
 template <typename Config>
 __device__ __forceinline__ void mend_strip(const Conv2dArgs<typename Config::T>& args,
-                                           const CellsPlan& plan) {
+                                           const Strip<typename Config::T>& strip, int steps,
+                                           bool all) {
   using T = typename Config::T;
-  const Strip<T> strip = find_strip<Config>(args, plan);
   constexpr int kWay = Config::kFlipped ? -1 : 1;
-  for (int row = 0; row < plan.steps * kCellRows && row < strip.rows; row += kCellRows) {
+  for (int row = 0; row < steps * kCellRows && row < strip.rows; row += kCellRows) {
     for (int c = 0; c < kCellColumns && c < strip.columns; ++c) {
       T& z = strip.g_z[kWay * row * args.width + c];
-      if (isfinite(to_float(z))) continue;
+      if (!all && isfinite(to_float(z))) continue;
       float sum = 0.f;
       for (int p = 0; p < args.kernel_height; ++p) {
         const T* g_row = strip.g_x + kWay * (row + p) * args.x_row_stride + c;
@@ -333,7 +339,9 @@ __launch_bounds__(kCellsThreads, Config::blocks_per_sm(kVector)) void conv2d_cel
     }
   };
   walk();
-  if ((check & 0x7fff7fff) != 0) mend_strip<Config>(args, plan);
+  if ((check & 0x7fff7fff) != 0) {
+    mend_strip<Config>(args, find_strip<Config>(args, plan), plan.steps, false);
+  }
 }
 
 template <typename Config>

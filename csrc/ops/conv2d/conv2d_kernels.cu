@@ -6,6 +6,11 @@
 
 namespace torchweld {
 
+void launch_conv2d_cells(int tile, const Conv2dParams& params, cudaStream_t stream) {
+  if (params.dtype == DType::kFloat16) return launch_conv2d_cells_float16(tile, params, stream);
+  launch_conv2d_cells_bfloat16(tile, params, stream);
+}
+
 void launch_conv2d(const Conv2dParams& params, cudaStream_t stream) {
   const int elem_size = params.dtype == DType::kFloat32 ? 4 : 2;
   const Conv2dChoice choice = pick<Conv2dTuning>(
@@ -19,11 +24,10 @@ void launch_conv2d(const Conv2dParams& params, cudaStream_t stream) {
       launch_conv2d_small(params, stream);
       break;
     case Conv2dKernel::kCells:
-      if (params.dtype == DType::kFloat16) {
-        launch_conv2d_cells_float16(choice.tile, params, stream);
-      } else {
-        launch_conv2d_cells_bfloat16(choice.tile, params, stream);
-      }
+      launch_conv2d_cells(choice.tile, params, stream);
+      break;
+    case Conv2dKernel::kNarrow:
+      launch_conv2d_narrow(choice.tile, params, stream);
       break;
     case Conv2dKernel::kBanded:
       launch_conv2d_banded(choice.tile, params, stream);

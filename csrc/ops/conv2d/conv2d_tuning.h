@@ -13,7 +13,7 @@ struct Conv2dProblem {
   bool flipped, bfloat16;
 };
 
-// `tile` is one of the banded or the cells kernel's, 0 for the others.
+// `tile` is one of the banded, the cells or the narrow kernel's, 0 for the others.
 struct Conv2dChoice {
   Conv2dKernel kernel;
   int tile;
@@ -49,7 +49,7 @@ struct Conv2dTuning {
   static Conv2dChoice choose(const Conv2dProblem& p) {
     const Conv2dKernel kernel =
         choose_conv2d(p.height, p.width, p.kernel_height, p.kernel_width, p.elem_size);
-    if (kernel == Conv2dKernel::kCells) {
+    if (kernel == Conv2dKernel::kCells || kernel == Conv2dKernel::kNarrow) {
       return {kernel, choose_cells_tile(p.kernel_height, p.kernel_width)};
     }
     return {kernel, kernel == Conv2dKernel::kBanded ? choose_banded_tile(p.width) : 0};
@@ -77,6 +77,15 @@ struct Conv2dTuning {
         if (fits_cells(cells, p.kernel_height, p.kernel_width, p.elem_size)) return "";
         const std::string size = std::to_string(cells.size);
         return "16 bits and kernels of " + size + " x " + size + " at most";
+      }
+      case Conv2dKernel::kNarrow: {
+        const CellsTile& cells = kCellsTiles[tile];
+        if (fits_narrow(cells, p.height, p.width, p.kernel_height, p.kernel_width, p.elem_size)) {
+          return "";
+        }
+        const std::string size = std::to_string(cells.size);
+        return "16 bits, images of 8 columns and up to 8 rows and kernels of " + size + " x " +
+               size + " at most";
       }
       case Conv2dKernel::kBanded:
         if (fits_banded(p.kernel_height, p.kernel_width, p.elem_size)) return "";
@@ -115,12 +124,14 @@ struct Conv2dTuning {
  private:
   // How many tiles a kernel has, 0 where there is no such kernel.
   static int64_t tiles_of(int64_t kernel) {
-    if (kernel < 0 || kernel > static_cast<int64_t>(Conv2dKernel::kSmall)) return 0;
+    if (kernel < 0 || kernel > static_cast<int64_t>(Conv2dKernel::kNarrow)) return 0;
     switch (static_cast<Conv2dKernel>(kernel)) {
       case Conv2dKernel::kBanded:
         return kNumBandedTiles;
       case Conv2dKernel::kCells:
         return kNumCellsTiles;
+      case Conv2dKernel::kNarrow:
+        return kNumNarrowTiles;
       default:
         return 1;
     }
