@@ -150,16 +150,18 @@ struct Int4DecodeX {
     const char* g_x = p.x + int64_t{part} * bytes;
     if constexpr (kShares) {
 #if TW_HAS_CLUSTERS
-      // NOTE: a row a warp, as a warp's lanes would send their copies one after the other.
-      const int token = threadIdx.x / 32;
-      if (threadIdx.x % 32 != 0 || token >= p.tokens) return;
-      const char* g_row = g_x + token * p.x_row_bytes;
-      char* s_row = s_x + token * p.plan.x_row_bytes;
+      // NOTE: all warps take part, as copies that one sends leave one after the other.
+      if (threadIdx.x % 32 != 0) return;
+      const int copies = p.tokens * kT.kPieces;
 #pragma unroll 1
-      for (int i = 0; i < kT.kPieces && piece_steps(p.plan, i) > 0; ++i) {
-        const int own = piece_steps(p.plan, i) * (kStepBytes / kT.share);
-        const int at = i * p.plan.piece_steps * kStepBytes + blockIdx.x % kT.share * own;
-        bulk_load_to_all(s_row + at, g_row + at, own, s_barriers + 1 + i, (1 << kT.share) - 1);
+      for (int i = threadIdx.x / 32; i < copies; i += kT.kWarps) {
+        const int piece = p.plan.tokens.divide(i), token = i - piece * p.tokens;
+        const int steps = piece_steps(p.plan, piece);
+        if (steps <= 0) return;
+        const int own = steps * (kStepBytes / kT.share);
+        const int at = piece * p.plan.piece_steps * kStepBytes + blockIdx.x % kT.share * own;
+        bulk_load_to_all(s_x + token * p.plan.x_row_bytes + at, g_x + token * p.x_row_bytes + at,
+                         own, s_barriers + 1 + piece, (1 << kT.share) - 1);
       }
 #endif
     } else {
