@@ -278,6 +278,12 @@ def test_gradient_of_rows_longer_than_the_ring_of_8_blocks(dtype, n, blocks):
         numerics.check(dx[part], bound, label="softmax_backward", device="cuda")
 
 
+def test_only_a_gpu_with_clusters_fits_16_blocks_in_one():
+    fits = torch.ops.torchweld._fits_clusters_of_16()
+    has_clusters = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    assert fits is False or has_clusters
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA streams")
 def test_long_rows_on_two_streams_at_once():
     xs = [torch.randn(257, 40_000 + 8 * i, device="cuda").to(F16) for i in range(2)]
