@@ -76,7 +76,8 @@ __device__ __forceinline__ void bulk_load_to_all(void* s_to, const void* g_from,
       : "memory");
 }
 
-// Orders this thread's stores to shared memory before bulk copies that it issues later.
+// Orders this thread's stores to shared memory, and its finished asynchronous copies, before bulk
+// copies that it issues later and before products of warpgroups behind the next barrier.
 __device__ __forceinline__ void async_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -30,12 +30,6 @@ __device__ __forceinline__ void warpgroup_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// This thread's stores to shared memory, and its finished asynchronous copies, are seen by products
-// behind the next barrier.
-__device__ __forceinline__ void fence_products() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 // Columns of 64 16-bit values, 128 bytes each, 16-byte piece c of column r at c ^ (r % 8). The
 // address of the first is a multiple of 1024; 16 values further are 32 bytes.
 __device__ __forceinline__ uint64_t product_columns(uint32_t s_from) {

@@ -22,7 +22,10 @@ inline constexpr int kInt4Parts[] = {1, 2, 3, 4, 8};
 
 template <typename Tile>
 constexpr bool int4_has_parts(int64_t parts) {
-  return parts == 1 || parts == 2 || (parts == 3 && Tile::kThirds) || parts == 4 || parts == 8;
+  for (const int known : kInt4Parts) {
+    if (parts == known) return parts != 3 || Tile::kThirds;
+  }
+  return false;
 }
 
 // Nanoseconds of a tile's blocks, fitted to 16-bit products of an H200 (K = 4096, groups of 128).

@@ -256,14 +256,7 @@ template <typename T, int kTile>
 void launch_int4_decode_kernel(const Int4LinearParams& p, cudaStream_t stream) {
   constexpr Int4DecodeTile kT = kInt4DecodeTiles[kTile];
   const auto kernel = int4_decode_kernel<T, kTile>;
-  const Int4DecodeParams params{static_cast<const char*>(p.gemm.a.data),
-                                reinterpret_cast<const char*>(p.weight.packed),
-                                static_cast<const char*>(p.weight.scale),
-                                reinterpret_cast<const char*>(p.weight.zero),
-                                p.gemm.epilogue.bias,
-                                p.gemm.y,
-                                p.gemm.a.row_stride * int64_t{sizeof(T)},
-                                p.gemm.y_row_stride,
+  const Int4DecodeParams params{{p, sizeof(T)},
                                 static_cast<int>(p.gemm.m),
                                 static_cast<int>(p.gemm.n),
                                 {kT, p.gemm.m, p.weight.shape, p.sms}};

@@ -10,24 +10,12 @@
 namespace torchweld {
 
 // NOTE: close together, as each line of parameters is a miss of the constant cache in every block.
-struct Int4DecodeParams {
-  const char *x, *words, *scale, *zero;
-  const void* bias;
-  void* y;
-  int64_t x_row_bytes, y_row_stride;
+struct Int4DecodeParams : Int4Operands {
   int tokens, rows;  // of x, of the weight
   Int4DecodePlan plan;
 };
 
 // NOTE: volatile, so that none of them moves before wait_for_kernels_before.
-__device__ __forceinline__ uint4 load_words_once(const void* g_from) {
-  uint4 w;
-  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
-               : "l"(g_from));
-  return w;
-}
-
 __device__ __forceinline__ uint2 load_global_words_2(const void* g_from) {
   uint2 w;
   asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(w.x), "=r"(w.y) : "l"(g_from));

@@ -13,6 +13,7 @@
 // Rounding: codes less zeros are exact; a weight is rounded once to the dtype of x.
 #pragma once
 
+#include "device/sm90/bulk.cuh"
 #include "device/sm90/overlap.cuh"
 #include "device/sm90/wgmma.cuh"
 #include "ops/int4_linear/int4_deep_finish.cuh"
@@ -47,7 +48,7 @@ class Int4DeepWarp {
 
   // The words of chunk i of the next step to read, where there are any.
   __device__ __forceinline__ void read_words(int d, int i) {
-    if (i < left_) stream_words(words_[d][i], g_words_ + i * kChunkBytes);
+    if (i < left_) words_[d][i] = load_words_once(g_words_ + i * kChunkBytes);
   }
   __device__ __forceinline__ void advance() {
     g_words_ += kT.chunks * kChunkBytes;
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kInt4DeepTiles[kTile].threads(), Int4DeepTile:
 #pragma unroll
   for (float& sum : acc) sum = 0.f;
   copy_async_wait<kAhead - 1>();
-  fence_products();
+  async_fence();
   __syncthreads();
   const int first_own = split * kOwn;
   w.read_scales(s_base, tile, first_own, lane);
@@ -163,7 +164,7 @@ __global__ void __launch_bounds__(kInt4DeepTiles[kTile].threads(), Int4DeepTile:
           if (slice == 3 && i + 1 < kOwn) w.read_scales(s_stage, tile, first_own + i + 1, lane);
           if (slice == 3 && i + 1 == kOwn) {
             copy_async_wait<kAhead - 1>();
-            fence_products();
+            async_fence();
             __syncthreads();  // the next step is there
             // NOTE: behind the last step this reads and unpacks what nobody multiplies.
             w.read_scales(s_next, tile, first_own, lane);
@@ -196,14 +197,7 @@ void launch_int4_deep_kernel(const Int4LinearParams& p, cudaStream_t stream) {
   constexpr Int4DeepTile kT = kInt4DeepTiles[kTile];
   const auto kernel = int4_deep_kernel<T, kTile>;
   const Int4Shape& shape = p.weight.shape;
-  const Int4DeepParams params{static_cast<const char*>(p.gemm.a.data),
-                              reinterpret_cast<const char*>(p.weight.packed),
-                              static_cast<const char*>(p.weight.scale),
-                              reinterpret_cast<const char*>(p.weight.zero),
-                              p.gemm.epilogue.bias,
-                              p.gemm.y,
-                              p.gemm.a.row_stride * int64_t{sizeof(T)},
-                              p.gemm.y_row_stride,
+  const Int4DeepParams params{{p, sizeof(T)},
                               shape.n,
                               static_cast<int>(p.gemm.m),
                               static_cast<int>(shape.tiles()),

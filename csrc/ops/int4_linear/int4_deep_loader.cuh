@@ -8,26 +8,16 @@
 
 #include "core/fast_divide.h"
 #include "device/mma_sync.cuh"
-#include "ops/int4_linear/int4_deep_config.h"
+#include "ops/int4_linear/int4_linear.h"
 
 namespace torchweld {
 
-struct Int4DeepParams {
-  const char *x, *words, *scale, *zero;
-  const void* bias;
-  void* y;
-  int64_t x_row_bytes, y_row_stride, rows;  // of the weight
-  int tokens, tiles, chunks, groups;        // tiles of 16 rows
-  int parts, part_chunks;                   // of K
+struct Int4DeepParams : Int4Operands {
+  int64_t rows;                       // of the weight
+  int tokens, tiles, chunks, groups;  // tiles of 16 rows
+  int parts, part_chunks;             // of K
   FastDivisor group_chunks;
 };
-
-// NOTE: volatile, so that none of them moves before wait_for_kernels_before.
-__device__ __forceinline__ void stream_words(uint4& words, const void* g_from) {
-  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-               : "l"(g_from));
-}
 
 // Which tile of y and part of K a block has.
 struct Int4DeepWork {

@@ -51,6 +51,16 @@ __device__ __forceinline__ uint4 load_words_4(uint32_t s_from) {
   return words;
 }
 
+// Words of a weight that nobody else reads.
+// NOTE: volatile, so that none of them moves before wait_for_kernels_before.
+__device__ __forceinline__ uint4 load_words_once(const void* g_from) {
+  uint4 w;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+               : "l"(g_from));
+  return w;
+}
+
 // (a & mask) | magic
 // NOTE: the compiler makes two instructions of it, as a mask and a magic number are two constants.
 __device__ __forceinline__ uint32_t mask_or(uint32_t a, uint32_t mask, uint32_t magic) {

@@ -28,6 +28,24 @@ struct Int4LinearParams {
   bool clusters;  // the device has clusters of blocks
 };
 
+// What the kernels for few rows of x read and write, by bytes.
+struct Int4Operands {
+  const char *x, *words, *scale, *zero;
+  const void* bias;
+  void* y;
+  int64_t x_row_bytes, y_row_stride;
+
+  Int4Operands(const Int4LinearParams& p, int elem_size)
+      : x(static_cast<const char*>(p.gemm.a.data)),
+        words(reinterpret_cast<const char*>(p.weight.packed)),
+        scale(static_cast<const char*>(p.weight.scale)),
+        zero(reinterpret_cast<const char*>(p.weight.zero)),
+        bias(p.gemm.epilogue.bias),
+        y(p.gemm.y),
+        x_row_bytes(p.gemm.a.row_stride * elem_size),
+        y_row_stride(p.gemm.y_row_stride) {}
+};
+
 struct Int4DequantiseParams {
   Int4Weight weight;
   void* dense;  // (N, K), contiguous, 16-byte aligned

@@ -10,6 +10,7 @@
 // Rounding: codes less zeros are exact; a weight is rounded once to the dtype of x.
 #pragma once
 
+#include "device/sm90/bulk.cuh"
 #include "device/sm90/wgmma.cuh"
 #include "ops/int4_linear/int4_fragments.cuh"
 #include "ops/int4_linear/int4_launch.cuh"
@@ -125,7 +126,7 @@ __global__ void __launch_bounds__(kInt4WideTiles[kTile].threads(), kInt4WideTile
     for (int step = 0; step < steps; ++step) {
       const int next = stage + 1 == kStages ? 0 : stage + 1;
       const uint32_t s_stage = s_base + stage * kStageBytes;
-      fence_products();
+      async_fence();
       __syncthreads();  // all of this step is there; every product but the last one is done
 #pragma unroll
       for (int chunk = 0; chunk < kT.chunks; ++chunk) {
