@@ -236,6 +236,22 @@ def check_every_tile(size, dtype):
     return {found["choice"][0] for found in legal}
 
 
+def check_special_values(where, value, sizes, at_scale, at_x):
+    """A scale or an element of x, counted from the first or the last, is inf, NaN or tiny."""
+    for dtype in (F16, BF16):
+        for m, n, k, group in sizes:
+            x, weight = randn("cuda", dtype, m, k), random_weight(n, k, group, dtype, "cuda")
+            if where == "scale":
+                weight[1][at_scale] = value
+            else:
+                x[at_x] = value
+            dense = R.int4_weight(weight[0].cpu(), weight[1].cpu(), weight[2].cpu())
+            got = ops.int4_linear(x, *weight).cpu()
+            expected = x.cpu() @ dense.T
+            for f in (torch.isnan, torch.isposinf, torch.isneginf):
+                assert_equal(f(got), f(expected))
+
+
 @needs_gpu
 @pytest.mark.parametrize("dtype", [F16, BF16])
 @pytest.mark.parametrize("size", FEW_TOKENS, ids=str)
@@ -248,19 +264,9 @@ def test_every_tile_for_few_tokens(size, dtype):
 @pytest.mark.parametrize("where", ["scale", "x"])
 def test_special_values_of_few_tokens(where, value):
     """In the last of several tiles of rows, with one group a step and several, in a part of K."""
-    for dtype in (F16, BF16):
-        sizes = (2, 40, 512, 64), (8, 10000, 256, 128), (11, 10000, 256, 256), (8, 2500, 8320, 128)
-        for m, n, k, group in sizes:
-            x, weight = randn("cuda", dtype, m, k), random_weight(n, k, group, dtype, "cuda")
-            if where == "scale":
-                weight[1][n - 3, -1] = value
-            else:
-                x[1, 70] = value
-            dense = R.int4_weight(weight[0].cpu(), weight[1].cpu(), weight[2].cpu())
-            got = ops.int4_linear(x, *weight).cpu()
-            expected = x.cpu() @ dense.T
-            for f in (torch.isnan, torch.isposinf, torch.isneginf):
-                assert_equal(f(got), f(expected))
+    sizes = [(2, 40, 512, 64), (8, 10000, 256, 128), (11, 10000, 256, 256)]
+    sizes += [(8, 2500, 8320, 128), (8, 500, 14336, 128)]
+    check_special_values(where, value, sizes, (-3, -1), (1, 70))
 
 
 @needs_gpu
@@ -327,19 +333,8 @@ def test_every_tile_for_many_tokens(size, dtype):
 @pytest.mark.parametrize("where", ["scale", "x"])
 def test_special_values_of_many_tokens(where, value):
     """In the last row and the last group, with K in one part and in several."""
-    for dtype in (F16, BF16):
-        sizes = (20, 40, 1024, 128), (64, 4100, 256, 64), (100, 40, 832, 64), (300, 260, 1024, 1024)
-        for m, n, k, group in sizes:
-            x, weight = randn("cuda", dtype, m, k), random_weight(n, k, group, dtype, "cuda")
-            if where == "scale":
-                weight[1][n - 1, -1] = value
-            else:
-                x[m - 1, k - 1] = value
-            dense = R.int4_weight(weight[0].cpu(), weight[1].cpu(), weight[2].cpu())
-            got = ops.int4_linear(x, *weight).cpu()
-            expected = x.cpu() @ dense.T
-            for f in (torch.isnan, torch.isposinf, torch.isneginf):
-                assert_equal(f(got), f(expected))
+    sizes = [(20, 40, 1024, 128), (64, 4100, 256, 64), (100, 40, 832, 64), (300, 260, 1024, 1024)]
+    check_special_values(where, value, sizes, (-1, -1), (-1, -1))
 
 
 # Rounded results
