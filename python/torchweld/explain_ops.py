@@ -323,7 +323,7 @@ def int4(explanation: Explanation, tensors: list[Tensor], kwargs: dict) -> Expla
             explanation.kernel = "4-bit tiles (wgmma)"
             explanation.why = f"the fastest tile for {m} rows of 16-bit x on Hopper"
         elif chosen["choice"][0] >= rings:
-            explanation.kernel = "4-bit decoding (mma.sync, a ring for each warp)"
+            explanation.kernel = "4-bit decoding (mma.sync, the weight straight to registers)"
             explanation.why = f"{m} rows of 16-bit x that shared memory holds whole"
         hidden = ("suits", "suits_any_group", "refusal")
         explanation.tile = {key: v for key, v in tile.items() if key not in hidden}
