@@ -132,15 +132,20 @@ py::dict attention_backward_tile(int64_t head_dim, int64_t head_dim_v, const std
   return d;
 }
 
+py::dict int4_tile(int rows, int tokens, int chunks, int stages, int threads) {
+  py::dict d;
+  d["rows"] = rows;
+  d["tokens"] = tokens;
+  d["chunks"] = chunks;
+  d["stages"] = stages;
+  d["threads"] = threads;
+  return d;
+}
+
 py::list int4_tiles(int elem_size) {
   py::list tiles;
   for (const Int4Tile& tile : kInt4Tiles) {
-    py::dict d;
-    d["rows"] = tile.rows;
-    d["tokens"] = tile.tokens;
-    d["chunks"] = tile.chunks;
-    d["stages"] = tile.stages;
-    d["threads"] = tile.threads();
+    py::dict d = int4_tile(tile.rows, tile.tokens, tile.chunks, tile.stages, tile.threads());
     d["shared_bytes"] = tile.shared_bytes(elem_size);
     d["suits"] = tile.suits(elem_size, /*whole_chunks=*/true);
     d["suits_any_group"] = tile.suits(elem_size, /*whole_chunks=*/false);
@@ -155,12 +160,7 @@ py::list int4_decode_tiles(int64_t m, int64_t n, int64_t k, int64_t groups, int 
     // Whatever the GPU has, so that a refusal is about the sizes.
     const Int4Problem problem{m, {n, k, groups}, 2, sms, Int4DecodePlan::kTooMuch - 1, true};
     const char* refusal = int4_decode_refusal(problem, tile);
-    py::dict d;
-    d["rows"] = kInt4TileRows;
-    d["tokens"] = tile.tokens;
-    d["chunks"] = tile.chunks;
-    d["stages"] = 2;
-    d["threads"] = tile.kThreads;
+    py::dict d = int4_tile(kInt4TileRows, tile.tokens, tile.chunks, 2, tile.kThreads);
     d["refusal"] = refusal == nullptr ? "" : refusal;
     if (refusal == nullptr) {
       const Int4DecodePlan plan(tile, m, problem.shape, sms);
@@ -178,12 +178,7 @@ py::list int4_decode_tiles(int64_t m, int64_t n, int64_t k, int64_t groups, int 
 py::list int4_wide_tiles() {
   py::list tiles;
   const auto add = [&](const auto& tile) {
-    py::dict d;
-    d["rows"] = tile.rows;
-    d["tokens"] = tile.tokens;
-    d["chunks"] = tile.chunks;
-    d["stages"] = tile.stages;
-    d["threads"] = tile.threads();
+    py::dict d = int4_tile(tile.rows, tile.tokens, tile.chunks, tile.stages, tile.threads());
     d["shared_bytes"] = tile.shared_bytes();
     tiles.append(d);
   };
