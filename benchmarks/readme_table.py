@@ -1,8 +1,9 @@
-"""Rewrites the speed tables of README.md from benchmarks/results.
+"""Writes the tables of results: all of them in benchmarks/results/README.md, a dozen in README.md.
 
     python benchmarks/readme_table.py [--check]
 
-With --check nothing is written; exits 1 where the README is not what the results say.
+Both are made of benchmarks/results/*/*.json. With --check nothing is written; exits 1 where a page
+is not what the results say.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
+RESULTS = Path("benchmarks") / "results"
 FAMILIES = {
     "attention": "Attention",
     "matmul": "Linear layers",
@@ -25,64 +26,284 @@ FAMILIES = {
     "pointwise": "Pointwise ops",
     "conv2d": "Convolution",
     "scalar_attention": "Attention of scalars",
+    "cpu": "Every op on a CPU",
 }
-BEGIN = "<!-- made by benchmarks/readme_table.py from benchmarks/results/nvidia-h200 -->"
+PEERS = {
+    "move 3": "moving three tensors",
+    "cublas": "cuBLAS",
+    "cublas bare": "cuBLAS, the product alone",
+    "sdpa flash": "SDPA flash",
+    "sdpa cudnn": "SDPA cuDNN",
+    "sdpa efficient": "SDPA efficient",
+    "eager": "torch's ops",
+    "torch": "torch's op",
+}
+
+
+class Summary(NamedTuple):
+    """A row of the README's table: the least and the largest ratio of some cases to a peer.
+
+    Attributes:
+        what: the cases in words.
+        family: whose results they are in.
+        cases: a pattern of whole cases.
+        peer: a pattern of the peer's name there.
+        name: the peer in words.
+    """
+
+    what: str
+    family: str
+    cases: str
+    peer: str
+    name: str
+
+
+# 16 bits: float16 and bfloat16.
+SUMMARY_FOLDER = "nvidia-h200"
+SUMMARY = [
+    Summary(
+        "attention, bfloat16",
+        "attention",
+        r"attention .*float16( causal)?",
+        "sdpa flash",
+        "SDPA, flash back end",
+    ),
+    Summary(
+        "its gradient",
+        "attention",
+        r"attention_backward .*float16( causal)?",
+        "sdpa flash",
+        "SDPA, flash back end",
+    ),
+    Summary(
+        "attention and its gradient, bfloat16",
+        "attention",
+        r"attention\w* .*float16( causal)?",
+        "sdpa cudnn",
+        "SDPA, cuDNN back end",
+    ),
+    Summary(
+        "attention and its gradient, float32",
+        "attention",
+        r"attention\w* .*float32 causal",
+        "sdpa efficient",
+        "SDPA, memory-efficient back end",
+    ),
+    Summary("softmax and its gradient", "rows", r"softmax.*", "torch", "torch's softmax"),
+    Summary(
+        "gradients of outer_add, outer_mul_relu",
+        "pointwise",
+        r"outer_\w+_backward .*",
+        "torch.compile",
+        "torch.compile",
+    ),
+    Summary(
+        "linear and its gradient, bmm, 16 bits",
+        "matmul",
+        r"(linear|linear_backward|bmm) .*float16",
+        "cublas|cublas bare",
+        "cuBLAS",
+    ),
+    Summary(
+        "LayerNorm + linear + GELU, 16 bits",
+        "matmul",
+        r"layer_norm_linear .*float16 \w+",
+        "cublas bare",
+        "cuBLAS, the product alone",
+    ),
+    Summary(
+        "gated linear, 16 bits",
+        "matmul",
+        r"gated_linear .*float16 \w+",
+        "cublas bare",
+        "cuBLAS, the product alone",
+    ),
+    Summary(
+        "both",
+        "matmul",
+        r"(layer_norm_linear|gated_linear) .*float16 \w+",
+        "eager",
+        "torch's ops one by one",
+    ),
+    Summary(
+        "linear with 4-bit weights, 1 to 16 tokens",
+        "int4",
+        r"int4 \((1|4|8|16), .*float16",
+        "cublas",
+        "cuBLAS, 16-bit weights",
+    ),
+    Summary(
+        "the same, 256 tokens or more",
+        "int4",
+        r"int4 \((256|1024|4096), .*float16",
+        "cublas",
+        "cuBLAS, 16-bit weights",
+    ),
+    Summary(
+        "GPT-2 124M, a training step in bfloat16",
+        "gpt2",
+        r"gpt2 training step .* bfloat16",
+        "stock sdpa",
+        "Hugging Face's model, SDPA, eager",
+    ),
+    Summary(
+        "its peak memory (not time)",
+        "gpt2",
+        r"gpt2 training step .* peak memory, MiB",
+        "stock sdpa",
+        "Hugging Face's model, SDPA, eager",
+    ),
+]
+BEGIN = "<!-- made by benchmarks/readme_table.py -->"
 END = "<!-- end of the table -->"
-NAMES = {"move 3": "moving three tensors", "cublas bare": "cuBLAS, the bare product"}
+
+RESULTS_HEAD = """# Results
+
+Made by `benchmarks/readme_table.py` from the files beside it; don't edit it.
+
+A ratio is the time of torchweld over that of a peer in the same run: below 1 is faster. Times are
+medians of rounds in which every variant runs once, with the L2 cache flushed before each. A target
+is the most that a ratio may be (`benchmarks/targets.toml`). A row whose answer is wrong has no
+ratio.
+
+"copy", "fill", "sum" and "moving three tensors" are the time that the memory itself needs; "read
+floor" and "exp2 floor" are computed from the rates of memory and of the exponential unit.
+"unpadded" is the same attention without left padding. With up to 16 tokens, 4-bit weights are timed
+as tokens are generated: weights that take turns, in one CUDA graph. GPT-2's peak memory is in MiB,
+not in microseconds."""
+
+Report = dict[str, Any]
 
 
-def _family(title: str, report: dict[str, Any]) -> str:
+def read_reports() -> dict[str, dict[str, Report]]:
+    """The result files: {folder: {family: report}}, in the order of the pages."""
+    reports: dict[str, dict[str, Report]] = {}
+    for path in (ROOT / RESULTS).glob("*/*.json"):
+        reports.setdefault(path.parent.name, {})[path.stem] = json.loads(path.read_text())
+    folders = sorted(reports, key=lambda folder: (folder != SUMMARY_FOLDER, folder))
+    order = [*FAMILIES, *sorted({f for families in reports.values() for f in families})]
+    return {
+        folder: {family: reports[folder][family] for family in families}
+        for folder in folders
+        for families in [sorted(reports[folder], key=order.index)]
+    }
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _within(row: dict[str, Any]) -> bool:
+    return row["ratio"] is not None and row["ratio"] <= row["target"]
+
+
+def _family(folder: str, family: str, report: Report) -> list[str]:
     """The rows of one family, folded away behind how many are within their target."""
-    rows = report["rows"]
-    judged = [row for row in rows if row["target"] is not None]
-    within = sum(row["ratio"] is not None and row["ratio"] <= row["target"] for row in judged)
+    judged = [row for row in report["rows"] if row["target"] is not None]
+    met = sum(map(_within, judged))
+    commit = (report["commit"] or "unknown")[:7]
+    where = f"torch {report['torch']}, {report['date']}, commit {commit}"
+    if tests := report["tests"]:
+        where += ", tests there: " + ", ".join(f"{count} {kind}" for kind, count in tests.items())
+    title = f"{FAMILIES.get(family, family)}: {met} of {len(judged)} targets met"
     lines = [
-        f"<details><summary>{title}: {within} of {len(judged)} targets met</summary>",
+        f"<details><summary>{title}</summary>",
         "",
-        "| case | time over | ratio | target | eager over the same |",
-        "| --- | --- | --- | --- | --- |",
+        f"{where}. [Picture]({folder}/{family}.png)",
+        "",
+        "| case | torchweld, us | time over | ratio | target | torch's ops over the same |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
-    for row in rows:
+    for row in report["rows"]:
         peers, against = row["peers_us"], row["against"]
         eager = peers.get("torch", peers.get("eager"))
-        other = "" if eager is None else f"{eager / peers[against]:.2f}"
-        ratio = "wrong" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        target = "" if row["target"] is None else f"{row['target']:.2f}"
-        over = NAMES.get(against, against)
-        lines.append(f"| {row['case']} | {over} | {ratio} | {target} | {other} |")
-    return "\n".join([*lines, "", "</details>"])
+        other = None if eager is None or against in ("torch", "eager") else eager / peers[against]
+        ratio = "wrong" if row["ratio"] is None else _number(row["ratio"])
+        lines.append(
+            f"| {row['case']} | {row['ours_us']:.1f} | {PEERS.get(against, against)} | {ratio} "
+            f"| {_number(row['target'])} | {_number(other)} |"
+        )
+    return [*lines, "", "</details>"]
 
 
-def tables() -> str:
-    """Every family as Markdown, and where it was measured."""
-    reports = {f: json.loads((RESULTS / f"{f}.json").read_text()) for f in FAMILIES}
-    commits = {report["commit"][:7] for report in reports.values()}
-    any_report = reports["attention"]
-    where = f"{any_report['device']}, torch {any_report['torch']}, {any_report['date']}"
-    if len(commits) == 1:
-        where += f", commit {commits.pop()}."
-    else:
-        measured = ", ".join(f"{f} at {r['commit'][:7]}" for f, r in reports.items())
-        where += f": {measured}."
-    return "\n".join([*(_family(FAMILIES[f], reports[f]) for f in FAMILIES), "", where])
+def results_page() -> str:
+    """benchmarks/results/README.md."""
+    lines = [RESULTS_HEAD]
+    for folder, families in read_reports().items():
+        lines += ["", f"## {next(iter(families.values()))['device']}", ""]
+        for family, report in families.items():
+            lines += _family(folder, family, report)
+    return "\n".join(lines) + "\n"
+
+
+def ratio_range(summary: Summary, rows: list[dict[str, Any]]) -> str:
+    """The least and the largest ratio to the peer over the cases that match.
+
+    Raises:
+        ValueError: No case matches.
+    """
+    ratios = []
+    for row in rows:
+        peers = [name for name in row["peers_us"] if re.fullmatch(summary.peer, name)]
+        if not peers or not re.fullmatch(summary.cases, row["case"]) or " over " in row["case"]:
+            continue
+        if row["ratio"] is None:
+            return "wrong"
+        ratios.append(row["ours_us"] / row["peers_us"][peers[0]])
+    if not ratios:
+        raise ValueError(f"no case matches the README's row {summary.what!r} over {summary.name}")
+    low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def summary_table() -> str:
+    """The README's table."""
+    reports = read_reports()[SUMMARY_FOLDER]
+    lines = ["| what | X | time of torchweld / time of X |", "| --- | --- | --- |"]
+    for summary in SUMMARY:
+        ratios = ratio_range(summary, reports[summary.family]["rows"])
+        lines.append(f"| {summary.what} | {summary.name} | {ratios} |")
+    return "\n".join(lines)
+
+
+def pages() -> dict[Path, str]:
+    """What the pages should hold, by path.
+
+    Raises:
+        ValueError: README.md has not one place for the table.
+    """
+    readme = ROOT / "README.md"
+    fresh, places = re.subn(
+        f"{re.escape(BEGIN)}.*?{re.escape(END)}",
+        lambda _: f"{BEGIN}\n{summary_table()}\n{END}",
+        readme.read_text(encoding="utf-8"),
+        flags=re.S,
+    )
+    if places != 1:
+        raise ValueError(f"README.md must have one table between {BEGIN} and {END}")
+    return {readme: fresh, ROOT / RESULTS / "README.md": results_page()}
+
+
+def stale_pages() -> dict[Path, str]:
+    """Those of the pages that are not what the results say, and what they should hold."""
+    return {
+        path: fresh
+        for path, fresh in pages().items()
+        if not path.is_file() or path.read_text(encoding="utf-8") != fresh
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if stale")
     args = parser.parse_args(argv)
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    fresh = re.sub(
-        f"{re.escape(BEGIN)}.*?{re.escape(END)}",
-        lambda _: f"{BEGIN}\n{tables()}\n{END}",
-        text,
-        flags=re.S,
-    )
-    if args.check:
-        return int(fresh != text)
-    readme.write_text(fresh)
-    return 0
+    stale = stale_pages()
+    for path, fresh in stale.items():
+        if args.check:
+            print(f"{path.relative_to(ROOT)} is not what the results say", file=sys.stderr)
+        else:
+            path.write_text(fresh, encoding="utf-8")
+    return int(args.check and bool(stale))
 
 
 if __name__ == "__main__":

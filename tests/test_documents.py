@@ -1,0 +1,135 @@
+"""The documents: their tables are what the result files say, what they name exists, the README's
+example runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torchweld
+from samples import PUBLIC
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+DOCUMENTS = {"README.md": README, "CONTRIBUTING.md": CONTRIBUTING}
+
+
+@pytest.fixture
+def tables():
+    """A fresh copy of benchmarks/readme_table.py."""
+    path = ROOT / "benchmarks" / "readme_table.py"
+    spec = importlib.util.spec_from_file_location("readme_table", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture
+def copy(tables, tmp_path, monkeypatch):
+    """The pages and the result files where they may be changed."""
+    shutil.copytree(ROOT / tables.RESULTS, tmp_path / tables.RESULTS)
+    shutil.copy(ROOT / "README.md", tmp_path)
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    return tmp_path
+
+
+def change_report(folder: Path, change) -> None:
+    path = folder / "benchmarks" / "results" / "nvidia-h200" / "attention.json"
+    report = json.loads(path.read_text())
+    change(report["rows"][0])
+    path.write_text(json.dumps(report))
+
+
+def test_tables_are_what_the_results_say(tables):
+    stale = [str(path.relative_to(ROOT)) for path in tables.stale_pages()]
+    assert not stale, "run python benchmarks/readme_table.py"
+
+
+def test_stale_tables_are_found_and_written_anew(tables, copy, capsys):
+    change_report(copy, lambda row: row.update(ours_us=1234567.8))
+    assert tables.main(["--check"]) == 1
+    error = capsys.readouterr().err
+    assert "README.md is not" in error and "benchmarks/results/README.md is not" in error
+    assert tables.main([]) == 0
+    assert tables.main(["--check"]) == 0
+    assert "| 1234567.8 |" in (copy / "benchmarks" / "results" / "README.md").read_text()
+
+
+def test_a_wrong_answer_has_no_ratio(tables, copy):
+    change_report(copy, lambda row: row.update(ratio=None))
+    assert "| attention, bfloat16 | SDPA, flash back end | wrong |" in tables.summary_table()
+    assert re.search(r"\| attention \(8, 12, 1024, 64\).* \| wrong \| ", tables.results_page())
+
+
+def test_a_row_without_cases_is_refused(tables):
+    summary = tables.SUMMARY[0]._replace(cases="no such case")
+    with pytest.raises(ValueError, match="no case matches the README's row 'attention, bfloat16'"):
+        tables.ratio_range(summary, tables.read_reports()["nvidia-h200"]["attention"]["rows"])
+
+
+def test_every_result_is_on_the_page(tables):
+    page = (ROOT / tables.RESULTS / "README.md").read_text(encoding="utf-8")
+    for families in tables.read_reports().values():
+        for report in families.values():
+            assert all(f"| {row['case']} |" in page for row in report["rows"])
+
+
+@pytest.mark.parametrize(("name", "most"), [("README.md", 180), ("CONTRIBUTING.md", 110)])
+def test_documents_stay_short(name, most):
+    assert len(DOCUMENTS[name].splitlines()) <= most
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTS, "benchmarks/results/README.md"])
+def test_what_a_document_names_exists(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    links = [(ROOT / name).parent / link for link in re.findall(r"\]\(([^)#:]+)\)", text)]
+    paths = re.findall(r"\b(?:csrc|python|tests|benchmarks)/[\w/.-]*\w(?![\w<*])", text)
+    assert links or paths
+    missing = [str(path) for path in [*links, *map(ROOT.joinpath, paths)] if not path.exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_commands_of_a_document_exist(name):
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"\bmake ([a-z-]+)", DOCUMENTS[name])
+    assert targets
+    assert [t for t in targets if not re.search(rf"^{t}:", makefile, re.M)] == []
+    text = subprocess.run(
+        [sys.executable, "-m", "torchweld", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    commands = re.findall(r"`torchweld ([a-z]+)", DOCUMENTS[name])
+    assert [c for c in commands if not re.search(rf"^ +{c} ", text, re.M)] == []
+
+
+def test_readme_names_every_op_and_module():
+    names = set(re.findall(r"`(\w+)`", README))
+    assert set(PUBLIC) - names == set()
+    assert set(torchweld.nn.__all__) - names == set()
+
+
+def test_example_of_the_readme_runs(tmp_path):
+    pytest.importorskip("transformers")
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    done = subprocess.run(
+        [sys.executable, "-c", example],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "torchweld::softmax(float32 (4096, 5000) on meta)" in done.stdout
+    assert (tmp_path / "mlp.pt").stat().st_size > 0
