@@ -1,6 +1,9 @@
 // Which configuration a call takes: one that tune tries on this thread, one that it has remembered,
 // or the family's own choice. Launchers ask `pick`, which costs one load where nothing is forced,
 // remembered or watched. Knows no torch header.
+//
+// A remembered choice is kept by its problem, not by its op: `pick` sees the numbers that the
+// kernels read, so the key can lack none of them, and ops that run the same product share it.
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,8 @@
 // What every room registers the same way: handles to ops, autograd and autocast plumbing.
+//
+// Autocast casts the tensors of matmul-like ops to the autocast dtype, x included, so that the norm
+// of layer_norm_linear reads a rounded x. softmax, causal_softmax, the pointwise ops and sums have
+// no autocast kernel and keep their dtype.
 #pragma once
 
 #include <ATen/autocast_mode.h>

@@ -1,4 +1,7 @@
 // Every family of kernels that tune knows. Pure host code.
+//
+// scalar_attention and the matrix passes are not among them: they choose once for the size of the
+// scratch and once for the launch, and another thread may remember a choice in between.
 #pragma once
 
 #include <string_view>

@@ -1,4 +1,15 @@
-// The causal and left-padding mask, in one place for host and device (OPS.md, section 1).
+// The causal and left-padding mask, in one place for host and device.
+//
+// Query row i of a sequence stands at position i + seqlen_k - seqlen_q among the keys (bottom-right
+// aligned). It sees key j where
+//   j >= leftpad     the first leftpad keys of the sequence are padding
+//   j <= position    if causal
+// A row whose own position is below leftpad is padding and sees nothing. A row that sees nothing
+// gives 0, lse = -inf and gradients 0; what stands in hidden places is never used, NaN included.
+//
+// leftpad's values are data, so the host never waits for them: below 0 counts as 0, above seqlen_k
+// as seqlen_k. leftpad = 0 is not the same as no leftpad where seqlen_q > seqlen_k without causal:
+// the rows at negative positions are padding then.
 #pragma once
 
 #include <cstdint>

@@ -1,3 +1,6 @@
+// Operands that cp.async can't read in whole 16-byte pieces are copied first: odd K, odd strides,
+// misaligned bases. To read them in place would need a variable source size, which costs ten
+// instructions a piece in every product.
 #include "core/matmul.h"
 
 #ifdef TORCHWELD_CUDA

@@ -1,7 +1,8 @@
 // Accesses to global memory that stay as they are written: whole, and loads where they stand.
 //
 // NOTE: volatile assembly. The compiler moves ordinary loads to where their values are used, which
-// leaves one in flight where a batch of them was meant, and splits stores under a condition.
+// leaves one in flight where a batch of them was meant, and splits stores under a condition. A
+// matrix pass with sums took 2.3 times as long: outer_mul_relu_backward (16384, 16384) float32.
 #pragma once
 
 #include "device/vec.cuh"

@@ -1,5 +1,9 @@
 // What happens to groups of 8 finished sums: bias, pre-activation, activation or gate, rounding.
 // The matmul kernels and the sum of a split product share it.
+//
+// What is to be done is a switch at run time, not a template parameter. The sums of a work tile go
+// through shared memory anyway, to be stored in 16-byte pieces; there a switch outside of the loop
+// over 8 values costs nothing, and a kernel compiles once for all activations and gates.
 #pragma once
 
 #include "device/activation.cuh"

@@ -1,5 +1,7 @@
 // dQ in turns: the sums of one query tile grow by one block's part at a time, first that of the
 // first live keys, then on in the order of the keys, so that they are the same bits in every run.
+// That is as fast as atomic additions, and needs no pass of its own: attention_backward (4, 16,
+// 4096, 128) bfloat16 causal beside SDPA flash, whose dQ is added atomically.
 //
 // Every warp of a block owns the same share of a tile in every block and takes its turns alone. The
 // first part is stored without a read, the last one goes straight into dQ.

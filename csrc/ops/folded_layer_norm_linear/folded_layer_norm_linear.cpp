@@ -1,8 +1,8 @@
 // fold_layer_norm:           folded_weight = weight * ln_weight in the weight's dtype, (N, K)
 //                            weight_sum    = folded_weight.sum(1), fp32, (N,)
 //                            folded_bias   = bias + weight @ ln_bias, fp32, (N,)
-// folded_layer_norm_linear:  y = activation(rstd * (x @ folded_weight.T - mean * weight_sum) +
-// folded_bias)
+// folded_layer_norm_linear:  y = activation(rstd * (x @ folded_weight.T - mean * weight_sum)
+//                                           + folded_bias)
 //                            with mean and rstd of each row of x (..., K); y (..., N)
 //
 // layer_norm_linear with the LayerNorm's own weights folded into the matmul, for inference. The

@@ -4,9 +4,10 @@
 // A block owns rows of W by a tile of tokens, and a part of K; the parts of a tile are a cluster,
 // which adds its sums through distributed shared memory in a fixed order. The weight goes from
 // global memory to the registers of the warp that multiplies it, `deep` steps ahead; x goes through
-// a ring of large stages, all of them on their way from the start. A warp has 16 rows of W, and
-// some chunks of every step: warpgroups of the same rows divide them. It unpacks a slice of 16
-// columns while the tensor cores multiply the slice before.
+// a pipeline of large stages, all of them on their way from the start. There is one block an SM, so
+// that x is read once for all of its warps. A warp has 16 rows of W, and some chunks of every step:
+// warpgroups of the same rows divide them. It unpacks a slice of 16 columns while the tensor cores
+// multiply the slice before.
 //
 // A kernel begins while the one before it ends, and reads nothing until that one is done.
 //

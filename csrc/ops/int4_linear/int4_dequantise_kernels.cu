@@ -1,5 +1,7 @@
-// The dense weight from the repacked one: a thread writes one unit of a row, eight values. The
-// eight units of a row's chunk are neighbours, so that a warp writes whole lines of four rows.
+// The dense weight from the repacked one, for the matmul engine: for every gradient, and for
+// products that no 4-bit tile takes (kInt4DenseTokens). A thread writes one unit of a row, eight
+// values. The eight units of a row's chunk are neighbours, so that a warp writes whole lines of
+// four rows.
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "ops/int4_linear/int4_linear.h"

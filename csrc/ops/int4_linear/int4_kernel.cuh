@@ -9,7 +9,8 @@
 // or, without clusters, are added by the matmul engine's second kernel; both in a fixed order.
 //
 // Rounding: codes less zeros are exact. Where scales multiply the fp32 sums of groups nothing else
-// is rounded before y; otherwise a weight is rounded once to the dtype of x.
+// is rounded before y. With many 16-bit tokens a weight is rounded once to the dtype of x, which
+// needs half the accumulators. fp32 x is split into three bf16 pieces; their products are exact.
 // Source: Frantar et al., "MARLIN", 2024 (the offline order, the ring, small batches).
 #pragma once
 

@@ -1,5 +1,5 @@
 // y = x @ W^T + bias for a repacked 4-bit weight W and many rows of x, on Hopper's products of
-// warpgroups.
+// warpgroups (wgmma), of whose rate mma.sync reaches half: int4 (4096, 4096, 4096) bfloat16.
 //
 // A block owns a tile of y (rows of W by tokens) and a part of K. The ring is filled by cp.async.
 // Weights are the operand in registers: each warp unpacks a slice of 16 columns of its own rows

@@ -8,7 +8,7 @@
 // [16 s, 16 s + 16) as a 16 x 16 operand in the registers of mma.sync or wgmma: with g = l / 4 and
 // t = l % 4, nibbles i and i + 4 are columns 2t and 2t + 1 of row g + 8 * (i % 2) and unit i / 2.
 // One shift and one mask then give a pair in the two halves of a register. Rows and units that the
-// weight does not have hold 0.
+// weight does not have hold 0. The kernels for few and for many tokens all read this one tensor.
 //   packed        (tiles, chunks, 128) words, the lanes' four words together
 //   packed_scale  (tiles, groups, 16), the rows in the order 0, 8, 1, 9, ...: a lane reads both of
 //                 its rows at once

@@ -1,5 +1,5 @@
-// layer_norm_linear:  y = activation(layer_norm(x, (K,), ln_weight, ln_bias, eps) @ weight.T +
-// bias)
+// layer_norm_linear:  y = activation(normed @ weight.T + bias),
+//                     normed = layer_norm(x, (K,), ln_weight, ln_bias, eps)
 //   x (..., K), weight (N, K), bias (N,), ln_weight and ln_bias (K,), y (..., N)
 //
 // layer_norm_linear_forward also returns what the gradient needs: the pre-activation (or a (0,)

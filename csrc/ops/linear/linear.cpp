@@ -1,5 +1,5 @@
-// linear:  y = activation(x @ weight.T + bias)        x (..., K), weight (N, K), bias (N,), y (...,
-// N)
+// linear:  y = activation(x @ weight.T + bias)
+//   x (..., K), weight (N, K), bias (N,), y (..., N)
 //
 // linear_forward also returns what the gradient needs: the pre-activation z, or a (0,) tensor where
 // the activation's gradient does not need it (none, relu).

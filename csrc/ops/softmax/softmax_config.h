@@ -1,5 +1,9 @@
 // Which kernel and tile a row softmax takes. Pure host code: tested without a GPU, printed by
 // explain.
+//
+// A row is held in one of three ways: in the registers of as many threads as it needs (a tile); in
+// the shared memory of a cluster, where the next row arrives while this one is reduced and stored
+// (a ring); or nowhere, and read twice (a stream).
 #pragma once
 
 #include <cstdint>

@@ -1,13 +1,16 @@
 // How the rings of softmax and of its gradient take their rows.
 //
-// The blocks stay on their SMs; a cluster of them shares a row and claims the next one as soon as
-// its ring has room for it. A warp of every block copies the live columns, as far ahead as there is
-// room, into a ring of pieces. Groups of warps take the rows by turns: a group reduces the pieces
-// as they arrive, joins what it found over its warps and the cluster, then reads the pieces again,
-// stores the result, and gives them back. So one group reduces while another one waits for the
-// cluster or stores, and rows load meanwhile. Of a row that is longer than the ring the first
-// pieces are given back at once, and copied again behind the last one. A row may start anywhere: it
-// is copied in whole 16-byte accesses, whose elements beside the row count for nothing.
+// The blocks are persistent. A cluster of them shares a row and claims the next one from a counter,
+// as soon as its ring has room for it: with rows dealt out beforehand the slowest cluster cost 6 %.
+// The producer, a warp of every block, copies the live columns, as far ahead as there is room, into
+// a ring of pieces. The consumers are groups of warps that take the rows by turns: a group reduces
+// the pieces as they arrive, joins what it found over its warps and the cluster, then reads the
+// pieces again, stores the result, and gives them back. So one group reduces while another one
+// waits for the cluster or stores, and rows load meanwhile: softmax (2048, 65536) bfloat16. Of a
+// row that is longer than the ring the first pieces are given back at once, and copied again behind
+// the last one; nothing waits in a circle, because a slot is always filled after the one before it.
+// A row may start anywhere: it is copied in whole 16-byte accesses, whose elements beside the row
+// count for nothing.
 #pragma once
 
 #include "ops/softmax/softmax_ring_parts.cuh"

@@ -21,7 +21,7 @@ FAMILIES = {
 
 
 def _default_targets() -> Path | None:
-    """The checkout's targets; an installed package has none."""
+    """The checkout's targets; an installed package, which has the benchmarks too, has none."""
     path = Path(__file__).resolve().parents[3] / "benchmarks" / "targets.toml"
     return path if path.is_file() else None
 

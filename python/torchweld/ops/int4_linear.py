@@ -136,9 +136,10 @@ class Int4Linear(nn.Module):
     """Frozen `torch.nn.Linear` with weights of 4 bits; stands in for it at inference.
 
     Made by `Int4Linear.from_linear(linear)`. The buffers are the portable layout of `int4_linear`,
-    and they alone are in the state_dict. On CUDA the repacked weight stands beside them: it is made
-    when the module is moved there and when a state_dict is loaded. Who edits a buffer in place
-    calls `repack()` afterwards.
+    and they alone are in the state_dict, which so does not depend on the device. On CUDA the
+    repacked weight stands beside them, another half byte a weight: it is made when the module is
+    moved there and when a state_dict is loaded. Who edits a buffer in place calls `repack()`
+    afterwards.
 
     Args:
         in_features: K, a multiple of 8.

@@ -37,7 +37,8 @@ def layer_norm_linear(
     Raises:
         RuntimeError: a wrong shape, dtype, device, eps or activation.
 
-    Limits: differentiable once. The normalised rows are not kept for the gradient.
+    Limits: differentiable once. The normalised rows are not kept for the gradient. Under autocast
+        `x` is rounded to the autocast dtype before it is normalised.
     """
     return ops.layer_norm_linear(
         x, weight, bias, ln_weight, ln_bias, eps=eps, activation=activation

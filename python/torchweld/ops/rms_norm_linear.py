@@ -34,7 +34,8 @@ def rms_norm_linear(
     Raises:
         RuntimeError: a wrong shape, dtype, device, eps or activation.
 
-    Limits: differentiable once. The normalised rows are not kept for the gradient.
+    Limits: differentiable once. The normalised rows are not kept for the gradient. Under autocast
+        `x` is rounded to the autocast dtype before it is normalised.
     """
     return ops.rms_norm_linear(x, weight, bias, norm_weight, eps=eps, activation=activation)
 
