@@ -165,7 +165,7 @@ def extensions():
     if WITH_CUDA:
         ops = cpp_extension.CUDAExtension(
             "torchweld._ops",
-            sources("csrc/ops/*/*.cpp", "csrc/core/*.cpp", "csrc/**/*.cu"),
+            sources("csrc/*/*.cpp", "csrc/ops/*/*.cpp", "csrc/**/*.cu"),
             include_dirs=include,
             depends=depends,
             define_macros=[("TORCHWELD_CUDA", None)],
@@ -175,7 +175,7 @@ def extensions():
     else:
         ops = cpp_extension.CppExtension(
             "torchweld._ops",
-            sources("csrc/ops/*/*.cpp", "csrc/core/*.cpp"),
+            sources("csrc/*/*.cpp", "csrc/ops/*/*.cpp"),
             include_dirs=include,
             depends=depends,
             extra_compile_args={"cxx": cxx},

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/launch.h"
 
 namespace torchweld {
 
@@ -16,12 +17,13 @@ namespace torchweld {
 // serve the next call on this stream without being cleared.
 // NOTE: they belong to a thread and a stream, because two calls that share them must not overlap.
 // Under capture the graph clears its own: its replays may overlap with anything.
-inline at::Tensor zero_counters(int64_t count, const at::Tensor& like,
-                                const c10::cuda::CUDAStream& stream) {
+inline at::Tensor zero_counters(int64_t count, const at::Tensor& like) {
   const auto options = like.options().dtype(at::kInt);
-  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
+  if (is_dry_run() ||
+      c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
     return at::zeros({count}, options);
   }
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   thread_local std::map<std::pair<c10::DeviceIndex, cudaStream_t>, at::Tensor> kept;
   at::Tensor& counters = kept[{stream.device_index(), stream.stream()}];
   if (!counters.defined() || counters.numel() < count) counters = at::zeros({count}, options);
@@ -29,9 +31,9 @@ inline at::Tensor zero_counters(int64_t count, const at::Tensor& like,
 }
 
 // Gives one such counter when it is called, and keeps it; `like` outlives it.
-inline auto zero_counter_if_asked(const at::Tensor& like, const c10::cuda::CUDAStream& stream) {
-  return [&like, stream, counter = at::Tensor()]() mutable {
-    counter = zero_counters(1, like, stream);
+inline auto zero_counter_if_asked(const at::Tensor& like) {
+  return [&like, counter = at::Tensor()]() mutable {
+    counter = zero_counters(1, like);
     return reinterpret_cast<unsigned*>(counter.mutable_data_ptr<int>());
   };
 }

@@ -4,10 +4,28 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <optional>
+
 #include "core/check.h"
 #include "core/dtype.h"
+#include "core/launch.h"
 
 namespace torchweld {
+
+// The device that a call's kernels run on, while this lives; in a dry run there is none.
+class OnDevice {
+ public:
+  explicit OnDevice(const c10::Device& device) {
+    if (!is_dry_run()) guard_.emplace(device);
+  }
+
+ private:
+  std::optional<c10::cuda::CUDAGuard> guard_;
+};
+
+inline cudaStream_t current_stream() {
+  return is_dry_run() ? nullptr : c10::cuda::getCurrentCUDAStream().stream();
+}
 
 inline DType dtype_of(const at::Tensor& t) {
   switch (t.scalar_type()) {

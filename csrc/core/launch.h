@@ -1,4 +1,5 @@
-// Launch errors as sentences. Included by .cu files, so it knows no torch header.
+// How every kernel is launched, and launch errors as sentences. Included by .cu files, so it knows
+// no torch header.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -6,10 +7,14 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <utility>
+
+#include "core/watch.h"
 
 namespace torchweld {
 
 inline void check_launch(const char* op) {
+  if (is_dry_run()) return;
   const cudaError_t error = cudaGetLastError();
   if (error == cudaSuccess) return;
   std::string text = std::string("torchweld::") + op +
@@ -23,36 +28,66 @@ inline void check_launch(const char* op) {
 // The most blocks of a grid's first dimension.
 inline constexpr int64_t kMaxGrid = 2147483647;
 
-// An attribute of the current device, 0 where there is none.
-inline int device_attribute(cudaDeviceAttr attribute) {
-  int device = 0, value = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return 0;
-  return cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess ? value : 0;
+// What a block may have of shared memory without asking, and of a cluster on every chip that has
+// clusters.
+inline constexpr int kSharedBytesUnasked = 48 * 1024, kPortableCluster = 8;
+
+struct Grid {
+  dim3 blocks, threads;
+  int shared_bytes = 0;
+  int cluster = 1;        // blocks along the first dimension that work together
+  bool overlaps = false;  // begins while the kernel before it ends (device/sm90/overlap.cuh)
+
+  // `blocks` fit a grid.
+  Grid(int64_t blocks, dim3 threads, int shared_bytes = 0)
+      : blocks(static_cast<unsigned>(blocks)), threads(threads), shared_bytes(shared_bytes) {}
+};
+
+// A failure stays behind for check_launch.
+// NOTE: permissions belong to the current device, so they are asked for at every launch.
+template <typename... Params, typename... Args>
+void launch_kernel(void (*kernel)(Params...), const Grid& grid, cudaStream_t stream,
+                   Args&&... args) {
+  if (anybody_watches()) {
+    watch_launch(reinterpret_cast<const void*>(kernel),
+                 static_cast<int>(grid.threads.x * grid.threads.y), grid.shared_bytes);
+    if (this_thread_runs_dry()) return;
+  }
+  if (grid.shared_bytes > kSharedBytesUnasked) {
+    (void)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               grid.shared_bytes);
+  }
+  if (grid.cluster > kPortableCluster) {
+    (void)cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchConfig_t config = {};
+  if (grid.cluster > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs++].val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
+  }
+  if (grid.overlaps) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  config.gridDim = grid.blocks;
+  config.blockDim = grid.threads;
+  config.dynamicSmemBytes = static_cast<size_t>(grid.shared_bytes);
+  config.stream = stream;
+  config.attrs = attributes;
+  (void)cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
 }
 
-// True where the current device has thread-block clusters and bulk copies, and runs code that was
-// compiled with them (device/target.cu).
-bool device_has_clusters();
-
-// The same for the products of warpgroups, which only Hopper has.
-bool device_has_warpgroups();
-
-// True where the current device has room for a cluster of 16 blocks that have an SM each.
-bool device_fits_clusters_of_16();
-
-// Lets a kernel have more shared memory than the 48 KiB that need no asking.
-// NOTE: the permission belongs to the current device, so it is asked for at every launch.
-template <typename Kernel>
-void allow_shared_memory(Kernel* kernel, int bytes) {
-  if (bytes <= 48 * 1024) return;
-  // A failure stays behind for check_launch.
-  (void)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+// Calls body(first, count) with as many of `items` blocks as one grid can hold at a time.
+template <typename Body>
+void for_each_grid_of(int64_t items, const Body& body) {
+  for (int64_t first = 0; first < items; first += kMaxGrid) {
+    body(first, items - first < kMaxGrid ? items - first : kMaxGrid);
+  }
 }
 
-// Lets a kernel have clusters of more than the 8 blocks that fit on every chip with clusters.
-template <typename Kernel>
-void allow_any_cluster(Kernel* kernel) {
-  (void)cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+inline void clear_memory(void* memory, int64_t bytes, cudaStream_t stream) {
+  if (!is_dry_run()) (void)cudaMemsetAsync(memory, 0, static_cast<size_t>(bytes), stream);
 }
 
 }  // namespace torchweld

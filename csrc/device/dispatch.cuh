@@ -1,6 +1,8 @@
 // From the dtype that the host names to a C++ type.
 #pragma once
 
+#include <type_traits>
+
 #include "core/dtype.h"
 #include "device/vec.cuh"
 
@@ -16,6 +18,15 @@ void dispatch_dtype(DType dtype, const Body& body) {
       return body(__half{});
     case DType::kBFloat16:
       return body(__nv_bfloat16{});
+  }
+}
+
+// Calls body with an index below kCount as a compile-time constant.
+template <int kCount, int kIndex = 0, typename Body>
+void dispatch_index(int index, const Body& body) {
+  if constexpr (kIndex < kCount) {
+    if (index == kIndex) return body(std::integral_constant<int, kIndex>{});
+    dispatch_index<kCount, kIndex + 1>(index, body);
   }
 }
 

@@ -9,7 +9,7 @@
 
 #include "core/dtype.h"
 #include "core/pointwise.h"
-#include "gemm/gemm_config.h"
+#include "gemm/config.h"
 
 namespace torchweld {
 

@@ -1,7 +1,7 @@
 // The launcher of the matmul engine, and the sum of a split product.
 #include "device/dispatch.cuh"
-#include "gemm/gemm_epilogue.cuh"
-#include "gemm/gemm_launch.h"
+#include "gemm/epilogue.cuh"
+#include "gemm/sync/launch.h"
 
 namespace torchweld {
 namespace {
@@ -37,7 +37,7 @@ void launch_split_sum(const GemmParams& p, cudaStream_t stream) {
   if (p.choice.splits == 1) return;
   const int64_t groups = (p.n + kGroup - 1) / kGroup;
   const int64_t blocks = (groups * p.m * p.batch + kThreads - 1) / kThreads;
-  split_sum_kernel<T><<<unsigned(blocks), kThreads, 0, stream>>>(p, groups);
+  launch_kernel(split_sum_kernel<T>, {blocks, kThreads}, stream, p, groups);
 }
 
 }  // namespace
@@ -49,18 +49,18 @@ void launch_gemm_sum(const GemmParams& p, cudaStream_t stream) {
 void launch_gemm(const GemmParams& p, cudaStream_t stream) {
   switch (p.dtype) {
     case DType::kFloat16:
-      launch_gemm_math<GemmMath::kFloat16>(p, stream);
+      launch_sync_math<GemmMath::kFloat16>(p, stream);
       launch_split_sum<__half>(p, stream);
       break;
     case DType::kBFloat16:
-      launch_gemm_math<GemmMath::kBFloat16>(p, stream);
+      launch_sync_math<GemmMath::kBFloat16>(p, stream);
       launch_split_sum<__nv_bfloat16>(p, stream);
       break;
     case DType::kFloat32:
       if (p.tf32) {
-        launch_gemm_math<GemmMath::kTf32>(p, stream);
+        launch_sync_math<GemmMath::kTf32>(p, stream);
       } else {
-        launch_gemm_math<GemmMath::kFloat32>(p, stream);
+        launch_sync_math<GemmMath::kFloat32>(p, stream);
       }
       launch_split_sum<float>(p, stream);
       break;

@@ -1,8 +1,8 @@
-#include "gemm/gemm_kernel.cuh"
+#include "gemm/sync/kernel.cuh"
 
 namespace torchweld {
 
-template void launch_gemm_size<GemmMath::kTf32, GemmSize::kMedium>(const GemmParams& params,
+template void launch_sync_size<GemmMath::kTf32, SyncSize::kMedium>(const GemmParams& params,
                                                                    cudaStream_t stream);
 
 }  // namespace torchweld

@@ -131,16 +131,16 @@ void launch_norm_backward(const NormBackwardParams& params, cudaStream_t stream)
     const int tile = choose_norm_tile(problem);
     with_norm_tile<sizeof(T), /*kBackward=*/true>(tile, [&](auto index) {
       using Config = NormConfig<T, index.value>;
-      for_each_grid_of_rows(
-          params.rows, Config::kRowsPerBlock, [&](int64_t first, unsigned blocks) {
-            norm_backward_kernel<Config><<<blocks, Config::kThreads, 0, stream>>>(params, first);
-          });
+      for_each_grid_of_rows(params.rows, Config::kRowsPerBlock, [&](int64_t first, int64_t blocks) {
+        launch_kernel(norm_backward_kernel<Config>, {blocks, Config::kThreads}, stream, params,
+                      first);
+      });
     });
     if (tile >= 0) return;
     const auto kernel = problem.vector() ? norm_backward_stream_kernel<T, kElems>
                                          : norm_backward_stream_kernel<T, 1>;
-    for_each_grid_of_rows(params.rows, 1, [&](int64_t first, unsigned blocks) {
-      kernel<<<blocks, kNormStreamThreads, 0, stream>>>(params, first);
+    for_each_grid_of_rows(params.rows, 1, [&](int64_t first, int64_t blocks) {
+      launch_kernel(kernel, {blocks, kNormStreamThreads}, stream, params, first);
     });
   });
   check_launch("norm_backward");

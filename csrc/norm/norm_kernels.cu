@@ -171,15 +171,14 @@ void launch_norm(const NormParams& params, cudaStream_t stream) {
     const int tile = choose_norm_tile(problem);
     with_norm_tile<sizeof(T), /*kBackward=*/false>(tile, [&](auto index) {
       using Config = NormConfig<T, index.value>;
-      for_each_grid_of_rows(
-          params.rows, Config::kRowsPerBlock, [&](int64_t first, unsigned blocks) {
-            norm_kernel<Config><<<blocks, Config::kThreads, 0, stream>>>(params, first);
-          });
+      for_each_grid_of_rows(params.rows, Config::kRowsPerBlock, [&](int64_t first, int64_t blocks) {
+        launch_kernel(norm_kernel<Config>, {blocks, Config::kThreads}, stream, params, first);
+      });
     });
     if (tile >= 0) return;
     const auto kernel = problem.vector() ? norm_stream_kernel<T, kElems> : norm_stream_kernel<T, 1>;
-    for_each_grid_of_rows(params.rows, 1, [&](int64_t first, unsigned blocks) {
-      kernel<<<blocks, kNormStreamThreads, 0, stream>>>(params, first);
+    for_each_grid_of_rows(params.rows, 1, [&](int64_t first, int64_t blocks) {
+      launch_kernel(kernel, {blocks, kNormStreamThreads}, stream, params, first);
     });
   });
   check_launch("norm");

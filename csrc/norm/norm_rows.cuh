@@ -61,25 +61,19 @@ __device__ __forceinline__ void load_or(float (&r_to)[kElems], const T* g_vector
   }
 }
 
-// Calls body with the tile as a compile-time constant.
-template <int kElemSize, bool kBackward, int kTile = 0, typename Body>
+// Calls body with the tile as a compile-time constant, where it suits.
+template <int kElemSize, bool kBackward, typename Body>
 void with_norm_tile(int tile, const Body& body) {
-  if constexpr (kTile < kNumNormTiles) {
-    if constexpr (kNormTiles[kTile].suits(kElemSize, kBackward)) {
-      if (tile == kTile) return body(std::integral_constant<int, kTile>{});
-    }
-    with_norm_tile<kElemSize, kBackward, kTile + 1>(tile, body);
-  }
+  dispatch_index<kNumNormTiles>(tile, [&](auto index) {
+    if constexpr (kNormTiles[index.value].suits(kElemSize, kBackward)) body(index);
+  });
 }
 
 // Calls launch(first row, blocks) for as many rows at a time as one grid can hold.
 template <typename Launch>
 void for_each_grid_of_rows(int64_t rows, int rows_per_block, const Launch& launch) {
-  const int64_t most = kMaxGrid * rows_per_block;
-  for (int64_t first = 0; first < rows; first += most) {
-    const int64_t part = rows - first < most ? rows - first : most;
-    launch(first, static_cast<unsigned>((part + rows_per_block - 1) / rows_per_block));
-  }
+  for_each_grid_of((rows + rows_per_block - 1) / rows_per_block,
+                   [&](int64_t first, int64_t blocks) { launch(first * rows_per_block, blocks); });
 }
 
 }  // namespace torchweld

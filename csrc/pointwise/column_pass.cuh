@@ -118,14 +118,14 @@ void launch_column_pass(const Op& op, int64_t rows, int64_t n, float* g_partials
                         const ColumnSums& sums, cudaStream_t stream) {
   constexpr int kTile = kWarp * Op::kElems;
   const ColumnSplit split = split_rows(rows, n);
-  const dim3 grid(static_cast<unsigned>((n + kTile - 1) / kTile),
-                  static_cast<unsigned>(split.chunks));
-  column_pass_kernel<<<grid, dim3(kWarp, kRowGroups), 0, stream>>>(
-      op, rows, n, split.rows_per_chunk, g_partials);
+  Grid grid((n + kTile - 1) / kTile, dim3(kWarp, kRowGroups));
+  grid.blocks.y = static_cast<unsigned>(split.chunks);
+  launch_kernel(column_pass_kernel<Op>, grid, stream, op, rows, n, split.rows_per_chunk,
+                g_partials);
   if (g_partials == nullptr) return;
   const int64_t blocks = (Op::kSums * n + kWarp - 1) / kWarp;
-  add_partials_kernel<T><<<static_cast<unsigned>(blocks), dim3(kWarp, kPartialGroups), 0, stream>>>(
-      g_partials, split.chunks, Op::kSums, n, sums);
+  launch_kernel(add_partials_kernel<T>, {blocks, dim3(kWarp, kPartialGroups)}, stream, g_partials,
+                split.chunks, Op::kSums, n, sums);
 }
 
 }  // namespace torchweld

@@ -11,7 +11,7 @@ namespace torchweld {
 
 // The scratch of a pass with sums, on the current device; keep it until the launch.
 inline Tensor matrix_pass_scratch(MatrixPassParams& params, const Tensor& like) {
-  params.sms = device_attribute(cudaDevAttrMultiProcessorCount);
+  params.sms = device_facts().sms;
   const int64_t floats = plan_matrix_pass(params).scratch();
   if (floats == 0) return Tensor();
   Tensor scratch = at::empty({floats}, like.options().dtype(at::kFloat));

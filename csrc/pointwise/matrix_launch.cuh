@@ -34,13 +34,12 @@ void launch_add_row_parts(const MatrixArgs<T>& args, cudaStream_t stream) {
   constexpr int kRows = kMatrixThreads / kWarp, kManyThreads = 1024;
   const int64_t rows = args.plan.rows, parts = args.plan.row_parts();
   if (parts <= kManyParts) {
-    add_row_parts_kernel<T, kWarp, kMatrixThreads>
-        <<<static_cast<unsigned>(divide_up(rows, kRows)), kMatrixThreads, 0, stream>>>(
-            args.g_row_parts, rows, parts, args.g_row_sums);
+    launch_kernel(add_row_parts_kernel<T, kWarp, kMatrixThreads>,
+                  {divide_up(rows, kRows), kMatrixThreads}, stream, args.g_row_parts, rows, parts,
+                  args.g_row_sums);
   } else {
-    add_row_parts_kernel<T, kManyThreads, kManyThreads>
-        <<<static_cast<unsigned>(rows), kManyThreads, 0, stream>>>(args.g_row_parts, rows, parts,
-                                                                   args.g_row_sums);
+    launch_kernel(add_row_parts_kernel<T, kManyThreads, kManyThreads>, {rows, kManyThreads}, stream,
+                  args.g_row_parts, rows, parts, args.g_row_sums);
   }
 }
 
@@ -48,22 +47,22 @@ template <typename T>
 void launch_add_column_parts(const MatrixArgs<T>& args, cudaStream_t stream) {
   const int64_t n = args.plan.n;
   const dim3 threads(kWarp, kPartialGroups);
-  add_partials_kernel<T><<<static_cast<unsigned>(divide_up(n, kWarp)), threads, 0, stream>>>(
-      args.g_column_parts, args.plan.column_parts(), 1, n, {{args.g_column_sums, nullptr}, 1});
+  launch_kernel(add_partials_kernel<T>, {divide_up(n, kWarp), threads}, stream, args.g_column_parts,
+                args.plan.column_parts(), 1, n, ColumnSums{{args.g_column_sums, nullptr}, 1});
 }
 
 template <int kElems, typename T, typename F>
 void launch_matrix_kernel(const MatrixArgs<T>& args, const F& f, cudaStream_t stream) {
   const MatrixPlan& plan = args.plan;
-  matrix_pass_kernel<MatrixConfig<T, kElems, F>, F>
-      <<<static_cast<unsigned>(plan.blocks()), plan.groups * plan.lanes, 0, stream>>>(args, f);
+  launch_kernel(matrix_pass_kernel<MatrixConfig<T, kElems, F>, F>,
+                {plan.blocks(), static_cast<unsigned>(plan.groups * plan.lanes)}, stream, args, f);
 }
 
 template <typename T, typename F>
 void launch_matrix_rows(const MatrixArgs<T>& args, const F& f, cudaStream_t stream) {
   const MatrixPlan& plan = args.plan;
-  matrix_rows_kernel<T, F>
-      <<<static_cast<unsigned>(plan.blocks()), plan.lanes, 0, stream>>>(args, f);
+  launch_kernel(matrix_rows_kernel<T, F>, {plan.blocks(), static_cast<unsigned>(plan.lanes)},
+                stream, args, f);
 }
 
 template <typename F>

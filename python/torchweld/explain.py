@@ -1,7 +1,12 @@
-"""torchweld.explain(): which kernel a call takes, and why."""
+"""torchweld.explain(): which kernel a call takes, and why.
+
+The library answers: the op's own CUDA code runs on meta tensors, with every launch left out, and
+tells what it chose. Nothing of the choice is repeated here.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -9,8 +14,11 @@ import torch
 from torch import Tensor
 
 import torchweld._library as library
-from torchweld import explain_ops
 from torchweld.info import has_cuda_kernel, ops_of_library
+
+_TUNED = "the fastest of its configurations when torchweld.tune timed this shape class"
+_ASSUMED = "NVIDIA H100 (assumed: there is no GPU here)"
+_DEVICE_FIELDS = 6  # the last numbers of every problem
 
 
 @dataclass
@@ -21,10 +29,12 @@ class Explanation:
         op: the op's name.
         call: the tensors, as text.
         kernel: what runs.
-        tile: the kernel's configuration, {} where there is none.
+        tile: the kernel's configuration, {} where there is none; by part where the call has several
+            parts, for example `dx` and `dweight`.
         why: one sentence.
         source: whose choice the tile is: "heuristic", "tuned" (remembered by torchweld.tune) or
             "forced", "" where there is none to make.
+        gpu: the GPU that this holds for, "" on the CPU.
         rejected: (candidate, reason) of what was looked at before.
     """
 
@@ -34,6 +44,7 @@ class Explanation:
     tile: dict[str, Any] = field(default_factory=dict)
     why: str = ""
     source: str = ""
+    gpu: str = ""
     rejected: list[tuple[str, str]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -46,6 +57,8 @@ class Explanation:
         lines.append(f"  why       {self.why}")
         if self.source:
             lines.append(f"  source    {self.source}{self._where()}")
+        if self.gpu:
+            lines.append(f"  gpu       {self.gpu}")
         lines += [f"  rejected  {name}: {reason}" for name, reason in self.rejected]
         return "\n".join(lines)
 
@@ -59,25 +72,67 @@ def _describe(t: Tensor) -> str:
     return f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)} on {t.device}"
 
 
-_MATMULS = (
-    "linear",
-    "layer_norm_linear",
-    "rms_norm_linear",
-    "folded_layer_norm_linear",
-    "gated_linear",
-    "bmm",
-)
+def _meta(value: Any) -> Any:
+    """A tensor without memory, laid out as the given one; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+    elements = value.storage_offset() + (extent if value.numel() else 0)
+    base = torch.empty(elements, dtype=value.dtype, device="meta")
+    return base.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
-def _family(op: str) -> str:
-    return op.removesuffix("_backward").removesuffix("_forward")
+def _dry_run(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], device: int) -> list[dict]:
+    """What the CUDA code of a call chooses, in the order of its kernels."""
+    overload = getattr(library.ops, op).default
+    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    values = {name: _meta(value) for name, value in kwargs.items()}
+    library.ops._begin_dry_run(device)
+    try:
+        overload.redispatch(cuda, *map(_meta, args), **values)
+    finally:
+        seen = library.ops._end_watch()
+    return [json.loads(text) for text in seen]
+
+
+def _sizes(record: dict[str, Any]) -> str:
+    fields = library.introspection().families()[record["family"]][:-_DEVICE_FIELDS]
+    return ", ".join(f"{k} {v}" for k, v in zip(fields, record["problem"], strict=False))
+
+
+def _unique(texts: list[str]) -> str:
+    return "; ".join(dict.fromkeys(texts))
+
+
+def _tell(explanation: Explanation, records: list[dict[str, Any]]) -> None:
+    """Fills in what the library told."""
+    if not records:
+        explanation.kernel, explanation.why = "none", "nothing to compute"
+        return
+    chosen = [record for record in records if record["family"]]
+    if not chosen:
+        explanation.kernel = "CUDA"
+        explanation.why = "the op has one kernel for every size"
+        return
+    explanation.kernel = _unique([record["kernel"] for record in chosen])
+    explanation.source = _unique([record["source"] for record in chosen])
+    tuned = [_TUNED if r["source"] != "heuristic" else r["why"] for r in chosen]
+    explanation.why = _unique(tuned)
+    explanation.rejected = [(name, reason) for name, reason in chosen[0]["rejected"]]
+    if len(chosen) == 1:
+        explanation.tile = {"name": chosen[0]["choice"]}
+        explanation.tile |= {k: v for k, v in chosen[0]["columns"].items() if v}
+        return
+    for i, record in enumerate(chosen):
+        text = f"{record['choice']} ({_sizes(record)})"
+        explanation.tile[record["part"] or f"part {i + 1}"] = text
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     """Which kernel `torchweld.<op>(*args, **kwargs)` would take, and why.
 
     Nothing runs, so tensors on the meta device do, and no GPU is needed: meta tensors are explained
-    as CUDA tensors.
+    as tensors on the current GPU or, where there is none, on an H100.
 
     Args:
         op: the name of an op, e.g. "softmax".
@@ -89,7 +144,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
 
     Raises:
         ValueError: there is no such op, or the call has no tensor.
-        RuntimeError: the library is not there, or its introspection module is not.
+        RuntimeError: the library is not there, its introspection module is not, or the op refuses
+            the arguments.
     """
     library.require()
     if op not in ops_of_library():
@@ -101,8 +157,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
         raise ValueError(f"explain: {op} must be given its tensors, but got none")
     others = [f"{k}={v!r}" for k, v in kwargs.items() if not isinstance(v, Tensor)]
     explanation = Explanation(op, ", ".join([_describe(t) for t in tensors] + others), kernel="")
-    device = tensors[0].device.type
-    if device == "cpu":
+    device = tensors[0].device
+    if device.type == "cpu":
         explanation.kernel = "CPU"
         explanation.why = f"the tensors are on the CPU; {torch.get_num_threads()} threads"
         return explanation
@@ -112,26 +168,12 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
             "this build has no CUDA kernel for it; the call raises NotImplementedError"
         )
         return explanation
-    floating = [t for t in tensors if t.is_floating_point()]
-    if any(t.dtype == torch.float64 for t in floating):
+    if any(t.dtype == torch.float64 for t in tensors):
         explanation.kernel, explanation.why = "none", "float64 runs on the CPU alone"
         return explanation
-    family = _family(op)
-    if family in ("softmax", "causal_softmax"):
-        return explain_ops.rows(explanation, floating, kwargs.get("scale", 1.0))
-    if family in _MATMULS:
-        return explain_ops.matmul(explanation, floating, family == "gated_linear", kwargs)
-    if op.startswith("int4_linear"):
-        return explain_ops.int4(explanation, tensors, kwargs)
-    if family == "attention":
-        padded = len(floating) < len(tensors)
-        return explain_ops.attention(explanation, floating, padded, bool(kwargs.get("causal")))
-    if family == "row_sum":
-        return explain_ops.row_sum(explanation, floating[0])
-    if family == "conv2d":
-        return explain_ops.conv2d(explanation, floating[-2], floating[-1])
-    if family == "scalar_attention":
-        return explain_ops.scalar_attention(explanation, floating[0])
-    explanation.kernel = "CUDA"
-    explanation.why = "the op has one kernel for every size"
+    number = -1
+    if device.type == "cuda" or torch.cuda.is_available():
+        number = torch.cuda.current_device() if device.index is None else device.index
+    explanation.gpu = _ASSUMED if number < 0 else torch.cuda.get_device_name(number)
+    _tell(explanation, _dry_run(op, args, kwargs, number))
     return explanation

@@ -42,7 +42,7 @@ constexpr int64_t kWidth = 16384;
 Tensor add_scalar_cuda(const Tensor& x, double value) {
   Tensor z = add_scalar_meta(x, value);
   if (z.numel() == 0) return z;
-  const c10::cuda::CUDAGuard guard(x.device());
+  const OnDevice on(x.device());
   const int64_t width = x.numel() % kWidth == 0 ? kWidth : x.numel();
   const Rows in(x.dim() > 0 && !x.is_contiguous() ? x : x.reshape({-1, width}));
   MatrixPassParams params = {};
@@ -52,7 +52,7 @@ Tensor add_scalar_cuda(const Tensor& x, double value) {
   params.rows = in.rows;
   params.n = in.n;
   params.dtype = dtype_of(x);
-  launch_add_scalar(params, static_cast<float>(value), c10::cuda::getCurrentCUDAStream());
+  launch_add_scalar(params, static_cast<float>(value), current_stream());
   return z;
 }
 #endif

@@ -12,7 +12,7 @@
 
 #ifdef TORCHWELD_CUDA
 #include "core/cuda_inputs.h"
-#include "core/matmul.h"
+#include "layers/matmul.h"
 #include "ops/attention/attention.h"
 #include "ops/attention/attention_backward.h"
 #endif
@@ -203,7 +203,7 @@ void attention_into_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Te
                          const Tensor& value, const OptionalTensor& leftpad, bool causal,
                          std::optional<double> scale) {
   if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
-  const c10::cuda::CUDAGuard guard(query.device());
+  const OnDevice on(query.device());
   const Tensor q = aligned_rows(query), k = aligned_rows(key), v = aligned_rows(value);
   const Vector pad(leftpad);
   AttentionParams params{};
@@ -218,7 +218,7 @@ void attention_into_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Te
   params.causal = causal;
   params.tf32 = matmul_may_use_tf32(query);
   params.dtype = dtype_of(query);
-  launch_attention(params, c10::cuda::getCurrentCUDAStream());
+  launch_attention(params, current_stream());
 }
 
 Tensor attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -243,7 +243,7 @@ Grads attention_backward_cuda(const Tensor& dout, const Tensor& query, const Ten
   auto [dquery, dkey, dvalue] =
       attention_backward_meta(dout, query, key, value, out, lse, leftpad, causal, scale);
   if (dquery.numel() + dkey.numel() + dvalue.numel() == 0) return {dquery, dkey, dvalue};
-  const c10::cuda::CUDAGuard guard(query.device());
+  const OnDevice on(query.device());
   const Tensor q = aligned_rows(query), k = aligned_rows(key), v = aligned_rows(value);
   const Tensor o = out.contiguous(), d_out = aligned_rows(dout), l = lse.contiguous();
   const Vector pad(leftpad);
@@ -267,7 +267,7 @@ Grads attention_backward_cuda(const Tensor& dout, const Tensor& query, const Ten
   params.causal = causal;
   params.tf32 = matmul_may_use_tf32(query);
   params.dtype = dtype_of(query);
-  launch_attention_backward(params, c10::cuda::getCurrentCUDAStream());
+  launch_attention_backward(params, current_stream());
   return {dquery, dkey, dvalue};
 }
 #endif

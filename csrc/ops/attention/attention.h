@@ -54,6 +54,18 @@ inline AttentionMath attention_math(DType dtype, bool tf32) {
   return tf32 ? AttentionMath::kTf32 : AttentionMath::kFloat32;
 }
 
+inline AttentionProblem attention_problem(const AttentionSizes& s, DType dtype, bool tf32,
+                                          bool causal, const int32_t* leftpad) {
+  return {s.seqlen_q,
+          s.seqlen_k,
+          s.head_dim,
+          s.head_dim_v,
+          attention_math(dtype, tf32),
+          {s.batch * s.nheads, s.nheads / s.nheads_kv, causal, leftpad != nullptr,
+           dtype == DType::kBFloat16},
+          device_facts()};
+}
+
 // Head dims above this take the general kernels.
 inline constexpr int64_t kAttentionMaxHeadDim = 256;
 

@@ -91,25 +91,33 @@ constexpr int64_t attention_backward_dq_columns(int64_t head_dim, int64_t head_d
   return 0;
 }
 
-struct AttentionBackwardProblem {
-  int64_t head_dim;
-  int64_t head_dim_v;
-  AttentionMath math;
-  int shared_bytes;  // the most that a block of the device may have
-};
+inline Refusal attention_backward_refusal(const AttentionProblem& p,
+                                          const AttentionBackwardTile& tile) {
+  const bool serves = tile.math == p.math ||
+                      (tile.math == AttentionMath::kFloat32 && p.math == AttentionMath::kTf32);
+  if (!serves) return "the tile is for another dtype";
+  // NOTE: dQ's scratch has room for these columns and no more; a wider tile would write beyond it.
+  const int64_t wide = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
+  if (wide > tile.head_dim ||
+      tile.head_dim > attention_backward_dq_columns(p.head_dim, p.head_dim_v)) {
+    return {"the tile is for head dims of {} to {}", tile.head_dim / 2 + 1, tile.head_dim};
+  }
+  if (tile.shared_bytes() > p.device.shared_limit) {
+    return too_much_shared_memory(tile.shared_bytes(), p.device.shared_limit);
+  }
+  // A grid of tiles has one dimension; the general kernels walk any number of rows.
+  const double kv_heads = static_cast<double>(p.load.heads) / static_cast<double>(p.load.group);
+  const double blocks = kv_heads * (static_cast<double>(p.seqlen_k) / tile.keys + 1);
+  return grid_fits(blocks) ? Refusal() : "more than 2^31 - 1 tiles";
+}
 
-// An index into kAttentionBackwardTiles, or -1 for the general kernels.
-constexpr int choose_attention_backward_tile(const AttentionBackwardProblem& problem) {
+inline AttentionChoice choose_attention_backward(const AttentionProblem& p) {
   for (int i = 0; i < kNumAttentionBackwardTiles; ++i) {
-    const AttentionBackwardTile& tile = kAttentionBackwardTiles[i];
-    const bool serves = tile.math == problem.math || (tile.math == AttentionMath::kFloat32 &&
-                                                      problem.math == AttentionMath::kTf32);
-    if (serves && problem.head_dim <= tile.head_dim && problem.head_dim_v <= tile.head_dim &&
-        tile.shared_bytes() <= problem.shared_bytes) {
-      return i;
+    if (!attention_backward_refusal(p, kAttentionBackwardTiles[i])) {
+      return {AttentionEngine::kSync, i};
     }
   }
-  return -1;
+  return {AttentionEngine::kGeneral, 0};
 }
 
 // The kv heads whose blocks are in flight together. Few blocks of one head then wait for each

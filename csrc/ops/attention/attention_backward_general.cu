@@ -135,9 +135,7 @@ __global__ __launch_bounds__(kThreads) void attention_backward_general_keys_kern
   }
 }
 
-unsigned grid_of(int64_t items) {
-  return static_cast<unsigned>(items < kMaxGrid ? items : kMaxGrid);
-}
+int64_t blocks_for(int64_t items) { return items < kMaxGrid ? items : kMaxGrid; }
 
 }  // namespace
 
@@ -147,10 +145,12 @@ void launch_attention_backward_general(const BackwardArgs& args, cudaStream_t st
   const int64_t rows = sizes.batch * sizes.nheads * sizes.seqlen_q;
   const int64_t keys = sizes.batch * sizes.nheads_kv * sizes.seqlen_k;
   if (rows > 0 && keys > 0) {
-    attention_backward_general_rows_kernel<T><<<grid_of(rows), kThreads, 0, stream>>>(args);
+    launch_kernel(attention_backward_general_rows_kernel<T>, {blocks_for(rows), kThreads}, stream,
+                  args);
   }
   if (keys > 0) {
-    attention_backward_general_keys_kernel<T><<<grid_of(keys), kThreads, 0, stream>>>(args);
+    launch_kernel(attention_backward_general_keys_kernel<T>, {blocks_for(keys), kThreads}, stream,
+                  args);
   }
 }
 

@@ -3,11 +3,12 @@
 // attention_backward_general.cu.
 #include "core/choices.h"
 #include "core/launch.h"
+#include "device/dispatch.cuh"
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
 #include "ops/attention/attention_backward_args.cuh"
 #include "ops/attention/attention_backward_parts.cuh"
-#include "ops/attention/attention_tuning.h"
+#include "ops/attention/attention_family.h"
 
 namespace torchweld {
 namespace {
@@ -134,18 +135,7 @@ void launch_rows(const BackwardArgs& args, cudaStream_t stream) {
   const int64_t blocks = (rows + kRowsPerBlock - 1) / kRowsPerBlock;
   const bool vector =
       rows_aligned(args.params.out, sizeof(T)) && rows_aligned(args.params.dout, sizeof(T));
-  attention_backward_rows_kernel<T>
-      <<<static_cast<unsigned>(blocks), kRowThreads, 0, stream>>>(args, vector);
-}
-
-template <typename T, int kTile = 0>
-void launch_tile(int tile, const BackwardArgs& args, cudaStream_t stream) {
-  if constexpr (kTile < kNumAttentionBackwardTiles) {
-    if constexpr (elem_size(kAttentionBackwardTiles[kTile].math) == sizeof(T)) {
-      if (tile == kTile) return launch_attention_backward_tile<T, kTile>(args, stream);
-    }
-    launch_tile<T, kTile + 1>(tile, args, stream);
-  }
+  launch_kernel(attention_backward_rows_kernel<T>, {blocks, kRowThreads}, stream, args, vector);
 }
 
 template <typename T>
@@ -155,21 +145,17 @@ void launch(const BackwardArgs& args, cudaStream_t stream) {
   launch_rows<T>(args, stream);
   const int64_t heads = sizes.batch * sizes.nheads_kv;
   if (heads * sizes.seqlen_k == 0) return;
-  const int tile = pick<AttentionBackwardTuning>(
-      {{sizes.head_dim, sizes.head_dim_v, attention_math(params.dtype, params.tf32),
-        device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)},
-       sizes.seqlen_q,
-       sizes.seqlen_k,
-       {sizes.batch * sizes.nheads, sizes.nheads / sizes.nheads_kv, params.causal,
-        params.leftpad != nullptr, params.dtype == DType::kBFloat16}});
-  // A grid of tiles has one dimension; the general kernels walk any number of rows.
-  if (tile < 0 ||
-      heads * ((sizes.seqlen_k - 1) / kAttentionBackwardTiles[tile].keys + 1) > kMaxGrid) {
+  const AttentionChoice choice = pick<AttentionBackwardFamily>(
+      attention_problem(sizes, params.dtype, params.tf32, params.causal, params.leftpad));
+  if (choice.engine == AttentionEngine::kGeneral) {
     return launch_attention_backward_general<T>(args, stream);
   }
-  // A failure stays behind for check_launch.
-  (void)cudaMemsetAsync(args.g_tickets, 0, Scratch(sizes).turns_bytes(), stream);
-  launch_tile<T>(tile, args, stream);
+  clear_memory(args.g_tickets, Scratch(sizes).turns_bytes(), stream);
+  dispatch_index<kNumAttentionBackwardTiles>(choice.tile, [&](auto index) {
+    if constexpr (elem_size(kAttentionBackwardTiles[index.value].math) == sizeof(T)) {
+      launch_attention_backward_tile<T, index.value>(args, stream);
+    }
+  });
 }
 
 }  // namespace

@@ -179,9 +179,7 @@ void launch_backward_part(const BackwardArgs& args, unsigned* g_ticket, cudaStre
   const auto kernel = attention_backward_kernel<Config>;
   constexpr int kBytes = sizeof(BackwardShared<Config>);
   static_assert(kBytes <= Config::kShape.shared_bytes());
-  allow_shared_memory(kernel, kBytes);
-  note_kernel(kernel, Config::kThreads, kBytes);
-  kernel<<<static_cast<unsigned>(blocks), Config::kThreads, kBytes, stream>>>(args, g_ticket);
+  launch_kernel(kernel, {blocks, Config::kThreads, kBytes}, stream, args, g_ticket);
 }
 
 template <typename T, int kTile>

@@ -102,15 +102,12 @@ void launch_attention_blocks(Kernel kernel, const AttentionParams& params, cudaS
   static_assert(kBytes > Config::kShape.tile_bytes() &&
                 kBytes <= Config::kShape.tile_bytes() + 128);
   static_assert(kBytes <= kAttentionSharedBytes);
-  allow_shared_memory(kernel, kBytes);
-  note_kernel(kernel, Config::kThreads, kBytes);
   AttentionOrder order(params, Config::kRows, sizeof(typename Config::T));
-  const int64_t blocks = order.blocks(params);
-  for (; order.first_block < blocks; order.first_block += kMaxGrid) {
-    const int64_t left = blocks - order.first_block;
-    kernel<<<static_cast<unsigned>(left < kMaxGrid ? left : kMaxGrid), Config::kThreads, kBytes,
-             stream>>>(params, order, ScoreScale(params.scale));
-  }
+  for_each_grid_of(order.blocks(params), [&](int64_t first, int64_t blocks) {
+    order.first_block = first;
+    launch_kernel(kernel, {blocks, Config::kThreads, kBytes}, stream, params, order,
+                  ScoreScale(params.scale));
+  });
 }
 
 }  // namespace torchweld

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "core/family.h"
+
 namespace torchweld {
 
 // What the products are made of: elements of 16 bits; fp32 rounded to TF32; fp32 to its accuracy,
@@ -53,28 +55,49 @@ inline constexpr AttentionTile kAttentionTiles[] = {
     {AttentionMath::kFloat32, 256, 32, 16, 1, 2, 2}};
 inline constexpr int kNumAttentionTiles = sizeof(kAttentionTiles) / sizeof(kAttentionTiles[0]);
 
+// What else than the sizes of a head decides how long a call takes.
+struct AttentionLoad {
+  int64_t heads;  // batch * nheads
+  int64_t group;  // query heads that share a kv head
+  bool causal, padded, bfloat16;
+};
+
 struct AttentionProblem {
   int64_t seqlen_q;
   int64_t seqlen_k;
   int64_t head_dim;
   int64_t head_dim_v;
   AttentionMath math;
+  AttentionLoad load;
+  DeviceFacts device;
 };
 
-// An index into kAttentionTiles, or -1 for the general kernel: head dims that no tile holds, none
-// at all, and sequences whose positions do not fit in 32 bits.
-constexpr int choose_attention_tile(const AttentionProblem& problem) {
-  constexpr int64_t kMaxSeqlen = int64_t{1} << 29;
-  if (problem.head_dim == 0 || problem.head_dim_v == 0) return -1;
-  if (problem.seqlen_q > kMaxSeqlen || problem.seqlen_k > kMaxSeqlen) return -1;
-  for (int i = 0; i < kNumAttentionTiles; ++i) {
-    const AttentionTile& tile = kAttentionTiles[i];
-    if (tile.math == problem.math && problem.head_dim <= tile.dim &&
-        problem.head_dim_v <= tile.dim) {
-      return i;
-    }
+// kSync: mma.sync. kGeneral: any sizes, without tensor cores.
+enum class AttentionEngine : int8_t { kSync, kGeneral };
+
+struct AttentionChoice {
+  AttentionEngine engine;
+  int tile;  // index into kAttentionTiles or kAttentionBackwardTiles, 0 for kGeneral
+};
+
+inline Refusal attention_refusal(const AttentionProblem& p, const AttentionTile& tile) {
+  constexpr int64_t kMaxSeqlen = int64_t{1} << 29;  // positions are counted in 32 bits
+  if (tile.math != p.math) return "the tile is for another dtype";
+  if (p.head_dim > tile.dim || p.head_dim_v > tile.dim) {
+    return {"the tile holds head dims to {}", tile.dim};
   }
-  return -1;
+  if (p.head_dim == 0 || p.head_dim_v == 0) return "no tile takes a head dim of 0";
+  if (p.seqlen_q > kMaxSeqlen || p.seqlen_k > kMaxSeqlen) {
+    return {"no tile takes sequences longer than {}", kMaxSeqlen};
+  }
+  return {};
+}
+
+inline AttentionChoice choose_attention(const AttentionProblem& p) {
+  for (int i = 0; i < kNumAttentionTiles; ++i) {
+    if (!attention_refusal(p, kAttentionTiles[i])) return {AttentionEngine::kSync, i};
+  }
+  return {AttentionEngine::kGeneral, 0};
 }
 
 }  // namespace torchweld

@@ -3,7 +3,7 @@
 
 #include "core/choices.h"
 #include "core/launch.h"
-#include "ops/attention/attention_tuning.h"
+#include "ops/attention/attention_family.h"
 
 namespace torchweld {
 namespace {
@@ -26,15 +26,12 @@ void launch_attention(const AttentionParams& params, cudaStream_t stream) {
   const AttentionSizes& sizes = params.sizes;
   const int64_t rows = sizes.batch * sizes.nheads * sizes.seqlen_q;
   if (rows == 0 || (sizes.head_dim_v == 0 && !params.lse)) return;
-  const int tile = pick<AttentionTuning>(
-      {{sizes.seqlen_q, sizes.seqlen_k, sizes.head_dim, sizes.head_dim_v,
-        attention_math(params.dtype, params.tf32)},
-       {sizes.batch * sizes.nheads, sizes.nheads / sizes.nheads_kv, params.causal,
-        params.leftpad != nullptr, params.dtype == DType::kBFloat16}});
-  if (tile < 0) {
+  const AttentionChoice choice = pick<AttentionFamily>(
+      attention_problem(sizes, params.dtype, params.tf32, params.causal, params.leftpad));
+  if (choice.engine == AttentionEngine::kGeneral) {
     launch_attention_general(params, stream);
   } else {
-    launch_tile(tile, params, stream);
+    launch_tile(choice.tile, params, stream);
   }
   check_launch("attention");
 }

@@ -13,6 +13,7 @@
 
 #include <type_traits>
 
+#include "device/dispatch.cuh"
 #include "ops/attention/attention_block.cuh"
 #include "ops/attention/attention_warp16.cuh"
 #include "ops/attention/attention_warp_tf32.cuh"
@@ -128,18 +129,15 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
 }
 
 // Calls the launcher of tile `tile`, one of those for T.
-template <typename T, AttentionMath kMath, int kTile = 0>
+template <typename T, AttentionMath kMath>
 void launch_attention_tiles(int tile, const AttentionParams& params, cudaStream_t stream) {
-  if constexpr (kTile < kNumAttentionTiles) {
-    if constexpr (kAttentionTiles[kTile].math == kMath) {
-      using Config = AttentionConfig<T, kTile>;
-      if (tile == kTile) {
-        return launch_attention_blocks<Config, sizeof(AttentionShared<Config>)>(
-            attention_kernel<Config>, params, stream);
-      }
+  dispatch_index<kNumAttentionTiles>(tile, [&](auto index) {
+    if constexpr (kAttentionTiles[index.value].math == kMath) {
+      using Config = AttentionConfig<T, index.value>;
+      launch_attention_blocks<Config, sizeof(AttentionShared<Config>)>(attention_kernel<Config>,
+                                                                       params, stream);
     }
-    launch_attention_tiles<T, kMath, kTile + 1>(tile, params, stream);
-  }
+  });
 }
 
 }  // namespace torchweld

@@ -1,27 +1,17 @@
 // attention's forward in fp32, to its accuracy. The kernel is in attention_forward_split.cuh.
+#include "device/dispatch.cuh"
 #include "ops/attention/attention_forward_split.cuh"
 
 namespace torchweld {
-namespace {
-
-template <int kTile = 0>
-void launch_tiles(int tile, const AttentionParams& params, cudaStream_t stream) {
-  if constexpr (kTile < kNumAttentionTiles) {
-    if constexpr (kAttentionTiles[kTile].math == AttentionMath::kFloat32) {
-      using Config = AttentionSplitConfig<kTile>;
-      if (tile == kTile) {
-        return launch_attention_blocks<Config, sizeof(AttentionSplitShared<Config>)>(
-            attention_split_kernel<Config>, params, stream);
-      }
-    }
-    launch_tiles<kTile + 1>(tile, params, stream);
-  }
-}
-
-}  // namespace
 
 void launch_attention_fp32(int tile, const AttentionParams& params, cudaStream_t stream) {
-  launch_tiles(tile, params, stream);
+  dispatch_index<kNumAttentionTiles>(tile, [&](auto index) {
+    if constexpr (kAttentionTiles[index.value].math == AttentionMath::kFloat32) {
+      using Config = AttentionSplitConfig<index.value>;
+      launch_attention_blocks<Config, sizeof(AttentionSplitShared<Config>)>(
+          attention_split_kernel<Config>, params, stream);
+    }
+  });
 }
 
 }  // namespace torchweld

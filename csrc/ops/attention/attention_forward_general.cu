@@ -111,11 +111,10 @@ void launch_attention_general(const AttentionParams& params, cudaStream_t stream
   const int64_t rows = params.sizes.batch * params.sizes.nheads * params.sizes.seqlen_q;
   const auto launch = [&](auto element) {
     using T = decltype(element);
-    for (int64_t first = 0; first < rows; first += kMaxGrid) {
-      const auto blocks = static_cast<unsigned>(rows - first < kMaxGrid ? rows - first : kMaxGrid);
-      attention_general_kernel<T>
-          <<<blocks, kThreads, 0, stream>>>(params, ScoreScale(params.scale), first);
-    }
+    for_each_grid_of(rows, [&](int64_t first, int64_t blocks) {
+      launch_kernel(attention_general_kernel<T>, {blocks, kThreads}, stream, params,
+                    ScoreScale(params.scale), first);
+    });
   };
   switch (params.dtype) {
     case DType::kFloat32:

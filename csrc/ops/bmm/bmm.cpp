@@ -11,7 +11,7 @@
 
 #ifdef TORCHWELD_CUDA
 #include "core/cuda_inputs.h"
-#include "core/matmul.h"
+#include "layers/matmul.h"
 #endif
 
 namespace torchweld {
@@ -100,7 +100,7 @@ bool stacks(const Tensor& t) { return t.stride(0) == t.size(1) * t.stride(1); }
 
 Tensor bmm_cuda(const Tensor& a, const Tensor& b) {
   const Tensor y = bmm_meta(a, b);
-  const c10::cuda::CUDAGuard guard(a.device());
+  const OnDevice on(a.device());
   if (shared(b, y) && stacks(a)) {
     // One tall matmul fills its tiles better than many short ones.
     multiply_cuda(stack_rows(y), stack_rows(a), b[0]);
@@ -113,7 +113,7 @@ Tensor bmm_cuda(const Tensor& a, const Tensor& b) {
 Grads2 bmm_backward_cuda(const Tensor& dy, const Tensor& a, const Tensor& b,
                          std::array<bool, 2> output_mask) {
   auto [da, db] = bmm_backward_meta(dy, a, b, output_mask);
-  const c10::cuda::CUDAGuard guard(a.device());
+  const OnDevice on(a.device());
   bmm_backward_into(da, db, output_mask, dy, a, b, multiply_cuda);
   return {da, db};
 }

@@ -110,14 +110,13 @@ CausalMask mask_of(const Tensor& scores, const Vector& leftpad, double scale) {
 Tensor causal_softmax_cuda(const Tensor& scores, const OptionalTensor& leftpad, double scale) {
   Tensor y = causal_softmax_meta(scores, leftpad, scale);
   if (y.numel() == 0) return y;
-  const c10::cuda::CUDAGuard guard(scores.device());
-  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  const OnDevice on(scores.device());
+  const cudaStream_t stream = current_stream();
   const Rows in(scores);
   const Vector pads(leftpad);
   launch_causal_softmax({in.tensor.const_data_ptr(), y.mutable_data_ptr(), in.rows, in.n,
                          in.row_stride, dtype_of(scores)},
-                        mask_of(scores, pads, scale), zero_counter_if_asked(scores, stream),
-                        stream);
+                        mask_of(scores, pads, scale), zero_counter_if_asked(scores), stream);
   return y;
 }
 
@@ -125,14 +124,14 @@ Tensor causal_softmax_backward_cuda(const Tensor& dy, const Tensor& y,
                                     const OptionalTensor& leftpad, double scale) {
   Tensor dscores = causal_softmax_backward_meta(dy, y, leftpad, scale);
   if (dscores.numel() == 0) return dscores;
-  const c10::cuda::CUDAGuard guard(y.device());
-  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  const OnDevice on(y.device());
+  const cudaStream_t stream = current_stream();
   const Rows in_dy(dy), in_y(y);
   const Vector pads(leftpad);
   launch_causal_softmax_backward(
       {in_dy.tensor.const_data_ptr(), in_y.tensor.const_data_ptr(), dscores.mutable_data_ptr(),
        in_y.rows, in_y.n, in_dy.row_stride, in_y.row_stride, dtype_of(y)},
-      mask_of(y, pads, scale), zero_counter_if_asked(y, stream), stream);
+      mask_of(y, pads, scale), zero_counter_if_asked(y), stream);
   return dscores;
 }
 #endif

@@ -92,7 +92,7 @@ void convolve_cuda(Tensor& z, const Tensor& x, const Tensor& weight, bool flippe
   launch_conv2d({in.tensor.const_data_ptr(), taps.const_data_ptr(), z.mutable_data_ptr(), x.size(0),
                  x.size(1), x.size(2), weight.size(0), weight.size(1), in.batch_stride,
                  in.row_stride, flipped, dtype_of(x)},
-                c10::cuda::getCurrentCUDAStream());
+                current_stream());
 }
 
 void dweight_cuda(Tensor& dweight, const Tensor& dz, const Tensor& x) {
@@ -104,12 +104,12 @@ void dweight_cuda(Tensor& dweight, const Tensor& dz, const Tensor& x) {
                          dweight.mutable_data_ptr(), partials.mutable_data_ptr<float>(), x.size(0),
                          x.size(1), x.size(2), dweight.size(0), dweight.size(1), in_dz.batch_stride,
                          in_dz.row_stride, in_x.batch_stride, in_x.row_stride, split, dtype_of(x)},
-                        c10::cuda::getCurrentCUDAStream());
+                        current_stream());
 }
 
 Tensor conv2d_cuda(const Tensor& x, const Tensor& weight) {
   Tensor z = conv2d_meta(x, weight);
-  const c10::cuda::CUDAGuard guard(x.device());
+  const OnDevice on(x.device());
   if (has_products(z, x, weight)) convolve_cuda(z, x, weight, /*flipped=*/false);
   return z;
 }
@@ -117,7 +117,7 @@ Tensor conv2d_cuda(const Tensor& x, const Tensor& weight) {
 Grads2 conv2d_backward_cuda(const Tensor& dz, const Tensor& x, const Tensor& weight,
                             std::array<bool, 2> output_mask) {
   auto [dx, dweight] = conv2d_backward_meta(dz, x, weight, output_mask);
-  const c10::cuda::CUDAGuard guard(x.device());
+  const OnDevice on(x.device());
   if (has_products(dx, dz, weight)) convolve_cuda(dx, dz, weight, /*flipped=*/true);
   if (has_products(dweight, x, weight)) dweight_cuda(dweight, dz, x);
   return {dx, dweight};

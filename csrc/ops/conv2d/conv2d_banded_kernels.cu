@@ -281,26 +281,20 @@ void launch_tile(const Conv2dParams& params, cudaStream_t stream) {
   const int64_t row_tiles = (params.batch * per_image + Config::kRows - 1) / Config::kRows;
   const BandedLayout<Config> layout(static_cast<int>(params.kernel_height),
                                     static_cast<int>(params.kernel_width), params.flipped);
-  allow_shared_memory(conv2d_banded_kernel<Config>, layout.bytes());
-  note_kernel(conv2d_banded_kernel<Config>, kBandedThreads, layout.bytes());
   for_each_grid(conv2d_args<T>(params, column_tiles, per_image), column_tiles * row_tiles,
-                [&](const Conv2dArgs<T>& args, unsigned blocks) {
-                  conv2d_banded_kernel<Config>
-                      <<<blocks, kBandedThreads, layout.bytes(), stream>>>(args);
+                [&](const Conv2dArgs<T>& args, int64_t blocks) {
+                  launch_kernel(conv2d_banded_kernel<Config>,
+                                {blocks, kBandedThreads, layout.bytes()}, stream, args);
                 });
-}
-
-template <typename T, int kTile = 0>
-void dispatch_tile(int tile, const Conv2dParams& params, cudaStream_t stream) {
-  if (tile == kTile) return launch_tile<T, kTile>(params, stream);
-  if constexpr (kTile + 1 < kNumBandedTiles) dispatch_tile<T, kTile + 1>(tile, params, stream);
 }
 
 }  // namespace
 
 void launch_conv2d_banded(int tile, const Conv2dParams& params, cudaStream_t stream) {
-  if (params.dtype == DType::kFloat16) return dispatch_tile<__half>(tile, params, stream);
-  dispatch_tile<__nv_bfloat16>(tile, params, stream);
+  dispatch_index<kNumBandedTiles>(tile, [&](auto index) {
+    if (params.dtype == DType::kFloat16) return launch_tile<__half, index.value>(params, stream);
+    launch_tile<__nv_bfloat16, index.value>(params, stream);
+  });
 }
 
 }  // namespace torchweld

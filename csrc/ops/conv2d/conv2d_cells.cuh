@@ -17,6 +17,7 @@
 
 #include <type_traits>
 
+#include "device/dispatch.cuh"
 #include "device/mma_sync.cuh"
 #include "device/reduce.cuh"
 #include "ops/conv2d/conv2d_tiles.cuh"
@@ -359,24 +360,21 @@ void launch_cells_config(const Conv2dParams& params, cudaStream_t stream) {
   const int64_t items = (params.batch * per_image + units - 1) / units * column_tiles;
   for_each_grid(conv2d_args<T>(params, column_tiles, per_image),
                 (items + kCellsWarps - 1) / kCellsWarps,
-                [&](const Conv2dArgs<T>& args, unsigned blocks) {
+                [&](const Conv2dArgs<T>& args, int64_t blocks) {
                   const auto kernel = args.aligned ? conv2d_cells_kernel<Config, true>
                                                    : conv2d_cells_kernel<Config, false>;
-                  note_kernel(kernel, kCellsThreads, 0);
-                  kernel<<<blocks, kCellsThreads, 0, stream>>>(args, plan);
+                  launch_kernel(kernel, {blocks, kCellsThreads}, stream, args, plan);
                 });
 }
 
 // `tile` is one whose size the kernel doesn't exceed.
-template <typename T, int kTile = 0>
+template <typename T>
 void launch_conv2d_cells_of(int tile, const Conv2dParams& params, cudaStream_t stream) {
-  if (tile == kTile) {
+  dispatch_index<kNumCellsTiles>(tile, [&](auto index) {
+    constexpr int kTile = index.value;
     if (params.flipped) return launch_cells_config<CellsConfig<T, kTile, true>>(params, stream);
-    return launch_cells_config<CellsConfig<T, kTile, false>>(params, stream);
-  }
-  if constexpr (kTile + 1 < kNumCellsTiles) {
-    launch_conv2d_cells_of<T, kTile + 1>(tile, params, stream);
-  }
+    launch_cells_config<CellsConfig<T, kTile, false>>(params, stream);
+  });
 }
 
 }  // namespace torchweld

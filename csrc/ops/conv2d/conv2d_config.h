@@ -9,7 +9,7 @@ namespace torchweld {
 // cores. kGeneral: everything else. kCells: 16 bits and kernels up to 9 x 9, on tensor cores
 // without shared memory. kSmall: fp32, images and square kernels that a tile of kSmallTiles holds.
 // kNarrow: 16 bits, images of 8 columns and up to 8 rows and kernels up to 7 x 7, on tensor cores.
-enum class Conv2dKernel : int8_t { kDirect, kBanded, kGeneral, kCells, kSmall, kNarrow };
+enum class Conv2dEngine : int8_t { kDirect, kBanded, kGeneral, kCells, kSmall, kNarrow };
 
 // A thread of the direct kernel has kDirectColumns adjacent columns of a strip of up to strip_rows
 // rows, and walks down them with `ahead` rows on their way. Rows of x take turns in `turns` rows of
@@ -119,12 +119,19 @@ inline constexpr int kGeneralThreads = 256;
 inline constexpr int kGeneralRows = 8;  // of a thread
 inline constexpr int kTapChunk = 32;
 
+// The tile for square kernels of a size, -1 where there is none.
+template <typename Tile, int kCount>
+constexpr int tile_of_size(const Tile (&tiles)[kCount], int64_t size) {
+  for (int i = 0; i < kCount; ++i) {
+    if (tiles[i].size == size) return i;
+  }
+  return -1;
+}
+
 // Which kernels can take a problem.
 constexpr bool fits_direct(int64_t kernel_height, int64_t kernel_width, int elem_size) {
-  for (const DirectTile& tile : kDirectTiles) {
-    if (kernel_height == tile.size && kernel_width == tile.size) return elem_size == 4;
-  }
-  return false;
+  return elem_size == 4 && kernel_height == kernel_width &&
+         tile_of_size(kDirectTiles, kernel_height) >= 0;
 }
 constexpr bool fits_banded(int64_t kernel_height, int64_t kernel_width, int elem_size) {
   return elem_size == 2 && kernel_height <= kBandedMaxKernel && kernel_width <= kBandedMaxKernel;
@@ -140,28 +147,24 @@ constexpr bool fits_narrow(const CellsTile& tile, int64_t height, int64_t width,
 }
 constexpr bool fits_small(int64_t height, int64_t width, int64_t kernel_height,
                           int64_t kernel_width, int elem_size) {
-  for (const SmallTile& tile : kSmallTiles) {
-    if (kernel_height == tile.size && kernel_width == tile.size) {
-      return elem_size == 4 && height <= kSmallHeight && width <= tile.width;
-    }
-  }
-  return false;
+  const int tile = kernel_height == kernel_width ? tile_of_size(kSmallTiles, kernel_height) : -1;
+  return tile >= 0 && elem_size == 4 && height <= kSmallHeight && width <= kSmallTiles[tile].width;
 }
 
-constexpr Conv2dKernel choose_conv2d(int64_t height, int64_t width, int64_t kernel_height,
+constexpr Conv2dEngine choose_conv2d(int64_t height, int64_t width, int64_t kernel_height,
                                      int64_t kernel_width, int elem_size) {
   const CellsTile& largest = kCellsTiles[kNumCellsTiles - 1];
   const CellsTile& narrow = kCellsTiles[kNumNarrowTiles - 1];
   if (fits_small(height, width, kernel_height, kernel_width, elem_size)) {
-    return Conv2dKernel::kSmall;
+    return Conv2dEngine::kSmall;
   }
-  if (fits_direct(kernel_height, kernel_width, elem_size)) return Conv2dKernel::kDirect;
+  if (fits_direct(kernel_height, kernel_width, elem_size)) return Conv2dEngine::kDirect;
   if (fits_narrow(narrow, height, width, kernel_height, kernel_width, elem_size)) {
-    return Conv2dKernel::kNarrow;
+    return Conv2dEngine::kNarrow;
   }
-  if (fits_cells(largest, kernel_height, kernel_width, elem_size)) return Conv2dKernel::kCells;
-  if (fits_banded(kernel_height, kernel_width, elem_size)) return Conv2dKernel::kBanded;
-  return Conv2dKernel::kGeneral;
+  if (fits_cells(largest, kernel_height, kernel_width, elem_size)) return Conv2dEngine::kCells;
+  if (fits_banded(kernel_height, kernel_width, elem_size)) return Conv2dEngine::kBanded;
+  return Conv2dEngine::kGeneral;
 }
 
 // The smallest tile for the kernel.

@@ -217,31 +217,22 @@ void launch_tile(const Conv2dParams& params, cudaStream_t stream) {
   const int64_t per_image = (params.height + rows - 1) / rows;
   const int64_t below = kDirectThreads >> log_across;
   const int64_t row_tiles = (params.batch * per_image + below - 1) / below;
-  for_each_grid(
-      conv2d_args<float>(params, column_tiles, per_image), column_tiles * row_tiles,
-      [&](const Conv2dArgs<float>& args, unsigned blocks) {
-        const auto kernel =
-            args.aligned ? conv2d_direct_kernel<Config, true> : conv2d_direct_kernel<Config, false>;
-        note_kernel(kernel, kDirectThreads, 0);
-        kernel<<<blocks, kDirectThreads, 0, stream>>>(args, log_across, static_cast<int>(rows));
-      });
-}
-
-template <int kTile = 0>
-void dispatch_size(const Conv2dParams& params, cudaStream_t stream) {
-  if constexpr (kTile < kNumDirectTiles) {
-    if (params.kernel_height != kDirectTiles[kTile].size) {
-      return dispatch_size<kTile + 1>(params, stream);
-    }
-    if (params.flipped) return launch_tile<DirectConfig<kTile, true>>(params, stream);
-    launch_tile<DirectConfig<kTile, false>>(params, stream);
-  }
+  for_each_grid(conv2d_args<float>(params, column_tiles, per_image), column_tiles * row_tiles,
+                [&](const Conv2dArgs<float>& args, int64_t blocks) {
+                  const auto kernel = args.aligned ? conv2d_direct_kernel<Config, true>
+                                                   : conv2d_direct_kernel<Config, false>;
+                  launch_kernel(kernel, {blocks, kDirectThreads}, stream, args, log_across,
+                                static_cast<int>(rows));
+                });
 }
 
 }  // namespace
 
 void launch_conv2d_direct(const Conv2dParams& params, cudaStream_t stream) {
-  dispatch_size(params, stream);
+  dispatch_index<kNumDirectTiles>(tile_of_size(kDirectTiles, params.kernel_height), [&](auto tile) {
+    if (params.flipped) return launch_tile<DirectConfig<tile.value, true>>(params, stream);
+    launch_tile<DirectConfig<tile.value, false>>(params, stream);
+  });
 }
 
 }  // namespace torchweld

@@ -138,9 +138,9 @@ void launch_dweight(const Conv2dWeightParams& params, cudaStream_t stream) {
                       : split.taps == 4 ? conv2d_dweight_kernel<T, 4>
                       : split.taps == 5 ? conv2d_dweight_kernel<T, 5>
                                         : conv2d_dweight_kernel<T, 7>;
-  kernel<<<static_cast<unsigned>(split.chunks * split.blocks), kWeightThreads, 0, stream>>>(args);
+  launch_kernel(kernel, {split.chunks * split.blocks, kWeightThreads}, stream, args);
   const int64_t weights = params.kernel_height * params.kernel_width;
-  add_partials_kernel<<<static_cast<unsigned>(weights), kWarp, 0, stream>>>(args, split.taps);
+  launch_kernel(add_partials_kernel<T>, {weights, kWarp}, stream, args, split.taps);
 }
 
 }  // namespace

@@ -119,11 +119,10 @@ void launch_conv2d_general(const Conv2dParams& params, cudaStream_t stream) {
     const int64_t column_tiles = (params.width + tile.columns - 1) / tile.columns;
     const int64_t per_image = params.height + params.kernel_height - 1;
     const int64_t row_tiles = (params.batch * per_image + tile.rows() - 1) / tile.rows();
-    allow_shared_memory(conv2d_general_kernel<T>, bytes);
-    note_kernel(conv2d_general_kernel<T>, kGeneralThreads, bytes);
     for_each_grid(conv2d_args<T>(params, column_tiles, per_image), column_tiles * row_tiles,
-                  [&](const Conv2dArgs<T>& args, unsigned blocks) {
-                    conv2d_general_kernel<<<blocks, kGeneralThreads, bytes, stream>>>(args, tile);
+                  [&](const Conv2dArgs<T>& args, int64_t blocks) {
+                    launch_kernel(conv2d_general_kernel<T>, {blocks, kGeneralThreads, bytes},
+                                  stream, args, tile);
                   });
   });
 }

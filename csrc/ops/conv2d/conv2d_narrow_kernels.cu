@@ -6,6 +6,7 @@
 // NOTE: the band's zeros meet values that an output does not see, and 0 * inf is NaN: an output
 // that is not finite is computed again. What lies beyond an image is not multiplied at all: with a
 // weight that is not finite, every output is computed again.
+#include "device/dispatch.cuh"
 #include "ops/conv2d/conv2d_cells.cuh"
 
 namespace torchweld {
@@ -84,10 +85,10 @@ __global__ __launch_bounds__(kCellsThreads, Config::kShape.blocks_per_sm) void c
 template <typename Config>
 void launch_config(const Conv2dArgs<typename Config::T>& args, cudaStream_t stream) {
   constexpr int64_t kImages = kCellsWarps * kNarrowWarpImages;
-  note_kernel(conv2d_narrow_kernel<Config>, kCellsThreads, 0);
   for_each_grid(args, (args.batch + kImages - 1) / kImages,
-                [&](const Conv2dArgs<typename Config::T>& part, unsigned blocks) {
-                  conv2d_narrow_kernel<Config><<<blocks, kCellsThreads, 0, stream>>>(part);
+                [&](const Conv2dArgs<typename Config::T>& part, int64_t blocks) {
+                  launch_kernel(conv2d_narrow_kernel<Config>, {blocks, kCellsThreads}, stream,
+                                part);
                 });
 }
 
@@ -99,15 +100,6 @@ void launch_tile(const Conv2dArgs<T>& args, cudaStream_t stream) {
   launch_config<NarrowConfig<T, kTile, kFlipped, false>>(args, stream);
 }
 
-template <typename T, int kTile = 0>
-void dispatch_tile(int tile, const Conv2dArgs<T>& args, cudaStream_t stream) {
-  if (tile == kTile) {
-    if (args.flipped) return launch_tile<T, kTile, true>(args, stream);
-    return launch_tile<T, kTile, false>(args, stream);
-  }
-  if constexpr (kTile + 1 < kNumNarrowTiles) dispatch_tile<T, kTile + 1>(tile, args, stream);
-}
-
 // False where x and z are not contiguous whole accesses: nothing runs then.
 template <typename T>
 bool launched(int tile, const Conv2dParams& params, cudaStream_t stream) {
@@ -116,7 +108,10 @@ bool launched(int tile, const Conv2dParams& params, cudaStream_t stream) {
       (params.height == 1 || params.x_row_stride == params.width) &&
       (params.batch == 1 || params.x_batch_stride == params.height * params.width);
   if (!args.aligned || !contiguous) return false;
-  dispatch_tile<T>(tile, args, stream);
+  dispatch_index<kNumNarrowTiles>(tile, [&](auto index) {
+    if (args.flipped) return launch_tile<T, index.value, true>(args, stream);
+    launch_tile<T, index.value, false>(args, stream);
+  });
   return true;
 }
 

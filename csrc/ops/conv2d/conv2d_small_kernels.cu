@@ -245,25 +245,23 @@ void launch_config(const Conv2dParams& params, cudaStream_t stream) {
   const int pitch = height * Config::kWidth + kElems;
   const int bytes = 4 * kSmallWarps * Config::kImages * pitch;
   const int64_t images = kSmallWarps * Config::kImages;  // of a block
-  allow_shared_memory(conv2d_small_kernel<Config>, bytes);
-  note_kernel(conv2d_small_kernel<Config>, kSmallThreads, bytes);
   for_each_grid(conv2d_args<float>(params, 1, 1), (params.batch + images - 1) / images,
-                [&](const Conv2dArgs<float>& args, unsigned blocks) {
+                [&](const Conv2dArgs<float>& args, int64_t blocks) {
                   const bool whole =
                       args.aligned && params.width == Config::kWidth &&
                       (height == 1 || params.x_row_stride == params.width) &&
                       (params.batch == 1 || params.x_batch_stride == height * params.width);
                   const SmallPlan plan = {FastDivisor(height), height, pitch, whole};
-                  conv2d_small_kernel<Config><<<blocks, kSmallThreads, bytes, stream>>>(args, plan);
+                  launch_kernel(conv2d_small_kernel<Config>, {blocks, kSmallThreads, bytes}, stream,
+                                args, plan);
                 });
 }
 
-template <int kTile = 0>
-void dispatch_size(const Conv2dParams& params, cudaStream_t stream) {
-  if constexpr (kTile < kNumSmallTiles) {
-    if (params.kernel_height != kSmallTiles[kTile].size) {
-      return dispatch_size<kTile + 1>(params, stream);
-    }
+}  // namespace
+
+void launch_conv2d_small(const Conv2dParams& params, cudaStream_t stream) {
+  dispatch_index<kNumSmallTiles>(tile_of_size(kSmallTiles, params.kernel_height), [&](auto tile) {
+    constexpr int kTile = tile.value;
     if (params.width <= kSmallColumns) {
       if (params.flipped) return launch_config<SmallConfig<kTile, 1, true>>(params, stream);
       return launch_config<SmallConfig<kTile, 1, false>>(params, stream);
@@ -272,13 +270,7 @@ void dispatch_size(const Conv2dParams& params, cudaStream_t stream) {
       if (params.flipped) return launch_config<SmallConfig<kTile, 2, true>>(params, stream);
       launch_config<SmallConfig<kTile, 2, false>>(params, stream);
     }
-  }
-}
-
-}  // namespace
-
-void launch_conv2d_small(const Conv2dParams& params, cudaStream_t stream) {
-  dispatch_size(params, stream);
+  });
 }
 
 }  // namespace torchweld

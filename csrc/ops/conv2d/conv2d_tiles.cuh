@@ -71,10 +71,10 @@ Conv2dArgs<T> conv2d_args(const Conv2dParams& params, int64_t column_tiles, int6
 // Calls launch(args, blocks) with as many blocks at a time as one grid can hold.
 template <typename T, typename Launch>
 void for_each_grid(Conv2dArgs<T> args, int64_t blocks, const Launch& launch) {
-  for (; args.first_block < blocks; args.first_block += kMaxGrid) {
-    const int64_t left = blocks - args.first_block;
-    launch(args, static_cast<unsigned>(left < kMaxGrid ? left : kMaxGrid));
-  }
+  for_each_grid_of(blocks, [&](int64_t first, int64_t count) {
+    args.first_block = first;
+    launch(args, count);
+  });
 }
 
 // The images of a batch one below the other, with kernel_height - 1 rows of zeros after each: what

@@ -41,7 +41,7 @@ __global__ __launch_bounds__(kFoldThreads) void fold_layer_norm_kernel(const Fol
 void launch_fold_layer_norm(const FoldParams& params, cudaStream_t stream) {
   dispatch_dtype(params.dtype, [&](auto element) {
     using T = decltype(element);
-    fold_layer_norm_kernel<T><<<static_cast<unsigned>(params.n), kFoldThreads, 0, stream>>>(params);
+    launch_kernel(fold_layer_norm_kernel<T>, {params.n, kFoldThreads}, stream, params);
   });
   check_launch("fold_layer_norm");
 }

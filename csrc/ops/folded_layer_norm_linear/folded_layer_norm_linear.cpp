@@ -18,7 +18,7 @@
 #include "core/linear_common.h"
 
 #ifdef TORCHWELD_CUDA
-#include "core/linear_cuda.h"
+#include "layers/norm_linear.h"
 #include "ops/folded_layer_norm_linear/folded_layer_norm_linear.h"
 #endif
 
@@ -163,14 +163,14 @@ Folded fold_layer_norm_cuda(const Tensor& weight, const OptionalTensor& bias,
   auto [folded_weight, weight_sum, folded_bias] =
       fold_layer_norm_meta(weight, bias, ln_weight, ln_bias);
   if (weight.size(0) == 0) return {folded_weight, weight_sum, folded_bias};
-  const c10::cuda::CUDAGuard guard(weight.device());
+  const OnDevice on(weight.device());
   const Vector in_bias(bias), in_ln_weight(ln_weight), in_ln_bias(ln_bias);
   launch_fold_layer_norm(
       {weight.const_data_ptr(), in_bias.data(), in_ln_weight.data(), in_ln_bias.data(),
        folded_weight.mutable_data_ptr(), weight_sum.mutable_data_ptr<float>(),
        folded_bias.mutable_data_ptr<float>(), weight.size(0), weight.size(1), weight.stride(0),
        weight.stride(1), dtype_of(weight)},
-      c10::cuda::getCurrentCUDAStream());
+      current_stream());
   return {folded_weight, weight_sum, folded_bias};
 }
 
@@ -180,7 +180,7 @@ Tensor folded_layer_norm_linear_cuda(const Tensor& x, const Tensor& folded_weigh
   Tensor y =
       folded_layer_norm_linear_meta(x, folded_weight, weight_sum, folded_bias, eps, activation);
   if (y.numel() == 0) return y;
-  const c10::cuda::CUDAGuard guard(x.device());
+  const OnDevice on(x.device());
   matmul_into(as_matrix(y), norm_rows({/*centred=*/true}, x, eps), folded_weight,
               {folded_bias, parse_activation("folded_layer_norm_linear", activation)});
   return y;
@@ -193,7 +193,7 @@ Tensor folded_layer_norm_linear_backward_cuda(const Tensor& dy, const Tensor& x,
   Tensor dx = folded_layer_norm_linear_backward_meta(dy, x, folded_weight, weight_sum, folded_bias,
                                                      eps, activation);
   if (dx.numel() == 0) return dx;
-  const c10::cuda::CUDAGuard guard(x.device());
+  const OnDevice on(x.device());
   const Activation act = parse_activation("folded_layer_norm_linear_backward", activation);
   const RowNorm norm = {/*centred=*/true};
   const int64_t rows = count_rows(x);

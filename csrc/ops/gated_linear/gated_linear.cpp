@@ -14,7 +14,7 @@
 #include "core/linear_common.h"
 
 #ifdef TORCHWELD_CUDA
-#include "core/linear_cuda.h"
+#include "layers/norm_linear.h"
 #endif
 
 namespace torchweld {
@@ -169,7 +169,7 @@ Grads gated_linear_backward_cpu(const Tensor& dy, const Tensor& x, const Tensor&
 void gated_matmul_into(const Tensor& y, const Tensor& z, const Tensor& x, const Tensor& weight,
                        const OptionalTensor& bias, Gate gate, bool interleaved) {
   if (y.numel() == 0) return;
-  const c10::cuda::CUDAGuard guard(x.device());
+  const OnDevice on(x.device());
   matmul_into(as_matrix(y), as_matrix(x), weight,
               {bias, Activation::kNone, /*gated=*/true, gate, interleaved, z});
 }
@@ -203,7 +203,7 @@ Tensor gate_backward_into(const Tensor& dbias, const Tensor& dy, const Tensor& z
       {in_dy.tensor.const_data_ptr(), in_z.tensor.const_data_ptr(), dz.mutable_data_ptr(),
        data_if_wanted(dbias), data_if_wanted<float>(partials), in_dy.rows, in_dy.n,
        in_dy.row_stride, in_z.row_stride, dz.stride(0), gate, interleaved, dtype_of(z)},
-      c10::cuda::getCurrentCUDAStream());
+      current_stream());
   return dz;
 }
 
@@ -212,7 +212,7 @@ Grads gated_linear_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor
                                  std::array<bool, 3> output_mask) {
   auto [dx, dweight, dbias] =
       gated_linear_backward_meta(dy, x, weight, z, gate, interleaved, output_mask);
-  const c10::cuda::CUDAGuard guard(x.device());
+  const OnDevice on(x.device());
   const Tensor dz =
       gate_backward_into(dbias, dy, z, parse_gate("gated_linear_backward", gate), interleaved);
   matmul_backward_into(dx, dweight, output_mask[0], output_mask[1], dz, x, weight);

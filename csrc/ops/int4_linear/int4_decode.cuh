@@ -20,9 +20,10 @@
 // Rounding: codes less zeros are exact, sums are fp32 and nothing else is rounded before y.
 #pragma once
 
+#include "core/launch.h"
+#include "device/dispatch.cuh"
 #include "device/sm90/overlap.cuh"
 #include "ops/int4_linear/int4_decode_loader.cuh"
-#include "ops/int4_linear/int4_launch.cuh"
 
 namespace torchweld {
 
@@ -270,20 +271,16 @@ void launch_int4_decode_kernel(const Int4LinearParams& p, cudaStream_t stream) {
                                 {kT, p.gemm.m, p.weight.shape, p.sms}};
   const int64_t blocks = int64_t{params.plan.owners} * kT.parts;
   const int cluster = p.clusters ? kT.cluster() : 1;
-  launch_int4_grid(
-      kernel, {blocks, 1, kT.kThreads, params.plan.shared_bytes, cluster, /*overlaps=*/p.clusters},
-      stream, params);
+  Grid grid(blocks, kT.kThreads, params.plan.shared_bytes);
+  grid.cluster = cluster;
+  grid.overlaps = p.clusters;
+  launch_kernel(kernel, grid, stream, params);
 }
 
-// The tile that the host has chosen.
-template <typename T, int kTile = 0>
+template <typename T>
 void launch_int4_decode_of(const Int4LinearParams& p, cudaStream_t stream) {
-  if constexpr (kTile < kInt4DecodeTileCount) {
-    if (p.choice.tile != kInt4TileCount + kTile) {
-      return launch_int4_decode_of<T, kTile + 1>(p, stream);
-    }
-    launch_int4_decode_kernel<T, kTile>(p, stream);
-  }
+  dispatch_index<kInt4DecodeTileCount>(
+      p.choice.tile, [&](auto tile) { launch_int4_decode_kernel<T, tile.value>(p, stream); });
 }
 
 }  // namespace torchweld

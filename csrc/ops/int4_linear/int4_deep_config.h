@@ -23,6 +23,7 @@ struct Int4DeepTile {
   // NOTE: a ring as large as an SM's shared memory is what keeps enough of x on its way.
   static constexpr int blocks = 1;
   static constexpr bool kThirds = true;
+  static constexpr int64_t kMostTokens = 4096;  // with more the wide tiles are as fast
 
   constexpr int threads() const { return warps * 32; }
   constexpr int row_tiles() const { return rows / kInt4TileRows; }
@@ -49,8 +50,5 @@ inline constexpr Int4DeepTile kInt4DeepTiles[] = {
     {128, 64, 16, 4, 6, 2, {1080, 1080, 3000, 1070}},
     {256, 128, 16, 2, 5, 1, {1500, 1500, 3000, 2900}}};
 inline constexpr int kInt4DeepTileCount = sizeof(kInt4DeepTiles) / sizeof(kInt4DeepTiles[0]);
-
-// With more tokens the wide tiles are as fast.
-inline constexpr int64_t kInt4DeepTokens = 4096;
 
 }  // namespace torchweld

@@ -14,12 +14,13 @@
 // Rounding: codes less zeros are exact; a weight is rounded once to the dtype of x.
 #pragma once
 
+#include "core/launch.h"
+#include "device/dispatch.cuh"
 #include "device/sm90/bulk.cuh"
 #include "device/sm90/overlap.cuh"
 #include "device/sm90/wgmma.cuh"
 #include "ops/int4_linear/int4_deep_finish.cuh"
 #include "ops/int4_linear/int4_fragments.cuh"
-#include "ops/int4_linear/int4_launch.cuh"
 #include "ops/int4_linear/int4_linear.h"
 
 namespace torchweld {
@@ -209,26 +210,17 @@ void launch_int4_deep_kernel(const Int4LinearParams& p, cudaStream_t stream) {
                               FastDivisor(shape.group_units() / kInt4ChunkUnits)};
   const int64_t row_blocks = (p.gemm.n + kT.rows - 1) / kT.rows;
   const int64_t token_blocks = (p.gemm.m + kT.tokens - 1) / kT.tokens;
-  launch_int4_grid(kernel,
-                   {row_blocks * p.choice.parts, token_blocks, kT.threads(), kT.shared_bytes(),
-                    p.choice.parts, /*overlaps=*/true},
-                   stream, params);
-}
-
-// The tile that the host has chosen.
-template <typename T, int kTile = 0>
-void launch_int4_deep_tiles(const Int4LinearParams& p, cudaStream_t stream) {
-  if constexpr (kTile < kInt4DeepTileCount) {
-    if (p.choice.tile != kInt4FirstDeep + kTile) {
-      return launch_int4_deep_tiles<T, kTile + 1>(p, stream);
-    }
-    launch_int4_deep_kernel<T, kTile>(p, stream);
-  }
+  Grid grid(row_blocks * p.choice.parts, kT.threads(), kT.shared_bytes());
+  grid.blocks.y = static_cast<unsigned>(token_blocks);
+  grid.cluster = p.choice.parts;
+  grid.overlaps = true;
+  launch_kernel(kernel, grid, stream, params);
 }
 
 template <typename T>
 void launch_int4_deep_of(const Int4LinearParams& p, cudaStream_t stream) {
-  launch_int4_deep_tiles<T>(p, stream);
+  dispatch_index<kInt4DeepTileCount>(
+      p.choice.tile, [&](auto tile) { launch_int4_deep_kernel<T, tile.value>(p, stream); });
 }
 
 }  // namespace torchweld

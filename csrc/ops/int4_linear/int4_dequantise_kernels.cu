@@ -53,7 +53,7 @@ void launch_int4_dequantise(const Int4DequantiseParams& p, cudaStream_t stream) 
   const int64_t blocks = (threads + kDequantiseThreads - 1) / kDequantiseThreads;
   dispatch_dtype(p.dtype, [&](auto element) {
     using T = decltype(element);
-    int4_dequantise_kernel<T><<<static_cast<unsigned>(blocks), kDequantiseThreads, 0, stream>>>(p);
+    launch_kernel(int4_dequantise_kernel<T>, {blocks, kDequantiseThreads}, stream, p);
   });
   check_launch("int4_linear");
 }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "device/sm90/cluster.cuh"
-#include "gemm/gemm_epilogue.cuh"
+#include "gemm/epilogue.cuh"
 #include "ops/int4_linear/int4_loader.cuh"
 
 namespace torchweld {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "device/sm90/cluster.cuh"
-#include "gemm/gemm_epilogue.cuh"
+#include "gemm/epilogue.cuh"
 
 namespace torchweld {
 

@@ -14,9 +14,10 @@
 // Source: Frantar et al., "MARLIN", 2024 (the offline order, the ring, small batches).
 #pragma once
 
+#include "core/launch.h"
+#include "device/dispatch.cuh"
 #include "ops/int4_linear/int4_finish.cuh"
 #include "ops/int4_linear/int4_fragments.cuh"
-#include "ops/int4_linear/int4_launch.cuh"
 #include "ops/int4_linear/int4_loader.cuh"
 
 namespace torchweld {
@@ -352,31 +353,24 @@ void launch_int4_kernel(const Int4LinearParams& p, cudaStream_t stream) {
   const int64_t units = p.weight.shape.group_units();
   const Int4Divisors divisors = {FastDivisor(kWholeChunks ? units / kInt4ChunkUnits : 1),
                                  FastDivisor(units)};
-  launch_int4_grid(kernel,
-                   {tiles * p.choice.parts, 1, kT.threads(), kT.shared_bytes(sizeof(T)),
-                    p.choice.cluster ? p.choice.parts : 1, /*overlaps=*/false},
-                   stream, p, divisors);
+  Grid grid(tiles * p.choice.parts, kT.threads(), kT.shared_bytes(sizeof(T)));
+  grid.cluster = p.choice.cluster ? p.choice.parts : 1;
+  launch_kernel(kernel, grid, stream, p, divisors);
 }
 
-// The tile that the host has chosen.
-template <typename T, int kTile = 0>
-void launch_int4_tiles(const Int4LinearParams& p, bool whole_chunks, cudaStream_t stream) {
-  if constexpr (kTile < kInt4TileCount) {
-    if (p.choice.tile != kTile) return launch_int4_tiles<T, kTile + 1>(p, whole_chunks, stream);
-    constexpr int kElem = sizeof(T);
+template <typename T>
+void launch_int4_linear_of(const Int4LinearParams& p, cudaStream_t stream) {
+  const Int4Shape& shape = p.weight.shape;
+  const bool whole_chunks = shape.k % (shape.groups * kInt4ChunkK) == 0;
+  dispatch_index<kInt4TileCount>(p.choice.tile, [&](auto index) {
+    constexpr int kElem = sizeof(T), kTile = index.value;
     if constexpr (kInt4Tiles[kTile].suits(kElem, true)) {
       if (whole_chunks) return launch_int4_kernel<T, kTile, true>(p, stream);
     }
     if constexpr (kInt4Tiles[kTile].suits(kElem, false)) {
       launch_int4_kernel<T, kTile, false>(p, stream);
     }
-  }
-}
-
-template <typename T>
-void launch_int4_linear_of(const Int4LinearParams& p, cudaStream_t stream) {
-  const Int4Shape& shape = p.weight.shape;
-  launch_int4_tiles<T>(p, shape.k % (shape.groups * kInt4ChunkK) == 0, stream);
+  });
 }
 
 }  // namespace torchweld

@@ -76,7 +76,7 @@ Tensor int4_linear_cuda(const Tensor& x, const Tensor& qweight, const Tensor& sc
                         const Tensor& zero, const OptionalTensor& bias) {
   Tensor y = int4_linear_meta(x, qweight, scale, zero, bias);
   if (y.numel() == 0) return y;
-  const c10::cuda::CUDAGuard guard(x.device());
+  const OnDevice on(x.device());
   int4_matmul_into(as_matrix(y), as_matrix(x), repack(qweight, scale, zero), bias);
   return y;
 }
@@ -85,7 +85,7 @@ Tensor int4_linear_backward_cuda(const Tensor& dy, const Tensor& qweight, const 
                                  const Tensor& zero) {
   Tensor dx = int4_linear_backward_meta(dy, qweight, scale, zero);
   if (dx.numel() == 0) return dx;
-  const c10::cuda::CUDAGuard guard(dy.device());
+  const OnDevice on(dy.device());
   int4_matmul_backward_into(as_matrix(dx), as_matrix(dy), repack(qweight, scale, zero));
   return dx;
 }

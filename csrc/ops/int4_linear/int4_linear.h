@@ -52,20 +52,20 @@ struct Int4DequantiseParams {
   DType dtype;  // of the scales and of dense
 };
 
-// choice.tile is not -1; sizes are at least 1.
+// choice.engine is not kDense; sizes are at least 1.
 void launch_int4_linear(const Int4LinearParams& params, cudaStream_t stream);
 void launch_int4_dequantise(const Int4DequantiseParams& params, cudaStream_t stream);
 
-// choice.tile is one of kInt4DecodeTiles.
+// choice.engine is kDecode.
 void launch_int4_decode(const Int4LinearParams& params, cudaStream_t stream);
 
 // One dtype's kernels, each in a .cu of its own.
 template <typename T>
 void launch_int4_linear_of(const Int4LinearParams& params, cudaStream_t stream);
-// choice.tile is one of kInt4WideTiles.
+// choice.engine is kWide.
 template <typename T>
 void launch_int4_wide_of(const Int4LinearParams& params, cudaStream_t stream);
-// choice.tile is one of kInt4DeepTiles.
+// choice.engine is kDeep.
 template <typename T>
 void launch_int4_deep_of(const Int4LinearParams& params, cudaStream_t stream);
 

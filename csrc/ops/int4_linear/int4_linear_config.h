@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/family.h"
 #include "ops/int4_linear/int4_cost.h"
 #include "ops/int4_linear/int4_decode_config.h"
 #include "ops/int4_linear/int4_wide_config.h"
@@ -65,21 +66,22 @@ inline constexpr Int4Tile kInt4Tiles[] = {{64, 8, 2, 2, 4, 8, true, {700, 160, 5
                                           {128, 128, 4, 1, 4, 2, false, {640, 588, 14200, 245}},
                                           {256, 128, 8, 1, 4, 1, false, {1370, 1370, 6500, 4900}}};
 inline constexpr int kInt4TileCount = sizeof(kInt4Tiles) / sizeof(kInt4Tiles[0]);
-inline constexpr int kInt4FirstWide = kInt4TileCount + kInt4DecodeTileCount;
-inline constexpr int kInt4FirstDeep = kInt4FirstWide + kInt4WideTileCount;
 
 // fp32, and groups that are no whole chunks: with more tokens than this the weight is dequantised
 // into memory and multiplied by the matmul engine.
 inline constexpr int64_t kInt4DenseTokens = 128;
 
+// kDecode: few tokens, x whole in shared memory. kSync: mma.sync, any dtype and group. kDeep and
+// kWide: Hopper's wgmma, blocks of few and of many tokens. kDense: the weight is dequantised for
+// the matmul engine.
+enum class Int4Engine : int8_t { kDecode, kSync, kDeep, kWide, kDense };
+
 struct Int4Problem {
   int64_t m;
   Int4Shape shape;
-  int elem_size;            // of x, bytes
-  int sms;                  // of the device
-  int shared_limit;         // bytes of shared memory that one block may have
-  bool clusters;            // parts can be added up within a cluster of blocks
-  bool warpgroups = false;  // the code that runs has products of warpgroups
+  int elem_size;  // of x, bytes
+  bool bfloat16;
+  DeviceFacts device;
 
   constexpr bool whole_chunks() const {
     return shape.groups > 0 && shape.k % (shape.groups * kInt4ChunkK) == 0;
@@ -87,24 +89,33 @@ struct Int4Problem {
 };
 
 struct Int4Choice {
-  // Index into kInt4Tiles, then, from kInt4TileCount on, into kInt4DecodeTiles, then, from
-  // kInt4FirstWide on, into kInt4WideTiles, then, from kInt4FirstDeep on, into kInt4DeepTiles;
-  // -1: dequantise.
-  int tile;
+  Int4Engine engine;
+  int tile;             // index into the engine's tiles, 0 for kDense
   int parts;            // of K; their sums are added in a fixed order
   int64_t part_chunks;  // of a part
   bool cluster;         // the parts of a tile are a cluster
-
-  constexpr bool decodes() const { return tile >= kInt4TileCount && tile < kInt4FirstWide; }
-  constexpr bool is_wide() const { return tile >= kInt4FirstWide && tile < kInt4FirstDeep; }
-  constexpr bool is_deep() const { return tile >= kInt4FirstDeep; }
 };
 
-// Why a tile of kInt4DecodeTiles can't take the product, nullptr where it can.
-inline const char* int4_decode_refusal(const Int4Problem& p, const Int4DecodeTile& tile) {
-  if (p.elem_size != 2 || !p.whole_chunks()) {
-    return "the tile is for 16-bit x and groups of a multiple of 64";
+inline constexpr const char* kInt4WholeChunksOnly =
+    "the tile is for 16-bit x and groups of a multiple of 64";
+
+template <typename Tile>
+Refusal int4_parts_refusal(const Int4Problem& p, const Tile& tile, int parts) {
+  if (!int4_has_parts<Tile>(parts)) {
+    return Tile::kThirds ? "K can be cut into 1, 2, 3, 4 or 8 parts"
+                         : "K can be cut into 1, 2, 4 or 8 parts";
   }
+  if (int4_part_steps(p.shape, tile.chunks, parts) == 0) {
+    return {"K has {} steps, which leaves one of {} parts empty",
+            int4_part_steps(p.shape, tile.chunks, 1), parts};
+  }
+  const double blocks = (double(p.shape.n) / tile.rows + 1) * (double(p.m) / tile.tokens + 1) *
+                        static_cast<double>(parts);
+  return grid_fits(blocks) ? Refusal() : "more than 2^31 - 1 tiles";
+}
+
+inline Refusal int4_decode_refusal(const Int4Problem& p, const Int4DecodeTile& tile) {
+  if (p.elem_size != 2 || !p.whole_chunks()) return kInt4WholeChunksOnly;
   if (p.m > tile.tokens) return "the tile has fewer tokens";
   if (p.shape.group_units() / kInt4ChunkUnits % tile.chunks != 0) {
     return "a slice of the tile is more than a group, or no part of one";
@@ -112,40 +123,73 @@ inline const char* int4_decode_refusal(const Int4Problem& p, const Int4DecodeTil
   if (p.shape.chunks() % (tile.parts * tile.step_chunks()) != 0) {
     return "a part of K is no whole number of the tile's steps";
   }
-  if (tile.parts > 1 && !p.clusters) return "the tile is for clusters of blocks";
+  if (tile.parts > 1 && !p.device.clusters) return "the tile is for clusters of blocks";
   // NOTE: by the next power of two, as remembered choices count tokens.
-  int64_t m = 1;
-  while (m < p.m) m *= 2;
-  const Int4DecodePlan plan(tile, m, p.shape, p.sms);
-  return plan.shared_bytes <= p.shared_limit ? nullptr
-                                             : "x needs more shared memory than the GPU has";
+  const Int4DecodePlan plan(tile, size_class(p.m), p.shape, p.device.sms);
+  return plan.shared_bytes <= p.device.shared_limit ? Refusal()
+                                                    : "x needs more shared memory than the GPU has";
 }
 
-// The first of kInt4DecodeTiles that can take the product, -1 where none can.
-inline int choose_int4_decode(const Int4Problem& p) {
-  for (int i = 0; i < kInt4DecodeTileCount; ++i) {
-    if (int4_decode_refusal(p, kInt4DecodeTiles[i]) == nullptr) return i;
+inline Refusal int4_sync_refusal(const Int4Problem& p, const Int4Tile& tile, int parts) {
+  if (!tile.suits(p.elem_size, p.whole_chunks())) return kInt4WholeChunksOnly;
+  if (tile.shared_bytes(p.elem_size) > p.device.shared_limit) {
+    return too_much_shared_memory(tile.shared_bytes(p.elem_size), p.device.shared_limit);
   }
-  return -1;
+  return int4_parts_refusal(p, tile, parts);
 }
 
-inline Int4Choice int4_decode_choice(const Int4Problem& p, int decode) {
-  const int parts = kInt4DecodeTiles[decode].parts;
-  return {kInt4TileCount + decode, parts, p.shape.chunks() / parts, parts > 1};
-}
-
-// Why the tiles of kInt4WideTiles and kInt4DeepTiles can't take the product, nullptr where they
-// can.
-inline const char* int4_wide_refusal(const Int4Problem& p) {
-  if (p.elem_size != 2 || !p.whole_chunks()) {
-    return "the tile is for 16-bit x and groups of a multiple of 64";
+// Of the engines on wgmma.
+template <typename Tile>
+Refusal int4_wgmma_refusal(const Int4Problem& p, const Tile& tile, int parts) {
+  if (p.elem_size != 2 || !p.whole_chunks()) return kInt4WholeChunksOnly;
+  if (!p.device.wgmma || !p.device.clusters) return "the tile is for Hopper's wgmma";
+  if (p.m > Tile::kMostTokens) return "the tile is for fewer rows of x";
+  if (tile.shared_bytes() > p.device.shared_limit) {
+    return too_much_shared_memory(tile.shared_bytes(), p.device.shared_limit);
   }
-  return p.warpgroups && p.clusters ? nullptr : "the tile is for Hopper's products of warpgroups";
+  return int4_parts_refusal(p, tile, parts);
+}
+
+inline Refusal int4_refusal(const Int4Problem& p, Int4Engine engine, int tile, int parts) {
+  switch (engine) {
+    case Int4Engine::kDecode:
+      if (parts != kInt4DecodeTiles[tile].parts) return "the tile has another number of parts";
+      return int4_decode_refusal(p, kInt4DecodeTiles[tile]);
+    case Int4Engine::kSync:
+      return int4_sync_refusal(p, kInt4Tiles[tile], parts);
+    case Int4Engine::kDeep:
+      return int4_wgmma_refusal(p, kInt4DeepTiles[tile], parts);
+    case Int4Engine::kWide:
+      return int4_wgmma_refusal(p, kInt4WideTiles[tile], parts);
+    case Int4Engine::kDense:
+      return parts == 1 ? Refusal() : "a weight that is dequantised is not cut";
+  }
+  return {};
+}
+
+inline Int4Choice int4_choice(const Int4Problem& p, Int4Engine engine, int tile, int parts) {
+  const auto cut = [&](int chunks, bool cluster) {
+    const int64_t part_chunks = int4_part_steps(p.shape, chunks, parts) * chunks;
+    return Int4Choice{engine, tile, parts, part_chunks, parts > 1 && cluster};
+  };
+  switch (engine) {
+    case Int4Engine::kDecode:
+      return {engine, tile, parts, p.shape.chunks() / parts, parts > 1};
+    case Int4Engine::kSync:
+      return cut(kInt4Tiles[tile].chunks, p.device.clusters);
+    case Int4Engine::kDeep:
+      return cut(kInt4DeepTiles[tile].chunks, true);
+    case Int4Engine::kWide:
+      return cut(kInt4WideTiles[tile].chunks, true);
+    case Int4Engine::kDense:
+      break;
+  }
+  return {Int4Engine::kDense, 0, 1, p.shape.chunks(), false};
 }
 
 // Nanoseconds. Without clusters the sums of parts are written and added by another kernel. fp32 x
 // is multiplied in three pieces, in about twice the time.
-inline double int4_time(const Int4Problem& p, const Int4Tile& tile, int parts, int64_t steps) {
+inline double int4_sync_time(const Int4Problem& p, const Int4Tile& tile, int parts) {
   constexpr double kSumNs = 3000, kSumBytesPerNs = 2000;
   const double m = static_cast<double>(p.m), n = static_cast<double>(p.shape.n);
   const double tiles = std::ceil(m / tile.tokens) * std::ceil(n / tile.rows);
@@ -154,42 +198,85 @@ inline double int4_time(const Int4Problem& p, const Int4Tile& tile, int parts, i
     times.step *= 2;
     times.busy *= 2;
   }
+  const int64_t steps = int4_part_steps(p.shape, tile.chunks, parts);
   const double time = int4_blocks_time(times, tiles, parts, steps, tile.blocks_per_sm(p.elem_size),
-                                       p.sms, p.clusters);
-  if (parts == 1 || p.clusters) return time;
+                                       p.device.sms, p.device.clusters);
+  if (parts == 1 || p.device.clusters) return time;
   return time + kSumNs + 8 * parts * m * n / kSumBytesPerNs;  // 4 bytes there, 4 back
 }
 
-inline Int4Choice choose_int4(const Int4Problem& p) {
-  Int4Choice best{-1, 1, p.shape.chunks(), false};
-  const int decode = choose_int4_decode(p);
-  if (decode >= 0) return int4_decode_choice(p, decode);
-  if (p.m >= kInt4WideTokens && int4_wide_refusal(p) == nullptr) {
-    const Int4WideChoice wide = choose_int4_wide(p.m, p.shape, p.sms, p.shared_limit);
-    if (wide.tile >= 0) {
-      return {kInt4FirstWide + wide.tile, wide.parts, wide.part_chunks, wide.parts > 1};
+// Nanoseconds of a tile on wgmma.
+template <typename Tile>
+double int4_wgmma_time(const Int4Problem& p, const Tile& tile, int parts) {
+  const double tiles = static_cast<double>((p.shape.n + tile.rows - 1) / tile.rows) *
+                       static_cast<double>((p.m + tile.tokens - 1) / tile.tokens);
+  return int4_blocks_time(tile.times, tiles, parts, int4_part_steps(p.shape, tile.chunks, parts),
+                          tile.blocks, p.device.sms, true);
+}
+
+// The fastest of the tiles on wgmma; kDense where there is none.
+inline Int4Choice choose_int4_wgmma(const Int4Problem& p) {
+  Int4Choice best = int4_choice(p, Int4Engine::kDense, 0, 1);
+  double best_time = -1;
+  const auto consider = [&](Int4Engine engine, int index, const auto& tile) {
+    const int64_t tiles =
+        (p.shape.n + tile.rows - 1) / tile.rows * ((p.m + tile.tokens - 1) / tile.tokens);
+    for (const int parts : kInt4Parts) {
+      // K is cut where tiles alone leave SMs without a block.
+      if (parts > 1 && tiles >= p.device.sms) continue;
+      if (int4_wgmma_refusal(p, tile, parts)) continue;
+      const double time = int4_wgmma_time(p, tile, parts);
+      if (best_time >= 0 && time >= best_time) continue;
+      best_time = time;
+      best = int4_choice(p, engine, index, parts);
     }
+  };
+  for (int i = 0; i < kInt4WideTileCount; ++i) consider(Int4Engine::kWide, i, kInt4WideTiles[i]);
+  for (int i = 0; i < kInt4DeepTileCount; ++i) {
+    const Int4DeepTile& tile = kInt4DeepTiles[i];
+    // Several tiles of as many tokens as the wide ones have were not timed.
+    if (tile.tokens >= kInt4WideTiles[0].tokens && p.m > tile.tokens) continue;
+    consider(Int4Engine::kDeep, i, tile);
   }
-  if (!(p.elem_size == 2 && p.whole_chunks()) && p.m > kInt4DenseTokens) return best;
+  return best;
+}
+
+// The fastest of the smallest tiles that hold all tokens; kDense where there is none.
+inline Int4Choice choose_int4_sync(const Int4Problem& p) {
+  Int4Choice best = int4_choice(p, Int4Engine::kDense, 0, 1);
   double best_time = -1;
   int tokens = 0;  // of the smallest tile that holds all tokens
   for (int i = 0; i < kInt4TileCount; ++i) {
     const Int4Tile& tile = kInt4Tiles[i];
-    const bool fits = tile.shared_bytes(p.elem_size) <= p.shared_limit;
-    if (!tile.suits(p.elem_size, p.whole_chunks()) || !fits) continue;
+    if (int4_sync_refusal(p, tile, 1)) continue;
     if (tokens >= p.m && tile.tokens > tokens) break;
     if (tile.tokens > tokens) best_time = -1;  // larger tiles come later
     tokens = tile.tokens;
     for (int parts = 1; parts <= 8; parts *= 2) {
-      const int64_t part_steps = int4_part_steps(p.shape, tile.chunks, parts);
-      if (parts > 1 && part_steps < 2) break;
-      const double time = int4_time(p, tile, parts, part_steps);
+      if (parts > 1 && int4_part_steps(p.shape, tile.chunks, parts) < 2) break;
+      const double time = int4_sync_time(p, tile, parts);
       if (best_time >= 0 && time >= best_time) continue;
       best_time = time;
-      best = {i, parts, part_steps * tile.chunks, parts > 1 && p.clusters};
+      best = int4_choice(p, Int4Engine::kSync, i, parts);
     }
   }
   return best;
+}
+
+// Engines in the order of their speed where they serve, as measured; within one by its times.
+inline Int4Choice choose_int4(const Int4Problem& p) {
+  for (int i = 0; i < kInt4DecodeTileCount; ++i) {
+    if (!int4_decode_refusal(p, kInt4DecodeTiles[i])) {
+      return int4_choice(p, Int4Engine::kDecode, i, kInt4DecodeTiles[i].parts);
+    }
+  }
+  if (p.m >= kInt4WideTokens) {
+    const Int4Choice best = choose_int4_wgmma(p);
+    if (best.engine != Int4Engine::kDense) return best;
+  }
+  const bool slow = p.elem_size == 4 || !p.whole_chunks();
+  if (slow && p.m > kInt4DenseTokens) return int4_choice(p, Int4Engine::kDense, 0, 1);
+  return choose_int4_sync(p);
 }
 
 }  // namespace torchweld

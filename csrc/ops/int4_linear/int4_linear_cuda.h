@@ -5,9 +5,9 @@
 #include "core/cuda_inputs.h"
 #include "core/launch.h"
 #include "core/linear_common.h"
-#include "core/matmul.h"
+#include "layers/matmul.h"
 #include "ops/int4_linear/int4_linear.h"
-#include "ops/int4_linear/int4_linear_tuning.h"
+#include "ops/int4_linear/int4_linear_family.h"
 
 namespace torchweld {
 
@@ -52,7 +52,7 @@ inline Tensor int4_dequantise(const RepackedWeight& weight) {
   const KernelWeight in(weight);
   Tensor dense = at::empty({weight.shape.n, weight.shape.k}, weight.scale.options());
   launch_int4_dequantise({in.params, dense.mutable_data_ptr(), dtype_of(weight.scale)},
-                         c10::cuda::getCurrentCUDAStream());
+                         current_stream());
   return dense;
 }
 
@@ -63,15 +63,12 @@ inline void int4_matmul_into(const Tensor& y, const Tensor& x, const RepackedWei
     is_given(bias) ? y.copy_(bias->expand_as(y)) : y.zero_();
     return;
   }
-  const Int4Problem problem{y.size(0),
-                            weight.shape,
-                            int(x.element_size()),
-                            device_attribute(cudaDevAttrMultiProcessorCount),
-                            device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-                            device_has_clusters(),
-                            device_has_warpgroups()};
-  const Int4Choice choice = pick<Int4Tuning>({problem, x.scalar_type() == at::kBFloat16});
-  if (choice.tile < 0) return matmul_into(y, x, int4_dequantise(weight), {bias});
+  const Int4Problem problem{y.size(0), weight.shape, int(x.element_size()),
+                            x.scalar_type() == at::kBFloat16, device_facts()};
+  const Int4Choice choice = pick<Int4Family>(problem);
+  if (choice.engine == Int4Engine::kDense) {
+    return matmul_into(y, x, int4_dequantise(weight), {bias});
+  }
   const Tensor in_x = aligned_rows(x);
   const KernelWeight in_weight(weight);
   const Vector in_bias(bias);
@@ -95,9 +92,9 @@ inline void int4_matmul_into(const Tensor& y, const Tensor& x, const RepackedWei
   }
   p.weight = in_weight.params;
   p.choice = choice;
-  p.sms = problem.sms;
-  p.clusters = problem.clusters;
-  launch_int4_linear(p, c10::cuda::getCurrentCUDAStream());
+  p.sms = problem.device.sms;
+  p.clusters = problem.device.clusters;
+  launch_int4_linear(p, current_stream());
 }
 
 // dx (M, K) = dy (M, N) @ W

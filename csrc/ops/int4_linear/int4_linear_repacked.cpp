@@ -90,7 +90,7 @@ Tensor int4_linear_repacked_cuda(const Tensor& x, const Tensor& packed, const Te
                                  int64_t out_features) {
   Tensor y = int4_linear_repacked_meta(x, packed, packed_scale, packed_zero, bias, out_features);
   if (y.numel() == 0) return y;
-  const c10::cuda::CUDAGuard guard(x.device());
+  const OnDevice on(x.device());
   const Int4Shape shape = {out_features, x.size(-1), packed_scale.size(1)};
   int4_matmul_into(as_matrix(y), as_matrix(x), {shape, packed, packed_scale, packed_zero}, bias);
   return y;
@@ -102,7 +102,7 @@ Tensor int4_linear_repacked_backward_cuda(const Tensor& dy, const Tensor& packed
   Tensor dx =
       int4_linear_repacked_backward_meta(dy, packed, packed_scale, packed_zero, in_features);
   if (dx.numel() == 0) return dx;
-  const c10::cuda::CUDAGuard guard(dy.device());
+  const OnDevice on(dy.device());
   const Int4Shape shape = {dy.size(-1), in_features, packed_scale.size(1)};
   int4_matmul_backward_into(as_matrix(dx), as_matrix(dy),
                             {shape, packed, packed_scale, packed_zero});

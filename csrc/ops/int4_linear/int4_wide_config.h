@@ -1,6 +1,5 @@
-// Tiles of the kernel on Hopper's products of warpgroups (int4_wide_kernel.cuh), and which one a
-// product takes, of these and of those for fewer tokens. For 16-bit x and groups of whole chunks.
-// Pure host code: tested without a GPU.
+// Tiles of the kernel on Hopper's wgmma for many tokens (int4_wide_kernel.cuh). For 16-bit x and
+// groups of whole chunks. Pure host code: tested without a GPU.
 #pragma once
 
 #include <algorithm>
@@ -23,6 +22,7 @@ struct Int4WideTile {
   Int4Times times;
 
   static constexpr bool kThirds = false;
+  static constexpr int64_t kMostTokens = int64_t{1} << 62;
 
   constexpr int threads() const { return warps * 32; }
   constexpr int row_tiles() const { return rows / kInt4TileRows; }
@@ -52,47 +52,5 @@ inline constexpr int kInt4WideTileCount = sizeof(kInt4WideTiles) / sizeof(kInt4W
 
 // With fewer tokens the kernels on mma.sync are as fast.
 inline constexpr int64_t kInt4WideTokens = 17;
-
-// The fastest tile and number of parts of K: an index into kInt4WideTiles, then, from
-// kInt4WideTileCount on, into kInt4DeepTiles; -1 where none fits.
-struct Int4WideChoice {
-  int tile, parts;
-  int64_t part_chunks;
-  double time;
-};
-
-// `best`, or what is faster with this tile.
-template <typename Tile>
-Int4WideChoice int4_faster_choice(const Int4WideChoice& best, int index, const Tile& tile,
-                                  int64_t m, const Int4Shape& shape, int sms, int shared_limit) {
-  Int4WideChoice now = best;
-  if (tile.shared_bytes() > shared_limit) return now;
-  const double tiles = static_cast<double>((shape.n + tile.rows - 1) / tile.rows) *
-                       static_cast<double>((m + tile.tokens - 1) / tile.tokens);
-  for (const int parts : kInt4Parts) {
-    // K is cut where tiles alone leave SMs without a block.
-    if (!int4_has_parts<Tile>(parts) || (parts > 1 && tiles >= sms)) continue;
-    const int64_t steps = int4_part_steps(shape, tile.chunks, parts);
-    if (steps == 0) continue;
-    const double time = int4_blocks_time(tile.times, tiles, parts, steps, tile.blocks, sms, true);
-    if (now.tile < 0 || time < now.time) now = {index, parts, steps * tile.chunks, time};
-  }
-  return now;
-}
-
-inline Int4WideChoice choose_int4_wide(int64_t m, const Int4Shape& shape, int sms,
-                                       int shared_limit) {
-  Int4WideChoice best{-1, 1, shape.chunks(), 0};
-  for (int i = 0; i < kInt4WideTileCount; ++i) {
-    best = int4_faster_choice(best, i, kInt4WideTiles[i], m, shape, sms, shared_limit);
-  }
-  for (int i = 0; i < kInt4DeepTileCount && m <= kInt4DeepTokens; ++i) {
-    const Int4DeepTile& tile = kInt4DeepTiles[i];
-    // Several tiles of as many tokens as the wide ones have were not timed.
-    if (tile.tokens >= kInt4WideTiles[0].tokens && m > tile.tokens) continue;
-    best = int4_faster_choice(best, kInt4WideTileCount + i, tile, m, shape, sms, shared_limit);
-  }
-  return best;
-}
 
 }  // namespace torchweld

@@ -10,10 +10,11 @@
 // Rounding: codes less zeros are exact; a weight is rounded once to the dtype of x.
 #pragma once
 
+#include "core/launch.h"
+#include "device/dispatch.cuh"
 #include "device/sm90/bulk.cuh"
 #include "device/sm90/wgmma.cuh"
 #include "ops/int4_linear/int4_fragments.cuh"
-#include "ops/int4_linear/int4_launch.cuh"
 #include "ops/int4_linear/int4_wide_finish.cuh"
 
 namespace torchweld {
@@ -191,25 +192,15 @@ void launch_int4_wide_kernel(const Int4LinearParams& p, cudaStream_t stream) {
   const bool stays = kT.stays && p.choice.parts == 1;
   const int64_t blocks = stays ? std::min(items, int64_t{p.sms} * kT.blocks) : items;
   const FastDivisor group_chunks(p.weight.shape.group_units() / kInt4ChunkUnits);
-  launch_int4_grid(kernel,
-                   {blocks, 1, kT.threads(), kT.shared_bytes(), p.choice.parts, /*overlaps=*/false},
-                   stream, p, group_chunks, static_cast<uint32_t>(items));
-}
-
-// The tile that the host has chosen.
-template <typename T, int kTile = 0>
-void launch_int4_wide_tiles(const Int4LinearParams& p, cudaStream_t stream) {
-  if constexpr (kTile < kInt4WideTileCount) {
-    if (p.choice.tile != kInt4FirstWide + kTile) {
-      return launch_int4_wide_tiles<T, kTile + 1>(p, stream);
-    }
-    launch_int4_wide_kernel<T, kTile>(p, stream);
-  }
+  Grid grid(blocks, kT.threads(), kT.shared_bytes());
+  grid.cluster = p.choice.parts;
+  launch_kernel(kernel, grid, stream, p, group_chunks, static_cast<uint32_t>(items));
 }
 
 template <typename T>
 void launch_int4_wide_of(const Int4LinearParams& p, cudaStream_t stream) {
-  launch_int4_wide_tiles<T>(p, stream);
+  dispatch_index<kInt4WideTileCount>(
+      p.choice.tile, [&](auto tile) { launch_int4_wide_kernel<T, tile.value>(p, stream); });
 }
 
 }  // namespace torchweld

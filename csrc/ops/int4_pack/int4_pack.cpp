@@ -155,29 +155,29 @@ Repacked int4_repack_cpu(const Tensor& qweight, const Tensor& scale, const Tenso
 Tensor int4_pack_cuda(const Tensor& codes) {
   Tensor packed = int4_pack_meta(codes);
   if (packed.numel() == 0) return packed;
-  const c10::cuda::CUDAGuard guard(codes.device());
+  const OnDevice on(codes.device());
   const Rows in(codes);
   launch_int4_pack(
       {in.tensor.const_data_ptr<uint8_t>(), static_cast<uint32_t*>(packed.mutable_data_ptr()),
        in.rows, in.n, in.row_stride},
-      c10::cuda::getCurrentCUDAStream());
+      current_stream());
   return packed;
 }
 
 Tensor int4_unpack_cuda(const Tensor& packed, int64_t cols) {
   Tensor codes = int4_unpack_meta(packed, cols);
   if (codes.numel() == 0) return codes;
-  const c10::cuda::CUDAGuard guard(packed.device());
+  const OnDevice on(packed.device());
   const Rows in(packed);
   launch_int4_unpack({static_cast<const uint32_t*>(in.tensor.const_data_ptr()),
                       codes.mutable_data_ptr<uint8_t>(), in.rows, cols, in.row_stride},
-                     c10::cuda::getCurrentCUDAStream());
+                     current_stream());
   return codes;
 }
 
 Repacked int4_repack_cuda(const Tensor& qweight, const Tensor& scale, const Tensor& zero) {
   auto [packed, packed_scale, packed_zero] = int4_repack_meta(qweight, scale, zero);
-  const c10::cuda::CUDAGuard guard(scale.device());
+  const OnDevice on(scale.device());
   const auto strides = [](const Tensor& t) { return Int4Strides{t.stride(0), t.stride(1)}; };
   launch_int4_repack(
       {static_cast<const uint32_t*>(qweight.const_data_ptr()), scale.const_data_ptr(),
@@ -185,7 +185,7 @@ Repacked int4_repack_cuda(const Tensor& qweight, const Tensor& scale, const Tens
        static_cast<uint32_t*>(packed.mutable_data_ptr()), packed_scale.mutable_data_ptr(),
        static_cast<uint32_t*>(packed_zero.mutable_data_ptr()), int4_shape(qweight, scale),
        strides(qweight), strides(scale), strides(zero), dtype_of(scale)},
-      c10::cuda::getCurrentCUDAStream());
+      current_stream());
   return {packed, packed_scale, packed_zero};
 }
 #endif

@@ -85,30 +85,31 @@ __global__ __launch_bounds__(kPackThreads) void int4_repack_scales_kernel(
   }
 }
 
-unsigned blocks_for(int64_t count) {
+// As many as the values need, up to a number that keeps every SM busy.
+Grid grid_for(int64_t count) {
   const int64_t blocks = (count + kPackThreads - 1) / kPackThreads;
-  return static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks);
+  return {blocks < kMostBlocks ? blocks : kMostBlocks, kPackThreads};
 }
 
 }  // namespace
 
 void launch_int4_pack(const Int4PackParams& p, cudaStream_t stream) {
-  int4_pack_kernel<<<blocks_for(p.rows * words_of(p.cols)), kPackThreads, 0, stream>>>(p);
+  launch_kernel(int4_pack_kernel, grid_for(p.rows * words_of(p.cols)), stream, p);
   check_launch("int4_pack");
 }
 
 void launch_int4_unpack(const Int4UnpackParams& p, cudaStream_t stream) {
-  int4_unpack_kernel<<<blocks_for(p.rows * words_of(p.cols)), kPackThreads, 0, stream>>>(p);
+  launch_kernel(int4_unpack_kernel, grid_for(p.rows * words_of(p.cols)), stream, p);
   check_launch("int4_unpack");
 }
 
 void launch_int4_repack(const Int4RepackParams& p, cudaStream_t stream) {
   if (p.shape.packed_words() == 0) return;
-  int4_repack_kernel<<<blocks_for(p.shape.packed_words()), kPackThreads, 0, stream>>>(p);
+  launch_kernel(int4_repack_kernel, grid_for(p.shape.packed_words()), stream, p);
   const int64_t rows = p.shape.tiles() * p.shape.groups * kInt4TileRows;
   dispatch_dtype(p.dtype, [&](auto element) {
     using T = decltype(element);
-    int4_repack_scales_kernel<T><<<blocks_for(rows), kPackThreads, 0, stream>>>(p);
+    launch_kernel(int4_repack_scales_kernel<T>, grid_for(rows), stream, p);
   });
   check_launch("int4_repack");
 }

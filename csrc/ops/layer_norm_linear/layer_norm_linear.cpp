@@ -13,7 +13,7 @@
 #include "core/linear_common.h"
 
 #ifdef TORCHWELD_CUDA
-#include "core/linear_cuda.h"
+#include "layers/norm_linear.h"
 #endif
 
 namespace torchweld {
@@ -164,7 +164,7 @@ Tensor layer_norm_linear_cuda(const Tensor& x, const Tensor& weight, const Optio
                               double eps, c10::string_view activation) {
   Tensor y = layer_norm_linear_meta(x, weight, bias, ln_weight, ln_bias, eps, activation);
   if (y.numel() == 0) return y;
-  const c10::cuda::CUDAGuard guard(x.device());
+  const OnDevice on(x.device());
   matmul_into(as_matrix(y), norm_rows({/*centred=*/true, ln_weight, ln_bias}, x, eps), weight,
               {bias, parse_activation("layer_norm_linear", activation)});
   return y;
@@ -176,7 +176,7 @@ Forward layer_norm_linear_forward_cuda(const Tensor& x, const Tensor& weight,
                                        c10::string_view activation) {
   auto [y, preact, mean, rstd] =
       layer_norm_linear_forward_meta(x, weight, bias, ln_weight, ln_bias, eps, activation);
-  const c10::cuda::CUDAGuard guard(x.device());
+  const OnDevice on(x.device());
   const Tensor normalised = norm_rows({/*centred=*/true, ln_weight, ln_bias}, x, eps, {mean, rstd});
   if (y.numel() == 0) return {y, preact, mean, rstd};
   MatmulEpilogue epilogue = {bias, parse_activation("layer_norm_linear_forward", activation)};
@@ -193,7 +193,7 @@ Grads layer_norm_linear_backward_cuda(const Tensor& dy, const Tensor& x, const T
                                       std::array<bool, 5> output_mask) {
   auto [dx, dweight, dbias, dln_weight, dln_bias] = layer_norm_linear_backward_meta(
       dy, x, weight, ln_weight, ln_bias, mean, rstd, preact, activation, output_mask);
-  const c10::cuda::CUDAGuard guard(x.device());
+  const OnDevice on(x.device());
   const Tensor dz = activation_backward_into(
       dbias, dy, preact, parse_activation("layer_norm_linear_backward", activation));
   norm_matmul_backward_into(dx, dweight, dln_weight, dln_bias, output_mask[0], output_mask[1],

@@ -7,7 +7,7 @@
 #include "core/linear_common.h"
 
 #ifdef TORCHWELD_CUDA
-#include "core/linear_cuda.h"
+#include "layers/norm_linear.h"
 #endif
 
 namespace torchweld {
@@ -81,7 +81,7 @@ Tensor linear_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& 
                    c10::string_view activation) {
   Tensor y = linear_meta(x, weight, bias, activation);
   if (y.numel() == 0) return y;
-  const c10::cuda::CUDAGuard guard(x.device());
+  const OnDevice on(x.device());
   matmul_into(as_matrix(y), as_matrix(x), weight, {bias, parse_activation("linear", activation)});
   return y;
 }
@@ -91,7 +91,7 @@ std::tuple<Tensor, Tensor> linear_forward_cuda(const Tensor& x, const Tensor& we
                                                c10::string_view activation) {
   auto [y, preact] = linear_forward_meta(x, weight, bias, activation);
   if (y.numel() == 0) return {y, preact};
-  const c10::cuda::CUDAGuard guard(x.device());
+  const OnDevice on(x.device());
   MatmulEpilogue epilogue = {bias, parse_activation("linear_forward", activation)};
   if (saves_preact(epilogue.activation)) epilogue.preact = preact;
   matmul_into(as_matrix(y), as_matrix(x), weight, epilogue);
@@ -102,7 +102,7 @@ Grads3 linear_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor& wei
                             const OptionalTensor& preact, c10::string_view activation,
                             std::array<bool, 3> output_mask) {
   auto [dx, dweight, dbias] = linear_backward_meta(dy, x, weight, preact, activation, output_mask);
-  const c10::cuda::CUDAGuard guard(x.device());
+  const OnDevice on(x.device());
   const Tensor dz =
       activation_backward_into(dbias, dy, preact, parse_activation("linear_backward", activation));
   matmul_backward_into(dx, dweight, output_mask[0], output_mask[1], dz, x, weight);

@@ -64,7 +64,7 @@ Grads2 mul_relu_backward_cpu(const Tensor& dz, const Tensor& x, const Tensor& y)
 Tensor mul_relu_cuda(const Tensor& x, const Tensor& y) {
   Tensor z = mul_relu_meta(x, y);
   if (z.numel() == 0) return z;
-  const c10::cuda::CUDAGuard guard(x.device());
+  const OnDevice on(x.device());
   const Rows in(x);
   const Vector in_y(y);
   MatrixPassParams params = {};
@@ -75,13 +75,13 @@ Tensor mul_relu_cuda(const Tensor& x, const Tensor& y) {
   params.rows = in.rows;
   params.n = in.n;
   params.dtype = dtype_of(x);
-  launch_mul_relu(params, c10::cuda::getCurrentCUDAStream());
+  launch_mul_relu(params, current_stream());
   return z;
 }
 
 Grads2 mul_relu_backward_cuda(const Tensor& dz, const Tensor& x, const Tensor& y) {
   auto [dx, dy] = mul_relu_backward_meta(dz, x, y);
-  const c10::cuda::CUDAGuard guard(x.device());
+  const OnDevice on(x.device());
   if (dz.numel() == 0) return {dx, dy.zero_()};
   const Rows in_dz(dz), in_x(x);
   const Vector in_y(y);
@@ -97,7 +97,7 @@ Grads2 mul_relu_backward_cuda(const Tensor& dz, const Tensor& x, const Tensor& y
   params.n = in_x.n;
   params.dtype = dtype_of(x);
   const Tensor scratch = matrix_pass_scratch(params, x);
-  launch_mul_relu_backward(params, c10::cuda::getCurrentCUDAStream());
+  launch_mul_relu_backward(params, current_stream());
   return {dx, dy};
 }
 #endif

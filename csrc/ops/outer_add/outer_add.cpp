@@ -53,7 +53,7 @@ Grads2 outer_add_backward_cpu(const Tensor& dz) {
 Tensor outer_add_cuda(const Tensor& x, const Tensor& y) {
   Tensor z = outer_add_meta(x, y);
   if (z.numel() == 0) return z;
-  const c10::cuda::CUDAGuard guard(x.device());
+  const OnDevice on(x.device());
   const Vector in_x(x), in_y(y);
   MatrixPassParams params = {};
   params.x = in_x.data();
@@ -62,13 +62,13 @@ Tensor outer_add_cuda(const Tensor& x, const Tensor& y) {
   params.rows = z.size(0);
   params.n = z.size(1);
   params.dtype = dtype_of(x);
-  launch_outer_add(params, c10::cuda::getCurrentCUDAStream());
+  launch_outer_add(params, current_stream());
   return z;
 }
 
 Grads2 outer_add_backward_cuda(const Tensor& dz) {
   auto [dx, dy] = outer_add_backward_meta(dz);
-  const c10::cuda::CUDAGuard guard(dz.device());
+  const OnDevice on(dz.device());
   if (dz.numel() == 0) return {dx.zero_(), dy.zero_()};
   const Rows in(dz);
   MatrixPassParams params = {};
@@ -80,7 +80,7 @@ Grads2 outer_add_backward_cuda(const Tensor& dz) {
   params.n = in.n;
   params.dtype = dtype_of(dz);
   const Tensor scratch = matrix_pass_scratch(params, dz);
-  launch_outer_add_backward(params, c10::cuda::getCurrentCUDAStream());
+  launch_outer_add_backward(params, current_stream());
   return {dx, dy};
 }
 #endif

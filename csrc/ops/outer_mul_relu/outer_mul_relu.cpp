@@ -65,7 +65,7 @@ Grads2 outer_mul_relu_backward_cpu(const Tensor& dz, const Tensor& x, const Tens
 Tensor outer_mul_relu_cuda(const Tensor& x, const Tensor& y) {
   Tensor z = outer_mul_relu_meta(x, y);
   if (z.numel() == 0) return z;
-  const c10::cuda::CUDAGuard guard(x.device());
+  const OnDevice on(x.device());
   const Vector in_x(x), in_y(y);
   MatrixPassParams params = {};
   params.x = in_x.data();
@@ -74,13 +74,13 @@ Tensor outer_mul_relu_cuda(const Tensor& x, const Tensor& y) {
   params.rows = z.size(0);
   params.n = z.size(1);
   params.dtype = dtype_of(x);
-  launch_outer_mul_relu(params, c10::cuda::getCurrentCUDAStream());
+  launch_outer_mul_relu(params, current_stream());
   return z;
 }
 
 Grads2 outer_mul_relu_backward_cuda(const Tensor& dz, const Tensor& x, const Tensor& y) {
   auto [dx, dy] = outer_mul_relu_backward_meta(dz, x, y);
-  const c10::cuda::CUDAGuard guard(x.device());
+  const OnDevice on(x.device());
   if (dz.numel() == 0) return {dx.zero_(), dy.zero_()};
   const Rows in(dz);
   const Vector in_x(x), in_y(y);
@@ -95,7 +95,7 @@ Grads2 outer_mul_relu_backward_cuda(const Tensor& dz, const Tensor& x, const Ten
   params.n = in.n;
   params.dtype = dtype_of(x);
   const Tensor scratch = matrix_pass_scratch(params, x);
-  launch_outer_mul_relu_backward(params, c10::cuda::getCurrentCUDAStream());
+  launch_outer_mul_relu_backward(params, current_stream());
   return {dx, dy};
 }
 #endif

@@ -10,7 +10,7 @@
 #include "core/linear_common.h"
 
 #ifdef TORCHWELD_CUDA
-#include "core/linear_cuda.h"
+#include "layers/norm_linear.h"
 #endif
 
 namespace torchweld {
@@ -138,7 +138,7 @@ Tensor rms_norm_linear_cuda(const Tensor& x, const Tensor& weight, const Optiona
                             c10::string_view activation) {
   Tensor y = rms_norm_linear_meta(x, weight, bias, norm_weight, eps, activation);
   if (y.numel() == 0) return y;
-  const c10::cuda::CUDAGuard guard(x.device());
+  const OnDevice on(x.device());
   matmul_into(as_matrix(y), norm_rows({/*centred=*/false, norm_weight}, x, eps), weight,
               {bias, parse_activation("rms_norm_linear", activation)});
   return y;
@@ -149,7 +149,7 @@ Forward rms_norm_linear_forward_cuda(const Tensor& x, const Tensor& weight,
                                      double eps, c10::string_view activation) {
   auto [y, preact, rstd] =
       rms_norm_linear_forward_meta(x, weight, bias, norm_weight, eps, activation);
-  const c10::cuda::CUDAGuard guard(x.device());
+  const OnDevice on(x.device());
   const Tensor normalised =
       norm_rows({/*centred=*/false, norm_weight}, x, eps, {std::nullopt, rstd});
   if (y.numel() == 0) return {y, preact, rstd};
@@ -165,7 +165,7 @@ Grads rms_norm_linear_backward_cuda(const Tensor& dy, const Tensor& x, const Ten
                                     std::array<bool, 4> output_mask) {
   auto [dx, dweight, dbias, dnorm_weight] = rms_norm_linear_backward_meta(
       dy, x, weight, norm_weight, rstd, preact, activation, output_mask);
-  const c10::cuda::CUDAGuard guard(x.device());
+  const OnDevice on(x.device());
   const Tensor dz = activation_backward_into(
       dbias, dy, preact, parse_activation("rms_norm_linear_backward", activation));
   const Tensor no_shift = empty_vector_grad(x, 0, /*wanted=*/false);

@@ -13,7 +13,7 @@
 #include "core/cuda_inputs.h"
 #include "core/launch.h"
 #include "ops/row_sum/row_sum.h"
-#include "ops/row_sum/row_sum_tuning.h"
+#include "ops/row_sum/row_sum_family.h"
 #endif
 
 namespace torchweld {
@@ -36,20 +36,19 @@ Tensor row_sum_cuda(const Tensor& x) {
   Tensor y = row_sum_meta(x);
   if (y.numel() == 0) return y;
   if (x.numel() == 0) return y.zero_();
-  const c10::cuda::CUDAGuard guard(x.device());
-  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  const OnDevice on(x.device());
+  const cudaStream_t stream = current_stream();
   const Rows in(x);
   const int elem_size = static_cast<int>(x.element_size());
   const bool aligned = reinterpret_cast<uintptr_t>(in.tensor.const_data_ptr()) % 16 == 0 &&
                        in.row_stride * elem_size % 16 == 0;
   const RowSumChoice choice =
-      pick<RowSumTuning>({{in.rows, in.n, elem_size, in.row_stride == in.n, aligned,
-                           device_attribute(cudaDevAttrMultiProcessorCount)},
-                          x.scalar_type() == at::kBFloat16});
+      pick<RowSumFamily>({in.rows, in.n, elem_size, in.row_stride == in.n, aligned,
+                          x.scalar_type() == at::kBFloat16, device_facts()});
   Tensor partials, counters;
   if (choice.parts > 1) {
     partials = at::empty({choice.partials(in.rows)}, x.options().dtype(at::kFloat));
-    counters = zero_counters(in.rows, x, stream);
+    counters = zero_counters(in.rows, x);
   }
   launch_row_sum(
       {in.tensor.const_data_ptr(), y.mutable_data_ptr(), in.rows, in.n, in.row_stride, dtype_of(x),

@@ -219,14 +219,12 @@ void launch_staged(const RowSumArgs<T>& args, cudaStream_t stream) {
   const int64_t row_bytes = args.n * static_cast<int64_t>(sizeof(T));
   int rows_per_block = kRowSumThreads;
   while (rows_per_block * row_bytes > kStagedBytes) rows_per_block /= 2;
-  note_kernel(row_sum_staged_kernel<T>, kRowSumThreads, 0);
   static_assert(kStagedBytes / kStagedRowBytes >= kRowSumThreads / kWarp);  // a warp a row at most
   for (int64_t first = 0; first < args.rows; first += kMaxGrid * rows_per_block) {
     const int64_t blocks = (args.rows - first + rows_per_block - 1) / rows_per_block;
-    row_sum_staged_kernel<<<static_cast<unsigned>(blocks < kMaxGrid ? blocks : kMaxGrid),
-                            kRowSumThreads, 0, stream>>>(args.g_x + first * args.n,
-                                                         args.g_y + first, args.rows - first,
-                                                         static_cast<int>(args.n), rows_per_block);
+    launch_kernel(row_sum_staged_kernel<T>, {std::min(blocks, kMaxGrid), kRowSumThreads}, stream,
+                  args.g_x + first * args.n, args.g_y + first, args.rows - first,
+                  static_cast<int>(args.n), rows_per_block);
   }
 }
 
@@ -238,24 +236,15 @@ void launch_tile(RowSumArgs<T> args, cudaStream_t stream) {
   for (int64_t first = 0; first < rows; first += most) {
     args.rows = rows - first < most ? rows - first : most;
     const int64_t groups = (args.rows + Config::kRowsPerBlock - 1) / Config::kRowsPerBlock;
-    const unsigned blocks = static_cast<unsigned>(groups * args.parts);
+    const Grid grid(groups * args.parts, kRowSumThreads);
     if constexpr (Config::kRowThreads <= kWarp) {
-      note_kernel(row_sum_rows_kernel<Config>, kRowSumThreads, 0);
-      row_sum_rows_kernel<Config><<<blocks, kRowSumThreads, 0, stream>>>(args);
+      launch_kernel(row_sum_rows_kernel<Config>, grid, stream, args);
     } else {
-      note_kernel(row_sum_parts_kernel<Config>, kRowSumThreads, 0);
-      row_sum_parts_kernel<Config><<<blocks, kRowSumThreads, 0, stream>>>(args);
+      launch_kernel(row_sum_parts_kernel<Config>, grid, stream, args);
     }
     args.g_x += most * args.row_stride;
     args.g_y += most;
   }
-}
-
-// Calls launch_tile with the tile as a compile-time constant.
-template <typename T, int kTile = 0>
-void dispatch_tile(int tile, const RowSumArgs<T>& args, cudaStream_t stream) {
-  if (tile == kTile) return launch_tile<T, kTile>(args, stream);
-  if constexpr (kTile + 1 < kNumRowSumTiles) dispatch_tile<T, kTile + 1>(tile, args, stream);
 }
 
 }  // namespace
@@ -272,8 +261,9 @@ void launch_row_sum(const RowSumParams& params, cudaStream_t stream) {
                                 params.choice.part_elems,
                                 params.partials,
                                 params.counters};
-    if (params.choice.tile == kRowSumStaged) return launch_staged(args, stream);
-    dispatch_tile(params.choice.tile, args, stream);
+    if (params.choice.engine == RowSumEngine::kStaged) return launch_staged(args, stream);
+    dispatch_index<kNumRowSumTiles>(params.choice.tile,
+                                    [&](auto tile) { launch_tile<T, tile.value>(args, stream); });
   });
   check_launch("row_sum");
 }

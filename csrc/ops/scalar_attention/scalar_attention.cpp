@@ -181,13 +181,13 @@ Tensor scratch_of(const Tensor& q, bool backward) {
 void scalar_attention_into_cuda(Tensor& z, Tensor* mean, Tensor* sum, const Tensor& q,
                                 const Tensor& k, const Tensor& v) {
   if (z.numel() == 0) return;
-  const c10::cuda::CUDAGuard guard(q.device());
+  const OnDevice on(q.device());
   const Tensor scratch = scratch_of(q, /*backward=*/false);
   launch_scalar_attention({strided(q), strided(k), strided(v), z.mutable_data_ptr(),
                            mean ? mean->mutable_data_ptr<float>() : nullptr,
                            sum ? sum->mutable_data_ptr<float>() : nullptr,
                            scratch.mutable_data_ptr<float>(), q.numel(), dtype_of(q)},
-                          c10::cuda::getCurrentCUDAStream());
+                          current_stream());
 }
 
 Tensor scalar_attention_cuda(const Tensor& q, const Tensor& k, const Tensor& v) {
@@ -207,7 +207,7 @@ Grads3 scalar_attention_backward_cuda(const Tensor& dz, const Tensor& q, const T
                                       std::array<bool, 3> output_mask) {
   auto [dq, dk, dv] = scalar_attention_backward_meta(dz, q, k, v, mean, sum, output_mask);
   if (dq.numel() + dk.numel() + dv.numel() == 0) return {dq, dk, dv};
-  const c10::cuda::CUDAGuard guard(q.device());
+  const OnDevice on(q.device());
   const Tensor means = mean.contiguous(), sums = sum.contiguous();
   const Tensor scratch = scratch_of(q, /*backward=*/true);
   const auto data = [](const Tensor& t) { return t.numel() ? t.mutable_data_ptr() : nullptr; };
@@ -215,7 +215,7 @@ Grads3 scalar_attention_backward_cuda(const Tensor& dz, const Tensor& q, const T
       {strided(dz), strided(q), strided(k), strided(v), means.const_data_ptr<float>(),
        sums.const_data_ptr<float>(), data(dq), data(dk), data(dv),
        scratch.mutable_data_ptr<float>(), q.numel(), dtype_of(q)},
-      c10::cuda::getCurrentCUDAStream());
+      current_stream());
   return {dq, dk, dv};
 }
 #endif

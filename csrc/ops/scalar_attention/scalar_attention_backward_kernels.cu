@@ -50,13 +50,13 @@ void launch_scalar_attention_backward(const ScalarAttentionBackwardParams& param
     // One after the other on the stream: both sweeps use the same scratch.
     if (params.dq) {
       const int splits = launch_sweep<QueryJob, kQuerySweep>(args, stream);
-      scalar_attention_join_query_kernel<T>
-          <<<join_blocks(n), kJoinThreads, 0, stream>>>(args, splits, static_cast<T*>(params.dq));
+      launch_kernel(scalar_attention_join_query_kernel<T>, {join_blocks(n), kJoinThreads}, stream,
+                    args, splits, static_cast<T*>(params.dq));
     }
     if (params.dk || params.dv) {
       const int splits = launch_sweep<KeyJob, kKeySweep>(args, stream);
-      scalar_attention_join_key_kernel<T><<<join_blocks(n), kJoinThreads, 0, stream>>>(
-          args, splits, static_cast<T*>(params.dk), static_cast<T*>(params.dv));
+      launch_kernel(scalar_attention_join_key_kernel<T>, {join_blocks(n), kJoinThreads}, stream,
+                    args, splits, static_cast<T*>(params.dk), static_cast<T*>(params.dv));
     }
   });
   check_launch("scalar_attention_backward");

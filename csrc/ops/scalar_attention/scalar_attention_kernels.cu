@@ -49,8 +49,9 @@ void launch_scalar_attention(const ScalarAttentionParams& params, cudaStream_t s
   const int splits = launch_sweep<ForwardJob, kForwardSweep>(args, stream);
   dispatch_dtype(params.dtype, [&](auto element) {
     using T = decltype(element);
-    scalar_attention_join_kernel<T><<<join_blocks(n), kJoinThreads, 0, stream>>>(
-        args.g_parts, splits, n, args.v_scale, static_cast<T*>(params.z), params.mean, params.sum);
+    launch_kernel(scalar_attention_join_kernel<T>, {join_blocks(n), kJoinThreads}, stream,
+                  args.g_parts, splits, n, args.v_scale, static_cast<T*>(params.z), params.mean,
+                  params.sum);
   });
   check_launch("scalar_attention");
 }

@@ -65,34 +65,34 @@ __global__ __launch_bounds__(kPrepareThreads) void scalar_attention_prepare_kern
 // Scratch: the range of the keys, the vectors, the sums of the splits.
 constexpr int64_t kRangeFloats = 4;
 
-inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
-
 // Copies the vectors into scratch; returns where they lie.
 inline const float* launch_prepare(PrepareArgs args, float* scratch, DType dtype,
                                    cudaStream_t stream) {
   args.g_keys = reinterpret_cast<KeyRange*>(scratch);
   args.g_to = scratch + kRangeFloats;
   dispatch_dtype(dtype, [&](auto element) {
-    scalar_attention_prepare_kernel<decltype(element)><<<1, kPrepareThreads, 0, stream>>>(args);
+    launch_kernel(scalar_attention_prepare_kernel<decltype(element)>, {1, kPrepareThreads}, stream,
+                  args);
   });
   return args.g_to;
 }
 
 template <typename Job>
-void launch_sweep_tile(const ScalarAttentionArgs& args, unsigned blocks, cudaStream_t stream) {
-  scalar_attention_sweep_kernel<Job><<<blocks, kScalarAttentionThreads, 0, stream>>>(args);
+void launch_sweep_tile(const ScalarAttentionArgs& args, int64_t blocks, cudaStream_t stream) {
+  launch_kernel(scalar_attention_sweep_kernel<Job>, {blocks, kScalarAttentionThreads}, stream,
+                args);
 }
 
 // Runs the sweep with the tile and the split for n; returns the number of splits.
 template <template <int> typename Job, ScalarAttentionSweep kSweep>
 int launch_sweep(ScalarAttentionArgs args, cudaStream_t stream) {
   static_assert(kNumScalarAttentionTiles == 2);
-  const ScalarAttentionChoice choice = choose_scalar_attention(kSweep, args.n, multiprocessors());
+  const ScalarAttentionChoice choice = choose_scalar_attention(kSweep, args.n, device_facts().sms);
   const int64_t owners = static_cast<int64_t>(kScalarAttentionTiles[kSweep][choice.tile].owners) *
                          kScalarAttentionThreads;
   args.per_split = choice.per_split;
   args.owner_blocks = (args.n + owners - 1) / owners;
-  const unsigned blocks = static_cast<unsigned>(args.owner_blocks * choice.splits);
+  const int64_t blocks = args.owner_blocks * choice.splits;
   if (choice.tile == 0) {
     launch_sweep_tile<Job<0>>(args, blocks, stream);
   } else {
@@ -101,8 +101,6 @@ int launch_sweep(ScalarAttentionArgs args, cudaStream_t stream) {
   return choice.splits;
 }
 
-inline unsigned join_blocks(int64_t n) {
-  return static_cast<unsigned>((n + kJoinThreads - 1) / kJoinThreads);
-}
+inline int64_t join_blocks(int64_t n) { return (n + kJoinThreads - 1) / kJoinThreads; }
 
 }  // namespace torchweld

@@ -47,25 +47,25 @@ Tensor softmax_backward_cpu(const Tensor& dy, const Tensor& y) {
 Tensor softmax_cuda(const Tensor& x) {
   Tensor y = softmax_meta(x);
   if (y.numel() == 0) return y;
-  const c10::cuda::CUDAGuard guard(x.device());
-  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  const OnDevice on(x.device());
+  const cudaStream_t stream = current_stream();
   const Rows in(x);
   launch_softmax(
       {in.tensor.const_data_ptr(), y.mutable_data_ptr(), in.rows, in.n, in.row_stride, dtype_of(x)},
-      zero_counter_if_asked(x, stream), stream);
+      zero_counter_if_asked(x), stream);
   return y;
 }
 
 Tensor softmax_backward_cuda(const Tensor& dy, const Tensor& y) {
   Tensor dx = softmax_backward_meta(dy, y);
   if (dx.numel() == 0) return dx;
-  const c10::cuda::CUDAGuard guard(y.device());
-  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  const OnDevice on(y.device());
+  const cudaStream_t stream = current_stream();
   const Rows in_dy(dy), in_y(y);
   launch_softmax_backward(
       {in_dy.tensor.const_data_ptr(), in_y.tensor.const_data_ptr(), dx.mutable_data_ptr(),
        in_y.rows, in_y.n, in_dy.row_stride, in_y.row_stride, dtype_of(y)},
-      zero_counter_if_asked(y, stream), stream);
+      zero_counter_if_asked(y), stream);
   return dx;
 }
 #endif

@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "core/family.h"
+
 namespace torchweld {
 
 // Which rows a tile is for: 16-bit scores under a mask, in the forward, all other rows, or both.
@@ -131,67 +133,93 @@ struct SoftmaxProblem {
   int elem_size;  // bytes
   bool aligned;   // every row of the result starts on a 16-byte boundary
   bool backward = false;
-  bool tiled = true;          // false where the mask asks for the streaming kernel
-  bool clusters = true;       // the device and the code for it have clusters and bulk copies
-  bool in_phase = true;       // a row is as far from a 16-byte boundary in every tensor
-  int shared_limit = 232448;  // bytes of shared memory that a block may have
+  bool tiled = true;     // false where the mask asks for the streaming kernel
+  bool in_phase = true;  // a row is as far from a 16-byte boundary in every tensor
+  int64_t rows = 1;
   bool masked = false;
-  bool clusters_of_16 = true;  // they fit on the device
+  bool bfloat16 = false;
+  DeviceFacts device = {};
 };
 
-enum class SoftmaxKernel { kTile, kRing, kStream };
+// kTile: rows in registers. kRing: in the shared memory of a cluster. kStream: read twice.
+enum class SoftmaxEngine : int8_t { kTile, kRing, kStream };
 
 struct SoftmaxChoice {
-  SoftmaxKernel kernel;
-  int index;  // into kSoftmaxTiles or kSoftmaxRings, else -1
+  SoftmaxEngine engine;
+  int tile;  // index into kSoftmaxTiles or kSoftmaxRings, 0 for kStream
 };
 
-constexpr int choose_softmax_ring(const SoftmaxProblem& problem) {
-  if (!problem.clusters || !problem.in_phase) return -1;
+inline Refusal softmax_room(const SoftmaxProblem& p, int64_t capacity) {
+  return p.n <= capacity ? Refusal() : Refusal("holds {} elements, the row has {}", capacity, p.n);
+}
+
+inline Refusal softmax_refusal(const SoftmaxProblem& p, const SoftmaxTile& tile) {
+  if (!p.tiled) return "the rows need 64-bit indices or the scale is 0";
+  if (!tile.serves(p.elem_size, p.backward, p.masked)) {
+    return tile.rows == SoftmaxRows::kScores ? "for 16-bit scores under a mask"
+                                             : "16-bit scores under a mask have other tiles";
+  }
+  if (!tile.suits(p.elem_size, p.backward, p.masked)) return "too many registers for this dtype";
+  return softmax_room(p, tile.capacity(p.elem_size, p.aligned));
+}
+
+inline Refusal softmax_refusal(const SoftmaxProblem& p, const SoftmaxRing& ring) {
+  constexpr int64_t kMostRows = int64_t{1} << 30;  // rings count in 32 bits
+  if (!p.tiled) return "the rows need 64-bit indices or the scale is 0";
+  if (!ring.serves(p.backward)) return "for the gradient alone";
+  if (!p.device.clusters) return "the GPU, or the code built for it, has no thread-block clusters";
+  if (p.rows > kMostRows) return "more than 2^30 rows";
+  if (!ring.portable() && !p.device.clusters_of_16) return "clusters of 16 do not fit on the GPU";
+  if (!p.in_phase) {
+    return "the tensors' rows start at different distances from 16-byte boundaries";
+  }
+  if (ring.shared_bytes() > p.device.shared_limit) {
+    return too_much_shared_memory(ring.shared_bytes(), p.device.shared_limit);
+  }
+  return softmax_room(p, ring.capacity(p.elem_size, p.backward, p.aligned));
+}
+
+// The first ring that is preferred for the row and reads it once, or else the first that holds it;
+// -1 where there is none.
+inline int choose_softmax_ring(const SoftmaxProblem& p) {
   int found = -1;
   for (int i = 0; i < kNumSoftmaxRings; ++i) {
     const SoftmaxRing& ring = kSoftmaxRings[i];
-    if (ring.shared_bytes() <= problem.shared_limit &&
-        (ring.portable() || problem.clusters_of_16) &&
-        problem.n <= ring.preferred_to(problem.elem_size, problem.backward) &&
-        problem.n <= ring.capacity(problem.elem_size, problem.backward, problem.aligned)) {
-      const bool once =
-          problem.n <= ring.read_once_to(problem.elem_size, problem.backward, problem.aligned);
-      if (once) return i;
-      if (found < 0) found = i;
-    }
+    if (p.n > ring.preferred_to(p.elem_size, p.backward) || softmax_refusal(p, ring)) continue;
+    if (p.n <= ring.read_once_to(p.elem_size, p.backward, p.aligned)) return i;
+    if (found < 0) found = i;
   }
   return found;
 }
 
 // NOTE: fewer threads with 8 accesses each take 0.99 of the time of 4 on an H200 for fp32 rows of
 // 1025 to 4096 columns in the forward; longer rows, masks and 16 bits gain nothing.
-constexpr int softmax_tile_loads_from(const SoftmaxProblem& problem) {
-  const bool single = problem.elem_size == 4 && !problem.backward && !problem.masked;
-  return single && problem.n > 1024 && problem.n <= 4096 ? 8 : 1;
+constexpr int softmax_tile_loads_from(const SoftmaxProblem& p) {
+  const bool single = p.elem_size == 4 && !p.backward && !p.masked;
+  return single && p.n > 1024 && p.n <= 4096 ? 8 : 1;
 }
 
-constexpr int choose_softmax_tile(const SoftmaxProblem& problem) {
+inline int choose_softmax_tile(const SoftmaxProblem& p) {
   for (int i = 0; i < kNumSoftmaxTiles; ++i) {
-    const SoftmaxTile& tile = kSoftmaxTiles[i];
-    if (tile.loads < softmax_tile_loads_from(problem)) continue;
-    if (tile.suits(problem.elem_size, problem.backward, problem.masked) &&
-        problem.n <= tile.capacity(problem.elem_size, problem.aligned)) {
-      return i;
-    }
+    if (kSoftmaxTiles[i].loads < softmax_tile_loads_from(p)) continue;
+    if (!softmax_refusal(p, kSoftmaxTiles[i])) return i;
   }
   return -1;
 }
 
-constexpr SoftmaxChoice choose_softmax(const SoftmaxProblem& problem) {
-  const bool read_twice = problem.elem_size == 2 && !problem.backward && problem.aligned &&
-                          problem.in_phase && problem.n >= kSoftmaxReadTwiceFrom &&
-                          problem.n <= kSoftmaxReadTwiceTo;
-  if (!problem.tiled || read_twice) return {SoftmaxKernel::kStream, -1};
-  const int ring = choose_softmax_ring(problem), tile = choose_softmax_tile(problem);
-  const bool long_row = problem.elem_size == 2 && problem.n >= kSoftmaxRingFrom[problem.backward];
-  if (ring >= 0 && (tile < 0 || long_row)) return {SoftmaxKernel::kRing, ring};
-  return {tile >= 0 ? SoftmaxKernel::kTile : SoftmaxKernel::kStream, tile};
+// 16-bit rows that are faster read twice than held.
+constexpr bool softmax_reads_twice(const SoftmaxProblem& p) {
+  return p.elem_size == 2 && !p.backward && p.aligned && p.in_phase &&
+         p.n >= kSoftmaxReadTwiceFrom && p.n <= kSoftmaxReadTwiceTo;
+}
+
+inline SoftmaxChoice choose_softmax(const SoftmaxProblem& p) {
+  if (softmax_reads_twice(p)) return {SoftmaxEngine::kStream, 0};
+  const int ring = choose_softmax_ring(p), tile = choose_softmax_tile(p);
+  const bool long_row = p.elem_size == 2 && p.n >= kSoftmaxRingFrom[p.backward];
+  if (ring >= 0 && (tile < 0 || long_row)) return {SoftmaxEngine::kRing, ring};
+  return tile >= 0 ? SoftmaxChoice{SoftmaxEngine::kTile, tile}
+                   : SoftmaxChoice{SoftmaxEngine::kStream, 0};
 }
 
 }  // namespace torchweld

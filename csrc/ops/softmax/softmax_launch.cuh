@@ -7,36 +7,13 @@
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "ops/softmax/softmax.h"
+#include "ops/softmax/softmax_family.h"
 #include "ops/softmax/softmax_ring.cuh"
 #include "ops/softmax/softmax_ring_backward.cuh"
 #include "ops/softmax/softmax_rows.cuh"
 #include "ops/softmax/softmax_stream.cuh"
-#include "ops/softmax/softmax_tuning.h"
 
 namespace torchweld {
-
-// Calls body with the index as a compile-time constant, if the list has it.
-template <typename List, int kIndex = 0, typename Body>
-void dispatch_index(int index, const Body& body) {
-  if constexpr (kIndex < List::kCount) {
-    if constexpr (List::has(kIndex)) {
-      if (index == kIndex) return body(std::integral_constant<int, kIndex>{});
-    }
-    dispatch_index<List, kIndex + 1>(index, body);
-  }
-}
-
-template <int kElemSize, bool kBackward, bool kMasked>
-struct TileList {
-  static constexpr int kCount = kNumSoftmaxTiles;
-  static constexpr bool has(int i) { return kSoftmaxTiles[i].suits(kElemSize, kBackward, kMasked); }
-};
-
-template <bool kBackward>
-struct RingList {
-  static constexpr int kCount = kNumSoftmaxRings;
-  static constexpr bool has(int i) { return kSoftmaxRings[i].serves(kBackward); }
-};
 
 // Calls launch(args, blocks) with as many rows at a time as one grid can hold.
 template <typename T, typename Launch>
@@ -45,7 +22,7 @@ void for_each_grid(RowArgs<T> args, int rows_per_block, const Launch& launch) {
   const int64_t most = kMaxGrid * rows_per_block;
   for (; args.first_row < rows; args.first_row += most) {
     args.rows = rows - args.first_row < most ? rows - args.first_row : most;
-    launch(args, static_cast<unsigned>((args.rows + rows_per_block - 1) / rows_per_block));
+    launch(args, (args.rows + rows_per_block - 1) / rows_per_block);
     args.g_x += most * args.x_row_stride;
     if (args.g_dy) args.g_dy += most * args.dy_row_stride;
     args.g_y += most * args.n;
@@ -62,9 +39,8 @@ void launch_tile(const RowArgs<typename Config::T>& args, const Mask& mask, cuda
   const int threads = Config::kRowsPerBlock > 1
                           ? Config::kThreads
                           : Config::kShape.threads_for(args.n, sizeof(typename Config::T));
-  note_kernel(kernel, threads, 0);
-  for_each_grid(args, Config::kRowsPerBlock, [&](const auto& part, unsigned blocks) {
-    kernel<<<blocks, threads, 0, stream>>>(part, mask);
+  for_each_grid(args, Config::kRowsPerBlock, [&](const auto& part, int64_t blocks) {
+    launch_kernel(kernel, {blocks, static_cast<unsigned>(threads)}, stream, part, mask);
   });
 }
 
@@ -78,28 +54,11 @@ void launch_ring(const RowArgs<typename Config::T>& args, const Mask& mask,
   }();
   constexpr int kBytes = sizeof(RingShared<Config>);
   static_assert(kBytes <= Config::kShape.shared_bytes());
-  allow_shared_memory(kernel, kBytes);
-  if (!Config::kShape.portable()) allow_any_cluster(kernel);
-  note_kernel(kernel, Config::kBlockThreads, kBytes);
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {Config::kCluster, 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(Config::kCluster);
-  config.blockDim = dim3(Config::kBlockThreads);
-  config.dynamicSmemBytes = kBytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = Config::kCluster > 1 ? 1 : 0;
-  int most = device_attribute(cudaDevAttrMultiProcessorCount);
-  if (Config::kCluster > 1) {
-    // The parts of the chip that clusters must not span leave some SMs over.
-    (void)cudaOccupancyMaxActiveClusters(&most, kernel, &config);
-  }
-  if (most < 1) most = 1;
-  const int64_t clusters = args.rows < most ? args.rows : most;
-  config.gridDim = dim3(static_cast<unsigned>(clusters * Config::kCluster));
-  (void)cudaLaunchKernelEx(&config, kernel, args, mask, counter());
+  const int64_t most = device_facts().most_clusters(Config::kCluster);
+  Grid grid((args.rows < most ? args.rows : most) * Config::kCluster, Config::kBlockThreads,
+            kBytes);
+  grid.cluster = Config::kCluster;
+  launch_kernel(kernel, grid, stream, args, mask, counter());
 }
 
 template <typename T, bool kBackward, int kElems, typename Mask>
@@ -108,9 +67,8 @@ void launch_stream(const RowArgs<T>& args, const Mask& mask, cudaStream_t stream
     if constexpr (kBackward) return softmax_backward_stream_kernel<T, kElems, Mask>;
     if constexpr (!kBackward) return softmax_stream_kernel<T, kElems, Mask>;
   }();
-  note_kernel(kernel, kSoftmaxStreamThreads, 0);
-  for_each_grid(args, 1, [&](const auto& part, unsigned blocks) {
-    kernel<<<blocks, kSoftmaxStreamThreads, 0, stream>>>(part, mask);
+  for_each_grid(args, 1, [&](const auto& part, int64_t blocks) {
+    launch_kernel(kernel, {blocks, kSoftmaxStreamThreads}, stream, part, mask);
   });
 }
 
@@ -129,9 +87,9 @@ SoftmaxProblem problem_of(const RowArgs<T>& args, const Mask& mask) {
   problem.in_phase = in_phase(args.g_x, args.x_row_stride) &&
                      (!kBackward || in_phase(args.g_dy, args.dy_row_stride));
   problem.aligned = rows_aligned(args.g_y, args.n * sizeof(T));
-  problem.clusters = device_has_clusters() && args.rows <= INT32_MAX;  // rings count in 32 bits
-  problem.shared_limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  problem.clusters_of_16 = problem.clusters && device_fits_clusters_of_16();
+  problem.rows = args.rows;
+  problem.bfloat16 = std::is_same_v<T, __nv_bfloat16>;
+  problem.device = device_facts();
   return problem;
 }
 
@@ -139,21 +97,23 @@ template <typename T, bool kBackward, typename Mask>
 void launch_softmax_rows(const RowArgs<T>& args, const Mask& mask, const ZeroCounter& counter,
                          cudaStream_t stream) {
   const SoftmaxProblem problem = problem_of<T, kBackward>(args, mask);
-  const SoftmaxChoice choice =
-      pick<SoftmaxTuning>({problem, args.rows, std::is_same_v<T, __nv_bfloat16>});
+  const SoftmaxChoice choice = pick<SoftmaxFamily>(problem);
   const bool whole = problem.aligned && problem.in_phase;
-  if (choice.kernel == SoftmaxKernel::kTile) {
-    using Tiles = TileList<sizeof(T), kBackward, Mask::kMasked>;
-    dispatch_index<Tiles>(choice.index, [&](auto tile) {
-      if (whole) {
-        launch_tile<RowConfig<T, tile.value, false>, kBackward>(args, mask, stream);
-      } else {
-        launch_tile<RowConfig<T, tile.value, true>, kBackward>(args, mask, stream);
+  if (choice.engine == SoftmaxEngine::kTile) {
+    dispatch_index<kNumSoftmaxTiles>(choice.tile, [&](auto tile) {
+      if constexpr (kSoftmaxTiles[tile.value].suits(sizeof(T), kBackward, Mask::kMasked)) {
+        if (whole) {
+          launch_tile<RowConfig<T, tile.value, false>, kBackward>(args, mask, stream);
+        } else {
+          launch_tile<RowConfig<T, tile.value, true>, kBackward>(args, mask, stream);
+        }
       }
     });
-  } else if (choice.kernel == SoftmaxKernel::kRing) {
-    dispatch_index<RingList<kBackward>>(choice.index, [&](auto ring) {
-      launch_ring<RingConfig<T, ring.value, kBackward>>(args, mask, counter, stream);
+  } else if (choice.engine == SoftmaxEngine::kRing) {
+    dispatch_index<kNumSoftmaxRings>(choice.tile, [&](auto ring) {
+      if constexpr (kSoftmaxRings[ring.value].serves(kBackward)) {
+        launch_ring<RingConfig<T, ring.value, kBackward>>(args, mask, counter, stream);
+      }
     });
   } else if (whole) {
     launch_stream<T, kBackward, kVectorBytes / sizeof(T)>(args, mask, stream);

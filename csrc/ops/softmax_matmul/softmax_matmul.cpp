@@ -11,7 +11,7 @@
 
 #ifdef TORCHWELD_CUDA
 #include "core/cuda_inputs.h"
-#include "core/matmul.h"
+#include "layers/matmul.h"
 #include "ops/softmax_matmul/softmax_matmul.h"
 #endif
 
@@ -169,7 +169,7 @@ SoftmaxMatmulProblem problem_of(const Tensor& scores, const Tensor& value, const
 void softmax_matmul_into_cuda(Tensor& out, Tensor* lse, const Tensor& scores, const Tensor& value,
                               const OptionalTensor& leftpad, bool causal, double scale) {
   if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
-  const c10::cuda::CUDAGuard guard(scores.device());
+  const OnDevice on(scores.device());
   if (scores.numel() == 0) {  // no keys
     out.zero_();
     if (lse) lse->fill_(kHidden);
@@ -180,7 +180,7 @@ void softmax_matmul_into_cuda(Tensor& out, Tensor* lse, const Tensor& scores, co
   launch_softmax_matmul(
       {problem_of(scores, value, pads, causal, scale), in_scores.operand(), in_value.operand(),
        out.mutable_data_ptr(), lse ? lse->mutable_data_ptr<float>() : nullptr},
-      c10::cuda::getCurrentCUDAStream());
+      current_stream());
 }
 
 Tensor softmax_matmul_cuda(const Tensor& scores, const Tensor& value, const OptionalTensor& leftpad,
@@ -202,7 +202,7 @@ Grads softmax_matmul_backward_cuda(const Tensor& dout, const Tensor& scores, con
                                    const OptionalTensor& leftpad, bool causal, double scale) {
   auto [dscores, dvalue] =
       softmax_matmul_backward_meta(dout, scores, value, out, lse, leftpad, causal, scale);
-  const c10::cuda::CUDAGuard guard(scores.device());
+  const OnDevice on(scores.device());
   if (dscores.numel() == 0 || dvalue.numel() == 0) {
     dscores.zero_();
     dvalue.zero_();
@@ -219,7 +219,7 @@ Grads softmax_matmul_backward_cuda(const Tensor& dout, const Tensor& scores, con
                                               in_lse.const_data_ptr<float>(),
                                               dscores.mutable_data_ptr(),
                                               dvalue.mutable_data_ptr()};
-  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const cudaStream_t stream = current_stream();
   launch_softmax_matmul_dscores(params, stream);
   launch_softmax_matmul_dvalue(params, stream);
   return {dscores, dvalue};

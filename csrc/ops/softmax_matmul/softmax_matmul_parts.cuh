@@ -292,11 +292,9 @@ void dispatch_math(const SoftmaxMatmulProblem& problem, const Body& body) {
 template <typename Kernel, typename Params>
 void launch_blocks(Kernel kernel, int64_t blocks, int threads, size_t shared_bytes,
                    cudaStream_t stream, const Params& params) {
-  allow_shared_memory(kernel, static_cast<int>(shared_bytes));
-  for (int64_t first = 0; first < blocks; first += kMaxGrid) {
-    const int64_t count = blocks - first < kMaxGrid ? blocks - first : kMaxGrid;
-    kernel<<<static_cast<unsigned>(count), threads, shared_bytes, stream>>>(params, first);
-  }
+  for_each_grid_of(blocks, [&](int64_t first, int64_t count) {
+    launch_kernel(kernel, {count, threads, static_cast<int>(shared_bytes)}, stream, params, first);
+  });
 }
 
 }  // namespace torchweld

@@ -19,7 +19,7 @@ from typing import Any
 
 import torchweld._library as library
 
-_FORMAT = 1
+_FORMAT = 2  # choices by name
 _MOST_BYTES = 4 << 20
 _MOST_ENTRIES = 4096
 _KEY = ("op", "gpu", "dtype", "family", "shape_class", "version")
@@ -48,7 +48,7 @@ def path() -> Path:
 
 
 def entry(
-    op: str, gpu: str, dtype: str, family: str, numbers: list[int], choice: list[int], us: float
+    op: str, gpu: str, dtype: str, family: str, numbers: list[int], choice: str, us: float
 ) -> Entry:
     """What the file holds of one choice, `numbers` being its problem's."""
     import torchweld._C as _C
@@ -84,9 +84,8 @@ def flaw(found: Any) -> str:
         return "it lacks a part of its key"
     if not all(_is_numbers(found.get(k)) for k in ("shape_class", "problem", "columns")):
         return "its sizes are no numbers"
-    choice = found.get("choice")
-    if not isinstance(choice, list) or not all(map(_is_number, choice)):
-        return "its choice is no list of numbers"
+    if not isinstance(found.get("choice"), str):
+        return "its choice has no name"
     family = found["family"]
     fields = _C.families().get(family)
     if fields is None:
@@ -95,7 +94,7 @@ def flaw(found: Any) -> str:
         return "its problem has other sizes than the kernels"
     numbers = list(found["problem"].values())
     try:
-        candidate = _C.candidate(family, numbers, choice)
+        candidate = _C.candidate(family, numbers, found["choice"])
         shape_class = _C.shape_class(family, numbers)
     except ValueError as error:
         return str(error)

@@ -59,7 +59,7 @@ class TuneResult:
             where an op moves memory), `gb_s` (tensors read and written once), `registers` of a
             thread and `shared_bytes` of a block (None: unknown), `error` (largest, see `against`),
             `reason` (why there is no time, "" where there is one), `part` (which of the call's
-            kernels it configures), `problem`, `family`, `choice` (its numbers) and `source`
+            kernels it configures), `problem`, `family`, `choice` (its name) and `source`
             ("heuristic" or "tuned" in the row that a call takes by itself, else "").
         against: what `error` is measured against.
         interrupted: True where Ctrl-C ended the search.

@@ -29,7 +29,7 @@ class Part:
     family: str
     numbers: list[int]  # of its problem
     problem: dict[str, int]  # the same by name
-    choice: list[int]  # what the call takes by itself
+    choice: str  # what the call takes by itself
     source: str
 
     def text(self) -> str:
@@ -43,12 +43,13 @@ def _tables() -> Any:
 
 def _watch(call: Callable[[], Any]) -> tuple[list[Tensor], list[dict[str, Any]]]:
     """The call's results, and what was chosen and launched in it."""
-    library.ops._watch_choices(True)
+    library.ops._begin_watch()
     try:
         outputs = tensors_of(call())
     finally:
-        seen = library.ops._watch_choices(False)
-    return outputs, [json.loads(text) for text in seen]
+        seen = [json.loads(text) for text in library.ops._end_watch()]
+    # Launches before anything was chosen belong to no family.
+    return outputs, [record for record in seen if record["family"]]
 
 
 def _parts(seen: list[dict[str, Any]]) -> list[Part]:
@@ -106,7 +107,8 @@ class Search:
         self._bytes = 0
         self._flops: float | None = None
 
-    def force(self, part: Part, choice: Sequence[int]) -> None:
+    def force(self, part: Part, choice: str) -> None:
+        """Take the choice from now on; "" takes back what was forced."""
         library.ops._force_choice(part.family, part.numbers, choice)
 
     def run(
@@ -126,10 +128,10 @@ class Search:
                 self._forced.append(part)
                 self._search(part, [row for row in rows[i] if not row["reason"]], answers)
                 best = self.result.best_of_part(i)
-                self.force(part, best["choice"] if best else [])
+                self.force(part, best["choice"] if best else "")
         finally:
             for part in self._forced:
-                self.force(part, [])
+                self.force(part, "")
 
     def _rows(self, index: int, part: Part, configs: list[dict] | None) -> list[Row]:
         """A row for each configuration; what can't run has its reason already."""

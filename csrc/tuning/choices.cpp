@@ -1,9 +1,10 @@
-// The tables behind `pick`, and the private ops by which torchweld.tune fills and watches them.
+// The tables behind `pick`, and the private ops by which torchweld.tune and torchweld.explain fill
+// and watch them.
 //
 // Forced choices and the watch belong to a thread, remembered ones to the process; these are kept
 // by the GPU's name, so that they can be read from a file before any GPU is touched. A remembered
 // choice serves a whole shape class, so it is checked against every problem again and left alone
-// where it does not fit.
+// where it does not fit. Outside of the library choices go by name.
 #include "core/choices.h"
 
 #include <torch/library.h>
@@ -13,14 +14,11 @@
 #include <shared_mutex>
 
 #include "core/check.h"
-#include "core/families.h"
+#include "tuning/families.h"
+#include "tuning/record.h"
 
 #ifdef TORCHWELD_CUDA
 #include <cuda_runtime_api.h>
-
-#include <array>
-
-#include "core/launch.h"
 #endif
 
 namespace torchweld {
@@ -29,7 +27,6 @@ std::atomic<int> choices_in_use{0};
 
 namespace {
 
-using Ints = std::vector<int64_t>;
 using Key = std::pair<std::string, Numbers>;  // family, shape class
 
 struct Remembered {
@@ -42,23 +39,22 @@ Remembered& remembered() {
   return *table;
 }
 
-struct Watched {
-  std::string family, source;
-  Numbers problem, choice;
-  std::vector<Numbers> kernels;  // registers, shared bytes, threads, local bytes
-};
-
 struct ThreadState {
   std::map<Key, Numbers> forced;
   bool watching = false;
-  std::vector<Watched> watched;
+  bool dry = false;                  // watched calls launch nothing
+  DeviceFacts assumed = kH100Facts;  // of a dry run
+  std::string assumed_gpu;           // its name, "" where there is none
+  const char* part = "";
+  std::vector<Record> records;
 
   ~ThreadState() { choices_in_use -= int(!forced.empty()) + int(watching); }
 };
 thread_local ThreadState this_thread;
 
-// The current device's name, "" where there is none.
+// The name of the device that runs or, in a dry run, is assumed; "" where there is none.
 std::string current_gpu() {
+  if (is_dry_run()) return this_thread.assumed_gpu;
 #ifdef TORCHWELD_CUDA
   static std::mutex mutex;
   static std::map<int, std::string>* const names = new std::map<int, std::string>;
@@ -103,16 +99,16 @@ Resolved resolve(const std::string* gpu, const Numbers& problem, const Numbers& 
   const Key key = {Family::kName, Family::key(problem)};
   const auto forced = this_thread.forced.find(key);
   if (forced != this_thread.forced.end()) {
-    const std::string refusal = Family::refusal(Family::problem(problem), forced->second);
-    TW_CHECK(refusal.empty(), Family::kName,
-             "the forced choice must be one that the problem allows, but got ",
-             forced->second.text(), " for ", problem.text(), ": ", refusal,
+    const Refusal refusal = Family::refusal(problem_of<Family>(problem), forced->second);
+    TW_CHECK(!refusal, Family::kName,
+             "the forced choice must be one that the problem allows, but got '",
+             name_of<Family>(forced->second), "' for ", problem.text(), ": ", refusal.text(),
              "; torchweld.tune lists those there are");
     return {forced->second, "forced"};
   }
   Numbers found;
   if (find_remembered(gpu ? *gpu : current_gpu(), key, &found) &&
-      Family::refusal(Family::problem(problem), found).empty()) {
+      !Family::refusal(problem_of<Family>(problem), found)) {
     return {found, "tuned"};
   }
   return {own, "heuristic"};
@@ -128,8 +124,8 @@ void visit_family(const char* op, const std::string& name, const Body& body) {
            "'");
 }
 
-Numbers numbers_of(const char* op, const char* name, at::IntArrayRef list) {
-  TW_CHECK(list.size() <= size_t{Numbers::kMost}, op, name, " must be at most ", Numbers::kMost,
+Numbers numbers_from(const char* op, at::IntArrayRef list) {
+  TW_CHECK(list.size() <= size_t{Numbers::kMost}, op, "problem must be at most ", Numbers::kMost,
            " numbers, but got ", list.size());
   Numbers numbers;
   for (const int64_t value : list) numbers.push(value);
@@ -138,7 +134,7 @@ Numbers numbers_of(const char* op, const char* name, at::IntArrayRef list) {
 
 template <typename Family>
 Numbers checked_problem(const char* op, at::IntArrayRef list) {
-  const Numbers problem = numbers_of(op, "problem", list);
+  const Numbers problem = numbers_from(op, list);
   const std::string refusal = problem_refusal<Family>(problem);
   TW_CHECK(refusal.empty(), op, "problem must be ", refusal, " for ", Family::kName, ", but got ",
            problem.text());
@@ -146,20 +142,21 @@ Numbers checked_problem(const char* op, at::IntArrayRef list) {
 }
 
 template <typename Family>
-Numbers checked_choice(const char* op, const Numbers& problem, at::IntArrayRef list) {
-  const Numbers choice = numbers_of(op, "choice", list);
-  TW_CHECK(choice.count == choice_count<Family>(), op, "choice must be ", choice_count<Family>(),
-           " numbers for ", Family::kName, ", but got ", choice.text());
-  const std::string refusal = Family::refusal(Family::problem(problem), choice);
-  TW_CHECK(refusal.empty(), op, "choice must be one that the problem allows, but got ",
-           choice.text(), " for ", problem.text(), ": ", refusal);
-  return choice;
+Numbers checked_choice(const char* op, const Numbers& problem, const std::string& name) {
+  const auto call = problem_of<Family>(problem);
+  for (const Numbers& choice : Family::candidates(call)) {
+    if (name_of<Family>(choice) != name) continue;
+    const Refusal refusal = Family::refusal(call, choice);
+    TW_CHECK(!refusal, op, "choice must be one that the problem allows, but got '", name, "' for ",
+             problem.text(), ": ", refusal.text());
+    return choice;
+  }
+  TW_CHECK(false, op, "choice must be the name of a configuration of ", Family::kName,
+           ", but got '", name, "'; torchweld._C.candidates lists them");
 }
 
-Ints as_list(const Numbers& numbers) { return {numbers.values, numbers.values + numbers.count}; }
-
 // An empty choice takes back what was forced.
-void force_choice(std::string family, at::IntArrayRef problem, at::IntArrayRef choice) {
+void force_choice(std::string family, at::IntArrayRef problem, std::string choice) {
   const char* op = "_force_choice";
   visit_family(op, family, [&](auto f) {
     using Family = decltype(f);
@@ -177,7 +174,7 @@ void force_choice(std::string family, at::IntArrayRef problem, at::IntArrayRef c
 }
 
 void remember_choice(std::string gpu, std::string family, at::IntArrayRef problem,
-                     at::IntArrayRef choice) {
+                     std::string choice) {
   const char* op = "_remember_choice";
   visit_family(op, family, [&](auto f) {
     using Family = decltype(f);
@@ -199,85 +196,111 @@ void forget_choices() {
 }
 
 // What a call takes on the GPU of that name, and by whose choice.
-std::tuple<Ints, std::string> picked_choice(std::string gpu, std::string family,
-                                            at::IntArrayRef problem) {
+std::tuple<std::string, std::string> picked_choice(std::string gpu, std::string family,
+                                                   at::IntArrayRef problem) {
   const char* op = "_picked_choice";
-  std::tuple<Ints, std::string> picked;
+  std::tuple<std::string, std::string> picked;
   visit_family(op, family, [&](auto f) {
     using Family = decltype(f);
     const Numbers checked = checked_problem<Family>(op, problem);
-    const Numbers own = Family::told(Family::choose(Family::problem(checked)));
+    const Numbers own = Family::told(Family::choose(problem_of<Family>(checked)));
     const Resolved resolved = resolve<Family>(&gpu, checked, own);
-    picked = {as_list(resolved.choice), resolved.source};
+    picked = {name_of<Family>(resolved.choice), resolved.source};
   });
   return picked;
 }
 
-// Starts or ends the watch of this thread; ends with what was seen, a JSON object each.
-std::vector<std::string> watch_choices(bool on) {
+void watch(bool on) {
   ThreadState& state = this_thread;
   choices_in_use += int(on) - int(state.watching);
   state.watching = on;
-  std::vector<std::string> seen;
-  const auto list = [](const Numbers& numbers) {
-    std::string text = numbers.text();
-    text.front() = '[';
-    text.back() = ']';
-    return text;
-  };
-  for (const Watched& w : state.watched) {
-    std::string kernels;
-    for (const Numbers& k : w.kernels) kernels += (kernels.empty() ? "" : ", ") + list(k);
-    seen.push_back("{\"family\": \"" + w.family + "\", \"source\": \"" + w.source +
-                   "\", \"problem\": " + list(w.problem) + ", \"choice\": " + list(w.choice) +
-                   ", \"kernels\": [" + kernels + "]}");
+  state.records.clear();
+}
+
+// Starts the watch of this thread.
+void begin_watch() {
+  this_thread.dry = false;
+  watch(true);
+}
+
+// The same for a dry run: of the GPU of that number, or, below 0, of an H100.
+void begin_dry_run(int64_t device) {
+  ThreadState& state = this_thread;
+  state.dry = false;
+  state.assumed = kH100Facts;
+  state.assumed_gpu.clear();
+#ifdef TORCHWELD_CUDA
+  if (device >= 0) {
+    int before = 0;
+    TW_CHECK(cudaGetDevice(&before) == cudaSuccess &&
+                 cudaSetDevice(static_cast<int>(device)) == cudaSuccess,
+             "_begin_dry_run", "device must be the number of a GPU, but got ", device);
+    state.assumed = device_facts();
+    state.assumed_gpu = current_gpu();
+    (void)cudaSetDevice(before);
   }
-  state.watched.clear();
+#endif
+  state.dry = true;
+  watch(true);
+}
+
+// Ends the watch; what was seen, a JSON object each.
+std::vector<std::string> end_watch() {
+  std::vector<std::string> seen;
+  for (const Record& record : this_thread.records) seen.push_back(record.json());
+  this_thread.dry = false;
+  watch(false);
   return seen;
 }
 
-// For explain, which makes the launchers' choice without a launch.
-bool fits_clusters_of_16() {
-#ifdef TORCHWELD_CUDA
-  return device_fits_clusters_of_16();
-#else
-  return false;
-#endif
-}
-
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  m.def("_force_choice(str family, int[] problem, int[] choice) -> ()", &force_choice);
-  m.def("_remember_choice(str gpu, str family, int[] problem, int[] choice) -> ()",
-        &remember_choice);
+  m.def("_force_choice(str family, int[] problem, str choice) -> ()", &force_choice);
+  m.def("_remember_choice(str gpu, str family, int[] problem, str choice) -> ()", &remember_choice);
   m.def("_forget_choices() -> ()", &forget_choices);
-  m.def("_picked_choice(str gpu, str family, int[] problem) -> (int[] choice, str source)",
+  m.def("_picked_choice(str gpu, str family, int[] problem) -> (str choice, str source)",
         &picked_choice);
-  m.def("_watch_choices(bool on) -> str[]", &watch_choices);
-  m.def("_fits_clusters_of_16() -> bool", &fits_clusters_of_16);
+  m.def("_begin_watch() -> ()", &begin_watch);
+  m.def("_begin_dry_run(int device) -> ()", &begin_dry_run);
+  m.def("_end_watch() -> str[]", &end_watch);
 }
 
 }  // namespace
 
+bool this_thread_runs_dry() { return this_thread.dry; }
+
+const DeviceFacts* assumed_device_facts() { return &this_thread.assumed; }
+
+const char* CallPart::exchange(const char* name) {
+  const char* const before = this_thread.part;
+  this_thread.part = name;
+  return before;
+}
+
 Numbers resolve_choice(const char* family, const Numbers& problem, const Numbers& own) {
   Resolved resolved = {own, "heuristic"};
-  Families::visit(family, [&](auto f) { resolved = resolve<decltype(f)>(nullptr, problem, own); });
-  ThreadState& state = this_thread;
-  if (state.watching) {
-    state.watched.push_back({family, resolved.source, problem, resolved.choice, {}});
-  }
+  Families::visit(family, [&](auto f) {
+    using Family = decltype(f);
+    resolved = resolve<Family>(nullptr, problem, own);
+    ThreadState& state = this_thread;
+    if (!state.watching) return;
+    state.records.push_back(record_of<Family>(problem, resolved.choice));
+    state.records.back().source = resolved.source;
+    state.records.back().part = state.part;
+  });
   return resolved.choice;
 }
 
-void watch_kernel(const void* kernel, int threads, int dynamic_shared_bytes) {
+void watch_launch(const void* kernel, int threads, int dynamic_shared_bytes) {
 #ifdef TORCHWELD_CUDA
   ThreadState& state = this_thread;
-  if (!state.watching || state.watched.empty()) return;
+  if (!state.watching) return;
+  if (state.records.empty()) state.records.emplace_back();  // of no family
   cudaFuncAttributes attributes = {};
-  if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
+  if (!state.dry && cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
     (void)cudaGetLastError();  // the launch tells what is wrong
     return;
   }
-  state.watched.back().kernels.push_back(
+  state.records.back().kernels.push_back(
       {attributes.numRegs, static_cast<int64_t>(attributes.sharedSizeBytes) + dynamic_shared_bytes,
        threads, static_cast<int64_t>(attributes.localSizeBytes)});
 #endif

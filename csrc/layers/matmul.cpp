@@ -1,7 +1,7 @@
 // Operands that cp.async can't read in whole 16-byte pieces are copied first: odd K, odd strides,
 // misaligned bases. To read them in place would need a variable source size, which costs ten
 // instructions a piece in every product.
-#include "core/matmul.h"
+#include "layers/matmul.h"
 
 #ifdef TORCHWELD_CUDA
 
@@ -11,8 +11,8 @@
 #include "core/choices.h"
 #include "core/cuda_inputs.h"
 #include "core/launch.h"
+#include "gemm/family.h"
 #include "gemm/gemm.h"
-#include "gemm/gemm_tuning.h"
 
 namespace torchweld {
 namespace {
@@ -110,15 +110,18 @@ void batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
                             epilogue.gated,
                             epilogue.gated || epilogue.activation != Activation::kNone,
                             math_of(p.dtype, p.tf32),
-                            device_attribute(cudaDevAttrMultiProcessorCount),
-                            device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)};
-  p.choice = pick<GemmTuning>({problem, p.a.k_stride == 1, p.b.k_stride == 1});
+                            p.a.k_stride == 1,
+                            p.b.k_stride == 1,
+                            device_facts()};
+  p.choice = pick<GemmFamily>(problem);
+  TORCH_CHECK(p.choice.splits > 0, "torchweld: no tile of the matmul engine takes a product of ", m,
+              " x ", n, " x ", p.k, " in a batch of ", batch, "; cut it into smaller ones");
   Tensor workspace;
   if (const int64_t floats = p.choice.workspace_floats(problem); floats > 0) {
     workspace = at::empty({floats}, y.options().dtype(at::kFloat));
     p.workspace = workspace.mutable_data_ptr<float>();
   }
-  launch_gemm(p, c10::cuda::getCurrentCUDAStream());
+  launch_gemm(p, current_stream());
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "core/families.h"
+#include "tuning/families.h"
 
 namespace torchweld {
 
@@ -39,17 +39,16 @@ inline py::list as_list(const Numbers& numbers) {
   return list;
 }
 
-// A choice with why it is refused, "" where it is not, and its columns, {} where it has none.
+// A choice with why it is refused, "" where it is not.
 template <typename Family>
 py::dict candidate_dict(const Numbers& problem, const Numbers& choice) {
-  const auto call = Family::problem(problem);
-  const std::string refusal = Family::refusal(call, choice);
+  const auto call = problem_of<Family>(problem);
   py::dict d, columns;
-  if (refusal.rfind("there is no ", 0) != 0) {
-    for (const auto& [name, value] : Family::columns(call, choice)) columns[name] = value;
-  }
-  d["choice"] = as_list(choice);
-  d["refusal"] = refusal;
+  for (const auto& [name, value] : Family::columns(call, choice)) columns[name] = value;
+  d["choice"] = name_of<Family>(choice);
+  d["engine"] = Family::kEngines[choice[0]];
+  d["tile"] = Family::tile(choice);
+  d["refusal"] = Family::refusal(call, choice).text();
   d["columns"] = columns;
   return d;
 }
@@ -58,7 +57,7 @@ inline py::list candidates(const std::string& name, const std::vector<int64_t>& 
   py::list all;
   with_problem(name, problem, [&](auto f, const Numbers& numbers) {
     using Family = decltype(f);
-    for (const Numbers& choice : Family::candidates(Family::problem(numbers))) {
+    for (const Numbers& choice : Family::candidates(problem_of<Family>(numbers))) {
       all.append(candidate_dict<Family>(numbers, choice));
     }
   });
@@ -66,18 +65,29 @@ inline py::list candidates(const std::string& name, const std::vector<int64_t>& 
 }
 
 inline py::dict candidate(const std::string& name, const std::vector<int64_t>& problem,
-                          const std::vector<int64_t>& list) {
+                          const std::string& choice) {
   py::dict found;
   with_problem(name, problem, [&](auto f, const Numbers& numbers) {
     using Family = decltype(f);
-    if (list.size() != size_t(choice_count<Family>())) {
-      throw py::value_error("a choice of " + name + " must be " +
-                            std::to_string(choice_count<Family>()) + " numbers, but got " +
-                            std::to_string(list.size()));
+    for (const Numbers& known : Family::candidates(problem_of<Family>(numbers))) {
+      if (name_of<Family>(known) == choice) {
+        found = candidate_dict<Family>(numbers, known);
+        return;
+      }
     }
-    Numbers choice;
-    for (const int64_t value : list) choice.push(value);
-    found = candidate_dict<Family>(numbers, choice);
+    throw py::value_error(name + " has no configuration called '" + choice + "'");
+  });
+  return found;
+}
+
+// What a problem takes by itself.
+inline py::dict choose(const std::string& name, const std::vector<int64_t>& problem) {
+  py::dict found;
+  with_problem(name, problem, [&](auto f, const Numbers& numbers) {
+    using Family = decltype(f);
+    const auto call = problem_of<Family>(numbers);
+    found = candidate_dict<Family>(numbers, Family::told(Family::choose(call)));
+    found["kernel"] = Family::kernel(call, Family::told(Family::choose(call)));
   });
   return found;
 }
@@ -93,7 +103,9 @@ inline py::dict families() {
   py::dict all;
   Families::each([&](auto f) {
     py::list fields;
-    for (const Field& field : f.kProblem) fields.append(field.name);
+    for (int i = 0; i < field_count<decltype(f)>(); ++i) {
+      fields.append(field_of<decltype(f)>(i).name);
+    }
     all[f.kName] = fields;
   });
   return all;

@@ -6,12 +6,12 @@
 
 #include <string_view>
 
-#include "gemm/gemm_tuning.h"
-#include "ops/attention/attention_tuning.h"
-#include "ops/conv2d/conv2d_tuning.h"
-#include "ops/int4_linear/int4_linear_tuning.h"
-#include "ops/row_sum/row_sum_tuning.h"
-#include "ops/softmax/softmax_tuning.h"
+#include "gemm/family.h"
+#include "ops/attention/attention_family.h"
+#include "ops/conv2d/conv2d_family.h"
+#include "ops/int4_linear/int4_linear_family.h"
+#include "ops/row_sum/row_sum_family.h"
+#include "ops/softmax/softmax_family.h"
 
 namespace torchweld {
 
@@ -28,7 +28,7 @@ struct FamilyList {
   }
 };
 
-using Families = FamilyList<GemmTuning, SoftmaxTuning, AttentionTuning, AttentionBackwardTuning,
-                            Int4Tuning, RowSumTuning, Conv2dTuning>;
+using Families = FamilyList<GemmFamily, SoftmaxFamily, AttentionFamily, AttentionBackwardFamily,
+                            Int4Family, RowSumFamily, Conv2dFamily>;
 
 }  // namespace torchweld

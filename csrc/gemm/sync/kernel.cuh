@@ -19,10 +19,11 @@
 
 #include <type_traits>
 
-#include "core/choices.h"
-#include "gemm/gemm_finish.cuh"
-#include "gemm/gemm_launch.h"
-#include "gemm/gemm_loader.cuh"
+#include "core/launch.h"
+#include "device/dispatch.cuh"
+#include "gemm/sync/finish.cuh"
+#include "gemm/sync/launch.h"
+#include "gemm/sync/loader.cuh"
 
 namespace torchweld {
 
@@ -122,11 +123,11 @@ __device__ __forceinline__ void multiply(float (&acc)[kM][kN][4], const Slice<kM
 template <GemmMath kMath, int kTile, bool kAKMajor, bool kBKMajor>
 class OperandLoader {
   using T = ElementOf<kMath>;
-  static constexpr GemmTile kT = kGemmTiles[kTile];
+  static constexpr SyncTile kT = kSyncTiles[kTile];
   static constexpr int kStepElems = kGemmStepBytes / int(sizeof(T));
 
  public:
-  __device__ __forceinline__ OperandLoader(const GemmParams& p, const WorkItem& work)
+  __device__ __forceinline__ OperandLoader(const GemmParams& p, const WorkTile& work)
       : OperandLoader(p, work, work.split * p.choice.k_split,
                       min(p.k, (work.split + 1) * p.choice.k_split), fresh_thread_index()) {}
 
@@ -151,7 +152,7 @@ class OperandLoader {
   }
 
  private:
-  __device__ __forceinline__ OperandLoader(const GemmParams& p, const WorkItem& work,
+  __device__ __forceinline__ OperandLoader(const GemmParams& p, const WorkTile& work,
                                            int64_t k_begin, int64_t k_end, int thread)
       : steps_((int(k_end - k_begin) + kStepElems - 1) / kStepElems),
         a_(source(p, p.a, work, work.tile_m * kT.block_m, p.m, false), k_begin, k_end, thread),
@@ -161,7 +162,7 @@ class OperandLoader {
 
   static __device__ __forceinline__ TileSource source(const GemmParams& p,
                                                       const GemmOperand& operand,
-                                                      const WorkItem& work, int64_t first,
+                                                      const WorkTile& work, int64_t first,
                                                       int64_t rows, bool gated) {
     const int64_t elem = sizeof(T);
     const bool pairs = gated && p.epilogue.interleaved;
@@ -186,7 +187,7 @@ __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],
                                            OperandLoader<kMath, kTile, kAKMajor, kBKMajor>& loader,
                                            uint32_t s_ring) {
   using T = ElementOf<kMath>;
-  constexpr GemmTile kT = kGemmTiles[kTile];
+  constexpr SyncTile kT = kSyncTiles[kTile];
   constexpr int kStages = kT.stages, kBytesA = kT.block_m * kGemmStepBytes;
   // A slice is read while the one before is multiplied, except where registers are short.
   constexpr bool kAhead = kMath != GemmMath::kFloat32;
@@ -268,81 +269,72 @@ __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],
 }
 
 template <GemmMath kMath, int kTile, bool kAKMajor, bool kBKMajor>
-__global__ void __launch_bounds__(kGemmTiles[kTile].threads(), kGemmTiles[kTile].blocks_per_sm)
-    gemm_kernel(const __grid_constant__ GemmParams p, const GemmGrid grid) {
-  constexpr GemmTile kT = kGemmTiles[kTile];
+__global__ void __launch_bounds__(kSyncTiles[kTile].threads(), kSyncTiles[kTile].blocks_per_sm)
+    sync_gemm_kernel(const __grid_constant__ GemmParams p, const GemmSchedule grid) {
+  constexpr SyncTile kT = kSyncTiles[kTile];
   static_assert(kT.staging_fits());
   using Loader = OperandLoader<kMath, kTile, kAKMajor, kBKMajor>;
   extern __shared__ __align__(128) char s_ring[];
   const uint32_t s_base = shared_address(s_ring);
   float acc[kT.warp_m() / 16][kT.warp_n() / 8][4];
   uint32_t item = blockIdx.x;
-  Loader loader(p, WorkItem(grid, item));
+  Loader loader(p, WorkTile(grid, item));
   loader.start(s_base);
   while (true) {
     const float check = main_loop<kMath, kTile, kAKMajor, kBKMajor, false>(acc, loader, s_base);
     if constexpr (kMath == GemmMath::kFloat32) {
       if (__syncthreads_or(isnan(check))) {
-        loader = Loader(p, WorkItem(grid, item));
+        loader = Loader(p, WorkTile(grid, item));
         loader.start(s_base);
         main_loop<kMath, kTile, kAKMajor, kBKMajor, true>(acc, loader, s_base);
       }
     }
     item += gridDim.x;
     if (item < grid.items) {
-      loader = Loader(p, WorkItem(grid, item));
+      loader = Loader(p, WorkTile(grid, item));
       loader.start(s_base);
     }
     float* s_staging = reinterpret_cast<float*>(s_ring + (kT.stages - 1) * kT.stage_bytes());
-    finish<kMath, kTile>(acc, p, WorkItem(grid, item - gridDim.x), s_staging);
+    finish<kMath, kTile>(acc, p, WorkTile(grid, item - gridDim.x), s_staging);
     if (item >= grid.items) break;
   }
 }
 
 template <GemmMath kMath, int kTile, bool kAKMajor, bool kBKMajor>
-void launch_gemm_kernel(const GemmParams& p, cudaStream_t stream) {
-  constexpr GemmTile kT = kGemmTiles[kTile];
-  const auto kernel = gemm_kernel<kMath, kTile, kAKMajor, kBKMajor>;
-  allow_shared_memory(kernel, kT.shared_bytes());
-  note_kernel(kernel, kT.threads(), kT.shared_bytes());
+void launch_sync_kernel(const GemmParams& p, cudaStream_t stream) {
+  constexpr SyncTile kT = kSyncTiles[kTile];
+  const auto kernel = sync_gemm_kernel<kMath, kTile, kAKMajor, kBKMajor>;
   const int64_t width = p.epilogue.gated ? 2 * p.n : p.n;
   const int64_t tiles_m = (p.m + kT.block_m - 1) / kT.block_m;
   // NOTE: a gated tile's halves both end at n, so that tiles are counted in columns of y.
   const int64_t tiles_n = (width + kT.block_n - 1) / kT.block_n;
-  const int64_t at_once =
-      int64_t{kT.blocks_per_sm} * device_attribute(cudaDevAttrMultiProcessorCount);
+  const int64_t at_once = int64_t{kT.blocks_per_sm} * device_facts().sms;
   const int64_t band_tiles = std::min(tiles_m, int64_t{kBandRows / kT.block_m});
-  const GemmGrid grid(tiles_m, tiles_n, p.choice.splits, p.batch, band_tiles);
+  const GemmSchedule grid(tiles_m, tiles_n, p.choice.splits, p.batch, band_tiles);
   // NOTE: few rounds of items are left to the hardware, which spreads the last one better.
   constexpr int kFewRounds = 3;
-  const unsigned blocks =
-      unsigned(grid.items < kFewRounds * at_once ? int64_t{grid.items} : at_once);
-  kernel<<<blocks, kT.threads(), kT.shared_bytes(), stream>>>(p, grid);
+  const int64_t blocks = grid.items < kFewRounds * at_once ? int64_t{grid.items} : at_once;
+  launch_kernel(kernel, {blocks, kT.threads(), kT.shared_bytes()}, stream, p, grid);
 }
 
 // The four layouts of one tile.
 template <GemmMath kMath, int kTile>
-void launch_gemm_tile(const GemmParams& p, cudaStream_t stream) {
+void launch_sync_tile(const GemmParams& p, cudaStream_t stream) {
   const bool a_k_major = p.a.k_stride == 1, b_k_major = p.b.k_stride == 1;
-  if (a_k_major && b_k_major) return launch_gemm_kernel<kMath, kTile, true, true>(p, stream);
-  if (a_k_major) return launch_gemm_kernel<kMath, kTile, true, false>(p, stream);
-  if (b_k_major) return launch_gemm_kernel<kMath, kTile, false, true>(p, stream);
-  launch_gemm_kernel<kMath, kTile, false, false>(p, stream);
+  if (a_k_major && b_k_major) return launch_sync_kernel<kMath, kTile, true, true>(p, stream);
+  if (a_k_major) return launch_sync_kernel<kMath, kTile, true, false>(p, stream);
+  if (b_k_major) return launch_sync_kernel<kMath, kTile, false, true>(p, stream);
+  launch_sync_kernel<kMath, kTile, false, false>(p, stream);
 }
 
-template <GemmMath kMath, GemmSize kSize, int kTile = 0>
-void launch_gemm_tiles(const GemmParams& p, cudaStream_t stream) {
-  if constexpr (kTile < kGemmTileCount) {
-    if constexpr (kGemmTiles[kTile].suits(kMath) && kGemmTiles[kTile].size() == kSize) {
-      if (p.choice.tile == kTile) return launch_gemm_tile<kMath, kTile>(p, stream);
+template <GemmMath kMath, SyncSize kSize>
+void launch_sync_size(const GemmParams& p, cudaStream_t stream) {
+  dispatch_index<kSyncTileCount>(p.choice.tile, [&](auto tile) {
+    constexpr SyncTile kT = kSyncTiles[tile.value];
+    if constexpr (kT.suits(kMath) && kT.size() == kSize) {
+      launch_sync_tile<kMath, tile.value>(p, stream);
     }
-    launch_gemm_tiles<kMath, kSize, kTile + 1>(p, stream);
-  }
-}
-
-template <GemmMath kMath, GemmSize kSize>
-void launch_gemm_size(const GemmParams& p, cudaStream_t stream) {
-  launch_gemm_tiles<kMath, kSize>(p, stream);
+  });
 }
 
 }  // namespace torchweld

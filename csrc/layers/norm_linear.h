@@ -4,9 +4,10 @@
 
 #include <limits>
 
+#include "core/choices.h"
 #include "core/cuda_inputs.h"
 #include "core/linear_common.h"
-#include "core/matmul.h"
+#include "layers/matmul.h"
 #include "norm/norm.h"
 #include "pointwise/column_split.h"
 #include "pointwise/pointwise.h"
@@ -72,7 +73,7 @@ inline void run_norm(const RowNorm& norm, const Tensor& x, double eps, const Row
   p.eps = static_cast<float>(eps);
   p.centred = norm.centred;
   p.dtype = dtype_of(x);
-  launch_norm(p, c10::cuda::getCurrentCUDAStream());
+  launch_norm(p, current_stream());
 }
 
 // The normalised rows (rows, K) in x's dtype; the statistics too where `out` asks.
@@ -104,7 +105,7 @@ inline void norm_backward_into(const Tensor& dx, const Tensor& dscale, const Ten
     dshift.zero_();
     return;
   }
-  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const cudaStream_t stream = current_stream();
   const Rows in_dy(dy), in_x(x);
   const Vector mean(saved.mean), rstd(saved.rstd);
   if (dx.numel() > 0) {
@@ -144,7 +145,7 @@ inline Tensor activation_backward_into(const Tensor& dbias, const Tensor& dy,
        writes ? dz.mutable_data_ptr() : nullptr, data_if_wanted(dbias),
        data_if_wanted<float>(partials), in_dy.rows, in_dy.n, in_dy.row_stride, in_z.row_stride,
        dz.stride(0), activation, dtype_of(dy)},
-      c10::cuda::getCurrentCUDAStream());
+      current_stream());
   return dz;
 }
 
@@ -152,8 +153,14 @@ inline Tensor activation_backward_into(const Tensor& dbias, const Tensor& dy,
 inline void matmul_backward_into(const Tensor& dx, const Tensor& dweight, bool wants_x,
                                  bool wants_weight, const Tensor& dz, const Tensor& x,
                                  const Tensor& weight) {
-  if (wants_x) matmul_into(as_matrix(dx), dz, weight.t());
-  if (wants_weight) matmul_into(dweight, dz.t(), as_matrix(x).t());
+  if (wants_x) {
+    const CallPart part("dx");
+    matmul_into(as_matrix(dx), dz, weight.t());
+  }
+  if (wants_weight) {
+    const CallPart part("dweight");
+    matmul_into(dweight, dz.t(), as_matrix(x).t());
+  }
 }
 
 // The same of z = norm(x) @ weight.T, and those to scale and shift, which have size (0,) where
@@ -162,8 +169,12 @@ inline void norm_matmul_backward_into(const Tensor& dx, const Tensor& dweight, c
                                       const Tensor& dshift, bool wants_x, bool wants_weight,
                                       const RowNorm& norm, const Tensor& dz, const Tensor& x,
                                       const Tensor& weight, const RowStatistics& saved) {
-  if (wants_weight) matmul_into(dweight, dz.t(), norm_rows_again(norm, x, saved).t());
+  if (wants_weight) {
+    const CallPart part("dweight");
+    matmul_into(dweight, dz.t(), norm_rows_again(norm, x, saved).t());
+  }
   if (!wants_x && dscale.numel() == 0 && dshift.numel() == 0) return;
+  const CallPart part("dx");
   const Tensor dnormalised = empty_matrix(count_rows(x), x.size(-1), x);
   matmul_into(dnormalised, dz, weight.t());
   norm_backward_into(dx, dscale, dshift, norm, dnormalised, x, saved);

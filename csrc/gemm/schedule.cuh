@@ -15,11 +15,11 @@ __device__ __forceinline__ int fresh_thread_index() {
 }
 
 // How the work is laid out: tiles in bands, then splits, then batches.
-struct GemmGrid {
+struct GemmSchedule {
   uint32_t tiles_m, tiles_n, items, band_tiles;
   FastDivisor tiles, splits, band_items, band_height, last_height;
 
-  GemmGrid(int64_t tiles_m, int64_t tiles_n, int64_t splits, int64_t batch, int64_t band_tiles)
+  GemmSchedule(int64_t tiles_m, int64_t tiles_n, int64_t splits, int64_t batch, int64_t band_tiles)
       : tiles_m(uint32_t(tiles_m)),
         tiles_n(uint32_t(tiles_n)),
         items(uint32_t(tiles_m * tiles_n * splits * batch)),
@@ -32,11 +32,11 @@ struct GemmGrid {
 };
 
 // One item of work: which tile, batch and split.
-struct WorkItem {
+struct WorkTile {
   int64_t tile_m, tile_n, batch;
   int split;
 
-  __device__ __forceinline__ WorkItem(const GemmGrid& grid, uint32_t item) {
+  __device__ __forceinline__ WorkTile(const GemmSchedule& grid, uint32_t item) {
     const uint32_t outer = grid.tiles.divide(item);
     const uint32_t tile = item - outer * grid.tiles_m * grid.tiles_n;
     const uint32_t splits_before = grid.splits.divide(outer);

@@ -4,8 +4,8 @@
 
 #include <type_traits>
 
-#include "gemm/gemm_epilogue.cuh"
-#include "gemm/gemm_work.cuh"
+#include "gemm/epilogue.cuh"
+#include "gemm/schedule.cuh"
 
 namespace torchweld {
 
@@ -24,7 +24,7 @@ __device__ __forceinline__ int staged_piece(int row, int c) {
 
 // Groups of sums, as GroupWriter has them, to the workspace of a split product.
 template <int kGroups>
-__device__ __forceinline__ void store_split(const GemmParams& p, const WorkItem& work, int64_t row,
+__device__ __forceinline__ void store_split(const GemmParams& p, const WorkTile& work, int64_t row,
                                             int row_step, int rows, int64_t column,
                                             const float (&v)[kGroups][kGroup]) {
   const bool gated = p.epilogue.gated;
@@ -41,9 +41,9 @@ __device__ __forceinline__ void store_split(const GemmParams& p, const WorkItem&
 // A warp's sums to y or to the workspace of a split product, through 16 rows of shared memory.
 template <GemmMath kMath, int kTile, int kM, int kN>
 __device__ __forceinline__ void finish(float (&acc)[kM][kN][4], const GemmParams& p,
-                                       const WorkItem& work, float* s_staging) {
+                                       const WorkTile& work, float* s_staging) {
   using T = ElementOf<kMath>;
-  constexpr GemmTile kT = kGemmTiles[kTile];
+  constexpr SyncTile kT = kSyncTiles[kTile];
   constexpr int kColumns = kT.warp_n();
   constexpr int kGroups = 16 * kColumns / 32 / kGroup;  // of 8 sums that a thread finishes at once
   const int thread = fresh_thread_index();

@@ -1,0 +1,90 @@
+// What the current device can do in the code that runs on it.
+#include "core/device.h"
+
+#include <atomic>
+#include <mutex>
+
+#include "core/launch.h"
+#include "device/sm90/wgmma.cuh"
+
+namespace torchweld {
+
+// In a dry run, nullptr elsewhere.
+const DeviceFacts* assumed_device_facts();
+
+namespace {
+
+constexpr int kOtherThreads = 32, kWarpgroupThreads = 128;
+
+// NOTE: its most threads tell the host whether this code may have products of warpgroups. The PTX
+// version does not: sm_90a and sm_90 have the same.
+__global__ void __launch_bounds__(TW_HAS_WARPGROUPS ? kWarpgroupThreads : kOtherThreads)
+    target_probe_kernel() {}
+
+int attribute(cudaDeviceAttr which, int device) {
+  int value = 0;
+  return cudaDeviceGetAttribute(&value, which, device) == cudaSuccess ? value : 0;
+}
+
+int clusters_at_once(int blocks, int shared) {
+  (void)cudaFuncSetAttribute(target_probe_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             shared);
+  (void)cudaFuncSetAttribute(target_probe_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed,
+                             1);
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(kOtherThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared);
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  int most = 0;
+  const bool known =
+      cudaOccupancyMaxActiveClusters(&most, target_probe_kernel, &config) == cudaSuccess;
+  return known ? most : 0;
+}
+
+// NOTE: a chip newer than the code that was compiled for it runs the PTX of an older one, where
+// everything under TW_HAS_CLUSTERS is missing; the device's compute capability does not tell.
+DeviceFacts ask(int device) {
+  DeviceFacts facts;
+  facts.sms = attribute(cudaDevAttrMultiProcessorCount, device);
+  facts.shared_limit = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  const int major = attribute(cudaDevAttrComputeCapabilityMajor, device);
+  cudaFuncAttributes probe = {};
+  if (cudaFuncGetAttributes(&probe, target_probe_kernel) != cudaSuccess) probe = {};
+  facts.clusters = facts.tma = major >= 9 && probe.ptxVersion >= 90;
+  facts.wgmma = major == 9 && facts.tma && probe.maxThreadsPerBlock == kWarpgroupThreads;
+  facts.clusters_at_once[0] = facts.sms;
+  for (int i = 1; i < 5 && facts.clusters; ++i) {
+    facts.clusters_at_once[i] = clusters_at_once(1 << i, facts.shared_limit);
+  }
+  facts.clusters_of_16 = facts.clusters_at_once[4] > 0;
+  (void)cudaGetLastError();  // a question that failed is answered with 0; the launch tells why
+  return facts;
+}
+
+}  // namespace
+
+const DeviceFacts& device_facts() {
+  static const DeviceFacts none;
+  if (is_dry_run()) return *assumed_device_facts();
+  constexpr int kMostDevices = 64;
+  static std::atomic<const DeviceFacts*> known[kMostDevices];
+  static std::mutex mutex;
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kMostDevices) {
+    (void)cudaGetLastError();  // the launch tells what is wrong
+    return none;
+  }
+  if (const DeviceFacts* facts = known[device].load(std::memory_order_acquire)) return *facts;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const DeviceFacts* facts = known[device].load(std::memory_order_relaxed);
+  // NOTE: never destroyed, because threads may still run kernels while the process ends.
+  if (facts == nullptr) known[device].store(facts = new DeviceFacts(ask(device)));
+  return *facts;
+}
+
+}  // namespace torchweld

@@ -1,0 +1,66 @@
+// Which engine and tile a product takes. Pure host code: the launchers, torchweld.explain and the
+// CPU tests read the same tables.
+//
+// An engine answers two questions of a problem and a tile: why it can't (refusal), and how long it
+// would take (seconds). The choice is the fastest legal one over all engines.
+#pragma once
+
+#include "gemm/sync/tiles.h"
+
+namespace torchweld {
+
+enum class GemmEngine : int8_t { kSync };
+
+// Floats in a row of split sums: y's columns filled up to vectors, twice where gated.
+constexpr int64_t gemm_sum_width(int64_t n, bool gated) {
+  return (n + 7) / 8 * 8 * (gated ? 2 : 1);
+}
+
+struct GemmChoice {
+  GemmEngine engine;
+  int tile;         // index into the engine's tiles
+  int splits;       // of K; their sums are added in a fixed order
+  int64_t k_split;  // elements of K in a split, a multiple of a step
+
+  int64_t workspace_floats(const GemmProblem& p) const {
+    return splits == 1 ? 0 : splits * p.batch * p.m * gemm_sum_width(p.n, p.gated);
+  }
+};
+
+inline Refusal gemm_refusal(const GemmProblem& p, GemmEngine, int tile, int splits) {
+  return sync_refusal(p, kSyncTiles[tile], splits);
+}
+
+inline double gemm_seconds(const GemmProblem& p, GemmEngine, int tile, int splits) {
+  return sync_seconds(p, kSyncTiles[tile], splits);
+}
+
+inline GemmChoice gemm_choice(const GemmProblem& p, GemmEngine engine, int tile, int splits) {
+  return {engine, tile, splits, (p.steps() + splits - 1) / splits * p.step()};
+}
+
+// Calls body(engine, tile) for every tile there is.
+template <typename Body>
+void for_each_gemm_tile(const Body& body) {
+  for (int tile = 0; tile < kSyncTileCount; ++tile) body(GemmEngine::kSync, tile);
+}
+
+// splits is 0 where no tile is legal.
+inline GemmChoice choose_gemm(const GemmProblem& p) {
+  constexpr int64_t kLeastSteps = 4;  // of a split
+  GemmChoice best{};
+  double best_time = -1;
+  for_each_gemm_tile([&](GemmEngine engine, int tile) {
+    for (const int splits : kGemmSplits) {
+      if (splits > 1 && p.steps() < kLeastSteps * splits) break;
+      if (gemm_refusal(p, engine, tile, splits)) continue;
+      const double time = gemm_seconds(p, engine, tile, splits);
+      if (best_time >= 0 && time >= best_time) continue;
+      best_time = time;
+      best = gemm_choice(p, engine, tile, splits);
+    }
+  });
+  return best;
+}
+
+}  // namespace torchweld

@@ -1,0 +1,81 @@
+// The configurations of a product, for tune. Pure host code.
+#pragma once
+
+#include "core/family.h"
+#include "gemm/config.h"
+
+namespace torchweld {
+
+struct GemmFamily {
+  static constexpr const char* kName = "matmul";
+  static constexpr Field kFields[] = {
+      {"m", 1, kMostSize},     {"n", 1, kMostSize}, {"k", 0, kMostSize},
+      {"batch", 1, kMostSize}, {"gated", 0, 1},     {"pointwise", 0, 1},
+      {"math", 0, 3},          {"a_k_major", 0, 1}, {"b_k_major", 0, 1}};
+  static constexpr const char* kEngines[] = {"sync"};
+  static constexpr bool kInOrder = false;
+
+  using Problem = GemmProblem;
+  using Choice = GemmChoice;
+
+  static Numbers numbers(const GemmProblem& p) {
+    return {
+        p.m,         p.n,        p.k, p.batch, p.gated, p.pointwise, static_cast<int64_t>(p.math),
+        p.a_k_major, p.b_k_major};
+  }
+  static GemmProblem problem(const Numbers& x) {
+    return {x[0],      x[1],      x[2], x[3], x[4] != 0, x[5] != 0, static_cast<GemmMath>(x[6]),
+            x[7] != 0, x[8] != 0, {}};
+  }
+  static Numbers key(Numbers x) {
+    x[0] = size_class(x[0]);
+    x[3] = size_class(x[3]);
+    return x;
+  }
+
+  static GemmChoice choose(const GemmProblem& p) { return choose_gemm(p); }
+  static Numbers told(const GemmChoice& choice) {
+    return {static_cast<int64_t>(choice.engine), choice.tile, choice.splits};
+  }
+
+  static Refusal refusal(const GemmProblem& p, const Numbers& x) {
+    return gemm_refusal(p, engine(x), static_cast<int>(x[1]), static_cast<int>(x[2]));
+  }
+  static GemmChoice make(const GemmProblem& p, const Numbers& x) {
+    return gemm_choice(p, engine(x), static_cast<int>(x[1]), static_cast<int>(x[2]));
+  }
+
+  // A tile that can't serve the product at all is listed once.
+  static std::vector<Numbers> candidates(const GemmProblem& p) {
+    std::vector<Numbers> all;
+    for_each_gemm_tile([&](GemmEngine engine, int tile) {
+      const bool serves = !gemm_refusal(p, engine, tile, 1);
+      for (const int splits : kGemmSplits) {
+        if (splits == 1 || serves) all.push_back({static_cast<int64_t>(engine), tile, splits});
+      }
+    });
+    return all;
+  }
+
+  static std::string tile(const Numbers& x) {
+    const SyncTile& tile = kSyncTiles[x[1]];
+    return (tile.fp32 ? "float32 " : "") + tile_text(tile.block_m, tile.block_n, x[2]);
+  }
+
+  static Columns columns(const GemmProblem& p, const Numbers& x) {
+    const SyncTile& tile = kSyncTiles[x[1]];
+    return {{"block_m", tile.block_m}, {"block_n", tile.block_n},
+            {"block_k", p.step()},     {"splits", x[2]},
+            {"stages", tile.stages},   {"warps", tile.warps_m * tile.warps_n}};
+  }
+
+  static std::string kernel(const GemmProblem&, const Numbers&) {
+    return "matmul engine (mma.sync)";
+  }
+  static std::string why(const GemmProblem&, const Numbers&) { return kOwnFastest; }
+
+ private:
+  static GemmEngine engine(const Numbers& x) { return static_cast<GemmEngine>(x[0]); }
+};
+
+}  // namespace torchweld

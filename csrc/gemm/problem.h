@@ -1,0 +1,36 @@
+// A product as the choice of its kernel sees it. Pure host code.
+#pragma once
+
+#include <cstdint>
+
+#include "core/device.h"
+
+namespace torchweld {
+
+// How operands are multiplied. kFloat32 splits them into three bf16 pieces: fp32 accuracy on tensor
+// cores.
+enum class GemmMath : int8_t { kFloat16, kBFloat16, kTf32, kFloat32 };
+
+constexpr int gemm_elem_size(GemmMath math) {
+  return math == GemmMath::kFloat16 || math == GemmMath::kBFloat16 ? 2 : 4;
+}
+
+// A step of the mainloop takes this much of K from every row: 64 16-bit or 32 fp32 elements.
+inline constexpr int kGemmStepBytes = 128;
+
+struct GemmProblem {
+  int64_t m, n, k, batch;  // n is y's width, half of b's rows where gated
+  bool gated, pointwise;   // a gate; a gate or an activation
+  GemmMath math;
+  bool a_k_major, b_k_major;  // K is the adjacent dim; each layout is a kernel of its own
+  DeviceFacts device;
+
+  constexpr int64_t width() const { return gated ? 2 * n : n; }  // of b
+  constexpr int step() const { return kGemmStepBytes / gemm_elem_size(math); }
+  constexpr int64_t steps() const { return k <= step() ? 1 : (k + step() - 1) / step(); }
+};
+
+// The parts that K may be cut into; their sums are added in a fixed order.
+inline constexpr int kGemmSplits[] = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32};
+
+}  // namespace torchweld

@@ -1,0 +1,28 @@
+// One launcher per kind of arithmetic and size of tiles, each in a .cu of its own.
+#pragma once
+
+#include "core/launch.h"
+#include "gemm/gemm.h"
+
+namespace torchweld {
+
+template <GemmMath kMath, SyncSize kSize>
+void launch_sync_size(const GemmParams& params, cudaStream_t stream);
+
+template <GemmMath kMath>
+void launch_sync_math(const GemmParams& params, cudaStream_t stream) {
+  switch (kSyncTiles[params.choice.tile].size()) {
+    case SyncSize::kLarge:
+      // No tile of kFloat32 is large.
+      if constexpr (kMath != GemmMath::kFloat32) {
+        launch_sync_size<kMath, SyncSize::kLarge>(params, stream);
+      }
+      return;
+    case SyncSize::kMedium:
+      return launch_sync_size<kMath, SyncSize::kMedium>(params, stream);
+    case SyncSize::kSmall:
+      return launch_sync_size<kMath, SyncSize::kSmall>(params, stream);
+  }
+}
+
+}  // namespace torchweld

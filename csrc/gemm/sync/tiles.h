@@ -1,0 +1,93 @@
+// The tiles of the engine on mma.sync, for sm_80 and newer. Pure host code.
+#pragma once
+
+#include <algorithm>
+
+#include "core/family.h"
+#include "gemm/problem.h"
+
+namespace torchweld {
+
+// Kernels of different sizes of tiles compile apart.
+enum class SyncSize : int8_t { kLarge, kMedium, kSmall };
+
+struct SyncTile {
+  int block_m, block_n;  // of the product; of a gated one block_n counts both halves
+  int warps_m, warps_n;
+  int stages;  // of the pipeline in shared memory
+  int blocks_per_sm;
+  float rate;        // of the tensor cores, with the SM full; measured against the first tile
+  float rate_alone;  // the same with one block on the SM
+  // What a tile costs beside its steps, in steps: the start and the stores, and the mathematics of
+  // an activation or a gate. Less where blocks of an SM hide each other's.
+  float fixed_steps, pointwise_steps;
+  bool fp32;  // a tile of kFloat32, whose split operands need registers
+
+  constexpr bool suits(GemmMath math) const { return fp32 == (math == GemmMath::kFloat32); }
+  constexpr SyncSize size() const {
+    const int area = block_m * block_n * (fp32 ? 2 : 1);
+    return area >= 32768 ? SyncSize::kLarge : area >= 16384 ? SyncSize::kMedium : SyncSize::kSmall;
+  }
+  constexpr int threads() const { return warps_m * warps_n * 32; }
+  constexpr int warp_m() const { return block_m / warps_m; }
+  constexpr int warp_n() const { return block_n / warps_n; }
+  constexpr int stage_bytes() const { return (block_m + block_n) * kGemmStepBytes; }
+  constexpr int shared_bytes() const { return stages * stage_bytes(); }
+  // Every warp stages 16 rows of sums at a time, in the pipeline's last stage.
+  constexpr bool staging_fits() const {
+    return warps_m * warps_n * 16 * warp_n() * 4 <= stage_bytes();
+  }
+};
+
+inline constexpr SyncTile kSyncTiles[] = {
+    {256, 128, 4, 2, 3, 1, 1.00f, 1.00f, 3.2f, 2.4f, false},
+    {128, 128, 2, 2, 3, 2, 0.94f, 0.60f, 2.3f, 1.8f, false},
+    {128, 64, 2, 2, 3, 3, 0.78f, 0.45f, 2.0f, 1.5f, false},
+    {64, 64, 2, 2, 3, 3, 0.63f, 0.28f, 4.5f, 5.0f, false},
+    {64, 128, 2, 2, 3, 2, 1.00f, 0.75f, 2.0f, 1.0f, true},
+    {64, 64, 2, 2, 3, 2, 0.86f, 0.60f, 2.0f, 1.0f, true},
+};
+inline constexpr int kSyncTileCount = sizeof(kSyncTiles) / sizeof(kSyncTiles[0]);
+
+inline Refusal sync_refusal(const GemmProblem& p, const SyncTile& tile, int splits) {
+  constexpr int64_t kMaxSteps = int64_t{1} << 24;  // the kernels count a split's K in 32 bits
+  if (!tile.suits(p.math)) {
+    return tile.fp32 ? "the tile is for float32 alone, whose pieces need its registers"
+                     : "the tile leaves no registers for the pieces of float32";
+  }
+  if (tile.shared_bytes() > p.device.shared_limit) {
+    return too_much_shared_memory(tile.shared_bytes(), p.device.shared_limit);
+  }
+  const int64_t all = p.steps(), part = (all + splits - 1) / splits;
+  if ((splits - 1) * part >= all) {
+    return {"K has {} steps, which leaves one of {} parts empty", all, splits};
+  }
+  if (part > kMaxSteps) return "a part of K would have more than 2^24 steps";
+  const double blocks = (double(p.m) / tile.block_m + 1) *
+                        (static_cast<double>(p.width()) / tile.block_n + 1) * splits *
+                        static_cast<double>(p.batch);
+  return grid_fits(blocks) ? Refusal() : "more than 2^31 - 1 tiles";
+}
+
+// Source of the model: tensor-core time of the busiest SM, and the extra traffic of split sums.
+inline double sync_seconds(const GemmProblem& p, const SyncTile& tile, int splits) {
+  constexpr double kMacsPerSecond = 0.9e12;  // of one SM, 16-bit
+  constexpr double kBytesPerSecond = 3e12, kLaunchSeconds = 3e-6;
+  const double slower = p.math == GemmMath::kFloat32 ? 7 : p.math == GemmMath::kTf32 ? 2 : 1;
+  const int64_t tiles =
+      (p.m + tile.block_m - 1) / tile.block_m * ((p.width() + tile.block_n - 1) / tile.block_n);
+  const int64_t steps = (p.steps() + splits - 1) / splits;
+  const int64_t blocks = tiles * splits * p.batch;
+  const int64_t load = (blocks + p.device.sms - 1) / p.device.sms;  // blocks on the busiest SM
+  const double rate = load >= tile.blocks_per_sm
+                          ? tile.rate
+                          : tile.rate_alone + (tile.rate - tile.rate_alone) * (load - 1) /
+                                                  std::max(1, tile.blocks_per_sm - 1);
+  const double fixed = tile.fixed_steps + (p.pointwise ? tile.pointwise_steps : 0);
+  const double macs = double(tile.block_m) * tile.block_n * p.step() * (steps + fixed);
+  const double time = load * macs * slower / (rate * kMacsPerSecond);
+  if (splits == 1) return time;
+  return time + kLaunchSeconds + 2.0 * splits * p.batch * p.m * p.width() * 4 / kBytesPerSecond;
+}
+
+}  // namespace torchweld

@@ -1,0 +1,134 @@
+// The configurations of attention and its gradient, for tune. Pure host code.
+#pragma once
+
+#include "core/family.h"
+#include "ops/attention/attention_backward_config.h"
+#include "ops/attention/attention_config.h"
+
+namespace torchweld {
+
+// What both directions share.
+struct AttentionNumbers {
+  static constexpr Field kFields[] = {{"heads", 1, kMostSize},
+                                      {"seqlen_q", 0, kMostSize},
+                                      {"seqlen_k", 0, kMostSize},
+                                      {"head_dim", 0, kMostSize},
+                                      {"head_dim_v", 0, kMostSize},
+                                      {"math", 0, 2},
+                                      {"group", 1, kMostSize},
+                                      {"causal", 0, 1},
+                                      {"padded", 0, 1},
+                                      {"bfloat16", 0, 1}};
+  static constexpr const char* kEngines[] = {"sync", "general"};
+  static constexpr bool kInOrder = true;
+
+  using Problem = AttentionProblem;
+  using Choice = AttentionChoice;
+
+  static Numbers numbers(const AttentionProblem& p) {
+    return {p.load.heads,   p.seqlen_q,    p.seqlen_k,
+            p.head_dim,     p.head_dim_v,  static_cast<int64_t>(p.math),
+            p.load.group,   p.load.causal, p.load.padded,
+            p.load.bfloat16};
+  }
+  static AttentionProblem problem(const Numbers& x) {
+    return {x[1],
+            x[2],
+            x[3],
+            x[4],
+            static_cast<AttentionMath>(x[5]),
+            {x[0], x[6], x[7] != 0, x[8] != 0, x[9] != 0},
+            {}};
+  }
+  static Numbers key(Numbers x) {
+    for (int i = 0; i < 3; ++i) x[i] = size_class(x[i]);
+    return x;
+  }
+
+  static Numbers told(const AttentionChoice& choice) {
+    return {static_cast<int64_t>(choice.engine), choice.tile};
+  }
+  static AttentionChoice make(const AttentionProblem&, const Numbers& x) {
+    return {static_cast<AttentionEngine>(x[0]), static_cast<int>(x[1])};
+  }
+  static bool general(const Numbers& x) { return make({}, x).engine == AttentionEngine::kGeneral; }
+
+  static std::vector<Numbers> tiles_and_general(int tiles) {
+    std::vector<Numbers> all;
+    for (int i = 0; i < tiles; ++i) all.push_back(told({AttentionEngine::kSync, i}));
+    all.push_back(told({AttentionEngine::kGeneral, 0}));
+    return all;
+  }
+
+  static std::string math_text(AttentionMath math) {
+    return math == AttentionMath::k16Bit ? "16 bits"
+                                         : (math == AttentionMath::kTf32 ? "tf32" : "float32");
+  }
+
+  static std::string kernel(const AttentionProblem&, const Numbers& x) {
+    return general(x) ? "general" : "tensor cores (mma.sync)";
+  }
+  static std::string why(const AttentionProblem& p, const Numbers& x) {
+    const std::string dims =
+        "head dims " + std::to_string(p.head_dim) + " and " + std::to_string(p.head_dim_v);
+    return (general(x) ? "no tile holds " : "the first tile that holds ") + dims;
+  }
+};
+
+struct AttentionFamily : AttentionNumbers {
+  static constexpr const char* kName = "attention";
+
+  static AttentionChoice choose(const AttentionProblem& p) { return choose_attention(p); }
+  static Refusal refusal(const AttentionProblem& p, const Numbers& x) {
+    return general(x) ? Refusal() : attention_refusal(p, kAttentionTiles[x[1]]);
+  }
+  static std::vector<Numbers> candidates(const AttentionProblem&) {
+    return tiles_and_general(kNumAttentionTiles);
+  }
+
+  static std::string tile(const Numbers& x) {
+    if (general(x)) return "";
+    const AttentionTile& tile = kAttentionTiles[x[1]];
+    return math_text(tile.math) + " " + tile_text(tile.rows, tile.keys) + "x" +
+           std::to_string(tile.dim);
+  }
+  // Zeros: the general kernel, which has no tile.
+  static Columns columns(const AttentionProblem&, const Numbers& x) {
+    const AttentionTile tile = general(x) ? AttentionTile{} : kAttentionTiles[x[1]];
+    return {{"rows", tile.rows},     {"keys", tile.keys},   {"head_dim", tile.dim},
+            {"stages", tile.stages}, {"warps", tile.warps}, {"tile_bytes", tile.tile_bytes()}};
+  }
+};
+
+struct AttentionBackwardFamily : AttentionNumbers {
+  static constexpr const char* kName = "attention_backward";
+
+  static AttentionChoice choose(const AttentionProblem& p) { return choose_attention_backward(p); }
+  static Refusal refusal(const AttentionProblem& p, const Numbers& x) {
+    return general(x) ? Refusal() : attention_backward_refusal(p, kAttentionBackwardTiles[x[1]]);
+  }
+  static std::vector<Numbers> candidates(const AttentionProblem&) {
+    return tiles_and_general(kNumAttentionBackwardTiles);
+  }
+
+  static std::string tile(const Numbers& x) {
+    if (general(x)) return "";
+    const AttentionBackwardTile& tile = kAttentionBackwardTiles[x[1]];
+    return math_text(tile.math) + " " + tile_text(tile.keys, tile.rows) + "x" +
+           std::to_string(tile.head_dim) + (tile.paired ? " paired" : "");
+  }
+  // Zeros: the general kernels, which have no tile.
+  static Columns columns(const AttentionProblem&, const Numbers& x) {
+    const AttentionBackwardTile tile =
+        general(x) ? AttentionBackwardTile{} : kAttentionBackwardTiles[x[1]];
+    return {{"keys", tile.keys},
+            {"rows", tile.rows},
+            {"cols", tile.cols},
+            {"head_dim", tile.head_dim},
+            {"warps", tile.warps},
+            {"groups", tile.groups},
+            {"tile_bytes", tile.shared_bytes()}};
+  }
+};
+
+}  // namespace torchweld
