@@ -34,7 +34,7 @@ inline at::Tensor zero_counters(int64_t count, const at::Tensor& like) {
 inline auto zero_counter_if_asked(const at::Tensor& like) {
   return [&like, counter = at::Tensor()]() mutable {
     counter = zero_counters(1, like);
-    return reinterpret_cast<unsigned*>(counter.mutable_data_ptr<int>());
+    return static_cast<unsigned*>(counter.mutable_data_ptr());
   };
 }
 

@@ -27,6 +27,17 @@ inline cudaStream_t current_stream() {
   return is_dry_run() ? nullptr : c10::cuda::getCurrentCUDAStream().stream();
 }
 
+// Where a tensor's elements lie. Tensor's own typed accessors refuse tensors without memory, which
+// a dry run has.
+template <typename T>
+T* mutable_data(const at::Tensor& t) {
+  return static_cast<T*>(t.mutable_data_ptr());
+}
+template <typename T>
+const T* const_data(const at::Tensor& t) {
+  return static_cast<const T*>(t.const_data_ptr());
+}
+
 inline DType dtype_of(const at::Tensor& t) {
   switch (t.scalar_type()) {
     case at::kHalf:

@@ -119,7 +119,7 @@ void batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
   Tensor workspace;
   if (const int64_t floats = p.choice.workspace_floats(problem); floats > 0) {
     workspace = at::empty({floats}, y.options().dtype(at::kFloat));
-    p.workspace = workspace.mutable_data_ptr<float>();
+    p.workspace = mutable_data<float>(workspace);
   }
   launch_gemm(p, current_stream());
 }

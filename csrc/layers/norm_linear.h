@@ -119,8 +119,8 @@ inline void norm_backward_into(const Tensor& dx, const Tensor& dscale, const Ten
   const Tensor partials = empty_floats(2 * column_partials(in_x.rows, in_x.n), x);
   launch_norm_vectors_backward({in_dy.tensor.const_data_ptr(), in_x.tensor.const_data_ptr(),
                                 mean.data<float>(), rstd.data<float>(), data_if_wanted(dscale),
-                                data_if_wanted(dshift), partials.mutable_data_ptr<float>(),
-                                in_x.rows, in_x.n, in_dy.row_stride, in_x.row_stride, dtype_of(x)},
+                                data_if_wanted(dshift), mutable_data<float>(partials), in_x.rows,
+                                in_x.n, in_dy.row_stride, in_x.row_stride, dtype_of(x)},
                                stream);
 }
 

@@ -4,7 +4,7 @@
 #include <ATen/ops/empty.h>
 
 #include "core/cuda_inputs.h"
-#include "core/launch.h"
+#include "core/device.h"
 #include "pointwise/matrix_pass.h"
 
 namespace torchweld {
@@ -15,7 +15,7 @@ inline Tensor matrix_pass_scratch(MatrixPassParams& params, const Tensor& like) 
   const int64_t floats = plan_matrix_pass(params).scratch();
   if (floats == 0) return Tensor();
   Tensor scratch = at::empty({floats}, like.options().dtype(at::kFloat));
-  params.scratch = scratch.mutable_data_ptr<float>();
+  params.scratch = mutable_data<float>(scratch);
   return scratch;
 }
 

@@ -87,6 +87,9 @@ def _dry_run(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], device: int
     overload = getattr(library.ops, op).default
     cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     values = {name: _meta(value) for name, value in kwargs.items()}
+    for argument in overload._schema.arguments:
+        if argument.name == "output_mask":  # all gradients, where nobody says which
+            values.setdefault("output_mask", [True] * argument.N)
     library.ops._begin_dry_run(device)
     try:
         overload.redispatch(cuda, *map(_meta, args), **values)

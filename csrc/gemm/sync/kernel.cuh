@@ -19,6 +19,7 @@
 
 #include <type_traits>
 
+#include "core/device.h"
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "gemm/sync/finish.cuh"

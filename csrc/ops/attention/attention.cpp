@@ -211,7 +211,7 @@ void attention_into_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Te
   params.key = strided(k);
   params.value = strided(v);
   params.out = out.mutable_data_ptr();
-  params.lse = lse ? lse->mutable_data_ptr<float>() : nullptr;
+  params.lse = lse ? mutable_data<float>(*lse) : nullptr;
   params.leftpad = pad.data<int32_t>();
   params.sizes = sizes_of(query, key, value);
   params.scale = static_cast<float>(scale_or_default(scale, query));
@@ -256,7 +256,7 @@ Grads attention_backward_cuda(const Tensor& dout, const Tensor& query, const Ten
   params.value = strided(v);
   params.out = strided(o);
   params.dout = strided(d_out);
-  params.lse = l.const_data_ptr<float>();
+  params.lse = const_data<float>(l);
   params.leftpad = pad.data<int32_t>();
   params.dquery = dquery.mutable_data_ptr();
   params.dkey = dkey.mutable_data_ptr();

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "core/device.h"
 #include "core/dtype.h"
 #include "core/mask.h"
 #include "ops/attention/attention_config.h"

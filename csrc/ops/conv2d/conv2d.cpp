@@ -101,7 +101,7 @@ void dweight_cuda(Tensor& dweight, const Tensor& dz, const Tensor& x) {
       split_conv2d_dweight(x.size(0), x.size(1), x.size(2), dweight.size(0), dweight.size(1));
   Tensor partials = at::empty({split.partials()}, x.options().dtype(at::kFloat));
   launch_conv2d_dweight({in_dz.tensor.const_data_ptr(), in_x.tensor.const_data_ptr(),
-                         dweight.mutable_data_ptr(), partials.mutable_data_ptr<float>(), x.size(0),
+                         dweight.mutable_data_ptr(), mutable_data<float>(partials), x.size(0),
                          x.size(1), x.size(2), dweight.size(0), dweight.size(1), in_dz.batch_stride,
                          in_dz.row_stride, in_x.batch_stride, in_x.row_stride, split, dtype_of(x)},
                         current_stream());

@@ -167,8 +167,8 @@ Folded fold_layer_norm_cuda(const Tensor& weight, const OptionalTensor& bias,
   const Vector in_bias(bias), in_ln_weight(ln_weight), in_ln_bias(ln_bias);
   launch_fold_layer_norm(
       {weight.const_data_ptr(), in_bias.data(), in_ln_weight.data(), in_ln_bias.data(),
-       folded_weight.mutable_data_ptr(), weight_sum.mutable_data_ptr<float>(),
-       folded_bias.mutable_data_ptr<float>(), weight.size(0), weight.size(1), weight.stride(0),
+       folded_weight.mutable_data_ptr(), mutable_data<float>(weight_sum),
+       mutable_data<float>(folded_bias), weight.size(0), weight.size(1), weight.stride(0),
        weight.stride(1), dtype_of(weight)},
       current_stream());
   return {folded_weight, weight_sum, folded_bias};

@@ -88,7 +88,7 @@ inline void int4_matmul_into(const Tensor& y, const Tensor& x, const RepackedWei
   if (g.choice.splits > 1) {
     workspace = at::empty({choice.parts * g.m * gemm_sum_width(g.n, /*gated=*/false)},
                           y.options().dtype(at::kFloat));
-    g.workspace = workspace.mutable_data_ptr<float>();
+    g.workspace = mutable_data<float>(workspace);
   }
   p.weight = in_weight.params;
   p.choice = choice;

@@ -158,8 +158,8 @@ Tensor int4_pack_cuda(const Tensor& codes) {
   const OnDevice on(codes.device());
   const Rows in(codes);
   launch_int4_pack(
-      {in.tensor.const_data_ptr<uint8_t>(), static_cast<uint32_t*>(packed.mutable_data_ptr()),
-       in.rows, in.n, in.row_stride},
+      {const_data<uint8_t>(in.tensor), static_cast<uint32_t*>(packed.mutable_data_ptr()), in.rows,
+       in.n, in.row_stride},
       current_stream());
   return packed;
 }
@@ -170,7 +170,7 @@ Tensor int4_unpack_cuda(const Tensor& packed, int64_t cols) {
   const OnDevice on(packed.device());
   const Rows in(packed);
   launch_int4_unpack({static_cast<const uint32_t*>(in.tensor.const_data_ptr()),
-                      codes.mutable_data_ptr<uint8_t>(), in.rows, cols, in.row_stride},
+                      mutable_data<uint8_t>(codes), in.rows, cols, in.row_stride},
                      current_stream());
   return codes;
 }

@@ -183,11 +183,11 @@ void scalar_attention_into_cuda(Tensor& z, Tensor* mean, Tensor* sum, const Tens
   if (z.numel() == 0) return;
   const OnDevice on(q.device());
   const Tensor scratch = scratch_of(q, /*backward=*/false);
-  launch_scalar_attention({strided(q), strided(k), strided(v), z.mutable_data_ptr(),
-                           mean ? mean->mutable_data_ptr<float>() : nullptr,
-                           sum ? sum->mutable_data_ptr<float>() : nullptr,
-                           scratch.mutable_data_ptr<float>(), q.numel(), dtype_of(q)},
-                          current_stream());
+  launch_scalar_attention(
+      {strided(q), strided(k), strided(v), z.mutable_data_ptr(),
+       mean ? mutable_data<float>(*mean) : nullptr, sum ? mutable_data<float>(*sum) : nullptr,
+       mutable_data<float>(scratch), q.numel(), dtype_of(q)},
+      current_stream());
 }
 
 Tensor scalar_attention_cuda(const Tensor& q, const Tensor& k, const Tensor& v) {
@@ -212,9 +212,9 @@ Grads3 scalar_attention_backward_cuda(const Tensor& dz, const Tensor& q, const T
   const Tensor scratch = scratch_of(q, /*backward=*/true);
   const auto data = [](const Tensor& t) { return t.numel() ? t.mutable_data_ptr() : nullptr; };
   launch_scalar_attention_backward(
-      {strided(dz), strided(q), strided(k), strided(v), means.const_data_ptr<float>(),
-       sums.const_data_ptr<float>(), data(dq), data(dk), data(dv),
-       scratch.mutable_data_ptr<float>(), q.numel(), dtype_of(q)},
+      {strided(dz), strided(q), strided(k), strided(v), const_data<float>(means),
+       const_data<float>(sums), data(dq), data(dk), data(dv), mutable_data<float>(scratch),
+       q.numel(), dtype_of(q)},
       current_stream());
   return {dq, dk, dv};
 }

@@ -23,7 +23,7 @@ __global__ __launch_bounds__(kJoinThreads) void scalar_attention_join_kernel(con
 }
 
 int64_t most_parts(ScalarAttentionSweep sweep, int64_t sums, int64_t n) {
-  return sums * n * choose_scalar_attention(sweep, n, multiprocessors()).splits;
+  return sums * n * choose_scalar_attention(sweep, n, device_facts().sms).splits;
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // The launches that the forward and the gradient of scalar_attention share.
 #pragma once
 
+#include "core/device.h"
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "ops/scalar_attention/scalar_attention.h"

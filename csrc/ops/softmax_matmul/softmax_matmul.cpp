@@ -179,7 +179,7 @@ void softmax_matmul_into_cuda(Tensor& out, Tensor* lse, const Tensor& scores, co
   const Vector pads(leftpad);
   launch_softmax_matmul(
       {problem_of(scores, value, pads, causal, scale), in_scores.operand(), in_value.operand(),
-       out.mutable_data_ptr(), lse ? lse->mutable_data_ptr<float>() : nullptr},
+       out.mutable_data_ptr(), lse ? mutable_data<float>(*lse) : nullptr},
       current_stream());
 }
 
@@ -216,7 +216,7 @@ Grads softmax_matmul_backward_cuda(const Tensor& dout, const Tensor& scores, con
                                               in_value.operand(),
                                               in_out.operand(),
                                               in_dout.operand(),
-                                              in_lse.const_data_ptr<float>(),
+                                              const_data<float>(in_lse),
                                               dscores.mutable_data_ptr(),
                                               dvalue.mutable_data_ptr()};
   const cudaStream_t stream = current_stream();
