@@ -36,7 +36,7 @@ struct Grid {
   dim3 blocks, threads;
   int shared_bytes = 0;
   int cluster = 1;        // blocks along the first dimension that work together
-  bool overlaps = false;  // begins while the kernel before it ends (device/sm90/overlap.cuh)
+  bool overlaps = false;  // programmatic dependent launch (device/sm90/dependent_launch.cuh)
 
   // `blocks` fit a grid.
   Grid(int64_t blocks, dim3 threads, int shared_bytes = 0)

@@ -18,7 +18,7 @@ constexpr int kOtherThreads = 32, kWarpgroupThreads = 128;
 
 // NOTE: its most threads tell the host whether this code may have products of warpgroups. The PTX
 // version does not: sm_90a and sm_90 have the same.
-__global__ void __launch_bounds__(TW_HAS_WARPGROUPS ? kWarpgroupThreads : kOtherThreads)
+__global__ void __launch_bounds__(TW_HAS_WGMMA ? kWarpgroupThreads : kOtherThreads)
     target_probe_kernel() {}
 
 int attribute(cudaDeviceAttr which, int device) {

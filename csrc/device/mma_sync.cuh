@@ -136,15 +136,6 @@ struct SplitTf32 {
   }
 };
 
-// Barriers of some warps of a block, 1 to 15; 0 is __syncthreads. Whoever arrives doesn't wait, and
-// what it wrote before is seen by those who waited.
-__device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
 // 4 or 8 bytes from global to shared memory, of which the first `bytes` are read and the rest is
 // zero.
 __device__ __forceinline__ void copy_async_4(uint32_t s_to, const void* g_from, int bytes) {

@@ -3,6 +3,8 @@
 
 #include <cmath>
 
+#include "device/named_barrier.cuh"
+
 namespace torchweld {
 
 constexpr int kWarp = 32;
@@ -110,13 +112,12 @@ struct BlockExchange {
       sync_group(threadIdx.x / kThreads);
     }
   }
-  // NOTE: the barrier's number is a constant: one from a register takes longer.
   template <int kGroup = 0>
   static __device__ __forceinline__ void sync_group(unsigned group) {
     if constexpr (kGroup + 1 < kGroups) {
       if (group != kGroup) return sync_group<kGroup + 1>(group);
     }
-    asm volatile("bar.sync %0, %1;" : : "n"(1 + kGroup), "n"(kThreads) : "memory");
+    named_barrier_wait<1 + kGroup, kThreads>();
   }
   __device__ __forceinline__ float2 my_part(float2 neutral) const {
     const int lane = threadIdx.x % kWarp;

@@ -5,11 +5,13 @@
 // would take (seconds). The choice is the fastest legal one over all engines.
 #pragma once
 
+#include "gemm/sm90/tiles.h"
 #include "gemm/sync/tiles.h"
 
 namespace torchweld {
 
-enum class GemmEngine : int8_t { kSync };
+// kSync: mma.sync, for sm_80 and newer. kSm90: Hopper's wgmma and TMA.
+enum class GemmEngine : int8_t { kSync, kSm90 };
 
 // Floats in a row of split sums: y's columns filled up to vectors, twice where gated.
 constexpr int64_t gemm_sum_width(int64_t n, bool gated) {
@@ -27,12 +29,14 @@ struct GemmChoice {
   }
 };
 
-inline Refusal gemm_refusal(const GemmProblem& p, GemmEngine, int tile, int splits) {
-  return sync_refusal(p, kSyncTiles[tile], splits);
+inline Refusal gemm_refusal(const GemmProblem& p, GemmEngine engine, int tile, int splits) {
+  return engine == GemmEngine::kSm90 ? sm90_refusal(p, kSm90Tiles[tile], splits)
+                                     : sync_refusal(p, kSyncTiles[tile], splits);
 }
 
-inline double gemm_seconds(const GemmProblem& p, GemmEngine, int tile, int splits) {
-  return sync_seconds(p, kSyncTiles[tile], splits);
+inline double gemm_seconds(const GemmProblem& p, GemmEngine engine, int tile, int splits) {
+  return engine == GemmEngine::kSm90 ? sm90_seconds(p, kSm90Tiles[tile], splits)
+                                     : sync_seconds(p, kSyncTiles[tile], splits);
 }
 
 inline GemmChoice gemm_choice(const GemmProblem& p, GemmEngine engine, int tile, int splits) {
@@ -43,6 +47,7 @@ inline GemmChoice gemm_choice(const GemmProblem& p, GemmEngine engine, int tile,
 template <typename Body>
 void for_each_gemm_tile(const Body& body) {
   for (int tile = 0; tile < kSyncTileCount; ++tile) body(GemmEngine::kSync, tile);
+  for (int tile = 0; tile < kSm90TileCount; ++tile) body(GemmEngine::kSm90, tile);
 }
 
 // splits is 0 where no tile is legal.

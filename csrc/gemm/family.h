@@ -12,7 +12,7 @@ struct GemmFamily {
       {"m", 1, kMostSize},     {"n", 1, kMostSize}, {"k", 0, kMostSize},
       {"batch", 1, kMostSize}, {"gated", 0, 1},     {"pointwise", 0, 1},
       {"math", 0, 3},          {"a_k_major", 0, 1}, {"b_k_major", 0, 1}};
-  static constexpr const char* kEngines[] = {"sync"};
+  static constexpr const char* kEngines[] = {"sync", "sm90"};
   static constexpr bool kInOrder = false;
 
   using Problem = GemmProblem;
@@ -58,19 +58,32 @@ struct GemmFamily {
   }
 
   static std::string tile(const Numbers& x) {
+    if (engine(x) == GemmEngine::kSm90) {
+      const Sm90Tile& tile = kSm90Tiles[x[1]];
+      return tile_text(tile.block_m, tile.block_n) + (tile.pingpong ? " ping-pong" : "") +
+             (tile.cluster > 1 ? " cluster " + std::to_string(tile.cluster) : "") +
+             (x[2] > 1 ? " /" + std::to_string(x[2]) : "");
+    }
     const SyncTile& tile = kSyncTiles[x[1]];
     return (tile.fp32 ? "float32 " : "") + tile_text(tile.block_m, tile.block_n, x[2]);
   }
 
   static Columns columns(const GemmProblem& p, const Numbers& x) {
+    const auto row = [&](const auto& tile, int warps, int cluster) -> Columns {
+      return {{"block_m", tile.block_m}, {"block_n", tile.block_n}, {"block_k", p.step()},
+              {"splits", x[2]},          {"stages", tile.stages},   {"warps", warps},
+              {"cluster", cluster}};
+    };
+    if (engine(x) == GemmEngine::kSm90) {
+      const Sm90Tile& tile = kSm90Tiles[x[1]];
+      return row(tile, Sm90Tile::kThreads / 32, tile.cluster);
+    }
     const SyncTile& tile = kSyncTiles[x[1]];
-    return {{"block_m", tile.block_m}, {"block_n", tile.block_n},
-            {"block_k", p.step()},     {"splits", x[2]},
-            {"stages", tile.stages},   {"warps", tile.warps_m * tile.warps_n}};
+    return row(tile, tile.warps_m * tile.warps_n, 1);
   }
 
-  static std::string kernel(const GemmProblem&, const Numbers&) {
-    return "matmul engine (mma.sync)";
+  static std::string kernel(const GemmProblem&, const Numbers& x) {
+    return engine(x) == GemmEngine::kSm90 ? "matmul engine (wgmma)" : "matmul engine (mma.sync)";
   }
   static std::string why(const GemmProblem&, const Numbers&) { return kOwnFastest; }
 

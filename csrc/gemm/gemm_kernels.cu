@@ -1,6 +1,7 @@
 // The launcher of the matmul engine, and the sum of a split product.
 #include "device/dispatch.cuh"
 #include "gemm/epilogue.cuh"
+#include "gemm/sm90/launch.h"
 #include "gemm/sync/launch.h"
 
 namespace torchweld {
@@ -34,7 +35,6 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename T>
 void launch_split_sum(const GemmParams& p, cudaStream_t stream) {
-  if (p.choice.splits == 1) return;
   const int64_t groups = (p.n + kGroup - 1) / kGroup;
   const int64_t blocks = (groups * p.m * p.batch + kThreads - 1) / kThreads;
   launch_kernel(split_sum_kernel<T>, {blocks, kThreads}, stream, p, groups);
@@ -47,24 +47,12 @@ void launch_gemm_sum(const GemmParams& p, cudaStream_t stream) {
 }
 
 void launch_gemm(const GemmParams& p, cudaStream_t stream) {
-  switch (p.dtype) {
-    case DType::kFloat16:
-      launch_sync_math<GemmMath::kFloat16>(p, stream);
-      launch_split_sum<__half>(p, stream);
-      break;
-    case DType::kBFloat16:
-      launch_sync_math<GemmMath::kBFloat16>(p, stream);
-      launch_split_sum<__nv_bfloat16>(p, stream);
-      break;
-    case DType::kFloat32:
-      if (p.tf32) {
-        launch_sync_math<GemmMath::kTf32>(p, stream);
-      } else {
-        launch_sync_math<GemmMath::kFloat32>(p, stream);
-      }
-      launch_split_sum<float>(p, stream);
-      break;
+  if (p.choice.engine == GemmEngine::kSm90) {
+    launch_sm90_gemm(p, stream);
+  } else {
+    launch_sync_gemm(p, stream);
   }
+  if (p.choice.splits > 1) launch_gemm_sum(p, stream);
   check_launch("matmul");
 }
 

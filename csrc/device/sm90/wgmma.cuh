@@ -1,45 +1,42 @@
-// Products of a warpgroup: 64 rows from registers, columns from shared memory, fp32 sums. Warp w of
-// the four has rows 16 w to 16 w + 15, in the fragments of mma.sync (see device/mma_sync.cuh).
+// Matrix products of a warpgroup (wgmma): 64 rows, N columns, fp32 sums. The second operand is in
+// shared memory, the first one there too or in registers. Warp w of the four has rows 16 w to
+// 16 w + 15 of the sums, in the fragments of mma.sync (see device/mma_sync.cuh).
 // Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
 #pragma once
 
+#include "device/sm90/descriptor.h"
 #include "device/vec.cuh"
 
 // NOTE: these instructions are for sm_90a alone; code for other chips of any age lacks them.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define TW_HAS_WARPGROUPS 1
+#define TW_HAS_WGMMA 1
 #else
-#define TW_HAS_WARPGROUPS 0
+#define TW_HAS_WGMMA 0
 #endif
 
 namespace torchweld {
 
-#if TW_HAS_WARPGROUPS
+#if TW_HAS_WGMMA
 // What is written to registers and by this thread before is seen by the products after it.
-__device__ __forceinline__ void warpgroup_fence() {
+__device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void warpgroup_commit() {
+__device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
 // Waits until at most kPending of the committed groups are still at work.
 template <int kPending>
-__device__ __forceinline__ void warpgroup_wait() {
+__device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Columns of 64 16-bit values, 128 bytes each, 16-byte piece c of column r at c ^ (r % 8). The
-// address of the first is a multiple of 1024; 16 values further are 32 bytes.
-__device__ __forceinline__ uint64_t product_columns(uint32_t s_from) {
-  constexpr uint64_t kSwizzle128 = 1ull << 62, kEightColumns = 1024 >> 4;
-  return kSwizzle128 | kEightColumns << 32 | 1ull << 16 | (s_from & 0x3ffff) >> 4;
-}
-
-// d += a @ b^T for 64 rows, N columns and 16 values each.
+// add(d, a, b): d += a @ b^T for 64 rows, N columns and 16 16-bit (8 TF32) values each, a in
+// registers. multiply<kA, kB>(d, a, b, keeps): d = (keeps ? d : 0) + a @ b^T, both by descriptors;
+// kA and kB say that an operand is MN-major, which TF32 can't be.
 template <typename T, int N>
-struct WarpgroupProduct;
+struct Wgmma;
 
 #define TW_D16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define TW_D32 \
@@ -48,34 +45,97 @@ struct WarpgroupProduct;
   TW_D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define TW_D64 \
   TW_D48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define TW_D80 \
+  TW_D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define TW_D96 \
+  TW_D80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define TW_D112                                                                                  \
+  TW_D96                                                                                         \
+      ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, " \
+      "%111"
+#define TW_D128                                                                                \
+  TW_D112                                                                                      \
+      ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, " \
+      "%126, %127"
 #define TW_SUMS4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define TW_SUMS16(i) TW_SUMS4(i), TW_SUMS4(i + 4), TW_SUMS4(i + 8), TW_SUMS4(i + 12)
 #define TW_SUMS32(i) TW_SUMS16(i), TW_SUMS16(i + 16)
+#define TW_SUMS48(i) TW_SUMS32(i), TW_SUMS16(i + 32)
 #define TW_SUMS64(i) TW_SUMS32(i), TW_SUMS32(i + 32)
-// A and B are the operands behind the sums.
-#define TW_PRODUCT(T, TYPE, N, SUMS, A, B)                                                         \
-  template <>                                                                                      \
-  struct WarpgroupProduct<T, N> {                                                                  \
-    static __device__ __forceinline__ void add(float (&d)[SUMS], const uint32_t (&a)[4],           \
-                                               uint64_t b) {                                       \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" TW_D##SUMS \
-                   "}, {" A "}, " B ", 1, 1, 1, 0;"                                                \
-                   : TW_SUMS##SUMS(0)                                                              \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                            \
-                   : "memory");                                                                    \
-    }                                                                                              \
+#define TW_SUMS96(i) TW_SUMS64(i), TW_SUMS32(i + 64)
+#define TW_SUMS128(i) TW_SUMS64(i), TW_SUMS64(i + 64)
+// NAME is the instruction without its operands; A to E are the numbers of those behind the sums.
+#define TW_WGMMA_REGISTERS(NAME, SUMS, A, B, C, D, E)                                       \
+  static __device__ __forceinline__ void add(float (&d)[SUMS], const uint32_t (&a)[4],      \
+                                             uint64_t b) {                                  \
+    asm volatile(NAME " {" TW_D##SUMS "}, {" A ", " B ", " C ", " D "}, " E ", 1, 1, 1, 0;" \
+                 : TW_SUMS##SUMS(0)                                                         \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                       \
+                 : "memory");                                                               \
+  }
+#define TW_WGMMA_SHARED(NAME, SUMS, A, B, C, D, E)                                           \
+  template <int kA, int kB>                                                                  \
+  static __device__ __forceinline__ void multiply(float (&d)[SUMS], uint64_t a, uint64_t b,  \
+                                                  int keeps) {                               \
+    asm volatile("{\n.reg .pred keeps;\nsetp.ne.b32 keeps, " C ", 0;\n" NAME " {" TW_D##SUMS \
+                 "}, " A ", " B ", keeps, 1, 1, " D ", " E ";\n}"                            \
+                 : TW_SUMS##SUMS(0)                                                          \
+                 : "l"(a), "l"(b), "r"(keeps), "n"(kA), "n"(kB)                              \
+                 : "memory");                                                                \
+  }
+#define TW_WGMMA(T, TYPE, N, SUMS, A, B, C, D, E)                                                \
+  template <>                                                                                    \
+  struct Wgmma<T, N> {                                                                           \
+    TW_WGMMA_REGISTERS("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE, SUMS, A, \
+                       B, C, D, E)                                                               \
+    TW_WGMMA_SHARED("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE, SUMS, A, B, \
+                    C, D, E)                                                                     \
   };
-TW_PRODUCT(__nv_bfloat16, "bf16", 32, 16, "%16, %17, %18, %19", "%20")
-TW_PRODUCT(__nv_bfloat16, "bf16", 64, 32, "%32, %33, %34, %35", "%36")
-TW_PRODUCT(__nv_bfloat16, "bf16", 128, 64, "%64, %65, %66, %67", "%68")
-TW_PRODUCT(__half, "f16", 32, 16, "%16, %17, %18, %19", "%20")
-TW_PRODUCT(__half, "f16", 64, 32, "%32, %33, %34, %35", "%36")
-TW_PRODUCT(__half, "f16", 128, 64, "%64, %65, %66, %67", "%68")
-#undef TW_PRODUCT
+#define TW_WGMMA_16_BITS(N, SUMS, ...)                  \
+  TW_WGMMA(__nv_bfloat16, "bf16", N, SUMS, __VA_ARGS__) \
+  TW_WGMMA(__half, "f16", N, SUMS, __VA_ARGS__)
+TW_WGMMA_16_BITS(32, 16, "%16", "%17", "%18", "%19", "%20")
+TW_WGMMA_16_BITS(64, 32, "%32", "%33", "%34", "%35", "%36")
+TW_WGMMA_16_BITS(96, 48, "%48", "%49", "%50", "%51", "%52")
+TW_WGMMA_16_BITS(128, 64, "%64", "%65", "%66", "%67", "%68")
+TW_WGMMA_16_BITS(192, 96, "%96", "%97", "%98", "%99", "%100")
+TW_WGMMA_16_BITS(256, 128, "%128", "%129", "%130", "%131", "%132")
+#undef TW_WGMMA_16_BITS
+
+// TF32 reads fp32 values and leaves out their last 13 bits.
+#define TW_WGMMA_TF32(N, SUMS, A, B, C)                                                         \
+  template <>                                                                                   \
+  struct Wgmma<float, N> {                                                                      \
+    template <int kA, int kB>                                                                   \
+    static __device__ __forceinline__ void multiply(float (&d)[SUMS], uint64_t a, uint64_t b,   \
+                                                    int keeps) {                                \
+      static_assert(kA == 0 && kB == 0);                                                        \
+      asm volatile("{\n.reg .pred keeps;\nsetp.ne.b32 keeps, " C                                \
+                   ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" TW_D##SUMS \
+                   "}, " A ", " B ", keeps, 1, 1;\n}"                                           \
+                   : TW_SUMS##SUMS(0)                                                           \
+                   : "l"(a), "l"(b), "r"(keeps)                                                 \
+                   : "memory");                                                                 \
+    }                                                                                           \
+  };
+TW_WGMMA_TF32(96, 48, "%48", "%49", "%50")
+TW_WGMMA_TF32(128, 64, "%64", "%65", "%66")
+TW_WGMMA_TF32(256, 128, "%128", "%129", "%130")
+#undef TW_WGMMA_TF32
+#undef TW_WGMMA
+#undef TW_WGMMA_SHARED
+#undef TW_WGMMA_REGISTERS
+#undef TW_SUMS128
+#undef TW_SUMS96
 #undef TW_SUMS64
+#undef TW_SUMS48
 #undef TW_SUMS32
 #undef TW_SUMS16
 #undef TW_SUMS4
+#undef TW_D128
+#undef TW_D112
+#undef TW_D96
+#undef TW_D80
 #undef TW_D64
 #undef TW_D48
 #undef TW_D32

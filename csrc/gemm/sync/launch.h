@@ -25,4 +25,16 @@ void launch_sync_math(const GemmParams& params, cudaStream_t stream) {
   }
 }
 
+inline void launch_sync_gemm(const GemmParams& p, cudaStream_t stream) {
+  switch (p.dtype) {
+    case DType::kFloat16:
+      return launch_sync_math<GemmMath::kFloat16>(p, stream);
+    case DType::kBFloat16:
+      return launch_sync_math<GemmMath::kBFloat16>(p, stream);
+    case DType::kFloat32:
+      return p.tf32 ? launch_sync_math<GemmMath::kTf32>(p, stream)
+                    : launch_sync_math<GemmMath::kFloat32>(p, stream);
+  }
+}
+
 }  // namespace torchweld

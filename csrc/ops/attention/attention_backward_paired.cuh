@@ -234,13 +234,13 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   }
   __device__ __forceinline__ void signal() const {
     if (kGroups == 1 && sums_keys()) return;
-    barrier_arrive(barrier_of(sums_keys(), this->group()), threads_at(sums_keys()));
+    named_barrier_arrive(barrier_of(sums_keys(), this->group()), threads_at(sums_keys()));
   }
   __device__ __forceinline__ void wait_for(int group) const {
-    barrier_wait(barrier_of(sums_keys(), group), threads_at(sums_keys()));
+    named_barrier_wait(barrier_of(sums_keys(), group), threads_at(sums_keys()));
   }
   __device__ __forceinline__ void wait_for_probabilities() const {
-    barrier_wait(barrier_of(false, this->group()), threads_at(false));
+    named_barrier_wait(barrier_of(false, this->group()), threads_at(false));
   }
 };
 

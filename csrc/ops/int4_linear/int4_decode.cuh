@@ -22,7 +22,7 @@
 
 #include "core/launch.h"
 #include "device/dispatch.cuh"
-#include "device/sm90/overlap.cuh"
+#include "device/sm90/dependent_launch.cuh"
 #include "ops/int4_linear/int4_decode_loader.cuh"
 
 namespace torchweld {
@@ -76,7 +76,7 @@ __device__ __forceinline__ void int4_decode_finish(const Int4DecodeParams& p,
   };
 #if TW_HAS_CLUSTERS
   const int own = max(0, min(share, pairs - part * share));
-  if (kT.parts > 1 && threadIdx.x == 0) barrier_expect(s_barrier, own * kT.parts * sizeof(float2));
+  if (kT.parts > 1 && threadIdx.x == 0) mbarrier_expect(s_barrier, own * kT.parts * sizeof(float2));
 #endif
 #pragma unroll 1
   for (int i = threadIdx.x; i < pairs; i += kT.kThreads) {
@@ -104,7 +104,7 @@ __device__ __forceinline__ void int4_decode_finish(const Int4DecodeParams& p,
   }
 #if TW_HAS_CLUSTERS
   if constexpr (kT.parts > 1) {
-    barrier_wait(s_barrier, parity);
+    mbarrier_wait(s_barrier, parity);
 #pragma unroll 1
     for (int i = threadIdx.x; i < own; i += kT.kThreads) {
       float2 sum = make_float2(0.f, 0.f);

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "device/sm90/bulk.cuh"
-#include "device/sm90/overlap.cuh"
+#include "device/sm90/dependent_launch.cuh"
 #include "ops/int4_linear/int4_decode_math.cuh"
 #include "ops/int4_linear/int4_linear.h"
 
@@ -110,13 +110,13 @@ struct Int4DecodeX {
     if constexpr (kT.cluster() > 1) {
       if (threadIdx.x == 0) {
 #pragma unroll
-        for (int i = 0; i <= kT.kPieces; ++i) barrier_init(s_barriers + i, 1);
-        barrier_init_fence();
+        for (int i = 0; i <= kT.kPieces; ++i) mbarrier_init(s_barriers + i, 1);
+        mbarrier_init_fence();
 #pragma unroll
         for (int i = 0; i < kT.kPieces; ++i) {
           const int steps = piece_steps(p.plan, i);
           if (kShares && steps > 0) {
-            barrier_expect(s_barriers + 1 + i, p.tokens * steps * kStepBytes);
+            mbarrier_expect(s_barriers + 1 + i, p.tokens * steps * kStepBytes);
           }
         }
       }
@@ -182,7 +182,7 @@ struct Int4DecodeX {
     if constexpr (kShares) {
       const uint32_t piece = plan.piece_divisor.divide(step);
       if (there >> piece & 1) return;
-      barrier_wait(s_barriers + 1 + piece, 0);
+      mbarrier_wait(s_barriers + 1 + piece, 0);
       there |= 1 << piece;
     }
 #endif

@@ -17,7 +17,7 @@
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "device/sm90/bulk.cuh"
-#include "device/sm90/overlap.cuh"
+#include "device/sm90/dependent_launch.cuh"
 #include "device/sm90/wgmma.cuh"
 #include "ops/int4_linear/int4_deep_finish.cuh"
 #include "ops/int4_linear/int4_fragments.cuh"
@@ -25,7 +25,7 @@
 
 namespace torchweld {
 
-#if TW_HAS_WARPGROUPS
+#if TW_HAS_WGMMA
 // A warp's weights: words of the next steps, and the fragments of two slices.
 template <typename T, int kTile>
 class Int4DeepWarp {
@@ -86,10 +86,9 @@ class Int4DeepWarp {
 
   // acc += a @ x^T for a slice of the chunk of x at s_x.
   __device__ __forceinline__ void multiply(Int4DeepSums<kTile>& acc, uint32_t s_x, int slice) {
-    warpgroup_fence();
-    WarpgroupProduct<T, kT.tokens>::add(acc, a_[slice & 1],
-                                        product_columns(s_x) + (slice * 32 >> 4));
-    warpgroup_commit();
+    wgmma_fence();
+    Wgmma<T, kT.tokens>::add(acc, a_[slice & 1], k_major_descriptor(s_x) + (slice * 32 >> 4));
+    wgmma_commit();
   }
 
  private:
@@ -106,7 +105,7 @@ class Int4DeepWarp {
 template <typename T, int kTile>
 __global__ void __launch_bounds__(kInt4DeepTiles[kTile].threads(), Int4DeepTile::blocks)
     int4_deep_kernel(const __grid_constant__ Int4DeepParams p) {
-#if TW_HAS_WARPGROUPS
+#if TW_HAS_WGMMA
   constexpr Int4DeepTile kT = kInt4DeepTiles[kTile];
   constexpr int kStages = kT.stages, kAhead = kStages - 2, kStageBytes = kT.stage_bytes();
   constexpr int kOwn = kT.own_chunks(), kXChunk = kT.tokens * kInt4ChunkK * 2;
@@ -171,7 +170,7 @@ __global__ void __launch_bounds__(kInt4DeepTiles[kTile].threads(), Int4DeepTile:
             // NOTE: behind the last step this reads and unpacks what nobody multiplies.
             w.read_scales(s_next, tile, first_own, lane);
           }
-          warpgroup_wait<1>();  // the slice before has left its registers
+          wgmma_wait<1>();  // the slice before has left its registers
           if (slice < 3) {
             w.unpack(d, i, slice + 1);
           } else if (i + 1 < kOwn) {
@@ -187,7 +186,7 @@ __global__ void __launch_bounds__(kInt4DeepTiles[kTile].threads(), Int4DeepTile:
       s_free = s_free + kStageBytes == s_end ? s_base : s_free + kStageBytes;
     }
   }
-  warpgroup_wait<0>();
+  wgmma_wait<0>();
   copy_async_wait<0>();
   __syncthreads();  // the ring is free
   int4_deep_finish<T, kTile>(p, work, s_memory, acc, split, tile, lane);

@@ -69,20 +69,19 @@ struct Int4WideWarp {
     }
   }
 
-#if TW_HAS_WARPGROUPS
+#if TW_HAS_WGMMA
   // acc += a @ x^T for a slice of the chunk of x at s_x.
   __device__ __forceinline__ void multiply(Sums& acc, uint32_t s_x, int slice) {
-    warpgroup_fence();
+    wgmma_fence();
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
         const uint32_t at = m * kWide * (kInt4ChunkK * 2) + slice * 32;
-        WarpgroupProduct<T, kWide>::add(acc[n][m], a[slice & 1][n],
-                                        product_columns(s_x) + (at >> 4));
+        Wgmma<T, kWide>::add(acc[n][m], a[slice & 1][n], k_major_descriptor(s_x) + (at >> 4));
       }
     }
-    warpgroup_commit();
+    wgmma_commit();
   }
 #endif
 };
@@ -91,7 +90,7 @@ template <typename T, int kTile>
 __global__ void __launch_bounds__(kInt4WideTiles[kTile].threads(), kInt4WideTiles[kTile].blocks)
     int4_wide_kernel(const __grid_constant__ Int4LinearParams p,
                      const __grid_constant__ FastDivisor group_chunks, uint32_t items) {
-#if TW_HAS_WARPGROUPS
+#if TW_HAS_WGMMA
   constexpr Int4WideTile kT = kInt4WideTiles[kTile];
   constexpr int kStages = kT.stages, kAhead = kStages - 2, kStageBytes = kT.stage_bytes();
   using Warp = Int4WideWarp<T, kTile>;
@@ -146,14 +145,14 @@ __global__ void __launch_bounds__(kInt4WideTiles[kTile].threads(), kInt4WideTile
             // NOTE: behind the last step this reads and unpacks what nobody multiplies.
             w.read(s_base + next * kStageBytes, warp, lane, 0);
           }
-          warpgroup_wait<1>();  // the slice before has left its registers
+          wgmma_wait<1>();  // the slice before has left its registers
           w.unpack((slice + 1) & 3);
         }
       }
       stage = next;
       free_stage = free_stage + 1 == kStages ? 0 : free_stage + 1;
     }
-    warpgroup_wait<0>();
+    wgmma_wait<0>();
     copy_async_wait<0>();
     __syncthreads();  // the ring is free
     if (p.choice.parts > 1) break;

@@ -100,7 +100,7 @@ struct RingExchange {
 
 #if TW_HAS_CLUSTERS
   __device__ __forceinline__ void init() {
-    for (int i = 0; i < 2; ++i) barrier_init(&s_arrived[i], 1);
+    for (int i = 0; i < 2; ++i) mbarrier_init(&s_arrived[i], 1);
   }
 
   template <typename Exponent>
@@ -135,11 +135,11 @@ struct RingExchange {
     const int i = turn % 2, me = threadIdx.x % kThreads;
     // NOTE: a block sends its value of the next turn but one only when it has everyone's of the
     // next turn, which they send after reading this turn's; two places are enough.
-    if (me == 0) barrier_expect(&s_arrived[i], sizeof(float2) * kCluster);
+    if (me == 0) mbarrier_expect(&s_arrived[i], sizeof(float2) * kCluster);
     if (me < kCluster) {
       send_to_block(&s_parts[i][blockIdx.x % kCluster], mine, &s_arrived[i], me);
     }
-    barrier_wait(&s_arrived[i], turn / 2 % 2);
+    mbarrier_wait(&s_arrived[i], turn / 2 % 2);
 #pragma unroll
     for (int b = 0; b < kCluster; ++b) parts[b] = s_parts[i][b];
   }

@@ -75,19 +75,19 @@ struct RingRows {
   // A slot is full when its copies have arrived, and empty when a group's warps have given it back.
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < Config::kSlots; ++i) {
-      barrier_init(&s.s_full[i], 1);
-      barrier_init(&s.s_empty[i], Config::kThreads / kWarp);
+      mbarrier_init(&s.s_full[i], 1);
+      mbarrier_init(&s.s_empty[i], Config::kThreads / kWarp);
     }
     for (int i = 0; i < Config::kGroups; ++i) s.s_exchange[i].init();
-    for (int i = 0; i < kClaims; ++i) barrier_init(&s.s_claimed[i], 1);
+    for (int i = 0; i < kClaims; ++i) mbarrier_init(&s.s_claimed[i], 1);
     // The first row is the cluster's without a claim.
     s.s_claims[0] = Claim::told(blockIdx.x / Config::kCluster, Place());
-    barrier_arrive(&s.s_claimed[0]);
-    barrier_init_fence();
+    mbarrier_arrive(&s.s_claimed[0]);
+    mbarrier_init_fence();
   }
 
   __device__ __forceinline__ Claim claim(int turn) const {
-    barrier_wait(&s.s_claimed[turn % kClaims], turn / kClaims % 2);
+    mbarrier_wait(&s.s_claimed[turn % kClaims], turn / kClaims % 2);
     return Claim(s.s_claims[turn % kClaims]);
   }
 
@@ -97,9 +97,9 @@ struct RingRows {
     const float2 told = Claim::told(row, place);
     if constexpr (Config::kCluster == 1) {
       s.s_claims[i] = told;
-      barrier_arrive(&s.s_claimed[i]);
+      mbarrier_arrive(&s.s_claimed[i]);
     } else {
-      barrier_expect(&s.s_claimed[i], sizeof(float2));
+      mbarrier_expect(&s.s_claimed[i], sizeof(float2));
       if (rank != 0) return;
       for (int b = 0; b < Config::kCluster; ++b) {
         send_to_block(&s.s_claims[i], told, &s.s_claimed[i], b);
@@ -131,7 +131,7 @@ struct RingRows {
       const Part p = part(row);
       for (int i = 0; i < p.pieces + copied_again(p); ++i, place.advance()) {
         const int done = (i < p.pieces ? i : i - p.pieces) * kPiece;
-        barrier_wait(&s.s_empty[place.slot()], place.parity() ^ 1);
+        mbarrier_wait(&s.s_empty[place.slot()], place.parity() ^ 1);
         copy_piece(place.slot(), row, p.column + done * kElems,
                    max(0, min(kPiece, p.accesses - done)));
       }
@@ -152,7 +152,7 @@ struct RingRows {
       edges |= whole[k].bytes != accesses * kVectorBytes;
     }
     if (edges) async_fence();  // the slot's next piece comes by a bulk copy
-    barrier_expect(&s.s_full[slot], bytes);
+    mbarrier_expect(&s.s_full[slot], bytes);
 #pragma unroll
     for (int k = 0; k < Config::kInputs; ++k) {
       const Whole& w = whole[k];
@@ -203,7 +203,7 @@ struct RingRows {
   // The warp has read the piece.
   __device__ __forceinline__ void give_back(int slot) const {
     __syncwarp();
-    if (threadIdx.x % kWarp == 0) barrier_arrive(&s.s_empty[slot]);
+    if (threadIdx.x % kWarp == 0) mbarrier_arrive(&s.s_empty[slot]);
   }
 
   // Calls body(row) for every row of this thread's group.
@@ -255,8 +255,8 @@ struct RingRows {
   // NOTE: a parity tells two turns of a slot apart, and another group's piece may still be on its
   // way into this slot: it must have been given back before the wait for the next one.
   __device__ __forceinline__ void wait_for(const Place& place) const {
-    barrier_wait(&s.s_empty[place.slot()], place.parity() ^ 1);
-    barrier_wait(&s.s_full[place.slot()], place.parity());
+    mbarrier_wait(&s.s_empty[place.slot()], place.parity() ^ 1);
+    mbarrier_wait(&s.s_full[place.slot()], place.parity());
   }
 
   template <typename Body>

@@ -1,0 +1,74 @@
+// Barriers in shared memory that count arrivals and bytes (mbarrier).
+// Source: PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier".
+#pragma once
+
+#include "device/sm90/cluster.cuh"
+
+namespace torchweld {
+
+#if TW_HAS_CLUSTERS
+// A phase of the barrier ends when `arrivals` threads have arrived and all announced bytes are
+// there. Phases alternate between parity 0 and 1.
+__device__ __forceinline__ void mbarrier_init(uint64_t* s_barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+               :
+               : "r"(shared_address(s_barrier)), "r"(arrivals)
+               : "memory");
+}
+
+// Shows fresh barriers to the copy engine and to the cluster; a barrier of all threads follows.
+__device__ __forceinline__ void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* s_barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"
+               :
+               : "r"(shared_address(s_barrier))
+               : "memory");
+}
+
+// Arrives and announces bytes of this phase.
+__device__ __forceinline__ void mbarrier_expect(uint64_t* s_barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               :
+               : "r"(shared_address(s_barrier)), "r"(bytes)
+               : "memory");
+}
+
+// Waits for the end of the phase of that parity. On a fresh barrier parity 1 has ended already.
+// NOTE: it acquires for the block, which is enough for bytes that the barrier counted, whoever sent
+// them; acquiring for the cluster would empty the L1 cache every time.
+__device__ __forceinline__ void mbarrier_wait(uint64_t* s_barrier, uint32_t parity) {
+  uint32_t done;
+  do {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}"
+        : "=r"(done)
+        : "r"(shared_address(s_barrier)), "r"(parity)
+        : "memory");
+  } while (done == 0);
+}
+
+// Arrives at the same barrier of the block of that rank in the cluster.
+// NOTE: the release stays within the block. One for the cluster would wait for all of this thread's
+// memory accesses, which took a third of a product's time.
+__device__ __forceinline__ void mbarrier_arrive_at(uint64_t* s_barrier, uint32_t rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];"
+               :
+               : "r"(address_in_block(s_barrier, rank))
+               : "memory");
+}
+
+// Orders this thread's stores to shared memory, and its finished asynchronous copies, before bulk
+// copies that it issues later and before products of warpgroups behind the next barrier.
+__device__ __forceinline__ void async_fence() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+#endif
+
+}  // namespace torchweld

@@ -1,0 +1,55 @@
+// The stages of shared memory between a producer and its consumers: where one is in them, and the
+// full and empty barriers of each.
+#pragma once
+
+#include "device/sm90/mbarrier.cuh"
+
+namespace torchweld {
+
+// The stage of a step and the parity of its turn.
+template <int kStages>
+struct PipelineState {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ void advance(int steps) {
+    const int to = stage + steps, turns = to / kStages;
+    stage = to - turns * kStages;
+    parity ^= turns & 1;
+  }
+};
+
+#if TW_HAS_CLUSTERS
+// NOTE: a parity tells a turn only from the one before and after: nobody waits for a stage whose
+// last turn but one he has not seen ended.
+template <int kStages>
+struct PipelineBarriers {
+  uint64_t full[kStages], empty[kStages];
+
+  // `releases`: how many arrivals give a stage back.
+  __device__ __forceinline__ void init(uint32_t releases) {
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(&full[i], 1);
+      mbarrier_init(&empty[i], releases);
+    }
+  }
+  // The producer: until the stage has been given back, then what it will hold.
+  __device__ __forceinline__ uint64_t* acquire(const PipelineState<kStages>& at, uint32_t bytes) {
+    mbarrier_wait(&empty[at.stage], at.parity ^ 1);
+    mbarrier_expect(&full[at.stage], bytes);
+    return &full[at.stage];
+  }
+  // A consumer.
+  __device__ __forceinline__ void wait(const PipelineState<kStages>& at) {
+    mbarrier_wait(&full[at.stage], at.parity);
+  }
+};
+#endif
+
+}  // namespace torchweld

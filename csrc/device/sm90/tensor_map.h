@@ -1,0 +1,48 @@
+// What the copy engine (TMA) must know of a tensor in global memory. Torch-free host code.
+// Source: CUDA driver API, "Tensor Map Object Management".
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "core/family.h"
+
+namespace torchweld {
+
+using TensorMap = CUtensorMap;
+
+// A tensor of four dimensions, the adjacent one first, and the box of it that one copy moves.
+struct TensorBox {
+  const void* data;
+  int elem_size;       // bytes: 2 or 4
+  int64_t sizes[4];    // elements
+  int64_t strides[4];  // elements; strides[0] is 1; 0 where a dimension repeats
+  int box[4];          // elements
+  bool bfloat16 = false;
+  int swizzle = 128;  // bytes of a line in shared memory: 128 or 64
+};
+
+// Why there is no tensor map of it.
+inline Refusal tensor_box_refusal(const TensorBox& t) {
+  constexpr int64_t kMostSize = int64_t{1} << 31;  // coordinates have a sign
+  constexpr int64_t kMostStride = int64_t{1} << 40;
+  if (reinterpret_cast<uintptr_t>(t.data) % 16 != 0) return "it does not start on 16 bytes";
+  for (int i = 0; i < 4; ++i) {
+    if (t.sizes[i] < 1 || t.sizes[i] >= kMostSize)
+      return {"a dimension has {} elements", t.sizes[i]};
+    if (t.box[i] < 1 || t.box[i] > 256) return {"a box has {} elements in a dimension", t.box[i]};
+    const int64_t bytes = t.strides[i] * t.elem_size;
+    if (i > 0 && (bytes % 16 != 0 || bytes < 0 || bytes >= kMostStride)) {
+      return {"a stride of {} bytes is no multiple of 16 below 2^40", bytes};
+    }
+  }
+  if (t.box[0] * t.elem_size != t.swizzle) return {"a line of a box is not {} bytes", t.swizzle};
+  return {};
+}
+
+// Throws std::runtime_error, with sizes and strides, where the driver makes none. `op` names who
+// asks.
+TensorMap make_tensor_map(const char* op, const TensorBox& box);
+
+}  // namespace torchweld

@@ -1,0 +1,81 @@
+// Copies of boxes of a tensor between global and shared memory by the copy engine (TMA, tensor
+// maps). Coordinates count elements, the adjacent dimension first; what lies outside of the tensor
+// is read as zeros, counted by the barrier, and not written. Source: PTX ISA, "Data Movement and
+// Conversion Instructions: Tensor copy".
+#pragma once
+
+#include "device/sm90/mbarrier.cuh"
+#include "device/sm90/tensor_map.h"
+
+namespace torchweld {
+
+#if TW_HAS_CLUSTERS
+// One of the warp's lanes.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred elected;\n"
+      "elect.sync _|elected, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, elected;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// The barrier hears of the bytes as they arrive.
+__device__ __forceinline__ void tma_load(uint32_t s_to, const TensorMap& map, uint64_t* s_barrier,
+                                         int x, int y, int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];"
+      :
+      : "r"(s_to), "l"(&map), "r"(shared_address(s_barrier)), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
+// The same to the same place in every block of the cluster whose rank's bit is set, and each one's
+// barrier.
+__device__ __forceinline__ void tma_load_to_all(uint32_t s_to, const TensorMap& map,
+                                                uint64_t* s_barrier, int x, int y, int z, int w,
+                                                uint16_t ranks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
+      :
+      : "r"(s_to), "l"(&map), "r"(shared_address(s_barrier)), "r"(x), "r"(y), "r"(z), "r"(w),
+        "h"(ranks)
+      : "memory");
+}
+
+// What was written to shared memory before needs async_fence.
+__device__ __forceinline__ void tma_store(const TensorMap& map, uint32_t s_from, int x, int y,
+                                          int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
+      :
+      : "l"(&map), "r"(s_from), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until shared memory of all but kPending of this thread's committed stores has been read.
+template <int kPending>
+__device__ __forceinline__ void tma_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Waits until all of this thread's committed stores are done.
+__device__ __forceinline__ void tma_wait_all() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+#endif
+
+}  // namespace torchweld

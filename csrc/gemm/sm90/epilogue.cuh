@@ -1,0 +1,250 @@
+// From a warp's fp32 sums, as wgmma leaves them, to y: bias, pre-activation, activation or gate,
+// rounding, and boxes of 16 rows that go through shared memory to the copy engine.
+#pragma once
+
+#include "device/activation.cuh"
+#include "device/sm90/stmatrix.cuh"
+#include "device/sm90/tma.cuh"
+#include "gemm/sm90/params.h"
+#include "gemm/sm90/tiles.h"
+
+namespace torchweld {
+
+#if TW_HAS_WGMMA
+// A thread has, of 16 rows and kColumns columns: of rows g and g + 8 (g = lane / 4) the columns 2t
+// and 2t + 1 (t = lane % 4) of every group of 8. v[4 j] to v[4 j + 3] are group j's, row g's first.
+template <typename T, int kTile, bool kGated>
+class Sm90Epilogue {
+  static constexpr Sm90Tile kT = kSm90Tiles[kTile];
+  static constexpr bool kExact = sizeof(T) == 4;
+  static constexpr int kColumns = kT.box_columns(sizeof(T)), kGroups = kColumns / 8;
+  static constexpr int kValues = kGroups * 4;  // of a thread in a box
+  static constexpr int kLineBytes = kColumns * sizeof(T), kBoxBytes = kT.box_bytes(sizeof(T));
+  // Columns of y in a tile.
+  static constexpr int kTileColumns = kGated ? kT.block_n / 2 : kT.block_n;
+
+ public:
+  using Sums = float[kT.row_pieces()][kT.block_n / 2];
+
+  // s_boxes: the warp's own. s_bias: of the warpgroup's tile, fp32, both halves.
+  __device__ __forceinline__ Sm90Epilogue(const Sm90Params& p, uint32_t s_boxes,
+                                          const float* s_bias)
+      : p_(p), s_boxes_(s_boxes), s_bias_(s_bias), lane_(threadIdx.x % 32) {}
+
+  // The tile's bias, by the threads of its warpgroup; a barrier of these follows.
+  static __device__ __forceinline__ void load_bias(const GemmParams& p, float* s_bias,
+                                                   int64_t tile_column, int thread) {
+    const GemmEpilogue& e = p.epilogue;
+#pragma unroll
+    for (int i = 0; i < kT.block_n; i += 128) {
+      const int at = i + thread;
+      if (kT.block_n % 128 != 0 && at >= kT.block_n) break;
+      const bool right = kGated && at >= kTileColumns;
+      const int64_t column = tile_column + (right ? at - kTileColumns : at);
+      float value = 0.f;
+      if (column < p.n) {
+        const int64_t from = !kGated         ? column
+                             : e.interleaved ? 2 * column + right
+                                             : column + (right ? p.n : 0);
+        value = e.bias_fp32 ? static_cast<const float*>(e.bias)[from]
+                            : to_float(static_cast<const T*>(e.bias)[from]);
+      }
+      s_bias[at] = value;
+    }
+  }
+
+  // Rows from `row` on, 64 further a piece, and the tile's columns from `column` on.
+  __device__ __forceinline__ void finish(Sums& acc, int row, int column, int batch) {
+    const GemmEpilogue& e = p_.gemm.epilogue;
+#pragma unroll
+    for (int i = 0; i < kT.row_pieces(); ++i) {
+      const int first = row + i * 64;
+#pragma unroll
+      for (int c = 0; c < kTileColumns / kColumns; ++c) {
+        auto& v = box_of(acc[i], c * kColumns);
+        const int at = column + c * kColumns;
+        if (e.bias != nullptr) add_bias(v, c * kColumns);
+        if constexpr (!kGated) {
+          if (e.preact != nullptr) store_preact(v, first, at, 0, batch);
+          activate<kExact>(v, e.activation);
+        } else {
+          auto& right = box_of(acc[i], kTileColumns + c * kColumns);
+          if (e.bias != nullptr) add_bias(right, kTileColumns + c * kColumns);
+          if (e.preact != nullptr) {
+            store_preact(v, first, at, 0, batch);
+            store_preact(right, first, at, 1, batch);
+          }
+          apply_gate<kExact>(v, right, e.gate);
+        }
+        store_y(v, first, at, batch);
+      }
+    }
+  }
+
+  // The sums of a part of K, for split_sum_kernel.
+  __device__ __forceinline__ void store_part(const Sums& acc, int row, int column, int batch,
+                                             int split) const {
+    const GemmParams& p = p_.gemm;
+    const int64_t width = gemm_sum_width(p.n, kGated);
+    float* g_sums = p.workspace + (split * p.batch + batch) * p.m * width;
+#pragma unroll
+    for (int i = 0; i < kT.row_pieces(); ++i) {
+#pragma unroll
+      for (int j = 0; j < kT.block_n / 8; ++j) {
+        const int in = j * 8 + lane_ % 4 * 2;
+        const bool right = kGated && in >= kTileColumns;
+        const int64_t at = column + (right ? in - kTileColumns : in);
+        if (at >= p.n) continue;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int64_t r = row + i * 64 + lane_ / 4 + half * 8;
+          if (r < p.m) {
+            float* g_to = g_sums + r * width + (right ? width / 2 : 0) + at;
+            *reinterpret_cast<float2*>(g_to) =
+                make_float2(acc[i][j * 4 + half * 2], acc[i][j * 4 + half * 2 + 1]);
+          }
+        }
+      }
+    }
+  }
+
+  // Before the block ends.
+  __device__ __forceinline__ void wait() const {
+    if (lane_ == 0) tma_wait_all();
+  }
+
+ private:
+  static __device__ __forceinline__ float (&box_of(float (&sums)[kT.block_n / 2], int column))
+      [kValues] { return reinterpret_cast<float (&)[kValues]>(sums[column / 2]); }
+
+  __device__ __forceinline__ void add_bias(float (&v)[kValues], int from) const {
+#pragma unroll
+    for (int j = 0; j < kGroups; ++j) {
+      const float2 bias = *reinterpret_cast<const float2*>(s_bias_ + from + j * 8 + lane_ % 4 * 2);
+      v[4 * j] += bias.x;
+      v[4 * j + 1] += bias.y;
+      v[4 * j + 2] += bias.x;
+      v[4 * j + 3] += bias.y;
+    }
+  }
+
+  __device__ __forceinline__ void store_y(const float (&v)[kValues], int row, int column,
+                                          int batch) {
+    const GemmParams& p = p_.gemm;
+    stage(v);
+    if (p_.stores_y) {
+      send(p_.y, row, column, 0, batch);
+    } else {
+      T* g_y = static_cast<T*>(p.y) + batch * p.y_batch_stride;
+      store_rows(g_y + column, p.y_row_stride, 1, row, column);
+    }
+    if (++box_ == kT.boxes) box_ = 0;
+  }
+
+  // `right`: of a gated product's right half.
+  __device__ __forceinline__ void store_preact(const float (&v)[kValues], int row, int column,
+                                               int right, int batch) {
+    const GemmParams& p = p_.gemm;
+    stage(v);
+    if (p_.stores_preact) {
+      send(p_.preact, row, column, right, batch);
+    } else {
+      T* g_preact = static_cast<T*>(p.epilogue.preact);
+      if (kGated && p.epilogue.interleaved) {
+        store_rows(g_preact + 2 * int64_t{column} + right, 2 * p.n, 2, row, column);
+      } else {
+        store_rows(g_preact + right * p.n + column, kGated ? 2 * p.n : p.n, 1, row, column);
+      }
+    }
+    if (++box_ == kT.boxes) box_ = 0;
+  }
+
+  __device__ __forceinline__ uint32_t box() const { return s_boxes_ + box_ * kBoxBytes; }
+
+  // The place of a 16-byte piece of a line, as the copy engine reads it.
+  static __device__ __forceinline__ int piece_of(int line, int piece) {
+    return kLineBytes == 128 ? swizzled_piece(line, piece) : piece ^ ((line >> 1) & 3);
+  }
+
+  // The rounded values into the next box, once its last copy has been read.
+  __device__ __forceinline__ void stage(const float (&v)[kValues]) const {
+    if (lane_ == 0) tma_wait_read<kT.boxes - 1>();
+    __syncwarp();
+    const uint32_t s_box = box();
+    if constexpr (sizeof(T) == 2) {
+      const int line = lane_ % 16;
+#pragma unroll
+      for (int j = 0; j < kGroups; j += 2) {
+        const uint32_t r[4] = {
+            pack_pair<T>(v[4 * j], v[4 * j + 1]), pack_pair<T>(v[4 * j + 2], v[4 * j + 3]),
+            pack_pair<T>(v[4 * j + 4], v[4 * j + 5]), pack_pair<T>(v[4 * j + 6], v[4 * j + 7])};
+        store_matrix_4(s_box + line * kLineBytes + (piece_of(line, j + lane_ / 16) << 4), r);
+      }
+    } else {
+      const int line = lane_ / 4, t = lane_ % 4;
+#pragma unroll
+      for (int j = 0; j < kGroups; ++j) {
+        const int in = (piece_of(line, j * 2 + t / 2) << 4) + t % 2 * 8;
+        store_pair_shared(s_box + line * kLineBytes + in, v[4 * j], v[4 * j + 1]);
+        store_pair_shared(s_box + (line + 8) * kLineBytes + in, v[4 * j + 2], v[4 * j + 3]);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ T load_shared(uint32_t s_from) {
+    if constexpr (sizeof(T) == 4) {
+      float value;
+      asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(s_from) : "memory");
+      return value;
+    } else {
+      uint16_t bits;
+      asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(s_from) : "memory");
+      return *reinterpret_cast<const T*>(&bits);
+    }
+  }
+
+  static __device__ __forceinline__ void store_pair_shared(uint32_t s_to, float x, float y) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(s_to), "f"(x), "f"(y) : "memory");
+  }
+
+  __device__ __forceinline__ void send(const TensorMap& map, int row, int column, int right,
+                                       int batch) const {
+    async_fence();
+    __syncwarp();
+    if (lane_ == 0) {
+      tma_store(map, box(), column, row, right, batch);
+      tma_commit();
+    }
+  }
+
+  // Element by element: rows have no 16-byte boundaries, or columns are not adjacent.
+  __device__ __forceinline__ void store_rows(T* g_to, int64_t row_stride, int step, int row,
+                                             int column) const {
+    const GemmParams& p = p_.gemm;
+    __syncwarp();
+    constexpr int kPieceElems = 16 / sizeof(T);
+#pragma unroll 1
+    for (int line = 0; line < 16; ++line) {
+      if (row + line >= p.m) break;
+#pragma unroll
+      for (int c = 0; c < kColumns; c += 32) {
+        const int at = c + lane_;
+        if (column + at < p.n) {
+          const uint32_t s_from = box() + line * kLineBytes +
+                                  (piece_of(line, at / kPieceElems) << 4) +
+                                  at % kPieceElems * int(sizeof(T));
+          g_to[(row + line) * row_stride + int64_t{at} * step] = load_shared(s_from);
+        }
+      }
+    }
+  }
+
+  const Sm90Params& p_;
+  uint32_t s_boxes_;
+  const float* s_bias_;
+  int lane_;
+  int box_ = 0;
+};
+#endif
+
+}  // namespace torchweld

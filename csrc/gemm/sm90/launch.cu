@@ -1,0 +1,112 @@
+// The launcher of the kernels on wgmma and TMA: tensor maps of the operands and results.
+#include "gemm/sm90/launch.h"
+
+#include "device/dispatch.cuh"
+#include "gemm/sm90/tiles.h"
+
+namespace torchweld {
+namespace {
+
+// A dimension of one element may have any stride.
+int64_t harmless(int64_t size, int64_t stride, int elem_size) {
+  return size == 1 ? 16 / elem_size : stride;
+}
+
+struct Maps {
+  const GemmParams& p;
+  const Sm90Tile& tile;
+  int elem_size;
+  bool bfloat16;
+
+  // An operand of `rows` (M or N) in `halves`, `half_stride` apart.
+  TensorBox operand(const GemmOperand& o, int64_t rows, int64_t row_stride, int halves,
+                    int64_t half_stride, int box_rows) const {
+    const int step = kGemmStepBytes / elem_size;
+    const bool k_major = o.k_stride == 1;
+    const int64_t batch = o.batch_stride == 0 ? 1 : p.batch;
+    TensorBox box = {o.data, elem_size};
+    box.bfloat16 = bfloat16;
+    const int64_t sizes[] = {k_major ? p.k : rows, k_major ? rows : p.k, halves, batch};
+    const int64_t strides[] = {1, k_major ? row_stride : o.k_stride, half_stride, o.batch_stride};
+    const int boxes[] = {step, k_major ? box_rows : step, 1, 1};
+    for (int i = 0; i < 4; ++i) {
+      box.sizes[i] = sizes[i];
+      box.strides[i] = i == 0 ? 1 : harmless(sizes[i], strides[i], elem_size);
+      box.box[i] = boxes[i];
+    }
+    return box;
+  }
+
+  // A result of n columns in `halves`, n apart.
+  TensorBox result(void* data, int64_t row_stride, int halves, int64_t batch_stride) const {
+    const int columns = tile.box_columns(elem_size);
+    TensorBox box = {data, elem_size};
+    box.bfloat16 = bfloat16;
+    box.swizzle = columns * elem_size;
+    const int64_t sizes[] = {p.n, p.m, halves, p.batch};
+    const int64_t strides[] = {1, row_stride, p.n, batch_stride};
+    const int boxes[] = {columns, 16, 1, 1};
+    for (int i = 0; i < 4; ++i) {
+      box.sizes[i] = sizes[i];
+      box.strides[i] = i == 0 ? 1 : harmless(sizes[i], strides[i], elem_size);
+      box.box[i] = boxes[i];
+    }
+    return box;
+  }
+};
+
+// False where no map can be made: the kernel then stores element by element.
+bool map_result(TensorMap& map, const TensorBox& box) {
+  if (tensor_box_refusal(box)) return false;
+  map = make_tensor_map("matmul", box);
+  return true;
+}
+
+}  // namespace
+
+void launch_sm90_gemm(const GemmParams& p, cudaStream_t stream) {
+  const Sm90Tile& tile = kSm90Tiles[p.choice.tile];
+  const GemmEpilogue& e = p.epilogue;
+  const int halves = e.gated ? 2 : 1;
+  const Maps maps = {p, tile, p.dtype == DType::kFloat32 ? 4 : 2, p.dtype == DType::kBFloat16};
+  const int64_t columns = tile.block_n / halves;  // of y in a tile
+  const int64_t block_m = int64_t{tile.block_m} * tile.cluster;
+  const auto divide_up = [](int64_t n, int64_t d) { return (n + d - 1) / d; };
+  const int64_t tiles_m = divide_up(p.m, block_m), tiles_n = divide_up(p.n, columns);
+  const int64_t band = std::min(tiles_m, std::max<int64_t>(1, kSm90BandRows / block_m));
+  Sm90Params params = {{},
+                       {},
+                       {},
+                       {},
+                       false,
+                       false,
+                       p.a.batch_stride != 0,
+                       p.b.batch_stride != 0,
+                       GemmSchedule(tiles_m, tiles_n, p.choice.splits, p.batch, band),
+                       p};
+  params.a = make_tensor_map("matmul", maps.operand(p.a, p.m, p.a.row_stride, 1, 0, tile.block_m));
+  const bool pairs = e.gated && e.interleaved;
+  const int64_t half_stride = pairs ? p.b.row_stride : p.n * p.b.row_stride;
+  const int parts = std::max(halves, tile.cluster);
+  params.b = make_tensor_map("matmul", maps.operand(p.b, p.n, p.b.row_stride * (pairs ? 2 : 1),
+                                                    halves, half_stride, tile.block_n / parts));
+  if (p.choice.splits == 1) {
+    params.stores_y = map_result(params.y, maps.result(p.y, p.y_row_stride, 1, p.y_batch_stride));
+    if (e.preact != nullptr && !pairs) {
+      params.stores_preact =
+          map_result(params.preact, maps.result(e.preact, halves * p.n, halves, 0));
+    }
+  }
+  dispatch_index<kSm90TileCount>(p.choice.tile, [&](auto index) {
+    switch (p.dtype) {
+      case DType::kFloat16:
+        return launch_sm90_tile<__half, index.value>(params, stream);
+      case DType::kBFloat16:
+        return launch_sm90_tile<__nv_bfloat16, index.value>(params, stream);
+      case DType::kFloat32:
+        return launch_sm90_tile<float, index.value>(params, stream);
+    }
+  });
+}
+
+}  // namespace torchweld

@@ -1,0 +1,19 @@
+// From a product to the kernel on wgmma and TMA that takes it. Torch-free.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "gemm/sm90/params.h"
+
+namespace torchweld {
+
+// Bands of tiles that are walked together, in rows of y.
+inline constexpr int kSm90BandRows = 2048;
+
+void launch_sm90_gemm(const GemmParams& params, cudaStream_t stream);
+
+// One tile's kernels for one dtype (float: TF32), each in a file of its own.
+template <typename T, int kTile>
+void launch_sm90_tile(const Sm90Params& params, cudaStream_t stream);
+
+}  // namespace torchweld

@@ -1,0 +1,20 @@
+// What the host hands to the kernels on wgmma and TMA. Torch-free.
+#pragma once
+
+#include "device/sm90/tensor_map.h"
+#include "gemm/gemm.h"
+#include "gemm/schedule.cuh"
+
+namespace torchweld {
+
+struct Sm90Params {
+  TensorMap a;                   // (k, M, 1, batch), or (M, k, 1, batch) where MN-major
+  TensorMap b;                   // (k, N, halves, batch), or (N, k, halves, batch)
+  TensorMap y, preact;           // (N, M, halves, batch); y has one half
+  bool stores_y, stores_preact;  // by these maps; else rows have no 16-byte boundaries
+  bool a_batched, b_batched;     // one matrix a batch
+  GemmSchedule schedule;         // of clusters' tiles
+  GemmParams gemm;
+};
+
+}  // namespace torchweld
