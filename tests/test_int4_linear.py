@@ -232,8 +232,9 @@ def check_every_tile(size, dtype):
             for _ in range(3):
                 assert_same_bits(call(other), first)
         finally:
-            ops._force_choice("int4", problem, [])
-    return {found["choice"][0] for found in legal}
+            ops._force_choice("int4", problem, "")
+    # With K cut it is the same tile, but for few tokens: there the parts belong to it.
+    return {c["choice"] if c["engine"] == "decode" else c["choice"].split(" /")[0] for c in legal}
 
 
 def check_special_values(where, value, sizes, at_scale, at_x):

@@ -259,29 +259,19 @@ def test_gradient_of_rows_longer_than_the_ring_of_8_blocks(dtype, n, blocks):
     x, dy = (torch.randn(40, n, device="cuda").to(dtype) for _ in range(2))
     y = softmax(x)
     _, (record,) = search._watch(lambda: softmax_backward(dy, y))
-    rings = [
-        found
-        for found in _C.candidates("softmax", record["problem"])
-        if found["columns"]["cluster"] == blocks and found["columns"]["kind"] == 1
-    ]
-    if rings[0]["refusal"]:
-        pytest.skip(rings[0]["refusal"])
-    ops._force_choice("softmax", record["problem"], rings[0]["choice"])
+    ring = _C.candidate("softmax", record["problem"], f"ring {blocks}")
+    if ring["refusal"]:
+        pytest.skip(ring["refusal"])
+    ops._force_choice("softmax", record["problem"], ring["choice"])
     try:
         dx = softmax_backward(dy, y)
         for _ in range(5):
             assert_same_bits(softmax_backward(dy, y), dx)
     finally:
-        ops._force_choice("softmax", record["problem"], [])
+        ops._force_choice("softmax", record["problem"], "")
     for part in (slice(0, 3), slice(18, 21), slice(-3, None)):
         (bound,) = softmax_backward_bounds(dy[part], y[part])
         numerics.check(dx[part], bound, label="softmax_backward", device="cuda")
-
-
-def test_only_a_gpu_with_clusters_fits_16_blocks_in_one():
-    fits = torch.ops.torchweld._fits_clusters_of_16()
-    has_clusters = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-    assert fits is False or has_clusters
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA streams")

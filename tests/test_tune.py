@@ -11,14 +11,24 @@ import torch
 import torchweld
 import torchweld._library as library
 from samples import BF16, F16, F32, sample
-from torchweld import cli, explain_ops
+from torchweld import cli
 from torchweld.tuning import TuneResult, cache, search, work
 from torchweld.tuning.progress import Progress
-from tuning import GPU, LINEAR, nothing_is_left_behind, picked, refusal  # noqa: F401
+from tuning import (  # noqa: F401
+    _C,
+    GPU,
+    LINEAR,
+    named,
+    nothing_is_left_behind,
+    ops,
+    picked,
+    problem,
+    refusal,
+)
 
-_C = pytest.importorskip("torchweld._C")
+TILES = ("256x128", "128x128", "128x64", "64x64")  # of the engine on mma.sync, in their order
+BEST = "sync 256x128"  # with the clock below
 
-ops = torch.ops.torchweld
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or library.build_facts().get("cuda") is None,
     reason="every configuration runs on a GPU",
@@ -28,17 +38,23 @@ needs_gpu = pytest.mark.skipif(
 # The search, with a clock that is made up
 
 
+def tile_and_splits() -> tuple[str, int]:
+    """Of what the product takes now."""
+    tile, _, splits = picked()[0].removeprefix("sync ").partition(" /")
+    return tile, int(splits or 1)
+
+
 class FakeOps:
     """The library, but that `linear` goes wrong where a wrong tile is forced."""
 
-    def __init__(self, wrong: tuple[int, ...] = (), broken: tuple[int, ...] = ()) -> None:
+    def __init__(self, wrong: tuple[str, ...] = (), broken: tuple[str, ...] = ()) -> None:
         self.wrong, self.broken = wrong, broken
 
     def __getattr__(self, name):
         return getattr(ops, name)
 
     def linear(self, *args, **kwargs):
-        tile = picked()[0][0] if args[0].dtype != torch.float64 else -1
+        tile = tile_and_splits()[0] if args[0].dtype != torch.float64 else ""
         if tile in self.broken:
             raise RuntimeError("torchweld::matmul: the kernel could not be launched: too bad\nmore")
         y = ops.linear(*args, **kwargs)
@@ -46,7 +62,7 @@ class FakeOps:
 
 
 class FakeRounds:
-    """Takes tile + splits microseconds, and 1000 more for tile 3."""
+    """Takes more microseconds for later tiles and more splits, and 1000 more for the last tile."""
 
     stop_after = 10**9
     rounds_run = 0
@@ -61,8 +77,9 @@ class FakeRounds:
                 raise KeyboardInterrupt
             self.before(name)
             call()
-            tile, splits = picked()[0]
-            times[name] = 10.0 + tile + splits + (1000 if tile == 3 else 0)
+            tile, splits = tile_and_splits()
+            slow = 1000 if tile == TILES[-1] else 0
+            times[name] = 10.0 + TILES.index(tile) + splits + slow
         FakeRounds.rounds_run += len(self.variants) > 1
         self.rounds.append(times)
 
@@ -80,7 +97,8 @@ def fake_gpu(monkeypatch):
         out = call()
         choice, source = picked()
         record = {"family": "matmul", "problem": LINEAR, "choice": choice, "source": source}
-        return [out], [{**record, "kernels": [[40 + choice[0], 1000, 128, 0]]}]
+        registers = 40 + TILES.index(tile_and_splits()[0])
+        return [out], [{**record, "kernels": [[registers, 1000, 128, 0]]}]
 
     def setup(wrong=(), broken=(), stop_after=10**9):
         monkeypatch.setattr(search.library, "ops", FakeOps(wrong, broken))
@@ -98,34 +116,35 @@ def linear_call():
     return [torch.randn(6, 16), torch.randn(8, 16)]
 
 
-def by_choice(result: TuneResult) -> dict[tuple[int, ...], dict]:
-    return {tuple(row["choice"]): row for row in result.rows if row["choice"]}
+def by_choice(result: TuneResult) -> dict[str, dict]:
+    return {row["choice"]: row for row in result.rows if row["choice"]}
 
 
 def test_table_is_best_first_and_keeps_what_is_illegal(fake_gpu):
-    fake_gpu(wrong=(1,), broken=(2,))
+    fake_gpu(wrong=("128x128",), broken=("128x64",))
     result = torchweld.tune("linear", *linear_call())
     rows = by_choice(result)
-    assert set(rows) == {tuple(c["choice"]) for c in _C.candidates("matmul", LINEAR)}
+    assert set(rows) == {c["choice"] for c in _C.candidates("matmul", LINEAR)}
     times = [row["us"] for row in result.rows]
     timed = [t for t in times if t is not None]
     assert timed == sorted(timed) and times[: len(timed)] == timed, "best first, then the others"
-    assert result.best is result.rows[0] and tuple(result.best["choice"]) == (0, 1)
+    assert result.best is result.rows[0] and result.best["choice"] == BEST
     assert result.best["us"] == 11.0 and result.best["low_us"] == 10.0
     assert result.best["registers"] == 40 and result.best["shared_bytes"] == 1000
-    assert "wrong answer: error 1.0e+00, at most" in rows[1, 2]["reason"]
-    assert rows[2, 1]["reason"].endswith("could not be launched: too bad")
-    assert "float32 alone" in rows[4, 1]["reason"]
+    assert "wrong answer: error 1.0e+00, at most" in rows["sync 128x128 /2"]["reason"]
+    assert rows["sync 128x64"]["reason"].endswith("could not be launched: too bad")
+    assert "float32 alone" in rows["sync float32 64x128"]["reason"]
     assert all((row["us"] is None) == bool(row["reason"]) for row in result.rows)
     assert [row["source"] for row in result.rows].count("heuristic") == 1
-    assert rows[tuple(picked()[0])]["source"] == "heuristic"
+    assert rows[picked()[0]]["source"] == "heuristic"
     assert not result.interrupted and result.against == "the op in float64"
 
 
 def test_rates_follow_from_the_work(fake_gpu):
     result = torchweld.tune("linear", *linear_call(), rounds=3)
     best = result.best
-    flops = 2 * LINEAR[0] * LINEAR[1] * LINEAR[2]
+    sizes = named("matmul", LINEAR)
+    flops = 2 * sizes["m"] * sizes["n"] * sizes["k"]
     assert best["tflop_s"] == pytest.approx(flops / (best["us"] * 1e-6) / 1e12)
     moved = 4 * (6 * 16 + 8 * 16 + 6 * 8)
     assert best["gb_s"] == pytest.approx(moved / (best["us"] * 1e-6) / 1e9)
@@ -133,13 +152,13 @@ def test_rates_follow_from_the_work(fake_gpu):
 
 def test_a_slow_configuration_is_timed_once(fake_gpu):
     result = torchweld.tune("linear", *linear_call(), rounds=4)
-    assert by_choice(result)[3, 1]["us"] == 1014.0
+    assert by_choice(result)["sync 64x64"]["us"] == 1014.0
     assert FakeRounds.rounds_run == 4
 
 
 def test_without_a_right_answer_there_is_no_best(fake_gpu):
-    assert picked()[0][0] != 2
-    fake_gpu(broken=(2,))
+    assert tile_and_splits()[0] != "128x64"
+    fake_gpu(broken=("128x64",))
     tile = [{"block_m": 128, "block_n": 64}]
     result = torchweld.tune("linear", *linear_call(), configs=tile, remember=True)
     assert "too bad" in result.rows[0]["reason"] and all(row["reason"] for row in result.rows)
@@ -185,25 +204,27 @@ def test_configs_choose_rows(fake_gpu):
 
 
 def test_two_kernels_are_searched_one_after_the_other(fake_gpu, monkeypatch):
-    second = [512, *LINEAR[1:]]
+    second = problem("matmul", m=512)
     forced = []
 
     def watch(call):
-        record = {"family": "matmul", "choice": [1, 1], "source": "heuristic", "kernels": []}
+        record = {"family": "matmul", "choice": "sync 128x128", "source": "heuristic"}
+        record["kernels"] = []
         return [call()], [{**record, "problem": p} for p in (LINEAR, second, LINEAR)]
 
     class Both(FakeRounds):
         def run(self):
             super().run()
-            forced.append((picked()[0], picked(problem=second)))
+            forced.append((picked()[0], picked(numbers=second)))
 
     monkeypatch.setattr(search, "_watch", watch)
     monkeypatch.setattr("torchweld.bench.timer.CudaRounds", Both)
     result = torchweld.tune("linear", *linear_call(), rounds=1)
     assert {row["part"] for row in result.rows} == {0, 1}
-    assert result.best_of_part(0)["choice"] == [0, 1]
-    assert all(first == [0, 1] for first, (_, source) in forced if source == "forced")
-    assert picked(problem=second)[1] == "heuristic"
+    assert result.best_of_part(0)["choice"] == BEST
+    assert all(first == BEST for first, (_, source) in forced if source == "forced")
+    assert any(source == "forced" for _, (_, source) in forced)
+    assert picked(numbers=second)[1] == "heuristic"
     assert str(result).count("configurations") == 2
 
 
@@ -280,11 +301,10 @@ def test_answers_allow_another_order_of_sums_and_no_more(monkeypatch, dtype, lim
 def test_flops_of_causal_attention_count_the_pairs():
     for rows, keys in ((5, 5), (3, 7), (1, 4), (6, 6)):
         pairs = sum(min(keys, i + keys - rows + 1) for i in range(rows))
-        problem = dict(
-            zip(_C.families()["attention"], [3, rows, keys, 8, 4, 0, 1, 1, 0, 0], strict=True)
-        )
-        assert work.flops("attention", problem) == 2 * 3 * pairs * 12
-        assert work.flops("attention_backward", problem) == 2 * 3 * pairs * (3 * 8 + 2 * 4)
+        fields = dict(heads=3, seqlen_q=rows, seqlen_k=keys, head_dim=8, head_dim_v=4, causal=1)
+        sizes = named("attention", problem("attention", **fields))
+        assert work.flops("attention", sizes) == 2 * 3 * pairs * 12
+        assert work.flops("attention_backward", sizes) == 2 * 3 * pairs * (3 * 8 + 2 * 4)
     assert work.flops("softmax", {}) is None
 
 
@@ -292,13 +312,15 @@ def test_flops_of_causal_attention_count_the_pairs():
 
 
 def made_result(fake_gpu) -> TuneResult:
-    fake_gpu(wrong=(1,))
+    fake_gpu(wrong=("128x128",))
     return torchweld.tune("linear", *linear_call(), rounds=1)
 
 
 def test_table_as_text(fake_gpu):
     lines = str(made_result(fake_gpu)).splitlines()
     assert lines[0].startswith("torchweld::linear(float32 (6, 16), float32 (8, 16)) on NVIDIA Test")
+    sizes = "m 1024, n 2048, k 2048, batch 1, gated 0, pointwise 0, math 1"
+    assert lines[1].startswith(f"matmul ({sizes}, a_k_major 1, b_k_major 1): "), "not the device"
     heads = lines[2].split()
     assert heads[:3] == ["block_m", "block_n", "block_k"] and "TFLOP/s" in heads
     first = dict(zip(heads, lines[3].split(), strict=False))
@@ -376,7 +398,7 @@ def cuda_build(monkeypatch):
     monkeypatch.setattr(library, "build_facts", lambda: {"cuda": "13.0"})
 
 
-def loaded() -> tuple[list[int], str]:
+def loaded() -> tuple[str, str]:
     """What the product takes once the file has been read as a fresh process would."""
     ops._forget_choices()
     cache.load()
@@ -386,14 +408,14 @@ def loaded() -> tuple[list[int], str]:
 def test_a_remembered_choice_is_back_in_the_next_process(cuda_build, fake_gpu):
     result = torchweld.tune("linear", *linear_call(), remember=True)
     assert str(cache.path()) in result.note
-    assert picked(gpu=GPU) == ([0, 1], "tuned")
-    assert loaded() == ([0, 1], "tuned")
+    assert picked(gpu=GPU) == (BEST, "tuned")
+    assert loaded() == (BEST, "tuned")
     (entry,) = cache.read()
     assert entry["op"] == "linear" and entry["shape_class"]["m"] == 1024
     assert entry["columns"]["block_m"] == 256 and cache.flaw(entry) == ""
     again = torchweld.tune("linear", *linear_call(), remember=True)
     assert len(cache.read()) == 1, "one entry a key"
-    assert by_choice(again)[0, 1]["source"] == "tuned" or picked()[1] == "heuristic"
+    assert by_choice(again)[BEST]["source"] == "tuned" or picked()[1] == "heuristic"
 
 
 def test_the_switch(cuda_build, fake_gpu, monkeypatch):
@@ -405,7 +427,7 @@ def test_the_switch(cuda_build, fake_gpu, monkeypatch):
     assert "TORCHWELD_TUNE switches it off" in result.note
     assert cache.path().read_bytes() == before and picked(gpu=GPU)[1] == "heuristic"
     monkeypatch.setenv("TORCHWELD_TUNE", "1")
-    assert loaded() == ([0, 1], "tuned")
+    assert loaded() == (BEST, "tuned")
 
 
 # The command
@@ -475,27 +497,19 @@ SMALL_IMAGES = {
 @pytest.mark.parametrize("op", [*CALLS, *SMALL_IMAGES])
 def test_every_legal_configuration_is_right(op, dtype):
     make = (CALLS | SMALL_IMAGES)[op]
-    result = torchweld.tune(op.split()[0], *on_gpu(make(dtype)), rounds=2)
+    args = on_gpu(make(dtype))
+    parts = search._parts(search._watch(lambda: getattr(ops, op.split()[0])(*args))[1])
+    result = torchweld.tune(op.split()[0], *args, rounds=2)
     refused = {
-        tuple(row["choice"])
+        row["choice"]
         for row in result.rows
-        if refusal(row["family"], _numbers_of(result, row), *row["choice"])
+        if refusal(row["family"], parts[row["part"]].numbers, row["choice"])
     }
-    timed = {tuple(row["choice"]) for row in result.rows if row["us"] is not None}
+    timed = {row["choice"] for row in result.rows if row["us"] is not None}
     assert timed and not timed & refused
-    wrong = [row for row in result.rows if tuple(row["choice"]) not in timed | refused]
+    wrong = [row for row in result.rows if row["choice"] not in timed | refused]
     assert not wrong, [(row["choice"], row["reason"]) for row in wrong]
     assert result.best["registers"] is None or 16 <= result.best["registers"] <= 255
-
-
-def _numbers_of(result: TuneResult, row: dict) -> list[int]:
-    """A problem that refuses what the row's does: its text holds all but the GPU's limits."""
-    text = row["problem"].split("(", 1)[1].rstrip(")")
-    named = {k: int(v) for k, v in (item.rsplit(" ", 1) for item in text.split(", "))}
-    properties = torch.cuda.get_device_properties(0)
-    named["sms"] = properties.multi_processor_count
-    named["shared_limit"] = properties.shared_memory_per_block_optin
-    return [named[field] for field in _C.families()[row["family"]]]
 
 
 @needs_gpu
@@ -521,13 +535,12 @@ def test_int4_is_tuned(dtype):
 def test_a_forced_choice_runs_and_an_illegal_one_raises_a_sentence():
     x = torch.randn(3, 1000, device="cuda")
     _, (record,) = search._watch(lambda: ops.softmax(x))
-    problem = record["problem"]
-    ops._force_choice("softmax", problem, [-1])
+    ops._force_choice("softmax", record["problem"], "stream")
     try:
         out, (forced,) = search._watch(lambda: ops.softmax(x))
     finally:
-        ops._force_choice("softmax", problem, [])
-    assert forced["choice"] == [-1] and forced["source"] == "forced"
+        ops._force_choice("softmax", record["problem"], "")
+    assert forced["choice"] == "stream" and forced["source"] == "forced"
     assert forced["kernels"] and forced["kernels"] != record["kernels"]
     torch.testing.assert_close(out[0], torch.softmax(x, -1))
 
@@ -552,45 +565,6 @@ def test_remembered_choice_is_what_runs():
         captured = ops.linear(x, weight)
     graph.replay()
     assert torch.equal(captured, out[0])
-
-
-EXPLAINED = [
-    ("linear", "plain"),
-    ("linear", "relu"),
-    ("linear_backward", "plain"),
-    ("layer_norm_linear", "plain"),
-    ("gated_linear", "geglu"),
-    ("bmm", "plain"),
-    ("bmm", "one_b"),
-    ("softmax", "matrix"),
-    ("softmax_backward", "matrix"),
-    ("causal_softmax", "padded"),
-    ("attention", "causal_padded"),
-    ("attention_backward", "plain"),
-    ("int4_linear", "plain"),
-    ("row_sum", "matrix"),
-    ("conv2d", "plain"),
-]
-
-
-@needs_gpu
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize(("op", "name"), EXPLAINED, ids=lambda v: v)
-def test_explain_asks_about_the_problem_that_runs(monkeypatch, op, name, dtype):
-    args, kwargs = sample(op, name).make("cuda", dtype)
-    _, seen = search._watch(lambda: getattr(ops, op)(*args, **kwargs))
-    asked = []
-    module = explain_ops
-    own = module._picked
-
-    def watched(family, problem, t):
-        asked.append((family, [int(number) for number in problem]))
-        return own(family, problem, t)
-
-    monkeypatch.setattr(module, "_picked", watched)
-    torchweld.explain(op, *args, **kwargs)
-    ran = [(r["family"], r["problem"]) for r in seen]
-    assert sorted(asked) == sorted(ran)
 
 
 @needs_gpu

@@ -1,4 +1,6 @@
-"""What the tests of tuning share: a product, a GPU that is none, and a clean slate."""
+"""What the tests of tiles, tuning and explain share: problems by name, GPUs that are none, dry
+runs, a clean slate.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +8,93 @@ import importlib
 
 import pytest
 import torch
+from torch import Tensor
 
 import torchweld  # noqa: F401  (loads the ops)
 
+_C = pytest.importorskip("torchweld._C")
+
 ops = torch.ops.torchweld
 
-H200 = (132, 232448)
-SMALL = (24, 101376)  # the least that sm_80 and newer chips offer a block: 99 KiB
 GPU = "NVIDIA Test"
-LINEAR = [1024, 2048, 2048, 1, 0, 0, 1, *H200, 1, 1]  # a product in bfloat16
+H200 = dict(sms=132, shared_limit=232448, clusters=1, clusters_of_16=1, tma=1, wgmma=1)
+# The least that sm_80 and newer chips offer a block: 99 KiB.
+SMALL = dict(sms=24, shared_limit=101376, clusters=0, clusters_of_16=0, tma=0, wgmma=0)
+DEVICES = (
+    H200,
+    SMALL,
+    H200 | dict(wgmma=0),
+    H200 | dict(clusters_of_16=0),
+    H200 | dict(clusters=0, clusters_of_16=0, tma=0, wgmma=0),
+    SMALL | dict(clusters=1, tma=1),
+)
+
+# A product's math by name, and how attention counts the same.
+MATHS = {"float16": 0, "bfloat16": 1, "tf32": 2, "float32": 3}
+ATTENTION_MATHS = {"float16": 0, "bfloat16": 0, "tf32": 1, "float32": 2}
+
+_HEADS = dict(heads=8, seqlen_q=1024, seqlen_k=1024, head_dim=64, head_dim_v=64, math=0, group=1)
+_HEADS |= dict(causal=0, padded=0, bfloat16=1)
+_USUAL = {
+    "matmul": dict(
+        m=1024, n=2048, k=2048, batch=1, gated=0, pointwise=0, math=1, a_k_major=1, b_k_major=1
+    ),
+    "softmax": dict(
+        n=1024, elem_size=4, aligned=1, backward=0, tiled=1, in_phase=1, rows=64, masked=0,
+        bfloat16=0,
+    ),
+    "attention": _HEADS,
+    "attention_backward": _HEADS,
+    "int4": dict(m=64, n=4096, k=4096, groups=32, elem_size=2, bfloat16=1),
+    "row_sum": dict(rows=64, n=1024, elem_size=4, contiguous=1, aligned=1, bfloat16=0),
+    "conv2d": dict(
+        batch=4096, height=64, width=64, kernel_height=3, kernel_width=3, elem_size=4, flipped=0,
+        bfloat16=0,
+    ),
+}  # fmt: skip
+_FIELDS = _C.families()
 
 
-def picked(family: str = "matmul", problem: list[int] = LINEAR, gpu: str = ""):
-    """What a problem takes on that GPU, and whose choice it is."""
-    return ops._picked_choice(gpu, family, problem)
+def problem(family: str, device: dict[str, int] = H200, **fields: int) -> list[int]:
+    """The numbers of a usual problem on a device, but for the fields that are given."""
+    values = _USUAL[family] | device | fields
+    assert set(values) == set(_FIELDS[family]), set(values) ^ set(_FIELDS[family])
+    return [int(values[name]) for name in _FIELDS[family]]
 
 
-def refusal(family: str, problem: list[int], *choice: int) -> str:
+def named(family: str, numbers: list[int]) -> dict[str, int]:
+    """A problem's numbers by name."""
+    return dict(zip(_FIELDS[family], numbers, strict=True))
+
+
+def chosen(family: str, device: dict[str, int] = H200, **fields: int) -> dict:
+    """What such a problem takes by itself, as `torchweld._C` tells it."""
+    return _C.choose(family, problem(family, device, **fields))
+
+
+LINEAR = problem("matmul")  # a product in bfloat16
+
+
+def picked(family: str = "matmul", numbers: list[int] = LINEAR, gpu: str = "") -> tuple[str, str]:
+    """The name of what a problem takes on that GPU, and whose choice it is."""
+    return ops._picked_choice(gpu, family, numbers)
+
+
+def refusal(family: str, numbers: list[int], choice: str) -> str:
     """Why a problem can't take a choice, "" where it can."""
-    return importlib.import_module("torchweld._C").candidate(family, problem, list(choice))[
-        "refusal"
-    ]
+    return _C.candidate(family, numbers, choice)["refusal"]
+
+
+explain_module = importlib.import_module("torchweld.explain")  # the function has its name
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def dry_records(op: str, *args, device: int = -1, **kwargs) -> list[dict]:
+    """What the library tells of a dry run, on an H100 unless the number of a GPU is given."""
+    return explain_module._dry_run(op, args, kwargs, device)
 
 
 @pytest.fixture(autouse=True)

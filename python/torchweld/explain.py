@@ -171,12 +171,13 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
             "this build has no CUDA kernel for it; the call raises NotImplementedError"
         )
         return explanation
-    if any(t.dtype == torch.float64 for t in tensors):
-        explanation.kernel, explanation.why = "none", "float64 runs on the CPU alone"
-        return explanation
     number = -1
     if device.type == "cuda" or torch.cuda.is_available():
         number = torch.cuda.current_device() if device.index is None else device.index
+    records = _dry_run(op, args, kwargs, number)
+    if any(t.dtype == torch.float64 for t in tensors):
+        explanation.kernel, explanation.why = "none", "float64 runs on the CPU alone"
+        return explanation
     explanation.gpu = _ASSUMED if number < 0 else torch.cuda.get_device_name(number)
-    _tell(explanation, _dry_run(op, args, kwargs, number))
+    _tell(explanation, records)
     return explanation

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import torchweld._library as library
+from torchweld.explain import _DEVICE_FIELDS
 from torchweld.info import ops_of_library
 from torchweld.tuning import cache
 from torchweld.tuning.progress import Progress
@@ -33,8 +34,8 @@ class Part:
     source: str
 
     def text(self) -> str:
-        shown = [f"{k} {v}" for k, v in self.problem.items() if k not in ("sms", "shared_limit")]
-        return f"{self.family} ({', '.join(shown)})"
+        own = list(self.problem.items())[:-_DEVICE_FIELDS]
+        return f"{self.family} ({', '.join(f'{k} {v}' for k, v in own)})"
 
 
 def _tables() -> Any:

@@ -1,0 +1,309 @@
+"""explain: the kernel of every op, on meta tensors, without a GPU and without a launch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchweld
+import torchweld._library as library
+from refusals import SPECS, cases
+from samples import BF16, F32, F64, SAMPLES
+from tuning import (  # noqa: F401
+    _C,
+    H200,
+    dry_records,
+    explain_module,
+    meta,
+    named,
+    nothing_is_left_behind,
+    ops,
+)
+
+if library.build_facts().get("cuda") is None:
+    pytest.skip("a CPU-only build explains no CUDA kernel", allow_module_level=True)
+
+ALL = [pytest.param(s, id=s.id) for of_op in SAMPLES.values() for s in of_op]
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to explain for")
+
+
+def on_meta(value):
+    """Laid out as the given tensor, without memory."""
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+def meta_call(args, kwargs):
+    return [on_meta(a) for a in args], {name: on_meta(value) for name, value in kwargs.items()}
+
+
+# Every op
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("of", ALL)
+def test_every_sample_has_a_kernel(of, dtype):
+    args, kwargs = meta_call(*of.make("cpu", dtype))
+    explanation = torchweld.explain(of.op, *args, **kwargs)
+    assert explanation.op == of.op and explanation.kernel and explanation.why
+    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+    wanted = any(kwargs.get("output_mask", [True]))
+    if explanation.kernel == "none":
+        assert explanation.why == "nothing to compute"
+        assert not wanted or any(t.numel() == 0 for t in tensors)
+    if explanation.source:
+        assert explanation.source == "heuristic" and explanation.tile
+    assert ops._end_watch() == [], "a watch is left behind"
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("of", ALL)
+def test_a_dry_run_tells_what_is_in_the_tables(of, dtype):
+    """And asks for no more threads and memory than an H100 has."""
+    args, kwargs = meta_call(*of.make("cpu", dtype))
+    for record in dry_records(of.op, *args, **kwargs):
+        for _, shared_bytes, threads, _ in record["kernels"]:
+            assert 1 <= threads <= 1024 and 0 <= shared_bytes <= H200["shared_limit"]
+        if not record["family"]:
+            assert record["kernels"] and record["choice"] == ""
+            continue
+        numbers = record["problem"]
+        assert numbers[-len(H200) :] == list(H200.values()), "the GPU that is assumed"
+        own = _C.choose(record["family"], numbers)
+        assert record["choice"] == own["choice"] and record["kernel"] == own["kernel"]
+        assert record["columns"] == own["columns"] and own["refusal"] == ""
+        assert record["kernels"], "it launches what it chose"
+
+
+def test_every_reason_is_a_sentence_and_nothing_is_rejected_twice():
+    for of in ALL:
+        args, kwargs = meta_call(*of.values[0].make("cpu", BF16))
+        explanation = torchweld.explain(of.values[0].op, *args, **kwargs)
+        names = [name for name, _ in explanation.rejected]
+        assert len(set(names)) == len(names) and all(reason for _, reason in explanation.rejected)
+        assert explanation.tile.get("name") not in names
+
+
+SHIM = """
+#include <stdio.h>
+#include <unistd.h>
+#define REACHED(name) \\
+  int name() { fprintf(stderr, "reached " #name "\\n"); _exit(99); }
+REACHED(cudaLaunchKernel)
+REACHED(cudaLaunchKernelExC)
+REACHED(cudaMemsetAsync)
+REACHED(cudaMemcpyAsync)
+REACHED(cudaMalloc)
+REACHED(cudaMallocAsync)
+REACHED(cudaFuncSetAttribute)
+"""
+
+EXPLAIN_ALL = """
+import ctypes, sys, torch, torchweld
+from samples import SAMPLES
+count = 0
+for of in (s for of_op in SAMPLES.values() for s in of_op):
+    for dtype in (torch.float32, torch.bfloat16):
+        args, kwargs = of.make("cpu", dtype)
+        on_meta = lambda v: v.to("meta") if isinstance(v, torch.Tensor) else v
+        torchweld.explain(of.op, *map(on_meta, args), **{k: on_meta(v) for k, v in kwargs.items()})
+        count += 1
+print(count, flush=True)
+if sys.argv[1] == "reach":
+    ctypes.CDLL(None).cudaMemsetAsync()
+"""
+
+
+@without_gpu
+@pytest.mark.parametrize("reach", ["", "reach"])
+def test_nothing_is_launched(tmp_path, reach):
+    """The CUDA runtime's entries are overridden, so that the first one that is reached tells."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("a C compiler on Linux was not found")
+    (tmp_path / "shim.c").write_text(SHIM)
+    shim = tmp_path / "shim.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", shim, tmp_path / "shim.c"], check=True)
+    folders = [Path(torchweld.__file__).parent.parent, Path(__file__).parent]
+    env = {"LD_PRELOAD": str(shim), "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    done = subprocess.run(
+        [sys.executable, "-c", EXPLAIN_ALL, reach],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+    )
+    assert done.stdout.split() == [str(2 * len(ALL))], done.stderr
+    assert done.returncode == (99 if reach else 0), "the shim is in the way"
+
+
+# The watch
+
+
+class Spy:
+    """The library, remembering which of its private ops were called."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            self.asked.append(name)
+        return getattr(ops, name)
+
+
+def test_the_watch_ends_after_a_refusal_too(monkeypatch):
+    spy = Spy()
+    monkeypatch.setattr(explain_module.library, "ops", spy)
+    torchweld.explain("softmax", meta(2, 3))
+    assert spy.asked == ["_begin_dry_run", "_end_watch"]
+    with pytest.raises(RuntimeError):
+        torchweld.explain("linear", meta(2, 3), meta(4, 5))
+    assert spy.asked == ["_begin_dry_run", "_end_watch"] * 2
+
+
+def test_a_call_after_it_computes():
+    torchweld.explain("softmax", meta(2, 3))
+    for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
+        x = torch.randn(2, 3, device=device)
+        torch.testing.assert_close(torchweld.softmax(x), torch.softmax(x, -1))
+
+
+# What it says
+
+
+def test_on_the_cpu():
+    on_cpu = torchweld.explain("linear", torch.ones(2, 3), torch.ones(4, 3))
+    assert on_cpu.kernel == "CPU" and "float32 (2, 3) on cpu" in str(on_cpu)
+    assert on_cpu.gpu == "" and "gpu" not in str(on_cpu).split()
+
+
+def test_the_gpu_that_is_assumed_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    explanation = torchweld.explain("softmax", meta(4, 64))
+    assert explanation.gpu == "NVIDIA H100 (assumed: there is no GPU here)"
+    assert f"gpu       {explanation.gpu}" in str(explanation).splitlines()[-1]
+    assert explanation.to_dict()["gpu"] == explanation.gpu
+
+
+def test_text():
+    lines = str(torchweld.explain("softmax", meta(4, 1000, dtype=F32))).splitlines()
+    heads = ["kernel", "tile", "why", "source", "gpu"] + ["rejected"] * 5
+    assert lines[0] == "torchweld::softmax(float32 (4, 1000) on meta)"
+    assert [line.split()[0] for line in lines[1:]] == heads
+    assert all(line.startswith("  ") and line[12] != " " for line in lines[1:])
+    assert lines[1] == "  kernel    rows in registers (one read)"
+    assert lines[2].startswith("  tile      name=tile 128x2, threads=128, loads=2, ")
+    assert lines[3] == "  why       the first tile that holds a row of 1000 elements"
+    assert lines[4] == "  source    heuristic"
+    assert lines[6] == "  rejected  tile 32x1: holds 128 elements, the row has 1000"
+
+
+def test_text_of_keywords_and_of_nothing_to_compute():
+    scores = meta(2, 3, 4, 4)
+    assert "causal_softmax(bfloat16 (2, 3, 4, 4) on meta, scale=0.5)" in str(
+        torchweld.explain("causal_softmax", scores, scale=0.5)
+    )
+    empty = torchweld.explain("softmax", meta(0, 4))
+    assert str(empty).splitlines()[1:3] == [
+        "  kernel    none",
+        "  why       nothing to compute",
+    ]
+    assert empty.tile == {} and empty.source == "" and empty.rejected == []
+
+
+def test_float64_has_no_kernel_on_a_gpu():
+    explanation = torchweld.explain("softmax", meta(2, 3, dtype=F64))
+    assert (explanation.kernel, explanation.why) == ("none", "float64 runs on the CPU alone")
+
+
+# Bad calls
+
+
+@pytest.mark.parametrize("op", list(SPECS))
+def test_bad_arguments_are_refused_in_the_ops_own_sentence(op):
+    """Word for word what the call on the CPU says, but for the device."""
+    told = 0
+    for case in cases(op):
+        given = case.good_call("cpu")
+        case.change(given)
+        tensors = [t for t in given.values() if isinstance(t, Tensor)]
+        if any(t.is_meta or t.requires_grad for t in tensors) or not tensors:
+            continue  # all of explain's are on one device, and none is recorded
+        with pytest.raises(RuntimeError) as on_cpu:
+            getattr(ops, op)(**given)
+        with pytest.raises(RuntimeError) as explained:
+            torchweld.explain(op, **meta_call((), given)[1])
+        as_on_cpu = str(explained.value).replace(" on meta", " on cpu")
+        assert as_on_cpu == str(on_cpu.value), case.name
+        told += 1
+    assert told >= 4
+
+
+def test_bad_calls():
+    with pytest.raises(ValueError, match="op must be one of .*softmax.* but got 'sofmax'"):
+        torchweld.explain("sofmax", meta(2))
+    with pytest.raises(ValueError, match="op must be one of .* but got '_end_watch'"):
+        torchweld.explain("_end_watch", meta(2))
+    with pytest.raises(ValueError, match="must be given its tensors"):
+        torchweld.explain("softmax")
+    with pytest.raises(RuntimeError, match="softmax.* 1 argument"):
+        torchweld.explain("softmax", meta(2, 3), dim=0)
+
+
+# On a GPU
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="a watched call runs on a GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("of", ALL)
+def test_a_dry_run_tells_what_runs(of, dtype):
+    from torchweld.tuning import search
+
+    args, kwargs = of.make("cuda", dtype)
+    _, seen = search._watch(lambda: getattr(ops, of.op)(*args, **kwargs))
+    device = torch.cuda.current_device()
+    told = [r for r in dry_records(of.op, *args, device=device, **kwargs) if r["family"]]
+    facts = ("family", "part", "problem", "choice", "source", "kernel", "columns")
+    assert [[r[f] for f in facts] for r in told] == [[r[f] for f in facts] for r in seen]
+    for dry, ran in zip(told, seen, strict=True):
+        assert [k[2] for k in dry["kernels"]] == [k[2] for k in ran["kernels"]], "threads"
+    explanation = torchweld.explain(of.op, *args, **kwargs)
+    assert explanation.gpu == torch.cuda.get_device_name()
+
+
+@needs_gpu
+def test_a_dry_run_on_a_gpu_launches_and_allocates_nothing():
+    """A graph that is captured meanwhile stays empty."""
+    calls = [(of.values[0].op, *of.values[0].make("cuda", BF16)) for of in ALL]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.warns(UserWarning, match="CUDA Graph is empty"), torch.cuda.graph(graph):
+        for op, args, kwargs in calls:
+            torchweld.explain(op, *args, **kwargs)
+    assert torch.cuda.memory_allocated() == before
+
+
+@needs_gpu
+def test_the_facts_of_the_gpu():
+    from torchweld.tuning import search
+
+    _, (record,) = search._watch(lambda: ops.softmax(torch.randn(3, 5, device="cuda")))
+    facts = named("softmax", record["problem"])
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    assert facts["sms"] == properties.multi_processor_count
+    assert facts["shared_limit"] == properties.shared_memory_per_block_optin
+    assert facts["clusters"] == facts["tma"] <= (properties.major >= 9)
+    assert facts["clusters_of_16"] <= facts["clusters"]
+    assert facts["wgmma"] <= (facts["tma"] and properties.major == 9)
+    (dry,) = dry_records("softmax", meta(3, 5, dtype=F32), device=torch.cuda.current_device())
+    assert dry["problem"] == record["problem"]

@@ -1,0 +1,96 @@
+"""Which tile a product takes, and how its K is cut: host code, tested without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tuning import _C, H200, LINEAR, MATHS, SMALL, chosen, problem, refusal
+
+SIZES = [1, 2, 7, 16, 17, 63, 64, 65, 512, 1000, 4096, 16385]
+SHAPES = list(itertools.product(SIZES, repeat=3))
+
+
+def elem_size(math: str) -> int:
+    return 2 if math in ("float16", "bfloat16") else 4
+
+
+def k_split(choice: dict, k: int) -> int:
+    """Elements of K in a split: as many steps of the mainloop in each, but for the last."""
+    block_k, splits = choice["columns"]["block_k"], choice["columns"]["splits"]
+    steps = max(1, -(-k // block_k))
+    return -(-steps // splits) * block_k
+
+
+@pytest.mark.parametrize("gpu", [H200, SMALL], ids=["h200", "small"])
+@pytest.mark.parametrize("math", MATHS)
+def test_every_product_has_a_tile_that_fits_the_device(math, gpu):
+    for m, n, k in SHAPES:
+        for batch, gated in ((1, False), (3, True)):
+            fields = dict(m=m, n=n, k=k, batch=batch, gated=gated, pointwise=gated)
+            choice = chosen("matmul", gpu, math=MATHS[math], **fields)
+            assert choice["refusal"] == ""
+            assert choice["tile"].startswith("float32 ") == (math == "float32")
+            tile = choice["columns"]
+            stage = (tile["block_m"] + tile["block_n"]) * tile["block_k"] * elem_size(math)
+            assert tile["stages"] * stage <= gpu["shared_limit"]
+
+
+@pytest.mark.parametrize("math", MATHS)
+def test_splits_cover_k_once_and_none_is_empty(math):
+    for m, n, k in SHAPES:
+        choice = chosen("matmul", m=m, n=n, k=k, math=MATHS[math])
+        splits, part = choice["columns"]["splits"], k_split(choice, k)
+        assert choice["columns"]["block_k"] * elem_size(math) == 128
+        assert (splits - 1) * part < k <= splits * part
+        assert choice["tile"].endswith(f" /{splits}") or (splits == 1 and "/" not in choice["tile"])
+
+
+def test_small_products_with_a_long_k_are_split():
+    assert chosen("matmul", m=16, n=4096, k=4096)["columns"]["splits"] > 1
+    assert chosen("matmul", m=4096, n=4096, k=4096)["columns"]["splits"] == 1
+
+
+def test_a_k_beyond_32_bits_is_split():
+    for math in ("bfloat16", "tf32", "float32"):
+        choice = chosen("matmul", m=1, n=1, k=2**33, math=MATHS[math])
+        assert choice["refusal"] == "" and k_split(choice, 2**33) < 2**31
+        assert choice["columns"]["splits"] * k_split(choice, 2**33) >= 2**33
+
+
+def test_reasons_of_a_matmul():
+    assert refusal("matmul", LINEAR, "sync 256x128") == ""
+    assert "float32 alone" in refusal("matmul", LINEAR, "sync float32 64x128")
+    single = problem("matmul", math=MATHS["float32"])
+    assert "pieces of float32" in refusal("matmul", single, "sync 256x128")
+    small = problem("matmul", shared_limit=65536)
+    assert (
+        refusal("matmul", small, "sync 256x128")
+        == "too much shared memory: 147456 bytes a block, the GPU has 65536"
+    )
+    assert (
+        refusal("matmul", LINEAR, "sync 128x128 /24")
+        == "K has 32 steps, which leaves one of 24 parts empty"
+    )
+    huge = problem("matmul", m=2**40, n=2**40)
+    assert "2^31" in refusal("matmul", huge, "sync 128x128")
+    long_k = problem("matmul", m=1, n=1, k=2**33)
+    assert "2^24 steps" in refusal("matmul", long_k, "sync 128x128")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sync 128x128 /33",
+        "sync 96x96",
+        "128x128",
+        "sync  128x128",
+        "sync 128x128 /1",
+        "float32",
+        "",
+    ],
+)
+def test_a_name_of_no_configuration_is_refused(name):
+    with pytest.raises(ValueError, match=f"matmul has no configuration called '{name}'"):
+        _C.candidate("matmul", LINEAR, name)
