@@ -45,13 +45,14 @@ struct GemmFamily {
     return gemm_choice(p, engine(x), static_cast<int>(x[1]), static_cast<int>(x[2]));
   }
 
-  // A tile that can't serve the product at all is listed once.
+  // A tile is listed once where it can't serve, and with the parts of K that it can.
   static std::vector<Numbers> candidates(const GemmProblem& p) {
     std::vector<Numbers> all;
     for_each_gemm_tile([&](GemmEngine engine, int tile) {
-      const bool serves = !gemm_refusal(p, engine, tile, 1);
       for (const int splits : kGemmSplits) {
-        if (splits == 1 || serves) all.push_back({static_cast<int64_t>(engine), tile, splits});
+        if (splits == 1 || !gemm_refusal(p, engine, tile, splits)) {
+          all.push_back({static_cast<int64_t>(engine), tile, splits});
+        }
       }
     });
     return all;

@@ -210,7 +210,8 @@ def _explain(args: argparse.Namespace) -> int:
     except (ValueError, RuntimeError) as error:
         return _fail("explain", str(error).splitlines()[0], 2)
     try:
-        explanation = torchweld.explain(args.op, *tensors)
+        others = (1.5,) if args.op == "add_scalar" else ()
+        explanation = torchweld.explain(args.op, *tensors, *others)
     except (ValueError, RuntimeError, ImportError) as error:
         return _fail("explain", str(error), 1)
     _print(explanation, args.json)

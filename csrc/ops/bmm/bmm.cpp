@@ -6,6 +6,7 @@
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/mm.h>
 
+#include "core/choices.h"
 #include "core/dispatch.h"
 #include "core/linear_common.h"
 
@@ -54,15 +55,21 @@ bool shared(const Tensor& t, const Tensor& dy) { return t.size(0) == 1 && dy.siz
 template <typename Multiply>
 void bmm_backward_into(Tensor& da, Tensor& db, const std::array<bool, 2>& wanted, const Tensor& dy,
                        const Tensor& a, const Tensor& b, const Multiply& multiply) {
-  if (wanted[0] && shared(a, dy)) {
-    multiply(da[0], stack_rows(dy.mT()).t(), stack_rows(b.mT()));
-  } else if (wanted[0]) {
-    multiply(da, dy, b.mT());
+  if (wanted[0]) {
+    const CallPart part("da");
+    if (shared(a, dy)) {
+      multiply(da[0], stack_rows(dy.mT()).t(), stack_rows(b.mT()));
+    } else {
+      multiply(da, dy, b.mT());
+    }
   }
-  if (wanted[1] && shared(b, dy)) {
-    multiply(db[0], stack_rows(a).t(), stack_rows(dy));
-  } else if (wanted[1]) {
-    multiply(db, a.mT(), dy);
+  if (wanted[1]) {
+    const CallPart part("db");
+    if (shared(b, dy)) {
+      multiply(db[0], stack_rows(a).t(), stack_rows(dy));
+    } else {
+      multiply(db, a.mT(), dy);
+    }
   }
 }
 

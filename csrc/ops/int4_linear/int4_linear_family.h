@@ -96,7 +96,12 @@ struct Int4Family {
     switch (engine(x)) {
       case Int4Engine::kDecode: {
         const Int4DecodeTile& tile = kInt4DecodeTiles[x[1]];
-        const Int4DecodePlan plan(tile, p.m, p.shape, p.device.sms);
+        int64_t bytes = 0, blocks = 0;
+        if (!int4_decode_refusal(p, tile)) {  // else there is no plan
+          const Int4DecodePlan plan(tile, p.m, p.shape, p.device.sms);
+          bytes = plan.shared_bytes;
+          blocks = int64_t{plan.owners} * tile.parts;
+        }
         // A step is being multiplied, the next one on its way.
         return {{"rows", kInt4TileRows},
                 {"tokens", tile.tokens},
@@ -104,8 +109,8 @@ struct Int4Family {
                 {"parts", tile.parts},
                 {"stages", 2},
                 {"warps", tile.kWarps},
-                {"tile_bytes", plan.shared_bytes},
-                {"blocks", int64_t{plan.owners} * tile.parts}};
+                {"tile_bytes", bytes},
+                {"blocks", blocks}};
       }
       case Int4Engine::kSync:
         return row(kInt4Tiles[x[1]], kInt4Tiles[x[1]].shared_bytes(p.elem_size));

@@ -112,14 +112,14 @@ class TuneResult:
                 "TuneResult.to_pandas needs pandas, which is not installed; pip install pandas, or "
                 "use .rows"
             ) from error
-        columns = ["part", "problem", *self.columns(), *_MEASURED, "source", "family", "choice"]
+        columns = ["part", "problem", "choice", *self.columns(), *_MEASURED, "source", "family"]
         return pandas.DataFrame(self.rows, columns=columns)
 
     def __str__(self) -> str:
         if not self.rows:
             return self.note
         rate = "tflop_s" if any(row["tflop_s"] is not None for row in self.rows) else "gb_s"
-        names = [*self.columns(), "us", rate, "registers", "shared_bytes", "error", "source"]
+        names = ["choice", *self.columns(), "us", rate, "registers", "shared_bytes", "error", "source"]
         lines = [f"torchweld::{self.op}({self.call}) on {self.gpu}, torchweld {self.version}"]
         for part in sorted({row["part"] for row in self.rows}):
             rows = [row for row in self.rows if row["part"] == part]

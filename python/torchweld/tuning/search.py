@@ -249,7 +249,7 @@ def _checked(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
 def _checked_configs(configs: Any, parts: list[Part]) -> list[dict[str, Any]] | None:
     if configs is None:
         return None
-    columns: dict[str, None] = {}
+    columns: dict[str, None] = {"choice": None}
     for part in parts:
         for found in _tables().candidates(part.family, part.numbers):
             columns.update(dict.fromkeys(found["columns"]))
