@@ -619,14 +619,58 @@ def test_every_module_is_tested():
     assert listed == tested | {"Int4Linear"}  # in test_int4_linear.py: it is not equal to a Linear
 
 
+LEFT_PADDED = [[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]]
+
+
 def test_leftpad_from_mask(device):
-    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]], device=device)
+    mask = torch.tensor(LEFT_PADDED, device=device)
     expected = torch.tensor([2, 0, 4, 3], dtype=torch.int32, device=device)
     for dtype in (torch.int64, torch.bool, torch.int32, F32, torch.uint8):
-        assert_same_bits(torchweld.leftpad_from_mask(mask.to(dtype)), expected)
+        for check in (True, False):
+            got = torchweld.leftpad_from_mask(mask.to(dtype), check=check)
+            assert_same_bits(got, expected)
     empty = torchweld.leftpad_from_mask(mask[:0])
     assert empty.shape == (0,) and empty.dtype == torch.int32
     assert torchweld.leftpad_from_mask(mask[:, :0]).tolist() == [0, 0, 0, 0]
     for bad in (mask[0], mask[None]):
         with pytest.raises(ValueError, match="attention_mask must be"):
             torchweld.leftpad_from_mask(bad)
+
+
+@pytest.mark.parametrize(
+    ("row", "what"), [([1, 1, 1, 0], "right padding"), ([1, 0, 1, 1], "hole"), ([0, 1, 0, 0], "")]
+)
+def test_leftpad_from_another_mask_is_refused(device, row, what):
+    mask = torch.tensor([*LEFT_PADDED, row], device=device)
+    with pytest.raises(ValueError, match="zeros before its ones, but got .* in row 4; pad on the"):
+        torchweld.leftpad_from_mask(mask)
+    with pytest.raises(ValueError, match="in rows 0, 1, 2, 3, 4, ...;"):
+        torchweld.leftpad_from_mask(mask[4:].expand(7, -1))
+    # The context of a GPU is whole.
+    assert torchweld.leftpad_from_mask(mask[:4]).tolist() == [2, 0, 4, 3]
+
+
+@pytest.mark.parametrize("how", ["unchecked", "compiled", "CUDA graph"])
+def test_where_nothing_is_read_another_mask_is_all_padding(device, how):
+    mask = torch.tensor([*LEFT_PADDED, [1, 1, 1, 0], [1, 0, 1, 1]], device=device)
+    if how == "unchecked":
+        got = torchweld.leftpad_from_mask(mask, check=False)
+    elif how == "compiled":
+        made = torch.compile(torchweld.leftpad_from_mask, fullgraph=True, backend="aot_eager")
+        got = made(mask)
+    elif device == "cpu":
+        return
+    else:
+        torchweld.leftpad_from_mask(mask, check=False)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = torchweld.leftpad_from_mask(mask)
+        graph.replay()
+    assert got.dtype == torch.int32 and got.tolist() == [2, 0, 4, 3, 4, 4]
+    # Such a sequence gives zeros and has no gradient, whatever it holds.
+    need_kernel("attention", device)
+    q = torch.randn(6, 2, 4, 8, device=device, requires_grad=True)
+    out = torch.ops.torchweld.attention(q, q, q, got, causal=True)
+    (grad,) = torch.autograd.grad(out.sum(), q)
+    assert not out[4:].any() and not grad[4:].any() and out[:2].any()
