@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 
 import pytest
 import torch
@@ -495,6 +496,84 @@ def test_script_saved_and_loaded(op, device, tmp_path):
                 torch.autograd.grad(got[0], inputs, torch.ones_like(got[0])), plain, strict=True
             ):
                 assert_same_bits(out, ref, s.id)
+
+
+OPTIONAL_TENSORS = [
+    (op, a.name)
+    for op in OPS
+    for a in call(op).default._schema.arguments
+    if str(a.type) == "Optional[Tensor]"
+]
+
+
+def scripted_with_untyped(op, name, tmp_path):
+    """torch.jit.script of a function whose parameter `name=None` has no type.
+
+    TorchScript takes it for a Tensor; a call without it hands the op an undefined one. (torch
+    can't save such a function, whatever it calls.)
+    """
+    arguments = [a for a in call(op).default._schema.arguments if a.name != name]
+    parameters = ", ".join(f"{a.name}: {a.type}" for a in arguments)
+    passed = ", ".join(f"{a.name}={a.name}" for a in arguments)
+    path = tmp_path / f"call_{op}.py"
+    path.write_text(
+        "from typing import List, Optional\nimport torch\nfrom torch import Tensor\n\n\n"
+        f"def call({parameters}, {name}=None):\n"
+        f"    return torch.ops.torchweld.{op}({passed}, {name}={name})\n"
+    )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return torch.jit.script(module.call)
+
+
+def outcome(op, function, args, kwargs):
+    """Results and gradients of a call, or the sentence that refuses it."""
+    leaves = requiring(op, args)
+    try:
+        outputs = as_tuple(function(leaves, kwargs))
+    except RuntimeError as error:
+        (sentence,) = re.findall("torchweld::.*", str(error))
+        return sentence
+    inputs = [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
+    grads = torch.autograd.grad(outputs[0], inputs, torch.ones_like(outputs[0])) if inputs else ()
+    return [t.detach() for t in (*outputs, *grads)]
+
+
+@pytest.mark.parametrize(("op", "name"), OPTIONAL_TENSORS)
+def test_an_undefined_tensor_counts_as_none(op, name, device, tmp_path):
+    need_kernel(op, device)
+    script = scripted_with_untyped(op, name, tmp_path)
+    names = argument_names(op)
+    defaults = {
+        a.name: a.default_value if a.has_default_value() else None
+        for a in call(op).default._schema.arguments
+    }
+    answered = 0
+    for s in SAMPLES[op]:
+        args, kwargs = s.make(device)
+        at = names.index(name)
+        args = [None if i == at else a for i, a in enumerate(args)]
+        for autocast in (False, True):
+
+            def scripted_call(leaves, kwargs):
+                given = {**defaults, **dict(zip(names, leaves, strict=False)), **kwargs}
+                del given[name]
+                return script(**given)
+
+            def plain_call(leaves, kwargs):
+                return call(op)(*leaves, **kwargs)
+
+            with torch.autocast(device, dtype=BF16, enabled=autocast):
+                got = outcome(op, scripted_call, args, kwargs)
+                expected = outcome(op, plain_call, args, kwargs)
+            if isinstance(expected, str):
+                assert got == expected
+                continue
+            answered += 1
+            for out, ref in zip(got, expected, strict=True):
+                assert_same_bits(out, ref, s.id)
+    assert answered > 0
 
 
 # Autocast

@@ -629,6 +629,96 @@ def test_a_hook_after_fuse_sees_stock_values(name):
     assert model.transformer.h[1].mlp._torchweld_site.holds()
 
 
+def offload(module):
+    """Wraps a module's forward as accelerate does: its parameters come, and go to meta again."""
+    kept, stock = dict(module._parameters), module.forward
+
+    def leave():
+        for name, value in kept.items():
+            module._parameters[name] = None if value is None else nn.Parameter(value.to("meta"))
+
+    def forward(*args, **kwargs):
+        module._parameters.update(kept)
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            leave()
+
+    module.forward = forward
+    leave()
+
+    def undo():
+        module._parameters.update(kept)
+        module.forward = stock  # accelerate leaves the bound method on the instance
+
+    return undo
+
+
+@pytest.mark.parametrize("name", ["ln_1", "attn", "attn.c_attn", "ln_2", "mlp", "mlp.c_fc"])
+def test_parameters_that_come_and_go_are_read_by_their_module_alone(fused_device, name):
+    model, stock = pair(fused_device)
+    inputs = batch(fused_device, (0, 0))
+    want = logits(stock, **inputs)
+    block = model.transformer.h[1]
+    site = (block.ln_1 if name in ("ln_1", "attn", "attn.c_attn") else block.ln_2)._torchweld_site
+    undo = offload(block.get_submodule(name))
+    assert not site.holds()
+    assert_close(logits(model, **inputs), want, rtol=1e-5, atol=1e-5)
+    undo()
+    assert site.holds()
+    assert_close(logits(model, **inputs), want, rtol=1e-5, atol=1e-5)
+    offload(block.get_submodule(name))
+    assert set(unfuse(model)) == places()  # the wrapped forward is that of the fused class still
+    assert torch.equal(logits(model, **inputs), want)
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+@pytest.mark.parametrize("first", ["fuse", "offload"])
+def test_offloading_of_accelerate(fused_device, tmp_path, where, first):
+    accelerate = pytest.importorskip("accelerate")
+    model = gpt2(fused_device)
+    inputs = batch(fused_device)
+    real = inputs["attention_mask"].bool()
+    want = logits(model, **inputs)[real]
+    if first == "fuse":
+        assert set(fuse(model).replaced) == places()
+    if where == "cpu":
+        accelerate.cpu_offload(model, execution_device=fused_device)
+    else:
+        accelerate.disk_offload(model, tmp_path, execution_device=fused_device)
+    if first == "offload":
+        # The attention reads no parameters: it is switched, on the device that they are brought to.
+        report = fuse(model)
+        assert {path.split(".")[-1] for path in report.replaced} == {"attn"}
+        assert len(report.replaced) == LAYERS and report.max_abs_diff < 1e-5
+        assert all("has accelerate's hooks" in reason for _, reason in report.skipped)
+    for _ in range(2):
+        assert_close(logits(model, **inputs)[real], want, rtol=1e-5, atol=1e-5)
+    unfuse(model)
+    assert_close(logits(model, **inputs)[real], want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_hook_on_all_modules_sees_stock_values():
+    model, stock = pair()
+    inputs = batch("cpu", (0, 0))
+    seen = []
+
+    def look(module, args, out):
+        if isinstance(module, (nn.LayerNorm, Conv1D)):
+            seen.append(out.detach())
+
+    for each in (model, stock):
+        handle = nn.modules.module.register_module_forward_hook(look)
+        try:
+            logits(each, **inputs)
+        finally:
+            handle.remove()
+    half = len(seen) // 2
+    assert half == 6 * LAYERS + 1
+    assert_close(seen[:half], seen[half:], rtol=1e-5, atol=1e-5)
+    assert model.transformer.h[1].mlp._torchweld_site.holds()
+
+
 def test_recording_hidden_states_does_not_stop_the_fusion(fused_device):
     model, stock = pair(fused_device)
     inputs = batch(fused_device, (0, 0))
@@ -647,10 +737,13 @@ def test_recording_hidden_states_does_not_stop_the_fusion(fused_device):
         ("attentions", "output_attentions"),
         ("flash", "flash_attention_2"),
         ("other module", "Identity"),
+        ("no record", "returns attention weights when asked"),
     ],
 )
-def test_attention_stays_stock_for_a_reason(case, why):
-    model = gpt2(implementation="eager" if case == "attentions" else "sdpa")
+def test_attention_stays_stock_for_a_reason(case, why, monkeypatch):
+    eager = case in ("attentions", "no record")
+    model = gpt2(implementation="eager" if eager else "sdpa")
+    monkeypatch.setattr(hf_attention, "_collector", None if case == "no record" else object())
     if case == "attentions":
         model.config.output_attentions = True
     elif case == "flash":
@@ -811,6 +904,52 @@ def test_cross_attention(fused_device):
     ours = logits(model, **inputs, encoder_hidden_states=memory)
     want = logits(stock, **inputs, encoder_hidden_states=memory)
     assert_close(ours, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"reorder_and_upcast_attn": True}])
+def test_attention_weights_of_an_eager_model_stay(fused_device, options):
+    """Such calls run GPT-2's eager attention; the others run the op."""
+    model, stock = pair(fused_device, implementation="eager", **options)
+    inputs = batch(fused_device)
+    with torch.no_grad(), pytest.warns(UserWarning, match="attention weights are asked for"):
+        ours = model(**inputs, output_attentions=True)
+    want = stock(**inputs, output_attentions=True)
+    assert len(ours.attentions) == LAYERS
+    assert_close(ours.attentions, want.attentions, rtol=1e-5, atol=1e-5)
+    real = inputs["attention_mask"].bool()
+    assert_close(ours.logits[real], want.logits[real], rtol=1e-5, atol=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_close(logits(model, **inputs)[real], want.logits[real], rtol=1e-5, atol=1e-5)
+
+
+def test_cross_attention_weights_of_an_eager_model_stay():
+    model, stock = pair(implementation="eager", add_cross_attention=True)
+    inputs = {**batch("cpu", (0, 0)), "encoder_hidden_states": torch.randn(2, 7, 32)}
+    with torch.no_grad():
+        ours = model(**inputs, output_attentions=True)
+        want = stock(**inputs, output_attentions=True)
+    assert len(ours.cross_attentions) == LAYERS
+    assert_close(ours.cross_attentions, want.cross_attentions, rtol=1e-5, atol=1e-5)
+
+
+def test_assisted_generation_with_attention_weights():
+    """What transformers' own test asks of a model."""
+    settings = dict(
+        max_new_tokens=6,
+        do_sample=False,
+        eos_token_id=None,
+        output_attentions=True,
+        return_dict_in_generate=True,
+    )
+    prompt = batch("cpu", (0,))["input_ids"]
+    outs = []
+    for each in pair(implementation="eager"):
+        assistant = gpt2(seed=1, implementation="eager")
+        outs.append(each.generate(prompt, assistant_model=assistant, **settings))
+    assert torch.equal(outs[0].sequences, outs[1].sequences)
+    for ours, want in zip(outs[0].attentions, outs[1].attentions, strict=True):
+        assert_close(ours, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("option", ["scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"])

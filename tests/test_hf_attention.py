@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import warnings
 
@@ -12,7 +11,12 @@ from torch.testing import assert_close
 
 transformers = pytest.importorskip("transformers")
 
-from torchweld.integrations import hf_attention, register_attention  # noqa: E402
+from torchweld.integrations import (  # noqa: E402
+    hf_attention,
+    hf_mask,
+    hf_models,
+    register_attention,
+)
 
 register_attention()
 
@@ -94,7 +98,7 @@ def test_both_interfaces_are_registered_and_registering_again_changes_nothing():
     register_attention()
     attention = transformers.AttentionInterface()["torchweld"]
     assert attention is hf_attention.attention_forward
-    assert transformers.AttentionMaskInterface()["torchweld"] is hf_attention.attention_mask
+    assert transformers.AttentionMaskInterface()["torchweld"] is hf_mask.attention_mask
 
 
 # ---- the mask function
@@ -102,7 +106,7 @@ def test_both_interfaces_are_registered_and_registering_again_changes_nothing():
 
 def mask_of(attention_mask, q_length, kv_length, q_offset=None, **more):
     rows = attention_mask.shape[0] if attention_mask is not None else 2
-    return hf_attention.attention_mask(
+    return hf_mask.attention_mask(
         batch_size=rows,
         q_length=q_length,
         kv_length=kv_length,
@@ -112,19 +116,6 @@ def mask_of(attention_mask, q_length, kv_length, q_offset=None, **more):
     )
 
 
-@contextlib.contextmanager
-def no_sync(device):
-    """Raises where the host waits for a GPU."""
-    if device == "cpu":
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize(
     ("rows", "pads"),
     [
@@ -132,13 +123,13 @@ def no_sync(device):
         ([[0, 1, 1, 1], [0, 0, 0, 1]], [1, 3]),
         ([[0, 0, 0, 0], [1, 1, 1, 1]], [4, 0]),
         ([[1], [0]], [0, 1]),
+        ([[1, 1, 1, 0], [0, 1, 1, 0], [0, 0, 0, 0]], [0, 1, 4]),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
-def test_left_padding_becomes_leftpad(device, rows, pads, dtype):
+def test_padding_around_the_tokens_becomes_leftpad(device, rows, pads, dtype):
     mask = torch.tensor(rows, device=device).to(dtype)
-    with no_sync(device):
-        got = mask_of(mask, q_length=mask.shape[1], kv_length=mask.shape[1])
+    got = mask_of(mask, q_length=mask.shape[1], kv_length=mask.shape[1])
     assert got.dtype == torch.int32 and got.device == mask.device
     assert got.tolist() == pads
 
@@ -163,7 +154,7 @@ def test_no_mask_means_none_unless_a_cache_shifts_the_diagonal(device):
 
 def test_old_versions_pass_cache_position_instead_of_lengths(device):
     mask = torch.tensor([[0, 1, 1, 1]], device=device)
-    got = hf_attention.attention_mask(
+    got = hf_mask.attention_mask(
         batch_size=1,
         cache_position=torch.arange(4, device=device),
         kv_length=4,
@@ -175,7 +166,6 @@ def test_old_versions_pass_cache_position_instead_of_lengths(device):
 @pytest.mark.parametrize(
     "case",
     [
-        "right padding",
         "hole",
         "static cache",
         "tensor offset",
@@ -188,9 +178,7 @@ def test_other_patterns_get_the_mask_of_sdpa(case):
 
     mask = torch.tensor([[0, 1, 1, 1, 1]], dtype=torch.bool)
     call = dict(batch_size=1, q_length=5, kv_length=5, q_offset=0, attention_mask=mask)
-    if case == "right padding":
-        call["attention_mask"] = torch.tensor([[1, 1, 1, 0, 0]], dtype=torch.bool)
-    elif case == "hole":
+    if case == "hole":
         call["attention_mask"] = torch.tensor([[1, 0, 0, 1, 1]], dtype=torch.bool)
     elif case == "static cache":
         call["kv_length"] = 9
@@ -200,44 +188,100 @@ def test_other_patterns_get_the_mask_of_sdpa(case):
         call.update(q_length=5, kv_length=7, q_offset=2)
     else:
         call["allow_is_causal_skip"] = False
-    got = hf_attention.attention_mask(**call)
+    got = hf_mask.attention_mask(**call)
     assert got.dtype == torch.bool and got.dim() == 4
     assert torch.equal(got, sdpa_mask(**call))
 
 
 @pytest.mark.parametrize("kv_length", [5, 8])
-def test_mask_function_waits_for_no_device(kv_length):
+def test_a_mask_without_values_gets_the_mask_that_is_right_for_all(kv_length):
     """Fake CUDA tensors raise where a value would have to reach the host."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
         mask = torch.ones(3, kv_length, dtype=torch.bool, device="cuda")
-        got = mask_of(mask, q_length=5, kv_length=kv_length)
+        got = mask_of(mask, q_length=5, kv_length=kv_length, device="cuda")
         with pytest.raises(Exception, match="(?i)data.dependent|_local_scalar_dense"):
             bool(mask.all())
-    assert got.device.type == "cuda" and got.dtype == torch.int32 and got.shape == (3,)
+    assert got.device.type == "cuda" and got.dtype == torch.bool
+    assert got.shape == (3, 1, 5, kv_length)
+    meta = mask_of(torch.ones(3, 5, device="meta"), 5, 5, device="meta")
+    assert meta.shape == (3, 1, 5, 5) and meta.torchweld_reason == hf_mask.UNREADABLE
 
 
-@pytest.fixture
-def as_on_an_accelerator(monkeypatch):
-    monkeypatch.setattr(hf_attention, "_values_are_free", lambda mask: False)
+def test_without_a_mask_nothing_is_read(device):
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert mask_of(None, 5, 5, device=device) is None
+        assert mask_of(None, 3, 5, device=device).shape == (2,)
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
 
 
-def test_unread_masks_take_right_padding_and_refuse_holes(as_on_an_accelerator):
-    right = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 0]])
-    assert mask_of(right, 5, 5).tolist() == [0, 1]
-    hole = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 1]])
-    with pytest.raises(RuntimeError, match="padding between tokens"):
-        mask_of(hole, 1, 5)
+MASKS = [
+    [[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]],
+    [[1, 1, 1, 0, 0], [0, 0, 1, 1, 0]],
+    [[1, 1, 0, 0, 1], [0, 1, 0, 1, 1]],
+]
 
 
-def test_right_padding_is_exact_at_every_token(attention_device, as_on_an_accelerator):
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_a_cuda_graph_follows_the_mask():
+    """What is captured must be right for every mask that it is replayed with."""
+    mask = torch.tensor(MASKS[0], device="cuda")
+    mask_of(mask, 5, 5, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = mask_of(mask, 5, 5, device="cuda")
+    assert got.torchweld_reason == hf_mask.UNREADABLE
+    for rows in MASKS:
+        mask.copy_(torch.tensor(rows))
+        graph.replay()
+        causal = torch.ones(5, 5, device="cuda").tril().bool()
+        assert torch.equal(got, (causal & mask.bool()[:, None])[:, None])
+
+
+def test_right_padding_is_exact_at_every_token(attention_device):
     inputs = batch(attention_device, side="right")
-    with torch.no_grad():
-        ours = gpt2(attention_device)(**inputs).logits
-        stock = gpt2(attention_device, "sdpa")(**inputs).logits
     real = inputs["attention_mask"].bool()
-    assert_close(ours[real], stock[real], rtol=1e-5, atol=1e-5)
+    pair = [gpt2(attention_device, name) for name in ("torchweld", "sdpa")]
+    compare(*pair, inputs, real)
+    with torch.no_grad():
+        assert pair[0](**inputs).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("unread", [False, True])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_prompt_that_holds_the_pad_token(attention_device, monkeypatch, unread, beams):
+    """generate masks it: a hole, which no one asked for."""
+    if unread:
+        monkeypatch.setattr(hf_mask, "is_readable", lambda mask: False)
+    prompt = torch.tensor([[5, 3, 7, 8]], device=attention_device)
+    settings = dict(max_new_tokens=6, do_sample=False, eos_token_id=None, num_beams=beams)
+    answers = []
+    for name in ("torchweld", "sdpa"):
+        model = gpt2(attention_device, name, pad_token_id=3)
+        answers.append(model.generate(prompt, **settings))
+        # The device still answers.
+        assert int(prompt.sum()) == 23
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("unread", [False, True])
+def test_training_on_holes_equals_sdpa(attention_device, monkeypatch, unread):
+    if unread:
+        monkeypatch.setattr(hf_mask, "is_readable", lambda mask: False)
+    inputs = batch(attention_device)
+    inputs["attention_mask"][0, 4] = 0
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    grads = []
+    for name in ("torchweld", "sdpa"):
+        model = gpt2(attention_device, name).train()
+        model(**inputs, labels=labels).loss.backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert_close(*grads, rtol=1e-4, atol=1e-6)
 
 
 # ---- the attention function
@@ -285,7 +329,7 @@ def test_equals_sdpa_without_mask(attention_device, nheads_kv, is_causal):
 def test_leftpad_equals_the_dense_mask(attention_device, seqlen_q, seqlen_k):
     qkv = views(attention_device, seqlen_q, seqlen_k, nheads_kv=2)
     leftpad = torch.tensor([0, 2], dtype=torch.int32, device=attention_device)
-    dense = hf_attention._dense_mask(leftpad, seqlen_q, seqlen_k)
+    dense = hf_mask.causal_mask(leftpad, seqlen_q, seqlen_k)
     ours, stock = both(Layer(groups=2), qkv, leftpad, dense)
     position = torch.arange(seqlen_q, device=attention_device) + seqlen_k - seqlen_q
     real = position >= leftpad[:, None]
@@ -311,7 +355,7 @@ def test_no_mask_with_spare_keys_is_aligned_at_the_top_left(attention_device):
 def test_what_the_op_cannot_do_runs_sdpa_with_one_warning(more, said, masked):
     qkv = views("cpu", 6, 6)
     leftpad = torch.tensor([0, 2], dtype=torch.int32) if masked else None
-    dense = hf_attention._dense_mask(leftpad, 6, 6) if masked else None
+    dense = hf_mask.causal_mask(leftpad, 6, 6) if masked else None
     outs = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -333,6 +377,9 @@ def test_features_of_no_path_are_refused():
         hf_attention.attention_forward(Layer(), *qkv, None, s_aux=torch.zeros(4))
     with pytest.raises(ValueError, match="softcap"):
         hf_attention.attention_forward(Layer(), *qkv, None, softcap=30.0)
+    chosen = torch.zeros(2, 3, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="has no indices .keys chosen for each query."):
+        hf_attention.attention_forward(Layer(), *qkv, None, indices=chosen)
 
 
 # ---- whole models
@@ -382,16 +429,14 @@ def test_nan_in_padding_never_reaches_a_token(attention_device):
     assert dirty[~real].isnan().any()
 
 
-@pytest.mark.parametrize("case", ["right padding", "hole", "custom 4-D", "packed", "window"])
+@pytest.mark.parametrize("case", ["hole", "custom 4-D", "packed", "window"])
 def test_other_masks_give_stock_results_with_one_warning(case):
     inputs = batch("cpu", (0, 0, 0))
     if case == "window":
         pair = [small("Mistral", "cpu", name, sliding_window=4) for name in ("torchweld", "sdpa")]
     else:
         pair = [gpt2("cpu", name) for name in ("torchweld", "sdpa")]
-    if case == "right padding":
-        inputs = batch("cpu", (0, 3, 7), side="right")
-    elif case == "hole":
+    if case == "hole":
         inputs["attention_mask"][1, 3:5] = 0
     elif case == "custom 4-D":
         free = torch.rand(3, 1, 12, 12, generator=torch.Generator().manual_seed(4)) < 0.5
@@ -511,11 +556,122 @@ def test_training_with_dropout_equals_sdpa_with_one_warning():
 def test_compiles_in_one_graph(attention_device):
     ours = gpt2(attention_device)
     stock = gpt2(attention_device, "sdpa")
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     inputs = batch(attention_device)
     real = inputs["attention_mask"].bool()
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    compare(compiled, stock, inputs, real)
+    # The graph can't look at the mask, so it holds what is right for every one.
+    compare(compiled, stock, inputs, real, warn=1)
     inputs["attention_mask"][0, 4] = 0
-    if attention_device == "cpu":  # a device-side assertion would end the CUDA context
-        with pytest.raises(RuntimeError, match="padding between tokens"):
-            compiled(**inputs)
+    real[0, 4] = False
+    compare(compiled, stock, inputs, real)
+    unmasked = {"input_ids": inputs["input_ids"]}
+    torch._dynamo.reset()
+    hf_attention._warned.clear()
+    compare(torch.compile(ours, fullgraph=True, backend="aot_eager"), stock, unmasked)
+
+
+# ---- attention weights
+
+
+def weights_of(model, inputs):
+    with torch.no_grad():
+        return model(**inputs, output_attentions=True)
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Llama"])
+@pytest.mark.parametrize("mask", ["none", "left padding", "holes", "4-D"])
+def test_attention_weights_are_those_of_eager(attention_device, name, mask):
+    make = gpt2 if name == "GPT2" else lambda *args: small(name, *args)
+    inputs = batch(attention_device, (0, 0, 0) if mask == "none" else (0, 3, 7))
+    if mask == "none":
+        inputs = {"input_ids": inputs["input_ids"]}
+    elif mask == "holes":
+        inputs["attention_mask"][0, 4] = 0
+    elif mask == "4-D":
+        inputs["attention_mask"] = torch.zeros(3, 1, 12, 12, device=attention_device)
+    with pytest.warns(UserWarning, match="attention weights are asked for; such calls use the mod"):
+        ours = weights_of(make(attention_device), inputs)
+    stock = weights_of(make(attention_device, "eager"), inputs)
+    assert len(ours.attentions) == 2 and ours.attentions[0].shape == (3, 4, 12, 12)
+    assert_close(ours.attentions, stock.attentions, rtol=0, atol=0)
+    assert_close(ours.logits, stock.logits, rtol=0, atol=0)
+
+
+def test_attention_weights_with_a_cache_and_while_generating(attention_device):
+    inputs = batch(attention_device, (0, 4, 9))
+    settings = dict(
+        max_new_tokens=4,
+        do_sample=False,
+        eos_token_id=None,
+        return_dict_in_generate=True,
+        output_attentions=True,
+    )
+    outs = [gpt2(attention_device, name).generate(**inputs, **settings) for name in _EAGER]
+    assert torch.equal(outs[0].sequences, outs[1].sequences)
+    for ours, stock in zip(outs[0].attentions, outs[1].attentions, strict=True):
+        assert_close(ours, stock, rtol=1e-5, atol=1e-6)
+
+
+_EAGER = ("torchweld", "eager")
+
+
+def test_attention_weights_under_compile(attention_device):
+    inputs = batch(attention_device)
+    model = gpt2(attention_device)
+    stock = weights_of(gpt2(attention_device, "eager"), inputs)
+    weights_of(model, inputs)  # transformers can't install its hooks while a graph is traced
+    ours = weights_of(torch.compile(model, fullgraph=True, backend="aot_eager"), inputs)
+    assert_close(ours.attentions, stock.attentions, rtol=1e-5, atol=1e-6)
+
+
+def test_attention_weights_of_a_layer_without_eager_attention_are_refused():
+    with pytest.raises(ValueError, match="Layer has no eager attention of its own to ask"):
+        hf_attention.attention_forward(Layer(), *views("cpu", 3, 3), None, output_attentions=True)
+
+
+# ---- models that are not served: tests/test_hf_models.py has all of them
+
+
+def test_a_refused_class_is_one_sentence_before_anything_is_built():
+    config = transformers.GPTJConfig(n_layer=1)  # 6 billion parameters
+    with pytest.raises(ValueError, match="does not take its attention from") as error:
+        transformers.GPTJForCausalLM._from_config(config, attn_implementation="torchweld")
+    assert "\n" not in str(error.value) and "GPTJForCausalLM" in str(error.value)
+
+
+def test_a_class_without_sdpa_can_not_be_switched():
+    model = small("Gemma2", "cpu", "eager", head_dim=8)
+    with pytest.raises(ValueError, match='it does not support "sdpa"'):
+        model.set_attn_implementation("torchweld")
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_name_that_got_in_another_way_is_refused_when_it_runs():
+    config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=4)
+    model = transformers.BloomForCausalLM(config).eval()
+    model.config._attn_implementation_internal = "torchweld"
+    ids = batch("cpu", (0,))["input_ids"]
+    sentence = 'must be "eager" for a model of BloomConfig, but got "torchweld"; it does not take'
+    with pytest.raises(ValueError, match=sentence):
+        model(ids)
+    compiled = torch.compile(model, backend="aot_eager")
+    with pytest.raises(Exception, match=sentence):
+        compiled(ids)
+
+
+def test_a_class_of_a_notebook_is_what_its_parent_is(monkeypatch):
+    """There is no source file to look at."""
+    import sys
+    import types
+
+    notebook = types.ModuleType("notebook")
+    monkeypatch.setitem(sys.modules, "notebook", notebook)
+
+    def typed_in(parent):
+        return type("Mine", (parent,), {"__module__": "notebook"})
+
+    assert hf_models.refusal(typed_in(transformers.LlamaForCausalLM)) is None
+    assert hf_models.refusal(typed_in(transformers.LlamaPreTrainedModel)) is None
+    assert "AttentionInterface" in hf_models.refusal(typed_in(transformers.BloomPreTrainedModel))
+    unknown = hf_models.refusal(typed_in(transformers.PreTrainedModel))
+    assert unknown.endswith("no source file that shows where it takes its attention from")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -144,22 +145,22 @@ CASES: list[Case] = [
         )
         for activation in ACTIVATIONS
     ),
-    Case(
-        "layer norm without biases",
-        "layer_norm_linear",
-        sequential(lambda: nn.LayerNorm(6, bias=False), "none", bias=False),
-        torchweld.nn.LayerNormLinear.from_torch,
-        (4, 6),
-        LN_NAMES,
-        ("bias=False",),
-    ),
-    Case(
-        "layer norm without parameters",
-        "layer_norm_linear",
-        sequential(lambda: nn.LayerNorm(6, elementwise_affine=False), "silu"),
-        torchweld.nn.LayerNormLinear.from_torch,
-        (4, 6),
-        LN_NAMES,
+    *(
+        Case(
+            f"layer norm with {norm} and linear {'with' if bias else 'without'} bias",
+            "layer_norm_linear",
+            sequential(lambda options=options: nn.LayerNorm(6, **options), "silu", bias=bias),
+            torchweld.nn.LayerNormLinear.from_torch,
+            (4, 6),
+            LN_NAMES,
+            (f"bias={bias}", *mentions),
+        )
+        for norm, options, mentions in (
+            ("all", {}, ("ln_affine=True", "ln_bias=True")),
+            ("weight", {"bias": False}, ("ln_affine=True", "ln_bias=False")),
+            ("nothing", {"elementwise_affine": False}, ("ln_affine=False",)),
+        )
+        for bias in (True, False)
     ),
     *(
         Case(
@@ -172,6 +173,15 @@ CASES: list[Case] = [
             ("in_features=6", "out_features=5", "eps=0.001", repr(activation)),
         )
         for activation in ACTIVATIONS
+    ),
+    Case(
+        "rms norm without parameters",
+        "rms_norm_linear",
+        sequential(lambda: nn.RMSNorm(6, eps=1e-3, elementwise_affine=False), "silu"),
+        torchweld.nn.RMSNormLinear.from_torch,
+        (4, 6),
+        RMS_NAMES,
+        ("norm_affine=False",),
     ),
     Case(
         "rms norm with torch's default eps",
@@ -365,6 +375,26 @@ def test_copies_and_repr(case):
     torch.testing.assert_close(twin(x.double()).float(), ours(x), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("case", BACK)
+def test_repr_builds_the_module_again(case):
+    _, ours = case.pair("cpu")
+    again = eval(repr(ours), vars(torchweld.nn))
+    again.load_state_dict(ours.state_dict(), strict=True)
+    assert repr(again) == repr(ours)
+    x = case.x("cpu")
+    assert_same_bits(again(x), ours(x))
+
+
+@pytest.mark.parametrize("case", [p for p in BACK if p.values[0].op.endswith("norm_linear")])
+def test_to_torch_says_what_it_has(case):
+    """elementwise_affine and bias of torch's modules are those of the parameters."""
+    plain, ours = case.pair("cpu")
+    if plain[0].eps is None:
+        plain[0].eps = ours.eps
+    for back, first in zip(ours.to_torch(), plain, strict=False):
+        assert repr(back) == repr(first)
+
+
 @pytest.mark.parametrize("case", [p for p in BACK if p.values[0].op != "softmax"])
 def test_the_training_mode_is_kept(case):
     plain, _ = case.pair("cpu")
@@ -412,6 +442,57 @@ def test_attention_to_and_from_transformers():
     for kernel in ("causal_softmax", "softmax_matmul", "attention"):
         back = torchweld.nn.CausalSelfAttention.from_torch(theirs, kernel=kernel)
         torch.testing.assert_close(back(x), ours(x), rtol=1e-5, atol=1e-6)
+
+
+# (module of transformers.models, class) of RMSNorms that torch's own is not
+RMS_NORMS = [
+    ("llama.modeling_llama", "LlamaRMSNorm"),
+    ("mistral.modeling_mistral", "MistralRMSNorm"),
+    ("qwen3.modeling_qwen3", "Qwen3RMSNorm"),
+    ("olmo2.modeling_olmo2", "Olmo2RMSNorm"),
+    ("gpt_oss.modeling_gpt_oss", "GptOssRMSNorm"),
+    ("t5.modeling_t5", "T5LayerNorm"),
+]
+
+
+def hugging_face(home: str, name: str) -> type[nn.Module]:
+    pytest.importorskip("transformers")
+    return getattr(importlib.import_module(f"transformers.models.{home}"), name)
+
+
+@pytest.mark.parametrize(("home", "name"), RMS_NORMS)
+def test_rms_norm_of_hugging_face(home, name, device):
+    need_kernel("rms_norm_linear", device)
+    norm = hugging_face(home, name)(6, eps=1e-3)
+    plain = nn.Sequential(norm, nn.Linear(6, 5, bias=False), nn.SiLU()).to(device)
+    nn.init.normal_(norm.weight, mean=0.3, std=0.4)
+    ours = torchweld.nn.RMSNormLinear.from_torch(plain)
+    assert ours.norm_weight is norm.weight and ours.eps == 1e-3
+    x = torch.randn(2, 3, 6, device=device) * 0.03  # eps counts
+    torch.testing.assert_close(ours(x), plain(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.to_torch()(x), plain(x), rtol=1e-5, atol=1e-5)
+
+
+def test_rms_norm_of_hugging_face_on_meta():
+    """What a class computes is asked of a copy: its own values may be anywhere, or nowhere."""
+    with torch.device("meta"):
+        norm = hugging_face(*RMS_NORMS[0])(6)
+        ours = torchweld.nn.RMSNormLinear.from_torch(nn.Sequential(norm, nn.Linear(6, 5)))
+    assert ours.norm_weight is norm.weight and ours.norm_weight.device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("home", "name", "why"),
+    [
+        ("gemma.modeling_gemma", "GemmaRMSNorm", "scale by weight, but got GemmaRMSNorm, which"),
+        ("gemma3.modeling_gemma3", "Gemma3RMSNorm", "1 \\+ weight"),
+        ("qwen3_next.modeling_qwen3_next", "Qwen3NextRMSNormGated", "module must be"),
+    ],
+)
+def test_an_rms_norm_of_another_formula_is_refused(home, name, why):
+    norm = hugging_face(home, name)(6)
+    with pytest.raises(ValueError, match=why):
+        torchweld.nn.RMSNormLinear.from_torch(nn.Sequential(norm, nn.Linear(6, 5)))
 
 
 def test_gated_from_two_linears():
@@ -501,6 +582,12 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "must",
     ),
+    "rms of another width": (
+        lambda: torchweld.nn.RMSNormLinear.from_torch(
+            nn.Sequential(nn.RMSNorm(5), nn.Linear(6, 5))
+        ),
+        "module must",
+    ),
     "rms from layer norm": (
         lambda: torchweld.nn.RMSNormLinear.from_torch(
             nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 5))
@@ -532,14 +619,58 @@ def test_every_module_is_tested():
     assert listed == tested | {"Int4Linear"}  # in test_int4_linear.py: it is not equal to a Linear
 
 
+LEFT_PADDED = [[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]]
+
+
 def test_leftpad_from_mask(device):
-    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]], device=device)
+    mask = torch.tensor(LEFT_PADDED, device=device)
     expected = torch.tensor([2, 0, 4, 3], dtype=torch.int32, device=device)
     for dtype in (torch.int64, torch.bool, torch.int32, F32, torch.uint8):
-        assert_same_bits(torchweld.leftpad_from_mask(mask.to(dtype)), expected)
+        for check in (True, False):
+            got = torchweld.leftpad_from_mask(mask.to(dtype), check=check)
+            assert_same_bits(got, expected)
     empty = torchweld.leftpad_from_mask(mask[:0])
     assert empty.shape == (0,) and empty.dtype == torch.int32
     assert torchweld.leftpad_from_mask(mask[:, :0]).tolist() == [0, 0, 0, 0]
     for bad in (mask[0], mask[None]):
         with pytest.raises(ValueError, match="attention_mask must be"):
             torchweld.leftpad_from_mask(bad)
+
+
+@pytest.mark.parametrize(
+    ("row", "what"), [([1, 1, 1, 0], "right padding"), ([1, 0, 1, 1], "hole"), ([0, 1, 0, 0], "")]
+)
+def test_leftpad_from_another_mask_is_refused(device, row, what):
+    mask = torch.tensor([*LEFT_PADDED, row], device=device)
+    with pytest.raises(ValueError, match="zeros before its ones, but got .* in row 4; pad on the"):
+        torchweld.leftpad_from_mask(mask)
+    with pytest.raises(ValueError, match="in rows 0, 1, 2, 3, 4, ...;"):
+        torchweld.leftpad_from_mask(mask[4:].expand(7, -1))
+    # The context of a GPU is whole.
+    assert torchweld.leftpad_from_mask(mask[:4]).tolist() == [2, 0, 4, 3]
+
+
+@pytest.mark.parametrize("how", ["unchecked", "compiled", "CUDA graph"])
+def test_where_nothing_is_read_another_mask_is_all_padding(device, how):
+    mask = torch.tensor([*LEFT_PADDED, [1, 1, 1, 0], [1, 0, 1, 1]], device=device)
+    if how == "unchecked":
+        got = torchweld.leftpad_from_mask(mask, check=False)
+    elif how == "compiled":
+        made = torch.compile(torchweld.leftpad_from_mask, fullgraph=True, backend="aot_eager")
+        got = made(mask)
+    elif device == "cpu":
+        return
+    else:
+        torchweld.leftpad_from_mask(mask, check=False)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = torchweld.leftpad_from_mask(mask)
+        graph.replay()
+    assert got.dtype == torch.int32 and got.tolist() == [2, 0, 4, 3, 4, 4]
+    # Such a sequence gives zeros and has no gradient, whatever it holds.
+    need_kernel("attention", device)
+    q = torch.randn(6, 2, 4, 8, device=device, requires_grad=True)
+    out = torch.ops.torchweld.attention(q, q, q, got, causal=True)
+    (grad,) = torch.autograd.grad(out.sum(), q)
+    assert not out[4:].any() and not grad[4:].any() and out[:2].any()

@@ -29,7 +29,7 @@ c10::TypedOperatorHandle<Signature> find_op(const char* name) {
 inline bool needs_grad(const Tensor& t) {
   return t.defined() && (t.requires_grad() || t._fw_grad(/*level=*/0).defined());
 }
-inline bool needs_grad(const OptionalTensor& t) { return t.has_value() && needs_grad(*t); }
+inline bool needs_grad(const OptionalTensor& t) { return is_given(t) && needs_grad(*t); }
 
 // True where a call must be recorded. Forward-mode gradients count, so that they are refused by
 // autograd's own message instead of being dropped.

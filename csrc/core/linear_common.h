@@ -5,10 +5,10 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/sum.h>
 
 #include "core/activation.h"
 #include "core/check.h"
+#include "core/sum.h"
 
 namespace torchweld {
 
@@ -110,7 +110,7 @@ inline void linear_backward_into(Tensor& dx, Tensor& dweight, Tensor& dbias,
     at::mm_out(out, dz, weight);
   }
   if (wanted[1]) at::mm_out(dweight, dz.t(), x);
-  if (wanted[2]) at::sum_out(dbias, dz, {0});
+  if (wanted[2]) sum_into(dbias, dz, 0);
 }
 
 }  // namespace torchweld

@@ -248,7 +248,7 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
     ctx->save_for_backward({x, weight, z});
     ctx->saved_data["gate"] = gate;
     ctx->saved_data["interleaved"] = interleaved;
-    ctx->saved_data["bias"] = bias.has_value() && bias->requires_grad();
+    ctx->saved_data["bias"] = is_given(bias) && bias->requires_grad();
     ctx->mark_non_differentiable({z});
     ctx->set_materialize_grads(false);
     return {y, z};

@@ -242,7 +242,7 @@ struct LayerNormLinearFunction : torch::autograd::Function<LayerNormLinearFuncti
     ctx->save_for_backward(
         {x, weight, or_undefined(ln_weight), or_undefined(ln_bias), mean, rstd, saved});
     ctx->saved_data["activation"] = activation;
-    ctx->saved_data["bias"] = bias.has_value() && bias->requires_grad();
+    ctx->saved_data["bias"] = is_given(bias) && bias->requires_grad();
     ctx->mark_non_differentiable({preact, mean, rstd});
     ctx->set_materialize_grads(false);
     return {y, preact, mean, rstd};

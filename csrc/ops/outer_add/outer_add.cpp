@@ -4,9 +4,9 @@
 // Sums in fp32 (fp64 for fp64).
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/sum.h>
 
 #include "core/dispatch.h"
+#include "core/sum.h"
 
 #ifdef TORCHWELD_CUDA
 #include "ops/outer_add/outer_add.h"
@@ -43,9 +43,8 @@ Tensor outer_add_cpu(const Tensor& x, const Tensor& y) {
 
 Grads2 outer_add_backward_cpu(const Tensor& dz) {
   auto [dx, dy] = outer_add_backward_meta(dz);
-  if (dz.numel() == 0) return {dx.zero_(), dy.zero_()};
-  at::sum_out(dx, dz, 0);
-  at::sum_out(dy, dz, 1);
+  sum_into(dx, dz, 0);
+  sum_into(dy, dz, 1);
   return {dx, dy};
 }
 

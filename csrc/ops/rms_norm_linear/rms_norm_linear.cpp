@@ -209,7 +209,7 @@ struct RmsNormLinearFunction : torch::autograd::Function<RmsNormLinearFunction> 
     const Tensor saved = saves_preact(act) ? preact : needs_preact(act) ? y : Tensor();
     ctx->save_for_backward({x, weight, or_undefined(norm_weight), rstd, saved});
     ctx->saved_data["activation"] = activation;
-    ctx->saved_data["bias"] = bias.has_value() && bias->requires_grad();
+    ctx->saved_data["bias"] = is_given(bias) && bias->requires_grad();
     ctx->mark_non_differentiable({preact, rstd});
     ctx->set_materialize_grads(false);
     return {y, preact, rstd};

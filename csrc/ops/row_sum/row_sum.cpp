@@ -3,9 +3,9 @@
 //
 // Sums in fp32 (fp64 for fp64), rounded once. n = 0 gives zeros, as in torch.
 #include <ATen/ops/empty.h>
-#include <ATen/ops/sum.h>
 
 #include "core/dispatch.h"
+#include "core/sum.h"
 
 #ifdef TORCHWELD_CUDA
 #include "core/choices.h"
@@ -27,7 +27,8 @@ Tensor row_sum_meta(const Tensor& x) {
 
 Tensor row_sum_cpu(const Tensor& x) {
   Tensor y = row_sum_meta(x);
-  if (y.numel() > 0) at::sum_out(y, x, -1);
+  const int64_t rows = y.numel();
+  if (rows > 0) sum_into(y.view({rows}), x.reshape({rows, x.size(-1)}), 1);
   return y;
 }
 

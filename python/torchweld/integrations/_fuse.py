@@ -23,8 +23,8 @@ def fuse(model: nn.Module, *, sample: Any = None, check: bool = True) -> FuseRep
     ``ln_2 -> mlp.c_fc -> mlp.act`` (both :func:`torchweld.layer_norm_linear`, on the Conv1D weights
     as they are). Parameters, their names, state_dict, optimizers, save_pretrained and config.json
     stay as they were. A place that can't be replaced safely stays stock and is listed with the
-    reason: hooks, LoRA or quantised layers, sharded parameters, mixed dtypes, an activation without
-    a fused form, a device that this build has no kernel for.
+    reason: hooks (accelerate's offloading too), LoRA or quantised layers, sharded parameters, mixed
+    dtypes, an activation without a fused form, a device that this build has no kernel for.
 
     Args:
         model: ``GPT2Model``, ``GPT2LMHeadModel`` or any module that contains one. It may be moved,
@@ -45,7 +45,8 @@ def fuse(model: nn.Module, *, sample: Any = None, check: bool = True) -> FuseRep
     Limits:
         A fused LayerNorm or MLP is only right inside its block: called alone, ``ln_2`` returns its
         input and ``mlp`` starts with ``ln_2``. Hooks added to them later make that block run stock.
-        Attention dropout above 0 makes training steps use torch's SDPA.
+        Attention dropout above 0 makes training steps use torch's SDPA, and calls that ask for
+        attention weights use GPT-2's eager attention.
     """
     _library.require()
     gpt2 = _gpt2_module()
@@ -188,16 +189,15 @@ class _Probes:
         # A quantised layer computes in the dtype of what it is fed, not of its integer weights.
         floating = [p for p in attn.parameters() if p.is_floating_point()]
         weight = floating[0] if floating else base.wte.weight
+        device = _device(attn, weight)
         dim = attn.head_dim
 
         def call() -> Tensor:
-            q = torch.zeros(
-                1, 1, 2, dim, device=weight.device, dtype=weight.dtype, requires_grad=True
-            )
-            pad = torch.zeros(1, dtype=torch.int32, device=weight.device)
+            q = torch.zeros(1, 1, 2, dim, device=device, dtype=weight.dtype, requires_grad=True)
+            pad = torch.zeros(1, dtype=torch.int32, device=device)
             return _library.ops.attention(q, q, q, pad, causal=True)
 
-        return self._run((_ATTENTION, weight.device, weight.dtype, dim), call)
+        return self._run((_ATTENTION, device, weight.dtype, dim), call)
 
     def _run(self, key: Any, call: Any) -> str | None:
         if key not in self._seen:
@@ -212,6 +212,17 @@ class _Probes:
                     text = str(error).strip().splitlines()
                     self._seen[key] = text[0] if text else type(error).__name__
         return self._seen[key]
+
+
+def _device(module: nn.Module, parameter: Tensor) -> torch.device:
+    """Where a module computes: where accelerate brings what it offloaded, else where that lies."""
+    for part in module.modules():
+        hook = getattr(part, "_hf_hook", None)
+        for each in getattr(hook, "hooks", (hook,)):
+            device = getattr(each, "execution_device", None)
+            if device is not None:
+                return torch.device(device)
+    return parameter.device
 
 
 def _no_autocast(device: torch.device) -> Any:
@@ -255,7 +266,7 @@ class _Sample:
 
 
 def _default_batch(base: Any) -> dict[str, Tensor]:
-    config, device = base.config, base.wte.weight.device
+    config, device = base.config, _device(base.wte, base.wte.weight)
     length = min(16, config.n_positions)
     ids = torch.randint(config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
     mask = torch.ones(2, length, dtype=torch.int64)

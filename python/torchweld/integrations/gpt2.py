@@ -7,8 +7,9 @@ attribute, not a submodule: no parameter moves, and state_dict, optimizer and fi
 difference. Swapping ``__class__`` instead of binding functions keeps deepcopy and pickle whole:
 the site is copied along with the modules it names.
 
-Every forward asks the site whether the fusion still holds. A hook that was added after ``fuse``, a
-replaced layer (LoRA) or a DataParallel replica makes *both* modules behave as stock again.
+Every forward asks the site whether the fusion still holds. A hook that was added after ``fuse``
+(accelerate's offloading too), a replaced layer (LoRA) or a DataParallel replica makes *both*
+modules behave as stock again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from transformers import activations
 from transformers.models.gpt2.modeling_gpt2 import (
     GPT2MLP,
@@ -28,14 +30,24 @@ from transformers.models.gpt2.modeling_gpt2 import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from .hf_attention import NAME, register_attention
+from .hf_attention import NAME, records_weights, register_attention
 
 # Copied or unpickled models look the attention up by name: importing this module is enough.
 register_attention()
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether a hook would see values that the fusion changes or never computes."""
+    """Whether something of somebody else's runs with a module.
+
+    It would see values that the fusion changes or never computes; or it is what brings the
+    module's parameters to the device and takes them away again, as accelerate's offloading does,
+    and another module must not read them.
+    """
+    forward = vars(module).get("forward")
+    if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
+        return True  # accelerate wraps forward on the instance
+    if _has_any_global_hook():
+        return True
     if not (
         module._forward_hooks
         or module._forward_pre_hooks
@@ -107,14 +119,24 @@ class Site:
         )
 
 
+# NOTE: a wrapped forward outlives unfuse in whoever wrapped it. So these forwards take a module of
+# the stock class too, and name the stock forward: super() would not.
+
+
+def _site(module: nn.Module) -> Site | None:
+    """The site that a module works for, where the fusion holds."""
+    site = vars(module).get("_torchweld_site")
+    return site if site is not None and site.holds() else None
+
+
 class PassThroughLayerNorm(nn.LayerNorm):
     """A LayerNorm whose work is done by the layer that follows it."""
 
     def forward(self, input: Tensor) -> Tensor:
-        site = self._torchweld_site
-        if site.norm is self and site.holds():
+        site = _site(self)
+        if site is not None and site.norm is self:
             return input
-        return super().forward(input)
+        return nn.LayerNorm.forward(self, input)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ", computed by the next layer"
@@ -124,10 +146,10 @@ class LayerNormConv1D(Conv1D):
     """``c_attn`` with ``ln_1`` in front of it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        site = self._torchweld_site
-        if site.linear is self and site.holds():
+        site = _site(self)
+        if site is not None and site.linear is self:
             return site.apply(x)
-        return super().forward(x)
+        return Conv1D.forward(self, x)
 
     def __repr__(self) -> str:
         return f"LayerNormConv1D(nf={self.nf}, nx={self.nx})"
@@ -137,9 +159,9 @@ class LayerNormMLP(GPT2MLP):
     """GPT-2's MLP with ``ln_2`` in front of it and the activation inside the first matmul."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        site = self._torchweld_site
-        if site.owner is not self or not site.holds():
-            return super().forward(hidden_states)
+        site = _site(self)
+        if site is None or site.owner is not self:
+            return GPT2MLP.forward(self, hidden_states)
         return self.dropout(self.c_proj(site.apply(hidden_states)))
 
 
@@ -215,7 +237,9 @@ def refusal(site: Site) -> str | None:
             "(LoRA, quantised or otherwise replaced)"
         )
     for name, module in site.members():
-        if "forward" in vars(module) or hasattr(module, "_hf_hook"):
+        if hasattr(module, "_hf_hook"):
+            return f"{name} has accelerate's hooks, which move its parameters"
+        if "forward" in vars(module):
             return f"{name}.forward was replaced on the instance"
         if hooked(module):
             return f"{name} has hooks, which would see other values"
@@ -300,6 +324,11 @@ def attention_refusal(base: GPT2Model) -> str | None:
         )
     if getattr(base.config, "output_attentions", False):
         return "config.output_attentions is on, and torchweld has no attention weights to return"
+    if implementation == "eager" and not records_weights():
+        return (
+            "it is eager and returns attention weights when asked; this version of transformers "
+            "doesn't say when (a newer one does)"
+        )
     for index, block in enumerate(base.h):
         if not isinstance(block, GPT2Block):
             return f"h.{index} is {_class(block)}, not transformers' GPT2Block"

@@ -1,31 +1,15 @@
 """``attn_implementation="torchweld"`` for Hugging Face transformers.
 
-Two functions are registered, and they belong together:
-
-* the *mask function* runs once per forward pass. Where the pattern is plain causal it returns
-  ``leftpad``, an int32 ``(batch,)`` tensor on the device, or None when nothing is padded by
-  construction. Everything else gets the mask that ``sdpa`` would get.
-* the *attention function* runs once per layer. With ``leftpad`` or None it calls
-  ``torch.ops.torchweld.attention``; with a 4-D mask it calls transformers' SDPA path, and says so
-  once per reason.
-
-Which of the two is taken never depends on mask values that live on an accelerator, so no forward
-pass waits for the device. What that means for a 2-D ``attention_mask``:
-
-========================  =======================  ==========================================
-rows of the mask          on the CPU               on a GPU, or while compiling
-========================  =======================  ==========================================
-0..0 1..1 (left padding)  leftpad                  leftpad
-1..1 0..0, 0..0 1..1 0..0 sdpa                     leftpad: equal at every real token (a causal
-                                                   row never sees the pads on its right);
-                                                   outputs at the pads differ
-1..0..1 (holes)           sdpa                     refused by a device-side assertion, because
-                                                   leftpad would be silently wrong
-========================  =======================  ==========================================
+Two functions are registered, and they belong together: the *mask function* (:mod:`.hf_mask`) runs
+once per forward pass and decides which path the layers take; the *attention function* runs once per
+layer. With ``leftpad`` or no mask it calls ``torch.ops.torchweld.attention``; with a 4-D mask it
+calls transformers' SDPA path, and says so once per reason. Where attention weights are asked for,
+which neither of the two can give, it calls the model's own eager attention.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -33,142 +17,100 @@ import torch
 from torch import Tensor
 
 from torchweld import _library
-from torchweld.ops.leftpad import leftpad_from_mask
+
+try:
+    # Says what a forward pass records. Older versions of transformers pass output_attentions on.
+    from transformers.utils.output_capturing import _active_collector as _collector
+except ImportError:
+    _collector = None
 
 NAME = "torchweld"
 
-_HOLES = (
-    "torchweld: attention_mask has a row with padding between tokens, which "
-    'attn_implementation="torchweld" cannot express on this device; pad on the left, or use '
-    'attn_implementation="sdpa"'
-)
+# Arguments of models whose result neither torchweld's op nor SDPA gives, and what they are.
+_UNSERVED = {
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "softcap": "soft-capped scores",
+    "indices": "keys chosen for each query",
+    "block_indices": "blocks of keys chosen for each query",
+}
 
 _warned: set[str] = set()
 
 
 @torch.compiler.assume_constant_result
-def _warn_once(reason: str) -> bool:
+def _warn_once(reason: str, instead: str = "torch's scaled_dot_product_attention") -> bool:
     # Under torch.compile this runs while tracing, so a compiled model warns as well.
     if reason in _warned:
         return False
     _warned.add(reason)
     warnings.warn(
-        f"torchweld: {reason}; such calls use torch's scaled_dot_product_attention instead of "
-        "torchweld::attention (said once)",
+        f"torchweld: {reason}; such calls use {instead} instead of torchweld::attention (said "
+        "once)",
         stacklevel=3,
     )
     return True
 
 
-def _values_are_free(mask: Tensor) -> bool:
-    """Whether reading the mask's values costs no wait and breaks no trace."""
-    return (
-        mask.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and type(mask) is Tensor
-    )
+def records_weights() -> bool:
+    """Whether this transformers tells an attention function that its weights are recorded."""
+    return _collector is not None
 
 
-def _is_left_padded(mask: Tensor) -> bool:
-    return bool((mask[:, 1:] >= mask[:, :-1]).all())
+def _weights_are_wanted(kwargs: dict[str, Any]) -> bool:
+    if kwargs.get("output_attentions"):
+        return True
+    if _collector is None:
+        return False
+    # A ContextVar can't be traced; transformers keeps a plain variable beside it for torch.compile.
+    wanted = _collector.global_var if torch.compiler.is_compiling() else _collector.get()
+    return wanted is not None and any(key.endswith("attentions") for key in wanted)
 
 
-def _assert_no_holes(mask: Tensor) -> None:
-    starts = mask[:, :1].sum(-1) + (mask[:, 1:] & ~mask[:, :-1]).sum(-1)
-    torch._assert_async((starts <= 1).all(), _HOLES)
-
-
-def attention_mask(
-    batch_size: int,
-    q_length: int | None = None,
-    kv_length: int = 0,
-    q_offset: int | Tensor | None = None,
-    kv_offset: int = 0,
-    mask_function: Any = None,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    **kwargs: Any,
+def _dense_mask(
+    attention_mask: Tensor | None, query: Tensor, seqlen_k: int, causal: bool
 ) -> Tensor | None:
-    """Left pads where the pattern is plain causal, else the mask of ``sdpa``.
-
-    Args:
-        batch_size: Sequences in the batch.
-        q_length: Query rows; versions that pass ``cache_position`` instead may leave it out.
-        kv_length: Keys that the attention will see.
-        q_offset: Position of the first query row. A tensor means a static cache.
-        kv_offset: Position of the first key.
-        mask_function: transformers' description of the pattern.
-        attention_mask: 2-D mask ``(batch, positions)``, true at tokens, or None.
-        local_size: Window or chunk size of a local pattern.
-        allow_is_causal_skip: False when the caller needs a materialised mask.
-        **kwargs: Handed to ``sdpa_mask``.
-
-    Returns:
-        int32 ``(batch,)`` left pads, or None (no padding, queries and keys end together), or the
-        bool 4-D mask of ``sdpa``.
-    """
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
-
-    if mask_function is None:
-        mask_function = causal_mask_function
-    cache_position = kwargs.get("cache_position")
-    if q_length is None:
-        q_length = cache_position.shape[0]
-    end = kv_offset + kv_length  # one past the last key's position
-
-    # A window that is wider than the whole context hides nothing: transformers itself skips it.
-    plain = allow_is_causal_skip and (
-        mask_function is causal_mask_function or (local_size is not None and kv_length < local_size)
-    )
-    if isinstance(q_offset, Tensor) or (q_offset is not None and q_offset + q_length != end):
-        reason = "a static cache holds keys beyond the last token"
-    elif not plain:
-        reason = "the mask is not plain causal (window, packed sequences, encoder or custom)"
-    elif q_offset is None and attention_mask is None and q_length != kv_length:
-        reason = "the position of the queries among the keys is not known"
-    elif attention_mask is None:
-        # Equal lengths, or one query that sees everything: nothing to say. Else bottom-right
-        # causal, which None would not mean to transformers: zero pads do.
-        if q_length == kv_length or q_length == 1:
+    """What eager attention adds to the scores; None where every query sees every key."""
+    seqlen_q = query.shape[2]
+    if attention_mask is None:
+        if not causal or seqlen_q == 1:
             return None
-        device = kwargs.get("device")
-        return torch.zeros(batch_size, dtype=torch.int32, device=device)
-    elif attention_mask.dim() != 2 or attention_mask.shape[-1] < end:
-        reason = "a static cache holds keys beyond the last token"
+        # Aligned at the top left, as SDPA takes a missing mask.
+        key = torch.arange(seqlen_k, device=query.device)
+        visible = (key <= key[:seqlen_q, None])[None, None]
+    elif attention_mask.dim() == 1:
+        from .hf_mask import causal_mask
+
+        visible = causal_mask(attention_mask, seqlen_q, seqlen_k)
+    elif attention_mask.dtype != torch.bool:
+        return attention_mask
     else:
-        visible = attention_mask[:, kv_offset:end].to(torch.bool)
-        if not _values_are_free(visible):
-            if visible.device.type != "meta":
-                _assert_no_holes(visible)
-            return leftpad_from_mask(visible)
-        if _is_left_padded(visible):
-            return leftpad_from_mask(visible)
-        reason = "attention_mask is not left padding (zeros, then ones, in every row)"
-
-    mask = sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=0 if q_offset is None else q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip,
-        **kwargs,
-    )
-    if mask is not None and not torch.compiler.is_compiling():
-        mask.torchweld_reason = reason
-    return mask
+        visible = attention_mask
+    hidden = torch.finfo(query.dtype).min
+    return torch.zeros((), dtype=query.dtype, device=query.device).where(visible, hidden)
 
 
-def _dense_mask(leftpad: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """The bool mask ``(batch, 1, seqlen_q, seqlen_k)`` that ``leftpad`` stands for."""
-    key = torch.arange(seqlen_k, device=leftpad.device)
-    row = torch.arange(seqlen_q, device=leftpad.device) + (seqlen_k - seqlen_q)
-    return (key <= row[:, None]) & (key >= leftpad[:, None, None, None])
+def _eager_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """The model's own attention that returns weights."""
+    if getattr(module, "reorder_and_upcast_attn", False):  # GPT-2's second eager form
+        return module._upcast_and_reordered_attn(query, key, value, mask)
+    homes = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
+    found = (getattr(home, "eager_attention_forward", None) for home in homes)
+    eager = next((function for function in found if function is not None), None)
+    if eager is None:
+        raise ValueError(
+            f'attn_implementation="torchweld" has no attention weights to return, and '
+            f"{type(module).__name__} has no eager attention of its own to ask; use "
+            'attn_implementation="eager" for output_attentions=True'
+        )
+    return eager(module, query, key, value, mask, **kwargs)
 
 
 def attention_forward(
@@ -182,7 +124,7 @@ def attention_forward(
     scaling: float | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention of one layer through ``torch.ops.torchweld.attention``.
 
     Args:
@@ -190,24 +132,26 @@ def attention_forward(
         query: ``(batch, nheads, seqlen_q, head_dim)``, any strides.
         key: ``(batch, nheads_kv, seqlen_k, head_dim)``, heads not repeated.
         value: ``(batch, nheads_kv, seqlen_k, head_dim_v)``.
-        attention_mask: What :func:`attention_mask` returned, or a 4-D mask.
+        attention_mask: What :func:`.hf_mask.attention_mask` returned, or a 4-D mask.
         dropout: Dropout probability of the attention weights; above 0 SDPA is used.
         scaling: Factor of the scores, head_dim^-0.5 by default.
         is_causal: Overrides ``module.is_causal``.
         **kwargs: Other features of transformers; those that change the result take SDPA.
 
     Returns:
-        ``(batch, seqlen_q, nheads, head_dim_v)`` and None (there are no attention weights).
+        ``(batch, seqlen_q, nheads, head_dim_v)``, and the attention weights where they are asked
+        for (``output_attentions=True``), else None.
 
     Raises:
         NotImplementedError: The build has no attention kernel for the device.
-        ValueError: The model needs attention sinks or soft-capped scores; neither path has them.
+        ValueError: The model needs what no path has (attention sinks, soft-capped scores, keys
+            chosen for each query), or weights are asked for and the model has no eager attention.
     """
-    for name in ("s_aux", "softcap"):
+    for name, what in _UNSERVED.items():
         if kwargs.get(name) is not None:
             raise ValueError(
-                f'attn_implementation="torchweld" has no {name} (attention sinks, soft-capped '
-                'scores); use attn_implementation="eager" for this model'
+                f'attn_implementation="torchweld" has no {name} ({what}); use '
+                'attn_implementation="eager" for this model'
             )
     leftpad = None
     reason = None
@@ -215,11 +159,22 @@ def attention_forward(
         if attention_mask.dim() == 1 and attention_mask.dtype == torch.int32:
             leftpad = attention_mask.to(query.device)
         else:
-            reason = getattr(attention_mask, "torchweld_reason", "the attention mask is 4-D")
+            reason = getattr(
+                attention_mask,
+                "torchweld_reason",
+                "the attention mask is 4-D (given so, or made so under torch.compile)",
+            )
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     causal = True if leftpad is not None else is_causal
     if causal is None:
         causal = bool(getattr(module, "is_causal", True))
+
+    if _weights_are_wanted(kwargs):
+        _warn_once("attention weights are asked for", instead="the model's eager attention")
+        mask = _dense_mask(attention_mask if leftpad is None else leftpad, query, seqlen_k, causal)
+        return _eager_attention(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+        )
 
     if reason is None:
         if dropout > 0.0:
@@ -234,8 +189,10 @@ def attention_forward(
         _warn_once(reason)
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+        from .hf_mask import causal_mask
+
         if leftpad is not None:
-            attention_mask = _dense_mask(leftpad, seqlen_q, seqlen_k)
+            attention_mask = causal_mask(leftpad, seqlen_q, seqlen_k)
         return sdpa_attention_forward(
             module,
             query,
@@ -260,7 +217,8 @@ def register_attention() -> None:
     """Makes ``attn_implementation="torchweld"`` known to transformers.
 
     Registers the attention function and the mask function: without the second one transformers
-    would hand every layer no mask at all. Calling it again changes nothing.
+    would hand every layer no mask at all. Classes that would not use the two together are refused
+    when they are built with this name, and again when they run. Calling it again changes nothing.
 
     Raises:
         ImportError: transformers is missing or older than its AttentionMaskInterface.
@@ -274,5 +232,9 @@ def register_attention() -> None:
             "torchweld.integrations needs transformers 5.0 or newer; "
             "install it with `pip install transformers`"
         ) from error
+    from .hf_mask import attention_mask
+    from .hf_models import refuse_at_construction
+
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
+    refuse_at_construction()

@@ -53,9 +53,11 @@ class LayerNormLinear(nn.Module):
     Args:
         in_features: K.
         out_features: N.
-        bias: biases of both parts.
+        bias: of the linear layer.
         eps: of the LayerNorm.
         activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
+        ln_affine: whether the LayerNorm has parameters (`elementwise_affine` of `nn.LayerNorm`).
+        ln_bias: whether they include a bias (`bias` of `nn.LayerNorm`).
     """
 
     __constants__ = ["in_features", "out_features", "eps", "activation"]
@@ -69,6 +71,9 @@ class LayerNormLinear(nn.Module):
         activation: str = "none",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        ln_affine: bool = True,
+        ln_bias: bool = True,
     ) -> None:
         super().__init__()
         require()
@@ -77,7 +82,7 @@ class LayerNormLinear(nn.Module):
         self.eps = eps
         self.activation = check_activation(activation, "LayerNormLinear")
         linear = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        norm = nn.LayerNorm(in_features, eps=eps, bias=bias, device=device, dtype=dtype)
+        norm = nn.LayerNorm(in_features, eps, ln_affine, ln_bias, device=device, dtype=dtype)
         self.weight = linear.weight
         self.register_parameter("bias", linear.bias)
         self.ln_weight: nn.Parameter | None
@@ -104,9 +109,12 @@ class LayerNormLinear(nn.Module):
         new = cls(
             linear.in_features,
             linear.out_features,
+            bias=linear.bias is not None,
             eps=norm.eps,
             activation=name,
             device="meta",
+            ln_affine=norm.weight is not None,
+            ln_bias=norm.bias is not None,
         )
         new.weight, new.bias = linear.weight, linear.bias
         new.ln_weight, new.ln_bias = norm.weight, norm.bias
@@ -114,8 +122,10 @@ class LayerNormLinear(nn.Module):
 
     def to_torch(self) -> nn.Sequential:
         """`nn.Sequential(LayerNorm, Linear, activation)` that shares the parameters."""
-        norm = nn.LayerNorm(self.in_features, eps=self.eps, device="meta")
-        linear = nn.Linear(self.in_features, self.out_features, device="meta")
+        affine, shifted = self.ln_weight is not None, self.ln_bias is not None
+        norm = nn.LayerNorm(self.in_features, self.eps, affine, shifted, device="meta")
+        biased = self.bias is not None
+        linear = nn.Linear(self.in_features, self.out_features, biased, device="meta")
         norm.weight, norm.bias = self.ln_weight, self.ln_bias
         linear.weight, linear.bias = self.weight, self.bias
         return nn.Sequential(norm, linear, activation_module(self.activation)).train(self.training)
@@ -139,5 +149,6 @@ class LayerNormLinear(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, eps={self.eps}, activation={self.activation!r}"
+            f"bias={self.bias is not None}, eps={self.eps}, activation={self.activation!r}, "
+            f"ln_affine={self.ln_weight is not None}, ln_bias={self.ln_bias is not None}"
         )

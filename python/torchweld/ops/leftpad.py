@@ -6,26 +6,56 @@ import torch
 from torch import Tensor
 
 
-def leftpad_from_mask(attention_mask: Tensor) -> Tensor:
+def leftpad_from_mask(attention_mask: Tensor, *, check: bool = True) -> Tensor:
     """How many positions at the start of each sequence are padding.
 
     Args:
         attention_mask: `(batch, seqlen)` of 0 (padding) and 1 (token), any integer, bool or
             floating dtype, with every row's zeros before its ones.
+        check: Whether to read back if that is so. On CUDA the host then waits for the mask;
+            False never waits.
 
     Returns:
-        int32 `(batch,)` on the mask's device, computed there: no host synchronisation. A row
-        without a token gives seqlen.
+        int32 `(batch,)` on the mask's device. A row without a token gives seqlen.
+
+        Where nothing is read back (`check=False`, torch.compile, export, tracing, CUDA graph
+        capture), a row with zeros behind a one gives seqlen too: the whole sequence then counts as
+        padding, its results and gradients are 0, and the other sequences stay right.
 
     Raises:
-        ValueError: the mask is not two-dimensional.
-
-    Limits: only the first token of a row is looked for; zeros after it are not seen.
+        ValueError: the mask is not two-dimensional, or a row has zeros behind a one.
     """
     if attention_mask.dim() != 2:
         raise ValueError(
             "leftpad_from_mask: attention_mask must be (batch, seqlen), but got "
             f"{tuple(attention_mask.shape)}"
         )
-    tokens_so_far = (attention_mask != 0).cumsum(1)
-    return (tokens_so_far == 0).sum(1, dtype=torch.int32)
+    tokens = attention_mask != 0
+    wrong = (tokens[:, :-1] & ~tokens[:, 1:]).any(1)
+    if check and is_readable(tokens):
+        rows = wrong.nonzero().flatten().tolist()
+        if rows:
+            raise ValueError(
+                "leftpad_from_mask: attention_mask must have every row's zeros before its ones, "
+                f"but got zeros behind a one in {_rows(rows)}; pad on the left"
+            )
+    return before_first_token(tokens).masked_fill(wrong, tokens.shape[1])
+
+
+def before_first_token(tokens: Tensor) -> Tensor:
+    """int32 `(batch,)`: the positions before each row's first true, seqlen where there is none."""
+    return (tokens.cumsum(1) == 0).sum(1, dtype=torch.int32)
+
+
+def is_readable(t: Tensor) -> bool:
+    """Whether the host can read a tensor's values here. On CUDA it waits for them."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if type(t) is not Tensor or t.device.type == "meta":  # fake tensors are subclasses
+        return False
+    return not (t.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def _rows(rows: list[int]) -> str:
+    shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
+    return f"row{'s' if len(rows) > 1 else ''} {shown}"

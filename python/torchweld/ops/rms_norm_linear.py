@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
@@ -51,6 +53,7 @@ class RMSNormLinear(nn.Module):
         bias: bias of the linear part.
         eps: of the RMSNorm.
         activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
+        norm_affine: whether the RMSNorm has a weight (`elementwise_affine` of `nn.RMSNorm`).
     """
 
     __constants__ = ["in_features", "out_features", "eps", "activation"]
@@ -64,6 +67,8 @@ class RMSNormLinear(nn.Module):
         activation: str = "none",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        norm_affine: bool = True,
     ) -> None:
         super().__init__()
         require()
@@ -75,36 +80,47 @@ class RMSNormLinear(nn.Module):
         self.weight = linear.weight
         self.register_parameter("bias", linear.bias)
         self.norm_weight: nn.Parameter | None
-        self.register_parameter(
-            "norm_weight", nn.Parameter(torch.ones(in_features, device=device, dtype=dtype))
-        )
+        norm = nn.RMSNorm(in_features, elementwise_affine=norm_affine, device=device, dtype=dtype)
+        self.register_parameter("norm_weight", norm.weight)
 
     @classmethod
     def from_torch(cls, module: nn.Sequential) -> RMSNormLinear:
-        """From `nn.Sequential(RMSNorm, Linear[, activation])`; shares its parameters."""
+        """From `nn.Sequential(RMSNorm, Linear[, activation])`; shares its parameters.
+
+        RMSNorm is `nn.RMSNorm` or a class of Hugging Face's that computes the same (LlamaRMSNorm
+        and its many kin). Those round the normalised row to its dtype before the weight; here it
+        is rounded once.
+
+        Raises:
+            ValueError: other parts, or an RMSNorm of another formula, such as Gemma's, which scales
+                by 1 + weight.
+        """
         parts = list(module)
-        if (
-            len(parts) not in (2, 3)
-            or not isinstance(parts[0], nn.RMSNorm)
-            or not isinstance(parts[1], nn.Linear)
-            or tuple(parts[0].normalized_shape) != (parts[1].in_features,)
-        ):
+        eps = _eps_of(parts[0], parts[1]) if len(parts) in (2, 3) else None
+        if eps is None:
             raise ValueError(
                 "RMSNormLinear.from_torch: module must be nn.Sequential(RMSNorm((K,)), "
                 f"Linear(K, N)[, activation]), but got {module}"
             )
         norm, linear = parts[0], parts[1]
         name = activation_name(parts[2] if len(parts) == 3 else None, "RMSNormLinear.from_torch")
-        # nn.RMSNorm's eps=None means the machine epsilon of the input's dtype.
-        eps = norm.eps if norm.eps is not None else torch.finfo(linear.weight.dtype).eps
-        new = cls(linear.in_features, linear.out_features, eps=eps, activation=name, device="meta")
+        new = cls(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            eps=eps,
+            activation=name,
+            device="meta",
+            norm_affine=norm.weight is not None,
+        )
         new.weight, new.bias, new.norm_weight = linear.weight, linear.bias, norm.weight
         return new.train(module.training)
 
     def to_torch(self) -> nn.Sequential:
         """`nn.Sequential(RMSNorm, Linear, activation)` that shares the parameters."""
-        norm = nn.RMSNorm(self.in_features, eps=self.eps, device="meta")
-        linear = nn.Linear(self.in_features, self.out_features, device="meta")
+        affine, biased = self.norm_weight is not None, self.bias is not None
+        norm = nn.RMSNorm(self.in_features, self.eps, affine, device="meta")
+        linear = nn.Linear(self.in_features, self.out_features, biased, device="meta")
         norm.weight = self.norm_weight
         linear.weight, linear.bias = self.weight, self.bias
         return nn.Sequential(norm, linear, activation_module(self.activation)).train(self.training)
@@ -122,5 +138,52 @@ class RMSNormLinear(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, eps={self.eps}, activation={self.activation!r}"
+            f"bias={self.bias is not None}, eps={self.eps}, activation={self.activation!r}, "
+            f"norm_affine={self.norm_weight is not None}"
         )
+
+
+def _eps_of(norm: nn.Module, linear: nn.Module) -> float | None:
+    """The eps of an RMSNorm in front of a linear layer; None where they are not that."""
+    if not isinstance(linear, nn.Linear):
+        return None
+    if isinstance(norm, nn.RMSNorm):
+        if tuple(norm.normalized_shape) != (linear.in_features,):
+            return None
+        # nn.RMSNorm's eps=None means the machine epsilon of the input's dtype.
+        return norm.eps if norm.eps is not None else torch.finfo(linear.weight.dtype).eps
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    weight = norm._parameters.get("weight")
+    if not isinstance(eps, float) or weight is None or weight.shape != (linear.in_features,):
+        return None
+    offset = _weight_offset(norm, eps)
+    if offset == 1:
+        raise ValueError(
+            "RMSNormLinear.from_torch: the RMSNorm must scale by weight, but got "
+            f"{type(norm).__name__}, which scales by 1 + weight"
+        )
+    return None if offset is None else eps
+
+
+def _weight_offset(norm: nn.Module, eps: float) -> int | None:
+    """Whether an RMSNorm scales by weight (0) or 1 + weight (1); None where it does neither.
+
+    A copy of the module is asked: what classes of the same attributes compute is not written on
+    them.
+    """
+    with torch.device("cpu"), torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        copied = copy.deepcopy(norm).to_empty(device="cpu").float().eval()
+        weight = torch.randn(copied.weight.shape, generator=generator)
+        # Values of eps's own size, so that an eps in another place shows.
+        x = torch.randn(2, weight.numel(), generator=generator) * max(eps, 1e-12) ** 0.5
+        copied.weight.copy_(weight)
+        try:
+            out = copied(x)
+        except Exception:  # somebody else's forward, which may want other arguments
+            return None
+        for offset in (0, 1):
+            expected = nn.functional.rms_norm(x, weight.shape, weight + offset, eps)
+            if out.shape == x.shape and torch.allclose(out, expected, rtol=1e-4, atol=1e-5):
+                return offset
+    return None

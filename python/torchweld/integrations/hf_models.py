@@ -1,0 +1,107 @@
+"""Which transformers classes ``attn_implementation="torchweld"`` serves.
+
+A class must take its attention from transformers' ``AttentionInterface``: only then does what the
+mask function returns meet the attention function. It must support ``sdpa`` too, because that is
+where every call goes that torchweld's op can't do. transformers asks the same two questions before
+it switches a class to ``sdpa``.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .hf_attention import NAME
+
+
+def refusal(cls: type[PreTrainedModel]) -> str | None:
+    """One sentence that says why a class is not served, or None."""
+    reason = _reason(cls)
+    return None if reason is None else _sentence(cls.__name__, reason)
+
+
+def check_config(config_class: type) -> None:
+    """Raises where the model that is running, known by its config alone, is not served.
+
+    Raises:
+        ValueError: no class of this config is served.
+    """
+    text = _refusal_of_config(config_class)
+    if text is not None:
+        raise ValueError(text)
+
+
+def _sentence(who: str, reason: str) -> str:
+    return (
+        f'torchweld: attn_implementation must be "eager" for {who}, but got "{NAME}"; it {reason}'
+    )
+
+
+def _reason(cls: type[PreTrainedModel]) -> str | None:
+    # transformers reads a class's source file; what was typed into a notebook has none, and is
+    # what its parent is.
+    written = next(
+        base
+        for base in cls.__mro__
+        if issubclass(base, PreTrainedModel) and hasattr(sys.modules[base.__module__], "__file__")
+    )
+    if written is PreTrainedModel:
+        return "has no source file that shows where it takes its attention from"
+    if not written._can_set_attn_implementation():
+        return "does not take its attention from transformers' AttentionInterface"
+    if not cls._supports_sdpa:
+        return 'does not support "sdpa", which torchweld falls back to'
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _refusal_of_config(config_class: type) -> str | None:
+    return _cached_refusal(config_class)
+
+
+@functools.cache
+def _cached_refusal(config_class: type) -> str | None:
+    # One served class is enough: a class of somebody else's may share the config, and it has
+    # passed the check at its construction.
+    reasons = [
+        _reason(cls)
+        for cls in _subclasses(PreTrainedModel)
+        if getattr(cls, "config_class", None) is config_class
+    ]
+    if not reasons or None in reasons:
+        return None
+    return _sentence(f"a model of {config_class.__name__}", reasons[0])
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    for below in cls.__subclasses__():
+        yield below
+        yield from _subclasses(below)
+
+
+def refuse_at_construction() -> None:
+    """Makes transformers refuse a class that is not served before it allocates anything.
+
+    transformers checks no class against an implementation that was registered: some would die with
+    a KeyError while they are built, others run without a causal mask.
+    """
+    stock = PreTrainedModel.get_correct_attn_implementation
+    if hasattr(stock, "_torchweld"):
+        return
+
+    @functools.wraps(stock)
+    def get_correct_attn_implementation(
+        self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any
+    ) -> str:
+        reason = refusal(type(self)) if requested_attention == NAME else None
+        if reason is not None:
+            raise ValueError(reason)
+        return stock(self, requested_attention, *args, **kwargs)
+
+    get_correct_attn_implementation._torchweld = True
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation

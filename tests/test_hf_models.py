@@ -1,0 +1,114 @@
+"""attn_implementation="torchweld" on every causal language model of transformers: it gives what
+eager attention gives, or is refused in one sentence.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+
+from tiny_models import VOCAB, causal_models, tiny_model  # noqa: E402
+from torchweld.integrations import hf_models, register_attention  # noqa: E402
+
+register_attention()
+
+LENGTH = 9
+# First token and number of tokens of each row; None: no mask is given.
+BATCHES = {
+    "no mask": None,
+    "left and right padding": [(0, 9), (3, 6), (7, 2), (0, 4)],
+}
+
+# Model types that can't be built tiny, and why.
+UNBUILT = {
+    "blt": "bytes are grouped into patches by a second model",
+    "dots3_note": "its config is not read back; dots3_note_text has the class",
+    "gemma3n": "needs timm; gemma3n_text has the attention",
+    "gemma4_assistant": "shares the keys of another model",
+    "gemma4_unified_assistant": "shares the keys of another model",
+    "musicgen": "input_ids are the tokens of several codebooks",
+    "musicgen_melody": "input_ids are the tokens of several codebooks",
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # nothing here is worth a second one
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch.set_num_threads(before)
+
+
+def build(kind: str, name: str, implementation: str) -> nn.Module:
+    torch.manual_seed(0)
+    return tiny_model(kind, name, implementation).float().eval()
+
+
+def inputs(rows: list[tuple[int, int]] | None) -> tuple[dict[str, Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    count = 2 if rows is None else len(rows)
+    ids = torch.randint(3, VOCAB, (count, LENGTH), generator=generator)
+    tokens = torch.ones(count, LENGTH, dtype=torch.bool)
+    if rows is None:
+        return {"input_ids": ids}, tokens
+    position = torch.arange(LENGTH)
+    for row, (first, length) in enumerate(rows):
+        tokens[row] = (position >= first) & (position < first + length)
+    return {"input_ids": ids.where(tokens, 0), "attention_mask": tokens.long()}, tokens
+
+
+def logits(model: nn.Module, values: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        return model(**values, use_cache=False).logits
+
+
+def assert_equal_to_eager(ours: nn.Module, stock: nn.Module) -> None:
+    for batch, rows in BATCHES.items():
+        values, tokens = inputs(rows)
+        want = logits(stock, values)[tokens]
+        torch.testing.assert_close(
+            logits(ours, values)[tokens],
+            want,
+            rtol=0,
+            atol=1e-4 * want.abs().max().item(),
+            msg=lambda text, batch=batch: f"{batch}: {text}",
+        )
+
+
+@pytest.mark.parametrize(("kind", "name"), causal_models(), ids=lambda v: v)
+def test_equals_eager_or_is_refused(kind, name):
+    if kind in UNBUILT:
+        pytest.skip(f"can't be built tiny: {UNBUILT[kind]}")
+    stock = build(kind, name, "eager")
+    for parameter in stock.parameters():
+        if parameter.dim() == 2:  # with the usual 0.02 every key counts the same
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    refusal = hf_models.refusal(type(stock))
+    if refusal is not None:
+        with pytest.raises(ValueError, match="attn_implementation must be") as error:
+            build(kind, name, "torchweld")
+        assert str(error.value) == refusal and "\n" not in refusal
+        # Neither does it run where the name gets in by another way.
+        stock.config._attn_implementation_internal = "torchweld"
+        try:
+            ours = stock
+            stock = build(kind, name, "eager")
+            stock.load_state_dict(ours.state_dict())
+            assert_equal_to_eager(ours, stock)
+        except ValueError as error:
+            assert str(error).partition(";")[2] == refusal.partition(";")[2]
+        return
+    ours = build(kind, name, "torchweld")
+    ours.load_state_dict(stock.state_dict())
+    try:
+        assert_equal_to_eager(ours, stock)
+    except ValueError as error:  # what the class asks for is seen when a layer runs
+        assert str(error).startswith('attn_implementation="torchweld" has no ')

@@ -1,0 +1,225 @@
+"""Tiny configs of every causal language model of the installed transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+VOCAB = 61
+
+# Whatever of these a config has is set to it.
+SMALL: dict[str, Any] = {
+    **dict.fromkeys(["vocab_size"], VOCAB),
+    **dict.fromkeys(
+        [
+            "hidden_size",
+            "d_model",
+            "n_embd",
+            "embed_dim",
+            "dim",
+            "word_embed_proj_dim",
+            "embedding_size",
+            "hidden_dim",
+        ],
+        32,
+    ),
+    **dict.fromkeys(
+        [
+            "intermediate_size",
+            "ffn_dim",
+            "d_ff",
+            "decoder_ffn_dim",
+            "encoder_ffn_dim",
+            "n_inner",
+            "ffn_hidden_size",
+        ],
+        48,
+    ),
+    **dict.fromkeys(
+        [
+            "num_hidden_layers",
+            "n_layer",
+            "n_layers",
+            "num_layers",
+            "decoder_layers",
+            "encoder_layers",
+            "num_decoder_layers",
+            "num_encoder_layers",
+        ],
+        2,
+    ),
+    **dict.fromkeys(
+        [
+            "num_attention_heads",
+            "n_head",
+            "n_heads",
+            "num_heads",
+            "decoder_attention_heads",
+            "encoder_attention_heads",
+        ],
+        4,
+    ),
+    **dict.fromkeys(
+        ["max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"],
+        64,
+    ),
+    **dict.fromkeys(
+        ["n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"],
+        4,
+    ),
+    **dict.fromkeys(
+        [
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+            "q_lora_rank",
+            "kv_lora_rank",
+            "index_head_dim",
+        ],
+        16,
+    ),
+    **dict.fromkeys(
+        [
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "head_dim",
+            "attention_head_dim",
+            "hidden_size_per_layer_input",
+            "laurel_rank",
+            "mamba_d_state",
+            "ssm_state_size",
+            "state_size",
+        ],
+        8,
+    ),
+    **dict.fromkeys(["mamba_n_heads", "mamba_num_heads"], 4),
+    **dict.fromkeys(["mamba_d_head", "mamba_head_dim"], 16),
+    "vocab_size_per_layer_input": VOCAB,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "index_topk": 3,  # fewer keys than the sequence has
+    "index_n_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "is_decoder": True,
+    "use_mamba_kernels": False,
+}
+
+# What a model type needs beyond that.
+FULL = ["full_attention"] * 2
+MLA = {"num_key_value_heads": 4}  # latent attention has a key of its own for every head
+MORE: dict[str, dict[str, Any]] = {
+    "axk1": MLA,
+    "axk2": MLA,
+    "bailing_hybrid": MLA,
+    "bamba": {"attn_layer_indices": [1]},
+    "codegen": {"rotary_dim": 8},
+    "cohere_compass_text": {
+        "layer_types": FULL,
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v2": MLA,
+    "deepseek_v3": MLA,
+    "deepseek_v32": MLA,
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note_text": {**MLA, "per_layer_config": None, "head_dim": 16},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": FULL},
+    "glm4_moe_lite": MLA,
+    "glm_moe_dsa": MLA,
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
+    "gptj": {"rotary_dim": 8},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "hrm_text": {"num_layers_per_stack": 1, "H_cycles": 1, "L_cycles": 1},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {**MLA, "linear_head_dim": 8, "linear_num_heads": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": {
+        **MLA,
+        "head_dim": 8,
+        "qk_head_dim": 16,
+        "expert_ffn_hidden_size": 16,
+        "moe_topk": 2,
+        "zero_expert_num": 2,
+    },
+    "mamba2": {"num_heads": 4, "head_dim": 16, "expand": 2, "n_groups": 1},
+    "minicpm3": MLA,
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "index_block_size": 2,
+        "index_topk_blocks": 1,
+    },
+    "nemotron_h": {"n_groups": 1},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {"axial_pos_embds_dim": (8, 24), "axial_pos_shape": (8, 8)},
+    "xmod": {"default_language": "en_XX"},
+    "youtu": MLA,
+    "zamba": {"layer_types": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "num_hidden_layers": 4,
+        "n_mamba_heads": 4,
+        "mamba_headdim": 16,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+    },
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+
+def tiny_config(config_class: type, **more: Any) -> Any:
+    """A config of a few thousand parameters."""
+    base = config_class()
+    names = {**dict.fromkeys(base.to_dict()), **dict.fromkeys(config_class.attribute_map)}
+    aliases = config_class.attribute_map
+    settings = {
+        name: SMALL[name] for name in names if name in SMALL and aliases.get(name) not in SMALL
+    }
+    for name in config_class.sub_configs:
+        part = getattr(base, name)
+        if part is not None and name not in MORE.get(base.model_type, {}):
+            settings[name] = tiny_config(type(part)).to_dict()
+    kinds = list(dict.fromkeys(base.to_dict().get("layer_types") or []))
+    if len(kinds) > 1:  # a layer of each
+        settings["layer_types"] = kinds
+        settings[aliases.get("num_hidden_layers", "num_hidden_layers")] = len(kinds)
+    settings.update(MORE.get(base.model_type, {}))
+    settings.update(more)
+    return config_class(**settings)
+
+
+def tiny_model(kind: str, name: str, implementation: str) -> Any:
+    """A random model of a class, with an attention implementation."""
+    model_class = getattr(transformers, name)
+    config = tiny_config(transformers.CONFIG_MAPPING[kind])
+    if not isinstance(config, model_class.config_class):
+        config = config.get_text_config(decoder=True)
+    return model_class._from_config(
+        config, attn_implementation=implementation, experts_implementation="eager"
+    )
+
+
+def causal_models() -> list[tuple[str, str]]:
+    """(model type, class name) of transformers' MODEL_FOR_CAUSAL_LM_MAPPING."""
+    names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return [(kind, name) for kind, name in names.items() if hasattr(transformers, name)]
