@@ -8,6 +8,7 @@
 namespace torchweld {
 
 constexpr int kWarp = 32;
+constexpr float kLog2e = 1.4426950408889634f;
 
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll

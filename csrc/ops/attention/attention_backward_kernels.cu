@@ -16,8 +16,6 @@ namespace {
 constexpr int kLanesPerRow = 8;
 constexpr int kRowThreads = 256;
 constexpr int kRowsPerBlock = kRowThreads / kLanesPerRow;
-constexpr float kLog2e = 1.4426950408889634f;
-
 // This lane's share of the dot product of two rows, 16 bytes at a time where `vector`.
 template <typename T>
 __device__ __forceinline__ float dot_share(const T* g_x, const T* g_y, int64_t n, bool vector) {

@@ -243,7 +243,6 @@ constexpr int kProbabilityShift = std::is_same_v<T, __half> ? 15 : 0;
 // rounding of a score of 1e30 could make it inf.
 template <typename T>
 __device__ __forceinline__ float exponential(float x) {
-  constexpr float kLog2e = 1.4426950408889634f;
   if constexpr (sizeof(T) == 2) return exp2_approx_ftz(min_or_nan(x, kProbabilityShift<T>));
   return exp2_approx(min_or_nan(x, 0.f) * kLog2e);
 }

@@ -10,8 +10,6 @@
 
 namespace torchweld {
 
-constexpr float kLog2e = 1.4426950408889634f;
-
 // Everything is visible, scale 1.
 struct NoMask {
   static constexpr bool kMasked = false;
