@@ -119,7 +119,16 @@ class TuneResult:
         if not self.rows:
             return self.note
         rate = "tflop_s" if any(row["tflop_s"] is not None for row in self.rows) else "gb_s"
-        names = ["choice", *self.columns(), "us", rate, "registers", "shared_bytes", "error", "source"]
+        names = [
+            "choice",
+            *self.columns(),
+            "us",
+            rate,
+            "registers",
+            "shared_bytes",
+            "error",
+            "source",
+        ]
         lines = [f"torchweld::{self.op}({self.call}) on {self.gpu}, torchweld {self.version}"]
         for part in sorted({row["part"] for row in self.rows}):
             rows = [row for row in self.rows if row["part"] == part]

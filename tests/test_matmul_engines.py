@@ -1,0 +1,183 @@
+"""Every engine and tile of the matmul, over sizes, layouts and epilogues, on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from numerics import assert_equal, assert_same_bits
+from samples import BF16, F16, F32, check_op
+from tuning import _C, dry_records, nothing_is_left_behind, ops  # noqa: F401
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="engines run on a GPU")
+
+# M, N, K: below a tile, a tile, between tiles, several of them; N with rows on 16 bytes and not.
+SIZES = [
+    (1, 8, 8), (3, 40, 24), (64, 96, 64), (65, 33, 72), (128, 128, 512), (130, 264, 200),
+    (257, 250, 1000), (384, 512, 448), (1000, 520, 136), (300, 1000, 4104),
+]  # fmt: skip
+
+
+def configurations(op: str, *args, **kwargs) -> list[tuple[list[int], str]]:
+    """(problem, name) of every configuration that a call's one product may have."""
+    records = [r for r in dry_records(op, *args, device=0, **kwargs) if r["family"] == "matmul"]
+    found = []
+    for numbers in {tuple(r["problem"]) for r in records}:
+        for c in _C.candidates("matmul", list(numbers)):
+            if not c["refusal"]:
+                found.append((list(numbers), c["choice"]))
+    return found
+
+
+def each_configuration(op: str, *args, **kwargs):
+    """Yields the name of each with it in force."""
+    for numbers, name in configurations(op, *args, **kwargs):
+        ops._force_choice("matmul", numbers, name)
+        try:
+            yield name
+        finally:
+            ops._force_choice("matmul", numbers, "")
+
+
+def grid(dtype, *shape):
+    """Small integers: every sum is exact in any order."""
+    return torch.randint(-4, 5, shape).to(dtype).cuda()
+
+
+def laid_out(t: torch.Tensor, layout: str) -> torch.Tensor:
+    """Rows adjacent, columns adjacent, or rows with a gap of NaN between them."""
+    if layout == "transposed":
+        return t.t().contiguous().t()
+    if layout == "gaps":
+        wide = torch.full((t.shape[0] + 1, t.shape[1] + 16), math.nan, dtype=t.dtype, device="cuda")
+        view = wide[:-1, 8:-8]
+        view.copy_(t)
+        return view
+    return t
+
+
+@pytest.fixture(autouse=True)
+def _full_precision(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_products_are_exact_in_every_configuration(size, dtype):
+    m, n, k = size
+    x, weight, bias = grid(dtype, m, k), grid(dtype, n, k), grid(dtype, n)
+    product = (x.double() @ weight.double().t()).to(dtype)
+    shifted = (x.double() @ weight.double().t() + bias.double()).relu().to(dtype)
+    engines = set()
+    for layouts in itertools.product(("rows", "transposed", "gaps"), repeat=2):
+        a, b = laid_out(x, layouts[0]), laid_out(weight, layouts[1])
+        for name in each_configuration("linear", a, b):
+            assert_equal(ops.linear(a, b), product)
+            engines.add(name.split()[0])
+        for _ in each_configuration("linear", a, b, bias, activation="relu"):
+            assert_equal(ops.linear(a, b, bias, activation="relu"), shifted)
+    if torch.cuda.get_device_capability() == (9, 0) and dtype != F32:
+        assert engines == {"sync", "sm90"}
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_tf32_products_are_exact_in_every_configuration(size, monkeypatch):
+    """Of integers, which TF32 holds."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    m, n, k = size
+    x, weight, bias = grid(F32, m, k), grid(F32, n, k), grid(F32, n)
+    expected = (x.double() @ weight.double().t() + bias.double()).float()
+    for layouts in itertools.product(("rows", "transposed", "gaps"), repeat=2):
+        a, b = laid_out(x, layouts[0]), laid_out(weight, layouts[1])
+        for _ in each_configuration("linear", a, b, bias):
+            assert_equal(ops.linear(a, b, bias), expected)
+
+
+@pytest.mark.parametrize("tf32", [False, True], ids=["float32", "tf32"])
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "gelu_tanh", "silu"])
+def test_activations_and_their_preact(activation, tf32, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
+    for dtype in [F32] if tf32 else [F16, BF16, F32]:
+        for m, n, k in ((130, 264, 200), (257, 250, 136)):
+            x, weight, bias = (torch.randn(*s).to(dtype).cuda() for s in ((m, k), (n, k), (n,)))
+            weight *= k**-0.5
+            kwargs = {"activation": activation}
+            for _ in each_configuration("linear", x, weight, bias, **kwargs):
+                if not tf32:
+                    check_op("linear", [x, weight, bias], kwargs, backward=False)
+                y = ops.linear(x, weight, bias, **kwargs)
+                out, preact = ops.linear_forward(x, weight, bias, **kwargs)
+                assert_same_bits(out, y)
+                if activation not in ("none", "relu"):
+                    z = ops.linear(x, weight, bias)
+                    torch.testing.assert_close(preact, z, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("gate", ["sigmoid_tanh", "geglu", "geglu_tanh", "swiglu", "reglu"])
+def test_gates_and_their_preact(gate, interleaved):
+    for dtype in (F16, BF16, F32):
+        for m, n, k in ((130, 264, 200), (65, 33, 72), (257, 128, 64), (40, 500, 136)):
+            shapes = ((m, k), (2 * n, k), (2 * n,))
+            x, weight, bias = (torch.randn(*s).to(dtype).cuda() for s in shapes)
+            weight *= k**-0.5
+            kwargs = {"gate": gate, "interleaved": interleaved}
+            for layout in ("rows", "transposed", "gaps"):
+                w = laid_out(weight, layout)
+                for _ in each_configuration("gated_linear", x, w, bias, **kwargs):
+                    check_op("gated_linear", [x, w, bias], kwargs, backward=False)
+                    y = ops.gated_linear(x, w, bias, **kwargs)
+                    out, z = ops.gated_linear_forward(x, w, bias, **kwargs)
+                    assert_same_bits(out, y)
+                    expected = x.double() @ w.double().t() + bias.double()
+                    torch.testing.assert_close(z.double(), expected, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("shared", ["none", "a", "b"])
+def test_batches_are_exact_in_every_configuration(dtype, shared):
+    for batch, m, n, k in ((3, 130, 72, 40), (5, 64, 64, 128), (2, 257, 129, 72)):
+        a = grid(dtype, 1 if shared == "a" else batch, m, k)
+        b = grid(dtype, 1 if shared == "b" else batch, k, n)
+        expected = (a.double() @ b.double()).to(dtype)
+        for flip_a, flip_b in itertools.product((False, True), repeat=2):
+            left = a.mT.contiguous().mT if flip_a else a
+            right = b.mT.contiguous().mT if flip_b else b
+            for _ in each_configuration("bmm", left, right):
+                assert_equal(ops.bmm(left, right), expected)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_results_have_the_same_bits_in_every_run(dtype):
+    x, weight, bias = (torch.randn(*s).to(dtype).cuda() for s in ((700, 1032), (904, 1032), (904,)))
+    for _ in each_configuration("linear", x, weight, bias, activation="gelu_tanh"):
+        first = ops.linear(x, weight, bias, activation="gelu_tanh")
+        for _ in range(5):
+            assert_same_bits(ops.linear(x, weight, bias, activation="gelu_tanh"), first)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_special_values_reach_their_row_alone(value):
+    x, weight = (torch.randn(*s).to(BF16).cuda() for s in ((300, 200), (264, 200)))
+    x[137, 5] = value
+    expected = (x.double() @ weight.double().t()).to(BF16)
+    for _ in each_configuration("linear", x, weight):
+        out = ops.linear(x, weight)
+        assert torch.equal(out.isnan(), expected.isnan())
+        assert torch.equal(out.isinf(), expected.isinf())
+
+
+def test_a_graph_of_every_configuration_replays():
+    x, weight = (torch.randn(*s).to(BF16).cuda() for s in ((260, 512), (520, 512)))
+    for _ in each_configuration("linear", x, weight):
+        expected = ops.linear(x, weight)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            out = ops.linear(x, weight)
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
