@@ -27,10 +27,10 @@ def test_a_call_of_several_parts():
     assert set(backward.tile) == {"dx", "dweight"}
     assert "(m 512, n 768, k 3072, " in backward.tile["dx"]
     assert "(m 3072, n 768, k 512, " in backward.tile["dweight"]
-    assert all(tile.startswith("sync ") for tile in backward.tile.values())
+    assert all(tile.startswith("sm90 ") for tile in backward.tile.values())
     assert "sms" not in str(backward)
     lines = str(backward).splitlines()
-    assert any("dx=sync " in line and ", dweight=sync " in line for line in lines)
+    assert any("dx=sm90 " in line and ", dweight=sm90 " in line for line in lines)
 
 
 def test_only_the_gradients_that_are_wanted_have_a_part():
@@ -206,7 +206,9 @@ def test_a_kernel_has_the_threads_of_its_tile():
             tile, (_, shared_bytes, threads, _) = record["columns"], record["kernels"][0]
             assert threads == 32 * tile["warps"]
             stage = (tile["block_m"] + tile["block_n"]) * tile["block_k"] * dtype.itemsize
-            assert shared_bytes == tile["stages"] * stage
+            # The engine on wgmma keeps boxes of results, bias and barriers beside its stages.
+            more = shared_bytes - tile["stages"] * stage
+            assert (0 < more < 40_000) if record["choice"].startswith("sm90") else more == 0
             # The sums of splits are added by another kernel.
             assert len(record["kernels"]) == (1 if tile["splits"] == 1 else 2)
 

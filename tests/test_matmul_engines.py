@@ -21,13 +21,16 @@ SIZES = [
 ]  # fmt: skip
 
 
+SPLITS = ("", "2", "5")  # of all that a product may have
+
+
 def configurations(op: str, *args, **kwargs) -> list[tuple[list[int], str]]:
-    """(problem, name) of every configuration that a call's one product may have."""
+    """(problem, name) of every engine and tile that a call's one product may have."""
     records = [r for r in dry_records(op, *args, device=0, **kwargs) if r["family"] == "matmul"]
     found = []
     for numbers in {tuple(r["problem"]) for r in records}:
         for c in _C.candidates("matmul", list(numbers)):
-            if not c["refusal"]:
+            if not c["refusal"] and c["choice"].partition(" /")[2] in SPLITS:
                 found.append((list(numbers), c["choice"]))
     return found
 

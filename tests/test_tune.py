@@ -199,7 +199,7 @@ def test_configs_choose_rows(fake_gpu):
     (missing,) = [row for row in result.rows if row["reason"] == "not built"]
     assert (missing["block_m"], missing["block_n"]) == (32, 32)
     assert "not built" in str(result)
-    with pytest.raises(ValueError, match="dicts of block_m, .*, but one has 'BLOCK_M'"):
+    with pytest.raises(ValueError, match="dicts of choice, block_m, .*, but one has 'BLOCK_M'"):
         torchweld.tune("linear", *linear_call(), configs=[{"BLOCK_M": 64}])
 
 
@@ -322,9 +322,9 @@ def test_table_as_text(fake_gpu):
     sizes = "m 1024, n 2048, k 2048, batch 1, gated 0, pointwise 0, math 1"
     assert lines[1].startswith(f"matmul ({sizes}, a_k_major 1, b_k_major 1): "), "not the device"
     heads = lines[2].split()
-    assert heads[:3] == ["block_m", "block_n", "block_k"] and "TFLOP/s" in heads
-    first = dict(zip(heads, lines[3].split(), strict=False))
-    assert (first["block_m"], first["block_n"], first["us"]) == ("256", "128", "11.0")
+    assert heads[:4] == ["choice", "block_m", "block_n", "block_k"] and "TFLOP/s" in heads
+    first = dict(zip(heads, lines[3].replace(BEST, "best").split(), strict=False))
+    assert [first[head] for head in ("choice", "block_m", "us")] == ["best", "256", "11.0"]
     assert any("wrong answer" in line for line in lines)
     assert sum("default" in line.split() for line in lines) == 1
 

@@ -215,13 +215,13 @@ def test_explain_names_the_file(monkeypatch):
     weight = torch.empty(2048, 2048, dtype=BF16, device="meta")
     assert torchweld.explain("linear", x, weight).source == "heuristic"
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    ops._remember_choice(gpu, "matmul", LINEAR, "sync 64x64 /2")
+    ops._remember_choice(gpu, "matmul", problem("matmul"), "sync 64x64 /2")
     tuned = torchweld.explain("linear", x, weight)
     assert tuned.source == "tuned" and "torchweld.tune" in tuned.why
     assert tuned.tile["name"] == "sync 64x64 /2" and tuned.tile["splits"] == 2
     assert (tuned.tile["block_m"], tuned.tile["block_n"]) == (64, 64)
     assert f"source    tuned: {cache.path()}" in str(tuned)
-    ops._force_choice("matmul", LINEAR, "sync 128x128")
+    ops._force_choice("matmul", problem("matmul"), "sync 128x128")
     forced = torchweld.explain("linear", x, weight)
-    ops._force_choice("matmul", LINEAR, "")
+    ops._force_choice("matmul", problem("matmul"), "")
     assert forced.source == "forced" and forced.tile["name"] == "sync 128x128"

@@ -12,6 +12,7 @@ from tuning import (  # noqa: F401
     _C,
     GPU,
     LINEAR,
+    NO_WGMMA,
     named,
     nothing_is_left_behind,
     ops,
@@ -23,14 +24,15 @@ from tuning import (  # noqa: F401
 def test_forced_choice_holds_for_its_shape_class_and_thread():
     ops._force_choice("matmul", LINEAR, "sync 128x128 /2")
     assert picked() == ("sync 128x128 /2", "forced")
-    assert picked(numbers=problem("matmul", m=513)) == ("sync 128x128 /2", "forced")
-    assert picked(numbers=problem("matmul", m=512))[1] == "heuristic"
+    assert picked(numbers=problem("matmul", NO_WGMMA, m=513)) == ("sync 128x128 /2", "forced")
+    assert picked(numbers=problem("matmul", NO_WGMMA, m=512))[1] == "heuristic"
     flags = {"gated", "pointwise", "a_k_major", "b_k_major"}
     flags |= {"clusters", "clusters_of_16", "tma", "wgmma"}
     for field, value in named("matmul", LINEAR).items():
         if field == "m":
             continue
-        other = problem("matmul", **{field: 1 - value if field in flags else value + 1})
+        changed = {field: 1 - value if field in flags else value + 1}
+        other = problem("matmul", NO_WGMMA | changed)
         assert picked(numbers=other)[1] == "heuristic", f"{field} is part of the key"
     seen = []
     thread = threading.Thread(target=lambda: seen.append(picked()))
@@ -67,7 +69,8 @@ REFUSED = "choice must be one that the problem allows, but got"
         ("matmul", LINEAR, "sync 128x128 ", f"{UNKNOWN} matmul, but got"),
         ("matmul", LINEAR, "x" * 10_000, f"{UNKNOWN} matmul, but got"),
         ("matmul", LINEAR, "tile 32x1", f"{UNKNOWN} matmul, but got"),
-        ("matmul", LINEAR, "sync 128x128 /24", f"{REFUSED} .*leaves one of 24 parts empty"),
+        ("matmul", LINEAR, "sync 128x128 /24", f"{UNKNOWN} matmul"),  # leaves a part empty
+        ("matmul", LINEAR, "sm90 128x96", f"{REFUSED} .*has no wgmma"),
         ("matmul", LINEAR, "sync float32 64x128", f"{REFUSED} .*float32 alone"),
         ("softmax", problem("softmax"), "ring 3", f"{UNKNOWN} softmax"),
         ("softmax", problem("softmax", n=70_000), "ring 1", f"{REFUSED} .*holds 69632 elements"),

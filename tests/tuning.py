@@ -20,10 +20,11 @@ GPU = "NVIDIA Test"
 H200 = dict(sms=132, shared_limit=232448, clusters=1, clusters_of_16=1, tma=1, wgmma=1)
 # The least that sm_80 and newer chips offer a block: 99 KiB.
 SMALL = dict(sms=24, shared_limit=101376, clusters=0, clusters_of_16=0, tma=0, wgmma=0)
+NO_WGMMA = H200 | dict(wgmma=0)
 DEVICES = (
     H200,
     SMALL,
-    H200 | dict(wgmma=0),
+    NO_WGMMA,
     H200 | dict(clusters_of_16=0),
     H200 | dict(clusters=0, clusters_of_16=0, tma=0, wgmma=0),
     SMALL | dict(clusters=1, tma=1),
@@ -72,7 +73,8 @@ def chosen(family: str, device: dict[str, int] = H200, **fields: int) -> dict:
     return _C.choose(family, problem(family, device, **fields))
 
 
-LINEAR = problem("matmul")  # a product in bfloat16
+# A product in bfloat16 on a chip where mma.sync serves it alone.
+LINEAR = problem("matmul", NO_WGMMA)
 
 
 def picked(family: str = "matmul", numbers: list[int] = LINEAR, gpu: str = "") -> tuple[str, str]:

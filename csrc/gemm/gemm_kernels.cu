@@ -1,4 +1,5 @@
 // The launcher of the matmul engine, and the sum of a split product.
+#include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "gemm/epilogue.cuh"
 #include "gemm/sm90/launch.h"

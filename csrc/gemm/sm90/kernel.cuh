@@ -274,42 +274,32 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
 #endif
 }
 
-template <class Config>
+template <typename T, int kTile, bool kGated, bool kAKMajor, bool kBKMajor>
 void launch_sm90_kernel(const Sm90Params& p, cudaStream_t stream) {
-  constexpr Sm90Tile kT = Config::kT;
-  static_assert(sizeof(Sm90Shared<Config>) <= kT.shared_bytes(sizeof(typename Config::T)));
-  const int64_t clusters =
-      std::min(int64_t{p.schedule.items}, int64_t{device_facts().most_clusters(kT.cluster)});
-  Grid grid(clusters * kT.cluster, Sm90Tile::kThreads, sizeof(Sm90Shared<Config>));
-  grid.cluster = kT.cluster;
-  launch_kernel(sm90_gemm_kernel<Config>, grid, stream, p);
+  constexpr Sm90Tile kT = kSm90Tiles[kTile];
+  if constexpr (kT.lacks(sizeof(T), kAKMajor, kBKMajor, kGated) == nullptr) {
+    using Config = Sm90Config<T, kTile, kAKMajor, kBKMajor, kGated>;
+    static_assert(sizeof(Sm90Shared<Config>) <= kT.shared_bytes(sizeof(T)));
+    const int64_t clusters =
+        std::min(int64_t{p.schedule.items}, int64_t{device_facts().most_clusters(kT.cluster)});
+    Grid grid(clusters * kT.cluster, Sm90Tile::kThreads, sizeof(Sm90Shared<Config>));
+    grid.cluster = kT.cluster;
+    launch_kernel(sm90_gemm_kernel<Config>, grid, stream, p);
+  }
 }
 
 template <typename T, int kTile, bool kGated>
 void launch_sm90_layout(const Sm90Params& p, cudaStream_t stream) {
   const bool a_k_major = p.gemm.a.k_stride == 1, b_k_major = p.gemm.b.k_stride == 1;
-  if (a_k_major && b_k_major) {
-    return launch_sm90_kernel<Sm90Config<T, kTile, true, true, kGated>>(p, stream);
-  }
-  if constexpr (sizeof(T) == 2) {
-    if (a_k_major) {
-      return launch_sm90_kernel<Sm90Config<T, kTile, true, false, kGated>>(p, stream);
-    }
-    if constexpr (!kGated) {
-      if (b_k_major) {
-        return launch_sm90_kernel<Sm90Config<T, kTile, false, true, kGated>>(p, stream);
-      }
-      launch_sm90_kernel<Sm90Config<T, kTile, false, false, kGated>>(p, stream);
-    }
-  }
+  if (a_k_major && b_k_major) return launch_sm90_kernel<T, kTile, kGated, true, true>(p, stream);
+  if (a_k_major) return launch_sm90_kernel<T, kTile, kGated, true, false>(p, stream);
+  if (b_k_major) return launch_sm90_kernel<T, kTile, kGated, false, true>(p, stream);
+  launch_sm90_kernel<T, kTile, kGated, false, false>(p, stream);
 }
 
-// One tile's kernels for one dtype, each in a file of its own.
 template <typename T, int kTile>
 void launch_sm90_tile(const Sm90Params& p, cudaStream_t stream) {
-  if constexpr (kSm90Tiles[kTile].gates()) {
-    if (p.gemm.epilogue.gated) return launch_sm90_layout<T, kTile, true>(p, stream);
-  }
+  if (p.gemm.epilogue.gated) return launch_sm90_layout<T, kTile, true>(p, stream);
   launch_sm90_layout<T, kTile, false>(p, stream);
 }
 

@@ -36,7 +36,14 @@ struct Sm90Tile {
                       kWarpgroups * block_n * 4;
     return (bytes + 1023) / 1024 * 1024;
   }
-  constexpr bool gates() const { return block_n % 128 == 0; }
+  // Why it has no kernel for a kind of product; null where it has.
+  constexpr const char* lacks(int elem_size, bool a_k_major, bool b_k_major, bool gated) const {
+    if (elem_size == 4 && !(a_k_major && b_k_major)) return "wgmma reads TF32 along K alone";
+    if (!b_k_major && block_n % 64 != 0) return "the tile has no whole boxes of adjacent columns";
+    if (gated && block_n % 128 != 0) return "the tile has no whole boxes in half of its columns";
+    if (gated && !a_k_major) return "a gated product reads its first operand along K alone";
+    return nullptr;
+  }
 };
 
 inline constexpr Sm90Tile kSm90Tiles[] = {
@@ -51,12 +58,10 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, int spli
   constexpr int64_t kMostSize = (int64_t{1} << 31) - 512;  // coordinates are counted in 32 bits
   if (!p.device.wgmma || !p.device.tma) return "the GPU, or the code built for it, has no wgmma";
   if (p.math == GemmMath::kFloat32) return "float32 at its own accuracy is for mma.sync";
-  if (p.math == GemmMath::kTf32 && !(p.a_k_major && p.b_k_major)) {
-    return "wgmma reads TF32 along K alone";
-  }
-  if (p.gated && !tile.gates()) return "the tile has no whole boxes in half of its columns";
-  if (tile.shared_bytes(gemm_elem_size(p.math)) > p.device.shared_limit) {
-    return too_much_shared_memory(tile.shared_bytes(gemm_elem_size(p.math)), p.device.shared_limit);
+  const int elem_size = gemm_elem_size(p.math);
+  if (const char* reason = tile.lacks(elem_size, p.a_k_major, p.b_k_major, p.gated)) return reason;
+  if (tile.shared_bytes(elem_size) > p.device.shared_limit) {
+    return too_much_shared_memory(tile.shared_bytes(elem_size), p.device.shared_limit);
   }
   if (p.k == 0) return "there is nothing to multiply";
   if (p.m > kMostSize || p.n > kMostSize || p.k > kMostSize || p.batch > kMostSize) {

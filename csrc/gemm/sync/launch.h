@@ -1,40 +1,16 @@
-// One launcher per kind of arithmetic and size of tiles, each in a .cu of its own.
+// From a product to the kernel on mma.sync that takes it. Torch-free.
 #pragma once
 
-#include "core/launch.h"
+#include <cuda_runtime_api.h>
+
 #include "gemm/gemm.h"
 
 namespace torchweld {
 
+void launch_sync_gemm(const GemmParams& params, cudaStream_t stream);
+
+// The tiles of one size for one kind of arithmetic, each in a file of its own.
 template <GemmMath kMath, SyncSize kSize>
 void launch_sync_size(const GemmParams& params, cudaStream_t stream);
-
-template <GemmMath kMath>
-void launch_sync_math(const GemmParams& params, cudaStream_t stream) {
-  switch (kSyncTiles[params.choice.tile].size()) {
-    case SyncSize::kLarge:
-      // No tile of kFloat32 is large.
-      if constexpr (kMath != GemmMath::kFloat32) {
-        launch_sync_size<kMath, SyncSize::kLarge>(params, stream);
-      }
-      return;
-    case SyncSize::kMedium:
-      return launch_sync_size<kMath, SyncSize::kMedium>(params, stream);
-    case SyncSize::kSmall:
-      return launch_sync_size<kMath, SyncSize::kSmall>(params, stream);
-  }
-}
-
-inline void launch_sync_gemm(const GemmParams& p, cudaStream_t stream) {
-  switch (p.dtype) {
-    case DType::kFloat16:
-      return launch_sync_math<GemmMath::kFloat16>(p, stream);
-    case DType::kBFloat16:
-      return launch_sync_math<GemmMath::kBFloat16>(p, stream);
-    case DType::kFloat32:
-      return p.tf32 ? launch_sync_math<GemmMath::kTf32>(p, stream)
-                    : launch_sync_math<GemmMath::kFloat32>(p, stream);
-  }
-}
 
 }  // namespace torchweld
