@@ -53,6 +53,9 @@ struct CausalMask {
 
 void launch_causal_softmax(const SoftmaxParams& params, const CausalMask& mask,
                            const ZeroCounter& counter, cudaStream_t stream);
+// Its part for float16 and bfloat16.
+void launch_causal_softmax_16bit(const SoftmaxParams& params, const CausalMask& mask,
+                                 const ZeroCounter& counter, cudaStream_t stream);
 void launch_causal_softmax_backward(const SoftmaxBackwardParams& params, const CausalMask& mask,
                                     const ZeroCounter& counter, cudaStream_t stream);
 
