@@ -25,13 +25,13 @@ struct PipelineState {
   }
 };
 
-#if TW_HAS_CLUSTERS
 // NOTE: a parity tells a turn only from the one before and after: nobody waits for a stage whose
 // last turn but one he has not seen ended.
 template <int kStages>
 struct PipelineBarriers {
   uint64_t full[kStages], empty[kStages];
 
+#if TW_HAS_CLUSTERS
   // `releases`: how many arrivals give a stage back.
   __device__ __forceinline__ void init(uint32_t releases) {
     for (int i = 0; i < kStages; ++i) {
@@ -49,7 +49,7 @@ struct PipelineBarriers {
   __device__ __forceinline__ void wait(const PipelineState<kStages>& at) {
     mbarrier_wait(&full[at.stage], at.parity);
   }
-};
 #endif
+};
 
 }  // namespace torchweld

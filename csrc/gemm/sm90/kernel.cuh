@@ -27,6 +27,7 @@ struct Sm90Config {
   using T = T_;
   static constexpr int kTile = kTile_;
   static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_, kGated = kGated_;
+  static constexpr bool kStreams = !kGated;
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
   static constexpr int kStepElems = kGemmStepBytes / int(sizeof(T));
   // A line of an MN-major tile has this much of M or N; such stretches follow one another.
@@ -95,10 +96,9 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
 }
 
 template <class Config>
-__device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Config>& s, int rank,
-                                             uint32_t worker) {
+__device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Config>& s, int rank) {
   PipelineState<Config::kT.stages> at;
-  Sm90Walk walk(p.deal, worker);
+  Sm90Walk<Config::kT.cluster, Config::kStreams> walk(p.deal);
   while (walk.next()) {
     const WorkTile work(p.schedule, walk.tile);
     int k = walk.first * Config::kStepElems;
@@ -159,7 +159,7 @@ __device__ __forceinline__ void sm90_mainloop(Sums& acc,
 // turns at the tensor cores.
 template <class Config>
 __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Config>& s, int rank,
-                                             uint32_t worker, int warpgroup) {
+                                             int warpgroup) {
   constexpr Sm90Tile kT = Config::kT;
   constexpr int kOwn = 1, kTurn = 3, kBoth = 256;
   constexpr int kRows = 64 * kT.row_pieces();  // of a warpgroup
@@ -187,7 +187,7 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
   const int warp = warpgroup * 4 + thread / 32;
   Epilogue epilogue(p, shared_address(s.boxes[warp]), s.bias[warpgroup]);
   PipelineState<kT.stages> at;
-  Sm90Walk walk(p.deal, worker);
+  Sm90Walk<Config::kT.cluster, Config::kStreams> walk(p.deal);
   Sums acc;
   // The first turn is the first warpgroup's.
   if (kT.pingpong && warpgroup == 1) named_barrier_arrive(kTurn, kBoth);
@@ -209,11 +209,11 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
     });
     Flat& sums = reinterpret_cast<Flat&>(acc);
     if (!walk.ends()) {
-      p.parts.send(sums, slot(worker), thread, kOwn + warpgroup);
+      p.parts.send(sums, slot(walk.worker()), thread, kOwn + warpgroup);
       continue;
     }
-    if (walk.first > 0) {
-      walk.for_each_helper(worker, [&](uint32_t helper) {
+    if (!walk.begins()) {
+      walk.for_each_helper([&](uint32_t helper) {
         p.parts.add(sums, slot(helper), thread, kOwn + warpgroup);
       });
     }
@@ -244,23 +244,21 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     s.pipeline.init(kT.cluster * (kT.pingpong ? 1 : Sm90Tile::kWarpgroups));
     mbarrier_init_fence();
   }
-  uint32_t worker = blockIdx.x;
   int rank = 0;
   if constexpr (kT.cluster > 1) {
     cluster_arrive();
     cluster_wait();
     rank = int(rank_in_cluster());
-    worker /= kT.cluster;
   } else {
     __syncthreads();
   }
   if (warp < 4) {
     give_up_registers<kProducerRegisters>();
-    if (warp == 0 && elect_one()) sm90_produce(p, s, rank, worker);
+    if (warp == 0 && elect_one()) sm90_produce(p, s, rank);
     __syncwarp();
   } else {
     take_registers<kConsumerRegisters>();
-    sm90_consume(p, s, rank, worker, warp / 4 - 1);
+    sm90_consume(p, s, rank, warp / 4 - 1);
     __syncwarp();
   }
   if constexpr (kT.cluster > 1) {

@@ -48,7 +48,7 @@ struct Sm90Tile {
   constexpr const char* lacks(int elem_size, bool a_k_major, bool b_k_major, bool gated) const {
     if (elem_size == 4 && !(a_k_major && b_k_major)) return "wgmma reads TF32 along K alone";
     if (!b_k_major && block_n % 64 != 0) return "the tile has no whole boxes of adjacent columns";
-    if (gated && block_n % 128 != 0) return "the tile has no whole boxes in half of its columns";
+    if (gated && !pingpong) return "a gated product needs tiles that hide their epilogue";
     if (gated && !a_k_major) return "a gated product reads its first operand along K alone";
     return nullptr;
   }
@@ -99,6 +99,7 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool str
   if (p.m > kMostSize || p.n > kMostSize || p.k > kMostSize || p.batch > kMostSize) {
     return {"no tensor map has more than {} elements in a dimension", kMostSize};
   }
+  if (streams && p.gated) return "the kernels of gated products have no registers for stream-K";
   constexpr int64_t kMostStreamed = int64_t{1} << 31;  // steps
   if (streams && double(p.steps()) * 2 * p.device.sms >= kMostStreamed) {
     return {"the streamed tiles would have {} steps or more", kMostStreamed};
