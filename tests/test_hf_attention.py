@@ -641,6 +641,8 @@ def test_a_refused_class_is_one_sentence_before_anything_is_built():
 
 def test_a_class_without_sdpa_can_not_be_switched():
     model = small("Gemma2", "cpu", "eager", head_dim=8)
+    if model._supports_sdpa:
+        pytest.skip("in this transformers Gemma 2 supports SDPA")
     with pytest.raises(ValueError, match='it does not support "sdpa"'):
         model.set_attn_implementation("torchweld")
     assert model.config._attn_implementation == "eager"

@@ -35,6 +35,13 @@ UNBUILT = {
     "musicgen": "input_ids are the tokens of several codebooks",
     "musicgen_melody": "input_ids are the tokens of several codebooks",
 }
+RELEASE = tuple(int(v) for v in transformers.__version__.split(".")[:2])
+if RELEASE < (5, 23):
+    UNBUILT["cohere_compass_text"] = "its rotary embedding fails in this transformers"
+if RELEASE < (5, 20):
+    UNBUILT["zamba"] = "its config is refused by this transformers"
+# Model types whose own SDPA attention does not give what their eager attention gives.
+UNEQUAL = ("doge", "moshi") if RELEASE < (5, 20) else ()
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +94,8 @@ def assert_equal_to_eager(ours: nn.Module, stock: nn.Module) -> None:
 def test_equals_eager_or_is_refused(kind, name):
     if kind in UNBUILT:
         pytest.skip(f"can't be built tiny: {UNBUILT[kind]}")
+    if kind in UNEQUAL:
+        pytest.skip("in this transformers its SDPA does not equal its eager attention")
     stock = build(kind, name, "eager")
     for parameter in stock.parameters():
         if parameter.dim() == 2:  # with the usual 0.02 every key counts the same

@@ -27,15 +27,16 @@ inline cudaStream_t current_stream() {
   return is_dry_run() ? nullptr : c10::cuda::getCurrentCUDAStream().stream();
 }
 
-// Where a tensor's elements lie. Tensor's own typed accessors refuse tensors without memory, which
-// a dry run has.
+// Where a tensor's elements lie. Tensors of a dry run have no memory: an address that nobody reads
+// stands for theirs, because to a launcher nullptr means "not given" or "not wanted".
 template <typename T>
 T* mutable_data(const at::Tensor& t) {
-  return static_cast<T*>(t.mutable_data_ptr());
+  alignas(16) static char nowhere[16];
+  return static_cast<T*>(is_dry_run() ? nowhere : t.mutable_data_ptr());
 }
 template <typename T>
 const T* const_data(const at::Tensor& t) {
-  return static_cast<const T*>(t.const_data_ptr());
+  return is_dry_run() ? mutable_data<const T>(t) : static_cast<const T*>(t.const_data_ptr());
 }
 
 inline DType dtype_of(const at::Tensor& t) {
@@ -57,7 +58,7 @@ struct Vector {
 
   template <typename T = void>
   const T* data() const {
-    return tensor.defined() ? static_cast<const T*>(tensor.const_data_ptr()) : nullptr;
+    return tensor.defined() ? const_data<T>(tensor) : nullptr;
   }
 };
 

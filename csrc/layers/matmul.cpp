@@ -102,7 +102,7 @@ void batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
   p.epilogue.gated = epilogue.gated;
   p.epilogue.gate = epilogue.gate;
   p.epilogue.interleaved = epilogue.interleaved;
-  p.epilogue.preact = epilogue.preact.defined() ? epilogue.preact.mutable_data_ptr() : nullptr;
+  p.epilogue.preact = epilogue.preact.defined() ? mutable_data<void>(epilogue.preact) : nullptr;
   const GemmProblem problem{m,
                             n,
                             p.k,

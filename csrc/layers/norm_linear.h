@@ -27,7 +27,7 @@ inline Tensor empty_floats(int64_t count, const Tensor& like) {
 // Where a result goes: nullptr for one that nobody asked for, which is undefined or of size (0,).
 template <typename T = void>
 T* data_if_wanted(const Tensor& t) {
-  return t.defined() && t.numel() > 0 ? static_cast<T*>(t.mutable_data_ptr()) : nullptr;
+  return t.defined() && t.numel() > 0 ? mutable_data<T>(t) : nullptr;
 }
 
 // What a norm does to a row of x: (x - mean) * rstd * scale + shift. RMSNorm has mean 0.
