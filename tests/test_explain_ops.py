@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchweld
 import torchweld._library as library
 from samples import BF16, F16, F32
-from tuning import dry_records, meta, named, nothing_is_left_behind, ops  # noqa: F401
+from tuning import H200, dry_records, meta, named, nothing_is_left_behind, ops  # noqa: F401
 
 if library.build_facts().get("cuda") is None:
     pytest.skip("a CPU-only build explains no CUDA kernel", allow_module_level=True)
@@ -209,8 +209,8 @@ def test_a_kernel_has_the_threads_of_its_tile():
             # The engine on wgmma keeps boxes of results, bias and barriers beside its stages.
             more = shared_bytes - tile["stages"] * stage
             assert (0 < more < 40_000) if record["choice"].startswith("sm90") else more == 0
-            # The sums of splits are added by another kernel.
-            assert len(record["kernels"]) == (1 if tile["splits"] == 1 else 2)
+            # The sums of splits are added by another kernel, those of stream-K are not.
+            assert len(record["kernels"]) == (2 if tile["splits"] > 1 else 1)
 
 
 class Allocated(TorchDispatchMode):
@@ -236,6 +236,13 @@ def test_sums_of_splits_have_a_workspace_that_holds_them(gated):
         with Allocated() as seen:
             (record,) = dry_records("gated_linear" if gated else "linear", x, weight)
         parts, width = record["columns"]["splits"], -(-n // 8) * 8 * (2 if gated else 1)
-        assert seen.floats == ([parts * m * width] if parts > 1 else [])
-        splits.add(parts > 1)
-    assert splits == {False, True}
+        if record["choice"].endswith("stream-K"):
+            # Of every block the sums of a tile, and a flag for each warpgroup that has some.
+            tile = record["columns"]
+            flags = 1 if "ping-pong" in record["choice"] else 2
+            blocks, rest = divmod(seen.floats.pop(), tile["block_m"] * tile["block_n"] + 2 * flags)
+            assert rest == 0 and 1 <= blocks <= H200["sms"] and seen.floats == []
+        else:
+            assert seen.floats == ([parts * m * width] if parts > 1 else [])
+        splits.add(parts != 1)
+    assert True in splits

@@ -14,14 +14,16 @@ from tuning import _C, dry_records, nothing_is_left_behind, ops  # noqa: F401
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="engines run on a GPU")
 
-# M, N, K: below a tile, a tile, between tiles, several of them; N with rows on 16 bytes and not.
+# M, N, K: below a tile, a tile, between tiles, several of them, more than a GPU does at a time;
+# N with rows on 16 bytes and not.
 SIZES = [
     (1, 8, 8), (3, 40, 24), (64, 96, 64), (65, 33, 72), (128, 128, 512), (130, 264, 200),
     (257, 250, 1000), (384, 512, 448), (1000, 520, 136), (300, 1000, 4104),
+    (2050, 1160, 328),
 ]  # fmt: skip
 
 
-SPLITS = ("", "2", "5")  # of all that a product may have
+SPLITS = ("", "2", "5")  # of all that a product may have; beside them stream-K
 
 
 def configurations(op: str, *args, **kwargs) -> list[tuple[list[int], str]]:
@@ -184,3 +186,24 @@ def test_a_graph_of_every_configuration_replays():
         out.zero_()
         graph.replay()
         assert torch.equal(out, expected)
+
+
+def test_a_captured_stream_k_may_be_replayed():
+    """What tells that a part of a tile is there has been taken down again."""
+    x, weight = grid(BF16, 300, 4096), grid(BF16, 500, 4096)
+    product = (x.double() @ weight.double().t()).to(BF16)
+    streamed = 0
+    for name in each_configuration("linear", x, weight):
+        if not name.endswith("stream-K"):
+            continue
+        streamed += 1
+        graph = torch.cuda.CUDAGraph()
+        ops.linear(x, weight)
+        with torch.cuda.graph(graph):
+            y = ops.linear(x, weight)
+        for _ in range(3):
+            y.zero_()
+            graph.replay()
+            assert_equal(y, product)
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert streamed > 0

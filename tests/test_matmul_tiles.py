@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tuning import _C, H200, LINEAR, MATHS, SMALL, chosen, problem, refusal
+from tuning import _C, H200, LINEAR, MATHS, NO_WGMMA, SMALL, chosen, problem, refusal
 
 SIZES = [1, 2, 7, 16, 17, 63, 64, 65, 512, 1000, 4096, 16385]
 SHAPES = list(itertools.product(SIZES, repeat=3))
@@ -17,8 +17,10 @@ def elem_size(math: str) -> int:
 
 
 def k_split(choice: dict, k: int) -> int:
-    """Elements of K in a split: as many steps of the mainloop in each, but for the last."""
-    block_k, splits = choice["columns"]["block_k"], choice["columns"]["splits"]
+    """Elements of K in a split: as many steps of the mainloop in each, but for the last. Stream-K
+    counts steps of whole tiles.
+    """
+    block_k, splits = choice["columns"]["block_k"], max(1, choice["columns"]["splits"])
     steps = max(1, -(-k // block_k))
     return -(-steps // splits) * block_k
 
@@ -41,14 +43,18 @@ def test_every_product_has_a_tile_that_fits_the_device(math, gpu):
 def test_splits_cover_k_once_and_none_is_empty(math):
     for m, n, k in SHAPES:
         choice = chosen("matmul", m=m, n=n, k=k, math=MATHS[math])
-        splits, part = choice["columns"]["splits"], k_split(choice, k)
         assert choice["columns"]["block_k"] * elem_size(math) == 128
+        splits, part = choice["columns"]["splits"], k_split(choice, k)
+        if splits == 0:
+            assert choice["engine"] == "sm90" and choice["tile"].endswith(" stream-K")
+            continue
         assert (splits - 1) * part < k <= splits * part
         assert choice["tile"].endswith(f" /{splits}") or (splits == 1 and "/" not in choice["tile"])
 
 
 def test_small_products_with_a_long_k_are_split():
-    assert chosen("matmul", m=16, n=4096, k=4096)["columns"]["splits"] > 1
+    assert chosen("matmul", m=16, n=4096, k=4096)["columns"]["splits"] != 1
+    assert chosen("matmul", NO_WGMMA, m=16, n=4096, k=4096)["columns"]["splits"] > 1
     assert chosen("matmul", m=4096, n=4096, k=4096)["columns"]["splits"] == 1
 
 
@@ -56,7 +62,7 @@ def test_a_k_beyond_32_bits_is_split():
     for math in ("bfloat16", "tf32", "float32"):
         choice = chosen("matmul", m=1, n=1, k=2**33, math=MATHS[math])
         assert choice["refusal"] == "" and k_split(choice, 2**33) < 2**31
-        assert choice["columns"]["splits"] * k_split(choice, 2**33) >= 2**33
+        assert max(1, choice["columns"]["splits"]) * k_split(choice, 2**33) >= 2**33
 
 
 def test_reasons_of_a_matmul():

@@ -21,49 +21,53 @@ constexpr int64_t gemm_sum_width(int64_t n, bool gated) {
 struct GemmChoice {
   GemmEngine engine;
   int tile;         // index into the engine's tiles
-  int splits;       // of K; their sums are added in a fixed order
+  int splits;       // of K, or kStreamK; negative where no tile is legal
   int64_t k_split;  // elements of K in a split, a multiple of a step
 
   int64_t workspace_floats(const GemmProblem& p) const {
+    if (splits == kStreamK) return sm90_workspace_floats(p, kSm90Tiles[tile]);
     return splits == 1 ? 0 : splits * p.batch * p.m * gemm_sum_width(p.n, p.gated);
   }
 };
 
 inline Refusal gemm_refusal(const GemmProblem& p, GemmEngine engine, int tile, int splits) {
-  return engine == GemmEngine::kSm90 ? sm90_refusal(p, kSm90Tiles[tile], splits)
+  return engine == GemmEngine::kSm90 ? sm90_refusal(p, kSm90Tiles[tile], splits == kStreamK)
                                      : sync_refusal(p, kSyncTiles[tile], splits);
 }
 
 inline double gemm_seconds(const GemmProblem& p, GemmEngine engine, int tile, int splits) {
-  return engine == GemmEngine::kSm90 ? sm90_seconds(p, kSm90Tiles[tile], splits)
+  return engine == GemmEngine::kSm90 ? sm90_seconds(p, kSm90Tiles[tile], splits == kStreamK)
                                      : sync_seconds(p, kSyncTiles[tile], splits);
 }
 
 inline GemmChoice gemm_choice(const GemmProblem& p, GemmEngine engine, int tile, int splits) {
-  return {engine, tile, splits, (p.steps() + splits - 1) / splits * p.step()};
+  const int parts = std::max(splits, 1);
+  return {engine, tile, splits, (p.steps() + parts - 1) / parts * p.step()};
 }
 
-// Calls body(engine, tile) for every tile there is.
+// Calls body(engine, tile, splits) for all that there is.
 template <typename Body>
-void for_each_gemm_tile(const Body& body) {
-  for (int tile = 0; tile < kSyncTileCount; ++tile) body(GemmEngine::kSync, tile);
-  for (int tile = 0; tile < kSm90TileCount; ++tile) body(GemmEngine::kSm90, tile);
+void for_each_gemm_choice(const Body& body) {
+  for (int tile = 0; tile < kSyncTileCount; ++tile) {
+    for (const int splits : kGemmSplits) body(GemmEngine::kSync, tile, splits);
+  }
+  for (int tile = 0; tile < kSm90TileCount; ++tile) {
+    for (const int splits : {1, kStreamK}) body(GemmEngine::kSm90, tile, splits);
+  }
 }
 
-// splits is 0 where no tile is legal.
 inline GemmChoice choose_gemm(const GemmProblem& p) {
   constexpr int64_t kLeastSteps = 4;  // of a split
   GemmChoice best{};
+  best.splits = -1;
   double best_time = -1;
-  for_each_gemm_tile([&](GemmEngine engine, int tile) {
-    for (const int splits : kGemmSplits) {
-      if (splits > 1 && p.steps() < kLeastSteps * splits) break;
-      if (gemm_refusal(p, engine, tile, splits)) continue;
-      const double time = gemm_seconds(p, engine, tile, splits);
-      if (best_time >= 0 && time >= best_time) continue;
-      best_time = time;
-      best = gemm_choice(p, engine, tile, splits);
-    }
+  for_each_gemm_choice([&](GemmEngine engine, int tile, int splits) {
+    if (splits > 1 && p.steps() < kLeastSteps * splits) return;
+    if (gemm_refusal(p, engine, tile, splits)) return;
+    const double time = gemm_seconds(p, engine, tile, splits);
+    if (best_time >= 0 && time >= best_time) return;
+    best_time = time;
+    best = gemm_choice(p, engine, tile, splits);
   });
   return best;
 }

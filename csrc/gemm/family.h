@@ -48,11 +48,9 @@ struct GemmFamily {
   // A tile is listed once where it can't serve, and with the parts of K that it can.
   static std::vector<Numbers> candidates(const GemmProblem& p) {
     std::vector<Numbers> all;
-    for_each_gemm_tile([&](GemmEngine engine, int tile) {
-      for (const int splits : kGemmSplits) {
-        if (splits == 1 || !gemm_refusal(p, engine, tile, splits)) {
-          all.push_back({static_cast<int64_t>(engine), tile, splits});
-        }
+    for_each_gemm_choice([&](GemmEngine engine, int tile, int splits) {
+      if (splits == 1 || !gemm_refusal(p, engine, tile, splits)) {
+        all.push_back({static_cast<int64_t>(engine), tile, splits});
       }
     });
     return all;
@@ -63,7 +61,7 @@ struct GemmFamily {
       const Sm90Tile& tile = kSm90Tiles[x[1]];
       return tile_text(tile.block_m, tile.block_n) + (tile.pingpong ? " ping-pong" : "") +
              (tile.cluster > 1 ? " cluster " + std::to_string(tile.cluster) : "") +
-             (x[2] > 1 ? " /" + std::to_string(x[2]) : "");
+             (x[2] == kStreamK ? " stream-K" : "");
     }
     const SyncTile& tile = kSyncTiles[x[1]];
     return (tile.fp32 ? "float32 " : "") + tile_text(tile.block_m, tile.block_n, x[2]);

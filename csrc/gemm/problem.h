@@ -30,7 +30,9 @@ struct GemmProblem {
   constexpr int64_t steps() const { return k <= step() ? 1 : (k + step() - 1) / step(); }
 };
 
-// The parts that K may be cut into; their sums are added in a fixed order.
+// The parts that K may be cut into; their sums are added in a fixed order. kStreamK: wherever it
+// makes the blocks' work even.
 inline constexpr int kGemmSplits[] = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32};
+inline constexpr int kStreamK = 0;
 
 }  // namespace torchweld

@@ -114,7 +114,7 @@ void batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
                             p.b.k_stride == 1,
                             device_facts()};
   p.choice = pick<GemmFamily>(problem);
-  TORCH_CHECK(p.choice.splits > 0, "torchweld: no tile of the matmul engine takes a product of ", m,
+  TORCH_CHECK(p.choice.splits >= 0, "torchweld: no tile of the matmul engine takes a product of ", m,
               " x ", n, " x ", p.k, " in a batch of ", batch, "; cut it into smaller ones");
   Tensor workspace;
   if (const int64_t floats = p.choice.workspace_floats(problem); floats > 0) {

@@ -81,33 +81,6 @@ class Sm90Epilogue {
     }
   }
 
-  // The sums of a part of K, for split_sum_kernel.
-  __device__ __forceinline__ void store_part(const Sums& acc, int row, int column, int batch,
-                                             int split) const {
-    const GemmParams& p = p_.gemm;
-    const int64_t width = gemm_sum_width(p.n, kGated);
-    float* g_sums = p.workspace + (split * p.batch + batch) * p.m * width;
-#pragma unroll
-    for (int i = 0; i < kT.row_pieces(); ++i) {
-#pragma unroll
-      for (int j = 0; j < kT.block_n / 8; ++j) {
-        const int in = j * 8 + lane_ % 4 * 2;
-        const bool right = kGated && in >= kTileColumns;
-        const int64_t at = column + (right ? in - kTileColumns : in);
-        if (at >= p.n) continue;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int64_t r = row + i * 64 + lane_ / 4 + half * 8;
-          if (r < p.m) {
-            float* g_to = g_sums + r * width + (right ? width / 2 : 0) + at;
-            *reinterpret_cast<float2*>(g_to) =
-                make_float2(acc[i][j * 4 + half * 2], acc[i][j * 4 + half * 2 + 1]);
-          }
-        }
-      }
-    }
-  }
-
   // Before the block ends.
   __device__ __forceinline__ void wait() const {
     if (lane_ == 0) tma_wait_all();

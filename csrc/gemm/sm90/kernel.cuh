@@ -5,8 +5,8 @@
 // their rows in each warpgroup. In ping-pong the warpgroups take the tiles by turns, so that one
 // finishes its tile (epilogue.cuh) while the tensor cores work for the other. The blocks of a
 // cluster have tiles below each other: each loads its part of b's rows for all of them (multicast).
-// Tiles are walked in bands of kBandRows rows, so that the blocks in flight cover a square of y and
-// share operands in L2.
+// Tiles are walked in bands of rows, so that the blocks in flight cover a square of y and share
+// operands in L2. Those of the last rounds may be shared by blocks, by steps of K (walk.cuh).
 //
 // Source: PTX ISA; the steps from a plain wgmma loop to this one follow P. Shah, "Outperforming
 // cuBLAS on H100" (2024).
@@ -27,6 +27,7 @@ struct Sm90Config {
   using T = T_;
   static constexpr int kTile = kTile_;
   static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_, kGated = kGated_;
+  static constexpr bool kStreams = !kGated;
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
   static constexpr int kStepElems = kGemmStepBytes / int(sizeof(T));
   // A line of an MN-major tile has this much of M or N; such stretches follow one another.
@@ -43,14 +44,6 @@ struct Sm90Shared {
 };
 
 #if TW_HAS_WGMMA
-// Steps of K of a work tile.
-template <class Config>
-__device__ __forceinline__ int sm90_steps(const GemmParams& p, int split) {
-  const int64_t begin = split * p.choice.k_split;
-  const int64_t elems = min(p.choice.k_split, p.k - begin);
-  return int((elems + Config::kStepElems - 1) / Config::kStepElems);
-}
-
 // The producer's loads of a step.
 template <class Config>
 __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage, uint64_t* s_full,
@@ -103,14 +96,13 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
 }
 
 template <class Config>
-__device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Config>& s, int rank,
-                                             uint32_t first, uint32_t stride) {
+__device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Config>& s, int rank) {
   PipelineState<Config::kT.stages> at;
-  for (uint32_t item = first; item < p.schedule.items; item += stride) {
-    const WorkTile work(p.schedule, item);
-    const int steps = sm90_steps<Config>(p.gemm, work.split);
-    int k = int(work.split * p.gemm.choice.k_split);
-    for (int step = 0; step < steps; ++step, k += Config::kStepElems) {
+  Sm90Walk<Config::kT.cluster, Config::kStreams> walk(p.deal);
+  while (walk.next()) {
+    const WorkTile work(p.schedule, walk.tile);
+    int k = walk.first * Config::kStepElems;
+    for (int step = 0; step < walk.steps; ++step, k += Config::kStepElems) {
       uint64_t* s_full = s.pipeline.acquire(at, Config::kT.stage_bytes());
       sm90_load<Config>(p, shared_address(s.stages[at.stage]), s_full, work, rank, k);
       at.advance();
@@ -167,20 +159,25 @@ __device__ __forceinline__ void sm90_mainloop(Sums& acc,
 // turns at the tensor cores.
 template <class Config>
 __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Config>& s, int rank,
-                                             uint32_t first, uint32_t stride, int warpgroup) {
+                                             int warpgroup) {
   constexpr Sm90Tile kT = Config::kT;
   constexpr int kOwn = 1, kTurn = 3, kBoth = 256;
   constexpr int kRows = 64 * kT.row_pieces();  // of a warpgroup
   using Epilogue = Sm90Epilogue<typename Config::T, Config::kTile, Config::kGated>;
+  using Sums = typename Epilogue::Sums;
+  using Flat = float[sizeof(Sums) / sizeof(float)];
   const int thread = threadIdx.x % 128;
   const GemmParams& g = p.gemm;
-  const bool biased = g.epilogue.bias != nullptr && g.choice.splits == 1;
   const auto release = [&](int stage) {
     if constexpr (Config::kT.cluster == 1) {
       if (thread == 0) mbarrier_arrive(&s.pipeline.empty[stage]);
     } else {
       if (thread < Config::kT.cluster) mbarrier_arrive_at(&s.pipeline.empty[stage], thread);
     }
+  };
+  // Where a worker's sums of a piece go, of this warpgroup's part of a tile.
+  const auto slot = [&](uint32_t of) {
+    return (int64_t{of} * kT.cluster + rank) * kT.sharers() + (kT.pingpong ? 0 : warpgroup);
   };
   const int first_row = kT.pingpong ? 0 : warpgroup * kRows;
   const uint32_t s_a = shared_address(s.stages[0]) +
@@ -190,40 +187,41 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
   const int warp = warpgroup * 4 + thread / 32;
   Epilogue epilogue(p, shared_address(s.boxes[warp]), s.bias[warpgroup]);
   PipelineState<kT.stages> at;
-  uint32_t item = first;
-  const auto pass_over = [&] {  // the other warpgroup's tile
-    if (kT.pingpong && item < p.schedule.items) {
-      at.advance(sm90_steps<Config>(g, WorkTile(p.schedule, item).split));
+  Sm90Walk<Config::kT.cluster, Config::kStreams> walk(p.deal);
+  Sums acc;
+  // The first turn is the first warpgroup's.
+  if (kT.pingpong && warpgroup == 1) named_barrier_arrive(kTurn, kBoth);
+  for (int turn = 0; walk.next(); turn ^= 1) {
+    if (kT.pingpong && turn != warpgroup) {
+      at.advance(walk.steps);
+      continue;
     }
-    if (kT.pingpong) item += stride;
-  };
-  if (kT.pingpong && warpgroup == 1) {
-    pass_over();
-    named_barrier_arrive(kTurn, kBoth);  // the first turn is the other one's
-  }
-  typename Epilogue::Sums acc;
-  while (item < p.schedule.items) {
-    const WorkTile work(p.schedule, item);
-    const int column = int(work.tile_n) * (Config::kGated ? kT.block_n / 2 : kT.block_n);
-    if (biased) {
+    constexpr int kColumns = Config::kGated ? kT.block_n / 2 : kT.block_n;  // of y
+    if (g.epilogue.bias != nullptr && walk.ends()) {
       named_barrier_wait(kOwn + warpgroup, 128);  // the last tile's has been read
-      Epilogue::load_bias(g, s.bias[warpgroup], column, thread);
+      const WorkTile work(p.schedule, walk.tile);
+      Epilogue::load_bias(g, s.bias[warpgroup], work.tile_n * kColumns, thread);
       named_barrier_wait(kOwn + warpgroup, 128);
     }
     if (kT.pingpong) named_barrier_wait(kTurn + warpgroup, kBoth);
-    sm90_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, sm90_steps<Config>(g, work.split), release,
-                          [&] {
-                            if (kT.pingpong) named_barrier_arrive(kTurn + 1 - warpgroup, kBoth);
-                          });
+    sm90_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, walk.steps, release, [&] {
+      if (kT.pingpong) named_barrier_arrive(kTurn + 1 - warpgroup, kBoth);
+    });
+    Flat& sums = reinterpret_cast<Flat&>(acc);
+    if (!walk.ends()) {
+      p.parts.send(sums, slot(walk.worker()), thread, kOwn + warpgroup);
+      continue;
+    }
+    if (!walk.begins()) {
+      walk.for_each_helper([&](uint32_t helper) {
+        p.parts.add(sums, slot(helper), thread, kOwn + warpgroup);
+      });
+    }
+    // NOTE: computed anew, rather than kept in registers through the mainloop.
+    const WorkTile work(p.schedule, walk.tile);
     const int row =
         (int(work.tile_m) * kT.cluster + rank) * kT.block_m + first_row + thread / 32 * 16;
-    if (g.choice.splits > 1) {
-      epilogue.store_part(acc, row, column, int(work.batch), work.split);
-    } else {
-      epilogue.finish(acc, row, column, int(work.batch));
-    }
-    item += stride;
-    pass_over();
+    epilogue.finish(acc, row, int(work.tile_n) * kColumns, int(work.batch));
   }
   epilogue.wait();
 }
@@ -246,24 +244,21 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     s.pipeline.init(kT.cluster * (kT.pingpong ? 1 : Sm90Tile::kWarpgroups));
     mbarrier_init_fence();
   }
-  uint32_t first = blockIdx.x, stride = gridDim.x;
   int rank = 0;
   if constexpr (kT.cluster > 1) {
     cluster_arrive();
     cluster_wait();
     rank = int(rank_in_cluster());
-    first /= kT.cluster;
-    stride /= kT.cluster;
   } else {
     __syncthreads();
   }
   if (warp < 4) {
     give_up_registers<kProducerRegisters>();
-    if (warp == 0 && elect_one()) sm90_produce(p, s, rank, first, stride);
+    if (warp == 0 && elect_one()) sm90_produce(p, s, rank);
     __syncwarp();
   } else {
     take_registers<kConsumerRegisters>();
-    sm90_consume(p, s, rank, first, stride, warp / 4 - 1);
+    sm90_consume(p, s, rank, warp / 4 - 1);
     __syncwarp();
   }
   if constexpr (kT.cluster > 1) {
@@ -280,9 +275,8 @@ void launch_sm90_kernel(const Sm90Params& p, cudaStream_t stream) {
   if constexpr (kT.lacks(sizeof(T), kAKMajor, kBKMajor, kGated) == nullptr) {
     using Config = Sm90Config<T, kTile, kAKMajor, kBKMajor, kGated>;
     static_assert(sizeof(Sm90Shared<Config>) <= kT.shared_bytes(sizeof(T)));
-    const int64_t clusters =
-        std::min(int64_t{p.schedule.items}, int64_t{device_facts().most_clusters(kT.cluster)});
-    Grid grid(clusters * kT.cluster, Sm90Tile::kThreads, sizeof(Sm90Shared<Config>));
+    const int64_t blocks = int64_t{p.deal.workers} * kT.cluster;
+    Grid grid(blocks, Sm90Tile::kThreads, sizeof(Sm90Shared<Config>));
     grid.cluster = kT.cluster;
     launch_kernel(sm90_gemm_kernel<Config>, grid, stream, p);
   }

@@ -1,6 +1,8 @@
 // The launcher of the kernels on wgmma and TMA: tensor maps of the operands and results.
 #include "gemm/sm90/launch.h"
 
+#include <atomic>
+
 #include "device/dispatch.cuh"
 #include "gemm/sm90/tiles.h"
 
@@ -62,9 +64,18 @@ bool map_result(TensorMap& map, const TensorBox& box) {
   return true;
 }
 
+// A number that no memory holds by chance: splitmix64 of a count.
+uint64_t next_launch_number() {
+  static std::atomic<uint64_t> launches{0};
+  uint64_t x = ++launches * 0x9e3779b97f4a7c15;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+  return x ^ (x >> 31);
+}
+
 }  // namespace
 
-void launch_sm90_gemm(const GemmParams& p, cudaStream_t stream) {
+void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
   const Sm90Tile& tile = kSm90Tiles[p.choice.tile];
   const GemmEpilogue& e = p.epilogue;
   const int halves = e.gated ? 2 : 1;
@@ -74,6 +85,10 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t stream) {
   const auto divide_up = [](int64_t n, int64_t d) { return (n + d - 1) / d; };
   const int64_t tiles_m = divide_up(p.m, block_m), tiles_n = divide_up(p.n, columns);
   const int64_t band = std::min(tiles_m, std::max<int64_t>(1, kSm90BandRows / block_m));
+  const int64_t tiles = tiles_m * tiles_n * p.batch;
+  const int64_t steps = divide_up(p.k, kGemmStepBytes / maps.elem_size);
+  const Sm90Stream stream =
+      sm90_stream(tile, tiles, steps, device_facts(), p.choice.splits == kStreamK);
   Sm90Params params = {{},
                        {},
                        {},
@@ -82,29 +97,36 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t stream) {
                        false,
                        p.a.batch_stride != 0,
                        p.b.batch_stride != 0,
-                       GemmSchedule(tiles_m, tiles_n, p.choice.splits, p.batch, band),
+                       GemmSchedule(tiles_m, tiles_n, 1, p.batch, band),
+                       Sm90Deal(uint32_t(tiles), steps, stream),
+                       {},
                        p};
+  if (stream.tiles > 0) {
+    const int64_t slots = stream.workers * tile.cluster * tile.sharers();
+    params.parts.sums = p.workspace;
+    // Of 64 bits, behind whole tiles of sums.
+    params.parts.flags = reinterpret_cast<uint64_t*>(p.workspace + slots * tile.part_floats());
+    params.parts.number = next_launch_number();
+  }
   params.a = make_tensor_map("matmul", maps.operand(p.a, p.m, p.a.row_stride, 1, 0, tile.block_m));
   const bool pairs = e.gated && e.interleaved;
   const int64_t half_stride = pairs ? p.b.row_stride : p.n * p.b.row_stride;
   const int parts = std::max(halves, tile.cluster);
   params.b = make_tensor_map("matmul", maps.operand(p.b, p.n, p.b.row_stride * (pairs ? 2 : 1),
                                                     halves, half_stride, tile.block_n / parts));
-  if (p.choice.splits == 1) {
-    params.stores_y = map_result(params.y, maps.result(p.y, p.y_row_stride, 1, p.y_batch_stride));
-    if (e.preact != nullptr && !pairs) {
-      params.stores_preact =
-          map_result(params.preact, maps.result(e.preact, halves * p.n, halves, 0));
-    }
+  params.stores_y = map_result(params.y, maps.result(p.y, p.y_row_stride, 1, p.y_batch_stride));
+  if (e.preact != nullptr && !pairs) {
+    params.stores_preact =
+        map_result(params.preact, maps.result(e.preact, halves * p.n, halves, 0));
   }
   dispatch_index<kSm90TileCount>(p.choice.tile, [&](auto index) {
     switch (p.dtype) {
       case DType::kFloat16:
-        return launch_sm90_tile<__half, index.value>(params, stream);
+        return launch_sm90_tile<__half, index.value>(params, cuda_stream);
       case DType::kBFloat16:
-        return launch_sm90_tile<__nv_bfloat16, index.value>(params, stream);
+        return launch_sm90_tile<__nv_bfloat16, index.value>(params, cuda_stream);
       case DType::kFloat32:
-        return launch_sm90_tile<float, index.value>(params, stream);
+        return launch_sm90_tile<float, index.value>(params, cuda_stream);
     }
   });
 }

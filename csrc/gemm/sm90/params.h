@@ -4,6 +4,8 @@
 #include "device/sm90/tensor_map.h"
 #include "gemm/gemm.h"
 #include "gemm/schedule.cuh"
+#include "gemm/sm90/parts.cuh"
+#include "gemm/sm90/walk.cuh"
 
 namespace torchweld {
 
@@ -14,6 +16,8 @@ struct Sm90Params {
   bool stores_y, stores_preact;  // by these maps; else rows have no 16-byte boundaries
   bool a_batched, b_batched;     // one matrix a batch
   GemmSchedule schedule;         // of clusters' tiles
+  Sm90Deal deal;
+  Sm90Parts parts;
   GemmParams gemm;
 };
 

@@ -36,11 +36,19 @@ struct Sm90Tile {
                       kWarpgroups * block_n * 4;
     return (bytes + 1023) / 1024 * 1024;
   }
+  // Of all clusters; the blocks of one have the same columns.
+  constexpr int64_t tiles(const GemmProblem& p) const {
+    const int64_t rows = int64_t{block_m} * cluster;
+    return (p.m + rows - 1) / rows * ((p.width() + block_n - 1) / block_n) * p.batch;
+  }
+  // Warpgroups of a block that have a part of one tile each.
+  constexpr int sharers() const { return pingpong ? 1 : kWarpgroups; }
+  constexpr int part_floats() const { return block_m * block_n / sharers(); }
   // Why it has no kernel for a kind of product; null where it has.
   constexpr const char* lacks(int elem_size, bool a_k_major, bool b_k_major, bool gated) const {
     if (elem_size == 4 && !(a_k_major && b_k_major)) return "wgmma reads TF32 along K alone";
     if (!b_k_major && block_n % 64 != 0) return "the tile has no whole boxes of adjacent columns";
-    if (gated && block_n % 128 != 0) return "the tile has no whole boxes in half of its columns";
+    if (gated && !pingpong) return "a gated product needs tiles that hide their epilogue";
     if (gated && !a_k_major) return "a gated product reads its first operand along K alone";
     return nullptr;
   }
@@ -54,7 +62,31 @@ inline constexpr Sm90Tile kSm90Tiles[] = {
 };
 inline constexpr int kSm90TileCount = sizeof(kSm90Tiles) / sizeof(kSm90Tiles[0]);
 
-inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, int splits) {
+// The tiles that are streamed: their steps are dealt evenly to all workers, so that no worker is
+// idle while others do a last round. Source: M. Osama et al., "Stream-K", 2023.
+struct Sm90Stream {
+  int64_t tiles = 0, workers = 1;
+};
+
+// How a product is dealt. Streamed are the tiles of the last round, which are too few for all
+// workers, and of the one before it.
+inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t steps,
+                              const DeviceFacts& device, bool streams) {
+  constexpr int64_t kLeastSteps = 4;  // of a worker
+  const int64_t workers = device.most_clusters(tile.cluster);
+  if (!streams || tiles % workers == 0) return {0, std::min(tiles, workers)};
+  const int64_t last = tiles % workers, streamed = tiles < workers ? last : last + workers;
+  return {streamed, std::clamp<int64_t>(streamed * steps / kLeastSteps, 1, workers)};
+}
+
+// Sums on their way from worker to worker, and 64 bits for each that tell of them.
+inline int64_t sm90_workspace_floats(const GemmProblem& p, const Sm90Tile& tile) {
+  const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), p.steps(), p.device, true);
+  if (stream.tiles == 0) return 0;
+  return stream.workers * tile.cluster * tile.sharers() * (tile.part_floats() + 2);
+}
+
+inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool streams) {
   constexpr int64_t kMostSize = (int64_t{1} << 31) - 512;  // coordinates are counted in 32 bits
   if (!p.device.wgmma || !p.device.tma) return "the GPU, or the code built for it, has no wgmma";
   if (p.math == GemmMath::kFloat32) return "float32 at its own accuracy is for mma.sync";
@@ -67,31 +99,36 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, int spli
   if (p.m > kMostSize || p.n > kMostSize || p.k > kMostSize || p.batch > kMostSize) {
     return {"no tensor map has more than {} elements in a dimension", kMostSize};
   }
-  const int64_t all = p.steps(), part = (all + splits - 1) / splits;
-  if ((splits - 1) * part >= all) {
-    return {"K has {} steps, which leaves one of {} parts empty", all, splits};
+  if (streams && p.gated) return "the kernels of gated products have no registers for stream-K";
+  constexpr int64_t kMostStreamed = int64_t{1} << 31;  // steps
+  if (streams && double(p.steps()) * 2 * p.device.sms >= kMostStreamed) {
+    return {"the streamed tiles would have {} steps or more", kMostStreamed};
   }
   const double tiles = (double(p.m) / tile.block_m + 2) *
-                       (static_cast<double>(p.width()) / tile.block_n + 1) * splits *
+                       (static_cast<double>(p.width()) / tile.block_n + 1) *
                        static_cast<double>(p.batch);
   return grid_fits(tiles) ? Refusal() : "more than 2^31 - 1 tiles";
 }
 
 // The rounds of the busiest SM. The launch and the first loads are the same for every engine.
-inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, int splits) {
-  constexpr double kBytesPerSecond = 3e12, kLaunchSeconds = 3e-6;
-  const auto divide_up = [](int64_t n, int64_t d) { return (n + d - 1) / d; };
-  const int64_t tiles = divide_up(p.m, int64_t{tile.block_m} * tile.cluster) *
-                        divide_up(p.width(), tile.block_n) * splits * p.batch;
-  const int64_t rounds = divide_up(tiles, std::max(1, p.device.sms / tile.cluster));
-  const double steps = static_cast<double>(divide_up(p.steps(), splits));
+inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool streams) {
   const double slower = p.math == GemmMath::kTf32 ? 2 : 1;
-  const double a_tile =
-      steps * tile.step_us * slower + tile.tile_us + (p.pointwise ? tile.pointwise_us : 0);
-  const double time = static_cast<double>(rounds) * a_tile * 1e-6;
-  if (splits == 1) return time;
-  return time + kLaunchSeconds +
-         2.0 * splits * static_cast<double>(p.batch * p.m * p.width()) * 4 / kBytesPerSecond;
+  const double step_us = tile.step_us * slower;
+  const double beside_us = tile.tile_us + (p.pointwise ? tile.pointwise_us : 0);
+  const double tile_us = static_cast<double>(p.steps()) * step_us + beside_us;
+  const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), p.steps(), p.device, streams);
+  const int64_t whole = tile.tiles(p) - stream.tiles;
+  const double rounds = static_cast<double>((whole + stream.workers - 1) / stream.workers);
+  double us = rounds * tile_us;
+  if (stream.tiles > 0) {
+    // A part of a tile is written, waited for and added; of a tile with many parts one by one.
+    constexpr double kHandedUs = 2.0, kAddedUs = 0.7;
+    const double workers = static_cast<double>(stream.workers);
+    const double share = static_cast<double>(stream.tiles) / workers;
+    us += share * static_cast<double>(p.steps()) * step_us + beside_us + kHandedUs +
+          kAddedUs * std::max(1.0, 1 / share);
+  }
+  return us * 1e-6;
 }
 
 }  // namespace torchweld
