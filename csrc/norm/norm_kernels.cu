@@ -6,7 +6,9 @@
 // off one after the other the result does not depend on |mean| / std.
 // Source: Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983.
 //
-// One block or one warp holds a row: load, two sums over its threads, store.
+// One block or one warp holds a row: load, two sums over its threads, store. A matmul that reads
+// the rows may begin its set-up at once (programmatic dependent launch).
+#include "device/sm90/dependent_launch.cuh"
 #include "norm/norm.h"
 #include "norm/norm_rows.cuh"
 
@@ -63,6 +65,7 @@ __global__ __launch_bounds__(Config::kThreads) void norm_kernel(const NormParams
   constexpr int kElems = Config::kElems;
   constexpr int kLoads = Config::kLoads;
   __shared__ RowSums<Config::kThreadsPerRow> s_sums;
+  let_next_kernel_begin();
   const int64_t row = Config::row(first_row);
   if (Config::kRowsPerBlock > 1 && row >= p.rows) return;
   const T* g_x = static_cast<const T*>(p.x) + row * p.x_row_stride;
@@ -119,6 +122,7 @@ __global__ __launch_bounds__(kNormStreamThreads) void norm_stream_kernel(const N
                                                                          int64_t first_row) {
   constexpr int kStep = kNormStreamThreads * kElems;
   __shared__ RowSums<kNormStreamThreads> s_sums;
+  let_next_kernel_begin();
   const int64_t row = first_row + blockIdx.x;
   const int64_t start = threadIdx.x * kElems;
   const T* g_x = static_cast<const T*>(p.x) + row * p.x_row_stride;

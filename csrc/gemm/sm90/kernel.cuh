@@ -15,6 +15,7 @@
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "device/named_barrier.cuh"
+#include "device/sm90/dependent_launch.cuh"
 #include "device/sm90/pipeline.cuh"
 #include "device/sm90/registers.cuh"
 #include "gemm/sm90/epilogue.cuh"
@@ -213,9 +214,8 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
       continue;
     }
     if (!walk.begins()) {
-      walk.for_each_helper([&](uint32_t helper) {
-        p.parts.add(sums, slot(helper), thread, kOwn + warpgroup);
-      });
+      walk.for_each_helper(
+          [&](uint32_t helper) { p.parts.add(sums, slot(helper), thread, kOwn + warpgroup); });
     }
     // NOTE: computed anew, rather than kept in registers through the mainloop.
     const WorkTile work(p.schedule, walk.tile);
@@ -244,6 +244,8 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     s.pipeline.init(kT.cluster * (kT.pingpong ? 1 : Sm90Tile::kWarpgroups));
     mbarrier_init_fence();
   }
+  let_next_kernel_begin();
+  wait_for_kernels_before();
   int rank = 0;
   if constexpr (kT.cluster > 1) {
     cluster_arrive();
@@ -278,6 +280,7 @@ void launch_sm90_kernel(const Sm90Params& p, cudaStream_t stream) {
     const int64_t blocks = int64_t{p.deal.workers} * kT.cluster;
     Grid grid(blocks, Sm90Tile::kThreads, sizeof(Sm90Shared<Config>));
     grid.cluster = kT.cluster;
+    grid.overlaps = true;
     launch_kernel(sm90_gemm_kernel<Config>, grid, stream, p);
   }
 }

@@ -17,8 +17,9 @@ struct Sm90Tile {
   bool pingpong;
   int boxes;  // of results that a warp has on their way to memory
   // Measured on an H200, microseconds: a step of the mainloop, what a tile costs beside its steps,
-  // and what an activation adds to that. In ping-pong the other tile's mainloop hides the rest.
-  float step_us, tile_us, pointwise_us;
+  // and what an activation adds to that; in ping-pong the other tile's mainloop hides the rest.
+  // What stream-K adds, and each part of a tile.
+  float step_us, tile_us, pointwise_us, stream_us, part_us;
 
   static constexpr int kWarpgroups = 2, kThreads = 128 * (1 + kWarpgroups);
 
@@ -55,10 +56,10 @@ struct Sm90Tile {
 };
 
 inline constexpr Sm90Tile kSm90Tiles[] = {
-    {128, 128, 6, 2, true, 2, 0.345f, 0.0f, 0.0f},
-    {128, 128, 6, 1, true, 2, 0.365f, 0.0f, 0.0f},
-    {128, 256, 4, 1, false, 2, 0.664f, 1.2f, 2.0f},
-    {128, 96, 7, 1, false, 2, 0.310f, 1.0f, 1.0f},
+    {128, 128, 6, 2, true, 2, 0.347f, 1.4f, 0.1f, 1.3f, 1.9f},
+    {128, 128, 6, 1, true, 2, 0.361f, 0.8f, 0.2f, 1.9f, 1.5f},
+    {128, 256, 4, 1, false, 2, 0.661f, 3.5f, 2.3f, 6.3f, 0.6f},
+    {128, 96, 7, 1, false, 2, 0.310f, 1.1f, 1.0f, 2.8f, 0.3f},
 };
 inline constexpr int kSm90TileCount = sizeof(kSm90Tiles) / sizeof(kSm90Tiles[0]);
 
@@ -73,10 +74,14 @@ struct Sm90Stream {
 inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t steps,
                               const DeviceFacts& device, bool streams) {
   constexpr int64_t kLeastSteps = 4;  // of a worker
-  const int64_t workers = device.most_clusters(tile.cluster);
-  if (!streams || tiles % workers == 0) return {0, std::min(tiles, workers)};
-  const int64_t last = tiles % workers, streamed = tiles < workers ? last : last + workers;
-  return {streamed, std::clamp<int64_t>(streamed * steps / kLeastSteps, 1, workers)};
+  const int64_t workers = device.most_clusters(tile.cluster), last = tiles % workers;
+  if (!streams || last == 0) return {0, std::min(tiles, workers)};
+  if (tiles > workers) return {last + workers, workers};
+  const int64_t most = std::clamp<int64_t>(tiles * steps / kLeastSteps, 1, workers);
+  // Where it can be, no worker has parts of two tiles.
+  int64_t of_a_tile = most / tiles;
+  while (of_a_tile > 1 && steps % of_a_tile != 0) --of_a_tile;
+  return {tiles, of_a_tile > 1 ? of_a_tile * tiles : most};
 }
 
 // Sums on their way from worker to worker, and 64 bits for each that tell of them.
@@ -112,22 +117,22 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool str
 
 // The rounds of the busiest SM. The launch and the first loads are the same for every engine.
 inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool streams) {
-  const double slower = p.math == GemmMath::kTf32 ? 2 : 1;
-  const double step_us = tile.step_us * slower;
+  const double steps = static_cast<double>(p.steps());
   const double beside_us = tile.tile_us + (p.pointwise ? tile.pointwise_us : 0);
-  const double tile_us = static_cast<double>(p.steps()) * step_us + beside_us;
+  const double tile_us = steps * tile.step_us + beside_us;
   const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), p.steps(), p.device, streams);
   const int64_t whole = tile.tiles(p) - stream.tiles;
-  const double rounds = static_cast<double>((whole + stream.workers - 1) / stream.workers);
-  double us = rounds * tile_us;
+  double us = static_cast<double>((whole + stream.workers - 1) / stream.workers) * tile_us;
   if (stream.tiles > 0) {
-    // A part of a tile is written, waited for and added; of a tile with many parts one by one.
-    constexpr double kHandedUs = 2.0, kAddedUs = 0.7;
-    const double workers = static_cast<double>(stream.workers);
-    const double share = static_cast<double>(stream.tiles) / workers;
-    us += share * static_cast<double>(p.steps()) * step_us + beside_us + kHandedUs +
-          kAddedUs * std::max(1.0, 1 / share);
+    const double share = static_cast<double>(stream.tiles) / static_cast<double>(stream.workers);
+    const double parts = std::max(1.0, 1 / share);
+    // A tile of one step has no parts.
+    us += share * tile_us + std::max(0.0, 1 - share) * beside_us +
+          (tile.stream_us + tile.part_us * parts) * (steps - 1) / steps;
   }
+  // The GPU lowers its clock in long products; wide tiles lose more by it.
+  constexpr double kLongUs = 300, kLonger = 1.12;
+  if (!tile.pingpong && us > kLongUs) us *= kLonger;
   return us * 1e-6;
 }
 

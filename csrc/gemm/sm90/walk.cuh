@@ -22,9 +22,11 @@ struct Sm90Deal {
         longer(uint32_t(stream.tiles * steps % stream.workers)) {}
 };
 
-// What a worker does, one piece after the other; its stretch of the row from the last piece to the
-// first. So a tile that several workers share is finished by the last of them, and waits only for
-// blocks with smaller numbers, which start no later, and for what these do first.
+// What a worker does, one piece after the other: its whole tiles, while all workers are at the same
+// steps of K and share what they load in the L2; then its stretch of the row, from the last piece
+// to the first. So a tile that several workers share is finished by the last of them. It waits only
+// for blocks with smaller numbers, which start no later and have handed their parts on without
+// waiting.
 template <int kCluster, bool kStreams>
 class Sm90Walk {
  public:
@@ -45,20 +47,22 @@ class Sm90Walk {
   // Goes to the next piece; false where there is none.
   __device__ __forceinline__ bool next() {
     const uint32_t tile_steps = deal_.steps.divisor();
-    if (const uint32_t stretch = begin(deal_, worker()); kStreams && end_ > stretch) {
-      const uint32_t at = deal_.steps.divide(end_ - 1), start = at * tile_steps;
-      const uint32_t from = max(start, stretch);
-      tile = deal_.whole + at;
-      first = int(from - start);
-      steps = int(end_ - from);
-      end_ = from;
+    if (next_ < deal_.whole) {
+      tile = next_;
+      first = 0;
+      steps = int(tile_steps);
+      next_ += deal_.workers;
       return true;
     }
-    tile = next_;
-    first = 0;
-    steps = int(tile_steps);
-    next_ += deal_.workers;
-    return tile < deal_.whole;
+    const uint32_t stretch = begin(deal_, worker());
+    if (!kStreams || end_ <= stretch) return false;
+    const uint32_t at = deal_.steps.divide(end_ - 1), start = at * tile_steps;
+    const uint32_t from = max(start, stretch);
+    tile = deal_.whole + at;
+    first = int(from - start);
+    steps = int(end_ - from);
+    end_ = from;
+    return true;
   }
 
   // Whether the piece has the tile's last steps, and so its results.
