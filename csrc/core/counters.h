@@ -1,33 +1,54 @@
 // Counters that kernels find zero and leave zero. Host code of CUDA builds only.
 #pragma once
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <map>
-#include <utility>
+#include <tuple>
 
 #include "core/check.h"
 #include "core/launch.h"
 
 namespace torchweld {
 
+inline bool under_capture() {
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+}
+
+// At least `count` numbers of a type, zero at first, that this thread's calls on this stream share.
+inline at::Tensor kept_zeros(int64_t count, at::ScalarType type, const at::Tensor& like) {
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  thread_local std::map<std::tuple<c10::DeviceIndex, cudaStream_t, at::ScalarType>, at::Tensor>
+      kept;
+  at::Tensor& zeros = kept[{stream.device_index(), stream.stream(), type}];
+  if (!zeros.defined() || zeros.numel() < count) {
+    zeros = at::zeros({count}, like.options().dtype(type));
+  }
+  return zeros;
+}
+
 // `count` counters that are zero when the kernel starts. The kernel leaves them zero, so that they
 // serve the next call on this stream without being cleared.
 // NOTE: they belong to a thread and a stream, because two calls that share them must not overlap.
 // Under capture the graph clears its own: its replays may overlap with anything.
 inline at::Tensor zero_counters(int64_t count, const at::Tensor& like) {
-  const auto options = like.options().dtype(at::kInt);
-  if (is_dry_run() ||
-      c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
-    return at::zeros({count}, options);
+  if (is_dry_run() || under_capture()) {
+    return at::zeros({count}, like.options().dtype(at::kInt));
   }
-  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-  thread_local std::map<std::pair<c10::DeviceIndex, cudaStream_t>, at::Tensor> kept;
-  at::Tensor& counters = kept[{stream.device_index(), stream.stream()}];
-  if (!counters.defined() || counters.numel() < count) counters = at::zeros({count}, options);
-  return counters;
+  return kept_zeros(count, at::kInt, like);
+}
+
+// `count` flags by which the blocks of a kernel tell each other something. A flag is up where it
+// holds the launch's own number, which no memory holds by chance; the kernel takes it down to 0.
+// NOTE: so a graph's own flags need no clearing before they are used.
+inline at::Tensor block_flags(int64_t count, const at::Tensor& like) {
+  if (is_dry_run() || under_capture()) {
+    return at::empty({count}, like.options().dtype(at::kLong));
+  }
+  return kept_zeros(count, at::kLong, like);
 }
 
 // Gives one such counter when it is called, and keeps it; `like` outlives it.

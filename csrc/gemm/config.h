@@ -28,6 +28,10 @@ struct GemmChoice {
     if (splits == kStreamK) return sm90_workspace_floats(p, kSm90Tiles[tile]);
     return splits == 1 ? 0 : splits * p.batch * p.m * gemm_sum_width(p.n, p.gated);
   }
+  // By which blocks tell that sums are there.
+  int64_t flags(const GemmProblem& p) const {
+    return splits == kStreamK ? int64_t{Sm90Tile::kWarpgroups} * p.device.sms : 0;
+  }
 };
 
 inline Refusal gemm_refusal(const GemmProblem& p, GemmEngine engine, int tile, int splits) {

@@ -59,7 +59,8 @@ struct GemmFamily {
   static std::string tile(const Numbers& x) {
     if (engine(x) == GemmEngine::kSm90) {
       const Sm90Tile& tile = kSm90Tiles[x[1]];
-      return tile_text(tile.block_m, tile.block_n) + (tile.pingpong ? " ping-pong" : "") +
+      return tile_text(tile.block_m, tile.block_n) + (tile.turned() ? " turned" : "") +
+             (tile.pingpong ? " ping-pong" : "") +
              (tile.cluster > 1 ? " cluster " + std::to_string(tile.cluster) : "") +
              (x[2] == kStreamK ? " stream-K" : "");
     }

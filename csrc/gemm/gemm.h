@@ -43,6 +43,7 @@ struct GemmParams {
   GemmEpilogue epilogue;
   GemmChoice choice;
   float* workspace;  // choice.workspace_floats(...), nullptr where that is 0
+  uint64_t* flags;   // choice.flags(...), the same
 };
 
 // Throws std::runtime_error where the launch fails. Sizes are at least 1.

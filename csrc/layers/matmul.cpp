@@ -9,6 +9,7 @@
 #include <ATen/ops/empty.h>
 
 #include "core/choices.h"
+#include "core/counters.h"
 #include "core/cuda_inputs.h"
 #include "core/launch.h"
 #include "gemm/family.h"
@@ -114,12 +115,16 @@ void batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
                             p.b.k_stride == 1,
                             device_facts()};
   p.choice = pick<GemmFamily>(problem);
-  TORCH_CHECK(p.choice.splits >= 0, "torchweld: no tile of the matmul engine takes a product of ", m,
-              " x ", n, " x ", p.k, " in a batch of ", batch, "; cut it into smaller ones");
-  Tensor workspace;
+  TORCH_CHECK(p.choice.splits >= 0, "torchweld: no tile of the matmul engine takes a product of ",
+              m, " x ", n, " x ", p.k, " in a batch of ", batch, "; cut it into smaller ones");
+  Tensor workspace, flags;
   if (const int64_t floats = p.choice.workspace_floats(problem); floats > 0) {
     workspace = at::empty({floats}, y.options().dtype(at::kFloat));
     p.workspace = mutable_data<float>(workspace);
+  }
+  if (const int64_t count = p.choice.flags(problem); count > 0) {
+    flags = block_flags(count, y);
+    p.flags = mutable_data<uint64_t>(flags);
   }
   launch_gemm(p, current_stream());
 }

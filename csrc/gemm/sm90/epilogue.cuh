@@ -25,16 +25,23 @@ class Sm90Epilogue {
 
  public:
   using Sums = float[kT.row_pieces()][kT.block_n / 2];
+  static constexpr bool kLoadsBias = true;
 
-  // s_boxes: the warp's own. s_bias: of the warpgroup's tile, fp32, both halves.
-  __device__ __forceinline__ Sm90Epilogue(const Sm90Params& p, uint32_t s_boxes,
-                                          const float* s_bias)
-      : p_(p), s_boxes_(s_boxes), s_bias_(s_bias), lane_(threadIdx.x % 32) {}
+  // s_staging: boxes of all warps. s_bias: of the warpgroup's tile, fp32, both halves.
+  __device__ __forceinline__ Sm90Epilogue(const Sm90Params& p, char* s_staging, float* s_bias,
+                                          int warpgroup, int)
+      : p_(p),
+        s_boxes_(shared_address(s_staging) +
+                 (warpgroup * 4 + threadIdx.x % 128 / 32) * kT.boxes * kBoxBytes),
+        s_bias_(s_bias),
+        lane_(threadIdx.x % 32) {}
 
   // The tile's bias, by the threads of its warpgroup; a barrier of these follows.
-  static __device__ __forceinline__ void load_bias(const GemmParams& p, float* s_bias,
-                                                   int64_t tile_column, int thread) {
+  __device__ __forceinline__ void load_bias(const WorkTile& work) const {
+    const GemmParams& p = p_.gemm;
     const GemmEpilogue& e = p.epilogue;
+    const int thread = threadIdx.x % 128;
+    const int64_t tile_column = work.tile_n * kTileColumns;
 #pragma unroll
     for (int i = 0; i < kT.block_n; i += 128) {
       const int at = i + thread;
@@ -49,13 +56,18 @@ class Sm90Epilogue {
         value = e.bias_fp32 ? static_cast<const float*>(e.bias)[from]
                             : to_float(static_cast<const T*>(e.bias)[from]);
       }
-      s_bias[at] = value;
+      s_bias_[at] = value;
     }
   }
 
-  // Rows from `row` on, 64 further a piece, and the tile's columns from `column` on.
-  __device__ __forceinline__ void finish(Sums& acc, int row, int column, int batch) {
+  // rank: of the block in its cluster.
+  __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int rank) {
     const GemmEpilogue& e = p_.gemm.epilogue;
+    const int warpgroup = fresh_thread_index() / 128 - 1;
+    const int own_row = kT.pingpong ? 0 : warpgroup * 64 * kT.row_pieces();  // of the tile
+    const int row = (int(work.tile_m) * kT.cluster + rank) * kT.block_m + own_row +
+                    fresh_thread_index() % 128 / 32 * 16;
+    const int column = int(work.tile_n) * kTileColumns, batch = int(work.batch);
 #pragma unroll
     for (int i = 0; i < kT.row_pieces(); ++i) {
       const int first = row + i * 64;
@@ -214,7 +226,7 @@ class Sm90Epilogue {
 
   const Sm90Params& p_;
   uint32_t s_boxes_;
-  const float* s_bias_;
+  float* s_bias_;
   int lane_;
   int box_ = 0;
 };

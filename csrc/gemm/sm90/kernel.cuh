@@ -6,11 +6,15 @@
 // finishes its tile (epilogue.cuh) while the tensor cores work for the other. The blocks of a
 // cluster have tiles below each other: each loads its part of b's rows for all of them (multicast).
 // Tiles are walked in bands of rows, so that the blocks in flight cover a square of y and share
-// operands in L2. Those of the last rounds may be shared by blocks, by steps of K (walk.cuh).
+// operands in L2. Those of the last rounds may be shared by blocks, by steps of K (walk.cuh). For
+// up to 64 rows of y turned tiles multiply the other way round, b @ a^T, so that a block holds much
+// of b, which is what has to be read then, and little of a.
 //
 // Source: PTX ISA; the steps from a plain wgmma loop to this one follow P. Shah, "Outperforming
 // cuBLAS on H100" (2024).
 #pragma once
+
+#include <type_traits>
 
 #include "core/launch.h"
 #include "device/dispatch.cuh"
@@ -20,6 +24,7 @@
 #include "device/sm90/registers.cuh"
 #include "gemm/sm90/epilogue.cuh"
 #include "gemm/sm90/launch.h"
+#include "gemm/sm90/turned_epilogue.cuh"
 
 namespace torchweld {
 
@@ -28,8 +33,11 @@ struct Sm90Config {
   using T = T_;
   static constexpr int kTile = kTile_;
   static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_, kGated = kGated_;
-  static constexpr bool kStreams = !kGated;
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
+  static constexpr bool kStreams = kT.streams(sizeof(T), kGated);
+  // Of the operands, whose rows a gate takes in pairs.
+  static constexpr int kHalvesA = kGated && kT.turned() ? 2 : 1,
+                       kHalvesB = kGated && !kT.turned() ? 2 : 1;
   static constexpr int kStepElems = kGemmStepBytes / int(sizeof(T));
   // A line of an MN-major tile has this much of M or N; such stretches follow one another.
   static constexpr int kLineElems = kStepElems, kStretchBytes = kStepElems * kSwizzleLineBytes;
@@ -39,7 +47,7 @@ template <class Config>
 struct Sm90Shared {
   static constexpr Sm90Tile kT = Config::kT;
   alignas(kSwizzleAtomBytes) char stages[kT.stages][kT.stage_bytes()];  // a, then b
-  alignas(128) char boxes[8][kT.boxes * kT.box_bytes(sizeof(typename Config::T))];
+  alignas(128) char staging[kT.staging_bytes(sizeof(typename Config::T))];
   float bias[Sm90Tile::kWarpgroups][kT.block_n];
   PipelineBarriers<kT.stages> pipeline;
 };
@@ -63,17 +71,23 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
   };
   const int a_batch = p.a_batched ? int(work.batch) : 0,
             b_batch = p.b_batched ? int(work.batch) : 0;
-  const int row = (int(work.tile_m) * kCluster + rank) * kT.block_m;
+  // Both halves of a gated tile end at the same column of y.
+  constexpr int kRowsA = kT.block_m / Config::kHalvesA;
+  const int row = (int(work.tile_m) * kCluster + rank) * kRowsA;
   if constexpr (Config::kAKMajor) {
-    load(s_stage, p.a, k, row, 0, a_batch);
+#pragma unroll
+    for (int half = 0; half < Config::kHalvesA; ++half) {
+      load(s_stage + half * kRowsA * kGemmStepBytes, p.a, k, row, half, a_batch);
+    }
   } else {
 #pragma unroll
     for (int i = 0; i < kT.block_m / kLine; ++i) {
-      load(s_stage + i * Config::kStretchBytes, p.a, row + i * kLine, k, 0, a_batch);
+      const int first = i * kLine;
+      load(s_stage + i * Config::kStretchBytes, p.a, row + first % kRowsA, k, first / kRowsA,
+           a_batch);
     }
   }
-  // Both halves of a gated tile end at the same column of y.
-  constexpr int kHalves = Config::kGated ? 2 : 1, kColumns = kT.block_n / kHalves;
+  constexpr int kHalves = Config::kHalvesB, kColumns = kT.block_n / kHalves;
   const uint32_t s_b = s_stage + kT.block_m * kGemmStepBytes;
   const int column = int(work.tile_n) * kColumns;
   if constexpr (Config::kBKMajor) {
@@ -157,18 +171,20 @@ __device__ __forceinline__ void sm90_mainloop(Sums& acc,
 }
 
 // What a consumer warpgroup does. Named barriers: 1 and 2 are the warpgroups' own, 3 and 4 their
-// turns at the tensor cores.
+// turns at the tensor cores, or the turned epilogue's.
 template <class Config>
 __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Config>& s, int rank,
                                              int warpgroup) {
   constexpr Sm90Tile kT = Config::kT;
   constexpr int kOwn = 1, kTurn = 3, kBoth = 256;
   constexpr int kRows = 64 * kT.row_pieces();  // of a warpgroup
-  using Epilogue = Sm90Epilogue<typename Config::T, Config::kTile, Config::kGated>;
+  using Epilogue =
+      std::conditional_t<kT.turned(),
+                         Sm90TurnedEpilogue<typename Config::T, Config::kTile, Config::kGated>,
+                         Sm90Epilogue<typename Config::T, Config::kTile, Config::kGated>>;
   using Sums = typename Epilogue::Sums;
   using Flat = float[sizeof(Sums) / sizeof(float)];
   const int thread = threadIdx.x % 128;
-  const GemmParams& g = p.gemm;
   const auto release = [&](int stage) {
     if constexpr (Config::kT.cluster == 1) {
       if (thread == 0) mbarrier_arrive(&s.pipeline.empty[stage]);
@@ -185,8 +201,7 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
                        (Config::kAKMajor ? first_row * kGemmStepBytes
                                          : first_row / Config::kLineElems * Config::kStretchBytes);
   const uint32_t s_b = shared_address(s.stages[0]) + kT.block_m * kGemmStepBytes;
-  const int warp = warpgroup * 4 + thread / 32;
-  Epilogue epilogue(p, shared_address(s.boxes[warp]), s.bias[warpgroup]);
+  Epilogue epilogue(p, s.staging, s.bias[warpgroup], warpgroup, kTurn);
   PipelineState<kT.stages> at;
   Sm90Walk<Config::kT.cluster, Config::kStreams> walk(p.deal);
   Sums acc;
@@ -197,11 +212,9 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
       at.advance(walk.steps);
       continue;
     }
-    constexpr int kColumns = Config::kGated ? kT.block_n / 2 : kT.block_n;  // of y
-    if (g.epilogue.bias != nullptr && walk.ends()) {
+    if (Epilogue::kLoadsBias && p.gemm.epilogue.bias != nullptr && walk.ends()) {
       named_barrier_wait(kOwn + warpgroup, 128);  // the last tile's has been read
-      const WorkTile work(p.schedule, walk.tile);
-      Epilogue::load_bias(g, s.bias[warpgroup], work.tile_n * kColumns, thread);
+      epilogue.load_bias(WorkTile(p.schedule, walk.tile));
       named_barrier_wait(kOwn + warpgroup, 128);
     }
     if (kT.pingpong) named_barrier_wait(kTurn + warpgroup, kBoth);
@@ -218,10 +231,7 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
           [&](uint32_t helper) { p.parts.add(sums, slot(helper), thread, kOwn + warpgroup); });
     }
     // NOTE: computed anew, rather than kept in registers through the mainloop.
-    const WorkTile work(p.schedule, walk.tile);
-    const int row =
-        (int(work.tile_m) * kT.cluster + rank) * kT.block_m + first_row + thread / 32 * 16;
-    epilogue.finish(acc, row, int(work.tile_n) * kColumns, int(work.batch));
+    epilogue.finish(acc, WorkTile(p.schedule, walk.tile), rank);
   }
   epilogue.wait();
 }
@@ -274,7 +284,9 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
 template <typename T, int kTile, bool kGated, bool kAKMajor, bool kBKMajor>
 void launch_sm90_kernel(const Sm90Params& p, cudaStream_t stream) {
   constexpr Sm90Tile kT = kSm90Tiles[kTile];
-  if constexpr (kT.lacks(sizeof(T), kAKMajor, kBKMajor, kGated) == nullptr) {
+  constexpr bool kTurned = kT.turned();
+  if constexpr (kT.lacks(sizeof(T), kTurned ? kBKMajor : kAKMajor, kTurned ? kAKMajor : kBKMajor,
+                         kGated) == nullptr) {
     using Config = Sm90Config<T, kTile, kAKMajor, kBKMajor, kGated>;
     static_assert(sizeof(Sm90Shared<Config>) <= kT.shared_bytes(sizeof(T)));
     const int64_t blocks = int64_t{p.deal.workers} * kT.cluster;
@@ -287,7 +299,9 @@ void launch_sm90_kernel(const Sm90Params& p, cudaStream_t stream) {
 
 template <typename T, int kTile, bool kGated>
 void launch_sm90_layout(const Sm90Params& p, cudaStream_t stream) {
-  const bool a_k_major = p.gemm.a.k_stride == 1, b_k_major = p.gemm.b.k_stride == 1;
+  const bool turned = kSm90Tiles[kTile].turned();
+  const GemmOperand &a = turned ? p.gemm.b : p.gemm.a, &b = turned ? p.gemm.a : p.gemm.b;
+  const bool a_k_major = a.k_stride == 1, b_k_major = b.k_stride == 1;
   if (a_k_major && b_k_major) return launch_sm90_kernel<T, kTile, kGated, true, true>(p, stream);
   if (a_k_major) return launch_sm90_kernel<T, kTile, kGated, true, false>(p, stream);
   if (b_k_major) return launch_sm90_kernel<T, kTile, kGated, false, true>(p, stream);

@@ -80,10 +80,14 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
   const GemmEpilogue& e = p.epilogue;
   const int halves = e.gated ? 2 : 1;
   const Maps maps = {p, tile, p.dtype == DType::kFloat32 ? 4 : 2, p.dtype == DType::kBFloat16};
-  const int64_t columns = tile.block_n / halves;  // of y in a tile
-  const int64_t block_m = int64_t{tile.block_m} * tile.cluster;
+  // A turned tile's first operand is b.
+  const bool turned = tile.turned();
+  const int halves_m = turned ? halves : 1, halves_n = turned ? 1 : halves;
+  const int64_t block_m = int64_t{tile.block_m} / halves_m * tile.cluster,
+                block_n = tile.block_n / halves_n;  // in rows and columns of y
   const auto divide_up = [](int64_t n, int64_t d) { return (n + d - 1) / d; };
-  const int64_t tiles_m = divide_up(p.m, block_m), tiles_n = divide_up(p.n, columns);
+  const int64_t tiles_m = divide_up(turned ? p.n : p.m, block_m),
+                tiles_n = divide_up(turned ? p.m : p.n, block_n);
   const int64_t band = std::min(tiles_m, std::max<int64_t>(1, kSm90BandRows / block_m));
   const int64_t tiles = tiles_m * tiles_n * p.batch;
   const int64_t steps = divide_up(p.k, kGemmStepBytes / maps.elem_size);
@@ -95,29 +99,30 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
                        {},
                        false,
                        false,
-                       p.a.batch_stride != 0,
-                       p.b.batch_stride != 0,
+                       (turned ? p.b : p.a).batch_stride != 0,
+                       (turned ? p.a : p.b).batch_stride != 0,
                        GemmSchedule(tiles_m, tiles_n, 1, p.batch, band),
                        Sm90Deal(uint32_t(tiles), steps, stream),
                        {},
                        p};
   if (stream.tiles > 0) {
-    const int64_t slots = stream.workers * tile.cluster * tile.sharers();
-    params.parts.sums = p.workspace;
-    // Of 64 bits, behind whole tiles of sums.
-    params.parts.flags = reinterpret_cast<uint64_t*>(p.workspace + slots * tile.part_floats());
-    params.parts.number = next_launch_number();
+    params.parts = {p.workspace, p.flags, next_launch_number()};
   }
-  params.a = make_tensor_map("matmul", maps.operand(p.a, p.m, p.a.row_stride, 1, 0, tile.block_m));
   const bool pairs = e.gated && e.interleaved;
-  const int64_t half_stride = pairs ? p.b.row_stride : p.n * p.b.row_stride;
-  const int parts = std::max(halves, tile.cluster);
-  params.b = make_tensor_map("matmul", maps.operand(p.b, p.n, p.b.row_stride * (pairs ? 2 : 1),
-                                                    halves, half_stride, tile.block_n / parts));
-  params.stores_y = map_result(params.y, maps.result(p.y, p.y_row_stride, 1, p.y_batch_stride));
-  if (e.preact != nullptr && !pairs) {
-    params.stores_preact =
-        map_result(params.preact, maps.result(e.preact, halves * p.n, halves, 0));
+  const int parts = turned ? halves : std::max(halves, tile.cluster);
+  const TensorBox of_a =
+      maps.operand(p.a, p.m, p.a.row_stride, 1, 0, turned ? tile.block_n : tile.block_m);
+  const TensorBox of_b = maps.operand(p.b, p.n, p.b.row_stride * (pairs ? 2 : 1), halves,
+                                      pairs ? p.b.row_stride : p.n * p.b.row_stride,
+                                      (turned ? tile.block_m : tile.block_n) / parts);
+  params.a = make_tensor_map("matmul", turned ? of_b : of_a);
+  params.b = make_tensor_map("matmul", turned ? of_a : of_b);
+  if (!turned) {
+    params.stores_y = map_result(params.y, maps.result(p.y, p.y_row_stride, 1, p.y_batch_stride));
+    if (e.preact != nullptr && !pairs) {
+      params.stores_preact =
+          map_result(params.preact, maps.result(e.preact, halves * p.n, halves, 0));
+    }
   }
   dispatch_index<kSm90TileCount>(p.choice.tile, [&](auto index) {
     switch (p.dtype) {

@@ -11,14 +11,12 @@
 namespace torchweld {
 
 // A warpgroup's sums of one piece in the workspace. A block has at most one piece to hand on.
-// NOTE: a flag is up where it holds the launch's own number, which no memory holds by chance, so
-// that nothing has to clear the flags before; whoever has waited takes it down, so that a captured
-// launch may be replayed.
+// NOTE: whoever has waited for a flag takes it down, so that a captured launch may be replayed.
 struct Sm90Parts {
   static constexpr int kThreads = 128;
 
   float* sums;
-  uint64_t* flags;
+  uint64_t* flags;  // see block_flags
   uint64_t number;  // of the launch
 
   // Own barrier of the warpgroup: `barrier`.

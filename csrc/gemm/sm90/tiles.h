@@ -9,13 +9,14 @@
 namespace torchweld {
 
 // A block has a producer warp and two consumer warpgroups. In ping-pong each warpgroup has a tile
-// of its own, and finishes it while the other one multiplies; else they share one (cooperative).
+// of its own, and finishes it while the other one multiplies; else they share one (cooperative). A
+// turned tile is one of the transposed product b @ a^T, for few rows of a.
 struct Sm90Tile {
-  int block_m, block_n;  // of the product; of a gated one block_n counts both halves
+  int block_m, block_n;  // of what is multiplied; the one of b's rows counts both gated halves
   int stages;            // of the pipeline in shared memory
   int cluster;           // blocks, one below the other, that share what they load of b
   bool pingpong;
-  int boxes;  // of results that a warp has on their way to memory
+  int boxes;  // of results that a warp has on their way to memory; turned tiles have none
   // Measured on an H200, microseconds: a step of the mainloop, what a tile costs beside its steps,
   // and what an activation adds to that; in ping-pong the other tile's mainloop hides the rest.
   // What stream-K adds, and each part of a tile.
@@ -31,22 +32,33 @@ struct Sm90Tile {
   }
   constexpr int stage_bytes() const { return (block_m + block_n) * kGemmStepBytes; }
   constexpr int box_bytes(int elem_size) const { return 16 * box_columns(elem_size) * elem_size; }
+  constexpr bool turned() const { return boxes == 0; }
+  // All warps' boxes; a turned tile's right half on its way to the left one.
+  constexpr int staging_bytes(int elem_size) const {
+    return turned() ? 64 * block_n * 4 : 8 * boxes * box_bytes(elem_size);
+  }
   // Stages, boxes of eight warps, the bias of two tiles and barriers; whole kilobytes.
   constexpr int shared_bytes(int elem_size) const {
-    const int bytes = stages * (stage_bytes() + 16) + 8 * boxes * box_bytes(elem_size) +
-                      kWarpgroups * block_n * 4;
+    const int bytes =
+        stages * (stage_bytes() + 16) + staging_bytes(elem_size) + kWarpgroups * block_n * 4;
     return (bytes + 1023) / 1024 * 1024;
   }
   // Of all clusters; the blocks of one have the same columns.
   constexpr int64_t tiles(const GemmProblem& p) const {
     const int64_t rows = int64_t{block_m} * cluster;
-    return (p.m + rows - 1) / rows * ((p.width() + block_n - 1) / block_n) * p.batch;
+    const int64_t m = turned() ? p.width() : p.m, n = turned() ? p.m : p.width();
+    return (m + rows - 1) / rows * ((n + block_n - 1) / block_n) * p.batch;
   }
+  // NOTE: exact gates leave no registers for stream-K.
+  constexpr bool streams(int elem_size, bool gated) const { return !gated || elem_size == 2; }
   // Warpgroups of a block that have a part of one tile each.
   constexpr int sharers() const { return pingpong ? 1 : kWarpgroups; }
-  constexpr int part_floats() const { return block_m * block_n / sharers(); }
   // Why it has no kernel for a kind of product; null where it has.
   constexpr const char* lacks(int elem_size, bool a_k_major, bool b_k_major, bool gated) const {
+    if (turned()) {
+      if (elem_size == 4) return "tiles of few rows are for 16 bits";
+      return a_k_major ? nullptr : "tiles of few rows read the first operand along K alone";
+    }
     if (elem_size == 4 && !(a_k_major && b_k_major)) return "wgmma reads TF32 along K alone";
     if (!b_k_major && block_n % 64 != 0) return "the tile has no whole boxes of adjacent columns";
     if (gated && !pingpong) return "a gated product needs tiles that hide their epilogue";
@@ -56,10 +68,12 @@ struct Sm90Tile {
 };
 
 inline constexpr Sm90Tile kSm90Tiles[] = {
-    {128, 128, 6, 2, true, 2, 0.347f, 1.4f, 0.1f, 1.3f, 1.9f},
-    {128, 128, 6, 1, true, 2, 0.361f, 0.8f, 0.2f, 1.9f, 1.5f},
-    {128, 256, 4, 1, false, 2, 0.661f, 3.5f, 2.3f, 6.3f, 0.6f},
-    {128, 96, 7, 1, false, 2, 0.310f, 1.1f, 1.0f, 2.8f, 0.3f},
+    {128, 128, 6, 2, true, 2, 0.350f, 1.3f, 0.0f, 0.8f, 2.3f},
+    {128, 128, 6, 1, true, 2, 0.361f, 0.8f, 0.2f, 1.9f, 1.0f},
+    {128, 256, 4, 1, false, 2, 0.668f, 3.3f, 2.3f, 2.2f, 1.3f},
+    {128, 96, 7, 1, false, 2, 0.308f, 1.0f, 1.0f, 2.6f, 0.2f},
+    {128, 32, 10, 1, false, 0, 0.254f, 1.0f, 0.2f, 1.0f, 1.1f},
+    {128, 64, 8, 1, false, 0, 0.286f, 1.7f, 0.8f, 0.4f, 1.1f},
 };
 inline constexpr int kSm90TileCount = sizeof(kSm90Tiles) / sizeof(kSm90Tiles[0]);
 
@@ -84,11 +98,11 @@ inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t steps
   return {tiles, of_a_tile > 1 ? of_a_tile * tiles : most};
 }
 
-// Sums on their way from worker to worker, and 64 bits for each that tell of them.
+// Sums on their way from worker to worker.
 inline int64_t sm90_workspace_floats(const GemmProblem& p, const Sm90Tile& tile) {
   const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), p.steps(), p.device, true);
   if (stream.tiles == 0) return 0;
-  return stream.workers * tile.cluster * tile.sharers() * (tile.part_floats() + 2);
+  return stream.workers * tile.cluster * tile.block_m * tile.block_n;
 }
 
 inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool streams) {
@@ -104,7 +118,9 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool str
   if (p.m > kMostSize || p.n > kMostSize || p.k > kMostSize || p.batch > kMostSize) {
     return {"no tensor map has more than {} elements in a dimension", kMostSize};
   }
-  if (streams && p.gated) return "the kernels of gated products have no registers for stream-K";
+  if (streams && !tile.streams(elem_size, p.gated)) {
+    return "the kernels of gated fp32 products have no registers for stream-K";
+  }
   constexpr int64_t kMostStreamed = int64_t{1} << 31;  // steps
   if (streams && double(p.steps()) * 2 * p.device.sms >= kMostStreamed) {
     return {"the streamed tiles would have {} steps or more", kMostStreamed};
@@ -126,12 +142,17 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
   if (stream.tiles > 0) {
     const double share = static_cast<double>(stream.tiles) / static_cast<double>(stream.workers);
     const double parts = std::max(1.0, 1 / share);
+    // Blocks at different steps of K share no loads; the L2 hides it where it holds the operands.
+    constexpr double kL2Bytes = 50e6, kBeyondL2 = 1.45;
+    const double bytes = static_cast<double>(p.m + p.width()) * static_cast<double>(p.k) *
+                         static_cast<double>(p.batch) * gemm_elem_size(p.math);
+    const double step_us = tile.step_us * (bytes > kL2Bytes ? kBeyondL2 : 1);
     // A tile of one step has no parts.
-    us += share * tile_us + std::max(0.0, 1 - share) * beside_us +
+    us += share * (steps * step_us + beside_us) + std::max(0.0, 1 - share) * beside_us +
           (tile.stream_us + tile.part_us * parts) * (steps - 1) / steps;
   }
   // The GPU lowers its clock in long products; wide tiles lose more by it.
-  constexpr double kLongUs = 300, kLonger = 1.12;
+  constexpr double kLongUs = 300, kLonger = 1.1;
   if (!tile.pingpong && us > kLongUs) us *= kLonger;
   return us * 1e-6;
 }

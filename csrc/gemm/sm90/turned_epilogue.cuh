@@ -1,0 +1,120 @@
+// From the sums of a turned tile, which has y's columns as its rows, to y: bias, pre-activation,
+// activation or gate, rounding, single stores. There are few of them: y has few rows.
+#pragma once
+
+#include "device/activation.cuh"
+#include "device/named_barrier.cuh"
+#include "device/vec.cuh"
+#include "gemm/sm90/params.h"
+#include "gemm/sm90/tiles.h"
+
+namespace torchweld {
+
+#if TW_HAS_WGMMA
+// A thread has, of a warp's 16 columns of y and the tile's rows of y: of columns g and g + 8
+// (g = lane / 4) the rows 2t and 2t + 1 (t = lane % 4) of every group of 8. Of a gated tile the
+// first warpgroup has the left halves and finishes them with the right ones of the second.
+template <typename T, int kTile, bool kGated>
+class Sm90TurnedEpilogue {
+  static constexpr Sm90Tile kT = kSm90Tiles[kTile];
+  static constexpr bool kExact = sizeof(T) == 4;
+  static constexpr int kValues = kT.block_n / 2;  // of a thread
+  static constexpr int kBoth = 256;
+
+ public:
+  using Sums = float[1][kValues];
+  static constexpr bool kLoadsBias = false;
+
+  // s_staging: 128 threads' values. Named barriers: `sent` and the next one, which tells that the
+  // values have been read.
+  __device__ __forceinline__ Sm90TurnedEpilogue(const Sm90Params& p, char* s_staging, float*,
+                                                int warpgroup, int sent)
+      : p_(p.gemm),
+        s_right_(reinterpret_cast<float*>(s_staging)),
+        warpgroup_(warpgroup),
+        sent_(sent),
+        read_(sent + 1) {
+    if (kGated && warpgroup == 0) named_barrier_arrive(read_, kBoth);
+  }
+
+  __device__ __forceinline__ void load_bias(const WorkTile&) const {}
+
+  __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int) const {
+    constexpr int kColumns = kGated ? kT.block_m / 2 : kT.block_m;  // of y
+    const GemmEpilogue& e = p_.epilogue;
+    auto& v = acc[0];
+    const int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
+    const int64_t first =
+        work.tile_m * kColumns + (kGated ? 0 : warpgroup_ * 64) + thread / 32 * 16 + lane / 4;
+    const int64_t row = work.tile_n * kT.block_n + lane % 4 * 2, batch = work.batch;
+    if (e.bias != nullptr) add_bias(v, first, kGated ? warpgroup_ : 0);
+    if (e.preact != nullptr) store_preact(v, row, first);
+    if constexpr (!kGated) {
+      activate<kExact>(v, e.activation);
+    } else {
+      if (warpgroup_ == 1) {
+        named_barrier_wait(read_, kBoth);
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) s_right_[i * 128 + thread] = v[i];
+        named_barrier_arrive(sent_, kBoth);
+        return;
+      }
+      float right[kValues];
+      named_barrier_wait(sent_, kBoth);
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) right[i] = s_right_[i * 128 + thread];
+      named_barrier_arrive(read_, kBoth);
+      apply_gate<kExact>(v, right, e.gate);
+    }
+    T* g_y = static_cast<T*>(p_.y) + batch * p_.y_batch_stride;
+    store(v, row, first, [&](int64_t r, int64_t c) { return g_y + r * p_.y_row_stride + c; });
+  }
+
+  __device__ __forceinline__ void wait() const {}
+
+ private:
+  __device__ __forceinline__ void add_bias(float (&v)[kValues], int64_t first, int right) const {
+    const GemmEpilogue& e = p_.epilogue;
+    float bias[2] = {0.f, 0.f};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t column = first + half * 8;
+      if (column >= p_.n) continue;
+      const int64_t from = !kGated         ? column
+                           : e.interleaved ? 2 * column + right
+                                           : column + right * p_.n;
+      bias[half] = e.bias_fp32 ? static_cast<const float*>(e.bias)[from]
+                               : to_float(static_cast<const T*>(e.bias)[from]);
+    }
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) v[i] += bias[i / 2 % 2];
+  }
+
+  __device__ __forceinline__ void store_preact(const float (&v)[kValues], int64_t row,
+                                               int64_t first) const {
+    T* g_preact = static_cast<T*>(p_.epilogue.preact);
+    const int64_t width = kGated ? 2 * p_.n : p_.n, right = kGated ? warpgroup_ : 0;
+    const bool pairs = kGated && p_.epilogue.interleaved;
+    store(v, row, first, [&](int64_t r, int64_t c) {
+      return g_preact + r * width + (pairs ? 2 * c + right : c + right * p_.n);
+    });
+  }
+
+  // at(row, column): where an element goes.
+  template <typename At>
+  __device__ __forceinline__ void store(const float (&v)[kValues], int64_t row, int64_t first,
+                                        const At& at) const {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      const int64_t r = row + i / 4 * 8 + i % 2, c = first + i / 2 % 2 * 8;
+      if (r < p_.m && c < p_.n) *at(r, c) = from_float<T>(v[i]);
+    }
+  }
+
+  const GemmParams& p_;
+  float* s_right_;
+  int warpgroup_, sent_, read_;
+};
+#endif
+
+}  // namespace torchweld
