@@ -101,6 +101,16 @@ def test_tf32_products_are_exact_in_every_configuration(size, monkeypatch):
             assert_equal(ops.linear(a, b, bias), expected)
 
 
+def test_tf32_rounds_as_torch_does(monkeypatch):
+    """Cut off operands would make twice the error, and every product too small."""
+    x, weight = torch.randn(512, 1024, device="cuda"), torch.randn(640, 1024, device="cuda") / 32
+    exact = x.double() @ weight.double().t()
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    allowed = 2 * (torch.nn.functional.linear(x, weight).double() - exact).abs().max()
+    for name in each_configuration("linear", x, weight):
+        assert (ops.linear(x, weight).double() - exact).abs().max() <= allowed, name
+
+
 @pytest.mark.parametrize("tf32", [False, True], ids=["float32", "tf32"])
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu", "gelu_tanh", "silu"])
 def test_activations_and_their_preact(activation, tf32, monkeypatch):

@@ -32,9 +32,9 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// add(d, a, b): d += a @ b^T for 64 rows, N columns and 16 16-bit (8 TF32) values each, a in
+// add(d, a, b): d += a @ b^T for 64 rows, N columns and 16 16-bit values each, a in
 // registers. multiply<kA, kB>(d, a, b, keeps): d = (keeps ? d : 0) + a @ b^T, both by descriptors;
-// kA and kB say that an operand is MN-major, which TF32 can't be.
+// kA and kB say that an operand is MN-major.
 template <typename T, int N>
 struct Wgmma;
 
@@ -102,26 +102,6 @@ TW_WGMMA_16_BITS(192, 96, "%96", "%97", "%98", "%99", "%100")
 TW_WGMMA_16_BITS(256, 128, "%128", "%129", "%130", "%131", "%132")
 #undef TW_WGMMA_16_BITS
 
-// TF32 reads fp32 values and leaves out their last 13 bits.
-#define TW_WGMMA_TF32(N, SUMS, A, B, C)                                                         \
-  template <>                                                                                   \
-  struct Wgmma<float, N> {                                                                      \
-    template <int kA, int kB>                                                                   \
-    static __device__ __forceinline__ void multiply(float (&d)[SUMS], uint64_t a, uint64_t b,   \
-                                                    int keeps) {                                \
-      static_assert(kA == 0 && kB == 0);                                                        \
-      asm volatile("{\n.reg .pred keeps;\nsetp.ne.b32 keeps, " C                                \
-                   ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" TW_D##SUMS \
-                   "}, " A ", " B ", keeps, 1, 1;\n}"                                           \
-                   : TW_SUMS##SUMS(0)                                                           \
-                   : "l"(a), "l"(b), "r"(keeps)                                                 \
-                   : "memory");                                                                 \
-    }                                                                                           \
-  };
-TW_WGMMA_TF32(96, 48, "%48", "%49", "%50")
-TW_WGMMA_TF32(128, 64, "%64", "%65", "%66")
-TW_WGMMA_TF32(256, 128, "%128", "%129", "%130")
-#undef TW_WGMMA_TF32
 #undef TW_WGMMA
 #undef TW_WGMMA_SHARED
 #undef TW_WGMMA_REGISTERS

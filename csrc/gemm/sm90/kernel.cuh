@@ -34,7 +34,6 @@ struct Sm90Config {
   static constexpr int kTile = kTile_;
   static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_, kGated = kGated_;
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
-  static constexpr bool kStreams = kT.streams(sizeof(T), kGated);
   // Of the operands, whose rows a gate takes in pairs.
   static constexpr int kHalvesA = kGated && kT.turned() ? 2 : 1,
                        kHalvesB = kGated && !kT.turned() ? 2 : 1;
@@ -113,7 +112,7 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
 template <class Config>
 __device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Config>& s, int rank) {
   PipelineState<Config::kT.stages> at;
-  Sm90Walk<Config::kT.cluster, Config::kStreams> walk(p.deal);
+  Sm90Walk<Config::kT.cluster> walk(p.deal);
   while (walk.next()) {
     const WorkTile work(p.schedule, walk.tile);
     int k = walk.first * Config::kStepElems;
@@ -203,7 +202,7 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
   const uint32_t s_b = shared_address(s.stages[0]) + kT.block_m * kGemmStepBytes;
   Epilogue epilogue(p, s.staging, s.bias[warpgroup], warpgroup, kTurn);
   PipelineState<kT.stages> at;
-  Sm90Walk<Config::kT.cluster, Config::kStreams> walk(p.deal);
+  Sm90Walk<Config::kT.cluster> walk(p.deal);
   Sums acc;
   // The first turn is the first warpgroup's.
   if (kT.pingpong && warpgroup == 1) named_barrier_arrive(kTurn, kBoth);
@@ -285,8 +284,8 @@ template <typename T, int kTile, bool kGated, bool kAKMajor, bool kBKMajor>
 void launch_sm90_kernel(const Sm90Params& p, cudaStream_t stream) {
   constexpr Sm90Tile kT = kSm90Tiles[kTile];
   constexpr bool kTurned = kT.turned();
-  if constexpr (kT.lacks(sizeof(T), kTurned ? kBKMajor : kAKMajor, kTurned ? kAKMajor : kBKMajor,
-                         kGated) == nullptr) {
+  if constexpr (kT.lacks(kTurned ? kBKMajor : kAKMajor, kTurned ? kAKMajor : kBKMajor, kGated) ==
+                nullptr) {
     using Config = Sm90Config<T, kTile, kAKMajor, kBKMajor, kGated>;
     static_assert(sizeof(Sm90Shared<Config>) <= kT.shared_bytes(sizeof(T)));
     const int64_t blocks = int64_t{p.deal.workers} * kT.cluster;

@@ -125,14 +125,8 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
     }
   }
   dispatch_index<kSm90TileCount>(p.choice.tile, [&](auto index) {
-    switch (p.dtype) {
-      case DType::kFloat16:
-        return launch_sm90_tile<__half, index.value>(params, cuda_stream);
-      case DType::kBFloat16:
-        return launch_sm90_tile<__nv_bfloat16, index.value>(params, cuda_stream);
-      case DType::kFloat32:
-        return launch_sm90_tile<float, index.value>(params, cuda_stream);
-    }
+    if (maps.bfloat16) return launch_sm90_tile<__nv_bfloat16, index.value>(params, cuda_stream);
+    launch_sm90_tile<__half, index.value>(params, cuda_stream);
   });
 }
 

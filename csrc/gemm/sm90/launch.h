@@ -12,7 +12,7 @@ inline constexpr int kSm90BandRows = 2048;
 
 void launch_sm90_gemm(const GemmParams& params, cudaStream_t stream);
 
-// One tile's kernels for one dtype (float: TF32), each in a file of its own.
+// One tile's kernels for one dtype; see sm90_*.cu.
 template <typename T, int kTile>
 void launch_sm90_tile(const Sm90Params& params, cudaStream_t stream);
 

@@ -49,17 +49,13 @@ struct Sm90Tile {
     const int64_t m = turned() ? p.width() : p.m, n = turned() ? p.m : p.width();
     return (m + rows - 1) / rows * ((n + block_n - 1) / block_n) * p.batch;
   }
-  // NOTE: exact gates leave no registers for stream-K.
-  constexpr bool streams(int elem_size, bool gated) const { return !gated || elem_size == 2; }
   // Warpgroups of a block that have a part of one tile each.
   constexpr int sharers() const { return pingpong ? 1 : kWarpgroups; }
   // Why it has no kernel for a kind of product; null where it has.
-  constexpr const char* lacks(int elem_size, bool a_k_major, bool b_k_major, bool gated) const {
+  constexpr const char* lacks(bool a_k_major, bool b_k_major, bool gated) const {
     if (turned()) {
-      if (elem_size == 4) return "tiles of few rows are for 16 bits";
       return a_k_major ? nullptr : "tiles of few rows read the first operand along K alone";
     }
-    if (elem_size == 4 && !(a_k_major && b_k_major)) return "wgmma reads TF32 along K alone";
     if (!b_k_major && block_n % 64 != 0) return "the tile has no whole boxes of adjacent columns";
     if (gated && !pingpong) return "a gated product needs tiles that hide their epilogue";
     if (gated && !a_k_major) return "a gated product reads its first operand along K alone";
@@ -109,17 +105,16 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool str
   constexpr int64_t kMostSize = (int64_t{1} << 31) - 512;  // coordinates are counted in 32 bits
   if (!p.device.wgmma || !p.device.tma) return "the GPU, or the code built for it, has no wgmma";
   if (p.math == GemmMath::kFloat32) return "float32 at its own accuracy is for mma.sync";
+  // NOTE: so every product would be too small, by 2^-11 on the average.
+  if (p.math == GemmMath::kTf32) return "wgmma would cut TF32 operands off that mma.sync rounds";
   const int elem_size = gemm_elem_size(p.math);
-  if (const char* reason = tile.lacks(elem_size, p.a_k_major, p.b_k_major, p.gated)) return reason;
+  if (const char* reason = tile.lacks(p.a_k_major, p.b_k_major, p.gated)) return reason;
   if (tile.shared_bytes(elem_size) > p.device.shared_limit) {
     return too_much_shared_memory(tile.shared_bytes(elem_size), p.device.shared_limit);
   }
   if (p.k == 0) return "there is nothing to multiply";
   if (p.m > kMostSize || p.n > kMostSize || p.k > kMostSize || p.batch > kMostSize) {
     return {"no tensor map has more than {} elements in a dimension", kMostSize};
-  }
-  if (streams && !tile.streams(elem_size, p.gated)) {
-    return "the kernels of gated fp32 products have no registers for stream-K";
   }
   constexpr int64_t kMostStreamed = int64_t{1} << 31;  // steps
   if (streams && double(p.steps()) * 2 * p.device.sms >= kMostStreamed) {

@@ -27,14 +27,14 @@ struct Sm90Deal {
 // to the first. So a tile that several workers share is finished by the last of them. It waits only
 // for blocks with smaller numbers, which start no later and have handed their parts on without
 // waiting.
-template <int kCluster, bool kStreams>
+template <int kCluster>
 class Sm90Walk {
  public:
   uint32_t tile;
   int first, steps;  // of K, in steps
 
   explicit __device__ __forceinline__ Sm90Walk(const Sm90Deal& deal)
-      : deal_(deal), end_(kStreams ? begin(deal, worker() + 1) : 0), next_(worker()) {}
+      : deal_(deal), end_(begin(deal, worker() + 1)), next_(worker()) {}
 
   // NOTE: computed anew at every use; registers are scarce.
   static __device__ __forceinline__ uint32_t worker() { return blockIdx.x / kCluster; }
@@ -55,7 +55,7 @@ class Sm90Walk {
       return true;
     }
     const uint32_t stretch = begin(deal_, worker());
-    if (!kStreams || end_ <= stretch) return false;
+    if (end_ <= stretch) return false;
     const uint32_t at = deal_.steps.divide(end_ - 1), start = at * tile_steps;
     const uint32_t from = max(start, stretch);
     tile = deal_.whole + at;
@@ -67,9 +67,9 @@ class Sm90Walk {
 
   // Whether the piece has the tile's last steps, and so its results.
   __device__ __forceinline__ bool ends() const {
-    return !kStreams || first + steps == int(deal_.steps.divisor());
+    return first + steps == int(deal_.steps.divisor());
   }
-  __device__ __forceinline__ bool begins() const { return !kStreams || first == 0; }
+  __device__ __forceinline__ bool begins() const { return first == 0; }
 
   // Of a piece that ends its tile and doesn't begin it: calls body with each worker that has
   // another piece of it, from the last to the first.
