@@ -1,4 +1,5 @@
-// One launcher per kind of arithmetic and size of tiles, each in a .cu of its own.
+// One launcher per kind of arithmetic and size of tiles, each in a file of its own
+// (csrc/instantiations.py).
 #pragma once
 
 #include "core/launch.h"

@@ -14,7 +14,7 @@
 #include "core/matmul.h"
 #endif
 
-namespace torchweld {
+namespace torchweld::bmm_room {
 namespace {
 
 using Grads2 = std::tuple<Tensor, Tensor>;
@@ -196,4 +196,4 @@ TORCH_LIBRARY_IMPL(torchweld, AutocastCPU, m) { m.impl("bmm", bmm_autocast<at::k
 TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) { m.impl("bmm", bmm_autocast<at::kCUDA>); }
 
 }  // namespace
-}  // namespace torchweld
+}  // namespace torchweld::bmm_room

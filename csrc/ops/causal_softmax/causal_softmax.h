@@ -56,4 +56,12 @@ void launch_causal_softmax(const SoftmaxParams& params, const CausalMask& mask,
 void launch_causal_softmax_backward(const SoftmaxBackwardParams& params, const CausalMask& mask,
                                     const ZeroCounter& counter, cudaStream_t stream);
 
+// The same for one element type, each in a file of its own (csrc/instantiations.py).
+template <typename T>
+void launch_causal_softmax_of(const SoftmaxParams& params, const CausalMask& mask,
+                              const ZeroCounter& counter, cudaStream_t stream);
+template <typename T>
+void launch_causal_softmax_backward_of(const SoftmaxBackwardParams& params, const CausalMask& mask,
+                                       const ZeroCounter& counter, cudaStream_t stream);
+
 }  // namespace torchweld

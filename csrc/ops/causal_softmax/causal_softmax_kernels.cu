@@ -1,25 +1,25 @@
-// softmax under the causal and left-padding mask: the launcher. The kernels are the softmax room's.
+// softmax under the causal and left-padding mask, and its gradient: the launchers.
 #include "ops/causal_softmax/causal_softmax.h"
 
-#include "ops/softmax/softmax_launch.cuh"
+#include "core/launch.h"
+#include "device/dispatch.cuh"
 
 namespace torchweld {
 
 void launch_causal_softmax(const SoftmaxParams& params, const CausalMask& mask,
                            const ZeroCounter& counter, cudaStream_t stream) {
   dispatch_dtype(params.dtype, [&](auto element) {
-    using T = decltype(element);
-    const RowArgs<T> args = {static_cast<const T*>(params.x),
-                             nullptr,
-                             static_cast<T*>(params.y),
-                             params.rows,
-                             params.n,
-                             params.x_row_stride,
-                             0,
-                             0};
-    launch_softmax_rows<T, /*kBackward=*/false>(args, mask, counter, stream);
+    launch_causal_softmax_of<decltype(element)>(params, mask, counter, stream);
   });
   check_launch("causal_softmax");
+}
+
+void launch_causal_softmax_backward(const SoftmaxBackwardParams& params, const CausalMask& mask,
+                                    const ZeroCounter& counter, cudaStream_t stream) {
+  dispatch_dtype(params.dtype, [&](auto element) {
+    launch_causal_softmax_backward_of<decltype(element)>(params, mask, counter, stream);
+  });
+  check_launch("causal_softmax_backward");
 }
 
 }  // namespace torchweld

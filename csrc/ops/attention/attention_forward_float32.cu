@@ -20,7 +20,7 @@ void launch_tiles(int tile, const AttentionParams& params, cudaStream_t stream) 
 
 }  // namespace
 
-void launch_attention_fp32(int tile, const AttentionParams& params, cudaStream_t stream) {
+void launch_attention_float32(int tile, const AttentionParams& params, cudaStream_t stream) {
   launch_tiles(tile, params, stream);
 }
 
