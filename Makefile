@@ -12,7 +12,7 @@ WORKERS ?= 2
 
 PIP_FLAGS = --quiet --no-input --disable-pip-version-check --constraint requirements/constraints.txt
 CXX_SOURCES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
-BUILD_INPUTS = setup.py pyproject.toml $(shell find csrc -type f)
+BUILD_INPUTS = setup.py pyproject.toml $(shell find csrc -type f -not -name '*.pyc')
 
 ifeq ($(strip $(VENV)),)
 IN_VENV =

@@ -1,8 +1,9 @@
 """What can be said of the kernels without a GPU: spills, registers, shared memory, build seconds.
 
-Compiles every .cu of csrc as the build does, for sm_90a and sm_80, with the assembler's report on.
-Fails where a kernel spills, where the assembler serialised a wgmma or ignored setmaxnreg, where a
-kernel that names wgmma has none, or where a file takes longer than the limit. Prints a table.
+Compiles every .cu of csrc, and every file of the table csrc/instantiations.py, as the build does,
+for sm_90a and sm_80, with the assembler's report on. Fails where a kernel spills, where the
+assembler serialised a wgmma or ignored setmaxnreg, where a kernel that names wgmma has none, or
+where a file takes longer than the limit. Prints a table.
 
     python benchmarks/kernel_check.py [--json FILE] [--limit SECONDS] [--all]
 """
@@ -53,9 +54,31 @@ def readable(symbols: list[str]) -> dict[str, str]:
     text = subprocess.run([tool], input="\n".join(symbols), capture_output=True, text=True).stdout
     names = {}
     for symbol, name in zip(symbols, text.splitlines(), strict=True):
-        name = name.replace("torchweld::", "").removeprefix("void ")
-        names[symbol] = re.sub(r"\(.*", "", name)
+        for noise in ("torchweld::", "(anonymous namespace)::", "void "):
+            name = name.replace(noise, "")
+        names[symbol] = without_arguments(name)
     return names
+
+
+def without_arguments(name: str) -> str:
+    """kernel<T, (Math)1>(Params) -> kernel<T, (Math)1>"""
+    depth = 0
+    for i, char in enumerate(name):
+        if char == "(" and depth == 0:
+            return name[:i]
+        depth += {"<": 1, ">": -1}.get(char, 0)
+    return name
+
+
+def cuda_sources(generated: Path) -> dict[str, Path]:
+    """What the build compiles with nvcc: names and paths. Instantiations are written there."""
+    sys.path.insert(0, str(ROOT / "csrc"))
+    import instantiations
+
+    sources = {f"instantiations/{path.name}": path for path in instantiations.write(generated)}
+    for path in (ROOT / "csrc").rglob("*.cu"):
+        sources[str(path.relative_to(ROOT))] = path
+    return dict(sorted(sources.items()))
 
 
 def parse_report(report: str, file: str, arch: str) -> list[Kernel]:
@@ -102,8 +125,8 @@ def main(argv: list[str] | None = None) -> int:
     kernels: list[Kernel] = []
     seconds: dict[str, float] = {}
     faults: list[str] = []
-    for source in sorted((ROOT / "csrc").rglob("*.cu")):
-        file = str(source.relative_to(ROOT))
+    generated = tempfile.TemporaryDirectory()
+    for file, source in cuda_sources(Path(generated.name)).items():
         start = compiler_seconds()
         for arch, gencode in ARCHS.items():
             with tempfile.TemporaryDirectory() as folder:

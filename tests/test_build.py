@@ -22,6 +22,12 @@ PACKAGE = Path(torchweld.__file__).parent
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.fixture
+def instantiations(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "csrc")
+    return importlib.import_module("instantiations")
+
+
 def ops_library() -> Path:
     return next(PACKAGE.glob("_ops*.so"))
 
@@ -192,3 +198,76 @@ def test_cpp_program_runs_a_scripted_module_and_trains(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "same bits as Python, one step trained\n"
+
+
+def age(paths: list[Path]) -> None:
+    for path in paths:
+        os.utime(path, (1, 1))
+
+
+def untouched(paths: list[Path]) -> list[bool]:
+    return [path.stat().st_mtime == 1 for path in paths]
+
+
+def test_instantiations_are_written_only_where_they_changed(instantiations, tmp_path):
+    mine = tmp_path / "mine.cu"
+    mine.write_text("// not generated\n")
+    paths = instantiations.write(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([*paths, mine])
+    age(paths)
+    assert instantiations.write(tmp_path) == paths
+    assert all(untouched(paths))
+    before = paths[0].read_text()
+    paths[0].write_text(before + "// edited\n")
+    stale = tmp_path / "gemm_of_another_day.cu"
+    stale.write_text(before)
+    instantiations.write(tmp_path)
+    assert paths[0].read_text() == before and all(untouched(paths[1:]))
+    assert not stale.exists() and mine.exists()
+
+
+def test_instantiations_name_what_is_there(instantiations):
+    texts = instantiations.texts()
+    handwritten = {path.stem for path in (ROOT / "csrc").rglob("*.c*")}
+    assert not handwritten & {Path(name).stem for name in texts}
+    spelled_otherwise = {"fp32", "f32", "fp16", "f16", "half", "bf16"}
+    assert not spelled_otherwise & {part for name in texts for part in Path(name).stem.split("_")}
+    for family in instantiations.TABLE:
+        template = re.search(r"(\w+)<[^>]*>\(", family.line)[1]
+        assert re.search(rf"\b{template}\(", (ROOT / "csrc" / family.header).read_text())
+
+
+def test_instantiations_are_rows_of_files(instantiations):
+    each, family = instantiations.each, instantiations.Family
+    rows = each(dtype=("float16", "tf32"), size=("Large",), tile=(0, 1))
+    table = [family("f_${dtype}_$size", "f.cuh", "template void f<$T, $kDtype, $tile>();", rows)]
+    texts = instantiations.texts(table)
+    assert list(texts) == ["f_float16_large.cu", "f_tf32_large.cu"]
+    code = texts["f_tf32_large.cu"].splitlines()
+    assert '#include "f.cuh"' in code
+    assert [line for line in code if line.startswith("template")] == [
+        "template void f<float, kTf32, 0>();",
+        "template void f<float, kTf32, 1>();",
+    ]
+    with pytest.raises(KeyError, match="typo"):
+        instantiations.texts([table[0]._replace(line="$typo")])
+    with pytest.raises(ValueError, match="two families .* f_float16_large.cu"):
+        instantiations.texts([table[0], table[0]._replace(header="g.cuh")])
+
+
+def test_groups_hold_every_source_once(instantiations, tmp_path):
+    sources = [f"ops/op{i}/op{i}.cpp" for i in range(7)]
+    paths = instantiations.write_groups(tmp_path, sources, 3)
+    held = [re.findall(r'#include "(.+)"', path.read_text()) for path in paths]
+    assert [len(group) for group in held] == [3, 3, 1]
+    assert sum(held, []) == sources
+    # A source that goes leaves no group behind.
+    instantiations.write_groups(tmp_path, sources[:6], 3)
+    assert [path.exists() for path in paths] == [True, True, False]
+
+
+def test_rooms_are_namespaces_of_their_own():
+    # They are compiled in groups, where helpers of one name would meet.
+    for path in (ROOT / "csrc" / "ops").glob("*/*.cpp"):
+        spaces = re.findall(r"^namespace ([\w:]+) {", path.read_text(), re.M)
+        assert spaces == [f"torchweld::{path.stem}_room"], path

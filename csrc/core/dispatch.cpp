@@ -1,5 +1,7 @@
 #include "core/dispatch.h"
 
+#include <ATen/autocast_mode.h>
+
 namespace torchweld {
 
 void no_cuda_kernel(const c10::OperatorHandle& op, torch::jit::Stack*) {
@@ -10,6 +12,18 @@ void no_cuda_kernel(const c10::OperatorHandle& op, torch::jit::Stack*) {
 #endif
   TORCH_CHECK_NOT_IMPLEMENTED(false, op.schema().name(), ": the tensors are on a CUDA device, but ",
                               why);
+}
+
+c10::DispatchKey autocast_key(at::DeviceType device) {
+  return at::autocast::get_autocast_dispatch_key_from_device_type(device);
+}
+
+at::ScalarType autocast_dtype(at::DeviceType device) {
+  return at::autocast::get_autocast_dtype(device);
+}
+
+Tensor autocast_cast(const Tensor& t, at::ScalarType dtype, at::DeviceType device) {
+  return at::autocast::cached_cast(dtype, t, device);
 }
 
 }  // namespace torchweld

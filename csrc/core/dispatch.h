@@ -5,7 +5,6 @@
 // no autocast kernel and keep their dtype.
 #pragma once
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -59,14 +58,18 @@ inline torch::CppFunction no_gradient_function() {
   return torch::autograd::autogradNotImplementedFallback();
 }
 
+// What Autocast asks torch; out of line, because torch's header of it includes every operator.
+c10::DispatchKey autocast_key(at::DeviceType device);
+at::ScalarType autocast_dtype(at::DeviceType device);
+Tensor autocast_cast(const Tensor& t, at::ScalarType dtype, at::DeviceType device);
+
 // Autocast. Inside the guard the op runs as if autocast were off.
 template <at::DeviceType device>
 struct Autocast {
-  c10::impl::ExcludeDispatchKeyGuard off{
-      c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(device))};
-  at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
+  c10::impl::ExcludeDispatchKeyGuard off{c10::DispatchKeySet(autocast_key(device))};
+  at::ScalarType dtype = autocast_dtype(device);
 
-  Tensor operator()(const Tensor& t) const { return at::autocast::cached_cast(dtype, t, device); }
+  Tensor operator()(const Tensor& t) const { return autocast_cast(t, dtype, device); }
   OptionalTensor operator()(const OptionalTensor& t) const {
     return is_given(t) ? OptionalTensor((*this)(*t)) : std::nullopt;
   }

@@ -12,7 +12,7 @@ inline constexpr int kSm90BandRows = 2048;
 
 void launch_sm90_gemm(const GemmParams& params, cudaStream_t stream);
 
-// One tile's kernels for one dtype; see sm90_*.cu.
+// One tile's kernels for one dtype, in files of their own (csrc/instantiations.py).
 template <typename T, int kTile>
 void launch_sm90_tile(const Sm90Params& params, cudaStream_t stream);
 

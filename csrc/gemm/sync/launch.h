@@ -9,7 +9,7 @@ namespace torchweld {
 
 void launch_sync_gemm(const GemmParams& params, cudaStream_t stream);
 
-// The tiles of one size for one kind of arithmetic, each in a file of its own.
+// The tiles of one size for one kind of arithmetic, in files of their own (csrc/instantiations.py).
 template <GemmMath kMath, SyncSize kSize>
 void launch_sync_size(const GemmParams& params, cudaStream_t stream);
 

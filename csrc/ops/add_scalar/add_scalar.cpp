@@ -14,7 +14,7 @@
 #include "ops/add_scalar/add_scalar.h"
 #endif
 
-namespace torchweld {
+namespace torchweld::add_scalar_room {
 namespace {
 
 Tensor add_scalar_meta(const Tensor& x, double value) {
@@ -98,4 +98,4 @@ TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
 TORCH_LIBRARY_IMPL(torchweld, Autograd, m) { m.impl("add_scalar", add_scalar_autograd); }
 
 }  // namespace
-}  // namespace torchweld
+}  // namespace torchweld::add_scalar_room

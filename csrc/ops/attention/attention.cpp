@@ -7,6 +7,8 @@
 // the probabilities. A row that sees nothing gives 0, lse = -inf and gradients 0. On the CPU the
 // scores exist one block of query rows at a time, so memory is linear in the sequence length.
 // Source: Dao, "FlashAttention-2", 2023, for the gradient from lse.
+#include <ATen/TensorOperators.h>
+
 #include "core/attention_common.h"
 #include "core/dispatch.h"
 
@@ -17,7 +19,7 @@
 #include "ops/attention/attention_backward.h"
 #endif
 
-namespace torchweld {
+namespace torchweld::attention_room {
 namespace {
 
 using Forward = std::tuple<Tensor, Tensor>;
@@ -412,4 +414,4 @@ TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) {
 }
 
 }  // namespace
-}  // namespace torchweld
+}  // namespace torchweld::attention_room

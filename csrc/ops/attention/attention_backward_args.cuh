@@ -58,7 +58,7 @@ __device__ __forceinline__ const T* head_of(const AttentionTensor& tensor, int64
          head * tensor.head_stride;
 }
 
-// In attention_backward_tiles_*.cu, a file for a few tiles of a dtype.
+// In files for a few tiles of a dtype each (csrc/instantiations.py).
 template <typename T, int kTile>
 void launch_attention_backward_tile(const BackwardArgs& args, cudaStream_t stream);
 

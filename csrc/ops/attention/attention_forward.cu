@@ -12,11 +12,11 @@ void launch_tile(int tile, const AttentionParams& params, cudaStream_t stream) {
   switch (params.dtype) {
     case DType::kFloat32:
       return params.tf32 ? launch_attention_tf32(tile, params, stream)
-                         : launch_attention_fp32(tile, params, stream);
+                         : launch_attention_float32(tile, params, stream);
     case DType::kFloat16:
-      return launch_attention_fp16(tile, params, stream);
+      return launch_attention_float16(tile, params, stream);
     case DType::kBFloat16:
-      return launch_attention_bf16(tile, params, stream);
+      return launch_attention_bfloat16(tile, params, stream);
   }
 }
 

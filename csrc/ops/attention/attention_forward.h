@@ -49,10 +49,10 @@ struct AttentionOrder {
   }
 };
 
-// One file each; `tile` is an index into kAttentionTiles.
-void launch_attention_fp16(int tile, const AttentionParams& params, cudaStream_t stream);
-void launch_attention_bf16(int tile, const AttentionParams& params, cudaStream_t stream);
-void launch_attention_fp32(int tile, const AttentionParams& params, cudaStream_t stream);
+// One file each (csrc/instantiations.py); `tile` is an index into kAttentionTiles.
+void launch_attention_float16(int tile, const AttentionParams& params, cudaStream_t stream);
+void launch_attention_bfloat16(int tile, const AttentionParams& params, cudaStream_t stream);
+void launch_attention_float32(int tile, const AttentionParams& params, cudaStream_t stream);
 void launch_attention_tf32(int tile, const AttentionParams& params, cudaStream_t stream);
 void launch_attention_general(const AttentionParams& params, cudaStream_t stream);
 

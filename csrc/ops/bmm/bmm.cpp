@@ -15,7 +15,7 @@
 #include "layers/matmul.h"
 #endif
 
-namespace torchweld {
+namespace torchweld::bmm_room {
 namespace {
 
 using Grads2 = std::tuple<Tensor, Tensor>;
@@ -203,4 +203,4 @@ TORCH_LIBRARY_IMPL(torchweld, AutocastCPU, m) { m.impl("bmm", bmm_autocast<at::k
 TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) { m.impl("bmm", bmm_autocast<at::kCUDA>); }
 
 }  // namespace
-}  // namespace torchweld
+}  // namespace torchweld::bmm_room

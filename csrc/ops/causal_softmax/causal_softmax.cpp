@@ -3,6 +3,7 @@
 // Gradient:        dscores = scale * y * (dy - sum(dy * y)) over the same keys, 0 elsewhere
 //
 // Bottom-right causal plus left padding (core/mask.h); hidden scores are not read.
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/_softmax.h>
 #include <ATen/ops/addcmul.h>
 #include <ATen/ops/empty.h>
@@ -16,7 +17,7 @@
 #include "ops/causal_softmax/causal_softmax.h"
 #endif
 
-namespace torchweld {
+namespace torchweld::causal_softmax_room {
 namespace {
 
 c10::SymInt batch_of(const Tensor& scores) {
@@ -206,4 +207,4 @@ TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
 }
 
 }  // namespace
-}  // namespace torchweld
+}  // namespace torchweld::causal_softmax_room

@@ -53,10 +53,15 @@ struct CausalMask {
 
 void launch_causal_softmax(const SoftmaxParams& params, const CausalMask& mask,
                            const ZeroCounter& counter, cudaStream_t stream);
-// Its part for float16 and bfloat16.
-void launch_causal_softmax_16bit(const SoftmaxParams& params, const CausalMask& mask,
-                                 const ZeroCounter& counter, cudaStream_t stream);
 void launch_causal_softmax_backward(const SoftmaxBackwardParams& params, const CausalMask& mask,
                                     const ZeroCounter& counter, cudaStream_t stream);
+
+// The same for one element type, each in a file of its own (csrc/instantiations.py).
+template <typename T>
+void launch_causal_softmax_of(const SoftmaxParams& params, const CausalMask& mask,
+                              const ZeroCounter& counter, cudaStream_t stream);
+template <typename T>
+void launch_causal_softmax_backward_of(const SoftmaxBackwardParams& params, const CausalMask& mask,
+                                       const ZeroCounter& counter, cudaStream_t stream);
 
 }  // namespace torchweld

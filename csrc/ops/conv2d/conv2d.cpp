@@ -20,7 +20,7 @@
 #include "ops/conv2d/conv2d.h"
 #endif
 
-namespace torchweld {
+namespace torchweld::conv2d_room {
 namespace {
 
 using Grads2 = std::tuple<Tensor, Tensor>;
@@ -201,4 +201,4 @@ TORCH_LIBRARY_IMPL(torchweld, AutocastCPU, m) { m.impl("conv2d", conv2d_autocast
 TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) { m.impl("conv2d", conv2d_autocast<at::kCUDA>); }
 
 }  // namespace
-}  // namespace torchweld
+}  // namespace torchweld::conv2d_room

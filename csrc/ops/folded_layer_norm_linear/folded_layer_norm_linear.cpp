@@ -10,6 +10,7 @@
 // accumulator's rounding is left. The kernels go further and normalise the rows before the matmul,
 // so that the error does not grow with |mean| / std. That is the same function only where
 // weight_sum holds the row sums of folded_weight, which is the contract.
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/mv.h>
 #include <ATen/ops/native_layer_norm.h>
 #include <ATen/ops/native_layer_norm_backward.h>
@@ -22,7 +23,7 @@
 #include "ops/folded_layer_norm_linear/folded_layer_norm_linear.h"
 #endif
 
-namespace torchweld {
+namespace torchweld::folded_layer_norm_linear_room {
 namespace {
 
 using Folded = std::tuple<Tensor, Tensor, Tensor>;
@@ -339,4 +340,4 @@ TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) {
 }
 
 }  // namespace
-}  // namespace torchweld
+}  // namespace torchweld::folded_layer_norm_linear_room

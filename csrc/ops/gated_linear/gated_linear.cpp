@@ -5,6 +5,7 @@
 //   swiglu: silu(left) * right                    reglu: left * relu(right)
 //
 // gated_linear_forward also returns z, which the gradient needs.
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/sigmoid_backward.h>
 #include <ATen/ops/tanh.h>
@@ -17,7 +18,7 @@
 #include "layers/norm_linear.h"
 #endif
 
-namespace torchweld {
+namespace torchweld::gated_linear_room {
 namespace {
 
 using Forward = std::tuple<Tensor, Tensor>;
@@ -363,4 +364,4 @@ TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) {
 }
 
 }  // namespace
-}  // namespace torchweld
+}  // namespace torchweld::gated_linear_room

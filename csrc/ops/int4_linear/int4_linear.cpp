@@ -13,7 +13,7 @@
 #include "ops/int4_linear/int4_linear_cuda.h"
 #endif
 
-namespace torchweld {
+namespace torchweld::int4_linear_room {
 namespace {
 
 Tensor int4_linear_meta(const Tensor& x, const Tensor& qweight, const Tensor& scale,
@@ -178,4 +178,4 @@ TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) {
 }
 
 }  // namespace
-}  // namespace torchweld
+}  // namespace torchweld::int4_linear_room

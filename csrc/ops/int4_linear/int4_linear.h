@@ -59,7 +59,7 @@ void launch_int4_dequantise(const Int4DequantiseParams& params, cudaStream_t str
 // choice.engine is kDecode.
 void launch_int4_decode(const Int4LinearParams& params, cudaStream_t stream);
 
-// One dtype's kernels, each in a .cu of its own.
+// One dtype's kernels, in files of their own (csrc/instantiations.py).
 template <typename T>
 void launch_int4_linear_of(const Int4LinearParams& params, cudaStream_t stream);
 // choice.engine is kWide.

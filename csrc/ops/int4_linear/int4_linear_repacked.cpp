@@ -10,7 +10,7 @@
 #include "ops/int4_linear/int4_linear_cuda.h"
 #endif
 
-namespace torchweld {
+namespace torchweld::int4_linear_repacked_room {
 namespace {
 
 // The three tensors against the sizes N and K, on the device of `like`.
@@ -211,4 +211,4 @@ TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) {
 }
 
 }  // namespace
-}  // namespace torchweld
+}  // namespace torchweld::int4_linear_repacked_room

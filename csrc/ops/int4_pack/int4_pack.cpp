@@ -18,7 +18,7 @@
 #include "ops/int4_pack/int4_pack.h"
 #endif
 
-namespace torchweld {
+namespace torchweld::int4_pack_room {
 namespace {
 
 using Repacked = std::tuple<Tensor, Tensor, Tensor>;
@@ -231,4 +231,4 @@ TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
 }
 
 }  // namespace
-}  // namespace torchweld
+}  // namespace torchweld::int4_pack_room

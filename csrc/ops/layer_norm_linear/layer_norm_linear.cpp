@@ -5,6 +5,7 @@
 // layer_norm_linear_forward also returns what the gradient needs: the pre-activation (or a (0,)
 // tensor, see linear), and mean and rstd (...) in fp32 (fp64 for fp64). The normalised rows are
 // recomputed from them, so that they are not kept between forward and backward.
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/native_layer_norm.h>
 #include <ATen/ops/native_layer_norm_backward.h>
 #include <ATen/ops/ones.h>
@@ -16,7 +17,7 @@
 #include "layers/norm_linear.h"
 #endif
 
-namespace torchweld {
+namespace torchweld::layer_norm_linear_room {
 namespace {
 
 using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
@@ -378,4 +379,4 @@ TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) {
 }
 
 }  // namespace
-}  // namespace torchweld
+}  // namespace torchweld::layer_norm_linear_room

@@ -10,7 +10,7 @@
 #include "layers/norm_linear.h"
 #endif
 
-namespace torchweld {
+namespace torchweld::linear_room {
 namespace {
 
 using Grads3 = std::tuple<Tensor, Tensor, Tensor>;
@@ -253,4 +253,4 @@ TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) {
 }
 
 }  // namespace
-}  // namespace torchweld
+}  // namespace torchweld::linear_room

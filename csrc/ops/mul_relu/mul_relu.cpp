@@ -14,7 +14,7 @@
 #include "pointwise/matrix_inputs.h"
 #endif
 
-namespace torchweld {
+namespace torchweld::mul_relu_room {
 namespace {
 
 using Grads2 = std::tuple<Tensor, Tensor>;
@@ -164,4 +164,4 @@ TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
 }
 
 }  // namespace
-}  // namespace torchweld
+}  // namespace torchweld::mul_relu_room

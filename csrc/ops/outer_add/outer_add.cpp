@@ -13,7 +13,7 @@
 #include "pointwise/matrix_inputs.h"
 #endif
 
-namespace torchweld {
+namespace torchweld::outer_add_room {
 namespace {
 
 using Grads2 = std::tuple<Tensor, Tensor>;
@@ -143,4 +143,4 @@ TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
 }
 
 }  // namespace
-}  // namespace torchweld
+}  // namespace torchweld::outer_add_room

@@ -4,6 +4,7 @@
 //
 // rms_norm_linear_forward also returns what the gradient needs: the pre-activation (or a (0,)
 // tensor, see linear) and rstd (...) in fp32 (fp64 for fp64).
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/linalg_vector_norm.h>
 
 #include "core/dispatch.h"
@@ -13,7 +14,7 @@
 #include "layers/norm_linear.h"
 #endif
 
-namespace torchweld {
+namespace torchweld::rms_norm_linear_room {
 namespace {
 
 using Forward = std::tuple<Tensor, Tensor, Tensor>;
@@ -340,4 +341,4 @@ TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) {
 }
 
 }  // namespace
-}  // namespace torchweld
+}  // namespace torchweld::rms_norm_linear_room

@@ -16,7 +16,7 @@
 #include "ops/row_sum/row_sum_family.h"
 #endif
 
-namespace torchweld {
+namespace torchweld::row_sum_room {
 namespace {
 
 Tensor row_sum_meta(const Tensor& x) {
@@ -106,4 +106,4 @@ TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
 TORCH_LIBRARY_IMPL(torchweld, Autograd, m) { m.impl("row_sum", row_sum_autograd); }
 
 }  // namespace
-}  // namespace torchweld
+}  // namespace torchweld::row_sum_room

@@ -8,6 +8,7 @@
 // the row's sum of exp(q[i] * k[j] - max_j). The gradient rebuilds p from the sum: unlike its
 // logarithm with the maximum added, it loses nothing where the scores are large. On the CPU the
 // scores exist one block of rows at a time, and their softmax is taken anew.
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_softmax.h>
 #include <ATen/ops/amax.h>
@@ -30,7 +31,7 @@
 #include "ops/scalar_attention/scalar_attention.h"
 #endif
 
-namespace torchweld {
+namespace torchweld::scalar_attention_room {
 namespace {
 
 using Forward = std::tuple<Tensor, Tensor, Tensor>;
@@ -324,4 +325,4 @@ TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
 }
 
 }  // namespace
-}  // namespace torchweld
+}  // namespace torchweld::scalar_attention_room

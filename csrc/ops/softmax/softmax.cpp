@@ -14,7 +14,7 @@
 #include "ops/softmax/softmax.h"
 #endif
 
-namespace torchweld {
+namespace torchweld::softmax_room {
 namespace {
 
 Tensor softmax_meta(const Tensor& x) {
@@ -130,4 +130,4 @@ TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
 }
 
 }  // namespace
-}  // namespace torchweld
+}  // namespace torchweld::softmax_room

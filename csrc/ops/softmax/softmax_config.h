@@ -149,7 +149,7 @@ struct SoftmaxChoice {
   int tile;  // index into kSoftmaxTiles or kSoftmaxRings, 0 for kStream
 };
 
-inline Refusal softmax_room(const SoftmaxProblem& p, int64_t capacity) {
+inline Refusal softmax_row_refusal(const SoftmaxProblem& p, int64_t capacity) {
   return p.n <= capacity ? Refusal() : Refusal("holds {} elements, the row has {}", capacity, p.n);
 }
 
@@ -160,7 +160,7 @@ inline Refusal softmax_refusal(const SoftmaxProblem& p, const SoftmaxTile& tile)
                                              : "16-bit scores under a mask have other tiles";
   }
   if (!tile.suits(p.elem_size, p.backward, p.masked)) return "too many registers for this dtype";
-  return softmax_room(p, tile.capacity(p.elem_size, p.aligned));
+  return softmax_row_refusal(p, tile.capacity(p.elem_size, p.aligned));
 }
 
 inline Refusal softmax_refusal(const SoftmaxProblem& p, const SoftmaxRing& ring) {
@@ -176,7 +176,7 @@ inline Refusal softmax_refusal(const SoftmaxProblem& p, const SoftmaxRing& ring)
   if (ring.shared_bytes() > p.device.shared_limit) {
     return too_much_shared_memory(ring.shared_bytes(), p.device.shared_limit);
   }
-  return softmax_room(p, ring.capacity(p.elem_size, p.backward, p.aligned));
+  return softmax_row_refusal(p, ring.capacity(p.elem_size, p.backward, p.aligned));
 }
 
 // The first ring that is preferred for the row and reads it once, or else the first that holds it;

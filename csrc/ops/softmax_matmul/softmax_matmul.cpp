@@ -6,6 +6,8 @@
 // denominator; the gradient rebuilds the probabilities from it. A row that sees nothing gives 0,
 // lse = -inf and gradient 0. On the CPU the probabilities exist one block of rows at a time, on
 // CUDA only in registers.
+#include <ATen/TensorOperators.h>
+
 #include "core/attention_common.h"
 #include "core/dispatch.h"
 
@@ -15,7 +17,7 @@
 #include "ops/softmax_matmul/softmax_matmul.h"
 #endif
 
-namespace torchweld {
+namespace torchweld::softmax_matmul_room {
 namespace {
 
 using Forward = std::tuple<Tensor, Tensor>;
@@ -361,4 +363,4 @@ TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) {
 }
 
 }  // namespace
-}  // namespace torchweld
+}  // namespace torchweld::softmax_matmul_room

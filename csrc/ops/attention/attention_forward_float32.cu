@@ -4,7 +4,7 @@
 
 namespace torchweld {
 
-void launch_attention_fp32(int tile, const AttentionParams& params, cudaStream_t stream) {
+void launch_attention_float32(int tile, const AttentionParams& params, cudaStream_t stream) {
   dispatch_index<kNumAttentionTiles>(tile, [&](auto index) {
     if constexpr (kAttentionTiles[index.value].math == AttentionMath::kFloat32) {
       using Config = AttentionSplitConfig<index.value>;

@@ -1,8 +1,0 @@
-#include "gemm/sync/kernel.cuh"
-
-namespace torchweld {
-
-template void launch_sync_size<GemmMath::kTf32, SyncSize::kLarge>(const GemmParams& params,
-                                                                  cudaStream_t stream);
-
-}  // namespace torchweld

@@ -1,8 +1,0 @@
-#include "gemm/sm90/kernel.cuh"
-
-namespace torchweld {
-
-template void launch_sm90_tile<__half, 2>(const Sm90Params& params, cudaStream_t stream);
-template void launch_sm90_tile<__half, 3>(const Sm90Params& params, cudaStream_t stream);
-
-}  // namespace torchweld

@@ -1,0 +1,172 @@
+"""The explicit instantiations of csrc as one table, from which setup.py writes .cu files.
+
+Kernels that take long to compile are templates in a .cuh. Their instantiations are spread over
+files, so that these compile side by side and none takes long. A file is named after what is in it:
+dtypes are float32, tf32 (fp32 data, TF32 products), float16 and bfloat16.
+
+A new kernel is a new `Family`. benchmarks/kernel_check.py reads the same table.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from string import Template
+from typing import NamedTuple
+
+TYPES = {"float32": "float", "tf32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
+ENUMERATORS = {
+    "float32": "kFloat32",
+    "tf32": "kTf32",
+    "float16": "kFloat16",
+    "bfloat16": "kBFloat16",
+}
+SIXTEEN_BIT = ("float16", "bfloat16")
+MARK = "// Generated from csrc.\n"
+
+
+class Family(NamedTuple):
+    """The instantiations of one template. Every row is a line; rows of one file name share it.
+
+    Placeholders of `file` and `line` are a row's values. A row with a $dtype has its C++ type as $T
+    and the enumerator of that name as $kDtype too. File names are in lower case.
+    """
+
+    file: str
+    header: str
+    line: str
+    rows: list[dict[str, object]]
+
+
+def each(**values) -> list[dict[str, object]]:
+    """A row for every combination of the values."""
+    return [dict(zip(values, row, strict=True)) for row in itertools.product(*values.values())]
+
+
+TABLE = [
+    Family(
+        "gemm_sync_${dtype}_$size",
+        "gemm/sync/kernel.cuh",
+        "template void launch_sync_size<GemmMath::$kDtype, SyncSize::k$size>("
+        "const GemmParams&, cudaStream_t);",
+        each(dtype=(*SIXTEEN_BIT, "tf32"), size=("Large", "Medium", "Small"))
+        + each(dtype=("float32",), size=("Medium", "Small")),  # no tile of it is large
+    ),
+    # `tile` counts in kSm90Tiles.
+    Family(
+        "gemm_sm90_${dtype}_$kind",
+        "gemm/sm90/kernel.cuh",
+        "template void launch_sm90_tile<$T, $tile>(const Sm90Params&, cudaStream_t);",
+        each(dtype=SIXTEEN_BIT, kind=("pingpong",), tile=(0, 1))
+        + each(dtype=SIXTEEN_BIT, kind=("cooperative",), tile=(2, 3))
+        + each(dtype=SIXTEEN_BIT, kind=("turned",), tile=(4, 5)),
+    ),
+    Family(
+        "attention_forward_$dtype",
+        "ops/attention/attention_forward.cuh",
+        "void launch_attention_$dtype(int tile, const AttentionParams& params, cudaStream_t stream)"
+        " { launch_attention_tiles<$T, AttentionMath::$math>(tile, params, stream); }",
+        each(dtype=SIXTEEN_BIT, math=("k16Bit",)) + each(dtype=("tf32",), math=("kTf32",)),
+    ),
+    # `tile` counts in kAttentionBackwardTiles, `dims` are the head dims that the tiles serve.
+    Family(
+        "attention_backward_${dtype}_to_$dims",
+        "ops/attention/attention_backward_tiles.cuh",
+        "template void launch_attention_backward_tile<$T, $tile>("
+        "const BackwardArgs&, cudaStream_t);",
+        each(dtype=SIXTEEN_BIT, dims=(128,), tile=(0, 1, 2, 3))
+        + each(dtype=SIXTEEN_BIT, dims=(256,), tile=(4, 5, 6))
+        + each(dtype=("tf32",), dims=(128,), tile=(7, 8, 9))
+        + each(dtype=("float32",), dims=(64,), tile=(10, 11))
+        + each(dtype=("float32",), dims=(128,), tile=(12, 13))
+        + each(dtype=("float32",), dims=(256,), tile=(14,)),
+    ),
+    Family(
+        "causal_softmax_$dtype",
+        "ops/causal_softmax/causal_softmax_launch.cuh",
+        "template void launch_causal_softmax_of<$T>("
+        "const SoftmaxParams&, const CausalMask&, const ZeroCounter&, cudaStream_t);",
+        each(dtype=("float32", *SIXTEEN_BIT)),
+    ),
+    Family(
+        "causal_softmax_backward_$dtype",
+        "ops/causal_softmax/causal_softmax_launch.cuh",
+        "template void launch_causal_softmax_backward_of<$T>("
+        "const SoftmaxBackwardParams&, const CausalMask&, const ZeroCounter&, cudaStream_t);",
+        each(dtype=("float32", *SIXTEEN_BIT)),
+    ),
+    Family(
+        "conv2d_cells_$dtype",
+        "ops/conv2d/conv2d_cells.cuh",
+        "void launch_conv2d_cells_$dtype(int tile, const Conv2dParams& params, cudaStream_t stream)"
+        " { launch_conv2d_cells_of<$T>(tile, params, stream); }",
+        each(dtype=SIXTEEN_BIT),
+    ),
+    Family(
+        "int4_linear_$dtype",
+        "ops/int4_linear/int4_kernel.cuh",
+        "template void launch_int4_linear_of<$T>(const Int4LinearParams&, cudaStream_t);",
+        each(dtype=("float32", *SIXTEEN_BIT)),
+    ),
+    Family(
+        "int4_deep",
+        "ops/int4_linear/int4_deep_kernel.cuh",
+        "template void launch_int4_deep_of<$T>(const Int4LinearParams&, cudaStream_t);",
+        each(dtype=SIXTEEN_BIT),
+    ),
+    Family(
+        "int4_wide",
+        "ops/int4_linear/int4_wide_kernel.cuh",
+        "template void launch_int4_wide_of<$T>(const Int4LinearParams&, cudaStream_t);",
+        each(dtype=SIXTEEN_BIT),
+    ),
+]
+
+
+def texts(table: list[Family] = TABLE) -> dict[str, str]:
+    """The files of the table: names and what is in them."""
+    lines: dict[str, list[str]] = {}
+    headers: dict[str, str] = {}
+    for family in table:
+        for row in family.rows:
+            values = dict(row)
+            if "dtype" in row:
+                values.update(T=TYPES[row["dtype"]], kDtype=ENUMERATORS[row["dtype"]])
+            name = Template(family.file).substitute(values).lower() + ".cu"
+            if headers.setdefault(name, family.header) != family.header:
+                raise ValueError(f"two families of csrc/instantiations.py write {name}")
+            lines.setdefault(name, []).append(Template(family.line).substitute(values))
+    return {
+        name: f'{MARK}#include "{headers[name]}"\n\nnamespace torchweld {{\n\n'
+        + "\n".join(of_file)
+        + "\n\n}  // namespace torchweld\n"
+        for name, of_file in lines.items()
+    }
+
+
+def write_files(folder: Path, files: dict[str, str]) -> list[Path]:
+    """Makes these the only generated files of the folder; returns their paths.
+
+    A file that is as it should be is left untouched, so that nothing is compiled twice.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    there = {path.name: path.read_text() for path in folder.glob("*.c*")}
+    for name, text in there.items():
+        if name not in files and text.startswith(MARK):
+            (folder / name).unlink()
+    for name, text in files.items():
+        if there.get(name) != text:
+            (folder / name).write_text(text)
+    return [folder / name for name in sorted(files)]
+
+
+def write(folder: Path) -> list[Path]:
+    """Writes the files of the table into a folder; returns their paths."""
+    return write_files(folder, texts())
+
+
+def write_groups(folder: Path, sources: list[str], size: int) -> list[Path]:
+    """Writes files that include `size` of the sources each, which are paths relative to csrc."""
+    groups = [sources[i : i + size] for i in range(0, len(sources), size)]
+    lines = ["".join(f'#include "{source}"\n' for source in group) for group in groups]
+    return write_files(folder, {f"group_{i}.cpp": MARK + text for i, text in enumerate(lines)})
