@@ -674,3 +674,24 @@ def test_where_nothing_is_read_another_mask_is_all_padding(device, how):
     out = torch.ops.torchweld.attention(q, q, q, got, causal=True)
     (grad,) = torch.autograd.grad(out.sum(), q)
     assert not out[4:].any() and not grad[4:].any() and out[:2].any()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", ["LayerNormLinear", "RMSNormLinear", "GatedLinear"])
+def test_reset_parameters_draws_what_a_new_module_has(name, bias):
+    """Also after `to_empty`, which leaves anything in them."""
+    kind = getattr(torchweld.nn, name)
+    torch.manual_seed(3)
+    new = kind(6, 5, bias=bias)
+    module = kind(6, 5, bias=bias, device="meta").to_empty(device="cpu")
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, float("nan"))
+    torch.manual_seed(3)
+    module.reset_parameters()
+    assert list(module.state_dict()) == list(new.state_dict())
+    for parameter, fresh in zip(module.parameters(), new.parameters(), strict=True):
+        assert_same_bits(parameter, fresh)
+        assert parameter.requires_grad
+    scripted = torch.jit.script(module)
+    x = torch.randn(2, 6)
+    assert_same_bits(scripted(x), module(x))

@@ -293,7 +293,8 @@ template <typename Kernel, typename Params>
 void launch_blocks(Kernel kernel, int64_t blocks, int threads, size_t shared_bytes,
                    cudaStream_t stream, const Params& params) {
   for_each_grid_of(blocks, [&](int64_t first, int64_t count) {
-    launch_kernel(kernel, {count, threads, static_cast<int>(shared_bytes)}, stream, params, first);
+    launch_kernel(kernel, {count, static_cast<unsigned>(threads), static_cast<int>(shared_bytes)},
+                  stream, params, first);
   });
 }
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchweld._library import ops, require
+from torchweld.ops.linear import reset_as_torch
 
 _GATES = {
     "sigmoid_tanh": lambda left, right: torch.sigmoid(left) * torch.tanh(right),
@@ -107,6 +108,10 @@ class GatedLinear(nn.Module):
         linear = nn.Linear(in_features, 2 * out_features, bias=bias, device=device, dtype=dtype)
         self.weight = linear.weight
         self.register_parameter("bias", linear.bias)
+
+    def reset_parameters(self) -> None:
+        """Draws the parameters anew, as `nn.Linear` draws its own."""
+        reset_as_torch(self.to_torch())
 
     @classmethod
     def from_torch(

@@ -7,7 +7,12 @@ from torch import Tensor, nn
 
 from torchweld._library import ops, require
 from torchweld.ops.folded_layer_norm_linear import FoldedLayerNormLinear
-from torchweld.ops.linear import activation_module, activation_name, check_activation
+from torchweld.ops.linear import (
+    activation_module,
+    activation_name,
+    check_activation,
+    reset_as_torch,
+)
 
 
 def layer_norm_linear(
@@ -89,6 +94,10 @@ class LayerNormLinear(nn.Module):
         self.ln_bias: nn.Parameter | None
         self.register_parameter("ln_weight", norm.weight)
         self.register_parameter("ln_bias", norm.bias)
+
+    def reset_parameters(self) -> None:
+        """Draws the parameters anew, as `nn.Linear` and `nn.LayerNorm` draw theirs."""
+        reset_as_torch(self.to_torch())
 
     @classmethod
     def from_torch(cls, module: nn.Sequential) -> LayerNormLinear:

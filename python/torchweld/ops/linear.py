@@ -37,6 +37,13 @@ def linear(
     return ops.linear(x, weight, bias, activation=activation)
 
 
+def reset_as_torch(module: nn.Module) -> None:
+    """Gives the parameters of a torch module anew what its parts give them when they are made."""
+    for part in module.modules():
+        if isinstance(part, (nn.Linear, nn.LayerNorm, nn.RMSNorm)):
+            part.reset_parameters()
+
+
 def activation_module(name: str) -> nn.Module:
     """The torch module of an activation's name."""
     return _ACTIVATIONS[name]()

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from torchweld._library import ops, require
-from torchweld.ops.linear import activation_module, activation_name, check_activation
+from torchweld.ops.linear import (
+    activation_module,
+    activation_name,
+    check_activation,
+    reset_as_torch,
+)
 
 
 def rms_norm_linear(
@@ -82,6 +87,10 @@ class RMSNormLinear(nn.Module):
         self.norm_weight: nn.Parameter | None
         norm = nn.RMSNorm(in_features, elementwise_affine=norm_affine, device=device, dtype=dtype)
         self.register_parameter("norm_weight", norm.weight)
+
+    def reset_parameters(self) -> None:
+        """Draws the parameters anew, as `nn.Linear` and `nn.RMSNorm` draw theirs."""
+        reset_as_torch(self.to_torch())
 
     @classmethod
     def from_torch(cls, module: nn.Sequential) -> RMSNormLinear:
