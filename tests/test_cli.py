@@ -87,7 +87,6 @@ def test_explain_json(capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], "COMMAND"),
         (["nonsense"], "'nonsense'"),
         (["info", "--yaml"], "--yaml"),
         (["explain"], "OP"),
@@ -114,12 +113,16 @@ def test_bad_arguments(capsys, argv, words):
 
 @pytest.mark.parametrize(
     "argv",
-    [["--help"], *([name, "--help"] for name in ("explain", "tune", "demo", "puzzles"))],
+    [[], ["--help"], *([name, "--help"] for name in ("explain", "tune", "demo", "puzzles"))],
 )
 def test_help(capsys, argv):
     code, out, err = run(capsys, *argv)
     assert (code, err) == (0, "")
     assert out.startswith("usage: torchweld")
+
+
+def test_version(capsys):
+    assert run(capsys, "--version") == (0, f"torchweld {torchweld.__version__}\n", "")
 
 
 def test_bench_gets_its_own_arguments(capsys, monkeypatch):

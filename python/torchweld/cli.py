@@ -60,12 +60,14 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _parser() -> Parser:
+    from torchweld import __version__
     from torchweld.demo import options
     from torchweld.puzzles import main as puzzles
     from torchweld.tuning import main as tuning
 
     parser = Parser(prog="torchweld", description="Fused transformer kernels for PyTorch.")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser.add_argument("--version", action="version", version=f"torchweld {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     info = commands.add_parser("info", help="what is installed, and which op runs where")
     info.add_argument("--json", action="store_true", help="as JSON")
@@ -275,7 +277,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv[:1] == ["bench"]:  # it has its own flags, and its own --help
             return _bench(argv[1:])
-        args = _parser().parse_args(argv)
+        parser = _parser()
+        args = parser.parse_args(argv)
+        if args.command is None:
+            parser.print_help()
+            return 0
         run = {
             "info": _info,
             "explain": _explain,
