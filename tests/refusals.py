@@ -181,11 +181,6 @@ def case_params(*ops: str) -> list[Any]:
     ]
 
 
-def recordable(params: Sequence[Any]) -> list[Any]:
-    """The cases of ops with a gradient."""
-    return [p for p in params if p.values[0].op in samples.DIFFERENTIABLE]
-
-
 LEFTPAD = Arg("leftpad")
 SCALE = {"scale": NOT_FINITE}
 ACTIVATION = {"activation": NOT_A_NAME}

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from numerics import acc_dtype, assert_equal, assert_same_bits
-from refusals import case_params, cases
 from samples import BF16, F16, F32, F64, check_op, dtypes, need_kernel
 from strategies import dtype_names, kinds, layouts, seeds, sizes, strided, values
 
@@ -126,13 +125,3 @@ def test_second_derivative(device):
 def test_any_layout(shape, layout, kind, dtype, seed):
     x = values(shape, kind, seed).to(getattr(torch, dtype))
     assert_equal(add_scalar(strided(x, layout), -0.3), expected_sum(x, -0.3))
-
-
-@pytest.mark.parametrize("case", case_params(OP))
-def test_bad_call(case, device):
-    case.check(device)
-    case.check(device, recorded=True)
-
-
-def test_number_of_bad_calls():
-    assert len(cases(OP)) >= 18

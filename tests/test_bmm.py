@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 
 from numerics import assert_equal, assert_same_bits
-from refusals import case_params, cases
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel
 from strategies import dtype_names, layouts, seeds, sizes, strided, values
 
@@ -182,24 +181,9 @@ def test_any_layout(m, n, k, layout_a, layout_b, dtype, seed):
     check_op(OP, args, dout=strided(dy, layout_a), eager=False)
 
 
-@pytest.mark.parametrize("case", case_params(*OPS))
-def test_bad_call(case, device):
-    case.check(device)
-
-
-def test_bad_call_while_recording(device):
-    for case in cases(OP):
-        case.check(device, recorded=True)
-
-
 def test_batches_that_do_not_match(device):
     a, b = call_args(device, F32, 4, 3, 5, (2, 3))
     with pytest.raises(
         RuntimeError, match=r"torchweld::bmm: b must be \(batch, K, N\) = \(2, 5, 3\)"
     ):
         bmm(a, b)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_number_of_bad_calls(op):
-    assert len(cases(op)) >= 25

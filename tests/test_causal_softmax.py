@@ -14,7 +14,6 @@ import numerics
 import reference as R
 from bounds import causal_softmax_backward_bounds, causal_softmax_bounds
 from numerics import assert_equal, assert_same_bits
-from refusals import case_params, cases
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
 from strategies import dtype_names, kinds, layouts, seeds, sizes, strided, values
 
@@ -299,18 +298,3 @@ def test_any_layout_and_pads(seqlen_q, seqlen_k, batch, leftpad, scale, layout, 
     strides = strided(dy, layout), strided(y, layout)
     dx = causal_softmax_backward(*strides, *args[1:], scale=scale)
     numerics.check(dx, bound, label="causal_softmax_backward")
-
-
-@pytest.mark.parametrize("case", case_params(*OPS))
-def test_bad_call(case, device):
-    case.check(device)
-
-
-def test_bad_call_while_recording(device):
-    for case in cases("causal_softmax"):
-        case.check(device, recorded=True)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_number_of_bad_calls(op):
-    assert len(cases(op)) >= 25

@@ -11,7 +11,6 @@ from hypothesis import given
 
 import reference as R
 from numerics import assert_equal, assert_same_bits
-from refusals import case_params, cases, recordable
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel
 from strategies import dtype_names, layouts, seeds, sizes, strided, values
 
@@ -326,18 +325,3 @@ def test_any_layout(height, width, batch, kernel_height, kernel_width, layout, d
     z = conv2d(x, weight)
     assert_equal(z, R.conv2d(x.double(), weight.double()).to(kind))
     assert_same_bits(conv2d(strided(x, layout), weight.t().contiguous().t()), z)
-
-
-@pytest.mark.parametrize("case", case_params(*OPS))
-def test_bad_call(case, device):
-    case.check(device)
-
-
-def test_bad_call_while_recording(device):
-    for param in recordable(case_params("conv2d")):
-        param.values[0].check(device, recorded=True)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_number_of_bad_calls(op):
-    assert len(cases(op)) >= 25

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import reference as R
 from bounds import fold_layer_norm_bounds
 from numerics import acc_dtype, assert_equal, assert_same_bits, check
-from refusals import case_params, cases
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel
 from strategies import dtype_names, layouts, seeds, sizes, strided, values
 
@@ -237,19 +236,3 @@ def test_any_layout(m, n, k, activation, matrix, vector, mean, dtype, seed):
         strided(shift, vector),
     ]
     check_op(OP, args, {"activation": activation}, dout=strided(dy, matrix), eager=False)
-
-
-@pytest.mark.parametrize("case", case_params(*OPS))
-def test_bad_call(case, device):
-    case.check(device)
-
-
-def test_bad_call_while_recording(device):
-    """The refusal names the op that was called."""
-    for case in cases(OP):
-        case.check(device, recorded=True)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_number_of_bad_calls(op):
-    assert len(cases(op)) >= 25

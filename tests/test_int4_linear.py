@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import reference as R
 import torchweld._library as library
 from numerics import assert_equal, assert_same_bits
-from refusals import case_params, cases, recordable
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel
 from strategies import dtype_names, layouts, seeds, strided, values
 from torchweld.nn import Int4Linear
@@ -565,21 +564,6 @@ def test_module_passes_a_gradient_to_x(device):
 
 
 # Refusals
-
-
-@pytest.mark.parametrize("case", case_params(*OPS, "int4_pack", "int4_unpack"))
-def test_bad_call(case, device):
-    case.check(device)
-
-
-@pytest.mark.parametrize("case", recordable(case_params(OP, OP + "_repacked")))
-def test_bad_call_while_recording(case):
-    case.check("cpu", recorded=True)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_number_of_bad_calls(op):
-    assert len(cases(op)) >= 25
 
 
 def test_a_refusal_names_the_three_shapes_and_the_rule():

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import reference as R
 from numerics import Bound, Terms, assert_same_bits, check
-from refusals import case_params, cases
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel
 from strategies import dtype_names, layouts, seeds, sizes, strided, values
 
@@ -223,20 +222,3 @@ def test_any_layout(m, n, k, activation, matrix, vector, mean, dtype, seed):
     dy = values((m, n), "normal", seed + 9).to(dtype)
     args = [strided(x, matrix), strided(weight, matrix), *(strided(v, vector) for v in vectors)]
     check_op(OP, args, {"activation": activation}, dout=strided(dy, matrix), eager=False)
-
-
-@pytest.mark.parametrize("case", case_params(*OPS))
-def test_bad_call(case, device):
-    case.check(device)
-
-
-@pytest.mark.parametrize("op", OPS[:2])
-def test_bad_call_while_recording(op, device):
-    """The refusal names the op that was called."""
-    for case in cases(op):
-        case.check(device, recorded=True)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_number_of_bad_calls(op):
-    assert len(cases(op)) >= 25

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 
 from numerics import assert_equal, assert_same_bits
-from refusals import case_params, cases, recordable
 from samples import BF16, F16, F32, F64, check_op, dtypes, need_kernel
 from strategies import dtype_names, kinds, layouts, seeds, sizes, strided, values
 
@@ -199,17 +198,3 @@ def test_any_layout(shape, rows, outer, kind, dtype, seed):
     x = values((outer, rows, n), kind, seed).to(getattr(torch, dtype))
     check_op("row_sum", [x], backward=False)
     check_op("row_sum", [strided(x, layout)], backward=False)
-
-
-@pytest.mark.parametrize("case", case_params("row_sum"))
-def test_bad_call(case, device):
-    case.check(device)
-
-
-def test_bad_call_while_recording(device):
-    for param in recordable(case_params("row_sum")):
-        param.values[0].check(device, recorded=True)
-
-
-def test_number_of_bad_calls():
-    assert len(cases("row_sum")) >= 25

@@ -13,7 +13,6 @@ import numerics
 import reference as R
 from bounds import REFERENCES, scalar_attention_grads
 from numerics import acc_dtype, assert_equal, assert_same_bits, assert_same_nonfinite
-from refusals import case_params, cases, recordable
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel
 from strategies import dtype_names, kinds, layouts, seeds, sizes, strided, values
 
@@ -305,19 +304,3 @@ def test_threads_do_not_change_the_bits():
     assert_same_bits(together[0], alone[0])
     for got, ref in zip(together[1], alone[1], strict=True):
         assert_same_bits(got, ref)
-
-
-@pytest.mark.parametrize("case", case_params(*OPS))
-def test_bad_call(case, device):
-    case.check(device)
-
-
-@pytest.mark.parametrize("op", OPS[:2])
-def test_bad_call_while_recording(op, device):
-    for param in recordable(case_params(op)):
-        param.values[0].check(device, recorded=True)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_number_of_bad_calls(op):
-    assert len(cases(op)) >= 30

@@ -11,7 +11,6 @@ from hypothesis import given
 import numerics
 from bounds import softmax_backward_bounds, softmax_bounds
 from numerics import assert_equal, assert_same_bits
-from refusals import case_params, cases, recordable
 from samples import BF16, F16, F32, F64, check_op, dtypes, need_kernel
 from strategies import dtype_names, kinds, layouts, seeds, sizes, strided, values
 from torchweld.tuning import search
@@ -375,19 +374,3 @@ def test_any_layout(shape, rows, outer, kind, dtype, seed):
     assert_same_bits(softmax_backward(strided(dy, layout), strided(y, layout)), plain)
     (bound,) = softmax_backward_bounds(dy, y)
     numerics.check(plain, bound, label="softmax_backward")
-
-
-@pytest.mark.parametrize("case", case_params(*OPS))
-def test_bad_call(case, device):
-    case.check(device)
-
-
-@pytest.mark.parametrize("op", ["softmax"])
-def test_bad_call_while_recording(op, device):
-    for param in recordable(case_params(op)):
-        param.values[0].check(device, recorded=True)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_number_of_bad_calls(op):
-    assert len(cases(op)) >= 25

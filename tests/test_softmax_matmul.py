@@ -13,7 +13,6 @@ import masks
 import reference as R
 from bounds import softmax_matmul_bounds
 from numerics import acc_dtype, assert_equal, assert_same_bits, check
-from refusals import case_params, cases
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel
 from strategies import dtype_names, kinds, layouts, seeds, sizes, strided, values
 
@@ -243,20 +242,3 @@ def test_any_layout_and_pads(
         args.append(torch.tensor(leftpad[:batch], dtype=torch.int32))
     kwargs = {"causal": causal, "scale": scale}
     check_op(OP, args, kwargs, dout=strided(dout, layout), eager=False)
-
-
-@pytest.mark.parametrize("case", case_params(*OPS))
-def test_bad_call(case, device):
-    case.check(device)
-
-
-@pytest.mark.parametrize("op", OPS[:2])
-def test_bad_call_while_recording(op, device):
-    """The refusal names the op that was called."""
-    for case in cases(op):
-        case.check(device, recorded=True)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_number_of_bad_calls(op):
-    assert len(cases(op)) >= 25
