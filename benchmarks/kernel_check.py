@@ -11,6 +11,7 @@ where a file takes longer than the limit. Prints a table.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -104,9 +106,35 @@ def parse_report(report: str, file: str, arch: str) -> list[Kernel]:
 
 
 def compiler_seconds() -> float:
-    """Processor time of the compilers so far; other work on the machine does not count."""
+    """Processor time of this process's compilers so far, whatever else the machine does."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
+
+
+def check_file(file: str, source: Path, nvcc: str) -> tuple[list[Kernel], list[str], float]:
+    """The kernels of one file, its faults, and the processor seconds of its compilers."""
+    kernels: list[Kernel] = []
+    faults: list[str] = []
+    start = compiler_seconds()
+    for arch, gencode in ARCHS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            done = subprocess.run(
+                [nvcc, "-O3", "-lineinfo", "-std=c++17", "--expt-relaxed-constexpr"]
+                + ["-DTORCHWELD_CUDA", f"-I{ROOT / 'csrc'}", "-Xptxas=-v", f"-gencode={gencode}"]
+                + ["-cubin", str(source), "-o", str(Path(folder) / "out.cubin")],
+                capture_output=True,
+                text=True,
+            )
+        if done.returncode:
+            faults.append(f"{file} does not compile for {arch}:\n{done.stderr[-2000:]}")
+            continue
+        faults += [
+            f"{file}, {arch}: {line.strip()}"
+            for line in done.stderr.splitlines()
+            if BAD_WARNINGS.search(line)
+        ]
+        kernels += parse_report(done.stderr, file, arch)
+    return kernels, faults, compiler_seconds() - start
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -125,35 +153,15 @@ def main(argv: list[str] | None = None) -> int:
     kernels: list[Kernel] = []
     seconds: dict[str, float] = {}
     faults: list[str] = []
-    generated = tempfile.TemporaryDirectory()
-    for file, source in cuda_sources(Path(generated.name)).items():
-        start = compiler_seconds()
-        for arch, gencode in ARCHS.items():
-            with tempfile.TemporaryDirectory() as folder:
-                done = subprocess.run(
-                    [nvcc, "-O3", "-lineinfo", "-std=c++17", "--expt-relaxed-constexpr"]
-                    + [
-                        "-DTORCHWELD_CUDA",
-                        f"-I{ROOT / 'csrc'}",
-                        "-Xptxas=-v",
-                        f"-gencode={gencode}",
-                    ]
-                    + ["-cubin", str(source), "-o", str(Path(folder) / "out.cubin")],
-                    capture_output=True,
-                    text=True,
-                )
-            if done.returncode:
-                faults.append(f"{file} does not compile for {arch}:\n{done.stderr[-2000:]}")
-                continue
-            faults += [
-                f"{file}, {arch}: {line.strip()}"
-                for line in done.stderr.splitlines()
-                if BAD_WARNINGS.search(line)
-            ]
-            kernels += parse_report(done.stderr, file, arch)
-        seconds[file] = compiler_seconds() - start
-        if seconds[file] > args.limit:
-            faults.append(f"{file} took {seconds[file]:.1f} s, the limit is {args.limit:.0f} s")
+    with tempfile.TemporaryDirectory() as generated, ProcessPoolExecutor() as pool:
+        sources = cuda_sources(Path(generated))
+        reports = pool.map(check_file, sources, sources.values(), itertools.repeat(nvcc))
+        for file, (of_file, of_file_faults, took) in zip(sources, reports, strict=True):
+            kernels += of_file
+            faults += of_file_faults
+            seconds[file] = took
+            if took > args.limit:
+                faults.append(f"{file} took {took:.1f} s, the limit is {args.limit:.0f} s")
     faults += [
         f"{k.file}, {k.arch}: {k.name} spills {k.spill_bytes} bytes"
         for k in kernels
