@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torchweld import nn
+from torchweld import _flops, nn
 from torchweld._library import is_available, unavailable_reason
 from torchweld.explain import Explanation, explain
 from torchweld.info import Info, info
@@ -83,6 +83,8 @@ __all__ = [
 
 
 _load_choices()
+if is_available():
+    _flops.install()
 
 
 def __getattr__(name: str) -> Any:

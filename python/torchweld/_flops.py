@@ -1,0 +1,138 @@
+"""What torch.utils.flop_counter.FlopCounterMode counts of the ops: matmuls and convolutions, two
+operations for each product, masked ones too. So does torch for its own.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from math import prod
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_COUNTER = "torch.utils.flop_counter"
+_Shape = Sequence[int]
+
+
+# Formulas get the shapes of tensors; out_shape is that of the result.
+def _linear(x: _Shape, weight: _Shape, *args: Any, **kwargs: Any) -> int:
+    return 2 * prod(x) * weight[0]
+
+
+def _linear_backward(
+    dy: _Shape, x: _Shape, weight: _Shape, *args: Any, output_mask: Sequence[bool], **kwargs: Any
+) -> int:
+    # The norm's own gradients, behind that to the bias, need the one to its result.
+    wants_x, wants_weight = output_mask[0] or any(output_mask[3:]), output_mask[1]
+    return (wants_x + wants_weight) * _linear(x, weight)
+
+
+def _folded_backward(
+    dy: _Shape, x: _Shape, weight: _Shape, *args: Any, activation: str = "none", **kwargs: Any
+) -> int:
+    recomputed = activation != "none"
+    return (1 + recomputed) * _linear(x, weight)
+
+
+def _bmm(a: _Shape, b: _Shape, *, out_shape: _Shape, **kwargs: Any) -> int:
+    return 2 * prod(out_shape) * a[-1]
+
+
+def _bmm_backward(
+    dy: _Shape, a: _Shape, b: _Shape, *, output_mask: Sequence[bool], **kwargs: Any
+) -> int:
+    return sum(output_mask) * 2 * prod(dy) * a[-1]
+
+
+def _softmax_matmul(scores: _Shape, value: _Shape, *args: Any, **kwargs: Any) -> int:
+    return 2 * prod(scores) * value[-1]
+
+
+def _softmax_matmul_backward(
+    dout: _Shape, scores: _Shape, value: _Shape, *args: Any, **kwargs: Any
+) -> int:
+    return 2 * _softmax_matmul(scores, value)
+
+
+def _attention(query: _Shape, key: _Shape, value: _Shape, *args: Any, **kwargs: Any) -> int:
+    return 2 * prod(query[:-1]) * key[2] * (query[-1] + value[-1])
+
+
+def _attention_backward(
+    dout: _Shape, query: _Shape, key: _Shape, value: _Shape, *args: Any, **kwargs: Any
+) -> int:
+    # The scores are recomputed.
+    return 2 * prod(query[:-1]) * key[2] * (3 * query[-1] + 2 * value[-1])
+
+
+def _int4_linear(x: _Shape, *args: Any, out_shape: _Shape, **kwargs: Any) -> int:
+    return 2 * prod(x) * out_shape[-1]
+
+
+def _conv2d(x: _Shape, weight: _Shape, *, out_shape: _Shape, **kwargs: Any) -> int:
+    return 2 * prod(out_shape) * prod(weight[-2:])
+
+
+def _conv2d_backward(
+    dz: _Shape, x: _Shape, weight: _Shape, *, output_mask: Sequence[bool], **kwargs: Any
+) -> int:
+    return sum(output_mask) * 2 * prod(dz) * prod(weight[-2:])
+
+
+_LINEAR = ("linear", "layer_norm_linear", "rms_norm_linear", "gated_linear")
+FORMULAS: dict[str, Callable[..., int]] = {
+    **{op + suffix: _linear for op in _LINEAR for suffix in ("", "_forward")},
+    **{op + "_backward": _linear_backward for op in _LINEAR},
+    "folded_layer_norm_linear": _linear,
+    "folded_layer_norm_linear_backward": _folded_backward,
+    "bmm": _bmm,
+    "bmm_backward": _bmm_backward,
+    "softmax_matmul": _softmax_matmul,
+    "softmax_matmul_forward": _softmax_matmul,
+    "softmax_matmul_backward": _softmax_matmul_backward,
+    "attention": _attention,
+    "attention_forward": _attention,
+    "attention_backward": _attention_backward,
+    "int4_linear": _int4_linear,
+    "int4_linear_backward": _int4_linear,
+    "int4_linear_repacked": _int4_linear,
+    "int4_linear_repacked_backward": _int4_linear,
+    "conv2d": _conv2d,
+    "conv2d_backward": _conv2d_backward,
+}
+
+
+def _register(counter: ModuleType) -> None:
+    for op, formula in FORMULAS.items():
+        counter.register_flop_formula(getattr(torch.ops.torchweld, op))(formula)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Registers the formulas once somebody imports torch's counter, which takes 0.3 s."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != _COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                _register(module)
+
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+def install() -> None:
+    """Makes FlopCounterMode know the ops, now or when it is imported."""
+    if _COUNTER in sys.modules:
+        _register(sys.modules[_COUNTER])
+    else:
+        sys.meta_path.insert(0, _Finder())
