@@ -14,6 +14,9 @@ __device__ __forceinline__ int fresh_thread_index() {
   return index;
 }
 
+// Bands of tiles that are walked together, in rows of y.
+inline constexpr int kBandRows = 2048;
+
 // How the work is laid out: tiles in bands, then splits, then batches.
 struct GemmSchedule {
   uint32_t tiles_m, tiles_n, items, band_tiles;

@@ -46,7 +46,7 @@ template <class Config>
 struct Sm90Shared {
   static constexpr Sm90Tile kT = Config::kT;
   alignas(kSwizzleAtomBytes) char stages[kT.stages][kT.stage_bytes()];  // a, then b
-  alignas(128) char staging[kT.staging_bytes(sizeof(typename Config::T))];
+  alignas(128) char staging[kT.staging_bytes()];
   float bias[Sm90Tile::kWarpgroups][kT.block_n];
   PipelineBarriers<kT.stages> pipeline;
 };
@@ -287,7 +287,7 @@ void launch_sm90_kernel(const Sm90Params& p, cudaStream_t stream) {
   if constexpr (kT.lacks(kTurned ? kBKMajor : kAKMajor, kTurned ? kAKMajor : kBKMajor, kGated) ==
                 nullptr) {
     using Config = Sm90Config<T, kTile, kAKMajor, kBKMajor, kGated>;
-    static_assert(sizeof(Sm90Shared<Config>) <= kT.shared_bytes(sizeof(T)));
+    static_assert(sizeof(Sm90Shared<Config>) <= kT.shared_bytes());
     const int64_t blocks = int64_t{p.deal.workers} * kT.cluster;
     Grid grid(blocks, Sm90Tile::kThreads, sizeof(Sm90Shared<Config>));
     grid.cluster = kT.cluster;

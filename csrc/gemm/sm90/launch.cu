@@ -10,30 +10,29 @@ namespace torchweld {
 namespace {
 
 // A dimension of one element may have any stride.
-int64_t harmless(int64_t size, int64_t stride, int elem_size) {
-  return size == 1 ? 16 / elem_size : stride;
-}
+int64_t harmless(int64_t size, int64_t stride) { return size == 1 ? 16 / kSm90ElemBytes : stride; }
+
+// Elements of K in a step.
+constexpr int kStep = kGemmStepBytes / kSm90ElemBytes;
 
 struct Maps {
   const GemmParams& p;
   const Sm90Tile& tile;
-  int elem_size;
   bool bfloat16;
 
   // An operand of `rows` (M or N) in `halves`, `half_stride` apart.
   TensorBox operand(const GemmOperand& o, int64_t rows, int64_t row_stride, int halves,
                     int64_t half_stride, int box_rows) const {
-    const int step = kGemmStepBytes / elem_size;
     const bool k_major = o.k_stride == 1;
     const int64_t batch = o.batch_stride == 0 ? 1 : p.batch;
-    TensorBox box = {o.data, elem_size};
+    TensorBox box = {o.data, kSm90ElemBytes};
     box.bfloat16 = bfloat16;
     const int64_t sizes[] = {k_major ? p.k : rows, k_major ? rows : p.k, halves, batch};
     const int64_t strides[] = {1, k_major ? row_stride : o.k_stride, half_stride, o.batch_stride};
-    const int boxes[] = {step, k_major ? box_rows : step, 1, 1};
+    const int boxes[] = {kStep, k_major ? box_rows : kStep, 1, 1};
     for (int i = 0; i < 4; ++i) {
       box.sizes[i] = sizes[i];
-      box.strides[i] = i == 0 ? 1 : harmless(sizes[i], strides[i], elem_size);
+      box.strides[i] = i == 0 ? 1 : harmless(sizes[i], strides[i]);
       box.box[i] = boxes[i];
     }
     return box;
@@ -41,16 +40,16 @@ struct Maps {
 
   // A result of n columns in `halves`, n apart.
   TensorBox result(void* data, int64_t row_stride, int halves, int64_t batch_stride) const {
-    const int columns = tile.box_columns(elem_size);
-    TensorBox box = {data, elem_size};
+    const int columns = tile.box_columns();
+    TensorBox box = {data, kSm90ElemBytes};
     box.bfloat16 = bfloat16;
-    box.swizzle = columns * elem_size;
+    box.swizzle = columns * kSm90ElemBytes;
     const int64_t sizes[] = {p.n, p.m, halves, p.batch};
     const int64_t strides[] = {1, row_stride, p.n, batch_stride};
     const int boxes[] = {columns, 16, 1, 1};
     for (int i = 0; i < 4; ++i) {
       box.sizes[i] = sizes[i];
-      box.strides[i] = i == 0 ? 1 : harmless(sizes[i], strides[i], elem_size);
+      box.strides[i] = i == 0 ? 1 : harmless(sizes[i], strides[i]);
       box.box[i] = boxes[i];
     }
     return box;
@@ -79,18 +78,14 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
   const Sm90Tile& tile = kSm90Tiles[p.choice.tile];
   const GemmEpilogue& e = p.epilogue;
   const int halves = e.gated ? 2 : 1;
-  const Maps maps = {p, tile, p.dtype == DType::kFloat32 ? 4 : 2, p.dtype == DType::kBFloat16};
+  const Maps maps = {p, tile, p.dtype == DType::kBFloat16};
   // A turned tile's first operand is b.
   const bool turned = tile.turned();
-  const int halves_m = turned ? halves : 1, halves_n = turned ? 1 : halves;
-  const int64_t block_m = int64_t{tile.block_m} / halves_m * tile.cluster,
-                block_n = tile.block_n / halves_n;  // in rows and columns of y
-  const auto divide_up = [](int64_t n, int64_t d) { return (n + d - 1) / d; };
-  const int64_t tiles_m = divide_up(turned ? p.n : p.m, block_m),
-                tiles_n = divide_up(turned ? p.m : p.n, block_n);
-  const int64_t band = std::min(tiles_m, std::max<int64_t>(1, kSm90BandRows / block_m));
-  const int64_t tiles = tiles_m * tiles_n * p.batch;
-  const int64_t steps = divide_up(p.k, kGemmStepBytes / maps.elem_size);
+  const int64_t tiles_m = tile.tiles_m(p.m, halves * p.n),
+                tiles_n = tile.tiles_n(p.m, halves * p.n), tiles = tiles_m * tiles_n * p.batch;
+  const int block_m = tile.block_m / (turned ? halves : 1) * tile.cluster;  // of y
+  const int64_t band = std::min(tiles_m, std::max<int64_t>(1, kBandRows / block_m));
+  const int64_t steps = (p.k + kStep - 1) / kStep;
   const Sm90Stream stream =
       sm90_stream(tile, tiles, steps, device_facts(), p.choice.splits == kStreamK);
   Sm90Params params = {{},

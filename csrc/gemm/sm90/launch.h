@@ -7,9 +7,6 @@
 
 namespace torchweld {
 
-// Bands of tiles that are walked together, in rows of y.
-inline constexpr int kSm90BandRows = 2048;
-
 void launch_sm90_gemm(const GemmParams& params, cudaStream_t stream);
 
 // One tile's kernels for one dtype, in files of their own (csrc/instantiations.py).

@@ -8,6 +8,9 @@
 
 namespace torchweld {
 
+// The engine is for 16-bit operands.
+inline constexpr int kSm90ElemBytes = 2;
+
 // A block has a producer warp and two consumer warpgroups. In ping-pong each warpgroup has a tile
 // of its own, and finishes it while the other one multiplies; else they share one (cooperative). A
 // turned tile is one of the transposed product b @ a^T, for few rows of a.
@@ -27,27 +30,29 @@ struct Sm90Tile {
   // Products of 64 rows that a warpgroup has of a tile.
   constexpr int row_pieces() const { return block_m / 64 / (pingpong ? 1 : kWarpgroups); }
   // Columns of a box: lines of 128 bytes, or of 64 where block_n has no whole ones.
-  constexpr int box_columns(int elem_size) const {
-    return block_n * elem_size % 128 == 0 ? 128 / elem_size : 64 / elem_size;
-  }
+  constexpr int box_columns() const { return block_n % 64 == 0 ? 64 : 32; }
   constexpr int stage_bytes() const { return (block_m + block_n) * kGemmStepBytes; }
-  constexpr int box_bytes(int elem_size) const { return 16 * box_columns(elem_size) * elem_size; }
+  constexpr int box_bytes() const { return 16 * box_columns() * kSm90ElemBytes; }
   constexpr bool turned() const { return boxes == 0; }
   // All warps' boxes; a turned tile's right half on its way to the left one.
-  constexpr int staging_bytes(int elem_size) const {
-    return turned() ? 64 * block_n * 4 : 8 * boxes * box_bytes(elem_size);
+  constexpr int staging_bytes() const {
+    return turned() ? 64 * block_n * 4 : 8 * boxes * box_bytes();
   }
   // Stages, boxes of eight warps, the bias of two tiles and barriers; whole kilobytes.
-  constexpr int shared_bytes(int elem_size) const {
-    const int bytes =
-        stages * (stage_bytes() + 16) + staging_bytes(elem_size) + kWarpgroups * block_n * 4;
+  constexpr int shared_bytes() const {
+    const int bytes = stages * (stage_bytes() + 16) + staging_bytes() + kWarpgroups * block_n * 4;
     return (bytes + 1023) / 1024 * 1024;
   }
-  // Of all clusters; the blocks of one have the same columns.
-  constexpr int64_t tiles(const GemmProblem& p) const {
+  // Of all clusters, whose blocks have the same columns, for m rows of a and `width` rows of b.
+  constexpr int64_t tiles_m(int64_t m, int64_t width) const {
     const int64_t rows = int64_t{block_m} * cluster;
-    const int64_t m = turned() ? p.width() : p.m, n = turned() ? p.m : p.width();
-    return (m + rows - 1) / rows * ((n + block_n - 1) / block_n) * p.batch;
+    return ((turned() ? width : m) + rows - 1) / rows;
+  }
+  constexpr int64_t tiles_n(int64_t m, int64_t width) const {
+    return ((turned() ? m : width) + block_n - 1) / block_n;
+  }
+  constexpr int64_t tiles(const GemmProblem& p) const {
+    return tiles_m(p.m, p.width()) * tiles_n(p.m, p.width()) * p.batch;
   }
   // Warpgroups of a block that have a part of one tile each.
   constexpr int sharers() const { return pingpong ? 1 : kWarpgroups; }
@@ -107,10 +112,9 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool str
   if (p.math == GemmMath::kFloat32) return "float32 at its own accuracy is for mma.sync";
   // NOTE: so every product would be too small, by 2^-11 on the average.
   if (p.math == GemmMath::kTf32) return "wgmma would cut TF32 operands off that mma.sync rounds";
-  const int elem_size = gemm_elem_size(p.math);
   if (const char* reason = tile.lacks(p.a_k_major, p.b_k_major, p.gated)) return reason;
-  if (tile.shared_bytes(elem_size) > p.device.shared_limit) {
-    return too_much_shared_memory(tile.shared_bytes(elem_size), p.device.shared_limit);
+  if (tile.shared_bytes() > p.device.shared_limit) {
+    return too_much_shared_memory(tile.shared_bytes(), p.device.shared_limit);
   }
   if (p.k == 0) return "there is nothing to multiply";
   if (p.m > kMostSize || p.n > kMostSize || p.k > kMostSize || p.batch > kMostSize) {
@@ -140,7 +144,7 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
     // Blocks at different steps of K share no loads; the L2 hides it where it holds the operands.
     constexpr double kL2Bytes = 50e6, kBeyondL2 = 1.45;
     const double bytes = static_cast<double>(p.m + p.width()) * static_cast<double>(p.k) *
-                         static_cast<double>(p.batch) * gemm_elem_size(p.math);
+                         static_cast<double>(p.batch) * kSm90ElemBytes;
     const double step_us = tile.step_us * (bytes > kL2Bytes ? kBeyondL2 : 1);
     // A tile of one step has no parts.
     us += share * (steps * step_us + beside_us) + std::max(0.0, 1 - share) * beside_us +

@@ -17,7 +17,6 @@ namespace torchweld {
 template <typename T, int kTile, bool kGated>
 class Sm90TurnedEpilogue {
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
-  static constexpr bool kExact = sizeof(T) == 4;
   static constexpr int kValues = kT.block_n / 2;  // of a thread
   static constexpr int kBoth = 256;
 
@@ -50,7 +49,7 @@ class Sm90TurnedEpilogue {
     if (e.bias != nullptr) add_bias(v, first, kGated ? warpgroup_ : 0);
     if (e.preact != nullptr) store_preact(v, row, first);
     if constexpr (!kGated) {
-      activate<kExact>(v, e.activation);
+      activate</*kExact=*/false>(v, e.activation);
     } else {
       if (warpgroup_ == 1) {
         named_barrier_wait(read_, kBoth);
@@ -64,7 +63,7 @@ class Sm90TurnedEpilogue {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) right[i] = s_right_[i * 128 + thread];
       named_barrier_arrive(read_, kBoth);
-      apply_gate<kExact>(v, right, e.gate);
+      apply_gate</*kExact=*/false>(v, right, e.gate);
     }
     T* g_y = static_cast<T*>(p_.y) + batch * p_.y_batch_stride;
     store(v, row, first, [&](int64_t r, int64_t c) { return g_y + r * p_.y_row_stride + c; });

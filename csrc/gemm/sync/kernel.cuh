@@ -28,8 +28,6 @@
 
 namespace torchweld {
 
-constexpr int kBandRows = 2048;
-
 // Counts a step's parts where the compiler must know them.
 template <int kIndex>
 using Part = std::integral_constant<int, kIndex>;

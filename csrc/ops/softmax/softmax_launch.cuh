@@ -15,6 +15,24 @@
 
 namespace torchweld {
 
+template <typename T>
+RowArgs<T> row_args(const SoftmaxParams& p) {
+  return {
+      static_cast<const T*>(p.x), nullptr, static_cast<T*>(p.y), p.rows, p.n, p.x_row_stride, 0, 0};
+}
+
+template <typename T>
+RowArgs<T> row_args(const SoftmaxBackwardParams& p) {
+  return {static_cast<const T*>(p.y),
+          static_cast<const T*>(p.dy),
+          static_cast<T*>(p.dx),
+          p.rows,
+          p.n,
+          p.y_row_stride,
+          p.dy_row_stride,
+          0};
+}
+
 // Calls launch(args, blocks) with as many rows at a time as one grid can hold.
 template <typename T, typename Launch>
 void for_each_grid(RowArgs<T> args, int rows_per_block, const Launch& launch) {

@@ -16,6 +16,7 @@ from torchweld._library import ops
 from torchweld.bench.common import dtype_text, largest_error
 from torchweld.bench.results import Row, make_row
 from torchweld.bench.timer import interleaved
+from torchweld.ops.gated_linear import GATES
 
 _CHECKED_ROWS = 64
 _ROUNDS = 15
@@ -127,22 +128,13 @@ def _norm_linears(
         )
 
 
-_GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sigmoid_tanh": lambda left, right: torch.sigmoid(left) * torch.tanh(right),
-    "geglu": lambda left, right: left * F.gelu(right),
-    "geglu_tanh": lambda left, right: left * F.gelu(right, approximate="tanh"),
-    "swiglu": lambda left, right: F.silu(left) * right,
-    "reglu": lambda left, right: left * F.relu(right),
-}
-
-
 def _gated_linears(
     m: int,
     k: int,
     n: int,
     dtype: torch.dtype,
     targets: dict[str, float],
-    gates: Iterable[str] = _GATES,
+    gates: Iterable[str] = GATES,
     tf32: str = "",
 ) -> Iterator[Row]:
     x, weight, bias = _matrix(m, k, dtype), _weight(2 * n, k, dtype), _matrix(1, 2 * n, dtype)[0]
@@ -150,7 +142,7 @@ def _gated_linears(
 
         def eager(rows: Tensor, gate: str = gate) -> Tensor:
             left, right = F.linear(rows, weight.to(rows.dtype), bias.to(rows.dtype)).chunk(2, -1)
-            return _GATES[gate](left, right)
+            return GATES[gate](left, right)
 
         yield _row(
             f"gated_linear ({m}, {k}, {n}) {dtype_text(dtype)} {gate}{tf32}",

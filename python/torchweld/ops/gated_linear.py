@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchweld._library import ops, require
 from torchweld.ops.linear import reset_as_torch
 
-_GATES = {
+GATES = {
     "sigmoid_tanh": lambda left, right: torch.sigmoid(left) * torch.tanh(right),
     "geglu": lambda left, right: left * F.gelu(right),
     "geglu_tanh": lambda left, right: left * F.gelu(right, approximate="tanh"),
@@ -66,8 +66,8 @@ class GatedLinearReference(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         z = self.linear(x)
         if self.interleaved:
-            return _GATES[self.gate](z[..., 0::2], z[..., 1::2])
-        return _GATES[self.gate](*z.chunk(2, dim=-1))
+            return GATES[self.gate](z[..., 0::2], z[..., 1::2])
+        return GATES[self.gate](*z.chunk(2, dim=-1))
 
 
 class GatedLinear(nn.Module):
@@ -97,9 +97,9 @@ class GatedLinear(nn.Module):
     ) -> None:
         super().__init__()
         require()
-        if gate not in _GATES:
+        if gate not in GATES:
             raise ValueError(
-                f"GatedLinear: gate must be one of {', '.join(_GATES)}, but got {gate!r}"
+                f"GatedLinear: gate must be one of {', '.join(GATES)}, but got {gate!r}"
             )
         self.in_features = in_features
         self.out_features = out_features
