@@ -56,10 +56,13 @@ TABLE = [
     Family(
         "gemm_sm90_${dtype}_$kind",
         "gemm/sm90/kernel.cuh",
-        "template void launch_sm90_tile<$T, $tile>(const Sm90Params&, cudaStream_t);",
+        "template void launch_sm90_tile<GemmMath::$kDtype, $tile>(const Sm90Params&, cudaStream_t);",
         each(dtype=SIXTEEN_BIT, kind=("pingpong",), tile=(0, 1))
         + each(dtype=SIXTEEN_BIT, kind=("cooperative",), tile=(2, 3))
-        + each(dtype=SIXTEEN_BIT, kind=("turned",), tile=(4, 5)),
+        + each(dtype=SIXTEEN_BIT, kind=("turned",), tile=(4, 5))
+        + each(dtype=("tf32",), kind=("pingpong",), tile=(0, 1))
+        + each(dtype=("tf32",), kind=("cooperative",), tile=(2,))
+        + each(dtype=("float32",), kind=("pieces",), tile=(6,)),
     ),
     Family(
         "attention_forward_$dtype",

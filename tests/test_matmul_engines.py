@@ -84,7 +84,7 @@ def test_products_are_exact_in_every_configuration(size, dtype):
             engines.add(name.split()[0])
         for _ in each_configuration("linear", a, b, bias, activation="relu"):
             assert_equal(ops.linear(a, b, bias, activation="relu"), shifted)
-    if torch.cuda.get_device_capability() == (9, 0) and dtype != F32:
+    if torch.cuda.get_device_capability() == (9, 0):
         assert engines == {"sync", "sm90"}
 
 
@@ -99,6 +99,31 @@ def test_tf32_products_are_exact_in_every_configuration(size, monkeypatch):
         a, b = laid_out(x, layouts[0]), laid_out(weight, layouts[1])
         for _ in each_configuration("linear", a, b, bias):
             assert_equal(ops.linear(a, b, bias), expected)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e18])
+@pytest.mark.parametrize("positive", [False, True], ids=["any sign", "positive"])
+def test_float32_is_as_accurate_as_torch(positive, scale):
+    """Of positive values sums that a tensor core cuts off would drift."""
+    x, weight = torch.randn(512, 4096, device="cuda"), torch.randn(640, 4096, device="cuda")
+    if positive:
+        x, weight = x.abs(), weight.abs()
+    weight *= scale
+    exact = x.double() @ weight.double().t()
+    allowed = 2 * (torch.nn.functional.linear(x, weight).double() - exact).abs().max()
+    for name in each_configuration("linear", x, weight):
+        assert (ops.linear(x, weight).double() - exact).abs().max() <= allowed, name
+
+
+def test_float32_near_its_largest_value():
+    """Whose bf16 rounding is inf."""
+    large = torch.finfo(F32).max
+    x = torch.tensor([large, -large, 3.4e38, 1.0], device="cuda")[:, None] * torch.ones(
+        1, 64, device="cuda"
+    )
+    weight = torch.eye(64, device="cuda")
+    for _ in each_configuration("linear", x, weight):
+        assert_equal(ops.linear(x, weight), x)
 
 
 def test_tf32_rounds_as_torch_does(monkeypatch):
@@ -151,7 +176,7 @@ def test_gates_and_their_preact(gate, interleaved):
                     torch.testing.assert_close(z.double(), expected, rtol=2**-6, atol=2**-6)
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
 @pytest.mark.parametrize("shared", ["none", "a", "b"])
 def test_batches_are_exact_in_every_configuration(dtype, shared):
     for batch, m, n, k in ((3, 130, 72, 40), (5, 64, 64, 128), (2, 257, 129, 72)):
@@ -165,7 +190,7 @@ def test_batches_are_exact_in_every_configuration(dtype, shared):
                 assert_equal(ops.bmm(left, right), expected)
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
 def test_results_have_the_same_bits_in_every_run(dtype):
     x, weight, bias = (torch.randn(*s).to(dtype).cuda() for s in ((700, 1032), (904, 1032), (904,)))
     for _ in each_configuration("linear", x, weight, bias, activation="gelu_tanh"):
@@ -174,19 +199,22 @@ def test_results_have_the_same_bits_in_every_run(dtype):
             assert_same_bits(ops.linear(x, weight, bias, activation="gelu_tanh"), first)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_special_values_reach_their_row_alone(value):
-    x, weight = (torch.randn(*s).to(BF16).cuda() for s in ((300, 200), (264, 200)))
-    x[137, 5] = value
-    expected = (x.double() @ weight.double().t()).to(BF16)
+def test_special_values_reach_their_row_alone(value, dtype):
+    x, weight = (torch.randn(*s).to(dtype).cuda() for s in ((300, 1200), (264, 1200)))
+    x[137, 1005] = value
+    weight[5, 1005] = 0
+    expected = (x.double() @ weight.double().t()).to(dtype)
     for _ in each_configuration("linear", x, weight):
         out = ops.linear(x, weight)
         assert torch.equal(out.isnan(), expected.isnan())
         assert torch.equal(out.isinf(), expected.isinf())
 
 
-def test_a_graph_of_every_configuration_replays():
-    x, weight = (torch.randn(*s).to(BF16).cuda() for s in ((260, 512), (520, 512)))
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_a_graph_of_every_configuration_replays(dtype):
+    x, weight = (torch.randn(*s).to(dtype).cuda() for s in ((260, 512), (520, 512)))
     for _ in each_configuration("linear", x, weight):
         expected = ops.linear(x, weight)
         graph = torch.cuda.CUDAGraph()

@@ -43,7 +43,9 @@ def test_every_product_has_a_tile_that_fits_the_device(math, gpu):
 def test_splits_cover_k_once_and_none_is_empty(math):
     for m, n, k in SHAPES:
         choice = chosen("matmul", m=m, n=n, k=k, math=MATHS[math])
-        assert choice["columns"]["block_k"] * elem_size(math) == 128
+        # sm90 multiplies fp32 in bf16 pieces.
+        pieces = choice["engine"] == "sm90" and math == "float32"
+        assert choice["columns"]["block_k"] * (2 if pieces else elem_size(math)) == 128
         splits, part = choice["columns"]["splits"], k_split(choice, k)
         if splits == 0:
             assert choice["engine"] == "sm90" and choice["tile"].endswith(" stream-K")

@@ -59,8 +59,8 @@ struct GemmFamily {
   static std::string tile(const Numbers& x) {
     if (engine(x) == GemmEngine::kSm90) {
       const Sm90Tile& tile = kSm90Tiles[x[1]];
-      return tile_text(tile.block_m, tile.block_n) + (tile.turned() ? " turned" : "") +
-             (tile.pingpong ? " ping-pong" : "") +
+      return (tile.fp32 ? "float32 " : "") + tile_text(tile.block_m, tile.block_n) +
+             (tile.turned() ? " turned" : "") + (tile.pingpong ? " ping-pong" : "") +
              (tile.cluster > 1 ? " cluster " + std::to_string(tile.cluster) : "") +
              (x[2] == kStreamK ? " stream-K" : "");
     }
@@ -69,17 +69,17 @@ struct GemmFamily {
   }
 
   static Columns columns(const GemmProblem& p, const Numbers& x) {
-    const auto row = [&](const auto& tile, int warps, int cluster) -> Columns {
-      return {{"block_m", tile.block_m}, {"block_n", tile.block_n}, {"block_k", p.step()},
+    const auto row = [&](const auto& tile, int block_k, int warps, int cluster) -> Columns {
+      return {{"block_m", tile.block_m}, {"block_n", tile.block_n}, {"block_k", block_k},
               {"splits", x[2]},          {"stages", tile.stages},   {"warps", warps},
               {"cluster", cluster}};
     };
     if (engine(x) == GemmEngine::kSm90) {
       const Sm90Tile& tile = kSm90Tiles[x[1]];
-      return row(tile, Sm90Tile::kThreads / 32, tile.cluster);
+      return row(tile, sm90_step(p.math), Sm90Tile::kThreads / 32, tile.cluster);
     }
     const SyncTile& tile = kSyncTiles[x[1]];
-    return row(tile, tile.warps_m * tile.warps_n, 1);
+    return row(tile, p.step(), tile.warps_m * tile.warps_n, 1);
   }
 
   static std::string kernel(const GemmProblem&, const Numbers& x) {

@@ -44,7 +44,11 @@ struct GemmParams {
   GemmChoice choice;
   float* workspace;  // choice.workspace_floats(...), nullptr where that is 0
   uint64_t* flags;   // choice.flags(...), the same
+  void* written;     // gemm_written_bytes(...), the same
 };
+
+// Of memory for operands that the chosen engine writes anew; 0 where they go in as they are.
+int64_t gemm_written_bytes(const GemmParams& params);
 
 // Throws std::runtime_error where the launch fails. Sizes are at least 1.
 void launch_gemm(const GemmParams& params, cudaStream_t stream);

@@ -4,12 +4,20 @@
 #include <cstdint>
 
 #include "core/device.h"
+#include "core/dtype.h"
 
 namespace torchweld {
 
 // How operands are multiplied. kFloat32 splits them into three bf16 pieces: fp32 accuracy on tensor
 // cores.
 enum class GemmMath : int8_t { kFloat16, kBFloat16, kTf32, kFloat32 };
+
+// tf32: fp32 operands may be rounded to TF32.
+constexpr GemmMath gemm_math(DType dtype, bool tf32) {
+  if (dtype == DType::kFloat16) return GemmMath::kFloat16;
+  if (dtype == DType::kBFloat16) return GemmMath::kBFloat16;
+  return tf32 ? GemmMath::kTf32 : GemmMath::kFloat32;
+}
 
 constexpr int gemm_elem_size(GemmMath math) {
   return math == GemmMath::kFloat16 || math == GemmMath::kBFloat16 ? 2 : 4;

@@ -55,17 +55,6 @@ struct Operand {
   }
 };
 
-GemmMath math_of(DType dtype, bool tf32) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return GemmMath::kFloat16;
-    case DType::kBFloat16:
-      return GemmMath::kBFloat16;
-    default:
-      return tf32 ? GemmMath::kTf32 : GemmMath::kFloat32;
-  }
-}
-
 void batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
                          const MatmulEpilogue& epilogue) {
   if (y.numel() == 0) return;
@@ -110,14 +99,14 @@ void batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
                             batch,
                             epilogue.gated,
                             epilogue.gated || epilogue.activation != Activation::kNone,
-                            math_of(p.dtype, p.tf32),
+                            gemm_math(p.dtype, p.tf32),
                             p.a.k_stride == 1,
                             p.b.k_stride == 1,
                             device_facts()};
   p.choice = pick<GemmFamily>(problem);
   TORCH_CHECK(p.choice.splits >= 0, "torchweld: no tile of the matmul engine takes a product of ",
               m, " x ", n, " x ", p.k, " in a batch of ", batch, "; cut it into smaller ones");
-  Tensor workspace, flags;
+  Tensor workspace, flags, written;
   if (const int64_t floats = p.choice.workspace_floats(problem); floats > 0) {
     workspace = at::empty({floats}, y.options().dtype(at::kFloat));
     p.workspace = mutable_data<float>(workspace);
@@ -125,6 +114,10 @@ void batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
   if (const int64_t count = p.choice.flags(problem); count > 0) {
     flags = block_flags(count, y);
     p.flags = mutable_data<uint64_t>(flags);
+  }
+  if (const int64_t bytes = gemm_written_bytes(p); bytes > 0) {
+    written = at::empty({bytes}, y.options().dtype(at::kByte));
+    p.written = written.mutable_data_ptr();
   }
   launch_gemm(p, current_stream());
 }

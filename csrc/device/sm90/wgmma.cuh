@@ -102,6 +102,25 @@ TW_WGMMA_16_BITS(192, 96, "%96", "%97", "%98", "%99", "%100")
 TW_WGMMA_16_BITS(256, 128, "%128", "%129", "%130", "%131", "%132")
 #undef TW_WGMMA_16_BITS
 
+// TF32 has 8 values of K, both operands K-major, and leaves out the last 13 bits of an fp32 value.
+#define TW_WGMMA_TF32(N, SUMS, A, B, C)                                                         \
+  template <>                                                                                   \
+  struct Wgmma<float, N> {                                                                      \
+    template <int kA, int kB>                                                                   \
+    static __device__ __forceinline__ void multiply(float (&d)[SUMS], uint64_t a, uint64_t b,   \
+                                                    int keeps) {                                \
+      static_assert(kA == 0 && kB == 0);                                                        \
+      asm volatile("{\n.reg .pred keeps;\nsetp.ne.b32 keeps, " C                                \
+                   ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" TW_D##SUMS \
+                   "}, " A ", " B ", keeps, 1, 1;\n}"                                           \
+                   : TW_SUMS##SUMS(0)                                                           \
+                   : "l"(a), "l"(b), "r"(keeps)                                                 \
+                   : "memory");                                                                 \
+    }                                                                                           \
+  };
+TW_WGMMA_TF32(128, 64, "%64", "%65", "%66")
+TW_WGMMA_TF32(256, 128, "%128", "%129", "%130")
+#undef TW_WGMMA_TF32
 #undef TW_WGMMA
 #undef TW_WGMMA_SHARED
 #undef TW_WGMMA_REGISTERS

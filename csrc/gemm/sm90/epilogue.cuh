@@ -16,7 +16,8 @@ namespace torchweld {
 template <typename T, int kTile, bool kGated>
 class Sm90Epilogue {
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
-  static constexpr int kColumns = kT.box_columns(), kGroups = kColumns / 8;
+  static constexpr bool kExact = sizeof(T) == 4;
+  static constexpr int kColumns = kT.box_columns(sizeof(T)), kGroups = kColumns / 8;
   static constexpr int kValues = kGroups * 4;  // of a thread in a box
   static constexpr int kLineBytes = kColumns * sizeof(T), kBoxBytes = kT.box_bytes();
   // Columns of y in a tile.
@@ -77,7 +78,7 @@ class Sm90Epilogue {
         if (e.bias != nullptr) add_bias(v, c * kColumns);
         if constexpr (!kGated) {
           if (e.preact != nullptr) store_preact(v, first, at, 0, batch);
-          activate</*kExact=*/false>(v, e.activation);
+          activate<kExact>(v, e.activation);
         } else {
           auto& right = box_of(acc[i], kTileColumns + c * kColumns);
           if (e.bias != nullptr) add_bias(right, kTileColumns + c * kColumns);
@@ -85,7 +86,7 @@ class Sm90Epilogue {
             store_preact(v, first, at, 0, batch);
             store_preact(right, first, at, 1, batch);
           }
-          apply_gate</*kExact=*/false>(v, right, e.gate);
+          apply_gate<kExact>(v, right, e.gate);
         }
         store_y(v, first, at, batch);
       }
@@ -155,20 +156,40 @@ class Sm90Epilogue {
     if (lane_ == 0) tma_wait_read<kT.boxes - 1>();
     __syncwarp();
     const uint32_t s_box = box();
-    const int line = lane_ % 16;
+    if constexpr (sizeof(T) == 2) {
+      const int line = lane_ % 16;
 #pragma unroll
-    for (int j = 0; j < kGroups; j += 2) {
-      const uint32_t r[4] = {
-          pack_pair<T>(v[4 * j], v[4 * j + 1]), pack_pair<T>(v[4 * j + 2], v[4 * j + 3]),
-          pack_pair<T>(v[4 * j + 4], v[4 * j + 5]), pack_pair<T>(v[4 * j + 6], v[4 * j + 7])};
-      store_matrix_4(s_box + line * kLineBytes + (piece_of(line, j + lane_ / 16) << 4), r);
+      for (int j = 0; j < kGroups; j += 2) {
+        const uint32_t r[4] = {
+            pack_pair<T>(v[4 * j], v[4 * j + 1]), pack_pair<T>(v[4 * j + 2], v[4 * j + 3]),
+            pack_pair<T>(v[4 * j + 4], v[4 * j + 5]), pack_pair<T>(v[4 * j + 6], v[4 * j + 7])};
+        store_matrix_4(s_box + line * kLineBytes + (piece_of(line, j + lane_ / 16) << 4), r);
+      }
+    } else {
+      const int line = lane_ / 4, t = lane_ % 4;
+#pragma unroll
+      for (int j = 0; j < kGroups; ++j) {
+        const int in = (piece_of(line, j * 2 + t / 2) << 4) + t % 2 * 8;
+        store_shared(s_box + line * kLineBytes + in, v[4 * j], v[4 * j + 1]);
+        store_shared(s_box + (line + 8) * kLineBytes + in, v[4 * j + 2], v[4 * j + 3]);
+      }
     }
   }
 
+  static __device__ __forceinline__ void store_shared(uint32_t s_to, float x, float y) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(s_to), "f"(x), "f"(y) : "memory");
+  }
+
   static __device__ __forceinline__ T load_shared(uint32_t s_from) {
-    uint16_t bits;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(s_from) : "memory");
-    return *reinterpret_cast<const T*>(&bits);
+    if constexpr (sizeof(T) == 4) {
+      float value;
+      asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(s_from) : "memory");
+      return value;
+    } else {
+      uint16_t bits;
+      asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(s_from) : "memory");
+      return *reinterpret_cast<const T*>(&bits);
+    }
   }
 
   __device__ __forceinline__ void send(const TensorMap& map, int row, int column, int right,

@@ -14,24 +14,26 @@
 // cuBLAS on H100" (2024).
 #pragma once
 
-#include <type_traits>
-
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "device/named_barrier.cuh"
 #include "device/sm90/dependent_launch.cuh"
 #include "device/sm90/pipeline.cuh"
 #include "device/sm90/registers.cuh"
+#include "gemm/element.cuh"
 #include "gemm/sm90/epilogue.cuh"
 #include "gemm/sm90/launch.h"
 #include "gemm/sm90/turned_epilogue.cuh"
 
 namespace torchweld {
 
-template <typename T_, int kTile_, bool kAKMajor_, bool kBKMajor_, bool kGated_>
+template <GemmMath kMath_, int kTile_, bool kAKMajor_, bool kBKMajor_, bool kGated_>
 struct Sm90Config {
-  using T = T_;
+  static constexpr GemmMath kMath = kMath_;
   static constexpr int kTile = kTile_;
+  static constexpr bool kPieces = kMath == GemmMath::kFloat32;
+  using Result = ElementOf<kMath>;
+  using T = std::conditional_t<kPieces, __nv_bfloat16, Result>;  // of what is multiplied
   static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_, kGated = kGated_;
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
   // Of the operands, whose rows a gate takes in pairs.
@@ -41,6 +43,11 @@ struct Sm90Config {
   // A line of an MN-major tile has this much of M or N; such stretches follow one another.
   static constexpr int kLineElems = kStepElems, kStretchBytes = kStepElems * kSwizzleLineBytes;
 };
+
+// Of fp32 operands in pieces, the largest first, six pairs are multiplied, and this many steps of K
+// for one pair after the other. Two bits of each name a pair's pieces, the first pair's last.
+inline constexpr int kPiecePairs = 6, kPieceSteps = 4;
+inline constexpr uint32_t kPieceOfA = 0b10'00'01'01'00'00, kPieceOfB = 0b00'10'01'00'01'00;
 
 template <class Config>
 struct Sm90Shared {
@@ -55,7 +62,8 @@ struct Sm90Shared {
 // The producer's loads of a step.
 template <class Config>
 __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage, uint64_t* s_full,
-                                          const WorkTile& work, int rank, int k) {
+                                          const WorkTile& work, int rank, int k, int a_piece,
+                                          int b_piece) {
   constexpr Sm90Tile kT = Config::kT;
   constexpr int kLine = Config::kLineElems, kCluster = kT.cluster;
   const auto load = [&](uint32_t s_to, const TensorMap& map, int x, int y, int z, int w) {
@@ -76,7 +84,7 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
   if constexpr (Config::kAKMajor) {
 #pragma unroll
     for (int half = 0; half < Config::kHalvesA; ++half) {
-      load(s_stage + half * kRowsA * kGemmStepBytes, p.a, k, row, half, a_batch);
+      load(s_stage + half * kRowsA * kGemmStepBytes, p.a, k, row, a_piece + half, a_batch);
     }
   } else {
 #pragma unroll
@@ -95,8 +103,8 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
 #pragma unroll
     for (int i = 0; i < kBoxes / kCluster; ++i) {
       const int box = i * kCluster + rank, first = box * kRows;
-      load_shared(s_b + first * kGemmStepBytes, p.b, k, column + first % kColumns, first / kColumns,
-                  b_batch);
+      load_shared(s_b + first * kGemmStepBytes, p.b, k, column + first % kColumns,
+                  b_piece * kHalves + first / kColumns, b_batch);
     }
   } else {
 #pragma unroll
@@ -115,17 +123,30 @@ __device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Con
   Sm90Walk<Config::kT.cluster> walk(p.deal);
   while (walk.next()) {
     const WorkTile work(p.schedule, walk.tile);
-    int k = walk.first * Config::kStepElems;
-    for (int step = 0; step < walk.steps; ++step, k += Config::kStepElems) {
-      uint64_t* s_full = s.pipeline.acquire(at, Config::kT.stage_bytes());
-      sm90_load<Config>(p, shared_address(s.stages[at.stage]), s_full, work, rank, k);
-      at.advance();
+    const auto load_steps = [&](int first, int steps, int a_piece, int b_piece) {
+      int k = first * Config::kStepElems;
+      for (int step = 0; step < steps; ++step, k += Config::kStepElems) {
+        uint64_t* s_full = s.pipeline.acquire(at, Config::kT.stage_bytes());
+        sm90_load<Config>(p, shared_address(s.stages[at.stage]), s_full, work, rank, k, a_piece,
+                          b_piece);
+        at.advance();
+      }
+    };
+    if constexpr (Config::kPieces) {
+      for (int done = 0; done < walk.steps; done += kPieceSteps) {
+        const int first = walk.first + done, steps = min(kPieceSteps, walk.steps - done);
+        for (int pair = 0; pair < kPiecePairs; ++pair) {
+          load_steps(first, steps, kPieceOfA >> 2 * pair & 3, kPieceOfB >> 2 * pair & 3);
+        }
+      }
+    } else {
+      load_steps(walk.first, walk.steps, 0, 0);
     }
   }
 }
 
-// acc = a @ b^T of a warpgroup's part of a work tile. s_a and s_b: where its part lies in stage 0.
-// Calls `issued` once the last product is on its way.
+// acc = a @ b^T of some steps of a warpgroup's part of a work tile. s_a and s_b: where its part
+// lies in stage 0. Calls `issued` once the last product is on its way.
 template <class Config, class Sums, class Release, class Issued>
 __device__ __forceinline__ void sm90_mainloop(Sums& acc,
                                               PipelineBarriers<Config::kT.stages>& pipeline,
@@ -169,6 +190,35 @@ __device__ __forceinline__ void sm90_mainloop(Sums& acc,
   release(before);
 }
 
+// sums = a @ b^T of fp32 operands in pieces, for some steps of K.
+// NOTE: tensor cores truncate when they accumulate, so their sums are short, and join the running
+// ones by additions that round. Where an operand is inf or NaN its smaller pieces are 0, whose
+// products may be NaN; those of the largest ones alone are right.
+template <class Config, class Sums, class Release>
+__device__ __forceinline__ void sm90_piece_mainloop(Sums& sums,
+                                                    PipelineBarriers<Config::kT.stages>& pipeline,
+                                                    PipelineState<Config::kT.stages>& at,
+                                                    uint32_t s_a, uint32_t s_b, int steps,
+                                                    const Release& release) {
+  constexpr int kValues = sizeof(Sums) / sizeof(float);
+  using Flat = float[kValues];
+  Sums acc;
+  Flat &to = reinterpret_cast<Flat&>(sums), &from = reinterpret_cast<Flat&>(acc);
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) to[i] = 0.f;
+  for (int done = 0; done < steps; done += kPieceSteps) {
+    const int block = min(kPieceSteps, steps - done);
+    sm90_mainloop<Config>(acc, pipeline, at, s_a, s_b, block, release, [] {});
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) to[i] += from[i];
+    sm90_mainloop<Config>(acc, pipeline, at, s_a, s_b, (kPiecePairs - 1) * block, release, [] {});
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      to[i] = fabsf(to[i]) <= 3.402823466e38f ? to[i] + from[i] : to[i];
+    }
+  }
+}
+
 // What a consumer warpgroup does. Named barriers: 1 and 2 are the warpgroups' own, 3 and 4 their
 // turns at the tensor cores, or the turned epilogue's.
 template <class Config>
@@ -179,8 +229,8 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
   constexpr int kRows = 64 * kT.row_pieces();  // of a warpgroup
   using Epilogue =
       std::conditional_t<kT.turned(),
-                         Sm90TurnedEpilogue<typename Config::T, Config::kTile, Config::kGated>,
-                         Sm90Epilogue<typename Config::T, Config::kTile, Config::kGated>>;
+                         Sm90TurnedEpilogue<typename Config::Result, Config::kTile, Config::kGated>,
+                         Sm90Epilogue<typename Config::Result, Config::kTile, Config::kGated>>;
   using Sums = typename Epilogue::Sums;
   using Flat = float[sizeof(Sums) / sizeof(float)];
   const int thread = threadIdx.x % 128;
@@ -217,9 +267,13 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
       named_barrier_wait(kOwn + warpgroup, 128);
     }
     if (kT.pingpong) named_barrier_wait(kTurn + warpgroup, kBoth);
-    sm90_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, walk.steps, release, [&] {
-      if (kT.pingpong) named_barrier_arrive(kTurn + 1 - warpgroup, kBoth);
-    });
+    if constexpr (Config::kPieces) {
+      sm90_piece_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, walk.steps, release);
+    } else {
+      sm90_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, walk.steps, release, [&] {
+        if (kT.pingpong) named_barrier_arrive(kTurn + 1 - warpgroup, kBoth);
+      });
+    }
     Flat& sums = reinterpret_cast<Flat&>(acc);
     if (!walk.ends()) {
       p.parts.send(sums, slot(walk.worker()), thread, kOwn + warpgroup);
@@ -280,13 +334,13 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
 #endif
 }
 
-template <typename T, int kTile, bool kGated, bool kAKMajor, bool kBKMajor>
+template <GemmMath kMath, int kTile, bool kGated, bool kAKMajor, bool kBKMajor>
 void launch_sm90_kernel(const Sm90Params& p, cudaStream_t stream) {
   constexpr Sm90Tile kT = kSm90Tiles[kTile];
   constexpr bool kTurned = kT.turned();
   if constexpr (kT.lacks(kTurned ? kBKMajor : kAKMajor, kTurned ? kAKMajor : kBKMajor, kGated) ==
                 nullptr) {
-    using Config = Sm90Config<T, kTile, kAKMajor, kBKMajor, kGated>;
+    using Config = Sm90Config<kMath, kTile, kAKMajor, kBKMajor, kGated>;
     static_assert(sizeof(Sm90Shared<Config>) <= kT.shared_bytes());
     const int64_t blocks = int64_t{p.deal.workers} * kT.cluster;
     Grid grid(blocks, Sm90Tile::kThreads, sizeof(Sm90Shared<Config>));
@@ -296,21 +350,26 @@ void launch_sm90_kernel(const Sm90Params& p, cudaStream_t stream) {
   }
 }
 
-template <typename T, int kTile, bool kGated>
+template <GemmMath kMath, int kTile, bool kGated>
 void launch_sm90_layout(const Sm90Params& p, cudaStream_t stream) {
-  const bool turned = kSm90Tiles[kTile].turned();
-  const GemmOperand &a = turned ? p.gemm.b : p.gemm.a, &b = turned ? p.gemm.a : p.gemm.b;
-  const bool a_k_major = a.k_stride == 1, b_k_major = b.k_stride == 1;
-  if (a_k_major && b_k_major) return launch_sm90_kernel<T, kTile, kGated, true, true>(p, stream);
-  if (a_k_major) return launch_sm90_kernel<T, kTile, kGated, true, false>(p, stream);
-  if (b_k_major) return launch_sm90_kernel<T, kTile, kGated, false, true>(p, stream);
-  launch_sm90_kernel<T, kTile, kGated, false, false>(p, stream);
+  if constexpr (sm90_writes_operands(kMath)) {
+    return launch_sm90_kernel<kMath, kTile, kGated, true, true>(p, stream);
+  } else {
+    const bool turned = kSm90Tiles[kTile].turned();
+    const GemmOperand &a = turned ? p.gemm.b : p.gemm.a, &b = turned ? p.gemm.a : p.gemm.b;
+    const bool a_k_major = a.k_stride == 1, b_k_major = b.k_stride == 1;
+    if (a_k_major && b_k_major)
+      return launch_sm90_kernel<kMath, kTile, kGated, true, true>(p, stream);
+    if (a_k_major) return launch_sm90_kernel<kMath, kTile, kGated, true, false>(p, stream);
+    if (b_k_major) return launch_sm90_kernel<kMath, kTile, kGated, false, true>(p, stream);
+    launch_sm90_kernel<kMath, kTile, kGated, false, false>(p, stream);
+  }
 }
 
-template <typename T, int kTile>
+template <GemmMath kMath, int kTile>
 void launch_sm90_tile(const Sm90Params& p, cudaStream_t stream) {
-  if (p.gemm.epilogue.gated) return launch_sm90_layout<T, kTile, true>(p, stream);
-  launch_sm90_layout<T, kTile, false>(p, stream);
+  if (p.gemm.epilogue.gated) return launch_sm90_layout<kMath, kTile, true>(p, stream);
+  launch_sm90_layout<kMath, kTile, false>(p, stream);
 }
 
 }  // namespace torchweld

@@ -10,26 +10,25 @@ namespace torchweld {
 namespace {
 
 // A dimension of one element may have any stride.
-int64_t harmless(int64_t size, int64_t stride) { return size == 1 ? 16 / kSm90ElemBytes : stride; }
-
-// Elements of K in a step.
-constexpr int kStep = kGemmStepBytes / kSm90ElemBytes;
+int64_t harmless(int64_t size, int64_t stride) { return size == 1 ? 16 : stride; }
 
 struct Maps {
   const GemmParams& p;
   const Sm90Tile& tile;
-  bool bfloat16;
+  GemmMath math;
+
+  int step() const { return sm90_step(math); }  // elements of K
 
   // An operand of `rows` (M or N) in `halves`, `half_stride` apart.
   TensorBox operand(const GemmOperand& o, int64_t rows, int64_t row_stride, int halves,
                     int64_t half_stride, int box_rows) const {
     const bool k_major = o.k_stride == 1;
     const int64_t batch = o.batch_stride == 0 ? 1 : p.batch;
-    TensorBox box = {o.data, kSm90ElemBytes};
-    box.bfloat16 = bfloat16;
+    TensorBox box = {o.data, sm90_elem_bytes(math)};
+    box.bfloat16 = math != GemmMath::kFloat16;
     const int64_t sizes[] = {k_major ? p.k : rows, k_major ? rows : p.k, halves, batch};
     const int64_t strides[] = {1, k_major ? row_stride : o.k_stride, half_stride, o.batch_stride};
-    const int boxes[] = {kStep, k_major ? box_rows : kStep, 1, 1};
+    const int boxes[] = {step(), k_major ? box_rows : step(), 1, 1};
     for (int i = 0; i < 4; ++i) {
       box.sizes[i] = sizes[i];
       box.strides[i] = i == 0 ? 1 : harmless(sizes[i], strides[i]);
@@ -40,10 +39,10 @@ struct Maps {
 
   // A result of n columns in `halves`, n apart.
   TensorBox result(void* data, int64_t row_stride, int halves, int64_t batch_stride) const {
-    const int columns = tile.box_columns();
-    TensorBox box = {data, kSm90ElemBytes};
-    box.bfloat16 = bfloat16;
-    box.swizzle = columns * kSm90ElemBytes;
+    const int elem = gemm_elem_size(math), columns = tile.box_columns(elem);
+    TensorBox box = {data, elem};
+    box.bfloat16 = math == GemmMath::kBFloat16;
+    box.swizzle = columns * elem;
     const int64_t sizes[] = {p.n, p.m, halves, p.batch};
     const int64_t strides[] = {1, row_stride, p.n, batch_stride};
     const int boxes[] = {columns, 16, 1, 1};
@@ -63,6 +62,13 @@ bool map_result(TensorMap& map, const TensorBox& box) {
   return true;
 }
 
+template <GemmMath kMath, int kTile>
+void launch_math(GemmMath math, const Sm90Params& params, cudaStream_t stream) {
+  if constexpr (kSm90Tiles[kTile].suits(kMath)) {
+    if (math == kMath) launch_sm90_tile<kMath, kTile>(params, stream);
+  }
+}
+
 // A number that no memory holds by chance: splitmix64 of a count.
 uint64_t next_launch_number() {
   static std::atomic<uint64_t> launches{0};
@@ -78,14 +84,15 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
   const Sm90Tile& tile = kSm90Tiles[p.choice.tile];
   const GemmEpilogue& e = p.epilogue;
   const int halves = e.gated ? 2 : 1;
-  const Maps maps = {p, tile, p.dtype == DType::kBFloat16};
+  const GemmMath math = gemm_math(p.dtype, p.tf32);
+  const Maps maps = {p, tile, math};
   // A turned tile's first operand is b.
   const bool turned = tile.turned();
   const int64_t tiles_m = tile.tiles_m(p.m, halves * p.n),
                 tiles_n = tile.tiles_n(p.m, halves * p.n), tiles = tiles_m * tiles_n * p.batch;
   const int block_m = tile.block_m / (turned ? halves : 1) * tile.cluster;  // of y
   const int64_t band = std::min(tiles_m, std::max<int64_t>(1, kBandRows / block_m));
-  const int64_t steps = (p.k + kStep - 1) / kStep;
+  const int64_t steps = (p.k + maps.step() - 1) / maps.step();
   const Sm90Stream stream =
       sm90_stream(tile, tiles, steps, device_facts(), p.choice.splits == kStreamK);
   Sm90Params params = {{},
@@ -105,11 +112,19 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
   }
   const bool pairs = e.gated && e.interleaved;
   const int parts = turned ? halves : std::max(halves, tile.cluster);
-  const TensorBox of_a =
-      maps.operand(p.a, p.m, p.a.row_stride, 1, 0, turned ? tile.block_n : tile.block_m);
-  const TensorBox of_b = maps.operand(p.b, p.n, p.b.row_stride * (pairs ? 2 : 1), halves,
-                                      pairs ? p.b.row_stride : p.n * p.b.row_stride,
-                                      (turned ? tile.block_m : tile.block_n) / parts);
+  const int box_a = turned ? tile.block_n : tile.block_m;
+  const int box_b = (turned ? tile.block_m : tile.block_n) / parts;
+  TensorBox of_a, of_b;
+  if (sm90_writes_operands(math)) {
+    const Sm90Written w = write_sm90_operands(p, cuda_stream);
+    const int pieces = sm90_pieces(math);
+    of_a = maps.operand(w.a, p.m, w.a.row_stride, pieces, w.a_piece, box_a);
+    of_b = maps.operand(w.b, p.n, w.b.row_stride, pieces * halves, w.b_piece / halves, box_b);
+  } else {
+    of_a = maps.operand(p.a, p.m, p.a.row_stride, 1, 0, box_a);
+    of_b = maps.operand(p.b, p.n, p.b.row_stride * (pairs ? 2 : 1), halves,
+                        pairs ? p.b.row_stride : p.n * p.b.row_stride, box_b);
+  }
   params.a = make_tensor_map("matmul", turned ? of_b : of_a);
   params.b = make_tensor_map("matmul", turned ? of_a : of_b);
   if (!turned) {
@@ -120,8 +135,10 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
     }
   }
   dispatch_index<kSm90TileCount>(p.choice.tile, [&](auto index) {
-    if (maps.bfloat16) return launch_sm90_tile<__nv_bfloat16, index.value>(params, cuda_stream);
-    launch_sm90_tile<__half, index.value>(params, cuda_stream);
+    launch_math<GemmMath::kFloat16, index.value>(math, params, cuda_stream);
+    launch_math<GemmMath::kBFloat16, index.value>(math, params, cuda_stream);
+    launch_math<GemmMath::kTf32, index.value>(math, params, cuda_stream);
+    launch_math<GemmMath::kFloat32, index.value>(math, params, cuda_stream);
   });
 }
 

@@ -10,8 +10,10 @@
 namespace torchweld {
 
 struct Sm90Params {
-  TensorMap a;                   // (k, M, 1, batch), or (M, k, 1, batch) where MN-major
-  TensorMap b;                   // (k, N, halves, batch), or (N, k, halves, batch)
+  // (k, M, 1, batch), or (M, k, 1, batch) where MN-major; of pieces (k, M, pieces, batch).
+  TensorMap a;
+  // (k, N, halves, batch), or (N, k, halves, batch); of pieces (k, N, pieces * halves, batch).
+  TensorMap b;
   TensorMap y, preact;           // (N, M, halves, batch); y has one half
   bool stores_y, stores_preact;  // by these maps; else rows have no 16-byte boundaries
   bool a_batched, b_batched;     // one matrix a batch

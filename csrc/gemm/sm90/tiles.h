@@ -8,8 +8,16 @@
 
 namespace torchweld {
 
-// The engine is for 16-bit operands.
-inline constexpr int kSm90ElemBytes = 2;
+// What the engine multiplies: 16-bit values and TF32. fp32 operands are written anew first, rounded
+// to TF32 or as three bf16 pieces (operands.cu), with K adjacent.
+constexpr int sm90_elem_bytes(GemmMath math) { return math == GemmMath::kTf32 ? 4 : 2; }
+constexpr int sm90_pieces(GemmMath math) { return math == GemmMath::kFloat32 ? 3 : 1; }
+constexpr bool sm90_writes_operands(GemmMath math) { return gemm_elem_size(math) == 4; }
+
+constexpr int sm90_step(GemmMath math) { return kGemmStepBytes / sm90_elem_bytes(math); }
+constexpr int64_t sm90_steps(const GemmProblem& p) {
+  return (p.k + sm90_step(p.math) - 1) / sm90_step(p.math);
+}
 
 // A block has a producer warp and two consumer warpgroups. In ping-pong each warpgroup has a tile
 // of its own, and finishes it while the other one multiplies; else they share one (cooperative). A
@@ -24,15 +32,18 @@ struct Sm90Tile {
   // and what an activation adds to that; in ping-pong the other tile's mainloop hides the rest.
   // What stream-K adds, and each part of a tile.
   float step_us, tile_us, pointwise_us, stream_us, part_us;
+  bool fp32 = false;  // a tile of kFloat32, which has two sets of sums
 
   static constexpr int kWarpgroups = 2, kThreads = 128 * (1 + kWarpgroups);
 
   // Products of 64 rows that a warpgroup has of a tile.
   constexpr int row_pieces() const { return block_m / 64 / (pingpong ? 1 : kWarpgroups); }
   // Columns of a box: lines of 128 bytes, or of 64 where block_n has no whole ones.
-  constexpr int box_columns() const { return block_n % 64 == 0 ? 64 : 32; }
+  constexpr int box_columns(int elem_bytes) const {
+    return elem_bytes == 2 && block_n % 64 == 0 ? 64 : 32;
+  }
   constexpr int stage_bytes() const { return (block_m + block_n) * kGemmStepBytes; }
-  constexpr int box_bytes() const { return 16 * box_columns() * kSm90ElemBytes; }
+  constexpr int box_bytes() const { return 16 * box_columns(2) * 2; }
   constexpr bool turned() const { return boxes == 0; }
   // All warps' boxes; a turned tile's right half on its way to the left one.
   constexpr int staging_bytes() const {
@@ -56,13 +67,18 @@ struct Sm90Tile {
   }
   // Warpgroups of a block that have a part of one tile each.
   constexpr int sharers() const { return pingpong ? 1 : kWarpgroups; }
+  // Whether it has kernels for a kind of operands.
+  constexpr bool suits(GemmMath math) const {
+    if (math == GemmMath::kTf32) return !fp32 && !turned() && block_n % 64 == 0;
+    return fp32 == (math == GemmMath::kFloat32);
+  }
   // Why it has no kernel for a kind of product; null where it has.
   constexpr const char* lacks(bool a_k_major, bool b_k_major, bool gated) const {
     if (turned()) {
       return a_k_major ? nullptr : "tiles of few rows read the first operand along K alone";
     }
     if (!b_k_major && block_n % 64 != 0) return "the tile has no whole boxes of adjacent columns";
-    if (gated && !pingpong) return "a gated product needs tiles that hide their epilogue";
+    if (gated && !pingpong && !fp32) return "a gated product needs tiles that hide their epilogue";
     if (gated && !a_k_major) return "a gated product reads its first operand along K alone";
     return nullptr;
   }
@@ -75,6 +91,7 @@ inline constexpr Sm90Tile kSm90Tiles[] = {
     {128, 96, 7, 1, false, 2, 0.308f, 1.0f, 1.0f, 2.6f, 0.2f},
     {128, 32, 10, 1, false, 0, 0.254f, 1.0f, 0.2f, 1.0f, 1.1f},
     {128, 64, 8, 1, false, 0, 0.286f, 1.7f, 0.8f, 0.4f, 1.1f},
+    {128, 128, 6, 1, false, 2, 2.1f, 3.0f, 2.0f, 2.2f, 1.3f, true},
 };
 inline constexpr int kSm90TileCount = sizeof(kSm90Tiles) / sizeof(kSm90Tiles[0]);
 
@@ -101,7 +118,7 @@ inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t steps
 
 // Sums on their way from worker to worker.
 inline int64_t sm90_workspace_floats(const GemmProblem& p, const Sm90Tile& tile) {
-  const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), p.steps(), p.device, true);
+  const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), sm90_steps(p), p.device, true);
   if (stream.tiles == 0) return 0;
   return stream.workers * tile.cluster * tile.block_m * tile.block_n;
 }
@@ -109,10 +126,14 @@ inline int64_t sm90_workspace_floats(const GemmProblem& p, const Sm90Tile& tile)
 inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool streams) {
   constexpr int64_t kMostSize = (int64_t{1} << 31) - 512;  // coordinates are counted in 32 bits
   if (!p.device.wgmma || !p.device.tma) return "the GPU, or the code built for it, has no wgmma";
-  if (p.math == GemmMath::kFloat32) return "float32 at its own accuracy is for mma.sync";
-  // NOTE: so every product would be too small, by 2^-11 on the average.
-  if (p.math == GemmMath::kTf32) return "wgmma would cut TF32 operands off that mma.sync rounds";
-  if (const char* reason = tile.lacks(p.a_k_major, p.b_k_major, p.gated)) return reason;
+  if (!tile.suits(p.math)) {
+    return tile.fp32 ? "the tile is for float32 alone, which has two sets of sums"
+                     : "the tile has no kernel for such operands";
+  }
+  const bool written = sm90_writes_operands(p.math);
+  if (const char* reason = tile.lacks(written || p.a_k_major, written || p.b_k_major, p.gated)) {
+    return reason;
+  }
   if (tile.shared_bytes() > p.device.shared_limit) {
     return too_much_shared_memory(tile.shared_bytes(), p.device.shared_limit);
   }
@@ -121,7 +142,7 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool str
     return {"no tensor map has more than {} elements in a dimension", kMostSize};
   }
   constexpr int64_t kMostStreamed = int64_t{1} << 31;  // steps
-  if (streams && double(p.steps()) * 2 * p.device.sms >= kMostStreamed) {
+  if (streams && double(sm90_steps(p)) * 2 * p.device.sms >= kMostStreamed) {
     return {"the streamed tiles would have {} steps or more", kMostStreamed};
   }
   const double tiles = (double(p.m) / tile.block_m + 2) *
@@ -132,10 +153,12 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool str
 
 // The rounds of the busiest SM. The launch and the first loads are the same for every engine.
 inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool streams) {
-  const double steps = static_cast<double>(p.steps());
+  const double steps = static_cast<double>(sm90_steps(p));
   const double beside_us = tile.tile_us + (p.pointwise ? tile.pointwise_us : 0);
   const double tile_us = steps * tile.step_us + beside_us;
-  const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), p.steps(), p.device, streams);
+  const double elems = static_cast<double>(p.m + p.width()) * static_cast<double>(p.k) *
+                       static_cast<double>(p.batch);  // of the operands
+  const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), sm90_steps(p), p.device, streams);
   const int64_t whole = tile.tiles(p) - stream.tiles;
   double us = static_cast<double>((whole + stream.workers - 1) / stream.workers) * tile_us;
   if (stream.tiles > 0) {
@@ -143,8 +166,7 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
     const double parts = std::max(1.0, 1 / share);
     // Blocks at different steps of K share no loads; the L2 hides it where it holds the operands.
     constexpr double kL2Bytes = 50e6, kBeyondL2 = 1.45;
-    const double bytes = static_cast<double>(p.m + p.width()) * static_cast<double>(p.k) *
-                         static_cast<double>(p.batch) * kSm90ElemBytes;
+    const double bytes = elems * sm90_pieces(p.math) * sm90_elem_bytes(p.math);
     const double step_us = tile.step_us * (bytes > kL2Bytes ? kBeyondL2 : 1);
     // A tile of one step has no parts.
     us += share * (steps * step_us + beside_us) + std::max(0.0, 1 - share) * beside_us +
@@ -153,6 +175,10 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
   // The GPU lowers its clock in long products; wide tiles lose more by it.
   constexpr double kLongUs = 300, kLonger = 1.1;
   if (!tile.pingpong && us > kLongUs) us *= kLonger;
+  if (sm90_writes_operands(p.math)) {
+    constexpr double kBytesPerUs = 3e6, kWriteUs = 3;
+    us += kWriteUs + elems * (4 + sm90_pieces(p.math) * sm90_elem_bytes(p.math)) / kBytesPerUs;
+  }
   return us * 1e-6;
 }
 

@@ -2,18 +2,11 @@
 // row, which the epilogue finishes, or which wait in the workspace for the other splits.
 #pragma once
 
-#include <type_traits>
-
+#include "gemm/element.cuh"
 #include "gemm/epilogue.cuh"
 #include "gemm/schedule.cuh"
 
 namespace torchweld {
-
-// What memory holds of the operands.
-template <GemmMath kMath>
-using ElementOf =
-    std::conditional_t<kMath == GemmMath::kFloat16, __half,
-                       std::conditional_t<kMath == GemmMath::kBFloat16, __nv_bfloat16, float>>;
 
 // Where 4-float piece c of a row lies among a warp's staged sums.
 // NOTE: so that neither the fragments' 8-byte writes nor reads of every other piece meet in a bank.

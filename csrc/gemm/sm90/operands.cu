@@ -1,0 +1,181 @@
+// fp32 operands on their way to wgmma: as three bf16 pieces that add up to the value exactly, the
+// largest first, or rounded to TF32, which wgmma would cut off. One pass over both operands writes
+// them with K adjacent, whatever was adjacent before.
+//
+// NOTE: the smaller pieces of inf and NaN are 0, and a value that would round to inf is cut
+// instead; see sm90_piece_mainloop for what becomes of them.
+#include "core/fast_divide.h"
+#include "core/launch.h"
+#include "device/mma_sync.cuh"
+#include "device/sm90/dependent_launch.cuh"
+#include "gemm/sm90/launch.h"
+
+namespace torchweld {
+namespace {
+
+constexpr int kThreads = 256, kTile = 64;  // a block has 64 rows and 64 of K
+
+int64_t whole_pieces(int64_t k) { return (k + 7) / 8 * 8; }
+
+struct Source {
+  const float* data;
+  int64_t row_stride, k_stride, batch_stride, rows, batch;
+  int64_t left_rows;  // of interleaved halves the rows of one, else 0
+  void* to;           // (batch, pieces, rows, whole_pieces(k))
+  uint32_t blocks;    // of one batch and one stretch of K
+
+  Source(const GemmOperand& o, int64_t rows, int64_t batch, int64_t left_rows, void* to)
+      : data(static_cast<const float*>(o.data)),
+        row_stride(o.row_stride),
+        k_stride(o.k_stride),
+        batch_stride(o.batch_stride),
+        rows(rows),
+        batch(o.batch_stride == 0 ? 1 : batch),
+        left_rows(left_rows),
+        to(to),
+        blocks(uint32_t((rows + kTile - 1) / kTile)) {}
+
+  int64_t elements(int64_t k, int pieces) const { return batch * pieces * rows * whole_pieces(k); }
+};
+
+struct Params {
+  Source a, b;
+  int64_t k;
+  FastDivisor stretches;  // of K
+  uint32_t a_blocks;      // of the grid
+};
+
+// Eight values of a row.
+__device__ __forceinline__ void write_pieces(const float (&v)[8], __nv_bfloat16* g_to,
+                                             int64_t to_next) {
+  uint32_t pieces[3][4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float check = 0.f;
+    const SplitBf16</*kCareful=*/true> split(v[2 * i], v[2 * i + 1], check);
+    pieces[0][i] = split.high;
+    pieces[1][i] = split.middle;
+    pieces[2][i] = split.low;
+  }
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    *reinterpret_cast<uint4*>(g_to + i * to_next) =
+        make_uint4(pieces[i][0], pieces[i][1], pieces[i][2], pieces[i][3]);
+  }
+}
+
+__device__ __forceinline__ void write_tf32(const float (&v)[8], float* g_to) {
+#pragma unroll
+  for (int i = 0; i < 8; i += 4) {
+    *reinterpret_cast<uint4*>(g_to + i) =
+        make_uint4(round_to_tf32(v[i]), round_to_tf32(v[i + 1]), round_to_tf32(v[i + 2]),
+                   round_to_tf32(v[i + 3]));
+  }
+}
+
+template <bool kPieces>
+__global__ void __launch_bounds__(kThreads) operands_kernel(const __grid_constant__ Params p) {
+  constexpr int kLine = kTile + 1;
+  __shared__ float s_tile[kTile * kLine];  // [k][row]
+  let_next_kernel_begin();
+  wait_for_kernels_before();
+  const bool is_a = blockIdx.x < p.a_blocks;
+  const Source& from = is_a ? p.a : p.b;
+  const uint32_t block = is_a ? blockIdx.x : blockIdx.x - p.a_blocks;
+  const uint32_t strip = p.stretches.divide(block);
+  const int64_t first_k = int64_t(block - strip * p.stretches.divisor()) * kTile;
+  const int64_t batch = strip / from.blocks, first_row = int64_t(strip % from.blocks) * kTile;
+  const float* g_from = from.data + batch * from.batch_stride;
+  const int64_t line = (p.k + 7) / 8 * 8;
+  const auto write = [&](const float (&v)[8], int64_t row, int64_t k) {
+    const int64_t pieces = kPieces ? 3 : 1;
+    const int64_t at = (batch * pieces * from.rows + row) * line + k;
+    if constexpr (kPieces) {
+      write_pieces(v, static_cast<__nv_bfloat16*>(from.to) + at, from.rows * line);
+    } else {
+      write_tf32(v, static_cast<float*>(from.to) + at);
+    }
+  };
+  const bool k_major = from.k_stride == 1;
+  if (!k_major) {
+    // Four adjacent rows at a time; there are whole fours.
+#pragma unroll
+    for (int i = threadIdx.x; i < kTile * kTile / 4; i += kThreads) {
+      const int row = i % (kTile / 4) * 4, k = i / (kTile / 4);
+      float4 v = {0.f, 0.f, 0.f, 0.f};
+      if (first_row + row < from.rows && first_k + k < p.k) {
+        v = *reinterpret_cast<const float4*>(g_from + first_row + row +
+                                             (first_k + k) * from.k_stride);
+      }
+      float* s_to = s_tile + k * kLine + row;
+      s_to[0] = v.x;
+      s_to[1] = v.y;
+      s_to[2] = v.z;
+      s_to[3] = v.w;
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int i = 0; i < kTile * kTile / 8 / kThreads; ++i) {
+    const int item = i * kThreads + threadIdx.x;
+    const int k = item % (kTile / 8) * 8, row = item / (kTile / 8);
+    if (first_row + row >= from.rows || first_k + k >= p.k) continue;
+    float v[8];
+    const int64_t to = first_row + row;
+    if (k_major) {
+      int64_t source = to;
+      if (from.left_rows > 0) {
+        source = to < from.left_rows ? 2 * to : 2 * (to - from.left_rows) + 1;
+      }
+      const float4* g_values =
+          reinterpret_cast<const float4*>(g_from + source * from.row_stride + first_k + k);
+      const float4 left = g_values[0];
+      const float4 right = first_k + k + 4 < p.k ? g_values[1] : float4{0.f, 0.f, 0.f, 0.f};
+      v[0] = left.x, v[1] = left.y, v[2] = left.z, v[3] = left.w;
+      v[4] = right.x, v[5] = right.y, v[6] = right.z, v[7] = right.w;
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v[j] = s_tile[(k + j) * kLine + row];
+    }
+    write(v, to, first_k + k);
+  }
+}
+
+Source source_of_a(const GemmParams& p) { return {p.a, p.m, p.batch, 0, p.written}; }
+
+Source source_of_b(const GemmParams& p, void* to) {
+  const bool pairs = p.epilogue.gated && p.epilogue.interleaved;
+  return {p.b, p.epilogue.gated ? 2 * p.n : p.n, p.batch, pairs ? p.n : 0, to};
+}
+
+}  // namespace
+
+int64_t gemm_written_bytes(const GemmParams& p) {
+  if (p.choice.engine != GemmEngine::kSm90 || p.dtype != DType::kFloat32) return 0;
+  const int pieces = sm90_pieces(gemm_math(p.dtype, p.tf32));
+  return (source_of_a(p).elements(p.k, pieces) + source_of_b(p, nullptr).elements(p.k, pieces)) *
+         sm90_elem_bytes(gemm_math(p.dtype, p.tf32));
+}
+
+Sm90Written write_sm90_operands(const GemmParams& p, cudaStream_t stream) {
+  const GemmMath math = gemm_math(p.dtype, p.tf32);
+  const int pieces = sm90_pieces(math);
+  const Source a = source_of_a(p);
+  const Source b = source_of_b(
+      p, static_cast<char*>(p.written) + a.elements(p.k, pieces) * sm90_elem_bytes(math));
+  const int64_t stretches = (p.k + kTile - 1) / kTile;
+  const int64_t a_blocks = a.batch * a.blocks * stretches,
+                b_blocks = b.batch * b.blocks * stretches;
+  const Params params = {a, b, p.k, FastDivisor(stretches), uint32_t(a_blocks)};
+  Grid grid(a_blocks + b_blocks, kThreads);
+  grid.overlaps = true;
+  launch_kernel(math == GemmMath::kFloat32 ? operands_kernel<true> : operands_kernel<false>, grid,
+                stream, params);
+  const int64_t line = whole_pieces(p.k);
+  const auto operand = [&](const Source& s) -> GemmOperand {
+    return {s.to, line, 1, s.batch == 1 && p.batch > 1 ? 0 : pieces * s.rows * line};
+  };
+  return {operand(a), operand(b), a.rows * line, b.rows * line};
+}
+
+}  // namespace torchweld
