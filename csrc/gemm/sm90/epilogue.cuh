@@ -20,6 +20,7 @@ class Sm90Epilogue {
   static constexpr int kColumns = kT.box_columns(sizeof(T)), kGroups = kColumns / 8;
   static constexpr int kValues = kGroups * 4;  // of a thread in a box
   static constexpr int kLineBytes = kColumns * sizeof(T), kBoxBytes = kT.box_bytes();
+  static constexpr int kBiases = (kT.block_n + 127) / 128;  // of a thread
   // Columns of y in a tile.
   static constexpr int kTileColumns = kGated ? kT.block_n / 2 : kT.block_n;
 
@@ -36,60 +37,43 @@ class Sm90Epilogue {
         s_bias_(s_bias),
         lane_(threadIdx.x % 32) {}
 
-  // The tile's bias, by the threads of its warpgroup; a barrier of these follows.
-  __device__ __forceinline__ void load_bias(const WorkTile& work) const {
+  // The tile's bias on its way to the threads of its warpgroup, under the mainloop.
+  __device__ __forceinline__ void fetch_bias(const WorkTile& work) {
     const GemmParams& p = p_.gemm;
     const GemmEpilogue& e = p.epilogue;
     const int thread = threadIdx.x % 128;
     const int64_t tile_column = work.tile_n * kTileColumns;
 #pragma unroll
-    for (int i = 0; i < kT.block_n; i += 128) {
-      const int at = i + thread;
-      if (kT.block_n % 128 != 0 && at >= kT.block_n) break;
+    for (int i = 0; i < kBiases; ++i) {
+      const int at = i * 128 + thread;
       const bool right = kGated && at >= kTileColumns;
       const int64_t column = tile_column + (right ? at - kTileColumns : at);
-      float value = 0.f;
-      if (column < p.n) {
+      bias_[i] = 0.f;
+      if (at < kT.block_n && column < p.n) {
         const int64_t from = !kGated         ? column
                              : e.interleaved ? 2 * column + right
                                              : column + (right ? p.n : 0);
-        value = e.bias_fp32 ? static_cast<const float*>(e.bias)[from]
-                            : to_float(static_cast<const T*>(e.bias)[from]);
+        bias_[i] = e.bias_fp32 ? static_cast<const float*>(e.bias)[from]
+                               : to_float(static_cast<const T*>(e.bias)[from]);
       }
-      s_bias_[at] = value;
+    }
+  }
+
+  // It in shared memory; barriers of the warpgroup stand before and after.
+  __device__ __forceinline__ void share_bias() const {
+#pragma unroll
+    for (int i = 0; i < kBiases; ++i) {
+      const int at = i * 128 + int(threadIdx.x) % 128;
+      if (kT.block_n % 128 == 0 || at < kT.block_n) s_bias_[at] = bias_[i];
     }
   }
 
   // rank: of the block in its cluster.
   __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int rank) {
-    const GemmEpilogue& e = p_.gemm.epilogue;
-    const int warpgroup = fresh_thread_index() / 128 - 1;
-    const int own_row = kT.pingpong ? 0 : warpgroup * 64 * kT.row_pieces();  // of the tile
-    const int row = (int(work.tile_m) * kT.cluster + rank) * kT.block_m + own_row +
-                    fresh_thread_index() % 128 / 32 * 16;
-    const int column = int(work.tile_n) * kTileColumns, batch = int(work.batch);
-#pragma unroll
-    for (int i = 0; i < kT.row_pieces(); ++i) {
-      const int first = row + i * 64;
-#pragma unroll
-      for (int c = 0; c < kTileColumns / kColumns; ++c) {
-        auto& v = box_of(acc[i], c * kColumns);
-        const int at = column + c * kColumns;
-        if (e.bias != nullptr) add_bias(v, c * kColumns);
-        if constexpr (!kGated) {
-          if (e.preact != nullptr) store_preact(v, first, at, 0, batch);
-          activate<kExact>(v, e.activation);
-        } else {
-          auto& right = box_of(acc[i], kTileColumns + c * kColumns);
-          if (e.bias != nullptr) add_bias(right, kTileColumns + c * kColumns);
-          if (e.preact != nullptr) {
-            store_preact(v, first, at, 0, batch);
-            store_preact(right, first, at, 1, batch);
-          }
-          apply_gate<kExact>(v, right, e.gate);
-        }
-        store_y(v, first, at, batch);
-      }
+    if (p_.gemm.epilogue.preact != nullptr) {
+      finish_boxes</*kPreact=*/true>(acc, work, rank);
+    } else {
+      finish_boxes</*kPreact=*/false>(acc, work, rank);
     }
   }
 
@@ -99,8 +83,61 @@ class Sm90Epilogue {
   }
 
  private:
-  static __device__ __forceinline__ float (&box_of(float (&sums)[kT.block_n / 2], int column))
-      [kValues] { return reinterpret_cast<float (&)[kValues]>(sums[column / 2]); }
+  // Where a box of results goes.
+  struct Box {
+    int row, column, right, batch;  // right: of a gated product's right half
+    bool preact;
+  };
+
+  template <bool kPreact>
+  __device__ __forceinline__ void finish_boxes(Sums& acc, const WorkTile& work, int rank) {
+    const GemmEpilogue& e = p_.gemm.epilogue;
+    const int warpgroup = fresh_thread_index() / 128 - 1;
+    const int own_row = kT.pingpong ? 0 : warpgroup * 64 * kT.row_pieces();  // of the tile
+    const int row = (int(work.tile_m) * kT.cluster + rank) * kT.block_m + own_row +
+                    fresh_thread_index() % 128 / 32 * 16;
+    const int column = int(work.tile_n) * kTileColumns, batch = int(work.batch);
+    constexpr int kAcross = kTileColumns / kColumns;
+    constexpr int kResults = 1 + (kPreact ? (kGated ? 2 : 1) : 0);
+    Box boxes[kT.boxes];
+#pragma unroll
+    for (int i = 0; i < kT.row_pieces(); ++i) {
+      const int first = row + i * 64;
+#pragma unroll
+      for (int c = 0; c < kAcross; ++c) {
+        auto& v = box_of(acc[i], c * kColumns);
+        const int at = column + c * kColumns;
+        int result = (i * kAcross + c) * kResults;
+        const auto store = [&](const float(&values)[kValues], int right, bool preact) {
+          const int slot = result % kT.boxes;
+          boxes[slot] = {first, at, right, batch, preact};
+          if (slot == 0) wait_for_boxes();
+          stage(values, slot);
+          if (slot == kT.boxes - 1 || result == kT.row_pieces() * kAcross * kResults - 1) {
+            send(boxes, slot + 1);
+          }
+          ++result;
+        };
+        if (e.bias != nullptr) add_bias(v, c * kColumns);
+        if constexpr (!kGated) {
+          if (kPreact) store(v, 0, true);
+          activate<kExact>(v, e.activation);
+        } else {
+          auto& right = box_of(acc[i], kTileColumns + c * kColumns);
+          if (e.bias != nullptr) add_bias(right, kTileColumns + c * kColumns);
+          if (kPreact) store(v, 0, true);
+          if (kPreact) store(right, 1, true);
+          apply_gate<kExact>(v, right, e.gate);
+        }
+        store(v, 0, false);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ float (&box_of(float (&sums)[kT.block_n / 2],
+                                                   int column))[kValues] {
+    return reinterpret_cast<float(&)[kValues]>(sums[column / 2]);
+  }
 
   __device__ __forceinline__ void add_bias(float (&v)[kValues], int from) const {
 #pragma unroll
@@ -113,49 +150,41 @@ class Sm90Epilogue {
     }
   }
 
-  __device__ __forceinline__ void store_y(const float (&v)[kValues], int row, int column,
-                                          int batch) {
-    const GemmParams& p = p_.gemm;
-    stage(v);
-    if (p_.stores_y) {
-      send(p_.y, row, column, 0, batch);
-    } else {
-      T* g_y = static_cast<T*>(p.y) + batch * p.y_batch_stride;
-      store_rows(g_y + column, p.y_row_stride, 1, row, column);
-    }
-    if (++box_ == kT.boxes) box_ = 0;
+  // Until the copies of all boxes have read them.
+  __device__ __forceinline__ void wait_for_boxes() const {
+    if (lane_ == 0) tma_wait_read<0>();
+    __syncwarp();
   }
 
-  // `right`: of a gated product's right half.
-  __device__ __forceinline__ void store_preact(const float (&v)[kValues], int row, int column,
-                                               int right, int batch) {
-    const GemmParams& p = p_.gemm;
-    stage(v);
-    if (p_.stores_preact) {
-      send(p_.preact, row, column, right, batch);
-    } else {
-      T* g_preact = static_cast<T*>(p.epilogue.preact);
-      if (kGated && p.epilogue.interleaved) {
-        store_rows(g_preact + 2 * int64_t{column} + right, 2 * p.n, 2, row, column);
+  // NOTE: one fence for all boxes; it waits for every store to shared memory.
+  __device__ __forceinline__ void send(const Box (&boxes)[kT.boxes], int count) const {
+    async_fence();
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const Box& box = boxes[i];
+      if (box.preact ? p_.stores_preact : p_.stores_y) {
+        if (lane_ == 0) {
+          tma_store(box.preact ? p_.preact : p_.y, box_at(i), box.column, box.row, box.right,
+                    box.batch);
+        }
       } else {
-        store_rows(g_preact + right * p.n + column, kGated ? 2 * p.n : p.n, 1, row, column);
+        store_rows(box, box_at(i));
       }
     }
-    if (++box_ == kT.boxes) box_ = 0;
+    if (lane_ == 0) tma_commit();
   }
 
-  __device__ __forceinline__ uint32_t box() const { return s_boxes_ + box_ * kBoxBytes; }
+  __device__ __forceinline__ uint32_t box_at(int slot) const { return s_boxes_ + slot * kBoxBytes; }
 
   // The place of a 16-byte piece of a line, as the copy engine reads it.
   static __device__ __forceinline__ int piece_of(int line, int piece) {
     return kLineBytes == 128 ? swizzled_piece(line, piece) : piece ^ ((line >> 1) & 3);
   }
 
-  // The rounded values into the next box, once its last copy has been read.
-  __device__ __forceinline__ void stage(const float (&v)[kValues]) const {
-    if (lane_ == 0) tma_wait_read<kT.boxes - 1>();
-    __syncwarp();
-    const uint32_t s_box = box();
+  // The rounded values into a box.
+  __device__ __forceinline__ void stage(const float (&v)[kValues], int slot) const {
+    const uint32_t s_box = box_at(slot);
     if constexpr (sizeof(T) == 2) {
       const int line = lane_ % 16;
 #pragma unroll
@@ -192,43 +221,42 @@ class Sm90Epilogue {
     }
   }
 
-  __device__ __forceinline__ void send(const TensorMap& map, int row, int column, int right,
-                                       int batch) const {
-    async_fence();
-    __syncwarp();
-    if (lane_ == 0) {
-      tma_store(map, box(), column, row, right, batch);
-      tma_commit();
-    }
-  }
-
   // Element by element: rows have no 16-byte boundaries, or columns are not adjacent.
-  __device__ __forceinline__ void store_rows(T* g_to, int64_t row_stride, int step, int row,
-                                             int column) const {
+  __device__ __forceinline__ void store_rows(const Box& box, uint32_t s_box) const {
     const GemmParams& p = p_.gemm;
-    __syncwarp();
+    T* g_to = static_cast<T*>(p.y) + box.batch * p.y_batch_stride + box.column;
+    int64_t row_stride = p.y_row_stride;
+    int step = 1;
+    if (box.preact) {
+      const bool pairs = kGated && p.epilogue.interleaved;
+      g_to = static_cast<T*>(p.epilogue.preact) +
+             (pairs ? 2 * int64_t{box.column} + box.right : box.column + box.right * p.n);
+      row_stride = kGated ? 2 * p.n : p.n;
+      step = pairs ? 2 : 1;
+    }
     constexpr int kPieceElems = 16 / sizeof(T);
 #pragma unroll 1
     for (int line = 0; line < 16; ++line) {
-      if (row + line >= p.m) break;
+      if (box.row + line >= p.m) break;
 #pragma unroll
       for (int c = 0; c < kColumns; c += 32) {
         const int at = c + lane_;
-        if (column + at < p.n) {
-          const uint32_t s_from = box() + line * kLineBytes +
+        if (box.column + at < p.n) {
+          const uint32_t s_from = s_box + line * kLineBytes +
                                   (piece_of(line, at / kPieceElems) << 4) +
                                   at % kPieceElems * int(sizeof(T));
-          g_to[(row + line) * row_stride + int64_t{at} * step] = load_shared(s_from);
+          g_to[(box.row + line) * row_stride + int64_t{at} * step] = load_shared(s_from);
         }
       }
     }
+    __syncwarp();
   }
 
   const Sm90Params& p_;
   uint32_t s_boxes_;
   float* s_bias_;
   int lane_;
-  int box_ = 0;
+  float bias_[kBiases];
 };
 #endif
 

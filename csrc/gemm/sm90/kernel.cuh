@@ -261,11 +261,8 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
       at.advance(walk.steps);
       continue;
     }
-    if (Epilogue::kLoadsBias && p.gemm.epilogue.bias != nullptr && walk.ends()) {
-      named_barrier_wait(kOwn + warpgroup, 128);  // the last tile's has been read
-      epilogue.load_bias(WorkTile(p.schedule, walk.tile));
-      named_barrier_wait(kOwn + warpgroup, 128);
-    }
+    const bool loads_bias = Epilogue::kLoadsBias && p.gemm.epilogue.bias != nullptr && walk.ends();
+    if (loads_bias) epilogue.fetch_bias(WorkTile(p.schedule, walk.tile));
     if (kT.pingpong) named_barrier_wait(kTurn + warpgroup, kBoth);
     if constexpr (Config::kPieces) {
       sm90_piece_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, walk.steps, release);
@@ -282,6 +279,12 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
     if (!walk.begins()) {
       walk.for_each_helper(
           [&](uint32_t helper) { p.parts.add(sums, slot(helper), thread, kOwn + warpgroup); });
+    }
+    if (loads_bias) {
+      // In ping-pong all warps have met since they read the last tile's.
+      if (!kT.pingpong) named_barrier_wait(kOwn + warpgroup, 128);
+      epilogue.share_bias();
+      named_barrier_wait(kOwn + warpgroup, 128);
     }
     // NOTE: computed anew, rather than kept in registers through the mainloop.
     epilogue.finish(acc, WorkTile(p.schedule, walk.tile), rank);

@@ -176,7 +176,7 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
   constexpr double kLongUs = 300, kLonger = 1.1;
   if (!tile.pingpong && us > kLongUs) us *= kLonger;
   if (sm90_writes_operands(p.math)) {
-    constexpr double kBytesPerUs = 3e6, kWriteUs = 3;
+    constexpr double kBytesPerUs = 3e6, kWriteUs = 7;
     us += kWriteUs + elems * (4 + sm90_pieces(p.math) * sm90_elem_bytes(p.math)) / kBytesPerUs;
   }
   return us * 1e-6;

@@ -36,7 +36,8 @@ class Sm90TurnedEpilogue {
     if (kGated && warpgroup == 0) named_barrier_arrive(read_, kBoth);
   }
 
-  __device__ __forceinline__ void load_bias(const WorkTile&) const {}
+  __device__ __forceinline__ void fetch_bias(const WorkTile&) const {}
+  __device__ __forceinline__ void share_bias() const {}
 
   __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int) const {
     constexpr int kColumns = kGated ? kT.block_m / 2 : kT.block_m;  // of y

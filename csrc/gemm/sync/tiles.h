@@ -73,7 +73,7 @@ inline Refusal sync_refusal(const GemmProblem& p, const SyncTile& tile, int spli
 inline double sync_seconds(const GemmProblem& p, const SyncTile& tile, int splits) {
   constexpr double kMacsPerSecond = 0.9e12;  // of one SM, 16-bit
   constexpr double kBytesPerSecond = 3e12, kLaunchSeconds = 3e-6;
-  const double slower = p.math == GemmMath::kFloat32 ? 7 : p.math == GemmMath::kTf32 ? 2 : 1;
+  const double slower = p.math == GemmMath::kFloat32 ? 4.2 : p.math == GemmMath::kTf32 ? 1.2 : 1;
   const int64_t tiles =
       (p.m + tile.block_m - 1) / tile.block_m * ((p.width() + tile.block_n - 1) / tile.block_n);
   const int64_t steps = (p.steps() + splits - 1) / splits;
