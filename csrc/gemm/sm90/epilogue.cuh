@@ -48,13 +48,14 @@ class Sm90Epilogue {
       const int at = i * 128 + thread;
       const bool right = kGated && at >= kTileColumns;
       const int64_t column = tile_column + (right ? at - kTileColumns : at);
-      bias_[i] = 0.f;
+      bias_[i] = 0;
       if (at < kT.block_n && column < p.n) {
         const int64_t from = !kGated         ? column
                              : e.interleaved ? 2 * column + right
                                              : column + (right ? p.n : 0);
-        bias_[i] = e.bias_fp32 ? static_cast<const float*>(e.bias)[from]
-                               : to_float(static_cast<const T*>(e.bias)[from]);
+        // NOTE: a conversion would wait for the load.
+        bias_[i] = e.bias_fp32 || sizeof(T) == 4 ? static_cast<const uint32_t*>(e.bias)[from]
+                                                 : static_cast<const uint16_t*>(e.bias)[from];
       }
     }
   }
@@ -64,7 +65,16 @@ class Sm90Epilogue {
 #pragma unroll
     for (int i = 0; i < kBiases; ++i) {
       const int at = i * 128 + int(threadIdx.x) % 128;
-      if (kT.block_n % 128 == 0 || at < kT.block_n) s_bias_[at] = bias_[i];
+      if (kT.block_n % 128 == 0 || at < kT.block_n) {
+        const float as_fp32 = __uint_as_float(bias_[i]);
+        if constexpr (sizeof(T) == 4) {
+          s_bias_[at] = as_fp32;
+        } else {
+          const uint16_t bits = uint16_t(bias_[i]);
+          s_bias_[at] =
+              p_.gemm.epilogue.bias_fp32 ? as_fp32 : to_float(*reinterpret_cast<const T*>(&bits));
+        }
+      }
     }
   }
 
@@ -256,7 +266,7 @@ class Sm90Epilogue {
   uint32_t s_boxes_;
   float* s_bias_;
   int lane_;
-  float bias_[kBiases];
+  uint32_t bias_[kBiases];  // as it is in memory
 };
 #endif
 
