@@ -9,6 +9,7 @@ from torchweld import _flops, nn
 from torchweld._library import is_available, unavailable_reason
 from torchweld.explain import Explanation, explain
 from torchweld.info import Info, info
+from torchweld.integrations import hf_register as _hf_register
 from torchweld.ops.add_scalar import add_scalar
 from torchweld.ops.attention import attention
 from torchweld.ops.bmm import bmm
@@ -85,6 +86,7 @@ __all__ = [
 _load_choices()
 if is_available():
     _flops.install()
+    _hf_register.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -114,7 +114,7 @@ def _bases(model: nn.Module, gpt2: Any) -> list[tuple[str, Any]]:
         raise TypeError(
             "torchweld.fuse: model must be or contain transformers' GPT2Model, but got "
             f"{type(model).__name__}; other transformers models can use "
-            'torchweld.integrations.register_attention() and attn_implementation="torchweld"'
+            'attn_implementation="torchweld"'
         )
     return bases
 

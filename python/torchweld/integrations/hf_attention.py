@@ -216,6 +216,7 @@ def attention_forward(
 def register_attention() -> None:
     """Makes ``attn_implementation="torchweld"`` known to transformers.
 
+    ``import torchweld`` has it called once transformers is there, so no program needs to.
     Registers the attention function and the mask function: without the second one transformers
     would hand every layer no mask at all. Classes that would not use the two together are refused
     when they are built with this name, and again when they run. Calling it again changes nothing.
@@ -235,6 +236,6 @@ def register_attention() -> None:
     from .hf_mask import attention_mask
     from .hf_models import refuse_at_construction
 
+    refuse_at_construction()
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
-    refuse_at_construction()
