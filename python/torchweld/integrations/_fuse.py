@@ -49,6 +49,7 @@ def fuse(model: nn.Module, *, sample: Any = None, check: bool = True) -> FuseRep
         attention weights use GPT-2's eager attention.
     """
     _library.require()
+    _check_model(model, "torchweld.fuse")
     gpt2 = _gpt2_module()
     bases = _bases(model, gpt2)
     report = FuseReport(model=type(model).__name__)
@@ -84,6 +85,7 @@ def unfuse(model: nn.Module) -> list[str]:
     Raises:
         RuntimeError: A fused module was wrapped or sharded since.
     """
+    _check_model(model, "torchweld.unfuse")
     gpt2 = _gpt2_module()
     restored = []
     changed = [(path, m) for path, m in model.named_modules() if gpt2.is_fused(m)]
@@ -95,6 +97,15 @@ def unfuse(model: nn.Module) -> list[str]:
         if isinstance(module, gpt2.GPT2Model) and gpt2.restore_attention(model, module):
             restored.extend(_attention_paths(path, module))
     return restored
+
+
+def _check_model(model: Any, asker: str) -> None:
+    if isinstance(model, nn.Module):
+        return
+    fix = ""
+    if isinstance(model, str):
+        fix = f"; use transformers.AutoModelForCausalLM.from_pretrained({model!r})"
+    raise TypeError(f"{asker}: model must be an nn.Module, but got {model!r}{fix}")
 
 
 def _gpt2_module() -> Any:
