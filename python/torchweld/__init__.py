@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from torchweld.integrations import FuseReport, fuse, unfuse
 
 if TYPE_CHECKING or not _only_prints_help():
-    from torchweld import _flops, nn
+    from torchweld import _flops, _functorch, nn
     from torchweld._library import is_available, unavailable_reason
     from torchweld.explain import Explanation, explain
     from torchweld.info import Info, info
+    from torchweld.info import ops_of_library as _ops_of_library
     from torchweld.integrations import hf_register as _hf_register
     from torchweld.ops.add_scalar import add_scalar
     from torchweld.ops.attention import attention
@@ -49,6 +50,7 @@ if TYPE_CHECKING or not _only_prints_help():
     _load_choices()
     if is_available():
         _flops.install()
+        _kernels_of_functorch = _functorch.install(_ops_of_library())
         _hf_register.install()
 
 __version__ = "0.1.0"
