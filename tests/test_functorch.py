@@ -178,6 +178,17 @@ def test_a_gradient_that_is_not_there_is_refused():
         grad(loss)(args[2])
 
 
+def test_functionalize_and_compile():
+    x = torch.randn(3, 5)
+    want = grad(lambda x: torch.softmax(x, -1).square().sum())(x)
+
+    def gradient(x):
+        return grad(lambda x: torchweld.softmax(x).square().sum())(x)
+
+    assert torch.equal(torch.func.functionalize(torchweld.softmax)(x), torchweld.softmax(x))
+    torch.testing.assert_close(torch.compile(gradient, backend="aot_eager")(x), want)
+
+
 def test_an_empty_vmap_is_refused():
     with pytest.raises(RuntimeError, match="softmax: the batch of vmap must be at least 1"):
         vmap(torchweld.softmax)(torch.ones(0, 3))

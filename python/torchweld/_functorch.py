@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 _FRONT_KEY = "FuncTorchDynamicLayerFrontMode"
 _LINEAR = ("linear", "layer_norm_linear", "rms_norm_linear", "gated_linear")
@@ -207,6 +209,14 @@ def _front(op: str) -> Callable[..., Any]:
             for a, default in zip(schema.arguments[len(args) :], defaults, strict=True)
         ]
         values = [*args, *rest]
+        interpreter = retrieve_current_functorch_interpreter()
+        if interpreter.key() == TransformType.Functionalize:  # there is nothing to functionalize
+            from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
+
+            api = FunctorchFunctionalizeAPI(interpreter)
+            with api.redispatch_to_next():
+                out = _op(op)(*api.unwrap_tensors(args), **api.unwrap_tensors(kwargs))
+            return api.wrap_tensors(out)
         kind = values[0].device.type
         if not (casts.get(kind) and torch.is_autocast_enabled(kind)):
             return _tuple(function.apply(*values))[0]

@@ -28,7 +28,7 @@ def leftpad_from_mask(attention_mask: Tensor, *, check: bool = True) -> Tensor:
     """
     if not isinstance(attention_mask, Tensor):
         raise TypeError(
-            "leftpad_from_mask: attention_mask must be a Tensor, but got a "
+            "leftpad_from_mask: attention_mask must be a Tensor, but got "
             f"{type(attention_mask).__name__}; use torch.as_tensor(attention_mask)"
         )
     if attention_mask.dim() != 2:
