@@ -272,6 +272,41 @@ def test_compiles_in_one_graph(fused_device):
         assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("train", [False, True])
+def test_compiled_without_a_mask_runs_the_op(fused_device, train):
+    """Also where there is no cache, and transformers would make a mask for packed sequences."""
+    model, stock = pair(fused_device)
+    model.train(train)
+    ids = batch(fused_device, (0, 0))["input_ids"]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    want = stock(input_ids=ids).logits
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="torchweld")
+        for use_cache in (False, True):
+            ours = compiled(input_ids=ids, use_cache=use_cache).logits
+            assert_close(ours, want, rtol=1e-5, atol=1e-5)
+        embeds = model.transformer.wte(ids).detach()
+        embedded = compiled(inputs_embeds=embeds, use_cache=False).logits
+        assert_close(embedded, want, rtol=1e-5, atol=1e-5)
+    assert unfuse(model)
+    assert not model.transformer._forward_pre_hooks
+    assert_close(model(input_ids=ids).logits, want)
+
+
+def test_compiled_packed_sequences_keep_their_mask_and_the_warning_says_why(fused_device):
+    model, stock = pair(fused_device)
+    ids = batch(fused_device, (0, 0))["input_ids"]
+    packed = torch.cat([torch.arange(5), torch.arange(7)]).to(fused_device)[None].expand(2, -1)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    inputs = {"input_ids": ids, "position_ids": packed, "use_cache": False}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = logits(compiled, **inputs)
+    said = [str(w.message) for w in caught if str(w.message).startswith("torchweld:")]
+    assert len(said) == 1 and "if position_ids hold packed sequences" in said[0]
+    assert_close(ours, logits(stock, **inputs), rtol=1e-5, atol=1e-5)
+
+
 def test_autocast(fused_device):
     model, stock = pair(fused_device)
     inputs = batch(fused_device, (0, 0))

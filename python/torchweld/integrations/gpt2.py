@@ -30,6 +30,7 @@ from transformers.models.gpt2.modeling_gpt2 import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from . import gpt2_mask
 from .hf_attention import NAME, records_weights, register_attention
 
 # Copied or unpickled models look the attention up by name: importing this module is enough.
@@ -352,6 +353,7 @@ def switch_attention(model: nn.Module, base: GPT2Model) -> None:
         stock_config=old, stock_dict=old.to_dict(), implementation=old._attn_implementation
     )
     _replace_config(model, old, new)
+    gpt2_mask.install(base)
 
 
 def restore_attention(model: nn.Module, base: GPT2Model) -> bool:
@@ -359,6 +361,7 @@ def restore_attention(model: nn.Module, base: GPT2Model) -> bool:
     state = vars(base).get("_torchweld_attention")
     if state is None:
         return False
+    gpt2_mask.remove(base)
     new = base.config
     if new._attn_implementation == NAME:
         new._attn_implementation = state.implementation
