@@ -797,7 +797,7 @@ def test_attention_stays_stock_for_a_reason(case, why, monkeypatch):
     "model", [nn.Linear(3, 3), nn.Sequential()], ids=["a layer", "an empty model"]
 )
 def test_a_model_without_gpt2_is_one_sentence(model):
-    with pytest.raises(TypeError, match="must be or contain transformers' GPT2Model") as error:
+    with pytest.raises(TypeError, match="must be or contain a model of transformers") as error:
         fuse(model)
     assert "\n" not in str(error.value) and type(model).__name__ in str(error.value)
 
@@ -1025,3 +1025,79 @@ def test_report_as_text_dict_and_table():
     console.print(report)
     table = console.file.getvalue()
     assert "h.{0-1,3}.mlp" in table and "c_fc has hooks" in table and "1.25e-06" in table
+
+
+# ---- models that are no GPT-2
+
+
+def llama(implementation="sdpa", **changes):
+    torch.manual_seed(0)
+    settings = dict(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    )
+    config = transformers.LlamaConfig(**{**settings, **changes})
+    return transformers.LlamaForCausalLM._from_config(config, attn_implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_another_model_gets_the_attention_and_a_report(monkeypatch, implementation):
+    model = llama(implementation).eval()
+    stock = copy.deepcopy(model)
+    seen = []
+    real = torch.ops.torchweld.attention
+
+    def counted(*args, **kwargs):
+        seen.append(1)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch.ops.torchweld, "attention", counted)
+    report = fuse(model)
+    layers = [f"model.layers.{i}.self_attn" for i in range(LAYERS)]
+    assert report.replaced == layers and report.skipped == []
+    assert len(seen) == LAYERS and report.max_abs_diff < 1e-5
+    assert "attention  model.layers.{0-1}.self_attn" in str(report)
+    inputs = batch("cpu")
+    real_tokens = inputs["attention_mask"].bool()
+    ours, want = logits(model, **inputs), logits(stock, **inputs)
+    assert_close(ours[real_tokens], want[real_tokens], rtol=1e-5, atol=1e-5)
+    again = fuse(model)
+    assert again.replaced == [] and {why for _, why in again.skipped} == {"fused already"}
+    other = copy.deepcopy(model)
+    for each in (model, other):
+        assert unfuse(each) == layers and unfuse(each) == []
+        assert each.config._attn_implementation == implementation
+        assert torch.equal(logits(each, **inputs), want)
+
+
+def test_a_class_that_is_not_served_stays_stock_with_the_reason():
+    config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=4)
+    model = transformers.BloomForCausalLM(config)
+    before = model.config._attn_implementation
+    report = fuse(model)
+    assert not report and model.config._attn_implementation == before
+    assert [path for path, _ in report.skipped] == ["transformer.h.0.self_attention"]
+    reason = "does not take its attention from transformers' AttentionInterface"
+    assert report.skipped[0][1] == f"BloomForCausalLM {reason}"
+
+
+def test_another_model_that_fails_its_sample_stays_stock():
+    model = llama()
+    with pytest.raises(IndexError):
+        fuse(model, sample=torch.full((1, 4), VOCAB + 5))
+    assert model.config._attn_implementation == "sdpa" and unfuse(model) == []
+
+
+def test_a_model_without_a_default_sample_is_not_compared():
+    settings = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    config = transformers.BertConfig(**settings, intermediate_size=48)
+    report = fuse(transformers.BertModel(copy.deepcopy(config)))
+    assert report and report.max_abs_diff is None and "not measured" in str(report)
+    ids = batch("cpu", (0, 0))["input_ids"]
+    assert fuse(transformers.BertModel(config), sample=ids).max_abs_diff < 1e-4

@@ -85,6 +85,17 @@ def test_attention_is_there_in_any_order_of_imports(imports):
     assert "torchweld.attention.default" in run_python(code.format(imports=imports))
 
 
+@pytest.mark.parametrize("name", ["gpt2", "hf_attention", "hf_mask", "hf_models", "hf_switch"])
+def test_any_of_the_integrations_may_be_the_first_to_import_transformers(name):
+    pytest.importorskip("transformers")
+    code = f"""
+    import torchweld.integrations.{name}
+    import transformers
+    print("torchweld" in transformers.AttentionInterface())
+    """
+    assert run_python(code) == "True\n"
+
+
 def test_import_of_torchweld_leaves_transformers_alone():
     assert (
         run_python("import sys, torchweld; print([m for m in sys.modules if 'transformers' in m])")

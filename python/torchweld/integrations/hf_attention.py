@@ -70,6 +70,26 @@ def records_weights() -> bool:
     return _collector is not None
 
 
+def config_refusal(config: Any) -> str | None:
+    """Why ``fuse`` must not switch the attention of a model of this config, or None."""
+    implementation = config._attn_implementation
+    if implementation == NAME:
+        return "fused already"
+    if implementation not in ("eager", "sdpa"):
+        return (
+            f'attn_implementation="{implementation}" was chosen; '
+            'call model.set_attn_implementation("sdpa") first'
+        )
+    if getattr(config, "output_attentions", False):
+        return "config.output_attentions is on, and torchweld has no attention weights to return"
+    if implementation == "eager" and not records_weights():
+        return (
+            "it is eager and returns attention weights when asked; this version of transformers "
+            "doesn't say when (a newer one does)"
+        )
+    return None
+
+
 def _weights_are_wanted(kwargs: dict[str, Any]) -> bool:
     if kwargs.get("output_attentions"):
         return True
