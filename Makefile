@@ -27,7 +27,7 @@ SETUP = $(VENV)/.built
 TOOLS = $(VENV)/.tools
 endif
 
-.PHONY: help demo test format lint bench kernel-check gpu-check sanitize clean distclean current-python FORCE
+.PHONY: help demo test test-torch format lint bench kernel-check gpu-check sanitize clean distclean current-python FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 # Two pips in one environment get in each other's way.
@@ -36,6 +36,7 @@ endif
 help:
 	@echo "make demo          train a GPT-2 with torchweld's ops and without (ARGS=\"--steps 200\")"
 	@echo "make test          the test suite (ARGS=\"-k softmax\")"
+	@echo "make test-torch    the suite against another torch (TORCH=2.13.0), in a venv of its own"
 	@echo "make format, lint  ruff and clang-format"
 	@echo "make bench         benchmarks (ARGS=\"rows\")"
 	@echo "make kernel-check  registers, spills and build time of every kernel; needs nvcc, no GPU"
@@ -49,6 +50,18 @@ demo: $(SETUP)
 
 test: $(SETUP) $(TOOLS)
 	@$(RUN) -m pytest -q -n $(WORKERS) $(ARGS)
+
+# A copy of the tracked files with a venv and a build of its own: what is here stays as it is.
+TORCH_COPY ?= build/torch-$(TORCH)
+test-torch:
+	@test -n "$(TORCH)" || { echo "test-torch needs a version: make test-torch TORCH=2.13.0" >&2; exit 1; }
+	@mkdir -p $(TORCH_COPY) && cd $(TORCH_COPY) && rm -rf csrc tests && \
+	  find . -path './.venv' -prune -o -path './build' -prune -o -name '*.py' -exec rm {} +
+	@git ls-files -z | tar --create --null --files-from - | tar --extract -C $(TORCH_COPY)
+	@sed -e '/^\(triton\|cuda-[a-z]*\|sympy\|networkx\|setuptools\)==/d' \
+	  -e 's/^torch==.*/torch==$(TORCH)/' requirements/constraints.txt \
+	  > $(TORCH_COPY)/requirements/constraints.txt
+	@$(MAKE) --no-print-directory -C $(TORCH_COPY) test
 
 format: $(TOOLS)
 	@$(RUN) -m ruff check --fix --quiet .

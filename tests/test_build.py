@@ -101,10 +101,57 @@ def test_import_survives_a_library_that_cannot_load(tmp_path, damage):
     assert lines[0].startswith(str(tmp_path))
     assert lines[1] == "False"
     reason = lines[2]
-    assert "pip install" in reason
-    if damage != "missing":
+    # No source folder is known from here.
+    command = f"{sys.executable} -m pip install --no-build-isolation --no-deps --force-reinstall"
+    assert reason.endswith(f"with: in torchweld's source folder, {command} .")
+    if damage == "missing":
+        assert done.stderr == ""
+    else:
         assert torch.__version__ in reason and facts["torch"] in reason
+        assert f"UserWarning: {reason}" in done.stderr  # at import
+    if damage == "garbage":
+        assert "file too short" in reason or "invalid ELF header" in reason  # the linker's words
     assert lines[3:] == [f"raised: {reason}"] * 2
+
+
+def test_the_command_that_mends_names_the_source_folder(monkeypatch, tmp_path):
+    command = f"{sys.executable} -m pip install --no-build-isolation --no-deps --force-reinstall"
+    assert library._mend() == f"{command} -e {PACKAGE.parent.parent}"
+    installed = tmp_path / "torchweld"
+    source = tmp_path / "my source"
+    info = tmp_path / "torchweld-0.1.0.dist-info"
+    for folder in (installed, source, info):
+        folder.mkdir(parents=True)
+    (info / "METADATA").write_text("Name: torchweld\nVersion: 0.1.0\n")
+    (info / "direct_url.json").write_text(json.dumps({"url": source.as_uri(), "dir_info": {}}))
+    monkeypatch.setattr(library, "_HERE", installed)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert library._mend() == f"in torchweld's source folder, {command} ."
+    (source / "setup.py").touch()
+    assert library._mend() == f"{command} '{source}'"
+
+
+def test_suite_against_another_torch_runs_in_a_copy(tmp_path):
+    if subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True).returncode:
+        pytest.skip("this is no git checkout")
+
+    def make(*words):
+        command = ["make", "test-torch", *words, f"TORCH_COPY={tmp_path}/copy"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    done = make()
+    assert done.returncode and "test-torch needs a version" in done.stderr
+    (tmp_path / "copy" / "tests").mkdir(parents=True)
+    (tmp_path / "copy" / "tests" / "test_of_another_day.py").touch()
+    done = make("TORCH=9.8.7", "PYTHON=/no/such/python")
+    assert "found none at /no/such/python" in done.stderr
+    copy = tmp_path / "copy"
+    assert not (copy / "tests" / "test_of_another_day.py").exists()
+    assert (copy / "tests" / "test_build.py").exists() and (copy / "setup.py").exists()
+    pins = (copy / "requirements" / "constraints.txt").read_text().splitlines()
+    assert "torch==9.8.7" in pins
+    assert not [pin for pin in pins if re.match("triton==|torch==(?!9.8.7)", pin)]
+    assert "torch==9.8.7" not in (ROOT / "requirements" / "constraints.txt").read_text()
 
 
 def test_ops_work_without_introspection(tmp_path):

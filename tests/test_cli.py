@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import torchweld
 from torchweld import cli
+from torchweld._start import only_prints_help
+from torchweld.bench import one
 
 PACKAGE = Path(torchweld.__file__).parent
 
@@ -89,6 +93,11 @@ def test_explain_json(capsys):
     [
         (["nonsense"], "'nonsense'"),
         (["info", "--yaml"], "--yaml"),
+        (["bench"], "FAMILY|OP"),
+        (["bench", "softmax"], "an op needs --shape"),
+        (["bench", "softmin", "--shape", "4"], "OP must be one of"),
+        (["bench", "linear", "--shape", "4,5"], "M,K,N"),
+        (["bench", "softmax", "--shape", "4", "--against", "cudnn"], "'cudnn'"),
         (["explain"], "OP"),
         (["explain", "softmax"], "--shape"),
         (["explain", "softmin", "--shape", "4"], "OP must be one of"),
@@ -111,14 +120,66 @@ def test_bad_arguments(capsys, argv, words):
     assert words in err
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [[], ["--help"], *([name, "--help"] for name in ("explain", "tune", "demo", "puzzles"))],
-)
+HELP = [
+    [],
+    ["--help"],
+    *([name, "-h"] for name in ("info", "explain", "tune", "bench", "demo", "puzzles")),
+]
+
+
+@pytest.mark.parametrize("argv", HELP)
 def test_help(capsys, argv):
     code, out, err = run(capsys, *argv)
     assert (code, err) == (0, "")
     assert out.startswith("usage: torchweld")
+
+
+@pytest.fixture
+def no_torch(tmp_path):
+    """An environment in which the package is found, and torch can't be imported."""
+    (tmp_path / "torch.py").write_text("raise ImportError('torch was asked for')\n")
+    return {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{PACKAGE.parent}"}
+
+
+@pytest.mark.parametrize("argv", [*HELP, ["--version"]])
+def test_help_needs_no_torch(no_torch, capsys, argv):
+    command = [sys.executable, "-m", "torchweld", *argv]
+    done = subprocess.run(command, env=no_torch, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(("usage: torchweld", f"torchweld {torchweld.__version__}\n"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "is_help"),
+    [
+        ([str(Path(sys.executable).parent / "torchweld"), "--help"], True),
+        ([str(Path(sys.executable).parent / "torchweld")], True),
+        ([str(Path(sys.executable).parent / "torchweld"), "explain", "softmax", "-h"], True),
+        ([str(Path(sys.executable).parent / "torchweld"), "info"], False),
+        (["/somewhere/torchweld", "--help"], False),
+        (["train.py", "--help"], False),
+        (["-c"], False),
+        (["-m"], False),
+        ([], False),
+    ],
+)
+def test_only_the_command_itself_is_taken_for_help(monkeypatch, argv, is_help):
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "pytest", "--help"])
+    assert only_prints_help() == is_help
+
+
+def test_dir_lists_everything():
+    names = dir(torchweld)
+    public = {*torchweld.__all__, "puzzles", "testing", "integrations"}
+    assert public - set(names) == set()
+    assert [name for name in names if not hasattr(torchweld, name)] == []
+    for package in (torchweld.puzzles, torchweld.integrations, torchweld.tuning):
+        assert set(package.__all__) <= set(dir(package))
+        assert all(hasattr(package, name) for name in package.__all__)
+    assert callable(torchweld.puzzles.solve)
+    with pytest.raises(AttributeError, match="module 'torchweld' has no attribute 'softmin'"):
+        _ = torchweld.softmin
 
 
 def test_version(capsys):
@@ -132,6 +193,44 @@ def test_bench_gets_its_own_arguments(capsys, monkeypatch):
     monkeypatch.setattr(torchweld.bench, "main", lambda argv: seen.append(argv) or 3)
     assert run(capsys, "bench", "rows", "--check")[0] == 3
     assert seen == [["rows", "--check"]]
+
+
+SMALL = {
+    "attention": "1,2,5,7,8",
+    "bmm": "2,3,4,5",
+    "causal_softmax": "2,4,5",
+    "conv2d": "2,8,9,3,3",
+    "outer_add": "3,4",
+    "outer_mul_relu": "3,4",
+    "mul_relu": "3,4",
+    "scalar_attention": "9",
+    "softmax_matmul": "1,2,3,4,5",
+    **dict.fromkeys(("softmax", "row_sum", "add_scalar"), "3,5"),
+}
+
+
+@pytest.mark.parametrize("op", one.EAGER)
+def test_bench_of_one_call(capsys, op):
+    """What is timed against it computes the same."""
+    argv = ["bench", op, "--shape", SMALL.get(op, "3,16,8"), "--device", "cpu"]
+    code, out, err = run(capsys, *argv)
+    assert code == 0
+    rows = out.splitlines()[2:]
+    assert [row.split("  ")[0].rsplit(" ", 1)[1] for row in rows] == ["forward", "gradient"]
+    assert all(row.startswith(f"{op} (") and "float32" in row for row in rows)
+    assert all(re.search(r"\d\.\d{3} eager ", row) for row in rows), out
+    assert err.count(f"{op} (") == 2
+
+
+def test_bench_against_compile(capsys, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compiled.append(f) or f)
+    argv = ["bench", "softmax", "--shape", "3,5", "--device", "cpu", "--against", "compile,eager"]
+    code, out, _ = run(capsys, *argv, "--dtype", "bfloat16")
+    assert code == 0 and compiled == [one.EAGER["softmax"]]
+    head, row = out.splitlines()[1:3]
+    assert "compile us" in head and "eager us" in head
+    assert " compile " in row and "bfloat16" in row
 
 
 def without_library(tmp_path):
@@ -159,7 +258,7 @@ def test_with_a_broken_library(tmp_path):
     assert values["available"] is False
     assert "library is missing" in values["unavailable_reason"]
     calls = (["explain", "softmax", "--shape", "4"], ["tune", "softmax", "--shape", "4"])
-    for argv in (*calls, ["demo", "--out", "out"]):
+    for argv in (*calls, ["demo", "--out", "out"], ["bench", "cpu"]):
         failed = command(*argv)
         assert failed.returncode == 1
         assert failed.stdout == ""

@@ -272,6 +272,41 @@ def test_compiles_in_one_graph(fused_device):
         assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("train", [False, True])
+def test_compiled_without_a_mask_runs_the_op(fused_device, train):
+    """Also where there is no cache, and transformers would make a mask for packed sequences."""
+    model, stock = pair(fused_device)
+    model.train(train)
+    ids = batch(fused_device, (0, 0))["input_ids"]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    want = stock(input_ids=ids).logits
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="torchweld")
+        for use_cache in (False, True):
+            ours = compiled(input_ids=ids, use_cache=use_cache).logits
+            assert_close(ours, want, rtol=1e-5, atol=1e-5)
+        embeds = model.transformer.wte(ids).detach()
+        embedded = compiled(inputs_embeds=embeds, use_cache=False).logits
+        assert_close(embedded, want, rtol=1e-5, atol=1e-5)
+    assert unfuse(model)
+    assert not model.transformer._forward_pre_hooks
+    assert_close(model(input_ids=ids).logits, want)
+
+
+def test_compiled_packed_sequences_keep_their_mask_and_the_warning_says_why(fused_device):
+    model, stock = pair(fused_device)
+    ids = batch(fused_device, (0, 0))["input_ids"]
+    packed = torch.cat([torch.arange(5), torch.arange(7)]).to(fused_device)[None].expand(2, -1)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    inputs = {"input_ids": ids, "position_ids": packed, "use_cache": False}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = logits(compiled, **inputs)
+    said = [str(w.message) for w in caught if str(w.message).startswith("torchweld:")]
+    assert len(said) == 1 and "if position_ids hold packed sequences" in said[0]
+    assert_close(ours, logits(stock, **inputs), rtol=1e-5, atol=1e-5)
+
+
 def test_autocast(fused_device):
     model, stock = pair(fused_device)
     inputs = batch(fused_device, (0, 0))
@@ -762,7 +797,7 @@ def test_attention_stays_stock_for_a_reason(case, why, monkeypatch):
     "model", [nn.Linear(3, 3), nn.Sequential()], ids=["a layer", "an empty model"]
 )
 def test_a_model_without_gpt2_is_one_sentence(model):
-    with pytest.raises(TypeError, match="must be or contain transformers' GPT2Model") as error:
+    with pytest.raises(TypeError, match="must be or contain a model of transformers") as error:
         fuse(model)
     assert "\n" not in str(error.value) and type(model).__name__ in str(error.value)
 
@@ -990,3 +1025,79 @@ def test_report_as_text_dict_and_table():
     console.print(report)
     table = console.file.getvalue()
     assert "h.{0-1,3}.mlp" in table and "c_fc has hooks" in table and "1.25e-06" in table
+
+
+# ---- models that are no GPT-2
+
+
+def llama(implementation="sdpa", **changes):
+    torch.manual_seed(0)
+    settings = dict(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    )
+    config = transformers.LlamaConfig(**{**settings, **changes})
+    return transformers.LlamaForCausalLM._from_config(config, attn_implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_another_model_gets_the_attention_and_a_report(monkeypatch, implementation):
+    model = llama(implementation).eval()
+    stock = copy.deepcopy(model)
+    seen = []
+    real = torch.ops.torchweld.attention
+
+    def counted(*args, **kwargs):
+        seen.append(1)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch.ops.torchweld, "attention", counted)
+    report = fuse(model)
+    layers = [f"model.layers.{i}.self_attn" for i in range(LAYERS)]
+    assert report.replaced == layers and report.skipped == []
+    assert len(seen) == LAYERS and report.max_abs_diff < 1e-5
+    assert "attention  model.layers.{0-1}.self_attn" in str(report)
+    inputs = batch("cpu")
+    real_tokens = inputs["attention_mask"].bool()
+    ours, want = logits(model, **inputs), logits(stock, **inputs)
+    assert_close(ours[real_tokens], want[real_tokens], rtol=1e-5, atol=1e-5)
+    again = fuse(model)
+    assert again.replaced == [] and {why for _, why in again.skipped} == {"fused already"}
+    other = copy.deepcopy(model)
+    for each in (model, other):
+        assert unfuse(each) == layers and unfuse(each) == []
+        assert each.config._attn_implementation == implementation
+        assert torch.equal(logits(each, **inputs), want)
+
+
+def test_a_class_that_is_not_served_stays_stock_with_the_reason():
+    config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=4)
+    model = transformers.BloomForCausalLM(config)
+    before = model.config._attn_implementation
+    report = fuse(model)
+    assert not report and model.config._attn_implementation == before
+    assert [path for path, _ in report.skipped] == ["transformer.h.0.self_attention"]
+    reason = "does not take its attention from transformers' AttentionInterface"
+    assert report.skipped[0][1] == f"BloomForCausalLM {reason}"
+
+
+def test_another_model_that_fails_its_sample_stays_stock():
+    model = llama()
+    with pytest.raises(IndexError):
+        fuse(model, sample=torch.full((1, 4), VOCAB + 5))
+    assert model.config._attn_implementation == "sdpa" and unfuse(model) == []
+
+
+def test_a_model_without_a_default_sample_is_not_compared():
+    settings = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    config = transformers.BertConfig(**settings, intermediate_size=48)
+    report = fuse(transformers.BertModel(copy.deepcopy(config)))
+    assert report and report.max_abs_diff is None and "not measured" in str(report)
+    ids = batch("cpu", (0, 0))["input_ids"]
+    assert fuse(transformers.BertModel(config), sample=ids).max_abs_diff < 1e-4

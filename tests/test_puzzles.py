@@ -86,7 +86,7 @@ def test_specs_by_hand():
 
 def test_wrong_result_is_no_match(monkeypatch):
     wrong = dataclasses.replace(puzzles.PUZZLES[0], op=lambda x: x + 10.001)
-    module = importlib.import_module("torchweld.puzzles.solve")
+    module = importlib.import_module("torchweld.puzzles.solving")
     monkeypatch.setattr(module, "PUZZLES", (wrong, *puzzles.PUZZLES[1:]))
     (result,) = puzzles.solve([1])
     assert not result.match and "NO MATCH" in str(result)

@@ -1,11 +1,23 @@
-"""Every bad call of every op is refused in one sentence that names the op and the argument."""
+"""Every bad call of every op is refused in one sentence that names the op and the argument.
+
+So are those that never reach an op: keywords of other libraries, lists and callables, and wrong
+modules for `from_torch` and `fuse`.
+"""
 
 from __future__ import annotations
 
-import pytest
+import inspect
+import re
 
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import samples
+import torchweld
 from refusals import SPECS, case_params, cases
-from samples import DIFFERENTIABLE, need_kernel
+from samples import DIFFERENTIABLE, PUBLIC, need_kernel
 
 
 @pytest.mark.parametrize("case", case_params(*SPECS))
@@ -26,3 +38,155 @@ def test_bad_call_while_recording(op, device):
 def test_number_of_bad_calls(op):
     few = {"int4_pack": 10, "int4_unpack": 15, "add_scalar": 18, "outer_add_backward": 21}
     assert len(cases(op)) >= few.get(op, 25)
+
+
+Q, X, WEIGHT = torch.ones(2, 3, 5, 8), torch.ones(4, 8), torch.ones(16, 8)
+MASK = torch.ones(2, 5, dtype=torch.int64)
+ATTENTION = "arguments must be query, key, value, leftpad, causal, scale, but got"
+FROM_MASK = "torchweld.leftpad_from_mask(attention_mask)"
+LAST_DIM = "leave it out, the last dim is meant; for another one use x.movedim(dim, -1)"
+LIKE_LINEAR = ("linear", "layer_norm_linear", "rms_norm_linear")
+# What op's function is given, and what the sentence says behind "torchweld::<op>: ".
+SENTENCES = [
+    # Keywords of torch and of other libraries.
+    ("attention", [Q] * 3, {"is_causal": True}, f"{ATTENTION} is_causal; use causal=, which is "
+     "aligned at the bottom right"),
+    ("attention", [Q] * 3, {"dropout_p": 0.1}, f"{ATTENTION} dropout_p; leave it out, attention "
+     "has no dropout"),
+    ("attention", [Q] * 3, {"attn_mask": MASK}, f"{ATTENTION} attn_mask; use leftpad={FROM_MASK}; "
+     "there are no other masks"),
+    ("attention", [Q] * 3, {"softmax_scale": 1.0}, f"{ATTENTION} softmax_scale; use scale="),
+    ("attention", [Q] * 3, {"caussal": True}, f"{ATTENTION} caussal; use causal="),
+    ("attention", [Q] * 3, {"flavour": 1}, f"{ATTENTION} flavour"),
+    ("attention", [Q] * 5, {}, f"{ATTENTION} 5 without a name; use causal=, scale="),
+    ("softmax", [X], {"dim": 0}, f"arguments must be x, but got dim; {LAST_DIM}"),
+    ("softmax", [X, 0], {}, f"arguments must be x, but got 2 without a name; {LAST_DIM}"),
+    ("softmax", [X], {"dtype": torch.float64}, "arguments must be x, but got dtype; use "
+     "x.to(dtype)"),
+    ("row_sum", [X], {"axis": 0}, f"arguments must be x, but got axis; {LAST_DIM}"),
+    ("linear", [X, WEIGHT], {"approximate": "tanh"}, "arguments must be x, weight, bias, "
+     'activation, but got approximate; use activation="gelu_tanh"'),
+    ("gated_linear", [X, WEIGHT], {"approximate": "tanh"}, "arguments must be x, weight, bias, "
+     'gate, interleaved, but got approximate; use gate="geglu_tanh"'),
+    ("bmm", [Q[0], Q[0]], {"dim": 1}, "arguments must be a, b, but got dim"),
+    # Lists, arrays, callables, None.
+    ("softmax", [[1.0, 2.0]], {}, "x must be a Tensor, but got list; use torch.as_tensor(x)"),
+    ("linear", [X, np.ones((16, 8))], {}, "weight must be a Tensor, but got ndarray; use "
+     "torch.as_tensor(weight)"),
+    ("linear", [X, None], {}, "weight must be a Tensor, but got None"),
+    ("attention", [Q, Q, Q, [0, 1]], {}, "leftpad must be a Tensor, but got list; use "
+     "torch.as_tensor(leftpad, dtype=torch.int32)"),
+    ("attention", [Q] * 3, {"causal": "yes"}, "causal must be a bool, but got 'yes'"),
+    ("attention", [Q] * 3, {"scale": torch.ones(2)}, "scale must be a float, but got Tensor; "
+     "use scale.item()"),
+    ("linear", [X, WEIGHT], {"activation": torch.relu}, "activation must be a str, but got relu; "
+     "use its name"),
+    ("gated_linear", [X, WEIGHT], {"gate": nn.GELU()}, "gate must be a str, but got GELU; use "
+     "its name"),
+    ("int4_unpack", [X, 8.5], {}, "cols must be an int, but got 8.5"),
+    # Masks where left pads belong, and weights as GPT-2 keeps them: the op says it.
+    ("attention", [Q, Q, Q, MASK], {}, "leftpad must be int32 (2,) on cpu, but got int64 (2, 5) "
+     f"on cpu; use {FROM_MASK}"),
+    ("causal_softmax", [Q[:, 0, :, :5], MASK > 0], {}, "leftpad must be int32 (2,) on cpu, but "
+     f"got bool (2, 5) on cpu; use {FROM_MASK}"),
+    ("attention", [Q, Q, Q, MASK[:, 0]], {}, "leftpad must be int32 (2,) on cpu, but got int64 "
+     "(2,) on cpu; use leftpad.to(query.device, torch.int32)"),
+    *[(op, [X, WEIGHT.t()], {}, "weight must be (N, K) with K = 8, but got float32 (8, 16) on "
+       "cpu; use weight.t()") for op in LIKE_LINEAR],
+    *[(op, [X, WEIGHT[:, 1:]], {}, "weight must be (N, K) with K = 8, but got float32 (16, 7) on "
+       "cpu") for op in LIKE_LINEAR],
+    ("gated_linear", [X, WEIGHT.t()], {}, "weight must be (2N, K) with K = 8 and an even number "
+     "of rows, but got float32 (8, 16) on cpu; use weight.t()"),
+    ("folded_layer_norm_linear", [X, WEIGHT.t(), torch.ones(8)], {}, "folded_weight must be "
+     "(N, K) with K = 8, but got float32 (8, 16) on cpu; use folded_weight.t()"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "args", "kwargs", "sentence"), SENTENCES)
+def test_sentence(op, args, kwargs, sentence):
+    with pytest.raises((TypeError, RuntimeError)) as error:
+        getattr(torchweld, op)(*args, **kwargs)
+    assert str(error.value) == f"torchweld::{op}: {sentence}"
+
+
+@pytest.mark.parametrize("op", [op for op in PUBLIC if hasattr(torchweld, op)])
+def test_every_function_names_what_it_can_not_take(op):
+    function = getattr(torchweld, op)
+    args, kwargs = samples.SAMPLES[op][0].make("cpu")
+    function(*args, **kwargs)
+    first = next(iter(inspect.signature(function).parameters))
+    with pytest.raises(TypeError) as error:
+        function({}, *args[1:], **kwargs)
+    assert str(error.value) == f"torchweld::{op}: {first} must be a Tensor, but got dict"
+    with pytest.raises(TypeError) as error:
+        function(*args, **kwargs, nonsense=1)
+    assert re.fullmatch(
+        rf"torchweld::{op}: arguments must be {first}\b[\w, ]*, but got nonsense", str(error.value)
+    )
+
+
+def test_a_missing_argument_is_named_by_python():
+    with pytest.raises(TypeError, match="missing 2 required positional arguments: 'key' and"):
+        torchweld.attention(Q)
+
+
+NORM, LINEAR = nn.LayerNorm(8), nn.Linear(8, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "expected"),
+    [
+        ("LayerNormLinear", LINEAR, "module must be nn.Sequential(LayerNorm((K,)), Linear("),
+        (
+            "LayerNormLinear",
+            [NORM, LINEAR],
+            "module must be nn.Sequential(LayerNorm((K,)), Linear(",
+        ),
+        ("RMSNormLinear", LINEAR, "module must be nn.Sequential(RMSNorm((K,)), Linear("),
+        ("FoldedLayerNormLinear", LINEAR, "module must be LayerNormLinear or nn.Sequential("),
+        ("GatedLinear", NORM, "module must be nn.Linear with an even out_features"),
+        ("CausalSelfAttention", LINEAR, "module must be transformers' GPT2Attention"),
+        ("Softmax", nn.ReLU(), "module must be nn.Softmax"),
+        ("Int4Linear", NORM, "linear must be nn.Linear"),
+    ],
+)
+def test_wrong_module(name, wrong, expected):
+    with pytest.raises(ValueError) as error:
+        getattr(torchweld.nn, name).from_torch(wrong)
+    pattern = (
+        rf"{name}\.from_(torch|linear): {re.escape(expected)}.*, but got {re.escape(str(wrong))}"
+    )
+    assert re.fullmatch(pattern, str(error.value))
+
+
+@pytest.mark.parametrize("name", ["fuse", "unfuse"])
+def test_model_that_is_none(name):
+    pytest.importorskip("transformers")
+    asked = f"torchweld.{name}: model must be an nn.Module, but got"
+    for wrong, said in {
+        "gpt2": "'gpt2'; use transformers.AutoModelForCausalLM.from_pretrained('gpt2')",
+        None: "None",
+        nn.Linear: repr(nn.Linear),
+    }.items():
+        with pytest.raises(TypeError) as error:
+            getattr(torchweld, name)(wrong)
+        assert str(error.value) == f"{asked} {said}"
+
+
+def test_mask_that_is_no_tensor():
+    with pytest.raises(TypeError) as error:
+        torchweld.leftpad_from_mask([[0, 1]])
+    assert str(error.value) == (
+        "leftpad_from_mask: attention_mask must be a Tensor, but got list; use "
+        "torch.as_tensor(attention_mask)"
+    )
+
+
+def test_a_function_stays_what_it_was():
+    """To help(), to TorchScript and to torch.compile."""
+    assert list(inspect.signature(torchweld.softmax).parameters) == ["x"]
+    assert torchweld.softmax.__doc__.startswith("Softmax over the last dimension")
+    want = torch.softmax(X, -1)
+    assert torch.equal(torch.jit.script(torchweld.softmax)(X), want)
+    compiled = torch.compile(lambda x: torchweld.softmax(x), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(X), want)

@@ -119,19 +119,29 @@ inline void check_shape(const char* op, const char* name, const Tensor& t,
            describe(t));
 }
 
+// The fix where a (N, K) weight was given as (K, N), as GPT-2's Conv1D keeps it.
+inline std::string transpose_fix(const char* name, const Tensor& weight, const c10::SymInt& k) {
+  const bool transposed = weight.sym_size(1) != k && weight.sym_size(0) == k;
+  return transposed ? std::string("; use ") + name + ".t()" : "";
+}
+
 inline void check_finite(const char* op, const char* name, double value) {
   TW_CHECK(std::isfinite(value), op, name, " must be finite, but got ", value);
 }
 
-// leftpad: int32 (batch,) beside `like`; its values are data and are not looked at.
+// leftpad: int32 (batch,) beside `like`; its values are data and are not looked at. What is no
+// number a sequence is somebody's mask.
 inline void check_leftpad(const char* op, const OptionalTensor& leftpad, const c10::SymInt& batch,
                           const char* like_name, const Tensor& like) {
   if (!is_given(leftpad)) return;
   const Tensor& pad = *leftpad;
   const bool ok = pad.scalar_type() == at::kInt && pad.device() == like.device() &&
                   pad.dim() == 1 && pad.sym_size(0) == batch;
+  const bool mask = pad.dim() != 1 || pad.scalar_type() == at::kBool;
+  const std::string to = std::string(".to(") + like_name + ".device, torch.int32)";
   TW_CHECK(ok, op, "leftpad must be int32 (", batch, ",) on ", like.device().str(), ", but got ",
-           describe(pad), "; use leftpad.to(", like_name, ".device, torch.int32)");
+           describe(pad), "; use ",
+           mask ? "torchweld.leftpad_from_mask(attention_mask)" : "leftpad" + to);
 }
 
 // x's sizes with the last one replaced.

@@ -58,7 +58,9 @@ inline std::vector<c10::SymInt> check_linear(const char* op, const Tensor& x,
   check_min_dim(op, "x", x, 1, "(..., K)");
   check_like(op, weight_name, weight, "x", x);
   check_dim(op, weight_name, weight, 2, "(N, K)");
-  check_shape(op, weight_name, weight, {weight.sym_size(0), x.sym_size(-1)}, "(N, K)");
+  const auto k = x.sym_size(-1);
+  TW_CHECK(weight.sym_size(1) == k, op, weight_name, " must be (N, K) with K = ", k, ", but got ",
+           describe(weight), transpose_fix(weight_name, weight, k));
   check_vector(op, "bias", bias, weight.sym_size(0), "(N,)", x);
   return with_last(x, weight.sym_size(0));
 }

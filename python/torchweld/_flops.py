@@ -4,9 +4,6 @@ operations for each product, masked ones too. So does torch for its own.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from math import prod
 from types import ModuleType
@@ -14,7 +11,8 @@ from typing import Any
 
 import torch
 
-_COUNTER = "torch.utils.flop_counter"
+from torchweld._on_import import when_imported
+
 _Shape = Sequence[int]
 
 
@@ -111,28 +109,6 @@ def _register(counter: ModuleType) -> None:
         counter.register_flop_formula(getattr(torch.ops.torchweld, op))(formula)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Registers the formulas once somebody imports torch's counter, which takes 0.3 s."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != _COUNTER:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_register(module: ModuleType) -> None:
-                execute(module)
-                _register(module)
-
-            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
-        return spec
-
-
 def install() -> None:
-    """Makes FlopCounterMode know the ops, now or when it is imported."""
-    if _COUNTER in sys.modules:
-        _register(sys.modules[_COUNTER])
-    else:
-        sys.meta_path.insert(0, _Finder())
+    """Makes FlopCounterMode know the ops, now or when somebody imports it, which takes 0.3 s."""
+    when_imported("torch.utils.flop_counter", _register)

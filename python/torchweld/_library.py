@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
+import shlex
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import torch
 
 _HERE = Path(__file__).resolve().parent
-_MEND = "pip install --no-build-isolation --force-reinstall --no-deps torchweld"
 
 
 def build_facts() -> dict[str, Any]:
@@ -22,6 +26,33 @@ def build_facts() -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
+def _source() -> tuple[Path | None, bool]:
+    """The folder that this package was built from, where it still is there, and if it is in use."""
+    here = _HERE.parent.parent
+    if (here / "setup.py").is_file():
+        return here, True
+    try:
+        installed = importlib.metadata.distribution("torchweld")
+        if Path(str(installed.locate_file("torchweld"))).resolve() != _HERE:
+            return None, False  # another copy than this one
+        url = urlsplit(json.loads(installed.read_text("direct_url.json") or "{}").get("url", ""))
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return None, False
+    folder = Path(unquote(url.path))
+    there = url.scheme == "file" and (folder / "setup.py").is_file()
+    return (folder, False) if there else (None, False)
+
+
+def _mend() -> str:
+    """What to do about a library that does not load, as a command."""
+    folder, in_use = _source()
+    flags = "--no-build-isolation --no-deps --force-reinstall"
+    command = f"{shlex.quote(sys.executable)} -m pip install {flags}"
+    if folder is None:
+        return f"in torchweld's source folder, {command} ."
+    return f"{command} {'-e ' if in_use else ''}{shlex.quote(str(folder))}"
+
+
 def _release(version: str) -> tuple[str, ...]:
     return tuple(version.split("+")[0].split(".")[:2])
 
@@ -30,23 +61,22 @@ def _load() -> str | None:
     """Load the operators. Returns None, or the reason why they are not there."""
     found = sorted(_HERE.glob("_ops*.so")) + sorted(_HERE.glob("_ops*.pyd"))
     if not found:
-        return (
-            f"torchweld's operator library is missing from {_HERE}; build it with: "
-            f"pip install --no-build-isolation -e . (in the source folder), or: {_MEND}"
-        )
+        return f"torchweld's operator library is missing from {_HERE}; build it with: {_mend()}"
     built_for = build_facts().get("torch")
     # libtorch's C++ interface changes with every minor release.
     if built_for and _release(built_for) != _release(torch.__version__):
         return (
             f"torchweld was built for torch {built_for}, but torch {torch.__version__} is "
-            f"installed; rebuild it with: {_MEND}"
+            f"installed; rebuild it with: {_mend()}"
         )
     try:
         torch.ops.load_library(str(found[0]))
     except OSError as error:
+        # torch names the file alone; the cause is what the dynamic linker said.
+        said = " ".join(str(error.__cause__ or error).split())
         return (
             f"torchweld's operator library, built for torch {built_for or 'unknown'}, can't load "
-            f"under torch {torch.__version__} ({error}); rebuild it with: {_MEND}"
+            f"under torch {torch.__version__} ({said}); rebuild it with: {_mend()}"
         )
     return None
 
@@ -62,6 +92,9 @@ class _Missing:
 
 
 _reason = _load()
+if _reason is not None and "is missing" not in _reason:
+    # A library that is there was meant to be used: said now, and not where a user's job stops.
+    warnings.warn(_reason, stacklevel=2)
 ops: Any = torch.ops.torchweld if _reason is None else _Missing(_reason)
 
 

@@ -59,6 +59,28 @@ def _shape(text: str) -> tuple[int, ...]:
     return shape
 
 
+def sizes_by_op() -> str:
+    """What the numbers of --shape mean, op by op."""
+    named: dict[str, list[str]] = {}
+    for op, names in _SHAPES.items():
+        named.setdefault(",".join(names), []).append(op)
+    lines = [f"  {shape:<43} {', '.join(ops)}" for shape, ops in named.items()]
+    lines.append(f"  {'the shape of x or scores':<43} {', '.join(_ROWS)}")
+    return "sizes by op:\n" + "\n".join(lines)
+
+
+def add_sizes(command: argparse.ArgumentParser, required: bool = True) -> None:
+    """--shape and --dtype, which say what tensors an op is given."""
+    command.add_argument(
+        "--shape",
+        type=_shape,
+        required=required,
+        metavar="SIZES",
+        help="sizes with commas, see below",
+    )
+    command.add_argument("--dtype", choices=_DTYPES, default="float32", help="default: float32")
+
+
 def _parser() -> Parser:
     from torchweld import __version__
     from torchweld.demo import options
@@ -72,28 +94,15 @@ def _parser() -> Parser:
     info = commands.add_parser("info", help="what is installed, and which op runs where")
     info.add_argument("--json", action="store_true", help="as JSON")
 
-    named = {}
-    for op, names in _SHAPES.items():
-        named.setdefault(",".join(names), []).append(op)
-    lines = [f"  {shape:<43} {', '.join(ops)}" for shape, ops in named.items()]
-    lines.append(f"  {'the shape of x or scores':<43} {', '.join(_ROWS)}")
-
     def add_call(name: str, help: str, example: str) -> argparse.ArgumentParser:
         command = commands.add_parser(
             name,
             help=help,
-            epilog="sizes by op:\n" + "\n".join(lines),
+            epilog=sizes_by_op(),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_argument("op", metavar="OP", help=f"an op, for example {example}")
-        command.add_argument(
-            "--shape",
-            type=_shape,
-            required=True,
-            metavar="SIZES",
-            help="sizes with commas, see below",
-        )
-        command.add_argument("--dtype", choices=_DTYPES, default="float32", help="default: float32")
+        add_sizes(command)
         return command
 
     explain = add_call("explain", "which kernel a call takes, and why", "softmax")
@@ -105,7 +114,7 @@ def _parser() -> Parser:
     tune = add_call("tune", "every configuration of a call timed, as a table", "gated_linear")
     tuning.add_arguments(tune)
 
-    commands.add_parser("bench", help="benchmarks: torchweld bench FAMILY [--check]")
+    commands.add_parser("bench", help="time a family of ops, or one call of an op, against peers")
 
     demo = commands.add_parser(
         "demo", help="train a GPT-2 on real text, with torchweld's ops and without"
@@ -121,7 +130,7 @@ def _print(value: Any, as_json: bool) -> None:
     print(json.dumps(value.to_dict(), indent=2) if as_json else value)
 
 
-def _tensors(
+def tensors(
     op: str, shape: tuple[int, ...], dtype: Any, device: str, group: int | None = None
 ) -> tuple[Any, ...]:
     """The op's tensors for sizes that were typed; nothing is allocated.
@@ -208,12 +217,12 @@ def _explain(args: argparse.Namespace) -> int:
     import torchweld
 
     try:
-        tensors = _tensors(args.op, args.shape, getattr(torch, args.dtype), args.device)
+        shapes = tensors(args.op, args.shape, getattr(torch, args.dtype), args.device)
     except (ValueError, RuntimeError) as error:
         return _fail("explain", str(error).splitlines()[0], 2)
     try:
         others = (1.5,) if args.op == "add_scalar" else ()
-        explanation = torchweld.explain(args.op, *tensors, *others)
+        explanation = torchweld.explain(args.op, *shapes, *others)
     except (ValueError, RuntimeError, ImportError) as error:
         return _fail("explain", str(error), 1)
     _print(explanation, args.json)
@@ -229,7 +238,7 @@ def _tune(args: argparse.Namespace) -> int:
     if reason := unavailable_reason():
         return _fail("tune", reason, 1)
     try:
-        shapes = _tensors(args.op, args.shape, getattr(torch, args.dtype), "cuda", args.group)
+        shapes = tensors(args.op, args.shape, getattr(torch, args.dtype), "cuda", args.group)
         kwargs = keywords(args)
     except (ValueError, RuntimeError) as error:
         return _fail("tune", str(error).splitlines()[0], 2)

@@ -42,9 +42,10 @@ std::vector<c10::SymInt> gated_linear_checks(const char* op, const Tensor& x, co
   check_min_dim(op, "x", x, 1, "(..., K)");
   check_like(op, "weight", weight, "x", x);
   check_dim(op, "weight", weight, 2, "(2N, K)");
-  TW_CHECK(weight.sym_size(0) % 2 == 0 && weight.sym_size(1) == x.sym_size(-1), op,
-           "weight must be (2N, K) with K = ", x.sym_size(-1),
-           " and an even number of rows, but got ", describe(weight));
+  const auto k = x.sym_size(-1);
+  TW_CHECK(weight.sym_size(0) % 2 == 0 && weight.sym_size(1) == k, op,
+           "weight must be (2N, K) with K = ", k, " and an even number of rows, but got ",
+           describe(weight), transpose_fix("weight", weight, k));
   check_vector(op, "bias", bias, weight.sym_size(0), "(2N,)", x);
   return with_last(x, weight.sym_size(0));
 }

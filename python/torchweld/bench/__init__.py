@@ -1,11 +1,15 @@
-"""`torchweld bench FAMILY`: the table and the picture of a family of kernels."""
+"""`torchweld bench FAMILY`: the table and the picture of a family of kernels; with --shape, of one
+call of an op.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 FAMILIES = {
     "rows": "cuda",
@@ -26,38 +30,96 @@ def _default_targets() -> Path | None:
     return path if path.is_file() else None
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs a family and prints its table. Returns 1 where --check finds a row that falls short."""
-    parser = argparse.ArgumentParser(prog="torchweld bench", description=__doc__)
+def _peers(text: str) -> list[str]:
+    peers = text.split(",")
+    if not set(peers) <= {"eager", "compile"}:
+        raise argparse.ArgumentTypeError(f"must be eager, compile or both, but got {text!r}")
+    return peers
+
+
+def _parser() -> argparse.ArgumentParser:
+    from torchweld.cli import Parser, add_sizes, sizes_by_op
+
+    parser = Parser(
+        prog="torchweld bench",
+        description="Times a family of ops, or with --shape one call of an op, against peers.",
+        epilog=f"families: {', '.join(FAMILIES)}\n{sizes_by_op()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
-        "family", choices=FAMILIES, help="cpu: every op there; all others need a GPU"
+        "what",
+        metavar="FAMILY|OP",
+        help="cpu: every op there; all other families need a GPU",
+    )
+    add_sizes(parser, required=False)
+    parser.add_argument(
+        "--against",
+        type=_peers,
+        default=["eager"],
+        metavar="PEERS",
+        help="of OP: eager, compile or both with a comma; default: eager",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="of OP; default: cuda where there is a GPU"
     )
     parser.add_argument("--check", action="store_true", help="exit 1 where a row falls short")
     parser.add_argument("--targets", type=Path, default=None, help="a targets.toml")
     parser.add_argument("--out", type=Path, help="folder for <device>/<family>.json and .png")
     parser.add_argument("--tests", help='counts to record, as "passed,failed,skipped"')
+    return parser
+
+
+def _rows_of_call(args: argparse.Namespace, device: str) -> Iterator[Any]:
+    import torch
+
+    from torchweld.bench import one
+    from torchweld.cli import tensors
+    from torchweld.tuning.main import filled
+
+    if args.what not in one.EAGER:
+        known = ", ".join(sorted(one.EAGER))
+        raise ValueError(f"OP must be one of {known}, but got {args.what!r}")
+    shapes = tensors(args.what, args.shape, getattr(torch, args.dtype), device)
+    torch.manual_seed(0)
+    return one.rows(args.what, filled(shapes, args.what, device), args.against)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a family and prints its table. Returns 1 where --check finds a row that falls short."""
+    parser = _parser()
     args = parser.parse_args(argv)
+    if args.shape is None and args.what not in FAMILIES:
+        parser.error(
+            f"FAMILY must be one of {', '.join(FAMILIES)}, but got {args.what!r}; an op needs "
+            "--shape"
+        )
 
     import torch
 
-    from torchweld._library import require
+    from torchweld._library import unavailable_reason
     from torchweld.bench import results
 
-    require()
-    device = FAMILIES[args.family]
-    if device == "cuda" and not torch.cuda.is_available():
-        print(
-            f"torchweld bench: {args.family} needs a CUDA GPU, but there is none", file=sys.stderr
-        )
-        return 2
-    targets = results.load_targets(args.targets or _default_targets(), args.family)
-    report = results.new_report(args.family, device)
+    if reason := unavailable_reason():
+        print(f"torchweld bench: {reason}", file=sys.stderr)
+        return 1
+    there = "cuda" if torch.cuda.is_available() else "cpu"
+    device = FAMILIES[args.what] if args.shape is None else args.device or there
+    if device == "cuda" and there == "cpu":
+        parser.error(f"{args.what} needs a CUDA GPU, but there is none")
+    report = results.new_report(args.what, device)
     if args.tests:
         counts = [int(c) for c in args.tests.split(",")]
         report.tests = dict(zip(("passed", "failed", "skipped"), counts, strict=True))
-    source = importlib.import_module(f"torchweld.bench.{args.family}").rows
     try:
-        for row in source(targets):
+        if args.shape is None:
+            targets = results.load_targets(args.targets or _default_targets(), args.what)
+            rows = importlib.import_module(f"torchweld.bench.{args.what}").rows(targets)
+        else:
+            rows = _rows_of_call(args, device)
+    except (ValueError, RuntimeError) as error:
+        parser.error(str(error).splitlines()[0])
+    try:
+        for row in rows:
             report.rows.append(row)
             ratio = "wrong answer" if row.ratio is None else f"{row.ratio:.3f}x {row.against}"
             print(f"{row.case}: {ratio}", file=sys.stderr, flush=True)

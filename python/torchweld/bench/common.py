@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 
 def dtype_text(dtype: torch.dtype) -> str:
@@ -16,3 +17,9 @@ def largest_error(out: torch.Tensor, reference: torch.Tensor) -> float:
 def two_roundings(dtype: torch.dtype, largest: float) -> float:
     """Two roundings of the largest result, and fp32 sums."""
     return largest * (2 * torch.finfo(dtype).eps + 1e-6)
+
+
+def padded_conv2d(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """torchweld.conv2d in torch's ops."""
+    kh, kw = weight.shape
+    return F.conv2d(F.pad(x, (0, kw - 1, 0, kh - 1))[:, None], weight[None, None])[:, 0]

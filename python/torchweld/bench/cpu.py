@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchweld._library import ops
+from torchweld.bench.common import padded_conv2d
 from torchweld.bench.results import Row, make_row
 from torchweld.bench.timer import interleaved
 
@@ -44,11 +45,6 @@ def _layer_norm_gelu(x: Tensor, weight: Tensor, bias: Tensor, g: Tensor, b: Tens
     return F.gelu(F.linear(F.layer_norm(x, x.shape[-1:], g, b), weight, bias), approximate="tanh")
 
 
-def _padded_conv2d(x: Tensor, weight: Tensor) -> Tensor:
-    kh, kw = weight.shape
-    return F.conv2d(F.pad(x, (0, kw - 1, 0, kh - 1))[:, None], weight[None, None])[:, 0]
-
-
 def _cases() -> Iterator[tuple[str, Function, Function, list[Tensor]]]:
     """(case, ours, eager, the tensors that take a gradient)."""
 
@@ -63,7 +59,7 @@ def _cases() -> Iterator[tuple[str, Function, Function, list[Tensor]]]:
         yield (
             f"conv2d {shape} {size} x {size}",
             ops.conv2d,
-            _padded_conv2d,
+            padded_conv2d,
             [random(*shape), random(size, size)],
         )
     for shape in ((8, 256, 256), (12, 1024, 1024)):

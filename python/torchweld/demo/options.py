@@ -8,9 +8,10 @@ import shutil
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 CPU_DEFAULTS = {
     "steps": 150,
@@ -195,6 +196,8 @@ def parse_device(text: str | None) -> torch.device:
     Raises:
         UsageError: There is no such device.
     """
+    import torch
+
     if text is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

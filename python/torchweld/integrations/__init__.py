@@ -5,8 +5,9 @@ Nothing here imports transformers until one of these names is used.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torchweld._start import lazy
 
 if TYPE_CHECKING:
     from ._fuse import fuse as fuse
@@ -14,21 +15,14 @@ if TYPE_CHECKING:
     from .hf_attention import register_attention as register_attention
     from .report import FuseReport as FuseReport
 
-_HOMES = {
-    "fuse": "_fuse",
-    "unfuse": "_fuse",
-    "FuseReport": "report",
-    "register_attention": "hf_attention",
-}
+__all__ = ["FuseReport", "fuse", "register_attention", "unfuse"]
 
-__all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "fuse": "_fuse",
+        "unfuse": "_fuse",
+        "FuseReport": "report",
+        "register_attention": "hf_attention",
+    },
+)

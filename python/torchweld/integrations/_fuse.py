@@ -17,20 +17,23 @@ _LAYER_NORM_LINEAR = "layer_norm_linear"
 
 
 def fuse(model: nn.Module, *, sample: Any = None, check: bool = True) -> FuseReport:
-    """Rewires a Hugging Face GPT-2 in place to run torchweld's ops.
+    """Rewires a Hugging Face model in place to run torchweld's ops.
 
-    Replaces the attention (``attn_implementation="torchweld"``), ``ln_1 -> attn.c_attn`` and
-    ``ln_2 -> mlp.c_fc -> mlp.act`` (both :func:`torchweld.layer_norm_linear`, on the Conv1D weights
-    as they are). Parameters, their names, state_dict, optimizers, save_pretrained and config.json
-    stay as they were. A place that can't be replaced safely stays stock and is listed with the
-    reason: hooks (accelerate's offloading too), LoRA or quantised layers, sharded parameters, mixed
-    dtypes, an activation without a fused form, a device that this build has no kernel for.
+    Of every model it switches the attention (``attn_implementation="torchweld"``); of a GPT-2 it
+    replaces ``ln_1 -> attn.c_attn`` and ``ln_2 -> mlp.c_fc -> mlp.act`` too (both
+    :func:`torchweld.layer_norm_linear`, on the Conv1D weights as they are). Parameters, their
+    names, state_dict, optimizers, save_pretrained and config.json stay as they were. What can't be
+    replaced safely stays stock and is listed with the reason: a class that does not take its
+    attention from transformers' AttentionInterface, hooks (accelerate's offloading too), LoRA or
+    quantised layers, sharded parameters, mixed dtypes, an activation without a fused form, a device
+    that this build has no kernel for.
 
     Args:
-        model: ``GPT2Model``, ``GPT2LMHeadModel`` or any module that contains one. It may be moved,
-            cast, copied, pickled, compiled and trained afterwards.
+        model: A model of transformers or any module that contains one. It may be moved, cast,
+            copied, pickled, compiled and trained afterwards.
         sample: Batch for the comparison with the stock model: ``input_ids``, or a dict of keyword
-            arguments. A small random batch with left padding by default.
+            arguments. A small random batch with left padding by default, where the model is a
+            language model that takes ``input_ids`` alone.
         check: Whether to run that comparison (two forward passes in eval mode, without gradients).
 
     Returns:
@@ -38,7 +41,7 @@ def fuse(model: nn.Module, *, sample: Any = None, check: bool = True) -> FuseRep
 
     Raises:
         ImportError: transformers is missing.
-        TypeError: The model contains no GPT-2.
+        TypeError: It contains no model of transformers.
         RuntimeError: The operator library can't be loaded, or the fused model gave NaN or inf where
             the stock model did not; the model is stock again then.
 
@@ -49,9 +52,12 @@ def fuse(model: nn.Module, *, sample: Any = None, check: bool = True) -> FuseRep
         attention weights use GPT-2's eager attention.
     """
     _library.require()
+    _check_model(model, "torchweld.fuse")
     gpt2 = _gpt2_module()
-    bases = _bases(model, gpt2)
+    bases = [(path, m) for path, m in model.named_modules() if isinstance(m, gpt2.GPT2Model)]
     report = FuseReport(model=type(model).__name__)
+    if not bases:
+        return _fuse_other(model, sample, check, report)
     stock = None
     sites, switches = _plan(bases, gpt2, report)
     if check and (sites or switches):
@@ -84,7 +90,10 @@ def unfuse(model: nn.Module) -> list[str]:
     Raises:
         RuntimeError: A fused module was wrapped or sharded since.
     """
+    _check_model(model, "torchweld.unfuse")
     gpt2 = _gpt2_module()
+    from . import hf_switch
+
     restored = []
     changed = [(path, m) for path, m in model.named_modules() if gpt2.is_fused(m)]
     for path, module in changed:
@@ -94,7 +103,18 @@ def unfuse(model: nn.Module) -> list[str]:
     for path, module in model.named_modules():
         if isinstance(module, gpt2.GPT2Model) and gpt2.restore_attention(model, module):
             restored.extend(_attention_paths(path, module))
+        elif hf_switch.restore(module):
+            restored.extend(hf_switch.attention_paths(path, module))
     return restored
+
+
+def _check_model(model: Any, asker: str) -> None:
+    if isinstance(model, nn.Module):
+        return
+    fix = ""
+    if isinstance(model, str):
+        fix = f"; use transformers.AutoModelForCausalLM.from_pretrained({model!r})"
+    raise TypeError(f"{asker}: model must be an nn.Module, but got {model!r}{fix}")
 
 
 def _gpt2_module() -> Any:
@@ -108,15 +128,33 @@ def _gpt2_module() -> Any:
     return gpt2
 
 
-def _bases(model: nn.Module, gpt2: Any) -> list[tuple[str, Any]]:
-    bases = [(p, m) for p, m in model.named_modules() if isinstance(m, gpt2.GPT2Model)]
-    if not bases:
+def _fuse_other(model: nn.Module, sample: Any, check: bool, report: FuseReport) -> FuseReport:
+    """``fuse`` of models that are no GPT-2: their attention."""
+    from . import hf_switch
+
+    if not hf_switch.roots(model):
         raise TypeError(
-            "torchweld.fuse: model must be or contain transformers' GPT2Model, but got "
-            f"{type(model).__name__}; other transformers models can use "
-            'torchweld.integrations.register_attention() and attn_implementation="torchweld"'
+            "torchweld.fuse: model must be or contain a model of transformers, but got "
+            f"{type(model).__name__}; other models can use torchweld's ops and modules"
         )
-    return bases
+    switches = hf_switch.plan(model, report)
+    roots = [root for _, root in switches]
+    runner = None
+    if check and switches:
+        runner = _Sample(model, roots, sample, hf_switch.sample_of)
+    stock = runner.run(report) if runner else None
+    try:
+        for paths, root in switches:
+            hf_switch.switch(root)
+            report.replaced.extend(paths)
+            report.ops.update(dict.fromkeys(paths, _ATTENTION))
+        if runner:
+            _compare(stock, runner.run(report), report)
+    except BaseException:
+        for root in roots:
+            hf_switch.restore(root)
+        raise
+    return report
 
 
 def _attention_paths(path: str, base: Any) -> list[str]:
@@ -232,18 +270,20 @@ def _no_autocast(device: torch.device) -> Any:
 class _Sample:
     """Runs the sample batch in eval mode without gradients, leaving the model's modes as found."""
 
-    def __init__(self, model: nn.Module, bases: list[Any], sample: Any) -> None:
+    def __init__(self, model: nn.Module, parts: list[Any], sample: Any, facts: Any = None) -> None:
         self.model = model
-        self.label = "outputs"
-        if sample is None:
-            # Heads may need labels, pad ids or images: without a language model head, compare
-            # what the GPT-2 itself returns.
-            head = "GPT2LMHeadModel" in {cls.__name__ for cls in type(model).__mro__}
-            self.targets = [model] if head else bases
-            self.kwargs = [_default_batch(base) for base in bases[: len(self.targets)]]
-        else:
+        facts = facts or _facts_of_gpt2
+        if sample is not None:
             self.targets = [model]
             self.kwargs = [dict(sample) if hasattr(sample, "keys") else {"input_ids": sample}]
+            return
+        # Heads may need labels, pad ids or images: without a language model head, compare what the
+        # GPT-2 itself returns.
+        head = "GPT2LMHeadModel" in {cls.__name__ for cls in type(model).__mro__}
+        known = [(part, facts(part)) for part in ([model] if head else parts)]
+        known = [(part, each) for part, each in known if each is not None]
+        self.targets = [part for part, _ in known]
+        self.kwargs = [_default_batch(*each) for _, each in known]
 
     def run(self, report: FuseReport) -> list[Tensor]:
         modes = [(module, module.training) for module in self.model.modules()]
@@ -265,17 +305,21 @@ class _Sample:
         return outputs
 
 
-def _default_batch(base: Any) -> dict[str, Tensor]:
-    config, device = base.config, _device(base.wte, base.wte.weight)
-    length = min(16, config.n_positions)
-    ids = torch.randint(config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+def _facts_of_gpt2(model: Any) -> tuple[int, int, torch.device]:
+    base = getattr(model, "transformer", model)
+    return base.config.vocab_size, base.config.n_positions, _device(base.wte, base.wte.weight)
+
+
+def _default_batch(vocab: int, positions: int, device: torch.device) -> dict[str, Tensor]:
+    length = min(16, positions)
+    ids = torch.randint(vocab, (2, length), generator=torch.Generator().manual_seed(0))
     mask = torch.ones(2, length, dtype=torch.int64)
     mask[1, : length // 3] = 0
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    position_ids = (mask.cumsum(-1) - 1).clamp_min(0)
     return {
         "input_ids": ids.to(device),
         "attention_mask": mask.to(device),
-        "position_ids": positions.to(device),
+        "position_ids": position_ids.to(device),
         "use_cache": False,
     }
 
@@ -308,7 +352,7 @@ def _compare(stock: list[Tensor], fused: list[Tensor], report: FuseReport) -> No
             )
         if bool(good.any()):
             worst = max(worst, (after[good].double() - before[good].double()).abs().max().item())
-    report.max_abs_diff = worst
+    report.max_abs_diff = worst if stock else None
 
 
 def _restore(sites: list[Any], bases: list[Any], model: nn.Module, gpt2: Any) -> None:

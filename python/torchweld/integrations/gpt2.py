@@ -30,7 +30,8 @@ from transformers.models.gpt2.modeling_gpt2 import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from .hf_attention import NAME, records_weights, register_attention
+from . import gpt2_mask
+from .hf_attention import NAME, config_refusal, register_attention
 
 # Copied or unpickled models look the attention up by name: importing this module is enough.
 register_attention()
@@ -314,21 +315,9 @@ class AttentionState:
 
 def attention_refusal(base: GPT2Model) -> str | None:
     """Why the attention of a model must stay stock, or None. It is one switch for all layers."""
-    implementation = base.config._attn_implementation
-    if implementation == NAME:
-        return "fused already"
-    if implementation not in ("eager", "sdpa"):
-        return (
-            f'attn_implementation="{implementation}" was chosen; '
-            'call model.set_attn_implementation("sdpa") first'
-        )
-    if getattr(base.config, "output_attentions", False):
-        return "config.output_attentions is on, and torchweld has no attention weights to return"
-    if implementation == "eager" and not records_weights():
-        return (
-            "it is eager and returns attention weights when asked; this version of transformers "
-            "doesn't say when (a newer one does)"
-        )
+    reason = config_refusal(base.config)
+    if reason is not None:
+        return reason
     for index, block in enumerate(base.h):
         if not isinstance(block, GPT2Block):
             return f"h.{index} is {_class(block)}, not transformers' GPT2Block"
@@ -352,6 +341,7 @@ def switch_attention(model: nn.Module, base: GPT2Model) -> None:
         stock_config=old, stock_dict=old.to_dict(), implementation=old._attn_implementation
     )
     _replace_config(model, old, new)
+    gpt2_mask.install(base)
 
 
 def restore_attention(model: nn.Module, base: GPT2Model) -> bool:
@@ -359,6 +349,7 @@ def restore_attention(model: nn.Module, base: GPT2Model) -> bool:
     state = vars(base).get("_torchweld_attention")
     if state is None:
         return False
+    gpt2_mask.remove(base)
     new = base.config
     if new._attn_implementation == NAME:
         new._attn_implementation = state.implementation

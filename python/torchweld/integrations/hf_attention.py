@@ -35,13 +35,26 @@ _UNSERVED = {
     "block_indices": "blocks of keys chosen for each query",
 }
 
+# What the mask function finds out while torch.compile traces.
+UNREADABLE = (
+    "attention_mask can't be looked at here (torch.compile, export, tracing or CUDA graph capture)"
+)
+MAYBE_PACKED = (
+    "transformers can't tell here if position_ids hold packed sequences (torch.compile, export or "
+    "tracing, without a mask and without a cache)"
+)
+TRACED = {UNREADABLE, MAYBE_PACKED}
+# Of a mask that nobody says anything else of.
+GIVEN_4D = "the attention mask is 4-D (given so, or made so under torch.compile)"
+
 _warned: set[str] = set()
 
 
 @torch.compiler.assume_constant_result
-def _warn_once(reason: str, instead: str = "torch's scaled_dot_product_attention") -> bool:
-    # Under torch.compile this runs while tracing, so a compiled model warns as well.
-    if reason in _warned:
+def warn_once(reason: str, instead: str = "torch's scaled_dot_product_attention") -> bool:
+    """Says why calls don't take the op; under torch.compile while it traces."""
+    # A traced mask carries no reason, but the mask function has said it then.
+    if reason in _warned or (reason == GIVEN_4D and _warned & TRACED):
         return False
     _warned.add(reason)
     warnings.warn(
@@ -57,6 +70,26 @@ def records_weights() -> bool:
     return _collector is not None
 
 
+def config_refusal(config: Any) -> str | None:
+    """Why ``fuse`` must not switch the attention of a model of this config, or None."""
+    implementation = config._attn_implementation
+    if implementation == NAME:
+        return "fused already"
+    if implementation not in ("eager", "sdpa"):
+        return (
+            f'attn_implementation="{implementation}" was chosen; '
+            'call model.set_attn_implementation("sdpa") first'
+        )
+    if getattr(config, "output_attentions", False):
+        return "config.output_attentions is on, and torchweld has no attention weights to return"
+    if implementation == "eager" and not records_weights():
+        return (
+            "it is eager and returns attention weights when asked; this version of transformers "
+            "doesn't say when (a newer one does)"
+        )
+    return None
+
+
 def _weights_are_wanted(kwargs: dict[str, Any]) -> bool:
     if kwargs.get("output_attentions"):
         return True
@@ -65,6 +98,11 @@ def _weights_are_wanted(kwargs: dict[str, Any]) -> bool:
     # A ContextVar can't be traced; transformers keeps a plain variable beside it for torch.compile.
     wanted = _collector.global_var if torch.compiler.is_compiling() else _collector.get()
     return wanted is not None and any(key.endswith("attentions") for key in wanted)
+
+
+def no_mask(device: torch.device) -> Tensor:
+    """A 4-D mask, which transformers hands on as it is, that stands for plain causal attention."""
+    return torch.empty(0, 0, 0, 0, dtype=torch.bool, device=device)
 
 
 def _dense_mask(
@@ -155,6 +193,8 @@ def attention_forward(
             )
     leftpad = None
     reason = None
+    if attention_mask is not None and attention_mask.shape == (0, 0, 0, 0):
+        attention_mask = None
     if attention_mask is not None:
         if attention_mask.dim() == 1 and attention_mask.dtype == torch.int32:
             leftpad = attention_mask.to(query.device)
@@ -162,7 +202,7 @@ def attention_forward(
             reason = getattr(
                 attention_mask,
                 "torchweld_reason",
-                "the attention mask is 4-D (given so, or made so under torch.compile)",
+                GIVEN_4D,
             )
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     causal = True if leftpad is not None else is_causal
@@ -170,7 +210,7 @@ def attention_forward(
         causal = bool(getattr(module, "is_causal", True))
 
     if _weights_are_wanted(kwargs):
-        _warn_once("attention weights are asked for", instead="the model's eager attention")
+        warn_once("attention weights are asked for", instead="the model's eager attention")
         mask = _dense_mask(attention_mask if leftpad is None else leftpad, query, seqlen_k, causal)
         return _eager_attention(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
@@ -186,7 +226,7 @@ def attention_forward(
         elif causal and leftpad is None and seqlen_k < seqlen_q:
             reason = "there are fewer keys than causal queries"
     if reason is not None:
-        _warn_once(reason)
+        warn_once(reason)
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         from .hf_mask import causal_mask
@@ -216,6 +256,7 @@ def attention_forward(
 def register_attention() -> None:
     """Makes ``attn_implementation="torchweld"`` known to transformers.
 
+    ``import torchweld`` has it called once transformers is there, so no program needs to.
     Registers the attention function and the mask function: without the second one transformers
     would hand every layer no mask at all. Classes that would not use the two together are refused
     when they are built with this name, and again when they run. Calling it again changes nothing.
@@ -235,6 +276,6 @@ def register_attention() -> None:
     from .hf_mask import attention_mask
     from .hf_models import refuse_at_construction
 
+    refuse_at_construction()
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
-    refuse_at_construction()

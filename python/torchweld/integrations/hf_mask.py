@@ -33,11 +33,8 @@ from torch import Tensor
 
 from torchweld.ops.leftpad import before_first_token, is_readable
 
+from .hf_attention import MAYBE_PACKED, UNREADABLE, warn_once
 from .hf_models import check_config
-
-UNREADABLE = (
-    "attention_mask can't be looked at here (torch.compile, export, tracing or CUDA graph capture)"
-)
 
 
 def _has_holes(tokens: Tensor) -> bool:
@@ -100,6 +97,8 @@ def attention_mask(
         reason = "a static cache holds keys beyond the last token"
     elif not plain:
         reason = "the mask is not plain causal (window, packed sequences, encoder or custom)"
+        if torch.compiler.is_compiling() and attention_mask is None and local_size is None:
+            reason = MAYBE_PACKED
     elif q_offset is None and attention_mask is None and q_length != kv_length:
         reason = "the position of the queries among the keys is not known"
     elif attention_mask is None:
@@ -132,7 +131,9 @@ def attention_mask(
         allow_is_causal_skip=allow_is_causal_skip and readable,
         **kwargs,
     )
-    if mask is not None and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        warn_once(reason)
+    elif mask is not None:
         mask.torchweld_reason = reason
     return mask
 

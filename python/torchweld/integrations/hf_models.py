@@ -4,6 +4,10 @@ A class must take its attention from transformers' ``AttentionInterface``: only 
 mask function returns meet the attention function. It must support ``sdpa`` too, because that is
 where every call goes that torchweld's op can't do. transformers asks the same two questions before
 it switches a class to ``sdpa``.
+
+NOTE: what imports transformers' modeling_utils has :func:`.hf_attention.register_attention` called,
+which needs this module. So it is imported by the functions here, through ``transformers.``, and not
+by the module.
 """
 
 from __future__ import annotations
@@ -14,14 +18,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+import transformers
 
 from .hf_attention import NAME
 
 
-def refusal(cls: type[PreTrainedModel]) -> str | None:
+def refusal(cls: type[transformers.PreTrainedModel]) -> str | None:
     """One sentence that says why a class is not served, or None."""
-    reason = _reason(cls)
+    reason = shortcoming(cls)
     return None if reason is None else _sentence(cls.__name__, reason)
 
 
@@ -42,15 +46,17 @@ def _sentence(who: str, reason: str) -> str:
     )
 
 
-def _reason(cls: type[PreTrainedModel]) -> str | None:
+def shortcoming(cls: type[transformers.PreTrainedModel]) -> str | None:
+    """What keeps a class from being served, as a predicate, or None."""
     # transformers reads a class's source file; what was typed into a notebook has none, and is
     # what its parent is.
     written = next(
         base
         for base in cls.__mro__
-        if issubclass(base, PreTrainedModel) and hasattr(sys.modules[base.__module__], "__file__")
+        if issubclass(base, transformers.PreTrainedModel)
+        and hasattr(sys.modules[base.__module__], "__file__")
     )
-    if written is PreTrainedModel:
+    if written is transformers.PreTrainedModel:
         return "has no source file that shows where it takes its attention from"
     if not written._can_set_attn_implementation():
         return "does not take its attention from transformers' AttentionInterface"
@@ -69,8 +75,8 @@ def _cached_refusal(config_class: type) -> str | None:
     # One served class is enough: a class of somebody else's may share the config, and it has
     # passed the check at its construction.
     reasons = [
-        _reason(cls)
-        for cls in _subclasses(PreTrainedModel)
+        shortcoming(cls)
+        for cls in _subclasses(transformers.PreTrainedModel)
         if getattr(cls, "config_class", None) is config_class
     ]
     if not reasons or None in reasons:
@@ -90,13 +96,16 @@ def refuse_at_construction() -> None:
     transformers checks no class against an implementation that was registered: some would die with
     a KeyError while they are built, others run without a causal mask.
     """
-    stock = PreTrainedModel.get_correct_attn_implementation
+    stock = transformers.PreTrainedModel.get_correct_attn_implementation
     if hasattr(stock, "_torchweld"):
         return
 
     @functools.wraps(stock)
     def get_correct_attn_implementation(
-        self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any
+        self: transformers.PreTrainedModel,
+        requested_attention: str | None,
+        *args: Any,
+        **kwargs: Any,
     ) -> str:
         reason = refusal(type(self)) if requested_attention == NAME else None
         if reason is not None:
@@ -104,4 +113,4 @@ def refuse_at_construction() -> None:
         return stock(self, requested_attention, *args, **kwargs)
 
     get_correct_attn_implementation._torchweld = True
-    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+    transformers.PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from torchweld._library import ops, require
+from torchweld._refusals import sentences
 
 _KERNELS = ("causal_softmax", "softmax_matmul", "attention")
 
 
+@sentences
 def attention(
     query: Tensor,
     key: Tensor,
@@ -104,6 +106,11 @@ class CausalSelfAttention(nn.Module):
     @classmethod
     def from_torch(cls, module: nn.Module, *, kernel: str = "attention") -> CausalSelfAttention:
         """A copy of a transformers `GPT2Attention` (its `Conv1D` weights transposed)."""
+        if not all(hasattr(module, name) for name in ("c_attn", "c_proj", "num_heads")):
+            raise ValueError(
+                "CausalSelfAttention.from_torch: module must be transformers' GPT2Attention, but "
+                f"got {module}"
+            )
         weight = module.c_attn.weight
         new = cls(
             weight.shape[0],

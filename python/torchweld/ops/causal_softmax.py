@@ -5,8 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from torchweld._library import ops
+from torchweld._refusals import sentences
 
 
+@sentences
 def causal_softmax(scores: Tensor, leftpad: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
     """Softmax of `scale * scores` over the keys that each row may see, 0 elsewhere.
 

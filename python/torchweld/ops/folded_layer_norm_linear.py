@@ -6,9 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from torchweld._library import ops, require
+from torchweld._refusals import sentences
 from torchweld.ops.linear import activation_module
 
 
+@sentences
 def fold_layer_norm(
     weight: Tensor,
     bias: Tensor | None = None,
@@ -36,6 +38,7 @@ def fold_layer_norm(
     return ops.fold_layer_norm(weight, bias, ln_weight, ln_bias)
 
 
+@sentences
 def folded_layer_norm_linear(
     x: Tensor,
     folded_weight: Tensor,
@@ -103,6 +106,11 @@ class FoldedLayerNormLinear(nn.Module):
 
         if isinstance(module, nn.Sequential):
             module = LayerNormLinear.from_torch(module)
+        if not isinstance(module, LayerNormLinear):
+            raise ValueError(
+                "FoldedLayerNormLinear.from_torch: module must be LayerNormLinear or "
+                f"nn.Sequential(LayerNorm((K,)), Linear(K, N)[, activation]), but got {module}"
+            )
         with torch.no_grad():
             folded = fold_layer_norm(module.weight, module.bias, module.ln_weight, module.ln_bias)
         return cls(*folded, eps=module.eps, activation=module.activation).eval()

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchweld._library import ops, require
+from torchweld._refusals import sentences
 from torchweld.ops.linear import reset_as_torch
 
 GATES = {
@@ -18,6 +19,7 @@ GATES = {
 }
 
 
+@sentences
 def gated_linear(
     x: Tensor,
     weight: Tensor,

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from torchweld._library import ops, require
+from torchweld._refusals import sentences
 
 
+@sentences
 def int4_pack(codes: Tensor) -> Tensor:
     """Eight 4-bit codes a word along the last dimension, lowest nibble first.
 
@@ -23,6 +25,7 @@ def int4_pack(codes: Tensor) -> Tensor:
     return ops.int4_pack(codes)
 
 
+@sentences
 def int4_unpack(packed: Tensor, cols: int) -> Tensor:
     """The codes of `int4_pack`'s words.
 
@@ -39,6 +42,7 @@ def int4_unpack(packed: Tensor, cols: int) -> Tensor:
     return ops.int4_unpack(packed, cols)
 
 
+@sentences
 def int4_linear(
     x: Tensor, qweight: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None
 ) -> Tensor:
@@ -66,6 +70,7 @@ def int4_linear(
     return ops.int4_linear(x, qweight, scale, zero, bias)
 
 
+@sentences
 def int4_repack(qweight: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The weight of `int4_linear` in the order in which the tensor cores want it; done once.
 
@@ -86,6 +91,7 @@ def int4_repack(qweight: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, T
     return ops.int4_repack(qweight, scale, zero)
 
 
+@sentences
 def int4_linear_repacked(
     x: Tensor,
     packed: Tensor,
@@ -202,8 +208,11 @@ class Int4Linear(nn.Module):
             A module in eval mode on the layer's device, with `quantisation_error` set.
 
         Raises:
-            ValueError: group_size is no multiple of 8 that divides in_features.
+            ValueError: `linear` is no `nn.Linear`, or group_size no multiple of 8 that divides
+                in_features.
         """
+        if not isinstance(linear, nn.Linear):
+            raise ValueError(f"Int4Linear.from_linear: linear must be nn.Linear, but got {linear}")
         weight = linear.weight
         module = cls(
             linear.in_features,

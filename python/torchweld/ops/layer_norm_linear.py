@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweld._library import ops, require
+from torchweld._refusals import sentences
 from torchweld.ops.folded_layer_norm_linear import FoldedLayerNormLinear
 from torchweld.ops.linear import (
     activation_module,
@@ -15,6 +16,7 @@ from torchweld.ops.linear import (
 )
 
 
+@sentences
 def layer_norm_linear(
     x: Tensor,
     weight: Tensor,
@@ -102,7 +104,7 @@ class LayerNormLinear(nn.Module):
     @classmethod
     def from_torch(cls, module: nn.Sequential) -> LayerNormLinear:
         """From `nn.Sequential(LayerNorm, Linear[, activation])`; shares its parameters."""
-        parts = list(module)
+        parts = list(module) if isinstance(module, nn.Sequential) else []
         if (
             len(parts) not in (2, 3)
             or not isinstance(parts[0], nn.LayerNorm)

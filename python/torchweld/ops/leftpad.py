@@ -23,8 +23,14 @@ def leftpad_from_mask(attention_mask: Tensor, *, check: bool = True) -> Tensor:
         padding, its results and gradients are 0, and the other sequences stay right.
 
     Raises:
-        ValueError: the mask is not two-dimensional, or a row has zeros behind a one.
+        TypeError: the mask is no tensor.
+        ValueError: it is not two-dimensional, or a row has zeros behind a one.
     """
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(
+            "leftpad_from_mask: attention_mask must be a Tensor, but got "
+            f"{type(attention_mask).__name__}; use torch.as_tensor(attention_mask)"
+        )
     if attention_mask.dim() != 2:
         raise ValueError(
             "leftpad_from_mask: attention_mask must be (batch, seqlen), but got "

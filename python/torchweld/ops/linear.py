@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from torchweld._library import ops
+from torchweld._refusals import sentences
 
 _ACTIVATIONS = {
     "none": nn.Identity,
@@ -15,6 +16,7 @@ _ACTIVATIONS = {
 }
 
 
+@sentences
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "none"
 ) -> Tensor:

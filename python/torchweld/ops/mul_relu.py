@@ -5,8 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from torchweld._library import ops
+from torchweld._refusals import sentences
 
 
+@sentences
 def mul_relu(x: Tensor, y: Tensor) -> Tensor:
     """`torch.relu(x * y[:, None])`.
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from torchweld._library import ops
+from torchweld._refusals import sentences
 
 
+@sentences
 def outer_add(x: Tensor, y: Tensor) -> Tensor:
     """`x[None, :] + y[:, None]`.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweld._library import ops, require
+from torchweld._refusals import sentences
 from torchweld.ops.linear import (
     activation_module,
     activation_name,
@@ -16,6 +17,7 @@ from torchweld.ops.linear import (
 )
 
 
+@sentences
 def rms_norm_linear(
     x: Tensor,
     weight: Tensor,
@@ -104,7 +106,7 @@ class RMSNormLinear(nn.Module):
             ValueError: other parts, or an RMSNorm of another formula, such as Gemma's, which scales
                 by 1 + weight.
         """
-        parts = list(module)
+        parts = list(module) if isinstance(module, nn.Sequential) else []
         eps = _eps_of(parts[0], parts[1]) if len(parts) in (2, 3) else None
         if eps is None:
             raise ValueError(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from torchweld._library import ops
+from torchweld._refusals import sentences
 
 
+@sentences
 def row_sum(x: Tensor) -> Tensor:
     """Sum over the last dimension: `torch.sum(x, -1)`.
 

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from torchweld._library import ops, require
+from torchweld._refusals import sentences
 
 
+@sentences
 def softmax(x: Tensor) -> Tensor:
     """Softmax over the last dimension: `torch.softmax(x, -1)`.
 
@@ -47,6 +49,8 @@ class Softmax(nn.Module):
     @classmethod
     def from_torch(cls, module: nn.Softmax) -> Softmax:
         """The same softmax; `module.dim` must be set (torch guesses one when it is None)."""
+        if not isinstance(module, nn.Softmax):
+            raise ValueError(f"Softmax.from_torch: module must be nn.Softmax, but got {module}")
         if module.dim is None:
             raise ValueError("Softmax.from_torch: module.dim must be an int, but got None")
         return cls(module.dim)

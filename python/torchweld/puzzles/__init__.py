@@ -9,9 +9,29 @@
 Source: S. Rush and others, "Triton Puzzles" (the numbering, the functions and the sizes).
 """
 
-from torchweld.puzzles.access import Access, accesses
-from torchweld.puzzles.cases import PUZZLES, Puzzle
-from torchweld.puzzles.picture import draw
-from torchweld.puzzles.solve import Result, solve
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchweld._start import lazy
+
+if TYPE_CHECKING:
+    from torchweld.puzzles.access import Access, accesses
+    from torchweld.puzzles.cases import PUZZLES, Puzzle
+    from torchweld.puzzles.picture import draw
+    from torchweld.puzzles.solving import Result, solve
 
 __all__ = ["PUZZLES", "Access", "Puzzle", "Result", "accesses", "draw", "solve"]
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "Access": "access",
+        "accesses": "access",
+        "PUZZLES": "cases",
+        "Puzzle": "cases",
+        "draw": "picture",
+        "Result": "solving",
+        "solve": "solving",
+    },
+)

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from torchweld.demo.options import UsageError, parse_device
     from torchweld.puzzles.memory import MemoryCheckError, check_memory
-    from torchweld.puzzles.solve import solve
+    from torchweld.puzzles.solving import solve
 
     if args.picture is not None and args.puzzle is None:
         return _fail("--picture draws one puzzle; add --puzzle N", 2)

@@ -1,6 +1,15 @@
 """Every configuration of a call timed as a table, and the fastest remembered."""
 
-from torchweld.tuning.result import TuneResult
-from torchweld.tuning.search import tune
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchweld._start import lazy
+
+if TYPE_CHECKING:
+    from torchweld.tuning.result import TuneResult
+    from torchweld.tuning.search import tune
 
 __all__ = ["TuneResult", "tune"]
+
+__getattr__, __dir__ = lazy(__name__, {"TuneResult": "result", "tune": "search"})

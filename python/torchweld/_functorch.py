@@ -1,0 +1,255 @@
+"""torch.func over the ops: grad, vjp, jacrev and vmap, and their nestings.
+
+torch refuses C++ autograd functions under these transforms, so each op gets a kernel for the key
+that they dispatch to. It is a Python `autograd.Function` made from the schemas: `<op>_forward`
+(`<op>` where there is none) gives the result and what the gradient needs, and the arguments of
+`<op>_backward` are found by name among inputs and results. Calls outside of torch.func never come
+here.
+
+vmap moves the batch to the front where an op takes leading dims, folds it into the batch that an op
+has, and else calls the op once for each entry: per-sample gradients of a weight are such calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+_FRONT_KEY = "FuncTorchDynamicLayerFrontMode"
+_LINEAR = ("linear", "layer_norm_linear", "rms_norm_linear", "gated_linear")
+# The arguments that carry leading dims; all others must be the same for the whole batch.
+_LEADING = {
+    "softmax": ("x",),
+    "softmax_backward": ("dy", "y"),
+    "causal_softmax": ("scores",),
+    "causal_softmax_backward": ("dy", "y"),
+    "row_sum": ("x",),
+    "add_scalar": ("x",),
+    **{op + suffix: ("x",) for op in _LINEAR for suffix in ("", "_forward")},
+    **dict.fromkeys(("folded_layer_norm_linear", "int4_linear", "int4_linear_repacked"), ("x",)),
+}
+# Ops whose tensors all begin with the batch.
+_BATCHED = tuple(
+    op + suffix
+    for op in ("attention", "softmax_matmul", "bmm")
+    for suffix in ("", "_forward", "_backward")
+)
+# What autocast leaves in the dtype of sums.
+_WIDE = ("weight_sum", "folded_bias")
+# Gradients without an op of their own: dx of dy and x's shape.
+_GRADIENTS: dict[str, Callable[[Tensor, torch.Size], Tensor]] = {
+    "row_sum": lambda dy, shape: dy.unsqueeze(-1).expand(shape),
+    "add_scalar": lambda dy, shape: dy,
+}
+
+
+def _op(name: str) -> Any:
+    return getattr(torch.ops.torchweld, name).default
+
+
+def _exists(name: str) -> bool:
+    return hasattr(torch.ops.torchweld, name)
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _left_out(t: Tensor) -> bool:
+    """A result that nobody asked for."""
+    return t.shape == (0,)
+
+
+def _vmap(
+    op: str,
+    names: Sequence[str],
+    call: Callable[..., Any],
+    size: int,
+    dims: Sequence,
+    args: Sequence,
+) -> tuple[Any, Any]:
+    """Results and their batch dims of a call whose arguments have a batch at `dims`."""
+    given = dict(zip(names, args, strict=False))
+    at = dict(zip(names, dims, strict=False))
+    batched = {name for name in names if at.get(name) is not None}
+
+    def front(name: str) -> Any:
+        value = given[name]
+        if not isinstance(value, Tensor):
+            return value
+        if at[name] is None:
+            return value.expand(size, *value.shape)
+        return value.movedim(at[name], 0)
+
+    leading = _LEADING.get(op, ())
+    if size and batched <= set(leading) and given.get("leftpad") is None:
+        out = call(*[front(n) if n in leading else given[n] for n in given])
+        outs = _tuple(out)
+    elif size and op in _BATCHED and len({t.shape[1] for t in map(front, given) if _is(t)}) == 1:
+        folded = [t.flatten(0, 1) if _is(t) else t for t in map(front, given)]
+        out = call(*folded)
+        outs = tuple(t if _left_out(t) else t.unflatten(0, (size, -1)) for t in _tuple(out))
+    elif size:
+        entries = [
+            _tuple(call(*[front(n)[i] if n in batched else given[n] for n in given]))
+            for i in range(size)
+        ]
+        outs = tuple(
+            e[0] if _left_out(e[0]) else torch.stack(e) for e in zip(*entries, strict=True)
+        )
+        out = outs if len(outs) > 1 else outs[0]
+    else:
+        raise RuntimeError(f"torchweld::{op}: the batch of vmap must be at least 1, but got 0")
+    where = tuple(None if _left_out(t) else 0 for t in outs)
+    return (outs, where) if isinstance(out, tuple) else (outs[0], where[0])
+
+
+def _is(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _function(op: str) -> type[torch.autograd.Function]:
+    """The op as a function of its arguments in the schema's order, for torch.func."""
+    forward_op = _op(op + "_forward" if _exists(op + "_forward") else op)
+    schema = forward_op._schema
+    names = [a.name for a in schema.arguments]
+    positional = sum(not a.kwarg_only for a in schema.arguments)
+    results = [r.name or "y" for r in schema.returns]
+    backward_op = _op(op + "_backward") if _exists(op + "_backward") else None
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            keywords = dict(zip(names[positional:], args[positional:], strict=True))
+            return forward_op(*args[:positional], **keywords)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            outputs = _tuple(output)
+            ctx.mark_non_differentiable(*outputs[1:])
+            ctx.set_materialize_grads(False)
+            ctx.tensors = [n for n, v in zip(names, inputs, strict=True) if _is(v)] + results
+            ctx.others = {n: v for n, v in zip(names, inputs, strict=True) if not _is(v)}
+            ctx.shape = inputs[0].shape
+            if backward_op is None:
+                return
+            ctx.save_for_backward(*[v for v in inputs if _is(v)], *outputs)
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor | None, *unused: Any) -> tuple[Any, ...]:
+            if dy is None:
+                return (None,) * len(names)
+            if backward_op is None:
+                return (_GRADIENTS[op](dy, ctx.shape), *[None] * (len(names) - 1))
+            wanted = dict(zip(names, ctx.needs_input_grad, strict=True))
+            values = dict(zip(reversed(ctx.tensors), reversed(ctx.saved_tensors), strict=True))
+            return _backward(op, names, backward_op, dy, {**values, **ctx.others}, wanted)
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            raise NotImplementedError(
+                f"torchweld::{op}: the derivative must be reverse-mode, but got forward-mode (jvp, "
+                "jacfwd, hessian); use torch.func.vjp or jacrev"
+            )
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+            return _vmap(op, names, Function.apply, info.batch_size, in_dims, args)
+
+    Function.__name__ = Function.__qualname__ = op
+    return Function
+
+
+def _backward(
+    op: str,
+    names: Sequence[str],
+    backward_op: Any,
+    dy: Tensor,
+    values: dict[str, Any],
+    wanted: dict[str, bool],
+) -> tuple[Any, ...]:
+    """The gradients, one for each argument of the op."""
+    arguments = backward_op._schema.arguments[1:]
+    returns = [r.name.removeprefix("d") or names[0] for r in backward_op._schema.returns]
+    for name in names:
+        if wanted[name] and name not in returns:
+            raise RuntimeError(
+                f"torchweld::{op}: {name} must not require a gradient, but got one that does; use "
+                f"{name}.detach()"
+            )
+    if values.get("activation") in ("none", "relu"):  # relu's gradient is read off its result
+        values["preact"] = values["y"] if values["activation"] == "relu" else None
+    values["output_mask"] = [wanted[name] for name in returns]
+    if "x" in values:
+        values["in_features"] = values["x"].shape[-1]
+    positional = [values[a.name] for a in arguments if not a.kwarg_only]
+    keywords = {a.name: values[a.name] for a in arguments if a.kwarg_only}
+    grads = dict(zip(returns, _tuple(backward_op(dy, *positional, **keywords)), strict=True))
+    return tuple(grads[name] if wanted[name] else None for name in names)
+
+
+def _front(op: str) -> Callable[..., Any]:
+    """The kernel for torch.func: the op's result alone, cast as autocast would."""
+    function = _function(op)
+    schema = _op(op)._schema
+    casts = {
+        kind: torch._C._dispatch_has_kernel_for_dispatch_key(f"torchweld::{op}", f"Autocast{key}")
+        for kind, key in (("cpu", "CPU"), ("cuda", "CUDA"))
+    }
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        defaults = [a.default_value for a in schema.arguments[len(args) :]]
+        rest = [
+            kwargs.get(a.name, default)
+            for a, default in zip(schema.arguments[len(args) :], defaults, strict=True)
+        ]
+        values = [*args, *rest]
+        interpreter = retrieve_current_functorch_interpreter()
+        if interpreter.key() == TransformType.Functionalize:  # there is nothing to functionalize
+            from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
+
+            api = FunctorchFunctionalizeAPI(interpreter)
+            with api.redispatch_to_next():
+                out = _op(op)(*api.unwrap_tensors(args), **api.unwrap_tensors(kwargs))
+            return api.wrap_tensors(out)
+        kind = values[0].device.type
+        if not (casts.get(kind) and torch.is_autocast_enabled(kind)):
+            return _tuple(function.apply(*values))[0]
+        dtype = torch.get_autocast_dtype(kind)
+        for i, argument in enumerate(schema.arguments):
+            v = values[i]
+            if _is(v) and v.is_floating_point() and argument.name not in _WIDE:
+                values[i] = v if v.dtype == torch.float64 else v.to(dtype)
+        with torch.autocast(kind, enabled=False):
+            return _tuple(function.apply(*values))[0]
+
+    return call
+
+
+def _vmap_rule(op: str) -> Callable[..., Any]:
+    schema = _op(op)._schema
+    names = [a.name for a in schema.arguments if not a.kwarg_only]
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        def call(*values: Any) -> Any:
+            return _op(op)(*values, **kwargs)
+
+        return _vmap(op, names, call, info.batch_size, in_dims, args)
+
+    return rule
+
+
+def install(ops: Sequence[str]) -> torch.library.Library:
+    """Registers the kernels of the ops; they are there as long as what is returned."""
+    library = torch.library.Library("torchweld", "IMPL")
+    for op in ops:
+        if op.endswith(("_forward", "_backward")):
+            torch.library.register_vmap(f"torchweld::{op}", _vmap_rule(op), lib=library)
+        elif f"{op}_backward" in ops or op in _GRADIENTS:
+            library.impl(op, _front(op), _FRONT_KEY)
+    return library

@@ -1,0 +1,125 @@
+"""What the ops' Python functions say to a call that never reaches an op.
+
+Python answers an unknown keyword, and torch's dispatcher a list where a tensor belongs, in words of
+their own. Here they get the sentence that the ops use: torchweld::<op>: <argument> must be
+<expected>, but got <got>; <fix>.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from torch import SymBool, SymFloat, SymInt, Tensor
+
+# TorchScript, which looks names up where a decorator was written, finds this one here.
+from torchweld._library import ops  # noqa: F401
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_KINDS: dict[type, tuple[str, tuple[type, ...]]] = {
+    Tensor: ("a Tensor", (Tensor,)),
+    str: ("a str", (str,)),
+    bool: ("a bool", (bool, SymBool)),
+    int: ("an int", (int, SymInt)),
+    float: ("a float", (float, int, SymFloat, SymInt)),
+}
+
+_LAST_DIM = "leave it out, the last dim is meant; for another one use x.movedim(dim, -1)"
+_MASK = "use leftpad=torchweld.leftpad_from_mask(attention_mask); there are no other masks"
+# What other libraries call an argument: our argument, and what to do.
+_FIXES: dict[str, list[tuple[str, str]]] = {
+    "is_causal": [("causal", "use causal=, which is aligned at the bottom right")],
+    **dict.fromkeys(
+        ("attn_mask", "attention_mask", "key_padding_mask", "mask"), [("leftpad", _MASK)]
+    ),
+    **dict.fromkeys(
+        ("dropout_p", "dropout"), [("query", "leave it out, attention has no dropout")]
+    ),
+    **dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), [("scale", "use scale=")]),
+    "enable_gqa": [("query", "leave it out, key may have fewer heads than query")],
+    **dict.fromkeys(("dim", "axis"), [("x", _LAST_DIM)]),
+    "keepdim": [("x", "leave it out and use .unsqueeze(-1) on the result")],
+    "dtype": [("x", "use x.to(dtype)"), ("query", "use query.to(dtype)")],
+    "approximate": [
+        ("activation", 'use activation="gelu_tanh"'),
+        ("gate", 'use gate="geglu_tanh"'),
+    ],
+    "normalized_shape": [("weight", "leave it out, it is weight's last size")],
+}
+
+
+def sentences(function: _Function) -> _Function:
+    """Decorates an op's Python function: bad arguments raise TypeError in the house's words."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, RuntimeError) as error:
+            # The op's own sentence, or the one about a library that isn't there.
+            op = f"torchweld::{function.__name__}"
+            if str(error).startswith("torchweld") and not str(error).startswith(f"{op}() "):
+                raise
+            sentence = _sentence(function, args, kwargs)
+            if sentence is None:
+                raise
+            raise TypeError(f"{op}: {sentence}") from None
+
+    return call  # type: ignore[return-value]
+
+
+def _sentence(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str | None:
+    """What is wrong with the names and kinds of the arguments, or None."""
+    signature = inspect.signature(function)
+    names = list(signature.parameters)
+    listed = ", ".join(names)
+    for name in kwargs:
+        if name not in names:
+            fixes = [text for ours, text in _FIXES.get(name, []) if ours in names]
+            fixes += [f"use {ours}=" for ours in get_close_matches(name, names, 1)]
+            return f"arguments must be {listed}, but got {name}" + "".join(
+                f"; {fix}" for fix in fixes[:1]
+            )
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    most = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if len(args) > most:
+        fix = "; use " + "=, ".join(names[most:]) + "=" if most < len(names) else ""
+        fix = f"; {_LAST_DIM}" if names == ["x"] else fix
+        return f"arguments must be {listed}, but got {len(args)} without a name{fix}"
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+    except TypeError:  # one is missing or given twice; Python names it
+        return None
+    hints = typing.get_type_hints(function)
+    for name, value in given.items():
+        allowed = typing.get_args(hints[name]) or (hints[name],)
+        if value is None and type(None) in allowed:
+            continue
+        text, classes = _KINDS[allowed[0]]
+        if not isinstance(value, classes):
+            return f"{name} must be {text}, but got {_got(value)}{_kind_fix(name, value, text)}"
+    return None
+
+
+def _got(value: Any) -> str:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    return getattr(value, "__name__", type(value).__name__)
+
+
+def _kind_fix(name: str, value: Any, expected: str) -> str:
+    if expected == "a Tensor" and (isinstance(value, (list, tuple)) or hasattr(value, "__array__")):
+        dtype = ", dtype=torch.int32" if name == "leftpad" else ""
+        return f"; use torch.as_tensor({name}{dtype})"
+    if expected == "a str" and callable(value):
+        return "; use its name"
+    if isinstance(value, Tensor):
+        return f"; use {name}.item()"
+    return ""

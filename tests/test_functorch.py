@@ -1,0 +1,194 @@
+"""torch.func over every op: the bits of autograd, vmap as a loop, per-sample gradients."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, jacrev, jvp, vjp, vmap
+
+import torchweld
+from samples import (
+    AUTOCAST,
+    DIFFERENTIABLE,
+    PUBLIC,
+    SAMPLES,
+    call,
+    need_kernel,
+)
+
+OPS = [op for op in PUBLIC if op in DIFFERENTIABLE]
+EVERY = [pytest.param(op, s, id=f"{op}-{s.name}") for op in OPS for s in SAMPLES[op]]
+
+
+@pytest.fixture(autouse=True)
+def _no_warning():
+    """Such as torch's about an op without a batching rule."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", category=UserWarning)
+        yield
+
+
+def wanted(op: str, args: list) -> list[int]:
+    return [i for i in DIFFERENTIABLE[op] if i < len(args) and isinstance(args[i], Tensor)]
+
+
+def function_of(op: str, args: list, kwargs: dict):
+    """The op as a function of the arguments that take a gradient, and those."""
+    at = wanted(op, args)
+
+    def function(*tensors: Tensor) -> Tensor:
+        values = list(args)
+        for i, t in zip(at, tensors, strict=True):
+            values[i] = t
+        return call(op)(*values, **kwargs)
+
+    return function, [args[i] for i in at]
+
+
+@pytest.mark.parametrize(("op", "sample"), EVERY)
+def test_vjp_has_the_bits_of_autograd(op, sample, device):
+    need_kernel(op, device)
+    args, kwargs = sample.make(device)
+    function, tensors = function_of(op, args, kwargs)
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    y = function(*leaves)
+    dy = torch.randn_like(y)
+    want = torch.autograd.grad(y, leaves, dy)
+    ours, pull = vjp(function, *tensors)
+    assert torch.equal(ours.nan_to_num(7.0), y.detach().nan_to_num(7.0))
+    for a, b in zip(pull(dy), want, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(("op", "sample"), EVERY)
+def test_vmap_is_a_loop(op, sample, device):
+    need_kernel(op, device)
+    args, kwargs = sample.make(device)
+    at = wanted(op, args)
+    for batched in (at[:1], at):  # the first alone: the others are the same for the whole batch
+        more = [
+            torch.stack([a, a.roll(1), a * 0.5], -1) if i in batched else a
+            for i, a in enumerate(args)
+        ]
+        dims = tuple(-1 if i in batched else None for i in range(len(args)))
+        ours = vmap(lambda *values: call(op)(*values, **kwargs), dims)(*more)
+        for i in range(3):
+            entry = [a[..., i] if d == -1 else a for a, d in zip(more, dims, strict=True)]
+            want = call(op)(*entry, **kwargs)
+            torch.testing.assert_close(ours[i], want, equal_nan=True)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_per_sample_gradients(op, device):
+    need_kernel(op, device)
+    args, kwargs = SAMPLES[op][0].make(device)
+    function, tensors = function_of(op, args, kwargs)
+    first = torch.stack([tensors[0], tensors[0] * 0.5])
+
+    def loss(x: Tensor, *others: Tensor) -> Tensor:
+        return function(x, *others).square().sum()
+
+    which = tuple(range(len(tensors)))
+    dims = (0, *[None] * (len(tensors) - 1))
+    ours = vmap(grad(loss, argnums=which), dims)(first, *tensors[1:])
+    for i in range(2):
+        leaves = [t.detach().clone().requires_grad_() for t in (first[i], *tensors[1:])]
+        want = torch.autograd.grad(loss(*leaves), leaves)
+        for a, b in zip(ours, want, strict=True):
+            torch.testing.assert_close(a[i], b)
+
+
+def test_jacobian_and_a_gradient_of_a_batch():
+    x = torch.randn(3, 5)
+    torch.testing.assert_close(
+        jacrev(torchweld.softmax)(x), jacrev(lambda x: torch.softmax(x, -1))(x)
+    )
+    weight = torch.randn(4, 5)
+
+    def loss(linear):
+        return lambda w: vmap(lambda row: linear(row, w))(x).square().sum()
+
+    want = grad(loss(torch.nn.functional.linear))(weight)
+    torch.testing.assert_close(grad(loss(torchweld.linear))(weight), want)
+
+
+def test_functional_call_of_a_module():
+    module = torchweld.nn.LayerNormLinear(8, 6, activation="gelu_tanh")
+    stock = module.to_torch()
+    x = torch.randn(4, 3, 8)
+
+    def gradients(m):
+        def loss(parameters, x):
+            return torch.func.functional_call(m, parameters, (x,)).square().mean()
+
+        return vmap(grad(loss), (None, 0))(dict(m.named_parameters()), x)
+
+    ours, want = gradients(module), gradients(stock)
+    for mine, theirs in {"weight": "1.weight", "ln_weight": "0.weight", "bias": "1.bias"}.items():
+        assert ours[mine].shape[0] == 4
+        torch.testing.assert_close(ours[mine], want[theirs], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op in AUTOCAST])
+def test_autocast(op):
+    args, kwargs = SAMPLES[op][0].make("cpu")
+    function, tensors = function_of(op, args, kwargs)
+    with torch.autocast("cpu", torch.bfloat16):
+        leaves = [t.detach().clone().requires_grad_() for t in tensors]
+        y = function(*leaves)
+        ours, pull = vjp(function, *tensors)
+        assert ours.dtype == y.dtype
+        want = torch.autograd.grad(y.sum(), leaves)
+        for a, b in zip(pull(torch.ones_like(y)), want, strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_forward_mode_is_refused(op):
+    args, kwargs = SAMPLES[op][0].make("cpu")
+    function, tensors = function_of(op, args, kwargs)
+    with pytest.raises(NotImplementedError) as error:
+        jvp(function, tuple(tensors), tuple(map(torch.ones_like, tensors)))
+    assert str(error.value) == (
+        f"torchweld::{op}: the derivative must be reverse-mode, but got forward-mode (jvp, jacfwd, "
+        "hessian); use torch.func.vjp or jacrev"
+    )
+
+
+def test_a_second_gradient_is_never_zero():
+    x = torch.randn(3, 5)
+
+    def inner(x):
+        return grad(lambda x: torchweld.softmax(x).square().sum())(x).sum()
+
+    with pytest.raises(RuntimeError, match="softmax_backward"):
+        grad(inner)(x)
+
+
+def test_a_gradient_that_is_not_there_is_refused():
+    args, kwargs = SAMPLES["int4_linear"][0].make("cpu")
+
+    def loss(scale):
+        return call("int4_linear")(args[0], args[1], scale, *args[3:], **kwargs).sum()
+
+    with pytest.raises(RuntimeError, match="torchweld::int4_linear: scale must "):
+        grad(loss)(args[2])
+
+
+def test_functionalize_and_compile():
+    x = torch.randn(3, 5)
+    want = grad(lambda x: torch.softmax(x, -1).square().sum())(x)
+
+    def gradient(x):
+        return grad(lambda x: torchweld.softmax(x).square().sum())(x)
+
+    assert torch.equal(torch.func.functionalize(torchweld.softmax)(x), torchweld.softmax(x))
+    torch.testing.assert_close(torch.compile(gradient, backend="aot_eager")(x), want)
+
+
+def test_an_empty_vmap_is_refused():
+    with pytest.raises(RuntimeError, match="softmax: the batch of vmap must be at least 1"):
+        vmap(torchweld.softmax)(torch.ones(0, 3))
