@@ -4,6 +4,7 @@
 #   make demo ARGS="--steps 9"  with flags of `torchweld demo`
 #   make demo PYTHON=python3.11 with this Python
 #   make demo VENV=             with the Python that is active: installs and builds nothing
+#   make wheel PYTHON=python3.11 TORCH=2.13.0    a wheel for others than those of .venv
 
 VENV ?= .venv
 ARGS ?=
@@ -19,15 +20,19 @@ IN_VENV =
 RUN = $(or $(PYTHON),python3)
 SETUP = current-python
 TOOLS = current-python
+DOCS = current-python
+PACKAGES =
 else
 # Tools such as ninja and cmake are looked up on PATH.
 IN_VENV = PATH="$(abspath $(VENV))/bin:$$PATH"
 RUN = $(IN_VENV) $(VENV)/bin/python
 SETUP = $(VENV)/.built
 TOOLS = $(VENV)/.tools
+DOCS = $(VENV)/.docs
+PACKAGES = $(VENV)/.packages
 endif
 
-.PHONY: help demo test format lint bench kernel-check gpu-check sanitize clean distclean current-python FORCE
+.PHONY: help demo test format lint docs wheel bench kernel-check gpu-check sanitize clean distclean current-python FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 # Two pips in one environment get in each other's way.
@@ -37,6 +42,8 @@ help:
 	@echo "make demo          train a GPT-2 with torchweld's ops and without (ARGS=\"--steps 200\")"
 	@echo "make test          the test suite (ARGS=\"-k softmax\")"
 	@echo "make format, lint  ruff and clang-format"
+	@echo "make docs          the documentation, into docs/_build/html"
+	@echo "make wheel         a wheel into dist/, checked in an empty environment"
 	@echo "make bench         benchmarks (ARGS=\"rows\")"
 	@echo "make kernel-check  registers, spills and build time of every kernel; needs nvcc, no GPU"
 	@echo "make gpu-check     the test suite and the benchmarks on this machine's GPU"
@@ -61,6 +68,14 @@ lint: $(TOOLS)
 	@$(IN_VENV) clang-format --dry-run -Werror $(CXX_SOURCES)
 	@echo "lint: clean"
 
+docs: $(SETUP) $(DOCS)
+	@$(RUN) -m sphinx -b html -W --keep-going --quiet docs docs/_build/html $(ARGS)
+	@echo "docs: docs/_build/html/index.html"
+
+wheel: $(if $(PYTHON)$(TORCH),,$(PACKAGES))
+	@$(if $(PYTHON)$(TORCH),$(or $(PYTHON),python3),$(RUN)) tools/wheel.py \
+	  $(if $(PYTHON),--python $(PYTHON)) $(if $(TORCH),--torch $(TORCH))
+
 bench: $(SETUP)
 	@$(RUN) -m torchweld bench $(ARGS)
 
@@ -75,7 +90,7 @@ sanitize: $(SETUP) $(TOOLS)
 
 clean:
 	rm -rf build dist python/*.egg-info python/torchweld/*.so python/torchweld/_build.json
-	rm -rf .pytest_cache .ruff_cache .hypothesis
+	rm -rf docs/_build docs/_generated .pytest_cache .ruff_cache .hypothesis
 	rm -f $(if $(strip $(VENV)),$(VENV)/.built)
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
 
@@ -139,6 +154,11 @@ $(VENV)/.packages: requirements/build.txt requirements/demo.txt requirements/con
 $(VENV)/.tools: requirements/test.txt requirements/constraints.txt | $(VENV)/.python
 	@echo "Installing the pinned tools for tests and style"
 	@$(WITH_CLOCK) $(RUN) -m pip install $(PIP_FLAGS) -r requirements/test.txt
+	@touch $@
+
+$(VENV)/.docs: requirements/docs.txt requirements/constraints.txt | $(VENV)/.python
+	@echo "Installing the pinned tools for the documentation"
+	@$(WITH_CLOCK) $(RUN) -m pip install $(PIP_FLAGS) -r requirements/docs.txt
 	@touch $@
 
 # An editable install: changes in Python need no build. Objects stay in build/, so that a second
