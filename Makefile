@@ -68,7 +68,7 @@ lint: $(TOOLS)
 	@$(IN_VENV) clang-format --dry-run -Werror $(CXX_SOURCES)
 	@echo "lint: clean"
 
-docs: $(SETUP) $(DOCS)
+docs: $(SETUP) $(TOOLS) $(DOCS)
 	@$(RUN) -m sphinx -b html -W --keep-going --quiet docs docs/_build/html $(ARGS)
 	@echo "docs: docs/_build/html/index.html"
 

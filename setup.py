@@ -8,8 +8,8 @@ Two kinds of files are written into build/generated and compiled from there. The
 csrc/instantiations.py lists; and groups that include a few .cpp each, because most of the time that
 one takes is torch's headers: 20 of them take 300 s one by one and 50 s in groups.
 
-What is built runs with one minor release of torch and requires it. A wheel that is given away says so
-in its version too, which `make wheel` asks for with TORCHWELD_LOCAL_VERSION=1: 0.1.0+torch2.11.cu130.
+What is built runs with one minor release of torch and requires it. With TORCHWELD_LOCAL_VERSION=1,
+which `make wheel` sets, the version says so too: 0.1.0+torch2.11.cu130.
 
 Environment: TORCH_CUDA_ARCH_LIST, MAX_JOBS, CUDA_HOME, FORCE_CUDA=1 (CUDA or fail),
 TORCHWELD_CPU_ONLY=1 (no CUDA even where nvcc is found).
@@ -124,7 +124,7 @@ VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / PACKAGE / "__init__.py").r
 def version():
     if not env_flag("TORCHWELD_LOCAL_VERSION"):
         return VERSION
-    # Not CUDA's minor release of nvcc but torch's: that is what pip installs beside the wheel.
+    # torch's CUDA and not nvcc's: it is what pip installs beside the wheel.
     cuda = "cu" + torch.version.cuda.replace(".", "") if WITH_CUDA else "cpu"
     return f"{VERSION}+torch{torch_minor()}.{cuda}"
 
@@ -134,7 +134,7 @@ def torch_minor():
 
 
 def requirements():
-    # Sources build against any torch; libraries run with the minor release that they were built for.
+    # Sources build against any torch; a library runs with the minor release it was built for.
     return ["torch>=2.11" if "sdist" in sys.argv else f"torch=={torch_minor()}.*"]
 
 

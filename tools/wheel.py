@@ -72,9 +72,12 @@ def builder(args: argparse.Namespace) -> str:
     if not args.python and not args.torch:
         return sys.executable
     python = args.python or sys.executable
-    torch = args.torch or re.search(
-        r"^torch==(\S+)", (ROOT / "requirements" / "constraints.txt").read_text(), re.M
-    )[1]
+    torch = (
+        args.torch
+        or re.search(
+            r"^torch==(\S+)", (ROOT / "requirements" / "constraints.txt").read_text(), re.M
+        )[1]
+    )
     version = run(python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])")
     folder = ROOT / "build" / "wheel" / f"python{version}-torch{torch}"
     folder.mkdir(parents=True, exist_ok=True)
