@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -104,7 +106,8 @@ def versions_table() -> str:
     least = re.search(r'"torch>=([\d.]+)"', setup)[1]
     tested = re.search(r"^torch==(\S+)", pins, re.M)[1]
     archs = sorted(set(re.findall(r"sm_\d+a?", setup[setup.index("DEFAULT_ARCH_FLAGS") :])))
-    measured = ", ".join(sorted(folder.name for folder in RESULTS.glob("nvidia-*")))
+    reports = (json.loads(path.read_text()) for path in RESULTS.glob("nvidia-*/*.json"))
+    measured = ", ".join(sorted({report["device"] for report in reports}))
     rows = {
         "Python": f"{python} or later",
         "torch": f"{least} or later to build; the suite runs with {tested}",
@@ -120,6 +123,7 @@ def versions_table() -> str:
 
 def commands() -> str:
     """The command line's help, command by command."""
+    os.environ["COLUMNS"] = "90"  # the width that argparse writes for
     texts = []
     for command in ("", "info", "explain", "tune", "bench", "demo", "puzzles"):
         out = io.StringIO()
@@ -178,7 +182,11 @@ def benchmarks() -> str:
     text = (RESULTS / "README.md").read_text(encoding="utf-8")
     picture = r"\[Picture\]\((.+?\.png)\)"
     text = re.sub(picture, r"{download}`Picture <../../benchmarks/results/\1>`", text)
-    return text.replace("# Results", "# Benchmarks", 1)
+    first = "# Benchmarks\n\nEvery case that was measured."
+    text, places = re.subn(r"# Results\n\nMade by .*?\n\n", f"{first} ", text, count=1)
+    if not places:
+        raise ValueError("benchmarks/results/README.md must begin with its title and its maker")
+    return text
 
 
 def write() -> None:

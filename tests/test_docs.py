@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import shutil
@@ -168,6 +169,15 @@ def test_an_op_that_refuses_a_dtype_is_not_listed_for_it(generate, monkeypatch):
 
     monkeypatch.setattr(samples, "call", call)
     assert generate.served_dtypes("softmax", "cpu") == [torch.float32]
+
+
+def test_page_of_benchmarks_has_every_result_and_picture(generate):
+    page = generate.benchmarks()
+    assert page.startswith("# Benchmarks\n")
+    for path in generate.RESULTS.glob("*/*.json"):
+        picture = path.relative_to(ROOT).with_suffix(".png")
+        assert f"<../../{picture.as_posix()}>" in page
+        assert all(f"| {row['case']} |" in page for row in json.loads(path.read_text())["rows"])
 
 
 def test_versions_are_those_of_the_build_files(generate):

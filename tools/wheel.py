@@ -141,6 +141,7 @@ def check_installed(wheel: Path, python: str, torch: str, folder: Path) -> None:
     installed = run(empty, "-c", "import torchweld; print(torchweld.__file__)", cwd=place)
     if not Path(installed).is_relative_to(folder / "empty"):
         sys.exit(f"wheel: the example ran with {installed}, not with the wheel")
+    shutil.rmtree(folder / "empty")  # torch's libraries take gigabytes
     say("the README's example runs")
 
 

@@ -35,7 +35,7 @@ int main(int argc, char** argv) {
   const auto example = read_list(argv[3]);
   const at::Tensor x = example.get(0).toTensor(), expected = example.get(1).toTensor();
   const std::vector<at::Tensor> out = model.run({x});
-  if (!at::allclose(out[0], expected)) {
+  if (!out[0].allclose(expected)) {
     std::cerr << "the package's result is not Python's\n";
     return 1;
   }
