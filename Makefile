@@ -21,6 +21,7 @@ RUN = $(or $(PYTHON),python3)
 SETUP = current-python
 TOOLS = current-python
 DOCS = current-python
+BARE =
 PACKAGES =
 else
 # Tools such as ninja and cmake are looked up on PATH.
@@ -29,6 +30,7 @@ RUN = $(IN_VENV) $(VENV)/bin/python
 SETUP = $(VENV)/.built
 TOOLS = $(VENV)/.tools
 DOCS = $(VENV)/.docs
+BARE = $(VENV)/.python
 PACKAGES = $(VENV)/.packages
 endif
 
@@ -72,8 +74,8 @@ docs: $(SETUP) $(TOOLS) $(DOCS)
 	@$(RUN) -m sphinx -b html -W --keep-going --quiet docs docs/_build/html $(ARGS)
 	@echo "docs: docs/_build/html/index.html"
 
-wheel: $(if $(PYTHON)$(TORCH),,$(PACKAGES))
-	@$(if $(PYTHON)$(TORCH),$(or $(PYTHON),python3),$(RUN)) tools/wheel.py \
+wheel: $(if $(PYTHON),,$(if $(TORCH),$(BARE),$(PACKAGES)))
+	@$(or $(PYTHON),$(RUN)) tools/wheel.py \
 	  $(if $(PYTHON),--python $(PYTHON)) $(if $(TORCH),--torch $(TORCH))
 
 bench: $(SETUP)

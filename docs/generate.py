@@ -167,7 +167,10 @@ def _directive(name: str) -> str:
     value: Any = getattr(sys.modules[module], attribute)
     if inspect.isclass(value):
         return f".. autoclass:: {name}"
-    return f".. autofunction:: {name}" if callable(value) else f".. autodata:: {name}"
+    if callable(value):
+        return f".. autofunction:: {name}"
+    kind = type(value[0]).__name__
+    return f".. py:data:: {name}\n\n   A {type(value).__name__} of {len(value)} `{kind}` objects."
 
 
 def api_page(page: str) -> str:

@@ -144,7 +144,7 @@ def test_every_public_name_has_a_docstring(generate):
         for name in names:
             module, _, attribute = name.rpartition(".")
             value = getattr(importlib.import_module(module), attribute)
-            assert (getattr(value, "__doc__", None) or "").strip(), name
+            assert not callable(value) or (value.__doc__ or "").strip(), name
 
 
 def test_table_of_ops_is_what_the_registry_says(generate):
