@@ -4,6 +4,7 @@
 #   make demo ARGS="--steps 9"  with flags of `torchweld demo`
 #   make demo PYTHON=python3.11 with this Python
 #   make demo VENV=             with the Python that is active: installs and builds nothing
+#   make wheel PYTHON=python3.11 TORCH=2.13.0    a wheel for others than those of .venv
 
 VENV ?= .venv
 ARGS ?=
@@ -19,15 +20,21 @@ IN_VENV =
 RUN = $(or $(PYTHON),python3)
 SETUP = current-python
 TOOLS = current-python
+DOCS = current-python
+BARE =
+PACKAGES =
 else
 # Tools such as ninja and cmake are looked up on PATH.
 IN_VENV = PATH="$(abspath $(VENV))/bin:$$PATH"
 RUN = $(IN_VENV) $(VENV)/bin/python
 SETUP = $(VENV)/.built
 TOOLS = $(VENV)/.tools
+DOCS = $(VENV)/.docs
+BARE = $(VENV)/.python
+PACKAGES = $(VENV)/.packages
 endif
 
-.PHONY: help demo test test-torch format lint bench kernel-check gpu-check sanitize clean distclean current-python FORCE
+.PHONY: help demo test test-torch format lint docs wheel bench kernel-check gpu-check sanitize clean distclean current-python FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 # Two pips in one environment get in each other's way.
@@ -38,6 +45,8 @@ help:
 	@echo "make test          the test suite (ARGS=\"-k softmax\")"
 	@echo "make test-torch    the suite against another torch (TORCH=2.13.0), in a venv of its own"
 	@echo "make format, lint  ruff and clang-format"
+	@echo "make docs          the documentation, into docs/_build/html"
+	@echo "make wheel         a wheel into dist/, checked in an empty environment"
 	@echo "make bench         benchmarks (ARGS=\"rows\")"
 	@echo "make kernel-check  registers, spills and build time of every kernel; needs nvcc, no GPU"
 	@echo "make gpu-check     the test suite and the benchmarks on this machine's GPU"
@@ -74,6 +83,14 @@ lint: $(TOOLS)
 	@$(IN_VENV) clang-format --dry-run -Werror $(CXX_SOURCES)
 	@echo "lint: clean"
 
+docs: $(SETUP) $(TOOLS) $(DOCS)
+	@$(RUN) -m sphinx -b html -W --keep-going --quiet docs docs/_build/html $(ARGS)
+	@echo "docs: docs/_build/html/index.html"
+
+wheel: $(if $(PYTHON),,$(if $(TORCH),$(BARE),$(PACKAGES)))
+	@$(or $(PYTHON),$(RUN)) tools/wheel.py \
+	  $(if $(PYTHON),--python $(PYTHON)) $(if $(TORCH),--torch $(TORCH))
+
 bench: $(SETUP)
 	@$(RUN) -m torchweld bench $(ARGS)
 
@@ -88,7 +105,7 @@ sanitize: $(SETUP) $(TOOLS)
 
 clean:
 	rm -rf build dist python/*.egg-info python/torchweld/*.so python/torchweld/_build.json
-	rm -rf .pytest_cache .ruff_cache .hypothesis
+	rm -rf docs/_build docs/_generated .pytest_cache .ruff_cache .hypothesis
 	rm -f $(if $(strip $(VENV)),$(VENV)/.built)
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
 
@@ -152,6 +169,11 @@ $(VENV)/.packages: requirements/build.txt requirements/demo.txt requirements/con
 $(VENV)/.tools: requirements/test.txt requirements/constraints.txt | $(VENV)/.python
 	@echo "Installing the pinned tools for tests and style"
 	@$(WITH_CLOCK) $(RUN) -m pip install $(PIP_FLAGS) -r requirements/test.txt
+	@touch $@
+
+$(VENV)/.docs: requirements/docs.txt requirements/constraints.txt | $(VENV)/.python
+	@echo "Installing the pinned tools for the documentation"
+	@$(WITH_CLOCK) $(RUN) -m pip install $(PIP_FLAGS) -r requirements/docs.txt
 	@touch $@
 
 # An editable install: changes in Python need no build. Objects stay in build/, so that a second

@@ -8,6 +8,9 @@ Two kinds of files are written into build/generated and compiled from there. The
 csrc/instantiations.py lists; and groups that include a few .cpp each, because most of the time that
 one takes is torch's headers: 20 of them take 300 s one by one and 50 s in groups.
 
+What is built runs with one minor release of torch and requires it. With TORCHWELD_LOCAL_VERSION=1,
+which `make wheel` sets, the version says so too: 0.1.0+torch2.11.cu130.
+
 Environment: TORCH_CUDA_ARCH_LIST, MAX_JOBS, CUDA_HOME, FORCE_CUDA=1 (CUDA or fail),
 TORCHWELD_CPU_ONLY=1 (no CUDA even where nvcc is found).
 """
@@ -115,7 +118,24 @@ NO_CUDA = why_no_cuda()
 if NO_CUDA and env_flag("FORCE_CUDA"):
     sys.exit(f"torchweld: FORCE_CUDA is set but CUDA can't be built: {NO_CUDA}")
 WITH_CUDA = NO_CUDA is None
-VERSION = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / PACKAGE / "__init__.py").read_text(), re.M)[1]
+
+
+def version():
+    if not env_flag("TORCHWELD_LOCAL_VERSION"):
+        return VERSION
+    # torch's CUDA and not nvcc's: it is what pip installs beside the wheel.
+    cuda = "cu" + torch.version.cuda.replace(".", "") if WITH_CUDA else "cpu"
+    return f"{VERSION}+torch{torch_minor()}.{cuda}"
+
+
+def torch_minor():
+    return ".".join(torch.__version__.split(".")[:2])
+
+
+def requirements():
+    # Sources build against any torch; a library runs with the minor release it was built for.
+    return ["torch>=2.11" if "sdist" in sys.argv else f"torch=={torch_minor()}.*"]
 
 
 class BuildPy(build_py):
@@ -221,6 +241,8 @@ def extensions():
 
 
 setup(
+    version=version(),
+    install_requires=requirements(),
     ext_modules=extensions(),
     cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
     package_data={"torchweld": ["py.typed", "_build.json"]},

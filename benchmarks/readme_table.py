@@ -69,7 +69,7 @@ SUMMARY = [
         "SDPA, flash back end",
     ),
     Summary(
-        "its gradient",
+        "gradient of attention, bfloat16",
         "attention",
         r"attention_backward .*float16( causal)?",
         "sdpa flash",
@@ -119,7 +119,7 @@ SUMMARY = [
         "cuBLAS, the product alone",
     ),
     Summary(
-        "both",
+        "gated linear, LayerNorm + linear + GELU, 16 bits",
         "matmul",
         r"(layer_norm_linear|gated_linear) .*float16 \w+",
         "eager",
@@ -133,7 +133,7 @@ SUMMARY = [
         "cuBLAS, 16-bit weights",
     ),
     Summary(
-        "the same, 256 tokens or more",
+        "linear with 4-bit weights, 256 tokens or more",
         "int4",
         r"int4 \((256|1024|4096), .*float16",
         "cublas",
@@ -147,7 +147,7 @@ SUMMARY = [
         "Hugging Face's model, SDPA, eager",
     ),
     Summary(
-        "its peak memory (not time)",
+        "peak memory of that step (not time)",
         "gpt2",
         r"gpt2 training step .* peak memory, MiB",
         "stock sdpa",

@@ -232,7 +232,7 @@ def test_cpp_program_runs_a_scripted_module_and_trains(tmp_path):
     torch_root = Path(torch.__file__).parent
     for command in (
         ["cmake", "-S", ROOT / "tests" / "cpp", "-B", build, f"-DTORCH_ROOT={torch_root}"],
-        ["cmake", "--build", build],
+        ["cmake", "--build", build, "--target", "run_scripted"],
     ):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr

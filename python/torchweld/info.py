@@ -16,7 +16,21 @@ import torchweld._library as library
 
 @dataclass
 class Info:
-    """What `torchweld.info()` found; `str()` is the text that the command line prints."""
+    """What `torchweld.info()` found; `str()` is the text that the command line prints.
+
+    Attributes:
+        torchweld: the version of torchweld.
+        torch: the version of torch that runs.
+        python: the version of Python.
+        platform: operating system and processor.
+        available: whether the operators can be called.
+        unavailable_reason: why not, None where they can.
+        built: what the library was built for: torch, CUDA, architectures, commit; {} where unknown.
+        binary_archs: the architectures of the GPU code in the library.
+        gpus: the GPUs of this machine.
+        introspection: whether `torchweld._C` is there, which `explain` and `tune` need.
+        ops: the devices that have a kernel, by op.
+    """
 
     torchweld: str
     torch: str

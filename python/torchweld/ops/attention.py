@@ -24,6 +24,7 @@ def attention(
     """`scaled_dot_product_attention` with left padding; the score matrix is never stored.
 
     Query heads `[h * group, (h + 1) * group)` share key and value head h (grouped-query attention).
+    What each row sees, 1 for a visible key::
 
         seqlen_q = 2, seqlen_k = 5, causal:      leftpad = 2, causal:
             1 1 1 1 0                                0 0 1 1 0

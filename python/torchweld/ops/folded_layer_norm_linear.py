@@ -140,6 +140,7 @@ class FoldedLayerNormLinear(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
+        """`(..., in_features)` to `(..., out_features)`."""
         return torch.ops.torchweld.folded_layer_norm_linear(
             x,
             self.folded_weight,

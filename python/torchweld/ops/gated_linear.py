@@ -177,6 +177,7 @@ class GatedLinear(nn.Module):
         return GatedLinearReference(linear, self.gate, self.interleaved).train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
+        """`(..., in_features)` to `(..., out_features)`."""
         return torch.ops.torchweld.gated_linear(
             x, self.weight, self.bias, gate=self.gate, interleaved=self.interleaved
         )

@@ -292,6 +292,7 @@ class Int4Linear(nn.Module):
         self.repack()
 
     def forward(self, x: Tensor) -> Tensor:
+        """`(..., in_features)` to `(..., out_features)`."""
         if self.packed.numel() > 0:
             return torch.ops.torchweld.int4_linear_repacked(
                 x,

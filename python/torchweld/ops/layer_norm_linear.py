@@ -147,6 +147,7 @@ class LayerNormLinear(nn.Module):
         return FoldedLayerNormLinear.from_torch(self)
 
     def forward(self, x: Tensor) -> Tensor:
+        """`(..., in_features)` to `(..., out_features)`."""
         return torch.ops.torchweld.layer_norm_linear(
             x,
             self.weight,

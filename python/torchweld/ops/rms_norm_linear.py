@@ -137,6 +137,7 @@ class RMSNormLinear(nn.Module):
         return nn.Sequential(norm, linear, activation_module(self.activation)).train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
+        """`(..., in_features)` to `(..., out_features)`."""
         return torch.ops.torchweld.rms_norm_linear(
             x,
             self.weight,

@@ -56,9 +56,11 @@ class Softmax(nn.Module):
         return cls(module.dim)
 
     def to_torch(self) -> nn.Softmax:
+        """The same softmax in plain torch."""
         return nn.Softmax(dim=self.dim)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The shape and dtype of `x`."""
         if self.dim == -1 or self.dim == x.dim() - 1:
             return torch.ops.torchweld.softmax(x)
         return torch.ops.torchweld.softmax(x.movedim(self.dim, -1)).movedim(-1, self.dim)

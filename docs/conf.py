@@ -1,0 +1,60 @@
+"""Sphinx's configuration: `make docs`. What is made from code is written by generate.py first."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "python")]
+
+import generate  # noqa: E402
+
+import torchweld  # noqa: E402
+
+generate.write()
+
+project = "torchweld"
+author = "the torchweld developers"
+copyright = f"2026, {author}"
+release = version = torchweld.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build", "_generated/*.part.md"]
+html_theme = "furo"
+html_title = f"torchweld {release}"
+myst_heading_anchors = 3
+
+# Docstrings write code as Markdown does, in single backticks.
+default_role = "literal"
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_default_options = {"members": True}
+autodoc_inherit_docstrings = False  # nn.Module's say nothing about these modules
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+
+
+def plain(app, what, name, obj, options, lines: list[str]) -> None:
+    """`Limits: ...` with indented lines below it becomes a paragraph of its own.
+
+    And an argument that is explained by `K.` alone is no list that begins with K.
+    """
+    inside = False
+    for i, line in enumerate(lines):
+        found = re.match(r"(Limits|Source):\s*(.*)", line)
+        inside = bool(found) or (inside and (line.startswith("    ") or not line))
+        if found:
+            text = found[2][:1].upper() + found[2][1:]
+            lines[i] = f"**{found[1]}.** {text}".rstrip()
+        elif inside:
+            lines[i] = line.strip()
+        else:
+            lines[i] = re.sub(r"^(\s+\w+: )([A-Z])\.$", r"\1`\2`.", line)
+
+
+def setup(app) -> None:
+    # Before napoleon, which takes `Limits:` and what is indented below it for a section.
+    app.connect("autodoc-process-docstring", plain, priority=400)

@@ -1,0 +1,208 @@
+"""Writes the parts of the documentation that are made from code, into docs/_generated.
+
+ops.part.md       where each op runs, in which dtype, with which gradients; the ops are asked
+versions.part.md  the versions of Python, torch and CUDA, and the GPUs
+api_*.md          every public name, from its docstring
+commands.md       the help of the command line
+benchmarks.md     benchmarks/results/README.md, its links set to this folder
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import torchweld
+from torchweld import cli, integrations, nn, puzzles, testing
+from torchweld._library import build_facts
+from torchweld.info import has_cuda_kernel
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+OUT = DOCS / "_generated"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def _samples() -> ModuleType:
+    """tests/samples.py, which has a call of every op."""
+    if str(ROOT / "tests") not in sys.path:
+        sys.path.append(str(ROOT / "tests"))
+    import samples
+
+    return samples
+
+
+def served_dtypes(op: str, device: str) -> list[torch.dtype]:
+    """The dtypes in which an op runs, found by calling it with its first sample.
+
+    On "cuda" the op's own CUDA code runs without its launches, as for `torchweld.explain`: no GPU
+    is needed.
+    """
+    samples = _samples()
+    if device == "cuda" and not has_cuda_kernel(op):
+        return []
+    served = []
+    for dtype in DTYPES:
+        args, kwargs = samples.SAMPLES[op][0].make("cpu", dtype)
+        try:
+            if device == "cpu":
+                samples.call(op)(*args, **kwargs)
+            else:
+                meta = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in args]
+                if torchweld.explain(op, *meta, **kwargs).kernel == "none":
+                    continue
+        except RuntimeError:
+            continue
+        served.append(dtype)
+    return served
+
+
+def _takes_floats(op: str) -> bool:
+    args, _ = _samples().SAMPLES[op][0].make("cpu", torch.float32)
+    return any(isinstance(a, torch.Tensor) and a.is_floating_point() for a in args)
+
+
+def gradients(op: str) -> str:
+    """The names of the arguments that get a gradient."""
+    arguments = getattr(torch.ops.torchweld, op).default._schema.arguments
+    places = _samples().DIFFERENTIABLE.get(op, ())
+    return ", ".join(f"`{arguments[place].name}`" for place in places) or "none"
+
+
+def ops_table() -> str:
+    """Every public op: where it runs in which dtype, and its gradients."""
+    names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+    lines = [f"| op | {' | '.join(names)} | gradients to |", "| --- " * (len(names) + 2) + "|"]
+    for op in sorted(_samples().PUBLIC):
+        served = {device: served_dtypes(op, device) for device in DEVICES}
+        cells = [", ".join(DEVICES[d] for d in DEVICES if t in served[d]) or "-" for t in DTYPES]
+        if not _takes_floats(op):
+            cells = ["integers only"] + ["-"] * (len(cells) - 1)
+        lines.append(f"| `{op}` | {' | '.join(cells)} | {gradients(op)} |")
+    built = build_facts()
+    cuda = f"CUDA {built['cuda']}" if built.get("cuda") else "no CUDA kernels"
+    note = f"Made from a build for torch {built.get('torch')} with {cuda}."
+    return "\n".join([*lines, "", note, ""])
+
+
+def versions_table() -> str:
+    """What torchweld is built for and tested with, from the files that say so to the tools."""
+    project = (ROOT / "pyproject.toml").read_text()
+    setup = (ROOT / "setup.py").read_text()
+    pins = (ROOT / "requirements" / "constraints.txt").read_text()
+    python = re.search(r'^requires-python = ">=(.+)"', project, re.M)[1]
+    least = re.search(r'"torch>=([\d.]+)"', setup)[1]
+    tested = re.search(r"^torch==(\S+)", pins, re.M)[1]
+    archs = sorted(set(re.findall(r"sm_\d+a?", setup[setup.index("DEFAULT_ARCH_FLAGS") :])))
+    reports = (json.loads(path.read_text()) for path in RESULTS.glob("nvidia-*/*.json"))
+    measured = ", ".join(sorted({report["device"] for report in reports}))
+    rows = {
+        "Python": f"{python} or later",
+        "torch": f"{least} or later to build; the suite runs with {tested}",
+        "a built library": "runs with the minor release of torch that it was built for",
+        "CUDA": "`nvcc` of the major release that torch was built with; none for the CPU alone",
+        "GPU code in a default build": f"{', '.join(archs)}, and PTX of sm_80 for later chips",
+        "GPUs measured": measured,
+        "operating system": "Linux, x86-64",
+    }
+    table = [f"| {name} | {text} |" for name, text in rows.items()]
+    return "\n".join(["| | |", "| --- | --- |", *table, ""])
+
+
+def commands() -> str:
+    """The command line's help, command by command."""
+    os.environ["COLUMNS"] = "90"  # the width that argparse writes for
+    texts = []
+    for command in ("", "info", "explain", "tune", "bench", "demo", "puzzles"):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+            cli.main([*command.split(), "--help"])
+        name = f"torchweld {command}".strip()
+        texts.append(f"## {name}\n\n```text\n{out.getvalue().rstrip()}\n```\n")
+    return "\n".join(texts)
+
+
+def api() -> dict[str, list[str]]:
+    """The full name of every public object, by page."""
+    pages: dict[str, list[str]] = {"ops": [], "nn": [], "integrations": [], "tools": []}
+    for name in torchweld.__all__:
+        value = getattr(torchweld, name)
+        if name == "nn" or name in integrations.__all__:
+            continue
+        is_op = value.__module__.startswith("torchweld.ops.")
+        pages["ops" if is_op else "tools"].append(f"torchweld.{name}")
+    pages["nn"] = [f"torchweld.nn.{name}" for name in nn.__all__]
+    pages["integrations"] = [f"torchweld.integrations.{name}" for name in integrations.__all__]
+    for module in (testing, puzzles):
+        for name in getattr(module, "__all__", ["mad"]):
+            pages["tools"].append(f"{module.__name__}.{name}")
+    return pages
+
+
+TITLES = {
+    "ops": ("Ops", "Each is `torch.ops.torchweld.<name>` too, with the same arguments."),
+    "nn": ("Modules", "`torchweld.nn`: each stands in for the torch code that it names."),
+    "integrations": (
+        "Hugging Face",
+        "`torchweld.fuse` and `torchweld.unfuse` are these functions under a shorter name.",
+    ),
+    "tools": ("Tools", "What tells about calls, times them, and helps in tests."),
+}
+
+
+def _directive(name: str) -> str:
+    module, _, attribute = name.rpartition(".")
+    value: Any = getattr(sys.modules[module], attribute)
+    if inspect.isclass(value):
+        return f".. autoclass:: {name}"
+    if callable(value):
+        return f".. autofunction:: {name}"
+    kind = type(value[0]).__name__
+    return f".. py:data:: {name}\n\n   A {type(value).__name__} of {len(value)} `{kind}` objects."
+
+
+def api_page(page: str) -> str:
+    title, first = TITLES[page]
+    names = sorted(api()[page], key=str.lower)
+    body = "\n\n".join(_directive(name) for name in names)
+    return f"# {title}\n\n{first}\n\n```{{eval-rst}}\n{body}\n```\n"
+
+
+def benchmarks() -> str:
+    """The page of results: its pictures are files beside it, which the built pages copy."""
+    text = (RESULTS / "README.md").read_text(encoding="utf-8")
+    picture = r"\[Picture\]\((.+?\.png)\)"
+    text = re.sub(picture, r"{download}`Picture <../../benchmarks/results/\1>`", text)
+    first = "# Benchmarks\n\nEvery case that was measured."
+    text, places = re.subn(r"# Results\n\nMade by .*?\n\n", f"{first} ", text, count=1)
+    if not places:
+        raise ValueError("benchmarks/results/README.md must begin with its title and its maker")
+    return text
+
+
+def write() -> None:
+    """Writes every file anew where it changed, so that sphinx reads only those again."""
+    OUT.mkdir(exist_ok=True)
+    files = {
+        "ops.part.md": ops_table(),
+        "versions.part.md": versions_table(),
+        "commands.md": "# Command line\n\n" + commands(),
+        "benchmarks.md": benchmarks(),
+        **{f"api_{page}.md": api_page(page) for page in TITLES},
+    }
+    for name, text in files.items():
+        path = OUT / name
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")

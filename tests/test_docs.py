@@ -1,0 +1,187 @@
+"""docs/: every block of Python on a page runs, and what is made from code names everything."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import torchweld
+from samples import PUBLIC, registered_ops
+from torchweld._library import build_facts
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+TORCHWELD = Path(torchweld.__file__).parent
+PAGES = sorted(path.name for path in DOCS.glob("*.md"))
+MARKS = ("needs a GPU", "needs a download")
+
+
+class Block(NamedTuple):
+    page: str
+    line: int  # of its first line of code, from 1
+    code: str
+    mark: str | None
+
+
+def blocks(page: str) -> list[Block]:
+    """The page's blocks of Python; a comment in the line before one says what it needs."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    found = []
+    for match in re.finditer(r"(?:<!-- (.+) -->\n)?```python\n(.*?)```", text, re.S):
+        line = text.count("\n", 0, match.start(2)) + 1
+        found.append(Block(page, line, match[2], match[1]))
+    return found
+
+
+ALL = [block for page in PAGES for block in blocks(page)]
+MARKED = [block for block in ALL if block.mark]
+
+
+def run(code: list[Block], folder: Path) -> None:
+    """Runs blocks in one process, at the line numbers that they have on their page."""
+    text = ""
+    for block in code:
+        text += "\n" * (block.line - 1 - text.count("\n")) + block.code
+    path = folder / code[0].page
+    path.write_text(text, encoding="utf-8")
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(TORCHWELD.parent)}
+    done = subprocess.run(
+        [sys.executable, path.name], cwd=folder, capture_output=True, text=True, env=env
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def plain_blocks(page: str) -> list[Block]:
+    return [block for block in ALL if block.page == page and not block.mark]
+
+
+# The export page takes the time of a C++ compiler, and has a test of its own.
+@pytest.mark.parametrize("page", [p for p in PAGES if plain_blocks(p) and p != "export.md"])
+def test_python_of_a_page_runs(page, tmp_path):
+    pytest.importorskip("transformers")
+    run(plain_blocks(page), tmp_path)
+
+
+@pytest.mark.parametrize("block", MARKED, ids=lambda block: f"{block.page}:{block.line}")
+def test_python_that_needs_more(block, tmp_path):
+    assert block.mark in MARKS
+    compile(block.code, block.page, "exec")
+    if block.mark == "needs a download" or not torch.cuda.is_available():
+        pytest.skip(f"a block of the documentation {block.mark}")
+    run([block], tmp_path)
+
+
+def test_few_blocks_are_marked():
+    assert len(ALL) >= 20
+    assert len(MARKED) * 5 <= len(ALL)
+
+
+def test_export_page_makes_what_its_cpp_program_runs(tmp_path):
+    run(plain_blocks("export.md"), tmp_path)
+    if shutil.which("cmake") is None:
+        pytest.skip("cmake was not found")
+    torch_root = Path(torch.__file__).parent
+    for command in (
+        ["cmake", "-S", ROOT / "tests" / "cpp", "-B", "build", f"-DTORCH_ROOT={torch_root}"],
+        ["cmake", "--build", "build", "--target", "run_exported"],
+    ):
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    done = subprocess.run(
+        ["build/run_exported", next(TORCHWELD.glob("_ops*.so")), "net.pt2", "net_example.pt"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "same result as Python\n"), done.stderr
+
+
+def test_what_the_pages_name_exists():
+    text = "\n".join((DOCS / page).read_text(encoding="utf-8") for page in PAGES)
+    paths = re.findall(r"`((?:csrc|python|tests|benchmarks)/[\w/.-]+)`", text)
+    assert paths and [path for path in paths if not (ROOT / path).exists()] == []
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"`(?:\w+=\S+ )?make ([a-z-]+)", text)
+    assert targets and [t for t in targets if not re.search(rf"^{t}:", makefile, re.M)] == []
+    names = set(re.findall(r"`torchweld\.(?:nn\.)?(\w+)[`(]", text)) - {"nn"}
+    known = {*torchweld.__all__, *torchweld.nn.__all__}
+    assert names and names - known == set()
+    ops = set(re.findall(r"torch\.ops\.torchweld\.(\w+)", text))
+    assert ops and ops - set(registered_ops()) == set()
+
+
+@pytest.fixture
+def generate(monkeypatch):
+    """docs/generate.py."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    yield importlib.import_module("generate")
+    del sys.modules["generate"]
+
+
+def test_reference_has_every_public_name_once(generate):
+    names = [name for page in generate.api().values() for name in page]
+    assert len(set(names)) == len(names)
+    assert {f"torchweld.{op}" for op in PUBLIC} <= set(names)
+    public = {*torchweld.__all__, *torchweld.nn.__all__} - {"nn"}
+    assert public - {name.rpartition(".")[2] for name in names} == set()
+    for page in generate.TITLES:
+        text = generate.api_page(page)
+        assert all(f":: {name}\n" in text for name in generate.api()[page])
+
+
+def test_every_public_name_has_a_docstring(generate):
+    for names in generate.api().values():
+        for name in names:
+            module, _, attribute = name.rpartition(".")
+            value = getattr(importlib.import_module(module), attribute)
+            assert not callable(value) or (value.__doc__ or "").strip(), name
+
+
+def test_table_of_ops_is_what_the_registry_says(generate):
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", generate.ops_table(), re.M))
+    assert set(rows) == set(PUBLIC)
+    both = "CPU, CUDA" if build_facts().get("cuda") else "CPU"
+    three = " | ".join([both] * 3)
+    assert rows["softmax"] == f"{three} | CPU | `x`"
+    assert rows["int4_linear"].endswith("| `x`")  # the weight is frozen
+    assert rows["int4_pack"].startswith("integers only")
+
+
+def test_an_op_that_refuses_a_dtype_is_not_listed_for_it(generate, monkeypatch):
+    import samples
+
+    def call(op):
+        def refuse(x):
+            if x.dtype != torch.float32:
+                raise RuntimeError("x must be float32")
+
+        return refuse
+
+    monkeypatch.setattr(samples, "call", call)
+    assert generate.served_dtypes("softmax", "cpu") == [torch.float32]
+
+
+def test_page_of_benchmarks_has_every_result_and_picture(generate):
+    page = generate.benchmarks()
+    assert page.startswith("# Benchmarks\n")
+    for path in generate.RESULTS.glob("*/*.json"):
+        picture = path.relative_to(ROOT).with_suffix(".png")
+        assert f"<../../{picture.as_posix()}>" in page
+        assert all(f"| {row['case']} |" in page for row in json.loads(path.read_text())["rows"])
+
+
+def test_versions_are_those_of_the_build_files(generate):
+    table = generate.versions_table()
+    assert "| Python | 3.10 or later |" in table
+    assert "sm_80, sm_90a, and PTX of sm_80" in table
+    assert re.search(r"\| torch \| [\d.]+ or later to build; the suite runs with [\d.]+ \|", table)

@@ -1,0 +1,135 @@
+"""What is given away: the sdist, the wheel, and the files about the project."""
+
+from __future__ import annotations
+
+import email
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchweld
+
+ROOT = Path(__file__).resolve().parent.parent
+MINOR = ".".join(torch.__version__.split(".")[:2])
+
+
+def setup_py(*arguments: str | Path, **env: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def files_below(*folders: str) -> set[str]:
+    """The sources below some folders: what git would keep."""
+    paths = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())
+    kept = {path.relative_to(ROOT).as_posix() for path in paths if "__pycache__" not in path.parts}
+    return {name for name in kept if not name.endswith((".so", ".pyc", "_build.json"))}
+
+
+def test_sdist_holds_what_the_build_and_the_suite_need(tmp_path):
+    setup_py("egg_info", "--egg-base", tmp_path, "sdist", "--dist-dir", tmp_path)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    assert archive.name == f"torchweld-{torchweld.__version__}.tar.gz"
+    with tarfile.open(archive) as tar:
+        held = {member.name.partition("/")[2] for member in tar.getmembers() if member.isfile()}
+        about = email.message_from_binary_file(
+            tar.extractfile(f"torchweld-{torchweld.__version__}/PKG-INFO")
+        )
+    needed = files_below("csrc", "python/torchweld", "tests", "benchmarks", "requirements", "tools")
+    needed |= {"setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "Makefile"}
+    assert len(needed) > 300
+    assert sorted(needed - held) == []
+    assert [name for name in held if name.endswith((".so", ".o", "_build.json"))] == []
+    # The sources are for any torch that is new enough.
+    assert any(re.fullmatch(r"torch>=[\d.]+", r) for r in about.get_all("Requires-Dist"))
+
+
+@pytest.mark.parametrize("local", ["0", "1"])
+def test_what_is_built_requires_the_torch_it_was_built_for(tmp_path, local):
+    setup_py("egg_info", "--egg-base", tmp_path, TORCHWELD_LOCAL_VERSION=local)
+    about = email.message_from_string((tmp_path / "torchweld.egg-info/PKG-INFO").read_text())
+    assert f"torch=={MINOR}.*" in about.get_all("Requires-Dist")
+    suffix = rf"\+torch{re.escape(MINOR)}\.(cu\d+|cpu)" if local == "1" else ""
+    assert re.fullmatch(re.escape(torchweld.__version__) + suffix, about["Version"])
+
+
+@pytest.fixture
+def wheel_tool():
+    spec = importlib.util.spec_from_file_location("wheel_tool", ROOT / "tools" / "wheel.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def wheel_of(folder: Path, version: str, needs: str) -> Path:
+    path = folder / f"torchweld-{version}-cp312-cp312-linux_x86_64.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(
+            f"torchweld-{version}.dist-info/METADATA",
+            f"Metadata-Version: 2.4\nName: torchweld\nVersion: {version}\nRequires-Dist: {needs}\n",
+        )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("version", "needs", "most", "refused"),
+    [
+        ("0.1.0+torch2.11.cu130", "torch==2.11.*", 10**6, None),
+        ("0.1.0+torch2.11.cpu", "torch==2.11.*", 10**6, None),
+        ("0.1.0", "torch==2.11.*", 10**6, r"must end in \+torch2.11.cu... or .cpu, but is 0.1.0"),
+        ("0.1.0+torch2.12.cu130", "torch==2.11.*", 10**6, "must end in"),
+        ("0.1.0+torch2.11.cu130", "torch>=2.11", 10**6, "must require torch==2.11"),
+        ("0.1.0+torch2.11.cu130", "torch==2.11.*", 10, "must have at most 10 bytes"),
+    ],
+)
+def test_a_wheel_that_says_something_else_is_refused(
+    wheel_tool, tmp_path, monkeypatch, version, needs, most, refused
+):
+    monkeypatch.setattr(wheel_tool, "MOST_BYTES", most)
+    monkeypatch.setattr(wheel_tool, "ROOT", tmp_path)
+    wheel = wheel_of(tmp_path, version, needs)
+    if refused is None:
+        wheel_tool.check_metadata(wheel, "2.11.0")
+        return
+    with pytest.raises(SystemExit, match=refused):
+        wheel_tool.check_metadata(wheel, "2.11.0")
+
+
+def test_constraints_of_a_wheel_have_the_torch_that_was_asked_for(wheel_tool, tmp_path):
+    pinned = (ROOT / "requirements" / "constraints.txt").read_text()
+    torch_pin = re.search(r"^torch==(.+)$", pinned, re.M)[1]
+    assert wheel_tool.constraints(tmp_path, torch_pin).read_text() == pinned
+    other = wheel_tool.constraints(tmp_path, "9.9.0").read_text()
+    assert re.findall(r"^torch==.+$", other, re.M) == ["torch==9.9.0"]
+    assert "triton==" not in other and "transformers==" in other
+
+
+def test_citation_has_the_version():
+    text = (ROOT / "CITATION.cff").read_text()
+    assert re.search(r"^version: (.+)$", text, re.M)[1] == torchweld.__version__
+
+
+def test_issue_templates_are_forms():
+    yaml = pytest.importorskip("yaml")  # comes with transformers
+    templates = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    forms = [yaml.safe_load(p.read_text()) for p in templates if p.name != "config.yml"]
+    assert len(forms) == 4
+    for form in forms:
+        assert form["name"] and form["description"]
+        ids = [part["id"] for part in form["body"]]
+        assert len(ids) == len(set(ids))
+        assert any(part.get("validations", {}).get("required") for part in form["body"])
+        assert all(part["attributes"]["label"] for part in form["body"])

@@ -1,0 +1,174 @@
+"""Makes a wheel for one Python and one torch, and checks it: `make wheel`.
+
+    python tools/wheel.py                               this Python and its torch
+    python tools/wheel.py --python python3.11 --torch 2.13.0   in an environment of its own
+
+The wheel is built from an unpacked sdist, so that a file which the sdist lacks fails here, and lies
+in dist/. It is then installed into an empty environment, where the README's example must run.
+Everything else lies in build/wheel/; objects are kept there, so that a second build is short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import email
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MOST_BYTES = 45 * 10**6
+PIP = ("-m", "pip", "--quiet", "--no-input", "--disable-pip-version-check")
+FACTS = "import sys, torch; print('%d.%d' % sys.version_info[:2], torch.__version__.split('+')[0])"
+
+
+def say(text: str) -> None:
+    print(f"wheel: {text}", flush=True)
+
+
+def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
+    """Runs a command, its stderr shown. Returns its stdout.
+
+    Raises:
+        SystemExit: the command failed.
+    """
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    if done.returncode:
+        sys.exit(f"wheel: {' '.join(map(str, command))} failed\n{done.stdout}")
+    return done.stdout.strip()
+
+
+def environment(folder: Path, python: str) -> Path:
+    """The Python of a fresh environment."""
+    shutil.rmtree(folder, ignore_errors=True)
+    run(python, "-m", "venv", folder)
+    return folder / "bin" / "python"
+
+
+def constraints(folder: Path, torch: str) -> Path:
+    """The pinned versions, with another torch where it is not the pinned one."""
+    text = (ROOT / "requirements" / "constraints.txt").read_text()
+    if f"torch=={torch}\n" not in text:
+        text = re.sub(r"^(torch|triton|setuptools)==.*\n", "", text, flags=re.M)
+        text += f"torch=={torch}\n"
+    path = folder / "constraints.txt"
+    path.write_text(text)
+    return path
+
+
+def builder(args: argparse.Namespace) -> str:
+    """The Python that builds: this one, or that of an environment with what was asked for."""
+    if not args.python and not args.torch:
+        return sys.executable
+    python = args.python or sys.executable
+    torch = (
+        args.torch
+        or re.search(
+            r"^torch==(\S+)", (ROOT / "requirements" / "constraints.txt").read_text(), re.M
+        )[1]
+    )
+    version = run(python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])")
+    folder = ROOT / "build" / "wheel" / f"python{version}-torch{torch}"
+    folder.mkdir(parents=True, exist_ok=True)
+    say(f"installing torch {torch} for Python {version}")
+    made = environment(folder / "builder", python)
+    build = ROOT / "requirements" / "build.txt"
+    run(made, *PIP, "install", "-r", build, "-c", constraints(folder, torch))
+    return str(made)
+
+
+def unpacked_sdist(python: str, folder: Path) -> Path:
+    """The sources of a new sdist, in a folder that keeps the objects of the last build."""
+    packed = folder / "sdist"
+    shutil.rmtree(packed, ignore_errors=True)
+    packed.mkdir(parents=True)
+    base = ("-q", "egg_info", "--egg-base", packed)
+    run(python, "setup.py", *base, "sdist", "--dist-dir", packed)
+    (archive,) = packed.glob("*.tar.gz")
+    source = folder / archive.name.removesuffix(".tar.gz")
+    if source.is_dir():
+        stale = [path for path in source.iterdir() if path.name != "build"]
+        for path in [*stale, *source.glob("build/lib*")]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")  # keeps the times, by which ninja knows what changed
+    return source
+
+
+def metadata(wheel: Path) -> email.message.Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+def check_metadata(wheel: Path, torch: str) -> None:
+    """Raises SystemExit where version, requirement or size are not what a wheel must have."""
+    minor = ".".join(torch.split(".")[:2])
+    found = metadata(wheel)
+    version, needs = found["Version"], found.get_all("Requires-Dist")
+    if not re.search(rf"\+torch{re.escape(minor)}\.(cu\d+|cpu)$", version):
+        sys.exit(f"wheel: the version must end in +torch{minor}.cu... or .cpu, but is {version}")
+    if f"torch=={minor}.*" not in needs:
+        sys.exit(f"wheel: it must require torch=={minor}.*, but requires {', '.join(needs)}")
+    size = wheel.stat().st_size
+    if size > MOST_BYTES:
+        sys.exit(f"wheel: it must have at most {MOST_BYTES} bytes, but has {size}")
+    say(f"{wheel.relative_to(ROOT)}: {size / 1e6:.1f} MB, requires torch=={minor}.*")
+
+
+def check_installed(wheel: Path, python: str, torch: str, folder: Path) -> None:
+    """The README's example in an empty environment, with nothing of the sources in sight."""
+    say("installing it into an empty environment")
+    empty = environment(folder / "empty", python)
+    run(empty, *PIP, "install", f"{wheel}[hf]", "-c", constraints(folder, torch))
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    place = folder / "place"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    (place / "example.py").write_text(example)
+    run(empty, "example.py", cwd=place, HF_HUB_OFFLINE="1", PYTHONPATH="")
+    installed = run(empty, "-c", "import torchweld; print(torchweld.__file__)", cwd=place)
+    if not Path(installed).is_relative_to(folder / "empty"):
+        sys.exit(f"wheel: the example ran with {installed}, not with the wheel")
+    shutil.rmtree(folder / "empty")  # torch's libraries take gigabytes
+    say("the README's example runs")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--python", help="default: the Python that runs this")
+    parser.add_argument("--torch", help="a version; default: the one installed")
+    args = parser.parse_args(argv)
+    python = builder(args)
+    version, torch = run(python, "-c", FACTS).split()
+    folder = ROOT / "build" / "wheel" / f"python{version}-torch{torch}"
+    source = unpacked_sdist(python, folder)
+    say(f"building for Python {version} and torch {torch} (5 to 15 minutes the first time)")
+    made = folder / "made"
+    shutil.rmtree(made, ignore_errors=True)
+    flags = ("--no-build-isolation", "--no-deps", "--wheel-dir", made)
+    tools = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"  # ninja lies there
+    env = {"TORCHWELD_LOCAL_VERSION": "1", "PYTHONPATH": "", "PATH": tools}
+    run(python, *PIP, "wheel", *flags, source, **env)
+    (wheel,) = made.glob("*.whl")
+    kept = ROOT / "dist" / wheel.name
+    kept.parent.mkdir(exist_ok=True)
+    shutil.copy(wheel, kept)
+    check_metadata(kept, torch)
+    check_installed(kept, python, torch, folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
