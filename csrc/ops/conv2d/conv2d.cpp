@@ -124,16 +124,8 @@ Grads2 conv2d_backward_cuda(const Tensor& dz, const Tensor& x, const Tensor& wei
 }
 #endif
 
-Tensor call_conv2d(const Tensor& x, const Tensor& weight) {
-  static const auto op = find_op<decltype(call_conv2d)>("conv2d");
-  return op.call(x, weight);
-}
-
-Grads2 call_conv2d_backward(const Tensor& dz, const Tensor& x, const Tensor& weight,
-                            std::array<bool, 2> output_mask) {
-  static const auto op = find_op<decltype(call_conv2d_backward)>("conv2d_backward");
-  return op.call(dz, x, weight, output_mask);
-}
+TW_OP(conv2d);
+TW_OP(conv2d_backward);
 
 struct Conv2dFunction : torch::autograd::Function<Conv2dFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight) {
@@ -150,55 +142,15 @@ struct Conv2dFunction : torch::autograd::Function<Conv2dFunction> {
   }
 };
 
-Tensor conv2d_autograd(const Tensor& x, const Tensor& weight) {
-  if (any_needs_grad(x, weight)) return Conv2dFunction::apply(x, weight);
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_conv2d(x, weight);
-}
-
-template <at::DeviceType device>
-Tensor conv2d_autocast(const Tensor& x, const Tensor& weight) {
-  const Autocast<device> cast;
-  return call_conv2d(cast(x), cast(weight));
-}
-
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  m.def("conv2d(Tensor x, Tensor weight) -> Tensor", tags);
-  m.def(
-      "conv2d_backward(Tensor dz, Tensor x, Tensor weight, *, bool[2] output_mask) -> "
-      "(Tensor dx, Tensor dweight)",
-      tags);
+  define_op(m, "conv2d(Tensor x, Tensor weight) -> Tensor", TW_KERNELS(conv2d),
+            recorded_by<Conv2dFunction>(call_conv2d));
+  define_op(m,
+            "conv2d_backward(Tensor dz, Tensor x, Tensor weight, *, bool[2] output_mask) -> "
+            "(Tensor dx, Tensor dweight)",
+            TW_KERNELS(conv2d_backward), no_gradient_function());
+  define_autocast(m, call_conv2d);
 }
-
-TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
-  m.impl("conv2d", conv2d_meta);
-  m.impl("conv2d_backward", conv2d_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
-  m.impl("conv2d", conv2d_cpu);
-  m.impl("conv2d_backward", conv2d_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
-#ifdef TORCHWELD_CUDA
-  m.impl("conv2d", conv2d_cuda);
-  m.impl("conv2d_backward", conv2d_backward_cuda);
-#else
-  m.impl("conv2d", no_cuda_kernel_function());
-  m.impl("conv2d_backward", no_cuda_kernel_function());
-#endif
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
-  m.impl("conv2d", conv2d_autograd);
-  m.impl("conv2d_backward", no_gradient_function());
-}
-
-TORCH_LIBRARY_IMPL(torchweld, AutocastCPU, m) { m.impl("conv2d", conv2d_autocast<at::kCPU>); }
-
-TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) { m.impl("conv2d", conv2d_autocast<at::kCUDA>); }
 
 }  // namespace
 }  // namespace torchweld::conv2d_room

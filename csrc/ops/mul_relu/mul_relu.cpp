@@ -102,15 +102,8 @@ Grads2 mul_relu_backward_cuda(const Tensor& dz, const Tensor& x, const Tensor& y
 }
 #endif
 
-Tensor call_mul_relu(const Tensor& x, const Tensor& y) {
-  static const auto op = find_op<decltype(call_mul_relu)>("mul_relu");
-  return op.call(x, y);
-}
-
-Grads2 call_mul_relu_backward(const Tensor& dz, const Tensor& x, const Tensor& y) {
-  static const auto op = find_op<decltype(call_mul_relu_backward)>("mul_relu_backward");
-  return op.call(dz, x, y);
-}
+TW_OP(mul_relu);
+TW_OP(mul_relu_backward);
 
 struct MulReluFunction : torch::autograd::Function<MulReluFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& y) {
@@ -126,41 +119,11 @@ struct MulReluFunction : torch::autograd::Function<MulReluFunction> {
   }
 };
 
-Tensor mul_relu_autograd(const Tensor& x, const Tensor& y) {
-  if (any_needs_grad(x, y)) return MulReluFunction::apply(x, y);
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_mul_relu(x, y);
-}
-
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  m.def("mul_relu(Tensor x, Tensor y) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("mul_relu_backward(Tensor dz, Tensor x, Tensor y) -> (Tensor dx, Tensor dy)",
-        {at::Tag::pt2_compliant_tag});
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
-  m.impl("mul_relu", mul_relu_meta);
-  m.impl("mul_relu_backward", mul_relu_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
-  m.impl("mul_relu", mul_relu_cpu);
-  m.impl("mul_relu_backward", mul_relu_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
-#ifdef TORCHWELD_CUDA
-  m.impl("mul_relu", mul_relu_cuda);
-  m.impl("mul_relu_backward", mul_relu_backward_cuda);
-#else
-  m.impl("mul_relu", no_cuda_kernel_function());
-  m.impl("mul_relu_backward", no_cuda_kernel_function());
-#endif
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
-  m.impl("mul_relu", mul_relu_autograd);
-  m.impl("mul_relu_backward", no_gradient_function());
+  define_op(m, "mul_relu(Tensor x, Tensor y) -> Tensor", TW_KERNELS(mul_relu),
+            recorded_by<MulReluFunction>(call_mul_relu));
+  define_op(m, "mul_relu_backward(Tensor dz, Tensor x, Tensor y) -> (Tensor dx, Tensor dy)",
+            TW_KERNELS(mul_relu_backward), no_gradient_function());
 }
 
 }  // namespace

@@ -84,15 +84,8 @@ Grads2 outer_add_backward_cuda(const Tensor& dz) {
 }
 #endif
 
-Tensor call_outer_add(const Tensor& x, const Tensor& y) {
-  static const auto op = find_op<decltype(call_outer_add)>("outer_add");
-  return op.call(x, y);
-}
-
-Grads2 call_outer_add_backward(const Tensor& dz) {
-  static const auto op = find_op<decltype(call_outer_add_backward)>("outer_add_backward");
-  return op.call(dz);
-}
+TW_OP(outer_add);
+TW_OP(outer_add_backward);
 
 struct OuterAddFunction : torch::autograd::Function<OuterAddFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& y) {
@@ -106,40 +99,11 @@ struct OuterAddFunction : torch::autograd::Function<OuterAddFunction> {
   }
 };
 
-Tensor outer_add_autograd(const Tensor& x, const Tensor& y) {
-  if (any_needs_grad(x, y)) return OuterAddFunction::apply(x, y);
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_outer_add(x, y);
-}
-
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  m.def("outer_add(Tensor x, Tensor y) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("outer_add_backward(Tensor dz) -> (Tensor dx, Tensor dy)", {at::Tag::pt2_compliant_tag});
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
-  m.impl("outer_add", outer_add_meta);
-  m.impl("outer_add_backward", outer_add_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
-  m.impl("outer_add", outer_add_cpu);
-  m.impl("outer_add_backward", outer_add_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
-#ifdef TORCHWELD_CUDA
-  m.impl("outer_add", outer_add_cuda);
-  m.impl("outer_add_backward", outer_add_backward_cuda);
-#else
-  m.impl("outer_add", no_cuda_kernel_function());
-  m.impl("outer_add_backward", no_cuda_kernel_function());
-#endif
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
-  m.impl("outer_add", outer_add_autograd);
-  m.impl("outer_add_backward", no_gradient_function());
+  define_op(m, "outer_add(Tensor x, Tensor y) -> Tensor", TW_KERNELS(outer_add),
+            recorded_by<OuterAddFunction>(call_outer_add));
+  define_op(m, "outer_add_backward(Tensor dz) -> (Tensor dx, Tensor dy)",
+            TW_KERNELS(outer_add_backward), no_gradient_function());
 }
 
 }  // namespace

@@ -100,15 +100,8 @@ Grads2 outer_mul_relu_backward_cuda(const Tensor& dz, const Tensor& x, const Ten
 }
 #endif
 
-Tensor call_outer_mul_relu(const Tensor& x, const Tensor& y) {
-  static const auto op = find_op<decltype(call_outer_mul_relu)>("outer_mul_relu");
-  return op.call(x, y);
-}
-
-Grads2 call_outer_mul_relu_backward(const Tensor& dz, const Tensor& x, const Tensor& y) {
-  static const auto op = find_op<decltype(call_outer_mul_relu_backward)>("outer_mul_relu_backward");
-  return op.call(dz, x, y);
-}
+TW_OP(outer_mul_relu);
+TW_OP(outer_mul_relu_backward);
 
 struct OuterMulReluFunction : torch::autograd::Function<OuterMulReluFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& y) {
@@ -124,41 +117,11 @@ struct OuterMulReluFunction : torch::autograd::Function<OuterMulReluFunction> {
   }
 };
 
-Tensor outer_mul_relu_autograd(const Tensor& x, const Tensor& y) {
-  if (any_needs_grad(x, y)) return OuterMulReluFunction::apply(x, y);
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_outer_mul_relu(x, y);
-}
-
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  m.def("outer_mul_relu(Tensor x, Tensor y) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("outer_mul_relu_backward(Tensor dz, Tensor x, Tensor y) -> (Tensor dx, Tensor dy)",
-        {at::Tag::pt2_compliant_tag});
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
-  m.impl("outer_mul_relu", outer_mul_relu_meta);
-  m.impl("outer_mul_relu_backward", outer_mul_relu_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
-  m.impl("outer_mul_relu", outer_mul_relu_cpu);
-  m.impl("outer_mul_relu_backward", outer_mul_relu_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
-#ifdef TORCHWELD_CUDA
-  m.impl("outer_mul_relu", outer_mul_relu_cuda);
-  m.impl("outer_mul_relu_backward", outer_mul_relu_backward_cuda);
-#else
-  m.impl("outer_mul_relu", no_cuda_kernel_function());
-  m.impl("outer_mul_relu_backward", no_cuda_kernel_function());
-#endif
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
-  m.impl("outer_mul_relu", outer_mul_relu_autograd);
-  m.impl("outer_mul_relu_backward", no_gradient_function());
+  define_op(m, "outer_mul_relu(Tensor x, Tensor y) -> Tensor", TW_KERNELS(outer_mul_relu),
+            recorded_by<OuterMulReluFunction>(call_outer_mul_relu));
+  define_op(m, "outer_mul_relu_backward(Tensor dz, Tensor x, Tensor y) -> (Tensor dx, Tensor dy)",
+            TW_KERNELS(outer_mul_relu_backward), no_gradient_function());
 }
 
 }  // namespace

@@ -221,24 +221,9 @@ Grads3 scalar_attention_backward_cuda(const Tensor& dz, const Tensor& q, const T
 }
 #endif
 
-Tensor call_scalar_attention(const Tensor& q, const Tensor& k, const Tensor& v) {
-  static const auto op = find_op<decltype(call_scalar_attention)>("scalar_attention");
-  return op.call(q, k, v);
-}
-
-Forward call_scalar_attention_forward(const Tensor& q, const Tensor& k, const Tensor& v) {
-  static const auto op =
-      find_op<decltype(call_scalar_attention_forward)>("scalar_attention_forward");
-  return op.call(q, k, v);
-}
-
-Grads3 call_scalar_attention_backward(const Tensor& dz, const Tensor& q, const Tensor& k,
-                                      const Tensor& v, const Tensor& mean, const Tensor& sum,
-                                      std::array<bool, 3> output_mask) {
-  static const auto op =
-      find_op<decltype(call_scalar_attention_backward)>("scalar_attention_backward");
-  return op.call(dz, q, k, v, mean, sum, output_mask);
-}
+TW_OP(scalar_attention);
+TW_OP(scalar_attention_forward);
+TW_OP(scalar_attention_backward);
 
 struct ScalarAttentionFunction : torch::autograd::Function<ScalarAttentionFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k,
@@ -262,66 +247,20 @@ struct ScalarAttentionFunction : torch::autograd::Function<ScalarAttentionFuncti
   }
 };
 
-Forward scalar_attention_forward_autograd(const Tensor& q, const Tensor& k, const Tensor& v) {
-  if (any_needs_grad(q, k, v)) {
-    const auto out = ScalarAttentionFunction::apply(q, k, v);
-    return {out[0], out[1], out[2]};
-  }
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_scalar_attention_forward(q, k, v);
-}
-
-Tensor scalar_attention_autograd(const Tensor& q, const Tensor& k, const Tensor& v) {
-  if (any_needs_grad(q, k, v)) {
-    // Refusals name this op, not scalar_attention_forward.
-    check_scalar_attention("scalar_attention", q, k, v);
-    return ScalarAttentionFunction::apply(q, k, v)[0];
-  }
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_scalar_attention(q, k, v);
-}
-
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  m.def("scalar_attention(Tensor q, Tensor k, Tensor v) -> Tensor", tags);
-  m.def(
-      "scalar_attention_forward(Tensor q, Tensor k, Tensor v) -> "
-      "(Tensor z, Tensor mean, Tensor sum)",
-      tags);
-  m.def(
+  define_op(m, "scalar_attention(Tensor q, Tensor k, Tensor v) -> Tensor",
+            TW_KERNELS(scalar_attention),
+            recorded_by<ScalarAttentionFunction>(call_scalar_attention, check_scalar_attention));
+  define_op(m,
+            "scalar_attention_forward(Tensor q, Tensor k, Tensor v) -> "
+            "(Tensor z, Tensor mean, Tensor sum)",
+            TW_KERNELS(scalar_attention_forward),
+            recorded_by<ScalarAttentionFunction>(call_scalar_attention_forward));
+  define_op(
+      m,
       "scalar_attention_backward(Tensor dz, Tensor q, Tensor k, Tensor v, Tensor mean, Tensor sum, "
       "*, bool[3] output_mask) -> (Tensor dq, Tensor dk, Tensor dv)",
-      tags);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
-  m.impl("scalar_attention", scalar_attention_meta);
-  m.impl("scalar_attention_forward", scalar_attention_forward_meta);
-  m.impl("scalar_attention_backward", scalar_attention_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
-  m.impl("scalar_attention", scalar_attention_cpu);
-  m.impl("scalar_attention_forward", scalar_attention_forward_cpu);
-  m.impl("scalar_attention_backward", scalar_attention_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
-#ifdef TORCHWELD_CUDA
-  m.impl("scalar_attention", scalar_attention_cuda);
-  m.impl("scalar_attention_forward", scalar_attention_forward_cuda);
-  m.impl("scalar_attention_backward", scalar_attention_backward_cuda);
-#else
-  m.impl("scalar_attention", no_cuda_kernel_function());
-  m.impl("scalar_attention_forward", no_cuda_kernel_function());
-  m.impl("scalar_attention_backward", no_cuda_kernel_function());
-#endif
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
-  m.impl("scalar_attention", scalar_attention_autograd);
-  m.impl("scalar_attention_forward", scalar_attention_forward_autograd);
-  m.impl("scalar_attention_backward", no_gradient_function());
+      TW_KERNELS(scalar_attention_backward), no_gradient_function());
 }
 
 }  // namespace
