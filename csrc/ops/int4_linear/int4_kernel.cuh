@@ -69,10 +69,6 @@ struct Int4Warp {
     return load_words_4(s_words + stage + (n * kT.chunks + chunk) * 512);
   }
 
-  static __device__ __forceinline__ uint32_t word(const uint4& words, int slice) {
-    return slice == 0 ? words.x : slice == 1 ? words.y : slice == 2 ? words.z : words.w;
-  }
-
   // sums += a @ x^T for a slice; a is one fragment a row tile.
   __device__ __forceinline__ void multiply(Sums& sums, const uint32_t (&a)[kN][4], int stage,
                                            int chunk, int slice) {
@@ -151,7 +147,7 @@ struct Int4Chunk {
     for (int slice = 0; slice < 4; ++slice) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        int4_unpack<U>(a[n], Warp::word(words[n], slice), zero[n]);
+        int4_unpack<U>(a[n], int4_slice_word(words[n], slice), zero[n]);
         if constexpr (kSpecial) scales[n].scale_codes(a[n]);
       }
       warp.multiply(sums, a, stage, chunk, slice);
@@ -168,23 +164,21 @@ struct Int4Chunk {
   __device__ __forceinline__ void add_rounded(typename Warp::Sums& acc, Warp& warp) const {
     uint4 words[kN];
     Int4Zeros<U> zero[kN];
-    uint32_t a[kN][4], low[kN], high[kN];  // the scales, twice
+    uint32_t a[kN][4];
+    Int4CodeScales<U> scales[kN];
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       words[n] = warp.words(stage, n, chunk);
       zero[n] = zeros(warp, n);
       const Vec<T, 2> both = scale(warp, n);
-      const uint32_t pair = reinterpret_cast<const uint32_t&>(both);
-      low[n] = __byte_perm(pair, 0, 0x1010);
-      high[n] = __byte_perm(pair, 0, 0x3232);
+      scales[n] = Int4CodeScales<U>(reinterpret_cast<const uint32_t&>(both));
     }
 #pragma unroll
     for (int slice = 0; slice < 4; ++slice) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        int4_unpack<U>(a[n], Warp::word(words[n], slice), zero[n]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[n][i] = multiply_pair<U>(a[n][i], i % 2 ? high[n] : low[n]);
+        int4_unpack<U>(a[n], int4_slice_word(words[n], slice), zero[n]);
+        scales[n].scale(a[n]);
       }
       warp.multiply(acc, a, stage, chunk, slice);
       __syncwarp();  // NOTE: without it the compiler mixes the slices and spills
@@ -240,7 +234,7 @@ __device__ __forceinline__ void int4_units(typename Int4Warp<T, kTile>::Sums& ac
           weight.scale)[tile_group * (kInt4TileRows / 2) + warp.lane / 4]);
       const Int4Zeros<U> zeros(reinterpret_cast<const uint2*>(weight.zero)[tile_group], warp.lane);
       uint32_t a[4];
-      int4_unpack<U>(a, Warp::word(words[n], slice), zeros);
+      int4_unpack<U>(a, int4_slice_word(words[n], slice), zeros);
       if (__any_sync(~0u, scales.special())) {
         scales.scale_codes(a);
         scales.keep_finite();
@@ -275,9 +269,8 @@ __global__ void __launch_bounds__(kInt4Tiles[kTile].threads(),
   using Warp = Int4Warp<T, kTile>;
   extern __shared__ __align__(128) char s_ring[];
   const int thread = threadIdx.x;
-  const Int4Work work(p, kT);
-  const int steps =
-      static_cast<int>((work.chunk_end - work.first_chunk + kT.chunks - 1) / kT.chunks);
+  const Int4Work work(p, kT, blockIdx.x);
+  const int steps = (work.chunks() + kT.chunks - 1) / kT.chunks;
 
   Int4Loader<T, kTile, kWholeChunks> loader(p, work, thread);
   const uint32_t s_base = shared_address(s_ring);
@@ -318,17 +311,9 @@ __global__ void __launch_bounds__(kInt4Tiles[kTile].threads(),
   __syncthreads();  // the ring's memory is free
 
   float* s_sums = reinterpret_cast<float*>(s_ring);
-  const int row = warp.first_tile * kInt4TileRows + warp.lane / 4, token = warp.lane % 4 * 2;
 #pragma unroll
   for (int n = 0; n < Warp::kN; ++n) {
-#pragma unroll
-    for (int m = 0; m < Warp::kM; ++m) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int to = (token + m * 8 + i % 2) * (kT.rows + 4) + row + n * 16 + i / 2 * 8;
-        s_sums[to] = acc[n][m][i];
-      }
-    }
+    int4_stage_sums<kT.sum_row_floats()>(s_sums, acc[n], warp.first_tile + n, warp.lane);
   }
 #if TW_HAS_CLUSTERS
   if (p.choice.cluster) {
