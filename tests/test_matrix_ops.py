@@ -15,13 +15,13 @@ from matrices import (
     eager_gradients,
     in_nan,
     matrix_args,
-    matrix_randn,
     special_places,
 )
 from numerics import assert_equal, assert_same_bits
 from reference import EAGER
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
 from strategies import dtype_names, layouts, seeds, sizes, strided, values
+from tensors import need_dtype, randn
 
 pytestmark = pytest.mark.parametrize("op", MATRIX_OPS)
 
@@ -29,8 +29,7 @@ pytestmark = pytest.mark.parametrize("op", MATRIX_OPS)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_sizes(op, device, dtype, size):
-    if dtype not in dtypes(device):
-        pytest.skip(f"{dtype} is CPU only")
+    need_dtype(device, dtype)
     check_op(op, matrix_args(op, device, dtype, *size))
 
 
@@ -56,7 +55,7 @@ def test_empty(op, device, size):
 def test_inf_and_nan_spread_as_in_torch(op, device, special, size):
     for dtype in dtypes(device):
         for which in range(3):
-            args, dz = matrix_args(op, device, dtype, *size), matrix_randn(device, dtype, *size)
+            args, dz = matrix_args(op, device, dtype, *size), randn(device, dtype, *size)
             tensors = [*args, dz]
             shape = tensors[which].shape
             tensors[which] = special_places(device, dtype, shape.numel(), special).view(shape)
@@ -74,7 +73,7 @@ def test_inf_and_nan_spread_as_in_torch(op, device, special, size):
 @pytest.mark.parametrize("size", [(5, 9), (9, 64), (37, 515), (3, 1024)], ids=str)
 def test_nan_around_the_inputs_is_not_read(op, device, size, offset):
     for dtype in dtypes(device):
-        args, dz = matrix_args(op, device, dtype, *size), matrix_randn(device, dtype, *size)
+        args, dz = matrix_args(op, device, dtype, *size), randn(device, dtype, *size)
         out, grads = forward_backward(op, args, {}, dz)
         moved = [in_nan(t, offset + i) for i, t in enumerate(args)]
         got, got_grads = forward_backward(op, moved, {}, in_nan(dz, offset))

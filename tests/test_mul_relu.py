@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from matrices import SIZES, grid, matrix_args, matrix_randn
+from matrices import SIZES, grid, matrix_args
 from numerics import assert_equal, assert_same_bits
 from samples import BF16, F16, dtypes, forward_backward
+from tensors import randn
 
 OP = "mul_relu"
 OPS = (OP, OP + "_backward")
@@ -52,7 +53,7 @@ def test_rows_of_a_block_of_their_own(device, size):
         dx, dy = mul_relu_backward(*args)
         assert_equal(dx, (g * y[:, None]).to(dtype))
         assert_equal(dy, (g * x).sum(1).to(dtype))
-        args[0] = matrix_randn(device, dtype, *size)
+        args[0] = randn(device, dtype, *size)
         assert_same_bits(mul_relu_backward(*args)[1], mul_relu_backward(*args)[1])
 
 
@@ -75,7 +76,7 @@ def test_the_slope_is_that_of_the_product_before_it_is_rounded(device):
 def test_rows_do_not_depend_on_their_neighbours(device):
     for dtype in dtypes(device):
         x, y = matrix_args(OP, device, dtype, 6, 1025)
-        dz = matrix_randn(device, dtype, 6, 1025)
+        dz = randn(device, dtype, 6, 1025)
         before = [mul_relu(x, y), *mul_relu_backward(dz, x, y)]
         x[2], y[4] = math.nan, math.inf
         after = [mul_relu(x, y), *mul_relu_backward(dz, x, y)]

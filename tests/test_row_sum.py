@@ -9,23 +9,15 @@ import torch
 from hypothesis import given
 
 from numerics import assert_equal, assert_same_bits
-from samples import BF16, F16, F32, F64, check_op, dtypes, need_kernel
+from samples import BF16, F16, F32, F64, check_op, dtypes
 from strategies import dtype_names, kinds, layouts, seeds, sizes, strided, values
+from tensors import randn
 
+OP = "row_sum"
 row_sum = torch.ops.torchweld.row_sum
 
 SHORT = (1, 2, 3, 4, 7, 8, 31, 32, 33, 63, 64, 65, 127, 128, 129, 251, 509, 512)
 LONG = (1021, 1023, 1024, 1025, 4095, 4096, 4097, 8191, 8193, 65537)
-
-
-@pytest.fixture(autouse=True)
-def _kernel(request):
-    if "device" in request.fixturenames:
-        need_kernel("row_sum", request.getfixturevalue("device"))
-
-
-def randn(device: str, dtype: torch.dtype, *shape: int, scale: float = 1.0):
-    return (torch.randn(shape, dtype=F64) * scale).to(dtype).to(device)
 
 
 def integers(device: str, dtype: torch.dtype, *shape: int):

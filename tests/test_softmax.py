@@ -13,7 +13,8 @@ from bounds import softmax_backward_bounds, softmax_bounds
 from numerics import assert_equal, assert_same_bits
 from samples import BF16, F16, F32, F64, check_op, dtypes, need_kernel
 from strategies import dtype_names, kinds, layouts, seeds, sizes, strided, values
-from torchweld.tuning import search
+from tensors import randn
+from torchweld.tuning.parts import watch
 
 softmax = torch.ops.torchweld.softmax
 softmax_backward = torch.ops.torchweld.softmax_backward
@@ -22,10 +23,6 @@ OPS = ("softmax", "softmax_backward")
 TILES = (1, 2, 3, 7, 31, 32, 33, 63, 64, 65, 127, 128, 129, 251, 509)
 LONG = (1023, 1024, 1025, 4095, 4096, 4097, 8191, 8192, 8193)
 HUGE = (32769, 70000)
-
-
-def randn(device: str, dtype: torch.dtype, *shape: int, scale: float = 1.0):
-    return (torch.randn(*shape, dtype=F64) * scale).to(dtype).to(device)
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
@@ -257,7 +254,7 @@ def test_gradient_of_rows_longer_than_the_ring_of_8_blocks(dtype, n, blocks):
     torch.manual_seed(n)
     x, dy = (torch.randn(40, n, device="cuda").to(dtype) for _ in range(2))
     y = softmax(x)
-    _, (record,) = search._watch(lambda: softmax_backward(dy, y))
+    _, (record,) = watch(lambda: softmax_backward(dy, y))
     ring = _C.candidate("softmax", record["problem"], f"ring {blocks}")
     if ring["refusal"]:
         pytest.skip(ring["refusal"])
