@@ -41,6 +41,11 @@ struct OpCall<Op, Result(Args...)> {
     static const auto op = find_op<Result(Args...)>(Op::kName);
     return op.call(std::forward<Args>(args)...);
   }
+  // Below autograd: as the forward of a Function calls it.
+  Result below(Args... args) const {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return (*this)(std::forward<Args>(args)...);
+  }
 };
 
 // Defines call_<op>, with the signature of <op>_meta.
@@ -87,6 +92,13 @@ inline torch::CppFunction no_gradient_function() {
   return torch::autograd::autogradNotImplementedFallback();
 }
 
+// The outputs of a Function of which the first one has a gradient; the others are there for it.
+inline variable_list outputs_of(AutogradContext* ctx, variable_list outputs) {
+  ctx->mark_non_differentiable({outputs.begin() + 1, outputs.end()});
+  ctx->set_materialize_grads(false);
+  return outputs;
+}
+
 // The first outputs of a Function, as many as an op returns.
 template <typename Result>
 Result take_outputs(const variable_list& outputs) {
@@ -94,7 +106,7 @@ Result take_outputs(const variable_list& outputs) {
     return outputs[0];
   } else {
     Result result;
-    std::apply([&, i = 0](Tensor&... t) mutable { ((t = outputs[i++]), ...); }, result);
+    std::apply([&, i = 0](auto&... t) mutable { ((t = outputs[i++]), ...); }, result);
     return result;
   }
 }
@@ -114,8 +126,7 @@ torch::CppFunction recorded_by(const OpCall<Op, Result(Args...)>&, Check check) 
         return take_outputs<Result>(outputs);
       }
     }
-    at::AutoDispatchBelowADInplaceOrView below;
-    return Op()(std::forward<Args>(args)...);
+    return Op().below(std::forward<Args>(args)...);
   });
 }
 template <typename Function, typename Op>

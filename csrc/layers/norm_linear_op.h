@@ -221,8 +221,7 @@ struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>> {
                                  const OptionalTensor& bias,
                                  Repeat<const OptionalTensor&, v>... vectors, double eps,
                                  c10::string_view activation) {
-      at::AutoDispatchBelowADInplaceOrView below;
-      const Forward results = ForwardCall()(x, weight, bias, vectors..., eps, activation);
+      const Forward results = ForwardCall().below(x, weight, bias, vectors..., eps, activation);
       const auto &y = std::get<0>(results), &preact = std::get<1>(results);
       const Activation act = parse_activation(Norm::kOp, activation);
       const Tensor saved = saves_preact(act) ? preact : needs_preact(act) ? y : Tensor();
@@ -230,9 +229,7 @@ struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>> {
           {x, weight, saved, or_undefined(vectors)..., std::get<2 + s>(results)...});
       ctx->saved_data["activation"] = activation;
       ctx->saved_data["bias"] = is_given(bias) && bias->requires_grad();
-      ctx->mark_non_differentiable({preact, std::get<2 + s>(results)...});
-      ctx->set_materialize_grads(false);
-      return {y, preact, std::get<2 + s>(results)...};
+      return outputs_of(ctx, {y, preact, std::get<2 + s>(results)...});
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& dys) {

@@ -58,6 +58,32 @@ __device__ __forceinline__ void store_normalised(const NormParams& p, T* g_y, in
   store_vec(g_y + column, out);
 }
 
+// each(body) calls body with this thread's accesses of a row.
+template <typename Sums, typename Each>
+__device__ __forceinline__ RowStatistics row_statistics(const NormParams& p, int64_t row,
+                                                        Sums& s_sums, const Each& each) {
+  if (p.saved_rstd != nullptr) return saved_statistics(p, row);
+  float first_mean = 0.f;
+  if (p.centred) {
+    float sum = 0.f;
+    each([&](const auto& x) {
+#pragma unroll
+      for (const auto& value : x.values) sum += to_float(value);
+    });
+    first_mean = s_sums.sum(sum) / static_cast<float>(p.n);
+  }
+  float2 sums = make_float2(0.f, 0.f);
+  each([&](const auto& x) {
+#pragma unroll
+    for (const auto& value : x.values) {
+      const float d = to_float(value) - first_mean;
+      sums.x += d;
+      sums.y += d * d;
+    }
+  });
+  return finish_statistics(p, first_mean, s_sums.sum(sums));
+}
+
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads) void norm_kernel(const NormParams p,
                                                                 int64_t first_row) {
@@ -76,35 +102,13 @@ __global__ __launch_bounds__(Config::kThreads) void norm_kernel(const NormParams
     if (Config::column(i) < p.n) r_x[i] = load_vec<T, kElems>(g_x + Config::column(i));
   }
 
-  RowStatistics statistics;
-  if (p.saved_rstd != nullptr) {
-    statistics = saved_statistics(p, row);
-  } else {
-    float first_mean = 0.f;
-    if (p.centred) {
-      float sum = 0.f;
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        if (Config::column(i) >= p.n) continue;
-#pragma unroll
-        for (int j = 0; j < kElems; ++j) sum += to_float(r_x[i].values[j]);
-      }
-      first_mean = s_sums.sum(sum) / static_cast<float>(p.n);
-    }
-    float2 sums = make_float2(0.f, 0.f);
+  const RowStatistics statistics = row_statistics(p, row, s_sums, [&](const auto& body) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      if (Config::column(i) >= p.n) continue;
-#pragma unroll
-      for (int j = 0; j < kElems; ++j) {
-        const float d = to_float(r_x[i].values[j]) - first_mean;
-        sums.x += d;
-        sums.y += d * d;
-      }
+      if (Config::column(i) < p.n) body(r_x[i]);
     }
-    statistics = finish_statistics(p, first_mean, s_sums.sum(sums));
-    if (threadIdx.x % Config::kThreadsPerRow == 0) store_statistics(p, row, statistics);
-  }
+  });
+  if (threadIdx.x % Config::kThreadsPerRow == 0) store_statistics(p, row, statistics);
 
   if (p.y == nullptr) return;
   T* g_y = static_cast<T*>(p.y) + row * p.y_row_stride;
@@ -127,33 +131,12 @@ __global__ __launch_bounds__(kNormStreamThreads) void norm_stream_kernel(const N
   const int64_t start = threadIdx.x * kElems;
   const T* g_x = static_cast<const T*>(p.x) + row * p.x_row_stride;
 
-  RowStatistics statistics;
-  if (p.saved_rstd != nullptr) {
-    statistics = saved_statistics(p, row);
-  } else {
-    float first_mean = 0.f;
-    if (p.centred) {
-      float sum = 0.f;
-      for (int64_t column = start; column < p.n; column += kStep) {
-        const Vec<T, kElems> x = load_vec<T, kElems>(g_x + column);
-#pragma unroll
-        for (int j = 0; j < kElems; ++j) sum += to_float(x.values[j]);
-      }
-      first_mean = s_sums.sum(sum) / static_cast<float>(p.n);
-    }
-    float2 sums = make_float2(0.f, 0.f);
+  const RowStatistics statistics = row_statistics(p, row, s_sums, [&](const auto& body) {
     for (int64_t column = start; column < p.n; column += kStep) {
-      const Vec<T, kElems> x = load_vec<T, kElems>(g_x + column);
-#pragma unroll
-      for (int j = 0; j < kElems; ++j) {
-        const float d = to_float(x.values[j]) - first_mean;
-        sums.x += d;
-        sums.y += d * d;
-      }
+      body(load_vec<T, kElems>(g_x + column));
     }
-    statistics = finish_statistics(p, first_mean, s_sums.sum(sums));
-    if (threadIdx.x == 0) store_statistics(p, row, statistics);
-  }
+  });
+  if (threadIdx.x == 0) store_statistics(p, row, statistics);
 
   if (p.y == nullptr) return;
   T* g_y = static_cast<T*>(p.y) + row * p.y_row_stride;
@@ -172,18 +155,9 @@ void launch_norm(const NormParams& params, cudaStream_t stream) {
                          rows_aligned(params.y, params.y_row_stride * sizeof(T)) &&
                          rows_aligned(params.scale) && rows_aligned(params.shift);
     const NormProblem problem{params.n, sizeof(T), aligned};
-    const int tile = choose_norm_tile(problem);
-    with_norm_tile<sizeof(T), /*kBackward=*/false>(tile, [&](auto index) {
-      using Config = NormConfig<T, index.value>;
-      for_each_grid_of_rows(params.rows, Config::kRowsPerBlock, [&](int64_t first, int64_t blocks) {
-        launch_kernel(norm_kernel<Config>, {blocks, Config::kThreads}, stream, params, first);
-      });
-    });
-    if (tile >= 0) return;
-    const auto kernel = problem.vector() ? norm_stream_kernel<T, kElems> : norm_stream_kernel<T, 1>;
-    for_each_grid_of_rows(params.rows, 1, [&](int64_t first, int64_t blocks) {
-      launch_kernel(kernel, {blocks, kNormStreamThreads}, stream, params, first);
-    });
+    launch_norm_rows<T, /*kBackward=*/false>(
+        problem, params, [](auto config) { return norm_kernel<decltype(config)>; },
+        problem.vector() ? norm_stream_kernel<T, kElems> : norm_stream_kernel<T, 1>, stream);
   });
   check_launch("norm");
 }

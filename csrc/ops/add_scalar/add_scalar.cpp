@@ -61,8 +61,7 @@ TW_OP(add_scalar);
 
 struct AddScalarFunction : torch::autograd::Function<AddScalarFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, double value) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    return call_add_scalar(x, value);
+    return call_add_scalar.below(x, value);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {

@@ -79,6 +79,24 @@ Grads attention_backward_meta(const Tensor& dout, const Tensor& query, const Ten
   return {empty(query), empty(key), empty(value)};
 }
 
+// The op and its forward op, by what fills their results on a device.
+template <auto into>
+Tensor attention_on(const Tensor& query, const Tensor& key, const Tensor& value,
+                    const OptionalTensor& leftpad, bool causal, std::optional<double> scale) {
+  Tensor out = attention_meta(query, key, value, leftpad, causal, scale);
+  into(out, nullptr, query, key, value, leftpad, causal, scale);
+  return out;
+}
+
+template <auto into>
+Forward attention_forward_on(const Tensor& query, const Tensor& key, const Tensor& value,
+                             const OptionalTensor& leftpad, bool causal,
+                             std::optional<double> scale) {
+  auto [out, lse] = attention_forward_meta(query, key, value, leftpad, causal, scale);
+  into(out, &lse, query, key, value, leftpad, causal, scale);
+  return {out, lse};
+}
+
 double scale_or_default(std::optional<double> scale, const Tensor& query) {
   return scale.value_or(1.0 / std::sqrt(std::max<double>(1, query.size(3))));
 }
@@ -125,20 +143,8 @@ void attention_into(Tensor& out, Tensor* lse, const Tensor& query, const Tensor&
   });
 }
 
-Tensor attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
-                     const OptionalTensor& leftpad, bool causal, std::optional<double> scale) {
-  Tensor out = attention_meta(query, key, value, leftpad, causal, scale);
-  attention_into(out, nullptr, query, key, value, leftpad, causal, scale);
-  return out;
-}
-
-Forward attention_forward_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
-                              const OptionalTensor& leftpad, bool causal,
-                              std::optional<double> scale) {
-  auto [out, lse] = attention_forward_meta(query, key, value, leftpad, causal, scale);
-  attention_into(out, &lse, query, key, value, leftpad, causal, scale);
-  return {out, lse};
-}
+constexpr auto attention_cpu = attention_on<attention_into>;
+constexpr auto attention_forward_cpu = attention_forward_on<attention_into>;
 
 Grads attention_backward_cpu(const Tensor& dout, const Tensor& query, const Tensor& key,
                              const Tensor& value, const Tensor& out, const Tensor& lse,
@@ -224,20 +230,8 @@ void attention_into_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Te
   launch_attention(params, current_stream());
 }
 
-Tensor attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
-                      const OptionalTensor& leftpad, bool causal, std::optional<double> scale) {
-  Tensor out = attention_meta(query, key, value, leftpad, causal, scale);
-  attention_into_cuda(out, nullptr, query, key, value, leftpad, causal, scale);
-  return out;
-}
-
-Forward attention_forward_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
-                               const OptionalTensor& leftpad, bool causal,
-                               std::optional<double> scale) {
-  auto [out, lse] = attention_forward_meta(query, key, value, leftpad, causal, scale);
-  attention_into_cuda(out, &lse, query, key, value, leftpad, causal, scale);
-  return {out, lse};
-}
+constexpr auto attention_cuda = attention_on<attention_into_cuda>;
+constexpr auto attention_forward_cuda = attention_forward_on<attention_into_cuda>;
 
 Grads attention_backward_cuda(const Tensor& dout, const Tensor& query, const Tensor& key,
                               const Tensor& value, const Tensor& out, const Tensor& lse,
@@ -283,14 +277,11 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key,
                                const Tensor& value, const OptionalTensor& leftpad, bool causal,
                                std::optional<double> scale) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    auto [out, lse] = call_attention_forward(query, key, value, leftpad, causal, scale);
+    auto [out, lse] = call_attention_forward.below(query, key, value, leftpad, causal, scale);
     ctx->save_for_backward({query, key, value, out, lse, or_undefined(leftpad)});
     ctx->saved_data["causal"] = causal;
     ctx->saved_data["scale"] = scale;
-    ctx->mark_non_differentiable({lse});
-    ctx->set_materialize_grads(false);
-    return {out, lse};
+    return outputs_of(ctx, {out, lse});
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {

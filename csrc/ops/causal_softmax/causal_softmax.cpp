@@ -143,8 +143,7 @@ TW_OP(causal_softmax_backward);
 struct CausalSoftmaxFunction : torch::autograd::Function<CausalSoftmaxFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& scores, const OptionalTensor& leftpad,
                         double scale) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    Tensor y = call_causal_softmax(scores, leftpad, scale);
+    Tensor y = call_causal_softmax.below(scores, leftpad, scale);
     ctx->save_for_backward({y, or_undefined(leftpad)});
     ctx->saved_data["scale"] = scale;
     return y;

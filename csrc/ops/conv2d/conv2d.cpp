@@ -129,9 +129,8 @@ TW_OP(conv2d_backward);
 
 struct Conv2dFunction : torch::autograd::Function<Conv2dFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight) {
-    at::AutoDispatchBelowADInplaceOrView below;
     ctx->save_for_backward({x, weight});
-    return call_conv2d(x, weight);
+    return call_conv2d.below(x, weight);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {

@@ -222,12 +222,11 @@ struct FoldedLayerNormLinearFunction : torch::autograd::Function<FoldedLayerNorm
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& folded_weight,
                         const Tensor& weight_sum, const OptionalTensor& folded_bias, double eps,
                         c10::string_view activation) {
-    at::AutoDispatchBelowADInplaceOrView below;
     ctx->save_for_backward({x, folded_weight, weight_sum, or_undefined(folded_bias)});
     ctx->saved_data["eps"] = eps;
     ctx->saved_data["activation"] = activation;
-    return call_folded_layer_norm_linear(x, folded_weight, weight_sum, folded_bias, eps,
-                                         activation);
+    return call_folded_layer_norm_linear.below(x, folded_weight, weight_sum, folded_bias, eps,
+                                               activation);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {

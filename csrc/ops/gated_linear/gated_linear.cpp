@@ -227,15 +227,12 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
                                const OptionalTensor& bias, c10::string_view gate,
                                bool interleaved) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    auto [y, z] = call_gated_linear_forward(x, weight, bias, gate, interleaved);
+    auto [y, z] = call_gated_linear_forward.below(x, weight, bias, gate, interleaved);
     ctx->save_for_backward({x, weight, z});
     ctx->saved_data["gate"] = gate;
     ctx->saved_data["interleaved"] = interleaved;
     ctx->saved_data["bias"] = is_given(bias) && bias->requires_grad();
-    ctx->mark_non_differentiable({z});
-    ctx->set_materialize_grads(false);
-    return {y, z};
+    return outputs_of(ctx, {y, z});
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {

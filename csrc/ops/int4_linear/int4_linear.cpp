@@ -97,9 +97,8 @@ TW_OP(int4_linear_backward);
 struct Int4LinearFunction : torch::autograd::Function<Int4LinearFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& qweight,
                         const Tensor& scale, const Tensor& zero, const OptionalTensor& bias) {
-    at::AutoDispatchBelowADInplaceOrView below;
     ctx->save_for_backward({qweight, scale, zero});
-    return call_int4_linear(x, qweight, scale, zero, bias);
+    return call_int4_linear.below(x, qweight, scale, zero, bias);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {

@@ -117,8 +117,8 @@ struct Int4LinearRepackedFunction : torch::autograd::Function<Int4LinearRepacked
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& packed,
                         const Tensor& packed_scale, const Tensor& packed_zero,
                         const OptionalTensor& bias, const c10::SymInt& out_features) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    Tensor y = call_int4_linear_repacked(x, packed, packed_scale, packed_zero, bias, out_features);
+    Tensor y =
+        call_int4_linear_repacked.below(x, packed, packed_scale, packed_zero, bias, out_features);
     ctx->save_for_backward({packed, packed_scale, packed_zero});
     ctx->saved_data["in_features"] = x.sym_size(-1);
     return y;

@@ -47,16 +47,21 @@ Tensor mul_relu_cpu(const Tensor& x, const Tensor& y) {
   return z;
 }
 
-Grads2 mul_relu_backward_cpu(const Tensor& dz, const Tensor& x, const Tensor& y) {
-  auto [dx, dy] = mul_relu_backward_meta(dz, x, y);
-  if (dz.numel() == 0) return {dx, dy.zero_()};
+MatrixPassTensors backward_pass(const Tensor& dz, const Tensor& x, const Tensor& y,
+                                const Tensor& dx, const Tensor& dy) {
   MatrixPassTensors pass;
   pass.in[0] = dz;
   pass.in[1] = x;
   pass.y = y;
   pass.out = dx;
   pass.row_sums = dy;
-  matrix_pass_cpu(MulReluBackwardCell{}, pass);
+  return pass;
+}
+
+Grads2 mul_relu_backward_cpu(const Tensor& dz, const Tensor& x, const Tensor& y) {
+  auto [dx, dy] = mul_relu_backward_meta(dz, x, y);
+  if (dz.numel() == 0) return {dx, dy.zero_()};
+  matrix_pass_cpu(MulReluBackwardCell{}, backward_pass(dz, x, y, dx, dy));
   return {dx, dy};
 }
 
@@ -64,40 +69,18 @@ Grads2 mul_relu_backward_cpu(const Tensor& dz, const Tensor& x, const Tensor& y)
 Tensor mul_relu_cuda(const Tensor& x, const Tensor& y) {
   Tensor z = mul_relu_meta(x, y);
   if (z.numel() == 0) return z;
-  const OnDevice on(x.device());
-  const Rows in(x);
-  const Vector in_y(y);
-  MatrixPassParams params = {};
-  params.in[0] = in.tensor.const_data_ptr();
-  params.in_row_stride[0] = in.row_stride;
-  params.y = in_y.data();
-  params.out = z.mutable_data_ptr();
-  params.rows = in.rows;
-  params.n = in.n;
-  params.dtype = dtype_of(x);
-  launch_mul_relu(params, current_stream());
+  MatrixPassTensors pass;
+  pass.in[0] = x;
+  pass.y = y;
+  pass.out = z;
+  matrix_pass_cuda(launch_mul_relu, pass);
   return z;
 }
 
 Grads2 mul_relu_backward_cuda(const Tensor& dz, const Tensor& x, const Tensor& y) {
   auto [dx, dy] = mul_relu_backward_meta(dz, x, y);
-  const OnDevice on(x.device());
   if (dz.numel() == 0) return {dx, dy.zero_()};
-  const Rows in_dz(dz), in_x(x);
-  const Vector in_y(y);
-  MatrixPassParams params = {};
-  params.in[0] = in_dz.tensor.const_data_ptr();
-  params.in[1] = in_x.tensor.const_data_ptr();
-  params.in_row_stride[0] = in_dz.row_stride;
-  params.in_row_stride[1] = in_x.row_stride;
-  params.y = in_y.data();
-  params.out = dx.mutable_data_ptr();
-  params.row_sums = dy.mutable_data_ptr();
-  params.rows = in_x.rows;
-  params.n = in_x.n;
-  params.dtype = dtype_of(x);
-  const Tensor scratch = matrix_pass_scratch(params, x);
-  launch_mul_relu_backward(params, current_stream());
+  matrix_pass_cuda(launch_mul_relu_backward, backward_pass(dz, x, y, dx, dy));
   return {dx, dy};
 }
 #endif
@@ -107,9 +90,8 @@ TW_OP(mul_relu_backward);
 
 struct MulReluFunction : torch::autograd::Function<MulReluFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& y) {
-    at::AutoDispatchBelowADInplaceOrView below;
     ctx->save_for_backward({x, y});
-    return call_mul_relu(x, y);
+    return call_mul_relu.below(x, y);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {

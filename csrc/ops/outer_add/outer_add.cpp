@@ -52,34 +52,22 @@ Grads2 outer_add_backward_cpu(const Tensor& dz) {
 Tensor outer_add_cuda(const Tensor& x, const Tensor& y) {
   Tensor z = outer_add_meta(x, y);
   if (z.numel() == 0) return z;
-  const OnDevice on(x.device());
-  const Vector in_x(x), in_y(y);
-  MatrixPassParams params = {};
-  params.x = in_x.data();
-  params.y = in_y.data();
-  params.out = z.mutable_data_ptr();
-  params.rows = z.size(0);
-  params.n = z.size(1);
-  params.dtype = dtype_of(x);
-  launch_outer_add(params, current_stream());
+  MatrixPassTensors pass;
+  pass.x = x;
+  pass.y = y;
+  pass.out = z;
+  matrix_pass_cuda(launch_outer_add, pass);
   return z;
 }
 
 Grads2 outer_add_backward_cuda(const Tensor& dz) {
   auto [dx, dy] = outer_add_backward_meta(dz);
-  const OnDevice on(dz.device());
   if (dz.numel() == 0) return {dx.zero_(), dy.zero_()};
-  const Rows in(dz);
-  MatrixPassParams params = {};
-  params.in[0] = in.tensor.const_data_ptr();
-  params.in_row_stride[0] = in.row_stride;
-  params.column_sums = dx.mutable_data_ptr();
-  params.row_sums = dy.mutable_data_ptr();
-  params.rows = in.rows;
-  params.n = in.n;
-  params.dtype = dtype_of(dz);
-  const Tensor scratch = matrix_pass_scratch(params, dz);
-  launch_outer_add_backward(params, current_stream());
+  MatrixPassTensors pass;
+  pass.in[0] = dz;
+  pass.column_sums = dx;
+  pass.row_sums = dy;
+  matrix_pass_cuda(launch_outer_add_backward, pass);
   return {dx, dy};
 }
 #endif
@@ -89,8 +77,7 @@ TW_OP(outer_add_backward);
 
 struct OuterAddFunction : torch::autograd::Function<OuterAddFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& y) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    return call_outer_add(x, y);
+    return call_outer_add.below(x, y);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {

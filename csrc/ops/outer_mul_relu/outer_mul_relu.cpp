@@ -48,16 +48,21 @@ Tensor outer_mul_relu_cpu(const Tensor& x, const Tensor& y) {
   return z;
 }
 
-Grads2 outer_mul_relu_backward_cpu(const Tensor& dz, const Tensor& x, const Tensor& y) {
-  auto [dx, dy] = outer_mul_relu_backward_meta(dz, x, y);
-  if (dz.numel() == 0) return {dx.zero_(), dy.zero_()};
+MatrixPassTensors backward_pass(const Tensor& dz, const Tensor& x, const Tensor& y,
+                                const Tensor& dx, const Tensor& dy) {
   MatrixPassTensors pass;
   pass.in[0] = dz;
   pass.x = x;
   pass.y = y;
   pass.column_sums = dx;
   pass.row_sums = dy;
-  matrix_pass_cpu(OuterMulReluBackwardCell{}, pass);
+  return pass;
+}
+
+Grads2 outer_mul_relu_backward_cpu(const Tensor& dz, const Tensor& x, const Tensor& y) {
+  auto [dx, dy] = outer_mul_relu_backward_meta(dz, x, y);
+  if (dz.numel() == 0) return {dx.zero_(), dy.zero_()};
+  matrix_pass_cpu(OuterMulReluBackwardCell{}, backward_pass(dz, x, y, dx, dy));
   return {dx, dy};
 }
 
@@ -65,37 +70,18 @@ Grads2 outer_mul_relu_backward_cpu(const Tensor& dz, const Tensor& x, const Tens
 Tensor outer_mul_relu_cuda(const Tensor& x, const Tensor& y) {
   Tensor z = outer_mul_relu_meta(x, y);
   if (z.numel() == 0) return z;
-  const OnDevice on(x.device());
-  const Vector in_x(x), in_y(y);
-  MatrixPassParams params = {};
-  params.x = in_x.data();
-  params.y = in_y.data();
-  params.out = z.mutable_data_ptr();
-  params.rows = z.size(0);
-  params.n = z.size(1);
-  params.dtype = dtype_of(x);
-  launch_outer_mul_relu(params, current_stream());
+  MatrixPassTensors pass;
+  pass.x = x;
+  pass.y = y;
+  pass.out = z;
+  matrix_pass_cuda(launch_outer_mul_relu, pass);
   return z;
 }
 
 Grads2 outer_mul_relu_backward_cuda(const Tensor& dz, const Tensor& x, const Tensor& y) {
   auto [dx, dy] = outer_mul_relu_backward_meta(dz, x, y);
-  const OnDevice on(x.device());
   if (dz.numel() == 0) return {dx.zero_(), dy.zero_()};
-  const Rows in(dz);
-  const Vector in_x(x), in_y(y);
-  MatrixPassParams params = {};
-  params.in[0] = in.tensor.const_data_ptr();
-  params.in_row_stride[0] = in.row_stride;
-  params.x = in_x.data();
-  params.y = in_y.data();
-  params.column_sums = dx.mutable_data_ptr();
-  params.row_sums = dy.mutable_data_ptr();
-  params.rows = in.rows;
-  params.n = in.n;
-  params.dtype = dtype_of(x);
-  const Tensor scratch = matrix_pass_scratch(params, x);
-  launch_outer_mul_relu_backward(params, current_stream());
+  matrix_pass_cuda(launch_outer_mul_relu_backward, backward_pass(dz, x, y, dx, dy));
   return {dx, dy};
 }
 #endif
@@ -105,9 +91,8 @@ TW_OP(outer_mul_relu_backward);
 
 struct OuterMulReluFunction : torch::autograd::Function<OuterMulReluFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& y) {
-    at::AutoDispatchBelowADInplaceOrView below;
     ctx->save_for_backward({x, y});
-    return call_outer_mul_relu(x, y);
+    return call_outer_mul_relu.below(x, y);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {

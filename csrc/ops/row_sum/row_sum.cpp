@@ -64,8 +64,7 @@ TW_OP(row_sum);
 
 struct RowSumFunction : torch::autograd::Function<RowSumFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    Tensor y = call_row_sum(x);
+    Tensor y = call_row_sum.below(x);
     ctx->saved_data["n"] = x.sym_size(-1);
     return y;
   }

@@ -58,6 +58,21 @@ Forward scalar_attention_forward_meta(const Tensor& q, const Tensor& k, const Te
           at::empty_symint(q.sym_sizes(), wide)};
 }
 
+// The op and its forward op, by what fills their results on a device.
+template <auto into>
+Tensor scalar_attention_on(const Tensor& q, const Tensor& k, const Tensor& v) {
+  Tensor z = scalar_attention_meta(q, k, v);
+  into(z, nullptr, nullptr, q, k, v);
+  return z;
+}
+
+template <auto into>
+Forward scalar_attention_forward_on(const Tensor& q, const Tensor& k, const Tensor& v) {
+  auto [z, mean, sum] = scalar_attention_forward_meta(q, k, v);
+  into(z, &mean, &sum, q, k, v);
+  return {z, mean, sum};
+}
+
 void check_saved(const char* op, const char* name, const Tensor& t, const Tensor& q) {
   check_device(op, name, t, "q", q);
   check_dtype(op, name, t, acc_dtype(q));
@@ -132,17 +147,8 @@ void scalar_attention_into(Tensor& z, Tensor* mean, Tensor* sum, const Tensor& q
   });
 }
 
-Tensor scalar_attention_cpu(const Tensor& q, const Tensor& k, const Tensor& v) {
-  Tensor z = scalar_attention_meta(q, k, v);
-  scalar_attention_into(z, nullptr, nullptr, q, k, v);
-  return z;
-}
-
-Forward scalar_attention_forward_cpu(const Tensor& q, const Tensor& k, const Tensor& v) {
-  auto [z, mean, sum] = scalar_attention_forward_meta(q, k, v);
-  scalar_attention_into(z, &mean, &sum, q, k, v);
-  return {z, mean, sum};
-}
+constexpr auto scalar_attention_cpu = scalar_attention_on<scalar_attention_into>;
+constexpr auto scalar_attention_forward_cpu = scalar_attention_forward_on<scalar_attention_into>;
 
 Grads3 scalar_attention_backward_cpu(const Tensor& dz, const Tensor& q, const Tensor& k,
                                      const Tensor& v, const Tensor& mean, const Tensor& sum,
@@ -191,17 +197,9 @@ void scalar_attention_into_cuda(Tensor& z, Tensor* mean, Tensor* sum, const Tens
       current_stream());
 }
 
-Tensor scalar_attention_cuda(const Tensor& q, const Tensor& k, const Tensor& v) {
-  Tensor z = scalar_attention_meta(q, k, v);
-  scalar_attention_into_cuda(z, nullptr, nullptr, q, k, v);
-  return z;
-}
-
-Forward scalar_attention_forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v) {
-  auto [z, mean, sum] = scalar_attention_forward_meta(q, k, v);
-  scalar_attention_into_cuda(z, &mean, &sum, q, k, v);
-  return {z, mean, sum};
-}
+constexpr auto scalar_attention_cuda = scalar_attention_on<scalar_attention_into_cuda>;
+constexpr auto scalar_attention_forward_cuda =
+    scalar_attention_forward_on<scalar_attention_into_cuda>;
 
 Grads3 scalar_attention_backward_cuda(const Tensor& dz, const Tensor& q, const Tensor& k,
                                       const Tensor& v, const Tensor& mean, const Tensor& sum,
@@ -228,12 +226,9 @@ TW_OP(scalar_attention_backward);
 struct ScalarAttentionFunction : torch::autograd::Function<ScalarAttentionFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k,
                                const Tensor& v) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    auto [z, mean, sum] = call_scalar_attention_forward(q, k, v);
+    auto [z, mean, sum] = call_scalar_attention_forward.below(q, k, v);
     ctx->save_for_backward({q, k, v, mean, sum});
-    ctx->mark_non_differentiable({mean, sum});
-    ctx->set_materialize_grads(false);
-    return {z, mean, sum};
+    return outputs_of(ctx, {z, mean, sum});
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {

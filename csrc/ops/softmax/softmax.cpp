@@ -75,8 +75,7 @@ TW_OP(softmax_backward);
 
 struct SoftmaxFunction : torch::autograd::Function<SoftmaxFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    Tensor y = call_softmax(x);
+    Tensor y = call_softmax.below(x);
     ctx->save_for_backward({y});
     return y;
   }

@@ -63,6 +63,23 @@ Grads softmax_matmul_backward_meta(const Tensor& dout, const Tensor& scores, con
           at::empty_symint(value.sym_sizes(), value.options())};
 }
 
+// The op and its forward op, by what fills their results on a device.
+template <auto into>
+Tensor softmax_matmul_on(const Tensor& scores, const Tensor& value, const OptionalTensor& leftpad,
+                         bool causal, double scale) {
+  Tensor out = softmax_matmul_meta(scores, value, leftpad, causal, scale);
+  into(out, nullptr, scores, value, leftpad, causal, scale);
+  return out;
+}
+
+template <auto into>
+Forward softmax_matmul_forward_on(const Tensor& scores, const Tensor& value,
+                                  const OptionalTensor& leftpad, bool causal, double scale) {
+  auto [out, lse] = softmax_matmul_forward_meta(scores, value, leftpad, causal, scale);
+  into(out, &lse, scores, value, leftpad, causal, scale);
+  return {out, lse};
+}
+
 MaskRule rule_of(const Tensor& scores, const OptionalTensor& leftpad, bool causal) {
   return {scores.size(2), scores.size(3), causal, is_given(leftpad)};
 }
@@ -93,19 +110,8 @@ void softmax_matmul_into(Tensor& out, Tensor* lse, const Tensor& scores, const T
   });
 }
 
-Tensor softmax_matmul_cpu(const Tensor& scores, const Tensor& value, const OptionalTensor& leftpad,
-                          bool causal, double scale) {
-  Tensor out = softmax_matmul_meta(scores, value, leftpad, causal, scale);
-  softmax_matmul_into(out, nullptr, scores, value, leftpad, causal, scale);
-  return out;
-}
-
-Forward softmax_matmul_forward_cpu(const Tensor& scores, const Tensor& value,
-                                   const OptionalTensor& leftpad, bool causal, double scale) {
-  auto [out, lse] = softmax_matmul_forward_meta(scores, value, leftpad, causal, scale);
-  softmax_matmul_into(out, &lse, scores, value, leftpad, causal, scale);
-  return {out, lse};
-}
+constexpr auto softmax_matmul_cpu = softmax_matmul_on<softmax_matmul_into>;
+constexpr auto softmax_matmul_forward_cpu = softmax_matmul_forward_on<softmax_matmul_into>;
 
 Grads softmax_matmul_backward_cpu(const Tensor& dout, const Tensor& scores, const Tensor& value,
                                   const Tensor& out, const Tensor& lse,
@@ -181,19 +187,8 @@ void softmax_matmul_into_cuda(Tensor& out, Tensor* lse, const Tensor& scores, co
       current_stream());
 }
 
-Tensor softmax_matmul_cuda(const Tensor& scores, const Tensor& value, const OptionalTensor& leftpad,
-                           bool causal, double scale) {
-  Tensor out = softmax_matmul_meta(scores, value, leftpad, causal, scale);
-  softmax_matmul_into_cuda(out, nullptr, scores, value, leftpad, causal, scale);
-  return out;
-}
-
-Forward softmax_matmul_forward_cuda(const Tensor& scores, const Tensor& value,
-                                    const OptionalTensor& leftpad, bool causal, double scale) {
-  auto [out, lse] = softmax_matmul_forward_meta(scores, value, leftpad, causal, scale);
-  softmax_matmul_into_cuda(out, &lse, scores, value, leftpad, causal, scale);
-  return {out, lse};
-}
+constexpr auto softmax_matmul_cuda = softmax_matmul_on<softmax_matmul_into_cuda>;
+constexpr auto softmax_matmul_forward_cuda = softmax_matmul_forward_on<softmax_matmul_into_cuda>;
 
 Grads softmax_matmul_backward_cuda(const Tensor& dout, const Tensor& scores, const Tensor& value,
                                    const Tensor& out, const Tensor& lse,
@@ -231,14 +226,11 @@ TW_OP(softmax_matmul_backward);
 struct SoftmaxMatmulFunction : torch::autograd::Function<SoftmaxMatmulFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& scores, const Tensor& value,
                                const OptionalTensor& leftpad, bool causal, double scale) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    auto [out, lse] = call_softmax_matmul_forward(scores, value, leftpad, causal, scale);
+    auto [out, lse] = call_softmax_matmul_forward.below(scores, value, leftpad, causal, scale);
     ctx->save_for_backward({scores, value, out, lse, or_undefined(leftpad)});
     ctx->saved_data["causal"] = causal;
     ctx->saved_data["scale"] = scale;
-    ctx->mark_non_differentiable({lse});
-    ctx->set_materialize_grads(false);
-    return {out, lse};
+    return outputs_of(ctx, {out, lse});
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
