@@ -13,7 +13,7 @@ import reference as R
 from bounds import fold_layer_norm_bounds
 from numerics import acc_dtype, assert_equal, assert_same_bits, check
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
-from strategies import dtype_names, layouts, seeds, sizes, strided, values
+from strategies import linear_cases, strided, values
 from tensors import need_dtype, permuted, randn
 
 fold_layer_norm = torch.ops.torchweld.fold_layer_norm
@@ -201,15 +201,9 @@ def test_conv1d_weight_folds_as_a_view(device):
 
 
 @given(
-    m=sizes(33),
-    n=sizes(33),
-    k=sizes(65, 2),
+    **linear_cases(smallest_k=2),
     activation=st.sampled_from(R.ACTIVATIONS),
-    matrix=layouts(2),
-    vector=layouts(1),
     mean=st.sampled_from([0.0, 3.0]),
-    dtype=dtype_names,
-    seed=seeds,
 )
 def test_any_layout(m, n, k, activation, matrix, vector, mean, dtype, seed):
     dtype = getattr(torch, dtype)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numerics import assert_equal
 from reference import EAGER, GATES
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
-from strategies import dtype_names, layouts, seeds, sizes, strided, values
+from strategies import linear_cases, strided, values
 from tensors import check_output_mask, need_dtype, permuted, randn
 
 gated_linear = torch.ops.torchweld.gated_linear
@@ -173,15 +173,9 @@ def test_output_mask(device, mask):
 
 
 @given(
-    m=sizes(33),
-    n=sizes(33),
-    k=sizes(65),
+    **linear_cases(),
     gate=st.sampled_from(GATES),
     interleaved=st.booleans(),
-    matrix=layouts(2),
-    vector=layouts(1),
-    dtype=dtype_names,
-    seed=seeds,
 )
 def test_any_layout(m, n, k, gate, interleaved, matrix, vector, dtype, seed):
     dtype = getattr(torch, dtype)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numerics import assert_equal, assert_same_bits
 from reference import ACTIVATIONS
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
-from strategies import dtype_names, layouts, seeds, sizes, strided, values
+from strategies import linear_cases, strided, values
 from tensors import MATMUL_SIZES, check_output_mask, need_dtype, permuted, randn
 
 linear = torch.ops.torchweld.linear
@@ -179,15 +179,9 @@ def test_output_mask(device, mask):
 
 
 @given(
-    m=sizes(65),
-    n=sizes(65),
-    k=sizes(65),
+    **linear_cases(largest=65),
     activation=st.sampled_from(ACTIVATIONS),
     bias=st.booleans(),
-    matrix=layouts(2),
-    vector=layouts(1),
-    dtype=dtype_names,
-    seed=seeds,
 )
 def test_any_layout(m, n, k, activation, bias, matrix, vector, dtype, seed):
     dtype = getattr(torch, dtype)

@@ -13,6 +13,7 @@ from matrices import (
     MATRIX_OPS,
     SIZES,
     eager_gradients,
+    grid,
     in_nan,
     matrix_args,
     special_places,
@@ -31,6 +32,26 @@ pytestmark = pytest.mark.parametrize("op", MATRIX_OPS)
 def test_sizes(op, device, dtype, size):
     need_dtype(device, dtype)
     check_op(op, matrix_args(op, device, dtype, *size))
+
+
+@pytest.mark.parametrize("size", [*SIZES, (300, 4100)], ids=str)
+def test_integer_grid_is_exact(op, device, size):
+    """Zeros are many: relu's slope at a product of 0 is 0."""
+    rows, cols = size
+    x = grid(*size) if op == "mul_relu" else grid(cols)
+    y, dz = grid(rows), grid(*size)
+    if op == "outer_add":
+        z, dx, dy = x + y[:, None], dz.sum(0), dz.sum(1)
+    else:
+        product = x * y[:, None]
+        g = torch.where(product > 0, dz, 0)
+        z, dx, dy = product.clamp(min=0), g * y[:, None], (g * x).sum(1)
+        dx = dx if op == "mul_relu" else dx.sum(0)
+    for dtype in dtypes(device):
+        args = [t.to(dtype).to(device) for t in (x, y)]
+        out, grads = forward_backward(op, args, {}, dz.to(args[0]))
+        for got, expected in zip((out, *grads), (z, dx, dy), strict=True):
+            assert_equal(got, expected.to(dtype).to(device))
 
 
 @pytest.mark.parametrize("size", [(65537, 2), (131101, 1), (2, 65537), (1, 131101)], ids=str)

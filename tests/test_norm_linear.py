@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import reference as R
 from numerics import Bound, Terms, assert_same_bits, check
 from samples import BF16, F16, F32, F64, call, check_op, dtypes, forward_backward, need_kernel
-from strategies import dtype_names, layouts, seeds, sizes, strided, values
+from strategies import linear_cases, strided, values
 from tensors import check_output_mask, need_dtype, permuted, randn
 
 LAYER_NORM, RMS_NORM = "layer_norm_linear", "rms_norm_linear"
@@ -238,15 +238,9 @@ def test_output_mask(op, device, mask):
 
 @both_norms
 @given(
-    m=sizes(33),
-    n=sizes(33),
-    k=sizes(65, 2),
+    **linear_cases(smallest_k=2),
     activation=st.sampled_from(R.ACTIVATIONS),
-    matrix=layouts(2),
-    vector=layouts(1),
     mean=st.sampled_from([0.0, 3.0]),
-    dtype=dtype_names,
-    seed=seeds,
 )
 def test_any_layout(op, m, n, k, activation, matrix, vector, mean, dtype, seed):
     dtype = getattr(torch, dtype)

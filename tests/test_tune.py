@@ -10,8 +10,8 @@ import torch
 
 import torchweld
 import torchweld._library as library
+from commands import run_command
 from samples import BF16, F16, F32, sample
-from torchweld import cli
 from torchweld.tuning import TuneResult, cache, search, work
 from torchweld.tuning.parts import parts_of, watch
 from torchweld.tuning.progress import Progress
@@ -434,17 +434,17 @@ def test_the_switch(cuda_build, fake_gpu, monkeypatch):
 # The command
 
 
-def command(capsys, *argv):
-    try:
-        code = cli.main(["tune", *argv])
-    except SystemExit as stop:
-        code = stop.code
-    return code, *capsys.readouterr()
-
-
 def test_command_on_the_cpu(capsys):
-    code, out, err = command(
-        capsys, "gated_linear", "--shape", "8,16,32", "--gate", "sigmoid_tanh", "--device", "cpu"
+    code, out, err = run_command(
+        capsys,
+        "tune",
+        "gated_linear",
+        "--shape",
+        "8,16,32",
+        "--gate",
+        "sigmoid_tanh",
+        "--device",
+        "cpu",
     )
     assert (code, err) == (0, "") and out.count("\n") == 1
     assert out.startswith("torchweld.tune: there is nothing to tune for gated_linear on the CPU")
@@ -462,7 +462,7 @@ def test_command_on_the_cpu(capsys):
     ],
 )
 def test_bad_command(capsys, argv, words):
-    code, out, err = command(capsys, *argv)
+    code, out, err = run_command(capsys, "tune", *argv)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert words in err
 
@@ -570,8 +570,8 @@ def test_remembered_choice_is_what_runs():
 
 @needs_gpu
 def test_command_prints_the_notebooks_grid(capsys, tmp_path):
-    code, out, _ = command(
-        capsys, "gated_linear", "--shape", "1024,2048,2048", "--dtype", "float32", "--gate",
+    code, out, _ = run_command(
+        capsys, "tune", "gated_linear", "--shape", "1024,2048,2048", "--dtype", "float32", "--gate",
         "sigmoid_tanh", "--rounds", "2", "--save", str(tmp_path / "x.json")
     )  # fmt: skip
     assert code == 0

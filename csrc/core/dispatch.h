@@ -13,6 +13,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <array>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -133,6 +134,29 @@ template <typename Function, typename Op>
 torch::CppFunction recorded_by(const Op& call) {
   return recorded_by<Function>(call, [](const auto&...) {});
 }
+
+// The Function of an op of two tensors whose gradient is backward(dy, a, b), with an output_mask
+// where it takes one.
+template <typename Call, typename BackwardCall>
+struct FunctionOfTwo : torch::autograd::Function<FunctionOfTwo<Call, BackwardCall>> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
+    ctx->save_for_backward({a, b});
+    return Call().below(a, b);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    using Mask = std::array<bool, 2>;
+    const auto saved = ctx->get_saved_variables();
+    if constexpr (std::is_invocable_v<BackwardCall, Tensor, Tensor, Tensor, Mask>) {
+      const Mask wanted = {saved[0].requires_grad(), saved[1].requires_grad()};
+      auto [da, db] = BackwardCall()(grads[0], saved[0], saved[1], wanted);
+      return {if_wanted(wanted[0], da), if_wanted(wanted[1], db)};
+    } else {
+      auto [da, db] = BackwardCall()(grads[0], saved[0], saved[1]);
+      return {da, db};
+    }
+  }
+};
 
 // What Autocast asks torch; out of line, because torch's header of it includes every operator.
 c10::DispatchKey autocast_key(at::DeviceType device);

@@ -58,32 +58,6 @@ __device__ __forceinline__ void store_normalised(const NormParams& p, T* g_y, in
   store_vec(g_y + column, out);
 }
 
-// each(body) calls body with this thread's accesses of a row.
-template <typename Sums, typename Each>
-__device__ __forceinline__ RowStatistics row_statistics(const NormParams& p, int64_t row,
-                                                        Sums& s_sums, const Each& each) {
-  if (p.saved_rstd != nullptr) return saved_statistics(p, row);
-  float first_mean = 0.f;
-  if (p.centred) {
-    float sum = 0.f;
-    each([&](const auto& x) {
-#pragma unroll
-      for (const auto& value : x.values) sum += to_float(value);
-    });
-    first_mean = s_sums.sum(sum) / static_cast<float>(p.n);
-  }
-  float2 sums = make_float2(0.f, 0.f);
-  each([&](const auto& x) {
-#pragma unroll
-    for (const auto& value : x.values) {
-      const float d = to_float(value) - first_mean;
-      sums.x += d;
-      sums.y += d * d;
-    }
-  });
-  return finish_statistics(p, first_mean, s_sums.sum(sums));
-}
-
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads) void norm_kernel(const NormParams p,
                                                                 int64_t first_row) {
@@ -102,13 +76,35 @@ __global__ __launch_bounds__(Config::kThreads) void norm_kernel(const NormParams
     if (Config::column(i) < p.n) r_x[i] = load_vec<T, kElems>(g_x + Config::column(i));
   }
 
-  const RowStatistics statistics = row_statistics(p, row, s_sums, [&](const auto& body) {
+  RowStatistics statistics;
+  if (p.saved_rstd != nullptr) {
+    statistics = saved_statistics(p, row);
+  } else {
+    float first_mean = 0.f;
+    if (p.centred) {
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        if (Config::column(i) >= p.n) continue;
+#pragma unroll
+        for (int j = 0; j < kElems; ++j) sum += to_float(r_x[i].values[j]);
+      }
+      first_mean = s_sums.sum(sum) / static_cast<float>(p.n);
+    }
+    float2 sums = make_float2(0.f, 0.f);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      if (Config::column(i) < p.n) body(r_x[i]);
+      if (Config::column(i) >= p.n) continue;
+#pragma unroll
+      for (int j = 0; j < kElems; ++j) {
+        const float d = to_float(r_x[i].values[j]) - first_mean;
+        sums.x += d;
+        sums.y += d * d;
+      }
     }
-  });
-  if (threadIdx.x % Config::kThreadsPerRow == 0) store_statistics(p, row, statistics);
+    statistics = finish_statistics(p, first_mean, s_sums.sum(sums));
+    if (threadIdx.x % Config::kThreadsPerRow == 0) store_statistics(p, row, statistics);
+  }
 
   if (p.y == nullptr) return;
   T* g_y = static_cast<T*>(p.y) + row * p.y_row_stride;
@@ -131,12 +127,33 @@ __global__ __launch_bounds__(kNormStreamThreads) void norm_stream_kernel(const N
   const int64_t start = threadIdx.x * kElems;
   const T* g_x = static_cast<const T*>(p.x) + row * p.x_row_stride;
 
-  const RowStatistics statistics = row_statistics(p, row, s_sums, [&](const auto& body) {
-    for (int64_t column = start; column < p.n; column += kStep) {
-      body(load_vec<T, kElems>(g_x + column));
+  RowStatistics statistics;
+  if (p.saved_rstd != nullptr) {
+    statistics = saved_statistics(p, row);
+  } else {
+    float first_mean = 0.f;
+    if (p.centred) {
+      float sum = 0.f;
+      for (int64_t column = start; column < p.n; column += kStep) {
+        const Vec<T, kElems> x = load_vec<T, kElems>(g_x + column);
+#pragma unroll
+        for (int j = 0; j < kElems; ++j) sum += to_float(x.values[j]);
+      }
+      first_mean = s_sums.sum(sum) / static_cast<float>(p.n);
     }
-  });
-  if (threadIdx.x == 0) store_statistics(p, row, statistics);
+    float2 sums = make_float2(0.f, 0.f);
+    for (int64_t column = start; column < p.n; column += kStep) {
+      const Vec<T, kElems> x = load_vec<T, kElems>(g_x + column);
+#pragma unroll
+      for (int j = 0; j < kElems; ++j) {
+        const float d = to_float(x.values[j]) - first_mean;
+        sums.x += d;
+        sums.y += d * d;
+      }
+    }
+    statistics = finish_statistics(p, first_mean, s_sums.sum(sums));
+    if (threadIdx.x == 0) store_statistics(p, row, statistics);
+  }
 
   if (p.y == nullptr) return;
   T* g_y = static_cast<T*>(p.y) + row * p.y_row_stride;

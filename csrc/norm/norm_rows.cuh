@@ -82,7 +82,7 @@ template <typename T, bool kBackward, typename Params, typename InTile>
 void launch_norm_rows(const NormProblem& problem, const Params& params, const InTile& in_tile,
                       void (*streams)(Params, int64_t), cudaStream_t stream) {
   const int tile = choose_norm_tile(problem);
-  const auto run = [&](auto kernel, int rows_per_block, int threads) {
+  const auto run = [&](auto kernel, int rows_per_block, unsigned threads) {
     for_each_grid_of_rows(params.rows, rows_per_block, [&](int64_t first, int64_t blocks) {
       launch_kernel(kernel, {blocks, threads}, stream, params, first);
     });

@@ -127,19 +127,7 @@ Grads2 conv2d_backward_cuda(const Tensor& dz, const Tensor& x, const Tensor& wei
 TW_OP(conv2d);
 TW_OP(conv2d_backward);
 
-struct Conv2dFunction : torch::autograd::Function<Conv2dFunction> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight) {
-    ctx->save_for_backward({x, weight});
-    return call_conv2d.below(x, weight);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    const std::array<bool, 2> wanted = {saved[0].requires_grad(), saved[1].requires_grad()};
-    auto [dx, dweight] = call_conv2d_backward(grads[0], saved[0], saved[1], wanted);
-    return {if_wanted(wanted[0], dx), if_wanted(wanted[1], dweight)};
-  }
-};
+using Conv2dFunction = FunctionOfTwo<conv2d_call, conv2d_backward_call>;
 
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
   define_op(m, "conv2d(Tensor x, Tensor weight) -> Tensor", TW_KERNELS(conv2d),

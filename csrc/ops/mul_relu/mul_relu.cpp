@@ -88,18 +88,7 @@ Grads2 mul_relu_backward_cuda(const Tensor& dz, const Tensor& x, const Tensor& y
 TW_OP(mul_relu);
 TW_OP(mul_relu_backward);
 
-struct MulReluFunction : torch::autograd::Function<MulReluFunction> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& y) {
-    ctx->save_for_backward({x, y});
-    return call_mul_relu.below(x, y);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    auto [dx, dy] = call_mul_relu_backward(grads[0], saved[0], saved[1]);
-    return {dx, dy};
-  }
-};
+using MulReluFunction = FunctionOfTwo<mul_relu_call, mul_relu_backward_call>;
 
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
   define_op(m, "mul_relu(Tensor x, Tensor y) -> Tensor", TW_KERNELS(mul_relu),

@@ -89,18 +89,7 @@ Grads2 outer_mul_relu_backward_cuda(const Tensor& dz, const Tensor& x, const Ten
 TW_OP(outer_mul_relu);
 TW_OP(outer_mul_relu_backward);
 
-struct OuterMulReluFunction : torch::autograd::Function<OuterMulReluFunction> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& y) {
-    ctx->save_for_backward({x, y});
-    return call_outer_mul_relu.below(x, y);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    auto [dx, dy] = call_outer_mul_relu_backward(grads[0], saved[0], saved[1]);
-    return {dx, dy};
-  }
-};
+using OuterMulReluFunction = FunctionOfTwo<outer_mul_relu_call, outer_mul_relu_backward_call>;
 
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
   define_op(m, "outer_mul_relu(Tensor x, Tensor y) -> Tensor", TW_KERNELS(outer_mul_relu),
