@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from numerics import assert_equal
 from tensors import randn
 
 # Around the widths of the kernels' tiles (powers of two to 2048), with rows that start anywhere.
@@ -36,9 +35,6 @@ SIZES = [
     (1021, 67),
 ]
 EMPTY = [(0, 5), (5, 0), (0, 0)]
-# Of the ops along the last dim.
-RANKS = [(1,), (17,), (2, 3, 5), (2, 1, 3, 1, 4), (3, 1), (1, 1, 1)]
-EMPTY_ROWS = [(0,), (0, 5), (3, 0), (2, 0, 3), (0, 0), (2, 3, 0), (0, 65, 33)]
 MATRIX_OPS = ["outer_add", "outer_mul_relu", "mul_relu"]
 
 
@@ -78,13 +74,3 @@ def eager_gradients(
     """torch's own gradients of a plain function."""
     leaves = [a.detach().requires_grad_() for a in args]
     return list(torch.autograd.grad(function(*leaves), leaves, dz))
-
-
-def check_empty_rows(
-    ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor], x: Tensor
-) -> None:
-    """Shapes, and gradients of nothing."""
-    y = ours(x.requires_grad_())
-    assert_equal(y.detach(), theirs(x.detach()))
-    y.sum().backward()
-    assert_equal(x.grad, torch.empty_like(x))

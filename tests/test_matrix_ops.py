@@ -20,7 +20,7 @@ from matrices import (
 )
 from numerics import assert_equal, assert_same_bits
 from reference import EAGER
-from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
+from samples import BF16, F16, F32, F64, call, check_op, dtypes, forward_backward
 from strategies import dtype_names, layouts, seeds, sizes, strided, values
 from tensors import need_dtype, randn
 
@@ -52,6 +52,12 @@ def test_integer_grid_is_exact(op, device, size):
         out, grads = forward_backward(op, args, {}, dz.to(args[0]))
         for got, expected in zip((out, *grads), (z, dx, dy), strict=True):
             assert_equal(got, expected.to(dtype).to(device))
+
+
+def test_the_result_is_rounded_once(op, device):
+    for dtype in dtypes(device):
+        args = matrix_args(op, device, dtype, 37, 1029)
+        assert_equal(call(op)(*args), EAGER[op](*args))
 
 
 @pytest.mark.parametrize("size", [(65537, 2), (131101, 1), (2, 65537), (1, 131101)], ids=str)

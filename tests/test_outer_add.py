@@ -6,19 +6,13 @@ import pytest
 import torch
 
 from matrices import matrix_args
-from numerics import assert_equal, assert_same_bits
-from samples import BF16, dtypes
+from numerics import assert_equal
+from samples import BF16
 
 OP = "outer_add"
 OPS = (OP, OP + "_backward")
 outer_add = torch.ops.torchweld.outer_add
 outer_add_backward = torch.ops.torchweld.outer_add_backward
-
-
-def test_the_sum_is_rounded_once(device):
-    for dtype in dtypes(device):
-        x, y = matrix_args(OP, device, dtype, 37, 1029)
-        assert_same_bits(outer_add(x, y), x + y[:, None])
 
 
 def test_more_than_2_31_elements(device):

@@ -1,6 +1,6 @@
 // What every room registers the same way: an op's kernels for all dispatch keys, its handle,
-// autograd and autocast plumbing. A room defines <op>_meta, <op>_cpu and <op>_cuda, names the op
-// with TW_OP, and lists it with define_op.
+// autograd and autocast plumbing. A room defines <op>_meta, behind which TW_OP names the op,
+// <op>_cpu and <op>_cuda, and lists it with define_op.
 //
 // Autocast casts the tensors of matmul-like ops to the autocast dtype, x included, so that the norm
 // of layer_norm_linear reads a rounded x. softmax, causal_softmax, the pointwise ops and sums have

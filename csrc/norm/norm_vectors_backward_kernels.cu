@@ -44,10 +44,10 @@ void launch(const NormVectorsBackwardParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-void launch_norm_vectors_backward(const NormVectorsBackwardParams& params, cudaStream_t stream) {
+void launch_norm_vectors_backward(const NormVectorsBackwardParams& p, cudaStream_t stream) {
   dispatch_access(
-      params.dtype, params.n, {{params.dy, params.dy_row_stride}, {params.x, params.x_row_stride}},
-      [&](auto element, auto elems) { launch<decltype(element), elems.value>(params, stream); });
+      p.dtype, p.n, {{p.dy, p.dy_row_stride}, {p.x, p.x_row_stride}},
+      [&](auto element, auto elems) { launch<decltype(element), elems.value>(p, stream); });
   check_launch("norm_vectors_backward");
 }
 

@@ -87,13 +87,10 @@ void launch(const GateBackwardParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-void launch_gate_backward(const GateBackwardParams& params, cudaStream_t stream) {
+void launch_gate_backward(const GateBackwardParams& p, cudaStream_t stream) {
   dispatch_access(
-      params.dtype, params.n,
-      {{params.dy, params.dy_row_stride},
-       {params.z, params.z_row_stride},
-       {params.dz, params.dz_row_stride}},
-      [&](auto element, auto elems) { launch<decltype(element), elems.value>(params, stream); });
+      p.dtype, p.n, {{p.dy, p.dy_row_stride}, {p.z, p.z_row_stride}, {p.dz, p.dz_row_stride}},
+      [&](auto element, auto elems) { launch<decltype(element), elems.value>(p, stream); });
   check_launch("gate_backward");
 }
 

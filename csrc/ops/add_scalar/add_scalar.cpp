@@ -21,6 +21,7 @@ Tensor add_scalar_meta(const Tensor& x, double value) {
   check_floating("add_scalar", "x", x);
   return at::empty_symint(x.sym_sizes(), x.options());
 }
+TW_OP(add_scalar);
 
 Tensor add_scalar_cpu(const Tensor& x, double value) {
   Tensor z = add_scalar_meta(x, value);
@@ -56,8 +57,6 @@ Tensor add_scalar_cuda(const Tensor& x, double value) {
   return z;
 }
 #endif
-
-TW_OP(add_scalar);
 
 struct AddScalarFunction : torch::autograd::Function<AddScalarFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, double value) {

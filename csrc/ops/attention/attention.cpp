@@ -58,6 +58,7 @@ Tensor attention_meta(const Tensor& query, const Tensor& key, const Tensor& valu
   const auto sizes = attention_checks("attention", query, key, value, leftpad, causal, scale);
   return at::empty_symint(sizes, query.options());
 }
+TW_OP(attention);
 
 Forward attention_forward_meta(const Tensor& query, const Tensor& key, const Tensor& value,
                                const OptionalTensor& leftpad, bool causal,
@@ -67,6 +68,7 @@ Forward attention_forward_meta(const Tensor& query, const Tensor& key, const Ten
   return {at::empty_symint(sizes, query.options()),
           at::empty_symint(without_last(query), query.options().dtype(acc_dtype(query)))};
 }
+TW_OP(attention_forward);
 
 Grads attention_backward_meta(const Tensor& dout, const Tensor& query, const Tensor& key,
                               const Tensor& value, const Tensor& out, const Tensor& lse,
@@ -78,6 +80,7 @@ Grads attention_backward_meta(const Tensor& dout, const Tensor& query, const Ten
   const auto empty = [](const Tensor& t) { return at::empty_symint(t.sym_sizes(), t.options()); };
   return {empty(query), empty(key), empty(value)};
 }
+TW_OP(attention_backward);
 
 // The op and its forward op, by what fills their results on a device.
 template <auto into>
@@ -268,10 +271,6 @@ Grads attention_backward_cuda(const Tensor& dout, const Tensor& query, const Ten
   return {dquery, dkey, dvalue};
 }
 #endif
-
-TW_OP(attention);
-TW_OP(attention_forward);
-TW_OP(attention_backward);
 
 struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key,

@@ -32,6 +32,7 @@ Tensor causal_softmax_meta(const Tensor& scores, const OptionalTensor& leftpad, 
   check_finite(op, "scale", scale);
   return at::empty_symint(scores.sym_sizes(), scores.options());
 }
+TW_OP(causal_softmax);
 
 Tensor causal_softmax_backward_meta(const Tensor& dy, const Tensor& y,
                                     const OptionalTensor& leftpad, double scale) {
@@ -44,6 +45,7 @@ Tensor causal_softmax_backward_meta(const Tensor& dy, const Tensor& y,
   check_finite(op, "scale", scale);
   return at::empty_symint(y.sym_sizes(), y.options());
 }
+TW_OP(causal_softmax_backward);
 
 MaskRule rule_of(const Tensor& scores, const OptionalTensor& leftpad) {
   return {scores.size(-2), scores.size(-1), /*causal=*/true, is_given(leftpad)};
@@ -136,9 +138,6 @@ Tensor causal_softmax_backward_cuda(const Tensor& dy, const Tensor& y,
   return dscores;
 }
 #endif
-
-TW_OP(causal_softmax);
-TW_OP(causal_softmax_backward);
 
 struct CausalSoftmaxFunction : torch::autograd::Function<CausalSoftmaxFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& scores, const OptionalTensor& leftpad,

@@ -36,6 +36,7 @@ Tensor conv2d_meta(const Tensor& x, const Tensor& weight) {
   check_conv2d("conv2d", x, weight);
   return at::empty_symint(x.sym_sizes(), x.options());
 }
+TW_OP(conv2d);
 
 Grads2 conv2d_backward_meta(const Tensor& dz, const Tensor& x, const Tensor& weight,
                             std::array<bool, 2> output_mask) {
@@ -48,6 +49,7 @@ Grads2 conv2d_backward_meta(const Tensor& dz, const Tensor& x, const Tensor& wei
   };
   return {grad(output_mask[0], x), grad(output_mask[1], weight)};
 }
+TW_OP(conv2d_backward);
 
 // True where there is something to compute; else the result, if it has elements, is zeros.
 bool has_products(Tensor& result, const Tensor& x, const Tensor& weight) {
@@ -123,9 +125,6 @@ Grads2 conv2d_backward_cuda(const Tensor& dz, const Tensor& x, const Tensor& wei
   return {dx, dweight};
 }
 #endif
-
-TW_OP(conv2d);
-TW_OP(conv2d_backward);
 
 using Conv2dFunction = FunctionOfTwo<conv2d_call, conv2d_backward_call>;
 

@@ -84,6 +84,7 @@ Tensor folded_layer_norm_linear_meta(const Tensor& x, const Tensor& folded_weigh
   parse_activation(op, activation);
   return empty_result(x, sizes);
 }
+TW_OP(folded_layer_norm_linear);
 
 Tensor folded_layer_norm_linear_backward_meta(const Tensor& dy, const Tensor& x,
                                               const Tensor& folded_weight, const Tensor& weight_sum,
@@ -95,6 +96,7 @@ Tensor folded_layer_norm_linear_backward_meta(const Tensor& dy, const Tensor& x,
   check_dy(op, dy, sizes, x);
   return empty_input_grad(x, true);
 }
+TW_OP(folded_layer_norm_linear_backward);
 
 // CPU. x's rows less their rounded mean, normalised: the statistics of shifted rows do not lose
 // digits to a large mean. mean (what rounding left over) and rstd are (rows, 1).
@@ -214,9 +216,6 @@ Tensor folded_layer_norm_linear_backward_cuda(const Tensor& dy, const Tensor& x,
   return dx;
 }
 #endif
-
-TW_OP(folded_layer_norm_linear);
-TW_OP(folded_layer_norm_linear_backward);
 
 struct FoldedLayerNormLinearFunction : torch::autograd::Function<FoldedLayerNormLinearFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& folded_weight,

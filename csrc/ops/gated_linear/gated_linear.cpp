@@ -56,6 +56,7 @@ Tensor gated_linear_meta(const Tensor& x, const Tensor& weight, const OptionalTe
   gated_linear_checks("gated_linear", x, weight, bias, gate, interleaved);
   return empty_result(x, with_last(x, weight.sym_size(0) / 2));
 }
+TW_OP(gated_linear);
 
 Forward gated_linear_forward_meta(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                                   c10::string_view gate, bool interleaved) {
@@ -63,6 +64,7 @@ Forward gated_linear_forward_meta(const Tensor& x, const Tensor& weight, const O
       gated_linear_checks("gated_linear_forward", x, weight, bias, gate, interleaved);
   return {empty_result(x, with_last(x, weight.sym_size(0) / 2)), empty_result(x, z_sizes)};
 }
+TW_OP(gated_linear_forward);
 
 Grads gated_linear_backward_meta(const Tensor& dy, const Tensor& x, const Tensor& weight,
                                  const Tensor& z, c10::string_view gate, bool interleaved,
@@ -75,6 +77,7 @@ Grads gated_linear_backward_meta(const Tensor& dy, const Tensor& x, const Tensor
   return {empty_input_grad(x, output_mask[0]), empty_weight_grad(weight, output_mask[1]),
           empty_vector_grad(weight, weight.sym_size(0), output_mask[2])};
 }
+TW_OP(gated_linear_backward);
 
 // CPU. The two halves of z (rows, 2N) as views (rows, N).
 struct Halves {
@@ -218,10 +221,6 @@ Grads gated_linear_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor
   return {dx, dweight, dbias};
 }
 #endif
-
-TW_OP(gated_linear);
-TW_OP(gated_linear_forward);
-TW_OP(gated_linear_backward);
 
 struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,

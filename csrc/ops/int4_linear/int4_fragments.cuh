@@ -61,6 +61,17 @@ __device__ __forceinline__ uint4 load_words_once(const void* g_from) {
   return w;
 }
 
+// Sums in arrays of whatever depth.
+template <typename Sums>
+__device__ __forceinline__ void int4_clear(Sums& sums) {
+  if constexpr (std::is_array_v<Sums>) {
+#pragma unroll
+    for (auto& part : sums) int4_clear(part);
+  } else {
+    sums = 0.f;
+  }
+}
+
 // What a slice of 16 columns has of a lane's words of a chunk.
 __device__ __forceinline__ uint32_t int4_slice_word(const uint4& words, int slice) {
   return slice == 0 ? words.x : slice == 1 ? words.y : slice == 2 ? words.z : words.w;

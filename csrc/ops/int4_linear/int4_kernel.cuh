@@ -53,17 +53,6 @@ struct Int4Warp {
     s_zero = s_base + Loader::kZeroAt + place * 8;
   }
 
-  static __device__ __forceinline__ void clear(Sums& sums) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums[n][m][i] = 0.f;
-      }
-    }
-  }
-
   // A lane's words of a chunk of the stage that is `stage` bytes behind the first: four slices.
   __device__ __forceinline__ uint4 words(int stage, int n, int chunk) const {
     return load_words_4(s_words + stage + (n * kT.chunks + chunk) * 512);
@@ -140,7 +129,7 @@ struct Int4Chunk {
       zero[n] = zeros(warp, n);
     }
     typename Warp::Sums sums;
-    Warp::clear(sums);
+    int4_clear(sums);
     uint32_t a[kN][4];
     constexpr int kUnroll = kSpecial ? 1 : 4;  // the rare path only has to be short
 #pragma unroll kUnroll
@@ -217,7 +206,7 @@ __device__ __forceinline__ void int4_units(typename Int4Warp<T, kTile>::Sums& ac
 #pragma unroll
   for (int n = 0; n < kN; ++n) words[n] = warp.words(stage, n, chunk);
   typename Warp::Sums sums;
-  Warp::clear(sums);
+  int4_clear(sums);
   const int64_t first_unit = global_chunk * kInt4ChunkUnits;
   const int units =
       static_cast<int>(min(int64_t{kInt4ChunkUnits}, weight.shape.units() - first_unit));
@@ -282,7 +271,7 @@ __global__ void __launch_bounds__(kInt4Tiles[kTile].threads(),
 
   Warp warp(thread, s_base);
   typename Warp::Sums acc;
-  Warp::clear(acc);
+  int4_clear(acc);
   int stage = 0, free_stage = kStages - 1;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {

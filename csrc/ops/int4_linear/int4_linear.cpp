@@ -32,6 +32,7 @@ Tensor int4_linear_meta(const Tensor& x, const Tensor& qweight, const Tensor& sc
   check_vector(op, "bias", bias, qweight.sym_size(0), "(N,)", x);
   return empty_result(x, with_last(x, qweight.sym_size(0)));
 }
+TW_OP(int4_linear);
 
 Tensor int4_linear_backward_meta(const Tensor& dy, const Tensor& qweight, const Tensor& scale,
                                  const Tensor& zero) {
@@ -42,6 +43,7 @@ Tensor int4_linear_backward_meta(const Tensor& dy, const Tensor& qweight, const 
   check_shape(op, "dy", dy, with_last(dy, qweight.sym_size(0)), "(..., N)");
   return at::empty_symint(with_last(dy, qweight.sym_size(1) * kInt4Unit), dy.options());
 }
+TW_OP(int4_linear_backward);
 
 PortableInt4 portable(const Tensor& qweight, const Tensor& scale, const Tensor& zero) {
   return {int4_shape(qweight, scale), qweight.contiguous(), scale.contiguous(), zero.contiguous()};
@@ -90,9 +92,6 @@ Tensor int4_linear_backward_cuda(const Tensor& dy, const Tensor& qweight, const 
   return dx;
 }
 #endif
-
-TW_OP(int4_linear);
-TW_OP(int4_linear_backward);
 
 struct Int4LinearFunction : torch::autograd::Function<Int4LinearFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& qweight,

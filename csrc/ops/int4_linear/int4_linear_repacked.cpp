@@ -44,6 +44,7 @@ Tensor int4_linear_repacked_meta(const Tensor& x, const Tensor& packed, const Te
   check_vector(op, "bias", bias, out_features, "(N,)", x);
   return empty_result(x, with_last(x, out_features));
 }
+TW_OP(int4_linear_repacked);
 
 Tensor int4_linear_repacked_backward_meta(const Tensor& dy, const Tensor& packed,
                                           const Tensor& packed_scale, const Tensor& packed_zero,
@@ -55,6 +56,7 @@ Tensor int4_linear_repacked_backward_meta(const Tensor& dy, const Tensor& packed
   check_repacked(op, packed, packed_scale, packed_zero, dy.sym_size(-1), in_features, "dy", dy);
   return at::empty_symint(with_last(dy, in_features), dy.options());
 }
+TW_OP(int4_linear_repacked_backward);
 
 RepackedInt4 repacked(const Int4Shape& shape, const Tensor& packed, const Tensor& packed_scale,
                       const Tensor& packed_zero) {
@@ -109,9 +111,6 @@ Tensor int4_linear_repacked_backward_cuda(const Tensor& dy, const Tensor& packed
   return dx;
 }
 #endif
-
-TW_OP(int4_linear_repacked);
-TW_OP(int4_linear_repacked_backward);
 
 struct Int4LinearRepackedFunction : torch::autograd::Function<Int4LinearRepackedFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& packed,

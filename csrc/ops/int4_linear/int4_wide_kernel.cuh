@@ -33,17 +33,6 @@ struct Int4WideWarp {
   Int4CodeScales<T> scales[kN];
   Int4Zeros<T> zeros[kN];
 
-  static __device__ __forceinline__ void clear(Sums& acc) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-#pragma unroll
-        for (int i = 0; i < kWide / 2; ++i) acc[n][m][i] = 0.f;
-      }
-    }
-  }
-
   // A chunk of the stage at s_stage.
   __device__ __forceinline__ void read(uint32_t s_stage, int warp, int lane, int chunk) {
 #pragma unroll
@@ -110,7 +99,7 @@ __global__ void __launch_bounds__(kInt4WideTiles[kTile].threads(), kInt4WideTile
   while (true) {
     const int steps = left;
     left -= kAhead;
-    Warp::clear(acc);
+    int4_clear(acc);
     Warp w;
     int stage = 0, free_stage = kAhead;
     copy_async_wait<kAhead - 1>();

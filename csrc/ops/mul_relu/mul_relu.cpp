@@ -30,6 +30,7 @@ Tensor mul_relu_meta(const Tensor& x, const Tensor& y) {
   check_mul_relu("mul_relu", x, y);
   return at::empty_symint(x.sym_sizes(), x.options());
 }
+TW_OP(mul_relu);
 
 Grads2 mul_relu_backward_meta(const Tensor& dz, const Tensor& x, const Tensor& y) {
   const char* op = "mul_relu_backward";
@@ -39,6 +40,7 @@ Grads2 mul_relu_backward_meta(const Tensor& dz, const Tensor& x, const Tensor& y
   return {at::empty_symint(x.sym_sizes(), x.options()),
           at::empty_symint(y.sym_sizes(), y.options())};
 }
+TW_OP(mul_relu_backward);
 
 Tensor mul_relu_cpu(const Tensor& x, const Tensor& y) {
   Tensor z = mul_relu_meta(x, y);
@@ -84,9 +86,6 @@ Grads2 mul_relu_backward_cuda(const Tensor& dz, const Tensor& x, const Tensor& y
   return {dx, dy};
 }
 #endif
-
-TW_OP(mul_relu);
-TW_OP(mul_relu_backward);
 
 using MulReluFunction = FunctionOfTwo<mul_relu_call, mul_relu_backward_call>;
 

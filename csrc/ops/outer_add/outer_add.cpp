@@ -26,6 +26,7 @@ Tensor outer_add_meta(const Tensor& x, const Tensor& y) {
   check_dim(op, "y", y, 1, "(rows,)");
   return at::empty_symint({y.sym_size(0), x.sym_size(0)}, x.options());
 }
+TW_OP(outer_add);
 
 Grads2 outer_add_backward_meta(const Tensor& dz) {
   const char* op = "outer_add_backward";
@@ -34,6 +35,7 @@ Grads2 outer_add_backward_meta(const Tensor& dz) {
   return {at::empty_symint({dz.sym_size(1)}, dz.options()),
           at::empty_symint({dz.sym_size(0)}, dz.options())};
 }
+TW_OP(outer_add_backward);
 
 Tensor outer_add_cpu(const Tensor& x, const Tensor& y) {
   Tensor z = outer_add_meta(x, y);
@@ -71,9 +73,6 @@ Grads2 outer_add_backward_cuda(const Tensor& dz) {
   return {dx, dy};
 }
 #endif
-
-TW_OP(outer_add);
-TW_OP(outer_add_backward);
 
 struct OuterAddFunction : torch::autograd::Function<OuterAddFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& y) {

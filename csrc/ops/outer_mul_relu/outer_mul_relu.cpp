@@ -31,6 +31,7 @@ std::vector<c10::SymInt> check_vectors(const char* op, const Tensor& x, const Te
 Tensor outer_mul_relu_meta(const Tensor& x, const Tensor& y) {
   return at::empty_symint(check_vectors("outer_mul_relu", x, y), x.options());
 }
+TW_OP(outer_mul_relu);
 
 Grads2 outer_mul_relu_backward_meta(const Tensor& dz, const Tensor& x, const Tensor& y) {
   const char* op = "outer_mul_relu_backward";
@@ -40,6 +41,7 @@ Grads2 outer_mul_relu_backward_meta(const Tensor& dz, const Tensor& x, const Ten
   return {at::empty_symint(x.sym_sizes(), x.options()),
           at::empty_symint(y.sym_sizes(), y.options())};
 }
+TW_OP(outer_mul_relu_backward);
 
 Tensor outer_mul_relu_cpu(const Tensor& x, const Tensor& y) {
   Tensor z = outer_mul_relu_meta(x, y);
@@ -85,9 +87,6 @@ Grads2 outer_mul_relu_backward_cuda(const Tensor& dz, const Tensor& x, const Ten
   return {dx, dy};
 }
 #endif
-
-TW_OP(outer_mul_relu);
-TW_OP(outer_mul_relu_backward);
 
 using OuterMulReluFunction = FunctionOfTwo<outer_mul_relu_call, outer_mul_relu_backward_call>;
 

@@ -24,6 +24,7 @@ Tensor row_sum_meta(const Tensor& x) {
   check_min_dim("row_sum", "x", x, 1, "(..., n)");
   return at::empty_symint(without_last(x), x.options());
 }
+TW_OP(row_sum);
 
 Tensor row_sum_cpu(const Tensor& x) {
   Tensor y = row_sum_meta(x);
@@ -59,8 +60,6 @@ Tensor row_sum_cuda(const Tensor& x) {
 }
 
 #endif
-
-TW_OP(row_sum);
 
 struct RowSumFunction : torch::autograd::Function<RowSumFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x) {

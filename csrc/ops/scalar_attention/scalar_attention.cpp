@@ -50,6 +50,7 @@ Tensor scalar_attention_meta(const Tensor& q, const Tensor& k, const Tensor& v) 
   check_scalar_attention("scalar_attention", q, k, v);
   return at::empty_symint(q.sym_sizes(), q.options());
 }
+TW_OP(scalar_attention);
 
 Forward scalar_attention_forward_meta(const Tensor& q, const Tensor& k, const Tensor& v) {
   check_scalar_attention("scalar_attention_forward", q, k, v);
@@ -57,6 +58,7 @@ Forward scalar_attention_forward_meta(const Tensor& q, const Tensor& k, const Te
   return {at::empty_symint(q.sym_sizes(), q.options()), at::empty_symint(q.sym_sizes(), wide),
           at::empty_symint(q.sym_sizes(), wide)};
 }
+TW_OP(scalar_attention_forward);
 
 // The op and its forward op, by what fills their results on a device.
 template <auto into>
@@ -91,6 +93,7 @@ Grads3 scalar_attention_backward_meta(const Tensor& dz, const Tensor& q, const T
   return {empty_input_grad(q, output_mask[0]), empty_input_grad(k, output_mask[1]),
           empty_input_grad(v, output_mask[2])};
 }
+TW_OP(scalar_attention_backward);
 
 // CPU. Blocks of rows whose scores stay in a core's cache, in a fixed number of groups: what is
 // summed over the rows is summed by group, so that the bits do not depend on the threads.
@@ -218,10 +221,6 @@ Grads3 scalar_attention_backward_cuda(const Tensor& dz, const Tensor& q, const T
   return {dq, dk, dv};
 }
 #endif
-
-TW_OP(scalar_attention);
-TW_OP(scalar_attention_forward);
-TW_OP(scalar_attention_backward);
 
 struct ScalarAttentionFunction : torch::autograd::Function<ScalarAttentionFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k,

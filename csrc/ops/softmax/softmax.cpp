@@ -22,6 +22,7 @@ Tensor softmax_meta(const Tensor& x) {
   check_min_dim("softmax", "x", x, 1, "(..., n)");
   return at::empty_symint(x.sym_sizes(), x.options());
 }
+TW_OP(softmax);
 
 Tensor softmax_backward_meta(const Tensor& dy, const Tensor& y) {
   check_floating("softmax_backward", "dy", dy);
@@ -30,6 +31,7 @@ Tensor softmax_backward_meta(const Tensor& dy, const Tensor& y) {
   check_shape("softmax_backward", "y", y, dy.sym_sizes(), "dy's shape");
   return at::empty_symint(y.sym_sizes(), y.options());
 }
+TW_OP(softmax_backward);
 
 Tensor softmax_cpu(const Tensor& x) {
   Tensor y = softmax_meta(x);
@@ -69,9 +71,6 @@ Tensor softmax_backward_cuda(const Tensor& dy, const Tensor& y) {
   return dx;
 }
 #endif
-
-TW_OP(softmax);
-TW_OP(softmax_backward);
 
 struct SoftmaxFunction : torch::autograd::Function<SoftmaxFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x) {

@@ -44,6 +44,7 @@ Tensor softmax_matmul_meta(const Tensor& scores, const Tensor& value, const Opti
   const auto sizes = softmax_matmul_checks("softmax_matmul", scores, value, leftpad, causal, scale);
   return at::empty_symint(sizes, scores.options());
 }
+TW_OP(softmax_matmul);
 
 Forward softmax_matmul_forward_meta(const Tensor& scores, const Tensor& value,
                                     const OptionalTensor& leftpad, bool causal, double scale) {
@@ -52,6 +53,7 @@ Forward softmax_matmul_forward_meta(const Tensor& scores, const Tensor& value,
   return {at::empty_symint(sizes, scores.options()),
           at::empty_symint(without_last(scores), scores.options().dtype(acc_dtype(scores)))};
 }
+TW_OP(softmax_matmul_forward);
 
 Grads softmax_matmul_backward_meta(const Tensor& dout, const Tensor& scores, const Tensor& value,
                                    const Tensor& out, const Tensor& lse,
@@ -62,6 +64,7 @@ Grads softmax_matmul_backward_meta(const Tensor& dout, const Tensor& scores, con
   return {at::empty_symint(scores.sym_sizes(), scores.options()),
           at::empty_symint(value.sym_sizes(), value.options())};
 }
+TW_OP(softmax_matmul_backward);
 
 // The op and its forward op, by what fills their results on a device.
 template <auto into>
@@ -218,10 +221,6 @@ Grads softmax_matmul_backward_cuda(const Tensor& dout, const Tensor& scores, con
   return {dscores, dvalue};
 }
 #endif
-
-TW_OP(softmax_matmul);
-TW_OP(softmax_matmul_forward);
-TW_OP(softmax_matmul_backward);
 
 struct SoftmaxMatmulFunction : torch::autograd::Function<SoftmaxMatmulFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& scores, const Tensor& value,

@@ -16,3 +16,16 @@ def largest_error(out: torch.Tensor, reference: torch.Tensor) -> float:
 def two_roundings(dtype: torch.dtype, largest: float) -> float:
     """Two roundings of the largest result, and fp32 sums."""
     return largest * (2 * torch.finfo(dtype).eps + 1e-6)
+
+
+def judged(
+    out: torch.Tensor,
+    eager: torch.Tensor,
+    reference: torch.Tensor,
+    allowed: float | None = None,
+) -> dict[str, float]:
+    """The errors of a row; None allows two roundings."""
+    if allowed is None:
+        allowed = two_roundings(out.dtype, reference.abs().max().item())
+    error, eager_error = largest_error(out, reference), largest_error(eager, reference)
+    return {"error": error, "eager_error": eager_error, "allowed_error": allowed}

@@ -116,12 +116,7 @@ class RMSNormLinear(NormLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.torchweld.rms_norm_linear(
-            x,
-            self.weight,
-            self.bias,
-            self.norm_weight,
-            eps=self.eps,
-            activation=self.activation,
+            x, self.weight, self.bias, self.norm_weight, eps=self.eps, activation=self.activation
         )
 
     def extra_repr(self) -> str:
