@@ -42,6 +42,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _kernel(request: pytest.FixtureRequest) -> None:
+    """A page of an op, which names it OP, is skipped where its kernels are not in the build."""
+    op = getattr(request.module, "OP", None)
+    if op is not None and "device" in request.fixturenames:
+        from samples import need_kernel
+
+        need_kernel(op, request.getfixturevalue("device"))
+
+
+@pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
 

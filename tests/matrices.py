@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tensors import randn
+
 # Around the widths of the kernels' tiles (powers of two to 2048), with rows that start anywhere.
 SIZES = [
     (1, 1),
@@ -36,14 +38,10 @@ EMPTY = [(0, 5), (5, 0), (0, 0)]
 MATRIX_OPS = ["outer_add", "outer_mul_relu", "mul_relu"]
 
 
-def matrix_randn(device: str, dtype: torch.dtype, *shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64).to(dtype).to(device)
-
-
 def matrix_args(op: str, device: str, dtype: torch.dtype, rows: int, cols: int) -> list[Tensor]:
     """x, the columns' values or the matrix, and y, the rows' values."""
     x_shape = (rows, cols) if op == "mul_relu" else (cols,)
-    return [matrix_randn(device, dtype, *x_shape), matrix_randn(device, dtype, rows)]
+    return [randn(device, dtype, *x_shape), randn(device, dtype, rows)]
 
 
 def grid(*shape: int) -> Tensor:

@@ -102,14 +102,7 @@ def causal_softmax(scores: Tensor, leftpad: Tensor | None = None, *, scale: floa
     return softmax_and_lse(scores, scores_mask(scores, leftpad, causal=True), scale)[0]
 
 
-def softmax_matmul_forward(
-    scores: Tensor,
-    value: Tensor,
-    leftpad: Tensor | None = None,
-    *,
-    causal: bool = False,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+def softmax_matmul_forward(scores, value, leftpad=None, *, causal=False, scale=1.0):
     p, lse = softmax_and_lse(scores, scores_mask(scores, leftpad, causal), scale)
     hidden = padding_keys(scores.shape[0], scores.shape[-1], leftpad)[:, None, :, None]
     return p @ torch.where(hidden, 0.0, value), lse
@@ -121,15 +114,7 @@ def default_scale(query: Tensor, scale: float | None) -> float:
     return query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
 
 
-def attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    leftpad: Tensor | None = None,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
+def attention_forward(query, key, value, leftpad=None, *, causal=False, scale=None):
     batch, nheads, seqlen_q, _ = query.shape
     seqlen_k = key.shape[2]
     group = nheads // key.shape[1] if key.shape[1] else 1
@@ -183,28 +168,13 @@ def scale_shift(n: Tensor, weight: Tensor | None, bias: Tensor | None = None) ->
 
 
 def layer_norm_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    ln_weight: Tensor | None = None,
-    ln_bias: Tensor | None = None,
-    *,
-    eps: float = 1e-5,
-    activation: str = "none",
-) -> Tensor:
+    x, weight, bias=None, ln_weight=None, ln_bias=None, *, eps=1e-5, activation="none"
+):
     n = scale_shift(normalise(x, eps, centred=True)[0], ln_weight, ln_bias)
     return activate(affine(n, weight, bias), activation)
 
 
-def rms_norm_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    activation: str = "none",
-) -> Tensor:
+def rms_norm_linear(x, weight, bias=None, norm_weight=None, *, eps=1e-6, activation="none"):
     n = scale_shift(normalise(x, eps, centred=False)[0], norm_weight)
     return activate(affine(n, weight, bias), activation)
 
@@ -225,14 +195,8 @@ def fold_layer_norm(
 
 
 def folded_layer_norm_linear(
-    x: Tensor,
-    folded_weight: Tensor,
-    weight_sum: Tensor,
-    folded_bias: Tensor | None = None,
-    *,
-    eps: float = 1e-5,
-    activation: str = "none",
-) -> Tensor:
+    x, folded_weight, weight_sum, folded_bias=None, *, eps=1e-5, activation="none"
+):
     _, mean, rstd = normalise(x, eps, centred=True)
     z = rstd * (x @ folded_weight.T - mean * weight_sum)
     return activate(z if folded_bias is None else z + folded_bias, activation)
@@ -254,14 +218,7 @@ GATE_FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], T
 }
 
 
-def gated_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    gate: str = "geglu",
-    interleaved: bool = False,
-) -> Tensor:
+def gated_linear(x, weight, bias=None, *, gate="geglu", interleaved=False):
     left, right = halves(affine(x, weight, bias), interleaved)
     f, g = GATE_FUNCTIONS[gate]
     return f(left) * g(right)
@@ -419,15 +376,7 @@ def eager_masked_softmax(scores: Tensor, seen: Tensor, scale: float) -> Tensor:
     return p.masked_fill(~seen.any(-1, keepdim=True), 0.0)
 
 
-def eager_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    leftpad: Tensor | None = None,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-) -> Tensor:
+def eager_attention(query, key, value, leftpad=None, *, causal=False, scale=None):
     group = query.shape[1] // key.shape[1]
     seen = visible(query.shape[0], query.shape[2], key.shape[2], up(leftpad), causal)[:, None]
     scores = query @ key.repeat_interleave(group, 1).mT

@@ -259,15 +259,17 @@ INT4_REPACKED = [
 ]
 NOT_BYTES = (torch.int64, torch.bool, torch.complex64, torch.float16, torch.float32, torch.float64)
 
+RANK_0 = {
+    f"x rank 0 {dtype}": ("x", replace("x", lambda t, d=dtype: zeros(t, (), dtype=d)))
+    for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int64)
+}
+
 SPECS: dict[str, Spec] = {
     "softmax": Spec(
         "matrix",
         [Arg("x", anchor=True, rank="min")],
         extra={
-            **{
-                f"x rank 0 {dtype}": ("x", replace("x", lambda t, d=dtype: zeros(t, (), dtype=d)))
-                for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int64)
-            },
+            **RANK_0,
             "x meta int64": (
                 "x",
                 replace("x", lambda t: zeros(t, dtype=torch.int64, device="meta")),
@@ -419,10 +421,7 @@ SPECS: dict[str, Spec] = {
         "matrix",
         [Arg("x", anchor=True, rank="min")],
         extra={
-            **{
-                f"x rank 0 {dtype}": ("x", replace("x", lambda t, d=dtype: zeros(t, (), dtype=d)))
-                for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int64)
-            },
+            **RANK_0,
             "x meta rank 0": ("x", replace("x", lambda t: zeros(t, (), device="meta"))),
             "x meta int64": ("x", replace("x", lambda t: zeros(t, (2, 2), torch.int64, "meta"))),
         },

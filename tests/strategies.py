@@ -50,3 +50,16 @@ def strided(t: Tensor, layout: tuple[tuple[int, ...], tuple[int, ...], int]) -> 
 seeds = st.integers(0, 2**16)
 kinds = st.sampled_from(KINDS)
 dtype_names = st.sampled_from(["float32", "float16", "bfloat16", "float64"])
+
+
+def linear_cases(largest: int = 33, smallest_k: int = 0) -> dict[str, st.SearchStrategy]:
+    """The sizes of a linear layer, the layouts of its matrices and vectors, a dtype and a seed."""
+    return {
+        "m": sizes(largest),
+        "n": sizes(largest),
+        "k": sizes(65, smallest_k),
+        "matrix": layouts(2),
+        "vector": layouts(1),
+        "dtype": dtype_names,
+        "seed": seeds,
+    }

@@ -10,23 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from numerics import acc_dtype, assert_equal, assert_same_bits
-from samples import BF16, F16, F32, F64, check_op, dtypes, need_kernel
+from samples import BF16, F16, F32, F64, check_op, dtypes
 from strategies import dtype_names, kinds, layouts, seeds, sizes, strided, values
+from tensors import randn
 
 OP = "add_scalar"
 add_scalar = torch.ops.torchweld.add_scalar
 
 SIZES = (1, 2, 7, 31, 32, 33, 255, 256, 257, 1023, 1024, 1025, 4095, 4096, 4097, 8192, 65537)
-
-
-@pytest.fixture(autouse=True)
-def _kernel(request):
-    if "device" in request.fixturenames:
-        need_kernel(OP, request.getfixturevalue("device"))
-
-
-def randn(device: str, dtype: torch.dtype, *shape: int, scale: float = 1.0):
-    return (torch.randn(shape, dtype=F64) * scale).to(dtype).to(device)
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])

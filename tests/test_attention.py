@@ -16,8 +16,9 @@ import masks
 import reference as R
 from bounds import attention_bounds
 from numerics import acc_dtype, assert_equal, assert_same_bits, check
-from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel
+from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
 from strategies import dtype_names, kinds, layouts, seeds, sizes, strided, values
+from tensors import need_dtype, pads, randn
 
 attention = torch.ops.torchweld.attention
 attention_forward = torch.ops.torchweld.attention_forward
@@ -25,20 +26,6 @@ attention_backward = torch.ops.torchweld.attention_backward
 
 OP = "attention"
 OPS = (OP, OP + "_forward", OP + "_backward")
-
-
-@pytest.fixture(autouse=True)
-def _kernel(request):
-    if "device" in request.fixturenames:
-        need_kernel(OP, request.getfixturevalue("device"))
-
-
-def randn(device: str, dtype: torch.dtype, *shape: int, scale: float = 1.0):
-    return (torch.randn(*shape, dtype=F64) * scale).to(dtype).to(device)
-
-
-def pads(device: str, *values: int):
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def qkv(device, dtype, b, h, hkv, sq, sk, d, dv):
@@ -99,8 +86,7 @@ SIZES = [
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_sizes(device, dtype, size):
-    if dtype not in dtypes(device):
-        pytest.skip(f"{dtype} is CPU only")
+    need_dtype(device, dtype)
     args = qkv(device, dtype, 2, 2, 2, *size)
     sk = size[1]
     check_op(OP, args)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 
-from numerics import assert_equal, assert_same_bits
-from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel
+from numerics import assert_equal
+from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
 from strategies import dtype_names, layouts, seeds, sizes, strided, values
+from tensors import MATMUL_SIZES, check_output_mask, need_dtype, randn
 
 bmm = torch.ops.torchweld.bmm
 bmm_backward = torch.ops.torchweld.bmm_backward
@@ -20,41 +21,15 @@ OPS = (OP, OP + "_backward")
 BATCHES = [(3, 3), (1, 3), (3, 1), (1, 1)]  # of a and b
 
 
-@pytest.fixture(autouse=True)
-def _kernel(request):
-    if "device" in request.fixturenames:
-        need_kernel(OP, request.getfixturevalue("device"))
-
-
-def randn(device: str, dtype: torch.dtype, *shape: int, scale: float = 1.0):
-    return (torch.randn(*shape, dtype=F64) * scale).to(dtype).to(device)
-
-
 def call_args(device, dtype, m, n, k, batches=(2, 2)):
     scale = max(k, 1) ** -0.5  # keeps the result near 1
     return [randn(device, dtype, batches[0], m, k), randn(device, dtype, batches[1], k, n) * scale]
 
 
-SIZES = [  # M, N, K
-    (1, 1, 1),
-    (1, 129, 31),
-    (31, 1, 33),
-    (33, 31, 1),
-    (32, 32, 32),
-    (63, 65, 64),
-    (65, 33, 127),
-    (64, 128, 129),
-    (127, 63, 65),
-    (129, 127, 128),
-    (5, 7, 1021),
-]
-
-
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("size", MATMUL_SIZES, ids=str)
 def test_sizes(device, dtype, size):
-    if dtype not in dtypes(device):
-        pytest.skip(f"{dtype} is CPU only")
+    need_dtype(device, dtype)
     # On a CPU both are torch's own matmul, and which order of a sum is luckier depends on the chip.
     for batches in BATCHES:
         check_op(OP, call_args(device, dtype, *size, batches), eager=device == "cuda")
@@ -105,7 +80,7 @@ def test_empty(device, zero, one):
 
 
 @pytest.mark.parametrize("batches", BATCHES, ids=str)
-@pytest.mark.parametrize("size", [*SIZES[:10], (3, 5, 2048)], ids=str)
+@pytest.mark.parametrize("size", [*MATMUL_SIZES[:10], (3, 5, 2048)], ids=str)
 def test_integer_grid_is_exact(device, size, batches):
     """Integers up to 8: every sum is exact in any order, the result rounded once."""
     m, n, k = size
@@ -151,15 +126,9 @@ def test_inf_and_nan_spread_as_in_torch(device, value):
 @pytest.mark.parametrize("batches", BATCHES, ids=str)
 @pytest.mark.parametrize("mask", range(4))
 def test_output_mask(device, mask, batches):
-    """What was not asked for has shape (0,); the rest does not change."""
-    wanted = [bool(mask >> i & 1) for i in range(2)]
-    a, b = call_args(device, F32, 4, 3, 5, batches)
     dy = randn(device, F32, max(batches), 4, 3)
-    full = bmm_backward(dy, a, b, output_mask=[True, True])
-    for got, ref, want in zip(
-        bmm_backward(dy, a, b, output_mask=wanted), full, wanted, strict=True
-    ):
-        assert_same_bits(got, ref if want else ref.new_empty(0))
+    args = call_args(device, F32, 4, 3, 5, batches)
+    check_output_mask("bmm_backward", [dy, *args], mask, 2)
 
 
 @given(

@@ -16,19 +16,12 @@ from bounds import causal_softmax_backward_bounds, causal_softmax_bounds
 from numerics import assert_equal, assert_same_bits
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
 from strategies import dtype_names, kinds, layouts, seeds, sizes, strided, values
+from tensors import pads, randn
 
 causal_softmax = torch.ops.torchweld.causal_softmax
 causal_softmax_backward = torch.ops.torchweld.causal_softmax_backward
 
 OPS = ("causal_softmax", "causal_softmax_backward")
-
-
-def randn(device: str, dtype: torch.dtype, *shape: int, scale: float = 1.0):
-    return (torch.randn(*shape, dtype=F64) * scale).to(dtype).to(device)
-
-
-def pads(device: str, *values: int):
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 @pytest.mark.parametrize("key", masks.TABLES, ids=str)

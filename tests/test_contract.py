@@ -675,13 +675,18 @@ def test_only_what_requires_a_gradient_gets_one(s, device):
         assert_same_bits(grad, full[i], s.id)
 
 
-@pytest.mark.parametrize("s", [p for p in DIFF_FIRST if p.id not in TWICE_DIFFERENTIABLE])
-def test_double_backward_raises(s, device):
+def recorded(s, device):
+    """The inputs of a call that get a gradient, and its first output."""
     need_kernel(s.op, device)
     args, kwargs = s.make(device)
     leaves = requiring(s.op, args)
     inputs = [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
-    out = as_tuple(call(s.op)(*leaves, **kwargs))[0]
+    return inputs, as_tuple(call(s.op)(*leaves, **kwargs))[0]
+
+
+@pytest.mark.parametrize("s", [p for p in DIFF_FIRST if p.id not in TWICE_DIFFERENTIABLE])
+def test_double_backward_raises(s, device):
+    inputs, out = recorded(s, device)
     grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
     for grad in grads:
         with pytest.raises(RuntimeError, match="not implemented|not differentiable"):
@@ -712,11 +717,7 @@ def test_fold_layer_norm_has_no_gradient(device):
 
 @pytest.mark.parametrize("s", DIFF)
 def test_second_backward_is_bit_equal(s, device):
-    need_kernel(s.op, device)
-    args, kwargs = s.make(device)
-    leaves = requiring(s.op, args)
-    inputs = [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
-    out = as_tuple(call(s.op)(*leaves, **kwargs))[0]
+    inputs, out = recorded(s, device)
     dout = torch.randn_like(out)
     first = torch.autograd.grad(out, inputs, dout, retain_graph=True)
     for got, ref in zip(torch.autograd.grad(out, inputs, dout), first, strict=True):

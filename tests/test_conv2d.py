@@ -11,26 +11,18 @@ from hypothesis import given
 
 import reference as R
 from numerics import assert_equal, assert_same_bits
-from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel
+from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
 from strategies import dtype_names, layouts, seeds, sizes, strided, values
+from tensors import randn
 
 conv2d = torch.ops.torchweld.conv2d
 conv2d_backward = torch.ops.torchweld.conv2d_backward
 
-OPS = ("conv2d", "conv2d_backward")
+OP = "conv2d"
+OPS = (OP, OP + "_backward")
 KERNELS = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 7), (3, 7), (9, 9), (8, 10)]
 WIDE_KERNELS = [(1, 31), (31, 1), (31, 31), (25, 26), (12, 17), (33, 2), (2, 40), (34, 35)]
 IMAGES = [(1, 1, 1), (3, 1, 9), (2, 33, 1), (5, 8, 8), (2, 31, 33), (1, 64, 64), (1, 13, 131)]
-
-
-@pytest.fixture(autouse=True)
-def _kernel(request):
-    if "device" in request.fixturenames:
-        need_kernel("conv2d", request.getfixturevalue("device"))
-
-
-def randn(device: str, dtype: torch.dtype, *shape: int):
-    return torch.randn(*shape, dtype=F64).to(dtype).to(device)
 
 
 def integers(device: str, dtype: torch.dtype, *shape: int, most: int = 4):

@@ -266,10 +266,10 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="a watched 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("of", ALL)
 def test_a_dry_run_tells_what_runs(of, dtype):
-    from torchweld.tuning import search
+    from torchweld.tuning.parts import watch
 
     args, kwargs = of.make("cuda", dtype)
-    _, seen = search._watch(lambda: getattr(ops, of.op)(*args, **kwargs))
+    _, seen = watch(lambda: getattr(ops, of.op)(*args, **kwargs))
     device = torch.cuda.current_device()
     told = [r for r in dry_records(of.op, *args, device=device, **kwargs) if r["family"]]
     facts = ("family", "part", "problem", "choice", "source", "kernel", "columns")
@@ -296,9 +296,9 @@ def test_a_dry_run_on_a_gpu_launches_and_allocates_nothing():
 
 @needs_gpu
 def test_the_facts_of_the_gpu():
-    from torchweld.tuning import search
+    from torchweld.tuning.parts import watch
 
-    _, (record,) = search._watch(lambda: ops.softmax(torch.randn(3, 5, device="cuda")))
+    _, (record,) = watch(lambda: ops.softmax(torch.randn(3, 5, device="cuda")))
     facts = named("softmax", record["problem"])
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     assert facts["sms"] == properties.multi_processor_count

@@ -12,25 +12,15 @@ from hypothesis import strategies as st
 import reference as R
 from bounds import fold_layer_norm_bounds
 from numerics import acc_dtype, assert_equal, assert_same_bits, check
-from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel
-from strategies import dtype_names, layouts, seeds, sizes, strided, values
+from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
+from strategies import linear_cases, strided, values
+from tensors import need_dtype, permuted, randn
 
 fold_layer_norm = torch.ops.torchweld.fold_layer_norm
 folded_layer_norm_linear = torch.ops.torchweld.folded_layer_norm_linear
 
 OP = "folded_layer_norm_linear"
 OPS = ("fold_layer_norm", OP, OP + "_backward")
-
-
-@pytest.fixture(autouse=True)
-def _kernel(request):
-    if "device" in request.fixturenames:
-        for op in ("fold_layer_norm", OP):
-            need_kernel(op, request.getfixturevalue("device"))
-
-
-def randn(device, dtype, *shape, scale=1.0, mean=0.0):
-    return (torch.randn(*shape, dtype=F64) * scale + mean).to(dtype).to(device)
 
 
 def parameters(device, dtype, n, k):
@@ -95,8 +85,7 @@ def test_fold_empty(device, size):
     "size", [(1, 1, 2), (31, 33, 31), (64, 65, 127), (129, 128, 64), (3, 5, 1021)]
 )
 def test_sizes(device, dtype, size):
-    if dtype not in dtypes(device):
-        pytest.skip(f"{dtype} is CPU only")
+    need_dtype(device, dtype)
     for activation in R.ACTIVATIONS:
         args = call_args(device, dtype, *size)
         check_op(OP, args, {"activation": activation}, eager=min(size) > 4)
@@ -181,10 +170,9 @@ def test_inf_and_nan_spread_as_in_torch(device, value):
 
 @pytest.mark.parametrize("perm", [(1, 0, 2), (2, 1, 0), (0, 2, 1)], ids=str)
 def test_permuted_x_gets_its_whole_gradient(device, perm):
-    back = [perm.index(d) for d in range(3)]
     for dtype in dtypes(device):
         args = call_args(device, dtype, 1, 3, 5)
-        args[0] = randn(device, dtype, 4, 6, 5).permute(back).contiguous().permute(perm)
+        args[0] = permuted(randn(device, dtype, 4, 6, 5), perm)
         check_op(OP, args, {"activation": "gelu"}, eager=False)
 
 
@@ -213,15 +201,9 @@ def test_conv1d_weight_folds_as_a_view(device):
 
 
 @given(
-    m=sizes(33),
-    n=sizes(33),
-    k=sizes(65, 2),
+    **linear_cases(smallest_k=2),
     activation=st.sampled_from(R.ACTIVATIONS),
-    matrix=layouts(2),
-    vector=layouts(1),
     mean=st.sampled_from([0.0, 3.0]),
-    dtype=dtype_names,
-    seed=seeds,
 )
 def test_any_layout(m, n, k, activation, matrix, vector, mean, dtype, seed):
     dtype = getattr(torch, dtype)

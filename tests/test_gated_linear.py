@@ -9,27 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from numerics import assert_equal, assert_same_bits
+from numerics import assert_equal
 from reference import EAGER, GATES
-from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel
-from strategies import dtype_names, layouts, seeds, sizes, strided, values
+from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
+from strategies import linear_cases, strided, values
+from tensors import check_output_mask, need_dtype, permuted, randn
 
 gated_linear = torch.ops.torchweld.gated_linear
 gated_linear_forward = torch.ops.torchweld.gated_linear_forward
-gated_linear_backward = torch.ops.torchweld.gated_linear_backward
 
 OP = "gated_linear"
 OPS = (OP, OP + "_forward", OP + "_backward")
-
-
-@pytest.fixture(autouse=True)
-def _kernel(request):
-    if "device" in request.fixturenames:
-        need_kernel(OP, request.getfixturevalue("device"))
-
-
-def randn(device, dtype, *shape, scale=1.0):
-    return (torch.randn(*shape, dtype=F64) * scale).to(dtype).to(device)
 
 
 def call_args(device, dtype, m, n, k, bias=True):
@@ -44,8 +34,7 @@ SIZES += [(65, 63, 129), (5, 7, 1021)]
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_sizes(device, dtype, size):
-    if dtype not in dtypes(device):
-        pytest.skip(f"{dtype} is CPU only")
+    need_dtype(device, dtype)
     for gate in GATES:
         kwargs = {"gate": gate, "interleaved": False}
         check_op(OP, call_args(device, dtype, *size), kwargs, eager=min(size) > 4)
@@ -171,34 +160,22 @@ def test_weight_of_a_conv1d_goes_in_as_a_view(device):
 
 @pytest.mark.parametrize("perm", [(1, 0, 2), (2, 1, 0), (0, 2, 1)], ids=str)
 def test_permuted_x_gets_its_whole_gradient(device, perm):
-    back = [perm.index(d) for d in range(3)]
     for dtype in dtypes(device):
-        x = randn(device, dtype, 4, 6, 5).permute(back).contiguous().permute(perm)
+        x = permuted(randn(device, dtype, 4, 6, 5), perm)
         check_op(OP, [x, *call_args(device, dtype, 1, 3, 5)[1:]], {"gate": "geglu"}, eager=False)
 
 
 @pytest.mark.parametrize("mask", range(8))
 def test_output_mask(device, mask):
-    wanted = [bool(mask >> i & 1) for i in range(3)]
     x, weight, bias = call_args(device, F32, 4, 3, 5)
     _, z = gated_linear_forward(x, weight, bias)
-    dy = randn(device, F32, 4, 3)
-    full = gated_linear_backward(dy, x, weight, z, output_mask=[True] * 3)
-    got = gated_linear_backward(dy, x, weight, z, output_mask=wanted)
-    for grad, ref, want in zip(got, full, wanted, strict=True):
-        assert_same_bits(grad, ref if want else ref.new_empty(0))
+    check_output_mask(OP + "_backward", [randn(device, F32, 4, 3), x, weight, z], mask, 3)
 
 
 @given(
-    m=sizes(33),
-    n=sizes(33),
-    k=sizes(65),
+    **linear_cases(),
     gate=st.sampled_from(GATES),
     interleaved=st.booleans(),
-    matrix=layouts(2),
-    vector=layouts(1),
-    dtype=dtype_names,
-    seed=seeds,
 )
 def test_any_layout(m, n, k, gate, interleaved, matrix, vector, dtype, seed):
     dtype = getattr(torch, dtype)

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 import reference as R
 import torchweld._library as library
 from numerics import assert_equal, assert_same_bits
-from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel
+from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
 from strategies import dtype_names, layouts, seeds, strided, values
+from tensors import need_dtype, randn
 from torchweld.nn import Int4Linear
-from torchweld.tuning import search
+from torchweld.tuning.parts import watch
 
 ops = torch.ops.torchweld
 
@@ -28,12 +29,6 @@ needs_gpu = pytest.mark.skipif(
 
 OP = "int4_linear"
 OPS = (OP, OP + "_backward", "int4_repack", OP + "_repacked", OP + "_repacked_backward")
-
-
-@pytest.fixture(autouse=True)
-def _kernel(request):
-    if "device" in request.fixturenames:
-        need_kernel(OP, request.getfixturevalue("device"))
 
 
 def weight_of(codes, zeros, scale, dtype, device):
@@ -48,10 +43,6 @@ def random_weight(n, k, group, dtype, device):
     codes, zeros = torch.randint(0, 16, (n, k)), torch.randint(0, 16, (n, groups))
     scale = (torch.rand(n, groups) + 0.5) * 0.3 * max(k, 1) ** -0.5
     return weight_of(codes, zeros, scale, dtype, device)
-
-
-def randn(device, dtype, *shape):
-    return torch.randn(*shape, dtype=F64).to(dtype).to(device)
 
 
 def check_both(x, weight, bias=None):
@@ -220,7 +211,7 @@ def check_every_tile(size, dtype):
     other = torch.randn(m, k + 8, device="cuda").to(dtype)[:, :k]
     shift = bias.to(dtype).cuda()
     call = lambda x: ops.int4_linear_repacked(x, *args, shift, out_features=n)  # noqa: E731
-    _, (record,) = search._watch(lambda: call(x))
+    _, (record,) = watch(lambda: call(x))
     problem = record["problem"]
     legal = [found for found in _C.candidates("int4", problem) if not found["refusal"]]
     for found in legal:
@@ -347,8 +338,7 @@ def test_special_values_of_many_tokens(where, value):
     ids=str,
 )
 def test_sizes(device, dtype, size):
-    if dtype not in dtypes(device):
-        pytest.skip(f"{dtype} is CPU only")
+    need_dtype(device, dtype)
     m, n, k, group = size
     check_both(
         randn(device, dtype, m, k),

@@ -13,15 +13,16 @@ from matrices import (
     MATRIX_OPS,
     SIZES,
     eager_gradients,
+    grid,
     in_nan,
     matrix_args,
-    matrix_randn,
     special_places,
 )
 from numerics import assert_equal, assert_same_bits
 from reference import EAGER
-from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
+from samples import BF16, F16, F32, F64, call, check_op, dtypes, forward_backward
 from strategies import dtype_names, layouts, seeds, sizes, strided, values
+from tensors import need_dtype, randn
 
 pytestmark = pytest.mark.parametrize("op", MATRIX_OPS)
 
@@ -29,9 +30,34 @@ pytestmark = pytest.mark.parametrize("op", MATRIX_OPS)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_sizes(op, device, dtype, size):
-    if dtype not in dtypes(device):
-        pytest.skip(f"{dtype} is CPU only")
+    need_dtype(device, dtype)
     check_op(op, matrix_args(op, device, dtype, *size))
+
+
+@pytest.mark.parametrize("size", [*SIZES, (300, 4100)], ids=str)
+def test_integer_grid_is_exact(op, device, size):
+    """Zeros are many: relu's slope at a product of 0 is 0."""
+    rows, cols = size
+    x = grid(*size) if op == "mul_relu" else grid(cols)
+    y, dz = grid(rows), grid(*size)
+    if op == "outer_add":
+        z, dx, dy = x + y[:, None], dz.sum(0), dz.sum(1)
+    else:
+        product = x * y[:, None]
+        g = torch.where(product > 0, dz, 0)
+        z, dx, dy = product.clamp(min=0), g * y[:, None], (g * x).sum(1)
+        dx = dx if op == "mul_relu" else dx.sum(0)
+    for dtype in dtypes(device):
+        args = [t.to(dtype).to(device) for t in (x, y)]
+        out, grads = forward_backward(op, args, {}, dz.to(args[0]))
+        for got, expected in zip((out, *grads), (z, dx, dy), strict=True):
+            assert_equal(got, expected.to(dtype).to(device))
+
+
+def test_the_result_is_rounded_once(op, device):
+    for dtype in dtypes(device):
+        args = matrix_args(op, device, dtype, 37, 1029)
+        assert_equal(call(op)(*args), EAGER[op](*args))
 
 
 @pytest.mark.parametrize("size", [(65537, 2), (131101, 1), (2, 65537), (1, 131101)], ids=str)
@@ -56,7 +82,7 @@ def test_empty(op, device, size):
 def test_inf_and_nan_spread_as_in_torch(op, device, special, size):
     for dtype in dtypes(device):
         for which in range(3):
-            args, dz = matrix_args(op, device, dtype, *size), matrix_randn(device, dtype, *size)
+            args, dz = matrix_args(op, device, dtype, *size), randn(device, dtype, *size)
             tensors = [*args, dz]
             shape = tensors[which].shape
             tensors[which] = special_places(device, dtype, shape.numel(), special).view(shape)
@@ -74,7 +100,7 @@ def test_inf_and_nan_spread_as_in_torch(op, device, special, size):
 @pytest.mark.parametrize("size", [(5, 9), (9, 64), (37, 515), (3, 1024)], ids=str)
 def test_nan_around_the_inputs_is_not_read(op, device, size, offset):
     for dtype in dtypes(device):
-        args, dz = matrix_args(op, device, dtype, *size), matrix_randn(device, dtype, *size)
+        args, dz = matrix_args(op, device, dtype, *size), randn(device, dtype, *size)
         out, grads = forward_backward(op, args, {}, dz)
         moved = [in_nan(t, offset + i) for i, t in enumerate(args)]
         got, got_grads = forward_backward(op, moved, {}, in_nan(dz, offset))

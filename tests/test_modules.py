@@ -135,13 +135,23 @@ CASES: list[Case] = [
     ),
     *(
         Case(
-            f"layer norm {activation}",
-            "layer_norm_linear",
-            sequential(lambda: nn.LayerNorm(6, eps=1e-3), activation),
-            torchweld.nn.LayerNormLinear.from_torch,
+            f"{title} {activation}",
+            op,
+            sequential(lambda norm=norm: norm(6, eps=1e-3), activation),
+            ours.from_torch,
             (2, 3, 6),
-            LN_NAMES,
+            names,
             ("in_features=6", "out_features=5", "eps=0.001", repr(activation)),
+        )
+        for title, op, norm, ours, names in (
+            (
+                "layer norm",
+                "layer_norm_linear",
+                nn.LayerNorm,
+                torchweld.nn.LayerNormLinear,
+                LN_NAMES,
+            ),
+            ("rms norm", "rms_norm_linear", nn.RMSNorm, torchweld.nn.RMSNormLinear, RMS_NAMES),
         )
         for activation in ACTIVATIONS
     ),
@@ -161,18 +171,6 @@ CASES: list[Case] = [
             ("nothing", {"elementwise_affine": False}, ("ln_affine=False",)),
         )
         for bias in (True, False)
-    ),
-    *(
-        Case(
-            f"rms norm {activation}",
-            "rms_norm_linear",
-            sequential(lambda: nn.RMSNorm(6, eps=1e-3), activation),
-            torchweld.nn.RMSNormLinear.from_torch,
-            (2, 3, 6),
-            RMS_NAMES,
-            ("in_features=6", "out_features=5", "eps=0.001", repr(activation)),
-        )
-        for activation in ACTIVATIONS
     ),
     Case(
         "rms norm without parameters",

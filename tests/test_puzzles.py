@@ -12,22 +12,14 @@ import torch
 import torch.nn.functional as F
 
 import torchweld
-from torchweld import cli, puzzles
+from commands import run_command
+from torchweld import puzzles
 from torchweld.puzzles import memory
 from torchweld.puzzles.cases import codes
 from torchweld.puzzles.picture import cells
 from torchweld.testing import mad
 
 ALL = [pytest.param(p, id=f"{p.number}_{p.title.replace(' ', '_')}") for p in puzzles.PUZZLES]
-
-
-def run(capsys, *argv):
-    """Exit status, stdout and stderr of `torchweld puzzles ...`."""
-    try:
-        code = cli.main(["puzzles", *argv])
-    except SystemExit as stop:
-        code = stop.code
-    return code, *capsys.readouterr()
 
 
 def test_numbers():
@@ -152,8 +144,8 @@ def test_picture(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     whole, tiled = tmp_path / "whole.png", tmp_path / "tiled.png"
     argv = ("--puzzle", "5", "--device", "cpu")
-    assert run(capsys, *argv, "--picture", str(whole))[0] == 0
-    assert run(capsys, *argv, "--picture", str(tiled), "--tile", "32,16")[0] == 0
+    assert run_command(capsys, "puzzles", *argv, "--picture", str(whole))[0] == 0
+    assert run_command(capsys, "puzzles", *argv, "--picture", str(tiled), "--tile", "32,16")[0] == 0
     for path in (whole, tiled):
         assert path.read_bytes().startswith(b"\x89PNG")
     assert whole.read_bytes() != tiled.read_bytes()
@@ -163,7 +155,7 @@ def test_picture(capsys, tmp_path):
 
 
 def test_table(capsys, device):
-    code, out, err = run(capsys, "--device", device)
+    code, out, err = run_command(capsys, "puzzles", "--device", device)
     assert (code, err) == (0, "")
     assert out.count("  match\n") == 12
     assert out.endswith(f"12 of 12 match on {device}\n")
@@ -173,7 +165,7 @@ def test_table(capsys, device):
 
 
 def test_one_puzzle(capsys):
-    code, out, _ = run(capsys, "--puzzle", "12", "--device", "cpu")
+    code, out, _ = run_command(capsys, "puzzles", "--puzzle", "12", "--device", "cpu")
     assert code == 0
     assert out.startswith("12  quantised matmul") and "1 of 1 match" in out
 
@@ -190,7 +182,7 @@ def test_one_puzzle(capsys):
     ],
 )
 def test_bad_flags(capsys, argv, words):
-    code, out, err = run(capsys, *argv)
+    code, out, err = run_command(capsys, "puzzles", *argv)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1 and err.startswith("torchweld puzzles: ") and words in err
 
@@ -202,7 +194,7 @@ def test_picture_that_cannot_be_drawn(capsys, tmp_path, extra, words):
     pytest.importorskip("matplotlib")
     path = tmp_path / ("a.png" if extra else "none/a.png")
     argv = ["--puzzle", "1", "--device", "cpu", "--picture", str(path), *extra]
-    code, _, err = run(capsys, *argv)
+    code, _, err = run_command(capsys, "puzzles", *argv)
     assert code == 2 and err.count("\n") == 1 and words in err
     assert not path.exists()
 
@@ -211,7 +203,9 @@ def test_picture_that_cannot_be_drawn(capsys, tmp_path, extra, words):
 
 
 def test_memory_check_on_the_cpu_is_one_sentence(capsys):
-    code, _, err = run(capsys, "--puzzle", "1", "--device", "cpu", "--check-memory")
+    code, _, err = run_command(
+        capsys, "puzzles", "--puzzle", "1", "--device", "cpu", "--check-memory"
+    )
     assert code == 1 and err.count("\n") == 1 and "--device cuda" in err
 
 

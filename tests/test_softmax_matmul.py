@@ -13,8 +13,9 @@ import masks
 import reference as R
 from bounds import softmax_matmul_bounds
 from numerics import acc_dtype, assert_equal, assert_same_bits, check
-from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel
+from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
 from strategies import dtype_names, kinds, layouts, seeds, sizes, strided, values
+from tensors import need_dtype, pads, randn
 
 softmax_matmul = torch.ops.torchweld.softmax_matmul
 softmax_matmul_forward = torch.ops.torchweld.softmax_matmul_forward
@@ -22,20 +23,6 @@ softmax_matmul_backward = torch.ops.torchweld.softmax_matmul_backward
 
 OP = "softmax_matmul"
 OPS = (OP, OP + "_forward", OP + "_backward")
-
-
-@pytest.fixture(autouse=True)
-def _kernel(request):
-    if "device" in request.fixturenames:
-        need_kernel(OP, request.getfixturevalue("device"))
-
-
-def randn(device: str, dtype: torch.dtype, *shape: int, scale: float = 1.0):
-    return (torch.randn(*shape, dtype=F64) * scale).to(dtype).to(device)
-
-
-def pads(device: str, *values: int):
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -89,8 +76,7 @@ SIZES = [
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_sizes(device, dtype, size):
-    if dtype not in dtypes(device):
-        pytest.skip(f"{dtype} is CPU only")
+    need_dtype(device, dtype)
     sq, sk, dv = size
     scores, value = randn(device, dtype, 2, 2, sq, sk), randn(device, dtype, 2, 2, sk, dv)
     check_op(OP, [scores, value], {"scale": 0.37})

@@ -10,9 +10,10 @@ import torch
 
 import torchweld
 import torchweld._library as library
+from commands import run_command
 from samples import BF16, F16, F32, sample
-from torchweld import cli
 from torchweld.tuning import TuneResult, cache, search, work
+from torchweld.tuning.parts import parts_of, watch
 from torchweld.tuning.progress import Progress
 from tuning import (  # noqa: F401
     _C,
@@ -93,7 +94,7 @@ class FakeRounds:
 def fake_gpu(monkeypatch):
     """search.tune on CPU tensors, as if they were on a GPU; returns what sets its behaviour."""
 
-    def watch(call):
+    def fake_watch(call):
         out = call()
         choice, source = picked()
         record = {"family": "matmul", "problem": LINEAR, "choice": choice, "source": source}
@@ -104,7 +105,7 @@ def fake_gpu(monkeypatch):
         monkeypatch.setattr(search.library, "ops", FakeOps(wrong, broken))
         FakeRounds.stop_after, FakeRounds.rounds_run = stop_after, 0
 
-    monkeypatch.setattr(search, "_watch", watch)
+    monkeypatch.setattr(search, "watch", fake_watch)
     monkeypatch.setattr(search, "_gpu_name", lambda t: GPU)
     monkeypatch.setattr(search, "_gpu_works", lambda: True)
     monkeypatch.setattr("torchweld.bench.timer.CudaRounds", FakeRounds)
@@ -207,7 +208,7 @@ def test_two_kernels_are_searched_one_after_the_other(fake_gpu, monkeypatch):
     second = problem("matmul", m=512)
     forced = []
 
-    def watch(call):
+    def fake_watch(call):
         record = {"family": "matmul", "choice": "sync 128x128", "source": "heuristic"}
         record["kernels"] = []
         return [call()], [{**record, "problem": p} for p in (LINEAR, second, LINEAR)]
@@ -217,7 +218,7 @@ def test_two_kernels_are_searched_one_after_the_other(fake_gpu, monkeypatch):
             super().run()
             forced.append((picked()[0], picked(numbers=second)))
 
-    monkeypatch.setattr(search, "_watch", watch)
+    monkeypatch.setattr(search, "watch", fake_watch)
     monkeypatch.setattr("torchweld.bench.timer.CudaRounds", Both)
     result = torchweld.tune("linear", *linear_call(), rounds=1)
     assert {row["part"] for row in result.rows} == {0, 1}
@@ -241,7 +242,7 @@ def test_nothing_to_tune_on_the_cpu():
 
 
 def test_an_op_of_one_configuration(fake_gpu, monkeypatch):
-    monkeypatch.setattr(search, "_watch", lambda call: ([call()], []))
+    monkeypatch.setattr(search, "watch", lambda call: ([call()], []))
     result = torchweld.tune("mul_relu", torch.ones(3, 4), torch.ones(3), remember=True)
     assert "mul_relu has one configuration for these arguments" in str(result)
     assert not cache.path().exists()
@@ -433,17 +434,17 @@ def test_the_switch(cuda_build, fake_gpu, monkeypatch):
 # The command
 
 
-def command(capsys, *argv):
-    try:
-        code = cli.main(["tune", *argv])
-    except SystemExit as stop:
-        code = stop.code
-    return code, *capsys.readouterr()
-
-
 def test_command_on_the_cpu(capsys):
-    code, out, err = command(
-        capsys, "gated_linear", "--shape", "8,16,32", "--gate", "sigmoid_tanh", "--device", "cpu"
+    code, out, err = run_command(
+        capsys,
+        "tune",
+        "gated_linear",
+        "--shape",
+        "8,16,32",
+        "--gate",
+        "sigmoid_tanh",
+        "--device",
+        "cpu",
     )
     assert (code, err) == (0, "") and out.count("\n") == 1
     assert out.startswith("torchweld.tune: there is nothing to tune for gated_linear on the CPU")
@@ -461,7 +462,7 @@ def test_command_on_the_cpu(capsys):
     ],
 )
 def test_bad_command(capsys, argv, words):
-    code, out, err = command(capsys, *argv)
+    code, out, err = run_command(capsys, "tune", *argv)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert words in err
 
@@ -498,7 +499,7 @@ SMALL_IMAGES = {
 def test_every_legal_configuration_is_right(op, dtype):
     make = (CALLS | SMALL_IMAGES)[op]
     args = on_gpu(make(dtype))
-    parts = search._parts(search._watch(lambda: getattr(ops, op.split()[0])(*args))[1])
+    parts = parts_of(watch(lambda: getattr(ops, op.split()[0])(*args))[1])
     result = torchweld.tune(op.split()[0], *args, rounds=2)
     refused = {
         row["choice"]
@@ -534,10 +535,10 @@ def test_int4_is_tuned(dtype):
 @needs_gpu
 def test_a_forced_choice_runs_and_an_illegal_one_raises_a_sentence():
     x = torch.randn(3, 1000, device="cuda")
-    _, (record,) = search._watch(lambda: ops.softmax(x))
+    _, (record,) = watch(lambda: ops.softmax(x))
     ops._force_choice("softmax", record["problem"], "stream")
     try:
-        out, (forced,) = search._watch(lambda: ops.softmax(x))
+        out, (forced,) = watch(lambda: ops.softmax(x))
     finally:
         ops._force_choice("softmax", record["problem"], "")
     assert forced["choice"] == "stream" and forced["source"] == "forced"
@@ -548,7 +549,7 @@ def test_a_forced_choice_runs_and_an_illegal_one_raises_a_sentence():
 @needs_gpu
 def test_remembered_choice_is_what_runs():
     x, weight = on_gpu(CALLS["linear"](BF16))
-    _, (record,) = search._watch(lambda: ops.linear(x, weight))
+    _, (record,) = watch(lambda: ops.linear(x, weight))
     gpu = torch.cuda.get_device_name()
     other = next(
         c["choice"]
@@ -556,7 +557,7 @@ def test_remembered_choice_is_what_runs():
         if not c["refusal"] and c["choice"] != record["choice"]
     )
     ops._remember_choice(gpu, "matmul", record["problem"], other)
-    out, (tuned,) = search._watch(lambda: ops.linear(x, weight))
+    out, (tuned,) = watch(lambda: ops.linear(x, weight))
     assert (tuned["choice"], tuned["source"]) == (other, "tuned")
     assert torchweld.explain("linear", x, weight).source == "tuned"
     graph = torch.cuda.CUDAGraph()
@@ -569,8 +570,8 @@ def test_remembered_choice_is_what_runs():
 
 @needs_gpu
 def test_command_prints_the_notebooks_grid(capsys, tmp_path):
-    code, out, _ = command(
-        capsys, "gated_linear", "--shape", "1024,2048,2048", "--dtype", "float32", "--gate",
+    code, out, _ = run_command(
+        capsys, "tune", "gated_linear", "--shape", "1024,2048,2048", "--dtype", "float32", "--gate",
         "sigmoid_tanh", "--rounds", "2", "--save", str(tmp_path / "x.json")
     )  # fmt: skip
     assert code == 0

@@ -26,4 +26,17 @@ Tensor autocast_cast(const Tensor& t, at::ScalarType dtype, at::DeviceType devic
   return at::autocast::cached_cast(dtype, t, device);
 }
 
+void define_op(torch::Library& m, const std::string& schema, Kernels kernels,
+               torch::CppFunction autograd) {
+  m.def(schema.c_str(), {at::Tag::pt2_compliant_tag});
+  const std::string name = schema.substr(0, schema.find('('));
+  const auto impl = [&](c10::DispatchKey key, torch::CppFunction& kernel) {
+    m.impl(name.c_str(), torch::dispatch(key, std::move(kernel)));
+  };
+  impl(c10::DispatchKey::Meta, kernels.meta);
+  impl(c10::DispatchKey::CPU, kernels.cpu);
+  impl(c10::DispatchKey::CUDA, kernels.cuda);
+  impl(c10::DispatchKey::Autograd, autograd);
+}
+
 }  // namespace torchweld

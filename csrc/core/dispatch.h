@@ -1,4 +1,6 @@
-// What every room registers the same way: handles to ops, autograd and autocast plumbing.
+// What every room registers the same way: an op's kernels for all dispatch keys, its handle,
+// autograd and autocast plumbing. A room defines <op>_meta, behind which TW_OP names the op,
+// <op>_cpu and <op>_cuda, and lists it with define_op.
 //
 // Autocast casts the tensors of matmul-like ops to the autocast dtype, x included, so that the norm
 // of layer_norm_linear reads a rounded x. softmax, causal_softmax, the pointwise ops and sums have
@@ -10,6 +12,11 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
+
+#include <array>
+#include <tuple>
+#include <type_traits>
+#include <utility>
 
 #include "core/check.h"
 
@@ -25,6 +32,34 @@ c10::TypedOperatorHandle<Signature> find_op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(full.c_str(), "").typed<Signature>();
 }
 
+// An op through the dispatcher, as a function; see TW_OP.
+template <typename Op, typename Signature>
+struct OpCall;
+
+template <typename Op, typename Result, typename... Args>
+struct OpCall<Op, Result(Args...)> {
+  Result operator()(Args... args) const {
+    static const auto op = find_op<Result(Args...)>(Op::kName);
+    return op.call(std::forward<Args>(args)...);
+  }
+  // Below autograd: as the forward of a Function calls it.
+  Result below(Args... args) const {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return (*this)(std::forward<Args>(args)...);
+  }
+};
+
+// Defines call_<op>, with the signature of <op>_meta.
+#define TW_OP(op)                                                       \
+  constexpr struct op##_call : OpCall<op##_call, decltype(op##_meta)> { \
+    static constexpr const char* kName = #op;                           \
+  } call_##op {                                                         \
+  }
+
+template <typename T>
+bool needs_grad(const T&) {
+  return false;
+}
 inline bool needs_grad(const Tensor& t) {
   return t.defined() && (t.requires_grad() || t._fw_grad(/*level=*/0).defined());
 }
@@ -32,9 +67,9 @@ inline bool needs_grad(const OptionalTensor& t) { return is_given(t) && needs_gr
 
 // True where a call must be recorded. Forward-mode gradients count, so that they are refused by
 // autograd's own message instead of being dropped.
-template <typename... Tensors>
-bool any_needs_grad(const Tensors&... tensors) {
-  return at::GradMode::is_enabled() && (needs_grad(tensors) || ...);
+template <typename... Args>
+bool any_needs_grad(const Args&... args) {
+  return at::GradMode::is_enabled() && (needs_grad(args) || ...);
 }
 
 // A saved optional tensor comes back undefined; ops take it as nullopt.
@@ -58,12 +93,78 @@ inline torch::CppFunction no_gradient_function() {
   return torch::autograd::autogradNotImplementedFallback();
 }
 
+// The outputs of a Function of which the first one has a gradient; the others are there for it.
+inline variable_list outputs_of(AutogradContext* ctx, variable_list outputs) {
+  ctx->mark_non_differentiable({outputs.begin() + 1, outputs.end()});
+  ctx->set_materialize_grads(false);
+  return outputs;
+}
+
+// The first outputs of a Function, as many as an op returns.
+template <typename Result>
+Result take_outputs(const variable_list& outputs) {
+  if constexpr (std::is_same_v<Result, Tensor>) {
+    return outputs[0];
+  } else {
+    Result result;
+    std::apply([&, i = 0](auto&... t) mutable { ((t = outputs[i++]), ...); }, result);
+    return result;
+  }
+}
+
+// Registered for Autograd by ops whose gradient is Function's: a call that must be recorded runs as
+// Function, any other goes on. `check(name, args...)` comes before Function, so that refusals name
+// this op and not the <op>_forward that Function calls.
+template <typename Function, typename Op, typename Result, typename... Args, typename Check>
+torch::CppFunction recorded_by(const OpCall<Op, Result(Args...)>&, Check check) {
+  return torch::CppFunction([check](Args... args) -> Result {
+    if (any_needs_grad(args...)) {
+      check(Op::kName, args...);
+      const auto outputs = Function::apply(args...);
+      if constexpr (std::is_same_v<decltype(outputs), const Tensor>) {
+        return outputs;
+      } else {
+        return take_outputs<Result>(outputs);
+      }
+    }
+    return Op().below(std::forward<Args>(args)...);
+  });
+}
+template <typename Function, typename Op>
+torch::CppFunction recorded_by(const Op& call) {
+  return recorded_by<Function>(call, [](const auto&...) {});
+}
+
+// The Function of an op of two tensors whose gradient is backward(dy, a, b), with an output_mask
+// where it takes one.
+template <typename Call, typename BackwardCall>
+struct FunctionOfTwo : torch::autograd::Function<FunctionOfTwo<Call, BackwardCall>> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
+    ctx->save_for_backward({a, b});
+    return Call().below(a, b);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    using Mask = std::array<bool, 2>;
+    const auto saved = ctx->get_saved_variables();
+    if constexpr (std::is_invocable_v<BackwardCall, Tensor, Tensor, Tensor, Mask>) {
+      const Mask wanted = {saved[0].requires_grad(), saved[1].requires_grad()};
+      auto [da, db] = BackwardCall()(grads[0], saved[0], saved[1], wanted);
+      return {if_wanted(wanted[0], da), if_wanted(wanted[1], db)};
+    } else {
+      auto [da, db] = BackwardCall()(grads[0], saved[0], saved[1]);
+      return {da, db};
+    }
+  }
+};
+
 // What Autocast asks torch; out of line, because torch's header of it includes every operator.
 c10::DispatchKey autocast_key(at::DeviceType device);
 at::ScalarType autocast_dtype(at::DeviceType device);
 Tensor autocast_cast(const Tensor& t, at::ScalarType dtype, at::DeviceType device);
 
-// Autocast. Inside the guard the op runs as if autocast were off.
+// Autocast. Inside the guard the op runs as if autocast were off. What is no floating-point tensor
+// stays as it is.
 template <at::DeviceType device>
 struct Autocast {
   c10::impl::ExcludeDispatchKeyGuard off{c10::DispatchKeySet(autocast_key(device))};
@@ -73,6 +174,43 @@ struct Autocast {
   OptionalTensor operator()(const OptionalTensor& t) const {
     return is_given(t) ? OptionalTensor((*this)(*t)) : std::nullopt;
   }
+  template <typename T>
+  const T& operator()(const T& other) const {
+    return other;
+  }
 };
+
+// Registers an op's kernels for autocast, which cast all of its tensors.
+template <at::DeviceType device, typename Op, typename Result, typename... Args>
+torch::CppFunction autocast_kernel(const OpCall<Op, Result(Args...)>&) {
+  return torch::CppFunction([](Args... args) -> Result {
+    const Autocast<device> cast;
+    return Op()(cast(args)...);
+  });
+}
+template <typename Op>
+void define_autocast(torch::Library& m, const Op& call) {
+  m.impl(Op::kName,
+         torch::dispatch(c10::DispatchKey::AutocastCPU, autocast_kernel<at::kCPU>(call)));
+  m.impl(Op::kName,
+         torch::dispatch(c10::DispatchKey::AutocastCUDA, autocast_kernel<at::kCUDA>(call)));
+}
+
+// An op's kernels: TW_KERNELS(softmax) is softmax_meta, softmax_cpu and softmax_cuda.
+struct Kernels {
+  torch::CppFunction meta, cpu, cuda;
+};
+
+#ifdef TORCHWELD_CUDA
+#define TW_CUDA_KERNEL(function) torch::CppFunction(function)
+#else
+#define TW_CUDA_KERNEL(function) no_cuda_kernel_function()
+#endif
+#define TW_KERNELS(op) \
+  Kernels { torch::CppFunction(op##_meta), torch::CppFunction(op##_cpu), TW_CUDA_KERNEL(op##_cuda) }
+
+// An op: its schema, its kernels, and what Autograd does with it.
+void define_op(torch::Library& m, const std::string& schema, Kernels kernels,
+               torch::CppFunction autograd);
 
 }  // namespace torchweld

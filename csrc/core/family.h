@@ -2,14 +2,13 @@
 // choice as plain numbers. Pure host code.
 //
 // A family is a kind of kernel that has several configurations, described by a struct of statics:
-//   kName, kFields, kEngines            its name, the bounds of a problem's numbers, engines by
-//   name kInOrder                            whether the first legal candidate is the one to take
+//   kName, kFields, kEngines            its name, the bounds of a problem's numbers, engines' names
+//   kInOrder                            whether the first legal candidate is the one to take
 //   Problem, Choice                     what its choose function takes and returns
 //   numbers(problem), problem(numbers)  one and the other way round, without the device
 //   key(numbers)                        the shape class, whose problems share a remembered choice
 //   choose(problem), told(choice)       the family's own choice, and a choice as numbers: the
-//   engine
-//                                       first, then what the engine's tile and parts are
+//                                       engine first, then what its tile and parts are
 //   candidates(problem)                 every choice there is, the illegal ones too
 //   refusal(problem, choice)            why the kernels can't take it
 //   make(problem, choice)               the Choice of a legal one
@@ -100,6 +99,14 @@ constexpr int64_t size_class(int64_t size) {
   while (power < size) power *= 2;
   return size == 0 ? 0 : power;
 }
+
+// A family whose problems differ from call to call in their first number.
+struct FirstByClass {
+  static Numbers key(Numbers x) {
+    x[0] = size_class(x[0]);
+    return x;
+  }
+};
 
 // The blocks of a grid. In floating point: a product of sizes may not fit in 64 bits.
 inline bool grid_fits(double blocks) { return blocks <= 2147483647.0; }

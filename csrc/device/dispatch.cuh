@@ -1,6 +1,7 @@
 // From the dtype that the host names to a C++ type.
 #pragma once
 
+#include <initializer_list>
 #include <type_traits>
 
 #include "core/dtype.h"
@@ -33,6 +34,28 @@ void dispatch_index(int index, const Body& body) {
 // True where every row starts on a 16-byte boundary.
 inline bool rows_aligned(const void* base, int64_t row_bytes = 0) {
   return reinterpret_cast<uintptr_t>(base) % kVectorBytes == 0 && row_bytes % kVectorBytes == 0;
+}
+
+// A matrix that a kernel reads or writes; its row stride in elements.
+struct MatrixRows {
+  const void* base;
+  int64_t row_stride;
+};
+
+// Calls body with a value of the element type and the elements of an access: 16 bytes where the
+// matrices' rows, n columns each, let it, or one.
+template <typename Body>
+void dispatch_access(DType dtype, int64_t n, std::initializer_list<MatrixRows> matrices,
+                     const Body& body) {
+  dispatch_dtype(dtype, [&](auto element) {
+    constexpr int kElems = kVectorBytes / sizeof(element);
+    bool vector = n % kElems == 0;
+    for (const MatrixRows& m : matrices) {
+      vector = vector && rows_aligned(m.base, m.row_stride * sizeof(element));
+    }
+    vector ? body(element, std::integral_constant<int, kElems>{})
+           : body(element, std::integral_constant<int, 1>{});
+  });
 }
 
 }  // namespace torchweld

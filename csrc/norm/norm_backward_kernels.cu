@@ -128,20 +128,11 @@ void launch_norm_backward(const NormBackwardParams& params, cudaStream_t stream)
                          rows_aligned(params.dx, params.dx_row_stride * sizeof(T)) &&
                          rows_aligned(params.scale);
     const NormProblem problem{params.n, sizeof(T), aligned, /*backward=*/true};
-    const int tile = choose_norm_tile(problem);
-    with_norm_tile<sizeof(T), /*kBackward=*/true>(tile, [&](auto index) {
-      using Config = NormConfig<T, index.value>;
-      for_each_grid_of_rows(params.rows, Config::kRowsPerBlock, [&](int64_t first, int64_t blocks) {
-        launch_kernel(norm_backward_kernel<Config>, {blocks, Config::kThreads}, stream, params,
-                      first);
-      });
-    });
-    if (tile >= 0) return;
-    const auto kernel = problem.vector() ? norm_backward_stream_kernel<T, kElems>
-                                         : norm_backward_stream_kernel<T, 1>;
-    for_each_grid_of_rows(params.rows, 1, [&](int64_t first, int64_t blocks) {
-      launch_kernel(kernel, {blocks, kNormStreamThreads}, stream, params, first);
-    });
+    launch_norm_rows<T, /*kBackward=*/true>(
+        problem, params, [](auto config) { return norm_backward_kernel<decltype(config)>; },
+        problem.vector() ? norm_backward_stream_kernel<T, kElems>
+                         : norm_backward_stream_kernel<T, 1>,
+        stream);
   });
   check_launch("norm_backward");
 }

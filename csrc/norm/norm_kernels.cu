@@ -172,18 +172,9 @@ void launch_norm(const NormParams& params, cudaStream_t stream) {
                          rows_aligned(params.y, params.y_row_stride * sizeof(T)) &&
                          rows_aligned(params.scale) && rows_aligned(params.shift);
     const NormProblem problem{params.n, sizeof(T), aligned};
-    const int tile = choose_norm_tile(problem);
-    with_norm_tile<sizeof(T), /*kBackward=*/false>(tile, [&](auto index) {
-      using Config = NormConfig<T, index.value>;
-      for_each_grid_of_rows(params.rows, Config::kRowsPerBlock, [&](int64_t first, int64_t blocks) {
-        launch_kernel(norm_kernel<Config>, {blocks, Config::kThreads}, stream, params, first);
-      });
-    });
-    if (tile >= 0) return;
-    const auto kernel = problem.vector() ? norm_stream_kernel<T, kElems> : norm_stream_kernel<T, 1>;
-    for_each_grid_of_rows(params.rows, 1, [&](int64_t first, int64_t blocks) {
-      launch_kernel(kernel, {blocks, kNormStreamThreads}, stream, params, first);
-    });
+    launch_norm_rows<T, /*kBackward=*/false>(
+        problem, params, [](auto config) { return norm_kernel<decltype(config)>; },
+        problem.vector() ? norm_stream_kernel<T, kElems> : norm_stream_kernel<T, 1>, stream);
   });
   check_launch("norm");
 }

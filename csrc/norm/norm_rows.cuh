@@ -76,4 +76,22 @@ void for_each_grid_of_rows(int64_t rows, int rows_per_block, const Launch& launc
                    [&](int64_t first, int64_t blocks) { launch(first * rows_per_block, blocks); });
 }
 
+// Runs rows in the kernel of the problem's tile, `in_tile` of its index, or in `stream`, which
+// reads a row again for every sum.
+template <typename T, bool kBackward, typename Params, typename InTile>
+void launch_norm_rows(const NormProblem& problem, const Params& params, const InTile& in_tile,
+                      void (*streams)(Params, int64_t), cudaStream_t stream) {
+  const int tile = choose_norm_tile(problem);
+  const auto run = [&](auto kernel, int rows_per_block, unsigned threads) {
+    for_each_grid_of_rows(params.rows, rows_per_block, [&](int64_t first, int64_t blocks) {
+      launch_kernel(kernel, {blocks, threads}, stream, params, first);
+    });
+  };
+  if (tile < 0) return run(streams, 1, kNormStreamThreads);
+  with_norm_tile<sizeof(T), kBackward>(tile, [&](auto index) {
+    using Config = NormConfig<T, index.value>;
+    run(in_tile(Config()), Config::kRowsPerBlock, Config::kThreads);
+  });
+}
+
 }  // namespace torchweld

@@ -77,16 +77,10 @@ void launch(const ActivationBackwardParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-void launch_activation_backward(const ActivationBackwardParams& params, cudaStream_t stream) {
-  dispatch_dtype(params.dtype, [&](auto element) {
-    using T = decltype(element);
-    constexpr int kElems = kVectorBytes / sizeof(T);
-    const bool vector = params.n % kElems == 0 &&
-                        rows_aligned(params.dy, params.dy_row_stride * sizeof(T)) &&
-                        rows_aligned(params.z, params.z_row_stride * sizeof(T)) &&
-                        rows_aligned(params.dz, params.dz_row_stride * sizeof(T));
-    vector ? launch<T, kElems>(params, stream) : launch<T, 1>(params, stream);
-  });
+void launch_activation_backward(const ActivationBackwardParams& p, cudaStream_t stream) {
+  dispatch_access(
+      p.dtype, p.n, {{p.dy, p.dy_row_stride}, {p.z, p.z_row_stride}, {p.dz, p.dz_row_stride}},
+      [&](auto element, auto elems) { launch<decltype(element), elems.value>(p, stream); });
   check_launch("activation_backward");
 }
 

@@ -1,4 +1,4 @@
-// From tensors to the arguments of a matrix pass. Host code of CUDA builds only.
+// From the tensors of a matrix pass to its launch. Host code of CUDA builds only.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -6,17 +6,41 @@
 #include "core/cuda_inputs.h"
 #include "core/device.h"
 #include "pointwise/matrix_pass.h"
+#include "pointwise/matrix_tensors.h"
 
 namespace torchweld {
 
-// The scratch of a pass with sums, on the current device; keep it until the launch.
-inline Tensor matrix_pass_scratch(MatrixPassParams& params, const Tensor& like) {
-  params.sms = device_facts().sms;
-  const int64_t floats = plan_matrix_pass(params).scratch();
-  if (floats == 0) return Tensor();
-  Tensor scratch = at::empty({floats}, like.options().dtype(at::kFloat));
-  params.scratch = mutable_data<float>(scratch);
-  return scratch;
+// Sizes are at least 1.
+inline void matrix_pass_cuda(void (*launch)(const MatrixPassParams&, cudaStream_t),
+                             const MatrixPassTensors& t) {
+  const Tensor& shape = t.in[0].defined() ? t.in[0] : t.out;
+  const OnDevice on(shape.device());
+  MatrixPassParams params = {};
+  std::optional<Rows> in[2];
+  for (int i = 0; i < 2; ++i) {
+    if (!t.in[i].defined()) continue;
+    in[i].emplace(t.in[i]);
+    params.in[i] = in[i]->tensor.const_data_ptr();
+    params.in_row_stride[i] = in[i]->row_stride;
+  }
+  const auto data = [](const Tensor& to) { return to.defined() ? to.mutable_data_ptr() : nullptr; };
+  const Vector x(t.x), y(t.y);
+  params.x = x.data();
+  params.y = y.data();
+  params.out = data(t.out);
+  params.row_sums = data(t.row_sums);
+  params.column_sums = data(t.column_sums);
+  params.rows = shape.size(0);
+  params.n = shape.size(1);
+  params.dtype = dtype_of(shape);
+  Tensor scratch;
+  if (t.row_sums.defined() || t.column_sums.defined()) {
+    params.sms = device_facts().sms;
+    const int64_t floats = plan_matrix_pass(params).scratch();
+    if (floats > 0) scratch = at::empty({floats}, shape.options().dtype(at::kFloat));
+    if (floats > 0) params.scratch = mutable_data<float>(scratch);
+  }
+  launch(params, current_stream());
 }
 
 }  // namespace torchweld

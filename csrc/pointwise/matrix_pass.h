@@ -1,16 +1,16 @@
 // One pass over a (rows, n) matrix: what the host hands to the kernels, what an op computes in a
 // cell, and how the pass is cut into blocks. Pure host code; tested without a GPU.
 //
-// An op is a functor of a Cell with the constants kReads (matrices that it reads, 0 to 2),
-// kRowValues, kColumnValues, kWrites, kRowSums and kColumnSums. A cell outside of the matrix is
-// seen with zeros in `in` and in x where its column, in y where its row does not exist. It must add
-// 0 to the sums of what exists, whatever the other value is.
+// An op is a functor of a Cell, a MatrixPass of what it reads and writes. A cell outside of the
+// matrix is seen with zeros in `in` and in x where its column, in y where its row does not exist.
+// It must add 0 to the sums of what exists, whatever the other value is.
 #pragma once
 
 #include <cstdint>
 #include <numeric>
 
 #include "core/dtype.h"
+#include "core/index.h"
 #include "core/mask.h"
 
 namespace torchweld {
@@ -22,6 +22,27 @@ struct Cell {
   F y;  // the row's value
   F out;
   F to_row, to_column;  // what the cell adds to its row's and its column's sum
+};
+
+// What a pass has beside the matrices that it reads.
+namespace pass {
+enum Part : unsigned {
+  row_values = 1,
+  column_values = 2,
+  writes = 4,
+  row_sums = 8,
+  column_sums = 16
+};
+}
+
+template <int reads, unsigned parts>
+struct MatrixPass {
+  static constexpr int kReads = reads;  // matrices, 0 to 2
+  static constexpr bool kRowValues = parts & pass::row_values;
+  static constexpr bool kColumnValues = parts & pass::column_values;
+  static constexpr bool kWrites = parts & pass::writes;
+  static constexpr bool kRowSums = parts & pass::row_sums;
+  static constexpr bool kColumnSums = parts & pass::column_sums;
 };
 
 struct MatrixPassParams {
@@ -126,8 +147,6 @@ struct MatrixPlan {
     return -from_boundary & (elems - 1);
   }
 };
-
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // How all matrices lie to the 16-byte boundaries. `vector` is false where they disagree.
 struct MatrixAlignment {

@@ -14,21 +14,11 @@
 #include <algorithm>
 #include <vector>
 
-#include "core/check.h"
 #include "core/parallel.h"
 #include "pointwise/matrix_pass.h"
+#include "pointwise/matrix_tensors.h"
 
 namespace torchweld {
-
-// Undefined where the op has none.
-struct MatrixPassTensors {
-  Tensor in[2];        // (rows, n)
-  Tensor x;            // (n,)
-  Tensor y;            // (rows,)
-  Tensor out;          // (rows, n), contiguous
-  Tensor row_sums;     // (rows,)
-  Tensor column_sums;  // (n,)
-};
 
 struct MatrixPassCut {
   static constexpr int64_t kWidth = 4096;

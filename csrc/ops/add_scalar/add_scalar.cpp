@@ -21,6 +21,7 @@ Tensor add_scalar_meta(const Tensor& x, double value) {
   check_floating("add_scalar", "x", x);
   return at::empty_symint(x.sym_sizes(), x.options());
 }
+TW_OP(add_scalar);
 
 Tensor add_scalar_cpu(const Tensor& x, double value) {
   Tensor z = add_scalar_meta(x, value);
@@ -57,15 +58,9 @@ Tensor add_scalar_cuda(const Tensor& x, double value) {
 }
 #endif
 
-Tensor call_add_scalar(const Tensor& x, double value) {
-  static const auto op = find_op<decltype(call_add_scalar)>("add_scalar");
-  return op.call(x, value);
-}
-
 struct AddScalarFunction : torch::autograd::Function<AddScalarFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, double value) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    return call_add_scalar(x, value);
+    return call_add_scalar.below(x, value);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -73,29 +68,10 @@ struct AddScalarFunction : torch::autograd::Function<AddScalarFunction> {
   }
 };
 
-Tensor add_scalar_autograd(const Tensor& x, double value) {
-  if (any_needs_grad(x)) return AddScalarFunction::apply(x, value);
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_add_scalar(x, value);
-}
-
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  m.def("add_scalar(Tensor x, float value) -> Tensor", {at::Tag::pt2_compliant_tag});
+  define_op(m, "add_scalar(Tensor x, float value) -> Tensor", TW_KERNELS(add_scalar),
+            recorded_by<AddScalarFunction>(call_add_scalar));
 }
-
-TORCH_LIBRARY_IMPL(torchweld, Meta, m) { m.impl("add_scalar", add_scalar_meta); }
-
-TORCH_LIBRARY_IMPL(torchweld, CPU, m) { m.impl("add_scalar", add_scalar_cpu); }
-
-TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
-#ifdef TORCHWELD_CUDA
-  m.impl("add_scalar", add_scalar_cuda);
-#else
-  m.impl("add_scalar", no_cuda_kernel_function());
-#endif
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Autograd, m) { m.impl("add_scalar", add_scalar_autograd); }
 
 }  // namespace
 }  // namespace torchweld::add_scalar_room

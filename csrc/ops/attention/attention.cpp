@@ -28,7 +28,7 @@ using Grads = std::tuple<Tensor, Tensor, Tensor>;
 // Returns out's sizes.
 std::vector<c10::SymInt> attention_checks(const char* op, const Tensor& query, const Tensor& key,
                                           const Tensor& value, const OptionalTensor& leftpad,
-                                          std::optional<double> scale) {
+                                          bool causal, std::optional<double> scale) {
   const char* key_layout = "(batch, nheads_kv, seqlen_k, head_dim)";
   const char* value_layout = "(batch, nheads_kv, seqlen_k, head_dim_v)";
   check_floating(op, "query", query);
@@ -55,27 +55,49 @@ std::vector<c10::SymInt> attention_checks(const char* op, const Tensor& query, c
 
 Tensor attention_meta(const Tensor& query, const Tensor& key, const Tensor& value,
                       const OptionalTensor& leftpad, bool causal, std::optional<double> scale) {
-  const auto sizes = attention_checks("attention", query, key, value, leftpad, scale);
+  const auto sizes = attention_checks("attention", query, key, value, leftpad, causal, scale);
   return at::empty_symint(sizes, query.options());
 }
+TW_OP(attention);
 
 Forward attention_forward_meta(const Tensor& query, const Tensor& key, const Tensor& value,
                                const OptionalTensor& leftpad, bool causal,
                                std::optional<double> scale) {
-  const auto sizes = attention_checks("attention_forward", query, key, value, leftpad, scale);
+  const auto sizes =
+      attention_checks("attention_forward", query, key, value, leftpad, causal, scale);
   return {at::empty_symint(sizes, query.options()),
           at::empty_symint(without_last(query), query.options().dtype(acc_dtype(query)))};
 }
+TW_OP(attention_forward);
 
 Grads attention_backward_meta(const Tensor& dout, const Tensor& query, const Tensor& key,
                               const Tensor& value, const Tensor& out, const Tensor& lse,
                               const OptionalTensor& leftpad, bool causal,
                               std::optional<double> scale) {
   const char* op = "attention_backward";
-  const auto sizes = attention_checks(op, query, key, value, leftpad, scale);
+  const auto sizes = attention_checks(op, query, key, value, leftpad, causal, scale);
   check_attention_saved(op, dout, out, lse, sizes, "query", query);
   const auto empty = [](const Tensor& t) { return at::empty_symint(t.sym_sizes(), t.options()); };
   return {empty(query), empty(key), empty(value)};
+}
+TW_OP(attention_backward);
+
+// The op and its forward op, by what fills their results on a device.
+template <auto into>
+Tensor attention_on(const Tensor& query, const Tensor& key, const Tensor& value,
+                    const OptionalTensor& leftpad, bool causal, std::optional<double> scale) {
+  Tensor out = attention_meta(query, key, value, leftpad, causal, scale);
+  into(out, nullptr, query, key, value, leftpad, causal, scale);
+  return out;
+}
+
+template <auto into>
+Forward attention_forward_on(const Tensor& query, const Tensor& key, const Tensor& value,
+                             const OptionalTensor& leftpad, bool causal,
+                             std::optional<double> scale) {
+  auto [out, lse] = attention_forward_meta(query, key, value, leftpad, causal, scale);
+  into(out, &lse, query, key, value, leftpad, causal, scale);
+  return {out, lse};
 }
 
 double scale_or_default(std::optional<double> scale, const Tensor& query) {
@@ -124,20 +146,8 @@ void attention_into(Tensor& out, Tensor* lse, const Tensor& query, const Tensor&
   });
 }
 
-Tensor attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
-                     const OptionalTensor& leftpad, bool causal, std::optional<double> scale) {
-  Tensor out = attention_meta(query, key, value, leftpad, causal, scale);
-  attention_into(out, nullptr, query, key, value, leftpad, causal, scale);
-  return out;
-}
-
-Forward attention_forward_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
-                              const OptionalTensor& leftpad, bool causal,
-                              std::optional<double> scale) {
-  auto [out, lse] = attention_forward_meta(query, key, value, leftpad, causal, scale);
-  attention_into(out, &lse, query, key, value, leftpad, causal, scale);
-  return {out, lse};
-}
+constexpr auto attention_cpu = attention_on<attention_into>;
+constexpr auto attention_forward_cpu = attention_forward_on<attention_into>;
 
 Grads attention_backward_cpu(const Tensor& dout, const Tensor& query, const Tensor& key,
                              const Tensor& value, const Tensor& out, const Tensor& lse,
@@ -223,20 +233,8 @@ void attention_into_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Te
   launch_attention(params, current_stream());
 }
 
-Tensor attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
-                      const OptionalTensor& leftpad, bool causal, std::optional<double> scale) {
-  Tensor out = attention_meta(query, key, value, leftpad, causal, scale);
-  attention_into_cuda(out, nullptr, query, key, value, leftpad, causal, scale);
-  return out;
-}
-
-Forward attention_forward_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
-                               const OptionalTensor& leftpad, bool causal,
-                               std::optional<double> scale) {
-  auto [out, lse] = attention_forward_meta(query, key, value, leftpad, causal, scale);
-  attention_into_cuda(out, &lse, query, key, value, leftpad, causal, scale);
-  return {out, lse};
-}
+constexpr auto attention_cuda = attention_on<attention_into_cuda>;
+constexpr auto attention_forward_cuda = attention_forward_on<attention_into_cuda>;
 
 Grads attention_backward_cuda(const Tensor& dout, const Tensor& query, const Tensor& key,
                               const Tensor& value, const Tensor& out, const Tensor& lse,
@@ -274,39 +272,15 @@ Grads attention_backward_cuda(const Tensor& dout, const Tensor& query, const Ten
 }
 #endif
 
-Tensor call_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                      const OptionalTensor& leftpad, bool causal, std::optional<double> scale) {
-  static const auto op = find_op<decltype(call_attention)>("attention");
-  return op.call(query, key, value, leftpad, causal, scale);
-}
-
-Forward call_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
-                               const OptionalTensor& leftpad, bool causal,
-                               std::optional<double> scale) {
-  static const auto op = find_op<decltype(call_attention_forward)>("attention_forward");
-  return op.call(query, key, value, leftpad, causal, scale);
-}
-
-Grads call_attention_backward(const Tensor& dout, const Tensor& query, const Tensor& key,
-                              const Tensor& value, const Tensor& out, const Tensor& lse,
-                              const OptionalTensor& leftpad, bool causal,
-                              std::optional<double> scale) {
-  static const auto op = find_op<decltype(call_attention_backward)>("attention_backward");
-  return op.call(dout, query, key, value, out, lse, leftpad, causal, scale);
-}
-
 struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key,
                                const Tensor& value, const OptionalTensor& leftpad, bool causal,
                                std::optional<double> scale) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    auto [out, lse] = call_attention_forward(query, key, value, leftpad, causal, scale);
+    auto [out, lse] = call_attention_forward.below(query, key, value, leftpad, causal, scale);
     ctx->save_for_backward({query, key, value, out, lse, or_undefined(leftpad)});
     ctx->saved_data["causal"] = causal;
     ctx->saved_data["scale"] = scale;
-    ctx->mark_non_differentiable({lse});
-    ctx->set_materialize_grads(false);
-    return {out, lse};
+    return outputs_of(ctx, {out, lse});
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -319,98 +293,23 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
   }
 };
 
-Forward attention_forward_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
-                                   const OptionalTensor& leftpad, bool causal,
-                                   std::optional<double> scale) {
-  if (any_needs_grad(query, key, value)) {
-    const auto out = AttentionFunction::apply(query, key, value, leftpad, causal, scale);
-    return {out[0], out[1]};
-  }
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_attention_forward(query, key, value, leftpad, causal, scale);
-}
-
-Tensor attention_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
-                          const OptionalTensor& leftpad, bool causal, std::optional<double> scale) {
-  if (any_needs_grad(query, key, value)) {
-    // Refusals name this op, not attention_forward.
-    attention_checks("attention", query, key, value, leftpad, scale);
-    return AttentionFunction::apply(query, key, value, leftpad, causal, scale)[0];
-  }
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_attention(query, key, value, leftpad, causal, scale);
-}
-
-template <at::DeviceType device>
-Tensor attention_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
-                          const OptionalTensor& leftpad, bool causal, std::optional<double> scale) {
-  const Autocast<device> cast;
-  return call_attention(cast(query), cast(key), cast(value), leftpad, causal, scale);
-}
-
-template <at::DeviceType device>
-Forward attention_forward_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
-                                   const OptionalTensor& leftpad, bool causal,
-                                   std::optional<double> scale) {
-  const Autocast<device> cast;
-  return call_attention_forward(cast(query), cast(key), cast(value), leftpad, causal, scale);
-}
-
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  m.def(
-      "attention(Tensor query, Tensor key, Tensor value, Tensor? leftpad=None, *, "
-      "bool causal=False, float? scale=None) -> Tensor",
-      tags);
-  m.def(
-      "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? leftpad=None, *, "
-      "bool causal=False, float? scale=None) -> (Tensor out, Tensor lse)",
-      tags);
-  m.def(
-      "attention_backward(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor out, "
-      "Tensor lse, Tensor? leftpad=None, *, bool causal=False, float? scale=None) -> "
-      "(Tensor dquery, Tensor dkey, Tensor dvalue)",
-      tags);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
-  m.impl("attention", attention_meta);
-  m.impl("attention_forward", attention_forward_meta);
-  m.impl("attention_backward", attention_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
-  m.impl("attention", attention_cpu);
-  m.impl("attention_forward", attention_forward_cpu);
-  m.impl("attention_backward", attention_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
-#ifdef TORCHWELD_CUDA
-  m.impl("attention", attention_cuda);
-  m.impl("attention_forward", attention_forward_cuda);
-  m.impl("attention_backward", attention_backward_cuda);
-#else
-  m.impl("attention", no_cuda_kernel_function());
-  m.impl("attention_forward", no_cuda_kernel_function());
-  m.impl("attention_backward", no_cuda_kernel_function());
-#endif
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
-  m.impl("attention", attention_autograd);
-  m.impl("attention_forward", attention_forward_autograd);
-  m.impl("attention_backward", no_gradient_function());
-}
-
-TORCH_LIBRARY_IMPL(torchweld, AutocastCPU, m) {
-  m.impl("attention", attention_autocast<at::kCPU>);
-  m.impl("attention_forward", attention_forward_autocast<at::kCPU>);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) {
-  m.impl("attention", attention_autocast<at::kCUDA>);
-  m.impl("attention_forward", attention_forward_autocast<at::kCUDA>);
+  define_op(m,
+            "attention(Tensor query, Tensor key, Tensor value, Tensor? leftpad=None, *, "
+            "bool causal=False, float? scale=None) -> Tensor",
+            TW_KERNELS(attention),
+            recorded_by<AttentionFunction>(call_attention, attention_checks));
+  define_op(m,
+            "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? leftpad=None, *, "
+            "bool causal=False, float? scale=None) -> (Tensor out, Tensor lse)",
+            TW_KERNELS(attention_forward), recorded_by<AttentionFunction>(call_attention_forward));
+  define_op(m,
+            "attention_backward(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor out, "
+            "Tensor lse, Tensor? leftpad=None, *, bool causal=False, float? scale=None) -> "
+            "(Tensor dquery, Tensor dkey, Tensor dvalue)",
+            TW_KERNELS(attention_backward), no_gradient_function());
+  define_autocast(m, call_attention);
+  define_autocast(m, call_attention_forward);
 }
 
 }  // namespace

@@ -45,8 +45,8 @@ struct BackwardTools {
 
   __device__ __forceinline__ void load_keys() {
     const AttentionBackwardParams& p = args.params;
-    const int begin = clamp_to(job().span.pad - job().first_key, kKeys);
-    const int end = clamp_to(p.sizes.seqlen_k - job().first_key, kKeys);
+    const int begin = clamp_int(job().span.pad - job().first_key, 0, kKeys);
+    const int end = clamp_int(p.sizes.seqlen_k - job().first_key, 0, kKeys);
     if constexpr (Config::kSplit) {
       const auto split = [&](KeyTile& to, const AttentionTensor& from, int64_t cols) {
         const T* g_first =
@@ -85,8 +85,8 @@ struct BackwardTools {
     const AttentionBackwardParams& p = args.params;
     const int64_t head = tile.head - job().sequence * p.sizes.nheads;
     const int row = tile.index * kRows;
-    const int begin = clamp_to(job().span.first_row - row, kRows);
-    const int end = clamp_to(p.sizes.seqlen_q - row, kRows);
+    const int begin = clamp_int(job().span.first_row - row, 0, kRows);
+    const int end = clamp_int(p.sizes.seqlen_q - row, 0, kRows);
     load_tile<Config>(arriving_query(stage), head_of<T>(p.query, job().sequence, head),
                       p.query.row_stride, row, begin, end, p.sizes.head_dim);
     load_tile<Config>(arriving_dout(stage), head_of<T>(p.dout, job().sequence, head),
@@ -172,8 +172,8 @@ struct BackwardTools {
         const int row = first_row + n * 8 + threadIdx.x % 4 * 2 + odd;
         const bool in_range = row >= job().span.first_row && row < args.rule.seqlen_q;
         const LiveRange live = in_range ? args.rule.live(row, job().span.pad) : LiveRange{0, 0};
-        const int begin = clamp_to(live.begin - job().first_key, kKeys);
-        const int end = clamp_to(live.end - job().first_key, kKeys);
+        const int begin = clamp_int(live.begin - job().first_key, 0, kKeys);
+        const int end = clamp_int(live.end - job().first_key, 0, kKeys);
 #pragma unroll
         for (int i = 0; i < 2 * kStrips; ++i) {
           const int key = strip_key + i * 8;

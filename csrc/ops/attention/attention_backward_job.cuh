@@ -1,6 +1,7 @@
 // What a block of attention's gradient works on, and how its tiles reach shared memory.
 #pragma once
 
+#include "core/index.h"
 #include "device/mma_sync.cuh"
 #include "device/vec.cuh"
 #include "ops/attention/attention_backward_args.cuh"
@@ -68,10 +69,6 @@ __device__ __forceinline__ void load_tile(Tile& s_tile, const T* g_head, int64_t
     row += kRowsAtOnce;
     g_from += kRowsAtOnce * row_stride;
   }
-}
-
-__device__ __forceinline__ int clamp_to(int64_t x, int most) {
-  return x < 0 ? 0 : (x > most ? most : static_cast<int>(x));
 }
 
 }  // namespace torchweld

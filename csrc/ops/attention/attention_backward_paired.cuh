@@ -120,7 +120,7 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     if (!this->all_visible(first_row)) this->hide(first_row + first_col, r_scores);
     HeldScores r_held;
     this->hold(r_held, r_scores);
-    ScoreTile& s_scores = sums_keys() ? shared.ds[stage] : shared.p;
+    ScoreTile& s_scores = sums_keys() ? shared.ds[stage] : shared.ds[2];
     this->store_scores(s_scores, r_held, first_col);
     signal();
     const auto& rows = sums_keys() ? shared.q[stage] : shared.dout[stage];
@@ -155,7 +155,7 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   __device__ __forceinline__ void differentiate(Scores& r_ds, int stage, int col) {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
     const uint32_t s_lane =
-        ScoreTile::right_of(left_lane<ScoreTile>(shared_address(shared.p.s_data),
+        ScoreTile::right_of(left_lane<ScoreTile>(shared_address(shared.ds[2].s_data),
                                                  this->first_strip_row(), 0, fresh_thread()),
                             col * static_cast<int>(sizeof(T)));
     const int first = col + threadIdx.x % 4 * 2;

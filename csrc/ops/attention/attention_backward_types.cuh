@@ -43,22 +43,12 @@ struct BackwardConfig {
   static_assert(kShape.valid() && elem_size(kShape.math) == sizeof(T));
 };
 
-template <typename Config, bool kSplit = Config::kSplit, bool kPaired = Config::kPaired>
+template <typename Config, bool kSplit = Config::kSplit>
 struct BackwardShared {
   typename Config::KeyTile k, v;
   typename Config::QueryTileOf q[2], dout[2];
-  typename Config::ScoreTile ds[2];
-  float lse[2][Config::kRows];
-  float delta[2][Config::kRows];
-  BackwardJob job;
-};
-
-// Warps that sum up dV hand P over to those of dK.
-template <typename Config>
-struct BackwardShared<Config, false, true> {
-  typename Config::KeyTile k, v;
-  typename Config::QueryTileOf q[2], dout[2];
-  typename Config::ScoreTile ds[2], p;
+  // Where warps are paired those of dV hand P over to those of dK, in the last one.
+  typename Config::ScoreTile ds[Config::kPaired ? 3 : 2];
   float lse[2][Config::kRows];
   float delta[2][Config::kRows];
   BackwardJob job;
@@ -66,7 +56,7 @@ struct BackwardShared<Config, false, true> {
 
 // In fp32 Q and dO arrive beside the pieces of those before.
 template <typename Config>
-struct BackwardShared<Config, true, false> {
+struct BackwardShared<Config, true> {
   typename Config::KeyTile k, v;
   typename Config::QueryTileOf q[1], dout[1];
   typename Config::ScoreTile ds[1];

@@ -4,6 +4,7 @@
 // the scores, and every thread keeps kCols columns of the result. A row of more columns is walked
 // again for the next ones.
 #include "core/launch.h"
+#include "device/dispatch.cuh"
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
 #include "ops/attention/attention_forward.h"
@@ -109,21 +110,13 @@ __global__ __launch_bounds__(kThreads) void attention_general_kernel(const Atten
 
 void launch_attention_general(const AttentionParams& params, cudaStream_t stream) {
   const int64_t rows = params.sizes.batch * params.sizes.nheads * params.sizes.seqlen_q;
-  const auto launch = [&](auto element) {
+  dispatch_dtype(params.dtype, [&](auto element) {
     using T = decltype(element);
     for_each_grid_of(rows, [&](int64_t first, int64_t blocks) {
       launch_kernel(attention_general_kernel<T>, {blocks, kThreads}, stream, params,
                     ScoreScale(params.scale), first);
     });
-  };
-  switch (params.dtype) {
-    case DType::kFloat32:
-      return launch(float{});
-    case DType::kFloat16:
-      return launch(__half{});
-    case DType::kBFloat16:
-      return launch(__nv_bfloat16{});
-  }
+  });
 }
 
 }  // namespace torchweld

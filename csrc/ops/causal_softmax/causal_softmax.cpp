@@ -32,6 +32,7 @@ Tensor causal_softmax_meta(const Tensor& scores, const OptionalTensor& leftpad, 
   check_finite(op, "scale", scale);
   return at::empty_symint(scores.sym_sizes(), scores.options());
 }
+TW_OP(causal_softmax);
 
 Tensor causal_softmax_backward_meta(const Tensor& dy, const Tensor& y,
                                     const OptionalTensor& leftpad, double scale) {
@@ -44,6 +45,7 @@ Tensor causal_softmax_backward_meta(const Tensor& dy, const Tensor& y,
   check_finite(op, "scale", scale);
   return at::empty_symint(y.sym_sizes(), y.options());
 }
+TW_OP(causal_softmax_backward);
 
 MaskRule rule_of(const Tensor& scores, const OptionalTensor& leftpad) {
   return {scores.size(-2), scores.size(-1), /*causal=*/true, is_given(leftpad)};
@@ -137,22 +139,10 @@ Tensor causal_softmax_backward_cuda(const Tensor& dy, const Tensor& y,
 }
 #endif
 
-Tensor call_causal_softmax(const Tensor& scores, const OptionalTensor& leftpad, double scale) {
-  static const auto op = find_op<decltype(call_causal_softmax)>("causal_softmax");
-  return op.call(scores, leftpad, scale);
-}
-
-Tensor call_causal_softmax_backward(const Tensor& dy, const Tensor& y,
-                                    const OptionalTensor& leftpad, double scale) {
-  static const auto op = find_op<decltype(call_causal_softmax_backward)>("causal_softmax_backward");
-  return op.call(dy, y, leftpad, scale);
-}
-
 struct CausalSoftmaxFunction : torch::autograd::Function<CausalSoftmaxFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& scores, const OptionalTensor& leftpad,
                         double scale) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    Tensor y = call_causal_softmax(scores, leftpad, scale);
+    Tensor y = call_causal_softmax.below(scores, leftpad, scale);
     ctx->save_for_backward({y, or_undefined(leftpad)});
     ctx->saved_data["scale"] = scale;
     return y;
@@ -166,44 +156,14 @@ struct CausalSoftmaxFunction : torch::autograd::Function<CausalSoftmaxFunction> 
   }
 };
 
-Tensor causal_softmax_autograd(const Tensor& scores, const OptionalTensor& leftpad, double scale) {
-  if (any_needs_grad(scores)) return CausalSoftmaxFunction::apply(scores, leftpad, scale);
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_causal_softmax(scores, leftpad, scale);
-}
-
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  m.def("causal_softmax(Tensor scores, Tensor? leftpad=None, *, float scale=1.0) -> Tensor", tags);
-  m.def(
+  define_op(m, "causal_softmax(Tensor scores, Tensor? leftpad=None, *, float scale=1.0) -> Tensor",
+            TW_KERNELS(causal_softmax), recorded_by<CausalSoftmaxFunction>(call_causal_softmax));
+  define_op(
+      m,
       "causal_softmax_backward(Tensor dy, Tensor y, Tensor? leftpad=None, *, float scale=1.0) -> "
       "Tensor",
-      tags);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
-  m.impl("causal_softmax", causal_softmax_meta);
-  m.impl("causal_softmax_backward", causal_softmax_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
-  m.impl("causal_softmax", causal_softmax_cpu);
-  m.impl("causal_softmax_backward", causal_softmax_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
-#ifdef TORCHWELD_CUDA
-  m.impl("causal_softmax", causal_softmax_cuda);
-  m.impl("causal_softmax_backward", causal_softmax_backward_cuda);
-#else
-  m.impl("causal_softmax", no_cuda_kernel_function());
-  m.impl("causal_softmax_backward", no_cuda_kernel_function());
-#endif
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
-  m.impl("causal_softmax", causal_softmax_autograd);
-  m.impl("causal_softmax_backward", no_gradient_function());
+      TW_KERNELS(causal_softmax_backward), no_gradient_function());
 }
 
 }  // namespace

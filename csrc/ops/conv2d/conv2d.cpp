@@ -36,6 +36,7 @@ Tensor conv2d_meta(const Tensor& x, const Tensor& weight) {
   check_conv2d("conv2d", x, weight);
   return at::empty_symint(x.sym_sizes(), x.options());
 }
+TW_OP(conv2d);
 
 Grads2 conv2d_backward_meta(const Tensor& dz, const Tensor& x, const Tensor& weight,
                             std::array<bool, 2> output_mask) {
@@ -48,6 +49,7 @@ Grads2 conv2d_backward_meta(const Tensor& dz, const Tensor& x, const Tensor& wei
   };
   return {grad(output_mask[0], x), grad(output_mask[1], weight)};
 }
+TW_OP(conv2d_backward);
 
 // True where there is something to compute; else the result, if it has elements, is zeros.
 bool has_products(Tensor& result, const Tensor& x, const Tensor& weight) {
@@ -124,81 +126,17 @@ Grads2 conv2d_backward_cuda(const Tensor& dz, const Tensor& x, const Tensor& wei
 }
 #endif
 
-Tensor call_conv2d(const Tensor& x, const Tensor& weight) {
-  static const auto op = find_op<decltype(call_conv2d)>("conv2d");
-  return op.call(x, weight);
-}
-
-Grads2 call_conv2d_backward(const Tensor& dz, const Tensor& x, const Tensor& weight,
-                            std::array<bool, 2> output_mask) {
-  static const auto op = find_op<decltype(call_conv2d_backward)>("conv2d_backward");
-  return op.call(dz, x, weight, output_mask);
-}
-
-struct Conv2dFunction : torch::autograd::Function<Conv2dFunction> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    ctx->save_for_backward({x, weight});
-    return call_conv2d(x, weight);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    const std::array<bool, 2> wanted = {saved[0].requires_grad(), saved[1].requires_grad()};
-    auto [dx, dweight] = call_conv2d_backward(grads[0], saved[0], saved[1], wanted);
-    return {if_wanted(wanted[0], dx), if_wanted(wanted[1], dweight)};
-  }
-};
-
-Tensor conv2d_autograd(const Tensor& x, const Tensor& weight) {
-  if (any_needs_grad(x, weight)) return Conv2dFunction::apply(x, weight);
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_conv2d(x, weight);
-}
-
-template <at::DeviceType device>
-Tensor conv2d_autocast(const Tensor& x, const Tensor& weight) {
-  const Autocast<device> cast;
-  return call_conv2d(cast(x), cast(weight));
-}
+using Conv2dFunction = FunctionOfTwo<conv2d_call, conv2d_backward_call>;
 
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  m.def("conv2d(Tensor x, Tensor weight) -> Tensor", tags);
-  m.def(
-      "conv2d_backward(Tensor dz, Tensor x, Tensor weight, *, bool[2] output_mask) -> "
-      "(Tensor dx, Tensor dweight)",
-      tags);
+  define_op(m, "conv2d(Tensor x, Tensor weight) -> Tensor", TW_KERNELS(conv2d),
+            recorded_by<Conv2dFunction>(call_conv2d));
+  define_op(m,
+            "conv2d_backward(Tensor dz, Tensor x, Tensor weight, *, bool[2] output_mask) -> "
+            "(Tensor dx, Tensor dweight)",
+            TW_KERNELS(conv2d_backward), no_gradient_function());
+  define_autocast(m, call_conv2d);
 }
-
-TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
-  m.impl("conv2d", conv2d_meta);
-  m.impl("conv2d_backward", conv2d_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
-  m.impl("conv2d", conv2d_cpu);
-  m.impl("conv2d_backward", conv2d_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
-#ifdef TORCHWELD_CUDA
-  m.impl("conv2d", conv2d_cuda);
-  m.impl("conv2d_backward", conv2d_backward_cuda);
-#else
-  m.impl("conv2d", no_cuda_kernel_function());
-  m.impl("conv2d_backward", no_cuda_kernel_function());
-#endif
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
-  m.impl("conv2d", conv2d_autograd);
-  m.impl("conv2d_backward", no_gradient_function());
-}
-
-TORCH_LIBRARY_IMPL(torchweld, AutocastCPU, m) { m.impl("conv2d", conv2d_autocast<at::kCPU>); }
-
-TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) { m.impl("conv2d", conv2d_autocast<at::kCUDA>); }
 
 }  // namespace
 }  // namespace torchweld::conv2d_room

@@ -84,6 +84,7 @@ Tensor folded_layer_norm_linear_meta(const Tensor& x, const Tensor& folded_weigh
   parse_activation(op, activation);
   return empty_result(x, sizes);
 }
+TW_OP(folded_layer_norm_linear);
 
 Tensor folded_layer_norm_linear_backward_meta(const Tensor& dy, const Tensor& x,
                                               const Tensor& folded_weight, const Tensor& weight_sum,
@@ -95,6 +96,7 @@ Tensor folded_layer_norm_linear_backward_meta(const Tensor& dy, const Tensor& x,
   check_dy(op, dy, sizes, x);
   return empty_input_grad(x, true);
 }
+TW_OP(folded_layer_norm_linear_backward);
 
 // CPU. x's rows less their rounded mean, normalised: the statistics of shifted rows do not lose
 // digits to a large mean. mean (what rounding left over) and rstd are (rows, 1).
@@ -215,36 +217,22 @@ Tensor folded_layer_norm_linear_backward_cuda(const Tensor& dy, const Tensor& x,
 }
 #endif
 
-Tensor call_folded(const Tensor& x, const Tensor& folded_weight, const Tensor& weight_sum,
-                   const OptionalTensor& folded_bias, double eps, c10::string_view activation) {
-  static const auto op = find_op<decltype(call_folded)>("folded_layer_norm_linear");
-  return op.call(x, folded_weight, weight_sum, folded_bias, eps, activation);
-}
-
-Tensor call_folded_backward(const Tensor& dy, const Tensor& x, const Tensor& folded_weight,
-                            const Tensor& weight_sum, const OptionalTensor& folded_bias, double eps,
-                            c10::string_view activation) {
-  static const auto op =
-      find_op<decltype(call_folded_backward)>("folded_layer_norm_linear_backward");
-  return op.call(dy, x, folded_weight, weight_sum, folded_bias, eps, activation);
-}
-
 struct FoldedLayerNormLinearFunction : torch::autograd::Function<FoldedLayerNormLinearFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& folded_weight,
                         const Tensor& weight_sum, const OptionalTensor& folded_bias, double eps,
-                        const std::string& activation) {
-    at::AutoDispatchBelowADInplaceOrView below;
+                        c10::string_view activation) {
     ctx->save_for_backward({x, folded_weight, weight_sum, or_undefined(folded_bias)});
     ctx->saved_data["eps"] = eps;
     ctx->saved_data["activation"] = activation;
-    return call_folded(x, folded_weight, weight_sum, folded_bias, eps, activation);
+    return call_folded_layer_norm_linear.below(x, folded_weight, weight_sum, folded_bias, eps,
+                                               activation);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    return {call_folded_backward(grads[0], saved[0], saved[1], saved[2], optional(saved[3]),
-                                 ctx->saved_data["eps"].toDouble(),
-                                 ctx->saved_data["activation"].toStringRef()),
+    return {call_folded_layer_norm_linear_backward(
+                grads[0], saved[0], saved[1], saved[2], optional(saved[3]),
+                ctx->saved_data["eps"].toDouble(), ctx->saved_data["activation"].toStringRef()),
             Tensor(),
             Tensor(),
             Tensor(),
@@ -253,12 +241,11 @@ struct FoldedLayerNormLinearFunction : torch::autograd::Function<FoldedLayerNorm
   }
 };
 
-Tensor folded_layer_norm_linear_autograd(const Tensor& x, const Tensor& folded_weight,
-                                         const Tensor& weight_sum,
-                                         const OptionalTensor& folded_bias, double eps,
-                                         c10::string_view activation) {
-  const auto frozen = [](const char* name, const OptionalTensor& t) {
-    TW_CHECK(!any_needs_grad(t), "folded_layer_norm_linear", name,
+void check_frozen(const char* op, const Tensor& x, const Tensor& folded_weight,
+                  const Tensor& weight_sum, const OptionalTensor& folded_bias, double eps,
+                  c10::string_view activation) {
+  const auto frozen = [&](const char* name, const OptionalTensor& t) {
+    TW_CHECK(!any_needs_grad(t), op, name,
              " must be a tensor that needs no gradient, because the fold is for inference, but got "
              "requires_grad=True; train with layer_norm_linear, or use ",
              name, ".detach()");
@@ -266,12 +253,6 @@ Tensor folded_layer_norm_linear_autograd(const Tensor& x, const Tensor& folded_w
   frozen("folded_weight", folded_weight);
   frozen("weight_sum", weight_sum);
   frozen("folded_bias", folded_bias);
-  if (any_needs_grad(x)) {
-    return FoldedLayerNormLinearFunction::apply(x, folded_weight, weight_sum, folded_bias, eps,
-                                                std::string(activation));
-  }
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_folded(x, folded_weight, weight_sum, folded_bias, eps, activation);
 }
 
 // weight_sum and folded_bias stay in fp32: they are added to fp32 sums.
@@ -281,54 +262,27 @@ Tensor folded_layer_norm_linear_autocast(const Tensor& x, const Tensor& folded_w
                                          const OptionalTensor& folded_bias, double eps,
                                          c10::string_view activation) {
   const Autocast<device> cast;
-  return call_folded(cast(x), cast(folded_weight), weight_sum, folded_bias, eps, activation);
+  return call_folded_layer_norm_linear(cast(x), cast(folded_weight), weight_sum, folded_bias, eps,
+                                       activation);
 }
 
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  m.def(
+  define_op(
+      m,
       "fold_layer_norm(Tensor weight, Tensor? bias=None, Tensor? ln_weight=None, "
       "Tensor? ln_bias=None) -> (Tensor folded_weight, Tensor weight_sum, Tensor folded_bias)",
-      tags);
-  m.def(
+      TW_KERNELS(fold_layer_norm), no_gradient_function());
+  define_op(
+      m,
       "folded_layer_norm_linear(Tensor x, Tensor folded_weight, Tensor weight_sum, "
       "Tensor? folded_bias=None, *, float eps=1e-5, str activation=\"none\") -> Tensor",
-      tags);
-  m.def(
-      "folded_layer_norm_linear_backward(Tensor dy, Tensor x, Tensor folded_weight, "
-      "Tensor weight_sum, Tensor? folded_bias=None, *, float eps=1e-5, "
-      "str activation=\"none\") -> Tensor",
-      tags);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
-  m.impl("fold_layer_norm", fold_layer_norm_meta);
-  m.impl("folded_layer_norm_linear", folded_layer_norm_linear_meta);
-  m.impl("folded_layer_norm_linear_backward", folded_layer_norm_linear_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
-  m.impl("fold_layer_norm", fold_layer_norm_cpu);
-  m.impl("folded_layer_norm_linear", folded_layer_norm_linear_cpu);
-  m.impl("folded_layer_norm_linear_backward", folded_layer_norm_linear_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
-#ifdef TORCHWELD_CUDA
-  m.impl("fold_layer_norm", fold_layer_norm_cuda);
-  m.impl("folded_layer_norm_linear", folded_layer_norm_linear_cuda);
-  m.impl("folded_layer_norm_linear_backward", folded_layer_norm_linear_backward_cuda);
-#else
-  m.impl("fold_layer_norm", no_cuda_kernel_function());
-  m.impl("folded_layer_norm_linear", no_cuda_kernel_function());
-  m.impl("folded_layer_norm_linear_backward", no_cuda_kernel_function());
-#endif
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
-  m.impl("fold_layer_norm", no_gradient_function());
-  m.impl("folded_layer_norm_linear", folded_layer_norm_linear_autograd);
-  m.impl("folded_layer_norm_linear_backward", no_gradient_function());
+      TW_KERNELS(folded_layer_norm_linear),
+      recorded_by<FoldedLayerNormLinearFunction>(call_folded_layer_norm_linear, check_frozen));
+  define_op(m,
+            "folded_layer_norm_linear_backward(Tensor dy, Tensor x, Tensor folded_weight, "
+            "Tensor weight_sum, Tensor? folded_bias=None, *, float eps=1e-5, "
+            "str activation=\"none\") -> Tensor",
+            TW_KERNELS(folded_layer_norm_linear_backward), no_gradient_function());
 }
 
 TORCH_LIBRARY_IMPL(torchweld, AutocastCPU, m) {

@@ -37,7 +37,8 @@ Gate parse_gate(const char* op, std::string_view name) {
 
 // Returns z's sizes.
 std::vector<c10::SymInt> gated_linear_checks(const char* op, const Tensor& x, const Tensor& weight,
-                                             const OptionalTensor& bias) {
+                                             const OptionalTensor& bias, c10::string_view gate,
+                                             bool interleaved) {
   check_floating(op, "x", x);
   check_min_dim(op, "x", x, 1, "(..., K)");
   check_like(op, "weight", weight, "x", x);
@@ -47,37 +48,37 @@ std::vector<c10::SymInt> gated_linear_checks(const char* op, const Tensor& x, co
            "weight must be (2N, K) with K = ", k, " and an even number of rows, but got ",
            describe(weight), transpose_fix("weight", weight, k));
   check_vector(op, "bias", bias, weight.sym_size(0), "(2N,)", x);
+  parse_gate(op, gate);
   return with_last(x, weight.sym_size(0));
 }
 
 Tensor gated_linear_meta(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                          c10::string_view gate, bool interleaved) {
-  const char* op = "gated_linear";
-  gated_linear_checks(op, x, weight, bias);
-  parse_gate(op, gate);
+  gated_linear_checks("gated_linear", x, weight, bias, gate, interleaved);
   return empty_result(x, with_last(x, weight.sym_size(0) / 2));
 }
+TW_OP(gated_linear);
 
 Forward gated_linear_forward_meta(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                                   c10::string_view gate, bool interleaved) {
-  const char* op = "gated_linear_forward";
-  const auto z_sizes = gated_linear_checks(op, x, weight, bias);
-  parse_gate(op, gate);
+  const auto z_sizes =
+      gated_linear_checks("gated_linear_forward", x, weight, bias, gate, interleaved);
   return {empty_result(x, with_last(x, weight.sym_size(0) / 2)), empty_result(x, z_sizes)};
 }
+TW_OP(gated_linear_forward);
 
 Grads gated_linear_backward_meta(const Tensor& dy, const Tensor& x, const Tensor& weight,
                                  const Tensor& z, c10::string_view gate, bool interleaved,
                                  std::array<bool, 3> output_mask) {
   const char* op = "gated_linear_backward";
-  const auto z_sizes = gated_linear_checks(op, x, weight, std::nullopt);
-  parse_gate(op, gate);
+  const auto z_sizes = gated_linear_checks(op, x, weight, std::nullopt, gate, interleaved);
   check_dy(op, dy, with_last(x, weight.sym_size(0) / 2), x);
   check_like(op, "z", z, "x", x);
   check_shape(op, "z", z, z_sizes, "(..., 2N)");
   return {empty_input_grad(x, output_mask[0]), empty_weight_grad(weight, output_mask[1]),
           empty_vector_grad(weight, weight.sym_size(0), output_mask[2])};
 }
+TW_OP(gated_linear_backward);
 
 // CPU. The two halves of z (rows, 2N) as views (rows, N).
 struct Halves {
@@ -222,38 +223,16 @@ Grads gated_linear_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor
 }
 #endif
 
-Tensor call_gated_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                         c10::string_view gate, bool interleaved) {
-  static const auto op = find_op<decltype(call_gated_linear)>("gated_linear");
-  return op.call(x, weight, bias, gate, interleaved);
-}
-
-Forward call_gated_linear_forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                                  c10::string_view gate, bool interleaved) {
-  static const auto op = find_op<decltype(call_gated_linear_forward)>("gated_linear_forward");
-  return op.call(x, weight, bias, gate, interleaved);
-}
-
-Grads call_gated_linear_backward(const Tensor& dy, const Tensor& x, const Tensor& weight,
-                                 const Tensor& z, c10::string_view gate, bool interleaved,
-                                 std::array<bool, 3> output_mask) {
-  static const auto op = find_op<decltype(call_gated_linear_backward)>("gated_linear_backward");
-  return op.call(dy, x, weight, z, gate, interleaved, output_mask);
-}
-
 struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
-                               const OptionalTensor& bias, const std::string& gate,
+                               const OptionalTensor& bias, c10::string_view gate,
                                bool interleaved) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    auto [y, z] = call_gated_linear_forward(x, weight, bias, gate, interleaved);
+    auto [y, z] = call_gated_linear_forward.below(x, weight, bias, gate, interleaved);
     ctx->save_for_backward({x, weight, z});
     ctx->saved_data["gate"] = gate;
     ctx->saved_data["interleaved"] = interleaved;
     ctx->saved_data["bias"] = is_given(bias) && bias->requires_grad();
-    ctx->mark_non_differentiable({z});
-    ctx->set_materialize_grads(false);
-    return {y, z};
+    return outputs_of(ctx, {y, z});
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -270,98 +249,25 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
   }
 };
 
-Forward gated_linear_forward_autograd(const Tensor& x, const Tensor& weight,
-                                      const OptionalTensor& bias, c10::string_view gate,
-                                      bool interleaved) {
-  if (any_needs_grad(x, weight, bias)) {
-    const auto out = GatedLinearFunction::apply(x, weight, bias, std::string(gate), interleaved);
-    return {out[0], out[1]};
-  }
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_gated_linear_forward(x, weight, bias, gate, interleaved);
-}
-
-Tensor gated_linear_autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                             c10::string_view gate, bool interleaved) {
-  if (any_needs_grad(x, weight, bias)) {
-    gated_linear_checks("gated_linear", x, weight, bias);  // not under gated_linear_forward's name
-    parse_gate("gated_linear", gate);
-    return GatedLinearFunction::apply(x, weight, bias, std::string(gate), interleaved)[0];
-  }
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_gated_linear(x, weight, bias, gate, interleaved);
-}
-
-template <at::DeviceType device>
-Tensor gated_linear_autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                             c10::string_view gate, bool interleaved) {
-  const Autocast<device> cast;
-  return call_gated_linear(cast(x), cast(weight), cast(bias), gate, interleaved);
-}
-
-template <at::DeviceType device>
-Forward gated_linear_forward_autocast(const Tensor& x, const Tensor& weight,
-                                      const OptionalTensor& bias, c10::string_view gate,
-                                      bool interleaved) {
-  const Autocast<device> cast;
-  return call_gated_linear_forward(cast(x), cast(weight), cast(bias), gate, interleaved);
-}
-
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  m.def(
-      "gated_linear(Tensor x, Tensor weight, Tensor? bias=None, *, str gate=\"geglu\", "
-      "bool interleaved=False) -> Tensor",
-      tags);
-  m.def(
+  define_op(m,
+            "gated_linear(Tensor x, Tensor weight, Tensor? bias=None, *, str gate=\"geglu\", "
+            "bool interleaved=False) -> Tensor",
+            TW_KERNELS(gated_linear),
+            recorded_by<GatedLinearFunction>(call_gated_linear, gated_linear_checks));
+  define_op(
+      m,
       "gated_linear_forward(Tensor x, Tensor weight, Tensor? bias=None, *, str gate=\"geglu\", "
       "bool interleaved=False) -> (Tensor y, Tensor z)",
-      tags);
-  m.def(
-      "gated_linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor z, *, "
-      "str gate=\"geglu\", bool interleaved=False, bool[3] output_mask) -> "
-      "(Tensor dx, Tensor dweight, Tensor dbias)",
-      tags);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
-  m.impl("gated_linear", gated_linear_meta);
-  m.impl("gated_linear_forward", gated_linear_forward_meta);
-  m.impl("gated_linear_backward", gated_linear_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
-  m.impl("gated_linear", gated_linear_cpu);
-  m.impl("gated_linear_forward", gated_linear_forward_cpu);
-  m.impl("gated_linear_backward", gated_linear_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
-#ifdef TORCHWELD_CUDA
-  m.impl("gated_linear", gated_linear_cuda);
-  m.impl("gated_linear_forward", gated_linear_forward_cuda);
-  m.impl("gated_linear_backward", gated_linear_backward_cuda);
-#else
-  m.impl("gated_linear", no_cuda_kernel_function());
-  m.impl("gated_linear_forward", no_cuda_kernel_function());
-  m.impl("gated_linear_backward", no_cuda_kernel_function());
-#endif
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
-  m.impl("gated_linear", gated_linear_autograd);
-  m.impl("gated_linear_forward", gated_linear_forward_autograd);
-  m.impl("gated_linear_backward", no_gradient_function());
-}
-
-TORCH_LIBRARY_IMPL(torchweld, AutocastCPU, m) {
-  m.impl("gated_linear", gated_linear_autocast<at::kCPU>);
-  m.impl("gated_linear_forward", gated_linear_forward_autocast<at::kCPU>);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) {
-  m.impl("gated_linear", gated_linear_autocast<at::kCUDA>);
-  m.impl("gated_linear_forward", gated_linear_forward_autocast<at::kCUDA>);
+      TW_KERNELS(gated_linear_forward),
+      recorded_by<GatedLinearFunction>(call_gated_linear_forward));
+  define_op(m,
+            "gated_linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor z, *, "
+            "str gate=\"geglu\", bool interleaved=False, bool[3] output_mask) -> "
+            "(Tensor dx, Tensor dweight, Tensor dbias)",
+            TW_KERNELS(gated_linear_backward), no_gradient_function());
+  define_autocast(m, call_gated_linear);
+  define_autocast(m, call_gated_linear_forward);
 }
 
 }  // namespace

@@ -112,7 +112,7 @@ struct Int4DecodeMath {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t a[4];
-        int4_unpack_lifted<T>(a, word_of(slice.words[i / 2], i % 2 * 2 + half), zeros);
+        int4_unpack_lifted<T>(a, int4_slice_word(slice.words[i / 2], i % 2 * 2 + half), zeros);
         if constexpr (kSpecial) scales.scale_codes(a);
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
@@ -157,11 +157,6 @@ struct Int4DecodeMath {
 #pragma unroll
       for (int i = 0; i < 4; ++i) s_own[place(g * 8 + i % 2, i / 2 * 8)] = acc[g][i];
     }
-  }
-
- private:
-  static __device__ __forceinline__ uint32_t word_of(const uint4& words, int slice) {
-    return slice == 0 ? words.x : slice == 1 ? words.y : slice == 2 ? words.z : words.w;
   }
 };
 

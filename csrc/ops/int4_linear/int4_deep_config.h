@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "ops/int4_linear/int4_cost.h"
+#include "ops/int4_linear/int4_shared_memory.h"
 #include "ops/int4_pack/int4_layout.h"
 
 namespace torchweld {
@@ -30,17 +31,14 @@ struct Int4DeepTile {
   constexpr int splits() const { return warps / row_tiles(); }
   constexpr int own_chunks() const { return chunks / splits(); }  // of a step, of a warp
   constexpr int x_bytes() const { return chunks * tokens * kInt4ChunkK * 2; }
-  // Of a tile of 16 rows and a chunk: scales, zeros, and 8 bytes of nothing.
-  static constexpr int kScaleBytes = kInt4TileRows * 2 + 16;
   // Stages start on 1024 bytes, as the swizzle of x must.
   constexpr int stage_bytes() const {
-    return (x_bytes() + row_tiles() * chunks * kScaleBytes + 1023) / 1024 * 1024;
+    return (x_bytes() + row_tiles() * chunks * kInt4ScaleBytes + 1023) / 1024 * 1024;
   }
-  // NOTE: 16 bytes of padding a token let fragments be written without bank conflicts.
-  constexpr int sum_row_bytes() const { return rows * 4 + 16; }
+  constexpr int sum_row_floats() const { return rows + kInt4SumPadding; }
   // The sums pass through the ring's memory.
   constexpr int shared_bytes() const {
-    return std::max(stages * stage_bytes(), tokens * sum_row_bytes());
+    return std::max(stages * stage_bytes(), tokens * sum_row_floats() * 4);
   }
 };
 

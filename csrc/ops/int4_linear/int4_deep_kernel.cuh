@@ -59,29 +59,25 @@ class Int4DeepWarp {
 
   __device__ __forceinline__ void read_scales(uint32_t s_stage, int tile, int chunk, int lane) {
     const uint32_t s_scale =
-        s_stage + Int4DeepLoader<kTile>::kScaleAt + (tile * kT.chunks + chunk) * kT.kScaleBytes;
-    const uint32_t pair = load_word(s_scale + lane / 4 * 4);
+        s_stage + Int4DeepLoader<kTile>::kScaleAt + (tile * kT.chunks + chunk) * kInt4ScaleBytes;
+    scales_ = Int4CodeScales<T>(load_word(s_scale + lane / 4 * 4));
     const uint2 raw = load_words_2(s_scale + 32);
     if constexpr (kLifted) {
       zeros_ = zero_place_.find(raw);
     } else {
       zeros_ = Int4Zeros<T>(raw, lane);
     }
-    low_ = __byte_perm(pair, 0, 0x1010);
-    high_ = __byte_perm(pair, 0, 0x3232);
   }
 
   __device__ __forceinline__ void unpack(int d, int i, int slice) {
     uint32_t (&r)[4] = a_[slice & 1];
-    const uint4& w = words_[d][i];
-    const uint32_t word = slice == 0 ? w.x : slice == 1 ? w.y : slice == 2 ? w.z : w.w;
+    const uint32_t word = int4_slice_word(words_[d][i], slice);
     if constexpr (kLifted) {
       int4_unpack_lifted<T>(r, word, zeros_);
     } else {
       int4_unpack<T>(r, word, zeros_);
     }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) r[j] = multiply_pair<T>(r[j], j % 2 ? high_ : low_);
+    scales_.scale(r);
   }
 
   // acc += a @ x^T for a slice of the chunk of x at s_x.
@@ -94,7 +90,7 @@ class Int4DeepWarp {
  private:
   uint32_t a_[2][4];
   uint4 words_[kT.deep][kOwn];
-  uint32_t low_, high_;  // scales, twice
+  Int4CodeScales<T> scales_;
   std::conditional_t<kLifted, Int4LiftedZeros, Int4Zeros<T>> zeros_;
   Int4ZeroPlace<T> zero_place_;
   const char* g_words_;  // of the next step to read, this lane's

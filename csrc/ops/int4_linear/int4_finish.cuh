@@ -1,9 +1,8 @@
 // From a block's staged sums to y: the parts of K added in a fixed order, bias, rounding.
 #pragma once
 
-#include "device/sm90/cluster.cuh"
-#include "gemm/epilogue.cuh"
-#include "ops/int4_linear/int4_loader.cuh"
+#include "ops/int4_linear/int4_copies.cuh"
+#include "ops/int4_linear/int4_sums.cuh"
 
 namespace torchweld {
 
@@ -30,14 +29,14 @@ template <typename T, int kTile>
 __device__ __noinline__ void int4_finish(const Int4LinearParams& p, const Int4Work& work,
                                          const float* s_sums) {
   constexpr Int4Tile kT = kInt4Tiles[kTile];
-  constexpr int kStride = kT.rows + 4, kGroups = kT.rows / kGroup;
+  constexpr int kStride = kT.sum_row_floats(), kGroups = kT.rows / kGroup;
   constexpr int kAtOnce = kT.threads() / kGroups;
   static_assert(kT.threads() % kGroups == 0);
   const GemmParams& g = p.gemm;
   const int in_row = threadIdx.x % kGroups * kGroup;
   const int64_t column = work.first_row + in_row;
   if (column >= g.n) return;
-  const int tokens = static_cast<int>(min(int64_t{kT.tokens}, g.m - work.first_token));
+  const int tokens = work.tokens_left(p, kT.tokens);
   // Each block of a cluster finishes its share of the tokens.
   const int parts = p.choice.cluster ? p.choice.parts : 1;
   const int first = threadIdx.x / kGroups + (parts > 1 ? work.part * kAtOnce : 0);

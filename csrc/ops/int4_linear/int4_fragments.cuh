@@ -61,6 +61,22 @@ __device__ __forceinline__ uint4 load_words_once(const void* g_from) {
   return w;
 }
 
+// Sums in arrays of whatever depth.
+template <typename Sums>
+__device__ __forceinline__ void int4_clear(Sums& sums) {
+  if constexpr (std::is_array_v<Sums>) {
+#pragma unroll
+    for (auto& part : sums) int4_clear(part);
+  } else {
+    sums = 0.f;
+  }
+}
+
+// What a slice of 16 columns has of a lane's words of a chunk.
+__device__ __forceinline__ uint32_t int4_slice_word(const uint4& words, int slice) {
+  return slice == 0 ? words.x : slice == 1 ? words.y : slice == 2 ? words.z : words.w;
+}
+
 // (a & mask) | magic
 // NOTE: the compiler makes two instructions of it, as a mask and a magic number are two constants.
 __device__ __forceinline__ uint32_t mask_or(uint32_t a, uint32_t mask, uint32_t magic) {
@@ -91,7 +107,24 @@ __device__ __forceinline__ void int4_unpack(uint32_t (&r)[4], uint32_t word,
   }
 }
 
-// The scales of the same two rows. A finite one multiplies sums.
+// The scales of the same two rows, each twice, where they multiply codes, which rounds.
+template <typename U>
+struct Int4CodeScales {
+  uint32_t low, high;
+
+  Int4CodeScales() = default;
+  __device__ __forceinline__ explicit Int4CodeScales(uint32_t pair) {
+    low = __byte_perm(pair, 0, 0x1010);
+    high = __byte_perm(pair, 0, 0x3232);
+  }
+
+  __device__ __forceinline__ void scale(uint32_t (&r)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) r[i] = multiply_pair<U>(r[i], i % 2 ? high : low);
+  }
+};
+
+// The scales of the same two rows in fp32. A finite one multiplies sums.
 // NOTE: one that is inf or NaN multiplies the codes instead, as in the definition: inf * 0 and
 // inf - inf must become NaN, which the sum of a group would hide. That is the `special` path.
 template <typename T>
@@ -109,10 +142,10 @@ struct Int4RowScales {
   // Moves special scales from the sums' side to the codes'.
   __device__ __forceinline__ void scale_codes(uint32_t (&r)[4]) const {
     const float codes_low = finite(low) ? 1.f : low, codes_high = finite(high) ? 1.f : high;
-    const uint32_t pair_low = pack_pair<U>(codes_low, codes_low);
-    const uint32_t pair_high = pack_pair<U>(codes_high, codes_high);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) r[i] = multiply_pair<U>(r[i], i % 2 ? pair_high : pair_low);
+    Int4CodeScales<U> scales;
+    scales.low = pack_pair<U>(codes_low, codes_low);
+    scales.high = pack_pair<U>(codes_high, codes_high);
+    scales.scale(r);
   }
   __device__ __forceinline__ void keep_finite() {
     low = finite(low) ? low : 1.f;

@@ -53,24 +53,9 @@ struct Int4Warp {
     s_zero = s_base + Loader::kZeroAt + place * 8;
   }
 
-  static __device__ __forceinline__ void clear(Sums& sums) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums[n][m][i] = 0.f;
-      }
-    }
-  }
-
   // A lane's words of a chunk of the stage that is `stage` bytes behind the first: four slices.
   __device__ __forceinline__ uint4 words(int stage, int n, int chunk) const {
     return load_words_4(s_words + stage + (n * kT.chunks + chunk) * 512);
-  }
-
-  static __device__ __forceinline__ uint32_t word(const uint4& words, int slice) {
-    return slice == 0 ? words.x : slice == 1 ? words.y : slice == 2 ? words.z : words.w;
   }
 
   // sums += a @ x^T for a slice; a is one fragment a row tile.
@@ -144,14 +129,14 @@ struct Int4Chunk {
       zero[n] = zeros(warp, n);
     }
     typename Warp::Sums sums;
-    Warp::clear(sums);
+    int4_clear(sums);
     uint32_t a[kN][4];
     constexpr int kUnroll = kSpecial ? 1 : 4;  // the rare path only has to be short
 #pragma unroll kUnroll
     for (int slice = 0; slice < 4; ++slice) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        int4_unpack<U>(a[n], Warp::word(words[n], slice), zero[n]);
+        int4_unpack<U>(a[n], int4_slice_word(words[n], slice), zero[n]);
         if constexpr (kSpecial) scales[n].scale_codes(a[n]);
       }
       warp.multiply(sums, a, stage, chunk, slice);
@@ -168,23 +153,21 @@ struct Int4Chunk {
   __device__ __forceinline__ void add_rounded(typename Warp::Sums& acc, Warp& warp) const {
     uint4 words[kN];
     Int4Zeros<U> zero[kN];
-    uint32_t a[kN][4], low[kN], high[kN];  // the scales, twice
+    uint32_t a[kN][4];
+    Int4CodeScales<U> scales[kN];
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       words[n] = warp.words(stage, n, chunk);
       zero[n] = zeros(warp, n);
       const Vec<T, 2> both = scale(warp, n);
-      const uint32_t pair = reinterpret_cast<const uint32_t&>(both);
-      low[n] = __byte_perm(pair, 0, 0x1010);
-      high[n] = __byte_perm(pair, 0, 0x3232);
+      scales[n] = Int4CodeScales<U>(reinterpret_cast<const uint32_t&>(both));
     }
 #pragma unroll
     for (int slice = 0; slice < 4; ++slice) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        int4_unpack<U>(a[n], Warp::word(words[n], slice), zero[n]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[n][i] = multiply_pair<U>(a[n][i], i % 2 ? high[n] : low[n]);
+        int4_unpack<U>(a[n], int4_slice_word(words[n], slice), zero[n]);
+        scales[n].scale(a[n]);
       }
       warp.multiply(acc, a, stage, chunk, slice);
       __syncwarp();  // NOTE: without it the compiler mixes the slices and spills
@@ -223,7 +206,7 @@ __device__ __forceinline__ void int4_units(typename Int4Warp<T, kTile>::Sums& ac
 #pragma unroll
   for (int n = 0; n < kN; ++n) words[n] = warp.words(stage, n, chunk);
   typename Warp::Sums sums;
-  Warp::clear(sums);
+  int4_clear(sums);
   const int64_t first_unit = global_chunk * kInt4ChunkUnits;
   const int units =
       static_cast<int>(min(int64_t{kInt4ChunkUnits}, weight.shape.units() - first_unit));
@@ -240,7 +223,7 @@ __device__ __forceinline__ void int4_units(typename Int4Warp<T, kTile>::Sums& ac
           weight.scale)[tile_group * (kInt4TileRows / 2) + warp.lane / 4]);
       const Int4Zeros<U> zeros(reinterpret_cast<const uint2*>(weight.zero)[tile_group], warp.lane);
       uint32_t a[4];
-      int4_unpack<U>(a, Warp::word(words[n], slice), zeros);
+      int4_unpack<U>(a, int4_slice_word(words[n], slice), zeros);
       if (__any_sync(~0u, scales.special())) {
         scales.scale_codes(a);
         scales.keep_finite();
@@ -275,9 +258,8 @@ __global__ void __launch_bounds__(kInt4Tiles[kTile].threads(),
   using Warp = Int4Warp<T, kTile>;
   extern __shared__ __align__(128) char s_ring[];
   const int thread = threadIdx.x;
-  const Int4Work work(p, kT);
-  const int steps =
-      static_cast<int>((work.chunk_end - work.first_chunk + kT.chunks - 1) / kT.chunks);
+  const Int4Work work(p, kT, blockIdx.x);
+  const int steps = (work.chunks() + kT.chunks - 1) / kT.chunks;
 
   Int4Loader<T, kTile, kWholeChunks> loader(p, work, thread);
   const uint32_t s_base = shared_address(s_ring);
@@ -289,7 +271,7 @@ __global__ void __launch_bounds__(kInt4Tiles[kTile].threads(),
 
   Warp warp(thread, s_base);
   typename Warp::Sums acc;
-  Warp::clear(acc);
+  int4_clear(acc);
   int stage = 0, free_stage = kStages - 1;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
@@ -318,17 +300,9 @@ __global__ void __launch_bounds__(kInt4Tiles[kTile].threads(),
   __syncthreads();  // the ring's memory is free
 
   float* s_sums = reinterpret_cast<float*>(s_ring);
-  const int row = warp.first_tile * kInt4TileRows + warp.lane / 4, token = warp.lane % 4 * 2;
 #pragma unroll
   for (int n = 0; n < Warp::kN; ++n) {
-#pragma unroll
-    for (int m = 0; m < Warp::kM; ++m) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int to = (token + m * 8 + i % 2) * (kT.rows + 4) + row + n * 16 + i / 2 * 8;
-        s_sums[to] = acc[n][m][i];
-      }
-    }
+    int4_stage_sums<kT.sum_row_floats()>(s_sums, acc[n], warp.first_tile + n, warp.lane);
   }
 #if TW_HAS_CLUSTERS
   if (p.choice.cluster) {

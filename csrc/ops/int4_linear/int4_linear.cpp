@@ -32,6 +32,7 @@ Tensor int4_linear_meta(const Tensor& x, const Tensor& qweight, const Tensor& sc
   check_vector(op, "bias", bias, qweight.sym_size(0), "(N,)", x);
   return empty_result(x, with_last(x, qweight.sym_size(0)));
 }
+TW_OP(int4_linear);
 
 Tensor int4_linear_backward_meta(const Tensor& dy, const Tensor& qweight, const Tensor& scale,
                                  const Tensor& zero) {
@@ -42,6 +43,7 @@ Tensor int4_linear_backward_meta(const Tensor& dy, const Tensor& qweight, const 
   check_shape(op, "dy", dy, with_last(dy, qweight.sym_size(0)), "(..., N)");
   return at::empty_symint(with_last(dy, qweight.sym_size(1) * kInt4Unit), dy.options());
 }
+TW_OP(int4_linear_backward);
 
 PortableInt4 portable(const Tensor& qweight, const Tensor& scale, const Tensor& zero) {
   return {int4_shape(qweight, scale), qweight.contiguous(), scale.contiguous(), zero.contiguous()};
@@ -91,24 +93,11 @@ Tensor int4_linear_backward_cuda(const Tensor& dy, const Tensor& qweight, const 
 }
 #endif
 
-Tensor call_int4_linear(const Tensor& x, const Tensor& qweight, const Tensor& scale,
-                        const Tensor& zero, const OptionalTensor& bias) {
-  static const auto op = find_op<decltype(call_int4_linear)>("int4_linear");
-  return op.call(x, qweight, scale, zero, bias);
-}
-
-Tensor call_int4_linear_backward(const Tensor& dy, const Tensor& qweight, const Tensor& scale,
-                                 const Tensor& zero) {
-  static const auto op = find_op<decltype(call_int4_linear_backward)>("int4_linear_backward");
-  return op.call(dy, qweight, scale, zero);
-}
-
 struct Int4LinearFunction : torch::autograd::Function<Int4LinearFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& qweight,
                         const Tensor& scale, const Tensor& zero, const OptionalTensor& bias) {
-    at::AutoDispatchBelowADInplaceOrView below;
     ctx->save_for_backward({qweight, scale, zero});
-    return call_int4_linear(x, qweight, scale, zero, bias);
+    return call_int4_linear.below(x, qweight, scale, zero, bias);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -118,63 +107,23 @@ struct Int4LinearFunction : torch::autograd::Function<Int4LinearFunction> {
   }
 };
 
-Tensor int4_linear_autograd(const Tensor& x, const Tensor& qweight, const Tensor& scale,
-                            const Tensor& zero, const OptionalTensor& bias) {
-  check_int4_frozen("int4_linear", "scale", scale);
-  check_int4_frozen("int4_linear", "bias", bias);
-  if (any_needs_grad(x)) return Int4LinearFunction::apply(x, qweight, scale, zero, bias);
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_int4_linear(x, qweight, scale, zero, bias);
-}
-
-template <at::DeviceType device>
-Tensor int4_linear_autocast(const Tensor& x, const Tensor& qweight, const Tensor& scale,
-                            const Tensor& zero, const OptionalTensor& bias) {
-  const Autocast<device> cast;
-  return call_int4_linear(cast(x), qweight, cast(scale), zero, cast(bias));
+void int4_linear_frozen(const char* op, const Tensor& x, const Tensor& qweight, const Tensor& scale,
+                        const Tensor& zero, const OptionalTensor& bias) {
+  check_int4_frozen(op, "scale", scale);
+  check_int4_frozen(op, "bias", bias);
 }
 
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  m.def(
+  define_op(
+      m,
       "int4_linear(Tensor x, Tensor qweight, Tensor scale, Tensor zero, Tensor? bias=None) -> "
       "Tensor",
-      tags);
-  m.def("int4_linear_backward(Tensor dy, Tensor qweight, Tensor scale, Tensor zero) -> Tensor dx",
-        tags);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
-  m.impl("int4_linear", int4_linear_meta);
-  m.impl("int4_linear_backward", int4_linear_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
-  m.impl("int4_linear", int4_linear_cpu);
-  m.impl("int4_linear_backward", int4_linear_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
-#ifdef TORCHWELD_CUDA
-  m.impl("int4_linear", int4_linear_cuda);
-  m.impl("int4_linear_backward", int4_linear_backward_cuda);
-#else
-  m.impl("int4_linear", no_cuda_kernel_function());
-  m.impl("int4_linear_backward", no_cuda_kernel_function());
-#endif
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
-  m.impl("int4_linear", int4_linear_autograd);
-  m.impl("int4_linear_backward", no_gradient_function());
-}
-
-TORCH_LIBRARY_IMPL(torchweld, AutocastCPU, m) {
-  m.impl("int4_linear", int4_linear_autocast<at::kCPU>);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) {
-  m.impl("int4_linear", int4_linear_autocast<at::kCUDA>);
+      TW_KERNELS(int4_linear),
+      recorded_by<Int4LinearFunction>(call_int4_linear, int4_linear_frozen));
+  define_op(
+      m, "int4_linear_backward(Tensor dy, Tensor qweight, Tensor scale, Tensor zero) -> Tensor dx",
+      TW_KERNELS(int4_linear_backward), no_gradient_function());
+  define_autocast(m, call_int4_linear);
 }
 
 }  // namespace

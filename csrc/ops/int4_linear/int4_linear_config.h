@@ -8,6 +8,7 @@
 #include "core/family.h"
 #include "ops/int4_linear/int4_cost.h"
 #include "ops/int4_linear/int4_decode_config.h"
+#include "ops/int4_linear/int4_shared_memory.h"
 #include "ops/int4_linear/int4_wide_config.h"
 #include "ops/int4_pack/int4_layout.h"
 
@@ -50,10 +51,10 @@ struct Int4Tile {
     return (weight_bytes() + x_bytes(elem_size) + scale_bytes(elem_size) + zero_bytes() + 127) /
            128 * 128;
   }
-  // The sums of a tile pass through the ring's memory. Four floats of padding a token.
-  constexpr int staging_bytes() const { return tokens * (rows + 4) * 4; }
+  // The sums of a tile pass through the ring's memory.
+  constexpr int sum_row_floats() const { return rows + kInt4SumPadding; }
   constexpr int shared_bytes(int elem_size) const {
-    return std::max(stages * stage_bytes(elem_size), staging_bytes());
+    return std::max(stages * stage_bytes(elem_size), tokens * sum_row_floats() * 4);
   }
 };
 

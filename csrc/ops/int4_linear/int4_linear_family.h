@@ -6,7 +6,7 @@
 
 namespace torchweld {
 
-struct Int4Family {
+struct Int4Family : FirstByClass {
   static constexpr const char* kName = "int4";
   static constexpr Field kFields[] = {{"m", 1, kMostSize}, {"n", 1, kMostSize},
                                       {"k", 8, kMostSize}, {"groups", 1, kMostSize},
@@ -22,10 +22,6 @@ struct Int4Family {
   }
   static Int4Problem problem(const Numbers& x) {
     return {x[0], {x[1], x[2], x[3]}, x[4] == 4 ? 4 : 2, x[5] != 0, {}};
-  }
-  static Numbers key(Numbers x) {
-    x[0] = size_class(x[0]);
-    return x;
   }
 
   static Int4Choice choose(const Int4Problem& p) { return choose_int4(p); }

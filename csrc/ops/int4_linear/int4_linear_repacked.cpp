@@ -44,6 +44,7 @@ Tensor int4_linear_repacked_meta(const Tensor& x, const Tensor& packed, const Te
   check_vector(op, "bias", bias, out_features, "(N,)", x);
   return empty_result(x, with_last(x, out_features));
 }
+TW_OP(int4_linear_repacked);
 
 Tensor int4_linear_repacked_backward_meta(const Tensor& dy, const Tensor& packed,
                                           const Tensor& packed_scale, const Tensor& packed_zero,
@@ -55,6 +56,7 @@ Tensor int4_linear_repacked_backward_meta(const Tensor& dy, const Tensor& packed
   check_repacked(op, packed, packed_scale, packed_zero, dy.sym_size(-1), in_features, "dy", dy);
   return at::empty_symint(with_last(dy, in_features), dy.options());
 }
+TW_OP(int4_linear_repacked_backward);
 
 RepackedInt4 repacked(const Int4Shape& shape, const Tensor& packed, const Tensor& packed_scale,
                       const Tensor& packed_zero) {
@@ -110,25 +112,12 @@ Tensor int4_linear_repacked_backward_cuda(const Tensor& dy, const Tensor& packed
 }
 #endif
 
-Tensor call_repacked(const Tensor& x, const Tensor& packed, const Tensor& packed_scale,
-                     const Tensor& packed_zero, const OptionalTensor& bias,
-                     c10::SymInt out_features) {
-  static const auto op = find_op<decltype(call_repacked)>("int4_linear_repacked");
-  return op.call(x, packed, packed_scale, packed_zero, bias, std::move(out_features));
-}
-
-Tensor call_repacked_backward(const Tensor& dy, const Tensor& packed, const Tensor& packed_scale,
-                              const Tensor& packed_zero, c10::SymInt in_features) {
-  static const auto op = find_op<decltype(call_repacked_backward)>("int4_linear_repacked_backward");
-  return op.call(dy, packed, packed_scale, packed_zero, std::move(in_features));
-}
-
 struct Int4LinearRepackedFunction : torch::autograd::Function<Int4LinearRepackedFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& packed,
                         const Tensor& packed_scale, const Tensor& packed_zero,
                         const OptionalTensor& bias, const c10::SymInt& out_features) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    Tensor y = call_repacked(x, packed, packed_scale, packed_zero, bias, out_features);
+    Tensor y =
+        call_int4_linear_repacked.below(x, packed, packed_scale, packed_zero, bias, out_features);
     ctx->save_for_backward({packed, packed_scale, packed_zero});
     ctx->saved_data["in_features"] = x.sym_size(-1);
     return y;
@@ -137,77 +126,32 @@ struct Int4LinearRepackedFunction : torch::autograd::Function<Int4LinearRepacked
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
     variable_list dx(6);
-    dx[0] = call_repacked_backward(grads[0], saved[0], saved[1], saved[2],
-                                   ctx->saved_data["in_features"].toSymInt());
+    dx[0] = call_int4_linear_repacked_backward(grads[0], saved[0], saved[1], saved[2],
+                                               ctx->saved_data["in_features"].toSymInt());
     return dx;
   }
 };
 
-Tensor int4_linear_repacked_autograd(const Tensor& x, const Tensor& packed,
-                                     const Tensor& packed_scale, const Tensor& packed_zero,
-                                     const OptionalTensor& bias, c10::SymInt out_features) {
-  check_int4_frozen("int4_linear_repacked", "packed_scale", packed_scale);
-  check_int4_frozen("int4_linear_repacked", "bias", bias);
-  if (any_needs_grad(x)) {
-    return Int4LinearRepackedFunction::apply(x, packed, packed_scale, packed_zero, bias,
-                                             out_features);
-  }
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_repacked(x, packed, packed_scale, packed_zero, bias, std::move(out_features));
-}
-
-template <at::DeviceType device>
-Tensor int4_linear_repacked_autocast(const Tensor& x, const Tensor& packed,
-                                     const Tensor& packed_scale, const Tensor& packed_zero,
-                                     const OptionalTensor& bias, c10::SymInt out_features) {
-  const Autocast<device> cast;
-  return call_repacked(cast(x), packed, cast(packed_scale), packed_zero, cast(bias),
-                       std::move(out_features));
+void int4_linear_repacked_frozen(const char* op, const Tensor& x, const Tensor& packed,
+                                 const Tensor& packed_scale, const Tensor& packed_zero,
+                                 const OptionalTensor& bias, const c10::SymInt& out_features) {
+  check_int4_frozen(op, "packed_scale", packed_scale);
+  check_int4_frozen(op, "bias", bias);
 }
 
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  m.def(
+  define_op(
+      m,
       "int4_linear_repacked(Tensor x, Tensor packed, Tensor packed_scale, Tensor packed_zero, "
       "Tensor? bias=None, *, SymInt out_features) -> Tensor",
-      tags);
-  m.def(
-      "int4_linear_repacked_backward(Tensor dy, Tensor packed, Tensor packed_scale, "
-      "Tensor packed_zero, *, SymInt in_features) -> Tensor dx",
-      tags);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
-  m.impl("int4_linear_repacked", int4_linear_repacked_meta);
-  m.impl("int4_linear_repacked_backward", int4_linear_repacked_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
-  m.impl("int4_linear_repacked", int4_linear_repacked_cpu);
-  m.impl("int4_linear_repacked_backward", int4_linear_repacked_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
-#ifdef TORCHWELD_CUDA
-  m.impl("int4_linear_repacked", int4_linear_repacked_cuda);
-  m.impl("int4_linear_repacked_backward", int4_linear_repacked_backward_cuda);
-#else
-  m.impl("int4_linear_repacked", no_cuda_kernel_function());
-  m.impl("int4_linear_repacked_backward", no_cuda_kernel_function());
-#endif
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
-  m.impl("int4_linear_repacked", int4_linear_repacked_autograd);
-  m.impl("int4_linear_repacked_backward", no_gradient_function());
-}
-
-TORCH_LIBRARY_IMPL(torchweld, AutocastCPU, m) {
-  m.impl("int4_linear_repacked", int4_linear_repacked_autocast<at::kCPU>);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) {
-  m.impl("int4_linear_repacked", int4_linear_repacked_autocast<at::kCUDA>);
+      TW_KERNELS(int4_linear_repacked),
+      recorded_by<Int4LinearRepackedFunction>(call_int4_linear_repacked,
+                                              int4_linear_repacked_frozen));
+  define_op(m,
+            "int4_linear_repacked_backward(Tensor dy, Tensor packed, Tensor packed_scale, "
+            "Tensor packed_zero, *, SymInt in_features) -> Tensor dx",
+            TW_KERNELS(int4_linear_repacked_backward), no_gradient_function());
+  define_autocast(m, call_int4_linear_repacked);
 }
 
 }  // namespace

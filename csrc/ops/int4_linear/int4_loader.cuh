@@ -6,36 +6,9 @@
 //   scales   [tile][chunk][16], zeros [tile][chunk] two words; not where groups are no whole chunks
 #pragma once
 
-#include "core/fast_divide.h"
-#include "device/mma_sync.cuh"
-#include "ops/int4_linear/int4_linear.h"
+#include "ops/int4_linear/int4_copies.cuh"
 
 namespace torchweld {
-
-// Which tile of y and part of K a block has.
-struct Int4Work {
-  int64_t first_row, first_token;  // of the weight, of x
-  int64_t first_chunk, chunk_end;  // of K
-  int part;
-
-  // Blocks walk bands of kBandTokens tokens, so that those in flight share operands in L2. The
-  // parts of a tile are neighbours: they make a cluster.
-  static constexpr int kBandTokens = 2048;
-
-  __device__ __forceinline__ Int4Work(const Int4LinearParams& p, const Int4Tile& tile) {
-    const int64_t parts = p.choice.parts, index = blockIdx.x / parts;
-    part = static_cast<int>(blockIdx.x % parts);
-    const int64_t tiles_n = (p.gemm.n + tile.rows - 1) / tile.rows;
-    const int64_t tiles_m = (p.gemm.m + tile.tokens - 1) / tile.tokens;
-    const int64_t most = kBandTokens / tile.tokens;
-    const int64_t band = index / (most * tiles_n), in_band = index % (most * tiles_n);
-    const int64_t height = min(most, tiles_m - band * most);
-    first_token = (band * most + in_band % height) * tile.tokens;
-    first_row = in_band / height * tile.rows;
-    first_chunk = part * p.choice.part_chunks;
-    chunk_end = min(p.weight.shape.chunks(), first_chunk + p.choice.part_chunks);
-  }
-};
 
 template <typename T, int kTile, bool kWholeChunks>
 class Int4Loader {
@@ -45,20 +18,13 @@ class Int4Loader {
   static constexpr int kTilePieces = kT.chunks * 32;
   static constexpr int kTileStep = kThreads / kTilePieces;
   static constexpr int kWeightLoads = kT.row_tiles() / kTileStep;
-  // Lines of x: the tokens of the first chunk, then those of the next.
-  static constexpr int kLinePieces = kInt4ChunkK * kElem / 16;
-  static constexpr int kLineStep = kThreads / kLinePieces;
-  static constexpr int kXLoads = kT.chunks * kT.tokens / kLineStep;
-  static constexpr int kTokenLoads = kT.tokens > kLineStep ? kT.tokens / kLineStep : 1;
-  static constexpr int kChunkStep = kT.tokens > kLineStep ? 1 : kLineStep / kT.tokens;
   static constexpr int kChunkBytes = kInt4ChunkWords * 4, kXChunkBytes = kInt4ChunkK * kElem;
+  static constexpr int kXPieces = kXChunkBytes / 16;
   // Pieces of 16 bytes of scales, and words of zeros, one a thread.
   static constexpr int kScaleLoads = kT.scale_bytes(kElem) / 16;
   static constexpr int kZeroLoads = kT.zero_bytes() / 4;
   static constexpr int kZeroThread = kThreads - kZeroLoads;
   static_assert(kThreads % kTilePieces == 0 && kT.row_tiles() % kTileStep == 0);
-  static_assert(kXLoads >= 1 && kXLoads % kTokenLoads == 0);
-  static_assert(kElem == 4 || kLineStep % 8 == 0);  // the swizzle is that of the first line
   static_assert(kScaleLoads <= kZeroThread);
 
  public:
@@ -66,15 +32,15 @@ class Int4Loader {
   static constexpr int kZeroAt = kScaleAt + kT.scale_bytes(kElem);
 
   __device__ __forceinline__ Int4Loader(const Int4LinearParams& p, const Int4Work& work, int thread)
-      : chunk_(static_cast<int>(work.first_chunk)),
-        chunks_left_(static_cast<int>(work.chunk_end - work.first_chunk)) {
+      : chunk_(work.first_chunk),
+        chunks_left_(work.chunks()),
+        x_(static_cast<const char*>(p.gemm.a.data) +
+               work.first_token * p.gemm.a.row_stride * kElem +
+               int64_t{work.first_chunk} * kXChunkBytes,
+           p.gemm.a.row_stride * kElem, work.tokens_left(p, kT.tokens), kT.weight_bytes(), thread) {
     const Int4Weight& weight = p.weight;
     const int64_t first_tile = work.first_row / kInt4TileRows;
-    // Of the weight's and x's rows that the block may have; the rest is zero.
-    const int tiles_left =
-        static_cast<int>(min(int64_t{kT.row_tiles()}, weight.shape.tiles() - first_tile));
-    const int tokens_left = static_cast<int>(min(int64_t{kT.tokens}, p.gemm.m - work.first_token));
-
+    const int tiles_left = work.tiles_left(p, kT.row_tiles());
     const int tile = thread / kTilePieces, piece = thread % kTilePieces;
     tile_bytes_ = kTileStep * weight.shape.chunks() * kChunkBytes;
     g_weight_ = reinterpret_cast<const char*>(weight.packed) +
@@ -85,25 +51,10 @@ class Int4Loader {
     for (int i = 0; i < kWeightLoads; ++i) {
       tile_bytes_there_[i] = tile + i * kTileStep < tiles_left ? 16 : 0;
     }
-
-    const int line = thread / kLinePieces, x_piece = thread % kLinePieces;
-    const int token = line % kT.tokens, chunk = line / kT.tokens;
-    const int64_t row_bytes = p.gemm.a.row_stride * kElem;
-    token_bytes_ = kLineStep * row_bytes;
-    g_x_ = static_cast<const char*>(p.gemm.a.data) + (work.first_token + token) * row_bytes +
-           (work.first_chunk + chunk) * kXChunkBytes + x_piece * 16;
-    const int64_t unit_end = min(weight.shape.units(), work.chunk_end * kInt4ChunkUnits);
-    units_left_ = static_cast<int>(unit_end - (work.first_chunk + chunk) * kInt4ChunkUnits) -
-                  x_piece * kInt4ChunkUnits / kLinePieces;
-#pragma unroll
-    for (int i = 0; i < kTokenLoads; ++i) {
-      token_there_ |= uint32_t(token + i * kLineStep < tokens_left) << i;
-    }
-    // NOTE: without this the comparisons above are repeated in every step, in 64 bits.
-    asm volatile("" : "+r"(token_there_));
-    const int at = kElem == 2 ? x_piece ^ (line & 7) : x_piece;
-    s_x_ = kT.weight_bytes() + line * kT.x_row_bytes(kElem) + at * 16;
-
+    const int64_t unit_end = min(weight.shape.units(), int64_t{work.chunk_end} * kInt4ChunkUnits);
+    units_left_ = static_cast<int>(unit_end - (int64_t{work.first_chunk} + x_.first_chunk()) *
+                                                  kInt4ChunkUnits) -
+                  thread % kXPieces * kInt4ChunkUnits / kXPieces;
     if constexpr (kWholeChunks) find_scales(weight, first_tile, tiles_left, thread);
   }
 
@@ -117,28 +68,17 @@ class Int4Loader {
       copy_async_16(s_stage + (thread + i * kThreads) * 16, g_weight_ + i * tile_bytes_,
                     chunk_there ? tile_bytes_there_[i] : 0);
     }
-#pragma unroll
-    for (int i = 0; i < kXLoads; ++i) {
-      constexpr int kStep = kLineStep * kT.x_row_bytes(kElem);
-      const int token = i % kTokenLoads, chunk = i / kTokenLoads * kChunkStep;
-      copy_async_16_if(s_stage + s_x_ + i * kStep,
-                       g_x_ + token * token_bytes_ + chunk * kXChunkBytes,
-                       x_there(chunk) && (token_there_ >> token & 1));
-    }
+    x_.load(s_stage, [&](int chunk) {
+      return (kWholeChunks && kT.chunks == 1) || units_left_ > chunk * kInt4ChunkUnits;
+    });
     if constexpr (kWholeChunks) load_scales(s_stage, group_chunks);
     g_weight_ += kT.chunks * kChunkBytes;
-    g_x_ += kT.chunks * kXChunkBytes;
     units_left_ -= kT.chunks * kInt4ChunkUnits;
     chunks_left_ -= kT.chunks;
     chunk_ += kT.chunks;
   }
 
  private:
-  // Does this thread's piece of x, `chunk` chunks on, belong to the part?
-  __device__ __forceinline__ bool x_there(int chunk) const {
-    return (kWholeChunks && kT.chunks == 1) || units_left_ > chunk * kInt4ChunkUnits;
-  }
-
   __device__ __forceinline__ void find_scales(const Int4Weight& weight, int64_t first_tile,
                                               int tiles_left, int thread) {
     const int word = thread - kZeroThread;  // of the zeros
@@ -171,14 +111,14 @@ class Int4Loader {
     }
   }
 
-  const char *g_weight_, *g_x_, *g_scale_ = nullptr;
-  int64_t tile_bytes_, token_bytes_;  // from one of the thread's loads to the next
-  int chunk_, chunks_left_;           // of the next step
-  int units_left_;                    // of this thread's piece of x
+  const char *g_weight_, *g_scale_ = nullptr;
+  int64_t tile_bytes_;       // from one of the thread's loads to the next
+  int chunk_, chunks_left_;  // of the next step
+  Int4XCopies<kInt4Tiles, kTile, kElem, kT.x_row_bytes(kElem)> x_;
+  int units_left_;  // of the part, from this thread's piece of a first chunk of x on
   int weight_chunk_, scale_chunk_ = 0;
   int tile_bytes_there_[kWeightLoads];
-  uint32_t token_there_ = 0;
-  uint32_t s_x_, s_scale_ = 0;
+  uint32_t s_scale_ = 0;
   bool loads_scale_ = false, scale_there_ = false, is_zero_ = false;
 };
 

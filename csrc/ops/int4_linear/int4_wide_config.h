@@ -7,6 +7,7 @@
 
 #include "ops/int4_linear/int4_cost.h"
 #include "ops/int4_linear/int4_deep_config.h"
+#include "ops/int4_linear/int4_shared_memory.h"
 #include "ops/int4_pack/int4_layout.h"
 
 namespace torchweld {
@@ -28,19 +29,17 @@ struct Int4WideTile {
   constexpr int row_tiles() const { return rows / kInt4TileRows; }
   constexpr int weight_bytes() const { return row_tiles() * chunks * kInt4ChunkWords * 4; }
   constexpr int x_bytes() const { return chunks * tokens * kInt4ChunkK * 2; }
-  // Of a tile of 16 rows and a chunk: scales, zeros, and 8 bytes of nothing.
-  static constexpr int kScaleBytes = kInt4TileRows * 2 + 16;
   // Stages start on 1024 bytes, as the swizzle of x must.
   constexpr int stage_bytes() const {
-    return (weight_bytes() + x_bytes() + row_tiles() * chunks * kScaleBytes + 1023) / 1024 * 1024;
+    return (weight_bytes() + x_bytes() + row_tiles() * chunks * kInt4ScaleBytes + 1023) / 1024 *
+           1024;
   }
   constexpr int ring_bytes() const { return stages * stage_bytes(); }
-  // NOTE: 16 bytes of padding a token let fragments be written without bank conflicts.
-  constexpr int y_row_bytes() const { return rows * 2 + 16; }
-  constexpr int sum_row_bytes() const { return rows * 4 + 16; }
+  constexpr int y_row_bytes() const { return rows * 2 + kInt4SumPadding * 4; }
+  constexpr int sum_row_floats() const { return rows + kInt4SumPadding; }
   // y, or the sums of a part, pass through the ring's memory; y of a block that stays does not.
   constexpr int shared_bytes() const {
-    const int y = tokens * y_row_bytes(), sums = tokens * sum_row_bytes();
+    const int y = tokens * y_row_bytes(), sums = tokens * sum_row_floats() * 4;
     return std::max(sums, stays ? ring_bytes() + y : std::max(ring_bytes(), y));
   }
 };

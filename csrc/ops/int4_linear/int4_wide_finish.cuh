@@ -1,9 +1,8 @@
-// From the sums of warpgroups, those of y^T, to y: bias, rounding, and the parts of K in a fixed
-// order.
+// From the sums of warpgroups, those of y^T, to y where K is whole: bias and rounding.
 #pragma once
 
 #include "device/sm90/stmatrix.cuh"
-#include "ops/int4_linear/int4_join.cuh"
+#include "ops/int4_linear/int4_sums.cuh"
 #include "ops/int4_linear/int4_wide_loader.cuh"
 
 namespace torchweld {
@@ -33,14 +32,9 @@ __device__ __forceinline__ void int4_wide_stage(const GemmParams& p, int64_t fir
 #pragma unroll
   for (int n = 0; n < Shape::kN; ++n) {
     const int in = (warp + n * Shape::kT.warps) * kInt4TileRows;
-    float bias[2] = {0.f, 0.f};
-    if (p.epilogue.bias != nullptr) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int64_t row = first_row + in + lane / 4 + 8 * i;
-        if (row < p.n) bias[i] = to_float(static_cast<const T*>(p.epilogue.bias)[row]);
-      }
-    }
+    float bias[2];
+    const int64_t row = first_row + in + lane / 4;
+    int4_load_bias<T, 8>(bias, p.epilogue.bias, row, static_cast<int>(min(p.n - row, int64_t{16})));
     __syncwarp();
     const uint32_t s_to =
         s_y + (lane % 8 + lane / 16 * 8) * kRowBytes + (in + lane / 8 % 2 * 8) * sizeof(T);
@@ -61,7 +55,7 @@ __device__ __forceinline__ void int4_wide_stage(const GemmParams& p, int64_t fir
 }
 
 template <typename T, int kTile>
-__device__ __forceinline__ void int4_wide_store(const GemmParams& p, const Int4WideWork& work,
+__device__ __forceinline__ void int4_wide_store(const GemmParams& p, const Int4Work& work,
                                                 const char* s_y, int thread) {
   using Shape = Int4WideShape<kTile>;
   constexpr int kRowBytes = Shape::kT.y_row_bytes(), kAtOnce = Shape::kAtOnce;
@@ -84,59 +78,6 @@ __device__ __forceinline__ void int4_wide_store(const GemmParams& p, const Int4W
       const T* s_from = reinterpret_cast<const T*>(s_y);
       for (int i = 0; i < columns; ++i) g_to[i] = s_from[i];
     }
-  }
-}
-
-// The sums of a part to shared memory: [token][row] of fp32.
-template <int kTile>
-__device__ __forceinline__ void int4_wide_leave(char* s_sums,
-                                                const typename Int4WideShape<kTile>::Sums& acc,
-                                                int warp, int lane) {
-  using Shape = Int4WideShape<kTile>;
-  constexpr int kStride = Shape::kT.sum_row_bytes() / 4;
-  float* s_to = reinterpret_cast<float*>(s_sums) + lane % 4 * 2 * kStride + lane / 4;
-#pragma unroll
-  for (int n = 0; n < Shape::kN; ++n) {
-#pragma unroll
-    for (int m = 0; m < Shape::kM; ++m) {
-#pragma unroll
-      for (int i = 0; i < Shape::kWide / 2; ++i) {
-        const int token = m * Shape::kWide + i / 4 * 8 + i % 2;
-        const int row = (warp + n * Shape::kT.warps) * kInt4TileRows + i % 4 / 2 * 8;
-        s_to[token * kStride + row] = acc[n][m][i];
-      }
-    }
-  }
-}
-
-// The sums of all parts of the cluster, added in the order of their ranks, to y. Each block does
-// its share of tokens.
-template <typename T, int kTile, int kParts>
-__device__ __forceinline__ void int4_wide_join(const GemmParams& p, const Int4WideWork& work,
-                                               const char* s_sums, int thread) {
-  using Shape = Int4WideShape<kTile>;
-  constexpr int kRowBytes = Shape::kT.sum_row_bytes(), kAtOnce = Shape::kAtOnce;
-  const int in = thread % Shape::kPieces * kGroup;
-  const int64_t column = work.first_row + in;
-  if (column >= p.n) return;
-  const int tokens = static_cast<int>(min(int64_t{Shape::kT.tokens}, p.m - work.first_token));
-  const int columns = static_cast<int>(min(int64_t{kGroup}, p.n - column));
-  float bias[kGroup] = {};
-  if (p.epilogue.bias != nullptr) {
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      if (i < columns) bias[i] = to_float(static_cast<const T*>(p.epilogue.bias)[column + i]);
-    }
-  }
-  for (int token = work.part * kAtOnce + thread / Shape::kPieces; token < tokens;
-       token += kParts * kAtOnce) {
-    const auto* s_from = reinterpret_cast<const float4*>(s_sums + token * kRowBytes + in * 4);
-    float v[kGroup];
-    int4_join<kParts>(v, s_from);
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) v[i] += bias[i];
-    T* g_to = static_cast<T*>(p.y) + (work.first_token + token) * p.y_row_stride + column;
-    store_group(g_to, columns, v);
   }
 }
 #endif

@@ -30,42 +30,26 @@ struct Int4WideWarp {
 
   uint32_t a[2][kN][4];
   uint4 words[kN];
-  uint32_t low[kN], high[kN];  // scales, twice
+  Int4CodeScales<T> scales[kN];
   Int4Zeros<T> zeros[kN];
-
-  static __device__ __forceinline__ void clear(Sums& acc) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-#pragma unroll
-        for (int i = 0; i < kWide / 2; ++i) acc[n][m][i] = 0.f;
-      }
-    }
-  }
 
   // A chunk of the stage at s_stage.
   __device__ __forceinline__ void read(uint32_t s_stage, int warp, int lane, int chunk) {
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const int place = (warp + n * kT.warps) * kT.chunks + chunk;
-      const uint32_t s_scale = s_stage + Loader::kScaleAt + place * kT.kScaleBytes;
+      const uint32_t s_scale = s_stage + Loader::kScaleAt + place * kInt4ScaleBytes;
       words[n] = load_words_4(s_stage + place * (kInt4ChunkWords * 4) + lane * 16);
-      const uint32_t pair = load_word(s_scale + lane / 4 * 4);
+      scales[n] = Int4CodeScales<T>(load_word(s_scale + lane / 4 * 4));
       zeros[n] = Int4Zeros<T>(load_words_2(s_scale + 32), lane);
-      low[n] = __byte_perm(pair, 0, 0x1010);
-      high[n] = __byte_perm(pair, 0, 0x3232);
     }
   }
 
   __device__ __forceinline__ void unpack(int slice) {
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
-      uint32_t (&r)[4] = a[slice & 1][n];
-      const uint4& w = words[n];
-      int4_unpack<T>(r, slice == 0 ? w.x : slice == 1 ? w.y : slice == 2 ? w.z : w.w, zeros[n]);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) r[i] = multiply_pair<T>(r[i], i % 2 ? high[n] : low[n]);
+      int4_unpack<T>(a[slice & 1][n], int4_slice_word(words[n], slice), zeros[n]);
+      scales[n].scale(a[slice & 1][n]);
     }
   }
 
@@ -99,11 +83,11 @@ __global__ void __launch_bounds__(kInt4WideTiles[kTile].threads(), kInt4WideTile
   const uint32_t s_base = shared_address(s_memory);
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   uint32_t item = blockIdx.x;
-  Int4WideWork work(p, kT, item);
+  Int4Work work(p, kT, item);
   Loader loader(p, work, thread);
   int left;  // steps to load
   const auto start = [&] {
-    left = (work.chunk_end - work.first_chunk + kT.chunks - 1) / kT.chunks;
+    left = (work.chunks() + kT.chunks - 1) / kT.chunks;
 #pragma unroll
     for (int stage = 0; stage < kAhead; ++stage) {
       if (stage < left) loader.load(s_base + stage * kStageBytes, group_chunks, thread);
@@ -115,7 +99,7 @@ __global__ void __launch_bounds__(kInt4WideTiles[kTile].threads(), kInt4WideTile
   while (true) {
     const int steps = left;
     left -= kAhead;
-    Warp::clear(acc);
+    int4_clear(acc);
     Warp w;
     int stage = 0, free_stage = kAhead;
     copy_async_wait<kAhead - 1>();
@@ -156,10 +140,10 @@ __global__ void __launch_bounds__(kInt4WideTiles[kTile].threads(), kInt4WideTile
     copy_async_wait<0>();
     __syncthreads();  // the ring is free
     if (p.choice.parts > 1) break;
-    const Int4WideWork done = work;
+    const Int4Work done = work;
     item += gridDim.x;
     if (kT.stays && item < items) {
-      work = Int4WideWork(p, kT, item);
+      work = Int4Work(p, kT, item);
       loader = Loader(p, work, thread);
       start();
     }
@@ -170,12 +154,28 @@ __global__ void __launch_bounds__(kInt4WideTiles[kTile].threads(), kInt4WideTile
     if (!kT.stays || item >= items) return;
   }
 
-  int4_wide_leave<kTile>(s_memory, acc, warp, lane);
+  float* s_sums = reinterpret_cast<float*>(s_memory);
+#pragma unroll
+  for (int n = 0; n < Warp::kN; ++n) {
+    auto& sums = reinterpret_cast<float (&)[kT.tokens / 8][4]>(acc[n]);
+    int4_stage_sums<kT.sum_row_floats()>(s_sums, sums, warp + n * kT.warps, lane);
+  }
   cluster_arrive();
   cluster_wait();
-  if (p.choice.parts == 2) int4_wide_join<T, kTile, 2>(p.gemm, work, s_memory, thread);
-  if (p.choice.parts == 4) int4_wide_join<T, kTile, 4>(p.gemm, work, s_memory, thread);
-  if (p.choice.parts == 8) int4_wide_join<T, kTile, 8>(p.gemm, work, s_memory, thread);
+  const GemmParams& g = p.gemm;
+  const Int4Output out = {g.y,
+                          g.epilogue.bias,
+                          g.y_row_stride,
+                          g.n,
+                          work.first_row,
+                          work.first_token,
+                          work.tokens_left(p, kT.tokens)};
+  const auto join = [&](auto parts) {
+    int4_join_to_y<T, kT.rows, kT.threads(), parts.value>(out, 1.f, work.part, s_sums, thread);
+  };
+  if (p.choice.parts == 2) join(std::integral_constant<int, 2>());
+  if (p.choice.parts == 4) join(std::integral_constant<int, 4>());
+  if (p.choice.parts == 8) join(std::integral_constant<int, 8>());
   __syncwarp();
   cluster_arrive();
   cluster_wait();  // the neighbours have read this block's sums

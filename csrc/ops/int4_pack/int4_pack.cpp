@@ -191,43 +191,13 @@ Repacked int4_repack_cuda(const Tensor& qweight, const Tensor& scale, const Tens
 #endif
 
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  m.def("int4_pack(Tensor codes) -> Tensor", tags);
-  m.def("int4_unpack(Tensor packed, SymInt cols) -> Tensor", tags);
-  m.def(
-      "int4_repack(Tensor qweight, Tensor scale, Tensor zero) -> "
-      "(Tensor packed, Tensor packed_scale, Tensor packed_zero)",
-      tags);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
-  m.impl("int4_pack", int4_pack_meta);
-  m.impl("int4_unpack", int4_unpack_meta);
-  m.impl("int4_repack", int4_repack_meta);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
-  m.impl("int4_pack", int4_pack_cpu);
-  m.impl("int4_unpack", int4_unpack_cpu);
-  m.impl("int4_repack", int4_repack_cpu);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
-#ifdef TORCHWELD_CUDA
-  m.impl("int4_pack", int4_pack_cuda);
-  m.impl("int4_unpack", int4_unpack_cuda);
-  m.impl("int4_repack", int4_repack_cuda);
-#else
-  m.impl("int4_pack", no_cuda_kernel_function());
-  m.impl("int4_unpack", no_cuda_kernel_function());
-  m.impl("int4_repack", no_cuda_kernel_function());
-#endif
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
-  m.impl("int4_pack", no_gradient_function());
-  m.impl("int4_unpack", no_gradient_function());
-  m.impl("int4_repack", no_gradient_function());
+  define_op(m, "int4_pack(Tensor codes) -> Tensor", TW_KERNELS(int4_pack), no_gradient_function());
+  define_op(m, "int4_unpack(Tensor packed, SymInt cols) -> Tensor", TW_KERNELS(int4_unpack),
+            no_gradient_function());
+  define_op(m,
+            "int4_repack(Tensor qweight, Tensor scale, Tensor zero) -> "
+            "(Tensor packed, Tensor packed_scale, Tensor packed_zero)",
+            TW_KERNELS(int4_repack), no_gradient_function());
 }
 
 }  // namespace

@@ -30,6 +30,7 @@ Tensor mul_relu_meta(const Tensor& x, const Tensor& y) {
   check_mul_relu("mul_relu", x, y);
   return at::empty_symint(x.sym_sizes(), x.options());
 }
+TW_OP(mul_relu);
 
 Grads2 mul_relu_backward_meta(const Tensor& dz, const Tensor& x, const Tensor& y) {
   const char* op = "mul_relu_backward";
@@ -39,6 +40,7 @@ Grads2 mul_relu_backward_meta(const Tensor& dz, const Tensor& x, const Tensor& y
   return {at::empty_symint(x.sym_sizes(), x.options()),
           at::empty_symint(y.sym_sizes(), y.options())};
 }
+TW_OP(mul_relu_backward);
 
 Tensor mul_relu_cpu(const Tensor& x, const Tensor& y) {
   Tensor z = mul_relu_meta(x, y);
@@ -47,16 +49,21 @@ Tensor mul_relu_cpu(const Tensor& x, const Tensor& y) {
   return z;
 }
 
-Grads2 mul_relu_backward_cpu(const Tensor& dz, const Tensor& x, const Tensor& y) {
-  auto [dx, dy] = mul_relu_backward_meta(dz, x, y);
-  if (dz.numel() == 0) return {dx, dy.zero_()};
+MatrixPassTensors backward_pass(const Tensor& dz, const Tensor& x, const Tensor& y,
+                                const Tensor& dx, const Tensor& dy) {
   MatrixPassTensors pass;
   pass.in[0] = dz;
   pass.in[1] = x;
   pass.y = y;
   pass.out = dx;
   pass.row_sums = dy;
-  matrix_pass_cpu(MulReluBackwardCell{}, pass);
+  return pass;
+}
+
+Grads2 mul_relu_backward_cpu(const Tensor& dz, const Tensor& x, const Tensor& y) {
+  auto [dx, dy] = mul_relu_backward_meta(dz, x, y);
+  if (dz.numel() == 0) return {dx, dy.zero_()};
+  matrix_pass_cpu(MulReluBackwardCell{}, backward_pass(dz, x, y, dx, dy));
   return {dx, dy};
 }
 
@@ -64,103 +71,29 @@ Grads2 mul_relu_backward_cpu(const Tensor& dz, const Tensor& x, const Tensor& y)
 Tensor mul_relu_cuda(const Tensor& x, const Tensor& y) {
   Tensor z = mul_relu_meta(x, y);
   if (z.numel() == 0) return z;
-  const OnDevice on(x.device());
-  const Rows in(x);
-  const Vector in_y(y);
-  MatrixPassParams params = {};
-  params.in[0] = in.tensor.const_data_ptr();
-  params.in_row_stride[0] = in.row_stride;
-  params.y = in_y.data();
-  params.out = z.mutable_data_ptr();
-  params.rows = in.rows;
-  params.n = in.n;
-  params.dtype = dtype_of(x);
-  launch_mul_relu(params, current_stream());
+  MatrixPassTensors pass;
+  pass.in[0] = x;
+  pass.y = y;
+  pass.out = z;
+  matrix_pass_cuda(launch_mul_relu, pass);
   return z;
 }
 
 Grads2 mul_relu_backward_cuda(const Tensor& dz, const Tensor& x, const Tensor& y) {
   auto [dx, dy] = mul_relu_backward_meta(dz, x, y);
-  const OnDevice on(x.device());
   if (dz.numel() == 0) return {dx, dy.zero_()};
-  const Rows in_dz(dz), in_x(x);
-  const Vector in_y(y);
-  MatrixPassParams params = {};
-  params.in[0] = in_dz.tensor.const_data_ptr();
-  params.in[1] = in_x.tensor.const_data_ptr();
-  params.in_row_stride[0] = in_dz.row_stride;
-  params.in_row_stride[1] = in_x.row_stride;
-  params.y = in_y.data();
-  params.out = dx.mutable_data_ptr();
-  params.row_sums = dy.mutable_data_ptr();
-  params.rows = in_x.rows;
-  params.n = in_x.n;
-  params.dtype = dtype_of(x);
-  const Tensor scratch = matrix_pass_scratch(params, x);
-  launch_mul_relu_backward(params, current_stream());
+  matrix_pass_cuda(launch_mul_relu_backward, backward_pass(dz, x, y, dx, dy));
   return {dx, dy};
 }
 #endif
 
-Tensor call_mul_relu(const Tensor& x, const Tensor& y) {
-  static const auto op = find_op<decltype(call_mul_relu)>("mul_relu");
-  return op.call(x, y);
-}
-
-Grads2 call_mul_relu_backward(const Tensor& dz, const Tensor& x, const Tensor& y) {
-  static const auto op = find_op<decltype(call_mul_relu_backward)>("mul_relu_backward");
-  return op.call(dz, x, y);
-}
-
-struct MulReluFunction : torch::autograd::Function<MulReluFunction> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& y) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    ctx->save_for_backward({x, y});
-    return call_mul_relu(x, y);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    auto [dx, dy] = call_mul_relu_backward(grads[0], saved[0], saved[1]);
-    return {dx, dy};
-  }
-};
-
-Tensor mul_relu_autograd(const Tensor& x, const Tensor& y) {
-  if (any_needs_grad(x, y)) return MulReluFunction::apply(x, y);
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_mul_relu(x, y);
-}
+using MulReluFunction = FunctionOfTwo<mul_relu_call, mul_relu_backward_call>;
 
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  m.def("mul_relu(Tensor x, Tensor y) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("mul_relu_backward(Tensor dz, Tensor x, Tensor y) -> (Tensor dx, Tensor dy)",
-        {at::Tag::pt2_compliant_tag});
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
-  m.impl("mul_relu", mul_relu_meta);
-  m.impl("mul_relu_backward", mul_relu_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
-  m.impl("mul_relu", mul_relu_cpu);
-  m.impl("mul_relu_backward", mul_relu_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
-#ifdef TORCHWELD_CUDA
-  m.impl("mul_relu", mul_relu_cuda);
-  m.impl("mul_relu_backward", mul_relu_backward_cuda);
-#else
-  m.impl("mul_relu", no_cuda_kernel_function());
-  m.impl("mul_relu_backward", no_cuda_kernel_function());
-#endif
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
-  m.impl("mul_relu", mul_relu_autograd);
-  m.impl("mul_relu_backward", no_gradient_function());
+  define_op(m, "mul_relu(Tensor x, Tensor y) -> Tensor", TW_KERNELS(mul_relu),
+            recorded_by<MulReluFunction>(call_mul_relu));
+  define_op(m, "mul_relu_backward(Tensor dz, Tensor x, Tensor y) -> (Tensor dx, Tensor dy)",
+            TW_KERNELS(mul_relu_backward), no_gradient_function());
 }
 
 }  // namespace

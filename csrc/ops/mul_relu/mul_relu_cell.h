@@ -6,11 +6,7 @@
 namespace torchweld {
 
 // in: x
-struct MulReluCell {
-  static constexpr int kReads = 1;
-  static constexpr bool kRowValues = true, kColumnValues = false, kWrites = true;
-  static constexpr bool kRowSums = false, kColumnSums = false;
-
+struct MulReluCell : MatrixPass<1, pass::row_values | pass::writes> {
   template <typename F>
   TW_HOST_DEVICE void operator()(Cell<F>& cell) const {
     const F product = cell.in[0] * cell.y;
@@ -19,11 +15,7 @@ struct MulReluCell {
 };
 
 // in: dz, x
-struct MulReluBackwardCell {
-  static constexpr int kReads = 2;
-  static constexpr bool kRowValues = true, kColumnValues = false, kWrites = true;
-  static constexpr bool kRowSums = true, kColumnSums = false;
-
+struct MulReluBackwardCell : MatrixPass<2, pass::row_values | pass::writes | pass::row_sums> {
   template <typename F>
   TW_HOST_DEVICE void operator()(Cell<F>& cell) const {
     const F dproduct = cell.in[1] * cell.y <= F(0) ? F(0) : cell.in[0];

@@ -26,6 +26,7 @@ Tensor outer_add_meta(const Tensor& x, const Tensor& y) {
   check_dim(op, "y", y, 1, "(rows,)");
   return at::empty_symint({y.sym_size(0), x.sym_size(0)}, x.options());
 }
+TW_OP(outer_add);
 
 Grads2 outer_add_backward_meta(const Tensor& dz) {
   const char* op = "outer_add_backward";
@@ -34,6 +35,7 @@ Grads2 outer_add_backward_meta(const Tensor& dz) {
   return {at::empty_symint({dz.sym_size(1)}, dz.options()),
           at::empty_symint({dz.sym_size(0)}, dz.options())};
 }
+TW_OP(outer_add_backward);
 
 Tensor outer_add_cpu(const Tensor& x, const Tensor& y) {
   Tensor z = outer_add_meta(x, y);
@@ -52,52 +54,29 @@ Grads2 outer_add_backward_cpu(const Tensor& dz) {
 Tensor outer_add_cuda(const Tensor& x, const Tensor& y) {
   Tensor z = outer_add_meta(x, y);
   if (z.numel() == 0) return z;
-  const OnDevice on(x.device());
-  const Vector in_x(x), in_y(y);
-  MatrixPassParams params = {};
-  params.x = in_x.data();
-  params.y = in_y.data();
-  params.out = z.mutable_data_ptr();
-  params.rows = z.size(0);
-  params.n = z.size(1);
-  params.dtype = dtype_of(x);
-  launch_outer_add(params, current_stream());
+  MatrixPassTensors pass;
+  pass.x = x;
+  pass.y = y;
+  pass.out = z;
+  matrix_pass_cuda(launch_outer_add, pass);
   return z;
 }
 
 Grads2 outer_add_backward_cuda(const Tensor& dz) {
   auto [dx, dy] = outer_add_backward_meta(dz);
-  const OnDevice on(dz.device());
   if (dz.numel() == 0) return {dx.zero_(), dy.zero_()};
-  const Rows in(dz);
-  MatrixPassParams params = {};
-  params.in[0] = in.tensor.const_data_ptr();
-  params.in_row_stride[0] = in.row_stride;
-  params.column_sums = dx.mutable_data_ptr();
-  params.row_sums = dy.mutable_data_ptr();
-  params.rows = in.rows;
-  params.n = in.n;
-  params.dtype = dtype_of(dz);
-  const Tensor scratch = matrix_pass_scratch(params, dz);
-  launch_outer_add_backward(params, current_stream());
+  MatrixPassTensors pass;
+  pass.in[0] = dz;
+  pass.column_sums = dx;
+  pass.row_sums = dy;
+  matrix_pass_cuda(launch_outer_add_backward, pass);
   return {dx, dy};
 }
 #endif
 
-Tensor call_outer_add(const Tensor& x, const Tensor& y) {
-  static const auto op = find_op<decltype(call_outer_add)>("outer_add");
-  return op.call(x, y);
-}
-
-Grads2 call_outer_add_backward(const Tensor& dz) {
-  static const auto op = find_op<decltype(call_outer_add_backward)>("outer_add_backward");
-  return op.call(dz);
-}
-
 struct OuterAddFunction : torch::autograd::Function<OuterAddFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& y) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    return call_outer_add(x, y);
+    return call_outer_add.below(x, y);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -106,40 +85,11 @@ struct OuterAddFunction : torch::autograd::Function<OuterAddFunction> {
   }
 };
 
-Tensor outer_add_autograd(const Tensor& x, const Tensor& y) {
-  if (any_needs_grad(x, y)) return OuterAddFunction::apply(x, y);
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_outer_add(x, y);
-}
-
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  m.def("outer_add(Tensor x, Tensor y) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("outer_add_backward(Tensor dz) -> (Tensor dx, Tensor dy)", {at::Tag::pt2_compliant_tag});
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
-  m.impl("outer_add", outer_add_meta);
-  m.impl("outer_add_backward", outer_add_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
-  m.impl("outer_add", outer_add_cpu);
-  m.impl("outer_add_backward", outer_add_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
-#ifdef TORCHWELD_CUDA
-  m.impl("outer_add", outer_add_cuda);
-  m.impl("outer_add_backward", outer_add_backward_cuda);
-#else
-  m.impl("outer_add", no_cuda_kernel_function());
-  m.impl("outer_add_backward", no_cuda_kernel_function());
-#endif
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
-  m.impl("outer_add", outer_add_autograd);
-  m.impl("outer_add_backward", no_gradient_function());
+  define_op(m, "outer_add(Tensor x, Tensor y) -> Tensor", TW_KERNELS(outer_add),
+            recorded_by<OuterAddFunction>(call_outer_add));
+  define_op(m, "outer_add_backward(Tensor dz) -> (Tensor dx, Tensor dy)",
+            TW_KERNELS(outer_add_backward), no_gradient_function());
 }
 
 }  // namespace

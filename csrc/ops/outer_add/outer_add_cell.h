@@ -5,11 +5,7 @@
 
 namespace torchweld {
 
-struct OuterAddCell {
-  static constexpr int kReads = 0;
-  static constexpr bool kRowValues = true, kColumnValues = true, kWrites = true;
-  static constexpr bool kRowSums = false, kColumnSums = false;
-
+struct OuterAddCell : MatrixPass<0, pass::row_values | pass::column_values | pass::writes> {
   template <typename F>
   TW_HOST_DEVICE void operator()(Cell<F>& cell) const {
     cell.out = cell.x + cell.y;
@@ -17,11 +13,7 @@ struct OuterAddCell {
 };
 
 // in: dz
-struct OuterAddBackwardCell {
-  static constexpr int kReads = 1;
-  static constexpr bool kRowValues = false, kColumnValues = false, kWrites = false;
-  static constexpr bool kRowSums = true, kColumnSums = true;
-
+struct OuterAddBackwardCell : MatrixPass<1, pass::row_sums | pass::column_sums> {
   template <typename F>
   TW_HOST_DEVICE void operator()(Cell<F>& cell) const {
     cell.to_row = cell.in[0];

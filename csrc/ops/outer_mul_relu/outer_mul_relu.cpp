@@ -31,6 +31,7 @@ std::vector<c10::SymInt> check_vectors(const char* op, const Tensor& x, const Te
 Tensor outer_mul_relu_meta(const Tensor& x, const Tensor& y) {
   return at::empty_symint(check_vectors("outer_mul_relu", x, y), x.options());
 }
+TW_OP(outer_mul_relu);
 
 Grads2 outer_mul_relu_backward_meta(const Tensor& dz, const Tensor& x, const Tensor& y) {
   const char* op = "outer_mul_relu_backward";
@@ -40,6 +41,7 @@ Grads2 outer_mul_relu_backward_meta(const Tensor& dz, const Tensor& x, const Ten
   return {at::empty_symint(x.sym_sizes(), x.options()),
           at::empty_symint(y.sym_sizes(), y.options())};
 }
+TW_OP(outer_mul_relu_backward);
 
 Tensor outer_mul_relu_cpu(const Tensor& x, const Tensor& y) {
   Tensor z = outer_mul_relu_meta(x, y);
@@ -48,16 +50,21 @@ Tensor outer_mul_relu_cpu(const Tensor& x, const Tensor& y) {
   return z;
 }
 
-Grads2 outer_mul_relu_backward_cpu(const Tensor& dz, const Tensor& x, const Tensor& y) {
-  auto [dx, dy] = outer_mul_relu_backward_meta(dz, x, y);
-  if (dz.numel() == 0) return {dx.zero_(), dy.zero_()};
+MatrixPassTensors backward_pass(const Tensor& dz, const Tensor& x, const Tensor& y,
+                                const Tensor& dx, const Tensor& dy) {
   MatrixPassTensors pass;
   pass.in[0] = dz;
   pass.x = x;
   pass.y = y;
   pass.column_sums = dx;
   pass.row_sums = dy;
-  matrix_pass_cpu(OuterMulReluBackwardCell{}, pass);
+  return pass;
+}
+
+Grads2 outer_mul_relu_backward_cpu(const Tensor& dz, const Tensor& x, const Tensor& y) {
+  auto [dx, dy] = outer_mul_relu_backward_meta(dz, x, y);
+  if (dz.numel() == 0) return {dx.zero_(), dy.zero_()};
+  matrix_pass_cpu(OuterMulReluBackwardCell{}, backward_pass(dz, x, y, dx, dy));
   return {dx, dy};
 }
 
@@ -65,100 +72,29 @@ Grads2 outer_mul_relu_backward_cpu(const Tensor& dz, const Tensor& x, const Tens
 Tensor outer_mul_relu_cuda(const Tensor& x, const Tensor& y) {
   Tensor z = outer_mul_relu_meta(x, y);
   if (z.numel() == 0) return z;
-  const OnDevice on(x.device());
-  const Vector in_x(x), in_y(y);
-  MatrixPassParams params = {};
-  params.x = in_x.data();
-  params.y = in_y.data();
-  params.out = z.mutable_data_ptr();
-  params.rows = z.size(0);
-  params.n = z.size(1);
-  params.dtype = dtype_of(x);
-  launch_outer_mul_relu(params, current_stream());
+  MatrixPassTensors pass;
+  pass.x = x;
+  pass.y = y;
+  pass.out = z;
+  matrix_pass_cuda(launch_outer_mul_relu, pass);
   return z;
 }
 
 Grads2 outer_mul_relu_backward_cuda(const Tensor& dz, const Tensor& x, const Tensor& y) {
   auto [dx, dy] = outer_mul_relu_backward_meta(dz, x, y);
-  const OnDevice on(x.device());
   if (dz.numel() == 0) return {dx.zero_(), dy.zero_()};
-  const Rows in(dz);
-  const Vector in_x(x), in_y(y);
-  MatrixPassParams params = {};
-  params.in[0] = in.tensor.const_data_ptr();
-  params.in_row_stride[0] = in.row_stride;
-  params.x = in_x.data();
-  params.y = in_y.data();
-  params.column_sums = dx.mutable_data_ptr();
-  params.row_sums = dy.mutable_data_ptr();
-  params.rows = in.rows;
-  params.n = in.n;
-  params.dtype = dtype_of(x);
-  const Tensor scratch = matrix_pass_scratch(params, x);
-  launch_outer_mul_relu_backward(params, current_stream());
+  matrix_pass_cuda(launch_outer_mul_relu_backward, backward_pass(dz, x, y, dx, dy));
   return {dx, dy};
 }
 #endif
 
-Tensor call_outer_mul_relu(const Tensor& x, const Tensor& y) {
-  static const auto op = find_op<decltype(call_outer_mul_relu)>("outer_mul_relu");
-  return op.call(x, y);
-}
-
-Grads2 call_outer_mul_relu_backward(const Tensor& dz, const Tensor& x, const Tensor& y) {
-  static const auto op = find_op<decltype(call_outer_mul_relu_backward)>("outer_mul_relu_backward");
-  return op.call(dz, x, y);
-}
-
-struct OuterMulReluFunction : torch::autograd::Function<OuterMulReluFunction> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& y) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    ctx->save_for_backward({x, y});
-    return call_outer_mul_relu(x, y);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    auto [dx, dy] = call_outer_mul_relu_backward(grads[0], saved[0], saved[1]);
-    return {dx, dy};
-  }
-};
-
-Tensor outer_mul_relu_autograd(const Tensor& x, const Tensor& y) {
-  if (any_needs_grad(x, y)) return OuterMulReluFunction::apply(x, y);
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_outer_mul_relu(x, y);
-}
+using OuterMulReluFunction = FunctionOfTwo<outer_mul_relu_call, outer_mul_relu_backward_call>;
 
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  m.def("outer_mul_relu(Tensor x, Tensor y) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("outer_mul_relu_backward(Tensor dz, Tensor x, Tensor y) -> (Tensor dx, Tensor dy)",
-        {at::Tag::pt2_compliant_tag});
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
-  m.impl("outer_mul_relu", outer_mul_relu_meta);
-  m.impl("outer_mul_relu_backward", outer_mul_relu_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
-  m.impl("outer_mul_relu", outer_mul_relu_cpu);
-  m.impl("outer_mul_relu_backward", outer_mul_relu_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
-#ifdef TORCHWELD_CUDA
-  m.impl("outer_mul_relu", outer_mul_relu_cuda);
-  m.impl("outer_mul_relu_backward", outer_mul_relu_backward_cuda);
-#else
-  m.impl("outer_mul_relu", no_cuda_kernel_function());
-  m.impl("outer_mul_relu_backward", no_cuda_kernel_function());
-#endif
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
-  m.impl("outer_mul_relu", outer_mul_relu_autograd);
-  m.impl("outer_mul_relu_backward", no_gradient_function());
+  define_op(m, "outer_mul_relu(Tensor x, Tensor y) -> Tensor", TW_KERNELS(outer_mul_relu),
+            recorded_by<OuterMulReluFunction>(call_outer_mul_relu));
+  define_op(m, "outer_mul_relu_backward(Tensor dz, Tensor x, Tensor y) -> (Tensor dx, Tensor dy)",
+            TW_KERNELS(outer_mul_relu_backward), no_gradient_function());
 }
 
 }  // namespace

@@ -5,11 +5,7 @@
 
 namespace torchweld {
 
-struct OuterMulReluCell {
-  static constexpr int kReads = 0;
-  static constexpr bool kRowValues = true, kColumnValues = true, kWrites = true;
-  static constexpr bool kRowSums = false, kColumnSums = false;
-
+struct OuterMulReluCell : MatrixPass<0, pass::row_values | pass::column_values | pass::writes> {
   template <typename F>
   TW_HOST_DEVICE void operator()(Cell<F>& cell) const {
     const F product = cell.x * cell.y;
@@ -18,11 +14,8 @@ struct OuterMulReluCell {
 };
 
 // in: dz
-struct OuterMulReluBackwardCell {
-  static constexpr int kReads = 1;
-  static constexpr bool kRowValues = true, kColumnValues = true, kWrites = false;
-  static constexpr bool kRowSums = true, kColumnSums = true;
-
+struct OuterMulReluBackwardCell
+    : MatrixPass<1, pass::row_values | pass::column_values | pass::row_sums | pass::column_sums> {
   template <typename F>
   TW_HOST_DEVICE void operator()(Cell<F>& cell) const {
     const F dproduct = cell.x * cell.y <= F(0) ? F(0) : cell.in[0];

@@ -24,6 +24,7 @@ Tensor row_sum_meta(const Tensor& x) {
   check_min_dim("row_sum", "x", x, 1, "(..., n)");
   return at::empty_symint(without_last(x), x.options());
 }
+TW_OP(row_sum);
 
 Tensor row_sum_cpu(const Tensor& x) {
   Tensor y = row_sum_meta(x);
@@ -60,15 +61,9 @@ Tensor row_sum_cuda(const Tensor& x) {
 
 #endif
 
-Tensor call_row_sum(const Tensor& x) {
-  static const auto op = find_op<decltype(call_row_sum)>("row_sum");
-  return op.call(x);
-}
-
 struct RowSumFunction : torch::autograd::Function<RowSumFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    Tensor y = call_row_sum(x);
+    Tensor y = call_row_sum.below(x);
     ctx->saved_data["n"] = x.sym_size(-1);
     return y;
   }
@@ -81,29 +76,10 @@ struct RowSumFunction : torch::autograd::Function<RowSumFunction> {
   }
 };
 
-Tensor row_sum_autograd(const Tensor& x) {
-  if (any_needs_grad(x)) return RowSumFunction::apply(x);
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_row_sum(x);
-}
-
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  m.def("row_sum(Tensor x) -> Tensor", {at::Tag::pt2_compliant_tag});
+  define_op(m, "row_sum(Tensor x) -> Tensor", TW_KERNELS(row_sum),
+            recorded_by<RowSumFunction>(call_row_sum));
 }
-
-TORCH_LIBRARY_IMPL(torchweld, Meta, m) { m.impl("row_sum", row_sum_meta); }
-
-TORCH_LIBRARY_IMPL(torchweld, CPU, m) { m.impl("row_sum", row_sum_cpu); }
-
-TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
-#ifdef TORCHWELD_CUDA
-  m.impl("row_sum", row_sum_cuda);
-#else
-  m.impl("row_sum", no_cuda_kernel_function());
-#endif
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Autograd, m) { m.impl("row_sum", row_sum_autograd); }
 
 }  // namespace
 }  // namespace torchweld::row_sum_room

@@ -6,7 +6,7 @@
 
 namespace torchweld {
 
-struct RowSumFamily {
+struct RowSumFamily : FirstByClass {
   static constexpr const char* kName = "row_sum";
   static constexpr Field kFields[] = {{"rows", 1, kMostSize}, {"n", 1, kMostSize},
                                       {"elem_size", 2, 4},    {"contiguous", 0, 1},
@@ -23,10 +23,6 @@ struct RowSumFamily {
   }
   static RowSumProblem problem(const Numbers& x) {
     return {x[0], x[1], x[2] == 4 ? 4 : 2, x[3] != 0, x[4] != 0, x[5] != 0, {}};
-  }
-  static Numbers key(Numbers x) {
-    x[0] = size_class(x[0]);
-    return x;
   }
 
   static RowSumChoice choose(const RowSumProblem& p) { return choose_row_sum(p); }

@@ -50,12 +50,29 @@ Tensor scalar_attention_meta(const Tensor& q, const Tensor& k, const Tensor& v) 
   check_scalar_attention("scalar_attention", q, k, v);
   return at::empty_symint(q.sym_sizes(), q.options());
 }
+TW_OP(scalar_attention);
 
 Forward scalar_attention_forward_meta(const Tensor& q, const Tensor& k, const Tensor& v) {
   check_scalar_attention("scalar_attention_forward", q, k, v);
   const auto wide = q.options().dtype(acc_dtype(q));
   return {at::empty_symint(q.sym_sizes(), q.options()), at::empty_symint(q.sym_sizes(), wide),
           at::empty_symint(q.sym_sizes(), wide)};
+}
+TW_OP(scalar_attention_forward);
+
+// The op and its forward op, by what fills their results on a device.
+template <auto into>
+Tensor scalar_attention_on(const Tensor& q, const Tensor& k, const Tensor& v) {
+  Tensor z = scalar_attention_meta(q, k, v);
+  into(z, nullptr, nullptr, q, k, v);
+  return z;
+}
+
+template <auto into>
+Forward scalar_attention_forward_on(const Tensor& q, const Tensor& k, const Tensor& v) {
+  auto [z, mean, sum] = scalar_attention_forward_meta(q, k, v);
+  into(z, &mean, &sum, q, k, v);
+  return {z, mean, sum};
 }
 
 void check_saved(const char* op, const char* name, const Tensor& t, const Tensor& q) {
@@ -76,6 +93,7 @@ Grads3 scalar_attention_backward_meta(const Tensor& dz, const Tensor& q, const T
   return {empty_input_grad(q, output_mask[0]), empty_input_grad(k, output_mask[1]),
           empty_input_grad(v, output_mask[2])};
 }
+TW_OP(scalar_attention_backward);
 
 // CPU. Blocks of rows whose scores stay in a core's cache, in a fixed number of groups: what is
 // summed over the rows is summed by group, so that the bits do not depend on the threads.
@@ -132,17 +150,8 @@ void scalar_attention_into(Tensor& z, Tensor* mean, Tensor* sum, const Tensor& q
   });
 }
 
-Tensor scalar_attention_cpu(const Tensor& q, const Tensor& k, const Tensor& v) {
-  Tensor z = scalar_attention_meta(q, k, v);
-  scalar_attention_into(z, nullptr, nullptr, q, k, v);
-  return z;
-}
-
-Forward scalar_attention_forward_cpu(const Tensor& q, const Tensor& k, const Tensor& v) {
-  auto [z, mean, sum] = scalar_attention_forward_meta(q, k, v);
-  scalar_attention_into(z, &mean, &sum, q, k, v);
-  return {z, mean, sum};
-}
+constexpr auto scalar_attention_cpu = scalar_attention_on<scalar_attention_into>;
+constexpr auto scalar_attention_forward_cpu = scalar_attention_forward_on<scalar_attention_into>;
 
 Grads3 scalar_attention_backward_cpu(const Tensor& dz, const Tensor& q, const Tensor& k,
                                      const Tensor& v, const Tensor& mean, const Tensor& sum,
@@ -191,17 +200,9 @@ void scalar_attention_into_cuda(Tensor& z, Tensor* mean, Tensor* sum, const Tens
       current_stream());
 }
 
-Tensor scalar_attention_cuda(const Tensor& q, const Tensor& k, const Tensor& v) {
-  Tensor z = scalar_attention_meta(q, k, v);
-  scalar_attention_into_cuda(z, nullptr, nullptr, q, k, v);
-  return z;
-}
-
-Forward scalar_attention_forward_cuda(const Tensor& q, const Tensor& k, const Tensor& v) {
-  auto [z, mean, sum] = scalar_attention_forward_meta(q, k, v);
-  scalar_attention_into_cuda(z, &mean, &sum, q, k, v);
-  return {z, mean, sum};
-}
+constexpr auto scalar_attention_cuda = scalar_attention_on<scalar_attention_into_cuda>;
+constexpr auto scalar_attention_forward_cuda =
+    scalar_attention_forward_on<scalar_attention_into_cuda>;
 
 Grads3 scalar_attention_backward_cuda(const Tensor& dz, const Tensor& q, const Tensor& k,
                                       const Tensor& v, const Tensor& mean, const Tensor& sum,
@@ -221,34 +222,12 @@ Grads3 scalar_attention_backward_cuda(const Tensor& dz, const Tensor& q, const T
 }
 #endif
 
-Tensor call_scalar_attention(const Tensor& q, const Tensor& k, const Tensor& v) {
-  static const auto op = find_op<decltype(call_scalar_attention)>("scalar_attention");
-  return op.call(q, k, v);
-}
-
-Forward call_scalar_attention_forward(const Tensor& q, const Tensor& k, const Tensor& v) {
-  static const auto op =
-      find_op<decltype(call_scalar_attention_forward)>("scalar_attention_forward");
-  return op.call(q, k, v);
-}
-
-Grads3 call_scalar_attention_backward(const Tensor& dz, const Tensor& q, const Tensor& k,
-                                      const Tensor& v, const Tensor& mean, const Tensor& sum,
-                                      std::array<bool, 3> output_mask) {
-  static const auto op =
-      find_op<decltype(call_scalar_attention_backward)>("scalar_attention_backward");
-  return op.call(dz, q, k, v, mean, sum, output_mask);
-}
-
 struct ScalarAttentionFunction : torch::autograd::Function<ScalarAttentionFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k,
                                const Tensor& v) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    auto [z, mean, sum] = call_scalar_attention_forward(q, k, v);
+    auto [z, mean, sum] = call_scalar_attention_forward.below(q, k, v);
     ctx->save_for_backward({q, k, v, mean, sum});
-    ctx->mark_non_differentiable({mean, sum});
-    ctx->set_materialize_grads(false);
-    return {z, mean, sum};
+    return outputs_of(ctx, {z, mean, sum});
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -262,66 +241,20 @@ struct ScalarAttentionFunction : torch::autograd::Function<ScalarAttentionFuncti
   }
 };
 
-Forward scalar_attention_forward_autograd(const Tensor& q, const Tensor& k, const Tensor& v) {
-  if (any_needs_grad(q, k, v)) {
-    const auto out = ScalarAttentionFunction::apply(q, k, v);
-    return {out[0], out[1], out[2]};
-  }
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_scalar_attention_forward(q, k, v);
-}
-
-Tensor scalar_attention_autograd(const Tensor& q, const Tensor& k, const Tensor& v) {
-  if (any_needs_grad(q, k, v)) {
-    // Refusals name this op, not scalar_attention_forward.
-    check_scalar_attention("scalar_attention", q, k, v);
-    return ScalarAttentionFunction::apply(q, k, v)[0];
-  }
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_scalar_attention(q, k, v);
-}
-
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  m.def("scalar_attention(Tensor q, Tensor k, Tensor v) -> Tensor", tags);
-  m.def(
-      "scalar_attention_forward(Tensor q, Tensor k, Tensor v) -> "
-      "(Tensor z, Tensor mean, Tensor sum)",
-      tags);
-  m.def(
+  define_op(m, "scalar_attention(Tensor q, Tensor k, Tensor v) -> Tensor",
+            TW_KERNELS(scalar_attention),
+            recorded_by<ScalarAttentionFunction>(call_scalar_attention, check_scalar_attention));
+  define_op(m,
+            "scalar_attention_forward(Tensor q, Tensor k, Tensor v) -> "
+            "(Tensor z, Tensor mean, Tensor sum)",
+            TW_KERNELS(scalar_attention_forward),
+            recorded_by<ScalarAttentionFunction>(call_scalar_attention_forward));
+  define_op(
+      m,
       "scalar_attention_backward(Tensor dz, Tensor q, Tensor k, Tensor v, Tensor mean, Tensor sum, "
       "*, bool[3] output_mask) -> (Tensor dq, Tensor dk, Tensor dv)",
-      tags);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
-  m.impl("scalar_attention", scalar_attention_meta);
-  m.impl("scalar_attention_forward", scalar_attention_forward_meta);
-  m.impl("scalar_attention_backward", scalar_attention_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
-  m.impl("scalar_attention", scalar_attention_cpu);
-  m.impl("scalar_attention_forward", scalar_attention_forward_cpu);
-  m.impl("scalar_attention_backward", scalar_attention_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
-#ifdef TORCHWELD_CUDA
-  m.impl("scalar_attention", scalar_attention_cuda);
-  m.impl("scalar_attention_forward", scalar_attention_forward_cuda);
-  m.impl("scalar_attention_backward", scalar_attention_backward_cuda);
-#else
-  m.impl("scalar_attention", no_cuda_kernel_function());
-  m.impl("scalar_attention_forward", no_cuda_kernel_function());
-  m.impl("scalar_attention_backward", no_cuda_kernel_function());
-#endif
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
-  m.impl("scalar_attention", scalar_attention_autograd);
-  m.impl("scalar_attention_forward", scalar_attention_forward_autograd);
-  m.impl("scalar_attention_backward", no_gradient_function());
+      TW_KERNELS(scalar_attention_backward), no_gradient_function());
 }
 
 }  // namespace

@@ -33,18 +33,11 @@ void launch_scalar_attention_backward(const ScalarAttentionBackwardParams& param
                                       cudaStream_t stream) {
   const int64_t n = params.n;
   PrepareArgs prepare = {{params.k, params.v, params.q, params.dz}, 4, nullptr, nullptr, n};
-  const float* g_vectors = launch_prepare(prepare, params.scratch, params.dtype, stream);
-  ScalarAttentionArgs args = {};
-  args.g_keys = reinterpret_cast<const KeyRange*>(params.scratch);
-  args.g_k = g_vectors;
-  args.g_v = g_vectors + n;
-  args.g_q = g_vectors + 2 * n;
-  args.g_dz = g_vectors + 3 * n;
+  ScalarAttentionArgs args = launch_prepare(prepare, params.scratch, params.dtype, stream);
+  args.g_dz = args.g_q + n;
   args.g_mean = params.mean;
   args.g_sum = params.sum;
   args.v_scale = 1.f;
-  args.g_parts = params.scratch + kRangeFloats + 4 * n;
-  args.n = n;
   dispatch_dtype(params.dtype, [&](auto element) {
     using T = decltype(element);
     // One after the other on the stream: both sweeps use the same scratch.

@@ -37,15 +37,8 @@ int64_t scalar_attention_scratch_floats(int64_t n, bool backward) {
 void launch_scalar_attention(const ScalarAttentionParams& params, cudaStream_t stream) {
   const int64_t n = params.n;
   PrepareArgs prepare = {{params.k, params.v, params.q}, 3, nullptr, nullptr, n};
-  const float* g_vectors = launch_prepare(prepare, params.scratch, params.dtype, stream);
-  ScalarAttentionArgs args = {};
-  args.g_keys = reinterpret_cast<const KeyRange*>(params.scratch);
-  args.g_k = g_vectors;
-  args.g_v = g_vectors + n;
-  args.g_q = g_vectors + 2 * n;
+  ScalarAttentionArgs args = launch_prepare(prepare, params.scratch, params.dtype, stream);
   args.v_scale = scalar_attention_value_scale(n);
-  args.g_parts = params.scratch + kRangeFloats + 3 * n;
-  args.n = n;
   const int splits = launch_sweep<ForwardJob, kForwardSweep>(args, stream);
   dispatch_dtype(params.dtype, [&](auto element) {
     using T = decltype(element);

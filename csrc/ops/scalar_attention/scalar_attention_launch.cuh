@@ -66,16 +66,24 @@ __global__ __launch_bounds__(kPrepareThreads) void scalar_attention_prepare_kern
 // Scratch: the range of the keys, the vectors, the sums of the splits.
 constexpr int64_t kRangeFloats = 4;
 
-// Copies the vectors into scratch; returns where they lie.
-inline const float* launch_prepare(PrepareArgs args, float* scratch, DType dtype,
-                                   cudaStream_t stream) {
-  args.g_keys = reinterpret_cast<KeyRange*>(scratch);
-  args.g_to = scratch + kRangeFloats;
+// Copies the vectors, k, v and q first, into scratch; returns what a sweep over them reads.
+inline ScalarAttentionArgs launch_prepare(PrepareArgs prepare, float* scratch, DType dtype,
+                                          cudaStream_t stream) {
+  const int64_t n = prepare.n;
+  prepare.g_keys = reinterpret_cast<KeyRange*>(scratch);
+  prepare.g_to = scratch + kRangeFloats;
   dispatch_dtype(dtype, [&](auto element) {
     launch_kernel(scalar_attention_prepare_kernel<decltype(element)>, {1, kPrepareThreads}, stream,
-                  args);
+                  prepare);
   });
-  return args.g_to;
+  ScalarAttentionArgs args = {};
+  args.g_keys = prepare.g_keys;
+  args.g_k = prepare.g_to;
+  args.g_v = prepare.g_to + n;
+  args.g_q = prepare.g_to + 2 * n;
+  args.g_parts = prepare.g_to + prepare.count * n;
+  args.n = n;
+  return args;
 }
 
 template <typename Job>

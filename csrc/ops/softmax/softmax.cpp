@@ -22,6 +22,7 @@ Tensor softmax_meta(const Tensor& x) {
   check_min_dim("softmax", "x", x, 1, "(..., n)");
   return at::empty_symint(x.sym_sizes(), x.options());
 }
+TW_OP(softmax);
 
 Tensor softmax_backward_meta(const Tensor& dy, const Tensor& y) {
   check_floating("softmax_backward", "dy", dy);
@@ -30,6 +31,7 @@ Tensor softmax_backward_meta(const Tensor& dy, const Tensor& y) {
   check_shape("softmax_backward", "y", y, dy.sym_sizes(), "dy's shape");
   return at::empty_symint(y.sym_sizes(), y.options());
 }
+TW_OP(softmax_backward);
 
 Tensor softmax_cpu(const Tensor& x) {
   Tensor y = softmax_meta(x);
@@ -70,20 +72,9 @@ Tensor softmax_backward_cuda(const Tensor& dy, const Tensor& y) {
 }
 #endif
 
-Tensor call_softmax(const Tensor& x) {
-  static const auto op = find_op<decltype(call_softmax)>("softmax");
-  return op.call(x);
-}
-
-Tensor call_softmax_backward(const Tensor& dy, const Tensor& y) {
-  static const auto op = find_op<decltype(call_softmax_backward)>("softmax_backward");
-  return op.call(dy, y);
-}
-
 struct SoftmaxFunction : torch::autograd::Function<SoftmaxFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    Tensor y = call_softmax(x);
+    Tensor y = call_softmax.below(x);
     ctx->save_for_backward({y});
     return y;
   }
@@ -93,40 +84,11 @@ struct SoftmaxFunction : torch::autograd::Function<SoftmaxFunction> {
   }
 };
 
-Tensor softmax_autograd(const Tensor& x) {
-  if (any_needs_grad(x)) return SoftmaxFunction::apply(x);
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_softmax(x);
-}
-
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  m.def("softmax(Tensor x) -> Tensor", {at::Tag::pt2_compliant_tag});
-  m.def("softmax_backward(Tensor dy, Tensor y) -> Tensor", {at::Tag::pt2_compliant_tag});
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
-  m.impl("softmax", softmax_meta);
-  m.impl("softmax_backward", softmax_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
-  m.impl("softmax", softmax_cpu);
-  m.impl("softmax_backward", softmax_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
-#ifdef TORCHWELD_CUDA
-  m.impl("softmax", softmax_cuda);
-  m.impl("softmax_backward", softmax_backward_cuda);
-#else
-  m.impl("softmax", no_cuda_kernel_function());
-  m.impl("softmax_backward", no_cuda_kernel_function());
-#endif
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
-  m.impl("softmax", softmax_autograd);
-  m.impl("softmax_backward", no_gradient_function());
+  define_op(m, "softmax(Tensor x) -> Tensor", TW_KERNELS(softmax),
+            recorded_by<SoftmaxFunction>(call_softmax));
+  define_op(m, "softmax_backward(Tensor dy, Tensor y) -> Tensor", TW_KERNELS(softmax_backward),
+            no_gradient_function());
 }
 
 }  // namespace

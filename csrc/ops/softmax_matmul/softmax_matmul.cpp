@@ -26,7 +26,7 @@ using Grads = std::tuple<Tensor, Tensor>;
 // Returns out's sizes.
 std::vector<c10::SymInt> softmax_matmul_checks(const char* op, const Tensor& scores,
                                                const Tensor& value, const OptionalTensor& leftpad,
-                                               double scale) {
+                                               bool causal, double scale) {
   check_floating(op, "scores", scores);
   check_dim(op, "scores", scores, 4, "(batch, nheads, seqlen_q, seqlen_k)");
   check_like(op, "value", value, "scores", scores);
@@ -39,32 +39,48 @@ std::vector<c10::SymInt> softmax_matmul_checks(const char* op, const Tensor& sco
   return with_last(scores, value.sym_size(3));
 }
 
-Forward softmax_matmul_alloc(const char* op, const Tensor& scores, const Tensor& value,
-                             const OptionalTensor& leftpad, double scale) {
-  const auto sizes = softmax_matmul_checks(op, scores, value, leftpad, scale);
-  return {at::empty_symint(sizes, scores.options()),
-          at::empty_symint(without_last(scores), scores.options().dtype(acc_dtype(scores)))};
-}
-
 Tensor softmax_matmul_meta(const Tensor& scores, const Tensor& value, const OptionalTensor& leftpad,
                            bool causal, double scale) {
-  const auto sizes = softmax_matmul_checks("softmax_matmul", scores, value, leftpad, scale);
+  const auto sizes = softmax_matmul_checks("softmax_matmul", scores, value, leftpad, causal, scale);
   return at::empty_symint(sizes, scores.options());
 }
+TW_OP(softmax_matmul);
 
 Forward softmax_matmul_forward_meta(const Tensor& scores, const Tensor& value,
                                     const OptionalTensor& leftpad, bool causal, double scale) {
-  return softmax_matmul_alloc("softmax_matmul_forward", scores, value, leftpad, scale);
+  const char* op = "softmax_matmul_forward";
+  const auto sizes = softmax_matmul_checks(op, scores, value, leftpad, causal, scale);
+  return {at::empty_symint(sizes, scores.options()),
+          at::empty_symint(without_last(scores), scores.options().dtype(acc_dtype(scores)))};
 }
+TW_OP(softmax_matmul_forward);
 
 Grads softmax_matmul_backward_meta(const Tensor& dout, const Tensor& scores, const Tensor& value,
                                    const Tensor& out, const Tensor& lse,
                                    const OptionalTensor& leftpad, bool causal, double scale) {
   const char* op = "softmax_matmul_backward";
-  const auto sizes = softmax_matmul_checks(op, scores, value, leftpad, scale);
+  const auto sizes = softmax_matmul_checks(op, scores, value, leftpad, causal, scale);
   check_attention_saved(op, dout, out, lse, sizes, "scores", scores);
   return {at::empty_symint(scores.sym_sizes(), scores.options()),
           at::empty_symint(value.sym_sizes(), value.options())};
+}
+TW_OP(softmax_matmul_backward);
+
+// The op and its forward op, by what fills their results on a device.
+template <auto into>
+Tensor softmax_matmul_on(const Tensor& scores, const Tensor& value, const OptionalTensor& leftpad,
+                         bool causal, double scale) {
+  Tensor out = softmax_matmul_meta(scores, value, leftpad, causal, scale);
+  into(out, nullptr, scores, value, leftpad, causal, scale);
+  return out;
+}
+
+template <auto into>
+Forward softmax_matmul_forward_on(const Tensor& scores, const Tensor& value,
+                                  const OptionalTensor& leftpad, bool causal, double scale) {
+  auto [out, lse] = softmax_matmul_forward_meta(scores, value, leftpad, causal, scale);
+  into(out, &lse, scores, value, leftpad, causal, scale);
+  return {out, lse};
 }
 
 MaskRule rule_of(const Tensor& scores, const OptionalTensor& leftpad, bool causal) {
@@ -97,19 +113,8 @@ void softmax_matmul_into(Tensor& out, Tensor* lse, const Tensor& scores, const T
   });
 }
 
-Tensor softmax_matmul_cpu(const Tensor& scores, const Tensor& value, const OptionalTensor& leftpad,
-                          bool causal, double scale) {
-  Tensor out = softmax_matmul_meta(scores, value, leftpad, causal, scale);
-  softmax_matmul_into(out, nullptr, scores, value, leftpad, causal, scale);
-  return out;
-}
-
-Forward softmax_matmul_forward_cpu(const Tensor& scores, const Tensor& value,
-                                   const OptionalTensor& leftpad, bool causal, double scale) {
-  auto [out, lse] = softmax_matmul_forward_meta(scores, value, leftpad, causal, scale);
-  softmax_matmul_into(out, &lse, scores, value, leftpad, causal, scale);
-  return {out, lse};
-}
+constexpr auto softmax_matmul_cpu = softmax_matmul_on<softmax_matmul_into>;
+constexpr auto softmax_matmul_forward_cpu = softmax_matmul_forward_on<softmax_matmul_into>;
 
 Grads softmax_matmul_backward_cpu(const Tensor& dout, const Tensor& scores, const Tensor& value,
                                   const Tensor& out, const Tensor& lse,
@@ -185,19 +190,8 @@ void softmax_matmul_into_cuda(Tensor& out, Tensor* lse, const Tensor& scores, co
       current_stream());
 }
 
-Tensor softmax_matmul_cuda(const Tensor& scores, const Tensor& value, const OptionalTensor& leftpad,
-                           bool causal, double scale) {
-  Tensor out = softmax_matmul_meta(scores, value, leftpad, causal, scale);
-  softmax_matmul_into_cuda(out, nullptr, scores, value, leftpad, causal, scale);
-  return out;
-}
-
-Forward softmax_matmul_forward_cuda(const Tensor& scores, const Tensor& value,
-                                    const OptionalTensor& leftpad, bool causal, double scale) {
-  auto [out, lse] = softmax_matmul_forward_meta(scores, value, leftpad, causal, scale);
-  softmax_matmul_into_cuda(out, &lse, scores, value, leftpad, causal, scale);
-  return {out, lse};
-}
+constexpr auto softmax_matmul_cuda = softmax_matmul_on<softmax_matmul_into_cuda>;
+constexpr auto softmax_matmul_forward_cuda = softmax_matmul_forward_on<softmax_matmul_into_cuda>;
 
 Grads softmax_matmul_backward_cuda(const Tensor& dout, const Tensor& scores, const Tensor& value,
                                    const Tensor& out, const Tensor& lse,
@@ -228,36 +222,14 @@ Grads softmax_matmul_backward_cuda(const Tensor& dout, const Tensor& scores, con
 }
 #endif
 
-Tensor call_softmax_matmul(const Tensor& scores, const Tensor& value, const OptionalTensor& leftpad,
-                           bool causal, double scale) {
-  static const auto op = find_op<decltype(call_softmax_matmul)>("softmax_matmul");
-  return op.call(scores, value, leftpad, causal, scale);
-}
-
-Forward call_softmax_matmul_forward(const Tensor& scores, const Tensor& value,
-                                    const OptionalTensor& leftpad, bool causal, double scale) {
-  static const auto op = find_op<decltype(call_softmax_matmul_forward)>("softmax_matmul_forward");
-  return op.call(scores, value, leftpad, causal, scale);
-}
-
-Grads call_softmax_matmul_backward(const Tensor& dout, const Tensor& scores, const Tensor& value,
-                                   const Tensor& out, const Tensor& lse,
-                                   const OptionalTensor& leftpad, bool causal, double scale) {
-  static const auto op = find_op<decltype(call_softmax_matmul_backward)>("softmax_matmul_backward");
-  return op.call(dout, scores, value, out, lse, leftpad, causal, scale);
-}
-
 struct SoftmaxMatmulFunction : torch::autograd::Function<SoftmaxMatmulFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& scores, const Tensor& value,
                                const OptionalTensor& leftpad, bool causal, double scale) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    auto [out, lse] = call_softmax_matmul_forward(scores, value, leftpad, causal, scale);
+    auto [out, lse] = call_softmax_matmul_forward.below(scores, value, leftpad, causal, scale);
     ctx->save_for_backward({scores, value, out, lse, or_undefined(leftpad)});
     ctx->saved_data["causal"] = causal;
     ctx->saved_data["scale"] = scale;
-    ctx->mark_non_differentiable({lse});
-    ctx->set_materialize_grads(false);
-    return {out, lse};
+    return outputs_of(ctx, {out, lse});
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -270,96 +242,26 @@ struct SoftmaxMatmulFunction : torch::autograd::Function<SoftmaxMatmulFunction> 
   }
 };
 
-Forward softmax_matmul_forward_autograd(const Tensor& scores, const Tensor& value,
-                                        const OptionalTensor& leftpad, bool causal, double scale) {
-  if (any_needs_grad(scores, value)) {
-    const auto out = SoftmaxMatmulFunction::apply(scores, value, leftpad, causal, scale);
-    return {out[0], out[1]};
-  }
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_softmax_matmul_forward(scores, value, leftpad, causal, scale);
-}
-
-Tensor softmax_matmul_autograd(const Tensor& scores, const Tensor& value,
-                               const OptionalTensor& leftpad, bool causal, double scale) {
-  if (any_needs_grad(scores, value)) {
-    // Refusals name this op, not softmax_matmul_forward.
-    softmax_matmul_checks("softmax_matmul", scores, value, leftpad, scale);
-    return SoftmaxMatmulFunction::apply(scores, value, leftpad, causal, scale)[0];
-  }
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_softmax_matmul(scores, value, leftpad, causal, scale);
-}
-
-template <at::DeviceType device>
-Tensor softmax_matmul_autocast(const Tensor& scores, const Tensor& value,
-                               const OptionalTensor& leftpad, bool causal, double scale) {
-  const Autocast<device> cast;
-  return call_softmax_matmul(cast(scores), cast(value), leftpad, causal, scale);
-}
-
-template <at::DeviceType device>
-Forward softmax_matmul_forward_autocast(const Tensor& scores, const Tensor& value,
-                                        const OptionalTensor& leftpad, bool causal, double scale) {
-  const Autocast<device> cast;
-  return call_softmax_matmul_forward(cast(scores), cast(value), leftpad, causal, scale);
-}
-
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  m.def(
+  define_op(
+      m,
       "softmax_matmul(Tensor scores, Tensor value, Tensor? leftpad=None, *, bool causal=False, "
       "float scale=1.0) -> Tensor",
-      tags);
-  m.def(
-      "softmax_matmul_forward(Tensor scores, Tensor value, Tensor? leftpad=None, *, "
-      "bool causal=False, float scale=1.0) -> (Tensor out, Tensor lse)",
-      tags);
-  m.def(
+      TW_KERNELS(softmax_matmul),
+      recorded_by<SoftmaxMatmulFunction>(call_softmax_matmul, softmax_matmul_checks));
+  define_op(m,
+            "softmax_matmul_forward(Tensor scores, Tensor value, Tensor? leftpad=None, *, "
+            "bool causal=False, float scale=1.0) -> (Tensor out, Tensor lse)",
+            TW_KERNELS(softmax_matmul_forward),
+            recorded_by<SoftmaxMatmulFunction>(call_softmax_matmul_forward));
+  define_op(
+      m,
       "softmax_matmul_backward(Tensor dout, Tensor scores, Tensor value, Tensor out, Tensor lse, "
       "Tensor? leftpad=None, *, bool causal=False, float scale=1.0) -> "
       "(Tensor dscores, Tensor dvalue)",
-      tags);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
-  m.impl("softmax_matmul", softmax_matmul_meta);
-  m.impl("softmax_matmul_forward", softmax_matmul_forward_meta);
-  m.impl("softmax_matmul_backward", softmax_matmul_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
-  m.impl("softmax_matmul", softmax_matmul_cpu);
-  m.impl("softmax_matmul_forward", softmax_matmul_forward_cpu);
-  m.impl("softmax_matmul_backward", softmax_matmul_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
-#ifdef TORCHWELD_CUDA
-  m.impl("softmax_matmul", softmax_matmul_cuda);
-  m.impl("softmax_matmul_forward", softmax_matmul_forward_cuda);
-  m.impl("softmax_matmul_backward", softmax_matmul_backward_cuda);
-#else
-  m.impl("softmax_matmul", no_cuda_kernel_function());
-  m.impl("softmax_matmul_forward", no_cuda_kernel_function());
-  m.impl("softmax_matmul_backward", no_cuda_kernel_function());
-#endif
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
-  m.impl("softmax_matmul", softmax_matmul_autograd);
-  m.impl("softmax_matmul_forward", softmax_matmul_forward_autograd);
-  m.impl("softmax_matmul_backward", no_gradient_function());
-}
-
-TORCH_LIBRARY_IMPL(torchweld, AutocastCPU, m) {
-  m.impl("softmax_matmul", softmax_matmul_autocast<at::kCPU>);
-  m.impl("softmax_matmul_forward", softmax_matmul_forward_autocast<at::kCPU>);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) {
-  m.impl("softmax_matmul", softmax_matmul_autocast<at::kCUDA>);
-  m.impl("softmax_matmul_forward", softmax_matmul_forward_autocast<at::kCUDA>);
+      TW_KERNELS(softmax_matmul_backward), no_gradient_function());
+  define_autocast(m, call_softmax_matmul);
+  define_autocast(m, call_softmax_matmul_forward);
 }
 
 }  // namespace

@@ -179,13 +179,8 @@ void launch_dvalue(const SoftmaxMatmulBackwardParams& params, cudaStream_t strea
 }  // namespace
 
 void launch_softmax_matmul_dvalue(const SoftmaxMatmulBackwardParams& params, cudaStream_t stream) {
-  dispatch_math(params.problem, [&](auto element, auto tf32) {
-    using T = decltype(element);
-    if (params.problem.head_dim_v <= 64) {
-      launch_dvalue<DvalueConfig<T, tf32.value, 64>>(params, stream);
-    } else {
-      launch_dvalue<DvalueConfig<T, tf32.value, 128>>(params, stream);
-    }
+  dispatch_columns(params.problem, [&](auto element, auto tf32, auto columns) {
+    launch_dvalue<DvalueConfig<decltype(element), tf32.value, columns.value>>(params, stream);
   });
   check_launch("softmax_matmul_backward");
 }

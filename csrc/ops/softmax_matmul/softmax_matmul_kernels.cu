@@ -276,13 +276,8 @@ void launch_forward(const SoftmaxMatmulParams& params, cudaStream_t stream) {
 }  // namespace
 
 void launch_softmax_matmul(const SoftmaxMatmulParams& params, cudaStream_t stream) {
-  dispatch_math(params.problem, [&](auto element, auto tf32) {
-    using T = decltype(element);
-    if (params.problem.head_dim_v <= 64) {
-      launch_forward<ForwardConfig<T, tf32.value, 64>>(params, stream);
-    } else {
-      launch_forward<ForwardConfig<T, tf32.value, 128>>(params, stream);
-    }
+  dispatch_columns(params.problem, [&](auto element, auto tf32, auto columns) {
+    launch_forward<ForwardConfig<decltype(element), tf32.value, columns.value>>(params, stream);
   });
   check_launch("softmax_matmul");
 }

@@ -7,6 +7,7 @@
 
 #include <type_traits>
 
+#include "core/index.h"
 #include "core/launch.h"
 #include "device/mma_sync.cuh"
 #include "device/vec.cuh"
@@ -195,12 +196,6 @@ __device__ __forceinline__ void multiply_transposed(float (&acc)[kKeys / 8][4],
   }
 }
 
-constexpr int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
-
-__device__ __forceinline__ int clamp_int(int64_t x, int low, int high) {
-  return static_cast<int>(x < low ? low : (x > high ? high : x));
-}
-
 // Fills a tile (kRows, kColumns) from rows [begin, end) and the first `columns` columns of g_tile,
 // zeros elsewhere, where nothing is read. Ready after copy_async_wait and a barrier.
 template <int kRows, int kColumns, int kPitch, int kThreads, typename T>
@@ -285,6 +280,15 @@ void dispatch_math(const SoftmaxMatmulProblem& problem, const Body& body) {
     default:
       return problem.tf32 ? body(float{}, std::true_type{}) : body(float{}, std::false_type{});
   }
+}
+
+// The same with how many columns of value's head dim a block has.
+template <typename Body>
+void dispatch_columns(const SoftmaxMatmulProblem& problem, const Body& body) {
+  dispatch_math(problem, [&](auto element, auto tf32) {
+    problem.head_dim_v <= 64 ? body(element, tf32, std::integral_constant<int, 64>{})
+                             : body(element, tf32, std::integral_constant<int, 128>{});
+  });
 }
 
 // Launches `blocks` blocks, as many at a time as a grid can hold; the kernel's last argument is the

@@ -23,3 +23,16 @@ def padded_conv2d(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """torchweld.conv2d in torch's ops."""
     kh, kw = weight.shape
     return F.conv2d(F.pad(x, (0, kw - 1, 0, kh - 1))[:, None], weight[None, None])[:, 0]
+
+
+def judged(
+    out: torch.Tensor,
+    eager: torch.Tensor,
+    reference: torch.Tensor,
+    allowed: float | None = None,
+) -> dict[str, float]:
+    """The errors of a row; None allows two roundings."""
+    if allowed is None:
+        allowed = two_roundings(out.dtype, reference.abs().max().item())
+    error, eager_error = largest_error(out, reference), largest_error(eager, reference)
+    return {"error": error, "eager_error": eager_error, "allowed_error": allowed}

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchweld._library import ops
-from torchweld.bench.common import dtype_text, largest_error, two_roundings
+from torchweld.bench.common import dtype_text, judged
 from torchweld.bench.results import Row, make_row
 from torchweld.bench.timer import interleaved
 
@@ -46,15 +46,8 @@ def _forward(
         rounds=11,
     )
     case = f"conv2d {shape} {size} x {size} {dtype_text(dtype)}"
-    row = make_row(
-        case,
-        times,
-        against="copy",
-        target=targets.get(case),
-        error=largest_error(ops.conv2d(part, weight), reference),
-        eager_error=largest_error(_eager(part, weight), reference),
-        allowed_error=two_roundings(dtype, reference.abs().max().item()),
-    )
+    errors = judged(ops.conv2d(part, weight), _eager(part, weight), reference)
+    row = make_row(case, times, against="copy", target=targets.get(case), **errors)
     yield row
     yield row.over("F.conv2d", targets)
 
@@ -91,9 +84,7 @@ def _backward(
         ),
         against="torch",
         target=targets.get(case),
-        error=largest_error(ours()[0][part], reference),
-        eager_error=largest_error(theirs, reference),
-        allowed_error=two_roundings(dtype, reference.abs().max().item()),
+        **judged(ours()[0][part], theirs, reference),
     )
 
 

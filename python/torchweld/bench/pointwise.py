@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchweld._library import ops
-from torchweld.bench.common import dtype_text, largest_error, two_roundings
+from torchweld.bench.common import dtype_text, judged, largest_error, two_roundings
 from torchweld.bench.results import Row, make_row
 from torchweld.bench.timer import interleaved
 
@@ -51,9 +51,7 @@ def _forward(
         ),
         against=against,
         target=targets.get(case),
-        error=largest_error(ours(*few), reference),
-        eager_error=largest_error(eager(*few), reference),
-        allowed_error=two_roundings(first.dtype, reference.abs().max().item()),
+        **judged(ours(*few), eager(*few), reference),
     )
 
 
@@ -158,6 +156,10 @@ def _mul_relu_backward(
     )
 
 
+def _relu_product(x: Tensor, y: Tensor) -> Tensor:
+    return torch.relu(x * y[:, None])
+
+
 def rows(targets: dict[str, float]) -> Iterator[Row]:
     """Every case of the family, measured when it is asked for."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -165,22 +167,8 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
             matrix, x, y = _randn(dtype, *shape), _randn(dtype, shape[1]), _randn(dtype, shape[0])
             yield _forward("add_scalar", lambda x, c: x + c, [matrix, 0.5], shape, "copy", targets)
             yield _forward("outer_add", lambda x, y: x + y[:, None], [x, y], shape, "fill", targets)
-            yield _forward(
-                "outer_mul_relu",
-                lambda x, y: torch.relu(x * y[:, None]),
-                [x, y],
-                shape,
-                "fill",
-                targets,
-            )
-            yield _forward(
-                "mul_relu",
-                lambda x, y: torch.relu(x * y[:, None]),
-                [matrix, y],
-                shape,
-                "copy",
-                targets,
-            )
+            yield _forward("outer_mul_relu", _relu_product, [x, y], shape, "fill", targets)
+            yield _forward("mul_relu", _relu_product, [matrix, y], shape, "copy", targets)
             del matrix
             yield from _outer_backward("outer_add", shape, dtype, targets)
             yield from _outer_backward("outer_mul_relu", shape, dtype, targets)

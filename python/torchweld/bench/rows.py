@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from torchweld._library import ops
-from torchweld.bench.common import dtype_text, largest_error, two_roundings
+from torchweld.bench.common import dtype_text, judged, two_roundings
 from torchweld.bench.results import Row, make_row
 from torchweld.bench.timer import interleaved
 
@@ -47,9 +47,7 @@ def _softmax(
         interleaved(calls, device="cuda"),
         against="copy",
         target=targets.get(case),
-        error=largest_error(ops.softmax(x)[:_CHECKED_ROWS], reference),
-        eager_error=largest_error(torch.softmax(x[:_CHECKED_ROWS], -1), reference),
-        allowed_error=two_roundings(dtype, reference.max().item()),
+        **judged(ops.softmax(x)[:_CHECKED_ROWS], torch.softmax(x[:_CHECKED_ROWS], -1), reference),
     )
     yield row
     for peer in others:
@@ -77,9 +75,7 @@ def _softmax_backward(n: int, dtype: torch.dtype, targets: dict[str, float]) -> 
         ),
         against="move 3",
         target=targets.get(case),
-        error=largest_error(ops.softmax_backward(dy, y)[:_CHECKED_ROWS], reference),
-        eager_error=largest_error(eager, reference),
-        allowed_error=two_roundings(dtype, reference.abs().max().item()),
+        **judged(ops.softmax_backward(dy, y)[:_CHECKED_ROWS], eager, reference),
     )
 
 
@@ -113,9 +109,12 @@ def _causal_softmax(
         ),
         against="copy",
         target=targets.get(case),
-        error=largest_error(ops.causal_softmax(x[:1], leftpad[:1]), reference),
-        eager_error=largest_error(eager(x[:1]).nan_to_num(0.0), reference),
-        allowed_error=two_roundings(dtype, 1.0),
+        **judged(
+            ops.causal_softmax(x[:1], leftpad[:1]),
+            eager(x[:1]).nan_to_num(0.0),
+            reference,
+            two_roundings(dtype, 1.0),
+        ),
     )
 
 
@@ -131,10 +130,8 @@ def _row_sum(rows: int, n: int, dtype: torch.dtype, targets: dict[str, float]) -
         ),
         against="torch",
         target=targets.get(case),
-        error=largest_error(ops.row_sum(x), reference),
-        eager_error=largest_error(torch.sum(x, -1), reference),
         # A sum of n standard normals is about sqrt(n) large, here never six times that.
-        allowed_error=two_roundings(dtype, 6 * n**0.5),
+        **judged(ops.row_sum(x), torch.sum(x, -1), reference, two_roundings(dtype, 6 * n**0.5)),
     )
 
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchweld._library import ops, require
+from torchweld._library import ops
 from torchweld._refusals import sentences
 from torchweld.ops.folded_layer_norm_linear import FoldedLayerNormLinear
-from torchweld.ops.linear import (
-    activation_module,
-    activation_name,
-    check_activation,
-    reset_as_torch,
-)
+from torchweld.ops.linear import activation_name
+from torchweld.ops.norm_linear import NormLinear
 
 
 @sentences
@@ -52,7 +48,7 @@ def layer_norm_linear(
     )
 
 
-class LayerNormLinear(nn.Module):
+class LayerNormLinear(NormLinear):
     """`nn.Sequential(nn.LayerNorm(in), nn.Linear(in, out), activation)` as one op.
 
     Parameters `weight`, `bias` as in `nn.Linear`; `ln_weight`, `ln_bias` as in `nn.LayerNorm`.
@@ -67,8 +63,6 @@ class LayerNormLinear(nn.Module):
         ln_bias: whether they include a bias (`bias` of `nn.LayerNorm`).
     """
 
-    __constants__ = ["in_features", "out_features", "eps", "activation"]
-
     def __init__(
         self,
         in_features: int,
@@ -82,24 +76,12 @@ class LayerNormLinear(nn.Module):
         ln_affine: bool = True,
         ln_bias: bool = True,
     ) -> None:
-        super().__init__()
-        require()
-        self.in_features = in_features
-        self.out_features = out_features
-        self.eps = eps
-        self.activation = check_activation(activation, "LayerNormLinear")
-        linear = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        super().__init__(in_features, out_features, bias, eps, activation, device, dtype)
         norm = nn.LayerNorm(in_features, eps, ln_affine, ln_bias, device=device, dtype=dtype)
-        self.weight = linear.weight
-        self.register_parameter("bias", linear.bias)
         self.ln_weight: nn.Parameter | None
         self.ln_bias: nn.Parameter | None
         self.register_parameter("ln_weight", norm.weight)
         self.register_parameter("ln_bias", norm.bias)
-
-    def reset_parameters(self) -> None:
-        """Draws the parameters anew, as `nn.Linear` and `nn.LayerNorm` draw theirs."""
-        reset_as_torch(self.to_torch())
 
     @classmethod
     def from_torch(cls, module: nn.Sequential) -> LayerNormLinear:
@@ -135,11 +117,8 @@ class LayerNormLinear(nn.Module):
         """`nn.Sequential(LayerNorm, Linear, activation)` that shares the parameters."""
         affine, shifted = self.ln_weight is not None, self.ln_bias is not None
         norm = nn.LayerNorm(self.in_features, self.eps, affine, shifted, device="meta")
-        biased = self.bias is not None
-        linear = nn.Linear(self.in_features, self.out_features, biased, device="meta")
         norm.weight, norm.bias = self.ln_weight, self.ln_bias
-        linear.weight, linear.bias = self.weight, self.bias
-        return nn.Sequential(norm, linear, activation_module(self.activation)).train(self.training)
+        return self._behind(norm)
 
     @torch.jit.unused
     def fold(self) -> FoldedLayerNormLinear:
@@ -159,8 +138,5 @@ class LayerNormLinear(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, eps={self.eps}, activation={self.activation!r}, "
-            f"ln_affine={self.ln_weight is not None}, ln_bias={self.ln_bias is not None}"
-        )
+        parts = f"ln_affine={self.ln_weight is not None}, ln_bias={self.ln_bias is not None}"
+        return f"{super().extra_repr()}, {parts}"

@@ -7,14 +7,10 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from torchweld._library import ops, require
+from torchweld._library import ops
 from torchweld._refusals import sentences
-from torchweld.ops.linear import (
-    activation_module,
-    activation_name,
-    check_activation,
-    reset_as_torch,
-)
+from torchweld.ops.linear import activation_name
+from torchweld.ops.norm_linear import NormLinear
 
 
 @sentences
@@ -49,7 +45,7 @@ def rms_norm_linear(
     return ops.rms_norm_linear(x, weight, bias, norm_weight, eps=eps, activation=activation)
 
 
-class RMSNormLinear(nn.Module):
+class RMSNormLinear(NormLinear):
     """`nn.Sequential(nn.RMSNorm(in), nn.Linear(in, out), activation)` as one op.
 
     Parameters `weight`, `bias` as in `nn.Linear`; `norm_weight` as `nn.RMSNorm.weight`.
@@ -63,8 +59,6 @@ class RMSNormLinear(nn.Module):
         norm_affine: whether the RMSNorm has a weight (`elementwise_affine` of `nn.RMSNorm`).
     """
 
-    __constants__ = ["in_features", "out_features", "eps", "activation"]
-
     def __init__(
         self,
         in_features: int,
@@ -77,22 +71,10 @@ class RMSNormLinear(nn.Module):
         *,
         norm_affine: bool = True,
     ) -> None:
-        super().__init__()
-        require()
-        self.in_features = in_features
-        self.out_features = out_features
-        self.eps = eps
-        self.activation = check_activation(activation, "RMSNormLinear")
-        linear = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.weight = linear.weight
-        self.register_parameter("bias", linear.bias)
+        super().__init__(in_features, out_features, bias, eps, activation, device, dtype)
         self.norm_weight: nn.Parameter | None
         norm = nn.RMSNorm(in_features, elementwise_affine=norm_affine, device=device, dtype=dtype)
         self.register_parameter("norm_weight", norm.weight)
-
-    def reset_parameters(self) -> None:
-        """Draws the parameters anew, as `nn.Linear` and `nn.RMSNorm` draw theirs."""
-        reset_as_torch(self.to_torch())
 
     @classmethod
     def from_torch(cls, module: nn.Sequential) -> RMSNormLinear:
@@ -129,30 +111,19 @@ class RMSNormLinear(nn.Module):
 
     def to_torch(self) -> nn.Sequential:
         """`nn.Sequential(RMSNorm, Linear, activation)` that shares the parameters."""
-        affine, biased = self.norm_weight is not None, self.bias is not None
+        affine = self.norm_weight is not None
         norm = nn.RMSNorm(self.in_features, self.eps, affine, device="meta")
-        linear = nn.Linear(self.in_features, self.out_features, biased, device="meta")
         norm.weight = self.norm_weight
-        linear.weight, linear.bias = self.weight, self.bias
-        return nn.Sequential(norm, linear, activation_module(self.activation)).train(self.training)
+        return self._behind(norm)
 
     def forward(self, x: Tensor) -> Tensor:
         """`(..., in_features)` to `(..., out_features)`."""
         return torch.ops.torchweld.rms_norm_linear(
-            x,
-            self.weight,
-            self.bias,
-            self.norm_weight,
-            eps=self.eps,
-            activation=self.activation,
+            x, self.weight, self.bias, self.norm_weight, eps=self.eps, activation=self.activation
         )
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, eps={self.eps}, activation={self.activation!r}, "
-            f"norm_affine={self.norm_weight is not None}"
-        )
+        return f"{super().extra_repr()}, norm_affine={self.norm_weight is not None}"
 
 
 def _eps_of(norm: nn.Module, linear: nn.Module) -> float | None:

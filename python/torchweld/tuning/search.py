@@ -2,69 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import torchweld._library as library
-from torchweld.explain import _DEVICE_FIELDS
 from torchweld.info import ops_of_library
 from torchweld.tuning import cache
+from torchweld.tuning.parts import Part, parts_of, tables, watch
 from torchweld.tuning.progress import Progress
 from torchweld.tuning.result import Row, TuneResult, empty_row
-from torchweld.tuning.work import Answers, bytes_of, flops, sum_length, tensors_of
+from torchweld.tuning.work import Answers, bytes_of, flops, sum_length
 
 # A configuration that is so many times slower than another is timed once.
 _SLOW = 8.0
-
-
-@dataclass
-class Part:
-    """A kernel of the call that has several configurations."""
-
-    family: str
-    numbers: list[int]  # of its problem
-    problem: dict[str, int]  # the same by name
-    choice: str  # what the call takes by itself
-    source: str
-
-    def text(self) -> str:
-        own = list(self.problem.items())[:-_DEVICE_FIELDS]
-        return f"{self.family} ({', '.join(f'{k} {v}' for k, v in own)})"
-
-
-def _tables() -> Any:
-    return library.introspection("torchweld.tune")
-
-
-def _watch(call: Callable[[], Any]) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """The call's results, and what was chosen and launched in it."""
-    library.ops._begin_watch()
-    try:
-        outputs = tensors_of(call())
-    finally:
-        seen = [json.loads(text) for text in library.ops._end_watch()]
-    # Launches before anything was chosen belong to no family.
-    return outputs, [record for record in seen if record["family"]]
-
-
-def _parts(seen: list[dict[str, Any]]) -> list[Part]:
-    """The kernels of a watched call, one of each shape class."""
-    _C = _tables()
-    fields = _C.families()
-    found: dict[tuple[str, tuple[int, ...]], Part] = {}
-    for record in seen:
-        family, numbers = record["family"], record["problem"]
-        problem = dict(zip(fields[family], numbers, strict=True))
-        key = family, tuple(_C.shape_class(family, numbers))
-        part = Part(family, numbers, problem, record["choice"], record["source"])
-        found.setdefault(key, part)
-    return list(found.values())
 
 
 @contextmanager
@@ -137,7 +91,7 @@ class Search:
     def _rows(self, index: int, part: Part, configs: list[dict] | None) -> list[Row]:
         """A row for each configuration; what can't run has its reason already."""
         rows = []
-        for found in _tables().candidates(part.family, part.numbers):
+        for found in tables().candidates(part.family, part.numbers):
             own = found["choice"] == part.choice
             row = empty_row(
                 part=index,
@@ -200,7 +154,7 @@ class Search:
         try:
             self.force(part, row["choice"])
             with _fresh_memory_is_nan():
-                outputs, seen = _watch(self._call)
+                outputs, seen = watch(self._call)
             row["error"], row["reason"] = answers.judge(outputs)
         except torch.OutOfMemoryError:
             row["reason"] = "out of GPU memory"
@@ -251,7 +205,7 @@ def _checked_configs(configs: Any, parts: list[Part]) -> list[dict[str, Any]] | 
         return None
     columns: dict[str, None] = {"choice": None}
     for part in parts:
-        for found in _tables().candidates(part.family, part.numbers):
+        for found in tables().candidates(part.family, part.numbers):
             columns.update(dict.fromkeys(found["columns"]))
     checked = [dict(config) for config in configs]
     unknown = [key for config in checked for key in config if key not in columns]
@@ -350,8 +304,8 @@ def _tune(
     bar = Progress(f"tune {result.op}", progress)
     parts: list[Part] = []
     try:
-        outputs, seen = _watch(call)
-        parts = _parts(seen)
+        outputs, seen = watch(call)
+        parts = parts_of(seen)
         if not parts:
             result.note = (
                 f"torchweld.tune: {result.op} has one configuration for these arguments, which "

@@ -1,0 +1,265 @@
+// An op of a norm of x's rows and the matmul behind it, and its gradient:
+//   y = activation(norm(x) @ weight.T + bias)
+//   x (..., K), weight (N, K), bias (N,), y (..., N)
+//
+// <op>_forward also returns what the gradient needs: the pre-activation (or a (0,) tensor, see
+// linear), and the statistics of the rows (...) in fp32 (fp64 for fp64). The normalised rows are
+// computed again from them, so that they are not kept between forward and backward.
+#pragma once
+
+#include <algorithm>
+
+#include "core/dispatch.h"
+#include "core/linear_common.h"
+
+#ifdef TORCHWELD_CUDA
+#include "layers/norm_linear.h"
+#endif
+
+namespace torchweld {
+
+// What a norm is made of: its vectors (K,), scale before shift, and its statistics (...), mean
+// before rstd. LayerNorm has both of each, RMSNorm scale and rstd.
+template <size_t kCount>
+using NormVectors = std::array<OptionalTensor, kCount>;
+template <size_t kCount>
+using NormStatistics = std::array<Tensor, kCount>;
+
+template <typename T, size_t>
+using Repeat = T;
+
+// `Norm` has
+//   kOp, kForward, kBackward  the ops' names
+//   kVectors, kStatistics     arguments' names
+//   normalise                 CPU: the normalised rows, in x's dtype, and the statistics
+//   normalise_again           CPU: the rows from saved statistics
+//   backward                  CPU: the gradients from that of the normalised rows
+template <typename Norm, typename = std::make_index_sequence<Norm::kVectors.size()>,
+          typename = std::make_index_sequence<Norm::kStatistics.size()>>
+struct NormLinear;
+
+template <typename Norm, size_t... v, size_t... s>
+struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>> {
+  using Vectors = NormVectors<sizeof...(v)>;
+  using Statistics = NormStatistics<sizeof...(s)>;
+  using Mask = std::array<bool, 3 + sizeof...(v)>;
+  using Forward = std::tuple<Tensor, Tensor, Repeat<Tensor, s>...>;
+  using Grads = std::tuple<Tensor, Tensor, Tensor, Repeat<Tensor, v>...>;
+
+  static std::vector<c10::SymInt> check_tensors(const char* op, const Tensor& x,
+                                                const Tensor& weight, const OptionalTensor& bias,
+                                                const Vectors& vectors) {
+    const auto sizes = check_linear(op, x, "weight", weight, bias);
+    (check_vector(op, Norm::kVectors[v], vectors[v], x.sym_size(-1), "(K,)", x), ...);
+    return sizes;
+  }
+
+  // Returns y's sizes.
+  static std::vector<c10::SymInt> check(const char* op, const Tensor& x, const Tensor& weight,
+                                        const OptionalTensor& bias,
+                                        Repeat<const OptionalTensor&, v>... vectors, double eps,
+                                        c10::string_view activation) {
+    const auto sizes = check_tensors(op, x, weight, bias, {vectors...});
+    check_eps(op, eps);
+    parse_activation(op, activation);
+    return sizes;
+  }
+
+  static Tensor op_meta(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                        Repeat<const OptionalTensor&, v>... vectors, double eps,
+                        c10::string_view activation) {
+    return empty_result(x, check(Norm::kOp, x, weight, bias, vectors..., eps, activation));
+  }
+
+  static Forward forward_meta(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                              Repeat<const OptionalTensor&, v>... vectors, double eps,
+                              c10::string_view activation) {
+    const char* op = Norm::kForward;
+    const auto sizes = check(op, x, weight, bias, vectors..., eps, activation);
+    const bool saves = saves_preact(parse_activation(op, activation));
+    const auto statistic = [&](size_t) {
+      return at::empty_symint(without_last(x), x.options().dtype(acc_dtype(x)));
+    };
+    return {empty_result(x, sizes), saves ? empty_result(x, sizes) : at::empty({0}, x.options()),
+            statistic(s)...};
+  }
+
+  static Grads backward_meta(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                             Repeat<const OptionalTensor&, v>... vectors,
+                             Repeat<const Tensor&, s>... statistics, const OptionalTensor& preact,
+                             c10::string_view activation, Mask output_mask) {
+    const char* op = Norm::kBackward;
+    const auto sizes = check_tensors(op, x, weight, std::nullopt, {vectors...});
+    check_dy(op, dy, sizes, x);
+    check_preact(op, preact, parse_activation(op, activation), sizes, x);
+    (check_statistic(op, Norm::kStatistics[s], statistics, x), ...);
+    return {empty_input_grad(x, output_mask[0]), empty_weight_grad(weight, output_mask[1]),
+            empty_vector_grad(weight, weight.sym_size(0), output_mask[2]),
+            empty_vector_grad(x, x.sym_size(-1), output_mask[3 + v] && is_given(vectors))...};
+  }
+
+  static Tensor op_cpu(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                       Repeat<const OptionalTensor&, v>... vectors, double eps,
+                       c10::string_view activation) {
+    Tensor y = op_meta(x, weight, bias, vectors..., eps, activation);
+    if (y.numel() == 0) return y;
+    linear_into(y, Norm::normalise(x, {vectors...}, eps).first, weight, bias);
+    activate_into(y, y, parse_activation(Norm::kOp, activation));
+    return y;
+  }
+
+  static Forward forward_cpu(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                             Repeat<const OptionalTensor&, v>... vectors, double eps,
+                             c10::string_view activation) {
+    Forward results = forward_meta(x, weight, bias, vectors..., eps, activation);
+    auto &y = std::get<0>(results), &preact = std::get<1>(results);
+    const auto [normalised, statistics] = Norm::normalise(x, {vectors...}, eps);
+    const Statistics from = statistics;  // a structured binding can't stand in a fold
+    (std::get<2 + s>(results).copy_(from[s]), ...);
+    if (y.numel() == 0) return results;
+    const Activation act = parse_activation(Norm::kForward, activation);
+    Tensor& z = saves_preact(act) ? preact : y;
+    linear_into(z, normalised, weight, bias);
+    activate_into(y, z, act);
+    return results;
+  }
+
+  static Grads backward_cpu(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                            Repeat<const OptionalTensor&, v>... vectors,
+                            Repeat<const Tensor&, s>... statistics, const OptionalTensor& preact,
+                            c10::string_view activation, Mask output_mask) {
+    Grads grads =
+        backward_meta(dy, x, weight, vectors..., statistics..., preact, activation, output_mask);
+    const Tensor dz =
+        as_matrix(activation_backward(dy, preact, parse_activation(Norm::kBackward, activation)));
+    const bool wants_rows = output_mask[0] || (output_mask[3 + v] || ...);
+    const Tensor normalised =
+        output_mask[1] ? as_matrix(Norm::normalise_again(x, {vectors...}, {statistics...}))
+                       : Tensor();
+    Tensor dnormalised = wants_rows ? at::empty(x.sizes(), x.options()) : Tensor();
+    linear_backward_into(dnormalised, std::get<1>(grads), std::get<2>(grads),
+                         {wants_rows, output_mask[1], output_mask[2]}, dz, normalised, weight);
+    if (wants_rows && x.numel() == 0) {
+      (std::get<3 + v>(grads).zero_(), ...);
+    } else if (wants_rows) {
+      Norm::backward({std::get<0>(grads), std::get<3 + v>(grads)...}, output_mask[0], dnormalised,
+                     x, {vectors...}, {statistics...});
+    }
+    return grads;
+  }
+
+#ifdef TORCHWELD_CUDA
+  static RowNorm row_norm(const Vectors& vectors) {
+    RowNorm norm = {/*centred=*/sizeof...(s) == 2, vectors[0]};
+    if constexpr (sizeof...(v) == 2) norm.shift = vectors[1];
+    return norm;
+  }
+
+  static RowStatistics row_statistics(const Statistics& statistics) {
+    if constexpr (sizeof...(s) == 2)
+      return {statistics[0], statistics[1]};
+    else
+      return {std::nullopt, statistics[0]};
+  }
+
+  static Tensor op_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                        Repeat<const OptionalTensor&, v>... vectors, double eps,
+                        c10::string_view activation) {
+    Tensor y = op_meta(x, weight, bias, vectors..., eps, activation);
+    if (y.numel() == 0) return y;
+    const OnDevice on(x.device());
+    matmul_into(as_matrix(y), norm_rows(row_norm({vectors...}), x, eps), weight,
+                {bias, parse_activation(Norm::kOp, activation)});
+    return y;
+  }
+
+  static Forward forward_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                              Repeat<const OptionalTensor&, v>... vectors, double eps,
+                              c10::string_view activation) {
+    const Forward results = forward_meta(x, weight, bias, vectors..., eps, activation);
+    const Tensor& y = std::get<0>(results);
+    const OnDevice on(x.device());
+    const Tensor normalised =
+        norm_rows(row_norm({vectors...}), x, eps, row_statistics({std::get<2 + s>(results)...}));
+    if (y.numel() == 0) return results;
+    MatmulEpilogue epilogue = {bias, parse_activation(Norm::kForward, activation)};
+    if (saves_preact(epilogue.activation)) epilogue.preact = std::get<1>(results);
+    matmul_into(as_matrix(y), normalised, weight, epilogue);
+    return results;
+  }
+
+  static Grads backward_cuda(const Tensor& dy, const Tensor& x, const Tensor& weight,
+                             Repeat<const OptionalTensor&, v>... vectors,
+                             Repeat<const Tensor&, s>... statistics, const OptionalTensor& preact,
+                             c10::string_view activation, Mask output_mask) {
+    const Grads grads =
+        backward_meta(dy, x, weight, vectors..., statistics..., preact, activation, output_mask);
+    const OnDevice on(x.device());
+    const Tensor dz = activation_backward_into(std::get<2>(grads), dy, preact,
+                                               parse_activation(Norm::kBackward, activation));
+    const Tensor no_shift = empty_vector_grad(x, 0, /*wanted=*/false);
+    const std::array<Tensor, 3> dvectors = {std::get<3 + v>(grads)..., no_shift};
+    norm_matmul_backward_into(std::get<0>(grads), std::get<1>(grads), dvectors[0], dvectors[1],
+                              output_mask[0], output_mask[1], row_norm({vectors...}), dz, x, weight,
+                              row_statistics({statistics...}));
+    return grads;
+  }
+#endif
+
+  struct Call : OpCall<Call, decltype(op_meta)> {
+    static constexpr const char* kName = Norm::kOp;
+  };
+  struct ForwardCall : OpCall<ForwardCall, decltype(forward_meta)> {
+    static constexpr const char* kName = Norm::kForward;
+  };
+  struct BackwardCall : OpCall<BackwardCall, decltype(backward_meta)> {
+    static constexpr const char* kName = Norm::kBackward;
+  };
+
+  struct Function : torch::autograd::Function<Function> {
+    static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
+                                 const OptionalTensor& bias,
+                                 Repeat<const OptionalTensor&, v>... vectors, double eps,
+                                 c10::string_view activation) {
+      const Forward results = ForwardCall().below(x, weight, bias, vectors..., eps, activation);
+      const auto &y = std::get<0>(results), &preact = std::get<1>(results);
+      const Activation act = parse_activation(Norm::kOp, activation);
+      const Tensor saved = saves_preact(act) ? preact : needs_preact(act) ? y : Tensor();
+      ctx->save_for_backward(
+          {x, weight, saved, or_undefined(vectors)..., std::get<2 + s>(results)...});
+      ctx->saved_data["activation"] = activation;
+      ctx->saved_data["bias"] = is_given(bias) && bias->requires_grad();
+      return outputs_of(ctx, {y, preact, std::get<2 + s>(results)...});
+    }
+
+    static variable_list backward(AutogradContext* ctx, const variable_list& dys) {
+      variable_list inputs(5 + sizeof...(v));  // eps and activation too
+      if (!dys[0].defined()) return inputs;
+      const auto saved = ctx->get_saved_variables();
+      const Tensor &x = saved[0], &weight = saved[1];
+      const Tensor *vectors = &saved[3], *statistics = vectors + sizeof...(v);
+      const Mask wanted = {x.requires_grad(), weight.requires_grad(),
+                           ctx->saved_data["bias"].toBool(),
+                           vectors[v].defined() && vectors[v].requires_grad()...};
+      const Grads grads =
+          BackwardCall()(dys[0], x, weight, optional(vectors[v])..., statistics[s]...,
+                         optional(saved[2]), ctx->saved_data["activation"].toStringRef(), wanted);
+      inputs[0] = if_wanted(wanted[0], std::get<0>(grads));
+      inputs[1] = if_wanted(wanted[1], std::get<1>(grads));
+      inputs[2] = if_wanted(wanted[2], std::get<2>(grads));
+      ((inputs[3 + v] = if_wanted(wanted[3 + v], std::get<3 + v>(grads))), ...);
+      return inputs;
+    }
+  };
+
+  // The schemas of the three ops.
+  static void define(torch::Library& m, const char* op, const char* forward, const char* backward) {
+    define_op(m, op, TW_KERNELS(op), recorded_by<Function>(Call(), check));
+    define_op(m, forward, TW_KERNELS(forward), recorded_by<Function>(ForwardCall()));
+    define_op(m, backward, TW_KERNELS(backward), no_gradient_function());
+    define_autocast(m, Call());
+    define_autocast(m, ForwardCall());
+  }
+};
+
+}  // namespace torchweld

@@ -1,0 +1,58 @@
+"""What a call chose and launched: its kernels that have several configurations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+import torchweld._library as library
+from torchweld.explain import _DEVICE_FIELDS
+from torchweld.tuning.work import tensors_of
+
+
+@dataclass
+class Part:
+    """A kernel of the call that has several configurations."""
+
+    family: str
+    numbers: list[int]  # of its problem
+    problem: dict[str, int]  # the same by name
+    choice: str  # what the call takes by itself
+    source: str
+
+    def text(self) -> str:
+        own = list(self.problem.items())[:-_DEVICE_FIELDS]
+        return f"{self.family} ({', '.join(f'{k} {v}' for k, v in own)})"
+
+
+def tables() -> Any:
+    return library.introspection("torchweld.tune")
+
+
+def watch(call: Callable[[], Any]) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    """The call's results, and what was chosen and launched in it."""
+    library.ops._begin_watch()
+    try:
+        outputs = tensors_of(call())
+    finally:
+        seen = [json.loads(text) for text in library.ops._end_watch()]
+    # Launches before anything was chosen belong to no family.
+    return outputs, [record for record in seen if record["family"]]
+
+
+def parts_of(seen: list[dict[str, Any]]) -> list[Part]:
+    """The kernels of a watched call, one of each shape class."""
+    _C = tables()
+    fields = _C.families()
+    found: dict[tuple[str, tuple[int, ...]], Part] = {}
+    for record in seen:
+        family, numbers = record["family"], record["problem"]
+        problem = dict(zip(fields[family], numbers, strict=True))
+        key = family, tuple(_C.shape_class(family, numbers))
+        part = Part(family, numbers, problem, record["choice"], record["source"])
+        found.setdefault(key, part)
+    return list(found.values())

@@ -1,0 +1,46 @@
+"""Tensors and sizes that the ops' pages share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from numerics import assert_same_bits
+from samples import call, dtypes
+
+# M, N, K around the edges of tiles.
+MATMUL_SIZES = [(1, 1, 1), (1, 129, 31), (31, 1, 33), (33, 31, 1), (32, 32, 32), (63, 65, 64)]
+MATMUL_SIZES += [(65, 33, 127), (64, 128, 129), (127, 63, 65), (129, 127, 128), (5, 7, 1021)]
+
+
+def randn(
+    device: str, dtype: torch.dtype, *shape: int, scale: float = 1.0, mean: float = 0.0
+) -> Tensor:
+    return (torch.randn(shape, dtype=torch.float64) * scale + mean).to(dtype).to(device)
+
+
+def pads(device: str, *values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def permuted(t: Tensor, perm: Sequence[int]) -> Tensor:
+    """t's values, which lie in memory as those of another order of its dims."""
+    back = [perm.index(d) for d in range(t.dim())]
+    return t.permute(back).contiguous().permute(perm)
+
+
+def need_dtype(device: str, dtype: torch.dtype) -> None:
+    if dtype not in dtypes(device):
+        pytest.skip(f"{dtype} is CPU only")
+
+
+def check_output_mask(backward: str, args: Sequence[Tensor | None], mask: int, count: int) -> None:
+    """What was not asked for has shape (0,); the rest does not change."""
+    wanted = [bool(mask >> i & 1) for i in range(count)]
+    full = call(backward)(*args, output_mask=[True] * count)
+    got = call(backward)(*args, output_mask=wanted)
+    for grad, ref, want in zip(got, full, wanted, strict=True):
+        assert_same_bits(grad, ref if want else ref.new_empty(0))
