@@ -56,7 +56,8 @@ TABLE = [
     Family(
         "gemm_sm90_${dtype}_$kind",
         "gemm/sm90/kernel.cuh",
-        "template void launch_sm90_tile<GemmMath::$kDtype, $tile>(const Sm90Params&, cudaStream_t);",
+        "template void launch_sm90_tile<GemmMath::$kDtype, $tile>("
+        "const Sm90Params&, cudaStream_t);",
         each(dtype=SIXTEEN_BIT, kind=("pingpong",), tile=(0, 1))
         + each(dtype=SIXTEEN_BIT, kind=("cooperative",), tile=(2, 3))
         + each(dtype=SIXTEEN_BIT, kind=("turned",), tile=(4, 5))
@@ -70,6 +71,13 @@ TABLE = [
         "void launch_attention_$dtype(int tile, const AttentionParams& params, cudaStream_t stream)"
         " { launch_attention_tiles<$T, AttentionMath::$math>(tile, params, stream); }",
         each(dtype=SIXTEEN_BIT, math=("k16Bit",)) + each(dtype=("tf32",), math=("kTf32",)),
+    ),
+    Family(
+        "attention_decode_$dtype",
+        "ops/attention/attention_decode.cuh",
+        "void launch_attention_decode_$dtype(const AttentionParams& params, cudaStream_t stream)"
+        " { launch_attention_decode_of<$T>(params, stream); }",
+        each(dtype=SIXTEEN_BIT),
     ),
     # `tile` counts in kAttentionBackwardTiles, `dims` are the head dims that the tiles serve.
     Family(

@@ -13,10 +13,13 @@
 #include "core/dispatch.h"
 
 #ifdef TORCHWELD_CUDA
+#include "core/choices.h"
+#include "core/counters.h"
 #include "core/cuda_inputs.h"
 #include "layers/matmul.h"
 #include "ops/attention/attention.h"
 #include "ops/attention/attention_backward.h"
+#include "ops/attention/attention_family.h"
 #endif
 
 namespace torchweld::attention_room {
@@ -230,6 +233,16 @@ void attention_into_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Te
   params.causal = causal;
   params.tf32 = matmul_may_use_tf32(query);
   params.dtype = dtype_of(query);
+  const AttentionProblem problem =
+      attention_problem(params.sizes, params.dtype, params.tf32, causal, params.leftpad);
+  params.choice = pick<AttentionFamily>(problem);
+  Tensor parts, arrived;
+  if (const int64_t floats = attention_part_floats(problem, params.choice); floats > 0) {
+    parts = at::empty({floats}, query.options().dtype(at::kFloat));
+    params.parts = mutable_data<float>(parts);
+    arrived = zero_counters(attention_part_counters(problem, params.choice), query);
+    params.arrived = static_cast<unsigned*>(arrived.mutable_data_ptr());
+  }
   launch_attention(params, current_stream());
 }
 

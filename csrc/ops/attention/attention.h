@@ -44,6 +44,9 @@ struct AttentionParams {
   bool causal;
   bool tf32;  // fp32 matmuls in one TF32 pass
   DType dtype;
+  AttentionChoice choice;
+  float* parts;       // attention_part_floats(...), of the splits; nullptr where that is 0
+  unsigned* arrived;  // attention_part_counters(...), zeros; the same
 
   TW_HOST_DEVICE MaskRule rule() const {
     return {sizes.seqlen_q, sizes.seqlen_k, causal, leftpad != nullptr};
@@ -65,6 +68,17 @@ inline AttentionProblem attention_problem(const AttentionSizes& s, DType dtype, 
           {s.batch * s.nheads, s.nheads / s.nheads_kv, causal, leftpad != nullptr,
            dtype == DType::kBFloat16},
           device_facts()};
+}
+
+// Of every split's rows: the sums, the maximum and the sum of probabilities.
+inline int64_t attention_part_floats(const AttentionProblem& p, const AttentionChoice& choice) {
+  if (choice.splits == 1) return 0;
+  const AttentionDecodeTile& tile = kAttentionDecodeTiles[choice.tile];
+  return attention_decode_groups(p, tile) * choice.splits * tile.rows * (tile.dim + 2);
+}
+inline int64_t attention_part_counters(const AttentionProblem& p, const AttentionChoice& choice) {
+  if (choice.splits == 1) return 0;
+  return attention_decode_groups(p, kAttentionDecodeTiles[choice.tile]);
 }
 
 // Head dims above this take the general kernels.

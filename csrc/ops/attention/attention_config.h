@@ -2,6 +2,7 @@
 // explain.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/family.h"
@@ -55,6 +56,32 @@ inline constexpr AttentionTile kAttentionTiles[] = {
     {AttentionMath::kFloat32, 256, 32, 16, 1, 2, 2}};
 inline constexpr int kNumAttentionTiles = sizeof(kAttentionTiles) / sizeof(kAttentionTiles[0]);
 
+// Of few query rows: the query heads of a kv head and their rows are packed into `rows` rows. The
+// keys of a sequence are cut into splits, one a block, and these among the block's `warps` warps,
+// each of which walks its own, `keys` at a time, with `stages` buffers of keys and values.
+struct AttentionDecodeTile {
+  int dim;
+  int rows;
+  int keys;
+  int stages;
+  int warps;
+
+  static constexpr int kMostRows = 16;  // of seqlen_q
+  static constexpr int kMostSplits = 128;
+
+  constexpr int threads() const { return warps * 32; }
+  constexpr int step_keys() const { return warps * keys; }
+  // 16-bit query rows, keys and values. The warps' sums, in fp32, take the place of keys and
+  // values.
+  constexpr int tile_bytes() const { return (rows + 2 * stages * step_keys()) * dim * 2; }
+};
+
+inline constexpr AttentionDecodeTile kAttentionDecodeTiles[] = {
+    {64, 16, 32, 3, 4},  {64, 32, 32, 3, 4}, {128, 16, 16, 3, 4}, {128, 32, 16, 3, 4},
+    {256, 16, 16, 3, 2}, {64, 16, 32, 2, 4}, {128, 16, 16, 2, 4}, {256, 16, 16, 2, 2}};
+inline constexpr int kNumAttentionDecodeTiles =
+    sizeof(kAttentionDecodeTiles) / sizeof(kAttentionDecodeTiles[0]);
+
 // What else than the sizes of a head decides how long a call takes.
 struct AttentionLoad {
   int64_t heads;  // batch * nheads
@@ -72,12 +99,14 @@ struct AttentionProblem {
   DeviceFacts device;
 };
 
-// kSync: mma.sync. kGeneral: any sizes, without tensor cores.
-enum class AttentionEngine : int8_t { kSync, kGeneral };
+// kSync: mma.sync. kGeneral: any sizes, without tensor cores. kDecode: few query rows, with the
+// keys split; forward alone.
+enum class AttentionEngine : int8_t { kSync, kGeneral, kDecode };
 
 struct AttentionChoice {
   AttentionEngine engine;
-  int tile;  // index into kAttentionTiles or kAttentionBackwardTiles, 0 for kGeneral
+  int tile;        // index into the engine's tiles, 0 for kGeneral
+  int splits = 1;  // of the keys, by kDecode
 };
 
 inline Refusal attention_refusal(const AttentionProblem& p, const AttentionTile& tile) {
@@ -93,7 +122,65 @@ inline Refusal attention_refusal(const AttentionProblem& p, const AttentionTile&
   return {};
 }
 
+// What the decode kernel keeps in shared memory beside its tile.
+inline constexpr int kAttentionDecodeExtraBytes = 4 * 1024;
+
+// Blocks, were the keys not split.
+inline int64_t attention_decode_groups(const AttentionProblem& p, const AttentionDecodeTile& tile) {
+  const int64_t rows = p.load.group * p.seqlen_q;
+  return p.load.heads / p.load.group * ((rows + tile.rows - 1) / tile.rows);
+}
+
+inline Refusal attention_decode_refusal(const AttentionProblem& p, const AttentionDecodeTile& tile,
+                                        int splits) {
+  constexpr int64_t kMaxSeqlen = int64_t{1} << 29;  // positions are counted in 32 bits
+  if (p.math != AttentionMath::k16Bit) return "the tile is for another dtype";
+  if (p.seqlen_q > AttentionDecodeTile::kMostRows) {
+    return {"the tile is for sequences of at most {} query rows", AttentionDecodeTile::kMostRows};
+  }
+  if (p.head_dim > tile.dim || p.head_dim_v > tile.dim) {
+    return {"the tile holds head dims to {}", tile.dim};
+  }
+  if (p.head_dim == 0 || p.head_dim_v == 0) return "no tile takes a head dim of 0";
+  if (p.seqlen_k > kMaxSeqlen) return {"no tile takes sequences longer than {}", kMaxSeqlen};
+  if (tile.tile_bytes() + kAttentionDecodeExtraBytes > p.device.shared_limit) {
+    return too_much_shared_memory(tile.tile_bytes(), p.device.shared_limit);
+  }
+  if (splits < 1 || splits > AttentionDecodeTile::kMostSplits) {
+    return {"keys can be cut into 1 to {} splits", AttentionDecodeTile::kMostSplits};
+  }
+  return grid_fits(static_cast<double>(attention_decode_groups(p, tile)) * splits)
+             ? Refusal()
+             : "more than 2^31 - 1 blocks";
+}
+
+// As many splits as the GPU has room for at once, while each has some steps to walk.
+inline int attention_decode_splits(const AttentionProblem& p, const AttentionDecodeTile& tile) {
+  constexpr int64_t kBlocksPerSm = 2, kLeastSteps = 2;
+  const int64_t groups = std::max<int64_t>(1, attention_decode_groups(p, tile));
+  const int64_t steps = (p.seqlen_k + tile.step_keys() - 1) / tile.step_keys();
+  const int64_t most = std::min<int64_t>(AttentionDecodeTile::kMostSplits, steps / kLeastSteps);
+  const int64_t room = kBlocksPerSm * p.device.sms / groups;
+  return static_cast<int>(std::max<int64_t>(1, std::min(room, most)));
+}
+
 inline AttentionChoice choose_attention(const AttentionProblem& p) {
+  int decode = -1;
+  for (int i = 0; i < kNumAttentionDecodeTiles; ++i) {
+    const AttentionDecodeTile& tile = kAttentionDecodeTiles[i];
+    if (attention_decode_refusal(p, tile, 1)) continue;
+    if (decode < 0) decode = i;
+    // The smallest that holds all rows, so that nobody reads keys twice.
+    if (p.load.group * p.seqlen_q > kAttentionDecodeTiles[decode].rows &&
+        tile.dim == kAttentionDecodeTiles[decode].dim &&
+        tile.rows > kAttentionDecodeTiles[decode].rows) {
+      decode = i;
+    }
+  }
+  if (decode >= 0) {
+    return {AttentionEngine::kDecode, decode,
+            attention_decode_splits(p, kAttentionDecodeTiles[decode])};
+  }
   for (int i = 0; i < kNumAttentionTiles; ++i) {
     if (!attention_refusal(p, kAttentionTiles[i])) return {AttentionEngine::kSync, i};
   }

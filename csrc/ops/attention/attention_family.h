@@ -19,8 +19,7 @@ struct AttentionNumbers {
                                       {"causal", 0, 1},
                                       {"padded", 0, 1},
                                       {"bfloat16", 0, 1}};
-  static constexpr const char* kEngines[] = {"sync", "general"};
-  static constexpr bool kInOrder = true;
+  static constexpr const char* kEngines[] = {"sync", "general", "decode"};
 
   using Problem = AttentionProblem;
   using Choice = AttentionChoice;
@@ -46,12 +45,13 @@ struct AttentionNumbers {
   }
 
   static Numbers told(const AttentionChoice& choice) {
-    return {static_cast<int64_t>(choice.engine), choice.tile};
+    return {static_cast<int64_t>(choice.engine), choice.tile, choice.splits};
   }
   static AttentionChoice make(const AttentionProblem&, const Numbers& x) {
-    return {static_cast<AttentionEngine>(x[0]), static_cast<int>(x[1])};
+    return {static_cast<AttentionEngine>(x[0]), static_cast<int>(x[1]), static_cast<int>(x[2])};
   }
   static bool general(const Numbers& x) { return make({}, x).engine == AttentionEngine::kGeneral; }
+  static bool decode(const Numbers& x) { return make({}, x).engine == AttentionEngine::kDecode; }
 
   static std::vector<Numbers> tiles_and_general(int tiles) {
     std::vector<Numbers> all;
@@ -66,42 +66,73 @@ struct AttentionNumbers {
   }
 
   static std::string kernel(const AttentionProblem&, const Numbers& x) {
-    return general(x) ? "general" : "tensor cores (mma.sync)";
+    return general(x)  ? "general"
+           : decode(x) ? "tensor cores (mma.sync), the keys split over the GPU"
+                       : "tensor cores (mma.sync)";
   }
   static std::string why(const AttentionProblem& p, const Numbers& x) {
     const std::string dims =
         "head dims " + std::to_string(p.head_dim) + " and " + std::to_string(p.head_dim_v);
+    if (decode(x)) return "few query rows, in the first tile that holds " + dims;
     return (general(x) ? "no tile holds " : "the first tile that holds ") + dims;
   }
 };
 
 struct AttentionFamily : AttentionNumbers {
   static constexpr const char* kName = "attention";
+  static constexpr bool kInOrder = false;
 
   static AttentionChoice choose(const AttentionProblem& p) { return choose_attention(p); }
   static Refusal refusal(const AttentionProblem& p, const Numbers& x) {
+    if (decode(x)) {
+      return attention_decode_refusal(p, kAttentionDecodeTiles[x[1]], static_cast<int>(x[2]));
+    }
     return general(x) ? Refusal() : attention_refusal(p, kAttentionTiles[x[1]]);
   }
-  static std::vector<Numbers> candidates(const AttentionProblem&) {
-    return tiles_and_general(kNumAttentionTiles);
+  // Of the decode tiles with the splits that fill the GPU, and powers of two.
+  static std::vector<Numbers> candidates(const AttentionProblem& p) {
+    std::vector<Numbers> all = tiles_and_general(kNumAttentionTiles);
+    for (int i = 0; i < kNumAttentionDecodeTiles; ++i) {
+      const int own = attention_decode_splits(p, kAttentionDecodeTiles[i]);
+      all.push_back(told({AttentionEngine::kDecode, i, own}));
+      for (int splits = 1; splits <= AttentionDecodeTile::kMostSplits; splits *= 2) {
+        if (splits != own) all.push_back(told({AttentionEngine::kDecode, i, splits}));
+      }
+    }
+    return all;
   }
 
   static std::string tile(const Numbers& x) {
     if (general(x)) return "";
+    if (decode(x)) {
+      const AttentionDecodeTile& tile = kAttentionDecodeTiles[x[1]];
+      return tile_text(tile.rows, tile.keys) + "x" + std::to_string(tile.dim) + " " +
+             std::to_string(tile.stages) + " stages" +
+             (x[2] > 1 ? " /" + std::to_string(x[2]) : "");
+    }
     const AttentionTile& tile = kAttentionTiles[x[1]];
     return math_text(tile.math) + " " + tile_text(tile.rows, tile.keys) + "x" +
            std::to_string(tile.dim);
   }
   // Zeros: the general kernel, which has no tile.
   static Columns columns(const AttentionProblem&, const Numbers& x) {
-    const AttentionTile tile = general(x) ? AttentionTile{} : kAttentionTiles[x[1]];
-    return {{"rows", tile.rows},     {"keys", tile.keys},   {"head_dim", tile.dim},
-            {"stages", tile.stages}, {"warps", tile.warps}, {"tile_bytes", tile.tile_bytes()}};
+    const auto row = [&](const auto& tile) -> Columns {
+      return {{"rows", tile.rows},
+              {"keys", tile.keys},
+              {"head_dim", tile.dim},
+              {"stages", tile.stages},
+              {"warps", tile.warps},
+              {"splits", x[2]},
+              {"tile_bytes", tile.tile_bytes()}};
+    };
+    if (decode(x)) return row(kAttentionDecodeTiles[x[1]]);
+    return row(general(x) ? AttentionTile{} : kAttentionTiles[x[1]]);
   }
 };
 
 struct AttentionBackwardFamily : AttentionNumbers {
   static constexpr const char* kName = "attention_backward";
+  static constexpr bool kInOrder = true;
 
   static AttentionChoice choose(const AttentionProblem& p) { return choose_attention_backward(p); }
   static Refusal refusal(const AttentionProblem& p, const Numbers& x) {

@@ -1,9 +1,7 @@
 // attention's forward: from a problem to the kernel that takes it.
 #include "ops/attention/attention_forward.h"
 
-#include "core/choices.h"
 #include "core/launch.h"
-#include "ops/attention/attention_family.h"
 
 namespace torchweld {
 namespace {
@@ -26,12 +24,20 @@ void launch_attention(const AttentionParams& params, cudaStream_t stream) {
   const AttentionSizes& sizes = params.sizes;
   const int64_t rows = sizes.batch * sizes.nheads * sizes.seqlen_q;
   if (rows == 0 || (sizes.head_dim_v == 0 && !params.lse)) return;
-  const AttentionChoice choice = pick<AttentionFamily>(
-      attention_problem(sizes, params.dtype, params.tf32, params.causal, params.leftpad));
-  if (choice.engine == AttentionEngine::kGeneral) {
-    launch_attention_general(params, stream);
-  } else {
-    launch_tile(choice.tile, params, stream);
+  switch (params.choice.engine) {
+    case AttentionEngine::kGeneral:
+      launch_attention_general(params, stream);
+      break;
+    case AttentionEngine::kSync:
+      launch_tile(params.choice.tile, params, stream);
+      break;
+    case AttentionEngine::kDecode:
+      if (params.dtype == DType::kFloat16) {
+        launch_attention_decode_float16(params, stream);
+      } else {
+        launch_attention_decode_bfloat16(params, stream);
+      }
+      break;
   }
   check_launch("attention");
 }

@@ -55,5 +55,7 @@ void launch_attention_bfloat16(int tile, const AttentionParams& params, cudaStre
 void launch_attention_float32(int tile, const AttentionParams& params, cudaStream_t stream);
 void launch_attention_tf32(int tile, const AttentionParams& params, cudaStream_t stream);
 void launch_attention_general(const AttentionParams& params, cudaStream_t stream);
+void launch_attention_decode_float16(const AttentionParams& params, cudaStream_t stream);
+void launch_attention_decode_bfloat16(const AttentionParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

@@ -98,8 +98,13 @@ class AttentionLoader {
 
  public:
   __device__ __forceinline__ AttentionLoader(const T* g_first, int64_t row_stride, int cols)
+      : AttentionLoader(g_first, row_stride, cols, threadIdx.x) {}
+
+  // By threads that count from 0 among themselves.
+  __device__ __forceinline__ AttentionLoader(const T* g_first, int64_t row_stride, int cols,
+                                             int thread)
       : step_(row_stride * kRowStep), cols_(cols) {
-    const Share share(threadIdx.x);
+    const Share share(thread);
     g_next_ = g_first + share.row * row_stride + share.chunk * Layout::kElems;
   }
 

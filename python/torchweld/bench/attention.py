@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchweld._library import ops
+from torchweld.bench import attention_decode
 from torchweld.bench.common import dtype_text, largest_error
 from torchweld.bench.results import Row, make_row
 from torchweld.bench.timer import interleaved
@@ -159,3 +160,4 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
         yield run((4, 16, 2048, 64), torch.float32, True, efficient, targets)
     for shape in shapes[:3]:
         yield _padded(shape, targets)
+    yield from attention_decode.rows(targets)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+
+from torchweld.bench.timer import interleaved
+
+_READ_BYTES = 1 << 30
 
 
 def dtype_text(dtype: torch.dtype) -> str:
@@ -36,3 +42,21 @@ def judged(
         allowed = two_roundings(out.dtype, reference.abs().max().item())
     error, eager_error = largest_error(out, reference), largest_error(eager, reference)
     return {"error": error, "eager_error": eager_error, "allowed_error": allowed}
+
+
+def read_rate() -> float:
+    """Bytes a microsecond of a long sum, which reads and does nothing else."""
+    data = torch.randn(_READ_BYTES // 4, device="cuda")
+    return _READ_BYTES / interleaved({"sum": data.sum}, device="cuda")["sum"].us
+
+
+def in_turn(calls: list[Callable[[], object]], times: int) -> Callable[[], None]:
+    """So many calls by turns as one CUDA graph: how tokens are generated."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(times):
+            calls[i % len(calls)]()
+    return graph.replay

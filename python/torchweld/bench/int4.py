@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchweld._library import ops
-from torchweld.bench.common import dtype_text, largest_error
+from torchweld.bench.common import dtype_text, in_turn, largest_error, read_rate
 from torchweld.bench.results import Row, make_row
 from torchweld.bench.timer import Timing, interleaved
 from torchweld.ops.int4_linear import Int4Linear
@@ -22,17 +22,10 @@ from torchweld.ops.int4_linear import Int4Linear
 _CHECKED_ROWS = 64
 _ROUNDS = 21
 _GROUP = 128
-_READ_BYTES = 1 << 30
 _DECODE_UP_TO = 16  # rows of x: beyond, the weight is not all that takes time
 _DECODE_BYTES = 128 << 20  # of the weights that take turns, several times any L2
 _DECODE_CALLS = 48  # of a graph, at least: its own start is no kernel's time
 _FLOOR = "read floor"
-
-
-def _read_rate() -> float:
-    """Bytes a microsecond of a long sum, which reads and does nothing else."""
-    data = torch.randn(_READ_BYTES // 4, device="cuda")
-    return _READ_BYTES / interleaved({"sum": data.sum}, device="cuda")["sum"].us
 
 
 def _tinygemm(module: Int4Linear) -> tuple[Tensor, Tensor]:
@@ -42,18 +35,6 @@ def _tinygemm(module: Int4Linear) -> tuple[Tensor, Tensor]:
     packed = torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), 8)
     scale = module.scale.t().contiguous()
     return packed, torch.stack([scale, torch.zeros_like(scale)], -1).to(torch.bfloat16)
-
-
-def _in_turn(calls: list[Callable[[], Tensor]], times: int) -> Callable[[], None]:
-    """So many calls by turns as one CUDA graph: how tokens are generated."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(times):
-            calls[i % len(calls)]()
-    return graph.replay
 
 
 def _cases(
@@ -81,7 +62,7 @@ def _cases(
             lambda own=own: torch._weight_int4pack_mm(x, own, _GROUP, scales)
             for own in (packed.clone() for _ in range(turns))
         ]
-    variants = {name: _in_turn(own, times) if turns > 1 else own[0] for name, own in calls.items()}
+    variants = {name: in_turn(own, times) if turns > 1 else own[0] for name, own in calls.items()}
     us = {
         name: Timing(t.us / times, t.low / times, t.high / times)
         for name, t in interleaved(variants, device="cuda", rounds=_ROUNDS).items()
@@ -110,7 +91,7 @@ def _cases(
 def rows(targets: dict[str, float]) -> Iterator[Row]:
     """Every case of the family, measured when it is asked for."""
     torch.manual_seed(0)
-    rate = _read_rate()
+    rate = read_rate()
     brain, half, single = torch.bfloat16, torch.float16, torch.float32
     for k, n in ((4096, 4096), (4096, 14336)):
         for m in (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096):

@@ -1,0 +1,334 @@
+// attention's forward for few query rows, such as a step of generation: what it costs is to read
+// the keys and values once.
+//
+// The query heads that share a kv head are packed, with their rows, into one tile of rows. The keys
+// of a sequence, from the first that is not padding on, are cut into equal splits for as many
+// blocks as the GPU holds at once, and each split among the warps of its block. A warp walks its
+// keys by itself, with a ring of its own that is filled asynchronously: no warp waits for another
+// one. At the end the warps' sums are added through shared memory. Those of splits go through
+// global memory: the last block of a group to arrive adds them, in the order of the splits, so that
+// every run gives the same bits.
+// Source: Dao et al., "Flash-Decoding for long-context inference", 2023.
+#pragma once
+
+#include "core/launch.h"
+#include "device/dispatch.cuh"
+#include "ops/attention/attention_block.cuh"
+#include "ops/attention/attention_warp16.cuh"
+
+namespace torchweld {
+
+template <typename T_, int kTile>
+struct AttentionDecodeConfig {
+  using T = T_;
+  static constexpr AttentionDecodeTile kShape = kAttentionDecodeTiles[kTile];
+  static constexpr int kDim = kShape.dim, kRows = kShape.rows, kKeys = kShape.keys;
+  static constexpr int kStages = kShape.stages, kWarps = kShape.warps;
+  static constexpr int kThreads = kShape.threads(), kTiles = kRows / 16;
+  using Layout = AttentionLayout<T, kDim>;
+  using Matmul = WarpMatmul16<T, kDim, kTiles, kKeys>;
+};
+
+// A softmax's sum so far: `sum` is that of 2^((score - max) * c).
+struct DecodeSum {
+  float max, sum;
+};
+
+template <typename Config>
+struct AttentionDecodeShared {
+  static constexpr int kDim = Config::kDim, kRows = Config::kRows, kWarps = Config::kWarps;
+  using T = typename Config::T;
+  T query[kRows * kDim];
+  union {
+    T keys[kWarps][Config::kStages][2][Config::kKeys * kDim];  // keys, then values
+    float out[kWarps][kRows][kDim];
+  };
+  DecodeSum sums[kWarps][kRows];
+  float factors[kRows];  // of a part's sums, or of all
+  bool last;
+};
+
+// What one block works on.
+struct DecodeWork {
+  int64_t group;  // of a batch, a kv head and a tile of rows
+  int64_t batch, kv_head;
+  int split;
+  int first_row, rows;   // among the packed rows of the kv head
+  int pad, keys, shift;  // keys [pad, pad + keys) exist; row i sees min(i + shift, keys) of them
+
+  __device__ __forceinline__ DecodeWork(const AttentionParams& p, int tile_rows) {
+    constexpr int kNoLimit = 1 << 30;
+    const AttentionSizes& s = p.sizes;
+    const int packed = int(s.nheads / s.nheads_kv * s.seqlen_q);
+    const int row_tiles = (packed + tile_rows - 1) / tile_rows;
+    const uint32_t tile = blockIdx.x % row_tiles, rest = blockIdx.x / row_tiles;
+    split = int(rest % p.choice.splits);
+    const int64_t head = rest / p.choice.splits;
+    group = head * row_tiles + tile;
+    batch = head / s.nheads_kv;
+    kv_head = head % s.nheads_kv;
+    first_row = int(tile) * tile_rows;
+    rows = min(tile_rows, packed - first_row);
+    pad = p.leftpad != nullptr ? int(p.rule().clamp_pad(p.leftpad[batch])) : 0;
+    keys = int(s.seqlen_k) - pad;
+    shift = p.causal ? keys - int(s.seqlen_q) + 1 : kNoLimit;
+  }
+};
+
+// Hides from every row the keys that it doesn't see, of those from `key` on.
+template <int kTiles, int kCols>
+__device__ __forceinline__ void hide_keys(float (&r_s)[kTiles][kCols][4], int key,
+                                          const int (&ends)[kTiles][2]) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& score = r_s[tile][j][2 * half + i];
+          score = key + j * 8 + 2 * t + i < ends[tile][half] ? score : -INFINITY;
+        }
+      }
+    }
+  }
+}
+
+// What sums against `max` are multiplied with to be sums against `to`.
+__device__ __forceinline__ float decode_factor(float max, float to, float c) {
+  return max == -INFINITY ? 0.f : exp2_approx((max - to) * c);
+}
+
+template <typename Config>
+__device__ __forceinline__ void load_decode_query(const AttentionParams& p, const DecodeWork& work,
+                                                  float sign, typename Config::T* s_query) {
+  using T = typename Config::T;
+  using Layout = typename Config::Layout;
+  const AttentionSizes& sizes = p.sizes;
+  const int64_t first_head = work.kv_head * (sizes.nheads / sizes.nheads_kv);
+  for (int i = threadIdx.x; i < Config::kRows * Layout::kChunks; i += Config::kThreads) {
+    const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
+    Vec<T, Layout::kElems> values = {};
+    if (row < work.rows && chunk * Layout::kElems < sizes.head_dim) {
+      const int64_t packed = work.first_row + row;
+      const int64_t head = first_head + packed / sizes.seqlen_q, at = packed % sizes.seqlen_q;
+      values = load_vec<T, Layout::kElems>(matrix_of<T>(p.query, work.batch, head, at) +
+                                           chunk * Layout::kElems);
+      if (sign != 1.f) {
+#pragma unroll
+        for (T& x : values.values) x = from_float<T>(to_float(x) * sign);
+      }
+    }
+    store_vec(reinterpret_cast<T*>(reinterpret_cast<char*>(s_query) + Layout::offset(row, chunk)),
+              values);
+  }
+}
+
+// The block's rows, finished: `sum(row)` and `value(row, column)` are those of all keys.
+template <typename Config, typename Sum, typename Value>
+__device__ __forceinline__ void store_decoded(const AttentionParams& p, const DecodeWork& work,
+                                              const ScoreScale& scale, const Sum& sum,
+                                              const Value& value) {
+  using T = typename Config::T;
+  const AttentionSizes& sizes = p.sizes;
+  const int columns = int(sizes.head_dim_v);
+  const MaskRule rule = p.rule();
+  // Packed rows follow one another in `out`.
+  const int64_t first =
+      (work.batch * sizes.nheads + work.kv_head * (sizes.nheads / sizes.nheads_kv)) *
+          sizes.seqlen_q +
+      work.first_row;
+  T* g_out = static_cast<T*>(p.out) + first * columns;
+  const auto live = [&](int row) {
+    return !rule.live((work.first_row + row) % sizes.seqlen_q, work.pad).empty();
+  };
+  if (p.lse != nullptr && int(threadIdx.x) < work.rows) {
+    const int row = threadIdx.x;
+    const DecodeSum of_row = sum(row);
+    p.lse[first + row] = live(row) ? scale.lse(of_row.max, of_row.sum) : -INFINITY;
+  }
+  for (int i = threadIdx.x; i < work.rows * columns; i += Config::kThreads) {
+    const int row = i / columns;
+    g_out[i] =
+        from_float<T>(live(row) ? value(row, i - row * columns) * (1.f / sum(row).sum) : 0.f);
+  }
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, 2) void attention_decode_kernel(
+    const __grid_constant__ AttentionParams p, const ScoreScale scale) {
+  using T = typename Config::T;
+  using Layout = typename Config::Layout;
+  using Matmul = typename Config::Matmul;
+  constexpr int kKeys = Config::kKeys, kTiles = Config::kTiles, kStages = Config::kStages;
+  constexpr int kRows = Config::kRows, kWarps = Config::kWarps, kDim = Config::kDim;
+  extern __shared__ __align__(1024) char s_bytes[];
+  auto& s = *reinterpret_cast<AttentionDecodeShared<Config>*>(s_bytes);
+  const DecodeWork work(p, kRows);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int seqlen_q = int(p.sizes.seqlen_q), splits = p.choice.splits;
+
+  // The warp's share of the keys, in whole tiles.
+  const int64_t tiles = (max(work.keys, 0) + kKeys - 1) / kKeys;
+  const int64_t shares = int64_t{splits} * kWarps, share = int64_t{work.split} * kWarps + warp;
+  const int begin = int(tiles * share / shares) * kKeys;
+  const int end = min(int(tiles * (share + 1) / shares) * kKeys, work.keys);
+  using Loader = AttentionLoader<Layout, kKeys, 32>;
+  Loader load_key(matrix_of<T>(p.key, work.batch, work.kv_head, work.pad + begin), p.key.row_stride,
+                  int(p.sizes.head_dim), lane);
+  Loader load_value(matrix_of<T>(p.value, work.batch, work.kv_head, work.pad + begin),
+                    p.value.row_stride, int(p.sizes.head_dim_v), lane);
+  const auto load = [&](int key, int stage) {
+    if (key < end) {
+      load_key.load(lane, shared_address(s.keys[warp][stage][0]), end - key);
+      load_value.load(lane, shared_address(s.keys[warp][stage][1]), end - key);
+    }
+    copy_async_commit();
+  };
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) load(begin + i * kKeys, i);
+  load_decode_query<Config>(p, work, scale.sign, s.query);
+  __syncthreads();
+
+  int ends[kTiles][2], all_see = work.keys;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = (work.first_row + tile * 16 + half * 8 + lane / 4) % seqlen_q;
+      ends[tile][half] = min(row + work.shift, work.keys);
+    }
+  }
+  if (p.causal) all_see = work.shift;  // of the first row
+
+  const Matmul matmul(lane, 0);
+  typename Matmul::Out r_out = {};
+  OnlineRow rows[kTiles][2];
+  start(rows);
+  int stage = 0;
+  for (int key = begin; key < end; key += kKeys) {
+    copy_async_wait<kStages - 2>();
+    __syncwarp();
+    load(key + (kStages - 1) * kKeys, stage == 0 ? kStages - 1 : stage - 1);
+    typename Matmul::Scores r_s = {};
+    matmul.scores(r_s, reinterpret_cast<const char*>(s.query),
+                  reinterpret_cast<const char*>(s.keys[warp][stage][0]), kDim);
+    if (key + kKeys > all_see) hide_keys(r_s, key, ends);
+    float factor[kTiles][2];
+    online_softmax<Matmul::kFtz>(r_s, rows, factor, scale.c);
+    rescale(r_out, factor);
+    matmul.attend(r_out, r_s, reinterpret_cast<const char*>(s.keys[warp][stage][1]), kDim);
+    if (++stage == kStages) stage = 0;
+  }
+  copy_async_wait<0>();
+  __syncthreads();  // the rings are free
+
+  // The sums of the warps, one beside the other.
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = tile * 16 + half * 8 + lane / 4;
+      const float sum = quad_sum(rows[tile][half].sum);
+      if (lane % 4 == 0) s.sums[warp][row] = {rows[tile][half].max, sum};
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) {
+        *reinterpret_cast<float2*>(&s.out[warp][row][n * 8 + lane % 4 * 2]) =
+            make_float2(r_out[tile][n][2 * half], r_out[tile][n][2 * half + 1]);
+      }
+    }
+  }
+  __syncthreads();
+
+  // Their factors, and the block's own sums.
+  if (int(threadIdx.x) < kRows) {
+    const int row = threadIdx.x;
+    float max = -INFINITY, sum = 0.f;
+    for (int w = 0; w < kWarps; ++w) max = fmaxf(max, s.sums[w][row].max);
+    for (int w = 0; w < kWarps; ++w) {
+      const DecodeSum part = s.sums[w][row];
+      const float factor = decode_factor(part.max, max, scale.c);
+      sum += part.max == -INFINITY ? part.sum : part.sum * factor;
+      s.sums[w][row].max = factor;
+    }
+    s.sums[0][row].sum = sum;
+    s.factors[row] = max;
+  }
+  __syncthreads();
+  const auto block_sum = [&](int row) { return DecodeSum{s.factors[row], s.sums[0][row].sum}; };
+  const auto block_value = [&](int row, int column) {
+    float value = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) value += s.sums[w][row].max * s.out[w][row][column];
+    return value;
+  };
+  if (splits == 1) {
+    store_decoded<Config>(p, work, scale, block_sum, block_value);
+    return;
+  }
+
+  // To the others of the group, or from them.
+  constexpr int kPart = kRows * kDim;
+  float* g_parts = p.parts + work.group * splits * (kPart + 2 * kRows);
+  DecodeSum* g_sums = reinterpret_cast<DecodeSum*>(g_parts + int64_t{splits} * kPart);
+  for (int i = threadIdx.x; i < work.rows * kDim; i += Config::kThreads) {
+    g_parts[work.split * kPart + i] = block_value(i / kDim, i % kDim);
+  }
+  if (int(threadIdx.x) < work.rows)
+    g_sums[work.split * kRows + threadIdx.x] = block_sum(threadIdx.x);
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    s.last = atomicAdd(&p.arrived[work.group], 1u) + 1 == unsigned(splits);
+    if (s.last) p.arrived[work.group] = 0;  // as the next call wants it
+  }
+  __syncthreads();
+  if (!s.last) return;
+  __threadfence();
+  float (&s_factors)[AttentionDecodeTile::kMostSplits][kRows] =
+      reinterpret_cast<float (&)[AttentionDecodeTile::kMostSplits][kRows]>(s.out);
+  if (int(threadIdx.x) < work.rows) {
+    const int row = threadIdx.x;
+    float max = -INFINITY, sum = 0.f;
+    for (int i = 0; i < splits; ++i) max = fmaxf(max, __ldcg(&g_sums[i * kRows + row].max));
+    for (int i = 0; i < splits; ++i) {
+      const float part_max = __ldcg(&g_sums[i * kRows + row].max);
+      const float part_sum = __ldcg(&g_sums[i * kRows + row].sum);
+      const float factor = decode_factor(part_max, max, scale.c);
+      sum += part_max == -INFINITY ? part_sum : part_sum * factor;
+      s_factors[i][row] = factor;
+    }
+    s.sums[0][row] = {max, sum};
+  }
+  __syncthreads();
+  store_decoded<Config>(
+      p, work, scale, [&](int row) { return s.sums[0][row]; },
+      [&](int row, int column) {
+        float value = 0.f;
+        const float* g_part = g_parts + row * kDim + column;
+#pragma unroll 8
+        for (int i = 0; i < splits; ++i) value += s_factors[i][row] * __ldcg(g_part + i * kPart);
+        return value;
+      });
+}
+
+template <typename T>
+void launch_attention_decode_of(const AttentionParams& p, cudaStream_t stream) {
+  dispatch_index<kNumAttentionDecodeTiles>(p.choice.tile, [&](auto index) {
+    using Config = AttentionDecodeConfig<T, index.value>;
+    using Shared = AttentionDecodeShared<Config>;
+    static_assert(sizeof(Shared) <= Config::kShape.tile_bytes() + kAttentionDecodeExtraBytes);
+    static_assert(AttentionDecodeTile::kMostSplits <= Config::kWarps * Config::kDim);
+    const AttentionSizes& sizes = p.sizes;
+    const int64_t packed = sizes.nheads / sizes.nheads_kv * sizes.seqlen_q;
+    const int64_t blocks = sizes.batch * sizes.nheads_kv *
+                           ((packed + Config::kRows - 1) / Config::kRows) * p.choice.splits;
+    launch_kernel(attention_decode_kernel<Config>,
+                  Grid(blocks, Config::kThreads, int(sizeof(Shared))), stream, p,
+                  ScoreScale(p.scale));
+  });
+}
+
+}  // namespace torchweld

@@ -1,0 +1,97 @@
+"""attention of few query rows on a GPU, as in generation: against the back ends of torch's SDPA and
+the time to read keys and values once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from torchweld._library import ops
+from torchweld.bench.common import in_turn, largest_error, read_rate
+from torchweld.bench.results import Row, make_row
+from torchweld.bench.timer import Timing, interleaved
+
+_ROUNDS = 11
+_FLOOR = "read floor"
+_BYTES = 512 << 20  # of the caches that take turns, several times any L2
+_BACK_ENDS = {"sdpa flash": SDPBackend.FLASH_ATTENTION, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION}
+
+# batch, nheads, nheads_kv, seqlen_k, head_dim
+_SHAPES = [(16, 32, 8, 8192, 128), (1, 32, 8, 65536, 128), (16, 12, 12, 1024, 64),
+           (64, 32, 8, 2048, 128), (4, 64, 8, 32768, 128)]  # fmt: skip
+
+
+def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _decode(
+    shape: tuple[int, int, int, int, int], seqlen_q: int, rate: float, targets: dict[str, float]
+) -> Iterator[Row]:
+    batch, nheads, nheads_kv, seqlen_k, dim = shape
+    brain = torch.bfloat16
+    q = torch.randn(batch, nheads, seqlen_q, dim, device="cuda").to(brain)
+    cache_bytes = 4 * batch * nheads_kv * seqlen_k * dim
+    turns = -(-_BYTES // cache_bytes)
+    caches = [
+        [torch.randn(batch, nheads_kv, seqlen_k, dim, device="cuda").to(brain) for _ in range(2)]
+        for _ in range(turns)
+    ]
+    calls: dict[str, list[Callable[[], Tensor]]] = {
+        "ours": [lambda kv=kv: ops.attention(q, *kv) for kv in caches],
+    }
+    for name, backend in _BACK_ENDS.items():
+        calls[name] = [lambda kv=kv, b=backend: _sdpa(b, q, *kv) for kv in caches]
+    pads = torch.full((batch,), seqlen_k // 2, dtype=torch.int32, device="cuda")
+    if seqlen_q == 1:
+        calls["half padding"] = [lambda kv=kv: ops.attention(q, *kv, pads) for kv in caches]
+    variants = {name: in_turn(own, turns) for name, own in calls.items()}
+    us = {
+        name: Timing(t.us / turns, t.low / turns, t.high / turns)
+        for name, t in interleaved(variants, device="cuda", rounds=_ROUNDS).items()
+    }
+    padded = us.pop("half padding", None)
+    us[_FLOOR] = Timing(*[cache_bytes / rate] * 3)
+    part = [t[-1:].double() for t in (q, *caches[0])]
+    exact = _sdpa(SDPBackend.MATH, *part)
+    error = largest_error(ops.attention(q, *caches[0])[-1:], exact)
+    eager_error = largest_error(_sdpa(SDPBackend.FLASH_ATTENTION, q, *caches[0])[-1:], exact)
+    case = f"attention decode {shape} bfloat16, {seqlen_q} query rows"
+    for name, against in (
+        (case, _FLOOR),
+        (f"{case} over SDPA", min(_BACK_ENDS, key=lambda peer: us[peer].us)),
+    ):
+        yield make_row(
+            name,
+            us,
+            against=against,
+            target=targets.get(name),
+            error=error,
+            eager_error=eager_error,
+            allowed_error=3 * eager_error + 1e-6,
+        )
+    if padded is not None:
+        name = f"{case}, half padding"
+        yield make_row(
+            name,
+            {"ours": padded, "without padding": us["ours"]},
+            against="without padding",
+            target=targets.get(name),
+            error=error,
+            eager_error=eager_error,
+            allowed_error=3 * eager_error + 1e-6,
+        )
+
+
+def rows(targets: dict[str, float]) -> Iterator[Row]:
+    """Every case of decode, measured when it is asked for."""
+    rate = read_rate()
+    for seqlen_q in (1, 4):
+        for shape in _SHAPES:
+            yield from _decode(shape, seqlen_q, rate, targets)

@@ -1,0 +1,179 @@
+"""attention of few query rows on a GPU: every tile and number of splits against the formula."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from numerics import assert_same_bits
+from samples import BF16, F16
+from tuning import _C, chosen, dry_records, ops, problem, refusal
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels run on a GPU")
+
+
+def formula(q, k, v, leftpad=None, causal=False, scale=None):
+    """In fp64: (out, lse)."""
+    q, k, v = q.double(), k.double(), v.double()
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    rows, keys = scores.shape[-2:]
+    position = torch.arange(rows, device=q.device)[:, None] + keys - rows
+    key = torch.arange(keys, device=q.device)
+    seen = torch.ones(len(q), rows, keys, dtype=torch.bool, device=q.device)
+    if causal:
+        seen &= key <= position
+    if leftpad is not None:
+        pad = leftpad.clamp(0, keys)[:, None, None]
+        seen &= (key >= pad) & (position >= pad)
+    hidden = ~seen[:, None]
+    scores = scores.masked_fill(hidden, -math.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None]).exp().nan_to_num(0.0).masked_fill(hidden, 0.0)
+    return weights @ v.nan_to_num(0.0), lse
+
+
+def inputs(dtype, batch, nheads, nheads_kv, seqlen_q, seqlen_k, dim, dim_v=None):
+    def draw(heads, rows, columns):
+        return torch.randn(batch, heads, rows, columns, device="cuda").to(dtype)
+
+    return (
+        draw(nheads, seqlen_q, dim),
+        draw(nheads_kv, seqlen_k, dim),
+        draw(nheads_kv, seqlen_k, dim_v or dim),
+    )
+
+
+def each_configuration(*args, every=False, **kwargs):
+    """Yields the name of each decode configuration with it in force."""
+    (record,) = dry_records("attention_forward", *args, device=0, **kwargs)
+    numbers = list(record["problem"])
+    names = [c["choice"] for c in _C.candidates("attention", numbers) if not c["refusal"]]
+    splits = ("", "2", "3", "8", "128") if every else ("", "4")
+    for name in names:
+        parts = name.partition(" /")[2]
+        if not name.startswith("decode") or (parts not in splits and name != record["choice"]):
+            continue
+        ops._force_choice("attention", numbers, name)
+        try:
+            yield name
+        finally:
+            ops._force_choice("attention", numbers, "")
+
+
+def check(name, q, k, v, leftpad=None, **kwargs):
+    out, lse = ops.attention_forward(q, k, v, leftpad, **kwargs)
+    expected, expected_lse = formula(q, k, v, leftpad, **kwargs)
+    eps = torch.finfo(q.dtype).eps
+    largest = v.double().nan_to_num(0.0).abs().max()
+    assert (out.double() - expected).abs().max() <= 2 * eps * largest, name
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-3)
+
+
+SIZES = [
+    # batch, nheads, nheads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v
+    (1, 1, 1, 1, 1, 8, 8), (2, 4, 4, 1, 17, 64, 64), (3, 8, 2, 1, 1000, 128, 128),
+    (2, 32, 4, 4, 777, 128, 128), (1, 16, 1, 16, 300, 64, 64), (2, 6, 3, 5, 130, 80, 40),
+    (1, 4, 2, 2, 515, 256, 192), (1, 2, 1, 3, 2, 96, 128), (1, 24, 1, 1, 100, 40, 72),
+]  # fmt: skip
+
+
+@on_gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_every_configuration_is_the_formula(sizes, dtype, causal):
+    q, k, v = inputs(dtype, *sizes)
+    names = []
+    for name in each_configuration(q, k, v, every=True, causal=causal):
+        check(name, q, k, v, causal=causal)
+        names.append(name)
+    assert names
+
+
+@on_gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_nothing_is_read_of_the_padding(sizes, causal):
+    q, k, v = inputs(BF16, *sizes)
+    batch, keys = sizes[0], sizes[4]
+    pads = torch.tensor([keys // 2, keys + 5, -3], dtype=torch.int32)[:batch].cuda()
+    for b, pad in enumerate(pads.clamp(0, keys).tolist()):
+        k[b, :, :pad] = math.nan
+        v[b, :, :pad] = math.nan
+    for name in each_configuration(q, k, v, pads, every=True, causal=causal):
+        check(name, q, k, v, pads, causal=causal)
+
+
+@on_gpu
+def test_views_scales_and_large_scores():
+    q, k, v = inputs(BF16, 2, 8, 2, 1, 600, 128)
+    wide = torch.randn(2, 600, 2, 300, device="cuda").to(BF16).transpose(1, 2)
+    for scale in (0.0, -0.3, 2.0, 40.0):
+        for name in each_configuration(q, wide[..., :128], wide[..., 136:264], scale=scale):
+            check(name, q, wide[..., :128], wide[..., 136:264], scale=scale)
+    for name in each_configuration(q, k, v):
+        k[0, 0, 5] = math.inf
+        out = ops.attention(q, k, v)
+        assert out[0, :4].isnan().all() and not out[0, 4:].isnan().any()
+        assert not out[1].isnan().any(), name
+        k[0, 0, 5] = 1
+
+
+@on_gpu
+def test_the_same_bits_in_every_run_whatever_the_neighbours_are():
+    q, k, v = inputs(BF16, 4, 32, 8, 1, 3000, 128)
+    pads = torch.tensor([0, 100, 2000, 2999], dtype=torch.int32, device="cuda")
+    others = torch.tensor([0, 2500, 7, 0], dtype=torch.int32, device="cuda")
+    for _ in each_configuration(q, k, v, pads):
+        first = ops.attention(q, k, v, pads)
+        for _ in range(50):
+            assert_same_bits(ops.attention(q, k, v, pads), first)
+        k[1:] = torch.randn_like(k[1:])
+        assert_same_bits(ops.attention(q, k, v, others)[0], first[0])
+
+
+@on_gpu
+def test_a_graph_serves_other_paddings():
+    q, k, v = inputs(F16, 3, 12, 4, 1, 2048, 64)
+    pads = torch.zeros(3, dtype=torch.int32, device="cuda")
+    for name in each_configuration(q, k, v, pads):
+        ops.attention(q, k, v, pads)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = ops.attention(q, k, v, pads)
+        for values in ([0, 5, 2047], [2048, 1, 300], [7, 7, 7]):
+            pads.copy_(torch.tensor(values))
+            out.zero_()
+            graph.replay()
+            expected, _ = formula(q, k, v, pads)
+            assert (out.double() - expected).abs().max() < 0.01, name
+
+
+def test_splits_fill_the_gpu_and_are_never_empty_of_steps():
+    for heads, keys in ((8, 65536), (128, 8192), (512, 2048), (12, 1024), (1, 64), (1, 1)):
+        choice = chosen("attention", heads=heads, group=1, seqlen_q=1, seqlen_k=keys, head_dim=128,
+                        head_dim_v=128)  # fmt: skip
+        columns = choice["columns"]
+        assert choice["engine"] == "decode"
+        steps = -(-keys // (columns["warps"] * columns["keys"]))
+        assert 1 <= columns["splits"] <= max(1, min(128, steps // 2))
+        if steps >= 2 * 264 // heads:
+            assert columns["splits"] * heads > 132
+
+
+def test_reasons_of_a_decode():
+    few = problem("attention", seqlen_q=16)
+    tile = "decode 16x32x64 3 stages"
+    assert refusal("attention", few, tile) == ""
+    assert "at most 16 query rows" in refusal("attention", problem("attention", seqlen_q=17), tile)
+    assert "another dtype" in refusal("attention", problem("attention", seqlen_q=1, math=2), tile)
+    assert "head dims to 64" in refusal(
+        "attention", problem("attention", seqlen_q=1, head_dim=65), tile
+    )
+    small = problem("attention", seqlen_q=1, shared_limit=65536)
+    assert "shared memory" in refusal("attention", small, tile)
+    assert chosen("attention", seqlen_q=17, seqlen_k=64)["engine"] == "sync"
