@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from torchweld import testing as testing
     from torchweld.integrations import FuseReport, fuse, unfuse
 
+__version__ = "0.1.0"  # before what is imported below, which reads it
+
 if TYPE_CHECKING or not _only_prints_help():
     from torchweld import _flops, _functorch, nn
     from torchweld._library import is_available, unavailable_reason
@@ -52,8 +54,6 @@ if TYPE_CHECKING or not _only_prints_help():
         _flops.install()
         _kernels_of_functorch = _functorch.install(_ops_of_library())
         _hf_register.install()
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Explanation",

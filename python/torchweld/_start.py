@@ -1,4 +1,6 @@
-"""How `torchweld --help` answers without torch, which takes seconds to import."""
+"""What is imported when: `torchweld --help` answers without torch, which takes seconds to import,
+and packages import their names when they are used.
+"""
 
 from __future__ import annotations
 
