@@ -7,8 +7,6 @@
 // computed again from them, so that they are not kept between forward and backward.
 #pragma once
 
-#include <algorithm>
-
 #include "core/dispatch.h"
 #include "core/linear_common.h"
 

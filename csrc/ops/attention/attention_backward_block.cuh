@@ -41,27 +41,27 @@ struct BackwardTools {
     s_wide = Ops::template wide_right_lane<QTile>(s_base, first_col());
   }
 
-  __device__ __forceinline__ const BackwardJob& job() const { return shared.job; }
+  __device__ __forceinline__ const BackwardWorkTile& work() const { return shared.work; }
 
   __device__ __forceinline__ void load_keys() {
     const AttentionBackwardParams& p = args.params;
-    const int begin = clamp_int(job().span.pad - job().first_key, 0, kKeys);
-    const int end = clamp_int(p.sizes.seqlen_k - job().first_key, 0, kKeys);
+    const int begin = clamp_int(work().span.pad - work().first_key, 0, kKeys);
+    const int end = clamp_int(p.sizes.seqlen_k - work().first_key, 0, kKeys);
     if constexpr (Config::kSplit) {
       const auto split = [&](KeyTile& to, const AttentionTensor& from, int64_t cols) {
         const T* g_first =
-            head_of<T>(from, job().sequence, job().head_kv) + job().first_key * from.row_stride;
+            head_of<T>(from, work().sequence, work().head_kv) + work().first_key * from.row_stride;
         unusual_keys |= split_rows<Config::kThreads>(to, g_first, from.row_stride, begin, end,
                                                      static_cast<int>(cols), 1.f);
       };
       split(shared.k, p.key, p.sizes.head_dim);
       split(shared.v, p.value, p.sizes.head_dim_v);
     } else {
-      load_tile<Config>(shared.k, head_of<T>(p.key, job().sequence, job().head_kv),
-                        p.key.row_stride, job().first_key, begin, end, p.sizes.head_dim);
+      load_tile<Config>(shared.k, head_of<T>(p.key, work().sequence, work().head_kv),
+                        p.key.row_stride, work().first_key, begin, end, p.sizes.head_dim);
       if constexpr (Config::kKey) {
-        load_tile<Config>(shared.v, head_of<T>(p.value, job().sequence, job().head_kv),
-                          p.value.row_stride, job().first_key, begin, end, p.sizes.head_dim_v);
+        load_tile<Config>(shared.v, head_of<T>(p.value, work().sequence, work().head_kv),
+                          p.value.row_stride, work().first_key, begin, end, p.sizes.head_dim_v);
       }
     }
   }
@@ -83,13 +83,13 @@ struct BackwardTools {
 
   __device__ __forceinline__ void load_rows(const QueryTile& tile, int stage) {
     const AttentionBackwardParams& p = args.params;
-    const int64_t head = tile.head - job().sequence * p.sizes.nheads;
+    const int64_t head = tile.head - work().sequence * p.sizes.nheads;
     const int row = tile.index * kRows;
-    const int begin = clamp_int(job().span.first_row - row, 0, kRows);
+    const int begin = clamp_int(work().span.first_row - row, 0, kRows);
     const int end = clamp_int(p.sizes.seqlen_q - row, 0, kRows);
-    load_tile<Config>(arriving_query(stage), head_of<T>(p.query, job().sequence, head),
+    load_tile<Config>(arriving_query(stage), head_of<T>(p.query, work().sequence, head),
                       p.query.row_stride, row, begin, end, p.sizes.head_dim);
-    load_tile<Config>(arriving_dout(stage), head_of<T>(p.dout, job().sequence, head),
+    load_tile<Config>(arriving_dout(stage), head_of<T>(p.dout, work().sequence, head),
                       p.dout.row_stride, row, begin, end, p.sizes.head_dim_v);
     constexpr int kChunks = kRows / 4;
     const int thread = threadIdx.x;
@@ -103,17 +103,17 @@ struct BackwardTools {
   }
 
   __device__ __forceinline__ QueryTile tile_after(const QueryTile& tile) const {
-    if (tile.index > job().first_tile) return {tile.head, tile.index - 1};
-    return {tile.head + 1, job().last_tile};
+    if (tile.index > work().first_tile) return {tile.head, tile.index - 1};
+    return {tile.head + 1, work().last_tile};
   }
 
   __device__ __forceinline__ QueryTile tile_before(const QueryTile& tile) const {
-    if (tile.index < job().last_tile) return {tile.head, tile.index + 1};
-    return {tile.head - 1, job().first_tile};
+    if (tile.index < work().last_tile) return {tile.head, tile.index + 1};
+    return {tile.head - 1, work().first_tile};
   }
 
   __device__ __forceinline__ void add_dq(const QueryTile& tile, int stage) {
-    share.add(args, tile, job().turn, job().span, shared_address(shared.ds[place(stage)].s_data),
+    share.add(args, tile, work().turn, work().span, shared_address(shared.ds[place(stage)].s_data),
               shared_address(shared.k.s_data), careful);
   }
 
@@ -156,9 +156,9 @@ struct BackwardTools {
 
   // True where every row of a tile sees every key of the block.
   __device__ __forceinline__ bool all_visible(int first_row) const {
-    return first_row >= job().span.first_row && first_row + kRows <= args.rule.seqlen_q &&
-           job().first_key >= job().span.pad && job().first_key + kKeys <= args.rule.seqlen_k &&
-           (!args.rule.causal || job().first_key + kKeys - 1 <= args.rule.position(first_row));
+    return first_row >= work().span.first_row && first_row + kRows <= args.rule.seqlen_q &&
+           work().first_key >= work().span.pad && work().first_key + kKeys <= args.rule.seqlen_k &&
+           (!args.rule.causal || work().first_key + kKeys - 1 <= args.rule.position(first_row));
   }
 
   // Clears what the mask hides, rows beyond the last included.
@@ -170,10 +170,10 @@ struct BackwardTools {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const int row = first_row + n * 8 + threadIdx.x % 4 * 2 + odd;
-        const bool in_range = row >= job().span.first_row && row < args.rule.seqlen_q;
-        const LiveRange live = in_range ? args.rule.live(row, job().span.pad) : LiveRange{0, 0};
-        const int begin = clamp_int(live.begin - job().first_key, 0, kKeys);
-        const int end = clamp_int(live.end - job().first_key, 0, kKeys);
+        const bool in_range = row >= work().span.first_row && row < args.rule.seqlen_q;
+        const LiveRange live = in_range ? args.rule.live(row, work().span.pad) : LiveRange{0, 0};
+        const int begin = clamp_int(live.begin - work().first_key, 0, kKeys);
+        const int end = clamp_int(live.end - work().first_key, 0, kKeys);
 #pragma unroll
         for (int i = 0; i < 2 * kStrips; ++i) {
           const int key = strip_key + i * 8;
@@ -214,9 +214,9 @@ struct BackwardTools {
   // The warp's strips of dK or dV.
   __device__ __forceinline__ void store(const float (&r_sum)[kStrips][kDimTiles][4], float scale,
                                         void* g_grad, int64_t head_dim) const {
-    const int64_t head = job().sequence * args.params.sizes.nheads_kv + job().head_kv;
+    const int64_t head = work().sequence * args.params.sizes.nheads_kv + work().head_kv;
     T* g_head = static_cast<T*>(g_grad) + head * args.rule.seqlen_k * head_dim;
-    store_results<0>(g_head, r_sum, scale, job().first_key + first_strip_row(), job().span.pad,
+    store_results<0>(g_head, r_sum, scale, work().first_key + first_strip_row(), work().span.pad,
                      static_cast<int>(args.rule.seqlen_k), first_col(), static_cast<int>(head_dim));
   }
 };

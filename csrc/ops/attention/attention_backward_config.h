@@ -33,7 +33,7 @@ struct AttentionBackwardTile {
   constexpr int strip_warps() const { return paired ? warps / 2 : warps; }
   constexpr int strips() const { return keys * groups / (strip_warps() * 16); }
   // K, V, Q, dO and dS, Q and dO twice, in fp32 once in pieces and once as they arrive, and dS
-  // twice in all but fp32; P where it is handed over; lse and delta, twice; the job.
+  // twice in all but fp32; P where it is handed over; lse and delta, twice; the work tile.
   constexpr int shared_bytes() const {
     const int size = elem_size(math);
     const int tiles =

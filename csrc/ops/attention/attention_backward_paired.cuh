@@ -19,7 +19,7 @@ namespace torchweld {
 template <typename Config>
 struct PairedBackwardBlock : BackwardTools<Config> {
   using Base = BackwardTools<Config>;
-  using Base::args, Base::job, Base::kCols, Base::kDimTiles, Base::kGroups, Base::kRows,
+  using Base::args, Base::work, Base::kCols, Base::kDimTiles, Base::kGroups, Base::kRows,
       Base::kScoreTiles, Base::kStrips, Base::s_left, Base::s_right, Base::share, Base::shared;
   using typename Base::HeldScores;
   using typename Base::KeyTile;
@@ -37,7 +37,7 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   using Base::Base;
 
   __device__ __forceinline__ void run() {
-    if (job().first_head < job().end_head) {
+    if (work().first_head < work().end_head) {
       this->load_keys();
       walk();
     }
@@ -55,26 +55,26 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   // Tile by tile a value warp passes the barrier, computes, and adds dQ of the tile before; a key
   // warp computes, passes the barrier of the next tile, and adds dQ of this one.
   __device__ __forceinline__ void walk() {
-    QueryTile tile = {job().first_head, job().last_tile};
+    QueryTile tile = {work().first_head, work().last_tile};
     this->load_rows(tile, 0);
     int stage = 0;
     if (sums_keys()) arrive(tile, stage);
     while (true) {
       if (!sums_keys()) arrive(tile, stage);
-      if (tile.head < job().end_head) {
+      if (tile.head < work().end_head) {
         compute(tile, stage);
       } else {
-        share.prefetch(args, this->tile_before(tile), job().turn);
+        share.prefetch(args, this->tile_before(tile), work().turn);
       }
       const QueryTile next = this->tile_after(tile);
       if (sums_keys()) arrive(next, 1 - stage);
       const QueryTile done = dq_tile(tile);
-      if (done.head >= job().first_head) {
-        share.pass_on(args, this->tile_before(done), job().turn);
+      if (done.head >= work().first_head) {
+        share.pass_on(args, this->tile_before(done), work().turn);
         this->add_dq(done, sums_keys() ? stage : 1 - stage);
       }
-      if ((sums_keys() ? next.head : tile.head) == job().end_head) {
-        share.pass_on(args, done, job().turn);
+      if ((sums_keys() ? next.head : tile.head) == work().end_head) {
+        share.pass_on(args, done, work().turn);
         return;
       }
       tile = next;
@@ -93,9 +93,9 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   __device__ __forceinline__ void arrive(const QueryTile& tile, int stage) {
     copy_async_wait<0>();
     __syncthreads();
-    if (tile.head == job().end_head) return;
+    if (tile.head == work().end_head) return;
     const QueryTile next = this->tile_after(tile);
-    if (next.head < job().end_head) this->load_rows(next, 1 - stage);
+    if (next.head < work().end_head) this->load_rows(next, 1 - stage);
   }
 
   __device__ __forceinline__ void compute(const QueryTile& tile, int stage) {
@@ -110,7 +110,7 @@ struct PairedBackwardBlock : BackwardTools<Config> {
       s_right = right_lane<QTile>(shared_address(rows.s_data), first_col, 0, thread);
       this->multiply(r_scores, 0, s_right, 0);
     }
-    share.pass_on(args, this->tile_before(dq_tile(tile)), job().turn);
+    share.pass_on(args, this->tile_before(dq_tile(tile)), work().turn);
     if (sums_keys()) {
       wait_for_probabilities();
       differentiate(r_scores, stage, first_col);
@@ -129,8 +129,8 @@ struct PairedBackwardBlock : BackwardTools<Config> {
                                 fresh_thread()),
                [&] {
                  const QueryTile next_dq = dq_tile(tile);
-                 const bool there = next_dq.head >= job().first_head;
-                 share.prefetch(args, next_dq, there ? job().turn : 0);
+                 const bool there = next_dq.head >= work().first_head;
+                 share.prefetch(args, next_dq, there ? work().turn : 0);
                });
   }
 

@@ -24,7 +24,7 @@ namespace torchweld {
 template <typename Config>
 struct BackwardBlock : BackwardTools<Config> {
   using Base = BackwardTools<Config>;
-  using Base::args, Base::careful, Base::job, Base::kCols, Base::kDimTiles, Base::kRows,
+  using Base::args, Base::careful, Base::work, Base::kCols, Base::kDimTiles, Base::kRows,
       Base::kScoreTiles, Base::kStrips, Base::place, Base::s_right, Base::s_wide, Base::share,
       Base::shared;
   using typename Base::HeldScores;
@@ -40,7 +40,7 @@ struct BackwardBlock : BackwardTools<Config> {
   using Base::Base;
 
   __device__ __forceinline__ void run() {
-    if (job().first_head < job().end_head) {
+    if (work().first_head < work().end_head) {
       this->load_keys();
       walk();
     }
@@ -53,8 +53,8 @@ struct BackwardBlock : BackwardTools<Config> {
 
  private:
   __device__ __forceinline__ void walk() {
-    const BackwardJob& job = shared.job;
-    QueryTile tile = {job.first_head, job.last_tile};
+    const BackwardWorkTile& work = shared.work;
+    QueryTile tile = {work.first_head, work.last_tile};
     this->load_rows(tile, 0);
     int stage = 0;
     while (true) {
@@ -67,22 +67,22 @@ struct BackwardBlock : BackwardTools<Config> {
         unusual |= split_tile<Config::kThreads>(shared.q[0], shared.next_q);
         unusual |= split_tile<Config::kThreads>(shared.dout[0], shared.next_dout);
       }
-      if (next.head < job.end_head) this->load_rows(next, 1 - stage);
+      if (next.head < work.end_head) this->load_rows(next, 1 - stage);
       if constexpr (Config::kKey) {
-        if (tile.index < job.last_tile || tile.head > job.first_head) {
+        if (tile.index < work.last_tile || tile.head > work.first_head) {
           this->add_dq(this->tile_before(tile), 1 - stage);
         }
       }
       if constexpr (Config::kSplit) careful = __syncthreads_or(unusual);
       compute(tile, stage);
-      if (next.head == job.end_head) break;
+      if (next.head == work.end_head) break;
       tile = next;
       stage = 1 - stage;
     }
     if constexpr (Config::kKey) {
       __syncthreads();
       this->add_dq(tile, stage);
-      share.pass_on(args, tile, job.turn);
+      share.pass_on(args, tile, work.turn);
     }
   }
 
@@ -96,7 +96,7 @@ struct BackwardBlock : BackwardTools<Config> {
       this->multiply(r_p, offsetof(Shared, k), s_right + rows_at, offsetof(Shared, q));
       if constexpr (Config::kKey) {
         this->multiply(r_ds, offsetof(Shared, v), s_right + rows_at, offsetof(Shared, dout));
-        if (col == 0) share.pass_on(args, this->tile_before(tile), job().turn);
+        if (col == 0) share.pass_on(args, this->tile_before(tile), work().turn);
       }
       differentiate(r_p, r_ds, stage, col);
       if (!all_visible) this->hide(first_row + col, r_p, r_ds);
@@ -105,7 +105,7 @@ struct BackwardBlock : BackwardTools<Config> {
       this->hold(r_held_ds, r_ds);
       if constexpr (Config::kKey) {
         if (this->group() == 0) this->store_scores(shared.ds[place(stage)], r_held_ds, col);
-        if (col + kCols == kRows) share.prefetch(args, tile, job().turn);
+        if (col + kCols == kRows) share.prefetch(args, tile, work().turn);
       }
       if constexpr (Config::kValue) {
         accumulate(r_dv, r_held_p, s_wide + rows_at, offsetof(Shared, dout));
@@ -164,7 +164,7 @@ __launch_bounds__(Config::kThreads, Config::kShape.blocks_per_sm) void attention
     const __grid_constant__ BackwardArgs args, unsigned* g_ticket) {
   extern __shared__ __align__(128) unsigned char s_raw[];
   BackwardShared<Config>& shared = *reinterpret_cast<BackwardShared<Config>*>(s_raw);
-  if (threadIdx.x == 0) shared.job.template take<Config>(args, g_ticket);
+  if (threadIdx.x == 0) shared.work.template take<Config>(args, g_ticket);
   __syncthreads();
   using Block =
       std::conditional_t<Config::kPaired, PairedBackwardBlock<Config>, BackwardBlock<Config>>;

@@ -3,8 +3,8 @@
 
 #include <type_traits>
 
-#include "ops/attention/attention_backward_job.cuh"
 #include "ops/attention/attention_backward_split.cuh"
+#include "ops/attention/attention_backward_work_tile.cuh"
 
 namespace torchweld {
 
@@ -51,7 +51,7 @@ struct BackwardShared {
   typename Config::ScoreTile ds[Config::kPaired ? 3 : 2];
   float lse[2][Config::kRows];
   float delta[2][Config::kRows];
-  BackwardJob job;
+  BackwardWorkTile work;
 };
 
 // In fp32 Q and dO arrive beside the pieces of those before.
@@ -63,7 +63,7 @@ struct BackwardShared<Config, true> {
   typename Config::RawTile next_q, next_dout;
   float lse[2][Config::kRows];
   float delta[2][Config::kRows];
-  BackwardJob job;
+  BackwardWorkTile work;
 };
 
 }  // namespace torchweld

@@ -26,11 +26,11 @@ struct AttentionBlock {
 
   template <int kRows>
   static __device__ __forceinline__ AttentionBlock make(const AttentionParams& params,
-                                                        const AttentionOrder& order) {
-    const int64_t index = order.first_block + blockIdx.x;
-    const int64_t section = index / (order.section * order.tiles) * order.section;
-    const int64_t in_section = index - section * order.tiles;
-    const int64_t width = min(order.section, params.sizes.batch * params.sizes.nheads - section);
+                                                        const AttentionSchedule& schedule) {
+    const int64_t index = schedule.first_block + blockIdx.x;
+    const int64_t section = index / (schedule.section * schedule.tiles) * schedule.section;
+    const int64_t in_section = index - section * schedule.tiles;
+    const int64_t width = min(schedule.section, params.sizes.batch * params.sizes.nheads - section);
     const int64_t tile = in_section / width, row = section + in_section % width;
     AttentionBlock block;
     block.batch = row / params.sizes.nheads;
@@ -39,7 +39,7 @@ struct AttentionBlock {
     const MaskRule rule = params.rule();
     const int seqlen_q = static_cast<int>(rule.seqlen_q);
     const int seqlen_k = static_cast<int>(rule.seqlen_k);
-    block.first_row = static_cast<int>(order.tiles - 1 - tile) * kRows;
+    block.first_row = static_cast<int>(schedule.tiles - 1 - tile) * kRows;
     block.rows = min(seqlen_q - block.first_row, kRows);
     block.pad = params.leftpad ? static_cast<int>(rule.clamp_pad(params.leftpad[block.batch])) : 0;
     block.all_keys = seqlen_k - block.pad;
@@ -102,10 +102,10 @@ void launch_attention_blocks(Kernel kernel, const AttentionParams& params, cudaS
   static_assert(kBytes > Config::kShape.tile_bytes() &&
                 kBytes <= Config::kShape.tile_bytes() + 128);
   static_assert(kBytes <= kAttentionSharedBytes);
-  AttentionOrder order(params, Config::kRows, sizeof(typename Config::T));
-  for_each_grid_of(order.blocks(params), [&](int64_t first, int64_t blocks) {
-    order.first_block = first;
-    launch_kernel(kernel, {blocks, Config::kThreads, kBytes}, stream, params, order,
+  AttentionSchedule schedule(params, Config::kRows, sizeof(typename Config::T));
+  for_each_grid_of(schedule.blocks(params), [&](int64_t first, int64_t blocks) {
+    schedule.first_block = first;
+    launch_kernel(kernel, {blocks, Config::kThreads, kBytes}, stream, params, schedule,
                   ScoreScale(params.scale));
   });
 }

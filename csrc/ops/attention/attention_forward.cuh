@@ -50,7 +50,7 @@ struct AttentionShared {
 
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attention_kernel(
-    const AttentionParams params, const AttentionOrder order, const ScoreScale scale) {
+    const AttentionParams params, const AttentionSchedule schedule, const ScoreScale scale) {
   using T = typename Config::T;
   using Layout = typename Config::Layout;
   using Matmul = typename Config::Matmul;
@@ -59,7 +59,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
   extern __shared__ __align__(1024) char s_bytes[];
   auto& s = *reinterpret_cast<AttentionShared<Config>*>(s_bytes);
 
-  if (threadIdx.x == 0) s.block = AttentionBlock::make<kRows>(params, order);
+  if (threadIdx.x == 0) s.block = AttentionBlock::make<kRows>(params, schedule);
   __syncthreads();
   const AttentionBlock block = s.block;
   const int keys = block.keys;

@@ -29,12 +29,12 @@ struct ScoreScale {
 
 // The order of the blocks: sections of heads one after the other; in a section the tiles of query
 // rows, the last rows first; for every tile the section's heads.
-struct AttentionOrder {
+struct AttentionSchedule {
   int64_t section;  // heads
   int64_t tiles;    // a head
   int64_t first_block = 0;
 
-  AttentionOrder(const AttentionParams& params, int rows, int elem_size) {
+  AttentionSchedule(const AttentionParams& params, int rows, int elem_size) {
     constexpr int64_t kCacheBytes = 32 << 20;
     const AttentionSizes& sizes = params.sizes;
     const int64_t group = sizes.nheads / sizes.nheads_kv;

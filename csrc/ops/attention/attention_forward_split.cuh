@@ -43,7 +43,7 @@ template <typename Config>
 __global__ __launch_bounds__(
     Config::kThreads,
     Config::kShape.blocks_per_sm) void attention_split_kernel(const AttentionParams params,
-                                                              const AttentionOrder order,
+                                                              const AttentionSchedule schedule,
                                                               const ScoreScale scale) {
   using T = typename Config::T;
   using Matmul = typename Config::Matmul;
@@ -52,7 +52,7 @@ __global__ __launch_bounds__(
   extern __shared__ __align__(1024) char s_bytes[];
   auto& s = *reinterpret_cast<AttentionSplitShared<Config>*>(s_bytes);
 
-  if (threadIdx.x == 0) s.block = AttentionBlock::make<Config::kRows>(params, order);
+  if (threadIdx.x == 0) s.block = AttentionBlock::make<Config::kRows>(params, schedule);
   __syncthreads();
   const AttentionBlock block = s.block;
   const int keys = block.keys;

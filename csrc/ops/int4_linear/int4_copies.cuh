@@ -9,7 +9,7 @@
 namespace torchweld {
 
 // Which tile of y and part of K a work tile is.
-struct Int4Work {
+struct Int4WorkTile {
   int64_t first_row, first_token;  // of the weight, of x
   int first_chunk, chunk_end;      // of K
   int part;
@@ -19,7 +19,8 @@ struct Int4Work {
   static constexpr int kBandTokens = 2048;
 
   template <typename Tile>
-  __device__ __forceinline__ Int4Work(const Int4LinearParams& p, const Tile& tile, uint32_t item) {
+  __device__ __forceinline__ Int4WorkTile(const Int4LinearParams& p, const Tile& tile,
+                                          uint32_t item) {
     const uint32_t parts = p.choice.parts, index = item / parts;
     part = static_cast<int>(item % parts);
     const uint32_t tiles_n = static_cast<uint32_t>((p.gemm.n + tile.rows - 1) / tile.rows);

@@ -18,9 +18,10 @@ using Int4DeepSums = float[kInt4DeepTiles[kTile].tokens / 2];
 #if TW_HAS_CLUSTERS
 // The sums of a block's warps, and of its cluster's blocks, to y. The ring is free.
 template <typename T, int kTile>
-__device__ __forceinline__ void int4_deep_finish(const Int4DeepParams& p, const Int4DeepWork& work,
-                                                 char* s_memory, Int4DeepSums<kTile>& acc,
-                                                 int split, int tile, int lane) {
+__device__ __forceinline__ void int4_deep_finish(const Int4DeepParams& p,
+                                                 const Int4DeepWorkTile& work, char* s_memory,
+                                                 Int4DeepSums<kTile>& acc, int split, int tile,
+                                                 int lane) {
   constexpr Int4DeepTile kT = kInt4DeepTiles[kTile];
   constexpr int kLast = kT.splits() - 1, kRowFloats = kT.sum_row_floats();
   const int thread = threadIdx.x;

@@ -35,7 +35,7 @@ class Int4DeepWarp {
   static_assert(kOwn * kT.splits() == kT.chunks && kT.splits() * kT.row_tiles() == kT.warps);
 
  public:
-  __device__ __forceinline__ Int4DeepWarp(const Int4DeepParams& p, const Int4DeepWork& work,
+  __device__ __forceinline__ Int4DeepWarp(const Int4DeepParams& p, const Int4DeepWorkTile& work,
                                           int tile, int split, int lane)
       : zero_place_(lane), left_(work.count - split * kOwn) {
     const int64_t first = int64_t{work.first_tile + tile} * p.chunks + work.first_chunk;
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kInt4DeepTiles[kTile].threads(), Int4DeepTile:
   const uint32_t s_base = shared_address(s_memory);
   const int thread = threadIdx.x, lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0);
   const int split = warp / kT.row_tiles(), tile = warp % kT.row_tiles();
-  const Int4DeepWork work(p, kT, rank_in_cluster(), cluster_index());
+  const Int4DeepWorkTile work(p, kT, rank_in_cluster(), cluster_index());
   const int steps = (work.count + kT.chunks - 1) / kT.chunks;
   Int4DeepWarp<T, kTile> w(p, work, tile, split, lane);
   Int4DeepLoader<kTile> loader(p, work, thread);

@@ -18,13 +18,13 @@ struct Int4DeepParams : Int4Operands {
 };
 
 // Which tile of y and part of K a block has.
-struct Int4DeepWork {
+struct Int4DeepWorkTile {
   int first_tile, first_token;
   int first_chunk, count;  // chunks of the part
   int part;
 
-  __device__ __forceinline__ Int4DeepWork(const Int4DeepParams& p, const Int4DeepTile& tile,
-                                          int part, int cluster)
+  __device__ __forceinline__ Int4DeepWorkTile(const Int4DeepParams& p, const Int4DeepTile& tile,
+                                              int part, int cluster)
       : first_tile(cluster * tile.row_tiles()),
         first_token(static_cast<int>(blockIdx.y) * tile.tokens),
         first_chunk(part * p.part_chunks),
@@ -43,7 +43,7 @@ class Int4DeepLoader {
  public:
   static constexpr int kScaleAt = kT.x_bytes();
 
-  __device__ __forceinline__ Int4DeepLoader(const Int4DeepParams& p, const Int4DeepWork& work,
+  __device__ __forceinline__ Int4DeepLoader(const Int4DeepParams& p, const Int4DeepWorkTile& work,
                                             int thread)
       : Int4DeepLoader(p, work, thread, thread / ScaleCopy::kPieces) {}
 
@@ -58,7 +58,7 @@ class Int4DeepLoader {
 
  private:
   // place: whose scales this thread copies, [tile][chunk].
-  __device__ __forceinline__ Int4DeepLoader(const Int4DeepParams& p, const Int4DeepWork& work,
+  __device__ __forceinline__ Int4DeepLoader(const Int4DeepParams& p, const Int4DeepWorkTile& work,
                                             int thread, int place)
       : chunk_(work.first_chunk),
         left_(work.count),

@@ -26,7 +26,7 @@ __device__ __forceinline__ void int4_read_sums(float (&v)[kGroup], const float* 
 
 // A block's staged sums, s_sums[token][row], to y or to the workspace of a split product.
 template <typename T, int kTile>
-__device__ __noinline__ void int4_finish(const Int4LinearParams& p, const Int4Work& work,
+__device__ __noinline__ void int4_finish(const Int4LinearParams& p, const Int4WorkTile& work,
                                          const float* s_sums) {
   constexpr Int4Tile kT = kInt4Tiles[kTile];
   constexpr int kStride = kT.sum_row_floats(), kGroups = kT.rows / kGroup;

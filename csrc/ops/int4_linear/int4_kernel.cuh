@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kInt4Tiles[kTile].threads(),
   using Warp = Int4Warp<T, kTile>;
   extern __shared__ __align__(128) char s_ring[];
   const int thread = threadIdx.x;
-  const Int4Work work(p, kT, blockIdx.x);
+  const Int4WorkTile work(p, kT, blockIdx.x);
   const int steps = (work.chunks() + kT.chunks - 1) / kT.chunks;
 
   Int4Loader<T, kTile, kWholeChunks> loader(p, work, thread);

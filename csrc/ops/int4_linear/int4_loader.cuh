@@ -31,7 +31,8 @@ class Int4Loader {
   static constexpr int kScaleAt = kT.weight_bytes() + kT.x_bytes(kElem);
   static constexpr int kZeroAt = kScaleAt + kT.scale_bytes(kElem);
 
-  __device__ __forceinline__ Int4Loader(const Int4LinearParams& p, const Int4Work& work, int thread)
+  __device__ __forceinline__ Int4Loader(const Int4LinearParams& p, const Int4WorkTile& work,
+                                        int thread)
       : chunk_(work.first_chunk),
         chunks_left_(work.chunks()),
         x_(static_cast<const char*>(p.gemm.a.data) +

@@ -55,7 +55,7 @@ __device__ __forceinline__ void int4_wide_stage(const GemmParams& p, int64_t fir
 }
 
 template <typename T, int kTile>
-__device__ __forceinline__ void int4_wide_store(const GemmParams& p, const Int4Work& work,
+__device__ __forceinline__ void int4_wide_store(const GemmParams& p, const Int4WorkTile& work,
                                                 const char* s_y, int thread) {
   using Shape = Int4WideShape<kTile>;
   constexpr int kRowBytes = Shape::kT.y_row_bytes(), kAtOnce = Shape::kAtOnce;

@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kInt4WideTiles[kTile].threads(), kInt4WideTile
   const uint32_t s_base = shared_address(s_memory);
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   uint32_t item = blockIdx.x;
-  Int4Work work(p, kT, item);
+  Int4WorkTile work(p, kT, item);
   Loader loader(p, work, thread);
   int left;  // steps to load
   const auto start = [&] {
@@ -140,10 +140,10 @@ __global__ void __launch_bounds__(kInt4WideTiles[kTile].threads(), kInt4WideTile
     copy_async_wait<0>();
     __syncthreads();  // the ring is free
     if (p.choice.parts > 1) break;
-    const Int4Work done = work;
+    const Int4WorkTile done = work;
     item += gridDim.x;
     if (kT.stays && item < items) {
-      work = Int4Work(p, kT, item);
+      work = Int4WorkTile(p, kT, item);
       loader = Loader(p, work, thread);
       start();
     }

@@ -26,7 +26,7 @@ class Int4WideLoader {
   static constexpr int kXAt = kT.weight_bytes(), kScaleAt = kXAt + kT.x_bytes();
   static_assert(kXAt % 1024 == 0 && kT.tokens % 8 == 0);
 
-  __device__ __forceinline__ Int4WideLoader(const Int4LinearParams& p, const Int4Work& work,
+  __device__ __forceinline__ Int4WideLoader(const Int4LinearParams& p, const Int4WorkTile& work,
                                             int thread)
       : chunk_(work.first_chunk),
         chunks_left_(work.chunks()),
@@ -73,7 +73,8 @@ class Int4WideLoader {
 
  private:
   static __device__ __forceinline__ ScaleCopy scale_copy(const Int4LinearParams& p,
-                                                         const Int4Work& work, int warp, int lane) {
+                                                         const Int4WorkTile& work, int warp,
+                                                         int lane) {
     const Int4Weight& weight = p.weight;
     const int place = lane / ScaleCopy::kPieces, chunk = place % kT.chunks;
     const int tile = warp + place / kT.chunks * kT.warps;

@@ -9,7 +9,7 @@
 namespace torchweld {
 
 // What a block works on. It stays in shared memory: registers are short.
-struct BackwardJob {
+struct BackwardWorkTile {
   int sequence;
   int head_kv;
   int first_key;
