@@ -160,9 +160,9 @@ def test_splits_fill_the_gpu_and_are_never_empty_of_steps():
         columns = choice["columns"]
         assert choice["engine"] == "decode"
         steps = -(-keys // (columns["warps"] * columns["keys"]))
-        assert 1 <= columns["splits"] <= max(1, min(128, steps // 2))
-        if steps >= 2 * 264 // heads:
-            assert columns["splits"] * heads > 132
+        assert 1 <= columns["splits"] <= max(1, min(128, steps // 4))
+        if steps * heads >= 4 * 132:
+            assert columns["splits"] * heads > 132 // 2
 
 
 def test_reasons_of_a_decode():

@@ -203,14 +203,18 @@ def test_a_kernel_has_the_threads_of_its_tile():
         for m, n in ((16, 4096), (4096, 4096), (300, 300), (100, 10)):
             x, weight = meta(m, k, dtype=dtype), meta(n, k, dtype=dtype)
             (record,) = dry_records("linear", x, weight)
-            tile, (_, shared_bytes, threads, _) = record["columns"], record["kernels"][0]
+            sm90 = record["choice"].startswith("sm90")
+            # The engine on wgmma writes fp32 operands anew in a kernel before its own.
+            written = sm90 and dtype == F32
+            tile, (_, shared_bytes, threads, _) = record["columns"], record["kernels"][written]
             assert threads == 32 * tile["warps"]
-            stage = (tile["block_m"] + tile["block_n"]) * tile["block_k"] * dtype.itemsize
+            itemsize = 2 if written else dtype.itemsize
+            stage = (tile["block_m"] + tile["block_n"]) * tile["block_k"] * itemsize
             # The engine on wgmma keeps boxes of results, bias and barriers beside its stages.
             more = shared_bytes - tile["stages"] * stage
-            assert (0 < more < 40_000) if record["choice"].startswith("sm90") else more == 0
+            assert (0 < more < 40_000) if sm90 else more == 0
             # The sums of splits are added by another kernel, those of stream-K are not.
-            assert len(record["kernels"]) == (2 if tile["splits"] > 1 else 1)
+            assert len(record["kernels"]) == (2 if tile["splits"] > 1 or written else 1)
 
 
 class Allocated(TorchDispatchMode):

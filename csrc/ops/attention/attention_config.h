@@ -78,7 +78,7 @@ struct AttentionDecodeTile {
 
 inline constexpr AttentionDecodeTile kAttentionDecodeTiles[] = {
     {64, 16, 32, 3, 4},  {64, 32, 32, 3, 4}, {128, 16, 16, 3, 4}, {128, 32, 16, 3, 4},
-    {256, 16, 16, 3, 2}, {64, 16, 32, 2, 4}, {128, 16, 16, 2, 4}, {256, 16, 16, 2, 2}};
+    {256, 16, 16, 3, 4}, {64, 16, 32, 2, 4}, {128, 16, 16, 2, 4}, {256, 16, 16, 2, 2}};
 inline constexpr int kNumAttentionDecodeTiles =
     sizeof(kAttentionDecodeTiles) / sizeof(kAttentionDecodeTiles[0]);
 
@@ -154,13 +154,13 @@ inline Refusal attention_decode_refusal(const AttentionProblem& p, const Attenti
              : "more than 2^31 - 1 blocks";
 }
 
-// As many splits as the GPU has room for at once, while each has some steps to walk.
+// A block for every SM, while each has some steps to walk: more would only add parts.
 inline int attention_decode_splits(const AttentionProblem& p, const AttentionDecodeTile& tile) {
-  constexpr int64_t kBlocksPerSm = 2, kLeastSteps = 2;
+  constexpr int64_t kLeastSteps = 4;
   const int64_t groups = std::max<int64_t>(1, attention_decode_groups(p, tile));
   const int64_t steps = (p.seqlen_k + tile.step_keys() - 1) / tile.step_keys();
   const int64_t most = std::min<int64_t>(AttentionDecodeTile::kMostSplits, steps / kLeastSteps);
-  const int64_t room = kBlocksPerSm * p.device.sms / groups;
+  const int64_t room = p.device.sms / groups;
   return static_cast<int>(std::max<int64_t>(1, std::min(room, most)));
 }
 

@@ -41,7 +41,7 @@ struct AttentionDecodeShared {
   T query[kRows * kDim];
   union {
     T keys[kWarps][Config::kStages][2][Config::kKeys * kDim];  // keys, then values
-    float out[kWarps][kRows][kDim];
+    float out[kWarps][kRows][kDim + 8];  // so that a fragment's rows lie in different banks
   };
   DecodeSum sums[kWarps][kRows];
   float factors[kRows];  // of a part's sums, or of all
@@ -287,31 +287,52 @@ __global__ __launch_bounds__(Config::kThreads, 2) void attention_decode_kernel(
   __syncthreads();
   if (!s.last) return;
   __threadfence();
-  float (&s_factors)[AttentionDecodeTile::kMostSplits][kRows] =
-      reinterpret_cast<float (&)[AttentionDecodeTile::kMostSplits][kRows]>(s.out);
-  if (int(threadIdx.x) < work.rows) {
-    const int row = threadIdx.x;
+  // Factors of the parts: a warp has a row, a lane every 32nd split.
+  using Factors = float[AttentionDecodeTile::kMostSplits][kRows];
+  static_assert(sizeof(Factors) <= sizeof(s.out[0]) * (kWarps - 1));
+  Factors& s_factors = reinterpret_cast<Factors&>(s.out);
+  for (int row = warp; row < work.rows; row += kWarps) {
+    constexpr int kEach = AttentionDecodeTile::kMostSplits / 32;
+    float2 parts[kEach];  // maxima and sums
     float max = -INFINITY, sum = 0.f;
-    for (int i = 0; i < splits; ++i) max = fmaxf(max, __ldcg(&g_sums[i * kRows + row].max));
-    for (int i = 0; i < splits; ++i) {
-      const float part_max = __ldcg(&g_sums[i * kRows + row].max);
-      const float part_sum = __ldcg(&g_sums[i * kRows + row].sum);
-      const float factor = decode_factor(part_max, max, scale.c);
-      sum += part_max == -INFINITY ? part_sum : part_sum * factor;
-      s_factors[i][row] = factor;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const int i = j * 32 + lane;
+      parts[j] = make_float2(-INFINITY, 0.f);
+      if (i < splits) parts[j] = __ldcg(reinterpret_cast<const float2*>(g_sums + i * kRows + row));
+      max = fmaxf(max, parts[j].x);
     }
-    s.sums[0][row] = {max, sum};
+    max = warp_max(max);
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const int i = j * 32 + lane;
+      const float factor = decode_factor(parts[j].x, max, scale.c);
+      sum += parts[j].x == -INFINITY ? parts[j].y : parts[j].y * factor;
+      if (i < splits) s_factors[i][row] = factor;
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) s.sums[0][row] = {max, sum};
+  }
+  __syncthreads();
+  auto& s_result = s.out[kWarps - 1];
+  for (int i = threadIdx.x * 4; i < work.rows * kDim; i += Config::kThreads * 4) {
+    const int row = i / kDim;
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 8
+    for (int part = 0; part < splits; ++part) {
+      const float4 v = __ldcg(reinterpret_cast<const float4*>(g_parts + part * kPart + i));
+      const float factor = s_factors[part][row];
+      sum.x = fmaf(v.x, factor, sum.x);
+      sum.y = fmaf(v.y, factor, sum.y);
+      sum.z = fmaf(v.z, factor, sum.z);
+      sum.w = fmaf(v.w, factor, sum.w);
+    }
+    *reinterpret_cast<float4*>(&s_result[row][i % kDim]) = sum;
   }
   __syncthreads();
   store_decoded<Config>(
       p, work, scale, [&](int row) { return s.sums[0][row]; },
-      [&](int row, int column) {
-        float value = 0.f;
-        const float* g_part = g_parts + row * kDim + column;
-#pragma unroll 8
-        for (int i = 0; i < splits; ++i) value += s_factors[i][row] * __ldcg(g_part + i * kPart);
-        return value;
-      });
+      [&](int row, int column) { return s_result[row][column]; });
 }
 
 template <typename T>
@@ -320,7 +341,6 @@ void launch_attention_decode_of(const AttentionParams& p, cudaStream_t stream) {
     using Config = AttentionDecodeConfig<T, index.value>;
     using Shared = AttentionDecodeShared<Config>;
     static_assert(sizeof(Shared) <= Config::kShape.tile_bytes() + kAttentionDecodeExtraBytes);
-    static_assert(AttentionDecodeTile::kMostSplits <= Config::kWarps * Config::kDim);
     const AttentionSizes& sizes = p.sizes;
     const int64_t packed = sizes.nheads / sizes.nheads_kv * sizes.seqlen_q;
     const int64_t blocks = sizes.batch * sizes.nheads_kv *
