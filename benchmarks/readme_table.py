@@ -89,6 +89,13 @@ SUMMARY = [
         "sdpa efficient",
         "SDPA, memory-efficient back end",
     ),
+    Summary(
+        "attention, 1 or 4 query rows (generation), bfloat16",
+        "attention",
+        r"attention decode .*, \d query rows",
+        "sdpa cudnn",
+        "SDPA, cuDNN back end",
+    ),
     Summary("softmax and its gradient", "rows", r"softmax.*", "torch", "torch's softmax"),
     Summary(
         "gradients of outer_add, outer_mul_relu",
@@ -104,6 +111,14 @@ SUMMARY = [
         "cublas|cublas bare",
         "cuBLAS",
     ),
+    Summary(
+        "linear and gated linear, float32 at its accuracy",
+        "matmul",
+        r"linear .*float32|gated_linear .*float32 \w+",
+        "cublas bare",
+        "cuBLAS, float32",
+    ),
+    Summary("linear and gated linear, TF32", "matmul", r".* tf32", "cublas bare", "cuBLAS, TF32"),
     Summary(
         "LayerNorm + linear + GELU, 16 bits",
         "matmul",

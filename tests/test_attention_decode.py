@@ -160,14 +160,14 @@ def test_splits_fill_the_gpu_and_are_never_empty_of_steps():
         columns = choice["columns"]
         assert choice["engine"] == "decode"
         steps = -(-keys // (columns["warps"] * columns["keys"]))
-        assert 1 <= columns["splits"] <= max(1, min(128, steps // 4))
+        assert 1 <= columns["splits"] <= max(1, min(128, steps // 2))
         if steps * heads >= 4 * 132:
             assert columns["splits"] * heads > 132 // 2
 
 
 def test_reasons_of_a_decode():
     few = problem("attention", seqlen_q=16)
-    tile = "decode 16x32x64 3 stages"
+    tile = "decode 16x64 8 warps 3 stages"
     assert refusal("attention", few, tile) == ""
     assert "at most 16 query rows" in refusal("attention", problem("attention", seqlen_q=17), tile)
     assert "another dtype" in refusal("attention", problem("attention", seqlen_q=1, math=2), tile)

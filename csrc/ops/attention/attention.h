@@ -74,11 +74,11 @@ inline AttentionProblem attention_problem(const AttentionSizes& s, DType dtype, 
 inline int64_t attention_part_floats(const AttentionProblem& p, const AttentionChoice& choice) {
   if (choice.splits == 1) return 0;
   const AttentionDecodeTile& tile = kAttentionDecodeTiles[choice.tile];
-  return attention_decode_groups(p, tile) * choice.splits * tile.rows * (tile.dim + 2);
+  return attention_decode_groups(p) * choice.splits * AttentionDecodeTile::kRows * (tile.dim + 2);
 }
 inline int64_t attention_part_counters(const AttentionProblem& p, const AttentionChoice& choice) {
   if (choice.splits == 1) return 0;
-  return attention_decode_groups(p, kAttentionDecodeTiles[choice.tile]);
+  return attention_decode_groups(p);
 }
 
 // Head dims above this take the general kernels.

@@ -56,29 +56,30 @@ inline constexpr AttentionTile kAttentionTiles[] = {
     {AttentionMath::kFloat32, 256, 32, 16, 1, 2, 2}};
 inline constexpr int kNumAttentionTiles = sizeof(kAttentionTiles) / sizeof(kAttentionTiles[0]);
 
-// Of few query rows: the query heads of a kv head and their rows are packed into `rows` rows. The
+// Of few query rows: the query heads of a kv head and their rows are packed into kRows rows. The
 // keys of a sequence are cut into splits, one a block, and these among the block's `warps` warps,
 // each of which walks its own, `keys` at a time, with `stages` buffers of keys and values.
 struct AttentionDecodeTile {
   int dim;
-  int rows;
   int keys;
   int stages;
   int warps;
 
-  static constexpr int kMostRows = 16;  // of seqlen_q
+  static constexpr int kRows = 16;
+  static constexpr int kMostSeqlen = 16;  // of the query
   static constexpr int kMostSplits = 128;
 
   constexpr int threads() const { return warps * 32; }
   constexpr int step_keys() const { return warps * keys; }
   // 16-bit query rows, keys and values. The warps' sums, in fp32, take the place of keys and
   // values.
-  constexpr int tile_bytes() const { return (rows + 2 * stages * step_keys()) * dim * 2; }
+  constexpr int tile_bytes() const { return (kRows + 2 * stages * step_keys()) * dim * 2; }
 };
 
+// Those of a head dim from the one with most in flight to the one for the least shared memory.
 inline constexpr AttentionDecodeTile kAttentionDecodeTiles[] = {
-    {64, 16, 32, 3, 4},  {64, 32, 32, 3, 4}, {128, 16, 16, 3, 4}, {128, 32, 16, 3, 4},
-    {256, 16, 16, 3, 4}, {64, 16, 32, 2, 4}, {128, 16, 16, 2, 4}, {256, 16, 16, 2, 2}};
+    {64, 16, 3, 8},  {64, 32, 2, 4},  {128, 16, 3, 8}, {128, 16, 3, 4},
+    {128, 16, 2, 4}, {256, 16, 3, 4}, {256, 16, 2, 2}};
 inline constexpr int kNumAttentionDecodeTiles =
     sizeof(kAttentionDecodeTiles) / sizeof(kAttentionDecodeTiles[0]);
 
@@ -126,17 +127,18 @@ inline Refusal attention_refusal(const AttentionProblem& p, const AttentionTile&
 inline constexpr int kAttentionDecodeExtraBytes = 4 * 1024;
 
 // Blocks, were the keys not split.
-inline int64_t attention_decode_groups(const AttentionProblem& p, const AttentionDecodeTile& tile) {
+inline int64_t attention_decode_groups(const AttentionProblem& p) {
+  constexpr int kRows = AttentionDecodeTile::kRows;
   const int64_t rows = p.load.group * p.seqlen_q;
-  return p.load.heads / p.load.group * ((rows + tile.rows - 1) / tile.rows);
+  return p.load.heads / p.load.group * ((rows + kRows - 1) / kRows);
 }
 
 inline Refusal attention_decode_refusal(const AttentionProblem& p, const AttentionDecodeTile& tile,
                                         int splits) {
   constexpr int64_t kMaxSeqlen = int64_t{1} << 29;  // positions are counted in 32 bits
   if (p.math != AttentionMath::k16Bit) return "the tile is for another dtype";
-  if (p.seqlen_q > AttentionDecodeTile::kMostRows) {
-    return {"the tile is for sequences of at most {} query rows", AttentionDecodeTile::kMostRows};
+  if (p.seqlen_q > AttentionDecodeTile::kMostSeqlen) {
+    return {"the tile is for sequences of at most {} query rows", AttentionDecodeTile::kMostSeqlen};
   }
   if (p.head_dim > tile.dim || p.head_dim_v > tile.dim) {
     return {"the tile holds head dims to {}", tile.dim};
@@ -149,15 +151,15 @@ inline Refusal attention_decode_refusal(const AttentionProblem& p, const Attenti
   if (splits < 1 || splits > AttentionDecodeTile::kMostSplits) {
     return {"keys can be cut into 1 to {} splits", AttentionDecodeTile::kMostSplits};
   }
-  return grid_fits(static_cast<double>(attention_decode_groups(p, tile)) * splits)
+  return grid_fits(static_cast<double>(attention_decode_groups(p)) * splits)
              ? Refusal()
              : "more than 2^31 - 1 blocks";
 }
 
-// A block for every SM, while each has some steps to walk: more would only add parts.
+// A block for every SM, while each has some steps to walk. More would only add parts.
 inline int attention_decode_splits(const AttentionProblem& p, const AttentionDecodeTile& tile) {
-  constexpr int64_t kLeastSteps = 4;
-  const int64_t groups = std::max<int64_t>(1, attention_decode_groups(p, tile));
+  constexpr int64_t kLeastSteps = 2;
+  const int64_t groups = std::max<int64_t>(1, attention_decode_groups(p));
   const int64_t steps = (p.seqlen_k + tile.step_keys() - 1) / tile.step_keys();
   const int64_t most = std::min<int64_t>(AttentionDecodeTile::kMostSplits, steps / kLeastSteps);
   const int64_t room = p.device.sms / groups;
@@ -165,21 +167,10 @@ inline int attention_decode_splits(const AttentionProblem& p, const AttentionDec
 }
 
 inline AttentionChoice choose_attention(const AttentionProblem& p) {
-  int decode = -1;
   for (int i = 0; i < kNumAttentionDecodeTiles; ++i) {
     const AttentionDecodeTile& tile = kAttentionDecodeTiles[i];
     if (attention_decode_refusal(p, tile, 1)) continue;
-    if (decode < 0) decode = i;
-    // The smallest that holds all rows, so that nobody reads keys twice.
-    if (p.load.group * p.seqlen_q > kAttentionDecodeTiles[decode].rows &&
-        tile.dim == kAttentionDecodeTiles[decode].dim &&
-        tile.rows > kAttentionDecodeTiles[decode].rows) {
-      decode = i;
-    }
-  }
-  if (decode >= 0) {
-    return {AttentionEngine::kDecode, decode,
-            attention_decode_splits(p, kAttentionDecodeTiles[decode])};
+    return {AttentionEngine::kDecode, i, attention_decode_splits(p, tile)};
   }
   for (int i = 0; i < kNumAttentionTiles; ++i) {
     if (!attention_refusal(p, kAttentionTiles[i])) return {AttentionEngine::kSync, i};

@@ -22,9 +22,11 @@ template <typename T_, int kTile>
 struct AttentionDecodeConfig {
   using T = T_;
   static constexpr AttentionDecodeTile kShape = kAttentionDecodeTiles[kTile];
-  static constexpr int kDim = kShape.dim, kRows = kShape.rows, kKeys = kShape.keys;
+  static constexpr int kDim = kShape.dim, kRows = AttentionDecodeTile::kRows, kKeys = kShape.keys;
   static constexpr int kStages = kShape.stages, kWarps = kShape.warps;
   static constexpr int kThreads = kShape.threads(), kTiles = kRows / 16;
+  // What registers and shared memory are cut for.
+  static constexpr int kBlocksPerSm = kShape.tile_bytes() > 110 * 1024 ? 1 : 2;
   using Layout = AttentionLayout<T, kDim>;
   using Matmul = WarpMatmul16<T, kDim, kTiles, kKeys>;
 };
@@ -56,19 +58,19 @@ struct DecodeWork {
   int first_row, rows;   // among the packed rows of the kv head
   int pad, keys, shift;  // keys [pad, pad + keys) exist; row i sees min(i + shift, keys) of them
 
-  __device__ __forceinline__ DecodeWork(const AttentionParams& p, int tile_rows) {
-    constexpr int kNoLimit = 1 << 30;
+  __device__ __forceinline__ explicit DecodeWork(const AttentionParams& p) {
+    constexpr int kNoLimit = 1 << 30, kTileRows = AttentionDecodeTile::kRows;
     const AttentionSizes& s = p.sizes;
     const int packed = int(s.nheads / s.nheads_kv * s.seqlen_q);
-    const int row_tiles = (packed + tile_rows - 1) / tile_rows;
+    const int row_tiles = (packed + kTileRows - 1) / kTileRows;
     const uint32_t tile = blockIdx.x % row_tiles, rest = blockIdx.x / row_tiles;
     split = int(rest % p.choice.splits);
     const int64_t head = rest / p.choice.splits;
     group = head * row_tiles + tile;
     batch = head / s.nheads_kv;
     kv_head = head % s.nheads_kv;
-    first_row = int(tile) * tile_rows;
-    rows = min(tile_rows, packed - first_row);
+    first_row = int(tile) * kTileRows;
+    rows = min(kTileRows, packed - first_row);
     pad = p.leftpad != nullptr ? int(p.rule().clamp_pad(p.leftpad[batch])) : 0;
     keys = int(s.seqlen_k) - pad;
     shift = p.causal ? keys - int(s.seqlen_q) + 1 : kNoLimit;
@@ -157,7 +159,7 @@ __device__ __forceinline__ void store_decoded(const AttentionParams& p, const De
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, 2) void attention_decode_kernel(
+__global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attention_decode_kernel(
     const __grid_constant__ AttentionParams p, const ScoreScale scale) {
   using T = typename Config::T;
   using Layout = typename Config::Layout;
@@ -166,7 +168,7 @@ __global__ __launch_bounds__(Config::kThreads, 2) void attention_decode_kernel(
   constexpr int kRows = Config::kRows, kWarps = Config::kWarps, kDim = Config::kDim;
   extern __shared__ __align__(1024) char s_bytes[];
   auto& s = *reinterpret_cast<AttentionDecodeShared<Config>*>(s_bytes);
-  const DecodeWork work(p, kRows);
+  const DecodeWork work(p);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int seqlen_q = int(p.sizes.seqlen_q), splits = p.choice.splits;
 

@@ -106,7 +106,7 @@ struct AttentionFamily : AttentionNumbers {
     if (general(x)) return "";
     if (decode(x)) {
       const AttentionDecodeTile& tile = kAttentionDecodeTiles[x[1]];
-      return tile_text(tile.rows, tile.keys) + "x" + std::to_string(tile.dim) + " " +
+      return tile_text(tile.keys, tile.dim) + " " + std::to_string(tile.warps) + " warps " +
              std::to_string(tile.stages) + " stages" +
              (x[2] > 1 ? " /" + std::to_string(x[2]) : "");
     }
@@ -116,8 +116,8 @@ struct AttentionFamily : AttentionNumbers {
   }
   // Zeros: the general kernel, which has no tile.
   static Columns columns(const AttentionProblem&, const Numbers& x) {
-    const auto row = [&](const auto& tile) -> Columns {
-      return {{"rows", tile.rows},
+    const auto row = [&](const auto& tile, int rows) -> Columns {
+      return {{"rows", rows},
               {"keys", tile.keys},
               {"head_dim", tile.dim},
               {"stages", tile.stages},
@@ -125,8 +125,9 @@ struct AttentionFamily : AttentionNumbers {
               {"splits", x[2]},
               {"tile_bytes", tile.tile_bytes()}};
     };
-    if (decode(x)) return row(kAttentionDecodeTiles[x[1]]);
-    return row(general(x) ? AttentionTile{} : kAttentionTiles[x[1]]);
+    if (decode(x)) return row(kAttentionDecodeTiles[x[1]], AttentionDecodeTile::kRows);
+    const AttentionTile tile = general(x) ? AttentionTile{} : kAttentionTiles[x[1]];
+    return row(tile, tile.rows);
   }
 };
 
