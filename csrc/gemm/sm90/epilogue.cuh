@@ -118,7 +118,7 @@ class Sm90Epilogue {
         auto& v = box_of(acc[i], c * kColumns);
         const int at = column + c * kColumns;
         int result = (i * kAcross + c) * kResults;
-        const auto store = [&](const float(&values)[kValues], int right, bool preact) {
+        const auto store = [&](const float (&values)[kValues], int right, bool preact) {
           const int slot = result % kT.boxes;
           boxes[slot] = {first, at, right, batch, preact};
           if (slot == 0) wait_for_boxes();
@@ -144,10 +144,8 @@ class Sm90Epilogue {
     }
   }
 
-  static __device__ __forceinline__ float (&box_of(float (&sums)[kT.block_n / 2],
-                                                   int column))[kValues] {
-    return reinterpret_cast<float(&)[kValues]>(sums[column / 2]);
-  }
+  static __device__ __forceinline__ float (&box_of(float (&sums)[kT.block_n / 2], int column))
+      [kValues] { return reinterpret_cast<float (&)[kValues]>(sums[column / 2]); }
 
   __device__ __forceinline__ void add_bias(float (&v)[kValues], int from) const {
 #pragma unroll
