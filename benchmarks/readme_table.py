@@ -20,6 +20,7 @@ RESULTS = Path("benchmarks") / "results"
 FAMILIES = {
     "attention": "Attention",
     "matmul": "Linear layers",
+    "matmul_training": "Linear layers, forward and backward",
     "gpt2": "GPT-2 124M training",
     "int4": "4-bit weights",
     "rows": "Softmax and sums over rows",
@@ -139,6 +140,13 @@ SUMMARY = [
         r"(layer_norm_linear|gated_linear) .*float16 \w+",
         "eager",
         "torch's ops one by one",
+    ),
+    Summary(
+        "linear layers, forward and backward, 16 bits",
+        "matmul_training",
+        r".*, forward and backward",
+        "torch.compile",
+        "torch.compile",
     ),
     Summary(
         "linear with 4-bit weights, 1 to 16 tokens",

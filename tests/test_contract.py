@@ -368,7 +368,6 @@ def test_meta_and_fake_agree_with_real(s, device):
 
 
 def compiled_agrees(s, device, backend):
-    torch._dynamo.reset()
     args, kwargs = s.make(device)
     op = call(s.op)
     compiled = torch.compile(lambda *a: op(*a, **kwargs), fullgraph=True, backend=backend)
@@ -401,7 +400,6 @@ def test_compile_inductor(op, device):
 def test_compile_with_dynamic_shapes(op, device):
     """One graph serves another leading size."""
     need_kernel(op, device)
-    torch._dynamo.reset()
     graphs = []
 
     def backend(graph, inputs):

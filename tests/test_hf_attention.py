@@ -565,7 +565,6 @@ def test_compiles_in_one_graph(attention_device):
     real[0, 4] = False
     compare(compiled, stock, inputs, real)
     unmasked = {"input_ids": inputs["input_ids"]}
-    torch._dynamo.reset()
     hf_attention._warned.clear()
     compare(torch.compile(ours, fullgraph=True, backend="aot_eager"), stock, unmasked)
 

@@ -350,7 +350,6 @@ def test_scripts_and_saves(case, device, tmp_path):
 
 @pytest.mark.parametrize("case", PARAMS)
 def test_compiles_in_one_graph(case, device):
-    torch._dynamo.reset()
     _, ours = case.pair(device)
     x = case.x(device)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")

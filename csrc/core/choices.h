@@ -3,6 +3,8 @@
 // remembered or watched. Knows no torch header.
 #pragma once
 
+#include <optional>
+
 #include "core/family.h"
 #include "core/watch.h"
 
@@ -11,12 +13,32 @@ namespace torchweld {
 // `own`, or what is forced or remembered instead. Throws where the forced choice can't be taken.
 Numbers resolve_choice(const char* family, const Numbers& problem, const Numbers& own);
 
+// The family's own choice. The last ones of a thread are kept: a matmul weighs a hundred
+// configurations, in more time than a launch takes.
+template <typename Family>
+typename Family::Choice own_choice(const Numbers& numbers,
+                                   const typename Family::Problem& problem) {
+  struct Kept {
+    Numbers numbers;
+    std::optional<typename Family::Choice> choice;
+  };
+  constexpr uint64_t kKept = 128;
+  thread_local Kept all[kKept];
+  Kept& kept = all[numbers.hash() % kKept];
+  if (!kept.choice || kept.numbers != numbers) {
+    kept.choice = Family::choose(problem);
+    kept.numbers = numbers;
+  }
+  return *kept.choice;
+}
+
 template <typename Family>
 typename Family::Choice pick(const typename Family::Problem& problem) {
-  const auto own = Family::choose(problem);
+  const Numbers numbers = numbers_of<Family>(problem);
+  const auto own = own_choice<Family>(numbers, problem);
   if (!anybody_watches()) return own;
   const Numbers told = Family::told(own);
-  const Numbers chosen = resolve_choice(Family::kName, numbers_of<Family>(problem), told);
+  const Numbers chosen = resolve_choice(Family::kName, numbers, told);
   return chosen == told ? own : Family::make(problem, chosen);
 }
 

@@ -41,7 +41,13 @@ struct Numbers {
   int64_t operator[](int i) const { return values[i]; }
   int64_t& operator[](int i) { return values[i]; }
 
-  bool operator==(const Numbers& other) const { return !(*this < other) && !(other < *this); }
+  bool operator==(const Numbers& other) const {
+    if (count != other.count) return false;
+    for (int i = 0; i < count; ++i) {
+      if (values[i] != other.values[i]) return false;
+    }
+    return true;
+  }
   bool operator!=(const Numbers& other) const { return !(*this == other); }
   bool operator<(const Numbers& other) const {
     if (count != other.count) return count < other.count;
@@ -49,6 +55,13 @@ struct Numbers {
       if (values[i] != other.values[i]) return values[i] < other.values[i];
     }
     return false;
+  }
+
+  // FNV-1a over whole numbers.
+  uint64_t hash() const {
+    uint64_t hash = 0xcbf29ce484222325;
+    for (int i = 0; i < count; ++i) hash = (hash ^ static_cast<uint64_t>(values[i])) * 0x100000001b3;
+    return hash ^ (hash >> 32);
   }
 
   std::string text() const {

@@ -2,17 +2,10 @@
 #pragma once
 
 #include "core/fast_divide.h"
+#include "device/thread.cuh"
 #include "gemm/gemm.h"
 
 namespace torchweld {
-
-// threadIdx.x, as a value that the compiler takes for new.
-// NOTE: it would carry all that follows from it from tile to tile, in registers that spill.
-__device__ __forceinline__ int fresh_thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
 
 // Bands of tiles that are walked together, in rows of y.
 inline constexpr int kBandRows = 2048;

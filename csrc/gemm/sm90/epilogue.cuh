@@ -102,10 +102,10 @@ class Sm90Epilogue {
   template <bool kPreact>
   __device__ __forceinline__ void finish_boxes(Sums& acc, const WorkTile& work, int rank) {
     const GemmEpilogue& e = p_.gemm.epilogue;
-    const int warpgroup = fresh_thread_index() / 128 - 1;
+    const int warpgroup = fresh_thread() / 128 - 1;
     const int own_row = kT.pingpong ? 0 : warpgroup * 64 * kT.row_pieces();  // of the tile
     const int row = (int(work.tile_m) * kT.cluster + rank) * kT.block_m + own_row +
-                    fresh_thread_index() % 128 / 32 * 16;
+                    fresh_thread() % 128 / 32 * 16;
     const int column = int(work.tile_n) * kTileColumns, batch = int(work.batch);
     constexpr int kAcross = kTileColumns / kColumns;
     constexpr int kResults = 1 + (kPreact ? (kGated ? 2 : 1) : 0);

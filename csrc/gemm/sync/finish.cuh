@@ -39,7 +39,7 @@ __device__ __forceinline__ void finish(float (&acc)[kM][kN][4], const GemmParams
   constexpr SyncTile kT = kSyncTiles[kTile];
   constexpr int kColumns = kT.warp_n();
   constexpr int kGroups = 16 * kColumns / 32 / kGroup;  // of 8 sums that a thread finishes at once
-  const int thread = fresh_thread_index();
+  const int thread = fresh_thread();
   const int lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
   const int warp_m = warp % kT.warps_m, warp_n = warp / kT.warps_m;
   float* s_sums = s_staging + warp * 16 * kColumns;

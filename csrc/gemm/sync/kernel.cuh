@@ -128,7 +128,7 @@ class OperandLoader {
  public:
   __device__ __forceinline__ OperandLoader(const GemmParams& p, const WorkTile& work)
       : OperandLoader(p, work, work.split * p.choice.k_split,
-                      min(p.k, (work.split + 1) * p.choice.k_split), fresh_thread_index()) {}
+                      min(p.k, (work.split + 1) * p.choice.k_split), fresh_thread()) {}
 
   __device__ __forceinline__ int steps() const { return steps_; }
 
@@ -192,7 +192,7 @@ __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],
   constexpr bool kAhead = kMath != GemmMath::kFloat32;
   // NOTE: which of the two spills is the compiler's whim; kernel-check tells.
   constexpr bool kFresh = sizeof(T) == 4 && kT.blocks_per_sm < 3;
-  const int thread = kFresh ? fresh_thread_index() : threadIdx.x;
+  const int thread = kFresh ? fresh_thread() : threadIdx.x;
   const int lane = thread % 32, warp = thread / 32;
   const int warp_m = warp % kT.warps_m, warp_n = warp / kT.warps_m;
   const auto reader_a =

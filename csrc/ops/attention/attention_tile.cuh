@@ -7,6 +7,7 @@
 
 #include "device/mma_sync.cuh"
 #include "device/reduce.cuh"
+#include "device/thread.cuh"
 #include "device/vec.cuh"
 #include "ops/attention/attention.h"
 
@@ -76,15 +77,6 @@ __device__ __forceinline__ uint32_t right_lane(uint32_t s_tile, int row, int gro
 template <typename Tile>
 __device__ __forceinline__ uint32_t right_lane(uint32_t s_tile, int row, int group) {
   return right_lane<Tile>(s_tile, row, group, threadIdx.x);
-}
-
-// threadIdx.x, read where it is called.
-// NOTE: what depends on it is then computed anew in every step of a loop instead of being kept: the
-// loops have no register to spare.
-__device__ __forceinline__ int fresh_thread() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
 }
 
 // Copies consecutive tiles of kRows rows each from a strided (rows, cols) matrix. Rows from

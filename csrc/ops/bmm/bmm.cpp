@@ -126,81 +126,18 @@ Grads2 bmm_backward_cuda(const Tensor& dy, const Tensor& a, const Tensor& b,
 }
 #endif
 
-Tensor call_bmm(const Tensor& a, const Tensor& b) {
-  static const auto op = find_op<decltype(call_bmm)>("bmm");
-  return op.call(a, b);
-}
-
-Grads2 call_bmm_backward(const Tensor& dy, const Tensor& a, const Tensor& b,
-                         std::array<bool, 2> output_mask) {
-  static const auto op = find_op<decltype(call_bmm_backward)>("bmm_backward");
-  return op.call(dy, a, b, output_mask);
-}
-
-struct BmmFunction : torch::autograd::Function<BmmFunction> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    ctx->save_for_backward({a, b});
-    return call_bmm(a, b);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    const std::array<bool, 2> wanted = {saved[0].requires_grad(), saved[1].requires_grad()};
-    auto [da, db] = call_bmm_backward(grads[0], saved[0], saved[1], wanted);
-    return {if_wanted(wanted[0], da), if_wanted(wanted[1], db)};
-  }
-};
-
-Tensor bmm_autograd(const Tensor& a, const Tensor& b) {
-  if (any_needs_grad(a, b)) return BmmFunction::apply(a, b);
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_bmm(a, b);
-}
-
-template <at::DeviceType device>
-Tensor bmm_autocast(const Tensor& a, const Tensor& b) {
-  const Autocast<device> cast;
-  return call_bmm(cast(a), cast(b));
-}
+TW_OP(bmm);
+TW_OP(bmm_backward);
 
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  m.def("bmm(Tensor a, Tensor b) -> Tensor", tags);
-  m.def(
-      "bmm_backward(Tensor dy, Tensor a, Tensor b, *, bool[2] output_mask) -> "
-      "(Tensor da, Tensor db)",
-      tags);
+  define_op(m, "bmm(Tensor a, Tensor b) -> Tensor", TW_KERNELS(bmm),
+            recorded_by<FunctionOfTwo<bmm_call, bmm_backward_call>>(call_bmm));
+  define_op(m,
+            "bmm_backward(Tensor dy, Tensor a, Tensor b, *, bool[2] output_mask) -> "
+            "(Tensor da, Tensor db)",
+            TW_KERNELS(bmm_backward), no_gradient_function());
+  define_autocast(m, call_bmm);
 }
-
-TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
-  m.impl("bmm", bmm_meta);
-  m.impl("bmm_backward", bmm_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
-  m.impl("bmm", bmm_cpu);
-  m.impl("bmm_backward", bmm_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
-#ifdef TORCHWELD_CUDA
-  m.impl("bmm", bmm_cuda);
-  m.impl("bmm_backward", bmm_backward_cuda);
-#else
-  m.impl("bmm", no_cuda_kernel_function());
-  m.impl("bmm_backward", no_cuda_kernel_function());
-#endif
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
-  m.impl("bmm", bmm_autograd);
-  m.impl("bmm_backward", no_gradient_function());
-}
-
-TORCH_LIBRARY_IMPL(torchweld, AutocastCPU, m) { m.impl("bmm", bmm_autocast<at::kCPU>); }
-
-TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) { m.impl("bmm", bmm_autocast<at::kCUDA>); }
 
 }  // namespace
 }  // namespace torchweld::bmm_room

@@ -110,39 +110,20 @@ Grads3 linear_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor& wei
 }
 #endif
 
-Tensor call_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                   c10::string_view activation) {
-  static const auto op = find_op<decltype(call_linear)>("linear");
-  return op.call(x, weight, bias, activation);
-}
-
-std::tuple<Tensor, Tensor> call_linear_forward(const Tensor& x, const Tensor& weight,
-                                               const OptionalTensor& bias,
-                                               c10::string_view activation) {
-  static const auto op = find_op<decltype(call_linear_forward)>("linear_forward");
-  return op.call(x, weight, bias, activation);
-}
-
-Grads3 call_linear_backward(const Tensor& dy, const Tensor& x, const Tensor& weight,
-                            const OptionalTensor& preact, c10::string_view activation,
-                            std::array<bool, 3> output_mask) {
-  static const auto op = find_op<decltype(call_linear_backward)>("linear_backward");
-  return op.call(dy, x, weight, preact, activation, output_mask);
-}
+TW_OP(linear);
+TW_OP(linear_forward);
+TW_OP(linear_backward);
 
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
-                               const OptionalTensor& bias, const std::string& activation) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    auto [y, preact] = call_linear_forward(x, weight, bias, activation);
+                               const OptionalTensor& bias, c10::string_view activation) {
+    auto [y, preact] = call_linear_forward.below(x, weight, bias, activation);
     const Activation act = parse_activation("linear", activation);
     const Tensor saved = saves_preact(act) ? preact : needs_preact(act) ? y : Tensor();
     ctx->save_for_backward({x, weight, saved});
     ctx->saved_data["activation"] = activation;
     ctx->saved_data["bias"] = is_given(bias) && bias->requires_grad();
-    ctx->mark_non_differentiable({preact});
-    ctx->set_materialize_grads(false);
-    return {y, preact};
+    return outputs_of(ctx, {y, preact});
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -159,97 +140,29 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   }
 };
 
-std::tuple<Tensor, Tensor> linear_forward_autograd(const Tensor& x, const Tensor& weight,
-                                                   const OptionalTensor& bias,
-                                                   c10::string_view activation) {
-  if (any_needs_grad(x, weight, bias)) {
-    const auto out = LinearFunction::apply(x, weight, bias, std::string(activation));
-    return {out[0], out[1]};
-  }
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_linear_forward(x, weight, bias, activation);
-}
-
-Tensor linear_autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                       c10::string_view activation) {
-  if (any_needs_grad(x, weight, bias)) {
-    check_linear("linear", x, "weight", weight,
-                 bias);  // under this op's name, not linear_forward's
-    parse_activation("linear", activation);
-    return LinearFunction::apply(x, weight, bias, std::string(activation))[0];
-  }
-  at::AutoDispatchBelowADInplaceOrView below;
-  return call_linear(x, weight, bias, activation);
-}
-
-template <at::DeviceType device>
-Tensor linear_autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                       c10::string_view activation) {
-  const Autocast<device> cast;
-  return call_linear(cast(x), cast(weight), cast(bias), activation);
-}
-
-template <at::DeviceType device>
-std::tuple<Tensor, Tensor> linear_forward_autocast(const Tensor& x, const Tensor& weight,
-                                                   const OptionalTensor& bias,
-                                                   c10::string_view activation) {
-  const Autocast<device> cast;
-  return call_linear_forward(cast(x), cast(weight), cast(bias), activation);
+// Refusals under linear's own name.
+void linear_checks(const char* op, const Tensor& x, const Tensor& weight,
+                   const OptionalTensor& bias, c10::string_view activation) {
+  check_linear(op, x, "weight", weight, bias);
+  parse_activation(op, activation);
 }
 
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias=None, *, str activation=\"none\") -> Tensor",
-        tags);
-  m.def(
+  define_op(
+      m, "linear(Tensor x, Tensor weight, Tensor? bias=None, *, str activation=\"none\") -> Tensor",
+      TW_KERNELS(linear), recorded_by<LinearFunction>(call_linear, linear_checks));
+  define_op(
+      m,
       "linear_forward(Tensor x, Tensor weight, Tensor? bias=None, *, str activation=\"none\") -> "
       "(Tensor y, Tensor preact)",
-      tags);
-  m.def(
-      "linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor? preact=None, *, "
-      "str activation=\"none\", bool[3] output_mask) -> "
-      "(Tensor dx, Tensor dweight, Tensor dbias)",
-      tags);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Meta, m) {
-  m.impl("linear", linear_meta);
-  m.impl("linear_forward", linear_forward_meta);
-  m.impl("linear_backward", linear_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CPU, m) {
-  m.impl("linear", linear_cpu);
-  m.impl("linear_forward", linear_forward_cpu);
-  m.impl("linear_backward", linear_backward_cpu);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, CUDA, m) {
-#ifdef TORCHWELD_CUDA
-  m.impl("linear", linear_cuda);
-  m.impl("linear_forward", linear_forward_cuda);
-  m.impl("linear_backward", linear_backward_cuda);
-#else
-  m.impl("linear", no_cuda_kernel_function());
-  m.impl("linear_forward", no_cuda_kernel_function());
-  m.impl("linear_backward", no_cuda_kernel_function());
-#endif
-}
-
-TORCH_LIBRARY_IMPL(torchweld, Autograd, m) {
-  m.impl("linear", linear_autograd);
-  m.impl("linear_forward", linear_forward_autograd);
-  m.impl("linear_backward", no_gradient_function());
-}
-
-TORCH_LIBRARY_IMPL(torchweld, AutocastCPU, m) {
-  m.impl("linear", linear_autocast<at::kCPU>);
-  m.impl("linear_forward", linear_forward_autocast<at::kCPU>);
-}
-
-TORCH_LIBRARY_IMPL(torchweld, AutocastCUDA, m) {
-  m.impl("linear", linear_autocast<at::kCUDA>);
-  m.impl("linear_forward", linear_forward_autocast<at::kCUDA>);
+      TW_KERNELS(linear_forward), recorded_by<LinearFunction>(call_linear_forward));
+  define_op(m,
+            "linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor? preact=None, *, "
+            "str activation=\"none\", bool[3] output_mask) -> "
+            "(Tensor dx, Tensor dweight, Tensor dbias)",
+            TW_KERNELS(linear_backward), no_gradient_function());
+  define_autocast(m, call_linear);
+  define_autocast(m, call_linear_forward);
 }
 
 }  // namespace

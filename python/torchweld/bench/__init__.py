@@ -15,6 +15,7 @@ FAMILIES = {
     "rows": "cuda",
     "conv2d": "cuda",
     "matmul": "cuda",
+    "matmul_training": "cuda",
     "attention": "cuda",
     "int4": "cuda",
     "scalar_attention": "cuda",
