@@ -17,9 +17,9 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.pytorch_utils import Conv1D  # noqa: E402
 
+from tiny_models import VOCAB, tiny_gpt2, tiny_grouped  # noqa: E402
 from torchweld.integrations import FuseReport, fuse, hf_attention, unfuse  # noqa: E402
 
-VOCAB = 61
 LAYERS = 2
 
 
@@ -38,22 +38,7 @@ def fused_device(device):
 
 
 def gpt2(device="cpu", cls="GPT2LMHeadModel", implementation="sdpa", seed=0, **changes):
-    torch.manual_seed(seed)
-    settings = dict(
-        vocab_size=VOCAB,
-        n_positions=64,
-        n_embd=32,
-        n_layer=LAYERS,
-        n_head=4,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-        attn_pdrop=0.0,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-    )
-    config = transformers.GPT2Config(**{**settings, **changes})
-    model = getattr(transformers, cls)._from_config(config, attn_implementation=implementation)
+    model = tiny_gpt2(cls, implementation, seed, **changes)
     for name, parameter in model.named_parameters():
         # Biases and norms start at 0 and 1, where a forgotten one would not show.
         if name.endswith("bias") or ".ln_" in name:
@@ -1031,19 +1016,7 @@ def test_report_as_text_dict_and_table():
 
 
 def llama(implementation="sdpa", **changes):
-    torch.manual_seed(0)
-    settings = dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-    )
-    config = transformers.LlamaConfig(**{**settings, **changes})
-    return transformers.LlamaForCausalLM._from_config(config, attn_implementation=implementation)
+    return tiny_grouped("Llama", implementation, **{"initializer_range": 0.2, **changes})
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 transformers = pytest.importorskip("transformers")
 
+from tiny_models import VOCAB, tiny_gpt2, tiny_grouped  # noqa: E402
 from torchweld.integrations import (  # noqa: E402
     hf_attention,
     hf_mask,
@@ -19,8 +20,6 @@ from torchweld.integrations import (  # noqa: E402
 )
 
 register_attention()
-
-VOCAB = 61
 
 
 @pytest.fixture
@@ -40,43 +39,12 @@ def fresh_warnings():
 
 
 def gpt2(device, implementation="torchweld", **changes):
-    torch.manual_seed(0)
-    settings = dict(
-        vocab_size=VOCAB,
-        n_positions=64,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-        attn_pdrop=0.0,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-    )
-    config = transformers.GPT2Config(**{**settings, **changes})
-    model = transformers.GPT2LMHeadModel._from_config(config, attn_implementation=implementation)
-    return model.to(device).eval()
+    return tiny_gpt2(implementation=implementation, **changes).to(device).eval()
 
 
 def small(name, device, implementation="torchweld", **changes):
     """A tiny model with grouped heads: Llama, Mistral."""
-    torch.manual_seed(0)
-    settings = dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    config = getattr(transformers, f"{name}Config")(**{**settings, **changes})
-    cls = getattr(transformers, f"{name}ForCausalLM")
-    return cls._from_config(config, attn_implementation=implementation).to(device).eval()
+    return tiny_grouped(name, implementation, **changes).to(device).eval()
 
 
 def batch(device, pads=(0, 3, 7), length=12, side="left"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers
 
 VOCAB = 61
@@ -223,3 +224,27 @@ def causal_models() -> list[tuple[str, str]]:
     """(model type, class name) of transformers' MODEL_FOR_CAUSAL_LM_MAPPING."""
     names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return [(kind, name) for kind, name in names.items() if hasattr(transformers, name)]
+
+
+_TOKENS = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+
+
+def tiny_gpt2(
+    cls: str = "GPT2LMHeadModel", implementation: str = "sdpa", seed: int = 0, **changes: Any
+) -> Any:
+    """A GPT-2 of two layers and four heads, without dropout."""
+    torch.manual_seed(seed)
+    sizes = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    dropouts = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    config = transformers.GPT2Config(**{**_TOKENS, **sizes, **dropouts, **changes})
+    return getattr(transformers, cls)._from_config(config, attn_implementation=implementation)
+
+
+def tiny_grouped(name: str = "Llama", implementation: str = "sdpa", **changes: Any) -> Any:
+    """A model of two layers with grouped heads: Llama, Mistral."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = getattr(transformers, f"{name}Config")(**{**_TOKENS, **sizes, **counts, **changes})
+    cls = getattr(transformers, f"{name}ForCausalLM")
+    return cls._from_config(config, attn_implementation=implementation)

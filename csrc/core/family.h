@@ -60,7 +60,8 @@ struct Numbers {
   // FNV-1a over whole numbers.
   uint64_t hash() const {
     uint64_t hash = 0xcbf29ce484222325;
-    for (int i = 0; i < count; ++i) hash = (hash ^ static_cast<uint64_t>(values[i])) * 0x100000001b3;
+    for (int i = 0; i < count; ++i)
+      hash = (hash ^ static_cast<uint64_t>(values[i])) * 0x100000001b3;
     return hash ^ (hash >> 32);
   }
 

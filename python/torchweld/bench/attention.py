@@ -45,6 +45,25 @@ def _reference(qkv: list[Tensor], causal: bool) -> tuple[Tensor, float]:
     return exact, largest_error(_sdpa(SDPBackend.MATH, *part, causal), exact)
 
 
+def _row(
+    case: str,
+    calls: dict[str, Callable[[], object]],
+    against: str,
+    target: float | None,
+    error: float,
+    eager_error: float,
+) -> Row:
+    return make_row(
+        case,
+        interleaved(calls, device="cuda", rounds=_ROUNDS),
+        against=against,
+        target=target,
+        error=error,
+        eager_error=eager_error,
+        allowed_error=3 * eager_error,
+    )
+
+
 def _forward(
     shape: tuple[int, int, int, int],
     dtype: torch.dtype,
@@ -59,19 +78,9 @@ def _forward(
         for name, backend in _back_ends(dtype).items()
     }
     exact, eager_error = _reference(qkv, causal)
-    return make_row(
-        case,
-        interleaved(
-            {"ours": lambda: ops.attention(*qkv, causal=causal), **peers},
-            device="cuda",
-            rounds=_ROUNDS,
-        ),
-        against=against,
-        target=targets.get(case),
-        error=largest_error(ops.attention(*qkv, causal=causal)[-1:, -1:], exact),
-        eager_error=eager_error,
-        allowed_error=3 * eager_error,
-    )
+    error = largest_error(ops.attention(*qkv, causal=causal)[-1:, -1:], exact)
+    calls = {"ours": lambda: ops.attention(*qkv, causal=causal), **peers}
+    return _row(case, calls, against, targets.get(case), error, eager_error)
 
 
 def _backward(
@@ -102,15 +111,7 @@ def _backward(
     exact, eager = last_head(torch.float64), last_head(dtype)
     eager_error = max(largest_error(e, x) for e, x in zip(eager, exact, strict=True))
     error = max(largest_error(g[-1:, -1:], x) for g, x in zip(ours(), exact, strict=True))
-    return make_row(
-        case,
-        interleaved({"ours": ours, **peers}, device="cuda", rounds=_ROUNDS),
-        against=against,
-        target=targets.get(case),
-        error=error,
-        eager_error=eager_error,
-        allowed_error=3 * eager_error,
-    )
+    return _row(case, {"ours": ours, **peers}, against, targets.get(case), error, eager_error)
 
 
 def _padded(shape: tuple[int, int, int, int], targets: dict[str, float]) -> Row:
@@ -131,22 +132,13 @@ def _padded(shape: tuple[int, int, int, int], targets: dict[str, float]) -> Row:
             if last > pad:
                 live += -(-last // keys) - pad // keys
     reference, eager_error = _reference([t[:1] for t in qkv], True)  # the first has no padding
-    return make_row(
-        case,
-        interleaved(
-            {
-                "ours": lambda: ops.attention(*qkv, leftpad, causal=True),
-                "unpadded": lambda: ops.attention(*qkv, causal=True),
-            },
-            device="cuda",
-            rounds=_ROUNDS,
-        ),
-        against="unpadded",
-        target=round(live / everything + targets.get("padding beyond live tiles", 0.1), 3),
-        error=largest_error(ops.attention(*qkv, leftpad, causal=True)[:1, -1:], reference),
-        eager_error=eager_error,
-        allowed_error=3 * eager_error,
-    )
+    error = largest_error(ops.attention(*qkv, leftpad, causal=True)[:1, -1:], reference)
+    calls = {
+        "ours": lambda: ops.attention(*qkv, leftpad, causal=True),
+        "unpadded": lambda: ops.attention(*qkv, causal=True),
+    }
+    target = round(live / everything + targets.get("padding beyond live tiles", 0.1), 3)
+    return _row(case, calls, "unpadded", target, error, eager_error)
 
 
 def rows(targets: dict[str, float]) -> Iterator[Row]:

@@ -55,6 +55,9 @@ def in_turn(calls: list[Callable[[], object]], times: int) -> Callable[[], None]
     for call in calls:
         call()
     torch.cuda.synchronize()
+    # What a compiled function does at its first calls can't be captured.
+    calls[0]()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(times):

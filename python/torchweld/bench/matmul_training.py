@@ -1,5 +1,5 @@
 """Forward and backward of the ops around one matmul on a GPU, against eager and torch.compile:
-times, and the peak of memory beyond what the operands take.
+times, as CUDA graphs, and the peak of memory beyond what the operands take.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchweld._library import ops
-from torchweld.bench.common import dtype_text, largest_error
+from torchweld.bench.common import dtype_text, in_turn, largest_error
 from torchweld.bench.results import Row, make_row
 from torchweld.bench.timer import Timing, interleaved
 
@@ -89,7 +89,8 @@ def _rows_of(
         "eager_error": eager_error,
         "allowed_error": 3 * eager_error,
     }
-    times = interleaved(calls, device="cuda", rounds=_ROUNDS)
+    graphs = {name: in_turn([call], 1) for name, call in calls.items()}
+    times = interleaved(graphs, device="cuda", rounds=_ROUNDS)
     memory = {name: _peak(call) for name, call in calls.items()}
     case = f"{op} ({m}, {k}, {n}) {dtype_text(dtype)}, forward and backward"
     for name, what, against in (
