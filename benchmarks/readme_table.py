@@ -63,16 +63,9 @@ class Summary(NamedTuple):
 SUMMARY_FOLDER = "nvidia-h200"
 SUMMARY = [
     Summary(
-        "attention, bfloat16",
+        "attention and its gradient, bfloat16",
         "attention",
-        r"attention .*float16( causal)?",
-        "sdpa flash",
-        "SDPA, flash back end",
-    ),
-    Summary(
-        "gradient of attention, bfloat16",
-        "attention",
-        r"attention_backward .*float16( causal)?",
+        r"attention\w* .*float16( causal)?",
         "sdpa flash",
         "SDPA, flash back end",
     ),
@@ -98,13 +91,6 @@ SUMMARY = [
         "SDPA, cuDNN back end",
     ),
     Summary("softmax and its gradient", "rows", r"softmax.*", "torch", "torch's softmax"),
-    Summary(
-        "gradients of outer_add, outer_mul_relu",
-        "pointwise",
-        r"outer_\w+_backward .*",
-        "torch.compile",
-        "torch.compile",
-    ),
     Summary(
         "linear and its gradient, bmm, 16 bits",
         "matmul",
