@@ -489,16 +489,10 @@ def test_cross_attention_and_encoders(attention_device):
     pair = [gpt2(attention_device, name, add_cross_attention=True) for name in _NAMES]
     compare(*pair, {**inputs, "encoder_hidden_states": memory})
 
-    config = transformers.BertConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=64,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
+    counts = {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_attention_heads": 4}
+    dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    config = transformers.BertConfig(**sizes, **counts, **dropouts)
     encoder = transformers.BertForMaskedLM._from_config(config, attn_implementation="torchweld")
     stock = transformers.BertForMaskedLM._from_config(
         copy.deepcopy(config), attn_implementation="sdpa"
@@ -566,13 +560,8 @@ def test_attention_weights_are_those_of_eager(attention_device, name, mask):
 
 def test_attention_weights_with_a_cache_and_while_generating(attention_device):
     inputs = batch(attention_device, (0, 4, 9))
-    settings = dict(
-        max_new_tokens=4,
-        do_sample=False,
-        eos_token_id=None,
-        return_dict_in_generate=True,
-        output_attentions=True,
-    )
+    asked = {"return_dict_in_generate": True, "output_attentions": True}
+    settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, **asked}
     outs = [gpt2(attention_device, name).generate(**inputs, **settings) for name in _EAGER]
     assert torch.equal(outs[0].sequences, outs[1].sequences)
     for ours, stock in zip(outs[0].attentions, outs[1].attentions, strict=True):

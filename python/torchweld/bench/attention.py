@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,13 @@ def _reference(qkv: list[Tensor], causal: bool) -> tuple[Tensor, float]:
     return exact, largest_error(_sdpa(SDPBackend.MATH, *part, causal), exact)
 
 
+class _Case(NamedTuple):
+    shape: tuple[int, int, int, int]  # batch, nheads, seqlen, head_dim
+    dtype: torch.dtype
+    causal: bool
+    against: str
+
+
 def _row(
     case: str,
     calls: dict[str, Callable[[], object]],
@@ -64,13 +72,8 @@ def _row(
     )
 
 
-def _forward(
-    shape: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    causal: bool,
-    against: str,
-    targets: dict[str, float],
-) -> Row:
+def _forward(at: _Case, targets: dict[str, float]) -> Row:
+    shape, dtype, causal, against = at
     qkv = _qkv(*shape, dtype)
     case = f"attention {shape} {dtype_text(dtype)}" + (" causal" if causal else "")
     peers: dict[str, Callable[[], object]] = {
@@ -83,13 +86,8 @@ def _forward(
     return _row(case, calls, against, targets.get(case), error, eager_error)
 
 
-def _backward(
-    shape: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    causal: bool,
-    against: str,
-    targets: dict[str, float],
-) -> Row:
+def _backward(at: _Case, targets: dict[str, float]) -> Row:
+    shape, dtype, causal, against = at
     qkv = [t.requires_grad_() for t in _qkv(*shape, dtype)]
     case = f"attention_backward {shape} {dtype_text(dtype)}" + (" causal" if causal else "")
     plain = [t.detach() for t in qkv]
@@ -147,9 +145,9 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
     shapes = [(8, 12, 1024, 64), (4, 16, 4096, 64), (4, 16, 4096, 128), (2, 8, 8192, 256)]
     for run in (_forward, _backward):
         for shape in shapes:
-            yield run(shape, torch.bfloat16, True, flash, targets)
-        yield run((4, 16, 4096, 128), torch.bfloat16, False, flash, targets)
-        yield run((4, 16, 2048, 64), torch.float32, True, efficient, targets)
+            yield run(_Case(shape, torch.bfloat16, True, flash), targets)
+        yield run(_Case((4, 16, 4096, 128), torch.bfloat16, False, flash), targets)
+        yield run(_Case((4, 16, 2048, 64), torch.float32, True, efficient), targets)
     for shape in shapes[:3]:
         yield _padded(shape, targets)
     yield from attention_decode.rows(targets)
