@@ -1,0 +1,84 @@
+// CPU. Loops that the compiler vectorises for the machine at hand: the library is built for any
+// x86-64, and such a loop is compiled again for AVX2 and for AVX-512.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define TW_SIMD_TARGETS
+#endif
+
+namespace torchweld {
+
+#ifdef TW_SIMD_TARGETS
+template <typename Body>
+__attribute__((target("avx2,fma"), flatten)) void run_avx2(const Body& body) {
+  body();
+}
+
+template <typename Body>
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512"),
+               flatten)) void
+run_avx512(const Body& body) {
+  body();
+}
+
+inline int simd_level() {
+  static const int level = [] {
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+      return 2;
+    }
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 1 : 0;
+  }();
+  return level;
+}
+#endif
+
+// Calls body(), a lambda of loops over plain arrays, compiled for the machine's vectors. All that
+// it calls must be inline.
+template <typename Body>
+void with_vectors(const Body& body) {
+#ifdef TW_SIMD_TARGETS
+  switch (simd_level()) {
+    case 2:
+      return run_avx512(body);
+    case 1:
+      return run_avx2(body);
+  }
+#endif
+  body();
+}
+
+// exp(x) to 2 units in the last place, down to the subnormal results.
+inline float exp_in_vectors(float x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  x = x < -104.0f ? -104.0f : x;         // 0
+  x = x > 89.0f ? 89.0f : x;             // inf
+  const float shifted = x * 1.44269504f + kRound;
+  const float n = shifted - kRound;
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  // 2^n as two factors, because n goes beyond the exponents of normal numbers.
+  int32_t bits, base;
+  std::memcpy(&bits, &shifted, 4);
+  std::memcpy(&base, &kRound, 4);
+  const int32_t whole = bits - base, half = whole >> 1;
+  const int32_t first_bits = (half + 127) << 23, second_bits = (whole - half + 127) << 23;
+  float first, second;
+  std::memcpy(&first, &first_bits, 4);
+  std::memcpy(&second, &second_bits, 4);
+  return p * first * second;
+}
+inline double exp_in_vectors(double x) { return std::exp(x); }
+
+}  // namespace torchweld
