@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define TW_SIMD_TARGETS
@@ -80,5 +81,68 @@ inline float exp_in_vectors(float x) {
   return p * first * second;
 }
 inline double exp_in_vectors(double x) { return std::exp(x); }
+
+// Sums that the compiler keeps side by side, and adds up as a tree.
+template <typename T>
+struct LaneSums {
+  static constexpr int kLanes = 16;
+  T lanes[kLanes] = {};
+
+  T total() const {
+    T sums[kLanes];
+    for (int l = 0; l < kLanes; ++l) sums[l] = lanes[l];
+    for (int width = kLanes / 2; width > 0; width /= 2) {
+      for (int l = 0; l < width; ++l) sums[l] += sums[l + width];
+    }
+    return sums[0];
+  }
+};
+
+// sum_i a[i] * b[i], b of any dtype.
+template <typename T, typename Other>
+T dot(const T* a, const Other* b, int64_t n) {
+  LaneSums<T> sums;
+  constexpr int kLanes = LaneSums<T>::kLanes;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) sums.lanes[l] += a[i + l] * static_cast<T>(b[i + l]);
+  }
+  for (; i < n; ++i) sums.lanes[0] += a[i] * static_cast<T>(b[i]);
+  return sums.total();
+}
+
+// The largest of n values. What it is among NaN does not matter: exp(NaN - max) is NaN.
+template <typename T>
+T max_of(const T* x, int64_t n) {
+  constexpr int kLanes = LaneSums<T>::kLanes;
+  T lanes[kLanes];
+  for (int l = 0; l < kLanes; ++l) lanes[l] = -std::numeric_limits<T>::infinity();
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) lanes[l] = lanes[l] > x[i + l] ? lanes[l] : x[i + l];
+  }
+  for (; i < n; ++i) lanes[0] = lanes[0] > x[i] ? lanes[0] : x[i];
+  for (int l = 1; l < kLanes; ++l) lanes[0] = lanes[0] > lanes[l] ? lanes[0] : lanes[l];
+  return lanes[0];
+}
+
+// y = exp(x - max), and its sum; y may be x. The sum's chains are short: one for each of 16 lanes.
+template <typename T>
+T exp_and_sum(T* y, const T* x, int64_t n, T max) {
+  LaneSums<T> sums;
+  constexpr int kLanes = LaneSums<T>::kLanes;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) {
+      y[i + l] = exp_in_vectors(x[i + l] - max);
+      sums.lanes[l] += y[i + l];
+    }
+  }
+  for (; i < n; ++i) {
+    y[i] = exp_in_vectors(x[i] - max);
+    sums.lanes[0] += y[i];
+  }
+  return sums.total();
+}
 
 }  // namespace torchweld

@@ -9,7 +9,7 @@
 // Source: Dao, "FlashAttention-2", 2023, for the gradient from lse.
 #include "core/attention_common.h"
 #include "core/dispatch.h"
-#include "ops/attention/attention_cpu.h"
+#include "ops/attention/attention_backward_cpu.h"
 
 #ifdef TORCHWELD_CUDA
 #include "core/choices.h"
@@ -112,7 +112,12 @@ void attention_into(Tensor& out, Tensor* lse, const Tensor& query, const Tensor&
   if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
   const CpuAttention a(query, key, value, leftpad, causal, scale_or_default(scale, query));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, query.scalar_type(), "attention", [&] {
-    attention_forward_tiles<scalar_t>(a, out, lse, query, key, value);
+    if (a.seqlen_q <= kFewRows) {
+      const auto adjacent = [](const Tensor& t) { return t.stride(3) == 1 ? t : t.contiguous(); };
+      attention_forward_rows<scalar_t>(a, out, lse, query, adjacent(key), adjacent(value));
+    } else {
+      attention_forward_tiles<scalar_t>(a, out, lse, query, key, value);
+    }
   });
 }
 
