@@ -82,8 +82,8 @@ inline void linear_into(Tensor& z, const Tensor& x, const Tensor& weight,
   activate_into(z, z, activation);
 }
 
-// a @ b into `to` (M, N), which may be replaced by another tensor with its strides. torch runs 16-bit
-// products on oneDNN itself.
+// a @ b into `to` (M, N), which may be replaced by another tensor with its strides. torch runs
+// 16-bit products on oneDNN itself.
 inline void matmul_into_cpu(Tensor& to, const Tensor& a, const Tensor& b) {
   if (to.scalar_type() != at::kFloat) {
     at::mm_out(to, a, b);

@@ -98,16 +98,17 @@ struct LaneSums {
   }
 };
 
-// sum_i a[i] * b[i], b of any dtype.
-template <typename T, typename Other>
-T dot(const T* a, const Other* b, int64_t n) {
+// sum_i a[i] * b[i] in T, a and b of any dtypes.
+template <typename T, typename A, typename B>
+T dot(const A* a, const B* b, int64_t n) {
   LaneSums<T> sums;
   constexpr int kLanes = LaneSums<T>::kLanes;
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
-    for (int l = 0; l < kLanes; ++l) sums.lanes[l] += a[i + l] * static_cast<T>(b[i + l]);
+    for (int l = 0; l < kLanes; ++l)
+      sums.lanes[l] += static_cast<T>(a[i + l]) * static_cast<T>(b[i + l]);
   }
-  for (; i < n; ++i) sums.lanes[0] += a[i] * static_cast<T>(b[i]);
+  for (; i < n; ++i) sums.lanes[0] += static_cast<T>(a[i]) * static_cast<T>(b[i]);
   return sums.total();
 }
 

@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "core/check.h"
@@ -17,7 +18,7 @@
 namespace torchweld {
 
 constexpr int kInt4Lanes = 16;
-constexpr int kInt4FewRows = 16;
+constexpr int kInt4FewRows = 16, kInt4FewRows16Bit = 8;  // more of them write the weight out
 
 // A code becomes a float without conversion or shift: as the bits 4 i up of the mantissa of 2^23 it
 // is 2^23 + 16^i * code, from which kInt4Offsets[zero][i] leaves 16^i * (code - zero). x is divided
@@ -48,15 +49,23 @@ struct Int4Sums {
     Floats values;
     std::memcpy(&values, &bits, sizeof(values));
     values -= kInt4Offsets.offset[zero][kPlace];
-    for (int r = 0; r < kRows; ++r) {
-      Floats column;
-      std::memcpy(&column, x + r * kInt4Lanes, sizeof(column));
-      lanes[r] += values * column;
-    }
+    add_products(values, x, std::make_index_sequence<kRows>());
   }
 
+  // Without a loop: an array stays in registers only where every index is a constant.
+  template <size_t... r>
+  void add_products(const Floats& values, const float* x, std::index_sequence<r...>) {
+    Floats columns[kRows];
+    (std::memcpy(&columns[r], x + r * kInt4Lanes, sizeof(Floats)), ...);
+    ((lanes[r] += values * columns[r]), ...);
+  }
+
+  template <size_t... r>
+  void add_scaled(const Int4Sums& other, float scale, std::index_sequence<r...>) {
+    ((lanes[r] += scale * other.lanes[r]), ...);
+  }
   void add_scaled(const Int4Sums& other, float scale) {
-    for (int r = 0; r < kRows; ++r) lanes[r] += scale * other.lanes[r];
+    add_scaled(other, scale, std::make_index_sequence<kRows>());
   }
 
   float total(int r) const {
@@ -197,7 +206,8 @@ inline int64_t int4_row_count(int64_t rows) {
 // Whether int4_rows_into serves the call: no group may begin amid the columns of 16 words.
 template <typename Weight>
 bool serves_int4_rows(const Tensor& x, const Weight& weight) {
-  return x.size(0) <= kInt4FewRows && x.scalar_type() != at::kDouble &&
+  const int64_t most = x.element_size() == 2 ? kInt4FewRows16Bit : kInt4FewRows;
+  return x.size(0) <= most && x.scalar_type() != at::kDouble &&
          weight.shape.group_units() * kInt4Unit % Int4Rows<Weight>::kColumns == 0;
 }
 
