@@ -136,10 +136,12 @@ void softmax_matmul_backward_tiles(const CpuAttention& a, const Tensor& dscores,
             T* const to = ds.row(b, h, block.row + r) + pad + first;
             const acc_t row_lse = *l.row(b, h, block.row + r), row_delta = delta[r];
             acc_t *const p_row = p + r * kTileKeys, *const dp_row = dp + r * kTileKeys;
+            for (int64_t j = 0; j < count; ++j) p_row[j] = static_cast<acc_t>(from[j]) * scale;
             for (int64_t j = 0; j < count; ++j) {
-              p_row[j] = exp_in_vectors(static_cast<acc_t>(from[j]) * scale - row_lse);
-              to[j] = static_cast<T>(p_row[j] * (dp_row[j] - row_delta) * scale);
+              p_row[j] = exp_in_vectors(p_row[j] - row_lse);
+              dp_row[j] = p_row[j] * (dp_row[j] - row_delta) * scale;
             }
+            for (int64_t j = 0; j < count; ++j) to[j] = static_cast<T>(dp_row[j]);
           }
         });
         block_matmul(dv_t + t * kTileKeys * n, do_t, p, n, kTileKeys, height, /*add=*/true);
