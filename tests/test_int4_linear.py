@@ -54,6 +54,15 @@ def check_both(x, weight, bias=None):
     check_op(OP + "_repacked", [x, *packed], kwargs, eager=False)
 
 
+@pytest.mark.parametrize("rows", [*range(1, 10), 15, 16, 17])
+@pytest.mark.parametrize("group", [64, 128, 384])
+def test_few_rows(device, rows, group):
+    """What the CPU decodes in registers, and around it."""
+    for dtype in dtypes(device):
+        weight = random_weight(35, 384, group, dtype, device)
+        check_both(randn(device, dtype, rows, 384), weight, randn(device, dtype, 35))
+
+
 # Packing
 
 

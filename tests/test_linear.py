@@ -28,6 +28,7 @@ def call_args(device, dtype, m, n, k, bias=True):
     return [randn(device, dtype, m, k), weight, randn(device, dtype, n) if bias else None]
 
 
+MANY_PRODUCTS = (128, 96, 97)  # the CPU takes oneDNN from a million on
 SIZES = [*MATMUL_SIZES, (128, 64, 63), (2, 3, 4099)]
 
 
@@ -38,6 +39,25 @@ def test_sizes(device, dtype, size):
     for activation in ACTIVATIONS:
         check_op(OP, call_args(device, dtype, *size), {"activation": activation})
     check_op(OP, call_args(device, dtype, *size, bias=False))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("layout", ["plain", "transposed", "stepped", "expanded"])
+def test_layouts_of_many_products(device, layout, activation):
+    m, n, k = MANY_PRODUCTS
+
+    def matrix(dtype, rows, cols):
+        if layout == "transposed":
+            return randn(device, dtype, cols, rows).t()
+        if layout == "stepped":
+            return randn(device, dtype, 2 * rows, 2 * cols)[::2, 1::2]
+        if layout == "expanded":
+            return randn(device, dtype, 1, cols).expand(rows, cols)
+        return randn(device, dtype, rows, cols)
+
+    for dtype in dtypes(device):
+        args = [matrix(dtype, m, k), matrix(dtype, n, k) * k**-0.5, randn(device, dtype, n)]
+        check_op(OP, args, {"activation": activation})
 
 
 @pytest.mark.parametrize("rows", [65535, 65536, 65537])
@@ -110,10 +130,11 @@ def test_gelu_and_its_tanh_form_are_told_apart(device):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_inf_and_nan_spread_as_in_torch(device, value, activation):
+@pytest.mark.parametrize("size", [(4, 3, 5), MANY_PRODUCTS], ids=str)
+def test_inf_and_nan_spread_as_in_torch(device, size, value, activation):
     for dtype in dtypes(device):
         for which in range(3):
-            args = call_args(device, dtype, 4, 3, 5)
+            args = call_args(device, dtype, *size)
             args[which].view(-1)[1] = value
             z = torch.nn.functional.linear(*args)
             expected = {

@@ -1,6 +1,7 @@
 // The pointwise functions of the linear ops: their names, and what they do on the CPU.
 #pragma once
 
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/relu.h>
@@ -11,6 +12,7 @@
 #include <string_view>
 
 #include "core/check.h"
+#include "core/gelu_tanh_cpu.h"
 #include "core/pointwise.h"
 
 namespace torchweld {
@@ -46,7 +48,13 @@ inline void activate_into(Tensor& y, const Tensor& z, Activation activation) {
       at::gelu_out(y, z, "none");
       break;
     case Activation::kGeluTanh:
-      at::gelu_out(y, z, "tanh");
+      if (!serves_gelu_tanh(y, z)) {
+        at::gelu_out(y, z, "tanh");
+      } else if (y.scalar_type() == at::kFloat) {
+        gelu_tanh_into<float>(y, z);
+      } else {
+        gelu_tanh_into<at::BFloat16>(y, z);
+      }
       break;
     case Activation::kSilu:
       at::silu_out(y, z);
@@ -62,8 +70,16 @@ inline Tensor activation_backward(const Tensor& dy, const OptionalTensor& preact
       return at::threshold_backward(dy, *preact, 0);
     case Activation::kGelu:
       return at::gelu_backward(dy, *preact, "none");
-    case Activation::kGeluTanh:
-      return at::gelu_backward(dy, *preact, "tanh");
+    case Activation::kGeluTanh: {
+      if (!serves_gelu_tanh(dy, *preact)) return at::gelu_backward(dy, *preact, "tanh");
+      const Tensor dz = at::empty_like(dy);
+      if (dy.scalar_type() == at::kFloat) {
+        gelu_tanh_backward_into<float>(dz, dy, *preact);
+      } else {
+        gelu_tanh_backward_into<at::BFloat16>(dz, dy, *preact);
+      }
+      return dz;
+    }
     case Activation::kSilu:
       return at::silu_backward(dy, *preact);
     default:

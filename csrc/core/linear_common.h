@@ -1,14 +1,12 @@
 // What the rooms around one matmul share: x (..., K), weight (N, K), bias (N,), y (..., N).
 #pragma once
 
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/mm.h>
 
 #include "core/activation.h"
 #include "core/check.h"
-#include "core/sum.h"
+#include "core/linear_cpu.h"
 
 namespace torchweld {
 
@@ -79,40 +77,6 @@ inline void check_preact(const char* op, const OptionalTensor& preact, Activatio
       "preact must be the pre-activation (y for relu) that the forward op saved, but got None");
   check_like(op, "preact", *preact, "x", x);
   check_shape(op, "preact", *preact, sizes, "(..., N)");
-}
-
-// The rows of a tensor (..., n), whatever n is.
-inline int64_t count_rows(const Tensor& t) {
-  int64_t rows = 1;
-  for (int64_t d = 0; d + 1 < t.dim(); ++d) rows *= t.size(d);
-  return rows;
-}
-
-// A tensor (..., n) as (rows, n); no copy where the strides allow it.
-inline Tensor as_matrix(const Tensor& t) { return t.reshape({count_rows(t), t.size(-1)}); }
-
-// CPU. z = x @ weight.T + bias, written into z (..., N) contiguous.
-inline void linear_into(Tensor& z, const Tensor& x, const Tensor& weight,
-                        const OptionalTensor& bias) {
-  Tensor out = as_matrix(z);
-  if (is_given(bias)) {
-    at::addmm_out(out, *bias, as_matrix(x), weight.t());
-  } else {
-    at::mm_out(out, as_matrix(x), weight.t());
-  }
-}
-
-// CPU. The gradients of linear_into into tensors of the functions above; those of size (0,) where
-// nobody asked are left alone. dz (rows, N), x (rows, K).
-inline void linear_backward_into(Tensor& dx, Tensor& dweight, Tensor& dbias,
-                                 const std::array<bool, 3>& wanted, const Tensor& dz,
-                                 const Tensor& x, const Tensor& weight) {
-  if (wanted[0]) {
-    Tensor out = as_matrix(dx);
-    at::mm_out(out, dz, weight);
-  }
-  if (wanted[1]) at::mm_out(dweight, dz.t(), x);
-  if (wanted[2]) sum_into(dbias, dz, 0);
 }
 
 }  // namespace torchweld

@@ -101,8 +101,8 @@ struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>> {
                        c10::string_view activation) {
     Tensor y = op_meta(x, weight, bias, vectors..., eps, activation);
     if (y.numel() == 0) return y;
-    linear_into(y, Norm::normalise(x, {vectors...}, eps).first, weight, bias);
-    activate_into(y, y, parse_activation(Norm::kOp, activation));
+    linear_into(y, Norm::normalise(x, {vectors...}, eps).first, weight, bias,
+                parse_activation(Norm::kOp, activation));
     return y;
   }
 
@@ -116,9 +116,12 @@ struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>> {
     (std::get<2 + s>(results).copy_(from[s]), ...);
     if (y.numel() == 0) return results;
     const Activation act = parse_activation(Norm::kForward, activation);
-    Tensor& z = saves_preact(act) ? preact : y;
-    linear_into(z, normalised, weight, bias);
-    activate_into(y, z, act);
+    if (saves_preact(act)) {
+      linear_into(preact, normalised, weight, bias);
+      activate_into(y, preact, act);
+    } else {
+      linear_into(y, normalised, weight, bias, act);
+    }
     return results;
   }
 

@@ -7,10 +7,9 @@
 // the probabilities. A row that sees nothing gives 0, lse = -inf and gradients 0. On the CPU the
 // scores exist one block of query rows at a time, so memory is linear in the sequence length.
 // Source: Dao, "FlashAttention-2", 2023, for the gradient from lse.
-#include <ATen/TensorOperators.h>
-
 #include "core/attention_common.h"
 #include "core/dispatch.h"
+#include "ops/attention/attention_backward_cpu.h"
 
 #ifdef TORCHWELD_CUDA
 #include "core/choices.h"
@@ -107,45 +106,18 @@ double scale_or_default(std::optional<double> scale, const Tensor& query) {
   return scale.value_or(1.0 / std::sqrt(std::max<double>(1, query.size(3))));
 }
 
-MaskRule rule_of(const Tensor& query, const Tensor& key, const OptionalTensor& leftpad,
-                 bool causal) {
-  return {query.size(2), key.size(2), causal, is_given(leftpad)};
-}
-
-// CPU. Query heads that share a kv head side by side: (batches * nheads_kv, group * rows, n).
-Tensor fold_group(const Tensor& rows, int64_t nheads_kv) {
-  const int64_t group = rows.size(1) / nheads_kv;
-  return rows.reshape({rows.size(0) * nheads_kv, group * rows.size(2), rows.size(3)});
-}
-
-// CPU. The block's scaled scores with the future hidden: (batches * nheads_kv, group * rows, keys).
-Tensor block_scores(const Tensor& q_rows, const Tensor& k_keys, const ScoreBlock& block,
-                    const MaskRule& rule) {
-  Tensor s = at::bmm(q_rows, k_keys.transpose(1, 2));
-  Tensor by_row = s.view({s.size(0), -1, block.rows, block.keys});
-  fill_future(by_row, block, rule, kHidden);
-  return s;
-}
-
 void attention_into(Tensor& out, Tensor* lse, const Tensor& query, const Tensor& key,
                     const Tensor& value, const OptionalTensor& leftpad, bool causal,
                     std::optional<double> scale) {
-  out.zero_();
-  if (lse) lse->fill_(kHidden);
   if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
-  const MaskRule rule = rule_of(query, key, leftpad, causal);
-  const auto dtype = acc_dtype(query);
-  const double factor = scale_or_default(scale, query);
-  const int64_t nheads_kv = key.size(1);
-  const Tensor k = key.to(dtype), v = value.to(dtype);
-  for_each_score_block(rule, leftpad, query.size(0), query.size(1), [&](const ScoreBlock& block) {
-    const Tensor q_rows = fold_group(block.rows_of(query).to(dtype) * factor, nheads_kv);
-    const BlockSoftmax p(block_scores(q_rows, fold_heads(block.keys_of(k)), block, rule));
-    Tensor to = block.rows_of(out);
-    to.copy_(at::bmm(p.weights, fold_heads(block.keys_of(v))).div_(p.sum).view(to.sizes()));
-    if (!lse) return;
-    Tensor lse_to = block.rows_of(*lse);
-    lse_to.copy_(p.lse.view(lse_to.sizes()));
+  const CpuAttention a(query, key, value, leftpad, causal, scale_or_default(scale, query));
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, query.scalar_type(), "attention", [&] {
+    if (a.seqlen_q <= kFewRows) {
+      const auto adjacent = [](const Tensor& t) { return t.stride(3) == 1 ? t : t.contiguous(); };
+      attention_forward_rows<scalar_t>(a, out, lse, query, adjacent(key), adjacent(value));
+    } else {
+      attention_forward_tiles<scalar_t>(a, out, lse, query, key, value);
+    }
   });
 }
 
@@ -158,34 +130,10 @@ Grads attention_backward_cpu(const Tensor& dout, const Tensor& query, const Tens
                              std::optional<double> scale) {
   auto [dquery, dkey, dvalue] =
       attention_backward_meta(dout, query, key, value, out, lse, leftpad, causal, scale);
-  const MaskRule rule = rule_of(query, key, leftpad, causal);
-  const auto dtype = acc_dtype(query);
-  const double factor = scale_or_default(scale, query);
-  const int64_t nheads_kv = key.size(1);
-  const Tensor k = key.to(dtype), v = value.to(dtype);
-  const Tensor dk = at::zeros(key.sizes(), k.options());
-  const Tensor dv = at::zeros(value.sizes(), v.options());
-  dquery.zero_();
-  for_each_score_block(rule, leftpad, query.size(0), query.size(1), [&](const ScoreBlock& block) {
-    const auto rows = [&](const Tensor& t) {
-      return fold_group(block.rows_of(t).to(dtype), nheads_kv);
-    };
-    const Tensor q_rows = rows(query) * factor, do_rows = rows(dout);
-    const Tensor k_keys = fold_heads(block.keys_of(k)), v_keys = fold_heads(block.keys_of(v));
-    const Tensor delta = (do_rows * rows(out)).sum(-1, /*keepdim=*/true);
-    const Tensor p = block_scores(q_rows, k_keys, block, rule).sub_(rows(lse.unsqueeze(-1))).exp_();
-    const auto add_to = [&](const Tensor& grad, const Tensor& part) {
-      const Tensor to = block.keys_of(grad);
-      to.add_(part.view(to.sizes()));
-    };
-    add_to(dv, at::bmm(p.transpose(1, 2), do_rows));
-    const Tensor ds = score_gradient(p, at::bmm(do_rows, v_keys.transpose(1, 2)), delta);
-    add_to(dk, at::bmm(ds.transpose(1, 2), q_rows));
-    Tensor to = block.rows_of(dquery);
-    to.copy_(at::bmm(ds, k_keys).mul_(factor).view(to.sizes()));
+  const CpuAttention a(query, key, value, leftpad, causal, scale_or_default(scale, query));
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, query.scalar_type(), "attention", [&] {
+    attention_backward_tiles<scalar_t>(a, dquery, dkey, dvalue, dout, query, key, value, out, lse);
   });
-  dkey.copy_(dk);
-  dvalue.copy_(dv);
   return {dquery, dkey, dvalue};
 }
 

@@ -3,13 +3,11 @@
 // Gradient:        dscores = scale * y * (dy - sum(dy * y)) over the same keys, 0 elsewhere
 //
 // Bottom-right causal plus left padding (core/mask.h); hidden scores are not read.
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/_softmax.h>
-#include <ATen/ops/addcmul.h>
+#include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
 
 #include "core/dispatch.h"
-#include "core/mask_cpu.h"
+#include "ops/causal_softmax/causal_softmax_cpu.h"
 
 #ifdef TORCHWELD_CUDA
 #include "core/counters.h"
@@ -51,52 +49,51 @@ MaskRule rule_of(const Tensor& scores, const OptionalTensor& leftpad) {
   return {scores.size(-2), scores.size(-1), /*causal=*/true, is_given(leftpad)};
 }
 
-// CPU. Scores as (batch, heads, seqlen_q, seqlen_k).
+// CPU. Scores as (batch, heads, seqlen_q, seqlen_k) with adjacent columns.
 Tensor as_heads(const Tensor& t) {
   const int64_t batch = t.dim() == 2 ? 1 : t.size(0);
   int64_t heads = 1;
   for (int64_t d = 1; d < t.dim() - 2; ++d) heads *= t.size(d);
-  return t.reshape({batch, heads, t.size(-2), t.size(-1)});
+  const Tensor rows = t.reshape({batch, heads, t.size(-2), t.size(-1)});
+  return rows.stride(3) == 1 ? rows : rows.contiguous();
 }
 
-// CPU. The live columns of a block's rows.
-Tensor live_part(const Tensor& t, const ScoreBlock& block) {
-  return block.rows_of(t).narrow(3, block.key, block.keys);
+// CPU. Where a row of such a tensor begins.
+template <typename T>
+T* row_of(const Tensor& t, int64_t b, int64_t h, int64_t i) {
+  return const_cast<T*>(t.const_data_ptr<T>()) + b * t.stride(0) + h * t.stride(1) +
+         i * t.stride(2);
 }
 
 Tensor causal_softmax_cpu(const Tensor& scores, const OptionalTensor& leftpad, double scale) {
-  Tensor y = causal_softmax_meta(scores, leftpad, scale).zero_();
+  Tensor y = causal_softmax_meta(scores, leftpad, scale);
   if (y.numel() == 0) return y;
   const MaskRule rule = rule_of(scores, leftpad);
   const Tensor in = as_heads(scores), out = as_heads(y);
-  for_each_score_block(rule, leftpad, in.size(0), in.size(1), [&](const ScoreBlock& block) {
-    Tensor s = live_part(in, block).to(acc_dtype(in)) * scale;
-    fill_future(s, block, rule, kHidden);
-    s = at::_softmax(s, -1, /*half_to_float=*/false);
-    fill_future(s, block, rule, 0);  // a row that is NaN is NaN only where it sees
-    live_part(out, block).copy_(s);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), "causal_softmax", [&] {
+    for_each_live_row(rule, leftpad, in.size(0), in.size(1),
+                      [&](int64_t b, int64_t h, int64_t i, const LiveRange& live) {
+                        causal_softmax_row(row_of<scalar_t>(out, b, h, i),
+                                           row_of<scalar_t>(in, b, h, i), live, rule.seqlen_k,
+                                           scale);
+                      });
   });
   return y;
 }
 
 Tensor causal_softmax_backward_cpu(const Tensor& dy, const Tensor& y, const OptionalTensor& leftpad,
                                    double scale) {
-  Tensor dscores = causal_softmax_backward_meta(dy, y, leftpad, scale).zero_();
+  Tensor dscores = causal_softmax_backward_meta(dy, y, leftpad, scale);
   if (dscores.numel() == 0) return dscores;
   const MaskRule rule = rule_of(y, leftpad);
-  const auto dtype = acc_dtype(y);
   const Tensor in_dy = as_heads(dy), in_y = as_heads(y), out = as_heads(dscores);
-  for_each_score_block(rule, leftpad, in_y.size(0), in_y.size(1), [&](const ScoreBlock& block) {
-    // A hidden dy may be anything, NaN included, so it is replaced before it is used.
-    Tensor weighted = live_part(in_dy, block).to(dtype, /*non_blocking=*/false, /*copy=*/true);
-    fill_future(weighted, block, rule, 0);
-    const Tensor part_y = live_part(in_y, block).to(dtype);
-    weighted.mul_(part_y);
-    if (scale != 1) weighted.mul_(scale);
-    const Tensor sum = weighted.sum(-1, /*keepdim=*/true);
-    Tensor to = live_part(out, block);
-    at::addcmul_out(to, weighted, part_y, sum, /*value=*/-1);
-    fill_future(to, block, rule, 0);  // 0 * NaN where the row's sum is NaN
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), "causal_softmax", [&] {
+    for_each_live_row(rule, leftpad, in_y.size(0), in_y.size(1),
+                      [&](int64_t b, int64_t h, int64_t i, const LiveRange& live) {
+                        causal_softmax_backward_row(
+                            row_of<scalar_t>(out, b, h, i), row_of<scalar_t>(in_dy, b, h, i),
+                            row_of<scalar_t>(in_y, b, h, i), live, rule.seqlen_k, scale);
+                      });
   });
   return dscores;
 }

@@ -116,10 +116,13 @@ struct ShiftedRows {
 Tensor folded_preact(const ShiftedRows& x, const Tensor& folded_weight,
                      const OptionalTensor& folded_bias) {
   const auto dtype = x.rstd.scalar_type();
-  if (folded_weight.scalar_type() == dtype && is_given(folded_bias)) {
-    return at::addmm(*folded_bias, x.normalised, folded_weight.t());
+  Tensor z = at::empty({x.rows.size(0), folded_weight.size(0)}, folded_weight.options());
+  if (folded_weight.scalar_type() == dtype) {
+    linear_into(z, x.normalised, folded_weight, folded_bias);
+    return z;
   }
-  Tensor z = at::mm(x.normalised.to(folded_weight.scalar_type()), folded_weight.t()).to(dtype);
+  linear_into(z, x.normalised.to(folded_weight.scalar_type()), folded_weight, std::nullopt);
+  z = z.to(dtype);
   if (is_given(folded_bias)) z.add_(*folded_bias);
   return z;
 }
@@ -152,7 +155,9 @@ Tensor folded_layer_norm_linear_backward_cpu(const Tensor& dy, const Tensor& x,
     dz = activation_backward(dz.to(z.scalar_type()), z, act).to(x.scalar_type());
   }
   const auto dtype = acc_dtype(x);
-  const Tensor dnormalised = at::mm(dz, folded_weight).to(dtype);
+  Tensor drows = at::empty(rows.rows.sizes(), dz.options());
+  matmul_into_cpu(drows, dz, folded_weight);
+  const Tensor dnormalised = drows.to(dtype);
   const Tensor grad = std::get<0>(
       at::native_layer_norm_backward(dnormalised, rows.rows, {dx.size(-1)}, rows.mean, rows.rstd,
                                      std::nullopt, std::nullopt, {true, false, false}));

@@ -50,8 +50,7 @@ Grads3 linear_backward_meta(const Tensor& dy, const Tensor& x, const Tensor& wei
 Tensor linear_cpu(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                   c10::string_view activation) {
   Tensor y = linear_meta(x, weight, bias, activation);
-  linear_into(y, x, weight, bias);
-  activate_into(y, y, parse_activation("linear", activation));
+  linear_into(y, x, weight, bias, parse_activation("linear", activation));
   return y;
 }
 
@@ -60,9 +59,12 @@ std::tuple<Tensor, Tensor> linear_forward_cpu(const Tensor& x, const Tensor& wei
                                               c10::string_view activation) {
   auto [y, preact] = linear_forward_meta(x, weight, bias, activation);
   const Activation act = parse_activation("linear_forward", activation);
-  Tensor& z = saves_preact(act) ? preact : y;
-  linear_into(z, x, weight, bias);
-  activate_into(y, z, act);
+  if (saves_preact(act)) {
+    linear_into(preact, x, weight, bias);
+    activate_into(y, preact, act);
+  } else {
+    linear_into(y, x, weight, bias, act);
+  }
   return {y, preact};
 }
 

@@ -6,10 +6,11 @@
 // denominator; the gradient rebuilds the probabilities from it. A row that sees nothing gives 0,
 // lse = -inf and gradient 0. On the CPU the probabilities exist one block of rows at a time, on
 // CUDA only in registers.
-#include <ATen/TensorOperators.h>
+#include <ATen/Dispatch.h>
 
 #include "core/attention_common.h"
 #include "core/dispatch.h"
+#include "ops/softmax_matmul/softmax_matmul_cpu.h"
 
 #ifdef TORCHWELD_CUDA
 #include "core/cuda_inputs.h"
@@ -83,34 +84,18 @@ Forward softmax_matmul_forward_on(const Tensor& scores, const Tensor& value,
   return {out, lse};
 }
 
-MaskRule rule_of(const Tensor& scores, const OptionalTensor& leftpad, bool causal) {
-  return {scores.size(2), scores.size(3), causal, is_given(leftpad)};
-}
-
-// CPU. The block's scaled scores with the future hidden, folded to (batches * heads, rows, keys).
-Tensor scaled_scores(const Tensor& scores, const ScoreBlock& block, const MaskRule& rule,
-                     double scale) {
-  Tensor s = block.rows_of(scores).narrow(3, block.key, block.keys).to(acc_dtype(scores)) * scale;
-  fill_future(s, block, rule, kHidden);
-  return fold_heads(s);
+// CPU. The scores with their columns adjacent.
+Tensor adjacent_columns(const Tensor& scores) {
+  return scores.stride(3) == 1 ? scores : scores.contiguous();
 }
 
 void softmax_matmul_into(Tensor& out, Tensor* lse, const Tensor& scores, const Tensor& value,
                          const OptionalTensor& leftpad, bool causal, double scale) {
-  out.zero_();
-  if (lse) lse->fill_(kHidden);
   if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
-  const MaskRule rule = rule_of(scores, leftpad, causal);
-  const Tensor v = value.to(acc_dtype(value));
-  for_each_score_block(rule, leftpad, scores.size(0), scores.size(1), [&](const ScoreBlock& block) {
-    const BlockSoftmax p(scaled_scores(scores, block, rule, scale));
-    const Tensor rows = at::bmm(p.weights, fold_heads(block.keys_of(v))).div_(p.sum);
-    Tensor to = block.rows_of(out);
-    to.copy_(rows.view(to.sizes()));
-    if (!lse) return;
-    Tensor lse_to = block.rows_of(*lse);
-    lse_to.copy_(p.lse.view(lse_to.sizes()));
-  });
+  const CpuAttention a(scores, value, leftpad, causal, scale);
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, scores.scalar_type(), "softmax_matmul",
+      [&] { softmax_matmul_tiles<scalar_t>(a, out, lse, adjacent_columns(scores), value); });
 }
 
 constexpr auto softmax_matmul_cpu = softmax_matmul_on<softmax_matmul_into>;
@@ -121,23 +106,12 @@ Grads softmax_matmul_backward_cpu(const Tensor& dout, const Tensor& scores, cons
                                   const OptionalTensor& leftpad, bool causal, double scale) {
   auto [dscores, dvalue] =
       softmax_matmul_backward_meta(dout, scores, value, out, lse, leftpad, causal, scale);
-  dscores.zero_();
-  const auto dtype = acc_dtype(scores);
-  const Tensor v = value.to(dtype), dv = at::zeros(value.sizes(), value.options().dtype(dtype));
-  const MaskRule rule = rule_of(scores, leftpad, causal);
-  for_each_score_block(rule, leftpad, scores.size(0), scores.size(1), [&](const ScoreBlock& block) {
-    const Tensor do_rows = fold_heads(block.rows_of(dout).to(dtype));
-    const Tensor out_rows = fold_heads(block.rows_of(out).to(dtype));
-    const Tensor delta = (do_rows * out_rows).sum(-1, /*keepdim=*/true);
-    const Tensor lse_rows = fold_heads(block.rows_of(lse).unsqueeze(-1));
-    const Tensor p = scaled_scores(scores, block, rule, scale).sub_(lse_rows).exp_();
-    Tensor dv_keys = block.keys_of(dv);
-    dv_keys.add_(at::bmm(p.transpose(1, 2), do_rows).view(dv_keys.sizes()));
-    const Tensor dp = at::bmm(do_rows, fold_heads(block.keys_of(v)).transpose(1, 2));
-    Tensor to = block.rows_of(dscores).narrow(3, block.key, block.keys);
-    to.copy_(score_gradient(p, dp, delta).mul_(scale).view(to.sizes()));
-  });
-  dvalue.copy_(dv);
+  const CpuAttention a(scores, value, leftpad, causal, scale);
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, scores.scalar_type(), "softmax_matmul", [&] {
+        softmax_matmul_backward_tiles<scalar_t>(a, dscores, dvalue, dout, adjacent_columns(scores),
+                                                value, out, lse);
+      });
   return {dscores, dvalue};
 }
 
@@ -179,7 +153,7 @@ void softmax_matmul_into_cuda(Tensor& out, Tensor* lse, const Tensor& scores, co
   const OnDevice on(scores.device());
   if (scores.numel() == 0) {  // no keys
     out.zero_();
-    if (lse) lse->fill_(kHidden);
+    if (lse) lse->fill_(-std::numeric_limits<double>::infinity());
     return;
   }
   const Heads in_scores(scores), in_value(value);

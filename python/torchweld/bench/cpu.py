@@ -1,4 +1,6 @@
-"""The CPU kernels against the eager composition of the same function, forward and with gradient."""
+"""The CPU kernels against the eager composition of the same function, forward and with gradient, in
+float32 and bfloat16, with one thread and with two.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchweld._library import ops
-from torchweld.bench.common import padded_conv2d
+from torchweld.bench.common import dtype_text, judged, padded_conv2d
 from torchweld.bench.results import Row, make_row
 from torchweld.bench.timer import interleaved
 
@@ -23,13 +25,18 @@ def _hidden(seqlen: int, pads: Tensor | None) -> Tensor:
     return hidden | (torch.arange(seqlen) < pads[:, None, None, None])
 
 
-def _eager_attention(pads: Tensor | None) -> Function:
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
-        p = scores.masked_fill(_hidden(q.shape[2], pads), float("-inf")).softmax(-1)
-        return (p if pads is None else p.nan_to_num(0.0)) @ v
+def _padded_sdpa(pads: Tensor, seqlen: int) -> Function:
+    seen = ~_hidden(seqlen, pads)
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
-    return attention
+
+def _causal_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _eager_causal_softmax(seqlen: int) -> Function:
+    hidden = _hidden(seqlen, None)
+    return lambda scores: scores.masked_fill(hidden, float("-inf")).softmax(-1)
 
 
 def _gated(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -45,11 +52,11 @@ def _layer_norm_gelu(x: Tensor, weight: Tensor, bias: Tensor, g: Tensor, b: Tens
     return F.gelu(F.linear(F.layer_norm(x, x.shape[-1:], g, b), weight, bias), approximate="tanh")
 
 
-def _cases() -> Iterator[tuple[str, Function, Function, list[Tensor]]]:
+def _cases(dtype: torch.dtype) -> Iterator[tuple[str, Function, Function, list[Tensor]]]:
     """(case, ours, eager, the tensors that take a gradient)."""
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape)
+        return torch.randn(*shape).to(dtype)
 
     for shape in ((4096, 512), (512, 8192)):
         yield f"softmax {shape}", ops.softmax, lambda x: x.softmax(-1), [random(*shape)]
@@ -66,7 +73,7 @@ def _cases() -> Iterator[tuple[str, Function, Function, list[Tensor]]]:
         yield (
             f"causal_softmax {shape}",
             ops.causal_softmax,
-            lambda s: s.masked_fill(_hidden(s.shape[-1], None), float("-inf")).softmax(-1),
+            _eager_causal_softmax(shape[-1]),
             [random(*shape)],
         )
     for shape in ((4, 8, 128, 32), (2, 12, 512, 64), (1, 12, 1024, 64)):
@@ -74,20 +81,22 @@ def _cases() -> Iterator[tuple[str, Function, Function, list[Tensor]]]:
         yield (
             f"attention causal {shape}",
             lambda q, k, v: ops.attention(q, k, v, causal=True),
-            _eager_attention(None),
+            _causal_sdpa,
             qkv,
         )
-    pads = torch.tensor([0, 100, 200, 250], dtype=torch.int32)
-    yield (
-        "attention causal leftpad (4, 12, 256, 64)",
-        lambda q, k, v: ops.attention(q, k, v, pads, causal=True),
-        _eager_attention(pads),
-        [random(4, 12, 256, 64) for _ in range(3)],
-    )
+    for seqlen, starts in ((256, [0, 100, 200, 250]), (1024, [0, 600, 800, 1000])):
+        pads = torch.tensor(starts, dtype=torch.int32)
+        yield (
+            f"attention causal leftpad (4, 12, {seqlen}, 64)",
+            lambda q, k, v, pads=pads: ops.attention(q, k, v, pads, causal=True),
+            _padded_sdpa(pads, seqlen),
+            [random(4, 12, seqlen, 64) for _ in range(3)],
+        )
+    eager_softmax = _eager_causal_softmax(512)
     yield (
         "softmax_matmul causal (2, 12, 512, 512) x 64",
         lambda s, v: ops.softmax_matmul(s, v, causal=True),
-        lambda s, v: s.masked_fill(_hidden(512, None), float("-inf")).softmax(-1) @ v,
+        lambda s, v: eager_softmax(s) @ v,
         [random(2, 12, 512, 512), random(2, 12, 512, 64)],
     )
     yield (
@@ -99,17 +108,15 @@ def _cases() -> Iterator[tuple[str, Function, Function, list[Tensor]]]:
             random(24, 64, 512),
         ],
     )
-    for m, k, n in ((1, 4096, 4096), (128, 1024, 4096)):
+    for m, k, n in ((1, 4096, 4096), (4, 4096, 4096), (16, 4096, 4096), (128, 1024, 4096)):
         codes, zeros = torch.randint(0, 16, (n, k)), torch.randint(0, 16, (n, k // 128))
         packed = [ops.int4_pack(t.to(torch.uint8)) for t in (codes, zeros)]
-        scale = torch.rand(n, k // 128) * k**-0.5
-        parts = codes.to(torch.uint8).view(n, -1, 128), scale[..., None], zeros[..., None]
+        scale = (torch.rand(n, k // 128) * k**-0.5).to(dtype)
+        dense = ((codes.view(n, -1, 128) - zeros[..., None]) * scale[..., None]).flatten(1)
         yield (
             f"int4_linear group 128 ({m}, {k}, {n})",
             lambda x, q=packed[0], s=scale, z=packed[1]: ops.int4_linear(x, q, s, z),
-            lambda x, parts=parts: F.linear(
-                x, ((parts[0] - parts[2]) * parts[1].to(x.dtype)).flatten(1)
-            ),
+            lambda x, w=dense: F.linear(x, w.to(x.dtype)),
             [random(m, k)],
         )
     yield (
@@ -120,7 +127,7 @@ def _cases() -> Iterator[tuple[str, Function, Function, list[Tensor]]]:
     )
     for m, k, n in ((512, 256, 1024), (1024, 768, 3072)):
         x, weight, bias = random(m, k), random(n, k) * k**-0.5, random(n)
-        norm = [torch.rand(k) + 0.5, random(k)]
+        norm = [(torch.rand(k) + 0.5).to(dtype), random(k)]
         yield (
             f"linear gelu_tanh ({m}, {k}, {n})",
             lambda x, w, b: ops.linear(x, w, b, activation="gelu_tanh"),
@@ -158,32 +165,41 @@ def _with_gradient(function: Function, tensors: list[Tensor], dy: Tensor) -> Cal
     return lambda: torch.autograd.grad(function(*leaves), leaves, dy)
 
 
+def _target(case: str, targets: dict[str, float]) -> float | None:
+    """That of the longest name which the case begins with."""
+    names = [name for name in targets if case.startswith(name)]
+    return targets[max(names, key=len)] if names else targets.get("every case")
+
+
 def rows(targets: dict[str, float]) -> Iterator[Row]:
     """Every case of the family, measured when it is asked for."""
-    torch.manual_seed(0)
-    limit = targets.get("every case")
-    for case, ours, eager, tensors in _cases():
-        reference = eager(*[t.double() for t in tensors])
-        error = (ours(*tensors).double() - reference).abs().max().item()
-        eager_error = (eager(*tensors).double() - reference).abs().max().item()
-        dy = torch.randn_like(reference, dtype=torch.float32)
-        calls = {
-            "forward": {
-                "ours": lambda ours=ours, t=tensors: ours(*t),
-                "eager": lambda eager=eager, t=tensors: eager(*t),
-            },
-            "with gradient": {
-                "ours": _with_gradient(ours, tensors, dy),
-                "eager": _with_gradient(eager, tensors, dy),
-            },
-        }
-        for kind, variants in calls.items():
-            yield make_row(
-                f"{case} {kind}",
-                interleaved(variants, device="cpu"),
-                against="eager",
-                target=limit,
-                error=error,
-                eager_error=eager_error,
-                allowed_error=4 * eager_error + 1e-6,
-            )
+    before = torch.get_num_threads()
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.manual_seed(0)
+            for case, ours, eager, tensors in _cases(dtype):
+                reference = eager(*[t.double() for t in tensors])
+                errors = judged(ours(*tensors), eager(*tensors), reference)
+                errors["allowed_error"] += 4 * errors["eager_error"]
+                dy = torch.randn_like(reference).to(dtype)
+                kinds = {
+                    "forward": lambda f, t, dy: lambda: f(*t),
+                    "with gradient": _with_gradient,
+                }
+                for kind, call in kinds.items():
+                    variants = {
+                        "ours": call(ours, tensors, dy),
+                        "eager": call(eager, tensors, dy),
+                    }
+                    for threads in (1, 2):
+                        torch.set_num_threads(threads)
+                        name = f"{case} {kind} {dtype_text(dtype)}"
+                        yield make_row(
+                            f"{name}, {threads} thread{'s' if threads > 1 else ''}",
+                            interleaved(variants, device="cpu"),
+                            against="eager",
+                            target=_target(case, targets),
+                            **errors,
+                        )
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,40 @@
+// CPU. Matmuls of small blocks that are in cache.
+#pragma once
+
+#include <ATen/native/CPUBlas.h>
+
+#include <algorithm>
+
+#include "core/simd_cpu.h"
+
+namespace torchweld {
+
+// c (m, n) = a (m, k) @ b (k, n), added to c where `add`; all contiguous. On one thread.
+template <typename T>
+void block_matmul(T* c, const T* a, const T* b, int64_t m, int64_t n, int64_t k, bool add) {
+  with_vectors([&] {
+    for (int64_t i = 0; i < m; ++i) {
+      if (!add) std::fill_n(c + i * n, n, T(0));
+      for (int64_t l = 0; l < k; ++l) {
+        const T factor = a[i * k + l];
+        for (int64_t j = 0; j < n; ++j) c[i * n + j] += factor * b[l * n + j];
+      }
+    }
+  });
+}
+
+#ifdef CPUBLAS_BRGEMM_F32F32F32
+// NOTE: oneDNN compiles a kernel for each set of sizes and keeps it: call it with few of them.
+template <>
+inline void block_matmul(float* c, const float* a, const float* b, int64_t m, int64_t n, int64_t k,
+                         bool add) {
+  if (m == 0 || n == 0) return;
+  if (k == 0) {
+    if (!add) std::fill_n(c, m * n, 0.0f);
+    return;
+  }
+  at::native::cpublas::brgemm(m, n, k, k, n, n, add, a, b, c, /*is_vnni=*/false);
+}
+#endif
+
+}  // namespace torchweld

@@ -1,0 +1,149 @@
+// CPU. Loops that the compiler vectorises for the machine at hand: the library is built for any
+// x86-64, and such a loop is compiled again for AVX2 and for AVX-512.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define TW_SIMD_TARGETS
+#endif
+
+namespace torchweld {
+
+#ifdef TW_SIMD_TARGETS
+template <typename Body>
+__attribute__((target("avx2,fma"), flatten)) void run_avx2(const Body& body) {
+  body();
+}
+
+template <typename Body>
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512"),
+               flatten)) void
+run_avx512(const Body& body) {
+  body();
+}
+
+inline int simd_level() {
+  static const int level = [] {
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+      return 2;
+    }
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 1 : 0;
+  }();
+  return level;
+}
+#endif
+
+// Calls body(), a lambda of loops over plain arrays, compiled for the machine's vectors. All that
+// it calls must be inline.
+template <typename Body>
+void with_vectors(const Body& body) {
+#ifdef TW_SIMD_TARGETS
+  switch (simd_level()) {
+    case 2:
+      return run_avx512(body);
+    case 1:
+      return run_avx2(body);
+  }
+#endif
+  body();
+}
+
+// exp(x) to 2 units in the last place, down to the subnormal results.
+inline float exp_in_vectors(float x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  x = x < -104.0f ? -104.0f : x;         // 0
+  x = x > 89.0f ? 89.0f : x;             // inf
+  const float shifted = x * 1.44269504f + kRound;
+  const float n = shifted - kRound;
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  // 2^n as two factors, because n goes beyond the exponents of normal numbers.
+  int32_t bits, base;
+  std::memcpy(&bits, &shifted, 4);
+  std::memcpy(&base, &kRound, 4);
+  const int32_t whole = bits - base, half = whole >> 1;
+  const int32_t first_bits = (half + 127) << 23, second_bits = (whole - half + 127) << 23;
+  float first, second;
+  std::memcpy(&first, &first_bits, 4);
+  std::memcpy(&second, &second_bits, 4);
+  return p * first * second;
+}
+inline double exp_in_vectors(double x) { return std::exp(x); }
+
+// Sums that the compiler keeps side by side, and adds up as a tree.
+template <typename T>
+struct LaneSums {
+  static constexpr int kLanes = 16;
+  T lanes[kLanes] = {};
+
+  T total() const {
+    T sums[kLanes];
+    for (int l = 0; l < kLanes; ++l) sums[l] = lanes[l];
+    for (int width = kLanes / 2; width > 0; width /= 2) {
+      for (int l = 0; l < width; ++l) sums[l] += sums[l + width];
+    }
+    return sums[0];
+  }
+};
+
+// sum_i a[i] * b[i] in T, a and b of any dtypes.
+template <typename T, typename A, typename B>
+T dot(const A* a, const B* b, int64_t n) {
+  LaneSums<T> sums;
+  constexpr int kLanes = LaneSums<T>::kLanes;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l)
+      sums.lanes[l] += static_cast<T>(a[i + l]) * static_cast<T>(b[i + l]);
+  }
+  for (; i < n; ++i) sums.lanes[0] += static_cast<T>(a[i]) * static_cast<T>(b[i]);
+  return sums.total();
+}
+
+// The largest of n values. What it is among NaN does not matter: exp(NaN - max) is NaN.
+template <typename T>
+T max_of(const T* x, int64_t n) {
+  constexpr int kLanes = LaneSums<T>::kLanes;
+  T lanes[kLanes];
+  for (int l = 0; l < kLanes; ++l) lanes[l] = -std::numeric_limits<T>::infinity();
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) lanes[l] = lanes[l] > x[i + l] ? lanes[l] : x[i + l];
+  }
+  for (; i < n; ++i) lanes[0] = lanes[0] > x[i] ? lanes[0] : x[i];
+  for (int l = 1; l < kLanes; ++l) lanes[0] = lanes[0] > lanes[l] ? lanes[0] : lanes[l];
+  return lanes[0];
+}
+
+// y = exp(x - max), and its sum; y may be x. The sum's chains are short: one for each of 16 lanes.
+template <typename T>
+T exp_and_sum(T* y, const T* x, int64_t n, T max) {
+  LaneSums<T> sums;
+  constexpr int kLanes = LaneSums<T>::kLanes;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) {
+      y[i + l] = exp_in_vectors(x[i + l] - max);
+      sums.lanes[l] += y[i + l];
+    }
+  }
+  for (; i < n; ++i) {
+    y[i] = exp_in_vectors(x[i] - max);
+    sums.lanes[0] += y[i];
+  }
+  return sums.total();
+}
+
+}  // namespace torchweld

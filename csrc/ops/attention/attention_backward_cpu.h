@@ -1,0 +1,147 @@
+// CPU: the gradient of attention in the tiles of attention_cpu.h. A task is a kv head with all its
+// query heads, so that every sum is added in one order whatever the number of threads.
+#pragma once
+
+#include "ops/attention/attention_cpu.h"
+
+namespace torchweld {
+
+// The gradient of one kv head. `k`, `kt` and `v` are its tiles; dk and dv theirs, zeros at first.
+template <typename T, typename acc_t>
+struct HeadGradient {
+  const CpuAttention& a;
+  const acc_t *k, *kt, *v;
+  acc_t *dk, *dv;
+
+  // A query head's block of rows, with its statistics by lane.
+  struct Lanes {
+    acc_t *q, *qt, *dout, *dout_t, *lse, *delta;
+  };
+
+  // ds = p * (dp - delta), with p = exp(s - lse) in place of s; 0 where hidden.
+  static void softmax_gradient(acc_t* s, acc_t* dp, const Lanes& lanes, int64_t width) {
+    with_vectors([&] {
+      for (int64_t c = 0; c < kTileKeys; ++c) {
+        acc_t *p = s + c * width, *ds = dp + c * width;
+        for (int64_t r = 0; r < width; ++r) {
+          p[r] = exp_in_vectors(p[r] - lanes.lse[r]);
+          ds[r] = p[r] * (ds[r] - lanes.delta[r]);
+        }
+      }
+    });
+  }
+
+  void add_block(const QueryBlock& block, const Lanes& lanes, acc_t* tiles, acc_t* dq_t) const {
+    const int64_t width = a.block_rows(), d = a.head_dim, n = a.head_dim_v;
+    acc_t *const s = tiles, *const dp = tiles + kTileKeys * width;
+    for (int64_t t = 0; t < block.tiles; ++t) {
+      const int64_t at = t * kTileKeys;
+      block_matmul(s, k + at * d, lanes.qt, kTileKeys, width, d, /*add=*/false);
+      block_matmul(dp, v + at * n, lanes.dout_t, kTileKeys, width, n, /*add=*/false);
+      block.fill_hidden(a, s, t, width, -std::numeric_limits<acc_t>::infinity());
+      softmax_gradient(s, dp, lanes, width);
+      block.fill_hidden(a, dp, t, width, acc_t(0));
+      block_matmul(dv + at * n, s, lanes.dout, kTileKeys, n, width, /*add=*/true);
+      block_matmul(dk + at * d, dp, lanes.q, kTileKeys, d, width, /*add=*/true);
+      block_matmul(dq_t, kt + at * d, dp, d, width, kTileKeys, /*add=*/t > 0);
+    }
+  }
+};
+
+template <typename T>
+void attention_backward_tiles(const CpuAttention& a, const Tensor& dquery, const Tensor& dkey,
+                              const Tensor& dvalue, const Tensor& dout, const Tensor& query,
+                              const Tensor& key, const Tensor& value, const Tensor& out,
+                              const Tensor& lse) {
+  using acc_t = at::opmath_type<T>;
+  const Tensor packed_k = pack_tiles<T, acc_t>(a, key, /*transposed=*/false);
+  const Tensor packed_kt = pack_tiles<T, acc_t>(a, key, /*transposed=*/true);
+  const Tensor packed_v = pack_tiles<T, acc_t>(a, value, /*transposed=*/false);
+  const CpuHeads<T> q(query), o(out), d_out(dout), dq(dquery), dk(dkey), dv(dvalue);
+  const CpuHeads<acc_t> l(lse);
+  const int64_t width = a.block_rows(), d = a.head_dim, n = a.head_dim_v, tiles = a.tiles();
+  // A thread's half of the tasks holds heads of all sequences.
+  parallel_tasks(a.batch * a.nheads_kv, [&](int64_t task) {
+    const int64_t b = task % a.batch, kv = task / a.batch;
+    const int64_t kv_tiles = (b * a.nheads_kv + kv) * tiles * kTileKeys;
+    const int64_t sums = tiles * kTileKeys * (d + n);
+    Scratch<acc_t> scratch(sums + width * (3 * d + 2 * n + 2 * kTileKeys + 2), packed_k.options());
+    acc_t* const dk_sums = scratch.take(tiles * kTileKeys * d);
+    acc_t* const dv_sums = scratch.take(tiles * kTileKeys * n);
+    std::fill_n(dk_sums, sums, acc_t(0));
+    const typename HeadGradient<T, acc_t>::Lanes lanes = {
+        scratch.take(width * d), scratch.take(width * d), scratch.take(width * n),
+        scratch.take(width * n), scratch.take(width),     scratch.take(width)};
+    acc_t *const dq_t = scratch.take(width * d), *const pair = scratch.take(2 * kTileKeys * width);
+    const HeadGradient<T, acc_t> gradient = {a,
+                                             packed_k.const_data_ptr<acc_t>() + kv_tiles * d,
+                                             packed_kt.const_data_ptr<acc_t>() + kv_tiles * d,
+                                             packed_v.const_data_ptr<acc_t>() + kv_tiles * n,
+                                             dk_sums,
+                                             dv_sums};
+    for (int64_t h = kv * a.group(); h < (kv + 1) * a.group(); ++h) {
+      for (int64_t index = 0; index < a.blocks(); ++index) {
+        const QueryBlock block(a, b, index);
+        const int64_t row = block.row + block.dead, live = block.rows - block.dead;
+        for (int64_t r = 0; r < block.dead; ++r) {
+          std::fill_n(dq.row(b, h, block.row + r), d, T(0));
+        }
+        if (live == 0) continue;
+        // Rows that see nothing may hold anything: zeros stand in for them, and p is 0.
+        const int64_t dead = block.dead;
+        std::fill_n(lanes.q, width * (2 * d + 2 * n), acc_t(0));
+        const auto scale = static_cast<acc_t>(a.scale);
+        pack_rows<T, acc_t>(lanes.q + dead * d, live, q.row(b, h, row), live, d, q.row_stride,
+                            q.column_stride, scale);
+        pack_rows<T, acc_t>(lanes.dout + dead * n, live, d_out.row(b, h, row), live, n,
+                            d_out.row_stride, d_out.column_stride);
+        for (int64_t r = 0; r < width; ++r) {
+          const bool sees = r >= dead && r < block.rows;
+          lanes.lse[r] =
+              sees ? *l.row(b, h, block.row + r) : std::numeric_limits<acc_t>::infinity();
+          lanes.delta[r] = 0;
+        }
+        with_vectors([&] {
+          for (int64_t c = 0; c < d; ++c) {
+            for (int64_t r = 0; r < width; ++r) lanes.qt[c * width + r] = lanes.q[r * d + c];
+          }
+          for (int64_t c = 0; c < n; ++c) {
+            for (int64_t r = 0; r < width; ++r) lanes.dout_t[c * width + r] = lanes.dout[r * n + c];
+          }
+          for (int64_t r = dead; r < block.rows; ++r) {
+            const T* row_out = o.row(b, h, block.row + r);
+            acc_t sum = 0;
+            for (int64_t c = 0; c < n; ++c) {
+              sum += lanes.dout[r * n + c] * static_cast<acc_t>(row_out[c * o.column_stride]);
+            }
+            lanes.delta[r] = sum;
+          }
+        });
+        gradient.add_block(block, lanes, pair, dq_t);
+        with_vectors([&] {
+          for (int64_t r = dead; r < block.rows; ++r) {
+            T* to = dq.row(b, h, block.row + r);
+            for (int64_t c = 0; c < d; ++c) to[c] = static_cast<T>(dq_t[c * width + r] * scale);
+          }
+        });
+      }
+    }
+    // The keys before the first one, and the sums.
+    const int64_t pad = a.pad(b);
+    const auto store = [&](const CpuHeads<T>& to, const acc_t* from, int64_t columns) {
+      for (int64_t j = 0; j < pad; ++j) std::fill_n(to.row(b, kv, j), columns, T(0));
+      with_vectors([&] {
+        for (int64_t j = pad; j < a.seqlen_k; ++j) {
+          T* row = to.row(b, kv, j);
+          for (int64_t c = 0; c < columns; ++c) {
+            row[c] = static_cast<T>(from[(j - pad) * columns + c]);
+          }
+        }
+      });
+    };
+    store(dk, dk_sums, d);
+    store(dv, dv_sums, n);
+  });
+}
+
+}  // namespace torchweld
