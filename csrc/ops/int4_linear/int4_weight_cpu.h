@@ -6,14 +6,16 @@
 
 namespace torchweld {
 
-// A weight whose portable words, scale and zero can be had by row. `units` of a row of words may
-// be written to the buffer; the words are where words() says.
-struct PortableInt4 {
+struct Int4WeightOnCpu {
   Int4Shape shape;
   Tensor packed, scales, zeros;  // contiguous
   const uint32_t* word_data = static_cast<const uint32_t*>(packed.const_data_ptr());
   const int32_t* zero_data = zeros.const_data_ptr<int32_t>();
+};
 
+// A weight whose portable words, scale and zero can be had by row. `units` of a row of words may
+// be written to the buffer; the words are where words() says.
+struct PortableInt4 : Int4WeightOnCpu {
   const uint32_t* words(int64_t row, int64_t unit, int64_t units, uint32_t* buffer) const {
     return word_data + row * shape.units() + unit;
   }
@@ -25,12 +27,7 @@ struct PortableInt4 {
   }
 };
 
-struct RepackedInt4 {
-  Int4Shape shape;
-  Tensor packed, scales, zeros;  // contiguous
-  const uint32_t* word_data = static_cast<const uint32_t*>(packed.const_data_ptr());
-  const int32_t* zero_data = zeros.const_data_ptr<int32_t>();
-
+struct RepackedInt4 : Int4WeightOnCpu {
   const uint32_t* words(int64_t row, int64_t unit, int64_t units, uint32_t* buffer) const {
     const auto* chunks = word_data + row / kInt4TileRows * shape.chunks() * kInt4ChunkWords;
     for (int64_t u = 0; u < units; ++u) {

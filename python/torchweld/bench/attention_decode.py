@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchweld._library import ops
-from torchweld.bench.common import in_turn, largest_error, read_rate
+from torchweld.bench.common import in_turn, judged, largest_error, read_rate
 from torchweld.bench.results import Row, make_row
 from torchweld.bench.timer import Timing, interleaved
 
@@ -60,33 +60,19 @@ def _decode(
     us[_FLOOR] = Timing(*[cache_bytes / rate] * 3)
     part = [t[-1:].double() for t in (q, *caches[0])]
     exact = _sdpa(SDPBackend.MATH, *part)
-    error = largest_error(ops.attention(q, *caches[0])[-1:], exact)
-    eager_error = largest_error(_sdpa(SDPBackend.FLASH_ATTENTION, q, *caches[0])[-1:], exact)
+    flash = _sdpa(SDPBackend.FLASH_ATTENTION, q, *caches[0])[-1:]
+    allowed = 3 * largest_error(flash, exact) + 1e-6
+    errors = judged(ops.attention(q, *caches[0])[-1:], flash, exact, allowed)
     case = f"attention decode {shape} bfloat16, {seqlen_q} query rows"
     for name, against in (
         (case, _FLOOR),
         (f"{case} over SDPA", min(_BACK_ENDS, key=lambda peer: us[peer].us)),
     ):
-        yield make_row(
-            name,
-            us,
-            against=against,
-            target=targets.get(name),
-            error=error,
-            eager_error=eager_error,
-            allowed_error=3 * eager_error + 1e-6,
-        )
+        yield make_row(name, us, against=against, target=targets.get(name), **errors)
     if padded is not None:
-        name = f"{case}, half padding"
-        yield make_row(
-            name,
-            {"ours": padded, "without padding": us["ours"]},
-            against="without padding",
-            target=targets.get(name),
-            error=error,
-            eager_error=eager_error,
-            allowed_error=3 * eager_error + 1e-6,
-        )
+        name, against = f"{case}, half padding", "without padding"
+        times = {"ours": padded, against: us["ours"]}
+        yield make_row(name, times, against=against, target=targets.get(name), **errors)
 
 
 def rows(targets: dict[str, float]) -> Iterator[Row]:

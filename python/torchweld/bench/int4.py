@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchweld._library import ops
-from torchweld.bench.common import dtype_text, in_turn, largest_error, read_rate
+from torchweld.bench.common import dtype_text, in_turn, judged, largest_error, read_rate
 from torchweld.bench.results import Row, make_row
 from torchweld.bench.timer import Timing, interleaved
 from torchweld.ops.int4_linear import Int4Linear
@@ -70,18 +70,11 @@ def _cases(
     floor = weight_bytes / rate
     us[_FLOOR] = Timing(floor, floor, floor)
     part = x[:_CHECKED_ROWS]
-    reference = part.double() @ dense.double().t()
-    eager_error = largest_error(F.linear(part, dense), reference)
+    reference, eager = part.double() @ dense.double().t(), F.linear(part, dense)
+    allowed = 3 * largest_error(eager, reference) + 1e-6
+    errors = judged(module(x)[:_CHECKED_ROWS], eager, reference, allowed)
     case = f"int4 ({m}, {k}, {n}) {dtype_text(dtype)}"
-    row = make_row(
-        case,
-        us,
-        against="cublas",
-        target=targets.get(case),
-        error=largest_error(module(x)[:_CHECKED_ROWS], reference),
-        eager_error=eager_error,
-        allowed_error=3 * eager_error + 1e-6,
-    )
+    row = make_row(case, us, against="cublas", target=targets.get(case), **errors)
     yield row
     others = ["int4pack_mm"] if "int4pack_mm" in us else []
     for peer in others + ([_FLOOR] if m <= _DECODE_UP_TO else []):
