@@ -7,7 +7,7 @@ that is how tokens are generated, and the time of a single launch would hide tha
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
