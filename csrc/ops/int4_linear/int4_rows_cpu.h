@@ -5,7 +5,6 @@
 
 #include <ATen/ops/constant_pad_nd.h>
 
-#include <cmath>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -41,7 +40,9 @@ template <int kRows>
 struct Int4Sums {
   using Floats = float __attribute__((vector_size(4 * kInt4Lanes)));
   using Words = uint32_t __attribute__((vector_size(4 * kInt4Lanes)));
-  Floats lanes[kRows] = {};
+  Floats lanes[kRows];
+
+  Int4Sums() { clear(std::make_index_sequence<kRows>()); }
 
   template <int kPlace>
   void add(const Words& words, int zero, const float* x) {
@@ -52,7 +53,12 @@ struct Int4Sums {
     add_products(values, x, std::make_index_sequence<kRows>());
   }
 
-  // Without a loop: an array stays in registers only where every index is a constant.
+  // Without loops: an array stays in registers only where every index is a constant.
+  template <size_t... r>
+  void clear(std::index_sequence<r...>) {
+    ((lanes[r] = Floats{}), ...);
+  }
+
   template <size_t... r>
   void add_products(const Floats& values, const float* x, std::index_sequence<r...>) {
     Floats columns[kRows];
@@ -79,8 +85,10 @@ struct Int4Sums {
 inline Tensor int4_placed(const Tensor& x, int64_t rows, const std::vector<int>& places) {
   const Tensor divided = x.contiguous();
   float* data = divided.mutable_data_ptr<float>();
-  for (int64_t i = 0; i < divided.numel(); ++i) {
-    data[i] = std::ldexp(data[i], -4 * places[i / kInt4Lanes / rows % int64_t(places.size())]);
+  for (int64_t v = 0; v < divided.numel() / kInt4Lanes; ++v) {
+    const int place = places[v / rows % int64_t(places.size())];
+    const float factor = 1.0f / float(1 << 4 * place);
+    for (int l = 0; l < kInt4Lanes; ++l) data[v * kInt4Lanes + l] *= factor;
   }
   return divided;
 }
