@@ -17,7 +17,7 @@
 namespace torchweld {
 
 constexpr int kInt4Lanes = 16;
-constexpr int kInt4FewRows = 16, kInt4FewRows16Bit = 8;  // more of them write the weight out
+constexpr int kInt4FewRows = 16;  // more of them pay for a weight that is written out
 
 // A code becomes a float without conversion or shift: as the bits 4 i up of the mantissa of 2^23 it
 // is 2^23 + 16^i * code, from which kInt4Offsets[zero][i] leaves 16^i * (code - zero). x is divided
@@ -111,7 +111,8 @@ struct Int4Result {
 // Portable: the lanes are 16 units of a row, and a vector is one column of each.
 struct PortableInt4Rows {
   static constexpr int64_t kColumns = kInt4Lanes * kInt4Unit, kTaskRows = 64;
-  static constexpr int64_t kTogether = 4;  // rows that share a part of x in cache
+  static constexpr int64_t kMost16Bit = 8;  // this layout is written out fast, and oneDNN is
+  static constexpr int64_t kTogether = 4;   // rows that share a part of x in cache
   const PortableInt4& weight;
 
   Tensor x_lanes(const Tensor& x) const {  // (K / 128, 8 vectors, rows, 16)
@@ -159,6 +160,7 @@ struct PortableInt4Rows {
 // s. Nibble i of word 4 t + s is row g + 8 * (i % 2), column 16 s + 8 * (i / 2 % 2) + 2 t + i / 4.
 struct RepackedInt4Rows {
   static constexpr int64_t kColumns = kInt4ChunkK, kTaskRows = kInt4TileRows;
+  static constexpr int64_t kMost16Bit = kInt4FewRows;
   const RepackedInt4& weight;
 
   Tensor x_lanes(const Tensor& x) const {  // (chunks, 4 vectors, rows, 16)
@@ -214,7 +216,7 @@ inline int64_t int4_row_count(int64_t rows) {
 // Whether int4_rows_into serves the call: no group may begin amid the columns of 16 words.
 template <typename Weight>
 bool serves_int4_rows(const Tensor& x, const Weight& weight) {
-  const int64_t most = x.element_size() == 2 ? kInt4FewRows16Bit : kInt4FewRows;
+  const int64_t most = x.element_size() == 2 ? Int4Rows<Weight>::kMost16Bit : kInt4FewRows;
   return x.size(0) <= most && x.scalar_type() != at::kDouble &&
          weight.shape.group_units() * kInt4Unit % Int4Rows<Weight>::kColumns == 0;
 }
