@@ -178,6 +178,22 @@ struct QueryBlock {
   }
 };
 
+// delta[r] = sum(dout * out) of the rows that see something. dout (rows, columns) is packed.
+template <typename T, typename acc_t>
+void row_deltas(acc_t* delta, const acc_t* dout, const CpuHeads<T>& out, int64_t b, int64_t h,
+                const QueryBlock& block, int64_t columns) {
+  with_vectors([&] {
+    for (int64_t r = block.dead; r < block.rows; ++r) {
+      const T* row_out = out.row(b, h, block.row + r);
+      acc_t sum = 0;
+      for (int64_t c = 0; c < columns; ++c) {
+        sum += dout[r * columns + c] * static_cast<acc_t>(row_out[c * out.column_stride]);
+      }
+      delta[r] = sum;
+    }
+  });
+}
+
 // One scratch of a task, cut into parts.
 template <typename acc_t>
 struct Scratch {

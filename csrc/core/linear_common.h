@@ -6,9 +6,18 @@
 
 #include "core/activation.h"
 #include "core/check.h"
-#include "core/linear_cpu.h"
 
 namespace torchweld {
+
+// The rows of a tensor (..., n), whatever n is.
+inline int64_t count_rows(const Tensor& t) {
+  int64_t rows = 1;
+  for (int64_t d = 0; d + 1 < t.dim(); ++d) rows *= t.size(d);
+  return rows;
+}
+
+// A tensor (..., n) as (rows, n); no copy where the strides allow it.
+inline Tensor as_matrix(const Tensor& t) { return t.reshape({count_rows(t), t.size(-1)}); }
 
 inline Tensor empty_result(const Tensor& like, c10::SymIntArrayRef sizes) {
   return at::empty_symint(sizes, like.options());

@@ -6,21 +6,10 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 
-#include "core/activation.h"
-#include "core/check.h"
+#include "core/linear_common.h"
 #include "core/sum.h"
 
 namespace torchweld {
-
-// The rows of a tensor (..., n), whatever n is.
-inline int64_t count_rows(const Tensor& t) {
-  int64_t rows = 1;
-  for (int64_t d = 0; d + 1 < t.dim(); ++d) rows *= t.size(d);
-  return rows;
-}
-
-// A tensor (..., n) as (rows, n); no copy where the strides allow it.
-inline Tensor as_matrix(const Tensor& t) { return t.reshape({count_rows(t), t.size(-1)}); }
 
 // oneDNN's name of an activation that it applies to its sums, or nullptr.
 // NOTE: its relu turns NaN into 0 and its gelu inf into NaN; those take torch's own pass.

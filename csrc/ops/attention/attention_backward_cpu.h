@@ -101,22 +101,9 @@ void attention_backward_tiles(const CpuAttention& a, const Tensor& dquery, const
               sees ? *l.row(b, h, block.row + r) : std::numeric_limits<acc_t>::infinity();
           lanes.delta[r] = 0;
         }
-        with_vectors([&] {
-          for (int64_t c = 0; c < d; ++c) {
-            for (int64_t r = 0; r < width; ++r) lanes.qt[c * width + r] = lanes.q[r * d + c];
-          }
-          for (int64_t c = 0; c < n; ++c) {
-            for (int64_t r = 0; r < width; ++r) lanes.dout_t[c * width + r] = lanes.dout[r * n + c];
-          }
-          for (int64_t r = dead; r < block.rows; ++r) {
-            const T* row_out = o.row(b, h, block.row + r);
-            acc_t sum = 0;
-            for (int64_t c = 0; c < n; ++c) {
-              sum += lanes.dout[r * n + c] * static_cast<acc_t>(row_out[c * o.column_stride]);
-            }
-            lanes.delta[r] = sum;
-          }
-        });
+        pack_transposed<acc_t, acc_t>(lanes.qt, width, lanes.q, width, d, d, 1);
+        pack_transposed<acc_t, acc_t>(lanes.dout_t, width, lanes.dout, width, n, n, 1);
+        row_deltas(lanes.delta, lanes.dout, o, b, h, block, n);
         gradient.add_block(block, lanes, pair, dq_t);
         with_vectors([&] {
           for (int64_t r = dead; r < block.rows; ++r) {

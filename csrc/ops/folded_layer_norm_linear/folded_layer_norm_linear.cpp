@@ -16,7 +16,7 @@
 #include <ATen/ops/native_layer_norm_backward.h>
 
 #include "core/dispatch.h"
-#include "core/linear_common.h"
+#include "core/linear_cpu.h"
 
 #ifdef TORCHWELD_CUDA
 #include "layers/norm_linear.h"

@@ -12,7 +12,7 @@
 #include <ATen/ops/tanh_backward.h>
 
 #include "core/dispatch.h"
-#include "core/linear_common.h"
+#include "core/linear_cpu.h"
 
 #ifdef TORCHWELD_CUDA
 #include "layers/norm_linear.h"

@@ -4,7 +4,7 @@
 // linear_forward also returns what the gradient needs: the pre-activation z, or a (0,) tensor where
 // the activation's gradient does not need it (none, relu).
 #include "core/dispatch.h"
-#include "core/linear_common.h"
+#include "core/linear_cpu.h"
 
 #ifdef TORCHWELD_CUDA
 #include "layers/norm_linear.h"

@@ -115,16 +115,7 @@ void softmax_matmul_backward_tiles(const CpuAttention& a, const Tensor& dscores,
       pack_rows<T, acc_t>(do_rows + block.dead * n, live, d_out.row(b, h, block.row + block.dead),
                           live, n, d_out.row_stride, d_out.column_stride);
       pack_transposed<acc_t, acc_t>(do_t, height, do_rows, height, n, n, 1);
-      with_vectors([&] {
-        for (int64_t r = block.dead; r < block.rows; ++r) {
-          const T* row_out = o.row(b, h, block.row + r);
-          acc_t sum = 0;
-          for (int64_t c = 0; c < n; ++c) {
-            sum += do_rows[r * n + c] * static_cast<acc_t>(row_out[c * o.column_stride]);
-          }
-          delta[r] = sum;
-        }
-      });
+      row_deltas(delta, do_rows, o, b, h, block, n);
       for (int64_t t = 0; t < block.tiles; ++t) {
         block_matmul(dp, do_rows, vt + t * kTileKeys * n, height, kTileKeys, n, /*add=*/false);
         with_vectors([&] {
