@@ -92,7 +92,7 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
                 tiles_n = tile.tiles_n(p.m, halves * p.n), tiles = tiles_m * tiles_n * p.batch;
   const int block_m = tile.block_m / (turned ? halves : 1) * tile.cluster;  // of y
   const int64_t band = std::min(tiles_m, std::max<int64_t>(1, kBandRows / block_m));
-  const int64_t steps = (p.k + maps.step() - 1) / maps.step();
+  const int64_t steps = divide_up(p.k, maps.step());
   const Sm90Stream stream =
       sm90_stream(tile, tiles, steps, device_facts(), p.choice.splits == kStreamK);
   Sm90Params params = {{},

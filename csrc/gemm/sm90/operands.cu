@@ -5,6 +5,7 @@
 // NOTE: the smaller pieces of inf and NaN are 0, and a value that would round to inf is cut
 // instead; see sm90_piece_mainloop for what becomes of them.
 #include "core/fast_divide.h"
+#include "core/index.h"
 #include "core/launch.h"
 #include "device/mma_sync.cuh"
 #include "device/sm90/dependent_launch.cuh"
@@ -15,13 +16,14 @@ namespace {
 
 constexpr int kThreads = 256, kTile = 64;  // a block has 64 rows and 64 of K
 
-int64_t whole_pieces(int64_t k) { return (k + 7) / 8 * 8; }
+// Elements of a row with whole groups of eight.
+TW_HOST_DEVICE int64_t line_of(int64_t k) { return divide_up(k, 8) * 8; }
 
 struct Source {
   const float* data;
   int64_t row_stride, k_stride, batch_stride, rows, batch;
   int64_t left_rows;  // of interleaved halves the rows of one, else 0
-  void* to;           // (batch, pieces, rows, whole_pieces(k))
+  void* to;           // (batch, pieces, rows, line_of(k))
   uint32_t blocks;    // of one batch and one stretch of K
 
   Source(const GemmOperand& o, int64_t rows, int64_t batch, int64_t left_rows, void* to)
@@ -33,9 +35,9 @@ struct Source {
         batch(o.batch_stride == 0 ? 1 : batch),
         left_rows(left_rows),
         to(to),
-        blocks(uint32_t((rows + kTile - 1) / kTile)) {}
+        blocks(uint32_t(divide_up(rows, kTile))) {}
 
-  int64_t elements(int64_t k, int pieces) const { return batch * pieces * rows * whole_pieces(k); }
+  int64_t elements(int64_t k, int pieces) const { return batch * pieces * rows * line_of(k); }
 };
 
 struct Params {
@@ -86,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) operands_kernel(const __grid_constan
   const int64_t first_k = int64_t(block - strip * p.stretches.divisor()) * kTile;
   const int64_t batch = strip / from.blocks, first_row = int64_t(strip % from.blocks) * kTile;
   const float* g_from = from.data + batch * from.batch_stride;
-  const int64_t line = (p.k + 7) / 8 * 8;
+  const int64_t line = line_of(p.k);
   const auto write = [&](const float (&v)[8], int64_t row, int64_t k) {
     const int64_t pieces = kPieces ? 3 : 1;
     const int64_t at = (batch * pieces * from.rows + row) * line + k;
@@ -152,9 +154,10 @@ Source source_of_b(const GemmParams& p, void* to) {
 
 int64_t gemm_written_bytes(const GemmParams& p) {
   if (p.choice.engine != GemmEngine::kSm90 || p.dtype != DType::kFloat32) return 0;
-  const int pieces = sm90_pieces(gemm_math(p.dtype, p.tf32));
+  const GemmMath math = gemm_math(p.dtype, p.tf32);
+  const int pieces = sm90_pieces(math);
   return (source_of_a(p).elements(p.k, pieces) + source_of_b(p, nullptr).elements(p.k, pieces)) *
-         sm90_elem_bytes(gemm_math(p.dtype, p.tf32));
+         sm90_elem_bytes(math);
 }
 
 Sm90Written write_sm90_operands(const GemmParams& p, cudaStream_t stream) {
@@ -163,7 +166,7 @@ Sm90Written write_sm90_operands(const GemmParams& p, cudaStream_t stream) {
   const Source a = source_of_a(p);
   const Source b = source_of_b(
       p, static_cast<char*>(p.written) + a.elements(p.k, pieces) * sm90_elem_bytes(math));
-  const int64_t stretches = (p.k + kTile - 1) / kTile;
+  const int64_t stretches = divide_up(p.k, kTile);
   const int64_t a_blocks = a.batch * a.blocks * stretches,
                 b_blocks = b.batch * b.blocks * stretches;
   const Params params = {a, b, p.k, FastDivisor(stretches), uint32_t(a_blocks)};
@@ -171,7 +174,7 @@ Sm90Written write_sm90_operands(const GemmParams& p, cudaStream_t stream) {
   grid.overlaps = true;
   launch_kernel(math == GemmMath::kFloat32 ? operands_kernel<true> : operands_kernel<false>, grid,
                 stream, params);
-  const int64_t line = whole_pieces(p.k);
+  const int64_t line = line_of(p.k);
   const auto operand = [&](const Source& s) -> GemmOperand {
     return {s.to, line, 1, s.batch == 1 && p.batch > 1 ? 0 : pieces * s.rows * line};
   };

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "core/family.h"
+#include "core/index.h"
 #include "gemm/problem.h"
 
 namespace torchweld {
@@ -15,9 +16,7 @@ constexpr int sm90_pieces(GemmMath math) { return math == GemmMath::kFloat32 ? 3
 constexpr bool sm90_writes_operands(GemmMath math) { return gemm_elem_size(math) == 4; }
 
 constexpr int sm90_step(GemmMath math) { return kGemmStepBytes / sm90_elem_bytes(math); }
-constexpr int64_t sm90_steps(const GemmProblem& p) {
-  return (p.k + sm90_step(p.math) - 1) / sm90_step(p.math);
-}
+constexpr int64_t sm90_steps(const GemmProblem& p) { return divide_up(p.k, sm90_step(p.math)); }
 
 // A block has a producer warp and two consumer warpgroups. In ping-pong each warpgroup has a tile
 // of its own, and finishes it while the other one multiplies; else they share one (cooperative). A

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/family.h"
+#include "core/index.h"
 
 namespace torchweld {
 
@@ -110,12 +111,12 @@ struct AttentionChoice {
   int splits = 1;  // of the keys, by kDecode
 };
 
-inline Refusal attention_refusal(const AttentionProblem& p, const AttentionTile& tile) {
+inline constexpr const char* kAttentionOtherDtype = "the tile is for another dtype";
+
+// Of a tile for head dims up to `dim`, whatever its dtype.
+inline Refusal attention_sizes_refusal(const AttentionProblem& p, int dim) {
   constexpr int64_t kMaxSeqlen = int64_t{1} << 29;  // positions are counted in 32 bits
-  if (tile.math != p.math) return "the tile is for another dtype";
-  if (p.head_dim > tile.dim || p.head_dim_v > tile.dim) {
-    return {"the tile holds head dims to {}", tile.dim};
-  }
+  if (p.head_dim > dim || p.head_dim_v > dim) return {"the tile holds head dims to {}", dim};
   if (p.head_dim == 0 || p.head_dim_v == 0) return "no tile takes a head dim of 0";
   if (p.seqlen_q > kMaxSeqlen || p.seqlen_k > kMaxSeqlen) {
     return {"no tile takes sequences longer than {}", kMaxSeqlen};
@@ -123,28 +124,26 @@ inline Refusal attention_refusal(const AttentionProblem& p, const AttentionTile&
   return {};
 }
 
+inline Refusal attention_refusal(const AttentionProblem& p, const AttentionTile& tile) {
+  return tile.math == p.math ? attention_sizes_refusal(p, tile.dim) : kAttentionOtherDtype;
+}
+
 // What the decode kernel keeps in shared memory beside its tile.
 inline constexpr int kAttentionDecodeExtraBytes = 4 * 1024;
 
 // Blocks, were the keys not split.
 inline int64_t attention_decode_groups(const AttentionProblem& p) {
-  constexpr int kRows = AttentionDecodeTile::kRows;
-  const int64_t rows = p.load.group * p.seqlen_q;
-  return p.load.heads / p.load.group * ((rows + kRows - 1) / kRows);
+  return p.load.heads / p.load.group *
+         divide_up(p.load.group * p.seqlen_q, AttentionDecodeTile::kRows);
 }
 
 inline Refusal attention_decode_refusal(const AttentionProblem& p, const AttentionDecodeTile& tile,
                                         int splits) {
-  constexpr int64_t kMaxSeqlen = int64_t{1} << 29;  // positions are counted in 32 bits
-  if (p.math != AttentionMath::k16Bit) return "the tile is for another dtype";
+  if (p.math != AttentionMath::k16Bit) return kAttentionOtherDtype;
   if (p.seqlen_q > AttentionDecodeTile::kMostSeqlen) {
     return {"the tile is for sequences of at most {} query rows", AttentionDecodeTile::kMostSeqlen};
   }
-  if (p.head_dim > tile.dim || p.head_dim_v > tile.dim) {
-    return {"the tile holds head dims to {}", tile.dim};
-  }
-  if (p.head_dim == 0 || p.head_dim_v == 0) return "no tile takes a head dim of 0";
-  if (p.seqlen_k > kMaxSeqlen) return {"no tile takes sequences longer than {}", kMaxSeqlen};
+  if (const Refusal reason = attention_sizes_refusal(p, tile.dim)) return reason;
   if (tile.tile_bytes() + kAttentionDecodeExtraBytes > p.device.shared_limit) {
     return too_much_shared_memory(tile.tile_bytes(), p.device.shared_limit);
   }
@@ -160,7 +159,7 @@ inline Refusal attention_decode_refusal(const AttentionProblem& p, const Attenti
 inline int attention_decode_splits(const AttentionProblem& p, const AttentionDecodeTile& tile) {
   constexpr int64_t kLeastSteps = 2;
   const int64_t groups = std::max<int64_t>(1, attention_decode_groups(p));
-  const int64_t steps = (p.seqlen_k + tile.step_keys() - 1) / tile.step_keys();
+  const int64_t steps = divide_up(p.seqlen_k, tile.step_keys());
   const int64_t most = std::min<int64_t>(AttentionDecodeTile::kMostSplits, steps / kLeastSteps);
   const int64_t room = p.device.sms / groups;
   return static_cast<int>(std::max<int64_t>(1, std::min(room, most)));

@@ -2,12 +2,12 @@
 // the keys and values once.
 //
 // The query heads that share a kv head are packed, with their rows, into one tile of rows. The keys
-// of a sequence, from the first that is not padding on, are cut into equal splits for as many
-// blocks as the GPU holds at once, and each split among the warps of its block. A warp walks its
-// keys by itself, with a ring of its own that is filled asynchronously: no warp waits for another
-// one. At the end the warps' sums are added through shared memory. Those of splits go through
-// global memory: the last block of a group to arrive adds them, in the order of the splits, so that
-// every run gives the same bits.
+// of a sequence, from the first that is not padding on, are cut into equal splits, so that every SM
+// has a block, and each split among the warps of its block. A warp walks its keys by itself, with a
+// ring of its own that is filled asynchronously: no warp waits for another one. At the end the
+// warps' sums are added through shared memory. Those of splits go through global memory: the last
+// block of a group to arrive adds them, in the order of the splits, so that every run gives the
+// same bits.
 // Source: Dao et al., "Flash-Decoding for long-context inference", 2023.
 #pragma once
 
@@ -31,11 +31,6 @@ struct AttentionDecodeConfig {
   using Matmul = WarpMatmul16<T, kDim, kTiles, kKeys>;
 };
 
-// A softmax's sum so far: `sum` is that of 2^((score - max) * c).
-struct DecodeSum {
-  float max, sum;
-};
-
 template <typename Config>
 struct AttentionDecodeShared {
   static constexpr int kDim = Config::kDim, kRows = Config::kRows, kWarps = Config::kWarps;
@@ -45,8 +40,8 @@ struct AttentionDecodeShared {
     T keys[kWarps][Config::kStages][2][Config::kKeys * kDim];  // keys, then values
     float out[kWarps][kRows][kDim + 8];  // so that a fragment's rows lie in different banks
   };
-  DecodeSum sums[kWarps][kRows];
-  float factors[kRows];  // of a part's sums, or of all
+  MaxSum sums[kWarps][kRows];  // a warp's factor takes the place of its maximum
+  float max[kRows];            // of all warps
   bool last;
 };
 
@@ -148,7 +143,7 @@ __device__ __forceinline__ void store_decoded(const AttentionParams& p, const De
   };
   if (p.lse != nullptr && int(threadIdx.x) < work.rows) {
     const int row = threadIdx.x;
-    const DecodeSum of_row = sum(row);
+    const MaxSum of_row = sum(row);
     p.lse[first + row] = live(row) ? scale.lse(of_row.max, of_row.sum) : -INFINITY;
   }
   for (int i = threadIdx.x; i < work.rows * columns; i += Config::kThreads) {
@@ -250,16 +245,16 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
     float max = -INFINITY, sum = 0.f;
     for (int w = 0; w < kWarps; ++w) max = fmaxf(max, s.sums[w][row].max);
     for (int w = 0; w < kWarps; ++w) {
-      const DecodeSum part = s.sums[w][row];
+      const MaxSum part = s.sums[w][row];
       const float factor = decode_factor(part.max, max, scale.c);
       sum += part.max == -INFINITY ? part.sum : part.sum * factor;
       s.sums[w][row].max = factor;
     }
     s.sums[0][row].sum = sum;
-    s.factors[row] = max;
+    s.max[row] = max;
   }
   __syncthreads();
-  const auto block_sum = [&](int row) { return DecodeSum{s.factors[row], s.sums[0][row].sum}; };
+  const auto block_sum = [&](int row) { return MaxSum{s.max[row], s.sums[0][row].sum}; };
   const auto block_value = [&](int row, int column) {
     float value = 0.f;
 #pragma unroll
@@ -274,7 +269,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
   // To the others of the group, or from them.
   constexpr int kPart = kRows * kDim;
   float* g_parts = p.parts + work.group * splits * (kPart + 2 * kRows);
-  DecodeSum* g_sums = reinterpret_cast<DecodeSum*>(g_parts + int64_t{splits} * kPart);
+  MaxSum* g_sums = reinterpret_cast<MaxSum*>(g_parts + int64_t{splits} * kPart);
   for (int i = threadIdx.x; i < work.rows * kDim; i += Config::kThreads) {
     g_parts[work.split * kPart + i] = block_value(i / kDim, i % kDim);
   }
@@ -343,10 +338,9 @@ void launch_attention_decode_of(const AttentionParams& p, cudaStream_t stream) {
     using Config = AttentionDecodeConfig<T, index.value>;
     using Shared = AttentionDecodeShared<Config>;
     static_assert(sizeof(Shared) <= Config::kShape.tile_bytes() + kAttentionDecodeExtraBytes);
-    const AttentionSizes& sizes = p.sizes;
-    const int64_t packed = sizes.nheads / sizes.nheads_kv * sizes.seqlen_q;
-    const int64_t blocks = sizes.batch * sizes.nheads_kv *
-                           ((packed + Config::kRows - 1) / Config::kRows) * p.choice.splits;
+    const int64_t blocks =
+        attention_decode_groups(attention_problem(p.sizes, p.dtype, p.tf32, p.causal, p.leftpad)) *
+        p.choice.splits;
     launch_kernel(attention_decode_kernel<Config>,
                   Grid(blocks, Config::kThreads, int(sizeof(Shared))), stream, p,
                   ScoreScale(p.scale));

@@ -19,7 +19,6 @@ struct AttentionNumbers {
                                       {"causal", 0, 1},
                                       {"padded", 0, 1},
                                       {"bfloat16", 0, 1}};
-  static constexpr const char* kEngines[] = {"sync", "general", "decode"};
 
   using Problem = AttentionProblem;
   using Choice = AttentionChoice;
@@ -80,6 +79,7 @@ struct AttentionNumbers {
 
 struct AttentionFamily : AttentionNumbers {
   static constexpr const char* kName = "attention";
+  static constexpr const char* kEngines[] = {"sync", "general", "decode"};
   static constexpr bool kInOrder = false;
 
   static AttentionChoice choose(const AttentionProblem& p) { return choose_attention(p); }
@@ -133,6 +133,7 @@ struct AttentionFamily : AttentionNumbers {
 
 struct AttentionBackwardFamily : AttentionNumbers {
   static constexpr const char* kName = "attention_backward";
+  static constexpr const char* kEngines[] = {"sync", "general"};
   static constexpr bool kInOrder = true;
 
   static AttentionChoice choose(const AttentionProblem& p) { return choose_attention_backward(p); }

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchweld._library import ops
-from torchweld.bench.common import in_turn, judged, largest_error, read_rate
+from torchweld.bench.common import each_of, in_turn, judged, largest_error, read_rate
 from torchweld.bench.results import Row, make_row
 from torchweld.bench.timer import Timing, interleaved
 
@@ -52,10 +52,7 @@ def _decode(
     if seqlen_q == 1:
         calls["half padding"] = [lambda kv=kv: ops.attention(q, *kv, pads) for kv in caches]
     variants = {name: in_turn(own, turns) for name, own in calls.items()}
-    us = {
-        name: Timing(t.us / turns, t.low / turns, t.high / turns)
-        for name, t in interleaved(variants, device="cuda", rounds=_ROUNDS).items()
-    }
+    us = each_of(turns, interleaved(variants, device="cuda", rounds=_ROUNDS))
     padded = us.pop("half padding", None)
     us[_FLOOR] = Timing(*[cache_bytes / rate] * 3)
     part = [t[-1:].double() for t in (q, *caches[0])]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from torchweld.bench.timer import interleaved
+from torchweld.bench.timer import Timing, interleaved
 
 _READ_BYTES = 1 << 30
 
@@ -63,3 +63,8 @@ def in_turn(calls: list[Callable[[], object]], times: int) -> Callable[[], None]
         for i in range(times):
             calls[i % len(calls)]()
     return graph.replay
+
+
+def each_of(times: int, timings: dict[str, Timing]) -> dict[str, Timing]:
+    """The timings of one of so many calls."""
+    return {n: Timing(t.us / times, t.low / times, t.high / times) for n, t in timings.items()}

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchweld._library import ops
-from torchweld.bench.common import dtype_text, in_turn, judged, largest_error, read_rate
+from torchweld.bench.common import dtype_text, each_of, in_turn, judged, largest_error, read_rate
 from torchweld.bench.results import Row, make_row
 from torchweld.bench.timer import Timing, interleaved
 from torchweld.ops.int4_linear import Int4Linear
@@ -63,10 +63,7 @@ def _cases(
             for own in (packed.clone() for _ in range(turns))
         ]
     variants = {name: in_turn(own, times) if turns > 1 else own[0] for name, own in calls.items()}
-    us = {
-        name: Timing(t.us / times, t.low / times, t.high / times)
-        for name, t in interleaved(variants, device="cuda", rounds=_ROUNDS).items()
-    }
+    us = each_of(times, interleaved(variants, device="cuda", rounds=_ROUNDS))
     floor = weight_bytes / rate
     us[_FLOOR] = Timing(floor, floor, floor)
     part = x[:_CHECKED_ROWS]
