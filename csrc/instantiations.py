@@ -52,7 +52,7 @@ TABLE = [
         each(dtype=(*SIXTEEN_BIT, "tf32"), size=("Large", "Medium", "Small"))
         + each(dtype=("float32",), size=("Medium", "Small")),  # no tile of it is large
     ),
-    # `tile` counts in kSm90Tiles.
+    # `tile` counts in kSm90Tiles. `kind` names files: a tile of TF32 takes long enough for one.
     Family(
         "gemm_sm90_${dtype}_$kind",
         "gemm/sm90/kernel.cuh",
@@ -61,7 +61,8 @@ TABLE = [
         each(dtype=SIXTEEN_BIT, kind=("pingpong",), tile=(0, 1))
         + each(dtype=SIXTEEN_BIT, kind=("cooperative",), tile=(2, 3))
         + each(dtype=SIXTEEN_BIT, kind=("turned",), tile=(4, 5))
-        + each(dtype=("tf32",), kind=("pingpong",), tile=(0, 1))
+        + each(dtype=("tf32",), kind=("pingpong_2ctas",), tile=(0,))
+        + each(dtype=("tf32",), kind=("pingpong",), tile=(1,))
         + each(dtype=("tf32",), kind=("cooperative",), tile=(2,))
         + each(dtype=("float32",), kind=("pieces",), tile=(6,)),
     ),
