@@ -132,13 +132,14 @@ def test_the_command_that_mends_names_the_source_folder(monkeypatch, tmp_path):
 
 
 def test_suite_against_another_torch_runs_in_a_copy(tmp_path):
-    if subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True).returncode:
+    listed = ["git", "ls-files", "--error-unmatch", "setup.py"]
+    if subprocess.run(listed, cwd=ROOT, capture_output=True).returncode:
         pytest.skip("this is no git checkout")
 
     def make(*words):
         command = ["make", "test-torch", *words, f"TORCH_COPY={tmp_path}/copy"]
-        # Of the make that this suite may run under: it hands on its own TORCH.
-        env = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+        # A make that this suite runs under hands on its own TORCH.
+        env = {k: v for k, v in os.environ.items() if k != "TORCH" and not k.startswith("MAKE")}
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
 
     done = make()
