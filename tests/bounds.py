@@ -91,19 +91,103 @@ def softmax_backward_bounds(dy: Tensor, y: Tensor) -> list[Bound]:
     return [Bound(dx, softmax_backward_terms(g, p, 1.0, y.dtype), y.dtype)]
 
 
-def causal_softmax_bounds(scores: Tensor, leftpad: Tensor | None = None, *, scale: float = 1.0):
+def causal_softmax_bounds(
+    scores: Tensor,
+    leftpad: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    **mask: Any,
+) -> list[Bound]:
     s, pads = up(scores), up(leftpad)
-    p, lse = R.softmax_and_lse(s, R.scores_mask(s, pads, causal=True), scale)
-    return [Bound(p, probability_terms(p, s * scale, lse, scale, scores.dtype), scores.dtype)]
+    seen = R.scores_mask(s, pads, **mask)
+    p, lse = R.softmax_and_lse(s, seen, scale, softcap, up(sink))
+    z, zt, _ = capped(torch.where(seen, s, 0.0) * scale, Terms(), softcap)
+    terms = probability_terms(p, z, lse, scale, scores.dtype) + zt.map(lambda t: p * t)
+    return [Bound(p, terms, scores.dtype)]
+
+
+def capped(z: Tensor, terms: Terms, softcap: float | None) -> tuple[Tensor, Terms, Tensor]:
+    """Scores behind the cap, their errors from those before it, and the cap's slope."""
+    if softcap is None:
+        return z, terms, torch.ones_like(z)
+    t = torch.tanh(z / softcap)
+    slope = 1 - t.square()
+    own = Terms([(2, slope * z.abs()), (FUNCTION, softcap * t.abs())])
+    return softcap * t, terms.map(lambda e: slope * e) + own, slope
+
+
+def sloped(terms: Terms, size: Tensor, slope: Tensor, scores: Terms, softcap: float | None):
+    """Errors of a gradient of this size behind the cap, once it has the cap's slope."""
+    if softcap is None:
+        return terms
+    own = Terms([(2 * FUNCTION, size)])
+    return terms.map(lambda e: e * slope) + own + scores.map(lambda e: size * 2 * e / softcap)
+
+
+def sink_bound(
+    dout: Tensor,
+    out: Tensor,
+    out_terms: Terms,
+    lse: Tensor,
+    lt: Terms,
+    sink: Tensor,
+    dtype: torch.dtype,
+    dlse: Tensor | float = 0.0,
+) -> Bound:
+    """dsink = -sum of exp(sink - lse) * (rowsum(dout * out) - dlse), over batch and rows."""
+    logit = up(sink)[None, :, None]
+    share = torch.exp(logit - torch.where(lse.isneginf(), torch.inf, lse))
+    delta = (dout * out).sum(-1) - dlse
+    size = (dout.abs() * out.abs()).sum(-1) + abs(dlse)
+    exponent = FUNCTION + torch.where(lse.isinf(), 0.0, lse.abs()) + logit.abs()
+
+    def total(t: Tensor) -> Tensor:
+        return t.sum((0, 2))
+
+    terms = Terms(
+        [
+            (out.shape[-1] + delta.shape[0] * delta.shape[2], total(share * size)),
+            (1, total(share * exponent * size)),
+        ]
+    )
+    terms = terms + lt.map(lambda t: total(share * size * t))
+    terms = terms + out_terms.map(lambda t: total(share * (dout.abs() * t).sum(-1)))
+    return Bound(-total(share * delta), terms, sink.dtype, work=dtype)
 
 
 def causal_softmax_backward_bounds(
-    dy: Tensor, y: Tensor, leftpad: Tensor | None = None, *, scale: float = 1.0
+    dy: Tensor,
+    y: Tensor,
+    leftpad: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    scores: Tensor | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    **mask: Any,
 ) -> list[Bound]:
-    seen = R.scores_mask(y, up(leftpad), causal=True).expand(y.shape)
+    seen = R.scores_mask(y, up(leftpad), **mask).expand(y.shape)
     g, p = torch.where(seen, up(dy), 0.0), torch.where(seen, up(y), 0.0)
     dx = scale * p * (g - (g * p).sum(-1, keepdim=True))
-    return [Bound(dx, softmax_backward_terms(g, p, scale, y.dtype), y.dtype)]
+    terms = softmax_backward_terms(g, p, scale, y.dtype)
+    if scores is None:
+        return with_sink([Bound(dx, terms, y.dtype)], 1, y.dtype)
+    s = torch.where(seen, up(scores), 0.0)
+    _, _, slope = capped(s * scale, Terms(), softcap)
+    terms = sloped(terms, dx.abs(), slope, Terms(), softcap)
+    dx = Bound(dx * slope, terms, y.dtype)
+    if sink is None:
+        return with_sink([dx], 1, y.dtype)
+    return [dx, causal_sink_bound(g, p, Terms(), s, seen, scale, softcap, sink, y.dtype)]
+
+
+def causal_sink_bound(g, p, pt, s, seen, scale, softcap, sink, dtype) -> Bound:
+    """Of scores (batch, nheads, seqlen_q, seqlen_k)."""
+    _, lse = R.softmax_and_lse(s, seen, scale, softcap, up(sink))
+    z, zt, _ = capped(s * scale, Terms(), softcap)
+    return sink_bound(g, p, pt, lse, lse_terms(p, z, lse, zt), sink, dtype)
 
 
 def attend_terms(p: Tensor, pt: Terms, value: Tensor) -> Terms:
@@ -124,7 +208,13 @@ def lse_floor(t: Tensor, dtype: torch.dtype) -> float:
 
 
 def dscores_terms(
-    p: Tensor, pt: Terms, dout: Tensor, value: Tensor, lost: Tensor, dtype: torch.dtype
+    p: Tensor,
+    pt: Terms,
+    dout: Tensor,
+    value: Tensor,
+    lost: Tensor,
+    dtype: torch.dtype,
+    dlse: Tensor | float = 0.0,
 ) -> tuple[Terms, Terms, Tensor]:
     """Errors of p recomputed from lse, and of ds = p * (dout @ value^T - rowsum(dout * out)).
 
@@ -136,7 +226,7 @@ def dscores_terms(
     subnormal = torch.where(p < torch.finfo(acc).tiny, p, 0.0) / UNIT[acc]
     pt = pt.map(lambda t: t + p * t.sum(-1, keepdim=True)) + Terms([(1, lost), (1, subnormal)])
     delta = (dout.abs() * (p @ value.abs())).sum(-1, keepdim=True)
-    carrier = dout.abs() @ value.abs().mT + delta
+    carrier = dout.abs() @ value.abs().mT + delta + abs(dlse)
     ds = p * carrier
     rounded = roundable(ds, dtype)
     terms = pt.map(lambda t: t * carrier)
@@ -144,69 +234,85 @@ def dscores_terms(
     return pt, terms, carrier
 
 
-def softmax_matmul_parts(scores, value, leftpad, causal, scale):
+def softmax_matmul_parts(
+    scores, value, leftpad=None, *, causal=False, scale=1.0, softcap=None, sink=None, **mask
+):
     s, v, pads = up(scores), up(value), up(leftpad)
-    seen = R.scores_mask(s, pads, causal)
-    hidden = R.padding_keys(s.shape[0], s.shape[-1], pads)[:, None, :, None]
-    p, lse = R.softmax_and_lse(s, seen, scale)
-    z = torch.where(seen, s, 0.0) * scale
-    pt = probability_terms(p, z, lse, scale, scores.dtype)
-    return s, torch.where(hidden, 0.0, v), pads, p, lse, z, pt
+    seen = R.scores_mask(s, pads, causal, **mask)
+    p, lse = R.softmax_and_lse(s, seen, scale, softcap, up(sink))
+    z, zt, slope = capped(torch.where(seen, s, 0.0) * scale, Terms(), softcap)
+    pt = probability_terms(p, z, lse, scale, scores.dtype) + zt.map(lambda t: p * t)
+    return s, torch.where(seen.any(2)[..., None], v, 0.0), pads, seen, p, lse, z, zt, slope, pt
 
 
-def softmax_matmul_bounds(scores, value, leftpad=None, *, causal=False, scale=1.0) -> list[Bound]:
-    _, v, _, p, lse, z, pt = softmax_matmul_parts(scores, value, leftpad, causal, scale)
+def softmax_matmul_bounds(scores, value, leftpad=None, **kwargs) -> list[Bound]:
+    _, v, _, _, p, lse, z, zt, _, pt = softmax_matmul_parts(scores, value, leftpad, **kwargs)
     return [
         Bound(p @ v, attend_terms(p, pt, v), scores.dtype),
-        Bound(lse, lse_terms(p, z, lse, Terms()), acc_dtype(scores.dtype)),
+        Bound(lse, lse_terms(p, z, lse, zt), acc_dtype(scores.dtype)),
     ]
 
 
 def softmax_matmul_grads(
-    dout, scores, value, leftpad=None, *, causal=False, scale=1.0
+    dout, scores, value, leftpad=None, *, scale=1.0, softcap=None, sink=None, **kwargs
 ) -> list[Bound]:
-    s, v, pads, p, lse, z, pt = softmax_matmul_parts(scores, value, leftpad, causal, scale)
-    rows = R.padding_rows(s.shape[0], s.shape[2], s.shape[3], pads)[:, None, :, None]
-    g = torch.where(rows, 0.0, up(dout))
-    grads = R.gradients(
-        R.VALUES["softmax_matmul"], g, [True, True], s, v, pads, causal=causal, scale=scale
+    kwargs = {"scale": scale, "softcap": softcap, **kwargs}
+    s, v, pads, seen, p, lse, z, zt, slope, pt = softmax_matmul_parts(
+        scores, value, leftpad, sink=sink, **kwargs
     )
+    g = torch.where(seen.any(3)[..., None], up(dout), 0.0)
+    grads = R.gradients(
+        R.VALUES["softmax_matmul"], g, [True, True], s, v, pads, sink=up(sink), **kwargs
+    )
+    dtype = scores.dtype
+    sinks = []
+    if sink is not None:
+        lt = lse_terms(p, z, lse, zt)
+        sinks = [sink_bound(g, p @ v, attend_terms(p, pt, v), lse, lt, sink, dtype)]
     lost = lse_error(p, lse, z)
-    pt, dst, carrier = dscores_terms(p, pt, g, v, lost, scores.dtype)
+    pt, dst, carrier = dscores_terms(p, pt, g, v, lost, dtype)
+    dst = sloped(dst, p * carrier, slope, zt, softcap)
     dvalue = pt.map(lambda t: t.mT @ g.abs())
     size = p.mT @ g.abs()
     dvalue = dvalue + Terms([(s.shape[2], size)], [size])
-    dtype = scores.dtype
     floors = [lse_floor(abs(scale) * lost * carrier, dtype), lse_floor(lost.mT @ g.abs(), dtype)]
     return [
         Bound(grads[0], dst.map(lambda t: abs(scale) * t), dtype, floor=floors[0]),
         Bound(grads[1], dvalue, dtype, floor=floors[1]),
+        *sinks,
     ]
 
 
-def attention_parts(query, key, value, leftpad, causal, scale):
+def attention_parts(
+    query,
+    key,
+    value,
+    leftpad=None,
+    *,
+    causal=False,
+    scale=None,
+    softcap=None,
+    sink=None,
+    **mask,
+):
     q, k, v, pads = up(query), up(key), up(value), up(leftpad)
     batch, nheads, seqlen_q, head_dim = q.shape
     seqlen_k = k.shape[2]
     group = nheads // k.shape[1] if k.shape[1] else 1
-    rows = R.padding_rows(batch, seqlen_q, seqlen_k, pads)[:, None, :, None]
-    keys = R.padding_keys(batch, seqlen_k, pads)[:, None, :, None]
-    q = torch.where(rows, 0.0, q)
-    k, v = torch.where(keys, 0.0, k), torch.where(keys, 0.0, v)
+    seen = R.visible(batch, seqlen_q, seqlen_k, pads, causal, **mask)[:, None]
+    q, k, v = R.used(q, k, v, seen)
     kk, vv = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scale = R.default_scale(q, scale)
-    seen = R.visible(batch, seqlen_q, seqlen_k, pads, causal)[:, None]
-    p, lse = R.softmax_and_lse(q @ kk.mT, seen, scale)
-    z = scale * (q @ kk.mT)
+    p, lse = R.softmax_and_lse(q @ kk.mT, seen, scale, softcap, up(sink))
     scores = Terms([(head_dim + 1, abs(scale) * (q.abs() @ kk.abs().mT))])
+    z, scores, slope = capped(scale * (q @ kk.mT), scores, softcap)
     pt = probability_terms(p, z, lse, scale, query.dtype) + scores.map(lambda t: p * t)
-    return (q, k, v, pads), (kk, vv, rows, group, scale), p, lse, z, scores, pt
+    rows = ~seen.any(3)[..., None]
+    return (q, k, v, pads), (kk, vv, rows, group, scale), p, lse, z, scores, slope, pt
 
 
-def attention_bounds(query, key, value, leftpad=None, *, causal=False, scale=None) -> list[Bound]:
-    _, (_, v, *_), p, lse, z, scores, pt = attention_parts(
-        query, key, value, leftpad, causal, scale
-    )
+def attention_bounds(query, key, value, leftpad=None, **kwargs) -> list[Bound]:
+    _, (_, v, *_), p, lse, z, scores, _, pt = attention_parts(query, key, value, leftpad, **kwargs)
     return [
         Bound(p @ v, attend_terms(p, pt, v), query.dtype),
         Bound(lse, lse_terms(p, z, lse, scores), acc_dtype(query.dtype)),
@@ -214,18 +320,29 @@ def attention_bounds(query, key, value, leftpad=None, *, causal=False, scale=Non
 
 
 def attention_grads(
-    dout, query, key, value, leftpad=None, *, causal=False, scale=None
+    dout, query, key, value, leftpad=None, *, dlse=None, scale=None, softcap=None, sink=None, **mask
 ) -> list[Bound]:
-    clean, (kk, vv, rows, group, scale), p, lse, z, _, pt = attention_parts(
-        query, key, value, leftpad, causal, scale
+    """With dlse those of attention_with_lse; with a sink its gradient behind the others."""
+    mask = {"softcap": softcap, **mask}
+    clean, (kk, vv, rows, group, scale), p, lse, z, scores, slope, pt = attention_parts(
+        query, key, value, leftpad, scale=scale, sink=sink, **mask
     )
-    q = clean[0]
+    q, pads = clean[0], clean[3]
+    dtype = query.dtype
     g = torch.where(rows, 0.0, up(dout))
-    grads = R.gradients(
-        R.VALUES["attention"], g, [True, True, True], *clean, causal=causal, scale=scale
+    gl = torch.zeros_like(lse) if dlse is None else torch.where(lse.isneginf(), 0.0, up(dlse))
+    leaves = [t.clone().requires_grad_() for t in clean[:3]]
+    leaves += [] if sink is None else [up(sink).requires_grad_()]
+    out, ref_lse = R.attention_forward(
+        *leaves[:3], pads, scale=scale, sink=None if sink is None else leaves[3], **mask
     )
+    ref_lse = torch.where(lse.isneginf(), 0.0, ref_lse)
+    grads = torch.autograd.grad((out * g).sum() + (ref_lse * gl).sum(), leaves)
+    out_terms = attend_terms(p, pt, vv)
+    lt = lse_terms(p, z, lse, scores)
     lost = lse_error(p, lse, z)
-    pt, dst, carrier = dscores_terms(p, pt, g, vv, lost, query.dtype)
+    pt, dst, carrier = dscores_terms(p, pt, g, vv, lost, dtype, gl[..., None])
+    dst = sloped(dst, p * carrier, slope, scores, softcap)
     ds = dst.rounds[0]
     dst = dst + Terms(rounds=[ds])  # rounded once more for the two matmuls
 
@@ -242,10 +359,14 @@ def attention_grads(
     to_value = to_value + Terms([(seqlen_q * group, dvalue)], [dvalue])
     lost_ds = a * lost * carrier
     floors = [lost_ds @ kk.abs(), heads(lost_ds.mT @ q.abs()), heads(lost.mT @ g.abs())]
-    return [
-        Bound(grad, terms, query.dtype, floor=lse_floor(floor, query.dtype))
+    bounds = [
+        Bound(grad, terms, dtype, floor=lse_floor(floor, dtype))
         for grad, terms, floor in zip(grads, (to_query, to_key, to_value), floors, strict=False)
     ]
+    if sink is not None:
+        bounds.append(sink_bound(g, p @ vv, out_terms, lse, lt, sink, dtype, gl))
+        assert torch.allclose(bounds[-1].ref, grads[3])
+    return bounds
 
 
 # Linear layers, on (rows, K) matrices
@@ -438,6 +559,11 @@ class Layer:
             else Bound(grad.reshape(s or grad.shape), shaped(t, s or grad.shape), self.dtype)
             for grad, t, s in zip(grads, terms, shapes, strict=False)
         ]
+
+
+def with_sink(bounds: list[Bound], others: int, dtype) -> list[Bound | None]:
+    """As a backward op returns them: a gradient to the sink in any case."""
+    return masked_out([*bounds, None][: others + 1], [True] * (others + 1), dtype)
 
 
 def masked_out(bounds: list[Bound | None], wanted: Sequence[bool], dtype) -> list[Bound]:
@@ -902,13 +1028,14 @@ REFERENCES: dict[str, Callable[..., list[Bound | None]]] = {
     "causal_softmax_backward": causal_softmax_backward_bounds,
     "softmax_matmul": lambda *a, **k: softmax_matmul_bounds(*a, **k)[:1],
     "softmax_matmul_forward": softmax_matmul_bounds,
-    "softmax_matmul_backward": lambda dout, s, v, out, lse, *a, **k: softmax_matmul_grads(
-        dout, s, v, *a, **k
+    "softmax_matmul_backward": lambda dout, s, v, out, lse, *a, **k: with_sink(
+        softmax_matmul_grads(dout, s, v, *a, **k), 2, s.dtype
     ),
     "attention": lambda *a, **k: attention_bounds(*a, **k)[:1],
     "attention_forward": attention_bounds,
-    "attention_backward": lambda dout, q, k, v, out, lse, *a, **kw: attention_grads(
-        dout, q, k, v, *a, **kw
+    "attention_with_lse": attention_bounds,
+    "attention_backward": lambda dout, q, k, v, out, lse, *a, **kw: with_sink(
+        attention_grads(dout, q, k, v, *a, **kw), 3, q.dtype
     ),
     "linear": layer_forward("linear", None, full=False),
     "linear_forward": layer_forward("linear", None, full=True),
@@ -954,14 +1081,27 @@ def softmax_grads(dy: Tensor, x: Tensor) -> list[Bound]:
     return [Bound(dx, softmax_backward_terms(g, y.ref, 1.0, x.dtype, y.terms), x.dtype)]
 
 
-def causal_softmax_grads(dy, scores, leftpad=None, *, scale=1.0) -> list[Bound]:
+def causal_softmax_grads(
+    dy, scores, leftpad=None, *, scale=1.0, softcap=None, sink=None, **mask
+) -> list[Bound]:
     s, pads = up(scores), up(leftpad)
-    seen = R.scores_mask(s, pads, causal=True).expand(s.shape)
+    seen = R.scores_mask(s, pads, **mask).expand(s.shape)
     g = torch.where(seen, up(dy), 0.0)
-    dx, *_ = R.gradients(R.causal_softmax, g, [True], s, pads, scale=scale)
-    (y,) = causal_softmax_bounds(scores, leftpad, scale=scale)
+    given = {"scale": scale, "softcap": softcap, **mask}
+    dx, *_ = R.gradients(R.causal_softmax, g, [True], s, pads, sink=up(sink), **given)
+    (y,) = causal_softmax_bounds(scores, leftpad, sink=sink, **given)
     terms = softmax_backward_terms(g, y.ref, scale, scores.dtype, y.terms)
-    return [Bound(dx, terms, scores.dtype)]
+    clean = torch.where(seen, s, 0.0)
+    _, zt, slope = capped(clean * scale, Terms(), softcap)
+    delta = (g * y.ref).abs().sum(-1, keepdim=True)
+    terms = sloped(terms, abs(scale) * y.ref * (g.abs() + delta), slope, zt, softcap)
+    bounds = [Bound(dx, terms, scores.dtype)]
+    if sink is not None:
+        pt = y.terms + Terms(rounds=[roundable(y.ref, scores.dtype)])
+        bounds.append(
+            causal_sink_bound(g, y.ref, pt, clean, seen, scale, softcap, sink, scores.dtype)
+        )
+    return bounds
 
 
 # Gradients of a public op to its positional arguments, through autograd.

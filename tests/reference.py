@@ -35,17 +35,32 @@ def clamped_pads(leftpad: Tensor | None, batch: int, seqlen_k: int) -> list[int]
 
 
 def visible(
-    batch: int, seqlen_q: int, seqlen_k: int, leftpad: Tensor | None, causal: bool
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    leftpad: Tensor | None,
+    causal: bool,
+    *,
+    key_start: Tensor | None = None,
+    key_end: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """(batch, seqlen_q, seqlen_k): does row i of sequence b see key j?"""
     pads = torch.tensor(clamped_pads(leftpad, batch, seqlen_k), dtype=torch.int64)[:, None, None]
-    pos = torch.arange(seqlen_q)[None, :, None] + seqlen_k - seqlen_q
+    end = torch.full((batch, 1, 1), seqlen_k)
+    if key_end is not None:
+        end = key_end.cpu().long().clamp(0, seqlen_k)[:, None, None]
+    pos = torch.arange(seqlen_q)[None, :, None] + end - seqlen_q
     j = torch.arange(seqlen_k)[None, None, :]
-    seen = (j >= pads) & torch.ones_like(pos, dtype=torch.bool)
+    seen = (j >= pads) & (j < end) & torch.ones_like(pos, dtype=torch.bool)
     if causal:
         seen = seen & (j <= pos)
     if leftpad is not None:
         seen = seen & (pos >= pads)
+    if key_start is not None:
+        seen = seen & (j >= key_start.cpu()[:, :, None])
+    if window is not None:
+        seen = seen & (j > pos - window) & (j < pos + window)
     return seen
 
 
@@ -73,39 +88,70 @@ def softmax(x: Tensor) -> Tensor:
     return e / e.sum(-1, keepdim=True)
 
 
-def softmax_and_lse(scores: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Softmax of scale * scores over the keys seen; scores and seen broadcast to one shape."""
+def softmax_and_lse(
+    scores: Tensor,
+    seen: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Softmax of scale * scores over the keys seen; scores and seen broadcast to one shape.
+
+    scores are (batch, ..., seqlen_q, seqlen_k), and sink has one logit for all dims between.
+    """
     seen = seen.expand(scores.shape)
-    lse_shape = scores.shape[:-1]
+    logits = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+    if sink is not None:
+        between = scores.shape[1:-2] if scores.dim() > 3 else ()
+        logits = sink.to(scores.dtype).view(*between, 1, 1).expand(logits.shape)
     if scores.numel() == 0:
-        return scores * 1.0, scores.new_full(lse_shape, -torch.inf)
-    z = torch.where(seen, torch.where(seen, scores, 0.0) * scale, -torch.inf)
-    any_seen = seen.any(-1, keepdim=True)
-    m = torch.where(any_seen, z.detach().amax(-1, keepdim=True), 0.0)
+        return scores * 1.0, logits.squeeze(-1)
+    z = cap(torch.where(seen, scores, 0.0) * scale, softcap)
+    z = torch.cat([torch.where(seen, z, -torch.inf), logits], -1)
+    m = z.detach().amax(-1, keepdim=True)
+    m = torch.where(m.isneginf(), 0.0, m)
     e = torch.exp(z - m)
-    total = torch.where(any_seen, e.sum(-1, keepdim=True), 1.0)
-    p = torch.where(seen, e / total, 0.0)
-    lse = torch.where(any_seen, m + torch.log(total), -torch.inf).squeeze(-1)
-    return p, lse
+    total = e.sum(-1, keepdim=True)
+    blind = total == 0
+    p = torch.where(seen, e[..., :-1] / torch.where(blind, 1.0, total), 0.0)
+    lse = m + torch.log(torch.where(blind, 1.0, total))
+    return p, torch.where(blind, -torch.inf, lse).squeeze(-1)
 
 
-def scores_mask(scores: Tensor, leftpad: Tensor | None, causal: bool) -> Tensor:
+def cap(z: Tensor, softcap: float | None) -> Tensor:
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
+def scores_mask(
+    scores: Tensor, leftpad: Tensor | None = None, causal: bool = True, **mask: Any
+) -> Tensor:
     """The table of `visible`, shaped to broadcast over (batch, ..., seqlen_q, seqlen_k)."""
     batch = scores.shape[0] if scores.dim() > 2 else 1
-    seen = visible(batch, scores.shape[-2], scores.shape[-1], leftpad, causal)
+    seen = visible(batch, scores.shape[-2], scores.shape[-1], leftpad, causal, **mask)
     if scores.dim() == 2:
         return seen[0]
     return seen.view(batch, *[1] * (scores.dim() - 3), *scores.shape[-2:])
 
 
-def causal_softmax(scores: Tensor, leftpad: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
-    return softmax_and_lse(scores, scores_mask(scores, leftpad, causal=True), scale)[0]
+def causal_softmax(
+    scores: Tensor,
+    leftpad: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    **mask: Any,
+) -> Tensor:
+    seen = scores_mask(scores, leftpad, **mask)
+    return softmax_and_lse(scores, seen, scale, softcap, sink)[0]
 
 
-def softmax_matmul_forward(scores, value, leftpad=None, *, causal=False, scale=1.0):
-    p, lse = softmax_and_lse(scores, scores_mask(scores, leftpad, causal), scale)
-    hidden = padding_keys(scores.shape[0], scores.shape[-1], leftpad)[:, None, :, None]
-    return p @ torch.where(hidden, 0.0, value), lse
+def softmax_matmul_forward(
+    scores, value, leftpad=None, *, causal=False, scale=1.0, softcap=None, sink=None, **mask
+):
+    seen = scores_mask(scores, leftpad, causal, **mask)
+    p, lse = softmax_and_lse(scores, seen, scale, softcap, sink)
+    return p @ torch.where(seen.any(2)[..., None], value, 0.0), lse
 
 
 def default_scale(query: Tensor, scale: float | None) -> float:
@@ -114,18 +160,33 @@ def default_scale(query: Tensor, scale: float | None) -> float:
     return query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
 
 
-def attention_forward(query, key, value, leftpad=None, *, causal=False, scale=None):
+def attention_forward(
+    query,
+    key,
+    value,
+    leftpad=None,
+    *,
+    causal=False,
+    scale=None,
+    softcap=None,
+    sink=None,
+    **mask,
+):
     batch, nheads, seqlen_q, _ = query.shape
     seqlen_k = key.shape[2]
     group = nheads // key.shape[1] if key.shape[1] else 1
-    rows = padding_rows(batch, seqlen_q, seqlen_k, leftpad)[:, None, :, None]
-    keys = padding_keys(batch, seqlen_k, leftpad)[:, None, :, None]
-    q = torch.where(rows, 0.0, query)
-    k = torch.where(keys, 0.0, key).repeat_interleave(group, 1)
-    v = torch.where(keys, 0.0, value).repeat_interleave(group, 1)
-    seen = visible(batch, seqlen_q, seqlen_k, leftpad, causal)[:, None]
-    p, lse = softmax_and_lse(q @ k.mT, seen, default_scale(query, scale))
+    seen = visible(batch, seqlen_q, seqlen_k, leftpad, causal, **mask)[:, None]
+    q, k, v = used(query, key, value, seen)
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scale = default_scale(query, scale)
+    p, lse = softmax_and_lse(q @ k.mT, seen, scale, softcap, sink)
     return p @ v, lse
+
+
+def used(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> list[Tensor]:
+    """Zeros in place of rows that see nothing and of keys that nobody sees."""
+    rows, keys = seen.any(3)[..., None], seen.any(2)[..., None]
+    return [torch.where(where, t, 0.0) for where, t in ((rows, query), (keys, key), (keys, value))]
 
 
 # Linear layers
@@ -370,17 +431,44 @@ def gradients(
 # The same functions in eager torch
 
 
-def eager_masked_softmax(scores: Tensor, seen: Tensor, scale: float) -> Tensor:
+def eager_masked_softmax(
+    scores: Tensor,
+    seen: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+) -> Tensor:
     seen = seen.to(scores.device)
-    p = torch.softmax((scores * scale).masked_fill(~seen, -torch.inf), -1)
+    z = cap(scores * scale, softcap).masked_fill(~seen, -torch.inf)
+    if sink is not None:
+        logits = sink.to(z.dtype).view(-1, 1, 1).expand(*z.shape[:-1], 1)
+        z = torch.cat([z, logits], -1)
+    p = torch.softmax(z, -1)[..., : scores.shape[-1]]
     return p.masked_fill(~seen.any(-1, keepdim=True), 0.0)
 
 
-def eager_attention(query, key, value, leftpad=None, *, causal=False, scale=None):
+def eager_causal_softmax(scores, leftpad=None, *, scale=1.0, softcap=None, sink=None, **mask):
+    seen = scores_mask(scores, up(leftpad), **mask)
+    return eager_masked_softmax(scores, seen, scale, softcap, sink)
+
+
+def eager_attention(
+    query,
+    key,
+    value,
+    leftpad=None,
+    *,
+    causal=False,
+    scale=None,
+    softcap=None,
+    sink=None,
+    **mask,
+):
     group = query.shape[1] // key.shape[1]
-    seen = visible(query.shape[0], query.shape[2], key.shape[2], up(leftpad), causal)[:, None]
+    size = (query.shape[0], query.shape[2], key.shape[2])
+    seen = visible(*size, up(leftpad), causal, **mask)[:, None]
     scores = query @ key.repeat_interleave(group, 1).mT
-    p = eager_masked_softmax(scores, seen, default_scale(query, scale))
+    p = eager_masked_softmax(scores, seen, default_scale(query, scale), softcap, sink)
     return p @ value.repeat_interleave(group, 1)
 
 
@@ -433,9 +521,11 @@ def eager_folded_layer_norm_linear(
     return eager_activate(F.linear(n, folded_weight, bias), activation)
 
 
-def eager_softmax_matmul(scores, value, leftpad=None, *, causal=False, scale=1.0):
-    seen = scores_mask(scores, up(leftpad), causal)
-    return eager_masked_softmax(scores, seen, scale) @ value
+def eager_softmax_matmul(
+    scores, value, leftpad=None, *, causal=False, scale=1.0, softcap=None, sink=None, **mask
+):
+    seen = scores_mask(scores, up(leftpad), causal, **mask)
+    return eager_masked_softmax(scores, seen, scale, softcap, sink) @ value
 
 
 def eager_conv2d(x: Tensor, weight: Tensor) -> Tensor:
@@ -458,9 +548,7 @@ EAGER: dict[str, Callable[..., Tensor]] = {
     "int4_linear": eager_int4_linear,
     "int4_linear_repacked": eager_int4_linear_repacked,
     "softmax": lambda x: torch.softmax(x, -1),
-    "causal_softmax": lambda scores, leftpad=None, *, scale=1.0: eager_masked_softmax(
-        scores, scores_mask(scores, up(leftpad), causal=True), scale
-    ),
+    "causal_softmax": eager_causal_softmax,
     "softmax_matmul": eager_softmax_matmul,
     "attention": eager_attention,
     "scalar_attention": lambda q, k, v: torch.softmax(q[:, None] * k, -1) @ v,

@@ -321,6 +321,7 @@ SPECS: dict[str, Spec] = {
     ),
     "attention": Spec("causal_padded", attention, SCALE, extra=heads),
     "attention_forward": Spec("causal_padded", attention, SCALE, extra=heads),
+    "attention_with_lse": Spec("causal_padded", attention, SCALE, extra=heads),
     "attention_backward": Spec(
         "causal_padded", [Arg("dout", sized=RANK_4), *attention, *saved], SCALE, extra=heads
     ),

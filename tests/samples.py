@@ -33,6 +33,7 @@ DIFFERENTIABLE: dict[str, tuple[int, ...]] = {
     "softmax_matmul_forward": (0, 1),
     "attention": (0, 1, 2),
     "attention_forward": (0, 1, 2),
+    "attention_with_lse": (0, 1, 2),
     "scalar_attention": (0, 1, 2),
     "scalar_attention_forward": (0, 1, 2),
     "linear": (0, 1, 2),
@@ -111,7 +112,8 @@ class Sample:
 
     def make(self, device: str = "cpu", dtype: torch.dtype = F32, seed: int = 0) -> Call:
         seed += zlib.crc32(f"{self.op}/{self.name}".encode())
-        return self.build(Maker(device, dtype, seed))
+        args, kwargs = self.build(Maker(device, dtype, seed))
+        return args, dict(kwargs)
 
     @property
     def id(self) -> str:
@@ -418,6 +420,7 @@ def _listed() -> dict[str, list[Sample]]:
         add(op, **calls)
         add(op + "_forward", **calls)
         add(op + "_backward", **{n: with_saved(c, inputs, ref) for n, c in calls.items()})
+    add("attention_with_lse", **attention)
 
     masks = ([True, True, True], [True, False, True], [False, True, False], [False, False, False])
     layers: dict[str, dict[str, tuple[Callable[[Maker], Call], Sequence[bool]]]] = {}

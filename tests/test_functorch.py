@@ -15,6 +15,7 @@ from samples import (
     DIFFERENTIABLE,
     PUBLIC,
     SAMPLES,
+    as_tuple,
     call,
     need_kernel,
 )
@@ -43,7 +44,7 @@ def function_of(op: str, args: list, kwargs: dict):
         values = list(args)
         for i, t in zip(at, tensors, strict=True):
             values[i] = t
-        return call(op)(*values, **kwargs)
+        return as_tuple(call(op)(*values, **kwargs))[0]
 
     return function, [args[i] for i in at]
 
@@ -74,11 +75,12 @@ def test_vmap_is_a_loop(op, sample, device):
             for i, a in enumerate(args)
         ]
         dims = tuple(-1 if i in batched else None for i in range(len(args)))
-        ours = vmap(lambda *values: call(op)(*values, **kwargs), dims)(*more)
+        ours = as_tuple(vmap(lambda *values: call(op)(*values, **kwargs), dims)(*more))
         for i in range(3):
             entry = [a[..., i] if d == -1 else a for a, d in zip(more, dims, strict=True)]
-            want = call(op)(*entry, **kwargs)
-            torch.testing.assert_close(ours[i], want, equal_nan=True)
+            want = as_tuple(call(op)(*entry, **kwargs))
+            for a, b in zip(ours, want, strict=True):
+                torch.testing.assert_close(a[i], b, equal_nan=True)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -99,6 +101,35 @@ def test_per_sample_gradients(op, device):
         want = torch.autograd.grad(loss(*leaves), leaves)
         for a, b in zip(ours, want, strict=True):
             torch.testing.assert_close(a[i], b)
+
+
+def test_masks_as_numbers_and_the_gradient_of_lse():
+    q, k, v = (torch.randn(2, 4, 7, 5) for _ in range(3))
+    sink, key_start = torch.randn(4), torch.tensor([[0, 0, 0, 3, 3, 3, 6]] * 2, dtype=torch.int32)
+    numbers = {"key_start": key_start, "window": 3, "softcap": 2.0, "causal": True}
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+        out, lse = torchweld.attention_with_lse(q, k, v, sink=sink, **numbers)
+        return out.square().sum() + lse.sin().sum()
+
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, sink)]
+    want = torch.autograd.grad(loss(*leaves), leaves)
+    for a, b in zip(grad(loss, (0, 1, 2, 3))(q, k, v, sink), want, strict=True):
+        torch.testing.assert_close(a, b)
+    more = torch.stack([q, q * 0.5])
+    sinks = torch.stack([sink, sink + 1])
+    ours = vmap(grad(loss, (0, 3)), (0, None, None, 0))(more, k, v, sinks)
+    for i in range(2):
+        leaves = [t.clone().requires_grad_() for t in (more[i], k, v, sinks[i])]
+        want = torch.autograd.grad(loss(*leaves), [leaves[0], leaves[3]])
+        for a, b in zip(ours, want, strict=True):
+            torch.testing.assert_close(a[i], b)
+    scores = torch.randn(3, 2, 4, 7, 7)
+
+    def rows(s: Tensor) -> Tensor:
+        return torchweld.causal_softmax(s, key_start=key_start, sink=sink)
+
+    torch.testing.assert_close(vmap(rows)(scores), torch.stack([rows(s) for s in scores]))
 
 
 def test_jacobian_and_a_gradient_of_a_batch():

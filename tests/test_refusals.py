@@ -42,7 +42,10 @@ def test_number_of_bad_calls(op):
 
 Q, X, WEIGHT = torch.ones(2, 3, 5, 8), torch.ones(4, 8), torch.ones(16, 8)
 MASK = torch.ones(2, 5, dtype=torch.int64)
-ATTENTION = "arguments must be query, key, value, leftpad, causal, scale, but got"
+ATTENTION = (
+    "arguments must be query, key, value, leftpad, causal, scale, key_start, key_end, window, "
+    "softcap, sink, but got"
+)
 FROM_MASK = "torchweld.leftpad_from_mask(attention_mask)"
 LAST_DIM = "leave it out, the last dim is meant; for another one use x.movedim(dim, -1)"
 LIKE_LINEAR = ("linear", "layer_norm_linear", "rms_norm_linear")
@@ -53,12 +56,15 @@ SENTENCES = [
      "aligned at the bottom right"),
     ("attention", [Q] * 3, {"dropout_p": 0.1}, f"{ATTENTION} dropout_p; leave it out, attention "
      "has no dropout"),
-    ("attention", [Q] * 3, {"attn_mask": MASK}, f"{ATTENTION} attn_mask; use leftpad={FROM_MASK}; "
-     "there are no other masks"),
+    ("attention", [Q] * 3, {"attn_mask": MASK}, f"{ATTENTION} attn_mask; masks are numbers: use "
+     f"leftpad={FROM_MASK}, or key_start=, key_end=, window="),
+    ("attention", [Q] * 3, {"sliding_window": 4}, f"{ATTENTION} sliding_window; use window="),
+    ("attention", [Q] * 3, {"s_aux": X}, f"{ATTENTION} s_aux; use sink="),
     ("attention", [Q] * 3, {"softmax_scale": 1.0}, f"{ATTENTION} softmax_scale; use scale="),
     ("attention", [Q] * 3, {"caussal": True}, f"{ATTENTION} caussal; use causal="),
     ("attention", [Q] * 3, {"flavour": 1}, f"{ATTENTION} flavour"),
-    ("attention", [Q] * 5, {}, f"{ATTENTION} 5 without a name; use causal=, scale="),
+    ("attention", [Q] * 5, {}, f"{ATTENTION} 5 without a name; use causal=, scale=, key_start=, "
+     "key_end=, window=, softcap=, sink="),
     ("softmax", [X], {"dim": 0}, f"arguments must be x, but got dim; {LAST_DIM}"),
     ("softmax", [X, 0], {}, f"arguments must be x, but got 2 without a name; {LAST_DIM}"),
     ("softmax", [X], {"dtype": torch.float64}, "arguments must be x, but got dtype; use "

@@ -42,7 +42,7 @@ def test_truth_table(device, shape, causal):
         torch.testing.assert_close(got_lse[:, 0], expected, rtol=1e-6, atol=1e-7)
         assert_equal(got_lse[:, 0].isneginf(), expected.isneginf())
         # d value of row i's result is 1 / count where i sees the key: summed over rows, the table.
-        dscores, dvalue = softmax_matmul_backward(
+        dscores, dvalue, _ = softmax_matmul_backward(
             torch.ones_like(out), scores, value, out, got_lse, leftpad, causal=causal
         )
         share = masks.uniform(seen).sum(1).to(device)

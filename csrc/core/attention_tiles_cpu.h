@@ -7,10 +7,10 @@
 
 #include <algorithm>
 #include <limits>
+#include <vector>
 
-#include "core/check.h"
 #include "core/gemm_cpu.h"
-#include "core/mask.h"
+#include "core/mask_arguments.h"
 #include "core/parallel.h"
 #include "core/simd_cpu.h"
 
@@ -39,51 +39,66 @@ struct CpuHeads {
 // What one call is about: attention, or softmax_matmul with its scores instead of query and key.
 struct CpuAttention {
   int64_t batch, nheads, nheads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
-  MaskRule rule;
+  CpuMask mask;
   double scale;
-  Tensor pads;  // contiguous, or undefined
+  double softcap;               // 0: none
+  Tensor sinks;                 // (nheads,) in the statistics' dtype, or undefined
+  std::vector<LiveRange> seen;  // the keys that any row of a sequence sees, from the first on
 
   CpuAttention(const Tensor& query, const Tensor& key, const Tensor& value,
-               const OptionalTensor& leftpad, bool causal, double scale)
-      : batch(query.size(0)),
-        nheads(query.size(1)),
-        nheads_kv(key.size(1)),
-        seqlen_q(query.size(2)),
-        seqlen_k(key.size(2)),
-        head_dim(query.size(3)),
-        head_dim_v(value.size(3)),
-        rule{seqlen_q, seqlen_k, causal, is_given(leftpad)},
-        scale(scale) {
-    if (is_given(leftpad)) pads = leftpad->contiguous();
-  }
+               const MaskArguments& args, double scale)
+      : CpuAttention(query.size(0), query.size(1), key.size(1), query.size(2), key.size(2),
+                     query.size(3), value.size(3), args, scale, acc_dtype(query)) {}
 
-  CpuAttention(const Tensor& scores, const Tensor& value, const OptionalTensor& leftpad,
-               bool causal, double scale)
-      : batch(scores.size(0)),
-        nheads(scores.size(1)),
-        nheads_kv(nheads),
-        seqlen_q(scores.size(2)),
-        seqlen_k(scores.size(3)),
-        head_dim(0),
-        head_dim_v(value.size(3)),
-        rule{seqlen_q, seqlen_k, causal, is_given(leftpad)},
-        scale(scale) {
-    if (is_given(leftpad)) pads = leftpad->contiguous();
-  }
+  CpuAttention(const Tensor& scores, const Tensor& value, const MaskArguments& args, double scale)
+      : CpuAttention(scores.size(0), scores.size(1), scores.size(1), scores.size(2), scores.size(3),
+                     0, value.size(3), args, scale, acc_dtype(scores)) {}
 
   int64_t group() const { return nheads / std::max<int64_t>(1, nheads_kv); }
-  int64_t pad(int64_t b) const {
-    return pads.defined() ? rule.clamp_pad(pads.const_data_ptr<int32_t>()[b]) : 0;
-  }
   int64_t tiles() const { return (seqlen_k + kTileKeys - 1) / kTileKeys; }
   // Query rows of a block. Under the causal rule a block takes keys that only its last row sees, so
   // that short sequences have small ones; the scores of many keys must stay in cache.
   int64_t block_rows() const {
     const bool small = seqlen_q <= 16 || seqlen_k > 8192;
-    return small ? 16 : (seqlen_q <= 32 || (rule.causal && seqlen_q <= 256)) ? 32 : 64;
+    return small ? 16 : (seqlen_q <= 32 || (mask.rule.causal && seqlen_q <= 256)) ? 32 : 64;
   }
   int64_t blocks() const { return (seqlen_q + block_rows() - 1) / block_rows(); }
+
+  template <typename acc_t>
+  acc_t sink(int64_t h) const {
+    return sinks.defined() ? sinks.const_data_ptr<acc_t>()[h]
+                           : -std::numeric_limits<acc_t>::infinity();
+  }
+
+ private:
+  CpuAttention(int64_t batch, int64_t nheads, int64_t nheads_kv, int64_t seqlen_q, int64_t seqlen_k,
+               int64_t head_dim, int64_t head_dim_v, const MaskArguments& args, double scale,
+               at::ScalarType acc)
+      : batch(batch),
+        nheads(nheads),
+        nheads_kv(nheads_kv),
+        seqlen_q(seqlen_q),
+        seqlen_k(seqlen_k),
+        head_dim(head_dim),
+        head_dim_v(head_dim_v),
+        mask(args, seqlen_q, seqlen_k),
+        scale(scale),
+        softcap(args.softcap.value_or(0)) {
+    if (is_given(args.sink)) sinks = args.sink->to(acc).contiguous();
+    for (int64_t b = 0; b < batch; ++b) seen.push_back(mask.live(0, seqlen_q, mask.sequence(b)));
+  }
 };
+
+// scores = softcap * tanh(scores / softcap). cap_tile enters vectors by itself.
+template <typename acc_t>
+inline void cap_row(acc_t* scores, int64_t count, acc_t softcap) {
+  const acc_t inverse = 1 / softcap;
+  for (int64_t i = 0; i < count; ++i) scores[i] = softcap * tanh_in_vectors(scores[i] * inverse);
+}
+template <typename acc_t>
+void cap_tile(acc_t* scores, int64_t count, double softcap) {
+  with_vectors([&] { cap_row(scores, count, static_cast<acc_t>(softcap)); });
+}
 
 // to (columns, width) = the transpose of rows, zeros from `rows` on.
 template <typename T, typename acc_t>
@@ -120,8 +135,8 @@ void pack_rows(acc_t* to, int64_t height, const T* from, int64_t rows, int64_t c
   });
 }
 
-// Keys or values tile by tile from the first that each sequence sees: (batch, nheads_kv, tiles, 64,
-// columns), or transposed (..., columns, 64).
+// Keys or values tile by tile from the first to the last that each sequence sees: (batch,
+// nheads_kv, tiles, 64, columns), or transposed (..., columns, 64).
 template <typename T, typename acc_t>
 Tensor pack_tiles(const CpuAttention& a, const Tensor& t, bool transposed) {
   const int64_t columns = t.size(3), tiles = a.tiles();
@@ -131,8 +146,8 @@ Tensor pack_tiles(const CpuAttention& a, const Tensor& t, bool transposed) {
   const CpuHeads<T> from(t);
   parallel_tasks(a.batch * a.nheads_kv * tiles, [&](int64_t task) {
     const int64_t tile = task % tiles, h = task / tiles % a.nheads_kv;
-    const int64_t b = task / tiles / a.nheads_kv, key = a.pad(b) + tile * kTileKeys;
-    const int64_t rows = std::min(kTileKeys, a.seqlen_k - key);
+    const int64_t b = task / tiles / a.nheads_kv, key = a.seen[b].begin + tile * kTileKeys;
+    const int64_t rows = std::min(kTileKeys, a.seen[b].end - key);
     if (rows <= 0) return;
     acc_t* tile_to = to + task * kTileKeys * columns;
     const auto pack = transposed ? pack_transposed<T, acc_t> : pack_rows<T, acc_t>;
@@ -142,56 +157,97 @@ Tensor pack_tiles(const CpuAttention& a, const Tensor& t, bool transposed) {
   return packed;
 }
 
-// The query rows [row, row + rows) of a sequence, of which the first `dead` see nothing, and the
-// keys [key, key + keys) that any of them sees.
+// The query rows [row, row + rows) of a sequence, and the tiles of keys that any of them sees. Keys
+// are counted from the first that the sequence sees.
 struct QueryBlock {
-  int64_t row, rows, dead, key, keys, tiles;
+  static constexpr int64_t kMostRows = 64;
+  int64_t row, rows;
+  int64_t first_key;  // of the sequence
+  int64_t tile_begin, tile_end;
+  int32_t begin[kMostRows];  // each row's keys, 0 and 0 where it sees none
+  int32_t end[kMostRows];
+  int32_t last_begin, first_end;  // between them every row sees every key
 
-  QueryBlock(const CpuAttention& a, int64_t b, int64_t index) {
-    key = a.pad(b);
-    row = index * a.block_rows();
-    rows = std::min(a.block_rows(), a.seqlen_q - row);
-    int64_t first = a.rule.first_row(key);
-    if (a.rule.causal) first = std::max(first, key - (a.seqlen_k - a.seqlen_q));
-    dead = std::clamp<int64_t>(first - row, 0, rows);
-    keys = std::max<int64_t>(0, a.rule.live(row + rows - 1, key).end - key);
-    if (keys == 0) dead = rows;
-    tiles = (keys + kTileKeys - 1) / kTileKeys;
-  }
-
-  // Of a tile's key, the rows [0, hidden) that do not see it.
-  int64_t hidden_rows(const CpuAttention& a, int64_t tile, int64_t c, int64_t width) const {
-    const int64_t at = tile * kTileKeys + c;
-    if (at >= keys) return width;
-    return a.rule.causal ? std::clamp<int64_t>(key + at - a.rule.position(row), 0, width) : 0;
-  }
-
-  // Puts `value` where a tile (64, width) is hidden.
-  template <typename acc_t>
-  void fill_hidden(const CpuAttention& a, acc_t* tile_scores, int64_t tile, int64_t width,
-                   acc_t value) const {
-    const int64_t last = tile * kTileKeys + kTileKeys - 1;
-    if (last < keys && (!a.rule.causal || key + last <= a.rule.position(row))) return;
-    for (int64_t c = 0; c < kTileKeys; ++c) {
-      std::fill_n(tile_scores + c * width, hidden_rows(a, tile, c, width), value);
+  QueryBlock(const CpuAttention& a, int64_t b, int64_t index)
+      : row(index * a.block_rows()),
+        rows(std::min(a.block_rows(), a.seqlen_q - row)),
+        first_key(a.seen[b].begin),
+        begin(),
+        end(),
+        last_begin(0),
+        first_end(std::numeric_limits<int32_t>::max()) {
+    const SequenceMask sequence = a.mask.sequence(b);
+    int32_t first = first_end, last = 0;
+    for (int64_t r = 0; r < rows; ++r) {
+      const LiveRange live = a.mask.rule.live(row + r, sequence);
+      if (live.empty()) continue;
+      begin[r] = static_cast<int32_t>(live.begin - first_key);
+      end[r] = static_cast<int32_t>(live.end - first_key);
+      first = std::min(first, begin[r]), last = std::max(last, end[r]);
+      last_begin = std::max(last_begin, begin[r]), first_end = std::min(first_end, end[r]);
     }
+    tile_begin = last > 0 ? first / kTileKeys : 0;
+    tile_end = (last + kTileKeys - 1) / kTileKeys;
+  }
+
+  bool sees(int64_t r) const { return begin[r] < end[r]; }
+  bool empty() const { return tile_begin == tile_end; }
+  int64_t tiles() const { return tile_end - tile_begin; }
+
+  // Puts `value` where a tile (64, width) is hidden. Rows that see nothing may keep anything.
+  template <typename acc_t>
+  void fill_hidden(acc_t* tile_scores, int64_t tile, int64_t width, acc_t value) const {
+    const auto first = static_cast<int32_t>(tile * kTileKeys);
+    if (first >= last_begin && first + kTileKeys <= first_end) return;
+    with_vectors([&] {
+      for (int32_t c = 0; c < kTileKeys; ++c) {
+        acc_t* const s = tile_scores + c * width;
+        for (int64_t r = 0; r < width; ++r) {
+          s[r] = (first + c >= begin[r]) & (first + c < end[r]) ? s[r] : value;
+        }
+      }
+    });
   }
 };
 
-// delta[r] = sum(dout * out) of the rows that see something. dout (rows, columns) is packed.
+// delta[r] = sum(dout * out) - dlse of the rows that see something. dout (rows, columns) is packed,
+// dlse may be null.
 template <typename T, typename acc_t>
-void row_deltas(acc_t* delta, const acc_t* dout, const CpuHeads<T>& out, int64_t b, int64_t h,
-                const QueryBlock& block, int64_t columns) {
+void row_deltas(acc_t* delta, const acc_t* dout, const CpuHeads<T>& out,
+                const CpuHeads<acc_t>* dlse, int64_t b, int64_t h, const QueryBlock& block,
+                int64_t columns) {
   with_vectors([&] {
-    for (int64_t r = block.dead; r < block.rows; ++r) {
+    for (int64_t r = 0; r < block.rows; ++r) {
+      if (!block.sees(r)) continue;
       const T* row_out = out.row(b, h, block.row + r);
       acc_t sum = 0;
       for (int64_t c = 0; c < columns; ++c) {
         sum += dout[r * columns + c] * static_cast<acc_t>(row_out[c * out.column_stride]);
       }
-      delta[r] = sum;
+      delta[r] = dlse ? sum - *dlse->row(b, h, block.row + r) : sum;
     }
   });
+}
+
+// A block's part of the gradient to its head's sink. `deltas` are those of row_deltas.
+template <typename acc_t>
+acc_t sink_gradient(acc_t sink, const acc_t* deltas, const CpuHeads<acc_t>& lse,
+                    const CpuHeads<acc_t>* dlse, int64_t b, int64_t h, const QueryBlock& block) {
+  acc_t sum = 0;
+  for (int64_t r = 0; r < block.rows; ++r) {
+    const int64_t i = block.row + r;
+    if (block.sees(r)) {
+      sum -= std::exp(sink - *lse.row(b, h, i)) * deltas[r];
+    } else if (dlse) {
+      sum += *dlse->row(b, h, i);  // its lse is the sink
+    }
+  }
+  return sum;
+}
+
+// dsink (nheads,) from its parts (batch, nheads), where a sink is given.
+inline void add_sink_parts(const Tensor& dsink, const Tensor& parts) {
+  if (parts.defined()) dsink.copy_(parts.sum(0));
 }
 
 // One scratch of a task, cut into parts.

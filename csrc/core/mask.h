@@ -1,15 +1,20 @@
-// The causal and left-padding mask, in one place for host and device.
+// Which keys a query row sees, in one place for host and device.
 //
-// Query row i of a sequence stands at position i + seqlen_k - seqlen_q among the keys (bottom-right
-// aligned). It sees key j where
-//   j >= leftpad     the first leftpad keys of the sequence are padding
-//   j <= position    if causal
+// Sequence b has key_end[b] keys (seqlen_k without key_end). Its query row i stands at position
+// i + key_end[b] - seqlen_q among them (bottom-right aligned) and sees key j where all of this
+// holds:
+//   j >= leftpad[b]        the first leftpad keys of the sequence are padding
+//   j >= key_start[b, i]   the row's own first key: packed documents, chunks
+//   j < key_end[b]         the keys behind are padding, or places of a cache that nobody has filled
+//   j <= position          if causal
+//   j > position - window  and without causal j < position + window
 // A row whose own position is below leftpad is padding and sees nothing. A row that sees nothing
-// gives 0, lse = -inf and gradients 0; what stands in hidden places is never used, NaN included.
+// gives 0, lse = -inf (with a sink the sink's logit) and gradients 0. What stands before the first
+// or behind the last key that any row of a sequence sees is never used, NaN included.
 //
-// leftpad's values are data, so the host never waits for them: below 0 counts as 0, above seqlen_k
-// as seqlen_k. leftpad = 0 is not the same as no leftpad where seqlen_q > seqlen_k without causal:
-// the rows at negative positions are padding then.
+// leftpad, key_start and key_end are data, so the host never waits for them: below 0 counts as 0,
+// above seqlen_k as seqlen_k. leftpad = 0 is not the same as no leftpad where seqlen_q > seqlen_k
+// without causal: the rows at negative positions are padding then.
 #pragma once
 
 #include <cstdint>
@@ -35,11 +40,21 @@ struct RowRange {
   int end;
 };
 
+// What one sequence has of the mask, clamped.
+struct SequenceMask {
+  int64_t pad;               // 0 without leftpad
+  int64_t end;               // seqlen_k without key_end
+  const int32_t* key_start;  // (seqlen_q,), or null
+};
+
 struct MaskRule {
   int64_t seqlen_q;
   int64_t seqlen_k;
   bool causal;
-  bool padded;  // leftpad was given
+  bool padded;         // leftpad was given
+  int64_t window = 0;  // 0: none; at most kMaxWindow
+
+  static constexpr int64_t kMaxWindow = int64_t{1} << 40;
 
   // The position of query row i among the keys: bottom-right aligned.
   TW_HOST_DEVICE int64_t position(int64_t i) const { return i + seqlen_k - seqlen_q; }
@@ -56,6 +71,19 @@ struct MaskRule {
     int64_t end = seqlen_k;
     if (causal && pos + 1 < end) end = pos + 1;
     return {pad, end};
+  }
+
+  // The same for any mask.
+  TW_HOST_DEVICE LiveRange live(int64_t i, const SequenceMask& sequence) const {
+    const int64_t pos = i + sequence.end - seqlen_q;
+    if (padded && pos < sequence.pad) return {0, 0};
+    LiveRange live = {sequence.pad, sequence.end};
+    if (sequence.key_start && sequence.key_start[i] > live.begin)
+      live.begin = sequence.key_start[i];
+    if (window > 0 && pos - window + 1 > live.begin) live.begin = pos - window + 1;
+    const int64_t end = causal ? pos + 1 : window > 0 ? pos + window : live.end;
+    if (end < live.end) live.end = end;
+    return live;
   }
 
   // The first query row that is not padding, at least 0.

@@ -22,7 +22,7 @@ if TYPE_CHECKING or not _only_prints_help():
     from torchweld.info import ops_of_library as _ops_of_library
     from torchweld.integrations import hf_register as _hf_register
     from torchweld.ops.add_scalar import add_scalar
-    from torchweld.ops.attention import attention
+    from torchweld.ops.attention import attention, attention_with_lse
     from torchweld.ops.bmm import bmm
     from torchweld.ops.causal_softmax import causal_softmax
     from torchweld.ops.conv2d import conv2d
@@ -35,6 +35,7 @@ if TYPE_CHECKING or not _only_prints_help():
         int4_repack,
         int4_unpack,
     )
+    from torchweld.ops.key_start import key_start_from_documents, key_start_from_positions
     from torchweld.ops.layer_norm_linear import layer_norm_linear
     from torchweld.ops.leftpad import leftpad_from_mask
     from torchweld.ops.linear import linear
@@ -62,6 +63,7 @@ __all__ = [
     "TuneResult",
     "add_scalar",
     "attention",
+    "attention_with_lse",
     "bmm",
     "causal_softmax",
     "conv2d",
@@ -77,6 +79,8 @@ __all__ = [
     "int4_repack",
     "int4_unpack",
     "is_available",
+    "key_start_from_documents",
+    "key_start_from_positions",
     "layer_norm_linear",
     "leftpad_from_mask",
     "linear",

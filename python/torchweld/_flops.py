@@ -94,6 +94,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "softmax_matmul_backward": _softmax_matmul_backward,
     "attention": _attention,
     "attention_forward": _attention,
+    "attention_with_lse": _attention,
     "attention_backward": _attention_backward,
     "int4_linear": _int4_linear,
     "int4_linear_backward": _int4_linear,

@@ -18,8 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
+from torch._functorch.autograd_function import custom_function_call_vmap_helper
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
+# Ends the name of an op whose second result has a gradient too.
+_WITH_LSE = "_with_lse"
 _FRONT_KEY = "FuncTorchDynamicLayerFrontMode"
 _LINEAR = ("linear", "layer_norm_linear", "rms_norm_linear", "gated_linear")
 # The arguments that carry leading dims; all others must be the same for the whole batch.
@@ -27,17 +30,19 @@ _LEADING = {
     "softmax": ("x",),
     "softmax_backward": ("dy", "y"),
     "causal_softmax": ("scores",),
-    "causal_softmax_backward": ("dy", "y"),
+    "causal_softmax_backward": ("dy", "y", "scores"),
     "row_sum": ("x",),
     "add_scalar": ("x",),
     **{op + suffix: ("x",) for op in _LINEAR for suffix in ("", "_forward")},
     **dict.fromkeys(("folded_layer_norm_linear", "int4_linear", "int4_linear_repacked"), ("x",)),
 }
-# Ops whose tensors all begin with the batch.
+# Arguments that say something of each sequence or head of the op's own batch.
+_OF_OWN_BATCH = ("leftpad", "key_start", "key_end", "sink")
+# Ops whose tensors all begin with the batch, but for a sink.
 _BATCHED = tuple(
     op + suffix
     for op in ("attention", "softmax_matmul", "bmm")
-    for suffix in ("", "_forward", "_backward")
+    for suffix in ("", "_forward", "_backward", _WITH_LSE)
 )
 # What autocast leaves in the dtype of sums.
 _WIDE = ("weight_sum", "folded_bias")
@@ -87,10 +92,12 @@ def _vmap(
         return value.movedim(at[name], 0)
 
     leading = _LEADING.get(op, ())
-    if size and batched <= set(leading) and given.get("leftpad") is None:
+    given_all = {name for name, value in given.items() if _is(value)}
+    same_batch = {t.shape[1] for t in map(front, given_all)} if size else set()
+    if size and batched <= set(leading) and not given_all & set(_OF_OWN_BATCH):
         out = call(*[front(n) if n in leading else given[n] for n in given])
         outs = _tuple(out)
-    elif size and op in _BATCHED and len({t.shape[1] for t in map(front, given) if _is(t)}) == 1:
+    elif op in _BATCHED and len(same_batch) == 1 and "sink" not in given_all:
         folded = [t.flatten(0, 1) if _is(t) else t for t in map(front, given)]
         out = call(*folded)
         outs = tuple(t if _left_out(t) else t.unflatten(0, (size, -1)) for t in _tuple(out))
@@ -120,7 +127,9 @@ def _function(op: str) -> type[torch.autograd.Function]:
     names = [a.name for a in schema.arguments]
     positional = sum(not a.kwarg_only for a in schema.arguments)
     results = [r.name or "y" for r in schema.returns]
-    backward_op = _op(op + "_backward") if _exists(op + "_backward") else None
+    with_lse = op.endswith(_WITH_LSE)
+    gradient = op.removesuffix(_WITH_LSE) + "_backward"
+    backward_op = _op(gradient) if _exists(gradient) else None
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -131,7 +140,8 @@ def _function(op: str) -> type[torch.autograd.Function]:
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             outputs = _tuple(output)
-            ctx.mark_non_differentiable(*outputs[1:])
+            if not with_lse:
+                ctx.mark_non_differentiable(*outputs[1:])
             ctx.set_materialize_grads(False)
             ctx.tensors = [n for n, v in zip(names, inputs, strict=True) if _is(v)] + results
             ctx.others = {n: v for n, v in zip(names, inputs, strict=True) if not _is(v)}
@@ -141,14 +151,18 @@ def _function(op: str) -> type[torch.autograd.Function]:
             ctx.save_for_backward(*[v for v in inputs if _is(v)], *outputs)
 
         @staticmethod
-        def backward(ctx: Any, dy: Tensor | None, *unused: Any) -> tuple[Any, ...]:
-            if dy is None:
+        def backward(ctx: Any, dy: Tensor | None, *others: Any) -> tuple[Any, ...]:
+            dlse = others[0] if with_lse else None
+            if dy is None and dlse is None:
                 return (None,) * len(names)
             if backward_op is None:
                 return (_GRADIENTS[op](dy, ctx.shape), *[None] * (len(names) - 1))
             wanted = dict(zip(names, ctx.needs_input_grad, strict=True))
             values = dict(zip(reversed(ctx.tensors), reversed(ctx.saved_tensors), strict=True))
-            return _backward(op, names, backward_op, dy, {**values, **ctx.others}, wanted)
+            values.update(ctx.others, dlse=dlse)
+            if dy is None:
+                dy = torch.zeros_like(values["out"])
+            return _backward(op, names, backward_op, dy, values, wanted)
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -188,13 +202,13 @@ def _backward(
     if "x" in values:
         values["in_features"] = values["x"].shape[-1]
     positional = [values[a.name] for a in arguments if not a.kwarg_only]
-    keywords = {a.name: values[a.name] for a in arguments if a.kwarg_only}
+    keywords = {a.name: values.get(a.name) for a in arguments if a.kwarg_only}
     grads = dict(zip(returns, _tuple(backward_op(dy, *positional, **keywords)), strict=True))
     return tuple(grads[name] if wanted[name] else None for name in names)
 
 
 def _front(op: str) -> Callable[..., Any]:
-    """The kernel for torch.func: the op's result alone, cast as autocast would."""
+    """The kernel for torch.func: the op's results alone, cast as autocast would."""
     function = _function(op)
     schema = _op(op)._schema
     casts = {
@@ -202,13 +216,11 @@ def _front(op: str) -> Callable[..., Any]:
         for kind, key in (("cpu", "CPU"), ("cuda", "CUDA"))
     }
 
+    def result(outputs: Any) -> Any:
+        return outputs if op.endswith(_WITH_LSE) else _tuple(outputs)[0]
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        defaults = [a.default_value for a in schema.arguments[len(args) :]]
-        rest = [
-            kwargs.get(a.name, default)
-            for a, default in zip(schema.arguments[len(args) :], defaults, strict=True)
-        ]
-        values = [*args, *rest]
+        values = _all_values(schema, args, kwargs)
         interpreter = retrieve_current_functorch_interpreter()
         if interpreter.key() == TransformType.Functionalize:  # there is nothing to functionalize
             from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
@@ -219,29 +231,44 @@ def _front(op: str) -> Callable[..., Any]:
             return api.wrap_tensors(out)
         kind = values[0].device.type
         if not (casts.get(kind) and torch.is_autocast_enabled(kind)):
-            return _tuple(function.apply(*values))[0]
+            return result(function.apply(*values))
         dtype = torch.get_autocast_dtype(kind)
         for i, argument in enumerate(schema.arguments):
             v = values[i]
             if _is(v) and v.is_floating_point() and argument.name not in _WIDE:
                 values[i] = v if v.dtype == torch.float64 else v.to(dtype)
         with torch.autocast(kind, enabled=False):
-            return _tuple(function.apply(*values))[0]
+            return result(function.apply(*values))
 
     return call
 
 
-def _vmap_rule(op: str) -> Callable[..., Any]:
+def _vmap_kernel(op: str) -> Callable[..., Any]:
+    """The kernel for vmap: torch.library.register_vmap takes no keyword-only tensors."""
     schema = _op(op)._schema
-    names = [a.name for a in schema.arguments if not a.kwarg_only]
+    names = [a.name for a in schema.arguments]
+    positional = sum(not a.kwarg_only for a in schema.arguments)
 
-    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        def call(*values: Any) -> Any:
-            return _op(op)(*values, **kwargs)
+    def call(*values: Any) -> Any:
+        keywords = dict(zip(names[positional:], values[positional:], strict=True))
+        return _op(op)(*values[:positional], **keywords)
 
-        return _vmap(op, names, call, info.batch_size, in_dims, args)
+    def rule(info: Any, in_dims: tuple[Any, ...], *values: Any) -> tuple[Any, Any]:
+        dims = [d if _is(v) else None for d, v in zip(in_dims, values, strict=True)]
+        return _vmap(op, names, call, info.batch_size, dims, values)
 
-    return rule
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        interpreter = retrieve_current_functorch_interpreter()
+        values = _all_values(schema, args, kwargs)
+        return custom_function_call_vmap_helper(interpreter, rule, call, *values)
+
+    return kernel
+
+
+def _all_values(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The values of all arguments in the schema's order, defaults included."""
+    rest = schema.arguments[len(args) :]
+    return [*args, *[kwargs.get(a.name, a.default_value) for a in rest]]
 
 
 def install(ops: Sequence[str]) -> torch.library.Library:
@@ -249,7 +276,7 @@ def install(ops: Sequence[str]) -> torch.library.Library:
     library = torch.library.Library("torchweld", "IMPL")
     for op in ops:
         if op.endswith(("_forward", "_backward")):
-            torch.library.register_vmap(f"torchweld::{op}", _vmap_rule(op), lib=library)
-        elif f"{op}_backward" in ops or op in _GRADIENTS:
+            library.impl(op, _vmap_kernel(op), "FuncTorchBatched", with_keyset=True)
+        elif f"{op.removesuffix(_WITH_LSE)}_backward" in ops or op in _GRADIENTS:
             library.impl(op, _front(op), _FRONT_KEY)
     return library

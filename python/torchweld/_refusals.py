@@ -30,7 +30,11 @@ _KINDS: dict[type, tuple[str, tuple[type, ...]]] = {
 }
 
 _LAST_DIM = "leave it out, the last dim is meant; for another one use x.movedim(dim, -1)"
-_MASK = "use leftpad=torchweld.leftpad_from_mask(attention_mask); there are no other masks"
+_MASK = (
+    "masks are numbers: use leftpad=torchweld.leftpad_from_mask(attention_mask), or key_start=, "
+    "key_end=, window="
+)
+_NUMBERS = ("leftpad", "key_start", "key_end")
 # What other libraries call an argument: our argument, and what to do.
 _FIXES: dict[str, list[tuple[str, str]]] = {
     "is_causal": [("causal", "use causal=, which is aligned at the bottom right")],
@@ -41,6 +45,10 @@ _FIXES: dict[str, list[tuple[str, str]]] = {
         ("dropout_p", "dropout"), [("query", "leave it out, attention has no dropout")]
     ),
     **dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), [("scale", "use scale=")]),
+    **dict.fromkeys(("window_size", "sliding_window"), [("window", "use window=")]),
+    **dict.fromkeys(("logits_soft_cap", "logit_cap"), [("softcap", "use softcap=")]),
+    **dict.fromkeys(("sinks", "s_aux"), [("sink", "use sink=")]),
+    **dict.fromkeys(("cache_seqlens", "seqused_k"), [("key_end", "use key_end=")]),
     "enable_gqa": [("query", "leave it out, key may have fewer heads than query")],
     **dict.fromkeys(("dim", "axis"), [("x", _LAST_DIM)]),
     "keepdim": [("x", "leave it out and use .unsqueeze(-1) on the result")],
@@ -116,7 +124,7 @@ def _got(value: Any) -> str:
 
 def _kind_fix(name: str, value: Any, expected: str) -> str:
     if expected == "a Tensor" and (isinstance(value, (list, tuple)) or hasattr(value, "__array__")):
-        dtype = ", dtype=torch.int32" if name == "leftpad" else ""
+        dtype = ", dtype=torch.int32" if name in _NUMBERS else ""
         return f"; use torch.as_tensor({name}{dtype})"
     if expected == "a str" and callable(value):
         return "; use its name"

@@ -4,11 +4,14 @@
 //   nheads_kv divides nheads: query heads [h * group, (h + 1) * group) share kv head h.
 //
 // attention_forward also returns lse (batch, nheads, seqlen_q), from which the gradient rebuilds
-// the probabilities. A row that sees nothing gives 0, lse = -inf and gradients 0. On the CPU the
-// scores exist one block of query rows at a time, so memory is linear in the sequence length.
-// Source: Dao, "FlashAttention-2", 2023, for the gradient from lse.
+// the probabilities; attention_with_lse is the same op with a gradient behind lse as well. On the
+// CPU the scores exist one block of query rows at a time, so memory is linear in the sequence
+// length. Source: Dao, "FlashAttention-2", 2023, for the gradient from lse.
+#include <ATen/ops/zeros_like.h>
+
 #include "core/attention_common.h"
 #include "core/dispatch.h"
+#include "core/mask_arguments.h"
 #include "ops/attention/attention_backward_cpu.h"
 
 #ifdef TORCHWELD_CUDA
@@ -25,12 +28,13 @@ namespace torchweld::attention_room {
 namespace {
 
 using Forward = std::tuple<Tensor, Tensor>;
-using Grads = std::tuple<Tensor, Tensor, Tensor>;
+using Grads = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 // Returns out's sizes.
 std::vector<c10::SymInt> attention_checks(const char* op, const Tensor& query, const Tensor& key,
                                           const Tensor& value, const OptionalTensor& leftpad,
-                                          bool causal, std::optional<double> scale) {
+                                          bool causal, std::optional<double> scale,
+                                          TW_MASK_PARAMETERS) {
   const char* key_layout = "(batch, nheads_kv, seqlen_k, head_dim)";
   const char* value_layout = "(batch, nheads_kv, seqlen_k, head_dim_v)";
   check_floating(op, "query", query);
@@ -48,7 +52,8 @@ std::vector<c10::SymInt> attention_checks(const char* op, const Tensor& query, c
   const bool divides = nheads_kv == 0 ? nheads == 0 : nheads % nheads_kv == 0;
   TW_CHECK(divides, op, "key must be ", key_layout,
            " with nheads_kv a divisor of nheads = ", nheads, ", but got nheads_kv = ", nheads_kv);
-  check_leftpad(op, leftpad, query.sym_size(0), "query", query);
+  const MaskArguments mask = {leftpad, causal, TW_MASK_ARGUMENTS};
+  check_mask(op, mask, query.sym_size(0), nheads, query.sym_size(2), "query", query);
   if (scale) {
     check_finite(op, "scale", *scale);
   }
@@ -56,49 +61,70 @@ std::vector<c10::SymInt> attention_checks(const char* op, const Tensor& query, c
 }
 
 Tensor attention_meta(const Tensor& query, const Tensor& key, const Tensor& value,
-                      const OptionalTensor& leftpad, bool causal, std::optional<double> scale) {
-  const auto sizes = attention_checks("attention", query, key, value, leftpad, causal, scale);
+                      const OptionalTensor& leftpad, bool causal, std::optional<double> scale,
+                      TW_MASK_PARAMETERS) {
+  const auto sizes =
+      attention_checks("attention", query, key, value, leftpad, causal, scale, TW_MASK_ARGUMENTS);
   return at::empty_symint(sizes, query.options());
 }
 TW_OP(attention);
 
-Forward attention_forward_meta(const Tensor& query, const Tensor& key, const Tensor& value,
-                               const OptionalTensor& leftpad, bool causal,
-                               std::optional<double> scale) {
-  const auto sizes =
-      attention_checks("attention_forward", query, key, value, leftpad, causal, scale);
+// Of both ops that return out and lse.
+Forward empty_forward(const Tensor& query, const std::vector<c10::SymInt>& sizes) {
   return {at::empty_symint(sizes, query.options()),
           at::empty_symint(without_last(query), query.options().dtype(acc_dtype(query)))};
 }
+
+Forward attention_forward_meta(const Tensor& query, const Tensor& key, const Tensor& value,
+                               const OptionalTensor& leftpad, bool causal,
+                               std::optional<double> scale, TW_MASK_PARAMETERS) {
+  return empty_forward(query, attention_checks("attention_forward", query, key, value, leftpad,
+                                               causal, scale, TW_MASK_ARGUMENTS));
+}
 TW_OP(attention_forward);
+
+Forward attention_with_lse_meta(const Tensor& query, const Tensor& key, const Tensor& value,
+                                const OptionalTensor& leftpad, bool causal,
+                                std::optional<double> scale, TW_MASK_PARAMETERS) {
+  return empty_forward(query, attention_checks("attention_with_lse", query, key, value, leftpad,
+                                               causal, scale, TW_MASK_ARGUMENTS));
+}
+TW_OP(attention_with_lse);
 
 Grads attention_backward_meta(const Tensor& dout, const Tensor& query, const Tensor& key,
                               const Tensor& value, const Tensor& out, const Tensor& lse,
                               const OptionalTensor& leftpad, bool causal,
-                              std::optional<double> scale) {
+                              std::optional<double> scale, TW_MASK_PARAMETERS,
+                              const OptionalTensor& dlse) {
   const char* op = "attention_backward";
-  const auto sizes = attention_checks(op, query, key, value, leftpad, causal, scale);
+  const auto sizes =
+      attention_checks(op, query, key, value, leftpad, causal, scale, TW_MASK_ARGUMENTS);
   check_attention_saved(op, dout, out, lse, sizes, "query", query);
+  if (is_given(dlse)) {
+    check_like(op, "dlse", *dlse, "lse", lse);
+    check_shape(op, "dlse", *dlse, lse.sym_sizes(), "(batch, nheads, seqlen_q)");
+  }
   const auto empty = [](const Tensor& t) { return at::empty_symint(t.sym_sizes(), t.options()); };
-  return {empty(query), empty(key), empty(value)};
+  return {empty(query), empty(key), empty(value), empty_dsink(sink, query)};
 }
 TW_OP(attention_backward);
 
-// The op and its forward op, by what fills their results on a device.
+// The ops of the forward, by what fills their results on a device.
 template <auto into>
 Tensor attention_on(const Tensor& query, const Tensor& key, const Tensor& value,
-                    const OptionalTensor& leftpad, bool causal, std::optional<double> scale) {
-  Tensor out = attention_meta(query, key, value, leftpad, causal, scale);
-  into(out, nullptr, query, key, value, leftpad, causal, scale);
+                    const OptionalTensor& leftpad, bool causal, std::optional<double> scale,
+                    TW_MASK_PARAMETERS) {
+  Tensor out = attention_meta(query, key, value, leftpad, causal, scale, TW_MASK_ARGUMENTS);
+  into(out, nullptr, query, key, value, {leftpad, causal, TW_MASK_ARGUMENTS}, scale);
   return out;
 }
 
-template <auto into>
+template <auto meta, auto into>
 Forward attention_forward_on(const Tensor& query, const Tensor& key, const Tensor& value,
                              const OptionalTensor& leftpad, bool causal,
-                             std::optional<double> scale) {
-  auto [out, lse] = attention_forward_meta(query, key, value, leftpad, causal, scale);
-  into(out, &lse, query, key, value, leftpad, causal, scale);
+                             std::optional<double> scale, TW_MASK_PARAMETERS) {
+  auto [out, lse] = meta(query, key, value, leftpad, causal, scale, TW_MASK_ARGUMENTS);
+  into(out, &lse, query, key, value, {leftpad, causal, TW_MASK_ARGUMENTS}, scale);
   return {out, lse};
 }
 
@@ -107,10 +133,9 @@ double scale_or_default(std::optional<double> scale, const Tensor& query) {
 }
 
 void attention_into(Tensor& out, Tensor* lse, const Tensor& query, const Tensor& key,
-                    const Tensor& value, const OptionalTensor& leftpad, bool causal,
-                    std::optional<double> scale) {
+                    const Tensor& value, const MaskArguments& mask, std::optional<double> scale) {
   if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
-  const CpuAttention a(query, key, value, leftpad, causal, scale_or_default(scale, query));
+  const CpuAttention a(query, key, value, mask, scale_or_default(scale, query));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, query.scalar_type(), "attention", [&] {
     if (a.seqlen_q <= kFewRows) {
       const auto adjacent = [](const Tensor& t) { return t.stride(3) == 1 ? t : t.contiguous(); };
@@ -122,19 +147,24 @@ void attention_into(Tensor& out, Tensor* lse, const Tensor& query, const Tensor&
 }
 
 constexpr auto attention_cpu = attention_on<attention_into>;
-constexpr auto attention_forward_cpu = attention_forward_on<attention_into>;
+constexpr auto attention_forward_cpu = attention_forward_on<attention_forward_meta, attention_into>;
+constexpr auto attention_with_lse_cpu =
+    attention_forward_on<attention_with_lse_meta, attention_into>;
 
 Grads attention_backward_cpu(const Tensor& dout, const Tensor& query, const Tensor& key,
                              const Tensor& value, const Tensor& out, const Tensor& lse,
                              const OptionalTensor& leftpad, bool causal,
-                             std::optional<double> scale) {
-  auto [dquery, dkey, dvalue] =
-      attention_backward_meta(dout, query, key, value, out, lse, leftpad, causal, scale);
-  const CpuAttention a(query, key, value, leftpad, causal, scale_or_default(scale, query));
+                             std::optional<double> scale, TW_MASK_PARAMETERS,
+                             const OptionalTensor& dlse) {
+  auto [dquery, dkey, dvalue, dsink] = attention_backward_meta(
+      dout, query, key, value, out, lse, leftpad, causal, scale, TW_MASK_ARGUMENTS, dlse);
+  const CpuAttention a(query, key, value, {leftpad, causal, TW_MASK_ARGUMENTS},
+                       scale_or_default(scale, query));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, query.scalar_type(), "attention", [&] {
-    attention_backward_tiles<scalar_t>(a, dquery, dkey, dvalue, dout, query, key, value, out, lse);
+    attention_backward_tiles<scalar_t>(a, dquery, dkey, dvalue, dsink, dout, query, key, value, out,
+                                       lse, dlse);
   });
-  return {dquery, dkey, dvalue};
+  return {dquery, dkey, dvalue, dsink};
 }
 
 #ifdef TORCHWELD_CUDA
@@ -163,12 +193,13 @@ AttentionSizes sizes_of(const Tensor& query, const Tensor& key, const Tensor& va
 }
 
 void attention_into_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Tensor& key,
-                         const Tensor& value, const OptionalTensor& leftpad, bool causal,
+                         const Tensor& value, const MaskArguments& mask,
                          std::optional<double> scale) {
+  refuse_on_cuda("attention", mask);
   if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
   const OnDevice on(query.device());
   const Tensor q = aligned_rows(query), k = aligned_rows(key), v = aligned_rows(value);
-  const Vector pad(leftpad);
+  const Vector pad(mask.leftpad);
   AttentionParams params{};
   params.query = strided(q);
   params.key = strided(k);
@@ -178,11 +209,11 @@ void attention_into_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Te
   params.leftpad = pad.data<int32_t>();
   params.sizes = sizes_of(query, key, value);
   params.scale = static_cast<float>(scale_or_default(scale, query));
-  params.causal = causal;
+  params.causal = mask.causal;
   params.tf32 = matmul_may_use_tf32(query);
   params.dtype = dtype_of(query);
   const AttentionProblem problem =
-      attention_problem(params.sizes, params.dtype, params.tf32, causal, params.leftpad);
+      attention_problem(params.sizes, params.dtype, params.tf32, mask.causal, params.leftpad);
   params.choice = pick<AttentionFamily>(problem);
   Tensor parts, arrived;
   if (const int64_t floats = attention_part_floats(problem, params.choice); floats > 0) {
@@ -195,15 +226,20 @@ void attention_into_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Te
 }
 
 constexpr auto attention_cuda = attention_on<attention_into_cuda>;
-constexpr auto attention_forward_cuda = attention_forward_on<attention_into_cuda>;
+constexpr auto attention_forward_cuda =
+    attention_forward_on<attention_forward_meta, attention_into_cuda>;
+constexpr auto attention_with_lse_cuda =
+    attention_forward_on<attention_with_lse_meta, attention_into_cuda>;
 
 Grads attention_backward_cuda(const Tensor& dout, const Tensor& query, const Tensor& key,
                               const Tensor& value, const Tensor& out, const Tensor& lse,
                               const OptionalTensor& leftpad, bool causal,
-                              std::optional<double> scale) {
-  auto [dquery, dkey, dvalue] =
-      attention_backward_meta(dout, query, key, value, out, lse, leftpad, causal, scale);
-  if (dquery.numel() + dkey.numel() + dvalue.numel() == 0) return {dquery, dkey, dvalue};
+                              std::optional<double> scale, TW_MASK_PARAMETERS,
+                              const OptionalTensor& dlse) {
+  auto [dquery, dkey, dvalue, dsink] = attention_backward_meta(
+      dout, query, key, value, out, lse, leftpad, causal, scale, TW_MASK_ARGUMENTS, dlse);
+  refuse_on_cuda("attention", {leftpad, causal, TW_MASK_ARGUMENTS});
+  if (dquery.numel() + dkey.numel() + dvalue.numel() == 0) return {dquery, dkey, dvalue, dsink};
   const OnDevice on(query.device());
   const Tensor q = aligned_rows(query), k = aligned_rows(key), v = aligned_rows(value);
   const Tensor o = out.contiguous(), d_out = aligned_rows(dout), l = lse.contiguous();
@@ -229,48 +265,66 @@ Grads attention_backward_cuda(const Tensor& dout, const Tensor& query, const Ten
   params.tf32 = matmul_may_use_tf32(query);
   params.dtype = dtype_of(query);
   launch_attention_backward(params, current_stream());
-  return {dquery, dkey, dvalue};
+  return {dquery, dkey, dvalue, dsink};
 }
 #endif
 
-struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
+// Behind attention_with_lse lse has a gradient too.
+template <bool kWithLse>
+struct AttentionFunction : torch::autograd::Function<AttentionFunction<kWithLse>> {
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key,
                                const Tensor& value, const OptionalTensor& leftpad, bool causal,
-                               std::optional<double> scale) {
-    auto [out, lse] = call_attention_forward.below(query, key, value, leftpad, causal, scale);
-    ctx->save_for_backward({query, key, value, out, lse, or_undefined(leftpad)});
+                               std::optional<double> scale, TW_MASK_PARAMETERS) {
+    auto [out, lse] =
+        call_attention_forward.below(query, key, value, leftpad, causal, scale, TW_MASK_ARGUMENTS);
+    ctx->save_for_backward({query, key, value, out, lse, or_undefined(leftpad),
+                            or_undefined(key_start), or_undefined(key_end), or_undefined(sink)});
     ctx->saved_data["causal"] = causal;
     ctx->saved_data["scale"] = scale;
-    return outputs_of(ctx, {out, lse});
+    ctx->saved_data["window"] = window;
+    ctx->saved_data["softcap"] = softcap;
+    if (!kWithLse) return outputs_of(ctx, {out, lse});
+    ctx->set_materialize_grads(false);
+    return {out, lse};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!grads[0].defined()) return variable_list(6);
     const auto saved = ctx->get_saved_variables();
-    auto [dquery, dkey, dvalue] = call_attention_backward(
-        grads[0], saved[0], saved[1], saved[2], saved[3], saved[4], optional(saved[5]),
-        ctx->saved_data["causal"].toBool(), ctx->saved_data["scale"].toOptional<double>());
-    return {dquery, dkey, dvalue, Tensor(), Tensor(), Tensor()};
+    const Tensor dlse = kWithLse ? grads[1] : Tensor();
+    variable_list all(11);
+    if (!grads[0].defined() && !dlse.defined()) return all;
+    const Tensor dout = grads[0].defined() ? grads[0] : at::zeros_like(saved[3]);
+    auto [dquery, dkey, dvalue, dsink] = call_attention_backward(
+        dout, saved[0], saved[1], saved[2], saved[3], saved[4], optional(saved[5]),
+        ctx->saved_data["causal"].toBool(), ctx->saved_data["scale"].toOptional<double>(),
+        optional(saved[6]), optional(saved[7]), ctx->saved_data["window"].toOptional<int64_t>(),
+        ctx->saved_data["softcap"].toOptional<double>(), optional(saved[8]), optional(dlse));
+    all[0] = dquery, all[1] = dkey, all[2] = dvalue;
+    all[10] = if_wanted(saved[8].defined(), dsink);
+    return all;
   }
 };
 
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
+  const std::string inputs = "Tensor query, Tensor key, Tensor value, ";
+  const std::string mask =
+      "Tensor? leftpad=None, *, bool causal=False, float? scale=None, " TW_MASK_SCHEMA;
+  define_op(m, "attention(" + inputs + mask + ") -> Tensor", TW_KERNELS(attention),
+            recorded_by<AttentionFunction<false>>(call_attention, attention_checks));
+  define_op(m, "attention_forward(" + inputs + mask + ") -> (Tensor out, Tensor lse)",
+            TW_KERNELS(attention_forward),
+            recorded_by<AttentionFunction<false>>(call_attention_forward));
+  define_op(m, "attention_with_lse(" + inputs + mask + ") -> (Tensor out, Tensor lse)",
+            TW_KERNELS(attention_with_lse),
+            recorded_by<AttentionFunction<true>>(call_attention_with_lse, attention_checks));
   define_op(m,
-            "attention(Tensor query, Tensor key, Tensor value, Tensor? leftpad=None, *, "
-            "bool causal=False, float? scale=None) -> Tensor",
-            TW_KERNELS(attention),
-            recorded_by<AttentionFunction>(call_attention, attention_checks));
-  define_op(m,
-            "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? leftpad=None, *, "
-            "bool causal=False, float? scale=None) -> (Tensor out, Tensor lse)",
-            TW_KERNELS(attention_forward), recorded_by<AttentionFunction>(call_attention_forward));
-  define_op(m,
-            "attention_backward(Tensor dout, Tensor query, Tensor key, Tensor value, Tensor out, "
-            "Tensor lse, Tensor? leftpad=None, *, bool causal=False, float? scale=None) -> "
-            "(Tensor dquery, Tensor dkey, Tensor dvalue)",
+            "attention_backward(Tensor dout, " + inputs + "Tensor out, Tensor lse, " + mask +
+                ", Tensor? dlse=None) -> "
+                "(Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dsink)",
             TW_KERNELS(attention_backward), no_gradient_function());
   define_autocast(m, call_attention);
   define_autocast(m, call_attention_forward);
+  define_autocast(m, call_attention_with_lse);
 }
 
 }  // namespace

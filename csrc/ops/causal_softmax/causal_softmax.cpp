@@ -2,11 +2,14 @@
 //   scores, y (batch, ..., seqlen_q, seqlen_k) or (seqlen_q, seqlen_k), leftpad (batch,)
 // Gradient:        dscores = scale * y * (dy - sum(dy * y)) over the same keys, 0 elsewhere
 //
-// Bottom-right causal plus left padding (core/mask.h); hidden scores are not read.
+// The mask is core/mask.h's; hidden scores are not read. With softcap or sink the gradient needs
+// the scores again: dscores gets the cap's slope, and
+//   dsink = -sum over rows of p_sink * sum(dy * y),  p_sink the sink's share of the softmax
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
 
 #include "core/dispatch.h"
+#include "core/mask_arguments.h"
 #include "ops/causal_softmax/causal_softmax_cpu.h"
 
 #ifdef TORCHWELD_CUDA
@@ -18,36 +21,53 @@
 namespace torchweld::causal_softmax_room {
 namespace {
 
+using Grads = std::tuple<Tensor, Tensor>;
+
 c10::SymInt batch_of(const Tensor& scores) {
   return scores.dim() == 2 ? c10::SymInt(1) : scores.sym_size(0);
 }
 
-Tensor causal_softmax_meta(const Tensor& scores, const OptionalTensor& leftpad, double scale) {
+// All dims between the batch and the rows.
+c10::SymInt heads_of(const Tensor& scores) {
+  c10::SymInt heads = 1;
+  for (int64_t d = 1; d < scores.dim() - 2; ++d) heads *= scores.sym_size(d);
+  return heads;
+}
+
+void check_causal_mask(const char* op, const MaskArguments& mask, const char* name,
+                       const Tensor& scores) {
+  check_mask(op, mask, batch_of(scores), heads_of(scores), scores.sym_size(-2), name, scores);
+}
+
+Tensor causal_softmax_meta(const Tensor& scores, const OptionalTensor& leftpad, double scale,
+                           TW_MASK_PARAMETERS) {
   const char* op = "causal_softmax";
   check_floating(op, "scores", scores);
   check_min_dim(op, "scores", scores, 2, "(batch, ..., seqlen_q, seqlen_k)");
-  check_leftpad(op, leftpad, batch_of(scores), "scores", scores);
+  check_causal_mask(op, {leftpad, /*causal=*/true, TW_MASK_ARGUMENTS}, "scores", scores);
   check_finite(op, "scale", scale);
   return at::empty_symint(scores.sym_sizes(), scores.options());
 }
 TW_OP(causal_softmax);
 
-Tensor causal_softmax_backward_meta(const Tensor& dy, const Tensor& y,
-                                    const OptionalTensor& leftpad, double scale) {
+Grads causal_softmax_backward_meta(const Tensor& dy, const Tensor& y, const OptionalTensor& leftpad,
+                                   double scale, TW_MASK_PARAMETERS, const OptionalTensor& scores) {
   const char* op = "causal_softmax_backward";
   check_floating(op, "dy", dy);
   check_min_dim(op, "dy", dy, 2, "(batch, ..., seqlen_q, seqlen_k)");
   check_like(op, "y", y, "dy", dy);
   check_shape(op, "y", y, dy.sym_sizes(), "dy's shape");
-  check_leftpad(op, leftpad, batch_of(dy), "dy", dy);
+  check_causal_mask(op, {leftpad, /*causal=*/true, TW_MASK_ARGUMENTS}, "dy", dy);
   check_finite(op, "scale", scale);
-  return at::empty_symint(y.sym_sizes(), y.options());
+  if (softcap || is_given(sink)) {
+    TW_CHECK(is_given(scores), op,
+             "scores must be given with softcap or sink, but got None; use causal_softmax's");
+    check_like(op, "scores", *scores, "dy", dy);
+    check_shape(op, "scores", *scores, dy.sym_sizes(), "dy's shape");
+  }
+  return {at::empty_symint(y.sym_sizes(), y.options()), empty_dsink(sink, y)};
 }
 TW_OP(causal_softmax_backward);
-
-MaskRule rule_of(const Tensor& scores, const OptionalTensor& leftpad) {
-  return {scores.size(-2), scores.size(-1), /*causal=*/true, is_given(leftpad)};
-}
 
 // CPU. Scores as (batch, heads, seqlen_q, seqlen_k) with adjacent columns.
 Tensor as_heads(const Tensor& t) {
@@ -65,37 +85,47 @@ T* row_of(const Tensor& t, int64_t b, int64_t h, int64_t i) {
          i * t.stride(2);
 }
 
-Tensor causal_softmax_cpu(const Tensor& scores, const OptionalTensor& leftpad, double scale) {
-  Tensor y = causal_softmax_meta(scores, leftpad, scale);
+Tensor causal_softmax_cpu(const Tensor& scores, const OptionalTensor& leftpad, double scale,
+                          TW_MASK_PARAMETERS) {
+  Tensor y = causal_softmax_meta(scores, leftpad, scale, TW_MASK_ARGUMENTS);
   if (y.numel() == 0) return y;
-  const MaskRule rule = rule_of(scores, leftpad);
   const Tensor in = as_heads(scores), out = as_heads(y);
+  const CausalSoftmaxCpu a({leftpad, /*causal=*/true, TW_MASK_ARGUMENTS}, in, scale);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), "causal_softmax", [&] {
-    for_each_live_row(rule, leftpad, in.size(0), in.size(1),
-                      [&](int64_t b, int64_t h, int64_t i, const LiveRange& live) {
-                        causal_softmax_row(row_of<scalar_t>(out, b, h, i),
-                                           row_of<scalar_t>(in, b, h, i), live, rule.seqlen_k,
-                                           scale);
-                      });
+    for_each_live_row(a, [&](int64_t b, int64_t h, int64_t i, const LiveRange& live) {
+      causal_softmax_row(row_of<scalar_t>(out, b, h, i), row_of<scalar_t>(in, b, h, i), live,
+                         a.of_head<scalar_t>(h));
+    });
   });
   return y;
 }
 
-Tensor causal_softmax_backward_cpu(const Tensor& dy, const Tensor& y, const OptionalTensor& leftpad,
-                                   double scale) {
-  Tensor dscores = causal_softmax_backward_meta(dy, y, leftpad, scale);
-  if (dscores.numel() == 0) return dscores;
-  const MaskRule rule = rule_of(y, leftpad);
+Grads causal_softmax_backward_cpu(const Tensor& dy, const Tensor& y, const OptionalTensor& leftpad,
+                                  double scale, TW_MASK_PARAMETERS, const OptionalTensor& scores) {
+  auto [dscores, dsink] =
+      causal_softmax_backward_meta(dy, y, leftpad, scale, TW_MASK_ARGUMENTS, scores);
+  if (dscores.numel() == 0) {
+    dsink.zero_();
+    return {dscores, dsink};
+  }
   const Tensor in_dy = as_heads(dy), in_y = as_heads(y), out = as_heads(dscores);
+  const CausalSoftmaxCpu a({leftpad, /*causal=*/true, TW_MASK_ARGUMENTS}, in_y, scale);
+  const Tensor in = a.needs_scores() ? as_heads(*scores) : in_y;
+  Tensor sink_parts;  // of every row
+  if (a.sinks.defined()) {
+    sink_parts = at::zeros({in.size(0), in.size(1), in.size(2)}, a.sinks.options());
+  }
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), "causal_softmax", [&] {
-    for_each_live_row(rule, leftpad, in_y.size(0), in_y.size(1),
-                      [&](int64_t b, int64_t h, int64_t i, const LiveRange& live) {
-                        causal_softmax_backward_row(
-                            row_of<scalar_t>(out, b, h, i), row_of<scalar_t>(in_dy, b, h, i),
-                            row_of<scalar_t>(in_y, b, h, i), live, rule.seqlen_k, scale);
-                      });
+    using acc_t = at::opmath_type<scalar_t>;
+    for_each_live_row(a, [&](int64_t b, int64_t h, int64_t i, const LiveRange& live) {
+      acc_t* const part = sink_parts.defined() ? row_of<acc_t>(sink_parts, b, h, i) : nullptr;
+      causal_softmax_backward_row(row_of<scalar_t>(out, b, h, i), row_of<scalar_t>(in_dy, b, h, i),
+                                  row_of<scalar_t>(in_y, b, h, i), row_of<scalar_t>(in, b, h, i),
+                                  live, a.of_head<scalar_t>(h), part);
+    });
   });
-  return dscores;
+  if (sink_parts.defined()) dsink.copy_(sink_parts.sum(at::IntArrayRef({0, 2})));
+  return {dscores, dsink};
 }
 
 #ifdef TORCHWELD_CUDA
@@ -107,8 +137,10 @@ CausalMask mask_of(const Tensor& scores, const Vector& leftpad, double scale) {
           static_cast<float>(scale)};
 }
 
-Tensor causal_softmax_cuda(const Tensor& scores, const OptionalTensor& leftpad, double scale) {
-  Tensor y = causal_softmax_meta(scores, leftpad, scale);
+Tensor causal_softmax_cuda(const Tensor& scores, const OptionalTensor& leftpad, double scale,
+                           TW_MASK_PARAMETERS) {
+  Tensor y = causal_softmax_meta(scores, leftpad, scale, TW_MASK_ARGUMENTS);
+  refuse_on_cuda("causal_softmax", {leftpad, /*causal=*/true, TW_MASK_ARGUMENTS});
   if (y.numel() == 0) return y;
   const OnDevice on(scores.device());
   const cudaStream_t stream = current_stream();
@@ -120,10 +152,12 @@ Tensor causal_softmax_cuda(const Tensor& scores, const OptionalTensor& leftpad, 
   return y;
 }
 
-Tensor causal_softmax_backward_cuda(const Tensor& dy, const Tensor& y,
-                                    const OptionalTensor& leftpad, double scale) {
-  Tensor dscores = causal_softmax_backward_meta(dy, y, leftpad, scale);
-  if (dscores.numel() == 0) return dscores;
+Grads causal_softmax_backward_cuda(const Tensor& dy, const Tensor& y, const OptionalTensor& leftpad,
+                                   double scale, TW_MASK_PARAMETERS, const OptionalTensor& scores) {
+  auto [dscores, dsink] =
+      causal_softmax_backward_meta(dy, y, leftpad, scale, TW_MASK_ARGUMENTS, scores);
+  refuse_on_cuda("causal_softmax", {leftpad, /*causal=*/true, TW_MASK_ARGUMENTS});
+  if (dscores.numel() == 0) return {dscores, dsink};
   const OnDevice on(y.device());
   const cudaStream_t stream = current_stream();
   const Rows in_dy(dy), in_y(y);
@@ -132,35 +166,44 @@ Tensor causal_softmax_backward_cuda(const Tensor& dy, const Tensor& y,
       {in_dy.tensor.const_data_ptr(), in_y.tensor.const_data_ptr(), dscores.mutable_data_ptr(),
        in_y.rows, in_y.n, in_dy.row_stride, in_y.row_stride, dtype_of(y)},
       mask_of(y, pads, scale), zero_counter_if_asked(y), stream);
-  return dscores;
+  return {dscores, dsink};
 }
 #endif
 
 struct CausalSoftmaxFunction : torch::autograd::Function<CausalSoftmaxFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& scores, const OptionalTensor& leftpad,
-                        double scale) {
-    Tensor y = call_causal_softmax.below(scores, leftpad, scale);
-    ctx->save_for_backward({y, or_undefined(leftpad)});
+                        double scale, TW_MASK_PARAMETERS) {
+    Tensor y = call_causal_softmax.below(scores, leftpad, scale, TW_MASK_ARGUMENTS);
+    const bool again = softcap || is_given(sink);
+    ctx->save_for_backward({y, or_undefined(leftpad), or_undefined(key_start),
+                            or_undefined(key_end), or_undefined(sink), again ? scores : Tensor()});
     ctx->saved_data["scale"] = scale;
+    ctx->saved_data["window"] = window;
+    ctx->saved_data["softcap"] = softcap;
     return y;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    return {call_causal_softmax_backward(grads[0], saved[0], optional(saved[1]),
-                                         ctx->saved_data["scale"].toDouble()),
-            Tensor(), Tensor()};
+    auto [dscores, dsink] = call_causal_softmax_backward(
+        grads[0], saved[0], optional(saved[1]), ctx->saved_data["scale"].toDouble(),
+        optional(saved[2]), optional(saved[3]), ctx->saved_data["window"].toOptional<int64_t>(),
+        ctx->saved_data["softcap"].toOptional<double>(), optional(saved[4]), optional(saved[5]));
+    variable_list all(8);
+    all[0] = dscores;
+    all[7] = if_wanted(saved[4].defined(), dsink);
+    return all;
   }
 };
 
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
-  define_op(m, "causal_softmax(Tensor scores, Tensor? leftpad=None, *, float scale=1.0) -> Tensor",
-            TW_KERNELS(causal_softmax), recorded_by<CausalSoftmaxFunction>(call_causal_softmax));
-  define_op(
-      m,
-      "causal_softmax_backward(Tensor dy, Tensor y, Tensor? leftpad=None, *, float scale=1.0) -> "
-      "Tensor",
-      TW_KERNELS(causal_softmax_backward), no_gradient_function());
+  const std::string mask = "Tensor? leftpad=None, *, float scale=1.0, " TW_MASK_SCHEMA;
+  define_op(m, "causal_softmax(Tensor scores, " + mask + ") -> Tensor", TW_KERNELS(causal_softmax),
+            recorded_by<CausalSoftmaxFunction>(call_causal_softmax));
+  define_op(m,
+            "causal_softmax_backward(Tensor dy, Tensor y, " + mask +
+                ", Tensor? scores=None) -> (Tensor dscores, Tensor dsink)",
+            TW_KERNELS(causal_softmax_backward), no_gradient_function());
 }
 
 }  // namespace

@@ -20,8 +20,13 @@ def attention(
     *,
     causal: bool = False,
     scale: float | None = None,
+    key_start: Tensor | None = None,
+    key_end: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
-    """`scaled_dot_product_attention` with left padding; the score matrix is never stored.
+    """`scaled_dot_product_attention` with masks as numbers; the score matrix is never stored.
 
     Query heads `[h * group, (h + 1) * group)` share key and value head h (grouped-query attention).
     What each row sees, 1 for a visible key::
@@ -30,27 +35,103 @@ def attention(
             1 1 1 1 0                                0 0 1 1 0
             1 1 1 1 1                                0 0 1 1 1
 
+        causal, window = 2:                      causal, key_end = 4, key_start = [[0, 2]]:
+            0 0 1 1 0                                1 1 1 0 0
+            0 0 0 1 1                                0 0 1 1 0
+
+    Row i of a sequence stands at position `i + seqlen_k - seqlen_q` among its keys, and at
+    `i + key_end - seqlen_q` where a key_end is given.
+
     Args:
         query: `(batch, nheads, seqlen_q, head_dim)`.
         key: `(batch, nheads_kv, seqlen_k, head_dim)`; nheads_kv divides nheads.
         value: `(batch, nheads_kv, seqlen_k, head_dim_v)`; head_dim_v is free.
         leftpad: int32 `(batch,)` on the same device: the first positions of each sequence that are
             padding. Padding keys are never read; a query row at a padding position is 0.
-        causal: row i sees keys up to `i + seqlen_k - seqlen_q` (bottom-right aligned; SDPA's
-            `is_causal` is top-left aligned, which differs when the lengths differ).
+        causal: row i sees keys up to its own position (bottom-right aligned; SDPA's `is_causal` is
+            top-left aligned, which differs when the lengths differ).
         scale: finite factor on the scores; `head_dim ** -0.5` when None.
+        key_start: int32 `(batch, seqlen_q)` on the same device: row i sees no key before it, as in
+            packed documents (`key_start_from_positions`, `key_start_from_documents`). Not with
+            leftpad.
+        key_end: int32 `(batch,)` on the same device: how many keys each sequence has, the others
+            are never read: right padding, or a cache with room behind its tokens.
+        window: at least 1: row i sees the `window` keys up to its own position, without causal as
+            many on the other side too.
+        softcap: above 0: scores become `softcap * tanh(score / softcap)` before the mask.
+        sink: `(nheads,)`, dtype of query or float32: one more logit of each head in its softmax,
+            which has no value.
 
     Returns:
         `(batch, nheads, seqlen_q, head_dim_v)`. A row that sees no key is 0 and has gradient 0.
 
     Raises:
-        RuntimeError: a wrong shape, dtype or device, or a scale that is not finite.
+        RuntimeError: a wrong shape, dtype or device, or a number that is out of range. Values of
+            tensors are not looked at: those out of range count as the nearest end.
 
-    Limits: differentiable once. No dropout.
+    Limits: differentiable once. No dropout. On CUDA key_start, key_end, window, softcap and sink
+    are refused.
 
     Source: Dao, "FlashAttention-2", 2023.
     """
-    return ops.attention(query, key, value, leftpad, causal=causal, scale=scale)
+    return ops.attention(
+        query,
+        key,
+        value,
+        leftpad,
+        causal=causal,
+        scale=scale,
+        key_start=key_start,
+        key_end=key_end,
+        window=window,
+        softcap=softcap,
+        sink=sink,
+    )
+
+
+@sentences
+def attention_with_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    leftpad: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    key_start: Tensor | None = None,
+    key_end: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attention`, and the logarithm of each row's sum of exponentials; both have gradients.
+
+    Results of parts of the keys are joined by it, as ring attention does: with `out, lse` of two
+    parts the whole is `(out1 * exp(lse1) + out2 * exp(lse2)) / (exp(lse1) + exp(lse2))`.
+
+    Args: those of `attention`.
+
+    Returns:
+        What `attention` returns, and lse `(batch, nheads, seqlen_q)`, float32 (float64 of float64):
+        `log(sum(exp(score)))`, a sink included. A row that sees no key has -inf, with a sink the
+        sink.
+
+    Raises:
+        RuntimeError: as `attention`. On CUDA the gradient of lse is refused.
+    """
+    return ops.attention_with_lse(
+        query,
+        key,
+        value,
+        leftpad,
+        causal=causal,
+        scale=scale,
+        key_start=key_start,
+        key_end=key_end,
+        window=window,
+        softcap=softcap,
+        sink=sink,
+    )
 
 
 class CausalSelfAttention(nn.Module):

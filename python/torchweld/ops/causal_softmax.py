@@ -9,11 +9,21 @@ from torchweld._refusals import sentences
 
 
 @sentences
-def causal_softmax(scores: Tensor, leftpad: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+def causal_softmax(
+    scores: Tensor,
+    leftpad: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    key_start: Tensor | None = None,
+    key_end: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+) -> Tensor:
     """Softmax of `scale * scores` over the keys that each row may see, 0 elsewhere.
 
-    Row i sees key j when `j <= i + seqlen_k - seqlen_q` (bottom-right aligned) and j is no padding.
-    Hidden scores are not read, so anything may stand there.
+    Row i sees key j when `j <= i + seqlen_k - seqlen_q` (bottom-right aligned) and no other
+    argument hides it. Hidden scores are not read, so anything may stand there.
 
     Args:
         scores: `(batch, ..., seqlen_q, seqlen_k)` or `(seqlen_q, seqlen_k)`; float32, float16 or
@@ -21,13 +31,26 @@ def causal_softmax(scores: Tensor, leftpad: Tensor | None = None, *, scale: floa
         leftpad: int32 `(batch,)` on the same device: how many positions at the start of each
             sequence are padding. Values out of range count as the nearest end.
         scale: finite factor on the scores; negative and 0 are allowed.
+        key_start, key_end, window, softcap: those of `torchweld.attention`.
+        sink: one more logit of each head, `(nheads,)` for scores `(batch, nheads, ...)`; `(1,)`
+            where they have no heads.
 
     Returns:
         Probabilities, same shape and dtype, contiguous. A row that sees nothing is 0.
 
     Raises:
-        RuntimeError: a wrong shape, dtype or device, or a scale that is not finite.
+        RuntimeError: a wrong shape, dtype or device, or a number that is out of range.
 
-    Limits: differentiable once, with respect to `scores`.
+    Limits: differentiable once, with respect to `scores` and `sink`. On CUDA key_start, key_end,
+    window, softcap and sink are refused.
     """
-    return ops.causal_softmax(scores, leftpad, scale=scale)
+    return ops.causal_softmax(
+        scores,
+        leftpad,
+        scale=scale,
+        key_start=key_start,
+        key_end=key_end,
+        window=window,
+        softcap=softcap,
+        sink=sink,
+    )

@@ -16,6 +16,11 @@ def softmax_matmul(
     *,
     causal: bool = False,
     scale: float = 1.0,
+    key_start: Tensor | None = None,
+    key_end: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """`torch.softmax(scale * scores + mask, -1) @ value`; the probabilities are never stored whole.
 
@@ -26,13 +31,26 @@ def softmax_matmul(
             sequence; neither they nor what stands there is used.
         causal: row i sees keys up to `i + seqlen_k - seqlen_q`.
         scale: finite factor on the scores.
+        key_start, key_end, window, softcap, sink: those of `torchweld.attention`.
 
     Returns:
         `(batch, nheads, seqlen_q, head_dim_v)`. A row that sees no key is 0 and has gradient 0.
 
     Raises:
-        RuntimeError: a wrong shape, dtype or device, or a scale that is not finite.
+        RuntimeError: a wrong shape, dtype or device, or a number that is out of range.
 
-    Limits: differentiable once, with respect to `scores` and `value`.
+    Limits: differentiable once, with respect to `scores`, `value` and `sink`. On CUDA key_start,
+    key_end, window, softcap and sink are refused.
     """
-    return ops.softmax_matmul(scores, value, leftpad, causal=causal, scale=scale)
+    return ops.softmax_matmul(
+        scores,
+        value,
+        leftpad,
+        causal=causal,
+        scale=scale,
+        key_start=key_start,
+        key_end=key_end,
+        window=window,
+        softcap=softcap,
+        sink=sink,
+    )

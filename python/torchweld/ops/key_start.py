@@ -1,0 +1,65 @@
+"""From packed sequences to the key_start that the ops take."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def key_start_from_positions(position_ids: Tensor) -> Tensor:
+    """The first key of each token's document, where the documents of a row are packed one behind
+    the other and positions count up within each of them.
+
+    Args:
+        position_ids: `(batch, seqlen)`, any integer dtype. A document begins at a row's first token
+            and wherever a position is not the one before plus 1: `[0, 1, 2, 0, 1]` holds two.
+
+    Returns:
+        int32 `(batch, seqlen)` on the same device, for `attention(..., causal=True, key_start=)`
+        with as many keys as queries. Nothing is read back to the host.
+
+    Raises:
+        TypeError: position_ids is no tensor.
+        ValueError: it is not two-dimensional.
+    """
+    _check("key_start_from_positions", "position_ids", position_ids)
+    return _starts(position_ids, position_ids[:, 1:] != position_ids[:, :-1] + 1)
+
+
+def key_start_from_documents(ids: Tensor) -> Tensor:
+    """The first key of each token's document, where `ids` says which document a token is of.
+
+    Args:
+        ids: `(batch, seqlen)`, any dtype. A document is a run of equal numbers; padding is a run
+            of its own.
+
+    Returns:
+        int32 `(batch, seqlen)` on the same device, for `attention(..., causal=True, key_start=)`
+        with as many keys as queries. Nothing is read back to the host.
+
+    Raises:
+        TypeError: ids is no tensor.
+        ValueError: it is not two-dimensional.
+    """
+    _check("key_start_from_documents", "ids", ids)
+    return _starts(ids, ids[:, 1:] != ids[:, :-1])
+
+
+def _check(function: str, name: str, value: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{function}: {name} must be a Tensor, but got {type(value).__name__}; use "
+            f"torch.as_tensor({name})"
+        )
+    if value.dim() != 2:
+        raise ValueError(
+            f"{function}: {name} must be (batch, seqlen), but got {tuple(value.shape)}"
+        )
+
+
+def _starts(ids: Tensor, begins: Tensor) -> Tensor:
+    """`begins` says of every token of a row but the first if a document begins there."""
+    at = torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device)
+    starts = torch.zeros(ids.shape, dtype=torch.int32, device=ids.device)
+    starts[:, 1:] = torch.where(begins, at[1:], 0)
+    return starts.cummax(1).values

@@ -1,0 +1,480 @@
+"""key_start, key_end, window, softcap and sink in attention, softmax_matmul and causal_softmax.
+
+The CUDA kernels refuse them so far; what they say is tested here too.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+import masks
+import reference as R
+import torchweld
+from bounds import (
+    GRADIENTS,
+    REFERENCES,
+    attention_bounds,
+)
+from numerics import acc_dtype, assert_equal, assert_same_bits, check
+from samples import BF16, F16, F32, F64, as_tuple, call
+from tensors import pads, randn
+
+attention = torch.ops.torchweld.attention
+attention_with_lse = torch.ops.torchweld.attention_with_lse
+ON_CPU = "cpu"
+DTYPES = (F32, F16, BF16, F64)
+
+
+def ints(*rows) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def qkv(dtype, b=2, h=2, hkv=2, sq=5, sk=5, d=3, dv=4) -> list[Tensor]:
+    shapes = ((b, h, sq, d), (b, hkv, sk, d), (b, hkv, sk, dv))
+    return [randn(ON_CPU, dtype, *shape) for shape in shapes]
+
+
+# Written by hand: (seqlen_q, seqlen_k), the numbers of one sequence -> rows.
+TABLES = [
+    ((5, 5), {"causal": True, "window": 1}, "10000 01000 00100 00010 00001"),
+    ((5, 5), {"causal": True, "window": 2}, "10000 11000 01100 00110 00011"),
+    ((5, 5), {"causal": True, "window": 2**60}, "10000 11000 11100 11110 11111"),
+    ((5, 5), {"window": 1}, "10000 01000 00100 00010 00001"),
+    ((5, 5), {"window": 2}, "11000 11100 01110 00111 00011"),
+    ((2, 5), {"causal": True, "window": 2}, "00110 00011"),
+    ((2, 5), {"window": 2}, "00111 00011"),
+    ((5, 2), {"causal": True, "window": 1}, "00 00 00 10 01"),
+    ((5, 2), {"window": 2}, "00 00 10 11 11"),
+    ((5, 5), {"key_end": ints(3)}, "11100 11100 11100 11100 11100"),
+    ((2, 5), {"causal": True, "key_end": ints(3)}, "11000 11100"),
+    ((2, 5), {"causal": True, "key_end": ints(1)}, "00000 10000"),
+    ((2, 5), {"causal": True, "key_end": ints(0)}, "00000 00000"),
+    ((2, 5), {"causal": True, "key_end": ints(-4)}, "00000 00000"),
+    ((2, 5), {"causal": True, "key_end": ints(9)}, "11110 11111"),
+    ((2, 5), {"causal": True, "key_end": ints(4), "window": 2}, "01100 00110"),
+    ((2, 5), {"causal": True, "key_end": ints(4), "leftpad": ints(1)}, "01100 01110"),
+    ((2, 5), {"causal": True, "key_end": ints(4), "leftpad": ints(3)}, "00000 00010"),
+    ((2, 5), {"causal": True, "key_end": ints(2), "leftpad": ints(3)}, "00000 00000"),
+    ((5, 5), {"causal": True, "leftpad": ints(2), "window": 2}, "00000 00000 00100 00110 00011"),
+    (
+        (5, 5),
+        {"causal": True, "key_start": ints([0, 0, 2, 2, 2])},
+        "10000 11000 00100 00110 00111",
+    ),
+    ((5, 5), {"key_start": ints([0, 4, -7, 2, 9])}, "11111 00001 11111 00111 00000"),
+    (
+        (5, 5),
+        {"causal": True, "key_start": ints([0, 0, 2, 2, 2]), "window": 2, "key_end": ints(5)},
+        "10000 11000 00100 00110 00011",
+    ),
+    ((2, 5), {"causal": True, "key_start": ints([1, 4])}, "01110 00001"),
+]
+
+
+@pytest.mark.parametrize(("shape", "numbers", "rows"), TABLES, ids=str)
+def test_truth_table(shape, numbers, rows):
+    """Equal visible logits, the identity as value: the result is the table, divided by its rows."""
+    seqlen_q, seqlen_k = shape
+    numbers = dict(numbers)
+    leftpad = numbers.pop("leftpad", None)
+    seen = torch.tensor([[digit == "1" for digit in row] for row in rows.split()])
+    causal = numbers.get("causal", False)
+    given = {k: v for k, v in numbers.items() if k != "causal"}
+    assert_equal(R.visible(1, seqlen_q, seqlen_k, leftpad, causal, **given)[0], seen)
+    for dtype in DTYPES:
+        expected = masks.uniform(seen).to(dtype)
+        query = torch.zeros(1, 1, seqlen_q, 3, dtype=dtype)
+        key = randn(ON_CPU, dtype, 1, 1, seqlen_k, 3)
+        value = torch.eye(seqlen_k, dtype=dtype)[None, None]
+        out, lse = attention_with_lse(query, key, value, leftpad, **numbers)
+        assert_equal(out[0, 0], expected)
+        torch.testing.assert_close(lse[0, 0].double(), seen.sum(-1).double().log())
+        scores = torch.where(seen, 0.5, math.nan).to(dtype)[None, None]
+        out = torchweld.softmax_matmul(scores, value, leftpad, scale=-2.0, **numbers)
+        assert_equal(out[0, 0], expected)
+        if causal:
+            y = torchweld.causal_softmax(scores, leftpad, scale=2.0, **given)
+            assert_equal(y[0, 0], expected)
+
+
+def numbers_of(seed: int, op: str, b: int, h: int, sq: int, sk: int, dtype) -> tuple:
+    """A leftpad or None, and random numbers; at least one of those beyond leftpad."""
+    pick = random.Random(seed)
+    g = torch.Generator().manual_seed(seed)
+
+    def data(*shape: int) -> Tensor:
+        return torch.randint(-1, sk + 2, shape, generator=g, dtype=torch.int32)
+
+    leftpad, numbers = None, {}
+    if op != "causal_softmax":
+        numbers["causal"] = pick.random() < 0.5
+    way = pick.choice(["leftpad", "documents", "any", "none"])
+    if way == "leftpad":
+        leftpad = data(b)
+    elif way != "none":
+        start = data(b, sq)
+        numbers["key_start"] = start.sort(1).values if way == "documents" else start
+    if pick.random() < 0.4:
+        numbers["key_end"] = data(b)
+    if pick.random() < 0.4:
+        numbers["window"] = pick.choice([1, 2, 7, 64, 1000])
+    if pick.random() < 0.4:
+        numbers["softcap"] = pick.choice([0.5, 3.0, 50.0])
+    if pick.random() < 0.4 or len(numbers) < 2:
+        sink = torch.randn(h, generator=g, dtype=F64)
+        numbers["sink"] = sink.to(pick.choice([dtype, acc_dtype(dtype)]))
+    return leftpad, numbers
+
+
+def case(seed: int, op: str) -> tuple:
+    pick = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = DTYPES[seed % 4]
+    b, hkv, group = pick.choice([1, 2, 3]), pick.choice([1, 2]), pick.choice([1, 2])
+    sq = pick.choice([1, 2, 5, 9, 17, 33, 70])
+    sk = pick.choice([1, 3, 17, 63, 64, 65, 130])
+    h = hkv * group
+    if op == "attention":
+        args = qkv(dtype, b, h, hkv, sq, sk, pick.choice([1, 4, 16]), pick.choice([2, 8]))
+    else:
+        args = [randn(ON_CPU, dtype, b, h, sq, sk)]
+        if op == "softmax_matmul":
+            args.append(randn(ON_CPU, dtype, b, h, sk, 6))
+    leftpad, numbers = numbers_of(seed, op, b, h, sq, sk, dtype)
+    if pick.random() < 0.5:
+        numbers["scale"] = pick.choice([0.7, -1.0])
+    return args, leftpad, numbers
+
+
+@pytest.mark.parametrize("op", ["attention", "softmax_matmul", "causal_softmax"])
+@pytest.mark.parametrize("seed", range(48))
+def test_random_masks(op, seed):
+    """Results and all gradients against float64, beside eager torch with a dense mask."""
+    args, leftpad, numbers = case(seed, op)
+    (bound,) = REFERENCES[op](*args, leftpad, **numbers)
+
+    def run(function):
+        leaves = [t.clone().requires_grad_() for t in args]
+        given = dict(numbers)
+        if "sink" in given:
+            given["sink"] = given["sink"].clone().requires_grad_()
+        out = function(*leaves, leftpad, **given)
+        inputs = leaves + ([given["sink"]] if "sink" in given else [])
+        return out, torch.autograd.grad(out, inputs, dout)
+
+    dout = randn(ON_CPU, bound.dtype, *bound.ref.shape)
+    eager, eager_grads = run(R.EAGER[op])
+    out, grads = run(call(op))
+    check(out, bound, label=f"{op} with numbers", eager=eager)
+    bounds = GRADIENTS[op](dout, *args, leftpad, **numbers)
+    assert len(bounds) == len(grads)
+    for grad, limit, yardstick, t in zip(grads, bounds, eager_grads, range(9), strict=False):
+        check(grad, limit, label=f"{op} with numbers, gradient {t}", eager=yardstick)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_with_lse_and_its_gradient(seed):
+    args, leftpad, numbers = case(seed, "attention")
+    leaves = [t.clone().requires_grad_() for t in args]
+    if "sink" in numbers:
+        leaves.append(numbers["sink"].clone().requires_grad_())
+    given = {**numbers, **({"sink": leaves[3]} if "sink" in numbers else {})}
+    out, lse = attention_with_lse(*leaves[:3], leftpad, **given)
+    for got, bound in zip((out, lse), attention_bounds(*args, leftpad, **numbers), strict=True):
+        check(got, bound, label="attention_with_lse")
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    grads = torch.autograd.grad((out, lse), leaves, (dout, dlse), retain_graph=True)
+    bounds = GRADIENTS["attention"](dout, *args, leftpad, dlse=dlse, **numbers)
+    for t, (grad, bound) in enumerate(zip(grads, bounds, strict=True)):
+        check(grad, bound, label=f"attention_with_lse, gradient {t}")
+    # One of the two alone is a gradient of 0 for the other.
+    none = (torch.zeros_like(out), torch.zeros_like(lse))
+    for alone, grad, both in ((lse, dlse, (none[0], dlse)), (out, dout, (dout, none[1]))):
+        got = torch.autograd.grad(alone, leaves, grad, retain_graph=True)
+        want = torch.autograd.grad((out, lse), leaves, both, retain_graph=True)
+        for a, b in zip(got, want, strict=True):
+            assert_same_bits(a, b)
+
+
+def test_gradcheck_of_sink_softcap_and_lse():
+    torch.manual_seed(0)
+    q, k, v = (t.requires_grad_() for t in qkv(F64, 2, 4, 2, 4, 5, 3, 2))
+    sink = torch.randn(4, dtype=F64, requires_grad=True)
+    start = ints([0, 0, 2, 2], [0, 5, 1, 9])
+
+    def numbers(sink: Tensor, causal: bool) -> dict:
+        return {"key_start": start, "softcap": 1.5, "sink": sink, "causal": causal, "window": 3}
+
+    for causal in (False, True):
+        assert torch.autograd.gradcheck(
+            lambda *t, causal=causal: attention_with_lse(*t[:3], **numbers(t[3], causal)),
+            (q, k, v, sink),
+        )
+    scores = torch.randn(2, 4, 4, 5, dtype=F64, requires_grad=True)
+    value = torch.randn(2, 4, 5, 2, dtype=F64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda s, v, sink: torchweld.softmax_matmul(s, v, **numbers(sink, True)),
+        (scores, value, sink),
+    )
+    assert torch.autograd.gradcheck(
+        lambda s, sink: torchweld.causal_softmax(s, key_start=start, softcap=1.5, sink=sink),
+        (scores, sink),
+    )
+    three = torch.randn(2, 4, 5, dtype=F64, requires_grad=True)
+    one = torch.randn(1, dtype=F64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda s, sink: torchweld.causal_softmax(s, sink=sink), (three, one)
+    )
+
+
+@pytest.mark.parametrize("sq", [3, 40])
+@pytest.mark.parametrize("hole", [math.nan, math.inf])
+def test_what_nobody_sees_is_not_read(hole, sq):
+    """Keys before every row's first and behind every row's last, rows that see nothing, dout."""
+    sk = 70
+    start = torch.full((3, sq), 5, dtype=torch.int32)
+    start[1] = torch.arange(sq) + 20
+    start[2, sq // 2 :] = 99
+    numbers = {"key_start": start, "key_end": ints(60, 66, 41), "softcap": 3.0}
+    seen = R.visible(3, sq, sk, None, False, key_start=start, key_end=numbers["key_end"])
+    rows, keys = ~seen.any(2)[:, None, :, None], ~seen.any(1)[:, None, :, None]
+    for dtype in DTYPES:
+        q, k, v = qkv(dtype, 3, 2, 1, sq, sk)
+        dout = randn(ON_CPU, dtype, 3, 2, sq, 4)
+        sink = randn(ON_CPU, dtype, 2)
+
+        def filled(by, q=q, k=k, v=v, dout=dout, sink=sink):
+            leaves = [torch.where(m, by, t) for m, t in ((rows, q), (keys, k), (keys, v))]
+            leaves = [t.requires_grad_() for t in [*leaves, sink.clone()]]
+            out = attention(*leaves[:3], sink=leaves[3], **numbers)
+            return [out.detach(), *torch.autograd.grad(out, leaves, torch.where(rows, by, dout))]
+
+        for got, ref in zip(filled(hole), filled(0.0), strict=True):
+            assert_same_bits(got, ref)
+            assert ref.isfinite().all()
+
+
+def test_rows_that_see_nothing():
+    """0, lse = -inf, with a sink the sink; gradients 0 but for that of lse."""
+    q, k, v = (t.requires_grad_() for t in qkv(F64))
+    sink = torch.tensor([0.5, -2.0], dtype=F64, requires_grad=True)
+    nothing = {"key_end": ints(0, -3)}
+    out, lse = attention_with_lse(q, k, v, **nothing)
+    assert (out == 0).all() and lse.isneginf().all()
+    for grad in torch.autograd.grad((out.sum(), lse.exp().sum()), (q, k, v)):
+        assert (grad == 0).all()
+    out, lse = attention_with_lse(q, k, v, sink=sink, **nothing)
+    assert (out == 0).all()
+    assert_equal(lse, sink.detach()[None, :, None].expand_as(lse))
+    *others, dsink = torch.autograd.grad((out.sum(), lse.sum()), (q, k, v, sink))
+    assert all((grad == 0).all() for grad in others)
+    assert_equal(dsink, torch.full_like(dsink, 2 * 5))
+    (dsink,) = torch.autograd.grad(attention(q, k, v, sink=sink, **nothing).sum(), sink)
+    assert (dsink == 0).all()
+
+
+@pytest.mark.parametrize("sq", [1, 8, 40])
+def test_key_end_is_a_shorter_cache(sq):
+    """As if the keys behind were cut off, sequence by sequence."""
+    q, k, v = qkv(F32, 3, 4, 2, sq, 90, 8, 8)
+    ends = [40, 77, 90]
+    out, lse = attention_with_lse(q, k, v, causal=True, key_end=ints(ends)[0])
+    for b, end in enumerate(ends):
+        cut = [q[b : b + 1], k[b : b + 1, :, :end], v[b : b + 1, :, :end]]
+        for got, want in zip((out, lse), attention_with_lse(*cut, causal=True), strict=True):
+            torch.testing.assert_close(got[b : b + 1], want)
+
+
+def test_packed_documents_are_calls_of_their_own():
+    lengths = [1, 30, 64, 5]
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    start = torchweld.key_start_from_documents(ids)
+    assert_equal(start, torchweld.key_start_from_positions(positions))
+    q, k, v = (t.requires_grad_() for t in qkv(F32, 1, 2, 1, 100, 100, 8, 8))
+    out = attention(q, k, v, causal=True, key_start=start)
+    parts = [
+        attention(*part, causal=True)
+        for part in zip(*(t.split(lengths, 2) for t in (q, k, v)), strict=True)
+    ]
+    torch.testing.assert_close(out, torch.cat(parts, 2))
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    wanted = torch.autograd.grad(torch.cat(parts, 2), (q, k, v), dout)
+    for got, want in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_parts_of_the_keys_join_by_lse():
+    q, k, v = qkv(F64, sq=6, sk=11)
+    whole = attention(q, k, v)
+    parts = [attention_with_lse(q, k[:, :, s], v[:, :, s]) for s in (slice(4), slice(4, None))]
+    weights = torch.softmax(torch.stack([lse for _, lse in parts]), 0)[..., None]
+    joined = sum(w * out for w, (out, _) in zip(weights, parts, strict=True))
+    torch.testing.assert_close(joined, whole)
+
+
+def test_numbers_that_hide_nothing_change_no_bit():
+    for sq in (4, 70):
+        for dtype in DTYPES:
+            args = qkv(dtype, sq=sq, sk=70)
+            plain = attention_with_lse(*args, causal=True)
+            for numbers in (
+                {"window": 70},
+                {"key_end": ints(70, 2**31 - 1)},
+                {"key_start": torch.zeros(2, sq, dtype=torch.int32) - 2**31},
+                {"sink": torch.full((2,), -math.inf, dtype=dtype)},
+            ):
+                for got, want in zip(
+                    attention_with_lse(*args, causal=True, **numbers), plain, strict=True
+                ):
+                    assert_same_bits(got, want)
+
+
+def test_helpers_of_packed_sequences():
+    ids = torch.tensor([[7, 7, 7, 2, 2], [1, 2, 1, 1, 0]])
+    expected = ints([0, 0, 0, 3, 3], [0, 1, 2, 2, 4])
+    assert_equal(torchweld.key_start_from_documents(ids), expected)
+    positions = torch.tensor([[0, 1, 2, 0, 1], [4, 5, 9, 10, 0]], dtype=torch.int16)
+    expected = ints([0, 0, 0, 3, 3], [0, 0, 2, 2, 4])
+    assert_equal(torchweld.key_start_from_positions(positions), expected)
+    for helper, name in (
+        (torchweld.key_start_from_documents, "ids"),
+        (torchweld.key_start_from_positions, "position_ids"),
+    ):
+        assert helper(torch.zeros(2, 0, dtype=torch.int64)).shape == (2, 0)
+        with pytest.raises(TypeError, match=f"{name} must be a Tensor, but got list"):
+            helper([[0, 1]])
+        with pytest.raises(ValueError, match=re.escape(f"{name} must be (batch, seqlen), but got")):
+            helper(torch.zeros(3))
+    compiled = torch.compile(torchweld.key_start_from_documents, fullgraph=True)
+    assert_equal(compiled(ids), torchweld.key_start_from_documents(ids))
+
+
+# What is refused, and the sentence behind "torchweld::attention: ".
+REFUSED = [
+    ({"key_start": torch.zeros(2, 5)}, "key_start must be int32, but got float32 (2, 5) on cpu"),
+    ({"key_start": ints([0] * 4, [0] * 4)}, "key_start must be (batch, seqlen_q) = (2, 5), but"),
+    (
+        {"key_start": ints([0] * 5, [0] * 5), "leftpad": ints(0, 1)},
+        "key_start must be given without leftpad, but got both; use "
+        "torch.maximum(key_start, leftpad[:, None])",
+    ),
+    ({"key_end": torch.zeros(2, dtype=torch.int64)}, "key_end must be int32, but got int64 (2,)"),
+    ({"key_end": ints(1, 2, 3)}, "key_end must be (batch,) = (2,), but got int32 (3,) on cpu"),
+    ({"window": 0}, "window must be at least 1, but got 0; leave it out for no window"),
+    ({"window": -1}, "window must be at least 1, but got -1"),
+    ({"softcap": 0.0}, "softcap must be finite and above 0, but got 0; leave it out for no cap"),
+    ({"softcap": math.inf}, "softcap must be finite and above 0, but got inf"),
+    ({"sink": torch.zeros(3)}, "sink must be (nheads,) = (2,), but got float32 (3,) on cpu"),
+    ({"sink": torch.zeros(2, dtype=F16)}, "sink must be float32 like query or float32, but got"),
+    ({"sink": torch.zeros(2, device="meta")}, "sink must be on cpu like query, but got float32"),
+]
+
+
+@pytest.mark.parametrize(("numbers", "sentence"), REFUSED, ids=lambda v: str(v)[:30])
+def test_refusals(numbers, sentence):
+    args = qkv(F32)
+    for op in ("attention", "attention_forward", "attention_with_lse"):
+        with pytest.raises(RuntimeError, match=re.escape(f"torchweld::{op}: {sentence}")):
+            call(op)(*args, **numbers)
+    like = sentence.replace("like query", "like scores")
+    scores = torch.zeros(2, 2, 5, 5)
+    for op, inputs in (("softmax_matmul", [scores, args[2]]), ("causal_softmax", [scores])):
+        with pytest.raises(RuntimeError, match=re.escape(f"torchweld::{op}: {like}")):
+            call(op)(*inputs, **numbers)
+
+
+def test_the_gradient_of_causal_softmax_says_what_it_needs():
+    y = torch.softmax(torch.zeros(2, 2, 3, 3), -1)
+    for numbers in ({"softcap": 2.0}, {"sink": torch.zeros(2)}):
+        with pytest.raises(RuntimeError, match="scores must be given with softcap or sink, but"):
+            torch.ops.torchweld.causal_softmax_backward(y, y, **numbers)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_cuda_refuses_them():
+    args = [t.cuda() for t in qkv(F32)]
+    scores = torch.zeros(2, 2, 5, 5, device="cuda")
+    for name, value in {
+        "key_start": torch.zeros(2, 5, dtype=torch.int32, device="cuda"),
+        "key_end": pads("cuda", 1, 2),
+        "window": 2,
+        "softcap": 1.0,
+        "sink": torch.zeros(2, device="cuda"),
+    }.items():
+        for op, inputs in (
+            ("attention", args),
+            ("softmax_matmul", [scores, args[2]]),
+            ("causal_softmax", [scores]),
+        ):
+            sentence = f"torchweld::{op}: {name} must be left out on CUDA, but got one"
+            with pytest.raises(RuntimeError, match=sentence):
+                call(op)(*inputs, **{name: value})
+    out, lse = attention_with_lse(*[t.requires_grad_() for t in args])
+    out.sum().backward()
+    with pytest.raises(RuntimeError, match="dlse must be left out on CUDA"):
+        attention_with_lse(*args)[1].sum().backward()
+
+
+NUMBERS = {
+    "key_start": ints([0, 0, 2, 2, 2], [0, 1, 1, 1, 4]),
+    "key_end": ints(5, 4),
+    "window": 3,
+    "softcap": 2.0,
+}
+
+
+@pytest.mark.parametrize("op", ["attention", "softmax_matmul", "causal_softmax"])
+def test_opcheck_compile_export_and_script(op):
+    torch.manual_seed(0)
+    inputs = {
+        "attention": qkv(F32),
+        "softmax_matmul": [torch.randn(2, 2, 5, 5), torch.randn(2, 2, 5, 3)],
+        "causal_softmax": [torch.randn(2, 2, 5, 5)],
+    }[op]
+    sink = torch.randn(2)
+    leaves = [t.requires_grad_() for t in [*inputs, sink]]
+    torch.library.opcheck(call(op).default, tuple(leaves[:-1]), {**NUMBERS, "sink": sink})
+
+    def function(*tensors: Tensor) -> Tensor:
+        *inputs, sink = tensors
+        return call(op)(*inputs, **NUMBERS, sink=sink)
+
+    plain = function(*leaves)
+    grads = torch.autograd.grad(plain.square().sum(), leaves)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    out = compiled(*leaves)
+    assert_same_bits(out.detach(), plain.detach())
+    for got, want in zip(torch.autograd.grad(out.square().sum(), leaves), grads, strict=True):
+        torch.testing.assert_close(got, want)
+
+    class Module(torch.nn.Module):
+        def forward(self, *tensors: Tensor) -> Tensor:
+            return function(*tensors)
+
+    still = tuple(t.detach() for t in leaves)
+    exported = torch.export.export(Module(), still).module()
+    assert_same_bits(exported(*still), plain.detach())
+
+
+def test_autocast_and_half_sinks():
+    q, k, v = (t.requires_grad_() for t in qkv(F32))
+    sink = torch.zeros(2, requires_grad=True)
+    with torch.autocast("cpu", BF16):
+        out = attention(q, k, v, causal=True, sink=sink, window=2)
+    assert out.dtype == BF16
+    out.sum().backward()
+    assert sink.grad.dtype == F32 and sink.grad.isfinite().all()
+    half = [t.detach().to(BF16) for t in (q, k, v)]
+    for dtype in (BF16, F32):
+        sink = torch.ones(2, dtype=dtype, requires_grad=True)
+        attention(*half, sink=sink).sum().backward()
+        assert sink.grad.dtype == dtype
+    assert as_tuple(attention_with_lse(*half))[1].dtype == F32
