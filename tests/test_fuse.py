@@ -1074,3 +1074,20 @@ def test_a_model_without_a_default_sample_is_not_compared():
     assert report and report.max_abs_diff is None and "not measured" in str(report)
     ids = batch("cpu", (0, 0))["input_ids"]
     assert fuse(transformers.BertModel(config), sample=ids).max_abs_diff < 1e-4
+
+
+def test_a_sharded_model_is_told_the_order():
+    dist = torch.distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model = gpt2()
+        for block in model.transformer.h:
+            fully_shard(block, mesh=mesh)
+        reasons = {reason for _, reason in fuse(model, check=False).skipped}
+        assert reasons == {"the block is sharded; call fuse before fully_shard"}
+    finally:
+        dist.destroy_process_group()

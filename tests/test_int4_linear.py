@@ -54,7 +54,7 @@ def check_both(x, weight, bias=None):
     check_op(OP + "_repacked", [x, *packed], kwargs, eager=False)
 
 
-@pytest.mark.parametrize("rows", [*range(1, 10), 15, 16, 17])
+@pytest.mark.parametrize("rows", [*range(1, 10), 15, 16, 17, 27, 48, 49])
 @pytest.mark.parametrize("group", [64, 128, 384])
 def test_few_rows(device, rows, group):
     """What the CPU decodes in registers, and around it."""

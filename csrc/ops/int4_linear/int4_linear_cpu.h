@@ -15,6 +15,7 @@
 
 #include "core/linear_common.h"
 #include "core/parallel.h"
+#include "ops/int4_linear/int4_bfloat16_cpu.h"
 #include "ops/int4_linear/int4_rows_cpu.h"
 
 namespace torchweld {
@@ -101,18 +102,14 @@ void int4_linear_into(const Tensor& y, const Tensor& x, const Weight& weight,
     is_given(bias) ? y.copy_(bias->expand_as(y)) : y.zero_();
     return;
   }
-  if (serves_int4_rows(x, weight)) return int4_rows_into(y, x, weight, bias);
   const int64_t most = int4_block(n, k * x.element_size(), /*least=*/32);
+  if (serves_int4_bf16(x, weight)) return int4_bf16_into(y, x, weight, bias, most);
+  if (serves_int4_rows(x, weight)) return int4_rows_into(y, x, weight, bias);
   parallel_tasks((n + most - 1) / most, [&](int64_t task) {
     const int64_t row = task * most, rows = std::min(most, n - row);
     const Tensor block = at::empty({rows, k}, x.options());
     dequantise_block(block, weight, row, 0);
-    Tensor out = y.narrow(1, row, rows);
-    if (is_given(bias)) {
-      at::addmm_out(out, bias->narrow(0, row, rows), x, block.t());
-    } else {
-      at::mm_out(out, x, block.t());
-    }
+    int4_block_matmul(y, x, block, bias, row);
   });
 }
 

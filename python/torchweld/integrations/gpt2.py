@@ -15,6 +15,7 @@ modules behave as stock again.
 from __future__ import annotations
 
 import copy
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,7 +201,9 @@ def sites(block: nn.Module) -> list[tuple[str, Site | None, str | None]]:
     ):
         owner = getattr(block, owner_name)
         if type(block) is not GPT2Block:
-            out.append((path, None, f"the block is {_class(block)}, not transformers' GPT2Block"))
+            other = f"{_class(block)}, not transformers' GPT2Block"
+            what = "sharded; call fuse before fully_shard" if _is_sharded(block) else other
+            out.append((path, None, f"the block is {what}"))
         elif type(owner) is LayerNormMLP or type(getattr(owner, linear_name)) is LayerNormConv1D:
             out.append((path, None, "fused already"))
         elif type(owner) is not owner_type:
@@ -364,6 +367,12 @@ def _replace_config(model: nn.Module, old: Any, new: Any) -> None:
     for module in model.modules():
         if vars(module).get("config") is old:
             module.config = new
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """By fully_shard, whose package takes seconds to import."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def _class(value: Any) -> str:
