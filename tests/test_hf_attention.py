@@ -16,6 +16,7 @@ from torchweld.integrations import (  # noqa: E402
     hf_attention,
     hf_mask,
     hf_models,
+    hf_numbers,
     register_attention,
 )
 
@@ -297,7 +298,7 @@ def test_equals_sdpa_without_mask(attention_device, nheads_kv, is_causal):
 def test_leftpad_equals_the_dense_mask(attention_device, seqlen_q, seqlen_k):
     qkv = views(attention_device, seqlen_q, seqlen_k, nheads_kv=2)
     leftpad = torch.tensor([0, 2], dtype=torch.int32, device=attention_device)
-    dense = hf_mask.causal_mask(leftpad, seqlen_q, seqlen_k)
+    dense = hf_numbers.causal_mask(leftpad, seqlen_q, seqlen_k)
     ours, stock = both(Layer(groups=2), qkv, leftpad, dense)
     position = torch.arange(seqlen_q, device=attention_device) + seqlen_k - seqlen_q
     real = position >= leftpad[:, None]
@@ -323,7 +324,7 @@ def test_no_mask_with_spare_keys_is_aligned_at_the_top_left(attention_device):
 def test_what_the_op_cannot_do_runs_sdpa_with_one_warning(more, said, masked):
     qkv = views("cpu", 6, 6)
     leftpad = torch.tensor([0, 2], dtype=torch.int32) if masked else None
-    dense = hf_mask.causal_mask(leftpad, 6, 6) if masked else None
+    dense = hf_numbers.causal_mask(leftpad, 6, 6) if masked else None
     outs = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

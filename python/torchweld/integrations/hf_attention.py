@@ -2,9 +2,10 @@
 
 Two functions are registered, and they belong together: the *mask function* (:mod:`.hf_mask`) runs
 once per forward pass and decides which path the layers take; the *attention function* runs once per
-layer. With ``leftpad`` or no mask it calls ``torch.ops.torchweld.attention``; with a 4-D mask it
-calls transformers' SDPA path, and says so once per reason. Where attention weights are asked for,
-which neither of the two can give, it calls the model's own eager attention.
+layer. With a mask of numbers (:mod:`.hf_numbers`) or none it calls
+``torch.ops.torchweld.attention``; with a dense mask it calls transformers' SDPA path, and says so
+once per reason. What SDPA lacks too (attention weights, attention sinks, soft-capped scores) comes
+from the model's own eager attention then.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from torchweld import _library
 
+from . import hf_numbers
+from .hf_numbers import Numbers
+
 try:
     # Says what a forward pass records. Older versions of transformers pass output_attentions on.
     from transformers.utils.output_capturing import _active_collector as _collector
@@ -28,9 +32,7 @@ NAME = "torchweld"
 
 # Arguments of models whose result neither torchweld's op nor SDPA gives, and what they are.
 _UNSERVED = {
-    "s_aux": "attention sinks",
     "sinks": "attention sinks",
-    "softcap": "soft-capped scores",
     "indices": "keys chosen for each query",
     "block_indices": "blocks of keys chosen for each query",
 }
@@ -105,27 +107,19 @@ def no_mask(device: torch.device) -> Tensor:
     return torch.empty(0, 0, 0, 0, dtype=torch.bool, device=device)
 
 
-def _dense_mask(
-    attention_mask: Tensor | None, query: Tensor, seqlen_k: int, causal: bool
-) -> Tensor | None:
+def _added_mask(mask: Tensor | None, query: Tensor, seqlen_k: int, causal: bool) -> Tensor | None:
     """What eager attention adds to the scores; None where every query sees every key."""
     seqlen_q = query.shape[2]
-    if attention_mask is None:
+    if mask is None:
         if not causal or seqlen_q == 1:
             return None
         # Aligned at the top left, as SDPA takes a missing mask.
         key = torch.arange(seqlen_k, device=query.device)
-        visible = (key <= key[:seqlen_q, None])[None, None]
-    elif attention_mask.dim() == 1:
-        from .hf_mask import causal_mask
-
-        visible = causal_mask(attention_mask, seqlen_q, seqlen_k)
-    elif attention_mask.dtype != torch.bool:
-        return attention_mask
-    else:
-        visible = attention_mask
+        mask = (key <= key[:seqlen_q, None])[None, None]
+    elif mask.dtype != torch.bool:
+        return mask
     hidden = torch.finfo(query.dtype).min
-    return torch.zeros((), dtype=query.dtype, device=query.device).where(visible, hidden)
+    return torch.zeros((), dtype=query.dtype, device=query.device).where(mask, hidden)
 
 
 def _eager_attention(
@@ -134,9 +128,10 @@ def _eager_attention(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    lacking: str,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The model's own attention that returns weights."""
+    """The model's own attention, for what is ``lacking`` elsewhere."""
     if getattr(module, "reorder_and_upcast_attn", False):  # GPT-2's second eager form
         return module._upcast_and_reordered_attn(query, key, value, mask)
     homes = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
@@ -144,11 +139,25 @@ def _eager_attention(
     eager = next((function for function in found if function is not None), None)
     if eager is None:
         raise ValueError(
-            f'attn_implementation="torchweld" has no attention weights to return, and '
+            f'attn_implementation="torchweld" has no {lacking}, and '
             f"{type(module).__name__} has no eager attention of its own to ask; use "
-            'attn_implementation="eager" for output_attentions=True'
+            'attn_implementation="eager" for this model'
         )
     return eager(module, query, key, value, mask, **kwargs)
+
+
+def _numbers(
+    mask: Tensor | None, query: Tensor, module: torch.nn.Module, is_causal: bool | None
+) -> Numbers | None:
+    """What a mask says to the op, or None where it is a dense one."""
+    if mask is None or mask.shape == (0, 0, 0, 0):
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        return Numbers(causal=bool(causal))
+    if hf_numbers.is_leftpad(mask):
+        return Numbers(causal=True, leftpad=mask.to(query.device))
+    if hf_numbers.is_ranges(mask):
+        return hf_numbers.split(mask, query.shape[2], query.device)
+    return None
 
 
 def attention_forward(
@@ -171,10 +180,11 @@ def attention_forward(
         key: ``(batch, nheads_kv, seqlen_k, head_dim)``, heads not repeated.
         value: ``(batch, nheads_kv, seqlen_k, head_dim_v)``.
         attention_mask: What :func:`.hf_mask.attention_mask` returned, or a 4-D mask.
-        dropout: Dropout probability of the attention weights; above 0 SDPA is used.
+        dropout: Dropout probability of the attention weights; above 0 the op is not used.
         scaling: Factor of the scores, head_dim^-0.5 by default.
-        is_causal: Overrides ``module.is_causal``.
-        **kwargs: Other features of transformers; those that change the result take SDPA.
+        is_causal: Overrides ``module.is_causal`` where there is no mask.
+        **kwargs: Other features of transformers. ``softcap`` and ``s_aux`` (attention sinks) go to
+            the op; others that change the result take SDPA.
 
     Returns:
         ``(batch, seqlen_q, nheads, head_dim_v)``, and the attention weights where they are asked
@@ -182,8 +192,8 @@ def attention_forward(
 
     Raises:
         NotImplementedError: The build has no attention kernel for the device.
-        ValueError: The model needs what no path has (attention sinks, soft-capped scores, keys
-            chosen for each query), or weights are asked for and the model has no eager attention.
+        ValueError: The model needs what no path has (keys chosen for each query), or what eager
+            attention alone has, and it has no eager attention.
     """
     for name, what in _UNSERVED.items():
         if kwargs.get(name) is not None:
@@ -191,65 +201,60 @@ def attention_forward(
                 f'attn_implementation="torchweld" has no {name} ({what}); use '
                 'attn_implementation="eager" for this model'
             )
-    leftpad = None
-    reason = None
-    if attention_mask is not None and attention_mask.shape == (0, 0, 0, 0):
-        attention_mask = None
-    if attention_mask is not None:
-        if attention_mask.dim() == 1 and attention_mask.dtype == torch.int32:
-            leftpad = attention_mask.to(query.device)
-        else:
-            reason = getattr(
-                attention_mask,
-                "torchweld_reason",
-                GIVEN_4D,
-            )
+    softcap, sink = kwargs.get("softcap"), kwargs.get("s_aux")
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
-    causal = True if leftpad is not None else is_causal
-    if causal is None:
-        causal = bool(getattr(module, "is_causal", True))
+    numbers = _numbers(attention_mask, query, module, is_causal)
+    causal = numbers is not None and numbers.causal
+    unmasked = numbers is not None and numbers.leftpad is None and numbers.key_end is None
 
-    if _weights_are_wanted(kwargs):
-        warn_once("attention weights are asked for", instead="the model's eager attention")
-        mask = _dense_mask(attention_mask if leftpad is None else leftpad, query, seqlen_k, causal)
-        return _eager_attention(
-            module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-
-    if reason is None:
-        if dropout > 0.0:
-            reason = "attention dropout is on"
-        elif kwargs.get("position_bias") is not None:
-            reason = "a position bias is added to the scores"
-        elif kwargs.get("cache") is not None:
-            reason = "a paged cache is in use"
-        elif causal and leftpad is None and seqlen_k < seqlen_q:
-            reason = "there are fewer keys than causal queries"
+    reason = None
+    weights = _weights_are_wanted(kwargs)
+    if weights:
+        reason = "attention weights are asked for"
+    elif numbers is None:
+        reason = getattr(attention_mask, "torchweld_reason", GIVEN_4D)
+    elif dropout > 0.0:
+        reason = "attention dropout is on"
+    elif kwargs.get("position_bias") is not None:
+        reason = "a position bias is added to the scores"
+    elif kwargs.get("cache") is not None:
+        reason = "a paged cache is in use"
+    elif causal and unmasked and seqlen_k < seqlen_q:
+        reason = "there are fewer keys than causal queries"
+    elif (softcap is not None or sink is not None) and not hf_numbers.serves_ranges(query.device):
+        reason = hf_numbers.NO_SOFTCAP
     if reason is not None:
+        mask = attention_mask if numbers is None else numbers.dense(seqlen_q, seqlen_k)
+        more = {"dropout": dropout, "scaling": scaling, **kwargs}
+        lacking = "attention weights to return" if weights else None
+        if softcap is not None or sink is not None:
+            lacking = lacking or "attention sinks or soft-capped scores here"
+        if lacking is not None:
+            warn_once(reason, instead="the model's eager attention")
+            mask = _added_mask(mask, query, seqlen_k, causal)
+            out, probabilities = _eager_attention(module, query, key, value, mask, lacking, **more)
+            return out, probabilities if weights else None
         warn_once(reason)
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        from .hf_mask import causal_mask
+        return sdpa_attention_forward(module, query, key, value, mask, is_causal=is_causal, **more)
 
-        if leftpad is not None:
-            attention_mask = causal_mask(leftpad, seqlen_q, seqlen_k)
-        return sdpa_attention_forward(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            **kwargs,
-        )
-
-    if causal and leftpad is None and seqlen_q > 1 and seqlen_k > seqlen_q:
+    if causal and unmasked and seqlen_q > 1 and seqlen_k > seqlen_q:
         # No mask at all means "aligned at the top left" to transformers: a static cache that has
         # just been filled, with nothing behind the queries yet.
         key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
-    out = torch.ops.torchweld.attention(query, key, value, leftpad, causal=causal, scale=scaling)
+    out = torch.ops.torchweld.attention(
+        query,
+        key,
+        value,
+        numbers.leftpad,
+        causal=causal,
+        scale=scaling,
+        key_start=numbers.key_start,
+        key_end=numbers.key_end,
+        softcap=softcap,
+        sink=sink,
+    )
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -1,45 +1,73 @@
 """The mask function of ``attn_implementation="torchweld"``.
 
-It runs once per forward pass, before the layers, and decides which path they take. Where the
-pattern is plain causal and the tokens of every row are one run, it returns ``leftpad``, an int32
-``(batch,)`` tensor on the device, and the layers run torchweld's op. Everything else gets the 4-D
-mask of ``sdpa`` and runs there.
+It runs once per forward pass, before the layers, and decides which path they take. What numbers can
+say goes to the layers as numbers (:mod:`.hf_numbers`), and they run torchweld's op. Everything else
+gets the 4-D mask of ``sdpa`` and runs there, or in the model's own eager attention where the layer
+has soft-capped scores or attention sinks, which SDPA lacks.
 
-=============================  =====================================  ==================
-rows of the 2-D mask           where it can be read                   where it can't be
-=============================  =====================================  ==================
-none given                     the op                                 the op
-0..0 1..1, left padding        the op                                 sdpa
-1..1 0..0, 0..0 1..1 0..0      the op: equal at every token, because  sdpa
-                               a causal row never sees what is
-                               behind it; padding gives other,
-                               finite values
-1..0..1, holes                 sdpa                                   sdpa
-=============================  =====================================  ==================
+======================================  ===============  ===================
+pattern                                 on the CPU       on CUDA
+======================================  ===============  ===================
+causal                                  the op           the op
+causal with a window or in chunks       the op           the op while nothing is hidden
+packed sequences, by position_ids       the op           sdpa
+static cache, sliding or not            the op           sdpa
+bidirectional, cross attention          the op           the op, sdpa with padding
+bidirectional with a window             sdpa             sdpa
+an ``and_mask_function`` or             sdpa             sdpa
+``or_mask_function``, 4-D masks
+layers with soft-capped scores, sinks   the op           eager
+======================================  ===============  ===================
 
-Holes are a matter of data: ``generate`` makes them itself where a prompt holds the pad token and no
-mask is given. ``leftpad`` can't say them, and nothing on the device can choose between two paths,
-so the host looks. On a GPU that is one bool read back in every forward pass that is given a mask,
-as transformers' own ``sdpa`` does; the layers wait for nothing. torch.compile, export, tracing and
+======================================  ===============  ===================
+rows of the 2-D mask                    where it can be  where it can't be
+                                        read             read
+======================================  ===============  ===================
+none given                              the op           the op
+0..0 1..1, left padding                 the op           sdpa
+1..1 0..0, 0..0 1..1 0..0               the op: equal    sdpa
+                                        at every token
+1..0..1, holes                          sdpa             sdpa
+======================================  ===============  ===================
+
+At padding the values differ from those of other implementations, but they are finite. Holes are a
+matter of data: ``generate`` makes them itself where a prompt holds the pad token and no mask is
+given. Numbers can't say them, and nothing on the device can choose between two paths, so the host
+looks. On a GPU that is one value read back in every forward pass that is given a mask, as
+transformers' own ``sdpa`` does; the layers wait for nothing. torch.compile, export, tracing and
 CUDA graph capture can't look, so their graphs hold the path that is right for every mask.
+``generate`` with a static cache makes its masks outside of the graph that it compiles.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchweld.ops.leftpad import before_first_token, is_readable
 
+from . import hf_numbers, hf_pattern
 from .hf_attention import MAYBE_PACKED, UNREADABLE, warn_once
-from .hf_models import check_config
+from .hf_models import check_config, wants_whole_masks
+from .hf_numbers import LEFTPAD_ALONE, is_leftpad, ranges
+from .hf_pattern import Pattern
+
+UNKNOWN = "the mask has a function that torchweld does not know (custom, or blocks of tokens)"
+TWO_SIDED = "the mask is a window to both sides"
+WHOLE = "the model changes the mask, so it gets the whole one"
+HOLES = "attention_mask has padding between tokens"
+NOT_2D = "attention_mask is not (batch, positions)"
+TOO_SHORT = "attention_mask ends before the last query"
+NO_POSITION = "the position of the queries among the keys is not known"
 
 
-def _has_holes(tokens: Tensor) -> bool:
+def _has_holes(tokens: Tensor) -> Tensor:
     runs = tokens[:, :1].sum(1) + (tokens[:, 1:] & ~tokens[:, :-1]).sum(1)
-    return bool((runs > 1).any())
+    return (runs > 1).any()
 
 
 def attention_mask(
@@ -54,7 +82,7 @@ def attention_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Left pads where the pattern is plain causal, else the mask of ``sdpa``.
+    """The mask as numbers where they can say it, else the mask of ``sdpa``.
 
     Args:
         batch_size: Sequences in the batch.
@@ -69,63 +97,54 @@ def attention_mask(
         **kwargs: Handed to ``sdpa_mask``; ``config`` says which model asks.
 
     Returns:
-        int32 ``(batch,)`` left pads, or None (no padding, queries and keys end together), or the
+        A mask of :mod:`.hf_numbers`, or None (no padding, queries and keys end together), or the
         bool 4-D mask of ``sdpa``.
 
     Raises:
         ValueError: The model does not take its attention from transformers' AttentionInterface, or
-            does not support ``sdpa``.
+            neither supports ``sdpa`` nor lacks it for what torchweld's op has.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+    if attention_mask is not None and is_leftpad(attention_mask):
+        return attention_mask  # generate makes the masks first and then calls the model with them
     config = kwargs.get("config")
     if config is not None:
         check_config(type(config))
+    if q_length is None:
+        q_length = kwargs["cache_position"].shape[0]
     if mask_function is None:
         mask_function = causal_mask_function
-    cache_position = kwargs.get("cache_position")
-    if q_length is None:
-        q_length = cache_position.shape[0]
-    end = kv_offset + kv_length  # one past the last key's position
-    readable = attention_mask is None or is_readable(attention_mask)
-
-    # A window that is wider than the whole context hides nothing: transformers itself skips it.
-    plain = allow_is_causal_skip and (
-        mask_function is causal_mask_function or (local_size is not None and kv_length < local_size)
+    device = kwargs.get("device")
+    if device is None:
+        device = "cpu" if attention_mask is None else attention_mask.device
+    call = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "attention_mask": attention_mask,
+        "device": device,
+    }
+    skip = allow_is_causal_skip or kwargs.get("allow_is_bidirectional_skip", False)
+    pattern, reason = _known(
+        mask_function, local_size, skip, config, kwargs.get("use_vmap", False), call
     )
-    if isinstance(q_offset, Tensor) or (q_offset is not None and q_offset + q_length != end):
-        reason = "a static cache holds keys beyond the last token"
-    elif not plain:
-        reason = "the mask is not plain causal (window, packed sequences, encoder or custom)"
-        if torch.compiler.is_compiling() and attention_mask is None and local_size is None:
-            reason = MAYBE_PACKED
-    elif q_offset is None and attention_mask is None and q_length != kv_length:
-        reason = "the position of the queries among the keys is not known"
-    elif attention_mask is None:
-        # Equal lengths, or one query that sees everything: nothing to say. Else bottom-right
-        # causal, which None would not mean to transformers: zero pads do.
-        if q_length == kv_length or q_length == 1:
-            return None
-        device = kwargs.get("device")
-        return torch.zeros(batch_size, dtype=torch.int32, device=device)
-    elif attention_mask.dim() != 2 or attention_mask.shape[-1] < end:
-        reason = "a static cache holds keys beyond the last token"
-    elif not readable:
-        reason = UNREADABLE
-    else:
-        tokens = attention_mask[:, kv_offset:end].to(torch.bool)
-        if not _has_holes(tokens):
-            return before_first_token(tokens)
-        reason = "attention_mask has padding between tokens"
-
+    mask = None
+    if reason is None and pattern.causal:
+        if q_offset is None and local_size is not None and kv_length < local_size:
+            pattern = dataclasses.replace(pattern, window=None, chunk=None)
+        mask, reason = _causal(pattern, allow_is_causal_skip, **call)
+    elif reason is None:
+        mask, reason = _bidirectional(pattern, skip, **call)
+    if reason is None:
+        return mask
+    readable = attention_mask is None or is_readable(attention_mask)
+    call.pop("device")
     mask = sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=0 if q_offset is None else q_offset,
-        kv_offset=kv_offset,
+        **{**call, "q_offset": 0 if q_offset is None else q_offset},
         mask_function=mask_function,
-        attention_mask=attention_mask,
         local_size=local_size,
         # sdpa_mask reads attention_mask before it leaves the mask out.
         allow_is_causal_skip=allow_is_causal_skip and readable,
@@ -138,8 +157,141 @@ def attention_mask(
     return mask
 
 
-def causal_mask(leftpad: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """The bool mask ``(batch, 1, seqlen_q, seqlen_k)`` that ``leftpad`` stands for."""
-    key = torch.arange(seqlen_k, device=leftpad.device)
-    row = torch.arange(seqlen_q, device=leftpad.device) + (seqlen_k - seqlen_q)
-    return (key <= row[:, None]) & (key >= leftpad[:, None, None, None])
+def _known(
+    mask_function: Any,
+    local_size: int | None,
+    skip: bool,
+    config: Any,
+    use_vmap: bool,
+    call: dict[str, Any],
+) -> tuple[Pattern | None, str | None]:
+    """The pattern of a mask function that numbers may say, or None and why not."""
+    attention_mask = call["attention_mask"]
+    if torch.compiler.is_compiling() and hf_pattern.is_combined(mask_function):
+        # What torch.compile can look into must close over numbers alone.
+        if attention_mask is not None:
+            return None, UNREADABLE
+        if not skip and not isinstance(call["q_offset"], Tensor) and call["q_offset"] == 0:
+            return None, MAYBE_PACKED
+        chunked = getattr(config, "attention_chunk_size", None) is not None
+        window = local_size is not None and not use_vmap and not chunked
+        pattern = hf_pattern.constant(mask_function) if window else None
+    else:
+        pattern = hf_pattern.of(mask_function)
+    if pattern is None:
+        return None, UNKNOWN
+    if not skip and (config is None or wants_whole_masks(type(config))):
+        return None, WHOLE
+    if attention_mask is not None and attention_mask.dim() != 2:
+        return None, NOT_2D
+    if attention_mask is not None and not is_readable(attention_mask):
+        return None, UNREADABLE
+    if pattern.documents is not None:
+        if not is_readable(pattern.documents):
+            return None, MAYBE_PACKED
+        square = call["q_length"] == call["kv_length"] == pattern.documents.shape[1]
+        if not square or call["q_offset"] != 0 or call["kv_offset"] != 0:
+            return None, UNKNOWN
+        if not pattern.is_packed():
+            return None, UNKNOWN
+    return pattern, None
+
+
+def _causal(
+    pattern: Pattern,
+    skip: bool,
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor | None,
+    kv_offset: int,
+    attention_mask: Tensor | None,
+    device: torch.device | str,
+) -> tuple[Tensor | None, str | None]:
+    """The numbers of a causal mask, or None and why not."""
+    last = kv_offset + kv_length  # one past the last query's position
+    aligned = True
+    if q_offset is not None:
+        last = q_offset + q_length
+        aligned = not isinstance(q_offset, Tensor) and last == kv_offset + kv_length
+    if aligned:
+        # What is wider than all that there is hides nothing.
+        if pattern.window is not None and kv_length <= pattern.window:
+            pattern = dataclasses.replace(pattern, window=None)
+        if pattern.chunk is not None and last <= pattern.chunk:
+            pattern = dataclasses.replace(pattern, chunk=None)
+    # In a decode step with a static cache, which is compiled, all steps take one form.
+    plain = aligned and skip and pattern == Pattern(causal=True)
+    if q_offset is None and not (plain and (attention_mask is not None or q_length == kv_length)):
+        return None, NO_POSITION
+    if not plain and not hf_numbers.serves_ranges(device):
+        return None, LEFTPAD_ALONE
+    leftpad = None
+    if attention_mask is not None:
+        tokens = _tokens(attention_mask, kv_length, kv_offset)
+        short = attention_mask.shape[1] < last
+        if not aligned:
+            tokens = tokens & (torch.arange(kv_length, device=tokens.device) < last - kv_offset)
+        holes, short = _read(_has_holes(tokens), short)
+        if short:
+            return None, TOO_SHORT
+        if holes:
+            return None, HOLES
+        leftpad = before_first_token(tokens)
+    if plain:
+        # Equal lengths, or one query that sees everything: nothing to say. Else bottom-right
+        # causal, which None would not mean to transformers: zero pads do.
+        if leftpad is None and q_length != kv_length and q_length != 1:
+            leftpad = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        return leftpad, None
+    position = torch.arange(q_length, device=device) + q_offset
+    key_start = pattern.key_start(position, kv_offset).expand(batch_size, -1)
+    if leftpad is not None:
+        key_start = key_start.maximum(leftpad[:, None])
+    key_end = torch.as_tensor(last - kv_offset, device=device).expand(batch_size)
+    return ranges(key_end, key_start), None
+
+
+def _bidirectional(
+    pattern: Pattern,
+    skip: bool,
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor | None,
+    kv_offset: int,
+    attention_mask: Tensor | None,
+    device: torch.device | str,
+    **_: Any,
+) -> tuple[Tensor | None, str | None]:
+    """The numbers of a mask where every query sees every token, or None and why not."""
+    if pattern.window is not None:
+        at_start = not isinstance(q_offset, Tensor) and q_offset == 0 and kv_offset == 0
+        if not at_start or max(q_length, kv_length) > pattern.window + 1:
+            return None, TWO_SIDED
+    if attention_mask is None:
+        return None, None if skip else WHOLE
+    tokens = _tokens(attention_mask, kv_length, kv_offset)
+    holes, full = _read(_has_holes(tokens), tokens.all())
+    if full and skip:
+        return None, None
+    if holes:
+        return None, HOLES
+    if not hf_numbers.serves_ranges(device):
+        return None, LEFTPAD_ALONE
+    first = before_first_token(tokens)
+    return ranges(first + tokens.sum(1), first[:, None]), None
+
+
+def _tokens(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor:
+    """bool ``(batch, kv_length)``: which keys are tokens."""
+    tokens = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+    return F.pad(tokens, (0, kv_length - tokens.shape[1]))
+
+
+def _read(*flags: Tensor | bool) -> list[bool]:
+    """The values of flags, for which the host waits once."""
+    if not any(isinstance(flag, Tensor) for flag in flags[1:]):
+        return [bool(flag) for flag in flags]
+    return torch.stack([torch.as_tensor(flag) for flag in flags]).tolist()

@@ -2,8 +2,8 @@
 
 A class must take its attention from transformers' ``AttentionInterface``: only then does what the
 mask function returns meet the attention function. It must support ``sdpa`` too, because that is
-where every call goes that torchweld's op can't do. transformers asks the same two questions before
-it switches a class to ``sdpa``.
+where every call goes that torchweld's op can't do; or lack it for attention sinks or soft-capped
+scores, which the op has and its own eager attention too, which such calls take instead.
 
 NOTE: what imports transformers' modeling_utils has :func:`.hf_attention.register_attention` called,
 which needs this module. So it is imported by the functions here, through ``transformers.``, and not
@@ -13,6 +13,8 @@ by the module.
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -60,9 +62,45 @@ def shortcoming(cls: type[transformers.PreTrainedModel]) -> str | None:
         return "has no source file that shows where it takes its attention from"
     if not written._can_set_attn_implementation():
         return "does not take its attention from transformers' AttentionInterface"
-    if not cls._supports_sdpa:
+    if not cls._supports_sdpa and not _has_sinks_or_softcap(written):
         return 'does not support "sdpa", which torchweld falls back to'
     return None
+
+
+def _has_sinks_or_softcap(cls: type[transformers.PreTrainedModel]) -> bool:
+    """Whether a class hands attention functions what SDPA lacks and torchweld's op has.
+
+    Flash attention knows both and takes no dense masks: a class that supports it lacks SDPA for
+    no other reason, and does not change masks on their way.
+    """
+    return (
+        getattr(cls, "_supports_attention_backend", False)
+        and getattr(cls, "_supports_flash_attn", False)
+        and hasattr(sys.modules[cls.__module__], "eager_attention_forward")
+        and re.search(r"\b(s_aux|softcap)=self\.", _source(cls)) is not None
+    )
+
+
+def _source(cls: type) -> str:
+    try:
+        return inspect.getsource(sys.modules[cls.__module__])
+    except (OSError, TypeError, KeyError):
+        return ""
+
+
+@torch.compiler.assume_constant_result
+def wants_whole_masks(config_class: type) -> bool:
+    """Whether a model of this config changes masks itself, so that it must get the whole ones."""
+    return _cached_whole_masks(config_class)
+
+
+@functools.cache
+def _cached_whole_masks(config_class: type) -> bool:
+    sources = [_source(cls) for cls in _classes(config_class)]
+    skips = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
+    return not (sources and all(sources)) or any(
+        skip in source for source in sources for skip in skips
+    )
 
 
 @torch.compiler.assume_constant_result
@@ -74,14 +112,19 @@ def _refusal_of_config(config_class: type) -> str | None:
 def _cached_refusal(config_class: type) -> str | None:
     # One served class is enough: a class of somebody else's may share the config, and it has
     # passed the check at its construction.
-    reasons = [
-        shortcoming(cls)
-        for cls in _subclasses(transformers.PreTrainedModel)
-        if getattr(cls, "config_class", None) is config_class
-    ]
+    reasons = [shortcoming(cls) for cls in _classes(config_class)]
     if not reasons or None in reasons:
         return None
     return _sentence(f"a model of {config_class.__name__}", reasons[0])
+
+
+def _classes(config_class: type) -> list[type]:
+    """The classes of models that have this config."""
+    return [
+        cls
+        for cls in _subclasses(transformers.PreTrainedModel)
+        if getattr(cls, "config_class", None) is config_class
+    ]
 
 
 def _subclasses(cls: type) -> Iterator[type]:

@@ -1,0 +1,148 @@
+"""What a mask function of transformers says, as numbers.
+
+transformers describes a mask by a Python function of (batch, head, query, key), put together by
+the factories of its ``masking_utils``. A function is known here by its code object, which all
+functions of one factory share, and its numbers are what it closes over. Whatever else is in a mask,
+a function of the caller's above all, makes it unknown: nothing is lost by it, because unknown masks
+go to SDPA.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+from torchweld.ops.key_start import key_start_from_documents
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """Which keys a row sees: those that all of it allows."""
+
+    causal: bool
+    window: int | None = None  # causal: keys up to the row's own; else keys to each side of it
+    chunk: int | None = None
+    chunk_offset: Tensor | None = None  # (batch,): where each sequence's first chunk begins
+    documents: Tensor | None = None  # (batch, seqlen): which packed document a token is of
+    positions: Tensor | None = None  # (batch, seqlen): its position there, where chunks count it
+
+    def key_start(self, position: Tensor, kv_offset: int) -> Tensor:
+        """The first key of each row.
+
+        Args:
+            position: ``(seqlen_q,)``, the rows' positions in the sequence.
+            kv_offset: Position of the first key.
+
+        Returns:
+            ``(batch or 1, seqlen_q)``, counted from the first key.
+        """
+        start = torch.zeros_like(position)[None]
+        if self.window is not None:
+            start = start.maximum(position - kv_offset - (self.window - 1))
+        if self.chunk is not None:
+            inside = position if self.positions is None else self.positions
+            offset = self.chunk_offset[:, None].to(position.device)
+            start = start.maximum(position - kv_offset - (inside - offset) % self.chunk)
+        if self.documents is not None:
+            start = start.maximum(key_start_from_documents(self.documents))
+        return start
+
+    def is_packed(self) -> bool:
+        """Whether every document is one run of tokens, counted by positions. Reads a value."""
+        good = self.documents.diff(dim=1) >= 0
+        if self.positions is not None:
+            begins = self.documents.diff(dim=1) != 0
+            good &= (self.positions.diff(dim=1) != 1) == begins
+        return bool(good.all())
+
+
+def of(mask_function: Callable) -> Pattern | None:
+    """The pattern of a mask function, or None."""
+    if mask_function is masking_utils.causal_mask_function:
+        return Pattern(causal=True)
+    if mask_function is getattr(masking_utils, "bidirectional_mask_function", None):
+        return Pattern(causal=False)
+    parts = _parts(mask_function)
+    if parts is None:
+        return None
+    for part, rest in (parts, parts[::-1]):
+        name, numbers = _closure(part)
+        if name == "documents":
+            return _packed(rest, numbers["packed_sequence_mask"])
+        base = of(rest)
+        if base == Pattern(causal=True) and name == "window":
+            return Pattern(causal=True, window=numbers["sliding_window"])
+        if base == Pattern(causal=True) and name == "chunk":
+            size, offset = numbers["chunk_size"], numbers["left_padding"]
+            return Pattern(causal=True, chunk=size, chunk_offset=offset)
+        if base == Pattern(causal=False) and name == "two-sided window":
+            return Pattern(causal=False, window=numbers["sliding_window"])
+    return None
+
+
+def _packed(rest: Callable, documents: Tensor) -> Pattern | None:
+    """The pattern of ``rest`` within each document."""
+    name, numbers = _closure(rest)
+    positions = None
+    if name == "remapped":  # newer versions of transformers
+        rest, positions = numbers["mask_function"], numbers["position_ids"]
+    base = of(rest)
+    if base is None or not base.causal or base.documents is not None:
+        return None
+    return dataclasses.replace(base, documents=documents, positions=positions)
+
+
+@torch.compiler.assume_constant_result
+def constant(mask_function: Callable) -> Pattern | None:
+    """:func:`of` while torch.compile traces, which can't look into functions itself.
+
+    The functions must close over numbers alone, not over tensors.
+    """
+    return of(mask_function)
+
+
+def is_combined(mask_function: Callable) -> bool:
+    """Whether it is an ``and`` of others; torch.compile can trace this."""
+    return mask_function.__code__ is _AND
+
+
+def _parts(mask_function: Callable) -> tuple[Callable, Callable] | None:
+    """The two functions that it is the ``and`` of, or None."""
+    name, numbers = _closure(mask_function)
+    parts = numbers["mask_functions"] if name == "and" else ()
+    return parts if len(parts) == 2 else None
+
+
+def _closure(function: Callable) -> tuple[str | None, dict[str, Any]]:
+    """The factory that made a function, and what the function closes over."""
+    code = getattr(function, "__code__", None)
+    name = _factories().get(code)
+    if name is None:
+        return None, {}
+    cells = (cell.cell_contents for cell in function.__closure__)
+    return name, dict(zip(code.co_freevars, cells, strict=True))
+
+
+_AND = masking_utils.and_masks().__code__
+
+
+@functools.cache
+def _factories() -> dict[CodeType, str]:
+    made = {"and": masking_utils.and_masks()}
+    for name, factory, arguments in (
+        ("window", "sliding_window_overlay", 1),
+        ("two-sided window", "sliding_window_bidirectional_overlay", 1),
+        ("chunk", "chunked_overlay", 2),
+        ("documents", "packed_sequence_mask_function", 1),
+        ("remapped", "remap_positions_for_packed_sequence", 2),
+    ):
+        if hasattr(masking_utils, factory):
+            made[name] = getattr(masking_utils, factory)(*[None] * arguments)
+    return {function.__code__: name for name, function in made.items()}
