@@ -51,6 +51,19 @@ def _compiled_anew() -> Iterator[None]:
         torch._dynamo.reset()
 
 
+@pytest.fixture
+def attention_device(device: str) -> str:
+    """A device on which this build has the attention op."""
+    from torchweld._library import ops
+
+    q = torch.zeros(1, 1, 2, 4, device=device)
+    try:
+        ops.attention(q, q, q, causal=True)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    return device
+
+
 @pytest.fixture(autouse=True)
 def _kernel(request: pytest.FixtureRequest) -> None:
     """A page of an op, which names it OP, is skipped where its kernels are not in the build."""

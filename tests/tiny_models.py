@@ -209,10 +209,10 @@ def tiny_config(config_class: type, **more: Any) -> Any:
     return config_class(**settings)
 
 
-def tiny_model(kind: str, name: str, implementation: str) -> Any:
+def tiny_model(kind: str, name: str, implementation: str, **more: Any) -> Any:
     """A random model of a class, with an attention implementation."""
     model_class = getattr(transformers, name)
-    config = tiny_config(transformers.CONFIG_MAPPING[kind])
+    config = tiny_config(transformers.CONFIG_MAPPING[kind], **more)
     if not isinstance(config, model_class.config_class):
         config = config.get_text_config(decoder=True)
     return model_class._from_config(
@@ -248,3 +248,17 @@ def tiny_grouped(name: str = "Llama", implementation: str = "sdpa", **changes: A
     config = getattr(transformers, f"{name}Config")(**{**_TOKENS, **sizes, **counts, **changes})
     cls = getattr(transformers, f"{name}ForCausalLM")
     return cls._from_config(config, attn_implementation=implementation)
+
+
+def batch(
+    device: str, pads: tuple[int, ...] = (0, 3, 7), length: int = 12, side: str = "left"
+) -> dict[str, torch.Tensor]:
+    """Prompts of different lengths, padded on one side."""
+    ids = torch.randint(1, VOCAB, (len(pads), length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate(pads):
+        hidden = slice(0, pad) if side == "left" else slice(length - pad, length)
+        mask[row, hidden] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    values = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    return {name: value.to(device) for name, value in values.items()}

@@ -45,18 +45,22 @@ MAYBE_PACKED = (
     "transformers can't tell here if position_ids hold packed sequences (torch.compile, export or "
     "tracing, without a mask and without a cache)"
 )
-TRACED = {UNREADABLE, MAYBE_PACKED}
 # Of a mask that nobody says anything else of.
 GIVEN_4D = "the attention mask is 4-D (given so, or made so under torch.compile)"
 
 _warned: set[str] = set()
+_traced: set[str] = set()  # what the mask function has said under torch.compile
 
 
 @torch.compiler.assume_constant_result
-def warn_once(reason: str, instead: str = "torch's scaled_dot_product_attention") -> bool:
+def warn_once(
+    reason: str, instead: str = "torch's scaled_dot_product_attention", traced: bool = False
+) -> bool:
     """Says why calls don't take the op; under torch.compile while it traces."""
+    if traced:
+        _traced.add(reason)
     # A traced mask carries no reason, but the mask function has said it then.
-    if reason in _warned or (reason == GIVEN_4D and _warned & TRACED):
+    if reason in _warned or (reason == GIVEN_4D and _warned & _traced):
         return False
     _warned.add(reason)
     warnings.warn(

@@ -41,7 +41,6 @@ CUDA graph capture can't look, so their graphs hold the path that is right for e
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -128,13 +127,19 @@ def attention_mask(
         "device": device,
     }
     skip = allow_is_causal_skip or kwargs.get("allow_is_bidirectional_skip", False)
-    pattern, reason = _known(
-        mask_function, local_size, skip, config, kwargs.get("use_vmap", False), call
-    )
+    # A local pattern that is wider than the whole context hides nothing, transformers says.
+    wide = allow_is_causal_skip and local_size is not None and kv_length < local_size
+    if not torch.compiler.is_compiling():
+        pattern, reason = hf_pattern.of(mask_function), UNKNOWN
+    elif wide:
+        pattern, reason = Pattern(causal=True), None
+    else:
+        custom = local_size is None or kwargs.get("use_vmap", False)
+        pattern, reason = _traced(mask_function, custom, skip, config, **call)
+    if pattern is not None:
+        reason = _refusal(pattern, skip, config, **call)
     mask = None
     if reason is None and pattern.causal:
-        if q_offset is None and local_size is not None and kv_length < local_size:
-            pattern = dataclasses.replace(pattern, window=None, chunk=None)
         mask, reason = _causal(pattern, allow_is_causal_skip, **call)
     elif reason is None:
         mask, reason = _bidirectional(pattern, skip, **call)
@@ -151,50 +156,63 @@ def attention_mask(
         **kwargs,
     )
     if torch.compiler.is_compiling():
-        warn_once(reason)
+        warn_once(reason, traced=True)
     elif mask is not None:
         mask.torchweld_reason = reason
     return mask
 
 
-def _known(
+def _traced(
     mask_function: Any,
-    local_size: int | None,
+    custom: bool,
     skip: bool,
     config: Any,
-    use_vmap: bool,
-    call: dict[str, Any],
-) -> tuple[Pattern | None, str | None]:
-    """The pattern of a mask function that numbers may say, or None and why not."""
-    attention_mask = call["attention_mask"]
-    if torch.compiler.is_compiling() and hf_pattern.is_combined(mask_function):
-        # What torch.compile can look into must close over numbers alone.
-        if attention_mask is not None:
-            return None, UNREADABLE
-        if not skip and not isinstance(call["q_offset"], Tensor) and call["q_offset"] == 0:
-            return None, MAYBE_PACKED
-        chunked = getattr(config, "attention_chunk_size", None) is not None
-        window = local_size is not None and not use_vmap and not chunked
-        pattern = hf_pattern.constant(mask_function) if window else None
-    else:
-        pattern = hf_pattern.of(mask_function)
-    if pattern is None:
-        return None, UNKNOWN
-    if not skip and (config is None or wants_whole_masks(type(config))):
-        return None, WHOLE
-    if attention_mask is not None and attention_mask.dim() != 2:
-        return None, NOT_2D
-    if attention_mask is not None and not is_readable(attention_mask):
+    *,
+    q_offset: int | Tensor | None,
+    attention_mask: Tensor | None,
+    **_: Any,
+) -> tuple[Pattern | None, str]:
+    """What torch.compile can tell of a mask function, or None and why it can't."""
+    if hf_pattern.is_simple(mask_function):
+        return hf_pattern.of(mask_function), UNKNOWN
+    if attention_mask is not None:
         return None, UNREADABLE
+    if not hf_pattern.is_combined(mask_function):
+        return None, UNKNOWN
+    if not skip and not isinstance(q_offset, Tensor) and q_offset == 0:
+        return None, MAYBE_PACKED
+    # What is looked into must close over numbers alone. Chunks close over a tensor.
+    if custom or getattr(config, "attention_chunk_size", None) is not None:
+        return None, UNKNOWN
+    return hf_pattern.of_constants(mask_function), UNKNOWN
+
+
+def _refusal(
+    pattern: Pattern,
+    skip: bool,
+    config: Any,
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor | None,
+    kv_offset: int,
+    attention_mask: Tensor | None,
+    **_: Any,
+) -> str | None:
+    """Why the numbers of a pattern must not be used, or None."""
+    if not skip and (config is None or wants_whole_masks(type(config))):
+        return WHOLE
+    if attention_mask is not None and attention_mask.dim() != 2:
+        return NOT_2D
+    if attention_mask is not None and not is_readable(attention_mask):
+        return UNREADABLE
     if pattern.documents is not None:
         if not is_readable(pattern.documents):
-            return None, MAYBE_PACKED
-        square = call["q_length"] == call["kv_length"] == pattern.documents.shape[1]
-        if not square or call["q_offset"] != 0 or call["kv_offset"] != 0:
-            return None, UNKNOWN
-        if not pattern.is_packed():
-            return None, UNKNOWN
-    return pattern, None
+            return MAYBE_PACKED
+        square = q_length == kv_length == pattern.documents.shape[1]
+        if not square or q_offset != 0 or kv_offset != 0 or not pattern.is_packed():
+            return UNKNOWN
+    return None
 
 
 def _causal(
@@ -215,14 +233,12 @@ def _causal(
     if q_offset is not None:
         last = q_offset + q_length
         aligned = not isinstance(q_offset, Tensor) and last == kv_offset + kv_length
-    if aligned:
-        # What is wider than all that there is hides nothing.
-        if pattern.window is not None and kv_length <= pattern.window:
-            pattern = dataclasses.replace(pattern, window=None)
-        if pattern.chunk is not None and last <= pattern.chunk:
-            pattern = dataclasses.replace(pattern, chunk=None)
+    # What is as wide as all that there is hides nothing.
+    windowed = pattern.window is not None and not (aligned and kv_length <= pattern.window)
+    chunked = pattern.chunk is not None and not (aligned and last <= pattern.chunk)
+    packed = pattern.documents is not None
     # In a decode step with a static cache, which is compiled, all steps take one form.
-    plain = aligned and skip and pattern == Pattern(causal=True)
+    plain = aligned and skip and not (windowed or chunked or packed)
     if q_offset is None and not (plain and (attention_mask is not None or q_length == kv_length)):
         return None, NO_POSITION
     if not plain and not hf_numbers.serves_ranges(device):

@@ -99,18 +99,31 @@ def _packed(rest: Callable, documents: Tensor) -> Pattern | None:
     return dataclasses.replace(base, documents=documents, positions=positions)
 
 
-@torch.compiler.assume_constant_result
-def constant(mask_function: Callable) -> Pattern | None:
+def of_constants(mask_function: Callable) -> Pattern | None:
     """:func:`of` while torch.compile traces, which can't look into functions itself.
 
     The functions must close over numbers alone, not over tensors.
     """
-    return of(mask_function)
+    numbers = _causal_and_window(mask_function)
+    return None if numbers is None else Pattern(causal=numbers[0], window=numbers[1])
+
+
+@torch.compiler.assume_constant_result
+def _causal_and_window(mask_function: Callable) -> tuple[bool, int | None] | None:
+    pattern = of(mask_function)
+    return None if pattern is None else (pattern.causal, pattern.window)
+
+
+def is_simple(mask_function: Callable) -> bool:
+    """Whether it is none that is put together; torch.compile can trace this."""
+    return mask_function is masking_utils.causal_mask_function or (
+        mask_function is getattr(masking_utils, "bidirectional_mask_function", None)
+    )
 
 
 def is_combined(mask_function: Callable) -> bool:
     """Whether it is an ``and`` of others; torch.compile can trace this."""
-    return mask_function.__code__ is _AND
+    return getattr(mask_function, "__code__", None) is _AND
 
 
 def _parts(mask_function: Callable) -> tuple[Callable, Callable] | None:

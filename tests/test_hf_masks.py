@@ -1,0 +1,717 @@
+"""attn_implementation="torchweld": which masks reach the op as numbers, and that they are right.
+
+On a device whose kernels don't know these numbers the same calls take SDPA, or eager attention:
+what is asked of the results holds there too.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import masking_utils  # noqa: E402
+
+from tiny_models import VOCAB, batch, tiny_model  # noqa: E402
+from torchweld.integrations import (  # noqa: E402
+    hf_attention,
+    hf_mask,
+    hf_models,
+    hf_numbers,
+    hf_pattern,
+    register_attention,
+)
+
+register_attention()
+
+
+@pytest.fixture(autouse=True)
+def fresh_warnings():
+    hf_attention._warned.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class Calls(TorchDispatchMode):
+    """Collects the arguments of torchweld's attention, and counts the calls of SDPA."""
+
+    def __init__(self):
+        super().__init__()
+        self.op, self.sdpa = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        if name in ("torchweld::attention", "torchweld::attention_forward"):
+            names = [argument.name for argument in func._schema.arguments]
+            self.op.append({**dict(zip(names, args, strict=False)), **(kwargs or {})})
+        self.sdpa += "scaled_dot_product" in name
+        return func(*args, **(kwargs or {}))
+
+
+def expect(calls, device, layers, reasons=0):
+    """Every layer ran the op, where its kernels know the numbers."""
+    if hf_numbers.serves_ranges(device):
+        assert len(calls.op) == layers and calls.sdpa == 0
+        assert len(hf_attention._warned) == reasons, hf_attention._warned
+
+
+def pair(kind, name, device, **changes):
+    """A model on torchweld's attention and the same one on eager attention."""
+    torch.manual_seed(0)
+    stock = tiny_model(kind, name, "eager", **changes).float()
+    for parameter in stock.parameters():  # with the usual 0.02 every key counts the same
+        nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    ours = tiny_model(kind, name, "torchweld", **changes).float()
+    ours.load_state_dict(stock.state_dict())
+    return ours.to(device).eval(), stock.to(device).eval()
+
+
+def assert_equal_at(tokens, got, want):
+    scale = want[tokens].abs().max().item()
+    assert_close(got[tokens], want[tokens], rtol=0, atol=1e-5 * max(scale, 1))
+
+
+# ---- the pattern of a mask function
+
+
+def dense(mask, q_length, kv_length):
+    if hf_numbers.is_leftpad(mask):
+        return hf_numbers.causal_mask(mask, q_length, kv_length)
+    return hf_numbers.split(mask, q_length, mask.device).dense(q_length, kv_length)
+
+
+def chunked(chunk, mask=None):
+    pads = torch.zeros(3, dtype=torch.int64)
+    if mask is not None:
+        pads = (mask.cumsum(1) == 0).sum(1)
+    return masking_utils.chunked_causal_mask_function(chunk, pads)
+
+
+PADDED = torch.tensor([[1] * 9, [0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 0, 0, 0]]).bool()
+FUNCTIONS = {
+    "causal": lambda mask: masking_utils.causal_mask_function,
+    "window": lambda mask: masking_utils.sliding_window_causal_mask_function(3),
+    "chunk": lambda mask: chunked(4, mask),
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("pattern", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("q_length", "kv_length", "q_offset", "kv_offset"),
+    [
+        (9, 9, 0, 0),  # no cache
+        (9, 16, torch.tensor(0), 0),  # the prompt in a static cache
+        (2, 16, torch.tensor(7), 0),  # the next tokens
+        (1, 16, torch.tensor(8), 0),
+        (4, 16, 5, 0),
+        (3, 6, 6, 3),  # a sliding cache, full
+        (2, 6, 5, 2),  # a sliding cache with room
+    ],
+)
+def test_numbers_equal_the_mask_of_sdpa(padded, pattern, q_length, kv_length, q_offset, kv_offset):
+    mask = PADDED if padded else None
+    call = dict(
+        batch_size=3,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=FUNCTIONS[pattern](mask),
+        attention_mask=None if mask is None else mask[:, : int(q_offset) + q_length],
+        device="cpu",
+    )
+    got = hf_mask.attention_mask(**call)
+    want = masking_utils.sdpa_mask(**call, allow_is_causal_skip=False)
+    if got is None:
+        got = torch.zeros(3, dtype=torch.int32)
+    assert got.dtype == torch.int32
+    position = torch.arange(q_length) + int(q_offset)
+    tokens = PADDED[:, position] if padded else torch.ones(3, q_length, dtype=torch.bool)
+    got = dense(got, q_length, kv_length)
+    assert torch.equal(got[:, 0][tokens], want[:, 0][tokens])
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_numbers_of_a_bidirectional_mask(full):
+    call = dict(
+        batch_size=3,
+        q_length=9,
+        kv_length=9,
+        q_offset=0,
+        mask_function=masking_utils.bidirectional_mask_function,
+        attention_mask=torch.ones_like(PADDED) if full else PADDED,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=True,
+        device="cpu",
+    )
+    got, want = hf_mask.attention_mask(**call), masking_utils.sdpa_mask(**call)
+    if full:
+        assert got is None and want is None
+    else:
+        assert got.shape == (3, 2, 1, 1) and torch.equal(dense(got, 9, 9), want)
+        assert torch.equal(dense(got, 4, 9), want[:, :, :4])  # as many queries as there may be
+
+
+def config_of(name="Mistral", **changes):
+    # What a config without a model is for is not known: it gets whole masks.
+    assert hasattr(transformers, f"{name.removesuffix('Text')}PreTrainedModel")
+    config = getattr(transformers, f"{name}Config")(**changes)
+    config._attn_implementation = "torchweld"
+    return config
+
+
+@pytest.mark.parametrize("pattern", ["full", "window", "chunk"])
+def test_numbers_of_packed_sequences(pattern):
+    positions = torch.tensor([[*range(5), *range(6), 0], [*range(12)], [7, 8, 9, *range(9)]])
+    if pattern == "chunk":
+        config = config_of("Llama4Text", attention_chunk_size=4)
+        create = masking_utils.create_chunked_causal_mask
+    else:
+        config = config_of(sliding_window=4)
+        create = masking_utils.create_sliding_window_causal_mask
+        if pattern == "full":
+            create = masking_utils.create_causal_mask
+    call = dict(
+        inputs_embeds=torch.zeros(3, 12, 0),
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=positions,
+    )
+    got = create(config, **call)
+    config._attn_implementation = "sdpa"
+    want = create(config, **call)
+    assert got.shape == (3, 13, 1, 1) and torch.equal(dense(got, 12, 12), want)
+
+
+def custom(batch_idx, head_idx, q_idx, kv_idx):
+    return kv_idx != 2
+
+
+@pytest.mark.parametrize("combine", ["and_mask_function", "or_mask_function"])
+@pytest.mark.parametrize("window", [False, True])
+def test_a_function_of_the_caller_is_never_lost(combine, window):
+    create = masking_utils.create_causal_mask
+    if window:
+        create = masking_utils.create_sliding_window_causal_mask
+    config = config_of(sliding_window=4)
+    call = dict(inputs_embeds=torch.zeros(2, 9, 0), attention_mask=None, past_key_values=None)
+    got = create(config, **call, **{combine: custom})
+    assert got.torchweld_reason == hf_mask.UNKNOWN
+    config._attn_implementation = "sdpa"
+    assert torch.equal(got, create(config, **call, **{combine: custom}))
+
+
+def test_unknown_functions():
+    causal = masking_utils.causal_mask_function
+    window = masking_utils.sliding_window_overlay(3)
+    for function in (
+        custom,
+        masking_utils.and_masks(causal),
+        masking_utils.and_masks(causal, custom),
+        masking_utils.and_masks(window, custom),
+        masking_utils.and_masks(window, window, causal),
+        masking_utils.or_masks(causal, window),
+        masking_utils.and_masks(window, masking_utils.bidirectional_mask_function),
+        window,
+    ):
+        assert hf_pattern.of(function) is None
+
+
+def test_documents_that_are_no_runs_are_unknown():
+    documents = torch.tensor([[0, 0, 1, 1, 0]])
+    function = masking_utils.and_masks(
+        masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(documents)
+    )
+    call = dict(batch_size=1, q_length=5, kv_length=5, q_offset=0, mask_function=function)
+    call.update(config=config_of(), allow_is_causal_skip=False, device="cpu")
+    got = hf_mask.attention_mask(**call)
+    assert got.torchweld_reason == hf_mask.UNKNOWN
+    assert torch.equal(got, masking_utils.sdpa_mask(**call))
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("hole", hf_mask.HOLES),
+        ("short", hf_mask.TOO_SHORT),
+        ("two-sided window", hf_mask.TWO_SIDED),
+        ("whole", hf_mask.WHOLE),
+    ],
+)
+def test_what_numbers_can_not_say_goes_to_sdpa(case, reason):
+    call = dict(batch_size=3, q_length=2, kv_length=16, q_offset=torch.tensor(7), device="cpu")
+    call["attention_mask"] = PADDED
+    if case == "hole":
+        call["attention_mask"] = PADDED.clone()
+        call["attention_mask"][0, 3] = False
+    elif case == "short":
+        call["attention_mask"] = PADDED[:, :8]
+    elif case == "two-sided window":
+        window = masking_utils.sliding_window_bidirectional_mask_function(3)
+        call.update(mask_function=window, q_length=9, kv_length=9, q_offset=0)
+    else:
+        call["allow_is_causal_skip"] = False
+    got = hf_mask.attention_mask(**call)
+    assert got.dtype == torch.bool and got.torchweld_reason == reason
+
+
+def test_a_mask_for_other_queries_is_refused():
+    mask = torch.zeros(2, 4, 1, 1, dtype=torch.int32)
+    q = torch.zeros(2, 1, 5, 4)
+    with pytest.raises(ValueError, match="must be for 5 queries, but got one for 3"):
+        hf_attention.attention_forward(nn.Identity(), q, q, q, mask)
+
+
+# ---- whole models
+
+
+LOCAL = {
+    "Mistral": ("mistral", "MistralForCausalLM", {"sliding_window": 4}),
+    "Phi-3": ("phi3", "Phi3ForCausalLM", {"sliding_window": 4}),
+    "Gemma 2": (
+        "gemma2",
+        "Gemma2ForCausalLM",
+        {"sliding_window": 4, "attn_logit_softcapping": 2.0},
+    ),
+    "Gemma 3": ("gemma3_text", "Gemma3ForCausalLM", {"sliding_window": 4}),
+    "gpt-oss": ("gpt_oss", "GptOssForCausalLM", {"sliding_window": 4}),
+    "Llama 4": ("llama4_text", "Llama4ForCausalLM", {"attention_chunk_size": 4}),
+}
+
+
+@pytest.fixture(params=LOCAL)
+def local(request, attention_device):
+    kind, name, changes = LOCAL[request.param]
+    return pair(kind, name, attention_device, **changes)
+
+
+def layers_of(model):
+    return model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+def test_windows_softcap_and_sinks_equal_eager(local, attention_device, padding):
+    ours, stock = local
+    pads = (0, 0, 0) if padding == "none" else (0, 3, 7)
+    inputs = batch(attention_device, pads, side="right" if padding == "right" else "left")
+    tokens = inputs["attention_mask"].bool()
+    with torch.no_grad(), Calls() as calls:
+        got = ours(**inputs, use_cache=False).logits
+    expect(calls, attention_device, layers_of(ours))
+    with torch.no_grad():
+        assert_equal_at(tokens, got, stock(**inputs, use_cache=False).logits)
+    if not hf_numbers.serves_ranges(attention_device):
+        return
+    local_call = [call for call in calls.op if call.get("key_start") is not None][0]
+    assert local_call["key_end"].tolist() == [12, 12, 12] and local_call["causal"]
+    position = torch.arange(12)
+    if ours.config.model_type == "llama4_text":
+        want = position // 4 * 4
+    else:
+        want = (position - 3).clamp_min(0)
+    assert local_call["key_start"][0].tolist() == want.tolist()
+    assert all(
+        (call.get("softcap") == 2.0) == ("gemma2" in ours.config.model_type) for call in calls.op
+    )
+    has_sink = [call.get("sink") is not None for call in calls.op]
+    assert all(has_sink) if ours.config.model_type == "gpt_oss" else not any(has_sink)
+
+
+def test_windows_with_a_cache(local, attention_device):
+    """The cache of a layer with a window keeps no more than the window."""
+    ours, stock = local
+    inputs = batch(attention_device, (0, 3, 5))
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    with torch.no_grad():
+        want = stock(ids, attention_mask=mask, use_cache=False).logits
+        got, cache = [], None
+        for start, end in ((0, 6), (6, 7), (7, 10), (10, 11), (11, 12)):
+            with Calls() as calls:
+                out = ours(
+                    ids[:, start:end],
+                    attention_mask=mask[:, :end],
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+            expect(calls, attention_device, layers_of(ours))
+            got.append(out.logits)
+            cache = out.past_key_values
+    assert_equal_at(mask.bool(), torch.cat(got, 1), want)
+
+
+def test_a_full_window_is_no_mask(attention_device):
+    """One query sees all that a sliding cache holds: plain left padding."""
+    ours, stock = pair(*LOCAL["Mistral"][:2], attention_device, sliding_window=4)
+    inputs = batch(attention_device, (0, 1, 2))
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    with torch.no_grad():
+        first = ours(ids[:, :11], attention_mask=mask[:, :11], use_cache=True)
+        with Calls() as calls:
+            got = ours(ids[:, 11:], attention_mask=mask, past_key_values=first.past_key_values)
+        want = stock(ids, attention_mask=mask).logits[:, 11:]
+    assert len(calls.op) == 2 and calls.sdpa == 0
+    assert all(call.get("key_start") is None for call in calls.op)
+    assert_close(got.logits, want, rtol=1e-5, atol=1e-5)
+
+
+POSITIONS = [[0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 0, 1], [*range(12)], [*range(7), *range(5)]]
+
+
+def packed(device, changes):
+    ours, stock = pair("llama", "LlamaForCausalLM", device, **changes)
+    ids = batch(device)["input_ids"]
+    return ours, stock, {"input_ids": ids, "position_ids": torch.tensor(POSITIONS, device=device)}
+
+
+@pytest.mark.parametrize("rows", [slice(0, 3), slice(0, 1)])
+def test_packed_sequences_equal_eager_and_each_alone(attention_device, rows):
+    ours, stock, inputs = packed(attention_device, {})
+    inputs = {name: value[rows] for name, value in inputs.items()}
+    with torch.no_grad():
+        with Calls() as calls:
+            got = ours(**inputs, use_cache=False).logits
+        expect(calls, attention_device, 2)
+        assert_close(got, stock(**inputs, use_cache=False).logits, rtol=1e-5, atol=1e-5)
+        alone = ours(inputs["input_ids"][:1, 3:8], use_cache=False).logits
+    assert_close(got[:1, 3:8], alone, rtol=1e-5, atol=1e-5)
+    if calls.op:
+        assert calls.op[0]["key_start"][0].tolist() == [0, 0, 0, 3, 3, 3, 3, 3, 8, 8, 10, 10]
+
+
+def gradients(model, inputs, labels):
+    model.zero_grad()
+    model(**inputs, labels=labels, use_cache=False).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal_gradients(got, want):
+    assert got.keys() == want.keys()
+    for name, gradient in want.items():
+        assert_close(got[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_gradients_through_packed_sequences(attention_device):
+    ours, stock, inputs = packed(attention_device, {})
+    with Calls() as calls:
+        got = gradients(ours.train(), inputs, inputs["input_ids"])
+    expect(calls, attention_device, 2)
+    assert_equal_gradients(got, gradients(stock.train(), inputs, inputs["input_ids"]))
+
+
+@pytest.mark.parametrize("model", ["gpt-oss", "Gemma 2"])
+def test_gradients_of_sinks_and_through_softcap(attention_device, model):
+    kind, name, changes = LOCAL[model]
+    ours, stock = pair(kind, name, attention_device, attention_dropout=0.0, **changes)
+    inputs = batch(attention_device)
+    # The first token of a prompt would be predicted from padding.
+    told = inputs["position_ids"] > 0
+    labels = inputs["input_ids"].masked_fill(~told, -100)
+    with Calls() as calls:
+        got = gradients(ours.train(), inputs, labels)
+    expect(calls, attention_device, layers_of(ours))
+    assert_equal_gradients(got, gradients(stock.train(), inputs, labels))
+    if model == "gpt-oss":
+        sinks = [gradient for name, gradient in got.items() if name.endswith("sinks")]
+        assert len(sinks) == 2 and all(gradient.abs().max() > 0 for gradient in sinks)
+
+
+def bert(device):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
+    counts = {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.BertConfig(**sizes, **counts)
+    models = []
+    for name in ("torchweld", "eager"):
+        torch.manual_seed(0)
+        make = transformers.BertForMaskedLM._from_config
+        models.append(make(copy.deepcopy(config), attn_implementation=name).to(device).eval())
+    return models
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_bert_with_padding_equals_eager(attention_device, side):
+    ours, stock = bert(attention_device)
+    inputs = batch(attention_device, side=side)
+    tokens = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        with Calls() as calls:
+            got = ours(**inputs).logits
+        expect(calls, attention_device, 2)
+        assert_close(got[tokens], stock(**inputs).logits[tokens], rtol=1e-5, atol=1e-5)
+    if calls.op:
+        start, end = calls.op[0]["key_start"], calls.op[0]["key_end"]
+        assert not calls.op[0].get("causal")
+        left = [[pad] * 12 for pad in (0, 3, 7)]
+        assert start.tolist() == (left if side == "left" else [[0] * 12] * 3)
+        assert end.tolist() == ([12] * 3 if side == "left" else [12, 9, 5])
+
+
+def test_cross_attention_with_padding_equals_eager(attention_device):
+    ours, stock = pair("bart", "BartForConditionalGeneration", attention_device, is_decoder=False)
+    inputs = batch(attention_device, side="right")
+    del inputs["position_ids"]
+    ids = torch.randint(1, VOCAB, (3, 5), generator=torch.Generator().manual_seed(2))
+    inputs["decoder_input_ids"] = ids.to(attention_device)
+    with torch.no_grad():
+        with Calls() as calls:
+            got = ours(**inputs, use_cache=False).logits
+        expect(calls, attention_device, 6)
+        want = stock(**inputs, use_cache=False).logits
+    assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+# ---- static caches
+
+
+STATIC = {
+    "Llama": ("llama", "LlamaForCausalLM", {}),
+    "GPT-2": ("gpt2", "GPT2LMHeadModel", {"n_embd": 32, "attn_pdrop": 0.0}),
+    **{name: LOCAL[name] for name in ("Mistral", "Gemma 2", "Gemma 3", "gpt-oss")},
+}
+
+
+@pytest.mark.parametrize("model", STATIC)
+@pytest.mark.parametrize("pads", [(0, 0, 0), (0, 3, 5)])
+def test_static_caches_equal_eager(attention_device, model, pads):
+    kind, name, changes = STATIC[model]
+    ours, stock = pair(kind, name, attention_device, **changes)
+    inputs = batch(attention_device, pads)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    positions = inputs["position_ids"]
+    cache = transformers.StaticCache(config=ours.config, max_cache_len=16)
+    with torch.no_grad():
+        want = stock(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        got = []
+        for start, end in ((0, 6), (6, 7), (7, 10), (10, 11), (11, 12)):
+            with Calls() as calls:
+                out = ours(
+                    ids[:, start:end],
+                    attention_mask=mask[:, :end],
+                    position_ids=positions[:, start:end],
+                    past_key_values=cache,
+                )
+            expect(calls, attention_device, layers_of(ours))
+            got.append(out.logits)
+    assert_equal_at(mask.bool(), torch.cat(got, 1), want)
+
+
+GRAPHS = []
+
+
+def keep_graph(module, inputs):
+    GRAPHS.append(module)
+    return module.forward
+
+
+@pytest.mark.parametrize("model", ["Llama", "GPT-2", "Mistral", "Gemma 2", "Gemma 3"])
+def test_generate_with_a_static_cache_compiles_one_graph(attention_device, model):
+    kind, name, changes = STATIC[model]
+    pads = (0, 4, 9)
+    inputs = batch(attention_device, pads)
+    del inputs["position_ids"]
+    compiled = transformers.CompileConfig(fullgraph=True, backend=keep_graph, mode=None)
+    compiled._compile_all_devices = True
+    settings = dict(max_new_tokens=8, do_sample=False, eos_token_id=None)
+    settings.update(cache_implementation="static", compile_config=compiled)
+    outs, graphs = [], []
+    for each in pair(kind, name, attention_device, **changes):
+        torch._dynamo.reset()
+        GRAPHS.clear()
+        outs.append(each.generate(**inputs, **settings))
+        graphs.append(list(GRAPHS))
+    assert outs[0].shape == (3, 20) and torch.equal(*outs)
+    # transformers' own sliding caches count in Python: their first steps are graphs of their own.
+    assert len(graphs[0]) == len(graphs[1])
+    if model in ("Llama", "GPT-2"):
+        assert len(graphs[0]) == 1
+    if hf_numbers.serves_ranges(attention_device):
+        for graph in graphs[0]:
+            called = [str(node.target) for node in graph.graph.nodes]
+            assert sum("torchweld.attention" in target for target in called) == 2
+            assert not any("scaled_dot_product" in target for target in called)
+        assert not hf_attention._warned
+
+
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+@pytest.mark.parametrize("model", ["GPT-2", "Llama", "Mistral", "gpt-oss"])
+def test_generate_equals_eager(attention_device, model, cache):
+    kind, name, changes = STATIC[model]
+    inputs = batch(attention_device, (0, 4, 9))
+    del inputs["position_ids"]
+    settings = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, disable_compile=True)
+    if cache == "static":
+        settings["cache_implementation"] = "static"
+    ours, stock = pair(kind, name, attention_device, **changes)
+    got = ours.generate(**inputs, **settings)
+    if hf_numbers.serves_ranges(attention_device):
+        assert not hf_attention._warned
+    assert torch.equal(got, stock.generate(**inputs, **settings))
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2])
+def test_a_static_cache_that_the_prompt_fills(attention_device, new_tokens):
+    """Its mask is plain left padding, and goes through the mask function twice."""
+    ours, stock = pair("mistral", "MistralForCausalLM", attention_device, sliding_window=64)
+    inputs = batch(attention_device, (0, 4, 9))
+    settings = dict(max_new_tokens=new_tokens, do_sample=False, eos_token_id=None)
+    settings.update(disable_compile=True, cache_implementation="static")
+    outs = [model.generate(**inputs, **settings) for model in (ours, stock)]
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("model", ["Llama", "Mistral"])
+def test_a_compiled_model_with_a_static_cache(attention_device, model):
+    """Without generate: the mask is made inside of the graph."""
+    kind, name, changes = STATIC[model]
+    ours, stock = pair(kind, name, attention_device, **changes)
+    ids = batch(attention_device)["input_ids"]
+    cache = transformers.StaticCache(config=ours.config, max_cache_len=16)
+    compiled = torch.compile(ours, fullgraph=True, backend=keep_graph)
+    GRAPHS.clear()
+    with torch.no_grad():
+        got = [ours(ids[:, :8], past_key_values=cache).logits]
+        for at in range(8, 12):
+            got.append(compiled(ids[:, at : at + 1], past_key_values=cache).logits)
+        want = stock(ids, use_cache=False).logits
+    assert_close(torch.cat(got, 1), want, rtol=1e-5, atol=1e-5)
+    if hf_numbers.serves_ranges(attention_device):
+        assert not hf_attention._warned
+        targets = [str(node.target) for graph in GRAPHS for node in graph.graph.nodes]
+        assert sum("torchweld.attention" in target for target in targets) == 2 * len(GRAPHS)
+    if model == "Llama":
+        assert len(GRAPHS) == 1
+
+
+# ---- what takes another path
+
+
+@pytest.fixture
+def leftpad_alone(monkeypatch):
+    """The answer of a device whose kernels know left padding alone."""
+    monkeypatch.setattr(hf_numbers, "serves_ranges", lambda device: False)
+
+
+@pytest.mark.parametrize("model", LOCAL)
+def test_without_kernels_for_numbers_results_equal_eager(leftpad_alone, attention_device, model):
+    kind, name, changes = LOCAL[model]
+    ours, stock = pair(kind, name, attention_device, **changes)
+    inputs = batch(attention_device)
+    with torch.no_grad(), Calls() as calls:
+        got = ours(**inputs, use_cache=False).logits
+        want = stock(**inputs, use_cache=False).logits
+    assert_equal_at(inputs["attention_mask"].bool(), got, want)
+    assert all(call.get("key_start") is None for call in calls.op)
+    reasons = {hf_numbers.LEFTPAD_ALONE}
+    if model in ("Gemma 2", "gpt-oss"):
+        reasons.add(hf_numbers.NO_SOFTCAP)
+        assert not calls.op and not calls.sdpa
+    assert hf_attention._warned == reasons
+
+
+@pytest.mark.parametrize("case", ["bert", "packed", "static cache"])
+def test_without_kernels_for_numbers_masks_go_to_sdpa(leftpad_alone, case):
+    inputs = batch("cpu")
+    tokens = inputs["attention_mask"].bool()
+    if case == "bert":
+        ours, stock = bert("cpu")
+    elif case == "packed":
+        ours, stock, inputs = packed("cpu", {})
+        inputs["use_cache"] = False
+        tokens = torch.ones_like(tokens)
+    else:
+        ours, stock = pair("llama", "LlamaForCausalLM", "cpu")
+        cache = transformers.StaticCache(config=ours.config, max_cache_len=16)
+    with torch.no_grad(), Calls() as calls:
+        more = {"past_key_values": cache} if case == "static cache" else {}
+        got = ours(**inputs, **more).logits
+    assert not calls.op and hf_attention._warned == {hf_numbers.LEFTPAD_ALONE}
+    with torch.no_grad():
+        assert_equal_at(tokens, got, stock(**inputs).logits)
+
+
+@pytest.mark.parametrize("case", ["holes", "4-D", "dropout"])
+@pytest.mark.parametrize("model", ["Gemma 2", "gpt-oss"])
+def test_softcap_and_sinks_with_other_masks_run_eager(attention_device, model, case):
+    kind, name, changes = LOCAL[model]
+    ours, stock = pair(kind, name, attention_device, attention_dropout=0.3, **changes)
+    inputs = batch(attention_device, (0, 0, 0))
+    if case == "holes":
+        inputs["attention_mask"][1, 3:5] = 0
+    elif case == "4-D":
+        visible = torch.ones(12, 12, dtype=torch.bool, device=attention_device).tril()
+        visible[5:, 1] = False
+        hidden = torch.finfo(torch.float32).min
+        dense_mask = torch.zeros(3, 1, 12, 12, device=attention_device)
+        inputs["attention_mask"] = dense_mask.masked_fill(~visible, hidden)
+    tokens = torch.ones(3, 12, dtype=torch.bool)
+    if case == "holes":
+        tokens = inputs["attention_mask"].bool()
+    outs = []
+    for each in (ours, stock):
+        each.train(case == "dropout")
+        torch.manual_seed(3)
+        with torch.no_grad(), Calls() as calls:
+            outs.append(each(**inputs, use_cache=False).logits)
+        assert not calls.op and not calls.sdpa
+    assert_equal_at(tokens, *outs)
+    assert len(hf_attention._warned) == 1
+
+
+def test_a_warning_says_which_attention_runs_instead(attention_device):
+    kind, name, changes = LOCAL["gpt-oss"]
+    ours, _ = pair(kind, name, attention_device, **changes)
+    inputs = batch(attention_device, (0, 0, 0))
+    inputs["attention_mask"][1, 3:5] = 0
+    sentence = "padding between tokens; such calls use the model's eager attention instead of torch"
+    with pytest.warns(UserWarning, match=sentence), torch.no_grad():
+        ours(**inputs, use_cache=False)
+
+
+def test_attention_weights_of_windows_and_sinks(local, attention_device):
+    ours, stock = local
+    inputs = batch(attention_device)
+    with torch.no_grad():
+        got = ours(**inputs, output_attentions=True, use_cache=False)
+        want = stock(**inputs, output_attentions=True, use_cache=False)
+    tokens = inputs["attention_mask"].bool()
+    for a, b in zip(got.attentions, want.attentions, strict=True):
+        at = tokens[:, None].expand(-1, a.shape[1], -1)
+        assert_close(a[at], b[at], rtol=1e-5, atol=1e-6)
+
+
+def test_which_classes_without_sdpa_are_served():
+    served = [transformers.GptOssForCausalLM]
+    if not transformers.Gemma2ForCausalLM._supports_sdpa:
+        served.append(transformers.Gemma2ForCausalLM)
+    for cls in served:
+        assert not cls._supports_sdpa and hf_models.refusal(cls) is None
+    # It adds keys to those that its mask is for.
+    if hasattr(transformers, "DeepseekV4ForCausalLM"):
+        refused = hf_models.refusal(transformers.DeepseekV4ForCausalLM)
+        assert refused.endswith('it does not support "sdpa", which torchweld falls back to')
+
+
+def test_models_that_change_masks_get_whole_ones():
+    assert hf_models.wants_whole_masks(transformers.DogeConfig)
+    assert not hf_models.wants_whole_masks(transformers.LlamaConfig)
+    assert hf_models.wants_whole_masks(transformers.PreTrainedConfig)  # no model is known
+
+
+def test_fuse_serves_softcap_and_sinks(attention_device):
+    import torchweld
+
+    for name in ("Gemma 2", "gpt-oss"):
+        kind, cls, changes = LOCAL[name]
+        _, model = pair(kind, cls, attention_device, **changes)
+        report = torchweld.fuse(model)
+        assert report.replaced and report.max_abs_diff < 1e-4
+        torchweld.unfuse(model)
+        assert model.config._attn_implementation == "eager"
