@@ -1,11 +1,12 @@
-"""attn_implementation="torchweld" on every causal language model of transformers: it gives what
-eager attention gives, or is refused in one sentence.
+"""attn_implementation="torchweld" on every language model of transformers, causal or with an
+encoder: it gives what eager attention gives, or is refused in one sentence.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 
-from tiny_models import VOCAB, causal_models, tiny_model  # noqa: E402
+from tiny_models import VOCAB, causal_models, encoder_models, tiny_model  # noqa: E402
 from torchweld.integrations import hf_models, register_attention  # noqa: E402
 
 register_attention()
@@ -54,9 +55,9 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def build(kind: str, name: str, implementation: str) -> nn.Module:
+def build(kind: str, name: str, implementation: str, **more: Any) -> nn.Module:
     torch.manual_seed(0)
-    return tiny_model(kind, name, implementation).float().eval()
+    return tiny_model(kind, name, implementation, **more).float().eval()
 
 
 def inputs(rows: list[tuple[int, int]] | None) -> tuple[dict[str, Tensor], Tensor]:
@@ -74,7 +75,10 @@ def inputs(rows: list[tuple[int, int]] | None) -> tuple[dict[str, Tensor], Tenso
 
 def logits(model: nn.Module, values: dict[str, Tensor]) -> Tensor:
     with torch.no_grad():
-        return model(**values, use_cache=False).logits
+        if model.config.is_encoder_decoder:
+            values = {**values, "decoder_input_ids": values["input_ids"]}
+        out = model(**values, use_cache=False) if model.can_generate() else model(**values)
+        return out.logits
 
 
 def assert_equal_to_eager(ours: nn.Module, stock: nn.Module) -> None:
@@ -121,3 +125,23 @@ def test_equals_eager_or_is_refused(kind, name):
         assert_equal_to_eager(ours, stock)
     except ValueError as error:  # what the class asks for is seen when a layer runs
         assert str(error).startswith('attn_implementation="torchweld" has no ')
+
+
+@pytest.mark.parametrize(("kind", "name"), encoder_models(), ids=lambda v: v)
+def test_with_an_encoder_equals_eager_or_is_refused(kind, name):
+    try:
+        stock = build(kind, name, "eager", is_decoder=False)
+        assert_equal_to_eager(stock, stock)
+    except Exception as error:
+        pytest.skip(f"can't be built tiny: {type(error).__name__}")
+    for parameter in stock.parameters():
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    try:
+        ours = build(kind, name, "torchweld", is_decoder=False)
+    except ValueError as error:  # the class or one of a part of it
+        assert str(error).startswith("torchweld: attn_implementation must be")
+        return
+    assert hf_models.refusal(type(stock)) is None
+    ours.load_state_dict(stock.state_dict())
+    assert_equal_to_eager(ours, stock)

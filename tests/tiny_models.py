@@ -226,6 +226,14 @@ def causal_models() -> list[tuple[str, str]]:
     return [(kind, name) for kind, name in names.items() if hasattr(transformers, name)]
 
 
+def encoder_models() -> list[tuple[str, str]]:
+    """(model type, class name) of the masked and the encoder-decoder language models."""
+    auto = transformers.models.auto.modeling_auto
+    masked = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    both = [*masked.items(), *auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.items()]
+    return sorted({(kind, name) for kind, name in both if hasattr(transformers, name)})
+
+
 _TOKENS = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 

@@ -14,8 +14,7 @@ packed sequences, by position_ids       the op           sdpa
 static cache, sliding or not            the op           sdpa
 bidirectional, cross attention          the op           the op, sdpa with padding
 bidirectional with a window             sdpa             sdpa
-an ``and_mask_function`` or             sdpa             sdpa
-``or_mask_function``, 4-D masks
+functions of the caller, 4-D masks      sdpa             sdpa
 layers with soft-capped scores, sinks   the op           eager
 ======================================  ===============  ===================
 
@@ -36,7 +35,9 @@ given. Numbers can't say them, and nothing on the device can choose between two 
 looks. On a GPU that is one value read back in every forward pass that is given a mask, as
 transformers' own ``sdpa`` does; the layers wait for nothing. torch.compile, export, tracing and
 CUDA graph capture can't look, so their graphs hold the path that is right for every mask.
-``generate`` with a static cache makes its masks outside of the graph that it compiles.
+``generate`` with a static cache makes its masks outside of the graph that it compiles. Without a
+mask and a cache torch.compile can't tell if sequences are packed either: such graphs hold ``sdpa``,
+but for a GPT-2 that went through ``fuse``.
 """
 
 from __future__ import annotations
