@@ -663,7 +663,8 @@ def test_softcap_and_sinks_with_other_masks_run_eager(attention_device, model, c
             outs.append(each(**inputs, use_cache=False).logits)
         assert not calls.op and not calls.sdpa
     assert_equal_at(tokens, *outs)
-    assert len(hf_attention._warned) == 1
+    if hf_numbers.serves_ranges(attention_device):  # else layers with a window say another reason
+        assert len(hf_attention._warned) == 1
 
 
 def test_a_warning_says_which_attention_runs_instead(attention_device):

@@ -42,7 +42,7 @@ if RELEASE < (5, 23):
 if RELEASE < (5, 20):
     UNBUILT["zamba"] = "its config is refused by this transformers"
 # Model types whose own SDPA attention does not give what their eager attention gives.
-UNEQUAL = ("doge", "moshi") if RELEASE < (5, 20) else ()
+UNEQUAL = ("doge", "moshi", "umt5") if RELEASE < (5, 20) else ()
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +129,8 @@ def test_equals_eager_or_is_refused(kind, name):
 
 @pytest.mark.parametrize(("kind", "name"), encoder_models(), ids=lambda v: v)
 def test_with_an_encoder_equals_eager_or_is_refused(kind, name):
+    if kind in UNEQUAL:
+        pytest.skip("in this transformers its SDPA does not equal its eager attention")
     try:
         stock = build(kind, name, "eager", is_decoder=False)
         assert_equal_to_eager(stock, stock)
