@@ -17,6 +17,7 @@ __version__ = "0.1.0"  # before what is imported below, which reads it
 if TYPE_CHECKING or not _only_prints_help():
     from torchweld import _flops, _functorch, nn
     from torchweld._library import is_available, unavailable_reason
+    from torchweld.distributed import rules as _sharding_rules
     from torchweld.explain import Explanation, explain
     from torchweld.info import Info, info
     from torchweld.info import ops_of_library as _ops_of_library
@@ -55,6 +56,7 @@ if TYPE_CHECKING or not _only_prints_help():
         _flops.install()
         _kernels_of_functorch = _functorch.install(_ops_of_library())
         _hf_register.install()
+        _sharding_rules.install()
 
 __all__ = [
     "Explanation",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import typing
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -71,7 +72,8 @@ def sentences(function: _Function) -> _Function:
         except (TypeError, RuntimeError) as error:
             # The op's own sentence, or the one about a library that isn't there.
             op = f"torchweld::{function.__name__}"
-            if str(error).startswith("torchweld") and not str(error).startswith(f"{op}() "):
+            theirs = (f"{op}() ", "torchweld.")
+            if str(error).startswith("torchweld") and not str(error).startswith(theirs):
                 raise
             sentence = _sentence(function, args, kwargs)
             if sentence is None:
@@ -113,6 +115,22 @@ def _sentence(
         text, classes = _KINDS[allowed[0]]
         if not isinstance(value, classes):
             return f"{name} must be {text}, but got {_got(value)}{_kind_fix(name, value, text)}"
+    return _mixed(given)
+
+
+def _mixed(given: dict[str, Any]) -> str | None:
+    """What to say of Tensors beside DTensors."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is None:
+        return None
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    sharded = [n for n, value in tensors.items() if isinstance(value, distributed.DTensor)]
+    for name in tensors:
+        if sharded and name not in sharded:
+            return (
+                f"{name} must be a DTensor like {sharded[0]}, but got a Tensor; use "
+                f"distribute_tensor({name}, {sharded[0]}.device_mesh, placements)"
+            )
     return None
 
 

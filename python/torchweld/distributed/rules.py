@@ -1,0 +1,371 @@
+"""Sharding rules of the ops for torch.distributed.tensor: which placements of the arguments give
+which placements of the results, so that each process calls the op on its own shards.
+
+A rule lists rows. A row names the results and arguments that are not replicated along one mesh
+dim; "all replicated" is always there and not listed. torch combines the rows of all mesh dims,
+takes the cheapest combination, and redistributes arguments to it where they are placed otherwise.
+
+torch does not redistribute keyword arguments, nor strided shards. Only combinations that take them as they are placed
+are offered, and where there is none the call is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from torchweld._on_import import when_imported
+
+Row = dict[str, Any]
+Rule = Callable[["_Call"], list[Row]]
+
+# Arguments and results that have x's leading dims.
+_ROWS = ("x", "dy", "dx", "result", "y", "preact", "z", "mean", "rstd")
+# Gradients of what all rows share, which each shard of the rows has a part of.
+_PARAMETERS = ("dweight", "dbias", "dln_weight", "dln_bias", "dnorm_weight")
+_OF_NORM = ("dln_weight", "dln_bias", "dnorm_weight")
+# (batch, nheads or nheads_kv, ...)
+_HEADS = ("query", "key", "value", "scores", "out", "lse", "y", "result")
+_KEYS = ("key", "value")
+
+
+class _Call:
+    """The arguments of a call by name: the shapes of tensors, the values of the others."""
+
+    def __init__(self, schema: Any) -> None:
+        from torch.distributed.tensor._op_schema import OpStrategy
+
+        arguments = schema.op._schema.arguments
+        given = dict(zip((a.name for a in arguments), schema.args_schema, strict=False))
+        given.update(schema.kwargs_schema)
+        defaults = {a.name: a.default_value for a in arguments}
+        # In torch's order: positional ones, then keywords as the call has them.
+        self.specs = {
+            name: value.strategies[0].output_spec
+            for name, value in given.items()
+            if isinstance(value, OpStrategy)
+        }
+        self.keywords = [name for name in schema.kwargs_schema if name in self.specs]
+        self.values = {**defaults, **given}
+        self.results = results_of(schema.op)
+        self.name = schema.op._schema.name
+
+    def has(self, name: str) -> bool:
+        return name in self.specs
+
+    def shape(self, name: str) -> Sequence[int]:
+        return self.specs[name].shape
+
+    def leaves_out(self, result: str) -> bool:
+        """True where the result is (0,): nobody asked for it."""
+        if result == "preact":
+            return self.values["activation"] in ("none", "relu")
+        if result in (*_OF_NORM, "dsink") and not self.has(result.removeprefix("d")):
+            return True
+        mask = self.values.get("output_mask")
+        return mask is not None and not mask[self.results.index(result)]
+
+
+def results_of(op: Any) -> list[str]:
+    """The names of an op's results, by which rows mean them."""
+    unnamed = "dx" if op._schema.name.endswith("_backward") else "result"
+    return [r.name or unnamed for r in op._schema.returns]
+
+
+def _shard(dim: int) -> Any:
+    from torch.distributed.tensor import Shard
+
+    return Shard(dim)
+
+
+def _partial() -> Any:
+    from torch.distributed.tensor import Partial
+
+    return Partial()
+
+
+def _all(names: Sequence[str], placement: Any) -> Row:
+    return dict.fromkeys(names, placement)
+
+
+def _with_gradients(names: Sequence[str], placement: Any) -> Row:
+    return _all([*names, *("d" + name for name in names)], placement)
+
+
+def _leading(call: _Call) -> list[Row]:
+    """Rows of x on several processes: batch or sequence."""
+    dims = len(call.shape("x" if call.has("x") else "dy")) - 1
+    shared = _all(_PARAMETERS, _partial())
+    return [{**shared, **_all(_ROWS, _shard(d))} for d in range(dims)]
+
+
+def _columns(call: _Call, weights: Sequence[str], cut: Any = None) -> Row:
+    """Columns of the result on several processes: dx and what is behind it are sums over them.
+
+    `cut(dim)` is the placement of what has both halves of a gate.
+    """
+    last = len(call.shape("x" if call.has("x") else "dy")) - 1
+    cut = cut or _shard
+    return {
+        **_all((*weights, "dweight", "dbias"), cut(0)),
+        **_all(("dy", "result", "y"), _shard(last)),
+        **_all(("preact", "z"), cut(last)),
+        **_all(("dx", *_OF_NORM), _partial()),
+    }
+
+
+def _linear(call: _Call) -> list[Row]:
+    rows = [*_leading(call), _columns(call, ("weight", "bias"))]
+    if call.values["activation"] == "none":  # the input's columns; the bias is added once in all
+        last = _shard(len(call.shape("x")) - 1)
+        sums = _all(("result", "y", "bias"), _partial())
+        weights = _all(("weight", "dweight"), _shard(1))
+        rows.append({**sums, **weights, **_all(("x", "dx"), last)})
+    return rows
+
+
+def _norm_linear(call: _Call) -> list[Row]:
+    return [*_leading(call), _columns(call, ("weight", "bias"))]
+
+
+def _gated_linear(call: _Call) -> list[Row]:
+    # Without interleaving the halves of the weight belong to two branches, and each process must
+    # have a part of both: a plain Shard(0) would pair columns that don't belong together.
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    cut = None if call.values["interleaved"] else lambda dim: _StridedShard(dim, split_factor=2)
+    return [*_leading(call), _columns(call, ("weight", "bias"), cut)]
+
+
+def _folded(call: _Call) -> list[Row]:
+    return [*_leading(call), _columns(call, ("folded_weight", "weight_sum", "folded_bias"))]
+
+
+def _fold(call: _Call) -> list[Row]:
+    columns = _all(("weight", "bias", "folded_weight", "weight_sum", "folded_bias"), _shard(0))
+    inputs = _all(("weight", "folded_weight"), _shard(1))
+    inputs |= _all(("ln_weight", "ln_bias"), _shard(0))
+    return [columns, {**inputs, **_all(("bias", "weight_sum", "folded_bias"), _partial())}]
+
+
+def _int4(call: _Call) -> list[Row]:
+    return [*_leading(call), _columns(call, ("qweight", "scale", "zero", "bias"))]
+
+
+def _every_leading(call: _Call) -> list[Row]:
+    """Of ops whose tensors all have the same leading dims."""
+    name = next(iter(call.specs))
+    return [_all((*call.specs, *call.results), _shard(d)) for d in range(len(call.shape(name)) - 1)]
+
+
+def _batch(call: _Call) -> Row:
+    batch = _with_gradients(_HEADS, _shard(0))
+    return {
+        **batch,
+        **_all(("leftpad", "key_start", "key_end"), _shard(0)),
+        "dsink": _partial(),
+    }
+
+
+def _attention(call: _Call) -> list[Row]:
+    heads = {**_with_gradients(_HEADS, _shard(1)), **_all(("sink", "dsink"), _shard(0))}
+    rows = [_batch(call), heads]
+    values = call.values
+    if not (values["causal"] or values["window"] or call.has("leftpad")):
+        # No row asks where it stands: queries may be anywhere.
+        queries = _with_gradients([n for n in _HEADS if n not in _KEYS], _shard(2))
+        queries |= _all(("dkey", "dvalue", "dsink"), _partial())
+        rows.append({**queries, "key_start": _shard(1)})
+    return rows
+
+
+def _causal_softmax(call: _Call) -> list[Row]:
+    dims = len(call.shape("scores" if call.has("scores") else "y"))
+    rows = [_batch(call)] if dims > 2 else []
+    for d in range(1, dims - 2):
+        heads = _with_gradients(_HEADS, _shard(d))
+        if not call.has("sink"):
+            rows.append(heads)
+        elif dims == 4:  # with more dims one sink is for several of them
+            rows.append({**heads, **_all(("sink", "dsink"), _shard(0))})
+    return rows
+
+
+def _row_sum(call: _Call) -> list[Row]:
+    columns = {"x": _shard(len(call.shape("x")) - 1), "result": _partial()}
+    return [*_leading(call), columns, _all(("x", "result"), _partial())]
+
+
+def _add_scalar(call: _Call) -> list[Row]:
+    return [_all(("x", "result"), _shard(d)) for d in range(len(call.shape("x")))]
+
+
+def _bmm(call: _Call) -> list[Row]:
+    batch: Row = _all(("dy", "result"), _shard(0))
+    for name in ("a", "b"):
+        one = call.shape(name)[0] == 1
+        batch |= {"d" + name: _partial()} if one else _with_gradients((name,), _shard(0))
+    rows = {**_all(("a", "da", "dy", "result"), _shard(1)), "db": _partial()}
+    columns = {**_all(("b", "db", "dy", "result"), _shard(2)), "da": _partial()}
+    inner = {**_with_gradients(("a",), _shard(2)), **_with_gradients(("b",), _shard(1))}
+    return [batch, rows, columns, {**inner, "result": _partial()}]
+
+
+def _outer(call: _Call) -> list[Row]:
+    rows = {**_with_gradients(("y",), _shard(0)), **_all(("dz", "result"), _shard(0))}
+    columns = {**_with_gradients(("x",), _shard(0)), **_all(("dz", "result"), _shard(1))}
+    return [{**rows, "dx": _partial()}, {**columns, "dy": _partial()}]
+
+
+def _mul_relu(call: _Call) -> list[Row]:
+    rows = _all(("x", "y", "dx", "dy", "dz", "result"), _shard(0))
+    columns = _all(("x", "dx", "dz", "result"), _shard(1))
+    return [rows, {**columns, "dy": _partial()}]
+
+
+def _conv2d(call: _Call) -> list[Row]:
+    return [{**_all(("x", "dx", "dz", "result"), _shard(0)), "dweight": _partial()}]
+
+
+def _replicated(call: _Call) -> list[Row]:
+    return []
+
+
+_LAYERS: dict[str, Rule] = {
+    "linear": _linear,
+    "layer_norm_linear": _norm_linear,
+    "rms_norm_linear": _norm_linear,
+    "gated_linear": _gated_linear,
+    "scalar_attention": _replicated,  # keys and values are as many as queries
+    "attention": _attention,
+    "softmax_matmul": _attention,
+}
+RULES: dict[str, Rule] = {
+    **{op + end: rule for op, rule in _LAYERS.items() for end in ("", "_forward", "_backward")},
+    "attention_with_lse": _attention,
+    "causal_softmax": _causal_softmax,
+    "causal_softmax_backward": _causal_softmax,
+    "folded_layer_norm_linear": _folded,
+    "folded_layer_norm_linear_backward": _folded,
+    "fold_layer_norm": _fold,
+    "int4_linear": _int4,
+    "int4_linear_backward": _int4,
+    # The repacked layout has no rows of one column: shard the weight, then repack it.
+    "int4_linear_repacked": _leading,
+    "int4_linear_repacked_backward": _leading,
+    "int4_repack": _replicated,
+    "int4_pack": _every_leading,
+    "int4_unpack": _every_leading,
+    "softmax": _every_leading,
+    "softmax_backward": _every_leading,
+    "row_sum": _row_sum,
+    "add_scalar": _add_scalar,
+    "bmm": _bmm,
+    "bmm_backward": _bmm,
+    "outer_add": _outer,
+    "outer_add_backward": _outer,
+    "outer_mul_relu": _outer,
+    "outer_mul_relu_backward": _outer,
+    "mul_relu": _mul_relu,
+    "mul_relu_backward": _mul_relu,
+    "conv2d": _conv2d,
+    "conv2d_backward": _conv2d,
+}
+
+
+def _divided(call: _Call) -> tuple[str, int, int] | None:
+    """An argument, a dim of it and the size that the shards of that dim must divide."""
+    if call.has("key") and call.shape("key")[1] != call.shape("query")[1]:
+        return "key", 1, call.shape("key")[1]  # else a process has heads without their group
+    if "interleaved" in call.values:
+        return "weight", 0, call.shape("weight")[0] // 2  # pairs stay together
+    return None
+
+
+def _placed(placements: Sequence[Any]) -> str:
+    text = ", ".join(map(str, placements))
+    return f"({text},)" if len(placements) == 1 else f"({text})"
+
+
+def _strategy(rule: Rule) -> Callable[[Any], Any]:
+    """The rule as torch asks for it: the combinations of rows for the placements of a call."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor._op_schema import OpStrategy
+    from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    def strategy(schema: Any) -> Any:
+        call = _Call(schema)
+        mesh = schema.get_mesh_from_args()
+        rows = [{}, *rule(call)]
+        names = list(call.specs)
+        left_out = {name for name in call.results if call.leaves_out(name)}
+
+        def placement(row: Row, name: str, result: bool) -> Any:
+            return Replicate() if result and name in left_out else row.get(name, Replicate())
+
+        lists = [
+            [
+                *(placement(row, name, True) for name in call.results),
+                *(placement(row, name, False) for name in names),
+            ]
+            for row in rows
+        ]
+        every = expand_to_full_mesh_op_strategy(
+            mesh, schema, lists, input_index=len(call.results)
+        ).strategies
+        divided = _divided(call)
+
+        def fits(each: Any) -> bool:
+            wanted = dict(zip(names, each.input_specs, strict=True))
+            for name, spec in wanted.items():
+                pairs = zip(spec.placements, call.specs[name].placements, strict=True)
+                # torch makes no strided shards of others.
+                if any(a != b and isinstance(a, _StridedShard) for a, b in pairs):
+                    return False
+            if divided is None:
+                return True
+            name, dim, size = divided
+            shards = zip(wanted[name].placements, mesh.shape, strict=True)
+            return size % prod(n for p, n in shards if getattr(p, "dim", None) == dim) == 0
+
+        every = [each for each in every if fits(each)]
+        for i, name in enumerate(names):
+            now = call.specs[name].placements
+            strided = any(isinstance(p, _StridedShard) for p in now)
+            if name in call.keywords or strided:
+                offered = {each.input_specs[i].placements for each in every}
+                every = [each for each in every if each.input_specs[i].placements == now]
+                if not every:
+                    listed = " or ".join(sorted(map(_placed, offered)))
+                    fix = f"use {name}.redistribute(placements=...)"
+                    raise RuntimeError(
+                        f"{call.name}: {name} must be placed {listed} beside the other arguments, "
+                        f"but got {_placed(now)}; "
+                        + ("shard the whole tensor anew" if strided else fix)
+                    )
+        return OpStrategy(every)
+
+    return strategy
+
+
+def _register(_: ModuleType) -> None:
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+    from torch.distributed.tensor._ops.utils import register_op_strategy
+
+    for name, rule in RULES.items():
+        op = getattr(torch.ops.torchweld, name).default
+        keywords = [a.name for a in op._schema.arguments if a.kwarg_only]
+        # All arguments are in the key of torch's cache, None too: it holds the placements of one
+        # call, and another may have ln_weight where that had bias.
+        info = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=keywords)
+        register_op_strategy(op, schema_info=info)(_strategy(rule))
+
+
+def install() -> None:
+    """Makes DTensor know the ops, now or when somebody imports torch.distributed.tensor."""
+    when_imported("torch.distributed.tensor", _register)

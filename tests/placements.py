@@ -1,0 +1,679 @@
+"""Calls of every op with DTensors, run in the processes of a mesh.
+
+CASES[name] runs in all processes of the mesh and raises where an answer differs from that of one
+process. `run_cases` starts the processes and returns what each case said, "" for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import torchweld
+from samples import (
+    DIFFERENTIABLE,
+    F64,
+    Call,
+    Maker,
+    add_scalar_call,
+    as_tuple,
+    attention_call,
+    bmm_call,
+    call,
+    causal_call,
+    conv2d_call,
+    fold_call,
+    folded_call,
+    gated_backward_call,
+    int4_backward_call,
+    int4_call,
+    int4_codes_call,
+    int4_repack_call,
+    int4_repacked_backward_call,
+    int4_repacked_call,
+    int4_unpack_call,
+    layer_backward_call,
+    layer_call,
+    mul_relu_call,
+    outer_call,
+    scalar_attention_backward_call,
+    scalar_attention_call,
+    softmax_backward_call,
+    softmax_call,
+    softmax_matmul_call,
+    with_dz,
+)
+from torchweld.distributed import rules
+
+MESHES = {"2": (2,), "2x2": (2, 2)}
+SECONDS = 30  # that a collective may take
+Build = Callable[[Maker], Call]
+
+
+def masked(build: Build, *names: str, **more: Any) -> Build:
+    """The call with tensors of the mask by name: key_start, key_end, sink."""
+
+    def make(m: Maker) -> Call:
+        args, kwargs = build(m)
+        batch, heads, rows = args[0].shape[:3]
+        keys = args[1].shape[2] if len(args) > 1 and args[1].dim() == 4 else args[0].shape[-1]
+        i = torch.arange(rows)
+        tensors = {
+            "key_start": torch.stack([i // 3, i // 2, 0 * i, i // 4])[torch.arange(batch) % 4],
+            "key_end": keys - torch.arange(batch) % 3,
+            "sink": m.randn(heads),
+        }
+        tensors = {n: t if n == "sink" else t.to(torch.int32) for n, t in tensors.items()}
+        return args, {**kwargs, **{n: tensors[n] for n in names}, **more}
+
+    return make
+
+
+def with_dlse(build: Build) -> Build:
+    def make(m: Maker) -> Call:
+        args, kwargs = build(m)
+        return args, {**kwargs, "dlse": m.randn(*args[5].shape)}
+
+    return make
+
+
+def after(op: str, build: Build, inputs: int) -> Build:
+    """The backward call behind a forward one: dout, inputs, out and lse, leftpad."""
+
+    def make(m: Maker) -> Call:
+        args, kwargs = build(m)
+        saved = call(op + "_forward")(*args, **kwargs)
+        return [m.randn(*saved[0].shape), *args[:inputs], *saved, *args[inputs:]], kwargs
+
+    return make
+
+
+def after_causal(build: Build) -> Build:
+    def make(m: Maker) -> Call:
+        args, kwargs = build(m)
+        y = call("causal_softmax")(*args, **kwargs)
+        if "softcap" in kwargs or "sink" in kwargs:
+            kwargs = {**kwargs, "scores": args[0]}
+        return [m.randn(*y.shape), y, *args[1:]], kwargs
+
+    return make
+
+
+def _builds() -> dict[str, dict[str, Build]]:
+    builds: dict[str, dict[str, Build]] = {}
+
+    def add(op: str, **named: Build) -> None:
+        builds.setdefault(op, {}).update(named)
+
+    lead, uneven = (4, 4), (3, 5)
+    for kind, norms in (("linear", 0), ("layer_norm_linear", 2), ("rms_norm_linear", 1)):
+        full = [True] * norms
+        forward = {
+            "plain": layer_call(lead, 8, 8, *full),
+            "gelu": layer_call(uneven, 7, 5, *full, activation="gelu"),
+            "relu": layer_call((4,), 4, 8, *full, activation="relu"),
+            "bare": layer_call(lead, 8, 4, *[False] * norms, bias=False),
+            "last": layer_call(lead, 4, 4, *[False, True][-norms:][:norms], bias=False),
+        }
+        if not norms:
+            del forward["last"]
+        add(kind, **forward)
+        add(kind + "_forward", **forward)
+        for i, (name, build) in enumerate(forward.items()):
+            mask = [True] * 3 + full if i != 3 else [True, False, False] + [False] * norms
+            add(kind + "_backward", **{name: layer_backward_call(kind, build, mask)})
+
+    for gate, interleaved in (("geglu", False), ("swiglu", True)):
+        kwargs = {"gate": gate, "interleaved": interleaved}
+        for sizes, n, k in ((lead, 8, 8), (uneven, 3, 5)):
+            forward = layer_call(sizes, 2 * n, k, **kwargs)
+            backward = gated_backward_call(sizes, n, k, [True] * 3, **kwargs)
+            add("gated_linear", **{f"{gate}_{n}": forward})
+            add("gated_linear_forward", **{f"{gate}_{n}": forward})
+            add("gated_linear_backward", **{f"{gate}_{n}": backward})
+
+    calls = {
+        "plain": attention_call(4, 4, 4, 4, 4, 4, 2),
+        "padded": attention_call(4, 8, 4, 5, 5, 2, 3, pads=(0, 2, 5, 1), causal=True, scale=0.3),
+        "grouped": attention_call(3, 6, 3, 3, 5, 2, 2, causal=True, window=2),
+    }
+    calls |= {
+        "documents": masked(calls["plain"], "key_start", "sink"),
+        "right_padded": masked(calls["plain"], "key_end", softcap=1.5),
+        "all": masked(
+            attention_call(4, 8, 4, 5, 6, 2, 3, causal=True),
+            *("key_start", "key_end", "sink"),
+            window=4,
+            softcap=2.0,
+        ),
+    }
+    for end in ("", "_forward", "_with_lse"):
+        add("attention" + end, **calls)
+    backward = {name: after("attention", build, 3) for name, build in calls.items()}
+    add("attention_backward", **backward, dlse=with_dlse(backward["documents"]))
+
+    calls = {
+        "plain": softmax_matmul_call(4, 4, 4, 4, 2),
+        "padded": softmax_matmul_call(4, 4, 5, 5, 2, pads=(0, 2, 5, 1), causal=True, scale=0.3),
+    }
+    calls["all"] = masked(
+        softmax_matmul_call(4, 3, 5, 6, 3), "key_start", "key_end", "sink", window=4, softcap=2.0
+    )
+    for end in ("", "_forward"):
+        add("softmax_matmul" + end, **calls)
+    backward = {name: after("softmax_matmul", build, 2) for name, build in calls.items()}
+    add("softmax_matmul_backward", **backward)
+
+    calls = {
+        "matrix": causal_call((4, 4)),
+        "padded": causal_call((4, 4, 5, 5), (0, 2, 5, 1), scale=0.3),
+        "rank5": causal_call((4, 2, 4, 3, 5), (0, 2, 3, 1)),
+        "three": causal_call((3, 4, 4)),
+        "all": masked(
+            causal_call((4, 4, 4, 6)), "key_start", "key_end", "sink", window=4, softcap=2.0
+        ),
+    }
+    add("causal_softmax", **calls)
+    add("causal_softmax_backward", **{n: after_causal(b) for n, b in calls.items()})
+
+    for op, backward in (("", False), ("_backward", True)):
+        for name, sizes, activation in (("plain", lead, "none"), ("gelu", uneven, "gelu")):
+            build = folded_call(sizes, 8, 5, backward=backward, activation=activation)
+            add("folded_layer_norm_linear" + op, **{name: build})
+        build = folded_call(lead, 4, 4, bias=False, backward=backward)
+        add("folded_layer_norm_linear" + op, bare=build)
+    add("fold_layer_norm", full=fold_call(8, 4, True, True, True))
+    add("fold_layer_norm", bare=fold_call(5, 3, False, True, False))
+
+    for op, build in (
+        ("int4_linear", int4_call),
+        ("int4_linear_backward", int4_backward_call),
+        ("int4_repack", int4_repack_call),
+        ("int4_linear_repacked", int4_repacked_call),
+        ("int4_linear_repacked_backward", int4_repacked_backward_call),
+    ):
+        add(op, plain=build(lead, 8, 16, 2), bare=build(uneven, 5, 8, 1, False))
+    add("int4_pack", plain=int4_codes_call(4, 4, 16))
+    add("int4_unpack", plain=int4_unpack_call(4, 4, 16))
+
+    shape = (4, 5, 8)
+    add("softmax", plain=softmax_call(*shape))
+    add("softmax_backward", plain=softmax_backward_call(*shape))
+    add("row_sum", plain=softmax_call(*shape))
+    add("add_scalar", plain=add_scalar_call(0.75, *shape))
+    for name, batches in (("plain", (4, 4)), ("one_a", (1, 4)), ("one_b", (4, 1))):
+        add("bmm", **{name: bmm_call(batches, 4, 5, 6)})
+        add("bmm_backward", **{name: bmm_call(batches, 4, 5, 6, [True, name != "one_b"])})
+    outer, scaled = outer_call(5, 4), mul_relu_call(4, 5)
+    add("outer_add", plain=outer)
+    add("outer_add_backward", plain=with_dz(outer, 5, 4, inputs=0))
+    add("outer_mul_relu", plain=outer)
+    add("outer_mul_relu_backward", plain=with_dz(outer, 5, 4))
+    add("mul_relu", plain=scaled)
+    add("mul_relu_backward", plain=with_dz(scaled, 4, 5))
+    add("conv2d", plain=conv2d_call((4, 5, 4), (3, 2)))
+    add("conv2d_backward", plain=conv2d_call((4, 5, 4), (3, 2), [True, True]))
+    for end in ("", "_forward"):
+        add("scalar_attention" + end, plain=scalar_attention_call(7))
+    add("scalar_attention_backward", plain=scalar_attention_backward_call(7, [True, False, True]))
+    return builds
+
+
+BUILDS = _builds()
+
+
+def place(full: Tensor, mesh: DeviceMesh, placements: tuple[Any, ...]) -> DTensor:
+    """A DTensor of the tensor, which all processes have."""
+    part, others = full.clone(), list(placements)
+    for dim, placement in enumerate(placements):
+        if isinstance(placement, Partial):
+            coordinate, size = mesh.get_coordinate()[dim], mesh.shape[dim]
+            share = 2 * (coordinate + 1) / (size * (size + 1))
+            part = part * (share if full.is_floating_point() else coordinate == 0)
+            others[dim] = Replicate()
+    local = distribute_tensor(part, mesh, others, src_data_rank=None).to_local()
+    stride, shape = full.stride(), full.shape
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def full(t: DTensor) -> Tensor:
+    mesh = t.device_mesh
+    if any(type(p) is _StridedShard for p in t.placements):  # which torch does not gather
+        whole = t.to_local()
+        for dim in reversed(range(mesh.ndim)):
+            placement, group = t.placements[dim], mesh.get_group(dim)
+            if isinstance(placement, Partial):
+                dist.all_reduce(whole := whole.clone(), group=group)
+            elif not isinstance(placement, Replicate):
+                parts = [torch.empty_like(whole) for _ in range(mesh.shape[dim])]
+                dist.all_gather(parts, whole.contiguous(), group=group)
+                split = getattr(placement, "split_factor", 1)
+                pieces = [part.chunk(split, placement.dim) for part in parts]
+                whole = torch.cat(
+                    [p for row in zip(*pieces, strict=True) for p in row], placement.dim
+                )
+        return whole
+    return t.redistribute(placements=[Replicate()] * t.device_mesh.ndim).to_local()
+
+
+def same(ours: DTensor, want: Tensor, label: str) -> None:
+    assert ours.shape == want.shape, f"{label}: {ours.shape}, not {want.shape}"
+    tolerance = {"rtol": 1e-12, "atol": 1e-12}
+    if want.dtype == torch.float32:
+        tolerance = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(
+        full(ours), want, **tolerance, equal_nan=True, msg=lambda m: label + m
+    )
+
+
+Placed = dict[str, tuple[Any, ...]]
+
+
+class Sharded:
+    """A call on one process, and the same with its tensors placed on a mesh."""
+
+    def __init__(self, op: str, build: Build, mesh: DeviceMesh, dtype: torch.dtype = F64) -> None:
+        self.op, self.mesh = op, mesh
+        self.args, self.kwargs = build(Maker("cpu", dtype, 0))
+        arguments = call(op).default._schema.arguments
+        self.names = [a.name for a, _ in zip(arguments, self.args, strict=False)]
+        self.tensors = {
+            name: t
+            for name, t in (*zip(self.names, self.args, strict=True), *self.kwargs.items())
+            if isinstance(t, Tensor)
+        }
+        self.results = rules.results_of(call(op).default)
+
+    def __call__(self, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        args = [given.get(n, a) for n, a in zip(self.names, self.args, strict=True)]
+        kwargs = {n: given.get(n, a) for n, a in self.kwargs.items()}
+        return as_tuple(call(self.op)(*args, **kwargs))
+
+    def place(self, placed: Placed) -> dict[str, DTensor]:
+        everywhere = (Replicate(),) * self.mesh.ndim
+        return {n: place(t, self.mesh, placed.get(n, everywhere)) for n, t in self.tensors.items()}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of the op's rule for this call."""
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+        from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy
+
+        def described(t: Any) -> Any:
+            if not isinstance(t, Tensor):
+                return t
+            meta = TensorMeta(t.shape, t.stride(), t.dtype)
+            everywhere = (Replicate(),) * self.mesh.ndim
+            return OpStrategy([OpSpec(DTensorSpec(self.mesh, everywhere, meta))])
+
+        args = tuple(map(described, self.args))
+        kwargs = {n: described(v) for n, v in self.kwargs.items()}
+        schema = OpSchema(call(self.op).default, args, kwargs)
+        return [{}, *rules.RULES[self.op](rules._Call(schema))]
+
+    def shardable(self, placed: Placed) -> bool:
+        for name, placements in placed.items():
+            shards = [1] * self.tensors[name].dim()
+            for p, n in zip(placements, self.mesh.shape, strict=True):
+                if not isinstance(p, (Replicate, Partial)):
+                    shards[p.dim] *= n
+            if any(s > n for s, n in zip(shards, self.tensors[name].shape, strict=True)):
+                return False
+        return True
+
+    def combined(self) -> Iterator[tuple[Placed, Placed]]:
+        """Arguments and results of every combination of rows."""
+        for rows in product(self.rows(), repeat=self.mesh.ndim):
+            arguments, results = (
+                {n: tuple(row.get(n, Replicate()) for row in rows) for n in names}
+                for names in (self.tensors, self.results)
+            )
+            if self.shardable(arguments):
+                yield arguments, results
+
+    def check(self, placed: Placed) -> tuple[DTensor, ...]:
+        with torch.no_grad():
+            ours, want = self(self.place(placed)), self({})
+        for name, a, b in zip(self.results, ours, want, strict=True):
+            same(a, b, f"{name} of {placed}: ")
+        return ours
+
+
+def every_row(op: str, build: Build, mesh: DeviceMesh) -> None:
+    """Each combination of rows: equal to one process, and without a collective."""
+    sharded = Sharded(op, build, mesh)
+    everywhere = (Replicate(),) * mesh.ndim
+    for placed, results in sharded.combined():
+        if not divides(sharded, placed):
+            checked_or_refused(sharded, placed)
+            continue
+        given = sharded.place(placed)
+        with CommDebugMode() as comms, torch.no_grad():
+            ours = sharded(given)
+        assert not comms.get_total_counts(), f"{placed} needs {comms.get_comm_counts()}"
+        for name, a, b in zip(sharded.results, ours, sharded({}), strict=True):
+            same(a, b, f"{name} of {placed}: ")
+            asked = results[name] if b.shape != (0,) else everywhere
+            assert a.placements == asked, f"{name} of {placed}: {a.placements}"
+
+
+def divides(sharded: Sharded, placed: Placed) -> bool:
+    """False where a group of heads or a pair of gates would be cut."""
+    name, dim, size = {
+        "attention": ("key", 1, 1),
+        "gated_linear": ("weight", 0, 2),
+    }.get(base(sharded.op), ("", 0, 0))
+    if not name:
+        return True
+    size = sharded.tensors[name].shape[dim] // size
+    for p, n in zip(placed[name], sharded.mesh.shape, strict=True):
+        if not isinstance(p, (Replicate, Partial)) and p.dim == dim:
+            if size % n:
+                return False
+            size //= n
+    return True
+
+
+def base(op: str) -> str:
+    for end in ("_forward", "_backward", "_with_lse"):
+        op = op.removesuffix(end)
+    return op
+
+
+def options(t: Tensor) -> list[Any]:
+    parts = [Partial()] if t.is_floating_point() else []
+    return [Replicate(), *(Shard(d) for d in range(t.dim())), *parts]
+
+
+def checked_or_refused(sharded: Sharded, placed: Placed) -> None:
+    """Any placements: the answer of one process, or a sentence about what torch can't move."""
+    fixed = [n for n, ps in placed.items() if any(type(p) is _StridedShard for p in ps)]
+    try:
+        sharded.check(placed)
+    except RuntimeError as error:
+        sentences = [f"torchweld::{sharded.op}: {n} must be " for n in (*fixed, *sharded.kwargs)]
+        assert str(error).startswith(tuple(sentences)), f"{placed}: {error}"
+
+
+def any_placement(op: str, build: Build, mesh: DeviceMesh) -> None:
+    """Each argument alone in each placement, and some of all arguments at random."""
+    sharded = Sharded(op, build, mesh)
+    everywhere = (Replicate(),) * (mesh.ndim - 1)
+    for name, t in sharded.tensors.items():
+        for placement in options(t):
+            placed = {name: (placement, *everywhere)}
+            if sharded.shardable(placed):
+                checked_or_refused(sharded, placed)
+    draw = random.Random(0)
+    for _ in range(4):
+        placed = {
+            name: tuple(draw.choice(options(t)) for _ in mesh.shape)
+            for name, t in sharded.tensors.items()
+        }
+        if sharded.shardable(placed):
+            checked_or_refused(sharded, placed)
+
+
+def gradients(op: str, build: Build, mesh: DeviceMesh) -> None:
+    """Result and gradients through autograd of each combination of rows."""
+    sharded = Sharded(op, build, mesh)
+    wanted = [sharded.names[i] for i in DIFFERENTIABLE[op] if i < len(sharded.names)]
+    wanted = [n for n in (*wanted, "sink") if n in sharded.tensors]
+    leaves = {n: sharded.tensors[n].clone().requires_grad_() for n in wanted}
+    ys = sharded(leaves)
+    dys = [torch.randn_like(y) for y in ys]
+    want = torch.autograd.grad(ys, list(leaves.values()), dys)
+    for placed, _ in sharded.combined():
+        if not divides(sharded, placed):
+            continue
+        given = sharded.place(placed)
+        mine = [given[n].requires_grad_() for n in wanted]
+        ours = sharded(given)
+        douts = []
+        for y, dy in zip(ours, dys, strict=True):
+            whole = [Replicate() if isinstance(p, Partial) else p for p in y.placements]
+            douts.append(place(dy, mesh, tuple(whole)))
+        for name, a, b in zip(wanted, torch.autograd.grad(ours, mine, douts), want, strict=True):
+            same(a, b, f"d{name} of {placed}: ")
+
+
+def placed(mesh: DeviceMesh, t: Tensor, *placements: Any) -> DTensor:
+    """On the mesh's last dim as said, replicated on the others."""
+    return place(t, mesh, ((Replicate(),) * (mesh.ndim - 1) + placements))
+
+
+def promised_placements(mesh: DeviceMesh) -> None:
+    """What tensor-parallel code relies on, said without the rules."""
+    m = Maker("cpu", F64, 0)
+    ops, r, last = torch.ops.torchweld, Replicate(), mesh.ndim - 1
+    x, weight, bias, scale = m.randn(4, 4, 8), m.randn(8, 8), m.randn(8), m.randn(8)
+
+    def leaf(t: Tensor, placement: Any) -> DTensor:
+        return placed(mesh, t, placement).requires_grad_()
+
+    def on_last(*tensors: DTensor) -> list[Any]:
+        return [t.placements[last] for t in tensors]
+
+    leaves = leaf(x, r), leaf(weight, Shard(0)), leaf(bias, Shard(0)), leaf(scale, r)
+    y = ops.layer_norm_linear(*leaves, activation="silu")
+    grads = torch.autograd.grad(y, leaves, placed(mesh, m.randn(4, 4, 8), Shard(2)))
+    assert on_last(y, *grads) == [Shard(2), Partial(), Shard(0), Shard(0), Partial()]
+
+    leaves = leaf(x, Shard(1)), leaf(weight, r), leaf(bias, r), leaf(scale, r)
+    y = ops.rms_norm_linear(*leaves)
+    grads = torch.autograd.grad(y, leaves, placed(mesh, m.randn(4, 4, 8), Shard(1)))
+    assert on_last(y, *grads) == [Shard(1), Shard(1), Partial(), Partial(), Partial()]
+
+    leaves = leaf(x, Shard(2)), leaf(weight, Shard(1)), leaf(bias, r)
+    y = ops.linear(*leaves)
+    grads = torch.autograd.grad(y, leaves, placed(mesh, m.randn(4, 4, 8), r))
+    assert on_last(y, *grads) == [Partial(), Shard(2), Shard(1), r]
+
+    heads, sink = m.randn(2, 4, 4, 8), m.randn(4)
+    leftpad = placed(mesh, torch.tensor([0, 2], dtype=torch.int32), r)
+    leaves = [leaf(heads, Shard(1)) for _ in range(3)] + [leaf(sink, Shard(0))]
+    y = ops.attention(*leaves[:3], leftpad, sink=leaves[3])
+    grads = torch.autograd.grad(y, leaves, placed(mesh, heads, Shard(1)))
+    assert on_last(y, *grads) == [Shard(1)] * 4 + [Shard(0)]
+
+    weight = m.randn(16, 8)
+    plain = ops.gated_linear(placed(mesh, x, r), placed(mesh, weight, Shard(0)))
+    pairs = ops.gated_linear(placed(mesh, x, r), placed(mesh, weight, Shard(0)), interleaved=True)
+    assert on_last(plain, pairs) == [r, Shard(2)]
+    same(plain, ops.gated_linear(x, weight), "gated_linear: ")
+
+
+def keys_of_the_cache(mesh: DeviceMesh) -> None:
+    """Calls that differ in one argument that is no tensor, or in which are left out."""
+    m = Maker("cpu", F64, 0)
+    x, weight, vector = m.randn(4, 8), m.randn(8, 8), m.randn(8)
+    q, sink, ends = m.randn(4, 2, 4, 8), m.randn(2), torch.tensor([1, 2, 3, 4], dtype=torch.int32)
+    s, codes = m.randn(4, 2, 4, 4), torch.ones(4, 2, dtype=torch.int32)
+    differing: list[tuple[str, list[tuple[list[Any], dict[str, Any]]]]] = [
+        ("linear", [([x, weight], {"activation": a}) for a in ("none", "gelu", "relu", "silu")]),
+        ("layer_norm_linear", [([x, weight], {"eps": e}) for e in (1e-5, 0.1, 1.0)]),
+        ("rms_norm_linear", [([x, weight], {"eps": e}) for e in (1e-5, 0.1, 1.0)]),
+        ("layer_norm_linear", [([x, weight, *v], {}) for v in absent(vector, 3)]),
+        ("gated_linear", [([x, weight], {"gate": g}) for g in ("geglu", "swiglu", "reglu")]),
+        ("gated_linear", [([x, weight], {"interleaved": i}) for i in (False, True)]),
+        ("attention", [([q, q, q], {"causal": c}) for c in (False, True)]),
+        ("attention", [([q, q, q], {"window": w}) for w in (None, 1, 2)]),
+        ("attention", [([q, q, q], {"scale": c}) for c in (None, 0.5, 2.0)]),
+        ("attention", [([q, q, q], {"softcap": c}) for c in (None, 0.5, 2.0)]),
+        ("attention", [([q, q, q], {"sink": t}) for t in (None, sink)]),
+        ("attention", [([q, q, q, ends], {}), ([q, q, q], {"key_end": ends}), ([q, q, q], {})]),
+        ("softmax_matmul", [([s, q], {"scale": c}) for c in (1.0, 0.5)]),
+        ("causal_softmax", [([s], {"scale": c}) for c in (1.0, 0.5)]),
+        ("add_scalar", [([x, value], {}) for value in (0.5, 2.0)]),
+        ("int4_unpack", [([codes, cols], {}) for cols in (15, 16)]),
+    ]
+    for op, calls in differing:
+        # A None among tensors is left as it is.
+        for _ in range(2):
+            for args, kwargs in calls:
+                one, many = Sharded(op, lambda m, c=(args, kwargs): c, mesh), {}
+                for name, t in one.tensors.items():
+                    first = Shard(0) if t.shape[0] == 4 else Replicate()
+                    many[name] = (Replicate(),) * (mesh.ndim - 1) + (first,)
+                one.check(many)
+
+
+def absent(t: Tensor, count: int) -> Iterator[list[Tensor | None]]:
+    return (list(v) for v in product((None, t), repeat=count))
+
+
+def compiled(mesh: DeviceMesh) -> None:
+    """fullgraph, result and gradients."""
+    m = Maker("cpu", F64, 0)
+    r, ops = Replicate(), torch.ops.torchweld
+
+    def layer(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+        y = ops.layer_norm_linear(x, weight, bias, scale, activation="gelu")
+        return ops.linear(y, out)
+
+    def heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ops.attention(q, k, v, causal=True, scale=0.3)
+
+    def gate(x: Tensor, weight: Tensor) -> Tensor:
+        return ops.gated_linear(x, weight, gate="swiglu", interleaved=True)
+
+    shapes = [(4, 8), (8, 8), (8,), (8,), (8, 8)]
+    column = [r, Shard(0), Shard(0), r, Shard(1)]
+    grouped = [(2, 8, 4, 4), (2, 4, 4, 4), (2, 4, 4, 4)]
+    for function, sizes, placements in (
+        (layer, shapes, column),
+        (heads, grouped, [Shard(1)] * 3),
+        (gate, [(4, 8), (16, 8)], [r, Shard(0)]),
+    ):
+        whole = [m.randn(*size).requires_grad_() for size in sizes]
+        shards = [placed(mesh, t.detach(), p) for t, p in zip(whole, placements, strict=True)]
+        for t in shards:
+            t.requires_grad_()
+        quick = torch.compile(function, fullgraph=True, backend="aot_eager")
+        y, ours = function(*whole), quick(*shards)
+        same(ours, y, f"{function.__name__}: ")
+        dy = m.randn(*y.shape)
+        want = torch.autograd.grad(y, whole, dy)
+        whole_ours = ours.redistribute(placements=[r] * mesh.ndim)
+        for a, b in zip(
+            torch.autograd.grad(whole_ours, shards, placed(mesh, dy, r)), want, strict=True
+        ):
+            same(a, b, f"d{function.__name__}: ")
+
+
+def refusals(mesh: DeviceMesh) -> None:
+    m = Maker("cpu", F64, 0)
+    q, leftpad = placed(mesh, m.randn(2, 4, 4, 8), Shard(1)), torch.zeros(2, dtype=torch.int32)
+    sink = placed(mesh, m.randn(4), Partial())
+    for function, error, sentence in (
+        (
+            lambda: torchweld.attention(q, q, q, leftpad),
+            TypeError,
+            "torchweld::attention: leftpad must be a DTensor like query, but got a Tensor; use "
+            "distribute_tensor(leftpad, query.device_mesh, placements)",
+        ),
+        (
+            lambda: torchweld.attention(q, q, q, sink=sink),
+            RuntimeError,
+            "torchweld::attention: sink must be placed ",
+        ),
+    ):
+        try:
+            function()
+        except error as caught:
+            assert str(caught).startswith(sentence), caught
+        else:
+            raise AssertionError(f"no error: {sentence}")
+
+
+def single_precision(mesh: DeviceMesh) -> None:
+    for op in ("layer_norm_linear", "attention", "gated_linear", "softmax"):
+        sharded = Sharded(op, next(iter(BUILDS[op].values())), mesh, torch.float32)
+        for arguments, _ in sharded.combined():
+            sharded.check(arguments)
+
+
+SPECIAL = (promised_placements, keys_of_the_cache, compiled, refusals, single_precision)
+Case = Callable[[DeviceMesh], None]
+
+
+def cases(mesh: str) -> dict[str, Case]:
+    """All on a mesh of 2. On 2 x 2, which has the square of combinations, one call of each op."""
+    found: dict[str, Case] = {case.__name__: case for case in SPECIAL}
+    for op, builds in BUILDS.items():
+        with_gradients = op in DIFFERENTIABLE and not op.endswith("_forward")
+        helper = op.endswith(("_forward", "_backward"))  # run by autograd too
+        for name, build in builds.items():
+            kinds: list[Any] = [gradients] if with_gradients else [every_row]
+            if len(MESHES[mesh]) == 1:
+                kinds = [every_row, *kinds[: int(with_gradients)], any_placement]
+            elif helper or name not in ("full", "all", "gelu", next(iter(builds))):
+                continue
+            elif name == "all":
+                kinds.append(any_placement)
+            for kind in kinds:
+                if kind is not any_placement or not op.endswith("_forward"):
+                    found[f"{kind.__name__}-{op}-{name}"] = partial(kind, op, build)
+    return found
+
+
+def _work(rank: int, mesh: str, names: list[str], folder: str) -> None:
+    torch.set_num_threads(1)
+    shape = MESHES[mesh]
+    size = prod(shape)
+    store = dist.FileStore(f"{folder}/store", size)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS)
+    )
+    device_mesh = init_device_mesh("cpu", shape)
+    said, known = {}, cases(mesh)
+    for name in names:
+        torch.manual_seed(0)
+        try:
+            known[name](device_mesh)
+            said[name] = ""
+        except Exception:
+            said[name] = traceback.format_exc()
+    Path(f"{folder}/{rank}.json").write_text(json.dumps(said))
+    dist.barrier()  # who leaves first takes the others' connections along
+    dist.destroy_process_group()
+
+
+def run_cases(mesh: str, names: list[str], folder: Path, seconds: float) -> dict[str, str]:
+    """What the first process with a complaint said of each case."""
+    size = prod(MESHES[mesh])
+    spawn = multiprocessing.get_context("spawn")
+    processes = [
+        spawn.Process(target=_work, args=(rank, mesh, names, str(folder)), daemon=True)
+        for rank in range(size)
+    ]
+    end = time.monotonic() + seconds
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(max(0, end - time.monotonic()))
+    for process in processes:
+        process.kill()
+    files = [folder / f"{rank}.json" for rank in range(size)]
+    done = [json.loads(file.read_text()) for file in files if file.exists()]
+    late = f"{size - len(done)} of {size} processes did not end within {seconds} s"
+    if len(done) < size:
+        return dict.fromkeys(names, late)
+    return {name: next((each[name] for each in done if each[name]), "") for name in names}
