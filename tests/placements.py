@@ -534,6 +534,29 @@ def keys_of_the_cache(mesh: DeviceMesh) -> None:
                     many[name] = (Replicate(),) * (mesh.ndim - 1) + (first,)
                 one.check(many)
 
+    # Calls whose placements suit one value and not the other.
+    suiting: list[tuple[str, Call, dict[str, Any], dict[str, list[Any]]]] = [
+        ("gated_linear", ([x, weight], {}), {"weight": Shard(0)}, {"interleaved": [True, False]}),
+        (
+            "linear",
+            ([x, weight], {}),
+            {"x": Shard(1), "weight": Shard(1)},
+            {"activation": ["none", "gelu"]},
+        ),
+        (
+            "attention",
+            ([q, q, q], {}),
+            {"query": Shard(2)},
+            {"causal": [False, True], "window": [None, 2]},
+        ),
+    ]
+    for op, (args, kwargs), where, changes in suiting:
+        for _, (name, values) in product(range(2), changes.items()):
+            for value in values:
+                call_ = args, {**kwargs, name: value}
+                one = Sharded(op, lambda m, c=call_: c, mesh)
+                one.check({n: (Replicate(),) * (mesh.ndim - 1) + (p,) for n, p in where.items()})
+
 
 def absent(t: Tensor, count: int) -> Iterator[list[Tensor | None]]:
     return (list(v) for v in product((None, t), repeat=count))
@@ -676,7 +699,7 @@ def run_cases(mesh: str, names: list[str], folder: Path, seconds: float) -> dict
         process.kill()
     files = [folder / f"{rank}.json" for rank in range(size)]
     done = [json.loads(file.read_text()) for file in files if file.exists()]
-    late = f"{size - len(done)} of {size} processes did not end within {seconds} s"
     if len(done) < size:
-        return dict.fromkeys(names, late)
+        lost = f"{size - len(done)} of {size} processes failed, or took more than {seconds} s"
+        return dict.fromkeys(names, lost)
     return {name: next((each[name] for each in done if each[name]), "") for name in names}
