@@ -654,7 +654,8 @@ def cases(mesh: str) -> dict[str, Case]:
             elif name == "all":
                 kinds.append(any_placement)
             for kind in kinds:
-                if kind is not any_placement or not op.endswith("_forward"):
+                few = helper and name not in ("all", "dlse", next(iter(builds)))
+                if kind is not any_placement or not (few or op.endswith("_forward")):
                     found[f"{kind.__name__}-{op}-{name}"] = partial(kind, op, build)
     return found
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from samples import registered_ops
@@ -72,3 +73,9 @@ def test_rules_cost_nothing_until_dtensor_is_imported():
         "assert torch.ops.torchweld.softmax.default in p.op_strategy_funcs"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_torch_with_other_internals_only_warns(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor._op_schema", None)
+    with pytest.warns(UserWarning, match="torchweld's ops take no DTensors under torch"):
+        rules._register(torch.distributed.tensor)

@@ -11,6 +11,7 @@ as they are placed are offered, and where there is none the call is refused.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from math import prod
 from types import ModuleType
@@ -93,6 +94,7 @@ def _all(names: Sequence[str], placement: Any) -> Row:
 
 
 def _with_gradients(names: Sequence[str], placement: Any) -> Row:
+    """Of the tensors named and of their gradients."""
     return _all([*names, *("d" + name for name in names)], placement)
 
 
@@ -341,12 +343,12 @@ def _strategy(rule: Rule) -> Callable[[Any], Any]:
                 offered = {each.input_specs[i].placements for each in every}
                 every = [each for each in every if each.input_specs[i].placements == now]
                 if not every:
+                    move = f"use {name}.redistribute(placements=...)"
+                    fix = "shard the whole tensor anew" if strided else move
                     listed = " or ".join(sorted(map(_placed, offered)))
-                    fix = f"use {name}.redistribute(placements=...)"
                     raise RuntimeError(
                         f"{call.name}: {name} must be placed {listed} beside the other arguments, "
-                        f"but got {_placed(now)}; "
-                        + ("shard the whole tensor anew" if strided else fix)
+                        f"but got {_placed(now)}; {fix}"
                     )
         return OpStrategy(every)
 
@@ -354,16 +356,28 @@ def _strategy(rule: Rule) -> Callable[[Any], Any]:
 
 
 def _register(_: ModuleType) -> None:
-    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
-    from torch.distributed.tensor._ops.utils import register_op_strategy
+    # They are torch's own: another torch may have them elsewhere, and its import must not fail.
+    try:
+        from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 
-    for name, rule in RULES.items():
+        try:
+            from torch.distributed.tensor._ops.utils import register_op_strategy
+        except ImportError:
+            from torch.distributed.tensor._ops.registration import register_op_strategy
+        strategies = {name: _strategy(rule) for name, rule in RULES.items()}
+    except ImportError as error:
+        warnings.warn(
+            f"torchweld's ops take no DTensors under torch {torch.__version__}: {error}",
+            stacklevel=2,
+        )
+        return
+    for name, strategy in strategies.items():
         op = getattr(torch.ops.torchweld, name).default
         keywords = [a.name for a in op._schema.arguments if a.kwarg_only]
         # All arguments are in the key of torch's cache, None too: it holds the placements of one
         # call, and another may have ln_weight where that had bias.
         info = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=keywords)
-        register_op_strategy(op, schema_info=info)(_strategy(rule))
+        register_op_strategy(op, schema_info=info)(strategy)
 
 
 def install() -> None:
