@@ -92,12 +92,17 @@ def _vmap(
         return value.movedim(at[name], 0)
 
     leading = _LEADING.get(op, ())
-    given_all = {name for name, value in given.items() if _is(value)}
-    same_batch = {t.shape[1] for t in map(front, given_all)} if size else set()
-    if size and batched <= set(leading) and not given_all & set(_OF_OWN_BATCH):
+    tensors = {name for name, value in given.items() if _is(value)}
+
+    def folds() -> bool:
+        if op not in _BATCHED or "sink" in tensors:
+            return False
+        return len({front(name).shape[1] for name in tensors}) == 1
+
+    if size and batched <= set(leading) and not tensors & set(_OF_OWN_BATCH):
         out = call(*[front(n) if n in leading else given[n] for n in given])
         outs = _tuple(out)
-    elif op in _BATCHED and len(same_batch) == 1 and "sink" not in given_all:
+    elif size and folds():
         folded = [t.flatten(0, 1) if _is(t) else t for t in map(front, given)]
         out = call(*folded)
         outs = tuple(t if _left_out(t) else t.unflatten(0, (size, -1)) for t in _tuple(out))

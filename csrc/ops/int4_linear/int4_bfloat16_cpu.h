@@ -17,7 +17,7 @@
 #include "core/check.h"
 #include "core/parallel.h"
 #include "core/simd_cpu.h"
-#include "ops/int4_linear/int4_weight_cpu.h"
+#include "ops/int4_linear/int4_rows_cpu.h"
 
 #ifdef TW_SIMD_TARGETS
 #include <immintrin.h>
@@ -282,9 +282,8 @@ void int4_bf16_into(const Tensor& y, const Tensor& x, const Weight& weight,
   std::vector<Tensor> parts;                    // (steps, vectors, 1 to kMost, 32)
   for (int64_t first = 0; first < rows; first += kMost) {
     const int64_t count = std::min(kMost, rows - first);
-    int64_t width = 1;
-    while (width < count) width *= 2;
-    parts.push_back(in_order(first, count, width).permute({1, 2, 0, 3}).contiguous());
+    parts.push_back(
+        in_order(first, count, int4_row_count(count)).permute({1, 2, 0, 3}).contiguous());
   }
   at::BFloat16* const to = y.mutable_data_ptr<at::BFloat16>();
   const at::BFloat16* shifts = is_given(bias) ? bias->const_data_ptr<at::BFloat16>() : nullptr;
