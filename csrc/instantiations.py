@@ -100,16 +100,16 @@ TABLE = [
     ),
     # `tile` counts in kAttentionBackwardTiles, `dims` are the head dims that the tiles serve.
     Family(
-        "attention_backward_${dtype}_to_$dims",
+        "${masked}attention_backward_${dtype}_to_$dims",
         "ops/attention/attention_backward_tiles.cuh",
         "template void launch_attention_backward_tile<$T, $tile>("
-        "const BackwardArgs&, cudaStream_t);",
-        each(dtype=SIXTEEN_BIT, dims=(128,), tile=(0, 1, 2, 3))
-        + each(dtype=SIXTEEN_BIT, dims=(256,), tile=(4, 5, 6))
-        + each(dtype=("tf32",), dims=(128,), tile=(7, 8, 9))
-        + each(dtype=("float32",), dims=(64,), tile=(10, 11))
-        + each(dtype=("float32",), dims=(128,), tile=(12, 13))
-        + each(dtype=("float32",), dims=(256,), tile=(14,)),
+        "const ${Masked}BackwardArgs&, cudaStream_t);",
+        each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=(128,), tile=(0, 1, 2, 3))
+        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=(256,), tile=(4, 5, 6))
+        + each(variant=VARIANTS, dtype=("tf32",), dims=(128,), tile=(7, 8, 9))
+        + each(variant=VARIANTS, dtype=("float32",), dims=(64,), tile=(10, 11))
+        + each(variant=VARIANTS, dtype=("float32",), dims=(128,), tile=(12, 13))
+        + each(variant=VARIANTS, dtype=("float32",), dims=(256,), tile=(14,)),
     ),
     Family(
         "causal_softmax_$dtype",
