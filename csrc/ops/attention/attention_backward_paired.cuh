@@ -51,7 +51,14 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   }
 
  private:
-  static __device__ __forceinline__ bool sums_keys() { return threadIdx.x / kWarp >= kStripWarps; }
+  // NOTE: on Hopper, under an AttentionMask, strips of several warps leave no register for what
+  // depends on it.
+  static __device__ __forceinline__ bool sums_keys() {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (Config::kMasked && kGroups > 1) return fresh_thread() / kWarp >= kStripWarps;
+#endif
+    return threadIdx.x / kWarp >= kStripWarps;
+  }
 
   // Tile by tile a value warp passes the barrier, computes, and adds dQ of the tile before; a key
   // warp computes, passes the barrier of the next tile, and adds dQ of this one.
