@@ -5,6 +5,11 @@
 //
 // Every warp of a block owns the same share of a tile in every block and takes its turns alone. The
 // first part is stored without a read, the last one goes straight into dQ.
+//
+// Under an AttentionMask the blocks that add to a query tile are those with keys between the first
+// and the last that the tile's group of rows sees (RowGroup): a run of key tiles without a hole,
+// counted from its first. Other blocks may compute the tile, all hidden, but neither add nor wait.
+// So a block only waits for blocks of lower key tiles there too.
 #pragma once
 
 #include "ops/attention/attention_backward_args.cuh"

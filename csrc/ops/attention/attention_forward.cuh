@@ -8,7 +8,9 @@
 // and multiplies those with V, all in registers; keys and values of the next step arrive meanwhile.
 // Blocks are ordered by the head's section, then by work, the longest rows first; the keys and
 // values of a section fit in the L2 cache.
-// Source: Dao, "FlashAttention-2", 2023.
+// Under an AttentionMask the walk goes from the first to the last key that any of the rows sees,
+// and the first steps need a mask too. A cap is applied to the scores before it; a sink joins a
+// row's sum at the end. Source: Dao, "FlashAttention-2", 2023.
 #pragma once
 
 #include <type_traits>
