@@ -22,14 +22,20 @@ ENUMERATORS = {
     "bfloat16": "kBFloat16",
 }
 SIXTEEN_BIT = ("float16", "bfloat16")
+# Of attention: with a mask beyond causal and leftpad, and without.
+VARIANTS = (
+    {"masked": "", "Masked": "", "is_masked": "false"},
+    {"masked": "masked_", "Masked": "Masked", "is_masked": "true"},
+)
 MARK = "// Generated from csrc.\n"
 
 
 class Family(NamedTuple):
     """The instantiations of one template. Every row is a line; rows of one file name share it.
 
-    Placeholders of `file` and `line` are a row's values. A row with a $dtype has its C++ type as $T
-    and the enumerator of that name as $kDtype too. File names are in lower case.
+    Placeholders of `file` and `line` are a row's values, those of its variant among them. A row
+    with a $dtype has its C++ type as $T and the enumerator of that name as $kDtype too. File names
+    are in lower case.
     """
 
     file: str
@@ -66,32 +72,44 @@ TABLE = [
         + each(dtype=("tf32",), kind=("cooperative",), tile=(2,))
         + each(dtype=("float32",), kind=("pieces",), tile=(6,)),
     ),
+    # Those of a mask that not every call has take kernels of their own.
     Family(
-        "attention_forward_$dtype",
+        "${masked}attention_forward_$dtype",
         "ops/attention/attention_forward.cuh",
-        "void launch_attention_$dtype(int tile, const AttentionParams& params, cudaStream_t stream)"
-        " { launch_attention_tiles<$T, AttentionMath::$math>(tile, params, stream); }",
-        each(dtype=SIXTEEN_BIT, math=("k16Bit",)) + each(dtype=("tf32",), math=("kTf32",)),
+        "void launch_attention_$dtype(int tile, const ${Masked}AttentionParams& params,"
+        " cudaStream_t stream)"
+        " { launch_attention_tiles<$T, AttentionMath::$math, $is_masked>(tile, params, stream); }",
+        each(variant=VARIANTS, dtype=SIXTEEN_BIT, math=("k16Bit",))
+        + each(variant=VARIANTS, dtype=("tf32",), math=("kTf32",)),
     ),
     Family(
-        "attention_decode_$dtype",
+        "${masked}attention_forward_$dtype",
+        "ops/attention/attention_forward_split.cuh",
+        "void launch_attention_$dtype(int tile, const ${Masked}AttentionParams& params,"
+        " cudaStream_t stream)"
+        " { launch_attention_split_tiles<$is_masked>(tile, params, stream); }",
+        each(variant=VARIANTS, dtype=("float32",)),
+    ),
+    Family(
+        "${masked}attention_decode_$dtype",
         "ops/attention/attention_decode.cuh",
-        "void launch_attention_decode_$dtype(const AttentionParams& params, cudaStream_t stream)"
-        " { launch_attention_decode_of<$T>(params, stream); }",
-        each(dtype=SIXTEEN_BIT),
+        "void launch_attention_decode_$dtype(const ${Masked}AttentionParams& params,"
+        " cudaStream_t stream)"
+        " { launch_attention_decode_of<$T, $is_masked>(params, stream); }",
+        each(variant=VARIANTS, dtype=SIXTEEN_BIT),
     ),
     # `tile` counts in kAttentionBackwardTiles, `dims` are the head dims that the tiles serve.
     Family(
-        "attention_backward_${dtype}_to_$dims",
+        "${masked}attention_backward_${dtype}_to_$dims",
         "ops/attention/attention_backward_tiles.cuh",
         "template void launch_attention_backward_tile<$T, $tile>("
-        "const BackwardArgs&, cudaStream_t);",
-        each(dtype=SIXTEEN_BIT, dims=(128,), tile=(0, 1, 2, 3))
-        + each(dtype=SIXTEEN_BIT, dims=(256,), tile=(4, 5, 6))
-        + each(dtype=("tf32",), dims=(128,), tile=(7, 8, 9))
-        + each(dtype=("float32",), dims=(64,), tile=(10, 11))
-        + each(dtype=("float32",), dims=(128,), tile=(12, 13))
-        + each(dtype=("float32",), dims=(256,), tile=(14,)),
+        "const ${Masked}BackwardArgs&, cudaStream_t);",
+        each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=(128,), tile=(0, 1, 2, 3))
+        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=(256,), tile=(4, 5, 6))
+        + each(variant=VARIANTS, dtype=("tf32",), dims=(128,), tile=(7, 8, 9))
+        + each(variant=VARIANTS, dtype=("float32",), dims=(64,), tile=(10, 11))
+        + each(variant=VARIANTS, dtype=("float32",), dims=(128,), tile=(12, 13))
+        + each(variant=VARIANTS, dtype=("float32",), dims=(256,), tile=(14,)),
     ),
     Family(
         "causal_softmax_$dtype",
@@ -142,6 +160,7 @@ def texts(table: list[Family] = TABLE) -> dict[str, str]:
     for family in table:
         for row in family.rows:
             values = dict(row)
+            values.update(values.pop("variant", {}))
             if "dtype" in row:
                 values.update(T=TYPES[row["dtype"]], kDtype=ENUMERATORS[row["dtype"]])
             name = Template(family.file).substitute(values).lower() + ".cu"

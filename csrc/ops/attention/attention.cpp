@@ -187,6 +187,28 @@ AttentionTensor strided(const Tensor& t) {
   return {t.const_data_ptr(), stride(0), stride(1), stride(2)};
 }
 
+// The mask's numbers as the kernels want them, and the tensors that hold them.
+struct MaskOnDevice {
+  Tensor key_start, key_end, sink;
+  AttentionMask mask{};
+
+  explicit MaskOnDevice(const MaskArguments& args) {
+    mask.window = args.rule(0, 0).window;
+    mask.softcap = static_cast<float>(args.softcap.value_or(0));
+    mask.key_start = data_of<int32_t>(key_start, args.key_start, at::kInt);
+    mask.key_end = data_of<int32_t>(key_end, args.key_end, at::kInt);
+    mask.sink = data_of<float>(sink, args.sink, at::kFloat);
+  }
+
+ private:
+  template <typename T>
+  static const T* data_of(Tensor& holder, const OptionalTensor& t, at::ScalarType dtype) {
+    if (!is_given(t)) return nullptr;
+    holder = t->to(dtype).contiguous();
+    return const_data<T>(holder);
+  }
+};
+
 AttentionSizes sizes_of(const Tensor& query, const Tensor& key, const Tensor& value) {
   return {query.size(0), query.size(1), key.size(1),  query.size(2),
           key.size(2),   query.size(3), value.size(3)};
@@ -195,12 +217,12 @@ AttentionSizes sizes_of(const Tensor& query, const Tensor& key, const Tensor& va
 void attention_into_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Tensor& key,
                          const Tensor& value, const MaskArguments& mask,
                          std::optional<double> scale) {
-  refuse_on_cuda("attention", mask);
   if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
   const OnDevice on(query.device());
   const Tensor q = aligned_rows(query), k = aligned_rows(key), v = aligned_rows(value);
   const Vector pad(mask.leftpad);
-  AttentionParams params{};
+  const MaskOnDevice on_device(mask);
+  MaskedAttentionParams params{};
   params.query = strided(q);
   params.key = strided(k);
   params.value = strided(v);
@@ -212,6 +234,7 @@ void attention_into_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Te
   params.causal = mask.causal;
   params.tf32 = matmul_may_use_tf32(query);
   params.dtype = dtype_of(query);
+  params.mask = on_device.mask;
   const AttentionProblem problem =
       attention_problem(params.sizes, params.dtype, params.tf32, mask.causal, params.leftpad);
   params.choice = pick<AttentionFamily>(problem);
@@ -238,16 +261,22 @@ Grads attention_backward_cuda(const Tensor& dout, const Tensor& query, const Ten
                               const OptionalTensor& dlse) {
   auto [dquery, dkey, dvalue, dsink] = attention_backward_meta(
       dout, query, key, value, out, lse, leftpad, causal, scale, TW_MASK_ARGUMENTS, dlse);
-  refuse_on_cuda("attention", {leftpad, causal, TW_MASK_ARGUMENTS});
-  if (dquery.numel() + dkey.numel() + dvalue.numel() == 0) return {dquery, dkey, dvalue, dsink};
+  const bool nothing = dquery.numel() + dkey.numel() + dvalue.numel() == 0;
+  if (nothing && (!is_given(sink) || lse.numel() == 0)) {
+    dsink.zero_();
+    return {dquery, dkey, dvalue, dsink};
+  }
   const OnDevice on(query.device());
   const Tensor q = aligned_rows(query), k = aligned_rows(key), v = aligned_rows(value);
   const Tensor o = out.contiguous(), d_out = aligned_rows(dout), l = lse.contiguous();
   const Vector pad(leftpad);
+  const MaskOnDevice on_device({leftpad, causal, TW_MASK_ARGUMENTS});
+  const Tensor dl = is_given(dlse) ? dlse->contiguous() : Tensor();
   const AttentionSizes sizes = sizes_of(query, key, value);
-  const Tensor scratch =
-      at::empty({attention_backward_scratch_bytes(sizes)}, query.options().dtype(at::kByte));
-  AttentionBackwardParams params{};
+  const Tensor scratch = at::empty({attention_backward_scratch_bytes(sizes, on_device.mask)},
+                                   query.options().dtype(at::kByte));
+  Tensor sink_parts;  // sequence by sequence
+  MaskedAttentionBackwardParams params{};
   params.query = strided(q);
   params.key = strided(k);
   params.value = strided(v);
@@ -264,7 +293,14 @@ Grads attention_backward_cuda(const Tensor& dout, const Tensor& query, const Ten
   params.causal = causal;
   params.tf32 = matmul_may_use_tf32(query);
   params.dtype = dtype_of(query);
+  params.mask = on_device.mask;
+  params.dlse = dl.defined() ? const_data<float>(dl) : nullptr;
+  if (is_given(sink)) {
+    sink_parts = at::empty({sizes.batch, sizes.nheads}, l.options());
+    params.dsink = mutable_data<float>(sink_parts);
+  }
   launch_attention_backward(params, current_stream());
+  add_sink_parts(dsink, sink_parts);
   return {dquery, dkey, dvalue, dsink};
 }
 #endif

@@ -53,6 +53,40 @@ struct AttentionParams {
   }
 };
 
+// What else of a mask there is (core/mask.h), and what becomes of the scores. Null and 0: not
+// given.
+struct AttentionMask {
+  const int32_t* key_start;  // (batch, seqlen_q)
+  const int32_t* key_end;    // (batch,)
+  int64_t window;
+  float softcap;      // scores become softcap * tanh(score / softcap)
+  const float* sink;  // (nheads,): one more logit of a head, without a value
+
+  bool given() const { return key_start || key_end || window > 0 || softcap > 0.f || sink; }
+
+  // The rule with the window, from the one without.
+  TW_HOST_DEVICE MaskRule rule(MaskRule rule) const {
+    rule.window = window;
+    return rule;
+  }
+  TW_HOST_DEVICE SequenceMask sequence(const MaskRule& rule, const int32_t* leftpad,
+                                       int64_t b) const {
+    return {leftpad ? rule.clamp_pad(leftpad[b]) : 0,
+            key_end ? rule.clamp_pad(key_end[b]) : rule.seqlen_k,
+            key_start ? key_start + b * rule.seqlen_q : nullptr};
+  }
+};
+
+// The kernels take it where the mask is given, and AttentionParams alone where it isn't.
+struct MaskedAttentionParams : AttentionParams {
+  AttentionMask mask;
+
+  TW_HOST_DEVICE MaskRule rule() const { return mask.rule(AttentionParams::rule()); }
+  TW_HOST_DEVICE SequenceMask sequence(int64_t b) const {
+    return mask.sequence(rule(), leftpad, b);
+  }
+};
+
 inline AttentionMath attention_math(DType dtype, bool tf32) {
   if (dtype != DType::kFloat32) return AttentionMath::k16Bit;
   return tf32 ? AttentionMath::kTf32 : AttentionMath::kFloat32;
@@ -85,6 +119,6 @@ inline int64_t attention_part_counters(const AttentionProblem& p, const Attentio
 inline constexpr int64_t kAttentionMaxHeadDim = 256;
 
 // Any sizes; launches nothing where out and lse are empty.
-void launch_attention(const AttentionParams& params, cudaStream_t stream);
+void launch_attention(const MaskedAttentionParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

@@ -28,10 +28,18 @@ struct AttentionBackwardParams {
   MaskRule rule() const { return {sizes.seqlen_q, sizes.seqlen_k, causal, leftpad != nullptr}; }
 };
 
-// Device memory that the launcher needs for its own; it needs no initialisation.
-int64_t attention_backward_scratch_bytes(const AttentionSizes& sizes);
+// The kernels of the tiles take what follows where the mask is given, and AttentionBackwardParams
+// alone where it isn't.
+struct MaskedAttentionBackwardParams : AttentionBackwardParams {
+  AttentionMask mask;
+  const float* dlse;  // like lse, or null
+  float* dsink;       // (batch, nheads): each sequence's part; null without a sink
+};
 
-// Any sizes, 0 included; every element of the three gradients is written.
-void launch_attention_backward(const AttentionBackwardParams& params, cudaStream_t stream);
+// Device memory that the launcher needs for its own; it needs no initialisation.
+int64_t attention_backward_scratch_bytes(const AttentionSizes& sizes, const AttentionMask& mask);
+
+// Any sizes, 0 included; every element of the gradients is written.
+void launch_attention_backward(const MaskedAttentionBackwardParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

@@ -1,6 +1,8 @@
 // What the kernels of attention's gradient share: their arguments, scratch memory, live ranges.
 #pragma once
 
+#include <type_traits>
+
 #include "ops/attention/attention_backward.h"
 #include "ops/attention/attention_backward_config.h"
 
@@ -19,6 +21,36 @@ struct BackwardArgs {
   float* g_dq;   // (batch, nheads, rows, tile's head_dim) in the order of the warps' registers
   int* g_turns;  // blocks that have added to a warp's share of a dQ tile
   unsigned* g_tickets;  // blocks that have started, one count for every launch
+};
+
+// What kAttentionBackwardRowPad query rows of a sequence see, those beyond the last included.
+struct alignas(16) RowGroup {
+  int begin, end;             // from the first key of any row to behind the last; INT_MAX, 0: none
+  int last_begin, first_end;  // between them every row sees every key; INT_MAX, 0: not every row
+  uint64_t live;              // a bit for every row that sees a key
+
+  __device__ __forceinline__ bool sees(int row) const {
+    return live >> (row % kAttentionBackwardRowPad) & 1;
+  }
+};
+static_assert(kAttentionBackwardRowPad == 64);
+
+// The same under an AttentionMask.
+struct MaskedBackwardArgs : BackwardArgs {
+  AttentionMask mask;
+  float cap;           // logits are softcap * tanh(score * cap), and score_factor is theirs
+  RowGroup* g_groups;  // (batch, rows / kAttentionBackwardRowPad)
+  RowRange* g_live;    // (batch, rows): a row's keys, 0 and 0 where it sees none
+
+  // NOTE: products of 32 bits; the tiles have no registers for more.
+  __device__ __forceinline__ const RowGroup& group_of(int sequence, int row) const {
+    constexpr int kPad = kAttentionBackwardRowPad;
+    const int groups = static_cast<int>(rows) / kPad;
+    return g_groups[static_cast<int64_t>(sequence) * groups + static_cast<unsigned>(row) / kPad];
+  }
+  __device__ __forceinline__ const RowRange& live_of(int sequence, int row) const {
+    return g_live[static_cast<int64_t>(sequence) * static_cast<int>(rows) + row];
+  }
 };
 
 // Four keep what follows them on a 16-byte boundary; two are in use.
@@ -58,12 +90,16 @@ __device__ __forceinline__ const T* head_of(const AttentionTensor& tensor, int64
          head * tensor.head_stride;
 }
 
+// Args: BackwardArgs or MaskedBackwardArgs.
+template <typename Args>
+inline constexpr bool kIsMasked = std::is_same_v<Args, MaskedBackwardArgs>;
+
 // In files for a few tiles of a dtype each (csrc/instantiations.py).
-template <typename T, int kTile>
-void launch_attention_backward_tile(const BackwardArgs& args, cudaStream_t stream);
+template <typename T, int kTile, typename Args>
+void launch_attention_backward_tile(const Args& args, cudaStream_t stream);
 
 // In attention_backward_general.cu: any head_dim.
-template <typename T>
-void launch_attention_backward_general(const BackwardArgs& args, cudaStream_t stream);
+template <typename T, typename Args>
+void launch_attention_backward_general(const Args& args, cudaStream_t stream);
 
 }  // namespace torchweld

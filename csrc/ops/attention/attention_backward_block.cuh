@@ -25,7 +25,7 @@ struct BackwardTools {
   using Scores = float[kStrips][kScoreTiles][4];
   using HeldScores = typename Ops::Held[kStrips][kScoreTiles];
 
-  const BackwardArgs& args;
+  const typename Config::Args& args;
   Shared& shared;
   DqShare<Config> share;
   // Lane addresses in the first tile of shared memory; all tiles have the same rows but dS.
@@ -33,7 +33,7 @@ struct BackwardTools {
   bool unusual_keys = false;  // inf or NaN is among those that this thread has split
   bool careful = false;       // ... any thread, or among the query rows
 
-  __device__ __forceinline__ BackwardTools(const BackwardArgs& args, Shared& shared)
+  __device__ __forceinline__ BackwardTools(const typename Config::Args& args, Shared& shared)
       : args(args), shared(shared) {
     const uint32_t s_base = shared_address(&shared);
     s_left = left_lane<KeyTile>(s_base, first_strip_row(), 0);
@@ -41,12 +41,28 @@ struct BackwardTools {
     s_wide = Ops::template wide_right_lane<QTile>(s_base, first_col());
   }
 
-  __device__ __forceinline__ const BackwardWorkTile& work() const { return shared.work; }
+  __device__ __forceinline__ const typename Config::WorkTile& work() const { return shared.work; }
+
+  // The first key that takes part, and the one behind the last.
+  __device__ __forceinline__ int first_live() const {
+    if constexpr (Config::kMasked) {
+      return work().span.begin;
+    } else {
+      return work().span.pad;
+    }
+  }
+  __device__ __forceinline__ int64_t end_live() const {
+    if constexpr (Config::kMasked) {
+      return work().span.end;
+    } else {
+      return args.params.sizes.seqlen_k;
+    }
+  }
 
   __device__ __forceinline__ void load_keys() {
     const AttentionBackwardParams& p = args.params;
-    const int begin = clamp_int(work().span.pad - work().first_key, 0, kKeys);
-    const int end = clamp_int(p.sizes.seqlen_k - work().first_key, 0, kKeys);
+    const int begin = clamp_int(first_live() - work().first_key, 0, kKeys);
+    const int end = clamp_int(end_live() - work().first_key, 0, kKeys);
     if constexpr (Config::kSplit) {
       const auto split = [&](KeyTile& to, const AttentionTensor& from, int64_t cols) {
         const T* g_first =
@@ -85,12 +101,22 @@ struct BackwardTools {
     const AttentionBackwardParams& p = args.params;
     const int64_t head = tile.head - work().sequence * p.sizes.nheads;
     const int row = tile.index * kRows;
-    const int begin = clamp_int(work().span.first_row - row, 0, kRows);
-    const int end = clamp_int(p.sizes.seqlen_q - row, 0, kRows);
-    load_tile<Config>(arriving_query(stage), head_of<T>(p.query, work().sequence, head),
-                      p.query.row_stride, row, begin, end, p.sizes.head_dim);
-    load_tile<Config>(arriving_dout(stage), head_of<T>(p.dout, work().sequence, head),
-                      p.dout.row_stride, row, begin, end, p.sizes.head_dim_v);
+    if constexpr (Config::kMasked) {
+      const T* const g_query = head_of<T>(p.query, work().sequence, head);
+      const T* const g_dout = head_of<T>(p.dout, work().sequence, head);
+      const uint64_t live = group_of(tile).live >> (row % kAttentionBackwardRowPad);
+      load_tile<Config, true>(arriving_query(stage), g_query, p.query.row_stride, row, 0, kRows,
+                              p.sizes.head_dim, live);
+      load_tile<Config, true>(arriving_dout(stage), g_dout, p.dout.row_stride, row, 0, kRows,
+                              p.sizes.head_dim_v, live);
+    } else {
+      const int begin = clamp_int(work().span.first_row - row, 0, kRows);
+      const int end = clamp_int(p.sizes.seqlen_q - row, 0, kRows);
+      load_tile<Config>(arriving_query(stage), head_of<T>(p.query, work().sequence, head),
+                        p.query.row_stride, row, begin, end, p.sizes.head_dim);
+      load_tile<Config>(arriving_dout(stage), head_of<T>(p.dout, work().sequence, head),
+                        p.dout.row_stride, row, begin, end, p.sizes.head_dim_v);
+    }
     constexpr int kChunks = kRows / 4;
     const int thread = threadIdx.x;
     if (thread < 2 * kChunks) {
@@ -112,9 +138,40 @@ struct BackwardTools {
     return {tile.head - 1, work().first_tile};
   }
 
+  // Of a tile's rows, under an AttentionMask.
+  __device__ __forceinline__ const RowGroup& group_of(const QueryTile& tile) const {
+    return args.group_of(work().sequence, tile.index * kRows);
+  }
+
+  // The block's turn at dQ of a tile: under an AttentionMask it is counted from the first block
+  // with keys that the tile's rows see, and kNoTurn where this one has none.
+  static constexpr int kNoTurn = -1;
+  __device__ __forceinline__ int turn_at(const QueryTile& tile) const {
+    if constexpr (Config::kMasked) {
+      const RowGroup& group = group_of(tile);
+      const bool adds = group.begin < work().first_key + kKeys && group.end > work().first_key;
+      return adds ? work().turn - group.begin / kKeys : kNoTurn;
+    } else {
+      return work().turn;
+    }
+  }
+
   __device__ __forceinline__ void add_dq(const QueryTile& tile, int stage) {
-    share.add(args, tile, work().turn, work().span, shared_address(shared.ds[place(stage)].s_data),
-              shared_address(shared.k.s_data), careful);
+    if constexpr (Config::kMasked) {
+      const int turn = turn_at(tile);
+      if (turn == kNoTurn) return;
+      share.add(args, tile, turn, group_of(tile), shared_address(shared.ds[place(stage)].s_data),
+                shared_address(shared.k.s_data), careful);
+    } else {
+      share.add(args, tile, work().turn, work().span,
+                shared_address(shared.ds[place(stage)].s_data), shared_address(shared.k.s_data),
+                careful);
+    }
+  }
+
+  // Behind add_dq of the same tile.
+  __device__ __forceinline__ void pass_on(const QueryTile& tile) {
+    share.pass_on(args, tile, Config::kMasked ? 0 : work().turn);
   }
 
   // Which of the tiles of Q, dO and dS; in fp32 there is one.
@@ -156,9 +213,15 @@ struct BackwardTools {
 
   // True where every row of a tile sees every key of the block.
   __device__ __forceinline__ bool all_visible(int first_row) const {
-    return first_row >= work().span.first_row && first_row + kRows <= args.rule.seqlen_q &&
-           work().first_key >= work().span.pad && work().first_key + kKeys <= args.rule.seqlen_k &&
-           (!args.rule.causal || work().first_key + kKeys - 1 <= args.rule.position(first_row));
+    if constexpr (Config::kMasked) {
+      const RowGroup& group = args.group_of(work().sequence, first_row);
+      return work().first_key >= group.last_begin && work().first_key + kKeys <= group.first_end;
+    } else {
+      return first_row >= work().span.first_row && first_row + kRows <= args.rule.seqlen_q &&
+             work().first_key >= work().span.pad &&
+             work().first_key + kKeys <= args.rule.seqlen_k &&
+             (!args.rule.causal || work().first_key + kKeys - 1 <= args.rule.position(first_row));
+    }
   }
 
   // Clears what the mask hides, rows beyond the last included.
@@ -178,6 +241,27 @@ struct BackwardTools {
         for (int i = 0; i < 2 * kStrips; ++i) {
           const int key = strip_key + i * 8;
           if (key < begin || key >= end) {
+            ((r_tiles[i / 2][n][i % 2 * 2 + odd] = 0.f), ...);
+          }
+        }
+      }
+    }
+  }
+
+  // The same under an AttentionMask.
+  template <typename... Tiles>
+  __device__ __forceinline__ void hide_masked(int first_row, Tiles&... r_tiles) {
+    const int strip_key = work().first_key + first_strip_row() + threadIdx.x % kWarp / 4;
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; ++n) {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const int row = first_row + n * 8 + threadIdx.x % 4 * 2 + odd;
+        const RowRange live = args.live_of(work().sequence, row);
+#pragma unroll
+        for (int i = 0; i < 2 * kStrips; ++i) {
+          const int key = strip_key + i * 8;
+          if (key < live.begin || key >= live.end) {
             ((r_tiles[i / 2][n][i % 2 * 2 + odd] = 0.f), ...);
           }
         }
@@ -211,12 +295,25 @@ struct BackwardTools {
     }
   }
 
+  // Clears the sums of the keys of the warp's strips that nobody sees.
+  __device__ __forceinline__ void clear_unseen(float (&r_sum)[kStrips][kDimTiles][4]) const {
+    const int key = work().first_key + first_strip_row() + threadIdx.x % kWarp / 4;
+#pragma unroll
+    for (int i = 0; i < 2 * kStrips; ++i) {
+      if (key + i * 8 >= work().span.begin && key + i * 8 < work().span.end) continue;
+#pragma unroll
+      for (int n = 0; n < kDimTiles; ++n) {
+        r_sum[i / 2][n][i % 2 * 2] = r_sum[i / 2][n][i % 2 * 2 + 1] = 0.f;
+      }
+    }
+  }
+
   // The warp's strips of dK or dV.
   __device__ __forceinline__ void store(const float (&r_sum)[kStrips][kDimTiles][4], float scale,
                                         void* g_grad, int64_t head_dim) const {
     const int64_t head = work().sequence * args.params.sizes.nheads_kv + work().head_kv;
     T* g_head = static_cast<T*>(g_grad) + head * args.rule.seqlen_k * head_dim;
-    store_results<0>(g_head, r_sum, scale, work().first_key + first_strip_row(), work().span.pad,
+    store_results<0>(g_head, r_sum, scale, work().first_key + first_strip_row(), first_live(),
                      static_cast<int>(args.rule.seqlen_k), first_col(), static_cast<int>(head_dim));
   }
 };

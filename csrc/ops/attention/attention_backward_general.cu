@@ -28,10 +28,11 @@ __device__ __forceinline__ float warp_dot(const T* g_x, const T* g_y, int64_t n)
 struct Weight {
   float p, ds;
 };
+constexpr float kHidden = -1.f;  // the p of a row that doesn't see the key
 
 // Of one query row and one key, by a warp.
-template <typename T>
-__device__ __forceinline__ Weight weight(const BackwardArgs& args, int64_t sequence, int64_t head,
+template <typename T, typename Args>
+__device__ __forceinline__ Weight weight(const Args& args, int64_t sequence, int64_t head,
                                          int64_t row, int64_t key) {
   const AttentionBackwardParams& p = args.params;
   const int64_t head_kv = head / (p.sizes.nheads / p.sizes.nheads_kv);
@@ -42,15 +43,24 @@ __device__ __forceinline__ Weight weight(const BackwardArgs& args, int64_t seque
                             head_of<T>(p.value, sequence, head_kv) + key * p.value.row_stride,
                             p.sizes.head_dim_v);
   const int64_t at = (sequence * p.sizes.nheads + head) * args.rows + row;
-  const float x = fmaf(score, args.score_factor, args.g_lse[at]);
+  float x = fmaf(score, args.score_factor, args.g_lse[at]);
+  [[maybe_unused]] float slope = 1.f;  // of the cap
+  if constexpr (kIsMasked<Args>) {
+    if (args.mask.softcap > 0.f) {
+      const float capped = tanhf(score * args.cap);
+      x = fmaf(capped, args.mask.softcap * args.score_factor, args.g_lse[at]);
+      slope = fmaf(-capped, capped, 1.f);
+    }
+  }
   const float probability = exponential<T>(x);
   constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
-  return {probability * kUnshift, probability * fmaf(dp, kUnshift, -args.g_delta[at])};
+  const float ds = probability * fmaf(dp, kUnshift, -args.g_delta[at]);
+  return {probability * kUnshift, kIsMasked<Args> ? ds * slope : ds};
 }
 
-template <typename T>
+template <typename T, typename Args>
 __global__ __launch_bounds__(kThreads) void attention_backward_general_rows_kernel(
-    const __grid_constant__ BackwardArgs args) {
+    const __grid_constant__ Args args) {
   __shared__ float s_ds[kChunk];
   const AttentionBackwardParams& p = args.params;
   const int64_t rows = p.sizes.batch * p.sizes.nheads * p.sizes.seqlen_q;
@@ -58,9 +68,16 @@ __global__ __launch_bounds__(kThreads) void attention_backward_general_rows_kern
     const int64_t row = item % p.sizes.seqlen_q, head_of_all = item / p.sizes.seqlen_q;
     const int64_t sequence = head_of_all / p.sizes.nheads, head = head_of_all % p.sizes.nheads;
     const int64_t head_kv = head / (p.sizes.nheads / p.sizes.nheads_kv);
-    const LiveSpan span(args, sequence);
-    if (row < span.first_row) continue;  // 0 already
-    const LiveRange live = args.rule.live(row, span.pad);
+    LiveRange live;
+    if constexpr (kIsMasked<Args>) {
+      const RowRange range = args.live_of(static_cast<int>(sequence), static_cast<int>(row));
+      if (range.begin >= range.end) continue;  // 0 already
+      live = {range.begin, range.end};
+    } else {
+      const LiveSpan span(args, sequence);
+      if (row < span.first_row) continue;  // 0 already
+      live = args.rule.live(row, span.pad);
+    }
     const T* g_keys = head_of<T>(p.key, sequence, head_kv);
     T* g_dq = static_cast<T*>(p.dquery) + item * p.sizes.head_dim;
     for (int64_t col = threadIdx.x; col - threadIdx.x < p.sizes.head_dim; col += kThreads) {
@@ -84,9 +101,9 @@ __global__ __launch_bounds__(kThreads) void attention_backward_general_rows_kern
   }
 }
 
-template <typename T>
+template <typename T, typename Args>
 __global__ __launch_bounds__(kThreads) void attention_backward_general_keys_kernel(
-    const __grid_constant__ BackwardArgs args) {
+    const __grid_constant__ Args args) {
   __shared__ Weight s_weights[kChunk];
   const AttentionBackwardParams& p = args.params;
   const int64_t keys = p.sizes.batch * p.sizes.nheads_kv * p.sizes.seqlen_k;
@@ -97,9 +114,13 @@ __global__ __launch_bounds__(kThreads) void attention_backward_general_keys_kern
     const int64_t key = item % p.sizes.seqlen_k, head_of_all = item / p.sizes.seqlen_k;
     const int64_t sequence = head_of_all / p.sizes.nheads_kv;
     const int64_t head_kv = head_of_all % p.sizes.nheads_kv;
-    const LiveSpan span(args, sequence);
-    const int64_t begin =
-        key < span.pad ? p.sizes.seqlen_q : span.first_row_seeing(args.rule, static_cast<int>(key));
+    // The rows that see the key; under an AttentionMask from any of them on.
+    int64_t begin = 0;
+    if constexpr (!kIsMasked<Args>) {
+      const LiveSpan span(args, sequence);
+      begin = key < span.pad ? p.sizes.seqlen_q
+                             : span.first_row_seeing(args.rule, static_cast<int>(key));
+    }
     for (int64_t col = threadIdx.x; col - threadIdx.x < cols; col += kThreads) {
       float dk = 0.f, dv = 0.f;
       for (int64_t head = head_kv * group; head < (head_kv + 1) * group; ++head) {
@@ -110,12 +131,22 @@ __global__ __launch_bounds__(kThreads) void attention_backward_general_keys_kern
           const int rows = left < kChunk ? static_cast<int>(left) : kChunk;
           __syncthreads();
           for (int i = threadIdx.x / kWarp; i < rows; i += kWarps) {
+            if constexpr (kIsMasked<Args>) {
+              const RowRange live =
+                  args.live_of(static_cast<int>(sequence), static_cast<int>(first) + i);
+              if (key < live.begin || key >= live.end) {
+                s_weights[i].p = kHidden;
+                continue;
+              }
+            }
             const Weight w = weight<T>(args, sequence, head, first + i, key);
             if (threadIdx.x % kWarp == 0) s_weights[i] = w;
           }
           __syncthreads();
+#pragma unroll kIsMasked<Args> ? 1 : 4
           for (int i = 0; i < rows; ++i) {
             const int64_t row = first + i;
+            if (kIsMasked<Args> && s_weights[i].p == kHidden) continue;
             if (col < p.sizes.head_dim) {
               dk = fmaf(s_weights[i].ds, to_float(g_query[row * p.query.row_stride + col]), dk);
             }
@@ -139,23 +170,27 @@ int64_t blocks_for(int64_t items) { return items < kMaxGrid ? items : kMaxGrid; 
 
 }  // namespace
 
-template <typename T>
-void launch_attention_backward_general(const BackwardArgs& args, cudaStream_t stream) {
+template <typename T, typename Args>
+void launch_attention_backward_general(const Args& args, cudaStream_t stream) {
   const AttentionSizes& sizes = args.params.sizes;
   const int64_t rows = sizes.batch * sizes.nheads * sizes.seqlen_q;
   const int64_t keys = sizes.batch * sizes.nheads_kv * sizes.seqlen_k;
   if (rows > 0 && keys > 0) {
-    launch_kernel(attention_backward_general_rows_kernel<T>, {blocks_for(rows), kThreads}, stream,
-                  args);
+    launch_kernel(attention_backward_general_rows_kernel<T, Args>, {blocks_for(rows), kThreads},
+                  stream, args);
   }
   if (keys > 0) {
-    launch_kernel(attention_backward_general_keys_kernel<T>, {blocks_for(keys), kThreads}, stream,
-                  args);
+    launch_kernel(attention_backward_general_keys_kernel<T, Args>, {blocks_for(keys), kThreads},
+                  stream, args);
   }
 }
 
 template void launch_attention_backward_general<float>(const BackwardArgs&, cudaStream_t);
 template void launch_attention_backward_general<__half>(const BackwardArgs&, cudaStream_t);
 template void launch_attention_backward_general<__nv_bfloat16>(const BackwardArgs&, cudaStream_t);
+template void launch_attention_backward_general<float>(const MaskedBackwardArgs&, cudaStream_t);
+template void launch_attention_backward_general<__half>(const MaskedBackwardArgs&, cudaStream_t);
+template void launch_attention_backward_general<__nv_bfloat16>(const MaskedBackwardArgs&,
+                                                               cudaStream_t);
 
 }  // namespace torchweld

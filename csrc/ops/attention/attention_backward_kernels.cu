@@ -1,6 +1,8 @@
 // The gradient of attention: the launcher, and the kernel that prepares a row's statistics. The
 // gradients are in attention_backward_tiles.cuh, and for large head dims in
 // attention_backward_general.cu.
+#include <climits>
+
 #include "core/choices.h"
 #include "core/launch.h"
 #include "device/dispatch.cuh"
@@ -16,6 +18,41 @@ namespace {
 constexpr int kLanesPerRow = 8;
 constexpr int kRowThreads = 256;
 constexpr int kRowsPerBlock = kRowThreads / kLanesPerRow;
+
+// What the query rows see, row by row and group by group. A block takes a group, a thread a row.
+__global__ __launch_bounds__(kAttentionBackwardRowPad) void attention_backward_ranges_kernel(
+    const __grid_constant__ MaskedBackwardArgs args) {
+  __shared__ RowGroup s_group;
+  __shared__ unsigned s_live[kAttentionBackwardRowPad / kWarp];
+  const int64_t groups = args.rows / kAttentionBackwardRowPad;
+  const int64_t sequence = blockIdx.x / groups;
+  const int64_t row = blockIdx.x % groups * kAttentionBackwardRowPad + threadIdx.x;
+  LiveRange live = {0, 0};
+  if (row < args.params.sizes.seqlen_q) {
+    live = args.rule.live(row, args.mask.sequence(args.rule, args.params.leftpad, sequence));
+  }
+  const bool sees = !live.empty();
+  const int begin = static_cast<int>(live.begin), end = static_cast<int>(live.end);
+  args.g_live[sequence * args.rows + row] = sees ? RowRange{begin, end} : RowRange{0, 0};
+  const unsigned bits = __ballot_sync(~0u, sees);
+  if (threadIdx.x % kWarp == 0) s_live[threadIdx.x / kWarp] = bits;
+  if (threadIdx.x == 0) s_group = {INT_MAX, 0, 0, INT_MAX, 0};
+  __syncthreads();
+  if (sees) {
+    atomicMin(&s_group.begin, begin);
+    atomicMax(&s_group.end, end);
+    atomicMax(&s_group.last_begin, begin);
+    atomicMin(&s_group.first_end, end);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    RowGroup group = s_group;
+    group.live = s_live[0] | static_cast<uint64_t>(s_live[1]) << 32;
+    if (group.live != ~uint64_t{0}) group.last_begin = INT_MAX, group.first_end = 0;
+    args.g_groups[blockIdx.x] = group;
+  }
+}
+
 // This lane's share of the dot product of two rows, 16 bytes at a time where `vector`.
 template <typename T>
 __device__ __forceinline__ float dot_share(const T* g_x, const T* g_y, int64_t n, bool vector) {
@@ -36,9 +73,9 @@ __device__ __forceinline__ float dot_share(const T* g_x, const T* g_y, int64_t n
 
 // lse and delta of every row of the scratch memory (lse 0 where a row sees nothing), and dQ of the
 // rows that see nothing, of which nothing is read. Eight lanes a row.
-template <typename T>
+template <typename T, typename Args>
 __global__ __launch_bounds__(kRowThreads) void attention_backward_rows_kernel(
-    const __grid_constant__ BackwardArgs args, bool vector) {
+    const __grid_constant__ Args args, bool vector) {
   const AttentionBackwardParams& p = args.params;
   const int64_t row_of_all =
       static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kLanesPerRow;
@@ -46,10 +83,17 @@ __global__ __launch_bounds__(kRowThreads) void attention_backward_rows_kernel(
   const int row = static_cast<int>(row_of_all % args.rows);
   const int64_t sequence = head_of_all / p.sizes.nheads, head = head_of_all % p.sizes.nheads;
   if (sequence >= p.sizes.batch) return;
-  const LiveSpan span(args, sequence);
+  const int first_row = [&] {
+    if constexpr (kIsMasked<Args>) {
+      const RowRange live = args.live_of(static_cast<int>(sequence), row);
+      return live.begin < live.end ? 0 : INT_MAX;
+    } else {
+      return LiveSpan(args, sequence).first_row;
+    }
+  }();
   const int lane = threadIdx.x % kLanesPerRow;
   const int64_t row_in_tensors = head_of_all * p.sizes.seqlen_q + row;
-  const bool live = row >= span.first_row && row < p.sizes.seqlen_q;
+  const bool live = row >= first_row && row < p.sizes.seqlen_q;
   float lse = 0.f, delta = 0.f;
   if (live) {
     delta = dot_share(head_of<T>(p.out, sequence, head) + row * p.out.row_stride,
@@ -71,18 +115,54 @@ __global__ __launch_bounds__(kRowThreads) void attention_backward_rows_kernel(
   }
 }
 
-// The parts of the scratch memory, in floats.
+// delta of the rows less the gradient of lse, which is d lse / d score = p times that.
+__global__ __launch_bounds__(kRowThreads) void attention_backward_dlse_kernel(
+    const __grid_constant__ BackwardArgs args, const float* g_dlse) {
+  const AttentionSizes& sizes = args.params.sizes;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
+  if (i >= sizes.batch * sizes.nheads * sizes.seqlen_q) return;
+  const int64_t head = i / sizes.seqlen_q, row = i % sizes.seqlen_q;
+  args.g_delta[head * args.rows + row] -= g_dlse[i] * exp2f(-args.shift);
+}
+
+// A sequence's part of the gradient to a head's sink, -sum(exp(sink - lse) * delta) over the rows.
+// The lse of a row that sees nothing is the sink. A block takes a head.
+__global__ __launch_bounds__(kRowThreads) void attention_backward_sink_kernel(
+    const __grid_constant__ MaskedBackwardArgs args, const float* g_dlse, float* g_dsink) {
+  __shared__ BlockExchange<kRowThreads> s_exchange;
+  const AttentionBackwardParams& p = args.params;
+  const int64_t head_of_all = blockIdx.x, sequence = head_of_all / p.sizes.nheads;
+  const float sink = args.mask.sink[head_of_all % p.sizes.nheads], unshift = exp2f(args.shift);
+  float sum = 0.f;
+  for (int64_t row = threadIdx.x; row < p.sizes.seqlen_q; row += kRowThreads) {
+    const RowRange live = args.g_live[sequence * args.rows + row];
+    const int64_t i = head_of_all * p.sizes.seqlen_q + row;
+    if (live.begin < live.end) {
+      sum -= expf(sink - p.lse[i]) * (args.g_delta[head_of_all * args.rows + row] * unshift);
+    } else if (g_dlse) {
+      sum += g_dlse[i];
+    }
+  }
+  sum = s_exchange.sum_warps(warp_sum(sum));
+  if (threadIdx.x == 0) g_dsink[head_of_all] = sum;
+}
+
+// The parts of the scratch memory, in floats; `groups` and `live` under an AttentionMask.
 struct Scratch {
   int64_t rows;
-  int64_t delta, dq, turns, bytes;
+  int64_t delta, dq, turns, groups, live, bytes;
 
-  explicit Scratch(const AttentionSizes& sizes) {
+  Scratch(const AttentionSizes& sizes, bool masked) {
     constexpr int64_t kPad = kAttentionBackwardRowPad;
     rows = (sizes.seqlen_q + kPad - 1) / kPad * kPad;
     delta = sizes.batch * sizes.nheads * rows;
     dq = 2 * delta;
     turns = dq + delta * attention_backward_dq_columns(sizes.head_dim, sizes.head_dim_v);
-    bytes = turns * 4 + turns_bytes();
+    groups = turns + turns_bytes() / 4;
+    const int64_t all_rows = masked ? sizes.batch * rows : 0;
+    constexpr int64_t kGroupFloats = sizeof(RowGroup) / 4, kRangeFloats = sizeof(RowRange) / 4;
+    live = groups + all_rows / kPad * kGroupFloats;
+    bytes = (live + all_rows * kRangeFloats) * 4;
   }
   // The tickets come first.
   int64_t turns_bytes() const {
@@ -96,9 +176,8 @@ bool rows_aligned(const AttentionTensor& tensor, int64_t elem_size) {
          strides * elem_size % kVectorBytes == 0;
 }
 
-BackwardArgs make_args(const AttentionBackwardParams& params) {
+BackwardArgs make_args(const AttentionBackwardParams& params, const Scratch& scratch) {
   const AttentionSizes& sizes = params.sizes;
-  const Scratch scratch(sizes);
   const bool base_2 = params.dtype != DType::kFloat32;
   const int64_t elem_size = base_2 ? 2 : 4;
   float* const g_scratch = static_cast<float*>(params.scratch);
@@ -125,22 +204,65 @@ BackwardArgs make_args(const AttentionBackwardParams& params) {
   return args;
 }
 
-template <typename T>
-void launch_rows(const BackwardArgs& args, cudaStream_t stream) {
+MaskedBackwardArgs make_masked_args(const MaskedAttentionBackwardParams& params,
+                                    const Scratch& scratch) {
+  MaskedBackwardArgs args = {};
+  static_cast<BackwardArgs&>(args) = make_args(params, scratch);
+  args.mask = params.mask;
+  args.rule = params.mask.rule(args.rule);
+  if (params.mask.softcap > 0.f) {
+    args.cap = params.scale / params.mask.softcap;
+    args.score_factor = args.lse_factor;
+  }
+  float* const g_scratch = static_cast<float*>(params.scratch);
+  args.g_groups = reinterpret_cast<RowGroup*>(g_scratch + scratch.groups);
+  args.g_live = reinterpret_cast<RowRange*>(g_scratch + scratch.live);
+  return args;
+}
+
+template <typename T, typename Args>
+void launch_rows(const Args& args, cudaStream_t stream) {
   const AttentionSizes& sizes = args.params.sizes;
   const int64_t rows = sizes.batch * sizes.nheads * args.rows;
   if (rows == 0) return;
   const int64_t blocks = (rows + kRowsPerBlock - 1) / kRowsPerBlock;
   const bool vector =
       rows_aligned(args.params.out, sizeof(T)) && rows_aligned(args.params.dout, sizeof(T));
-  launch_kernel(attention_backward_rows_kernel<T>, {blocks, kRowThreads}, stream, args, vector);
+  launch_kernel(attention_backward_rows_kernel<T, Args>, {blocks, kRowThreads}, stream, args,
+                vector);
 }
 
-template <typename T>
-void launch(const BackwardArgs& args, cudaStream_t stream) {
+void launch_dlse(const BackwardArgs& args, const float* dlse, cudaStream_t stream) {
   const AttentionSizes& sizes = args.params.sizes;
-  const AttentionBackwardParams& params = args.params;
+  const int64_t rows = sizes.batch * sizes.nheads * sizes.seqlen_q;
+  if (!dlse || rows == 0) return;
+  const int64_t blocks = (rows + kRowThreads - 1) / kRowThreads;
+  launch_kernel(attention_backward_dlse_kernel, {blocks, kRowThreads}, stream, args, dlse);
+}
+
+// What comes before and after the statistics of the rows under an AttentionMask.
+void launch_ranges(const BackwardArgs&, cudaStream_t) {}
+void launch_ranges(const MaskedBackwardArgs& args, cudaStream_t stream) {
+  const int64_t groups = args.params.sizes.batch * args.rows / kAttentionBackwardRowPad;
+  if (groups == 0) return;
+  launch_kernel(attention_backward_ranges_kernel, {groups, kAttentionBackwardRowPad}, stream, args);
+}
+void launch_sink(const BackwardArgs&, const MaskedAttentionBackwardParams&, cudaStream_t) {}
+void launch_sink(const MaskedBackwardArgs& args, const MaskedAttentionBackwardParams& params,
+                 cudaStream_t stream) {
+  const int64_t heads = params.sizes.batch * params.sizes.nheads;
+  if (!params.mask.sink || heads == 0) return;
+  launch_kernel(attention_backward_sink_kernel, {heads, kRowThreads}, stream, args, params.dlse,
+                params.dsink);
+}
+
+template <typename T, typename Args>
+void launch(const Args& args, const MaskedAttentionBackwardParams& params, cudaStream_t stream) {
+  const AttentionSizes& sizes = params.sizes;
+  launch_ranges(args, stream);
   launch_rows<T>(args, stream);
+  launch_dlse(args, params.dlse, stream);
+  launch_sink(args, params, stream);
   const int64_t heads = sizes.batch * sizes.nheads_kv;
   if (heads * sizes.seqlen_k == 0) return;
   const AttentionChoice choice = pick<AttentionBackwardFamily>(
@@ -148,7 +270,7 @@ void launch(const BackwardArgs& args, cudaStream_t stream) {
   if (choice.engine == AttentionEngine::kGeneral) {
     return launch_attention_backward_general<T>(args, stream);
   }
-  clear_memory(args.g_tickets, Scratch(sizes).turns_bytes(), stream);
+  clear_memory(args.g_tickets, Scratch(sizes, kIsMasked<Args>).turns_bytes(), stream);
   dispatch_index<kNumAttentionBackwardTiles>(choice.tile, [&](auto index) {
     if constexpr (elem_size(kAttentionBackwardTiles[index.value].math) == sizeof(T)) {
       launch_attention_backward_tile<T, index.value>(args, stream);
@@ -158,11 +280,11 @@ void launch(const BackwardArgs& args, cudaStream_t stream) {
 
 }  // namespace
 
-int64_t attention_backward_scratch_bytes(const AttentionSizes& sizes) {
-  return Scratch(sizes).bytes;
+int64_t attention_backward_scratch_bytes(const AttentionSizes& sizes, const AttentionMask& mask) {
+  return Scratch(sizes, mask.given()).bytes;
 }
 
-void launch_attention_backward(const AttentionBackwardParams& params, cudaStream_t stream) {
+void launch_attention_backward(const MaskedAttentionBackwardParams& params, cudaStream_t stream) {
   const AttentionSizes& sizes = params.sizes;
   if (sizes.seqlen_q > kBackwardMaxSize || sizes.seqlen_k > kBackwardMaxSize ||
       sizes.batch * sizes.nheads > kBackwardMaxSize) {
@@ -170,18 +292,15 @@ void launch_attention_backward(const AttentionBackwardParams& params, cudaStream
         "torchweld::attention_backward: seqlen_q, seqlen_k and batch * nheads must be below "
         "2^31 - 1024; use shorter sequences or fewer of them");
   }
-  const BackwardArgs args = make_args(params);
-  switch (params.dtype) {
-    case DType::kFloat32:
-      launch<float>(args, stream);
-      break;
-    case DType::kFloat16:
-      launch<__half>(args, stream);
-      break;
-    case DType::kBFloat16:
-      launch<__nv_bfloat16>(args, stream);
-      break;
-  }
+  const Scratch scratch(sizes, params.mask.given());
+  dispatch_dtype(params.dtype, [&](auto element) {
+    using T = decltype(element);
+    if (params.mask.given()) {
+      launch<T>(make_masked_args(params, scratch), params, stream);
+    } else {
+      launch<T>(make_args(params, scratch), params, stream);
+    }
+  });
   check_launch("attention_backward");
 }
 

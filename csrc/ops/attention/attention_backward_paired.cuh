@@ -42,6 +42,7 @@ struct PairedBackwardBlock : BackwardTools<Config> {
       walk();
     }
     const AttentionBackwardParams& p = args.params;
+    if constexpr (Config::kMasked) this->clear_unseen(r_sum);
     if (sums_keys()) {
       this->store(r_sum, p.scale, p.dkey, p.sizes.head_dim);
     } else {
@@ -50,7 +51,14 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   }
 
  private:
-  static __device__ __forceinline__ bool sums_keys() { return threadIdx.x / kWarp >= kStripWarps; }
+  // NOTE: on Hopper, under an AttentionMask, strips of several warps leave no register for what
+  // depends on it.
+  static __device__ __forceinline__ bool sums_keys() {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (Config::kMasked && kGroups > 1) return fresh_thread() / kWarp >= kStripWarps;
+#endif
+    return threadIdx.x / kWarp >= kStripWarps;
+  }
 
   // Tile by tile a value warp passes the barrier, computes, and adds dQ of the tile before; a key
   // warp computes, passes the barrier of the next tile, and adds dQ of this one.
@@ -64,17 +72,18 @@ struct PairedBackwardBlock : BackwardTools<Config> {
       if (tile.head < work().end_head) {
         compute(tile, stage);
       } else {
-        share.prefetch(args, this->tile_before(tile), work().turn);
+        const QueryTile last = this->tile_before(tile);
+        share.prefetch(args, last, this->turn_at(last));
       }
       const QueryTile next = this->tile_after(tile);
       if (sums_keys()) arrive(next, 1 - stage);
       const QueryTile done = dq_tile(tile);
       if (done.head >= work().first_head) {
-        share.pass_on(args, this->tile_before(done), work().turn);
+        this->pass_on(this->tile_before(done));
         this->add_dq(done, sums_keys() ? stage : 1 - stage);
       }
       if ((sums_keys() ? next.head : tile.head) == work().end_head) {
-        share.pass_on(args, done, work().turn);
+        this->pass_on(done);
         return;
       }
       tile = next;
@@ -110,14 +119,28 @@ struct PairedBackwardBlock : BackwardTools<Config> {
       s_right = right_lane<QTile>(shared_address(rows.s_data), first_col, 0, thread);
       this->multiply(r_scores, 0, s_right, 0);
     }
-    share.pass_on(args, this->tile_before(dq_tile(tile)), work().turn);
+    this->pass_on(this->tile_before(dq_tile(tile)));
     if (sums_keys()) {
       wait_for_probabilities();
       differentiate(r_scores, stage, first_col);
     } else {
-      exponentiate(r_scores, stage, first_col);
+      if constexpr (Config::kMasked) {
+        if (capped()) {
+          exponentiate_capped(r_scores, stage, first_col);
+        } else {
+          exponentiate(r_scores, stage, first_col);
+        }
+      } else {
+        exponentiate(r_scores, stage, first_col);
+      }
     }
-    if (!this->all_visible(first_row)) this->hide(first_row + first_col, r_scores);
+    if (!this->all_visible(first_row)) {
+      if constexpr (Config::kMasked) {
+        this->hide_masked(first_row + first_col, r_scores);
+      } else {
+        this->hide(first_row + first_col, r_scores);
+      }
+    }
     HeldScores r_held;
     this->hold(r_held, r_scores);
     ScoreTile& s_scores = sums_keys() ? shared.ds[stage] : shared.ds[2];
@@ -130,7 +153,7 @@ struct PairedBackwardBlock : BackwardTools<Config> {
                [&] {
                  const QueryTile next_dq = dq_tile(tile);
                  const bool there = next_dq.head >= work().first_head;
-                 share.prefetch(args, next_dq, there ? work().turn : 0);
+                 share.prefetch(args, next_dq, there ? this->turn_at(next_dq) : 0);
                });
   }
 
@@ -151,11 +174,45 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     }
   }
 
+  __device__ __forceinline__ bool capped() const {
+    if constexpr (Config::kMasked) {
+      return args.mask.softcap > 0.f;
+    } else {
+      return false;
+    }
+  }
+
+  // The same behind a cap. P times its slope, 1 - tanh^2, goes to the place of dS, where the key
+  // warp with the same scores takes it from; what is hidden is hidden there.
+  __device__ __forceinline__ void exponentiate_capped(Scores& r_p, int stage, int col) {
+    const int first = col + threadIdx.x % 4 * 2;
+    const float factor = args.mask.softcap * args.score_factor;
+    HeldScores r_held;
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; ++n) {
+      const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[stage][first + n * 8]);
+#pragma unroll
+      for (int i = 0; i < kStrips; ++i) {
+        float scaled[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float& p = r_p[i][n][j];
+          const float capped = tanh_of</*kExact=*/false>(p * args.cap);
+          p = exponential<T>(fmaf(capped, factor, j % 2 ? lse.y : lse.x));
+          scaled[j] = p * fmaf(-capped, capped, 1.f);
+        }
+        r_held[i][n].set(scaled);
+      }
+    }
+    this->store_scores(shared.ds[stage], r_held, col);
+  }
+
   // dP -> dS, with the P of the value warp that has the same scores.
   __device__ __forceinline__ void differentiate(Scores& r_ds, int stage, int col) {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
+    const ScoreTile& s_p = shared.ds[capped() ? stage : 2];
     const uint32_t s_lane =
-        ScoreTile::right_of(left_lane<ScoreTile>(shared_address(shared.ds[2].s_data),
+        ScoreTile::right_of(left_lane<ScoreTile>(shared_address(s_p.s_data),
                                                  this->first_strip_row(), 0, fresh_thread()),
                             col * static_cast<int>(sizeof(T)));
     const int first = col + threadIdx.x % 4 * 2;

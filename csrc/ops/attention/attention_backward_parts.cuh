@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "device/activation.cuh"
 #include "device/mma_sync.cuh"
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
@@ -255,6 +256,10 @@ __device__ __forceinline__ int load_acquire(const int* g_from) {
 }
 __device__ __forceinline__ void store_release(int* g_to, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(g_to), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void increment_release(int* g_to) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(g_to) : "memory");
 }
 
 }  // namespace torchweld

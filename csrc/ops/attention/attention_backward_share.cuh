@@ -5,6 +5,11 @@
 //
 // Every warp of a block owns the same share of a tile in every block and takes its turns alone. The
 // first part is stored without a read, the last one goes straight into dQ.
+//
+// Under an AttentionMask the blocks that add to a query tile are those with keys between the first
+// and the last that the tile's group of rows sees (RowGroup): a run of key tiles without a hole,
+// counted from its first. Other blocks may compute the tile, all hidden, but neither add nor wait.
+// So a block only waits for blocks of lower key tiles there too.
 #pragma once
 
 #include "ops/attention/attention_backward_args.cuh"
@@ -67,7 +72,7 @@ struct DqShare {
                                            int turn) {
     if constexpr (kPrefetches) {
       clear();  // so that nothing is kept in these registers until here
-      if (turn == 0) return;
+      if (turn == 0 || (Config::kMasked && turn < 0)) return;
       const int64_t i = index(args, tile);
       int passed = 0;
       if (threadIdx.x % kWarp == 0) passed = load_acquire(args.g_turns + i);
@@ -76,10 +81,11 @@ struct DqShare {
     }
   }
 
-  // Adds this block's dS K: s_scores is dS^T (kKeys, kRows), s_keys K (kKeys, kHeadDim). `careful`
-  // where K may have inf or NaN.
+  // Adds this block's dS K: s_scores is dS^T (kKeys, kRows), s_keys K (kKeys, kHeadDim). `live`
+  // says what the rows see, a LiveSpan or a RowGroup; `careful` where K may have inf or NaN.
+  template <typename Live>
   __device__ __forceinline__ void add(const BackwardArgs& args, const QueryTile& tile, int turn,
-                                      const LiveSpan& span, uint32_t s_scores, uint32_t s_keys,
+                                      const Live& live, uint32_t s_scores, uint32_t s_keys,
                                       bool careful) {
     const int64_t i = index(args, tile);
     if (turn == 0) {
@@ -96,11 +102,8 @@ struct DqShare {
     multiply(s_scores, s_keys, careful);
 
     const int first_row = tile.index * Config::kRows;
-    int64_t last_row = first_row + Config::kRows - 1;
-    if (last_row >= args.rule.seqlen_q) last_row = args.rule.seqlen_q - 1;
-    const int last_key = static_cast<int>(args.rule.live(last_row, span.pad).end) - 1;
-    if (last_key / Config::kKeys - span.pad / Config::kKeys == turn) {
-      finish(args, tile.head, first_row, span.first_row);
+    if (last_turn(args, first_row, live) == turn) {
+      finish(args, tile.head, first_row, live);
       return;
     }
     float4* g_sums = sums_at(args, i);
@@ -113,11 +116,20 @@ struct DqShare {
   }
 
   // Passes the turn on. Some work lies between the stores and this, so that it waits for little.
+  // NOTE: under an AttentionMask the turn changes from tile to tile, and there is no register for
+  // it; the counter holds it, and nobody else writes there.
   __device__ __forceinline__ void pass_on(const BackwardArgs& args, const QueryTile& tile,
                                           int turn) {
     if (!to_pass) return;
     __syncwarp();
-    if (threadIdx.x % kWarp == 0) store_release(args.g_turns + index(args, tile), turn + 1);
+    if (threadIdx.x % kWarp == 0) {
+      int* g_turn = args.g_turns + index(args, tile);
+      if constexpr (Config::kMasked) {
+        increment_release(g_turn);
+      } else {
+        store_release(g_turn, turn + 1);
+      }
+    }
     to_pass = false;
   }
 
@@ -154,8 +166,37 @@ struct DqShare {
     }
   }
 
+  static __device__ __forceinline__ int last_turn(const BackwardArgs& args, int first_row,
+                                                  const LiveSpan& span) {
+    int64_t last_row = first_row + Config::kRows - 1;
+    if (last_row >= args.rule.seqlen_q) last_row = args.rule.seqlen_q - 1;
+    const int last_key = static_cast<int>(args.rule.live(last_row, span.pad).end) - 1;
+    return last_key / Config::kKeys - span.pad / Config::kKeys;
+  }
+  static __device__ __forceinline__ int last_turn(const BackwardArgs&, int, const RowGroup& group) {
+    return (group.end - 1) / Config::kKeys - group.begin / Config::kKeys;
+  }
+
   __device__ __forceinline__ void finish(const BackwardArgs& args, int64_t head, int first_row,
-                                         int first_live_row) const {
+                                         const LiveSpan& span) const {
+    store(args, head, first_row, span.first_row);
+  }
+  __device__ __forceinline__ void finish(const BackwardArgs& args, int64_t head, int first_row,
+                                         const RowGroup& group) {
+    const int row = first_row + row_in_tile() + threadIdx.x % kWarp / 4;
+#pragma unroll
+    for (int i = 0; i < 2 * kMTiles; ++i) {
+      if (group.sees(row + i * 8)) continue;
+#pragma unroll
+      for (int n = 0; n < kNTiles; ++n) {
+        r_sum[i / 2][n][i % 2 * 2] = r_sum[i / 2][n][i % 2 * 2 + 1] = 0.f;
+      }
+    }
+    store(args, head, first_row, 0);
+  }
+
+  __device__ __forceinline__ void store(const BackwardArgs& args, int64_t head, int first_row,
+                                        int first_live_row) const {
     const int cols = static_cast<int>(args.params.sizes.head_dim);
     T* g_dq = static_cast<T*>(args.params.dquery) + head * args.rule.seqlen_q * cols;
     store_results<0>(g_dq, r_sum, args.params.scale, first_row + row_in_tile(), first_live_row,

@@ -45,6 +45,10 @@ struct BackwardBlock : BackwardTools<Config> {
       walk();
     }
     const AttentionBackwardParams& p = args.params;
+    if constexpr (Config::kMasked) {
+      if constexpr (Config::kKey) this->clear_unseen(r_dk);
+      if constexpr (Config::kValue) this->clear_unseen(r_dv);
+    }
     if constexpr (Config::kKey) this->store(r_dk, p.scale, p.dkey, p.sizes.head_dim);
     if constexpr (Config::kValue) {
       this->store(r_dv, 1.f / (1 << kProbabilityShift<T>), p.dvalue, p.sizes.head_dim_v);
@@ -53,7 +57,7 @@ struct BackwardBlock : BackwardTools<Config> {
 
  private:
   __device__ __forceinline__ void walk() {
-    const BackwardWorkTile& work = shared.work;
+    const typename Config::WorkTile& work = shared.work;
     QueryTile tile = {work.first_head, work.last_tile};
     this->load_rows(tile, 0);
     int stage = 0;
@@ -82,7 +86,7 @@ struct BackwardBlock : BackwardTools<Config> {
     if constexpr (Config::kKey) {
       __syncthreads();
       this->add_dq(tile, stage);
-      share.pass_on(args, tile, work.turn);
+      this->pass_on(tile);
     }
   }
 
@@ -96,16 +100,22 @@ struct BackwardBlock : BackwardTools<Config> {
       this->multiply(r_p, offsetof(Shared, k), s_right + rows_at, offsetof(Shared, q));
       if constexpr (Config::kKey) {
         this->multiply(r_ds, offsetof(Shared, v), s_right + rows_at, offsetof(Shared, dout));
-        if (col == 0) share.pass_on(args, this->tile_before(tile), work().turn);
+        if (col == 0) this->pass_on(this->tile_before(tile));
       }
       differentiate(r_p, r_ds, stage, col);
-      if (!all_visible) this->hide(first_row + col, r_p, r_ds);
+      if (!all_visible) {
+        if constexpr (Config::kMasked) {
+          this->hide_masked(first_row + col, r_p, r_ds);
+        } else {
+          this->hide(first_row + col, r_p, r_ds);
+        }
+      }
       HeldScores r_held_p, r_held_ds;
       this->hold(r_held_p, r_p);
       this->hold(r_held_ds, r_ds);
       if constexpr (Config::kKey) {
         if (this->group() == 0) this->store_scores(shared.ds[place(stage)], r_held_ds, col);
-        if (col + kCols == kRows) share.prefetch(args, tile, work().turn);
+        if (col + kCols == kRows) share.prefetch(args, tile, this->turn_at(tile));
       }
       if constexpr (Config::kValue) {
         accumulate(r_dv, r_held_p, s_wide + rows_at, offsetof(Shared, dout));
@@ -120,6 +130,9 @@ struct BackwardBlock : BackwardTools<Config> {
   __device__ __forceinline__ void differentiate(Scores& r_p, Scores& r_ds, int stage, int col) {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
     const int first = col + threadIdx.x % 4 * 2;
+    if constexpr (Config::kMasked) {
+      if (args.mask.softcap > 0.f) return differentiate_capped(r_p, r_ds, stage, first);
+    }
 #pragma unroll
     for (int n = 0; n < kScoreTiles; ++n) {
       const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[stage][first + n * 8]);
@@ -134,6 +147,32 @@ struct BackwardBlock : BackwardTools<Config> {
           float& p = r_p[i][n][j];
           p = exponential<T>(fmaf(p, args.score_factor, j % 2 ? lse.y : lse.x));
           r_ds[i][n][j] = p * fmaf(r_ds[i][n][j], kUnshift, -(j % 2 ? delta.y : delta.x));
+        }
+      }
+    }
+  }
+
+  // The same behind a cap: dS times its slope, 1 - tanh^2.
+  __device__ __forceinline__ void differentiate_capped(Scores& r_p, Scores& r_ds, int stage,
+                                                       int first) {
+    constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
+    const float factor = args.mask.softcap * args.score_factor;
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; ++n) {
+      const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[stage][first + n * 8]);
+      float2 delta = {};
+      if constexpr (Config::kKey) {
+        delta = *reinterpret_cast<const float2*>(&shared.delta[stage][first + n * 8]);
+      }
+#pragma unroll
+      for (int i = 0; i < kStrips; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float& p = r_p[i][n][j];
+          const float capped = tanh_of<sizeof(T) == 4>(p * args.cap);
+          p = exponential<T>(fmaf(capped, factor, j % 2 ? lse.y : lse.x));
+          const float dp = fmaf(r_ds[i][n][j], kUnshift, -(j % 2 ? delta.y : delta.x));
+          r_ds[i][n][j] = p * dp * fmaf(-capped, capped, 1.f);
         }
       }
     }
@@ -159,20 +198,27 @@ struct BackwardBlock : BackwardTools<Config> {
 };
 
 template <typename Config>
-__global__
-__launch_bounds__(Config::kThreads, Config::kShape.blocks_per_sm) void attention_backward_kernel(
-    const __grid_constant__ BackwardArgs args, unsigned* g_ticket) {
+__global__ __launch_bounds__(
+    Config::kThreads,
+    Config::kShape.blocks_per_sm) void attention_backward_kernel(const __grid_constant__
+                                                                 typename Config::Args args,
+                                                                 unsigned* g_ticket) {
   extern __shared__ __align__(128) unsigned char s_raw[];
   BackwardShared<Config>& shared = *reinterpret_cast<BackwardShared<Config>*>(s_raw);
-  if (threadIdx.x == 0) shared.work.template take<Config>(args, g_ticket);
-  __syncthreads();
+  if constexpr (Config::kMasked) {
+    shared.work.template take_masked<Config>(args, g_ticket);
+  } else {
+    if (threadIdx.x == 0) shared.work.template take<Config>(args, g_ticket);
+    __syncthreads();
+  }
   using Block =
       std::conditional_t<Config::kPaired, PairedBackwardBlock<Config>, BackwardBlock<Config>>;
   Block(args, shared).run();
 }
 
 template <typename Config>
-void launch_backward_part(const BackwardArgs& args, unsigned* g_ticket, cudaStream_t stream) {
+void launch_backward_part(const typename Config::Args& args, unsigned* g_ticket,
+                          cudaStream_t stream) {
   const AttentionSizes& sizes = args.params.sizes;
   const int64_t key_blocks = (sizes.seqlen_k + Config::kKeys - 1) / Config::kKeys;
   const int64_t blocks = sizes.batch * sizes.nheads_kv * key_blocks;
@@ -182,15 +228,16 @@ void launch_backward_part(const BackwardArgs& args, unsigned* g_ticket, cudaStre
   launch_kernel(kernel, {blocks, Config::kThreads, kBytes}, stream, args, g_ticket);
 }
 
-template <typename T, int kTile>
-void launch_attention_backward_tile(const BackwardArgs& args, cudaStream_t stream) {
+template <typename T, int kTile, typename Args>
+void launch_attention_backward_tile(const Args& args, cudaStream_t stream) {
   using Part = BackwardPart;
+  constexpr bool kMasked = kIsMasked<Args>;
   unsigned* const g_ticket = args.g_tickets;
   if constexpr (kAttentionBackwardTiles[kTile].split) {
-    launch_backward_part<BackwardConfig<T, kTile, Part::kValue>>(args, g_ticket, stream);
-    launch_backward_part<BackwardConfig<T, kTile, Part::kKey>>(args, g_ticket + 1, stream);
+    launch_backward_part<BackwardConfig<T, kTile, Part::kValue, kMasked>>(args, g_ticket, stream);
+    launch_backward_part<BackwardConfig<T, kTile, Part::kKey, kMasked>>(args, g_ticket + 1, stream);
   } else {
-    launch_backward_part<BackwardConfig<T, kTile, Part::kBoth>>(args, g_ticket, stream);
+    launch_backward_part<BackwardConfig<T, kTile, Part::kBoth, kMasked>>(args, g_ticket, stream);
   }
 }
 

@@ -11,9 +11,12 @@ namespace torchweld {
 // Which of the sums over the query rows a launch computes; dQ comes with dK.
 enum class BackwardPart { kBoth, kValue, kKey };
 
-template <typename T_, int kTile, BackwardPart kPart>
+template <typename T_, int kTile, BackwardPart kPart, bool kMasked_>
 struct BackwardConfig {
   using T = T_;
+  static constexpr bool kMasked = kMasked_;
+  using Args = std::conditional_t<kMasked, MaskedBackwardArgs, BackwardArgs>;
+  using WorkTile = BackwardWorkTile<std::conditional_t<kMasked, LiveKeys, LiveSpan>>;
   static constexpr AttentionBackwardTile kShape = kAttentionBackwardTiles[kTile];
   static constexpr bool kSplit = kShape.math == AttentionMath::kFloat32;
   static constexpr int kHeadDim = kShape.head_dim;
@@ -51,7 +54,7 @@ struct BackwardShared {
   typename Config::ScoreTile ds[Config::kPaired ? 3 : 2];
   float lse[2][Config::kRows];
   float delta[2][Config::kRows];
-  BackwardWorkTile work;
+  typename Config::WorkTile work;
 };
 
 // In fp32 Q and dO arrive beside the pieces of those before.
@@ -63,7 +66,7 @@ struct BackwardShared<Config, true> {
   typename Config::RawTile next_q, next_dout;
   float lse[2][Config::kRows];
   float delta[2][Config::kRows];
-  BackwardWorkTile work;
+  typename Config::WorkTile work;
 };
 
 }  // namespace torchweld

@@ -1,6 +1,8 @@
 // What a block of attention's gradient works on, and how its tiles reach shared memory.
 #pragma once
 
+#include <climits>
+
 #include "core/index.h"
 #include "device/mma_sync.cuh"
 #include "device/vec.cuh"
@@ -8,19 +10,28 @@
 
 namespace torchweld {
 
-// What a block works on. It stays in shared memory: registers are short.
+// Under an AttentionMask: rows of the block's query tiles see no key before `begin` nor from `end`
+// on.
+struct LiveKeys {
+  int begin, end;
+};
+
+// What a block works on. It stays in shared memory: registers are short. Span: LiveSpan or
+// LiveKeys.
+template <typename Span>
 struct BackwardWorkTile {
   int sequence;
   int head_kv;
   int first_key;
   int turn;  // of the block at its dQ tiles
-  LiveSpan span;
+  Span span;
   int first_head;  // query heads [first_head, end_head) of all batch * nheads
   int end_head;
   int first_tile;  // query tiles [first_tile, last_tile] of each
   int last_tile;
 
-  // Within a few heads the tiles of keys ascend, the same tile of every head side by side.
+  // By one thread. Within a few heads the tiles of keys ascend, the same tile of every head side by
+  // side.
   template <typename Config>
   __device__ __forceinline__ void take(const BackwardArgs& args, unsigned* g_ticket) {
     const AttentionSizes& sizes = args.params.sizes;
@@ -37,22 +48,57 @@ struct BackwardWorkTile {
     sequence = head / nheads_kv;
     head_kv = head % nheads_kv;
     first_key = key_tile * Config::kKeys;
-    span = LiveSpan(args, sequence);
-    turn = key_tile - span.pad / Config::kKeys;
-    const int first_row = first_key + Config::kKeys > span.pad
-                              ? span.first_row_seeing(args.rule, first_key)
-                              : static_cast<int>(sizes.seqlen_q);
-    first_head = sequence * static_cast<int>(sizes.nheads) + head_kv * group;
-    end_head = first_row < sizes.seqlen_q ? first_head + group : first_head;
-    first_tile = first_row / Config::kRows;
-    last_tile = static_cast<int>(sizes.seqlen_q - 1) / Config::kRows;
+    if constexpr (Config::kMasked) {
+      turn = key_tile;
+      span.begin = first_tile = INT_MAX;
+      span.end = last_tile = 0;
+      first_head = sequence * static_cast<int>(sizes.nheads) + head_kv * group;
+      end_head = first_head + group;
+    } else {
+      span = LiveSpan(args, sequence);
+      turn = key_tile - span.pad / Config::kKeys;
+      const int first_row = first_key + Config::kKeys > span.pad
+                                ? span.first_row_seeing(args.rule, first_key)
+                                : static_cast<int>(sizes.seqlen_q);
+      first_head = sequence * static_cast<int>(sizes.nheads) + head_kv * group;
+      end_head = first_row < sizes.seqlen_q ? first_head + group : first_head;
+      first_tile = first_row / Config::kRows;
+      last_tile = static_cast<int>(sizes.seqlen_q - 1) / Config::kRows;
+    }
+  }
+
+  // The same under an AttentionMask, by all threads. `turn` is the tile of keys; the query tiles
+  // are those from the first to the last whose rows, group by group, see keys of the block.
+  template <typename Config>
+  __device__ __forceinline__ void take_masked(const MaskedBackwardArgs& args, unsigned* g_ticket) {
+    constexpr int kGroupTiles = kAttentionBackwardRowPad / Config::kRows;
+    if (threadIdx.x == 0) take<Config>(args, g_ticket);
+    __syncthreads();
+    const int groups = static_cast<int>(args.rows / kAttentionBackwardRowPad);
+    for (int i = threadIdx.x; i < groups; i += Config::kThreads) {
+      const RowGroup& group = args.group_of(sequence, i * kAttentionBackwardRowPad);
+      if (group.begin >= first_key + Config::kKeys || group.end <= first_key) continue;
+      atomicMin(&span.begin, group.begin);
+      atomicMax(&span.end, group.end);
+      atomicMin(&first_tile, i * kGroupTiles);
+      atomicMax(&last_tile, (i + 1) * kGroupTiles - 1);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      const int rows = static_cast<int>(args.params.sizes.seqlen_q);
+      if (span.end == 0) end_head = first_head;
+      last_tile = min(last_tile, (rows - 1) / Config::kRows);
+    }
+    __syncthreads();
   }
 };
 
-// Rows [begin, end) of a tile, zeros elsewhere and beyond `cols`.
-template <typename Config, typename Tile, typename T>
+// Rows [begin, end) of a tile, or with kBits those that have their bit of `some`, zeros elsewhere
+// and beyond `cols`.
+template <typename Config, bool kBits = false, typename Tile, typename T>
 __device__ __forceinline__ void load_tile(Tile& s_tile, const T* g_head, int64_t row_stride,
-                                          int first_row, int begin, int end, int64_t cols) {
+                                          int first_row, int begin, int end, int64_t cols,
+                                          [[maybe_unused]] uint64_t some = 0) {
   constexpr int kElems = kVectorBytes / sizeof(T);
   constexpr int kRowsAtOnce = Config::kThreads / Tile::kChunks;
   static_assert(Config::kThreads % Tile::kChunks == 0 && Tile::kRows % kRowsAtOnce == 0);
@@ -64,7 +110,8 @@ __device__ __forceinline__ void load_tile(Tile& s_tile, const T* g_head, int64_t
   const T* g_from = g_head + (first_row + row) * row_stride + chunk * kElems;
 #pragma unroll
   for (int i = 0; i < Tile::kRows / kRowsAtOnce; ++i) {
-    const bool live = row >= begin && row < end && bytes > 0;
+    const bool live =
+        kBits ? (some >> row & 1) != 0 && bytes > 0 : row >= begin && row < end && bytes > 0;
     copy_async_16(s_base + Tile::offset(row, chunk), live ? g_from : g_head, live ? bytes : 0);
     row += kRowsAtOnce;
     g_from += kRowsAtOnce * row_stride;

@@ -2,6 +2,8 @@
 // of a block, the launch.
 #pragma once
 
+#include <type_traits>
+
 #include "core/choices.h"
 #include "core/launch.h"
 #include "ops/attention/attention_config.h"
@@ -24,9 +26,10 @@ struct AttentionBlock {
   int shift;
   int all_keys;
 
+  // Without its keys.
   template <int kRows>
-  static __device__ __forceinline__ AttentionBlock make(const AttentionParams& params,
-                                                        const AttentionSchedule& schedule) {
+  static __device__ __forceinline__ AttentionBlock at(const AttentionParams& params,
+                                                      const AttentionSchedule& schedule) {
     const int64_t index = schedule.first_block + blockIdx.x;
     const int64_t section = index / (schedule.section * schedule.tiles) * schedule.section;
     const int64_t in_section = index - section * schedule.tiles;
@@ -35,12 +38,18 @@ struct AttentionBlock {
     AttentionBlock block;
     block.batch = row / params.sizes.nheads;
     block.head = row % params.sizes.nheads;
+    block.first_row = static_cast<int>(schedule.tiles - 1 - tile) * kRows;
+    block.rows = min(static_cast<int>(params.sizes.seqlen_q) - block.first_row, kRows);
+    return block;
+  }
 
+  template <int kRows>
+  static __device__ __forceinline__ AttentionBlock make(const AttentionParams& params,
+                                                        const AttentionSchedule& schedule) {
+    AttentionBlock block = at<kRows>(params, schedule);
     const MaskRule rule = params.rule();
     const int seqlen_q = static_cast<int>(rule.seqlen_q);
     const int seqlen_k = static_cast<int>(rule.seqlen_k);
-    block.first_row = static_cast<int>(schedule.tiles - 1 - tile) * kRows;
-    block.rows = min(seqlen_q - block.first_row, kRows);
     block.pad = params.leftpad ? static_cast<int>(rule.clamp_pad(params.leftpad[block.batch])) : 0;
     block.all_keys = seqlen_k - block.pad;
     block.shift = params.causal ? block.all_keys - seqlen_q + 1 : kNoLimit;
@@ -51,9 +60,76 @@ struct AttentionBlock {
 
   __device__ __forceinline__ int end_of(int row) const { return min(row + shift, all_keys); }
 
- private:
+ protected:
   static constexpr int kNoLimit = 1 << 30;
 };
+
+// The same under an AttentionMask: a row of the block sees the keys from begin[row] on, counted
+// from `pad` as all are. kWarpRows rows see every key from their last_begin on.
+template <int kRows, int kWarpRows>
+struct MaskedAttentionBlock : AttentionBlock {
+  int last_begin[kRows / kWarpRows];
+  int begin[kRows];  // kSeesNothing where a row doesn't
+
+  // By all threads, of which there are at least kRows.
+  __device__ __forceinline__ void take(const MaskedAttentionParams& params,
+                                       const AttentionSchedule& schedule) {
+    const int row = threadIdx.x;
+    if (row == 0) {
+      static_cast<AttentionBlock&>(*this) = at<kRows>(params, schedule);
+      pad = kSeesNothing;
+      all_keys = 0;
+    }
+    if (row < kRows / kWarpRows) last_begin[row] = 0;
+    __syncthreads();
+    const MaskRule rule = params.rule();
+    const SequenceMask sequence = params.sequence(batch);
+    LiveRange live = {0, 0};
+    if (row < rows) live = rule.live(first_row + row, sequence);
+    const bool sees = !live.empty();
+    if (sees) {
+      atomicMin(&pad, static_cast<int>(live.begin));
+      atomicMax(&all_keys, static_cast<int>(live.end));
+    }
+    __syncthreads();
+    const int first = all_keys > 0 ? pad : 0, end = all_keys;
+    __syncthreads();
+    const int own_begin = static_cast<int>(live.begin) - first;
+    if (row < kRows) begin[row] = sees ? own_begin : kSeesNothing;
+    if (sees) atomicMax(&last_begin[row / kWarpRows], own_begin);
+    if (row == 0) {
+      pad = first;
+      keys = end - first;
+      all_keys = static_cast<int>(sequence.end) - first;
+      const int64_t window = min(rule.window, static_cast<int64_t>(kNoLimit));
+      const int reach = rule.causal ? 1 : static_cast<int>(window);  // behind a row's position
+      shift = reach > 0 ? reach - static_cast<int>(rule.seqlen_q) + all_keys : kNoLimit;
+    }
+    __syncthreads();
+  }
+};
+
+template <bool kMasked, int kRows, int kWarpRows>
+using AttentionBlockOf =
+    std::conditional_t<kMasked, MaskedAttentionBlock<kRows, kWarpRows>, AttentionBlock>;
+
+// Caps and hides the scores of a warp's rows under an AttentionMask, from key `key` of the block
+// on.
+template <typename Config, int kTiles, int kColTiles>
+__device__ __forceinline__ void mask_scores(float (&r_s)[kTiles][kColTiles][4],
+                                            const CappedScale& scale,
+                                            const typename Config::Block& s_block, int warp_row,
+                                            int key) {
+  if (scale.softcap > 0.f) {
+    cap_scores<sizeof(typename Config::T) == 4>(r_s, scale.softcap, scale.cap);
+  }
+  const int first_row = s_block.first_row + warp_row;
+  if (key + Config::kKeys > s_block.end_of(first_row) ||
+      key < s_block.last_begin[warp_row / Config::kWarpRows]) {
+    hide_columns(r_s, first_row + s_block.shift - key, s_block.all_keys - key,
+                 s_block.begin + warp_row, key);
+  }
+}
 
 template <typename T>
 __device__ __forceinline__ const T* matrix_of(const AttentionTensor& tensor, int64_t batch,
@@ -65,8 +141,9 @@ __device__ __forceinline__ const T* matrix_of(const AttentionTensor& tensor, int
 // Divides a warp's sums `r_out` and writes them, and lse. s_rows is shared memory of the warp's own
 // for its rows.
 template <typename Config, int kTiles, int kColTiles>
-__device__ __forceinline__ void store_block(const AttentionParams& params, const ScoreScale& scale,
-                                            const AttentionBlock& s_block, char* s_rows,
+__device__ __forceinline__ void store_block(const typename Config::Params& params,
+                                            const typename Config::Scale& scale,
+                                            const typename Config::Block& s_block, char* s_rows,
                                             const OnlineRow (&rows)[kTiles][2],
                                             const float (&r_out)[kTiles][kColTiles][4]) {
   using T = typename Config::T;
@@ -83,10 +160,20 @@ __device__ __forceinline__ void store_block(const AttentionParams& params, const
     for (int half = 0; half < 2; ++half) {
       const int row = tile * 16 + half * 8 + threadIdx.x % 32 / 4;
       const float sum = quad_sum(rows[tile][half].sum);
-      const bool live = !rule.live(first_row + row, s_block.pad).empty();
-      Config::Matmul::stage(s_rows, r_out, tile, half, 1.f / sum, live);
-      if (params.lse && threadIdx.x % 4 == 0 && row < warp_rows) {
-        params.lse[out_row + row] = live ? scale.lse(rows[tile][half].max, sum) : -INFINITY;
+      if constexpr (Config::kMasked) {
+        const float sink = params.mask.sink ? params.mask.sink[s_block.head] : -INFINITY;
+        const bool live = s_block.begin[warp_row + row] != kSeesNothing;
+        const FinishedRow finished = finish_row(scale, rows[tile][half].max, sum, sink);
+        Config::Matmul::stage(s_rows, r_out, tile, half, finished.factor, live);
+        if (params.lse && threadIdx.x % 4 == 0 && row < warp_rows) {
+          params.lse[out_row + row] = live ? finished.lse : sink;
+        }
+      } else {
+        const bool live = !rule.live(first_row + row, s_block.pad).empty();
+        Config::Matmul::stage(s_rows, r_out, tile, half, 1.f / sum, live);
+        if (params.lse && threadIdx.x % 4 == 0 && row < warp_rows) {
+          params.lse[out_row + row] = live ? scale.lse(rows[tile][half].max, sum) : -INFINITY;
+        }
       }
     }
   }
@@ -97,16 +184,18 @@ __device__ __forceinline__ void store_block(const AttentionParams& params, const
 
 // Launches the kernel of a tile in grids of as many blocks as fit.
 template <typename Config, int kBytes, typename Kernel>
-void launch_attention_blocks(Kernel kernel, const AttentionParams& params, cudaStream_t stream) {
-  // A tile's own part of shared memory is followed by the AttentionBlock.
+void launch_attention_blocks(Kernel kernel, const typename Config::Params& params,
+                             cudaStream_t stream) {
+  // A tile's own part of shared memory is followed by the block's.
+  constexpr int kBlockBytes = Config::kMasked ? 128 + 4 * Config::kRows : 128;
   static_assert(kBytes > Config::kShape.tile_bytes() &&
-                kBytes <= Config::kShape.tile_bytes() + 128);
+                kBytes <= Config::kShape.tile_bytes() + kBlockBytes);
   static_assert(kBytes <= kAttentionSharedBytes);
   AttentionSchedule schedule(params, Config::kRows, sizeof(typename Config::T));
   for_each_grid_of(schedule.blocks(params), [&](int64_t first, int64_t blocks) {
     schedule.first_block = first;
     launch_kernel(kernel, {blocks, Config::kThreads, kBytes}, stream, params, schedule,
-                  ScoreScale(params.scale));
+                  Config::scale(params));
   });
 }
 

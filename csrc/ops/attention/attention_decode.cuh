@@ -18,8 +18,15 @@
 
 namespace torchweld {
 
-template <typename T_, int kTile>
-struct AttentionDecodeConfig {
+struct DecodeWork;
+struct MaskedDecodeWork;
+template <typename Config>
+struct AttentionDecodeShared;
+template <typename Config>
+struct MaskedDecodeShared;
+
+template <typename T_, int kTile, bool kMasked>
+struct AttentionDecodeConfig : AttentionVariant<kMasked> {
   using T = T_;
   static constexpr AttentionDecodeTile kShape = kAttentionDecodeTiles[kTile];
   static constexpr int kDim = kShape.dim, kRows = AttentionDecodeTile::kRows, kKeys = kShape.keys;
@@ -29,6 +36,9 @@ struct AttentionDecodeConfig {
   static constexpr int kBlocksPerSm = kShape.tile_bytes() > 110 * 1024 ? 1 : 2;
   using Layout = AttentionLayout<T, kDim>;
   using Matmul = WarpMatmul16<T, kDim, kTiles, kKeys>;
+  using Work = std::conditional_t<kMasked, MaskedDecodeWork, DecodeWork>;
+  using Shared = std::conditional_t<kMasked, MaskedDecodeShared<AttentionDecodeConfig>,
+                                    AttentionDecodeShared<AttentionDecodeConfig>>;
 };
 
 template <typename Config>
@@ -43,6 +53,11 @@ struct AttentionDecodeShared {
   MaxSum sums[kWarps][kRows];  // a warp's factor takes the place of its maximum
   float max[kRows];            // of all warps
   bool last;
+};
+
+template <typename Config>
+struct MaskedDecodeShared : AttentionDecodeShared<Config> {
+  float factor[Config::kRows];  // of a finished row's sums, below 0 where it sees nothing
 };
 
 // What one block works on.
@@ -72,6 +87,29 @@ struct DecodeWork {
   }
 };
 
+// The same under an AttentionMask: keys [pad, pad + keys) are those that any row of the block sees.
+// A warp has the rows' ranges, lane by lane, counted from `pad`.
+struct MaskedDecodeWork : DecodeWork {
+  int begin, end;             // of this lane's row; kSeesNothing and 0 where it sees nothing
+  int last_begin, first_end;  // between them every row that sees something sees every key
+
+  __device__ __forceinline__ explicit MaskedDecodeWork(const MaskedAttentionParams& p)
+      : DecodeWork(p) {
+    const int row = threadIdx.x % kWarp;
+    LiveRange live = {0, 0};
+    if (row < rows) live = p.rule().live((first_row + row) % p.sizes.seqlen_q, p.sequence(batch));
+    const bool sees = !live.empty();
+    const int last = __reduce_max_sync(~0u, sees ? static_cast<int>(live.end) : 0);
+    const int first = __reduce_min_sync(~0u, sees ? static_cast<int>(live.begin) : kSeesNothing);
+    pad = last > 0 ? first : 0;
+    keys = last - pad;
+    begin = sees ? static_cast<int>(live.begin) - pad : kSeesNothing;
+    end = sees ? static_cast<int>(live.end) - pad : 0;
+    last_begin = __reduce_max_sync(~0u, sees ? begin : 0);
+    first_end = __reduce_min_sync(~0u, sees ? end : INT_MAX);
+  }
+};
+
 // Hides from every row the keys that it doesn't see, of those from `key` on.
 template <int kTiles, int kCols>
 __device__ __forceinline__ void hide_keys(float (&r_s)[kTiles][kCols][4], int key,
@@ -87,6 +125,29 @@ __device__ __forceinline__ void hide_keys(float (&r_s)[kTiles][kCols][4], int ke
         for (int i = 0; i < 2; ++i) {
           float& score = r_s[tile][j][2 * half + i];
           score = key + j * 8 + 2 * t + i < ends[tile][half] ? score : -INFINITY;
+        }
+      }
+    }
+  }
+}
+
+template <int kTiles, int kCols>
+__device__ __forceinline__ void hide_keys(float (&r_s)[kTiles][kCols][4], int key,
+                                          const int (&begins)[kTiles][2],
+                                          const int (&ends)[kTiles][2]) {
+  const int first = key + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int begin = begins[tile][half], end = ends[tile][half];
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& score = r_s[tile][j][2 * half + i];
+          const int at = first + j * 8 + i;
+          score = at >= begin && at < end ? score : -INFINITY;
         }
       }
     }
@@ -153,17 +214,46 @@ __device__ __forceinline__ void store_decoded(const AttentionParams& p, const De
   }
 }
 
+// The same under an AttentionMask, a sink among the sums. By all threads.
+template <typename Config, typename Sum, typename Value>
+__device__ __forceinline__ void store_decoded(const MaskedAttentionParams& p,
+                                              const DecodeWork& work, const CappedScale& scale,
+                                              float (&s_factor)[Config::kRows], const Sum& sum,
+                                              const Value& value) {
+  using T = typename Config::T;
+  const AttentionSizes& sizes = p.sizes;
+  const int columns = int(sizes.head_dim_v);
+  const int64_t first_head = work.kv_head * (sizes.nheads / sizes.nheads_kv);
+  const int64_t first = (work.batch * sizes.nheads + first_head) * sizes.seqlen_q + work.first_row;
+  T* g_out = static_cast<T*>(p.out) + first * columns;
+  if (int(threadIdx.x) < work.rows) {
+    const int row = threadIdx.x, packed = work.first_row + row;
+    const float sink = p.mask.sink ? p.mask.sink[first_head + packed / sizes.seqlen_q] : -INFINITY;
+    const bool live = !p.rule().live(packed % sizes.seqlen_q, p.sequence(work.batch)).empty();
+    const MaxSum of_row = sum(row);
+    const FinishedRow finished = finish_row(scale, of_row.max, of_row.sum, sink);
+    s_factor[row] = live ? finished.factor : -1.f;
+    if (p.lse != nullptr) p.lse[first + row] = live ? finished.lse : sink;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < work.rows * columns; i += Config::kThreads) {
+    const int row = i / columns;
+    const float factor = s_factor[row];
+    g_out[i] = from_float<T>(factor < 0.f ? 0.f : value(row, i - row * columns) * factor);
+  }
+}
+
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attention_decode_kernel(
-    const __grid_constant__ AttentionParams p, const ScoreScale scale) {
+    const __grid_constant__ typename Config::Params p, const typename Config::Scale scale) {
   using T = typename Config::T;
   using Layout = typename Config::Layout;
   using Matmul = typename Config::Matmul;
   constexpr int kKeys = Config::kKeys, kTiles = Config::kTiles, kStages = Config::kStages;
   constexpr int kRows = Config::kRows, kWarps = Config::kWarps, kDim = Config::kDim;
   extern __shared__ __align__(1024) char s_bytes[];
-  auto& s = *reinterpret_cast<AttentionDecodeShared<Config>*>(s_bytes);
-  const DecodeWork work(p);
+  auto& s = *reinterpret_cast<typename Config::Shared*>(s_bytes);
+  const typename Config::Work work(p);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int seqlen_q = int(p.sizes.seqlen_q), splits = p.choice.splits;
 
@@ -190,15 +280,25 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
   __syncthreads();
 
   int ends[kTiles][2], all_see = work.keys;
+  [[maybe_unused]] int begins[kTiles][2];
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = (work.first_row + tile * 16 + half * 8 + lane / 4) % seqlen_q;
-      ends[tile][half] = min(row + work.shift, work.keys);
+      if constexpr (Config::kMasked) {
+        begins[tile][half] = __shfl_sync(~0u, work.begin, tile * 16 + half * 8 + lane / 4);
+        ends[tile][half] = __shfl_sync(~0u, work.end, tile * 16 + half * 8 + lane / 4);
+      } else {
+        const int row = (work.first_row + tile * 16 + half * 8 + lane / 4) % seqlen_q;
+        ends[tile][half] = min(row + work.shift, work.keys);
+      }
     }
   }
-  if (p.causal) all_see = work.shift;  // of the first row
+  if constexpr (Config::kMasked) {
+    all_see = work.first_end;
+  } else {
+    if (p.causal) all_see = work.shift;  // of the first row
+  }
 
   const Matmul matmul(lane, 0);
   typename Matmul::Out r_out = {};
@@ -212,7 +312,12 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
     typename Matmul::Scores r_s = {};
     matmul.scores(r_s, reinterpret_cast<const char*>(s.query),
                   reinterpret_cast<const char*>(s.keys[warp][stage][0]), kDim);
-    if (key + kKeys > all_see) hide_keys(r_s, key, ends);
+    if constexpr (Config::kMasked) {
+      if (scale.softcap > 0.f) cap_scores</*kExact=*/false>(r_s, scale.softcap, scale.cap);
+      if (key + kKeys > all_see || key < work.last_begin) hide_keys(r_s, key, begins, ends);
+    } else {
+      if (key + kKeys > all_see) hide_keys(r_s, key, ends);
+    }
     float factor[kTiles][2];
     online_softmax<Matmul::kFtz>(r_s, rows, factor, scale.c);
     rescale(r_out, factor);
@@ -261,8 +366,15 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
     for (int w = 0; w < kWarps; ++w) value += s.sums[w][row].max * s.out[w][row][column];
     return value;
   };
+  const auto store = [&](const auto& sum, const auto& value) {
+    if constexpr (Config::kMasked) {
+      store_decoded<Config>(p, work, scale, s.factor, sum, value);
+    } else {
+      store_decoded<Config>(p, work, scale, sum, value);
+    }
+  };
   if (splits == 1) {
-    store_decoded<Config>(p, work, scale, block_sum, block_value);
+    store(block_sum, block_value);
     return;
   }
 
@@ -327,23 +439,22 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
     *reinterpret_cast<float4*>(&s_result[row][i % kDim]) = sum;
   }
   __syncthreads();
-  store_decoded<Config>(
-      p, work, scale, [&](int row) { return s.sums[0][row]; },
-      [&](int row, int column) { return s_result[row][column]; });
+  store([&](int row) { return s.sums[0][row]; },
+        [&](int row, int column) { return s_result[row][column]; });
 }
 
-template <typename T>
-void launch_attention_decode_of(const AttentionParams& p, cudaStream_t stream) {
+template <typename T, bool kMasked>
+void launch_attention_decode_of(const typename AttentionVariant<kMasked>::Params& p,
+                                cudaStream_t stream) {
   dispatch_index<kNumAttentionDecodeTiles>(p.choice.tile, [&](auto index) {
-    using Config = AttentionDecodeConfig<T, index.value>;
-    using Shared = AttentionDecodeShared<Config>;
+    using Config = AttentionDecodeConfig<T, index.value, kMasked>;
+    using Shared = typename Config::Shared;
     static_assert(sizeof(Shared) <= Config::kShape.tile_bytes() + kAttentionDecodeExtraBytes);
     const int64_t blocks =
         attention_decode_groups(attention_problem(p.sizes, p.dtype, p.tf32, p.causal, p.leftpad)) *
         p.choice.splits;
     launch_kernel(attention_decode_kernel<Config>,
-                  Grid(blocks, Config::kThreads, int(sizeof(Shared))), stream, p,
-                  ScoreScale(p.scale));
+                  Grid(blocks, Config::kThreads, int(sizeof(Shared))), stream, p, Config::scale(p));
   });
 }
 

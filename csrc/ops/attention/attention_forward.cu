@@ -6,7 +6,8 @@
 namespace torchweld {
 namespace {
 
-void launch_tile(int tile, const AttentionParams& params, cudaStream_t stream) {
+template <typename Params>
+void launch_tile(int tile, const Params& params, cudaStream_t stream) {
   switch (params.dtype) {
     case DType::kFloat32:
       return params.tf32 ? launch_attention_tf32(tile, params, stream)
@@ -18,12 +19,9 @@ void launch_tile(int tile, const AttentionParams& params, cudaStream_t stream) {
   }
 }
 
-}  // namespace
-
-void launch_attention(const AttentionParams& params, cudaStream_t stream) {
-  const AttentionSizes& sizes = params.sizes;
-  const int64_t rows = sizes.batch * sizes.nheads * sizes.seqlen_q;
-  if (rows == 0 || (sizes.head_dim_v == 0 && !params.lse)) return;
+// Params of a call with or without a mask.
+template <typename Params>
+void launch_choice(const Params& params, cudaStream_t stream) {
   switch (params.choice.engine) {
     case AttentionEngine::kGeneral:
       launch_attention_general(params, stream);
@@ -38,6 +36,19 @@ void launch_attention(const AttentionParams& params, cudaStream_t stream) {
         launch_attention_decode_bfloat16(params, stream);
       }
       break;
+  }
+}
+
+}  // namespace
+
+void launch_attention(const MaskedAttentionParams& params, cudaStream_t stream) {
+  const AttentionSizes& sizes = params.sizes;
+  const int64_t rows = sizes.batch * sizes.nheads * sizes.seqlen_q;
+  if (rows == 0 || (sizes.head_dim_v == 0 && !params.lse)) return;
+  if (params.mask.given()) {
+    launch_choice(params, stream);
+  } else {
+    launch_choice<AttentionParams>(params, stream);
   }
   check_launch("attention");
 }

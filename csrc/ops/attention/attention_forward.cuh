@@ -8,7 +8,9 @@
 // and multiplies those with V, all in registers; keys and values of the next step arrive meanwhile.
 // Blocks are ordered by the head's section, then by work, the longest rows first; the keys and
 // values of a section fit in the L2 cache.
-// Source: Dao, "FlashAttention-2", 2023.
+// Under an AttentionMask the walk goes from the first to the last key that any of the rows sees,
+// and the first steps need a mask too. A cap is applied to the scores before it; a sink joins a
+// row's sum at the end. Source: Dao, "FlashAttention-2", 2023.
 #pragma once
 
 #include <type_traits>
@@ -20,8 +22,8 @@
 
 namespace torchweld {
 
-template <typename T_, int kTile>
-struct AttentionConfig {
+template <typename T_, int kTile, bool kMasked>
+struct AttentionConfig : AttentionVariant<kMasked> {
   using T = T_;
   static constexpr AttentionTile kShape = kAttentionTiles[kTile];
   static constexpr int kThreads = kShape.threads();
@@ -32,6 +34,7 @@ struct AttentionConfig {
   static constexpr int kWarpRows = kRows / (kThreads / 32);
   static constexpr int kTiles = kWarpRows / 16;
   static constexpr int kBlocksPerSm = kShape.blocks_per_sm;
+  using Block = AttentionBlockOf<kMasked, kRows, kWarpRows>;
   using Layout = AttentionLayout<T, kDim>;
   using Matmul = std::conditional_t<sizeof(T) == 2, WarpMatmul16<T, kDim, kTiles, kKeys>,
                                     WarpMatmulTf32<kDim, kTiles, kKeys>>;
@@ -45,12 +48,13 @@ struct AttentionShared {
   typename Config::T query[Config::kRows * kDim];
   typename Config::T key[Config::kStages][Config::kKeys * kDim];
   typename Config::T value[Config::kStages][Config::kKeys * kDim];
-  AttentionBlock block;
+  typename Config::Block block;
 };
 
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attention_kernel(
-    const AttentionParams params, const AttentionSchedule schedule, const ScoreScale scale) {
+    const typename Config::Params params, const AttentionSchedule schedule,
+    const typename Config::Scale scale) {
   using T = typename Config::T;
   using Layout = typename Config::Layout;
   using Matmul = typename Config::Matmul;
@@ -59,8 +63,12 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
   extern __shared__ __align__(1024) char s_bytes[];
   auto& s = *reinterpret_cast<AttentionShared<Config>*>(s_bytes);
 
-  if (threadIdx.x == 0) s.block = AttentionBlock::make<kRows>(params, schedule);
-  __syncthreads();
+  if constexpr (Config::kMasked) {
+    s.block.take(params, schedule);
+  } else {
+    if (threadIdx.x == 0) s.block = AttentionBlock::make<kRows>(params, schedule);
+    __syncthreads();
+  }
   const AttentionBlock block = s.block;
   const int keys = block.keys;
 
@@ -106,12 +114,14 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
     __syncthreads();
     if (kStages == 2 && key + kKeys < keys) load_step(thread, stage ^ 1, keys - key - kKeys);
     const int warp_row = thread / 32 * Config::kWarpRows;
-    const int first_row = s.block.first_row + warp_row;
+    [[maybe_unused]] const int first_row = s.block.first_row + warp_row;
     const Matmul matmul(thread % 32, warp_row);
     typename Matmul::Scores r_s = {};
     matmul.scores(r_s, reinterpret_cast<const char*>(s.query),
                   reinterpret_cast<const char*>(s.key[stage]), head_dim);
-    if (key + kKeys > s.block.end_of(first_row)) {
+    if constexpr (Config::kMasked) {
+      mask_scores<Config>(r_s, scale, s.block, warp_row, key);
+    } else if (key + kKeys > s.block.end_of(first_row)) {
       hide_columns(r_s, first_row + s.block.shift - key, s.block.all_keys - key);
     }
     float factor[kTiles][2];
@@ -129,11 +139,12 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
 }
 
 // Calls the launcher of tile `tile`, one of those for T.
-template <typename T, AttentionMath kMath>
-void launch_attention_tiles(int tile, const AttentionParams& params, cudaStream_t stream) {
+template <typename T, AttentionMath kMath, bool kMasked>
+void launch_attention_tiles(int tile, const typename AttentionVariant<kMasked>::Params& params,
+                            cudaStream_t stream) {
   dispatch_index<kNumAttentionTiles>(tile, [&](auto index) {
     if constexpr (kAttentionTiles[index.value].math == kMath) {
-      using Config = AttentionConfig<T, index.value>;
+      using Config = AttentionConfig<T, index.value, kMasked>;
       launch_attention_blocks<Config, sizeof(AttentionShared<Config>)>(attention_kernel<Config>,
                                                                        params, stream);
     }

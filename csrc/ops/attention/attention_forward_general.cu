@@ -35,10 +35,10 @@ __device__ __forceinline__ void make_scores(float (&s_scores)[kThreads], const T
   }
 }
 
-template <typename T>
-__global__ __launch_bounds__(kThreads) void attention_general_kernel(const AttentionParams params,
-                                                                     const ScoreScale scale,
-                                                                     int64_t first_block) {
+template <typename T, typename Variant>
+__global__ __launch_bounds__(kThreads) void attention_general_kernel(
+    const typename Variant::Params params, const typename Variant::Scale scale,
+    int64_t first_block) {
   __shared__ float s_scores[kThreads];
   __shared__ float s_p[kThreads];
 
@@ -52,7 +52,13 @@ __global__ __launch_bounds__(kThreads) void attention_general_kernel(const Atten
            head_of * tensor.head_stride;
   };
   const MaskRule rule = params.rule();
-  const LiveRange live = rule.live(i, params.leftpad ? rule.clamp_pad(params.leftpad[batch]) : 0);
+  const LiveRange live = [&] {
+    if constexpr (Variant::kMasked) {
+      return rule.live(i, params.sequence(batch));
+    } else {
+      return rule.live(i, params.leftpad ? rule.clamp_pad(params.leftpad[batch]) : 0);
+    }
+  }();
   const T* g_query = matrix_of(params.query, head) + i * params.query.row_stride;
   const T* g_key = matrix_of(params.key, kv_head);
   const T* g_value = matrix_of(params.value, kv_head);
@@ -67,6 +73,13 @@ __global__ __launch_bounds__(kThreads) void attention_general_kernel(const Atten
       make_scores(s_scores, g_query, g_key + key * params.key.row_stride, params.key.row_stride,
                   keys, sizes.head_dim, scale.sign);
       __syncthreads();
+      if constexpr (Variant::kMasked) {
+        if (scale.softcap > 0.f) {
+          float& score = s_scores[threadIdx.x];
+          if (threadIdx.x < keys) score = scale.softcap * tanhf(score * scale.cap);
+          __syncthreads();
+        }
+      }
 
       // Every warp looks at all scores, so that all agree on maximum and sum.
       float max = total.max, sum = 0.f;
@@ -93,30 +106,52 @@ __global__ __launch_bounds__(kThreads) void attention_general_kernel(const Atten
       }
     }
 
+    [[maybe_unused]] float sink = -INFINITY;
+    [[maybe_unused]] FinishedRow finished;
+    if constexpr (Variant::kMasked) {
+      if (params.mask.sink) sink = params.mask.sink[head];
+      finished = finish_row(scale, total.max, total.sum, sink);
+    }
 #pragma unroll
     for (int c = 0; c < kCols; ++c) {
       const int64_t col = first_col + c * kThreads + threadIdx.x;
       if (col >= sizes.head_dim_v) break;
-      g_out[col] = from_float<T>(live.empty() ? 0.f : r_out[c] / total.sum);
+      if constexpr (Variant::kMasked) {
+        g_out[col] = from_float<T>(live.empty() ? 0.f : r_out[c] * finished.factor);
+      } else {
+        g_out[col] = from_float<T>(live.empty() ? 0.f : r_out[c] / total.sum);
+      }
     }
     if (params.lse && first_col == 0 && threadIdx.x == 0) {
-      params.lse[row] = live.empty() ? -INFINITY : scale.lse(total.max, total.sum);
+      if constexpr (Variant::kMasked) {
+        params.lse[row] = live.empty() ? sink : finished.lse;
+      } else {
+        params.lse[row] = live.empty() ? -INFINITY : scale.lse(total.max, total.sum);
+      }
     }
     first_col += kCols * kThreads;
   } while (first_col < sizes.head_dim_v);
 }
 
-}  // namespace
-
-void launch_attention_general(const AttentionParams& params, cudaStream_t stream) {
+template <bool kMasked>
+void launch(const typename AttentionVariant<kMasked>::Params& params, cudaStream_t stream) {
   const int64_t rows = params.sizes.batch * params.sizes.nheads * params.sizes.seqlen_q;
   dispatch_dtype(params.dtype, [&](auto element) {
     using T = decltype(element);
     for_each_grid_of(rows, [&](int64_t first, int64_t blocks) {
-      launch_kernel(attention_general_kernel<T>, {blocks, kThreads}, stream, params,
-                    ScoreScale(params.scale), first);
+      launch_kernel(attention_general_kernel<T, AttentionVariant<kMasked>>, {blocks, kThreads},
+                    stream, params, AttentionVariant<kMasked>::scale(params), first);
     });
   });
+}
+
+}  // namespace
+
+void launch_attention_general(const AttentionParams& params, cudaStream_t stream) {
+  launch<false>(params, stream);
+}
+void launch_attention_general(const MaskedAttentionParams& params, cudaStream_t stream) {
+  launch<true>(params, stream);
 }
 
 }  // namespace torchweld

@@ -7,13 +7,14 @@
 // splits.
 #pragma once
 
+#include "device/dispatch.cuh"
 #include "ops/attention/attention_block.cuh"
 #include "ops/attention/attention_warp_split.cuh"
 
 namespace torchweld {
 
-template <int kTile>
-struct AttentionSplitConfig {
+template <int kTile, bool kMasked>
+struct AttentionSplitConfig : AttentionVariant<kMasked> {
   using T = float;
   static constexpr AttentionTile kShape = kAttentionTiles[kTile];
   static constexpr int kThreads = kShape.threads();
@@ -23,6 +24,7 @@ struct AttentionSplitConfig {
   static constexpr int kStages = kShape.stages;
   static constexpr int kWarpRows = kRows / kShape.warps;
   static constexpr int kTiles = kWarpRows / 16;
+  using Block = AttentionBlockOf<kMasked, kRows, kWarpRows>;
   using Layout = AttentionLayout<T, kDim>;
   using QueryTile = SplitTile<kRows, kDim>;
   using KeyTile = SplitTile<kKeys, kDim>;
@@ -36,15 +38,15 @@ struct AttentionSplitShared {
   typename Config::QueryTile query;
   typename Config::KeyTile pieces[Config::kStages];    // of keys, of values
   typename Config::RawTile arriving[Config::kStages];  // those that come next
-  AttentionBlock block;
+  typename Config::Block block;
 };
 
 template <typename Config>
 __global__ __launch_bounds__(
     Config::kThreads,
-    Config::kShape.blocks_per_sm) void attention_split_kernel(const AttentionParams params,
+    Config::kShape.blocks_per_sm) void attention_split_kernel(const typename Config::Params params,
                                                               const AttentionSchedule schedule,
-                                                              const ScoreScale scale) {
+                                                              const typename Config::Scale scale) {
   using T = typename Config::T;
   using Matmul = typename Config::Matmul;
   constexpr int kKeys = Config::kKeys, kTiles = Config::kTiles, kThreads = Config::kThreads;
@@ -52,8 +54,12 @@ __global__ __launch_bounds__(
   extern __shared__ __align__(1024) char s_bytes[];
   auto& s = *reinterpret_cast<AttentionSplitShared<Config>*>(s_bytes);
 
-  if (threadIdx.x == 0) s.block = AttentionBlock::make<Config::kRows>(params, schedule);
-  __syncthreads();
+  if constexpr (Config::kMasked) {
+    s.block.take(params, schedule);
+  } else {
+    if (threadIdx.x == 0) s.block = AttentionBlock::make<Config::kRows>(params, schedule);
+    __syncthreads();
+  }
   const AttentionBlock block = s.block;
   const int keys = block.keys;
 
@@ -102,7 +108,7 @@ __global__ __launch_bounds__(
   start(rows);
   for (int key = 0; key < keys; key += kKeys) {
     const int warp_row = fresh_thread() / 32 * Config::kWarpRows;
-    const int first_row = s.block.first_row + warp_row;
+    [[maybe_unused]] const int first_row = s.block.first_row + warp_row;
     const int keys_left = keys - key, next_left = keys_left - kKeys;
     typename Matmul::Scores r_s = {};
     bool careful = split_arrived([&] {
@@ -110,7 +116,9 @@ __global__ __launch_bounds__(
       if (kStages == 1 || next_left > 0) load_values(kStages == 1 ? keys_left : next_left);
     });
     Matmul::scores(r_s, s.query, s.pieces[0], warp_row, head_dim, careful);
-    if (key + kKeys > s.block.end_of(first_row)) {
+    if constexpr (Config::kMasked) {
+      mask_scores<Config>(r_s, scale, s.block, warp_row, key);
+    } else if (key + kKeys > s.block.end_of(first_row)) {
       hide_columns(r_s, first_row + s.block.shift - key, s.block.all_keys - key);
     }
     float factor[kTiles][2];
@@ -129,6 +137,19 @@ __global__ __launch_bounds__(
   const int warp_row = threadIdx.x / 32 * Config::kWarpRows;
   char* s_rows = reinterpret_cast<char*>(s.query.s_data) + warp_row * Config::Layout::kRowBytes;
   store_block<Config>(params, scale, s.block, s_rows, rows, r_out);
+}
+
+template <bool kMasked>
+void launch_attention_split_tiles(int tile,
+                                  const typename AttentionVariant<kMasked>::Params& params,
+                                  cudaStream_t stream) {
+  dispatch_index<kNumAttentionTiles>(tile, [&](auto index) {
+    if constexpr (kAttentionTiles[index.value].math == AttentionMath::kFloat32) {
+      using Config = AttentionSplitConfig<index.value, kMasked>;
+      launch_attention_blocks<Config, sizeof(AttentionSplitShared<Config>)>(
+          attention_split_kernel<Config>, params, stream);
+    }
+  });
 }
 
 }  // namespace torchweld

@@ -5,6 +5,9 @@
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
 #pragma once
 
+#include <climits>
+
+#include "device/activation.cuh"
 #include "device/reduce.cuh"
 
 namespace torchweld {
@@ -116,6 +119,47 @@ __device__ __forceinline__ void hide_columns(float (&r_s)[kTiles][kCols][4], int
           score = j * 8 + 2 * t + i < end ? score : -INFINITY;
         }
       }
+    }
+  }
+}
+
+// The same, and the columns before begin[row] - from.
+inline constexpr int kSeesNothing = INT_MAX;  // a row's begin
+
+template <int kTiles, int kCols>
+__device__ __forceinline__ void hide_columns(float (&r_s)[kTiles][kCols][4], int first_end,
+                                             int last_end, const int* begin, int from) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = tile * 16 + half * 8 + g;
+      const int first = begin[row] - from, end = min(first_end + row, last_end);
+      const unsigned columns = end > first ? end - first : 0;
+      const int behind_first = 2 * t - first;
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& score = r_s[tile][j][2 * half + i];
+          score = static_cast<unsigned>(behind_first + j * 8 + i) < columns ? score : -INFINITY;
+        }
+      }
+    }
+  }
+}
+
+// softcap * tanh(score * cap), to fp32's accuracy where kExact.
+template <bool kExact, int kTiles, int kCols>
+__device__ __forceinline__ void cap_scores(float (&r_s)[kTiles][kCols][4], float softcap,
+                                           float cap) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int j = 0; j < kCols; ++j) {
+#pragma unroll
+      for (float& score : r_s[tile][j]) score = softcap * tanh_of<kExact>(score * cap);
     }
   }
 }

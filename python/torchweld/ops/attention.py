@@ -69,8 +69,7 @@ def attention(
         RuntimeError: a wrong shape, dtype or device, or a number that is out of range. Values of
             tensors are not looked at: those out of range count as the nearest end.
 
-    Limits: differentiable once. No dropout. On CUDA key_start, key_end, window, softcap and sink
-    are refused.
+    Limits: differentiable once. No dropout.
 
     Source: Dao, "FlashAttention-2", 2023.
     """
