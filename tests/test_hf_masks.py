@@ -702,8 +702,9 @@ def test_which_classes_without_sdpa_are_served():
 
 
 def test_models_that_change_masks_get_whole_ones():
-    assert hf_models.wants_whole_masks(transformers.DogeConfig)
-    assert not hf_models.wants_whole_masks(transformers.LlamaConfig)
+    doge, llama = transformers.DogeForCausalLM, transformers.LlamaForCausalLM  # loaded by this
+    assert hf_models.wants_whole_masks(doge.config_class)
+    assert not hf_models.wants_whole_masks(llama.config_class)
     assert hf_models.wants_whole_masks(transformers.PreTrainedConfig)  # no model is known
 
 

@@ -97,8 +97,8 @@ def test_truth_table(device, shape, numbers, rows):
     seen = torch.tensor([[digit == "1" for digit in row] for row in rows.split()])
     causal = numbers.get("causal", False)
     given = {k: v for k, v in numbers.items() if k != "causal"}
+    assert_equal(R.visible(1, seqlen_q, seqlen_k, leftpad, causal, **given)[0].cpu(), seen)
     seen = seen.to(device)
-    assert_equal(R.visible(1, seqlen_q, seqlen_k, leftpad, causal, **given)[0], seen)
     for dtype in dtypes(device):
         expected = masks.uniform(seen).to(dtype)
         query = torch.zeros(1, 1, seqlen_q, 3, dtype=dtype, device=device)
@@ -289,7 +289,7 @@ def test_what_nobody_sees_is_not_read(device, hole, sq):
     start[2, sq // 2 :] = 99
     numbers = {"key_start": start, "key_end": ints(60, 66, 41), "softcap": 3.0}
     numbers = moved(device, numbers)
-    seen = R.visible(3, sq, sk, None, False, key_start=start, key_end=numbers["key_end"])
+    seen = R.visible(3, sq, sk, None, False, key_start=start, key_end=numbers["key_end"]).to(device)
     rows, keys = ~seen.any(2)[:, None, :, None], ~seen.any(1)[:, None, :, None]
     for dtype in dtypes(device):
         q, k, v = qkv(dtype, 3, 2, 1, sq, sk, device=device)
