@@ -98,6 +98,17 @@ TABLE = [
         " { launch_attention_decode_of<$T, $is_masked>(params, stream); }",
         each(variant=VARIANTS, dtype=SIXTEEN_BIT),
     ),
+    # `tile` counts in kAttentionSm90Tiles, `dims` are its head dims.
+    Family(
+        "${masked}attention_sm90_${dtype}_$dims",
+        "ops/attention/attention_sm90.cuh",
+        "template void launch_attention_sm90_tile<$T, $tile>("
+        "const ${Masked}AttentionParams&, cudaStream_t);",
+        each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_96",), tile=(0, 1, 2))
+        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_128",), tile=(3, 4))
+        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_256",), tile=(5, 6))
+        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("unequal",), tile=(7, 8)),
+    ),
     # `tile` counts in kAttentionBackwardTiles, `dims` are the head dims that the tiles serve.
     Family(
         "${masked}attention_backward_${dtype}_to_$dims",

@@ -32,21 +32,31 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// add(d, a, b): d += a @ b^T for 64 rows, N columns and 16 16-bit values each, a in
-// registers. multiply<kA, kB>(d, a, b, keeps): d = (keeps ? d : 0) + a @ b^T, both by descriptors;
-// kA and kB say that an operand is MN-major.
+// Tells the compiler that these sums are final: what reads them stays behind it.
+template <int kSums>
+__device__ __forceinline__ void wgmma_results(float (&d)[kSums]) {
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// d = (keeps ? d : 0) + a @ b^T for 64 rows, N columns and 16 16-bit values each:
+// multiply<kA, kB>(d, a, b, keeps) with both by descriptors, multiply<kB>(d, a, b, keeps) with a in
+// registers. kA and kB say that an operand is MN-major.
 template <typename T, int N>
 struct Wgmma;
 
 #define TW_D16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define TW_D32 \
   TW_D16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define TW_D40 TW_D32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define TW_D48 \
   TW_D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define TW_D56 TW_D48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define TW_D64 \
   TW_D48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define TW_D80 \
   TW_D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define TW_D88 TW_D80 ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define TW_D96 \
   TW_D80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define TW_D112                                                                              \
@@ -58,24 +68,31 @@ struct Wgmma;
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, " \
   "%126, %127"
 #define TW_SUMS4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define TW_SUMS8(i) TW_SUMS4(i), TW_SUMS4(i + 4)
 #define TW_SUMS16(i) TW_SUMS4(i), TW_SUMS4(i + 4), TW_SUMS4(i + 8), TW_SUMS4(i + 12)
 #define TW_SUMS32(i) TW_SUMS16(i), TW_SUMS16(i + 16)
+#define TW_SUMS40(i) TW_SUMS32(i), TW_SUMS8(i + 32)
 #define TW_SUMS48(i) TW_SUMS32(i), TW_SUMS16(i + 32)
+#define TW_SUMS56(i) TW_SUMS48(i), TW_SUMS8(i + 48)
 #define TW_SUMS64(i) TW_SUMS32(i), TW_SUMS32(i + 32)
+#define TW_SUMS80(i) TW_SUMS64(i), TW_SUMS16(i + 64)
+#define TW_SUMS88(i) TW_SUMS80(i), TW_SUMS8(i + 80)
 #define TW_SUMS96(i) TW_SUMS64(i), TW_SUMS32(i + 64)
 #define TW_SUMS128(i) TW_SUMS64(i), TW_SUMS64(i + 64)
 // NAME is the instruction without its operands; A to E are the numbers of those behind the sums.
-#define TW_WGMMA_REGISTERS(NAME, SUMS, A, B, C, D, E)                                       \
-  static __device__ __forceinline__ void add(float (&d)[SUMS], const uint32_t (&a)[4],      \
-                                             uint64_t b) {                                  \
-    asm volatile(NAME " {" TW_D##SUMS "}, {" A ", " B ", " C ", " D "}, " E ", 1, 1, 1, 0;" \
-                 : TW_SUMS##SUMS(0)                                                         \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                       \
-                 : "memory");                                                               \
+#define TW_WGMMA_REGISTERS(NAME, SUMS, A, B, C, D, E, F, G)                                  \
+  template <int kB>                                                                          \
+  static __device__ __forceinline__ void multiply(float(&d)[SUMS], const uint32_t(&a)[4],    \
+                                                  uint64_t b, int keeps) {                   \
+    asm volatile("{\n.reg .pred keeps;\nsetp.ne.b32 keeps, " F ", 0;\n" NAME " {" TW_D##SUMS \
+                 "}, {" A ", " B ", " C ", " D "}, " E ", keeps, 1, 1, " G ";\n}"            \
+                 : TW_SUMS##SUMS(0)                                                          \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keeps), "n"(kB)   \
+                 : "memory");                                                                \
   }
-#define TW_WGMMA_SHARED(NAME, SUMS, A, B, C, D, E)                                           \
+#define TW_WGMMA_SHARED(NAME, SUMS, A, B, C, D, E, F, G)                                     \
   template <int kA, int kB>                                                                  \
-  static __device__ __forceinline__ void multiply(float (&d)[SUMS], uint64_t a, uint64_t b,  \
+  static __device__ __forceinline__ void multiply(float(&d)[SUMS], uint64_t a, uint64_t b,   \
                                                   int keeps) {                               \
     asm volatile("{\n.reg .pred keeps;\nsetp.ne.b32 keeps, " C ", 0;\n" NAME " {" TW_D##SUMS \
                  "}, " A ", " B ", keeps, 1, 1, " D ", " E ";\n}"                            \
@@ -83,23 +100,27 @@ struct Wgmma;
                  : "l"(a), "l"(b), "r"(keeps), "n"(kA), "n"(kB)                              \
                  : "memory");                                                                \
   }
-#define TW_WGMMA(T, TYPE, N, SUMS, A, B, C, D, E)                                                \
-  template <>                                                                                    \
-  struct Wgmma<T, N> {                                                                           \
-    TW_WGMMA_REGISTERS("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE, SUMS, A, \
-                       B, C, D, E)                                                               \
-    TW_WGMMA_SHARED("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE, SUMS, A, B, \
-                    C, D, E)                                                                     \
+#define TW_WGMMA(T, TYPE, N, SUMS, ...)                                                       \
+  template <>                                                                                 \
+  struct Wgmma<T, N> {                                                                        \
+    TW_WGMMA_REGISTERS("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE, SUMS, \
+                       __VA_ARGS__)                                                           \
+    TW_WGMMA_SHARED("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE, SUMS,    \
+                    __VA_ARGS__)                                                              \
   };
 #define TW_WGMMA_16_BITS(N, SUMS, ...)                  \
   TW_WGMMA(__nv_bfloat16, "bf16", N, SUMS, __VA_ARGS__) \
   TW_WGMMA(__half, "f16", N, SUMS, __VA_ARGS__)
-TW_WGMMA_16_BITS(32, 16, "%16", "%17", "%18", "%19", "%20")
-TW_WGMMA_16_BITS(64, 32, "%32", "%33", "%34", "%35", "%36")
-TW_WGMMA_16_BITS(96, 48, "%48", "%49", "%50", "%51", "%52")
-TW_WGMMA_16_BITS(128, 64, "%64", "%65", "%66", "%67", "%68")
-TW_WGMMA_16_BITS(192, 96, "%96", "%97", "%98", "%99", "%100")
-TW_WGMMA_16_BITS(256, 128, "%128", "%129", "%130", "%131", "%132")
+TW_WGMMA_16_BITS(32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
+TW_WGMMA_16_BITS(64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
+TW_WGMMA_16_BITS(80, 40, "%40", "%41", "%42", "%43", "%44", "%45", "%46")
+TW_WGMMA_16_BITS(96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54")
+TW_WGMMA_16_BITS(112, 56, "%56", "%57", "%58", "%59", "%60", "%61", "%62")
+TW_WGMMA_16_BITS(128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
+TW_WGMMA_16_BITS(160, 80, "%80", "%81", "%82", "%83", "%84", "%85", "%86")
+TW_WGMMA_16_BITS(176, 88, "%88", "%89", "%90", "%91", "%92", "%93", "%94")
+TW_WGMMA_16_BITS(192, 96, "%96", "%97", "%98", "%99", "%100", "%101", "%102")
+TW_WGMMA_16_BITS(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 #undef TW_WGMMA_16_BITS
 
 // TF32 has 8 values of K, both operands K-major, and leaves out the last 13 bits of an fp32 value.
@@ -126,17 +147,25 @@ TW_WGMMA_TF32(256, 128, "%128", "%129", "%130")
 #undef TW_WGMMA_REGISTERS
 #undef TW_SUMS128
 #undef TW_SUMS96
+#undef TW_SUMS88
+#undef TW_SUMS80
 #undef TW_SUMS64
+#undef TW_SUMS56
 #undef TW_SUMS48
+#undef TW_SUMS40
 #undef TW_SUMS32
 #undef TW_SUMS16
+#undef TW_SUMS8
 #undef TW_SUMS4
 #undef TW_D128
 #undef TW_D112
 #undef TW_D96
+#undef TW_D88
 #undef TW_D80
 #undef TW_D64
+#undef TW_D56
 #undef TW_D48
+#undef TW_D40
 #undef TW_D32
 #undef TW_D16
 #endif

@@ -238,12 +238,14 @@ void attention_into_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Te
   const AttentionProblem problem =
       attention_problem(params.sizes, params.dtype, params.tf32, mask.causal, params.leftpad);
   params.choice = pick<AttentionFamily>(problem);
-  Tensor parts, arrived;
+  Tensor parts, zeros;
   if (const int64_t floats = attention_part_floats(problem, params.choice); floats > 0) {
     parts = at::empty({floats}, query.options().dtype(at::kFloat));
     params.parts = mutable_data<float>(parts);
-    arrived = zero_counters(attention_part_counters(problem, params.choice), query);
-    params.arrived = static_cast<unsigned*>(arrived.mutable_data_ptr());
+  }
+  if (const int64_t counters = attention_counters(problem, params.choice); counters > 0) {
+    zeros = zero_counters(counters, query);
+    params.counters = static_cast<unsigned*>(zeros.mutable_data_ptr());
   }
   launch_attention(params, current_stream());
 }

@@ -45,8 +45,8 @@ struct AttentionParams {
   bool tf32;  // fp32 matmuls in one TF32 pass
   DType dtype;
   AttentionChoice choice;
-  float* parts;       // attention_part_floats(...), of the splits; nullptr where that is 0
-  unsigned* arrived;  // attention_part_counters(...), zeros; the same
+  float* parts;        // attention_part_floats(...), of the splits; nullptr where that is 0
+  unsigned* counters;  // attention_counters(...), zeros; the same
 
   TW_HOST_DEVICE MaskRule rule() const {
     return {sizes.seqlen_q, sizes.seqlen_k, causal, leftpad != nullptr};
@@ -110,9 +110,10 @@ inline int64_t attention_part_floats(const AttentionProblem& p, const AttentionC
   const AttentionDecodeTile& tile = kAttentionDecodeTiles[choice.tile];
   return attention_decode_groups(p) * choice.splits * AttentionDecodeTile::kRows * (tile.dim + 2);
 }
-inline int64_t attention_part_counters(const AttentionProblem& p, const AttentionChoice& choice) {
-  if (choice.splits == 1) return 0;
-  return attention_decode_groups(p);
+// The parts of a row that have arrived, or the tickets that blocks take.
+inline int64_t attention_counters(const AttentionProblem& p, const AttentionChoice& choice) {
+  if (choice.engine == AttentionEngine::kSm90) return 1;
+  return choice.splits == 1 ? 0 : attention_decode_groups(p);
 }
 
 // Head dims above this take the general kernels.

@@ -47,15 +47,19 @@ struct AttentionBlock {
   static __device__ __forceinline__ AttentionBlock make(const AttentionParams& params,
                                                         const AttentionSchedule& schedule) {
     AttentionBlock block = at<kRows>(params, schedule);
+    block.find_keys(params);
+    return block;
+  }
+
+  __device__ __forceinline__ void find_keys(const AttentionParams& params) {
     const MaskRule rule = params.rule();
     const int seqlen_q = static_cast<int>(rule.seqlen_q);
     const int seqlen_k = static_cast<int>(rule.seqlen_k);
-    block.pad = params.leftpad ? static_cast<int>(rule.clamp_pad(params.leftpad[block.batch])) : 0;
-    block.all_keys = seqlen_k - block.pad;
-    block.shift = params.causal ? block.all_keys - seqlen_q + 1 : kNoLimit;
-    const bool padding = block.first_row + block.rows <= rule.first_row(block.pad);
-    block.keys = padding ? 0 : block.end_of(block.first_row + block.rows - 1);
-    return block;
+    pad = params.leftpad ? static_cast<int>(rule.clamp_pad(params.leftpad[batch])) : 0;
+    all_keys = seqlen_k - pad;
+    shift = params.causal ? all_keys - seqlen_q + 1 : kNoLimit;
+    const bool padding = first_row + rows <= rule.first_row(pad);
+    keys = padding ? 0 : end_of(first_row + rows - 1);
   }
 
   __device__ __forceinline__ int end_of(int row) const { return min(row + shift, all_keys); }
@@ -97,15 +101,54 @@ struct MaskedAttentionBlock : AttentionBlock {
     const int own_begin = static_cast<int>(live.begin) - first;
     if (row < kRows) begin[row] = sees ? own_begin : kSeesNothing;
     if (sees) atomicMax(&last_begin[row / kWarpRows], own_begin);
-    if (row == 0) {
-      pad = first;
-      keys = end - first;
-      all_keys = static_cast<int>(sequence.end) - first;
-      const int64_t window = min(rule.window, static_cast<int64_t>(kNoLimit));
-      const int reach = rule.causal ? 1 : static_cast<int>(window);  // behind a row's position
-      shift = reach > 0 ? reach - static_cast<int>(rule.seqlen_q) + all_keys : kNoLimit;
-    }
+    if (row == 0) set_keys(rule, sequence, first, end);
     __syncthreads();
+  }
+
+  // The same by the lanes of one warp, which know what else there is of the block.
+  __device__ __forceinline__ void find_keys(const MaskedAttentionParams& params,
+                                            const AttentionBlock& block) {
+    const MaskRule rule = params.rule();
+    const SequenceMask sequence = params.sequence(block.batch);
+    const int lane = threadIdx.x % 32;
+    int first = kSeesNothing, end = 0;
+    for (int row = lane; row < kRows; row += 32) {
+      LiveRange live = {0, 0};
+      if (row < block.rows) live = rule.live(block.first_row + row, sequence);
+      begin[row] = live.empty() ? kSeesNothing : static_cast<int>(live.begin);
+      if (live.empty()) continue;
+      first = min(first, static_cast<int>(live.begin));
+      end = max(end, static_cast<int>(live.end));
+    }
+    first = __reduce_min_sync(~0u, first);
+    end = __reduce_max_sync(~0u, end);
+    if (end == 0) first = 0;
+    __syncwarp();
+    for (int warp = lane; warp < kRows / kWarpRows; warp += 32) {
+      int last = 0;
+      for (int row = warp * kWarpRows; row < (warp + 1) * kWarpRows; ++row) {
+        if (begin[row] == kSeesNothing) continue;
+        begin[row] -= first;
+        last = max(last, begin[row]);
+      }
+      last_begin[warp] = last;
+    }
+    if (lane == 0) {
+      static_cast<AttentionBlock&>(*this) = block;
+      set_keys(rule, sequence, first, end);
+    }
+    __syncwarp();
+  }
+
+ private:
+  __device__ __forceinline__ void set_keys(const MaskRule& rule, const SequenceMask& sequence,
+                                           int first, int end) {
+    pad = first;
+    keys = end - first;
+    all_keys = static_cast<int>(sequence.end) - first;
+    const int64_t window = min(rule.window, static_cast<int64_t>(kNoLimit));
+    const int reach = rule.causal ? 1 : static_cast<int>(window);  // behind a row's position
+    shift = reach > 0 ? reach - static_cast<int>(rule.seqlen_q) + all_keys : kNoLimit;
   }
 };
 

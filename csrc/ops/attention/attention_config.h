@@ -84,6 +84,38 @@ inline constexpr AttentionDecodeTile kAttentionDecodeTiles[] = {
 inline constexpr int kNumAttentionDecodeTiles =
     sizeof(kAttentionDecodeTiles) / sizeof(kAttentionDecodeTiles[0]);
 
+// On Hopper: a warpgroup has 64 query rows, `keys` of the keys are walked at a time, with two
+// buffers of keys and values. Head dims up to `dim` and `dim_v` are filled up with zeros.
+struct AttentionSm90Tile {
+  int dim;
+  int dim_v;
+  int warpgroups;
+  int keys;
+  int speed;  // TFLOP/s of many long rows on an H200
+
+  static constexpr int kStages = 2, kWarpgroupRows = 64;
+  static constexpr int kLineElems = 64;  // a line of 128 bytes in shared memory
+
+  constexpr int rows() const { return warpgroups * kWarpgroupRows; }
+  constexpr int threads() const { return 128 * (warpgroups + 1); }
+  // In shared memory columns come in whole lines.
+  static constexpr int lines(int columns) { return (columns + kLineElems - 1) / kLineElems; }
+  constexpr int tile_bytes() const {
+    return 2 * kLineElems *
+           ((rows() + kStages * keys) * lines(dim) + kStages * keys * lines(dim_v));
+  }
+};
+
+inline constexpr AttentionSm90Tile kAttentionSm90Tiles[] = {
+    {64, 64, 3, 128, 510},   {64, 64, 2, 128, 445},   {96, 96, 2, 160, 570},
+    {128, 128, 2, 160, 644}, {128, 128, 2, 128, 625}, {192, 128, 2, 128, 744},
+    {256, 256, 2, 80, 770},  {64, 128, 2, 128, 594},  {128, 64, 2, 128, 590}};
+inline constexpr int kNumAttentionSm90Tiles =
+    sizeof(kAttentionSm90Tiles) / sizeof(kAttentionSm90Tiles[0]);
+
+// What the kernel keeps in shared memory beside its tile.
+inline constexpr int kAttentionSm90ExtraBytes = 3 * 1024;
+
 // What else than the sizes of a head decides how long a call takes.
 struct AttentionLoad {
   int64_t heads;  // batch * nheads
@@ -102,8 +134,8 @@ struct AttentionProblem {
 };
 
 // kSync: mma.sync. kGeneral: any sizes, without tensor cores. kDecode: few query rows, with the
-// keys split; forward alone.
-enum class AttentionEngine : int8_t { kSync, kGeneral, kDecode };
+// keys split; forward alone. kSm90: Hopper's wgmma and TMA.
+enum class AttentionEngine : int8_t { kSync, kGeneral, kDecode, kSm90 };
 
 struct AttentionChoice {
   AttentionEngine engine;
@@ -113,10 +145,9 @@ struct AttentionChoice {
 
 inline constexpr const char* kAttentionOtherDtype = "the tile is for another dtype";
 
-// Of a tile for head dims up to `dim`, whatever its dtype.
-inline Refusal attention_sizes_refusal(const AttentionProblem& p, int dim) {
+// Of every tile.
+inline Refusal attention_sizes_refusal(const AttentionProblem& p) {
   constexpr int64_t kMaxSeqlen = int64_t{1} << 29;  // positions are counted in 32 bits
-  if (p.head_dim > dim || p.head_dim_v > dim) return {"the tile holds head dims to {}", dim};
   if (p.head_dim == 0 || p.head_dim_v == 0) return "no tile takes a head dim of 0";
   if (p.seqlen_q > kMaxSeqlen || p.seqlen_k > kMaxSeqlen) {
     return {"no tile takes sequences longer than {}", kMaxSeqlen};
@@ -124,8 +155,56 @@ inline Refusal attention_sizes_refusal(const AttentionProblem& p, int dim) {
   return {};
 }
 
+// Of a tile for head dims up to `dim`, whatever its dtype.
+inline Refusal attention_sizes_refusal(const AttentionProblem& p, int dim) {
+  if (p.head_dim > dim || p.head_dim_v > dim) return {"the tile holds head dims to {}", dim};
+  return attention_sizes_refusal(p);
+}
+
 inline Refusal attention_refusal(const AttentionProblem& p, const AttentionTile& tile) {
   return tile.math == p.math ? attention_sizes_refusal(p, tile.dim) : kAttentionOtherDtype;
+}
+
+inline Refusal attention_sm90_refusal(const AttentionProblem& p, const AttentionSm90Tile& tile) {
+  if (!p.device.wgmma || !p.device.tma) return "the GPU, or the code built for it, has no wgmma";
+  if (p.math != AttentionMath::k16Bit) return kAttentionOtherDtype;
+  if (p.head_dim > tile.dim || p.head_dim_v > tile.dim_v) {
+    return {"the tile holds head dims to {} and {}", tile.dim, tile.dim_v};
+  }
+  if (const Refusal reason = attention_sizes_refusal(p)) return reason;
+  if (p.head_dim_v % 8 != 0) return "the results' rows don't start on 16 bytes";
+  if (p.seqlen_k == 0) return "there are no keys";
+  if (tile.tile_bytes() + kAttentionSm90ExtraBytes > p.device.shared_limit) {
+    return too_much_shared_memory(tile.tile_bytes(), p.device.shared_limit);
+  }
+  // NOTE: every block takes a ticket more than there are tiles.
+  const double tiles = static_cast<double>(p.load.heads) *
+                       static_cast<double>(divide_up(p.seqlen_q, tile.rows()) + 1);
+  return grid_fits(tiles + p.device.sms) ? Refusal() : "more than 2^31 - 1 tiles";
+}
+
+// Of the busiest SM, in units that are the same for all tiles. Paddings are not known here.
+inline double attention_sm90_cost(const AttentionProblem& p, const AttentionSm90Tile& tile) {
+  constexpr double kEmptyKeys = 128;  // what beginning and ending a tile costs
+  const int64_t tiles = divide_up(p.seqlen_q, tile.rows());
+  double keys = 0, most = 0;  // of a head, and of a tile
+  const auto walk = [&](int64_t seen) {
+    const double walked = static_cast<double>(divide_up(seen, tile.keys) * tile.keys) + kEmptyKeys;
+    most = std::max(most, walked);
+    return walked;
+  };
+  constexpr int64_t kCounted = 64;  // tiles of a long causal row stand for their neighbours
+  const int64_t stride = p.load.causal ? divide_up(tiles, kCounted) : tiles;
+  for (int64_t first = 0; first < tiles; first += stride) {
+    const int64_t last = std::min(tiles, first + stride) * tile.rows();
+    const int64_t end = p.load.causal ? last + p.seqlen_k - p.seqlen_q : p.seqlen_k;
+    keys += walk(std::clamp<int64_t>(end, 0, p.seqlen_k)) *
+            static_cast<double>(std::min(tiles - first, stride));
+  }
+  const double sms = std::max(1, p.device.sms), all = static_cast<double>(p.load.heads);
+  const double rounds = static_cast<double>(divide_up(p.load.heads * tiles, p.device.sms));
+  const double busiest = p.load.causal ? std::max(most, keys * all / sms) : rounds * most;
+  return busiest * tile.rows() * (tile.dim + tile.dim_v) / tile.speed;
 }
 
 // What the decode kernel keeps in shared memory beside its tile.
@@ -171,6 +250,14 @@ inline AttentionChoice choose_attention(const AttentionProblem& p) {
     if (attention_decode_refusal(p, tile, 1)) continue;
     return {AttentionEngine::kDecode, i, attention_decode_splits(p, tile)};
   }
+  int fastest = -1;
+  double least = 0;
+  for (int i = 0; i < kNumAttentionSm90Tiles; ++i) {
+    if (attention_sm90_refusal(p, kAttentionSm90Tiles[i])) continue;
+    const double cost = attention_sm90_cost(p, kAttentionSm90Tiles[i]);
+    if (fastest < 0 || cost < least) fastest = i, least = cost;
+  }
+  if (fastest >= 0) return {AttentionEngine::kSm90, fastest};
   for (int i = 0; i < kNumAttentionTiles; ++i) {
     if (!attention_refusal(p, kAttentionTiles[i])) return {AttentionEngine::kSync, i};
   }

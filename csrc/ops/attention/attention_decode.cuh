@@ -390,8 +390,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    s.last = atomicAdd(&p.arrived[work.group], 1u) + 1 == unsigned(splits);
-    if (s.last) p.arrived[work.group] = 0;  // as the next call wants it
+    s.last = atomicAdd(&p.counters[work.group], 1u) + 1 == unsigned(splits);
+    if (s.last) p.counters[work.group] = 0;  // as the next call wants it
   }
   __syncthreads();
   if (!s.last) return;

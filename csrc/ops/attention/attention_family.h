@@ -51,6 +51,7 @@ struct AttentionNumbers {
   }
   static bool general(const Numbers& x) { return make({}, x).engine == AttentionEngine::kGeneral; }
   static bool decode(const Numbers& x) { return make({}, x).engine == AttentionEngine::kDecode; }
+  static bool sm90(const Numbers& x) { return make({}, x).engine == AttentionEngine::kSm90; }
 
   static std::vector<Numbers> tiles_and_general(int tiles) {
     std::vector<Numbers> all;
@@ -67,19 +68,21 @@ struct AttentionNumbers {
   static std::string kernel(const AttentionProblem&, const Numbers& x) {
     return general(x)  ? "general"
            : decode(x) ? "tensor cores (mma.sync), the keys split over the GPU"
+           : sm90(x)   ? "tensor cores (wgmma)"
                        : "tensor cores (mma.sync)";
   }
   static std::string why(const AttentionProblem& p, const Numbers& x) {
     const std::string dims =
         "head dims " + std::to_string(p.head_dim) + " and " + std::to_string(p.head_dim_v);
     if (decode(x)) return "few query rows, in the first tile that holds " + dims;
+    if (sm90(x)) return "the tile expected to be the fastest of those that hold " + dims;
     return (general(x) ? "no tile holds " : "the first tile that holds ") + dims;
   }
 };
 
 struct AttentionFamily : AttentionNumbers {
   static constexpr const char* kName = "attention";
-  static constexpr const char* kEngines[] = {"sync", "general", "decode"};
+  static constexpr const char* kEngines[] = {"sync", "general", "decode", "sm90"};
   static constexpr bool kInOrder = false;
 
   static AttentionChoice choose(const AttentionProblem& p) { return choose_attention(p); }
@@ -87,11 +90,15 @@ struct AttentionFamily : AttentionNumbers {
     if (decode(x)) {
       return attention_decode_refusal(p, kAttentionDecodeTiles[x[1]], static_cast<int>(x[2]));
     }
+    if (sm90(x)) return attention_sm90_refusal(p, kAttentionSm90Tiles[x[1]]);
     return general(x) ? Refusal() : attention_refusal(p, kAttentionTiles[x[1]]);
   }
   // Of the decode tiles with the splits that fill the GPU, and powers of two.
   static std::vector<Numbers> candidates(const AttentionProblem& p) {
     std::vector<Numbers> all = tiles_and_general(kNumAttentionTiles);
+    for (int i = 0; i < kNumAttentionSm90Tiles; ++i) {
+      all.push_back(told({AttentionEngine::kSm90, i}));
+    }
     for (int i = 0; i < kNumAttentionDecodeTiles; ++i) {
       const int own = attention_decode_splits(p, kAttentionDecodeTiles[i]);
       all.push_back(told({AttentionEngine::kDecode, i, own}));
@@ -110,24 +117,36 @@ struct AttentionFamily : AttentionNumbers {
              std::to_string(tile.stages) + " stages" +
              (x[2] > 1 ? " /" + std::to_string(x[2]) : "");
     }
+    if (sm90(x)) {
+      const AttentionSm90Tile& tile = kAttentionSm90Tiles[x[1]];
+      return tile_text(tile.rows(), tile.keys) + "x" + std::to_string(tile.dim) +
+             (tile.dim_v == tile.dim ? "" : " to " + std::to_string(tile.dim_v));
+    }
     const AttentionTile& tile = kAttentionTiles[x[1]];
     return math_text(tile.math) + " " + tile_text(tile.rows, tile.keys) + "x" +
            std::to_string(tile.dim);
   }
   // Zeros: the general kernel, which has no tile.
   static Columns columns(const AttentionProblem&, const Numbers& x) {
-    const auto row = [&](const auto& tile, int rows) -> Columns {
+    const auto row = [&](const auto& tile, int rows, int stages, int warps) -> Columns {
       return {{"rows", rows},
               {"keys", tile.keys},
               {"head_dim", tile.dim},
-              {"stages", tile.stages},
-              {"warps", tile.warps},
+              {"stages", stages},
+              {"warps", warps},
               {"splits", x[2]},
               {"tile_bytes", tile.tile_bytes()}};
     };
-    if (decode(x)) return row(kAttentionDecodeTiles[x[1]], AttentionDecodeTile::kRows);
+    if (decode(x)) {
+      const AttentionDecodeTile& tile = kAttentionDecodeTiles[x[1]];
+      return row(tile, AttentionDecodeTile::kRows, tile.stages, tile.warps);
+    }
+    if (sm90(x)) {
+      const AttentionSm90Tile& tile = kAttentionSm90Tiles[x[1]];
+      return row(tile, tile.rows(), AttentionSm90Tile::kStages, tile.threads() / 32);
+    }
     const AttentionTile tile = general(x) ? AttentionTile{} : kAttentionTiles[x[1]];
-    return row(tile, tile.rows);
+    return row(tile, tile.rows, tile.stages, tile.warps);
   }
 };
 

@@ -2,6 +2,8 @@
 #include "ops/attention/attention_forward.h"
 
 #include "core/launch.h"
+#include "device/dispatch.cuh"
+#include "ops/attention/attention_sm90.h"
 
 namespace torchweld {
 namespace {
@@ -19,6 +21,15 @@ void launch_tile(int tile, const Params& params, cudaStream_t stream) {
   }
 }
 
+template <typename Params>
+void launch_sm90_tile(int tile, const Params& params, cudaStream_t stream) {
+  dispatch_index<kNumAttentionSm90Tiles>(tile, [&](auto index) {
+    params.dtype == DType::kFloat16
+        ? launch_attention_sm90_tile<__half, index.value>(params, stream)
+        : launch_attention_sm90_tile<__nv_bfloat16, index.value>(params, stream);
+  });
+}
+
 // Params of a call with or without a mask.
 template <typename Params>
 void launch_choice(const Params& params, cudaStream_t stream) {
@@ -28,6 +39,9 @@ void launch_choice(const Params& params, cudaStream_t stream) {
       break;
     case AttentionEngine::kSync:
       launch_tile(params.choice.tile, params, stream);
+      break;
+    case AttentionEngine::kSm90:
+      launch_sm90_tile(params.choice.tile, params, stream);
       break;
     case AttentionEngine::kDecode:
       if (params.dtype == DType::kFloat16) {

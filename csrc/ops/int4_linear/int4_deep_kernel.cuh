@@ -70,7 +70,7 @@ class Int4DeepWarp {
   }
 
   __device__ __forceinline__ void unpack(int d, int i, int slice) {
-    uint32_t (&r)[4] = a_[slice & 1];
+    uint32_t(&r)[4] = a_[slice & 1];
     const uint32_t word = int4_slice_word(words_[d][i], slice);
     if constexpr (kLifted) {
       int4_unpack_lifted<T>(r, word, zeros_);
@@ -83,7 +83,8 @@ class Int4DeepWarp {
   // acc += a @ x^T for a slice of the chunk of x at s_x.
   __device__ __forceinline__ void multiply(Int4DeepSums<kTile>& acc, uint32_t s_x, int slice) {
     wgmma_fence();
-    Wgmma<T, kT.tokens>::add(acc, a_[slice & 1], k_major_descriptor(s_x) + (slice * 32 >> 4));
+    Wgmma<T, kT.tokens>::template multiply<0>(acc, a_[slice & 1],
+                                              k_major_descriptor(s_x) + (slice * 32 >> 4), 1);
     wgmma_commit();
   }
 

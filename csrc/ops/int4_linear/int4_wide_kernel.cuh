@@ -62,7 +62,8 @@ struct Int4WideWarp {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
         const uint32_t at = m * kWide * (kInt4ChunkK * 2) + slice * 32;
-        Wgmma<T, kWide>::add(acc[n][m], a[slice & 1][n], k_major_descriptor(s_x) + (at >> 4));
+        Wgmma<T, kWide>::template multiply<0>(acc[n][m], a[slice & 1][n],
+                                              k_major_descriptor(s_x) + (at >> 4), 1);
       }
     }
     wgmma_commit();
@@ -157,7 +158,7 @@ __global__ void __launch_bounds__(kInt4WideTiles[kTile].threads(), kInt4WideTile
   float* s_sums = reinterpret_cast<float*>(s_memory);
 #pragma unroll
   for (int n = 0; n < Warp::kN; ++n) {
-    auto& sums = reinterpret_cast<float (&)[kT.tokens / 8][4]>(acc[n]);
+    auto& sums = reinterpret_cast<float(&)[kT.tokens / 8][4]>(acc[n]);
     int4_stage_sums<kT.sum_row_floats()>(s_sums, sums, warp + n * kT.warps, lane);
   }
   cluster_arrive();

@@ -1,0 +1,471 @@
+// attention's forward on Hopper's tensor cores, in 16 bits: wgmma from shared memory, filled by
+// TMA.
+//
+// A block stays for many tiles of query rows, which it takes by ticket. Its producer warp finds the
+// tile's keys, tells the consumers, and fills the pipelines of keys and of values; the walk over
+// the keys starts at the first one that is not padding, so that only the last steps need a mask.
+// Each consumer warpgroup has 64 rows of the tile: scores in registers, probabilities against a
+// running maximum, which stay in registers as the first operand of P V. While a step's values are
+// multiplied, the scores of the next step become probabilities. The warpgroups take turns at the
+// tensor cores (ping-pong), so that one's exponentials run under the other's products.
+// Tiles are in the order of AttentionSchedule: the longest rows first, the heads that share the L2
+// cache together. What is not there (rows, keys, head dims) arrives as zeros.
+// Source: Shah et al., "FlashAttention-3", 2024.
+#pragma once
+
+#include "core/launch.h"
+#include "device/dispatch.cuh"
+#include "device/named_barrier.cuh"
+#include "device/sm90/pipeline.cuh"
+#include "device/sm90/registers.cuh"
+#include "device/sm90/tma.cuh"
+#include "ops/attention/attention_block.cuh"
+#include "ops/attention/attention_sm90.h"
+
+namespace torchweld {
+
+template <typename T_, int kTile, bool kMasked>
+struct AttentionSm90Config : AttentionVariant<kMasked> {
+  using T = T_;
+  static constexpr AttentionSm90Tile kShape = kAttentionSm90Tiles[kTile];
+  static constexpr int kDim = kShape.dim, kDimV = kShape.dim_v;
+  // NOTE: beside the widest sums a mask finds registers with fewer scores.
+  static constexpr int kKeys = kMasked && kDimV > 128 ? 64 : kShape.keys;
+  static constexpr int kWarpgroups = kShape.warpgroups, kRows = kShape.rows();
+  static constexpr int kThreads = kShape.threads(), kStages = AttentionSm90Tile::kStages;
+  static constexpr int kWarpRows = 16;
+  static constexpr int kLines = AttentionSm90Tile::lines(kDim),
+                       kLinesV = AttentionSm90Tile::lines(kDimV);
+  // Of 64 columns: a warpgroup's query rows, the keys or values of a step.
+  static constexpr int kQueryStretch = 64 * kSwizzleLineBytes,
+                       kKeyStretch = kKeys * kSwizzleLineBytes;
+  static constexpr int kQueryBytes = kLines * kQueryStretch, kKeyBytes = kLines * kKeyStretch,
+                       kValueBytes = kLinesV * kKeyStretch;
+  // What the warpgroups give up and take adds up to what they start with.
+  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40,
+                       kConsumerRegisters = kWarpgroups == 3 ? 160 : 232;
+  using Block = AttentionBlockOf<kMasked, kRows, kWarpRows>;
+  using Params = AttentionSm90Params<kMasked>;
+};
+
+template <class Config>
+struct AttentionSm90Shared {
+  static constexpr int kStages = Config::kStages;
+  alignas(kSwizzleAtomBytes) char query[Config::kWarpgroups][Config::kQueryBytes];
+  alignas(kSwizzleAtomBytes) char key[kStages][Config::kKeyBytes];
+  alignas(kSwizzleAtomBytes) char value[kStages][Config::kValueBytes];
+  PipelineBarriers<1> queries[Config::kWarpgroups];
+  PipelineBarriers<kStages> keys, values;
+  PipelineBarriers<2> works;
+  typename Config::Block work[2];  // one without rows: there are no more
+};
+
+#if TW_HAS_WGMMA
+template <class Config>
+__device__ __forceinline__ AttentionBlock attention_sm90_block(const AttentionSm90Order& order,
+                                                               const AttentionSizes& sizes,
+                                                               uint32_t index) {
+  const uint32_t section = order.of_section.divide(index);
+  const uint32_t in_section = index - section * order.of_section.divisor();
+  const uint32_t first_head = section * order.section;
+  const FastDivisor& width =
+      first_head + order.section <= order.heads ? order.width : order.last_width;
+  const uint32_t tile = width.divide(in_section);
+  const uint32_t row = first_head + in_section - tile * width.divisor();
+  const uint32_t batch = order.nheads.divide(row);
+  AttentionBlock block = {};
+  block.batch = batch;
+  block.head = row - batch * order.nheads.divisor();
+  block.first_row = static_cast<int>(order.tiles.divisor() - 1 - tile) * Config::kRows;
+  block.rows = min(static_cast<int>(sizes.seqlen_q) - block.first_row, Config::kRows);
+  return block;
+}
+
+// What the producer warp does; one of its lanes issues the copies.
+template <class Config>
+__device__ __forceinline__ void attention_sm90_produce(const typename Config::Params& p,
+                                                       AttentionSm90Shared<Config>& s) {
+  constexpr int kKeys = Config::kKeys, kLineElems = AttentionSm90Tile::kLineElems;
+  const bool leader = elect_one();
+  PipelineState<Config::kStages> at_key, at_value;
+  PipelineState<2> at_work;
+  PipelineState<1> at_query;
+  while (true) {
+    mbarrier_wait(&s.works.empty[at_work.stage], at_work.parity ^ 1);
+    unsigned ticket = 0;
+    if (leader) {
+      ticket = atomicAdd(p.attention.counters, 1u);
+      // Nobody takes another one: the next call finds 0.
+      if (ticket == p.order.blocks + gridDim.x - 1) *p.attention.counters = 0;
+    }
+    ticket = __reduce_max_sync(~0u, ticket);
+    typename Config::Block& s_block = s.work[at_work.stage];
+    AttentionBlock block = {};
+    if (ticket < p.order.blocks) {
+      block = attention_sm90_block<Config>(p.order, p.attention.sizes, ticket);
+      if constexpr (Config::kMasked) {
+        s_block.find_keys(p.attention, block);
+        block = s_block;
+      } else {
+        block.find_keys(p.attention);
+        if (leader) s_block = block;
+      }
+    } else if (leader) {
+      s_block.rows = 0;
+    }
+    if (leader) mbarrier_arrive(&s.works.full[at_work.stage]);
+    at_work.advance();
+    if (block.rows == 0) break;
+    if (leader && block.keys > 0) {
+      const int batch = static_cast<int>(block.batch), head = static_cast<int>(block.head),
+                kv_head = static_cast<int>(p.order.group.divide(head));
+      const auto load_keys = [&](int key) {
+        uint64_t* s_full = s.keys.acquire(at_key, Config::kKeyBytes);
+#pragma unroll
+        for (int i = 0; i < Config::kLines; ++i) {
+          tma_load(shared_address(s.key[at_key.stage]) + i * Config::kKeyStretch, p.key, s_full,
+                   i * kLineElems, block.pad + key, kv_head, batch);
+        }
+        at_key.advance();
+      };
+      const auto load_values = [&](int key) {
+        uint64_t* s_full = s.values.acquire(at_value, Config::kValueBytes);
+#pragma unroll
+        for (int i = 0; i < Config::kLinesV; ++i) {
+          tma_load(shared_address(s.value[at_value.stage]) + i * Config::kKeyStretch, p.value,
+                   s_full, i * kLineElems, block.pad + key, kv_head, batch);
+        }
+        at_value.advance();
+      };
+#pragma unroll
+      for (int w = 0; w < Config::kWarpgroups; ++w) {
+        uint64_t* s_full = s.queries[w].acquire(at_query, Config::kQueryBytes);
+#pragma unroll
+        for (int i = 0; i < Config::kLines; ++i) {
+          tma_load(shared_address(s.query[w]) + i * Config::kQueryStretch, p.query, s_full,
+                   i * kLineElems, block.first_row + w * 64, head, batch);
+        }
+        if (w == 0) load_keys(0);
+      }
+      at_query.advance();
+      // The consumers make the next step's scores before they multiply this step's values.
+      for (int key = kKeys; key < block.keys; key += kKeys) {
+        load_keys(key);
+        load_values(key - kKeys);
+      }
+      load_values((block.keys - 1) / kKeys * kKeys);
+    }
+    __syncwarp();
+  }
+}
+
+// Thread i of a quad has register i of column blocks 0 to 3; after it, all four of block i.
+__device__ __forceinline__ void transpose_in_quad(uint32_t (&r)[4]) {
+  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t got = __shfl_xor_sync(~0u, odd ? r[i] : r[i + 1], 1);
+    (odd ? r[i] : r[i + 1]) = got;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t got = __shfl_xor_sync(~0u, upper ? r[i] : r[i + 2], 2);
+    (upper ? r[i] : r[i + 2]) = got;
+  }
+}
+
+// What a thread of a consumer warpgroup has of its rows.
+template <class Config>
+struct AttentionSm90Rows {
+  using T = typename Config::T;
+  static constexpr int kKeys = Config::kKeys, kSlices = kKeys / 16;
+  using Scores = float[1][kKeys / 8][4];
+  using Out = float[1][Config::kDimV / 8][4];
+
+  float score_sums[kKeys / 2];
+  uint32_t probabilities[kSlices][4];
+  float out_sums[Config::kDimV / 2];
+  OnlineRow rows[1][2];
+  float factor[1][2];
+
+  __device__ __forceinline__ Scores& scores() { return reinterpret_cast<Scores&>(score_sums); }
+  __device__ __forceinline__ Out& out() { return reinterpret_cast<Out&>(out_sums); }
+
+  // scores = Q K^T
+  __device__ __forceinline__ void multiply_keys(uint32_t s_query, uint32_t s_key) {
+    const uint64_t a = k_major_descriptor(s_query), b = k_major_descriptor(s_key);
+    wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < Config::kDim / 16; ++slice) {
+      const int stretch = slice / 4, at = slice % 4 * 32;
+      Wgmma<T, kKeys>::template multiply<0, 0>(
+          score_sums, a + ((stretch * Config::kQueryStretch + at) >> 4),
+          b + ((stretch * Config::kKeyStretch + at) >> 4), slice > 0);
+    }
+    wgmma_commit();
+  }
+
+  // out = (keeps ? out : 0) + P V
+  __device__ __forceinline__ void multiply_values(uint32_t s_value, bool keeps) {
+    const uint64_t b = mn_major_descriptor(s_value, Config::kKeyStretch);
+    wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      Wgmma<T, Config::kDimV>::template multiply<1>(out_sums, probabilities[slice],
+                                                    b + ((slice * 16 * kSwizzleLineBytes) >> 4),
+                                                    slice > 0 || keeps);
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void round_probabilities() {
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        probabilities[slice][i] =
+            pack_pair<T>(score_sums[slice * 8 + 2 * i], score_sums[slice * 8 + 2 * i + 1]);
+      }
+    }
+  }
+};
+
+// What a consumer warpgroup does. Named barriers: 1 to 3 are the turns at the tensor cores, 4 to 6
+// the warpgroups' own.
+template <class Config>
+struct AttentionSm90Consumer {
+  using T = typename Config::T;
+  static constexpr int kKeys = Config::kKeys, kTurn = 1, kOwn = 4;
+
+  const typename Config::Params& p;
+  AttentionSm90Shared<Config>& s;
+  const int warpgroup, thread;  // of the warpgroup
+  PipelineState<Config::kStages> at_key, at_value;
+  PipelineState<2> at_work;
+  PipelineState<1> at_query;
+  AttentionSm90Rows<Config> r;
+
+  __device__ __forceinline__ AttentionSm90Consumer(const typename Config::Params& p,
+                                                   AttentionSm90Shared<Config>& s, int warpgroup)
+      : p(p), s(s), warpgroup(warpgroup), thread(threadIdx.x % 128) {}
+
+  __device__ __forceinline__ void run() {
+    if (warpgroup == Config::kWarpgroups - 1) pass_turn();  // the first turn
+    while (true) {
+      s.works.wait(at_work);
+      const AttentionBlock& block = s.work[at_work.stage];
+      if (block.rows == 0) break;
+      start(r.rows);
+      if (block.keys > 0) walk(block);
+      store(block);
+      __syncwarp();
+      if (thread % 32 == 0) mbarrier_arrive(&s.works.empty[at_work.stage]);
+      at_work.advance();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void wait_turn() const { named_barrier_wait(kTurn + warpgroup, 256); }
+  __device__ __forceinline__ void pass_turn() const {
+    named_barrier_arrive(kTurn + (warpgroup + 1 == Config::kWarpgroups ? 0 : warpgroup + 1), 256);
+  }
+  __device__ __forceinline__ void release(uint64_t* s_empty) const {
+    if (thread == 0) mbarrier_arrive(s_empty);
+  }
+  __device__ __forceinline__ int warp_row() const { return warpgroup * 64 + thread / 32 * 16; }
+
+  __device__ __forceinline__ void multiply_keys() {
+    r.multiply_keys(shared_address(s.query[warpgroup]), shared_address(s.key[at_key.stage]));
+  }
+  __device__ __forceinline__ void release_keys() {
+    release(&s.keys.empty[at_key.stage]);
+    at_key.advance();
+  }
+  // The values of the step that begins at `key`.
+  __device__ __forceinline__ void multiply_values(const AttentionBlock& block, int key) {
+    s.values.wait(at_value);
+    if constexpr (Config::kMasked) clear_unseen(block.keys - key);
+    r.multiply_values(shared_address(s.value[at_value.stage]), key > 0);
+  }
+  __device__ __forceinline__ void release_values() {
+    wgmma_results(r.out_sums);
+    release(&s.values.empty[at_value.stage]);
+    at_value.advance();
+  }
+
+  // Values that no row of the tile sees may be NaN, and their probabilities are 0.
+  // NOTE: every warpgroup clears them for itself, which spares a barrier of all.
+  __device__ __forceinline__ void clear_unseen(int seen) const {
+    if (seen >= kKeys) return;
+    char* const s_value = s.value[at_value.stage];
+    for (int piece = thread; piece < (kKeys - seen) * Config::kLinesV * 8; piece += 128) {
+      const int line = piece / 8, stretch = line / (kKeys - seen);
+      const int row = seen + line - stretch * (kKeys - seen);
+      *reinterpret_cast<uint4*>(s_value + stretch * Config::kKeyStretch + row * kSwizzleLineBytes +
+                                piece % 8 * 16) = make_uint4(0, 0, 0, 0);
+    }
+    async_fence();
+    named_barrier_wait(kOwn + warpgroup, 128);
+  }
+
+  // The scores of the step that begins at `key` become probabilities.
+  __device__ __forceinline__ void attend(const AttentionBlock& block, int key) {
+    wgmma_results(r.score_sums);
+    if (p.scale.sign != 1.f) {
+#pragma unroll
+      for (float& score : r.score_sums) score *= p.scale.sign;
+    }
+    const int first_row = block.first_row + warp_row();
+    if constexpr (Config::kMasked) {
+      mask_scores<Config>(r.scores(), p.scale, s.work[at_work.stage], warp_row(), key);
+    } else if (key + kKeys > block.end_of(first_row)) {
+      hide_columns(r.scores(), first_row + block.shift - key, block.all_keys - key);
+    }
+    online_softmax<true>(r.scores(), r.rows, r.factor, p.scale.c);
+  }
+
+  __device__ __forceinline__ void walk(const AttentionBlock& block) {
+    s.queries[warpgroup].wait(at_query);
+    s.keys.wait(at_key);
+    wait_turn();
+    multiply_keys();
+    pass_turn();
+    wgmma_wait<0>();
+    release_keys();
+    attend(block, 0);
+    r.round_probabilities();
+    int key = kKeys;
+    for (; key < block.keys; key += kKeys) {
+      s.keys.wait(at_key);
+      wait_turn();
+      multiply_keys();
+      multiply_values(block, key - kKeys);
+      pass_turn();
+      wgmma_wait<1>();
+      release_keys();
+      attend(block, key);
+      wgmma_wait<0>();
+      release_values();
+      rescale(r.out(), r.factor);
+      r.round_probabilities();
+    }
+    release(&s.queries[warpgroup].empty[0]);
+    at_query.advance();
+    multiply_values(block, key - kKeys);
+    wgmma_wait<0>();
+    release_values();
+  }
+
+  // A quad writes 64 adjacent bytes of a row at a time.
+  __device__ __forceinline__ void store(const AttentionBlock& block) {
+    const auto& a = p.attention;
+    const MaskRule rule = a.rule();
+    const int dim_v = static_cast<int>(a.sizes.head_dim_v);
+    const int64_t first =
+        (block.batch * a.sizes.nheads + block.head) * rule.seqlen_q + block.first_row;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp_row() + half * 8 + thread % 32 / 4;
+      const bool stores = row < block.rows;
+      const float max = r.rows[0][half].max, sum = quad_sum(r.rows[0][half].sum);
+      float factor, lse;
+      bool live;
+      if constexpr (Config::kMasked) {
+        const float sink = a.mask.sink ? a.mask.sink[block.head] : -INFINITY;
+        const FinishedRow finished = finish_row(p.scale, max, sum, sink);
+        live = s.work[at_work.stage].begin[row] != kSeesNothing;
+        factor = finished.factor;
+        lse = live ? finished.lse : sink;
+      } else {
+        live = block.keys > 0 && !rule.live(block.first_row + row, block.pad).empty();
+        factor = 1.f / sum;
+        lse = live ? p.scale.lse(max, sum) : -INFINITY;
+      }
+      if (stores && a.lse && thread % 4 == 0) a.lse[first + row] = lse;
+      T* const g_row = static_cast<T*>(a.out) + (first + row) * dim_v;
+#pragma unroll
+      for (int i = 0; i < Config::kDimV / 32; ++i) {
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float* const pair = &r.out()[0][i * 4 + j][half * 2];
+          words[j] = live ? pack_pair<T>(pair[0] * factor, pair[1] * factor) : 0;
+        }
+        transpose_in_quad(words);
+        const int column = i * 32 + thread % 4 * 8;
+        if (stores && column < dim_v) {
+          *reinterpret_cast<uint4*>(g_row + column) =
+              make_uint4(words[0], words[1], words[2], words[3]);
+        }
+      }
+    }
+  }
+};
+#endif
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    attention_sm90_kernel(const __grid_constant__ typename Config::Params p) {
+#if TW_HAS_WGMMA
+  extern __shared__ __align__(1024) char s_memory[];
+  auto& s = *reinterpret_cast<AttentionSm90Shared<Config>*>(s_memory);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(p.query);
+    prefetch_tensor_map(p.key);
+    prefetch_tensor_map(p.value);
+    for (auto& queries : s.queries) queries.init(1);
+    s.keys.init(Config::kWarpgroups);
+    s.values.init(Config::kWarpgroups);
+    s.works.init(Config::kWarpgroups * 4);  // warps
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  if (warp < 4) {
+    give_up_registers<Config::kProducerRegisters>();
+    if (warp == 0) attention_sm90_produce(p, s);
+  } else {
+    take_registers<Config::kConsumerRegisters>();
+    AttentionSm90Consumer<Config>(p, s, warp / 4 - 1).run();
+  }
+#endif
+}
+
+template <typename T, int kTile, bool kMasked>
+void launch_attention_sm90_of(const typename AttentionVariant<kMasked>::Params& a,
+                              cudaStream_t stream) {
+  using Config = AttentionSm90Config<T, kTile, kMasked>;
+  using Shared = AttentionSm90Shared<Config>;
+  static_assert(sizeof(Shared) <= Config::kShape.tile_bytes() + kAttentionSm90ExtraBytes);
+  const AttentionSizes& sizes = a.sizes;
+  const auto map = [&](const AttentionTensor& t, int64_t heads, int64_t rows, int64_t columns,
+                       int box_rows) {
+    return make_tensor_map("attention", {t.data,
+                                         2,
+                                         {columns, rows, heads, sizes.batch},
+                                         {1, t.row_stride, t.head_stride, t.batch_stride},
+                                         {AttentionSm90Tile::kLineElems, box_rows, 1, 1},
+                                         a.dtype == DType::kBFloat16});
+  };
+  const typename Config::Params p = {
+      map(a.query, sizes.nheads, sizes.seqlen_q, sizes.head_dim, 64),
+      map(a.key, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim, Config::kKeys),
+      map(a.value, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim_v, Config::kKeys),
+      a,
+      Config::scale(a),
+      AttentionSm90Order(a, Config::kRows)};
+  const int64_t blocks = std::min<int64_t>(p.order.blocks, device_facts().sms);
+  launch_kernel(attention_sm90_kernel<Config>, {blocks, Config::kThreads, sizeof(Shared)}, stream,
+                p);
+}
+
+template <typename T, int kTile>
+void launch_attention_sm90_tile(const AttentionParams& params, cudaStream_t stream) {
+  launch_attention_sm90_of<T, kTile, false>(params, stream);
+}
+template <typename T, int kTile>
+void launch_attention_sm90_tile(const MaskedAttentionParams& params, cudaStream_t stream) {
+  launch_attention_sm90_of<T, kTile, true>(params, stream);
+}
+
+}  // namespace torchweld
