@@ -7,70 +7,12 @@ import math
 import pytest
 import torch
 
+from attention_engines import check, each_configuration, formula, inputs
 from numerics import assert_same_bits
 from samples import BF16, F16
-from tuning import _C, chosen, dry_records, ops, problem, refusal
+from tuning import chosen, ops, problem, refusal
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels run on a GPU")
-
-
-def formula(q, k, v, leftpad=None, causal=False, scale=None):
-    """In fp64: (out, lse)."""
-    q, k, v = q.double(), k.double(), v.double()
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    rows, keys = scores.shape[-2:]
-    position = torch.arange(rows, device=q.device)[:, None] + keys - rows
-    key = torch.arange(keys, device=q.device)
-    seen = torch.ones(len(q), rows, keys, dtype=torch.bool, device=q.device)
-    if causal:
-        seen &= key <= position
-    if leftpad is not None:
-        pad = leftpad.clamp(0, keys)[:, None, None]
-        seen &= (key >= pad) & (position >= pad)
-    hidden = ~seen[:, None]
-    scores = scores.masked_fill(hidden, -math.inf)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse[..., None]).exp().nan_to_num(0.0).masked_fill(hidden, 0.0)
-    return weights @ v.nan_to_num(0.0), lse
-
-
-def inputs(dtype, batch, nheads, nheads_kv, seqlen_q, seqlen_k, dim, dim_v=None):
-    def draw(heads, rows, columns):
-        return torch.randn(batch, heads, rows, columns, device="cuda").to(dtype)
-
-    return (
-        draw(nheads, seqlen_q, dim),
-        draw(nheads_kv, seqlen_k, dim),
-        draw(nheads_kv, seqlen_k, dim_v or dim),
-    )
-
-
-def each_configuration(*args, every=False, **kwargs):
-    """Yields the name of each decode configuration with it in force."""
-    (record,) = dry_records("attention_forward", *args, device=0, **kwargs)
-    numbers = list(record["problem"])
-    names = [c["choice"] for c in _C.candidates("attention", numbers) if not c["refusal"]]
-    splits = ("", "2", "3", "8", "128") if every else ("", "4")
-    for name in names:
-        parts = name.partition(" /")[2]
-        if not name.startswith("decode") or (parts not in splits and name != record["choice"]):
-            continue
-        ops._force_choice("attention", numbers, name)
-        try:
-            yield name
-        finally:
-            ops._force_choice("attention", numbers, "")
-
-
-def check(name, q, k, v, leftpad=None, **kwargs):
-    out, lse = ops.attention_forward(q, k, v, leftpad, **kwargs)
-    expected, expected_lse = formula(q, k, v, leftpad, **kwargs)
-    eps = torch.finfo(q.dtype).eps
-    largest = v.double().nan_to_num(0.0).abs().max()
-    assert (out.double() - expected).abs().max() <= 2 * eps * largest, name
-    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-3)
 
 
 SIZES = [
@@ -88,7 +30,7 @@ SIZES = [
 def test_every_configuration_is_the_formula(sizes, dtype, causal):
     q, k, v = inputs(dtype, *sizes)
     names = []
-    for name in each_configuration(q, k, v, every=True, causal=causal):
+    for name in each_configuration("decode", q, k, v, every=True, causal=causal):
         check(name, q, k, v, causal=causal)
         names.append(name)
     assert names
@@ -104,7 +46,7 @@ def test_nothing_is_read_of_the_padding(sizes, causal):
     for b, pad in enumerate(pads.clamp(0, keys).tolist()):
         k[b, :, :pad] = math.nan
         v[b, :, :pad] = math.nan
-    for name in each_configuration(q, k, v, pads, every=True, causal=causal):
+    for name in each_configuration("decode", q, k, v, pads, every=True, causal=causal):
         check(name, q, k, v, pads, causal=causal)
 
 
@@ -113,9 +55,9 @@ def test_views_scales_and_large_scores():
     q, k, v = inputs(BF16, 2, 8, 2, 1, 600, 128)
     wide = torch.randn(2, 600, 2, 300, device="cuda").to(BF16).transpose(1, 2)
     for scale in (0.0, -0.3, 2.0, 40.0):
-        for name in each_configuration(q, wide[..., :128], wide[..., 136:264], scale=scale):
+        for name in each_configuration("decode", q, wide[..., :128], wide[..., 136:264], scale=scale):
             check(name, q, wide[..., :128], wide[..., 136:264], scale=scale)
-    for name in each_configuration(q, k, v):
+    for name in each_configuration("decode", q, k, v):
         k[0, 0, 5] = math.inf
         out = ops.attention(q, k, v)
         assert out[0, :4].isnan().all() and not out[0, 4:].isnan().any()
@@ -128,7 +70,7 @@ def test_the_same_bits_in_every_run_whatever_the_neighbours_are():
     q, k, v = inputs(BF16, 4, 32, 8, 1, 3000, 128)
     pads = torch.tensor([0, 100, 2000, 2999], dtype=torch.int32, device="cuda")
     others = torch.tensor([0, 2500, 7, 0], dtype=torch.int32, device="cuda")
-    for _ in each_configuration(q, k, v, pads):
+    for _ in each_configuration("decode", q, k, v, pads):
         first = ops.attention(q, k, v, pads)
         for _ in range(50):
             assert_same_bits(ops.attention(q, k, v, pads), first)
@@ -140,7 +82,7 @@ def test_the_same_bits_in_every_run_whatever_the_neighbours_are():
 def test_a_graph_serves_other_paddings():
     q, k, v = inputs(F16, 3, 12, 4, 1, 2048, 64)
     pads = torch.zeros(3, dtype=torch.int32, device="cuda")
-    for name in each_configuration(q, k, v, pads):
+    for name in each_configuration("decode", q, k, v, pads):
         ops.attention(q, k, v, pads)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -1,0 +1,71 @@
+"""attention with an engine of one's choice, against the formula."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tuning import _C, dry_records, ops
+
+
+def formula(q, k, v, leftpad=None, causal=False, scale=None):
+    """In fp64: (out, lse)."""
+    q, k, v = q.double(), k.double(), v.double()
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    rows, keys = scores.shape[-2:]
+    position = torch.arange(rows, device=q.device)[:, None] + keys - rows
+    key = torch.arange(keys, device=q.device)
+    seen = torch.ones(len(q), rows, keys, dtype=torch.bool, device=q.device)
+    if causal:
+        seen &= key <= position
+    if leftpad is not None:
+        pad = leftpad.clamp(0, keys)[:, None, None]
+        seen &= (key >= pad) & (position >= pad)
+    hidden = ~seen[:, None]
+    scores = scores.masked_fill(hidden, -math.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None]).exp().nan_to_num(0.0).masked_fill(hidden, 0.0)
+    return weights @ v.nan_to_num(0.0), lse
+
+
+def inputs(dtype, batch, nheads, nheads_kv, seqlen_q, seqlen_k, dim, dim_v=None):
+    def draw(heads, rows, columns):
+        return torch.randn(batch, heads, rows, columns, device="cuda").to(dtype)
+
+    return (
+        draw(nheads, seqlen_q, dim),
+        draw(nheads_kv, seqlen_k, dim),
+        draw(nheads_kv, seqlen_k, dim_v or dim),
+    )
+
+
+def each_configuration(engine, *args, every=False, **kwargs):
+    """Yields the name of each configuration of an engine with it in force.
+
+    Those that differ in the number of splits alone are left out, but for `every`.
+    """
+    (record,) = dry_records("attention_forward", *args, device=0, **kwargs)
+    numbers = list(record["problem"])
+    names = [c["choice"] for c in _C.candidates("attention", numbers) if not c["refusal"]]
+    splits = ("", "2", "3", "8", "128") if every else ("", "4")
+    for name in names:
+        parts = name.partition(" /")[2]
+        if not name.startswith(engine) or (parts not in splits and name != record["choice"]):
+            continue
+        ops._force_choice("attention", numbers, name)
+        try:
+            yield name
+        finally:
+            ops._force_choice("attention", numbers, "")
+
+
+def check(name, q, k, v, leftpad=None, **kwargs):
+    out, lse = ops.attention_forward(q, k, v, leftpad, **kwargs)
+    expected, expected_lse = formula(q, k, v, leftpad, **kwargs)
+    eps = torch.finfo(q.dtype).eps
+    largest = v.double().nan_to_num(0.0).abs().max()
+    assert (out.double() - expected).abs().max() <= 2 * eps * largest, name
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-3)

@@ -1,0 +1,165 @@
+"""attention on wgmma: every tile against the formula, and which one is taken."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from attention_engines import check, each_configuration, formula, inputs
+from numerics import assert_same_bits
+from samples import BF16, F16
+from tuning import _C, H200, SMALL, chosen, ops, problem, refusal
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="wgmma is Hopper's",
+)
+
+SIZES = [
+    # batch, nheads, nheads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v
+    (1, 1, 1, 1, 1, 8, 8), (2, 4, 4, 64, 64, 64, 64), (1, 3, 1, 65, 63, 72, 48),
+    (2, 4, 2, 200, 200, 128, 128), (3, 2, 2, 333, 517, 120, 112), (2, 2, 1, 517, 333, 192, 128),
+    (1, 2, 2, 129, 777, 256, 256), (2, 8, 1, 191, 193, 40, 128), (2, 2, 1, 160, 161, 128, 24),
+    (1, 2, 2, 5, 3000, 96, 96), (1, 1, 1, 1000, 1000, 17, 8),
+]  # fmt: skip
+
+
+@on_hopper
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_every_tile_is_the_formula(sizes, dtype, causal):
+    q, k, v = inputs(dtype, *sizes)
+    names = []
+    for name in each_configuration("sm90", q, k, v, causal=causal):
+        check(name, q, k, v, causal=causal)
+        names.append(name)
+    assert names
+
+
+@on_hopper
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_nothing_is_read_of_the_padding(sizes, causal):
+    q, k, v = inputs(BF16, *sizes)
+    batch, rows, keys = sizes[0], sizes[3], sizes[4]
+    pads = torch.tensor([keys // 2, keys + 5, -3], dtype=torch.int32)[:batch].cuda()
+    for b, pad in enumerate(pads.clamp(0, keys).tolist()):
+        k[b, :, :pad] = math.nan
+        v[b, :, :pad] = math.nan
+        q[b, :, : max(0, pad - (keys - rows))] = math.nan
+    filled = q.nan_to_num(0.0)
+    for name in each_configuration("sm90", q, k, v, pads, causal=causal):
+        check(name, filled, k, v, pads, causal=causal)
+        assert_same_bits(
+            ops.attention(q, k, v, pads, causal=causal),
+            ops.attention(filled, k, v, pads, causal=causal),
+        )
+
+
+@on_hopper
+def test_views_scales_and_large_scores():
+    q, k, v = inputs(BF16, 2, 8, 2, 100, 600, 128)
+    wide = torch.randn(2, 600, 2, 300, device="cuda").to(BF16).transpose(1, 2)
+    for scale in (0.0, -0.3, 2.0, 40.0):
+        for name in each_configuration("sm90", q, k, v, scale=scale):
+            check(name, q, wide[..., :128], wide[..., 136:264], scale=scale)
+    for name in each_configuration("sm90", q, k, v):
+        k[0, 0, 5] = math.inf
+        out = ops.attention(q, k, v)
+        assert out[0, :4].isnan().all() and not out[0, 4:].isnan().any()
+        assert not out[1].isnan().any(), name
+        k[0, 0, 5] = 1
+
+
+@on_hopper
+def test_the_same_bits_in_every_run_whatever_the_neighbours_are():
+    q, k, v = inputs(BF16, 4, 16, 4, 700, 700, 128)
+    pads = torch.tensor([0, 100, 500, 699], dtype=torch.int32, device="cuda")
+    others = torch.tensor([0, 650, 7, 0], dtype=torch.int32, device="cuda")
+    for _ in each_configuration("sm90", q, k, v, pads, causal=True):
+        first = ops.attention(q, k, v, pads, causal=True)
+        for _ in range(50):
+            assert_same_bits(ops.attention(q, k, v, pads, causal=True), first)
+        k[1:] = torch.randn_like(k[1:])
+        assert_same_bits(ops.attention(q, k, v, others, causal=True)[0], first[0])
+
+
+@on_hopper
+def test_a_graph_serves_other_paddings_and_many_tiles():
+    """More tiles than blocks: every replay starts with the tickets at 0."""
+    q, k, v = inputs(F16, 3, 50, 10, 300, 300, 64)
+    pads = torch.zeros(3, dtype=torch.int32, device="cuda")
+    for name in each_configuration("sm90", q, k, v, pads, causal=True):
+        ops.attention(q, k, v, pads, causal=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = ops.attention(q, k, v, pads, causal=True)
+        for values in ([0, 5, 299], [300, 1, 100], [7, 7, 7]):
+            pads.copy_(torch.tensor(values))
+            out.zero_()
+            graph.replay()
+            expected, _ = formula(q, k, v, pads, causal=True)
+            assert (out.double() - expected).abs().max() < 0.01, name
+
+
+@on_hopper
+def test_streams_have_tickets_of_their_own():
+    q, k, v = inputs(BF16, 2, 40, 40, 500, 500, 64)
+    first = ops.attention(q, k, v, causal=True)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    outs = []
+    for stream in streams * 5:
+        with torch.cuda.stream(stream):
+            outs.append(ops.attention(q, k, v, causal=True))
+    torch.cuda.synchronize()
+    for out in outs:
+        assert_same_bits(out, first)
+
+
+LONG = {"seqlen_q": 4096, "seqlen_k": 4096}
+
+
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (64, 128), (128, 64), (256, 256)]
+)
+def test_the_tile_fits_the_head_dims(dims):
+    """No tile is taken that computes more columns than the smallest that holds both."""
+    numbers = problem("attention", **LONG, head_dim=dims[0], head_dim_v=dims[1])
+    legal = [c for c in _C.candidates("attention", numbers) if not c["refusal"]]
+    mine = [c for c in legal if c["engine"] == "sm90"]
+    choice = chosen("attention", **LONG, head_dim=dims[0], head_dim_v=dims[1])
+    assert choice["engine"] == "sm90" and choice["columns"]["head_dim"] >= dims[0]
+    least = min(c["columns"]["head_dim"] for c in mine)
+    assert choice["columns"]["head_dim"] == least
+
+
+def test_short_rows_take_the_smaller_tile():
+    fields = dict(heads=96, causal=1, head_dim=64, head_dim_v=64)
+    short = chosen("attention", **fields, seqlen_q=1024, seqlen_k=1024)
+    long = chosen("attention", **fields, seqlen_q=8192, seqlen_k=8192)
+    assert (short["columns"]["rows"], long["columns"]["rows"]) == (128, 192)
+
+
+def test_reasons_of_a_tile():
+    tile = "sm90 128x160x128"
+    long = problem("attention", **LONG, head_dim=128, head_dim_v=128)
+    assert refusal("attention", long, tile) == ""
+    for fields, reason in (
+        ({"math": 2, "bfloat16": 0}, "another dtype"),
+        ({"head_dim": 129}, "head dims to 128 and 128"),
+        ({"head_dim_v": 100}, "rows don't start on 16 bytes"),
+        ({"seqlen_k": 0}, "no keys"),
+        ({"seqlen_k": 2**29 + 1}, "longer than 536870912"),
+        ({"head_dim": 0}, "head dim of 0"),
+        ({"heads": 2**31}, "tiles"),
+        ({"wgmma": 0}, "no wgmma"),
+        ({"shared_limit": SMALL["shared_limit"]}, "shared memory"),
+    ):
+        fields = {**LONG, "head_dim": 128, "head_dim_v": 128, **fields}
+        assert reason in refusal("attention", problem("attention", **fields), tile)
+    assert chosen("attention", H200, **LONG, math=1, bfloat16=0)["engine"] == "sync"
+    assert chosen("attention", SMALL, **LONG)["engine"] == "sync"
