@@ -1,8 +1,4 @@
-"""attn_implementation="torchweld": which masks reach the op as numbers, and that they are right.
-
-On a device whose kernels don't know these numbers the same calls take SDPA, or eager attention:
-what is asked of the results holds there too.
-"""
+"""attn_implementation="torchweld": which masks reach the op as numbers, and that they are right."""
 
 from __future__ import annotations
 
@@ -56,11 +52,10 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def expect(calls, device, layers, reasons=0):
-    """Every layer ran the op, where its kernels know the numbers."""
-    if hf_numbers.serves_ranges(device):
-        assert len(calls.op) == layers and calls.sdpa == 0
-        assert len(hf_attention._warned) == reasons, hf_attention._warned
+def expect(calls, layers):
+    """Every layer ran the op."""
+    assert len(calls.op) == layers and calls.sdpa == 0
+    assert not hf_attention._warned
 
 
 def pair(kind, name, device, **changes):
@@ -306,11 +301,9 @@ def test_windows_softcap_and_sinks_equal_eager(local, attention_device, padding)
     tokens = inputs["attention_mask"].bool()
     with torch.no_grad(), Calls() as calls:
         got = ours(**inputs, use_cache=False).logits
-    expect(calls, attention_device, layers_of(ours))
+    expect(calls, layers_of(ours))
     with torch.no_grad():
         assert_equal_at(tokens, got, stock(**inputs, use_cache=False).logits)
-    if not hf_numbers.serves_ranges(attention_device):
-        return
     local_call = [call for call in calls.op if call.get("key_start") is not None][0]
     assert local_call["key_end"].tolist() == [12, 12, 12] and local_call["causal"]
     position = torch.arange(12)
@@ -342,7 +335,7 @@ def test_windows_with_a_cache(local, attention_device):
                     past_key_values=cache,
                     use_cache=True,
                 )
-            expect(calls, attention_device, layers_of(ours))
+            expect(calls, layers_of(ours))
             got.append(out.logits)
             cache = out.past_key_values
     assert_equal_at(mask.bool(), torch.cat(got, 1), want)
@@ -379,12 +372,11 @@ def test_packed_sequences_equal_eager_and_each_alone(attention_device, rows):
     with torch.no_grad():
         with Calls() as calls:
             got = ours(**inputs, use_cache=False).logits
-        expect(calls, attention_device, 2)
+        expect(calls, 2)
         assert_close(got, stock(**inputs, use_cache=False).logits, rtol=1e-5, atol=1e-5)
         alone = ours(inputs["input_ids"][:1, 3:8], use_cache=False).logits
     assert_close(got[:1, 3:8], alone, rtol=1e-5, atol=1e-5)
-    if calls.op:
-        assert calls.op[0]["key_start"][0].tolist() == [0, 0, 0, 3, 3, 3, 3, 3, 8, 8, 10, 10]
+    assert calls.op[0]["key_start"][0].tolist() == [0, 0, 0, 3, 3, 3, 3, 3, 8, 8, 10, 10]
 
 
 def gradients(model, inputs, labels):
@@ -404,7 +396,7 @@ def test_gradients_through_packed_sequences(attention_device):
     ours, stock, inputs = packed(attention_device, {})
     with Calls() as calls:
         got = gradients(ours.train(), inputs, inputs["input_ids"])
-    expect(calls, attention_device, 2)
+    expect(calls, 2)
     assert_equal_gradients(got, gradients(stock.train(), inputs, inputs["input_ids"]))
 
 
@@ -418,7 +410,7 @@ def test_gradients_of_sinks_and_through_softcap(attention_device, model):
     labels = inputs["input_ids"].masked_fill(~told, -100)
     with Calls() as calls:
         got = gradients(ours.train(), inputs, labels)
-    expect(calls, attention_device, layers_of(ours))
+    expect(calls, layers_of(ours))
     assert_equal_gradients(got, gradients(stock.train(), inputs, labels))
     if model == "gpt-oss":
         sinks = [gradient for name, gradient in got.items() if name.endswith("sinks")]
@@ -445,14 +437,13 @@ def test_bert_with_padding_equals_eager(attention_device, side):
     with torch.no_grad():
         with Calls() as calls:
             got = ours(**inputs).logits
-        expect(calls, attention_device, 2)
+        expect(calls, 2)
         assert_close(got[tokens], stock(**inputs).logits[tokens], rtol=1e-5, atol=1e-5)
-    if calls.op:
-        start, end = calls.op[0]["key_start"], calls.op[0]["key_end"]
-        assert not calls.op[0].get("causal")
-        left = [[pad] * 12 for pad in (0, 3, 7)]
-        assert start.tolist() == (left if side == "left" else [[0] * 12] * 3)
-        assert end.tolist() == ([12] * 3 if side == "left" else [12, 9, 5])
+    start, end = calls.op[0]["key_start"], calls.op[0]["key_end"]
+    assert not calls.op[0].get("causal")
+    left = [[pad] * 12 for pad in (0, 3, 7)]
+    assert start.tolist() == (left if side == "left" else [[0] * 12] * 3)
+    assert end.tolist() == ([12] * 3 if side == "left" else [12, 9, 5])
 
 
 def test_cross_attention_with_padding_equals_eager(attention_device):
@@ -464,7 +455,7 @@ def test_cross_attention_with_padding_equals_eager(attention_device):
     with torch.no_grad():
         with Calls() as calls:
             got = ours(**inputs, use_cache=False).logits
-        expect(calls, attention_device, 6)
+        expect(calls, 6)
         want = stock(**inputs, use_cache=False).logits
     assert_close(got, want, rtol=1e-5, atol=1e-5)
 
@@ -499,7 +490,7 @@ def test_static_caches_equal_eager(attention_device, model, pads):
                     position_ids=positions[:, start:end],
                     past_key_values=cache,
                 )
-            expect(calls, attention_device, layers_of(ours))
+            expect(calls, layers_of(ours))
             got.append(out.logits)
     assert_equal_at(mask.bool(), torch.cat(got, 1), want)
 
@@ -533,12 +524,11 @@ def test_generate_with_a_static_cache_compiles_one_graph(attention_device, model
     assert len(graphs[0]) == len(graphs[1])
     if model in ("Llama", "GPT-2"):
         assert len(graphs[0]) == 1
-    if hf_numbers.serves_ranges(attention_device):
-        for graph in graphs[0]:
-            called = [str(node.target) for node in graph.graph.nodes]
-            assert sum("torchweld.attention" in target for target in called) == 2
-            assert not any("scaled_dot_product" in target for target in called)
-        assert not hf_attention._warned
+    for graph in graphs[0]:
+        called = [str(node.target) for node in graph.graph.nodes]
+        assert sum("torchweld.attention" in target for target in called) == 2
+        assert not any("scaled_dot_product" in target for target in called)
+    assert not hf_attention._warned
 
 
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
@@ -552,8 +542,7 @@ def test_generate_equals_eager(attention_device, model, cache):
         settings["cache_implementation"] = "static"
     ours, stock = pair(kind, name, attention_device, **changes)
     got = ours.generate(**inputs, **settings)
-    if hf_numbers.serves_ranges(attention_device):
-        assert not hf_attention._warned
+    assert not hf_attention._warned
     assert torch.equal(got, stock.generate(**inputs, **settings))
 
 
@@ -583,59 +572,14 @@ def test_a_compiled_model_with_a_static_cache(attention_device, model):
             got.append(compiled(ids[:, at : at + 1], past_key_values=cache).logits)
         want = stock(ids, use_cache=False).logits
     assert_close(torch.cat(got, 1), want, rtol=1e-5, atol=1e-5)
-    if hf_numbers.serves_ranges(attention_device):
-        assert not hf_attention._warned
-        targets = [str(node.target) for graph in GRAPHS for node in graph.graph.nodes]
-        assert sum("torchweld.attention" in target for target in targets) == 2 * len(GRAPHS)
+    assert not hf_attention._warned
+    targets = [str(node.target) for graph in GRAPHS for node in graph.graph.nodes]
+    assert sum("torchweld.attention" in target for target in targets) == 2 * len(GRAPHS)
     if model == "Llama":
         assert len(GRAPHS) == 1
 
 
 # ---- what takes another path
-
-
-@pytest.fixture
-def leftpad_alone(monkeypatch):
-    """The answer of a device whose kernels know left padding alone."""
-    monkeypatch.setattr(hf_numbers, "serves_ranges", lambda device: False)
-
-
-@pytest.mark.parametrize("model", LOCAL)
-def test_without_kernels_for_numbers_results_equal_eager(leftpad_alone, attention_device, model):
-    kind, name, changes = LOCAL[model]
-    ours, stock = pair(kind, name, attention_device, **changes)
-    inputs = batch(attention_device)
-    with torch.no_grad(), Calls() as calls:
-        got = ours(**inputs, use_cache=False).logits
-        want = stock(**inputs, use_cache=False).logits
-    assert_equal_at(inputs["attention_mask"].bool(), got, want)
-    assert all(call.get("key_start") is None for call in calls.op)
-    reasons = {hf_numbers.LEFTPAD_ALONE}
-    if model in ("Gemma 2", "gpt-oss"):
-        reasons.add(hf_numbers.NO_SOFTCAP)
-        assert not calls.op and not calls.sdpa
-    assert hf_attention._warned == reasons
-
-
-@pytest.mark.parametrize("case", ["bert", "packed", "static cache"])
-def test_without_kernels_for_numbers_masks_go_to_sdpa(leftpad_alone, case):
-    inputs = batch("cpu")
-    tokens = inputs["attention_mask"].bool()
-    if case == "bert":
-        ours, stock = bert("cpu")
-    elif case == "packed":
-        ours, stock, inputs = packed("cpu", {})
-        inputs["use_cache"] = False
-        tokens = torch.ones_like(tokens)
-    else:
-        ours, stock = pair("llama", "LlamaForCausalLM", "cpu")
-        cache = transformers.StaticCache(config=ours.config, max_cache_len=16)
-    with torch.no_grad(), Calls() as calls:
-        more = {"past_key_values": cache} if case == "static cache" else {}
-        got = ours(**inputs, **more).logits
-    assert not calls.op and hf_attention._warned == {hf_numbers.LEFTPAD_ALONE}
-    with torch.no_grad():
-        assert_equal_at(tokens, got, stock(**inputs).logits)
 
 
 @pytest.mark.parametrize("case", ["holes", "4-D", "dropout"])
@@ -663,8 +607,7 @@ def test_softcap_and_sinks_with_other_masks_run_eager(attention_device, model, c
             outs.append(each(**inputs, use_cache=False).logits)
         assert not calls.op and not calls.sdpa
     assert_equal_at(tokens, *outs)
-    if hf_numbers.serves_ranges(attention_device):  # else layers with a window say another reason
-        assert len(hf_attention._warned) == 1
+    assert len(hf_attention._warned) == 1
 
 
 def test_a_warning_says_which_attention_runs_instead(attention_device):

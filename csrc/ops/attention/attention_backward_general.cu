@@ -143,7 +143,8 @@ __global__ __launch_bounds__(kThreads) void attention_backward_general_keys_kern
             if (threadIdx.x % kWarp == 0) s_weights[i] = w;
           }
           __syncthreads();
-#pragma unroll kIsMasked<Args> ? 1 : 4
+          constexpr int kUnroll = kIsMasked<Args> ? 1 : 4;
+#pragma unroll kUnroll
           for (int i = 0; i < rows; ++i) {
             const int64_t row = first + i;
             if (kIsMasked<Args> && s_weights[i].p == kHidden) continue;

@@ -225,8 +225,6 @@ def attention_forward(
         reason = "a paged cache is in use"
     elif causal and unmasked and seqlen_k < seqlen_q:
         reason = "there are fewer keys than causal queries"
-    elif (softcap is not None or sink is not None) and not hf_numbers.serves_ranges(query.device):
-        reason = hf_numbers.NO_SOFTCAP
     if reason is not None:
         mask = attention_mask if numbers is None else numbers.dense(seqlen_q, seqlen_k)
         more = {"dropout": dropout, "scaling": scaling, **kwargs}

@@ -5,18 +5,18 @@ say goes to the layers as numbers (:mod:`.hf_numbers`), and they run torchweld's
 gets the 4-D mask of ``sdpa`` and runs there, or in the model's own eager attention where the layer
 has soft-capped scores or attention sinks, which SDPA lacks.
 
-======================================  ===============  ===================
-pattern                                 on the CPU       on CUDA
-======================================  ===============  ===================
-causal                                  the op           the op
-causal with a window or in chunks       the op           the op while nothing is hidden
-packed sequences, by position_ids       the op           sdpa
-static cache, sliding or not            the op           sdpa
-bidirectional, cross attention          the op           the op, sdpa with padding
-bidirectional with a window             sdpa             sdpa
-functions of the caller, 4-D masks      sdpa             sdpa
-layers with soft-capped scores, sinks   the op           eager
-======================================  ===============  ===================
+======================================  ===============
+pattern                                 what runs
+======================================  ===============
+causal                                  the op
+causal with a window or in chunks       the op
+packed sequences, by position_ids       the op
+static cache, sliding or not            the op
+bidirectional, cross attention          the op
+bidirectional with a window             sdpa
+functions of the caller, 4-D masks      sdpa
+layers with soft-capped scores, sinks   the op
+======================================  ===============
 
 ======================================  ===============  ===================
 rows of the 2-D mask                    where it can be  where it can't be
@@ -50,10 +50,10 @@ from torch import Tensor
 
 from torchweld.ops.leftpad import before_first_token, is_readable
 
-from . import hf_numbers, hf_pattern
+from . import hf_pattern
 from .hf_attention import MAYBE_PACKED, UNREADABLE, warn_once
 from .hf_models import check_config, wants_whole_masks
-from .hf_numbers import LEFTPAD_ALONE, is_leftpad, ranges
+from .hf_numbers import is_leftpad, ranges
 from .hf_pattern import Pattern
 
 UNKNOWN = "the mask has a function that torchweld does not know (custom, or blocks of tokens)"
@@ -242,8 +242,6 @@ def _causal(
     plain = aligned and skip and not (windowed or chunked or packed)
     if q_offset is None and not (plain and (attention_mask is not None or q_length == kv_length)):
         return None, NO_POSITION
-    if not plain and not hf_numbers.serves_ranges(device):
-        return None, LEFTPAD_ALONE
     leftpad = None
     if attention_mask is not None:
         tokens = _tokens(attention_mask, kv_length, kv_offset)
@@ -295,8 +293,6 @@ def _bidirectional(
         return None, None
     if holes:
         return None, HOLES
-    if not hf_numbers.serves_ranges(device):
-        return None, LEFTPAD_ALONE
     first = before_first_token(tokens)
     return ranges(first + tokens.sum(1), first[:, None]), None
 

@@ -19,15 +19,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# What is missing where `serves_ranges` is false.
-LEFTPAD_ALONE = "torchweld's CUDA kernels know no masks but causal ones with left padding"
-NO_SOFTCAP = "torchweld's CUDA kernels know no soft-capped scores and no attention sinks"
-
-
-def serves_ranges(device: torch.device | str) -> bool:
-    """Whether attention takes key_start, key_end, softcap and sink on a device."""
-    return torch.device(device).type != "cuda"
-
 
 class Numbers(NamedTuple):
     """Arguments of ``torch.ops.torchweld.attention``."""

@@ -116,7 +116,7 @@ def attention_with_lse(
         sink.
 
     Raises:
-        RuntimeError: as `attention`. On CUDA the gradient of lse is refused.
+        RuntimeError: as `attention`.
     """
     return ops.attention_with_lse(
         query,
