@@ -37,7 +37,7 @@ TINY = {
 }
 TRUNCATING = 2.0  # an accumulator may truncate instead of round
 SMALL_RESULT = 0.3  # results below this are allowed the roundings of this one
-FEW_ELEMENTS = 16  # the largest of fewer eager errors is a matter of luck
+FEW_ELEMENTS = 32  # the largest of fewer eager errors is a matter of luck
 
 Ratios = dict[str, float]
 observed: list[tuple[str, str, Ratios]] = []  # drained by conftest for the summary

@@ -108,7 +108,7 @@ def _backward(at: _Case, targets: dict[str, float]) -> Row:
 
     exact, eager = last_head(torch.float64), last_head(dtype)
     eager_error = max(largest_error(e, x) for e, x in zip(eager, exact, strict=True))
-    error = max(largest_error(g[-1:, -1:], x) for g, x in zip(ours(), exact, strict=True))
+    error = max(largest_error(g[-1:, -1:], x) for g, x in zip(ours()[:3], exact, strict=True))
     return _row(case, {"ours": ours, **peers}, against, targets.get(case), error, eager_error)
 
 
