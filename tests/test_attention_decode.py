@@ -118,4 +118,4 @@ def test_reasons_of_a_decode():
     )
     small = problem("attention", seqlen_q=1, shared_limit=65536)
     assert "shared memory" in refusal("attention", small, tile)
-    assert chosen("attention", seqlen_q=17, seqlen_k=64)["engine"] == "sync"
+    assert chosen("attention", seqlen_q=17, seqlen_k=64)["engine"] == "sm90"

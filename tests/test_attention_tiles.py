@@ -12,7 +12,7 @@ def test_attention_tiles_hold_both_head_dims(math):
     number = ATTENTION_MATHS[math]
     for dims in ((1, 1), (64, 64), (65, 3), (3, 128), (129, 64), (256, 256)):
         fields = dict(head_dim=dims[0], head_dim_v=dims[1], math=number)
-        tile = chosen("attention", **fields)["columns"]
+        tile = chosen("attention", SMALL, **fields)["columns"]
         assert tile["head_dim"] >= max(dims) and tile["tile_bytes"] <= SMALL["shared_limit"]
         for device in (H200, SMALL):
             choice = chosen("attention_backward", device, **fields)

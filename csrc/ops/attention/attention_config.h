@@ -177,7 +177,7 @@ inline Refusal attention_sm90_refusal(const AttentionProblem& p, const Attention
   if (tile.tile_bytes() + kAttentionSm90ExtraBytes > p.device.shared_limit) {
     return too_much_shared_memory(tile.tile_bytes(), p.device.shared_limit);
   }
-  // NOTE: every block takes a ticket more than there are tiles.
+  // NOTE: the last tickets are that much larger than there are tiles.
   const double tiles = static_cast<double>(p.load.heads) *
                        static_cast<double>(divide_up(p.seqlen_q, tile.rows()) + 1);
   return grid_fits(tiles + p.device.sms) ? Refusal() : "more than 2^31 - 1 tiles";

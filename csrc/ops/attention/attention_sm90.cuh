@@ -16,6 +16,7 @@
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "device/named_barrier.cuh"
+#include "device/sm90/dependent_launch.cuh"
 #include "device/sm90/pipeline.cuh"
 #include "device/sm90/registers.cuh"
 #include "device/sm90/tma.cuh"
@@ -41,6 +42,8 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
                        kKeyStretch = kKeys * kSwizzleLineBytes;
   static constexpr int kQueryBytes = kLines * kQueryStretch, kKeyBytes = kLines * kKeyStretch,
                        kValueBytes = kLinesV * kKeyStretch;
+  // Wide sums are multiplied only where a maximum has risen by much.
+  static constexpr bool kLazy = kDimV > 128;
   // What the warpgroups give up and take adds up to what they start with.
   static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40,
                        kConsumerRegisters = kWarpgroups == 3 ? 160 : 232;
@@ -90,15 +93,9 @@ __device__ __forceinline__ void attention_sm90_produce(const typename Config::Pa
   PipelineState<Config::kStages> at_key, at_value;
   PipelineState<2> at_work;
   PipelineState<1> at_query;
+  uint32_t ticket = blockIdx.x;
   while (true) {
     mbarrier_wait(&s.works.empty[at_work.stage], at_work.parity ^ 1);
-    unsigned ticket = 0;
-    if (leader) {
-      ticket = atomicAdd(p.attention.counters, 1u);
-      // Nobody takes another one: the next call finds 0.
-      if (ticket == p.order.blocks + gridDim.x - 1) *p.attention.counters = 0;
-    }
-    ticket = __reduce_max_sync(~0u, ticket);
     typename Config::Block& s_block = s.work[at_work.stage];
     AttentionBlock block = {};
     if (ticket < p.order.blocks) {
@@ -116,6 +113,10 @@ __device__ __forceinline__ void attention_sm90_produce(const typename Config::Pa
     if (leader) mbarrier_arrive(&s.works.full[at_work.stage]);
     at_work.advance();
     if (block.rows == 0) break;
+    // The next ticket arrives while this tile's copies are issued. As many are taken as there are
+    // tiles; the last one leaves 0 behind.
+    uint32_t taken = 0;
+    if (leader) taken = atomicAdd(p.attention.counters, 1u);
     if (leader && block.keys > 0) {
       const int batch = static_cast<int>(block.batch), head = static_cast<int>(block.head),
                 kv_head = static_cast<int>(p.order.group.divide(head));
@@ -155,7 +156,8 @@ __device__ __forceinline__ void attention_sm90_produce(const typename Config::Pa
       }
       load_values((block.keys - 1) / kKeys * kKeys);
     }
-    __syncwarp();
+    if (leader && taken == p.order.blocks - 1) *p.attention.counters = 0;
+    ticket = gridDim.x + __reduce_max_sync(~0u, taken);
   }
 }
 
@@ -321,7 +323,7 @@ struct AttentionSm90Consumer {
     } else if (key + kKeys > block.end_of(first_row)) {
       hide_columns(r.scores(), first_row + block.shift - key, block.all_keys - key);
     }
-    online_softmax<true>(r.scores(), r.rows, r.factor, p.scale.c);
+    online_softmax<true, Config::kLazy>(r.scores(), r.rows, r.factor, p.scale.c);
   }
 
   __device__ __forceinline__ void walk(const AttentionBlock& block) {
@@ -346,7 +348,10 @@ struct AttentionSm90Consumer {
       attend(block, key);
       wgmma_wait<0>();
       release_values();
-      rescale(r.out(), r.factor);
+      // NOTE: the vote is for whole warps, so that nobody diverges between products.
+      if (!Config::kLazy || __any_sync(~0u, r.factor[0][0] != 1.f || r.factor[0][1] != 1.f)) {
+        rescale(r.out(), r.factor);
+      }
       r.round_probabilities();
     }
     release(&s.queries[warpgroup].empty[0]);
@@ -420,6 +425,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     s.works.init(Config::kWarpgroups * 4);  // warps
     mbarrier_init_fence();
   }
+  let_next_kernel_begin();
+  wait_for_kernels_before();
   __syncthreads();
   if (warp < 4) {
     give_up_registers<Config::kProducerRegisters>();
@@ -455,8 +462,9 @@ void launch_attention_sm90_of(const typename AttentionVariant<kMasked>::Params& 
       Config::scale(a),
       AttentionSm90Order(a, Config::kRows)};
   const int64_t blocks = std::min<int64_t>(p.order.blocks, device_facts().sms);
-  launch_kernel(attention_sm90_kernel<Config>, {blocks, Config::kThreads, sizeof(Shared)}, stream,
-                p);
+  Grid grid(blocks, Config::kThreads, sizeof(Shared));
+  grid.overlaps = true;
+  launch_kernel(attention_sm90_kernel<Config>, grid, stream, p);
 }
 
 template <typename T, int kTile>

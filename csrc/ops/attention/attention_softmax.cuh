@@ -38,8 +38,9 @@ __device__ __forceinline__ void start(OnlineRow (&rows)[kTiles][2]) {
 }
 
 // Replaces scores by probabilities; `factor` is what earlier results are to be multiplied with.
-// kFtz lets subnormal probabilities become 0.
-template <bool kFtz, int kTiles, int kCols>
+// kFtz lets subnormal probabilities become 0. kLazy leaves the maximum as it is while probabilities
+// stay below 2^8, so that `factor` is often 1.
+template <bool kFtz, bool kLazy = false, int kTiles, int kCols>
 __device__ __forceinline__ void online_softmax(float (&r_s)[kTiles][kCols][4],
                                                OnlineRow (&rows)[kTiles][2],
                                                float (&factor)[kTiles][2], float c) {
@@ -55,6 +56,7 @@ __device__ __forceinline__ void online_softmax(float (&r_s)[kTiles][kCols][4],
         max = fmaxf(max, fmaxf(r_s[tile][j][2 * half], r_s[tile][j][2 * half + 1]));
       }
       max = quad_max(max);
+      if (kLazy && (max - row.max) * c <= 8.f) max = row.max;
       // -inf - (-inf) is NaN: a row that saw only -inf is compared with 0 and adds nothing.
       const float top = max == -INFINITY ? 0.f : max;
       // NOTE: s * c - shift is one FMA. shift's rounding error is common to the row and to `factor`
