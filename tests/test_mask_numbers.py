@@ -1,6 +1,6 @@
 """key_start, key_end, window, softcap and sink in attention, softmax_matmul and causal_softmax.
 
-On CUDA attention takes them; the others refuse them so far, and what they say is tested here too.
+On CUDA softmax_matmul refuses them so far, and what it says is tested here too.
 """
 
 from __future__ import annotations
@@ -107,14 +107,14 @@ def test_truth_table(device, shape, numbers, rows):
         out, lse = attention_with_lse(query, key, value, leftpad, **numbers)
         assert_equal(out[0, 0], expected)
         torch.testing.assert_close(lse[0, 0].double(), seen.sum(-1).double().log(), **LSE)
-        if device != ON_CPU:
-            continue
         scores = torch.where(seen, 0.5, math.nan).to(dtype)[None, None]
-        out = torchweld.softmax_matmul(scores, value, leftpad, scale=-2.0, **numbers)
-        assert_equal(out[0, 0], expected)
         if causal:
             y = torchweld.causal_softmax(scores, leftpad, scale=2.0, **given)
             assert_equal(y[0, 0], expected)
+        if device != ON_CPU:
+            continue
+        out = torchweld.softmax_matmul(scores, value, leftpad, scale=-2.0, **numbers)
+        assert_equal(out[0, 0], expected)
 
 
 def numbers_of(seed: int, op: str, b: int, h: int, sq: int, sk: int, dtype) -> tuple:
@@ -160,9 +160,9 @@ def case(seed: int, op: str, device: str) -> tuple:
             dims = pick.choice([(3, 5), (64, 64), (65, 40), (128, 128), (200, 256), (300, 8)])
         args = qkv(dtype, b, h, hkv, sq, sk, *dims, device)
     else:
-        args = [randn(ON_CPU, dtype, b, h, sq, sk)]
+        args = [randn(device, dtype, b, h, sq, sk)]
         if op == "softmax_matmul":
-            args.append(randn(ON_CPU, dtype, b, h, sk, 6))
+            args.append(randn(device, dtype, b, h, sk, 6))
     leftpad, numbers = numbers_of(seed, op, b, h, sq, sk, dtype)
     leftpad = leftpad if leftpad is None else leftpad.to(device)
     numbers = moved(device, numbers)
@@ -175,7 +175,7 @@ def case(seed: int, op: str, device: str) -> tuple:
 @pytest.mark.parametrize("seed", range(48))
 def test_random_masks(device, op, seed):
     """Results and all gradients against float64, beside eager torch with a dense mask."""
-    if device != ON_CPU and op != "attention":
+    if device != ON_CPU and op == "softmax_matmul":
         pytest.skip(f"{op} refuses the numbers on CUDA")
     compare(op, *case(seed, op, device))
 
@@ -200,6 +200,80 @@ def test_large_random_masks(device, shape, seed):
         leftpad, numbers = numbers_of(seed, "attention", b, h, sq, sk, dtype)
         leftpad = leftpad if leftpad is None else leftpad.to(device)
         compare("attention", qkv(dtype, *shape, device), leftpad, moved(device, numbers))
+
+
+# seqlen_q, seqlen_k of the kernels of causal_softmax: a row in registers of a warp and of more
+# threads, in shared memory, read twice; whole accesses and rows that start anywhere.
+ROWS = [
+    (5, 128), (70, 129), (3, 1000), (2, 1023), (3, 2048), (2, 4097), (2, 8192), (3, 8193),
+    (1, 16_384), (2, 20_000), (2, 24_577), (1, 50_001), (1, 65_536), (2, 131_072),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("shape", ROWS, ids=str)
+def test_random_masks_of_rows(device, shape, seed):
+    sq, sk = shape
+    for dtype in dtypes(device)[:3]:
+        seed += 6
+        torch.manual_seed(seed)
+        leftpad, numbers = numbers_of(seed, "causal_softmax", 2, 2, sq, sk, dtype)
+        if "window" in numbers:
+            numbers["window"] *= max(1, sk // 100)
+        leftpad = leftpad if leftpad is None else leftpad.to(device)
+        scores = randn(device, dtype, 2, 2, sq, sk)
+        compare("causal_softmax", [scores], leftpad, moved(device, numbers))
+
+
+CAPPED = [{}, {"softcap": 2.0}, {"sink": (0.5, -1.0)}, {"softcap": 0.5, "sink": (3.0, -math.inf)}]
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("sk", [65, 300, 1024, 33_000])
+@pytest.mark.parametrize("capped", CAPPED, ids=str)
+def test_hidden_scores_are_not_read(device, capped, sk, offset):
+    """Nor what stands there in y and dy; rows that see nothing are 0."""
+    sq = 5
+    start = torch.tensor([[0, 9, 9, sk, 60], [-4, 1, 2, 3, 4]], dtype=torch.int32)
+    mask = moved(device, {"key_start": start, "key_end": pads(device, sk, sk - 7), "window": 50})
+    shape = (2, 2, sq, sk)
+    seen = R.visible(2, sq, sk, None, True, **mask)[:, None].expand(shape).to(device)
+    assert not seen[0, 0, 3].any() and seen.any()
+    for dtype in dtypes(device):
+        # Rows that begin anywhere.
+        x, y, dy = (randn(device, dtype, *shape[:3], sk + offset)[..., offset:] for _ in range(3))
+        y = y.abs()
+        numbers = {"scale": -0.7, **mask, **capped}
+        if "sink" in capped:
+            numbers["sink"] = torch.tensor(capped["sink"], dtype=acc_dtype(dtype), device=device)
+        more = {"scores": x} if capped else {}
+        backward = torch.ops.torchweld.causal_softmax_backward
+        forward = torchweld.causal_softmax(x, **numbers)
+        gradients = backward(dy, y, **numbers, **more)
+        for result in (forward, gradients[0]):
+            assert (result[~seen] == 0).all() and (result[seen] != 0).any()
+        for hole in (math.nan, math.inf):
+            for t in (x, y, dy):
+                t.masked_fill_(~seen, hole)
+            holed = [torchweld.causal_softmax(x, **numbers), *backward(dy, y, **numbers, **more)]
+            for got, want in zip(holed, [forward, *gradients], strict=True):
+                assert_same_bits(got, want)
+
+
+def test_scores_of_minus_infinity(device):
+    """NaN in a row of nothing else, as in torch; -softcap behind a cap, nothing beside a sink."""
+    for sk in (65, 40_000):
+        x = torch.full((1, 2, 2, sk), -math.inf, device=device)
+        sink = torch.zeros(2, device=device)
+        key_end = pads(device, sk)
+        for scale in (2.0, 0.5):
+            assert torchweld.causal_softmax(x, key_end=key_end, scale=scale)[..., :60].isnan().all()
+            y = torchweld.causal_softmax(x, softcap=3.0, scale=scale)
+            torch.testing.assert_close(y[:, :, 1], torch.full_like(y[:, :, 1], 1 / sk))
+            assert (torchweld.causal_softmax(x, sink=sink, scale=scale) == 0).all()
+        x[..., 7] = 1.0
+        y = torchweld.causal_softmax(x, sink=sink)[..., 7]
+        torch.testing.assert_close(y, torch.full_like(y, math.e / (math.e + 1)))
 
 
 def compare(op: str, args: list[Tensor], leftpad: Tensor | None, numbers: dict) -> None:
@@ -508,7 +582,7 @@ def test_the_gradient_of_causal_softmax_says_what_it_needs():
 
 
 @on_gpu
-def test_cuda_refuses_them_elsewhere():
+def test_cuda_refuses_them_in_softmax_matmul():
     value = torch.zeros(2, 2, 5, 3, device="cuda")
     scores = torch.zeros(2, 2, 5, 5, device="cuda")
     for name, number in {
@@ -518,10 +592,9 @@ def test_cuda_refuses_them_elsewhere():
         "softcap": 1.0,
         "sink": torch.zeros(2, device="cuda"),
     }.items():
-        for op, inputs in (("softmax_matmul", [scores, value]), ("causal_softmax", [scores])):
-            sentence = f"torchweld::{op}: {name} must be left out on CUDA, but got one"
-            with pytest.raises(RuntimeError, match=sentence):
-                call(op)(*inputs, **{name: number})
+        sentence = f"torchweld::softmax_matmul: {name} must be left out on CUDA, but got one"
+        with pytest.raises(RuntimeError, match=sentence):
+            torchweld.softmax_matmul(scores, value, **{name: number})
 
 
 NUMBERS = {
