@@ -123,17 +123,24 @@ TABLE = [
         + each(variant=VARIANTS, dtype=("float32",), dims=(256,), tile=(14,)),
     ),
     Family(
-        "causal_softmax_$dtype",
+        "${mask}_softmax_$dtype",
         "ops/causal_softmax/causal_softmax_launch.cuh",
         "template void launch_causal_softmax_of<$T>("
-        "const SoftmaxParams&, const CausalMask&, const ZeroCounter&, cudaStream_t);",
-        each(dtype=("float32", *SIXTEEN_BIT)),
+        "const SoftmaxParams&, const ${mask}Mask&, const ZeroCounter&, cudaStream_t);",
+        each(mask=("Causal", "Range", "Capped"), dtype=("float32", *SIXTEEN_BIT)),
     ),
     Family(
-        "causal_softmax_backward_$dtype",
+        "${mask}_softmax_backward_$dtype",
         "ops/causal_softmax/causal_softmax_launch.cuh",
         "template void launch_causal_softmax_backward_of<$T>("
-        "const SoftmaxBackwardParams&, const CausalMask&, const ZeroCounter&, cudaStream_t);",
+        "const SoftmaxBackwardParams&, const ${mask}Mask&, const ZeroCounter&, cudaStream_t);",
+        each(mask=("Causal", "Range"), dtype=("float32", *SIXTEEN_BIT)),
+    ),
+    Family(
+        "capped_softmax_backward",
+        "ops/causal_softmax/causal_softmax_launch.cuh",
+        "template void launch_capped_softmax_backward_of<$T>("
+        "const SoftmaxBackwardParams&, const CappedMask&, const CappedBackward&, cudaStream_t);",
         each(dtype=("float32", *SIXTEEN_BIT)),
     ),
     Family(

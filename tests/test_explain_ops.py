@@ -167,6 +167,26 @@ def test_a_row_has_a_tile_that_holds_it(dtype, op):
     assert explain_row(10**7, dtype, op=op).kernel.startswith("streaming")
 
 
+def test_the_numbers_of_a_mask_choose_the_rows_kernel():
+    def explain(n, op="causal_softmax", **numbers):
+        x = meta(2, 4, 64, n)
+        inputs = [x, x] if op.endswith("backward") else [x]
+        return torchweld.explain(op, *inputs, **numbers)
+
+    backward, sink = "causal_softmax_backward", meta(4)
+    for numbers in ({}, {"window": 64}, {"key_end": meta(2, dtype=torch.int32)}):
+        for op in ("causal_softmax", backward):
+            assert explain(4096, op, **numbers).kernel.startswith("rows in registers")
+            assert explain(65536, op, **numbers).kernel.startswith("rows in shared memory")
+    for numbers in ({"softcap": 2.0}, {"sink": sink, "window": 64}):
+        assert explain(4096, **numbers).kernel.startswith("rows in registers")
+        long = explain(65536, **numbers)
+        assert long.kernel.startswith("streaming")
+        assert dict(long.rejected)["ring 2"] == "knows no softcap and no sink"
+        gradient = explain(4096, backward, **numbers, scores=meta(2, 4, 64, 4096))
+        assert gradient.kernel.startswith("streaming") and "reads the scores" in str(gradient)
+
+
 def test_explain_sees_where_rows_start():
 
     def kernel(*args, **kwargs):

@@ -278,6 +278,17 @@ def test_leftpad_equals_the_dense_mask(attention_device, seqlen_q, seqlen_k):
     assert not ours[~real].any()
 
 
+def test_float64_on_cuda_runs_sdpa():
+    """On fake tensors: no GPU is needed to see that the kernels are not asked."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), pytest.warns(UserWarning, match="no float64; such calls use torch's"):
+        q, k, v = (torch.ones(2, 3, 5, 8, dtype=torch.float64, device="cuda") for _ in range(3))
+        leftpad = torch.ones(2, dtype=torch.int32, device="cuda")
+        out, _ = hf_attention.attention_forward(Layer(), q, k, v, leftpad)
+    assert out.shape == (2, 5, 3, 8) and out.dtype == torch.float64
+
+
 def test_no_mask_with_spare_keys_is_aligned_at_the_top_left(attention_device):
     # What transformers means by None after the prefill of a static cache.
     qkv = views(attention_device, 4, 9)

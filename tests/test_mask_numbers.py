@@ -1,7 +1,4 @@
-"""key_start, key_end, window, softcap and sink in attention, softmax_matmul and causal_softmax.
-
-On CUDA attention takes them; the others refuse them so far, and what they say is tested here too.
-"""
+"""key_start, key_end, window, softcap and sink in attention, softmax_matmul and causal_softmax."""
 
 from __future__ import annotations
 
@@ -107,14 +104,12 @@ def test_truth_table(device, shape, numbers, rows):
         out, lse = attention_with_lse(query, key, value, leftpad, **numbers)
         assert_equal(out[0, 0], expected)
         torch.testing.assert_close(lse[0, 0].double(), seen.sum(-1).double().log(), **LSE)
-        if device != ON_CPU:
-            continue
         scores = torch.where(seen, 0.5, math.nan).to(dtype)[None, None]
-        out = torchweld.softmax_matmul(scores, value, leftpad, scale=-2.0, **numbers)
-        assert_equal(out[0, 0], expected)
         if causal:
             y = torchweld.causal_softmax(scores, leftpad, scale=2.0, **given)
             assert_equal(y[0, 0], expected)
+        out = torchweld.softmax_matmul(scores, value, leftpad, scale=-2.0, **numbers)
+        assert_equal(out[0, 0], expected)
 
 
 def numbers_of(seed: int, op: str, b: int, h: int, sq: int, sk: int, dtype) -> tuple:
@@ -160,9 +155,9 @@ def case(seed: int, op: str, device: str) -> tuple:
             dims = pick.choice([(3, 5), (64, 64), (65, 40), (128, 128), (200, 256), (300, 8)])
         args = qkv(dtype, b, h, hkv, sq, sk, *dims, device)
     else:
-        args = [randn(ON_CPU, dtype, b, h, sq, sk)]
+        args = [randn(device, dtype, b, h, sq, sk)]
         if op == "softmax_matmul":
-            args.append(randn(ON_CPU, dtype, b, h, sk, 6))
+            args.append(randn(device, dtype, b, h, sk, 6))
     leftpad, numbers = numbers_of(seed, op, b, h, sq, sk, dtype)
     leftpad = leftpad if leftpad is None else leftpad.to(device)
     numbers = moved(device, numbers)
@@ -175,8 +170,6 @@ def case(seed: int, op: str, device: str) -> tuple:
 @pytest.mark.parametrize("seed", range(48))
 def test_random_masks(device, op, seed):
     """Results and all gradients against float64, beside eager torch with a dense mask."""
-    if device != ON_CPU and op != "attention":
-        pytest.skip(f"{op} refuses the numbers on CUDA")
     compare(op, *case(seed, op, device))
 
 
@@ -200,6 +193,139 @@ def test_large_random_masks(device, shape, seed):
         leftpad, numbers = numbers_of(seed, "attention", b, h, sq, sk, dtype)
         leftpad = leftpad if leftpad is None else leftpad.to(device)
         compare("attention", qkv(dtype, *shape, device), leftpad, moved(device, numbers))
+
+
+# seqlen_q, seqlen_k, head_dim_v of softmax_matmul: edges of its tiles of 128 rows, 32 or 64 keys
+# and 64 or 128 columns, and value's columns in several blocks.
+TILES = [
+    (128, 128, 64), (129, 257, 65), (127, 63, 128), (257, 130, 130), (1, 700, 64), (300, 33, 200),
+    (33, 300, 8), (130, 512, 7),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("shape", TILES, ids=str)
+def test_random_masks_of_tiles(device, shape, seed):
+    sq, sk, dv = shape
+    for dtype in dtypes(device)[:3]:
+        seed += 6
+        torch.manual_seed(seed)
+        leftpad, numbers = numbers_of(seed, "softmax_matmul", 2, 2, sq, sk, dtype)
+        leftpad = leftpad if leftpad is None else leftpad.to(device)
+        args = [randn(device, dtype, 2, 2, sq, sk), randn(device, dtype, 2, 2, sk, dv)]
+        compare("softmax_matmul", args, leftpad, moved(device, numbers))
+
+
+# seqlen_q, seqlen_k of the kernels of causal_softmax: a row in registers of a warp and of more
+# threads, in shared memory, read twice; whole accesses and rows that start anywhere.
+ROWS = [
+    (5, 128), (70, 129), (3, 1000), (2, 1023), (3, 2048), (2, 4097), (2, 8192), (3, 8193),
+    (1, 16_384), (2, 20_000), (2, 24_577), (1, 50_001), (1, 65_536), (2, 131_072),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("shape", ROWS, ids=str)
+def test_random_masks_of_rows(device, shape, seed):
+    sq, sk = shape
+    for dtype in dtypes(device)[:3]:
+        seed += 6
+        torch.manual_seed(seed)
+        leftpad, numbers = numbers_of(seed, "causal_softmax", 2, 2, sq, sk, dtype)
+        if "window" in numbers:
+            numbers["window"] *= max(1, sk // 100)
+        leftpad = leftpad if leftpad is None else leftpad.to(device)
+        scores = randn(device, dtype, 2, 2, sq, sk)
+        compare("causal_softmax", [scores], leftpad, moved(device, numbers))
+
+
+CAPPED = [{}, {"softcap": 2.0}, {"sink": (0.5, -1.0)}, {"softcap": 0.5, "sink": (3.0, -math.inf)}]
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("sk", [65, 300, 1024, 33_000])
+@pytest.mark.parametrize("capped", CAPPED, ids=str)
+def test_hidden_scores_are_not_read(device, capped, sk, offset):
+    """Nor what stands there in y and dy; rows that see nothing are 0."""
+    sq = 5
+    start = torch.tensor([[0, 9, 9, sk, 60], [-4, 1, 2, 3, 4]], dtype=torch.int32)
+    mask = moved(device, {"key_start": start, "key_end": pads(device, sk, sk - 7), "window": 50})
+    shape = (2, 2, sq, sk)
+    seen = R.visible(2, sq, sk, None, True, **mask)[:, None].expand(shape).to(device)
+    assert not seen[0, 0, 3].any() and seen.any()
+    for dtype in dtypes(device):
+        # Rows that begin anywhere.
+        x, y, dy = (randn(device, dtype, *shape[:3], sk + offset)[..., offset:] for _ in range(3))
+        y = y.abs()
+        numbers = {"scale": -0.7, **mask, **capped}
+        if "sink" in capped:
+            numbers["sink"] = torch.tensor(capped["sink"], dtype=acc_dtype(dtype), device=device)
+        more = {"scores": x} if capped else {}
+        backward = torch.ops.torchweld.causal_softmax_backward
+        forward = torchweld.causal_softmax(x, **numbers)
+        gradients = backward(dy, y, **numbers, **more)
+        for result in (forward, gradients[0]):
+            assert (result[~seen] == 0).all() and (result[seen] != 0).any()
+        for hole in (math.nan, math.inf):
+            for t in (x, y, dy):
+                t.masked_fill_(~seen, hole)
+            holed = [torchweld.causal_softmax(x, **numbers), *backward(dy, y, **numbers, **more)]
+            for got, want in zip(holed, [forward, *gradients], strict=True):
+                assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("sq", [3, 140])
+@pytest.mark.parametrize("hole", [math.nan, math.inf])
+def test_what_nobody_sees_is_not_read_by_softmax_matmul(device, hole, sq):
+    """Hidden scores, values of keys that no row sees, dout of rows that see nothing."""
+    sk, dv = 200, 72
+    start = torch.full((3, sq), 5, dtype=torch.int32)
+    start[1] = torch.arange(sq) % 90 + 20
+    start[2, sq // 3 :: 2] = 999
+    numbers = {"key_start": start, "key_end": ints(60, 200, 41), "softcap": 3.0}
+    numbers = moved(device, numbers)
+    mask = {"key_start": numbers["key_start"], "key_end": numbers["key_end"]}
+    seen = R.visible(3, sq, sk, None, False, **mask)[:, None].to(device)
+    rows, keys = ~seen.any(3)[..., None], ~seen.any(2)[..., None]
+    for dtype in dtypes(device):
+        scores, value = randn(device, dtype, 3, 2, sq, sk), randn(device, dtype, 3, 2, sk, dv)
+        dout, sink = randn(device, dtype, 3, 2, sq, dv), randn(device, dtype, 2)
+
+        def filled(by, scores=scores, value=value, dout=dout, sink=sink):
+            hidden = torch.where(seen, scores, by), torch.where(keys, by, value)
+            leaves = [t.clone().requires_grad_() for t in (*hidden, sink)]
+            out = torchweld.softmax_matmul(*leaves[:2], sink=leaves[2], **numbers)
+            return [out.detach(), *torch.autograd.grad(out, leaves, torch.where(rows, by, dout))]
+
+        for got, ref in zip(filled(hole), filled(0.0), strict=True):
+            assert_same_bits(got, ref)
+            assert ref.isfinite().all()
+
+
+def test_scores_of_minus_infinity(device):
+    """NaN in a row of nothing else, as in torch; -softcap behind a cap, nothing beside a sink."""
+    for sk in (65, 40_000):
+        x = torch.full((1, 2, 2, sk), -math.inf, device=device)
+        sink = torch.zeros(2, device=device)
+        key_end = pads(device, sk)
+        for scale in (2.0, 0.5):
+            assert torchweld.causal_softmax(x, key_end=key_end, scale=scale)[..., :60].isnan().all()
+            y = torchweld.causal_softmax(x, softcap=3.0, scale=scale)
+            torch.testing.assert_close(y[:, :, 1], torch.full_like(y[:, :, 1], 1 / sk))
+            assert (torchweld.causal_softmax(x, sink=sink, scale=scale) == 0).all()
+        if sk < 100:
+            value = torch.ones(1, 2, sk, 3, device=device)
+            forward = torch.ops.torchweld.softmax_matmul_forward
+            out, lse = forward(x, value, key_end=key_end)
+            assert out.isnan().all() and lse.isnan().all()
+            out, lse = forward(x, value, softcap=3.0)
+            torch.testing.assert_close(out, torch.ones_like(out))
+            torch.testing.assert_close(lse, torch.full_like(lse, math.log(sk) - 3))
+            out, lse = forward(x, value, sink=sink)
+            assert (out == 0).all() and (lse == 0).all()
+        x[..., 7] = 1.0
+        y = torchweld.causal_softmax(x, sink=sink)[..., 7]
+        torch.testing.assert_close(y, torch.full_like(y, math.e / (math.e + 1)))
 
 
 def compare(op: str, args: list[Tensor], leftpad: Tensor | None, numbers: dict) -> None:
@@ -387,6 +513,28 @@ def test_numbers_that_hide_nothing_change_no_bit(device):
                     assert_same_bits(got, want)
 
 
+def test_numbers_that_hide_nothing_change_no_bit_of_the_scores_ops(device):
+    sq, sk = 140, 200
+    forward = torch.ops.torchweld.softmax_matmul_forward
+    for dtype in dtypes(device):
+        scores, value = randn(device, dtype, 2, 2, sq, sk), randn(device, dtype, 2, 2, sk, 65)
+        plain = forward(scores, value, causal=True)
+        rows = torchweld.causal_softmax(scores)
+        for numbers in (
+            {"window": sk},
+            {"key_end": ints(sk, 2**31 - 1)},
+            {"key_start": torch.zeros(2, sq, dtype=torch.int32) - 2**31},
+            {"sink": torch.full((2,), -math.inf, dtype=dtype)},
+        ):
+            numbers = moved(device, numbers)
+            for got, want in zip(
+                forward(scores, value, causal=True, **numbers), plain, strict=True
+            ):
+                assert_same_bits(got, want)
+            if "sink" not in numbers:
+                assert_same_bits(torchweld.causal_softmax(scores, **numbers), rows)
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_gradients_have_the_same_bits_in_every_run(device, dim):
     """Key blocks add to dQ in turns; what the others of a batch see changes nothing."""
@@ -441,6 +589,40 @@ def test_a_graph_serves_other_numbers(sq):
         end.copy_(torch.tensor(ends))
         with torch.no_grad():
             sink.copy_(torch.randn(8))
+        graph.replay()
+        for got, want in zip(captured, run(), strict=True):
+            assert_same_bits(got.detach(), want.detach())
+
+
+@on_gpu
+def test_a_graph_of_the_scores_ops_serves_other_numbers():
+    sq, sk = 70, 300
+    scores = randn("cuda", BF16, 2, 4, sq, sk).requires_grad_()
+    value = randn("cuda", BF16, 2, 4, sk, 64).requires_grad_()
+    start = torch.zeros(2, sq, dtype=torch.int32, device="cuda")
+    end = torch.full((2,), sk, dtype=torch.int32, device="cuda")
+    sink = torch.zeros(4, device="cuda", requires_grad=True)
+
+    def run():
+        numbers = {"key_start": start, "key_end": end, "window": 200, "sink": sink, "softcap": 9.0}
+        out = torchweld.softmax_matmul(scores, value, causal=True, **numbers)
+        y = torchweld.causal_softmax(scores, **numbers)
+        leaves = (scores, value, sink)
+        return [out, y, *torch.autograd.grad((out.sum(), y.square().sum()), leaves)]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for seed, ends in enumerate(([300, 3], [0, 150], [250, 900])):
+        torch.manual_seed(seed)
+        start.copy_(torch.randint(-1, sk, (2, sq), dtype=torch.int32))
+        end.copy_(torch.tensor(ends))
+        with torch.no_grad():
+            sink.copy_(torch.randn(4))
         graph.replay()
         for got, want in zip(captured, run(), strict=True):
             assert_same_bits(got.detach(), want.detach())
@@ -505,23 +687,6 @@ def test_the_gradient_of_causal_softmax_says_what_it_needs():
     for numbers in ({"softcap": 2.0}, {"sink": torch.zeros(2)}):
         with pytest.raises(RuntimeError, match="scores must be given with softcap or sink, but"):
             torch.ops.torchweld.causal_softmax_backward(y, y, **numbers)
-
-
-@on_gpu
-def test_cuda_refuses_them_elsewhere():
-    value = torch.zeros(2, 2, 5, 3, device="cuda")
-    scores = torch.zeros(2, 2, 5, 5, device="cuda")
-    for name, number in {
-        "key_start": torch.zeros(2, 5, dtype=torch.int32, device="cuda"),
-        "key_end": pads("cuda", 1, 2),
-        "window": 2,
-        "softcap": 1.0,
-        "sink": torch.zeros(2, device="cuda"),
-    }.items():
-        for op, inputs in (("softmax_matmul", [scores, value]), ("causal_softmax", [scores])):
-            sentence = f"torchweld::{op}: {name} must be left out on CUDA, but got one"
-            with pytest.raises(RuntimeError, match=sentence):
-                call(op)(*inputs, **{name: number})
 
 
 NUMBERS = {

@@ -202,6 +202,17 @@ def test_chips_without_clusters_or_memory_take_no_ring():
     assert all(choice["engine"] == "stream" for _, choice in row_choices(tiled=False))
 
 
+def test_softcap_and_sinks_take_rows_in_registers_or_read_twice():
+    for fields, choice in row_choices(masked=True, capped=True):
+        if fields["backward"]:
+            assert choice["engine"] == "stream"
+            threads, accesses = choice["columns"]["threads"], fields["n"] * fields["elem_size"] / 16
+            assert threads == 512 or threads - 32 < accesses <= threads
+        else:
+            tiled = chosen("softmax", **fields | dict(capped=0))["engine"] == "tile"
+            assert choice["engine"] == "tile" or not tiled
+
+
 # Every configuration, with why it is refused
 
 
@@ -237,6 +248,8 @@ def test_reasons_of_a_softmax():
     scores = dict(n=64, elem_size=2, masked=True)
     assert softmax_refusal("tile 64x4", **scores) == ""
     assert "have other tiles" in softmax_refusal("tile 64x2", **scores)
+    assert softmax_refusal("tile 64x4", **scores, capped=True) == ""
+    assert "scores" in softmax_refusal("tile 64x2", **scores, capped=True, backward=True)
 
 
 def test_reasons_of_rings():
@@ -246,6 +259,7 @@ def test_reasons_of_rings():
     assert "clusters" in softmax_refusal("ring 2", H200 | dict(clusters=0), **long)
     assert "16-byte" in softmax_refusal("ring 2", **long, in_phase=False)
     assert "2^30 rows" in softmax_refusal("ring 2", **long, rows=2**30 + 1)
+    assert "softcap" in softmax_refusal("ring 2", **long, capped=True)
     small = H200 | dict(shared_limit=SMALL["shared_limit"])
     assert "the GPU has 101376" in softmax_refusal("ring 2", small, **long)
     long = dict(n=262_144, backward=True)

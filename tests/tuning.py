@@ -42,7 +42,7 @@ _USUAL = {
     ),
     "softmax": dict(
         n=1024, elem_size=4, aligned=1, backward=0, tiled=1, in_phase=1, rows=64, masked=0,
-        bfloat16=0,
+        bfloat16=0, capped=0,
     ),
     "attention": _HEADS,
     "attention_backward": _HEADS,

@@ -12,6 +12,7 @@
 #include "core/gemm_cpu.h"
 #include "core/mask_arguments.h"
 #include "core/parallel.h"
+#include "core/scores_cpu.h"
 #include "core/simd_cpu.h"
 
 namespace torchweld {
@@ -37,12 +38,9 @@ struct CpuHeads {
 };
 
 // What one call is about: attention, or softmax_matmul with its scores instead of query and key.
-struct CpuAttention {
+struct CpuAttention : CpuScores {
   int64_t batch, nheads, nheads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
   CpuMask mask;
-  double scale;
-  double softcap;               // 0: none
-  Tensor sinks;                 // (nheads,) in the statistics' dtype, or undefined
   std::vector<LiveRange> seen;  // the keys that any row of a sequence sees, from the first on
 
   CpuAttention(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -64,41 +62,22 @@ struct CpuAttention {
   }
   int64_t blocks() const { return (seqlen_q + block_rows() - 1) / block_rows(); }
 
-  template <typename acc_t>
-  acc_t sink(int64_t h) const {
-    return sinks.defined() ? sinks.const_data_ptr<acc_t>()[h]
-                           : -std::numeric_limits<acc_t>::infinity();
-  }
-
  private:
   CpuAttention(int64_t batch, int64_t nheads, int64_t nheads_kv, int64_t seqlen_q, int64_t seqlen_k,
                int64_t head_dim, int64_t head_dim_v, const MaskArguments& args, double scale,
                at::ScalarType acc)
-      : batch(batch),
+      : CpuScores(args, scale, acc),
+        batch(batch),
         nheads(nheads),
         nheads_kv(nheads_kv),
         seqlen_q(seqlen_q),
         seqlen_k(seqlen_k),
         head_dim(head_dim),
         head_dim_v(head_dim_v),
-        mask(args, seqlen_q, seqlen_k),
-        scale(scale),
-        softcap(args.softcap.value_or(0)) {
-    if (is_given(args.sink)) sinks = args.sink->to(acc).contiguous();
+        mask(args, seqlen_q, seqlen_k) {
     for (int64_t b = 0; b < batch; ++b) seen.push_back(mask.live(0, seqlen_q, mask.sequence(b)));
   }
 };
-
-// scores = softcap * tanh(scores / softcap). cap_tile enters vectors by itself.
-template <typename acc_t>
-inline void cap_row(acc_t* scores, int64_t count, acc_t softcap) {
-  const acc_t inverse = 1 / softcap;
-  for (int64_t i = 0; i < count; ++i) scores[i] = softcap * tanh_in_vectors(scores[i] * inverse);
-}
-template <typename acc_t>
-void cap_tile(acc_t* scores, int64_t count, double softcap) {
-  with_vectors([&] { cap_row(scores, count, static_cast<acc_t>(softcap)); });
-}
 
 // to (columns, width) = the transpose of rows, zeros from `rows` on.
 template <typename T, typename acc_t>

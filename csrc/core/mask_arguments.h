@@ -29,16 +29,6 @@ struct MaskArguments {
   std::optional<double> softcap;    // > 0: scores become softcap * tanh(score / softcap)
   const OptionalTensor& sink;       // (nheads,): one more logit of a head, without a value
 
-  // The first that is given of those that only some kernels know.
-  const char* first_beyond_leftpad() const {
-    return is_given(key_start) ? "key_start"
-           : is_given(key_end) ? "key_end"
-           : window            ? "window"
-           : softcap           ? "softcap"
-           : is_given(sink)    ? "sink"
-                               : nullptr;
-  }
-
   MaskRule rule(int64_t seqlen_q, int64_t seqlen_k) const {
     return {seqlen_q, seqlen_k, causal, is_given(leftpad),
             std::min(window.value_or(0), MaskRule::kMaxWindow)};
@@ -83,13 +73,6 @@ inline void check_mask(const char* op, const MaskArguments& mask, const c10::Sym
              ".dtype)");
     check_shape(op, "sink", sink, {nheads}, "(nheads,)");
   }
-}
-
-// The CUDA kernels know leftpad and causal.
-inline void refuse_on_cuda(const char* op, const MaskArguments& mask) {
-  const char* name = mask.first_beyond_leftpad();
-  TW_CHECK(name == nullptr, op, name, " must be left out on CUDA, but got one; use ",
-           "torch.nn.functional.scaled_dot_product_attention with attn_mask there");
 }
 
 // The gradient to a sink; (0,) where none is given.

@@ -18,6 +18,7 @@
 #include "core/choices.h"
 #include "core/counters.h"
 #include "core/cuda_inputs.h"
+#include "core/cuda_mask.h"
 #include "layers/matmul.h"
 #include "ops/attention/attention.h"
 #include "ops/attention/attention_backward.h"
@@ -186,28 +187,6 @@ AttentionTensor strided(const Tensor& t) {
   const auto stride = [&](int64_t d) { return t.size(d) > 1 ? t.stride(d) : 0; };
   return {t.const_data_ptr(), stride(0), stride(1), stride(2)};
 }
-
-// The mask's numbers as the kernels want them, and the tensors that hold them.
-struct MaskOnDevice {
-  Tensor key_start, key_end, sink;
-  AttentionMask mask{};
-
-  explicit MaskOnDevice(const MaskArguments& args) {
-    mask.window = args.rule(0, 0).window;
-    mask.softcap = static_cast<float>(args.softcap.value_or(0));
-    mask.key_start = data_of<int32_t>(key_start, args.key_start, at::kInt);
-    mask.key_end = data_of<int32_t>(key_end, args.key_end, at::kInt);
-    mask.sink = data_of<float>(sink, args.sink, at::kFloat);
-  }
-
- private:
-  template <typename T>
-  static const T* data_of(Tensor& holder, const OptionalTensor& t, at::ScalarType dtype) {
-    if (!is_given(t)) return nullptr;
-    holder = t->to(dtype).contiguous();
-    return const_data<T>(holder);
-  }
-};
 
 AttentionSizes sizes_of(const Tensor& query, const Tensor& key, const Tensor& value) {
   return {query.size(0), query.size(1), key.size(1),  query.size(2),

@@ -5,9 +5,9 @@
 
 #include <cstdint>
 
+#include "core/attention_mask.h"
 #include "core/device.h"
 #include "core/dtype.h"
-#include "core/mask.h"
 #include "ops/attention/attention_config.h"
 
 namespace torchweld {
@@ -53,31 +53,7 @@ struct AttentionParams {
   }
 };
 
-// What else of a mask there is (core/mask.h), and what becomes of the scores. Null and 0: not
-// given.
-struct AttentionMask {
-  const int32_t* key_start;  // (batch, seqlen_q)
-  const int32_t* key_end;    // (batch,)
-  int64_t window;
-  float softcap;      // scores become softcap * tanh(score / softcap)
-  const float* sink;  // (nheads,): one more logit of a head, without a value
-
-  bool given() const { return key_start || key_end || window > 0 || softcap > 0.f || sink; }
-
-  // The rule with the window, from the one without.
-  TW_HOST_DEVICE MaskRule rule(MaskRule rule) const {
-    rule.window = window;
-    return rule;
-  }
-  TW_HOST_DEVICE SequenceMask sequence(const MaskRule& rule, const int32_t* leftpad,
-                                       int64_t b) const {
-    return {leftpad ? rule.clamp_pad(leftpad[b]) : 0,
-            key_end ? rule.clamp_pad(key_end[b]) : rule.seqlen_k,
-            key_start ? key_start + b * rule.seqlen_q : nullptr};
-  }
-};
-
-// The kernels take it where the mask is given, and AttentionParams alone where it isn't.
+// The kernels take it where an AttentionMask is given, and AttentionParams alone where it isn't.
 struct MaskedAttentionParams : AttentionParams {
   AttentionMask mask;
 

@@ -15,6 +15,7 @@
 #ifdef TORCHWELD_CUDA
 #include "core/counters.h"
 #include "core/cuda_inputs.h"
+#include "core/cuda_mask.h"
 #include "ops/causal_softmax/causal_softmax.h"
 #endif
 
@@ -140,15 +141,16 @@ CausalMask mask_of(const Tensor& scores, const Vector& leftpad, double scale) {
 Tensor causal_softmax_cuda(const Tensor& scores, const OptionalTensor& leftpad, double scale,
                            TW_MASK_PARAMETERS) {
   Tensor y = causal_softmax_meta(scores, leftpad, scale, TW_MASK_ARGUMENTS);
-  refuse_on_cuda("causal_softmax", {leftpad, /*causal=*/true, TW_MASK_ARGUMENTS});
   if (y.numel() == 0) return y;
   const OnDevice on(scores.device());
   const cudaStream_t stream = current_stream();
   const Rows in(scores);
   const Vector pads(leftpad);
+  const MaskOnDevice on_device({leftpad, /*causal=*/true, TW_MASK_ARGUMENTS});
   launch_causal_softmax({in.tensor.const_data_ptr(), y.mutable_data_ptr(), in.rows, in.n,
                          in.row_stride, dtype_of(scores)},
-                        mask_of(scores, pads, scale), zero_counter_if_asked(scores), stream);
+                        mask_of(scores, pads, scale), on_device.mask, zero_counter_if_asked(scores),
+                        stream);
   return y;
 }
 
@@ -156,16 +158,33 @@ Grads causal_softmax_backward_cuda(const Tensor& dy, const Tensor& y, const Opti
                                    double scale, TW_MASK_PARAMETERS, const OptionalTensor& scores) {
   auto [dscores, dsink] =
       causal_softmax_backward_meta(dy, y, leftpad, scale, TW_MASK_ARGUMENTS, scores);
-  refuse_on_cuda("causal_softmax", {leftpad, /*causal=*/true, TW_MASK_ARGUMENTS});
-  if (dscores.numel() == 0) return {dscores, dsink};
+  if (dscores.numel() == 0) {
+    dsink.zero_();
+    return {dscores, dsink};
+  }
   const OnDevice on(y.device());
   const cudaStream_t stream = current_stream();
   const Rows in_dy(dy), in_y(y);
   const Vector pads(leftpad);
+  const MaskOnDevice on_device({leftpad, /*causal=*/true, TW_MASK_ARGUMENTS});
+  std::optional<Rows> in;
+  CappedBackward capped{};
+  if (softcap || is_given(sink)) {
+    in.emplace(*scores);
+    capped.scores = in->tensor.const_data_ptr();
+    capped.row_stride = in->row_stride;
+  }
+  Tensor sink_parts;  // of every row
+  if (is_given(sink)) {
+    sink_parts = at::empty({y.dim() == 2 ? 1 : y.size(0), sink->size(0), y.size(-2)},
+                           y.options().dtype(at::kFloat));
+    capped.sink_parts = mutable_data<float>(sink_parts);
+  }
   launch_causal_softmax_backward(
       {in_dy.tensor.const_data_ptr(), in_y.tensor.const_data_ptr(), dscores.mutable_data_ptr(),
        in_y.rows, in_y.n, in_dy.row_stride, in_y.row_stride, dtype_of(y)},
-      mask_of(y, pads, scale), zero_counter_if_asked(y), stream);
+      mask_of(y, pads, scale), on_device.mask, capped, zero_counter_if_asked(y), stream);
+  if (sink_parts.defined()) dsink.copy_(sink_parts.sum(at::IntArrayRef({0, 2})));
   return {dscores, dsink};
 }
 #endif

@@ -8,27 +8,21 @@
 #include <limits>
 #include <type_traits>
 
-#include "core/mask_arguments.h"
 #include "core/parallel.h"
-#include "core/simd_cpu.h"
+#include "core/scores_cpu.h"
 
 namespace torchweld {
 
 // What one call is about; `scores` is (batch, heads, seqlen_q, seqlen_k).
-struct CausalSoftmaxCpu {
+struct CausalSoftmaxCpu : CpuScores {
   int64_t batch, heads;
   CpuMask mask;
-  double scale, softcap;  // softcap 0: none
-  Tensor sinks;           // (heads,) in the statistics' dtype, or undefined
 
   CausalSoftmaxCpu(const MaskArguments& args, const Tensor& scores, double scale)
-      : batch(scores.size(0)),
+      : CpuScores(args, scale, acc_dtype(scores)),
+        batch(scores.size(0)),
         heads(scores.size(1)),
-        mask(args, scores.size(2), scores.size(3)),
-        scale(scale),
-        softcap(args.softcap.value_or(0)) {
-    if (is_given(args.sink)) sinks = args.sink->to(acc_dtype(scores)).contiguous();
-  }
+        mask(args, scores.size(2), scores.size(3)) {}
 
   bool needs_scores() const { return softcap > 0 || sinks.defined(); }
 
@@ -42,9 +36,7 @@ struct CausalSoftmaxCpu {
     template <typename T>
     void load(acc_t* to, const T* scores, int64_t count) const {
       for (int64_t c = 0; c < count; ++c) to[c] = static_cast<acc_t>(scores[c]) * scale;
-      if (softcap > 0) {
-        for (int64_t c = 0; c < count; ++c) to[c] = softcap * tanh_in_vectors(to[c] * inverse_cap);
-      }
+      if (softcap > 0) cap_row(to, count, softcap);
     }
     // exp(sink - max), 0 without one.
     acc_t sink_exp(acc_t max) const {
@@ -55,9 +47,7 @@ struct CausalSoftmaxCpu {
   template <typename T, typename acc_t = at::opmath_type<T>>
   Head<acc_t> of_head(int64_t h) const {
     return {mask.rule.seqlen_k, static_cast<acc_t>(scale), static_cast<acc_t>(softcap),
-            softcap > 0 ? static_cast<acc_t>(1 / softcap) : 0,
-            sinks.defined() ? sinks.const_data_ptr<acc_t>()[h]
-                            : -std::numeric_limits<acc_t>::infinity()};
+            softcap > 0 ? static_cast<acc_t>(1 / softcap) : 0, sink<acc_t>(h)};
   }
 };
 

@@ -138,6 +138,7 @@ struct SoftmaxProblem {
   int64_t rows = 1;
   bool masked = false;
   bool bfloat16 = false;
+  bool capped = false;  // softcap or a sink: see CappedMask
   DeviceFacts device = {};
 };
 
@@ -153,7 +154,18 @@ inline Refusal softmax_row_refusal(const SoftmaxProblem& p, int64_t capacity) {
   return p.n <= capacity ? Refusal() : Refusal("holds {} elements, the row has {}", capacity, p.n);
 }
 
+// With softcap or a sink the gradient reads a third matrix, for which registers have no room.
+constexpr bool softmax_needs_scores(const SoftmaxProblem& p) { return p.capped && p.backward; }
+
+// Threads of a row that is read twice: no more than its accesses in that gradient.
+constexpr int softmax_stream_threads(const SoftmaxProblem& p) {
+  const int64_t accesses = (p.n + 16 / p.elem_size - 1) / (16 / p.elem_size);
+  const bool fewer = softmax_needs_scores(p) && accesses < kSoftmaxStreamThreads;
+  return fewer ? static_cast<int>((accesses + 31) / 32 * 32) : kSoftmaxStreamThreads;
+}
+
 inline Refusal softmax_refusal(const SoftmaxProblem& p, const SoftmaxTile& tile) {
+  if (softmax_needs_scores(p)) return "no registers for the scores, which softcap or a sink needs";
   if (!p.tiled) return "the rows need 64-bit indices or the scale is 0";
   if (!tile.serves(p.elem_size, p.backward, p.masked)) {
     return tile.rows == SoftmaxRows::kScores ? "for 16-bit scores under a mask"
@@ -164,6 +176,7 @@ inline Refusal softmax_refusal(const SoftmaxProblem& p, const SoftmaxTile& tile)
 }
 
 inline Refusal softmax_refusal(const SoftmaxProblem& p, const SoftmaxRing& ring) {
+  if (p.capped) return "knows no softcap and no sink";
   constexpr int64_t kMostRows = int64_t{1} << 30;  // rings count in 32 bits
   if (!p.tiled) return "the rows need 64-bit indices or the scale is 0";
   if (!ring.serves(p.backward)) return "for the gradient alone";

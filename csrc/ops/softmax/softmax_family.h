@@ -9,9 +9,9 @@ namespace torchweld {
 struct SoftmaxFamily {
   static constexpr const char* kName = "softmax";
   static constexpr Field kFields[] = {
-      {"n", 1, kMostSize},    {"elem_size", 2, 4}, {"aligned", 0, 1},
-      {"backward", 0, 1},     {"tiled", 0, 1},     {"in_phase", 0, 1},
-      {"rows", 1, kMostSize}, {"masked", 0, 1},    {"bfloat16", 0, 1}};
+      {"n", 1, kMostSize}, {"elem_size", 2, 4}, {"aligned", 0, 1},      {"backward", 0, 1},
+      {"tiled", 0, 1},     {"in_phase", 0, 1},  {"rows", 1, kMostSize}, {"masked", 0, 1},
+      {"bfloat16", 0, 1},  {"capped", 0, 1}};
   static constexpr const char* kEngines[] = {"tile", "ring", "stream"};
   static constexpr bool kInOrder = true;
 
@@ -20,11 +20,11 @@ struct SoftmaxFamily {
 
   static Numbers numbers(const SoftmaxProblem& p) {
     return {p.n,        p.elem_size, p.aligned, p.backward, p.tiled,
-            p.in_phase, p.rows,      p.masked,  p.bfloat16};
+            p.in_phase, p.rows,      p.masked,  p.bfloat16, p.capped};
   }
   static SoftmaxProblem problem(const Numbers& x) {
     return {x[0], x[1] == 4 ? 4 : 2, x[2] != 0, x[3] != 0, x[4] != 0, x[5] != 0,
-            x[6], x[7] != 0,         x[8] != 0, {}};
+            x[6], x[7] != 0,         x[8] != 0, x[9] != 0, {}};
   }
   static Numbers key(Numbers x) {
     x[6] = size_class(x[6]);
@@ -73,7 +73,7 @@ struct SoftmaxFamily {
               {"capacity", ring.capacity(p.elem_size, p.backward, p.aligned)},
               {"read_once_to", ring.read_once_to(p.elem_size, p.backward, p.aligned)}};
     }
-    if (engine(x) == SoftmaxEngine::kStream) return row(kSoftmaxStreamThreads, 0, 0);
+    if (engine(x) == SoftmaxEngine::kStream) return row(softmax_stream_threads(p), 0, 0);
     const SoftmaxTile& tile = kSoftmaxTiles[x[1]];
     const int64_t capacity = tile.capacity(p.elem_size, p.aligned);
     return row(tile.threads_for(p.n, p.elem_size), tile.loads, capacity);
@@ -92,6 +92,7 @@ struct SoftmaxFamily {
     if (engine(x) == SoftmaxEngine::kTile) return "the first tile that holds " + row;
     if (engine(x) == SoftmaxEngine::kRing)
       return "the smallest cluster that takes " + row + " well";
+    if (softmax_needs_scores(p)) return "softcap and sink: the gradient reads the scores too";
     return softmax_reads_twice(p) ? row + " would leave an SM one block in registers"
                                   : "no tile and no ring takes " + row;
   }

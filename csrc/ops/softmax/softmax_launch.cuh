@@ -90,23 +90,26 @@ void launch_stream(const RowArgs<T>& args, const Mask& mask, cudaStream_t stream
   });
 }
 
+// As many bytes from one row to the next as in the result, and from a 16-byte boundary.
+template <typename T>
+bool rows_in_phase(const RowArgs<T>& args, const T* g_x, int64_t row_stride) {
+  return rows_aligned(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(g_x) -
+                                                    reinterpret_cast<uintptr_t>(args.g_y)),
+                      (row_stride - args.n) * sizeof(T));
+}
+
 template <typename T, bool kBackward, typename Mask>
 SoftmaxProblem problem_of(const RowArgs<T>& args, const Mask& mask) {
-  // As many bytes from one row to the next, and from a 16-byte boundary.
-  const auto in_phase = [&](const T* g_x, int64_t row_stride) {
-    return rows_aligned(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(g_x) -
-                                                      reinterpret_cast<uintptr_t>(args.g_y)),
-                        (row_stride - args.n) * sizeof(T));
-  };
   SoftmaxProblem problem = {args.n, sizeof(T)};
   problem.backward = kBackward;
   problem.masked = Mask::kMasked;
   problem.tiled = mask.tiled(args.rows);
-  problem.in_phase = in_phase(args.g_x, args.x_row_stride) &&
-                     (!kBackward || in_phase(args.g_dy, args.dy_row_stride));
+  problem.in_phase = rows_in_phase(args, args.g_x, args.x_row_stride) &&
+                     (!kBackward || rows_in_phase(args, args.g_dy, args.dy_row_stride));
   problem.aligned = rows_aligned(args.g_y, args.n * sizeof(T));
   problem.rows = args.rows;
   problem.bfloat16 = std::is_same_v<T, __nv_bfloat16>;
+  problem.capped = Mask::kCapped;
   problem.device = device_facts();
   return problem;
 }
@@ -129,7 +132,7 @@ void launch_softmax_rows(const RowArgs<T>& args, const Mask& mask, const ZeroCou
     });
   } else if (choice.engine == SoftmaxEngine::kRing) {
     dispatch_index<kNumSoftmaxRings>(choice.tile, [&](auto ring) {
-      if constexpr (kSoftmaxRings[ring.value].serves(kBackward)) {
+      if constexpr (kSoftmaxRings[ring.value].serves(kBackward) && !Mask::kCapped) {
         launch_ring<RingConfig<T, ring.value, kBackward>>(args, mask, counter, stream);
       }
     });

@@ -5,6 +5,8 @@
 #include <cstdint>
 
 #include "core/mask.h"
+#include "core/score_scale.h"
+#include "device/activation.cuh"
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
 
@@ -12,7 +14,7 @@ namespace torchweld {
 
 // Everything is visible, scale 1.
 struct NoMask {
-  static constexpr bool kMasked = false;
+  static constexpr bool kMasked = false, kCapped = false;
   int64_t n;
   bool tiled(int64_t) const { return true; }
   __device__ __forceinline__ RowRange live_columns(int64_t) const {
@@ -94,8 +96,56 @@ struct Exponent {
   }
 };
 
+// The same behind softcap and with a sink (CappedMask).
+template <typename T>
+struct CappedExponent : Exponent<T> {
+  CappedScale scale;
+
+  __device__ __forceinline__ CappedExponent(float scale, float softcap)
+      : Exponent<T>(scale), scale(scale, softcap) {
+    this->c = this->scale.c;
+  }
+
+  // The logit of sign * score. -inf becomes -softcap: what is hidden is hidden behind this.
+  __device__ __forceinline__ float logit(float x) const {
+    return scale.softcap > 0.f ? scale.softcap * tanh_of<sizeof(T) == 4>(x * scale.cap) : x;
+  }
+
+  // What a row's exponentials against its maximum are multiplied with. A row of nothing but -inf is
+  // NaN as in torch, but 0 beside a sink.
+  __device__ __forceinline__ FinishedRow finish(const MaxSum& total, float sink) const {
+    constexpr float kUnit = 1.f / (int64_t{1} << static_cast<int>(Exponent<T>::kBias));
+    FinishedRow row = finish_row(scale, total.max, total.sum * kUnit, sink);
+    row.factor *= kUnit;
+    return row;
+  }
+};
+
+template <typename T, typename Mask>
+__device__ __forceinline__ auto exponent_of(const Mask& mask) {
+  if constexpr (Mask::kCapped) {
+    return CappedExponent<T>(mask.scale(), mask.mask.softcap);
+  } else {
+    return Exponent<T>(mask.scale());
+  }
+}
+
 // -inf - (-inf) is NaN: a part that saw only -inf is compared with 0 instead and adds nothing.
 __device__ __forceinline__ float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
+
+// An access of a streaming row as the exponents want it, -inf where the mask hides.
+template <typename Mask, typename T, int kElems, typename ExponentT>
+__device__ __forceinline__ void unpack_scores(float (&r_to)[kElems], const Vec<T, kElems>& from,
+                                              const LiveRange& live, int64_t first,
+                                              const ExponentT& exponent) {
+  unpack<Mask>(r_to, from, live, first, exponent.sign, -INFINITY);
+  if constexpr (Mask::kCapped) {
+#pragma unroll
+    for (int j = 0; j < kElems; ++j) {
+      if (sees(live, first + j)) r_to[j] = exponent.logit(r_to[j]);
+    }
+  }
+}
 
 // Adds values, of which none is larger than `largest`, to a running (max, sum).
 template <typename T, int kCount>

@@ -119,6 +119,23 @@ struct RowShare {
     }
   }
 
+  // An access as the exponents want it, once its hidden columns are so.
+  template <typename ExponentT>
+  __device__ __forceinline__ void unpack(float (&r_to)[kElems], const uint4& r_in, int i,
+                                         const ExponentT& exponent) const {
+    to_floats<T>(r_to, r_in);
+    if constexpr (Mask::kCapped) {
+      if (exponent.scale.softcap == 0.f) return;
+#pragma unroll
+      for (float& x : r_to) x = exponent.logit(x);
+      if (in_row(i) && column(i) >= live.begin && column(i) + kElems <= live.end) return;
+#pragma unroll
+      for (int j = 0; j < kElems; ++j) {
+        if (!in_row(i) || !sees(live, column(i) + j)) r_to[j] = -INFINITY;
+      }
+    }
+  }
+
   // The results; `finite` is false where hidden columns have to be cleared, as 0 * NaN is NaN.
   __device__ __forceinline__ void store(T* g_row, int i, float (&r_out)[kElems],
                                         bool finite) const {
@@ -144,7 +161,7 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
   using Share = RowShare<Config, Mask>;
   const int64_t row = Share::row();
   if (Config::kRowsPerBlock > 1 && row >= args.rows) return;
-  const Exponent<T> exponent(mask.scale());
+  const auto exponent = exponent_of<T>(mask);
   const float hidden = -exponent.sign * INFINITY;  // smaller than any score
   const T* g_x = args.g_x + row * args.x_row_stride;
   T* g_y = args.g_y + row * args.n;
@@ -178,10 +195,16 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
       share.hide(r_in[i], i, hidden);
       if (Mask::kMasked && exponent.sign < 0.f) r_in[i] = negated<T>(r_in[i]);
       max = fmaxf(max, largest<T>(r_in[i]));
-      if constexpr (!kAgain) to_floats<T>(r_x[i], r_in[i]);
+      if constexpr (!kAgain) share.unpack(r_x[i], r_in[i], i, exponent);
     }
   }
   max = warp_max(max);
+  if constexpr (Mask::kCapped) {
+    max = exponent.logit(max);
+    if (Config::kPeel && share.edge >= 0 && sees(share.live, share.edge)) {
+      r_edge = exponent.logit(r_edge);
+    }
+  }
   const float shift = finite_max(max);
   if constexpr (Config::kPeel) r_edge = exponent(r_edge, shift);
   float sum = Config::kPeel ? r_edge : 0.f;
@@ -189,7 +212,7 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
   for (int i = 0; i < kLoads; ++i) {
     if (share.chunk_is_live(i)) {
       float (&r_of)[kElems] = r_x[kAgain ? 0 : i];
-      if constexpr (kAgain) to_floats<T>(r_of, r_in[i]);
+      if constexpr (kAgain) share.unpack(r_of, r_in[i], i, exponent);
 #pragma unroll
       for (int j = 0; j < kElems; ++j) {
         r_of[j] = exponent(r_of[j], shift);
@@ -203,7 +226,12 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
     total = s_exchange.merge_warps(total, exponent);
   }
   // A row of nothing but -inf is NaN as in torch: (-inf) - (-inf).
-  const float factor = exponent.rescale(max, total.max) / total.sum;
+  float factor = exponent.rescale(max, total.max) / total.sum;
+  if constexpr (Mask::kCapped) {
+    const float sink = mask.sink(args.first_row + row);
+    factor = exponent.finish(total, sink).factor;
+    if (!(sink > total.max && total.max == -INFINITY)) factor *= exponent.rescale(max, total.max);
+  }
 
   if constexpr (kAgain) {
 #pragma unroll
@@ -217,7 +245,7 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
     if (kZerosFirst && !share.chunk_is_live(i)) continue;
     float r_y[kElems] = {};
     if (share.chunk_is_live(i)) {
-      if constexpr (kAgain) to_floats<T>(r_y, r_in[i]);
+      if constexpr (kAgain) share.unpack(r_y, r_in[i], i, exponent);
 #pragma unroll
       for (int j = 0; j < kElems; ++j) {
         const float x = kAgain ? exponent(r_y[j], shift) : r_x[kAgain ? 0 : i][j];

@@ -14,7 +14,7 @@ __global__ __launch_bounds__(kSoftmaxStreamThreads) void softmax_stream_kernel(
   constexpr int kStep = kSoftmaxStreamThreads * kElems;
   __shared__ BlockExchange<kSoftmaxStreamThreads> s_exchange;
 
-  const Exponent<T> exponent(mask.scale());
+  const auto exponent = exponent_of<T>(mask);
   const int64_t row = blockIdx.x;
   const LiveRange live = mask.live(args.first_row + row);
   const T* g_x = args.g_x + row * args.x_row_stride;
@@ -25,24 +25,29 @@ __global__ __launch_bounds__(kSoftmaxStreamThreads) void softmax_stream_kernel(
   MaxSum part = {-INFINITY, 0.f};
   for (int64_t first = start; first < live.end; first += kStep) {
     float r_x[kElems];
-    unpack<Mask>(r_x, load_vec<T, kElems>(g_x + first), live, first, exponent.sign, -INFINITY);
+    unpack_scores<Mask>(r_x, load_vec<T, kElems>(g_x + first), live, first, exponent);
     accumulate(part, largest(r_x), r_x, exponent);
   }
   const MaxSum total = s_exchange.merge_warps(warp_merge(part, exponent), exponent);
-  const float factor = 1.f / total.sum;
+  float factor = 1.f / total.sum, shift = total.max;
+  if constexpr (Mask::kCapped) {
+    const float sink = mask.sink(args.first_row + row);
+    factor = exponent.finish(total, sink).factor;
+    if (sink > total.max) shift = finite_max(shift);
+  }
 
   // Second read, and the store.
   for (int64_t first = threadIdx.x * kElems; first < args.n; first += kStep) {
     Vec<T, kElems> out = {};
     if (touches<Mask>(live, first, kElems)) {
       float r_x[kElems];
-      unpack<Mask>(r_x, load_vec<T, kElems>(g_x + first), live, first, exponent.sign, -INFINITY);
+      unpack_scores<Mask>(r_x, load_vec<T, kElems>(g_x + first), live, first, exponent);
 #pragma unroll
       for (int j = 0; j < kElems; ++j) {
-        out.values[j] = from_float<T>(exponent(r_x[j], total.max) * factor);
+        out.values[j] = from_float<T>(exponent(r_x[j], shift) * factor);
       }
       if constexpr (Mask::kMasked) {
-        if (!isfinite(factor) || !isfinite(total.max)) clear_hidden(out, live, first);
+        if (!isfinite(factor) || !isfinite(shift)) clear_hidden(out, live, first);
       }
     }
     store_vec(g_y + first, out);

@@ -6,6 +6,7 @@
 // denominator; the gradient rebuilds the probabilities from it. On the CPU the probabilities exist
 // one block of rows at a time, on CUDA only in registers.
 #include <ATen/Dispatch.h>
+#include <ATen/ops/zeros_like.h>
 
 #include "core/attention_common.h"
 #include "core/dispatch.h"
@@ -14,6 +15,7 @@
 
 #ifdef TORCHWELD_CUDA
 #include "core/cuda_inputs.h"
+#include "core/cuda_mask.h"
 #include "layers/matmul.h"
 #include "ops/softmax_matmul/softmax_matmul.h"
 #endif
@@ -158,19 +160,21 @@ SoftmaxMatmulProblem problem_of(const Tensor& scores, const Tensor& value, const
 
 void softmax_matmul_into_cuda(Tensor& out, Tensor* lse, const Tensor& scores, const Tensor& value,
                               const MaskArguments& mask, double scale) {
-  refuse_on_cuda("softmax_matmul", mask);
   if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
   const OnDevice on(scores.device());
   if (scores.numel() == 0) {  // no keys
     out.zero_();
     if (lse) lse->fill_(-std::numeric_limits<double>::infinity());
+    if (lse && is_given(mask.sink)) lse->copy_(mask.sink->view({1, scores.size(1), 1}));
     return;
   }
   const Heads in_scores(scores), in_value(value);
   const Vector pads(mask.leftpad);
+  const MaskOnDevice on_device(mask);
   launch_softmax_matmul(
-      {problem_of(scores, value, pads, mask.causal, scale), in_scores.operand(), in_value.operand(),
-       out.mutable_data_ptr(), lse ? mutable_data<float>(*lse) : nullptr},
+      {{problem_of(scores, value, pads, mask.causal, scale), in_scores.operand(),
+        in_value.operand(), out.mutable_data_ptr(), lse ? mutable_data<float>(*lse) : nullptr},
+       on_device.mask},
       current_stream());
 }
 
@@ -183,27 +187,29 @@ Grads softmax_matmul_backward_cuda(const Tensor& dout, const Tensor& scores, con
                                    TW_MASK_PARAMETERS) {
   auto [dscores, dvalue, dsink] = softmax_matmul_backward_meta(
       dout, scores, value, out, lse, leftpad, causal, scale, TW_MASK_ARGUMENTS);
-  refuse_on_cuda("softmax_matmul", {leftpad, causal, TW_MASK_ARGUMENTS});
   const OnDevice on(scores.device());
   if (dscores.numel() == 0 || dvalue.numel() == 0) {
     dscores.zero_();
     dvalue.zero_();
+    dsink.zero_();
     return {dscores, dvalue, dsink};
   }
   const Heads in_scores(scores), in_value(value), in_out(out), in_dout(dout);
   const Tensor in_lse = lse.contiguous();
   const Vector pads(leftpad);
-  const SoftmaxMatmulBackwardParams params = {problem_of(scores, value, pads, causal, scale),
-                                              in_scores.operand(),
-                                              in_value.operand(),
-                                              in_out.operand(),
-                                              in_dout.operand(),
-                                              const_data<float>(in_lse),
-                                              dscores.mutable_data_ptr(),
-                                              dvalue.mutable_data_ptr()};
+  const MaskOnDevice on_device({leftpad, causal, TW_MASK_ARGUMENTS});
+  Tensor sink_parts;  // of every row
+  if (is_given(sink)) sink_parts = at::zeros_like(in_lse);
+  const MaskedSoftmaxMatmulBackwardParams params = {
+      {problem_of(scores, value, pads, causal, scale), in_scores.operand(), in_value.operand(),
+       in_out.operand(), in_dout.operand(), const_data<float>(in_lse), dscores.mutable_data_ptr(),
+       dvalue.mutable_data_ptr()},
+      on_device.mask,
+      sink_parts.defined() ? mutable_data<float>(sink_parts) : nullptr};
   const cudaStream_t stream = current_stream();
   launch_softmax_matmul_dscores(params, stream);
   launch_softmax_matmul_dvalue(params, stream);
+  if (sink_parts.defined()) dsink.copy_(sink_parts.sum(at::IntArrayRef({0, 2})));
   return {dscores, dvalue, dsink};
 }
 #endif

@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
+#include "core/attention_mask.h"
 #include "core/dtype.h"
-#include "core/mask.h"
 
 namespace torchweld {
 
@@ -38,6 +38,12 @@ struct SoftmaxMatmulParams {
   float* lse;           // (batch, nheads, seqlen_q), contiguous, or null
 };
 
+// The kernels take it where an AttentionMask is given, and SoftmaxMatmulParams alone where it
+// isn't.
+struct MaskedSoftmaxMatmulParams : SoftmaxMatmulParams {
+  AttentionMask mask;
+};
+
 struct SoftmaxMatmulBackwardParams {
   SoftmaxMatmulProblem problem;
   HeadsOperand scores;
@@ -49,9 +55,18 @@ struct SoftmaxMatmulBackwardParams {
   void* dvalue;      // contiguous
 };
 
+struct MaskedSoftmaxMatmulBackwardParams : SoftmaxMatmulBackwardParams {
+  AttentionMask mask;
+  // (batch, nheads, seqlen_q), 0 before the launch, or null: what every row adds to the gradient of
+  // its head's sink.
+  float* sink_parts;
+};
+
 // No size of a problem may be 0 but head_dim_v, in the forward.
-void launch_softmax_matmul(const SoftmaxMatmulParams& params, cudaStream_t stream);
-void launch_softmax_matmul_dscores(const SoftmaxMatmulBackwardParams& params, cudaStream_t stream);
-void launch_softmax_matmul_dvalue(const SoftmaxMatmulBackwardParams& params, cudaStream_t stream);
+void launch_softmax_matmul(const MaskedSoftmaxMatmulParams& params, cudaStream_t stream);
+void launch_softmax_matmul_dscores(const MaskedSoftmaxMatmulBackwardParams& params,
+                                   cudaStream_t stream);
+void launch_softmax_matmul_dvalue(const MaskedSoftmaxMatmulBackwardParams& params,
+                                  cudaStream_t stream);
 
 }  // namespace torchweld

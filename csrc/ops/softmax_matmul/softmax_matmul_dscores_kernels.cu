@@ -1,5 +1,7 @@
 // dscores = scale * p * (dout @ value^T - rowsum(dout * out)), 0 where a row does not see the key:
 //   p = exp(scale * scores - lse), dscores (seqlen_q, seqlen_k); dout, out (seqlen_q, head_dim_v)
+// Behind softcap also times the cap's slope; a row's part of its sink's gradient is
+//   -exp(sink - lse) * rowsum(dout * out)
 //
 // A block owns 128 query rows of a head, a warp 16 of them. It walks over the live blocks of keys
 // and, within each, over head_dim_v in chunks of 128 bytes, through a ring of tiles filled by
@@ -11,9 +13,12 @@
 namespace torchweld {
 namespace {
 
-template <typename T_, bool kTf32_>
+template <typename T_, bool kTf32_, bool kMasked_>
 struct DscoresConfig {
   using T = T_;
+  static constexpr bool kMasked = kMasked_;
+  using Params =
+      std::conditional_t<kMasked, MaskedSoftmaxMatmulBackwardParams, SoftmaxMatmulBackwardParams>;
   static constexpr bool kTf32 = kTf32_;
   static constexpr int kThreads = 256;
   static constexpr int kBlockM = kThreads / kWarp * 16;
@@ -22,7 +27,7 @@ struct DscoresConfig {
   static constexpr int kSteps = kChunk * sizeof(T) / kStepBytes;
   static constexpr int kPitch = kBlockN + kPitchPadBytes / sizeof(T);
   static constexpr int kStages = 2;
-  static constexpr int kUnroll = sizeof(T) == 2 ? kSteps : 1;
+  static constexpr int kUnroll = sizeof(T) == 4 ? 1 : kMasked ? 2 : kSteps;  // without spills
 
   struct Shared {
     alignas(16) T s_scores[kStages][kBlockM][kPitch];
@@ -97,9 +102,10 @@ struct RowPair {
   bool single[2];
 };
 
-template <typename T>
+template <typename T, typename LiveOf>
 __device__ __forceinline__ RowPair load_row_pair(const SoftmaxMatmulBackwardParams& params,
-                                                 const HeadIndex& head, int64_t warp_row) {
+                                                 const HeadIndex& head, int64_t warp_row,
+                                                 const LiveOf& live_of) {
   const MaskRule rule = params.problem.rule;
   const T* g_out = head.of<T>(params.out);
   const T* g_dout = head.of<T>(params.dout);
@@ -109,7 +115,7 @@ __device__ __forceinline__ RowPair load_row_pair(const SoftmaxMatmulBackwardPara
   for (int i = 0; i < 16; ++i) {
     const int64_t row = warp_row + i;
     // Nothing of a row that sees nothing is looked at.
-    const LiveRange live = row < rule.seqlen_q ? rule.live(row, head.pad) : LiveRange{0, 0};
+    const LiveRange live = row < rule.seqlen_q ? live_of(row) : LiveRange{0, 0};
     if (live.empty()) continue;
     float delta = 0.f;
     for (int64_t column = lane; column < params.problem.head_dim_v; column += kWarp) {
@@ -131,9 +137,14 @@ __device__ __forceinline__ RowPair load_row_pair(const SoftmaxMatmulBackwardPara
   return pair;
 }
 
+// The keys that the last of a block's rows sees, among which are those of the others.
+struct LastRow {
+  int64_t first, last;
+};
+
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads,
-                             2) void dscores_kernel(const SoftmaxMatmulBackwardParams params,
+                             2) void dscores_kernel(const typename Config::Params params,
                                                     int64_t first_block) {
   using T = typename Config::T;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kChunk = Config::kChunk;
@@ -149,9 +160,17 @@ __global__ __launch_bounds__(Config::kThreads,
   const int64_t first_row = (row_blocks - 1 - block % row_blocks) * kBlockM;
   const HeadIndex head(problem, block / row_blocks);
   const int rows = clamp_int(rule.seqlen_q - first_row, 0, kBlockM);
-  const LiveRange last_live = rule.live(first_row + rows - 1, head.pad);
-  const int64_t tile_begin = last_live.empty() ? 0 : last_live.begin / kBlockN;
-  const int64_t tile_end = last_live.empty() ? 0 : divide_up(last_live.end, kBlockN);
+  const auto seen = [&] {
+    if constexpr (Config::kMasked) {
+      return SeenKeys(params.mask.rule(rule),
+                      params.mask.sequence(rule, problem.leftpad, head.batch), first_row);
+    } else {
+      const LiveRange last_live = rule.live(first_row + rows - 1, head.pad);
+      return LastRow{last_live.empty() ? 0 : last_live.begin,
+                     last_live.empty() ? 0 : last_live.end};
+    }
+  }();
+  const int64_t tile_begin = seen.first / kBlockN, tile_end = divide_up(seen.last, kBlockN);
 
   const bool aligned_out = rule.seqlen_k * int64_t(sizeof(T)) % kVectorBytes == 0;
   T* g_dscores =
@@ -180,7 +199,9 @@ __global__ __launch_bounds__(Config::kThreads,
     }
     load_tile<kBlockN, kChunk, kPitch, Config::kThreads>(
         &s.s_value[stage][0][0], g_value + key * params.value.row_stride + column,
-        params.value.row_stride, clamp_int(head.pad - key, 0, kBlockN), keys_end, columns,
+        params.value.row_stride,
+        clamp_int((Config::kMasked ? seen.first : head.pad) - key, 0, kBlockN),
+        Config::kMasked ? clamp_int(seen.last - key, 0, kBlockN) : keys_end, columns,
         params.value.aligned);
     if (!resident || tile == tile_begin) {
       load_tile<kBlockM, kChunk, kPitch, Config::kThreads>(dout_buffer(chunk, stage),
@@ -192,7 +213,33 @@ __global__ __launch_bounds__(Config::kThreads,
   load(tile_begin, 0, 0);
   copy_async_commit();
   const int warp_row = threadIdx.x / kWarp * 16;
-  const RowPair row = load_row_pair<T>(params, head, first_row + warp_row);
+  const auto live_of = [&](int64_t i) {
+    if constexpr (Config::kMasked) {
+      return params.mask.rule(rule).live(i,
+                                         params.mask.sequence(rule, problem.leftpad, head.batch));
+    } else {
+      return rule.live(i, head.pad);
+    }
+  };
+  RowPair row = load_row_pair<T>(params, head, first_row + warp_row, live_of);
+  // NOTE: kept in shared memory, for want of registers. Only the row's own warp looks at it.
+  __shared__ int64_t s_begin[kBlockM], s_end[kBlockM];
+  if constexpr (Config::kMasked) {
+    const int own_row = warp_row + threadIdx.x % kWarp / 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      s_begin[own_row + 8 * i] = seen.begin[i];
+      s_end[own_row + 8 * i] = seen.end[i];
+      if (!params.mask.sink) continue;
+      // Beside a sink the one key of a row has a gradient.
+      row.single[i] = false;
+      if (params.sink_parts && seen.end[i] > 0 && threadIdx.x % 4 == 0) {
+        params.sink_parts[head.flat * rule.seqlen_q + first_row + own_row + 8 * i] =
+            -expf(params.mask.sink[head.head] - row.lse[i]) * row.delta[i];
+      }
+    }
+  }
+  const Logits<T> logits(problem.scale, softcap_of(params));
   float dp[kBlockN / 8][4];
   int stage = 0;
   for (int64_t tile = tile_begin, chunk = 0; tile < tile_end;) {
@@ -227,11 +274,16 @@ __global__ __launch_bounds__(Config::kThreads,
       const int64_t key = tile * kBlockN;
       T* s_rows = &s.s_scores[tile % kStages][warp_row][0];
       const float unbias = exp2f(-kProbabilityBias<T>);
-      const int begin = clamp_int(head.pad - key, 0, kBlockN);
       const int quad_row = threadIdx.x % kWarp / 4, quad_column = threadIdx.x % 4 * 2;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int end = clamp_int(row.live_end[i] - key, 0, kBlockN);
+        int64_t row_begin = head.pad, row_end = row.live_end[i];
+        if constexpr (Config::kMasked) {
+          row_begin = s_begin[warp_row + quad_row + 8 * i];
+          row_end = s_end[warp_row + quad_row + 8 * i];
+        }
+        const int begin = clamp_int(row_begin - key, 0, kBlockN);
+        const int end = clamp_int(row_end - key, 0, kBlockN);
         T* s_row = s_rows + (quad_row + 8 * i) * kPitch + quad_column;
 #pragma unroll
         for (int n = 0; n < kBlockN / 8; ++n) {
@@ -239,10 +291,13 @@ __global__ __launch_bounds__(Config::kThreads,
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int column = n * 8 + quad_column + half;
-            const float z = fmaf(to_float(pair.values[half]), problem.scale, -row.lse[i]);
-            const float p = biased_exp<T>(z) * unbias;
+            const float score = to_float(pair.values[half]);
+            float2 z = {fmaf(score, problem.scale, -row.lse[i]), 1.f};
+            if constexpr (Config::kMasked) z = logits(score, row.lse[i]);
+            const float p = biased_exp<T>(z.x) * unbias;
             const float d = dp[n][2 * i + half];
-            const float ds = p * (d - (row.single[i] ? d : row.delta[i])) * problem.scale;
+            float ds = p * (d - (row.single[i] ? d : row.delta[i])) * problem.scale;
+            if constexpr (Config::kMasked) ds *= z.y;
             pair.values[half] = from_float<T>(column >= begin && column < end ? ds : 0.f);
           }
           store_vec(s_row + n * 8, pair);
@@ -259,7 +314,7 @@ __global__ __launch_bounds__(Config::kThreads,
 }
 
 template <typename Config>
-void launch_dscores(const SoftmaxMatmulBackwardParams& params, cudaStream_t stream) {
+void launch_dscores(const typename Config::Params& params, cudaStream_t stream) {
   const SoftmaxMatmulProblem& problem = params.problem;
   const int64_t blocks =
       divide_up(problem.rule.seqlen_q, Config::kBlockM) * problem.batch * problem.nheads;
@@ -272,9 +327,15 @@ void launch_dscores(const SoftmaxMatmulBackwardParams& params, cudaStream_t stre
 
 }  // namespace
 
-void launch_softmax_matmul_dscores(const SoftmaxMatmulBackwardParams& params, cudaStream_t stream) {
+void launch_softmax_matmul_dscores(const MaskedSoftmaxMatmulBackwardParams& params,
+                                   cudaStream_t stream) {
   dispatch_math(params.problem, [&](auto element, auto tf32) {
-    launch_dscores<DscoresConfig<decltype(element), tf32.value>>(params, stream);
+    using T = decltype(element);
+    if (params.mask.given()) {
+      launch_dscores<DscoresConfig<T, tf32.value, true>>(params, stream);
+    } else {
+      launch_dscores<DscoresConfig<T, tf32.value, false>>(params, stream);
+    }
   });
   check_launch("softmax_matmul_backward");
 }

@@ -8,14 +8,18 @@
 // every 128 columns of value.
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al.,
 // "FlashAttention", 2022, algorithm 1 without its first product.
+// Under an AttentionMask the walk goes from the first to the last key that any of the rows sees.
 #include "ops/softmax_matmul/softmax_matmul_parts.cuh"
 
 namespace torchweld {
 namespace {
 
-template <typename T_, bool kTf32_, int kBlockD_>
+template <typename T_, bool kTf32_, int kBlockD_, bool kMasked_>
 struct ForwardConfig {
   using T = T_;
+  static constexpr bool kMasked = kMasked_;
+  using Params = std::conditional_t<kMasked, MaskedSoftmaxMatmulParams, SoftmaxMatmulParams>;
+  static constexpr bool kCapsLate = kMasked && sizeof(T_) == 2;  // see CappedScoreExponent
   static constexpr bool kTf32 = kTf32_;
   static constexpr int kThreads = 256;
   static constexpr bool kExact = sizeof(T) == 4 && !kTf32;
@@ -60,14 +64,53 @@ struct ScoreExponent {
   }
 };
 
+// The same behind softcap.
+template <typename T>
+struct CappedScoreExponent : ScoreExponent<T> {
+  CappedScale scale;
+  __device__ __forceinline__ CappedScoreExponent(float scale, float softcap)
+      : ScoreExponent<T>(scale), scale(scale, softcap) {
+    this->c = this->scale.size * (ScoreExponent<T>::kPowerOf2 ? kLog2e : 1.f);
+    if (kInPlace && softcap > 0.f) this->sign = 1.f;
+  }
+
+  // fp32 logits take the place of their scores in shared memory, which holds them exactly. This is
+  // for a warp's 16 rows. Others are computed twice in registers, for the maximum and the
+  // exponentials.
+  static constexpr bool kInPlace = sizeof(T) == 4;
+  template <int kColumns, int kPitch>
+  __device__ __forceinline__ void cap_in_place(T* s_rows) const {
+    static_assert(kColumns == kWarp);
+    if (scale.softcap == 0.f) return;
+#pragma unroll 1
+    for (int row = 0; row < 16; ++row) {
+      T& x = s_rows[row * kPitch + threadIdx.x % kWarp];
+      x = logit(scale.sign * x);
+    }
+    __syncwarp();
+  }
+  // Of sign * score. -inf becomes -softcap: what is hidden is hidden behind this.
+  __device__ __forceinline__ float logit(float x) const {
+    return scale.softcap > 0.f ? scale.softcap * tanh_of<sizeof(T) == 4>(x * scale.cap) : x;
+  }
+};
+
+template <typename Config>
+using ExponentOf = std::conditional_t<Config::kMasked, CappedScoreExponent<typename Config::T>,
+                                      ScoreExponent<typename Config::T>>;
+
 // A warp's 16 rows of a tile of scores: sign * score where a row sees the key, -inf elsewhere.
 template <typename Config>
 struct ScoreTile {
   using T = typename Config::T;
   const T* s_rows;
   float sign;
-  bool hides;         // false where all rows see all keys, and sign is 1
-  int begin, end[2];  // the visible keys of rows lane / 4 and lane / 4 + 8
+  bool hides;            // false where all rows see all keys, and sign is 1
+  int begin[2], end[2];  // the visible keys of rows lane / 4 and lane / 4 + 8
+
+  __device__ __forceinline__ bool sees(int key, int row) const {
+    return key >= begin[row] && key < end[row];
+  }
 
   // NOTE: loaded twice, for the maximum and for the exponentials, rather than kept: the registers
   // that it would take are what a second block needs.
@@ -82,7 +125,7 @@ struct ScoreTile {
 #pragma unroll
       for (int half = 0; half < kPerWord<T>; ++half) {
         const int key = column + step_column<T>(r, half);
-        x[half] = key >= begin && key < end[r % 2] ? sign * x[half] : -INFINITY;
+        x[half] = sees(key, r % 2) ? sign * x[half] : -INFINITY;
       }
       words[r] = pack_word<T>(x);  // exact
     }
@@ -99,7 +142,7 @@ struct RunningSoftmax {
 
   // Raises the maxima to those of the tile, and rescales what was summed against lower ones.
   __device__ __forceinline__ void raise(const ScoreTile<Config>& scores,
-                                        const ScoreExponent<T>& exponent) {
+                                        const ExponentOf<Config>& exponent) {
     uint32_t highest[4];
     scores.load(highest, 0);
 #pragma unroll
@@ -115,7 +158,9 @@ struct RunningSoftmax {
     for (int row = 0; row < 2; ++row) {
       float x[kPerWord<T>];
       unpack_word<T>(x, max_of_words<T>(highest[row], highest[row + 2]));
-      float largest = fmaxf(max[row], fmaxf(x[0], x[kPerWord<T> - 1]));
+      float largest = fmaxf(x[0], x[kPerWord<T> - 1]);
+      if constexpr (Config::kCapsLate) largest = exponent.logit(largest);
+      largest = fmaxf(max[row], largest);
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
       raised |= largest != max[row];
@@ -135,7 +180,7 @@ struct RunningSoftmax {
 
   // Adds a tile's scores and values.
   __device__ __forceinline__ void add(const ScoreTile<Config>& scores,
-                                      const ScoreExponent<T>& exponent, const T* s_value) {
+                                      const ExponentOf<Config>& exponent, const T* s_value) {
     const float shift[2] = {finite_max(max[0]), finite_max(max[1])};
 #pragma unroll Config::kUnroll
     for (int step = 0; step < Config::kSteps; ++step) {
@@ -147,6 +192,13 @@ struct RunningSoftmax {
         unpack_word<T>(p, words[r]);
 #pragma unroll
         for (int half = 0; half < kPerWord<T>; ++half) {
+          if constexpr (Config::kCapsLate) {
+            if (exponent.scale.softcap > 0.f) {
+              const int key = step * (kStepBytes / int(sizeof(T))) + step_column<T>(r, half);
+              const bool seen = !scores.hides || scores.sees(key, r % 2);
+              p[half] = seen ? exponent.logit(p[half]) : -INFINITY;
+            }
+          }
           p[half] = exponent(p[half], shift[r % 2]);
           sum[r % 2] += p[half];
         }
@@ -159,9 +211,32 @@ struct RunningSoftmax {
   }
 };
 
+// Which keys a block sees under causal and leftpad, as SeenKeys tells it.
+struct CausalKeys {
+  int64_t first, last;
+  int64_t full_begin, full_end;
+  int64_t begin[2], end[2];
+
+  __device__ __forceinline__ CausalKeys(const MaskRule& rule, int64_t pad, int64_t first_row,
+                                        int rows) {
+    const LiveRange first_live = rule.live(first_row, pad);
+    const LiveRange last_live = rule.live(first_row + rows - 1, pad);
+    first = last_live.begin;
+    last = last_live.empty() ? 0 : last_live.end;
+    full_begin = pad;
+    full_end = first_live.empty() ? 0 : first_live.end;
+    const int64_t row = first_row + threadIdx.x / kWarp * 16 + threadIdx.x % kWarp / 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      begin[i] = pad;
+      end[i] = row + 8 * i < rule.seqlen_q ? rule.live(row + 8 * i, pad).end : 0;
+    }
+  }
+};
+
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_matmul_kernel(
-    const SoftmaxMatmulParams params, int64_t first_block) {
+    const typename Config::Params params, int64_t first_block) {
   using T = typename Config::T;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kBlockD = Config::kBlockD;
   extern __shared__ __align__(16) unsigned char s_memory[];
@@ -179,12 +254,15 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
   const HeadIndex head(problem, block / column_blocks / row_blocks);
   const int rows = clamp_int(rule.seqlen_q - first_row, 0, kBlockM);
   const int columns = clamp_int(problem.head_dim_v - first_column, 0, kBlockD);
-  const LiveRange first_live = rule.live(first_row, head.pad);
-  const LiveRange last_live = rule.live(first_row + rows - 1, head.pad);
-  const int64_t tile_begin = last_live.begin / kBlockN;
-  const int64_t tile_end = last_live.empty() ? 0 : divide_up(last_live.end, kBlockN);
-  // All rows see all keys of a tile that ends here at the latest, if it begins after the padding.
-  const int64_t full_end = first_live.empty() ? 0 : first_live.end;
+  const auto seen = [&] {
+    if constexpr (Config::kMasked) {
+      return SeenKeys(params.mask.rule(rule),
+                      params.mask.sequence(rule, problem.leftpad, head.batch), first_row);
+    } else {
+      return CausalKeys(rule, head.pad, first_row, rows);
+    }
+  }();
+  const int64_t tile_begin = seen.first / kBlockN, tile_end = divide_up(seen.last, kBlockN);
 
   const T* g_scores = head.of<T>(params.scores) + first_row * params.scores.row_stride;
   const T* g_value = head.of<T>(params.value) + first_column;
@@ -196,17 +274,20 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
         params.scores.aligned);
     load_tile<kBlockN, kBlockD, Config::kValuePitch, Config::kThreads>(
         &s.s_value[stage][0][0], g_value + key * params.value.row_stride, params.value.row_stride,
-        clamp_int(head.pad - key, 0, kBlockN), keys_end, columns, params.value.aligned);
+        clamp_int((Config::kMasked ? seen.first : head.pad) - key, 0, kBlockN),
+        Config::kMasked ? clamp_int(seen.last - key, 0, kBlockN) : keys_end, columns,
+        params.value.aligned);
   };
 
   const int warp_row = threadIdx.x / kWarp * 16;
   const int64_t row = first_row + warp_row + threadIdx.x % kWarp / 4;
-  int64_t live_end[2];  // of the keys from the padding on that a row sees
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    live_end[i] = row + 8 * i < rule.seqlen_q ? rule.live(row + 8 * i, head.pad).end : 0;
-  }
-  const ScoreExponent<T> exponent(problem.scale);
+  const auto exponent = [&] {
+    if constexpr (Config::kMasked) {
+      return CappedScoreExponent<T>(problem.scale, params.mask.softcap);
+    } else {
+      return ScoreExponent<T>(problem.scale);
+    }
+  }();
   RunningSoftmax<Config> softmax;
 
 #pragma unroll
@@ -223,13 +304,17 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
     copy_async_commit();
 
     const int64_t key = tile * kBlockN;
-    const bool hides = key < head.pad || key + kBlockN > full_end || exponent.sign != 1.f;
+    const bool hides =
+        key < seen.full_begin || key + kBlockN > seen.full_end || exponent.sign != 1.f;
+    if constexpr (Config::kMasked && !Config::kCapsLate) {
+      exponent.template cap_in_place<kBlockN, Config::kScorePitch>(&s.s_scores[stage][warp_row][0]);
+    }
     const ScoreTile<Config> scores = {
         &s.s_scores[stage][warp_row][0],
         exponent.sign,
         hides,
-        clamp_int(head.pad - key, 0, kBlockN),
-        {clamp_int(live_end[0] - key, 0, kBlockN), clamp_int(live_end[1] - key, 0, kBlockN)}};
+        {clamp_int(seen.begin[0] - key, 0, kBlockN), clamp_int(seen.begin[1] - key, 0, kBlockN)},
+        {clamp_int(seen.end[0] - key, 0, kBlockN), clamp_int(seen.end[1] - key, 0, kBlockN)}};
     softmax.raise(scores, exponent);
     softmax.add(scores, exponent, &s.s_value[stage][0][0]);
     stage = stage + 1 == Config::kStages ? 0 : stage + 1;
@@ -243,14 +328,22 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
     sum += __shfl_xor_sync(~0u, sum, 2);
     if (row + 8 * i >= rule.seqlen_q) continue;
     const int64_t flat_row = head.flat * rule.seqlen_q + row + 8 * i;
-    const bool empty = live_end[i] <= head.pad;
-    if (params.lse && first_column == 0 && threadIdx.x % 4 == 0) {
+    const bool empty = seen.end[i] <= seen.begin[i];
+    float factor = 1.f / sum;
+    if constexpr (Config::kMasked) {
+      const float unbias = exp2f(-kProbabilityBias<T>);
+      const float sink = params.mask.sink ? params.mask.sink[head.head] : -INFINITY;
+      const FinishedRow finished = finish_row(exponent.scale, softmax.max[i], sum * unbias, sink);
+      factor = finished.factor * unbias;
+      if (params.lse && first_column == 0 && threadIdx.x % 4 == 0) {
+        params.lse[flat_row] = empty ? sink : finished.lse;
+      }
+    } else if (params.lse && first_column == 0 && threadIdx.x % 4 == 0) {
       // A row of nothing but -inf is NaN, here and in the gradient, as in torch.
       const float total = sum * exp2f(-kProbabilityBias<T>);
       const float lse = fmaf(softmax.max[i], fabsf(problem.scale), logf(total));
       params.lse[flat_row] = empty ? -INFINITY : (total == 0.f ? NAN : lse);
     }
-    const float factor = 1.f / sum;
     T* g_out = static_cast<T*>(params.out) + flat_row * problem.head_dim_v + first_column;
 #pragma unroll
     for (int n = 0; n < kBlockD / 8; ++n) {
@@ -263,7 +356,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
 }
 
 template <typename Config>
-void launch_forward(const SoftmaxMatmulParams& params, cudaStream_t stream) {
+void launch_forward(const typename Config::Params& params, cudaStream_t stream) {
   const SoftmaxMatmulProblem& problem = params.problem;
   const int64_t column_blocks =
       problem.head_dim_v == 0 ? 1 : divide_up(problem.head_dim_v, Config::kBlockD);
@@ -275,9 +368,14 @@ void launch_forward(const SoftmaxMatmulParams& params, cudaStream_t stream) {
 
 }  // namespace
 
-void launch_softmax_matmul(const SoftmaxMatmulParams& params, cudaStream_t stream) {
+void launch_softmax_matmul(const MaskedSoftmaxMatmulParams& params, cudaStream_t stream) {
   dispatch_columns(params.problem, [&](auto element, auto tf32, auto columns) {
-    launch_forward<ForwardConfig<decltype(element), tf32.value, columns.value>>(params, stream);
+    using T = decltype(element);
+    if (params.mask.given()) {
+      launch_forward<ForwardConfig<T, tf32.value, columns.value, true>>(params, stream);
+    } else {
+      launch_forward<ForwardConfig<T, tf32.value, columns.value, false>>(params, stream);
+    }
   });
   check_launch("softmax_matmul");
 }

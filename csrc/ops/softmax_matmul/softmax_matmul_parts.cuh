@@ -9,6 +9,7 @@
 
 #include "core/index.h"
 #include "core/launch.h"
+#include "core/score_scale.h"
 #include "device/mma_sync.cuh"
 #include "device/vec.cuh"
 #include "ops/softmax/softmax_parts.cuh"
@@ -196,11 +197,12 @@ __device__ __forceinline__ void multiply_transposed(float (&acc)[kKeys / 8][4],
   }
 }
 
-// Fills a tile (kRows, kColumns) from rows [begin, end) and the first `columns` columns of g_tile,
-// zeros elsewhere, where nothing is read. Ready after copy_async_wait and a barrier.
-template <int kRows, int kColumns, int kPitch, int kThreads, typename T>
-__device__ __forceinline__ void load_tile(T* s_tile, const T* g_tile, int64_t row_stride, int begin,
-                                          int end, int columns, bool aligned) {
+// Fills a tile (kRows, kColumns) from the rows of which reads_row(row) is true and the first
+// `columns` columns of g_tile, zeros elsewhere, where nothing is read. Ready after copy_async_wait
+// and a barrier.
+template <int kRows, int kColumns, int kPitch, int kThreads, typename T, typename ReadsRow>
+__device__ __forceinline__ void load_tile_of(T* s_tile, const T* g_tile, int64_t row_stride,
+                                             const ReadsRow& reads_row, int columns, bool aligned) {
   constexpr int kElems = kVectorBytes / sizeof(T);
   constexpr int kRowChunks = kColumns / kElems;
   static_assert(kColumns % kElems == 0 && kThreads % kRowChunks == 0);
@@ -214,7 +216,7 @@ __device__ __forceinline__ void load_tile(T* s_tile, const T* g_tile, int64_t ro
 #pragma unroll
     for (int i = 0; i < kRows / kRowStep; ++i) {
       const int row = first + i * kRowStep;
-      const bool reads = row >= begin && row < end && bytes > 0;
+      const bool reads = reads_row(row) && bytes > 0;
       copy_async_16(s_chunk + i * kRowStep * kPitch * int(sizeof(T)), reads ? g_chunk : g_tile,
                     reads ? bytes : 0);
       g_chunk += kRowStep * row_stride;
@@ -224,9 +226,18 @@ __device__ __forceinline__ void load_tile(T* s_tile, const T* g_tile, int64_t ro
 #pragma unroll 1
   for (int i = threadIdx.x; i < kRows * kColumns; i += kThreads) {
     const int row = i / kColumns, column = i % kColumns;
-    const bool reads = row >= begin && row < end && column < columns;
+    const bool reads = reads_row(row) && column < columns;
     s_tile[row * kPitch + column] = reads ? g_tile[row * row_stride + column] : from_float<T>(0.f);
   }
+}
+
+// The same from rows [begin, end).
+template <int kRows, int kColumns, int kPitch, int kThreads, typename T>
+__device__ __forceinline__ void load_tile(T* s_tile, const T* g_tile, int64_t row_stride, int begin,
+                                          int end, int columns, bool aligned) {
+  load_tile_of<kRows, kColumns, kPitch, kThreads>(
+      s_tile, g_tile, row_stride, [=](int row) { return row >= begin && row < end; }, columns,
+      aligned);
 }
 
 // Stores columns `column` and `column` + 1 of a row where it has them. `even` says that every row
@@ -267,6 +278,69 @@ __device__ __forceinline__ int64_t first_seeing_row(const MaskRule& rule, int64_
   const int64_t first = rule.first_row(pad);
   const int64_t causal = key - (rule.seqlen_k - rule.seqlen_q);
   return rule.causal && causal > first ? causal : first;
+}
+
+// Which keys a block of query rows sees under an AttentionMask, and a thread's own two rows, lane /
+// 4 and lane / 4 + 8 of its warp's 16.
+struct SeenKeys {
+  int64_t first, last;           // no row of the block sees a key elsewhere; 0 and 0 for none
+  int64_t full_begin, full_end;  // all of the warp's rows see all keys between
+  int64_t begin[2], end[2];      // 0 and 0 where a row sees none
+
+  // By all threads of a block, which has rows [first_row, seqlen_q) of this sequence.
+  __device__ __forceinline__ SeenKeys(const MaskRule& rule, const SequenceMask& sequence,
+                                      int64_t first_row) {
+    __shared__ long long s_first, s_last;
+    if (threadIdx.x == 0) s_first = rule.seqlen_k, s_last = 0;
+    __syncthreads();
+    full_begin = 0, full_end = rule.seqlen_k;
+    const int lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t row = first_row + threadIdx.x / kWarp * 16 + lane / 4 + 8 * i;
+      begin[i] = end[i] = 0;
+      if (row >= rule.seqlen_q) continue;
+      const LiveRange live = rule.live(row, sequence);
+      if (!live.empty()) {
+        begin[i] = live.begin, end[i] = live.end;
+        if (lane % 4 == 0) {
+          atomicMin(&s_first, live.begin);
+          atomicMax(&s_last, live.end);
+        }
+      }
+      full_begin = max(full_begin, begin[i]);
+      full_end = min(full_end, end[i]);
+    }
+#pragma unroll
+    for (int step = 4; step < kWarp; step *= 2) {
+      full_begin = max(full_begin, __shfl_xor_sync(~0u, full_begin, step));
+      full_end = min(full_end, __shfl_xor_sync(~0u, full_end, step));
+    }
+    __syncthreads();
+    last = s_last;
+    first = last > 0 ? s_first : 0;
+  }
+};
+
+// What becomes of scores under an AttentionMask, in the gradients.
+template <typename T>
+struct Logits {
+  float scale, softcap, cap;
+
+  __device__ __forceinline__ Logits(float scale, float softcap)
+      : scale(scale), softcap(softcap), cap(softcap > 0.f ? scale / softcap : 0.f) {}
+
+  // The logit of a score minus lse, and the cap's slope there.
+  __device__ __forceinline__ float2 operator()(float score, float lse) const {
+    if (softcap == 0.f) return {fmaf(score, scale, -lse), 1.f};
+    const float t = tanh_of<sizeof(T) == 4>(score * cap);
+    return {fmaf(softcap, t, -lse), 1.f - t * t};
+  }
+};
+
+__device__ __forceinline__ float softcap_of(const SoftmaxMatmulBackwardParams&) { return 0.f; }
+__device__ __forceinline__ float softcap_of(const MaskedSoftmaxMatmulBackwardParams& params) {
+  return params.mask.softcap;
 }
 
 // Calls body(T{}, tf32 as a compile-time constant).

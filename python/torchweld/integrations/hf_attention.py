@@ -225,6 +225,8 @@ def attention_forward(
         reason = "a paged cache is in use"
     elif causal and unmasked and seqlen_k < seqlen_q:
         reason = "there are fewer keys than causal queries"
+    elif query.is_cuda and query.dtype == torch.float64:
+        reason = "the kernels for CUDA know no float64"
     if reason is not None:
         mask = attention_mask if numbers is None else numbers.dense(seqlen_q, seqlen_k)
         more = {"dropout": dropout, "scaling": scaling, **kwargs}

@@ -42,7 +42,7 @@ but for a GPT-2 that went through ``fuse``.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +63,18 @@ HOLES = "attention_mask has padding between tokens"
 NOT_2D = "attention_mask is not (batch, positions)"
 TOO_SHORT = "attention_mask ends before the last query"
 NO_POSITION = "the position of the queries among the keys is not known"
+
+
+class Call(NamedTuple):
+    """What transformers asks a mask for, beside the pattern; see :func:`attention_mask`."""
+
+    batch_size: int
+    q_length: int
+    kv_length: int
+    q_offset: int | Tensor | None
+    kv_offset: int
+    attention_mask: Tensor | None
+    device: torch.device | str
 
 
 def _has_holes(tokens: Tensor) -> Tensor:
@@ -118,15 +130,7 @@ def attention_mask(
     device = kwargs.get("device")
     if device is None:
         device = "cpu" if attention_mask is None else attention_mask.device
-    call = {
-        "batch_size": batch_size,
-        "q_length": q_length,
-        "kv_length": kv_length,
-        "q_offset": q_offset,
-        "kv_offset": kv_offset,
-        "attention_mask": attention_mask,
-        "device": device,
-    }
+    call = Call(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, device)
     skip = allow_is_causal_skip or kwargs.get("allow_is_bidirectional_skip", False)
     # A local pattern that is wider than the whole context hides nothing, transformers says.
     wide = allow_is_causal_skip and local_size is not None and kv_length < local_size
@@ -136,20 +140,24 @@ def attention_mask(
         pattern, reason = Pattern(causal=True), None
     else:
         custom = local_size is None or kwargs.get("use_vmap", False)
-        pattern, reason = _traced(mask_function, custom, skip, config, **call)
+        pattern, reason = _traced(mask_function, custom, skip, config, call)
     if pattern is not None:
-        reason = _refusal(pattern, skip, config, **call)
+        reason = _refusal(pattern, skip, config, call)
     mask = None
     if reason is None and pattern.causal:
-        mask, reason = _causal(pattern, allow_is_causal_skip, **call)
+        mask, reason = _causal(pattern, allow_is_causal_skip, call)
     elif reason is None:
-        mask, reason = _bidirectional(pattern, skip, **call)
+        mask, reason = _bidirectional(pattern, skip, call)
     if reason is None:
         return mask
     readable = attention_mask is None or is_readable(attention_mask)
-    call.pop("device")
     mask = sdpa_mask(
-        **{**call, "q_offset": 0 if q_offset is None else q_offset},
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=0 if q_offset is None else q_offset,
+        kv_offset=kv_offset,
+        attention_mask=attention_mask,
         mask_function=mask_function,
         local_size=local_size,
         # sdpa_mask reads attention_mask before it leaves the mask out.
@@ -164,23 +172,16 @@ def attention_mask(
 
 
 def _traced(
-    mask_function: Any,
-    custom: bool,
-    skip: bool,
-    config: Any,
-    *,
-    q_offset: int | Tensor | None,
-    attention_mask: Tensor | None,
-    **_: Any,
+    mask_function: Any, custom: bool, skip: bool, config: Any, call: Call
 ) -> tuple[Pattern | None, str]:
     """What torch.compile can tell of a mask function, or None and why it can't."""
     if hf_pattern.is_simple(mask_function):
         return hf_pattern.of(mask_function), UNKNOWN
-    if attention_mask is not None:
+    if call.attention_mask is not None:
         return None, UNREADABLE
     if not hf_pattern.is_combined(mask_function):
         return None, UNKNOWN
-    if not skip and not isinstance(q_offset, Tensor) and q_offset == 0:
+    if not skip and not isinstance(call.q_offset, Tensor) and call.q_offset == 0:
         return None, MAYBE_PACKED
     # What is looked into must close over numbers alone. Chunks close over a tensor.
     if custom or getattr(config, "attention_chunk_size", None) is not None:
@@ -188,66 +189,48 @@ def _traced(
     return hf_pattern.of_constants(mask_function), UNKNOWN
 
 
-def _refusal(
-    pattern: Pattern,
-    skip: bool,
-    config: Any,
-    *,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor | None,
-    kv_offset: int,
-    attention_mask: Tensor | None,
-    **_: Any,
-) -> str | None:
+def _refusal(pattern: Pattern, skip: bool, config: Any, call: Call) -> str | None:
     """Why the numbers of a pattern must not be used, or None."""
     if not skip and (config is None or wants_whole_masks(type(config))):
         return WHOLE
-    if attention_mask is not None and attention_mask.dim() != 2:
+    if call.attention_mask is not None and call.attention_mask.dim() != 2:
         return NOT_2D
-    if attention_mask is not None and not is_readable(attention_mask):
+    if call.attention_mask is not None and not is_readable(call.attention_mask):
         return UNREADABLE
     if pattern.documents is not None:
         if not is_readable(pattern.documents):
             return MAYBE_PACKED
-        square = q_length == kv_length == pattern.documents.shape[1]
-        if not square or q_offset != 0 or kv_offset != 0 or not pattern.is_packed():
+        square = call.q_length == call.kv_length == pattern.documents.shape[1]
+        if not square or call.q_offset != 0 or call.kv_offset != 0 or not pattern.is_packed():
             return UNKNOWN
     return None
 
 
-def _causal(
-    pattern: Pattern,
-    skip: bool,
-    *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor | None,
-    kv_offset: int,
-    attention_mask: Tensor | None,
-    device: torch.device | str,
-) -> tuple[Tensor | None, str | None]:
+def _causal(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | None, str | None]:
     """The numbers of a causal mask, or None and why not."""
-    last = kv_offset + kv_length  # one past the last query's position
+    last = call.kv_offset + call.kv_length  # one past the last query's position
     aligned = True
-    if q_offset is not None:
-        last = q_offset + q_length
-        aligned = not isinstance(q_offset, Tensor) and last == kv_offset + kv_length
+    if call.q_offset is not None:
+        last = call.q_offset + call.q_length
+        aligned = not isinstance(call.q_offset, Tensor) and last == call.kv_offset + call.kv_length
     # What is as wide as all that there is hides nothing.
-    windowed = pattern.window is not None and not (aligned and kv_length <= pattern.window)
+    windowed = pattern.window is not None and not (aligned and call.kv_length <= pattern.window)
     chunked = pattern.chunk is not None and not (aligned and last <= pattern.chunk)
     packed = pattern.documents is not None
     # In a decode step with a static cache, which is compiled, all steps take one form.
     plain = aligned and skip and not (windowed or chunked or packed)
-    if q_offset is None and not (plain and (attention_mask is not None or q_length == kv_length)):
+    if call.q_offset is None and not (
+        plain and (call.attention_mask is not None or call.q_length == call.kv_length)
+    ):
         return None, NO_POSITION
     leftpad = None
-    if attention_mask is not None:
-        tokens = _tokens(attention_mask, kv_length, kv_offset)
-        short = attention_mask.shape[1] < last
+    if call.attention_mask is not None:
+        tokens = _tokens(call)
+        short = call.attention_mask.shape[1] < last
         if not aligned:
-            tokens = tokens & (torch.arange(kv_length, device=tokens.device) < last - kv_offset)
+            tokens = tokens & (
+                torch.arange(call.kv_length, device=tokens.device) < last - call.kv_offset
+            )
         holes, short = _read(_has_holes(tokens), short)
         if short:
             return None, TOO_SHORT
@@ -257,37 +240,28 @@ def _causal(
     if plain:
         # Equal lengths, or one query that sees everything: nothing to say. Else bottom-right
         # causal, which None would not mean to transformers: zero pads do.
-        if leftpad is None and q_length != kv_length and q_length != 1:
-            leftpad = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        if leftpad is None and call.q_length != call.kv_length and call.q_length != 1:
+            leftpad = torch.zeros(call.batch_size, dtype=torch.int32, device=call.device)
         return leftpad, None
-    position = torch.arange(q_length, device=device) + q_offset
-    key_start = pattern.key_start(position, kv_offset).expand(batch_size, -1)
+    position = torch.arange(call.q_length, device=call.device) + call.q_offset
+    key_start = pattern.key_start(position, call.kv_offset).expand(call.batch_size, -1)
     if leftpad is not None:
         key_start = key_start.maximum(leftpad[:, None])
-    key_end = torch.as_tensor(last - kv_offset, device=device).expand(batch_size)
+    key_end = torch.as_tensor(last - call.kv_offset, device=call.device).expand(call.batch_size)
     return ranges(key_end, key_start), None
 
 
-def _bidirectional(
-    pattern: Pattern,
-    skip: bool,
-    *,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor | None,
-    kv_offset: int,
-    attention_mask: Tensor | None,
-    device: torch.device | str,
-    **_: Any,
-) -> tuple[Tensor | None, str | None]:
+def _bidirectional(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | None, str | None]:
     """The numbers of a mask where every query sees every token, or None and why not."""
     if pattern.window is not None:
-        at_start = not isinstance(q_offset, Tensor) and q_offset == 0 and kv_offset == 0
-        if not at_start or max(q_length, kv_length) > pattern.window + 1:
+        at_start = (
+            not isinstance(call.q_offset, Tensor) and call.q_offset == 0 and call.kv_offset == 0
+        )
+        if not at_start or max(call.q_length, call.kv_length) > pattern.window + 1:
             return None, TWO_SIDED
-    if attention_mask is None:
+    if call.attention_mask is None:
         return None, None if skip else WHOLE
-    tokens = _tokens(attention_mask, kv_length, kv_offset)
+    tokens = _tokens(call)
     holes, full = _read(_has_holes(tokens), tokens.all())
     if full and skip:
         return None, None
@@ -297,10 +271,10 @@ def _bidirectional(
     return ranges(first + tokens.sum(1), first[:, None]), None
 
 
-def _tokens(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor:
+def _tokens(call: Call) -> Tensor:
     """bool ``(batch, kv_length)``: which keys are tokens."""
-    tokens = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
-    return F.pad(tokens, (0, kv_length - tokens.shape[1]))
+    tokens = call.attention_mask[:, call.kv_offset : call.kv_offset + call.kv_length].to(torch.bool)
+    return F.pad(tokens, (0, call.kv_length - tokens.shape[1]))
 
 
 def _read(*flags: Tensor | bool) -> list[bool]:

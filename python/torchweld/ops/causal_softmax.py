@@ -41,8 +41,8 @@ def causal_softmax(
     Raises:
         RuntimeError: a wrong shape, dtype or device, or a number that is out of range.
 
-    Limits: differentiable once, with respect to `scores` and `sink`. On CUDA key_start, key_end,
-    window, softcap and sink are refused.
+    Limits: differentiable once, with respect to `scores` and `sink`. On CUDA softcap and sink make
+    the gradient read its rows twice.
     """
     return ops.causal_softmax(
         scores,

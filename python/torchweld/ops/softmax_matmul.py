@@ -39,8 +39,7 @@ def softmax_matmul(
     Raises:
         RuntimeError: a wrong shape, dtype or device, or a number that is out of range.
 
-    Limits: differentiable once, with respect to `scores`, `value` and `sink`. On CUDA key_start,
-    key_end, window, softcap and sink are refused.
+    Limits: differentiable once, with respect to `scores`, `value` and `sink`.
     """
     return ops.softmax_matmul(
         scores,

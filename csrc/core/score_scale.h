@@ -1,0 +1,64 @@
+// How scores become probabilities: their scale and cap, for host and device, and the end of a row's
+// softmax.
+#pragma once
+
+#include <cmath>
+
+#include "core/mask.h"
+
+namespace torchweld {
+
+// The scale as probabilities use it: 2^((sign * s - max) * c), lse = size * max + log(sum).
+// A scale of 0 multiplies the scores away, so that an infinite one is NaN as in torch.
+struct ScoreScale {
+  static constexpr float kLog2 = 1.44269504088896341f;  // of e
+  float sign;
+  float size;
+  float c;
+
+  TW_HOST_DEVICE explicit ScoreScale(float scale)
+      : sign(scale > 0.f ? 1.f : (scale < 0.f ? -1.f : 0.f)),
+        size(scale == 0.f ? 1.f : (scale < 0.f ? -scale : scale)),
+        c(size * kLog2) {}
+
+#ifdef __CUDACC__
+  // A row that sees nothing but -inf is NaN, as in torch.
+  __device__ __forceinline__ float lse(float max, float sum) const {
+    return sum > 0.f ? fmaf(max, size, logf(sum)) : NAN;
+  }
+#endif
+};
+
+// The same behind a cap: scores become logits, softcap * tanh(score * cap), and c is theirs.
+struct CappedScale : ScoreScale {
+  float softcap;  // 0: none
+  float cap;
+
+  TW_HOST_DEVICE CappedScale(float scale, float softcap)
+      : ScoreScale(scale), softcap(softcap), cap(softcap > 0.f ? size / softcap : 0.f) {
+    if (softcap > 0.f) size = 1.f, c = kLog2;
+  }
+};
+
+#ifdef __CUDACC__
+// What a row's sums are divided by, as a factor, and its lse.
+struct FinishedRow {
+  float factor;
+  float lse;
+};
+
+// With a sink's logit, -inf for none. It joins at the end: that is exact wherever it lies, a row
+// that sees only -inf included.
+__device__ __forceinline__ FinishedRow finish_row(const ScoreScale& scale, float max, float sum,
+                                                  float sink) {
+  if (sink > max * scale.size) {
+    const float shrink = expf(fmaf(max, scale.size, -sink));
+    const float total = fmaf(sum, shrink, 1.f);
+    return {shrink / total, sink + logf(total)};
+  }
+  sum += expf(fmaf(-max, scale.size, sink));
+  return {1.f / sum, scale.lse(max, sum)};
+}
+#endif
+
+}  // namespace torchweld
