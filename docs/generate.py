@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import torchweld
-from torchweld import cli, integrations, nn, puzzles, testing
+from torchweld import cli, distributed, integrations, nn, puzzles, testing
 from torchweld._library import build_facts
 from torchweld.info import has_cuda_kernel
 
@@ -136,7 +136,7 @@ def commands() -> str:
 
 def api() -> dict[str, list[str]]:
     """The full name of every public object, by page."""
-    pages: dict[str, list[str]] = {"ops": [], "nn": [], "integrations": [], "tools": []}
+    pages: dict[str, list[str]] = {page: [] for page in TITLES}
     for name in torchweld.__all__:
         value = getattr(torchweld, name)
         if name == "nn" or name in integrations.__all__:
@@ -145,6 +145,7 @@ def api() -> dict[str, list[str]]:
         pages["ops" if is_op else "tools"].append(f"torchweld.{name}")
     pages["nn"] = [f"torchweld.nn.{name}" for name in nn.__all__]
     pages["integrations"] = [f"torchweld.integrations.{name}" for name in integrations.__all__]
+    pages["distributed"] = [f"torchweld.distributed.{name}" for name in distributed.__all__]
     for module in (testing, puzzles):
         for name in getattr(module, "__all__", ["mad"]):
             pages["tools"].append(f"{module.__name__}.{name}")
@@ -154,6 +155,7 @@ def api() -> dict[str, list[str]]:
 TITLES = {
     "ops": ("Ops", "Each is `torch.ops.torchweld.<name>` too, with the same arguments."),
     "nn": ("Modules", "`torchweld.nn`: each stands in for the torch code that it names."),
+    "distributed": ("Distributed", "What torchweld adds to torch.distributed."),
     "integrations": (
         "Hugging Face",
         "`torchweld.fuse` and `torchweld.unfuse` are these functions under a shorter name.",
