@@ -6,6 +6,7 @@ is wrong. `said_by` starts the processes and returns what each case said, "" for
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -13,7 +14,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from math import prod
 from pathlib import Path
@@ -36,7 +37,7 @@ def _work(rank: int, module: str, mesh: str, names: list[str], folder: str) -> N
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS)
     )
-    device_mesh = init_device_mesh("cpu", shape)
+    device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[: len(shape)])
     said, known = {}, importlib.import_module(module).cases(mesh)
     for name in names:
         torch.manual_seed(0)
@@ -95,3 +96,14 @@ def said_by(module: str, tmp_path_factory: Any) -> Callable[[str], dict[str, str
         return json.loads(done.read_text())
 
     return of
+
+
+@contextlib.contextmanager
+def refused(error: type[Exception], sentence: str) -> Iterator[None]:
+    """Like pytest.raises, for processes that have no pytest: a part of the sentence."""
+    try:
+        yield
+    except error as caught:
+        assert sentence in str(caught), caught
+    else:
+        raise AssertionError(f"no error: {sentence}")

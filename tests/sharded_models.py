@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -21,20 +20,11 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 from torch.testing import assert_close
 
 import torchweld
+from meshes import refused
 from tiny_models import VOCAB, tiny_gpt2, tiny_grouped
 from torchweld.distributed import NormColwise, full_tensor, parallelize
 
 TIGHT = {"rtol": 0, "atol": 1e-12}
-
-
-@contextlib.contextmanager
-def refused(error: type[Exception], sentence: str) -> Iterator[None]:
-    try:
-        yield
-    except error as caught:
-        assert sentence in str(caught), caught
-    else:
-        raise AssertionError(f"no error: {sentence}")
 
 
 def whole(t: Tensor) -> Tensor:
