@@ -12,6 +12,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 MESHES = {"2": (2,), "2x2": (2, 2)}
 SECONDS = 30  # that a collective may take
@@ -96,6 +98,28 @@ def said_by(module: str, tmp_path_factory: Any) -> Callable[[str], dict[str, str
         return json.loads(done.read_text())
 
     return of
+
+
+class Names(TorchDispatchMode):
+    """The ops that run."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[str]:
+    """A folder of all processes, for as long as they are in the block."""
+    with tempfile.TemporaryDirectory() as mine:
+        folders = [mine]
+        dist.broadcast_object_list(folders, 0)
+        yield folders[0]
+        dist.barrier()
 
 
 @contextlib.contextmanager

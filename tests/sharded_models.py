@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -20,7 +19,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 from torch.testing import assert_close
 
 import torchweld
-from meshes import refused
+from meshes import Names, refused, shared_folder
 from tiny_models import VOCAB, tiny_gpt2, tiny_grouped
 from torchweld.distributed import NormColwise, full_tensor, parallelize
 
@@ -179,18 +178,6 @@ def parallelized(make: Callable[[], nn.Module], before: bool, mesh: DeviceMesh) 
     assert_close(loss_of(ours), loss_of(stock), **TIGHT)
 
 
-class Names(torch.utils._python_dispatch.TorchDispatchMode):
-    """The ops that run."""
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__()
-        self.names = names
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-
 def gpt2_fused_first(mesh: DeviceMesh) -> None:
     parallelized(gpt2, True, mesh)
 
@@ -289,9 +276,7 @@ def plan_of_transformers(mesh: DeviceMesh) -> None:
     padding and grouped heads.
     """
     stock = llama()
-    with tempfile.TemporaryDirectory() as folder:
-        folders = [folder]
-        dist.broadcast_object_list(folders, 0)
+    with shared_folder() as folder:
         if dist.get_rank() == 0:
             stock.save_pretrained(folder)
         dist.barrier()
@@ -301,7 +286,7 @@ def plan_of_transformers(mesh: DeviceMesh) -> None:
             ("sdpa", {"distributed_config": config}),
         ):
             ours = transformers.AutoModelForCausalLM.from_pretrained(
-                folders[0], dtype=torch.float64, attn_implementation=implementation, **given
+                folder, dtype=torch.float64, attn_implementation=implementation, **given
             ).train()
             if implementation == "sdpa":
                 assert torchweld.fuse(ours).skipped == []
@@ -310,7 +295,6 @@ def plan_of_transformers(mesh: DeviceMesh) -> None:
             with Names(ops):
                 trained_alike(ours, want)
             assert "torchweld::attention_forward" in ops
-        dist.barrier()
 
 
 def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:

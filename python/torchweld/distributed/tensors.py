@@ -24,14 +24,35 @@ def full_tensor(t: DTensor) -> Tensor:
 
     Raises:
         TypeError: t is no DTensor.
+        ValueError: strided shards that torch does not gather have different sizes, or another dim
+            of the mesh shards the same dim of t, as FSDP2 does with the weight of such a module.
 
     Limits: strided shards have no gradient through this.
     """
     if not isinstance(t, DTensor):
         raise TypeError(f"full_tensor: t must be a DTensor, but got {type(t).__name__}")
     mesh = t.device_mesh
-    if not any(isinstance(p, _StridedShard) for p in t.placements):
+    for i, placement in enumerate(t.placements):
+        earlier = (getattr(p, "dim", None) for p in t.placements[:i] if p.is_shard())
+        if isinstance(placement, _StridedShard) and placement.dim in earlier:
+            # FSDP2 cuts what tensor parallelism left, but its placements say the opposite order.
+            raise ValueError(
+                f"full_tensor: dim {placement.dim} of t must be sharded by one dim of the mesh "
+                f"beside _StridedShard, but got {t.placements}"
+            )
+    try:
         return t.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
+    except ValueError:  # before anything is sent; FSDP2's strided shards are gathered
+        if not any(isinstance(p, _StridedShard) for p in t.placements):
+            raise
+    for placement, size in zip(t.placements, mesh.shape, strict=True):
+        parts = size * getattr(placement, "split_factor", 1)
+        dim = getattr(placement, "dim", None)
+        if dim is not None and t.shape[dim] % parts:
+            raise ValueError(
+                f"full_tensor: dim {dim} of t must be a multiple of its {parts} parts, but got "
+                f"{t.shape[dim]}"
+            )
     whole = t.detach().to_local()
     for dim in reversed(range(mesh.ndim)):
         placement, group = t.placements[dim], mesh.get_group(dim)

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 
 class ShardedConv1D(Conv1D):
-    """A Conv1D of which each process has some columns, or some rows where its bias is whole.
+    """A Conv1D of which each process has some columns or some rows, by the weight's placement.
 
     ``x`` has all that a process's part needs: the whole rows for columns, the process's part of
     them for rows.
@@ -28,10 +28,15 @@ class ShardedConv1D(Conv1D):
 
         mesh = weight.device_mesh
         whole = (None if t is None else entering(t, mesh) for t in (x, *shared))
-        return next(whole), weight.to_local(), bias.to_local(), *whole
+        local = bias.to_local()
+        if bias.placements[0].is_replicate():
+            parts = weight.placements[0].split_factor
+            local = entering(local, mesh).unflatten(0, (parts, mesh.size(), -1))
+            local = local[:, mesh.get_local_rank()].flatten()
+        return next(whole), weight.to_local(), local, *whole
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.bias.placements[0].is_replicate():
+        if self.weight.placements[0].dim == 1:
             x, weight, bias = self.columns(x, self.weight, self.bias)
             return torch.nn.functional.linear(x, weight.t(), bias)
         from torchweld.distributed.tensors import leaving
@@ -91,11 +96,9 @@ def shard(base: GPT2Model, mesh: Any, src_data_rank: int | None) -> None:
 
     from . import gpt2
 
-    def packed(dim: int) -> Any:
-        return _StridedShard(dim, split_factor=3)
-
+    # FSDP2 takes the weight's other dim; of a bias that is sharded so it would lose the order.
     placements = {
-        "attn.c_attn": (packed(1), packed(0)),
+        "attn.c_attn": (_StridedShard(1, split_factor=3), Replicate()),
         "attn.c_proj": (Shard(0), Replicate()),
         "mlp.c_fc": (Shard(1), Shard(0)),
         "mlp.c_proj": (Shard(0), Replicate()),
