@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import os
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -329,6 +333,22 @@ def with_context_parallel(mesh: DeviceMesh) -> None:
         assert_close(p.grad.full_tensor(), want, **TIGHT, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def example(options: str, mesh: DeviceMesh) -> None:
+    """examples/train_parallel.py inside of these processes: the loss of one process."""
+    path = Path(__file__).resolve().parent.parent / "examples" / "train_parallel.py"
+    spec = importlib.util.spec_from_file_location("train_parallel", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sizes = "--steps 3 --batch 4 --context 32 --width 32 --heads 4 --vocab 300"
+    options = [*options.split(), *sizes.split(), "--text", str(path)]
+    with shared_folder() as folder, patch.dict(os.environ, TORCHWELD_CACHE_DIR=folder):
+        assert module.main(options) == 0
+        module.TOLERANCE = -1.0  # which no loss is within
+        assert module.main([*options, "--steps", "1"]) == 1
+        for wrong in (["--cp", "3"], ["--fsdp", "1", "--cp", "1", "--tp", "1"]):
+            assert module.main([*options, *wrong]) == 2
+
+
 def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
     every = [
         fused_first,
@@ -350,4 +370,9 @@ def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
             packed_weights_are_not_lost,
             with_context_parallel,
         ]
-    return {case.__name__: case for case in every}
+    of_example = {
+        "2": ["--tp 2", "--model llama --cp 2 --method ring", "--model llama --fsdp 2"],
+        "2x2": ["--cp 2 --tp 2", "--model llama --fsdp 2 --tp 2"],
+    }
+    named = {options: partial(example, options) for options in of_example[mesh]}
+    return {case.__name__: case for case in every} | named
