@@ -3,6 +3,7 @@
 ops.part.md       where each op runs, in which dtype, with which gradients; the ops are asked
 versions.part.md  the versions of Python, torch and CUDA, and the GPUs
 api_*.md          every public name, from its docstring
+plan.part.md      what torchweld plan predicts to 1,024 GPUs
 commands.md       the help of the command line
 benchmarks.md     benchmarks/results/README.md, its links set to this folder
 """
@@ -25,6 +26,7 @@ import torch
 import torchweld
 from torchweld import cli, distributed, integrations, nn, puzzles, testing
 from torchweld._library import build_facts
+from torchweld.distributed import planning
 from torchweld.info import has_cuda_kernel
 
 DOCS = Path(__file__).resolve().parent
@@ -121,11 +123,28 @@ def versions_table() -> str:
     return "\n".join(["| | |", "| --- | --- |", *table, ""])
 
 
+def plan_table() -> str:
+    """The fastest layout that fits, by model and number of GPUs."""
+    rows = ["| model | GPUs | FSDP2, context, tensor | GB a GPU | communication, without overlap |"]
+    rows.append("| --- " * 5 + "|")
+    for model in ("llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"):
+        for gpus in (8, 64, 256, 1024):
+            sizes, machine = planning.MODELS[model], planning.Machine()
+            best = planning.layouts(sizes, machine, gpus, 8192, gpus, True)[0]
+            cells = "does not fit | - | -"
+            if best.total <= machine.memory:
+                share = f"{best.share:.0%}, {best.share_without_overlap:.0%}"
+                dims = f"{best.fsdp}, {best.cp}, {best.tp}"
+                cells = f"{dims} | {best.total / 1e9:.0f} | {share}"
+            rows.append(f"| {model} | {gpus} | {cells} |")
+    return "\n".join([*rows, ""])
+
+
 def commands() -> str:
     """The command line's help, command by command."""
     os.environ["COLUMNS"] = "90"  # the width that argparse writes for
     texts = []
-    for command in ("", "info", "explain", "tune", "bench", "demo", "puzzles"):
+    for command in ("", "info", "explain", "tune", "bench", "demo", "plan", "puzzles"):
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
             cli.main([*command.split(), "--help"])
@@ -200,6 +219,7 @@ def write() -> None:
     files = {
         "ops.part.md": ops_table(),
         "versions.part.md": versions_table(),
+        "plan.part.md": plan_table(),
         "commands.md": "# Command line\n\n" + commands(),
         "benchmarks.md": benchmarks(),
         **{f"api_{page}.md": api_page(page) for page in TITLES},
