@@ -3,6 +3,7 @@
 ops.part.md       where each op runs, in which dtype, with which gradients; the ops are asked
 versions.part.md  the versions of Python, torch and CUDA, and the GPUs
 api_*.md          every public name, from its docstring
+plan.part.md      what torchweld plan predicts to 1,024 GPUs
 commands.md       the help of the command line
 benchmarks.md     benchmarks/results/README.md, its links set to this folder
 """
@@ -23,8 +24,9 @@ from typing import Any
 import torch
 
 import torchweld
-from torchweld import cli, integrations, nn, puzzles, testing
+from torchweld import cli, distributed, integrations, nn, puzzles, testing
 from torchweld._library import build_facts
+from torchweld.distributed import planning
 from torchweld.info import has_cuda_kernel
 
 DOCS = Path(__file__).resolve().parent
@@ -121,11 +123,28 @@ def versions_table() -> str:
     return "\n".join(["| | |", "| --- | --- |", *table, ""])
 
 
+def plan_table() -> str:
+    """The fastest layout that fits, by model and number of GPUs."""
+    rows = ["| model | GPUs | FSDP2, context, tensor | GB a GPU | communication, without overlap |"]
+    rows.append("| --- " * 5 + "|")
+    for model in ("llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"):
+        for gpus in (8, 64, 256, 1024):
+            sizes, machine = planning.MODELS[model], planning.Machine()
+            best = planning.layouts(sizes, machine, gpus, 8192, gpus, True)[0]
+            cells = "does not fit | - | -"
+            if best.total <= machine.memory:
+                share = f"{best.share:.0%}, {best.share_without_overlap:.0%}"
+                dims = f"{best.fsdp}, {best.cp}, {best.tp}"
+                cells = f"{dims} | {best.total / 1e9:.0f} | {share}"
+            rows.append(f"| {model} | {gpus} | {cells} |")
+    return "\n".join([*rows, ""])
+
+
 def commands() -> str:
     """The command line's help, command by command."""
     os.environ["COLUMNS"] = "90"  # the width that argparse writes for
     texts = []
-    for command in ("", "info", "explain", "tune", "bench", "demo", "puzzles"):
+    for command in ("", "info", "explain", "tune", "bench", "demo", "plan", "puzzles"):
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
             cli.main([*command.split(), "--help"])
@@ -136,7 +155,7 @@ def commands() -> str:
 
 def api() -> dict[str, list[str]]:
     """The full name of every public object, by page."""
-    pages: dict[str, list[str]] = {"ops": [], "nn": [], "integrations": [], "tools": []}
+    pages: dict[str, list[str]] = {page: [] for page in TITLES}
     for name in torchweld.__all__:
         value = getattr(torchweld, name)
         if name == "nn" or name in integrations.__all__:
@@ -145,6 +164,7 @@ def api() -> dict[str, list[str]]:
         pages["ops" if is_op else "tools"].append(f"torchweld.{name}")
     pages["nn"] = [f"torchweld.nn.{name}" for name in nn.__all__]
     pages["integrations"] = [f"torchweld.integrations.{name}" for name in integrations.__all__]
+    pages["distributed"] = [f"torchweld.distributed.{name}" for name in distributed.__all__]
     for module in (testing, puzzles):
         for name in getattr(module, "__all__", ["mad"]):
             pages["tools"].append(f"{module.__name__}.{name}")
@@ -154,6 +174,7 @@ def api() -> dict[str, list[str]]:
 TITLES = {
     "ops": ("Ops", "Each is `torch.ops.torchweld.<name>` too, with the same arguments."),
     "nn": ("Modules", "`torchweld.nn`: each stands in for the torch code that it names."),
+    "distributed": ("Distributed", "What torchweld adds to torch.distributed."),
     "integrations": (
         "Hugging Face",
         "`torchweld.fuse` and `torchweld.unfuse` are these functions under a shorter name.",
@@ -198,6 +219,7 @@ def write() -> None:
     files = {
         "ops.part.md": ops_table(),
         "versions.part.md": versions_table(),
+        "plan.part.md": plan_table(),
         "commands.md": "# Command line\n\n" + commands(),
         "benchmarks.md": benchmarks(),
         **{f"api_{page}.md": api_page(page) for page in TITLES},

@@ -1,33 +1,26 @@
 """Calls of every op with DTensors, run in the processes of a mesh.
 
-CASES[name] runs in all processes of the mesh and raises where an answer differs from that of one
-process. `run_cases` starts the processes and returns what each case said, "" for nothing.
+A case runs in all processes of the mesh (meshes.py) and raises where an answer differs from that of
+one process.
 """
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import random
-import time
-import traceback
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from functools import partial
 from itertools import product
-from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import torchweld
+from meshes import MESHES
 from samples import (
     DIFFERENTIABLE,
     F64,
@@ -61,10 +54,8 @@ from samples import (
     softmax_matmul_call,
     with_dz,
 )
-from torchweld.distributed import rules
+from torchweld.distributed import full_tensor, rules
 
-MESHES = {"2": (2,), "2x2": (2, 2)}
-SECONDS = 30  # that a collective may take
 Build = Callable[[Maker], Call]
 
 
@@ -254,33 +245,13 @@ def place(full: Tensor, mesh: DeviceMesh, placements: tuple[Any, ...]) -> DTenso
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def full(t: DTensor) -> Tensor:
-    mesh = t.device_mesh
-    if any(type(p) is _StridedShard for p in t.placements):  # which torch does not gather
-        whole = t.to_local()
-        for dim in reversed(range(mesh.ndim)):
-            placement, group = t.placements[dim], mesh.get_group(dim)
-            if isinstance(placement, Partial):
-                dist.all_reduce(whole := whole.clone(), group=group)
-            elif not isinstance(placement, Replicate):
-                parts = [torch.empty_like(whole) for _ in range(mesh.shape[dim])]
-                dist.all_gather(parts, whole.contiguous(), group=group)
-                split = getattr(placement, "split_factor", 1)
-                pieces = [part.chunk(split, placement.dim) for part in parts]
-                whole = torch.cat(
-                    [p for row in zip(*pieces, strict=True) for p in row], placement.dim
-                )
-        return whole
-    return t.redistribute(placements=[Replicate()] * t.device_mesh.ndim).to_local()
-
-
 def same(ours: DTensor, want: Tensor, label: str) -> None:
     assert ours.shape == want.shape, f"{label}: {ours.shape}, not {want.shape}"
     tolerance = {"rtol": 1e-12, "atol": 1e-12}
     if want.dtype == torch.float32:
         tolerance = {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(
-        full(ours), want, **tolerance, equal_nan=True, msg=lambda m: label + m
+        full_tensor(ours), want, **tolerance, equal_nan=True, msg=lambda m: label + m
     )
 
 
@@ -658,49 +629,3 @@ def cases(mesh: str) -> dict[str, Case]:
                 if kind is not any_placement or not (few or op.endswith("_forward")):
                     found[f"{kind.__name__}-{op}-{name}"] = partial(kind, op, build)
     return found
-
-
-def _work(rank: int, mesh: str, names: list[str], folder: str) -> None:
-    torch.set_num_threads(1)
-    shape = MESHES[mesh]
-    size = prod(shape)
-    store = dist.FileStore(f"{folder}/store", size)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS)
-    )
-    device_mesh = init_device_mesh("cpu", shape)
-    said, known = {}, cases(mesh)
-    for name in names:
-        torch.manual_seed(0)
-        try:
-            known[name](device_mesh)
-            said[name] = ""
-        except Exception:
-            said[name] = traceback.format_exc()
-    Path(f"{folder}/{rank}.json").write_text(json.dumps(said))
-    dist.barrier()  # who leaves first takes the others' connections along
-    dist.destroy_process_group()
-
-
-def run_cases(mesh: str, names: list[str], folder: Path, seconds: float) -> dict[str, str]:
-    """What the first process with a complaint said of each case."""
-    size = prod(MESHES[mesh])
-    server = multiprocessing.get_context("forkserver")  # which imports torch once for all
-    server.set_forkserver_preload([__name__])
-    processes = [
-        server.Process(target=_work, args=(rank, mesh, names, str(folder)), daemon=True)
-        for rank in range(size)
-    ]
-    end = time.monotonic() + seconds
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(max(0, end - time.monotonic()))
-    for process in processes:
-        process.kill()
-    files = [folder / f"{rank}.json" for rank in range(size)]
-    done = [json.loads(file.read_text()) for file in files if file.exists()]
-    if len(done) < size:
-        lost = f"{size - len(done)} of {size} processes failed, or took more than {seconds} s"
-        return dict.fromkeys(names, lost)
-    return {name: next((each[name] for each in done if each[name]), "") for name in names}

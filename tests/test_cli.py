@@ -123,7 +123,7 @@ def test_bad_arguments(capsys, argv, words):
 HELP = [
     [],
     ["--help"],
-    *([name, "-h"] for name in ("info", "explain", "tune", "bench", "demo", "puzzles")),
+    *([name, "-h"] for name in ("info", "explain", "tune", "bench", "demo", "plan", "puzzles")),
 ]
 
 

@@ -5,13 +5,8 @@ The cases are in placements.py. Each mesh's processes are started once and run a
 
 from __future__ import annotations
 
-import functools
-import json
-import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,35 +17,14 @@ from samples import registered_ops
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this torch has no gloo", allow_module_level=True)
 
-from placements import BUILDS, MESHES, cases, run_cases
+from meshes import MESHES, said_by
+from placements import BUILDS, cases
 from torchweld.distributed import rules
-
-SECONDS = 240  # for all cases of a mesh on a busy machine
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory) -> Callable[[str], dict[str, str]]:
-    """What a mesh's processes said of each case; one of pytest's workers runs them for all."""
-    base = tmp_path_factory.getbasetemp()
-    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-
-    @functools.cache
-    def of(mesh: str) -> dict[str, str]:
-        folder, done = base / f"mesh_{mesh}", base / f"mesh_{mesh}.json"
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            end = time.monotonic() + SECONDS + 10
-            while not done.exists() and time.monotonic() < end:
-                time.sleep(0.2)
-        else:
-            (folder / "said").write_text(
-                json.dumps(run_cases(mesh, list(cases(mesh)), folder, SECONDS))
-            )
-            (folder / "said").rename(done)
-        return json.loads(done.read_text())
-
-    return of
+def said(tmp_path_factory):
+    return said_by("placements", tmp_path_factory)
 
 
 @pytest.mark.parametrize(

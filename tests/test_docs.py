@@ -180,6 +180,12 @@ def test_page_of_benchmarks_has_every_result_and_picture(generate):
         assert all(f"| {row['case']} |" in page for row in json.loads(path.read_text())["rows"])
 
 
+def test_plan_table_has_a_row_for_each_number_of_gpus(generate):
+    rows = re.findall(r"^\| llama-\S+ \| (\d+) \| (.+?) \|", generate.plan_table(), re.M)
+    assert [int(gpus) for gpus, _ in rows] == [8, 64, 256, 1024] * 3
+    assert {dims for _, dims in rows} > {"does not fit"}
+
+
 def test_versions_are_those_of_the_build_files(generate):
     table = generate.versions_table()
     assert "| Python | 3.10 or later |" in table

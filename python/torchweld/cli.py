@@ -84,6 +84,7 @@ def add_sizes(command: argparse.ArgumentParser, required: bool = True) -> None:
 def _parser() -> Parser:
     from torchweld import __version__
     from torchweld.demo import options
+    from torchweld.distributed import planning
     from torchweld.puzzles import main as puzzles
     from torchweld.tuning import main as tuning
 
@@ -120,6 +121,11 @@ def _parser() -> Parser:
         "demo", help="train a GPT-2 on real text, with torchweld's ops and without"
     )
     options.add_arguments(demo)
+
+    plan = commands.add_parser(
+        "plan", help="how to divide GPUs over a model's training: memory, bytes moved, a prediction"
+    )
+    planning.add_arguments(plan)
 
     puzzle = commands.add_parser("puzzles", help="the twelve Triton puzzles, solved by the ops")
     puzzles.add_arguments(puzzle)
@@ -262,6 +268,16 @@ def _demo(args: argparse.Namespace) -> int:
     return run(args)
 
 
+def _plan(args: argparse.Namespace) -> int:
+    from torchweld.distributed.planning import plan
+
+    try:
+        print(plan(args))
+    except ValueError as error:
+        return _fail("plan", str(error), 2)
+    return 0
+
+
 def _puzzles(args: argparse.Namespace) -> int:
     from torchweld.puzzles.main import run
 
@@ -296,6 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "explain": _explain,
             "tune": _tune,
             "demo": _demo,
+            "plan": _plan,
             "puzzles": _puzzles,
         }
         return run[args.command](args)

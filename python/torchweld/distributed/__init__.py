@@ -1,4 +1,43 @@
-"""torchweld in torch.distributed: the ops take DTensors.
+"""torchweld in torch.distributed: sharding rules of the ops, tensor and context parallelism.
 
-The rules are registered as soon as torch.distributed.tensor is imported.
+The rules are registered as soon as torch.distributed.tensor is imported. Nothing here imports it
+until one of these names is used.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchweld._start import lazy
+
+if TYPE_CHECKING:
+    from ._parallelize import parallelize as parallelize
+    from .context import context_parallel as context_parallel
+    from .context import context_parallel_attention as context_parallel_attention
+    from .context import gather_sequence as gather_sequence
+    from .context import shard_sequence as shard_sequence
+    from .styles import NormColwise as NormColwise
+    from .tensors import full_tensor as full_tensor
+
+__all__ = [
+    "NormColwise",
+    "context_parallel",
+    "context_parallel_attention",
+    "full_tensor",
+    "gather_sequence",
+    "parallelize",
+    "shard_sequence",
+]
+
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "NormColwise": "styles",
+        "context_parallel": "context",
+        "context_parallel_attention": "context",
+        "full_tensor": "tensors",
+        "gather_sequence": "context",
+        "parallelize": "_parallelize",
+        "shard_sequence": "context",
+    },
+)

@@ -32,6 +32,7 @@ from transformers.models.gpt2.modeling_gpt2 import (
 from transformers.pytorch_utils import Conv1D
 
 from . import gpt2_mask
+from .gpt2_sharded import ShardedConv1D
 from .hf_attention import NAME, config_refusal, register_attention
 
 # Copied or unpickled models look the attention up by name: importing this module is enough.
@@ -110,12 +111,14 @@ class Site:
     def apply(self, x: Tensor) -> Tensor:
         """``activation(linear(norm(x)))`` in one op."""
         norm, linear = self.norm, self.linear
+        tensors = x, linear.weight, linear.bias, norm.weight, norm.bias
+        if isinstance(linear, ShardedConv1D):
+            tensors = linear.columns(*tensors)
+        x, weight, *others = tensors
         return torch.ops.torchweld.layer_norm_linear(
             x,
-            linear.weight.t(),  # Conv1D keeps (in, out); the op takes any strides
-            linear.bias,
-            norm.weight,
-            norm.bias,
+            weight.t(),  # Conv1D keeps (in, out); the op takes any strides
+            *others,
             eps=norm.eps,
             activation=self.activation,
         )
@@ -157,6 +160,16 @@ class LayerNormConv1D(Conv1D):
         return f"LayerNormConv1D(nf={self.nf}, nx={self.nx})"
 
 
+class LayerNormShardedConv1D(ShardedConv1D):
+    """The same of a model that went through ``torchweld.distributed.parallelize``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        site = _site(self)
+        if site is not None and site.linear is self:
+            return site.apply(x)
+        return ShardedConv1D.forward(self, x)
+
+
 class LayerNormMLP(GPT2MLP):
     """GPT-2's MLP with ``ln_2`` in front of it and the activation inside the first matmul."""
 
@@ -167,7 +180,12 @@ class LayerNormMLP(GPT2MLP):
         return self.dropout(self.c_proj(site.apply(hidden_states)))
 
 
-FUSED = {PassThroughLayerNorm: nn.LayerNorm, LayerNormConv1D: Conv1D, LayerNormMLP: GPT2MLP}
+FUSED = {
+    PassThroughLayerNorm: nn.LayerNorm,
+    LayerNormConv1D: Conv1D,
+    LayerNormShardedConv1D: ShardedConv1D,
+    LayerNormMLP: GPT2MLP,
+}
 
 
 def activation_name(act: Any) -> str | None:
@@ -204,7 +222,7 @@ def sites(block: nn.Module) -> list[tuple[str, Site | None, str | None]]:
             other = f"{_class(block)}, not transformers' GPT2Block"
             what = "sharded; call fuse before fully_shard" if _is_sharded(block) else other
             out.append((path, None, f"the block is {what}"))
-        elif type(owner) is LayerNormMLP or type(getattr(owner, linear_name)) is LayerNormConv1D:
+        elif type(owner) in FUSED or type(getattr(owner, linear_name)) in FUSED:
             out.append((path, None, "fused already"))
         elif type(owner) is not owner_type:
             out.append((path, None, f"{owner_name} is {_class(owner)}, not {owner_type.__name__}"))
@@ -235,7 +253,7 @@ def refusal(site: Site) -> str | None:
     norm, linear = site.norm, site.linear
     if type(norm) is not nn.LayerNorm:
         return f"{site.norm_name} is {_class(norm)}, not torch's LayerNorm"
-    if type(linear) is not Conv1D:
+    if type(linear) not in (Conv1D, ShardedConv1D):
         return (
             f"{site.linear_name} is {_class(linear)}, not transformers' Conv1D "
             "(LoRA, quantised or otherwise replaced)"
@@ -258,7 +276,9 @@ def refusal(site: Site) -> str | None:
             if tensor is not None:
                 tensors[f"{name}.{key}"] = tensor
     for name, tensor in tensors.items():
-        if type(tensor) is not nn.Parameter or type(tensor.data) is not Tensor:
+        sharded = type(linear) is ShardedConv1D and name.startswith(site.linear_name)
+        plain = type(tensor) is nn.Parameter and type(tensor.data) is Tensor
+        if not plain and not sharded:
             kind = tensor if type(tensor) is not nn.Parameter else tensor.data
             return f"{name} is {_class(kind)}, not a plain parameter (sharded or quantised)"
         if not tensor.is_floating_point():
@@ -281,7 +301,7 @@ def join(site: Site) -> None:
         # Into __dict__ and not through setattr: a registered reference would rename parameters.
         module.__dict__["_torchweld_site"] = site
     site.norm.__class__ = PassThroughLayerNorm
-    consumer.__class__ = LayerNormMLP if site.owner_name == "mlp" else LayerNormConv1D
+    consumer.__class__ = next(cls for cls, stock in FUSED.items() if stock is type(consumer))
 
 
 def is_fused(module: nn.Module) -> bool:

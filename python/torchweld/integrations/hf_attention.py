@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchweld import _library
+from torchweld.distributed import _active
 
 from . import hf_numbers
 from .hf_numbers import Numbers
@@ -197,8 +198,10 @@ def attention_forward(
     Raises:
         NotImplementedError: The build has no attention kernel for the device.
         ValueError: The model needs what no path has (keys chosen for each query), or what eager
-            attention alone has, and it has no eager attention.
+            attention alone has, and it has no eager attention; or what context_parallel has not.
+        RuntimeError: It is inside of torch's context_parallel().
     """
+    _active.refuse_torchs_own('attn_implementation="torchweld"')
     for name, what in _UNSERVED.items():
         if kwargs.get(name) is not None:
             raise ValueError(
@@ -227,6 +230,13 @@ def attention_forward(
         reason = "there are fewer keys than causal queries"
     elif query.is_cuda and query.dtype == torch.float64:
         reason = "the kernels for CUDA know no float64"
+    if _active.current is not None:
+        from . import hf_context
+
+        out = hf_context.attention(
+            _active.current, query, key, value, numbers, reason, scaling, kwargs
+        )
+        return out.transpose(1, 2).contiguous(), None
     if reason is not None:
         mask = attention_mask if numbers is None else numbers.dense(seqlen_q, seqlen_k)
         more = {"dropout": dropout, "scaling": scaling, **kwargs}

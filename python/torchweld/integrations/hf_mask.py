@@ -48,6 +48,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchweld.distributed import _active
 from torchweld.ops.leftpad import before_first_token, is_readable
 
 from . import hf_pattern
@@ -114,7 +115,8 @@ def attention_mask(
 
     Raises:
         ValueError: The model does not take its attention from transformers' AttentionInterface, or
-            neither supports ``sdpa`` nor lacks it for what torchweld's op has.
+            neither supports ``sdpa`` nor lacks it for what torchweld's op has; or
+            context_parallel does not serve the mask.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -131,6 +133,11 @@ def attention_mask(
     if device is None:
         device = "cpu" if attention_mask is None else attention_mask.device
     call = Call(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, device)
+    if _active.current is not None:
+        from . import hf_context
+
+        pattern = hf_pattern.of(mask_function)
+        return hf_context.mask(_active.current, pattern, **call._asdict())
     skip = allow_is_causal_skip or kwargs.get("allow_is_bidirectional_skip", False)
     # A local pattern that is wider than the whole context hides nothing, transformers says.
     wide = allow_is_causal_skip and local_size is not None and kv_length < local_size

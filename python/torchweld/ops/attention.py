@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from torchweld._library import ops, require
 from torchweld._refusals import sentences
+from torchweld.distributed import _active
 
 _KERNELS = ("causal_softmax", "softmax_matmul", "attention")
 
@@ -232,8 +233,30 @@ class CausalSelfAttention(nn.Module):
                 getattr(new, name).bias.copy_(getattr(self, name).bias)
         return new.train(self.training)
 
+    def _follows(self) -> bool:
+        """Whether it is inside of context_parallel."""
+        _active.refuse_torchs_own("CausalSelfAttention")
+        if _active.current is not None and self.kernel != "attention":
+            raise ValueError(
+                'CausalSelfAttention: kernel must be "attention" inside of context_parallel, but '
+                f"got {self.kernel!r}"
+            )
+        return _active.current is not None
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, leftpad: Tensor | None) -> Tensor:
+        scale = self.head_dim**-0.5
+        if self.kernel == "attention":
+            return torch.ops.torchweld.attention(q, k, v, leftpad, causal=True)
+        scores = torch.matmul(q, k.transpose(-2, -1))
+        if self.kernel == "softmax_matmul":
+            return torch.ops.torchweld.softmax_matmul(scores, v, leftpad, causal=True, scale=scale)
+        return torch.ops.torchweld.causal_softmax(scores, leftpad, scale=scale).matmul(v)
+
     def forward(self, x: Tensor, leftpad: Tensor | None = None) -> Tensor:
-        """`(batch, seqlen, embed_dim)` to the same; leftpad is int32 `(batch,)`."""
+        """`(batch, seqlen, embed_dim)` to the same; leftpad is int32 `(batch,)`.
+
+        Inside of `torchweld.distributed.context_parallel` seqlen is this process's part.
+        """
         batch, seqlen, _ = x.shape
         qkv = torch.ops.torchweld.linear(x, self.c_attn.weight, self.c_attn.bias)
         q, k, v = (
@@ -241,15 +264,12 @@ class CausalSelfAttention(nn.Module):
             .permute(2, 0, 3, 1, 4)
             .unbind(0)
         )
-        scale = self.head_dim**-0.5
-        if self.kernel == "attention":
-            out = torch.ops.torchweld.attention(q, k, v, leftpad, causal=True)
-        elif self.kernel == "softmax_matmul":
-            scores = torch.matmul(q, k.transpose(-2, -1))
-            out = torch.ops.torchweld.softmax_matmul(scores, v, leftpad, causal=True, scale=scale)
+        if torch.jit.is_scripting():  # which leaves out what is below
+            out = self._attend(q, k, v, leftpad)
+        elif self._follows():
+            out = _active.current.attention(q, k, v, leftpad, causal=True)
         else:
-            scores = torch.matmul(q, k.transpose(-2, -1))
-            out = torch.ops.torchweld.causal_softmax(scores, leftpad, scale=scale).matmul(v)
+            out = self._attend(q, k, v, leftpad)
         return self.c_proj(out.transpose(1, 2).reshape(batch, seqlen, self.embed_dim))
 
     def extra_repr(self) -> str:

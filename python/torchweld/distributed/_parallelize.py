@@ -1,0 +1,189 @@
+"""``parallelize``: tensor parallelism of the transformers models that ``fuse`` knows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from fnmatch import fnmatch
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+
+class _SummedGradients(ParallelStyle):
+    """Parameters that all processes have and use on heads of their own, such as Qwen's q_norm."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group = device_mesh.get_group()
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p: dist.all_reduce(p.grad, group=group)
+                )
+        return module
+
+
+# transformers' names of styles, and torch's styles.
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "replicated_with_grad_allreduce": _SummedGradients,
+}
+# Layers whose columns are heads.
+_OF_HEADS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None = 0) -> nn.Module:
+    """Shards a Hugging Face model in place over the processes of a mesh: tensor parallelism.
+
+    A GPT-2 by its heads and the columns of its MLP, as Megatron does; other models by the plan that
+    transformers has for them (`model.tp_plan`), with torch's styles. It may be called before or
+    after :func:`torchweld.fuse`, and the fused places stay fused. Sharded parameters become
+    DTensors of the same names; the others stay as they are. Every process gives the model the same
+    batch and gets the whole result.
+
+    Args:
+        model: A model of transformers, on the mesh's device.
+        mesh: One dim: `init_device_mesh(device, (n,))`, or `mesh["tp"]` of a larger one.
+        src_data_rank: The process whose parameters are sharded; None where all have the same, which
+            takes no communication.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: The model is none of transformers', or mesh is no DeviceMesh.
+        ValueError: The mesh has more dims, or does not divide the heads or the layers' sizes; the
+            model has no plan, or one with a style that is not served here. Nothing is changed then.
+
+    Limits: dropout draws alike in all processes only if they are seeded alike. A GPT-2's `c_attn`
+        is placed `_StridedShard`, which :func:`full_tensor` gathers and torch's checkpoints refuse.
+        Beside DTensors there are plain parameters; torch's `clip_grad_norm_` does not take both in
+        one call.
+
+    Source: Shoeybi et al., "Megatron-LM", 2019.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"parallelize: model must be an nn.Module, but got {type(model).__name__}")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"parallelize: mesh must be a DeviceMesh, but got {type(mesh).__name__}; use "
+            "torch.distributed.device_mesh.init_device_mesh"
+        )
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"parallelize: mesh must have one dim, but got {mesh.ndim}; use one of its dims, as "
+            'mesh["tp"]'
+        )
+    try:
+        from torchweld.integrations import gpt2, gpt2_sharded, hf_switch
+    except ImportError as error:
+        raise ImportError(
+            "torchweld.distributed.parallelize needs transformers; "
+            "install it with `pip install transformers`"
+        ) from error
+    roots = hf_switch.roots(model)
+    if not roots:
+        raise TypeError(
+            "parallelize: model must be or contain a model of transformers, but got "
+            f"{type(model).__name__}; other models can use parallelize_module with NormColwise"
+        )
+    bases = [m for m in model.modules() if isinstance(m, gpt2.GPT2Model)]
+    plans = (
+        [] if bases else [(root, dict(getattr(root, "tp_plan", None) or {})) for _, root in roots]
+    )
+    reasons = [gpt2_sharded.refusal(base, mesh.size()) for base in bases]
+    reasons += [_refusal(root, plan, mesh.size()) for root, plan in plans]
+    for reason in reasons:
+        if reason is not None:
+            raise ValueError(f"parallelize: {reason}")
+    for base in bases:
+        gpt2_sharded.shard(base, mesh, src_data_rank)
+    for root, plan in plans:
+        tied = _tied(root)
+        styles = {path: _STYLES[style]() for path, style in plan.items() if _found(root, path)}
+        parallelize_module(root, mesh, styles, src_data_rank=src_data_rank)
+        for (first, name), *others in tied:
+            for module, other in others:
+                module.register_parameter(other, first._parameters[name])
+    return model
+
+
+def _found(root: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+    """The modules that a path of a plan means, `*` for any number."""
+    return [(path, module) for path, module in root.named_modules() if _means(pattern, path)]
+
+
+def _means(pattern: str, path: str) -> bool:
+    """Whether a plan's pattern means a path, part by part as parallelize_module takes it."""
+    parts, names = pattern.split("."), path.split(".")
+    return len(parts) == len(names) and all(map(fnmatch, names, parts))
+
+
+def _refusal(root: nn.Module, plan: dict[str, str], size: int) -> str | None:
+    """Why a plan can't be carried out, as the end of a sentence, or None."""
+    name = type(root).__name__
+    if not plan:
+        return f"model must have a plan of transformers (tp_plan), but {name} has none"
+    config = root.config.get_text_config(decoder=True)
+    for pattern, style in plan.items():
+        if style not in _STYLES:
+            known = ", ".join(_STYLES)
+            return f"{name}'s plan must have the styles {known}, but got {style} for {pattern}"
+        named = (path for path, _ in root.named_parameters())
+        if any(_means(pattern, path) for path in named):
+            return f"{name}'s plan must name modules, but got the parameter {pattern}"
+        last = pattern.rpartition(".")[2]
+        if last in _OF_HEADS and style == "colwise":
+            for heads in ("num_attention_heads", "num_key_value_heads"):
+                count = getattr(config, heads, None)
+                if count is not None and count % size:
+                    return (
+                        f"{heads} must be a multiple of the mesh's {size} processes, but got "
+                        f"{count}"
+                    )
+        for path, module in _found(root, pattern):
+            for parameter in module.parameters(recurse=False):
+                if type(parameter.data) is not Tensor:
+                    kind = type(parameter.data).__name__
+                    return (
+                        f"{path}'s parameters must be plain, but got {kind} (sharded or quantised)"
+                    )
+            # What is gathered before anybody sees it may be uneven.
+            sizes = {"colwise": "out_features", "rowwise": "in_features"}
+            width = getattr(module, sizes.get(style, ""), 0)
+            if width % size:
+                return (
+                    f"{path}.{sizes[style]} must be a multiple of the mesh's {size} processes, but "
+                    f"got {width}"
+                )
+    tied = {id(module): path for path, module in root.named_modules()}
+    sharded = {id(m) for pattern in plan for _, m in _found(root, pattern)}
+    for places in _tied(root):
+        if len({id(module) in sharded for module, _ in places}) > 1:
+            names = " and ".join(f"{tied[id(module)]}.{key}" for module, key in places)
+            return f"{names} are one parameter, and {name}'s plan must shard both or neither"
+    return None
+
+
+def _tied(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """The places of each parameter that is in several."""
+    places = defaultdict(list)
+    for module in root.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                places[id(parameter)].append((module, key))
+    return [each for each in places.values() if len(each) > 1]

@@ -1,0 +1,113 @@
+"""Tensor parallelism of a Hugging Face GPT-2, for :func:`torchweld.distributed.parallelize`.
+
+transformers has no plan for GPT-2. ``c_attn`` packs query, key and value, so each process needs a
+part of all three, and torch's own ops take no such DTensors. So the parameters are DTensors, which
+optimizers, checkpoints and the state_dict see, and the layers compute with the process's part.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Block, GPT2Model
+from transformers.pytorch_utils import Conv1D
+
+
+class ShardedConv1D(Conv1D):
+    """A Conv1D of which each process has some columns or some rows, by the weight's placement.
+
+    ``x`` has all that a process's part needs: the whole rows for columns, the process's part of
+    them for rows.
+    """
+
+    def columns(self, x: Tensor, weight: Tensor, bias: Tensor, *shared: Any) -> tuple[Any, ...]:
+        """What a process computes with; the gradients to x and ``shared`` are sums over all."""
+        from torchweld.distributed.tensors import entering
+
+        mesh = weight.device_mesh
+        whole = (None if t is None else entering(t, mesh) for t in (x, *shared))
+        local = bias.to_local()
+        if bias.placements[0].is_replicate():
+            parts = weight.placements[0].split_factor
+            local = entering(local, mesh).unflatten(0, (parts, mesh.size(), -1))
+            local = local[:, mesh.get_local_rank()].flatten()
+        return next(whole), weight.to_local(), local, *whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.placements[0].dim == 1:
+            x, weight, bias = self.columns(x, self.weight, self.bias)
+            return torch.nn.functional.linear(x, weight.t(), bias)
+        from torchweld.distributed.tensors import leaving
+
+        y = torch.matmul(x, self.weight.to_local())
+        return leaving(y, self.weight.device_mesh) + self.bias.to_local()
+
+    def __repr__(self) -> str:
+        return f"ShardedConv1D(nf={self.nf}, nx={self.nx})"
+
+
+def refusal(base: GPT2Model, size: int) -> str | None:
+    """Why a model can't be sharded over ``size`` processes, as the end of a sentence, or None."""
+    from . import gpt2
+
+    if base.config.num_attention_heads % size:
+        return (
+            f"num_attention_heads must be a multiple of the mesh's {size} processes, but got "
+            f"{base.config.num_attention_heads}"
+        )
+    for path, block in base.h.named_children():
+        if type(block) is not GPT2Block or hasattr(block, "crossattention"):
+            what = "one with cross attention" if type(block) is GPT2Block else type(block).__name__
+            return f"h.{path} must be transformers' GPT2Block, but got {what}"
+        if not isinstance(block.attn, GPT2Attention):
+            return f"h.{path}.attn must be GPT2Attention, but got {type(block.attn).__name__}"
+        for name, layer in _layers(block).items():
+            if type(layer) not in (Conv1D, gpt2.LayerNormConv1D):
+                return f"h.{path}.{name} must be Conv1D, but got {type(layer).__name__}"
+            if type(layer.weight.data) is not Tensor:
+                kind = type(layer.weight.data).__name__
+                return f"h.{path}.{name}.weight must be a plain parameter, but got {kind}"
+        if block.mlp.c_fc.nf % size:
+            return (
+                f"the MLP's {block.mlp.c_fc.nf} columns must be a multiple of the mesh's {size} "
+                "processes"
+            )
+    return None
+
+
+def _layers(block: nn.Module) -> dict[str, nn.Module]:
+    attn, mlp = block.attn, block.mlp
+    return {
+        "attn.c_attn": attn.c_attn,
+        "attn.c_proj": attn.c_proj,
+        "mlp.c_fc": mlp.c_fc,
+        "mlp.c_proj": mlp.c_proj,
+    }
+
+
+def shard(base: GPT2Model, mesh: Any, src_data_rank: int | None) -> None:
+    """Shards the blocks of a model that was not refused."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    from torchweld.distributed.styles import shard_parameter
+
+    from . import gpt2
+
+    # FSDP2 takes the weight's other dim; of a bias that is sharded so it would lose the order.
+    placements = {
+        "attn.c_attn": (_StridedShard(1, split_factor=3), Replicate()),
+        "attn.c_proj": (Shard(0), Replicate()),
+        "mlp.c_fc": (Shard(1), Shard(0)),
+        "mlp.c_proj": (Shard(0), Replicate()),
+    }
+    for block in base.h:
+        for name, layer in _layers(block).items():
+            for key, placement in zip(("weight", "bias"), placements[name], strict=True):
+                parameter = getattr(layer, key)
+                shard_parameter(layer, key, parameter, mesh, [placement], src_data_rank)
+            fused = isinstance(layer, gpt2.LayerNormConv1D)
+            layer.__class__ = gpt2.LayerNormShardedConv1D if fused else ShardedConv1D
+        block.attn.split_size = block.attn.embed_dim // mesh.size()

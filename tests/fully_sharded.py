@@ -1,0 +1,378 @@
+"""FSDP2, DDP, checkpoints and compiled blocks, run in the processes of a mesh (meshes.py)."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+from torch.testing import assert_close
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import torchweld
+from meshes import Names, refused, shared_folder
+from tiny_models import VOCAB, tiny_gpt2, tiny_grouped
+from torchweld.distributed import (
+    NormColwise,
+    context_parallel,
+    full_tensor,
+    parallelize,
+    shard_sequence,
+)
+
+TIGHT = {"rtol": 0, "atol": 1e-12}
+SITE, HEADS = "torchweld::layer_norm_linear_forward", "torchweld::attention_forward"
+
+
+def batches(count: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randint(1, VOCAB, (2, 8), generator=draw) for _ in range(count)]
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    logits = model(input_ids=ids).logits
+    return F.cross_entropy(logits.double().flatten(0, 1), ids.flatten())
+
+
+def gpt2() -> nn.Module:
+    return tiny_gpt2().double().train()
+
+
+def llama() -> nn.Module:
+    return tiny_grouped().double().train()
+
+
+def shard_blocks(model: nn.Module, mesh: DeviceMesh, **more: Any) -> nn.Module:
+    base = model.base_model
+    for block in base.h if hasattr(base, "h") else base.layers:
+        fully_shard(block, mesh=mesh, **more)
+    return fully_shard(model, mesh=mesh, **more)
+
+
+def of_one_process(stock: nn.Module, count: int) -> dict[str, Tensor]:
+    """The mean gradient over the batches of so many processes."""
+    stock = copy.deepcopy(stock)
+    sum(loss_of(stock, ids) for ids in batches(count)).div(count).backward()
+    return {name: p.grad for name, p in stock.named_parameters()}
+
+
+def trained_alike(
+    ours: nn.Module, wanted: dict[str, Tensor], rank: int | None = None, **tolerance: Any
+) -> Counter[str]:
+    """Runs forward and backward with this process's batch; returns how often each op ran."""
+    ops: list[str] = []
+    rank = dist.get_rank() if rank is None else rank
+    with Names(ops):
+        loss_of(ours, batches(rank + 1)[rank]).backward()
+    names = [name.removeprefix("module.") for name, _ in ours.named_parameters()]
+    assert names == list(wanted)
+    for name, p in zip(names, ours.parameters(), strict=True):
+        grad = full_tensor(p.grad) if isinstance(p.grad, DTensor) else p.grad
+        assert_close(grad, wanted[name], **(tolerance or TIGHT), msg=lambda m, n=name: f"{n}: {m}")
+    return Counter(ops)
+
+
+def fused_first(mesh: DeviceMesh) -> None:
+    """Six places of two blocks stay fused, state_dict keeps its names, unfuse works after it."""
+    stock = gpt2()
+    wanted = of_one_process(stock, 2)
+    ours = copy.deepcopy(stock)
+    assert len(torchweld.fuse(ours).replaced) == 6
+    shard_blocks(ours, mesh)
+    assert list(ours.state_dict()) == list(stock.state_dict())
+    ran = trained_alike(ours, wanted)
+    assert (ran[SITE], ran[HEADS]) == (4, 2)
+    torchweld.unfuse(ours)
+    ours.zero_grad()
+    ran = trained_alike(ours, wanted)
+    assert ran[SITE] == ran[HEADS] == 0
+
+
+def recomputed(mesh: DeviceMesh) -> None:
+    """Non-reentrant checkpointing: the same gradients, the forward ops run twice."""
+    stock = gpt2()
+    wanted = of_one_process(stock, 2)
+    torchweld.fuse(stock, check=False)
+    shard_blocks(stock, mesh)
+    stock.gradient_checkpointing_enable({"use_reentrant": False})
+    ran = trained_alike(stock, wanted)
+    assert (ran[SITE], ran[HEADS]) == (8, 4)
+
+
+def recomputed_in_part(mesh: DeviceMesh) -> None:
+    """Selective checkpointing knows the ops by the names of what autograd runs."""
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = op in (torch.ops.torchweld.attention_forward.default,)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attend = torchweld.nn.CausalSelfAttention(16, 4)
+            self.up = torchweld.nn.LayerNormLinear(16, 32, activation="gelu")
+            self.down = nn.Linear(32, 16)
+
+        def inside(self, x: Tensor) -> Tensor:
+            x = x + self.attend(x)
+            return x + self.down(self.up(x))
+
+        def forward(self, x: Tensor, kept: bool = True) -> Tensor:
+            contexts = partial(create_selective_checkpoint_contexts, policy)
+            if not kept:
+                return self.inside(x)
+            return checkpoint(self.inside, x, use_reentrant=False, context_fn=contexts)
+
+    torch.manual_seed(0)
+    block = Block().double()
+    plain = copy.deepcopy(block)
+    fully_shard(block, mesh=mesh)
+    x = torch.randn(2, 6, 16, dtype=torch.float64)
+    ops: list[str] = []
+    with Names(ops):
+        block(x).square().sum().backward()
+    plain(x, kept=False).square().sum().backward()
+    for a, b in zip(block.parameters(), plain.parameters(), strict=True):
+        assert_close(full_tensor(a.grad), b.grad, **TIGHT)
+    assert (ops.count(HEADS), ops.count(SITE)) == (1, 2)
+
+
+def compiled(mesh: DeviceMesh) -> None:
+    stock = gpt2()
+    wanted = of_one_process(stock, 2)
+    torchweld.fuse(stock, check=False)
+    shard_blocks(stock, mesh)
+    for block in stock.transformer.h:
+        block.compile(backend="aot_eager")
+    trained_alike(stock, wanted)
+
+
+def mixed_precision(mesh: DeviceMesh) -> None:
+    """bfloat16 inside of the blocks, reduced in float32: errs no more than stock, twice over."""
+    stock = tiny_gpt2().train()
+    wanted = of_one_process(stock, 2)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    errors = []
+    for fused in (True, False):
+        ours = copy.deepcopy(stock)
+        if fused:
+            torchweld.fuse(ours, check=False)
+        shard_blocks(ours, mesh, mp_policy=policy)
+        ran = trained_alike(ours, wanted, rtol=0, atol=1e9)
+        assert ran[SITE] == (4 if fused else 0)
+        pairs = zip(ours.parameters(), wanted.values(), strict=True)
+        errors.append(torch.stack([(full_tensor(p.grad) - want).norm() for p, want in pairs]))
+    size = torch.stack([want.norm() for want in wanted.values()])
+    assert (errors[0] <= 2 * errors[1] + 1e-3 * size).all(), errors
+
+
+def an_mlp_of_its_own(mesh: DeviceMesh) -> None:
+    """Its parameters are gathered when it runs, so the site there runs stock."""
+    stock = gpt2()
+    wanted = of_one_process(stock, 2)
+    torchweld.fuse(stock, check=False)
+    for block in stock.transformer.h:
+        fully_shard(block.mlp, mesh=mesh)
+    shard_blocks(stock, mesh)
+    ran = trained_alike(stock, wanted)
+    assert (ran[SITE], ran[HEADS]) == (2, 2)
+
+
+def sharded_first(mesh: DeviceMesh) -> None:
+    """fuse switches the attention alone then, and says so."""
+    for make in (gpt2, llama):
+        stock = make()
+        wanted = of_one_process(stock, 2)
+        report = torchweld.fuse(shard_blocks(stock, mesh), check=False)
+        reasons = {reason for _, reason in report.skipped}
+        assert reasons == (
+            {"the block is sharded; call fuse before fully_shard"} if make is gpt2 else set()
+        )
+        ran = trained_alike(stock, wanted)
+        assert (ran[SITE], ran[HEADS]) == (0, 2)
+
+
+def plan_of_transformers(mesh: DeviceMesh) -> None:
+    """FSDP2 by `from_pretrained` with a DistributedConfig, fused from the start or later."""
+    stock = llama()
+    wanted = of_one_process(stock, 2)
+    with shared_folder() as folder:
+        if dist.get_rank() == 0:
+            stock.save_pretrained(folder)
+        dist.barrier()
+        for implementation in ("torchweld", "sdpa"):
+            ours = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=torch.float64,
+                attn_implementation=implementation,
+                distributed_config=transformers.distributed.DistributedConfig(fsdp_size=2),
+            ).train()
+            if implementation == "sdpa":
+                assert torchweld.fuse(ours, check=False).skipped == []
+            assert trained_alike(ours, wanted)[HEADS] == 2
+
+
+def data_parallel(mesh: DeviceMesh) -> None:
+    stock = gpt2()
+    wanted = of_one_process(stock, 2)
+    torchweld.fuse(stock, check=False)
+    ran = trained_alike(nn.parallel.DistributedDataParallel(stock), wanted)
+    assert (ran[SITE], ran[HEADS]) == (4, 2)
+
+
+def saved_and_loaded(mesh: DeviceMesh) -> None:
+    """A distributed checkpoint of a fused, sharded and trained model loads into a stock one."""
+    ours, stock = gpt2(), tiny_gpt2(seed=5).double().train()
+    torchweld.fuse(ours, check=False)
+    shard_blocks(ours, mesh)
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=0.1)
+    loss_of(ours, batches(1)[0]).backward()
+    optimizer.step()
+    state = {"model": stock.state_dict()}
+    with shared_folder() as folder:
+        dcp.save({"model": ours.state_dict()}, checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=folder)
+    stock.load_state_dict(state["model"])
+    for (name, a), b in zip(ours.named_parameters(), stock.parameters(), strict=True):
+        assert torch.equal(full_tensor(a.detach()), b.detach()), name
+    ids = batches(1)[0]
+    assert_close(loss_of(stock, ids), loss_of(ours, ids), **TIGHT)
+
+
+def gpt2_with_tensor_parallel(mesh: DeviceMesh) -> None:
+    stock = gpt2()
+    wanted = of_one_process(stock, 2)
+    ours = copy.deepcopy(stock)
+    torchweld.fuse(ours, check=False)
+    shard_blocks(parallelize(ours, mesh["inner"]), mesh["outer"])
+    assert trained_alike(ours, wanted, mesh.get_local_rank("outer"))[SITE] == 4
+
+
+def with_tensor_parallel(mesh: DeviceMesh) -> None:
+    """FSDP2 over one dim of a mesh, tensor parallel over the other; saved and loaded."""
+    stock = llama()
+    wanted = of_one_process(stock, 2)
+    ours = parallelize(copy.deepcopy(stock), mesh["inner"])
+    assert torchweld.fuse(ours, check=False).skipped == []
+    shard_blocks(ours, mesh["outer"])
+    assert trained_alike(ours, wanted, mesh.get_local_rank("outer"))[HEADS] == 2
+    loaded = {name: torch.zeros_like(t) for name, t in stock.state_dict().items()}
+    with shared_folder() as folder:
+        dcp.save(ours.state_dict(), checkpoint_id=folder)
+        dcp.load(loaded, checkpoint_id=folder)
+    for name, want in stock.state_dict().items():
+        assert torch.equal(loaded[name], want), name
+
+
+def modules_with_tensor_parallel(mesh: DeviceMesh) -> None:
+    """NormColwise below fully_shard, sequence parallel."""
+    torch.manual_seed(0)
+    stock = nn.Sequential(
+        torchweld.nn.RMSNormLinear(8, 16, activation="silu"), nn.Linear(16, 8)
+    ).double()
+    ours = copy.deepcopy(stock)
+    place = Shard(1)
+    plan = {"0": NormColwise(input_layouts=place), "1": RowwiseParallel(output_layouts=place)}
+    fully_shard(parallelize_module(ours, mesh["inner"], plan), mesh=mesh["outer"])
+    whole = torch.randn(2, 2, 4, 8, dtype=torch.float64)
+    stock(whole).square().sum().div(2).backward()
+    x = whole[mesh.get_local_rank("outer")].chunk(2, 1)[mesh.get_local_rank("inner")]
+    ours(x).square().sum().backward()
+    for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
+        assert_close(a.grad.full_tensor(), b.grad, **TIGHT)
+
+
+def packed_weights_are_not_lost(mesh: DeviceMesh) -> None:
+    """FSDP2's placements of them say another order than it cuts: nobody gathers or saves them."""
+    layer = torchweld.nn.GatedLinear(8, 16)
+    parallelize_module(layer, mesh["inner"], NormColwise())
+    fully_shard(layer, mesh=mesh["outer"])
+    with refused(ValueError, "full_tensor: dim 0 of t must be sharded by one dim of the mesh"):
+        full_tensor(layer.weight)
+    sentence = "Failed to validate global plan"
+    with shared_folder() as folder, refused(dcp.api.CheckpointException, sentence):
+        dcp.save(layer.state_dict(), checkpoint_id=folder)
+
+
+def with_context_parallel(mesh: DeviceMesh) -> None:
+    """Tokens over one dim, batches over the other, parameters over both."""
+    stock = gpt2()
+    wanted = of_one_process(stock, 2)
+    torchweld.fuse(stock, check=False)
+    shard_blocks(stock, mesh["outer", "inner"]._flatten("all"))
+    ids = batches(2)[mesh.get_local_rank("outer")]
+    group = mesh["inner"]
+    positions = shard_sequence(torch.arange(8).expand(2, -1), group)
+    mine = shard_sequence(ids, group)
+    with context_parallel(group):
+        logits = stock(input_ids=mine, position_ids=positions, use_cache=False).logits
+        # FSDP2 takes the mean over all processes, of which the inner ones have parts of one loss.
+        loss = F.cross_entropy(logits.flatten(0, 1), mine.flatten())
+        loss.backward()
+    for (name, p), want in zip(stock.named_parameters(), wanted.values(), strict=True):
+        assert_close(p.grad.full_tensor(), want, **TIGHT, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def example(options: str, mesh: DeviceMesh) -> None:
+    """examples/train_parallel.py inside of these processes: the loss of one process."""
+    path = Path(__file__).resolve().parent.parent / "examples" / "train_parallel.py"
+    spec = importlib.util.spec_from_file_location("train_parallel", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sizes = "--steps 3 --batch 4 --context 32 --width 32 --heads 4 --vocab 300"
+    options = [*options.split(), *sizes.split(), "--text", str(path)]
+    with shared_folder() as folder, patch.dict(os.environ, TORCHWELD_CACHE_DIR=folder):
+        assert module.main(options) == 0
+        module.TOLERANCE = -1.0  # which no loss is within
+        assert module.main([*options, "--steps", "1"]) == 1
+        for wrong in (["--cp", "3"], ["--fsdp", "1", "--cp", "1", "--tp", "1"]):
+            assert module.main([*options, *wrong]) == 2
+
+
+def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
+    every = [
+        fused_first,
+        recomputed,
+        recomputed_in_part,
+        compiled,
+        mixed_precision,
+        an_mlp_of_its_own,
+        sharded_first,
+        plan_of_transformers,
+        data_parallel,
+        saved_and_loaded,
+    ]
+    if mesh == "2x2":
+        every = [
+            with_tensor_parallel,
+            gpt2_with_tensor_parallel,
+            modules_with_tensor_parallel,
+            packed_weights_are_not_lost,
+            with_context_parallel,
+        ]
+    of_example = {
+        "2": ["--tp 2", "--model llama --cp 2 --method ring", "--model llama --fsdp 2"],
+        "2x2": ["--cp 2 --tp 2", "--model llama --fsdp 2 --tp 2"],
+    }
+    named = {options: partial(example, options) for options in of_example[mesh]}
+    return {case.__name__: case for case in every} | named

@@ -1,0 +1,133 @@
+"""Cases that run in the processes of a mesh, which are started once for all cases of a module.
+
+A module of cases has `cases(mesh)`: by name, functions of a DeviceMesh that raise where something
+is wrong. `said_by` starts the processes and returns what each case said, "" for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MESHES = {"2": (2,), "2x2": (2, 2)}
+SECONDS = 30  # that a collective may take
+ALL_SECONDS = 240  # for all cases of a mesh on a busy machine
+
+
+def _work(rank: int, module: str, mesh: str, names: list[str], folder: str) -> None:
+    torch.set_num_threads(1)
+    shape = MESHES[mesh]
+    size = prod(shape)
+    store = dist.FileStore(f"{folder}/store", size)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS)
+    )
+    device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[: len(shape)])
+    said, known = {}, importlib.import_module(module).cases(mesh)
+    for name in names:
+        torch.manual_seed(0)
+        try:
+            known[name](device_mesh)
+            said[name] = ""
+        except Exception:
+            said[name] = traceback.format_exc()
+    Path(f"{folder}/{rank}.json").write_text(json.dumps(said))
+    dist.barrier()  # who leaves first takes the others' connections along
+    dist.destroy_process_group()
+
+
+def _run_cases(module: str, mesh: str, names: list[str], folder: Path) -> dict[str, str]:
+    """What the first process with a complaint said of each case."""
+    size = prod(MESHES[mesh])
+    server = multiprocessing.get_context("forkserver")  # which imports torch once for all
+    server.set_forkserver_preload([__name__, "placements"])
+    processes = [
+        server.Process(target=_work, args=(rank, module, mesh, names, str(folder)), daemon=True)
+        for rank in range(size)
+    ]
+    end = time.monotonic() + ALL_SECONDS
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(max(0, end - time.monotonic()))
+    for process in processes:
+        process.kill()
+    files = [folder / f"{rank}.json" for rank in range(size)]
+    done = [json.loads(file.read_text()) for file in files if file.exists()]
+    if len(done) < size:
+        lost = f"{size - len(done)} of {size} processes failed, or took more than {ALL_SECONDS} s"
+        return dict.fromkeys(names, lost)
+    return {name: next((each[name] for each in done if each[name]), "") for name in names}
+
+
+def said_by(module: str, tmp_path_factory: Any) -> Callable[[str], dict[str, str]]:
+    """What a mesh's processes said of each case; one of pytest's workers runs them for all."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    @functools.cache
+    def of(mesh: str) -> dict[str, str]:
+        folder, done = base / f"{module}_{mesh}", base / f"{module}_{mesh}.json"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            end = time.monotonic() + ALL_SECONDS + 10
+            while not done.exists() and time.monotonic() < end:
+                time.sleep(0.2)
+        else:
+            names = list(importlib.import_module(module).cases(mesh))
+            (folder / "said").write_text(json.dumps(_run_cases(module, mesh, names, folder)))
+            (folder / "said").rename(done)
+        return json.loads(done.read_text())
+
+    return of
+
+
+class Names(TorchDispatchMode):
+    """The ops that run."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[str]:
+    """A folder of all processes, for as long as they are in the block."""
+    with tempfile.TemporaryDirectory() as mine:
+        folders = [mine]
+        dist.broadcast_object_list(folders, 0)
+        yield folders[0]
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def refused(error: type[Exception], sentence: str) -> Iterator[None]:
+    """Like pytest.raises, for processes that have no pytest: a part of the sentence."""
+    try:
+        yield
+    except error as caught:
+        assert sentence in str(caught), caught
+    else:
+        raise AssertionError(f"no error: {sentence}")

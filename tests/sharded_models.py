@@ -1,0 +1,315 @@
+"""Modules and models under tensor parallelism, run in the processes of a mesh (meshes.py)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+from torch.testing import assert_close
+
+import torchweld
+from meshes import Names, refused, shared_folder
+from tiny_models import VOCAB, tiny_gpt2, tiny_grouped
+from torchweld.distributed import NormColwise, full_tensor, parallelize
+
+TIGHT = {"rtol": 0, "atol": 1e-12}
+
+
+def whole(t: Tensor) -> Tensor:
+    return full_tensor(t) if isinstance(t, DTensor) else t
+
+
+def drawn_anew(module: nn.Module) -> nn.Module:
+    """float64, and norms and biases that are not 1 and 0, where a forgotten one would not show."""
+    for name, parameter in module.named_parameters():
+        if "norm" in name or "ln_" in name or name.endswith("bias"):
+            nn.init.normal_(parameter, 0.5, 0.3)
+    return module.double()
+
+
+def same_gradients(ours: nn.Module, stock: nn.Module) -> None:
+    theirs = dict(stock.named_parameters())
+    assert [name for name, _ in ours.named_parameters()] == list(theirs)
+    for name, parameter in ours.named_parameters():
+        want = theirs[name].grad
+        assert want.abs().max() > 0, name
+        assert_close(whole(parameter.grad), want, **TIGHT, msg=lambda m, n=name: f"d{n}: {m}")
+
+
+def steps(ours: nn.Module, stock: nn.Module) -> None:
+    """A step of AdamW leaves both with the same parameters."""
+    for model in (ours, stock):
+        torch.optim.AdamW(model.parameters(), lr=0.1, eps=1.0).step()
+    for (name, a), b in zip(ours.named_parameters(), stock.parameters(), strict=True):
+        assert_close(whole(a.detach()), b.detach(), **TIGHT, msg=lambda m, n=name: f"{n}: {m}")
+
+
+class MLP(nn.Module):
+    def __init__(self, up: nn.Module, down: nn.Linear) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x))
+
+
+def styles(mesh: DeviceMesh) -> None:
+    """An MLP of each module in front of a row-parallel linear layer, with and without sequence
+    parallel, is the one of one process: result, gradients, a step of the optimizer.
+    """
+    ups = [
+        torchweld.nn.LayerNormLinear(6, 8, activation="gelu"),
+        torchweld.nn.LayerNormLinear(6, 8, bias=False, ln_affine=False),
+        torchweld.nn.RMSNormLinear(6, 8, activation="silu"),
+        torchweld.nn.GatedLinear(6, 8, gate="swiglu"),
+        torchweld.nn.GatedLinear(6, 8, bias=False, interleaved=True),
+    ]
+    for up, sequence in product(ups, (False, True)):
+        stock = drawn_anew(MLP(copy.deepcopy(up), nn.Linear(8, 6)))
+        ours = copy.deepcopy(stock)
+        place = Shard(1) if sequence else Replicate()
+        plan = {
+            "up": NormColwise(input_layouts=place),
+            "down": RowwiseParallel(output_layouts=place),
+        }
+        parallelize_module(ours, mesh, plan)
+        x = torch.randn(2, 4, 6, dtype=torch.float64)
+        dist.broadcast(x, 0)
+        mine = distribute_tensor(x, mesh, [place]).to_local().clone()
+        x.requires_grad_(), mine.requires_grad_()
+        y, want = ours(mine), stock(x)
+        dy = torch.randn(
+            want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+        )
+        want.backward(dy)
+        y.backward(distribute_tensor(dy, mesh, [place]).to_local())
+        for a, b in ((y, want), (mine.grad, x.grad)):
+            assert_close(full_tensor(DTensor.from_local(a, mesh, [place])), b, **TIGHT)
+        same_gradients(ours, stock)
+        steps(ours, stock)
+
+
+def memory_of_styles(mesh: DeviceMesh) -> None:
+    """Each process has its part of the weight alone, and the layer sums one tensor backward."""
+    layer = torchweld.nn.LayerNormLinear(6, 8)
+    parallelize_module(layer, mesh, NormColwise())
+    assert layer.weight.to_local().shape == (8 // mesh.size(), 6)
+    x = torch.randn(3, 6, requires_grad=True)
+    with CommDebugMode() as comms:
+        y = layer(x)
+        assert not comms.get_total_counts() and y.shape == (3, 8 // mesh.size())
+        y.sum().backward()
+    assert comms.get_total_counts() == 1, comms.get_comm_counts()
+    assert layer.ln_weight.grad.placements == (Partial(),)
+
+
+def refusals_of_styles(mesh: DeviceMesh) -> None:
+    layer = torchweld.nn.RMSNormLinear(4, 5)
+    with refused(ValueError, "NormColwise: out_features must be a multiple of the mesh's 2 "):
+        parallelize_module(layer, mesh, NormColwise())
+    assert type(layer.weight) is nn.Parameter
+    with refused(TypeError, "NormColwise: module must be one of LayerNormLinear, "):
+        parallelize_module(nn.Linear(4, 4), mesh, NormColwise())
+    with refused(ValueError, "NormColwise: device_mesh must have one dim, but got 2"):
+        square = DeviceMesh("cpu", [[0], [1]])
+        NormColwise()._apply(torchweld.nn.RMSNormLinear(4, 4), square)
+
+
+def prompts(pads: tuple[int, ...] = (0, 3)) -> dict[str, Tensor]:
+    ids = torch.randint(1, VOCAB, (len(pads), 8), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(8) >= torch.tensor(pads)[:, None]).long()
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    """Of the tokens: at padding the implementations differ."""
+    given = prompts()
+    logits, mask = model(**given).logits, given["attention_mask"].bool()
+    assert type(logits) is Tensor
+    return F.cross_entropy(logits[mask], given["input_ids"][mask])
+
+
+def gpt2() -> nn.Module:
+    return drawn_anew(tiny_gpt2()).train()
+
+
+def llama(**changes: Any) -> nn.Module:
+    return drawn_anew(tiny_grouped(**changes)).train()
+
+
+def trained_alike(ours: nn.Module, stock: nn.Module) -> None:
+    loss, want = loss_of(ours), loss_of(stock)
+    assert_close(loss, want, **TIGHT)
+    loss.backward(), want.backward()
+    same_gradients(ours, stock)
+    steps(ours, stock)
+    assert_close(loss_of(ours), loss_of(stock), **TIGHT)
+
+
+def parallelized(make: Callable[[], nn.Module], before: bool, mesh: DeviceMesh) -> None:
+    """`fuse` before or after `parallelize`: the fused places stay fused, and all is as stock."""
+    stock = make()
+    ours = copy.deepcopy(stock)
+    if before:
+        report = torchweld.fuse(ours)
+    parallelize(ours, mesh)
+    if not before:
+        report = torchweld.fuse(ours, check=False)
+    assert report.skipped == [] and report.replaced
+    assert any(isinstance(p, DTensor) for p in ours.parameters())
+    ops: list[str] = []
+    with Names(ops):
+        trained_alike(ours, stock)
+    assert "torchweld::attention_forward" in ops
+    assert ("torchweld::layer_norm_linear_forward" in ops) == (make is gpt2)
+    torchweld.unfuse(ours)
+    assert_close(loss_of(ours), loss_of(stock), **TIGHT)
+
+
+def gpt2_fused_first(mesh: DeviceMesh) -> None:
+    parallelized(gpt2, True, mesh)
+
+
+def gpt2_sharded_first(mesh: DeviceMesh) -> None:
+    parallelized(gpt2, False, mesh)
+
+
+def llama_fused_first(mesh: DeviceMesh) -> None:
+    parallelized(llama, True, mesh)
+
+
+def llama_sharded_first(mesh: DeviceMesh) -> None:
+    parallelized(llama, False, mesh)
+
+
+def tied_weights(mesh: DeviceMesh) -> None:
+    stock = llama(tie_word_embeddings=True)
+    ours = parallelize(copy.deepcopy(stock), mesh)
+    assert ours.lm_head.weight is ours.model.embed_tokens.weight
+    trained_alike(ours, stock)
+
+
+def norms_of_heads(mesh: DeviceMesh) -> None:
+    """Qwen's q_norm, which all processes have, sees the heads of each."""
+    stock = drawn_anew(tiny_grouped("Qwen3", head_dim=8))
+    ours = parallelize(copy.deepcopy(stock), mesh)
+    torchweld.fuse(ours)
+    trained_alike(ours, stock)
+
+
+def copies_of_sharded_models(mesh: DeviceMesh) -> None:
+    ours = gpt2()
+    torchweld.fuse(ours)
+    parallelize(ours, mesh)
+    weight = ours.transformer.h[0].attn.c_attn.weight
+    assert weight.to_local().shape == (32, 96 // mesh.size())
+    assert_close(full_tensor(weight), gpt2().transformer.h[0].attn.c_attn.weight.detach())
+    assert_close(loss_of(copy.deepcopy(ours)), loss_of(ours), rtol=0, atol=0)
+
+
+def refusals_of_parallelize(mesh: DeviceMesh) -> None:
+    size = mesh.size()
+    odd = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}
+    one_head = {"num_key_value_heads": 1}
+    phi = tiny_grouped("Phi3")
+    phi.tp_plan["model.layers.*.mlp.down_proj"] = "packed_rowwise"
+    for model, sentence in (
+        (
+            tiny_gpt2(n_head=3, n_embd=24),
+            f"num_attention_heads must be a multiple of the mesh's {size}",
+        ),
+        (tiny_gpt2(n_inner=47), f"the MLP's 47 columns must be a multiple of the mesh's {size} "),
+        (
+            tiny_gpt2(add_cross_attention=True),
+            "h.0 must be transformers' GPT2Block, but got one with",
+        ),
+        (
+            tiny_grouped(**odd),
+            "num_attention_heads must be a multiple of the mesh's 2 processes, but got 3",
+        ),
+        (
+            tiny_grouped(**one_head),
+            "num_key_value_heads must be a multiple of the mesh's 2 processes",
+        ),
+        (
+            tiny_grouped(intermediate_size=47),
+            "gate_proj.out_features must be a multiple of the mesh's 2",
+        ),
+        (phi, "plan must have the styles colwise, "),
+        (transformers.OPTForCausalLM(OPT), "must have a plan of transformers (tp_plan), but"),
+    ):
+        before = {name: id(p) for name, p in model.named_parameters()}
+        with CommDebugMode() as comms, refused(ValueError, "parallelize: "):
+            parallelize(model, mesh)
+        with refused(ValueError, sentence):
+            parallelize(model, mesh)
+        assert {name: id(p) for name, p in model.named_parameters()} == before
+        assert not comms.get_total_counts()
+    with refused(TypeError, "other models can use parallelize_module with NormColwise"):
+        parallelize(nn.Linear(2, 2), mesh)
+    with refused(TypeError, "parallelize: mesh must be a DeviceMesh, but got int"):
+        parallelize(gpt2(), 2)
+    twice = parallelize(llama(), mesh)
+    with refused(ValueError, "parameters must be plain, but got DTensor"):
+        parallelize(twice, mesh)
+
+
+OPT = transformers.OPTConfig(
+    vocab_size=VOCAB, hidden_size=8, ffn_dim=8, num_hidden_layers=1, num_attention_heads=2
+)
+
+
+def plan_of_transformers(mesh: DeviceMesh) -> None:
+    """`tp_plan="auto"` with torchweld's attention, a DistributedConfig and `fuse` after it; with
+    padding and grouped heads.
+    """
+    stock = llama()
+    with shared_folder() as folder:
+        if dist.get_rank() == 0:
+            stock.save_pretrained(folder)
+        dist.barrier()
+        config = transformers.distributed.DistributedConfig(tp_size=mesh.size(), tp_plan="auto")
+        for implementation, given in (
+            ("torchweld", {"tp_plan": "auto"}),
+            ("sdpa", {"distributed_config": config}),
+        ):
+            ours = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float64, attn_implementation=implementation, **given
+            ).train()
+            if implementation == "sdpa":
+                assert torchweld.fuse(ours).skipped == []
+            want = copy.deepcopy(stock)
+            ops: list[str] = []
+            with Names(ops):
+                trained_alike(ours, want)
+            assert "torchweld::attention_forward" in ops
+
+
+def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
+    every = [
+        styles,
+        memory_of_styles,
+        refusals_of_styles,
+        gpt2_fused_first,
+        gpt2_sharded_first,
+        llama_fused_first,
+        llama_sharded_first,
+        tied_weights,
+        norms_of_heads,
+        copies_of_sharded_models,
+        refusals_of_parallelize,
+        plan_of_transformers,
+    ]
+    return {case.__name__: case for case in every}

@@ -1,0 +1,40 @@
+"""Modules and models sharded over 2 and 4 processes: the answers of one process.
+
+The cases are in sharded_models.py (tensor parallel) and fully_sharded.py (FSDP2 and what goes with
+it); the processes are started once and run all of a file.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")  # which from_pretrained needs for a plan
+
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("this torch has no gloo", allow_module_level=True)
+
+import fully_sharded
+import sharded_models
+from meshes import MESHES, said_by
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    files = ("sharded_models", "fully_sharded")
+    return {module: said_by(module, tmp_path_factory) for module in files}
+
+
+@pytest.mark.parametrize("case", sharded_models.cases("2"))
+def test_tensor_parallel_equals_one_process(said, case):
+    complaint = said["sharded_models"]("2")[case]
+    assert not complaint, complaint
+
+
+@pytest.mark.parametrize(
+    ("mesh", "case"), [(mesh, case) for mesh in MESHES for case in fully_sharded.cases(mesh)]
+)
+def test_fully_sharded_equals_one_process(said, mesh, case):
+    complaint = said["fully_sharded"](mesh)[case]
+    assert not complaint, complaint
