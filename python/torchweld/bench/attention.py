@@ -24,33 +24,69 @@ _BACK_ENDS = {
 }
 
 
-def _back_ends(dtype: torch.dtype) -> dict[str, SDPBackend]:
-    """Those that take the dtype; only one of them takes float32."""
-    names = ["sdpa efficient"] if dtype == torch.float32 else list(_BACK_ENDS)
-    return {name: _BACK_ENDS[name] for name in names}
+class _Case(NamedTuple):
+    batch: int
+    nheads: int
+    seqlen: int
+    dim: int
+    causal: bool = True
+    nheads_kv: int = 0  # 0: nheads
+    dim_v: int = 0  # 0: dim
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        heads = f"{self.nheads}/{self.nheads_kv}" if self.nheads_kv else self.nheads
+        dims = f"{self.dim}/{self.dim_v}" if self.dim_v else self.dim
+        causal = " causal" if self.causal else ""
+        return f"({self.batch}, {heads}, {self.seqlen}, {dims}) {dtype_text(self.dtype)}{causal}"
+
+    @property
+    def against(self) -> str:
+        return "sdpa efficient" if self.dtype == torch.float32 else "sdpa cudnn"
+
+    def qkv(self) -> list[Tensor]:
+        kv = self.nheads_kv or self.nheads
+        sizes = ((self.nheads, self.dim), (kv, self.dim), (kv, self.dim_v or self.dim))
+        return [
+            torch.randn(self.batch, heads, self.seqlen, dim, device="cuda").to(self.dtype)
+            for heads, dim in sizes
+        ]
+
+    def back_ends(self) -> dict[str, SDPBackend]:
+        """Those that take it: only one takes float32, only one unequal head dims."""
+        if self.dtype == torch.float32 or self.dim_v:
+            return {self.against: _BACK_ENDS[self.against]}
+        return _BACK_ENDS
 
 
 def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
     with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
 
 
-def _qkv(batch: int, heads: int, seqlen: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
-    return [torch.randn(batch, heads, seqlen, dim, device="cuda").to(dtype) for _ in range(3)]
+def _last_rows(qkv: list[Tensor], rows: int = 128) -> list[Tensor]:
+    """The last head, and the last of its queries, which see every key."""
+    query, key, value = (t[-1:, -1:] for t in qkv)
+    return [query[:, :, -rows:], key, value]
+
+
+def _exact(qkv: list[Tensor], causal: bool) -> Tensor:
+    """With queries that stand at the end of the keys."""
+    query, key, value = qkv
+    rows, keys = query.shape[2], key.shape[2]
+    seen = torch.ones(rows, keys, dtype=torch.bool, device="cuda")
+    if causal:
+        seen = seen.tril(keys - rows)
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
 
 
 def _reference(qkv: list[Tensor], causal: bool) -> tuple[Tensor, float]:
-    """The last head in fp64, and the error of torch's own math there."""
-    part = [t[-1:, -1:] for t in qkv]
-    exact = _sdpa(SDPBackend.MATH, *(t.double() for t in part), causal)
-    return exact, largest_error(_sdpa(SDPBackend.MATH, *part, causal), exact)
-
-
-class _Case(NamedTuple):
-    shape: tuple[int, int, int, int]  # batch, nheads, seqlen, head_dim
-    dtype: torch.dtype
-    causal: bool
-    against: str
+    """The last rows in fp64, and the error of torch's own math there."""
+    part = _last_rows(qkv)
+    exact = _exact([t.double() for t in part], causal)
+    return exact, largest_error(_exact(part, causal), exact)
 
 
 def _row(
@@ -73,64 +109,86 @@ def _row(
 
 
 def _forward(at: _Case, targets: dict[str, float]) -> Row:
-    shape, dtype, causal, against = at
-    qkv = _qkv(*shape, dtype)
-    case = f"attention {shape} {dtype_text(dtype)}" + (" causal" if causal else "")
+    qkv, case, causal = at.qkv(), f"attention {at}", at.causal
     peers: dict[str, Callable[[], object]] = {
         name: lambda backend=backend: _sdpa(backend, *qkv, causal)
-        for name, backend in _back_ends(dtype).items()
+        for name, backend in at.back_ends().items()
     }
     exact, eager_error = _reference(qkv, causal)
-    error = largest_error(ops.attention(*qkv, causal=causal)[-1:, -1:], exact)
+    out = ops.attention(*qkv, causal=causal)
+    error = largest_error(out[-1:, -1:, -exact.shape[2] :], exact)
     calls = {"ours": lambda: ops.attention(*qkv, causal=causal), **peers}
-    return _row(case, calls, against, targets.get(case), error, eager_error)
+    return _row(case, calls, at.against, targets.get(case), error, eager_error)
 
 
 def _backward(at: _Case, targets: dict[str, float]) -> Row:
-    shape, dtype, causal, against = at
-    qkv = [t.requires_grad_() for t in _qkv(*shape, dtype)]
-    case = f"attention_backward {shape} {dtype_text(dtype)}" + (" causal" if causal else "")
+    case, causal = f"attention_backward {at}", at.causal
+    qkv = [t.requires_grad_() for t in at.qkv()]
     plain = [t.detach() for t in qkv]
     out, lse = ops.attention_forward(*plain, causal=causal)
     dout = torch.randn_like(out)
     peers = {}
-    for name, backend in _back_ends(dtype).items():
+    for name, backend in at.back_ends().items():
         graph = _sdpa(backend, *qkv, causal)
         peers[name] = lambda graph=graph: torch.autograd.grad(graph, qkv, dout, retain_graph=True)
 
     def ours() -> tuple[Tensor, ...]:
-        return ops.attention_backward(dout, *plain, out, lse, causal=causal)
+        return ops.attention_backward(dout, *plain, out, lse, causal=causal)[:3]
+
+    group = at.nheads // (at.nheads_kv or at.nheads)
+    counts = (group, 1, 1)  # heads of a kv head
 
     def last_head(*dtypes: torch.dtype) -> tuple[Tensor, ...]:
-        part = [t[-1:, -1:].to(*dtypes).detach().requires_grad_() for t in plain]
-        graph = _sdpa(SDPBackend.MATH, *part, causal)
-        return torch.autograd.grad(graph, part, dout[-1:, -1:].to(*dtypes))
+        """Of a kv head: all of its query heads, one after the other."""
+        query, key, value = (t[-1:, -n:].to(*dtypes) for t, n in zip(plain, counts, strict=True))
+        leaves = [t.detach().requires_grad_() for t in (query, key, value)]
+        with sdpa_kernel(SDPBackend.MATH):
+            graph = F.scaled_dot_product_attention(
+                leaves[0], leaves[1].expand(-1, group, -1, -1), leaves[2].expand(-1, group, -1, -1),
+                is_causal=causal,
+            )  # fmt: skip
+        return torch.autograd.grad(graph, leaves, dout[-1:, -group:].to(*dtypes))
 
-    exact, eager = last_head(torch.float64), last_head(dtype)
-    eager_error = max(largest_error(e, x) for e, x in zip(eager, exact, strict=True))
-    error = max(largest_error(g[-1:, -1:], x) for g, x in zip(ours()[:3], exact, strict=True))
-    return _row(case, {"ours": ours, **peers}, against, targets.get(case), error, eager_error)
+    checks = at.seqlen <= 8192  # fp64 scores of longer sequences take too much memory
+    error = eager_error = 0.0
+    if checks:
+        exact, eager = last_head(torch.float64), last_head(at.dtype)
+        eager_error = max(largest_error(e, x) for e, x in zip(eager, exact, strict=True))
+        mine = [g[-1:, -n:] for g, n in zip(ours(), counts, strict=True)]
+        error = max(largest_error(g, x) for g, x in zip(mine, exact, strict=True))
+    return _row(case, {"ours": ours, **peers}, at.against, targets.get(case), error, eager_error)
 
 
-def _padded(shape: tuple[int, int, int, int], targets: dict[str, float]) -> Row:
-    """Left padding up to half of the sequence, against no padding. The target is made of the live
-    tiles of 128 query rows and 64 keys.
+def _live_tiles(seqlen: int, first_keys: Callable[[int, int], int], batch: int) -> tuple[int, int]:
+    """Tiles of 128 query rows and 64 keys that are live, and all of them, of causal sequences.
+
+    Args:
+        first_keys: The first key of a tile of rows, from the sequence and the tile's first row;
+            the sequence's length where the tile is padding.
     """
-    batch, _, seqlen, _ = shape
-    qkv = _qkv(*shape, torch.bfloat16)
-    pads = torch.linspace(0, seqlen // 2, batch).int()
-    leftpad = pads.cuda()
-    case = f"attention {shape} bfloat16 causal padded"
     rows, keys = 128, 64
     live = everything = 0
-    for pad in pads.tolist():
+    for b in range(batch):
         for row in range(0, seqlen, rows):
             last = min(row + rows, seqlen)
             everything += -(-last // keys)
-            if last > pad:
-                live += -(-last // keys) - pad // keys
+            live += max(0, -(-last // keys) - first_keys(b, row) // keys)
+    return live, everything
+
+
+def _padded(at: _Case, targets: dict[str, float]) -> Row:
+    """Left padding up to half of the sequence, against no padding."""
+    qkv, case = at.qkv(), f"attention {at} padded"
+    pads = torch.linspace(0, at.seqlen // 2, at.batch).int()
+    leftpad, starts = pads.cuda(), pads.tolist()
+
+    def first(b: int, row: int) -> int:
+        return at.seqlen if row + 128 <= starts[b] else starts[b]
+
+    live, everything = _live_tiles(at.seqlen, first, at.batch)
     reference, eager_error = _reference([t[:1] for t in qkv], True)  # the first has no padding
-    error = largest_error(ops.attention(*qkv, leftpad, causal=True)[:1, -1:], reference)
+    out = ops.attention(*qkv, leftpad, causal=True)
+    error = largest_error(out[:1, -1:, -reference.shape[2] :], reference)
     calls = {
         "ours": lambda: ops.attention(*qkv, leftpad, causal=True),
         "unpadded": lambda: ops.attention(*qkv, causal=True),
@@ -139,15 +197,38 @@ def _padded(shape: tuple[int, int, int, int], targets: dict[str, float]) -> Row:
     return _row(case, calls, "unpadded", target, error, eager_error)
 
 
+def _windowed(at: _Case, window: int, targets: dict[str, float]) -> Row:
+    """A window, against none."""
+    qkv, case = at.qkv(), f"attention {at} window {window}"
+    live, everything = _live_tiles(at.seqlen, lambda b, row: max(0, row - window + 1), 1)
+    part = _last_rows(qkv, 1)
+    near = [part[0], *(t[:, :, -window:] for t in part[1:])]
+    reference, eager_error = _reference(near, False)
+    error = largest_error(ops.attention(*qkv, causal=True, window=window)[-1:, -1:, -1:], reference)
+    calls = {
+        "ours": lambda: ops.attention(*qkv, causal=True, window=window),
+        "unwindowed": lambda: ops.attention(*qkv, causal=True),
+    }
+    target = round(live / everything + targets.get("padding beyond live tiles", 0.1), 3)
+    return _row(case, calls, "unwindowed", target, error, eager_error)
+
+
+_SHORT = [_Case(8, 12, 1024, 64), _Case(64, 12, 128, 64), _Case(16, 12, 512, 64)]
+_LONG = [_Case(4, 16, 4096, 64), _Case(2, 16, 8192, 64), _Case(8, 16, 2048, 128),
+         _Case(4, 16, 4096, 128), _Case(1, 16, 16384, 128), _Case(2, 8, 8192, 256)]  # fmt: skip
+_FULL = [c._replace(causal=False) for c in (_LONG[0], *_LONG[2:])]
+_OTHER = [_Case(1, 64, 8192, 128, nheads_kv=8), _Case(4, 16, 4096, 192, dim_v=128),
+          _Case(4, 16, 4096, 64, dim_v=128), _Case(4, 16, 4096, 128, dim_v=64)]  # fmt: skip
+_FLOAT32 = _Case(4, 16, 2048, 64, dtype=torch.float32)
+
+
 def rows(targets: dict[str, float]) -> Iterator[Row]:
     """Every case of the family, measured when it is asked for."""
-    flash, efficient = "sdpa flash", "sdpa efficient"
-    shapes = [(8, 12, 1024, 64), (4, 16, 4096, 64), (4, 16, 4096, 128), (2, 8, 8192, 256)]
-    for run in (_forward, _backward):
-        for shape in shapes:
-            yield run(_Case(shape, torch.bfloat16, True, flash), targets)
-        yield run(_Case((4, 16, 4096, 128), torch.bfloat16, False, flash), targets)
-        yield run(_Case((4, 16, 2048, 64), torch.float32, True, efficient), targets)
-    for shape in shapes[:3]:
-        yield _padded(shape, targets)
+    for case in (*_SHORT, *_LONG, *_FULL, *_OTHER, _FLOAT32):
+        yield _forward(case, targets)
+    for case in (*_SHORT, *_LONG, *_FULL, *_OTHER[:2], _FLOAT32):
+        yield _backward(case, targets)
+    for case in (_SHORT[0], _LONG[0], _LONG[3]):
+        yield _padded(case, targets)
+    yield _windowed(_Case(2, 16, 16384, 128), 1024, targets)
     yield from attention_decode.rows(targets)
