@@ -82,7 +82,7 @@ struct Wgmma;
 // NAME is the instruction without its operands; A to E are the numbers of those behind the sums.
 #define TW_WGMMA_REGISTERS(NAME, SUMS, A, B, C, D, E, F, G)                                  \
   template <int kB>                                                                          \
-  static __device__ __forceinline__ void multiply(float(&d)[SUMS], const uint32_t(&a)[4],    \
+  static __device__ __forceinline__ void multiply(float (&d)[SUMS], const uint32_t (&a)[4],  \
                                                   uint64_t b, int keeps) {                   \
     asm volatile("{\n.reg .pred keeps;\nsetp.ne.b32 keeps, " F ", 0;\n" NAME " {" TW_D##SUMS \
                  "}, {" A ", " B ", " C ", " D "}, " E ", keeps, 1, 1, " G ";\n}"            \
@@ -92,7 +92,7 @@ struct Wgmma;
   }
 #define TW_WGMMA_SHARED(NAME, SUMS, A, B, C, D, E, F, G)                                     \
   template <int kA, int kB>                                                                  \
-  static __device__ __forceinline__ void multiply(float(&d)[SUMS], uint64_t a, uint64_t b,   \
+  static __device__ __forceinline__ void multiply(float (&d)[SUMS], uint64_t a, uint64_t b,  \
                                                   int keeps) {                               \
     asm volatile("{\n.reg .pred keeps;\nsetp.ne.b32 keeps, " C ", 0;\n" NAME " {" TW_D##SUMS \
                  "}, " A ", " B ", keeps, 1, 1, " D ", " E ";\n}"                            \

@@ -70,7 +70,7 @@ class Int4DeepWarp {
   }
 
   __device__ __forceinline__ void unpack(int d, int i, int slice) {
-    uint32_t(&r)[4] = a_[slice & 1];
+    uint32_t (&r)[4] = a_[slice & 1];
     const uint32_t word = int4_slice_word(words_[d][i], slice);
     if constexpr (kLifted) {
       int4_unpack_lifted<T>(r, word, zeros_);

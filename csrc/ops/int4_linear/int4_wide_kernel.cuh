@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kInt4WideTiles[kTile].threads(), kInt4WideTile
   float* s_sums = reinterpret_cast<float*>(s_memory);
 #pragma unroll
   for (int n = 0; n < Warp::kN; ++n) {
-    auto& sums = reinterpret_cast<float(&)[kT.tokens / 8][4]>(acc[n]);
+    auto& sums = reinterpret_cast<float (&)[kT.tokens / 8][4]>(acc[n]);
     int4_stage_sums<kT.sum_row_floats()>(s_sums, sums, warp + n * kT.warps, lane);
   }
   cluster_arrive();
