@@ -39,6 +39,14 @@ __device__ __forceinline__ void wgmma_results(float (&d)[kSums]) {
   for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// Tells the compiler that nobody needs what these sums were: a product that doesn't keep them
+// follows. Without it they hold their registers from the last turn of a loop until then.
+template <int kSums>
+__device__ __forceinline__ void wgmma_forget(float (&d)[kSums]) {
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) asm volatile("" : "=f"(d[i]));
+}
+
 // d = (keeps ? d : 0) + a @ b^T for 64 rows, N columns and 16 16-bit values each:
 // multiply<kA, kB>(d, a, b, keeps) with both by descriptors, multiply<kB>(d, a, b, keeps) with a in
 // registers. kA and kB say that an operand is MN-major.
@@ -82,7 +90,7 @@ struct Wgmma;
 // NAME is the instruction without its operands; A to E are the numbers of those behind the sums.
 #define TW_WGMMA_REGISTERS(NAME, SUMS, A, B, C, D, E, F, G)                                  \
   template <int kB>                                                                          \
-  static __device__ __forceinline__ void multiply(float(&d)[SUMS], const uint32_t(&a)[4],    \
+  static __device__ __forceinline__ void multiply(float (&d)[SUMS], const uint32_t (&a)[4],  \
                                                   uint64_t b, int keeps) {                   \
     asm volatile("{\n.reg .pred keeps;\nsetp.ne.b32 keeps, " F ", 0;\n" NAME " {" TW_D##SUMS \
                  "}, {" A ", " B ", " C ", " D "}, " E ", keeps, 1, 1, " G ";\n}"            \
@@ -92,7 +100,7 @@ struct Wgmma;
   }
 #define TW_WGMMA_SHARED(NAME, SUMS, A, B, C, D, E, F, G)                                     \
   template <int kA, int kB>                                                                  \
-  static __device__ __forceinline__ void multiply(float(&d)[SUMS], uint64_t a, uint64_t b,   \
+  static __device__ __forceinline__ void multiply(float (&d)[SUMS], uint64_t a, uint64_t b,  \
                                                   int keeps) {                               \
     asm volatile("{\n.reg .pred keeps;\nsetp.ne.b32 keeps, " C ", 0;\n" NAME " {" TW_D##SUMS \
                  "}, " A ", " B ", keeps, 1, 1, " D ", " E ";\n}"                            \
