@@ -55,7 +55,9 @@ def test_views_scales_and_large_scores():
     q, k, v = inputs(BF16, 2, 8, 2, 1, 600, 128)
     wide = torch.randn(2, 600, 2, 300, device="cuda").to(BF16).transpose(1, 2)
     for scale in (0.0, -0.3, 2.0, 40.0):
-        for name in each_configuration("decode", q, wide[..., :128], wide[..., 136:264], scale=scale):
+        for name in each_configuration(
+            "decode", q, wide[..., :128], wide[..., 136:264], scale=scale
+        ):
             check(name, q, wide[..., :128], wide[..., 136:264], scale=scale)
     for name in each_configuration("decode", q, k, v):
         k[0, 0, 5] = math.inf
@@ -118,4 +120,4 @@ def test_reasons_of_a_decode():
     )
     small = problem("attention", seqlen_q=1, shared_limit=65536)
     assert "shared memory" in refusal("attention", small, tile)
-    assert chosen("attention", seqlen_q=17, seqlen_k=64)["engine"] == "sync"
+    assert chosen("attention", seqlen_q=17, seqlen_k=64)["engine"] == "sm90"
