@@ -26,8 +26,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ARCHS = {"sm_90a": "arch=compute_90a,code=sm_90a", "sm_80": "arch=compute_80,code=sm_80"}
-# C7508: setmaxnreg ignored; C7510, C7511: wgmma serialised.
-BAD_WARNINGS = re.compile(r"C75(08|10|11)")
+# C7508: setmaxnreg ignored; C7510 to C7512: wgmma serialised.
+BAD_WARNINGS = re.compile(r"C75(08|10|11|12)")
 
 
 @dataclass

@@ -109,6 +109,17 @@ TABLE = [
         + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_256",), tile=(5, 6))
         + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("unequal",), tile=(7, 8)),
     ),
+    # `tile` counts in kAttentionBackwardSm90Tiles, `dims` are the head dims that it serves.
+    Family(
+        "${masked}attention_backward_sm90_${dtype}_to_$dims",
+        "ops/attention/attention_backward_sm90.cuh",
+        "template void launch_attention_backward_sm90_rows<$T, $tile>("
+        "const ${Masked}BackwardArgs&, cudaStream_t);\n"
+        "template void launch_attention_backward_sm90_tile<$T, $tile>("
+        "const ${Masked}BackwardArgs&, cudaStream_t);",
+        each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=(64,), tile=(0,))
+        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=(128,), tile=(1,)),
+    ),
     # `tile` counts in kAttentionBackwardTiles, `dims` are the head dims that the tiles serve.
     Family(
         "${masked}attention_backward_${dtype}_to_$dims",

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
+from numerics import check as check_bound
 from tuning import _C, dry_records, ops
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="wgmma is Hopper's",
+)
 
 
 def formula(q, k, v, leftpad=None, causal=False, scale=None):
@@ -42,24 +49,24 @@ def inputs(dtype, batch, nheads, nheads_kv, seqlen_q, seqlen_k, dim, dim_v=None)
     )
 
 
-def each_configuration(engine, *args, every=False, **kwargs):
-    """Yields the name of each configuration of an engine with it in force.
+def each_configuration(engine, *args, every=False, op="attention_forward", **kwargs):
+    """Yields the name of each configuration of an engine, "" for all, with it in force.
 
     Those that differ in the number of splits alone are left out, but for `every`.
     """
-    (record,) = dry_records("attention_forward", *args, device=0, **kwargs)
-    numbers = list(record["problem"])
-    names = [c["choice"] for c in _C.candidates("attention", numbers) if not c["refusal"]]
+    (record,) = dry_records(op, *args, device=0, **kwargs)
+    family, numbers = record["family"], list(record["problem"])
+    names = [c["choice"] for c in _C.candidates(family, numbers) if not c["refusal"]]
     splits = ("", "2", "3", "8", "128") if every else ("", "4")
     for name in names:
         parts = name.partition(" /")[2]
         if not name.startswith(engine) or (parts not in splits and name != record["choice"]):
             continue
-        ops._force_choice("attention", numbers, name)
+        ops._force_choice(family, numbers, name)
         try:
             yield name
         finally:
-            ops._force_choice("attention", numbers, "")
+            ops._force_choice(family, numbers, "")
 
 
 def check(name, q, k, v, leftpad=None, **kwargs):
@@ -69,3 +76,9 @@ def check(name, q, k, v, leftpad=None, **kwargs):
     largest = v.double().nan_to_num(0.0).abs().max()
     assert (out.double() - expected).abs().max() <= 2 * eps * largest, name
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-3)
+
+
+def check_grads(name, grads, bounds):
+    """Every gradient within what its roundings allow; `bounds` by attention_grads."""
+    for of, grad, bound in zip(("dq", "dk", "dv", "dsink"), grads, bounds, strict=False):
+        check_bound(grad, bound, label=f"{name} {of}", device="cuda")

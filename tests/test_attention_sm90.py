@@ -7,15 +7,10 @@ import math
 import pytest
 import torch
 
-from attention_engines import check, each_configuration, formula, inputs
+from attention_engines import check, each_configuration, formula, inputs, on_hopper
 from numerics import assert_same_bits
 from samples import BF16, F16
 from tuning import _C, H200, SMALL, chosen, ops, problem, refusal
-
-on_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="wgmma is Hopper's",
-)
 
 SIZES = [
     # batch, nheads, nheads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v

@@ -1,4 +1,5 @@
-// Bulk copies of adjacent bytes from global to shared memory (cp.async.bulk).
+// Bulk copies of adjacent bytes between global and shared memory (cp.async.bulk), and additions of
+// fp32 values on the way (cp.reduce.async.bulk).
 #pragma once
 
 #include "device/sm90/mbarrier.cuh"
@@ -27,6 +28,26 @@ __device__ __forceinline__ void bulk_load_to_all(void* s_to, const void* g_from,
       : "r"(shared_address(s_to)), "l"(g_from), "r"(bytes), "r"(shared_address(s_barrier)),
         "h"(ranks)
       : "memory");
+}
+
+// Addresses and bytes are multiples of 16. What was written to shared memory before needs
+// async_fence. Both belong to this thread's next tma_commit.
+__device__ __forceinline__ void bulk_store(float* g_to, const float* s_from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+               :
+               : "l"(g_to), "r"(shared_address(s_from)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void bulk_add(float* g_to, const float* s_from, uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+               :
+               : "l"(g_to), "r"(shared_address(s_from)), "r"(bytes)
+               : "memory");
+}
+
+// Orders accesses of global memory by this thread and by its bulk copies, each before the other.
+__device__ __forceinline__ void global_async_fence() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // Stores a pair in the shared memory of the block of that rank, where `s_barrier` hears of it.

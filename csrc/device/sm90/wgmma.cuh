@@ -39,6 +39,14 @@ __device__ __forceinline__ void wgmma_results(float (&d)[kSums]) {
   for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// Tells the compiler that nobody needs what these sums were: a product that doesn't keep them
+// follows. Without it they hold their registers from the last turn of a loop until then.
+template <int kSums>
+__device__ __forceinline__ void wgmma_forget(float (&d)[kSums]) {
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) asm volatile("" : "=f"(d[i]));
+}
+
 // d = (keeps ? d : 0) + a @ b^T for 64 rows, N columns and 16 16-bit values each:
 // multiply<kA, kB>(d, a, b, keeps) with both by descriptors, multiply<kB>(d, a, b, keeps) with a in
 // registers. kA and kB say that an operand is MN-major.

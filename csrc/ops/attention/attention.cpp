@@ -182,6 +182,13 @@ Tensor aligned_rows(const Tensor& t) {
       .copy_(t);
 }
 
+// What the gradient takes; nobody is asked where there are no keys.
+AttentionChoice backward_choice(const AttentionSizes& sizes, DType dtype, bool tf32, bool causal,
+                                const int32_t* leftpad) {
+  if (sizes.batch * sizes.nheads_kv * sizes.seqlen_k == 0) return {AttentionEngine::kSync, 0};
+  return pick<AttentionBackwardFamily>(attention_problem(sizes, dtype, tf32, causal, leftpad));
+}
+
 // The stride of a dim that nobody walks may be anything; 0 keeps every address aligned.
 AttentionTensor strided(const Tensor& t) {
   const auto stride = [&](int64_t d) { return t.size(d) > 1 ? t.stride(d) : 0; };
@@ -249,13 +256,10 @@ Grads attention_backward_cuda(const Tensor& dout, const Tensor& query, const Ten
   }
   const OnDevice on(query.device());
   const Tensor q = aligned_rows(query), k = aligned_rows(key), v = aligned_rows(value);
-  const Tensor o = out.contiguous(), d_out = aligned_rows(dout), l = lse.contiguous();
+  const Tensor o = aligned_rows(out), d_out = aligned_rows(dout), l = lse.contiguous();
   const Vector pad(leftpad);
   const MaskOnDevice on_device({leftpad, causal, TW_MASK_ARGUMENTS});
   const Tensor dl = is_given(dlse) ? dlse->contiguous() : Tensor();
-  const AttentionSizes sizes = sizes_of(query, key, value);
-  const Tensor scratch = at::empty({attention_backward_scratch_bytes(sizes, on_device.mask)},
-                                   query.options().dtype(at::kByte));
   Tensor sink_parts;  // sequence by sequence
   MaskedAttentionBackwardParams params{};
   params.query = strided(q);
@@ -268,16 +272,19 @@ Grads attention_backward_cuda(const Tensor& dout, const Tensor& query, const Ten
   params.dquery = dquery.mutable_data_ptr();
   params.dkey = dkey.mutable_data_ptr();
   params.dvalue = dvalue.mutable_data_ptr();
-  params.scratch = scratch.mutable_data_ptr();
-  params.sizes = sizes;
+  params.sizes = sizes_of(query, key, value);
   params.scale = static_cast<float>(scale_or_default(scale, query));
   params.causal = causal;
   params.tf32 = matmul_may_use_tf32(query);
   params.dtype = dtype_of(query);
+  params.choice = backward_choice(params.sizes, params.dtype, params.tf32, causal, params.leftpad);
   params.mask = on_device.mask;
+  const int64_t bytes = attention_backward_scratch_bytes(params.sizes, params.choice, params.mask);
+  const Tensor scratch = at::empty({bytes}, query.options().dtype(at::kByte));
+  params.scratch = scratch.mutable_data_ptr();
   params.dlse = dl.defined() ? const_data<float>(dl) : nullptr;
   if (is_given(sink)) {
-    sink_parts = at::empty({sizes.batch, sizes.nheads}, l.options());
+    sink_parts = at::empty({params.sizes.batch, params.sizes.nheads}, l.options());
     params.dsink = mutable_data<float>(sink_parts);
   }
   launch_attention_backward(params, current_stream());

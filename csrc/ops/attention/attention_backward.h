@@ -5,8 +5,8 @@
 
 namespace torchweld {
 
-// query, key, value and dout have rows on 16-byte boundaries, as AttentionTensor says; out needs
-// only adjacent columns. Everything the kernels write is contiguous.
+// query, key, value, out and dout have rows on 16-byte boundaries, as AttentionTensor says.
+// Everything the kernels write is contiguous.
 struct AttentionBackwardParams {
   AttentionTensor query;   // (batch, nheads, seqlen_q, head_dim)
   AttentionTensor key;     // (batch, nheads_kv, seqlen_k, head_dim)
@@ -24,6 +24,7 @@ struct AttentionBackwardParams {
   bool causal;
   bool tf32;  // fp32 matmuls in one TF32 pass
   DType dtype;
+  AttentionChoice choice;
 
   MaskRule rule() const { return {sizes.seqlen_q, sizes.seqlen_k, causal, leftpad != nullptr}; }
 };
@@ -37,7 +38,8 @@ struct MaskedAttentionBackwardParams : AttentionBackwardParams {
 };
 
 // Device memory that the launcher needs for its own; it needs no initialisation.
-int64_t attention_backward_scratch_bytes(const AttentionSizes& sizes, const AttentionMask& mask);
+int64_t attention_backward_scratch_bytes(const AttentionSizes& sizes, const AttentionChoice& choice,
+                                         const AttentionMask& mask);
 
 // Any sizes, 0 included; every element of the gradients is written.
 void launch_attention_backward(const MaskedAttentionBackwardParams& params, cudaStream_t stream);

@@ -11,7 +11,7 @@ namespace torchweld {
 struct BackwardArgs {
   AttentionBackwardParams params;
   MaskRule rule;
-  int64_t rows;            // seqlen_q, rounded up to kAttentionBackwardRowPad
+  int64_t rows;            // seqlen_q, rounded up to attention_backward_row_pad
   unsigned heads_at_once;  // kv heads whose blocks come side by side
   float lse_factor;        // lse and the scores are multiplied by these before
   float score_factor;      // their difference is an exponent
@@ -19,7 +19,7 @@ struct BackwardArgs {
   float* g_lse;            // (batch, nheads, rows): shift - lse * lse_factor
   float* g_delta;          // (batch, nheads, rows): sum(dout * out) * 2^-shift
   float* g_dq;   // (batch, nheads, rows, tile's head_dim) in the order of the warps' registers
-  int* g_turns;  // blocks that have added to a warp's share of a dQ tile
+  int* g_turns;  // blocks that have added to a dQ tile, or to a warp's share of it
   unsigned* g_tickets;  // blocks that have started, one count for every launch
 };
 
@@ -53,8 +53,8 @@ struct MaskedBackwardArgs : BackwardArgs {
   }
 };
 
-// Four keep what follows them on a 16-byte boundary; two are in use.
-inline constexpr int kBackwardTickets = 4;
+// Two are in use; the turns behind them have cache lines of their own.
+inline constexpr int kBackwardTickets = 32;
 
 // Sequence lengths and numbers of heads above this take the general kernels, which count in 64
 // bits: the tiles have no registers for it.

@@ -79,8 +79,43 @@ inline constexpr AttentionBackwardTile kAttentionBackwardTiles[] = {
 inline constexpr int kNumAttentionBackwardTiles =
     sizeof(kAttentionBackwardTiles) / sizeof(kAttentionBackwardTiles[0]);
 
-// Query rows are padded to a multiple of this in scratch memory: whole tiles of any height.
+// On Hopper: two warpgroups have 64 of a block's keys each and walk the query rows `rows` at a
+// time, with two buffers of Q and dO, while one warp loads and one adds to dQ. Head dims up to
+// `dim` are filled up with zeros. Where keys are ahead the products of a tile's dK go on while the
+// warpgroups meet for its dQ; not every shape has registers for that. Under an AttentionMask the
+// rows are those of a group (kAttentionBackwardRowPad), which leaves registers for the mask.
+struct AttentionBackwardSm90Tile {
+  int dim;
+  int rows;
+  bool keys_ahead;
+  bool masked_keys_ahead;
+
+  static constexpr int kMaskedRows = 64, kKeys = 128, kStages = 2, kThreads = 384;
+  static constexpr int kLineElems = 64;  // a line of 128 bytes in shared memory
+
+  // K, V, Q and dO twice, dS twice, and a dQ tile in fp32.
+  constexpr int tile_bytes() const {
+    return 2 * (2 * kKeys * dim + 2 * kStages * rows * dim + 2 * rows * kKeys) + 4 * rows * dim;
+  }
+};
+
+inline constexpr AttentionBackwardSm90Tile kAttentionBackwardSm90Tiles[] = {{64, 128, false, true},
+                                                                            {128, 64, true, false}};
+inline constexpr int kNumAttentionBackwardSm90Tiles =
+    sizeof(kAttentionBackwardSm90Tiles) / sizeof(kAttentionBackwardSm90Tiles[0]);
+
+// What the kernel keeps in shared memory beside its tile.
+inline constexpr int kAttentionBackwardSm90ExtraBytes = 3 * 1024;
+
+// Query rows are padded to a multiple of this in scratch memory: whole tiles of any height of
+// kSync. What the rows of such a group see is kept together.
 inline constexpr int64_t kAttentionBackwardRowPad = 64;
+
+// Those of a choice.
+constexpr int64_t attention_backward_row_pad(const AttentionChoice& choice) {
+  return choice.engine == AttentionEngine::kSm90 ? kAttentionBackwardSm90Tiles[choice.tile].rows
+                                                 : kAttentionBackwardRowPad;
+}
 
 // The columns of dQ there: those of the tiles that serve the head dims, 0 where none does.
 constexpr int64_t attention_backward_dq_columns(int64_t head_dim, int64_t head_dim_v) {
@@ -111,7 +146,40 @@ inline Refusal attention_backward_refusal(const AttentionProblem& p,
   return grid_fits(blocks) ? Refusal() : "more than 2^31 - 1 tiles";
 }
 
+inline Refusal attention_backward_sm90_refusal(const AttentionProblem& p,
+                                               const AttentionBackwardSm90Tile& tile) {
+  if (!p.device.wgmma || !p.device.tma) return kAttentionNoWgmma;
+  if (p.math != AttentionMath::k16Bit) return kAttentionOtherDtype;
+  const int64_t wide = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
+  if (wide > tile.dim || tile.dim > attention_backward_dq_columns(p.head_dim, p.head_dim_v)) {
+    return {"the tile is for head dims of {} to {}", tile.dim > 64 ? tile.dim / 2 + 1 : 1,
+            tile.dim};
+  }
+  if (const Refusal reason = attention_sizes_refusal(p)) return reason;
+  if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) {
+    return "the results' rows don't start on 16 bytes";
+  }
+  if (p.seqlen_q == 0) return "there are no query rows";
+  if (p.seqlen_k == 0) return "there are no keys";
+  const int bytes = tile.tile_bytes() + kAttentionBackwardSm90ExtraBytes;
+  if (bytes > p.device.shared_limit) return too_much_shared_memory(bytes, p.device.shared_limit);
+  // NOTE: rows are counted in 32 bits.
+  const double heads = static_cast<double>(p.load.heads);
+  const double rows = heads * static_cast<double>(divide_up(p.seqlen_q, tile.rows) * tile.rows);
+  if (!grid_fits(rows)) return "more than 2^31 - 1 query rows";
+  const double key_tiles =
+      static_cast<double>(divide_up(p.seqlen_k, AttentionBackwardSm90Tile::kKeys));
+  return grid_fits(heads / static_cast<double>(p.load.group) * key_tiles)
+             ? Refusal()
+             : "more than 2^31 - 1 tiles";
+}
+
 inline AttentionChoice choose_attention_backward(const AttentionProblem& p) {
+  for (int i = 0; i < kNumAttentionBackwardSm90Tiles; ++i) {
+    if (!attention_backward_sm90_refusal(p, kAttentionBackwardSm90Tiles[i])) {
+      return {AttentionEngine::kSm90, i};
+    }
+  }
   for (int i = 0; i < kNumAttentionBackwardTiles; ++i) {
     if (!attention_backward_refusal(p, kAttentionBackwardTiles[i])) {
       return {AttentionEngine::kSync, i};

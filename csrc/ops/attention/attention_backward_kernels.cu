@@ -1,16 +1,15 @@
 // The gradient of attention: the launcher, and the kernel that prepares a row's statistics. The
-// gradients are in attention_backward_tiles.cuh, and for large head dims in
-// attention_backward_general.cu.
+// gradients are in attention_backward_sm90.cuh, attention_backward_tiles.cuh, and for large head
+// dims in attention_backward_general.cu.
 #include <climits>
 
-#include "core/choices.h"
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
 #include "ops/attention/attention_backward_args.cuh"
 #include "ops/attention/attention_backward_parts.cuh"
-#include "ops/attention/attention_family.h"
+#include "ops/attention/attention_backward_sm90.h"
 
 namespace torchweld {
 namespace {
@@ -152,16 +151,16 @@ struct Scratch {
   int64_t rows;
   int64_t delta, dq, turns, groups, live, bytes;
 
-  Scratch(const AttentionSizes& sizes, bool masked) {
-    constexpr int64_t kPad = kAttentionBackwardRowPad;
-    rows = (sizes.seqlen_q + kPad - 1) / kPad * kPad;
+  Scratch(const AttentionSizes& sizes, const AttentionChoice& choice, bool masked) {
+    const int64_t pad = attention_backward_row_pad(choice);
+    rows = (sizes.seqlen_q + pad - 1) / pad * pad;
     delta = sizes.batch * sizes.nheads * rows;
     dq = 2 * delta;
     turns = dq + delta * attention_backward_dq_columns(sizes.head_dim, sizes.head_dim_v);
     groups = turns + turns_bytes() / 4;
     const int64_t all_rows = masked ? sizes.batch * rows : 0;
     constexpr int64_t kGroupFloats = sizeof(RowGroup) / 4, kRangeFloats = sizeof(RowRange) / 4;
-    live = groups + all_rows / kPad * kGroupFloats;
+    live = groups + all_rows / kAttentionBackwardRowPad * kGroupFloats;
     bytes = (live + all_rows * kRangeFloats) * 4;
   }
   // The tickets come first.
@@ -256,32 +255,53 @@ void launch_sink(const MaskedBackwardArgs& args, const MaskedAttentionBackwardPa
                 params.dsink);
 }
 
+// A choice of the host as a constant, for elements of that type.
+template <typename T, typename Body>
+void with_sm90_tile(int tile, const Body& body) {
+  if constexpr (sizeof(T) == 2) dispatch_index<kNumAttentionBackwardSm90Tiles>(tile, body);
+}
+template <typename T, typename Body>
+void with_sync_tile(int tile, const Body& body) {
+  dispatch_index<kNumAttentionBackwardTiles>(tile, [&](auto index) {
+    if constexpr (elem_size(kAttentionBackwardTiles[index.value].math) == sizeof(T)) body(index);
+  });
+}
+
 template <typename T, typename Args>
 void launch(const Args& args, const MaskedAttentionBackwardParams& params, cudaStream_t stream) {
-  const AttentionSizes& sizes = params.sizes;
+  const AttentionChoice& choice = params.choice;
+  const bool sm90 = choice.engine == AttentionEngine::kSm90;
   launch_ranges(args, stream);
-  launch_rows<T>(args, stream);
+  if (sm90) {
+    with_sm90_tile<T>(choice.tile, [&](auto index) {
+      launch_attention_backward_sm90_rows<T, index.value>(args, stream);
+    });
+  } else {
+    launch_rows<T>(args, stream);
+  }
   launch_dlse(args, params.dlse, stream);
   launch_sink(args, params, stream);
-  const int64_t heads = sizes.batch * sizes.nheads_kv;
-  if (heads * sizes.seqlen_k == 0) return;
-  const AttentionChoice choice = pick<AttentionBackwardFamily>(
-      attention_problem(sizes, params.dtype, params.tf32, params.causal, params.leftpad));
-  if (choice.engine == AttentionEngine::kGeneral) {
-    return launch_attention_backward_general<T>(args, stream);
-  }
-  clear_memory(args.g_tickets, Scratch(sizes, kIsMasked<Args>).turns_bytes(), stream);
-  dispatch_index<kNumAttentionBackwardTiles>(choice.tile, [&](auto index) {
-    if constexpr (elem_size(kAttentionBackwardTiles[index.value].math) == sizeof(T)) {
+  if (params.sizes.batch * params.sizes.nheads_kv * params.sizes.seqlen_k == 0) return;
+  if (sm90) {
+    with_sm90_tile<T>(choice.tile, [&](auto index) {
+      launch_attention_backward_sm90_tile<T, index.value>(args, stream);
+    });
+  } else if (choice.engine == AttentionEngine::kGeneral) {
+    launch_attention_backward_general<T>(args, stream);
+  } else {
+    clear_memory(args.g_tickets, Scratch(params.sizes, choice, kIsMasked<Args>).turns_bytes(),
+                 stream);
+    with_sync_tile<T>(choice.tile, [&](auto index) {
       launch_attention_backward_tile<T, index.value>(args, stream);
-    }
-  });
+    });
+  }
 }
 
 }  // namespace
 
-int64_t attention_backward_scratch_bytes(const AttentionSizes& sizes, const AttentionMask& mask) {
-  return Scratch(sizes, mask.given()).bytes;
+int64_t attention_backward_scratch_bytes(const AttentionSizes& sizes, const AttentionChoice& choice,
+                                         const AttentionMask& mask) {
+  return Scratch(sizes, choice, mask.given()).bytes;
 }
 
 void launch_attention_backward(const MaskedAttentionBackwardParams& params, cudaStream_t stream) {
@@ -292,7 +312,7 @@ void launch_attention_backward(const MaskedAttentionBackwardParams& params, cuda
         "torchweld::attention_backward: seqlen_q, seqlen_k and batch * nheads must be below "
         "2^31 - 1024; use shorter sequences or fewer of them");
   }
-  const Scratch scratch(sizes, params.mask.given());
+  const Scratch scratch(sizes, params.choice, params.mask.given());
   dispatch_dtype(params.dtype, [&](auto element) {
     using T = decltype(element);
     if (params.mask.given()) {

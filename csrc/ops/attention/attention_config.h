@@ -144,6 +144,7 @@ struct AttentionChoice {
 };
 
 inline constexpr const char* kAttentionOtherDtype = "the tile is for another dtype";
+inline constexpr const char* kAttentionNoWgmma = "the GPU, or the code built for it, has no wgmma";
 
 // Of every tile.
 inline Refusal attention_sizes_refusal(const AttentionProblem& p) {
@@ -166,7 +167,7 @@ inline Refusal attention_refusal(const AttentionProblem& p, const AttentionTile&
 }
 
 inline Refusal attention_sm90_refusal(const AttentionProblem& p, const AttentionSm90Tile& tile) {
-  if (!p.device.wgmma || !p.device.tma) return "the GPU, or the code built for it, has no wgmma";
+  if (!p.device.wgmma || !p.device.tma) return kAttentionNoWgmma;
   if (p.math != AttentionMath::k16Bit) return kAttentionOtherDtype;
   if (p.head_dim > tile.dim || p.head_dim_v > tile.dim_v) {
     return {"the tile holds head dims to {} and {}", tile.dim, tile.dim_v};

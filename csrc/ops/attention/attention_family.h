@@ -71,12 +71,11 @@ struct AttentionNumbers {
            : sm90(x)   ? "tensor cores (wgmma)"
                        : "tensor cores (mma.sync)";
   }
+  static std::string dims_text(const AttentionProblem& p) {
+    return "head dims " + std::to_string(p.head_dim) + " and " + std::to_string(p.head_dim_v);
+  }
   static std::string why(const AttentionProblem& p, const Numbers& x) {
-    const std::string dims =
-        "head dims " + std::to_string(p.head_dim) + " and " + std::to_string(p.head_dim_v);
-    if (decode(x)) return "few query rows, in the first tile that holds " + dims;
-    if (sm90(x)) return "the tile expected to be the fastest of those that hold " + dims;
-    return (general(x) ? "no tile holds " : "the first tile that holds ") + dims;
+    return (general(x) ? "no tile holds " : "the first tile that holds ") + dims_text(p);
   }
 };
 
@@ -92,6 +91,11 @@ struct AttentionFamily : AttentionNumbers {
     }
     if (sm90(x)) return attention_sm90_refusal(p, kAttentionSm90Tiles[x[1]]);
     return general(x) ? Refusal() : attention_refusal(p, kAttentionTiles[x[1]]);
+  }
+  static std::string why(const AttentionProblem& p, const Numbers& x) {
+    if (decode(x)) return "few query rows, in the first tile that holds " + dims_text(p);
+    if (!sm90(x)) return AttentionNumbers::why(p, x);
+    return "the tile expected to be the fastest of those that hold " + dims_text(p);
   }
   // Of the decode tiles with the splits that fill the GPU, and powers of two.
   static std::vector<Numbers> candidates(const AttentionProblem& p) {
@@ -152,25 +156,48 @@ struct AttentionFamily : AttentionNumbers {
 
 struct AttentionBackwardFamily : AttentionNumbers {
   static constexpr const char* kName = "attention_backward";
-  static constexpr const char* kEngines[] = {"sync", "general"};
+  // No tile is for decode.
+  static constexpr const char* kEngines[] = {"sync", "general", "decode", "sm90"};
   static constexpr bool kInOrder = true;
 
   static AttentionChoice choose(const AttentionProblem& p) { return choose_attention_backward(p); }
   static Refusal refusal(const AttentionProblem& p, const Numbers& x) {
+    if (sm90(x)) return attention_backward_sm90_refusal(p, kAttentionBackwardSm90Tiles[x[1]]);
     return general(x) ? Refusal() : attention_backward_refusal(p, kAttentionBackwardTiles[x[1]]);
   }
   static std::vector<Numbers> candidates(const AttentionProblem&) {
-    return tiles_and_general(kNumAttentionBackwardTiles);
+    std::vector<Numbers> all;
+    for (int i = 0; i < kNumAttentionBackwardSm90Tiles; ++i) {
+      all.push_back(told({AttentionEngine::kSm90, i}));
+    }
+    for (const Numbers& choice : tiles_and_general(kNumAttentionBackwardTiles)) {
+      all.push_back(choice);
+    }
+    return all;
   }
 
   static std::string tile(const Numbers& x) {
     if (general(x)) return "";
+    if (sm90(x)) {
+      const AttentionBackwardSm90Tile& tile = kAttentionBackwardSm90Tiles[x[1]];
+      return tile_text(tile.kKeys, tile.rows) + "x" + std::to_string(tile.dim);
+    }
     const AttentionBackwardTile& tile = kAttentionBackwardTiles[x[1]];
     return math_text(tile.math) + " " + tile_text(tile.keys, tile.rows) + "x" +
            std::to_string(tile.head_dim) + (tile.paired ? " paired" : "");
   }
   // Zeros: the general kernels, which have no tile.
   static Columns columns(const AttentionProblem&, const Numbers& x) {
+    if (sm90(x)) {
+      const AttentionBackwardSm90Tile& tile = kAttentionBackwardSm90Tiles[x[1]];
+      return {{"keys", tile.kKeys},
+              {"rows", tile.rows},
+              {"cols", tile.rows},
+              {"head_dim", tile.dim},
+              {"warps", tile.kThreads / 32},
+              {"groups", 1},
+              {"tile_bytes", tile.tile_bytes()}};
+    }
     const AttentionBackwardTile tile =
         general(x) ? AttentionBackwardTile{} : kAttentionBackwardTiles[x[1]];
     return {{"keys", tile.keys},

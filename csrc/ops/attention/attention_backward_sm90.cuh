@@ -1,0 +1,105 @@
+// The gradient of attention on Hopper's tensor cores, in 16 bits: wgmma from shared memory, filled
+// by TMA; a block per 128 keys of a kv head.
+//
+//   P = exp(scale * Q K^T - lse)     dP = dO V^T      dS = P * (dP - delta), delta = sum(dO * O)
+//   dV = P^T dO                      dK = scale * dS^T Q        dQ = scale * dS K
+//
+// A block walks the query heads of its kv head and in each the live query tiles from the last to
+// the first. One lane of its producer warpgroup loads them; two consumer warpgroups have 64 keys
+// each and compute S^T and dP^T, so that P^T and dS^T are in registers where the products that sum
+// over the query rows want them. Only dS goes through shared memory, for dQ^T = K^T dS^T. The
+// scores of the next tile are multiplied while a warpgroup hands its dQ over.
+//
+// dQ is summed in fp32 in global memory by bulk additions of whole tiles, in a fixed order: a block
+// adds to a query tile after the block of the keys before it, the first one stores. Blocks take
+// their work by ticket, tiles of keys ascending, so that a block only waits for blocks that have
+// started (attention_backward_tiles.cuh, and under an AttentionMask attention_backward_share.cuh).
+// A last kernel scales and rounds dQ.
+// Source: Dao, "FlashAttention-2", 2023, algorithm 2; Shah et al., "FlashAttention-3", 2024; the
+// fixed order of dQ is ours.
+#pragma once
+
+#include "core/launch.h"
+#include "ops/attention/attention_backward_sm90_consumer.cuh"
+#include "ops/attention/attention_backward_sm90_rows.cuh"
+
+namespace torchweld {
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    attention_backward_sm90_kernel(const __grid_constant__ typename Config::Params p) {
+#if TW_HAS_WGMMA
+  constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  extern __shared__ __align__(1024) char s_memory[];
+  auto& s = *reinterpret_cast<BackwardSm90Shared<Config>*>(s_memory);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(p.query);
+    prefetch_tensor_map(p.key);
+    prefetch_tensor_map(p.value);
+    prefetch_tensor_map(p.dout);
+    s.q_pipeline.init(8);  // a consumer's warps
+    s.dout_pipeline.init(8);
+    mbarrier_init(&s.k_full, 1);
+    mbarrier_init(&s.v_full, 1);
+    mbarrier_init_fence();
+  }
+  if constexpr (Config::kMasked) {
+    s.work.template take_masked<Config>(p.args, p.args.g_tickets);
+  } else {
+    if (threadIdx.x == 0) s.work.template take<Config>(p.args, p.args.g_tickets);
+    __syncthreads();
+  }
+  if (warp < 4) {
+    give_up_registers<kProducerRegisters>();
+    if (warp == 0) {
+      if (elect_one()) backward_sm90_load(p, s);
+    } else if (warp == 1) {
+      backward_sm90_add(p, s);
+    }
+    __syncwarp();
+  } else {
+    take_registers<kConsumerRegisters>();
+    BackwardSm90Consumer<Config>(p, s, warp / 4 - 1).run();
+  }
+#endif
+}
+
+template <typename T, int kTile, typename Args>
+void launch_attention_backward_sm90_tile(const Args& args, cudaStream_t stream) {
+  using Config = BackwardSm90Config<T, kTile, Args>;
+  constexpr int kRows = Config::kRows, kKeys = Config::kKeys;
+  constexpr int kBytes = sizeof(BackwardSm90Shared<Config>);
+  static_assert(kBytes <= Config::kShape.tile_bytes() + kAttentionBackwardSm90ExtraBytes);
+  const AttentionBackwardParams& a = args.params;
+  const AttentionSizes& sizes = a.sizes;
+  const auto map = [&](const AttentionTensor& t, int64_t heads, int64_t rows, int64_t columns,
+                       int box_rows) {
+    return make_tensor_map("attention_backward", {t.data,
+                                                  2,
+                                                  {columns, rows, heads, sizes.batch},
+                                                  {1, t.row_stride, t.head_stride, t.batch_stride},
+                                                  {Config::kLineElems, box_rows, 1, 1},
+                                                  a.dtype == DType::kBFloat16});
+  };
+  const auto result = [&](void* data, int64_t columns) {
+    const int64_t head = sizes.seqlen_k * columns;
+    return map({data, sizes.nheads_kv * head, head, columns}, sizes.nheads_kv, sizes.seqlen_k,
+               columns, kKeys / 2);
+  };
+  const typename Config::Params p = {
+      map(a.query, sizes.nheads, sizes.seqlen_q, sizes.head_dim, kRows),
+      map(a.key, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim, kKeys),
+      map(a.value, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim_v, kKeys),
+      map(a.dout, sizes.nheads, sizes.seqlen_q, sizes.head_dim_v, kRows),
+      result(a.dkey, sizes.head_dim),
+      result(a.dvalue, sizes.head_dim_v),
+      args};
+  const int64_t blocks = sizes.batch * sizes.nheads_kv * divide_up(sizes.seqlen_k, kKeys);
+  launch_kernel(attention_backward_sm90_kernel<Config>, {blocks, Config::kThreads, kBytes}, stream,
+                p);
+  const int64_t tiles = sizes.batch * sizes.nheads * (args.rows / kRows);
+  launch_kernel(attention_backward_sm90_dq_kernel<Config>, {tiles, kSm90RowThreads}, stream, args);
+}
+
+}  // namespace torchweld

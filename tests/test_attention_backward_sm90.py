@@ -1,0 +1,264 @@
+"""attention's gradient on wgmma: every tile against the formula, and which one is taken."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from attention_engines import check_grads, each_configuration, inputs, on_hopper
+from bounds import attention_grads
+from numerics import assert_equal, assert_same_bits
+from samples import BF16, F16
+from tuning import H200, NO_WGMMA, SMALL, chosen, ops, problem, refusal
+
+SIZES = [
+    # batch, nheads, nheads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v
+    (1, 1, 1, 1, 1, 8, 8), (2, 4, 4, 64, 64, 64, 64), (1, 3, 1, 65, 63, 72, 48),
+    (2, 4, 2, 200, 200, 128, 128), (3, 2, 2, 333, 517, 120, 112), (2, 2, 1, 517, 333, 64, 64),
+    (1, 2, 2, 129, 777, 40, 64), (2, 8, 1, 191, 193, 40, 128), (2, 2, 1, 160, 161, 128, 24),
+    (1, 2, 2, 5, 3000, 96, 96), (1, 1, 1, 1000, 1000, 16, 8),
+]  # fmt: skip
+
+
+def each(engine, dout, q, k, v, leftpad=None, *, dlse=None, **kwargs):
+    """Name and gradients of each configuration of an engine, "" for all."""
+    out, lse = ops.attention_forward(q, k, v, leftpad, **kwargs)
+    saved = (dout, q, k, v, out, lse, leftpad)
+    given = kwargs if dlse is None else {**kwargs, "dlse": dlse}
+    for name in each_configuration(engine, *saved, op="attention_backward", **given):
+        yield name, ops.attention_backward(*saved, **given)
+
+
+def dout_of(q, v):
+    return torch.randn(*q.shape[:3], v.shape[3], device="cuda").to(q.dtype)
+
+
+@on_hopper
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_every_tile_is_the_formula(sizes, dtype, causal):
+    """Those of mma.sync too, which other tests no longer reach on Hopper."""
+    q, k, v = inputs(dtype, *sizes)
+    dout = dout_of(q, v)
+    names, bounds = [], attention_grads(dout, q, k, v, causal=causal)
+    for name, grads in each("", dout, q, k, v, causal=causal):
+        check_grads(name, grads, bounds)
+        names.append(name.split()[0])
+    assert {"sm90", "sync", "general"} == set(names)
+
+
+@on_hopper
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_nothing_is_read_of_the_padding(sizes, causal):
+    q, k, v = inputs(BF16, *sizes)
+    dout = dout_of(q, v)
+    batch, rows, keys = sizes[0], sizes[3], sizes[4]
+    pads = torch.tensor([keys // 2, keys + 5, -3], dtype=torch.int32)[:batch].cuda()
+    for b, pad in enumerate(pads.clamp(0, keys).tolist()):
+        k[b, :, :pad] = math.nan
+        v[b, :, :pad] = math.nan
+        first = max(0, pad - (keys - rows))
+        q[b, :, :first] = math.nan
+        dout[b, :, :first] = math.nan
+    filled = [t.nan_to_num(0.0) for t in (dout, q, k, v)]
+    for name, grads in each("sm90", dout, q, k, v, pads, causal=causal):
+        check_grads(name, grads, attention_grads(*filled, pads, causal=causal))
+        for grad, t in zip(grads, (q, k, v), strict=False):
+            unseen = t.isnan()
+            assert (grad[unseen] == 0).all()
+    clean = each("sm90", *filled, pads, causal=causal)
+    dirty = each("sm90", dout, q, k, v, pads, causal=causal)
+    for (_, a), (_, b) in zip(dirty, clean, strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert_same_bits(x, y)
+
+
+MASKS = [
+    {"window": 1}, {"window": 70, "causal": True}, {"window": 130, "softcap": 2.0},
+    {"softcap": 20.0, "causal": True}, {"key_end": True}, {"key_end": True, "causal": True},
+    {"key_start": True, "causal": True}, {"key_start": True, "window": 33, "sink": True},
+    {"sink": True, "causal": True, "dlse": True}, {"dlse": True},
+    {"key_end": True, "key_start": True, "sink": True, "softcap": 5.0, "dlse": True},
+]  # fmt: skip
+
+
+@on_hopper
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("numbers", MASKS, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [((3, 4, 2, 300, 300, 64, 64), F16), ((3, 2, 1, 130, 450, 128, 72), BF16)],
+    ids=str,
+)
+def test_masks(sizes, dtype, numbers, padded):
+    q, k, v = inputs(dtype, *sizes)
+    dout = dout_of(q, v)
+    batch, nheads, _, rows, keys = sizes[:5]
+    data = {
+        "key_end": torch.tensor([keys, 0, keys * 2 // 3], dtype=torch.int32, device="cuda"),
+        # Documents of 90 tokens, and a row that sees nothing.
+        "key_start": ((torch.arange(rows) + keys - rows) // 90 * 90).int().repeat(batch, 1).cuda(),
+        "sink": torch.randn(nheads, device="cuda"),
+        "dlse": torch.randn(batch, nheads, rows, device="cuda"),
+    }
+    data["key_start"][0, 5] = keys
+    kwargs = {name: data.get(name, value) for name, value in numbers.items()}
+    pads = torch.tensor([0, 7, keys // 2], dtype=torch.int32, device="cuda") if padded else None
+    bounds = attention_grads(dout, q, k, v, pads, **kwargs)
+    for name, grads in each("", dout, q, k, v, pads, **kwargs):
+        check_grads(name, grads, bounds)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_one_key_and_equal_keys_are_exact(dtype, dim):
+    """P is 0, 1 or a power of two, dS is 0."""
+    ints = lambda *shape: torch.randint(-2, 3, shape, device="cuda").to(dtype)  # noqa: E731
+    q = (32 * torch.eye(dim, device="cuda")).to(dtype).expand(2, 4, -1, -1).contiguous()
+    k, v, dout = q[:, :2].contiguous(), ints(2, 2, dim, dim), ints(2, 4, dim, dim)
+    for _, (dq, dk, dv, _) in each("sm90", dout, q, k, v, scale=1.0):
+        assert_equal(dv, dout.view(2, 2, 2, dim, dim).sum(2))
+        assert (dq == 0).all() and (dk == 0).all()
+    q, k = torch.zeros(1, 2, 256, dim, device="cuda", dtype=dtype), ints(1, 2, 256, dim)
+    ones = torch.ones_like(k)
+    for _, (dq, dk, dv, _) in each("sm90", ones, q, k, ones):
+        assert_equal(dv, ones)
+        assert (dq == 0).all() and (dk == 0).all()
+
+
+@on_hopper
+def test_views_and_scales():
+    q, k, v = inputs(BF16, 2, 8, 2, 100, 600, 128)
+    dout = dout_of(q, v)
+    wide = torch.randn(2, 600, 2, 304, device="cuda").to(BF16).transpose(1, 2)
+    views = wide[..., :128], wide[..., 136:264]  # both have rows on 16 bytes
+    for scale in (0.0, -0.3, 0.5):
+        for name, grads in each("sm90", dout, q, *views, scale=scale):
+            check_grads(name, grads, attention_grads(dout, q, *views, scale=scale))
+    shifted = torch.randn(2 * 8 * 100 * 128 + 1, device="cuda").to(BF16)[1:].view_as(q)
+    for name, grads in each("sm90", shifted, shifted, k, v):
+        check_grads(name, grads, attention_grads(shifted, shifted, k, v))
+
+
+@on_hopper
+def test_scores_beyond_all_bounds_give_no_nan():
+    """The rounding of such a score is far more than the exponents of fp32."""
+    big = torch.full((1, 2, 300, 64), 1e15, device="cuda", dtype=BF16)
+    ones = torch.ones_like(big)
+    for _, grads in each("sm90", ones, big, big, ones, causal=True):
+        assert all(grad.isfinite().all() for grad in grads)
+
+
+@on_hopper
+@pytest.mark.parametrize("mask", [{}, {"window": 200}], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_same_bits_in_every_run_whatever_the_neighbours_are(dim, mask):
+    q, k, v = inputs(BF16, 4, 16, 4, 700, 700, dim)
+    dout = dout_of(q, v)
+    kwargs = {"causal": True, **mask}
+    pads = torch.tensor([0, 100, 500, 699], dtype=torch.int32, device="cuda")
+    others = torch.tensor([0, 650, 7, 0], dtype=torch.int32, device="cuda")
+    out, lse = ops.attention_forward(q, k, v, pads, **kwargs)
+    saved = (dout, q, k, v, out, lse)
+    for _ in each_configuration("sm90", *saved, pads, op="attention_backward", **kwargs):
+        first = ops.attention_backward(*saved, pads, **kwargs)
+        for _ in range(50):
+            again = ops.attention_backward(*saved, pads, **kwargs)
+            for x, y in zip(again, first, strict=True):
+                assert_same_bits(x, y)
+        k[1:] = torch.randn_like(k[1:])
+        dout[1:] = math.nan
+        again = ops.attention_backward(*saved, others, **kwargs)
+        for x, y in zip(again[:3], first, strict=False):
+            assert_same_bits(x[0], y[0])
+
+
+@on_hopper
+@pytest.mark.parametrize("mask", [{}, {"softcap": 30.0}], ids=str)
+def test_a_graph_serves_other_paddings(mask):
+    """Every replay starts with tickets and turns at 0."""
+    q, k, v = inputs(F16, 3, 20, 10, 300, 300, 64)
+    dout = dout_of(q, v)
+    kwargs = {"causal": True, **mask}
+    pads = torch.zeros(3, dtype=torch.int32, device="cuda")
+    for name, grads in each("sm90", dout, q, k, v, pads, **kwargs):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, lse = ops.attention_forward(q, k, v, pads, **kwargs)
+            grads = ops.attention_backward(dout, q, k, v, out, lse, pads, **kwargs)
+        for values in ([0, 5, 299], [300, 1, 100], [7, 7, 7]):
+            pads.copy_(torch.tensor(values))
+            for grad in grads[:3]:
+                grad.fill_(math.nan)
+            graph.replay()
+            check_grads(name, grads, attention_grads(dout, q, k, v, pads, **kwargs))
+
+
+@on_hopper
+def test_streams_have_turns_of_their_own():
+    q, k, v = inputs(BF16, 2, 40, 40, 500, 500, 64)
+    dout = dout_of(q, v)
+    out, lse = ops.attention_forward(q, k, v, causal=True)
+    saved = (dout, q, k, v, out, lse)
+    first = ops.attention_backward(*saved, causal=True)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    results = []
+    for stream in streams * 5:
+        with torch.cuda.stream(stream):
+            results.append(ops.attention_backward(*saved, causal=True))
+    torch.cuda.synchronize()
+    for grads in results:
+        for x, y in zip(grads, first, strict=True):
+            assert_same_bits(x, y)
+
+
+FAMILY = "attention_backward"
+LONG = {"seqlen_q": 4096, "seqlen_k": 4096}
+
+
+@pytest.mark.parametrize(
+    ("dims", "choice"),
+    [
+        ((64, 64), "sm90 128x128x64"), ((8, 40), "sm90 128x128x64"), ((72, 8), "sm90 128x64x128"),
+        ((64, 128), "sm90 128x64x128"), ((128, 128), "sm90 128x64x128"),
+        ((60, 64), "sync 16 bits 128x64x64"), ((136, 128), "sync 16 bits 64x64x256 paired"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_tile_fits_the_head_dims(dims, choice):
+    fields = dict(**LONG, head_dim=dims[0], head_dim_v=dims[1])
+    assert chosen(FAMILY, **fields)["choice"] == choice
+    for device in (NO_WGMMA, SMALL):
+        assert chosen(FAMILY, device, **fields)["engine"] == "sync"
+
+
+def test_reasons_of_a_tile():
+    tile = "sm90 128x64x128"
+    dims = {"head_dim": 128, "head_dim_v": 128}
+    assert refusal(FAMILY, problem(FAMILY, **LONG, **dims), tile) == ""
+    for fields, reason in (
+        ({"math": 2, "bfloat16": 0}, "another dtype"),
+        ({"head_dim": 136}, "head dims of 65 to 128"),
+        ({"head_dim": 64, "head_dim_v": 64}, "head dims of 65 to 128"),
+        ({"head_dim_v": 100}, "rows don't start on 16 bytes"),
+        ({"head_dim": 100}, "rows don't start on 16 bytes"),
+        ({"seqlen_q": 0}, "no query rows"),
+        ({"seqlen_k": 0}, "no keys"),
+        ({"seqlen_k": 2**29 + 1}, "longer than 536870912"),
+        ({"head_dim": 0}, "head dim of 0"),
+        ({"heads": 2**20}, "2^31 - 1 query rows"),
+        ({"heads": 2**20, "seqlen_q": 64, "seqlen_k": 2**20}, "2^31 - 1 tiles"),
+        ({"wgmma": 0}, "no wgmma"),
+        ({"shared_limit": SMALL["shared_limit"]}, "shared memory"),
+    ):
+        fields = {**LONG, **dims, **fields}
+        assert reason in refusal(FAMILY, problem(FAMILY, **fields), tile)
+    narrow = problem(FAMILY, **LONG, head_dim=72)
+    assert "head dims of 1 to 64" in refusal(FAMILY, narrow, "sm90 128x128x64")
+    assert chosen(FAMILY, H200, **LONG, math=1, bfloat16=0)["engine"] == "sync"
