@@ -56,8 +56,10 @@ def _work(rank: int, module: str, mesh: str, names: list[str], folder: str) -> N
 def _run_cases(module: str, mesh: str, names: list[str], folder: Path) -> dict[str, str]:
     """What the first process with a complaint said of each case."""
     size = prod(MESHES[mesh])
-    server = multiprocessing.get_context("forkserver")  # which imports torch once for all
-    server.set_forkserver_preload([__name__, "placements"])
+    # The server imports torch and transformers once for all.
+    server = multiprocessing.get_context("forkserver")
+    models = (f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama"))
+    server.set_forkserver_preload([__name__, "placements", "fully_sharded", *models])
     processes = [
         server.Process(target=_work, args=(rank, module, mesh, names, str(folder)), daemon=True)
         for rank in range(size)

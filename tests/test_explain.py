@@ -217,6 +217,42 @@ def test_text_of_keywords_and_of_nothing_to_compute():
     assert empty.tile == {} and empty.source == "" and empty.rejected == []
 
 
+def test_it_tells_that_async_tensor_parallelism_passes_by(monkeypatch):
+    from torch._inductor import config
+
+    x, weight = torch.empty(8, 16, device="meta"), torch.empty(4, 16, device="meta")
+    assert "parallel" not in str(torchweld.explain("linear", x, weight))
+    monkeypatch.setattr(config, "_micro_pipeline_tp", True)
+    text = str(torchweld.explain("layer_norm_linear", x, weight))
+    assert "  parallel  torch.compile overlaps collectives with torch's own mm alone" in text
+    assert torchweld.explain("softmax", x).parallel == ""
+
+
+def test_dtensors_are_explained_by_their_parts():
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("this torch has no gloo")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (4,))
+        parts = torch.empty(8, 16), torch.empty(4, 16)
+        x, weight = (
+            DTensor.from_local(t, mesh, [p], run_check=False)
+            for t, p in zip(parts, (Replicate(), Shard(0)), strict=True)
+        )
+        assert weight.shape == (16, 16)
+        told = torchweld.explain("linear", x, weight)
+    finally:
+        dist.destroy_process_group()
+    assert told.call == "float32 (8, 16) on cpu, float32 (4, 16) on cpu"
+    assert (
+        told.parallel.startswith("DTensors: this process's parts") and "nn.Linear" in told.parallel
+    )
+
+
 def test_float64_has_no_kernel_on_a_gpu():
     explanation = torchweld.explain("softmax", meta(2, 3, dtype=F64))
     assert (explanation.kernel, explanation.why) == ("none", "float64 runs on the CPU alone")

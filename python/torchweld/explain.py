@@ -7,6 +7,7 @@ tells what it chose. Nothing of the choice is repeated here.
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,6 +19,12 @@ from torchweld.info import has_cuda_kernel, ops_of_library
 
 _TUNED = "the fastest of its configurations when torchweld.tune timed this shape class"
 _ASSUMED = "NVIDIA H100 (assumed: there is no GPU here)"
+# Ops in the place of torch's mm, the one op beside which inductor takes collectives apart.
+_MATMULS = ("linear", "layer_norm_linear", "rms_norm_linear", "gated_linear")
+_ASYNC = (
+    "torch.compile overlaps collectives with torch's own mm alone (async tensor parallelism, "
+    "_micro_pipeline_tp), not with this op; where that gains more than the fusion use nn.Linear"
+)
 _DEVICE_FIELDS = 6  # the last numbers of every problem
 
 
@@ -36,6 +43,8 @@ class Explanation:
             "forced", "" where there is none to make.
         gpu: the GPU that this holds for, "" on the CPU.
         rejected: (candidate, reason) of what was looked at before.
+        parallel: what tensor parallelism should know, where the tensors are DTensors or inductor's
+            async tensor parallelism is on; else "".
     """
 
     op: str
@@ -46,6 +55,7 @@ class Explanation:
     source: str = ""
     gpu: str = ""
     rejected: list[tuple[str, str]] = field(default_factory=list)
+    parallel: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -59,6 +69,8 @@ class Explanation:
             lines.append(f"  source    {self.source}{self._where()}")
         if self.gpu:
             lines.append(f"  gpu       {self.gpu}")
+        if self.parallel:
+            lines.append(f"  parallel  {self.parallel}")
         lines += [f"  rejected  {name}: {reason}" for name, reason in self.rejected]
         return "\n".join(lines)
 
@@ -131,11 +143,30 @@ def _tell(explanation: Explanation, records: list[dict[str, Any]]) -> None:
         explanation.tile[record["part"] or f"part {i + 1}"] = text
 
 
+def _local(value: Any) -> Any:
+    """This process's part of a DTensor; anything else as it is."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(value, distributed.DTensor):
+        return value.to_local()
+    return value
+
+
+def _parallel(op: str, sharded: bool) -> str:
+    config = sys.modules.get("torch._inductor.config")
+    overlaps = getattr(config, "_micro_pipeline_tp", False)
+    name = op.removesuffix("_forward").removesuffix("_backward")
+    texts = ["DTensors: this process's parts as they are placed"] if sharded else []
+    if name in _MATMULS and (sharded or overlaps):
+        texts.append(_ASYNC)
+    return "; ".join(texts)
+
+
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     """Which kernel `torchweld.<op>(*args, **kwargs)` would take, and why.
 
     Nothing runs, so tensors on the meta device do, and no GPU is needed: meta tensors are explained
-    as tensors on the current GPU or, where there is none, on an H100.
+    as tensors on the current GPU or, where there is none, on an H100. DTensors are explained as
+    this process's parts of them.
 
     Args:
         op: the name of an op, e.g. "softmax".
@@ -155,11 +186,16 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
         raise ValueError(
             f"explain: op must be one of {', '.join(ops_of_library())}, but got {op!r}"
         )
+    given = (*args, *kwargs.values())
+    args = tuple(map(_local, args))
+    kwargs = {name: _local(value) for name, value in kwargs.items()}
+    sharded = any(a is not b for a, b in zip(given, (*args, *kwargs.values()), strict=True))
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     if not tensors:
         raise ValueError(f"explain: {op} must be given its tensors, but got none")
     others = [f"{k}={v!r}" for k, v in kwargs.items() if not isinstance(v, Tensor)]
     explanation = Explanation(op, ", ".join([_describe(t) for t in tensors] + others), kernel="")
+    explanation.parallel = _parallel(op, sharded)
     device = tensors[0].device
     if device.type == "cpu":
         explanation.kernel = "CPU"

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from ._parallelize import parallelize as parallelize
     from .context import context_parallel as context_parallel
     from .context import context_parallel_attention as context_parallel_attention
-    from .context import gather_sequence as gather_sequence
-    from .context import shard_sequence as shard_sequence
+    from .sequence import gather_sequence as gather_sequence
+    from .sequence import shard_sequence as shard_sequence
     from .styles import NormColwise as NormColwise
     from .tensors import full_tensor as full_tensor
 
@@ -36,8 +36,8 @@ __getattr__, __dir__ = lazy(
         "context_parallel": "context",
         "context_parallel_attention": "context",
         "full_tensor": "tensors",
-        "gather_sequence": "context",
+        "gather_sequence": "sequence",
         "parallelize": "_parallelize",
-        "shard_sequence": "context",
+        "shard_sequence": "sequence",
     },
 )

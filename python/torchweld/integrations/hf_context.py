@@ -50,7 +50,7 @@ def mask(
         ValueError: It is no causal mask, or there are earlier tokens or holes.
     """
     from torchweld.distributed import gather_sequence
-    from torchweld.distributed.context import local_positions
+    from torchweld.distributed.sequence import local_positions
 
     if torch.compiler.is_compiling():
         _refuse("torch.compile traces the model; compile its layers instead")
@@ -136,7 +136,7 @@ def attention(
 
 def _check_positions(context: Any, query: Tensor, given: Tensor | None) -> None:
     """Models that are not told count positions from 0 in every process. Once a forward pass."""
-    from torchweld.distributed.context import local_positions
+    from torchweld.distributed.sequence import local_positions
 
     if given is None:
         _refuse(

@@ -1,0 +1,152 @@
+"""Ring attention: keys and values travel around, and results of parts of them are joined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+
+from torchweld._library import ops
+
+from .mask import Mask
+from .sequence import local_positions
+
+
+def _travels(t: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """What the process before this one has; wait_tensor waits for it."""
+    size, rank = group.size(), group.rank()
+    into = [t.numel() if i == (rank + 1) % size else 0 for i in range(size)]
+    out = [t.numel() if i == (rank - 1) % size else 0 for i in range(size)]
+    return collectives.all_to_all_single(t.reshape(-1), out, into, group)
+
+
+class _Steps:
+    """The steps of a ring: which rows of query see which of the keys that are here."""
+
+    def __init__(self, query: Tensor, mask: Mask, group: dist.ProcessGroup) -> None:
+        self.size, self.rank, self.half = group.size(), group.rank(), query.shape[2] // 2
+        self.mask = mask
+        positions = local_positions(group, 2 * self.half, query.device)
+        self.first = mask.first_keys(positions, 2 * self.size * self.half, query.shape[0])
+
+    def of(self, step: int) -> tuple[slice, slice, dict[str, Any]]:
+        """Rows, keys, and the other arguments of attention."""
+        half, size = self.half, self.size
+        whole = slice(0, 2 * half)
+        origin = (self.rank - step) % size
+        chunks = [origin, 2 * size - 1 - origin]
+        rows, keys = whole, whole
+        if self.mask.causal and step > 0:
+            # All chunks that are seen at all lie before the rows, and are seen whole.
+            rows, keys = (
+                (whole, slice(0, half)) if origin < self.rank else (slice(half, 2 * half), whole)
+            )
+            chunks = chunks[:1] if origin < self.rank else chunks
+        start = None
+        if self.first is not None:
+            # The keys of both chunks follow each other: as many are hidden as lie before the first.
+            hidden = [(self.first[:, rows] - c * half).clamp(0, half) for c in chunks]
+            start = sum(hidden[1:], hidden[0]).contiguous()
+        more = {
+            "causal": self.mask.causal and step == 0,
+            "scale": self.mask.scale,
+            "key_start": start,
+            "softcap": self.mask.softcap,
+            "sink": self.mask.sink if step == 0 else None,  # once in each row's sum
+        }
+        return rows, keys, more
+
+
+def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Adds the result of more keys to that of others, in place; rows may be empty in both."""
+    joined = torch.logaddexp(lse, part_lse)
+    here, there = (
+        (each - joined).exp().masked_fill(joined == float("-inf"), 0)[..., None]
+        for each in (lse, part_lse)
+    )
+    out.copy_(out * here + part * there)
+    lse.copy_(joined)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        mask: Mask,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        steps = _Steps(query, mask, group)
+        here = torch.cat([key.reshape(-1), value.reshape(-1)])
+        out = lse = None
+        for step in range(steps.size):
+            there = _travels(here, group) if step + 1 < steps.size else here
+            k, v = _parted(here, key, value)
+            rows, keys, more = steps.of(step)
+            part, part_lse = ops.attention_forward(
+                query[:, :, rows], k[:, :, keys], v[:, :, keys], None, **more
+            )
+            if out is None:
+                out, lse = part.to(part_lse.dtype), part_lse
+            else:
+                _join(out[:, :, rows], lse[:, :, rows], part, part_lse)
+            here = collectives.wait_tensor(there)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.mask, ctx.group = mask, group
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        steps, group = _Steps(query, ctx.mask, ctx.group), ctx.group
+        here = torch.cat([key.reshape(-1), value.reshape(-1)])
+        dquery = torch.zeros_like(query, dtype=lse.dtype)
+        dhere = torch.zeros_like(here, dtype=lse.dtype)
+        dsink = None
+        for step in range(steps.size):
+            there = _travels(here, group) if step + 1 < steps.size else here
+            k, v = _parted(here, key, value)
+            rows, keys, more = steps.of(step)
+            dq, dk, dv, ds = ops.attention_backward(
+                dout[:, :, rows],
+                query[:, :, rows],
+                k[:, :, keys],
+                v[:, :, keys],
+                out[:, :, rows],
+                lse[:, :, rows],
+                None,
+                **more,
+            )
+            dquery[:, :, rows] += dq
+            dkey, dvalue = _parted(dhere, key, value)
+            dkey[:, :, keys] += dk
+            dvalue[:, :, keys] += dv
+            dsink = ds if step == 0 else dsink
+            # The gradients travel with their keys, and once more to get home.
+            dhere = collectives.wait_tensor(_travels(dhere, group))
+            here = collectives.wait_tensor(there)
+        dkey, dvalue = _parted(dhere, key, value)
+        dsink = None if ctx.mask.sink is None else dsink
+        dtype = query.dtype
+        return dquery.to(dtype), dkey.to(dtype), dvalue.to(dtype), dsink, None, None
+
+
+def _parted(both: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Key and value from one vector."""
+    k, v = both.split([key.numel(), value.numel()])
+    return k.view(key.shape), v.view(value.shape)
+
+
+@torch.compiler.disable  # traced (torch 2.11), its gradients come out wrong without a word
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, group: dist.ProcessGroup
+) -> Tensor:
+    return _Ring.apply(query, key, value, mask.sink, mask, group)
