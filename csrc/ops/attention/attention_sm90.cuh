@@ -113,10 +113,6 @@ __device__ __forceinline__ void attention_sm90_produce(const typename Config::Pa
     if (leader) mbarrier_arrive(&s.works.full[at_work.stage]);
     at_work.advance();
     if (block.rows == 0) break;
-    // The next ticket arrives while this tile's copies are issued. As many are taken as there are
-    // tiles; the last one leaves 0 behind.
-    uint32_t taken = 0;
-    if (leader) taken = atomicAdd(p.attention.counters, 1u);
     if (leader && block.keys > 0) {
       const int batch = static_cast<int>(block.batch), head = static_cast<int>(block.head),
                 kv_head = static_cast<int>(p.order.group.divide(head));
@@ -156,7 +152,12 @@ __device__ __forceinline__ void attention_sm90_produce(const typename Config::Pa
       }
       load_values((block.keys - 1) / kKeys * kKeys);
     }
-    if (leader && taken == p.order.blocks - 1) *p.attention.counters = 0;
+    // As many tickets are taken as there are tiles; the last one leaves 0 behind.
+    uint32_t taken = 0;
+    if (leader) {
+      taken = atomicAdd(p.attention.counters, 1u);
+      if (taken == p.order.blocks - 1) *p.attention.counters = 0;
+    }
     ticket = gridDim.x + __reduce_max_sync(~0u, taken);
   }
 }
