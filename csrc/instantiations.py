@@ -148,7 +148,7 @@ TABLE = [
         each(mask=("Causal", "Range"), dtype=("float32", *SIXTEEN_BIT)),
     ),
     Family(
-        "capped_softmax_backward",
+        "capped_causal_softmax",
         "ops/causal_softmax/causal_softmax_launch.cuh",
         "template void launch_capped_softmax_backward_of<$T>("
         "const SoftmaxBackwardParams&, const CappedMask&, const CappedBackward&, cudaStream_t);",

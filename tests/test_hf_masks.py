@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import sys
 import warnings
 
 import pytest
@@ -645,9 +647,14 @@ def test_which_classes_without_sdpa_are_served():
 
 
 def test_models_that_change_masks_get_whole_ones():
-    doge, llama = transformers.DogeForCausalLM, transformers.LlamaForCausalLM  # loaded by this
-    assert hf_models.wants_whole_masks(doge.config_class)
-    assert not hf_models.wants_whole_masks(llama.config_class)
+    changing = 0
+    for name in ("DogeForCausalLM", "FalconForCausalLM", "LlamaForCausalLM"):
+        cls = getattr(transformers, name)  # loads the model's module
+        source = inspect.getsource(sys.modules[cls.__module__])
+        changes = "allow_is_causal_skip" in source
+        assert hf_models.wants_whole_masks(cls.config_class) == changes
+        changing += changes
+    assert changing > 0 and not changes  # Llama does not
     assert hf_models.wants_whole_masks(transformers.PreTrainedConfig)  # no model is known
 
 

@@ -53,10 +53,13 @@ class _Case(NamedTuple):
         ]
 
     def back_ends(self) -> dict[str, SDPBackend]:
-        """Those that take it: only one takes float32, only one unequal head dims."""
+        """Those that take it: one takes float32, one unequal head dims, two grouped heads."""
+        names = list(_BACK_ENDS)
         if self.dtype == torch.float32 or self.dim_v:
-            return {self.against: _BACK_ENDS[self.against]}
-        return _BACK_ENDS
+            names = [self.against]
+        elif self.nheads_kv:
+            names.remove("sdpa efficient")
+        return {name: _BACK_ENDS[name] for name in names}
 
 
 def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
