@@ -113,9 +113,9 @@ TABLE = [
     Family(
         "${masked}attention_backward_sm90_${dtype}_to_$dims",
         "ops/attention/attention_backward_sm90.cuh",
-        "template void launch_attention_backward_sm90_rows<$T, $tile>("
-        "const ${Masked}BackwardArgs&, cudaStream_t);\n"
         "template void launch_attention_backward_sm90_tile<$T, $tile>("
+        "const ${Masked}BackwardArgs&, cudaStream_t);\n"
+        "template void launch_attention_backward_sm90_rows<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);",
         each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=(64,), tile=(0,))
         + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=(128,), tile=(1,)),

@@ -152,8 +152,8 @@ def check(
         bound: Reference and allowed errors.
         label: Names the result in messages and in the summary.
         eager: The same formula in eager torch at the same dtype. Without it, for float64 (where
-            the reference is no better than eager) and for fewer than FEW_ELEMENTS results beside 0, rule 3
-            is left out.
+            the reference is no better than eager) and for fewer than FEW_ELEMENTS results beside 0,
+            rule 3 is left out.
         device: Where the result must be; not looked at when None.
     """
     assert_same_kind(out, bound.ref.shape, bound.dtype, label)
