@@ -63,16 +63,23 @@ class Summary(NamedTuple):
 SUMMARY_FOLDER = "nvidia-h200"
 SUMMARY = [
     Summary(
-        "attention and its gradient, bfloat16",
+        "attention, bfloat16",
         "attention",
-        r"attention\w* .*float16( causal)?",
-        "sdpa flash",
-        "SDPA, flash back end",
+        r"attention .*float16( causal)?",
+        "sdpa cudnn",
+        "SDPA, cuDNN back end",
     ),
     Summary(
-        "attention and its gradient, bfloat16",
+        "attention's gradient, head dims to 128, bfloat16",
         "attention",
-        r"attention\w* .*float16( causal)?",
+        r"attention_backward .* (64|128)\) bfloat16( causal)?",
+        "sdpa cudnn",
+        "SDPA, cuDNN back end",
+    ),
+    Summary(
+        "attention's gradient, wider heads, bfloat16",
+        "attention",
+        r"attention_backward .* (256|192/128)\) bfloat16( causal)?",
         "sdpa cudnn",
         "SDPA, cuDNN back end",
     ),
