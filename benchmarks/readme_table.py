@@ -22,6 +22,7 @@ FAMILIES = {
     "matmul": "Linear layers",
     "matmul_training": "Linear layers, forward and backward",
     "gpt2": "GPT-2 124M training",
+    "generate": "GPT-2 124M generation",
     "int4": "4-bit weights",
     "rows": "Softmax and sums over rows",
     "pointwise": "Pointwise ops",

@@ -20,6 +20,7 @@ FAMILIES = {
     "int4": "cuda",
     "scalar_attention": "cuda",
     "gpt2": "cuda",
+    "generate": "cuda",
     "pointwise": "cuda",
     "cpu": "cpu",
 }
