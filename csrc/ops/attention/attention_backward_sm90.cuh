@@ -4,8 +4,8 @@
 //   P = exp(scale * Q K^T - lse)     dP = dO V^T      dS = P * (dP - delta), delta = sum(dO * O)
 //   dV = P^T dO                      dK = scale * dS^T Q        dQ = scale * dS K
 //
-// A block walks the query heads of its kv head and in each the live query tiles from the last to
-// the first. One lane of its producer warpgroup loads them; two consumer warpgroups have 64 keys
+// A block walks the live query tiles from the last to the first, and in each the query heads of its
+// kv head. One lane of its producer warpgroup loads them; two consumer warpgroups have 64 keys
 // each and compute S^T and dP^T, so that P^T and dS^T are in registers where the products that sum
 // over the query rows want them. Only dS goes through shared memory, for dQ^T = K^T dS^T. The
 // scores of the next tile are multiplied while a warpgroup hands its dQ over.

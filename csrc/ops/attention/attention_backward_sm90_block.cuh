@@ -72,7 +72,9 @@ struct BackwardSm90Shared {
   }
 };
 
-// Where a walk is: query tiles descend within a head.
+// Where a walk is: query tiles descend, each over all of the query heads.
+// NOTE: not head by head: blocks of later keys see fewer rows under the causal mask, and would wait
+// at the end of every head for those of earlier keys.
 template <typename WorkTile>
 struct BackwardWalk {
   const WorkTile& work;
@@ -81,9 +83,9 @@ struct BackwardWalk {
   __device__ __forceinline__ explicit BackwardWalk(const WorkTile& work)
       : work(work), tile(work.last_tile), head(work.first_head) {}
   __device__ __forceinline__ void advance() {
-    if (--tile < work.first_tile) {
-      tile = work.last_tile;
-      ++head;
+    if (++head == work.end_head) {
+      head = work.first_head;
+      --tile;
     }
   }
 };

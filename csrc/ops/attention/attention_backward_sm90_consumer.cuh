@@ -100,9 +100,10 @@ struct BackwardSm90Consumer {
   __device__ __forceinline__ void release(uint64_t* s_empty) const {
     if (lane() == 0) mbarrier_arrive(s_empty);
   }
-  __device__ __forceinline__ void next_tile(Place& at, int& tile) const {
+  // `left`: steps from this one on, of which every tile has one for each query head.
+  __device__ __forceinline__ void next_tile(Place& at, int& tile, int left) const {
     at.advance();
-    if (--tile < s.work.first_tile) tile = s.work.last_tile;
+    if (left % (s.work.end_head - s.work.first_head) == 0) --tile;
   }
 
   __device__ __forceinline__ void walk(Sums& r_dk, Sums& r_dv, int steps) {
@@ -122,7 +123,7 @@ struct BackwardSm90Consumer {
 #pragma unroll 1
     for (; steps > 1; --steps) {
       queries(r_dq, at);
-      next_tile(at, tile);
+      next_tile(at, tile, steps - 1);
       start_scores(r_s, at, tile);
       wgmma_wait<1>();
       hand_over(r_dq);
