@@ -15,6 +15,7 @@
 
 #include "core/launch.h"
 #include "device/dispatch.cuh"
+#include "device/mma_sync.cuh"
 #include "device/named_barrier.cuh"
 #include "device/sm90/dependent_launch.cuh"
 #include "device/sm90/pipeline.cuh"
@@ -49,6 +50,26 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
                        kConsumerRegisters = kWarpgroups == 3 ? 160 : 232;
   using Block = AttentionBlockOf<kMasked, kRows, kWarpRows>;
   using Params = AttentionSm90Params<kMasked>;
+  static constexpr bool kReadsScores = false;
+};
+
+// softmax_matmul: the scores are read. They take the place of keys.
+template <typename T_, int kDimV_, bool kMasked>
+struct ReadScoresSm90Config : AttentionVariant<kMasked> {
+  using T = T_;
+  static constexpr int kDim = 0, kDimV = kDimV_, kKeys = kDimV > 128 ? 64 : 128;
+  static constexpr int kWarpgroups = 2, kRows = 128, kThreads = 384, kStages = 3;
+  static constexpr int kWarpRows = 16;
+  static constexpr int kLines = kKeys / 64, kLinesV = AttentionSm90Tile::lines(kDimV);
+  static constexpr int kQueryStretch = 0, kKeyStretch = kKeys * kSwizzleLineBytes,
+                       kScoreStretch = kRows * kSwizzleLineBytes;
+  static constexpr int kQueryBytes = 16, kKeyBytes = kLines * kScoreStretch,
+                       kValueBytes = kLinesV * kKeyStretch;
+  static constexpr bool kLazy = kDimV > 128;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  using Block = AttentionBlockOf<kMasked, kRows, kWarpRows>;
+  using Params = AttentionSm90Params<kMasked>;
+  static constexpr bool kReadsScores = true;
 };
 
 template <class Config>
@@ -120,8 +141,13 @@ __device__ __forceinline__ void attention_sm90_produce(const typename Config::Pa
         uint64_t* s_full = s.keys.acquire(at_key, Config::kKeyBytes);
 #pragma unroll
         for (int i = 0; i < Config::kLines; ++i) {
-          tma_load(shared_address(s.key[at_key.stage]) + i * Config::kKeyStretch, p.key, s_full,
-                   i * kLineElems, block.pad + key, kv_head, batch);
+          if constexpr (Config::kReadsScores) {
+            tma_load(shared_address(s.key[at_key.stage]) + i * Config::kScoreStretch, p.key, s_full,
+                     block.pad + key + i * kLineElems, block.first_row, head, batch);
+          } else {
+            tma_load(shared_address(s.key[at_key.stage]) + i * Config::kKeyStretch, p.key, s_full,
+                     i * kLineElems, block.pad + key, kv_head, batch);
+          }
         }
         at_key.advance();
       };
@@ -134,6 +160,9 @@ __device__ __forceinline__ void attention_sm90_produce(const typename Config::Pa
         }
         at_value.advance();
       };
+      if constexpr (Config::kReadsScores) {
+        load_keys(0);
+      } else {
 #pragma unroll
       for (int w = 0; w < Config::kWarpgroups; ++w) {
         uint64_t* s_full = s.queries[w].acquire(at_query, Config::kQueryBytes);
@@ -144,7 +173,8 @@ __device__ __forceinline__ void attention_sm90_produce(const typename Config::Pa
         }
         if (w == 0) load_keys(0);
       }
-      at_query.advance();
+        at_query.advance();
+      }
       // The consumers make the next step's scores before they multiply this step's values.
       for (int key = kKeys; key < block.keys; key += kKeys) {
         load_keys(key);
@@ -208,6 +238,24 @@ struct AttentionSm90Rows {
     wgmma_commit();
   }
 
+  // scores = a warp's 16 rows of a tile of scores
+  __device__ __forceinline__ void read_scores(uint32_t s_scores, int row) {
+    const int lane = threadIdx.x % 32, line = row + lane % 16;
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      const int piece = slice % 4 * 2 + lane / 16;
+      uint32_t words[4];
+      load_matrix_4(words, s_scores + slice / 4 * Config::kScoreStretch +
+                               line * kSwizzleLineBytes + swizzled_piece(line, piece) * 16);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack_pair<T>(words[i]);
+        score_sums[slice * 8 + 2 * i] = pair.x;
+        score_sums[slice * 8 + 2 * i + 1] = pair.y;
+      }
+    }
+  }
+
   // out = (keeps ? out : 0) + P V
   __device__ __forceinline__ void multiply_values(uint32_t s_value, bool keeps) {
     const uint64_t b = mn_major_descriptor(s_value, Config::kKeyStretch);
@@ -253,13 +301,19 @@ struct AttentionSm90Consumer {
       : p(p), s(s), warpgroup(warpgroup), thread(threadIdx.x % 128) {}
 
   __device__ __forceinline__ void run() {
-    if (warpgroup == Config::kWarpgroups - 1) pass_turn();  // the first turn
+    if (!Config::kReadsScores && warpgroup == Config::kWarpgroups - 1) pass_turn();  // the first
     while (true) {
       s.works.wait(at_work);
       const AttentionBlock& block = s.work[at_work.stage];
       if (block.rows == 0) break;
       start(r.rows);
-      if (block.keys > 0) walk(block);
+      if (block.keys > 0) {
+        if constexpr (Config::kReadsScores) {
+          walk_scores(block);
+        } else {
+          walk_products(block);
+        }
+      }
       store(block);
       __syncwarp();
       if (thread % 32 == 0) mbarrier_arrive(&s.works.empty[at_work.stage]);
@@ -327,7 +381,7 @@ struct AttentionSm90Consumer {
     online_softmax<true, Config::kLazy>(r.scores(), r.rows, r.factor, p.scale.c);
   }
 
-  __device__ __forceinline__ void walk(const AttentionBlock& block) {
+  __device__ __forceinline__ void walk_products(const AttentionBlock& block) {
     s.queries[warpgroup].wait(at_query);
     s.keys.wait(at_key);
     wait_turn();
@@ -357,6 +411,35 @@ struct AttentionSm90Consumer {
     }
     release(&s.queries[warpgroup].empty[0]);
     at_query.advance();
+    multiply_values(block, key - kKeys);
+    wgmma_wait<0>();
+    release_values();
+  }
+
+  // The same where the scores are read.
+  __device__ __forceinline__ void read_scores() {
+    s.keys.wait(at_key);
+    r.read_scores(shared_address(s.key[at_key.stage]), warp_row());
+    __syncwarp();
+    if (thread % 32 == 0) mbarrier_arrive(&s.keys.empty[at_key.stage]);
+    at_key.advance();
+  }
+  __device__ __forceinline__ void walk_scores(const AttentionBlock& block) {
+    read_scores();
+    attend(block, 0);
+    r.round_probabilities();
+    int key = kKeys;
+    for (; key < block.keys; key += kKeys) {
+      multiply_values(block, key - kKeys);
+      read_scores();
+      attend(block, key);
+      wgmma_wait<0>();
+      release_values();
+      if (!Config::kLazy || __any_sync(~0u, r.factor[0][0] != 1.f || r.factor[0][1] != 1.f)) {
+        rescale(r.out(), r.factor);
+      }
+      r.round_probabilities();
+    }
     multiply_values(block, key - kKeys);
     wgmma_wait<0>();
     release_values();
@@ -421,7 +504,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     prefetch_tensor_map(p.key);
     prefetch_tensor_map(p.value);
     for (auto& queries : s.queries) queries.init(1);
-    s.keys.init(Config::kWarpgroups);
+    s.keys.init(Config::kReadsScores ? Config::kWarpgroups * 4 : Config::kWarpgroups);
     s.values.init(Config::kWarpgroups);
     s.works.init(Config::kWarpgroups * 4);  // warps
     mbarrier_init_fence();
@@ -462,6 +545,33 @@ void launch_attention_sm90_of(const typename AttentionVariant<kMasked>::Params& 
       a,
       Config::scale(a),
       AttentionSm90Order(a, Config::kRows)};
+  const int64_t blocks = std::min<int64_t>(p.order.blocks, device_facts().sms);
+  Grid grid(blocks, Config::kThreads, sizeof(Shared));
+  grid.overlaps = true;
+  launch_kernel(attention_sm90_kernel<Config>, grid, stream, p);
+}
+
+template <typename T, int kDimV, bool kMasked>
+void launch_read_scores_sm90(const typename AttentionVariant<kMasked>::Params& a, cudaStream_t stream) {
+  using Config = ReadScoresSm90Config<T, kDimV, kMasked>;
+  using Shared = AttentionSm90Shared<Config>;
+  static_assert(sizeof(Shared) <= 232448);
+  const AttentionSizes& sizes = a.sizes;
+  const auto map = [&](const AttentionTensor& t, int64_t rows, int64_t columns, int box_rows) {
+    return make_tensor_map("softmax_matmul", {t.data,
+                                              2,
+                                              {columns, rows, sizes.nheads, sizes.batch},
+                                              {1, t.row_stride, t.head_stride, t.batch_stride},
+                                              {AttentionSm90Tile::kLineElems, box_rows, 1, 1},
+                                              a.dtype == DType::kBFloat16});
+  };
+  const TensorMap scores = map(a.key, sizes.seqlen_q, sizes.seqlen_k, Config::kRows);
+  const typename Config::Params p = {scores,
+                                     scores,
+                                     map(a.value, sizes.seqlen_k, sizes.head_dim_v, Config::kKeys),
+                                     a,
+                                     Config::scale(a),
+                                     AttentionSm90Order(a, Config::kRows)};
   const int64_t blocks = std::min<int64_t>(p.order.blocks, device_facts().sms);
   Grid grid(blocks, Config::kThreads, sizeof(Shared));
   grid.overlaps = true;
