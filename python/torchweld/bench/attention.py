@@ -216,6 +216,22 @@ def _windowed(at: _Case, window: int, targets: dict[str, float]) -> Row:
     return _row(case, calls, "unwindowed", target, error, eager_error)
 
 
+def _softmax_matmul(at: _Case, targets: dict[str, float]) -> Row:
+    """softmax of whole scores, then a product, as in torch's two ops."""
+    case = f"softmax_matmul ({at.batch}, {at.nheads}, {at.seqlen}, {at.dim}) bfloat16"
+    scores = torch.randn(at.batch, at.nheads, at.seqlen, at.seqlen, device="cuda").to(at.dtype)
+    value = at.qkv()[2]
+    part = scores[-1:, -1:], value[-1:, -1:]
+    exact = part[0].double().softmax(-1) @ part[1].double()
+    eager = part[0].softmax(-1) @ part[1]
+    calls = {
+        "ours": lambda: ops.softmax_matmul(scores, value),
+        "eager": lambda: scores.softmax(-1) @ value,
+    }
+    error = largest_error(ops.softmax_matmul(*part), exact)
+    return _row(case, calls, "eager", targets.get(case), error, largest_error(eager, exact))
+
+
 _SHORT = [_Case(8, 12, 1024, 64), _Case(64, 12, 128, 64), _Case(16, 12, 512, 64)]
 _LONG = [_Case(4, 16, 4096, 64), _Case(2, 16, 8192, 64), _Case(8, 16, 2048, 128),
          _Case(4, 16, 4096, 128), _Case(1, 16, 16384, 128), _Case(2, 8, 8192, 256)]  # fmt: skip
@@ -234,4 +250,6 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
     for case in (_SHORT[0], _LONG[0], _LONG[3]):
         yield _padded(case, targets)
     yield _windowed(_Case(2, 16, 16384, 128), 1024, targets)
+    for case in (_LONG[2], _LONG[0]):
+        yield _softmax_matmul(case, targets)
     yield from attention_decode.rows(targets)
