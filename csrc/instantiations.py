@@ -179,6 +179,13 @@ TABLE = [
         "template void launch_int4_wide_of<$T>(const Int4LinearParams&, cudaStream_t);",
         each(dtype=SIXTEEN_BIT),
     ),
+    Family(
+        "${masked}softmax_matmul_sm90_$dtype",
+        "ops/softmax_matmul/softmax_matmul_sm90.cuh",
+        "template void launch_softmax_matmul_sm90<$T, $columns>("
+        "const ${Masked}SoftmaxMatmulParams&, cudaStream_t);",
+        each(variant=VARIANTS, dtype=SIXTEEN_BIT, columns=(64, 128, 256)),
+    ),
 ]
 
 

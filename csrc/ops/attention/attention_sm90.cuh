@@ -50,26 +50,7 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
                        kConsumerRegisters = kWarpgroups == 3 ? 160 : 232;
   using Block = AttentionBlockOf<kMasked, kRows, kWarpRows>;
   using Params = AttentionSm90Params<kMasked>;
-  static constexpr bool kReadsScores = false;
-};
-
-// softmax_matmul: the scores are read. They take the place of keys.
-template <typename T_, int kDimV_, bool kMasked>
-struct ReadScoresSm90Config : AttentionVariant<kMasked> {
-  using T = T_;
-  static constexpr int kDim = 0, kDimV = kDimV_, kKeys = kDimV > 128 ? 64 : 128;
-  static constexpr int kWarpgroups = 2, kRows = 128, kThreads = 384, kStages = 3;
-  static constexpr int kWarpRows = 16;
-  static constexpr int kLines = kKeys / 64, kLinesV = AttentionSm90Tile::lines(kDimV);
-  static constexpr int kQueryStretch = 0, kKeyStretch = kKeys * kSwizzleLineBytes,
-                       kScoreStretch = kRows * kSwizzleLineBytes;
-  static constexpr int kQueryBytes = 16, kKeyBytes = kLines * kScoreStretch,
-                       kValueBytes = kLinesV * kKeyStretch;
-  static constexpr bool kLazy = kDimV > 128;
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-  using Block = AttentionBlockOf<kMasked, kRows, kWarpRows>;
-  using Params = AttentionSm90Params<kMasked>;
-  static constexpr bool kReadsScores = true;
+  static constexpr bool kReadsScores = false;  // as softmax_matmul does
 };
 
 template <class Config>
@@ -164,15 +145,15 @@ __device__ __forceinline__ void attention_sm90_produce(const typename Config::Pa
         load_keys(0);
       } else {
 #pragma unroll
-      for (int w = 0; w < Config::kWarpgroups; ++w) {
-        uint64_t* s_full = s.queries[w].acquire(at_query, Config::kQueryBytes);
+        for (int w = 0; w < Config::kWarpgroups; ++w) {
+          uint64_t* s_full = s.queries[w].acquire(at_query, Config::kQueryBytes);
 #pragma unroll
-        for (int i = 0; i < Config::kLines; ++i) {
-          tma_load(shared_address(s.query[w]) + i * Config::kQueryStretch, p.query, s_full,
-                   i * kLineElems, block.first_row + w * 64, head, batch);
+          for (int i = 0; i < Config::kLines; ++i) {
+            tma_load(shared_address(s.query[w]) + i * Config::kQueryStretch, p.query, s_full,
+                     i * kLineElems, block.first_row + w * 64, head, batch);
+          }
+          if (w == 0) load_keys(0);
         }
-        if (w == 0) load_keys(0);
-      }
         at_query.advance();
       }
       // The consumers make the next step's scores before they multiply this step's values.
@@ -245,8 +226,8 @@ struct AttentionSm90Rows {
     for (int slice = 0; slice < kSlices; ++slice) {
       const int piece = slice % 4 * 2 + lane / 16;
       uint32_t words[4];
-      load_matrix_4(words, s_scores + slice / 4 * Config::kScoreStretch +
-                               line * kSwizzleLineBytes + swizzled_piece(line, piece) * 16);
+      load_matrix_4(words, s_scores + slice / 4 * Config::kScoreStretch + line * kSwizzleLineBytes +
+                               swizzled_piece(line, piece) * 16);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 pair = unpack_pair<T>(words[i]);
@@ -545,33 +526,6 @@ void launch_attention_sm90_of(const typename AttentionVariant<kMasked>::Params& 
       a,
       Config::scale(a),
       AttentionSm90Order(a, Config::kRows)};
-  const int64_t blocks = std::min<int64_t>(p.order.blocks, device_facts().sms);
-  Grid grid(blocks, Config::kThreads, sizeof(Shared));
-  grid.overlaps = true;
-  launch_kernel(attention_sm90_kernel<Config>, grid, stream, p);
-}
-
-template <typename T, int kDimV, bool kMasked>
-void launch_read_scores_sm90(const typename AttentionVariant<kMasked>::Params& a, cudaStream_t stream) {
-  using Config = ReadScoresSm90Config<T, kDimV, kMasked>;
-  using Shared = AttentionSm90Shared<Config>;
-  static_assert(sizeof(Shared) <= 232448);
-  const AttentionSizes& sizes = a.sizes;
-  const auto map = [&](const AttentionTensor& t, int64_t rows, int64_t columns, int box_rows) {
-    return make_tensor_map("softmax_matmul", {t.data,
-                                              2,
-                                              {columns, rows, sizes.nheads, sizes.batch},
-                                              {1, t.row_stride, t.head_stride, t.batch_stride},
-                                              {AttentionSm90Tile::kLineElems, box_rows, 1, 1},
-                                              a.dtype == DType::kBFloat16});
-  };
-  const TensorMap scores = map(a.key, sizes.seqlen_q, sizes.seqlen_k, Config::kRows);
-  const typename Config::Params p = {scores,
-                                     scores,
-                                     map(a.value, sizes.seqlen_k, sizes.head_dim_v, Config::kKeys),
-                                     a,
-                                     Config::scale(a),
-                                     AttentionSm90Order(a, Config::kRows)};
   const int64_t blocks = std::min<int64_t>(p.order.blocks, device_facts().sms);
   Grid grid(blocks, Config::kThreads, sizeof(Shared));
   grid.overlaps = true;

@@ -14,6 +14,7 @@
 #include "ops/softmax_matmul/softmax_matmul_cpu.h"
 
 #ifdef TORCHWELD_CUDA
+#include "core/counters.h"
 #include "core/cuda_inputs.h"
 #include "core/cuda_mask.h"
 #include "layers/matmul.h"
@@ -171,11 +172,16 @@ void softmax_matmul_into_cuda(Tensor& out, Tensor* lse, const Tensor& scores, co
   const Heads in_scores(scores), in_value(value);
   const Vector pads(mask.leftpad);
   const MaskOnDevice on_device(mask);
-  launch_softmax_matmul(
-      {{problem_of(scores, value, pads, mask.causal, scale), in_scores.operand(),
-        in_value.operand(), out.mutable_data_ptr(), lse ? mutable_data<float>(*lse) : nullptr},
-       on_device.mask},
-      current_stream());
+  MaskedSoftmaxMatmulParams params = {
+      {problem_of(scores, value, pads, mask.causal, scale), in_scores.operand(), in_value.operand(),
+       out.mutable_data_ptr(), lse ? mutable_data<float>(*lse) : nullptr, nullptr},
+      on_device.mask};
+  Tensor ticket;
+  if (softmax_matmul_takes_sm90(params.problem, params.scores, params.value, device_facts())) {
+    ticket = zero_counters(1, scores);
+    params.counters = static_cast<unsigned*>(ticket.mutable_data_ptr());
+  }
+  launch_softmax_matmul(params, current_stream());
 }
 
 constexpr auto softmax_matmul_cuda = softmax_matmul_on<softmax_matmul_into_cuda>;

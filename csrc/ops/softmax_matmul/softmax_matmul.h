@@ -6,7 +6,9 @@
 #include <cstdint>
 
 #include "core/attention_mask.h"
+#include "core/device.h"
 #include "core/dtype.h"
+#include "core/family.h"
 
 namespace torchweld {
 
@@ -36,7 +38,21 @@ struct SoftmaxMatmulParams {
   HeadsOperand value;   // (batch, nheads, seqlen_k, head_dim_v)
   void* out;            // (batch, nheads, seqlen_q, head_dim_v), contiguous
   float* lse;           // (batch, nheads, seqlen_q), contiguous, or null
+  unsigned* counters;  // one, which is zero before and after, where Hopper's kernel serves; or null
 };
+
+// Whether Hopper's kernel (softmax_matmul_sm90.cuh) takes it.
+inline constexpr int kSoftmaxMatmulSm90Bytes = 227 * 1024;
+inline bool softmax_matmul_takes_sm90(const SoftmaxMatmulProblem& p, const HeadsOperand& scores,
+                                      const HeadsOperand& value, const DeviceFacts& device) {
+  constexpr int64_t kMostColumns = 256, kMaxSeqlen = int64_t{1} << 29;
+  const double tiles = static_cast<double>(p.batch) * static_cast<double>(p.nheads) *
+                       (static_cast<double>(p.rule.seqlen_q) / 128 + 1);
+  return device.wgmma && device.tma && device.shared_limit >= kSoftmaxMatmulSm90Bytes &&
+         p.dtype != DType::kFloat32 && scores.aligned && value.aligned && p.head_dim_v > 0 &&
+         p.head_dim_v <= kMostColumns && p.head_dim_v % 8 == 0 && p.rule.seqlen_q <= kMaxSeqlen &&
+         p.rule.seqlen_k <= kMaxSeqlen && grid_fits(tiles + device.sms);
+}
 
 // The kernels take it where an AttentionMask is given, and SoftmaxMatmulParams alone where it
 // isn't.
@@ -61,6 +77,10 @@ struct MaskedSoftmaxMatmulBackwardParams : SoftmaxMatmulBackwardParams {
   // its head's sink.
   float* sink_parts;
 };
+
+// One file for every dtype (csrc/instantiations.py).
+template <typename T, int kDimV, typename Params>
+void launch_softmax_matmul_sm90(const Params& params, cudaStream_t stream);
 
 // No size of a problem may be 0 but head_dim_v, in the forward.
 void launch_softmax_matmul(const MaskedSoftmaxMatmulParams& params, cudaStream_t stream);

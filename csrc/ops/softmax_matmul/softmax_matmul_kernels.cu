@@ -368,7 +368,30 @@ void launch_forward(const typename Config::Params& params, cudaStream_t stream) 
 
 }  // namespace
 
+namespace {
+
+template <typename T, typename Params>
+void launch_sm90(const Params& params, cudaStream_t stream) {
+  const int64_t columns = params.problem.head_dim_v;
+  if (columns <= 64) return launch_softmax_matmul_sm90<T, 64>(params, stream);
+  if (columns <= 128) return launch_softmax_matmul_sm90<T, 128>(params, stream);
+  launch_softmax_matmul_sm90<T, 256>(params, stream);
+}
+
+template <typename Params>
+void launch_sm90_dtype(const Params& params, cudaStream_t stream) {
+  params.problem.dtype == DType::kFloat16 ? launch_sm90<__half>(params, stream)
+                                          : launch_sm90<__nv_bfloat16>(params, stream);
+}
+
+}  // namespace
+
 void launch_softmax_matmul(const MaskedSoftmaxMatmulParams& params, cudaStream_t stream) {
+  if (params.counters != nullptr) {
+    params.mask.given() ? launch_sm90_dtype(params, stream)
+                        : launch_sm90_dtype<SoftmaxMatmulParams>(params, stream);
+    return check_launch("softmax_matmul");
+  }
   dispatch_columns(params.problem, [&](auto element, auto tf32, auto columns) {
     using T = decltype(element);
     if (params.mask.given()) {

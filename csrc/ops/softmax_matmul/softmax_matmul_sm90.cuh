@@ -1,0 +1,72 @@
+// softmax_matmul's forward on Hopper's tensor cores, in 16 bits: attention's kernel
+// (ops/attention/attention_sm90.cuh) with scores that are read instead of multiplied. They arrive
+// by TMA in the place of keys, in boxes of 128 query rows and 64 keys, and go into registers by
+// ldmatrix.
+#pragma once
+
+#include "ops/attention/attention_sm90.cuh"
+#include "ops/softmax_matmul/softmax_matmul.h"
+
+namespace torchweld {
+
+template <typename T_, int kDimV_, bool kMasked>
+struct SoftmaxMatmulSm90Config : AttentionVariant<kMasked> {
+  using T = T_;
+  static constexpr bool kReadsScores = true;
+  static constexpr int kDim = 0, kDimV = kDimV_, kKeys = kDimV > 128 ? 64 : 128;
+  static constexpr int kWarpgroups = 2, kRows = 64 * kWarpgroups,
+                       kThreads = 128 * (kWarpgroups + 1), kStages = 3, kWarpRows = 16;
+  static constexpr int kLines = AttentionSm90Tile::lines(kKeys),
+                       kLinesV = AttentionSm90Tile::lines(kDimV);
+  static constexpr int kScoreStretch = kRows * kSwizzleLineBytes,
+                       kKeyStretch = kKeys * kSwizzleLineBytes, kQueryStretch = 0;
+  static constexpr int kQueryBytes = kSwizzleAtomBytes, kKeyBytes = kLines * kScoreStretch,
+                       kValueBytes = kLinesV * kKeyStretch;
+  static constexpr bool kLazy = kDimV > 128;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  using Block = AttentionBlockOf<kMasked, kRows, kWarpRows>;
+  using Params = AttentionSm90Params<kMasked>;
+};
+
+template <typename T, int kDimV, typename Params>
+void launch_softmax_matmul_sm90(const Params& params, cudaStream_t stream) {
+  constexpr bool kMasked = std::is_same_v<Params, MaskedSoftmaxMatmulParams>;
+  using Config = SoftmaxMatmulSm90Config<T, kDimV, kMasked>;
+  using Shared = AttentionSm90Shared<Config>;
+  static_assert(sizeof(Shared) <= kSoftmaxMatmulSm90Bytes);
+  const SoftmaxMatmulProblem& problem = params.problem;
+  const auto map = [&](const HeadsOperand& t, int64_t rows, int64_t columns, int box_rows) {
+    return make_tensor_map("softmax_matmul", {t.data,
+                                              2,
+                                              {columns, rows, problem.nheads, problem.batch},
+                                              {1, t.row_stride, t.head_stride, t.batch_stride},
+                                              {AttentionSm90Tile::kLineElems, box_rows, 1, 1},
+                                              problem.dtype == DType::kBFloat16});
+  };
+  typename AttentionVariant<kMasked>::Params a{};
+  a.out = params.out;
+  a.lse = params.lse;
+  a.leftpad = problem.leftpad;
+  a.sizes = {problem.batch,         problem.nheads, problem.nheads,    problem.rule.seqlen_q,
+             problem.rule.seqlen_k, Config::kDim,   problem.head_dim_v};
+  a.scale = problem.scale;
+  a.causal = problem.rule.causal;
+  a.dtype = problem.dtype;
+  a.counters = params.counters;
+  if constexpr (kMasked) a.mask = params.mask;
+  const TensorMap scores =
+      map(params.scores, problem.rule.seqlen_q, problem.rule.seqlen_k, Config::kRows);
+  const typename Config::Params p = {
+      scores,
+      scores,
+      map(params.value, problem.rule.seqlen_k, problem.head_dim_v, Config::kKeys),
+      a,
+      Config::scale(a),
+      AttentionSm90Order(a, Config::kRows)};
+  const int64_t blocks = std::min<int64_t>(p.order.blocks, device_facts().sms);
+  Grid grid(blocks, Config::kThreads, sizeof(Shared));
+  grid.overlaps = true;
+  launch_kernel(attention_sm90_kernel<Config>, grid, stream, p);
+}
+
+}  // namespace torchweld
