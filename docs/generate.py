@@ -176,7 +176,7 @@ TITLES = {
     "nn": ("Modules", "`torchweld.nn`: each stands in for the torch code that it names."),
     "distributed": ("Distributed", "What torchweld adds to torch.distributed."),
     "integrations": (
-        "Hugging Face",
+        "Hugging Face and SDPA",
         "`torchweld.fuse` and `torchweld.unfuse` are these functions under a shorter name.",
     ),
     "tools": ("Tools", "What tells about calls, times them, and helps in tests."),
