@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
+from numerics import assert_same_bits
 from numerics import check as check_bound
+from samples import BF16
 from tuning import _C, dry_records, ops
 
 on_hopper = pytest.mark.skipif(
@@ -76,6 +78,49 @@ def check(name, q, k, v, leftpad=None, **kwargs):
     largest = v.double().nan_to_num(0.0).abs().max()
     assert (out.double() - expected).abs().max() <= 2 * eps * largest, name
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-3)
+
+
+def check_views_and_large_scores(engine, rows):
+    """Strided views, scales of any sign, an infinite key: of an engine for `rows` query rows."""
+    q, k, v = inputs(BF16, 2, 8, 2, rows, 600, 128)
+    wide = torch.randn(2, 600, 2, 300, device="cuda").to(BF16).transpose(1, 2)
+    for scale in (0.0, -0.3, 2.0, 40.0):
+        views = (q, wide[..., :128], wide[..., 136:264])
+        for name in each_configuration(engine, *views, scale=scale):
+            check(name, *views, scale=scale)
+    for name in each_configuration(engine, q, k, v):
+        k[0, 0, 5] = math.inf
+        out = ops.attention(q, k, v)
+        assert out[0, :4].isnan().all() and not out[0, 4:].isnan().any()
+        assert not out[1].isnan().any(), name
+        k[0, 0, 5] = 1
+
+
+def check_same_bits(engine, q, k, v, pads, others, **kwargs):
+    """The same bits in every run, and of the first sequence beside `others` as well."""
+    pads, others = (torch.tensor(p, dtype=torch.int32, device="cuda") for p in (pads, others))
+    for _ in each_configuration(engine, q, k, v, pads, **kwargs):
+        first = ops.attention(q, k, v, pads, **kwargs)
+        for _ in range(50):
+            assert_same_bits(ops.attention(q, k, v, pads, **kwargs), first)
+        k[1:] = torch.randn_like(k[1:])
+        assert_same_bits(ops.attention(q, k, v, others, **kwargs)[0], first[0])
+
+
+def check_graph(engine, q, k, v, all_pads, **kwargs):
+    """A captured call serves other paddings."""
+    pads = torch.zeros(len(q), dtype=torch.int32, device="cuda")
+    for name in each_configuration(engine, q, k, v, pads, **kwargs):
+        ops.attention(q, k, v, pads, **kwargs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = ops.attention(q, k, v, pads, **kwargs)
+        for values in all_pads:
+            pads.copy_(torch.tensor(values))
+            out.zero_()
+            graph.replay()
+            expected, _ = formula(q, k, v, pads, **kwargs)
+            assert (out.double() - expected).abs().max() < 0.01, name
 
 
 def check_grads(name, grads, bounds):

@@ -7,10 +7,16 @@ import math
 import pytest
 import torch
 
-from attention_engines import check, each_configuration, formula, inputs
-from numerics import assert_same_bits
+from attention_engines import (
+    check,
+    check_graph,
+    check_same_bits,
+    check_views_and_large_scores,
+    each_configuration,
+    inputs,
+)
 from samples import BF16, F16
-from tuning import chosen, ops, problem, refusal
+from tuning import chosen, problem, refusal
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels run on a GPU")
 
@@ -52,48 +58,19 @@ def test_nothing_is_read_of_the_padding(sizes, causal):
 
 @on_gpu
 def test_views_scales_and_large_scores():
-    q, k, v = inputs(BF16, 2, 8, 2, 1, 600, 128)
-    wide = torch.randn(2, 600, 2, 300, device="cuda").to(BF16).transpose(1, 2)
-    for scale in (0.0, -0.3, 2.0, 40.0):
-        views = (q, wide[..., :128], wide[..., 136:264])
-        for name in each_configuration("decode", *views, scale=scale):
-            check(name, *views, scale=scale)
-    for name in each_configuration("decode", q, k, v):
-        k[0, 0, 5] = math.inf
-        out = ops.attention(q, k, v)
-        assert out[0, :4].isnan().all() and not out[0, 4:].isnan().any()
-        assert not out[1].isnan().any(), name
-        k[0, 0, 5] = 1
+    check_views_and_large_scores("decode", rows=1)
 
 
 @on_gpu
 def test_the_same_bits_in_every_run_whatever_the_neighbours_are():
-    q, k, v = inputs(BF16, 4, 32, 8, 1, 3000, 128)
-    pads = torch.tensor([0, 100, 2000, 2999], dtype=torch.int32, device="cuda")
-    others = torch.tensor([0, 2500, 7, 0], dtype=torch.int32, device="cuda")
-    for _ in each_configuration("decode", q, k, v, pads):
-        first = ops.attention(q, k, v, pads)
-        for _ in range(50):
-            assert_same_bits(ops.attention(q, k, v, pads), first)
-        k[1:] = torch.randn_like(k[1:])
-        assert_same_bits(ops.attention(q, k, v, others)[0], first[0])
+    qkv = inputs(BF16, 4, 32, 8, 1, 3000, 128)
+    check_same_bits("decode", *qkv, [0, 100, 2000, 2999], [0, 2500, 7, 0])
 
 
 @on_gpu
 def test_a_graph_serves_other_paddings():
-    q, k, v = inputs(F16, 3, 12, 4, 1, 2048, 64)
-    pads = torch.zeros(3, dtype=torch.int32, device="cuda")
-    for name in each_configuration("decode", q, k, v, pads):
-        ops.attention(q, k, v, pads)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = ops.attention(q, k, v, pads)
-        for values in ([0, 5, 2047], [2048, 1, 300], [7, 7, 7]):
-            pads.copy_(torch.tensor(values))
-            out.zero_()
-            graph.replay()
-            expected, _ = formula(q, k, v, pads)
-            assert (out.double() - expected).abs().max() < 0.01, name
+    qkv = inputs(F16, 3, 12, 4, 1, 2048, 64)
+    check_graph("decode", *qkv, ([0, 5, 2047], [2048, 1, 300], [7, 7, 7]))
 
 
 def test_splits_fill_the_gpu_and_are_never_empty_of_steps():

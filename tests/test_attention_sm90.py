@@ -7,7 +7,15 @@ import math
 import pytest
 import torch
 
-from attention_engines import check, each_configuration, formula, inputs, on_hopper
+from attention_engines import (
+    check,
+    check_graph,
+    check_same_bits,
+    check_views_and_large_scores,
+    each_configuration,
+    inputs,
+    on_hopper,
+)
 from numerics import assert_same_bits
 from samples import BF16, F16
 from tuning import _C, H200, SMALL, chosen, ops, problem, refusal
@@ -56,48 +64,20 @@ def test_nothing_is_read_of_the_padding(sizes, causal):
 
 @on_hopper
 def test_views_scales_and_large_scores():
-    q, k, v = inputs(BF16, 2, 8, 2, 100, 600, 128)
-    wide = torch.randn(2, 600, 2, 300, device="cuda").to(BF16).transpose(1, 2)
-    for scale in (0.0, -0.3, 2.0, 40.0):
-        for name in each_configuration("sm90", q, k, v, scale=scale):
-            check(name, q, wide[..., :128], wide[..., 136:264], scale=scale)
-    for name in each_configuration("sm90", q, k, v):
-        k[0, 0, 5] = math.inf
-        out = ops.attention(q, k, v)
-        assert out[0, :4].isnan().all() and not out[0, 4:].isnan().any()
-        assert not out[1].isnan().any(), name
-        k[0, 0, 5] = 1
+    check_views_and_large_scores("sm90", rows=100)
 
 
 @on_hopper
 def test_the_same_bits_in_every_run_whatever_the_neighbours_are():
-    q, k, v = inputs(BF16, 4, 16, 4, 700, 700, 128)
-    pads = torch.tensor([0, 100, 500, 699], dtype=torch.int32, device="cuda")
-    others = torch.tensor([0, 650, 7, 0], dtype=torch.int32, device="cuda")
-    for _ in each_configuration("sm90", q, k, v, pads, causal=True):
-        first = ops.attention(q, k, v, pads, causal=True)
-        for _ in range(50):
-            assert_same_bits(ops.attention(q, k, v, pads, causal=True), first)
-        k[1:] = torch.randn_like(k[1:])
-        assert_same_bits(ops.attention(q, k, v, others, causal=True)[0], first[0])
+    qkv = inputs(BF16, 4, 16, 4, 700, 700, 128)
+    check_same_bits("sm90", *qkv, [0, 100, 500, 699], [0, 650, 7, 0], causal=True)
 
 
 @on_hopper
 def test_a_graph_serves_other_paddings_and_many_tiles():
     """More tiles than blocks: every replay starts with the tickets at 0."""
-    q, k, v = inputs(F16, 3, 50, 10, 300, 300, 64)
-    pads = torch.zeros(3, dtype=torch.int32, device="cuda")
-    for name in each_configuration("sm90", q, k, v, pads, causal=True):
-        ops.attention(q, k, v, pads, causal=True)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = ops.attention(q, k, v, pads, causal=True)
-        for values in ([0, 5, 299], [300, 1, 100], [7, 7, 7]):
-            pads.copy_(torch.tensor(values))
-            out.zero_()
-            graph.replay()
-            expected, _ = formula(q, k, v, pads, causal=True)
-            assert (out.double() - expected).abs().max() < 0.01, name
+    qkv = inputs(F16, 3, 50, 10, 300, 300, 64)
+    check_graph("sm90", *qkv, ([0, 5, 299], [300, 1, 100], [7, 7, 7]), causal=True)
 
 
 @on_hopper

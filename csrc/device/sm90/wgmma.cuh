@@ -59,12 +59,10 @@ struct Wgmma;
 #define TW_D40 TW_D32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define TW_D48 \
   TW_D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define TW_D56 TW_D48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define TW_D64 \
   TW_D48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define TW_D80 \
   TW_D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define TW_D88 TW_D80 ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define TW_D96 \
   TW_D80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define TW_D112                                                                              \
@@ -81,13 +79,11 @@ struct Wgmma;
 #define TW_SUMS32(i) TW_SUMS16(i), TW_SUMS16(i + 16)
 #define TW_SUMS40(i) TW_SUMS32(i), TW_SUMS8(i + 32)
 #define TW_SUMS48(i) TW_SUMS32(i), TW_SUMS16(i + 32)
-#define TW_SUMS56(i) TW_SUMS48(i), TW_SUMS8(i + 48)
 #define TW_SUMS64(i) TW_SUMS32(i), TW_SUMS32(i + 32)
 #define TW_SUMS80(i) TW_SUMS64(i), TW_SUMS16(i + 64)
-#define TW_SUMS88(i) TW_SUMS80(i), TW_SUMS8(i + 80)
 #define TW_SUMS96(i) TW_SUMS64(i), TW_SUMS32(i + 64)
 #define TW_SUMS128(i) TW_SUMS64(i), TW_SUMS64(i + 64)
-// NAME is the instruction without its operands; A to E are the numbers of those behind the sums.
+// NAME is the instruction without its operands; A to G are the numbers of those behind the sums.
 #define TW_WGMMA_REGISTERS(NAME, SUMS, A, B, C, D, E, F, G)                                  \
   template <int kB>                                                                          \
   static __device__ __forceinline__ void multiply(float (&d)[SUMS], const uint32_t (&a)[4],  \
@@ -123,10 +119,8 @@ TW_WGMMA_16_BITS(32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
 TW_WGMMA_16_BITS(64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
 TW_WGMMA_16_BITS(80, 40, "%40", "%41", "%42", "%43", "%44", "%45", "%46")
 TW_WGMMA_16_BITS(96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54")
-TW_WGMMA_16_BITS(112, 56, "%56", "%57", "%58", "%59", "%60", "%61", "%62")
 TW_WGMMA_16_BITS(128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
 TW_WGMMA_16_BITS(160, 80, "%80", "%81", "%82", "%83", "%84", "%85", "%86")
-TW_WGMMA_16_BITS(176, 88, "%88", "%89", "%90", "%91", "%92", "%93", "%94")
 TW_WGMMA_16_BITS(192, 96, "%96", "%97", "%98", "%99", "%100", "%101", "%102")
 TW_WGMMA_16_BITS(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 #undef TW_WGMMA_16_BITS
@@ -155,10 +149,8 @@ TW_WGMMA_TF32(256, 128, "%128", "%129", "%130")
 #undef TW_WGMMA_REGISTERS
 #undef TW_SUMS128
 #undef TW_SUMS96
-#undef TW_SUMS88
 #undef TW_SUMS80
 #undef TW_SUMS64
-#undef TW_SUMS56
 #undef TW_SUMS48
 #undef TW_SUMS40
 #undef TW_SUMS32
@@ -168,10 +160,8 @@ TW_WGMMA_TF32(256, 128, "%128", "%129", "%130")
 #undef TW_D128
 #undef TW_D112
 #undef TW_D96
-#undef TW_D88
 #undef TW_D80
 #undef TW_D64
-#undef TW_D56
 #undef TW_D48
 #undef TW_D40
 #undef TW_D32

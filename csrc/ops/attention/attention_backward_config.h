@@ -91,7 +91,7 @@ struct AttentionBackwardSm90Tile {
   bool masked_keys_ahead;
 
   static constexpr int kMaskedRows = 64, kKeys = 128, kStages = 2, kThreads = 384;
-  static constexpr int kLineElems = 64;  // a line of 128 bytes in shared memory
+  static constexpr int kLineElems = AttentionSm90Tile::kLineElems;
 
   // K, V, Q and dO twice, dS twice, and a dQ tile in fp32.
   constexpr int tile_bytes() const {

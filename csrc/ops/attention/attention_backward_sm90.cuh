@@ -75,12 +75,8 @@ void launch_attention_backward_sm90_tile(const Args& args, cudaStream_t stream) 
   const AttentionSizes& sizes = a.sizes;
   const auto map = [&](const AttentionTensor& t, int64_t heads, int64_t rows, int64_t columns,
                        int box_rows) {
-    return make_tensor_map("attention_backward", {t.data,
-                                                  2,
-                                                  {columns, rows, heads, sizes.batch},
-                                                  {1, t.row_stride, t.head_stride, t.batch_stride},
-                                                  {Config::kLineElems, box_rows, 1, 1},
-                                                  a.dtype == DType::kBFloat16});
+    return attention_tensor_map("attention_backward", a.dtype, t, sizes.batch, heads, rows, columns,
+                                box_rows);
   };
   const auto result = [&](void* data, int64_t columns) {
     const int64_t head = sizes.seqlen_k * columns;

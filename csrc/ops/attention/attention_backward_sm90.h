@@ -1,8 +1,8 @@
 // The gradient of attention on Hopper: what the host hands to the kernels.
 #pragma once
 
-#include "device/sm90/tensor_map.h"
 #include "ops/attention/attention_backward_args.cuh"
+#include "ops/attention/attention_tensor_map.h"
 
 namespace torchweld {
 

@@ -512,12 +512,8 @@ void launch_attention_sm90_of(const typename AttentionVariant<kMasked>::Params& 
   const AttentionSizes& sizes = a.sizes;
   const auto map = [&](const AttentionTensor& t, int64_t heads, int64_t rows, int64_t columns,
                        int box_rows) {
-    return make_tensor_map("attention", {t.data,
-                                         2,
-                                         {columns, rows, heads, sizes.batch},
-                                         {1, t.row_stride, t.head_stride, t.batch_stride},
-                                         {AttentionSm90Tile::kLineElems, box_rows, 1, 1},
-                                         a.dtype == DType::kBFloat16});
+    return attention_tensor_map("attention", a.dtype, t, sizes.batch, heads, rows, columns,
+                                box_rows);
   };
   const typename Config::Params p = {
       map(a.query, sizes.nheads, sizes.seqlen_q, sizes.head_dim, 64),

@@ -4,8 +4,8 @@
 #include <algorithm>
 
 #include "core/fast_divide.h"
-#include "device/sm90/tensor_map.h"
 #include "ops/attention/attention_forward.h"
+#include "ops/attention/attention_tensor_map.h"
 
 namespace torchweld {
 
