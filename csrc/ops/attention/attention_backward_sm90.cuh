@@ -71,33 +71,10 @@ void launch_attention_backward_sm90_tile(const Args& args, cudaStream_t stream) 
   constexpr int kRows = Config::kRows, kKeys = Config::kKeys;
   constexpr int kBytes = sizeof(BackwardSm90Shared<Config>);
   static_assert(kBytes <= Config::kShape.tile_bytes() + kAttentionBackwardSm90ExtraBytes);
-  const AttentionBackwardParams& a = args.params;
-  const AttentionSizes& sizes = a.sizes;
-  const auto map = [&](const AttentionTensor& t, int64_t heads, int64_t rows, int64_t columns,
-                       int box_rows) {
-    return make_tensor_map("attention_backward", {t.data,
-                                                  2,
-                                                  {columns, rows, heads, sizes.batch},
-                                                  {1, t.row_stride, t.head_stride, t.batch_stride},
-                                                  {Config::kLineElems, box_rows, 1, 1},
-                                                  a.dtype == DType::kBFloat16});
-  };
-  const auto result = [&](void* data, int64_t columns) {
-    const int64_t head = sizes.seqlen_k * columns;
-    return map({data, sizes.nheads_kv * head, head, columns}, sizes.nheads_kv, sizes.seqlen_k,
-               columns, kKeys / 2);
-  };
-  const typename Config::Params p = {
-      map(a.query, sizes.nheads, sizes.seqlen_q, sizes.head_dim, kRows),
-      map(a.key, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim, kKeys),
-      map(a.value, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim_v, kKeys),
-      map(a.dout, sizes.nheads, sizes.seqlen_q, sizes.head_dim_v, kRows),
-      result(a.dkey, sizes.head_dim),
-      result(a.dvalue, sizes.head_dim_v),
-      args};
+  const AttentionSizes& sizes = args.params.sizes;
   const int64_t blocks = sizes.batch * sizes.nheads_kv * divide_up(sizes.seqlen_k, kKeys);
   launch_kernel(attention_backward_sm90_kernel<Config>, {blocks, Config::kThreads, kBytes}, stream,
-                p);
+                backward_sm90_params<Config>(args, kKeys));
   const int64_t tiles = sizes.batch * sizes.nheads * (args.rows / kRows);
   launch_kernel(attention_backward_sm90_dq_kernel<Config>, {tiles, kSm90RowThreads}, stream, args);
 }
