@@ -127,8 +127,9 @@ TABLE = [
         "const ${Masked}BackwardArgs&, cudaStream_t);\n"
         "template void launch_attention_backward_sm90_rows<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);",
-        each(variant=VARIANTS, dtype=SIXTEEN_BIT, blocks=("pair",), tile=(2,))
-        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, blocks=("single",), tile=(3,)),
+        each(variant=VARIANTS, dtype=SIXTEEN_BIT, blocks=("unequal_pair",), tile=(2,))
+        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, blocks=("pair",), tile=(3,))
+        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, blocks=("single",), tile=(4,)),
     ),
     # `tile` counts in kAttentionBackwardTiles, `dims` are the head dims that the tiles serve.
     Family(

@@ -89,12 +89,13 @@ inline constexpr int kNumAttentionBackwardTiles =
 // each (attention_backward_sm90_wide.cuh), and two blocks may share a query tile in a cluster: each
 // then sums up half of the columns of its dQ.
 struct AttentionBackwardSm90Tile {
-  int dim;
+  int dim;  // columns of dQ's sums
   int rows;
   bool keys_ahead;
   bool masked_keys_ahead;
-  int keys;    // of a block
-  int blocks;  // of a cluster
+  int keys;                  // of a block
+  int blocks;                // of a cluster
+  int head_dim, head_dim_v;  // at most
 
   static constexpr int kMaskedRows = 64, kStages = 2, kThreads = 384;
   static constexpr int kLineElems = 64;  // a line of 128 bytes in shared memory
@@ -106,17 +107,18 @@ struct AttentionBackwardSm90Tile {
     if (!wide()) {
       return 2 * (2 * keys * dim + 2 * kStages * rows * dim + 2 * rows * keys) + 4 * rows * dim;
     }
-    const int elems = 2 * keys * dim + (kStages + 1) * rows * dim +
+    const int elems = keys * (dim + head_dim_v) + rows * (kStages * dim + head_dim_v) +
                       (blocks == 1 ? 3 * rows * keys : 2 * rows * keys + keys * dim / 2);
     return 2 * elems + 2 * rows * dim;
   }
 };
 
 inline constexpr AttentionBackwardSm90Tile kAttentionBackwardSm90Tiles[] = {
-    {64, 128, false, true, 128, 1},
-    {128, 64, true, false, 128, 1},
-    {256, 64, true, true, 64, 2},
-    {256, 64, true, true, 64, 1}};
+    {64, 128, false, true, 128, 1, 64, 64},
+    {128, 64, true, false, 128, 1, 128, 128},
+    {256, 64, true, true, 64, 2, 192, 128},
+    {256, 64, true, true, 64, 2, 256, 256},
+    {256, 64, true, true, 64, 1, 256, 256}};
 inline constexpr int kNumAttentionBackwardSm90Tiles =
     sizeof(kAttentionBackwardSm90Tiles) / sizeof(kAttentionBackwardSm90Tiles[0]);
 
@@ -170,6 +172,9 @@ inline Refusal attention_backward_sm90_refusal(const AttentionProblem& p,
   if (wide > tile.dim || tile.dim > attention_backward_dq_columns(p.head_dim, p.head_dim_v)) {
     return {"the tile is for head dims of {} to {}", tile.dim > 64 ? tile.dim / 2 + 1 : 1,
             tile.dim};
+  }
+  if (p.head_dim > tile.head_dim || p.head_dim_v > tile.head_dim_v) {
+    return {"the tile holds head dims to {} and {}", tile.head_dim, tile.head_dim_v};
   }
   if (const Refusal reason = attention_sizes_refusal(p)) return reason;
   if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) {

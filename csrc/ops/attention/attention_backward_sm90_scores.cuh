@@ -208,7 +208,7 @@ struct BackwardSm90Scores {
     const auto clear = [&](int lines, const auto& clears) {
       s.dout_pipeline.wait(dout_at);
       clear_lines<Config::kLines, Config::kRowStretch>(s.q[at.stage], lines, clears);
-      clear_lines<Config::kLines, Config::kRowStretch>(s.dout[dout_at.stage], lines, clears);
+      clear_lines<Config::kValueLines, Config::kRowStretch>(s.dout[dout_at.stage], lines, clears);
       async_fence();
       named_barrier_wait<kCleared, kBackwardConsumers>();
     };

@@ -23,10 +23,16 @@ struct BackwardWideConfig {
   static constexpr int kRows = kShape.rows, kScoreRows = kRows / 2;
   static constexpr int kThreads = kShape.kThreads, kStages = kShape.kStages;  // of Q; dO has one
   static constexpr int kLineElems = kShape.kLineElems, kLines = kDim / kLineElems;
+  // Lines that K and Q are loaded and scores computed of, and all of V and dO. In lines that aren't
+  // loaded anything may be: they become columns of dK and dQ that nobody reads.
+  static constexpr int kDepthLines = kShape.head_dim / kLineElems,
+                       kValueLines = kShape.head_dim_v / kLineElems;
   // Bytes: of 64 columns of a block's keys and of query rows, and of all columns.
   static constexpr int kKeyStretch = kBlockKeys * kSwizzleLineBytes,
                        kRowStretch = kRows * kSwizzleLineBytes;
   static constexpr int kKeyBytes = kLines * kKeyStretch, kRowBytes = kLines * kRowStretch;
+  static constexpr int kValueBytes = kValueLines * kKeyStretch,
+                       kDoutBytes = kValueLines * kRowStretch;
   static constexpr int kScoreBytes = kRows * kSwizzleLineBytes;  // of P or dS: 64 keys
   static constexpr int kScoreTiles = kBlocks == 1 ? 2 : 1;       // of dS
   // Of dQ^T a warpgroup sums up kGroupShares times 64 columns, of kShares in all.
@@ -61,9 +67,9 @@ template <typename Config>
 struct BackwardWideShared : BackwardWideNeighbour<Config> {
   static constexpr int kStages = Config::kStages;
   alignas(kSwizzleAtomBytes) char k[Config::kKeyBytes];
-  alignas(kSwizzleAtomBytes) char v[Config::kKeyBytes];
+  alignas(kSwizzleAtomBytes) char v[Config::kValueBytes];
   alignas(kSwizzleAtomBytes) char q[kStages][Config::kRowBytes];
-  alignas(kSwizzleAtomBytes) char dout[1][Config::kRowBytes];
+  alignas(kSwizzleAtomBytes) char dout[1][Config::kDoutBytes];
   // P; in a cluster the neighbour's dS comes here when P has been read.
   alignas(kSwizzleAtomBytes) char probabilities[Config::kScoreBytes];
   alignas(kSwizzleAtomBytes) char ds[Config::kScoreTiles][Config::kScoreBytes];
@@ -100,6 +106,7 @@ template <typename Config>
 __device__ __forceinline__ void backward_wide_load(const typename Config::Params& p,
                                                    typename Config::Shared& s) {
   constexpr int kRows = Config::kRows, kBlocks = Config::kBlocks, kLines = Config::kLines;
+  constexpr int kDepthLines = Config::kDepthLines, kValueLines = Config::kValueLines;
   const typename Config::WorkTile& work = s.work;
   const int steps = s.steps();
   if (steps == 0) return;
@@ -119,10 +126,11 @@ __device__ __forceinline__ void backward_wide_load(const typename Config::Params
     }
   };
   const auto load_rows = [&](char* s_to, float* s_stats, const TensorMap& map, const float* g_stats,
-                             uint64_t* s_full) {
+                             uint64_t* s_full, int lines) {
 #pragma unroll
-    for (int i = 0; i < kLines / kBlocks; ++i) {
-      const int line = rank * (kLines / kBlocks) + i, x = line * Config::kLineElems;
+    for (int i = 0; i < (lines + kBlocks - 1) / kBlocks; ++i) {
+      const int line = i * kBlocks + rank, x = line * Config::kLineElems;
+      if (line >= lines) break;
       const uint32_t s_line = shared_address(s_to) + line * Config::kRowStretch;
       const int y = walk.tile * kRows, z = walk.head - work.sequence * nheads;
       if constexpr (kBlocks == 1) {
@@ -133,10 +141,11 @@ __device__ __forceinline__ void backward_wide_load(const typename Config::Params
     }
     bulk_load(s_stats, g_stats + int64_t{walk.head} * rows + walk.tile * kRows, kRows * 4, s_full);
   };
-  constexpr int kBytes = Config::kRowBytes + kRows * 4;
+  constexpr int kStatBytes = kRows * 4;
   constexpr int kSeenBytes = sizeof(RowGroup) + kRows * sizeof(RowRange);
   for (int step = 0; step < steps; ++step) {
-    uint64_t* s_full = s.q_pipeline.acquire(at, kBytes + (Config::kMasked ? kSeenBytes : 0));
+    uint64_t* s_full = s.q_pipeline.acquire(
+        at, kDepthLines * Config::kRowStretch + kStatBytes + (Config::kMasked ? kSeenBytes : 0));
     if constexpr (Config::kMasked) {
       auto& s_seen = s.seen[at.stage];
       bulk_load(&s_seen.group, &p.args.group_of(work.sequence, walk.tile * kRows),
@@ -144,19 +153,20 @@ __device__ __forceinline__ void backward_wide_load(const typename Config::Params
       bulk_load(s_seen.live, &p.args.live_of(work.sequence, walk.tile * kRows), sizeof(s_seen.live),
                 s_full);
     }
-    load_rows(s.q[at.stage], s.lse[at.stage], p.query, p.args.g_lse, s_full);
+    load_rows(s.q[at.stage], s.lse[at.stage], p.query, p.args.g_lse, s_full, kDepthLines);
     if (step == 0) {
-      mbarrier_expect(&s.k_full, Config::kKeyBytes / 2 * (kBlocks + 1));
-      load_keys(s.k, p.key, &s.k_full, 0, kLines, rank);
+      mbarrier_expect(&s.k_full,
+                      (kDepthLines + (kBlocks - 1) * (kLines / 2)) * Config::kKeyStretch);
+      load_keys(s.k, p.key, &s.k_full, 0, kDepthLines, rank);
       if constexpr (kBlocks == 2) {
         load_keys(s.k_neighbour, p.key, &s.k_full, rank * (kLines / 2), kLines / 2, rank ^ 1);
       }
     }
-    s_full = s.dout_pipeline.acquire(dout_at, kBytes);
-    load_rows(s.dout[0], s.delta[0], p.dout, p.args.g_delta, s_full);
+    s_full = s.dout_pipeline.acquire(dout_at, Config::kDoutBytes + kStatBytes);
+    load_rows(s.dout[0], s.delta[0], p.dout, p.args.g_delta, s_full, kValueLines);
     if (step == 0) {
-      mbarrier_expect(&s.v_full, Config::kKeyBytes);
-      load_keys(s.v, p.value, &s.v_full, 0, kLines, rank);
+      mbarrier_expect(&s.v_full, Config::kValueBytes);
+      load_keys(s.v, p.value, &s.v_full, 0, kValueLines, rank);
     }
     at.advance();
     dout_at.advance();

@@ -22,9 +22,11 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
       typename Base::Shared;
   static constexpr int kDim = Config::kDim, kBlocks = Config::kBlocks;
   static constexpr int kGroupShares = Config::kGroupShares;
-  static constexpr int kColumns = kDim / 2, kLines = kColumns / Config::kLineElems;
+  // Of dK and dV, a warpgroup's.
+  static constexpr int kLines = Config::kLines / 2, kValueLines = Config::kValueLines / 2;
   using DoutPlace = PipelineState<1>;
-  using Sums = float[kColumns / 2];
+  using Sums = float[kLines * 32];
+  using ValueSums = float[kValueLines * 32];
   using Share = float[Config::kShareFloats];
 
   uint32_t s_k, s_v, s_q, s_dout, s_p, s_ds;
@@ -44,14 +46,17 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
   }
 
   __device__ __forceinline__ void run() {
-    Sums r_dk, r_dv;
+    Sums r_dk;
+    ValueSums r_dv;
 #pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) r_dk[i] = r_dv[i] = 0.f;
+    for (float& x : r_dk) x = 0.f;
+#pragma unroll
+    for (float& x : r_dv) x = 0.f;
     const int steps = s.steps();
     if (steps > 0) walk(r_dk, r_dv, steps);
     // V was last read before both met, K may still be in use.
-    const int first_line = warpgroup * kLines;
-    store(r_dv, s_v + first_line * Config::kKeyStretch, 0, first_line, p.dvalue,
+    const int first_line = warpgroup * kLines, first_value_line = warpgroup * kValueLines;
+    store(r_dv, s_v + first_value_line * Config::kKeyStretch, 0, first_value_line, p.dvalue,
           1.f / (1 << kProbabilityShift<T>));
     named_barrier_wait<kScoresWritten, kBackwardConsumers>();
     store(r_dk, s_k + first_line * Config::kKeyStretch, 0, first_line, p.dkey, p.args.params.scale);
@@ -76,7 +81,7 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
     if (--tile < s.work.first_tile) tile = s.work.last_tile;
   }
 
-  __device__ __forceinline__ void walk(Sums& r_dk, Sums& r_dv, int steps) {
+  __device__ __forceinline__ void walk(Sums& r_dk, ValueSums& r_dv, int steps) {
     Place at;
     DoutPlace dout_at;
     Scores r_s, r_dp;
@@ -122,17 +127,17 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
                                                const DoutPlace& dout_at, int tile) {
     s.q_pipeline.wait(at);
     clear_rows(at, dout_at, tile);
-    scores(r_s, s_k, s_q + at.stage * Config::kRowBytes);
+    scores<Config::kDepthLines>(r_s, s_k, s_q + at.stage * Config::kRowBytes);
   }
 
   // r_s: S^T on its way -> P^T;  r_dp = dP^T;  dV += P^T dO on its way. A second share of the last
   // tile's dQ, which is on its way behind S^T, is done.
   template <bool kFirst>
-  __device__ __forceinline__ void probabilities(Scores& r_s, Scores& r_dp, Sums& r_dv,
+  __device__ __forceinline__ void probabilities(Scores& r_s, Scores& r_dp, ValueSums& r_dv,
                                                 const Place& at, const DoutPlace& dout_at,
                                                 int tile) {
     s.dout_pipeline.wait(dout_at);
-    scores(r_dp, s_v, s_dout);
+    scores<Config::kValueLines>(r_dp, s_v, s_dout);
     wgmma_wait<!kFirst && kGroupShares == 2 ? 2 : 1>();
     wgmma_results(r_s);
     Packed r_p16;
@@ -238,12 +243,13 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
   }
 
   // r = (64 keys at s_keys) @ (the warpgroup's rows of those at s_rows)^T.
+  template <int kDepthLines>
   __device__ __forceinline__ void scores(Scores& r, uint32_t s_keys, uint32_t s_rows) const {
     const FreshDescriptor a(s_keys, 16), b(s_rows + first_row() * kLine, 16);
     wgmma_forget(r);
     wgmma_fence();
 #pragma unroll
-    for (int slice = 0; slice < kDim / 16; ++slice) {
+    for (int slice = 0; slice < kDepthLines * 4; ++slice) {
       const int stretch = slice / 4, in_line = slice % 4 * 32;
       Wgmma<T, kScoreRows>::template multiply<0, 0>(
           r, a.at(stretch * Config::kKeyStretch + in_line),
@@ -253,28 +259,32 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
   }
 
   // r += a @ (the warpgroup's rows and columns of those at s_rows)
-  __device__ __forceinline__ void accumulate(Sums& r, const Packed& a, uint32_t s_rows) const {
-    const FreshDescriptor b(s_rows + warpgroup * kLines * Config::kRowStretch + first_row() * kLine,
-                            Config::kRowStretch);
+  template <int kSums>
+  __device__ __forceinline__ void accumulate(float (&r)[kSums], const Packed& a,
+                                             uint32_t s_rows) const {
+    const FreshDescriptor b(
+        s_rows + warpgroup * (kSums / 32) * Config::kRowStretch + first_row() * kLine,
+        Config::kRowStretch);
     wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < kRowSlices; ++slice) {
-      Wgmma<T, kColumns>::template multiply<1>(r, a[slice], b.at(slice * 16 * kLine), 1);
+      Wgmma<T, kSums * 2>::template multiply<1>(r, a[slice], b.at(slice * 16 * kLine), 1);
     }
     wgmma_commit();
   }
 
   // The same with the other warpgroup's rows, whose scores are at s_scores.
-  __device__ __forceinline__ void accumulate_others(Sums& r, uint32_t s_scores,
+  template <int kSums>
+  __device__ __forceinline__ void accumulate_others(float (&r)[kSums], uint32_t s_scores,
                                                     uint32_t s_rows) const {
     const uint32_t first = Config::first_row(warpgroup ^ 1) * kLine;
     const FreshDescriptor a(s_scores + first, Config::kScoreBytes),
-        b(s_rows + warpgroup * kLines * Config::kRowStretch + first, Config::kRowStretch);
+        b(s_rows + warpgroup * (kSums / 32) * Config::kRowStretch + first, Config::kRowStretch);
     wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < kRowSlices; ++slice) {
-      Wgmma<T, kColumns>::template multiply<1, 1>(r, a.at(slice * 16 * kLine),
-                                                  b.at(slice * 16 * kLine), 1);
+      Wgmma<T, kSums * 2>::template multiply<1, 1>(r, a.at(slice * 16 * kLine),
+                                                   b.at(slice * 16 * kLine), 1);
     }
     wgmma_commit();
   }

@@ -180,7 +180,8 @@ struct AttentionBackwardFamily : AttentionNumbers {
     if (general(x)) return "";
     if (sm90(x)) {
       const AttentionBackwardSm90Tile& tile = kAttentionBackwardSm90Tiles[x[1]];
-      return tile_text(tile.keys, tile.rows) + "x" + std::to_string(tile.dim) +
+      return tile_text(tile.keys, tile.rows) + "x" + std::to_string(tile.head_dim) +
+             (tile.head_dim_v == tile.head_dim ? "" : " to " + std::to_string(tile.head_dim_v)) +
              (tile.blocks > 1 ? " 2 blocks" : "");
     }
     const AttentionBackwardTile& tile = kAttentionBackwardTiles[x[1]];
