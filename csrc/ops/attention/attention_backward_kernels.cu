@@ -1,6 +1,6 @@
 // The gradient of attention: the launcher, and the kernel that prepares a row's statistics. The
-// gradients are in attention_backward_sm90.cuh, attention_backward_tiles.cuh, and for large head
-// dims in attention_backward_general.cu.
+// gradients are in attention_backward_sm90.cuh, attention_backward_sm90_wide.cuh,
+// attention_backward_tiles.cuh, and for large head dims in attention_backward_general.cu.
 #include <climits>
 
 #include "core/launch.h"

@@ -1,5 +1,5 @@
 // The gradient of attention on Hopper's tensor cores, in 16 bits: wgmma from shared memory, filled
-// by TMA; a block per 128 keys of a kv head.
+// by TMA; a block per 128 keys of a kv head. Above 128 columns: attention_backward_sm90_wide.cuh.
 //
 //   P = exp(scale * Q K^T - lse)     dP = dO V^T      dS = P * (dP - delta), delta = sum(dO * O)
 //   dV = P^T dO                      dK = scale * dS^T Q        dQ = scale * dS K

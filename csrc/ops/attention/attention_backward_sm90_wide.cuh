@@ -8,10 +8,10 @@
 // columns of the other's K and is sent its dS: half the additions to dQ in global memory, which
 // would otherwise be what takes longest.
 //
-// Of a step of 64 rows, per SM: the products take 2560 clocks. Shared memory, 128 bytes a clock, is
-// read and written for 1536 clocks by S and dP, 768 by dV and dK, 512 by dQ, 512 by dQ's sums, 512
-// by loads and 200 by P and dS: 4000; without a cluster 4400. Registers: dK and dV have 128 of a
-// thread, S and dP 32, dQ 32.
+// Of a step of 64 rows and 64 keys the products take 2560 clocks of an SM. Shared memory, 128 bytes
+// a clock, is read and written for 1536 clocks by S and dP, 768 by dV and dK, 512 by dQ, 512 by its
+// sums, 512 by loads and 200 by P and dS: 4000; without a cluster 4400, and 3100 where K has 192
+// columns and V 128. Of a thread's registers dK and dV have 128, S and dP 32 and dQ 32.
 #pragma once
 
 #include "core/launch.h"
@@ -98,21 +98,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_wide_tile(const Args& args, cudaStream_t stream) {
   using Config = BackwardWideConfig<T, kTile, Args>;
-  constexpr int kRows = Config::kRows, kKeys = Config::kBlockKeys, kBlocks = Config::kBlocks;
   constexpr int kBytes = sizeof(BackwardWideShared<Config>);
   static_assert(kBytes <= Config::kShape.tile_bytes() + kAttentionBackwardSm90ExtraBytes);
-  launch_kernel(
-      attention_backward_wide_kernel<Config>,
-      [&] {
-        const AttentionSizes& sizes = args.params.sizes;
-        const int64_t clusters =
-            sizes.batch * sizes.nheads_kv * divide_up(sizes.seqlen_k, Config::kKeys);
-        Grid grid(clusters * kBlocks, Config::kThreads, kBytes);
-        grid.cluster = kBlocks;
-        return grid;
-      }(),
-      stream, backward_sm90_params<Config>(args, kKeys));
-  const int64_t tiles = args.params.sizes.batch * args.params.sizes.nheads * (args.rows / kRows);
+  const AttentionSizes& sizes = args.params.sizes;
+  const int64_t clusters = sizes.batch * sizes.nheads_kv * divide_up(sizes.seqlen_k, Config::kKeys);
+  Grid grid(clusters * Config::kBlocks, Config::kThreads, kBytes);
+  grid.cluster = Config::kBlocks;
+  launch_kernel(attention_backward_wide_kernel<Config>, grid, stream,
+                backward_sm90_params<Config>(args, Config::kBlockKeys));
+  const int64_t tiles = sizes.batch * sizes.nheads * (args.rows / Config::kRows);
   launch_kernel(attention_backward_sm90_dq_kernel<Config>, {tiles, kSm90RowThreads}, stream, args);
 }
 
