@@ -19,6 +19,8 @@ SIZES = [
     (2, 4, 2, 200, 200, 128, 128), (3, 2, 2, 333, 517, 120, 112), (2, 2, 1, 517, 333, 64, 64),
     (1, 2, 2, 129, 777, 40, 64), (2, 8, 1, 191, 193, 40, 128), (2, 2, 1, 160, 161, 128, 24),
     (1, 2, 2, 5, 3000, 96, 96), (1, 1, 1, 1000, 1000, 16, 8),
+    (2, 4, 2, 200, 200, 256, 256), (1, 2, 1, 333, 517, 192, 128), (3, 2, 2, 517, 333, 136, 8),
+    (1, 4, 1, 1, 65, 40, 256), (1, 1, 1, 700, 700, 256, 200),
 ]  # fmt: skip
 
 
@@ -91,7 +93,12 @@ MASKS = [
 @pytest.mark.parametrize("numbers", MASKS, ids=str)
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
-    [((3, 4, 2, 300, 300, 64, 64), F16), ((3, 2, 1, 130, 450, 128, 72), BF16)],
+    [
+        ((3, 4, 2, 300, 300, 64, 64), F16),
+        ((3, 2, 1, 130, 450, 128, 72), BF16),
+        ((3, 4, 2, 300, 300, 192, 128), BF16),
+        ((3, 2, 1, 130, 450, 256, 256), F16),
+    ],
     ids=str,
 )
 def test_masks(sizes, dtype, numbers, padded):
@@ -117,7 +124,7 @@ def test_masks(sizes, dtype, numbers, padded):
 
 @on_hopper
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_one_key_and_equal_keys_are_exact(dtype, dim):
     """P is 0, 1 or a power of two, dS is 0."""
     ints = lambda *shape: torch.randint(-2, 3, shape, device="cuda").to(dtype)  # noqa: E731
@@ -158,7 +165,7 @@ def test_scores_beyond_all_bounds_give_no_nan():
 
 @on_hopper
 @pytest.mark.parametrize("mask", [{}, {"window": 200}], ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_the_same_bits_in_every_run_whatever_the_neighbours_are(dim, mask):
     q, k, v = inputs(BF16, 4, 16, 4, 700, 700, dim)
     dout = dout_of(q, v)
@@ -229,7 +236,9 @@ LONG = {"seqlen_q": 4096, "seqlen_k": 4096}
     [
         ((64, 64), "sm90 128x128x64"), ((8, 40), "sm90 128x128x64"), ((72, 8), "sm90 128x64x128"),
         ((64, 128), "sm90 128x64x128"), ((128, 128), "sm90 128x64x128"),
-        ((60, 64), "sync 16 bits 128x64x64"), ((136, 128), "sync 16 bits 64x64x256 paired"),
+        ((60, 64), "sync 16 bits 128x64x64"), ((136, 128), "sm90 64x64x192 to 128 2 blocks"),
+        ((200, 128), "sm90 64x64x256 2 blocks"), ((192, 136), "sm90 64x64x256 2 blocks"),
+        ((8, 256), "sm90 64x64x256 2 blocks"), ((132, 256), "sync 16 bits 64x64x256 paired"),
     ],
     ids=str,
 )  # fmt: skip
@@ -263,4 +272,12 @@ def test_reasons_of_a_tile():
         assert reason in refusal(FAMILY, problem(FAMILY, **fields), tile)
     narrow = problem(FAMILY, **LONG, head_dim=72)
     assert "head dims of 1 to 64" in refusal(FAMILY, narrow, "sm90 128x128x64")
+    wide = dict(**LONG, head_dim=256, head_dim_v=192)
+    pair = "sm90 64x64x256 2 blocks"
+    assert "head dims of 129 to 256" in refusal(FAMILY, narrow, pair)
+    assert refusal(FAMILY, problem(FAMILY, **wide), pair) == ""
+    unequal = refusal(FAMILY, problem(FAMILY, **wide), "sm90 64x64x192 to 128 2 blocks")
+    assert unequal == "the tile holds head dims to 192 and 128"
+    alone = problem(FAMILY, H200 | {"clusters": 0}, **wide)
+    assert "no clusters" in refusal(FAMILY, alone, pair)
     assert chosen(FAMILY, H200, **LONG, math=1, bfloat16=0)["engine"] == "sync"

@@ -50,6 +50,18 @@ __device__ __forceinline__ void global_async_fence() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
+// Copies this block's shared memory to that of the block of that rank, where `s_barrier` hears of
+// it. What was written before needs async_fence.
+__device__ __forceinline__ void bulk_send_to_block(void* s_to, const void* s_from, uint32_t bytes,
+                                                   uint64_t* s_barrier, uint32_t rank) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      :
+      : "r"(address_in_block(s_to, rank)), "r"(shared_address(s_from)), "r"(bytes),
+        "r"(address_in_block(s_barrier, rank))
+      : "memory");
+}
+
 // Stores a pair in the shared memory of the block of that rank, where `s_barrier` hears of it.
 __device__ __forceinline__ void send_to_block(float2* s_to, float2 value, uint64_t* s_barrier,
                                               uint32_t rank) {

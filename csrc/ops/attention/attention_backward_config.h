@@ -84,23 +84,40 @@ inline constexpr int kNumAttentionBackwardTiles =
 // `dim` are filled up with zeros. Where keys are ahead the products of a tile's dK go on while the
 // warpgroups meet for its dQ; not every shape has registers for that. Under an AttentionMask the
 // rows are those of a group (kAttentionBackwardRowPad), which leaves registers for the mask.
+//
+// Above 128 columns both warpgroups have the same 64 keys and half of the rows and of the columns
+// each (attention_backward_sm90_wide.cuh), and two blocks may share a query tile in a cluster: each
+// then sums up half of the columns of its dQ.
 struct AttentionBackwardSm90Tile {
-  int dim;
+  int dim;  // columns of dQ's sums
   int rows;
   bool keys_ahead;
   bool masked_keys_ahead;
+  int keys;                  // of a block
+  int blocks;                // of a cluster
+  int head_dim, head_dim_v;  // at most
 
-  static constexpr int kMaskedRows = 64, kKeys = 128, kStages = 2, kThreads = 384;
+  static constexpr int kMaskedRows = 64, kStages = 2, kThreads = 384;
   static constexpr int kLineElems = AttentionSm90Tile::kLineElems;
 
-  // K, V, Q and dO twice, dS twice, and a dQ tile in fp32.
+  constexpr bool wide() const { return dim > 128; }
+  // K, V, Q and dO twice, dS twice, and a dQ tile in fp32. A wide one has one dO, P beside dS, half
+  // of dQ, and in a cluster half of its neighbour's K; there P lies where the neighbour's dS comes.
   constexpr int tile_bytes() const {
-    return 2 * (2 * kKeys * dim + 2 * kStages * rows * dim + 2 * rows * kKeys) + 4 * rows * dim;
+    if (!wide()) {
+      return 2 * (2 * keys * dim + 2 * kStages * rows * dim + 2 * rows * keys) + 4 * rows * dim;
+    }
+    const int elems = keys * (dim + head_dim_v) + rows * (kStages * dim + head_dim_v) +
+                      (blocks == 1 ? 3 * rows * keys : 2 * rows * keys + keys * dim / 2);
+    return 2 * elems + 2 * rows * dim;
   }
 };
 
-inline constexpr AttentionBackwardSm90Tile kAttentionBackwardSm90Tiles[] = {{64, 128, false, true},
-                                                                            {128, 64, true, false}};
+inline constexpr AttentionBackwardSm90Tile kAttentionBackwardSm90Tiles[] = {
+    {64, 128, false, true, 128, 1, 64, 64},
+    {128, 64, true, false, 128, 1, 128, 128},
+    {256, 64, true, true, 64, 2, 192, 128},
+    {256, 64, true, true, 64, 2, 256, 256}};
 inline constexpr int kNumAttentionBackwardSm90Tiles =
     sizeof(kAttentionBackwardSm90Tiles) / sizeof(kAttentionBackwardSm90Tiles[0]);
 
@@ -155,6 +172,9 @@ inline Refusal attention_backward_sm90_refusal(const AttentionProblem& p,
     return {"the tile is for head dims of {} to {}", tile.dim > 64 ? tile.dim / 2 + 1 : 1,
             tile.dim};
   }
+  if (p.head_dim > tile.head_dim || p.head_dim_v > tile.head_dim_v) {
+    return {"the tile holds head dims to {} and {}", tile.head_dim, tile.head_dim_v};
+  }
   if (const Refusal reason = attention_sizes_refusal(p)) return reason;
   if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) {
     return "the results' rows don't start on 16 bytes";
@@ -167,8 +187,9 @@ inline Refusal attention_backward_sm90_refusal(const AttentionProblem& p,
   const double heads = static_cast<double>(p.load.heads);
   const double rows = heads * static_cast<double>(divide_up(p.seqlen_q, tile.rows) * tile.rows);
   if (!grid_fits(rows)) return "more than 2^31 - 1 query rows";
-  const double key_tiles =
-      static_cast<double>(divide_up(p.seqlen_k, AttentionBackwardSm90Tile::kKeys));
+  if (tile.blocks > 1 && !p.device.clusters) return "the device has no clusters";
+  const int keys = tile.keys * tile.blocks;
+  const double key_tiles = static_cast<double>(divide_up(p.seqlen_k, keys) * tile.blocks);
   return grid_fits(heads / static_cast<double>(p.load.group) * key_tiles)
              ? Refusal()
              : "more than 2^31 - 1 tiles";

@@ -1,6 +1,6 @@
 // The gradient of attention: the launcher, and the kernel that prepares a row's statistics. The
-// gradients are in attention_backward_sm90.cuh, attention_backward_tiles.cuh, and for large head
-// dims in attention_backward_general.cu.
+// gradients are in attention_backward_sm90.cuh, attention_backward_sm90_wide.cuh,
+// attention_backward_tiles.cuh, and for large head dims in attention_backward_general.cu.
 #include <climits>
 
 #include "core/launch.h"
@@ -284,7 +284,11 @@ void launch(const Args& args, const MaskedAttentionBackwardParams& params, cudaS
   if (params.sizes.batch * params.sizes.nheads_kv * params.sizes.seqlen_k == 0) return;
   if (sm90) {
     with_sm90_tile<T>(choice.tile, [&](auto index) {
-      launch_attention_backward_sm90_tile<T, index.value>(args, stream);
+      if constexpr (kAttentionBackwardSm90Tiles[index.value].wide()) {
+        launch_attention_backward_wide_tile<T, index.value>(args, stream);
+      } else {
+        launch_attention_backward_sm90_tile<T, index.value>(args, stream);
+      }
     });
   } else if (choice.engine == AttentionEngine::kGeneral) {
     launch_attention_backward_general<T>(args, stream);

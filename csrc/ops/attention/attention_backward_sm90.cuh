@@ -1,14 +1,14 @@
 // The gradient of attention on Hopper's tensor cores, in 16 bits: wgmma from shared memory, filled
-// by TMA; a block per 128 keys of a kv head.
+// by TMA; a block per 128 keys of a kv head. Above 128 columns: attention_backward_sm90_wide.cuh.
 //
 //   P = exp(scale * Q K^T - lse)     dP = dO V^T      dS = P * (dP - delta), delta = sum(dO * O)
 //   dV = P^T dO                      dK = scale * dS^T Q        dQ = scale * dS K
 //
-// A block walks the live query tiles from the last to the first, and in each the query heads of its
-// kv head. One lane of its producer warpgroup loads them; two consumer warpgroups have 64 keys
-// each and compute S^T and dP^T, so that P^T and dS^T are in registers where the products that sum
-// over the query rows want them. Only dS goes through shared memory, for dQ^T = K^T dS^T. The
-// scores of the next tile are multiplied while a warpgroup hands its dQ over.
+// A block walks the live query tiles of its kv head's query heads from the last to the first. One
+// lane of its producer warpgroup loads them; two consumer warpgroups have 64 keys each and compute
+// S^T and dP^T, so that P^T and dS^T are in registers where the products that sum over the query
+// rows want them. Only dS goes through shared memory, for dQ^T = K^T dS^T. The scores of the next
+// tile are multiplied while a warpgroup hands its dQ over.
 //
 // dQ is summed in fp32 in global memory by bulk additions of whole tiles, in a fixed order: a block
 // adds to a query tile after the block of the keys before it, the first one stores. Blocks take
@@ -71,29 +71,10 @@ void launch_attention_backward_sm90_tile(const Args& args, cudaStream_t stream) 
   constexpr int kRows = Config::kRows, kKeys = Config::kKeys;
   constexpr int kBytes = sizeof(BackwardSm90Shared<Config>);
   static_assert(kBytes <= Config::kShape.tile_bytes() + kAttentionBackwardSm90ExtraBytes);
-  const AttentionBackwardParams& a = args.params;
-  const AttentionSizes& sizes = a.sizes;
-  const auto map = [&](const AttentionTensor& t, int64_t heads, int64_t rows, int64_t columns,
-                       int box_rows) {
-    return attention_tensor_map("attention_backward", a.dtype, t, sizes.batch, heads, rows, columns,
-                                box_rows);
-  };
-  const auto result = [&](void* data, int64_t columns) {
-    const int64_t head = sizes.seqlen_k * columns;
-    return map({data, sizes.nheads_kv * head, head, columns}, sizes.nheads_kv, sizes.seqlen_k,
-               columns, kKeys / 2);
-  };
-  const typename Config::Params p = {
-      map(a.query, sizes.nheads, sizes.seqlen_q, sizes.head_dim, kRows),
-      map(a.key, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim, kKeys),
-      map(a.value, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim_v, kKeys),
-      map(a.dout, sizes.nheads, sizes.seqlen_q, sizes.head_dim_v, kRows),
-      result(a.dkey, sizes.head_dim),
-      result(a.dvalue, sizes.head_dim_v),
-      args};
+  const AttentionSizes& sizes = args.params.sizes;
   const int64_t blocks = sizes.batch * sizes.nheads_kv * divide_up(sizes.seqlen_k, kKeys);
   launch_kernel(attention_backward_sm90_kernel<Config>, {blocks, Config::kThreads, kBytes}, stream,
-                p);
+                backward_sm90_params<Config>(args, kKeys));
   const int64_t tiles = sizes.batch * sizes.nheads * (args.rows / kRows);
   launch_kernel(attention_backward_sm90_dq_kernel<Config>, {tiles, kSm90RowThreads}, stream, args);
 }

@@ -23,4 +23,8 @@ void launch_attention_backward_sm90_rows(const Args& args, cudaStream_t stream);
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_sm90_tile(const Args& args, cudaStream_t stream);
 
+// The same of a wide one.
+template <typename T, int kTile, typename Args>
+void launch_attention_backward_wide_tile(const Args& args, cudaStream_t stream);
+
 }  // namespace torchweld

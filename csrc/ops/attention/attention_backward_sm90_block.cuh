@@ -15,19 +15,25 @@
 
 namespace torchweld {
 
+template <typename Config>
+struct BackwardSm90Shared;
+
 template <typename T_, int kTile, typename Args_>
 struct BackwardSm90Config {
   using T = T_;
   using Args = Args_;
   using Params = BackwardSm90Params<Args>;
+  using Shared = BackwardSm90Shared<BackwardSm90Config>;
   static constexpr bool kMasked = kIsMasked<Args>;
   using WorkTile = BackwardWorkTile<std::conditional_t<kMasked, LiveKeys, LiveSpan>>;
   static constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
-  static constexpr int kDim = kShape.dim, kKeys = kShape.kKeys;
+  static constexpr int kDim = kShape.dim, kKeys = kShape.keys;
   static constexpr int kRows = kMasked ? kShape.kMaskedRows : kShape.rows;
+  static constexpr int kScoreRows = kRows;  // of a warpgroup's scores
   static constexpr bool kKeysAhead = kMasked ? kShape.masked_keys_ahead : kShape.keys_ahead;
   static constexpr int kThreads = kShape.kThreads, kStages = kShape.kStages;
-  static constexpr int kLineElems = kShape.kLineElems, kLines = kDim / kLineElems;
+  static constexpr int kLineElems = kShape.kLineElems, kLines = kDim / kLineElems,
+                       kValueLines = kLines;
   // Bytes: of 64 columns of all keys, of a warpgroup's keys and of query rows, and of all columns.
   static constexpr int kKeyStretch = kKeys * kSwizzleLineBytes, kHalfStretch = kKeyStretch / 2,
                        kRowStretch = kRows * kSwizzleLineBytes;
@@ -38,6 +44,12 @@ struct BackwardSm90Config {
   static constexpr int kShareRows = kDim == 64 ? kRows / 2 : kRows;
   static constexpr int kShareFloats = kShareRows / 2;  // of a thread
   static constexpr int kShareBytes = kShareFloats * 128 * 4;
+  static constexpr int kShares = 2;
+  // Where a warpgroup's scores are.
+  static __device__ __forceinline__ int first_key(const WorkTile& work, int warpgroup) {
+    return work.first_key + warpgroup * 64;
+  }
+  static __device__ __forceinline__ int first_row(int /*warpgroup*/) { return 0; }
   static_assert((kDim == 64 || kDim == 128) && kShareFloats % 4 == 0);
   static_assert(!kMasked || kRows == kAttentionBackwardRowPad);
 };
@@ -72,9 +84,7 @@ struct BackwardSm90Shared {
   }
 };
 
-// Where a walk is: query tiles descend, each over all of the query heads.
-// NOTE: not head by head: blocks of later keys see fewer rows under the causal mask, and would wait
-// at the end of every head for those of earlier keys.
+// Where a walk is: query tiles descend, either head by head or each through all of the heads.
 template <typename WorkTile>
 struct BackwardWalk {
   const WorkTile& work;
@@ -83,9 +93,14 @@ struct BackwardWalk {
   __device__ __forceinline__ explicit BackwardWalk(const WorkTile& work)
       : work(work), tile(work.last_tile), head(work.first_head) {}
   __device__ __forceinline__ void advance() {
-    if (++head == work.end_head) {
-      head = work.first_head;
-      --tile;
+    if (work.tile_steps > 1) {
+      if (++head == work.end_head) {
+        head = work.first_head;
+        --tile;
+      }
+    } else if (--tile < work.first_tile) {
+      tile = work.last_tile;
+      ++head;
     }
   }
 };

@@ -3,51 +3,31 @@
 // they are the first operands of dV and dK.
 #pragma once
 
-#include "device/sm90/registers.cuh"
-#include "device/sm90/stmatrix.cuh"
-#include "ops/attention/attention_backward_sm90_block.cuh"
+#include "ops/attention/attention_backward_sm90_scores.cuh"
 
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// A matrix descriptor by its low half, which has the address; the high half is always the same.
-// NOTE: what is made here is made anew for every product. The compiler would keep the descriptors
-// of all slices in registers through the walk.
-struct FreshDescriptor {
-  uint32_t low;
-
-  __device__ __forceinline__ FreshDescriptor(uint32_t s_tile, uint32_t stretch_bytes)
-      : low(static_cast<uint32_t>(matrix_descriptor(s_tile, stretch_bytes))) {
-    asm volatile("" : "+r"(low));
-  }
-  __device__ __forceinline__ uint64_t at(uint32_t bytes) const {
-    constexpr uint64_t kHigh = matrix_descriptor(0, 0) >> 32 << 32;
-    return kHigh | (low + (bytes >> 4));
-  }
-};
-
 template <typename Config>
-struct BackwardSm90Consumer {
+struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
+  using Base = BackwardSm90Scores<Config>;
   using T = typename Config::T;
-  using Params = typename Config::Params;
-  using Shared = BackwardSm90Shared<Config>;
-  using Place = PipelineState<Config::kStages>;
-  static constexpr int kDim = Config::kDim, kRows = Config::kRows;
-  static constexpr int kRowSlices = kRows / 16, kDimSlices = kDim / 16, kKeySlices = 8;
-  static constexpr int kLine = kSwizzleLineBytes;
-  using Scores = float[kRows / 2];
-  using Packed = uint32_t[kRowSlices][4];
+  using Base::capped, Base::clear_rows, Base::end_live, Base::exponentiate,
+      Base::exponentiate_capped, Base::first_key, Base::first_live, Base::hide, Base::is_edge,
+      Base::lane, Base::pack, Base::release, Base::seqlen_k, Base::store, Base::warp;
+  using Base::p, Base::s, Base::warpgroup, Base::kRows, Base::kRowSlices, Base::kLine;
+  using typename Base::Packed, typename Base::Params, typename Base::Place, typename Base::Scores,
+      typename Base::Shared;
+  static constexpr int kDim = Config::kDim;
+  static constexpr int kDimSlices = kDim / 16, kKeySlices = 8;
   using Sums = float[kDim / 2];
   using Share = float[Config::kShareFloats];
 
-  const Params& p;
-  Shared& s;
-  const int warpgroup;
   uint32_t s_k, s_v, s_q, s_dout, s_ds;
   uint32_t s_ds_lane;  // where this lane's rows of stmatrix start
 
   __device__ __forceinline__ BackwardSm90Consumer(const Params& p, Shared& s, int warpgroup)
-      : p(p), s(s), warpgroup(warpgroup) {
+      : Base(p, s, warpgroup) {
     s_k = shared_address(s.k);
     s_v = shared_address(s.v);
     s_q = shared_address(s.q[0]);
@@ -69,48 +49,18 @@ struct BackwardSm90Consumer {
     const int steps = s.steps();
     if (steps > 0) walk(r_dk, r_dv, steps);
     // Of V a warpgroup reads its own lines alone, of K both read all.
-    store(r_dv, s_v, p.dvalue, 1.f / (1 << kProbabilityShift<T>));
+    store(r_dv, s_v, warpgroup * 64, 0, p.dvalue, 1.f / (1 << kProbabilityShift<T>));
     named_barrier_wait<kScoresWritten, kBackwardConsumers>();
-    store(r_dk, s_k, p.dkey, p.args.params.scale);
+    store(r_dk, s_k, warpgroup * 64, 0, p.dkey, p.args.params.scale);
     tma_wait_read<0>();
   }
 
  private:
-  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-  static __device__ __forceinline__ int warp() { return threadIdx.x / 32 % 4; }
-  __device__ __forceinline__ int first_key() const { return s.work.first_key + warpgroup * 64; }
-  __device__ __forceinline__ int seqlen_q() const { return static_cast<int>(p.args.rule.seqlen_q); }
-  __device__ __forceinline__ int seqlen_k() const { return static_cast<int>(p.args.rule.seqlen_k); }
-  // The first key that takes part, and the one behind the last.
-  __device__ __forceinline__ int first_live() const {
-    if constexpr (Config::kMasked) {
-      return s.work.span.begin;
-    } else {
-      return s.work.span.pad;
-    }
-  }
-  __device__ __forceinline__ int end_live() const {
-    if constexpr (Config::kMasked) {
-      return s.work.span.end;
-    } else {
-      return seqlen_k();
-    }
-  }
-
-  __device__ __forceinline__ void release(uint64_t* s_empty) const {
-    if (lane() == 0) mbarrier_arrive(s_empty);
-  }
-  // `left`: steps from this one on, of which every tile has one for each query head.
-  __device__ __forceinline__ void next_tile(Place& at, int& tile, int left) const {
-    at.advance();
-    if (left % (s.work.end_head - s.work.first_head) == 0) --tile;
-  }
-
   __device__ __forceinline__ void walk(Sums& r_dk, Sums& r_dv, int steps) {
     Place at;
     Scores r_s, r_dp;
     Share r_dq;
-    int tile = s.work.last_tile;
+    int tile = s.work.last_tile, tile_steps = s.work.tile_steps;
     mbarrier_wait(&s.k_full, 0);
     clear_keys();
     start_scores(r_s, at, tile);
@@ -123,7 +73,8 @@ struct BackwardSm90Consumer {
 #pragma unroll 1
     for (; steps > 1; --steps) {
       queries(r_dq, at);
-      next_tile(at, tile, steps - 1);
+      at.advance();
+      next_tile(tile, tile_steps);
       start_scores(r_s, at, tile);
       wgmma_wait<1>();
       hand_over(r_dq);
@@ -140,7 +91,7 @@ struct BackwardSm90Consumer {
   // r_s = S^T of a tile, on its way.
   __device__ __forceinline__ void start_scores(Scores& r_s, const Place& at, int tile) {
     s.q_pipeline.wait(at);
-    clear_rows(at, tile);
+    clear_rows(at, at, tile);
     scores(r_s, s_k, s_q + at.stage * Config::kRowBytes);
   }
 
@@ -262,199 +213,15 @@ struct BackwardSm90Consumer {
     wgmma_commit();
   }
 
-  static __device__ __forceinline__ void pack(Packed& to, const Scores& from) {
-#pragma unroll
-    for (int i = 0; i < kRows / 4; ++i) {
-      to[i / 4][i % 4] = pack_pair<T>(from[2 * i], from[2 * i + 1]);
-    }
-  }
-
-  __device__ __forceinline__ bool capped() const {
-    if constexpr (Config::kMasked) {
-      return p.args.mask.softcap > 0.f;
-    } else {
-      return false;
-    }
-  }
-
-  // S^T -> P^T
-  __device__ __forceinline__ void exponentiate(Scores& r, const Place& at) const {
-    const float* s_lse = s.lse[at.stage] + lane() % 4 * 2;
-#pragma unroll
-    for (int n = 0; n < kRows / 8; ++n) {
-      const float2 lse = *reinterpret_cast<const float2*>(s_lse + n * 8);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& x = r[n * 4 + i];
-        x = exponential<T>(fmaf(x, p.args.score_factor, i % 2 ? lse.y : lse.x));
-      }
-    }
-  }
-
-  // The same behind a cap: P goes to `to`, and P times its slope, 1 - tanh^2, stays in r.
-  __device__ __forceinline__ void exponentiate_capped(Scores& r, Packed& to, const Place& at,
-                                                      int tile) const {
-    if constexpr (Config::kMasked) {
-      const float factor = p.args.mask.softcap * p.args.score_factor;
-      const float* s_lse = s.lse[at.stage] + lane() % 4 * 2;
-      const int key = first_key() + warp() * 16 + lane() / 4;
-#pragma unroll
-      for (int n = 0; n < kRows / 8; ++n) {
-        const float2 lse = *reinterpret_cast<const float2*>(s_lse + n * 8);
-        const int4 live = live_of(at, n);
-        float slope[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& x = r[n * 4 + i];
-          const float capped = tanh_of</*kExact=*/false>(x * p.args.cap);
-          x = exponential<T>(fmaf(capped, factor, i % 2 ? lse.y : lse.x));
-          if (!sees(live, i, key)) x = 0.f;
-          slope[i] = fmaf(-capped, capped, 1.f);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-          float* x = r + n * 4 + i;
-          to[n / 2][n % 2 * 2 + i / 2] = pack_pair<T>(x[0], x[1]);
-          x[0] = x[0] == 0.f ? 0.f : x[0] * slope[i];
-          x[1] = x[1] == 0.f ? 0.f : x[1] * slope[i + 1];
-        }
-      }
-    }
-  }
-
-  // True where some pair of the warpgroup's keys and a tile's rows is hidden.
-  __device__ __forceinline__ bool is_edge(const Place& at, int tile) const {
-    const int first = first_key(), end = first + 64;
-    if constexpr (Config::kMasked) {
-      const RowGroup& group = s.seen[at.stage].group;
-      return first < group.last_begin || end > group.first_end;
-    } else {
-      const int first_row = tile * kRows;
-      return first_row < s.work.span.first_row || first_row + kRows > seqlen_q() ||
-             first < s.work.span.pad || end > seqlen_k() ||
-             (p.args.rule.causal && end > static_cast<int>(p.args.rule.position(first_row)) + 1);
-    }
-  }
-
-  // What the two rows of a lane among rows 8 n to 8 n + 7 see, and whether register i of theirs
-  // is of a key that is seen.
-  __device__ __forceinline__ int4 live_of(const Place& at, int n) const {
-    return *reinterpret_cast<const int4*>(&s.seen[at.stage].live[n * 8 + lane() % 4 * 2]);
-  }
-  static __device__ __forceinline__ bool sees(const int4& live, int i, int key) {
-    const int at = key + i / 2 * 8;
-    return i % 2 ? at >= live.z && at < live.w : at >= live.x && at < live.y;
-  }
-
-  // P is 0 where a row doesn't see a key.
-  __device__ __forceinline__ void hide(Scores& r_p, const Place& at, int tile) const {
-    const int first_key = this->first_key() + warp() * 16 + lane() / 4;
-    if constexpr (Config::kMasked) {
-#pragma unroll
-      for (int n = 0; n < kRows / 8; ++n) {
-        const int4 live = live_of(at, n);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (!sees(live, i, first_key)) r_p[n * 4 + i] = 0.f;
-        }
-      }
-    } else {
-      const int row = tile * kRows + lane() % 4 * 2, end = seqlen_q() - row;
-      int begin[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int key = first_key + i * 8;
-        int first = s.work.span.first_row;
-        if (p.args.rule.causal) first = max(first, key - (seqlen_k() - seqlen_q()));
-        if (key < s.work.span.pad || key >= seqlen_k()) first = seqlen_q();
-        begin[i] = first - row;
-      }
-#pragma unroll
-      for (int i = 0; i < kRows / 2; ++i) {
-        const int in_tile = i / 4 * 8 + i % 2;
-        if (in_tile < begin[i / 2 % 2] || in_tile >= end) r_p[i] = 0.f;
-      }
-    }
-  }
-
-  // Zeroes the lines of a tile for which clears(line) is true. By both warpgroups.
-  template <int kStretch, typename Clears>
-  static __device__ __forceinline__ void clear_lines(char* s_tile, int lines,
-                                                     const Clears& clears) {
-#pragma unroll 1
-    for (int i = threadIdx.x - 128; i < lines * 8; i += kBackwardConsumers) {
-      if (!clears(i / 8)) continue;
-#pragma unroll
-      for (int line = 0; line < Config::kLines; ++line) {
-        *reinterpret_cast<uint4*>(s_tile + line * kStretch + i * 16) = make_uint4(0, 0, 0, 0);
-      }
-    }
-  }
-
-  // Rows that see nothing may hold NaN, which no zero of P or dS would hide.
-  __device__ __forceinline__ void clear_rows(const Place& at, int tile) const {
-    const auto clear = [&](int lines, const auto& clears) {
-      s.dout_pipeline.wait(at);
-      clear_lines<Config::kRowStretch>(s.q[at.stage], lines, clears);
-      clear_lines<Config::kRowStretch>(s.dout[at.stage], lines, clears);
-      async_fence();
-      named_barrier_wait<kCleared, kBackwardConsumers>();
-    };
-    if constexpr (Config::kMasked) {
-      const uint64_t live = s.seen[at.stage].group.live;
-      if (live != ~uint64_t{0}) clear(kRows, [&](int row) { return !(live >> row & 1); });
-    } else {
-      const int count = s.work.span.first_row - tile * kRows;
-      if (count > 0) clear(count, [](int) { return true; });
-    }
-  }
-
   // The same of keys that nobody sees, for dQ.
   __device__ __forceinline__ void clear_keys() const {
     const int begin = first_live() - s.work.first_key, end = end_live() - s.work.first_key;
     // What lies behind the last key arrived as zeros.
     if (begin <= 0 && (!Config::kMasked || end >= Config::kKeys)) return;
-    clear_lines<Config::kKeyStretch>(s.k, Config::kKeys,
-                                     [&](int key) { return key < begin || key >= end; });
+    Base::template clear_lines<Config::kLines, Config::kKeyStretch>(
+        s.k, Config::kKeys, [&](int key) { return key < begin || key >= end; });
     async_fence();
     named_barrier_wait<kCleared, kBackwardConsumers>();
-  }
-
-  // The warpgroup's sums through its lines of a tile of keys.
-  __device__ __forceinline__ void store(const Sums& r, uint32_t s_keys, const TensorMap& map,
-                                        float scale) const {
-    const int in_tile = warpgroup * 64 + warp() * 16;
-    const int key = s.work.first_key + in_tile + lane() / 4;
-    const auto scale_of = [&](int key) {
-      return key >= first_live() && (!Config::kMasked || key < end_live()) ? scale : 0.f;
-    };
-    const float low = scale_of(key), high = scale_of(key + 8);
-    const auto scaled = [](float x, float by) { return by == 0.f ? 0.f : x * by; };
-    const int line = in_tile + lane() % 16;
-#pragma unroll
-    for (int n = 0; n < kDim / 16; ++n) {
-      const float* x = r + n * 8;
-      uint32_t words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float by = i % 2 ? high : low;
-        words[i] = pack_pair<T>(scaled(x[2 * i], by), scaled(x[2 * i + 1], by));
-      }
-      const int piece = n % 4 * 2 + lane() / 16;
-      store_matrix_4(
-          s_keys + n / 4 * Config::kKeyStretch + line * kLine + (swizzled_piece(line, piece) << 4),
-          words);
-    }
-    async_fence();
-    named_barrier_wait(kOwn + warpgroup, 128);
-    if (threadIdx.x % 128 == 0 && first_key() < seqlen_k()) {
-#pragma unroll
-      for (int i = 0; i < Config::kLines; ++i) {
-        tma_store(map, s_keys + i * Config::kKeyStretch + warpgroup * Config::kHalfStretch,
-                  i * Config::kLineElems, first_key(), s.work.head_kv, s.work.sequence);
-      }
-      tma_commit();
-    }
   }
 };
 #endif

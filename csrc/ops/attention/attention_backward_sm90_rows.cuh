@@ -100,12 +100,37 @@ __global__ void __launch_bounds__(kSm90RowThreads)
 
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_sm90_rows(const Args& args, cudaStream_t stream) {
-  using Config = BackwardSm90Config<T, kTile, Args>;
-  constexpr int kRowsPerBlock = kSm90RowThreads / (Config::kDim / 8) * 4;
+  constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
+  constexpr int kRows = kIsMasked<Args> ? kShape.kMaskedRows : kShape.rows;
+  constexpr int kRowsPerBlock = kSm90RowThreads / (kShape.dim / 8) * 4;
   const int64_t rows = args.params.sizes.batch * args.params.sizes.nheads * args.rows;
-  launch_kernel(attention_backward_sm90_rows_kernel<T, Config::kDim, Args>,
+  launch_kernel(attention_backward_sm90_rows_kernel<T, kShape.dim, Args>,
                 {divide_up(rows, kRowsPerBlock), kSm90RowThreads}, stream, args,
-                kBackwardTickets + rows / Config::kRows);
+                kBackwardTickets + rows / kRows * kShape.blocks);
+}
+
+// `keys` of a block.
+template <typename Config>
+typename Config::Params backward_sm90_params(const typename Config::Args& args, int keys) {
+  const AttentionBackwardParams& a = args.params;
+  const AttentionSizes& sizes = a.sizes;
+  const auto map = [&](const AttentionTensor& t, int64_t heads, int64_t rows, int64_t columns,
+                       int box_rows) {
+    return attention_tensor_map("attention_backward", a.dtype, t, sizes.batch, heads, rows, columns,
+                                box_rows);
+  };
+  const auto result = [&](void* data, int64_t columns) {
+    const int64_t head = sizes.seqlen_k * columns;
+    return map({data, sizes.nheads_kv * head, head, columns}, sizes.nheads_kv, sizes.seqlen_k,
+               columns, 64);
+  };
+  return {map(a.query, sizes.nheads, sizes.seqlen_q, sizes.head_dim, Config::kRows),
+          map(a.key, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim, keys),
+          map(a.value, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim_v, keys),
+          map(a.dout, sizes.nheads, sizes.seqlen_q, sizes.head_dim_v, Config::kRows),
+          result(a.dkey, sizes.head_dim),
+          result(a.dvalue, sizes.head_dim_v),
+          args};
 }
 
 // dQ of a query tile from the fragments of dQ^T, through shared memory. A block takes a tile.
@@ -124,23 +149,27 @@ __global__ void __launch_bounds__(kSm90RowThreads)
   const BackwardLiveRows<typename Config::Args> live(args, head / static_cast<int>(sizes.nheads));
   if (live.template any_of<kRows>(first_row)) {
     const float scale = args.params.scale;
-    const int half = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const float4* g_from = reinterpret_cast<const float4*>(args.g_dq) +
-                           (int64_t{blockIdx.x} * 2 + half) * (kFloats / 4 * 128) +
-                           threadIdx.x % 128;
-    float4 r[kFloats / 4];
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < kFloats / 4; ++i) r[i] = g_from[i * 128];
-    const int col = (kDim == 64 ? 0 : half * 64) + warp * 16 + lane / 8 % 2 * 8;
-    const int row = (kDim == 64 ? half * Config::kShareRows : 0) + lane % 8;
-    const uint32_t s_lane = shared_address(s_tile) + row * kPitch + col * 2;
+    for (int first = 0; first < Config::kShares; first += 2) {
+      const int share = first + threadIdx.x / 128;
+      const float4* g_from = reinterpret_cast<const float4*>(args.g_dq) +
+                             (int64_t{blockIdx.x} * Config::kShares + share) * (kFloats / 4 * 128) +
+                             threadIdx.x % 128;
+      float4 r[kFloats / 4];
 #pragma unroll
-    for (int i = 0; i < kFloats / 4; i += 2) {
-      const uint32_t words[4] = {pack_pair<T>(r[i].x * scale, r[i].y * scale),
-                                 pack_pair<T>(r[i].z * scale, r[i].w * scale),
-                                 pack_pair<T>(r[i + 1].x * scale, r[i + 1].y * scale),
-                                 pack_pair<T>(r[i + 1].z * scale, r[i + 1].w * scale)};
-      store_matrix_4_transposed(s_lane + (lane < 16 ? i : i + 1) * 8 * kPitch, words);
+      for (int i = 0; i < kFloats / 4; ++i) r[i] = g_from[i * 128];
+      const int col = (kDim == 64 ? 0 : share * 64) + warp * 16 + lane / 8 % 2 * 8;
+      const int row = (kDim == 64 ? share * Config::kShareRows : 0) + lane % 8;
+      const uint32_t s_lane = shared_address(s_tile) + row * kPitch + col * 2;
+#pragma unroll
+      for (int i = 0; i < kFloats / 4; i += 2) {
+        const uint32_t words[4] = {pack_pair<T>(r[i].x * scale, r[i].y * scale),
+                                   pack_pair<T>(r[i].z * scale, r[i].w * scale),
+                                   pack_pair<T>(r[i + 1].x * scale, r[i + 1].y * scale),
+                                   pack_pair<T>(r[i + 1].z * scale, r[i + 1].w * scale)};
+        store_matrix_4_transposed(s_lane + (lane < 16 ? i : i + 1) * 8 * kPitch, words);
+      }
     }
   }
   __syncthreads();

@@ -19,7 +19,7 @@ struct LiveKeys {
 // What a block works on. It stays in shared memory: registers are short. Span: LiveSpan or
 // LiveKeys.
 template <typename Span>
-struct BackwardWorkTile {
+struct alignas(8) BackwardWorkTile {
   int sequence;
   int head_kv;
   int first_key;
@@ -29,6 +29,10 @@ struct BackwardWorkTile {
   int end_head;
   int first_tile;  // query tiles [first_tile, last_tile] of each
   int last_tile;
+  // Hopper's kernels: query heads that a tile is walked through before the next one.
+  // NOTE: 1 where all blocks see the same rows. Elsewhere blocks of later keys see fewer, and would
+  // wait at the end of every head for those of earlier keys.
+  int tile_steps;
 
   // By one thread. Within a few heads the tiles of keys ascend, the same tile of every head side by
   // side.
@@ -48,6 +52,7 @@ struct BackwardWorkTile {
     sequence = head / nheads_kv;
     head_kv = head % nheads_kv;
     first_key = key_tile * Config::kKeys;
+    tile_steps = args.rule.causal || args.rule.window > 0 ? group : 1;
     if constexpr (Config::kMasked) {
       turn = key_tile;
       span.begin = first_tile = INT_MAX;

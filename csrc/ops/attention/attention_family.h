@@ -180,7 +180,9 @@ struct AttentionBackwardFamily : AttentionNumbers {
     if (general(x)) return "";
     if (sm90(x)) {
       const AttentionBackwardSm90Tile& tile = kAttentionBackwardSm90Tiles[x[1]];
-      return tile_text(tile.kKeys, tile.rows) + "x" + std::to_string(tile.dim);
+      return tile_text(tile.keys, tile.rows) + "x" + std::to_string(tile.head_dim) +
+             (tile.head_dim_v == tile.head_dim ? "" : " to " + std::to_string(tile.head_dim_v)) +
+             (tile.blocks > 1 ? " 2 blocks" : "");
     }
     const AttentionBackwardTile& tile = kAttentionBackwardTiles[x[1]];
     return math_text(tile.math) + " " + tile_text(tile.keys, tile.rows) + "x" +
@@ -190,7 +192,7 @@ struct AttentionBackwardFamily : AttentionNumbers {
   static Columns columns(const AttentionProblem&, const Numbers& x) {
     if (sm90(x)) {
       const AttentionBackwardSm90Tile& tile = kAttentionBackwardSm90Tiles[x[1]];
-      return {{"keys", tile.kKeys},
+      return {{"keys", tile.keys},
               {"rows", tile.rows},
               {"cols", tile.rows},
               {"head_dim", tile.dim},

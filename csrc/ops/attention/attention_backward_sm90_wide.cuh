@@ -1,0 +1,113 @@
+// The gradient of attention on Hopper's tensor cores for head dims of 129 to 256, in 16 bits. It is
+// that of attention_backward_sm90.cuh but for who does what: a block has 64 keys of a kv head and
+// its two consumer warpgroups half of the columns of dK and dV each, for which they exchange P and
+// dS.
+//
+// Where two blocks are a cluster they have 128 keys, walk the same query tiles and load them for
+// each other. Each sums up dQ of half of the columns over the keys of both, for which it has those
+// columns of the other's K and is sent its dS: half the additions to dQ in global memory, which
+// would otherwise be what takes longest.
+//
+// Of a step of 64 rows and 64 keys the products take 2560 clocks of an SM. Shared memory, 128 bytes
+// a clock, is read and written for 1536 clocks by S and dP, 768 by dV and dK, 512 by dQ, 512 by its
+// sums, 512 by loads and 200 by P and dS: 4000; without a cluster 4400, and 3100 where K has 192
+// columns and V 128. Of a thread's registers dK and dV have 128, S and dP 32 and dQ 32.
+#pragma once
+
+#include "core/launch.h"
+#include "ops/attention/attention_backward_sm90_rows.cuh"
+#include "ops/attention/attention_backward_sm90_wide_consumer.cuh"
+
+namespace torchweld {
+
+#if TW_HAS_WGMMA
+// What the block works on. The first of a cluster takes it for both.
+template <typename Config>
+__device__ __forceinline__ void backward_wide_take(const typename Config::Params& p,
+                                                   typename Config::Shared& s) {
+  if (Config::rank() == 0) {
+    if constexpr (Config::kMasked) {
+      s.work.template take_masked<Config>(p.args, p.args.g_tickets);
+    } else if (threadIdx.x == 0) {
+      s.work.template take<Config>(p.args, p.args.g_tickets);
+    }
+  }
+  if constexpr (Config::kBlocks == 1) {
+    __syncthreads();
+  } else {
+    cluster_arrive();
+    cluster_wait();
+    constexpr int kPairs = sizeof(s.work) / sizeof(float2);
+    static_assert(sizeof(s.work) % sizeof(float2) == 0);
+    float2* s_work = reinterpret_cast<float2*>(&s.work);
+    if (Config::rank() != 0 && threadIdx.x < kPairs) {
+      s_work[threadIdx.x] = load_from_block(s_work + threadIdx.x, 0);
+    }
+    __syncthreads();
+  }
+}
+#endif
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    attention_backward_wide_kernel(const __grid_constant__ typename Config::Params p) {
+#if TW_HAS_WGMMA
+  constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  constexpr int kConsumerWarps = 8;
+  extern __shared__ __align__(1024) char s_memory[];
+  auto& s = *reinterpret_cast<BackwardWideShared<Config>*>(s_memory);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(p.query);
+    prefetch_tensor_map(p.key);
+    prefetch_tensor_map(p.value);
+    prefetch_tensor_map(p.dout);
+    s.q_pipeline.init(kConsumerWarps * Config::kBlocks);
+    s.dout_pipeline.init(kConsumerWarps * Config::kBlocks);
+    mbarrier_init(&s.k_full, 1);
+    mbarrier_init(&s.v_full, 1);
+    mbarrier_init(&s.ds_wanted, kConsumerWarps);
+    mbarrier_init(&s.ds_full, 1);
+    mbarrier_init(&s.ds_sent, 1);
+    mbarrier_init_fence();
+  }
+  backward_wide_take<Config>(p, s);
+  if (warp < 4) {
+    give_up_registers<kProducerRegisters>();
+    if (warp == 0) {
+      if (elect_one()) backward_wide_load<Config>(p, s);
+    } else if (warp == 1) {
+      backward_wide_add<Config>(p, s);
+    } else if (warp == 2) {
+      if constexpr (Config::kBlocks == 2) backward_wide_send<Config>(s);
+    }
+    __syncwarp();
+  } else {
+    take_registers<kConsumerRegisters>();
+    BackwardWideConsumer<Config>(p, s, warp / 4 - 1).run();
+    __syncwarp();
+  }
+  if constexpr (Config::kBlocks == 2) {
+    // Nobody leaves while the neighbour may still reach for its shared memory.
+    cluster_arrive();
+    cluster_wait();
+  }
+#endif
+}
+
+template <typename T, int kTile, typename Args>
+void launch_attention_backward_wide_tile(const Args& args, cudaStream_t stream) {
+  using Config = BackwardWideConfig<T, kTile, Args>;
+  constexpr int kBytes = sizeof(BackwardWideShared<Config>);
+  static_assert(kBytes <= Config::kShape.tile_bytes() + kAttentionBackwardSm90ExtraBytes);
+  const AttentionSizes& sizes = args.params.sizes;
+  const int64_t clusters = sizes.batch * sizes.nheads_kv * divide_up(sizes.seqlen_k, Config::kKeys);
+  Grid grid(clusters * Config::kBlocks, Config::kThreads, kBytes);
+  grid.cluster = Config::kBlocks;
+  launch_kernel(attention_backward_wide_kernel<Config>, grid, stream,
+                backward_sm90_params<Config>(args, Config::kBlockKeys));
+  const int64_t tiles = sizes.batch * sizes.nheads * (args.rows / Config::kRows);
+  launch_kernel(attention_backward_sm90_dq_kernel<Config>, {tiles, kSm90RowThreads}, stream, args);
+}
+
+}  // namespace torchweld
