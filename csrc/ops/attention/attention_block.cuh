@@ -69,15 +69,18 @@ struct AttentionBlock {
 };
 
 // The same under an AttentionMask: a row of the block sees the keys from begin[row] on, counted
-// from `pad` as all are. kWarpRows rows see every key from their last_begin on.
-template <int kRows, int kWarpRows>
+// from `pad` as all are. kWarpRows rows see every key from their last_begin on. `pad` is a multiple
+// of kPadMultiple: no row sees the first `unseen` keys behind it.
+template <int kRows, int kWarpRows, int kPadMultiple = 1>
 struct MaskedAttentionBlock : AttentionBlock {
+  int unseen;
   int last_begin[kRows / kWarpRows];
   int begin[kRows];  // kSeesNothing where a row doesn't
 
   // By all threads, of which there are at least kRows.
   __device__ __forceinline__ void take(const MaskedAttentionParams& params,
                                        const AttentionSchedule& schedule) {
+    static_assert(kPadMultiple == 1);
     const int row = threadIdx.x;
     if (row == 0) {
       static_cast<AttentionBlock&>(*this) = at<kRows>(params, schedule);
@@ -123,6 +126,8 @@ struct MaskedAttentionBlock : AttentionBlock {
     first = __reduce_min_sync(~0u, first);
     end = __reduce_max_sync(~0u, end);
     if (end == 0) first = 0;
+    const int behind = first % kPadMultiple;
+    first -= behind;
     __syncwarp();
     for (int warp = lane; warp < kRows / kWarpRows; warp += 32) {
       int last = 0;
@@ -135,6 +140,7 @@ struct MaskedAttentionBlock : AttentionBlock {
     }
     if (lane == 0) {
       static_cast<AttentionBlock&>(*this) = block;
+      unseen = behind;
       set_keys(rule, sequence, first, end);
     }
     __syncwarp();

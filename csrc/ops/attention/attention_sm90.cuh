@@ -322,7 +322,12 @@ struct AttentionSm90Consumer {
   // The values of the step that begins at `key`.
   __device__ __forceinline__ void multiply_values(const AttentionBlock& block, int key) {
     s.values.wait(at_value);
-    if constexpr (Config::kMasked) clear_unseen(block.keys - key);
+    if constexpr (Config::kMasked) {
+      clear_values(block.keys - key, kKeys);
+      if constexpr (Config::kReadsScores) {
+        if (key == 0) clear_values(0, s.work[at_work.stage].unseen);
+      }
+    }
     r.multiply_values(shared_address(s.value[at_value.stage]), key > 0);
   }
   __device__ __forceinline__ void release_values() {
@@ -331,14 +336,14 @@ struct AttentionSm90Consumer {
     at_value.advance();
   }
 
-  // Values that no row of the tile sees may be NaN, and their probabilities are 0.
+  // Values [begin, end) that no row of the tile sees may be NaN, and their probabilities are 0.
   // NOTE: every warpgroup clears them for itself, which spares a barrier of all.
-  __device__ __forceinline__ void clear_unseen(int seen) const {
-    if (seen >= kKeys) return;
+  __device__ __forceinline__ void clear_values(int begin, int end) const {
+    if (begin >= end) return;
     char* const s_value = s.value[at_value.stage];
-    for (int piece = thread; piece < (kKeys - seen) * Config::kLinesV * 8; piece += 128) {
-      const int line = piece / 8, stretch = line / (kKeys - seen);
-      const int row = seen + line - stretch * (kKeys - seen);
+    for (int piece = thread; piece < (end - begin) * Config::kLinesV * 8; piece += 128) {
+      const int line = piece / 8, stretch = line / (end - begin);
+      const int row = begin + line - stretch * (end - begin);
       *reinterpret_cast<uint4*>(s_value + stretch * Config::kKeyStretch + row * kSwizzleLineBytes +
                                 piece % 8 * 16) = make_uint4(0, 0, 0, 0);
     }

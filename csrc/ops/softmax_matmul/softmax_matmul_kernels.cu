@@ -366,10 +366,6 @@ void launch_forward(const typename Config::Params& params, cudaStream_t stream) 
                 sizeof(typename Config::Shared), stream, params);
 }
 
-}  // namespace
-
-namespace {
-
 template <typename T, typename Params>
 void launch_sm90(const Params& params, cudaStream_t stream) {
   const int64_t columns = params.problem.head_dim_v;
@@ -388,8 +384,9 @@ void launch_sm90_dtype(const Params& params, cudaStream_t stream) {
 
 void launch_softmax_matmul(const MaskedSoftmaxMatmulParams& params, cudaStream_t stream) {
   if (params.counters != nullptr) {
-    params.mask.given() ? launch_sm90_dtype(params, stream)
-                        : launch_sm90_dtype<SoftmaxMatmulParams>(params, stream);
+    params.mask.given() || params.problem.leftpad
+        ? launch_sm90_dtype(params, stream)
+        : launch_sm90_dtype<SoftmaxMatmulParams>(params, stream);
     return check_launch("softmax_matmul");
   }
   dispatch_columns(params.problem, [&](auto element, auto tf32, auto columns) {

@@ -1,7 +1,8 @@
 // softmax_matmul's forward on Hopper's tensor cores, in 16 bits: attention's kernel
 // (ops/attention/attention_sm90.cuh) with scores that are read instead of multiplied. They arrive
 // by TMA in the place of keys, in boxes of 128 query rows and 64 keys, and go into registers by
-// ldmatrix.
+// ldmatrix. A box begins on 16 bytes: where a batch row's first live key doesn't, the walk begins
+// up to 7 keys before it, with a mask.
 #pragma once
 
 #include "ops/attention/attention_sm90.cuh"
@@ -24,7 +25,8 @@ struct SoftmaxMatmulSm90Config : AttentionVariant<kMasked> {
                        kValueBytes = kLinesV * kKeyStretch;
   static constexpr bool kLazy = kDimV > 128;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-  using Block = AttentionBlockOf<kMasked, kRows, kWarpRows>;
+  using Block =
+      std::conditional_t<kMasked, MaskedAttentionBlock<kRows, kWarpRows, 8>, AttentionBlock>;
   using Params = AttentionSm90Params<kMasked>;
 };
 
