@@ -74,7 +74,7 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     for (; steps > 1; --steps) {
       queries(r_dq, at);
       at.advance();
-      next_tile(tile, tile_steps);
+      this->next_tile(tile, tile_steps);
       start_scores(r_s, at, tile);
       wgmma_wait<1>();
       hand_over(r_dq);

@@ -95,7 +95,7 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
       queries(r_dq, r_dk, at, dout_at);
       at.advance();
       dout_at.advance();
-      next_tile(tile, tile_steps);
+      this->next_tile(tile, tile_steps);
       start_scores(r_s, at, dout_at, tile);
       wgmma_wait<1>();
       if constexpr (kBlocks == 2) {
