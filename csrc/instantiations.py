@@ -121,14 +121,14 @@ TABLE = [
         + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=(128,), tile=(1,)),
     ),
     Family(
-        "${masked}attention_backward_wide_${dtype}_$blocks",
+        "${masked}attention_backward_wide_${dtype}_$dims",
         "ops/attention/attention_backward_sm90_wide.cuh",
         "template void launch_attention_backward_wide_tile<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);\n"
         "template void launch_attention_backward_sm90_rows<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);",
-        each(variant=VARIANTS, dtype=SIXTEEN_BIT, blocks=("unequal_pair",), tile=(2,))
-        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, blocks=("pair",), tile=(3,)),
+        each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("unequal",), tile=(2,))
+        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_256",), tile=(3,)),
     ),
     # `tile` counts in kAttentionBackwardTiles, `dims` are the head dims that the tiles serve.
     Family(

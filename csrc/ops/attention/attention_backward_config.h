@@ -86,8 +86,8 @@ inline constexpr int kNumAttentionBackwardTiles =
 // rows are those of a group (kAttentionBackwardRowPad), which leaves registers for the mask.
 //
 // Above 128 columns both warpgroups have the same 64 keys and half of the rows and of the columns
-// each (attention_backward_sm90_wide.cuh), and two blocks may share a query tile in a cluster: each
-// then sums up half of the columns of its dQ.
+// each, and the two blocks of a cluster share a query tile: each sums up half of the columns of its
+// dQ (attention_backward_sm90_wide.cuh).
 struct AttentionBackwardSm90Tile {
   int dim;  // columns of dQ's sums
   int rows;
@@ -101,14 +101,14 @@ struct AttentionBackwardSm90Tile {
   static constexpr int kLineElems = AttentionSm90Tile::kLineElems;
 
   constexpr bool wide() const { return dim > 128; }
-  // K, V, Q and dO twice, dS twice, and a dQ tile in fp32. A wide one has one dO, P beside dS, half
-  // of dQ, and in a cluster half of its neighbour's K; there P lies where the neighbour's dS comes.
+  // K, V, Q and dO twice, dS twice, and a dQ tile in fp32. A wide one has dO and
+  // dS once, half of dQ, half of its neighbour's K, and P, where the neighbour's dS comes later.
   constexpr int tile_bytes() const {
     if (!wide()) {
       return 2 * (2 * keys * dim + 2 * kStages * rows * dim + 2 * rows * keys) + 4 * rows * dim;
     }
-    const int elems = keys * (dim + head_dim_v) + rows * (kStages * dim + head_dim_v) +
-                      (blocks == 1 ? 3 * rows * keys : 2 * rows * keys + keys * dim / 2);
+    const int elems =
+        keys * (dim + dim / 2 + head_dim_v) + rows * (kStages * dim + head_dim_v) + 2 * rows * keys;
     return 2 * elems + 2 * rows * dim;
   }
 };

@@ -3,15 +3,15 @@
 // its two consumer warpgroups half of the columns of dK and dV each, for which they exchange P and
 // dS.
 //
-// Where two blocks are a cluster they have 128 keys, walk the same query tiles and load them for
-// each other. Each sums up dQ of half of the columns over the keys of both, for which it has those
-// columns of the other's K and is sent its dS: half the additions to dQ in global memory, which
-// would otherwise be what takes longest.
+// The two blocks of a cluster have 128 keys, walk the same query tiles and load them for each
+// other. Each sums up dQ of half of the columns over the keys of both, for which it has those
+// columns of the other's K and is sent its dS. That halves the additions to dQ in global memory.
+// Why a pair: a single block per 64 keys took 1.25 to 1.6 times as long, measured.
 //
 // Of a step of 64 rows and 64 keys the products take 2560 clocks of an SM. Shared memory, 128 bytes
 // a clock, is read and written for 1536 clocks by S and dP, 768 by dV and dK, 512 by dQ, 512 by its
-// sums, 512 by loads and 200 by P and dS: 4000; without a cluster 4400, and 3100 where K has 192
-// columns and V 128. Of a thread's registers dK and dV have 128, S and dP 32 and dQ 32.
+// sums, 512 by loads and 200 by P and dS: 4000, or 3100 where K has 192 columns and V 128. Of a
+// thread's registers dK and dV have 128, S and dP 32 and dQ 32.
 #pragma once
 
 #include "core/launch.h"
@@ -21,7 +21,7 @@
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// What the block works on. The first of a cluster takes it for both.
+// What the cluster works on: its first block takes that for both.
 template <typename Config>
 __device__ __forceinline__ void backward_wide_take(const typename Config::Params& p,
                                                    typename Config::Shared& s) {
@@ -32,19 +32,15 @@ __device__ __forceinline__ void backward_wide_take(const typename Config::Params
       s.work.template take<Config>(p.args, p.args.g_tickets);
     }
   }
-  if constexpr (Config::kBlocks == 1) {
-    __syncthreads();
-  } else {
-    cluster_arrive();
-    cluster_wait();
-    constexpr int kPairs = sizeof(s.work) / sizeof(float2);
-    static_assert(sizeof(s.work) % sizeof(float2) == 0);
-    float2* s_work = reinterpret_cast<float2*>(&s.work);
-    if (Config::rank() != 0 && threadIdx.x < kPairs) {
-      s_work[threadIdx.x] = load_from_block(s_work + threadIdx.x, 0);
-    }
-    __syncthreads();
+  cluster_arrive();
+  cluster_wait();
+  constexpr int kPairs = sizeof(s.work) / sizeof(float2);
+  static_assert(sizeof(s.work) % sizeof(float2) == 0);
+  float2* s_work = reinterpret_cast<float2*>(&s.work);
+  if (Config::rank() != 0 && threadIdx.x < kPairs) {
+    s_work[threadIdx.x] = load_from_block(s_work + threadIdx.x, 0);
   }
+  __syncthreads();
 }
 #endif
 
@@ -79,7 +75,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else if (warp == 1) {
       backward_wide_add<Config>(p, s);
     } else if (warp == 2) {
-      if constexpr (Config::kBlocks == 2) backward_wide_send<Config>(s);
+      backward_wide_send<Config>(s);
     }
     __syncwarp();
   } else {
@@ -87,11 +83,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     BackwardWideConsumer<Config>(p, s, warp / 4 - 1).run();
     __syncwarp();
   }
-  if constexpr (Config::kBlocks == 2) {
-    // Nobody leaves while the neighbour may still reach for its shared memory.
-    cluster_arrive();
-    cluster_wait();
-  }
+  // Nobody leaves while the neighbour may still reach for its shared memory.
+  cluster_arrive();
+  cluster_wait();
 #endif
 }
 

@@ -34,45 +34,32 @@ struct BackwardWideConfig {
   static constexpr int kValueBytes = kValueLines * kKeyStretch,
                        kDoutBytes = kValueLines * kRowStretch;
   static constexpr int kScoreBytes = kRows * kSwizzleLineBytes;  // of P or dS: 64 keys
-  static constexpr int kScoreTiles = kBlocks == 1 ? 2 : 1;       // of dS
-  // Of dQ^T a warpgroup sums up kGroupShares times 64 columns, of kShares in all.
-  static constexpr int kShares = kLines, kGroupShares = kShares / 2 / kBlocks;
+  // A warpgroup's share of dQ^T: 64 columns. The cluster's warpgroups have one each.
+  static constexpr int kShares = kLines;
   static constexpr int kShareRows = kRows, kShareFloats = kShareRows / 2;  // of a thread
   static constexpr int kShareBytes = kShareFloats * 128 * 4;
+  static __device__ __forceinline__ int rank() { return static_cast<int>(rank_in_cluster()); }
   // Where a warpgroup's scores are.
-  static __device__ __forceinline__ int rank() {
-    if constexpr (kBlocks == 1) {
-      return 0;
-    } else {
-      return static_cast<int>(rank_in_cluster());
-    }
-  }
   static __device__ __forceinline__ int first_key(const WorkTile& work, int /*warpgroup*/) {
     return work.first_key + rank() * kBlockKeys;
   }
   static __device__ __forceinline__ int first_row(int warpgroup) { return warpgroup * kScoreRows; }
-  static_assert(kDim == 256 && kBlockKeys == 64 && kRows == 64 && kBlocks <= 2);
+  static_assert(kDim == 256 && kBlockKeys == 64 && kRows == 64 && kBlocks == 2);
   static_assert(kRows == kAttentionBackwardRowPad);
 };
 
-// Of a cluster's block: its half of the columns of the neighbour's keys.
-template <typename Config, int kBlocks = Config::kBlocks>
-struct BackwardWideNeighbour {
-  alignas(kSwizzleAtomBytes) char k_neighbour[Config::kLines / 2 * Config::kKeyStretch];
-};
 template <typename Config>
-struct BackwardWideNeighbour<Config, 1> {};
-
-template <typename Config>
-struct BackwardWideShared : BackwardWideNeighbour<Config> {
+struct BackwardWideShared {
   static constexpr int kStages = Config::kStages;
+  // The block's half of the columns of the neighbour's keys.
+  alignas(kSwizzleAtomBytes) char k_neighbour[Config::kLines / 2 * Config::kKeyStretch];
   alignas(kSwizzleAtomBytes) char k[Config::kKeyBytes];
   alignas(kSwizzleAtomBytes) char v[Config::kValueBytes];
   alignas(kSwizzleAtomBytes) char q[kStages][Config::kRowBytes];
   alignas(kSwizzleAtomBytes) char dout[1][Config::kDoutBytes];
-  // P; in a cluster the neighbour's dS comes here when P has been read.
+  // P; the neighbour's dS comes here when P has been read.
   alignas(kSwizzleAtomBytes) char probabilities[Config::kScoreBytes];
-  alignas(kSwizzleAtomBytes) char ds[Config::kScoreTiles][Config::kScoreBytes];
+  alignas(kSwizzleAtomBytes) char ds[Config::kScoreBytes];
   alignas(128) float dq[2][Config::kShareFloats * 128];
   alignas(128) float lse[kStages][Config::kRows];
   alignas(128) float delta[1][Config::kRows];
@@ -80,8 +67,8 @@ struct BackwardWideShared : BackwardWideNeighbour<Config> {
   PipelineBarriers<kStages> q_pipeline;
   PipelineBarriers<1> dout_pipeline;
   uint64_t k_full, v_full;
-  // In a cluster: this block's dS may go to the neighbour, whose warps have read P; the neighbour's
-  // is here; this block's has arrived there.
+  // This block's dS may go to the neighbour, whose warps have read P; the neighbour's is here; this
+  // block's has arrived there.
   uint64_t ds_wanted, ds_full, ds_sent;
   alignas(8) typename Config::WorkTile work;
 
@@ -132,12 +119,8 @@ __device__ __forceinline__ void backward_wide_load(const typename Config::Params
       const int line = i * kBlocks + rank, x = line * Config::kLineElems;
       if (line >= lines) break;
       const uint32_t s_line = shared_address(s_to) + line * Config::kRowStretch;
-      const int y = walk.tile * kRows, z = walk.head - work.sequence * nheads;
-      if constexpr (kBlocks == 1) {
-        tma_load(s_line, map, s_full, x, y, z, work.sequence);
-      } else {
-        tma_load_to_all(s_line, map, s_full, x, y, z, work.sequence, 3);
-      }
+      tma_load_to_all(s_line, map, s_full, x, walk.tile * kRows, walk.head - work.sequence * nheads,
+                      work.sequence, 3);
     }
     bulk_load(s_stats, g_stats + int64_t{walk.head} * rows + walk.tile * kRows, kRows * 4, s_full);
   };
@@ -155,12 +138,9 @@ __device__ __forceinline__ void backward_wide_load(const typename Config::Params
     }
     load_rows(s.q[at.stage], s.lse[at.stage], p.query, p.args.g_lse, s_full, kDepthLines);
     if (step == 0) {
-      mbarrier_expect(&s.k_full,
-                      (kDepthLines + (kBlocks - 1) * (kLines / 2)) * Config::kKeyStretch);
+      mbarrier_expect(&s.k_full, (kDepthLines + kLines / 2) * Config::kKeyStretch);
       load_keys(s.k, p.key, &s.k_full, 0, kDepthLines, rank);
-      if constexpr (kBlocks == 2) {
-        load_keys(s.k_neighbour, p.key, &s.k_full, rank * (kLines / 2), kLines / 2, rank ^ 1);
-      }
+      load_keys(s.k_neighbour, p.key, &s.k_full, rank * (kLines / 2), kLines / 2, rank ^ 1);
     }
     s_full = s.dout_pipeline.acquire(dout_at, Config::kDoutBytes + kStatBytes);
     load_rows(s.dout[0], s.delta[0], p.dout, p.args.g_delta, s_full, kValueLines);
@@ -184,7 +164,7 @@ __device__ __forceinline__ void backward_wide_send(typename Config::Shared& s) {
     named_barrier_wait(kSend, kBackwardSendThreads);
     if (threadIdx.x % kWarp == 0) {
       mbarrier_wait(&s.ds_wanted, at.parity);
-      bulk_send_to_block(s.probabilities, s.ds[0], Config::kScoreBytes, &s.ds_full, neighbour);
+      bulk_send_to_block(s.probabilities, s.ds, Config::kScoreBytes, &s.ds_full, neighbour);
     }
     __syncwarp();
     at.advance();
@@ -196,7 +176,7 @@ __device__ __forceinline__ void backward_wide_send(typename Config::Shared& s) {
 template <typename Config>
 __device__ __forceinline__ void backward_wide_add(const typename Config::Params& p,
                                                   typename Config::Shared& s) {
-  constexpr int kFloats = Config::kShareBytes / 4, kGroupShares = Config::kGroupShares;
+  constexpr int kFloats = Config::kShareBytes / 4;
   const int steps = s.steps();
   if (steps == 0) return;
   const bool lane_0 = threadIdx.x % kWarp == 0;
@@ -216,29 +196,26 @@ __device__ __forceinline__ void backward_wide_add(const typename Config::Params&
       global_async_fence();
     }
     __syncwarp();
-#pragma unroll
-    for (int share = 0; share < kGroupShares; ++share) {
-      for (int half = 0; half < 2; ++half) {
-        named_barrier_wait(kShareFull + half, kBackwardShareThreads);
-        if (adds) {
-          const int line = (rank * 2 + half) * kGroupShares + share;
-          float* const g_to = p.args.g_dq + (tile * Config::kShares + line) * kFloats;
-          if (turn == 0) {
-            bulk_store(g_to, s.dq[half], Config::kShareBytes);
-          } else {
-            bulk_add(g_to, s.dq[half], Config::kShareBytes);
-          }
-          tma_commit();
+    for (int half = 0; half < 2; ++half) {
+      named_barrier_wait(kShareFull + half, kBackwardShareThreads);
+      if (adds) {
+        const int line = rank * 2 + half;
+        float* const g_to = p.args.g_dq + (tile * Config::kShares + line) * kFloats;
+        if (turn == 0) {
+          bulk_store(g_to, s.dq[half], Config::kShareBytes);
+        } else {
+          bulk_add(g_to, s.dq[half], Config::kShareBytes);
         }
+        tma_commit();
       }
-      const bool last = step + 1 == steps && share + 1 == kGroupShares;
-      if (adds) tma_wait_read<1>();
-      __syncwarp();
-      if (!last) named_barrier_arrive(kShareEmpty, kBackwardShareThreads);
-      if (adds) tma_wait_read<0>();
-      __syncwarp();
-      if (!last) named_barrier_arrive(kShareEmpty + 1, kBackwardShareThreads);
     }
+    const bool last = step + 1 == steps;
+    if (adds) tma_wait_read<1>();
+    __syncwarp();
+    if (!last) named_barrier_arrive(kShareEmpty, kBackwardShareThreads);
+    if (adds) tma_wait_read<0>();
+    __syncwarp();
+    if (!last) named_barrier_arrive(kShareEmpty + 1, kBackwardShareThreads);
     if (adds) {
       tma_wait_all();
       global_async_fence();

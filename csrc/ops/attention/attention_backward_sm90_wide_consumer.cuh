@@ -20,8 +20,6 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
   using Base::p, Base::s, Base::warpgroup, Base::kScoreRows, Base::kRowSlices, Base::kLine;
   using typename Base::Packed, typename Base::Params, typename Base::Place, typename Base::Scores,
       typename Base::Shared;
-  static constexpr int kDim = Config::kDim, kBlocks = Config::kBlocks;
-  static constexpr int kGroupShares = Config::kGroupShares;
   // Of dK and dV, a warpgroup's.
   static constexpr int kLines = Config::kLines / 2, kValueLines = Config::kValueLines / 2;
   using DoutPlace = PipelineState<1>;
@@ -39,7 +37,7 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
     s_q = shared_address(s.q[0]);
     s_dout = shared_address(s.dout[0]);
     s_p = shared_address(s.probabilities);
-    s_ds = shared_address(s.ds[0]);
+    s_ds = shared_address(s.ds);
     // The fragments are transposed: of 16 rows and 16 keys, the two halves of the keys come first.
     const int row = lane() % 8 + lane() / 16 * 8, piece = 2 * warp() + lane() / 8 % 2;
     s_lane = (first_row() + row) * kLine + (swizzled_piece(row, piece) << 4);
@@ -65,14 +63,11 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
 
  private:
   static __device__ __forceinline__ uint32_t neighbour() { return Config::rank() ^ 1; }
-  __device__ __forceinline__ uint32_t ds_tile(uint32_t parity) const {
-    return s_ds + (Config::kScoreTiles == 1 ? 0 : parity * Config::kScoreBytes);
-  }
-  // Of a tile that both blocks' loads fill.
+  // A tile that both blocks' loads fill.
   __device__ __forceinline__ void release(uint64_t* s_empty) const {
     if (lane() == 0) {
       mbarrier_arrive(s_empty);
-      if constexpr (kBlocks == 2) mbarrier_arrive_at(s_empty, neighbour());
+      mbarrier_arrive_at(s_empty, neighbour());
     }
   }
 
@@ -98,23 +93,14 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
       this->next_tile(tile, tile_steps);
       start_scores(r_s, at, dout_at, tile);
       wgmma_wait<1>();
-      if constexpr (kBlocks == 2) {
-        named_barrier_arrive(kShareDone + warpgroup, kBackwardConsumers);
-      }
+      named_barrier_arrive(kShareDone + warpgroup, kBackwardConsumers);
       hand_over(r_dq);
-      if constexpr (kGroupShares == 2) start_share(r_dq, 1, dout_at.parity ^ 1);
       probabilities<false>(r_s, r_dp, r_dv, at, dout_at, tile);
       differences(r_s, r_dp, r_dk, at, dout_at, tile);
-      if constexpr (kGroupShares == 2) hand_over(r_dq);
     }
     queries(r_dq, r_dk, at, dout_at);
     wgmma_wait<0>();
     hand_over(r_dq);
-    if constexpr (kGroupShares == 2) {
-      start_share(r_dq, 1, dout_at.parity);
-      wgmma_wait<0>();
-      hand_over(r_dq);
-    }
     wgmma_results(r_dk);
     wgmma_results(r_dv);
   }
@@ -127,15 +113,14 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
     scores<Config::kDepthLines>(r_s, s_k, s_q + at.stage * Config::kRowBytes);
   }
 
-  // r_s: S^T on its way -> P^T;  r_dp = dP^T;  dV += P^T dO on its way. A second share of the last
-  // tile's dQ, which is on its way behind S^T, is done.
+  // r_s: S^T on its way -> P^T;  r_dp = dP^T;  dV += P^T dO on its way.
   template <bool kFirst>
   __device__ __forceinline__ void probabilities(Scores& r_s, Scores& r_dp, ValueSums& r_dv,
                                                 const Place& at, const DoutPlace& dout_at,
                                                 int tile) {
     s.dout_pipeline.wait(dout_at);
     scores<Config::kValueLines>(r_dp, s_v, s_dout);
-    wgmma_wait<!kFirst && kGroupShares == 2 ? 2 : 1>();
+    wgmma_wait<1>();
     wgmma_results(r_s);
     Packed r_p16;
     if (capped()) {
@@ -147,9 +132,7 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
     }
     accumulate(r_dv, r_p16, s_dout);
     // Where P goes was the neighbour's dS.
-    if constexpr (!kFirst && kBlocks == 2) {
-      named_barrier_wait(kShareDone + (warpgroup ^ 1), kBackwardConsumers);
-    }
+    if constexpr (!kFirst) named_barrier_wait(kShareDone + (warpgroup ^ 1), kBackwardConsumers);
     write(s_p, r_p16);
     named_barrier_wait<kProbabilitiesWritten, kBackwardConsumers>();
     accumulate_others(r_dv, s_p, s_dout);
@@ -180,42 +163,33 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
     Packed r_ds16;
     pack(r_ds16, r_dp);
     accumulate(r_dk, r_ds16, s_q + at.stage * Config::kRowBytes);
-    // NOTE: who comes here has met the other warpgroup since both had waited for their products
-    // from the last tile of dS but one, and in a cluster, which has one, from the last.
-    if constexpr (kBlocks == 2) mbarrier_wait(&s.ds_sent, dout_at.parity ^ 1);
-    write(ds_tile(dout_at.parity), r_ds16);
+    // NOTE: the products from the last tile's dS, which lies there, are done: both warpgroups met
+    // after them. Its copy to the neighbour has to be waited for.
+    mbarrier_wait(&s.ds_sent, dout_at.parity ^ 1);
+    write(s_ds, r_ds16);
     wgmma_wait<1>();
     release(&s.dout_pipeline.empty[0]);
-    if constexpr (kBlocks == 2) {
-      if (threadIdx.x == 128) mbarrier_expect(&s.ds_full, Config::kScoreBytes);
-      __syncwarp();
-      if (lane() == 0) mbarrier_arrive_at(&s.ds_wanted, neighbour());
-      named_barrier_arrive(kSend, kBackwardSendThreads);
-    }
+    if (threadIdx.x == 128) mbarrier_expect(&s.ds_full, Config::kScoreBytes);
+    __syncwarp();
+    if (lane() == 0) mbarrier_arrive_at(&s.ds_wanted, neighbour());
+    named_barrier_arrive(kSend, kBackwardSendThreads);
   }
 
-  // dK += dS^T Q of the others' rows;  r_dq: the first share of dQ on its way;  dK is done, and Q
-  // is given back.
+  // dK += dS^T Q of the others' rows;  r_dq: the share of dQ on its way;  dK is done, and Q is
+  // given back.
   __device__ __forceinline__ void queries(Share& r_dq, Sums& r_dk, const Place& at,
                                           const DoutPlace& dout_at) {
     named_barrier_wait<kScoresWritten, kBackwardConsumers>();
-    accumulate_others(r_dk, ds_tile(dout_at.parity), s_q + at.stage * Config::kRowBytes);
-    start_share(r_dq, 0, dout_at.parity);
+    accumulate_others(r_dk, s_ds, s_q + at.stage * Config::kRowBytes);
+    const int line = Config::rank() * 2 + warpgroup;
+    wgmma_forget(r_dq);
+    multiply_dq<0>(r_dq, s_k + line * Config::kKeyStretch, s_ds);
     wgmma_wait<1>();
     release(&s.q_pipeline.empty[at.stage]);
-    if constexpr (kBlocks == 2) {
-      mbarrier_wait(&s.ds_full, dout_at.parity);
-      if (threadIdx.x == 128) mbarrier_arrive_at(&s.ds_sent, neighbour());
-      __syncwarp();
-      multiply_dq<1>(r_dq, shared_address(s.k_neighbour) + warpgroup * Config::kKeyStretch, s_p);
-    }
-  }
-
-  // r = K^T dS^T of this block's keys, for the warpgroup's share of the columns.
-  __device__ __forceinline__ void start_share(Share& r, int share, uint32_t parity) {
-    const int line = (Config::rank() * 2 + warpgroup) * kGroupShares + share;
-    wgmma_forget(r);
-    multiply_dq<0>(r, s_k + line * Config::kKeyStretch, ds_tile(parity));
+    mbarrier_wait(&s.ds_full, dout_at.parity);
+    if (threadIdx.x == 128) mbarrier_arrive_at(&s.ds_sent, neighbour());
+    __syncwarp();
+    multiply_dq<1>(r_dq, shared_address(s.k_neighbour) + warpgroup * Config::kKeyStretch, s_p);
   }
 
   __device__ __forceinline__ void hand_over(Share& r_dq) {
@@ -310,10 +284,8 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
           s_tile, Config::kBlockKeys, [&](int key) { return key < begin || key >= end; });
     };
     clear(std::integral_constant<int, Config::kLines>(), s.k, Config::rank());
-    if constexpr (kBlocks == 2) {
-      clear(std::integral_constant<int, Config::kLines / 2>(), s.k_neighbour,
-            static_cast<int>(neighbour()));
-    }
+    clear(std::integral_constant<int, Config::kLines / 2>(), s.k_neighbour,
+          static_cast<int>(neighbour()));
     async_fence();
     named_barrier_wait<kCleared, kBackwardConsumers>();
   }
