@@ -14,7 +14,8 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
   using T = typename Config::T;
   using Base::capped, Base::clear_rows, Base::end_live, Base::exponentiate,
       Base::exponentiate_capped, Base::first_key, Base::first_live, Base::hide, Base::is_edge,
-      Base::lane, Base::pack, Base::release, Base::seqlen_k, Base::store, Base::warp;
+      Base::lane, Base::next_tile, Base::pack, Base::release, Base::seqlen_k, Base::store,
+      Base::warp;
   using Base::p, Base::s, Base::warpgroup, Base::kRows, Base::kRowSlices, Base::kLine;
   using typename Base::Packed, typename Base::Params, typename Base::Place, typename Base::Scores,
       typename Base::Shared;
@@ -74,7 +75,7 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     for (; steps > 1; --steps) {
       queries(r_dq, at);
       at.advance();
-      this->next_tile(tile, tile_steps);
+      next_tile(tile, tile_steps);
       start_scores(r_s, at, tile);
       wgmma_wait<1>();
       hand_over(r_dq);

@@ -16,7 +16,7 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
   using T = typename Config::T;
   using Base::capped, Base::clear_rows, Base::end_live, Base::exponentiate,
       Base::exponentiate_capped, Base::first_key, Base::first_live, Base::first_row, Base::hide,
-      Base::is_edge, Base::lane, Base::pack, Base::store, Base::warp;
+      Base::is_edge, Base::lane, Base::next_tile, Base::pack, Base::store, Base::warp;
   using Base::p, Base::s, Base::warpgroup, Base::kScoreRows, Base::kRowSlices, Base::kLine;
   using typename Base::Packed, typename Base::Params, typename Base::Place, typename Base::Scores,
       typename Base::Shared;
@@ -90,7 +90,7 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
       queries(r_dq, r_dk, at, dout_at);
       at.advance();
       dout_at.advance();
-      this->next_tile(tile, tile_steps);
+      next_tile(tile, tile_steps);
       start_scores(r_s, at, dout_at, tile);
       wgmma_wait<1>();
       named_barrier_arrive(kShareDone + warpgroup, kBackwardConsumers);

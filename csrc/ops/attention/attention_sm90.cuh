@@ -403,22 +403,23 @@ struct AttentionSm90Consumer {
   }
 
   // The same where the scores are read.
-  __device__ __forceinline__ void read_scores() {
+  // NOTE: a stage is given back behind the maxima of its scores. The tensor cores read shared
+  // memory first, and a load that was issued but not done would find the next scores there.
+  __device__ __forceinline__ void attend_read_scores(const AttentionBlock& block, int key) {
     s.keys.wait(at_key);
     r.read_scores(shared_address(s.key[at_key.stage]), warp_row());
+    attend(block, key);
     __syncwarp();
     if (thread % 32 == 0) mbarrier_arrive(&s.keys.empty[at_key.stage]);
     at_key.advance();
   }
   __device__ __forceinline__ void walk_scores(const AttentionBlock& block) {
-    read_scores();
-    attend(block, 0);
+    attend_read_scores(block, 0);
     r.round_probabilities();
     int key = kKeys;
     for (; key < block.keys; key += kKeys) {
       multiply_values(block, key - kKeys);
-      read_scores();
-      attend(block, key);
+      attend_read_scores(block, key);
       wgmma_wait<0>();
       release_values();
       if (!Config::kLazy || __any_sync(~0u, r.factor[0][0] != 1.f || r.factor[0][1] != 1.f)) {
