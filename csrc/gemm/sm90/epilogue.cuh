@@ -93,58 +93,79 @@ class Sm90Epilogue {
   }
 
  private:
-  // Where a box of results goes.
-  struct Box {
-    int row, column, right, batch;  // right: of a gated product's right half
+  using Flat = float[kT.row_pieces() * kT.block_n / 2];
+  static constexpr int kAcross = kTileColumns / kColumns;  // boxes side by side
+  // Boxes of results of kColumns columns of y and 16 rows: y's, and those of its pre-activation.
+  static constexpr int results(bool preact) { return 1 + (preact ? (kGated ? 2 : 1) : 0); }
+
+  // Where a tile of y begins that has the warp's rows, and where a box of its results goes.
+  struct Place {
+    int row, column, batch;
+  };
+  struct Box : Place {
+    int right;  // of a gated product's right half
     bool preact;
   };
+  template <bool kPreact>
+  static __device__ __forceinline__ Box box_of(const Place& place, int result) {
+    constexpr int kResults = results(kPreact);
+    const int at = result / kResults, kind = result % kResults;
+    return {{place.row + at / kAcross * 64, place.column + at % kAcross * kColumns, place.batch},
+            kGated && kind == 1,
+            kind < kResults - 1};
+  }
 
+  // NOTE: a loop whose turns take the first sums and move the others up. Without it the code is so
+  // long that the time goes into fetching instructions: it runs once a tile, and one warp of a
+  // scheduler has nothing else to do meanwhile.
   template <bool kPreact>
   __device__ __forceinline__ void finish_boxes(Sums& acc, const WorkTile& work, int rank) {
     const GemmEpilogue& e = p_.gemm.epilogue;
     const int warpgroup = fresh_thread() / 128 - 1;
     const int own_row = kT.pingpong ? 0 : warpgroup * 64 * kT.row_pieces();  // of the tile
-    const int row = (int(work.tile_m) * kT.cluster + rank) * kT.block_m + own_row +
-                    fresh_thread() % 128 / 32 * 16;
-    const int column = int(work.tile_n) * kTileColumns, batch = int(work.batch);
-    constexpr int kAcross = kTileColumns / kColumns;
-    constexpr int kResults = 1 + (kPreact ? (kGated ? 2 : 1) : 0);
-    Box boxes[kT.boxes];
+    const Place place = {(int(work.tile_m) * kT.cluster + rank) * kT.block_m + own_row +
+                             fresh_thread() % 128 / 32 * 16,
+                         int(work.tile_n) * kTileColumns, int(work.batch)};
+    // Of a gated product a turn has both halves of 64 rows.
+    constexpr int kTurnBoxes = kGated ? kAcross : 1,
+                  kTurnFloats = kGated ? kT.block_n / 2 : kValues;
+    constexpr int kBoxes = kT.row_pieces() * kAcross, kResults = kBoxes * results(kPreact);
+    Flat& sums = reinterpret_cast<Flat&>(acc);
+    int result = 0;
+    const auto store = [&](const float (&values)[kValues]) {
+      const int slot = result % kT.boxes;
+      if (slot == 0) wait_for_boxes();
+      stage(values, slot);
+      ++result;
+      if (slot == kT.boxes - 1 || result == kResults) send<kPreact>(place, result, slot + 1);
+    };
+#pragma unroll 1
+    for (int turn = 0; turn < kBoxes / kTurnBoxes; ++turn) {
 #pragma unroll
-    for (int i = 0; i < kT.row_pieces(); ++i) {
-      const int first = row + i * 64;
-#pragma unroll
-      for (int c = 0; c < kAcross; ++c) {
-        auto& v = box_of(acc[i], c * kColumns);
-        const int at = column + c * kColumns;
-        int result = (i * kAcross + c) * kResults;
-        const auto store = [&](const float (&values)[kValues], int right, bool preact) {
-          const int slot = result % kT.boxes;
-          boxes[slot] = {first, at, right, batch, preact};
-          if (slot == 0) wait_for_boxes();
-          stage(values, slot);
-          if (slot == kT.boxes - 1 || result == kT.row_pieces() * kAcross * kResults - 1) {
-            send(boxes, slot + 1);
-          }
-          ++result;
-        };
-        if (e.bias != nullptr) add_bias(v, c * kColumns);
+      for (int c = 0; c < kTurnBoxes; ++c) {
+        auto& v = values_of(sums, c * kColumns);
+        const int from = kGated ? c * kColumns : turn % kAcross * kColumns;  // of the tile
+        if (e.bias != nullptr) add_bias(v, from);
         if constexpr (!kGated) {
-          if (kPreact) store(v, 0, true);
+          if (kPreact) store(v);
           activate<kExact>(v, e.activation);
         } else {
-          auto& right = box_of(acc[i], kTileColumns + c * kColumns);
-          if (e.bias != nullptr) add_bias(right, kTileColumns + c * kColumns);
-          if (kPreact) store(v, 0, true);
-          if (kPreact) store(right, 1, true);
+          auto& right = values_of(sums, kTileColumns + c * kColumns);
+          if (e.bias != nullptr) add_bias(right, kTileColumns + from);
+          if (kPreact) store(v);
+          if (kPreact) store(right);
           apply_gate<kExact>(v, right, e.gate);
         }
-        store(v, 0, false);
+        store(v);
+      }
+#pragma unroll
+      for (int i = kTurnFloats; i < int(sizeof(sums) / sizeof(float)); ++i) {
+        sums[i - kTurnFloats] = sums[i];
       }
     }
   }
 
-  static __device__ __forceinline__ float (&box_of(float (&sums)[kT.block_n / 2], int column))
+  static __device__ __forceinline__ float (&values_of(Flat& sums, int column))
       [kValues] { return reinterpret_cast<float (&)[kValues]>(sums[column / 2]); }
 
   __device__ __forceinline__ void add_bias(float (&v)[kValues], int from) const {
@@ -164,13 +185,15 @@ class Sm90Epilogue {
     __syncwarp();
   }
 
+  // The last `count` of `results` boxes.
   // NOTE: one fence for all boxes; it waits for every store to shared memory.
-  __device__ __forceinline__ void send(const Box (&boxes)[kT.boxes], int count) const {
+  template <bool kPreact>
+  __device__ __forceinline__ void send(const Place& place, int results, int count) const {
     async_fence();
     __syncwarp();
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      const Box& box = boxes[i];
+      const Box box = box_of<kPreact>(place, results - count + i);
       if (box.preact ? p_.stores_preact : p_.stores_y) {
         if (lane_ == 0) {
           tma_store(box.preact ? p_.preact : p_.y, box_at(i), box.column, box.row, box.right,
