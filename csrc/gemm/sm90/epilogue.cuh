@@ -21,6 +21,7 @@ class Sm90Epilogue {
   static constexpr int kValues = kGroups * 4;  // of a thread in a box
   static constexpr int kLineBytes = kColumns * sizeof(T), kBoxBytes = kT.box_bytes();
   static constexpr int kBiases = (kT.block_n + 127) / 128;  // of a thread
+  static constexpr int kSlots = kT.boxes;
   // Columns of y in a tile.
   static constexpr int kTileColumns = kGated ? kT.block_n / 2 : kT.block_n;
 
@@ -115,9 +116,31 @@ class Sm90Epilogue {
             kind < kResults - 1};
   }
 
-  // NOTE: a loop whose turns take the first sums and move the others up. Without it the code is so
-  // long that the time goes into fetching instructions: it runs once a tile, and one warp of a
-  // scheduler has nothing else to do meanwhile.
+  // Of a turn of the loop: both halves of a gated product's 64 rows, else a box.
+  static constexpr int kSums = sizeof(Flat) / sizeof(float);
+  static constexpr int kTurnSums = kGated ? kT.block_n / 2 : kValues;
+  static constexpr int kTurns = kSums / kTurnSums, kTurnBoxes = kGated ? kAcross : 1;
+  using TurnSums = float[kTurnSums];
+
+  // NOTE: branches, not selections between all of the sums.
+  template <int kTurn = 0>
+  static __device__ __forceinline__ void take(TurnSums& v, const Flat& sums, int turn) {
+    if constexpr (kTurn < kTurns) {
+      if (turn == kTurn) {
+#pragma unroll
+        for (int i = 0; i < kTurnSums; ++i) {
+          v[i] = sums[kTurn * kTurnSums + i];
+          asm volatile("" : "+f"(v[i]));
+        }
+      } else {
+        take<kTurn + 1>(v, sums, turn);
+      }
+    }
+  }
+
+  // NOTE: a loop, for whose turns the sums move to other registers. Without it the code is so long
+  // that the time goes into fetching instructions. The copy engine is told of a box when the next
+  // one is there: the fence before that waits until the box is in shared memory.
   template <bool kPreact>
   __device__ __forceinline__ void finish_boxes(Sums& acc, const WorkTile& work, int rank) {
     const GemmEpilogue& e = p_.gemm.epilogue;
@@ -126,46 +149,40 @@ class Sm90Epilogue {
     const Place place = {(int(work.tile_m) * kT.cluster + rank) * kT.block_m + own_row +
                              fresh_thread() % 128 / 32 * 16,
                          int(work.tile_n) * kTileColumns, int(work.batch)};
-    // Of a gated product a turn has both halves of 64 rows.
-    constexpr int kTurnBoxes = kGated ? kAcross : 1,
-                  kTurnFloats = kGated ? kT.block_n / 2 : kValues;
-    constexpr int kBoxes = kT.row_pieces() * kAcross, kResults = kBoxes * results(kPreact);
-    Flat& sums = reinterpret_cast<Flat&>(acc);
+    const Flat& sums = reinterpret_cast<const Flat&>(acc);
     int result = 0;
-    const auto store = [&](const float (&values)[kValues]) {
-      const int slot = result % kT.boxes;
-      if (slot == 0) wait_for_boxes();
-      stage(values, slot);
+    const auto put = [&](const float (&values)[kValues]) {
+      if (result > 0) send(box_of<kPreact>(place, result - 1), (result - 1) % kSlots);
+      wait_for_slot();
+      stage(values, result % kSlots);
       ++result;
-      if (slot == kT.boxes - 1 || result == kResults) send<kPreact>(place, result, slot + 1);
     };
 #pragma unroll 1
-    for (int turn = 0; turn < kBoxes / kTurnBoxes; ++turn) {
+    for (int turn = 0; turn < kTurns; ++turn) {
+      TurnSums sums_of_turn;
+      take(sums_of_turn, sums, turn);
 #pragma unroll
       for (int c = 0; c < kTurnBoxes; ++c) {
-        auto& v = values_of(sums, c * kColumns);
+        auto& v = values_of(sums_of_turn, c * kColumns);
         const int from = kGated ? c * kColumns : turn % kAcross * kColumns;  // of the tile
         if (e.bias != nullptr) add_bias(v, from);
         if constexpr (!kGated) {
-          if (kPreact) store(v);
+          if (kPreact) put(v);
           activate<kExact>(v, e.activation);
         } else {
-          auto& right = values_of(sums, kTileColumns + c * kColumns);
+          auto& right = values_of(sums_of_turn, kTileColumns + c * kColumns);
           if (e.bias != nullptr) add_bias(right, kTileColumns + from);
-          if (kPreact) store(v);
-          if (kPreact) store(right);
+          if (kPreact) put(v);
+          if (kPreact) put(right);
           apply_gate<kExact>(v, right, e.gate);
         }
-        store(v);
-      }
-#pragma unroll
-      for (int i = kTurnFloats; i < int(sizeof(sums) / sizeof(float)); ++i) {
-        sums[i - kTurnFloats] = sums[i];
+        put(v);
       }
     }
+    send(box_of<kPreact>(place, result - 1), (result - 1) % kSlots);
   }
 
-  static __device__ __forceinline__ float (&values_of(Flat& sums, int column))
+  static __device__ __forceinline__ float (&values_of(TurnSums& sums, int column))
       [kValues] { return reinterpret_cast<float (&)[kValues]>(sums[column / 2]); }
 
   __device__ __forceinline__ void add_bias(float (&v)[kValues], int from) const {
@@ -179,29 +196,22 @@ class Sm90Epilogue {
     }
   }
 
-  // Until the copies of all boxes have read them.
-  __device__ __forceinline__ void wait_for_boxes() const {
-    if (lane_ == 0) tma_wait_read<0>();
+  // Until the copies of all boxes but the last have read them.
+  __device__ __forceinline__ void wait_for_slot() const {
+    if (lane_ == 0) tma_wait_read<kSlots - 1>();
     __syncwarp();
   }
 
-  // The last `count` of `results` boxes.
-  // NOTE: one fence for all boxes; it waits for every store to shared memory.
-  template <bool kPreact>
-  __device__ __forceinline__ void send(const Place& place, int results, int count) const {
+  __device__ __forceinline__ void send(const Box& box, int slot) const {
     async_fence();
     __syncwarp();
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      const Box box = box_of<kPreact>(place, results - count + i);
-      if (box.preact ? p_.stores_preact : p_.stores_y) {
-        if (lane_ == 0) {
-          tma_store(box.preact ? p_.preact : p_.y, box_at(i), box.column, box.row, box.right,
-                    box.batch);
-        }
-      } else {
-        store_rows(box, box_at(i));
+    if (box.preact ? p_.stores_preact : p_.stores_y) {
+      if (lane_ == 0) {
+        tma_store(box.preact ? p_.preact : p_.y, box_at(slot), box.column, box.row, box.right,
+                  box.batch);
       }
+    } else {
+      store_rows(box, box_at(slot));
     }
     if (lane_ == 0) tma_commit();
   }
