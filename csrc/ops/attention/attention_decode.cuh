@@ -13,6 +13,7 @@
 
 #include "core/launch.h"
 #include "device/dispatch.cuh"
+#include "device/sm90/dependent_launch.cuh"
 #include "ops/attention/attention_block.cuh"
 #include "ops/attention/attention_warp16.cuh"
 
@@ -68,19 +69,25 @@ struct DecodeWork {
   int first_row, rows;   // among the packed rows of the kv head
   int pad, keys, shift;  // keys [pad, pad + keys) exist; row i sees min(i + shift, keys) of them
 
+  // Without its keys.
   __device__ __forceinline__ explicit DecodeWork(const AttentionParams& p) {
-    constexpr int kNoLimit = 1 << 30, kTileRows = AttentionDecodeTile::kRows;
+    constexpr int kTileRows = AttentionDecodeTile::kRows;
     const AttentionSizes& s = p.sizes;
-    const int packed = int(s.nheads / s.nheads_kv * s.seqlen_q);
-    const int row_tiles = (packed + kTileRows - 1) / kTileRows;
-    const uint32_t tile = blockIdx.x % row_tiles, rest = blockIdx.x / row_tiles;
-    split = int(rest % p.choice.splits);
-    const int64_t head = rest / p.choice.splits;
-    group = head * row_tiles + tile;
-    batch = head / s.nheads_kv;
-    kv_head = head % s.nheads_kv;
+    const unsigned nheads_kv = s.nheads_kv, splits = p.choice.splits;  // divisions of 32 bits
+    const unsigned packed = unsigned(s.nheads) / nheads_kv * unsigned(s.seqlen_q);
+    const unsigned row_tiles = (packed + kTileRows - 1) / kTileRows;
+    const unsigned tile = blockIdx.x % row_tiles, rest = blockIdx.x / row_tiles;
+    const unsigned head = rest / splits, sequence = head / nheads_kv;
+    split = int(rest % splits);
+    group = int64_t{head} * row_tiles + tile;
+    batch = sequence;
+    kv_head = head - sequence * nheads_kv;
     first_row = int(tile) * kTileRows;
-    rows = min(kTileRows, packed - first_row);
+    rows = min(kTileRows, int(packed) - first_row);
+  }
+  __device__ __forceinline__ void find_keys(const AttentionParams& p) {
+    constexpr int kNoLimit = 1 << 30;
+    const AttentionSizes& s = p.sizes;
     pad = p.leftpad != nullptr ? int(p.rule().clamp_pad(p.leftpad[batch])) : 0;
     keys = int(s.seqlen_k) - pad;
     shift = p.causal ? keys - int(s.seqlen_q) + 1 : kNoLimit;
@@ -93,8 +100,8 @@ struct MaskedDecodeWork : DecodeWork {
   int begin, end;             // of this lane's row; kSeesNothing and 0 where it sees nothing
   int last_begin, first_end;  // between them every row that sees something sees every key
 
-  __device__ __forceinline__ explicit MaskedDecodeWork(const MaskedAttentionParams& p)
-      : DecodeWork(p) {
+  using DecodeWork::DecodeWork;
+  __device__ __forceinline__ void find_keys(const MaskedAttentionParams& p) {
     const int row = threadIdx.x % kWarp;
     LiveRange live = {0, 0};
     if (row < rows) live = p.rule().live((first_row + row) % p.sizes.seqlen_q, p.sequence(batch));
@@ -243,6 +250,24 @@ __device__ __forceinline__ void store_decoded(const MaskedAttentionParams& p,
   }
 }
 
+// The first tiles of keys and values on their way to the L2 while the kernel before ends.
+template <typename Config>
+__device__ __forceinline__ void prefetch_decode_keys(const AttentionParams& p,
+                                                     const DecodeWork& work, int first, int lane) {
+  using T = typename Config::T;
+  constexpr int kLine = 128, kLines = Config::kDim * int(sizeof(T)) / kLine;
+  const int rows = min((Config::kStages - 1) * Config::kKeys, int(p.sizes.seqlen_k) - first);
+  const auto prefetch = [&](const AttentionTensor& tensor, int64_t columns) {
+    for (int i = lane; i < rows * kLines; i += kWarp) {
+      const T* g_row = matrix_of<T>(tensor, work.batch, work.kv_head, first + i / kLines);
+      const int column = i % kLines * (kLine / int(sizeof(T)));
+      if (column < columns) prefetch_line(g_row + column);
+    }
+  };
+  prefetch(p.key, p.sizes.head_dim);
+  prefetch(p.value, p.sizes.head_dim_v);
+}
+
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attention_decode_kernel(
     const __grid_constant__ typename Config::Params p, const typename Config::Scale scale) {
@@ -253,15 +278,27 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
   constexpr int kRows = Config::kRows, kWarps = Config::kWarps, kDim = Config::kDim;
   extern __shared__ __align__(1024) char s_bytes[];
   auto& s = *reinterpret_cast<typename Config::Shared*>(s_bytes);
-  const typename Config::Work work(p);
+  typename Config::Work work(p);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int seqlen_q = int(p.sizes.seqlen_q), splits = p.choice.splits;
 
   // The warp's share of the keys, in whole tiles.
-  const int64_t tiles = (max(work.keys, 0) + kKeys - 1) / kKeys;
-  const int64_t shares = int64_t{splits} * kWarps, share = int64_t{work.split} * kWarps + warp;
-  const int begin = int(tiles * share / shares) * kKeys;
-  const int end = min(int(tiles * (share + 1) / shares) * kKeys, work.keys);
+  const int shares = splits * kWarps, share = work.split * kWarps + warp;
+  const auto share_begin = [&](int tiles, int of) {
+    return static_cast<int>(static_cast<int64_t>(tiles) * of / shares) * kKeys;
+  };
+  let_next_kernel_begin();
+  if constexpr (!Config::kMasked) {
+    if (p.leftpad == nullptr) {
+      const int first = share_begin((int(p.sizes.seqlen_k) + kKeys - 1) / kKeys, share);
+      prefetch_decode_keys<Config>(p, work, first, lane);
+    }
+  }
+  wait_for_kernels_before();
+  work.find_keys(p);
+  const int tiles = (max(work.keys, 0) + kKeys - 1) / kKeys;
+  const int begin = share_begin(tiles, share);
+  const int end = min(share_begin(tiles, share + 1), work.keys);
   using Loader = AttentionLoader<Layout, kKeys, 32>;
   Loader load_key(matrix_of<T>(p.key, work.batch, work.kv_head, work.pad + begin), p.key.row_stride,
                   int(p.sizes.head_dim), lane);
@@ -427,7 +464,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
   for (int i = threadIdx.x * 4; i < work.rows * kDim; i += Config::kThreads * 4) {
     const int row = i / kDim;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 8
+#pragma unroll 16
     for (int part = 0; part < splits; ++part) {
       const float4 v = __ldcg(reinterpret_cast<const float4*>(g_parts + part * kPart + i));
       const float factor = s_factors[part][row];
@@ -453,8 +490,9 @@ void launch_attention_decode_of(const typename AttentionVariant<kMasked>::Params
     const int64_t blocks =
         attention_decode_groups(attention_problem(p.sizes, p.dtype, p.tf32, p.causal, p.leftpad)) *
         p.choice.splits;
-    launch_kernel(attention_decode_kernel<Config>,
-                  Grid(blocks, Config::kThreads, int(sizeof(Shared))), stream, p, Config::scale(p));
+    Grid grid(blocks, Config::kThreads, int(sizeof(Shared)));
+    grid.overlaps = device_facts().clusters;
+    launch_kernel(attention_decode_kernel<Config>, grid, stream, p, Config::scale(p));
   });
 }
 
