@@ -156,7 +156,7 @@ class Sm90Epilogue {
     const Place place = {(int(work.tile_m) * kT.cluster + rank) * kT.block_m + own_row +
                              fresh_thread() % 128 / 32 * 16,
                          int(work.tile_n) * kTileColumns, int(work.batch)};
-    const Flat& sums = reinterpret_cast<const Flat&>(acc);
+    Flat& sums = reinterpret_cast<Flat&>(acc);
     int result = 0;
     const auto put = [&](const float (&values)[kValues]) {
       if (result == 0) {
@@ -168,26 +168,36 @@ class Sm90Epilogue {
       stage(values, result % kSlots);
       ++result;
     };
-#pragma unroll 1
-    for (int turn = 0; turn < kTurns; ++turn) {
-      TurnSums sums_of_turn;
-      take(sums_of_turn, sums, turn);
+    if (!kGated && !kPreact && e.activation == Activation::kNone) {
+      // There is so little to do that the sums may stay where they are.
 #pragma unroll
-      for (int c = 0; c < kTurnBoxes; ++c) {
-        auto& v = values_of(sums_of_turn, c * kColumns);
-        const int from = kGated ? c * kColumns : turn % kAcross * kColumns;  // of the tile
-        if (e.bias != nullptr) add_bias(v, from);
-        if constexpr (!kGated) {
-          if (kPreact) put(v);
-          activate<kExact>(v, e.activation);
-        } else {
-          auto& right = values_of(sums_of_turn, kTileColumns + c * kColumns);
-          if (e.bias != nullptr) add_bias(right, kTileColumns + from);
-          if (kPreact) put(v);
-          if (kPreact) put(right);
-          apply_gate<kExact>(v, right, e.gate);
-        }
+      for (int turn = 0; turn < kTurns; ++turn) {
+        auto& v = reinterpret_cast<float (&)[kValues]>(sums[turn * kTurnSums]);
+        if (e.bias != nullptr) add_bias(v, turn % kAcross * kColumns);
         put(v);
+      }
+    } else {
+#pragma unroll 1
+      for (int turn = 0; turn < kTurns; ++turn) {
+        TurnSums sums_of_turn;
+        take(sums_of_turn, sums, turn);
+#pragma unroll
+        for (int c = 0; c < kTurnBoxes; ++c) {
+          auto& v = values_of(sums_of_turn, c * kColumns);
+          const int from = kGated ? c * kColumns : turn % kAcross * kColumns;  // of the tile
+          if (e.bias != nullptr) add_bias(v, from);
+          if constexpr (!kGated) {
+            if (kPreact) put(v);
+            activate<kExact>(v, e.activation);
+          } else {
+            auto& right = values_of(sums_of_turn, kTileColumns + c * kColumns);
+            if (e.bias != nullptr) add_bias(right, kTileColumns + from);
+            if (kPreact) put(v);
+            if (kPreact) put(right);
+            apply_gate<kExact>(v, right, e.gate);
+          }
+          put(v);
+        }
       }
     }
     send(box_of<kPreact>(place, result - 1), (result - 1) % kSlots);

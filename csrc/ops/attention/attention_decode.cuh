@@ -250,24 +250,6 @@ __device__ __forceinline__ void store_decoded(const MaskedAttentionParams& p,
   }
 }
 
-// The first tiles of keys and values on their way to the L2 while the kernel before ends.
-template <typename Config>
-__device__ __forceinline__ void prefetch_decode_keys(const AttentionParams& p,
-                                                     const DecodeWork& work, int first, int lane) {
-  using T = typename Config::T;
-  constexpr int kLine = 128, kLines = Config::kDim * int(sizeof(T)) / kLine;
-  const int rows = min((Config::kStages - 1) * Config::kKeys, int(p.sizes.seqlen_k) - first);
-  const auto prefetch = [&](const AttentionTensor& tensor, int64_t columns) {
-    for (int i = lane; i < rows * kLines; i += kWarp) {
-      const T* g_row = matrix_of<T>(tensor, work.batch, work.kv_head, first + i / kLines);
-      const int column = i % kLines * (kLine / int(sizeof(T)));
-      if (column < columns) prefetch_line(g_row + column);
-    }
-  };
-  prefetch(p.key, p.sizes.head_dim);
-  prefetch(p.value, p.sizes.head_dim_v);
-}
-
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attention_decode_kernel(
     const __grid_constant__ typename Config::Params p, const typename Config::Scale scale) {
@@ -288,12 +270,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
     return static_cast<int>(static_cast<int64_t>(tiles) * of / shares) * kKeys;
   };
   let_next_kernel_begin();
-  if constexpr (!Config::kMasked) {
-    if (p.leftpad == nullptr) {
-      const int first = share_begin((int(p.sizes.seqlen_k) + kKeys - 1) / kKeys, share);
-      prefetch_decode_keys<Config>(p, work, first, lane);
-    }
-  }
   wait_for_kernels_before();
   work.find_keys(p);
   const int tiles = (max(work.keys, 0) + kKeys - 1) / kKeys;
