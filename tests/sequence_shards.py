@@ -89,6 +89,21 @@ def equals_one_process(method: str, name: str, dtype: torch.dtype, mesh: DeviceM
         assert_close(got[3], wanted[3], **tolerance)
 
 
+def one_sequence(method: str, mesh: DeviceMesh) -> None:
+    """A batch of one, whose gradients have other strides."""
+    draw = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, h, SEQLEN, 6, dtype=torch.float64, generator=draw) for h in (8, 4, 4)]
+    mine = [shard_sequence(t, dim=2).requires_grad_() for t in whole]
+    whole = [t.requires_grad_() for t in whole]
+    for causal in (False, True):
+        want = torchweld.attention(*whole, causal=causal)
+        ours = context_parallel_attention(*mine, method=method, causal=causal)
+        wanted = torch.autograd.grad(want.square().sum(), whole)
+        got = torch.autograd.grad(ours.square().sum(), mine)
+        for a, b in zip(got, wanted, strict=True):
+            assert_close(gather_sequence(a, dim=2), b, **TOLERANCE[torch.float64])
+
+
 def shards(mesh: DeviceMesh) -> None:
     """Head and tail chunks; gathered again, and the gradient of that."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -208,4 +223,5 @@ def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
     for method in METHODS:
         one = partial(equals_one_process, method, "causal_padded", torch.float32)
         found[f"{method}-float32"] = one
+        found[f"{method}-one_sequence"] = partial(one_sequence, method)
     return found
