@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.testing import assert_close
 from torch.utils.checkpoint import (
@@ -301,6 +301,34 @@ def modules_with_tensor_parallel(mesh: DeviceMesh) -> None:
         assert_close(a.grad.full_tensor(), b.grad, **TIGHT)
 
 
+def mixed_modules_with_tensor_parallel(mesh: DeviceMesh) -> None:
+    """In bfloat16 inside, where FSDP2's DTensors still say float32."""
+    torch.manual_seed(0)
+    stock = nn.Sequential(
+        torchweld.nn.LayerNormLinear(8, 16, activation="gelu"),
+        nn.Linear(16, 8),
+        torchweld.nn.RMSNormLinear(8, 8),
+        torchweld.nn.GatedLinear(8, 16, interleaved=True),
+        nn.Linear(16, 8),
+    ).to(DEVICE)
+    ours = copy.deepcopy(stock)
+    norm, rows = NormColwise(), RowwiseParallel()
+    third = NormColwise(output_layouts=Replicate())
+    parallelize_module(
+        ours, mesh["inner"], {"0": norm, "1": rows, "2": third, "3": norm, "4": rows}
+    )
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for model, group in ((ours, mesh["outer"]), (stock, mesh["outer", "inner"]._flatten("both"))):
+        fully_shard(model, mesh=group, mp_policy=policy)
+    x = torch.randn(4, 8, device=DEVICE)
+    for model in (ours, stock):
+        model(x).float().square().mean().backward()
+    for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
+        got, want = full_tensor(a.grad), full_tensor(b.grad)
+        # Roundings of a few sums of 8 or 16 products.
+        assert (got - want).norm() <= 8 * 2**-8 * want.norm()
+
+
 def packed_weights_are_not_lost(mesh: DeviceMesh) -> None:
     """FSDP2's placements of them say another order than it cuts: nobody gathers or saves them."""
     layer = torchweld.nn.GatedLinear(8, 16, device=DEVICE)
@@ -366,6 +394,7 @@ def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
             with_tensor_parallel,
             gpt2_with_tensor_parallel,
             modules_with_tensor_parallel,
+            mixed_modules_with_tensor_parallel,
             packed_weights_are_not_lost,
             with_context_parallel,
         ]
