@@ -1,13 +1,16 @@
 """Everything that needs a GPU: the whole test suite there, then every benchmark, results written.
 
     python benchmarks/gpu_check.py [--out benchmarks/results] [--families rows,attention]
+    python benchmarks/gpu_check.py --gpus 2
 
-Exits 1 where a test fails. The results carry the test counts and the commit that was built.
+Exits 1 where a test fails. The results carry the test counts and the commit that was built. With
+several GPUs: the distributed tests through NCCL, then the family that torchrun starts.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -21,18 +24,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--families", help="benchmarks to run; default: all that need a GPU")
     parser.add_argument("--workers", default="8", help="processes of the test suite")
+    parser.add_argument("--gpus", type=int, default=1, help="more than 1: what runs on several")
     args = parser.parse_args(argv)
 
     import torch
 
-    if not torch.cuda.is_available():
-        print("gpu-check: there is no CUDA GPU here", file=sys.stderr)
+    there = torch.cuda.device_count()
+    if there < args.gpus:
+        print(f"gpu-check: it needs {args.gpus} CUDA GPUs, but there are {there}", file=sys.stderr)
         return 2
+    several = args.gpus > 1
+    what = ["-n", args.workers, str(ROOT / "tests")]
+    if several:
+        what = sorted(map(str, (ROOT / "tests").glob("test_distributed_*.py")))
     tests = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", args.workers, str(ROOT / "tests")],
+        [sys.executable, "-m", "pytest", "-q", *what],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
+        env={**os.environ, **({"TORCHWELD_TEST_DISTRIBUTED": "nccl"} if several else {})},
     )
     print(tests.stdout)
     last = tests.stdout.strip().splitlines()[-1] if tests.stdout.strip() else ""
@@ -47,6 +57,10 @@ def main(argv: list[str] | None = None) -> int:
     from torchweld.bench import main as bench
 
     flags = ["--check", "--out", str(args.out), "--tests", ",".join(map(str, counts))]
+    if several:
+        torchrun = ["torch.distributed.run", "--nproc-per-node", str(args.gpus)]
+        command = [sys.executable, "-m", *torchrun, "-m", "torchweld", "bench", "distributed"]
+        return subprocess.run([*command, *flags], cwd=ROOT).returncode
     on_gpu = [family for family, device in FAMILIES.items() if device == "cuda"]
     families = args.families.split(",") if args.families else on_gpu
     return max(bench([family, *flags]) for family in families)

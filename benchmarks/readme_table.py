@@ -29,6 +29,7 @@ FAMILIES = {
     "conv2d": "Convolution",
     "scalar_attention": "Attention of scalars",
     "cpu": "Every op on a CPU",
+    "distributed": "Several GPUs",
 }
 PEERS = {
     "move 3": "moving three tensors",
@@ -39,6 +40,11 @@ PEERS = {
     "sdpa efficient": "SDPA efficient",
     "eager": "torch's ops",
     "torch": "torch's op",
+    "alone": "one GPU",
+    "stock": "the same in torch's modules",
+    "plan": "`torchweld plan`",
+    "product": "FSDP2's cost times tensor parallel's",
+    "matmul alone": "the product alone",
 }
 
 
@@ -187,7 +193,11 @@ ratio.
 floor" and "exp2 floor" are computed from the rates of memory and of the exponential unit.
 "unpadded" is the same attention without left padding. With up to 16 tokens, 4-bit weights are timed
 as tokens are generated: weights that take turns, in one CUDA graph. GPT-2's peak memory is in MiB,
-not in microseconds."""
+not in microseconds.
+
+On several GPUs a time is that of the slowest one; training steps are timed model after model. One
+GPU is given what all share, or its own part where each has a batch. `torchweld plan` predicts from
+one GPU's speed and the measured bandwidth of a gather."""
 
 Report = dict[str, Any]
 
@@ -247,7 +257,9 @@ def results_page() -> str:
     """benchmarks/results/README.md."""
     lines = [RESULTS_HEAD]
     for folder, families in read_reports().items():
-        lines += ["", f"## {next(iter(families.values()))['device']}", ""]
+        first = next(iter(families.values()))
+        several = f"{first['gpus']} x " if first.get("gpus", 1) > 1 else ""
+        lines += ["", f"## {several}{first['device']}", ""]
         for family, report in families.items():
             lines += _family(folder, family, report)
     return "\n".join(lines) + "\n"

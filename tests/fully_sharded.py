@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.testing import assert_close
 from torch.utils.checkpoint import (
@@ -30,7 +30,7 @@ from torch.utils.checkpoint import (
 )
 
 import torchweld
-from meshes import Names, refused, shared_folder
+from meshes import DEVICE, TIGHT, WIDE, Names, refused, shared_folder
 from tiny_models import VOCAB, tiny_gpt2, tiny_grouped
 from torchweld.distributed import (
     NormColwise,
@@ -40,26 +40,25 @@ from torchweld.distributed import (
     shard_sequence,
 )
 
-TIGHT = {"rtol": 0, "atol": 1e-12}
 SITE, HEADS = "torchweld::layer_norm_linear_forward", "torchweld::attention_forward"
 
 
 def batches(count: int) -> list[Tensor]:
     draw = torch.Generator().manual_seed(1)
-    return [torch.randint(1, VOCAB, (2, 8), generator=draw) for _ in range(count)]
+    return [torch.randint(1, VOCAB, (2, 8), generator=draw).to(DEVICE) for _ in range(count)]
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
     logits = model(input_ids=ids).logits
-    return F.cross_entropy(logits.double().flatten(0, 1), ids.flatten())
+    return F.cross_entropy(logits.to(WIDE).flatten(0, 1), ids.flatten())
 
 
 def gpt2() -> nn.Module:
-    return tiny_gpt2().double().train()
+    return tiny_gpt2().to(DEVICE, WIDE).train()
 
 
 def llama() -> nn.Module:
-    return tiny_grouped().double().train()
+    return tiny_grouped().to(DEVICE, WIDE).train()
 
 
 def shard_blocks(model: nn.Module, mesh: DeviceMesh, **more: Any) -> nn.Module:
@@ -144,10 +143,10 @@ def recomputed_in_part(mesh: DeviceMesh) -> None:
             return checkpoint(self.inside, x, use_reentrant=False, context_fn=contexts)
 
     torch.manual_seed(0)
-    block = Block().double()
+    block = Block().to(DEVICE, WIDE)
     plain = copy.deepcopy(block)
     fully_shard(block, mesh=mesh)
-    x = torch.randn(2, 6, 16, dtype=torch.float64)
+    x = torch.randn(2, 6, 16, dtype=WIDE, device=DEVICE)
     ops: list[str] = []
     with Names(ops):
         block(x).square().sum().backward()
@@ -169,7 +168,7 @@ def compiled(mesh: DeviceMesh) -> None:
 
 def mixed_precision(mesh: DeviceMesh) -> None:
     """bfloat16 inside of the blocks, reduced in float32: errs no more than stock, twice over."""
-    stock = tiny_gpt2().train()
+    stock = tiny_gpt2().to(DEVICE).train()
     wanted = of_one_process(stock, 2)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     errors = []
@@ -223,7 +222,7 @@ def plan_of_transformers(mesh: DeviceMesh) -> None:
         for implementation in ("torchweld", "sdpa"):
             ours = transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
-                dtype=torch.float64,
+                dtype=WIDE,
                 attn_implementation=implementation,
                 distributed_config=transformers.distributed.DistributedConfig(fsdp_size=2),
             ).train()
@@ -242,7 +241,7 @@ def data_parallel(mesh: DeviceMesh) -> None:
 
 def saved_and_loaded(mesh: DeviceMesh) -> None:
     """A distributed checkpoint of a fused, sharded and trained model loads into a stock one."""
-    ours, stock = gpt2(), tiny_gpt2(seed=5).double().train()
+    ours, stock = gpt2(), tiny_gpt2(seed=5).to(DEVICE, WIDE).train()
     torchweld.fuse(ours, check=False)
     shard_blocks(ours, mesh)
     optimizer = torch.optim.AdamW(ours.parameters(), lr=0.1)
@@ -289,12 +288,12 @@ def modules_with_tensor_parallel(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     stock = nn.Sequential(
         torchweld.nn.RMSNormLinear(8, 16, activation="silu"), nn.Linear(16, 8)
-    ).double()
+    ).to(DEVICE, WIDE)
     ours = copy.deepcopy(stock)
     place = Shard(1)
     plan = {"0": NormColwise(input_layouts=place), "1": RowwiseParallel(output_layouts=place)}
     fully_shard(parallelize_module(ours, mesh["inner"], plan), mesh=mesh["outer"])
-    whole = torch.randn(2, 2, 4, 8, dtype=torch.float64)
+    whole = torch.randn(2, 2, 4, 8, dtype=WIDE, device=DEVICE)
     stock(whole).square().sum().div(2).backward()
     x = whole[mesh.get_local_rank("outer")].chunk(2, 1)[mesh.get_local_rank("inner")]
     ours(x).square().sum().backward()
@@ -302,9 +301,37 @@ def modules_with_tensor_parallel(mesh: DeviceMesh) -> None:
         assert_close(a.grad.full_tensor(), b.grad, **TIGHT)
 
 
+def mixed_modules_with_tensor_parallel(mesh: DeviceMesh) -> None:
+    """In bfloat16 inside, where FSDP2's DTensors still say float32."""
+    torch.manual_seed(0)
+    stock = nn.Sequential(
+        torchweld.nn.LayerNormLinear(8, 16, activation="gelu"),
+        nn.Linear(16, 8),
+        torchweld.nn.RMSNormLinear(8, 8),
+        torchweld.nn.GatedLinear(8, 16, interleaved=True),
+        nn.Linear(16, 8),
+    ).to(DEVICE)
+    ours = copy.deepcopy(stock)
+    norm, rows = NormColwise(), RowwiseParallel()
+    third = NormColwise(output_layouts=Replicate())
+    parallelize_module(
+        ours, mesh["inner"], {"0": norm, "1": rows, "2": third, "3": norm, "4": rows}
+    )
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for model, group in ((ours, mesh["outer"]), (stock, mesh["outer", "inner"]._flatten("both"))):
+        fully_shard(model, mesh=group, mp_policy=policy)
+    x = torch.randn(4, 8, device=DEVICE)
+    for model in (ours, stock):
+        model(x).float().square().mean().backward()
+    for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
+        got, want = full_tensor(a.grad), full_tensor(b.grad)
+        # Roundings of a few sums of 8 or 16 products.
+        assert (got - want).norm() <= 8 * 2**-8 * want.norm()
+
+
 def packed_weights_are_not_lost(mesh: DeviceMesh) -> None:
     """FSDP2's placements of them say another order than it cuts: nobody gathers or saves them."""
-    layer = torchweld.nn.GatedLinear(8, 16)
+    layer = torchweld.nn.GatedLinear(8, 16, device=DEVICE)
     parallelize_module(layer, mesh["inner"], NormColwise())
     fully_shard(layer, mesh=mesh["outer"])
     with refused(ValueError, "full_tensor: dim 0 of t must be sharded by one dim of the mesh"):
@@ -322,7 +349,7 @@ def with_context_parallel(mesh: DeviceMesh) -> None:
     shard_blocks(stock, mesh["outer", "inner"]._flatten("all"))
     ids = batches(2)[mesh.get_local_rank("outer")]
     group = mesh["inner"]
-    positions = shard_sequence(torch.arange(8).expand(2, -1), group)
+    positions = shard_sequence(torch.arange(8, device=DEVICE).expand(2, -1), group)
     mine = shard_sequence(ids, group)
     with context_parallel(group):
         logits = stock(input_ids=mine, position_ids=positions, use_cache=False).logits
@@ -367,6 +394,7 @@ def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
             with_tensor_parallel,
             gpt2_with_tensor_parallel,
             modules_with_tensor_parallel,
+            mixed_modules_with_tensor_parallel,
             packed_weights_are_not_lost,
             with_context_parallel,
         ]

@@ -2,6 +2,10 @@
 
 A module of cases has `cases(mesh)`: by name, functions of a DeviceMesh that raise where something
 is wrong. `said_by` starts the processes and returns what each case said, "" for nothing.
+
+The processes compute on the CPU and talk over gloo. With TORCHWELD_TEST_DISTRIBUTED=nccl each has a
+GPU and they talk over NCCL, in float32, which is what the CUDA kernels have; meshes of more
+processes than there are GPUs are skipped.
 """
 
 from __future__ import annotations
@@ -20,12 +24,22 @@ from datetime import timedelta
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+BACKEND = os.environ.get("TORCHWELD_TEST_DISTRIBUTED", "gloo")
+if BACKEND not in ("gloo", "nccl"):
+    raise ValueError(f"TORCHWELD_TEST_DISTRIBUTED must be gloo or nccl, but got {BACKEND!r}")
+DEVICE = "cpu" if BACKEND == "gloo" else "cuda"
+WIDE = torch.float64 if BACKEND == "gloo" else torch.float32
+# The same numbers, added in another order.
+TOLERANCE = {torch.float64: {"rtol": 0, "atol": 1e-12}, torch.float32: {"rtol": 1e-5, "atol": 1e-5}}
+TIGHT = TOLERANCE[WIDE]
 MESHES = {"2": (2,), "2x2": (2, 2)}
 SECONDS = 30  # that a collective may take
 ALL_SECONDS = 240  # for all cases of a mesh on a busy machine
@@ -35,11 +49,22 @@ def _work(rank: int, module: str, mesh: str, names: list[str], folder: str) -> N
     torch.set_num_threads(1)
     shape = MESHES[mesh]
     size = prod(shape)
-    store = dist.FileStore(f"{folder}/store", size)
+    if DEVICE == "cuda":
+        # The example and transformers look for these.
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # raises after SECONDS, as gloo does
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast is the whole host's
+        torch.cuda.set_device(rank)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=SECONDS)
+        BACKEND,
+        store=dist.FileStore(f"{folder}/store", size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=SECONDS),
+        device_id=torch.device(DEVICE, rank) if DEVICE == "cuda" else None,
     )
-    device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[: len(shape)])
+    device_mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("outer", "inner")[: len(shape)])
     said, known = {}, importlib.import_module(module).cases(mesh)
     for name in names:
         torch.manual_seed(0)
@@ -56,17 +81,23 @@ def _work(rank: int, module: str, mesh: str, names: list[str], folder: str) -> N
 def _run_cases(module: str, mesh: str, names: list[str], folder: Path) -> dict[str, str]:
     """What the first process with a complaint said of each case."""
     size = prod(MESHES[mesh])
-    # The server imports torch and transformers once for all.
-    server = multiprocessing.get_context("forkserver")
-    models = (f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama"))
-    server.set_forkserver_preload([__name__, "placements", "fully_sharded", *models])
+    if DEVICE == "cuda":
+        start = multiprocessing.get_context("spawn")  # a fork of the server may have no GPU
+    else:
+        # The server imports torch and transformers once for all.
+        start = multiprocessing.get_context("forkserver")
+        models = (f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama"))
+        start.set_forkserver_preload([__name__, "placements", "fully_sharded", *models])
     processes = [
-        server.Process(target=_work, args=(rank, module, mesh, names, str(folder)), daemon=True)
+        start.Process(target=_work, args=(rank, module, mesh, names, str(folder)), daemon=True)
         for rank in range(size)
     ]
     end = time.monotonic() + ALL_SECONDS
-    for process in processes:
-        process.start()
+    # Without NCCL none may take a GPU that is there.
+    hidden = {} if DEVICE == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+    with patch.dict(os.environ, hidden):
+        for process in processes:
+            process.start()
     for process in processes:
         process.join(max(0, end - time.monotonic()))
     for process in processes:
@@ -86,6 +117,9 @@ def said_by(module: str, tmp_path_factory: Any) -> Callable[[str], dict[str, str
 
     @functools.cache
     def of(mesh: str) -> dict[str, str]:
+        size, gpus = prod(MESHES[mesh]), torch.cuda.device_count()
+        if DEVICE == "cuda" and gpus < size:
+            pytest.skip(f"the mesh of {mesh} needs {size} GPUs, but there are {gpus}")
         folder, done = base / f"{module}_{mesh}", base / f"{module}_{mesh}.json"
         try:
             folder.mkdir()

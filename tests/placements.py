@@ -20,10 +20,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import torchweld
-from meshes import MESHES
+from meshes import DEVICE, MESHES, TOLERANCE, WIDE
 from samples import (
     DIFFERENTIABLE,
-    F64,
     Call,
     Maker,
     add_scalar_call,
@@ -72,7 +71,7 @@ def masked(build: Build, *names: str, **more: Any) -> Build:
             "key_end": keys - torch.arange(batch) % 3,
             "sink": m.randn(heads),
         }
-        tensors = {n: t if n == "sink" else t.to(torch.int32) for n, t in tensors.items()}
+        tensors = {n: t if n == "sink" else t.to(m.device, torch.int32) for n, t in tensors.items()}
         return args, {**kwargs, **{n: tensors[n] for n in names}, **more}
 
     return make
@@ -247,12 +246,9 @@ def place(full: Tensor, mesh: DeviceMesh, placements: tuple[Any, ...]) -> DTenso
 
 def same(ours: DTensor, want: Tensor, label: str) -> None:
     assert ours.shape == want.shape, f"{label}: {ours.shape}, not {want.shape}"
-    tolerance = {"rtol": 1e-12, "atol": 1e-12}
-    if want.dtype == torch.float32:
-        tolerance = {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(
-        full_tensor(ours), want, **tolerance, equal_nan=True, msg=lambda m: label + m
-    )
+    close = TOLERANCE[torch.float32 if want.dtype == torch.float32 else torch.float64]["atol"]
+    tolerance = {"rtol": close, "atol": close, "equal_nan": True}
+    torch.testing.assert_close(full_tensor(ours), want, **tolerance, msg=lambda m: label + m)
 
 
 Placed = dict[str, tuple[Any, ...]]
@@ -261,9 +257,9 @@ Placed = dict[str, tuple[Any, ...]]
 class Sharded:
     """A call on one process, and the same with its tensors placed on a mesh."""
 
-    def __init__(self, op: str, build: Build, mesh: DeviceMesh, dtype: torch.dtype = F64) -> None:
+    def __init__(self, op: str, build: Build, mesh: DeviceMesh, dtype: torch.dtype = WIDE) -> None:
         self.op, self.mesh = op, mesh
-        self.args, self.kwargs = build(Maker("cpu", dtype, 0))
+        self.args, self.kwargs = build(Maker(DEVICE, dtype, 0))
         arguments = call(op).default._schema.arguments
         self.names = [a.name for a, _ in zip(arguments, self.args, strict=False)]
         self.tensors = {
@@ -432,7 +428,7 @@ def placed(mesh: DeviceMesh, t: Tensor, *placements: Any) -> DTensor:
 
 def promised_placements(mesh: DeviceMesh) -> None:
     """What tensor-parallel code relies on, said without the rules."""
-    m = Maker("cpu", F64, 0)
+    m = Maker(DEVICE, WIDE, 0)
     ops, r, last = torch.ops.torchweld, Replicate(), mesh.ndim - 1
     x, weight, bias, scale = m.randn(4, 4, 8), m.randn(8, 8), m.randn(8), m.randn(8)
 
@@ -458,7 +454,7 @@ def promised_placements(mesh: DeviceMesh) -> None:
     assert on_last(y, *grads) == [Partial(), Shard(2), Shard(1), r]
 
     heads, sink = m.randn(2, 4, 4, 8), m.randn(4)
-    leftpad = placed(mesh, torch.tensor([0, 2], dtype=torch.int32), r)
+    leftpad = placed(mesh, m.pads(0, 2), r)
     leaves = [leaf(heads, Shard(1)) for _ in range(3)] + [leaf(sink, Shard(0))]
     y = ops.attention(*leaves[:3], leftpad, sink=leaves[3])
     grads = torch.autograd.grad(y, leaves, placed(mesh, heads, Shard(1)))
@@ -473,10 +469,10 @@ def promised_placements(mesh: DeviceMesh) -> None:
 
 def keys_of_the_cache(mesh: DeviceMesh) -> None:
     """Calls that differ in one argument that is no tensor, or in which are left out."""
-    m = Maker("cpu", F64, 0)
+    m = Maker(DEVICE, WIDE, 0)
     x, weight, vector = m.randn(4, 8), m.randn(8, 8), m.randn(8)
-    q, sink, ends = m.randn(4, 2, 4, 8), m.randn(2), torch.tensor([1, 2, 3, 4], dtype=torch.int32)
-    s, codes = m.randn(4, 2, 4, 4), torch.ones(4, 2, dtype=torch.int32)
+    q, sink, ends = m.randn(4, 2, 4, 8), m.randn(2), m.pads(1, 2, 3, 4)
+    s, codes = m.randn(4, 2, 4, 4), torch.ones(4, 2, dtype=torch.int32, device=DEVICE)
     differing: list[tuple[str, list[tuple[list[Any], dict[str, Any]]]]] = [
         ("linear", [([x, weight], {"activation": a}) for a in ("none", "gelu", "relu", "silu")]),
         ("layer_norm_linear", [([x, weight], {"eps": e}) for e in (1e-5, 0.1, 1.0)]),
@@ -535,7 +531,7 @@ def absent(t: Tensor, count: int) -> Iterator[list[Tensor | None]]:
 
 def compiled(mesh: DeviceMesh) -> None:
     """fullgraph, result and gradients."""
-    m = Maker("cpu", F64, 0)
+    m = Maker(DEVICE, WIDE, 0)
     r, ops = Replicate(), torch.ops.torchweld
 
     def layer(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, out: Tensor) -> Tensor:
@@ -573,8 +569,8 @@ def compiled(mesh: DeviceMesh) -> None:
 
 
 def refusals(mesh: DeviceMesh) -> None:
-    m = Maker("cpu", F64, 0)
-    q, leftpad = placed(mesh, m.randn(2, 4, 4, 8), Shard(1)), torch.zeros(2, dtype=torch.int32)
+    m = Maker(DEVICE, WIDE, 0)
+    q, leftpad = placed(mesh, m.randn(2, 4, 4, 8), Shard(1)), m.pads(0, 0)
     sink = placed(mesh, m.randn(4), Partial())
     for function, error, sentence in (
         (

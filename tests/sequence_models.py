@@ -17,12 +17,11 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import torchweld
-from meshes import refused
+from meshes import DEVICE, TIGHT, WIDE, refused
 from tiny_models import VOCAB, tiny_gpt2, tiny_grouped
 from torchweld.distributed import context_parallel, gather_sequence, shard_sequence
 from torchweld.distributed.context import METHODS
 
-TIGHT = {"rtol": 0, "atol": 1e-12}
 SEQLEN = 16
 
 
@@ -33,7 +32,7 @@ def batch(padded: bool = True) -> dict[str, Tensor]:
     if padded:
         given["attention_mask"] = (torch.arange(SEQLEN) >= torch.tensor([0, 6])[:, None]).long()
         given["position_ids"] = (given["attention_mask"].cumsum(-1) - 1).clamp_min(0)
-    return given
+    return {name: t.to(DEVICE) for name, t in given.items()}
 
 
 def loss_of(model: nn.Module, given: dict[str, Tensor], labels: Tensor) -> Tensor:
@@ -61,7 +60,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def trained_alike(name: str, method: str, padded: bool, mesh: DeviceMesh) -> None:
     """The loss's parts and the gradients, summed over the processes, are those of one process."""
-    stock = MODELS[name]().double().train()
+    stock = MODELS[name]().to(DEVICE, WIDE).train()
     ours = copy.deepcopy(stock)
     torchweld.fuse(ours, check=False)
     given = batch(padded)
@@ -81,12 +80,12 @@ def trained_alike(name: str, method: str, padded: bool, mesh: DeviceMesh) -> Non
 
 def module(mesh: DeviceMesh) -> None:
     """CausalSelfAttention, under checkpointing too."""
-    attend = torchweld.nn.CausalSelfAttention(16, 4, dtype=torch.float64)
+    attend = torchweld.nn.CausalSelfAttention(16, 4, dtype=WIDE, device=DEVICE)
     for parameter in attend.parameters():
         dist.broadcast(parameter.data, 0)
-    x = torch.randn(2, SEQLEN, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    x.requires_grad_()
-    leftpad = torch.tensor([0, 5], dtype=torch.int32)
+    x = torch.randn(2, SEQLEN, 16, dtype=WIDE, generator=torch.Generator().manual_seed(1))
+    x = x.to(DEVICE).requires_grad_()
+    leftpad = torch.tensor([0, 5], dtype=torch.int32, device=DEVICE)
     want = attend(x, leftpad)
     (dx,) = torch.autograd.grad(want.square().sum(), x)
     for method in METHODS:
@@ -97,7 +96,8 @@ def module(mesh: DeviceMesh) -> None:
                 (mine,) = torch.autograd.grad(ours.square().sum(), part)
                 assert_close(gather_sequence(ours.detach()), want.detach(), **TIGHT)
                 assert_close(gather_sequence(mine), dx, **TIGHT)
-    other = torchweld.nn.CausalSelfAttention(16, 4, dtype=torch.float64, kernel="softmax_matmul")
+    more = {"dtype": WIDE, "device": DEVICE, "kernel": "softmax_matmul"}
+    other = torchweld.nn.CausalSelfAttention(16, 4, **more)
     with context_parallel():
         attend(part)
         with refused(ValueError, 'kernel must be "attention" inside of context_parallel'):
@@ -106,9 +106,10 @@ def module(mesh: DeviceMesh) -> None:
 
 def right_padding(mesh: DeviceMesh) -> None:
     """Hides nothing under a causal mask; the tokens are as stock."""
-    model = tiny_grouped(implementation="torchweld").double()
+    model = tiny_grouped(implementation="torchweld").to(DEVICE, WIDE)
     given = batch(padded=False)
-    given["attention_mask"] = (torch.arange(SEQLEN) < torch.tensor([SEQLEN, 9])[:, None]).long()
+    mask = torch.arange(SEQLEN) < torch.tensor([SEQLEN, 9])[:, None]
+    given["attention_mask"] = mask.long().to(DEVICE)
     want = model(**given, use_cache=False).logits
     with context_parallel(), torch.no_grad():
         ours = gather_sequence(model(**sharded(given), use_cache=False).logits)
@@ -118,14 +119,14 @@ def right_padding(mesh: DeviceMesh) -> None:
 
 def refusals(mesh: DeviceMesh) -> None:
     """Whatever would see one process's tokens alone raises, in all processes."""
-    model = tiny_grouped(implementation="torchweld").double()
+    model = tiny_grouped(implementation="torchweld").to(DEVICE, WIDE)
     given = batch(padded=False)
     local = {**sharded(given), "use_cache": False}
     padded = sharded(batch())
-    holes = torch.ones(2, SEQLEN, dtype=torch.int64)
+    holes = torch.ones(2, SEQLEN, dtype=torch.int64, device=DEVICE)
     holes[0, 3] = 0
-    dropout = tiny_grouped(implementation="torchweld", attention_dropout=0.5).train()
-    documents = torch.cat([torch.arange(6), torch.arange(SEQLEN - 6)]).expand(2, -1)
+    dropout = tiny_grouped(implementation="torchweld", attention_dropout=0.5).to(DEVICE).train()
+    documents = torch.cat([torch.arange(6), torch.arange(SEQLEN - 6)]).expand(2, -1).to(DEVICE)
 
     def without(values: dict[str, Any], name: str) -> dict[str, Any]:
         return {key: value for key, value in values.items() if key != name}
@@ -152,7 +153,7 @@ def refusals(mesh: DeviceMesh) -> None:
         (model, {**local, "output_attentions": True}, "attention weights are asked for"),
         (
             model,
-            {**local, "attention_mask": torch.ones(2, 1, 8, 8).bool()},
+            {**local, "attention_mask": torch.ones(2, 1, 8, 8, device=DEVICE).bool()},
             "the attention mask is 4-D",
         ),
         (dropout, local, "attention dropout is on"),
@@ -163,7 +164,7 @@ def refusals(mesh: DeviceMesh) -> None:
     with refused(ValueError, start + "there is a cache of earlier tokens"), context_parallel():
         model(**{**local, "past_key_values": cache})
     with refused(RuntimeError, "no attention followed it"), context_parallel():
-        tiny_grouped(implementation="sdpa")(**local)
+        tiny_grouped(implementation="sdpa").to(DEVICE)(**local)
     with context_parallel():
         model(**local)
         with refused(RuntimeError, "must not be inside of another"), context_parallel():
@@ -175,11 +176,11 @@ def refusals(mesh: DeviceMesh) -> None:
 
 def in_torchs_own(mesh: DeviceMesh) -> None:
     """torch's context_parallel() replaces SDPA alone: ours would stay local there."""
-    model = tiny_grouped(implementation="torchweld")
-    attend = torchweld.nn.CausalSelfAttention(16, 4)
+    model = tiny_grouped(implementation="torchweld").to(DEVICE)
+    attend = torchweld.nn.CausalSelfAttention(16, 4, device=DEVICE)
     given = batch(padded=False)
     ids, positions = given["input_ids"], given["position_ids"].clone()
-    x = torch.randn(2, SEQLEN, 16)
+    x = torch.randn(2, SEQLEN, 16, device=DEVICE)
     sentence = "does not follow torch's context_parallel()"
     with torchs_own(mesh, buffers=[ids, positions, x], buffer_seq_dims=[1, 1, 1]):
         with refused(RuntimeError, f'attn_implementation="torchweld" {sentence}'):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.testing import assert_close
 
 import torchweld
-from meshes import refused
+from meshes import DEVICE, TIGHT, TOLERANCE, WIDE, refused
 from torchweld.distributed import (
     context_parallel_attention,
     gather_sequence,
@@ -24,7 +24,6 @@ from torchweld.distributed import (
 )
 from torchweld.distributed.context import METHODS
 
-TOLERANCE = {torch.float64: {"rtol": 0, "atol": 1e-12}, torch.float32: {"rtol": 0, "atol": 1e-5}}
 SEQLEN = 24
 
 
@@ -59,13 +58,13 @@ def equals_one_process(method: str, name: str, dtype: torch.dtype, mesh: DeviceM
     """Result and gradients, grouped heads, head_dim_v of its own."""
     draw = torch.Generator().manual_seed(0)
     whole = [
-        torch.randn(3, heads, SEQLEN, width, dtype=dtype, generator=draw)
+        torch.randn(3, heads, SEQLEN, width, dtype=dtype, generator=draw).to(DEVICE)
         for heads, width in ((8, 6), (4, 6), (4, 5), (8, 5))
     ]
     *whole, dout = whole
-    mask = dict(MASKS[name])
+    mask = {k: t.to(DEVICE) if isinstance(t, Tensor) else t for k, t in MASKS[name].items()}
     if "sink" in mask:
-        mask["sink"] = torch.randn(8, dtype=dtype, generator=draw)
+        mask["sink"] = torch.randn(8, dtype=dtype, generator=draw).to(DEVICE)
     mine = [shard_sequence(t, dim=2).requires_grad_() for t in whole]
     whole = [t.requires_grad_() for t in whole]
     given = dict(mask)
@@ -89,10 +88,26 @@ def equals_one_process(method: str, name: str, dtype: torch.dtype, mesh: DeviceM
         assert_close(got[3], wanted[3], **tolerance)
 
 
+def one_sequence(method: str, mesh: DeviceMesh) -> None:
+    """A batch of one, whose gradients have other strides."""
+    draw = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, h, SEQLEN, 6, dtype=WIDE, generator=draw) for h in (8, 4, 4)]
+    whole = [t.to(DEVICE) for t in whole]
+    mine = [shard_sequence(t, dim=2).requires_grad_() for t in whole]
+    whole = [t.requires_grad_() for t in whole]
+    for causal in (False, True):
+        want = torchweld.attention(*whole, causal=causal)
+        ours = context_parallel_attention(*mine, method=method, causal=causal)
+        wanted = torch.autograd.grad(want.square().sum(), whole)
+        got = torch.autograd.grad(ours.square().sum(), mine)
+        for a, b in zip(got, wanted, strict=True):
+            assert_close(gather_sequence(a, dim=2), b, **TIGHT)
+
+
 def shards(mesh: DeviceMesh) -> None:
     """Head and tail chunks; gathered again, and the gradient of that."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    t = torch.arange(2.0 * 4 * size).view(2, 4 * size)
+    t = torch.arange(2.0 * 4 * size, device=DEVICE).view(2, 4 * size)
     part = shard_sequence(t)
     ours = [2 * rank, 2 * rank + 1, 2 * (2 * size - 1 - rank), 2 * (2 * size - 1 - rank) + 1]
     assert part[0].tolist() == ours
@@ -109,8 +124,8 @@ def shards(mesh: DeviceMesh) -> None:
 def refusals(mesh: DeviceMesh) -> None:
     """In all processes, whichever is wrong."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    q, kv = torch.randn(2, 4, 6, 8), torch.randn(2, 1, 6, 8)
-    pads = torch.zeros(2, dtype=torch.int32)
+    q, kv = torch.randn(2, 4, 6, 8, device=DEVICE), torch.randn(2, 1, 6, 8, device=DEVICE)
+    pads = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     sharded = DTensor.from_local(q, mesh, [Replicate()] * mesh.ndim)
     for args, more, error, sentence in (
         (
@@ -156,18 +171,18 @@ def part_of_a_mesh(mesh: DeviceMesh) -> None:
     """Groups that are a dim of a mesh each, with other batches."""
     inner = mesh[mesh.mesh_dim_names[1]]
     torch.manual_seed(mesh.get_local_rank(0))
-    whole = torch.randn(2, 4, 8, 6, dtype=torch.float64)
+    whole = torch.randn(2, 4, 8, 6, dtype=WIDE, device=DEVICE)
     want = torchweld.attention(whole, whole, whole, causal=True)
     part = shard_sequence(whole, inner, dim=2)
     for method in METHODS:
         ours = context_parallel_attention(part, part, part, None, inner, method=method, causal=True)
-        assert_close(gather_sequence(ours, inner, dim=2), want, **TOLERANCE[torch.float64])
+        assert_close(gather_sequence(ours, inner, dim=2), want, **TIGHT)
 
 
 def one_process(mesh: DeviceMesh) -> None:
     group = dist.new_subgroups(1)[0]
-    q = torch.randn(2, 4, 6, 8, dtype=torch.float64, requires_grad=True)
-    pads = torch.tensor([0, 3], dtype=torch.int32)
+    q = torch.randn(2, 4, 6, 8, dtype=WIDE, device=DEVICE, requires_grad=True)
+    pads = torch.tensor([0, 3], dtype=torch.int32, device=DEVICE)
     want = torchweld.attention(q, q, q, pads, causal=True)
     for method in METHODS:
         with warnings.catch_warnings(record=True) as caught:
@@ -177,15 +192,15 @@ def one_process(mesh: DeviceMesh) -> None:
             "torchweld: context_parallel_attention has a group of one process, so it is "
             "torchweld.attention"
         ]
-        assert_close(ours, want, **TOLERANCE[torch.float64])
+        assert_close(ours, want, **TIGHT)
         grads = [torch.autograd.grad(y.sum(), q, retain_graph=True) for y in (ours, want)]
-        assert_close(*grads, **TOLERANCE[torch.float64])
+        assert_close(*grads, **TIGHT)
 
 
 def compiled(mesh: DeviceMesh) -> None:
     """fullgraph, but for the ring."""
-    q = torch.randn(2, 4, 12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    part = shard_sequence(q, dim=2).requires_grad_()
+    q = torch.randn(2, 4, 12, 6, dtype=WIDE, generator=torch.Generator().manual_seed(0))
+    part = shard_sequence(q.to(DEVICE), dim=2).requires_grad_()
 
     def attend(method: str, t: Tensor) -> Tensor:
         return context_parallel_attention(t, t, t, method=method, causal=True, check=False)
@@ -194,9 +209,9 @@ def compiled(mesh: DeviceMesh) -> None:
         whole = method != "ring"
         quick = torch.compile(partial(attend, method), fullgraph=whole, backend="aot_eager")
         ours, want = quick(part), attend(method, part)
-        assert_close(ours, want, **TOLERANCE[torch.float64])
+        assert_close(ours, want, **TIGHT)
         grads = [torch.autograd.grad(y.square().sum(), part) for y in (ours, want)]
-        assert_close(*grads, **TOLERANCE[torch.float64])
+        assert_close(*grads, **TIGHT)
 
 
 def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
@@ -204,8 +219,9 @@ def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
     every += [compiled] if mesh == "2" else [part_of_a_mesh]
     found: dict[str, Callable[[DeviceMesh], None]] = {case.__name__: case for case in every}
     for method, name in product(METHODS, MASKS):
-        found[f"{method}-{name}"] = partial(equals_one_process, method, name, torch.float64)
+        found[f"{method}-{name}"] = partial(equals_one_process, method, name, WIDE)
     for method in METHODS:
         one = partial(equals_one_process, method, "causal_padded", torch.float32)
         found[f"{method}-float32"] = one
+        found[f"{method}-one_sequence"] = partial(one_sequence, method)
     return found

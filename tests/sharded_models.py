@@ -19,11 +19,9 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 from torch.testing import assert_close
 
 import torchweld
-from meshes import Names, refused, shared_folder
+from meshes import DEVICE, TIGHT, WIDE, Names, refused, shared_folder
 from tiny_models import VOCAB, tiny_gpt2, tiny_grouped
 from torchweld.distributed import NormColwise, full_tensor, parallelize
-
-TIGHT = {"rtol": 0, "atol": 1e-12}
 
 
 def whole(t: Tensor) -> Tensor:
@@ -31,11 +29,13 @@ def whole(t: Tensor) -> Tensor:
 
 
 def drawn_anew(module: nn.Module) -> nn.Module:
-    """float64, and norms and biases that are not 1 and 0, where a forgotten one would not show."""
+    """On the device, in its widest dtype; norms and biases are not 1 and 0, where a forgotten one
+    would not show.
+    """
     for name, parameter in module.named_parameters():
         if "norm" in name or "ln_" in name or name.endswith("bias"):
             nn.init.normal_(parameter, 0.5, 0.3)
-    return module.double()
+    return module.to(DEVICE, WIDE)
 
 
 def same_gradients(ours: nn.Module, stock: nn.Module) -> None:
@@ -84,14 +84,13 @@ def styles(mesh: DeviceMesh) -> None:
             "down": RowwiseParallel(output_layouts=place),
         }
         parallelize_module(ours, mesh, plan)
-        x = torch.randn(2, 4, 6, dtype=torch.float64)
+        x = torch.randn(2, 4, 6, dtype=WIDE, device=DEVICE)
         dist.broadcast(x, 0)
         mine = distribute_tensor(x, mesh, [place]).to_local().clone()
         x.requires_grad_(), mine.requires_grad_()
         y, want = ours(mine), stock(x)
-        dy = torch.randn(
-            want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-        )
+        draw = torch.Generator().manual_seed(1)
+        dy = torch.randn(want.shape, dtype=WIDE, generator=draw).to(DEVICE)
         want.backward(dy)
         y.backward(distribute_tensor(dy, mesh, [place]).to_local())
         for a, b in ((y, want), (mine.grad, x.grad)):
@@ -102,10 +101,10 @@ def styles(mesh: DeviceMesh) -> None:
 
 def memory_of_styles(mesh: DeviceMesh) -> None:
     """Each process has its part of the weight alone, and the layer sums one tensor backward."""
-    layer = torchweld.nn.LayerNormLinear(6, 8)
+    layer = torchweld.nn.LayerNormLinear(6, 8, device=DEVICE)
     parallelize_module(layer, mesh, NormColwise())
     assert layer.weight.to_local().shape == (8 // mesh.size(), 6)
-    x = torch.randn(3, 6, requires_grad=True)
+    x = torch.randn(3, 6, device=DEVICE, requires_grad=True)
     with CommDebugMode() as comms:
         y = layer(x)
         assert not comms.get_total_counts() and y.shape == (3, 8 // mesh.size())
@@ -115,14 +114,14 @@ def memory_of_styles(mesh: DeviceMesh) -> None:
 
 
 def refusals_of_styles(mesh: DeviceMesh) -> None:
-    layer = torchweld.nn.RMSNormLinear(4, 5)
+    layer = torchweld.nn.RMSNormLinear(4, 5, device=DEVICE)
     with refused(ValueError, "NormColwise: out_features must be a multiple of the mesh's 2 "):
         parallelize_module(layer, mesh, NormColwise())
     assert type(layer.weight) is nn.Parameter
     with refused(TypeError, "NormColwise: module must be one of LayerNormLinear, "):
         parallelize_module(nn.Linear(4, 4), mesh, NormColwise())
     with refused(ValueError, "NormColwise: device_mesh must have one dim, but got 2"):
-        square = DeviceMesh("cpu", [[0], [1]])
+        square = DeviceMesh(DEVICE, [[0], [1]])
         NormColwise()._apply(torchweld.nn.RMSNormLinear(4, 4), square)
 
 
@@ -130,7 +129,8 @@ def prompts(pads: tuple[int, ...] = (0, 3)) -> dict[str, Tensor]:
     ids = torch.randint(1, VOCAB, (len(pads), 8), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(8) >= torch.tensor(pads)[:, None]).long()
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    return {name: t.to(DEVICE) for name, t in given.items()}
 
 
 def loss_of(model: nn.Module) -> Tensor:
@@ -275,7 +275,7 @@ def plan_of_transformers(mesh: DeviceMesh) -> None:
     """`tp_plan="auto"` with torchweld's attention, a DistributedConfig and `fuse` after it; with
     padding and grouped heads.
     """
-    stock = llama()
+    stock = llama(vocab_size=VOCAB + 1)  # some versions of transformers ask for an even one
     with shared_folder() as folder:
         if dist.get_rank() == 0:
             stock.save_pretrained(folder)
@@ -286,7 +286,7 @@ def plan_of_transformers(mesh: DeviceMesh) -> None:
             ("sdpa", {"distributed_config": config}),
         ):
             ours = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float64, attn_implementation=implementation, **given
+                folder, dtype=WIDE, attn_implementation=implementation, **given
             ).train()
             if implementation == "sdpa":
                 assert torchweld.fuse(ours).skipped == []

@@ -67,6 +67,23 @@ def test_every_dim_divides_what_it_shares():
     assert of(tp=2).memory["activations"] < alone.memory["activations"]
 
 
+def test_one_pass_of_several_sequences_sends_parameters_once():
+    def of(micro_batch, **dims):
+        given = {"fsdp": 1, "cp": 1, "tp": 1, **dims}
+        return layout(
+            SMALL, MACHINE, **given, seqlen=64, batch=8, recompute=True, micro_batch=micro_batch
+        )
+
+    one, four = of(1, fsdp=2), of(4, fsdp=2)
+    assert one.moved["fsdp"] == 4 * four.moved["fsdp"]
+    assert one.memory["activations"] * 4 == four.memory["activations"]
+    assert one.seconds["compute"] == pytest.approx(four.seconds["compute"])
+    for dims, what in (({"tp": 2}, "tp"), ({"cp": 2}, "cp")):
+        one, four = of(1, **dims), of(4, **dims)
+        assert one.moved[what] == four.moved[what]
+        assert one.seconds[what] > four.seconds[what]  # fewer collectives
+
+
 def test_kept_activations_cost_memory_and_save_compute():
     kept, again = (layout(SMALL, MACHINE, 1, 1, 1, 64, 4, each) for each in (False, True))
     assert kept.memory["activations"] > again.memory["activations"]

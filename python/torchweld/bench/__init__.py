@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ FAMILIES = {
     "generate": "cuda",
     "pointwise": "cuda",
     "cpu": "cpu",
+    "distributed": "torchrun",
 }
 
 
@@ -51,7 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "what",
         metavar="FAMILY|OP",
-        help="cpu: every op there; all other families need a GPU",
+        help="cpu: every op there; distributed: several GPUs, under torchrun; all other families "
+        "need a GPU",
     )
     add_sizes(parser, required=False)
     parser.add_argument(
@@ -99,7 +102,6 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     from torchweld._library import unavailable_reason
-    from torchweld.bench import results
 
     if reason := unavailable_reason():
         print(f"torchweld bench: {reason}", file=sys.stderr)
@@ -108,32 +110,66 @@ def main(argv: list[str] | None = None) -> int:
     device = FAMILIES[args.what] if args.shape is None else args.device or there
     if device == "cuda" and there == "cpu":
         parser.error(f"{args.what} needs a CUDA GPU, but there is none")
+    if device != "torchrun":
+        return _measure(args, parser, device)
+    from torchweld.bench.distributed import processes
+
+    if reason := processes.refusal():
+        parser.error(reason)
+    with processes.started() as (rank, size):
+        status = _measure(args, parser, there, size, rank == 0)
+    sys.stdout.flush()
+    os._exit(status)  # NOTE: gloo's threads abort one normal exit in ten (torch 2.11)
+
+
+def _measure(
+    args: argparse.Namespace,
+    parser: argparse.ArgumentParser,
+    device: str,
+    gpus: int = 1,
+    tells: bool = True,
+) -> int:
+    """The exit status; of several processes one tells, and all others are silent."""
+    from torchweld.bench import results
+
     report = results.new_report(args.what, device)
+    report.gpus = gpus
     if args.tests:
         counts = [int(c) for c in args.tests.split(",")]
         report.tests = dict(zip(("passed", "failed", "skipped"), counts, strict=True))
+    draw = results.draw
     try:
         if args.shape is None:
             targets = results.load_targets(args.targets or _default_targets(), args.what)
-            rows = importlib.import_module(f"torchweld.bench.{args.what}").rows(targets)
+            family = importlib.import_module(f"torchweld.bench.{args.what}")
+            rows, draw = family.rows(targets), getattr(family, "draw", draw)
         else:
             rows = _rows_of_call(args, device)
     except (ValueError, RuntimeError) as error:
         parser.error(str(error).splitlines()[0])
+    failed = 0
     try:
         for row in rows:
-            report.rows.append(row)
-            ratio = "wrong answer" if row.ratio is None else f"{row.ratio:.3f}x {row.against}"
-            print(f"{row.case}: {ratio}", file=sys.stderr, flush=True)
+            if isinstance(row, results.Failure):
+                failed += 1
+                text = f"failed: {row.reason}"
+            else:
+                report.rows.append(row)
+                text = "wrong answer" if row.ratio is None else f"{row.ratio:.3f}x {row.against}"
+            if tells:
+                print(f"{row.case}: {text}", file=sys.stderr, flush=True)
+                if args.out and gpus > 1:  # a collective that hangs ends the process
+                    results.save(report, args.out)
     except KeyboardInterrupt:
         print("interrupted; the rows so far:", file=sys.stderr)
+    if not tells:
+        return 0
     print(results.text_table(report))
     if args.out:
         path = results.save(report, args.out)
-        results.draw(report, path.with_suffix(".png"))
+        draw(report, path.with_suffix(".png"))
         print(f"written: {path} and {path.with_suffix('.png').name}")
     short = [row.case for row in report.rows if row.falls_short]
     if args.check and short:
         print(f"{len(short)} rows fall short: " + "; ".join(short), file=sys.stderr)
-        return 1
-    return 0
+    return int(bool(failed or (args.check and short)))

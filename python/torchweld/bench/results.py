@@ -30,6 +30,7 @@ class Row:
         target: the most that the ratio may be, None where there is none.
         error: our largest error against fp64.
         eager_error: the same of torch's eager composition.
+        tokens: of a training step of several processes, all together; else None.
     """
 
     case: str
@@ -41,6 +42,7 @@ class Row:
     target: float | None
     error: float
     eager_error: float
+    tokens: int | None = None
 
     @property
     def falls_short(self) -> bool:
@@ -50,12 +52,25 @@ class Row:
         """The same measurement against another peer."""
         case = f"{self.case} over {peer}"
         ratio = None if self.ratio is None else round(self.ours_us / self.peers_us[peer], 3)
-        return replace(self, case=case, against=peer, ratio=ratio, target=targets.get(case))
+        target = targets.get(case)
+        return replace(self, case=case, against=peer, ratio=ratio, target=target, tokens=None)
+
+
+@dataclass
+class Failure:
+    """A case that could not be measured, and why."""
+
+    case: str
+    reason: str
 
 
 @dataclass
 class Report:
-    """The rows of one family and where they were measured."""
+    """The rows of one family and where they were measured.
+
+    Attributes:
+        gpus: how many of the device, or processes on a CPU.
+    """
 
     family: str
     device: str
@@ -66,9 +81,18 @@ class Report:
     date: str
     tests: dict[str, int] | None = None
     rows: list[Row] = field(default_factory=list)
+    gpus: int = 1
+
+    @property
+    def where(self) -> str:
+        return self.device if self.gpus == 1 else f"{self.gpus} x {self.device}"
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        found = asdict(self)
+        for row in found["rows"]:
+            if row["tokens"] is None:
+                del row["tokens"]
+        return found
 
 
 def make_row(
@@ -150,7 +174,7 @@ def text_table(report: Report) -> str:
     peers = list(dict.fromkeys(name for r in report.rows for name in r.peers_us))
     head = f"{'case':<{width}} {'ours us':>10}" + "".join(f" {p + ' us':>14}" for p in peers)
     lines = [
-        f"{report.family} on {report.device}, torch {report.torch}, commit {report.commit}",
+        f"{report.family} on {report.where}, torch {report.torch}, commit {report.commit}",
         head + f" {'ratio to':>16} {'target':>7} {'error':>9} {'eager':>9}",
     ]
     for r in report.rows:
@@ -168,8 +192,11 @@ def text_table(report: Report) -> str:
 
 
 def save(report: Report, folder: Path) -> Path:
-    """Writes <folder>/<device>/<family>.json, replacing it in one step."""
+    """Writes <folder>/<device>/<family>.json, replacing it in one step. Of n GPUs it is
+    <device>-x<n>.
+    """
     gpu = report.device.lower().split(",")[0].strip().replace(" ", "-")
+    gpu += f"-x{report.gpus}" if report.gpus > 1 else ""
     path = folder / gpu / f"{report.family}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(".json.tmp")
@@ -198,6 +225,6 @@ def draw(report: Report, path: Path) -> None:
     axes.set_yticks(places, [f"{r.case}  / {r.against}" for r in rows], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("time over the peer's in the same run (black: the most it may be)")
-    axes.set_title(f"{report.family} on {report.device}")
+    axes.set_title(f"{report.family} on {report.where}")
     figure.savefig(path, dpi=130)
     plt.close(figure)

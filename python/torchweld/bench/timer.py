@@ -21,7 +21,7 @@ class Timing:
     high: float
 
 
-def _summary(samples: list[float]) -> Timing:
+def summary(samples: list[float]) -> Timing:
     if len(samples) == 1:
         return Timing(samples[0], samples[0], samples[0])
     low, middle, high = statistics.quantiles(samples, n=4)
@@ -70,7 +70,7 @@ class CudaRounds:
         if not self._rounds:
             return {}
         return {
-            name: _summary([r[name][0].elapsed_time(r[name][1]) * 1e3 for r in self._rounds])
+            name: summary([r[name][0].elapsed_time(r[name][1]) * 1e3 for r in self._rounds])
             for name in self._variants
         }
 
@@ -93,7 +93,7 @@ def _time_cpu(
     for _ in range(rounds):
         for name, call in variants.items():
             samples[name].append(_seconds(call, times[name]) / times[name] * 1e6)
-    return {name: _summary(s) for name, s in samples.items()}
+    return {name: summary(s) for name, s in samples.items()}
 
 
 def interleaved(

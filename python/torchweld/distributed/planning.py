@@ -5,7 +5,7 @@ the machine, which are assumed where they are not given:
 
     compute        (6 x parameters + attention) x tokens, 8 for 6 where activations are recomputed
     FSDP2          the parameters are gathered twice in bfloat16, the gradients reduce-scattered
-                   once in float32, for each sequence; it overlaps with the compute
+                   once in float32, for each pass; it overlaps with the compute
     tensor         four all-reduces of the tokens' hidden states a layer
     context        keys and values are gathered, their gradients reduce-scattered
     a collective   (n - 1) / n of the bytes through each GPU's link, twice that for an all-reduce,
@@ -159,6 +159,7 @@ def layout(
     seqlen: int,
     batch: int,
     recompute: bool,
+    micro_batch: int = 1,
 ) -> Layout:
     """What one layout costs.
 
@@ -169,14 +170,15 @@ def layout(
         cp: processes that share a sequence's tokens.
         tp: processes that share the weights' work.
         seqlen: tokens of a sequence.
-        batch: sequences of a step, all processes together; one at a time in each.
+        batch: sequences of a step, all processes together.
         recompute: activations are recomputed, layer by layer.
+        micro_batch: sequences of one pass through the model, in each process.
 
     Returns:
         Memory, bytes and seconds of one GPU.
     """
-    shards, passes = fsdp * cp, batch / fsdp
-    tokens = seqlen / cp  # in flight
+    shards, passes = fsdp * cp, batch / fsdp / micro_batch
+    tokens = micro_batch * seqlen / cp  # in flight
     layer, whole = sizes.layer_parameters / tp, sizes.parameters / tp
     queries = sizes.heads * sizes.head_dim / tp
     keys = sizes.kv_heads * sizes.head_dim / tp
@@ -191,7 +193,7 @@ def layout(
         # This layer and the next, and what is in no layer.
         "gathered": 2 * (2 * layer + whole - sizes.layers * layer) if shards > 1 else 0.0,
         "activations": 2 * tokens * kept,
-        "gathered keys": 2 * 2 * seqlen * keys if cp > 1 else 0.0,
+        "gathered keys": 2 * 2 * cp * tokens * keys if cp > 1 else 0.0,
         "logits": 6 * tokens * sizes.vocab,  # bfloat16, and float32 for the loss
     }
 
@@ -203,7 +205,7 @@ def layout(
     moved = {
         "fsdp": passes * sent(shards, whole * (2 * 2 + 4)),
         "tp": passes * sizes.layers * passes_over_layer * 2 * 2 * sent(tp, hidden),
-        "cp": passes * sizes.layers * passes_over_layer * sent(cp, 2 * 2 * seqlen * keys),
+        "cp": passes * sizes.layers * passes_over_layer * sent(cp, 2 * 2 * cp * tokens * keys),
     }
     calls = {"fsdp": 3, "tp": 2 * passes_over_layer, "cp": 2 * passes_over_layer}
     # Neighbours share a host: tensor parallel first, then context parallel, then the rest.
@@ -225,14 +227,22 @@ def layout(
 
 
 def layouts(
-    sizes: Sizes, machine: Machine, gpus: int, seqlen: int, batch: int, recompute: bool
+    sizes: Sizes,
+    machine: Machine,
+    gpus: int,
+    seqlen: int,
+    batch: int,
+    recompute: bool,
+    micro_batch: int = 1,
 ) -> list[Layout]:
     """All that divide the GPUs evenly: those that fit in memory first, faster ones first."""
     found = []
     for fsdp, cp, tp in _divisions(gpus):
         heads = sizes.kv_heads % tp == 0 and sizes.ffn % tp == 0
-        if heads and tp <= machine.host and seqlen % (2 * cp) == 0 and batch % fsdp == 0:
-            found.append(layout(sizes, machine, fsdp, cp, tp, seqlen, batch, recompute))
+        whole = seqlen % (2 * cp) == 0 and batch % (fsdp * micro_batch) == 0
+        if heads and tp <= machine.host and whole:
+            step = (seqlen, batch, recompute, micro_batch)
+            found.append(layout(sizes, machine, fsdp, cp, tp, *step))
     return sorted(found, key=lambda each: (each.total > machine.memory, -each.tokens))
 
 
@@ -249,7 +259,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help=f"{names}, or a config.json")
     parser.add_argument("--gpus", type=_count, required=True, help="how many, all hosts together")
     parser.add_argument("--seqlen", type=_count, default=8192, help="default: 8192")
-    parser.add_argument("--batch", type=_count, help="sequences a step; default: one a GPU")
+    parser.add_argument("--batch", type=_count, help="sequences of a step; default: one pass a GPU")
+    parser.add_argument(
+        "--micro-batch", type=_count, default=1, help="sequences of a pass; default: 1"
+    )
     for name in ("tp", "cp"):
         parser.add_argument(f"--{name}", type=_count, help="this many; all are tried by default")
     parser.add_argument("--no-recompute", action="store_true", help="activations are kept")
@@ -296,13 +309,15 @@ def plan(args: argparse.Namespace) -> str:
         if value is not None
     }
     machine = Machine(host=args.per_host, **values)
-    batch = args.batch or args.gpus
-    found = layouts(sizes, machine, args.gpus, args.seqlen, batch, not args.no_recompute)
+    batch = args.batch or args.gpus * args.micro_batch
+    step = (args.seqlen, batch, not args.no_recompute, args.micro_batch)
+    found = layouts(sizes, machine, args.gpus, *step)
     found = [x for x in found if args.tp in (None, x.tp) and args.cp in (None, x.cp)]
     if not found:
         raise ValueError(
             f"no layout of {args.gpus} GPUs divides {sizes.kv_heads} key heads, {args.seqlen} "
-            f"tokens in pairs of chunks and {batch} sequences; change --batch or --seqlen"
+            f"tokens in pairs of chunks and {batch} sequences in passes of {args.micro_batch}; "
+            "change --batch, --micro-batch or --seqlen"
         )
     if args.json:
         rows = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -84,10 +86,27 @@ def gather_sequence(t: Tensor, group: Group = None, *, dim: int = 1) -> Tensor:
     return in_order(gathered(t.movedim(dim, 0), group).unsqueeze(1), 2).squeeze(0).movedim(0, dim)
 
 
+class _ContiguousGradient(torch.autograd.Function):
+    """The tensor itself. The reduce-scatter of torch's gather refuses gradients with other strides,
+    as those of a batch of one have.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, dt: Tensor) -> Tensor:
+        return dt.contiguous()
+
+
 def gathered(t: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`(processes, ...)`."""
-    gather = collectives.all_gather_tensor_autograd if t.requires_grad else plain_gather
-    return gather(t.contiguous(), 0, group).view(group.size(), *t.shape)
+    shape = (group.size(), *t.shape)
+    if not t.requires_grad:
+        return plain_gather(t.contiguous(), 0, group).view(shape)
+    whole = collectives.all_gather_tensor_autograd(t.contiguous(), 0, group)
+    return _ContiguousGradient.apply(whole).view(shape)
 
 
 def plain_gather(t: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

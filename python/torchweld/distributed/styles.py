@@ -100,6 +100,7 @@ class NormColwise(ParallelStyle):
     def _prepare_input(
         layouts: tuple[Placement, ...], module: nn.Module, inputs: Any, mesh: DeviceMesh
     ) -> tuple[Any, ...]:
+        _tell_dtypes(module)
         x, *others = inputs
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, mesh, layouts, run_check=False)
@@ -121,6 +122,17 @@ class NormColwise(ParallelStyle):
             f"NormColwise(input_layouts={self.input_layouts}, "
             f"output_layouts={self.output_layouts}, use_local_output={self.use_local_output})"
         )
+
+
+def _tell_dtypes(module: nn.Module) -> None:
+    """FSDP2's mixed precision gathers parameters in another dtype than their DTensors say (torch
+    2.11). torch's own ops don't look; torchweld's would refuse them.
+    """
+    for parameter in module.parameters(recurse=False):
+        if isinstance(parameter, DTensor):
+            spec, dtype = parameter._spec, parameter._local_tensor.dtype
+            if spec.tensor_meta is not None and spec.tensor_meta.dtype != dtype:
+                spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
 
 
 def shard_parameter(
