@@ -27,7 +27,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import torchweld
 from torchweld.demo.text import END, encode, read_text, train_tokenizer
-from torchweld.distributed import context_parallel, parallelize, shard_sequence
+from torchweld.distributed import context_parallel, parallelize, parameter_groups, shard_sequence
 
 TOLERANCE = 1e-3  # of the loss, which many steps of float32 in another order drift apart by
 
@@ -123,7 +123,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> l
     """The loss of each step, of the whole batch."""
     model = make_model(args).to(device).train()
     shard(model, mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.AdamW(parameter_groups(model), lr=args.lr)
     positions = torch.arange(args.context).expand(args.batch, -1)
     others = mesh["fsdp"].size() * mesh["cp"].size()
     losses = []

@@ -37,6 +37,7 @@ from torchweld.distributed import (
     context_parallel,
     full_tensor,
     parallelize,
+    parameter_groups,
     shard_sequence,
 )
 
@@ -244,7 +245,7 @@ def saved_and_loaded(mesh: DeviceMesh) -> None:
     ours, stock = gpt2(), tiny_gpt2(seed=5).to(DEVICE, WIDE).train()
     torchweld.fuse(ours, check=False)
     shard_blocks(ours, mesh)
-    optimizer = torch.optim.AdamW(ours.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(parameter_groups(ours), lr=0.1)
     loss_of(ours, batches(1)[0]).backward()
     optimizer.step()
     state = {"model": stock.state_dict()}

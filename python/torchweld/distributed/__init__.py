@@ -12,6 +12,7 @@ from torchweld._start import lazy
 
 if TYPE_CHECKING:
     from ._parallelize import parallelize as parallelize
+    from ._parallelize import parameter_groups as parameter_groups
     from .context import context_parallel as context_parallel
     from .context import context_parallel_attention as context_parallel_attention
     from .sequence import gather_sequence as gather_sequence
@@ -26,6 +27,7 @@ __all__ = [
     "full_tensor",
     "gather_sequence",
     "parallelize",
+    "parameter_groups",
     "shard_sequence",
 ]
 
@@ -38,6 +40,7 @@ __getattr__, __dir__ = lazy(
         "full_tensor": "tensors",
         "gather_sequence": "sequence",
         "parallelize": "_parallelize",
+        "parameter_groups": "_parallelize",
         "shard_sequence": "sequence",
     },
 )

@@ -1,4 +1,6 @@
-"""``parallelize``: tensor parallelism of the transformers models that ``fuse`` knows."""
+"""``parallelize``: tensor parallelism of the transformers models that ``fuse`` knows, and groups of
+parameters for their optimizers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from fnmatch import fnmatch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -187,3 +189,28 @@ def _tied(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
             if parameter is not None:
                 places[id(parameter)].append((module, key))
     return [each for each in places.values() if len(each) > 1]
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
+    """The model's parameters as an optimizer takes them: plain ones apart from DTensors.
+
+    On a GPU torch's optimizers update the parameters of a group together, and refuse a group with
+    plain tensors beside DTensors, or with DTensors of several meshes. Both are what a model has
+    after tensor parallelism.
+
+    Args:
+        model: A model, sharded or not.
+
+    Returns:
+        A group of the plain parameters and one for each mesh, as far as there are any, in the order
+        of `model.parameters()`.
+
+    Example:
+        >>> optimizer = torch.optim.AdamW(parameter_groups(model), lr=1e-3)
+    """
+    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        tensor = parameter.data
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        groups.setdefault(mesh, []).append(parameter)
+    return [{"params": group} for group in groups.values()]

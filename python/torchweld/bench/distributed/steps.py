@@ -25,7 +25,7 @@ from torchweld.bench.distributed.processes import device, measured
 from torchweld.bench.distributed.setup import PAIR, Setup, divided, free
 from torchweld.bench.results import Row, make_row
 from torchweld.bench.timer import Timing
-from torchweld.distributed import full_tensor, parallelize
+from torchweld.distributed import full_tensor, parallelize, parameter_groups
 from torchweld.distributed.planning import Machine, Sizes, layout
 
 _ROUNDS = 5
@@ -50,11 +50,7 @@ class Trial:
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    # DTensors in a group of their own: fused AdamW takes no others beside them.
-    groups: dict[type, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        groups.setdefault(type(parameter.data), []).append(parameter)
-    return torch.optim.AdamW([{"params": each} for each in groups.values()], lr=_LR, fused=True)
+    return torch.optim.AdamW(parameter_groups(model), lr=_LR, fused=True)
 
 
 def _whole(t: Tensor) -> Tensor:
