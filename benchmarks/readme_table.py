@@ -48,6 +48,9 @@ PEERS = {
 }
 
 
+SUMMARY_FOLDER = "nvidia-h200"
+
+
 class Summary(NamedTuple):
     """A row of the README's table: the least and the largest ratio of some cases to a peer.
 
@@ -57,6 +60,7 @@ class Summary(NamedTuple):
         cases: a pattern of whole cases.
         peer: a pattern of the peer's name there.
         name: the peer in words.
+        folder: where they lie in benchmarks/results.
     """
 
     what: str
@@ -64,10 +68,10 @@ class Summary(NamedTuple):
     cases: str
     peer: str
     name: str
+    folder: str = SUMMARY_FOLDER
 
 
 # 16 bits: float16 and bfloat16.
-SUMMARY_FOLDER = "nvidia-h200"
 SUMMARY = [
     Summary(
         "attention, bfloat16",
@@ -77,16 +81,9 @@ SUMMARY = [
         "SDPA, cuDNN back end",
     ),
     Summary(
-        "attention's gradient, head dims to 128, bfloat16",
+        "attention's gradient, bfloat16",
         "attention",
-        r"attention_backward .* (64|128)\) bfloat16( causal)?",
-        "sdpa cudnn",
-        "SDPA, cuDNN back end",
-    ),
-    Summary(
-        "attention's gradient, wider heads, bfloat16",
-        "attention",
-        r"attention_backward .* (256|192/128)\) bfloat16( causal)?",
+        r"attention_backward .*float16( causal)?",
         "sdpa cudnn",
         "SDPA, cuDNN back end",
     ),
@@ -103,6 +100,13 @@ SUMMARY = [
         r"attention decode .*, \d query rows",
         "sdpa cudnn",
         "SDPA, cuDNN back end",
+    ),
+    Summary(
+        "softmax of scores times V, bfloat16",
+        "attention",
+        r"softmax_matmul .*",
+        "eager",
+        "torch's softmax and matmul",
     ),
     Summary("softmax and its gradient", "rows", r"softmax.*", "torch", "torch's softmax"),
     Summary(
@@ -176,6 +180,22 @@ SUMMARY = [
         "stock sdpa",
         "Hugging Face's model, SDPA, eager",
     ),
+    Summary(
+        "attention and its gradient, context parallel on 2 GPUs",
+        "distributed",
+        r"attention and its gradient .*",
+        "alone",
+        "one GPU",
+        "nvidia-h200-x2",
+    ),
+    Summary(
+        "GPT-2 XL, a training step in eager mode, tensor parallel on 2 GPUs",
+        "distributed",
+        r"gpt2-xl training step .*",
+        "alone",
+        "one GPU",
+        "nvidia-h200-x2",
+    ),
 ]
 BEGIN = "<!-- made by benchmarks/readme_table.py -->"
 END = "<!-- end of the table -->"
@@ -195,9 +215,9 @@ floor" and "exp2 floor" are computed from the rates of memory and of the exponen
 as tokens are generated: weights that take turns, in one CUDA graph. GPT-2's peak memory is in MiB,
 not in microseconds.
 
-On several GPUs a time is that of the slowest one; training steps are timed model after model. One
-GPU is given what all share, or its own part where each has a batch. `torchweld plan` predicts from
-one GPU's speed and the measured bandwidth of a gather."""
+On several GPUs a time is that of the slowest one. Training steps there, and generation, are timed
+model after model. One GPU is given what all share, or its own part where each has a batch.
+`torchweld plan` predicts from one GPU's speed and the measured bandwidth of a gather."""
 
 Report = dict[str, Any]
 
@@ -287,10 +307,10 @@ def ratio_range(summary: Summary, rows: list[dict[str, Any]]) -> str:
 
 def summary_table() -> str:
     """The README's table."""
-    reports = read_reports()[SUMMARY_FOLDER]
+    reports = read_reports()
     lines = ["| what | X | time of torchweld / time of X |", "| --- | --- | --- |"]
     for summary in SUMMARY:
-        ratios = ratio_range(summary, reports[summary.family]["rows"])
+        ratios = ratio_range(summary, reports[summary.folder][summary.family]["rows"])
         lines.append(f"| {summary.what} | {summary.name} | {ratios} |")
     return "\n".join(lines)
 
