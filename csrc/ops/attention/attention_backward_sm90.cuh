@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (warp == 0) {
       if (elect_one()) backward_sm90_load(p, s);
     } else if (warp == 1) {
-      backward_sm90_add(p, s);
+      backward_sm90_add<Config>(p, s);
     }
     __syncwarp();
   } else {

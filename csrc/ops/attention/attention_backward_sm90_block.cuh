@@ -44,7 +44,8 @@ struct BackwardSm90Config {
   static constexpr int kShareRows = kDim == 64 ? kRows / 2 : kRows;
   static constexpr int kShareFloats = kShareRows / 2;  // of a thread
   static constexpr int kShareBytes = kShareFloats * 128 * 4;
-  static constexpr int kShares = 2;
+  static constexpr int kShares = 2, kBlocks = kShape.blocks;
+  static __device__ __forceinline__ int rank() { return 0; }
   // Where a warpgroup's scores are.
   static __device__ __forceinline__ int first_key(const WorkTile& work, int warpgroup) {
     return work.first_key + warpgroup * 64;
@@ -78,10 +79,6 @@ struct BackwardSm90Shared {
   PipelineBarriers<kStages> q_pipeline, dout_pipeline;
   uint64_t k_full, v_full;
   typename Config::WorkTile work;
-
-  __device__ __forceinline__ int steps() const {
-    return (work.end_head - work.first_head) * (work.last_tile - work.first_tile + 1);
-  }
 };
 
 // Where a walk is: query tiles descend, either head by head or each through all of the heads.
@@ -124,7 +121,7 @@ __device__ __forceinline__ void backward_sm90_load(const typename Config::Params
                                                    BackwardSm90Shared<Config>& s) {
   constexpr int kRows = Config::kRows;
   const typename Config::WorkTile& work = s.work;
-  const int steps = s.steps();
+  const int steps = s.work.steps();
   if (steps == 0) return;
   const int nheads = static_cast<int>(p.args.params.sizes.nheads);
   const int rows = static_cast<int>(p.args.rows);
@@ -185,21 +182,23 @@ __device__ __forceinline__ int backward_sm90_turn(const typename Config::Args& a
   }
 }
 
-// One warp's additions of the consumers' shares to dQ, each in the block's turn.
+// One warp's additions of the consumers' shares to dQ, each in the block's turn. The blocks of a
+// cluster add to columns of their own and have turns of their own.
 template <typename Config>
 __device__ __forceinline__ void backward_sm90_add(const typename Config::Params& p,
-                                                  BackwardSm90Shared<Config>& s) {
+                                                  typename Config::Shared& s) {
   constexpr int kShare = Config::kShareBytes / 4;
-  const int steps = s.steps();
+  const int steps = s.work.steps();
   if (steps == 0) return;
   const bool lane_0 = threadIdx.x % kWarp == 0;
   const int tiles = static_cast<int>(p.args.rows) / Config::kRows;
+  const int rank = Config::rank();
   BackwardWalk walk(s.work);
   named_barrier_arrive(kShareEmpty, kBackwardShareThreads);
   named_barrier_arrive(kShareEmpty + 1, kBackwardShareThreads);
   for (int step = 0; step < steps; ++step) {
     const int64_t tile = int64_t{walk.head} * tiles + walk.tile;
-    int* const g_turn = p.args.g_turns + tile;
+    int* const g_turn = p.args.g_turns + tile * Config::kBlocks + rank;
     const int turn = backward_sm90_turn<Config>(p.args, s.work, walk.tile);
     const bool adds = lane_0 && turn != kNoTurn;
     if (lane_0 && turn > 0) {
@@ -211,7 +210,8 @@ __device__ __forceinline__ void backward_sm90_add(const typename Config::Params&
     for (int half = 0; half < 2; ++half) {
       named_barrier_wait(kShareFull + half, kBackwardShareThreads);
       if (adds) {
-        float* const g_to = p.args.g_dq + (tile * 2 + half) * kShare;
+        const int share = rank * 2 + half;
+        float* const g_to = p.args.g_dq + (tile * Config::kShares + share) * kShare;
         if (turn == 0) {
           bulk_store(g_to, s.dq[half], Config::kShareBytes);
         } else {

@@ -47,7 +47,7 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     Sums r_dk, r_dv;
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) r_dk[i] = r_dv[i] = 0.f;
-    const int steps = s.steps();
+    const int steps = s.work.steps();
     if (steps > 0) walk(r_dk, r_dv, steps);
     // Of V a warpgroup reads its own lines alone, of K both read all.
     store(r_dv, s_v, warpgroup * 64, 0, p.dvalue, 1.f / (1 << kProbabilityShift<T>));

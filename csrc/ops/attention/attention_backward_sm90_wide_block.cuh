@@ -1,5 +1,5 @@
 // A block of attention's gradient on Hopper above 128 columns: its types and shared memory, and
-// what its producer warpgroup does, which loads tiles, sends dS to the neighbour and adds to dQ.
+// what its producer warpgroup does otherwise: it loads tiles for both blocks and sends dS.
 #pragma once
 
 #include "ops/attention/attention_backward_sm90_block.cuh"
@@ -71,10 +71,6 @@ struct BackwardWideShared {
   // block's has arrived there.
   uint64_t ds_wanted, ds_full, ds_sent;
   alignas(8) typename Config::WorkTile work;
-
-  __device__ __forceinline__ int steps() const {
-    return (work.end_head - work.first_head) * (work.last_tile - work.first_tile + 1);
-  }
 };
 
 // Named barriers beside those of BackwardSm90Barrier: both consumers have written P; dS may be
@@ -95,7 +91,7 @@ __device__ __forceinline__ void backward_wide_load(const typename Config::Params
   constexpr int kRows = Config::kRows, kBlocks = Config::kBlocks, kLines = Config::kLines;
   constexpr int kDepthLines = Config::kDepthLines, kValueLines = Config::kValueLines;
   const typename Config::WorkTile& work = s.work;
-  const int steps = s.steps();
+  const int steps = s.work.steps();
   if (steps == 0) return;
   const int nheads = static_cast<int>(p.args.params.sizes.nheads);
   const int rows = static_cast<int>(p.args.rows);
@@ -157,7 +153,7 @@ __device__ __forceinline__ void backward_wide_load(const typename Config::Params
 // One warp's copies of dS to the neighbour.
 template <typename Config>
 __device__ __forceinline__ void backward_wide_send(typename Config::Shared& s) {
-  const int steps = s.steps();
+  const int steps = s.work.steps();
   const uint32_t neighbour = Config::rank() ^ 1;
   PipelineState<1> at;
   for (int step = 0; step < steps; ++step) {
@@ -168,61 +164,6 @@ __device__ __forceinline__ void backward_wide_send(typename Config::Shared& s) {
     }
     __syncwarp();
     at.advance();
-  }
-}
-
-// One warp's additions of the consumers' shares to dQ, each in the block's turn. The blocks of a
-// cluster add to columns of their own and have turns of their own.
-template <typename Config>
-__device__ __forceinline__ void backward_wide_add(const typename Config::Params& p,
-                                                  typename Config::Shared& s) {
-  constexpr int kFloats = Config::kShareBytes / 4;
-  const int steps = s.steps();
-  if (steps == 0) return;
-  const bool lane_0 = threadIdx.x % kWarp == 0;
-  const int tiles = static_cast<int>(p.args.rows) / Config::kRows;
-  const int rank = Config::rank();
-  BackwardWalk walk(s.work);
-  named_barrier_arrive(kShareEmpty, kBackwardShareThreads);
-  named_barrier_arrive(kShareEmpty + 1, kBackwardShareThreads);
-  for (int step = 0; step < steps; ++step) {
-    const int64_t tile = int64_t{walk.head} * tiles + walk.tile;
-    int* const g_turn = p.args.g_turns + tile * Config::kBlocks + rank;
-    const int turn = backward_sm90_turn<Config>(p.args, s.work, walk.tile);
-    const bool adds = lane_0 && turn != kNoTurn;
-    if (lane_0 && turn > 0) {
-      while (load_acquire(g_turn) != turn) {
-      }
-      global_async_fence();
-    }
-    __syncwarp();
-    for (int half = 0; half < 2; ++half) {
-      named_barrier_wait(kShareFull + half, kBackwardShareThreads);
-      if (adds) {
-        const int line = rank * 2 + half;
-        float* const g_to = p.args.g_dq + (tile * Config::kShares + line) * kFloats;
-        if (turn == 0) {
-          bulk_store(g_to, s.dq[half], Config::kShareBytes);
-        } else {
-          bulk_add(g_to, s.dq[half], Config::kShareBytes);
-        }
-        tma_commit();
-      }
-    }
-    const bool last = step + 1 == steps;
-    if (adds) tma_wait_read<1>();
-    __syncwarp();
-    if (!last) named_barrier_arrive(kShareEmpty, kBackwardShareThreads);
-    if (adds) tma_wait_read<0>();
-    __syncwarp();
-    if (!last) named_barrier_arrive(kShareEmpty + 1, kBackwardShareThreads);
-    if (adds) {
-      tma_wait_all();
-      global_async_fence();
-      store_release(g_turn, turn + 1);
-    }
-    __syncwarp();
-    walk.advance();
   }
 }
 #endif

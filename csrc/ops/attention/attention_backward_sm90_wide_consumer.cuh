@@ -50,7 +50,7 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
     for (float& x : r_dk) x = 0.f;
 #pragma unroll
     for (float& x : r_dv) x = 0.f;
-    const int steps = s.steps();
+    const int steps = s.work.steps();
     if (steps > 0) walk(r_dk, r_dv, steps);
     // V was last read before both met, K may still be in use.
     const int first_line = warpgroup * kLines, first_value_line = warpgroup * kValueLines;

@@ -34,6 +34,11 @@ struct alignas(8) BackwardWorkTile {
   // wait at the end of every head for those of earlier keys.
   int tile_steps;
 
+  // Of Hopper's kernels: every tile of every head is one.
+  __device__ __forceinline__ int steps() const {
+    return (end_head - first_head) * (last_tile - first_tile + 1);
+  }
+
   // By one thread. Within a few heads the tiles of keys ascend, the same tile of every head side by
   // side.
   template <typename Config>
