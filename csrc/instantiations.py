@@ -192,9 +192,9 @@ TABLE = [
     Family(
         "${masked}softmax_matmul_sm90_$dtype",
         "ops/softmax_matmul/softmax_matmul_sm90.cuh",
-        "template void launch_softmax_matmul_sm90<$T, $columns>("
+        "template void launch_softmax_matmul_sm90<$T>("
         "const ${Masked}SoftmaxMatmulParams&, cudaStream_t);",
-        each(variant=VARIANTS, dtype=SIXTEEN_BIT, columns=(64, 128, 256)),
+        each(variant=VARIANTS, dtype=SIXTEEN_BIT),
     ),
 ]
 

@@ -509,12 +509,20 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #endif
 }
 
+template <class Config>
+void launch_attention_sm90_kernel(const typename Config::Params& p, cudaStream_t stream) {
+  const int64_t blocks = std::min<int64_t>(p.order.blocks, device_facts().sms);
+  Grid grid(blocks, Config::kThreads, sizeof(AttentionSm90Shared<Config>));
+  grid.overlaps = true;
+  launch_kernel(attention_sm90_kernel<Config>, grid, stream, p);
+}
+
 template <typename T, int kTile, bool kMasked>
 void launch_attention_sm90_of(const typename AttentionVariant<kMasked>::Params& a,
                               cudaStream_t stream) {
   using Config = AttentionSm90Config<T, kTile, kMasked>;
-  using Shared = AttentionSm90Shared<Config>;
-  static_assert(sizeof(Shared) <= Config::kShape.tile_bytes() + kAttentionSm90ExtraBytes);
+  static_assert(sizeof(AttentionSm90Shared<Config>) <=
+                Config::kShape.tile_bytes() + kAttentionSm90ExtraBytes);
   const AttentionSizes& sizes = a.sizes;
   const auto map = [&](const AttentionTensor& t, int64_t heads, int64_t rows, int64_t columns,
                        int box_rows) {
@@ -528,10 +536,7 @@ void launch_attention_sm90_of(const typename AttentionVariant<kMasked>::Params& 
       a,
       Config::scale(a),
       AttentionSm90Order(a, Config::kRows)};
-  const int64_t blocks = std::min<int64_t>(p.order.blocks, device_facts().sms);
-  Grid grid(blocks, Config::kThreads, sizeof(Shared));
-  grid.overlaps = true;
-  launch_kernel(attention_sm90_kernel<Config>, grid, stream, p);
+  launch_attention_sm90_kernel<Config>(p, stream);
 }
 
 template <typename T, int kTile>

@@ -79,7 +79,7 @@ struct MaskedSoftmaxMatmulBackwardParams : SoftmaxMatmulBackwardParams {
 };
 
 // One file for every dtype (csrc/instantiations.py).
-template <typename T, int kDimV, typename Params>
+template <typename T, typename Params>
 void launch_softmax_matmul_sm90(const Params& params, cudaStream_t stream);
 
 // No size of a problem may be 0 but head_dim_v, in the forward.

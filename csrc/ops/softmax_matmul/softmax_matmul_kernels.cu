@@ -366,18 +366,11 @@ void launch_forward(const typename Config::Params& params, cudaStream_t stream) 
                 sizeof(typename Config::Shared), stream, params);
 }
 
-template <typename T, typename Params>
-void launch_sm90(const Params& params, cudaStream_t stream) {
-  const int64_t columns = params.problem.head_dim_v;
-  if (columns <= 64) return launch_softmax_matmul_sm90<T, 64>(params, stream);
-  if (columns <= 128) return launch_softmax_matmul_sm90<T, 128>(params, stream);
-  launch_softmax_matmul_sm90<T, 256>(params, stream);
-}
-
 template <typename Params>
-void launch_sm90_dtype(const Params& params, cudaStream_t stream) {
-  params.problem.dtype == DType::kFloat16 ? launch_sm90<__half>(params, stream)
-                                          : launch_sm90<__nv_bfloat16>(params, stream);
+void launch_sm90(const Params& params, cudaStream_t stream) {
+  params.problem.dtype == DType::kFloat16
+      ? launch_softmax_matmul_sm90<__half>(params, stream)
+      : launch_softmax_matmul_sm90<__nv_bfloat16>(params, stream);
 }
 
 }  // namespace
@@ -385,8 +378,8 @@ void launch_sm90_dtype(const Params& params, cudaStream_t stream) {
 void launch_softmax_matmul(const MaskedSoftmaxMatmulParams& params, cudaStream_t stream) {
   if (params.counters != nullptr) {
     params.mask.given() || params.problem.leftpad
-        ? launch_sm90_dtype(params, stream)
-        : launch_sm90_dtype<SoftmaxMatmulParams>(params, stream);
+        ? launch_sm90(params, stream)
+        : launch_sm90<SoftmaxMatmulParams>(params, stream);
     return check_launch("softmax_matmul");
   }
   dispatch_columns(params.problem, [&](auto element, auto tf32, auto columns) {

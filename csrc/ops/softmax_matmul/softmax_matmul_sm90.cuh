@@ -31,19 +31,15 @@ struct SoftmaxMatmulSm90Config : AttentionVariant<kMasked> {
 };
 
 template <typename T, int kDimV, typename Params>
-void launch_softmax_matmul_sm90(const Params& params, cudaStream_t stream) {
+void launch_softmax_matmul_sm90_to(const Params& params, cudaStream_t stream) {
   constexpr bool kMasked = std::is_same_v<Params, MaskedSoftmaxMatmulParams>;
   using Config = SoftmaxMatmulSm90Config<T, kDimV, kMasked>;
-  using Shared = AttentionSm90Shared<Config>;
-  static_assert(sizeof(Shared) <= kSoftmaxMatmulSm90Bytes);
+  static_assert(sizeof(AttentionSm90Shared<Config>) <= kSoftmaxMatmulSm90Bytes);
   const SoftmaxMatmulProblem& problem = params.problem;
   const auto map = [&](const HeadsOperand& t, int64_t rows, int64_t columns, int box_rows) {
-    return make_tensor_map("softmax_matmul", {t.data,
-                                              2,
-                                              {columns, rows, problem.nheads, problem.batch},
-                                              {1, t.row_stride, t.head_stride, t.batch_stride},
-                                              {AttentionSm90Tile::kLineElems, box_rows, 1, 1},
-                                              problem.dtype == DType::kBFloat16});
+    return attention_tensor_map("softmax_matmul", problem.dtype,
+                                {t.data, t.batch_stride, t.head_stride, t.row_stride},
+                                problem.batch, problem.nheads, rows, columns, box_rows);
   };
   typename AttentionVariant<kMasked>::Params a{};
   a.out = params.out;
@@ -65,10 +61,15 @@ void launch_softmax_matmul_sm90(const Params& params, cudaStream_t stream) {
       a,
       Config::scale(a),
       AttentionSm90Order(a, Config::kRows)};
-  const int64_t blocks = std::min<int64_t>(p.order.blocks, device_facts().sms);
-  Grid grid(blocks, Config::kThreads, sizeof(Shared));
-  grid.overlaps = true;
-  launch_kernel(attention_sm90_kernel<Config>, grid, stream, p);
+  launch_attention_sm90_kernel<Config>(p, stream);
+}
+
+template <typename T, typename Params>
+void launch_softmax_matmul_sm90(const Params& params, cudaStream_t stream) {
+  const int64_t columns = params.problem.head_dim_v;
+  if (columns <= 64) return launch_softmax_matmul_sm90_to<T, 64>(params, stream);
+  if (columns <= 128) return launch_softmax_matmul_sm90_to<T, 128>(params, stream);
+  launch_softmax_matmul_sm90_to<T, 256>(params, stream);
 }
 
 }  // namespace torchweld
