@@ -1,0 +1,318 @@
+// What a consumer warpgroup of attention's forward on Hopper does.
+#pragma once
+
+#include "device/mma_sync.cuh"
+#include "device/named_barrier.cuh"
+#include "device/sm90/registers.cuh"
+#include "ops/attention/attention_sm90_block.cuh"
+
+namespace torchweld {
+
+#if TW_HAS_WGMMA
+// Thread i of a quad has register i of column blocks 0 to 3; after it, all four of block i.
+__device__ __forceinline__ void transpose_in_quad(uint32_t (&r)[4]) {
+  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t got = __shfl_xor_sync(~0u, odd ? r[i] : r[i + 1], 1);
+    (odd ? r[i] : r[i + 1]) = got;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t got = __shfl_xor_sync(~0u, upper ? r[i] : r[i + 2], 2);
+    (upper ? r[i] : r[i + 2]) = got;
+  }
+}
+
+// What a thread of a consumer warpgroup has of its rows.
+template <class Config>
+struct AttentionSm90Rows {
+  using T = typename Config::T;
+  static constexpr int kKeys = Config::kKeys, kSlices = kKeys / 16;
+  using Scores = float[1][kKeys / 8][4];
+  using Out = float[1][Config::kDimV / 8][4];
+
+  float score_sums[kKeys / 2];
+  uint32_t probabilities[kSlices][4];
+  float out_sums[Config::kDimV / 2];
+  OnlineRow rows[1][2];
+  float factor[1][2];
+
+  __device__ __forceinline__ Scores& scores() { return reinterpret_cast<Scores&>(score_sums); }
+  __device__ __forceinline__ Out& out() { return reinterpret_cast<Out&>(out_sums); }
+
+  // scores = Q K^T
+  __device__ __forceinline__ void multiply_keys(uint32_t s_query, uint32_t s_key) {
+    const uint64_t a = k_major_descriptor(s_query), b = k_major_descriptor(s_key);
+    wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < Config::kDim / 16; ++slice) {
+      const int stretch = slice / 4, at = slice % 4 * 32;
+      Wgmma<T, kKeys>::template multiply<0, 0>(
+          score_sums, a + ((stretch * Config::kQueryStretch + at) >> 4),
+          b + ((stretch * Config::kKeyStretch + at) >> 4), slice > 0);
+    }
+    wgmma_commit();
+  }
+
+  // scores = a warp's 16 rows of a tile of scores
+  __device__ __forceinline__ void read_scores(uint32_t s_scores, int row) {
+    const int lane = threadIdx.x % 32, line = row + lane % 16;
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      const int piece = slice % 4 * 2 + lane / 16;
+      uint32_t words[4];
+      load_matrix_4(words, s_scores + slice / 4 * Config::kScoreStretch + line * kSwizzleLineBytes +
+                               swizzled_piece(line, piece) * 16);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack_pair<T>(words[i]);
+        score_sums[slice * 8 + 2 * i] = pair.x;
+        score_sums[slice * 8 + 2 * i + 1] = pair.y;
+      }
+    }
+  }
+
+  // out = (keeps ? out : 0) + P V
+  __device__ __forceinline__ void multiply_values(uint32_t s_value, bool keeps) {
+    const uint64_t b = mn_major_descriptor(s_value, Config::kKeyStretch);
+    wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      Wgmma<T, Config::kDimV>::template multiply<1>(out_sums, probabilities[slice],
+                                                    b + ((slice * 16 * kSwizzleLineBytes) >> 4),
+                                                    slice > 0 || keeps);
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void round_probabilities() {
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        probabilities[slice][i] =
+            pack_pair<T>(score_sums[slice * 8 + 2 * i], score_sums[slice * 8 + 2 * i + 1]);
+      }
+    }
+  }
+};
+
+// What a consumer warpgroup does. Named barriers: 1 to 3 are the turns at the tensor cores, 4 to 6
+// the warpgroups' own.
+template <class Config>
+struct AttentionSm90Consumer {
+  using T = typename Config::T;
+  static constexpr int kKeys = Config::kKeys, kTurn = 1, kOwn = 4;
+
+  const typename Config::Params& p;
+  AttentionSm90Shared<Config>& s;
+  const int warpgroup, thread;  // of the warpgroup
+  PipelineState<Config::kStages> at_key, at_value;
+  PipelineState<2> at_work;
+  PipelineState<1> at_query;
+  AttentionSm90Rows<Config> r;
+
+  __device__ __forceinline__ AttentionSm90Consumer(const typename Config::Params& p,
+                                                   AttentionSm90Shared<Config>& s, int warpgroup)
+      : p(p), s(s), warpgroup(warpgroup), thread(threadIdx.x % 128) {}
+
+  __device__ __forceinline__ void run() {
+    if (!Config::kReadsScores && warpgroup == Config::kWarpgroups - 1) pass_turn();  // the first
+    while (true) {
+      s.works.wait(at_work);
+      const AttentionBlock& block = s.work[at_work.stage];
+      if (block.rows == 0) break;
+      start(r.rows);
+      if (block.keys > 0) {
+        if constexpr (Config::kReadsScores) {
+          walk_scores(block);
+        } else {
+          walk_products(block);
+        }
+      }
+      store(block);
+      __syncwarp();
+      if (thread % 32 == 0) mbarrier_arrive(&s.works.empty[at_work.stage]);
+      at_work.advance();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void wait_turn() const { named_barrier_wait(kTurn + warpgroup, 256); }
+  __device__ __forceinline__ void pass_turn() const {
+    named_barrier_arrive(kTurn + (warpgroup + 1 == Config::kWarpgroups ? 0 : warpgroup + 1), 256);
+  }
+  __device__ __forceinline__ void release(uint64_t* s_empty) const {
+    if (thread == 0) mbarrier_arrive(s_empty);
+  }
+  __device__ __forceinline__ int warp_row() const { return warpgroup * 64 + thread / 32 * 16; }
+
+  __device__ __forceinline__ void multiply_keys() {
+    r.multiply_keys(shared_address(s.query[warpgroup]), shared_address(s.key[at_key.stage]));
+  }
+  __device__ __forceinline__ void release_keys() {
+    release(&s.keys.empty[at_key.stage]);
+    at_key.advance();
+  }
+  // The values of the step that begins at `key`.
+  __device__ __forceinline__ void multiply_values(const AttentionBlock& block, int key) {
+    s.values.wait(at_value);
+    if constexpr (Config::kMasked) {
+      clear_values(block.keys - key, kKeys);
+      if constexpr (Config::kReadsScores) {
+        if (key == 0) clear_values(0, s.work[at_work.stage].unseen);
+      }
+    }
+    r.multiply_values(shared_address(s.value[at_value.stage]), key > 0);
+  }
+  __device__ __forceinline__ void release_values() {
+    wgmma_results(r.out_sums);
+    release(&s.values.empty[at_value.stage]);
+    at_value.advance();
+  }
+
+  // Values [begin, end) that no row of the tile sees may be NaN, and their probabilities are 0.
+  // NOTE: every warpgroup clears them for itself, which spares a barrier of all.
+  __device__ __forceinline__ void clear_values(int begin, int end) const {
+    if (begin >= end) return;
+    char* const s_value = s.value[at_value.stage];
+    for (int piece = thread; piece < (end - begin) * Config::kLinesV * 8; piece += 128) {
+      const int line = piece / 8, stretch = line / (end - begin);
+      const int row = begin + line - stretch * (end - begin);
+      *reinterpret_cast<uint4*>(s_value + stretch * Config::kKeyStretch + row * kSwizzleLineBytes +
+                                piece % 8 * 16) = make_uint4(0, 0, 0, 0);
+    }
+    async_fence();
+    named_barrier_wait(kOwn + warpgroup, 128);
+  }
+
+  // The scores of the step that begins at `key` become probabilities.
+  __device__ __forceinline__ void attend(const AttentionBlock& block, int key) {
+    wgmma_results(r.score_sums);
+    if (p.scale.sign != 1.f) {
+#pragma unroll
+      for (float& score : r.score_sums) score *= p.scale.sign;
+    }
+    const int first_row = block.first_row + warp_row();
+    if constexpr (Config::kMasked) {
+      mask_scores<Config>(r.scores(), p.scale, s.work[at_work.stage], warp_row(), key);
+    } else if (key + kKeys > block.end_of(first_row)) {
+      hide_columns(r.scores(), first_row + block.shift - key, block.all_keys - key);
+    }
+    online_softmax<true, Config::kLazy>(r.scores(), r.rows, r.factor, p.scale.c);
+  }
+
+  __device__ __forceinline__ void walk_products(const AttentionBlock& block) {
+    s.queries[warpgroup].wait(at_query);
+    s.keys.wait(at_key);
+    wait_turn();
+    multiply_keys();
+    pass_turn();
+    wgmma_wait<0>();
+    release_keys();
+    attend(block, 0);
+    r.round_probabilities();
+    int key = kKeys;
+    for (; key < block.keys; key += kKeys) {
+      s.keys.wait(at_key);
+      wait_turn();
+      multiply_keys();
+      multiply_values(block, key - kKeys);
+      pass_turn();
+      wgmma_wait<1>();
+      release_keys();
+      attend(block, key);
+      wgmma_wait<0>();
+      release_values();
+      // NOTE: the vote is for whole warps, so that nobody diverges between products.
+      if (!Config::kLazy || __any_sync(~0u, r.factor[0][0] != 1.f || r.factor[0][1] != 1.f)) {
+        rescale(r.out(), r.factor);
+      }
+      r.round_probabilities();
+    }
+    release(&s.queries[warpgroup].empty[0]);
+    at_query.advance();
+    multiply_values(block, key - kKeys);
+    wgmma_wait<0>();
+    release_values();
+  }
+
+  // The same where the scores are read.
+  // NOTE: a stage is given back behind the maxima of its scores. The tensor cores read shared
+  // memory first, and a load that was issued but not done would find the next scores there.
+  __device__ __forceinline__ void attend_read_scores(const AttentionBlock& block, int key) {
+    s.keys.wait(at_key);
+    r.read_scores(shared_address(s.key[at_key.stage]), warp_row());
+    attend(block, key);
+    __syncwarp();
+    if (thread % 32 == 0) mbarrier_arrive(&s.keys.empty[at_key.stage]);
+    at_key.advance();
+  }
+  __device__ __forceinline__ void walk_scores(const AttentionBlock& block) {
+    attend_read_scores(block, 0);
+    r.round_probabilities();
+    int key = kKeys;
+    for (; key < block.keys; key += kKeys) {
+      multiply_values(block, key - kKeys);
+      attend_read_scores(block, key);
+      wgmma_wait<0>();
+      release_values();
+      if (!Config::kLazy || __any_sync(~0u, r.factor[0][0] != 1.f || r.factor[0][1] != 1.f)) {
+        rescale(r.out(), r.factor);
+      }
+      r.round_probabilities();
+    }
+    multiply_values(block, key - kKeys);
+    wgmma_wait<0>();
+    release_values();
+  }
+
+  // A quad writes 64 adjacent bytes of a row at a time.
+  __device__ __forceinline__ void store(const AttentionBlock& block) {
+    const auto& a = p.attention;
+    const MaskRule rule = a.rule();
+    const int dim_v = static_cast<int>(a.sizes.head_dim_v);
+    const int64_t first =
+        (block.batch * a.sizes.nheads + block.head) * rule.seqlen_q + block.first_row;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp_row() + half * 8 + thread % 32 / 4;
+      const bool stores = row < block.rows;
+      const float max = r.rows[0][half].max, sum = quad_sum(r.rows[0][half].sum);
+      float factor, lse;
+      bool live;
+      if constexpr (Config::kMasked) {
+        const float sink = a.mask.sink ? a.mask.sink[block.head] : -INFINITY;
+        const FinishedRow finished = finish_row(p.scale, max, sum, sink);
+        live = s.work[at_work.stage].begin[row] != kSeesNothing;
+        factor = finished.factor;
+        lse = live ? finished.lse : sink;
+      } else {
+        live = block.keys > 0 && !rule.live(block.first_row + row, block.pad).empty();
+        factor = 1.f / sum;
+        lse = live ? p.scale.lse(max, sum) : -INFINITY;
+      }
+      if (stores && a.lse && thread % 4 == 0) a.lse[first + row] = lse;
+      T* const g_row = static_cast<T*>(a.out) + (first + row) * dim_v;
+#pragma unroll
+      for (int i = 0; i < Config::kDimV / 32; ++i) {
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float* const pair = &r.out()[0][i * 4 + j][half * 2];
+          words[j] = live ? pack_pair<T>(pair[0] * factor, pair[1] * factor) : 0;
+        }
+        transpose_in_quad(words);
+        const int column = i * 32 + thread % 4 * 8;
+        if (stores && column < dim_v) {
+          *reinterpret_cast<uint4*>(g_row + column) =
+              make_uint4(words[0], words[1], words[2], words[3]);
+        }
+      }
+    }
+  }
+};
+#endif
+
+}  // namespace torchweld
