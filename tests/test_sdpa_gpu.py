@@ -205,6 +205,17 @@ def test_the_order_that_a_new_process_starts_with():
     assert printed[0] == printed[1]
 
 
+def assert_left_to_torch(counted, attend, tensors, dout):
+    """Result and gradients have the bits of torch's kernels, and none of ours ran."""
+    with deterministic():
+        theirs = with_grads(attend, tensors, dout)
+        with integrations.use_in_sdpa():
+            mine = with_grads(attend, tensors, dout)
+    assert (counted.forwards, counted.backwards) == (0, 0)
+    for a, b in zip(mine, theirs, strict=True):
+        assert_same_bits(a, b)
+
+
 @pytest.mark.parametrize(
     "kwargs", [{"dropout_p": 0.3}, {"dropout_p": 0.3, "is_causal": True}], ids=str
 )
@@ -216,13 +227,7 @@ def test_dropout_has_the_bits_of_torchs_flash(counted, kwargs):
         torch.manual_seed(7)
         return flash(q, k, v, **kwargs)
 
-    with deterministic():
-        theirs = with_grads(attend, tensors, dout)
-        with integrations.use_in_sdpa():
-            mine = with_grads(attend, tensors, dout)
-    assert (counted.forwards, counted.backwards) == (0, 0)
-    for a, b in zip(mine, theirs, strict=True):
-        assert_same_bits(a, b)
+    assert_left_to_torch(counted, attend, tensors, dout)
 
 
 def test_other_back_ends_are_left_alone(counted):
@@ -265,13 +270,7 @@ def test_rows_without_keys_have_the_bits_of_torchs_flash(counted):
     def attend(q, k, v):
         return FLASH(q, k, v, 0.0, True)[0]
 
-    with deterministic():
-        theirs = with_grads(attend, tensors, dout)
-        with integrations.use_in_sdpa():
-            mine = with_grads(attend, tensors, dout)
-    assert (counted.forwards, counted.backwards) == (0, 0)
-    for a, b in zip(mine, theirs, strict=True):
-        assert_same_bits(a, b)
+    assert_left_to_torch(counted, attend, tensors, dout)
 
 
 @pytest.mark.parametrize("served", ["forward", "backward"])
