@@ -80,9 +80,14 @@ def _gpus() -> list[str]:
     return found
 
 
+def recorded_archs(facts: dict[str, Any]) -> list[str]:
+    """The GPU code that was built, "9.0a" or "8.0+PTX", as the build recorded it."""
+    return str(facts.get("arch_list") or "").replace(";", " ").split()
+
+
 def _binary_archs(facts: dict[str, Any]) -> list[str]:
     """The GPU code in the library, by cuobjdump where there is one, else as the build recorded."""
-    recorded = str(facts.get("arch_list") or "").replace(";", " ").split()
+    recorded = recorded_archs(facts)
     tool = shutil.which("cuobjdump")
     files = sorted(Path(library.__file__).parent.glob("_ops*.so"))
     if tool is None or not files or not facts.get("cuda"):

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.nn import attention
 
 from torchweld._library import build_facts, ops, require
-from torchweld.info import has_cuda_kernel
+from torchweld.info import has_cuda_kernel, recorded_archs
 
 NAME = "torchweld"
 FORWARD = "_scaled_dot_product_flash_attention"
@@ -141,7 +141,7 @@ def has_code(capability: tuple[int, int], archs: list[str]) -> bool:
 def _runs_on(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
-    archs = str(build_facts().get("arch_list") or "").replace(";", " ").split()
+    archs = recorded_archs(build_facts())
     return has_code(torch.cuda.get_device_capability(device), archs)
 
 
