@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -76,6 +77,15 @@ void launch_kernel(void (*kernel)(Params...), const Grid& grid, cudaStream_t str
   config.stream = stream;
   config.attrs = attributes;
   (void)cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
+}
+
+// A number that no memory holds by chance: splitmix64 of a count (device/block_flags.cuh).
+inline uint64_t next_launch_number() {
+  static std::atomic<uint64_t> launches{0};
+  uint64_t x = ++launches * 0x9e3779b97f4a7c15;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+  return x ^ (x >> 31);
 }
 
 // Calls body(first, count) with as many of `items` blocks as one grid can hold at a time.

@@ -1,8 +1,7 @@
 // The launcher of the kernels on wgmma and TMA: tensor maps of the operands and results.
 #include "gemm/sm90/launch.h"
 
-#include <atomic>
-
+#include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "gemm/sm90/tiles.h"
 
@@ -69,15 +68,6 @@ void launch_math(GemmMath math, const Sm90Params& params, cudaStream_t stream) {
   }
 }
 
-// A number that no memory holds by chance: splitmix64 of a count.
-uint64_t next_launch_number() {
-  static std::atomic<uint64_t> launches{0};
-  uint64_t x = ++launches * 0x9e3779b97f4a7c15;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
-  return x ^ (x >> 31);
-}
-
 }  // namespace
 
 void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
@@ -108,7 +98,7 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
                        {},
                        p};
   if (stream.tiles > 0) {
-    params.parts = {p.workspace, p.flags, next_launch_number()};
+    params.parts = {p.workspace, {p.flags, next_launch_number()}};
   }
   const bool pairs = e.gated && e.interleaved;
   const int parts = turned ? halves : std::max(halves, tile.cluster);

@@ -2,22 +2,17 @@
 // through memory.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
-#include <cstdint>
-
+#include "device/block_flags.cuh"
 #include "device/named_barrier.cuh"
 
 namespace torchweld {
 
 // A warpgroup's sums of one piece in the workspace. A block has at most one piece to hand on.
-// NOTE: whoever has waited for a flag takes it down, so that a captured launch may be replayed.
 struct Sm90Parts {
   static constexpr int kThreads = 128;
 
   float* sums;
-  uint64_t* flags;  // see block_flags
-  uint64_t number;  // of the launch
+  BlockFlags flags;
 
   // Own barrier of the warpgroup: `barrier`.
   template <int kValues>
@@ -31,8 +26,7 @@ struct Sm90Parts {
     named_barrier_wait(barrier, kThreads);
     if (thread == 0) {
       __threadfence();
-      asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flags + slot), "l"(number)
-                   : "memory");
+      flags.raise(slot);
     }
   }
 
@@ -40,16 +34,7 @@ struct Sm90Parts {
   template <int kValues>
   __device__ __forceinline__ void add(float (&v)[kValues], int64_t slot, int thread,
                                       int barrier) const {
-    if (thread == 0) {
-      uint64_t flag;
-      do {
-        asm volatile("ld.acquire.gpu.global.u64 %0, [%1];"
-                     : "=l"(flag)
-                     : "l"(flags + slot)
-                     : "memory");
-      } while (flag != number);
-      flags[slot] = 0;
-    }
+    if (thread == 0) flags.wait(slot);
     named_barrier_wait(barrier, kThreads);
     const float4* g_from =
         reinterpret_cast<const float4*>(sums + slot * kValues * kThreads) + thread;

@@ -1,0 +1,32 @@
+// Flags by which the blocks of a launch tell each other that something is in memory.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace torchweld {
+
+// A flag is up where it holds the launch's own number: nobody clears them first (block_flags of
+// core/counters.h).
+// NOTE: whoever has waited for a flag takes it down, so that a captured launch may be replayed.
+struct BlockFlags {
+  uint64_t* flags;
+  uint64_t number;  // next_launch_number()
+
+  // By one thread, behind a barrier of those that have written.
+  __device__ __forceinline__ void raise(int64_t i) const {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flags + i), "l"(number) : "memory");
+  }
+
+  // By one thread, before a barrier of those that are going to read.
+  __device__ __forceinline__ void wait(int64_t i) const {
+    uint64_t flag;
+    do {
+      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(flag) : "l"(flags + i) : "memory");
+    } while (flag != number);
+    flags[i] = 0;
+  }
+};
+
+}  // namespace torchweld
