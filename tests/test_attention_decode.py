@@ -15,8 +15,9 @@ from attention_engines import (
     each_configuration,
     inputs,
 )
+from numerics import assert_same_bits
 from samples import BF16, F16
-from tuning import chosen, problem, refusal
+from tuning import chosen, ops, problem, refusal
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels run on a GPU")
 
@@ -26,6 +27,7 @@ SIZES = [
     (1, 1, 1, 1, 1, 8, 8), (2, 4, 4, 1, 17, 64, 64), (3, 8, 2, 1, 1000, 128, 128),
     (2, 32, 4, 4, 777, 128, 128), (1, 16, 1, 16, 300, 64, 64), (2, 6, 3, 5, 130, 80, 40),
     (1, 4, 2, 2, 515, 256, 192), (1, 2, 1, 3, 2, 96, 128), (1, 24, 1, 1, 100, 40, 72),
+    (2, 6, 2, 3, 2100, 33, 37),
 ]  # fmt: skip
 
 
@@ -73,6 +75,31 @@ def test_a_graph_serves_other_paddings():
     check_graph("decode", *qkv, ([0, 5, 2047], [2048, 1, 300], [7, 7, 7]))
 
 
+@on_gpu
+def test_calls_in_a_row_give_what_each_gives_alone():
+    """A call begins while the one before it, whose results are its query, ends."""
+    q, k, v = inputs(BF16, 2, 8, 2, 1, 4000, 128)
+    k *= 4  # so that results differ
+    for _ in each_configuration("decode", q, k, v, every=True):
+        expected = q
+        for _ in range(20):
+            expected = ops.attention(expected, k, v)
+            torch.cuda.synchronize()
+        out = q
+        for _ in range(20):
+            out = ops.attention(out, k, v)
+        assert_same_bits(out, expected)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = q
+            for _ in range(20):
+                out = ops.attention(out, k, v)
+        for _ in range(5):
+            out.zero_()
+            graph.replay()
+            assert_same_bits(out, expected)
+
+
 def test_splits_fill_the_gpu_and_are_never_empty_of_steps():
     for heads, keys in ((8, 65536), (128, 8192), (512, 2048), (12, 1024), (1, 64), (1, 1)):
         choice = chosen("attention", heads=heads, group=1, seqlen_q=1, seqlen_k=keys, head_dim=128,
@@ -96,4 +123,6 @@ def test_reasons_of_a_decode():
     )
     small = problem("attention", seqlen_q=1, shared_limit=65536)
     assert "shared memory" in refusal("attention", small, tile)
+    wide = problem("attention", seqlen_q=16, heads=2**28, group=2**28)
+    assert "query rows of a kv head" in refusal("attention", wide, tile)
     assert chosen("attention", seqlen_q=17, seqlen_k=64)["engine"] == "sm90"

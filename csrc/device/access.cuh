@@ -47,6 +47,18 @@ __device__ __forceinline__ uint4 load_words_if(const void* g_from, bool holds) {
   return words;
 }
 
+// 4 values that another block has sent, zeros where the condition is false.
+// NOTE: past the L1 cache, which another SM's stores don't reach.
+__device__ __forceinline__ float4 load_sent_if(const float* g_from, bool holds) {
+  float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %5, 0;\n@p ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];}"
+      : "+f"(x.x), "+f"(x.y), "+f"(x.z), "+f"(x.w)
+      : "l"(g_from), "r"(static_cast<int>(holds))
+      : "memory");
+  return x;
+}
+
 template <typename T, int kElems>
 __device__ __forceinline__ AccessOf<kElems> load_access_if(const T* g_from, bool holds) {
   if constexpr (kElems == 1) {

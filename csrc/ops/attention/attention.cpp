@@ -224,14 +224,18 @@ void attention_into_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Te
   const AttentionProblem problem =
       attention_problem(params.sizes, params.dtype, params.tf32, mask.causal, params.leftpad);
   params.choice = pick<AttentionFamily>(problem);
-  Tensor parts, zeros;
+  Tensor parts, flags, ticket;
   if (const int64_t floats = attention_part_floats(problem, params.choice); floats > 0) {
     parts = at::empty({floats}, query.options().dtype(at::kFloat));
     params.parts = mutable_data<float>(parts);
   }
-  if (const int64_t counters = attention_counters(problem, params.choice); counters > 0) {
-    zeros = zero_counters(counters, query);
-    params.counters = static_cast<unsigned*>(zeros.mutable_data_ptr());
+  if (const int64_t count = attention_flags(problem, params.choice); count > 0) {
+    flags = block_flags(count, query);
+    params.flags = mutable_data<uint64_t>(flags);
+  }
+  if (params.choice.engine == AttentionEngine::kSm90) {
+    ticket = zero_counters(1, query);
+    params.counters = static_cast<unsigned*>(ticket.mutable_data_ptr());
   }
   launch_attention(params, current_stream());
 }

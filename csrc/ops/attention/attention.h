@@ -46,7 +46,8 @@ struct AttentionParams {
   DType dtype;
   AttentionChoice choice;
   float* parts;        // attention_part_floats(...), of the splits; nullptr where that is 0
-  unsigned* counters;  // attention_counters(...), zeros; the same
+  uint64_t* flags;     // attention_flags(...), see block_flags; the same
+  unsigned* counters;  // one, which is zero before and after, where Hopper's kernel serves; or null
 
   TW_HOST_DEVICE MaskRule rule() const {
     return {sizes.seqlen_q, sizes.seqlen_k, causal, leftpad != nullptr};
@@ -80,16 +81,15 @@ inline AttentionProblem attention_problem(const AttentionSizes& s, DType dtype, 
           device_facts()};
 }
 
-// Of every split's rows: the sums, the maximum and the sum of probabilities.
+// Of all splits but the last one of every group, which adds them.
+inline int64_t attention_flags(const AttentionProblem& p, const AttentionChoice& choice) {
+  return attention_decode_groups(p) * (choice.splits - 1);
+}
+// Of their rows: the sums, the maximum and the sum of probabilities.
 inline int64_t attention_part_floats(const AttentionProblem& p, const AttentionChoice& choice) {
   if (choice.splits == 1) return 0;
   const AttentionDecodeTile& tile = kAttentionDecodeTiles[choice.tile];
-  return attention_decode_groups(p) * choice.splits * AttentionDecodeTile::kRows * (tile.dim + 2);
-}
-// The parts of a row that have arrived, or the tickets that blocks take.
-inline int64_t attention_counters(const AttentionProblem& p, const AttentionChoice& choice) {
-  if (choice.engine == AttentionEngine::kSm90) return 1;
-  return choice.splits == 1 ? 0 : attention_decode_groups(p);
+  return attention_flags(p, choice) * AttentionDecodeTile::kRows * (tile.dim + 2);
 }
 
 // Head dims above this take the general kernels.

@@ -230,6 +230,9 @@ inline Refusal attention_decode_refusal(const AttentionProblem& p, const Attenti
   if (splits < 1 || splits > AttentionDecodeTile::kMostSplits) {
     return {"keys can be cut into 1 to {} splits", AttentionDecodeTile::kMostSplits};
   }
+  if (!grid_fits(static_cast<double>(p.load.group) * static_cast<double>(p.seqlen_q))) {
+    return "more than 2^31 - 1 query rows of a kv head";
+  }
   return grid_fits(static_cast<double>(attention_decode_groups(p)) * splits)
              ? Refusal()
              : "more than 2^31 - 1 blocks";

@@ -112,6 +112,13 @@ class AttentionLoader {
     }
   }
 
+  // Goes on so many rows further down.
+  template <int kSkipped>
+  __device__ __forceinline__ void skip() {
+    static_assert(kSkipped % kRowStep == 0);
+    g_next_ += step_ * (kSkipped / kRowStep);
+  }
+
   // Multiplies what this thread has copied, once it is there.
   __device__ __forceinline__ void multiply(char* s_tile, float factor) const {
     const Share share(threadIdx.x);
