@@ -115,12 +115,23 @@ class Sm90Epilogue {
     bool preact;
   };
   template <bool kPreact>
-  static __device__ __forceinline__ Box box_of(const Place& place, int result) {
+  __device__ __forceinline__ Box box_of(const Place& place, int result) const {
     constexpr int kResults = results(kPreact);
     const int at = result / kResults, kind = result % kResults;
-    return {{place.row + at / kAcross * 64, place.column + at % kAcross * kColumns, place.batch},
-            kGated && kind == 1,
-            kind < kResults - 1};
+    Box box = {{place.row + at / kAcross * 64, place.column + at % kAcross * kColumns, place.batch},
+               kGated && kind == 1,
+               kind < kResults - 1};
+    if (box.preact && stores_pairs()) {
+      box.column = 2 * box.column + box.right * kColumns;
+      box.right = 0;
+    }
+    return box;
+  }
+
+  // Whether the columns of a pre-activation's halves alternate. One box of it has all columns of
+  // half a box of y then.
+  __device__ __forceinline__ bool stores_pairs() const {
+    return kGated && p_.gemm.epilogue.interleaved;
   }
 
   // Of a turn of the loop: both halves of a gated product's 64 rows, else a box.
@@ -158,16 +169,16 @@ class Sm90Epilogue {
                          int(work.tile_n) * kTileColumns, int(work.batch)};
     Flat& sums = reinterpret_cast<Flat&>(acc);
     int result = 0;
-    const auto put = [&](const float (&values)[kValues]) {
+    const auto next_slot = [&] {
       if (result == 0) {
         wait_for_slots<0>();  // the last tile's
       } else {
         send(box_of<kPreact>(place, result - 1), (result - 1) % kSlots);
         wait_for_slots<kSlots - 1>();
       }
-      stage(values, result % kSlots);
-      ++result;
+      return result++ % kSlots;
     };
+    const auto put = [&](const float (&values)[kValues]) { stage(values, next_slot()); };
     if (!kGated && !kPreact && e.activation == Activation::kNone) {
       // There is so little to do that the sums may stay where they are.
 #pragma unroll
@@ -192,8 +203,15 @@ class Sm90Epilogue {
           } else {
             auto& right = values_of(sums_of_turn, kTileColumns + c * kColumns);
             if (e.bias != nullptr) add_bias(right, kTileColumns + from);
-            if (kPreact) put(v);
-            if (kPreact) put(right);
+            if constexpr (kPreact) {
+              if (stores_pairs()) {
+                stage_pairs<0>(v, right, next_slot());
+                stage_pairs<kGroups / 2>(v, right, next_slot());
+              } else {
+                put(v);
+                put(right);
+              }
+            }
             apply_gate<kExact>(v, right, e.gate);
           }
           put(v);
@@ -268,6 +286,34 @@ class Sm90Epilogue {
     }
   }
 
+  // The same of the pairs of both halves, from a group of columns on.
+  template <int kFirst>
+  __device__ __forceinline__ void stage_pairs(const float (&left)[kValues],
+                                              const float (&right)[kValues], int slot) const {
+    const uint32_t s_box = box_at(slot);
+    const int line = lane_ / 4, t = lane_ % 4;
+#pragma unroll
+    for (int j = 0; j < kGroups / 2; ++j) {
+      const float* l = left + 4 * (kFirst + j);
+      const float* r = right + 4 * (kFirst + j);
+      const int at = (j * 16 + t * 4) * int(sizeof(T));  // in the line
+      const uint32_t s_to = s_box + line * kLineBytes + (piece_of(line, at / 16) << 4) + at % 16;
+      if constexpr (sizeof(T) == 2) {
+        store_shared(s_to, pack_pair<T>(l[0], r[0]), pack_pair<T>(l[1], r[1]));
+        store_shared(s_to + 8 * kLineBytes, pack_pair<T>(l[2], r[2]), pack_pair<T>(l[3], r[3]));
+      } else {
+        store_shared(s_to, l[0], r[0]);
+        store_shared(s_to + 8, l[1], r[1]);
+        store_shared(s_to + 8 * kLineBytes, l[2], r[2]);
+        store_shared(s_to + 8 * kLineBytes + 8, l[3], r[3]);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void store_shared(uint32_t s_to, uint32_t x, uint32_t y) {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(s_to), "r"(x), "r"(y) : "memory");
+  }
+
   static __device__ __forceinline__ void store_shared(uint32_t s_to, float x, float y) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(s_to), "f"(x), "f"(y) : "memory");
   }
@@ -284,18 +330,15 @@ class Sm90Epilogue {
     }
   }
 
-  // Element by element: rows have no 16-byte boundaries, or columns are not adjacent.
+  // Element by element: rows have no 16-byte boundaries.
   __device__ __forceinline__ void store_rows(const Box& box, uint32_t s_box) const {
     const GemmParams& p = p_.gemm;
     T* g_to = static_cast<T*>(p.y) + box.batch * p.y_batch_stride + box.column;
-    int64_t row_stride = p.y_row_stride;
-    int step = 1;
+    int64_t row_stride = p.y_row_stride, columns = p.n;
     if (box.preact) {
-      const bool pairs = kGated && p.epilogue.interleaved;
-      g_to = static_cast<T*>(p.epilogue.preact) +
-             (pairs ? 2 * int64_t{box.column} + box.right : box.column + box.right * p.n);
+      g_to = static_cast<T*>(p.epilogue.preact) + box.column + box.right * p.n;
       row_stride = kGated ? 2 * p.n : p.n;
-      step = pairs ? 2 : 1;
+      if (stores_pairs()) columns = row_stride;
     }
     constexpr int kPieceElems = 16 / sizeof(T);
 #pragma unroll 1
@@ -304,11 +347,11 @@ class Sm90Epilogue {
 #pragma unroll
       for (int c = 0; c < kColumns; c += 32) {
         const int at = c + lane_;
-        if (box.column + at < p.n) {
+        if (box.column + at < columns) {
           const uint32_t s_from = s_box + line * kLineBytes +
                                   (piece_of(line, at / kPieceElems) << 4) +
                                   at % kPieceElems * int(sizeof(T));
-          g_to[(box.row + line) * row_stride + int64_t{at} * step] = load_shared(s_from);
+          g_to[(box.row + line) * row_stride + at] = load_shared(s_from);
         }
       }
     }

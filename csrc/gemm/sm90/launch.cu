@@ -36,15 +36,16 @@ struct Maps {
     return box;
   }
 
-  // A result of n columns in `halves`, n apart.
-  TensorBox result(void* data, int64_t row_stride, int halves, int64_t batch_stride) const {
-    const int elem = gemm_elem_size(math), columns = tile.box_columns(elem);
+  // A result of some columns in `halves`, one beside the other.
+  TensorBox result(void* data, int64_t columns, int64_t row_stride, int halves,
+                   int64_t batch_stride) const {
+    const int elem = gemm_elem_size(math), box_columns = tile.box_columns(elem);
     TensorBox box = {data, elem};
     box.bfloat16 = math == GemmMath::kBFloat16;
-    box.swizzle = columns * elem;
-    const int64_t sizes[] = {p.n, p.m, halves, p.batch};
-    const int64_t strides[] = {1, row_stride, p.n, batch_stride};
-    const int boxes[] = {columns, 16, 1, 1};
+    box.swizzle = box_columns * elem;
+    const int64_t sizes[] = {columns, p.m, halves, p.batch};
+    const int64_t strides[] = {1, row_stride, columns, batch_stride};
+    const int boxes[] = {box_columns, 16, 1, 1};
     for (int i = 0; i < 4; ++i) {
       box.sizes[i] = sizes[i];
       box.strides[i] = i == 0 ? 1 : harmless(sizes[i], strides[i]);
@@ -118,10 +119,12 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
   params.a = make_tensor_map("matmul", turned ? of_b : of_a);
   params.b = make_tensor_map("matmul", turned ? of_a : of_b);
   if (!turned) {
-    params.stores_y = map_result(params.y, maps.result(p.y, p.y_row_stride, 1, p.y_batch_stride));
-    if (e.preact != nullptr && !pairs) {
-      params.stores_preact =
-          map_result(params.preact, maps.result(e.preact, halves * p.n, halves, 0));
+    params.stores_y =
+        map_result(params.y, maps.result(p.y, p.n, p.y_row_stride, 1, p.y_batch_stride));
+    if (e.preact != nullptr) {
+      const int apart = pairs ? 1 : halves;  // halves whose columns don't alternate
+      const TensorBox box = maps.result(e.preact, halves / apart * p.n, halves * p.n, apart, 0);
+      params.stores_preact = map_result(params.preact, box);
     }
   }
   dispatch_index<kSm90TileCount>(p.choice.tile, [&](auto index) {
