@@ -16,16 +16,23 @@ struct NormVectorsOp {
   const float* g_rstd;
   int64_t dy_row_stride, x_row_stride;
 
-  __device__ __forceinline__ void add_row(int64_t row, int64_t column,
-                                          Sum (&sums)[2][kElems]) const {
-    const auto dy = load_vec<T, kElems>(g_dy + row * dy_row_stride + column);
-    const auto x = load_vec<T, kElems>(g_x + row * x_row_stride + column);
-    const float mean = g_mean != nullptr ? g_mean[row] : 0.f;
-    const float rstd = g_rstd[row];
+  struct Loaded {
+    Vec<T, kElems> dy, x;
+    float mean, rstd;
+  };
+
+  __device__ __forceinline__ Loaded load(int64_t row, int64_t column) const {
+    return {load_vec<T, kElems>(g_dy + row * dy_row_stride + column),
+            load_vec<T, kElems>(g_x + row * x_row_stride + column),
+            g_mean != nullptr ? g_mean[row] : 0.f, g_rstd[row]};
+  }
+
+  __device__ __forceinline__ void add(int64_t, int64_t, const Loaded& in,
+                                      Sum (&sums)[2][kElems]) const {
 #pragma unroll
     for (int j = 0; j < kElems; ++j) {
-      const float grad = to_float(dy.values[j]);
-      sums[0][j] += grad * ((to_float(x.values[j]) - mean) * rstd);
+      const float grad = to_float(in.dy.values[j]);
+      sums[0][j] += grad * ((to_float(in.x.values[j]) - in.mean) * in.rstd);
       sums[1][j] += grad;
     }
   }

@@ -18,15 +18,22 @@ struct ActivationOp {
   int64_t dy_row_stride, z_row_stride, dz_row_stride;
   Activation activation;
 
-  __device__ __forceinline__ void add_row(int64_t row, int64_t column,
-                                          Sum (&sums)[1][kElems]) const {
-    const auto dy = load_vec<T, kElems>(g_dy + row * dy_row_stride + column);
-    const auto z = load_vec<T, kElems>(g_z + row * z_row_stride + column);
+  struct Loaded {
+    Vec<T, kElems> dy, z;
+  };
+
+  __device__ __forceinline__ Loaded load(int64_t row, int64_t column) const {
+    return {load_vec<T, kElems>(g_dy + row * dy_row_stride + column),
+            load_vec<T, kElems>(g_z + row * z_row_stride + column)};
+  }
+
+  __device__ __forceinline__ void add(int64_t row, int64_t column, const Loaded& in,
+                                      Sum (&sums)[1][kElems]) const {
     float r_dz[kElems], r_z[kElems];
 #pragma unroll
     for (int j = 0; j < kElems; ++j) {
-      r_dz[j] = to_float(dy.values[j]);
-      r_z[j] = to_float(z.values[j]);
+      r_dz[j] = to_float(in.dy.values[j]);
+      r_z[j] = to_float(in.z.values[j]);
     }
     activation_grad<kExact>(r_dz, r_z, activation);
     Vec<T, kElems> dz;
@@ -48,9 +55,12 @@ struct SumOp {
   const T* g_dy;
   int64_t dy_row_stride;
 
-  __device__ __forceinline__ void add_row(int64_t row, int64_t column,
-                                          Sum (&sums)[1][kElems]) const {
-    const auto dy = load_vec<T, kElems>(g_dy + row * dy_row_stride + column);
+  __device__ __forceinline__ Vec<T, kElems> load(int64_t row, int64_t column) const {
+    return load_vec<T, kElems>(g_dy + row * dy_row_stride + column);
+  }
+
+  __device__ __forceinline__ void add(int64_t, int64_t, const Vec<T, kElems>& dy,
+                                      Sum (&sums)[1][kElems]) const {
 #pragma unroll
     for (int j = 0; j < kElems; ++j) sums[0][j] += to_float(dy.values[j]);
   }

@@ -4,7 +4,8 @@
 // at a time. Its sums go to the scratch as (chunk, sum, column); add_partials adds the chunks. Both
 // orders are fixed, so that the sums have the same bits in every run.
 //
-// An Op has kElems, kSums and Sum, and add_row(row, column, sums), which handles kElems columns.
+// An Op has kElems, kSums and Sum; load(row, column) of kElems columns, and add(row, column, what
+// it loaded, sums). Two rows are on their way at a time, because stores stand between the loads.
 #pragma once
 
 #include "core/launch.h"
@@ -58,8 +59,11 @@ __global__ __launch_bounds__(kColumnThreads) void column_pass_kernel(const Op op
 
   typename Op::Sum r_sums[Op::kSums][kElems] = {};
   if (column < n) {
-    for (int64_t row = begin + threadIdx.y; row < end; row += kRowGroups) {
-      op.add_row(row, column, r_sums);
+    for (int64_t row = begin + threadIdx.y; row < end; row += 2 * kRowGroups) {
+      const int64_t next = row + kRowGroups;
+      const auto in = op.load(row, column), in_next = op.load(next < end ? next : row, column);
+      op.add(row, column, in, r_sums);
+      if (next < end) op.add(next, column, in_next, r_sums);
     }
   }
   if (g_partials == nullptr) return;

@@ -13,7 +13,7 @@ struct ColumnSplit {
 
 constexpr ColumnSplit split_rows(int64_t rows, int64_t n) {
   constexpr int64_t kTileColumns = 256;  // of a block in 16 bits
-  constexpr int64_t kTargetBlocks = 768;
+  constexpr int64_t kTargetBlocks = 2112;
   constexpr int64_t kMaxChunks = 256;  // one block adds all of a column's chunks
   constexpr int64_t kMinRowsInChunk = 32;
   const int64_t tiles = (n + kTileColumns - 1) / kTileColumns;
