@@ -72,6 +72,12 @@ TABLE = [
         + each(dtype=("tf32",), kind=("cooperative",), tile=(2,))
         + each(dtype=("float32",), kind=("pieces",), tile=(6,)),
     ),
+    Family(
+        "gemm_rows_$dtype",
+        "gemm/rows/kernel.cuh",
+        "template void launch_rows_tiles<GemmMath::$kDtype>(const GemmParams&, cudaStream_t);",
+        each(dtype=SIXTEEN_BIT),
+    ),
     # Those of a mask that not every call has take kernels of their own.
     Family(
         "${masked}attention_forward_$dtype",

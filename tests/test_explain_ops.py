@@ -230,9 +230,11 @@ def test_a_kernel_has_the_threads_of_its_tile():
             assert threads == 32 * tile["warps"]
             itemsize = 2 if written else dtype.itemsize
             stage = (tile["block_m"] + tile["block_n"]) * tile["block_k"] * itemsize
-            # The engine on wgmma keeps boxes of results, bias and barriers beside its stages.
-            more = shared_bytes - tile["stages"] * stage
-            assert (0 < more < 40_000) if sm90 else more == 0
+            few = record["choice"].startswith("rows")  # each warp has stages of its own
+            # The engine on wgmma keeps boxes of results, bias and barriers beside its stages, that
+            # for few rows what a norm needs.
+            more = shared_bytes - tile["stages"] * stage * (tile["warps"] if few else 1)
+            assert (0 < more < 40_000) if sm90 or few else more == 0
             # The sums of splits are added by another kernel, those of stream-K are not.
             assert len(record["kernels"]) == (2 if tile["splits"] > 1 or written else 1)
 
@@ -255,7 +257,7 @@ class Allocated(TorchDispatchMode):
 def test_sums_of_splits_have_a_workspace_that_holds_them(gated):
     """In float32, rows filled up to vectors."""
     splits = set()
-    for m, n, k in ((16, 4095, 4096), (4096, 4096, 4096), (1, 9, 10_000), (300, 1000, 700)):
+    for m, n, k in ((40, 4095, 4096), (4096, 4096, 4096), (1, 9, 10_000), (300, 1000, 700)):
         x, weight = meta(m, k), meta(2 * n if gated else n, k)
         with Allocated() as seen:
             (record,) = dry_records("gated_linear" if gated else "linear", x, weight)

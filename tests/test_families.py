@@ -117,8 +117,8 @@ def test_parts_cover_what_is_cut():
     ("family", "numbers", "words"),
     [
         ("gemm", LINEAR, "no family"),
-        ("matmul", LINEAR[:-1], "15 numbers"),
-        ("matmul", [*LINEAR, *LINEAR], "15 numbers"),
+        ("matmul", LINEAR[:-1], "16 numbers"),
+        ("matmul", [*LINEAR, *LINEAR], "16 numbers"),
         ("matmul", problem("matmul", m=0), "m from 1"),
         ("matmul", problem("matmul", m=2**41), "m from 1"),
         ("matmul", problem("matmul", math=4), "math from 0 to 3"),

@@ -55,9 +55,35 @@ def test_splits_cover_k_once_and_none_is_empty(math):
 
 
 def test_small_products_with_a_long_k_are_split():
-    assert chosen("matmul", m=16, n=4096, k=4096)["columns"]["splits"] != 1
-    assert chosen("matmul", NO_WGMMA, m=16, n=4096, k=4096)["columns"]["splits"] > 1
+    assert chosen("matmul", m=64, n=4096, k=4096)["columns"]["splits"] != 1
+    assert chosen("matmul", NO_WGMMA, m=64, n=4096, k=4096)["columns"]["splits"] > 1
     assert chosen("matmul", m=4096, n=4096, k=4096)["columns"]["splits"] == 1
+
+
+def test_few_rows_have_an_engine():
+    for m, n, k in ((1, 2304, 768), (16, 4096, 4096), (16, 28672, 4096), (8, 4096, 14336)):
+        assert chosen("matmul", m=m, n=n, k=k)["engine"] == "rows"
+    assert chosen("matmul", m=17, n=4096, k=4096)["engine"] != "rows"
+    few = dict(m=16, n=4096, k=4096)
+    for fields, reason in (
+        (dict(m=17), "M is more than 16"),
+        (dict(batch=2), "without a batch"),
+        (dict(a_k_major=0), "along K alone"),
+        (dict(math=MATHS["float32"]), "in 16 bits alone"),
+        (dict(k=2**31), "K is more than"),
+        (dict(shared_limit=65536), "too much shared memory"),
+        (dict(normed=1, k=1544), "more than 1536 columns"),
+    ):
+        assert reason in refusal("matmul", problem("matmul", **few | fields), "rows 16x16")
+
+
+@pytest.mark.parametrize("gpu", [H200, NO_WGMMA], ids=["h200", "no wgmma"])
+def test_a_norm_in_front_is_for_few_rows(gpu):
+    for m, n, k in itertools.product((1, 16), (8, 768, 70_000), (8, 768, 1536)):
+        for gated in (0, 1):
+            assert chosen("matmul", gpu, m=m, n=n, k=k, gated=gated, normed=1)["engine"] == "rows"
+    for name in ("sync 128x128", "sm90 128x96"):
+        assert "a norm in front" in refusal("matmul", problem("matmul", normed=1), name)
 
 
 def test_a_k_beyond_32_bits_is_split():

@@ -5,13 +5,14 @@
 // would take (seconds). The choice is the fastest legal one over all engines.
 #pragma once
 
+#include "gemm/rows/tiles.h"
 #include "gemm/sm90/tiles.h"
 #include "gemm/sync/tiles.h"
 
 namespace torchweld {
 
-// kSync: mma.sync, for sm_80 and newer. kSm90: Hopper's wgmma and TMA.
-enum class GemmEngine : int8_t { kSync, kSm90 };
+// kSync: mma.sync, for sm_80 and newer. kSm90: Hopper's wgmma and TMA. kRows: up to 16 rows.
+enum class GemmEngine : int8_t { kSync, kSm90, kRows };
 
 // Floats in a row of split sums: y's columns filled up to vectors, twice where gated.
 constexpr int64_t gemm_sum_width(int64_t n, bool gated) {
@@ -35,13 +36,15 @@ struct GemmChoice {
 };
 
 inline Refusal gemm_refusal(const GemmProblem& p, GemmEngine engine, int tile, int splits) {
-  return engine == GemmEngine::kSm90 ? sm90_refusal(p, kSm90Tiles[tile], splits == kStreamK)
-                                     : sync_refusal(p, kSyncTiles[tile], splits);
+  if (engine == GemmEngine::kSm90) return sm90_refusal(p, kSm90Tiles[tile], splits == kStreamK);
+  if (engine == GemmEngine::kRows) return rows_refusal(p, kRowsTiles[tile], splits);
+  return sync_refusal(p, kSyncTiles[tile], splits);
 }
 
 inline double gemm_seconds(const GemmProblem& p, GemmEngine engine, int tile, int splits) {
-  return engine == GemmEngine::kSm90 ? sm90_seconds(p, kSm90Tiles[tile], splits == kStreamK)
-                                     : sync_seconds(p, kSyncTiles[tile], splits);
+  if (engine == GemmEngine::kSm90) return sm90_seconds(p, kSm90Tiles[tile], splits == kStreamK);
+  if (engine == GemmEngine::kRows) return rows_seconds(p, kRowsTiles[tile]);
+  return sync_seconds(p, kSyncTiles[tile], splits);
 }
 
 inline GemmChoice gemm_choice(const GemmProblem& p, GemmEngine engine, int tile, int splits) {
@@ -58,6 +61,7 @@ void for_each_gemm_choice(const Body& body) {
   for (int tile = 0; tile < kSm90TileCount; ++tile) {
     for (const int splits : {1, kStreamK}) body(GemmEngine::kSm90, tile, splits);
   }
+  for (int tile = 0; tile < kRowsTileCount; ++tile) body(GemmEngine::kRows, tile, 1);
 }
 
 inline GemmChoice choose_gemm(const GemmProblem& p) {

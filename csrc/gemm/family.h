@@ -9,23 +9,31 @@ namespace torchweld {
 struct GemmFamily {
   static constexpr const char* kName = "matmul";
   static constexpr Field kFields[] = {
-      {"m", 1, kMostSize},     {"n", 1, kMostSize}, {"k", 0, kMostSize},
-      {"batch", 1, kMostSize}, {"gated", 0, 1},     {"pointwise", 0, 1},
-      {"math", 0, 3},          {"a_k_major", 0, 1}, {"b_k_major", 0, 1}};
-  static constexpr const char* kEngines[] = {"sync", "sm90"};
+      {"m", 1, kMostSize}, {"n", 1, kMostSize}, {"k", 0, kMostSize}, {"batch", 1, kMostSize},
+      {"gated", 0, 1},     {"pointwise", 0, 1}, {"math", 0, 3},      {"a_k_major", 0, 1},
+      {"b_k_major", 0, 1}, {"normed", 0, 1}};
+  static constexpr const char* kEngines[] = {"sync", "sm90", "rows"};
   static constexpr bool kInOrder = false;
 
   using Problem = GemmProblem;
   using Choice = GemmChoice;
 
   static Numbers numbers(const GemmProblem& p) {
-    return {
-        p.m,         p.n,        p.k, p.batch, p.gated, p.pointwise, static_cast<int64_t>(p.math),
-        p.a_k_major, p.b_k_major};
+    return {p.m,
+            p.n,
+            p.k,
+            p.batch,
+            p.gated,
+            p.pointwise,
+            static_cast<int64_t>(p.math),
+            p.a_k_major,
+            p.b_k_major,
+            p.normed};
   }
   static GemmProblem problem(const Numbers& x) {
-    return {x[0],      x[1],      x[2], x[3], x[4] != 0, x[5] != 0, static_cast<GemmMath>(x[6]),
-            x[7] != 0, x[8] != 0, {}};
+    return {
+        x[0],      x[1],      x[2],      x[3], x[4] != 0, x[5] != 0, static_cast<GemmMath>(x[6]),
+        x[7] != 0, x[8] != 0, x[9] != 0, {}};
   }
   static Numbers key(Numbers x) {
     x[0] = size_class(x[0]);
@@ -64,26 +72,36 @@ struct GemmFamily {
              (tile.cluster > 1 ? " cluster " + std::to_string(tile.cluster) : "") +
              (x[2] == kStreamK ? " stream-K" : "");
     }
+    if (engine(x) == GemmEngine::kRows) {
+      return tile_text(RowsTile::kRows, kRowsTiles[x[1]].columns);
+    }
     const SyncTile& tile = kSyncTiles[x[1]];
     return (tile.fp32 ? "float32 " : "") + tile_text(tile.block_m, tile.block_n, x[2]);
   }
 
   static Columns columns(const GemmProblem& p, const Numbers& x) {
-    const auto row = [&](const auto& tile, int block_k, int warps, int cluster) -> Columns {
-      return {{"block_m", tile.block_m}, {"block_n", tile.block_n}, {"block_k", block_k},
-              {"splits", x[2]},          {"stages", tile.stages},   {"warps", warps},
-              {"cluster", cluster}};
+    const auto row = [&](int block_m, int block_n, int block_k, int stages, int warps,
+                         int cluster) -> Columns {
+      return {{"block_m", block_m}, {"block_n", block_n}, {"block_k", block_k}, {"splits", x[2]},
+              {"stages", stages},   {"warps", warps},     {"cluster", cluster}};
     };
     if (engine(x) == GemmEngine::kSm90) {
       const Sm90Tile& tile = kSm90Tiles[x[1]];
-      return row(tile, sm90_step(p.math), Sm90Tile::kThreads / 32, tile.cluster);
+      return row(tile.block_m, tile.block_n, sm90_step(p.math), tile.stages,
+                 Sm90Tile::kThreads / 32, tile.cluster);
+    }
+    if (engine(x) == GemmEngine::kRows) {
+      const RowsTile& tile = kRowsTiles[x[1]];
+      return row(RowsTile::kRows, tile.columns, p.step(), tile.stages, RowsTile::kWarps, 1);
     }
     const SyncTile& tile = kSyncTiles[x[1]];
-    return row(tile, p.step(), tile.warps_m * tile.warps_n, 1);
+    return row(tile.block_m, tile.block_n, p.step(), tile.stages, tile.warps_m * tile.warps_n, 1);
   }
 
-  static std::string kernel(const GemmProblem&, const Numbers& x) {
-    return engine(x) == GemmEngine::kSm90 ? "matmul engine (wgmma)" : "matmul engine (mma.sync)";
+  static std::string kernel(const GemmProblem& p, const Numbers& x) {
+    if (engine(x) == GemmEngine::kSm90) return "matmul engine (wgmma)";
+    if (engine(x) == GemmEngine::kSync) return "matmul engine (mma.sync)";
+    return p.normed ? "matmul engine (few rows, norm in front)" : "matmul engine (few rows)";
   }
   static std::string why(const GemmProblem&, const Numbers&) { return kOwnFastest; }
 

@@ -33,6 +33,16 @@ struct GemmEpilogue {
   void* preact = nullptr;    // where asked for: z = a @ b^T + bias, (M, N) or (M, 2N), contiguous
 };
 
+// A norm of a's rows before the product, see norm/norm.h; the engine for few rows alone takes it.
+struct GemmNorm {
+  bool given = false, centred = false;
+  float eps = 0;
+  const void* scale = nullptr;  // (K,) on a 16-byte boundary; nullptr: 1
+  const void* shift = nullptr;  // the same; nullptr: 0
+  float* mean = nullptr;        // (M,), where asked for
+  float* rstd = nullptr;
+};
+
 struct GemmParams {
   int64_t m, n, k, batch;  // n is y's width: half of b's rows where gated
   GemmOperand a, b;
@@ -40,6 +50,7 @@ struct GemmParams {
   int64_t y_row_stride, y_batch_stride;  // columns are adjacent
   DType dtype;
   bool tf32;  // fp32 operands may be rounded to TF32
+  GemmNorm norm;
   GemmEpilogue epilogue;
   GemmChoice choice;
   float* workspace;  // choice.workspace_floats(...), nullptr where that is 0

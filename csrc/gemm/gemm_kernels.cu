@@ -2,6 +2,7 @@
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "gemm/epilogue.cuh"
+#include "gemm/rows/launch.h"
 #include "gemm/sm90/launch.h"
 #include "gemm/sync/launch.h"
 
@@ -48,10 +49,15 @@ void launch_gemm_sum(const GemmParams& p, cudaStream_t stream) {
 }
 
 void launch_gemm(const GemmParams& p, cudaStream_t stream) {
-  if (p.choice.engine == GemmEngine::kSm90) {
-    launch_sm90_gemm(p, stream);
-  } else {
-    launch_sync_gemm(p, stream);
+  switch (p.choice.engine) {
+    case GemmEngine::kSync:
+      launch_sync_gemm(p, stream);
+      break;
+    case GemmEngine::kSm90:
+      launch_sm90_gemm(p, stream);
+      break;
+    case GemmEngine::kRows:
+      launch_rows_gemm(p, stream);
   }
   if (p.choice.splits > 1) launch_gemm_sum(p, stream);
   check_launch("matmul");

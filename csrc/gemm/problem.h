@@ -31,6 +31,7 @@ struct GemmProblem {
   bool gated, pointwise;   // a gate; a gate or an activation
   GemmMath math;
   bool a_k_major, b_k_major;  // K is the adjacent dim; each layout is a kernel of its own
+  bool normed;                // a norm of a's rows goes in front
   DeviceFacts device;
 
   constexpr int64_t width() const { return gated ? 2 * n : n; }  // of b
@@ -42,5 +43,7 @@ struct GemmProblem {
 // makes the blocks' work even.
 inline constexpr int kGemmSplits[] = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32};
 inline constexpr int kStreamK = 0;
+
+inline constexpr const char* kNoNorm = "only the engine for few rows takes a norm in front";
 
 }  // namespace torchweld

@@ -55,20 +55,28 @@ struct Operand {
   }
 };
 
+// A vector that starts on a 16-byte boundary.
+OptionalTensor aligned_vector(const OptionalTensor& t) {
+  if (!is_given(t)) return std::nullopt;
+  const Tensor dense = t->contiguous();
+  const bool aligned = reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0;
+  return aligned ? dense : dense.clone();
+}
+
 void batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
-                         const MatmulEpilogue& epilogue) {
+                         const MatmulEpilogue& epilogue, const MatmulNorm* norm = nullptr) {
   if (y.numel() == 0) return;
   const int64_t batch = y.size(0), m = y.size(1), n = y.size(2);
   if (n > 1 && y.stride(2) != 1) {
     // The transposed product writes the same memory; only a plain one can be turned.
     const Tensor turned = y.transpose(1, 2);
     const bool plain = !is_given(epilogue.bias) && epilogue.activation == Activation::kNone &&
-                       !epilogue.gated && !epilogue.preact.defined();
+                       !epilogue.gated && !epilogue.preact.defined() && norm == nullptr;
     if (plain && (m == 1 || turned.stride(2) == 1)) {
       return batched_matmul_into(turned, b, a, epilogue);
     }
     const Tensor dense = at::empty(y.sizes(), y.options());
-    batched_matmul_into(dense, a, b, epilogue);
+    batched_matmul_into(dense, a, b, epilogue, norm);
     y.copy_(dense);
     return;
   }
@@ -93,6 +101,21 @@ void batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
   p.epilogue.gate = epilogue.gate;
   p.epilogue.interleaved = epilogue.interleaved;
   p.epilogue.preact = epilogue.preact.defined() ? mutable_data<void>(epilogue.preact) : nullptr;
+  OptionalTensor scale, shift;
+  if (norm != nullptr) {
+    scale = aligned_vector(norm->norm.scale);
+    shift = aligned_vector(norm->norm.shift);
+    const auto out = [](const OptionalTensor& t) {
+      return is_given(t) ? mutable_data<float>(*t) : nullptr;
+    };
+    p.norm.given = true;
+    p.norm.centred = norm->norm.centred;
+    p.norm.eps = static_cast<float>(norm->eps);
+    p.norm.scale = is_given(scale) ? const_data<void>(*scale) : nullptr;
+    p.norm.shift = is_given(shift) ? const_data<void>(*shift) : nullptr;
+    p.norm.mean = out(norm->out.mean);
+    p.norm.rstd = out(norm->out.rstd);
+  }
   const GemmProblem problem{m,
                             n,
                             p.k,
@@ -102,6 +125,7 @@ void batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
                             gemm_math(p.dtype, p.tf32),
                             p.a.k_stride == 1,
                             p.b.k_stride == 1,
+                            norm != nullptr,
                             device_facts()};
   p.choice = pick<GemmFamily>(problem);
   TORCH_CHECK(p.choice.splits >= 0, "torchweld: no tile of the matmul engine takes a product of ",
@@ -130,10 +154,18 @@ bool matmul_may_use_tf32(const Tensor& t) {
              at::Float32Precision::TF32;
 }
 
-void matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
-                 const MatmulEpilogue& epilogue) {
-  if (y.dim() == 3) return batched_matmul_into(y, a, b, epilogue);
-  batched_matmul_into(y.unsqueeze(0), a.unsqueeze(0), b.unsqueeze(0), epilogue);
+bool matmul_takes_norm(const Tensor& a, const Tensor& b) {
+  // The norm reads whole pieces of a's rows, along K.
+  const int64_t m = a.size(0), k = a.size(1), piece = piece_of(a);
+  if (a.element_size() != 2 || k == 0 || k % piece != 0 || a.stride(1) != 1) return false;
+  return m <= RowsTile::kRows && k <= RowsTile::kMostNormed &&
+         kRowsTiles[0].shared_bytes() <= device_facts().shared_limit && b.size(0) > 0;
+}
+
+void matmul_into(const Tensor& y, const Tensor& a, const Tensor& b, const MatmulEpilogue& epilogue,
+                 const MatmulNorm* norm) {
+  if (y.dim() == 3) return batched_matmul_into(y, a, b, epilogue, norm);
+  batched_matmul_into(y.unsqueeze(0), a.unsqueeze(0), b.unsqueeze(0), epilogue, norm);
 }
 
 }  // namespace torchweld

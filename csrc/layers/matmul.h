@@ -18,9 +18,32 @@ struct MatmulEpilogue {
   Tensor preact = {};  // where defined: receives z = a @ b^T + bias, contiguous
 };
 
+// What a norm does to a row: (x - mean) * rstd * scale + shift. RMSNorm has mean 0.
+struct RowNorm {
+  bool centred;
+  OptionalTensor scale = std::nullopt;  // (K,)
+  OptionalTensor shift = std::nullopt;  // (K,)
+};
+
+// Of each row, fp32 (...); RMSNorm has no mean.
+struct RowStatistics {
+  OptionalTensor mean = std::nullopt;
+  OptionalTensor rstd = std::nullopt;
+};
+
+// A norm of a's rows in front of the product. out: receives the statistics that it asks for.
+struct MatmulNorm {
+  RowNorm norm;
+  double eps;
+  RowStatistics out;
+};
+
+// Whether matmul_into takes a norm of a's rows: there are few, short ones.
+bool matmul_takes_norm(const Tensor& a, const Tensor& b);
+
 // y = epilogue(a @ b.mT): a (M, K), b (N, K) or (2N, K), y (M, N); or all three with a batch in
 // front, where a and b may have a batch of 1. Any strides; empty sizes too.
 void matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
-                 const MatmulEpilogue& epilogue = {});
+                 const MatmulEpilogue& epilogue = {}, const MatmulNorm* norm = nullptr);
 
 }  // namespace torchweld

@@ -30,19 +30,6 @@ T* data_if_wanted(const Tensor& t) {
   return t.defined() && t.numel() > 0 ? mutable_data<T>(t) : nullptr;
 }
 
-// What a norm does to a row of x: (x - mean) * rstd * scale + shift. RMSNorm has mean 0.
-struct RowNorm {
-  bool centred;
-  OptionalTensor scale = std::nullopt;  // (K,)
-  OptionalTensor shift = std::nullopt;  // (K,)
-};
-
-// Of each row of x, fp32 (...); RMSNorm has no mean.
-struct RowStatistics {
-  OptionalTensor mean = std::nullopt;
-  OptionalTensor rstd = std::nullopt;
-};
-
 // Computes the statistics into `out`, or takes the `saved` ones; y (rows, K) where defined.
 inline void run_norm(const RowNorm& norm, const Tensor& x, double eps, const RowStatistics& out,
                      const RowStatistics& saved, const Tensor& y) {
@@ -82,6 +69,18 @@ inline Tensor norm_rows(const RowNorm& norm, const Tensor& x, double eps,
   const Tensor y = empty_matrix(count_rows(x), x.size(-1), x);
   run_norm(norm, x, eps, out, {}, y);
   return y;
+}
+
+// y (rows, N) = epilogue(norm(x) @ weight.T), in one kernel where the matmul takes the norm.
+inline void norm_matmul_into(const Tensor& y, const RowNorm& norm, const Tensor& x, double eps,
+                             const Tensor& weight, const MatmulEpilogue& epilogue,
+                             const RowStatistics& out = {}) {
+  const Tensor rows = as_matrix(x);
+  if (matmul_takes_norm(rows, weight)) {
+    const MatmulNorm in_front = {norm, eps, out};
+    return matmul_into(y, rows, weight, epilogue, &in_front);
+  }
+  matmul_into(y, norm_rows(norm, x, eps, out), weight, epilogue);
 }
 
 inline Tensor norm_rows_again(const RowNorm& norm, const Tensor& x, const RowStatistics& saved) {

@@ -169,8 +169,8 @@ struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>> {
     Tensor y = op_meta(x, weight, bias, vectors..., eps, activation);
     if (y.numel() == 0) return y;
     const OnDevice on(x.device());
-    matmul_into(as_matrix(y), norm_rows(row_norm({vectors...}), x, eps), weight,
-                {bias, parse_activation(Norm::kOp, activation)});
+    norm_matmul_into(as_matrix(y), row_norm({vectors...}), x, eps, weight,
+                     {bias, parse_activation(Norm::kOp, activation)});
     return y;
   }
 
@@ -180,12 +180,15 @@ struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>> {
     const Forward results = forward_meta(x, weight, bias, vectors..., eps, activation);
     const Tensor& y = std::get<0>(results);
     const OnDevice on(x.device());
-    const Tensor normalised =
-        norm_rows(row_norm({vectors...}), x, eps, row_statistics({std::get<2 + s>(results)...}));
-    if (y.numel() == 0) return results;
+    const RowNorm norm = row_norm({vectors...});
+    const RowStatistics statistics = row_statistics({std::get<2 + s>(results)...});
+    if (y.numel() == 0) {
+      run_norm(norm, x, eps, statistics, {}, {});
+      return results;
+    }
     MatmulEpilogue epilogue = {bias, parse_activation(Norm::kForward, activation)};
     if (saves_preact(epilogue.activation)) epilogue.preact = std::get<1>(results);
-    matmul_into(as_matrix(y), normalised, weight, epilogue);
+    norm_matmul_into(as_matrix(y), norm, x, eps, weight, epilogue, statistics);
     return results;
   }
 

@@ -11,42 +11,24 @@
 #include "device/sm90/dependent_launch.cuh"
 #include "norm/norm.h"
 #include "norm/norm_rows.cuh"
+#include "norm/statistics.cuh"
 
 namespace torchweld {
 namespace {
 
-// The mean is first_mean + rest.
-struct RowStatistics {
-  float first_mean, rest, rstd;
-
-  __device__ __forceinline__ float normalise(float x) const {
-    return fmaf(x - first_mean, rstd, -rest * rstd);
-  }
-};
-
-__device__ __forceinline__ RowStatistics saved_statistics(const NormParams& p, int64_t row) {
+__device__ __forceinline__ NormStatistics saved_statistics(const NormParams& p, int64_t row) {
   return {p.saved_mean != nullptr ? p.saved_mean[row] : 0.f, 0.f, p.saved_rstd[row]};
 }
 
-// `sums` are those of the deviations from first_mean and of their squares.
-__device__ __forceinline__ RowStatistics finish_statistics(const NormParams& p, float first_mean,
-                                                           float2 sums) {
-  const float n = static_cast<float>(p.n);
-  const float rest = p.centred ? sums.x / n : 0.f;
-  const float variance = sums.y / n - rest * rest;
-  // NOTE: < 0, not fmaxf, so that NaN stays NaN.
-  return {first_mean, rest, 1.f / sqrtf((variance < 0.f ? 0.f : variance) + p.eps)};
-}
-
 __device__ __forceinline__ void store_statistics(const NormParams& p, int64_t row,
-                                                 const RowStatistics& s) {
-  if (p.mean != nullptr) p.mean[row] = s.first_mean + s.rest;
+                                                 const NormStatistics& s) {
+  if (p.mean != nullptr) p.mean[row] = s.mean();
   if (p.rstd != nullptr) p.rstd[row] = s.rstd;
 }
 
 template <typename T, int kElems>
 __device__ __forceinline__ void store_normalised(const NormParams& p, T* g_y, int64_t column,
-                                                 const Vec<T, kElems>& x, const RowStatistics& s) {
+                                                 const Vec<T, kElems>& x, const NormStatistics& s) {
   float scale[kElems], shift[kElems];
   load_or(scale, static_cast<const T*>(p.scale), column, 1.f);
   load_or(shift, static_cast<const T*>(p.shift), column, 0.f);
@@ -76,7 +58,7 @@ __global__ __launch_bounds__(Config::kThreads) void norm_kernel(const NormParams
     if (Config::column(i) < p.n) r_x[i] = load_vec<T, kElems>(g_x + Config::column(i));
   }
 
-  RowStatistics statistics;
+  NormStatistics statistics;
   if (p.saved_rstd != nullptr) {
     statistics = saved_statistics(p, row);
   } else {
@@ -102,7 +84,7 @@ __global__ __launch_bounds__(Config::kThreads) void norm_kernel(const NormParams
         sums.y += d * d;
       }
     }
-    statistics = finish_statistics(p, first_mean, s_sums.sum(sums));
+    statistics = finish_statistics(p.n, p.eps, p.centred, first_mean, s_sums.sum(sums));
     if (threadIdx.x % Config::kThreadsPerRow == 0) store_statistics(p, row, statistics);
   }
 
@@ -127,7 +109,7 @@ __global__ __launch_bounds__(kNormStreamThreads) void norm_stream_kernel(const N
   const int64_t start = threadIdx.x * kElems;
   const T* g_x = static_cast<const T*>(p.x) + row * p.x_row_stride;
 
-  RowStatistics statistics;
+  NormStatistics statistics;
   if (p.saved_rstd != nullptr) {
     statistics = saved_statistics(p, row);
   } else {
@@ -151,7 +133,7 @@ __global__ __launch_bounds__(kNormStreamThreads) void norm_stream_kernel(const N
         sums.y += d * d;
       }
     }
-    statistics = finish_statistics(p, first_mean, s_sums.sum(sums));
+    statistics = finish_statistics(p.n, p.eps, p.centred, first_mean, s_sums.sum(sums));
     if (threadIdx.x == 0) store_statistics(p, row, statistics);
   }
 

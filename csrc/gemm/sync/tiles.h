@@ -58,6 +58,7 @@ inline Refusal sync_refusal(const GemmProblem& p, const SyncTile& tile, int spli
   if (tile.shared_bytes() > p.device.shared_limit) {
     return too_much_shared_memory(tile.shared_bytes(), p.device.shared_limit);
   }
+  if (p.normed) return kNoNorm;
   const int64_t all = p.steps(), part = (all + splits - 1) / splits;
   if ((splits - 1) * part >= all) {
     return {"K has {} steps, which leaves one of {} parts empty", all, splits};

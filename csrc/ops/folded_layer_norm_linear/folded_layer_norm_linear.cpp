@@ -189,8 +189,8 @@ Tensor folded_layer_norm_linear_cuda(const Tensor& x, const Tensor& folded_weigh
       folded_layer_norm_linear_meta(x, folded_weight, weight_sum, folded_bias, eps, activation);
   if (y.numel() == 0) return y;
   const OnDevice on(x.device());
-  matmul_into(as_matrix(y), norm_rows({/*centred=*/true}, x, eps), folded_weight,
-              {folded_bias, parse_activation("folded_layer_norm_linear", activation)});
+  norm_matmul_into(as_matrix(y), {/*centred=*/true}, x, eps, folded_weight,
+                   {folded_bias, parse_activation("folded_layer_norm_linear", activation)});
   return y;
 }
 
@@ -210,7 +210,7 @@ Tensor folded_layer_norm_linear_backward_cuda(const Tensor& dy, const Tensor& x,
   if (needs_preact(act)) {
     const CallPart part("z");
     z = empty_matrix(rows, folded_weight.size(0), x);
-    matmul_into(*z, norm_rows(norm, x, eps, statistics), folded_weight, {folded_bias});
+    norm_matmul_into(*z, norm, x, eps, folded_weight, {folded_bias}, statistics);
   } else {
     row_statistics(norm, x, eps, statistics);
   }

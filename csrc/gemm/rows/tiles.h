@@ -1,0 +1,63 @@
+// The tiles of the engine for up to 16 rows of a, for sm_80 and newer. Pure host code.
+#pragma once
+
+#include <algorithm>
+
+#include "core/family.h"
+#include "core/index.h"
+#include "gemm/problem.h"
+
+namespace torchweld {
+
+// A block has all rows and some of b's; its warps take steps of K in turn.
+struct RowsTile {
+  int columns;  // rows of b, both halves of a gated product
+  int stages;   // of each warp's ring in shared memory
+  int blocks_per_sm;
+  float bytes_per_ns;  // that an SM reads
+
+  static constexpr int kRows = 16, kWarps = 8, kThreads = 32 * kWarps;
+  static constexpr int kMostNormed = 1536;  // columns of a row that a norm goes in front of
+  // Of a step: b, a, and what a norm of a's rows multiplies with and adds.
+  constexpr int stage_bytes() const { return (columns + kRows + 2) * kGemmStepBytes; }
+  // Of all rings, and the statistics of the rows.
+  constexpr int shared_bytes() const { return kWarps * stages * stage_bytes() + kRows * 16; }
+  constexpr int64_t blocks(const GemmProblem& p) const { return divide_up(p.width(), columns); }
+};
+
+inline constexpr RowsTile kRowsTiles[] = {{16, 3, 2, 100}, {32, 3, 1, 100}, {64, 2, 1, 70}};
+inline constexpr int kRowsTileCount = sizeof(kRowsTiles) / sizeof(kRowsTiles[0]);
+
+inline Refusal rows_refusal(const GemmProblem& p, const RowsTile& tile, int splits) {
+  constexpr int64_t kMostSize = int64_t{1} << 30;  // K is counted in 32 bits
+  if (gemm_elem_size(p.math) != 2) return "few rows are multiplied in 16 bits alone";
+  if (p.m > RowsTile::kRows) return {"M is more than {}", RowsTile::kRows};
+  if (p.batch > 1) return "few rows are multiplied without a batch";
+  if (!p.a_k_major) return "few rows are read along K alone";
+  if (splits != 1) return "the warps of a block share K already";
+  if (p.normed && p.k > RowsTile::kMostNormed) {
+    return {"the rows to be normalised have more than {} columns", RowsTile::kMostNormed};
+  }
+  if (p.k > kMostSize) return {"K is more than {}", kMostSize};
+  if (tile.shared_bytes() > p.device.shared_limit) {
+    return too_much_shared_memory(tile.shared_bytes(), p.device.shared_limit);
+  }
+  return grid_fits(static_cast<double>(p.width()) / tile.columns + 1) ? Refusal()
+                                                                      : "more than 2^31 - 1 tiles";
+}
+
+// What memory or the busiest SM reads. The launch and the first loads are the same for every
+// engine.
+inline double rows_seconds(const GemmProblem& p, const RowsTile& tile) {
+  constexpr double kMemoryBytes = 7e12, kBlockUs = 1, kPointwiseUs = 0.1, kNormUs = 1.5;
+  const auto most = static_cast<double>(divide_up(tile.blocks(p), int64_t{p.device.sms}));
+  const double row_bytes = static_cast<double>(p.k) * 2;
+  const double seconds = std::max(most * row_bytes * (tile.columns + RowsTile::kRows) /
+                                      (static_cast<double>(tile.bytes_per_ns) * 1e9),
+                                  static_cast<double>(p.width()) * row_bytes / kMemoryBytes);
+  const double beside_us =
+      kBlockUs + (p.pointwise ? kPointwiseUs : 0) + (p.normed ? kNormUs + most / 2 : 0);
+  return seconds + beside_us * 1e-6;
+}
+
+}  // namespace torchweld
