@@ -84,24 +84,30 @@ template <bool kExact>
 struct Sigmoids {
   float of_x, complement;
   __device__ __forceinline__ explicit Sigmoids(float x) {
-    const float larger = sigmoid<kExact>(fabsf(x)), smaller = sigmoid<kExact>(-fabsf(x));
+    const float e = kExact ? expf(-fabsf(x)) : exp2_approx_ftz(fabsf(x) * -kLog2e);
+    const float larger = kExact ? 1.f / (1.f + e) : reciprocal_approx(1.f + e);
+    const float smaller = e * larger;
     of_x = x < 0.f ? smaller : larger;
     complement = x < 0.f ? larger : smaller;
   }
 };
 
+struct ValueAndSlope {
+  float value, slope;
+};
+
 template <bool kExact>
-__device__ __forceinline__ float gelu_tanh_slope(float x) {
+__device__ __forceinline__ ValueAndSlope gelu_tanh_and_slope(float x) {
   constexpr float kTwoSqrt2OverPi = 1.5957691216057308f;
   const Sigmoids<kExact> s(gelu_tanh_argument(x));
   const float argument_slope = kTwoSqrt2OverPi * (1.f + 3.f * 0.044715f * x * x);
-  return s.of_x * (1.f + x * s.complement * argument_slope);
+  return {x * s.of_x, s.of_x * (1.f + x * s.complement * argument_slope)};
 }
 
 template <bool kExact>
-__device__ __forceinline__ float silu_slope(float x) {
+__device__ __forceinline__ ValueAndSlope silu_and_slope(float x) {
   const Sigmoids<kExact> s(x);
-  return s.of_x * (1.f + x * s.complement);
+  return {x * s.of_x, s.of_x * (1.f + x * s.complement)};
 }
 
 // NOTE: the switches stand outside of the loops over a thread's values; a switch a value costs more
@@ -144,9 +150,9 @@ __device__ __forceinline__ void activation_grad(float (&dy)[kCount], const float
     case Activation::kGelu:
       return each([](float x) { return gelu_slope(x); });
     case Activation::kGeluTanh:
-      return each([](float x) { return gelu_tanh_slope<kExact>(x); });
+      return each([](float x) { return gelu_tanh_and_slope<kExact>(x).slope; });
     case Activation::kSilu:
-      return each([](float x) { return silu_slope<kExact>(x); });
+      return each([](float x) { return silu_and_slope<kExact>(x).slope; });
   }
 }
 
@@ -196,15 +202,15 @@ __device__ __forceinline__ void gate_grad(float (&left)[kCount], float (&right)[
       });
     case Gate::kGegluTanh:
       return each([](float& l, float& r, float d) {
-        const float slope = d * l * gelu_tanh_slope<kExact>(r);
-        l = d * gelu_tanh<kExact>(r);
-        r = slope;
+        const ValueAndSlope gelu = gelu_tanh_and_slope<kExact>(r);
+        r = d * l * gelu.slope;
+        l = d * gelu.value;
       });
     case Gate::kSwiglu:
       return each([](float& l, float& r, float d) {
-        const float slope = d * r * silu_slope<kExact>(l);
-        r = d * silu<kExact>(l);
-        l = slope;
+        const ValueAndSlope silu = silu_and_slope<kExact>(l);
+        l = d * r * silu.slope;
+        r = d * silu.value;
       });
     case Gate::kReglu:
       return each([](float& l, float& r, float d) {

@@ -44,11 +44,10 @@ struct ColumnSum {
 template <typename T>
 using ColumnSumOf = ColumnSum<sizeof(T) == 4>;
 
-template <typename Op>
-__global__ __launch_bounds__(kColumnThreads) void column_pass_kernel(const Op op, int64_t rows,
-                                                                     int64_t n,
-                                                                     int64_t rows_per_chunk,
-                                                                     float* g_partials) {
+// g_partials: nullptr where no sums are asked for.
+template <typename Op, bool kSums>
+__global__ __launch_bounds__(kColumnThreads, kSums ? 3 : 4) void column_pass_kernel(
+    const Op op, int64_t rows, int64_t n, int64_t rows_per_chunk, float* g_partials) {
   constexpr int kElems = Op::kElems;
   constexpr int kTile = kWarp * kElems;
   __shared__ float s_sums[kRowGroups][Op::kSums][kTile];
@@ -66,7 +65,7 @@ __global__ __launch_bounds__(kColumnThreads) void column_pass_kernel(const Op op
       if (next < end) op.add(next, column, in_next, r_sums);
     }
   }
-  if (g_partials == nullptr) return;
+  if constexpr (!kSums) return;
 
 #pragma unroll
   for (int s = 0; s < Op::kSums; ++s) {
@@ -124,9 +123,10 @@ void launch_column_pass(const Op& op, int64_t rows, int64_t n, float* g_partials
   const ColumnSplit split = split_rows(rows, n);
   Grid grid((n + kTile - 1) / kTile, dim3(kWarp, kRowGroups));
   grid.blocks.y = static_cast<unsigned>(split.chunks);
-  launch_kernel(column_pass_kernel<Op>, grid, stream, op, rows, n, split.rows_per_chunk,
-                g_partials);
-  if (g_partials == nullptr) return;
+  const bool sums_up = g_partials != nullptr;
+  const auto kernel = sums_up ? column_pass_kernel<Op, true> : column_pass_kernel<Op, false>;
+  launch_kernel(kernel, grid, stream, op, rows, n, split.rows_per_chunk, g_partials);
+  if (!sums_up) return;
   const int64_t blocks = (Op::kSums * n + kWarp - 1) / kWarp;
   launch_kernel(add_partials_kernel<T>, {blocks, dim3(kWarp, kPartialGroups)}, stream, g_partials,
                 split.chunks, Op::kSums, n, sums);
