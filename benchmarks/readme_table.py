@@ -23,6 +23,7 @@ FAMILIES = {
     "matmul_training": "Linear layers, forward and backward",
     "gpt2": "GPT-2 124M training",
     "generate": "GPT-2 124M generation",
+    "curves": "Shares of the roofline",
     "int4": "4-bit weights",
     "rows": "Softmax and sums over rows",
     "pointwise": "Pointwise ops",

@@ -22,6 +22,7 @@ FAMILIES = {
     "scalar_attention": "cuda",
     "gpt2": "cuda",
     "generate": "cuda",
+    "curves": "cuda",
     "pointwise": "cuda",
     "cpu": "cpu",
     "distributed": "torchrun",

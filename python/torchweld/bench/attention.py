@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchweld._library import ops
 from torchweld.bench import attention_decode
-from torchweld.bench.common import dtype_text, largest_error
+from torchweld.bench.common import dtype_text, largest_error, sdpa
 from torchweld.bench.results import Row, make_row
 from torchweld.bench.timer import interleaved
 
@@ -62,12 +62,6 @@ class _Case(NamedTuple):
         return {name: _BACK_ENDS[name] for name in names}
 
 
-def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    grouped = q.shape[1] != k.shape[1]
-    with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
-
-
 def _last_rows(qkv: list[Tensor], rows: int = 128) -> list[Tensor]:
     """The last head, and the last of its queries, which see every key."""
     query, key, value = (t[-1:, -1:] for t in qkv)
@@ -114,7 +108,7 @@ def _row(
 def _forward(at: _Case, targets: dict[str, float]) -> Row:
     qkv, case, causal = at.qkv(), f"attention {at}", at.causal
     peers: dict[str, Callable[[], object]] = {
-        name: lambda backend=backend: _sdpa(backend, *qkv, causal)
+        name: lambda backend=backend: sdpa(backend, *qkv, causal)
         for name, backend in at.back_ends().items()
     }
     exact, eager_error = _reference(qkv, causal)
@@ -132,7 +126,7 @@ def _backward(at: _Case, targets: dict[str, float]) -> Row:
     dout = torch.randn_like(out)
     peers = {}
     for name, backend in at.back_ends().items():
-        graph = _sdpa(backend, *qkv, causal)
+        graph = sdpa(backend, *qkv, causal)
         peers[name] = lambda graph=graph: torch.autograd.grad(graph, qkv, dout, retain_graph=True)
 
     def ours() -> tuple[Tensor, ...]:

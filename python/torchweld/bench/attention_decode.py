@@ -7,12 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from torchweld._library import ops
-from torchweld.bench.common import each_of, in_turn, judged, largest_error, read_rate
+from torchweld.bench.common import each_of, in_turn, judged, largest_error, read_rate, sdpa
 from torchweld.bench.results import Row, make_row
 from torchweld.bench.timer import Timing, interleaved
 
@@ -24,11 +23,6 @@ _BACK_ENDS = {"sdpa flash": SDPBackend.FLASH_ATTENTION, "sdpa cudnn": SDPBackend
 # batch, nheads, nheads_kv, seqlen_k, head_dim
 _SHAPES = [(16, 32, 8, 8192, 128), (1, 32, 8, 65536, 128), (16, 12, 12, 1024, 64),
            (64, 32, 8, 2048, 128), (4, 64, 8, 32768, 128)]  # fmt: skip
-
-
-def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def _decode(
@@ -47,7 +41,7 @@ def _decode(
         "ours": [lambda kv=kv: ops.attention(q, *kv) for kv in caches],
     }
     for name, backend in _BACK_ENDS.items():
-        calls[name] = [lambda kv=kv, b=backend: _sdpa(b, q, *kv) for kv in caches]
+        calls[name] = [lambda kv=kv, b=backend: sdpa(b, q, *kv) for kv in caches]
     pads = torch.full((batch,), seqlen_k // 2, dtype=torch.int32, device="cuda")
     if seqlen_q == 1:
         calls["half padding"] = [lambda kv=kv: ops.attention(q, *kv, pads) for kv in caches]
@@ -56,8 +50,8 @@ def _decode(
     padded = us.pop("half padding", None)
     us[_FLOOR] = Timing(*[cache_bytes / rate] * 3)
     part = [t[-1:].double() for t in (q, *caches[0])]
-    exact = _sdpa(SDPBackend.MATH, *part)
-    flash = _sdpa(SDPBackend.FLASH_ATTENTION, q, *caches[0])[-1:]
+    exact = sdpa(SDPBackend.MATH, *part)
+    flash = sdpa(SDPBackend.FLASH_ATTENTION, q, *caches[0])[-1:]
     allowed = 3 * largest_error(flash, exact) + 1e-6
     errors = judged(ops.attention(q, *caches[0])[-1:], flash, exact, allowed)
     case = f"attention decode {shape} bfloat16, {seqlen_q} query rows"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchweld.bench.timer import Timing, interleaved
 
@@ -29,6 +30,19 @@ def padded_conv2d(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """torchweld.conv2d in torch's ops."""
     kh, kw = weight.shape
     return F.conv2d(F.pad(x, (0, kw - 1, 0, kh - 1))[:, None], weight[None, None])[:, 0]
+
+
+def sdpa(
+    backend: SDPBackend,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+) -> torch.Tensor:
+    """torch's scaled_dot_product_attention on one of its back ends; heads may be grouped."""
+    grouped = q.shape[1] != k.shape[1]
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
 
 
 def judged(
