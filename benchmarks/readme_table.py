@@ -192,7 +192,7 @@ SUMMARY = [
     Summary(
         "GPT-2 XL, a training step in eager mode, tensor parallel on 2 GPUs",
         "distributed",
-        r"gpt2-xl training step .*",
+        r"gpt2-xl training step .* bfloat16, tensor .*",
         "alone",
         "one GPU",
         "nvidia-h200-x2",

@@ -57,11 +57,16 @@ def test_two_processes_write_one_file(tmp_path):
     assert (report["family"], report["gpus"]) == ("distributed", 2)
     rows = {row["case"]: row for row in report["rows"]}
     step, sharded = TINY.tensor_parallel(2), TINY.fully_sharded(2)
+    compiled = TINY.tensor_parallel(2, compiled=True)
     attention = [TINY.context_parallel(2, padded) for padded in (False, True)]
     linear, blocks = TINY.sequence_parallel(2), TINY.parallelized(2)
     against = {
-        **{each: "alone" for each in (step, sharded, blocks, *attention)},
-        **{f"{each} over {peer}": peer for each in (step, sharded) for peer in ("stock", "plan")},
+        **{each: "alone" for each in (step, compiled, sharded, blocks, *attention)},
+        **{
+            f"{each} over {peer}": peer
+            for each in (step, compiled, sharded)
+            for peer in ("stock", "plan")
+        },
         linear: "matmul alone",
         f"{linear} over stock": "stock",
     }
@@ -72,7 +77,7 @@ def test_two_processes_write_one_file(tmp_path):
         assert row["ratio"] > 0 and 0 <= row["error"] < 1e-4, row
     assert rows[step]["target"] == 1e9 and rows[sharded]["target"] is None
     tokens = {case: row["tokens"] for case, row in rows.items() if "tokens" in row}
-    assert tokens == {step: 64, blocks: 64, sharded: 2 * 32}
+    assert tokens == {step: 64, compiled: 64, blocks: 64, sharded: 2 * 32}
 
 
 @pytest.fixture
@@ -89,7 +94,13 @@ def row(case: str, **changes) -> results.Row:
 
 
 CASES = {
-    *("tensor_parallel", "parallelized", "fully_sharded", "fully_sharded_pairs"),
+    *(
+        "tensor_parallel",
+        "compiled_tensor_parallel",
+        "parallelized",
+        "fully_sharded",
+        "fully_sharded_pairs",
+    ),
     *("attention", "padded_attention", "linear"),
 }
 
@@ -145,6 +156,7 @@ def test_targets_are_of_cases_that_there_are():
         for size in (2, 4, 8)
         for name in (
             cases.tensor_parallel(size),
+            cases.tensor_parallel(size, compiled=True),
             cases.fully_sharded(size),
             cases.fully_sharded_pairs(size),
             cases.context_parallel(size, False),

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="engines r
 # M, N, K: below a tile, a tile, between tiles, several of them, more than a GPU does at a time;
 # N with rows on 16 bytes and not.
 SIZES = [
-    (1, 8, 8), (3, 40, 24), (16, 200, 520), (9, 33, 72), (64, 96, 64), (65, 33, 72), (128, 128, 512), (130, 264, 200),
+    (1, 8, 8), (3, 40, 24), (16, 200, 520), (9, 33, 72), (64, 96, 64), (65, 33, 72),
+    (128, 128, 512), (130, 264, 200),
     (257, 250, 1000), (384, 512, 448), (1000, 520, 136), (300, 1000, 4104),
     (2050, 1160, 328),
 ]  # fmt: skip
@@ -161,7 +162,13 @@ def test_activations_and_their_preact(activation, tf32, monkeypatch):
 @pytest.mark.parametrize("gate", ["sigmoid_tanh", "geglu", "geglu_tanh", "swiglu", "reglu"])
 def test_gates_and_their_preact(gate, interleaved):
     for dtype in (F16, BF16, F32):
-        for m, n, k in ((130, 264, 200), (65, 33, 72), (257, 128, 64), (40, 500, 136), (11, 264, 200)):
+        for m, n, k in (
+            (130, 264, 200),
+            (65, 33, 72),
+            (257, 128, 64),
+            (40, 500, 136),
+            (11, 264, 200),
+        ):
             shapes = ((m, k), (2 * n, k), (2 * n,))
             x, weight, bias = (torch.randn(*s).to(dtype).cuda() for s in shapes)
             weight *= k**-0.5

@@ -166,6 +166,13 @@ class Decoder(nn.Module):
         self.head.weight = self.embed.weight
         return self
 
+    def compile_blocks(self) -> Decoder:
+        """In place. All blocks run the code of one; on a CPU it is torch's, traced."""
+        backend = "inductor" if self.embed.weight.is_cuda else "aot_eager"
+        for block in self.blocks:
+            block.compile(backend=backend)
+        return self
+
     def shard_parameters(self, mesh: DeviceMesh, dtype: torch.dtype) -> Decoder:
         """FSDP2 of each block and the rest, in place; computes in dtype, reduces in float32."""
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

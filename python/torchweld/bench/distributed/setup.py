@@ -41,9 +41,10 @@ class Cases:
         """A row's case: its number of processes is part of it."""
         return f"{what} {dtype_text(self.dtype)}, {how} on {size} {self.where[size > 1]}"
 
-    def tensor_parallel(self, size: int) -> str:
+    def tensor_parallel(self, size: int, compiled: bool = False) -> str:
         step = f"{self.gpt2_name} training step {self.gpt2_batch}"
-        return self.named(step, "tensor and sequence parallel", size)
+        how = f"{'compiled blocks, ' * compiled}tensor and sequence parallel"
+        return self.named(step, how, size)
 
     def parallelized(self, size: int) -> str:
         step = f"gpt2 of {self.gpt2.layers} layers, training step {self.gpt2_batch}"

@@ -161,15 +161,15 @@ def _decoder_loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
     return model(ids, labels)
 
 
-def tensor_parallel(setup: Setup) -> Iterator[Row]:
-    """GPT-2 XL: between the columns of the matrices each process has some of the tokens."""
+def _tensor_parallel(setup: Setup, compiled: bool) -> Iterator[Row]:
     sizes, batch = setup.cases.gpt2, setup.cases.gpt2_batch
 
     def trial(fused: bool, sharded: bool) -> Trial:
         def shard(model: nn.Module) -> nn.Module:
             model = model.to(setup.cases.dtype)
             model = model.fuse() if fused else model
-            return model.shard_columns(setup.mesh) if sharded else model
+            model = model.shard_columns(setup.mesh) if sharded else model
+            return model.compile_blocks() if compiled else model
 
         inside = loss_parallel if sharded else nullcontext
         return run(partial(Decoder, sizes), shard, batch, sizes.vocab, _decoder_loss, inside)
@@ -180,8 +180,18 @@ def tensor_parallel(setup: Setup) -> Iterator[Row]:
         "plan": _planned(setup, sizes, alone, batch, 1, setup.size),
         "ideal": divided(alone.timing, setup.size),
     }
-    case = setup.cases.tensor_parallel(setup.size)
+    case = setup.cases.tensor_parallel(setup.size, compiled)
     yield from _compared(setup, case, trials, others, math.prod(batch))
+
+
+def tensor_parallel(setup: Setup) -> Iterator[Row]:
+    """GPT-2 XL: between the columns of the matrices each process has some of the tokens."""
+    yield from _tensor_parallel(setup, compiled=False)
+
+
+def compiled_tensor_parallel(setup: Setup) -> Iterator[Row]:
+    """The same with compiled blocks: DTensor's work on the host is then done while tracing."""
+    yield from _tensor_parallel(setup, compiled=True)
 
 
 def parallelized(setup: Setup) -> Iterator[Row]:
