@@ -668,3 +668,23 @@ def test_fuse_serves_softcap_and_sinks(attention_device):
         assert report.replaced and report.max_abs_diff < 1e-4
         torchweld.unfuse(model)
         assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_left_padding_is_told_at_once_and_nothing_else(dtype):
+    def pads(rows, kv_length=4, kv_offset=0, last=4):
+        mask = torch.tensor(rows, dtype=dtype)
+        call = hf_mask.Call(len(rows), 1, kv_length, None, kv_offset, mask, "cpu")
+        return hf_mask._pads_of_suffixes(call, last)
+
+    padded = [[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]
+    for last in (4, torch.tensor(4)):
+        assert pads(padded, last=last).tolist() == [2, 0, 3]
+        assert pads(padded, kv_length=9, last=last).tolist() == [2, 0, 3]
+        assert pads(padded, kv_offset=1, last=last).tolist() == [1, 0, 2]
+        assert pads(padded, kv_length=3, last=last) is None
+        for other in ([1, 1, 1, 0], [1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 1, 0]):
+            assert pads([*padded, other], last=last) is None
+    for last in (3, 5, torch.tensor(3), torch.tensor(5)):
+        assert pads(padded, last=last) is None
+    assert pads([[], []], last=0) is None

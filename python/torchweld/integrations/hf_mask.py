@@ -232,6 +232,10 @@ def _causal(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | None, st
         return None, NO_POSITION
     leftpad = None
     if call.attention_mask is not None:
+        leftpad = _pads_of_suffixes(call, last)
+        if leftpad is not None:
+            last = call.attention_mask.shape[1]  # which is what was found
+    if call.attention_mask is not None and leftpad is None:
         tokens = _tokens(call)
         short = call.attention_mask.shape[1] < last
         if not aligned:
@@ -250,11 +254,18 @@ def _causal(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | None, st
         if leftpad is None and call.q_length != call.kv_length and call.q_length != 1:
             leftpad = torch.zeros(call.batch_size, dtype=torch.int32, device=call.device)
         return leftpad, None
-    position = torch.arange(call.q_length, device=call.device) + call.q_offset
-    key_start = pattern.key_start(position, call.kv_offset).expand(call.batch_size, -1)
-    if leftpad is not None:
-        key_start = key_start.maximum(leftpad[:, None])
-    key_end = torch.as_tensor(last - call.kv_offset, device=call.device).expand(call.batch_size)
+    if windowed or chunked or packed or leftpad is None:
+        position = torch.arange(call.q_length, device=call.device) + (last - call.q_length)
+        key_start = pattern.key_start(position, call.kv_offset).expand(call.batch_size, -1)
+        if leftpad is not None:
+            key_start = key_start.maximum(leftpad[:, None])
+    else:
+        key_start = leftpad[:, None].expand(-1, call.q_length)
+    end = last - call.kv_offset
+    if isinstance(end, Tensor):
+        key_end = end.expand(call.batch_size)
+    else:
+        key_end = torch.full((call.batch_size,), end, dtype=torch.int32, device=call.device)
     return ranges(key_end, key_start), None
 
 
@@ -276,6 +287,24 @@ def _bidirectional(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | N
         return None, HOLES
     first = before_first_token(tokens)
     return ranges(first + tokens.sum(1), first[:, None]), None
+
+
+def _pads_of_suffixes(call: Call, last: int | Tensor) -> Tensor | None:
+    """leftpad where every row has tokens from some place on, to the last query; else None.
+
+    What every step of generation asks, in few launches and one value read.
+    """
+    tokens = call.attention_mask[:, call.kv_offset :].to(torch.bool)
+    count = tokens.shape[1]
+    known = not isinstance(last, Tensor)
+    if not 0 < count <= call.kv_length or (known and last != call.kv_offset + count):
+        return None
+    tokens = tokens.view(torch.uint8)
+    first = tokens.argmax(1)
+    others = first + tokens.sum(1) != count
+    if not known:
+        others = others | (last != call.kv_offset + count)
+    return None if others.any() else first.to(torch.int32)
 
 
 def _tokens(call: Call) -> Tensor:
