@@ -160,7 +160,7 @@ def draw(report: Report, path: Path) -> None:
             width = 2.4 if name == "ours" else 1.4
             axes.plot(*zip(*points, strict=True), "o-", lw=width, label=name, color=_COLOURS[name])
         axes.set_xscale("log", base=2)
-        axes.set_ylim(0, 1.05)
+        axes.set_ylim(0, 1.15)
         axes.axhline(1.0, color="grey", lw=0.8, ls=":")
         axes.set_title(title, fontsize=8)
         axes.legend(fontsize=8)
