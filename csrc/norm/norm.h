@@ -4,8 +4,9 @@
 //   x, y (rows, n), scale and shift (n,), mean and rstd (rows,) in fp32; RMSNorm has mean 0
 //
 // The norm is a kernel of its own before a matmul, not the matmul's prologue: a prologue would
-// repeat it for every work tile along N, which only few and short rows are worth (gemm/rows). Nor is the mean folded into the epilogue, which loses
-// digits as |mean| / std grows. The normalised rows are scratch that the matmul finds in L2.
+// repeat it for every work tile along N, which only few and short rows are worth (gemm/rows). Nor
+// is the mean folded into the epilogue, which loses digits as |mean| / std grows. The normalised
+// rows are scratch that the matmul finds in L2.
 #pragma once
 
 #include <cuda_runtime_api.h>
