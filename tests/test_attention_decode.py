@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import math
 
 import pytest
@@ -79,25 +81,30 @@ def test_a_graph_serves_other_paddings():
 def test_calls_in_a_row_give_what_each_gives_alone():
     """A call begins while the one before it, whose results are its query, ends."""
     q, k, v = inputs(BF16, 2, 8, 2, 1, 4000, 128)
-    k *= 4  # so that results differ
+    k *= 4
+    v *= 16  # so that each call picks other keys
+
+    def chain(after=lambda: None):
+        outs = [q]
+        for _ in range(20):
+            outs.append(ops.attention(outs[-1], k, v))
+            after()
+        return outs[1:]
+
     for _ in each_configuration("decode", q, k, v, every=True):
-        expected = q
-        for _ in range(20):
-            expected = ops.attention(expected, k, v)
-            torch.cuda.synchronize()
-        out = q
-        for _ in range(20):
-            out = ops.attention(out, k, v)
-        assert_same_bits(out, expected)
+        expected = chain(torch.cuda.synchronize)
+        assert all((a - b).abs().max() > 1 for a, b in itertools.pairwise(expected))
+        for out, alone in zip(chain(), expected, strict=True):
+            assert_same_bits(out, alone)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = q
-            for _ in range(20):
-                out = ops.attention(out, k, v)
+            outs = chain()
         for _ in range(5):
-            out.zero_()
+            for out in outs:
+                out.zero_()
             graph.replay()
-            assert_same_bits(out, expected)
+            for out, alone in zip(outs, expected, strict=True):
+                assert_same_bits(out, alone)
 
 
 def test_splits_fill_the_gpu_and_are_never_empty_of_steps():

@@ -188,8 +188,8 @@ def test_gates_and_their_preact(gate, interleaved):
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 @pytest.mark.parametrize("op", ["layer_norm_linear", "rms_norm_linear", "folded_layer_norm_linear"])
 def test_a_norm_in_front(op, dtype):
-    """One kernel, whose normalised rows are those of the norm's own."""
-    for m, n, k in ((1, 40, 8), (16, 264, 768), (5, 33, 1536)):
+    """In one kernel, whatever stands behind K."""
+    for m, n, k in ((1, 40, 8), (16, 264, 768), (9, 72, 200), (4, 24, 1032), (5, 33, 1536)):
         x, weight = torch.randn(m, k).to(dtype).cuda() + 3, torch.randn(n, k).to(dtype).cuda()
         weight *= k**-0.5
         scale, shift = (torch.randn(k + 1).to(dtype).cuda()[1:] for _ in range(2))  # off 16 bytes
@@ -201,7 +201,30 @@ def test_a_norm_in_front(op, dtype):
             args[1] = laid_out(args[1], layout)
             for name in each_configuration(op, *args, activation="gelu_tanh"):
                 assert name.startswith("rows ")
+                (record,) = dry_records(op, *args, device=0, activation="gelu_tanh")
+                assert len(record["kernels"]) == 1
                 check_op(op, args, {"activation": "gelu_tanh"}, backward=False)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("k", [72, 200, 768])
+def test_a_norm_in_front_is_that_of_its_own_kernel(dtype, k):
+    """Its rows, which a matrix of ones on the diagonal shows, and its statistics; those of a row
+    without variance too, whose zeros behind K would be anything.
+    """
+    x = torch.randn(16, k).to(dtype).cuda() * 3 + 5
+    x[3] = 1000
+    rest, eye = torch.zeros_like(x[:1]), torch.eye(k, dtype=dtype, device="cuda")
+    scale, shift = (torch.randn(k).to(dtype).cuda() for _ in range(2))
+    for vectors in ((), (scale, shift)):
+        args = (eye, None, *vectors)
+        alone = ops.layer_norm_linear_forward(torch.cat([x, rest]), *args)  # 17 rows
+        for name in each_configuration("layer_norm_linear_forward", x, *args):
+            assert name.startswith("rows ")
+            y, _, mean, rstd = ops.layer_norm_linear_forward(x, *args)
+            torch.testing.assert_close(y, alone[0][:16], rtol=2**-7, atol=2**-7)
+            torch.testing.assert_close(mean, alone[2][:16])
+            torch.testing.assert_close(rstd, alone[3][:16], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)

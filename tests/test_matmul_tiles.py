@@ -73,6 +73,8 @@ def test_few_rows_have_an_engine():
         (dict(k=2**31), "K is more than"),
         (dict(shared_limit=65536), "too much shared memory"),
         (dict(normed=1, k=1544), "more than 1536 columns"),
+        (dict(normed=1, k=12), "whole 16-byte pieces"),
+        (dict(normed=1, k=0), "whole 16-byte pieces"),
     ):
         assert reason in refusal("matmul", problem("matmul", **few | fields), "rows 16x16")
 

@@ -15,7 +15,7 @@ namespace torchweld {
 
 // NOTE: the base, the batch stride and whichever of row_stride and k_stride is not 1 are multiples
 // of 16 bytes, and the dim whose stride is 1 has whole 16-byte pieces (of K: memory to fill the
-// last one, with zeros behind K). core/matmul.cpp copies what is not so.
+// last one, with zeros behind K). layers/matmul.cpp copies what is not so.
 struct GemmOperand {
   const void* data;
   int64_t row_stride;    // elements from one row (M or N) to the next
@@ -34,6 +34,7 @@ struct GemmEpilogue {
 };
 
 // A norm of a's rows before the product, see norm/norm.h; the engine for few rows alone takes it.
+// scale and shift have the operands' dtype, K is in whole 16-byte pieces.
 struct GemmNorm {
   bool given = false, centred = false;
   float eps = 0;

@@ -8,6 +8,9 @@
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+#include <iterator>
+
 #include "core/choices.h"
 #include "core/counters.h"
 #include "core/cuda_inputs.h"
@@ -155,11 +158,17 @@ bool matmul_may_use_tf32(const Tensor& t) {
 }
 
 bool matmul_takes_norm(const Tensor& a, const Tensor& b) {
-  // The norm reads whole pieces of a's rows, along K.
-  const int64_t m = a.size(0), k = a.size(1), piece = piece_of(a);
-  if (a.element_size() != 2 || k == 0 || k % piece != 0 || a.stride(1) != 1) return false;
-  return m <= RowsTile::kRows && k <= RowsTile::kMostNormed &&
-         kRowsTiles[0].shared_bytes() <= device_facts().shared_limit && b.size(0) > 0;
+  if (a.stride(1) != 1 || b.size(0) == 0) return false;
+  GemmProblem problem{};
+  problem.m = a.size(0);
+  problem.n = b.size(0);
+  problem.k = a.size(1);
+  problem.batch = 1;
+  problem.math = gemm_math(dtype_of(a), /*tf32=*/false);
+  problem.a_k_major = problem.b_k_major = problem.normed = true;
+  problem.device = device_facts();
+  return std::any_of(std::begin(kRowsTiles), std::end(kRowsTiles),
+                     [&](const RowsTile& tile) { return !rows_refusal(problem, tile, 1); });
 }
 
 void matmul_into(const Tensor& y, const Tensor& a, const Tensor& b, const MatmulEpilogue& epilogue,

@@ -80,7 +80,7 @@ inline void norm_matmul_into(const Tensor& y, const RowNorm& norm, const Tensor&
     const MatmulNorm in_front = {norm, eps, out};
     return matmul_into(y, rows, weight, epilogue, &in_front);
   }
-  matmul_into(y, norm_rows(norm, x, eps, out), weight, epilogue);
+  matmul_into(y, norm_rows(norm, rows, eps, out), weight, epilogue);
 }
 
 inline Tensor norm_rows_again(const RowNorm& norm, const Tensor& x, const RowStatistics& saved) {

@@ -16,19 +16,19 @@
 namespace torchweld {
 namespace {
 
-__device__ __forceinline__ NormStatistics saved_statistics(const NormParams& p, int64_t row) {
+__device__ __forceinline__ RowNormaliser saved_statistics(const NormParams& p, int64_t row) {
   return {p.saved_mean != nullptr ? p.saved_mean[row] : 0.f, 0.f, p.saved_rstd[row]};
 }
 
 __device__ __forceinline__ void store_statistics(const NormParams& p, int64_t row,
-                                                 const NormStatistics& s) {
+                                                 const RowNormaliser& s) {
   if (p.mean != nullptr) p.mean[row] = s.mean();
   if (p.rstd != nullptr) p.rstd[row] = s.rstd;
 }
 
 template <typename T, int kElems>
 __device__ __forceinline__ void store_normalised(const NormParams& p, T* g_y, int64_t column,
-                                                 const Vec<T, kElems>& x, const NormStatistics& s) {
+                                                 const Vec<T, kElems>& x, const RowNormaliser& s) {
   float scale[kElems], shift[kElems];
   load_or(scale, static_cast<const T*>(p.scale), column, 1.f);
   load_or(shift, static_cast<const T*>(p.shift), column, 0.f);
@@ -58,7 +58,7 @@ __global__ __launch_bounds__(Config::kThreads) void norm_kernel(const NormParams
     if (Config::column(i) < p.n) r_x[i] = load_vec<T, kElems>(g_x + Config::column(i));
   }
 
-  NormStatistics statistics;
+  RowNormaliser statistics;
   if (p.saved_rstd != nullptr) {
     statistics = saved_statistics(p, row);
   } else {
@@ -109,7 +109,7 @@ __global__ __launch_bounds__(kNormStreamThreads) void norm_stream_kernel(const N
   const int64_t start = threadIdx.x * kElems;
   const T* g_x = static_cast<const T*>(p.x) + row * p.x_row_stride;
 
-  NormStatistics statistics;
+  RowNormaliser statistics;
   if (p.saved_rstd != nullptr) {
     statistics = saved_statistics(p, row);
   } else {

@@ -45,8 +45,8 @@ template <typename T>
 using ColumnSumOf = ColumnSum<sizeof(T) == 4>;
 
 // g_partials: nullptr where no sums are asked for.
-template <typename Op, bool kSums>
-__global__ __launch_bounds__(kColumnThreads, kSums ? 3 : 4) void column_pass_kernel(
+template <typename Op, bool kSumsUp>
+__global__ __launch_bounds__(kColumnThreads, kSumsUp ? 3 : 4) void column_pass_kernel(
     const Op op, int64_t rows, int64_t n, int64_t rows_per_chunk, float* g_partials) {
   constexpr int kElems = Op::kElems;
   constexpr int kTile = kWarp * kElems;
@@ -65,7 +65,7 @@ __global__ __launch_bounds__(kColumnThreads, kSums ? 3 : 4) void column_pass_ker
       if (next < end) op.add(next, column, in_next, r_sums);
     }
   }
-  if constexpr (!kSums) return;
+  if constexpr (!kSumsUp) return;
 
 #pragma unroll
   for (int s = 0; s < Op::kSums; ++s) {

@@ -8,8 +8,8 @@
 // A norm of short rows may go in front: every block takes the statistics of all rows, while the
 // first steps are on their way, and normalises the fragments.
 //
-// On Hopper the kernel begins while the one before it ends (PDL). To ask for b in L2 before that
-// has ended gains nothing, and made (16, 2048, 6144) take 10.8 us instead of 9.9.
+// On Hopper the kernel begins while the one before it ends (PDL). To ask for b in L2 while it waits
+// for that end gains nothing, and made (16, 2048, 6144) take 10.8 us instead of 9.9.
 #pragma once
 
 #include "core/launch.h"
@@ -43,7 +43,7 @@ struct RowsConfig {
       Stage rings[kWarps][kStages];
       float sums[kWarps][kRows][kColumns + 4];  // so that rows lie in different banks
     };
-    NormStatistics norm[kRows];
+    RowNormaliser norm[kRows];
   };
 };
 
@@ -158,7 +158,7 @@ class RowsStatistics {
     }
   }
 
-  __device__ __forceinline__ void share(const GemmParams& p, NormStatistics* s_norm) const {
+  __device__ __forceinline__ void share(const GemmParams& p, RowNormaliser* s_norm) const {
     const GemmNorm& norm = p.norm;
     const float count = static_cast<float>(p.k);
     float first_mean[kOf] = {};
@@ -175,7 +175,7 @@ class RowsStatistics {
     });
 #pragma unroll
     for (int i = 0; i < kOf; ++i) {
-      const NormStatistics s =
+      const RowNormaliser s =
           finish_statistics(p.k, norm.eps, norm.centred, first_mean[i], warp_sum(sums[i]));
       if (threadIdx.x % kWarp != 0) continue;
       s_norm[row(i)] = s;
@@ -216,7 +216,7 @@ class RowsFragments {
   using T = typename Config::T;
 
  public:
-  __device__ __forceinline__ RowsFragments(const GemmParams& p, const NormStatistics* s_norm,
+  __device__ __forceinline__ RowsFragments(const GemmParams& p, const RowNormaliser* s_norm,
                                            int lane)
       : norm_(p.norm), lane_(lane) {
     if (norm_.given) {
@@ -225,13 +225,15 @@ class RowsFragments {
     }
   }
 
-  __device__ __forceinline__ void read(uint32_t (&r)[4], const typename Config::Stage& s,
-                                       int slice) const {
+  // left: columns of K from the step on. Behind K stay zeros, which a norm would make anything.
+  __device__ __forceinline__ void read(uint32_t (&r)[4], const typename Config::Stage& s, int slice,
+                                       int left) const {
     const int line = lane_ % 16;
     load_matrix_4(r, shared_address(s.a) + rows_piece<8>(line, slice * 2 + lane_ / 16) * 16);
     if (!norm_.given) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // of the columns
+      if (slice * 16 + half * 8 >= left) continue;
       const uint32_t at = (slice * 16 + half * 8 + lane_ % 4 * 2) * uint32_t(sizeof(T));
       float2 scale = make_float2(1.f, 1.f), shift = make_float2(0.f, 0.f);
       if (norm_.scale != nullptr) scale = unpack_pair<T>(load_word(shared_address(s.scale) + at));
@@ -248,7 +250,7 @@ class RowsFragments {
  private:
   const GemmNorm& norm_;
   int lane_;
-  NormStatistics of_[2] = {};
+  RowNormaliser of_[2] = {};
 };
 
 template <typename Config>
@@ -287,7 +289,7 @@ __global__ __launch_bounds__(RowsTile::kThreads, Config::kT.blocks_per_sm) void 
 #pragma unroll
     for (int slice = 0; slice < Config::kStep / 16; ++slice) {
       uint32_t a[4];
-      fragments.read(a, in, slice);
+      fragments.read(a, in, slice, int(p.k) - step * Config::kStep);
 #pragma unroll
       for (int n = 0; n < kColumns / 16; ++n) {
         uint32_t b[4];

@@ -47,7 +47,7 @@ struct AttentionParams {
   AttentionChoice choice;
   float* parts;        // attention_part_floats(...), of the splits; nullptr where that is 0
   uint64_t* flags;     // attention_flags(...), see block_flags; the same
-  unsigned* counters;  // one, which is zero before and after, where Hopper's kernel serves; or null
+  unsigned* counters;  // one, zero before and after, where Hopper's kernel serves; else nullptr
 
   TW_HOST_DEVICE MaskRule rule() const {
     return {sizes.seqlen_q, sizes.seqlen_k, causal, leftpad != nullptr};
