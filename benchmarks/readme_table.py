@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path("benchmarks") / "results"
 FAMILIES = {
     "attention": "Attention",
+    "attention_masks": "Attention under masks",
     "matmul": "Linear layers",
     "matmul_training": "Linear layers, forward and backward",
     "gpt2": "GPT-2 124M training",

@@ -18,6 +18,7 @@ FAMILIES = {
     "matmul": "cuda",
     "matmul_training": "cuda",
     "attention": "cuda",
+    "attention_masks": "cuda",
     "int4": "cuda",
     "scalar_attention": "cuda",
     "gpt2": "cuda",

@@ -1,0 +1,19 @@
+"""The share of tiles that a mask leaves, by which `torchweld bench attention_masks` judges."""
+
+from __future__ import annotations
+
+from torchweld.bench.attention_masks import _live_share
+
+
+def test_share_of_live_tiles():
+    assert _live_share([[0] * 256]) == 1
+    # The second tile of rows has four of keys, of which it sees two.
+    assert _live_share([[0] * 128 + [128] * 128]) == 4 / 6
+    # Two of its rows see the first key.
+    assert _live_share([[0] * 130 + [128] * 126]) == 1
+
+
+def test_rows_that_see_nothing():
+    assert _live_share([[256] * 256]) == 0
+    assert _live_share([[256] * 128 + [128] * 128]) == 2 / 6
+    assert _live_share([[256] * 130 + [130] * 126, [0] * 256]) == 8 / 12
