@@ -58,8 +58,8 @@ inline constexpr AttentionTile kAttentionTiles[] = {
 inline constexpr int kNumAttentionTiles = sizeof(kAttentionTiles) / sizeof(kAttentionTiles[0]);
 
 // Of few query rows: the query heads of a kv head and their rows are packed into kRows rows. The
-// keys of a sequence are cut into splits, one a block, whose `warps` warps take tiles of `keys` keys
-// in turn, each with `stages` buffers of keys and values.
+// keys of a sequence are cut into splits, one a block, whose `warps` warps take tiles of `keys`
+// keys in turn, each with `stages` buffers of keys and values.
 struct AttentionDecodeTile {
   int dim;
   int keys;
