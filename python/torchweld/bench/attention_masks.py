@@ -61,7 +61,11 @@ def _rows_of(
     share: float | None,
     targets: dict[str, float],
 ) -> Iterator[Row]:
-    """share: of live tiles; None for what hides nothing, which FlexAttention is not asked for."""
+    """Forward and backward; the errors of both rows are the forward's.
+
+    Args:
+        share: of live tiles; None for what hides nothing, which FlexAttention is not asked for.
+    """
     batch, nheads, seqlen, dim = shape
     case = f"({batch}, {nheads}, {seqlen}, {dim}) bfloat16 causal {name}"
     qkv = [torch.randn(shape, device="cuda").bfloat16() for _ in range(3)]

@@ -235,19 +235,19 @@ def _causal(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | None, st
         leftpad = _pads_of_suffixes(call, last)
         if leftpad is not None:
             last = call.attention_mask.shape[1]  # which is what was found
-    if call.attention_mask is not None and leftpad is None:
-        tokens = _tokens(call)
-        short = call.attention_mask.shape[1] < last
-        if not aligned:
-            tokens = tokens & (
-                torch.arange(call.kv_length, device=tokens.device) < last - call.kv_offset
-            )
-        holes, short = _read(_has_holes(tokens), short)
-        if short:
-            return None, TOO_SHORT
-        if holes:
-            return None, HOLES
-        leftpad = before_first_token(tokens)
+        else:
+            tokens = _tokens(call)
+            short = call.attention_mask.shape[1] < last
+            if not aligned:
+                tokens = tokens & (
+                    torch.arange(call.kv_length, device=tokens.device) < last - call.kv_offset
+                )
+            holes, short = _read(_has_holes(tokens), short)
+            if short:
+                return None, TOO_SHORT
+            if holes:
+                return None, HOLES
+            leftpad = before_first_token(tokens)
     if plain:
         # Equal lengths, or one query that sees everything: nothing to say. Else bottom-right
         # causal, which None would not mean to transformers: zero pads do.
