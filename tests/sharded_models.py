@@ -22,6 +22,7 @@ import torchweld
 from meshes import DEVICE, TIGHT, WIDE, Names, refused, shared_folder
 from tiny_models import VOCAB, tiny_gpt2, tiny_grouped
 from torchweld.distributed import NormColwise, full_tensor, parallelize, parameter_groups
+from torchweld.distributed.tensors import entering_once
 
 
 def whole(t: Tensor) -> Tensor:
@@ -43,6 +44,9 @@ def same_gradients(ours: nn.Module, stock: nn.Module) -> None:
     assert [name for name, _ in ours.named_parameters()] == list(theirs)
     for name, parameter in ours.named_parameters():
         want = theirs[name].grad
+        assert (parameter.grad is None) == (want is None), name
+        if want is None:
+            continue
         assert want.abs().max() > 0, name
         assert_close(whole(parameter.grad), want, **TIGHT, msg=lambda m, n=name: f"d{n}: {m}")
 
@@ -209,6 +213,65 @@ def norms_of_heads(mesh: DeviceMesh) -> None:
     trained_alike(ours, stock)
 
 
+def sums_of_parallelize(mesh: DeviceMesh) -> None:
+    """A block sums its two results forward and its two gradients backward, whatever enters."""
+    for make in (gpt2, llama):
+        ours = parallelize(make(), mesh)
+        torchweld.fuse(ours, check=False)
+        layers = ours.config.num_hidden_layers
+        outside = 0 if make is gpt2 else 1  # the table forward, the head backward
+        ops: list[str] = []
+        with Names(ops):
+            loss = loss_of(ours)
+            forward = sums_in(ops)
+            loss.backward()
+        assert forward == 2 * layers + outside, ops
+        assert sums_in(ops) == 2 * forward, ops
+
+
+def sums_in(ops: list[str]) -> int:
+    return sum(op.startswith("c10d::allreduce_") or "all_reduce" in op for op in ops)
+
+
+def compiled_blocks(mesh: DeviceMesh) -> None:
+    for make in (gpt2, llama):
+        stock = make()
+        ours = parallelize(copy.deepcopy(stock), mesh)
+        torchweld.fuse(ours, check=False)
+        for block in ours.transformer.h if make is gpt2 else ours.model.layers:
+            block.compile(backend="aot_eager")
+        trained_alike(ours, stock)
+
+
+def frozen_parameters(mesh: DeviceMesh) -> None:
+    """What is trained is trained alike, and what is not has no gradient."""
+    for make in (gpt2, llama):
+        stock = make()
+        for i, parameter in enumerate(stock.parameters()):
+            parameter.requires_grad_(i % 3 == 0)
+        ours = parallelize(copy.deepcopy(stock), mesh)
+        torchweld.fuse(ours, check=False)
+        loss_of(ours).backward(), loss_of(stock).backward()
+        same_gradients(ours, stock)
+
+
+def what_entered_once(mesh: DeviceMesh) -> None:
+    """The same x entering again is the same tensor, with one sum; another x is not."""
+    x = torch.ones(2, dtype=WIDE, device=DEVICE, requires_grad=True)
+    y = x * 1
+    ops: list[str] = []
+    with Names(ops):
+        first, again = entering_once(mesh, y), entering_once(mesh, y)
+        assert first is again is not y
+        (first + 2 * again).sum().backward()
+    assert sums_in(ops) == 1, ops
+    assert_close(x.grad, torch.full_like(x, 3 * mesh.size()))
+    del first, again
+    assert entering_once(mesh, x * 1) is not None
+    with torch.no_grad():
+        assert entering_once(mesh, y) is y
+
+
 def copies_of_sharded_models(mesh: DeviceMesh) -> None:
     ours = gpt2()
     torchweld.fuse(ours)
@@ -308,6 +371,10 @@ def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
         llama_sharded_first,
         tied_weights,
         norms_of_heads,
+        sums_of_parallelize,
+        compiled_blocks,
+        frozen_parameters,
+        what_entered_once,
         copies_of_sharded_models,
         refusals_of_parallelize,
         plan_of_transformers,

@@ -29,14 +29,14 @@ struct ScoreScale {
 #endif
 };
 
-// The same behind a cap: scores become logits, softcap * tanh(score * cap), and c is theirs.
+// The same behind a cap: scores become tanh(score * cap), of which size and c are.
 struct CappedScale : ScoreScale {
   float softcap;  // 0: none
   float cap;
 
   TW_HOST_DEVICE CappedScale(float scale, float softcap)
       : ScoreScale(scale), softcap(softcap), cap(softcap > 0.f ? size / softcap : 0.f) {
-    if (softcap > 0.f) size = 1.f, c = kLog2;
+    if (softcap > 0.f) size = softcap, c = softcap * kLog2;
   }
 };
 

@@ -112,29 +112,33 @@ struct BackwardSm90Scores {
   __device__ __forceinline__ void exponentiate_capped(Scores& r, Packed& to, const Place& at,
                                                       int tile) const {
     if constexpr (Config::kMasked) {
-      const float factor = p.args.mask.softcap * p.args.score_factor;
-      const float* s_lse = s.lse[at.stage] + first_row() + lane() % 4 * 2;
-      const int key = first_key() + warp() * 16 + lane() / 4;
+      cap_scores</*kExact=*/false>(r, p.args.cap);
+      is_edge(at, tile) ? exponentiate_tanh<true>(r, to, at) : exponentiate_tanh<false>(r, to, at);
+    }
+  }
+  template <bool kHides>
+  __device__ __forceinline__ void exponentiate_tanh(Scores& r, Packed& to, const Place& at) const {
+    const float factor = p.args.mask.softcap * p.args.score_factor;
+    const float* s_lse = s.lse[at.stage] + first_row() + lane() % 4 * 2;
+    const int key = first_key() + warp() * 16 + lane() / 4;
 #pragma unroll
-      for (int n = 0; n < kScoreRows / 8; ++n) {
-        const float2 lse = *reinterpret_cast<const float2*>(s_lse + n * 8);
-        const int4 live = live_of(at, n);
-        float slope[4];
+    for (int n = 0; n < kScoreRows / 8; ++n) {
+      const float2 lse = *reinterpret_cast<const float2*>(s_lse + n * 8);
+      int4 live;
+      if constexpr (kHides) live = live_of(at, n);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& x = r[n * 4 + i];
-          const float capped = tanh_of</*kExact=*/false>(x * p.args.cap);
-          x = exponential<T>(fmaf(capped, factor, i % 2 ? lse.y : lse.x));
-          if (!sees(live, i, key)) x = 0.f;
-          slope[i] = fmaf(-capped, capped, 1.f);
+      for (int i = 0; i < 4; i += 2) {
+        float* x = r + n * 4 + i;
+        float probability[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          probability[j] = exponential<T>(fmaf(x[j], factor, j ? lse.y : lse.x));
+          const float sloped = probability[j] * fmaf(-x[j], x[j], 1.f);
+          const bool hidden = kHides && !sees(live, i + j, key);
+          if (hidden) probability[j] = 0.f;
+          x[j] = hidden ? 0.f : sloped;
         }
-#pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-          float* x = r + n * 4 + i;
-          to[n / 2][n % 2 * 2 + i / 2] = pack_pair<T>(x[0], x[1]);
-          x[0] = x[0] == 0.f ? 0.f : x[0] * slope[i];
-          x[1] = x[1] == 0.f ? 0.f : x[1] * slope[i + 1];
-        }
+        to[n / 2][n % 2 * 2 + i / 2] = pack_pair<T>(probability[0], probability[1]);
       }
     }
   }

@@ -131,7 +131,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
     matmul.scores(r_s, reinterpret_cast<const char*>(s.query),
                   reinterpret_cast<const char*>(s.rings[warp][stage][0]), kDim);
     if constexpr (Config::kMasked) {
-      if (scale.softcap > 0.f) cap_scores</*kExact=*/false>(r_s, scale.softcap, scale.cap);
+      if (scale.softcap > 0.f) cap_scores</*kExact=*/false>(r_s, scale.cap);
     }
     mask.hide(r_s, key);
     float factor[kTiles][2];

@@ -7,8 +7,8 @@
 
 #include <climits>
 
-#include "device/activation.cuh"
 #include "device/reduce.cuh"
+#include "ops/attention/attention_cap.cuh"
 
 namespace torchweld {
 
@@ -148,20 +148,6 @@ __device__ __forceinline__ void hide_columns(float (&r_s)[kTiles][kCols][4], int
           score = static_cast<unsigned>(behind_first + j * 8 + i) < columns ? score : -INFINITY;
         }
       }
-    }
-  }
-}
-
-// softcap * tanh(score * cap), to fp32's accuracy where kExact.
-template <bool kExact, int kTiles, int kCols>
-__device__ __forceinline__ void cap_scores(float (&r_s)[kTiles][kCols][4], float softcap,
-                                           float cap) {
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-    for (int j = 0; j < kCols; ++j) {
-#pragma unroll
-      for (float& score : r_s[tile][j]) score = softcap * tanh_of<kExact>(score * cap);
     }
   }
 }

@@ -56,7 +56,6 @@ __global__ __launch_bounds__(kSoftmaxStreamThreads) void capped_softmax_backward
     }
   }
 
-  const float inverse_cap = exponent.scale.softcap > 0.f ? 1.f / exponent.scale.softcap : 0.f;
   for (int64_t first = threadIdx.x * kElems; first < args.n; first += step) {
     Vec<T, kElems> out = {};
     if (touches<Mask>(live, first, kElems)) {
@@ -65,14 +64,11 @@ __global__ __launch_bounds__(kSoftmaxStreamThreads) void capped_softmax_backward
       unpack<Mask>(dy, load_vec<T, kElems>(g_dy + first), live, first, 1.f, 0.f);
 #pragma unroll
       for (int j = 0; j < kElems; ++j) y[j] *= dy[j] - dot;
-      if (inverse_cap > 0.f) {
+      if (exponent.scale.softcap > 0.f) {
         float r_x[kElems];
         unpack_scores<Mask>(r_x, load_vec<T, kElems>(g_x + first), live, first, exponent);
 #pragma unroll
-        for (int j = 0; j < kElems; ++j) {
-          const float t = r_x[j] * inverse_cap;
-          y[j] *= 1.f - t * t;
-        }
+        for (int j = 0; j < kElems; ++j) y[j] *= 1.f - r_x[j] * r_x[j];
       }
 #pragma unroll
       for (int j = 0; j < kElems; ++j) {

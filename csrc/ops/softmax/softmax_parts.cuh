@@ -106,9 +106,9 @@ struct CappedExponent : Exponent<T> {
     this->c = this->scale.c;
   }
 
-  // The logit of sign * score. -inf becomes -softcap: what is hidden is hidden behind this.
-  __device__ __forceinline__ float logit(float x) const {
-    return scale.softcap > 0.f ? scale.softcap * tanh_of<sizeof(T) == 4>(x * scale.cap) : x;
+  // Of sign * score. -inf becomes -1: what is hidden is hidden behind this.
+  __device__ __forceinline__ float capped(float x) const {
+    return scale.softcap > 0.f ? tanh_of<sizeof(T) == 4>(x * scale.cap) : x;
   }
 
   // What a row's exponentials against its maximum are multiplied with. A row of nothing but -inf is
@@ -142,7 +142,7 @@ __device__ __forceinline__ void unpack_scores(float (&r_to)[kElems], const Vec<T
   if constexpr (Mask::kCapped) {
 #pragma unroll
     for (int j = 0; j < kElems; ++j) {
-      if (sees(live, first + j)) r_to[j] = exponent.logit(r_to[j]);
+      if (sees(live, first + j)) r_to[j] = exponent.capped(r_to[j]);
     }
   }
 }

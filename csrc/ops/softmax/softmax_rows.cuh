@@ -127,7 +127,7 @@ struct RowShare {
     if constexpr (Mask::kCapped) {
       if (exponent.scale.softcap == 0.f) return;
 #pragma unroll
-      for (float& x : r_to) x = exponent.logit(x);
+      for (float& x : r_to) x = exponent.capped(x);
       if (in_row(i) && column(i) >= live.begin && column(i) + kElems <= live.end) return;
 #pragma unroll
       for (int j = 0; j < kElems; ++j) {
@@ -200,9 +200,9 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
   }
   max = warp_max(max);
   if constexpr (Mask::kCapped) {
-    max = exponent.logit(max);
+    max = exponent.capped(max);
     if (Config::kPeel && share.edge >= 0 && sees(share.live, share.edge)) {
-      r_edge = exponent.logit(r_edge);
+      r_edge = exponent.capped(r_edge);
     }
   }
   const float shift = finite_max(max);

@@ -74,9 +74,9 @@ struct CappedScoreExponent : ScoreExponent<T> {
     if (kInPlace && softcap > 0.f) this->sign = 1.f;
   }
 
-  // fp32 logits take the place of their scores in shared memory, which holds them exactly. This is
-  // for a warp's 16 rows. Others are computed twice in registers, for the maximum and the
-  // exponentials.
+  // fp32 values behind the cap take the place of their scores in shared memory, which holds them
+  // exactly. This is for a warp's 16 rows. Others are computed twice in registers, for the maximum
+  // and the exponentials.
   static constexpr bool kInPlace = sizeof(T) == 4;
   template <int kColumns, int kPitch>
   __device__ __forceinline__ void cap_in_place(T* s_rows) const {
@@ -85,13 +85,13 @@ struct CappedScoreExponent : ScoreExponent<T> {
 #pragma unroll 1
     for (int row = 0; row < 16; ++row) {
       T& x = s_rows[row * kPitch + threadIdx.x % kWarp];
-      x = logit(scale.sign * x);
+      x = capped(scale.sign * x);
     }
     __syncwarp();
   }
-  // Of sign * score. -inf becomes -softcap: what is hidden is hidden behind this.
-  __device__ __forceinline__ float logit(float x) const {
-    return scale.softcap > 0.f ? scale.softcap * tanh_of<sizeof(T) == 4>(x * scale.cap) : x;
+  // Of sign * score. -inf becomes -1: what is hidden is hidden behind this.
+  __device__ __forceinline__ float capped(float x) const {
+    return scale.softcap > 0.f ? tanh_of<sizeof(T) == 4>(x * scale.cap) : x;
   }
 };
 
@@ -159,7 +159,7 @@ struct RunningSoftmax {
       float x[kPerWord<T>];
       unpack_word<T>(x, max_of_words<T>(highest[row], highest[row + 2]));
       float largest = fmaxf(x[0], x[kPerWord<T> - 1]);
-      if constexpr (Config::kCapsLate) largest = exponent.logit(largest);
+      if constexpr (Config::kCapsLate) largest = exponent.capped(largest);
       largest = fmaxf(max[row], largest);
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
@@ -196,7 +196,7 @@ struct RunningSoftmax {
             if (exponent.scale.softcap > 0.f) {
               const int key = step * (kStepBytes / int(sizeof(T))) + step_column<T>(r, half);
               const bool seen = !scores.hides || scores.sees(key, r % 2);
-              p[half] = seen ? exponent.logit(p[half]) : -INFINITY;
+              p[half] = seen ? exponent.capped(p[half]) : -INFINITY;
             }
           }
           p[half] = exponent(p[half], shift[r % 2]);

@@ -19,6 +19,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from . import linears
+
 
 class _SummedGradients(ParallelStyle):
     """Parameters that all processes have and use on heads of their own, such as Qwen's q_norm."""
@@ -33,10 +35,10 @@ class _SummedGradients(ParallelStyle):
         return module
 
 
-# transformers' names of styles, and torch's styles.
+# transformers' names of styles.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
-    "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
+    "colwise": linears.columns,
+    "rowwise": linears.rows,
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
@@ -52,7 +54,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None
     """Shards a Hugging Face model in place over the processes of a mesh: tensor parallelism.
 
     A GPT-2 by its heads and the columns of its MLP, as Megatron does; other models by the plan that
-    transformers has for them (`model.tp_plan`), with torch's styles. It may be called before or
+    transformers has for them (`model.tp_plan`). It may be called before or
     after :func:`torchweld.fuse`, and the fused places stay fused. Sharded parameters become
     DTensors of the same names; the others stay as they are. Every process gives the model the same
     batch and gets the whole result.

@@ -1,0 +1,32 @@
+// Soft-capped scores, for attention and its gradient.
+#pragma once
+
+#include "device/activation.cuh"
+
+namespace torchweld {
+
+// score = tanh(score * cap), to fp32's accuracy where kExact.
+// NOTE: tanh takes two of the slow instructions of which a probability takes one, and most models'
+// scores lie far below their cap. A warp that has no other ones does with a polynomial.
+template <bool kExact, int kCount>
+__device__ __forceinline__ void cap_scores(float (&r_s)[kCount], float cap) {
+  if constexpr (!kExact) {
+    float largest = 0.f;
+#pragma unroll
+    for (const float score : r_s) largest = fmaxf(largest, fabsf(score));
+    if (__all_sync(~0u, largest * cap <= kSmallTanh)) {
+#pragma unroll
+      for (float& score : r_s) score = small_tanh(score * cap);
+      return;
+    }
+  }
+#pragma unroll
+  for (float& score : r_s) score = tanh_of<kExact>(score * cap);
+}
+
+template <bool kExact, int kTiles, int kCols>
+__device__ __forceinline__ void cap_scores(float (&r_s)[kTiles][kCols][4], float cap) {
+  cap_scores<kExact>(reinterpret_cast<float (&)[kTiles * kCols * 4]>(r_s), cap);
+}
+
+}  // namespace torchweld
