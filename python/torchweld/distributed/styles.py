@@ -2,32 +2,91 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import (
-    DTensor,
-    Replicate,
-    Shard,
-    distribute_module,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torchweld.nn import GatedLinear, LayerNormLinear, RMSNormLinear
 
+from .tensors import entering, gathering
+
 _LINEAR = ("weight", "bias")  # of each module; its other parameters are the norm's
-_MODULES = (LayerNormLinear, RMSNormLinear, GatedLinear)
+
+
+class Placed(NamedTuple):
+    """How a sharded module's x is placed, and its result."""
+
+    input: Placement
+    output: Placement
+    local: bool  # whether the result is a plain Tensor
+
+
+class _Columns:
+    """Some columns of a module's result, computed from the process's parts of its parameters.
+
+    The op on DTensors would do, but takes the host several times as long.
+    """
+
+    placed: Placed
+    names: tuple[str, ...]  # of compute's parameters
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(..., in_features)`, placed as x is, to the columns of `(..., out_features)`."""
+        mesh, placed = self.weight.device_mesh, self.placed
+        if isinstance(x, DTensor):
+            x = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        elif isinstance(placed.input, Shard):
+            x = gathering(mesh, placed.input.dim, x)
+        elif isinstance(placed.input, Replicate):
+            x = entering(mesh, x)[0]
+        else:
+            x = DTensor.from_local(x, mesh, [placed.input], run_check=False)
+            x = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        y = self.compute(x, *(_part(getattr(self, name)) for name in self.names))
+        last = y.dim() - 1
+        if placed.local and placed.output in (Shard(-1), Shard(last)):
+            return y
+        y = DTensor.from_local(y, mesh, [Shard(last)], run_check=False)
+        y = y.redistribute(placements=[placed.output])
+        return y.to_local() if placed.local else y
+
+
+def _part(parameter: Tensor | None) -> Tensor | None:
+    """A process's part. Of what all have, each has a part of the gradient."""
+    if parameter is None:
+        return None
+    whole = parameter.placements[0].is_replicate()
+    return parameter.to_local(grad_placements=[Partial()] if whole else None)
+
+
+class ColumnLayerNormLinear(_Columns, LayerNormLinear):
+    names = (*_LINEAR, "ln_weight", "ln_bias")
+
+
+class ColumnRMSNormLinear(_Columns, RMSNormLinear):
+    names = (*_LINEAR, "norm_weight")
+
+
+class ColumnGatedLinear(_Columns, GatedLinear):
+    names = _LINEAR
+
+
+_COLUMNS = {
+    LayerNormLinear: ColumnLayerNormLinear,
+    RMSNormLinear: ColumnRMSNormLinear,
+    GatedLinear: ColumnGatedLinear,
+}
 
 
 class NormColwise(ParallelStyle):
     """`ColwiseParallel` for `LayerNormLinear`, `RMSNormLinear` and `GatedLinear`.
 
-    Each process has some columns of the result: `Shard(0)` of weight and bias. The norm's
-    parameters are replicated, and their gradients are `Partial`, as torch's own norms have them:
+    Each process has some columns of the result: `Shard(0)` of weight and bias, and computes them
+    with its own tensors, not through DTensor's dispatch. The norm's parameters are replicated, and their gradients are `Partial`, as torch's own norms have them:
     what is summed over the processes is the gradient to x, once behind the op. The partner behind
     it stays `nn.Linear` with torch's `RowwiseParallel`.
 
@@ -60,13 +119,13 @@ class NormColwise(ParallelStyle):
         use_local_output: bool = True,
     ) -> None:
         super().__init__()
-        self.input_layouts = (input_layouts or Replicate(),)
-        self.output_layouts = (output_layouts or Shard(-1),)
+        self.input_layouts = input_layouts or Replicate()
+        self.output_layouts = output_layouts or Shard(-1)
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, _MODULES):
-            names = ", ".join(cls.__name__ for cls in _MODULES)
+        if type(module) not in _COLUMNS:
+            names = ", ".join(cls.__name__ for cls in _COLUMNS)
             raise TypeError(
                 f"NormColwise: module must be one of {names}, but got {type(module).__name__}"
             )
@@ -80,59 +139,21 @@ class NormColwise(ParallelStyle):
                 f"NormColwise: out_features must be a multiple of the mesh's {device_mesh.size()} "
                 f"processes, but got {module.out_features}"
             )
-        return distribute_module(
-            module,
-            device_mesh,
-            self._shard,
-            partial(self._prepare_input, self.input_layouts),
-            partial(self._prepare_output, self.output_layouts, self.use_local_output),
-        )
-
-    def _shard(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         columns: Placement = Shard(0)
         if isinstance(module, GatedLinear) and not module.interleaved:
             columns = _StridedShard(0, split_factor=2)
         for name, parameter in list(module.named_parameters(recurse=False)):
-            placements = [columns if name in _LINEAR else Replicate()]
-            shard_parameter(module, name, parameter, mesh, placements, self.src_data_rank)
-
-    @staticmethod
-    def _prepare_input(
-        layouts: tuple[Placement, ...], module: nn.Module, inputs: Any, mesh: DeviceMesh
-    ) -> tuple[Any, ...]:
-        _tell_dtypes(module)
-        x, *others = inputs
-        if not isinstance(x, DTensor):
-            x = DTensor.from_local(x, mesh, layouts, run_check=False)
-        return x.redistribute(placements=(Replicate(),)), *others
-
-    @staticmethod
-    def _prepare_output(
-        layouts: tuple[Placement, ...],
-        use_local_output: bool,
-        module: nn.Module,
-        output: DTensor,
-        mesh: DeviceMesh,
-    ) -> Tensor:
-        output = output.redistribute(placements=layouts)
-        return output.to_local() if use_local_output else output
+            placement = columns if name in _LINEAR else Replicate()
+            shard_parameter(module, name, parameter, device_mesh, [placement], self.src_data_rank)
+        module.__class__ = _COLUMNS[type(module)]
+        module.placed = Placed(self.input_layouts, self.output_layouts, self.use_local_output)
+        return module
 
     def __repr__(self) -> str:
         return (
             f"NormColwise(input_layouts={self.input_layouts}, "
             f"output_layouts={self.output_layouts}, use_local_output={self.use_local_output})"
         )
-
-
-def _tell_dtypes(module: nn.Module) -> None:
-    """FSDP2's mixed precision gathers parameters in another dtype than their DTensors say (torch
-    2.11). torch's own ops don't look; torchweld's would refuse them.
-    """
-    for parameter in module.parameters(recurse=False):
-        if isinstance(parameter, DTensor):
-            spec, dtype = parameter._spec, parameter._local_tensor.dtype
-            if spec.tensor_meta is not None and spec.tensor_meta.dtype != dtype:
-                spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
 
 
 def shard_parameter(

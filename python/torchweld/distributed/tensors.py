@@ -123,12 +123,47 @@ class _Leaving(torch.autograd.Function):
         return None, dy
 
 
+class _Gathering(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, dim: int, x: Tensor) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        x, size = x.contiguous(), group.size()
+        if torch.compiler.is_compiling():
+            ops = torch.ops._c10d_functional
+            whole = ops.wait_tensor(ops.all_gather_into_tensor(x, size, group.group_name))
+        else:
+            whole = x.new_empty((size * x.shape[0], *x.shape[1:]))
+            dist.all_gather_into_tensor(whole, x, group=group)
+        return whole.unflatten(0, (size, -1)).movedim(0, dim).flatten(dim, dim + 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, Tensor]:
+        group, size = ctx.group, ctx.group.size()
+        parts = dy.unflatten(ctx.dim, (size, -1)).movedim(ctx.dim, 0).contiguous().flatten(0, 1)
+        if torch.compiler.is_compiling():
+            ops, name = torch.ops._c10d_functional, group.group_name
+            dx = ops.wait_tensor(ops.reduce_scatter_tensor(parts, "sum", size, name))
+        else:
+            dx = parts.new_empty((parts.shape[0] // size, *parts.shape[1:]))
+            dist.reduce_scatter_tensor(dx, parts, group=group)
+        return None, None, dx
+
+
+def gathering(mesh: DeviceMesh, dim: int, x: Tensor) -> Tensor:
+    """The whole of a tensor of which each process has a part along `dim`, parts of the same size;
+    its gradient is the sum of theirs, of which each gets its part.
+    """
+    return x if mesh.size() == 1 else _Gathering.apply(mesh.get_group(), dim % x.dim(), x)
+
+
 def entering(mesh: DeviceMesh, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors themselves, which all processes have; their gradients are the sums of theirs.
 
     Tensors that enter together have their gradients summed together.
     """
-    if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+    enters = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if not enters or mesh.size() == 1:
         return tensors
     return _Entering.apply(mesh.get_group(), *tensors)
 
@@ -164,4 +199,4 @@ def entering_once(mesh: DeviceMesh, x: Tensor) -> Tensor:
 
 def leaving(mesh: DeviceMesh, y: Tensor) -> Tensor:
     """The sum of all processes' y; each gets its gradient."""
-    return _Leaving.apply(mesh.get_group(), y)
+    return y if mesh.size() == 1 else _Leaving.apply(mesh.get_group(), y)

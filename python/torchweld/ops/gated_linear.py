@@ -178,8 +178,12 @@ class GatedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`(..., in_features)` to `(..., out_features)`."""
+        return self.compute(x, self.weight, self.bias)
+
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same with other parameters, such as a process's part of them."""
         return torch.ops.torchweld.gated_linear(
-            x, self.weight, self.bias, gate=self.gate, interleaved=self.interleaved
+            x, weight, bias, gate=self.gate, interleaved=self.interleaved
         )
 
     def extra_repr(self) -> str:

@@ -127,14 +127,19 @@ class LayerNormLinear(NormLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """`(..., in_features)` to `(..., out_features)`."""
+        return self.compute(x, self.weight, self.bias, self.ln_weight, self.ln_bias)
+
+    def compute(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ln_weight: Tensor | None,
+        ln_bias: Tensor | None,
+    ) -> Tensor:
+        """The same with other parameters, such as a process's part of them."""
         return torch.ops.torchweld.layer_norm_linear(
-            x,
-            self.weight,
-            self.bias,
-            self.ln_weight,
-            self.ln_bias,
-            eps=self.eps,
-            activation=self.activation,
+            x, weight, bias, ln_weight, ln_bias, eps=self.eps, activation=self.activation
         )
 
     def extra_repr(self) -> str:

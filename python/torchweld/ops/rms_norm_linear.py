@@ -118,8 +118,14 @@ class RMSNormLinear(NormLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """`(..., in_features)` to `(..., out_features)`."""
+        return self.compute(x, self.weight, self.bias, self.norm_weight)
+
+    def compute(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None
+    ) -> Tensor:
+        """The same with other parameters, such as a process's part of them."""
         return torch.ops.torchweld.rms_norm_linear(
-            x, self.weight, self.bias, self.norm_weight, eps=self.eps, activation=self.activation
+            x, weight, bias, norm_weight, eps=self.eps, activation=self.activation
         )
 
     def extra_repr(self) -> str:
