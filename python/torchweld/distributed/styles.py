@@ -86,9 +86,10 @@ class NormColwise(ParallelStyle):
     """`ColwiseParallel` for `LayerNormLinear`, `RMSNormLinear` and `GatedLinear`.
 
     Each process has some columns of the result: `Shard(0)` of weight and bias, and computes them
-    with its own tensors, not through DTensor's dispatch. The norm's parameters are replicated, and their gradients are `Partial`, as torch's own norms have them:
-    what is summed over the processes is the gradient to x, once behind the op. The partner behind
-    it stays `nn.Linear` with torch's `RowwiseParallel`.
+    with its own tensors, not through DTensor's dispatch. The norm's parameters are replicated, and
+    their gradients are `Partial`, as torch's own norms have them: what is summed over the processes
+    is the gradient to x, once behind the op. The partner behind it stays `nn.Linear` with torch's
+    `RowwiseParallel`.
 
     Args:
         input_layouts: how x is placed: `Replicate()` by default; `Shard(1)` for sequence parallel
