@@ -14,8 +14,6 @@ from torchweld.nn import GatedLinear, LayerNormLinear, RMSNormLinear
 
 from .tensors import entering, gathering
 
-_LINEAR = ("weight", "bias")  # of each module; its other parameters are the norm's
-
 
 class Placed(NamedTuple):
     """How a sharded module's x is placed, and its result."""
@@ -32,21 +30,23 @@ class _Columns:
     """
 
     placed: Placed
-    names: tuple[str, ...]  # of compute's parameters
+    norm: tuple[str, ...]  # names of its parameters
 
     def forward(self, x: Tensor) -> Tensor:
         """`(..., in_features)`, placed as x is, to the columns of `(..., out_features)`."""
         mesh, placed = self.weight.device_mesh, self.placed
-        if isinstance(x, DTensor):
+        norm = [_part(getattr(self, name)) for name in self.norm]
+        if isinstance(x, DTensor) or placed.input.is_partial():
+            if not isinstance(x, DTensor):
+                x = DTensor.from_local(x, mesh, [placed.input], run_check=False)
             x = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        elif isinstance(placed.input, Shard):
+            norm = entering(mesh, *norm)
+        elif placed.input.is_shard():
             x = gathering(mesh, placed.input.dim, x)
-        elif isinstance(placed.input, Replicate):
-            x = entering(mesh, x)[0]
+            norm = entering(mesh, *norm)
         else:
-            x = DTensor.from_local(x, mesh, [placed.input], run_check=False)
-            x = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        y = self.compute(x, *(_part(getattr(self, name)) for name in self.names))
+            x, *norm = entering(mesh, x, *norm)
+        y = self.compute(x, _part(self.weight), _part(self.bias), *norm)
         last = y.dim() - 1
         if placed.local and placed.output in (Shard(-1), Shard(last)):
             return y
@@ -56,23 +56,19 @@ class _Columns:
 
 
 def _part(parameter: Tensor | None) -> Tensor | None:
-    """A process's part. Of what all have, each has a part of the gradient."""
-    if parameter is None:
-        return None
-    whole = parameter.placements[0].is_replicate()
-    return parameter.to_local(grad_placements=[Partial()] if whole else None)
+    return None if parameter is None else parameter.to_local()
 
 
 class ColumnLayerNormLinear(_Columns, LayerNormLinear):
-    names = (*_LINEAR, "ln_weight", "ln_bias")
+    norm = ("ln_weight", "ln_bias")
 
 
 class ColumnRMSNormLinear(_Columns, RMSNormLinear):
-    names = (*_LINEAR, "norm_weight")
+    norm = ("norm_weight",)
 
 
 class ColumnGatedLinear(_Columns, GatedLinear):
-    names = _LINEAR
+    norm = ()
 
 
 _COLUMNS = {
@@ -87,9 +83,8 @@ class NormColwise(ParallelStyle):
 
     Each process has some columns of the result: `Shard(0)` of weight and bias, and computes them
     with its own tensors, not through DTensor's dispatch. The norm's parameters are replicated, and
-    their gradients are `Partial`, as torch's own norms have them: what is summed over the processes
-    is the gradient to x, once behind the op. The partner behind it stays `nn.Linear` with torch's
-    `RowwiseParallel`.
+    their gradients are summed over the processes with the one to x, once behind the op. The partner
+    behind it stays `nn.Linear` with torch's `RowwiseParallel`.
 
     Args:
         input_layouts: how x is placed: `Replicate()` by default; `Shard(1)` for sequence parallel
@@ -144,7 +139,7 @@ class NormColwise(ParallelStyle):
         if isinstance(module, GatedLinear) and not module.interleaved:
             columns = _StridedShard(0, split_factor=2)
         for name, parameter in list(module.named_parameters(recurse=False)):
-            placement = columns if name in _LINEAR else Replicate()
+            placement = columns if name in ("weight", "bias") else Replicate()
             shard_parameter(module, name, parameter, device_mesh, [placement], self.src_data_rank)
         module.__class__ = _COLUMNS[type(module)]
         module.placed = Placed(self.input_layouts, self.output_layouts, self.use_local_output)

@@ -157,15 +157,17 @@ def gathering(mesh: DeviceMesh, dim: int, x: Tensor) -> Tensor:
     return x if mesh.size() == 1 else _Gathering.apply(mesh.get_group(), dim % x.dim(), x)
 
 
-def entering(mesh: DeviceMesh, *tensors: Tensor) -> tuple[Tensor, ...]:
+def entering(mesh: DeviceMesh, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The tensors themselves, which all processes have; their gradients are the sums of theirs.
 
     Tensors that enter together have their gradients summed together.
     """
-    enters = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    given = [t for t in tensors if t is not None]
+    enters = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     if not enters or mesh.size() == 1:
         return tensors
-    return _Entering.apply(mesh.get_group(), *tensors)
+    entered = iter(_Entering.apply(mesh.get_group(), *given))
+    return tuple(None if t is None else next(entered) for t in tensors)
 
 
 class _LastEntered(NamedTuple):

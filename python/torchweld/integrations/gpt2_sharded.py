@@ -29,17 +29,13 @@ class ShardedConv1D(Conv1D):
         from torchweld.distributed.tensors import entering
 
         mesh, shards = weight.device_mesh, type(bias) is DTensor
-        given = [t for t in (x, None if shards else bias, *shared) if t is not None]
-        entered = iter(entering(mesh, *given))
-        x = next(entered)
+        x, whole, *shared = entering(mesh, x, None if shards else bias, *shared)
         if shards:
             bias = bias.to_local()
         else:
             parts = weight.placements[0].split_factor
-            bias = next(entered).unflatten(0, (parts, mesh.size(), -1))
-            bias = bias[:, mesh.get_local_rank()].flatten()
-        others = (None if t is None else next(entered) for t in shared)
-        return x, weight.to_local(), bias, *others
+            bias = whole.unflatten(0, (parts, mesh.size(), -1))[:, mesh.get_local_rank()].flatten()
+        return x, weight.to_local(), bias, *shared
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.placements[0].dim == 1:
