@@ -76,10 +76,11 @@ def _summed(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]
     """The sums over a group's processes, in place where tensors are contiguous."""
     # NOTE: the host takes twice as long for functional collectives, and three times for one after
     # the other.
-    if torch.compiler.is_compiling():
-        ops, name = torch.ops._c10d_functional, group.group_name
-        return [ops.wait_tensor(ops.all_reduce(t.contiguous(), "sum", name)) for t in tensors]
     tensors = [t.contiguous() for t in tensors]
+    if torch.compiler.is_compiling():
+        ops = torch.ops._c10d_functional
+        sums = ops.all_reduce_coalesced(tensors, "sum", group.group_name)
+        return [ops.wait_tensor(t) for t in sums]
     for dtype in {t.dtype for t in tensors}:
         alike = [t for t in tensors if t.dtype == dtype]
         if len(alike) == 1:
