@@ -273,6 +273,27 @@ def what_entered_once(mesh: DeviceMesh) -> None:
         assert entering_once(mesh, y) is y
 
 
+def norms_in_float32(mesh: DeviceMesh) -> None:
+    """Gradients of two dtypes that are summed together."""
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        stock = torchweld.nn.LayerNormLinear(6, 8).to(DEVICE, torch.float16)
+        for parameter in (stock.ln_weight, stock.ln_bias):
+            parameter.data = parameter.data.float()
+        ours = copy.deepcopy(stock)
+        parallelize_module(ours, mesh, NormColwise(output_layouts=Replicate()))
+        if compiled:
+            ours.compile(backend="aot_eager")
+        x = torch.randn(3, 6, device=DEVICE).half()
+        with torch.autocast(DEVICE, torch.float16):
+            loss, want = ours(x).float().sum(), stock(x).float().sum()
+        loss.backward(), want.backward()
+        for name, parameter in ours.named_parameters():
+            grad = stock.get_parameter(name).grad
+            assert parameter.grad.dtype == grad.dtype
+            assert_close(whole(parameter.grad), grad, rtol=2e-3, atol=2e-3)
+
+
 def copies_of_sharded_models(mesh: DeviceMesh) -> None:
     ours = gpt2()
     torchweld.fuse(ours)
@@ -376,6 +397,7 @@ def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
         compiled_blocks,
         frozen_parameters,
         what_entered_once,
+        norms_in_float32,
         copies_of_sharded_models,
         refusals_of_parallelize,
         plan_of_transformers,

@@ -76,14 +76,16 @@ def _summed(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]
     """The sums over a group's processes, in place where tensors are contiguous."""
     # NOTE: the host takes twice as long for functional collectives, and three times for one after
     # the other.
-    tensors = [t.contiguous() for t in tensors]
-    if torch.compiler.is_compiling():
-        ops = torch.ops._c10d_functional
-        sums = ops.all_reduce_coalesced(tensors, "sum", group.group_name)
-        return [ops.wait_tensor(t) for t in sums]
-    for dtype in {t.dtype for t in tensors}:
-        alike = [t for t in tensors if t.dtype == dtype]
-        if len(alike) == 1:
+    sums = [t.contiguous() for t in tensors]
+    for dtype in dict.fromkeys(t.dtype for t in tensors):  # in the same order in all processes
+        places = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+        alike = [sums[i] for i in places]
+        if torch.compiler.is_compiling():
+            ops = torch.ops._c10d_functional
+            done = ops.all_reduce_coalesced(alike, "sum", group.group_name)
+            for i, t in zip(places, done, strict=True):
+                sums[i] = ops.wait_tensor(t)
+        elif len(alike) == 1:
             dist.all_reduce(alike[0], group=group)
         else:
             options = dist.AllreduceCoalescedOptions()
@@ -91,7 +93,7 @@ def _summed(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]
             work = group.allreduce_coalesced(alike, options)
             if work is not None:
                 work.wait()
-    return tensors
+    return sums
 
 
 class _Entering(torch.autograd.Function):
