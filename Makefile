@@ -54,6 +54,10 @@ help:
 	@echo "make clean         remove what was built; distclean: $(VENV) too"
 	@echo "PYTHON=python3.11 chooses the Python for $(VENV); VENV= uses the active one as it is."
 
+# The demo's first line must not wait for kernels that nothing here can run.
+ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'),0)
+demo: export TORCHWELD_CPU_ONLY ?= 1
+endif
 demo: $(SETUP)
 	@$(RUN) -m torchweld demo $(ARGS)
 
@@ -180,6 +184,6 @@ $(VENV)/.docs: requirements/docs.txt requirements/constraints.txt | $(VENV)/.pyt
 # build compiles only what changed.
 $(VENV)/.built: $(BUILD_INPUTS) $(VENV)/.packages $(if $(wildcard python/torchweld/_ops*.so),,FORCE)
 	@$(CHECK_COMPILER)
-	@echo "Building torchweld (1 to 5 minutes the first time)"
+	@echo "Building torchweld$(if $(filter 1,$(TORCHWELD_CPU_ONLY)), for the CPU alone) (1 to 10 minutes the first time)"
 	@$(WITH_CLOCK) $(RUN) -m pip install $(PIP_FLAGS) --no-build-isolation --no-deps -e .
 	@touch $@
