@@ -191,9 +191,9 @@ SUMMARY = [
         "nvidia-h200-x2",
     ),
     Summary(
-        "GPT-2 XL, a training step, tensor parallel on 2 GPUs, compiled blocks and eager",
+        "GPT-2 of 48 layers, a training step, tensor parallel on 2 GPUs (`parallelize` the least)",
         "distributed",
-        r"gpt2-xl training step .*",
+        r"gpt2(-xl| of 48 layers,) training step .*",
         "alone",
         "one GPU",
         "nvidia-h200-x2",

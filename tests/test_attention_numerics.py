@@ -1,0 +1,139 @@
+"""attention and its gradient where numbers are at their edges: the same bits in a thousand runs,
+every head_dim beside NaN, large logits, strides beyond 2^31, errors beside flash's.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from attention_engines import check_grads, formula, inputs, on_hopper
+from bounds import attention_bounds, attention_grads
+from numerics import assert_same_bits, check, eager_floor
+from samples import BF16, F16
+from tuning import ops
+
+RUNS = 1000
+SHAPES = [
+    # batch, nheads, nheads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v
+    (8, 12, 12, 1024, 1024, 64, 64), (16, 12, 12, 512, 512, 64, 64), (64, 12, 12, 128, 128, 64, 64),
+    (1, 16, 16, 4096, 4096, 128, 128), (2, 16, 2, 1024, 1024, 128, 128),
+    (1, 8, 8, 2048, 2048, 256, 256), (2, 8, 8, 1024, 1024, 192, 128), (2, 8, 4, 777, 1333, 96, 96),
+    (4, 8, 2, 300, 200, 80, 80), (2, 4, 4, 65, 4097, 128, 64), (3, 6, 3, 1000, 1000, 40, 72),
+    (2, 4, 1, 129, 129, 16, 8),
+]  # fmt: skip
+
+
+def gradients(dout, q, k, v, **kwargs):
+    out, lse = ops.attention_forward(q, k, v, **kwargs)
+    return [out, lse, *ops.attention_backward(dout, q, k, v, out, lse, **kwargs)[:3]]
+
+
+@on_hopper
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_a_thousand_runs_have_the_same_bits(sizes, causal):
+    q, k, v = inputs(BF16, *sizes)
+    dout = torch.randn(*q.shape[:3], v.shape[3], device="cuda").to(BF16)
+    as_bits = {BF16: torch.int16, torch.float32: torch.int32}
+    first = [t.view(as_bits[t.dtype]) for t in gradients(dout, q, k, v, causal=causal)]
+    differs = torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(RUNS):
+        for bits, t in zip(first, gradients(dout, q, k, v, causal=causal), strict=True):
+            differs |= (t.view(bits.dtype) != bits).any()
+    assert not differs
+
+
+def beside_nan(t):
+    """t's values in a tensor with NaN behind every row and column, its rows on 16 bytes."""
+    batch, nheads, rows, columns = t.shape
+    wide = t.new_full((batch, nheads, rows + 5, -(-columns // 8) * 8 + 8), math.nan)
+    wide[:, :, :rows, :columns] = t
+    return wide[:, :, :rows, :columns]
+
+
+@on_hopper
+@pytest.mark.parametrize("first_dim", range(1, 257, 16))
+def test_every_head_dim_beside_nan(first_dim):
+    for dim in range(first_dim, first_dim + 16):
+        q, k, v = (beside_nan(t) for t in inputs(BF16, 1, 2, 1, 70, 90, dim, 257 - dim))
+        dout = beside_nan(torch.randn(1, 2, 70, 257 - dim, device="cuda").to(BF16))
+        found = gradients(dout, q, k, v, causal=True)
+        (bound, _) = attention_bounds(q, k, v, causal=True)
+        check(found[0], bound, label=f"head_dim {dim}", device="cuda")
+        check_grads(f"head_dim {dim}", found[2:], attention_grads(dout, q, k, v, causal=True))
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_logits_to_5e4(dim, dtype):
+    """Some rows have one such logit, others many."""
+    q, k, v = inputs(dtype, 2, 4, 2, 200, 300, dim)
+    dout = torch.randn_like(q)
+    scale = 5e4 / (q[0, 0].double() @ k[0, 0].double().mT).abs().max().item()
+    (bound, _) = attention_bounds(q, k, v, causal=True, scale=scale)
+    found = gradients(dout, q, k, v, causal=True, scale=scale)
+    check(found[0], bound, label="out", device="cuda")
+    check_grads("", found[2:], attention_grads(dout, q, k, v, causal=True, scale=scale))
+
+
+@on_hopper
+@pytest.mark.parametrize("strides", [(2**31, 64 * 130, 64), (64, 64 * 130, 2**24)], ids=str)
+def test_strides_beyond_2_to_the_31(strides):
+    """Of the batch, or of the rows, whose last one begins beyond."""
+    batch, nheads, rows, dim = 2 if strides[0] > 2**30 else 1, 2, 130, 64
+    storage = torch.empty(2**31 + 2**24 * 2, dtype=BF16, device="cuda")
+    far = []
+    for i in range(3):  # one behind the other, not overlapping
+        at = i * 3 * nheads * rows * dim if batch == 2 else i * 2**22
+        head_stride = strides[1] if batch == 2 else 2**20
+        where = (strides[0], head_stride, strides[2], 1)
+        far.append(storage.as_strided((batch, nheads, rows, dim), where, at))
+    near = inputs(BF16, batch, nheads, nheads, rows, rows, dim)
+    for there, here in zip(far, near, strict=True):
+        there.copy_(here)
+    dout = torch.randn_like(near[0])
+    for a, b in zip(gradients(dout, *far), gradients(dout, *near), strict=True):
+        assert_same_bits(a, b)
+
+
+@on_hopper
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_errors_are_those_of_flash(dim, dtype, causal):
+    """The largest ones, up to what a rounding of the result makes."""
+    q, k, v = (t.requires_grad_() for t in inputs(dtype, 2, 4, 4, 700, 700, dim))
+    dout = torch.randn_like(q)
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    exact, _ = formula(*wide, causal=causal)
+    exact = [exact.detach(), *torch.autograd.grad(exact, wide, dout.double())]
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        flash = scaled_dot_product_attention(q, k, v, is_causal=causal)
+        theirs = [flash, *torch.autograd.grad(flash, (q, k, v), dout)]
+    out, _, *grads = gradients(dout, q.detach(), k.detach(), v.detach(), causal=causal)
+    for ours, flash, want in zip([out, *grads], theirs, exact, strict=True):
+        errors = [(t.detach().double() - want).abs().max().item() for t in (ours, flash)]
+        assert errors[0] <= errors[1] + eager_floor(want, dtype), errors
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_scores_below_and_above_half_of_the_cap(dim, dtype):
+    """Warps with small scores alone take another way to tanh than the others."""
+    q, k, v = inputs(dtype, 2, 4, 2, 300, 300, dim)
+    dout = torch.randn_like(q)
+    for softcap in (0.3, 2.0, 8.0, 50.0, 1e4):
+        for row, size in ((0, 0.02), (64, 1.0), (128, 8.0), (200, 30.0)):
+            q[:, :, row:] = torch.randn_like(q[:, :, row:]) * size
+        given = {"causal": True, "softcap": softcap}
+        (bound, _) = attention_bounds(q, k, v, **given)
+        found = gradients(dout, q, k, v, **given)
+        check(found[0], bound, label=f"softcap {softcap}", device="cuda")
+        check_grads(f"softcap {softcap}", found[2:], attention_grads(dout, q, k, v, **given))
