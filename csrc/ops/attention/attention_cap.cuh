@@ -5,16 +5,16 @@
 
 namespace torchweld {
 
-// score = tanh(score * cap), to fp32's accuracy where kExact.
-// NOTE: tanh takes two of the slow instructions of which a probability takes one, and most models'
-// scores lie far below their cap. A warp that has no other ones does with a polynomial.
+// score = tanh(score * cap), to fp32's accuracy where kExact. A gradient's cap has the sign of
+// scale. NOTE: tanh takes two of the slow instructions of which a probability takes one, and most
+// models' scores lie far below their cap. A warp that has no other ones does with a polynomial.
 template <bool kExact, int kCount>
 __device__ __forceinline__ void cap_scores(float (&r_s)[kCount], float cap) {
   if constexpr (!kExact) {
     float largest = 0.f;
 #pragma unroll
     for (const float score : r_s) largest = fmaxf(largest, fabsf(score));
-    if (__all_sync(~0u, largest * cap <= kSmallTanh)) {
+    if (__all_sync(~0u, largest * fabsf(cap) <= kSmallTanh)) {
 #pragma unroll
       for (float& score : r_s) score = small_tanh(score * cap);
       return;

@@ -76,7 +76,7 @@ __global__ __launch_bounds__(kThreads) void attention_general_kernel(
       if constexpr (Variant::kMasked) {
         if (scale.softcap > 0.f) {
           float& score = s_scores[threadIdx.x];
-          if (threadIdx.x < keys) score = scale.softcap * tanhf(score * scale.cap);
+          if (threadIdx.x < keys) score = tanhf(score * scale.cap);
           __syncthreads();
         }
       }

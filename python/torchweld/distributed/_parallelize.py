@@ -27,11 +27,15 @@ class _SummedGradients(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
+
+        def summed(grad: Tensor) -> Tensor:
+            grad = grad.clone()
+            dist.all_reduce(grad, group=group)
+            return grad
+
         for parameter in module.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(
-                    lambda p: dist.all_reduce(p.grad, group=group)
-                )
+                parameter.register_hook(summed)
         return module
 
 
@@ -54,10 +58,10 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None
     """Shards a Hugging Face model in place over the processes of a mesh: tensor parallelism.
 
     A GPT-2 by its heads and the columns of its MLP, as Megatron does; other models by the plan that
-    transformers has for them (`model.tp_plan`). It may be called before or
-    after :func:`torchweld.fuse`, and the fused places stay fused. Sharded parameters become
-    DTensors of the same names; the others stay as they are. Every process gives the model the same
-    batch and gets the whole result.
+    transformers has for them (`model.tp_plan`). It may be called before or after
+    :func:`torchweld.fuse`, and the fused places stay fused. Sharded parameters become DTensors of
+    the same names; the others stay as they are. Every process gives the model the same batch and
+    gets the whole result.
 
     Args:
         model: A model of transformers, on the mesh's device.

@@ -7,16 +7,15 @@ on the host as a layer of a few thousand tokens on a GPU.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from .styles import shard_parameter
-from .tensors import entering_once, leaving
+from .tensors import entering_once, leaving, replicated
 
 
 def _part(parameter: Tensor | None) -> Tensor | None:
@@ -27,10 +26,14 @@ class ColumnLinear(nn.Linear):
     """Some columns of the result, from x that all processes have."""
 
     def forward(self, input: Tensor) -> Tensor:
-        x = entering_once(self.weight.device_mesh, input)
+        mesh, kept = self.weight.device_mesh, None
+        if isinstance(input, DTensor):
+            x = replicated(mesh, input, Replicate())
+        else:
+            x, kept = entering_once(mesh, input)
         y = F.linear(x, _part(self.weight), _part(self.bias))
-        if y.grad_fn is not None and not torch.compiler.is_compiling():
-            y.grad_fn.metadata["entered"] = x  # which a product of 3-D tensors keeps no more
+        if kept is not None and y.grad_fn is not None:
+            y.grad_fn.metadata["entered"] = kept
         return y
 
 
@@ -39,7 +42,7 @@ class RowLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         y = leaving(self.weight.device_mesh, F.linear(input, _part(self.weight)))
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class _Linears(ParallelStyle):
@@ -54,9 +57,8 @@ class _Linears(ParallelStyle):
             self.style.src_data_rank = self.src_data_rank
             return self.style._apply(module, device_mesh)
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.dim() > self.dim:  # the whole bias of rows is everybody's and stays plain
-                shard = [Shard(self.dim)]
-                shard_parameter(module, name, parameter, device_mesh, shard, self.src_data_rank)
+            shard = Shard(self.dim) if parameter.dim() > self.dim else None
+            shard_parameter(module, name, parameter, device_mesh, shard, self.src_data_rank)
         module.__class__ = self.sharded
         return module
 

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torchweld.nn import GatedLinear, LayerNormLinear, RMSNormLinear
 
-from .tensors import entering, gathering
+from .tensors import entering, gathering, replicated
 
 
 class Placed(NamedTuple):
@@ -37,9 +37,7 @@ class _Columns:
         mesh, placed = self.weight.device_mesh, self.placed
         norm = [_part(getattr(self, name)) for name in self.norm]
         if isinstance(x, DTensor) or placed.input.is_partial():
-            if not isinstance(x, DTensor):
-                x = DTensor.from_local(x, mesh, [placed.input], run_check=False)
-            x = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            x = replicated(mesh, x, placed.input)
             norm = entering(mesh, *norm)
         elif placed.input.is_shard():
             x = gathering(mesh, placed.input.dim, x)
@@ -123,7 +121,8 @@ class NormColwise(ParallelStyle):
         if type(module) not in _COLUMNS:
             names = ", ".join(cls.__name__ for cls in _COLUMNS)
             raise TypeError(
-                f"NormColwise: module must be one of {names}, but got {type(module).__name__}"
+                f"NormColwise: module must be one of {names} (no subclass, not sharded yet), but "
+                f"got {type(module).__name__}"
             )
         if device_mesh.ndim != 1:
             raise ValueError(
@@ -140,7 +139,7 @@ class NormColwise(ParallelStyle):
             columns = _StridedShard(0, split_factor=2)
         for name, parameter in list(module.named_parameters(recurse=False)):
             placement = columns if name in ("weight", "bias") else Replicate()
-            shard_parameter(module, name, parameter, device_mesh, [placement], self.src_data_rank)
+            shard_parameter(module, name, parameter, device_mesh, placement, self.src_data_rank)
         module.__class__ = _COLUMNS[type(module)]
         module.placed = Placed(self.input_layouts, self.output_layouts, self.use_local_output)
         return module
@@ -157,9 +156,21 @@ def shard_parameter(
     name: str,
     parameter: nn.Parameter,
     mesh: DeviceMesh,
-    placements: list[Placement],
+    placement: Placement | None,
     src_data_rank: int | None,
 ) -> None:
-    """Replaces a parameter of a module by a DTensor of it."""
-    sharded = distribute_tensor(parameter, mesh, placements, src_data_rank=src_data_rank)
+    """Replaces a parameter of a module by a DTensor of it.
+
+    Args:
+        placement: None for what all processes have: it stays plain.
+        src_data_rank: the process whose parameter it is; None where all have the same.
+    """
+    if placement is None:
+        if src_data_rank is not None:
+            whole = distribute_tensor(
+                parameter.data, mesh, [Replicate()], src_data_rank=src_data_rank
+            )
+            parameter.data.copy_(whole.to_local())
+        return
+    sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=src_data_rank)
     module.register_parameter(name, nn.Parameter(sharded, parameter.requires_grad))

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
 def full_tensor(t: DTensor) -> Tensor:
@@ -38,7 +39,7 @@ def full_tensor(t: DTensor) -> Tensor:
         raise TypeError(f"full_tensor: t must be a DTensor, but got {type(t).__name__}")
     mesh = t.device_mesh
     for i, placement in enumerate(t.placements):
-        earlier = (getattr(p, "dim", None) for p in t.placements[:i] if p.is_shard())
+        earlier = (getattr(p, "dim", None) for p in t.placements[:i])
         if isinstance(placement, _StridedShard) and placement.dim in earlier:
             # FSDP2 cuts what tensor parallelism left, but its placements say the opposite order.
             raise ValueError(
@@ -72,8 +73,8 @@ def full_tensor(t: DTensor) -> Tensor:
     return whole
 
 
-def _summed(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """The sums over a group's processes, in place where tensors are contiguous."""
+def _summed(tensors: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
+    """The sums over a mesh's processes, in place where tensors are contiguous."""
     # NOTE: the host takes twice as long for functional collectives, and three times for one after
     # the other.
     sums = [t.contiguous() for t in tensors]
@@ -81,16 +82,18 @@ def _summed(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]
         places = [i for i, t in enumerate(tensors) if t.dtype == dtype]
         alike = [sums[i] for i in places]
         if torch.compiler.is_compiling():
-            ops = torch.ops._c10d_functional
-            done = ops.all_reduce_coalesced(alike, "sum", group.group_name)
+            if len(alike) == 1:
+                done = [collectives.all_reduce(alike[0], "sum", (mesh, 0))]
+            else:
+                done = collectives.all_reduce_coalesced(alike, "sum", (mesh, 0))
             for i, t in zip(places, done, strict=True):
-                sums[i] = ops.wait_tensor(t)
+                sums[i] = collectives.wait_tensor(t)
         elif len(alike) == 1:
-            dist.all_reduce(alike[0], group=group)
+            dist.all_reduce(alike[0], group=mesh.get_group())
         else:
             options = dist.AllreduceCoalescedOptions()
             options.asyncOp = False
-            work = group.allreduce_coalesced(alike, options)
+            work = mesh.get_group().allreduce_coalesced(alike, options)
             if work is not None:
                 work.wait()
     return sums
@@ -98,28 +101,22 @@ def _summed(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]
 
 class _Entering(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
+    def forward(ctx: Any, mesh: DeviceMesh, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.mesh = mesh
         return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # In place: layers of this package alone see what entered, and their gradients are new.
-        wanted = [i for i, wants in enumerate(ctx.needs_input_grad[1:]) if wants]
-        found: list[Tensor | None] = [None] * len(grads)
-        for i, grad in zip(wanted, _summed([grads[i] for i in wanted], ctx.group), strict=True):
-            found[i] = grad
-        return None, *found
+        return None, *_summed(grads, ctx.mesh)
 
 
 class _Leaving(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, y: Tensor) -> Tensor:
-        y = y.contiguous()
-        if not torch.compiler.is_compiling():
-            ctx.mark_dirty(y)
-        return _summed([y], group)[0]
+    def forward(ctx: Any, mesh: DeviceMesh, y: Tensor) -> Tensor:
+        # A copy: checkpoints may keep the product as it was.
+        return _summed([y.clone(memory_format=torch.contiguous_format)], mesh)[0]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
@@ -128,28 +125,27 @@ class _Leaving(torch.autograd.Function):
 
 class _Gathering(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, dim: int, x: Tensor) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        x, size = x.contiguous(), group.size()
+    def forward(ctx: Any, mesh: DeviceMesh, dim: int, x: Tensor) -> Tensor:
+        ctx.mesh, ctx.dim = mesh, dim
+        x, size = x.contiguous(), mesh.size()
         if torch.compiler.is_compiling():
-            ops = torch.ops._c10d_functional
-            whole = ops.wait_tensor(ops.all_gather_into_tensor(x, size, group.group_name))
+            whole = collectives.wait_tensor(collectives.all_gather_tensor(x, 0, (mesh, 0)))
         else:
             whole = x.new_empty((size * x.shape[0], *x.shape[1:]))
-            dist.all_gather_into_tensor(whole, x, group=group)
+            dist.all_gather_into_tensor(whole, x, group=mesh.get_group())
         return whole.unflatten(0, (size, -1)).movedim(0, dim).flatten(dim, dim + 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[None, None, Tensor]:
-        group, size = ctx.group, ctx.group.size()
+        mesh, size = ctx.mesh, ctx.mesh.size()
         parts = dy.unflatten(ctx.dim, (size, -1)).movedim(ctx.dim, 0).contiguous().flatten(0, 1)
         if torch.compiler.is_compiling():
-            ops, name = torch.ops._c10d_functional, group.group_name
-            dx = ops.wait_tensor(ops.reduce_scatter_tensor(parts, "sum", size, name))
+            dx = collectives.reduce_scatter_tensor(parts, "sum", 0, (mesh, 0))
+            dx = collectives.wait_tensor(dx)
         else:
             dx = parts.new_empty((parts.shape[0] // size, *parts.shape[1:]))
-            dist.reduce_scatter_tensor(dx, parts, group=group)
+            dist.reduce_scatter_tensor(dx, parts, group=mesh.get_group())
         return None, None, dx
 
 
@@ -157,7 +153,7 @@ def gathering(mesh: DeviceMesh, dim: int, x: Tensor) -> Tensor:
     """The whole of a tensor of which each process has a part along `dim`, parts of the same size;
     its gradient is the sum of theirs, of which each gets its part.
     """
-    return x if mesh.size() == 1 else _Gathering.apply(mesh.get_group(), dim % x.dim(), x)
+    return x if mesh.size() == 1 else _Gathering.apply(mesh, dim % x.dim(), x)
 
 
 def entering(mesh: DeviceMesh, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -165,43 +161,59 @@ def entering(mesh: DeviceMesh, *tensors: Tensor | None) -> tuple[Tensor | None, 
 
     Tensors that enter together have their gradients summed together.
     """
-    given = [t for t in tensors if t is not None]
-    enters = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    if not enters or mesh.size() == 1:
+    if not torch.is_grad_enabled() or mesh.size() == 1:
         return tensors
-    entered = iter(_Entering.apply(mesh.get_group(), *given))
-    return tuple(None if t is None else next(entered) for t in tensors)
+    given = [t for t in tensors if t is not None and t.requires_grad]
+    if not given:
+        return tensors
+    entered = iter(_Entering.apply(mesh, *given))
+    return tuple(t if t is None or not t.requires_grad else next(entered) for t in tensors)
+
+
+class Entered(list[Tensor]):
+    """A tensor that entered, for whoever keeps it: lists can't be referenced weakly."""
 
 
 class _LastEntered(NamedTuple):
     x: weakref.ref[Tensor]
-    entered: weakref.ref[Tensor]
-    group: str
+    entered: weakref.ref[Entered]
+    mesh: DeviceMesh
 
 
 _last: _LastEntered | None = None
 
 
-def entering_once(mesh: DeviceMesh, x: Tensor) -> Tensor:
+def entering_once(mesh: DeviceMesh, x: Tensor) -> tuple[Tensor, Entered | None]:
     """The same of one tensor for layers that take it one after the other, such as query, key and
     value: what their gradients have in common is summed over the processes once.
 
-    It is remembered as long as one of them keeps it.
+    Returns:
+        The tensor, and what a layer keeps for the next one; it is empty as soon as another tensor
+        enters. In compiled graphs every layer has its own sum.
     """
     global _last
     if torch.compiler.is_compiling():
-        return entering(mesh, x)[0]
-    group, last = mesh.get_group().group_name, _last
-    if last is not None and last.x() is x and last.group == group and torch.is_grad_enabled():
-        entered = last.entered()
-        if entered is not None:
-            return entered
-    entered = entering(mesh, x)[0]
-    if entered is not x:
-        _last = _LastEntered(weakref.ref(x), weakref.ref(entered), group)
-    return entered
+        return entering(mesh, x)[0], None
+    last, kept = _last, None if _last is None else _last.entered()
+    if kept and last.x() is x and last.mesh == mesh and torch.is_grad_enabled():
+        return kept[0], kept
+    if kept:
+        kept.clear()
+    _last, entered = None, entering(mesh, x)[0]
+    if entered is x:
+        return x, None
+    kept = Entered([entered])
+    _last = _LastEntered(weakref.ref(x), weakref.ref(kept), mesh)
+    return entered, kept
 
 
 def leaving(mesh: DeviceMesh, y: Tensor) -> Tensor:
     """The sum of all processes' y; each gets its gradient."""
-    return y if mesh.size() == 1 else _Leaving.apply(mesh.get_group(), y)
+    return y if mesh.size() == 1 else _Leaving.apply(mesh, y)
+
+
+def replicated(mesh: DeviceMesh, x: Tensor, placement: Placement) -> Tensor:
+    """All of x, a DTensor or a process's part of one; its gradient is the sum of theirs."""
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [placement], run_check=False)
+    return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])

@@ -1,7 +1,7 @@
 """Tensor parallelism of a Hugging Face GPT-2, for :func:`torchweld.distributed.parallelize`.
 
 transformers has no plan for GPT-2. ``c_attn`` packs query, key and value, so each process needs a
-part of all three, and torch's own ops take no such DTensors. So the parameters are DTensors, which
+part of all three, and torch's own ops take no such DTensors. So what is sharded are DTensors, which
 optimizers, checkpoints and the state_dict see, and the layers compute with the process's part.
 """
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Block, GPT2Model
 from transformers.pytorch_utils import Conv1D
+
+_PARTS = 3  # of c_attn: query, key and value
 
 
 class ShardedConv1D(Conv1D):
@@ -33,8 +35,8 @@ class ShardedConv1D(Conv1D):
         if shards:
             bias = bias.to_local()
         else:
-            parts = weight.placements[0].split_factor
-            bias = whole.unflatten(0, (parts, mesh.size(), -1))[:, mesh.get_local_rank()].flatten()
+            parts = whole.view(_PARTS, mesh.size(), -1)
+            bias = parts[:, mesh.get_local_rank()].flatten()
         return x, weight.to_local(), bias, *shared
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,7 +46,7 @@ class ShardedConv1D(Conv1D):
         from torchweld.distributed.tensors import leaving
 
         y = torch.matmul(x, self.weight.to_local())
-        return leaving(self.weight.device_mesh, y) + self.bias
+        return leaving(self.weight.device_mesh, y) + self.bias.to(y.dtype)
 
     def __repr__(self) -> str:
         return f"ShardedConv1D(nf={self.nf}, nx={self.nx})"
@@ -101,16 +103,16 @@ def shard(base: GPT2Model, mesh: Any, src_data_rank: int | None) -> None:
     # FSDP2 takes the weight's other dim; of a bias that is sharded so it would lose the order.
     # What all processes have stays plain: a DTensor costs the host 100 us a step.
     placements = {
-        "attn.c_attn": {"weight": _StridedShard(1, split_factor=3)},
-        "attn.c_proj": {"weight": Shard(0)},
+        "attn.c_attn": {"weight": _StridedShard(1, split_factor=_PARTS), "bias": None},
+        "attn.c_proj": {"weight": Shard(0), "bias": None},
         "mlp.c_fc": {"weight": Shard(1), "bias": Shard(0)},
-        "mlp.c_proj": {"weight": Shard(0)},
+        "mlp.c_proj": {"weight": Shard(0), "bias": None},
     }
     for block in base.h:
         for name, layer in _layers(block).items():
             for key, placement in placements[name].items():
                 parameter = getattr(layer, key)
-                shard_parameter(layer, key, parameter, mesh, [placement], src_data_rank)
+                shard_parameter(layer, key, parameter, mesh, placement, src_data_rank)
             fused = isinstance(layer, gpt2.LayerNormConv1D)
             layer.__class__ = gpt2.LayerNormShardedConv1D if fused else ShardedConv1D
         block.attn.split_size = block.attn.embed_dim // mesh.size()
