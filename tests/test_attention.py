@@ -111,6 +111,14 @@ def test_head_dims(device, head_dim):
         check_op(OP, args, {"causal": True})
 
 
+@pytest.mark.parametrize("head_dim", [16, 64, 300])
+@pytest.mark.parametrize("scale", [0.5, -0.5])
+def test_softcap_of_each_size_and_sign(device, head_dim, scale):
+    for dtype in (F32, BF16):
+        args = qkv(device, dtype, 1, 2, 1, 40, 50, head_dim, head_dim)
+        check_op(OP, args, {"causal": True, "softcap": 2.0, "scale": scale})
+
+
 @pytest.mark.parametrize("heads", [(1, 1), (2, 1), (6, 2), (6, 3), (6, 6), (8, 1)], ids=str)
 def test_grouped_heads(device, heads):
     """Query heads [h * group, (h + 1) * group) share key and value head h."""

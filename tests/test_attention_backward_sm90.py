@@ -81,7 +81,8 @@ def test_nothing_is_read_of_the_padding(sizes, causal):
 
 MASKS = [
     {"window": 1}, {"window": 70, "causal": True}, {"window": 130, "softcap": 2.0},
-    {"softcap": 20.0, "causal": True}, {"key_end": True}, {"key_end": True, "causal": True},
+    {"softcap": 2.0, "scale": -1.0}, {"softcap": 20.0, "causal": True},
+    {"key_end": True}, {"key_end": True, "causal": True},
     {"key_start": True, "causal": True}, {"key_start": True, "window": 33, "sink": True},
     {"sink": True, "causal": True, "dlse": True}, {"dlse": True},
     {"key_end": True, "key_start": True, "sink": True, "softcap": 5.0, "dlse": True},
