@@ -16,6 +16,7 @@
 #include "core/linear_common.h"
 #include "core/parallel.h"
 #include "ops/int4_linear/int4_bfloat16_cpu.h"
+#include "ops/int4_linear/int4_rows_backward_cpu.h"
 #include "ops/int4_linear/int4_rows_cpu.h"
 
 namespace torchweld {
@@ -121,6 +122,7 @@ void int4_linear_backward_into(const Tensor& dx, const Tensor& dy, const Weight&
     dx.zero_();
     return;
   }
+  if (serves_int4_rows_backward(dy, weight)) return int4_rows_backward_into(dx, dy, weight);
   const int64_t most = int4_block(units, n * kInt4Unit * dx.element_size(), /*least=*/8);
   parallel_tasks((units + most - 1) / most, [&](int64_t task) {
     const int64_t unit = task * most, count = std::min(most, units - unit);
