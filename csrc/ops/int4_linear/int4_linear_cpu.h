@@ -1,9 +1,9 @@
 // CPU: y = x @ W^T + bias and dx = dy @ W for a 4-bit weight W in either layout.
 //
 // Each thread dequantises a block of W into a scratch that stays in its cache and multiplies it
-// with torch's matmul; for a few rows of x it is decoded in registers. Blocks are bands of rows for
-// y and bands of columns for dx, so that every result is one whole sum. The weight is rounded once,
-// to the dtype of x.
+// with torch's matmul; for a few rows of x or dy it is decoded in registers. Blocks are bands of
+// rows for y and bands of columns for dx, so that every result is one whole sum. The weight is
+// rounded once, to the dtype of x.
 #pragma once
 
 #include <ATen/Dispatch.h>
