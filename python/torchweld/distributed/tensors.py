@@ -39,18 +39,23 @@ def full_tensor(t: DTensor) -> Tensor:
         raise TypeError(f"full_tensor: t must be a DTensor, but got {type(t).__name__}")
     mesh = t.device_mesh
     for i, placement in enumerate(t.placements):
-        earlier = (getattr(p, "dim", None) for p in t.placements[:i])
+        earlier = (getattr(p, "dim", None) for p in t.placements[:i] if p.is_shard())
         if isinstance(placement, _StridedShard) and placement.dim in earlier:
             # FSDP2 cuts what tensor parallelism left, but its placements say the opposite order.
-            raise ValueError(
-                f"full_tensor: dim {placement.dim} of t must be sharded by one dim of the mesh "
-                f"beside _StridedShard, but got {t.placements}"
-            )
+            raise ValueError(_sharded_twice(t))
+    strided = [p.dim for p in t.placements if isinstance(p, _StridedShard)]
     try:
-        return t.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
+        whole = t.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
     except ValueError:  # before anything is sent; FSDP2's strided shards are gathered
-        if not any(isinstance(p, _StridedShard) for p in t.placements):
+        if not strided:
             raise
+    except AssertionError:  # torch 2.15, of FSDP2's shards of strided ones
+        raise ValueError(_sharded_twice(t)) from None
+    else:
+        if len(set(strided)) < len(strided):
+            # torch 2.15 has one name for two layouts, and gathers one of them wrongly.
+            raise ValueError(_sharded_twice(t))
+        return whole
     for placement, size in zip(t.placements, mesh.shape, strict=True):
         parts = size * getattr(placement, "split_factor", 1)
         dim = getattr(placement, "dim", None)
@@ -71,6 +76,14 @@ def full_tensor(t: DTensor) -> Tensor:
             pieces = [part.chunk(split, placement.dim) for part in parts]
             whole = torch.cat([p for row in zip(*pieces, strict=True) for p in row], placement.dim)
     return whole
+
+
+def _sharded_twice(t: DTensor) -> str:
+    dim = next(p.dim for p in t.placements if isinstance(p, _StridedShard))
+    return (
+        f"full_tensor: dim {dim} of t must be sharded by one dim of the mesh beside _StridedShard, "
+        f"but got {t.placements}"
+    )
 
 
 def _summed(tensors: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
