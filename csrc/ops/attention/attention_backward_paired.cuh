@@ -187,7 +187,6 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   __device__ __forceinline__ void exponentiate_capped(Scores& r_p, int stage, int col) {
     const int first = col + threadIdx.x % 4 * 2;
     const float factor = args.mask.softcap * args.score_factor;
-    cap_scores</*kExact=*/false>(r_p, args.cap);
     HeldScores r_held;
 #pragma unroll
     for (int n = 0; n < kScoreTiles; ++n) {
@@ -198,7 +197,7 @@ struct PairedBackwardBlock : BackwardTools<Config> {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           float& p = r_p[i][n][j];
-          const float capped = p;
+          const float capped = tanh_of</*kExact=*/false>(p * args.cap);
           p = exponential<T>(fmaf(capped, factor, j % 2 ? lse.y : lse.x));
           scaled[j] = p * fmaf(-capped, capped, 1.f);
         }

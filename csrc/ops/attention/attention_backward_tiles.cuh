@@ -157,7 +157,6 @@ struct BackwardBlock : BackwardTools<Config> {
                                                        int first) {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
     const float factor = args.mask.softcap * args.score_factor;
-    cap_scores<sizeof(T) == 4>(r_p, args.cap);
 #pragma unroll
     for (int n = 0; n < kScoreTiles; ++n) {
       const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[stage][first + n * 8]);
@@ -170,7 +169,7 @@ struct BackwardBlock : BackwardTools<Config> {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           float& p = r_p[i][n][j];
-          const float capped = p;
+          const float capped = tanh_of<sizeof(T) == 4>(p * args.cap);
           p = exponential<T>(fmaf(capped, factor, j % 2 ? lse.y : lse.x));
           const float dp = fmaf(r_ds[i][n][j], kUnshift, -(j % 2 ? delta.y : delta.x));
           r_ds[i][n][j] = p * dp * fmaf(-capped, capped, 1.f);

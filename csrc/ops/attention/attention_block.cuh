@@ -164,12 +164,12 @@ using AttentionBlockOf =
 
 // Caps and hides the scores of a warp's rows under an AttentionMask, from key `key` of the block
 // on.
-template <typename Config, int kTiles, int kColTiles>
+template <typename Config, bool kOneWay = false, int kTiles, int kColTiles>
 __device__ __forceinline__ void mask_scores(float (&r_s)[kTiles][kColTiles][4],
                                             const CappedScale& scale,
                                             const typename Config::Block& s_block, int warp_row,
                                             int key) {
-  if (scale.softcap > 0.f) cap_scores<sizeof(typename Config::T) == 4>(r_s, scale.cap);
+  if (scale.softcap > 0.f) cap_scores<sizeof(typename Config::T) == 4, kOneWay>(r_s, scale.cap);
   const int first_row = s_block.first_row + warp_row;
   if (key + Config::kKeys > s_block.end_of(first_row) ||
       key < s_block.last_begin[warp_row / Config::kWarpRows]) {

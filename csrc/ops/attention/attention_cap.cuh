@@ -8,9 +8,10 @@ namespace torchweld {
 // score = tanh(score * cap), to fp32's accuracy where kExact. A gradient's cap has the sign of
 // scale. NOTE: tanh takes two of the slow instructions of which a probability takes one, and most
 // models' scores lie far below their cap. A warp that has no other ones does with a polynomial.
-template <bool kExact, int kCount>
+// Two ways take more registers than one: kOneWay is for kernels that have none to spare.
+template <bool kExact, bool kOneWay = false, int kCount>
 __device__ __forceinline__ void cap_scores(float (&r_s)[kCount], float cap) {
-  if constexpr (!kExact) {
+  if constexpr (!kExact && !kOneWay) {
     float largest = 0.f;
 #pragma unroll
     for (const float score : r_s) largest = fmaxf(largest, fabsf(score));
@@ -24,9 +25,9 @@ __device__ __forceinline__ void cap_scores(float (&r_s)[kCount], float cap) {
   for (float& score : r_s) score = tanh_of<kExact>(score * cap);
 }
 
-template <bool kExact, int kTiles, int kCols>
+template <bool kExact, bool kOneWay = false, int kTiles, int kCols>
 __device__ __forceinline__ void cap_scores(float (&r_s)[kTiles][kCols][4], float cap) {
-  cap_scores<kExact>(reinterpret_cast<float (&)[kTiles * kCols * 4]>(r_s), cap);
+  cap_scores<kExact, kOneWay>(reinterpret_cast<float (&)[kTiles * kCols * 4]>(r_s), cap);
 }
 
 }  // namespace torchweld

@@ -196,7 +196,8 @@ struct AttentionSm90Consumer {
     }
     const int first_row = block.first_row + warp_row();
     if constexpr (Config::kMasked) {
-      mask_scores<Config>(r.scores(), p.scale, s.work[at_work.stage], warp_row(), key);
+      mask_scores<Config, (Config::kDimV > 128)>(r.scores(), p.scale, s.work[at_work.stage],
+                                                 warp_row(), key);
     } else if (key + kKeys > block.end_of(first_row)) {
       hide_columns(r.scores(), first_row + block.shift - key, block.all_keys - key);
     }
