@@ -55,8 +55,10 @@ help:
 	@echo "PYTHON=python3.11 chooses the Python for $(VENV); VENV= uses the active one as it is."
 
 # The demo's first line must not wait for kernels that nothing here can run.
+ifneq ($(filter demo,$(MAKECMDGOALS)),)
 ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'),0)
 demo: export TORCHWELD_CPU_ONLY ?= 1
+endif
 endif
 demo: $(SETUP)
 	@$(RUN) -m torchweld demo $(ARGS)
