@@ -327,12 +327,11 @@ def one_process_gives_the_parameters(mesh: DeviceMesh) -> None:
         torch.manual_seed(dist.get_rank())
         model = parallelize(drawn_anew(make()), mesh)
         for name, parameter in model.named_parameters():
-            if name.endswith("proj.bias") or name.endswith("c_attn.bias"):
-                t = parameter.detach().clone() if type(parameter.data) is Tensor else None
-                if t is not None:
-                    first = t.clone()
-                    dist.broadcast(first, 0)
-                    assert_close(t, first, rtol=0, atol=0, msg=name)
+            shared = name.endswith(("proj.bias", "c_attn.bias"))
+            if shared and type(parameter.data) is Tensor:
+                first = parameter.detach().clone()
+                dist.broadcast(first, 0)
+                assert_close(parameter.detach(), first, rtol=0, atol=0, msg=name)
 
 
 def frozen_parameters(mesh: DeviceMesh) -> None:

@@ -33,6 +33,14 @@ def gradients(dout, q, k, v, **kwargs):
     return [out, lse, *ops.attention_backward(dout, q, k, v, out, lse, **kwargs)[:3]]
 
 
+def check_call(label, dout, q, k, v, **kwargs):
+    """Result and gradients within what their roundings allow."""
+    found = gradients(dout, q, k, v, **kwargs)
+    (bound, _) = attention_bounds(q, k, v, **kwargs)
+    check(found[0], bound, label=f"{label} out", device="cuda")
+    check_grads(label, found[2:], attention_grads(dout, q, k, v, **kwargs))
+
+
 @on_hopper
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
@@ -62,10 +70,7 @@ def test_every_head_dim_beside_nan(first_dim):
     for dim in range(first_dim, first_dim + 16):
         q, k, v = (beside_nan(t) for t in inputs(BF16, 1, 2, 1, 70, 90, dim, 257 - dim))
         dout = beside_nan(torch.randn(1, 2, 70, 257 - dim, device="cuda").to(BF16))
-        found = gradients(dout, q, k, v, causal=True)
-        (bound, _) = attention_bounds(q, k, v, causal=True)
-        check(found[0], bound, label=f"head_dim {dim}", device="cuda")
-        check_grads(f"head_dim {dim}", found[2:], attention_grads(dout, q, k, v, causal=True))
+        check_call(f"head_dim {dim}", dout, q, k, v, causal=True)
 
 
 @on_hopper
@@ -76,10 +81,7 @@ def test_logits_to_5e4(dim, dtype):
     q, k, v = inputs(dtype, 2, 4, 2, 200, 300, dim)
     dout = torch.randn_like(q)
     scale = 5e4 / (q[0, 0].double() @ k[0, 0].double().mT).abs().max().item()
-    (bound, _) = attention_bounds(q, k, v, causal=True, scale=scale)
-    found = gradients(dout, q, k, v, causal=True, scale=scale)
-    check(found[0], bound, label="out", device="cuda")
-    check_grads("", found[2:], attention_grads(dout, q, k, v, causal=True, scale=scale))
+    check_call("", dout, q, k, v, causal=True, scale=scale)
 
 
 @on_hopper
@@ -132,8 +134,4 @@ def test_scores_below_and_above_half_of_the_cap(dim, dtype):
     for softcap in (0.3, 2.0, 8.0, 50.0, 1e4):
         for row, size in ((0, 0.02), (64, 1.0), (128, 8.0), (200, 30.0)):
             q[:, :, row:] = torch.randn_like(q[:, :, row:]) * size
-        given = {"causal": True, "softcap": softcap}
-        (bound, _) = attention_bounds(q, k, v, **given)
-        found = gradients(dout, q, k, v, **given)
-        check(found[0], bound, label=f"softcap {softcap}", device="cuda")
-        check_grads(f"softcap {softcap}", found[2:], attention_grads(dout, q, k, v, **given))
+        check_call(f"softcap {softcap}", dout, q, k, v, causal=True, softcap=softcap)

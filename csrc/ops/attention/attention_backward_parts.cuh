@@ -4,10 +4,10 @@
 
 #include <type_traits>
 
+#include "device/activation.cuh"
 #include "device/mma_sync.cuh"
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
-#include "ops/attention/attention_cap.cuh"
 #include "ops/attention/attention_tile.cuh"
 
 namespace torchweld {

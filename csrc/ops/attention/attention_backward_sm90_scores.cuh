@@ -5,6 +5,7 @@
 #include "device/sm90/registers.cuh"
 #include "device/sm90/stmatrix.cuh"
 #include "ops/attention/attention_backward_sm90_block.cuh"
+#include "ops/attention/attention_cap.cuh"
 
 namespace torchweld {
 

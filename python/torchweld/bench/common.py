@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -82,3 +83,10 @@ def in_turn(calls: list[Callable[[], object]], times: int) -> Callable[[], None]
 def each_of(times: int, timings: dict[str, Timing]) -> dict[str, Timing]:
     """The timings of one of so many calls."""
     return {n: Timing(t.us / times, t.low / times, t.high / times) for n, t in timings.items()}
+
+
+def free() -> None:
+    """Gives back the memory of what is no longer used."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchweld
-from torchweld.bench.common import largest_error
+from torchweld.bench.common import free, largest_error
 from torchweld.bench.results import Row, make_row
 from torchweld.bench.timer import Timing, interleaved
 
@@ -55,8 +54,7 @@ def _alone(call: Callable[[], Tensor]) -> Timing:
     moves this one's, for which torch records its CUDA graph anew.
     """
     torch.compiler.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
+    free()
     return interleaved({"": call}, device="cuda", rounds=_ROUNDS, warmup=2)[""]
 
 

@@ -15,11 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from .styles import shard_parameter
-from .tensors import entering_once, leaving, replicated
-
-
-def _part(parameter: Tensor | None) -> Tensor | None:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+from .tensors import entering_once, leaving, local_part, replicated
 
 
 class ColumnLinear(nn.Linear):
@@ -31,7 +27,7 @@ class ColumnLinear(nn.Linear):
             x = replicated(mesh, input, Replicate())
         else:
             x, kept = entering_once(mesh, input)
-        y = F.linear(x, _part(self.weight), _part(self.bias))
+        y = F.linear(x, local_part(self.weight), local_part(self.bias))
         if kept is not None and y.grad_fn is not None:
             y.grad_fn.metadata["entered"] = kept
         return y
@@ -41,7 +37,7 @@ class RowLinear(nn.Linear):
     """The whole result, from the columns of x that a process has."""
 
     def forward(self, input: Tensor) -> Tensor:
-        y = leaving(self.weight.device_mesh, F.linear(input, _part(self.weight)))
+        y = leaving(self.weight.device_mesh, F.linear(input, local_part(self.weight)))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 

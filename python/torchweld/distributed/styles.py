@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torchweld.nn import GatedLinear, LayerNormLinear, RMSNormLinear
 
-from .tensors import entering, gathering, replicated
+from .tensors import entering, gathering, local_part, replicated
 
 
 class Placed(NamedTuple):
@@ -35,7 +35,7 @@ class _Columns:
     def forward(self, x: Tensor) -> Tensor:
         """`(..., in_features)`, placed as x is, to the columns of `(..., out_features)`."""
         mesh, placed = self.weight.device_mesh, self.placed
-        norm = [_part(getattr(self, name)) for name in self.norm]
+        norm = [local_part(getattr(self, name)) for name in self.norm]
         if isinstance(x, DTensor) or placed.input.is_partial():
             x = replicated(mesh, x, placed.input)
             norm = entering(mesh, *norm)
@@ -44,17 +44,13 @@ class _Columns:
             norm = entering(mesh, *norm)
         else:
             x, *norm = entering(mesh, x, *norm)
-        y = self.compute(x, _part(self.weight), _part(self.bias), *norm)
+        y = self.compute(x, local_part(self.weight), local_part(self.bias), *norm)
         last = y.dim() - 1
         if placed.local and placed.output in (Shard(-1), Shard(last)):
             return y
         y = DTensor.from_local(y, mesh, [Shard(last)], run_check=False)
         y = y.redistribute(placements=[placed.output])
         return y.to_local() if placed.local else y
-
-
-def _part(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else parameter.to_local()
 
 
 class ColumnLayerNormLinear(_Columns, LayerNormLinear):

@@ -78,6 +78,11 @@ def full_tensor(t: DTensor) -> Tensor:
     return whole
 
 
+def local_part(parameter: Tensor | None) -> Tensor | None:
+    """A process's part of a parameter, the whole of a plain one."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
 def _sharded_twice(t: DTensor) -> str:
     dim = next(p.dim for p in t.placements if isinstance(p, _StridedShard))
     return (

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torchweld.bench.common import free
 from torchweld.bench.distributed import ops, steps
 from torchweld.bench.distributed.picture import draw
 from torchweld.bench.distributed.processes import complaint, say
-from torchweld.bench.distributed.setup import PAIR, Setup, free
+from torchweld.bench.distributed.setup import PAIR, Setup
 from torchweld.bench.results import Failure, Row
 
 __all__ = ["draw", "rows"]

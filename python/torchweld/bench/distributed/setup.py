@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass
 
 import torch
@@ -112,10 +111,3 @@ class Setup:
 
 def divided(timing: Timing, n: int) -> Timing:
     return Timing(timing.us / n, timing.low / n, timing.high / n)
-
-
-def free() -> None:
-    """Gives back the memory of what is no longer used."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

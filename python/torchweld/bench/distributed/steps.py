@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 import torchweld
+from torchweld.bench.common import free
 from torchweld.bench.distributed.decoder import Decoder
 from torchweld.bench.distributed.processes import device, measured
-from torchweld.bench.distributed.setup import PAIR, Setup, divided, free
+from torchweld.bench.distributed.setup import PAIR, Setup, divided
 from torchweld.bench.results import Row, make_row
 from torchweld.bench.timer import Timing
 from torchweld.distributed import full_tensor, parallelize, parameter_groups
