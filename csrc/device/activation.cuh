@@ -68,16 +68,6 @@ __device__ __forceinline__ float tanh_of(float x) {
   return fabsf(x) < 0.03f ? series : fmaf(2.f, sigmoid<kExact>(2.f * x), -1.f);
 }
 
-// tanh where |x| <= kSmallTanh, and of NaN: x times a polynomial in x^2, fitted to relative errors
-// below 2^-20.
-inline constexpr float kSmallTanh = 0.5f;
-__device__ __forceinline__ float small_tanh(float x) {
-  const float square = x * x;
-  float y = fmaf(square, -0.04440222f, 0.13190296f);
-  y = fmaf(square, y, -0.33326318f);
-  return fmaf(square, y, 0.99999946f) * x;
-}
-
 template <bool kExact>
 __device__ __forceinline__ float silu(float x) {
   return x * sigmoid<kExact>(x);

@@ -49,9 +49,10 @@ TensorMap make_tensor_map(const char* op, const TensorBox& t) {
     steps[i] = 1;
     if (i > 0) strides[i - 1] = static_cast<cuuint64_t>(t.strides[i] * t.elem_size);
   }
-  const CUtensorMapDataType type = t.elem_size == 4 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-                                   : t.bfloat16     ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                    : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const CUtensorMapDataType type = t.tf32             ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
+                                   : t.elem_size == 4 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                   : t.bfloat16       ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                      : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const CUtensorMapSwizzle swizzle =
       t.swizzle == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   const Encode encode = encoder();

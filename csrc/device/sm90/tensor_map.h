@@ -20,6 +20,7 @@ struct TensorBox {
   int64_t strides[4];  // elements; strides[0] is 1; 0 where a dimension repeats
   int box[4];          // elements
   bool bfloat16 = false;
+  bool tf32 = false;  // 4-byte values are rounded to TF32 on their way in
   int swizzle = 128;  // bytes of a line in shared memory: 128 or 64
 };
 

@@ -355,7 +355,7 @@ void launch_sm90_kernel(const Sm90Params& p, cudaStream_t stream) {
 
 template <GemmMath kMath, int kTile, bool kGated>
 void launch_sm90_layout(const Sm90Params& p, cudaStream_t stream) {
-  if constexpr (sm90_writes_operands(kMath)) {
+  if constexpr (sm90_along_k(kMath)) {
     return launch_sm90_kernel<kMath, kTile, kGated, true, true>(p, stream);
   } else {
     const bool turned = kSm90Tiles[kTile].turned();

@@ -25,6 +25,7 @@ struct Maps {
     const int64_t batch = o.batch_stride == 0 ? 1 : p.batch;
     TensorBox box = {o.data, sm90_elem_bytes(math)};
     box.bfloat16 = math != GemmMath::kFloat16;
+    box.tf32 = math == GemmMath::kTf32;
     const int64_t sizes[] = {k_major ? p.k : rows, k_major ? rows : p.k, halves, batch};
     const int64_t strides[] = {1, k_major ? row_stride : o.k_stride, half_stride, o.batch_stride};
     const int boxes[] = {step(), k_major ? box_rows : step(), 1, 1};
@@ -105,17 +106,16 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
   const int parts = turned ? halves : std::max(halves, tile.cluster);
   const int box_a = turned ? tile.block_n : tile.block_m;
   const int box_b = (turned ? tile.block_m : tile.block_n) / parts;
-  TensorBox of_a, of_b;
-  if (sm90_writes_operands(math)) {
-    const Sm90Written w = write_sm90_operands(p, cuda_stream);
-    const int pieces = sm90_pieces(math);
-    of_a = maps.operand(w.a, p.m, w.a.row_stride, pieces, w.a_piece, box_a);
-    of_b = maps.operand(w.b, p.n, w.b.row_stride, pieces * halves, w.b_piece / halves, box_b);
-  } else {
-    of_a = maps.operand(p.a, p.m, p.a.row_stride, 1, 0, box_a);
-    of_b = maps.operand(p.b, p.n, p.b.row_stride * (pairs ? 2 : 1), halves,
-                        pairs ? p.b.row_stride : p.n * p.b.row_stride, box_b);
-  }
+  const bool writes_a = sm90_writes(math, p.a.k_stride == 1),
+             writes_b = sm90_writes(math, p.b.k_stride == 1);
+  const int pieces = sm90_pieces(math);
+  const Sm90Written w = writes_a || writes_b ? write_sm90_operands(p, cuda_stream) : Sm90Written{};
+  const TensorBox of_a = writes_a ? maps.operand(w.a, p.m, w.a.row_stride, pieces, w.a_piece, box_a)
+                                  : maps.operand(p.a, p.m, p.a.row_stride, 1, 0, box_a);
+  const TensorBox of_b =
+      writes_b ? maps.operand(w.b, p.n, w.b.row_stride, pieces * halves, w.b_piece / halves, box_b)
+               : maps.operand(p.b, p.n, p.b.row_stride * (pairs ? 2 : 1), halves,
+                              pairs ? p.b.row_stride : p.n * p.b.row_stride, box_b);
   params.a = make_tensor_map("matmul", turned ? of_b : of_a);
   params.b = make_tensor_map("matmul", turned ? of_a : of_b);
   if (!turned) {

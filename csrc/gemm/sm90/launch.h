@@ -9,14 +9,14 @@ namespace torchweld {
 
 void launch_sm90_gemm(const GemmParams& params, cudaStream_t stream);
 
-// fp32 operands as wgmma takes them, K-major: `pieces` bf16 matrices that add up to the values, or
-// one of fp32 values that are rounded to TF32. Those of a gated product have the left half first.
+// fp32 operands that were written anew, K-major: bf16 matrices that add up to the values, or one of
+// fp32. Those of a gated product have the left half first.
 struct Sm90Written {
   GemmOperand a, b;
   int64_t a_piece, b_piece;  // elements from one piece to the next
 };
 
-// Writes them to params.written.
+// Writes to params.written those that sm90_writes tells of.
 Sm90Written write_sm90_operands(const GemmParams& params, cudaStream_t stream);
 
 // One tile's kernels for one kind of operands, in files of their own (csrc/instantiations.py).

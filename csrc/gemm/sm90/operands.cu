@@ -1,6 +1,6 @@
-// fp32 operands on their way to wgmma: as three bf16 pieces that add up to the value exactly, the
-// largest first, or rounded to TF32, which wgmma would cut off. One pass over both operands writes
-// them with K adjacent, whatever was adjacent before.
+// fp32 operands on their way to wgmma, with K adjacent, whatever was adjacent before: as three bf16
+// pieces that add up to the value exactly, the largest first, or for TF32 as they are. One pass
+// writes those operands that need it.
 //
 // NOTE: the smaller pieces of inf and NaN are 0, and a value that would round to inf is cut
 // instead; see sm90_piece_mainloop for what becomes of them.
@@ -24,9 +24,10 @@ struct Source {
   int64_t row_stride, k_stride, batch_stride, rows, batch;
   int64_t left_rows;  // of interleaved halves the rows of one, else 0
   void* to;           // (batch, pieces, rows, line_of(k))
-  uint32_t blocks;    // of one batch and one stretch of K
+  uint32_t blocks;    // of one batch and one stretch of K; 0 where it goes in as it is
 
-  Source(const GemmOperand& o, int64_t rows, int64_t batch, int64_t left_rows, void* to)
+  Source(const GemmOperand& o, int64_t rows, int64_t batch, int64_t left_rows, GemmMath math,
+         void* to)
       : data(static_cast<const float*>(o.data)),
         row_stride(o.row_stride),
         k_stride(o.k_stride),
@@ -35,9 +36,11 @@ struct Source {
         batch(o.batch_stride == 0 ? 1 : batch),
         left_rows(left_rows),
         to(to),
-        blocks(uint32_t(divide_up(rows, kTile))) {}
+        blocks(sm90_writes(math, k_stride == 1) ? uint32_t(divide_up(rows, kTile)) : 0) {}
 
-  int64_t elements(int64_t k, int pieces) const { return batch * pieces * rows * line_of(k); }
+  int64_t bytes(int64_t k, GemmMath math) const {
+    return blocks == 0 ? 0 : batch * sm90_pieces(math) * rows * line_of(k) * sm90_elem_bytes(math);
+  }
 };
 
 struct Params {
@@ -66,12 +69,10 @@ __device__ __forceinline__ void write_pieces(const float (&v)[8], __nv_bfloat16*
   }
 }
 
-__device__ __forceinline__ void write_tf32(const float (&v)[8], float* g_to) {
+__device__ __forceinline__ void write_values(const float (&v)[8], float* g_to) {
 #pragma unroll
   for (int i = 0; i < 8; i += 4) {
-    *reinterpret_cast<uint4*>(g_to + i) =
-        make_uint4(round_to_tf32(v[i]), round_to_tf32(v[i + 1]), round_to_tf32(v[i + 2]),
-                   round_to_tf32(v[i + 3]));
+    *reinterpret_cast<float4*>(g_to + i) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
   }
 }
 
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(kThreads) operands_kernel(const __grid_constan
     if constexpr (kPieces) {
       write_pieces(v, static_cast<__nv_bfloat16*>(from.to) + at, from.rows * line);
     } else {
-      write_tf32(v, static_cast<float*>(from.to) + at);
+      write_values(v, static_cast<float*>(from.to) + at);
     }
   };
   const bool k_major = from.k_stride == 1;
@@ -143,37 +144,37 @@ __global__ void __launch_bounds__(kThreads) operands_kernel(const __grid_constan
   }
 }
 
-Source source_of_a(const GemmParams& p) { return {p.a, p.m, p.batch, 0, p.written}; }
+GemmMath math_of(const GemmParams& p) { return gemm_math(p.dtype, p.tf32); }
+
+Source source_of_a(const GemmParams& p) { return {p.a, p.m, p.batch, 0, math_of(p), p.written}; }
 
 Source source_of_b(const GemmParams& p, void* to) {
   const bool pairs = p.epilogue.gated && p.epilogue.interleaved;
-  return {p.b, p.epilogue.gated ? 2 * p.n : p.n, p.batch, pairs ? p.n : 0, to};
+  return {p.b, p.epilogue.gated ? 2 * p.n : p.n, p.batch, pairs ? p.n : 0, math_of(p), to};
 }
 
 }  // namespace
 
 int64_t gemm_written_bytes(const GemmParams& p) {
-  if (p.choice.engine != GemmEngine::kSm90 || p.dtype != DType::kFloat32) return 0;
-  const GemmMath math = gemm_math(p.dtype, p.tf32);
-  const int pieces = sm90_pieces(math);
-  return (source_of_a(p).elements(p.k, pieces) + source_of_b(p, nullptr).elements(p.k, pieces)) *
-         sm90_elem_bytes(math);
+  if (p.choice.engine != GemmEngine::kSm90) return 0;
+  return source_of_a(p).bytes(p.k, math_of(p)) + source_of_b(p, nullptr).bytes(p.k, math_of(p));
 }
 
 Sm90Written write_sm90_operands(const GemmParams& p, cudaStream_t stream) {
-  const GemmMath math = gemm_math(p.dtype, p.tf32);
+  const GemmMath math = math_of(p);
   const int pieces = sm90_pieces(math);
   const Source a = source_of_a(p);
-  const Source b = source_of_b(
-      p, static_cast<char*>(p.written) + a.elements(p.k, pieces) * sm90_elem_bytes(math));
+  const Source b = source_of_b(p, static_cast<char*>(p.written) + a.bytes(p.k, math));
   const int64_t stretches = divide_up(p.k, kTile);
   const int64_t a_blocks = a.batch * a.blocks * stretches,
                 b_blocks = b.batch * b.blocks * stretches;
-  const Params params = {a, b, p.k, FastDivisor(stretches), uint32_t(a_blocks)};
-  Grid grid(a_blocks + b_blocks, kThreads);
-  grid.overlaps = true;
-  launch_kernel(math == GemmMath::kFloat32 ? operands_kernel<true> : operands_kernel<false>, grid,
-                stream, params);
+  if (a_blocks + b_blocks > 0) {
+    const Params params = {a, b, p.k, FastDivisor(stretches), uint32_t(a_blocks)};
+    Grid grid(a_blocks + b_blocks, kThreads);
+    grid.overlaps = true;
+    launch_kernel(math == GemmMath::kFloat32 ? operands_kernel<true> : operands_kernel<false>, grid,
+                  stream, params);
+  }
   const int64_t line = line_of(p.k);
   const auto operand = [&](const Source& s) -> GemmOperand {
     return {s.to, line, 1, s.batch == 1 && p.batch > 1 ? 0 : pieces * s.rows * line};

@@ -9,11 +9,15 @@
 
 namespace torchweld {
 
-// What the engine multiplies: 16-bit values and TF32. fp32 operands are written anew first, rounded
-// to TF32 or as three bf16 pieces (operands.cu), with K adjacent.
+// What the engine multiplies: 16-bit values and TF32. fp32 operands go in along K alone. The copy
+// engine rounds them to TF32; as three bf16 pieces they are written first, and so is for TF32 what
+// has another dim than K adjacent (operands.cu).
 constexpr int sm90_elem_bytes(GemmMath math) { return math == GemmMath::kTf32 ? 4 : 2; }
 constexpr int sm90_pieces(GemmMath math) { return math == GemmMath::kFloat32 ? 3 : 1; }
-constexpr bool sm90_writes_operands(GemmMath math) { return gemm_elem_size(math) == 4; }
+constexpr bool sm90_along_k(GemmMath math) { return gemm_elem_size(math) == 4; }
+constexpr bool sm90_writes(GemmMath math, bool k_major) {
+  return math == GemmMath::kFloat32 || (math == GemmMath::kTf32 && !k_major);
+}
 
 constexpr int sm90_step(GemmMath math) { return kGemmStepBytes / sm90_elem_bytes(math); }
 constexpr int64_t sm90_steps(const GemmProblem& p) { return divide_up(p.k, sm90_step(p.math)); }
@@ -129,8 +133,8 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool str
     return tile.fp32 ? "the tile is for float32 alone, which has two sets of sums"
                      : "the tile has no kernel for such operands";
   }
-  const bool written = sm90_writes_operands(p.math);
-  if (const char* reason = tile.lacks(written || p.a_k_major, written || p.b_k_major, p.gated)) {
+  const bool along_k = sm90_along_k(p.math);
+  if (const char* reason = tile.lacks(along_k || p.a_k_major, along_k || p.b_k_major, p.gated)) {
     return reason;
   }
   if (tile.shared_bytes() > p.device.shared_limit) {
@@ -156,8 +160,8 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
   const double steps = static_cast<double>(sm90_steps(p));
   const double beside_us = tile.tile_us + (p.pointwise ? tile.pointwise_us : 0);
   const double tile_us = steps * tile.step_us + beside_us;
-  const double elems = static_cast<double>(p.m + p.width()) * static_cast<double>(p.k) *
-                       static_cast<double>(p.batch);  // of the operands
+  const double columns = static_cast<double>(p.k) * static_cast<double>(p.batch);
+  const double elems = static_cast<double>(p.m + p.width()) * columns;  // of the operands
   const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), sm90_steps(p), p.device, streams);
   const int64_t whole = tile.tiles(p) - stream.tiles;
   double us = static_cast<double>((whole + stream.workers - 1) / stream.workers) * tile_us;
@@ -178,9 +182,12 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
   constexpr double kLongUs = 20, kLonger = 1.1;
   const bool alone = tile.cluster == 1 && !tile.turned() && !tile.fp32;
   if (alone && p.width() >= tile.block_n && us > kLongUs) us *= kLonger;
-  if (sm90_writes_operands(p.math)) {
+  const double written =
+      columns * static_cast<double>((sm90_writes(p.math, p.a_k_major) ? p.m : 0) +
+                                    (sm90_writes(p.math, p.b_k_major) ? p.width() : 0));
+  if (written > 0) {
     constexpr double kBytesPerUs = 3e6, kWriteUs = 7;
-    us += kWriteUs + elems * (4 + sm90_pieces(p.math) * sm90_elem_bytes(p.math)) / kBytesPerUs;
+    us += kWriteUs + written * (4 + sm90_pieces(p.math) * sm90_elem_bytes(p.math)) / kBytesPerUs;
   }
   return us * 1e-6;
 }

@@ -162,20 +162,32 @@ template <bool kMasked, int kRows, int kWarpRows>
 using AttentionBlockOf =
     std::conditional_t<kMasked, MaskedAttentionBlock<kRows, kWarpRows>, AttentionBlock>;
 
-// Caps and hides the scores of a warp's rows under an AttentionMask, from key `key` of the block
-// on.
+// Whether a warp's rows don't see all keys of the step that begins at `key`, under an
+// AttentionMask.
+template <typename Config>
+__device__ __forceinline__ bool hides_keys(const typename Config::Block& s_block, int warp_row,
+                                           int key) {
+  return key + Config::kKeys > s_block.end_of(s_block.first_row + warp_row) ||
+         key < s_block.last_begin[warp_row / Config::kWarpRows];
+}
+
+// Hides their scores, or what became of them.
+template <typename Config, int kTiles, int kColTiles>
+__device__ __forceinline__ void hide_keys(float (&r_s)[kTiles][kColTiles][4],
+                                          const typename Config::Block& s_block, int warp_row,
+                                          int key) {
+  hide_columns(r_s, s_block.first_row + warp_row + s_block.shift - key, s_block.all_keys - key,
+               s_block.begin + warp_row, key);
+}
+
+// Caps and hides the scores of a warp's rows.
 template <typename Config, bool kOneWay = false, int kTiles, int kColTiles>
 __device__ __forceinline__ void mask_scores(float (&r_s)[kTiles][kColTiles][4],
                                             const CappedScale& scale,
                                             const typename Config::Block& s_block, int warp_row,
                                             int key) {
   if (scale.softcap > 0.f) cap_scores<sizeof(typename Config::T) == 4, kOneWay>(r_s, scale.cap);
-  const int first_row = s_block.first_row + warp_row;
-  if (key + Config::kKeys > s_block.end_of(first_row) ||
-      key < s_block.last_begin[warp_row / Config::kWarpRows]) {
-    hide_columns(r_s, first_row + s_block.shift - key, s_block.all_keys - key,
-                 s_block.begin + warp_row, key);
-  }
+  if (hides_keys<Config>(s_block, warp_row, key)) hide_keys<Config>(r_s, s_block, warp_row, key);
 }
 
 template <typename T>

@@ -1,9 +1,27 @@
 // Soft-capped scores, for attention and its gradient.
 #pragma once
 
+#include "core/score_scale.h"
 #include "device/activation.cuh"
 
 namespace torchweld {
+
+// tanh where |x| <= kSmallTanh, and of NaN.
+__device__ __forceinline__ float small_tanh(float x) {
+  const float square = x * x;
+  float y = fmaf(square, small_tanh_term(3), small_tanh_term(2));
+  y = fmaf(square, y, small_tanh_term(1));
+  return fmaf(square, y, small_tanh_term(0)) * x;
+}
+
+// Of |score|; NaN does not count.
+template <int kCount>
+__device__ __forceinline__ float largest_size(const float (&r_s)[kCount]) {
+  float largest = 0.f;
+#pragma unroll
+  for (const float score : r_s) largest = fmaxf(largest, fabsf(score));
+  return largest;
+}
 
 // score = tanh(score * cap), to fp32's accuracy where kExact. A gradient's cap has the sign of
 // scale. NOTE: tanh takes two of the slow instructions of which a probability takes one, and most
@@ -12,10 +30,7 @@ namespace torchweld {
 template <bool kExact, bool kOneWay = false, int kCount>
 __device__ __forceinline__ void cap_scores(float (&r_s)[kCount], float cap) {
   if constexpr (!kExact && !kOneWay) {
-    float largest = 0.f;
-#pragma unroll
-    for (const float score : r_s) largest = fmaxf(largest, fabsf(score));
-    if (__all_sync(~0u, largest * fabsf(cap) <= kSmallTanh)) {
+    if (__all_sync(~0u, largest_size(r_s) * fabsf(cap) <= kSmallTanh)) {
 #pragma unroll
       for (float& score : r_s) score = small_tanh(score * cap);
       return;

@@ -28,6 +28,8 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
                        kValueBytes = kLinesV * kKeyStretch;
   // Wide sums are multiplied only where a maximum has risen by much.
   static constexpr bool kLazy = kDimV > 128;
+  // Small capped scores need no maximum. Probabilities to 2^(c / 2) are beyond float16.
+  static constexpr bool kSmallScores = kMasked && std::is_same_v<T, __nv_bfloat16>;
   // What the warpgroups give up and take adds up to what they start with.
   static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40,
                        kConsumerRegisters = kWarpgroups == 3 ? 160 : 232;

@@ -124,6 +124,9 @@ struct AttentionSm90Consumer {
       const AttentionBlock& block = s.work[at_work.stage];
       if (block.rows == 0) break;
       start(r.rows);
+      if constexpr (Config::kSmallScores) {
+        if (p.scale.small > 0.f) r.rows[0][0].max = r.rows[0][1].max = 0.f;
+      }
       if (block.keys > 0) {
         if constexpr (Config::kReadsScores) {
           walk_scores(block);
@@ -187,21 +190,35 @@ struct AttentionSm90Consumer {
     named_barrier_wait(kOwn + warpgroup, 128);
   }
 
-  // The scores of the step that begins at `key` become probabilities.
-  __device__ __forceinline__ void attend(const AttentionBlock& block, int key) {
+  // The scores of the step that begins at `key` become probabilities. True: earlier results are to
+  // be rescaled.
+  __device__ __forceinline__ bool attend(const AttentionBlock& block, int key) {
     wgmma_results(r.score_sums);
     if (p.scale.sign != 1.f) {
 #pragma unroll
       for (float& score : r.score_sums) score *= p.scale.sign;
     }
-    const int first_row = block.first_row + warp_row();
     if constexpr (Config::kMasked) {
-      mask_scores<Config, (Config::kDimV > 128)>(r.scores(), p.scale, s.work[at_work.stage],
-                                                 warp_row(), key);
-    } else if (key + kKeys > block.end_of(first_row)) {
-      hide_columns(r.scores(), first_row + block.shift - key, block.all_keys - key);
+      const auto& s_block = s.work[at_work.stage];
+      if constexpr (Config::kSmallScores) {
+        if (p.scale.small > 0.f && __all_sync(~0u, largest_size(r.score_sums) <= p.scale.small)) {
+          online_softmax_of_small(r.scores(), r.rows, p.scale,
+                                  hides_keys<Config>(s_block, warp_row(), key),
+                                  [&] { hide_keys<Config>(r.scores(), s_block, warp_row(), key); });
+          return false;
+        }
+      }
+      mask_scores<Config, Config::kSmallScores || (Config::kDimV > 128)>(r.scores(), p.scale,
+                                                                         s_block, warp_row(), key);
+    } else {
+      const int first_row = block.first_row + warp_row();
+      if (key + kKeys > block.end_of(first_row)) {
+        hide_columns(r.scores(), first_row + block.shift - key, block.all_keys - key);
+      }
     }
     online_softmax<true, Config::kLazy>(r.scores(), r.rows, r.factor, p.scale.c);
+    // NOTE: the vote is for whole warps, so that nobody diverges between products.
+    return !Config::kLazy || __any_sync(~0u, r.factor[0][0] != 1.f || r.factor[0][1] != 1.f);
   }
 
   __device__ __forceinline__ void walk_products(const AttentionBlock& block) {
@@ -223,13 +240,10 @@ struct AttentionSm90Consumer {
       pass_turn();
       wgmma_wait<1>();
       release_keys();
-      attend(block, key);
+      const bool rescales = attend(block, key);
       wgmma_wait<0>();
       release_values();
-      // NOTE: the vote is for whole warps, so that nobody diverges between products.
-      if (!Config::kLazy || __any_sync(~0u, r.factor[0][0] != 1.f || r.factor[0][1] != 1.f)) {
-        rescale(r.out(), r.factor);
-      }
+      if (rescales) rescale(r.out(), r.factor);
       r.round_probabilities();
     }
     release(&s.queries[warpgroup].empty[0]);
@@ -242,13 +256,14 @@ struct AttentionSm90Consumer {
   // The same where the scores are read.
   // NOTE: a stage is given back behind the maxima of its scores. The tensor cores read shared
   // memory first, and a load that was issued but not done would find the next scores there.
-  __device__ __forceinline__ void attend_read_scores(const AttentionBlock& block, int key) {
+  __device__ __forceinline__ bool attend_read_scores(const AttentionBlock& block, int key) {
     s.keys.wait(at_key);
     r.read_scores(shared_address(s.key[at_key.stage]), warp_row());
-    attend(block, key);
+    const bool rescales = attend(block, key);
     __syncwarp();
     if (thread % 32 == 0) mbarrier_arrive(&s.keys.empty[at_key.stage]);
     at_key.advance();
+    return rescales;
   }
   __device__ __forceinline__ void walk_scores(const AttentionBlock& block) {
     attend_read_scores(block, 0);
@@ -256,12 +271,10 @@ struct AttentionSm90Consumer {
     int key = kKeys;
     for (; key < block.keys; key += kKeys) {
       multiply_values(block, key - kKeys);
-      attend_read_scores(block, key);
+      const bool rescales = attend_read_scores(block, key);
       wgmma_wait<0>();
       release_values();
-      if (!Config::kLazy || __any_sync(~0u, r.factor[0][0] != 1.f || r.factor[0][1] != 1.f)) {
-        rescale(r.out(), r.factor);
-      }
+      if (rescales) rescale(r.out(), r.factor);
       r.round_probabilities();
     }
     multiply_values(block, key - kKeys);

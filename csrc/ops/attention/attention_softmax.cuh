@@ -89,6 +89,52 @@ __device__ __forceinline__ void online_softmax(float (&r_s)[kTiles][kCols][4],
   }
 }
 
+// c * tanh(score * cap) - shift, where |score| <= scale.small.
+__device__ __forceinline__ float small_exponent(float score, const CappedScale& scale,
+                                                float shift) {
+  const float square = score * score;
+  float y = fmaf(square, scale.terms[3], scale.terms[2]);
+  y = fmaf(square, y, scale.terms[1]);
+  y = fmaf(square, y, scale.terms[0]);
+  return fmaf(score, y, -shift);
+}
+
+// online_softmax of scores that are not capped yet, up to scale.small. Maxima, of 0 or more, stay
+// as they are. Calls `hide` for the exponents where `hides`.
+template <int kTiles, int kCols, class Hide>
+__device__ __forceinline__ void online_softmax_of_small(float (&r_s)[kTiles][kCols][4],
+                                                        OnlineRow (&rows)[kTiles][2],
+                                                        const CappedScale& scale, bool hides,
+                                                        const Hide& hide) {
+  const auto for_each = [&](const auto& body) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float shift = rows[tile][half].max * scale.c;
+        float sum = 0.f;
+#pragma unroll
+        for (int j = 0; j < kCols; ++j) {
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i) sum += body(r_s[tile][j][i], shift);
+        }
+        rows[tile][half].sum += sum;
+      }
+    }
+  };
+  if (!hides) {
+    return for_each([&](float& score, float shift) {
+      return score = exp2_approx_ftz(small_exponent(score, scale, shift));
+    });
+  }
+  for_each([&](float& score, float shift) {
+    score = small_exponent(score, scale, shift);
+    return 0.f;
+  });
+  hide();
+  for_each([](float& score, float) { return score = exp2_approx_ftz(score); });
+}
+
 // Multiplies what is summed up so far.
 template <int kTiles, int kCols>
 __device__ __forceinline__ void rescale(float (&r_out)[kTiles][kCols][4],
