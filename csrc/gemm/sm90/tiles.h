@@ -126,6 +126,11 @@ inline int64_t sm90_workspace_floats(const GemmProblem& p, const Sm90Tile& tile)
   return stream.workers * tile.cluster * tile.block_m * tile.block_n;
 }
 
+// Two counters, and one for the rows of every tile, see Sm90Norm.
+inline int64_t sm90_norm_counters(const GemmProblem& p, const Sm90Tile& tile) {
+  return 2 + divide_up(p.m, tile.block_m);
+}
+
 inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool streams) {
   constexpr int64_t kMostSize = (int64_t{1} << 31) - 512;  // coordinates are counted in 32 bits
   if (!p.device.wgmma || !p.device.tma) return "the GPU, or the code built for it, has no wgmma";
@@ -140,7 +145,15 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool str
   if (tile.shared_bytes() > p.device.shared_limit) {
     return too_much_shared_memory(tile.shared_bytes(), p.device.shared_limit);
   }
-  if (p.normed) return kNoNorm;
+  if (p.normed) {
+    constexpr int64_t kLeastRows = 256, kMostRows = int64_t{1} << 22;
+    if (gemm_elem_size(p.math) != 2 || !p.a_k_major || p.gated || tile.turned() || p.batch > 1) {
+      return kNoNorm;
+    }
+    if (p.k % 8 != 0) return kNormPieces;
+    if (p.m < kLeastRows) return {"a norm in front takes {} rows or more", kLeastRows};
+    if (p.m > kMostRows) return {"a norm in front takes up to {} rows", kMostRows};
+  }
   if (p.k == 0) return "there is nothing to multiply";
   if (p.m > kMostSize || p.width() > kMostSize || p.k > kMostSize || p.batch > kMostSize) {
     return {"no tensor map has more than {} elements in a dimension", kMostSize};

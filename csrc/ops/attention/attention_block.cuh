@@ -181,12 +181,12 @@ __device__ __forceinline__ void hide_keys(float (&r_s)[kTiles][kColTiles][4],
 }
 
 // Caps and hides the scores of a warp's rows.
-template <typename Config, bool kOneWay = false, int kTiles, int kColTiles>
+template <typename Config, int kTiles, int kColTiles>
 __device__ __forceinline__ void mask_scores(float (&r_s)[kTiles][kColTiles][4],
                                             const CappedScale& scale,
                                             const typename Config::Block& s_block, int warp_row,
                                             int key) {
-  if (scale.softcap > 0.f) cap_scores<sizeof(typename Config::T) == 4, kOneWay>(r_s, scale.cap);
+  if (scale.softcap > 0.f) cap_scores<sizeof(typename Config::T) == 4>(r_s, scale.cap);
   if (hides_keys<Config>(s_block, warp_row, key)) hide_keys<Config>(r_s, s_block, warp_row, key);
 }
 

@@ -58,10 +58,10 @@ void launch_attention_sm90_kernel(const typename Config::Params& p, cudaStream_t
   launch_kernel(attention_sm90_kernel<Config>, grid, stream, p);
 }
 
-template <typename T, int kTile, bool kMasked>
+template <typename T, int kTile, bool kMasked, bool kCapped = false>
 void launch_attention_sm90_of(const typename AttentionVariant<kMasked>::Params& a,
                               cudaStream_t stream) {
-  using Config = AttentionSm90Config<T, kTile, kMasked>;
+  using Config = AttentionSm90Config<T, kTile, kMasked, kCapped>;
   static_assert(sizeof(AttentionSm90Shared<Config>) <=
                 Config::kShape.tile_bytes() + kAttentionSm90ExtraBytes);
   const AttentionSizes& sizes = a.sizes;
@@ -86,6 +86,9 @@ void launch_attention_sm90_tile(const AttentionParams& params, cudaStream_t stre
 }
 template <typename T, int kTile>
 void launch_attention_sm90_tile(const MaskedAttentionParams& params, cudaStream_t stream) {
+  if (params.mask.softcap > 0.f) {
+    return launch_attention_sm90_of<T, kTile, true, true>(params, stream);
+  }
   launch_attention_sm90_of<T, kTile, true>(params, stream);
 }
 

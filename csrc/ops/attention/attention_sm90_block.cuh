@@ -9,7 +9,9 @@
 
 namespace torchweld {
 
-template <typename T_, int kTile, bool kMasked>
+// NOTE: capped scores have kernels of their own. Their code in the way of the others' took those a
+// twentieth of their time.
+template <typename T_, int kTile, bool kMasked, bool kCapped_>
 struct AttentionSm90Config : AttentionVariant<kMasked> {
   using T = T_;
   static constexpr AttentionSm90Tile kShape = kAttentionSm90Tiles[kTile];
@@ -28,8 +30,10 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
                        kValueBytes = kLinesV * kKeyStretch;
   // Wide sums are multiplied only where a maximum has risen by much.
   static constexpr bool kLazy = kDimV > 128;
-  // Small capped scores need no maximum. Probabilities to 2^(c / 2) are beyond float16.
-  static constexpr bool kSmallScores = kMasked && std::is_same_v<T, __nv_bfloat16>;
+  static constexpr bool kCapped = kCapped_;
+  // Small capped scores need no maximum. Probabilities to 2^(c / 2) are beyond float16; beside the
+  // widest sums there are no registers for two ways.
+  static constexpr bool kSmallScores = kCapped && std::is_same_v<T, __nv_bfloat16> && kDimV <= 128;
   // What the warpgroups give up and take adds up to what they start with.
   static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40,
                        kConsumerRegisters = kWarpgroups == 3 ? 160 : 232;

@@ -200,16 +200,21 @@ struct AttentionSm90Consumer {
     }
     if constexpr (Config::kMasked) {
       const auto& s_block = s.work[at_work.stage];
-      if constexpr (Config::kSmallScores) {
-        if (p.scale.small > 0.f && __all_sync(~0u, largest_size(r.score_sums) <= p.scale.small)) {
-          online_softmax_of_small(r.scores(), r.rows, p.scale,
-                                  hides_keys<Config>(s_block, warp_row(), key),
-                                  [&] { hide_keys<Config>(r.scores(), s_block, warp_row(), key); });
-          return false;
+      const bool hides = hides_keys<Config>(s_block, warp_row(), key);
+      const auto hide = [&] { hide_keys<Config>(r.scores(), s_block, warp_row(), key); };
+      if constexpr (Config::kCapped) {
+        if constexpr (Config::kSmallScores) {
+          if (p.scale.small > 0.f && __all_sync(~0u, largest_size(r.score_sums) <= p.scale.small)) {
+            online_softmax_of_small(r.scores(), r.rows, p.scale, hides, hide);
+            return false;
+          }
+        }
+        if (p.scale.softcap > 0.f) {
+          constexpr bool kOneWay = Config::kSmallScores || Config::kDimV > 128;
+          cap_scores</*kExact=*/false, kOneWay>(r.scores(), p.scale.cap);
         }
       }
-      mask_scores<Config, Config::kSmallScores || (Config::kDimV > 128)>(r.scores(), p.scale,
-                                                                         s_block, warp_row(), key);
+      if (hides) hide();
     } else {
       const int first_row = block.first_row + warp_row();
       if (key + kKeys > block.end_of(first_row)) {

@@ -23,7 +23,7 @@ struct SoftmaxMatmulSm90Config : AttentionVariant<kMasked> {
                        kKeyStretch = kKeys * kSwizzleLineBytes, kQueryStretch = 0;
   static constexpr int kQueryBytes = kSwizzleAtomBytes, kKeyBytes = kLines * kScoreStretch,
                        kValueBytes = kLinesV * kKeyStretch;
-  static constexpr bool kLazy = kDimV > 128, kSmallScores = false;
+  static constexpr bool kLazy = kDimV > 128, kCapped = kMasked, kSmallScores = false;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   using Block =
       std::conditional_t<kMasked, MaskedAttentionBlock<kRows, kWarpRows, 8>, AttentionBlock>;
