@@ -10,6 +10,7 @@
 #include "device/named_barrier.cuh"
 #include "device/pair_sum.cuh"
 #include "device/sm90/bulk.cuh"
+#include "device/sm90/dependent_launch.cuh"
 #include "gemm/sm90/params.h"
 #include "norm/statistics.cuh"
 
@@ -27,7 +28,11 @@ class Sm90NormRows {
 
   // By whole warps before they multiply: rows that the first tiles want.
   __device__ __forceinline__ void begin() const {
-    const uint32_t at_a_time = gridDim.x * (Sm90Tile::kThreads / 32 - 1);
+    constexpr uint32_t kWarps = Sm90Tile::kThreads / 32 - 1;  // of a block, without the producer
+    const uint32_t at_a_time = gridDim.x * kWarps;
+    // Some warp will claim it.
+    const uint32_t wanted = blockIdx.x * kWarps + threadIdx.x / 32 - 1;
+    if (wanted < p_.norm.first_rows) prefetch(wanted);
     while (true) {
       const uint32_t row = broadcast(claim());
       if (row >= p_.gemm.m) break;
@@ -38,11 +43,13 @@ class Sm90NormRows {
 
   // By whole warps: rows, until all are claimed.
   __device__ __forceinline__ void run() const {
-    uint32_t claimed = claim();
+    uint32_t next = claim(), later = claim();
     while (true) {
-      const uint32_t row = broadcast(claimed);
+      const uint32_t row = broadcast(next);
       if (row >= p_.gemm.m) break;
-      claimed = claim();  // on its way meanwhile
+      next = later;
+      later = claim();  // on its way meanwhile, as is the next row
+      prefetch(broadcast(next));
       normalise<2>(row);
     }
   }
@@ -82,6 +89,15 @@ class Sm90NormRows {
     return lane() == 0 ? atomicAdd(&p_.norm.counters[0], 1u) : 0;
   }
 
+  __device__ __forceinline__ const T* row_of_x(int64_t row) const {
+    return static_cast<const T*>(p_.norm.x) + row * p_.norm.x_row_stride;
+  }
+  // Into L2, as much as the lanes ask for at once.
+  __device__ __forceinline__ void prefetch(uint32_t row) const {
+    const int column = lane() * (128 / int(sizeof(T)));
+    if (row < p_.gemm.m && column < p_.gemm.k) prefetch_line(row_of_x(row) + column);
+  }
+
   // Calls body(column, its 16 bytes).
   template <int kUnroll, typename Body>
   __device__ __forceinline__ void for_each_piece(const T* g_row, const Body& body) const {
@@ -97,7 +113,7 @@ class Sm90NormRows {
   __device__ __forceinline__ void normalise(int64_t row) const {
     const GemmNorm& norm = p_.gemm.norm;
     const int64_t n = p_.gemm.k;
-    const T* g_x = static_cast<const T*>(p_.norm.x) + row * p_.norm.x_row_stride;
+    const T* g_x = row_of_x(row);
     float first_mean = 0.f;
     if (norm.centred) {
       for_each_piece<kUnroll>(g_x, [&](int, const Vec<T, kVec>& x) {
