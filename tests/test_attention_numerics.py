@@ -135,3 +135,21 @@ def test_scores_below_and_above_half_of_the_cap(dim, dtype):
         for row, size in ((0, 0.02), (64, 1.0), (128, 8.0), (200, 30.0)):
             q[:, :, row:] = torch.randn_like(q[:, :, row:]) * size
         check_call(f"softcap {softcap}", dout, q, k, v, causal=True, softcap=softcap)
+
+
+@on_hopper
+@pytest.mark.parametrize("mask", [{}, {"window": 300}], ids=str)
+@pytest.mark.parametrize("softcap", [0.5, 50.0, 80.0])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_steps_of_small_and_large_capped_scores_take_turns(dim, softcap, mask):
+    """Those of small ones alone leave a row's maximum as it is."""
+    q, k, v = inputs(BF16, 1, 2, 2, 400, 900, dim)
+    dout = torch.randn_like(q)
+    for sizes in ((0.01, 40.0), (40.0, 0.01), (1.0, 1.0)):
+        for i, first in enumerate(range(0, 900, 200)):
+            k[:, :, first : first + 200] = torch.randn_like(k[:, :, first : first + 200])
+            k[:, :, first : first + 200] *= sizes[i % 2]
+        check_call(f"{sizes}", dout, q, k, v, causal=True, softcap=softcap, **mask)
+        # All logits of a row near -softcap; large values.
+        check_call(f"{sizes} below", dout, q.abs(), -k.abs(), v, softcap=softcap, **mask)
+        check_call(f"{sizes} large", dout, q, k, v * 1e15, softcap=softcap, **mask)

@@ -134,8 +134,22 @@ def test_tf32_rounds_as_torch_does(monkeypatch):
     exact = x.double() @ weight.double().t()
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     allowed = 2 * (torch.nn.functional.linear(x, weight).double() - exact).abs().max()
+    for layout in ("rows", "transposed"):
+        w = laid_out(weight, layout)
+        for name in each_configuration("linear", x, w):
+            assert (ops.linear(x, w).double() - exact).abs().max() <= allowed, name
+
+
+def test_tf32_of_inf_and_nan(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    x = torch.randn(5, 64, device="cuda")
+    x[:, 3] = torch.tensor([1.0, math.inf, -math.inf, math.nan, 1e38])
+    weight = torch.ones(64, 64, device="cuda")
+    expected = torch.nn.functional.linear(x, weight)
     for name in each_configuration("linear", x, weight):
-        assert (ops.linear(x, weight).double() - exact).abs().max() <= allowed, name
+        found = ops.linear(x, weight)
+        assert torch.equal(found.isnan(), expected.isnan()), name
+        assert torch.equal(found[1:3], expected[1:3]) and found[4].isfinite().all(), name
 
 
 @pytest.mark.parametrize("tf32", [False, True], ids=["float32", "tf32"])

@@ -61,6 +61,36 @@ def test_sizes(op, device, dtype, size):
         check_op(op, args, {"activation": activation}, eager=min(size[:2]) > 4)
 
 
+@both_norms
+@pytest.mark.parametrize("size", [(256, 40, 768), (300, 200, 64), (700, 384, 1600)], ids=str)
+def test_norms_beside_their_products(op, device, size):
+    """Of more rows than a few; on a GPU the kernel that multiplies them makes the norm."""
+    for dtype in (F16, BF16):
+        args = call_args(op, device, dtype, *size, mean=3.0)
+        check_op(op, args, {"activation": "gelu_tanh"})
+        args[1] = args[1].t().contiguous().t()
+        args[0] = randn(device, dtype, size[0], size[2] + 8)[:, 8:]
+        check_op(op, args)
+
+
+@both_norms
+def test_calls_of_many_sizes_have_the_same_bits(op, device):
+    """What one call leaves behind is what the next one finds."""
+    calls = [call_args(op, device, BF16, m, 136, 256) for m in (256, 1500, 300, 4000, 129)]
+    first = [call(op)(*args) for args in calls]
+    for _ in range(5):
+        for args, expected in zip(calls, first, strict=True):
+            assert_same_bits(call(op)(*args), expected)
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = [call(op)(*args) for args in calls]
+        for _ in range(3):
+            graph.replay()
+            for out, expected in zip(captured, first, strict=True):
+                assert_same_bits(out, expected)
+
+
 @pytest.mark.parametrize(
     "op, given_parameters", [(op, i) for op in NORMS for i in range(2 ** len(VECTORS[op]))]
 )
