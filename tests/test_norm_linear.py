@@ -63,8 +63,7 @@ def test_sizes(op, device, dtype, size):
 
 @both_norms
 @pytest.mark.parametrize("size", [(256, 40, 768), (300, 200, 64), (700, 384, 1600)], ids=str)
-def test_norms_beside_their_products(op, device, size):
-    """Of more rows than a few; on a GPU the kernel that multiplies them makes the norm."""
+def test_more_than_a_few_rows(op, device, size):
     for dtype in (F16, BF16):
         args = call_args(op, device, dtype, *size, mean=3.0)
         check_op(op, args, {"activation": "gelu_tanh"})

@@ -29,27 +29,52 @@ struct ScoreScale {
 #endif
 };
 
-// tanh(x) / x as a polynomial in x^2, to a relative error of 2^-20: the term of x^(2 i).
-inline constexpr float kSmallTanh = 0.5f;  // the largest |x|
-TW_HOST_DEVICE constexpr float small_tanh_term(int i) {
-  return i == 0 ? 0.99999946f : i == 1 ? -0.33326318f : i == 2 ? 0.13190296f : -0.04440222f;
-}
+// tanh(x) / x as a polynomial of kTerms, 3 or 4, in x^2, to a relative error of 2^-20.
+template <int kTerms>
+struct SmallTanh {
+  static constexpr float kMost = kTerms == 3 ? 0.25f : 0.5f;  // the largest |x|
+  // Of x^(2 i).
+  static TW_HOST_DEVICE constexpr float term(int i) {
+    if (i == 0) return kTerms == 3 ? 0.9999996f : 0.99999946f;
+    if (i == 1) return kTerms == 3 ? -0.33321908f : -0.33326318f;
+    if (i == 2) return kTerms == 3 ? 0.12841614f : 0.13190296f;
+    return -0.04440222f;
+  }
+};
+
+// c * tanh(score * cap) of scores up to `most`, as score times a polynomial in score^2.
+template <int kTerms>
+struct SmallExponent {
+  float most;
+  float terms[kTerms];
+
+  TW_HOST_DEVICE SmallExponent(float c, float cap) : most(SmallTanh<kTerms>::kMost / cap) {
+    float factor = c * cap;
+    for (int i = 0; i < kTerms; ++i, factor *= cap * cap) {
+      terms[i] = factor * SmallTanh<kTerms>::term(i);
+    }
+  }
+
+#ifdef __CUDACC__
+  // That minus shift.
+  __device__ __forceinline__ float operator()(float score, float shift) const {
+    const float square = score * score;
+    float y = terms[kTerms - 1];
+#pragma unroll
+    for (int i = kTerms - 2; i >= 0; --i) y = fmaf(square, y, terms[i]);
+    return fmaf(score, y, -shift);
+  }
+#endif
+};
 
 // The same behind a cap: scores become tanh(score * cap), of which size and c are.
 struct CappedScale : ScoreScale {
   float softcap;  // 0: none
   float cap;
-  // Of scores up to `small` probabilities are 2^(score * polynomial of score^2), without a maximum
-  // to be found first. 0: such ones could leave the range of bfloat16, or the terms that of fp32.
-  float small;
-  float terms[4];
 
   TW_HOST_DEVICE CappedScale(float scale, float softcap)
-      : ScoreScale(scale), softcap(softcap), cap(softcap > 0.f ? size / softcap : 0.f), small(0.f) {
+      : ScoreScale(scale), softcap(softcap), cap(softcap > 0.f ? size / softcap : 0.f) {
     if (softcap > 0.f) size = softcap, c = softcap * kLog2;
-    if (softcap > 0.f && c <= 80.f && cap >= 1e-4f && cap <= 1e4f) small = kSmallTanh / cap;
-    float factor = c * cap;
-    for (int i = 0; i < 4; ++i, factor *= cap * cap) terms[i] = factor * small_tanh_term(i);
   }
 };
 

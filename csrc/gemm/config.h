@@ -29,10 +29,6 @@ struct GemmChoice {
     if (splits == kStreamK) return sm90_workspace_floats(p, kSm90Tiles[tile]);
     return splits == 1 ? 0 : splits * p.batch * p.m * gemm_sum_width(p.n, p.gated);
   }
-  // By which warps share the rows of a norm.
-  int64_t counters(const GemmProblem& p) const {
-    return p.normed && engine == GemmEngine::kSm90 ? sm90_norm_counters(p, kSm90Tiles[tile]) : 0;
-  }
   // By which blocks tell that sums are there.
   int64_t flags(const GemmProblem& p) const {
     return splits == kStreamK ? int64_t{Sm90Tile::kWarpgroups} * p.device.sms : 0;

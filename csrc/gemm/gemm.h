@@ -33,8 +33,8 @@ struct GemmEpilogue {
   void* preact = nullptr;    // where asked for: z = a @ b^T + bias, (M, N) or (M, 2N), contiguous
 };
 
-// A norm of a's rows before the product, see norm/norm.h. scale and shift have the operands' dtype,
-// K is in whole 16-byte pieces.
+// A norm of a's rows before the product, see norm/norm.h; the engine for few rows alone takes it.
+// scale and shift have the operands' dtype, K is in whole 16-byte pieces.
 struct GemmNorm {
   bool given = false, centred = false;
   float eps = 0;
@@ -54,14 +54,12 @@ struct GemmParams {
   GemmNorm norm;
   GemmEpilogue epilogue;
   GemmChoice choice;
-  float* workspace;    // choice.workspace_floats(...), nullptr where that is 0
-  uint64_t* flags;     // choice.flags(...), the same
-  uint32_t* counters;  // choice.counters(...), the same
-  void* written;       // gemm_written_bytes(...), the same
+  float* workspace;  // choice.workspace_floats(...), nullptr where that is 0
+  uint64_t* flags;   // choice.flags(...), the same
+  void* written;     // gemm_written_bytes(...), the same
 };
 
-// Of memory for operands that the chosen engine writes anew, or normalises; 0 where they go in as
-// they are.
+// Of memory for operands that the chosen engine writes anew; 0 where they go in as they are.
 int64_t gemm_written_bytes(const GemmParams& params);
 
 // Throws std::runtime_error where the launch fails. Sizes are at least 1.

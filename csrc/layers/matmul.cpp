@@ -133,7 +133,7 @@ void batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
   p.choice = pick<GemmFamily>(problem);
   TORCH_CHECK(p.choice.splits >= 0, "torchweld: no tile of the matmul engine takes a product of ",
               m, " x ", n, " x ", p.k, " in a batch of ", batch, "; cut it into smaller ones");
-  Tensor workspace, flags, counters, written;
+  Tensor workspace, flags, written;
   if (const int64_t floats = p.choice.workspace_floats(problem); floats > 0) {
     workspace = at::empty({floats}, y.options().dtype(at::kFloat));
     p.workspace = mutable_data<float>(workspace);
@@ -141,10 +141,6 @@ void batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
   if (const int64_t count = p.choice.flags(problem); count > 0) {
     flags = block_flags(count, y);
     p.flags = mutable_data<uint64_t>(flags);
-  }
-  if (const int64_t count = p.choice.counters(problem); count > 0) {
-    counters = zero_counters(count, y);
-    p.counters = static_cast<uint32_t*>(counters.mutable_data_ptr());
   }
   if (const int64_t bytes = gemm_written_bytes(p); bytes > 0) {
     written = at::empty({bytes}, y.options().dtype(at::kByte));
@@ -169,10 +165,10 @@ bool matmul_takes_norm(const Tensor& a, const Tensor& b) {
   problem.k = a.size(1);
   problem.batch = 1;
   problem.math = gemm_math(dtype_of(a), /*tf32=*/false);
-  problem.a_k_major = problem.normed = true;
-  problem.b_k_major = b.stride(1) == 1;
+  problem.a_k_major = problem.b_k_major = problem.normed = true;
   problem.device = device_facts();
-  return choose_gemm(problem).splits >= 0;
+  return std::any_of(std::begin(kRowsTiles), std::end(kRowsTiles),
+                     [&](const RowsTile& tile) { return !rows_refusal(problem, tile, 1); });
 }
 
 void matmul_into(const Tensor& y, const Tensor& a, const Tensor& b, const MatmulEpilogue& epilogue,

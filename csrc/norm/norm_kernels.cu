@@ -11,6 +11,7 @@
 #include "device/sm90/dependent_launch.cuh"
 #include "norm/norm.h"
 #include "norm/norm_rows.cuh"
+#include "norm/statistics.cuh"
 
 namespace torchweld {
 namespace {
@@ -23,6 +24,20 @@ __device__ __forceinline__ void store_statistics(const NormParams& p, int64_t ro
                                                  const RowNormaliser& s) {
   if (p.mean != nullptr) p.mean[row] = s.mean();
   if (p.rstd != nullptr) p.rstd[row] = s.rstd;
+}
+
+template <typename T, int kElems>
+__device__ __forceinline__ void store_normalised(const NormParams& p, T* g_y, int64_t column,
+                                                 const Vec<T, kElems>& x, const RowNormaliser& s) {
+  float scale[kElems], shift[kElems];
+  load_or(scale, static_cast<const T*>(p.scale), column, 1.f);
+  load_or(shift, static_cast<const T*>(p.shift), column, 0.f);
+  Vec<T, kElems> out;
+#pragma unroll
+  for (int j = 0; j < kElems; ++j) {
+    out.values[j] = from_float<T>(fmaf(s.normalise(to_float(x.values[j])), scale[j], shift[j]));
+  }
+  store_vec(g_y + column, out);
 }
 
 template <typename Config>
@@ -78,7 +93,7 @@ __global__ __launch_bounds__(Config::kThreads) void norm_kernel(const NormParams
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     if (Config::column(i) < p.n) {
-      store_normalised(p.scale, p.shift, g_y, Config::column(i), r_x[i], statistics);
+      store_normalised(p, g_y, Config::column(i), r_x[i], statistics);
     }
   }
 }
@@ -125,7 +140,7 @@ __global__ __launch_bounds__(kNormStreamThreads) void norm_stream_kernel(const N
   if (p.y == nullptr) return;
   T* g_y = static_cast<T*>(p.y) + row * p.y_row_stride;
   for (int64_t column = start; column < p.n; column += kStep) {
-    store_normalised(p.scale, p.shift, g_y, column, load_vec<T, kElems>(g_x + column), statistics);
+    store_normalised(p, g_y, column, load_vec<T, kElems>(g_x + column), statistics);
   }
 }
 

@@ -7,7 +7,6 @@
 #include "device/dispatch.cuh"
 #include "device/pair_sum.cuh"
 #include "norm/norm_config.h"
-#include "norm/statistics.cuh"
 
 namespace torchweld {
 
@@ -49,6 +48,18 @@ struct RowSums {
     return x;
   }
 };
+
+// A vector's access as fp32, `otherwise` where there is no vector.
+template <typename T, int kElems>
+__device__ __forceinline__ void load_or(float (&r_to)[kElems], const T* g_vector, int64_t column,
+                                        float otherwise) {
+  Vec<T, kElems> in;
+  if (g_vector != nullptr) in = load_vec<T, kElems>(g_vector + column);
+#pragma unroll
+  for (int j = 0; j < kElems; ++j) {
+    r_to[j] = g_vector != nullptr ? to_float(in.values[j]) : otherwise;
+  }
+}
 
 // Calls body with the tile as a compile-time constant, where it suits.
 template <int kElemSize, bool kBackward, typename Body>

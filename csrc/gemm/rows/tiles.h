@@ -37,7 +37,7 @@ inline Refusal rows_refusal(const GemmProblem& p, const RowsTile& tile, int spli
   if (!p.a_k_major) return "few rows are read along K alone";
   if (splits != 1) return "the warps of a block share K already";
   if (p.normed && (p.k == 0 || p.k % 8 != 0)) {
-    return kNormPieces;
+    return "a norm in front reads whole 16-byte pieces of a row";
   }
   if (p.normed && p.k > RowsTile::kMostNormed) {
     return {"the rows to be normalised have more than {} columns", RowsTile::kMostNormed};

@@ -8,8 +8,7 @@
 // Tiles are walked in bands of rows, so that the blocks in flight cover a square of y and share
 // operands in L2. Those of the last rounds may be shared by blocks, by steps of K (walk.cuh). For
 // up to 64 rows of y turned tiles multiply the other way round, b @ a^T, so that a block holds much
-// of b, which is what has to be read then, and little of a. A norm of a's rows is made by the
-// producer's idle warps (norm.cuh).
+// of b, which is what has to be read then, and little of a.
 //
 // Source: PTX ISA; the steps from a plain wgmma loop to this one follow P. Shah, "Outperforming
 // cuBLAS on H100" (2024).
@@ -24,7 +23,6 @@
 #include "gemm/element.cuh"
 #include "gemm/sm90/epilogue.cuh"
 #include "gemm/sm90/launch.h"
-#include "gemm/sm90/norm.cuh"
 #include "gemm/sm90/turned_epilogue.cuh"
 
 namespace torchweld {
@@ -41,8 +39,6 @@ struct Sm90Config {
   // Of the operands, whose rows a gate takes in pairs.
   static constexpr int kHalvesA = kGated && kT.turned() ? 2 : 1,
                        kHalvesB = kGated && !kT.turned() ? 2 : 1;
-  static constexpr bool kTakesNorm =
-      sizeof(T) == 2 && !kPieces && kAKMajor && !kGated && !kT.turned();
   static constexpr int kStepElems = kGemmStepBytes / int(sizeof(T));
   // A line of an MN-major tile has this much of M or N; such stretches follow one another.
   static constexpr int kLineElems = kStepElems, kStretchBytes = kStepElems * kSwizzleLineBytes;
@@ -127,12 +123,6 @@ __device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Con
   Sm90Walk<Config::kT.cluster> walk(p.deal);
   while (walk.next()) {
     const WorkTile work(p.schedule, walk.tile);
-    if constexpr (Config::kTakesNorm) {
-      if (p.norm.counters != nullptr) {
-        Sm90NormRows<Config>(p).wait((work.tile_m * Config::kT.cluster + rank) *
-                                     Config::kT.block_m);
-      }
-    }
     const auto load_steps = [&](int first, int steps, int a_piece, int b_piece) {
       int k = first * Config::kStepElems;
       for (int step = 0; step < steps; ++step, k += Config::kStepElems) {
@@ -308,8 +298,7 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     sm90_gemm_kernel(const __grid_constant__ Sm90Params p) {
 #if TW_HAS_WGMMA
   constexpr Sm90Tile kT = Config::kT;
-  constexpr int kProducerRegisters = Config::kTakesNorm ? 56 : 40,
-                kConsumerRegisters = Config::kTakesNorm ? 224 : 232;
+  constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   extern __shared__ __align__(1024) char s_memory[];
   Sm90Shared<Config>& s = *reinterpret_cast<Sm90Shared<Config>*>(s_memory);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -331,31 +320,12 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
   } else {
     __syncthreads();
   }
-  constexpr int kThroughNorm = 5;  // named barrier: the block's warps leave a norm's counters alone
-  bool normed = false;
-  if constexpr (Config::kTakesNorm) normed = p.norm.counters != nullptr;
   if (warp < 4) {
     give_up_registers<kProducerRegisters>();
-    if (warp == 0) {
-      if (elect_one()) sm90_produce(p, s, rank);
-      __syncwarp();
-      if (normed) named_barrier_arrive(kThroughNorm, Sm90Tile::kThreads);
-    } else if constexpr (Config::kTakesNorm) {
-      if (normed) {
-        const Sm90NormRows<Config> rows(p);
-        rows.run();
-        named_barrier_wait(kThroughNorm, Sm90Tile::kThreads);
-        if (warp == 1) rows.end();
-      }
-    }
+    if (warp == 0 && elect_one()) sm90_produce(p, s, rank);
+    __syncwarp();
   } else {
     take_registers<kConsumerRegisters>();
-    if constexpr (Config::kTakesNorm) {
-      if (normed) {
-        Sm90NormRows<Config>(p).begin();
-        named_barrier_arrive(kThroughNorm, Sm90Tile::kThreads);
-      }
-    }
     sm90_consume(p, s, rank, warp / 4 - 1);
     __syncwarp();
   }

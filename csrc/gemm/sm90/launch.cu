@@ -83,10 +83,7 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
   const int64_t tiles_m = tile.tiles_m(p.m, halves * p.n),
                 tiles_n = tile.tiles_n(p.m, halves * p.n), tiles = tiles_m * tiles_n * p.batch;
   const int block_m = tile.block_m / (turned ? halves : 1) * tile.cluster;  // of y
-  // Where b stays in L2, the first tiles of a norm's rows may be of few rows.
-  constexpr int64_t kInL2 = int64_t{24} << 20;
-  const bool low = p.norm.given && p.n * p.k * sm90_elem_bytes(math) <= kInL2;
-  const int64_t band = low ? 1 : std::min(tiles_m, std::max<int64_t>(1, kBandRows / block_m));
+  const int64_t band = std::min(tiles_m, std::max<int64_t>(1, kBandRows / block_m));
   const int64_t steps = divide_up(p.k, maps.step());
   const Sm90Stream stream =
       sm90_stream(tile, tiles, steps, device_facts(), p.choice.splits == kStreamK);
@@ -101,16 +98,9 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
                        GemmSchedule(tiles_m, tiles_n, 1, p.batch, band),
                        Sm90Deal(uint32_t(tiles), steps, stream),
                        {},
-                       {},
                        p};
   if (stream.tiles > 0) {
     params.parts = {p.workspace, {p.flags, next_launch_number()}};
-  }
-  GemmOperand a = p.a;
-  if (p.norm.given) {
-    const int64_t rows = divide_up(stream.workers, band * tiles_n) * band * block_m;
-    params.norm = {p.a.data, p.a.row_stride, p.counters, uint32_t(std::min(rows, p.m))};
-    a = {p.written, p.k, 1, 0};
   }
   const bool pairs = e.gated && e.interleaved;
   const int parts = turned ? halves : std::max(halves, tile.cluster);
@@ -121,7 +111,7 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
   const int pieces = sm90_pieces(math);
   const Sm90Written w = writes_a || writes_b ? write_sm90_operands(p, cuda_stream) : Sm90Written{};
   const TensorBox of_a = writes_a ? maps.operand(w.a, p.m, w.a.row_stride, pieces, w.a_piece, box_a)
-                                  : maps.operand(a, p.m, a.row_stride, 1, 0, box_a);
+                                  : maps.operand(p.a, p.m, p.a.row_stride, 1, 0, box_a);
   const TensorBox of_b =
       writes_b ? maps.operand(w.b, p.n, w.b.row_stride, pieces * halves, w.b_piece / halves, box_b)
                : maps.operand(p.b, p.n, p.b.row_stride * (pairs ? 2 : 1), halves,

@@ -157,7 +157,6 @@ Source source_of_b(const GemmParams& p, void* to) {
 
 int64_t gemm_written_bytes(const GemmParams& p) {
   if (p.choice.engine != GemmEngine::kSm90) return 0;
-  if (p.norm.given) return p.m * p.k * sm90_elem_bytes(math_of(p));
   return source_of_a(p).bytes(p.k, math_of(p)) + source_of_b(p, nullptr).bytes(p.k, math_of(p));
 }
 

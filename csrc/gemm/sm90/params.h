@@ -9,16 +9,6 @@
 
 namespace torchweld {
 
-// A norm of a's rows, whose results a's map is of (norm.cuh).
-struct Sm90Norm {
-  static constexpr int kCounters = 2;  // rows that are claimed, blocks that have ended
-
-  const void* x;
-  int64_t x_row_stride;
-  uint32_t* counters;   // those, then of every block_m rows how many are there; nullptr: no norm
-  uint32_t first_rows;  // that the blocks' first tiles want
-};
-
 struct Sm90Params {
   // (k, M, 1, batch), or (M, k, 1, batch) where MN-major; of pieces (k, M, pieces, batch).
   TensorMap a;
@@ -30,7 +20,6 @@ struct Sm90Params {
   GemmSchedule schedule;         // of clusters' tiles
   Sm90Deal deal;
   Sm90Parts parts;
-  Sm90Norm norm;
   GemmParams gemm;
 };
 

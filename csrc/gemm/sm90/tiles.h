@@ -126,12 +126,7 @@ inline int64_t sm90_workspace_floats(const GemmProblem& p, const Sm90Tile& tile)
   return stream.workers * tile.cluster * tile.block_m * tile.block_n;
 }
 
-// Two counters, and one for the rows of every tile, see Sm90Norm.
-inline int64_t sm90_norm_counters(const GemmProblem& p, const Sm90Tile& tile) {
-  return 2 + divide_up(p.m, tile.block_m);
-}
-
-inline Refusal sm90_product_refusal(const GemmProblem& p, const Sm90Tile& tile, bool streams) {
+inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool streams) {
   constexpr int64_t kMostSize = (int64_t{1} << 31) - 512;  // coordinates are counted in 32 bits
   if (!p.device.wgmma || !p.device.tma) return "the GPU, or the code built for it, has no wgmma";
   if (!tile.suits(p.math)) {
@@ -145,6 +140,7 @@ inline Refusal sm90_product_refusal(const GemmProblem& p, const Sm90Tile& tile, 
   if (tile.shared_bytes() > p.device.shared_limit) {
     return too_much_shared_memory(tile.shared_bytes(), p.device.shared_limit);
   }
+  if (p.normed) return kNoNorm;
   if (p.k == 0) return "there is nothing to multiply";
   if (p.m > kMostSize || p.width() > kMostSize || p.k > kMostSize || p.batch > kMostSize) {
     return {"no tensor map has more than {} elements in a dimension", kMostSize};
@@ -194,27 +190,6 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
     us += kWriteUs + written * (4 + sm90_pieces(p.math) * sm90_elem_bytes(p.math)) / kBytesPerUs;
   }
   return us * 1e-6;
-}
-
-inline Refusal sm90_norm_refusal(const GemmProblem& p, const Sm90Tile& tile, bool streams) {
-  constexpr int64_t kLeastRows = 256, kMostRows = int64_t{1} << 22;
-  if (gemm_elem_size(p.math) != 2 || !p.a_k_major || p.gated || tile.turned() || p.batch > 1) {
-    return kNoNorm;
-  }
-  if (p.k % 8 != 0) return kNormPieces;
-  if (p.m < kLeastRows) return {"a norm in front takes {} rows or more", kLeastRows};
-  if (p.m > kMostRows) return {"a norm in front takes up to {} rows", kMostRows};
-  // What the idle warps of all blocks take for the rows, measured on an H200.
-  const double row_us = 0.7 + 0.4e-3 * static_cast<double>(p.k);
-  const double norm_us = static_cast<double>(p.m) * row_us / (3 * p.device.sms);
-  return norm_us > sm90_seconds(p, tile, streams) * 1e6
-             ? Refusal("a norm in front would take longer than the product")
-             : Refusal();
-}
-
-inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool streams) {
-  if (const Refusal refusal = sm90_product_refusal(p, tile, streams)) return refusal;
-  return p.normed ? sm90_norm_refusal(p, tile, streams) : Refusal();
 }
 
 }  // namespace torchweld

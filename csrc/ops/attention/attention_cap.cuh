@@ -6,12 +6,13 @@
 
 namespace torchweld {
 
-// tanh where |x| <= kSmallTanh, and of NaN.
+// tanh where |x| <= Series::kMost, and of NaN.
+using Series = SmallTanh<4>;
 __device__ __forceinline__ float small_tanh(float x) {
   const float square = x * x;
-  float y = fmaf(square, small_tanh_term(3), small_tanh_term(2));
-  y = fmaf(square, y, small_tanh_term(1));
-  return fmaf(square, y, small_tanh_term(0)) * x;
+  float y = fmaf(square, Series::term(3), Series::term(2));
+  y = fmaf(square, y, Series::term(1));
+  return fmaf(square, y, Series::term(0)) * x;
 }
 
 // Of |score|; NaN does not count.
@@ -30,7 +31,7 @@ __device__ __forceinline__ float largest_size(const float (&r_s)[kCount]) {
 template <bool kExact, bool kOneWay = false, int kCount>
 __device__ __forceinline__ void cap_scores(float (&r_s)[kCount], float cap) {
   if constexpr (!kExact && !kOneWay) {
-    if (__all_sync(~0u, largest_size(r_s) * fabsf(cap) <= kSmallTanh)) {
+    if (__all_sync(~0u, largest_size(r_s) * fabsf(cap) <= Series::kMost)) {
 #pragma unroll
       for (float& score : r_s) score = small_tanh(score * cap);
       return;

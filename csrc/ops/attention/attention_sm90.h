@@ -33,12 +33,27 @@ struct AttentionSm90Order {
         group(p.sizes.nheads / p.sizes.nheads_kv) {}
 };
 
+// Exponents of small capped scores, whose probabilities need no maximum.
+struct AttentionSmallScores {
+  bool given;  // else such ones could leave the range of bfloat16, or the terms that of fp32
+  SmallExponent<3> short_one;
+  SmallExponent<4> long_one;
+
+  explicit AttentionSmallScores(const CappedScale& scale)
+      : given(scale.softcap > 0.f && scale.c <= 80.f && scale.cap >= 1e-4f && scale.cap <= 1e4f),
+        short_one(scale.c, scale.cap),
+        long_one(scale.c, scale.cap) {}
+  explicit AttentionSmallScores(const ScoreScale&)
+      : given(false), short_one(0, 1), long_one(0, 1) {}
+};
+
 template <bool kMasked>
 struct AttentionSm90Params {
   TensorMap query, key, value;
   typename AttentionVariant<kMasked>::Params attention;
   typename AttentionVariant<kMasked>::Scale scale;
   AttentionSm90Order order;
+  AttentionSmallScores small{scale};
 };
 
 // One file for every few tiles (csrc/instantiations.py).

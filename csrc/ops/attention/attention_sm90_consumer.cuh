@@ -125,7 +125,7 @@ struct AttentionSm90Consumer {
       if (block.rows == 0) break;
       start(r.rows);
       if constexpr (Config::kSmallScores) {
-        if (p.scale.small > 0.f) r.rows[0][0].max = r.rows[0][1].max = 0.f;
+        if (p.small.given) r.rows[0][0].max = r.rows[0][1].max = 0.f;
       }
       if (block.keys > 0) {
         if constexpr (Config::kReadsScores) {
@@ -204,9 +204,14 @@ struct AttentionSm90Consumer {
       const auto hide = [&] { hide_keys<Config>(r.scores(), s_block, warp_row(), key); };
       if constexpr (Config::kCapped) {
         if constexpr (Config::kSmallScores) {
-          if (p.scale.small > 0.f && __all_sync(~0u, largest_size(r.score_sums) <= p.scale.small)) {
-            online_softmax_of_small(r.scores(), r.rows, p.scale, hides, hide);
-            return false;
+          if (p.small.given) {
+            const float largest = largest_size(r.score_sums);
+            const auto take = [&](const auto& exponent) {
+              if (!__all_sync(~0u, largest <= exponent.most)) return false;
+              online_softmax_of_small(r.scores(), r.rows, p.scale.c, exponent, hides, hide);
+              return true;
+            };
+            if (take(p.small.short_one) || take(p.small.long_one)) return false;
           }
         }
         if (p.scale.softcap > 0.f) {

@@ -89,29 +89,19 @@ __device__ __forceinline__ void online_softmax(float (&r_s)[kTiles][kCols][4],
   }
 }
 
-// c * tanh(score * cap) - shift, where |score| <= scale.small.
-__device__ __forceinline__ float small_exponent(float score, const CappedScale& scale,
-                                                float shift) {
-  const float square = score * score;
-  float y = fmaf(square, scale.terms[3], scale.terms[2]);
-  y = fmaf(square, y, scale.terms[1]);
-  y = fmaf(square, y, scale.terms[0]);
-  return fmaf(score, y, -shift);
-}
-
-// online_softmax of scores that are not capped yet, up to scale.small. Maxima, of 0 or more, stay
-// as they are. Calls `hide` for the exponents where `hides`.
-template <int kTiles, int kCols, class Hide>
+// online_softmax of capped scores of whose exponents `exponent` is, a SmallExponent. Maxima, of 0
+// or more, stay as they are. Calls `hide` for the exponents where `hides`.
+template <int kTiles, int kCols, class Exponent, class Hide>
 __device__ __forceinline__ void online_softmax_of_small(float (&r_s)[kTiles][kCols][4],
-                                                        OnlineRow (&rows)[kTiles][2],
-                                                        const CappedScale& scale, bool hides,
+                                                        OnlineRow (&rows)[kTiles][2], float c,
+                                                        const Exponent& exponent, bool hides,
                                                         const Hide& hide) {
   const auto for_each = [&](const auto& body) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float shift = rows[tile][half].max * scale.c;
+        const float shift = rows[tile][half].max * c;
         float sum = 0.f;
 #pragma unroll
         for (int j = 0; j < kCols; ++j) {
@@ -123,12 +113,11 @@ __device__ __forceinline__ void online_softmax_of_small(float (&r_s)[kTiles][kCo
     }
   };
   if (!hides) {
-    return for_each([&](float& score, float shift) {
-      return score = exp2_approx_ftz(small_exponent(score, scale, shift));
-    });
+    return for_each(
+        [&](float& score, float shift) { return score = exp2_approx_ftz(exponent(score, shift)); });
   }
   for_each([&](float& score, float shift) {
-    score = small_exponent(score, scale, shift);
+    score = exponent(score, shift);
     return 0.f;
   });
   hide();
