@@ -1,4 +1,5 @@
-// Counters that kernels find zero and leave zero. Host code of CUDA builds only.
+// Memory that is kept from call to call: counters that kernels find zero and leave zero, and sums
+// on their way from block to block. Host code of CUDA builds only.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -19,6 +20,7 @@ inline bool under_capture() {
 }
 
 // At least `count` numbers of a type, zero at first, that this thread's calls on this stream share.
+// NOTE: they belong to a thread and a stream, because two calls that share them must not overlap.
 inline at::Tensor kept_zeros(int64_t count, at::ScalarType type, const at::Tensor& like) {
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   thread_local std::map<std::tuple<c10::DeviceIndex, cudaStream_t, at::ScalarType>, at::Tensor>
@@ -30,10 +32,18 @@ inline at::Tensor kept_zeros(int64_t count, at::ScalarType type, const at::Tenso
   return zeros;
 }
 
+// `count` floats of any value for one kernel, of which there are never many. Like cuBLAS's
+// workspace they are kept, so that no call needs more memory than its results.
+inline at::Tensor kept_floats(int64_t count, const at::Tensor& like) {
+  if (is_dry_run() || under_capture()) {
+    return at::empty({count}, like.options().dtype(at::kFloat));
+  }
+  return kept_zeros(count, at::kFloat, like);
+}
+
 // `count` counters that are zero when the kernel starts. The kernel leaves them zero, so that they
 // serve the next call on this stream without being cleared.
-// NOTE: they belong to a thread and a stream, because two calls that share them must not overlap.
-// Under capture the graph clears its own: its replays may overlap with anything.
+// NOTE: under capture the graph clears its own: its replays may overlap with anything.
 inline at::Tensor zero_counters(int64_t count, const at::Tensor& like) {
   if (is_dry_run() || under_capture()) {
     return at::zeros({count}, like.options().dtype(at::kInt));

@@ -135,7 +135,8 @@ void batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
               m, " x ", n, " x ", p.k, " in a batch of ", batch, "; cut it into smaller ones");
   Tensor workspace, flags, written;
   if (const int64_t floats = p.choice.workspace_floats(problem); floats > 0) {
-    workspace = at::empty({floats}, y.options().dtype(at::kFloat));
+    workspace = p.choice.splits == kStreamK ? kept_floats(floats, y)
+                                            : at::empty({floats}, y.options().dtype(at::kFloat));
     p.workspace = mutable_data<float>(workspace);
   }
   if (const int64_t count = p.choice.flags(problem); count > 0) {

@@ -100,10 +100,18 @@ struct AttentionSm90Tile {
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   // In shared memory columns come in whole lines.
   static constexpr int lines(int columns) { return (columns + kLineElems - 1) / kLineElems; }
-  constexpr int tile_bytes() const {
-    return 2 * kLineElems *
-           ((rows() + kStages * keys) * lines(dim) + kStages * keys * lines(dim_v));
+  constexpr int query_bytes() const { return 2 * kLineElems * rows() * lines(dim); }
+  constexpr int stages_bytes() const {
+    return kStages * 2 * kLineElems * keys * (lines(dim) + lines(dim_v));
   }
+  // Where there is room the next tile's query rows arrive beside those of this one.
+  constexpr int query_stages() const {
+    return 2 * query_bytes() + stages_bytes() + kExtraBytes <= kMostBytes ? 2 : 1;
+  }
+  constexpr int tile_bytes() const { return query_stages() * query_bytes() + stages_bytes(); }
+
+  static constexpr int kExtraBytes = 3 * 1024;   // what the kernel keeps beside its tile
+  static constexpr int kMostBytes = 227 * 1024;  // of a block's shared memory on Hopper
 };
 
 inline constexpr AttentionSm90Tile kAttentionSm90Tiles[] = {
@@ -112,9 +120,6 @@ inline constexpr AttentionSm90Tile kAttentionSm90Tiles[] = {
     {256, 256, 2, 80, 770},  {64, 128, 2, 128, 594},  {128, 64, 2, 128, 590}};
 inline constexpr int kNumAttentionSm90Tiles =
     sizeof(kAttentionSm90Tiles) / sizeof(kAttentionSm90Tiles[0]);
-
-// What the kernel keeps in shared memory beside its tile.
-inline constexpr int kAttentionSm90ExtraBytes = 3 * 1024;
 
 // What else than the sizes of a head decides how long a call takes.
 struct AttentionLoad {
@@ -175,7 +180,7 @@ inline Refusal attention_sm90_refusal(const AttentionProblem& p, const Attention
   if (const Refusal reason = attention_sizes_refusal(p)) return reason;
   if (p.head_dim_v % 8 != 0) return "the results' rows don't start on 16 bytes";
   if (p.seqlen_k == 0) return "there are no keys";
-  if (tile.tile_bytes() + kAttentionSm90ExtraBytes > p.device.shared_limit) {
+  if (tile.tile_bytes() + AttentionSm90Tile::kExtraBytes > p.device.shared_limit) {
     return too_much_shared_memory(tile.tile_bytes(), p.device.shared_limit);
   }
   // NOTE: the last tickets are that much larger than there are tiles.

@@ -63,7 +63,7 @@ void launch_attention_sm90_of(const typename AttentionVariant<kMasked>::Params& 
                               cudaStream_t stream) {
   using Config = AttentionSm90Config<T, kTile, kMasked, kCapped>;
   static_assert(sizeof(AttentionSm90Shared<Config>) <=
-                Config::kShape.tile_bytes() + kAttentionSm90ExtraBytes);
+                Config::kShape.tile_bytes() + AttentionSm90Tile::kExtraBytes);
   const AttentionSizes& sizes = a.sizes;
   const auto map = [&](const AttentionTensor& t, int64_t heads, int64_t rows, int64_t columns,
                        int box_rows) {

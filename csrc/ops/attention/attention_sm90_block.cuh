@@ -20,6 +20,7 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
   static constexpr int kKeys = kMasked && kDimV > 128 ? 64 : kShape.keys;
   static constexpr int kWarpgroups = kShape.warpgroups, kRows = kShape.rows();
   static constexpr int kThreads = kShape.threads(), kStages = AttentionSm90Tile::kStages;
+  static constexpr int kQueryStages = kShape.query_stages();
   static constexpr int kWarpRows = 16;
   static constexpr int kLines = AttentionSm90Tile::lines(kDim),
                        kLinesV = AttentionSm90Tile::lines(kDimV);
@@ -45,10 +46,11 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
 template <class Config>
 struct AttentionSm90Shared {
   static constexpr int kStages = Config::kStages;
-  alignas(kSwizzleAtomBytes) char query[Config::kWarpgroups][Config::kQueryBytes];
+  alignas(
+      kSwizzleAtomBytes) char query[Config::kQueryStages][Config::kWarpgroups][Config::kQueryBytes];
   alignas(kSwizzleAtomBytes) char key[kStages][Config::kKeyBytes];
   alignas(kSwizzleAtomBytes) char value[kStages][Config::kValueBytes];
-  PipelineBarriers<1> queries[Config::kWarpgroups];
+  PipelineBarriers<Config::kQueryStages> queries[Config::kWarpgroups];
   PipelineBarriers<kStages> keys, values;
   PipelineBarriers<2> works;
   typename Config::Block work[2];  // one without rows: there are no more
@@ -83,7 +85,7 @@ __device__ __forceinline__ void attention_sm90_produce(const typename Config::Pa
   const bool leader = elect_one();
   PipelineState<Config::kStages> at_key, at_value;
   PipelineState<2> at_work;
-  PipelineState<1> at_query;
+  PipelineState<Config::kQueryStages> at_query;
   uint32_t ticket = blockIdx.x;
   while (true) {
     mbarrier_wait(&s.works.empty[at_work.stage], at_work.parity ^ 1);
@@ -138,8 +140,8 @@ __device__ __forceinline__ void attention_sm90_produce(const typename Config::Pa
           uint64_t* s_full = s.queries[w].acquire(at_query, Config::kQueryBytes);
 #pragma unroll
           for (int i = 0; i < Config::kLines; ++i) {
-            tma_load(shared_address(s.query[w]) + i * Config::kQueryStretch, p.query, s_full,
-                     i * kLineElems, block.first_row + w * 64, head, batch);
+            tma_load(shared_address(s.query[at_query.stage][w]) + i * Config::kQueryStretch,
+                     p.query, s_full, i * kLineElems, block.first_row + w * 64, head, batch);
           }
           if (w == 0) load_keys(0);
         }

@@ -110,7 +110,7 @@ struct AttentionSm90Consumer {
   const int warpgroup, thread;  // of the warpgroup
   PipelineState<Config::kStages> at_key, at_value;
   PipelineState<2> at_work;
-  PipelineState<1> at_query;
+  PipelineState<Config::kQueryStages> at_query;
   AttentionSm90Rows<Config> r;
 
   __device__ __forceinline__ AttentionSm90Consumer(const typename Config::Params& p,
@@ -152,7 +152,8 @@ struct AttentionSm90Consumer {
   __device__ __forceinline__ int warp_row() const { return warpgroup * 64 + thread / 32 * 16; }
 
   __device__ __forceinline__ void multiply_keys() {
-    r.multiply_keys(shared_address(s.query[warpgroup]), shared_address(s.key[at_key.stage]));
+    r.multiply_keys(shared_address(s.query[at_query.stage][warpgroup]),
+                    shared_address(s.key[at_key.stage]));
   }
   __device__ __forceinline__ void release_keys() {
     release(&s.keys.empty[at_key.stage]);
@@ -256,7 +257,7 @@ struct AttentionSm90Consumer {
       if (rescales) rescale(r.out(), r.factor);
       r.round_probabilities();
     }
-    release(&s.queries[warpgroup].empty[0]);
+    release(&s.queries[warpgroup].empty[at_query.stage]);
     at_query.advance();
     multiply_values(block, key - kKeys);
     wgmma_wait<0>();

@@ -16,7 +16,8 @@ struct SoftmaxMatmulSm90Config : AttentionVariant<kMasked> {
   static constexpr bool kReadsScores = true;
   static constexpr int kDim = 0, kDimV = kDimV_, kKeys = kDimV > 128 ? 64 : 128;
   static constexpr int kWarpgroups = 2, kRows = 64 * kWarpgroups,
-                       kThreads = 128 * (kWarpgroups + 1), kStages = 3, kWarpRows = 16;
+                       kThreads = 128 * (kWarpgroups + 1), kStages = 3, kQueryStages = 1,
+                       kWarpRows = 16;
   static constexpr int kLines = AttentionSm90Tile::lines(kKeys),
                        kLinesV = AttentionSm90Tile::lines(kDimV);
   static constexpr int kScoreStretch = kRows * kSwizzleLineBytes,
