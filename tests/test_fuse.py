@@ -7,14 +7,17 @@ import io
 import json
 import pickle
 import warnings
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention  # noqa: E402
 from transformers.pytorch_utils import Conv1D  # noqa: E402
 
 from tiny_models import VOCAB, tiny_gpt2, tiny_grouped  # noqa: E402
@@ -81,6 +84,18 @@ def loss_and_grads(model, inputs):
 def places(layers=LAYERS, prefix="transformer.h"):
     below = ("attn", "attn.c_attn", "mlp")
     return {f"{prefix}.{layer}.{name}" for layer in range(layers) for name in below}
+
+
+class Calls(TorchDispatchMode):
+    """Counts what reaches torch's dispatcher."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names[func.name()] += 1
+        return func(*args, **(kwargs or {}))
 
 
 # ---- equal numbers
@@ -242,6 +257,65 @@ def test_generation_of_a_left_padded_batch(fused_device):
         prompt = inputs["input_ids"][row : row + 1, pad:]
         alone = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
         assert torch.equal(together[row, pad:], alone[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_direct_attention_gives_the_bits_of_the_stock_forward(fused_device, dtype):
+    model = pair(fused_device)[0].to(dtype)
+    inputs = batch(fused_device)
+    step = dict(input_ids=inputs["input_ids"][:, :1], use_cache=True)
+    outs = []
+    for _ in range(2):
+        with torch.no_grad():
+            first = model(**inputs, use_cache=True)
+            second = model(**step, past_key_values=first.past_key_values)
+        outs.append((first.logits, second.logits))
+        for block in model.transformer.h:
+            assert isinstance(block.attn, GPT2Attention)
+            block.attn.__class__ = GPT2Attention
+    assert torch.equal(outs[0][0], outs[1][0]) and torch.equal(outs[0][1], outs[1][1])
+
+
+def test_a_layer_of_a_step_calls_no_more_than_it_must(fused_device):
+    """Every call costs the host, which a step of generation waits for."""
+    block = pair(fused_device)[0].transformer.h[0]
+    x = torch.randn(2, 1, 32, device=fused_device)
+    cache = transformers.DynamicCache()
+    leftpad = torch.zeros(2, dtype=torch.int32, device=fused_device)
+    with torch.no_grad():
+        block(x, cache, leftpad)
+        with Calls() as calls:
+            block(x, cache, leftpad)
+    works = {
+        "torchweld::layer_norm_linear": 2,
+        "torchweld::attention": 1,
+        "aten::addmm": 2,
+        "aten::add.Tensor": 2,
+        "aten::cat": 2,
+    }
+    assert {name: calls.names[name] for name in works} == works
+    assert calls.names.total() - sum(works.values()) <= 22, calls.names  # views
+
+
+def test_a_dropout_in_training_mode_drops_in_a_model_in_eval_mode():
+    model, stock = pair(resid_pdrop=0.5)
+    inputs = batch("cpu", (0, 0))
+    outs = []
+    for each in (model, stock):
+        each.transformer.h[0].attn.resid_dropout.train()
+        each.transformer.h[1].mlp.dropout.train()
+        torch.manual_seed(3)
+        outs.append(logits(each, **inputs))
+    assert_close(*outs, rtol=1e-5, atol=1e-5)
+
+
+def test_another_attention_that_is_chosen_after_fuse_runs(fused_device):
+    model, stock = pair(fused_device)
+    model.set_attn_implementation("eager")
+    inputs = batch(fused_device, (0, 0))
+    with Calls() as calls:
+        assert_close(logits(model, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
+    assert calls.names["torchweld::layer_norm_linear"] and not calls.names["torchweld::attention"]
 
 
 def test_compiles_in_one_graph(fused_device):
@@ -630,7 +704,12 @@ def test_lora_after_fuse_makes_the_place_stock():
     assert_close(logits(model, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["ln_1", "attn", "attn.c_attn", "ln_2", "mlp", "mlp.c_fc"])
+CALLED = ["attn.c_proj", "attn.resid_dropout", "mlp.c_proj", "mlp.dropout"]
+
+
+@pytest.mark.parametrize(
+    "name", ["ln_1", "attn", "attn.c_attn", "ln_2", "mlp", "mlp.c_fc", *CALLED]
+)
 def test_a_hook_after_fuse_sees_stock_values(name):
     seen = []
 
@@ -690,6 +769,14 @@ def test_parameters_that_come_and_go_are_read_by_their_module_alone(fused_device
     offload(block.get_submodule(name))
     assert set(unfuse(model)) == places()  # the wrapped forward is that of the fused class still
     assert torch.equal(logits(model, **inputs), want)
+
+
+@pytest.mark.parametrize("name", ["attn.c_proj", "mlp.c_proj"])
+def test_a_wrapped_projection_is_called(fused_device, name):
+    model, stock = pair(fused_device)
+    inputs = batch(fused_device, (0, 0))
+    offload(model.transformer.h[1].get_submodule(name))
+    assert_close(logits(model, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])

@@ -32,6 +32,7 @@ from transformers.models.gpt2.modeling_gpt2 import (
 from transformers.pytorch_utils import Conv1D
 
 from . import gpt2_mask
+from .gpt2_layers import DirectAttention, drop, project, untouched
 from .gpt2_sharded import ShardedConv1D
 from .hf_attention import NAME, config_refusal, register_attention
 
@@ -46,18 +47,11 @@ def hooked(module: nn.Module) -> bool:
     module's parameters to the device and takes them away again, as accelerate's offloading does,
     and another module must not read them.
     """
+    if untouched(module):
+        return False
     forward = vars(module).get("forward")
     if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
         return True  # accelerate wraps forward on the instance
-    if _has_any_global_hook():
-        return True
-    if not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    ):
-        return False
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
     # transformers records outputs with forward hooks that look at the layer's output alone.
@@ -106,7 +100,7 @@ class Site:
             return False
         if hooked(self.norm) or hooked(owner) or hooked(self.linear):
             return False
-        return self.act is None or not hooked(self.act)
+        return (self.act is None or not hooked(self.act)) and not _has_any_global_hook()
 
     def apply(self, x: Tensor) -> Tensor:
         """``activation(linear(norm(x)))`` in one op."""
@@ -177,7 +171,7 @@ class LayerNormMLP(GPT2MLP):
         site = _site(self)
         if site is None or site.owner is not self:
             return GPT2MLP.forward(self, hidden_states)
-        return self.dropout(self.c_proj(site.apply(hidden_states)))
+        return drop(self.dropout, project(self.c_proj, site.apply(hidden_states)))
 
 
 FUSED = {
@@ -213,9 +207,9 @@ def activation_name(act: Any) -> str | None:
 def sites(block: nn.Module) -> list[tuple[str, Site | None, str | None]]:
     """The two places of a block: ``(path below it, site, None)`` or ``(path, None, reason)``."""
     out: list[tuple[str, Site | None, str | None]] = []
-    for norm_name, owner_name, linear_name, owner_type, path in (
-        ("ln_1", "attn", "c_attn", GPT2Attention, "attn.c_attn"),
-        ("ln_2", "mlp", "c_fc", GPT2MLP, "mlp"),
+    for norm_name, owner_name, linear_name, owner_types, path in (
+        ("ln_1", "attn", "c_attn", (GPT2Attention, DirectAttention), "attn.c_attn"),
+        ("ln_2", "mlp", "c_fc", (GPT2MLP,), "mlp"),
     ):
         owner = getattr(block, owner_name)
         if type(block) is not GPT2Block:
@@ -224,8 +218,9 @@ def sites(block: nn.Module) -> list[tuple[str, Site | None, str | None]]:
             out.append((path, None, f"the block is {what}"))
         elif type(owner) in FUSED or type(getattr(owner, linear_name)) in FUSED:
             out.append((path, None, "fused already"))
-        elif type(owner) is not owner_type:
-            out.append((path, None, f"{owner_name} is {_class(owner)}, not {owner_type.__name__}"))
+        elif type(owner) not in owner_types:
+            stock = owner_types[0].__name__
+            out.append((path, None, f"{owner_name} is {_class(owner)}, not {stock}"))
         else:
             act = owner.act if owner_name == "mlp" else None
             activation = "none" if act is None else activation_name(act)
@@ -263,7 +258,7 @@ def refusal(site: Site) -> str | None:
             return f"{name} has accelerate's hooks, which move its parameters"
         if "forward" in vars(module):
             return f"{name}.forward was replaced on the instance"
-        if hooked(module):
+        if hooked(module) or _has_any_global_hook():
             return f"{name} has hooks, which would see other values"
     if tuple(norm.normalized_shape) != (linear.nx,):
         return f"{site.norm_name} normalises {tuple(norm.normalized_shape)}, not ({linear.nx},)"
@@ -365,6 +360,7 @@ def switch_attention(model: nn.Module, base: GPT2Model) -> None:
     )
     _replace_config(model, old, new)
     gpt2_mask.install(base)
+    _change_attention(base, GPT2Attention, DirectAttention)
 
 
 def restore_attention(model: nn.Module, base: GPT2Model) -> bool:
@@ -373,6 +369,7 @@ def restore_attention(model: nn.Module, base: GPT2Model) -> bool:
     if state is None:
         return False
     gpt2_mask.remove(base)
+    _change_attention(base, DirectAttention, GPT2Attention)
     new = base.config
     if new._attn_implementation == NAME:
         new._attn_implementation = state.implementation
@@ -381,6 +378,13 @@ def restore_attention(model: nn.Module, base: GPT2Model) -> bool:
         _replace_config(model, new, state.stock_config)
     del base.__dict__["_torchweld_attention"]
     return True
+
+
+def _change_attention(base: GPT2Model, old: type[nn.Module], new: type[nn.Module]) -> None:
+    """Of the self-attention; what is neither class computes as it did."""
+    for block in base.h:
+        if type(block.attn) is old:
+            block.attn.__class__ = new
 
 
 def _replace_config(model: nn.Module, old: Any, new: Any) -> None:

@@ -155,11 +155,11 @@ def _numbers(
     mask: Tensor | None, query: Tensor, module: torch.nn.Module, is_causal: bool | None
 ) -> Numbers | None:
     """What a mask says to the op, or None where it is a dense one."""
+    if mask is not None and hf_numbers.is_leftpad(mask):
+        return Numbers(causal=True, leftpad=mask.to(query.device))
     if mask is None or mask.shape == (0, 0, 0, 0):
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         return Numbers(causal=bool(causal))
-    if hf_numbers.is_leftpad(mask):
-        return Numbers(causal=True, leftpad=mask.to(query.device))
     if hf_numbers.is_ranges(mask):
         return hf_numbers.split(mask, query.shape[2], query.device)
     return None
