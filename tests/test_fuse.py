@@ -553,6 +553,20 @@ def test_replicas_run_stock_with_their_own_parameters():
         assert torch.equal(mlp(norm(x)), stock_block.mlp(stock_block.ln_2(x)))
 
 
+def test_replicas_of_the_attention_run_stock_too():
+    model, stock = pair()
+    block, stock_block = model.transformer.h[0], stock.transformer.h[0]
+    x = torch.randn(2, 5, 32)
+    norm, attn, c_attn = (copy.copy(m) for m in (block.ln_1, block.attn, block.attn.c_attn))
+    c_attn._parameters = {name: p.detach() * 2 for name, p in c_attn._parameters.items()}
+    attn._modules = {**attn._modules, "c_attn": c_attn}
+    with torch.no_grad():
+        stock_block.attn.c_attn.weight.mul_(2)
+        stock_block.attn.c_attn.bias.mul_(2)
+        want = stock_block.attn(stock_block.ln_1(x))[0]
+        assert_close(attn(norm(x))[0], want, rtol=1e-5, atol=1e-5)
+
+
 # ---- what is refused
 
 

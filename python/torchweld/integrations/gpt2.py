@@ -19,7 +19,6 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers import activations
@@ -32,107 +31,24 @@ from transformers.models.gpt2.modeling_gpt2 import (
 from transformers.pytorch_utils import Conv1D
 
 from . import gpt2_mask
-from .gpt2_layers import DirectAttention, drop, project, untouched
+from .gpt2_layers import DirectAttention, drop, project
 from .gpt2_sharded import ShardedConv1D
+from .gpt2_site import Site, hooked, site_of
 from .hf_attention import NAME, config_refusal, register_attention
 
 # Copied or unpickled models look the attention up by name: importing this module is enough.
 register_attention()
 
 
-def hooked(module: nn.Module) -> bool:
-    """Whether something of somebody else's runs with a module.
-
-    It would see values that the fusion changes or never computes; or it is what brings the
-    module's parameters to the device and takes them away again, as accelerate's offloading does,
-    and another module must not read them.
-    """
-    if untouched(module):
-        return False
-    forward = vars(module).get("forward")
-    if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
-        return True  # accelerate wraps forward on the instance
-    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return True
-    # transformers records outputs with forward hooks that look at the layer's output alone.
-    for hook in module._forward_hooks.values():
-        if not getattr(hook, "__module__", "").startswith("transformers.utils."):
-            return True
-    return False
-
-
-@dataclass(eq=False)
-class Site:
-    """One ``norm -> linear (-> activation)`` of a block, held by the two modules that changed.
-
-    ``block.<norm_name>`` is the norm, ``block.<owner_name>.<linear_name>`` the Conv1D; ``act`` is
-    the activation module between them and the result, if there is one.
-    """
-
-    block: nn.Module
-    norm_name: str
-    owner_name: str
-    linear_name: str
-    norm: nn.Module
-    owner: nn.Module
-    linear: nn.Module
-    act: nn.Module | None
-    activation: str
-
-    def members(self) -> list[tuple[str, nn.Module]]:
-        """``(name, module)`` of everything whose input or output the fusion changes."""
-        out = [
-            (self.norm_name, self.norm),
-            (self.owner_name, self.owner),
-            (self.linear_name, self.linear),
-        ]
-        return out if self.act is None else [*out, ("act", self.act)]
-
-    def holds(self) -> bool:
-        """Whether norm and consumer are still in their places and nothing looks in between."""
-        owner = self.owner
-        if (
-            self.block._modules.get(self.norm_name) is not self.norm
-            or self.block._modules.get(self.owner_name) is not owner
-            or owner._modules.get(self.linear_name) is not self.linear
-            or (self.act is not None and owner._modules.get("act") is not self.act)
-        ):
-            return False
-        if hooked(self.norm) or hooked(owner) or hooked(self.linear):
-            return False
-        return (self.act is None or not hooked(self.act)) and not _has_any_global_hook()
-
-    def apply(self, x: Tensor) -> Tensor:
-        """``activation(linear(norm(x)))`` in one op."""
-        norm, linear = self.norm, self.linear
-        tensors = x, linear.weight, linear.bias, norm.weight, norm.bias
-        if isinstance(linear, ShardedConv1D):
-            tensors = linear.columns(*tensors)
-        x, weight, *others = tensors
-        return torch.ops.torchweld.layer_norm_linear(
-            x,
-            weight.t(),  # Conv1D keeps (in, out); the op takes any strides
-            *others,
-            eps=norm.eps,
-            activation=self.activation,
-        )
-
-
 # NOTE: a wrapped forward outlives unfuse in whoever wrapped it. So these forwards take a module of
 # the stock class too, and name the stock forward: super() would not.
-
-
-def _site(module: nn.Module) -> Site | None:
-    """The site that a module works for, where the fusion holds."""
-    site = vars(module).get("_torchweld_site")
-    return site if site is not None and site.holds() else None
 
 
 class PassThroughLayerNorm(nn.LayerNorm):
     """A LayerNorm whose work is done by the layer that follows it."""
 
     def forward(self, input: Tensor) -> Tensor:
-        site = _site(self)
+        site = site_of(self)
         if site is not None and site.norm is self:
             return input
         return nn.LayerNorm.forward(self, input)
@@ -145,7 +61,7 @@ class LayerNormConv1D(Conv1D):
     """``c_attn`` with ``ln_1`` in front of it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        site = _site(self)
+        site = site_of(self)
         if site is not None and site.linear is self:
             return site.apply(x)
         return Conv1D.forward(self, x)
@@ -158,7 +74,7 @@ class LayerNormShardedConv1D(ShardedConv1D):
     """The same of a model that went through ``torchweld.distributed.parallelize``."""
 
     def forward(self, x: Tensor) -> Tensor:
-        site = _site(self)
+        site = site_of(self)
         if site is not None and site.linear is self:
             return site.apply(x)
         return ShardedConv1D.forward(self, x)
@@ -168,7 +84,7 @@ class LayerNormMLP(GPT2MLP):
     """GPT-2's MLP with ``ln_2`` in front of it and the activation inside the first matmul."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        site = _site(self)
+        site = site_of(self)
         if site is None or site.owner is not self:
             return GPT2MLP.forward(self, hidden_states)
         return drop(self.dropout, project(self.c_proj, site.apply(hidden_states)))

@@ -17,22 +17,8 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from transformers.pytorch_utils import Conv1D
 
+from .gpt2_site import site_of, untouched
 from .hf_attention import NAME, attention_forward
-
-
-def untouched(module: nn.Module) -> bool:
-    """Whether calling a module runs the forward of its class and nothing else.
-
-    It is asked of every layer in every step. Hooks on all modules are another question,
-    ``_has_any_global_hook``.
-    """
-    return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in vars(module)
-    )
 
 
 def _is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
@@ -89,7 +75,9 @@ class DirectAttention(GPT2Attention):
         mask = kwargs.get("attention_mask")
         for name in _OWN:
             kwargs.pop(name, None)
-        qkv = self.c_attn(hidden_states)
+        site = site_of(self.c_attn)
+        applies = site is not None and site.owner is self
+        qkv = site.apply(hidden_states) if applies else self.c_attn(hidden_states)
         # (batch, seqlen, 3, nheads, head_dim) -> 3 x (batch, nheads, seqlen, head_dim)
         parts = qkv.view(*qkv.shape[:-1], 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)
         query, key, value = parts.unbind(0)
