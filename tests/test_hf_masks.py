@@ -268,6 +268,16 @@ def test_a_mask_for_other_queries_is_refused():
         hf_attention.attention_forward(nn.Identity(), q, q, q, mask)
 
 
+def test_a_layer_of_one_query_takes_its_numbers_without_a_copy():
+    key_end, key_start = torch.tensor([5, 4]), torch.tensor([[0], [2]])
+    mask = hf_numbers.ranges(key_end, key_start)
+    numbers = hf_numbers.split(mask, 1, mask.device)
+    storage = mask.untyped_storage().data_ptr()
+    for part, want in ((numbers.key_end, key_end), (numbers.key_start, key_start)):
+        assert part.is_contiguous() and part.tolist() == want.tolist()
+        assert part.untyped_storage().data_ptr() == storage
+
+
 # ---- whole models
 
 
@@ -688,3 +698,5 @@ def test_left_padding_is_told_at_once_and_nothing_else(dtype):
     for last in (3, 5, torch.tensor(3), torch.tensor(5)):
         assert pads(padded, last=last) is None
     assert pads([[], []], last=0) is None
+    call = hf_mask.Call(0, 1, 4, None, 0, torch.ones(0, 4, dtype=dtype), "cpu")
+    assert hf_mask._pads_of_suffixes(call, 4) is None

@@ -138,10 +138,10 @@ inline void check_leftpad(const char* op, const OptionalTensor& leftpad, const c
   const bool ok = pad.scalar_type() == at::kInt && pad.device() == like.device() &&
                   pad.dim() == 1 && pad.sym_size(0) == batch;
   const bool mask = pad.dim() != 1 || pad.scalar_type() == at::kBool;
-  const std::string to = std::string(".to(") + like_name + ".device, torch.int32)";
   TW_CHECK(ok, op, "leftpad must be int32 (", batch, ",) on ", like.device().str(), ", but got ",
            describe(pad), "; use ",
-           mask ? "torchweld.leftpad_from_mask(attention_mask)" : "leftpad" + to);
+           mask ? std::string("torchweld.leftpad_from_mask(attention_mask)")
+                : std::string("leftpad.to(") + like_name + ".device, torch.int32)");
 }
 
 // x's sizes with the last one replaced.

@@ -17,13 +17,17 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from transformers.pytorch_utils import Conv1D
 
-from .gpt2_site import site_of, untouched
+from .gpt2_site import hooked, site_of
 from .hf_attention import NAME, attention_forward
 
 
 def _is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
     """Whether what a class computes may stand in for calling a module."""
-    return type(module) is cls and untouched(module) and not _has_any_global_hook()
+    return (
+        type(module) is cls
+        and not (hooked(module) or module._forward_hooks or "forward" in vars(module))
+        and not _has_any_global_hook()
+    )
 
 
 def project(layer: nn.Module, x: Tensor) -> Tensor:

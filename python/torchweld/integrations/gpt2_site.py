@@ -14,33 +14,24 @@ from torch.nn.modules.module import _has_any_global_hook
 from .gpt2_sharded import ShardedConv1D
 
 
-def untouched(module: nn.Module) -> bool:
-    """Whether calling a module runs the forward of its class and nothing else.
-
-    It is asked of every layer in every step. Hooks on all modules are another question,
-    ``_has_any_global_hook``.
-    """
-    return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in vars(module)
-    )
-
-
 def hooked(module: nn.Module) -> bool:
     """Whether something of somebody else's runs with a module.
 
     It would see values that the fusion changes or never computes; or it is what brings the
     module's parameters to the device and takes them away again, as accelerate's offloading does,
-    and another module must not read them.
+    and another module must not read them. Hooks on all modules are another question, which
+    ``_has_any_global_hook`` answers once for many modules.
     """
-    if untouched(module):
-        return False
     forward = vars(module).get("forward")
     if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
         return True  # accelerate wraps forward on the instance
+    if not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    ):
+        return False
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
     # transformers records outputs with forward hooks that look at the layer's output alone.

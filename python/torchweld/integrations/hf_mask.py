@@ -297,14 +297,14 @@ def _pads_of_suffixes(call: Call, last: int | Tensor) -> Tensor | None:
     tokens = call.attention_mask[:, call.kv_offset :].to(torch.bool)
     count = tokens.shape[1]
     known = not isinstance(last, Tensor)
-    if not 0 < count <= call.kv_length or (known and last != call.kv_offset + count):
+    if tokens.numel() == 0 or count > call.kv_length or (known and last != call.kv_offset + count):
         return None
     tokens = tokens.view(torch.uint8)
     first = tokens.argmax(1)
-    others = first + tokens.sum(1) != count
+    least = (first + tokens.sum(1)).min()  # count where all rows are so, else less
     if not known:
-        others = others | (last != call.kv_offset + count)
-    return None if others.any() else first.to(torch.int32)
+        least = least * (last == call.kv_offset + count)
+    return first.to(torch.int32) if int(least) == count else None
 
 
 def _tokens(call: Call) -> Tensor:

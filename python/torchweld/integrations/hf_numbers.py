@@ -58,9 +58,13 @@ def is_ranges(mask: Tensor) -> bool:
 
 
 def ranges(key_end: Tensor, key_start: Tensor) -> Tensor:
-    """The mask of key_end ``(batch,)`` and key_start ``(batch, rows)``."""
-    both = torch.cat([key_end[:, None], key_start], 1).to(torch.int32)
-    return both[:, :, None, None]
+    """The mask of key_end ``(batch,)`` and key_start ``(batch, rows)``.
+
+    In memory the batch comes last: of a step with one query, which waits for the host, layers then
+    take both parts without a copy.
+    """
+    both = torch.cat([key_end[None], key_start.t()]).to(torch.int32)
+    return both.t()[:, :, None, None]
 
 
 def split(mask: Tensor, seqlen_q: int, device: torch.device) -> Numbers:
