@@ -21,7 +21,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention  # noqa: E402
 from transformers.pytorch_utils import Conv1D  # noqa: E402
 
 from tiny_models import VOCAB, tiny_gpt2, tiny_grouped  # noqa: E402
-from torchweld.integrations import FuseReport, fuse, hf_attention, unfuse  # noqa: E402
+from torchweld.integrations import FuseReport, fuse, gpt2_layers, hf_attention, unfuse  # noqa: E402
 
 LAYERS = 2
 
@@ -295,6 +295,16 @@ def test_a_layer_of_a_step_calls_no_more_than_it_must(fused_device):
     }
     assert {name: calls.names[name] for name in works} == works
     assert calls.names.total() - sum(works.values()) <= 22, calls.names  # views
+
+
+def test_autocast_keeps_the_cast_of_a_projection(device):
+    layer, x = Conv1D(8, 8).to(device), torch.randn(2, 3, 8, device=device)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        first = gpt2_layers.project(layer, x)
+        with Calls() as calls:
+            assert torch.equal(gpt2_layers.project(layer, x), first)
+    assert calls.names["aten::_to_copy"] == 1  # x
+    assert torch.equal(layer(x), gpt2_layers.project(layer, x))
 
 
 def test_a_dropout_in_training_mode_drops_in_a_model_in_eval_mode():

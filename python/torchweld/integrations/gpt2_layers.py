@@ -1,39 +1,43 @@
 """Layers of a Hugging Face GPT-2 as the host runs them fastest: the same calls, less beside them.
 
 A step of generation computes so little that the GPU waits for the host. So what a stock layer does
-in every call and changes nothing is left out: asking the config for the attention's function, six
-views where three do, modules that hand on what they get. A module that somebody hooked, replaced or
-wrapped is called as it is.
+in every call and changes nothing is left out: looking its attention function up, six views where
+three do, modules that hand on what they get. A module that somebody hooked, replaced or wrapped is
+called as it is.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from transformers.pytorch_utils import Conv1D
 
-from .gpt2_site import hooked, site_of
+from .gpt2_site import site_of
 from .hf_attention import NAME, attention_forward
 
 
 def _is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """Whether what a class computes may stand in for calling a module."""
-    return (
-        type(module) is cls
-        and not (hooked(module) or module._forward_hooks or "forward" in vars(module))
-        and not _has_any_global_hook()
+    """Whether calling a module runs what this class computes, and nothing looks on."""
+    return type(module) is cls and not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in vars(module)
+        or _has_any_global_hook()
     )
 
 
 def project(layer: nn.Module, x: Tensor) -> Tensor:
-    """``layer(x)``; of a Conv1D the same matmul without views around it."""
+    """``layer(x)``; of a Conv1D the product that its forward computes."""
     if _is_plain(layer, Conv1D):
-        return F.linear(x, layer.weight.t(), layer.bias)
+        y = torch.addmm(layer.bias, x.view(-1, x.shape[-1]), layer.weight)
+        return y.view(*x.shape[:-1], layer.nf)
     return layer(x)
 
 

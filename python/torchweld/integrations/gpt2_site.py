@@ -88,11 +88,13 @@ class Site:
         tensors = x, linear.weight, linear.bias, norm.weight, norm.bias
         if isinstance(linear, ShardedConv1D):
             tensors = linear.columns(*tensors)
-        x, weight, *others = tensors
+        x, weight, bias, scale, shift = tensors
         return torch.ops.torchweld.layer_norm_linear(
             x,
             weight.t(),  # Conv1D keeps (in, out); the op takes any strides
-            *others,
+            bias,
+            scale,
+            shift,
             eps=norm.eps,
             activation=self.activation,
         )
