@@ -319,6 +319,38 @@ def test_a_dropout_in_training_mode_drops_in_a_model_in_eval_mode():
     assert_close(*outs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", ["plain", "cache_position", "positional", "two caches"])
+def test_calls_that_the_direct_attention_leaves_to_the_stock_forward(
+    fused_device, case, monkeypatch
+):
+    attn = pair(fused_device)[0].transformer.h[0].attn
+    x = torch.randn(2, 5, 32, device=fused_device)
+    stock, calls = GPT2Attention.forward, []
+
+    def forward(*args, **kwargs):
+        calls.append(kwargs)
+        return stock(*args, **kwargs)
+
+    def cache():
+        return transformers.DynamicCache()
+
+    cases = {
+        "plain": ((), {"past_key_values": cache()}),
+        "cache_position": ((), {"cache_position": torch.arange(5)}),
+        "positional": ((cache(),), {}),
+        "two caches": (
+            (),
+            {"past_key_values": transformers.EncoderDecoderCache(cache(), cache())},
+        ),
+    }
+    args, kwargs = cases[case]
+    with torch.no_grad():
+        want = stock(attn, x)[0]
+        monkeypatch.setattr(GPT2Attention, "forward", forward)
+        assert torch.equal(attn(x, *args, **kwargs)[0], want)
+    assert len(calls) == (case != "plain")
+
+
 def test_another_attention_that_is_chosen_after_fuse_runs(fused_device):
     model, stock = pair(fused_device)
     model.set_attn_implementation("eager")
