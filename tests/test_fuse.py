@@ -319,6 +319,17 @@ def test_a_dropout_in_training_mode_drops_in_a_model_in_eval_mode():
     assert_close(*outs, rtol=1e-5, atol=1e-5)
 
 
+def test_an_attention_that_keeps_no_scaling_stays_stock():
+    """As older versions of transformers have it."""
+    model = gpt2()
+    want = logits(model, **batch("cpu", (0, 0)))
+    del model.transformer.h[0].attn.scaling
+    fuse(model, check=False)
+    assert [type(block.attn) is GPT2Attention for block in model.transformer.h] == [True, False]
+    model.transformer.h[0].attn.scaling = model.transformer.h[1].attn.scaling
+    assert_close(logits(model, **batch("cpu", (0, 0))), want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("case", ["plain", "cache_position", "positional", "two caches"])
 def test_calls_that_the_direct_attention_leaves_to_the_stock_forward(
     fused_device, case, monkeypatch

@@ -297,9 +297,12 @@ def restore_attention(model: nn.Module, base: GPT2Model) -> bool:
 
 
 def _change_attention(base: GPT2Model, old: type[nn.Module], new: type[nn.Module]) -> None:
-    """Of the self-attention; what is neither class computes as it did."""
+    """Of the self-attention; what is neither class computes as it did.
+
+    NOTE: older versions of transformers know the scaling in the stock forward alone.
+    """
     for block in base.h:
-        if type(block.attn) is old:
+        if type(block.attn) is old and hasattr(block.attn, "scaling"):
             block.attn.__class__ = new
 
 

@@ -62,8 +62,8 @@ class DirectAttention(GPT2Attention):
     """A GPT2Attention whose self-attention calls torchweld's attention function itself.
 
     Everything else takes the stock forward: cross attention and caches that hold its keys, a config
-    that names another implementation by now, older versions of transformers, whose caches must be
-    told a ``cache_position``.
+    that names another implementation by now, and a ``cache_position``, which older versions of
+    transformers hand to their caches.
     """
 
     # NOTE: a wrapped forward outlives unfuse in whoever wrapped it, so `self` may be of the stock
