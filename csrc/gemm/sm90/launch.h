@@ -16,7 +16,7 @@ struct Sm90Written {
   int64_t a_piece, b_piece;  // elements from one piece to the next
 };
 
-// Writes to params.written those that sm90_writes tells of.
+// Writes to params.written those that sm90_writes tells of, of which there is one at least.
 Sm90Written write_sm90_operands(const GemmParams& params, cudaStream_t stream);
 
 // One tile's kernels for one kind of operands, in files of their own (csrc/instantiations.py).

@@ -168,13 +168,11 @@ Sm90Written write_sm90_operands(const GemmParams& p, cudaStream_t stream) {
   const int64_t stretches = divide_up(p.k, kTile);
   const int64_t a_blocks = a.batch * a.blocks * stretches,
                 b_blocks = b.batch * b.blocks * stretches;
-  if (a_blocks + b_blocks > 0) {
-    const Params params = {a, b, p.k, FastDivisor(stretches), uint32_t(a_blocks)};
-    Grid grid(a_blocks + b_blocks, kThreads);
-    grid.overlaps = true;
-    launch_kernel(math == GemmMath::kFloat32 ? operands_kernel<true> : operands_kernel<false>, grid,
-                  stream, params);
-  }
+  const Params params = {a, b, p.k, FastDivisor(stretches), uint32_t(a_blocks)};
+  Grid grid(a_blocks + b_blocks, kThreads);
+  grid.overlaps = true;
+  launch_kernel(math == GemmMath::kFloat32 ? operands_kernel<true> : operands_kernel<false>, grid,
+                stream, params);
   const int64_t line = line_of(p.k);
   const auto operand = [&](const Source& s) -> GemmOperand {
     return {s.to, line, 1, s.batch == 1 && p.batch > 1 ? 0 : pieces * s.rows * line};
