@@ -57,6 +57,7 @@ struct GemmParams {
   float* workspace;  // choice.workspace_floats(...), nullptr where that is 0
   uint64_t* flags;   // choice.flags(...), the same
   void* written;     // gemm_written_bytes(...), the same
+  float* row_parts;  // where asked for: parts of the sums of a's rows, (choice.row_parts(...), M)
 };
 
 // Of memory for operands that the chosen engine writes anew; 0 where they go in as they are.

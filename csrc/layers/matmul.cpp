@@ -17,6 +17,7 @@
 #include "core/launch.h"
 #include "gemm/family.h"
 #include "gemm/gemm.h"
+#include "pointwise/pointwise.h"
 
 namespace torchweld {
 namespace {
@@ -66,9 +67,9 @@ OptionalTensor aligned_vector(const OptionalTensor& t) {
   return aligned ? dense : dense.clone();
 }
 
-void batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
+bool batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
                          const MatmulEpilogue& epilogue, const MatmulNorm* norm = nullptr) {
-  if (y.numel() == 0) return;
+  if (y.numel() == 0) return false;
   const int64_t batch = y.size(0), m = y.size(1), n = y.size(2);
   if (n > 1 && y.stride(2) != 1) {
     // The transposed product writes the same memory; only a plain one can be turned.
@@ -76,12 +77,13 @@ void batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
     const bool plain = !is_given(epilogue.bias) && epilogue.activation == Activation::kNone &&
                        !epilogue.gated && !epilogue.preact.defined() && norm == nullptr;
     if (plain && (m == 1 || turned.stride(2) == 1)) {
-      return batched_matmul_into(turned, b, a, epilogue);
+      batched_matmul_into(turned, b, a, {});
+      return false;
     }
     const Tensor dense = at::empty(y.sizes(), y.options());
-    batched_matmul_into(dense, a, b, epilogue, norm);
+    const bool sums = batched_matmul_into(dense, a, b, epilogue, norm);
     y.copy_(dense);
-    return;
+    return sums;
   }
   const Operand in_a(a, 1, false), in_b(b, epilogue.gated ? 2 : 1, epilogue.interleaved);
   const Vector bias(epilogue.bias);
@@ -133,7 +135,7 @@ void batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
   p.choice = pick<GemmFamily>(problem);
   TORCH_CHECK(p.choice.splits >= 0, "torchweld: no tile of the matmul engine takes a product of ",
               m, " x ", n, " x ", p.k, " in a batch of ", batch, "; cut it into smaller ones");
-  Tensor workspace, flags, written;
+  Tensor workspace, flags, written, row_parts;
   if (const int64_t floats = p.choice.workspace_floats(problem); floats > 0) {
     workspace = p.choice.splits == kStreamK ? kept_floats(floats, y)
                                             : at::empty({floats}, y.options().dtype(at::kFloat));
@@ -147,7 +149,16 @@ void batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
     written = at::empty({bytes}, y.options().dtype(at::kByte));
     p.written = written.mutable_data_ptr();
   }
+  const int64_t parts = epilogue.row_sums.defined() ? p.choice.row_parts(problem) : 0;
+  if (parts > 0) {
+    row_parts = at::empty({parts, m}, y.options().dtype(at::kFloat));
+    p.row_parts = mutable_data<float>(row_parts);
+  }
   launch_gemm(p, current_stream());
+  if (parts == 0) return false;
+  launch_partial_sums({p.row_parts, epilogue.row_sums.mutable_data_ptr(), parts, m, p.dtype},
+                      current_stream());
+  return true;
 }
 
 }  // namespace
@@ -172,10 +183,10 @@ bool matmul_takes_norm(const Tensor& a, const Tensor& b) {
                      [&](const RowsTile& tile) { return !rows_refusal(problem, tile, 1); });
 }
 
-void matmul_into(const Tensor& y, const Tensor& a, const Tensor& b, const MatmulEpilogue& epilogue,
+bool matmul_into(const Tensor& y, const Tensor& a, const Tensor& b, const MatmulEpilogue& epilogue,
                  const MatmulNorm* norm) {
   if (y.dim() == 3) return batched_matmul_into(y, a, b, epilogue, norm);
-  batched_matmul_into(y.unsqueeze(0), a.unsqueeze(0), b.unsqueeze(0), epilogue, norm);
+  return batched_matmul_into(y.unsqueeze(0), a.unsqueeze(0), b.unsqueeze(0), epilogue, norm);
 }
 
 }  // namespace torchweld

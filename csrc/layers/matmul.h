@@ -15,7 +15,8 @@ struct MatmulEpilogue {
   bool gated = false;  // y (M, N) = gate(left, right) of z (M, 2N)
   Gate gate = Gate::kSigmoidTanh;
   bool interleaved = false;
-  Tensor preact = {};  // where defined: receives z = a @ b^T + bias, contiguous
+  Tensor preact = {};    // where defined: receives z = a @ b^T + bias, contiguous
+  Tensor row_sums = {};  // where defined: may receive the sums of a's rows, (M,)
 };
 
 // What a norm does to a row: (x - mean) * rstd * scale + shift. RMSNorm has mean 0.
@@ -42,8 +43,10 @@ struct MatmulNorm {
 bool matmul_takes_norm(const Tensor& a, const Tensor& b);
 
 // y = epilogue(a @ b.mT): a (M, K), b (N, K) or (2N, K), y (M, N); or all three with a batch in
-// front, where a and b may have a batch of 1. Any strides; empty sizes too.
-void matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
+// front, where a and b may have a batch of 1. Any strides; empty sizes too. Returns whether
+// epilogue.row_sums has the sums of a's rows: no kernel but Hopper's for a weight's gradient makes
+// them.
+bool matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
                  const MatmulEpilogue& epilogue = {}, const MatmulNorm* norm = nullptr);
 
 }  // namespace torchweld

@@ -78,7 +78,8 @@ inline void norm_matmul_into(const Tensor& y, const RowNorm& norm, const Tensor&
   const Tensor rows = as_matrix(x);
   if (matmul_takes_norm(rows, weight)) {
     const MatmulNorm in_front = {norm, eps, out};
-    return matmul_into(y, rows, weight, epilogue, &in_front);
+    matmul_into(y, rows, weight, epilogue, &in_front);
+    return;
   }
   matmul_into(y, norm_rows(norm, rows, eps, out), weight, epilogue);
 }
@@ -148,30 +149,42 @@ inline Tensor activation_backward_into(const Tensor& dbias, const Tensor& dy,
   return dz;
 }
 
-// The gradients of z = x @ weight.T to x (..., K) and weight, from dz (rows, N).
-inline void matmul_backward_into(const Tensor& dx, const Tensor& dweight, bool wants_x,
-                                 bool wants_weight, const Tensor& dz, const Tensor& x,
+// Whether the weight's gradient may bring that of the bias: without an activation dz is dy, over
+// which a pass would be left for nothing else.
+inline bool bias_beside_weight(bool wants_weight, Activation activation) {
+  return wants_weight && activation == Activation::kNone;
+}
+
+// dweight = dz^T @ x of rows, and dbias unless that has size (0,).
+inline void weight_backward_into(const Tensor& dweight, const Tensor& dbias, const Tensor& dz,
+                                 const Tensor& rows) {
+  const CallPart part("dweight");
+  MatmulEpilogue epilogue;
+  if (dbias.numel() > 0) epilogue.row_sums = dbias;
+  const bool sums = matmul_into(dweight, dz.t(), rows.t(), epilogue);
+  if (!sums) activation_backward_into(dbias, dz, std::nullopt, Activation::kNone);
+}
+
+// The gradients of z = x @ weight.T to x (..., K) and weight, from dz (rows, N), and to the
+// bias where dbias does not have size (0,).
+inline void matmul_backward_into(const Tensor& dx, const Tensor& dweight, const Tensor& dbias,
+                                 bool wants_x, bool wants_weight, const Tensor& dz, const Tensor& x,
                                  const Tensor& weight) {
   if (wants_x) {
     const CallPart part("dx");
     matmul_into(as_matrix(dx), dz, weight.t());
   }
-  if (wants_weight) {
-    const CallPart part("dweight");
-    matmul_into(dweight, dz.t(), as_matrix(x).t());
-  }
+  if (wants_weight) weight_backward_into(dweight, dbias, dz, as_matrix(x));
 }
 
 // The same of z = norm(x) @ weight.T, and those to scale and shift, which have size (0,) where
 // nobody asked. The normalised rows are gone before their gradient is there.
-inline void norm_matmul_backward_into(const Tensor& dx, const Tensor& dweight, const Tensor& dscale,
-                                      const Tensor& dshift, bool wants_x, bool wants_weight,
-                                      const RowNorm& norm, const Tensor& dz, const Tensor& x,
-                                      const Tensor& weight, const RowStatistics& saved) {
-  if (wants_weight) {
-    const CallPart part("dweight");
-    matmul_into(dweight, dz.t(), norm_rows_again(norm, x, saved).t());
-  }
+inline void norm_matmul_backward_into(const Tensor& dx, const Tensor& dweight, const Tensor& dbias,
+                                      const Tensor& dscale, const Tensor& dshift, bool wants_x,
+                                      bool wants_weight, const RowNorm& norm, const Tensor& dz,
+                                      const Tensor& x, const Tensor& weight,
+                                      const RowStatistics& saved) {
+  if (wants_weight) weight_backward_into(dweight, dbias, dz, norm_rows_again(norm, x, saved));
   if (!wants_x && dscale.numel() == 0 && dshift.numel() == 0) return;
   const CallPart part("dx");
   const Tensor dnormalised = empty_matrix(count_rows(x), x.size(-1), x);

@@ -199,12 +199,15 @@ struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>> {
     const Grads grads =
         backward_meta(dy, x, weight, vectors..., statistics..., preact, activation, output_mask);
     const OnDevice on(x.device());
-    const Tensor dz = activation_backward_into(std::get<2>(grads), dy, preact,
-                                               parse_activation(Norm::kBackward, activation));
+    const Activation act = parse_activation(Norm::kBackward, activation);
+    const Tensor &dbias = std::get<2>(grads), nothing = dbias.narrow(0, 0, 0);
+    const bool beside = bias_beside_weight(output_mask[1], act);
+    const Tensor dz = activation_backward_into(beside ? nothing : dbias, dy, preact, act);
     const Tensor no_shift = empty_vector_grad(x, 0, /*wanted=*/false);
     const std::array<Tensor, 3> dvectors = {std::get<3 + v>(grads)..., no_shift};
-    norm_matmul_backward_into(std::get<0>(grads), std::get<1>(grads), dvectors[0], dvectors[1],
-                              output_mask[0], output_mask[1], row_norm({vectors...}), dz, x, weight,
+    norm_matmul_backward_into(std::get<0>(grads), std::get<1>(grads), beside ? dbias : nothing,
+                              dvectors[0], dvectors[1], output_mask[0], output_mask[1],
+                              row_norm({vectors...}), dz, x, weight,
                               row_statistics({statistics...}));
     return grads;
   }

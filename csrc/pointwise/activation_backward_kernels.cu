@@ -1,4 +1,4 @@
-// dz = dy * activation'(z) and its sum over the rows, in one pass.
+// dz = dy * activation'(z) and its sum over the rows, in one pass; sums of such sums' parts.
 #include "device/activation.cuh"
 #include "pointwise/column_pass.cuh"
 #include "pointwise/pointwise.h"
@@ -92,6 +92,14 @@ void launch_activation_backward(const ActivationBackwardParams& p, cudaStream_t 
       p.dtype, p.n, {{p.dy, p.dy_row_stride}, {p.z, p.z_row_stride}, {p.dz, p.dz_row_stride}},
       [&](auto element, auto elems) { launch<decltype(element), elems.value>(p, stream); });
   check_launch("activation_backward");
+}
+
+void launch_partial_sums(const PartialSumsParams& p, cudaStream_t stream) {
+  dispatch_dtype(p.dtype, [&](auto element) {
+    launch_add_partials<decltype(element)>(p.partials, p.chunks, 1, p.n, {{p.y, nullptr}, 1},
+                                           stream);
+  });
+  check_launch("partial_sums");
 }
 
 }  // namespace torchweld

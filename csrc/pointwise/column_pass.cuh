@@ -115,6 +115,15 @@ __global__ __launch_bounds__(kPartialThreads) void add_partials_kernel(const flo
   if (g_to != nullptr) g_to[i % n * sums.stride] = from_float<T>(sum);
 }
 
+// g_partials: (chunks, num_sums, n).
+template <typename T>
+void launch_add_partials(const float* g_partials, int64_t chunks, int num_sums, int64_t n,
+                         const ColumnSums& sums, cudaStream_t stream) {
+  const int64_t blocks = (num_sums * n + kWarp - 1) / kWarp;
+  launch_kernel(add_partials_kernel<T>, {blocks, dim3(kWarp, kPartialGroups)}, stream, g_partials,
+                chunks, num_sums, n, sums);
+}
+
 // Runs the op over all rows, and where there is scratch leaves the sums.
 template <typename T, typename Op>
 void launch_column_pass(const Op& op, int64_t rows, int64_t n, float* g_partials,
@@ -126,10 +135,7 @@ void launch_column_pass(const Op& op, int64_t rows, int64_t n, float* g_partials
   const bool sums_up = g_partials != nullptr;
   const auto kernel = sums_up ? column_pass_kernel<Op, true> : column_pass_kernel<Op, false>;
   launch_kernel(kernel, grid, stream, op, rows, n, split.rows_per_chunk, g_partials);
-  if (!sums_up) return;
-  const int64_t blocks = (Op::kSums * n + kWarp - 1) / kWarp;
-  launch_kernel(add_partials_kernel<T>, {blocks, dim3(kWarp, kPartialGroups)}, stream, g_partials,
-                split.chunks, Op::kSums, n, sums);
+  if (sums_up) launch_add_partials<T>(g_partials, split.chunks, Op::kSums, n, sums, stream);
 }
 
 }  // namespace torchweld

@@ -27,6 +27,15 @@ struct ActivationBackwardParams {
   DType dtype;
 };
 
+// y[c] = the sum of partials (chunks, n) over the chunks.
+struct PartialSumsParams {
+  const float* partials;
+  void* y;
+  int64_t chunks;
+  int64_t n;
+  DType dtype;
+};
+
 // dz (rows, 2n) of gate(left, right) from dy (rows, n) and z (rows, 2n), dbias (2n,).
 struct GateBackwardParams {
   const void* dy;
@@ -47,5 +56,6 @@ struct GateBackwardParams {
 // Sizes are at least 1.
 void launch_activation_backward(const ActivationBackwardParams& params, cudaStream_t stream);
 void launch_gate_backward(const GateBackwardParams& params, cudaStream_t stream);
+void launch_partial_sums(const PartialSumsParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

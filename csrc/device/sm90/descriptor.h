@@ -16,6 +16,7 @@
 namespace torchweld {
 
 inline constexpr int kSwizzleLineBytes = 128, kSwizzleAtomBytes = 1024;
+inline constexpr int kSameValuesBytes = 256;  // that a product of 8 columns reads
 
 // The 16-byte piece of line `line` that holds piece `piece` of it.
 TW_HOST_DEVICE constexpr int swizzled_piece(int line, int piece) { return piece ^ (line & 7); }
@@ -35,6 +36,12 @@ TW_HOST_DEVICE constexpr uint64_t k_major_descriptor(uint32_t s_tile) {
 // MN-major: 16 lines further is the next slice of K.
 TW_HOST_DEVICE constexpr uint64_t mn_major_descriptor(uint32_t s_tile, uint32_t stretch_bytes) {
   return matrix_descriptor(s_tile, stretch_bytes);
+}
+
+// Eight columns that hold one value alone, as the bytes from s_values on do.
+TW_HOST_DEVICE constexpr uint64_t same_values_descriptor(uint32_t s_values) {
+  constexpr uint64_t kApart = kSameValuesBytes / 2 >> 4;  // the two pieces of 8 rows and 8 of K
+  return kApart << 32 | kApart << 16 | (s_values & 0x3ffff) >> 4;
 }
 
 }  // namespace torchweld

@@ -53,6 +53,7 @@ __device__ __forceinline__ void wgmma_forget(float (&d)[kSums]) {
 template <typename T, int N>
 struct Wgmma;
 
+#define TW_D4 "%0, %1, %2, %3"
 #define TW_D16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define TW_D32 \
   TW_D16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -115,6 +116,7 @@ struct Wgmma;
 #define TW_WGMMA_16_BITS(N, SUMS, ...)                  \
   TW_WGMMA(__nv_bfloat16, "bf16", N, SUMS, __VA_ARGS__) \
   TW_WGMMA(__half, "f16", N, SUMS, __VA_ARGS__)
+TW_WGMMA_16_BITS(8, 4, "%4", "%5", "%6", "%7", "%8", "%9", "%10")
 TW_WGMMA_16_BITS(32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
 TW_WGMMA_16_BITS(64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
 TW_WGMMA_16_BITS(80, 40, "%40", "%41", "%42", "%43", "%44", "%45", "%46")
@@ -166,6 +168,7 @@ TW_WGMMA_TF32(256, 128, "%128", "%129", "%130")
 #undef TW_D40
 #undef TW_D32
 #undef TW_D16
+#undef TW_D4
 #endif
 
 }  // namespace torchweld

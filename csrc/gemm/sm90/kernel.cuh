@@ -27,7 +27,8 @@
 
 namespace torchweld {
 
-template <GemmMath kMath_, int kTile_, bool kAKMajor_, bool kBKMajor_, bool kGated_>
+template <GemmMath kMath_, int kTile_, bool kAKMajor_, bool kBKMajor_, bool kGated_,
+          bool kSumsRows_ = false>
 struct Sm90Config {
   static constexpr GemmMath kMath = kMath_;
   static constexpr int kTile = kTile_;
@@ -35,6 +36,7 @@ struct Sm90Config {
   using Result = ElementOf<kMath>;
   using T = std::conditional_t<kPieces, __nv_bfloat16, Result>;  // of what is multiplied
   static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_, kGated = kGated_;
+  static constexpr bool kSumsRows = kSumsRows_;  // of a
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
   // Of the operands, whose rows a gate takes in pairs.
   static constexpr int kHalvesA = kGated && kT.turned() ? 2 : 1,
@@ -145,14 +147,23 @@ __device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Con
   }
 }
 
-// acc = a @ b^T of some steps of a warpgroup's part of a work tile. s_a and s_b: where its part
-// lies in stage 0. Calls `issued` once the last product is on its way.
-template <class Config, class Sums, class Release, class Issued>
-__device__ __forceinline__ void sm90_mainloop(Sums& acc,
-                                              PipelineBarriers<Config::kT.stages>& pipeline,
-                                              PipelineState<Config::kT.stages>& at, uint32_t s_a,
-                                              uint32_t s_b, int steps, const Release& release,
-                                              const Issued& issued) {
+// The sums of a's rows in a warpgroup's part of a work tile, as a product with a column of ones
+// eight times. They stand where fragments have their columns, each four times.
+template <class Config, bool kSumsRows = Config::kSumsRows>
+struct Sm90RowSums {
+  float of_rows[Config::kT.row_pieces()][4];
+};
+template <class Config>
+struct Sm90RowSums<Config, false> {};
+
+// acc = (keeps ? acc : 0) + a @ b^T of some steps of a warpgroup's part of a work tile. s_a and
+// s_b: where its part lies in stage 0. s_ones: with it a's rows are added to `rows`. Calls `issued`
+// once the last product is on its way.
+template <class Config, bool kSumsRows = false, class Sums, class Release, class Issued>
+__device__ __forceinline__ void sm90_mainloop(
+    Sums& acc, PipelineBarriers<Config::kT.stages>& pipeline, PipelineState<Config::kT.stages>& at,
+    uint32_t s_a, uint32_t s_b, int steps, const Release& release, const Issued& issued,
+    bool keeps = false, Sm90RowSums<Config>* rows = nullptr, uint32_t s_ones = 0) {
   constexpr Sm90Tile kT = Config::kT;
   constexpr int kSlices = 4,
                 kPieceBytes = Config::kAKMajor ? 64 * kGemmStepBytes : Config::kStretchBytes;
@@ -176,7 +187,12 @@ __device__ __forceinline__ void sm90_mainloop(Sums& acc,
         Wgmma<typename Config::T, kT.block_n>::template multiply<!Config::kAKMajor,
                                                                  !Config::kBKMajor>(
             acc[i], a + ((slice * kNextA + i * kPieceBytes) >> 4), b + (slice * kNextB >> 4),
-            step > 0 || slice > 0);
+            keeps || step > 0 || slice > 0);
+        if constexpr (kSumsRows) {
+          Wgmma<typename Config::T, 8>::template multiply<!Config::kAKMajor, 0>(
+              rows->of_rows[i], a + ((slice * kNextA + i * kPieceBytes) >> 4),
+              same_values_descriptor(s_ones), 1);
+        }
       }
     }
     wgmma_commit();
@@ -219,6 +235,51 @@ __device__ __forceinline__ void sm90_piece_mainloop(Sums& sums,
   }
 }
 
+// The same of a piece, and the sums of a's rows over the tile's share of K: the tiles side by side,
+// which have the same rows, share it.
+template <class Config, class Sums, class Release, class Issued>
+__device__ __forceinline__ void sm90_summing_mainloop(
+    const Sm90Params& p, const Sm90Walk<Config::kT.cluster>& walk, Sums& acc,
+    Sm90RowSums<Config>& rows, PipelineBarriers<Config::kT.stages>& pipeline,
+    PipelineState<Config::kT.stages>& at, uint32_t s_a, uint32_t s_b, uint32_t s_ones,
+    const Release& release, const Issued& issued) {
+  // NOTE: what products begin with is made here and stays: from sums that begin in one of three
+  // loops the assembler would make copies, and wait for every product.
+#pragma unroll
+  for (auto& of : rows.of_rows) {
+    of[0] = of[1] = of[2] = of[3] = 0.f;
+    wgmma_results(of);
+  }
+#pragma unroll
+  for (auto& of : acc) {
+#pragma unroll
+    for (float& x : of) x = 0.f;
+    wgmma_results(of);
+  }
+  const int tile_n = int(WorkTile(p.schedule, walk.tile).tile_n), tiles = int(p.schedule.tiles_n);
+  const int64_t all = p.deal.steps.divisor();
+  const int end = walk.first + walk.steps;
+  const int own = min(max(int(all * tile_n / tiles), walk.first), end);
+  const int own_end = min(max(int(all * (tile_n + 1) / tiles), own), end);
+  const auto issued_by = [&](int last_end) {
+    return [&issued, last = last_end == end] {
+      if (last) issued();
+    };
+  };
+  if (own > walk.first) {
+    sm90_mainloop<Config>(acc, pipeline, at, s_a, s_b, own - walk.first, release, issued_by(own),
+                          true);
+  }
+  if (own_end > own) {
+    sm90_mainloop<Config, true>(acc, pipeline, at, s_a, s_b, own_end - own, release,
+                                issued_by(own_end), true, &rows, s_ones);
+  }
+  if (end > own_end) {
+    sm90_mainloop<Config>(acc, pipeline, at, s_a, s_b, end - own_end, release, issued_by(end),
+                          true);
+  }
+}
+
 // What a consumer warpgroup does. Named barriers: 1 and 2 are the warpgroups' own, 3 and 4 their
 // turns at the tensor cores, or the turned epilogue's.
 template <class Config>
@@ -232,7 +293,12 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
                          Sm90TurnedEpilogue<typename Config::Result, Config::kTile, Config::kGated>,
                          Sm90Epilogue<typename Config::Result, Config::kTile, Config::kGated>>;
   using Sums = typename Epilogue::Sums;
-  using Flat = float[sizeof(Sums) / sizeof(float)];
+  // What workers hand on.
+  struct Parts : Sm90RowSums<Config> {
+    Sums acc;
+  };
+  using Flat =
+      float[(sizeof(Sums) + (Config::kSumsRows ? sizeof(Sm90RowSums<Config>) : 0)) / sizeof(float)];
   const int thread = threadIdx.x % 128;
   const auto release = [&](int stage) {
     if constexpr (Config::kT.cluster == 1) {
@@ -253,7 +319,8 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
   Epilogue epilogue(p, s.staging, s.bias[warpgroup], warpgroup, kTurn);
   PipelineState<kT.stages> at;
   Sm90Walk<Config::kT.cluster> walk(p.deal);
-  Sums acc;
+  Parts all;
+  Sums& acc = all.acc;
   // The first turn is the first warpgroup's.
   if (kT.pingpong && warpgroup == 1) named_barrier_arrive(kTurn, kBoth);
   for (int turn = 0; walk.next(); turn ^= 1) {
@@ -267,11 +334,17 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
     if constexpr (Config::kPieces) {
       sm90_piece_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, walk.steps, release);
     } else {
-      sm90_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, walk.steps, release, [&] {
+      const auto issued = [&] {
         if (kT.pingpong) named_barrier_arrive(kTurn + 1 - warpgroup, kBoth);
-      });
+      };
+      if constexpr (Config::kSumsRows) {
+        sm90_summing_mainloop<Config>(p, walk, acc, all, s.pipeline, at, s_a, s_b,
+                                      shared_address(s.bias), release, issued);
+      } else {
+        sm90_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, walk.steps, release, issued);
+      }
     }
-    Flat& sums = reinterpret_cast<Flat&>(acc);
+    Flat& sums = reinterpret_cast<Flat&>(all);
     if (!walk.ends()) {
       p.parts.send(sums, slot(walk.worker()), thread, kOwn + warpgroup);
       continue;
@@ -286,6 +359,20 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
       epilogue.share_bias();
       named_barrier_wait(kOwn + warpgroup, 128);
     }
+    if constexpr (Config::kSumsRows) {
+      const WorkTile work(p.schedule, walk.tile);
+      const int64_t row = (work.tile_m * kT.cluster + rank) * kT.block_m + first_row +
+                          thread / 32 * 16 + thread % 32 / 4;
+      float* g_to = p.gemm.row_parts + work.tile_n * p.gemm.m;
+#pragma unroll
+      for (int i = 0; i < kT.row_pieces(); ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int64_t at_row = row + i * 64 + half * 8;
+          if (thread % 4 == 0 && at_row < p.gemm.m) g_to[at_row] = all.of_rows[i][2 * half];
+        }
+      }
+    }
     // NOTE: computed anew, rather than kept in registers through the mainloop.
     epilogue.finish(acc, WorkTile(p.schedule, walk.tile), rank);
   }
@@ -298,6 +385,7 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     sm90_gemm_kernel(const __grid_constant__ Sm90Params p) {
 #if TW_HAS_WGMMA
   constexpr Sm90Tile kT = Config::kT;
+  using T = typename Config::T;
   constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   extern __shared__ __align__(1024) char s_memory[];
   Sm90Shared<Config>& s = *reinterpret_cast<Sm90Shared<Config>*>(s_memory);
@@ -309,6 +397,13 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     // Every warpgroup that reads a stage gives it back, in every block that it was sent to.
     s.pipeline.init(kT.cluster * (kT.pingpong ? 1 : Sm90Tile::kWarpgroups));
     mbarrier_init_fence();
+  }
+  if constexpr (Config::kSumsRows) {
+    // No bias is added where a's rows are summed: ones stand in its place.
+    static_assert(sizeof(s.bias) >= kSameValuesBytes && sizeof(T) == 2);
+    const T one = from_float<T>(1.f);
+    if (threadIdx.x < kSameValuesBytes / sizeof(T)) reinterpret_cast<T*>(s.bias)[threadIdx.x] = one;
+    async_fence();
   }
   let_next_kernel_begin();
   wait_for_kernels_before();
@@ -337,13 +432,20 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
 #endif
 }
 
-template <GemmMath kMath, int kTile, bool kGated, bool kAKMajor, bool kBKMajor>
+template <GemmMath kMath, int kTile, bool kGated, bool kAKMajor, bool kBKMajor,
+          bool kSumsRows = false>
 void launch_sm90_kernel(const Sm90Params& p, cudaStream_t stream) {
   constexpr Sm90Tile kT = kSm90Tiles[kTile];
   constexpr bool kTurned = kT.turned();
   if constexpr (kT.lacks(kTurned ? kBKMajor : kAKMajor, kTurned ? kAKMajor : kBKMajor, kGated) ==
                 nullptr) {
-    using Config = Sm90Config<kMath, kTile, kAKMajor, kBKMajor, kGated>;
+    constexpr bool kCanSum = kT.sums_rows(kMath, kAKMajor, kBKMajor, kGated);
+    if constexpr (kCanSum && !kSumsRows) {
+      if (p.gemm.row_parts != nullptr) {
+        return launch_sm90_kernel<kMath, kTile, kGated, kAKMajor, kBKMajor, true>(p, stream);
+      }
+    }
+    using Config = Sm90Config<kMath, kTile, kAKMajor, kBKMajor, kGated, kSumsRows>;
     static_assert(sizeof(Sm90Shared<Config>) <= kT.shared_bytes());
     const int64_t blocks = int64_t{p.deal.workers} * kT.cluster;
     Grid grid(blocks, Sm90Tile::kThreads, sizeof(Sm90Shared<Config>));

@@ -85,6 +85,15 @@ struct Sm90Tile {
     if (gated && !a_k_major) return "a gated product reads its first operand along K alone";
     return nullptr;
   }
+  // Whether it has kernels that sum a's rows: as a weight's gradient has operands, for that of the
+  // bias.
+  constexpr bool sums_rows(GemmMath math, bool a_k_major, bool b_k_major, bool gated) const {
+    return !turned() && !gated && !a_k_major && !b_k_major && !sm90_along_k(math) &&
+           lacks(a_k_major, b_k_major, gated) == nullptr;
+  }
+  constexpr bool sums_rows(const GemmProblem& p) const {
+    return p.batch == 1 && sums_rows(p.math, p.a_k_major, p.b_k_major, p.gated);
+  }
 };
 
 inline constexpr Sm90Tile kSm90Tiles[] = {
@@ -123,7 +132,8 @@ inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t steps
 inline int64_t sm90_workspace_floats(const GemmProblem& p, const Sm90Tile& tile) {
   const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), sm90_steps(p), p.device, true);
   if (stream.tiles == 0) return 0;
-  return stream.workers * tile.cluster * tile.block_m * tile.block_n;
+  constexpr int kRowSums = 8;  // columns that the sums of a's rows take in a fragment
+  return stream.workers * tile.cluster * tile.block_m * (tile.block_n + kRowSums);
 }
 
 inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool streams) {

@@ -218,7 +218,8 @@ Grads gated_linear_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor
   const OnDevice on(x.device());
   const Tensor dz =
       gate_backward_into(dbias, dy, z, parse_gate("gated_linear_backward", gate), interleaved);
-  matmul_backward_into(dx, dweight, output_mask[0], output_mask[1], dz, x, weight);
+  const Tensor nothing = dbias.narrow(0, 0, 0);
+  matmul_backward_into(dx, dweight, nothing, output_mask[0], output_mask[1], dz, x, weight);
   return {dx, dweight, dbias};
 }
 #endif

@@ -67,7 +67,8 @@ inline void int4_matmul_into(const Tensor& y, const Tensor& x, const RepackedWei
                             x.scalar_type() == at::kBFloat16, device_facts()};
   const Int4Choice choice = pick<Int4Family>(problem);
   if (choice.engine == Int4Engine::kDense) {
-    return matmul_into(y, x, int4_dequantise(weight), {bias});
+    matmul_into(y, x, int4_dequantise(weight), {bias});
+    return;
   }
   const Tensor in_x = aligned_rows(x);
   const KernelWeight in_weight(weight);

@@ -105,9 +105,12 @@ Grads3 linear_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor& wei
                             std::array<bool, 3> output_mask) {
   auto [dx, dweight, dbias] = linear_backward_meta(dy, x, weight, preact, activation, output_mask);
   const OnDevice on(x.device());
-  const Tensor dz =
-      activation_backward_into(dbias, dy, preact, parse_activation("linear_backward", activation));
-  matmul_backward_into(dx, dweight, output_mask[0], output_mask[1], dz, x, weight);
+  const Activation act = parse_activation("linear_backward", activation);
+  const bool beside = bias_beside_weight(output_mask[1], act);
+  const Tensor nothing = dbias.narrow(0, 0, 0);
+  const Tensor dz = activation_backward_into(beside ? nothing : dbias, dy, preact, act);
+  matmul_backward_into(dx, dweight, beside ? dbias : nothing, output_mask[0], output_mask[1], dz, x,
+                       weight);
   return {dx, dweight, dbias};
 }
 #endif
