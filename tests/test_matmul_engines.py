@@ -90,6 +90,21 @@ def test_products_are_exact_in_every_configuration(size, dtype):
         assert engines == {"sync", "sm90"} | ({"rows"} if few else set())
 
 
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_bias_gradients_beside_the_weights_are_exact(size, dtype):
+    m, n, k = size
+    dy, x, weight = grid(dtype, m, n), grid(dtype, m, k), grid(dtype, n, k)
+    dweight = (dy.double().t() @ x.double()).to(dtype)
+    dbias = dy.double().sum(0).to(dtype)
+    for layout in ("rows", "gaps", "transposed"):
+        args = laid_out(dy, layout), laid_out(x, layout), weight
+        for name in each_configuration("linear_backward", *args, output_mask=[False, True, True]):
+            _, weights, bias = ops.linear_backward(*args, output_mask=[False, True, True])
+            assert_equal(weights, dweight)
+            assert torch.equal(bias, dbias), name
+
+
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_tf32_products_are_exact_in_every_configuration(size, monkeypatch):
     """Of integers, which TF32 holds."""
