@@ -12,6 +12,7 @@
 #include <string_view>
 
 #include "core/check.h"
+#include "core/donation.h"
 #include "core/gelu_tanh_cpu.h"
 #include "core/pointwise.h"
 
@@ -62,28 +63,30 @@ inline void activate_into(Tensor& y, const Tensor& z, Activation activation) {
   }
 }
 
-// dz = dy * activation'(z), from z (or y for relu); dy itself for none.
+// dz = dy * activation'(z), from z (or y for relu); dy itself for none. Over a z that is given
+// away.
 inline Tensor activation_backward(const Tensor& dy, const OptionalTensor& preact,
                                   Activation activation) {
+  if (activation == Activation::kNone) return dy;
+  if (activation == Activation::kGeluTanh && serves_gelu_tanh(dy, *preact)) {
+    const Tensor dz = Donation::gives(*preact) ? *preact : at::empty_like(dy);
+    if (dy.scalar_type() == at::kFloat) {
+      gelu_tanh_backward_into<float>(dz, dy, *preact);
+    } else {
+      gelu_tanh_backward_into<at::BFloat16>(dz, dy, *preact);
+    }
+    return dz;
+  }
+  Tensor dz = Donation::over(*preact);
   switch (activation) {
     case Activation::kRelu:
-      return at::threshold_backward(dy, *preact, 0);
+      return at::threshold_backward_out(dz, dy, *preact, 0);
     case Activation::kGelu:
-      return at::gelu_backward(dy, *preact, "none");
-    case Activation::kGeluTanh: {
-      if (!serves_gelu_tanh(dy, *preact)) return at::gelu_backward(dy, *preact, "tanh");
-      const Tensor dz = at::empty_like(dy);
-      if (dy.scalar_type() == at::kFloat) {
-        gelu_tanh_backward_into<float>(dz, dy, *preact);
-      } else {
-        gelu_tanh_backward_into<at::BFloat16>(dz, dy, *preact);
-      }
-      return dz;
-    }
-    case Activation::kSilu:
-      return at::silu_backward(dy, *preact);
+      return at::gelu_backward_out(dz, dy, *preact, "none");
+    case Activation::kGeluTanh:
+      return at::gelu_backward_out(dz, dy, *preact, "tanh");
     default:
-      return dy;
+      return at::silu_backward_out(dz, dy, *preact);
   }
 }
 

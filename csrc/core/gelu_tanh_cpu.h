@@ -53,7 +53,7 @@ void gelu_tanh_into(const Tensor& y, const Tensor& x) {
   });
 }
 
-// dx = dy * gelu'(x)
+// dx = dy * gelu'(x); dx may be x itself.
 template <typename T>
 void gelu_tanh_backward_into(const Tensor& dx, const Tensor& dy, const Tensor& x) {
   T* const to = dx.mutable_data_ptr<T>();

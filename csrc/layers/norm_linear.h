@@ -6,6 +6,7 @@
 
 #include "core/choices.h"
 #include "core/cuda_inputs.h"
+#include "core/donation.h"
 #include "core/linear_common.h"
 #include "layers/matmul.h"
 #include "norm/norm.h"
@@ -18,6 +19,20 @@ namespace torchweld {
 inline Tensor empty_matrix(int64_t rows, int64_t n, const Tensor& like) {
   const int64_t piece = 16 / like.element_size();
   return at::empty({rows, (n + piece - 1) / piece * piece}, like.options()).narrow(1, 0, n);
+}
+
+// The same like x's rows: dx's memory, where that is wanted and its rows start so.
+inline Tensor matrix_under(const Tensor& dx, const Tensor& x) {
+  const bool serves = dx.numel() > 0 && x.size(-1) * x.element_size() % 16 == 0;
+  return serves ? as_matrix(dx) : empty_matrix(count_rows(x), x.size(-1), x);
+}
+
+// The same for dz, over a pre-activation (..., N) that is given away where its rows
+// start so.
+inline Tensor matrix_over(const Tensor& preact) {
+  const bool serves = Donation::gives(preact) && preact.is_contiguous() &&
+                      preact.size(-1) * preact.element_size() % 16 == 0;
+  return serves ? as_matrix(preact) : empty_matrix(count_rows(preact), preact.size(-1), preact);
 }
 
 inline Tensor empty_floats(int64_t count, const Tensor& like) {
@@ -84,19 +99,13 @@ inline void norm_matmul_into(const Tensor& y, const RowNorm& norm, const Tensor&
   matmul_into(y, norm_rows(norm, rows, eps, out), weight, epilogue);
 }
 
-inline Tensor norm_rows_again(const RowNorm& norm, const Tensor& x, const RowStatistics& saved) {
-  const Tensor y = empty_matrix(count_rows(x), x.size(-1), x);
-  run_norm(norm, x, /*eps=*/0, {}, saved, y);
-  return y;
-}
-
 inline void row_statistics(const RowNorm& norm, const Tensor& x, double eps,
                            const RowStatistics& out) {
   run_norm(norm, x, eps, out, {}, {});
 }
 
-// The gradients to x, scale and shift from that to the normalised rows, dy (rows, K). Results of
-// size (0,) are those that nobody asked for.
+// The gradients to x, scale and shift from that to the normalised rows, dy (rows, K), which may be
+// dx's memory. Results of size (0,) are those that nobody asked for.
 inline void norm_backward_into(const Tensor& dx, const Tensor& dscale, const Tensor& dshift,
                                const RowNorm& norm, const Tensor& dy, const Tensor& x,
                                const RowStatistics& saved) {
@@ -108,30 +117,29 @@ inline void norm_backward_into(const Tensor& dx, const Tensor& dscale, const Ten
   const cudaStream_t stream = current_stream();
   const Rows in_dy(dy), in_x(x);
   const Vector mean(saved.mean), rstd(saved.rstd);
-  if (dx.numel() > 0) {
-    const Vector scale(norm.scale);
-    launch_norm_backward({in_dy.tensor.const_data_ptr(), in_x.tensor.const_data_ptr(), scale.data(),
-                          mean.data<float>(), rstd.data<float>(), dx.mutable_data_ptr(), in_x.rows,
-                          in_x.n, in_dy.row_stride, in_x.row_stride, in_x.n, dtype_of(x)},
-                         stream);
+  if (dscale.numel() > 0 || dshift.numel() > 0) {
+    const Tensor partials = empty_floats(2 * column_partials(in_x.rows, in_x.n), x);
+    launch_norm_vectors_backward({in_dy.tensor.const_data_ptr(), in_x.tensor.const_data_ptr(),
+                                  mean.data<float>(), rstd.data<float>(), data_if_wanted(dscale),
+                                  data_if_wanted(dshift), mutable_data<float>(partials), in_x.rows,
+                                  in_x.n, in_dy.row_stride, in_x.row_stride, dtype_of(x)},
+                                 stream);
   }
-  if (dscale.numel() == 0 && dshift.numel() == 0) return;
-  const Tensor partials = empty_floats(2 * column_partials(in_x.rows, in_x.n), x);
-  launch_norm_vectors_backward({in_dy.tensor.const_data_ptr(), in_x.tensor.const_data_ptr(),
-                                mean.data<float>(), rstd.data<float>(), data_if_wanted(dscale),
-                                data_if_wanted(dshift), mutable_data<float>(partials), in_x.rows,
-                                in_x.n, in_dy.row_stride, in_x.row_stride, dtype_of(x)},
-                               stream);
+  if (dx.numel() == 0) return;
+  const Vector scale(norm.scale);
+  launch_norm_backward({in_dy.tensor.const_data_ptr(), in_x.tensor.const_data_ptr(), scale.data(),
+                        mean.data<float>(), rstd.data<float>(), dx.mutable_data_ptr(), in_x.rows,
+                        in_x.n, in_dy.row_stride, in_x.row_stride, in_x.n, dtype_of(x)},
+                       stream);
 }
 
-// dz (rows, N) = dy * activation'(z), from z (or y for relu); its sum over the rows into dbias,
-// unless that has size (0,).
+// dz (rows, N) = dy * activation'(z), from z (or y for relu), over a z that is given away; its sum
+// over the rows into dbias, unless that has size (0,).
 inline Tensor activation_backward_into(const Tensor& dbias, const Tensor& dy,
                                        const OptionalTensor& preact, Activation activation) {
   const bool writes = needs_preact(activation);
   const Rows in_dy(dy);
-  const Tensor dz =
-      writes ? empty_matrix(count_rows(dy), dy.size(-1), dy) : as_matrix(in_dy.tensor);
+  const Tensor dz = writes ? matrix_over(*preact) : as_matrix(in_dy.tensor);
   if (dy.numel() == 0) {
     dbias.zero_();
     return dz;
@@ -178,18 +186,23 @@ inline void matmul_backward_into(const Tensor& dx, const Tensor& dweight, const 
 }
 
 // The same of z = norm(x) @ weight.T, and those to scale and shift, which have size (0,) where
-// nobody asked. The normalised rows are gone before their gradient is there.
+// nobody asked. The normalised rows and their gradient are in the same memory, one after the other.
 inline void norm_matmul_backward_into(const Tensor& dx, const Tensor& dweight, const Tensor& dbias,
                                       const Tensor& dscale, const Tensor& dshift, bool wants_x,
                                       bool wants_weight, const RowNorm& norm, const Tensor& dz,
                                       const Tensor& x, const Tensor& weight,
                                       const RowStatistics& saved) {
-  if (wants_weight) weight_backward_into(dweight, dbias, dz, norm_rows_again(norm, x, saved));
-  if (!wants_x && dscale.numel() == 0 && dshift.numel() == 0) return;
+  const bool wants_rows = wants_x || dscale.numel() > 0 || dshift.numel() > 0;
+  if (!wants_rows && !wants_weight) return;
+  const Tensor rows = matrix_under(dx, x);
+  if (wants_weight) {
+    run_norm(norm, x, /*eps=*/0, {}, saved, rows);
+    weight_backward_into(dweight, dbias, dz, rows);
+  }
+  if (!wants_rows) return;
   const CallPart part("dx");
-  const Tensor dnormalised = empty_matrix(count_rows(x), x.size(-1), x);
-  matmul_into(dnormalised, dz, weight.t());
-  norm_backward_into(dx, dscale, dshift, norm, dnormalised, x, saved);
+  matmul_into(rows, dz, weight.t());
+  norm_backward_into(dx, dscale, dshift, norm, rows, x, saved);
 }
 
 }  // namespace torchweld

@@ -234,6 +234,7 @@ struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>> {
       const Tensor saved = saves_preact(act) ? preact : needs_preact(act) ? y : Tensor();
       ctx->save_for_backward(
           {x, weight, saved, or_undefined(vectors)..., std::get<2 + s>(results)...});
+      Donation::prepare(ctx);
       ctx->saved_data["activation"] = activation;
       ctx->saved_data["bias"] = is_given(bias) && bias->requires_grad();
       return outputs_of(ctx, {y, preact, std::get<2 + s>(results)...});
@@ -248,6 +249,7 @@ struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>> {
       const Mask wanted = {x.requires_grad(), weight.requires_grad(),
                            ctx->saved_data["bias"].toBool(),
                            vectors[v].defined() && vectors[v].requires_grad()...};
+      const Donation preact(ctx, saved[2]);
       const Grads grads =
           BackwardCall()(dys[0], x, weight, optional(vectors[v])..., statistics[s]...,
                          optional(saved[2]), ctx->saved_data["activation"].toStringRef(), wanted);

@@ -106,30 +106,23 @@ Tensor apply_gate(const Halves& z, Gate gate) {
   }
 }
 
-// CPU. dz's halves from dy (rows, N).
-void gate_backward_into(const Halves& dz, const Tensor& dy, const Halves& z, Gate gate) {
+// CPU. The gradients to z's halves from dy (rows, N).
+std::pair<Tensor, Tensor> gate_backward(const Tensor& dy, const Halves& z, Gate gate) {
   switch (gate) {
     case Gate::kSigmoidTanh: {
       const Tensor s = at::sigmoid(z.left), t = at::tanh(z.right);
-      dz.left.copy_(at::sigmoid_backward(dy * t, s));
-      dz.right.copy_(at::tanh_backward(dy * s, t));
-      return;
+      return {at::sigmoid_backward(dy * t, s), at::tanh_backward(dy * s, t)};
     }
     case Gate::kGeglu:
     case Gate::kGegluTanh: {
       const char* approximate = gate == Gate::kGeglu ? "none" : "tanh";
-      dz.left.copy_(at::gelu(z.right, approximate).mul_(dy));
-      dz.right.copy_(at::gelu_backward(dy * z.left, z.right, approximate));
-      return;
+      return {at::gelu(z.right, approximate).mul_(dy),
+              at::gelu_backward(dy * z.left, z.right, approximate)};
     }
     case Gate::kSwiglu:
-      dz.left.copy_(at::silu_backward(dy * z.right, z.left));
-      dz.right.copy_(at::silu(z.left).mul_(dy));
-      return;
-    case Gate::kReglu:
-      dz.left.copy_(at::relu(z.right).mul_(dy));
-      dz.right.copy_(at::threshold_backward(dy * z.left, z.right, 0));
-      return;
+      return {at::silu_backward(dy * z.right, z.left), at::silu(z.left).mul_(dy)};
+    default:
+      return {at::relu(z.right).mul_(dy), at::threshold_backward(dy * z.left, z.right, 0)};
   }
 }
 
@@ -160,9 +153,12 @@ Grads gated_linear_backward_cpu(const Tensor& dy, const Tensor& x, const Tensor&
   auto [dx, dweight, dbias] =
       gated_linear_backward_meta(dy, x, weight, z, gate, interleaved, output_mask);
   const Tensor rows_z = as_matrix(z.contiguous());
-  const Tensor dz = at::empty(rows_z.sizes(), rows_z.options());
-  gate_backward_into(Halves(dz, interleaved), as_matrix(dy), Halves(rows_z, interleaved),
-                     parse_gate("gated_linear_backward", gate));
+  const auto [dleft, dright] = gate_backward(as_matrix(dy), Halves(rows_z, interleaved),
+                                             parse_gate("gated_linear_backward", gate));
+  const Tensor dz = Donation::gives(z) ? rows_z : at::empty(rows_z.sizes(), rows_z.options());
+  const Halves to(dz, interleaved);
+  to.left.copy_(dleft);
+  to.right.copy_(dright);
   linear_backward_into(dx, dweight, dbias, output_mask, dz, as_matrix(x), weight);
   return {dx, dweight, dbias};
 }
@@ -191,10 +187,11 @@ Forward gated_linear_forward_cuda(const Tensor& x, const Tensor& weight, const O
   return {y, z};
 }
 
-// dz (rows, 2N); its sum over the rows into dbias, unless that has size (0,).
+// dz (rows, 2N), over a z that is given away; its sum over the rows into dbias, unless that has
+// size (0,).
 Tensor gate_backward_into(const Tensor& dbias, const Tensor& dy, const Tensor& z, Gate gate,
                           bool interleaved) {
-  const Tensor dz = empty_matrix(count_rows(z), z.size(-1), z);
+  const Tensor dz = matrix_over(z);
   if (z.numel() == 0) {
     dbias.zero_();
     return dz;
@@ -230,6 +227,7 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
                                bool interleaved) {
     auto [y, z] = call_gated_linear_forward.below(x, weight, bias, gate, interleaved);
     ctx->save_for_backward({x, weight, z});
+    Donation::prepare(ctx);
     ctx->saved_data["gate"] = gate;
     ctx->saved_data["interleaved"] = interleaved;
     ctx->saved_data["bias"] = is_given(bias) && bias->requires_grad();
@@ -242,6 +240,7 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
     const Tensor &x = saved[0], &weight = saved[1];
     const std::array<bool, 3> wanted = {x.requires_grad(), weight.requires_grad(),
                                         ctx->saved_data["bias"].toBool()};
+    const Donation z(ctx, saved[2]);
     auto [dx, dweight, dbias] = call_gated_linear_backward(
         grads[0], x, weight, saved[2], ctx->saved_data["gate"].toStringRef(),
         ctx->saved_data["interleaved"].toBool(), wanted);

@@ -126,6 +126,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const Activation act = parse_activation("linear", activation);
     const Tensor saved = saves_preact(act) ? preact : needs_preact(act) ? y : Tensor();
     ctx->save_for_backward({x, weight, saved});
+    Donation::prepare(ctx);
     ctx->saved_data["activation"] = activation;
     ctx->saved_data["bias"] = is_given(bias) && bias->requires_grad();
     return outputs_of(ctx, {y, preact});
@@ -137,6 +138,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const Tensor &x = saved[0], &weight = saved[1];
     const std::array<bool, 3> wanted = {x.requires_grad(), weight.requires_grad(),
                                         ctx->saved_data["bias"].toBool()};
+    const Donation preact(ctx, saved[2]);
     auto [dx, dweight, dbias] =
         call_linear_backward(grads[0], x, weight, optional(saved[2]),
                              ctx->saved_data["activation"].toStringRef(), wanted);
