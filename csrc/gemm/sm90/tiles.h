@@ -132,8 +132,8 @@ inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t steps
 inline int64_t sm90_workspace_floats(const GemmProblem& p, const Sm90Tile& tile) {
   const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), sm90_steps(p), p.device, true);
   if (stream.tiles == 0) return 0;
-  constexpr int kRowSums = 8;  // columns that the sums of a's rows take in a fragment
-  return stream.workers * tile.cluster * tile.block_m * (tile.block_n + kRowSums);
+  const int row_sums = tile.sums_rows(p) ? 8 : 0;  // columns that they take in a fragment
+  return stream.workers * tile.cluster * tile.block_m * (tile.block_n + row_sums);
 }
 
 inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool streams) {
