@@ -62,6 +62,21 @@ struct Vector {
   }
 };
 
+// The stride of the rows of a tensor (..., n), where they are a constant stride apart.
+inline std::optional<int64_t> row_stride_of(const at::Tensor& t) {
+  int64_t stride = t.size(-1), expected = -1;
+  for (int64_t d = t.dim() - 2; d >= 0; --d) {
+    if (t.size(d) == 1) continue;
+    if (expected == -1) {
+      stride = t.stride(d);
+    } else if (t.stride(d) != expected) {
+      return std::nullopt;
+    }
+    expected = t.stride(d) * t.size(d);
+  }
+  return stride;
+}
+
 // A tensor as (rows, n): columns adjacent, rows a constant stride apart. Copies only when the
 // strides cannot be told so.
 struct Rows {
@@ -72,30 +87,9 @@ struct Rows {
 
   explicit Rows(const at::Tensor& t) : n(t.size(-1)) {
     rows = n == 0 ? 0 : t.numel() / n;
-    if (!collapses(t)) {
-      tensor = t.contiguous();
-      row_stride = n;
-    } else {
-      tensor = t;
-    }
-  }
-
- private:
-  // True when the leading dims walk memory as one dim does; sets row_stride.
-  bool collapses(const at::Tensor& t) {
-    if (n > 1 && t.stride(-1) != 1) return false;
-    int64_t expected = -1;
-    row_stride = n;
-    for (int64_t d = t.dim() - 2; d >= 0; --d) {
-      if (t.size(d) == 1) continue;
-      if (expected == -1) {
-        row_stride = t.stride(d);
-      } else if (t.stride(d) != expected) {
-        return false;
-      }
-      expected = t.stride(d) * t.size(d);
-    }
-    return true;
+    const auto stride = n > 1 && t.stride(-1) != 1 ? std::nullopt : row_stride_of(t);
+    tensor = stride ? t : t.contiguous();
+    row_stride = stride.value_or(n);
   }
 };
 

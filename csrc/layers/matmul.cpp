@@ -15,6 +15,7 @@
 #include "core/counters.h"
 #include "core/cuda_inputs.h"
 #include "core/launch.h"
+#include "core/linear_common.h"
 #include "gemm/family.h"
 #include "gemm/gemm.h"
 #include "pointwise/pointwise.h"
@@ -25,37 +26,39 @@ namespace {
 // Elements of a 16-byte piece, in which the kernels read.
 int64_t piece_of(const Tensor& t) { return 16 / t.element_size(); }
 
-// t (batch, rows, K) with strides that the kernels take, or a copy with K adjacent and filled up
-// with zeros to whole pieces.
+// (batch, rows, K) with strides that the kernels take, or a copy with K adjacent and filled up with
+// zeros to whole pieces.
 struct Operand {
-  Tensor tensor;
+  Matrix matrix;
   bool k_major = true;
 
-  Operand(const Tensor& t, int64_t halves, bool interleaved) : tensor(t) {
-    const int64_t rows = t.size(1), k = t.size(2), piece = piece_of(t);
-    const bool base = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 &&
-                      (t.size(0) == 1 || t.stride(0) % piece == 0);
-    if (base && k % piece == 0 && t.stride(2) == 1 && (rows == 1 || t.stride(1) % piece == 0)) {
+  Operand(const Matrix& t, int64_t halves, bool interleaved) : matrix(t) {
+    const int64_t rows = t.rows, k = t.columns, piece = piece_of(t.tensor);
+    const bool base = reinterpret_cast<uintptr_t>(t.tensor.const_data_ptr()) % 16 == 0 &&
+                      (t.batch == 1 || t.batch_stride % piece == 0);
+    if (base && k % piece == 0 && t.column_stride == 1 &&
+        (rows == 1 || t.row_stride % piece == 0)) {
       return;
     }
     // Eight rows that are read together belong to one half of a gated product.
     const bool whole = halves == 1 ? rows % piece == 0 : !interleaved && rows / 2 % 8 == 0;
-    if (base && whole && t.stride(1) == 1 && (k == 1 || t.stride(2) % piece == 0)) {
+    if (base && whole && t.row_stride == 1 && (k == 1 || t.column_stride % piece == 0)) {
       k_major = false;
       return;
     }
     const int64_t width = (k + piece - 1) / piece * piece;
-    tensor = at::empty({t.size(0), rows, width}, t.options());
-    tensor.narrow(2, 0, k).copy_(t);
-    if (width > k) tensor.narrow(2, k, width - k).zero_();
+    const Tensor copy = at::empty({t.batch, rows, width}, t.tensor.options());
+    copy.narrow(2, 0, k).copy_(t.view());
+    if (width > k) copy.narrow(2, k, width - k).zero_();
+    matrix = copy;
   }
 
   GemmOperand params(int64_t batch) const {
     // A dim of size 1 may have any stride; the kernels see a harmless one.
-    const int64_t row_stride = k_major ? (tensor.size(1) == 1 ? 0 : tensor.stride(1)) : 1;
-    const int64_t k_stride = k_major ? 1 : (tensor.size(2) == 1 ? 0 : tensor.stride(2));
-    const bool shared = batch == 1 || tensor.size(0) == 1;
-    return {tensor.const_data_ptr(), row_stride, k_stride, shared ? 0 : tensor.stride(0)};
+    const int64_t row_stride = k_major ? (matrix.rows == 1 ? 0 : matrix.row_stride) : 1;
+    const int64_t k_stride = k_major ? 1 : (matrix.columns == 1 ? 0 : matrix.column_stride);
+    const bool shared = batch == 1 || matrix.batch == 1;
+    return {matrix.tensor.const_data_ptr(), row_stride, k_stride, shared ? 0 : matrix.batch_stride};
   }
 };
 
@@ -67,22 +70,29 @@ OptionalTensor aligned_vector(const OptionalTensor& t) {
   return aligned ? dense : dense.clone();
 }
 
-bool batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
-                         const MatmulEpilogue& epilogue, const MatmulNorm* norm = nullptr) {
-  if (y.numel() == 0) return false;
-  const int64_t batch = y.size(0), m = y.size(1), n = y.size(2);
-  if (n > 1 && y.stride(2) != 1) {
+}  // namespace
+
+Matrix rows_of(const Tensor& t) {
+  const auto stride = row_stride_of(t);
+  return stride ? Matrix(t, count_rows(t), *stride) : Matrix(as_matrix(t));
+}
+
+bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, const MatmulEpilogue& epilogue,
+                 const MatmulNorm* norm) {
+  if (y.empty()) return false;
+  const int64_t batch = y.batch, m = y.rows, n = y.columns;
+  const Tensor& out = y.tensor;
+  if (n > 1 && y.column_stride != 1) {
     // The transposed product writes the same memory; only a plain one can be turned.
-    const Tensor turned = y.transpose(1, 2);
     const bool plain = !is_given(epilogue.bias) && epilogue.activation == Activation::kNone &&
                        !epilogue.gated && !epilogue.preact.defined() && norm == nullptr;
-    if (plain && (m == 1 || turned.stride(2) == 1)) {
-      batched_matmul_into(turned, b, a, {});
+    if (plain && (m == 1 || y.row_stride == 1)) {
+      matmul_into(y.t(), b, a);
       return false;
     }
-    const Tensor dense = at::empty(y.sizes(), y.options());
-    const bool sums = batched_matmul_into(dense, a, b, epilogue, norm);
-    y.copy_(dense);
+    const Tensor dense = at::empty({batch, m, n}, out.options());
+    const bool sums = matmul_into(dense, a, b, epilogue, norm);
+    y.view().copy_(dense);
     return sums;
   }
   const Operand in_a(a, 1, false), in_b(b, epilogue.gated ? 2 : 1, epilogue.interleaved);
@@ -90,15 +100,15 @@ bool batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
   GemmParams p{};
   p.m = m;
   p.n = n;
-  p.k = a.size(2);
+  p.k = a.columns;
   p.batch = batch;
   p.a = in_a.params(batch);
   p.b = in_b.params(batch);
-  p.y = y.mutable_data_ptr();
-  p.y_row_stride = y.stride(1);
-  p.y_batch_stride = y.stride(0);
-  p.dtype = dtype_of(y);
-  p.tf32 = matmul_may_use_tf32(y);
+  p.y = out.mutable_data_ptr();
+  p.y_row_stride = y.row_stride;
+  p.y_batch_stride = y.batch_stride;
+  p.dtype = dtype_of(out);
+  p.tf32 = matmul_may_use_tf32(out);
   p.epilogue.bias = bias.data();
   p.epilogue.bias_fp32 = is_given(epilogue.bias) && epilogue.bias->scalar_type() == at::kFloat;
   p.epilogue.activation = epilogue.activation;
@@ -137,21 +147,21 @@ bool batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
               m, " x ", n, " x ", p.k, " in a batch of ", batch, "; cut it into smaller ones");
   Tensor workspace, flags, written, row_parts;
   if (const int64_t floats = p.choice.workspace_floats(problem); floats > 0) {
-    workspace = p.choice.splits == kStreamK ? kept_floats(floats, y)
-                                            : at::empty({floats}, y.options().dtype(at::kFloat));
+    workspace = p.choice.splits == kStreamK ? kept_floats(floats, out)
+                                            : at::empty({floats}, out.options().dtype(at::kFloat));
     p.workspace = mutable_data<float>(workspace);
   }
   if (const int64_t count = p.choice.flags(problem); count > 0) {
-    flags = block_flags(count, y);
+    flags = block_flags(count, out);
     p.flags = mutable_data<uint64_t>(flags);
   }
   if (const int64_t bytes = gemm_written_bytes(p); bytes > 0) {
-    written = at::empty({bytes}, y.options().dtype(at::kByte));
+    written = at::empty({bytes}, out.options().dtype(at::kByte));
     p.written = written.mutable_data_ptr();
   }
   const int64_t parts = epilogue.row_sums.defined() ? p.choice.row_parts(problem) : 0;
   if (parts > 0) {
-    row_parts = at::empty({parts, m}, y.options().dtype(at::kFloat));
+    row_parts = at::empty({parts, m}, out.options().dtype(at::kFloat));
     p.row_parts = mutable_data<float>(row_parts);
   }
   launch_gemm(p, current_stream());
@@ -161,32 +171,24 @@ bool batched_matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
   return true;
 }
 
-}  // namespace
-
 bool matmul_may_use_tf32(const Tensor& t) {
   return t.scalar_type() == at::kFloat &&
          at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
              at::Float32Precision::TF32;
 }
 
-bool matmul_takes_norm(const Tensor& a, const Tensor& b) {
-  if (a.stride(1) != 1 || b.size(0) == 0) return false;
+bool matmul_takes_norm(const Matrix& a, const Matrix& b) {
+  if (a.column_stride != 1 || b.rows == 0) return false;
   GemmProblem problem{};
-  problem.m = a.size(0);
-  problem.n = b.size(0);
-  problem.k = a.size(1);
+  problem.m = a.rows;
+  problem.n = b.rows;
+  problem.k = a.columns;
   problem.batch = 1;
-  problem.math = gemm_math(dtype_of(a), /*tf32=*/false);
+  problem.math = gemm_math(dtype_of(a.tensor), /*tf32=*/false);
   problem.a_k_major = problem.b_k_major = problem.normed = true;
   problem.device = device_facts();
   return std::any_of(std::begin(kRowsTiles), std::end(kRowsTiles),
                      [&](const RowsTile& tile) { return !rows_refusal(problem, tile, 1); });
-}
-
-bool matmul_into(const Tensor& y, const Tensor& a, const Tensor& b, const MatmulEpilogue& epilogue,
-                 const MatmulNorm* norm) {
-  if (y.dim() == 3) return batched_matmul_into(y, a, b, epilogue, norm);
-  return batched_matmul_into(y.unsqueeze(0), a.unsqueeze(0), b.unsqueeze(0), epilogue, norm);
 }
 
 }  // namespace torchweld

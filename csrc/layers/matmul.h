@@ -1,6 +1,8 @@
 // From tensors to the matmul engine. Host code of CUDA builds only.
 #pragma once
 
+#include <utility>
+
 #include "core/check.h"
 #include "core/pointwise.h"
 
@@ -8,6 +10,46 @@ namespace torchweld {
 
 // True where torch's own switch lets fp32 matmuls round their operands to TF32.
 bool matmul_may_use_tf32(const Tensor& t);
+
+// A matrix in a tensor's memory, or a batch of them.
+// NOTE: views would say the same, and each takes the host as long as a small op.
+struct Matrix {
+  Tensor tensor;
+  int64_t rows, columns, row_stride, column_stride;
+  int64_t batch = 1, batch_stride = 0;
+
+  // (rows, columns), or (batch, rows, columns).
+  Matrix(const Tensor& t)
+      : tensor(t),
+        rows(t.size(-2)),
+        columns(t.size(-1)),
+        row_stride(t.stride(-2)),
+        column_stride(t.stride(-1)) {
+    if (t.dim() == 3) batch = t.size(0), batch_stride = t.stride(0);
+  }
+  Matrix(const Tensor& t, int64_t rows, int64_t row_stride)
+      : tensor(t),
+        rows(rows),
+        columns(t.size(-1)),
+        row_stride(row_stride),
+        column_stride(t.stride(-1)) {}
+
+  bool empty() const { return batch * rows * columns == 0; }
+  // The transposed matrix.
+  Matrix t() const {
+    Matrix turned = *this;
+    std::swap(turned.rows, turned.columns);
+    std::swap(turned.row_stride, turned.column_stride);
+    return turned;
+  }
+  // (batch, rows, columns)
+  Tensor view() const {
+    return tensor.as_strided({batch, rows, columns}, {batch_stride, row_stride, column_stride});
+  }
+};
+
+// The rows of a tensor (..., n); a copy only where no strides can tell them.
+Matrix rows_of(const Tensor& t);
 
 struct MatmulEpilogue {
   OptionalTensor bias = std::nullopt;  // (N,), (2N,) where gated; the operands' dtype, or fp32
@@ -40,13 +82,13 @@ struct MatmulNorm {
 };
 
 // Whether matmul_into takes a norm of a's rows: there are few, short ones.
-bool matmul_takes_norm(const Tensor& a, const Tensor& b);
+bool matmul_takes_norm(const Matrix& a, const Matrix& b);
 
 // y = epilogue(a @ b.mT): a (M, K), b (N, K) or (2N, K), y (M, N); or all three with a batch in
 // front, where a and b may have a batch of 1. Any strides; empty sizes too. Returns whether
 // epilogue.row_sums has the sums of a's rows: no kernel but Hopper's for a weight's gradient makes
 // them.
-bool matmul_into(const Tensor& y, const Tensor& a, const Tensor& b,
+bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b,
                  const MatmulEpilogue& epilogue = {}, const MatmulNorm* norm = nullptr);
 
 }  // namespace torchweld

@@ -87,16 +87,16 @@ inline Tensor norm_rows(const RowNorm& norm, const Tensor& x, double eps,
 }
 
 // y (rows, N) = epilogue(norm(x) @ weight.T), in one kernel where the matmul takes the norm.
-inline void norm_matmul_into(const Tensor& y, const RowNorm& norm, const Tensor& x, double eps,
+inline void norm_matmul_into(const Matrix& y, const RowNorm& norm, const Tensor& x, double eps,
                              const Tensor& weight, const MatmulEpilogue& epilogue,
                              const RowStatistics& out = {}) {
-  const Tensor rows = as_matrix(x);
+  const Matrix rows = rows_of(x);
   if (matmul_takes_norm(rows, weight)) {
     const MatmulNorm in_front = {norm, eps, out};
     matmul_into(y, rows, weight, epilogue, &in_front);
     return;
   }
-  matmul_into(y, norm_rows(norm, rows, eps, out), weight, epilogue);
+  matmul_into(y, norm_rows(norm, x, eps, out), weight, epilogue);
 }
 
 inline void row_statistics(const RowNorm& norm, const Tensor& x, double eps,
@@ -165,11 +165,11 @@ inline bool bias_beside_weight(bool wants_weight, Activation activation) {
 
 // dweight = dz^T @ x of rows, and dbias unless that has size (0,).
 inline void weight_backward_into(const Tensor& dweight, const Tensor& dbias, const Tensor& dz,
-                                 const Tensor& rows) {
+                                 const Matrix& rows) {
   const CallPart part("dweight");
   MatmulEpilogue epilogue;
   if (dbias.numel() > 0) epilogue.row_sums = dbias;
-  const bool sums = matmul_into(dweight, dz.t(), rows.t(), epilogue);
+  const bool sums = matmul_into(dweight, Matrix(dz).t(), rows.t(), epilogue);
   if (!sums) activation_backward_into(dbias, dz, std::nullopt, Activation::kNone);
 }
 
@@ -180,9 +180,9 @@ inline void matmul_backward_into(const Tensor& dx, const Tensor& dweight, const 
                                  const Tensor& weight) {
   if (wants_x) {
     const CallPart part("dx");
-    matmul_into(as_matrix(dx), dz, weight.t());
+    matmul_into(rows_of(dx), dz, Matrix(weight).t());
   }
-  if (wants_weight) weight_backward_into(dweight, dbias, dz, as_matrix(x));
+  if (wants_weight) weight_backward_into(dweight, dbias, dz, rows_of(x));
 }
 
 // The same of z = norm(x) @ weight.T, and those to scale and shift, which have size (0,) where
@@ -201,7 +201,7 @@ inline void norm_matmul_backward_into(const Tensor& dx, const Tensor& dweight, c
   }
   if (!wants_rows) return;
   const CallPart part("dx");
-  matmul_into(rows, dz, weight.t());
+  matmul_into(rows, dz, Matrix(weight).t());
   norm_backward_into(dx, dscale, dshift, norm, rows, x, saved);
 }
 

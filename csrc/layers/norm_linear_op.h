@@ -169,7 +169,7 @@ struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>> {
     Tensor y = op_meta(x, weight, bias, vectors..., eps, activation);
     if (y.numel() == 0) return y;
     const OnDevice on(x.device());
-    norm_matmul_into(as_matrix(y), row_norm({vectors...}), x, eps, weight,
+    norm_matmul_into(rows_of(y), row_norm({vectors...}), x, eps, weight,
                      {bias, parse_activation(Norm::kOp, activation)});
     return y;
   }
@@ -188,7 +188,7 @@ struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>> {
     }
     MatmulEpilogue epilogue = {bias, parse_activation(Norm::kForward, activation)};
     if (saves_preact(epilogue.activation)) epilogue.preact = std::get<1>(results);
-    norm_matmul_into(as_matrix(y), norm, x, eps, weight, epilogue, statistics);
+    norm_matmul_into(rows_of(y), norm, x, eps, weight, epilogue, statistics);
     return results;
   }
 

@@ -99,7 +99,7 @@ Grads2 bmm_backward_cpu(const Tensor& dy, const Tensor& a, const Tensor& b,
 
 #ifdef TORCHWELD_CUDA
 void multiply_cuda(const Tensor& y, const Tensor& left, const Tensor& right) {
-  matmul_into(y, left, right.mT());
+  matmul_into(y, left, Matrix(right).t());
 }
 
 // Evenly strided: its batch and rows are one dim in memory.

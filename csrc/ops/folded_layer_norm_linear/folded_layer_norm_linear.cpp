@@ -189,7 +189,7 @@ Tensor folded_layer_norm_linear_cuda(const Tensor& x, const Tensor& folded_weigh
       folded_layer_norm_linear_meta(x, folded_weight, weight_sum, folded_bias, eps, activation);
   if (y.numel() == 0) return y;
   const OnDevice on(x.device());
-  norm_matmul_into(as_matrix(y), {/*centred=*/true}, x, eps, folded_weight,
+  norm_matmul_into(rows_of(y), {/*centred=*/true}, x, eps, folded_weight,
                    {folded_bias, parse_activation("folded_layer_norm_linear", activation)});
   return y;
 }

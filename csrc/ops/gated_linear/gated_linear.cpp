@@ -169,7 +169,7 @@ void gated_matmul_into(const Tensor& y, const Tensor& z, const Tensor& x, const 
                        const OptionalTensor& bias, Gate gate, bool interleaved) {
   if (y.numel() == 0) return;
   const OnDevice on(x.device());
-  matmul_into(as_matrix(y), as_matrix(x), weight,
+  matmul_into(rows_of(y), rows_of(x), weight,
               {bias, Activation::kNone, /*gated=*/true, gate, interleaved, z});
 }
 

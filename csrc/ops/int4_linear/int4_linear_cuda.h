@@ -105,7 +105,7 @@ inline void int4_matmul_backward_into(const Tensor& dx, const Tensor& dy,
     dx.zero_();
     return;
   }
-  matmul_into(dx, dy, int4_dequantise(weight).t());
+  matmul_into(dx, dy, Matrix(int4_dequantise(weight)).t());
 }
 
 }  // namespace torchweld

@@ -84,7 +84,7 @@ Tensor linear_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& 
   Tensor y = linear_meta(x, weight, bias, activation);
   if (y.numel() == 0) return y;
   const OnDevice on(x.device());
-  matmul_into(as_matrix(y), as_matrix(x), weight, {bias, parse_activation("linear", activation)});
+  matmul_into(rows_of(y), rows_of(x), weight, {bias, parse_activation("linear", activation)});
   return y;
 }
 
@@ -96,7 +96,7 @@ std::tuple<Tensor, Tensor> linear_forward_cuda(const Tensor& x, const Tensor& we
   const OnDevice on(x.device());
   MatmulEpilogue epilogue = {bias, parse_activation("linear_forward", activation)};
   if (saves_preact(epilogue.activation)) epilogue.preact = preact;
-  matmul_into(as_matrix(y), as_matrix(x), weight, epilogue);
+  matmul_into(rows_of(y), rows_of(x), weight, epilogue);
   return {y, preact};
 }
 
