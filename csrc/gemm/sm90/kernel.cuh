@@ -8,7 +8,7 @@
 // Tiles are walked in bands of rows, so that the blocks in flight cover a square of y and share
 // operands in L2. Those of the last rounds may be shared by blocks, by steps of K (walk.cuh). For
 // up to 64 rows of y turned tiles multiply the other way round, b @ a^T, so that a block holds much
-// of b, which is what has to be read then, and little of a.
+// of b, which is what has to be read then, and little of a. Few such tiles are shared by clusters.
 //
 // Source: PTX ISA; the steps from a plain wgmma loop to this one follow P. Shah, "Outperforming
 // cuBLAS on H100" (2024).
@@ -281,12 +281,12 @@ __device__ __forceinline__ void sm90_summing_mainloop(
 }
 
 // What a consumer warpgroup does. Named barriers: 1 and 2 are the warpgroups' own, 3 and 4 their
-// turns at the tensor cores, or the turned epilogue's.
+// turns at the tensor cores, or the turned epilogue's; before 5 both have read a tile's last stage.
 template <class Config>
 __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Config>& s, int rank,
                                              int warpgroup) {
   constexpr Sm90Tile kT = Config::kT;
-  constexpr int kOwn = 1, kTurn = 3, kBoth = 256;
+  constexpr int kOwn = 1, kTurn = 3, kJoin = 5, kBoth = 256;
   constexpr int kRows = 64 * kT.row_pieces();  // of a warpgroup
   using Epilogue =
       std::conditional_t<kT.turned(),
@@ -342,6 +342,22 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
                                       shared_address(s.bias), release, issued);
       } else {
         sm90_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, walk.steps, release, issued);
+      }
+    }
+    if constexpr (kT.turned()) {
+      if (p.deal.joined > 1) {
+        // The warpgroups read the same stages, where the sums are to lie.
+        named_barrier_wait<kJoin, kBoth>();
+        const auto join = [&](auto joined) {
+          if (p.deal.joined != joined.value) return;
+          epilogue.take_share(sm90_join<joined.value, kBoth>(
+              acc[0], reinterpret_cast<float4*>(s.stages[0]), warpgroup * 128 + thread));
+        };
+        join(std::integral_constant<int, 2>());
+        join(std::integral_constant<int, 4>());
+        if constexpr (kT.most_joined() > 4) join(std::integral_constant<int, 8>());
+        epilogue.finish(acc, WorkTile(p.schedule, walk.tile), rank);
+        break;
       }
     }
     Flat& sums = reinterpret_cast<Flat&>(all);
@@ -405,6 +421,7 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     if (threadIdx.x < kSameValuesBytes / sizeof(T)) reinterpret_cast<T*>(s.bias)[threadIdx.x] = one;
     async_fence();
   }
+  const bool joins = kT.turned() && p.deal.joined > 1;
   let_next_kernel_begin();
   wait_for_kernels_before();
   int rank = 0;
@@ -419,13 +436,17 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     give_up_registers<kProducerRegisters>();
     if (warp == 0 && elect_one()) sm90_produce(p, s, rank);
     __syncwarp();
+    if (joins) {
+      cluster_arrive();
+      cluster_wait();
+    }
   } else {
     take_registers<kConsumerRegisters>();
     sm90_consume(p, s, rank, warp / 4 - 1);
     __syncwarp();
   }
-  if constexpr (kT.cluster > 1) {
-    // A neighbour may still send to this block, or arrive at its barriers.
+  // A neighbour may still send to this block, arrive at its barriers or read its sums.
+  if (kT.cluster > 1 || joins) {
     cluster_arrive();
     cluster_wait();
   }
@@ -449,7 +470,7 @@ void launch_sm90_kernel(const Sm90Params& p, cudaStream_t stream) {
     static_assert(sizeof(Sm90Shared<Config>) <= kT.shared_bytes());
     const int64_t blocks = int64_t{p.deal.workers} * kT.cluster;
     Grid grid(blocks, Sm90Tile::kThreads, sizeof(Sm90Shared<Config>));
-    grid.cluster = kT.cluster;
+    grid.cluster = kTurned ? p.deal.joined : kT.cluster;
     grid.overlaps = true;
     launch_kernel(sm90_gemm_kernel<Config>, grid, stream, p);
   }

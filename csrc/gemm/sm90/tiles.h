@@ -68,6 +68,9 @@ struct Sm90Tile {
   constexpr int64_t tiles(const GemmProblem& p) const {
     return tiles_m(p.m, p.width()) * tiles_n(p.m, p.width()) * p.batch;
   }
+  // Blocks that may have a tile together, each some of its steps of K: as a cluster they hand their
+  // sums on through shared memory, four values of a thread at least.
+  constexpr int most_joined() const { return turned() ? block_n / 8 : 1; }
   // Warpgroups of a block that have a part of one tile each.
   constexpr int sharers() const { return pingpong ? 1 : kWarpgroups; }
   // Whether it has kernels for a kind of operands.
@@ -111,6 +114,7 @@ inline constexpr int kSm90TileCount = sizeof(kSm90Tiles) / sizeof(kSm90Tiles[0])
 // idle while others do a last round. Source: M. Osama et al., "Stream-K", 2023.
 struct Sm90Stream {
   int64_t tiles = 0, workers = 1;
+  int joined = 1;  // workers that are a cluster, which has a tile
 };
 
 // How a product is dealt. Streamed are the tiles of the last round, which are too few for all
@@ -122,6 +126,12 @@ inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t steps
   if (!streams || last == 0) return {0, std::min(tiles, workers)};
   if (tiles > workers) return {last + workers, workers};
   const int64_t most = std::clamp<int64_t>(tiles * steps / kLeastSteps, 1, workers);
+  for (int joined = tile.most_joined(); joined > 1; joined /= 2) {
+    const bool fits = device.clusters && tiles <= device.most_clusters(joined);
+    if (fits && joined * tiles <= most && steps % joined == 0) {
+      return {tiles, joined * tiles, joined};
+    }
+  }
   // Where it can be, no worker has parts of two tiles.
   int64_t of_a_tile = most / tiles;
   while (of_a_tile > 1 && steps % of_a_tile != 0) --of_a_tile;
@@ -131,7 +141,7 @@ inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t steps
 // Sums on their way from worker to worker.
 inline int64_t sm90_workspace_floats(const GemmProblem& p, const Sm90Tile& tile) {
   const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), sm90_steps(p), p.device, true);
-  if (stream.tiles == 0) return 0;
+  if (stream.tiles == 0 || stream.joined > 1) return 0;
   const int row_sums = tile.sums_rows(p) ? 8 : 0;  // columns that they take in a fragment
   return stream.workers * tile.cluster * tile.block_m * (tile.block_n + row_sums);
 }
@@ -183,8 +193,10 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
     const double bytes = elems * sm90_pieces(p.math) * sm90_elem_bytes(p.math);
     const double step_us = tile.step_us * (bytes > kL2Bytes ? kBeyondL2 : 1);
     // A tile of one step has no parts.
-    us += share * (steps * step_us + beside_us) + std::max(0.0, 1 - share) * beside_us +
-          (tile.stream_us + tile.part_us * parts) * (steps - 1) / steps;
+    us += share * (steps * step_us + beside_us) + std::max(0.0, 1 - share) * beside_us;
+    constexpr double kJoinUs = 1.5;
+    us +=
+        stream.joined > 1 ? kJoinUs : (tile.stream_us + tile.part_us * parts) * (steps - 1) / steps;
   }
   // In long products, one after the other, the GPU lowers its clock for the power that they take;
   // blocks that share no loads take more, unless their tiles are half empty. Measured over 20 to 50

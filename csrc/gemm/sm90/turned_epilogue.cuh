@@ -13,7 +13,8 @@ namespace torchweld {
 #if TW_HAS_WGMMA
 // A thread has, of a warp's 16 columns of y and the tile's rows of y: of columns g and g + 8
 // (g = lane / 4) the rows 2t and 2t + 1 (t = lane % 4) of every group of 8. Of a gated tile the
-// first warpgroup has the left halves and finishes them with the right ones of the second.
+// first warpgroup has the left halves and finishes them with the right ones of the second. A block
+// that has the tile together with others stores its share of the values alone.
 template <typename T, int kTile, bool kGated>
 class Sm90TurnedEpilogue {
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
@@ -38,6 +39,8 @@ class Sm90TurnedEpilogue {
 
   __device__ __forceinline__ void fetch_bias(const WorkTile&) const {}
   __device__ __forceinline__ void share_bias() const {}
+
+  __device__ __forceinline__ void take_share(Sm90Share share) { share_ = share; }
 
   __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int) const {
     constexpr int kColumns = kGated ? kT.block_m / 2 : kT.block_m;  // of y
@@ -107,13 +110,15 @@ class Sm90TurnedEpilogue {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       const int64_t r = row + i / 4 * 8 + i % 2, c = first + i / 2 % 2 * 8;
-      if (r < p_.m && c < p_.n) *at(r, c) = from_float<T>(v[i]);
+      const bool own = unsigned(i - share_.first) < unsigned(share_.count);
+      if (own && r < p_.m && c < p_.n) *at(r, c) = from_float<T>(v[i]);
     }
   }
 
   const GemmParams& p_;
   float* s_right_;
   int warpgroup_, sent_, read_;
+  Sm90Share share_ = {0, kValues};
 };
 #endif
 

@@ -12,6 +12,7 @@ struct Sm90Deal {
   uint32_t tiles, whole, workers;
   FastDivisor steps;       // of a tile
   uint32_t share, longer;  // of the row; the first `longer` workers take a step more
+  int joined;              // workers that are a cluster, which has a tile
 
   Sm90Deal(uint32_t tiles, int64_t steps, const Sm90Stream& stream)
       : tiles(tiles),
@@ -19,7 +20,8 @@ struct Sm90Deal {
         workers(uint32_t(stream.workers)),
         steps(steps),
         share(uint32_t(stream.tiles * steps / stream.workers)),
-        longer(uint32_t(stream.tiles * steps % stream.workers)) {}
+        longer(uint32_t(stream.tiles * steps % stream.workers)),
+        joined(stream.joined) {}
 };
 
 // What a worker does, one piece after the other: its whole tiles, while all workers are at the same
