@@ -842,6 +842,42 @@ def test_cuda_graph_replays_with_changed_inputs(s):
             assert_same_bits(got, ref, s.id)
 
 
+@pytest.mark.parametrize("trains", [False, True] if GPU else NO_GPU)
+def test_compiled_cuda_graphs_share_no_memory_with_what_is_kept(trains):
+    """Workspaces and counters are kept from call to call, outside of the graphs' pool."""
+    need_kernel("attention", "cuda")
+    ops = torch.ops.torchweld
+
+    def matmuls(x, weight, back):
+        return ops.linear(ops.linear(x, weight, activation="gelu"), back) + ops.row_sum(x)[:, None]
+
+    def heads(x, weight, back):
+        q = ops.linear(x, weight).view(2, -1, 8, 128).transpose(1, 2)
+        decoded = ops.attention(q[:, :, -1:], q, q, causal=True)
+        return ops.attention(q, q, q, causal=True) + decoded
+
+    def tensors_of(seed):
+        torch.manual_seed(seed)
+        shapes = [(1024, 2048), (1024, 2048), (2048, 1024)]
+        made = [torch.randn(*s, device="cuda", dtype=torch.bfloat16) / 32 for s in shapes]
+        return [t.requires_grad_(trains) for t in made]
+
+    def result(function, inputs):
+        out = function(*inputs)
+        grads = torch.autograd.grad(out.sum(), inputs, allow_unused=True) if trains else ()
+        return [out.detach().clone(), *(g.clone() for g in grads if g is not None)]
+
+    functions = (matmuls, heads)
+    compiled = [torch.compile(f, mode="reduce-overhead", fullgraph=True) for f in functions]
+    for seed in range(4):
+        inputs = tensors_of(seed)
+        torch.compiler.cudagraph_mark_step_begin()
+        for function, fast in zip(functions, compiled, strict=True):
+            for got, want in zip(result(fast, inputs), result(function, inputs), strict=True):
+                # Sums of several gradients are rounded in another order.
+                assert (got - want).norm() <= 0.02 * want.norm(), function.__name__
+
+
 @pytest.mark.parametrize("s", GPU_ALL)
 def test_cuda_stream_is_the_current_one(s):
     """The inputs are made behind a long wait on a second stream; the op must queue behind them."""

@@ -167,6 +167,20 @@ def test_tf32_of_inf_and_nan(monkeypatch):
         assert torch.equal(found[1:3], expected[1:3]) and found[4].isfinite().all(), name
 
 
+@pytest.mark.parametrize("k_major", [True, False])
+def test_tf32_of_nan_stays_nan(k_major, monkeypatch):
+    """With its payload in the bits that TF32 drops, or all of its bits set."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    x = torch.ones(8, 64, device="cuda")
+    x.view(torch.int32)[:4, 3] = torch.tensor([0x7F800001, 0x7FFFFFFF, 0x7F801000, 0x7FC00000])
+    x.view(torch.int32)[4, 3] = -1
+    x = x if k_major else x.t().contiguous().t()
+    weight = torch.ones(64, 64, device="cuda")
+    for name in each_configuration("linear", x, weight):
+        found = ops.linear(x, weight).isnan()
+        assert found[:5].all() and not found[5:].any(), name
+
+
 @pytest.mark.parametrize("tf32", [False, True], ids=["float32", "tf32"])
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu", "gelu_tanh", "silu"])
 def test_activations_and_their_preact(activation, tf32, monkeypatch):

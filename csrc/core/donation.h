@@ -29,6 +29,8 @@ class Donation {
     if (alone && ctx->saved_data["donates"].toBool() &&
         !torch::autograd::get_current_graph_task_keep_graph()) {
       given() = saved.unsafeGetTensorImpl();
+      // A backward that fails from here on can't be asked again: autograd refuses changed tensors.
+      saved.unsafeGetTensorImpl()->bump_version();
     }
   }
   ~Donation() { given() = nullptr; }

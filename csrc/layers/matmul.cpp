@@ -159,7 +159,8 @@ bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, const Matmul
     written = at::empty({bytes}, out.options().dtype(at::kByte));
     p.written = written.mutable_data_ptr();
   }
-  const int64_t parts = epilogue.row_sums.defined() ? p.choice.row_parts(problem) : 0;
+  const bool sums_rows = epilogue.row_sums.defined() && !is_given(epilogue.bias);
+  const int64_t parts = sums_rows ? p.choice.row_parts(problem) : 0;
   if (parts > 0) {
     row_parts = at::empty({parts, m}, out.options().dtype(at::kFloat));
     p.row_parts = mutable_data<float>(row_parts);

@@ -94,8 +94,12 @@ struct Sm90Tile {
     return !turned() && !gated && !a_k_major && !b_k_major && !sm90_along_k(math) &&
            lacks(a_k_major, b_k_major, gated) == nullptr;
   }
+  // NOTE: the tensor cores' additions round towards zero. Beyond so many a sum of values of one
+  // sign would lose a digit of 16 bits.
   constexpr bool sums_rows(const GemmProblem& p) const {
-    return p.batch == 1 && sums_rows(p.math, p.a_k_major, p.b_k_major, p.gated);
+    constexpr int64_t kMostSteps = 2048;  // of one sum
+    return p.batch == 1 && sums_rows(p.math, p.a_k_major, p.b_k_major, p.gated) &&
+           sm90_steps(p) <= kMostSteps * tiles_n(p.m, p.width());
   }
 };
 
