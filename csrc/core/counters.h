@@ -62,7 +62,7 @@ at::Tensor kept_zeros(int64_t count, const at::Tensor& like, size_t most_streams
   if (at == kept.end() && kept.size() >= most_streams) return {};
   at::Tensor& zeros = at == kept.end() ? kept[key] : at->second;
   if (!zeros.defined() || zeros.numel() < count) {
-    zeros = {};
+    zeros.reset();
     zeros = driver_zeros(count, type, like, stream.stream());
   }
   return zeros;
