@@ -169,11 +169,11 @@ def test_tf32_of_inf_and_nan(monkeypatch):
 
 @pytest.mark.parametrize("k_major", [True, False])
 def test_tf32_of_nan_stays_nan(k_major, monkeypatch):
-    """With its payload in the bits that TF32 drops, or all of its bits set."""
+    """As instructions make it: all of its bits set, only the first, or others that TF32 drops."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     x = torch.ones(8, 64, device="cuda")
-    x.view(torch.int32)[:4, 3] = torch.tensor([0x7F800001, 0x7FFFFFFF, 0x7F801000, 0x7FC00000])
-    x.view(torch.int32)[4, 3] = -1
+    bits = [0x7FFFFFFF, 0x7FC00000, 0x7FC00001, 0x7FC01000, -1]
+    x.view(torch.int32)[:5, 3] = torch.tensor(bits, dtype=torch.int32)
     x = x if k_major else x.t().contiguous().t()
     weight = torch.ones(64, 64, device="cuda")
     for name in each_configuration("linear", x, weight):

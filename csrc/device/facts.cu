@@ -57,11 +57,12 @@ DeviceFacts ask(int device) {
   if (cudaFuncGetAttributes(&probe, target_probe_kernel) != cudaSuccess) probe = {};
   facts.clusters = facts.tma = major >= 9 && probe.ptxVersion >= 90;
   facts.wgmma = major == 9 && facts.tma && probe.maxThreadsPerBlock == kWarpgroupThreads;
-  facts.clusters_at_once[0] = facts.sms;
-  for (int i = 1; i < 5 && facts.clusters; ++i) {
-    facts.clusters_at_once[i] = clusters_at_once(1 << i, facts.shared_limit);
+  facts.clusters_at_once[1] = facts.sms;
+  for (const int blocks : {2, 3, 4, 8, 16}) {
+    if (!facts.clusters) break;
+    facts.clusters_at_once[blocks] = clusters_at_once(blocks, facts.shared_limit);
   }
-  facts.clusters_of_16 = facts.clusters_at_once[4] > 0;
+  facts.clusters_of_16 = facts.clusters_at_once[16] > 0;
   (void)cudaGetLastError();  // a question that failed is answered with 0; the launch tells why
   return facts;
 }

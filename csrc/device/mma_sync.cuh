@@ -113,6 +113,7 @@ __device__ __forceinline__ void mma_1688(float (&d)[4], const uint32_t (&a)[4], 
 }
 
 // x rounded to TF32, as the bits of an fp32.
+// NOTE: of a NaN that has its bits among the low 13 alone inf is left. No instruction makes one.
 __device__ __forceinline__ uint32_t round_to_tf32(float x) {
   uint32_t bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));

@@ -36,8 +36,7 @@ struct GemmChoice {
   }
   // By which blocks tell that sums are there.
   int64_t flags(const GemmProblem& p) const {
-    const bool hands_on = splits == kStreamK && workspace_floats(p) > 0;
-    return hands_on ? int64_t{Sm90Tile::kWarpgroups} * p.device.sms : 0;
+    return splits == kStreamK ? int64_t{Sm90Tile::kWarpgroups} * p.device.sms : 0;
   }
 };
 

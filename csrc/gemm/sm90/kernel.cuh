@@ -122,7 +122,7 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
 template <class Config>
 __device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Config>& s, int rank) {
   PipelineState<Config::kT.stages> at;
-  Sm90Walk<Config::kT.cluster> walk(p.deal);
+  Sm90Walk<Config::kT.cluster, Config::kT.turned()> walk(p.deal);
   while (walk.next()) {
     const WorkTile work(p.schedule, walk.tile);
     const auto load_steps = [&](int first, int steps, int a_piece, int b_piece) {
@@ -239,7 +239,7 @@ __device__ __forceinline__ void sm90_piece_mainloop(Sums& sums,
 // which have the same rows, share it.
 template <class Config, class Sums, class Release, class Issued>
 __device__ __forceinline__ void sm90_summing_mainloop(
-    const Sm90Params& p, const Sm90Walk<Config::kT.cluster>& walk, Sums& acc,
+    const Sm90Params& p, const Sm90Walk<Config::kT.cluster, false>& walk, Sums& acc,
     Sm90RowSums<Config>& rows, PipelineBarriers<Config::kT.stages>& pipeline,
     PipelineState<Config::kT.stages>& at, uint32_t s_a, uint32_t s_b, uint32_t s_ones,
     const Release& release, const Issued& issued) {
@@ -281,12 +281,12 @@ __device__ __forceinline__ void sm90_summing_mainloop(
 }
 
 // What a consumer warpgroup does. Named barriers: 1 and 2 are the warpgroups' own, 3 and 4 their
-// turns at the tensor cores, or the turned epilogue's; before 5 both have read a tile's last stage.
+// turns at the tensor cores, or the turned epilogue's.
 template <class Config>
 __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Config>& s, int rank,
                                              int warpgroup) {
   constexpr Sm90Tile kT = Config::kT;
-  constexpr int kOwn = 1, kTurn = 3, kJoin = 5, kBoth = 256;
+  constexpr int kOwn = 1, kTurn = 3, kBoth = 256;
   constexpr int kRows = 64 * kT.row_pieces();  // of a warpgroup
   using Epilogue =
       std::conditional_t<kT.turned(),
@@ -318,7 +318,7 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
   const uint32_t s_b = shared_address(s.stages[0]) + kT.block_m * kGemmStepBytes;
   Epilogue epilogue(p, s.staging, s.bias[warpgroup], warpgroup, kTurn);
   PipelineState<kT.stages> at;
-  Sm90Walk<Config::kT.cluster> walk(p.deal);
+  Sm90Walk<Config::kT.cluster, Config::kT.turned()> walk(p.deal);
   Parts all;
   Sums& acc = all.acc;
   // The first turn is the first warpgroup's.
@@ -346,14 +346,13 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
     }
     if constexpr (kT.turned()) {
       if (p.deal.joined > 1) {
-        // The warpgroups read the same stages, where the sums are to lie.
-        named_barrier_wait<kJoin, kBoth>();
         const auto join = [&](auto joined) {
           if (p.deal.joined != joined.value) return;
-          epilogue.take_share(sm90_join<joined.value, kBoth>(
-              acc[0], reinterpret_cast<float4*>(s.stages[0]), warpgroup * 128 + thread));
+          epilogue.take_share(
+              sm90_join<joined.value, kBoth>(acc[0], p.parts.sums, warpgroup * 128 + thread));
         };
         join(std::integral_constant<int, 2>());
+        join(std::integral_constant<int, 3>());
         join(std::integral_constant<int, 4>());
         if constexpr (kT.most_joined() > 4) join(std::integral_constant<int, 8>());
         epilogue.finish(acc, WorkTile(p.schedule, walk.tile), rank);
@@ -421,7 +420,6 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     if (threadIdx.x < kSameValuesBytes / sizeof(T)) reinterpret_cast<T*>(s.bias)[threadIdx.x] = one;
     async_fence();
   }
-  const bool joins = kT.turned() && p.deal.joined > 1;
   let_next_kernel_begin();
   wait_for_kernels_before();
   int rank = 0;
@@ -436,7 +434,7 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     give_up_registers<kProducerRegisters>();
     if (warp == 0 && elect_one()) sm90_produce(p, s, rank);
     __syncwarp();
-    if (joins) {
+    if (kT.turned() && p.deal.joined > 1) {
       cluster_arrive();
       cluster_wait();
     }
@@ -445,8 +443,8 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     sm90_consume(p, s, rank, warp / 4 - 1);
     __syncwarp();
   }
-  // A neighbour may still send to this block, arrive at its barriers or read its sums.
-  if (kT.cluster > 1 || joins) {
+  if constexpr (kT.cluster > 1) {
+    // A neighbour may still send to this block, or arrive at its barriers.
     cluster_arrive();
     cluster_wait();
   }
@@ -470,7 +468,7 @@ void launch_sm90_kernel(const Sm90Params& p, cudaStream_t stream) {
     static_assert(sizeof(Sm90Shared<Config>) <= kT.shared_bytes());
     const int64_t blocks = int64_t{p.deal.workers} * kT.cluster;
     Grid grid(blocks, Sm90Tile::kThreads, sizeof(Sm90Shared<Config>));
-    grid.cluster = kTurned ? p.deal.joined : kT.cluster;
+    grid.cluster = kTurned ? static_cast<int>(p.deal.joined) : kT.cluster;
     grid.overlaps = true;
     launch_kernel(sm90_gemm_kernel<Config>, grid, stream, p);
   }

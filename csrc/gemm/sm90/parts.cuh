@@ -56,46 +56,50 @@ struct Sm90Share {
   int first, count;
 };
 
-// Adds up the share of each block of a cluster, in the order of K. s_sums: what kThreads threads
-// have. By all of them and, for the cluster's barrier, by the block's other warps elsewhere. Nobody
-// leaves before the cluster's next barrier: others read what is here.
+// Adds up the share of each block of a cluster, in the order of K. g_sums: what kThreads threads of
+// each block of the grid have. By all of them and, for the cluster's barrier, by the block's other
+// warps elsewhere.
+// NOTE: not through the neighbours' shared memory. So a product of 64 x 4096 x 4096 took 3 us more
+// on an H200.
 template <int kJoined, int kThreads, int kValues>
-__device__ __forceinline__ Sm90Share sm90_join(float (&v)[kValues], float4* s_sums, int thread) {
-  constexpr int kAll = kValues / 4, kShare = kAll / kJoined;
-  static_assert(kShare * kJoined == kAll);
+__device__ __forceinline__ Sm90Share sm90_join(float (&v)[kValues], float* g_sums, int thread) {
+  constexpr int kAll = kValues / 4, kShare = (kAll + kJoined - 1) / kJoined;
+  const int rank = static_cast<int>(rank_in_cluster()), first = rank * kShare;
+  float4* const g_cluster =
+      reinterpret_cast<float4*>(g_sums) + int64_t{blockIdx.x - rank} * (kAll * kThreads) + thread;
+  const auto at = [&](int block, int i) { return g_cluster + (block * kAll + i) * kThreads; };
 #pragma unroll
   for (int i = 0; i < kAll; ++i) {
-    s_sums[i * kThreads + thread] = make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+    if (i / kShare == rank) continue;
+    __stcg(at(rank, i), make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]));
   }
   cluster_arrive();
   cluster_wait();
-  const int first = static_cast<int>(rank_in_cluster()) * kShare;
   float4 part[kJoined][kShare];
 #pragma unroll
-  for (int rank = 0; rank < kJoined; ++rank) {
+  for (int block = 0; block < kJoined; ++block) {
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
-      part[rank][i] = load_from_block(s_sums + (first + i) * kThreads + thread, rank);
+      part[block][i] = block != rank && first + i < kAll ? __ldcg(at(block, first + i)) : float4{};
     }
   }
 #pragma unroll
-  for (int i = 0; i < kShare; ++i) {
-    float4 sum = part[0][i];
+  for (int i = 0; i < kAll; ++i) {
+    if (i / kShare != rank) continue;
+    float* const own = v + 4 * i;
+    float4 sum = {};
 #pragma unroll
-    for (int rank = 1; rank < kJoined; ++rank) {
-      sum.x += part[rank][i].x;
-      sum.y += part[rank][i].y;
-      sum.z += part[rank][i].z;
-      sum.w += part[rank][i].w;
+    for (int block = 0; block < kJoined; ++block) {
+      const float4& other = part[block][i % kShare];
+      sum.x += block == rank ? own[0] : other.x;
+      sum.y += block == rank ? own[1] : other.y;
+      sum.z += block == rank ? own[2] : other.z;
+      sum.w += block == rank ? own[3] : other.w;
     }
-#pragma unroll
-    for (int to = i; to < kAll; to += kShare) {
-      if (to - i != first) continue;
-      v[4 * to] = sum.x;
-      v[4 * to + 1] = sum.y;
-      v[4 * to + 2] = sum.z;
-      v[4 * to + 3] = sum.w;
-    }
+    own[0] = sum.x;
+    own[1] = sum.y;
+    own[2] = sum.z;
+    own[3] = sum.w;
   }
   return {4 * first, 4 * kShare};
 }

@@ -68,8 +68,8 @@ struct Sm90Tile {
   constexpr int64_t tiles(const GemmProblem& p) const {
     return tiles_m(p.m, p.width()) * tiles_n(p.m, p.width()) * p.batch;
   }
-  // Blocks that may have a tile together, each some of its steps of K: as a cluster they hand their
-  // sums on through shared memory, four values of a thread at least.
+  // Blocks of a cluster that may have a tile together, each some of its steps of K: of a thread's
+  // values each finishes four at least.
   constexpr int most_joined() const { return turned() ? block_n / 8 : 1; }
   // Warpgroups of a block that have a part of one tile each.
   constexpr int sharers() const { return pingpong ? 1 : kWarpgroups; }
@@ -130,11 +130,12 @@ inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t steps
   if (!streams || last == 0) return {0, std::min(tiles, workers)};
   if (tiles > workers) return {last + workers, workers};
   const int64_t most = std::clamp<int64_t>(tiles * steps / kLeastSteps, 1, workers);
-  for (int joined = tile.most_joined(); joined > 1; joined /= 2) {
-    const bool fits = device.clusters && tiles <= device.most_clusters(joined);
-    if (fits && joined * tiles <= most && steps % joined == 0) {
-      return {tiles, joined * tiles, joined};
-    }
+  // In longer stretches the blocks of a cluster drift apart, and wait for each other.
+  constexpr int64_t kMostJoinedSteps = 32;
+  for (const int joined : {8, 4, 3, 2}) {
+    if (!device.clusters || joined > tile.most_joined()) continue;
+    if (tiles > device.most_clusters(joined) || joined * tiles > most) continue;
+    if (steps <= kMostJoinedSteps * joined) return {tiles, joined * tiles, joined};
   }
   // Where it can be, no worker has parts of two tiles.
   int64_t of_a_tile = most / tiles;
@@ -145,7 +146,7 @@ inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t steps
 // Sums on their way from worker to worker.
 inline int64_t sm90_workspace_floats(const GemmProblem& p, const Sm90Tile& tile) {
   const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), sm90_steps(p), p.device, true);
-  if (stream.tiles == 0 || stream.joined > 1) return 0;
+  if (stream.tiles == 0) return 0;
   const int row_sums = tile.sums_rows(p) ? 8 : 0;  // columns that they take in a fragment
   return stream.workers * tile.cluster * tile.block_m * (tile.block_n + row_sums);
 }

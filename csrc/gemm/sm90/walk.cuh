@@ -12,7 +12,7 @@ struct Sm90Deal {
   uint32_t tiles, whole, workers;
   FastDivisor steps;       // of a tile
   uint32_t share, longer;  // of the row; the first `longer` workers take a step more
-  int joined;              // workers that are a cluster, which has a tile
+  uint32_t joined;         // workers that are a cluster, which has a tile
 
   Sm90Deal(uint32_t tiles, int64_t steps, const Sm90Stream& stream)
       : tiles(tiles),
@@ -21,15 +21,15 @@ struct Sm90Deal {
         steps(steps),
         share(uint32_t(stream.tiles * steps / stream.workers)),
         longer(uint32_t(stream.tiles * steps % stream.workers)),
-        joined(stream.joined) {}
+        joined(uint32_t(stream.joined)) {}
 };
 
 // What a worker does, one piece after the other: its whole tiles, while all workers are at the same
 // steps of K and share what they load in the L2; then its stretch of the row, from the last piece
 // to the first. So a tile that several workers share is finished by the last of them. It waits only
 // for blocks with smaller numbers, which start no later and have handed their parts on without
-// waiting.
-template <int kCluster>
+// waiting. Joined workers have a tile each cluster, and wait for each other.
+template <int kCluster, bool kJoins>
 class Sm90Walk {
  public:
   uint32_t tile;
@@ -43,6 +43,10 @@ class Sm90Walk {
 
   // The first step of a worker's stretch.
   static __device__ __forceinline__ uint32_t begin(const Sm90Deal& deal, uint32_t worker) {
+    if (kJoins && deal.joined > 1) {
+      const uint32_t tile = worker / deal.joined, steps = deal.steps.divisor();
+      return tile * steps + (worker - tile * deal.joined) * steps / deal.joined;
+    }
     return worker * deal.share + min(worker, deal.longer);
   }
 
