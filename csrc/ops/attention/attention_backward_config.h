@@ -98,14 +98,16 @@ struct AttentionBackwardSm90Tile {
   int head_dim, head_dim_v;  // at most
 
   static constexpr int kMaskedRows = 64, kStages = 2, kThreads = 384;
+  static constexpr int kAdders = 2;  // warps that add to dQ by turns; a wide one has one
   static constexpr int kLineElems = AttentionSm90Tile::kLineElems;
 
   constexpr bool wide() const { return dim > 128; }
-  // K, V, Q and dO twice, dS twice, and a dQ tile in fp32. A wide one has dO and
-  // dS once, half of dQ, half of its neighbour's K, and P, where the neighbour's dS comes later.
+  // K, V, Q and dO twice, dS twice, and of each adder a dQ tile in fp32. A wide one has dO and dS
+  // once, half of dQ, half of its neighbour's K, and P, where the neighbour's dS comes later.
   constexpr int tile_bytes() const {
     if (!wide()) {
-      return 2 * (2 * keys * dim + 2 * kStages * rows * dim + 2 * rows * keys) + 4 * rows * dim;
+      return 2 * (2 * keys * dim + 2 * kStages * rows * dim + 2 * rows * keys) +
+             kAdders * 4 * rows * dim;
     }
     const int elems =
         keys * (dim + dim / 2 + head_dim_v) + rows * (kStages * dim + head_dim_v) + 2 * rows * keys;

@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     give_up_registers<kProducerRegisters>();
     if (warp == 0) {
       if (elect_one()) backward_sm90_load(p, s);
-    } else if (warp == 1) {
-      backward_sm90_add<Config>(p, s);
+    } else if (warp <= Config::kAdders) {
+      backward_sm90_add<Config>(p, s, warp - 1);
     }
     __syncwarp();
   } else {

@@ -44,7 +44,7 @@ struct BackwardSm90Config {
   static constexpr int kShareRows = kDim == 64 ? kRows / 2 : kRows;
   static constexpr int kShareFloats = kShareRows / 2;  // of a thread
   static constexpr int kShareBytes = kShareFloats * 128 * 4;
-  static constexpr int kShares = 2, kBlocks = kShape.blocks;
+  static constexpr int kShares = 2, kBlocks = kShape.blocks, kAdders = kShape.kAdders;
   static __device__ __forceinline__ int rank() { return 0; }
   // Where a warpgroup's scores are.
   static __device__ __forceinline__ int first_key(const WorkTile& work, int warpgroup) {
@@ -72,7 +72,7 @@ struct BackwardSm90Shared {
   alignas(kSwizzleAtomBytes) char q[kStages][Config::kRowBytes];
   alignas(kSwizzleAtomBytes) char dout[kStages][Config::kRowBytes];
   alignas(kSwizzleAtomBytes) char ds[2][Config::kScoreBytes];
-  alignas(128) float dq[2][Config::kShareFloats * 128];
+  alignas(128) float dq[Config::kAdders][2][Config::kShareFloats * 128];
   alignas(128) float lse[kStages][Config::kRows];
   alignas(128) float delta[kStages][Config::kRows];
   BackwardSm90Seen<Config> seen[kStages];
@@ -107,9 +107,9 @@ struct BackwardWalk {
 enum BackwardSm90Barrier : int {
   kScoresWritten = 1,
   kCleared = 2,
-  kShareFull = 3,   // and 4
-  kShareEmpty = 5,  // and 6
-  kOwn = 7          // and 8
+  kShareFull = 3,   // and 4; of the second adder 5 and 6
+  kShareEmpty = 7,  // and 8; 9 and 10
+  kOwn = 11         // and 12
 };
 inline constexpr int kBackwardConsumers = 256;          // threads
 inline constexpr int kBackwardShareThreads = 128 + 32;  // of a consumer and the warp that adds
@@ -182,21 +182,25 @@ __device__ __forceinline__ int backward_sm90_turn(const typename Config::Args& a
   }
 }
 
-// One warp's additions of the consumers' shares to dQ, each in the block's turn. The blocks of a
+// A warp's additions of the consumers' shares to dQ, each in the block's turn. The blocks of a
 // cluster add to columns of their own and have turns of their own.
+// NOTE: two warps take the steps by turns. An addition takes as long as a step: the turn is waited
+// for, and what was added is to be there before the next block's turn.
 template <typename Config>
 __device__ __forceinline__ void backward_sm90_add(const typename Config::Params& p,
-                                                  typename Config::Shared& s) {
-  constexpr int kShare = Config::kShareBytes / 4;
+                                                  typename Config::Shared& s, int adder) {
+  constexpr int kShare = Config::kShareBytes / 4, kAdders = Config::kAdders;
   const int steps = s.work.steps();
-  if (steps == 0) return;
+  if (steps <= adder) return;
   const bool lane_0 = threadIdx.x % kWarp == 0;
   const int tiles = static_cast<int>(p.args.rows) / Config::kRows;
   const int rank = Config::rank();
+  const int full = kShareFull + 2 * adder, empty = kShareEmpty + 2 * adder;
   BackwardWalk walk(s.work);
-  named_barrier_arrive(kShareEmpty, kBackwardShareThreads);
-  named_barrier_arrive(kShareEmpty + 1, kBackwardShareThreads);
-  for (int step = 0; step < steps; ++step) {
+  for (int i = 0; i < adder; ++i) walk.advance();
+  named_barrier_arrive(empty, kBackwardShareThreads);
+  named_barrier_arrive(empty + 1, kBackwardShareThreads);
+  for (int step = adder; step < steps; step += kAdders) {
     const int64_t tile = int64_t{walk.head} * tiles + walk.tile;
     int* const g_turn = p.args.g_turns + tile * Config::kBlocks + rank;
     const int turn = backward_sm90_turn<Config>(p.args, s.work, walk.tile);
@@ -208,32 +212,33 @@ __device__ __forceinline__ void backward_sm90_add(const typename Config::Params&
     }
     __syncwarp();
     for (int half = 0; half < 2; ++half) {
-      named_barrier_wait(kShareFull + half, kBackwardShareThreads);
+      named_barrier_wait(full + half, kBackwardShareThreads);
       if (adds) {
         const int share = rank * 2 + half;
         float* const g_to = p.args.g_dq + (tile * Config::kShares + share) * kShare;
         if (turn == 0) {
-          bulk_store(g_to, s.dq[half], Config::kShareBytes);
+          bulk_store(g_to, s.dq[adder][half], Config::kShareBytes);
         } else {
-          bulk_add(g_to, s.dq[half], Config::kShareBytes);
+          bulk_add(g_to, s.dq[adder][half], Config::kShareBytes);
         }
         tma_commit();
       }
     }
-    const bool last = step + 1 == steps;
+    const bool last = step + kAdders >= steps;
     if (adds) tma_wait_read<1>();
     __syncwarp();
-    if (!last) named_barrier_arrive(kShareEmpty, kBackwardShareThreads);
+    if (!last) named_barrier_arrive(empty, kBackwardShareThreads);
     if (adds) tma_wait_read<0>();
     __syncwarp();
-    if (!last) named_barrier_arrive(kShareEmpty + 1, kBackwardShareThreads);
+    if (!last) named_barrier_arrive(empty + 1, kBackwardShareThreads);
     if (adds) {
       tma_wait_all();
       global_async_fence();
       store_release(g_turn, turn + 1);
     }
     __syncwarp();
-    walk.advance();
+#pragma unroll
+    for (int i = 0; i < kAdders; ++i) walk.advance();
   }
 }
 #endif

@@ -78,13 +78,13 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
       next_tile(tile, tile_steps);
       start_scores(r_s, at, tile);
       wgmma_wait<1>();
-      hand_over(r_dq);
+      hand_over(r_dq, at.stage ^ 1);
       probabilities(r_s, r_dp, r_dv, at, tile);
       differences(r_s, r_dp, r_dk, at, tile);
     }
     queries(r_dq, at);
     wgmma_wait<0>();
-    hand_over(r_dq);
+    hand_over(r_dq, at.stage);
     wgmma_results(r_dk);
     wgmma_results(r_dv);
   }
@@ -160,16 +160,18 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     release(&s.dout_pipeline.empty[at.stage]);
   }
 
-  __device__ __forceinline__ void hand_over(Share& r_dq) {
+  // To the adder whose turn it is: they alternate as the stages do.
+  __device__ __forceinline__ void hand_over(Share& r_dq, int adder) {
+    static_assert(Config::kAdders == Config::kStages);
     wgmma_results(r_dq);
-    named_barrier_wait(kShareEmpty + warpgroup, kBackwardShareThreads);
-    float4* s_to = reinterpret_cast<float4*>(s.dq[warpgroup]) + threadIdx.x % 128;
+    named_barrier_wait(kShareEmpty + 2 * adder + warpgroup, kBackwardShareThreads);
+    float4* s_to = reinterpret_cast<float4*>(s.dq[adder][warpgroup]) + threadIdx.x % 128;
 #pragma unroll
     for (int i = 0; i < Config::kShareFloats; i += 4) {
       s_to[i / 4 * 128] = make_float4(r_dq[i], r_dq[i + 1], r_dq[i + 2], r_dq[i + 3]);
     }
     async_fence();
-    named_barrier_arrive(kShareFull + warpgroup, kBackwardShareThreads);
+    named_barrier_arrive(kShareFull + 2 * adder + warpgroup, kBackwardShareThreads);
   }
 
   // r = (the warpgroup's keys at s_keys) @ (kRows rows at s_rows)^T.

@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (warp == 0) {
       if (elect_one()) backward_wide_load<Config>(p, s);
     } else if (warp == 1) {
-      backward_sm90_add<Config>(p, s);
+      backward_sm90_add<Config>(p, s, 0);
     } else if (warp == 2) {
       backward_wide_send<Config>(s);
     }

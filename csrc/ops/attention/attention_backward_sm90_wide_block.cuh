@@ -35,7 +35,7 @@ struct BackwardWideConfig {
                        kDoutBytes = kValueLines * kRowStretch;
   static constexpr int kScoreBytes = kRows * kSwizzleLineBytes;  // of P or dS: 64 keys
   // A warpgroup's share of dQ^T: 64 columns. The cluster's warpgroups have one each.
-  static constexpr int kShares = kLines;
+  static constexpr int kShares = kLines, kAdders = 1;
   static constexpr int kShareRows = kRows, kShareFloats = kShareRows / 2;  // of a thread
   static constexpr int kShareBytes = kShareFloats * 128 * 4;
   static __device__ __forceinline__ int rank() { return static_cast<int>(rank_in_cluster()); }
@@ -60,7 +60,7 @@ struct BackwardWideShared {
   // P; the neighbour's dS comes here when P has been read.
   alignas(kSwizzleAtomBytes) char probabilities[Config::kScoreBytes];
   alignas(kSwizzleAtomBytes) char ds[Config::kScoreBytes];
-  alignas(128) float dq[2][Config::kShareFloats * 128];
+  alignas(128) float dq[Config::kAdders][2][Config::kShareFloats * 128];
   alignas(128) float lse[kStages][Config::kRows];
   alignas(128) float delta[1][Config::kRows];
   BackwardSm90Seen<Config> seen[kStages];
@@ -76,9 +76,9 @@ struct BackwardWideShared {
 // Named barriers beside those of BackwardSm90Barrier: both consumers have written P; dS may be
 // sent; a warpgroup is done with both blocks' dS.
 enum BackwardWideBarrier : int {
-  kProbabilitiesWritten = 9,
-  kSend = 10,
-  kShareDone = 11  // and 12
+  kProbabilitiesWritten = 5,
+  kSend = 6,
+  kShareDone = 9  // and 10
 };
 inline constexpr int kBackwardSendThreads = kBackwardConsumers + 32;  // and the warp that sends
 

@@ -195,7 +195,7 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
   __device__ __forceinline__ void hand_over(Share& r_dq) {
     wgmma_results(r_dq);
     named_barrier_wait(kShareEmpty + warpgroup, kBackwardShareThreads);
-    float4* s_to = reinterpret_cast<float4*>(s.dq[warpgroup]) + threadIdx.x % 128;
+    float4* s_to = reinterpret_cast<float4*>(s.dq[0][warpgroup]) + threadIdx.x % 128;
 #pragma unroll
     for (int i = 0; i < Config::kShareFloats; i += 4) {
       s_to[i / 4 * 128] = make_float4(r_dq[i], r_dq[i + 1], r_dq[i + 2], r_dq[i + 3]);
