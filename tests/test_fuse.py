@@ -362,6 +362,21 @@ def test_calls_that_the_direct_attention_leaves_to_the_stock_forward(
     assert len(calls) == (case != "plain")
 
 
+def test_the_direct_attention_runs_the_hooks_that_record_c_attn(fused_device):
+    attn = pair(fused_device)[0].transformer.h[0].attn
+    x = torch.randn(2, 5, 32, device=fused_device)
+    seen = []
+
+    def record(module, args, out):
+        seen.append(out.shape)
+
+    record.__module__ = "transformers.utils.output_capturing"  # such ones leave a site fused
+    attn.c_attn.register_forward_hook(record)
+    with torch.no_grad(), Calls() as calls:
+        attn(x)
+    assert seen == [(2, 5, 96)] and calls.names["torchweld::layer_norm_linear"] == 1
+
+
 def test_another_attention_that_is_chosen_after_fuse_runs(fused_device):
     model, stock = pair(fused_device)
     model.set_attn_implementation("eager")
