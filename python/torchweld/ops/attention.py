@@ -70,8 +70,8 @@ def attention(
         RuntimeError: a wrong shape, dtype or device, or a number that is out of range. Values of
             tensors are not looked at: those out of range count as the nearest end.
 
-    Limits: differentiable once. No dropout. With softcap, bfloat16 values beyond 1e27 may give inf on
-        Hopper.
+    Limits: differentiable once. No dropout. With softcap, bfloat16 values beyond 1e27 may give inf
+        on Hopper.
 
     Source: Dao, "FlashAttention-2", 2023.
     """
