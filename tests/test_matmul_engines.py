@@ -91,6 +91,22 @@ def test_products_are_exact_in_every_configuration(size, dtype):
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
+def test_tiles_that_a_cluster_has_together_are_exact(dtype):
+    """Of few blocks and of many, whose steps of K are not all as many."""
+    for m, n, k in ((64, 4096, 1600), (40, 2560, 2048), (64, 768, 3072), (17, 130, 4096)):
+        x, weight, bias = grid(dtype, m, k), grid(dtype, n, k), grid(dtype, n)
+        z = (x.double() @ weight.double().t() + bias.double()).to(dtype)
+        for layout in ("rows", "transposed"):
+            b = laid_out(weight, layout)
+            for name in each_configuration("linear", x, b, bias):
+                if "turned" in name:
+                    assert_equal(ops.linear(x, b, bias), z)
+            for name in each_configuration("gated_linear_forward", x, b, bias, gate="reglu"):
+                if "turned" in name:
+                    assert_equal(ops.gated_linear_forward(x, b, bias, gate="reglu")[1], z)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_bias_gradients_beside_the_weights_are_exact(size, dtype):
     m, n, k = size

@@ -27,8 +27,7 @@ inline Tensor matrix_under(const Tensor& dx, const Tensor& x) {
   return serves ? as_matrix(dx) : empty_matrix(count_rows(x), x.size(-1), x);
 }
 
-// The same for dz, over a pre-activation (..., N) that is given away where its rows
-// start so.
+// The same for dz, over a pre-activation (..., N) that is given away where its rows start so.
 inline Tensor matrix_over(const Tensor& preact) {
   const bool serves = Donation::gives(preact) && preact.is_contiguous() &&
                       preact.size(-1) * preact.element_size() % 16 == 0;
