@@ -63,7 +63,7 @@ class LayerNormConv1D(Conv1D):
     def forward(self, x: Tensor) -> Tensor:
         site = site_of(self)
         if site is not None and site.linear is self:
-            return site.apply(x)
+            return site.compute(x)
         return Conv1D.forward(self, x)
 
     def __repr__(self) -> str:
@@ -76,7 +76,7 @@ class LayerNormShardedConv1D(ShardedConv1D):
     def forward(self, x: Tensor) -> Tensor:
         site = site_of(self)
         if site is not None and site.linear is self:
-            return site.apply(x)
+            return site.compute(x)
         return ShardedConv1D.forward(self, x)
 
 
@@ -87,7 +87,7 @@ class LayerNormMLP(GPT2MLP):
         site = site_of(self)
         if site is None or site.owner is not self:
             return GPT2MLP.forward(self, hidden_states)
-        return drop(self.dropout, project(self.c_proj, site.apply(hidden_states)))
+        return drop(self.dropout, project(self.c_proj, site.compute(hidden_states)))
 
 
 FUSED = {

@@ -86,7 +86,7 @@ class DirectAttention(GPT2Attention):
         site = site_of(self.c_attn)
         # Hooks that transformers records outputs with see c_attn's.
         applies = site is not None and site.owner is self and not self.c_attn._forward_hooks
-        qkv = site.apply(hidden_states) if applies else self.c_attn(hidden_states)
+        qkv = site.compute(hidden_states) if applies else self.c_attn(hidden_states)
         # (batch, seqlen, 3, nheads, head_dim) -> 3 x (batch, nheads, seqlen, head_dim)
         parts = qkv.view(*qkv.shape[:-1], 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)
         query, key, value = parts.unbind(0)

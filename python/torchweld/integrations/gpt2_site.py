@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
@@ -41,23 +39,43 @@ def hooked(module: nn.Module) -> bool:
     return False
 
 
-@dataclass(eq=False)
-class Site:
+class Site(nn.Module):
     """One ``norm -> linear (-> activation)`` of a block, held by the two modules that changed.
 
     ``block.<norm_name>`` is the norm, ``block.<owner_name>.<linear_name>`` the Conv1D; ``act`` is
     the activation module between them and the result, if there is one.
+
+    NOTE: it is a Module for torch.compile alone. Dynamo skips the guards of a module while no
+    dictionary below it changes, but not where anything but modules is between: every call of a
+    compiled model would check all that a site names.
     """
 
-    block: nn.Module
-    norm_name: str
-    owner_name: str
-    linear_name: str
-    norm: nn.Module
-    owner: nn.Module
-    linear: nn.Module
-    act: nn.Module | None
-    activation: str
+    def __init__(
+        self,
+        *,
+        block: nn.Module,
+        norm_name: str,
+        owner_name: str,
+        linear_name: str,
+        norm: nn.Module,
+        owner: nn.Module,
+        linear: nn.Module,
+        act: nn.Module | None,
+        activation: str,
+    ) -> None:
+        super().__init__()
+        # Not through setattr, which would register the modules as the site's own.
+        vars(self).update(
+            block=block,
+            norm_name=norm_name,
+            owner_name=owner_name,
+            linear_name=linear_name,
+            norm=norm,
+            owner=owner,
+            linear=linear,
+            act=act,
+            activation=activation,
+        )
 
     def members(self) -> list[tuple[str, nn.Module]]:
         """``(name, module)`` of everything whose input or output the fusion changes."""
@@ -82,7 +100,7 @@ class Site:
             return False
         return (self.act is None or not hooked(self.act)) and not _has_any_global_hook()
 
-    def apply(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         """``activation(linear(norm(x)))`` in one op."""
         norm, linear = self.norm, self.linear
         tensors = x, linear.weight, linear.bias, norm.weight, norm.bias
