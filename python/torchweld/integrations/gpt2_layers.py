@@ -17,20 +17,13 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from transformers.pytorch_utils import Conv1D
 
-from .gpt2_site import site_of
+from .gpt2_site import site_of, untouched
 from .hf_attention import NAME, attention_forward
 
 
 def _is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
     """Whether calling a module runs what this class computes, and nothing looks on."""
-    return type(module) is cls and not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in vars(module)
-        or _has_any_global_hook()
-    )
+    return type(module) is cls and untouched(module) and not _has_any_global_hook()
 
 
 def project(layer: nn.Module, x: Tensor) -> Tensor:

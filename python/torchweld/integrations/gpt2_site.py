@@ -12,6 +12,18 @@ from torch.nn.modules.module import _has_any_global_hook
 from .gpt2_sharded import ShardedConv1D
 
 
+def untouched(module: nn.Module) -> bool:
+    """Whether a module has no hooks and no forward but its class's, which is nearly always so."""
+    own = vars(module)
+    return not (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
+    )
+
+
 def hooked(module: nn.Module) -> bool:
     """Whether something of somebody else's runs with a module.
 
@@ -20,16 +32,11 @@ def hooked(module: nn.Module) -> bool:
     and another module must not read them. Hooks on all modules are another question, which
     ``_has_any_global_hook`` answers once for many modules.
     """
+    if untouched(module):
+        return False
     forward = vars(module).get("forward")
     if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
         return True  # accelerate wraps forward on the instance
-    if not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    ):
-        return False
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
     # transformers records outputs with forward hooks that look at the layer's output alone.
@@ -88,17 +95,19 @@ class Site(nn.Module):
 
     def holds(self) -> bool:
         """Whether norm and consumer are still in their places and nothing looks in between."""
-        owner = self.owner
+        own = vars(self)  # reading attributes of a Module takes three times as long
+        norm, owner, linear, act = own["norm"], own["owner"], own["linear"], own["act"]
+        outer, inner = own["block"]._modules, owner._modules
         if (
-            self.block._modules.get(self.norm_name) is not self.norm
-            or self.block._modules.get(self.owner_name) is not owner
-            or owner._modules.get(self.linear_name) is not self.linear
-            or (self.act is not None and owner._modules.get("act") is not self.act)
+            outer.get(own["norm_name"]) is not norm
+            or outer.get(own["owner_name"]) is not owner
+            or inner.get(own["linear_name"]) is not linear
+            or (act is not None and inner.get("act") is not act)
         ):
             return False
-        if hooked(self.norm) or hooked(owner) or hooked(self.linear):
+        if hooked(norm) or hooked(owner) or hooked(linear):
             return False
-        return (self.act is None or not hooked(self.act)) and not _has_any_global_hook()
+        return (act is None or not hooked(act)) and not _has_any_global_hook()
 
     def compute(self, x: Tensor) -> Tensor:
         """``activation(linear(norm(x)))`` in one op."""
