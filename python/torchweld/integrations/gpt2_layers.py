@@ -17,7 +17,7 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from transformers.pytorch_utils import Conv1D
 
-from .gpt2_site import site_of, untouched
+from .gpt2_site import site_of, untouched, weight_and_bias
 from .hf_attention import NAME, attention_forward
 
 
@@ -26,12 +26,16 @@ def _is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
     return type(module) is cls and untouched(module) and not _has_any_global_hook()
 
 
-def project(layer: nn.Module, x: Tensor) -> Tensor:
-    """``layer(x)``; of a Conv1D the product that its forward computes."""
+def project(layer: nn.Module, x: Tensor, dims: int = 1) -> Tensor:
+    """``layer`` of x, whose last ``dims`` dimensions hold the features.
+
+    Of a Conv1D it is the product that its forward computes.
+    """
     if _is_plain(layer, Conv1D):
-        y = torch.addmm(layer.bias, x.view(-1, x.shape[-1]), layer.weight)
-        return y.view(*x.shape[:-1], layer.nf)
-    return layer(x)
+        weight, bias = weight_and_bias(layer)
+        y = torch.addmm(bias, x.reshape(-1, x.shape[-dims:].numel()), weight)
+        return y.view(*x.shape[:-dims], layer.nf)
+    return layer(x.flatten(-dims))
 
 
 def drop(layer: nn.Module, x: Tensor) -> Tensor:
@@ -39,6 +43,17 @@ def drop(layer: nn.Module, x: Tensor) -> Tensor:
     if not layer.training and _is_plain(layer, nn.Dropout):
         return x
     return layer(x)
+
+
+def _implementation(config: Any) -> str | None:
+    """``config._attn_implementation``.
+
+    NOTE: a configuration overrides __getattribute__, in Python: the property takes the host as long
+    as an op does. torch.compile can trace it and not what is done instead.
+    """
+    if torch.compiler.is_compiling():
+        return config._attn_implementation
+    return object.__getattribute__(config, "_attn_implementation_internal")
 
 
 # Arguments of the stock forward that attention functions don't get.
@@ -70,23 +85,29 @@ class DirectAttention(GPT2Attention):
             or kwargs.get("encoder_hidden_states") is not None
             or isinstance(cache, EncoderDecoderCache)
             or "cache_position" in kwargs
-            or self.config._attn_implementation != NAME
+            or _implementation(self.config) != NAME
         ):
             return GPT2Attention.forward(self, hidden_states, *args, **kwargs)
         mask = kwargs.get("attention_mask")
         for name in _OWN:
             kwargs.pop(name, None)
-        site = site_of(self.c_attn)
+        modules = self._modules
+        c_attn = modules["c_attn"]
+        site = site_of(c_attn)
         # Hooks that transformers records outputs with see c_attn's.
-        applies = site is not None and site.owner is self and not self.c_attn._forward_hooks
-        qkv = site.compute(hidden_states) if applies else self.c_attn(hidden_states)
-        # (batch, seqlen, 3, nheads, head_dim) -> 3 x (batch, nheads, seqlen, head_dim)
-        parts = qkv.view(*qkv.shape[:-1], 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)
-        query, key, value = parts.unbind(0)
+        applies = site is not None and site.owner is self and not c_attn._forward_hooks
+        qkv = site.compute(hidden_states) if applies else c_attn(hidden_states)
+        batch, rows, _ = qkv.shape
+        # 3 x (batch, nheads, seqlen, head_dim)
+        if rows == 1:  # as below, with a view less
+            parts = qkv.view(batch, 3, -1, 1, self.head_dim).unbind(1)
+        else:
+            parts = qkv.view(batch, rows, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        query, key, value = parts
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        dropout = self.attn_dropout.p if self.training else 0.0
+        dropout = modules["attn_dropout"].p if self.training else 0.0
         out, weights = attention_forward(
             self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **kwargs
         )
-        return drop(self.resid_dropout, project(self.c_proj, out.flatten(2))), weights
+        return drop(modules["resid_dropout"], project(modules["c_proj"], out, 2)), weights

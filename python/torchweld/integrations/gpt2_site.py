@@ -46,6 +46,15 @@ def hooked(module: nn.Module) -> bool:
     return False
 
 
+def weight_and_bias(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """The two parameters of a layer, read three times as fast as through ``Module.__getattr__``."""
+    own = layer._parameters
+    try:
+        return own["weight"], own["bias"]
+    except KeyError:  # parametrised, or sharded into flat parameters
+        return layer.weight, layer.bias
+
+
 class Site(nn.Module):
     """One ``norm -> linear (-> activation)`` of a block, held by the two modules that changed.
 
@@ -111,8 +120,9 @@ class Site(nn.Module):
 
     def compute(self, x: Tensor) -> Tensor:
         """``activation(linear(norm(x)))`` in one op."""
-        norm, linear = self.norm, self.linear
-        tensors = x, linear.weight, linear.bias, norm.weight, norm.bias
+        own = vars(self)
+        norm, linear = own["norm"], own["linear"]
+        tensors = x, *weight_and_bias(linear), *weight_and_bias(norm)
         if isinstance(linear, ShardedConv1D):
             tensors = linear.columns(*tensors)
         x, weight, bias, scale, shift = tensors
@@ -123,7 +133,7 @@ class Site(nn.Module):
             scale,
             shift,
             eps=norm.eps,
-            activation=self.activation,
+            activation=own["activation"],
         )
 
 
