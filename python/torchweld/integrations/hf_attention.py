@@ -156,7 +156,7 @@ def _numbers(
 ) -> Numbers | None:
     """What a mask says to the op, or None where it is a dense one."""
     if mask is not None and hf_numbers.is_leftpad(mask):
-        return Numbers(causal=True, leftpad=mask.to(query.device))
+        return Numbers(True, mask if mask.device == query.device else mask.to(query.device))
     if mask is None or mask.shape == (0, 0, 0, 0):
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         return Numbers(causal=bool(causal))
@@ -202,10 +202,10 @@ def attention_forward(
         RuntimeError: It is inside of torch's context_parallel().
     """
     _active.refuse_torchs_own('attn_implementation="torchweld"')
-    for name, what in _UNSERVED.items():
+    for name in _UNSERVED:
         if kwargs.get(name) is not None:
             raise ValueError(
-                f'attn_implementation="torchweld" has no {name} ({what}); use '
+                f'attn_implementation="torchweld" has no {name} ({_UNSERVED[name]}); use '
                 'attn_implementation="eager" for this model'
             )
     softcap, sink = kwargs.get("softcap"), kwargs.get("s_aux")
@@ -257,17 +257,14 @@ def attention_forward(
         # No mask at all means "aligned at the top left" to transformers: a static cache that has
         # just been filled, with nothing behind the queries yet.
         key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
+    more = {}
+    if numbers.key_end is not None:
+        more.update(key_start=numbers.key_start, key_end=numbers.key_end)
+    if softcap is not None or sink is not None:
+        more.update(softcap=softcap, sink=sink)
+    # What is not there is not named: the dispatcher looks at every name, which takes the host.
     out = torch.ops.torchweld.attention(
-        query,
-        key,
-        value,
-        numbers.leftpad,
-        causal=causal,
-        scale=scaling,
-        key_start=numbers.key_start,
-        key_end=numbers.key_end,
-        softcap=softcap,
-        sink=sink,
+        query, key, value, numbers.leftpad, causal=causal, scale=scaling, **more
     )
     return out.transpose(1, 2).contiguous(), None
 
