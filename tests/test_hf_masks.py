@@ -684,8 +684,8 @@ def test_fuse_serves_softcap_and_sinks(attention_device):
 def test_left_padding_is_told_at_once_and_nothing_else(dtype):
     def pads(rows, kv_length=4, kv_offset=0, last=4):
         mask = torch.tensor(rows, dtype=dtype)
-        call = hf_mask.Call(len(rows), 1, kv_length, None, kv_offset, mask, "cpu")
-        return hf_mask._pads_of_suffixes(call, last)
+        call = hf_mask.Call(len(rows), 1, kv_length, last - 1, kv_offset, mask, "cpu")
+        return hf_mask._pads_of_suffixes(call, None if isinstance(last, torch.Tensor) else last)
 
     padded = [[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]
     for last in (4, torch.tensor(4)):
@@ -697,6 +697,10 @@ def test_left_padding_is_told_at_once_and_nothing_else(dtype):
             assert pads([*padded, other], last=last) is None
     for last in (3, 5, torch.tensor(3), torch.tensor(5)):
         assert pads(padded, last=last) is None
+    for last in torch.arange(1, 40):  # no position makes up for tokens that are not there
+        for end in ([1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]):
+            assert pads([end, end], last=last) is None
+            assert pads([end, end], kv_offset=1, last=last) is None
     assert pads([[], []], last=0) is None
     call = hf_mask.Call(0, 1, 4, None, 0, torch.ones(0, 4, dtype=dtype), "cpu")
     assert hf_mask._pads_of_suffixes(call, 4) is None

@@ -47,6 +47,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from torchweld.distributed import _active
 from torchweld.ops.leftpad import before_first_token, is_readable
@@ -118,8 +119,6 @@ def attention_mask(
             neither supports ``sdpa`` nor lacks it for what torchweld's op has; or
             context_parallel does not serve the mask.
     """
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
-
     if attention_mask is not None and is_leftpad(attention_mask):
         return attention_mask  # generate makes the masks first and then calls the model with them
     config = kwargs.get("config")
@@ -216,10 +215,10 @@ def _refusal(pattern: Pattern, skip: bool, config: Any, call: Call) -> str | Non
 def _causal(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | None, str | None]:
     """The numbers of a causal mask, or None and why not."""
     last = call.kv_offset + call.kv_length  # one past the last query's position
-    aligned = True
-    if call.q_offset is not None:
+    known = not isinstance(call.q_offset, Tensor)  # else it is taken from the device below
+    if known and call.q_offset is not None:
         last = call.q_offset + call.q_length
-        aligned = not isinstance(call.q_offset, Tensor) and last == call.kv_offset + call.kv_length
+    aligned = known and last == call.kv_offset + call.kv_length
     # What is as wide as all that there is hides nothing.
     windowed = pattern.window is not None and not (aligned and call.kv_length <= pattern.window)
     chunked = pattern.chunk is not None and not (aligned and last <= pattern.chunk)
@@ -232,22 +231,24 @@ def _causal(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | None, st
         return None, NO_POSITION
     leftpad = None
     if call.attention_mask is not None:
-        leftpad = _pads_of_suffixes(call, last)
-        if leftpad is not None:
-            last = call.attention_mask.shape[1]  # which is what was found
-        else:
-            tokens = _tokens(call)
-            short = call.attention_mask.shape[1] < last
-            if not aligned:
-                tokens = tokens & (
-                    torch.arange(call.kv_length, device=tokens.device) < last - call.kv_offset
-                )
-            holes, short = _read(_has_holes(tokens), short)
-            if short:
-                return None, TOO_SHORT
-            if holes:
-                return None, HOLES
-            leftpad = before_first_token(tokens)
+        leftpad = _pads_of_suffixes(call, last if known else None)
+    if leftpad is not None:
+        last = call.attention_mask.shape[1]  # which is what was found
+    elif not known:
+        last = call.q_offset + call.q_length
+    if leftpad is None and call.attention_mask is not None:
+        tokens = _tokens(call)
+        short = call.attention_mask.shape[1] < last
+        if not aligned:
+            tokens = tokens & (
+                torch.arange(call.kv_length, device=tokens.device) < last - call.kv_offset
+            )
+        holes, short = _read(_has_holes(tokens), short)
+        if short:
+            return None, TOO_SHORT
+        if holes:
+            return None, HOLES
+        leftpad = before_first_token(tokens)
     if plain:
         # Equal lengths, or one query that sees everything: nothing to say. Else bottom-right
         # causal, which None would not mean to transformers: zero pads do.
@@ -260,7 +261,9 @@ def _causal(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | None, st
         if leftpad is not None:
             key_start = key_start.maximum(leftpad[:, None])
     else:
-        key_start = leftpad[:, None].expand(-1, call.q_length)
+        key_start = leftpad[:, None]
+        if call.q_length != 1:
+            key_start = key_start.expand(-1, call.q_length)
     end = last - call.kv_offset
     if isinstance(end, Tensor):
         key_end = end.expand(call.batch_size)
@@ -289,22 +292,31 @@ def _bidirectional(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | N
     return ranges(first + tokens.sum(1), first[:, None]), None
 
 
-def _pads_of_suffixes(call: Call, last: int | Tensor) -> Tensor | None:
+def _pads_of_suffixes(call: Call, last: int | None) -> Tensor | None:
     """leftpad where every row has tokens from some place on, to the last query; else None.
 
-    What every step of generation asks, in few launches and one value read.
+    What every step of generation asks, in few launches and one value read. ``last`` is one past
+    the last query's position, None where the device alone knows it.
     """
-    tokens = call.attention_mask[:, call.kv_offset :].to(torch.bool)
+    tokens = call.attention_mask.to(torch.bool)
+    if call.kv_offset != 0:
+        tokens = tokens[:, call.kv_offset :]
     count = tokens.shape[1]
-    known = not isinstance(last, Tensor)
-    if tokens.numel() == 0 or count > call.kv_length or (known and last != call.kv_offset + count):
+    if tokens.numel() == 0 or count > call.kv_length:
+        return None
+    if last is not None and last != call.kv_offset + count:
         return None
     tokens = tokens.view(torch.uint8)
     first = tokens.argmax(1)
-    least = (first + tokens.sum(1)).min()  # count where all rows are so, else less
-    if not known:
-        least = least * (last == call.kv_offset + count)
-    return first.to(torch.int32) if int(least) == count else None
+    ends = first + tokens.sum(1)  # count where a row is so, else less
+    if last is not None:
+        good = int(ends.min()) == count
+    else:
+        # One value for both: an end that is too small weighs more than any offset makes up for.
+        weight = call.kv_offset + count + 1
+        most = torch.sub(call.q_offset, ends, alpha=weight).max()
+        good = int(most) == call.kv_offset + count - call.q_length - weight * count
+    return first.to(torch.int32) if good else None
 
 
 def _tokens(call: Call) -> Tensor:

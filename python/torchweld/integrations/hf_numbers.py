@@ -64,7 +64,7 @@ def ranges(key_end: Tensor, key_start: Tensor) -> Tensor:
     take both parts without a copy.
     """
     both = torch.cat([key_end[None], key_start.t()]).to(torch.int32)
-    return both.t()[:, :, None, None]
+    return both.view(*both.shape, 1, 1).transpose(0, 1)
 
 
 def split(mask: Tensor, seqlen_q: int, device: torch.device) -> Numbers:
