@@ -53,7 +53,10 @@ def _implementation(config: Any) -> str | None:
     """
     if torch.compiler.is_compiling():
         return config._attn_implementation
-    return object.__getattribute__(config, "_attn_implementation_internal")
+    try:
+        return object.__getattribute__(config, "_attn_implementation_internal")
+    except AttributeError:  # a version of transformers that keeps it elsewhere
+        return config._attn_implementation
 
 
 # Arguments of the stock forward that attention functions don't get.
