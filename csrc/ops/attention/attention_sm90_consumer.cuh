@@ -104,6 +104,9 @@ template <class Config>
 struct AttentionSm90Consumer {
   using T = typename Config::T;
   static constexpr int kKeys = Config::kKeys, kTurn = 1, kOwn = 4;
+  // Wide heads under a mask have no registers left to skip steps.
+  static constexpr bool kSkips = !Config::kMasked || Config::kDim <= 128,
+                        kSkipsFirst = kSkips && Config::kMasked;
 
   const typename Config::Params& p;
   AttentionSm90Shared<Config>& s;
@@ -159,8 +162,9 @@ struct AttentionSm90Consumer {
     release(&s.keys.empty[at_key.stage]);
     at_key.advance();
   }
-  // The values of the step that begins at `key`.
-  __device__ __forceinline__ void multiply_values(const AttentionBlock& block, int key) {
+  // The values of the step that begins at `key`; the warpgroup's first step is at `first`.
+  __device__ __forceinline__ void multiply_values(const AttentionBlock& block, int key,
+                                                  int first = 0) {
     s.values.wait(at_value);
     if constexpr (Config::kMasked) {
       clear_values(block.keys - key, kKeys);
@@ -168,7 +172,7 @@ struct AttentionSm90Consumer {
         if (key == 0) clear_values(0, s.work[at_work.stage].unseen);
       }
     }
-    r.multiply_values(shared_address(s.value[at_value.stage]), key > 0);
+    r.multiply_values(shared_address(s.value[at_value.stage]), key > first);
   }
   __device__ __forceinline__ void release_values() {
     wgmma_results(r.out_sums);
@@ -232,7 +236,34 @@ struct AttentionSm90Consumer {
     return !Config::kLazy || __any_sync(~0u, r.factor[0][0] != 1.f || r.factor[0][1] != 1.f);
   }
 
+  // The warpgroup's rows see keys before this one alone. One step is there always.
+  __device__ __forceinline__ int own_end(const AttentionBlock& block) const {
+    const int first_row = warpgroup * 64, rows = min(block.rows - first_row, 64);
+    if (rows <= 0) return 0;
+    return min(block.end_of(block.first_row + first_row + rows - 1), block.keys);
+  }
+  // The begin of the first step before `end` of which they see a key.
+  __device__ __forceinline__ int own_begin(const AttentionBlock& block, int end) const {
+    const int* s_begin = s.work[at_work.stage].begin + warpgroup * 64 + thread % 32;
+    const int begin = __reduce_min_sync(~0u, min(s_begin[0], s_begin[32]));
+    return begin < end ? begin / kKeys * kKeys : 0;
+  }
+  // A step of which the warpgroup's rows see no key: its turn and its stages go on.
+  __device__ __forceinline__ void skip_step() {
+    s.keys.wait(at_key);
+    wait_turn();
+    pass_turn();
+    release_keys();
+    s.values.wait(at_value);
+    release(&s.values.empty[at_value.stage]);
+    at_value.advance();
+  }
+
   __device__ __forceinline__ void walk_products(const AttentionBlock& block) {
+    int first = 0, end = block.keys;
+    if constexpr (kSkips) end = own_end(block);
+    if constexpr (kSkipsFirst) first = own_begin(block, end);
+    for (int key = 0; key < first; key += kKeys) skip_step();
     s.queries[warpgroup].wait(at_query);
     s.keys.wait(at_key);
     wait_turn();
@@ -240,14 +271,14 @@ struct AttentionSm90Consumer {
     pass_turn();
     wgmma_wait<0>();
     release_keys();
-    attend(block, 0);
+    attend(block, first);
     r.round_probabilities();
-    int key = kKeys;
-    for (; key < block.keys; key += kKeys) {
+    int key = first + kKeys;
+    for (; key < end; key += kKeys) {
       s.keys.wait(at_key);
       wait_turn();
       multiply_keys();
-      multiply_values(block, key - kKeys);
+      multiply_values(block, key - kKeys, first);
       pass_turn();
       wgmma_wait<1>();
       release_keys();
@@ -259,9 +290,12 @@ struct AttentionSm90Consumer {
     }
     release(&s.queries[warpgroup].empty[at_query.stage]);
     at_query.advance();
-    multiply_values(block, key - kKeys);
+    multiply_values(block, key - kKeys, first);
     wgmma_wait<0>();
     release_values();
+    if constexpr (kSkips) {
+      for (; key < block.keys; key += kKeys) skip_step();
+    }
   }
 
   // The same where the scores are read.
