@@ -13,7 +13,7 @@ struct PipelineState {
   uint32_t parity = 0;
 
   __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
+    if (kStages == 1 || ++stage == kStages) {
       stage = 0;
       parity ^= 1;
     }

@@ -25,6 +25,7 @@ struct AttentionBlock {
   int keys;
   int shift;
   int all_keys;
+  int first_live;  // rows before it are padding or see no key
 
   // Without its keys.
   template <int kRows>
@@ -58,8 +59,10 @@ struct AttentionBlock {
     pad = params.leftpad ? static_cast<int>(rule.clamp_pad(params.leftpad[batch])) : 0;
     all_keys = seqlen_k - pad;
     shift = params.causal ? all_keys - seqlen_q + 1 : kNoLimit;
+    first_live = params.causal || params.leftpad ? seqlen_q - all_keys : 0;
     const bool padding = first_row + rows <= rule.first_row(pad);
-    keys = padding ? 0 : end_of(first_row + rows - 1);
+    keys = padding ? 0 : max(end_of(first_row + rows - 1), 0);
+    if (keys == 0) first_live = seqlen_q;
   }
 
   __device__ __forceinline__ int end_of(int row) const { return min(row + shift, all_keys); }

@@ -100,7 +100,10 @@ struct AttentionSm90Tile {
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   // In shared memory columns come in whole lines.
   static constexpr int lines(int columns) { return (columns + kLineElems - 1) / kLineElems; }
-  constexpr int query_bytes() const { return 2 * kLineElems * rows() * lines(dim); }
+  // A warpgroup's results go through where its query rows were.
+  constexpr int query_bytes() const {
+    return 2 * kLineElems * rows() * std::max(lines(dim), lines(dim_v));
+  }
   constexpr int stages_bytes() const {
     return kStages * 2 * kLineElems * keys * (lines(dim) + lines(dim_v));
   }

@@ -8,6 +8,7 @@
 // running maximum, which stay in registers as the first operand of P V. While a step's values are
 // multiplied, the scores of the next step become probabilities. The warpgroups take turns at the
 // tensor cores (ping-pong), so that one's exponentials run under the other's products.
+// A warpgroup lets the steps pass of which its rows see no key.
 // Tiles are in the order of AttentionSchedule: the longest rows first, the heads that share the L2
 // cache together. What is not there (rows, keys, head dims) arrives as zeros.
 // Source: Shah et al., "FlashAttention-3", 2024.
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     prefetch_tensor_map(p.query);
     prefetch_tensor_map(p.key);
     prefetch_tensor_map(p.value);
-    for (auto& queries : s.queries) queries.init(1);
+    for (auto& queries : s.queries) queries.init(4);  // warps
     s.keys.init(Config::kReadsScores ? Config::kWarpgroups * 4 : Config::kWarpgroups);
     s.values.init(Config::kWarpgroups);
     s.works.init(Config::kWarpgroups * 4);  // warps

@@ -29,6 +29,8 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
                        kKeyStretch = kKeys * kSwizzleLineBytes;
   static constexpr int kQueryBytes = kLines * kQueryStretch, kKeyBytes = kLines * kKeyStretch,
                        kValueBytes = kLinesV * kKeyStretch;
+  // A warpgroup's queries, in whose place its results go out.
+  static constexpr int kRowsBytes = std::max(kLines, kLinesV) * kQueryStretch;
   // Wide sums are multiplied only where a maximum has risen by much.
   static constexpr bool kLazy = kDimV > 128;
   static constexpr bool kCapped = kCapped_;
@@ -47,7 +49,7 @@ template <class Config>
 struct AttentionSm90Shared {
   static constexpr int kStages = Config::kStages;
   alignas(
-      kSwizzleAtomBytes) char query[Config::kQueryStages][Config::kWarpgroups][Config::kQueryBytes];
+      kSwizzleAtomBytes) char query[Config::kQueryStages][Config::kWarpgroups][Config::kRowsBytes];
   alignas(kSwizzleAtomBytes) char key[kStages][Config::kKeyBytes];
   alignas(kSwizzleAtomBytes) char value[kStages][Config::kValueBytes];
   PipelineBarriers<Config::kQueryStages> queries[Config::kWarpgroups];
@@ -106,6 +108,12 @@ __device__ __forceinline__ void attention_sm90_produce(const typename Config::Pa
     if (leader) mbarrier_arrive(&s.works.full[at_work.stage]);
     at_work.advance();
     if (block.rows == 0) break;
+    if constexpr (!Config::kReadsScores) {
+      if (leader && block.keys == 0) {  // the results need the place alone
+        for (auto& queries : s.queries) queries.acquire(at_query, 0);
+        at_query.advance();
+      }
+    }
     if (leader && block.keys > 0) {
       const int batch = static_cast<int>(block.batch), head = static_cast<int>(block.head),
                 kv_head = static_cast<int>(p.order.group.divide(head));

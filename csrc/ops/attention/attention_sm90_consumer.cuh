@@ -4,26 +4,12 @@
 #include "device/mma_sync.cuh"
 #include "device/named_barrier.cuh"
 #include "device/sm90/registers.cuh"
+#include "device/sm90/stmatrix.cuh"
 #include "ops/attention/attention_sm90_block.cuh"
 
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// Thread i of a quad has register i of column blocks 0 to 3; after it, all four of block i.
-__device__ __forceinline__ void transpose_in_quad(uint32_t (&r)[4]) {
-  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const uint32_t got = __shfl_xor_sync(~0u, odd ? r[i] : r[i + 1], 1);
-    (odd ? r[i] : r[i + 1]) = got;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t got = __shfl_xor_sync(~0u, upper ? r[i] : r[i + 2], 2);
-    (upper ? r[i] : r[i + 2]) = got;
-  }
-}
-
 // What a thread of a consumer warpgroup has of its rows.
 template <class Config>
 struct AttentionSm90Rows {
@@ -37,6 +23,7 @@ struct AttentionSm90Rows {
   float out_sums[Config::kDimV / 2];
   OnlineRow rows[1][2];
   float factor[1][2];
+  bool live[2];
 
   __device__ __forceinline__ Scores& scores() { return reinterpret_cast<Scores&>(score_sums); }
   __device__ __forceinline__ Out& out() { return reinterpret_cast<Out&>(out_sums); }
@@ -136,6 +123,9 @@ struct AttentionSm90Consumer {
         } else {
           walk_products(block);
         }
+      } else {
+        if constexpr (!Config::kReadsScores) s.queries[warpgroup].wait(at_query);
+        finish(block);
       }
       store(block);
       __syncwarp();
@@ -288,9 +278,8 @@ struct AttentionSm90Consumer {
       if (rescales) rescale(r.out(), r.factor);
       r.round_probabilities();
     }
-    release(&s.queries[warpgroup].empty[at_query.stage]);
-    at_query.advance();
     multiply_values(block, key - kKeys, first);
+    finish(block);
     wgmma_wait<0>();
     release_values();
     if constexpr (kSkips) {
@@ -323,53 +312,108 @@ struct AttentionSm90Consumer {
       r.round_probabilities();
     }
     multiply_values(block, key - kKeys);
+    finish(block);
     wgmma_wait<0>();
     release_values();
   }
 
-  // A quad writes 64 adjacent bytes of a row at a time.
-  __device__ __forceinline__ void store(const AttentionBlock& block) {
-    const auto& a = p.attention;
-    const MaskRule rule = a.rule();
-    const int dim_v = static_cast<int>(a.sizes.head_dim_v);
-    const int64_t first =
-        (block.batch * a.sizes.nheads + block.head) * rule.seqlen_q + block.first_row;
+  // What the rows' sums are to be multiplied with, and lse.
+  // NOTE: free of branches. These instructions wait for each other, and there is little else to
+  // issue beside them.
+  __device__ __forceinline__ void finish(const AttentionBlock& block) {
+    const int lane = thread % 32;
+    float sum[2], lse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) sum[half] = quad_sum(r.rows[0][half].sum);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = warp_row() + half * 8 + thread % 32 / 4;
-      const bool stores = row < block.rows;
-      const float max = r.rows[0][half].max, sum = quad_sum(r.rows[0][half].sum);
-      float factor, lse;
-      bool live;
-      if constexpr (Config::kMasked) {
-        const float sink = a.mask.sink ? a.mask.sink[block.head] : -INFINITY;
-        const FinishedRow finished = finish_row(p.scale, max, sum, sink);
-        live = s.work[at_work.stage].begin[row] != kSeesNothing;
-        factor = finished.factor;
-        lse = live ? finished.lse : sink;
-      } else {
-        live = block.keys > 0 && !rule.live(block.first_row + row, block.pad).empty();
-        factor = 1.f / sum;
-        lse = live ? p.scale.lse(max, sum) : -INFINITY;
-      }
-      if (stores && a.lse && thread % 4 == 0) a.lse[first + row] = lse;
-      T* const g_row = static_cast<T*>(a.out) + (first + row) * dim_v;
+      const float max = r.rows[0][half].max;
+      r.live[half] = sees_keys(block, warp_row() + half * 8 + lane / 4);
+      r.factor[0][half] = reciprocal_approx(sum[half]);
+      lse[half] = fmaf(max, p.scale.size, sum[half] > 0.f ? __logf(sum[half]) : NAN);
+    }
+    float none = -INFINITY;
+    if constexpr (Config::kMasked) {
+      if (p.attention.mask.sink) {
+        none = p.attention.mask.sink[block.head];
 #pragma unroll
-      for (int i = 0; i < Config::kDimV / 32; ++i) {
-        uint32_t words[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float* const pair = &r.out()[0][i * 4 + j][half * 2];
-          words[j] = live ? pack_pair<T>(pair[0] * factor, pair[1] * factor) : 0;
-        }
-        transpose_in_quad(words);
-        const int column = i * 32 + thread % 4 * 8;
-        if (stores && column < dim_v) {
-          *reinterpret_cast<uint4*>(g_row + column) =
-              make_uint4(words[0], words[1], words[2], words[3]);
+        for (int half = 0; half < 2; ++half) {
+          const FinishedRow finished = finish_row(p.scale, r.rows[0][half].max, sum[half], none);
+          r.factor[0][half] = finished.factor;
+          lse[half] = finished.lse;
         }
       }
     }
+    if (p.attention.lse && lane % 4 == 0) {
+      const int rows = block.rows - warp_row();
+      float* const g_lse = p.attention.lse + row_of(block, warp_row()) + lane / 4;
+      if (lane / 4 < rows) g_lse[0] = r.live[0] ? lse[0] : none;
+      if (lane / 4 + 8 < rows) g_lse[8] = r.live[1] ? lse[1] : none;
+    }
+  }
+  __device__ __forceinline__ bool sees_keys(const AttentionBlock& block, int row) const {
+    if constexpr (Config::kMasked) {
+      return s.work[at_work.stage].begin[row] != kSeesNothing;
+    } else {
+      return block.first_row + row >= block.first_live;
+    }
+  }
+
+  // A warp's rows go through where its queries were, so that it writes whole lines. Those that see
+  // no key are zeros.
+  __device__ __forceinline__ void store(const AttentionBlock& block) {
+    const int lane = thread % 32, line = lane % 16, piece = lane % 8;
+    char* const s_warp = s.query[at_query.stage][warpgroup] + thread / 32 * 16 * kSwizzleLineBytes;
+    named_barrier_wait(kOwn + warpgroup, 128);
+#pragma unroll
+    for (int i = 0; i < Config::kDimV / 16; ++i) {
+      uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int half = j % 2;
+        const float* const pair = &r.out()[0][i * 2 + j / 2][half * 2];
+        const float factor = r.factor[0][half];
+        words[j] = r.live[half] ? pack_pair<T>(pair[0] * factor, pair[1] * factor) : 0;
+      }
+      store_matrix_4(shared_address(s_warp) + i / 4 * Config::kQueryStretch +
+                         line * kSwizzleLineBytes +
+                         swizzled_piece(line, i % 4 * 2 + lane / 16) * 16,
+                     words);
+    }
+    __syncwarp();
+    const int dim_v = static_cast<int>(p.attention.sizes.head_dim_v);
+    T* const g_out = static_cast<T*>(p.attention.out) + row_of(block, warp_row()) * dim_v;
+#pragma unroll
+    for (int i = 0; i < Config::kLinesV; ++i) {
+      const int column = i * AttentionSm90Tile::kLineElems + piece * 8;
+      uint4 pieces[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int row = j * 4 + lane / 8;
+        pieces[j] = *reinterpret_cast<const uint4*>(s_warp + i * Config::kQueryStretch +
+                                                    row * kSwizzleLineBytes +
+                                                    swizzled_piece(row, piece) * 16);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int row = j * 4 + lane / 8;
+        if (warp_row() + row < block.rows && column < dim_v) {
+          *reinterpret_cast<uint4*>(g_out + row * dim_v + column) = pieces[j];
+        }
+      }
+    }
+    async_fence();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(&s.queries[warpgroup].empty[at_query.stage]);
+    at_query.advance();
+  }
+
+  // Of the results, where `row` is one of the block's.
+  __device__ __forceinline__ int64_t row_of(const AttentionBlock& block, int row) const {
+    const AttentionSizes& sizes = p.attention.sizes;
+    const int head = static_cast<int>(block.batch) * static_cast<int>(sizes.nheads) +
+                     static_cast<int>(block.head);
+    return static_cast<int64_t>(head) * static_cast<int>(sizes.seqlen_q) + block.first_row + row;
   }
 };
 #endif

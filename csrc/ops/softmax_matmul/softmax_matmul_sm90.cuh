@@ -1,8 +1,8 @@
 // softmax_matmul's forward on Hopper's tensor cores, in 16 bits: attention's kernel
 // (ops/attention/attention_sm90.cuh) with scores that are read instead of multiplied. They arrive
-// by TMA in the place of keys, in boxes of 128 query rows and 64 keys, and go into registers by
-// ldmatrix. A box begins on 16 bytes: where a batch row's first live key doesn't, the walk begins
-// up to 7 keys before it, with a mask.
+// by TMA in the place of keys, in boxes of a tile's query rows and 64 keys, and go into registers
+// by ldmatrix. A box begins on 16 bytes: where a batch row's first live key doesn't, the walk
+// begins up to 7 keys before it, with a mask.
 #pragma once
 
 #include "ops/attention/attention_sm90.cuh"
@@ -14,18 +14,25 @@ template <typename T_, int kDimV_, bool kMasked>
 struct SoftmaxMatmulSm90Config : AttentionVariant<kMasked> {
   using T = T_;
   static constexpr bool kReadsScores = true;
-  static constexpr int kDim = 0, kDimV = kDimV_, kKeys = kDimV > 128 ? 64 : 128;
-  static constexpr int kWarpgroups = 2, kRows = 64 * kWarpgroups,
-                       kThreads = 128 * (kWarpgroups + 1), kStages = 3, kQueryStages = 1,
-                       kWarpRows = 16;
+  // Every tile of rows reads all values, and what arrives from the L2 cache is the limit.
+  static constexpr int kDim = 0, kDimV = kDimV_, kWarpgroups = kDimV > 128 ? 2 : 3;
+  // NOTE: beside wide sums, or a mask, there are no registers for more scores.
+  static constexpr int kKeys = kDimV > 64 || kMasked ? 64 : 128;
+  static constexpr int kRows = 64 * kWarpgroups, kThreads = 128 * (kWarpgroups + 1),
+                       kQueryStages = 1, kWarpRows = 16;
   static constexpr int kLines = AttentionSm90Tile::lines(kKeys),
                        kLinesV = AttentionSm90Tile::lines(kDimV);
   static constexpr int kScoreStretch = kRows * kSwizzleLineBytes,
-                       kKeyStretch = kKeys * kSwizzleLineBytes, kQueryStretch = 0;
-  static constexpr int kQueryBytes = kSwizzleAtomBytes, kKeyBytes = kLines * kScoreStretch,
-                       kValueBytes = kLinesV * kKeyStretch;
+                       kKeyStretch = kKeys * kSwizzleLineBytes,
+                       kQueryStretch = 64 * kSwizzleLineBytes;
+  static constexpr int kKeyBytes = kLines * kScoreStretch, kValueBytes = kLinesV * kKeyStretch,
+                       kRowsBytes = kLinesV * kQueryStretch;
+  static constexpr int kStages =
+      (kSoftmaxMatmulSm90Bytes - AttentionSm90Tile::kExtraBytes - kWarpgroups * kRowsBytes) /
+      (kKeyBytes + kValueBytes);
   static constexpr bool kLazy = kDimV > 128, kCapped = kMasked, kSmallScores = false;
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40,
+                       kConsumerRegisters = kWarpgroups == 3 ? 160 : 232;
   using Block =
       std::conditional_t<kMasked, MaskedAttentionBlock<kRows, kWarpRows, 8>, AttentionBlock>;
   using Params = AttentionSm90Params<kMasked>;
