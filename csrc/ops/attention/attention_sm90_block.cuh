@@ -37,9 +37,6 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
   // Small capped scores need no maximum. Probabilities to 2^(c / 2) are beyond float16; beside the
   // widest sums there are no registers for two ways.
   static constexpr bool kSmallScores = kCapped && std::is_same_v<T, __nv_bfloat16> && kDimV <= 128;
-  // What the warpgroups give up and take adds up to what they start with.
-  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40,
-                       kConsumerRegisters = kWarpgroups == 3 ? 160 : 232;
   using Block = AttentionBlockOf<kMasked, kRows, kWarpRows>;
   using Params = AttentionSm90Params<kMasked>;
   static constexpr bool kReadsScores = false;  // as softmax_matmul does

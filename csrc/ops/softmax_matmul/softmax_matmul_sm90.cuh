@@ -31,8 +31,6 @@ struct SoftmaxMatmulSm90Config : AttentionVariant<kMasked> {
       (kSoftmaxMatmulSm90Bytes - AttentionSm90Tile::kExtraBytes - kWarpgroups * kRowsBytes) /
       (kKeyBytes + kValueBytes);
   static constexpr bool kLazy = kDimV > 128, kCapped = kMasked, kSmallScores = false;
-  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40,
-                       kConsumerRegisters = kWarpgroups == 3 ? 160 : 232;
   using Block =
       std::conditional_t<kMasked, MaskedAttentionBlock<kRows, kWarpRows, 8>, AttentionBlock>;
   using Params = AttentionSm90Params<kMasked>;
