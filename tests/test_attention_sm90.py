@@ -119,6 +119,14 @@ def test_short_rows_take_the_smaller_tile():
     assert (short["columns"]["rows"], long["columns"]["rows"]) == (128, 192)
 
 
+def test_a_window_takes_the_tile_whose_steps_fit_it():
+    """A window of 1024 over 128 rows has 9 steps of 128 keys, but 8 of 160."""
+    fields = dict(heads=32, causal=1, seqlen_q=16384, seqlen_k=16384, head_dim=128, head_dim_v=128)
+    assert chosen("attention", **fields)["columns"]["keys"] == 160
+    assert chosen("attention", **fields, window=1024)["columns"]["keys"] == 128
+    assert chosen("attention", **fields, window=2**40)["columns"]["keys"] == 160
+
+
 def test_reasons_of_a_tile():
     tile = "sm90 128x160x128"
     long = problem("attention", **LONG, head_dim=128, head_dim_v=128)

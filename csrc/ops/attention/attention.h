@@ -70,14 +70,14 @@ inline AttentionMath attention_math(DType dtype, bool tf32) {
 }
 
 inline AttentionProblem attention_problem(const AttentionSizes& s, DType dtype, bool tf32,
-                                          bool causal, const int32_t* leftpad) {
+                                          bool causal, int64_t window, const int32_t* leftpad) {
   return {s.seqlen_q,
           s.seqlen_k,
           s.head_dim,
           s.head_dim_v,
           attention_math(dtype, tf32),
           {s.batch * s.nheads, s.nheads / s.nheads_kv, causal, leftpad != nullptr,
-           dtype == DType::kBFloat16},
+           dtype == DType::kBFloat16, window},
           device_facts()};
 }
 

@@ -129,6 +129,7 @@ struct AttentionLoad {
   int64_t heads;  // batch * nheads
   int64_t group;  // query heads that share a kv head
   bool causal, padded, bfloat16;
+  int64_t window;  // 0: none
 };
 
 struct AttentionProblem {
@@ -202,17 +203,20 @@ inline double attention_sm90_cost(const AttentionProblem& p, const AttentionSm90
     most = std::max(most, walked);
     return walked;
   };
-  constexpr int64_t kCounted = 64;  // tiles of a long causal row stand for their neighbours
-  const int64_t stride = p.load.causal ? divide_up(tiles, kCounted) : tiles;
+  constexpr int64_t kCounted = 64;  // tiles of long rows stand for their neighbours
+  const int64_t window = p.load.window, before = p.seqlen_k - p.seqlen_q;
+  const bool uneven = p.load.causal || window > 0;
+  const int64_t stride = uneven ? divide_up(tiles, kCounted) : tiles;
   for (int64_t first = 0; first < tiles; first += stride) {
-    const int64_t last = std::min(tiles, first + stride) * tile.rows();
-    const int64_t end = p.load.causal ? last + p.seqlen_k - p.seqlen_q : p.seqlen_k;
-    keys += walk(std::clamp<int64_t>(end, 0, p.seqlen_k)) *
-            static_cast<double>(std::min(tiles - first, stride));
+    const int64_t behind = std::min(tiles, first + stride) * tile.rows() + before;  // its last row
+    const int64_t begin = window > 0 ? behind - tile.rows() - window + 1 : 0;
+    const int64_t end = p.load.causal ? behind : window > 0 ? behind + window - 1 : p.seqlen_k;
+    const auto key = [&](int64_t at) { return std::clamp<int64_t>(at, 0, p.seqlen_k); };
+    keys += walk(key(end) - key(begin)) * static_cast<double>(std::min(tiles - first, stride));
   }
   const double sms = std::max(1, p.device.sms), all = static_cast<double>(p.load.heads);
   const double rounds = static_cast<double>(divide_up(p.load.heads * tiles, p.device.sms));
-  const double busiest = p.load.causal ? std::max(most, keys * all / sms) : rounds * most;
+  const double busiest = uneven ? std::max(most, keys * all / sms) : rounds * most;
   return busiest * tile.rows() * (tile.dim + tile.dim_v) / tile.speed;
 }
 

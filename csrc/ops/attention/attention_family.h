@@ -18,16 +18,17 @@ struct AttentionNumbers {
                                       {"group", 1, kMostSize},
                                       {"causal", 0, 1},
                                       {"padded", 0, 1},
-                                      {"bfloat16", 0, 1}};
+                                      {"bfloat16", 0, 1},
+                                      {"window", 0, kMostSize}};
 
   using Problem = AttentionProblem;
   using Choice = AttentionChoice;
 
   static Numbers numbers(const AttentionProblem& p) {
-    return {p.load.heads,   p.seqlen_q,    p.seqlen_k,
-            p.head_dim,     p.head_dim_v,  static_cast<int64_t>(p.math),
-            p.load.group,   p.load.causal, p.load.padded,
-            p.load.bfloat16};
+    return {p.load.heads,    p.seqlen_q,    p.seqlen_k,
+            p.head_dim,      p.head_dim_v,  static_cast<int64_t>(p.math),
+            p.load.group,    p.load.causal, p.load.padded,
+            p.load.bfloat16, p.load.window};
   }
   static AttentionProblem problem(const Numbers& x) {
     return {x[1],
@@ -35,11 +36,11 @@ struct AttentionNumbers {
             x[3],
             x[4],
             static_cast<AttentionMath>(x[5]),
-            {x[0], x[6], x[7] != 0, x[8] != 0, x[9] != 0},
+            {x[0], x[6], x[7] != 0, x[8] != 0, x[9] != 0, x[10]},
             {}};
   }
   static Numbers key(Numbers x) {
-    for (int i = 0; i < 3; ++i) x[i] = size_class(x[i]);
+    for (int i : {0, 1, 2, 10}) x[i] = size_class(x[i]);
     return x;
   }
 

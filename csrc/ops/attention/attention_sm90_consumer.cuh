@@ -164,12 +164,15 @@ struct AttentionSm90Consumer {
     return begin < end ? begin / kKeys * kKeys : 0;
   }
   // A step of which the warpgroup's rows see no key: its turn and its stages go on.
+  // NOTE: a stage is given back behind its last reader of the barrier, or a warp that comes late
+  // could wait for a turn that has passed.
   __device__ __forceinline__ void skip_step() {
     s.keys.wait(at_key);
     wait_turn();
     pass_turn();
     release_keys();
     s.values.wait(at_value);
+    named_barrier_wait(kOwn + warpgroup, 128);
     release(&s.values.empty[at_value.stage]);
     at_value.advance();
   }
