@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ import torchweld
 from meshes import DEVICE, TIGHT, WIDE, Names, refused, shared_folder
 from tiny_models import VOCAB, tiny_gpt2, tiny_grouped
 from torchweld.distributed import NormColwise, full_tensor, parallelize, parameter_groups
-from torchweld.distributed.tensors import entering, entering_once
+from torchweld.distributed.tensors import entering, entering_once, gathering
 
 
 def whole(t: Tensor) -> Tensor:
@@ -119,6 +120,34 @@ def memory_of_styles(mesh: DeviceMesh) -> None:
         y.sum().backward()
     assert comms.get_total_counts() == 1, comms.get_comm_counts()
     assert layer.ln_weight.grad.placements == (Replicate(),)
+
+
+def norms_of_shards(mesh: DeviceMesh) -> None:
+    """In sequence parallel a process normalises its own rows alone, and what is gathered has the
+    dtype that the product computes in.
+    """
+    layer = torchweld.nn.LayerNormLinear(6, 8, activation="gelu")
+    stock = drawn_anew(layer).float()
+    ours = copy.deepcopy(stock)
+    parallelize_module(ours, mesh, NormColwise(input_layouts=Shard(1), output_layouts=Replicate()))
+    x = torch.randn(2, 4, 6, device=DEVICE)
+    dist.broadcast(x, 0)
+    mine = distribute_tensor(x, mesh, [Shard(1)]).to_local().clone().requires_grad_()
+    ran: list[str] = []
+    for dtype, error in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        with (
+            torch.autocast(x.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16),
+            patch("torchweld.distributed.styles.gathering", wraps=gathering) as gathered,
+            Names(ran),
+        ):
+            y, want = ours(mine), stock(x)
+        rows = gathered.call_args.args[2]
+        assert rows.shape == mine.shape and rows.dtype == dtype
+        assert y.dtype == want.dtype == dtype
+        assert_close(y, want, rtol=error, atol=error)
+        y.sum().backward()
+        assert mine.grad.dtype == mine.dtype
+    assert "aten::native_layer_norm" in ran and "torchweld::linear_forward" in ran
 
 
 def refusals_of_styles(mesh: DeviceMesh) -> None:
@@ -486,6 +515,7 @@ def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
     every = [
         styles,
         memory_of_styles,
+        norms_of_shards,
         refusals_of_styles,
         gpt2_fused_first,
         gpt2_sharded_first,

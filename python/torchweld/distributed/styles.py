@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from torchweld._library import ops
 from torchweld.nn import GatedLinear, LayerNormLinear, RMSNormLinear
 
 from .tensors import entering, gathering, local_part, replicated
@@ -21,6 +24,14 @@ class Placed(NamedTuple):
     input: Placement
     output: Placement
     local: bool  # whether the result is a plain Tensor
+
+
+def as_in_autocast(t: Tensor) -> Tensor:
+    """In autocast's dtype, where it is on, as an op would take it: norms give float32 there."""
+    device = t.device.type
+    if t.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return t
+    return t.to(torch.get_autocast_dtype(device))
 
 
 class _Columns:
@@ -35,19 +46,28 @@ class _Columns:
     def forward(self, x: Tensor) -> Tensor:
         """`(..., in_features)`, placed as x is, to the columns of `(..., out_features)`."""
         mesh, placed = self.weight.device_mesh, self.placed
+        columns = local_part(self.weight), local_part(self.bias)
         norm = [local_part(getattr(self, name)) for name in self.norm]
         if isinstance(x, DTensor) or placed.input.is_partial():
             x = replicated(mesh, x, placed.input)
             norm = entering(mesh, *norm)
         elif placed.input.is_shard():
-            x = gathering(mesh, placed.input.dim, x)
             norm = entering(mesh, *norm)
+            if self.norm and placed.input.dim % x.dim() < x.dim() - 1:
+                # NOTE: the norm is a pass of its own in the op too, there over all rows.
+                normed = gathering(mesh, placed.input.dim, as_in_autocast(self.norm_rows(x, *norm)))
+                return self.as_placed(ops.linear(normed, *columns, activation=self.activation))
+            x = gathering(mesh, placed.input.dim, x)
         else:
             x, *norm = entering(mesh, x, *norm)
-        y = self.compute(x, local_part(self.weight), local_part(self.bias), *norm)
-        last = y.dim() - 1
+        return self.as_placed(self.compute(x, *columns, *norm))
+
+    def as_placed(self, y: Tensor) -> Tensor:
+        """The process's columns as `placed` says."""
+        placed, last = self.placed, y.dim() - 1
         if placed.local and placed.output in (Shard(-1), Shard(last)):
             return y
+        mesh = self.weight.device_mesh
         y = DTensor.from_local(y, mesh, [Shard(last)], run_check=False)
         y = y.redistribute(placements=[placed.output])
         return y.to_local() if placed.local else y
@@ -56,9 +76,15 @@ class _Columns:
 class ColumnLayerNormLinear(_Columns, LayerNormLinear):
     norm = ("ln_weight", "ln_bias")
 
+    def norm_rows(self, x: Tensor, ln_weight: Tensor | None, ln_bias: Tensor | None) -> Tensor:
+        return F.layer_norm(x, (self.in_features,), ln_weight, ln_bias, self.eps)
+
 
 class ColumnRMSNormLinear(_Columns, RMSNormLinear):
     norm = ("norm_weight",)
+
+    def norm_rows(self, x: Tensor, norm_weight: Tensor | None) -> Tensor:
+        return F.rms_norm(x, (self.in_features,), norm_weight, self.eps)
 
 
 class ColumnGatedLinear(_Columns, GatedLinear):
@@ -82,8 +108,8 @@ class NormColwise(ParallelStyle):
 
     Args:
         input_layouts: how x is placed: `Replicate()` by default; `Shard(1)` for sequence parallel
-            of `x (batch, seqlen, K)`: it is gathered before the op, and its gradient is
-            reduce-scattered.
+            of `x (batch, seqlen, K)`: each process normalises its rows, these are gathered, and
+            their gradient is reduce-scattered.
         output_layouts: how the result is to be placed, `Shard(-1)` by default.
         use_local_output: whether the result is a plain Tensor, the process's part of it.
 
@@ -94,8 +120,7 @@ class NormColwise(ParallelStyle):
     Limits: the two halves of a `GatedLinear` that is not interleaved are both sharded, which is
         torch's `_StridedShard`: trained as any other, gathered by
         `torchweld.distributed.full_tensor`, refused by torch.distributed.checkpoint. An interleaved
-        one is `Shard(0)`. In sequence parallel every process computes the norm's statistics of all
-        rows.
+        one is `Shard(0)`.
 
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
         2022.
