@@ -110,10 +110,10 @@ TABLE = [
         "ops/attention/attention_sm90.cuh",
         "template void launch_attention_sm90_tile<$T, $tile>("
         "const ${Masked}AttentionParams&, cudaStream_t);",
-        each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_96",), tile=(0, 1, 2))
-        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_128",), tile=(3, 4))
-        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_256",), tile=(5, 6))
-        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("unequal",), tile=(7, 8)),
+        each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_64",), tile=(0, 1, 2))
+        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_128",), tile=(3, 4, 5))
+        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_256",), tile=(6, 7))
+        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("unequal",), tile=(8, 9)),
     ),
     # `tile` counts in kAttentionBackwardSm90Tiles, `dims` are the head dims that it serves.
     Family(

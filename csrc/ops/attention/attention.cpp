@@ -184,10 +184,10 @@ Tensor aligned_rows(const Tensor& t) {
 
 // What the gradient takes; nobody is asked where there are no keys.
 AttentionChoice backward_choice(const AttentionSizes& sizes, DType dtype, bool tf32, bool causal,
-                                int64_t window, const int32_t* leftpad) {
+                                const int32_t* leftpad, const AttentionMask& mask) {
   if (sizes.batch * sizes.nheads_kv * sizes.seqlen_k == 0) return {AttentionEngine::kSync, 0};
   return pick<AttentionBackwardFamily>(
-      attention_problem(sizes, dtype, tf32, causal, window, leftpad));
+      attention_problem(sizes, dtype, tf32, causal, leftpad, mask));
 }
 
 // The stride of a dim that nobody walks may be anything; 0 keeps every address aligned.
@@ -222,8 +222,8 @@ void attention_into_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Te
   params.tf32 = matmul_may_use_tf32(query);
   params.dtype = dtype_of(query);
   params.mask = on_device.mask;
-  const AttentionProblem problem = attention_problem(
-      params.sizes, params.dtype, params.tf32, mask.causal, params.mask.window, params.leftpad);
+  const AttentionProblem problem = attention_problem(params.sizes, params.dtype, params.tf32,
+                                                     mask.causal, params.leftpad, params.mask);
   params.choice = pick<AttentionFamily>(problem);
   Tensor parts, flags, ticket;
   if (const int64_t floats = attention_part_floats(problem, params.choice); floats > 0) {
@@ -283,8 +283,8 @@ Grads attention_backward_cuda(const Tensor& dout, const Tensor& query, const Ten
   params.tf32 = matmul_may_use_tf32(query);
   params.dtype = dtype_of(query);
   params.mask = on_device.mask;
-  params.choice = backward_choice(params.sizes, params.dtype, params.tf32, causal,
-                                  params.mask.window, params.leftpad);
+  params.choice =
+      backward_choice(params.sizes, params.dtype, params.tf32, causal, params.leftpad, params.mask);
   const int64_t bytes = attention_backward_scratch_bytes(params.sizes, params.choice, params.mask);
   const Tensor scratch = at::empty({bytes}, query.options().dtype(at::kByte));
   params.scratch = scratch.mutable_data_ptr();

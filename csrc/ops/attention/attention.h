@@ -70,14 +70,15 @@ inline AttentionMath attention_math(DType dtype, bool tf32) {
 }
 
 inline AttentionProblem attention_problem(const AttentionSizes& s, DType dtype, bool tf32,
-                                          bool causal, int64_t window, const int32_t* leftpad) {
+                                          bool causal, const int32_t* leftpad,
+                                          const AttentionMask& mask) {
   return {s.seqlen_q,
           s.seqlen_k,
           s.head_dim,
           s.head_dim_v,
           attention_math(dtype, tf32),
           {s.batch * s.nheads, s.nheads / s.nheads_kv, causal, leftpad != nullptr,
-           dtype == DType::kBFloat16, window},
+           dtype == DType::kBFloat16, mask.window, mask.key_start != nullptr},
           device_facts()};
 }
 

@@ -84,20 +84,24 @@ inline constexpr AttentionDecodeTile kAttentionDecodeTiles[] = {
 inline constexpr int kNumAttentionDecodeTiles =
     sizeof(kAttentionDecodeTiles) / sizeof(kAttentionDecodeTiles[0]);
 
-// On Hopper: a warpgroup has 64 query rows, `keys` of the keys are walked at a time, with two
+// On Hopper: a warpgroup has 64 query rows, `keys` of the keys are walked at a time, with `stages`
 // buffers of keys and values. Head dims up to `dim` and `dim_v` are filled up with zeros.
 struct AttentionSm90Tile {
   int dim;
   int dim_v;
   int warpgroups;
   int keys;
-  int speed;  // TFLOP/s of many long rows on an H200
+  int stages;
+  int blocks;  // that share an SM
+  int speed;   // TFLOP/s of many long rows on an H200
 
-  static constexpr int kStages = 2, kWarpgroupRows = 64;
+  static constexpr int kWarpgroupRows = 64;
   static constexpr int kLineElems = 64;  // a line of 128 bytes in shared memory
 
   constexpr int rows() const { return warpgroups * kWarpgroupRows; }
-  constexpr int threads() const { return 128 * (warpgroups + 1); }
+  // The producer is a warp. Where the SM is the block's own, it is a warpgroup, whose registers the
+  // others take.
+  constexpr int threads() const { return 128 * warpgroups + (blocks == 1 ? 128 : 32); }
   // In shared memory columns come in whole lines.
   static constexpr int lines(int columns) { return (columns + kLineElems - 1) / kLineElems; }
   // A warpgroup's results go through where its query rows were.
@@ -105,22 +109,25 @@ struct AttentionSm90Tile {
     return 2 * kLineElems * rows() * std::max(lines(dim), lines(dim_v));
   }
   constexpr int stages_bytes() const {
-    return kStages * 2 * kLineElems * keys * (lines(dim) + lines(dim_v));
+    return stages * 2 * kLineElems * keys * (lines(dim) + lines(dim_v));
   }
   // Where there is room the next tile's query rows arrive beside those of this one.
   constexpr int query_stages() const {
-    return 2 * query_bytes() + stages_bytes() + kExtraBytes <= kMostBytes ? 2 : 1;
+    return 2 * query_bytes() + stages_bytes() + kExtraBytes <= kMostBytes / blocks ? 2 : 1;
   }
   constexpr int tile_bytes() const { return query_stages() * query_bytes() + stages_bytes(); }
 
   static constexpr int kExtraBytes = 3 * 1024;   // what the kernel keeps beside its tile
-  static constexpr int kMostBytes = 227 * 1024;  // of a block's shared memory on Hopper
+  static constexpr int kMostBytes = 227 * 1024;  // of the blocks' shared memory on Hopper
 };
 
+// A tile of one warpgroup ends while the other blocks of its SM go on, which is most of a short
+// row's time. Long rows want many rows to a step's keys.
 inline constexpr AttentionSm90Tile kAttentionSm90Tiles[] = {
-    {64, 64, 3, 128, 510},   {64, 64, 2, 128, 445},   {96, 96, 2, 160, 570},
-    {128, 128, 2, 160, 644}, {128, 128, 2, 128, 625}, {192, 128, 2, 128, 744},
-    {256, 256, 2, 80, 770},  {64, 128, 2, 128, 594},  {128, 64, 2, 128, 590}};
+    {64, 64, 3, 128, 2, 1, 510},   {64, 64, 2, 128, 2, 1, 445},   {64, 64, 1, 64, 3, 3, 440},
+    {96, 96, 2, 160, 2, 1, 570},   {128, 128, 2, 160, 2, 1, 644}, {128, 128, 2, 128, 2, 1, 625},
+    {192, 128, 2, 128, 2, 1, 744}, {256, 256, 2, 80, 2, 1, 770},  {64, 128, 2, 128, 2, 1, 594},
+    {128, 64, 2, 128, 2, 1, 590}};
 inline constexpr int kNumAttentionSm90Tiles =
     sizeof(kAttentionSm90Tiles) / sizeof(kAttentionSm90Tiles[0]);
 
@@ -130,6 +137,7 @@ struct AttentionLoad {
   int64_t group;  // query heads that share a kv head
   bool causal, padded, bfloat16;
   int64_t window;  // 0: none
+  bool packed;     // rows begin at keys of their own
 };
 
 struct AttentionProblem {
@@ -190,13 +198,18 @@ inline Refusal attention_sm90_refusal(const AttentionProblem& p, const Attention
   // NOTE: the last tickets are that much larger than there are tiles.
   const double tiles = static_cast<double>(p.load.heads) *
                        static_cast<double>(divide_up(p.seqlen_q, tile.rows()) + 1);
-  return grid_fits(tiles + p.device.sms) ? Refusal() : "more than 2^31 - 1 tiles";
+  return grid_fits(tiles + p.device.sms * tile.blocks) ? Refusal() : "more than 2^31 - 1 tiles";
 }
 
-// Of the busiest SM, in units that are the same for all tiles. Paddings are not known here.
+// Of the busiest SM, in units that are the same for all tiles. Paddings are not known here, nor the
+// documents that were packed: these count as having kDocument tokens.
 inline double attention_sm90_cost(const AttentionProblem& p, const AttentionSm90Tile& tile) {
-  constexpr double kEmptyKeys = 128;  // what beginning and ending a tile costs
-  const int64_t tiles = divide_up(p.seqlen_q, tile.rows());
+  constexpr double kEmptyKeys = 224;  // what beginning and ending a tile costs
+  constexpr int64_t kDocument = 512;
+  const int64_t documents = p.load.packed ? divide_up(p.seqlen_q, kDocument) : 1;
+  const int64_t seqlen_q = divide_up(p.seqlen_q, documents),
+                seqlen_k = divide_up(p.seqlen_k, documents), heads = p.load.heads * documents;
+  const int64_t tiles = divide_up(seqlen_q, tile.rows());
   double keys = 0, most = 0;  // of a head, and of a tile
   const auto walk = [&](int64_t seen) {
     const double walked = static_cast<double>(divide_up(seen, tile.keys) * tile.keys) + kEmptyKeys;
@@ -204,20 +217,22 @@ inline double attention_sm90_cost(const AttentionProblem& p, const AttentionSm90
     return walked;
   };
   constexpr int64_t kCounted = 64;  // tiles of long rows stand for their neighbours
-  const int64_t window = p.load.window, before = p.seqlen_k - p.seqlen_q;
+  const int64_t window = p.load.window, before = seqlen_k - seqlen_q;
   const bool uneven = p.load.causal || window > 0;
   const int64_t stride = uneven ? divide_up(tiles, kCounted) : tiles;
   for (int64_t first = 0; first < tiles; first += stride) {
     const int64_t behind = std::min(tiles, first + stride) * tile.rows() + before;  // its last row
     const int64_t begin = window > 0 ? behind - tile.rows() - window + 1 : 0;
-    const int64_t end = p.load.causal ? behind : window > 0 ? behind + window - 1 : p.seqlen_k;
-    const auto key = [&](int64_t at) { return std::clamp<int64_t>(at, 0, p.seqlen_k); };
+    const int64_t end = p.load.causal ? behind : window > 0 ? behind + window - 1 : seqlen_k;
+    const auto key = [&](int64_t at) { return std::clamp<int64_t>(at, 0, seqlen_k); };
     keys += walk(key(end) - key(begin)) * static_cast<double>(std::min(tiles - first, stride));
   }
-  const double sms = std::max(1, p.device.sms), all = static_cast<double>(p.load.heads);
-  const double rounds = static_cast<double>(divide_up(p.load.heads * tiles, p.device.sms));
-  const double busiest = uneven ? std::max(most, keys * all / sms) : rounds * most;
-  return busiest * tile.rows() * (tile.dim + tile.dim_v) / tile.speed;
+  // The blocks of an SM have its time in turns.
+  const int64_t blocks = std::max<int64_t>(1, p.device.sms) * tile.blocks;
+  const double rounds = static_cast<double>(divide_up(heads * tiles, blocks));
+  const double even = keys * static_cast<double>(heads) / static_cast<double>(blocks);
+  const double busiest = uneven ? std::max(most, even) : rounds * most;
+  return busiest * tile.blocks * tile.rows() * (tile.dim + tile.dim_v) / tile.speed;
 }
 
 // What the decode kernel keeps in shared memory beside its tile.

@@ -19,7 +19,8 @@ struct AttentionNumbers {
                                       {"causal", 0, 1},
                                       {"padded", 0, 1},
                                       {"bfloat16", 0, 1},
-                                      {"window", 0, kMostSize}};
+                                      {"window", 0, kMostSize},
+                                      {"packed", 0, 1}};
 
   using Problem = AttentionProblem;
   using Choice = AttentionChoice;
@@ -28,7 +29,7 @@ struct AttentionNumbers {
     return {p.load.heads,    p.seqlen_q,    p.seqlen_k,
             p.head_dim,      p.head_dim_v,  static_cast<int64_t>(p.math),
             p.load.group,    p.load.causal, p.load.padded,
-            p.load.bfloat16, p.load.window};
+            p.load.bfloat16, p.load.window, p.load.packed};
   }
   static AttentionProblem problem(const Numbers& x) {
     return {x[1],
@@ -36,7 +37,7 @@ struct AttentionNumbers {
             x[3],
             x[4],
             static_cast<AttentionMath>(x[5]),
-            {x[0], x[6], x[7] != 0, x[8] != 0, x[9] != 0, x[10]},
+            {x[0], x[6], x[7] != 0, x[8] != 0, x[9] != 0, x[10], x[11] != 0},
             {}};
   }
   static Numbers key(Numbers x) {
@@ -148,7 +149,7 @@ struct AttentionFamily : AttentionNumbers {
     }
     if (sm90(x)) {
       const AttentionSm90Tile& tile = kAttentionSm90Tiles[x[1]];
-      return row(tile, tile.rows(), AttentionSm90Tile::kStages, tile.threads() / 32);
+      return row(tile, tile.rows(), tile.stages, tile.threads() / 32);
     }
     const AttentionTile tile = general(x) ? AttentionTile{} : kAttentionTiles[x[1]];
     return row(tile, tile.rows, tile.stages, tile.warps);

@@ -9,6 +9,8 @@
 // multiplied, the scores of the next step become probabilities. The warpgroups take turns at the
 // tensor cores (ping-pong), so that one's exponentials run under the other's products.
 // A warpgroup lets the steps pass of which its rows see no key.
+// Short rows spend most of their time on what begins and ends a tile. There a block has one
+// warpgroup and shares the SM with others, which are busy meanwhile.
 // Tiles are in the order of AttentionSchedule: the longest rows first, the heads that share the L2
 // cache together. What is not there (rows, keys, head dims) arrives as zeros.
 // Source: Shah et al., "FlashAttention-3", 2024.
@@ -22,7 +24,7 @@
 namespace torchweld {
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     attention_sm90_kernel(const __grid_constant__ typename Config::Params p) {
 #if TW_HAS_WGMMA
   // What the warpgroups give up and take adds up to what they start with.
@@ -35,28 +37,35 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     prefetch_tensor_map(p.query);
     prefetch_tensor_map(p.key);
     prefetch_tensor_map(p.value);
-    for (auto& queries : s.queries) queries.init(4);  // warps
-    s.keys.init(Config::kReadsScores ? Config::kWarpgroups * 4 : Config::kWarpgroups);
-    s.values.init(Config::kWarpgroups);
-    s.works.init(Config::kWarpgroups * 4);  // warps
+    constexpr int kWarps = Config::kWarpgroups * 4;  // of the consumers
+    for (auto& queries : s.queries) queries.init(4);
+    s.keys.init(kWarps);
+    s.values.init(kWarps);
+    s.works.init(kWarps);
     mbarrier_init_fence();
   }
   let_next_kernel_begin();
   wait_for_kernels_before();
   __syncthreads();
-  if (warp < 4) {
-    give_up_registers<kProducerRegisters>();
-    if (warp == 0) attention_sm90_produce(p, s);
+  if constexpr (Config::kBlocks == 1) {
+    if (warp < 4) {
+      give_up_registers<kProducerRegisters>();
+      if (warp == 0) attention_sm90_produce(p, s);
+    } else {
+      take_registers<kConsumerRegisters>();
+      AttentionSm90Consumer<Config>(p, s, warp / 4 - 1).run();
+    }
+  } else if (warp == Config::kWarpgroups * 4) {
+    attention_sm90_produce(p, s);
   } else {
-    take_registers<kConsumerRegisters>();
-    AttentionSm90Consumer<Config>(p, s, warp / 4 - 1).run();
+    AttentionSm90Consumer<Config>(p, s, warp / 4).run();
   }
 #endif
 }
 
 template <class Config>
 void launch_attention_sm90_kernel(const typename Config::Params& p, cudaStream_t stream) {
-  const int64_t blocks = std::min<int64_t>(p.order.blocks, device_facts().sms);
+  const int64_t blocks = std::min<int64_t>(p.order.blocks, device_facts().sms * Config::kBlocks);
   Grid grid(blocks, Config::kThreads, sizeof(AttentionSm90Shared<Config>));
   grid.overlaps = true;
   launch_kernel(attention_sm90_kernel<Config>, grid, stream, p);

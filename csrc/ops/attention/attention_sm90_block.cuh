@@ -19,7 +19,8 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
   // NOTE: beside the widest sums a mask finds registers with fewer scores.
   static constexpr int kKeys = kMasked && kDimV > 128 ? 64 : kShape.keys;
   static constexpr int kWarpgroups = kShape.warpgroups, kRows = kShape.rows();
-  static constexpr int kThreads = kShape.threads(), kStages = AttentionSm90Tile::kStages;
+  static constexpr int kThreads = kShape.threads(), kStages = kShape.stages;
+  static constexpr int kBlocks = kShape.blocks;
   static constexpr int kQueryStages = kShape.query_stages();
   static constexpr int kWarpRows = 16;
   static constexpr int kLines = AttentionSm90Tile::lines(kDim),

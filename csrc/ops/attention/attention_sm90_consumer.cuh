@@ -16,8 +16,9 @@ template <class Config>
 struct AttentionSm90Consumer {
   using T = typename Config::T;
   static constexpr int kKeys = Config::kKeys, kTurn = 1, kOwn = 4;
+  static constexpr bool kTurns = !Config::kReadsScores && Config::kWarpgroups > 1;
   // Wide heads under a mask have no registers left to skip steps.
-  static constexpr bool kSkips = !Config::kMasked || Config::kDim <= 128,
+  static constexpr bool kSkips = kTurns && (!Config::kMasked || Config::kDim <= 128),
                         kSkipsFirst = kSkips && Config::kMasked;
 
   const typename Config::Params& p;
@@ -33,7 +34,7 @@ struct AttentionSm90Consumer {
       : p(p), s(s), warpgroup(warpgroup), thread(threadIdx.x % 128) {}
 
   __device__ __forceinline__ void run() {
-    if (!Config::kReadsScores && warpgroup == Config::kWarpgroups - 1) pass_turn();  // the first
+    if (warpgroup == Config::kWarpgroups - 1) pass_turn();  // the first
     while (true) {
       s.works.wait(at_work);
       const AttentionBlock& block = s.work[at_work.stage];
@@ -54,18 +55,22 @@ struct AttentionSm90Consumer {
       }
       store(block);
       __syncwarp();
-      if (thread % 32 == 0) mbarrier_arrive(&s.works.empty[at_work.stage]);
+      release(&s.works.empty[at_work.stage]);
       at_work.advance();
     }
   }
 
  private:
-  __device__ __forceinline__ void wait_turn() const { named_barrier_wait(kTurn + warpgroup, 256); }
+  __device__ __forceinline__ void wait_turn() const {
+    if constexpr (kTurns) named_barrier_wait(kTurn + warpgroup, 256);
+  }
   __device__ __forceinline__ void pass_turn() const {
+    if constexpr (!kTurns) return;
     named_barrier_arrive(kTurn + (warpgroup + 1 == Config::kWarpgroups ? 0 : warpgroup + 1), 256);
   }
+  // A warp that is done with a stage, or lets it pass.
   __device__ __forceinline__ void release(uint64_t* s_empty) const {
-    if (thread == 0) mbarrier_arrive(s_empty);
+    if (thread % 32 == 0) mbarrier_arrive(s_empty);
   }
   __device__ __forceinline__ int warp_row() const { return warpgroup * 64 + thread / 32 * 16; }
 
@@ -164,15 +169,12 @@ struct AttentionSm90Consumer {
     return begin < end ? begin / kKeys * kKeys : 0;
   }
   // A step of which the warpgroup's rows see no key: its turn and its stages go on.
-  // NOTE: a stage is given back behind its last reader of the barrier, or a warp that comes late
-  // could wait for a turn that has passed.
   __device__ __forceinline__ void skip_step() {
     s.keys.wait(at_key);
     wait_turn();
     pass_turn();
     release_keys();
     s.values.wait(at_value);
-    named_barrier_wait(kOwn + warpgroup, 128);
     release(&s.values.empty[at_value.stage]);
     at_value.advance();
   }
@@ -223,8 +225,7 @@ struct AttentionSm90Consumer {
     r.read_scores(shared_address(s.key[at_key.stage]), warp_row());
     const bool rescales = attend(block, key);
     __syncwarp();
-    if (thread % 32 == 0) mbarrier_arrive(&s.keys.empty[at_key.stage]);
-    at_key.advance();
+    release_keys();
     return rescales;
   }
   __device__ __forceinline__ void walk_scores(const AttentionBlock& block) {
@@ -332,7 +333,7 @@ struct AttentionSm90Consumer {
     }
     async_fence();
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(&s.queries[warpgroup].empty[at_query.stage]);
+    release(&s.queries[warpgroup].empty[at_query.stage]);
     at_query.advance();
   }
 

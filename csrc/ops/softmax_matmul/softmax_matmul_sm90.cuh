@@ -19,7 +19,7 @@ struct SoftmaxMatmulSm90Config : AttentionVariant<kMasked> {
   // NOTE: beside wide sums, or a mask, there are no registers for more scores.
   static constexpr int kKeys = kDimV > 64 || kMasked ? 64 : 128;
   static constexpr int kRows = 64 * kWarpgroups, kThreads = 128 * (kWarpgroups + 1),
-                       kQueryStages = 1, kWarpRows = 16;
+                       kQueryStages = 1, kWarpRows = 16, kBlocks = 1;
   static constexpr int kLines = AttentionSm90Tile::lines(kKeys),
                        kLinesV = AttentionSm90Tile::lines(kDimV);
   static constexpr int kScoreStretch = kRows * kSwizzleLineBytes,
