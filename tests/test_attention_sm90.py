@@ -112,11 +112,18 @@ def test_the_tile_fits_the_head_dims(dims):
     assert choice["columns"]["head_dim"] == least
 
 
-def test_short_rows_take_the_smaller_tile():
-    fields = dict(heads=96, causal=1, head_dim=64, head_dim_v=64)
-    short = chosen("attention", **fields, seqlen_q=1024, seqlen_k=1024)
-    long = chosen("attention", **fields, seqlen_q=8192, seqlen_k=8192)
-    assert (short["columns"]["rows"], long["columns"]["rows"]) == (128, 192)
+def test_short_rows_take_smaller_tiles():
+    def rows(**fields: int) -> int:
+        return chosen("attention", **{"heads": 96, "causal": 1, **fields})["columns"]["rows"]
+
+    assert rows(seqlen_q=1024, seqlen_k=1024) == 64
+    assert rows(seqlen_q=8192, seqlen_k=8192) == 192
+    assert rows(heads=768, causal=0, seqlen_q=128, seqlen_k=128) == 128
+    # Packed documents count as short ones, however long their rows are together.
+    assert rows(heads=12, seqlen_q=8192, seqlen_k=8192, packed=1) == 64
+    wide = {"heads": 16, "seqlen_q": 8192, "seqlen_k": 8192, "head_dim": 128, "head_dim_v": 128}
+    keys = [chosen("attention", **wide, causal=1, packed=p)["columns"]["keys"] for p in (0, 1)]
+    assert keys == [160, 128]
 
 
 def test_a_window_takes_the_tile_whose_steps_fit_it():

@@ -1,6 +1,9 @@
 // What the forward kernels of attention share with their launchers.
 #pragma once
 
+#include <algorithm>
+
+#include "core/index.h"
 #include "core/score_scale.h"
 #include "ops/attention/attention.h"
 
@@ -24,19 +27,21 @@ struct AttentionVariant<true> {
 
 // The order of the blocks: sections of heads one after the other; in a section the tiles of query
 // rows, the last rows first; for every tile the section's heads.
+// The keys and values of a section stay in the L2 cache. Of short rows there are several sections,
+// so that not all of them arrive before the first tile ends.
 struct AttentionSchedule {
   int64_t section;  // heads
   int64_t tiles;    // a head
   int64_t first_block = 0;
 
   AttentionSchedule(const AttentionParams& params, int rows, int elem_size) {
-    constexpr int64_t kCacheBytes = 32 << 20;
+    constexpr int64_t kSectionBytes = 16 << 20;
     const AttentionSizes& sizes = params.sizes;
-    const int64_t group = sizes.nheads / sizes.nheads_kv;
     const int64_t bytes = sizes.seqlen_k * (sizes.head_dim + sizes.head_dim_v) * elem_size;
-    section = kCacheBytes / (bytes > 0 ? bytes : 1) * group;
-    if (section < group) section = group;
-    tiles = (sizes.seqlen_q + rows - 1) / rows;
+    const int64_t fit = std::max<int64_t>(1, kSectionBytes / std::max<int64_t>(1, bytes));
+    const int64_t heads = std::max<int64_t>(1, sizes.batch * sizes.nheads_kv);
+    section = divide_up(heads, divide_up(heads, fit)) * (sizes.nheads / sizes.nheads_kv);
+    tiles = divide_up(sizes.seqlen_q, rows);
   }
 
   int64_t blocks(const AttentionParams& params) const {
