@@ -28,20 +28,21 @@ struct AttentionVariant<true> {
 // The order of the blocks: sections of heads one after the other; in a section the tiles of query
 // rows, the last rows first; for every tile the section's heads.
 // The keys and values of a section stay in the L2 cache. Of short rows there are several sections,
-// so that not all of them arrive before the first tile ends.
+// so that not all of them arrive before the first tile ends; the fewer tiles a head has, the less
+// it matters which come first, and the smaller a section may be.
 struct AttentionSchedule {
   int64_t section;  // heads
   int64_t tiles;    // a head
   int64_t first_block = 0;
 
   AttentionSchedule(const AttentionParams& params, int rows, int elem_size) {
-    constexpr int64_t kSectionBytes = 16 << 20;
     const AttentionSizes& sizes = params.sizes;
+    tiles = divide_up(sizes.seqlen_q, rows);
+    const int64_t section_bytes = std::clamp<int64_t>(tiles, 2, 8) * (2 << 20);
     const int64_t bytes = sizes.seqlen_k * (sizes.head_dim + sizes.head_dim_v) * elem_size;
-    const int64_t fit = std::max<int64_t>(1, kSectionBytes / std::max<int64_t>(1, bytes));
+    const int64_t fit = std::max<int64_t>(1, section_bytes / std::max<int64_t>(1, bytes));
     const int64_t heads = std::max<int64_t>(1, sizes.batch * sizes.nheads_kv);
     section = divide_up(heads, divide_up(heads, fit)) * (sizes.nheads / sizes.nheads_kv);
-    tiles = divide_up(sizes.seqlen_q, rows);
   }
 
   int64_t blocks(const AttentionParams& params) const {
