@@ -201,6 +201,34 @@ def test_gradients_equal_stock(fused_device, pads, checkpointing):
         )
 
 
+def test_a_cache_that_was_empty_is_not_kept_for_the_gradient(fused_device):
+    """A model fills one in training too, with copies; what it holds has a gradient all the same."""
+    model, stock = pair(fused_device)
+    inputs = batch(fused_device)
+    kept, given = set(), []
+
+    def keep(t):
+        kept.add(t.untyped_storage().data_ptr())
+        return t
+
+    for each in (model, stock):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            out = each.train()(**inputs, use_cache=True)
+        layers = out.past_key_values.layers
+        cached = [t for layer in layers for t in (layer.keys, layer.values)]
+        if each is model:
+            assert not kept & {t.untyped_storage().data_ptr() for t in cached}
+        # The next tokens see what is cached.
+        late = each(input_ids=inputs["input_ids"][:, :2], past_key_values=out.past_key_values)
+        (out.logits.square().sum() + late.logits.square().sum()).backward()
+        given.append((cached, late.logits, [p.grad for p in each.parameters()]))
+    (cached, late, grads), (stock_cached, stock_late, stock_grads) = given
+    for ours, theirs in zip((*cached, late), (*stock_cached, stock_late), strict=True):
+        assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(grads, stock_grads, strict=True):
+        assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_training_with_dropout_draws_what_stock_draws():
     model = gpt2(attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1)
     stock = copy.deepcopy(model)

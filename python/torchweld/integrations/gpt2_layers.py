@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
-from transformers.cache_utils import EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from transformers.pytorch_utils import Conv1D
 
@@ -108,7 +108,11 @@ class DirectAttention(GPT2Attention):
             parts = qkv.view(batch, rows, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
         query, key, value = parts
         if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
+            cached = cache.update(key, value, self.layer_idx)
+            # NOTE: what was empty holds copies now, which the gradient would keep beside qkv.
+            first = type(cache) is DynamicCache and cached[0].shape == key.shape
+            if not (first and key.requires_grad):
+                key, value = cached
         dropout = modules["attn_dropout"].p if self.training else 0.0
         out, weights = attention_forward(
             self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **kwargs
