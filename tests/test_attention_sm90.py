@@ -26,6 +26,7 @@ SIZES = [
     (2, 4, 2, 200, 200, 128, 128), (3, 2, 2, 333, 517, 120, 112), (2, 2, 1, 517, 333, 192, 128),
     (1, 2, 2, 129, 777, 256, 256), (2, 8, 1, 191, 193, 40, 128), (2, 2, 1, 160, 161, 128, 24),
     (1, 2, 2, 5, 3000, 96, 96), (1, 1, 1, 1000, 1000, 17, 8),
+    (1, 13, 13, 200, 8192, 64, 64),  # whose last section of heads is smaller than the others
 ]  # fmt: skip
 
 
@@ -122,6 +123,7 @@ def test_short_rows_take_smaller_tiles():
     # Packed documents count as short ones, however long their rows are together.
     assert rows(heads=12, seqlen_q=8192, seqlen_k=8192, packed=1) == 64
     wide = {"heads": 16, "seqlen_q": 8192, "seqlen_k": 8192, "head_dim": 128, "head_dim_v": 128}
+    assert rows(seqlen_q=0, seqlen_k=128, packed=1, shared_limit=70000) > 0  # no documents
     keys = [chosen("attention", **wide, causal=1, packed=p)["columns"]["keys"] for p in (0, 1)]
     assert keys == [160, 128]
 

@@ -113,12 +113,14 @@ struct AttentionSm90Tile {
   }
   // Where there is room the next tile's query rows arrive beside those of this one.
   constexpr int query_stages() const {
-    return 2 * query_bytes() + stages_bytes() + kExtraBytes <= kMostBytes / blocks ? 2 : 1;
+    return 2 * query_bytes() + stages_bytes() + kExtraBytes <= kSmBytes / blocks - kBlockBytes ? 2
+                                                                                               : 1;
   }
   constexpr int tile_bytes() const { return query_stages() * query_bytes() + stages_bytes(); }
 
-  static constexpr int kExtraBytes = 3 * 1024;   // what the kernel keeps beside its tile
-  static constexpr int kMostBytes = 227 * 1024;  // of the blocks' shared memory on Hopper
+  static constexpr int kExtraBytes = 3 * 1024;  // what the kernel keeps beside its tile
+  // An SM's shared memory on Hopper, and what of it each block loses.
+  static constexpr int kSmBytes = 228 * 1024, kBlockBytes = 1024;
 };
 
 // A tile of one warpgroup ends while the other blocks of its SM go on, which is most of a short
@@ -137,7 +139,7 @@ struct AttentionLoad {
   int64_t group;  // query heads that share a kv head
   bool causal, padded, bfloat16;
   int64_t window;  // 0: none
-  bool packed;     // rows begin at keys of their own
+  bool packed;     // every row's first key is given
 };
 
 struct AttentionProblem {
@@ -202,11 +204,12 @@ inline Refusal attention_sm90_refusal(const AttentionProblem& p, const Attention
 }
 
 // Of the busiest SM, in units that are the same for all tiles. Paddings are not known here, nor the
-// documents that were packed: these count as having kDocument tokens.
+// rows' first keys: they count as those of packed documents of kDocument tokens.
 inline double attention_sm90_cost(const AttentionProblem& p, const AttentionSm90Tile& tile) {
   constexpr double kEmptyKeys = 224;  // what beginning and ending a tile costs
   constexpr int64_t kDocument = 512;
-  const int64_t documents = p.load.packed ? divide_up(p.seqlen_q, kDocument) : 1;
+  const int64_t documents =
+      p.load.packed ? std::max<int64_t>(1, divide_up(p.seqlen_q, kDocument)) : 1;
   const int64_t seqlen_q = divide_up(p.seqlen_q, documents),
                 seqlen_k = divide_up(p.seqlen_k, documents), heads = p.load.heads * documents;
   const int64_t tiles = divide_up(seqlen_q, tile.rows());

@@ -27,9 +27,6 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     attention_sm90_kernel(const __grid_constant__ typename Config::Params p) {
 #if TW_HAS_WGMMA
-  // What the warpgroups give up and take adds up to what they start with.
-  constexpr int kProducerRegisters = Config::kWarpgroups == 3 ? 32 : 40,
-                kConsumerRegisters = Config::kWarpgroups == 3 ? 160 : 232;
   extern __shared__ __align__(1024) char s_memory[];
   auto& s = *reinterpret_cast<AttentionSm90Shared<Config>*>(s_memory);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -48,6 +45,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   wait_for_kernels_before();
   __syncthreads();
   if constexpr (Config::kBlocks == 1) {
+    // What the warpgroups give up and take adds up to what they start with.
+    constexpr int kProducerRegisters = Config::kWarpgroups == 3 ? 32 : 40,
+                  kConsumerRegisters = Config::kWarpgroups == 3 ? 160 : 232;
     if (warp < 4) {
       give_up_registers<kProducerRegisters>();
       if (warp == 0) attention_sm90_produce(p, s);

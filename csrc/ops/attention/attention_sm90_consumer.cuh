@@ -65,8 +65,9 @@ struct AttentionSm90Consumer {
     if constexpr (kTurns) named_barrier_wait(kTurn + warpgroup, 256);
   }
   __device__ __forceinline__ void pass_turn() const {
-    if constexpr (!kTurns) return;
-    named_barrier_arrive(kTurn + (warpgroup + 1 == Config::kWarpgroups ? 0 : warpgroup + 1), 256);
+    if constexpr (kTurns) {
+      named_barrier_arrive(kTurn + (warpgroup + 1 == Config::kWarpgroups ? 0 : warpgroup + 1), 256);
+    }
   }
   // A warp that is done with a stage, or lets it pass.
   __device__ __forceinline__ void release(uint64_t* s_empty) const {
