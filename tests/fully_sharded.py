@@ -34,6 +34,7 @@ from meshes import DEVICE, TIGHT, WIDE, Names, refused, shared_folder
 from tiny_models import VOCAB, tiny_gpt2, tiny_grouped
 from torchweld.distributed import (
     NormColwise,
+    Rowwise,
     context_parallel,
     full_tensor,
     parallelize,
@@ -285,21 +286,23 @@ def with_tensor_parallel(mesh: DeviceMesh) -> None:
 
 
 def modules_with_tensor_parallel(mesh: DeviceMesh) -> None:
-    """NormColwise below fully_shard, sequence parallel."""
-    torch.manual_seed(0)
-    stock = nn.Sequential(
-        torchweld.nn.RMSNormLinear(8, 16, activation="silu"), nn.Linear(16, 8)
-    ).to(DEVICE, WIDE)
-    ours = copy.deepcopy(stock)
-    place = Shard(1)
-    plan = {"0": NormColwise(input_layouts=place), "1": RowwiseParallel(output_layouts=place)}
-    fully_shard(parallelize_module(ours, mesh["inner"], plan), mesh=mesh["outer"])
-    whole = torch.randn(2, 2, 4, 8, dtype=WIDE, device=DEVICE)
-    stock(whole).square().sum().div(2).backward()
-    x = whole[mesh.get_local_rank("outer")].chunk(2, 1)[mesh.get_local_rank("inner")]
-    ours(x).square().sum().backward()
-    for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
-        assert_close(a.grad.full_tensor(), b.grad, **TIGHT)
+    """NormColwise below fully_shard, sequence parallel; two batches."""
+    for rows in (Rowwise, RowwiseParallel):
+        torch.manual_seed(0)
+        stock = nn.Sequential(
+            torchweld.nn.RMSNormLinear(8, 16, activation="silu"), nn.Linear(16, 8)
+        ).to(DEVICE, WIDE)
+        ours = copy.deepcopy(stock)
+        place = Shard(1)
+        plan = {"0": NormColwise(input_layouts=place), "1": rows(output_layouts=place)}
+        fully_shard(parallelize_module(ours, mesh["inner"], plan), mesh=mesh["outer"])
+        for _ in range(2):
+            whole = torch.randn(2, 2, 4, 8, dtype=WIDE, device=DEVICE)
+            stock(whole).square().sum().div(2).backward()
+            x = whole[mesh.get_local_rank("outer")].chunk(2, 1)[mesh.get_local_rank("inner")]
+            ours(x).square().sum().backward()
+        for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
+            assert_close(a.grad.full_tensor(), b.grad, **TIGHT)
 
 
 def mixed_modules_with_tensor_parallel(mesh: DeviceMesh) -> None:
@@ -313,7 +316,7 @@ def mixed_modules_with_tensor_parallel(mesh: DeviceMesh) -> None:
         nn.Linear(16, 8),
     ).to(DEVICE)
     ours = copy.deepcopy(stock)
-    norm, rows = NormColwise(), RowwiseParallel()
+    norm, rows = NormColwise(), Rowwise()
     third = NormColwise(output_layouts=Replicate())
     parallelize_module(
         ours, mesh["inner"], {"0": norm, "1": rows, "2": third, "3": norm, "4": rows}

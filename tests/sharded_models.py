@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.testing import assert_close
@@ -26,8 +26,14 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import torchweld
 from meshes import DEVICE, TIGHT, WIDE, Names, refused, shared_folder
 from tiny_models import VOCAB, tiny_gpt2, tiny_grouped
-from torchweld.distributed import NormColwise, full_tensor, parallelize, parameter_groups
-from torchweld.distributed.tensors import entering, entering_once, gathering
+from torchweld.distributed import (
+    NormColwise,
+    Rowwise,
+    full_tensor,
+    parallelize,
+    parameter_groups,
+)
+from torchweld.distributed.tensors import entering, entering_once, gathered, local_part
 
 
 def whole(t: Tensor) -> Tensor:
@@ -74,8 +80,9 @@ class MLP(nn.Module):
 
 
 def styles(mesh: DeviceMesh) -> None:
-    """An MLP of each module in front of a row-parallel linear layer, with and without sequence
-    parallel, is the one of one process: result, gradients, a step of the optimizer.
+    """An MLP of each module in front of a row-parallel linear layer, of ours or torch's style, with
+    and without sequence parallel, is the one of one process: result, gradients, a step of the
+    optimizer.
     """
     ups = [
         torchweld.nn.LayerNormLinear(6, 8, activation="gelu"),
@@ -84,13 +91,13 @@ def styles(mesh: DeviceMesh) -> None:
         torchweld.nn.GatedLinear(6, 8, gate="swiglu"),
         torchweld.nn.GatedLinear(6, 8, bias=False, interleaved=True),
     ]
-    for up, sequence in product(ups, (False, True)):
-        stock = drawn_anew(MLP(copy.deepcopy(up), nn.Linear(8, 6)))
+    for up, sequence, rows in product(ups, (False, True), (Rowwise, RowwiseParallel)):
+        stock = drawn_anew(MLP(copy.deepcopy(up), nn.Linear(8, 6, bias=up.bias is not None)))
         ours = copy.deepcopy(stock)
         place = Shard(1) if sequence else Replicate()
         plan = {
             "up": NormColwise(input_layouts=place),
-            "down": RowwiseParallel(output_layouts=place),
+            "down": rows(output_layouts=place),
         }
         parallelize_module(ours, mesh, plan)
         x = torch.randn(2, 4, 6, dtype=WIDE, device=DEVICE)
@@ -122,32 +129,125 @@ def memory_of_styles(mesh: DeviceMesh) -> None:
     assert layer.ln_weight.grad.placements == (Replicate(),)
 
 
+def collectives_of_sequences(mesh: DeviceMesh) -> None:
+    """Tokens are gathered once and scattered once, forward and backward; beside them backward sums
+    the norm's gradients alone.
+    """
+    ours = MLP(torchweld.nn.LayerNormLinear(6, 8, activation="gelu"), nn.Linear(8, 6)).to(DEVICE)
+    place = Shard(1)
+    plan = {"up": NormColwise(input_layouts=place), "down": Rowwise(output_layouts=place)}
+    parallelize_module(ours, mesh, plan)
+    x = torch.randn(2, 2, 6, device=DEVICE, requires_grad=True)
+
+    def counted(call: Callable[[], Any]) -> tuple[Any, list[str]]:
+        with CommDebugMode() as comms:
+            given = call()
+        counts = comms.get_comm_counts().items()
+        return given, sorted(f"{op}"[5:].rstrip("_") for op, n in counts for _ in range(n))
+
+    moved = ["_allgather_base", "_reduce_scatter_base"]
+    y, forward = counted(lambda: ours(x))
+    assert forward == moved, forward
+    _, backward = counted(lambda: y.sum().backward())
+    assert backward == [*moved, "allreduce_coalesced"], backward
+    with torch.no_grad():
+        again, forward = counted(lambda: ours(x))
+    assert forward == moved, forward
+    assert_close(again, y)
+
+
+def gradients_of_parameters(mesh: DeviceMesh) -> None:
+    """A parameter's gradient goes where autograd would take it: to hooks, to `torch.autograd.grad`,
+    to the sum of several, and nowhere if nobody asks.
+    """
+
+    def made() -> tuple[nn.Parameter, Tensor]:
+        t = torch.arange(4.0, device=DEVICE).outer(torch.ones(2, device=DEVICE))
+        return nn.Parameter(distribute_tensor(t, mesh, [Shard(0)])), t.chunk(mesh.size())[rank]
+
+    rank = mesh.get_local_rank()
+    parameter, part = made()
+    y = (local_part(parameter) ** 2).sum()
+    (grad,) = torch.autograd.grad(y, parameter, retain_graph=True)
+    assert grad.placements == (Shard(0),)
+    assert parameter.grad is None
+    assert_close(grad.to_local(), 2 * part)
+    y.backward(inputs=[torch.zeros(1, device=DEVICE, requires_grad=True)], retain_graph=True)
+    assert parameter.grad is None
+    for times in (1, 2):
+        y.backward(inputs=[parameter], retain_graph=True)
+        assert parameter.grad.placements == (Shard(0),)
+        assert_close(parameter.grad.to_local(), 2 * times * part)
+
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        parameter, part = made()
+        seen: list[Tensor] = []
+        getattr(parameter, register)(lambda t, seen=seen: seen.append(t))
+        (local_part(parameter) ** 2).sum().backward()
+        assert len(seen) == 1
+        assert_close(parameter.grad.to_local(), 2 * part)
+
+    # Gradients that are one tensor for autograd are two for their parameters.
+    (first, _), (second, _) = made(), made()
+    (local_part(first) + local_part(second)).square().sum().backward()
+    first.grad.to_local().zero_()
+    assert_close(second.grad.to_local(), 4 * part)
+
+    # Of another layout, and given from outside.
+    parameter, part = made()
+    dy = torch.ones(2, len(part), device=DEVICE)
+    local_part(parameter).t().backward(dy)
+    assert parameter.grad.to_local().stride() == parameter.to_local().stride()
+    parameter, part = made()
+    dy = torch.ones_like(part)
+    local_part(parameter).backward(dy)
+    parameter.grad.to_local().zero_()
+    assert dy.sum() == dy.numel()
+
+    # Gradients of gradients.
+    parameter, part = made()
+    (grad,) = torch.autograd.grad((local_part(parameter) ** 3).sum(), parameter, create_graph=True)
+    grad.to_local().sum().backward()
+    assert_close(parameter.grad.to_local(), 6 * part)
+
+
 def norms_of_shards(mesh: DeviceMesh) -> None:
     """In sequence parallel a process normalises its own rows alone, and what is gathered has the
     dtype that the product computes in.
     """
-    layer = torchweld.nn.LayerNormLinear(6, 8, activation="gelu")
-    stock = drawn_anew(layer).float()
-    ours = copy.deepcopy(stock)
-    parallelize_module(ours, mesh, NormColwise(input_layouts=Shard(1), output_layouts=Replicate()))
-    x = torch.randn(2, 4, 6, device=DEVICE)
-    dist.broadcast(x, 0)
-    mine = distribute_tensor(x, mesh, [Shard(1)]).to_local().clone().requires_grad_()
-    ran: list[str] = []
-    for dtype, error in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+    layers = [
+        torchweld.nn.LayerNormLinear(6, 8, activation="gelu"),
+        torchweld.nn.RMSNormLinear(6, 8, activation="gelu"),
+    ]
+    exact, rounded = (torch.float32, torch.float32, 1e-5), (torch.float32, torch.bfloat16, 5e-2)
+    for layer, (given, dtype, error) in product(
+        layers, (exact, rounded, (torch.bfloat16, torch.bfloat16, 5e-2))
+    ):
+        stock = drawn_anew(copy.deepcopy(layer)).float()
+        ours = copy.deepcopy(stock)
+        style = NormColwise(input_layouts=Shard(1), output_layouts=Replicate())
+        parallelize_module(ours, mesh, style)
+        x = torch.randn(2, 4, 6, device=DEVICE).to(given)
+        dist.broadcast(x, 0)
+        mine = distribute_tensor(x, mesh, [Shard(1)]).to_local().clone().requires_grad_()
+        x.requires_grad_()
+        ran: list[str] = []
         with (
             torch.autocast(x.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16),
-            patch("torchweld.distributed.styles.gathering", wraps=gathering) as gathered,
+            patch("torchweld.distributed.products.gathered", wraps=gathered) as gathering,
             Names(ran),
         ):
             y, want = ours(mine), stock(x)
-        rows = gathered.call_args.args[2]
+        rows = gathering.call_args_list[0].args[2]
         assert rows.shape == mine.shape and rows.dtype == dtype
         assert y.dtype == want.dtype == dtype
-        assert_close(y, want, rtol=error, atol=error)
-        y.sum().backward()
-        assert mine.grad.dtype == mine.dtype
-    assert "aten::native_layer_norm" in ran and "torchweld::linear_forward" in ran
+        close = partial(assert_close, rtol=error, atol=error)
+        close(y, want)
+        y.sum().backward(), want.sum().backward()
+        close(mine.grad, distribute_tensor(x.grad, mesh, [Shard(1)]).to_local())
+        for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
+            close(whole(a.grad), b.grad, atol=error * float(b.grad.abs().max()))
+        assert "torchweld::linear_forward" in ran
 
 
 def refusals_of_styles(mesh: DeviceMesh) -> None:
@@ -155,6 +255,22 @@ def refusals_of_styles(mesh: DeviceMesh) -> None:
     with refused(ValueError, "NormColwise: out_features must be a multiple of the mesh's 2 "):
         parallelize_module(layer, mesh, NormColwise())
     assert type(layer.weight) is nn.Parameter
+    with refused(ValueError, "Rowwise: in_features must be a multiple of the mesh's 2 processes"):
+        parallelize_module(nn.Linear(5, 4, device=DEVICE), mesh, Rowwise())
+    with refused(TypeError, "Rowwise: module must be nn.Linear"):
+        parallelize_module(torchweld.nn.RMSNormLinear(4, 4), mesh, Rowwise())
+    with refused(ValueError, "Rowwise: output_layouts must be Replicate() or Shard(dim), but got"):
+        Rowwise(output_layouts=Partial())
+    x = torch.randn(2, 3, 4 // mesh.size(), device=DEVICE)
+    for dim, sentence in (
+        (1, "Rowwise: dim 1 of x must be a multiple of the mesh's 2 processes, but got 3"),
+        (-1, "Rowwise: output_layouts must be Replicate() or a dim of the tokens, but got Shard("),
+    ):
+        rows = nn.Linear(4, 4, device=DEVICE)
+        parallelize_module(rows, mesh, Rowwise(output_layouts=Shard(dim)))
+        with CommDebugMode() as comms, refused(ValueError, sentence):
+            rows(x)
+        assert not comms.get_total_counts()
     with refused(TypeError, "NormColwise: module must be one of LayerNormLinear, "):
         parallelize_module(nn.Linear(4, 4), mesh, NormColwise())
     with refused(ValueError, "NormColwise: device_mesh must have one dim, but got 2"):
@@ -515,6 +631,8 @@ def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
     every = [
         styles,
         memory_of_styles,
+        collectives_of_sequences,
+        gradients_of_parameters,
         norms_of_shards,
         refusals_of_styles,
         gpt2_fused_first,

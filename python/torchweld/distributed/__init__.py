@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from .sequence import gather_sequence as gather_sequence
     from .sequence import shard_sequence as shard_sequence
     from .styles import NormColwise as NormColwise
+    from .styles import Rowwise as Rowwise
     from .tensors import full_tensor as full_tensor
 
 __all__ = [
     "NormColwise",
+    "Rowwise",
     "context_parallel",
     "context_parallel_attention",
     "full_tensor",
@@ -35,6 +37,7 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "NormColwise": "styles",
+        "Rowwise": "styles",
         "context_parallel": "context",
         "context_parallel_attention": "context",
         "full_tensor": "tensors",

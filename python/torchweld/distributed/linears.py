@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
 
-from .styles import shard_parameter
-from .tensors import entering_once, leaving, local_part, replicated
+from .products import scattered_linear
+from .tensors import entering_once, leaving, local_part, replicated, shard_parameter
 
 
 class ColumnLinear(nn.Linear):
@@ -34,11 +35,19 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """The whole result, from the columns of x that a process has."""
+    """The result from the columns of x that a process has: the whole one, or some tokens of it."""
+
+    output: Placement = Replicate()
 
     def forward(self, input: Tensor) -> Tensor:
-        y = leaving(self.weight.device_mesh, F.linear(input, local_part(self.weight)))
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        mesh, output = self.weight.device_mesh, self.output
+        if isinstance(input, DTensor):
+            input = input.redistribute(placements=[Shard(input.dim() - 1)]).to_local()
+        weight, bias = local_part(self.weight), local_part(self.bias)
+        if output.is_shard():
+            return scattered_linear(mesh, output.dim, input, weight, bias)
+        y = leaving(mesh, F.linear(input, weight))
+        return y if bias is None else y + bias.to(y.dtype)
 
 
 class _Linears(ParallelStyle):

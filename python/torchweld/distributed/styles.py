@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from torchweld._library import ops
 from torchweld.nn import GatedLinear, LayerNormLinear, RMSNormLinear
 
-from .tensors import entering, gathering, local_part, replicated
+from .linears import RowLinear
+from .products import gathered_linear
+from .tensors import entering, gathering, local_part, replicated, shard_parameter
 
 
 class Placed(NamedTuple):
@@ -24,14 +24,6 @@ class Placed(NamedTuple):
     input: Placement
     output: Placement
     local: bool  # whether the result is a plain Tensor
-
-
-def as_in_autocast(t: Tensor) -> Tensor:
-    """In autocast's dtype, where it is on, as an op would take it: norms give float32 there."""
-    device = t.device.type
-    if t.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return t
-    return t.to(torch.get_autocast_dtype(device))
 
 
 class _Columns:
@@ -54,9 +46,12 @@ class _Columns:
         elif placed.input.is_shard():
             norm = entering(mesh, *norm)
             if self.norm and placed.input.dim % x.dim() < x.dim() - 1:
-                # NOTE: the norm is a pass of its own in the op too, there over all rows.
-                normed = gathering(mesh, placed.input.dim, as_in_autocast(self.norm_rows(x, *norm)))
-                return self.as_placed(ops.linear(normed, *columns, activation=self.activation))
+                # NOTE: of many rows the norm is a pass of its own in the op too, over all of them.
+                normed = self.norm_rows(x, *norm)
+                y = gathered_linear(
+                    mesh, placed.input.dim, normed, *columns, activation=self.activation
+                )
+                return self.as_placed(y)
             x = gathering(mesh, placed.input.dim, x)
         else:
             x, *norm = entering(mesh, x, *norm)
@@ -84,7 +79,9 @@ class ColumnRMSNormLinear(_Columns, RMSNormLinear):
     norm = ("norm_weight",)
 
     def norm_rows(self, x: Tensor, norm_weight: Tensor | None) -> Tensor:
-        return F.rms_norm(x, (self.in_features,), norm_weight, self.eps)
+        # NOTE: torch's kernel takes one dtype; under autocast it casts neither.
+        weight = None if norm_weight is None else norm_weight.to(x.dtype)
+        return F.rms_norm(x, (self.in_features,), weight, self.eps)
 
 
 class ColumnGatedLinear(_Columns, GatedLinear):
@@ -103,8 +100,9 @@ class NormColwise(ParallelStyle):
 
     Each process has some columns of the result: `Shard(0)` of weight and bias, and computes them
     with its own tensors, not through DTensor's dispatch. The norm's parameters are replicated, and
-    their gradients are summed over the processes with the one to x, once behind the op. The partner
-    behind it stays `nn.Linear` with torch's `RowwiseParallel`.
+    their gradients are summed over the processes with the one to x, once behind the op; in sequence
+    parallel apart from it. The partner behind it is an `nn.Linear` with :class:`Rowwise`, or with
+    torch's `RowwiseParallel`.
 
     Args:
         input_layouts: how x is placed: `Replicate()` by default; `Shard(1)` for sequence parallel
@@ -145,16 +143,7 @@ class NormColwise(ParallelStyle):
                 f"NormColwise: module must be one of {names} (no subclass, not sharded yet), but "
                 f"got {type(module).__name__}"
             )
-        if device_mesh.ndim != 1:
-            raise ValueError(
-                f"NormColwise: device_mesh must have one dim, but got {device_mesh.ndim}; use one "
-                'of its dims, as mesh["tp"]'
-            )
-        if module.out_features % device_mesh.size():
-            raise ValueError(
-                f"NormColwise: out_features must be a multiple of the mesh's {device_mesh.size()} "
-                f"processes, but got {module.out_features}"
-            )
+        _check("NormColwise", device_mesh, "out_features", module.out_features)
         columns: Placement = Shard(0)
         if isinstance(module, GatedLinear) and not module.interleaved:
             columns = _StridedShard(0, split_factor=2)
@@ -172,26 +161,59 @@ class NormColwise(ParallelStyle):
         )
 
 
-def shard_parameter(
-    module: nn.Module,
-    name: str,
-    parameter: nn.Parameter,
-    mesh: DeviceMesh,
-    placement: Placement | None,
-    src_data_rank: int | None,
-) -> None:
-    """Replaces a parameter of a module by a DTensor of it.
+class Rowwise(ParallelStyle):
+    """`RowwiseParallel` for an `nn.Linear` behind :class:`NormColwise`.
+
+    Each process has some columns of x and of the weight, `Shard(1)`, and computes with its own
+    tensors, not through DTensor's dispatch, which takes the host several times as long. x is a
+    plain Tensor, the process's columns, or a DTensor; the result is a plain one. The bias is
+    replicated, and its gradient is the whole one in every process.
 
     Args:
-        placement: None for what all processes have: it stays plain.
-        src_data_rank: the process whose parameter it is; None where all have the same.
+        output_layouts: how the result is to be placed: `Replicate()` by default; `Shard(1)` for
+            sequence parallel of `(batch, seqlen, N)`.
+
+    Raises:
+        TypeError: another module, when it is applied.
+        ValueError: another placement; the mesh has more than one dim, or does not divide
+            `in_features`; when it is called, the mesh does not divide the tokens.
     """
-    if placement is None:
-        if src_data_rank is not None:
-            whole = distribute_tensor(
-                parameter.data, mesh, [Replicate()], src_data_rank=src_data_rank
+
+    def __init__(self, *, output_layouts: Placement | None = None) -> None:
+        super().__init__()
+        self.output_layouts = output_layouts or Replicate()
+        if type(self.output_layouts) not in (Replicate, Shard):
+            raise ValueError(
+                "Rowwise: output_layouts must be Replicate() or Shard(dim), but got "
+                f"{output_layouts}"
             )
-            parameter.data.copy_(whole.to_local())
-        return
-    sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=src_data_rank)
-    module.register_parameter(name, nn.Parameter(sharded, parameter.requires_grad))
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if type(module) is not nn.Linear:
+            raise TypeError(
+                "Rowwise: module must be nn.Linear (no subclass, not sharded yet), but got "
+                f"{type(module).__name__}"
+            )
+        _check("Rowwise", device_mesh, "in_features", module.in_features)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            placement = Shard(1) if name == "weight" else Replicate()
+            shard_parameter(module, name, parameter, device_mesh, placement, self.src_data_rank)
+        module.__class__ = RowLinear
+        module.output = self.output_layouts
+        return module
+
+    def __repr__(self) -> str:
+        return f"Rowwise(output_layouts={self.output_layouts})"
+
+
+def _check(style: str, mesh: DeviceMesh, name: str, features: int) -> None:
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"{style}: device_mesh must have one dim, but got {mesh.ndim}; use one of its dims, as "
+            'mesh["tp"]'
+        )
+    if features % mesh.size():
+        raise ValueError(
+            f"{style}: {name} must be a multiple of the mesh's {mesh.size()} processes, but got "
+            f"{features}"
+        )

@@ -28,24 +28,24 @@ class ShardedConv1D(Conv1D):
         """What a process computes with; the gradients to x and ``shared`` are sums over all."""
         from torch.distributed.tensor import DTensor
 
-        from torchweld.distributed.tensors import entering
+        from torchweld.distributed.tensors import entering, local_part
 
         mesh, shards = weight.device_mesh, type(bias) is DTensor
         x, whole, *shared = entering(mesh, x, None if shards else bias, *shared)
         if shards:
-            bias = bias.to_local()
+            bias = local_part(bias)
         else:
             parts = whole.view(_PARTS, mesh.size(), -1)
             bias = parts[:, mesh.get_local_rank()].flatten()
-        return x, weight.to_local(), bias, *shared
+        return x, local_part(weight), bias, *shared
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.placements[0].dim == 1:
             x, weight, bias = self.columns(x, self.weight, self.bias)
             return torch.nn.functional.linear(x, weight.t(), bias)
-        from torchweld.distributed.tensors import leaving
+        from torchweld.distributed.tensors import leaving, local_part
 
-        y = torch.matmul(x, self.weight.to_local())
+        y = torch.matmul(x, local_part(self.weight))
         return leaving(self.weight.device_mesh, y) + self.bias.to(y.dtype)
 
     def __repr__(self) -> str:
@@ -96,7 +96,7 @@ def shard(base: GPT2Model, mesh: Any, src_data_rank: int | None) -> None:
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    from torchweld.distributed.styles import shard_parameter
+    from torchweld.distributed.tensors import shard_parameter
 
     from . import gpt2
 

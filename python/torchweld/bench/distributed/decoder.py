@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import torchweld
-from torchweld.distributed import NormColwise
+from torchweld.distributed import NormColwise, Rowwise
 from torchweld.distributed.planning import Sizes
 from torchweld.nn import GatedLinear, LayerNormLinear, RMSNormLinear
 
@@ -133,7 +133,8 @@ class Decoder(nn.Module):
         """Tensor parallel, in place, sequence parallel between the blocks' matrices."""
         sequence = Shard(1)
         columns = ColwiseParallel(input_layouts=sequence)
-        rows = RowwiseParallel(output_layouts=sequence)
+        fused = self.blocks[0].is_fused
+        rows = (Rowwise if fused else RowwiseParallel)(output_layouts=sequence)
         table = RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence)
         plan = {
             "embed": table,
@@ -144,7 +145,6 @@ class Decoder(nn.Module):
         }
         if self.positions is not None:
             plan["positions"] = table
-        fused = self.blocks[0].is_fused
         fused_columns = NormColwise(input_layouts=sequence)
         if fused:
             plan["blocks.*.attend_in"] = fused_columns
