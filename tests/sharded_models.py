@@ -33,7 +33,8 @@ from torchweld.distributed import (
     parallelize,
     parameter_groups,
 )
-from torchweld.distributed.tensors import entering, entering_once, gathered, local_part
+from torchweld.distributed.collectives import entering, entering_once, gathered
+from torchweld.distributed.tensors import local_part
 
 
 def whole(t: Tensor) -> Tensor:
@@ -137,23 +138,29 @@ def collectives_of_sequences(mesh: DeviceMesh) -> None:
     place = Shard(1)
     plan = {"up": NormColwise(input_layouts=place), "down": Rowwise(output_layouts=place)}
     parallelize_module(ours, mesh, plan)
-    x = torch.randn(2, 2, 6, device=DEVICE, requires_grad=True)
 
     def counted(call: Callable[[], Any]) -> tuple[Any, list[str]]:
         with CommDebugMode() as comms:
             given = call()
         counts = comms.get_comm_counts().items()
-        return given, sorted(f"{op}"[5:].rstrip("_") for op, n in counts for _ in range(n))
+        names = (str(op).partition(".")[2].strip("_") for op, n in counts for _ in range(n))
+        return given, sorted(names)
 
-    moved = ["_allgather_base", "_reduce_scatter_base"]
-    y, forward = counted(lambda: ours(x))
-    assert forward == moved, forward
-    _, backward = counted(lambda: y.sum().backward())
-    assert backward == [*moved, "allreduce_coalesced"], backward
-    with torch.no_grad():
-        again, forward = counted(lambda: ours(x))
-    assert forward == moved, forward
-    assert_close(again, y)
+    # Tokens of one sequence, of a few, and of many, which go through a copy.
+    for batch, moved in (
+        (1, ["allgather_base", "reduce_scatter_base"]),
+        (2, ["allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"]),
+        (20, ["all_gather_into_tensor", "reduce_scatter_tensor"]),
+    ):
+        x = torch.randn(batch, 2, 6, device=DEVICE, requires_grad=True)
+        y, forward = counted(lambda x=x: ours(x))
+        assert forward == moved, forward
+        _, backward = counted(lambda y=y: y.sum().backward())
+        assert sorted(backward) == sorted([*moved, "allreduce_coalesced"]), backward
+        with torch.no_grad():
+            again, forward = counted(lambda x=x: ours(x))
+        assert forward == moved, forward
+        assert_close(again, y)
 
 
 def gradients_of_parameters(mesh: DeviceMesh) -> None:

@@ -15,8 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from .collectives import entering_once, leaving
 from .products import scattered_linear
-from .tensors import entering_once, leaving, local_part, replicated, shard_parameter
+from .tensors import local_part, replicated, shard_parameter
 
 
 class ColumnLinear(nn.Linear):
@@ -43,10 +44,9 @@ class RowLinear(nn.Linear):
         mesh, output = self.weight.device_mesh, self.output
         if isinstance(input, DTensor):
             input = input.redistribute(placements=[Shard(input.dim() - 1)]).to_local()
-        weight, bias = local_part(self.weight), local_part(self.bias)
         if output.is_shard():
-            return scattered_linear(mesh, output.dim, input, weight, bias)
-        y = leaving(mesh, F.linear(input, weight))
+            return scattered_linear(mesh, output.dim, input, self.weight, self.bias)
+        y, bias = leaving(mesh, F.linear(input, local_part(self.weight))), local_part(self.bias)
         return y if bias is None else y + bias.to(y.dtype)
 
 

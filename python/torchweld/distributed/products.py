@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchweld._library import ops
 
-from .tensors import as_in_autocast, gathered, starting_scatter
+from .collectives import gathered, scattered
+from .tensors import as_in_autocast, hand_over, leaf, local_of
 
 
 class _GatheredLinear(torch.autograd.Function):
@@ -29,31 +30,23 @@ class _GatheredLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        whole = gathered(mesh, dim, x)
-        y, preact = ops.linear_forward(whole, weight, bias, activation=activation)
+        whole, parts = gathered(mesh, dim, x), _parts(weight, bias)
+        y, preact = ops.linear_forward(whole, *parts, activation=activation)
         ctx.mesh, ctx.dim, ctx.activation = mesh, dim, activation
+        ctx.weight, ctx.bias = weight, bias
         kept = {"none": None, "relu": y}.get(activation, preact)
-        ctx.save_for_backward(whole, weight, kept)
+        ctx.save_for_backward(whole, parts[0], kept)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        saved, (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad[3:]
-
-        def gradients(*wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
-            return ops.linear_backward(
-                dy, *saved, activation=ctx.activation, output_mask=list(wanted)
-            )
-
-        dx = dweight = dbias = None
-        if of_x:  # first, because the other processes wait for it
-            scattered = starting_scatter(ctx.mesh, ctx.dim, gradients(True, False, False)[0])
-        if of_weight or of_bias:
-            _, dweight, dbias = gradients(False, of_weight, of_bias)
-        if of_x:
-            dx = scattered()
-        return None, None, None, dx, dweight if of_weight else None, dbias if of_bias else None
+        wanted = list(ctx.needs_input_grad[3:])
+        dx, dweight, dbias = ops.linear_backward(
+            dy, *ctx.saved_tensors, activation=ctx.activation, output_mask=wanted
+        )
+        dx = scattered(ctx.mesh, ctx.dim, dx) if wanted[0] else None
+        return None, None, None, dx, *_of_parameters(ctx, wanted[1:], dweight, dbias)
 
 
 class _ScatteredLinear(torch.autograd.Function):
@@ -61,22 +54,45 @@ class _ScatteredLinear(torch.autograd.Function):
     def forward(
         ctx: Any, mesh: DeviceMesh, dim: int, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        ctx.mesh, ctx.dim = mesh, dim
-        ctx.save_for_backward(x, weight)
-        y = starting_scatter(mesh, dim, ops.linear(x, weight))()
-        return y if bias is None else y.add_(bias)
+        ctx.mesh, ctx.dim, ctx.weight, ctx.bias = mesh, dim, weight, bias
+        part, once = _parts(weight, bias)
+        ctx.save_for_backward(x, part)
+        return _scattered_linear(mesh, dim, x, part, once)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[2:]
+        wanted = list(ctx.needs_input_grad[2:])
         # The bias's gradient is of all tokens here: it needs no sum over the processes.
         whole = gathered(ctx.mesh, ctx.dim, dy)
-        grads = ops.linear_backward(
-            whole, *ctx.saved_tensors, None, activation="none", output_mask=list(wanted)
+        dx, dweight, dbias = ops.linear_backward(
+            whole, *ctx.saved_tensors, None, activation="none", output_mask=wanted
         )
-        given = (grad if want else None for grad, want in zip(grads, wanted, strict=True))
-        return None, None, *given
+        dx = dx if wanted[0] else None
+        return None, None, dx, *_of_parameters(ctx, wanted[1:], dweight, dbias)
+
+
+def _parts(*parameters: Tensor | None) -> list[Tensor | None]:
+    return [None if p is None else as_in_autocast(local_of(p)) for p in parameters]
+
+
+def _of_parameters(
+    ctx: Any, wanted: list[bool], dweight: Tensor, dbias: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """What backward returns for ctx.weight and ctx.bias, the functions' last tensors behind x."""
+    of_weight, of_bias = wanted
+    return (
+        hand_over(ctx, 1, ctx.weight, dweight) if of_weight else None,
+        hand_over(ctx, 2, ctx.bias, dbias) if of_bias else None,
+    )
+
+
+def _scattered_linear(
+    mesh: DeviceMesh, dim: int, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    # One process adds the bias, in its product, and the sum has it once.
+    first = bias is not None and mesh.get_local_rank() == 0
+    return scattered(mesh, dim, ops.linear(x, weight, bias if first else None))
 
 
 def gathered_linear(
@@ -94,18 +110,19 @@ def gathered_linear(
         mesh: one dim.
         dim: of x, along which each process has an equal part; not the last.
         x: `(..., K)`, this process's tokens.
-        weight, bias: `(N, K)` and `(N,)`, this process's columns.
+        weight, bias: `(N, K)` and `(N,)`, this process's columns; plain, or parameters that are
+            DTensors.
         activation: as of :func:`torchweld.linear`.
 
     Returns:
-        `(..., N)`, all tokens. The gradient to x is summed over the processes, while that to the
-        weight is computed, and each has the part of its tokens.
+        `(..., N)`, all tokens. The gradient to x is the sum of the processes', of which each has
+        the part of its tokens.
     """
-    x, weight, bias = (None if t is None else as_in_autocast(t) for t in (x, weight, bias))
-    dim = dim % x.dim()
+    x, dim = as_in_autocast(x), dim % x.dim()
     if not torch.is_grad_enabled():
-        return ops.linear(gathered(mesh, dim, x), weight, bias, activation=activation)
-    return _GatheredLinear.apply(mesh, dim, activation, x, weight, bias)
+        parts = _parts(weight, bias)
+        return ops.linear(gathered(mesh, dim, x), *parts, activation=activation)
+    return _GatheredLinear.apply(mesh, dim, activation, x, leaf(weight), leaf(bias))
 
 
 def scattered_linear(
@@ -118,8 +135,8 @@ def scattered_linear(
         mesh: one dim.
         dim: of the result, along which each process gets an equal part; not the last.
         x: `(..., K)`, all tokens, this process's columns.
-        weight: `(N, K)`, this process's columns.
-        bias: `(N,)`, the same in all processes.
+        weight: `(N, K)`, this process's columns; plain, or a parameter that is a DTensor.
+        bias: `(N,)`, the same in all processes, likewise.
 
     Raises:
         ValueError: dim is the last one, or the processes don't divide the tokens.
@@ -135,5 +152,7 @@ def scattered_linear(
             f"Rowwise: dim {dim} of x must be a multiple of the mesh's {size} processes, but got "
             f"{x.shape[dim]}"
         )
-    x, weight, bias = (None if t is None else as_in_autocast(t) for t in (x, weight, bias))
-    return _ScatteredLinear.apply(mesh, dim, x, weight, bias)
+    x = as_in_autocast(x)
+    if not torch.is_grad_enabled():
+        return _scattered_linear(mesh, dim, x, *_parts(weight, bias))
+    return _ScatteredLinear.apply(mesh, dim, x, leaf(weight), leaf(bias))

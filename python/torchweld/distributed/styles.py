@@ -13,9 +13,10 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torchweld.nn import GatedLinear, LayerNormLinear, RMSNormLinear
 
+from .collectives import entering, gathering
 from .linears import RowLinear
 from .products import gathered_linear
-from .tensors import entering, gathering, local_part, replicated, shard_parameter
+from .tensors import local_part, replicated, shard_parameter
 
 
 class Placed(NamedTuple):
@@ -38,23 +39,21 @@ class _Columns:
     def forward(self, x: Tensor) -> Tensor:
         """`(..., in_features)`, placed as x is, to the columns of `(..., out_features)`."""
         mesh, placed = self.weight.device_mesh, self.placed
-        columns = local_part(self.weight), local_part(self.bias)
-        norm = [local_part(getattr(self, name)) for name in self.norm]
-        if isinstance(x, DTensor) or placed.input.is_partial():
-            x = replicated(mesh, x, placed.input)
-            norm = entering(mesh, *norm)
-        elif placed.input.is_shard():
-            norm = entering(mesh, *norm)
-            if self.norm and placed.input.dim % x.dim() < x.dim() - 1:
+        norm = [getattr(self, name) for name in self.norm]
+        whole = isinstance(x, DTensor) or placed.input.is_partial()
+        if not whole and placed.input.is_shard():
+            norm, dim = entering(mesh, *norm), placed.input.dim % x.dim()
+            if norm and dim < x.dim() - 1:
                 # NOTE: of many rows the norm is a pass of its own in the op too, over all of them.
-                normed = self.norm_rows(x, *norm)
-                y = gathered_linear(
-                    mesh, placed.input.dim, normed, *columns, activation=self.activation
-                )
+                normed, columns = self.norm_rows(x, *norm), (self.weight, self.bias)
+                y = gathered_linear(mesh, dim, normed, *columns, activation=self.activation)
                 return self.as_placed(y)
-            x = gathering(mesh, placed.input.dim, x)
+            x = gathering(mesh, dim, x)
+        elif whole:
+            x, norm = replicated(mesh, x, placed.input), entering(mesh, *norm)
         else:
             x, *norm = entering(mesh, x, *norm)
+        columns = local_part(self.weight), local_part(self.bias)
         return self.as_placed(self.compute(x, *columns, *norm))
 
     def as_placed(self, y: Tensor) -> Tensor:

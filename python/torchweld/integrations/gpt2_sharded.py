@@ -28,7 +28,8 @@ class ShardedConv1D(Conv1D):
         """What a process computes with; the gradients to x and ``shared`` are sums over all."""
         from torch.distributed.tensor import DTensor
 
-        from torchweld.distributed.tensors import entering, local_part
+        from torchweld.distributed.collectives import entering
+        from torchweld.distributed.tensors import local_part
 
         mesh, shards = weight.device_mesh, type(bias) is DTensor
         x, whole, *shared = entering(mesh, x, None if shards else bias, *shared)
@@ -43,7 +44,8 @@ class ShardedConv1D(Conv1D):
         if self.weight.placements[0].dim == 1:
             x, weight, bias = self.columns(x, self.weight, self.bias)
             return torch.nn.functional.linear(x, weight.t(), bias)
-        from torchweld.distributed.tensors import leaving, local_part
+        from torchweld.distributed.collectives import leaving
+        from torchweld.distributed.tensors import local_part
 
         y = torch.matmul(x, local_part(self.weight))
         return leaving(self.weight.device_mesh, y) + self.bias.to(y.dtype)
