@@ -573,8 +573,8 @@ def sample(op: str, name: str) -> Sample:
 
 
 def registered_ops() -> list[str]:
-    """Every overload of the namespace, as the dispatcher lists it, but for tuning's private ops,
-    which take no tensors.
+    """Every overload of the namespace, as the dispatcher lists it, but for private ops: tuning's,
+    which take no tensors, and `_linear_part`, which writes into some.
     """
     names = torch._C._dispatch_get_all_op_names()
     mine = (n.removeprefix("torchweld::") for n in names if n.startswith("torchweld::"))

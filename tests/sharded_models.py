@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import product
 from typing import Any
@@ -30,6 +31,7 @@ from torchweld.distributed import (
     NormColwise,
     Rowwise,
     full_tensor,
+    overlap,
     parallelize,
     parameter_groups,
 )
@@ -163,6 +165,81 @@ def collectives_of_sequences(mesh: DeviceMesh) -> None:
         assert_close(again, y)
 
 
+@contextmanager
+def beside_products() -> Iterator[list[str]]:
+    """Tokens of all sizes travel beside their products. Without GPUs what torch's helpers say they
+    do is done by gloo. Gives what ran.
+    """
+    group, size, ran = dist.group.WORLD, dist.get_world_size(), []
+
+    def gather(shard: Tensor, consume: Callable[..., None], whole: Tensor, name: str) -> None:
+        ran.append("gather")
+        dist.all_gather_into_tensor(whole, shard, group=group)
+        for rank, part in enumerate(whole.chunk(size)):
+            consume(part, rank)
+
+    def scatter(produce: Callable[..., None], terms: Tensor, name: str) -> None:
+        ran.append("scatter")
+        mine = torch.empty_like(terms)
+        for rank, part in enumerate(mine.chunk(size)):
+            produce(rank, part)
+        dist.all_to_all_single(terms, mine, group=group)
+
+    def counting(name: str) -> Callable[..., None]:
+        helper = getattr(overlap.symmetric_memory, name)
+
+        def call(*args: Any) -> None:
+            ran.append("gather" if "gather" in name else "scatter")
+            helper(*args)
+
+        return call
+
+    helpers = ("_pipelined_all_gather_and_consume", "_pipelined_produce_and_all2all")
+    if DEVICE == "cuda":
+        changes = [patch.object(overlap, "_LEAST_PRODUCTS", 0)]
+        calls = map(counting, helpers)
+    else:
+        served = lambda mesh, dim, x, *sizes: x.shape[:dim].numel() == 1  # noqa: E731
+        changes = [patch.object(overlap, "is_served", served)]
+        calls = (gather, scatter)
+    pairs = zip(helpers, calls, strict=True)
+    changes += [patch.object(overlap.symmetric_memory, name, call) for name, call in pairs]
+    with ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(change)
+        yield ran
+
+
+def tokens_beside_products(mesh: DeviceMesh) -> None:
+    """Tokens that travel beside their products give the answers of one process; those of several
+    sequences don't.
+    """
+    every = ["gather", "scatter", "gather"]  # of up and down, and of down's gradient
+    for activation, ran in (("none", [*every, "scatter"]), ("gelu_tanh", every), ("relu", every)):
+        layer = torchweld.nn.LayerNormLinear(16, 32, activation=activation)
+        stock = drawn_anew(MLP(layer, nn.Linear(32, 16)))
+        ours = copy.deepcopy(stock)
+        place = Shard(1)
+        plan = {"up": NormColwise(input_layouts=place), "down": Rowwise(output_layouts=place)}
+        parallelize_module(ours, mesh, plan)
+        for batch in (1, 2):
+            x = torch.randn(batch, 8, 16, dtype=WIDE, device=DEVICE)
+            dist.broadcast(x, 0)
+            mine = distribute_tensor(x, mesh, [place]).to_local().clone().requires_grad_()
+            x.requires_grad_()
+            with beside_products() as calls:
+                y, want = ours(mine), stock(x)
+                want.square().sum().backward(), y.square().sum().backward()
+                assert calls == (ran if batch == 1 else []), calls
+                with torch.no_grad():
+                    assert_close(ours(mine), y, **TIGHT)
+            for a, b in ((y, want), (mine.grad, x.grad)):
+                assert_close(full_tensor(DTensor.from_local(a, mesh, [place])), b, **TIGHT)
+        same_gradients(ours, stock)
+    small = torch.randn(1, 8, 16, device=DEVICE)
+    assert not overlap.is_served(mesh, 1, small, 8, 16)
+
+
 def gradients_of_parameters(mesh: DeviceMesh) -> None:
     """A parameter's gradient goes where autograd would take it: to hooks, to `torch.autograd.grad`,
     to the sum of several, and nowhere if nobody asks.
@@ -216,6 +293,22 @@ def gradients_of_parameters(mesh: DeviceMesh) -> None:
     (grad,) = torch.autograd.grad((local_part(parameter) ** 3).sum(), parameter, create_graph=True)
     grad.to_local().sum().backward()
     assert_close(parameter.grad.to_local(), 6 * part)
+
+
+def compiled_sequences(mesh: DeviceMesh) -> None:
+    """Without a graph break."""
+    for layer in (torchweld.nn.LayerNormLinear, torchweld.nn.RMSNormLinear):
+        stock = drawn_anew(MLP(layer(6, 8, activation="gelu"), nn.Linear(8, 6)))
+        ours, place = copy.deepcopy(stock), Shard(1)
+        plan = {"up": NormColwise(input_layouts=place), "down": Rowwise(output_layouts=place)}
+        parallelize_module(ours, mesh, plan)
+        ours.compile(backend="aot_eager", fullgraph=True)
+        x = torch.randn(2, 4, 6, dtype=WIDE, device=DEVICE)
+        dist.broadcast(x, 0)
+        y, want = ours(distribute_tensor(x, mesh, [place]).to_local()), stock(x)
+        assert_close(full_tensor(DTensor.from_local(y, mesh, [place])), want, **TIGHT)
+        y.square().sum().backward(), want.square().sum().backward()
+        same_gradients(ours, stock)
 
 
 def norms_of_shards(mesh: DeviceMesh) -> None:
@@ -639,6 +732,8 @@ def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
         styles,
         memory_of_styles,
         collectives_of_sequences,
+        tokens_beside_products,
+        compiled_sequences,
         gradients_of_parameters,
         norms_of_shards,
         refusals_of_styles,

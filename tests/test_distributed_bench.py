@@ -57,16 +57,14 @@ def test_two_processes_write_one_file(tmp_path):
     assert (report["family"], report["gpus"]) == ("distributed", 2)
     rows = {row["case"]: row for row in report["rows"]}
     step, sharded = TINY.tensor_parallel(2), TINY.fully_sharded(2)
-    compiled = TINY.tensor_parallel(2, compiled=True)
+    compiled = TINY.tensor_parallel(2, "compiled blocks")
+    captured = TINY.tensor_parallel(2, "in a CUDA graph")
+    steps = (step, compiled, captured, sharded)
     attention = [TINY.context_parallel(2, padded) for padded in (False, True)]
     linear, blocks = TINY.sequence_parallel(2), TINY.parallelized(2)
     against = {
-        **{each: "alone" for each in (step, compiled, sharded, blocks, *attention)},
-        **{
-            f"{each} over {peer}": peer
-            for each in (step, compiled, sharded)
-            for peer in ("stock", "plan")
-        },
+        **{each: "alone" for each in (*steps, blocks, *attention)},
+        **{f"{each} over {peer}": peer for each in steps for peer in ("stock", "plan")},
         linear: "matmul alone",
         f"{linear} over stock": "stock",
     }
@@ -77,7 +75,7 @@ def test_two_processes_write_one_file(tmp_path):
         assert row["ratio"] > 0 and 0 <= row["error"] < 1e-4, row
     assert rows[step]["target"] == 1e9 and rows[sharded]["target"] is None
     tokens = {case: row["tokens"] for case, row in rows.items() if "tokens" in row}
-    assert tokens == {step: 64, compiled: 64, blocks: 64, sharded: 2 * 32}
+    assert tokens == dict.fromkeys((*steps, blocks), 64)
 
 
 @pytest.fixture
@@ -97,6 +95,7 @@ CASES = {
     *(
         "tensor_parallel",
         "compiled_tensor_parallel",
+        "captured_tensor_parallel",
         "parallelized",
         "fully_sharded",
         "fully_sharded_pairs",
@@ -156,7 +155,8 @@ def test_targets_are_of_cases_that_there_are():
         for size in (2, 4, 8)
         for name in (
             cases.tensor_parallel(size),
-            cases.tensor_parallel(size, compiled=True),
+            cases.tensor_parallel(size, "compiled blocks"),
+            cases.tensor_parallel(size, "in a CUDA graph"),
             cases.fully_sharded(size),
             cases.fully_sharded_pairs(size),
             cases.context_parallel(size, False),

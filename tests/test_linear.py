@@ -212,3 +212,44 @@ def test_any_layout(m, n, k, activation, bias, matrix, vector, dtype, seed):
     dy = values((m, n), "normal", seed + 3).to(dtype)
     args = [strided(x, matrix), strided(weight, matrix), strided(shift, vector) if bias else None]
     check_op(OP, args, {"activation": activation}, dout=strided(dy, matrix), eager=False)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_rows_written_into_a_larger_result(device, activation):
+    part = torch.ops.torchweld._linear_part
+    for dtype in dtypes(device):
+        x, weight, bias = call_args(device, dtype, 7, 16, 24)
+        y, z = (torch.full((7, 16), math.nan, device=device, dtype=dtype) for _ in range(2))
+        part(x[2:5], weight, bias, y[2:5], z[2:5], activation=activation)
+        want = linear_forward(x[2:5], weight, bias, activation=activation)[0]
+        assert_same_bits(y[2:5], want)
+        assert_same_bits(z[2:5], linear(x[2:5], weight, bias))
+        for t in (y, z):
+            assert t[:2].isnan().all()
+            assert t[5:].isnan().all()
+        y.fill_(math.nan)
+        part(x[2:5], weight, None, y[2:5], activation=activation)
+        assert_same_bits(y[2:5], linear(x[2:5], weight, activation=activation))
+        part(x[:0], weight, bias, y[:0], activation=activation)
+
+
+def test_refusals_of_rows_written_into_a_larger_result(device):
+    part = torch.ops.torchweld._linear_part
+    x, weight, bias = call_args(device, F32, 4, 6, 8)
+    y = torch.full((4, 6), math.nan, device=device)
+    for args, sentence in (
+        ((y[:3],), r"_linear_part: y must be \(\.\.\., N\) = \(4, 6\), but got"),
+        ((y.double(),), "_linear_part: y must be float32 like x, but got"),
+        ((torch.empty(6, 4, device=device).t(),), "_linear_part: y must be contiguous, but got"),
+        ((y, y[:, :5]), "_linear_part: preact must be"),
+    ):
+        with pytest.raises(RuntimeError, match=sentence):
+            part(x, weight, bias, *args)
+    with pytest.raises(RuntimeError, match="_linear_part: activation must be one of none, relu"):
+        part(x, weight, bias, y, activation="tanh")
+    with pytest.raises(RuntimeError, match="_linear_part: x, weight, bias and y must need no grad"):
+        part(x, weight.requires_grad_(), bias, y)
+    assert y.isnan().all()
+    with torch.no_grad():
+        part(x, weight, bias, y)
+    assert_same_bits(y, linear(x, weight.detach(), bias))

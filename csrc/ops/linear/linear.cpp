@@ -3,6 +3,9 @@
 //
 // linear_forward also returns what the gradient needs: the pre-activation z, or a (0,) tensor where
 // the activation's gradient does not need it (none, relu).
+//
+// _linear_part writes the same into tensors that are there: some rows of larger ones, whose other
+// rows of x have yet to arrive (python/torchweld/distributed/overlap.py). It has no gradient.
 #include "core/dispatch.h"
 #include "core/linear_cpu.h"
 
@@ -78,7 +81,45 @@ Grads3 linear_backward_cpu(const Tensor& dy, const Tensor& x, const Tensor& weig
   return {dx, dweight, dbias};
 }
 
+void _linear_part_meta(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                       const Tensor& y, const OptionalTensor& preact, c10::string_view activation) {
+  const char* op = "_linear_part";
+  const auto sizes = check_linear(op, x, "weight", weight, bias);
+  parse_activation(op, activation);
+  const auto check = [&](const char* name, const Tensor& t) {
+    check_like(op, name, t, "x", x);
+    check_shape(op, name, t, sizes, "(..., N)");
+    TW_CHECK(t.is_contiguous(), op, name, " must be contiguous, but got ", describe(t),
+             " with strides ", t.strides(), "; give whole rows");
+  };
+  check("y", y);
+  if (is_given(preact)) check("preact", *preact);
+}
+
+void _linear_part_cpu(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                      const Tensor& y, const OptionalTensor& preact, c10::string_view activation) {
+  _linear_part_meta(x, weight, bias, y, preact, activation);
+  if (!is_given(preact)) {
+    y.copy_(linear_cpu(x, weight, bias, activation));
+    return;
+  }
+  Tensor z = linear_cpu(x, weight, bias, "none");
+  preact->copy_(z);
+  activate_into(z, z, parse_activation("_linear_part", activation));
+  y.copy_(z);
+}
+
 #ifdef TORCHWELD_CUDA
+void _linear_part_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                       const Tensor& y, const OptionalTensor& preact, c10::string_view activation) {
+  _linear_part_meta(x, weight, bias, y, preact, activation);
+  if (y.numel() == 0) return;
+  const OnDevice on(x.device());
+  MatmulEpilogue epilogue = {bias, parse_activation("_linear_part", activation)};
+  if (is_given(preact)) epilogue.preact = *preact;
+  matmul_into(rows_of(y), rows_of(x), weight, epilogue);
+}
+
 Tensor linear_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                    c10::string_view activation) {
   Tensor y = linear_meta(x, weight, bias, activation);
@@ -118,6 +159,17 @@ Grads3 linear_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor& wei
 TW_OP(linear);
 TW_OP(linear_forward);
 TW_OP(linear_backward);
+
+// What is written into has no gradient of its own to raise later.
+void linear_part_autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                          const Tensor& y, const OptionalTensor& preact,
+                          c10::string_view activation) {
+  TW_CHECK(!any_needs_grad(x, weight, bias, y), "_linear_part",
+           "x, weight, bias and y must need no gradient, but one does; use torch.no_grad()");
+  static const auto op = find_op<decltype(_linear_part_meta)>("_linear_part");
+  at::AutoDispatchBelowADInplaceOrView guard;
+  op.call(x, weight, bias, y, preact, activation);
+}
 
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
@@ -168,6 +220,10 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
             "str activation=\"none\", bool[3] output_mask) -> "
             "(Tensor dx, Tensor dweight, Tensor dbias)",
             TW_KERNELS(linear_backward), no_gradient_function());
+  define_op(m,
+            "_linear_part(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) y, Tensor(b!)? "
+            "preact=None, *, str activation=\"none\") -> ()",
+            TW_KERNELS(_linear_part), torch::CppFunction(linear_part_autograd));
   define_autocast(m, call_linear);
   define_autocast(m, call_linear_forward);
 }

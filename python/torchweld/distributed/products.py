@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchweld._library import ops
 
+from . import overlap
 from .collectives import gathered, scattered
 from .tensors import as_in_autocast, hand_over, leaf, local_of
 
@@ -30,8 +31,15 @@ class _GatheredLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        whole, parts = gathered(mesh, dim, x), _parts(weight, bias)
-        y, preact = ops.linear_forward(whole, *parts, activation=activation)
+        parts, of = _parts(weight, bias), {"activation": activation}
+        if _overlaps(mesh, dim, x, parts[0], 1):
+            keeps = activation not in ("none", "relu")
+            whole, y, preact = overlap.gathered_linear(
+                mesh, dim, x, *parts, **of, keeps_preact=keeps
+            )
+        else:
+            whole = gathered(mesh, dim, x)
+            y, preact = ops.linear_forward(whole, *parts, **of)
         ctx.mesh, ctx.dim, ctx.activation = mesh, dim, activation
         ctx.weight, ctx.bias = weight, bias
         kept = {"none": None, "relu": y}.get(activation, preact)
@@ -42,10 +50,15 @@ class _GatheredLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         wanted = list(ctx.needs_input_grad[3:])
-        dx, dweight, dbias = ops.linear_backward(
-            dy, *ctx.saved_tensors, activation=ctx.activation, output_mask=wanted
-        )
-        dx = scattered(ctx.mesh, ctx.dim, dx) if wanted[0] else None
+        dx, of, (x, weight, kept) = None, {"activation": ctx.activation}, ctx.saved_tensors
+        # An activation's gradient is part of linear_backward, which makes all three.
+        alone = wanted[0] and kept is None
+        if alone and _overlaps(ctx.mesh, ctx.dim, dy, weight.t(), ctx.mesh.size()):
+            dx, wanted[0] = overlap.scattered_linear(ctx.mesh, ctx.dim, dy, weight.t()), False
+        grads = ops.linear_backward(dy, x, weight, kept, **of, output_mask=wanted)
+        if wanted[0]:
+            dx = scattered(ctx.mesh, ctx.dim, grads[0])
+        dweight, dbias = grads[1:]
         return None, None, None, dx, *_of_parameters(ctx, wanted[1:], dweight, dbias)
 
 
@@ -64,11 +77,14 @@ class _ScatteredLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         wanted = list(ctx.needs_input_grad[2:])
         # The bias's gradient is of all tokens here: it needs no sum over the processes.
-        whole = gathered(ctx.mesh, ctx.dim, dy)
-        dx, dweight, dbias = ops.linear_backward(
-            whole, *ctx.saved_tensors, None, activation="none", output_mask=wanted
-        )
-        dx = dx if wanted[0] else None
+        dx, (x, weight) = None, ctx.saved_tensors
+        if wanted[0] and _overlaps(ctx.mesh, ctx.dim, dy, weight.t(), 1):
+            whole, dx, _ = overlap.gathered_linear(ctx.mesh, ctx.dim, dy, weight.t())
+            wanted[0] = False
+        else:
+            whole = gathered(ctx.mesh, ctx.dim, dy)
+        grads = ops.linear_backward(whole, x, weight, None, activation="none", output_mask=wanted)
+        dx, (_, dweight, dbias) = grads[0] if wanted[0] else dx, grads
         return None, None, dx, *_of_parameters(ctx, wanted[1:], dweight, dbias)
 
 
@@ -91,8 +107,16 @@ def _scattered_linear(
     mesh: DeviceMesh, dim: int, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
     # One process adds the bias, in its product, and the sum has it once.
-    first = bias is not None and mesh.get_local_rank() == 0
-    return scattered(mesh, dim, ops.linear(x, weight, bias if first else None))
+    once = bias if bias is not None and mesh.get_local_rank() == 0 else None
+    if _overlaps(mesh, dim, x, weight, mesh.size()):
+        return overlap.scattered_linear(mesh, dim, x, weight, once)
+    return scattered(mesh, dim, ops.linear(x, weight, once))
+
+
+def _overlaps(mesh: DeviceMesh, dim: int, x: Tensor, weight: Tensor, parts: int) -> bool:
+    """Whether x, which has the tokens of so many processes, travels beside its product."""
+    rows = x.shape[:-1].numel() // parts
+    return overlap.is_served(mesh, dim, x, rows, weight.shape[0])
 
 
 def gathered_linear(
@@ -121,6 +145,8 @@ def gathered_linear(
     x, dim = as_in_autocast(x), dim % x.dim()
     if not torch.is_grad_enabled():
         parts = _parts(weight, bias)
+        if _overlaps(mesh, dim, x, parts[0], 1):
+            return overlap.gathered_linear(mesh, dim, x, *parts, activation=activation)[1]
         return ops.linear(gathered(mesh, dim, x), *parts, activation=activation)
     return _GatheredLinear.apply(mesh, dim, activation, x, leaf(weight), leaf(bias))
 

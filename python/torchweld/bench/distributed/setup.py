@@ -40,9 +40,10 @@ class Cases:
         """A row's case: its number of processes is part of it."""
         return f"{what} {dtype_text(self.dtype)}, {how} on {size} {self.where[size > 1]}"
 
-    def tensor_parallel(self, size: int, compiled: bool = False) -> str:
+    def tensor_parallel(self, size: int, run: str = "") -> str:
+        """`run`: how the step is run, "" for eager; "compiled blocks" or "in a CUDA graph"."""
         step = f"{self.gpt2_name} training step {self.gpt2_batch}"
-        how = f"{'compiled blocks, ' * compiled}tensor and sequence parallel"
+        how = f"{run + ', ' if run else ''}tensor and sequence parallel"
         return self.named(step, how, size)
 
     def parallelized(self, size: int) -> str:

@@ -31,6 +31,7 @@ from torchweld.distributed.planning import Machine, Sizes, layout
 
 _ROUNDS = 5
 _LR = 1e-4
+_COMPILED, _CAPTURED = "compiled blocks", "in a CUDA graph"
 _ROOMY = 120e9  # bytes of a GPU that can keep the Llama's activations
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -50,8 +51,9 @@ class Trial:
         return found if math.isfinite(self.loss + self.norm) else math.inf
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameter_groups(model), lr=_LR, fused=True)
+def _optimizer(model: nn.Module, captured: bool) -> torch.optim.Optimizer:
+    groups = parameter_groups(model)
+    return torch.optim.AdamW(groups, lr=_LR, fused=True, capturable=captured)
 
 
 def _whole(t: Tensor) -> Tensor:
@@ -65,6 +67,7 @@ def run(
     vocab: int,
     loss_of: Loss,
     inside: Callable[[], AbstractContextManager[object]] = nullcontext,
+    captured: bool = False,
 ) -> Trial:
     """Trains a model for some steps; nothing of it stays.
 
@@ -75,9 +78,10 @@ def run(
         vocab: how many tokens there are.
         loss_of: the loss of a model from ids and labels.
         inside: a context of forward and backward.
+        captured: whether the step is one CUDA graph, where there is a GPU.
     """
     try:
-        return _trained(make, shard, batch, vocab, loss_of, inside)
+        return _trained(make, shard, batch, vocab, loss_of, inside, captured)
     finally:
         free()
 
@@ -89,6 +93,7 @@ def _trained(
     vocab: int,
     loss_of: Loss,
     inside: Callable[[], AbstractContextManager[object]],
+    captured: bool,
 ) -> Trial:
     torch.manual_seed(0)
     with torch.device(device()):
@@ -96,7 +101,7 @@ def _trained(
         ids = torch.randint(vocab, (batch[0], batch[1] + 1))
     model = shard(model)
     ids, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    optimizer = _optimizer(model)
+    optimizer = _optimizer(model, captured)
 
     def gradients() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -112,7 +117,23 @@ def _trained(
     loss = _whole(gradients()).item()
     squares = [_whole(p.grad).float().square().sum() for p in model.parameters()]
     norm = torch.stack(squares).sum().sqrt().item()
-    return Trial(loss, norm, measured({"": step}, rounds=_ROUNDS)[""])
+    call = _captured(step) if captured and device() == "cuda" else step
+    return Trial(loss, norm, measured({"": call}, rounds=_ROUNDS)[""])
+
+
+def _captured(step: Callable[[], None]) -> Callable[[], None]:
+    """A call that replays a step as one CUDA graph."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    # NOTE: NCCL's watchdog asks for events from a thread of its own meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
 
 
 def _planned(
@@ -162,7 +183,7 @@ def _decoder_loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
     return model(ids, labels)
 
 
-def _tensor_parallel(setup: Setup, compiled: bool) -> Iterator[Row]:
+def _tensor_parallel(setup: Setup, run_as: str = "") -> Iterator[Row]:
     sizes, batch = setup.cases.gpt2, setup.cases.gpt2_batch
 
     def trial(fused: bool, sharded: bool) -> Trial:
@@ -170,10 +191,11 @@ def _tensor_parallel(setup: Setup, compiled: bool) -> Iterator[Row]:
             model = model.to(setup.cases.dtype)
             model = model.fuse() if fused else model
             model = model.shard_columns(setup.mesh) if sharded else model
-            return model.compile_blocks() if compiled else model
+            return model.compile_blocks() if run_as == _COMPILED else model
 
         inside = loss_parallel if sharded else nullcontext
-        return run(partial(Decoder, sizes), shard, batch, sizes.vocab, _decoder_loss, inside)
+        make, captured = partial(Decoder, sizes), run_as == _CAPTURED
+        return run(make, shard, batch, sizes.vocab, _decoder_loss, inside, captured)
 
     trials = {"ours": trial(True, True), "alone": trial(True, False), "stock": trial(False, True)}
     alone = trials["alone"]
@@ -181,18 +203,23 @@ def _tensor_parallel(setup: Setup, compiled: bool) -> Iterator[Row]:
         "plan": _planned(setup, sizes, alone, batch, 1, setup.size),
         "ideal": divided(alone.timing, setup.size),
     }
-    case = setup.cases.tensor_parallel(setup.size, compiled)
+    case = setup.cases.tensor_parallel(setup.size, run_as)
     yield from _compared(setup, case, trials, others, math.prod(batch))
 
 
 def tensor_parallel(setup: Setup) -> Iterator[Row]:
     """GPT-2 XL: between the columns of the matrices each process has some of the tokens."""
-    yield from _tensor_parallel(setup, compiled=False)
+    yield from _tensor_parallel(setup)
 
 
 def compiled_tensor_parallel(setup: Setup) -> Iterator[Row]:
     """The same with compiled blocks: DTensor's work on the host is then done while tracing."""
-    yield from _tensor_parallel(setup, compiled=True)
+    yield from _tensor_parallel(setup, _COMPILED)
+
+
+def captured_tensor_parallel(setup: Setup) -> Iterator[Row]:
+    """The same with the whole step in a CUDA graph: the host has nothing to do but replay it."""
+    yield from _tensor_parallel(setup, _CAPTURED)
 
 
 def parallelized(setup: Setup) -> Iterator[Row]:
