@@ -54,6 +54,7 @@ def _work(rank: int, module: str, mesh: str, names: list[str], folder: str) -> N
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # raises after SECONDS, as gloo does
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast is the whole host's
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         torch.cuda.set_device(rank)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     dist.init_process_group(

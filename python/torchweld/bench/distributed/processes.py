@@ -35,9 +35,10 @@ def refusal() -> str | None:
 @contextmanager
 def started() -> Iterator[tuple[int, int]]:
     """The process group, over NCCL where there are GPUs: this process's rank, and their number."""
-    # NOTE: NVLink multicast takes the whole host's switches, which other jobs may share; set 1 on a
-    # host of your own.
+    # NOTE: NVLink multicast takes the whole host's switches, which other jobs may share; set the
+    # opposite on a host of your own.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     limit = timedelta(seconds=_SECONDS)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
