@@ -81,7 +81,7 @@ def gathered_linear(
 def scattered_linear(
     mesh: DeviceMesh, dim: int, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """The sum of all processes' `linear` of x, of which each gets its tokens; without a gradient.
+    """The sum of all processes' products of x, of which each gets its tokens; without a gradient.
 
     Args:
         bias: what this process adds to the sum.
@@ -92,7 +92,10 @@ def scattered_linear(
     terms = x.new_empty(size, len(tokens[0]), columns)  # one of each process, of this one's tokens
 
     def multiply(rank: int, part: Tensor) -> None:
-        ops._linear_part(tokens[rank], weight, bias, part)
+        if bias is None:
+            torch.mm(tokens[rank], weight.t(), out=part)
+        else:
+            torch.addmm(bias, tokens[rank], weight.t(), out=part)
 
     symmetric_memory._pipelined_produce_and_all2all(
         multiply, terms.flatten(0, 1), mesh.get_group().group_name

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
@@ -75,17 +76,18 @@ class _ScatteredLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = list(ctx.needs_input_grad[2:])
-        # The bias's gradient is of all tokens here: it needs no sum over the processes.
+        of_x, of_weight, of_bias = ctx.needs_input_grad[2:]
         dx, (x, weight) = None, ctx.saved_tensors
-        if wanted[0] and _overlaps(ctx.mesh, ctx.dim, dy, weight.t(), 1):
+        if of_x and _overlaps(ctx.mesh, ctx.dim, dy, weight.t(), 1):
             whole, dx, _ = overlap.gathered_linear(ctx.mesh, ctx.dim, dy, weight.t())
-            wanted[0] = False
         else:
             whole = gathered(ctx.mesh, ctx.dim, dy)
-        grads = ops.linear_backward(whole, x, weight, None, activation="none", output_mask=wanted)
-        dx, (_, dweight, dbias) = grads[0] if wanted[0] else dx, grads
-        return None, None, dx, *_of_parameters(ctx, wanted[1:], dweight, dbias)
+            dx = whole @ weight if of_x else None
+        rows = whole.flatten(0, -2)
+        dweight = rows.t() @ x.flatten(0, -2) if of_weight else None
+        # Of all tokens: the bias's gradient needs no sum over the processes.
+        dbias = rows.sum(0) if of_bias else None
+        return None, None, dx, *_of_parameters(ctx, [of_weight, of_bias], dweight, dbias)
 
 
 def _parts(*parameters: Tensor | None) -> list[Tensor | None]:
@@ -93,7 +95,7 @@ def _parts(*parameters: Tensor | None) -> list[Tensor | None]:
 
 
 def _of_parameters(
-    ctx: Any, wanted: list[bool], dweight: Tensor, dbias: Tensor
+    ctx: Any, wanted: list[bool], dweight: Tensor | None, dbias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """What backward returns for ctx.weight and ctx.bias, the functions' last tensors behind x."""
     of_weight, of_bias = wanted
@@ -110,7 +112,7 @@ def _scattered_linear(
     once = bias if bias is not None and mesh.get_local_rank() == 0 else None
     if _overlaps(mesh, dim, x, weight, mesh.size()):
         return overlap.scattered_linear(mesh, dim, x, weight, once)
-    return scattered(mesh, dim, ops.linear(x, weight, once))
+    return scattered(mesh, dim, F.linear(x, weight, once))
 
 
 def _overlaps(mesh: DeviceMesh, dim: int, x: Tensor, weight: Tensor, parts: int) -> bool:
