@@ -126,6 +126,8 @@ def hand_over(ctx: Any, place: int, parameter: Tensor, grad: Tensor) -> Tensor |
     placed = DTensor(grad, parameter._spec, requires_grad=False)
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return placed
+    if parameter.grad_dtype not in (None, grad.dtype):  # FSDP2's mixed precision
+        return placed
     try:
         runs = torch._C._will_engine_execute_node(ctx.next_functions[place][0])
     except RuntimeError:  # torch.autograd.grad
@@ -163,8 +165,28 @@ class _LocalPart(torch.autograd.Function):
         return hand_over(ctx, 0, parameter, grad)
 
 
-# References to a gradient in `backward` that nobody else has: Python's and the engine's.
-_ONE_OWNER = 2
+class _CountedOwners(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, counts: list[int]) -> Tensor:
+        ctx.counts = counts
+        return t.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.counts.append(grad._use_count())
+        return grad, None
+
+
+def _one_owner() -> int:
+    """References to a gradient in `backward` that nobody keeps; versions of torch differ."""
+    counts: list[int] = []
+    with torch.inference_mode(False), torch.enable_grad():
+        t = torch.ones(1, device="cpu", requires_grad=True)
+        (_CountedOwners.apply(t, counts) * 2).backward()
+    return counts[0]
+
+
+_ONE_OWNER = _one_owner()
 
 
 def local_part(parameter: Tensor | None) -> Tensor | None:
