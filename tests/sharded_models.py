@@ -288,6 +288,20 @@ def gradients_of_parameters(mesh: DeviceMesh) -> None:
     parameter.grad.to_local().zero_()
     assert dy.sum() == dy.numel()
 
+    # Of a layer they can't be made, and that is said rather than left out.
+    for place in (Replicate(), Shard(1)):
+        layer = torchweld.nn.LayerNormLinear(6, 8, activation="gelu").to(DEVICE)
+        ours = MLP(layer, nn.Linear(8, 6).to(DEVICE))
+        plan = {"up": NormColwise(input_layouts=place), "down": Rowwise(output_layouts=place)}
+        parallelize_module(ours, mesh, plan)
+        loss = ours(torch.randn(1, 4, 6, device=DEVICE)).square().sum()
+        loss.backward(create_graph=True)
+        grads = [ours.up.ln_weight.grad]
+        grads += [ours.down.weight.grad] if place.is_shard() else []
+        for grad in grads:
+            with refused(RuntimeError, "differentiate twice"):
+                grad.to_local().square().sum().backward()
+
     # Gradients of gradients.
     parameter, part = made()
     (grad,) = torch.autograd.grad((local_part(parameter) ** 3).sum(), parameter, create_graph=True)
@@ -365,12 +379,17 @@ def refusals_of_styles(mesh: DeviceMesh) -> None:
     for dim, sentence in (
         (1, "Rowwise: dim 1 of x must be a multiple of the mesh's 2 processes, but got 3"),
         (-1, "Rowwise: output_layouts must be Replicate() or a dim of the tokens, but got Shard("),
+        (4, "Rowwise: output_layouts must shard one of the 3 dims of x, but got Shard(4)"),
     ):
         rows = nn.Linear(4, 4, device=DEVICE)
         parallelize_module(rows, mesh, Rowwise(output_layouts=Shard(dim)))
         with CommDebugMode() as comms, refused(ValueError, sentence):
             rows(x)
         assert not comms.get_total_counts()
+    columns = torchweld.nn.RMSNormLinear(4, 4, device=DEVICE)
+    parallelize_module(columns, mesh, NormColwise(input_layouts=Shard(3)))
+    with refused(ValueError, "NormColwise: input_layouts must shard one of the 3 dims of x, but "):
+        columns(torch.randn(2, 3, 4, device=DEVICE))
     with refused(TypeError, "NormColwise: module must be one of LayerNormLinear, "):
         parallelize_module(nn.Linear(4, 4), mesh, NormColwise())
     with refused(ValueError, "NormColwise: device_mesh must have one dim, but got 2"):

@@ -160,15 +160,17 @@ TW_OP(linear);
 TW_OP(linear_forward);
 TW_OP(linear_backward);
 
-// What is written into has no gradient of its own to raise later.
+// What is written into has no gradient of its own that could raise later.
 void linear_part_autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                           const Tensor& y, const OptionalTensor& preact,
                           c10::string_view activation) {
-  TW_CHECK(!any_needs_grad(x, weight, bias, y), "_linear_part",
-           "x, weight, bias and y must need no gradient, but one does; use torch.no_grad()");
+  TW_CHECK(!any_needs_grad(x, weight, bias, y, preact), "_linear_part",
+           "its tensors must need no gradient, but one does; use torch.no_grad()");
   static const auto op = find_op<decltype(_linear_part_meta)>("_linear_part");
   at::AutoDispatchBelowADInplaceOrView guard;
   op.call(x, weight, bias, y, preact, activation);
+  y.unsafeGetTensorImpl()->bump_version();
+  if (is_given(preact)) preact->unsafeGetTensorImpl()->bump_version();
 }
 
 struct LinearFunction : torch::autograd::Function<LinearFunction> {

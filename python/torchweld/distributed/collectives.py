@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from .tensors import hand_over, leaf, local_of, local_part
+from .tensors import hand_over, handing_over, leaf, local_of, local_part, parameter_of
 
-# Parts of a tensor that one call moves each on its own, rather than all behind a copy.
+# So many sequences are moved each on its own, in one call; more of them go through a copy.
 _MOST_SLABS = 16
 
 
@@ -49,18 +48,16 @@ def _summed(tensors: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
 class _Entering(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mesh: DeviceMesh, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.mesh, ctx.tensors = mesh, [t if isinstance(t, DTensor) else None for t in tensors]
+        ctx.mesh, ctx.parameters = mesh, [parameter_of(t) for t in tensors]
         return tuple(local_of(t).detach() for t in tensors)
 
     @staticmethod
-    @once_differentiable
+    @handing_over
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # In place: layers of this package alone see what entered, and their gradients are new.
         sums = _summed(grads, ctx.mesh)
-        for i, parameter in enumerate(ctx.tensors):
-            if parameter is not None:
-                sums[i] = hand_over(ctx, i, parameter, sums[i])
-        return None, *sums
+        pairs = enumerate(zip(ctx.parameters, sums, strict=True))
+        return None, *(hand_over(ctx, i, parameter, grad) for i, (parameter, grad) in pairs)
 
 
 class _Leaving(torch.autograd.Function):
@@ -76,12 +73,14 @@ class _Leaving(torch.autograd.Function):
 
 def _slabs(t: Tensor, dim: int) -> list[Tensor]:
     """A contiguous tensor's parts that have `dim` as their first."""
-    return [t] if dim == 0 else list(t.flatten(0, dim - 1).unbind())
+    return list(t.flatten(0, dim - 1).unbind())
 
 
 def gathered(mesh: DeviceMesh, dim: int, x: Tensor) -> Tensor:
     """The whole of a tensor of which each process has a part along `dim`; without a gradient."""
     x, size, slabs = x.contiguous(), mesh.size(), x.shape[:dim].numel()
+    if size == 1:
+        return x
     if torch.compiler.is_compiling() or slabs > _MOST_SLABS:
         whole = collectives.all_gather_tensor(x, 0, (mesh, 0))
         whole = collectives.wait_tensor(whole).unflatten(0, (size, -1))
@@ -97,6 +96,8 @@ def gathered(mesh: DeviceMesh, dim: int, x: Tensor) -> Tensor:
 def scattered(mesh: DeviceMesh, dim: int, t: Tensor) -> Tensor:
     """The sum of all processes' t, of which each gets a part along `dim`; without a gradient."""
     t, size, slabs = t.contiguous(), mesh.size(), t.shape[:dim].numel()
+    if size == 1:
+        return t
     if torch.compiler.is_compiling() or slabs > _MOST_SLABS:
         parts = t.unflatten(dim, (size, -1)).movedim(dim, 0).flatten(0, 1)
         part = collectives.reduce_scatter_tensor(parts.contiguous(), "sum", 0, (mesh, 0))
@@ -125,7 +126,7 @@ def gathering(mesh: DeviceMesh, dim: int, x: Tensor) -> Tensor:
     """The whole of a tensor of which each process has a part along `dim`, parts of the same size;
     its gradient is the sum of theirs, of which each gets its part.
     """
-    return x if mesh.size() == 1 else _Gathering.apply(mesh, dim % x.dim(), x)
+    return x if mesh.size() == 1 else _Gathering.apply(mesh, dim, x)
 
 
 def entering(mesh: DeviceMesh, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -1,4 +1,4 @@
-"""Linear layers of which each process has some columns or some rows, for :func:`parallelize`.
+"""Linear layers of which each process has some columns or some rows.
 
 Their parameters are DTensors, which optimizers, checkpoints and the state_dict see. They compute
 with the process's part: torch's own styles call ops on DTensors, which takes several times as long
@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .collectives import entering_once, leaving
 from .products import scattered_linear
-from .tensors import local_part, replicated, shard_parameter
+from .tensors import local_part, replicated, shard_parameter, sharded_dim
 
 
 class ColumnLinear(nn.Linear):
@@ -45,9 +45,30 @@ class RowLinear(nn.Linear):
         if isinstance(input, DTensor):
             input = input.redistribute(placements=[Shard(input.dim() - 1)]).to_local()
         if output.is_shard():
-            return scattered_linear(mesh, output.dim, input, self.weight, self.bias)
+            dim = sharded_dim("Rowwise: output_layouts", output, input)
+            return scattered_linear(mesh, dim, input, self.weight, self.bias)
         y, bias = leaving(mesh, F.linear(input, local_part(self.weight))), local_part(self.bias)
         return y if bias is None else y + bias.to(y.dtype)
+
+
+def shard_linear(
+    module: nn.Linear,
+    cls: type[nn.Linear],
+    dim: int,
+    rest: Placement | None,
+    mesh: DeviceMesh,
+    src_data_rank: int | None,
+) -> nn.Linear:
+    """Shards a layer's parameters along a dim, in place, and gives it another class.
+
+    Args:
+        rest: how a bias is placed that has no such dim; None for a plain one.
+    """
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        placement = Shard(dim) if parameter.dim() > dim else rest
+        shard_parameter(module, name, parameter, mesh, placement, src_data_rank)
+    module.__class__ = cls
+    return module
 
 
 class _Linears(ParallelStyle):
@@ -61,11 +82,7 @@ class _Linears(ParallelStyle):
         if type(module) is not nn.Linear:
             self.style.src_data_rank = self.src_data_rank
             return self.style._apply(module, device_mesh)
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            shard = Shard(self.dim) if parameter.dim() > self.dim else None
-            shard_parameter(module, name, parameter, device_mesh, shard, self.src_data_rank)
-        module.__class__ = self.sharded
-        return module
+        return shard_linear(module, self.sharded, self.dim, None, device_mesh, self.src_data_rank)
 
 
 def columns() -> ParallelStyle:

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchweld._library import ops
 
 from . import overlap
 from .collectives import gathered, scattered
-from .tensors import as_in_autocast, hand_over, leaf, local_of
+from .tensors import as_in_autocast, hand_over, handing_over, leaf, local_of, parameter_of
 
 
 class _GatheredLinear(torch.autograd.Function):
@@ -42,13 +41,13 @@ class _GatheredLinear(torch.autograd.Function):
             whole = gathered(mesh, dim, x)
             y, preact = ops.linear_forward(whole, *parts, **of)
         ctx.mesh, ctx.dim, ctx.activation = mesh, dim, activation
-        ctx.weight, ctx.bias = weight, bias
+        ctx.weight, ctx.bias = parameter_of(weight), parameter_of(bias)
         kept = {"none": None, "relu": y}.get(activation, preact)
         ctx.save_for_backward(whole, parts[0], kept)
         return y
 
     @staticmethod
-    @once_differentiable
+    @handing_over
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         wanted = list(ctx.needs_input_grad[3:])
         dx, of, (x, weight, kept) = None, {"activation": ctx.activation}, ctx.saved_tensors
@@ -68,13 +67,14 @@ class _ScatteredLinear(torch.autograd.Function):
     def forward(
         ctx: Any, mesh: DeviceMesh, dim: int, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        ctx.mesh, ctx.dim, ctx.weight, ctx.bias = mesh, dim, weight, bias
+        ctx.mesh, ctx.dim = mesh, dim
+        ctx.weight, ctx.bias = parameter_of(weight), parameter_of(bias)
         part, once = _parts(weight, bias)
         ctx.save_for_backward(x, part)
         return _scattered_linear(mesh, dim, x, part, once)
 
     @staticmethod
-    @once_differentiable
+    @handing_over
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         of_x, of_weight, of_bias = ctx.needs_input_grad[2:]
         dx, (x, weight) = None, ctx.saved_tensors
@@ -134,7 +134,7 @@ def gathered_linear(
 
     Args:
         mesh: one dim.
-        dim: of x, along which each process has an equal part; not the last.
+        dim: of x, from 0 on, along which each process has an equal part; not the last.
         x: `(..., K)`, this process's tokens.
         weight, bias: `(N, K)` and `(N,)`, this process's columns; plain, or parameters that are
             DTensors.
@@ -144,7 +144,7 @@ def gathered_linear(
         `(..., N)`, all tokens. The gradient to x is the sum of the processes', of which each has
         the part of its tokens.
     """
-    x, dim = as_in_autocast(x), dim % x.dim()
+    x = as_in_autocast(x)
     if not torch.is_grad_enabled():
         parts = _parts(weight, bias)
         if _overlaps(mesh, dim, x, parts[0], 1):
@@ -161,7 +161,7 @@ def scattered_linear(
 
     Args:
         mesh: one dim.
-        dim: of the result, along which each process gets an equal part; not the last.
+        dim: of the result, from 0 on, along which each process gets an equal part; not the last.
         x: `(..., K)`, all tokens, this process's columns.
         weight: `(N, K)`, this process's columns; plain, or a parameter that is a DTensor.
         bias: `(N,)`, the same in all processes, likewise.
@@ -169,7 +169,7 @@ def scattered_linear(
     Raises:
         ValueError: dim is the last one, or the processes don't divide the tokens.
     """
-    dim, size = dim % x.dim(), mesh.size()
+    size = mesh.size()
     if dim == x.dim() - 1:
         raise ValueError(
             "Rowwise: output_layouts must be Replicate() or a dim of the tokens, but got "

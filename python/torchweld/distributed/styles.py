@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,9 +15,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torchweld.nn import GatedLinear, LayerNormLinear, RMSNormLinear
 
 from .collectives import entering, gathering
-from .linears import RowLinear
+from .linears import RowLinear, shard_linear
 from .products import gathered_linear
-from .tensors import local_part, replicated, shard_parameter
+from .tensors import local_part, replicated, shard_parameter, sharded_dim
 
 
 class Placed(NamedTuple):
@@ -42,7 +43,8 @@ class _Columns:
         norm = [getattr(self, name) for name in self.norm]
         whole = isinstance(x, DTensor) or placed.input.is_partial()
         if not whole and placed.input.is_shard():
-            norm, dim = entering(mesh, *norm), placed.input.dim % x.dim()
+            dim = sharded_dim("NormColwise: input_layouts", placed.input, x)
+            norm = entering(mesh, *norm)
             if norm and dim < x.dim() - 1:
                 # NOTE: of many rows the norm is a pass of its own in the op too, over all of them.
                 normed, columns = self.norm_rows(x, *norm), (self.weight, self.bias)
@@ -78,9 +80,10 @@ class ColumnRMSNormLinear(_Columns, RMSNormLinear):
     norm = ("norm_weight",)
 
     def norm_rows(self, x: Tensor, norm_weight: Tensor | None) -> Tensor:
-        # NOTE: torch's kernel takes one dtype; under autocast it casts neither.
-        weight = None if norm_weight is None else norm_weight.to(x.dtype)
-        return F.rms_norm(x, (self.in_features,), weight, self.eps)
+        # NOTE: torch's kernel takes one dtype; autocast casts neither.
+        if norm_weight is not None and torch.is_autocast_enabled(x.device.type):
+            norm_weight = norm_weight.to(x.dtype)
+        return F.rms_norm(x, (self.in_features,), norm_weight, self.eps)
 
 
 class ColumnGatedLinear(_Columns, GatedLinear):
@@ -99,8 +102,8 @@ class NormColwise(ParallelStyle):
 
     Each process has some columns of the result: `Shard(0)` of weight and bias, and computes them
     with its own tensors, not through DTensor's dispatch. The norm's parameters are replicated, and
-    their gradients are summed over the processes with the one to x, once behind the op; in sequence
-    parallel apart from it. The partner behind it is an `nn.Linear` with :class:`Rowwise`, or with
+    their gradients are summed over the processes: together with the gradient to x, and in sequence
+    parallel by themselves. The partner behind it is an `nn.Linear` with :class:`Rowwise`, or with
     torch's `RowwiseParallel`.
 
     Args:
@@ -112,12 +115,14 @@ class NormColwise(ParallelStyle):
 
     Raises:
         TypeError: another module, when it is applied.
-        ValueError: the mesh has more than one dim, or does not divide `out_features`.
+        ValueError: the mesh has more than one dim, or does not divide `out_features`; when it is
+            called, x has no such dim.
 
     Limits: the two halves of a `GatedLinear` that is not interleaved are both sharded, which is
         torch's `_StridedShard`: trained as any other, gathered by
         `torchweld.distributed.full_tensor`, refused by torch.distributed.checkpoint. An interleaved
-        one is `Shard(0)`.
+        one is `Shard(0)`. Hooks of a parameter's accumulating node, below those of the parameter
+        itself, see no gradient; forward passes on several CUDA streams at once are not ordered.
 
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
         2022.
@@ -176,6 +181,8 @@ class Rowwise(ParallelStyle):
         TypeError: another module, when it is applied.
         ValueError: another placement; the mesh has more than one dim, or does not divide
             `in_features`; when it is called, the mesh does not divide the tokens.
+
+    Limits: those of :class:`NormColwise` for hooks and streams.
     """
 
     def __init__(self, *, output_layouts: Placement | None = None) -> None:
@@ -194,10 +201,7 @@ class Rowwise(ParallelStyle):
                 f"{type(module).__name__}"
             )
         _check("Rowwise", device_mesh, "in_features", module.in_features)
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            placement = Shard(1) if name == "weight" else Replicate()
-            shard_parameter(module, name, parameter, device_mesh, placement, self.src_data_rank)
-        module.__class__ = RowLinear
+        shard_linear(module, RowLinear, 1, Replicate(), device_mesh, self.src_data_rank)
         module.output = self.output_layouts
         return module
 

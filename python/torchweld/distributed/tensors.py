@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -82,15 +85,31 @@ def as_in_autocast(t: Tensor) -> Tensor:
     return t.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else t
 
 
+def sharded_dim(argument: str, placement: Placement, x: Tensor) -> int:
+    """The dim of x that a placement shards, from 0 on.
+
+    Raises:
+        ValueError: x has no such dim.
+    """
+    if not -x.dim() <= placement.dim < x.dim():
+        raise ValueError(
+            f"{argument} must shard one of the {x.dim()} dims of x, but got Shard({placement.dim})"
+        )
+    return placement.dim % x.dim()
+
+
 # Below are functions that take a parameter's part and hand the gradient to the parameter.
 #
 # NOTE: a DTensor's `to_local()` takes the host 80 us forward and backward, most of it on the
 # gradient's way through the engine; this takes 10. The engine gets a gradient only where somebody
-# looks on: hooks, torch.autograd.grad, gradients of gradients.
+# looks on: hooks of the parameter, torch.autograd.grad, gradients of gradients. Python can't see
+# hooks of the accumulating node: they find no gradient.
 
 
 def takes_gradients(t: Tensor | None) -> bool:
-    """Whether :func:`hand_over` serves a tensor: a parameter that is a DTensor, if not traced."""
+    """Whether :func:`hand_over` serves a tensor: a parameter that is a DTensor. Traced code has its
+    own ways.
+    """
     return (
         isinstance(t, DTensor)
         and t.requires_grad
@@ -101,30 +120,48 @@ def takes_gradients(t: Tensor | None) -> bool:
 
 
 def local_of(t: Tensor | None) -> Tensor | None:
-    """A process's part of what :func:`takes_gradients`, or a plain tensor; without a gradient."""
+    """A DTensor's local tensor, or the tensor itself; no gradient flows back."""
     return t._local_tensor if isinstance(t, DTensor) else t
 
 
-def hand_over(ctx: Any, place: int, parameter: Tensor, grad: Tensor) -> Tensor | None:
+def parameter_of(t: Tensor | None) -> Tensor | None:
+    """What :func:`hand_over` takes for a tensor."""
+    return t if isinstance(t, DTensor) else None
+
+
+def handing_over(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`once_differentiable` for a backward that calls :func:`hand_over`."""
+    once = once_differentiable(backward)
+
+    def recording(ctx: Any, *grads: Tensor) -> Any:
+        if not torch.compiler.is_compiling():
+            ctx.makes_graph = torch.is_grad_enabled()
+        return once(ctx, *grads)
+
+    return recording
+
+
+def hand_over(ctx: Any, place: int, parameter: Tensor | None, grad: Tensor) -> Tensor | None:
     """Adds a part's gradient to its parameter, where it goes nowhere else.
 
     Args:
-        ctx: of the function whose backward this is.
+        ctx: of the function whose backward this is, a :func:`handing_over`.
         place: the parameter's, among the tensors that the function took.
-        parameter: what :func:`takes_gradients`, or a plain tensor.
+        parameter: what :func:`takes_gradients`; None for a plain tensor.
         grad: the gradient, which nobody else keeps.
 
     Returns:
         What backward returns for the parameter.
     """
-    if not isinstance(parameter, DTensor):
+    if parameter is None:
         return grad
     local = parameter._local_tensor
     # As the engine keeps gradients: of the parameter's dtype, in its layout.
     if grad.stride() != local.stride() or grad.dtype != local.dtype:
         grad = torch.empty_like(local).copy_(grad)
     placed = DTensor(grad, parameter._spec, requires_grad=False)
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+    hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    if hooked or ctx.makes_graph:  # which can't be made: the engine says so
         return placed
     if parameter.grad_dtype not in (None, grad.dtype):  # FSDP2's mixed precision
         return placed
@@ -149,7 +186,7 @@ class _LocalPart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor | None:
-        parameter = ctx.parameter
+        parameter, ctx.makes_graph = ctx.parameter, False
         if torch.is_grad_enabled():
             spec = parameter._spec
             return DTensor.from_local(
@@ -160,7 +197,7 @@ class _LocalPart(torch.autograd.Function):
                 shape=spec.shape,
                 stride=spec.stride,
             )
-        if grad._use_count() > _ONE_OWNER:
+        if grad._use_count() > _one_owner():
             grad = grad.clone()
         return hand_over(ctx, 0, parameter, grad)
 
@@ -177,6 +214,7 @@ class _CountedOwners(torch.autograd.Function):
         return grad, None
 
 
+@functools.cache
 def _one_owner() -> int:
     """References to a gradient in `backward` that nobody keeps; versions of torch differ."""
     counts: list[int] = []
@@ -186,14 +224,12 @@ def _one_owner() -> int:
     return counts[0]
 
 
-_ONE_OWNER = _one_owner()
-
-
 def local_part(parameter: Tensor | None) -> Tensor | None:
     """A process's part of a parameter, the whole of a plain one."""
     if not isinstance(parameter, DTensor):
         return parameter
     if torch.is_grad_enabled() and takes_gradients(parameter):
+        _one_owner()  # here, because it runs a backward of its own
         return _LocalPart.apply(parameter)
     return parameter.to_local()
 

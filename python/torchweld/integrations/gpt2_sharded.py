@@ -103,7 +103,7 @@ def shard(base: GPT2Model, mesh: Any, src_data_rank: int | None) -> None:
     from . import gpt2
 
     # FSDP2 takes the weight's other dim; of a bias that is sharded so it would lose the order.
-    # What all processes have stays plain: a DTensor costs the host 100 us a step.
+    # What all processes have stays plain, which optimizers take less time for.
     placements = {
         "attn.c_attn": {"weight": _StridedShard(1, split_factor=_PARTS), "bias": None},
         "attn.c_proj": {"weight": Shard(0), "bias": None},

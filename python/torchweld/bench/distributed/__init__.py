@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from torchweld.bench.common import free
 from torchweld.bench.distributed import ops, steps
 from torchweld.bench.distributed.picture import draw
-from torchweld.bench.distributed.processes import complaint, say
+from torchweld.bench.distributed.processes import complaint, device, say
 from torchweld.bench.distributed.setup import PAIR, Setup
 from torchweld.bench.results import Failure, Row
 
@@ -28,7 +28,9 @@ def rows(targets: dict[str, float]) -> Iterator[Row | Failure]:
     if setup.size > 1:
         say(f"in a gather each of the {setup.size} receives {setup.link / 1e9:.1f} GB/s")
     cases = [steps.tensor_parallel, steps.compiled_tensor_parallel]
-    cases += [steps.captured_tensor_parallel, steps.parallelized, steps.fully_sharded]
+    if device() == "cuda":
+        cases.append(steps.captured_tensor_parallel)
+    cases += [steps.parallelized, steps.fully_sharded]
     if setup.size > PAIR and setup.size % PAIR == 0:
         cases.append(steps.fully_sharded_pairs)
     # torch's own context_parallel, which it calls a prototype, comes last.

@@ -78,7 +78,7 @@ def run(
         vocab: how many tokens there are.
         loss_of: the loss of a model from ids and labels.
         inside: a context of forward and backward.
-        captured: whether the step is one CUDA graph, where there is a GPU.
+        captured: whether the step is one CUDA graph.
     """
     try:
         return _trained(make, shard, batch, vocab, loss_of, inside, captured)
@@ -117,7 +117,7 @@ def _trained(
     loss = _whole(gradients()).item()
     squares = [_whole(p.grad).float().square().sum() for p in model.parameters()]
     norm = torch.stack(squares).sum().sqrt().item()
-    call = _captured(step) if captured and device() == "cuda" else step
+    call = _captured(step) if captured else step
     return Trial(loss, norm, measured({"": call}, rounds=_ROUNDS)[""])
 
 
