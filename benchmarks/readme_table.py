@@ -183,20 +183,20 @@ SUMMARY = [
         "Hugging Face's model, SDPA, eager",
     ),
     Summary(
-        "attention and its gradient, context parallel on 2 GPUs",
+        "attention and its gradient, context parallel on 2 H100s",
         "distributed",
         r"attention and its gradient .*",
         "alone",
         "one GPU",
-        "nvidia-h200-x2",
+        "nvidia-h100-80gb-hbm3-x2",
     ),
     Summary(
-        "GPT-2 of 48 layers, a training step, tensor parallel on 2 GPUs (`parallelize` the least)",
+        "GPT-2 of 48 layers, a step, tensor parallel on 2 H100s (in a CUDA graph the least)",
         "distributed",
         r"gpt2(-xl| of 48 layers,) training step .*",
         "alone",
         "one GPU",
-        "nvidia-h200-x2",
+        "nvidia-h100-80gb-hbm3-x2",
     ),
 ]
 BEGIN = "<!-- made by benchmarks/readme_table.py -->"
