@@ -333,9 +333,9 @@ def norms_of_shards(mesh: DeviceMesh) -> None:
         torchweld.nn.LayerNormLinear(6, 8, activation="gelu"),
         torchweld.nn.RMSNormLinear(6, 8, activation="gelu"),
     ]
-    exact, rounded = (torch.float32, torch.float32, 1e-5), (torch.float32, torch.bfloat16, 5e-2)
+    exact, rounded = (torch.float32, torch.float32, 1e-5), (torch.float32, torch.bfloat16, 2e-2)
     for layer, (given, dtype, error) in product(
-        layers, (exact, rounded, (torch.bfloat16, torch.bfloat16, 5e-2))
+        layers, (exact, rounded, (torch.bfloat16, torch.bfloat16, 2e-2))
     ):
         stock = drawn_anew(copy.deepcopy(layer)).float()
         ours = copy.deepcopy(stock)
@@ -362,6 +362,7 @@ def norms_of_shards(mesh: DeviceMesh) -> None:
         for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
             close(whole(a.grad), b.grad, atol=error * float(b.grad.abs().max()))
         assert "torchweld::linear_forward" in ran
+        assert ("aten::native_layer_norm" in ran) == isinstance(ours, torchweld.nn.LayerNormLinear)
 
 
 def refusals_of_styles(mesh: DeviceMesh) -> None:

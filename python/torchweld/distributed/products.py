@@ -31,19 +31,11 @@ class _GatheredLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        parts, of = _parts(weight, bias), {"activation": activation}
-        if _overlaps(mesh, dim, x, parts[0], 1):
-            keeps = activation not in ("none", "relu")
-            whole, y, preact = overlap.gathered_linear(
-                mesh, dim, x, *parts, **of, keeps_preact=keeps
-            )
-        else:
-            whole = gathered(mesh, dim, x)
-            y, preact = ops.linear_forward(whole, *parts, **of)
+        parts, keeps = _parts(weight, bias), activation not in ("none", "relu")
+        whole, y, preact = _gathered_linear(mesh, dim, x, *parts, activation, keeps)
         ctx.mesh, ctx.dim, ctx.activation = mesh, dim, activation
         ctx.weight, ctx.bias = parameter_of(weight), parameter_of(bias)
-        kept = {"none": None, "relu": y}.get(activation, preact)
-        ctx.save_for_backward(whole, parts[0], kept)
+        ctx.save_for_backward(whole, parts[0], y if activation == "relu" else preact)
         return y
 
     @staticmethod
@@ -105,6 +97,25 @@ def _of_parameters(
     )
 
 
+def _gathered_linear(
+    mesh: DeviceMesh,
+    dim: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    keeps_preact: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """All processes' x, `linear` of it, and the pre-activation where it is kept."""
+    of = {"activation": activation}
+    if _overlaps(mesh, dim, x, weight, 1):
+        return overlap.gathered_linear(mesh, dim, x, weight, bias, **of, keeps_preact=keeps_preact)
+    whole = gathered(mesh, dim, x)
+    if keeps_preact:
+        return whole, *ops.linear_forward(whole, weight, bias, **of)
+    return whole, ops.linear(whole, weight, bias, **of), None
+
+
 def _scattered_linear(
     mesh: DeviceMesh, dim: int, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
@@ -146,10 +157,7 @@ def gathered_linear(
     """
     x = as_in_autocast(x)
     if not torch.is_grad_enabled():
-        parts = _parts(weight, bias)
-        if _overlaps(mesh, dim, x, parts[0], 1):
-            return overlap.gathered_linear(mesh, dim, x, *parts, activation=activation)[1]
-        return ops.linear(gathered(mesh, dim, x), *parts, activation=activation)
+        return _gathered_linear(mesh, dim, x, *_parts(weight, bias), activation, False)[1]
     return _GatheredLinear.apply(mesh, dim, activation, x, leaf(weight), leaf(bias))
 
 
