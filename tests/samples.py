@@ -574,7 +574,7 @@ def sample(op: str, name: str) -> Sample:
 
 def registered_ops() -> list[str]:
     """Every overload of the namespace, as the dispatcher lists it, but for private ops: tuning's,
-    which take no tensors, and `_linear_part`, which writes into some.
+    which take no tensors, and parts of `linear`.
     """
     names = torch._C._dispatch_get_all_op_names()
     mine = (n.removeprefix("torchweld::") for n in names if n.startswith("torchweld::"))

@@ -6,7 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
@@ -165,64 +165,63 @@ def collectives_of_sequences(mesh: DeviceMesh) -> None:
         assert_close(again, y)
 
 
+class GlooRoom:
+    """What processes on GPUs see of each other's memory, sent by gloo."""
+
+    def __init__(self) -> None:
+        self.rank, self.sent = dist.get_rank(), []
+        self.beside, self.mine = lambda sending: nullcontext(), torch.empty(0)
+
+    def places(self, shape: list[int], dtype: torch.dtype) -> Tensor:
+        self.mine = torch.full((dist.get_world_size(), *shape), torch.nan, dtype=dtype)
+        return self.mine
+
+    def send(self, part: Tensor, to: int) -> None:
+        self.sent.append((dist.isend(part, to), part))
+
+    def wait(self, of: int) -> None:
+        dist.recv(self.mine[of], of)
+
+    def join(self) -> None:
+        while self.sent:
+            self.sent.pop()[0].wait()
+
+
 @contextmanager
 def beside_products() -> Iterator[list[str]]:
-    """Tokens of all sizes travel beside their products. Without GPUs what torch's helpers say they
-    do is done by gloo. Gives what ran.
-    """
-    group, size, ran = dist.group.WORLD, dist.get_world_size(), []
+    """Tokens of all sizes travel beside their products. Gives what ran."""
+    ran: list[str] = []
 
-    def gather(shard: Tensor, consume: Callable[..., None], whole: Tensor, name: str) -> None:
-        ran.append("gather")
-        dist.all_gather_into_tensor(whole, shard, group=group)
-        for rank, part in enumerate(whole.chunk(size)):
-            consume(part, rank)
+    def counting(name: str) -> Callable[..., Any]:
+        product = getattr(overlap, name)
 
-    def scatter(produce: Callable[..., None], terms: Tensor, name: str) -> None:
-        ran.append("scatter")
-        mine = torch.empty_like(terms)
-        for rank, part in enumerate(mine.chunk(size)):
-            produce(rank, part)
-        dist.all_to_all_single(terms, mine, group=group)
-
-    def counting(name: str) -> Callable[..., None]:
-        helper = getattr(overlap.symmetric_memory, name)
-
-        def call(*args: Any) -> None:
-            ran.append("gather" if "gather" in name else "scatter")
-            helper(*args)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            ran.append(name.partition("_")[0])
+            return product(*args, **kwargs)
 
         return call
 
-    helpers = ("_pipelined_all_gather_and_consume", "_pipelined_produce_and_all2all")
-    if DEVICE == "cuda":
-        changes = [patch.object(overlap, "_LEAST_PRODUCTS", 0)]
-        calls = map(counting, helpers)
-    else:
-        served = lambda mesh, dim, x, *sizes: x.shape[:dim].numel() == 1  # noqa: E731
-        changes = [patch.object(overlap, "is_served", served)]
-        calls = (gather, scatter)
-    pairs = zip(helpers, calls, strict=True)
-    changes += [patch.object(overlap.symmetric_memory, name, call) for name, call in pairs]
-    with ExitStack() as stack:
-        for change in changes:
-            stack.enter_context(change)
+    changes = {name: counting(name) for name in ("gathered_linear", "scattered_linear")}
+    changes |= {"_LEAST_PRODUCTS": 0, "_LEAST_PRODUCTS_OF_GRAPHS": 0}
+    if DEVICE == "cpu":
+        room = GlooRoom()
+        changes["_room"] = lambda mesh, size: room
+        changes["_sees_others"] = lambda x: True
+    with patch.multiple(overlap, **changes):
         yield ran
 
 
 def tokens_beside_products(mesh: DeviceMesh) -> None:
-    """Tokens that travel beside their products give the answers of one process; those of several
-    sequences don't.
-    """
-    every = ["gather", "scatter", "gather"]  # of up and down, and of down's gradient
-    for activation, ran in (("none", [*every, "scatter"]), ("gelu_tanh", every), ("relu", every)):
-        layer = torchweld.nn.LayerNormLinear(16, 32, activation=activation)
-        stock = drawn_anew(MLP(layer, nn.Linear(32, 16)))
+    """Tokens that travel beside their products give the answers of one process."""
+    every = ["gathered", "scattered", "gathered", "scattered"]  # forward and backward
+    for activation, bias in product(("none", "gelu_tanh", "gelu", "silu", "relu"), (True, False)):
+        layer = torchweld.nn.LayerNormLinear(16, 32, bias=bias, activation=activation)
+        stock = drawn_anew(MLP(layer, nn.Linear(32, 16, bias=bias)))
         ours = copy.deepcopy(stock)
         place = Shard(1)
         plan = {"up": NormColwise(input_layouts=place), "down": Rowwise(output_layouts=place)}
         parallelize_module(ours, mesh, plan)
-        for batch in (1, 2):
+        for batch in (1, 2, 17):
             x = torch.randn(batch, 8, 16, dtype=WIDE, device=DEVICE)
             dist.broadcast(x, 0)
             mine = distribute_tensor(x, mesh, [place]).to_local().clone().requires_grad_()
@@ -230,14 +229,53 @@ def tokens_beside_products(mesh: DeviceMesh) -> None:
             with beside_products() as calls:
                 y, want = ours(mine), stock(x)
                 want.square().sum().backward(), y.square().sum().backward()
-                assert calls == (ran if batch == 1 else []), calls
+                assert calls == (every if batch < 17 else []), calls
                 with torch.no_grad():
                     assert_close(ours(mine), y, **TIGHT)
             for a, b in ((y, want), (mine.grad, x.grad)):
                 assert_close(full_tensor(DTensor.from_local(a, mesh, [place])), b, **TIGHT)
         same_gradients(ours, stock)
     small = torch.randn(1, 8, 16, device=DEVICE)
-    assert not overlap.is_served(mesh, 1, small, 8, 16)
+    for gathers in (True, False):
+        assert not overlap.is_served(mesh, 1, small, ours.up.weight.to_local(), gathers=gathers)
+
+
+def tokens_beside_products_in_graphs(mesh: DeviceMesh) -> None:
+    """A CUDA graph has them where products are too small for the host's time: calls in front of it
+    make their memory. It is replayed with other tokens.
+    """
+    stock = drawn_anew(MLP(torchweld.nn.LayerNormLinear(16, 32), nn.Linear(32, 16)))
+    ours, place = copy.deepcopy(stock), Shard(1)
+    plan = {"up": NormColwise(input_layouts=place), "down": Rowwise(output_layouts=place)}
+    parallelize_module(ours, mesh, plan)
+    whole_x = torch.randn(2, 8, 16, dtype=WIDE, device=DEVICE)
+    dist.broadcast(whole_x, 0)
+    x = distribute_tensor(whole_x, mesh, [place]).to_local().clone().requires_grad_()
+
+    def step() -> tuple[Tensor, Tensor]:
+        y = ours(x)
+        return y.detach(), torch.autograd.grad(y.square().sum(), x)[0]
+
+    with beside_products() as calls, patch.object(overlap, "_LEAST_PRODUCTS", 1 << 60):
+        beside = torch.cuda.Stream()
+        with torch.cuda.stream(beside):
+            step()
+        torch.cuda.current_stream().wait_stream(beside)
+        assert not calls, calls
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y, dx = step()
+    assert calls == ["gathered", "scattered", "gathered", "scattered"], calls
+    for times in range(3):
+        with torch.no_grad():
+            x.mul_(1 + times)
+            whole_x.mul_(1 + times)
+        graph.replay()
+        want_x = whole_x.clone().requires_grad_()
+        want = stock(want_x)
+        (want_dx,) = torch.autograd.grad(want.square().sum(), want_x)
+        for a, b in ((y, want.detach()), (dx, want_dx)):
+            assert_close(full_tensor(DTensor.from_local(a, mesh, [place])), b, **TIGHT)
 
 
 def gradients_of_parameters(mesh: DeviceMesh) -> None:
@@ -779,4 +817,6 @@ def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
         refusals_of_parallelize,
         plan_of_transformers,
     ]
+    if DEVICE == "cuda":
+        every.append(tokens_beside_products_in_graphs)
     return {case.__name__: case for case in every}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -215,6 +216,38 @@ def test_any_layout(m, n, k, activation, bias, matrix, vector, dtype, seed):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_gradient_in_front_of_the_products(device, activation):
+    """_activation_backward, and the products of what it gives, are linear_backward."""
+    part, backward = torch.ops.torchweld._activation_backward, torch.ops.torchweld.linear_backward
+    for dtype, (m, n, k) in product(dtypes(device), ((7, 16, 24), (33, 135, 8))):
+        x, weight, bias = call_args(device, dtype, 3 * m, n, k)
+        x = x.view(3, m, k)
+        y, preact = linear_forward(x, weight, bias, activation=activation)
+        kept = {"none": None, "relu": y}.get(activation, preact)
+        dy = randn(device, dtype, 3, m, n)
+        dz, dbias = part(dy, kept, activation=activation, sums=True)
+        assert dz.shape == ((0,) if activation == "none" else dy.shape)
+        dz = dy if activation == "none" else dz
+        of = {"activation": activation}
+        for mask in ([True, True, False], [False, False, True]):
+            want = backward(dy, x, weight, kept, **of, output_mask=mask)
+            for a, b in zip(backward(dz, x, weight, output_mask=mask), want, strict=True):
+                assert_same_bits(a, b)
+        assert_same_bits(dbias, want[2])
+        assert part(dy, kept, **of, sums=False)[1].shape == (0,)
+        dz, dbias = part(dy[:0], None if kept is None else kept[:0], **of, sums=True)
+        assert dz.numel() == 0
+        assert_same_bits(dbias, torch.zeros_like(bias))
+    if activation != "none":
+        with pytest.raises(RuntimeError, match="_activation_backward: preact must be"):
+            part(dy, kept[0], **of, sums=True)
+        with pytest.raises(RuntimeError, match="_activation_backward: preact must be"):
+            part(dy, None, **of, sums=True)
+    with pytest.raises(RuntimeError, match="_activation_backward: dy must have columns"):
+        part(dy.new_zeros(()), sums=True)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_rows_written_into_a_larger_result(device, activation):
     part = torch.ops.torchweld._linear_part
     for dtype in dtypes(device):
@@ -233,6 +266,35 @@ def test_rows_written_into_a_larger_result(device, activation):
         part(x[:0], weight, bias, y[:0], activation=activation)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_rows_written_into_several_matrices(device, activation):
+    """Those of a batch, between other rows of y and of the pre-activation."""
+    part = torch.ops.torchweld._linear_part
+    sizes = (
+        (3, 16, 24),
+        (5, 12, 8),
+        (150, 135, 72),
+    )  # rows that fill 16 bytes, and some that don't
+    for dtype, (m, n, k) in product(dtypes(device), sizes):
+        x, weight, bias = (
+            torch.randint(-4, 5, shape).to(device, dtype) for shape in ((3, m, k), (n, k), (n,))
+        )
+        y, z = (torch.full((3, m + 4, n), math.nan, device=device, dtype=dtype) for _ in range(2))
+        rows = slice(1, m + 1)
+        part(x, weight, bias, y[:, rows], z[:, rows], activation=activation)
+        # Sums of integers are the same in all tiles.
+        assert_same_bits(z[:, rows], linear(x, weight, bias))
+        want = linear_forward(x, weight, bias, activation=activation)[0]
+        assert_same_bits(y[:, rows], want)
+        for t in (y, z):
+            assert t[:, 0].isnan().all()
+            assert t[:, m + 1 :].isnan().all()
+        y.fill_(math.nan)
+        part(x, weight, None, y[:, rows], activation=activation)
+        assert_same_bits(y[:, rows], linear(x, weight, activation=activation))
+        assert y[:, 0].isnan().all()
+
+
 def test_refusals_of_rows_written_into_a_larger_result(device):
     part = torch.ops.torchweld._linear_part
     x, weight, bias = call_args(device, F32, 4, 6, 8)
@@ -240,7 +302,7 @@ def test_refusals_of_rows_written_into_a_larger_result(device):
     for args, sentence in (
         ((y[:3],), r"_linear_part: y must be \(\.\.\., N\) = \(4, 6\), but got"),
         ((y.double(),), "_linear_part: y must be float32 like x, but got"),
-        ((torch.empty(6, 4, device=device).t(),), "_linear_part: y must be contiguous, but got"),
+        ((torch.empty(6, 4, device=device).t(),), "_linear_part: y must be contiguous, or a batch"),
         ((y, y[:, :5]), "_linear_part: preact must be"),
     ):
         with pytest.raises(RuntimeError, match=sentence):

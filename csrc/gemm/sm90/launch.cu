@@ -123,7 +123,8 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
         map_result(params.y, maps.result(p.y, p.n, p.y_row_stride, 1, p.y_batch_stride));
     if (e.preact != nullptr) {
       const int apart = pairs ? 1 : halves;  // halves whose columns don't alternate
-      const TensorBox box = maps.result(e.preact, halves / apart * p.n, halves * p.n, apart, 0);
+      const TensorBox box =
+          maps.result(e.preact, halves / apart * p.n, halves * p.n, apart, e.preact_batch_stride);
       params.stores_preact = map_result(params.preact, box);
     }
   }

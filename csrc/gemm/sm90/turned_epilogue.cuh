@@ -51,7 +51,7 @@ class Sm90TurnedEpilogue {
         work.tile_m * kColumns + (kGated ? 0 : warpgroup_ * 64) + thread / 32 * 16 + lane / 4;
     const int64_t row = work.tile_n * kT.block_n + lane % 4 * 2, batch = work.batch;
     if (e.bias != nullptr) add_bias(v, first, kGated ? warpgroup_ : 0);
-    if (e.preact != nullptr) store_preact(v, row, first);
+    if (e.preact != nullptr) store_preact(v, row, first, batch);
     if constexpr (!kGated) {
       activate</*kExact=*/false>(v, e.activation);
     } else {
@@ -94,8 +94,8 @@ class Sm90TurnedEpilogue {
   }
 
   __device__ __forceinline__ void store_preact(const float (&v)[kValues], int64_t row,
-                                               int64_t first) const {
-    T* g_preact = static_cast<T*>(p_.epilogue.preact);
+                                               int64_t first, int64_t batch) const {
+    T* g_preact = static_cast<T*>(p_.epilogue.preact) + batch * p_.epilogue.preact_batch_stride;
     const int64_t width = kGated ? 2 * p_.n : p_.n, right = kGated ? warpgroup_ : 0;
     const bool pairs = kGated && p_.epilogue.interleaved;
     store(v, row, first, [&](int64_t r, int64_t c) {

@@ -5,7 +5,10 @@
 // the activation's gradient does not need it (none, relu).
 //
 // _linear_part writes the same into tensors that are there: some rows of larger ones, whose other
-// rows of x have yet to arrive (python/torchweld/distributed/overlap.py). It has no gradient.
+// rows of x have yet to arrive (python/torchweld/distributed/overlap.py); those of several matrices
+// where all three have a batch in front. It has no gradient.
+//
+// _activation_backward is what linear_backward begins with: dz and its sums.
 #include "core/dispatch.h"
 #include "core/linear_cpu.h"
 
@@ -89,7 +92,9 @@ void _linear_part_meta(const Tensor& x, const Tensor& weight, const OptionalTens
   const auto check = [&](const char* name, const Tensor& t) {
     check_like(op, name, t, "x", x);
     check_shape(op, name, t, sizes, "(..., N)");
-    TW_CHECK(t.is_contiguous(), op, name, " must be contiguous, but got ", describe(t),
+    const bool matrices = t.dim() == 3 && t.stride(2) == 1 && t.stride(1) == t.size(2);
+    TW_CHECK(matrices || t.is_contiguous(), op, name,
+             " must be contiguous, or a batch of contiguous matrices, but got ", describe(t),
              " with strides ", t.strides(), "; give whole rows");
   };
   check("y", y);
@@ -109,7 +114,37 @@ void _linear_part_cpu(const Tensor& x, const Tensor& weight, const OptionalTenso
   y.copy_(z);
 }
 
+std::tuple<Tensor, Tensor> _activation_backward_meta(const Tensor& dy, const OptionalTensor& preact,
+                                                     c10::string_view activation, bool sums) {
+  const char* op = "_activation_backward";
+  const Activation act = parse_activation(op, activation);
+  TW_CHECK(dy.dim() > 0, op, "dy must have columns, but got ", describe(dy));
+  check_preact(op, preact, act, dy.sym_sizes(), dy);
+  return {needs_preact(act) ? at::empty_symint(dy.sym_sizes(), dy.options())
+                            : at::empty({0}, dy.options()),
+          empty_vector_grad(dy, dy.sym_size(-1), sums)};
+}
+
+std::tuple<Tensor, Tensor> _activation_backward_cpu(const Tensor& dy, const OptionalTensor& preact,
+                                                    c10::string_view activation, bool sums) {
+  auto [dz, dbias] = _activation_backward_meta(dy, preact, activation, sums);
+  const Activation act = parse_activation("_activation_backward", activation);
+  if (needs_preact(act)) dz = activation_backward(dy, preact, act);
+  if (sums) sum_into(dbias, as_matrix(needs_preact(act) ? dz : dy), 0);
+  return {dz, dbias};
+}
+
 #ifdef TORCHWELD_CUDA
+std::tuple<Tensor, Tensor> _activation_backward_cuda(const Tensor& dy, const OptionalTensor& preact,
+                                                     c10::string_view activation, bool sums) {
+  auto [dz, dbias] = _activation_backward_meta(dy, preact, activation, sums);
+  const OnDevice on(dy.device());
+  const Activation act = parse_activation("_activation_backward", activation);
+  const Tensor rows = activation_backward_into(dbias, dy, preact, act);
+  if (needs_preact(act)) dz = rows.view_symint(dy.sym_sizes());
+  return {dz, dbias};
+}
+
 void _linear_part_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                        const Tensor& y, const OptionalTensor& preact, c10::string_view activation) {
   _linear_part_meta(x, weight, bias, y, preact, activation);
@@ -117,7 +152,14 @@ void _linear_part_cuda(const Tensor& x, const Tensor& weight, const OptionalTens
   const OnDevice on(x.device());
   MatmulEpilogue epilogue = {bias, parse_activation("_linear_part", activation)};
   if (is_given(preact)) epilogue.preact = *preact;
-  matmul_into(rows_of(y), rows_of(x), weight, epilogue);
+  // One tall product fills its tiles better than several short ones, but is not worth a copy.
+  const bool tall = y.is_contiguous() && (!is_given(preact) || preact->is_contiguous()) &&
+                    (row_stride_of(x) || x.dim() != 3);
+  if (tall) {
+    matmul_into(rows_of(y), rows_of(x), weight, epilogue);
+  } else {
+    matmul_into(y, x, weight, epilogue);
+  }
 }
 
 Tensor linear_cuda(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
@@ -226,6 +268,10 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
             "_linear_part(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) y, Tensor(b!)? "
             "preact=None, *, str activation=\"none\") -> ()",
             TW_KERNELS(_linear_part), torch::CppFunction(linear_part_autograd));
+  define_op(m,
+            "_activation_backward(Tensor dy, Tensor? preact=None, *, str activation=\"none\", "
+            "bool sums) -> (Tensor dz, Tensor dbias)",
+            TW_KERNELS(_activation_backward), no_gradient_function());
   define_autocast(m, call_linear);
   define_autocast(m, call_linear_forward);
 }

@@ -1,52 +1,153 @@
 """Products whose tokens travel beside them: those of one process are multiplied while those of
 another arrive, or leave.
 
-The copies are torch's symmetric memory's, made by the GPUs' copy engines over NVLink: NCCL's
-kernels would take multiprocessors from the product. On two H100s gathering (8192, 4096) of bfloat16
-and multiplying it by 8192 columns takes 763 us so, 881 us one after the other, the product alone
-718.
+Every process of a group has memory that the others write, torch's symmetric memory, with a place
+for a part of each. The GPUs' copy engines write there over NVLink: NCCL's kernels would take
+multiprocessors from the product.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchweld._library import ops
 
-# Multiplications of one process's tokens from which on this is used. It takes the host 100 us more,
-# and the GPU takes 100 us for 2^35 of them.
+T = TypeVar("T")
+
+# Multiplications of one process's tokens from which on this is used. The host takes 100 us more for
+# it, in which the GPU makes 2^35 of them; a CUDA graph takes the host no time.
 _LEAST_PRODUCTS = 1 << 36
+_LEAST_PRODUCTS_OF_GRAPHS = 1 << 32
 
-_served: dict[str, bool] = {}  # by group: whether its processes see each other's memory
+# Sequences are multiplied each on its own.
+_MOST_SEQUENCES = 16
 
 
-def is_served(mesh: DeviceMesh, dim: int, x: Tensor, rows: int, columns: int) -> bool:
-    """Whether tokens along `dim` are to travel beside their product; the same in all processes.
+class _Room:
+    """A process's memory, of which each process of its group has a place to write to.
 
     Args:
-        x: what is multiplied; the tokens are the rows of a matrix, whichever dim they are.
-        rows: how many tokens one process has.
-        columns: of the product.
+        group: at least two processes.
+        size: bytes; the same in all processes, which all make one.
+
+    Raises:
+        RuntimeError: the processes don't see each other's memory; the same in all of them.
     """
-    if torch.compiler.is_compiling() or not x.is_cuda or mesh.size() == 1:
+
+    _SENT = 1  # the signals' channel; that of barriers is 0
+
+    def __init__(self, group: ProcessGroup, size: int) -> None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        self._handle = symmetric_memory.rendezvous(self._memory, group.group_name)
+        self._sending, self._copying = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+        self.group, self.size = weakref.ref(group), size
+        self.rank, self._running = self._handle.rank, set[torch.cuda.Stream]()
+
+    def _places_of(self, rank: int, shape: list[int], dtype: torch.dtype) -> Tensor:
+        return self._handle.get_buffer(rank, (self._handle.world_size, *shape), dtype)
+
+    def places(self, shape: list[int], dtype: torch.dtype) -> Tensor:
+        """`(processes, *shape)`: this process's places, when nobody reads or writes any of them."""
+        self._handle.barrier(channel=0)
+        return self._places_of(self.rank, shape, dtype)
+
+    def send(self, part: Tensor, to: int) -> None:
+        """A contiguous part to a process, beside the current stream."""
+        place = self._places_of(to, list(part.shape), part.dtype)[self.rank]
+        with self.beside(sending=True):
+            place.copy_(part)
+            self._handle.put_signal(to, channel=self._SENT)
+
+    def wait(self, of: int) -> None:
+        """Until a process's part is there."""
+        self._handle.wait_signal(of, channel=self._SENT)
+
+    def beside(self, sending: bool) -> AbstractContextManager[None]:
+        """Work beside the current stream, behind what that has got so far."""
+        stream = self._sending if sending else self._copying
+        stream.wait_stream(torch.cuda.current_stream())
+        self._running.add(stream)
+        return torch.cuda.stream(stream)
+
+    def join(self) -> None:
+        """What runs beside the current stream is done before what comes next."""
+        while self._running:
+            torch.cuda.current_stream().wait_stream(self._running.pop())
+
+
+# By a group's name, ascending in size. All of them are kept: CUDA graphs may use the smaller ones.
+_rooms: dict[str, list[_Room]] = {}
+_unserved: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+
+
+def _room(mesh: DeviceMesh, size: int) -> _Room | None:
+    """Memory of so many bytes, made by all processes together; None where they don't see each
+    other's, or a graph is captured and none has been made.
+    """
+    group = mesh.get_group()
+    rooms = _rooms.setdefault(group.group_name, [])
+    if rooms and rooms[-1].group() is not group:  # another group of that name is gone
+        rooms.clear()
+    if rooms and rooms[-1].size >= size:
+        return rooms[-1]
+    if torch.cuda.is_current_stream_capturing() or group in _unserved:
+        return None
+    try:
+        rooms.append(_Room(group, max(size, 2 * rooms[-1].size if rooms else 0)))
+    except torch.OutOfMemoryError:  # of this process alone
+        raise
+    except RuntimeError:  # other hosts, or no NVLink
+        _unserved.add(group)
+        return None
+    return rooms[-1]
+
+
+def _sees_others(x: Tensor) -> bool:
+    """Whether processes may write each other's memory where x is."""
+    return x.is_cuda
+
+
+def is_served(mesh: DeviceMesh, dim: int, x: Tensor, weight: Tensor, *, gathers: bool) -> bool:
+    """Whether tokens along `dim` are to travel beside the product of x and weight (N, K); the same
+    in all processes.
+
+    Args:
+        gathers: x has this process's tokens, and all are multiplied; else it has all tokens, and
+            the product is scattered.
+    """
+    size = mesh.size()
+    if size == 1 or torch.compiler.is_compiling() or not _sees_others(x):
         return False
-    if x.shape[:dim].numel() != 1 or rows * columns * x.shape[-1] < _LEAST_PRODUCTS:
+    rows, columns = x.shape[:-1].numel() // (1 if gathers else size), weight.shape[0]
+    products = rows * columns * x.shape[-1]
+    # Memory for graphs is made by the calls in front of them.
+    if x.shape[:dim].numel() > _MOST_SEQUENCES or products < _LEAST_PRODUCTS_OF_GRAPHS:
         return False
-    name = mesh.get_group().group_name
-    if name not in _served and torch.cuda.is_current_stream_capturing():
+    part = rows * (x.shape[-1] if gathers else columns) * x.element_size()
+    if _room(mesh, size * part) is None:
         return False
-    if name not in _served:
-        try:
-            symmetric_memory.get_symm_mem_workspace(name, min_size=1 << 20)
-            _served[name] = True
-        except torch.OutOfMemoryError:  # of this process alone
-            raise
-        except RuntimeError:  # other hosts, or no NVLink: torch asks all processes before it raises
-            _served[name] = False
-    return _served[name]
+    return products >= _LEAST_PRODUCTS or torch.cuda.is_current_stream_capturing()
+
+
+def _parts(t: Tensor, dim: int, count: int) -> list[Tensor]:
+    """A contiguous tensor's equal parts along `dim`, as matrices `(sequences, rows, columns)`."""
+    matrices = t.view(t.shape[:dim].numel(), t.shape[dim:-1].numel(), t.shape[-1])
+    return list(matrices.chunk(count, 1))
+
+
+def _others(rank: int, count: int) -> Iterator[tuple[int, int]]:
+    """To whom to send and from whom to take, in turn: every process has one of each at a time."""
+    return (((rank + i) % count, (rank - i) % count) for i in range(1, count))
 
 
 def gathered_linear(
@@ -57,49 +158,83 @@ def gathered_linear(
     bias: Tensor | None = None,
     *,
     activation: str = "none",
+    keeps_x: bool = True,
     keeps_preact: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """All processes' x, and `linear` of it; without a gradient.
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """`linear` of all processes' x, where :func:`is_served`; without a gradient.
 
     Returns:
-        x, y, and the pre-activation where it is kept.
+        x and the pre-activation around y, each where it is kept.
     """
-    x, shape = x.contiguous(), list(x.shape)
-    shape[dim] *= mesh.size()
-    whole, y = x.new_empty(shape), x.new_empty([*shape[:-1], weight.shape[0]])
+    size, shape = mesh.size(), list(x.shape)
+    room = _room(mesh, size * x.numel() * x.element_size())
+    shape[dim] *= size
+    whole = x.new_empty(shape) if keeps_x else None
+    y = x.new_empty([*shape[:-1], weight.shape[0]])
     preact = torch.empty_like(y) if keeps_preact else None
-    parts = [None if t is None else t.flatten(0, -2).chunk(mesh.size()) for t in (y, preact)]
-
-    def multiply(tokens: Tensor, rank: int) -> None:
-        y_part, preact_part = (None if part is None else part[rank] for part in parts)
-        ops._linear_part(tokens, weight, bias, y_part, preact_part, activation=activation)
-
-    symmetric_memory._pipelined_all_gather_and_consume(
-        x.flatten(0, -2), multiply, whole.flatten(0, -2), mesh.get_group().group_name
+    xs, ys, preacts = (
+        [None] * size if t is None else _parts(t, dim, size) for t in (whole, y, preact)
     )
+    (mine,) = _parts(x.contiguous(), dim, 1)
+
+    def multiply(part: Tensor, rank: int) -> None:
+        ops._linear_part(part, weight, bias, ys[rank], preacts[rank], activation=activation)
+
+    # NOTE: a copy that begins beside a product waits for its multiprocessors.
+    if keeps_x:
+        with room.beside(sending=False):
+            xs[room.rank].copy_(mine)
+    places = room.places(list(mine.shape), x.dtype)
+    for to, _ in _others(room.rank, size):
+        room.send(mine, to)
+    multiply(mine, room.rank)
+    for _, of in _others(room.rank, size):
+        room.wait(of)
+        if keeps_x:
+            xs[of].copy_(places[of])
+        multiply(places[of], of)
+    room.join()
     return whole, y, preact
 
 
 def scattered_linear(
-    mesh: DeviceMesh, dim: int, x: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    """The sum of all processes' products of x, of which each gets its tokens; without a gradient.
+    mesh: DeviceMesh,
+    dim: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    meanwhile: Callable[[], T] = lambda: None,
+) -> tuple[Tensor, T]:
+    """The sum of all processes' products of x, of which each gets its tokens, where
+    :func:`is_served`; without a gradient.
 
     Args:
-        bias: what this process adds to the sum.
+        bias: is added to the sum; the same in all processes.
+        meanwhile: what else is to be computed while products travel.
+
+    Returns:
+        The sum, and what `meanwhile` gave.
     """
-    shape, size, columns = list(x.shape), mesh.size(), weight.shape[0]
+    size, columns = mesh.size(), weight.shape[0]
+    parts, shape = _parts(x.contiguous(), dim, size), [*x.shape[:-1], columns]
     shape[dim] //= size
-    tokens = x.contiguous().flatten(0, -2).chunk(size)
-    terms = x.new_empty(size, len(tokens[0]), columns)  # one of each process, of this one's tokens
-
-    def multiply(rank: int, part: Tensor) -> None:
-        if bias is None:
-            torch.mm(tokens[rank], weight.t(), out=part)
-        else:
-            torch.addmm(bias, tokens[rank], weight.t(), out=part)
-
-    symmetric_memory._pipelined_produce_and_all2all(
-        multiply, terms.flatten(0, 1), mesh.get_group().group_name
-    )
-    return terms.sum(0).view([*shape[:-1], columns])
+    of_part = [*parts[0].shape[:2], columns]
+    room = _room(mesh, size * torch.Size(of_part).numel() * x.element_size())
+    every = weight.t().expand(len(parts[0]), -1, -1)
+    terms, sent = room.places(of_part, x.dtype), []
+    for to, _ in _others(room.rank, size):
+        sent.append(torch.bmm(parts[to], every))
+        room.send(sent[-1], to)
+    mine = parts[room.rank]
+    if bias is None:
+        torch.bmm(mine, every, out=terms[room.rank])
+    else:
+        ops._linear_part(mine, weight, bias, terms[room.rank])
+    other = meanwhile()
+    for _, of in _others(room.rank, size):
+        room.wait(of)
+    room.join()
+    # NOTE: torch's sum over a few terms takes three times as long as an addition.
+    y = terms[0] + terms[1] if size == 2 else terms.sum(0)
+    return y.view(shape), other

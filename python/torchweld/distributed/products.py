@@ -32,7 +32,7 @@ class _GatheredLinear(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         parts, keeps = _parts(weight, bias), activation not in ("none", "relu")
-        whole, y, preact = _gathered_linear(mesh, dim, x, *parts, activation, keeps)
+        whole, y, preact = _gathered_linear(mesh, dim, x, *parts, activation, True, keeps)
         ctx.mesh, ctx.dim, ctx.activation = mesh, dim, activation
         ctx.weight, ctx.bias = parameter_of(weight), parameter_of(bias)
         ctx.save_for_backward(whole, parts[0], y if activation == "relu" else preact)
@@ -41,17 +41,22 @@ class _GatheredLinear(torch.autograd.Function):
     @staticmethod
     @handing_over
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = list(ctx.needs_input_grad[3:])
-        dx, of, (x, weight, kept) = None, {"activation": ctx.activation}, ctx.saved_tensors
-        # An activation's gradient is part of linear_backward, which makes all three.
-        alone = wanted[0] and kept is None
-        if alone and _overlaps(ctx.mesh, ctx.dim, dy, weight.t(), ctx.mesh.size()):
-            dx, wanted[0] = overlap.scattered_linear(ctx.mesh, ctx.dim, dy, weight.t()), False
-        grads = ops.linear_backward(dy, x, weight, kept, **of, output_mask=wanted)
-        if wanted[0]:
-            dx = scattered(ctx.mesh, ctx.dim, grads[0])
-        dweight, dbias = grads[1:]
-        return None, None, None, dx, *_of_parameters(ctx, wanted[1:], dweight, dbias)
+        of_x, *wanted = ctx.needs_input_grad[3:]
+        x, weight, kept = ctx.saved_tensors
+        if of_x and overlap.is_served(ctx.mesh, ctx.dim, dy, weight.t(), gathers=False):
+            dz, dbias = ops._activation_backward(
+                dy, kept, activation=ctx.activation, sums=wanted[1]
+            )
+            dz = dy if kept is None else dz
+            dx, dweight = overlap.scattered_linear(
+                ctx.mesh, ctx.dim, dz, weight.t(), meanwhile=lambda: _of_weight(dz, x, wanted[0])
+            )
+        else:
+            dx, dweight, dbias = ops.linear_backward(
+                dy, x, weight, kept, activation=ctx.activation, output_mask=[of_x, *wanted]
+            )
+            dx = scattered(ctx.mesh, ctx.dim, dx) if of_x else None
+        return None, None, None, dx, *_of_parameters(ctx, wanted, dweight, dbias)
 
 
 class _ScatteredLinear(torch.autograd.Function):
@@ -61,25 +66,28 @@ class _ScatteredLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.mesh, ctx.dim = mesh, dim
         ctx.weight, ctx.bias = parameter_of(weight), parameter_of(bias)
-        part, once = _parts(weight, bias)
-        ctx.save_for_backward(x, part)
-        return _scattered_linear(mesh, dim, x, part, once)
+        parts = _parts(weight, bias)
+        ctx.save_for_backward(x, parts[0])
+        return _scattered_linear(mesh, dim, x, *parts)
 
     @staticmethod
     @handing_over
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        of_x, of_weight, of_bias = ctx.needs_input_grad[2:]
+        of_x, *wanted = ctx.needs_input_grad[2:]
         dx, (x, weight) = None, ctx.saved_tensors
-        if of_x and _overlaps(ctx.mesh, ctx.dim, dy, weight.t(), 1):
+        if of_x and overlap.is_served(ctx.mesh, ctx.dim, dy, weight.t(), gathers=True):
             whole, dx, _ = overlap.gathered_linear(ctx.mesh, ctx.dim, dy, weight.t())
         else:
             whole = gathered(ctx.mesh, ctx.dim, dy)
             dx = whole @ weight if of_x else None
-        rows = whole.flatten(0, -2)
-        dweight = rows.t() @ x.flatten(0, -2) if of_weight else None
         # Of all tokens: the bias's gradient needs no sum over the processes.
-        dbias = rows.sum(0) if of_bias else None
-        return None, None, dx, *_of_parameters(ctx, [of_weight, of_bias], dweight, dbias)
+        dweight = _of_weight(whole, x, wanted[0])
+        dbias = ops._activation_backward(whole, sums=wanted[1])[1]
+        return None, None, dx, *_of_parameters(ctx, wanted, dweight, dbias)
+
+
+def _of_weight(dy: Tensor, x: Tensor, wanted: bool) -> Tensor | None:
+    return dy.flatten(0, -2).t() @ x.flatten(0, -2) if wanted else None
 
 
 def _parts(*parameters: Tensor | None) -> list[Tensor | None]:
@@ -104,12 +112,14 @@ def _gathered_linear(
     weight: Tensor,
     bias: Tensor | None,
     activation: str,
+    keeps_x: bool,
     keeps_preact: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """All processes' x, `linear` of it, and the pre-activation where it is kept."""
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """`linear` of all processes' x, between x and the pre-activation where they are kept."""
     of = {"activation": activation}
-    if _overlaps(mesh, dim, x, weight, 1):
-        return overlap.gathered_linear(mesh, dim, x, weight, bias, **of, keeps_preact=keeps_preact)
+    if overlap.is_served(mesh, dim, x, weight, gathers=True):
+        kept = {"keeps_x": keeps_x, "keeps_preact": keeps_preact}
+        return overlap.gathered_linear(mesh, dim, x, weight, bias, **of, **kept)
     whole = gathered(mesh, dim, x)
     if keeps_preact:
         return whole, *ops.linear_forward(whole, weight, bias, **of)
@@ -119,17 +129,11 @@ def _gathered_linear(
 def _scattered_linear(
     mesh: DeviceMesh, dim: int, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
+    if overlap.is_served(mesh, dim, x, weight, gathers=False):
+        return overlap.scattered_linear(mesh, dim, x, weight, bias)[0]
     # One process adds the bias, in its product, and the sum has it once.
     once = bias if bias is not None and mesh.get_local_rank() == 0 else None
-    if _overlaps(mesh, dim, x, weight, mesh.size()):
-        return overlap.scattered_linear(mesh, dim, x, weight, once)
     return scattered(mesh, dim, F.linear(x, weight, once))
-
-
-def _overlaps(mesh: DeviceMesh, dim: int, x: Tensor, weight: Tensor, parts: int) -> bool:
-    """Whether x, which has the tokens of so many processes, travels beside its product."""
-    rows = x.shape[:-1].numel() // parts
-    return overlap.is_served(mesh, dim, x, rows, weight.shape[0])
 
 
 def gathered_linear(
@@ -157,7 +161,7 @@ def gathered_linear(
     """
     x = as_in_autocast(x)
     if not torch.is_grad_enabled():
-        return _gathered_linear(mesh, dim, x, *_parts(weight, bias), activation, False)[1]
+        return _gathered_linear(mesh, dim, x, *_parts(weight, bias), activation, False, False)[1]
     return _GatheredLinear.apply(mesh, dim, activation, x, leaf(weight), leaf(bias))
 
 
