@@ -40,7 +40,7 @@ WIDE = torch.float64 if BACKEND == "gloo" else torch.float32
 # The same numbers, added in another order.
 TOLERANCE = {torch.float64: {"rtol": 0, "atol": 1e-12}, torch.float32: {"rtol": 1e-5, "atol": 1e-5}}
 TIGHT = TOLERANCE[WIDE]
-MESHES = {"2": (2,), "2x2": (2, 2)}
+MESHES = {"2": (2,), "4": (4,), "2x2": (2, 2)}
 SECONDS = 30  # that a collective may take
 ALL_SECONDS = 240  # for all cases of a mesh on a busy machine
 

@@ -204,8 +204,7 @@ def beside_products() -> Iterator[list[str]]:
     changes = {name: counting(name) for name in ("gathered_linear", "scattered_linear")}
     changes |= {"_LEAST_PRODUCTS": 0, "_LEAST_PRODUCTS_OF_GRAPHS": 0}
     if DEVICE == "cpu":
-        room = GlooRoom()
-        changes["_room"] = lambda mesh, size: room
+        changes["_room"] = lambda mesh, size: GlooRoom()
         changes["_sees_others"] = lambda x: True
     with patch.multiple(overlap, **changes):
         yield ran
@@ -235,9 +234,62 @@ def tokens_beside_products(mesh: DeviceMesh) -> None:
             for a, b in ((y, want), (mine.grad, x.grad)):
                 assert_close(full_tensor(DTensor.from_local(a, mesh, [place])), b, **TIGHT)
         same_gradients(ours, stock)
-    small = torch.randn(1, 8, 16, device=DEVICE)
-    for gathers in (True, False):
-        assert not overlap.is_served(mesh, 1, small, ours.up.weight.to_local(), gathers=gathers)
+    small, weight = torch.randn(1, 8, 16, device=DEVICE), ours.up.weight.to_local()
+    with patch.object(overlap, "_sees_others", lambda x: True):
+        for gathers in (True, False):
+            assert not overlap.is_served(mesh, 1, small, weight, gathers=gathers)
+
+
+def some_gradients_beside_products(mesh: DeviceMesh) -> None:
+    """Those of frozen parameters are not made; tokens may be rows alone, and dy have any strides.
+    Backward inside of autocast computes as forward did.
+    """
+    place = Shard(0)
+    plan = {"up": NormColwise(input_layouts=place), "down": Rowwise(output_layouts=place)}
+    every = ["up.weight", "up.bias", "down.weight", "down.bias"]
+    for frozen in ([], every[:2], every[1:3], every[3:], every):
+        layer = torchweld.nn.LayerNormLinear(16, 32, activation="gelu_tanh")
+        stock = drawn_anew(MLP(layer, nn.Linear(32, 16))).to(torch.float32)
+        ours = copy.deepcopy(stock)
+        parallelize_module(ours, mesh, plan)
+        for model in (ours, stock):
+            for name in frozen:
+                model.get_parameter(name).requires_grad_(False)
+        x, dy = (torch.randn(16, 8, device=DEVICE).t() for _ in range(2))
+        dist.broadcast(x := x.contiguous(), 0), dist.broadcast(dy := dy.contiguous(), 0)
+        mine = distribute_tensor(x, mesh, [place]).to_local().clone().requires_grad_()
+        mine_dy = distribute_tensor(dy, mesh, [place]).to_local()
+        x.requires_grad_()
+        with beside_products() as calls:
+            y, want = ours(mine), stock(x)
+            want.backward(dy)
+            y += 0  # is no view
+            with torch.autocast(DEVICE, torch.bfloat16):
+                y.backward(mine_dy.t().contiguous().t())
+        assert calls == ["gathered", "scattered", "gathered", "scattered"], calls
+        for a, b in ((y, want), (mine.grad, x.grad)):
+            whole_a = full_tensor(DTensor.from_local(a.detach(), mesh, [place]))
+            assert_close(whole_a, b.detach(), rtol=1e-4, atol=1e-4)
+        theirs = dict(stock.named_parameters())
+        for name, parameter in ours.named_parameters():
+            assert (parameter.grad is None) == (name in frozen), name
+            if name not in frozen:
+                assert_close(whole(parameter.grad), theirs[name].grad, rtol=1e-4, atol=1e-4)
+
+
+def what_raised_beside_products(mesh: DeviceMesh) -> None:
+    """A product that raises leaves the next ones right."""
+    x, weight = torch.randn(1, 8, 16, device=DEVICE), torch.randn(32, 16, device=DEVICE)
+    dist.broadcast(weight, 0)
+
+    def gathered_y() -> Tensor:
+        return overlap.gathered_linear(mesh, 1, x, weight)[1]
+
+    with beside_products():
+        want = gathered_y()
+        with patch.object(overlap, "ops", None), refused(AttributeError, "_linear_part"):
+            gathered_y()
+        assert_close(gathered_y(), want)
 
 
 def tokens_beside_products_in_graphs(mesh: DeviceMesh) -> None:
@@ -258,6 +310,7 @@ def tokens_beside_products_in_graphs(mesh: DeviceMesh) -> None:
 
     with beside_products() as calls, patch.object(overlap, "_LEAST_PRODUCTS", 1 << 60):
         beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
             step()
         torch.cuda.current_stream().wait_stream(beside)
@@ -786,11 +839,14 @@ def plan_of_transformers(mesh: DeviceMesh) -> None:
 
 
 def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
+    if mesh == "4":
+        return {"tokens_beside_products": tokens_beside_products}
     every = [
         styles,
         memory_of_styles,
         collectives_of_sequences,
         tokens_beside_products,
+        some_gradients_beside_products,
         compiled_sequences,
         gradients_of_parameters,
         norms_of_shards,
@@ -818,5 +874,5 @@ def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
         plan_of_transformers,
     ]
     if DEVICE == "cuda":
-        every.append(tokens_beside_products_in_graphs)
+        every += [tokens_beside_products_in_graphs, what_raised_beside_products]
     return {case.__name__: case for case in every}

@@ -17,7 +17,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
 
 import fully_sharded
 import sharded_models
-from meshes import MESHES, said_by
+from meshes import said_by
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +26,16 @@ def said(tmp_path_factory):
     return {module: said_by(module, tmp_path_factory) for module in files}
 
 
-@pytest.mark.parametrize("case", sharded_models.cases("2"))
-def test_tensor_parallel_equals_one_process(said, case):
-    complaint = said["sharded_models"]("2")[case]
+@pytest.mark.parametrize(
+    ("mesh", "case"), [(mesh, case) for mesh in ("2", "4") for case in sharded_models.cases(mesh)]
+)
+def test_tensor_parallel_equals_one_process(said, mesh, case):
+    complaint = said["sharded_models"](mesh)[case]
     assert not complaint, complaint
 
 
 @pytest.mark.parametrize(
-    ("mesh", "case"), [(mesh, case) for mesh in MESHES for case in fully_sharded.cases(mesh)]
+    ("mesh", "case"), [(mesh, case) for mesh in ("2", "2x2") for case in fully_sharded.cases(mesh)]
 )
 def test_fully_sharded_equals_one_process(said, mesh, case):
     complaint = said["fully_sharded"](mesh)[case]

@@ -243,8 +243,10 @@ def test_the_gradient_in_front_of_the_products(device, activation):
             part(dy, kept[0], **of, sums=True)
         with pytest.raises(RuntimeError, match="_activation_backward: preact must be"):
             part(dy, None, **of, sums=True)
-    with pytest.raises(RuntimeError, match="_activation_backward: dy must have columns"):
+    with pytest.raises(RuntimeError, match=r"_activation_backward: dy must be \(\.\.\., N\)"):
         part(dy.new_zeros(()), sums=True)
+    with pytest.raises(RuntimeError, match="_activation_backward: dy must be float32, float16 or"):
+        part(torch.zeros(2, 3, dtype=torch.int64, device=device), sums=True)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -307,6 +309,9 @@ def test_refusals_of_rows_written_into_a_larger_result(device):
     ):
         with pytest.raises(RuntimeError, match=sentence):
             part(x, weight, bias, *args)
+    several = [torch.empty(2, rows, 6, device=device)[:, :4] for rows in (4, 5)]
+    with pytest.raises(RuntimeError, match="_linear_part: preact must have y's strides"):
+        part(x.expand(2, 4, 8), weight, bias, *several)
     with pytest.raises(RuntimeError, match="_linear_part: activation must be one of none, relu"):
         part(x, weight, bias, y, activation="tanh")
     with pytest.raises(RuntimeError, match="_linear_part: its tensors must need no gradient"):

@@ -79,7 +79,8 @@ class GroupWriter {
     if (!e.gated) {
       add_bias<0, kGroups>(v, column_);
       if (e.preact != nullptr) {
-        store<0, kGroups>(preact() + column_, row, p_.n, row_step, rows, v);
+        T* g_preact = static_cast<T*>(e.preact) + batch_ * p_.y_batch_stride;
+        store<0, kGroups>(g_preact + column_, row, p_.n, row_step, rows, v);
       }
       activate<kExact>(all, e.activation);
       store<0, kGroups>(y(), row, p_.y_row_stride, row_step, rows, v);
@@ -98,9 +99,6 @@ class GroupWriter {
  private:
   __device__ __forceinline__ T* y() const {
     return static_cast<T*>(p_.y) + batch_ * p_.y_batch_stride + column_;
-  }
-  __device__ __forceinline__ T* preact() const {
-    return static_cast<T*>(p_.epilogue.preact) + batch_ * p_.epilogue.preact_batch_stride;
   }
 
   // The bias from element `at` on, every other one where halves are interleaved.
@@ -135,7 +133,7 @@ class GroupWriter {
   template <int kHalf, int kGroups>
   __device__ __forceinline__ void store_preact(int64_t row, int row_step, int rows,
                                                const float (&v)[kGroups][kGroup]) const {
-    T* g_preact = preact();
+    T* g_preact = static_cast<T*>(p_.epilogue.preact);
     const int64_t width = 2 * p_.n;
     if (!p_.epilogue.interleaved) {
       g_preact += column_;

@@ -30,8 +30,8 @@ struct GemmEpilogue {
   bool gated = false;
   Gate gate = Gate::kSigmoidTanh;
   bool interleaved = false;  // of a gated product: left and right are even and odd rows of b
-  void* preact = nullptr;    // where asked for: z = a @ b^T + bias, (M, N) or (M, 2N), contiguous
-  int64_t preact_batch_stride = 0;
+  // Where asked for: z = a @ b^T + bias, (M, N) or (M, 2N), contiguous but for y's batch stride.
+  void* preact = nullptr;
 };
 
 // A norm of a's rows before the product, see norm/norm.h; the engine for few rows alone takes it.

@@ -115,10 +115,7 @@ bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, const Matmul
   p.epilogue.gated = epilogue.gated;
   p.epilogue.gate = epilogue.gate;
   p.epilogue.interleaved = epilogue.interleaved;
-  if (epilogue.preact.defined()) {
-    p.epilogue.preact = mutable_data<void>(epilogue.preact);
-    if (batch > 1) p.epilogue.preact_batch_stride = epilogue.preact.stride(0);
-  }
+  p.epilogue.preact = epilogue.preact.defined() ? mutable_data<void>(epilogue.preact) : nullptr;
   OptionalTensor scale, shift;
   if (norm != nullptr) {
     scale = aligned_vector(norm->norm.scale);

@@ -57,7 +57,8 @@ struct MatmulEpilogue {
   bool gated = false;  // y (M, N) = gate(left, right) of z (M, 2N)
   Gate gate = Gate::kSigmoidTanh;
   bool interleaved = false;
-  Tensor preact = {};    // where defined: receives z = a @ b^T + bias, contiguous but for a batch
+  // Where defined: receives z = a @ b^T + bias, contiguous but for y's batch stride.
+  Tensor preact = {};
   Tensor row_sums = {};  // where defined: may receive the sums of a's rows, (M,)
 };
 

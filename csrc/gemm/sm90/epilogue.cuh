@@ -336,8 +336,8 @@ class Sm90Epilogue {
     T* g_to = static_cast<T*>(p.y) + box.batch * p.y_batch_stride + box.column;
     int64_t row_stride = p.y_row_stride, columns = p.n;
     if (box.preact) {
-      g_to = static_cast<T*>(p.epilogue.preact) + box.batch * p.epilogue.preact_batch_stride +
-             box.column + box.right * p.n;
+      g_to = static_cast<T*>(p.epilogue.preact) + box.batch * p.y_batch_stride + box.column +
+             box.right * p.n;
       row_stride = kGated ? 2 * p.n : p.n;
       if (stores_pairs()) columns = row_stride;
     }

@@ -124,7 +124,7 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
     if (e.preact != nullptr) {
       const int apart = pairs ? 1 : halves;  // halves whose columns don't alternate
       const TensorBox box =
-          maps.result(e.preact, halves / apart * p.n, halves * p.n, apart, e.preact_batch_stride);
+          maps.result(e.preact, halves / apart * p.n, halves * p.n, apart, p.y_batch_stride);
       params.stores_preact = map_result(params.preact, box);
     }
   }

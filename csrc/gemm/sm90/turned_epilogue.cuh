@@ -95,7 +95,7 @@ class Sm90TurnedEpilogue {
 
   __device__ __forceinline__ void store_preact(const float (&v)[kValues], int64_t row,
                                                int64_t first, int64_t batch) const {
-    T* g_preact = static_cast<T*>(p_.epilogue.preact) + batch * p_.epilogue.preact_batch_stride;
+    T* g_preact = static_cast<T*>(p_.epilogue.preact) + batch * p_.y_batch_stride;
     const int64_t width = kGated ? 2 * p_.n : p_.n, right = kGated ? warpgroup_ : 0;
     const bool pairs = kGated && p_.epilogue.interleaved;
     store(v, row, first, [&](int64_t r, int64_t c) {

@@ -213,13 +213,15 @@ inline AttentionChoice choose_attention_backward(const AttentionProblem& p) {
 
 // The kv heads whose blocks are in flight together. The more there are, the fewer blocks of one
 // head wait for each other's turns at dQ; the fewer, the more of what these share is still in the
-// L2 cache. Measured on an H100: 64 query heads over 8, causal, (1, 64/8, 8192, 128), take 0.91 of
-// their time by 4 than by 8; 8 of 16 heads of (2, 8, 8192, 256) 0.97.
-constexpr int64_t attention_backward_heads_at_once(int64_t bytes_per_head, int64_t group,
-                                                   int64_t columns) {
-  constexpr int64_t kCacheBytes = 32 << 20, kFewest = 4, kMost = 64;
-  const int64_t alone = columns > 128 ? 8 : 16, shared = group > 1 ? alone / group : alone;
-  const int64_t fewest = shared < kFewest ? kFewest : shared;
+// L2 cache, as long as they have blocks for all SMs, of which the longest come first. Measured on
+// an H100, causal: 64 query heads over 8, (1, 64/8, 8192, 128), by 4 take 0.91 of the time by 8,
+// (1, 32/8, 32768, 128) 0.98; the 16 heads of (2, 8, 8192, 256) by 8 take 0.97 of that by 16.
+constexpr int64_t attention_backward_heads_at_once(int64_t bytes_per_head, int64_t seqlen_k,
+                                                   int64_t group, int64_t columns) {
+  constexpr int64_t kCacheBytes = 32 << 20, kKeys = 128, kBlocks = 256, kFew = 16, kMost = 64;
+  const int64_t least = group > 1 ? 4 : (columns > 128 ? 8 : kFew);
+  const int64_t filling = kBlocks * kKeys / (seqlen_k > 0 ? seqlen_k : 1);
+  const int64_t fewest = filling < least ? least : (filling > kFew ? kFew : filling);
   const int64_t heads = bytes_per_head > 0 ? kCacheBytes / bytes_per_head : kMost;
   return heads < fewest ? fewest : (heads > kMost ? kMost : heads);
 }

@@ -192,7 +192,7 @@ BackwardArgs make_args(const AttentionBackwardParams& params, const Scratch& scr
                         sizes.seqlen_k * dims * elem_size;
   const int64_t heads = sizes.batch * sizes.nheads_kv;
   const int64_t columns = std::max(sizes.head_dim, sizes.head_dim_v);
-  const int64_t abreast = attention_backward_heads_at_once(bytes, group, columns);
+  const int64_t abreast = attention_backward_heads_at_once(bytes, sizes.seqlen_k, group, columns);
   args.heads_at_once = static_cast<unsigned>(heads < abreast ? heads : abreast);
   args.lse_factor = base_2 ? kLog2e : 1.f;
   args.score_factor = base_2 ? params.scale * kLog2e : params.scale;

@@ -5,8 +5,8 @@
 // the activation's gradient does not need it (none, relu).
 //
 // _linear_part writes the same into tensors that are there: some rows of larger ones, whose other
-// rows of x have yet to arrive (python/torchweld/distributed/overlap.py); those of several matrices
-// where all three have a batch in front. It has no gradient.
+// rows of x have yet to arrive (python/torchweld/distributed/overlap.py). x, y and the
+// pre-activation may have a batch in front. It has no gradient.
 //
 // _activation_backward is what linear_backward begins with: dz and its sums.
 #include "core/dispatch.h"
@@ -98,7 +98,10 @@ void _linear_part_meta(const Tensor& x, const Tensor& weight, const OptionalTens
              " with strides ", t.strides(), "; give whole rows");
   };
   check("y", y);
-  if (is_given(preact)) check("preact", *preact);
+  if (!is_given(preact)) return;
+  check("preact", *preact);
+  TW_CHECK(preact->strides() == y.strides(), op, "preact must have y's strides ", y.strides(),
+           ", but got ", preact->strides());
 }
 
 void _linear_part_cpu(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
@@ -118,7 +121,8 @@ std::tuple<Tensor, Tensor> _activation_backward_meta(const Tensor& dy, const Opt
                                                      c10::string_view activation, bool sums) {
   const char* op = "_activation_backward";
   const Activation act = parse_activation(op, activation);
-  TW_CHECK(dy.dim() > 0, op, "dy must have columns, but got ", describe(dy));
+  check_floating(op, "dy", dy);
+  check_min_dim(op, "dy", dy, 1, "(..., N)");
   check_preact(op, preact, act, dy.sym_sizes(), dy);
   return {needs_preact(act) ? at::empty_symint(dy.sym_sizes(), dy.options())
                             : at::empty({0}, dy.options()),
@@ -129,7 +133,7 @@ std::tuple<Tensor, Tensor> _activation_backward_cpu(const Tensor& dy, const Opti
                                                     c10::string_view activation, bool sums) {
   auto [dz, dbias] = _activation_backward_meta(dy, preact, activation, sums);
   const Activation act = parse_activation("_activation_backward", activation);
-  if (needs_preact(act)) dz = activation_backward(dy, preact, act);
+  if (needs_preact(act)) dz = activation_backward(dy, preact, act).contiguous();
   if (sums) sum_into(dbias, as_matrix(needs_preact(act) ? dz : dy), 0);
   return {dz, dbias};
 }
@@ -153,8 +157,7 @@ void _linear_part_cuda(const Tensor& x, const Tensor& weight, const OptionalTens
   MatmulEpilogue epilogue = {bias, parse_activation("_linear_part", activation)};
   if (is_given(preact)) epilogue.preact = *preact;
   // One tall product fills its tiles better than several short ones, but is not worth a copy.
-  const bool tall = y.is_contiguous() && (!is_given(preact) || preact->is_contiguous()) &&
-                    (row_stride_of(x) || x.dim() != 3);
+  const bool tall = y.is_contiguous() && (row_stride_of(x) || x.dim() != 3);
   if (tall) {
     matmul_into(rows_of(y), rows_of(x), weight, epilogue);
   } else {

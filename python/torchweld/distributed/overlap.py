@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 import torch
@@ -28,8 +28,7 @@ T = TypeVar("T")
 _LEAST_PRODUCTS = 1 << 36
 _LEAST_PRODUCTS_OF_GRAPHS = 1 << 32
 
-# Sequences are multiplied each on its own.
-_MOST_SEQUENCES = 16
+_MOST_SEQUENCES = 16  # that are multiplied in a batch
 
 
 class _Room:
@@ -40,14 +39,15 @@ class _Room:
         size: bytes; the same in all processes, which all make one.
 
     Raises:
-        RuntimeError: the processes don't see each other's memory; the same in all of them.
+        torch.OutOfMemoryError: in this process alone; the others wait for it.
+        RuntimeError: the processes don't see each other's memory, in all of them.
     """
 
     _SENT = 1  # the signals' channel; that of barriers is 0
 
     def __init__(self, group: ProcessGroup, size: int) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
-        self._memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        self._memory = _memory(size, device)
         self._handle = symmetric_memory.rendezvous(self._memory, group.group_name)
         self._sending, self._copying = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
         self.group, self.size = weakref.ref(group), size
@@ -85,8 +85,22 @@ class _Room:
             torch.cuda.current_stream().wait_stream(self._running.pop())
 
 
+def _memory(size: int, device: torch.device) -> Tensor:
+    for again in (True, False):
+        try:
+            return symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            if not again:
+                raise torch.OutOfMemoryError(str(error)) from error
+            torch.cuda.empty_cache()  # torch's caching allocator has no part in it
+    raise AssertionError
+
+
 # By a group's name, ascending in size. All of them are kept: CUDA graphs may use the smaller ones.
 _rooms: dict[str, list[_Room]] = {}
+_failed: list[_Room] = []  # kept for graphs that were captured before
 _unserved: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
@@ -96,12 +110,13 @@ def _room(mesh: DeviceMesh, size: int) -> _Room | None:
     """
     group = mesh.get_group()
     rooms = _rooms.setdefault(group.group_name, [])
-    if rooms and rooms[-1].group() is not group:  # another group of that name is gone
-        rooms.clear()
-    if rooms and rooms[-1].size >= size:
+    gone = bool(rooms) and rooms[-1].group() is not group  # another group had that name
+    if rooms and not gone and rooms[-1].size >= size:
         return rooms[-1]
     if torch.cuda.is_current_stream_capturing() or group in _unserved:
         return None
+    if gone:
+        rooms.clear()
     try:
         rooms.append(_Room(group, max(size, 2 * rooms[-1].size if rooms else 0)))
     except torch.OutOfMemoryError:  # of this process alone
@@ -112,9 +127,23 @@ def _room(mesh: DeviceMesh, size: int) -> _Room | None:
     return rooms[-1]
 
 
+@contextmanager
+def _used(room: _Room) -> Iterator[None]:
+    """Joins what runs beside. Where something raised, signals may be left: nobody uses it again."""
+    try:
+        yield
+        room.join()
+    except BaseException:
+        for rooms in _rooms.values():
+            if room in rooms:
+                rooms.remove(room)
+                _failed.append(room)
+        raise
+
+
 def _sees_others(x: Tensor) -> bool:
     """Whether processes may write each other's memory where x is."""
-    return x.is_cuda
+    return x.is_cuda and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
 def is_served(mesh: DeviceMesh, dim: int, x: Tensor, weight: Tensor, *, gathers: bool) -> bool:
@@ -164,7 +193,7 @@ def gathered_linear(
     """`linear` of all processes' x, where :func:`is_served`; without a gradient.
 
     Returns:
-        x and the pre-activation around y, each where it is kept.
+        All processes' x, y, and the pre-activation; None for what is not kept.
     """
     size, shape = mesh.size(), list(x.shape)
     room = _room(mesh, size * x.numel() * x.element_size())
@@ -181,19 +210,19 @@ def gathered_linear(
         ops._linear_part(part, weight, bias, ys[rank], preacts[rank], activation=activation)
 
     # NOTE: a copy that begins beside a product waits for its multiprocessors.
-    if keeps_x:
-        with room.beside(sending=False):
-            xs[room.rank].copy_(mine)
-    places = room.places(list(mine.shape), x.dtype)
-    for to, _ in _others(room.rank, size):
-        room.send(mine, to)
-    multiply(mine, room.rank)
-    for _, of in _others(room.rank, size):
-        room.wait(of)
+    with _used(room):
         if keeps_x:
-            xs[of].copy_(places[of])
-        multiply(places[of], of)
-    room.join()
+            with room.beside(sending=False):
+                xs[room.rank].copy_(mine)
+        places = room.places(list(mine.shape), x.dtype)
+        for to, _ in _others(room.rank, size):
+            room.send(mine, to)
+        multiply(mine, room.rank)
+        for _, of in _others(room.rank, size):
+            room.wait(of)
+            if keeps_x:
+                xs[of].copy_(places[of])
+            multiply(places[of], of)
     return whole, y, preact
 
 
@@ -220,21 +249,25 @@ def scattered_linear(
     parts, shape = _parts(x.contiguous(), dim, size), [*x.shape[:-1], columns]
     shape[dim] //= size
     of_part = [*parts[0].shape[:2], columns]
-    room = _room(mesh, size * torch.Size(of_part).numel() * x.element_size())
+    y = x.new_empty(shape)
+    room = _room(mesh, size * y.numel() * y.element_size())
     every = weight.t().expand(len(parts[0]), -1, -1)
-    terms, sent = room.places(of_part, x.dtype), []
-    for to, _ in _others(room.rank, size):
-        sent.append(torch.bmm(parts[to], every))
-        room.send(sent[-1], to)
-    mine = parts[room.rank]
-    if bias is None:
-        torch.bmm(mine, every, out=terms[room.rank])
-    else:
-        ops._linear_part(mine, weight, bias, terms[room.rank])
-    other = meanwhile()
-    for _, of in _others(room.rank, size):
-        room.wait(of)
-    room.join()
+    with _used(room):
+        terms, sent = room.places(of_part, x.dtype), []
+        for to, _ in _others(room.rank, size):
+            sent.append(torch.bmm(parts[to], every))
+            room.send(sent[-1], to)
+        mine = parts[room.rank]
+        if bias is None:
+            torch.bmm(mine, every, out=terms[room.rank])
+        else:
+            ops._linear_part(mine, weight, bias, terms[room.rank])
+        other = meanwhile()
+        for _, of in _others(room.rank, size):
+            room.wait(of)
     # NOTE: torch's sum over a few terms takes three times as long as an addition.
-    y = terms[0] + terms[1] if size == 2 else terms.sum(0)
-    return y.view(shape), other
+    if size == 2:
+        torch.add(*terms, out=y.view(of_part))
+    else:
+        torch.sum(terms, 0, out=y.view(of_part))
+    return y, other

@@ -130,13 +130,19 @@ def parameter_of(t: Tensor | None) -> Tensor | None:
 
 
 def handing_over(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`once_differentiable` for a backward that calls :func:`hand_over`."""
+    """`once_differentiable` for a backward that calls :func:`hand_over`. It computes in the dtypes
+    that forward had, also inside autocast.
+    """
     once = once_differentiable(backward)
 
     def recording(ctx: Any, *grads: Tensor) -> Any:
-        if not torch.compiler.is_compiling():
-            ctx.makes_graph = torch.is_grad_enabled()
-        return once(ctx, *grads)
+        if torch.compiler.is_compiling():
+            return once(ctx, *grads)
+        ctx.makes_graph, device = torch.is_grad_enabled(), grads[0].device.type
+        if not torch.is_autocast_enabled(device):
+            return once(ctx, *grads)
+        with torch.autocast(device, enabled=False):
+            return once(ctx, *grads)
 
     return recording
 
