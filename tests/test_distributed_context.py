@@ -16,7 +16,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this torch has no gloo", allow_module_level=True)
 
 import sequence_shards
-from meshes import said_by
+from meshes import MESHES, said_by
 from torchweld.distributed import context_parallel, context_parallel_attention
 
 try:
@@ -36,8 +36,7 @@ def said_of_models(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "case"),
-    [(mesh, case) for mesh in ("2", "2x2") for case in sequence_shards.cases(mesh)],
+    ("mesh", "case"), [(mesh, case) for mesh in MESHES for case in sequence_shards.cases(mesh)]
 )
 def test_attention_equals_one_process(said, mesh, case):
     complaint = said(mesh)[case]

@@ -17,7 +17,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
 
 import fully_sharded
 import sharded_models
-from meshes import said_by
+from meshes import MESHES, said_by
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def test_tensor_parallel_equals_one_process(said, mesh, case):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "case"), [(mesh, case) for mesh in ("2", "2x2") for case in fully_sharded.cases(mesh)]
+    ("mesh", "case"), [(mesh, case) for mesh in MESHES for case in fully_sharded.cases(mesh)]
 )
 def test_fully_sharded_equals_one_process(said, mesh, case):
     complaint = said["fully_sharded"](mesh)[case]

@@ -17,7 +17,7 @@ from samples import registered_ops
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this torch has no gloo", allow_module_level=True)
 
-from meshes import said_by
+from meshes import MESHES, said_by
 from placements import BUILDS, cases
 from torchweld.distributed import rules
 
@@ -28,7 +28,7 @@ def said(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "case"), [(mesh, case) for mesh in ("2", "2x2") for case in cases(mesh)]
+    ("mesh", "case"), [(mesh, case) for mesh in MESHES for case in cases(mesh)]
 )
 def test_equals_one_process(said, mesh, case):
     complaint = said(mesh)[case]

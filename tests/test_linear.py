@@ -272,11 +272,8 @@ def test_rows_written_into_a_larger_result(device, activation):
 def test_rows_written_into_several_matrices(device, activation):
     """Those of a batch, between other rows of y and of the pre-activation."""
     part = torch.ops.torchweld._linear_part
-    sizes = (
-        (3, 16, 24),
-        (5, 12, 8),
-        (150, 135, 72),
-    )  # rows that fill 16 bytes, and some that don't
+    # Rows that fill 16 bytes, and some that don't.
+    sizes = ((3, 16, 24), (5, 12, 8), (150, 135, 72))
     for dtype, (m, n, k) in product(dtypes(device), sizes):
         x, weight, bias = (
             torch.randint(-4, 5, shape).to(device, dtype) for shape in ((3, m, k), (n, k), (n,))
@@ -304,7 +301,10 @@ def test_refusals_of_rows_written_into_a_larger_result(device):
     for args, sentence in (
         ((y[:3],), r"_linear_part: y must be \(\.\.\., N\) = \(4, 6\), but got"),
         ((y.double(),), "_linear_part: y must be float32 like x, but got"),
-        ((torch.empty(6, 4, device=device).t(),), "_linear_part: y must be contiguous, or a batch"),
+        (
+            (torch.empty(6, 4, device=device).t(),),
+            "_linear_part: y must be contiguous, or a batch of contiguous matrices, but got",
+        ),
         ((y, y[:, :5]), "_linear_part: preact must be"),
     ):
         with pytest.raises(RuntimeError, match=sentence):

@@ -1,7 +1,6 @@
 // The gradient of attention: the launcher, and the kernel that prepares a row's statistics. The
 // gradients are in attention_backward_sm90.cuh, attention_backward_sm90_wide.cuh,
 // attention_backward_tiles.cuh, and for large head dims in attention_backward_general.cu.
-#include <algorithm>
 #include <climits>
 
 #include "core/launch.h"
@@ -191,7 +190,7 @@ BackwardArgs make_args(const AttentionBackwardParams& params, const Scratch& scr
   const int64_t bytes = group * sizes.seqlen_q * (dims * elem_size + sizes.head_dim * 4) +
                         sizes.seqlen_k * dims * elem_size;
   const int64_t heads = sizes.batch * sizes.nheads_kv;
-  const int64_t columns = std::max(sizes.head_dim, sizes.head_dim_v);
+  const int64_t columns = attention_backward_dq_columns(sizes.head_dim, sizes.head_dim_v);
   const int64_t abreast = attention_backward_heads_at_once(bytes, sizes.seqlen_k, group, columns);
   args.heads_at_once = static_cast<unsigned>(heads < abreast ? heads : abreast);
   args.lse_factor = base_2 ? kLog2e : 1.f;

@@ -100,7 +100,6 @@ def _memory(size: int, device: torch.device) -> Tensor:
 
 # By a group's name, ascending in size. All of them are kept: CUDA graphs may use the smaller ones.
 _rooms: dict[str, list[_Room]] = {}
-_failed: list[_Room] = []  # kept for graphs that were captured before
 _unserved: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
@@ -134,10 +133,7 @@ def _used(room: _Room) -> Iterator[None]:
         yield
         room.join()
     except BaseException:
-        for rooms in _rooms.values():
-            if room in rooms:
-                rooms.remove(room)
-                _failed.append(room)
+        room.size = 0
         raise
 
 
