@@ -124,6 +124,37 @@ def test_masks(sizes, dtype, numbers, padded):
 
 
 @on_hopper
+@pytest.mark.parametrize("numbers", [{}, {"softcap": 3.0}, {"key_end": True}], ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (4, 40, 5, 900, 900, 64, 64),
+        (4, 24, 6, 700, 900, 128, 128),
+        (3, 20, 5, 1100, 1000, 256, 192),
+    ],
+    ids=str,
+)
+def test_many_blocks_of_grouped_heads(sizes, padded, numbers):
+    """More blocks than SMs: those of the second wave walk their query tiles upwards."""
+    q, k, v = inputs(BF16, *sizes)
+    dout = dout_of(q, v)
+    batch, keys = sizes[0], sizes[4]
+    ends = torch.tensor([keys, keys // 3, 0, keys - 1], dtype=torch.int32)[:batch].cuda()
+    kwargs = {"causal": True, **{n: ends if n == "key_end" else x for n, x in numbers.items()}}
+    pads = torch.tensor([0, 130, keys // 2, keys], dtype=torch.int32)[:batch].cuda()
+    pads = pads if padded else None
+    bounds = attention_grads(dout, q, k, v, pads, **kwargs)
+    out, lse = ops.attention_forward(q, k, v, pads, **kwargs)
+    grads, again = (
+        ops.attention_backward(dout, q, k, v, out, lse, pads, **kwargs) for _ in range(2)
+    )
+    check_grads("sm90", grads, bounds)
+    for x, y in zip(again, grads, strict=True):
+        assert_same_bits(x, y)
+
+
+@on_hopper
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_one_key_and_equal_keys_are_exact(dtype, dim):

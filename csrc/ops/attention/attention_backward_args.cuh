@@ -13,6 +13,7 @@ struct BackwardArgs {
   MaskRule rule;
   int64_t rows;            // seqlen_q, rounded up to attention_backward_row_pad
   unsigned heads_at_once;  // kv heads whose blocks come side by side
+  unsigned wave;           // blocks between changes of direction, 0: all walks descend
   float lse_factor;        // lse and the scores are multiplied by these before
   float score_factor;      // their difference is an exponent
   float shift;             // probabilities are kept 2^shift times too large

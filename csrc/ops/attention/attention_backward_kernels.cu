@@ -3,6 +3,7 @@
 // attention_backward_tiles.cuh, and for large head dims in attention_backward_general.cu.
 #include <climits>
 
+#include "core/device.h"
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "device/reduce.cuh"
@@ -175,24 +176,30 @@ bool rows_aligned(const AttentionTensor& tensor, int64_t elem_size) {
          strides * elem_size % kVectorBytes == 0;
 }
 
-BackwardArgs make_args(const AttentionBackwardParams& params, const Scratch& scratch) {
+BackwardArgs make_args(const AttentionBackwardParams& params, const MaskRule& rule,
+                       const Scratch& scratch) {
   const AttentionSizes& sizes = params.sizes;
   const bool base_2 = params.dtype != DType::kFloat32;
   const int64_t elem_size = base_2 ? 2 : 4;
   float* const g_scratch = static_cast<float*>(params.scratch);
   BackwardArgs args = {};
   args.params = params;
-  args.rule = params.rule();
+  args.rule = rule;
   args.rows = scratch.rows;
-  // What the blocks of a kv head read and write: Q, dO and dQ's sums, K and V.
   const int64_t group = sizes.nheads_kv > 0 ? sizes.nheads / sizes.nheads_kv : 0;
   const int64_t dims = sizes.head_dim + sizes.head_dim_v;
-  const int64_t bytes = group * sizes.seqlen_q * (dims * elem_size + sizes.head_dim * 4) +
-                        sizes.seqlen_k * dims * elem_size;
-  const int64_t heads = sizes.batch * sizes.nheads_kv;
-  const int64_t columns = attention_backward_dq_columns(sizes.head_dim, sizes.head_dim_v);
-  const int64_t abreast = attention_backward_heads_at_once(bytes, sizes.seqlen_k, group, columns);
-  args.heads_at_once = static_cast<unsigned>(heads < abreast ? heads : abreast);
+  const AttentionBackwardLoad load = {
+      sizes.batch * sizes.nheads_kv, group, sizes.seqlen_k,
+      attention_backward_dq_columns(sizes.head_dim, sizes.head_dim_v),
+      // Q, dO and dQ's sums, K and V.
+      group * sizes.seqlen_q * (dims * elem_size + sizes.head_dim * 4) +
+          sizes.seqlen_k * dims * elem_size};
+  const AttentionChoice& choice = params.choice;
+  const bool turns = choice.engine == AttentionEngine::kSm90 && rule.causal && rule.window == 0;
+  const AttentionBackwardOrder order = attention_backward_order(
+      load, turns ? device_facts().sms / kAttentionBackwardSm90Tiles[choice.tile].blocks : 0);
+  args.heads_at_once = static_cast<unsigned>(order.heads_at_once);
+  args.wave = static_cast<unsigned>(order.wave);
   args.lse_factor = base_2 ? kLog2e : 1.f;
   args.score_factor = base_2 ? params.scale * kLog2e : params.scale;
   args.shift = params.dtype == DType::kFloat16 ? kProbabilityShift<__half> : 0;
@@ -207,9 +214,8 @@ BackwardArgs make_args(const AttentionBackwardParams& params, const Scratch& scr
 MaskedBackwardArgs make_masked_args(const MaskedAttentionBackwardParams& params,
                                     const Scratch& scratch) {
   MaskedBackwardArgs args = {};
-  static_cast<BackwardArgs&>(args) = make_args(params, scratch);
+  static_cast<BackwardArgs&>(args) = make_args(params, params.mask.rule(params.rule()), scratch);
   args.mask = params.mask;
-  args.rule = params.mask.rule(args.rule);
   if (params.mask.softcap > 0.f) {
     args.cap = params.scale / params.mask.softcap;
     args.score_factor = args.lse_factor;
@@ -323,7 +329,7 @@ void launch_attention_backward(const MaskedAttentionBackwardParams& params, cuda
     if (params.mask.given()) {
       launch<T>(make_masked_args(params, scratch), params, stream);
     } else {
-      launch<T>(make_args(params, scratch), params, stream);
+      launch<T>(make_args(params, params.rule(), scratch), params, stream);
     }
   });
   check_launch("attention_backward");

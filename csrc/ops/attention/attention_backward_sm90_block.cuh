@@ -81,21 +81,25 @@ struct BackwardSm90Shared {
   typename Config::WorkTile work;
 };
 
-// Where a walk is: query tiles descend, either head by head or each through all of the heads.
+// Where a walk is: query tiles come in the block's direction, each through all of the heads, or
+// head by head, and then they descend.
 template <typename WorkTile>
 struct BackwardWalk {
   const WorkTile& work;
   int tile, head;
 
   __device__ __forceinline__ explicit BackwardWalk(const WorkTile& work)
-      : work(work), tile(work.last_tile), head(work.first_head) {}
+      : work(work), tile(work.start_tile()), head(work.first_head) {}
   __device__ __forceinline__ void advance() {
     if (work.tile_steps > 1) {
       if (++head == work.end_head) {
         head = work.first_head;
-        --tile;
+        tile += work.direction;
       }
-    } else if (--tile < work.first_tile) {
+      return;
+    }
+    tile += work.direction;
+    if (tile < work.first_tile) {
       tile = work.last_tile;
       ++head;
     }

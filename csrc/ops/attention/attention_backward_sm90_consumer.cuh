@@ -61,7 +61,7 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     Place at;
     Scores r_s, r_dp;
     Share r_dq;
-    int tile = s.work.last_tile, tile_steps = s.work.tile_steps;
+    int tile = s.work.start_tile(), tile_steps = s.work.tile_steps;
     mbarrier_wait(&s.k_full, 0);
     clear_keys();
     start_scores(r_s, at, tile);

@@ -74,9 +74,10 @@ struct BackwardSm90Scores {
 
   // `left`: steps of the tile, with this one.
   __device__ __forceinline__ void next_tile(int& tile, int& left) const {
-    const bool done = --left == 0;
-    if (done) left = s.work.tile_steps;
-    tile -= done;
+    if (--left == 0) {
+      left = s.work.tile_steps;
+      tile += s.work.direction;
+    }
     if (tile < s.work.first_tile) tile = s.work.last_tile;
   }
 

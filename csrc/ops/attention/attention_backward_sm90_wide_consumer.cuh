@@ -76,7 +76,7 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
     DoutPlace dout_at;
     Scores r_s, r_dp;
     Share r_dq;
-    int tile = s.work.last_tile, tile_steps = s.work.tile_steps;
+    int tile = s.work.start_tile(), tile_steps = s.work.tile_steps;
     mbarrier_wait(&s.k_full, 0);
     clear_keys();
     start_scores(r_s, at, dout_at, tile);

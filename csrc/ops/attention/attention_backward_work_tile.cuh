@@ -33,10 +33,15 @@ struct alignas(8) BackwardWorkTile {
   // NOTE: 1 where all blocks see the same rows. Elsewhere blocks of later keys see fewer, and would
   // wait at the end of every head for those of earlier keys.
   int tile_steps;
+  int direction;  // Hopper's kernels: 1 where the tiles are walked upwards, else -1
 
   // Of Hopper's kernels: every tile of every head is one.
   __device__ __forceinline__ int steps() const {
     return (end_head - first_head) * (last_tile - first_tile + 1);
+  }
+  // The first tile of a walk.
+  __device__ __forceinline__ int start_tile() const {
+    return direction > 0 ? first_tile : last_tile;
   }
 
   // By one thread. Within a few heads the tiles of keys ascend, the same tile of every head side by
@@ -58,6 +63,7 @@ struct alignas(8) BackwardWorkTile {
     head_kv = head % nheads_kv;
     first_key = key_tile * Config::kKeys;
     tile_steps = args.rule.causal || args.rule.window > 0 ? group : 1;
+    direction = args.wave > 0 && rest / args.wave % 2 == 1 ? 1 : -1;
     if constexpr (Config::kMasked) {
       turn = key_tile;
       span.begin = first_tile = INT_MAX;
