@@ -123,27 +123,31 @@ def test_masks(sizes, dtype, numbers, padded):
         check_grads(name, grads, bounds)
 
 
+# Grouped heads of which there are more blocks than SMs: those of the second wave walk their query
+# tiles upwards. Or too few blocks: a kv head has one for each query head, or for one or two.
+WAVES = [
+    (2, 80, 10, 200, 1000, 64, 64), (2, 40, 10, 300, 1000, 128, 128),
+    (2, 20, 5, 300, 1000, 256, 192),
+]  # fmt: skip
+PARTS = [(1, 4, 1, 700, 690, 64, 64), (2, 7, 1, 300, 450, 128, 72), (1, 10, 2, 290, 200, 192, 128)]
+
+
 @on_hopper
-@pytest.mark.parametrize("numbers", [{}, {"softcap": 3.0}, {"key_end": True}], ids=str)
-@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        (4, 40, 5, 900, 900, 64, 64),
-        (4, 24, 6, 700, 900, 128, 128),
-        (3, 20, 5, 1100, 1000, 256, 192),
-    ],
-    ids=str,
+    "numbers", [{}, {"softcap": 3.0}, {"key_end": True}, {"window": 99}], ids=str
 )
-def test_many_blocks_of_grouped_heads(sizes, padded, numbers):
-    """More blocks than SMs: those of the second wave walk their query tiles upwards."""
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", WAVES + PARTS, ids=str)
+def test_blocks_of_grouped_heads(sizes, causal, padded, numbers):
+    if not causal and sizes in WAVES:
+        pytest.skip("all walk downwards without causal")
     q, k, v = inputs(BF16, *sizes)
     dout = dout_of(q, v)
     batch, keys = sizes[0], sizes[4]
-    ends = torch.tensor([keys, keys // 3, 0, keys - 1], dtype=torch.int32)[:batch].cuda()
-    kwargs = {"causal": True, **{n: ends if n == "key_end" else x for n, x in numbers.items()}}
-    pads = torch.tensor([0, 130, keys // 2, keys], dtype=torch.int32)[:batch].cuda()
-    pads = pads if padded else None
+    ends = torch.tensor([keys - 1, keys // 3], dtype=torch.int32)[:batch].cuda()
+    kwargs = {"causal": causal, **{n: ends if n == "key_end" else x for n, x in numbers.items()}}
+    pads = torch.tensor([130, 0], dtype=torch.int32)[:batch].cuda() if padded else None
     bounds = attention_grads(dout, q, k, v, pads, **kwargs)
     out, lse = ops.attention_forward(q, k, v, pads, **kwargs)
     grads, again = (

@@ -285,7 +285,7 @@ Grads attention_backward_cuda(const Tensor& dout, const Tensor& query, const Ten
   params.mask = on_device.mask;
   params.choice =
       backward_choice(params.sizes, params.dtype, params.tf32, causal, params.leftpad, params.mask);
-  const int64_t bytes = attention_backward_scratch_bytes(params.sizes, params.choice, params.mask);
+  const int64_t bytes = attention_backward_scratch_bytes(params);
   const Tensor scratch = at::empty({bytes}, query.options().dtype(at::kByte));
   params.scratch = scratch.mutable_data_ptr();
   params.dlse = dl.defined() ? const_data<float>(dl) : nullptr;

@@ -37,9 +37,9 @@ struct MaskedAttentionBackwardParams : AttentionBackwardParams {
   float* dsink;       // (batch, nheads): each sequence's part; null without a sink
 };
 
-// Device memory that the launcher needs for its own; it needs no initialisation.
-int64_t attention_backward_scratch_bytes(const AttentionSizes& sizes, const AttentionChoice& choice,
-                                         const AttentionMask& mask);
+// Device memory that the launcher needs for its own; it needs no initialisation. All of `params`
+// but the tensors counts.
+int64_t attention_backward_scratch_bytes(const MaskedAttentionBackwardParams& params);
 
 // Any sizes, 0 included; every element of the gradients is written.
 void launch_attention_backward(const MaskedAttentionBackwardParams& params, cudaStream_t stream);

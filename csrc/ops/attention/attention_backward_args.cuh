@@ -11,17 +11,32 @@ namespace torchweld {
 struct BackwardArgs {
   AttentionBackwardParams params;
   MaskRule rule;
-  int64_t rows;            // seqlen_q, rounded up to attention_backward_row_pad
-  unsigned heads_at_once;  // kv heads whose blocks come side by side
+  int64_t rows;  // seqlen_q, rounded up to attention_backward_row_pad
+  // Parts of a kv head's query heads with blocks, dK and dV of their own; 1 but on Hopper.
+  unsigned group_parts;
+  unsigned heads_at_once;  // those whose blocks come side by side
   unsigned wave;           // blocks between changes of direction, 0: all walks descend
   float lse_factor;        // lse and the scores are multiplied by these before
   float score_factor;      // their difference is an exponent
   float shift;             // probabilities are kept 2^shift times too large
   float* g_lse;            // (batch, nheads, rows): shift - lse * lse_factor
   float* g_delta;          // (batch, nheads, rows): sum(dout * out) * 2^-shift
-  float* g_dq;   // (batch, nheads, rows, tile's head_dim) in the order of the warps' registers
-  int* g_turns;  // blocks that have added to a dQ tile, or to a warp's share of it
+  float* g_dq;      // (batch, nheads, rows, tile's head_dim) in the order of the warps' registers
+  float4* g_parts;  // dK and dV of the parts where there are several: part_sums
+  int* g_turns;     // blocks that have added to a dQ tile, or to a warp's share of it
   unsigned* g_tickets;  // blocks that have started, one count for every launch
+
+  // 64 keys each; a tile of Hopper's kernels has 128.
+  __device__ __forceinline__ int part_tiles() const {
+    return static_cast<int>((params.sizes.seqlen_k + 127) / 128 * 2);
+  }
+  // Sums of 64 keys and `columns` columns of a part's dK, or of its dV: (columns / 8, 128 threads),
+  // each as wgmma leaves it in registers.
+  __device__ __forceinline__ float4* part_sums(int part, int tile, bool of_dv, int columns) const {
+    const AttentionSizes& sizes = params.sizes;
+    const int64_t parts = sizes.batch * sizes.nheads_kv * group_parts;
+    return g_parts + (((of_dv ? parts : 0) + part) * part_tiles() + tile) * (columns / 8 * 128);
+  }
 };
 
 // What kAttentionBackwardRowPad query rows of a sequence see, those beyond the last included.

@@ -147,22 +147,41 @@ __global__ __launch_bounds__(kRowThreads) void attention_backward_sink_kernel(
   if (threadIdx.x == 0) g_dsink[head_of_all] = sum;
 }
 
-// The parts of the scratch memory, in floats; `groups` and `live` under an AttentionMask.
-struct Scratch {
-  int64_t rows;
-  int64_t delta, dq, turns, groups, live, bytes;
+// Query heads of a kv head.
+int64_t group_of(const AttentionSizes& sizes) {
+  return sizes.nheads_kv > 0 ? sizes.nheads / sizes.nheads_kv : 0;
+}
 
-  Scratch(const AttentionSizes& sizes, const AttentionChoice& choice, bool masked) {
+// What a launch is cut into, and the pieces of its scratch memory, in floats; `groups` and `live`
+// under an AttentionMask.
+struct Scratch {
+  int64_t wave = 0;  // blocks that fit on the device, or clusters; 0 but on Hopper
+  int64_t group_parts = 1;
+  int64_t rows;
+  int64_t delta, dq, turns, groups, live, parts, bytes;
+
+  explicit Scratch(const MaskedAttentionBackwardParams& params) {
+    const AttentionSizes& sizes = params.sizes;
+    const AttentionChoice& choice = params.choice;
+    const int64_t kv_heads = sizes.batch * sizes.nheads_kv;
+    if (choice.engine == AttentionEngine::kSm90) {
+      wave = device_facts().sms / kAttentionBackwardSm90Tiles[choice.tile].blocks;
+      group_parts = attention_backward_group_parts(kv_heads, group_of(sizes), sizes.seqlen_q,
+                                                   sizes.seqlen_k, wave, params.causal);
+    }
     const int64_t pad = attention_backward_row_pad(choice);
+    const int64_t columns = attention_backward_dq_columns(sizes.head_dim, sizes.head_dim_v);
     rows = (sizes.seqlen_q + pad - 1) / pad * pad;
     delta = sizes.batch * sizes.nheads * rows;
     dq = 2 * delta;
-    turns = dq + delta * attention_backward_dq_columns(sizes.head_dim, sizes.head_dim_v);
+    turns = dq + delta * columns;
     groups = turns + turns_bytes() / 4;
-    const int64_t all_rows = masked ? sizes.batch * rows : 0;
+    const int64_t all_rows = params.mask.given() ? sizes.batch * rows : 0;
     constexpr int64_t kGroupFloats = sizeof(RowGroup) / 4, kRangeFloats = sizeof(RowRange) / 4;
     live = groups + all_rows / kAttentionBackwardRowPad * kGroupFloats;
-    bytes = (live + all_rows * kRangeFloats) * 4;
+    parts = (live + all_rows * kRangeFloats + 3) / 4 * 4;
+    const int64_t keys = divide_up(sizes.seqlen_k, 128) * 128;
+    bytes = (parts + (group_parts > 1 ? 2 * kv_heads * group_parts * keys * columns : 0)) * 4;
   }
   // The tickets come first.
   int64_t turns_bytes() const {
@@ -186,18 +205,17 @@ BackwardArgs make_args(const AttentionBackwardParams& params, const MaskRule& ru
   args.params = params;
   args.rule = rule;
   args.rows = scratch.rows;
-  const int64_t group = sizes.nheads_kv > 0 ? sizes.nheads / sizes.nheads_kv : 0;
+  const int64_t group = divide_up(group_of(sizes), scratch.group_parts);
   const int64_t dims = sizes.head_dim + sizes.head_dim_v;
   const AttentionBackwardLoad load = {
-      sizes.batch * sizes.nheads_kv, group, sizes.seqlen_k,
+      sizes.batch * sizes.nheads_kv * scratch.group_parts, group, sizes.seqlen_k,
       attention_backward_dq_columns(sizes.head_dim, sizes.head_dim_v),
       // Q, dO and dQ's sums, K and V.
       group * sizes.seqlen_q * (dims * elem_size + sizes.head_dim * 4) +
           sizes.seqlen_k * dims * elem_size};
-  const AttentionChoice& choice = params.choice;
-  const bool turns = choice.engine == AttentionEngine::kSm90 && rule.causal && rule.window == 0;
-  const AttentionBackwardOrder order = attention_backward_order(
-      load, turns ? device_facts().sms / kAttentionBackwardSm90Tiles[choice.tile].blocks : 0);
+  const AttentionBackwardOrder order =
+      attention_backward_order(load, rule.causal && rule.window == 0 ? scratch.wave : 0);
+  args.group_parts = static_cast<unsigned>(scratch.group_parts);
   args.heads_at_once = static_cast<unsigned>(order.heads_at_once);
   args.wave = static_cast<unsigned>(order.wave);
   args.lse_factor = base_2 ? kLog2e : 1.f;
@@ -206,6 +224,7 @@ BackwardArgs make_args(const AttentionBackwardParams& params, const MaskRule& ru
   args.g_lse = g_scratch;
   args.g_delta = g_scratch + scratch.delta;
   args.g_dq = g_scratch + scratch.dq;
+  args.g_parts = reinterpret_cast<float4*>(g_scratch + scratch.parts);
   args.g_tickets = reinterpret_cast<unsigned*>(g_scratch + scratch.turns);
   args.g_turns = reinterpret_cast<int*>(args.g_tickets + kBackwardTickets);
   return args;
@@ -300,8 +319,7 @@ void launch(const Args& args, const MaskedAttentionBackwardParams& params, cudaS
   } else if (choice.engine == AttentionEngine::kGeneral) {
     launch_attention_backward_general<T>(args, stream);
   } else {
-    clear_memory(args.g_tickets, Scratch(params.sizes, choice, kIsMasked<Args>).turns_bytes(),
-                 stream);
+    clear_memory(args.g_tickets, Scratch(params).turns_bytes(), stream);
     with_sync_tile<T>(choice.tile, [&](auto index) {
       launch_attention_backward_tile<T, index.value>(args, stream);
     });
@@ -310,9 +328,8 @@ void launch(const Args& args, const MaskedAttentionBackwardParams& params, cudaS
 
 }  // namespace
 
-int64_t attention_backward_scratch_bytes(const AttentionSizes& sizes, const AttentionChoice& choice,
-                                         const AttentionMask& mask) {
-  return Scratch(sizes, choice, mask.given()).bytes;
+int64_t attention_backward_scratch_bytes(const MaskedAttentionBackwardParams& params) {
+  return Scratch(params).bytes;
 }
 
 void launch_attention_backward(const MaskedAttentionBackwardParams& params, cudaStream_t stream) {
@@ -323,7 +340,7 @@ void launch_attention_backward(const MaskedAttentionBackwardParams& params, cuda
         "torchweld::attention_backward: seqlen_q, seqlen_k and batch * nheads must be below "
         "2^31 - 1024; use shorter sequences or fewer of them");
   }
-  const Scratch scratch(sizes, params.choice, params.mask.given());
+  const Scratch scratch(params);
   dispatch_dtype(params.dtype, [&](auto element) {
     using T = decltype(element);
     if (params.mask.given()) {

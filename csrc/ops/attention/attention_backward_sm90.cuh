@@ -4,17 +4,19 @@
 //   P = exp(scale * Q K^T - lse)     dP = dO V^T      dS = P * (dP - delta), delta = sum(dO * O)
 //   dV = P^T dO                      dK = scale * dS^T Q        dQ = scale * dS K
 //
-// A block walks the live query tiles of its kv head's query heads from the last to the first. One
-// lane of its producer warpgroup loads them; two consumer warpgroups have 64 keys each and compute
-// S^T and dP^T, so that P^T and dS^T are in registers where the products that sum over the query
-// rows want them. Only dS goes through shared memory, for dQ^T = K^T dS^T. The scores of the next
-// tile are multiplied while a warpgroup hands its dQ over.
+// A block walks the live query tiles of its kv head's query heads, or of a part of them, from the
+// last to the first, or upwards (AttentionBackwardOrder). One lane of its producer warpgroup loads
+// them; two consumer warpgroups have 64 keys each and compute S^T and dP^T, so that P^T and dS^T are
+// in registers where the products that sum over the query rows want them. Only dS goes through
+// shared memory, for dQ^T = K^T dS^T. The scores of the next tile are multiplied while a warpgroup
+// hands its dQ over.
 //
 // dQ is summed in fp32 in global memory by bulk additions of whole tiles, in a fixed order: a block
 // adds to a query tile after the block of the keys before it, the first one stores. Blocks take
 // their work by ticket, tiles of keys ascending, so that a block only waits for blocks that have
 // started (attention_backward_tiles.cuh, and under an AttentionMask attention_backward_share.cuh).
-// A last kernel scales and rounds dQ.
+// A last kernel scales and rounds dQ. Where a kv head has several blocks a tile of keys, each for a
+// part of the query heads, another one adds up their dK and dV.
 // Source: Dao, "FlashAttention-2", 2023, algorithm 2; Shah et al., "FlashAttention-3", 2024; the
 // fixed order of dQ is ours.
 #pragma once
@@ -68,15 +70,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_sm90_tile(const Args& args, cudaStream_t stream) {
   using Config = BackwardSm90Config<T, kTile, Args>;
-  constexpr int kRows = Config::kRows, kKeys = Config::kKeys;
+  constexpr int kKeys = Config::kKeys;
   constexpr int kBytes = sizeof(BackwardSm90Shared<Config>);
   static_assert(kBytes <= Config::kShape.tile_bytes() + kAttentionBackwardSm90ExtraBytes);
   const AttentionSizes& sizes = args.params.sizes;
-  const int64_t blocks = sizes.batch * sizes.nheads_kv * divide_up(sizes.seqlen_k, kKeys);
+  const int64_t blocks =
+      sizes.batch * sizes.nheads_kv * args.group_parts * divide_up(sizes.seqlen_k, kKeys);
   launch_kernel(attention_backward_sm90_kernel<Config>, {blocks, Config::kThreads, kBytes}, stream,
                 backward_sm90_params<Config>(args, kKeys));
-  const int64_t tiles = sizes.batch * sizes.nheads * (args.rows / kRows);
-  launch_kernel(attention_backward_sm90_dq_kernel<Config>, {tiles, kSm90RowThreads}, stream, args);
+  launch_attention_backward_sm90_sums<Config>(args, stream);
 }
 
 }  // namespace torchweld

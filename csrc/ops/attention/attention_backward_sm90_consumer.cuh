@@ -14,8 +14,7 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
   using T = typename Config::T;
   using Base::capped, Base::clear_rows, Base::end_live, Base::exponentiate,
       Base::exponentiate_capped, Base::first_key, Base::first_live, Base::hide, Base::is_edge,
-      Base::lane, Base::next_tile, Base::pack, Base::release, Base::seqlen_k, Base::store,
-      Base::warp;
+      Base::lane, Base::next_tile, Base::pack, Base::release, Base::seqlen_k, Base::warp;
   using Base::p, Base::s, Base::warpgroup, Base::kRows, Base::kRowSlices, Base::kLine;
   using typename Base::Packed, typename Base::Params, typename Base::Place, typename Base::Scores,
       typename Base::Shared;
@@ -50,9 +49,10 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     const int steps = s.work.steps();
     if (steps > 0) walk(r_dk, r_dv, steps);
     // Of V a warpgroup reads its own lines alone, of K both read all.
-    store(r_dv, s_v, warpgroup * 64, 0, p.dvalue, 1.f / (1 << kProbabilityShift<T>));
+    Base::template store<true>(r_dv, s_v, warpgroup * 64, 0, p.dvalue,
+                               1.f / (1 << kProbabilityShift<T>));
     named_barrier_wait<kScoresWritten, kBackwardConsumers>();
-    store(r_dk, s_k, warpgroup * 64, 0, p.dkey, p.args.params.scale);
+    Base::template store<false>(r_dk, s_k, warpgroup * 64, 0, p.dkey, p.args.params.scale);
     tma_wait_read<0>();
   }
 

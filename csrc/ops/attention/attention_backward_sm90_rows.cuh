@@ -1,5 +1,5 @@
 // What comes before and after the products of attention's gradient on Hopper: statistics of the
-// query rows, and dQ from its sums.
+// query rows, dQ from its sums, dK and dV from those of a group's parts.
 #pragma once
 
 #include <climits>
@@ -188,6 +188,60 @@ __global__ void __launch_bounds__(kSm90RowThreads)
     *reinterpret_cast<uint4*>(g_to + row * dim + piece * 8) = words;
   }
 #endif
+}
+
+// dK and dV of 64 keys and 64 columns from the sums of a group's parts. A block takes one of them.
+template <typename T>
+__global__ void __launch_bounds__(kSm90RowThreads)
+    attention_backward_sm90_parts_kernel(const __grid_constant__ BackwardArgs args, int columns) {
+  constexpr int kPieces = 4;  // 8 columns each, of a thread
+  const AttentionSizes& sizes = args.params.sizes;
+  const int parts = static_cast<int>(args.group_parts), tiles = args.part_tiles(),
+            lines = columns / 64, seqlen_k = static_cast<int>(sizes.seqlen_k);
+  const bool of_dv = blockIdx.x % 2 == 1;
+  const int line = blockIdx.x / 2 % lines, tile = blockIdx.x / (2 * lines) % tiles,
+            head = blockIdx.x / (2 * lines) / tiles;
+  const int dim = static_cast<int>(of_dv ? sizes.head_dim_v : sizes.head_dim);
+  const int thread = threadIdx.x % 128, lane = thread % 32;
+  const int first_piece = line * 8 + threadIdx.x / 128 * kPieces;
+  float4 sums[kPieces] = {};
+  for (int part = 0; part < parts; ++part) {
+    const float4* g_from =
+        args.part_sums(head * parts + part, tile, of_dv, columns) + first_piece * 128 + thread;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const float4 x = g_from[i * 128];
+      sums[i] = make_float4(sums[i].x + x.x, sums[i].y + x.y, sums[i].z + x.z, sums[i].w + x.w);
+    }
+  }
+  const int key = tile * 64 + thread / 32 * 16 + lane / 4;
+  T* const g_to = static_cast<T*>(of_dv ? args.params.dvalue : args.params.dkey) +
+                  int64_t{head} * seqlen_k * dim;
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    const int column = (first_piece + i) * 8 + lane % 4 * 2;
+    if (column >= dim) break;
+    const auto put = [&](int key, float x, float y) {
+      if (key >= seqlen_k) return;
+      *reinterpret_cast<uint32_t*>(g_to + int64_t{key} * dim + column) = pack_pair<T>(x, y);
+    };
+    put(key, sums[i].x, sums[i].y);
+    put(key + 8, sums[i].z, sums[i].w);
+  }
+}
+
+// What follows the tiles: dQ, and dK and dV where a group has parts.
+template <typename Config>
+void launch_attention_backward_sm90_sums(const typename Config::Args& args, cudaStream_t stream) {
+  const AttentionSizes& sizes = args.params.sizes;
+  const int64_t tiles = sizes.batch * sizes.nheads * (args.rows / Config::kRows);
+  launch_kernel(attention_backward_sm90_dq_kernel<Config>, {tiles, kSm90RowThreads}, stream, args);
+  if (args.group_parts == 1) return;
+  constexpr int kLines = Config::kDim / 64;
+  const int64_t key_tiles = divide_up(sizes.seqlen_k, 128) * 2;
+  launch_kernel(attention_backward_sm90_parts_kernel<typename Config::T>,
+                {sizes.batch * sizes.nheads_kv * key_tiles * kLines * 2, kSm90RowThreads}, stream,
+                static_cast<const BackwardArgs&>(args), Config::kDim);
 }
 
 }  // namespace torchweld

@@ -235,9 +235,10 @@ struct BackwardSm90Scores {
     }
   }
 
-  // The warpgroup's sums of some columns, from line `first_line` of the tensor on, through lines of
-  // a tile of keys, where its keys start at `in_tile`. s_keys: where those columns lie there.
-  template <int kSums>
+  // The warpgroup's sums of some columns of dV or dK, from line `first_line` of the tensor on,
+  // through lines of a tile of keys, where its keys start at `in_tile`. s_keys: where those columns
+  // lie there.
+  template <bool kOfDv, int kSums>
   __device__ __forceinline__ void store(const float (&r)[kSums], uint32_t s_keys, int in_tile,
                                         int first_line, const TensorMap& map, float scale) const {
     const int key = first_key() + warp() * 16 + lane() / 4;
@@ -246,6 +247,17 @@ struct BackwardSm90Scores {
     };
     const float low = scale_of(key), high = scale_of(key + 8);
     const auto scaled = [](float x, float by) { return by == 0.f ? 0.f : x * by; };
+    if (p.args.group_parts > 1) {
+      float4* const g_to = p.args.part_sums(s.work.part, first_key() / 64, kOfDv, Config::kDim) +
+                           first_line * 8 * 128;
+#pragma unroll
+      for (int n = 0; n < kSums / 4; ++n) {
+        const float* x = r + n * 4;
+        g_to[n * 128 + threadIdx.x % 128] = make_float4(scaled(x[0], low), scaled(x[1], low),
+                                                        scaled(x[2], high), scaled(x[3], high));
+      }
+      return;
+    }
     const int line = in_tile + warp() * 16 + lane() % 16;
 #pragma unroll
     for (int n = 0; n < kSums / 8; ++n) {

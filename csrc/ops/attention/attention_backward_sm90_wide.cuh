@@ -95,13 +95,13 @@ void launch_attention_backward_wide_tile(const Args& args, cudaStream_t stream) 
   constexpr int kBytes = sizeof(BackwardWideShared<Config>);
   static_assert(kBytes <= Config::kShape.tile_bytes() + kAttentionBackwardSm90ExtraBytes);
   const AttentionSizes& sizes = args.params.sizes;
-  const int64_t clusters = sizes.batch * sizes.nheads_kv * divide_up(sizes.seqlen_k, Config::kKeys);
+  const int64_t clusters =
+      sizes.batch * sizes.nheads_kv * args.group_parts * divide_up(sizes.seqlen_k, Config::kKeys);
   Grid grid(clusters * Config::kBlocks, Config::kThreads, kBytes);
   grid.cluster = Config::kBlocks;
   launch_kernel(attention_backward_wide_kernel<Config>, grid, stream,
                 backward_sm90_params<Config>(args, Config::kBlockKeys));
-  const int64_t tiles = sizes.batch * sizes.nheads * (args.rows / Config::kRows);
-  launch_kernel(attention_backward_sm90_dq_kernel<Config>, {tiles, kSm90RowThreads}, stream, args);
+  launch_attention_backward_sm90_sums<Config>(args, stream);
 }
 
 }  // namespace torchweld

@@ -16,7 +16,7 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
   using T = typename Config::T;
   using Base::capped, Base::clear_rows, Base::end_live, Base::exponentiate,
       Base::exponentiate_capped, Base::first_key, Base::first_live, Base::first_row, Base::hide,
-      Base::is_edge, Base::lane, Base::next_tile, Base::pack, Base::store, Base::warp;
+      Base::is_edge, Base::lane, Base::next_tile, Base::pack, Base::warp;
   using Base::p, Base::s, Base::warpgroup, Base::kScoreRows, Base::kRowSlices, Base::kLine;
   using typename Base::Packed, typename Base::Params, typename Base::Place, typename Base::Scores,
       typename Base::Shared;
@@ -54,10 +54,11 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
     if (steps > 0) walk(r_dk, r_dv, steps);
     // V was last read before both met, K may still be in use.
     const int first_line = warpgroup * kLines, first_value_line = warpgroup * kValueLines;
-    store(r_dv, s_v + first_value_line * Config::kKeyStretch, 0, first_value_line, p.dvalue,
-          1.f / (1 << kProbabilityShift<T>));
+    Base::template store<true>(r_dv, s_v + first_value_line * Config::kKeyStretch, 0,
+                               first_value_line, p.dvalue, 1.f / (1 << kProbabilityShift<T>));
     named_barrier_wait<kScoresWritten, kBackwardConsumers>();
-    store(r_dk, s_k + first_line * Config::kKeyStretch, 0, first_line, p.dkey, p.args.params.scale);
+    Base::template store<false>(r_dk, s_k + first_line * Config::kKeyStretch, 0, first_line, p.dkey,
+                                p.args.params.scale);
     tma_wait_read<0>();
   }
 

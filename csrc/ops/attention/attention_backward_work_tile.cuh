@@ -34,6 +34,7 @@ struct alignas(8) BackwardWorkTile {
   // wait at the end of every head for those of earlier keys.
   int tile_steps;
   int direction;  // Hopper's kernels: 1 where the tiles are walked upwards, else -1
+  int part;       // of all batch * nheads_kv * group_parts
 
   // Of Hopper's kernels: every tile of every head is one.
   __device__ __forceinline__ int steps() const {
@@ -50,34 +51,34 @@ struct alignas(8) BackwardWorkTile {
   __device__ __forceinline__ void take(const BackwardArgs& args, unsigned* g_ticket) {
     const AttentionSizes& sizes = args.params.sizes;
     const unsigned key_tiles = (sizes.seqlen_k + Config::kKeys - 1) / Config::kKeys;
-    const unsigned heads = sizes.batch * sizes.nheads_kv;
+    const unsigned parts = args.group_parts, heads = sizes.batch * sizes.nheads_kv * parts;
     const unsigned ticket = atomicAdd(g_ticket, 1u);
     const unsigned before = ticket / (args.heads_at_once * key_tiles) * args.heads_at_once;
     const unsigned rest = ticket - before * key_tiles;
     const unsigned abreast = min(heads - before, args.heads_at_once);
-    const int head = static_cast<int>(before + rest % abreast);
     const int key_tile = static_cast<int>(rest / abreast);
     const int nheads_kv = static_cast<int>(sizes.nheads_kv);
-    const int group = static_cast<int>(sizes.nheads) / nheads_kv;
+    const unsigned group = static_cast<unsigned>(sizes.nheads) / nheads_kv;
+    part = static_cast<int>(before + rest % abreast);
+    const int head = part / parts, part_of_head = part % parts;
     sequence = head / nheads_kv;
     head_kv = head % nheads_kv;
     first_key = key_tile * Config::kKeys;
-    tile_steps = args.rule.causal || args.rule.window > 0 ? group : 1;
+    first_head = head * group + part_of_head * group / parts;
+    end_head = head * group + (part_of_head + 1) * group / parts;
+    tile_steps = args.rule.causal || args.rule.window > 0 ? end_head - first_head : 1;
     direction = args.wave > 0 && rest / args.wave % 2 == 1 ? 1 : -1;
     if constexpr (Config::kMasked) {
       turn = key_tile;
       span.begin = first_tile = INT_MAX;
       span.end = last_tile = 0;
-      first_head = sequence * static_cast<int>(sizes.nheads) + head_kv * group;
-      end_head = first_head + group;
     } else {
       span = LiveSpan(args, sequence);
       turn = key_tile - span.pad / Config::kKeys;
       const int first_row = first_key + Config::kKeys > span.pad
                                 ? span.first_row_seeing(args.rule, first_key)
                                 : static_cast<int>(sizes.seqlen_q);
-      first_head = sequence * static_cast<int>(sizes.nheads) + head_kv * group;
-      end_head = first_row < sizes.seqlen_q ? first_head + group : first_head;
+      if (first_row >= sizes.seqlen_q) end_head = first_head;
       first_tile = first_row / Config::kRows;
       last_tile = static_cast<int>(sizes.seqlen_q - 1) / Config::kRows;
     }

@@ -239,14 +239,16 @@ _LONG = [_Case(4, 16, 4096, 64), _Case(2, 16, 8192, 64), _Case(8, 16, 2048, 128)
 _FULL = [c._replace(causal=False) for c in (_LONG[0], *_LONG[2:])]
 _OTHER = [_Case(1, 64, 8192, 128, nheads_kv=8), _Case(4, 16, 4096, 192, dim_v=128),
           _Case(4, 16, 4096, 64, dim_v=128), _Case(4, 16, 4096, 128, dim_v=64)]  # fmt: skip
+_GROUPED = [_Case(8, 32, 2048, 128, nheads_kv=8), _Case(1, 28, 2048, 128, nheads_kv=4),
+            _Case(1, 32, 8192, 128, nheads_kv=1)]  # fmt: skip
 _FLOAT32 = _Case(4, 16, 2048, 64, dtype=torch.float32)
 
 
 def rows(targets: dict[str, float]) -> Iterator[Row]:
     """Every case of the family, measured when it is asked for."""
-    for case in (*_SHORT, *_LONG, *_FULL, *_OTHER, _FLOAT32):
+    for case in (*_SHORT, *_LONG, *_FULL, *_OTHER, *_GROUPED, _FLOAT32):
         yield _forward(case, targets)
-    for case in (*_SHORT, *_LONG, *_FULL, *_OTHER[:2], _FLOAT32):
+    for case in (*_SHORT, *_LONG, *_FULL, *_OTHER[:2], *_GROUPED, _FLOAT32):
         yield _backward(case, targets)
     for case in (_SHORT[0], _LONG[0], _LONG[3]):
         yield _padded(case, targets)
