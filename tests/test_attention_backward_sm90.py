@@ -124,32 +124,40 @@ def test_masks(sizes, dtype, numbers, padded):
 
 
 # Grouped heads of which there are more blocks than SMs: those of the second wave walk their query
-# tiles upwards, if causal. Or too few blocks: a kv head has one for each query head, or for a few.
+# tiles upwards, if causal. Or too few: a kv head's query heads have parts. Or both.
 BLOCKS = [
-    ((2, 80, 10, 136, 1000, 64, 64), True), ((2, 40, 10, 200, 1000, 128, 128), True),
-    ((2, 20, 5, 200, 1000, 256, 192), True), ((1, 4, 1, 700, 690, 64, 64), True),
-    ((2, 7, 1, 300, 450, 128, 72), True), ((2, 7, 1, 300, 450, 128, 72), False),
-    ((1, 10, 2, 290, 200, 192, 128), True), ((1, 10, 2, 290, 200, 192, 128), False),
+    ((2, 80, 10, 136, 1000, 64, 64), True, BF16), ((2, 40, 10, 200, 1000, 128, 128), True, F16),
+    ((2, 20, 5, 200, 1000, 256, 192), True, BF16), ((1, 4, 1, 700, 690, 64, 64), True, F16),
+    ((2, 7, 1, 300, 450, 128, 72), True, BF16), ((2, 7, 1, 300, 450, 128, 72), False, F16),
+    ((1, 10, 2, 290, 200, 192, 128), True, BF16), ((1, 10, 2, 290, 200, 192, 128), False, F16),
+    ((1, 16, 1, 136, 8500, 128, 128), True, BF16), ((1, 8, 1, 136, 8192, 256, 256), True, BF16),
 ]  # fmt: skip
 
 
 @on_hopper
 @pytest.mark.parametrize(
-    "numbers", [{}, {"softcap": 3.0}, {"key_end": True}, {"window": 99}], ids=str
+    "numbers",
+    [{}, {"softcap": 3.0}, {"key_end": True}, {"window": 99}, {"sink": True, "dlse": True}],
+    ids=str,
 )
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize(("sizes", "causal"), BLOCKS, ids=str)
-def test_blocks_of_grouped_heads(sizes, causal, padded, numbers):
-    q, k, v = inputs(BF16, *sizes)
+@pytest.mark.parametrize(("sizes", "causal", "dtype"), BLOCKS, ids=str)
+def test_blocks_of_grouped_heads(sizes, causal, dtype, padded, numbers):
+    q, k, v = inputs(dtype, *sizes)
     dout = dout_of(q, v)
-    batch, keys = sizes[0], sizes[4]
-    ends = torch.tensor([keys - 1, keys // 3], dtype=torch.int32)[:batch].cuda()
-    kwargs = {"causal": causal, **{n: ends if n == "key_end" else x for n, x in numbers.items()}}
+    batch, nheads, _, rows, keys = sizes[:5]
+    data = {
+        "key_end": torch.tensor([keys - 1, keys // 3], dtype=torch.int32)[:batch].cuda(),
+        "sink": torch.randn(nheads, device="cuda"),
+        "dlse": torch.randn(batch, nheads, rows, device="cuda"),
+    }
+    kwargs = {"causal": causal, **{name: data.get(name, x) for name, x in numbers.items()}}
+    dlse = kwargs.pop("dlse", None)
     pads = torch.tensor([130, 0], dtype=torch.int32)[:batch].cuda() if padded else None
-    bounds = attention_grads(dout, q, k, v, pads, **kwargs)
+    bounds = attention_grads(dout, q, k, v, pads, dlse=dlse, **kwargs)
     out, lse = ops.attention_forward(q, k, v, pads, **kwargs)
     grads, again = (
-        ops.attention_backward(dout, q, k, v, out, lse, pads, **kwargs) for _ in range(2)
+        ops.attention_backward(dout, q, k, v, out, lse, pads, dlse=dlse, **kwargs) for _ in range(2)
     )
     check_grads("sm90", grads, bounds)
     for x, y in zip(again, grads, strict=True):
@@ -222,10 +230,11 @@ def test_the_same_bits_in_every_run_whatever_the_neighbours_are(dim, mask):
 
 
 @on_hopper
+@pytest.mark.parametrize("heads", [(20, 10), (8, 1)], ids=["heads", "parts of them"])
 @pytest.mark.parametrize("mask", [{}, {"softcap": 30.0}], ids=str)
-def test_a_graph_serves_other_paddings(mask):
+def test_a_graph_serves_other_paddings(mask, heads):
     """Every replay starts with tickets and turns at 0."""
-    q, k, v = inputs(F16, 3, 20, 10, 300, 300, 64)
+    q, k, v = inputs(F16, 3, *heads, 300, 300, 64)
     dout = dout_of(q, v)
     kwargs = {"causal": True, **mask}
     pads = torch.zeros(3, dtype=torch.int32, device="cuda")

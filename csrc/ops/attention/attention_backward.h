@@ -37,8 +37,8 @@ struct MaskedAttentionBackwardParams : AttentionBackwardParams {
   float* dsink;       // (batch, nheads): each sequence's part; null without a sink
 };
 
-// Device memory that the launcher needs for its own; it needs no initialisation. All of `params`
-// but the tensors counts.
+// Device memory that the launcher needs for its own; it needs no initialisation. It depends on the
+// sizes, the choice, causal, whether there is a mask, and the current device.
 int64_t attention_backward_scratch_bytes(const MaskedAttentionBackwardParams& params);
 
 // Any sizes, 0 included; every element of the gradients is written.

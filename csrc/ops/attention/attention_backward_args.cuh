@@ -12,15 +12,15 @@ struct BackwardArgs {
   AttentionBackwardParams params;
   MaskRule rule;
   int64_t rows;  // seqlen_q, rounded up to attention_backward_row_pad
-  // Parts of a kv head's query heads with blocks, dK and dV of their own; 1 but on Hopper.
+  // Parts of a kv head's query heads with blocks, dK and dV of their own; always 1 but on Hopper.
   unsigned group_parts;
-  unsigned heads_at_once;  // those whose blocks come side by side
-  unsigned wave;           // blocks between changes of direction, 0: all walks descend
-  float lse_factor;        // lse and the scores are multiplied by these before
-  float score_factor;      // their difference is an exponent
-  float shift;             // probabilities are kept 2^shift times too large
-  float* g_lse;            // (batch, nheads, rows): shift - lse * lse_factor
-  float* g_delta;          // (batch, nheads, rows): sum(dout * out) * 2^-shift
+  unsigned parts_at_once;  // parts whose blocks come side by side
+  unsigned wave;       // blocks, or clusters, between changes of direction; 0: all walk downwards
+  float lse_factor;    // lse and the scores are multiplied by these before
+  float score_factor;  // their difference is an exponent
+  float shift;         // probabilities are kept 2^shift times too large
+  float* g_lse;        // (batch, nheads, rows): shift - lse * lse_factor
+  float* g_delta;      // (batch, nheads, rows): sum(dout * out) * 2^-shift
   float* g_dq;      // (batch, nheads, rows, tile's head_dim) in the order of the warps' registers
   float4* g_parts;  // dK and dV of the parts where there are several: part_sums
   int* g_turns;     // blocks that have added to a dQ tile, or to a warp's share of it

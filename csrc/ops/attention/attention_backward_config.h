@@ -211,10 +211,11 @@ inline AttentionChoice choose_attention_backward(const AttentionProblem& p) {
   return {AttentionEngine::kGeneral, 0};
 }
 
-// The parts of a kv head's query heads that have blocks of their own, on Hopper: as many as give
-// every SM two blocks under a causal mask, of which the longest come first, and else one, with
-// kPartRows query rows or more each. Measured on an H100, of the time in one part:
-// (1, 32/1, 8192, 128) 0.28, (1, 28/4, 2048, 128) 0.41, (1, 32/8, 2048, 128) 0.73.
+// The parts of a kv head's query heads that have blocks of their own, on Hopper: at most as many as
+// give every SM two blocks under a causal mask, of which the longest come first, and else one. A
+// part has kPartRows query rows or more on average. Their dK and dV take fp32 scratch memory, up to
+// 35 MB on 132 SMs. Measured on an H100, of the time in one part: (1, 32/1, 8192, 128) 0.28,
+// (1, 28/4, 2048, 128) 0.41, (1, 32/8, 2048, 128) 0.73.
 constexpr int64_t attention_backward_group_parts(int64_t kv_heads, int64_t group, int64_t seqlen_q,
                                                  int64_t seqlen_k, int64_t wave, bool causal) {
   constexpr int64_t kKeys = 128, kPartRows = 512;
@@ -227,6 +228,12 @@ constexpr int64_t attention_backward_group_parts(int64_t kv_heads, int64_t group
   const int64_t heads = (group + most - 1) / most;  // of the largest part
   return (group + heads - 1) / heads;
 }
+static_assert(attention_backward_group_parts(1, 32, 8192, 8192, 132, true) == 4);
+static_assert(attention_backward_group_parts(4, 7, 2048, 2048, 132, true) == 4);
+static_assert(attention_backward_group_parts(4, 7, 2048, 2048, 132, false) == 2);
+static_assert(attention_backward_group_parts(8, 8, 8192, 8192, 132, true) == 1);
+static_assert(attention_backward_group_parts(1, 32, 1, 8192, 132, true) == 1);
+static_assert(attention_backward_group_parts(0, 0, 8, 8, 132, true) == 1);
 
 // In which order the blocks come, which decides what they find in the L2 cache and how long they
 // wait for each other's turns at dQ.
@@ -240,17 +247,20 @@ constexpr int64_t attention_backward_group_parts(int64_t kv_heads, int64_t group
 // 0.89, (4, 64/8, 2048, 128) 0.86, (8, 32/8, 2048, 128) 0.95, (1, 16/2, 8192, 256) 0.93,
 // (1, 64/8, 8192, 64) 0.97; without groups up to 1.2.
 struct AttentionBackwardOrder {
-  int64_t heads_at_once;  // kv heads whose blocks come side by side
-  int64_t wave;           // blocks of theirs between changes of direction, 0: all walk downwards
+  int64_t at_once;  // parts whose blocks come side by side
+  int64_t wave;     // blocks of theirs between changes of direction, 0: all walk downwards
 };
 
-// Of kv heads, or of the parts of their groups.
+// A part is a kv head with all of its query heads where attention_backward_group_parts is 1.
 struct AttentionBackwardLoad {
-  int64_t kv_heads, group, seqlen_k, columns;
-  int64_t bytes;  // of what the blocks of a kv head read and write
+  int64_t parts;
+  int64_t heads;  // query heads of a part
+  int64_t seqlen_k;
+  int64_t columns;
+  int64_t bytes;  // of what the blocks of a part read and write
 };
 
-// `wave`: blocks that fit on the device, 0 where none may walk upwards.
+// `wave`: blocks that fit on the device, or clusters; 0 where none may walk upwards.
 constexpr AttentionBackwardOrder attention_backward_order(const AttentionBackwardLoad& load,
                                                           int64_t wave) {
   constexpr int64_t kCacheBytes = 32 << 20, kKeys = 128, kBlocks = 256, kMost = 64;
@@ -258,19 +268,29 @@ constexpr AttentionBackwardOrder attention_backward_order(const AttentionBackwar
     return x < least ? least : (x > most ? most : x);
   };
   const int64_t tiles = (load.seqlen_k + kKeys - 1) / kKeys, columns = load.columns;
-  if (wave > 0 && tiles > 0 && load.group >= (columns > 64 ? 4 : 8)) {
-    // Of about 16 heads, or of as many as two waves have: an even number of waves. Behind an odd
-    // one the next heads' blocks would start one after the other: up to 1.18 of the time.
+  if (wave > 0 && tiles > 0 && load.heads >= (columns > 64 ? 4 : 8)) {
+    // An even number of waves: those of about 16 parts, or two where these have fewer blocks.
+    // Behind an odd number the blocks of the next parts would start one after the other: up to
+    // 1.18 of the time.
     const int64_t pairs = (16 * tiles + wave) / (2 * wave);
-    const int64_t heads = 2 * wave * (pairs > 1 ? pairs : 1) / tiles;
-    return {load.kv_heads * 2 <= heads * 3 ? load.kv_heads : clamp(heads, 1, kMost), wave};
+    const int64_t even = 2 * wave * (pairs > 1 ? pairs : 1) / tiles;
+    if (load.parts * 2 <= even * 3) return {load.parts, wave};
+    // A few that are left over would have the device for themselves.
+    const int64_t sets = load.parts / even, over = load.parts % even;
+    return {over > 0 && over * 4 <= even ? (load.parts + sets - 1) / sets : even, wave};
   }
-  // Enough for all SMs, of which the longest come first; more where what they share fits.
-  const int64_t least = load.group > 1 ? 4 : (columns > 128 ? 8 : (columns > 64 ? 16 : 32));
+  // Enough for all SMs, of which the longest come first; more where what they share fits the cache.
+  const int64_t least = load.heads > 1 ? 4 : (columns > 128 ? 8 : (columns > 64 ? 16 : 32));
   const int64_t filling = clamp(tiles > 0 ? kBlocks / tiles : kMost, least, columns > 64 ? 16 : 64);
-  const int64_t heads = clamp(load.bytes > 0 ? kCacheBytes / load.bytes : kMost, filling, kMost);
-  const int64_t parts = (2 * load.kv_heads + heads) / (2 * heads);
-  return {parts > 1 ? (load.kv_heads + parts - 1) / parts : load.kv_heads, 0};
+  const int64_t about = clamp(load.bytes > 0 ? kCacheBytes / load.bytes : kMost, filling, kMost);
+  const int64_t sets = (2 * load.parts + about) / (2 * about);
+  return {sets > 1 ? (load.parts + sets - 1) / sets : load.parts, 0};
 }
+static_assert(attention_backward_order({8, 8, 8192, 128, 0}, 132).at_once == 8);
+static_assert(attention_backward_order({64, 4, 2048, 128, 0}, 132).at_once == 16);
+static_assert(attention_backward_order({33, 4, 8192, 128, 0}, 132).at_once == 17);
+static_assert(attention_backward_order({96, 1, 1024, 64, 786432}, 132).at_once == 48);
+static_assert(attention_backward_order({96, 1, 1024, 64, 786432}, 132).wave == 0);
+static_assert(attention_backward_order({0, 1, 1024, 64, 0}, 132).at_once == 0);
 
 }  // namespace torchweld

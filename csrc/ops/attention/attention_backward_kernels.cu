@@ -195,28 +195,28 @@ bool rows_aligned(const AttentionTensor& tensor, int64_t elem_size) {
          strides * elem_size % kVectorBytes == 0;
 }
 
-BackwardArgs make_args(const AttentionBackwardParams& params, const MaskRule& rule,
-                       const Scratch& scratch) {
+BackwardArgs make_args(const MaskedAttentionBackwardParams& params, const Scratch& scratch) {
   const AttentionSizes& sizes = params.sizes;
   const bool base_2 = params.dtype != DType::kFloat32;
   const int64_t elem_size = base_2 ? 2 : 4;
   float* const g_scratch = static_cast<float*>(params.scratch);
   BackwardArgs args = {};
   args.params = params;
-  args.rule = rule;
+  args.rule = params.mask.rule(params.rule());
   args.rows = scratch.rows;
-  const int64_t group = divide_up(group_of(sizes), scratch.group_parts);
+  const int64_t heads = divide_up(group_of(sizes), scratch.group_parts);  // of the largest part
   const int64_t dims = sizes.head_dim + sizes.head_dim_v;
   const AttentionBackwardLoad load = {
-      sizes.batch * sizes.nheads_kv * scratch.group_parts, group, sizes.seqlen_k,
+      sizes.batch * sizes.nheads_kv * scratch.group_parts, heads, sizes.seqlen_k,
       attention_backward_dq_columns(sizes.head_dim, sizes.head_dim_v),
       // Q, dO and dQ's sums, K and V.
-      group * sizes.seqlen_q * (dims * elem_size + sizes.head_dim * 4) +
+      heads * sizes.seqlen_q * (dims * elem_size + sizes.head_dim * 4) +
           sizes.seqlen_k * dims * elem_size};
-  const AttentionBackwardOrder order =
-      attention_backward_order(load, rule.causal && rule.window == 0 ? scratch.wave : 0);
+  // With a window or documents all walks of a wave are about as long.
+  const bool triangle = args.rule.causal && args.rule.window == 0 && !params.mask.key_start;
+  const AttentionBackwardOrder order = attention_backward_order(load, triangle ? scratch.wave : 0);
   args.group_parts = static_cast<unsigned>(scratch.group_parts);
-  args.heads_at_once = static_cast<unsigned>(order.heads_at_once);
+  args.parts_at_once = static_cast<unsigned>(order.at_once);
   args.wave = static_cast<unsigned>(order.wave);
   args.lse_factor = base_2 ? kLog2e : 1.f;
   args.score_factor = base_2 ? params.scale * kLog2e : params.scale;
@@ -233,7 +233,7 @@ BackwardArgs make_args(const AttentionBackwardParams& params, const MaskRule& ru
 MaskedBackwardArgs make_masked_args(const MaskedAttentionBackwardParams& params,
                                     const Scratch& scratch) {
   MaskedBackwardArgs args = {};
-  static_cast<BackwardArgs&>(args) = make_args(params, params.mask.rule(params.rule()), scratch);
+  static_cast<BackwardArgs&>(args) = make_args(params, scratch);
   args.mask = params.mask;
   if (params.mask.softcap > 0.f) {
     args.cap = params.scale / params.mask.softcap;
@@ -346,7 +346,7 @@ void launch_attention_backward(const MaskedAttentionBackwardParams& params, cuda
     if (params.mask.given()) {
       launch<T>(make_masked_args(params, scratch), params, stream);
     } else {
-      launch<T>(make_args(params, params.rule(), scratch), params, stream);
+      launch<T>(make_args(params, scratch), params, stream);
     }
   });
   check_launch("attention_backward");

@@ -1,13 +1,14 @@
 // The gradient of attention on Hopper's tensor cores, in 16 bits: wgmma from shared memory, filled
-// by TMA; a block per 128 keys of a kv head. Above 128 columns: attention_backward_sm90_wide.cuh.
+// by TMA; a block per 128 keys of a kv head, or of a part of its query heads. Above 128 columns:
+// attention_backward_sm90_wide.cuh.
 //
 //   P = exp(scale * Q K^T - lse)     dP = dO V^T      dS = P * (dP - delta), delta = sum(dO * O)
 //   dV = P^T dO                      dK = scale * dS^T Q        dQ = scale * dS K
 //
 // A block walks the live query tiles of its kv head's query heads, or of a part of them, from the
 // last to the first, or upwards (AttentionBackwardOrder). One lane of its producer warpgroup loads
-// them; two consumer warpgroups have 64 keys each and compute S^T and dP^T, so that P^T and dS^T are
-// in registers where the products that sum over the query rows want them. Only dS goes through
+// them; two consumer warpgroups have 64 keys each and compute S^T and dP^T, so that P^T and dS^T
+// are in registers where the products that sum over the query rows want them. Only dS goes through
 // shared memory, for dQ^T = K^T dS^T. The scores of the next tile are multiplied while a warpgroup
 // hands its dQ over.
 //
@@ -15,8 +16,8 @@
 // adds to a query tile after the block of the keys before it, the first one stores. Blocks take
 // their work by ticket, tiles of keys ascending, so that a block only waits for blocks that have
 // started (attention_backward_tiles.cuh, and under an AttentionMask attention_backward_share.cuh).
-// A last kernel scales and rounds dQ. Where a kv head has several blocks a tile of keys, each for a
-// part of the query heads, another one adds up their dK and dV.
+// Then a kernel scales and rounds dQ, and where a kv head has parts one more adds up their dK and
+// dV.
 // Source: Dao, "FlashAttention-2", 2023, algorithm 2; Shah et al., "FlashAttention-3", 2024; the
 // fixed order of dQ is ours.
 #pragma once

@@ -82,7 +82,8 @@ struct BackwardSm90Shared {
 };
 
 // Where a walk is: query tiles come in the block's direction, each through all of the heads, or
-// head by head, and then they descend.
+// they descend head by head.
+// NOTE: attention_backward_order lets no block of several heads walk upwards head by head.
 template <typename WorkTile>
 struct BackwardWalk {
   const WorkTile& work;

@@ -202,6 +202,7 @@ __global__ void __launch_bounds__(kSm90RowThreads)
   const int line = blockIdx.x / 2 % lines, tile = blockIdx.x / (2 * lines) % tiles,
             head = blockIdx.x / (2 * lines) / tiles;
   const int dim = static_cast<int>(of_dv ? sizes.head_dim_v : sizes.head_dim);
+  if (line * 64 >= dim) return;  // nobody has written those columns
   const int thread = threadIdx.x % 128, lane = thread % 32;
   const int first_piece = line * 8 + threadIdx.x / 128 * kPieces;
   float4 sums[kPieces] = {};

@@ -45,17 +45,17 @@ struct alignas(8) BackwardWorkTile {
     return direction > 0 ? first_tile : last_tile;
   }
 
-  // By one thread. Within a few heads the tiles of keys ascend, the same tile of every head side by
-  // side.
+  // By one thread. Of the parts that come side by side the tiles of keys ascend, the same tile of
+  // every part after the other.
   template <typename Config>
   __device__ __forceinline__ void take(const BackwardArgs& args, unsigned* g_ticket) {
     const AttentionSizes& sizes = args.params.sizes;
     const unsigned key_tiles = (sizes.seqlen_k + Config::kKeys - 1) / Config::kKeys;
-    const unsigned parts = args.group_parts, heads = sizes.batch * sizes.nheads_kv * parts;
+    const unsigned parts = args.group_parts, all_parts = sizes.batch * sizes.nheads_kv * parts;
     const unsigned ticket = atomicAdd(g_ticket, 1u);
-    const unsigned before = ticket / (args.heads_at_once * key_tiles) * args.heads_at_once;
+    const unsigned before = ticket / (args.parts_at_once * key_tiles) * args.parts_at_once;
     const unsigned rest = ticket - before * key_tiles;
-    const unsigned abreast = min(heads - before, args.heads_at_once);
+    const unsigned abreast = min(all_parts - before, args.parts_at_once);
     const int key_tile = static_cast<int>(rest / abreast);
     const int nheads_kv = static_cast<int>(sizes.nheads_kv);
     const unsigned group = static_cast<unsigned>(sizes.nheads) / nheads_kv;
