@@ -159,6 +159,7 @@ def test_targets_are_of_cases_that_there_are():
             cases.tensor_parallel(size, "compiled blocks"),
             cases.tensor_parallel(size, "in a CUDA graph"),
             cases.fully_sharded(size),
+            cases.fully_sharded(size, recomputed=True),
             cases.fully_sharded_pairs(size),
             cases.context_parallel(size, False),
             cases.context_parallel(size, True),
