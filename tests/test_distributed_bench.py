@@ -161,6 +161,7 @@ def test_targets_are_of_cases_that_there_are():
             cases.fully_sharded(size),
             cases.fully_sharded(size, recomputed=True),
             cases.fully_sharded_pairs(size),
+            cases.fully_sharded_pairs(size, recomputed=True),
             cases.context_parallel(size, False),
             cases.context_parallel(size, True),
             cases.sequence_parallel(size),

@@ -26,16 +26,13 @@ struct BackwardArgs {
   int* g_turns;     // blocks that have added to a dQ tile, or to a warp's share of it
   unsigned* g_tickets;  // blocks that have started, one count for every launch
 
-  // 64 keys each; a tile of Hopper's kernels has 128.
-  __device__ __forceinline__ int part_tiles() const {
-    return static_cast<int>((params.sizes.seqlen_k + 127) / 128 * 2);
-  }
   // Sums of 64 keys and `columns` columns of a part's dK, or of its dV: (columns / 8, 128 threads),
   // each as wgmma leaves it in registers.
   __device__ __forceinline__ float4* part_sums(int part, int tile, bool of_dv, int columns) const {
     const AttentionSizes& sizes = params.sizes;
     const int64_t parts = sizes.batch * sizes.nheads_kv * group_parts;
-    return g_parts + (((of_dv ? parts : 0) + part) * part_tiles() + tile) * (columns / 8 * 128);
+    const int64_t tiles = attention_backward_part_tiles(sizes.seqlen_k);
+    return g_parts + (((of_dv ? parts : 0) + part) * tiles + tile) * (columns / 8 * 128);
   }
 };
 

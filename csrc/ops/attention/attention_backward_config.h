@@ -2,6 +2,7 @@
 // explain.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "ops/attention/attention_config.h"
@@ -211,6 +212,14 @@ inline AttentionChoice choose_attention_backward(const AttentionProblem& p) {
   return {AttentionEngine::kGeneral, 0};
 }
 
+// Keys of a block of Hopper's kernels, or of a cluster.
+inline constexpr int64_t kAttentionBackwardSm90Keys = 128;
+
+// Tiles of 64 keys that a part's dK and dV have in scratch memory: whole blocks.
+TW_HOST_DEVICE constexpr int64_t attention_backward_part_tiles(int64_t seqlen_k) {
+  return divide_up(seqlen_k, kAttentionBackwardSm90Keys) * (kAttentionBackwardSm90Keys / 64);
+}
+
 // The parts of a kv head's query heads that have blocks of their own, on Hopper: at most as many as
 // give every SM two blocks under a causal mask, of which the longest come first, and else one. A
 // part has kPartRows query rows or more on average. Their dK and dV take fp32 scratch memory, up to
@@ -218,15 +227,14 @@ inline AttentionChoice choose_attention_backward(const AttentionProblem& p) {
 // (1, 28/4, 2048, 128) 0.41, (1, 32/8, 2048, 128) 0.73.
 constexpr int64_t attention_backward_group_parts(int64_t kv_heads, int64_t group, int64_t seqlen_q,
                                                  int64_t seqlen_k, int64_t wave, bool causal) {
-  constexpr int64_t kKeys = 128, kPartRows = 512;
-  const int64_t blocks = kv_heads * ((seqlen_k + kKeys - 1) / kKeys);
+  constexpr int64_t kPartRows = 512;
+  const int64_t blocks = kv_heads * divide_up(seqlen_k, kAttentionBackwardSm90Keys);
   if (blocks == 0) return 1;
-  const int64_t room = (causal ? 2 : 1) * wave / blocks, long_enough = group * seqlen_q / kPartRows;
-  int64_t most = room < long_enough ? room : long_enough;
-  if (most > group) most = group;
+  const int64_t room = (causal ? 2 : 1) * wave / blocks;
+  const int64_t most = std::min({room, group * seqlen_q / kPartRows, group});
   if (most < 2) return 1;
-  const int64_t heads = (group + most - 1) / most;  // of the largest part
-  return (group + heads - 1) / heads;
+  const int64_t heads = divide_up(group, most);  // of the largest part
+  return divide_up(group, heads);
 }
 static_assert(attention_backward_group_parts(1, 32, 8192, 8192, 132, true) == 4);
 static_assert(attention_backward_group_parts(4, 7, 2048, 2048, 132, true) == 4);
@@ -263,28 +271,28 @@ struct AttentionBackwardLoad {
 // `wave`: blocks that fit on the device, or clusters; 0 where none may walk upwards.
 constexpr AttentionBackwardOrder attention_backward_order(const AttentionBackwardLoad& load,
                                                           int64_t wave) {
-  constexpr int64_t kCacheBytes = 32 << 20, kKeys = 128, kBlocks = 256, kMost = 64;
-  const auto clamp = [](int64_t x, int64_t least, int64_t most) {
-    return x < least ? least : (x > most ? most : x);
-  };
-  const int64_t tiles = (load.seqlen_k + kKeys - 1) / kKeys, columns = load.columns;
+  constexpr int64_t kCacheBytes = 32 << 20, kBlocks = 256, kMost = 64;
+  const int64_t tiles = divide_up(load.seqlen_k, kAttentionBackwardSm90Keys);
+  const int64_t columns = load.columns;
   if (wave > 0 && tiles > 0 && load.heads >= (columns > 64 ? 4 : 8)) {
     // An even number of waves: those of about 16 parts, or two where these have fewer blocks.
     // Behind an odd number the blocks of the next parts would start one after the other: up to
     // 1.18 of the time.
     const int64_t pairs = (16 * tiles + wave) / (2 * wave);
-    const int64_t even = 2 * wave * (pairs > 1 ? pairs : 1) / tiles;
+    const int64_t even = 2 * wave * std::max<int64_t>(pairs, 1) / tiles;
     if (load.parts * 2 <= even * 3) return {load.parts, wave};
     // A few that are left over would have the device for themselves.
     const int64_t sets = load.parts / even, over = load.parts % even;
-    return {over > 0 && over * 4 <= even ? (load.parts + sets - 1) / sets : even, wave};
+    return {over > 0 && over * 4 <= even ? divide_up(load.parts, sets) : even, wave};
   }
   // Enough for all SMs, of which the longest come first; more where what they share fits the cache.
   const int64_t least = load.heads > 1 ? 4 : (columns > 128 ? 8 : (columns > 64 ? 16 : 32));
-  const int64_t filling = clamp(tiles > 0 ? kBlocks / tiles : kMost, least, columns > 64 ? 16 : 64);
-  const int64_t about = clamp(load.bytes > 0 ? kCacheBytes / load.bytes : kMost, filling, kMost);
+  const int64_t filling =
+      std::clamp<int64_t>(tiles > 0 ? kBlocks / tiles : kMost, least, columns > 64 ? 16 : kMost);
+  const int64_t cached = load.bytes > 0 ? kCacheBytes / load.bytes : kMost;
+  const int64_t about = std::clamp(cached, filling, kMost);
   const int64_t sets = (2 * load.parts + about) / (2 * about);
-  return {sets > 1 ? (load.parts + sets - 1) / sets : load.parts, 0};
+  return {divide_up(load.parts, std::max<int64_t>(sets, 1)), 0};
 }
 static_assert(attention_backward_order({8, 8, 8192, 128, 0}, 132).at_once == 8);
 static_assert(attention_backward_order({64, 4, 2048, 128, 0}, 132).at_once == 16);

@@ -180,7 +180,7 @@ struct Scratch {
     constexpr int64_t kGroupFloats = sizeof(RowGroup) / 4, kRangeFloats = sizeof(RowRange) / 4;
     live = groups + all_rows / kAttentionBackwardRowPad * kGroupFloats;
     parts = (live + all_rows * kRangeFloats + 3) / 4 * 4;
-    const int64_t keys = divide_up(sizes.seqlen_k, 128) * 128;
+    const int64_t keys = attention_backward_part_tiles(sizes.seqlen_k) * 64;
     bytes = (parts + (group_parts > 1 ? 2 * kv_heads * group_parts * keys * columns : 0)) * 4;
   }
   // The tickets come first.

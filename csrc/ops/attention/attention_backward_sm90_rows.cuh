@@ -196,8 +196,9 @@ __global__ void __launch_bounds__(kSm90RowThreads)
     attention_backward_sm90_parts_kernel(const __grid_constant__ BackwardArgs args, int columns) {
   constexpr int kPieces = 4;  // 8 columns each, of a thread
   const AttentionSizes& sizes = args.params.sizes;
-  const int parts = static_cast<int>(args.group_parts), tiles = args.part_tiles(),
-            lines = columns / 64, seqlen_k = static_cast<int>(sizes.seqlen_k);
+  const int tiles = static_cast<int>(attention_backward_part_tiles(sizes.seqlen_k));
+  const int parts = static_cast<int>(args.group_parts), lines = columns / 64,
+            seqlen_k = static_cast<int>(sizes.seqlen_k);
   const bool of_dv = blockIdx.x % 2 == 1;
   const int line = blockIdx.x / 2 % lines, tile = blockIdx.x / (2 * lines) % tiles,
             head = blockIdx.x / (2 * lines) / tiles;
@@ -239,7 +240,7 @@ void launch_attention_backward_sm90_sums(const typename Config::Args& args, cuda
   launch_kernel(attention_backward_sm90_dq_kernel<Config>, {tiles, kSm90RowThreads}, stream, args);
   if (args.group_parts == 1) return;
   constexpr int kLines = Config::kDim / 64;
-  const int64_t key_tiles = divide_up(sizes.seqlen_k, 128) * 2;
+  const int64_t key_tiles = attention_backward_part_tiles(sizes.seqlen_k);
   launch_kernel(attention_backward_sm90_parts_kernel<typename Config::T>,
                 {sizes.batch * sizes.nheads_kv * key_tiles * kLines * 2, kSm90RowThreads}, stream,
                 static_cast<const BackwardArgs&>(args), Config::kDim);
