@@ -2,7 +2,8 @@
 
     python benchmarks/sanitize.py [--tools memcheck,racecheck] [--ops attention,linear]
 
-Exits 1 where a tool reports anything. The calls are those of tests/samples.py, in every dtype.
+Exits 1 where a tool reports anything. The calls are those of tests/samples.py, in every dtype, and
+in 16 bits attention over several tiles, which those are too small for.
 """
 
 from __future__ import annotations
@@ -24,17 +25,32 @@ def run_calls(only: list[str]) -> None:
     sys.path.insert(0, str(ROOT / "tests"))
     import torch
 
-    from samples import SAMPLES, call, dtypes
+    import reference as R
+    import samples as S
 
+    # batch, heads, kv heads, rows, keys, head dims; the second divides the heads of a kv head.
+    shapes = (
+        S.attention_call(2, 2, 2, 150, 300, 64, 64, pads=(0, 70), causal=True),
+        S.attention_call(1, 8, 2, 300, 300, 128, 128, causal=True),
+        S.attention_call(1, 2, 1, 200, 200, 128, 128),
+        S.attention_call(1, 2, 1, 130, 140, 192, 128, causal=True),
+        S.attention_call(1, 1, 1, 140, 130, 256, 256, softcap=20.0),
+    )
+    large = {
+        "attention": shapes,
+        "attention_backward": [S.with_saved(shape, 3, R.attention_forward) for shape in shapes],
+    }
     calls = 0
-    for op, samples in SAMPLES.items():
+    for op, small in S.SAMPLES.items():
         if only and op not in only:
             continue
-        for sample in samples:
-            for dtype in dtypes("cuda"):
-                args, kwargs = sample.make("cuda", dtype)
-                call(op)(*args, **kwargs)
-                calls += 1
+        makes = [(sample.make, dtype) for sample in small for dtype in S.dtypes("cuda")]
+        for i, build in enumerate(large.get(op, ())):
+            makes += [(S.Sample(op, f"large_{i}", build).make, dtype) for dtype in (S.BF16, S.F16)]
+        for make, dtype in makes:
+            args, kwargs = make("cuda", dtype)
+            S.call(op)(*args, **kwargs)
+            calls += 1
     torch.cuda.synchronize()
     print(f"{calls} calls")
 

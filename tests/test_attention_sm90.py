@@ -64,6 +64,26 @@ def test_nothing_is_read_of_the_padding(sizes, causal):
 
 
 @on_hopper
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("given", [False, True], ids=["plain", "sink"])
+def test_rows_of_tiles_without_keys_are_written(given, causal):
+    """Zeros, and the sink or -inf as lse, whatever lay in the memory before."""
+    q, k, v = inputs(BF16, 3, 4, 2, 700, 700, 64)
+    pads = torch.tensor([0, 650, 700], dtype=torch.int32, device="cuda")
+    sink = torch.randn(4, device="cuda")
+    numbers = {"causal": causal, **({"sink": sink} if given else {})}
+    nothing = sink[:, None] if given else -math.inf
+    for name in each_configuration("sm90", q, k, v, pads, **numbers):
+        before = [torch.full_like(t, math.nan) for t in ops.attention_forward(q, k, v)]
+        del before
+        out, lse = ops.attention_forward(q, k, v, pads, **numbers)
+        for rows, of_lse in ((out[1, :, :650], lse[1, :, :650]), (out[2], lse[2])):
+            assert (rows == 0).all(), name
+            assert (of_lse == nothing).all(), name
+        assert out[1, :, 650:].isfinite().all() and lse[1, :, 650:].isfinite().all(), name
+
+
+@on_hopper
 def test_views_scales_and_large_scores():
     check_views_and_large_scores("sm90", rows=100)
 

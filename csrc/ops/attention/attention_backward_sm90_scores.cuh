@@ -68,7 +68,9 @@ struct BackwardSm90Scores {
     }
   }
 
+  // A warp that is done with a stage.
   __device__ __forceinline__ void release(uint64_t* s_empty) const {
+    __syncwarp();
     if (lane() == 0) mbarrier_arrive(s_empty);
   }
 

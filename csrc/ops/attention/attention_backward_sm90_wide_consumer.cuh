@@ -66,6 +66,7 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
   static __device__ __forceinline__ uint32_t neighbour() { return Config::rank() ^ 1; }
   // A tile that both blocks' loads fill.
   __device__ __forceinline__ void release(uint64_t* s_empty) const {
+    __syncwarp();
     if (lane() == 0) {
       mbarrier_arrive(s_empty);
       mbarrier_arrive_at(s_empty, neighbour());

@@ -77,7 +77,27 @@ __device__ __forceinline__ AttentionBlock attention_sm90_block(const AttentionSm
   return block;
 }
 
-// What the producer warp does; one of its lanes issues the copies.
+// The results of a tile of which no row sees a key. By the lanes of a warp.
+template <class Config>
+__device__ __forceinline__ void attention_sm90_write_empty(const typename Config::Params& p,
+                                                           const AttentionBlock& block) {
+  const AttentionSizes& sizes = p.attention.sizes;
+  const int lane = threadIdx.x % 32, dim_v = static_cast<int>(sizes.head_dim_v);
+  const int64_t row = (block.batch * sizes.nheads + block.head) * sizes.seqlen_q + block.first_row;
+  uint4* const g_out =
+      reinterpret_cast<uint4*>(static_cast<typename Config::T*>(p.attention.out) + row * dim_v);
+#pragma unroll 4
+  for (int i = lane; i < block.rows * dim_v / 8; i += 32) g_out[i] = make_uint4(0, 0, 0, 0);
+  if (!p.attention.lse) return;
+  float none = -INFINITY;
+  if constexpr (Config::kMasked) {
+    if (p.attention.mask.sink) none = p.attention.mask.sink[block.head];
+  }
+  for (int i = lane; i < block.rows; i += 32) p.attention.lse[row + i] = none;
+}
+
+// What the producer warp does; one of its lanes issues the copies. Tiles without keys it serves
+// itself, while the consumers go on with theirs.
 template <class Config>
 __device__ __forceinline__ void attention_sm90_produce(const typename Config::Params& p,
                                                        AttentionSm90Shared<Config>& s) {
@@ -86,33 +106,45 @@ __device__ __forceinline__ void attention_sm90_produce(const typename Config::Pa
   PipelineState<Config::kStages> at_key, at_value;
   PipelineState<2> at_work;
   PipelineState<Config::kQueryStages> at_query;
-  uint32_t ticket = blockIdx.x;
-  while (true) {
-    mbarrier_wait(&s.works.empty[at_work.stage], at_work.parity ^ 1);
+  // As many tickets are taken as there are tiles; the last one leaves 0 behind.
+  const auto next_ticket = [&] {
+    uint32_t taken = 0;
+    if (leader) {
+      taken = atomicAdd(p.attention.counters, 1u);
+      if (taken == p.order.blocks - 1) *p.attention.counters = 0;
+    }
+    return gridDim.x + __reduce_max_sync(~0u, taken);
+  };
+  for (uint32_t ticket = blockIdx.x;; ticket = next_ticket()) {
     typename Config::Block& s_block = s.work[at_work.stage];
+    const auto wait_for_place = [&] {
+      mbarrier_wait(&s.works.empty[at_work.stage], at_work.parity ^ 1);
+    };
     AttentionBlock block = {};
     if (ticket < p.order.blocks) {
       block = attention_sm90_block<Config>(p.order, p.attention.sizes, ticket);
       if constexpr (Config::kMasked) {
+        wait_for_place();
         s_block.find_keys(p.attention, block);
         block = s_block;
       } else {
         block.find_keys(p.attention);
-        if (leader) s_block = block;
       }
-    } else if (leader) {
-      s_block.rows = 0;
+      if (block.keys == 0) {
+        attention_sm90_write_empty<Config>(p, block);
+        __syncwarp();
+        continue;
+      }
     }
-    if (leader) mbarrier_arrive(&s.works.full[at_work.stage]);
+    const bool more = block.rows > 0;
+    if (!Config::kMasked || !more) wait_for_place();
+    if (leader) {
+      if (!Config::kMasked || !more) static_cast<AttentionBlock&>(s_block) = block;
+      mbarrier_arrive(&s.works.full[at_work.stage]);
+    }
     at_work.advance();
-    if (block.rows == 0) break;
-    if constexpr (!Config::kReadsScores) {
-      if (leader && block.keys == 0) {  // the results need the place alone
-        for (auto& queries : s.queries) queries.acquire(at_query, 0);
-        at_query.advance();
-      }
-    }
-    if (leader && block.keys > 0) {
+    if (!more) break;
+    if (leader) {
       const int batch = static_cast<int>(block.batch), head = static_cast<int>(block.head),
                 kv_head = static_cast<int>(p.order.group.divide(head));
       const auto load_keys = [&](int key) {
@@ -160,13 +192,6 @@ __device__ __forceinline__ void attention_sm90_produce(const typename Config::Pa
       }
       load_values((block.keys - 1) / kKeys * kKeys);
     }
-    // As many tickets are taken as there are tiles; the last one leaves 0 behind.
-    uint32_t taken = 0;
-    if (leader) {
-      taken = atomicAdd(p.attention.counters, 1u);
-      if (taken == p.order.blocks - 1) *p.attention.counters = 0;
-    }
-    ticket = gridDim.x + __reduce_max_sync(~0u, taken);
   }
 }
 #endif

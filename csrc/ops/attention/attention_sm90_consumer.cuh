@@ -43,15 +43,10 @@ struct AttentionSm90Consumer {
       if constexpr (Config::kSmallScores) {
         if (p.small.given) r.rows[0][0].max = r.rows[0][1].max = 0.f;
       }
-      if (block.keys > 0) {
-        if constexpr (Config::kReadsScores) {
-          walk_scores(block);
-        } else {
-          walk_products(block);
-        }
+      if constexpr (Config::kReadsScores) {
+        walk_scores(block);
       } else {
-        if constexpr (!Config::kReadsScores) s.queries[warpgroup].wait(at_query);
-        finish(block);
+        walk_products(block);
       }
       store(block);
       __syncwarp();
