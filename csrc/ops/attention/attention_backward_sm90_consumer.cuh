@@ -12,12 +12,13 @@ template <typename Config>
 struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
   using Base = BackwardSm90Scores<Config>;
   using T = typename Config::T;
-  using Base::capped, Base::clear_rows, Base::end_live, Base::exponentiate,
-      Base::exponentiate_capped, Base::first_key, Base::first_live, Base::hide, Base::is_edge,
-      Base::lane, Base::next_tile, Base::pack, Base::release, Base::seqlen_k, Base::warp;
+  using Base::begin_differences, Base::begin_walk, Base::capped, Base::clear_rows,
+      Base::differentiate, Base::end_live, Base::exponentiate, Base::exponentiate_capped,
+      Base::first_live, Base::hide, Base::is_edge, Base::lane, Base::load_stats, Base::pack,
+      Base::release, Base::warp;
   using Base::p, Base::s, Base::warpgroup, Base::kRows, Base::kRowSlices, Base::kLine;
-  using typename Base::Packed, typename Base::Params, typename Base::Place, typename Base::Scores,
-      typename Base::Shared;
+  using typename Base::Packed, typename Base::Params, typename Base::Place, typename Base::RowStats,
+      typename Base::Scores, typename Base::Shared, typename Base::Walk;
   static constexpr int kDim = Config::kDim;
   static constexpr int kDimSlices = kDim / 16, kKeySlices = 8;
   using Sums = float[kDim / 2];
@@ -61,13 +62,15 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     Place at;
     Scores r_s, r_dp;
     Share r_dq;
-    int tile = s.work.start_tile(), tile_steps = s.work.tile_steps;
+    RowStats r_lse;
+    Walk walk = begin_walk();
     mbarrier_wait(&s.k_full, 0);
     clear_keys();
-    start_scores(r_s, at, tile);
+    bool edge = start_scores(r_s, r_lse, at, walk);
     mbarrier_wait(&s.v_full, 0);
-    probabilities(r_s, r_dp, r_dv, at, tile);
-    differences(r_s, r_dp, r_dk, at, tile);
+    start_differences(r_dp, at);
+    probabilities(r_s, r_dp, r_lse, r_dv, at, walk, edge);
+    differences(r_s, r_dp, r_dk, at, edge);
     // NOTE: the loop is cut where no sums are on their way that are read in its next turn; the
     // assembler would wait for them at once. The fewer products go on there, the fewer registers
     // it takes.
@@ -75,67 +78,65 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     for (; steps > 1; --steps) {
       queries(r_dq, at);
       at.advance();
-      next_tile(tile, tile_steps);
-      start_scores(r_s, at, tile);
+      walk.advance();
+      edge = start_scores(r_s, r_lse, at, walk);
       wgmma_wait<1>();
-      hand_over(r_dq, at.stage ^ 1);
-      probabilities(r_s, r_dp, r_dv, at, tile);
-      differences(r_s, r_dp, r_dk, at, tile);
+      put(r_dq, at.stage ^ 1);
+      start_differences(r_dp, at);
+      hand_over(at.stage ^ 1);
+      probabilities(r_s, r_dp, r_lse, r_dv, at, walk, edge);
+      differences(r_s, r_dp, r_dk, at, edge);
     }
     queries(r_dq, at);
     wgmma_wait<0>();
-    hand_over(r_dq, at.stage);
+    put(r_dq, at.stage);
+    hand_over(at.stage);
     wgmma_results(r_dk);
     wgmma_results(r_dv);
   }
 
-  // r_s = S^T of a tile, on its way.
-  __device__ __forceinline__ void start_scores(Scores& r_s, const Place& at, int tile) {
+  // r_s = S^T of a tile, on its way. Returns whether some of them are hidden.
+  __device__ __forceinline__ bool start_scores(Scores& r_s, RowStats& r_lse, const Place& at,
+                                               const Walk& walk) {
     s.q_pipeline.wait(at);
-    clear_rows(at, at, tile);
-    scores(r_s, s_k, s_q + at.stage * Config::kRowBytes);
+    clear_rows(at, at, walk);
+    wgmma_forget(r_s);
+    scores<0>(r_s, s_k, s_q + at.stage * Config::kRowBytes);
+    if constexpr (!Config::kMasked) load_stats(r_lse, s.lse[at.stage]);
+    return is_edge(at, walk);
   }
 
-  // r_s: S^T on its way -> P^T;  r_dp = dP^T;  dV += P^T dO on its way.
-  __device__ __forceinline__ void probabilities(Scores& r_s, Scores& r_dp, Sums& r_dv,
-                                                const Place& at, int tile) {
-    const uint32_t s_stage = s_dout + at.stage * Config::kRowBytes;
+  // r_dp = dP^T - delta, on its way.
+  __device__ __forceinline__ void start_differences(Scores& r_dp, const Place& at) {
     s.dout_pipeline.wait(at);
-    scores(r_dp, s_v, s_stage);
+    begin_differences(r_dp, s.delta[at.stage]);
+    scores<1>(r_dp, s_v, s_dout + at.stage * Config::kRowBytes);
+  }
+
+  // r_s: S^T on its way -> P^T;  r_dp is there;  dV += P^T dO on its way.
+  __device__ __forceinline__ void probabilities(Scores& r_s, Scores& r_dp, RowStats& r_lse,
+                                                Sums& r_dv, const Place& at, const Walk& walk,
+                                                bool edge) {
     wgmma_wait<1>();
     wgmma_results(r_s);
     Packed r_p16;
     if (capped()) {
-      exponentiate_capped(r_s, r_p16, at, tile);
+      exponentiate_capped(r_s, r_p16, at, edge);
     } else {
-      exponentiate(r_s, at);
-      if (is_edge(at, tile)) hide(r_s, at, tile);
+      if constexpr (Config::kMasked) load_stats(r_lse, s.lse[at.stage]);
+      exponentiate(r_s, r_lse);
+      if (edge) hide(r_s, at, walk.tile);
       pack(r_p16, r_s);
     }
-    accumulate(r_dv, r_p16, s_stage);
+    accumulate(r_dv, r_p16, s_dout + at.stage * Config::kRowBytes);
     wgmma_wait<1>();
     wgmma_results(r_dp);
   }
 
-  // r_dp: dP^T -> dS^T, which goes to shared memory too;  dK += dS^T Q on its way.
+  // r_dp: dP^T - delta -> dS^T, which goes to shared memory too;  dK += dS^T Q on its way.
   __device__ __forceinline__ void differences(const Scores& r_s, Scores& r_dp, Sums& r_dk,
-                                              const Place& at, int tile) {
-    constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
-    const float* s_delta = s.delta[at.stage] + lane() % 4 * 2;
-#pragma unroll
-    for (int n = 0; n < kRows / 8; ++n) {
-      const float2 delta = *reinterpret_cast<const float2*>(s_delta + n * 8);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& x = r_dp[n * 4 + i];
-        x = r_s[n * 4 + i] * fmaf(x, kUnshift, -(i % 2 ? delta.y : delta.x));
-      }
-    }
-    if (is_edge(at, tile)) {
-      // What is hidden has P = 0, and its dP and delta may be NaN.
-#pragma unroll
-      for (int i = 0; i < kRows / 2; ++i) r_dp[i] = r_s[i] == 0.f ? 0.f : r_dp[i];
-    }
+                                              const Place& at, bool edge) {
+    differentiate(r_s, r_dp, edge);
     Packed r_ds16;
     pack(r_ds16, r_dp);
     accumulate(r_dk, r_ds16, s_q + at.stage * Config::kRowBytes);
@@ -161,7 +162,8 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
   }
 
   // To the adder whose turn it is: they alternate as the stages do.
-  __device__ __forceinline__ void hand_over(Share& r_dq, int adder) {
+  // NOTE: to wait until it has arrived takes long; other products are started before.
+  __device__ __forceinline__ void put(Share& r_dq, int adder) {
     static_assert(Config::kAdders == Config::kStages);
     wgmma_results(r_dq);
     named_barrier_wait(kShareEmpty + 2 * adder + warpgroup, kBackwardShareThreads);
@@ -170,21 +172,23 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     for (int i = 0; i < Config::kShareFloats; i += 4) {
       s_to[i / 4 * 128] = make_float4(r_dq[i], r_dq[i + 1], r_dq[i + 2], r_dq[i + 3]);
     }
+  }
+  __device__ __forceinline__ void hand_over(int adder) {
     async_fence();
     named_barrier_arrive(kShareFull + 2 * adder + warpgroup, kBackwardShareThreads);
   }
 
-  // r = (the warpgroup's keys at s_keys) @ (kRows rows at s_rows)^T.
+  // r = (kKeeps ? r : 0) + (the warpgroup's keys at s_keys) @ (kRows rows at s_rows)^T.
+  template <int kKeeps>
   __device__ __forceinline__ void scores(Scores& r, uint32_t s_keys, uint32_t s_rows) const {
     const FreshDescriptor a(s_keys + warpgroup * Config::kHalfStretch, 16), b(s_rows, 16);
-    wgmma_forget(r);
     wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < kDimSlices; ++slice) {
       const int stretch = slice / 4, in_line = slice % 4 * 32;
       Wgmma<T, kRows>::template multiply<0, 0>(r, a.at(stretch * Config::kKeyStretch + in_line),
                                                b.at(stretch * Config::kRowStretch + in_line),
-                                               slice > 0);
+                                               kKeeps || slice > 0);
     }
     wgmma_commit();
   }

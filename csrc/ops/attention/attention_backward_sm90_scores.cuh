@@ -74,13 +74,40 @@ struct BackwardSm90Scores {
     if (lane() == 0) mbarrier_arrive(s_empty);
   }
 
-  // `left`: steps of the tile, with this one.
-  __device__ __forceinline__ void next_tile(int& tile, int& left) const {
-    if (--left == 0) {
-      left = s.work.tile_steps;
-      tile += s.work.direction;
+  // Where a walk is.
+  // NOTE: in registers. A load between the products waits long: they keep shared memory busy.
+  struct Walk {
+    int tile, left;  // steps of the tile, with this one
+    int first_tile, last_tile, tile_steps, direction;
+    int first_row, first_whole;  // rows before them see no key, or not all; not under a mask
+
+    __device__ __forceinline__ void advance() {
+      if (--left == 0) {
+        left = tile_steps;
+        tile += direction;
+      }
+      if (tile < first_tile) tile = last_tile;
     }
-    if (tile < s.work.first_tile) tile = s.work.last_tile;
+  };
+  __device__ __forceinline__ Walk begin_walk() const {
+    const auto& work = s.work;
+    Walk walk = {work.start_tile(),
+                 work.tile_steps,
+                 work.first_tile,
+                 work.last_tile,
+                 work.tile_steps,
+                 work.direction,
+                 0,
+                 0};
+    if constexpr (!Config::kMasked) {
+      const int first = first_key(), end = first + 64;
+      walk.first_row = walk.first_whole = work.span.first_row;
+      if (p.args.rule.causal) {
+        walk.first_whole = max(walk.first_whole, end - 1 - (seqlen_k() - seqlen_q()));
+      }
+      if (first < work.span.pad || end > seqlen_k()) walk.first_whole = INT_MAX;
+    }
+    return walk;
   }
 
   static __device__ __forceinline__ void pack(Packed& to, const Scores& from) {
@@ -98,26 +125,30 @@ struct BackwardSm90Scores {
     }
   }
 
-  // S^T -> P^T
-  __device__ __forceinline__ void exponentiate(Scores& r, const Place& at) const {
-    const float* s_lse = s.lse[at.stage] + first_row() + lane() % 4 * 2;
+  // Of a lane's rows, two of every eight.
+  using RowStats = float2[kScoreRows / 8];
+  __device__ __forceinline__ void load_stats(RowStats& r, const float* s_stats) const {
+    const float* s_from = s_stats + first_row() + lane() % 4 * 2;
 #pragma unroll
     for (int n = 0; n < kScoreRows / 8; ++n) {
-      const float2 lse = *reinterpret_cast<const float2*>(s_lse + n * 8);
+      r[n] = *reinterpret_cast<const float2*>(s_from + n * 8);
+    }
+  }
+
+  // S^T -> P^T
+  __device__ __forceinline__ void exponentiate(Scores& r, const RowStats& lse) const {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& x = r[n * 4 + i];
-        x = exponential<T>(fmaf(x, p.args.score_factor, i % 2 ? lse.y : lse.x));
-      }
+    for (int i = 0; i < kScoreRows / 2; ++i) {
+      r[i] = exponential<T>(fmaf(r[i], p.args.score_factor, i % 2 ? lse[i / 4].y : lse[i / 4].x));
     }
   }
 
   // The same behind a cap: P goes to `to`, and P times its slope, 1 - tanh^2, stays in r.
   __device__ __forceinline__ void exponentiate_capped(Scores& r, Packed& to, const Place& at,
-                                                      int tile) const {
+                                                      bool is_edge) const {
     if constexpr (Config::kMasked) {
       cap_scores</*kExact=*/false>(r, p.args.cap);
-      is_edge(at, tile) ? exponentiate_tanh<true>(r, to, at) : exponentiate_tanh<false>(r, to, at);
+      is_edge ? exponentiate_tanh<true>(r, to, at) : exponentiate_tanh<false>(r, to, at);
     }
   }
   template <bool kHides>
@@ -148,16 +179,14 @@ struct BackwardSm90Scores {
   }
 
   // True where some pair of the warpgroup's keys and a tile's rows is hidden.
-  __device__ __forceinline__ bool is_edge(const Place& at, int tile) const {
-    const int first = first_key(), end = first + 64;
+  __device__ __forceinline__ bool is_edge(const Place& at, const Walk& walk) const {
     if constexpr (Config::kMasked) {
+      const int first = first_key(), end = first + 64;
       const RowGroup& group = s.seen[at.stage].group;
       return first < group.last_begin || end > group.first_end;
     } else {
-      const int first_row = tile * kRows;
-      return first_row < s.work.span.first_row || first_row + kRows > seqlen_q() ||
-             first < s.work.span.pad || end > seqlen_k() ||
-             (p.args.rule.causal && end > static_cast<int>(p.args.rule.position(first_row)) + 1);
+      const int first_row = walk.tile * kRows;
+      return first_row < walk.first_whole || first_row + kRows > seqlen_q();
     }
   }
 
@@ -170,6 +199,30 @@ struct BackwardSm90Scores {
   static __device__ __forceinline__ bool sees(const int4& live, int i, int key) {
     const int at = key + i / 2 * 8;
     return i % 2 ? at >= live.z && at < live.w : at >= live.x && at < live.y;
+  }
+
+  // r = -delta of every score's row, with which dP^T begins. Unscaled, as dO is.
+  __device__ __forceinline__ void begin_differences(Scores& r, const float* s_delta) const {
+    constexpr float kScale = -(1 << kProbabilityShift<T>);
+    RowStats delta;
+    load_stats(delta, s_delta);
+#pragma unroll
+    for (int i = 0; i < kScoreRows / 2; ++i) {
+      r[i] = kScale * (i % 2 ? delta[i / 4].y : delta[i / 4].x);
+    }
+  }
+
+  // P^T in r_p, dP^T - delta in r_dp -> dS^T there
+  static __device__ __forceinline__ void differentiate(const Scores& r_p, Scores& r_dp,
+                                                       bool is_edge) {
+    constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
+#pragma unroll
+    for (int i = 0; i < kScoreRows / 2; ++i) r_dp[i] = r_p[i] * (r_dp[i] * kUnshift);
+    if (is_edge) {
+      // What is hidden has P = 0, and its dP and delta may be NaN.
+#pragma unroll
+      for (int i = 0; i < kScoreRows / 2; ++i) r_dp[i] = r_p[i] == 0.f ? 0.f : r_dp[i];
+    }
   }
 
   // P is 0 where a row doesn't see a key.
@@ -220,7 +273,7 @@ struct BackwardSm90Scores {
   // Rows that see nothing may hold NaN, which no zero of P or dS would hide.
   template <typename DoutPlace>
   __device__ __forceinline__ void clear_rows(const Place& at, const DoutPlace& dout_at,
-                                             int tile) const {
+                                             const Walk& walk) const {
     const auto clear = [&](int lines, const auto& clears) {
       s.dout_pipeline.wait(dout_at);
       clear_lines<Config::kLines, Config::kRowStretch>(s.q[at.stage], lines, clears);
@@ -232,7 +285,7 @@ struct BackwardSm90Scores {
       const uint64_t live = s.seen[at.stage].group.live;
       if (live != ~uint64_t{0}) clear(kRows, [&](int row) { return !(live >> row & 1); });
     } else {
-      const int count = s.work.span.first_row - tile * kRows;
+      const int count = walk.first_row - walk.tile * kRows;
       if (count > 0) clear(count, [](int) { return true; });
     }
   }

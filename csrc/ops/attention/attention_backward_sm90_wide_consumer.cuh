@@ -14,12 +14,13 @@ template <typename Config>
 struct BackwardWideConsumer : BackwardSm90Scores<Config> {
   using Base = BackwardSm90Scores<Config>;
   using T = typename Config::T;
-  using Base::capped, Base::clear_rows, Base::end_live, Base::exponentiate,
-      Base::exponentiate_capped, Base::first_key, Base::first_live, Base::first_row, Base::hide,
-      Base::is_edge, Base::lane, Base::next_tile, Base::pack, Base::warp;
+  using Base::begin_differences, Base::begin_walk, Base::capped, Base::clear_rows,
+      Base::differentiate, Base::end_live, Base::exponentiate, Base::exponentiate_capped,
+      Base::first_live, Base::first_row, Base::hide, Base::is_edge, Base::lane, Base::load_stats,
+      Base::pack, Base::warp;
   using Base::p, Base::s, Base::warpgroup, Base::kScoreRows, Base::kRowSlices, Base::kLine;
-  using typename Base::Packed, typename Base::Params, typename Base::Place, typename Base::Scores,
-      typename Base::Shared;
+  using typename Base::Packed, typename Base::Params, typename Base::Place, typename Base::RowStats,
+      typename Base::Scores, typename Base::Shared, typename Base::Walk;
   // Of dK and dV, a warpgroup's.
   static constexpr int kLines = Config::kLines / 2, kValueLines = Config::kValueLines / 2;
   using DoutPlace = PipelineState<1>;
@@ -78,13 +79,15 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
     DoutPlace dout_at;
     Scores r_s, r_dp;
     Share r_dq;
-    int tile = s.work.start_tile(), tile_steps = s.work.tile_steps;
+    RowStats r_lse;
+    Walk walk = begin_walk();
     mbarrier_wait(&s.k_full, 0);
     clear_keys();
-    start_scores(r_s, at, dout_at, tile);
+    bool edge = start_scores(r_s, r_lse, at, dout_at, walk);
     mbarrier_wait(&s.v_full, 0);
-    probabilities<true>(r_s, r_dp, r_dv, at, dout_at, tile);
-    differences(r_s, r_dp, r_dk, at, dout_at, tile);
+    start_differences(r_dp, dout_at);
+    probabilities<true>(r_s, r_dp, r_lse, r_dv, at, walk, edge);
+    differences(r_s, r_dp, r_dk, at, dout_at, edge);
     // NOTE: the loop is cut where no sums are on their way that are read in its next turn; the
     // assembler would wait for them at once.
 #pragma unroll 1
@@ -92,44 +95,56 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
       queries(r_dq, r_dk, at, dout_at);
       at.advance();
       dout_at.advance();
-      next_tile(tile, tile_steps);
-      start_scores(r_s, at, dout_at, tile);
+      walk.advance();
+      edge = start_scores(r_s, r_lse, at, dout_at, walk);
       wgmma_wait<1>();
       named_barrier_arrive(kShareDone + warpgroup, kBackwardConsumers);
-      hand_over(r_dq);
-      probabilities<false>(r_s, r_dp, r_dv, at, dout_at, tile);
-      differences(r_s, r_dp, r_dk, at, dout_at, tile);
+      put(r_dq);
+      start_differences(r_dp, dout_at);
+      hand_over();
+      probabilities<false>(r_s, r_dp, r_lse, r_dv, at, walk, edge);
+      differences(r_s, r_dp, r_dk, at, dout_at, edge);
     }
     queries(r_dq, r_dk, at, dout_at);
     wgmma_wait<0>();
-    hand_over(r_dq);
+    put(r_dq);
+    hand_over();
     wgmma_results(r_dk);
     wgmma_results(r_dv);
   }
 
-  // r_s = S^T of a tile, on its way.
-  __device__ __forceinline__ void start_scores(Scores& r_s, const Place& at,
-                                               const DoutPlace& dout_at, int tile) {
+  // r_s = S^T of a tile, on its way. Returns whether some of them are hidden.
+  __device__ __forceinline__ bool start_scores(Scores& r_s, RowStats& r_lse, const Place& at,
+                                               const DoutPlace& dout_at, const Walk& walk) {
     s.q_pipeline.wait(at);
-    clear_rows(at, dout_at, tile);
-    scores<Config::kDepthLines>(r_s, s_k, s_q + at.stage * Config::kRowBytes);
+    clear_rows(at, dout_at, walk);
+    wgmma_forget(r_s);
+    scores<Config::kDepthLines, 0>(r_s, s_k, s_q + at.stage * Config::kRowBytes);
+    if constexpr (!Config::kMasked) load_stats(r_lse, s.lse[at.stage]);
+    return is_edge(at, walk);
   }
 
-  // r_s: S^T on its way -> P^T;  r_dp = dP^T;  dV += P^T dO on its way.
-  template <bool kFirst>
-  __device__ __forceinline__ void probabilities(Scores& r_s, Scores& r_dp, ValueSums& r_dv,
-                                                const Place& at, const DoutPlace& dout_at,
-                                                int tile) {
+  // r_dp = dP^T - delta, on its way.
+  __device__ __forceinline__ void start_differences(Scores& r_dp, const DoutPlace& dout_at) {
     s.dout_pipeline.wait(dout_at);
-    scores<Config::kValueLines>(r_dp, s_v, s_dout);
+    begin_differences(r_dp, s.delta[0]);
+    scores<Config::kValueLines, 1>(r_dp, s_v, s_dout);
+  }
+
+  // r_s: S^T on its way -> P^T;  r_dp is there;  dV += P^T dO on its way.
+  template <bool kFirst>
+  __device__ __forceinline__ void probabilities(Scores& r_s, Scores& r_dp, RowStats& r_lse,
+                                                ValueSums& r_dv, const Place& at, const Walk& walk,
+                                                bool edge) {
     wgmma_wait<1>();
     wgmma_results(r_s);
     Packed r_p16;
     if (capped()) {
-      exponentiate_capped(r_s, r_p16, at, tile);
+      exponentiate_capped(r_s, r_p16, at, edge);
     } else {
-      exponentiate(r_s, at);
-      if (is_edge(at, tile)) hide(r_s, at, tile);
+      if constexpr (Config::kMasked) load_stats(r_lse, s.lse[at.stage]);
+      exponentiate(r_s, r_lse);
+      if (edge) hide(r_s, at, walk.tile);
       pack(r_p16, r_s);
     }
     accumulate(r_dv, r_p16, s_dout);
@@ -142,26 +157,12 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
     wgmma_results(r_dp);
   }
 
-  // r_dp: dP^T -> dS^T, which goes to shared memory too;  dK += dS^T Q of its own rows on its way;
-  // dV is done.
+  // r_dp: dP^T - delta -> dS^T, which goes to shared memory too;  dK += dS^T Q of its own rows on
+  // its way;  dV is done.
   __device__ __forceinline__ void differences(const Scores& r_s, Scores& r_dp, Sums& r_dk,
-                                              const Place& at, const DoutPlace& dout_at, int tile) {
-    constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
-    const float* s_delta = s.delta[0] + first_row() + lane() % 4 * 2;
-#pragma unroll
-    for (int n = 0; n < kScoreRows / 8; ++n) {
-      const float2 delta = *reinterpret_cast<const float2*>(s_delta + n * 8);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& x = r_dp[n * 4 + i];
-        x = r_s[n * 4 + i] * fmaf(x, kUnshift, -(i % 2 ? delta.y : delta.x));
-      }
-    }
-    if (is_edge(at, tile)) {
-      // What is hidden has P = 0, and its dP and delta may be NaN.
-#pragma unroll
-      for (int i = 0; i < kScoreRows / 2; ++i) r_dp[i] = r_s[i] == 0.f ? 0.f : r_dp[i];
-    }
+                                              const Place& at, const DoutPlace& dout_at,
+                                              bool edge) {
+    differentiate(r_s, r_dp, edge);
     Packed r_ds16;
     pack(r_ds16, r_dp);
     accumulate(r_dk, r_ds16, s_q + at.stage * Config::kRowBytes);
@@ -194,7 +195,9 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
     multiply_dq<1>(r_dq, shared_address(s.k_neighbour) + warpgroup * Config::kKeyStretch, s_p);
   }
 
-  __device__ __forceinline__ void hand_over(Share& r_dq) {
+  // To the adder.
+  // NOTE: to wait until it has arrived takes long; other products are started before.
+  __device__ __forceinline__ void put(Share& r_dq) {
     wgmma_results(r_dq);
     named_barrier_wait(kShareEmpty + warpgroup, kBackwardShareThreads);
     float4* s_to = reinterpret_cast<float4*>(s.dq[0][warpgroup]) + threadIdx.x % 128;
@@ -202,6 +205,8 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
     for (int i = 0; i < Config::kShareFloats; i += 4) {
       s_to[i / 4 * 128] = make_float4(r_dq[i], r_dq[i + 1], r_dq[i + 2], r_dq[i + 3]);
     }
+  }
+  __device__ __forceinline__ void hand_over() {
     async_fence();
     named_barrier_arrive(kShareFull + warpgroup, kBackwardShareThreads);
   }
@@ -215,18 +220,17 @@ struct BackwardWideConsumer : BackwardSm90Scores<Config> {
     async_fence();
   }
 
-  // r = (64 keys at s_keys) @ (the warpgroup's rows of those at s_rows)^T.
-  template <int kDepthLines>
+  // r = (kKeeps ? r : 0) + (64 keys at s_keys) @ (the warpgroup's rows of those at s_rows)^T.
+  template <int kDepthLines, int kKeeps>
   __device__ __forceinline__ void scores(Scores& r, uint32_t s_keys, uint32_t s_rows) const {
     const FreshDescriptor a(s_keys, 16), b(s_rows + first_row() * kLine, 16);
-    wgmma_forget(r);
     wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < kDepthLines * 4; ++slice) {
       const int stretch = slice / 4, in_line = slice % 4 * 32;
       Wgmma<T, kScoreRows>::template multiply<0, 0>(
           r, a.at(stretch * Config::kKeyStretch + in_line),
-          b.at(stretch * Config::kRowStretch + in_line), slice > 0);
+          b.at(stretch * Config::kRowStretch + in_line), kKeeps || slice > 0);
     }
     wgmma_commit();
   }
