@@ -12,6 +12,12 @@
 // shared memory, for dQ^T = K^T dS^T. The scores of the next tile are multiplied while a warpgroup
 // hands its dQ over.
 //
+// Products whose operands lie in shared memory keep it so busy that a load from there takes 150 to
+// 300 cycles, and a fence behind stores as long. Nobody waits for one between two products: where a
+// walk is stays in registers, a tile's lse is read before its scores are there, the sums of dP^T
+// begin with -delta, and the fence behind dQ comes after the next product has started. Measured on
+// an H100: 0.92 of the time of (4, 16, 4096, 128), 0.91 of (1, 16, 8192, 128) without causal.
+//
 // dQ is summed in fp32 in global memory by bulk additions of whole tiles, in a fixed order: a block
 // adds to a query tile after the block of the keys before it, the first one stores. Blocks take
 // their work by ticket, tiles of keys ascending, so that a block only waits for blocks that have

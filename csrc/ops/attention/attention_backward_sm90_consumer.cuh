@@ -21,6 +21,9 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
       typename Base::Scores, typename Base::Shared, typename Base::Walk;
   static constexpr int kDim = Config::kDim;
   static constexpr int kDimSlices = kDim / 16, kKeySlices = 8;
+  // lse is read before the scores are there, where there are registers for it.
+  static constexpr bool kStatsAhead =
+      kDim == 128 || (!Config::kMasked && std::is_same_v<T, __nv_bfloat16>);
   using Sums = float[kDim / 2];
   using Share = float[Config::kShareFloats];
 
@@ -102,7 +105,7 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     clear_rows(at, at, walk);
     wgmma_forget(r_s);
     scores<0>(r_s, s_k, s_q + at.stage * Config::kRowBytes);
-    if constexpr (!Config::kMasked) load_stats(r_lse, s.lse[at.stage]);
+    if constexpr (kStatsAhead) load_stats(r_lse, s.lse[at.stage]);
     return is_edge(at, walk);
   }
 
@@ -123,7 +126,7 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     if (capped()) {
       exponentiate_capped(r_s, r_p16, at, edge);
     } else {
-      if constexpr (Config::kMasked) load_stats(r_lse, s.lse[at.stage]);
+      if constexpr (!kStatsAhead) load_stats(r_lse, s.lse[at.stage]);
       exponentiate(r_s, r_lse);
       if (edge) hide(r_s, at, walk.tile);
       pack(r_p16, r_s);
