@@ -211,7 +211,8 @@ BackwardArgs make_args(const MaskedAttentionBackwardParams& params, const Scratc
       attention_backward_dq_columns(sizes.head_dim, sizes.head_dim_v),
       // Q, dO and dQ's sums, K and V.
       heads * sizes.seqlen_q * (dims * elem_size + sizes.head_dim * 4) +
-          sizes.seqlen_k * dims * elem_size};
+          sizes.seqlen_k * dims * elem_size,
+      args.rule.causal || args.rule.window > 0 || params.mask.key_start};
   // With a window or documents all walks of a wave are about as long.
   const bool triangle = args.rule.causal && args.rule.window == 0 && !params.mask.key_start;
   const AttentionBackwardOrder order = attention_backward_order(load, triangle ? scratch.wave : 0);
