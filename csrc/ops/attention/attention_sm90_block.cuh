@@ -86,7 +86,7 @@ __device__ __forceinline__ void attention_sm90_write_empty(const typename Config
   const int64_t row = (block.batch * sizes.nheads + block.head) * sizes.seqlen_q + block.first_row;
   uint4* const g_out =
       reinterpret_cast<uint4*>(static_cast<typename Config::T*>(p.attention.out) + row * dim_v);
-#pragma unroll 4
+#pragma unroll 1
   for (int i = lane; i < block.rows * dim_v / 8; i += 32) g_out[i] = make_uint4(0, 0, 0, 0);
   if (!p.attention.lse) return;
   float none = -INFINITY;
@@ -121,10 +121,10 @@ __device__ __forceinline__ void attention_sm90_produce(const typename Config::Pa
       mbarrier_wait(&s.works.empty[at_work.stage], at_work.parity ^ 1);
     };
     AttentionBlock block = {};
+    if constexpr (Config::kMasked) wait_for_place();
     if (ticket < p.order.blocks) {
       block = attention_sm90_block<Config>(p.order, p.attention.sizes, ticket);
       if constexpr (Config::kMasked) {
-        wait_for_place();
         s_block.find_keys(p.attention, block);
         block = s_block;
       } else {
@@ -137,9 +137,13 @@ __device__ __forceinline__ void attention_sm90_produce(const typename Config::Pa
       }
     }
     const bool more = block.rows > 0;
-    if (!Config::kMasked || !more) wait_for_place();
+    if constexpr (!Config::kMasked) wait_for_place();
     if (leader) {
-      if (!Config::kMasked || !more) static_cast<AttentionBlock&>(s_block) = block;
+      if constexpr (!Config::kMasked) {
+        s_block = block;
+      } else if (!more) {
+        s_block.rows = 0;
+      }
       mbarrier_arrive(&s.works.full[at_work.stage]);
     }
     at_work.advance();
