@@ -21,11 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
 
-def run_calls(only: list[str], small: bool) -> None:
-    """Every sample call on the GPU; what compute-sanitizer watches. `small`: those alone."""
+def sample_calls(only: list[str], small: bool) -> list[tuple]:
+    """A sample and a dtype for each call. `small`: those of tests/samples.py alone."""
     sys.path.insert(0, str(ROOT / "tests"))
-    import torch
-
     import reference as R
     import samples as S
 
@@ -41,19 +39,30 @@ def run_calls(only: list[str], small: bool) -> None:
         "attention": shapes,
         "attention_backward": [S.with_saved(shape, 3, R.attention_forward) for shape in shapes],
     }
-    calls = 0
-    for op, small in S.SAMPLES.items():
+    calls = []
+    for op, samples in S.SAMPLES.items():
         if only and op not in only:
             continue
-        makes = [(sample.make, dtype) for sample in small for dtype in S.dtypes("cuda")]
-        for i, build in enumerate(() if small else large.get(op, ())):
-            makes += [(S.Sample(op, f"large_{i}", build).make, dtype) for dtype in (S.BF16, S.F16)]
-        for make, dtype in makes:
-            args, kwargs = make("cuda", dtype)
-            S.call(op)(*args, **kwargs)
-            calls += 1
+        calls += [(sample, dtype) for sample in samples for dtype in S.dtypes("cuda")]
+        if small:
+            continue
+        for i, build in enumerate(large.get(op, ())):
+            calls += [(S.Sample(op, f"large_{i}", build), dtype) for dtype in (S.BF16, S.F16)]
+    return calls
+
+
+def run_calls(only: list[str], small: bool) -> None:
+    """Every sample call on the GPU; what compute-sanitizer watches."""
+    calls = sample_calls(only, small)
+    import torch
+
+    from samples import call
+
+    for sample, dtype in calls:
+        args, kwargs = sample.make("cuda", dtype)
+        call(sample.op)(*args, **kwargs)
     torch.cuda.synchronize()
-    print(f"{calls} calls")
+    print(f"{len(calls)} calls")
 
 
 def main(argv: list[str] | None = None) -> int:
