@@ -60,16 +60,31 @@ template <typename T>
 bool needs_grad(const T&) {
   return false;
 }
-inline bool needs_grad(const Tensor& t) {
-  return t.defined() && (t.requires_grad() || t._fw_grad(/*level=*/0).defined());
-}
+inline bool needs_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
 inline bool needs_grad(const OptionalTensor& t) { return is_given(t) && needs_grad(*t); }
 
-// True where a call must be recorded. Forward-mode gradients count, so that they are refused by
-// autograd's own message instead of being dropped.
+// True where a call must be recorded.
 template <typename... Args>
 bool any_needs_grad(const Args&... args) {
   return at::GradMode::is_enabled() && (needs_grad(args) || ...);
+}
+
+template <typename T>
+bool has_tangent(const T&) {
+  return false;
+}
+inline bool has_tangent(const Tensor& t) {
+  return t.defined() && t._fw_grad(/*level=*/0).defined();
+}
+inline bool has_tangent(const OptionalTensor& t) { return is_given(t) && has_tangent(*t); }
+
+// Refuses forward-mode differentiation. Forward mode is independent of grad mode, so a call that is
+// not recorded must be checked too: it would drop the tangent.
+template <typename... Args>
+void check_no_tangent(const char* op, const Args&... args) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(args) || ...), "torchweld::", op,
+                              ": its tensors must have no forward-mode tangent, but one does; use "
+                              "reverse mode, such as torch.autograd.grad or torch.func.jacrev");
 }
 
 // A saved optional tensor comes back undefined; ops take it as nullopt.
@@ -112,15 +127,31 @@ Result take_outputs(const variable_list& outputs) {
   }
 }
 
+// Empties a node's list of non-differentiable outputs, which only apply() reads: compiled autograd
+// asserts that the list of every node that it meets is empty.
+template <typename Function>
+void forget_non_differentiable(const Tensor& output) {
+  using Node = torch::autograd::CppNode<Function>;
+  if (auto* node = dynamic_cast<Node*>(output.grad_fn().get())) {
+    node->ctx_.mark_non_differentiable({});
+  }
+}
+template <typename Function>
+void forget_non_differentiable(const variable_list& outputs) {
+  forget_non_differentiable<Function>(outputs[0]);
+}
+
 // Registered for Autograd by ops whose gradient is Function's: a call that must be recorded runs as
 // Function, any other goes on. `check(name, args...)` comes before Function, so that refusals name
 // this op and not the <op>_forward that Function calls.
 template <typename Function, typename Op, typename Result, typename... Args, typename Check>
 torch::CppFunction recorded_by(const OpCall<Op, Result(Args...)>&, Check check) {
   return torch::CppFunction([check](Args... args) -> Result {
+    check_no_tangent(Op::kName, args...);
     if (any_needs_grad(args...)) {
       check(Op::kName, args...);
       const auto outputs = Function::apply(args...);
+      forget_non_differentiable<Function>(outputs);
       if constexpr (std::is_same_v<decltype(outputs), const Tensor>) {
         return outputs;
       } else {

@@ -255,6 +255,7 @@ void check_frozen(const char* op, const Tensor& x, const Tensor& folded_weight,
              "requires_grad=True; train with layer_norm_linear, or use ",
              name, ".detach()");
   };
+  check_no_tangent(op, x, folded_weight, weight_sum, folded_bias);
   frozen("folded_weight", folded_weight);
   frozen("weight_sum", weight_sum);
   frozen("folded_bias", folded_bias);
