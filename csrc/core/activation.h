@@ -63,13 +63,12 @@ inline void activate_into(Tensor& y, const Tensor& z, Activation activation) {
   }
 }
 
-// dz = dy * activation'(z), from z (or y for relu); dy itself for none. Over a z that is given
-// away.
+// dz = dy * activation'(z), from z (or y for relu); dy itself for none. Overwrites a donated z.
 inline Tensor activation_backward(const Tensor& dy, const OptionalTensor& preact,
                                   Activation activation) {
   if (activation == Activation::kNone) return dy;
   if (activation == Activation::kGeluTanh && serves_gelu_tanh(dy, *preact)) {
-    const Tensor dz = Donation::gives(*preact) ? *preact : at::empty_like(dy);
+    const Tensor dz = Donation::over(*preact);
     if (dy.scalar_type() == at::kFloat) {
       gelu_tanh_backward_into<float>(dz, dy, *preact);
     } else {

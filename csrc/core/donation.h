@@ -1,12 +1,13 @@
-// A gradient that may write over what its forward kept: dz over the pre-activation, of which nobody
-// has any use then. It is as large as y, and would be there twice.
+// A donated buffer: the gradient dz overwrites the pre-activation that forward saved, because
+// nothing reads it afterwards. It is as large as y; without a donation both would be in memory.
 //
-// A Function asks for a Donation around its backward op, whose kernels ask `over` for dz's memory.
-// torch.compile calls the same a donated buffer.
+// A Function creates a Donation around its backward op, whose kernels ask `gives` before they write.
 #pragma once
 
 #include <ATen/SavedTensorHooks.h>
-#include <ATen/ops/empty.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -16,33 +17,55 @@ namespace torchweld {
 
 class Donation {
  public:
-  // In a Function's forward, where it saves the tensor. A hook that packs it may keep it.
+  // Called in a Function's forward, where it saves the tensor. A saved-tensor hook may keep what it
+  // packs, so nothing is donated under one.
   static void prepare(torch::autograd::AutogradContext* ctx) {
     ctx->saved_data["donates"] = !at::SavedTensorDefaultHooks::get_hooks().has_value();
   }
 
-  // In its backward. saved: of get_saved_variables(), so that the graph and the caller have it.
-  // Where anybody else does, or the graph is kept, nothing is given away.
-  Donation(torch::autograd::AutogradContext* ctx, const Tensor& saved) {
+  // Called in its backward. `saved` comes from get_saved_variables(), so the graph and the caller
+  // hold it; it is donated only where nobody else does, where the graph is freed, and where the
+  // backward op runs exactly once.
+  Donation(torch::autograd::AutogradContext* ctx, const Tensor& saved, const Tensor& grad) {
     const bool alone = saved.defined() && saved.use_count() == 2 && saved.has_storage() &&
                        saved.storage().use_count() == 1;
-    if (alone && ctx->saved_data["donates"].toBool() &&
+    if (alone && ctx->saved_data["donates"].toBool() && runs_once(saved, grad) &&
         !torch::autograd::get_current_graph_task_keep_graph()) {
-      given() = saved.unsafeGetTensorImpl();
-      // A backward that fails from here on can't be asked again: autograd refuses changed tensors.
+      donated() = saved.unsafeGetTensorImpl();
+      // If backward fails after this, autograd refuses to run it again on the changed tensor.
       saved.unsafeGetTensorImpl()->bump_version();
     }
   }
-  ~Donation() { given() = nullptr; }
+  ~Donation() { donated() = nullptr; }
   Donation(const Donation&) = delete;
   Donation& operator=(const Donation&) = delete;
 
-  static bool gives(const Tensor& t) { return given() == t.unsafeGetTensorImpl(); }
-  // The tensor itself where it is given away, or one of size (0,) for an out= variant to resize.
-  static Tensor over(const Tensor& t) { return gives(t) ? t : at::empty({0}, t.options()); }
+  static bool gives(const Tensor& t) { return donated() == t.unsafeGetTensorImpl(); }
+  // dz's memory: the tensor itself where it is donated, else a new tensor with its strides, so that
+  // the gradients have the same bits either way.
+  static Tensor over(const Tensor& t) { return gives(t) ? t : at::empty_like(t); }
 
  private:
-  static const at::TensorImpl*& given() {
+  // True if the call reaches a CPU or CUDA kernel directly. A transform (vmap over a batch of
+  // gradients), a dispatch mode or a tensor subclass may run the backward op several times.
+  static bool runs_once(const Tensor& saved, const Tensor& grad) {
+    using c10::DispatchKey;
+    static const c10::DispatchKeySet plain =
+        c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+        c10::DispatchKeySet(c10::BackendComponent::CPUBit) |
+        c10::DispatchKeySet(c10::BackendComponent::CUDABit) |
+        c10::DispatchKeySet(DispatchKey::Dense) | c10::autocast_dispatch_keyset;
+    static const c10::DispatchKeySet modes(
+        {DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::Python,
+         DispatchKey::PythonTLSSnapshot, DispatchKey::PreDispatch, DispatchKey::Functionalize});
+    const auto is_plain = [](const Tensor& t) {
+      return (t.key_set().raw_repr() & ~plain.raw_repr()) == 0;
+    };
+    const auto included = c10::impl::tls_local_dispatch_key_set().included_;
+    return !included.has_any(modes) && is_plain(saved) && is_plain(grad);
+  }
+
+  static const at::TensorImpl*& donated() {
     static thread_local const at::TensorImpl* tensor = nullptr;
     return tensor;
   }

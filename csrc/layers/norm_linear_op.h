@@ -249,7 +249,7 @@ struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>> {
       const Mask wanted = {x.requires_grad(), weight.requires_grad(),
                            ctx->saved_data["bias"].toBool(),
                            vectors[v].defined() && vectors[v].requires_grad()...};
-      const Donation preact(ctx, saved[2]);
+      const Donation preact(ctx, saved[2], dys[0]);
       const Grads grads =
           BackwardCall()(dys[0], x, weight, optional(vectors[v])..., statistics[s]...,
                          optional(saved[2]), ctx->saved_data["activation"].toStringRef(), wanted);

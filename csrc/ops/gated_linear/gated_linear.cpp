@@ -240,7 +240,7 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
     const Tensor &x = saved[0], &weight = saved[1];
     const std::array<bool, 3> wanted = {x.requires_grad(), weight.requires_grad(),
                                         ctx->saved_data["bias"].toBool()};
-    const Donation z(ctx, saved[2]);
+    const Donation z(ctx, saved[2], grads[0]);
     auto [dx, dweight, dbias] = call_gated_linear_backward(
         grads[0], x, weight, saved[2], ctx->saved_data["gate"].toStringRef(),
         ctx->saved_data["interleaved"].toBool(), wanted);

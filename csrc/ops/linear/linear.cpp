@@ -209,6 +209,7 @@ TW_OP(linear_backward);
 void linear_part_autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                           const Tensor& y, const OptionalTensor& preact,
                           c10::string_view activation) {
+  check_no_tangent("_linear_part", x, weight, bias, y, preact);
   TW_CHECK(!any_needs_grad(x, weight, bias, y, preact), "_linear_part",
            "its tensors must need no gradient, but one does; use torch.no_grad()");
   static const auto op = find_op<decltype(_linear_part_meta)>("_linear_part");
@@ -237,7 +238,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const Tensor &x = saved[0], &weight = saved[1];
     const std::array<bool, 3> wanted = {x.requires_grad(), weight.requires_grad(),
                                         ctx->saved_data["bias"].toBool()};
-    const Donation preact(ctx, saved[2]);
+    const Donation preact(ctx, saved[2], grads[0]);
     auto [dx, dweight, dbias] =
         call_linear_backward(grads[0], x, weight, optional(saved[2]),
                              ctx->saved_data["activation"].toStringRef(), wanted);
