@@ -61,7 +61,12 @@ TABLES = [
     ((5, 2), {"window": 2}, "00 00 10 11 11"),
     ((5, 5), {"key_end": ints(3)}, "11100 11100 11100 11100 11100"),
     ((2, 5), {"causal": True, "key_end": ints(3)}, "11000 11100"),
-    ((2, 5), {"causal": True, "key_end": ints(1)}, "00000 10000"),
+    ((2, 5), {"causal": True, "key_end": ints(2)}, "10000 11000"),
+    ((2, 5), {"causal": True, "key_end": ints(1)}, "10000 10000"),
+    ((4, 4), {"causal": True, "key_end": ints(3)}, "1000 1100 1110 1110"),
+    ((4, 4), {"causal": True, "key_end": ints(3), "window": 2}, "1000 1100 0110 0010"),
+    ((4, 4), {"key_end": ints(2), "window": 2}, "1100 1100 0100 0000"),
+    ((5, 3), {"causal": True, "key_end": ints(2)}, "000 000 100 110 110"),
     ((2, 5), {"causal": True, "key_end": ints(0)}, "00000 00000"),
     ((2, 5), {"causal": True, "key_end": ints(-4)}, "00000 00000"),
     ((2, 5), {"causal": True, "key_end": ints(9)}, "11110 11111"),
@@ -463,6 +468,24 @@ def test_key_end_is_a_shorter_cache(device, sq):
         cut = [q[b : b + 1], k[b : b + 1, :, :end], v[b : b + 1, :, :end]]
         for got, want in zip((out, lse), attention_with_lse(*cut, causal=True), strict=True):
             torch.testing.assert_close(got[b : b + 1], want)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_key_end_is_the_length_of_a_sequence_padded_on_the_right(device, window):
+    """With as many queries as keys row 0 is the first token, so tokens equal those of a short call."""
+    n, ends = 70, [1, 33, 70, 64]
+    q, k, v = (t.requires_grad_() for t in qkv(F32, 4, 4, 2, n, n, 8, 8, device))
+    mask = {"causal": True, "window": window}
+    out = attention(q, k, v, key_end=ints(ends)[0].to(device), **mask)
+    loss = sum(out[b, :, :end].square().sum() for b, end in enumerate(ends))
+    grads = torch.autograd.grad(loss, (q, k, v))
+    for b, end in enumerate(ends):
+        cut = [t[b : b + 1, :, :end].detach().requires_grad_() for t in (q, k, v)]
+        alone = attention(*cut, **mask)
+        torch.testing.assert_close(out[b : b + 1, :, :end], alone)
+        for got, want in zip(grads, torch.autograd.grad(alone.square().sum(), cut), strict=True):
+            torch.testing.assert_close(got[b : b + 1, :, :end], want)
+            assert (got[b, :, end:] == 0).all()
 
 
 def test_packed_documents_are_calls_of_their_own(device):

@@ -1,13 +1,15 @@
 // Which keys a query row sees, in one place for host and device.
 //
-// Sequence b has key_end[b] keys (seqlen_k without key_end). Its query row i stands at position
-// i + key_end[b] - seqlen_q among them (bottom-right aligned) and sees key j where all of this
-// holds:
+// Sequence b has key_end[b] keys (seqlen_k without key_end). Its query row i has a position among
+// them and sees key j where all of this holds:
 //   j >= leftpad[b]        the first leftpad keys of the sequence are padding
 //   j >= key_start[b, i]   the row's own first key: packed documents, chunks
 //   j < key_end[b]         the keys behind are padding, or places of a cache that nobody has filled
 //   j <= position          if causal
 //   j > position - window  and without causal j < position + window
+// The position is i + key_end[b] - seqlen_q (bottom-right aligned): a cache ends with the keys of
+// its queries. A key_end below seqlen_q can't be a cache; it is the length of a sequence that is
+// padded on the right, so row i has position i (i + seqlen_k - seqlen_q where seqlen_k < seqlen_q).
 // A row whose own position is below leftpad is padding and sees nothing. A row that sees nothing
 // gives 0, lse = -inf (with a sink the sink's logit) and gradients 0. What stands before the first
 // or behind the last key that any row of a sequence sees is never used, NaN included.
@@ -59,6 +61,13 @@ struct MaskRule {
   // The position of query row i among the keys: bottom-right aligned.
   TW_HOST_DEVICE int64_t position(int64_t i) const { return i + seqlen_k - seqlen_q; }
 
+  // The position in a sequence of `end` keys.
+  TW_HOST_DEVICE int64_t position(int64_t i, int64_t end) const {
+    const int64_t first = seqlen_k < seqlen_q ? seqlen_k - seqlen_q : 0;
+    const int64_t offset = end - seqlen_q;
+    return i + (offset < first ? first : offset);
+  }
+
   // leftpad's values are data: out of range counts as the nearest end.
   TW_HOST_DEVICE int64_t clamp_pad(int64_t pad) const {
     return pad < 0 ? 0 : (pad > seqlen_k ? seqlen_k : pad);
@@ -75,7 +84,7 @@ struct MaskRule {
 
   // The same for any mask.
   TW_HOST_DEVICE LiveRange live(int64_t i, const SequenceMask& sequence) const {
-    const int64_t pos = i + sequence.end - seqlen_q;
+    const int64_t pos = position(i, sequence.end);
     if (padded && pos < sequence.pad) return {0, 0};
     LiveRange live = {sequence.pad, sequence.end};
     if (sequence.key_start && sequence.key_start[i] > live.begin)
