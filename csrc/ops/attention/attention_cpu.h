@@ -118,8 +118,9 @@ void attention_forward_rows(const CpuAttention& a, const Tensor& out, const Tens
   parallel_tasks(a.batch * a.nheads_kv, [&](int64_t task) {
     const int64_t b = task % a.batch, kv = task / a.batch;
     const SequenceMask sequence = a.mask.sequence(b);
-    Scratch<acc_t> scratch(rows * (a.seqlen_k + d + dv), in_acc);
+    Scratch<acc_t> scratch(rows * (a.seqlen_k + d + dv) + dv, in_acc);
     acc_t *const q_rows = scratch.take(rows * d), *const sums = scratch.take(rows * dv);
+    acc_t* const part = scratch.take(dv);
     acc_t* const scores = scratch.take(rows * a.seqlen_k);
     with_vectors([&] {
       for (int64_t r = 0; r < rows; ++r) {
@@ -154,9 +155,14 @@ void attention_forward_rows(const CpuAttention& a, const Tensor& out, const Tens
         const acc_t most = max_of(p + live.begin, keys), max = most > sink ? most : sink;
         acc_t total = exp_and_sum(p + live.begin, p + live.begin, keys, max);
         if (a.sinks.defined()) total += exp_in_vectors(sink - max);
-        for (int64_t j = live.begin; j < live.end; ++j) {
-          const T* from = v.row(b, kv, j);
-          for (int64_t c = 0; c < dv; ++c) sum[c] += p[j] * static_cast<acc_t>(from[c]);
+        // In blocks of keys: one chain of additions over thousands of keys would lose digits.
+        for (int64_t first = live.begin; first < live.end; first += kTileKeys) {
+          std::fill_n(part, dv, acc_t(0));
+          for (int64_t j = first; j < std::min(first + kTileKeys, live.end); ++j) {
+            const T* from = v.row(b, kv, j);
+            for (int64_t c = 0; c < dv; ++c) part[c] += p[j] * static_cast<acc_t>(from[c]);
+          }
+          for (int64_t c = 0; c < dv; ++c) sum[c] += part[c];
         }
         for (int64_t c = 0; c < dv; ++c) to[c] = static_cast<T>(sum[c] / total);
         if (lse_to) *lse_to = std::log(total) + max;
