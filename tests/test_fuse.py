@@ -21,7 +21,14 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention  # noqa: E402
 from transformers.pytorch_utils import Conv1D  # noqa: E402
 
 from tiny_models import VOCAB, tiny_gpt2, tiny_grouped  # noqa: E402
-from torchweld.integrations import FuseReport, fuse, gpt2_layers, hf_attention, unfuse  # noqa: E402
+from torchweld.integrations import (  # noqa: E402
+    FuseReport,
+    fuse,
+    gpt2_layers,
+    hf_attention,
+    hf_numbers,
+    unfuse,
+)
 
 LAYERS = 2
 
@@ -309,11 +316,11 @@ def test_a_layer_of_a_step_calls_no_more_than_it_must(fused_device):
     block = pair(fused_device)[0].transformer.h[0]
     x = torch.randn(2, 1, 32, device=fused_device)
     cache = transformers.DynamicCache()
-    leftpad = torch.zeros(2, dtype=torch.int32, device=fused_device)
+    mask = hf_numbers.leftpad_mask(torch.zeros(2, device=fused_device))
     with torch.no_grad():
-        block(x, cache, leftpad)
+        block(x, cache, mask)
         with Calls() as calls:
-            block(x, cache, leftpad)
+            block(x, cache, mask)
     works = {
         "torchweld::layer_norm_linear": 2,
         "torchweld::attention": 1,

@@ -63,6 +63,12 @@ def mask_of(attention_mask, q_length, kv_length, q_offset=None, **more):
     )
 
 
+def pads_of(mask):
+    """What a mask of leftpad says."""
+    assert mask.shape[1:] == (1, 1, 1) and mask.dtype == torch.int32
+    return mask.view(-1).tolist()
+
+
 @pytest.mark.parametrize(
     ("rows", "pads"),
     [
@@ -77,26 +83,26 @@ def mask_of(attention_mask, q_length, kv_length, q_offset=None, **more):
 def test_padding_around_the_tokens_becomes_leftpad(device, rows, pads, dtype):
     mask = torch.tensor(rows, device=device).to(dtype)
     got = mask_of(mask, q_length=mask.shape[1], kv_length=mask.shape[1])
-    assert got.dtype == torch.int32 and got.device == mask.device
-    assert got.tolist() == pads
+    assert got.device == mask.device
+    assert pads_of(got) == pads
 
 
 def test_one_query_with_a_cache_gets_leftpad(device):
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]], device=device)
-    assert mask_of(mask, q_length=1, kv_length=5).tolist() == [2, 0]
+    assert pads_of(mask_of(mask, q_length=1, kv_length=5)) == [2, 0]
 
 
 def test_a_longer_mask_is_cut_to_the_keys(device):
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1]], device=device, dtype=torch.bool)
     got = mask_of(mask, q_length=2, kv_length=4, kv_offset=1, q_offset=3)
-    assert got.tolist() == [1]
+    assert pads_of(got) == [1]
 
 
 def test_no_mask_means_none_unless_a_cache_shifts_the_diagonal(device):
     assert mask_of(None, q_length=5, kv_length=5, device=device) is None
     assert mask_of(None, q_length=1, kv_length=5, device=device) is None
     shifted = mask_of(None, q_length=3, kv_length=5, device=device)
-    assert shifted.tolist() == [0, 0] and shifted.dtype == torch.int32
+    assert pads_of(shifted) == [0, 0]
 
 
 def test_old_versions_pass_cache_position_instead_of_lengths(device):
@@ -107,7 +113,7 @@ def test_old_versions_pass_cache_position_instead_of_lengths(device):
         kv_length=4,
         attention_mask=mask,
     )
-    assert got.tolist() == [1]
+    assert pads_of(got) == [1]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +161,7 @@ def test_without_a_mask_nothing_is_read(device):
         torch.cuda.set_sync_debug_mode("error")
     try:
         assert mask_of(None, 5, 5, device=device) is None
-        assert mask_of(None, 3, 5, device=device).shape == (2,)
+        assert mask_of(None, 3, 5, device=device).shape == (2, 1, 1, 1)
     finally:
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
@@ -270,8 +276,8 @@ def test_equals_sdpa_without_mask(attention_device, nheads_kv, is_causal):
 def test_leftpad_equals_the_dense_mask(attention_device, seqlen_q, seqlen_k):
     qkv = views(attention_device, seqlen_q, seqlen_k, nheads_kv=2)
     leftpad = torch.tensor([0, 2], dtype=torch.int32, device=attention_device)
-    dense = hf_numbers.causal_mask(leftpad, seqlen_q, seqlen_k)
-    ours, stock = both(Layer(groups=2), qkv, leftpad, dense)
+    dense = hf_numbers.Numbers(True, leftpad).dense(seqlen_q, seqlen_k)
+    ours, stock = both(Layer(groups=2), qkv, hf_numbers.leftpad_mask(leftpad), dense)
     position = torch.arange(seqlen_q, device=attention_device) + seqlen_k - seqlen_q
     real = position >= leftpad[:, None]
     assert_close(ours[real], stock[real], rtol=1e-5, atol=1e-5)
@@ -285,7 +291,7 @@ def test_float64_on_cuda_runs_sdpa():
     with FakeTensorMode(), pytest.warns(UserWarning, match="no float64; such calls use torch's"):
         q, k, v = (torch.ones(2, 3, 5, 8, dtype=torch.float64, device="cuda") for _ in range(3))
         leftpad = torch.ones(2, dtype=torch.int32, device="cuda")
-        out, _ = hf_attention.attention_forward(Layer(), q, k, v, leftpad)
+        out, _ = hf_attention.attention_forward(Layer(), q, k, v, hf_numbers.leftpad_mask(leftpad))
     assert out.shape == (2, 5, 3, 8) and out.dtype == torch.float64
 
 
@@ -307,13 +313,14 @@ def test_no_mask_with_spare_keys_is_aligned_at_the_top_left(attention_device):
 def test_what_the_op_cannot_do_runs_sdpa_with_one_warning(more, said, masked):
     qkv = views("cpu", 6, 6)
     leftpad = torch.tensor([0, 2], dtype=torch.int32) if masked else None
-    dense = hf_numbers.causal_mask(leftpad, 6, 6) if masked else None
+    dense = hf_numbers.Numbers(True, leftpad).dense(6, 6) if masked else None
+    mask = hf_numbers.leftpad_mask(leftpad) if masked else None
     outs = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             torch.manual_seed(3)
-            outs.append(hf_attention.attention_forward(Layer(), *qkv, leftpad, **more)[0])
+            outs.append(hf_attention.attention_forward(Layer(), *qkv, mask, **more)[0])
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     torch.manual_seed(3)
@@ -328,6 +335,139 @@ def test_features_of_no_path_are_refused():
     chosen = torch.zeros(2, 3, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match="has no indices .keys chosen for each query."):
         hf_attention.attention_forward(Layer(), *qkv, None, indices=chosen)
+
+
+# ---- who is causal
+
+
+class LayerOfItsOwn(torch.nn.Module):
+    """Says nothing of is_causal."""
+
+
+class TextCrossAttention(LayerOfItsOwn):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("module", "given", "causal"),
+    [
+        (Layer(), None, True),
+        (Layer(is_causal=False), None, False),
+        (Layer(), False, False),
+        (Layer(is_causal=False), True, True),
+        (LayerOfItsOwn(), None, True),
+        (TextCrossAttention(), None, False),
+        (TextCrossAttention(), True, True),
+    ],
+)
+@pytest.mark.parametrize("dropout", [0.0, 1e-30])
+def test_who_is_causal_without_a_mask(module, given, causal, dropout):
+    """With a dropout SDPA runs, and must be told."""
+    qkv = views("cpu", 6, 6)
+    got, _ = hf_attention.attention_forward(module, *qkv, None, is_causal=given, dropout=dropout)
+    want = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=causal)
+    assert_close(got, want.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+def test_mllama_without_a_cross_attention_mask_equals_eager():
+    """Its cross attention has no is_causal, and SDPA takes it for causal."""
+    config = transformers.MllamaTextConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        cross_attention_layers=[1],
+        pad_token_id=0,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        initializer_range=0.3,
+    )
+    outs = []
+    state = None
+    for name in ("torchweld", "eager"):
+        model = transformers.MllamaForCausalLM._from_config(
+            copy.deepcopy(config), attn_implementation=name
+        ).eval()
+        state = state or model.state_dict()
+        model.load_state_dict(state)
+        for layer in model.model.layers:
+            if hasattr(layer, "cross_attn_attn_gate"):  # 0 in a new model
+                torch.nn.init.ones_(layer.cross_attn_attn_gate)
+        torch.manual_seed(1)
+        inputs = {
+            "input_ids": torch.randint(1, VOCAB, (2, 6)),
+            "cross_attention_states": torch.randn(2, 6, 32),
+        }
+        with torch.no_grad():
+            outs.append(model(**inputs).logits)
+    assert_close(*outs, rtol=1e-4, atol=1e-4)
+
+
+BOTH_WAYS = {"no mask": None, "ones": (0, 0, 0), "left": (0, 3, 7)}
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Llama"])
+@pytest.mark.parametrize("mask", BOTH_WAYS)
+def test_a_decoder_made_bidirectional_by_its_layers(attention_device, name, mask):
+    """As LLM2Vec does: each prompt sees itself in both directions, padded or not."""
+    pads = BOTH_WAYS[mask]
+    make = gpt2 if name == "GPT2" else lambda *args: small(name, *args)
+    ours, stock = (make(attention_device, each) for each in _NAMES)
+    layers = [m for model in (ours, stock) for m in model.modules() if hasattr(m, "is_causal")]
+    assert len(layers) == 4
+    for layer in layers:
+        layer.is_causal = False
+    inputs = batch(attention_device, pads or (0, 0, 0))
+    if pads is None:
+        del inputs["attention_mask"]
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        together = ours(**inputs).logits
+        for row, pad in enumerate(pads or (0, 0, 0)):
+            alone = stock(input_ids=inputs["input_ids"][row : row + 1, pad:]).logits
+            assert_close(together[row : row + 1, pad:], alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["holes", "window", "static cache"])
+def test_a_layer_that_is_not_causal_refuses_a_mask_that_says_more(case):
+    model = small("Mistral", "cpu", sliding_window=4 if case == "window" else 64)
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    inputs = batch("cpu", (0, 0, 0))
+    if case == "holes":
+        inputs["attention_mask"][0, 4] = 0
+    elif case == "static cache":
+        inputs["past_key_values"] = transformers.StaticCache(config=model.config, max_cache_len=16)
+    with pytest.raises(ValueError, match="set config.is_causal = False instead") as error:
+        model(**inputs)
+    assert "MistralAttention.is_causal must be True" in str(error.value)
+
+
+# ---- masks that a caller may give
+
+
+def test_one_row_of_a_mask_stands_for_the_batch(attention_device):
+    ours = small("Llama", attention_device)
+    inputs = batch(attention_device, (3, 3, 3))
+    want = logits_of(ours, inputs)
+    inputs["attention_mask"] = inputs["attention_mask"][:1]
+    assert torch.equal(logits_of(ours, inputs), want)
+
+
+def logits_of(model, inputs):
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(3,), (2, 12), (12,)])
+def test_a_mask_of_another_batch_is_refused(dtype, shape):
+    inputs = batch("cpu")
+    inputs["attention_mask"] = torch.ones(shape, dtype=dtype)
+    with pytest.raises(ValueError, match=r"attention_mask must be \(3, positions\), but got"):
+        small("Llama", "cpu")(**inputs)
 
 
 # ---- whole models

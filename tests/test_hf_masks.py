@@ -80,8 +80,6 @@ def assert_equal_at(tokens, got, want):
 
 
 def dense(mask, q_length, kv_length):
-    if hf_numbers.is_leftpad(mask):
-        return hf_numbers.causal_mask(mask, q_length, kv_length)
     return hf_numbers.split(mask, q_length, mask.device).dense(q_length, kv_length)
 
 
@@ -129,7 +127,7 @@ def test_numbers_equal_the_mask_of_sdpa(padded, pattern, q_length, kv_length, q_
     got = hf_mask.attention_mask(**call)
     want = masking_utils.sdpa_mask(**call, allow_is_causal_skip=False)
     if got is None:
-        got = torch.zeros(3, dtype=torch.int32)
+        got = hf_numbers.leftpad_mask(torch.zeros(3))
     assert got.dtype == torch.int32
     position = torch.arange(q_length) + int(q_offset)
     tokens = PADDED[:, position] if padded else torch.ones(3, q_length, dtype=torch.bool)
@@ -137,25 +135,37 @@ def test_numbers_equal_the_mask_of_sdpa(padded, pattern, q_length, kv_length, q_
     assert torch.equal(got[:, 0][tokens], want[:, 0][tokens])
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_numbers_of_a_bidirectional_mask(full):
+TWO_WAY = {
+    "full": [[1] * 9] * 3,
+    "left": [[1] * 9, [0, 0, *[1] * 7], [0] * 9],
+    "right": [[1] * 9, [1] * 7 + [0, 0], [0] * 9],
+    "both": [[1] * 9, [0, 0, *[1] * 7], [1] * 7 + [0, 0]],
+}
+
+
+@pytest.mark.parametrize("q_length", [9, 4])
+@pytest.mark.parametrize("padding", TWO_WAY)
+def test_numbers_of_a_bidirectional_mask(padding, q_length):
     call = dict(
         batch_size=3,
-        q_length=9,
+        q_length=q_length,
         kv_length=9,
         q_offset=0,
         mask_function=masking_utils.bidirectional_mask_function,
-        attention_mask=torch.ones_like(PADDED) if full else PADDED,
+        attention_mask=torch.tensor(TWO_WAY[padding]).bool(),
         allow_is_causal_skip=False,
         allow_is_bidirectional_skip=True,
         device="cpu",
     )
     got, want = hf_mask.attention_mask(**call), masking_utils.sdpa_mask(**call)
-    if full:
+    if padding == "full":
         assert got is None and want is None
+    elif padding == "both":
+        assert got.torchweld_reason == hf_mask.BOTH_SIDES and torch.equal(got, want)
+    elif padding == "left" and q_length != 9:
+        assert got.torchweld_reason == hf_mask.LEFT_OF_OTHERS and torch.equal(got, want)
     else:
-        assert got.shape == (3, 2, 1, 1) and torch.equal(dense(got, 9, 9), want)
-        assert torch.equal(dense(got, 4, 9), want[:, :, :4])  # as many queries as there may be
+        assert got.dtype == torch.uint32 and torch.equal(dense(got, q_length, 9), want)
 
 
 def config_of(name="Mistral", **changes):
@@ -412,6 +422,181 @@ def test_gradients_through_packed_sequences(attention_device):
     assert_equal_gradients(got, gradients(stock.train(), inputs, inputs["input_ids"]))
 
 
+DOCUMENTS = (3, 5, 1, 3)
+FLATTENED = {
+    "GPT-2": ("gpt2", "GPT2LMHeadModel", {"n_embd": 32, "attn_pdrop": 0.0}),
+    "Llama": ("llama", "LlamaForCausalLM", {}),
+    "Mistral": ("mistral", "MistralForCausalLM", {"sliding_window": 2}),
+    "Gemma 2": LOCAL["Gemma 2"],
+    "gpt-oss": LOCAL["gpt-oss"],
+}
+
+
+def flattened(device):
+    """The documents, and the batch that transformers makes of them for flash attention."""
+    tokens = torch.randint(1, VOCAB, (sum(DOCUMENTS),), generator=torch.Generator().manual_seed(1))
+    documents = [{"input_ids": part.tolist()} for part in tokens.split(DOCUMENTS)]
+    collate = transformers.DataCollatorWithFlattening(
+        return_tensors="pt", return_flash_attn_kwargs=True
+    )
+    packed = collate(documents)
+    moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in packed.items()}
+    return [torch.tensor([d["input_ids"]], device=device) for d in documents], moved
+
+
+@pytest.mark.parametrize(
+    "case", ["cache", "no cache", "ones", "static cache", "static cache, ones", "4-D", "holes"]
+)
+@pytest.mark.parametrize("model", FLATTENED)
+def test_flattened_documents_equal_each_alone(attention_device, model, case):
+    kind, name, changes = FLATTENED[model]
+    ours, stock = pair(kind, name, attention_device, **changes)
+    documents, packed = flattened(attention_device)
+    labels = packed.pop("labels")
+    length = labels.shape[1]
+    if "ones" in case:
+        packed["attention_mask"] = torch.ones_like(labels)
+    elif case == "holes":
+        packed["attention_mask"] = torch.ones_like(labels)
+        packed["attention_mask"][0, [3, 4]] = 0  # the first tokens of a document
+    elif case == "4-D":
+        if model in ("Mistral", "Gemma 2", "gpt-oss"):
+            pytest.skip("such a mask stands for the window too")
+        packed["attention_mask"] = torch.ones(
+            1, 1, length, length, dtype=torch.bool, device=attention_device
+        ).tril()
+    if "static" in case:
+        packed["past_key_values"] = transformers.StaticCache(ours.config, max_cache_len=20)
+    packed["use_cache"] = case != "no cache"
+    with torch.no_grad():
+        with Calls() as calls:
+            got = ours(**packed).logits[0]
+        want = [stock(input_ids=each, use_cache=False).logits[0] for each in documents]
+    if case in ("4-D", "holes"):
+        assert not calls.op
+    else:
+        expect(calls, layers_of(ours))
+    tokens = torch.ones(length, dtype=torch.bool)
+    if case == "holes":
+        tokens[3:5] = False
+        mask = torch.tensor([[0, 0, 1, 1, 1]], device=attention_device)
+        with torch.no_grad():
+            want[1] = stock(
+                input_ids=documents[1],
+                attention_mask=mask,
+                position_ids=torch.arange(5, device=attention_device)[None],
+                use_cache=False,
+            ).logits[0]
+    assert_equal_at(tokens, got, torch.cat(want))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 1e-30])
+def test_gradients_through_flattened_documents(attention_device, dropout):
+    """Of the op, and of SDPA, which runs where a dropout is on."""
+    changes = {"attention_dropout": dropout}
+    ours, stock = pair("llama", "LlamaForCausalLM", attention_device, **changes)
+    documents, packed = flattened(attention_device)
+    labels = packed.pop("labels")
+    ours.train().zero_grad()
+    ours(**packed, labels=labels).loss.backward()
+    count = sum(len(each[0]) - 1 for each in documents)
+    for each in documents:
+        if each.shape[1] > 1:
+            loss = stock(input_ids=each, labels=each, use_cache=False).loss
+            (loss * (each.shape[1] - 1) / count).backward()
+    got, want = ({name: p.grad for name, p in model.named_parameters()} for model in (ours, stock))
+    assert_equal_gradients(got, want)
+
+
+def test_flattened_documents_of_several_rows(attention_device):
+    """The ends are counted through the rows, one behind the other."""
+    ours, stock, inputs = packed(attention_device, {})
+    starts = (inputs["position_ids"].flatten() == 0).nonzero().flatten()
+    ends = torch.cat([starts, starts.new_tensor([36])]).to(torch.int32)
+    with torch.no_grad():
+        got = ours(**inputs, cu_seq_lens_q=ends, cu_seq_lens_k=ends).logits
+        want = stock(**inputs, use_cache=False).logits
+    assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_flattened_documents_in_a_compiled_model(attention_device, fullgraph):
+    ours, stock = pair("llama", "LlamaForCausalLM", attention_device)
+    documents, packed = flattened(attention_device)
+    del packed["labels"]
+    compiled = torch.compile(ours, fullgraph=fullgraph, backend="aot_eager")
+    with torch.no_grad():
+        got = compiled(**packed).logits[0]
+        want = [stock(input_ids=each, use_cache=False).logits[0] for each in documents]
+    assert_close(got, torch.cat(want), rtol=1e-5, atol=1e-5)
+
+
+def misfit(**changes):
+    _, packed = flattened("cpu")
+    del packed["labels"]
+    return {**packed, **changes}
+
+
+def ends_of(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+GOOD = ends_of(0, 3, 8, 9, 12)
+MISFITS = {
+    "one of them": ({"cu_seq_lens_k": None}, "integer tensors .documents . 1,., but got cu_seq_le"),
+    "no tensor": ({"cu_seq_lens_q": [0, 12]}, "must be integer tensors"),
+    "2-D": ({"cu_seq_lens_q": GOOD[None]}, "must be integer tensors"),
+    "other documents of the keys": (
+        {"cu_seq_lens_k": ends_of(0, 4, 8, 9, 12)},
+        "must be equal and",
+    ),
+    "other counts": ({"cu_seq_lens_k": ends_of(0, 12)}, "must be equal, for as many keys as quer"),
+    "too short": (
+        dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends_of(0, 4)),
+        "count up from",
+    ),
+    "not from 0": (dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends_of(1, 12)), "count up"),
+    "downwards": (dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends_of(0, 9, 3, 12)), "count"),
+    "rows": ({"input_ids": torch.ones(2, 12, dtype=torch.int64), "position_ids": None}, "2 x 12"),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_flattened_documents_that_do_not_fit_are_refused(case):
+    changes, sentence = MISFITS[case]
+    ours, _ = pair("llama", "LlamaForCausalLM", "cpu")
+    with pytest.raises(ValueError, match=sentence) as error:
+        ours(**misfit(**changes))
+    assert "cu_seq_lens_q" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_flattened_documents_behind_cached_tokens_are_refused():
+    for cache in ("dynamic", "static"):
+        ours, _ = pair("llama", "LlamaForCausalLM", "cpu")
+        past = transformers.DynamicCache()
+        if cache == "static":
+            past = transformers.StaticCache(ours.config, max_cache_len=24)
+        inputs = misfit(past_key_values=past)
+        first = {k: v for k, v in inputs.items() if k in ("input_ids", "past_key_values")}
+        ours(**first)
+        with pytest.raises(ValueError, match="cu_seq_lens_q and cu_seq_lens_k must be equal"):
+            ours(**inputs)
+
+
+def test_flattened_documents_of_other_attention_are_refused():
+    encoder = bert("cpu")[0]
+    with pytest.raises(ValueError, match="must be for causal attention, but got it in BertSelf"):
+        encoder(input_ids=misfit()["input_ids"], cu_seq_lens_q=GOOD, cu_seq_lens_k=GOOD)
+    chunks, _ = pair(*LOCAL["Llama 4"][:2], "cpu", attention_chunk_size=4)
+    with pytest.raises(ValueError, match="whose config has attention_chunk_size"):
+        chunks(**misfit())
+    q, k = torch.zeros(1, 2, 12, 8), torch.zeros(1, 2, 7, 8)
+    with pytest.raises(ValueError, match="12 queries and 7 keys in Identity; leave them out where"):
+        hf_attention.attention_forward(
+            nn.Identity(), q, k, k, None, cu_seq_lens_q=GOOD, cu_seq_lens_k=GOOD
+        )
+
+
 @pytest.mark.parametrize("model", ["gpt-oss", "Gemma 2"])
 def test_gradients_of_sinks_and_through_softcap(attention_device, model):
     kind, name, changes = LOCAL[model]
@@ -451,11 +636,9 @@ def test_bert_with_padding_equals_eager(attention_device, side):
             got = ours(**inputs).logits
         expect(calls, 2)
         assert_close(got[tokens], stock(**inputs).logits[tokens], rtol=1e-5, atol=1e-5)
-    start, end = calls.op[0]["key_start"], calls.op[0]["key_end"]
-    assert not calls.op[0].get("causal")
-    left = [[pad] * 12 for pad in (0, 3, 7)]
-    assert start.tolist() == (left if side == "left" else [[0] * 12] * 3)
-    assert end.tolist() == ([12] * 3 if side == "left" else [12, 9, 5])
+    assert not calls.op[0].get("causal") and calls.op[0].get("key_start") is None
+    given = calls.op[0]["leftpad" if side == "left" else "key_end"]
+    assert given.tolist() == ([0, 3, 7] if side == "left" else [12, 9, 5])
 
 
 def test_cross_attention_with_padding_equals_eager(attention_device):

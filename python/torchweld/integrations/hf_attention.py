@@ -20,7 +20,7 @@ from torch import Tensor
 from torchweld import _library
 from torchweld.distributed import _active
 
-from . import hf_numbers
+from . import hf_numbers, hf_packed
 from .hf_numbers import Numbers
 
 try:
@@ -151,18 +151,44 @@ def _eager_attention(
     return eager(module, query, key, value, mask, **kwargs)
 
 
+def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
+    """Whether a layer that is given no mask sees earlier keys alone.
+
+    A layer that says nothing of itself is causal, as transformers takes it, unless it attends to
+    another sequence.
+    """
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", None)
+    if is_causal is None:
+        is_causal = not getattr(module, "is_cross_attention", "Cross" in type(module).__name__)
+    return bool(is_causal)
+
+
 def _numbers(
     mask: Tensor | None, query: Tensor, module: torch.nn.Module, is_causal: bool | None
 ) -> Numbers | None:
-    """What a mask says to the op, or None where it is a dense one."""
-    if mask is not None and hf_numbers.is_leftpad(mask):
-        return Numbers(True, mask if mask.device == query.device else mask.to(query.device))
+    """What a mask says to the op, or None where it is a dense one.
+
+    Raises:
+        ValueError: The mask is for other queries, or the layer must not be causal and the mask says
+            more than that and padding.
+    """
+    numbers = None
     if mask is None or mask.shape == (0, 0, 0, 0):
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        return Numbers(causal=bool(causal))
-    if hf_numbers.is_ranges(mask):
-        return hf_numbers.split(mask, query.shape[2], query.device)
-    return None
+        return Numbers(causal=_is_causal(module, is_causal))
+    if hf_numbers.is_numbers(mask):
+        numbers = hf_numbers.split(mask, query.shape[2], query.device)
+    causal = getattr(mask, "torchweld_causal", False) if numbers is None else numbers.causal
+    # The mask comes from the config, and who sets is_causal = False on a layer means that layer.
+    if causal and query.shape[2] > 1 and not _is_causal(module, is_causal):
+        if numbers is None or numbers.leftpad is None:
+            raise ValueError(
+                f'attn_implementation="torchweld": {type(module).__name__}.is_causal must be True '
+                "where the model makes a causal mask with windows, holes, a static cache or a "
+                "function of its own, but got False; set config.is_causal = False instead"
+            )
+        numbers = numbers._replace(causal=False)
+    return numbers
 
 
 def attention_forward(
@@ -187,9 +213,11 @@ def attention_forward(
         attention_mask: What :func:`.hf_mask.attention_mask` returned, or a 4-D mask.
         dropout: Dropout probability of the attention weights; above 0 the op is not used.
         scaling: Factor of the scores, head_dim^-0.5 by default.
-        is_causal: Overrides ``module.is_causal`` where there is no mask.
+        is_causal: Overrides ``module.is_causal``. False is followed where the mask is a causal one
+            too, if that says nothing beside padding.
         **kwargs: Other features of transformers. ``softcap`` and ``s_aux`` (attention sinks) go to
-            the op; others that change the result take SDPA.
+            the op, and so do packed documents (``cu_seq_lens_q``, ``cu_seq_lens_k``:
+            :mod:`.hf_packed`); others that change the result take SDPA.
 
     Returns:
         ``(batch, seqlen_q, nheads, head_dim_v)``, and the attention weights where they are asked
@@ -199,6 +227,7 @@ def attention_forward(
         NotImplementedError: The build has no attention kernel for the device.
         ValueError: The model needs what no path has (keys chosen for each query), or what eager
             attention alone has, and it has no eager attention; or what context_parallel has not.
+            Packed documents or is_causal don't fit the mask.
         RuntimeError: It is inside of torch's context_parallel().
     """
     _active.refuse_torchs_own('attn_implementation="torchweld"')
@@ -212,7 +241,15 @@ def attention_forward(
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     numbers = _numbers(attention_mask, query, module, is_causal)
     causal = numbers is not None and numbers.causal
-    unmasked = numbers is not None and numbers.leftpad is None and numbers.key_end is None
+    unmasked = numbers is not None and not numbers.tensors()
+    # No mask at all means "aligned at the top left" to transformers: a static cache that has just
+    # been filled, with nothing behind the queries yet.
+    top_left = causal and unmasked and 1 < seqlen_q < seqlen_k
+    keys = seqlen_q if top_left else seqlen_k
+    start = hf_packed.key_start(module, query, keys, numbers, kwargs)
+    if start is not None and numbers is not None:
+        numbers, unmasked = hf_packed.apply(start, numbers), False
+        key, value, seqlen_k = key[:, :, :keys], value[:, :, :keys], keys
 
     reason = None
     weights = _weights_are_wanted(kwargs)
@@ -239,6 +276,8 @@ def attention_forward(
         return out.transpose(1, 2).contiguous(), None
     if reason is not None:
         mask = attention_mask if numbers is None else numbers.dense(seqlen_q, seqlen_k)
+        if numbers is None and start is not None:
+            mask = hf_packed.apply_dense(start, mask)
         more = {"dropout": dropout, "scaling": scaling, **kwargs}
         lacking = "attention weights to return" if weights else None
         if softcap is not None or sink is not None:
@@ -251,15 +290,16 @@ def attention_forward(
         warn_once(reason)
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        return sdpa_attention_forward(module, query, key, value, mask, is_causal=is_causal, **more)
+        # NOTE: not is_causal, for which SDPA has a default of its own.
+        return sdpa_attention_forward(module, query, key, value, mask, is_causal=causal, **more)
 
-    if causal and unmasked and seqlen_q > 1 and seqlen_k > seqlen_q:
-        # No mask at all means "aligned at the top left" to transformers: a static cache that has
-        # just been filled, with nothing behind the queries yet.
+    if top_left:
         key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
     more = {}
+    if numbers.key_start is not None:
+        more["key_start"] = numbers.key_start
     if numbers.key_end is not None:
-        more.update(key_start=numbers.key_start, key_end=numbers.key_end)
+        more["key_end"] = numbers.key_end
     if softcap is not None or sink is not None:
         more.update(softcap=softcap, sink=sink)
     # What is not there is not named: the dispatcher looks at every name, which takes the host.

@@ -78,7 +78,7 @@ def mask(
         leftpad = before_first_token(tokens)
     context.leftpad, context.seen_positions = leftpad, None
     if pattern.window is None and pattern.chunk is None:
-        return leftpad
+        return None if leftpad is None else hf_numbers.leftpad_mask(leftpad)
     start = pattern.key_start(positions, 0).expand(batch_size, -1)
     if leftpad is not None:
         start = start.maximum(leftpad[:, None])
@@ -115,6 +115,8 @@ def attention(
     Raises:
         ValueError: The call is not served, or position_ids are not this process's.
     """
+    if kwargs.get("cu_seq_lens_q") is not None:
+        reason = "cu_seq_lens_q is given"
     if reason is None and (numbers is None or not numbers.causal):
         reason = "the layer's mask is another one"
     if reason is not None:

@@ -11,6 +11,7 @@ pattern                                 what runs
 causal                                  the op
 causal with a window or in chunks       the op
 packed sequences, by position_ids       the op
+packed sequences, by cu_seq_lens_q      the op
 static cache, sliding or not            the op
 bidirectional, cross attention          the op
 bidirectional with a window             sdpa
@@ -29,6 +30,9 @@ none given                              the op           the op
 1..0..1, holes                          sdpa             sdpa
 ======================================  ===============  ===================
 
+Bidirectional attention runs the op where all rows are padded on one side, whichever it is, and
+sdpa where both sides occur; cross attention does so where keys are padded on the right.
+
 At padding the values differ from those of other implementations, but they are finite. Holes are a
 matter of data: ``generate`` makes them itself where a prompt holds the pad token and no mask is
 given. Numbers can't say them, and nothing on the device can choose between two paths, so the host
@@ -38,6 +42,11 @@ CUDA graph capture can't look, so their graphs hold the path that is right for e
 ``generate`` with a static cache makes its masks outside of the graph that it compiles. Without a
 mask and a cache torch.compile can't tell if sequences are packed either: such graphs hold ``sdpa``,
 but for a GPT-2 that went through ``fuse``.
+
+transformers looks into position_ids only where there is neither a mask nor a cache, and a model's
+cache is on by default: pass ``use_cache=False``, or the ``cu_seq_lens_q`` and ``cu_seq_lens_k`` of
+``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``, which hold whatever mask or cache
+there is. Where they can't be used they are refused.
 """
 
 from __future__ import annotations
@@ -55,13 +64,15 @@ from torchweld.ops.leftpad import before_first_token, is_readable
 from . import hf_pattern
 from .hf_attention import MAYBE_PACKED, UNREADABLE, warn_once
 from .hf_models import check_config, wants_whole_masks
-from .hf_numbers import is_leftpad, ranges
+from .hf_numbers import bidirectional, leftpad_mask, ranges
 from .hf_pattern import Pattern
 
 UNKNOWN = "the mask has a function that torchweld does not know (custom, or blocks of tokens)"
 TWO_SIDED = "the mask is a window to both sides"
 WHOLE = "the model changes the mask, so it gets the whole one"
 HOLES = "attention_mask has padding between tokens"
+BOTH_SIDES = "attention_mask has padding on both sides of what is not causal"
+LEFT_OF_OTHERS = "attention_mask has padding on the left of the keys of a cross attention"
 NOT_2D = "attention_mask is not (batch, positions)"
 TOO_SHORT = "attention_mask ends before the last query"
 NO_POSITION = "the position of the queries among the keys is not known"
@@ -115,12 +126,10 @@ def attention_mask(
         bool 4-D mask of ``sdpa``.
 
     Raises:
-        ValueError: The model does not take its attention from transformers' AttentionInterface, or
-            neither supports ``sdpa`` nor lacks it for what torchweld's op has; or
-            context_parallel does not serve the mask.
+        ValueError: attention_mask is for another batch. Or the model does not take its attention
+            from transformers' AttentionInterface, or neither supports ``sdpa`` nor lacks it for
+            what torchweld's op has; or context_parallel does not serve the mask.
     """
-    if attention_mask is not None and is_leftpad(attention_mask):
-        return attention_mask  # generate makes the masks first and then calls the model with them
     config = kwargs.get("config")
     if config is not None:
         check_config(type(config))
@@ -131,6 +140,8 @@ def attention_mask(
     device = kwargs.get("device")
     if device is None:
         device = "cpu" if attention_mask is None else attention_mask.device
+    if attention_mask is not None:
+        attention_mask = _of_batch(attention_mask, batch_size)
     call = Call(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, device)
     if _active.current is not None:
         from . import hf_context
@@ -174,7 +185,24 @@ def attention_mask(
         warn_once(reason, traced=True)
     elif mask is not None:
         mask.torchweld_reason = reason
+        mask.torchweld_causal = pattern is not None and pattern.causal
     return mask
+
+
+def _of_batch(attention_mask: Tensor, batch_size: int) -> Tensor:
+    """The mask with a row for every sequence: one row stands for all.
+
+    Raises:
+        ValueError: It has no rows, or not as many as there are sequences.
+    """
+    if attention_mask.dim() < 2 or attention_mask.shape[0] not in (1, batch_size):
+        raise ValueError(
+            f'attn_implementation="torchweld": attention_mask must be ({batch_size}, positions), '
+            f"but got {tuple(attention_mask.shape)}"
+        )
+    if attention_mask.shape[0] == batch_size:
+        return attention_mask
+    return attention_mask.expand(batch_size, *attention_mask.shape[1:])
 
 
 def _traced(
@@ -254,7 +282,7 @@ def _causal(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | None, st
         # causal, which None would not mean to transformers: zero pads do.
         if leftpad is None and call.q_length != call.kv_length and call.q_length != 1:
             leftpad = torch.zeros(call.batch_size, dtype=torch.int32, device=call.device)
-        return leftpad, None
+        return None if leftpad is None else leftpad_mask(leftpad), None
     if windowed or chunked or packed or leftpad is None:
         position = torch.arange(call.q_length, device=call.device) + (last - call.q_length)
         key_start = pattern.key_start(position, call.kv_offset).expand(call.batch_size, -1)
@@ -283,13 +311,22 @@ def _bidirectional(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | N
     if call.attention_mask is None:
         return None, None if skip else WHOLE
     tokens = _tokens(call)
-    holes, full = _read(_has_holes(tokens), tokens.all())
-    if full and skip:
-        return None, None
+    first, count = before_first_token(tokens), tokens.sum(1)
+    some = count > 0
+    left = ((first > 0) & some).any()
+    right = ((first + count < call.kv_length) & some).any()
+    holes, full, left, right = _read(_has_holes(tokens), tokens.all(), left, right)
     if holes:
         return None, HOLES
-    first = before_first_token(tokens)
-    return ranges(first + tokens.sum(1), first[:, None]), None
+    if full and skip:
+        return None, None
+    if not left:
+        return bidirectional(count), None
+    if right:
+        return None, BOTH_SIDES
+    if call.q_length != call.kv_length:
+        return None, LEFT_OF_OTHERS
+    return bidirectional(first + count, first), None
 
 
 def _pads_of_suffixes(call: Call, last: int | None) -> Tensor | None:

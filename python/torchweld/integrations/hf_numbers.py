@@ -1,15 +1,20 @@
 """The masks that torchweld's mask function hands to the layers, and what they stand for.
 
 transformers carries one tensor from the mask function to every layer. Beside the dense masks that
-it knows there are two that hold numbers, all int32:
+it knows there are four that hold numbers:
 
-``(batch,)``
+int32 ``(batch, 1, 1, 1)``
     ``leftpad``: causal, and the keys end with the last query.
-``(batch, 1 + rows, 1, 1)``
-    ``key_end``, then ``key_start`` of every row. With as many rows as queries: causal. With one row
-    for all queries: each of them sees all keys from key_start to key_end. Four dimensions, because
-    transformers hands such masks on as they are, and models that cut a mask to the number of keys
-    cut the last one.
+int32 ``(batch, 1 + rows, 1, 1)``
+    ``key_end``, then ``key_start`` of every row: causal, with as many rows as queries.
+uint32 ``(batch, 1, 1, 1)``
+    ``key_end``: every query sees every key before it.
+uint32 ``(batch, 2, 1, 1)``
+    ``key_end``, which is the number of keys, then ``leftpad``: every query sees every key from
+    leftpad on. There are as many queries as keys.
+
+All have four dimensions, because transformers hands such masks on as they are, and models that cut
+a mask to the number of keys cut the last one. No caller's mask is of these dtypes.
 """
 
 from __future__ import annotations
@@ -25,40 +30,45 @@ class Numbers(NamedTuple):
 
     causal: bool
     leftpad: Tensor | None = None
-    key_start: Tensor | None = None  # (batch, seqlen_q)
+    key_start: Tensor | None = None  # (batch, seqlen_q), with causal alone
     key_end: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.leftpad, self.key_start, self.key_end) if t is not None]
 
     def dense(self, seqlen_q: int, seqlen_k: int) -> Tensor | None:
         """The bool mask ``(batch, 1, seqlen_q, seqlen_k)`` of the same meaning, None for none."""
-        if self.leftpad is not None:
-            return causal_mask(self.leftpad, seqlen_q, seqlen_k)
-        if self.key_end is None:
+        if not self.tensors():
             return None
-        key = torch.arange(seqlen_k, device=self.key_end.device)
-        end = self.key_end[:, None]
+        device = self.tensors()[0].device
+        key = torch.arange(seqlen_k, device=device)
+        end = seqlen_k if self.key_end is None else self.key_end[:, None]
         if self.causal:
-            end = end + torch.arange(1 - seqlen_q, 1, device=end.device)
-        visible = (key >= self.key_start[..., None]) & (key < end[..., None])
+            end = end + torch.arange(1 - seqlen_q, 1, device=device)
+        visible = key < torch.as_tensor(end, device=device)[..., None]
+        if self.leftpad is not None:
+            visible = visible & (key >= self.leftpad[:, None, None])
+        if self.key_start is not None:
+            visible = visible & (key >= self.key_start[..., None])
         return visible.expand(-1, seqlen_q, -1)[:, None]
 
 
-def causal_mask(leftpad: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """The bool mask ``(batch, 1, seqlen_q, seqlen_k)`` that ``leftpad`` stands for."""
-    key = torch.arange(seqlen_k, device=leftpad.device)
-    row = torch.arange(seqlen_q, device=leftpad.device) + (seqlen_k - seqlen_q)
-    return (key <= row[:, None]) & (key >= leftpad[:, None, None, None])
+def is_numbers(mask: Tensor) -> bool:
+    shape = mask.shape
+    return mask.dtype in (torch.int32, torch.uint32) and len(shape) == 4 and shape[2:] == (1, 1)
 
 
-def is_leftpad(mask: Tensor) -> bool:
-    return mask.dim() == 1 and mask.dtype == torch.int32
-
-
-def is_ranges(mask: Tensor) -> bool:
-    return mask.dim() == 4 and mask.dtype == torch.int32 and mask.shape[2:] == (1, 1)
+def leftpad_mask(leftpad: Tensor) -> Tensor:
+    """The causal mask of leftpad ``(batch,)``."""
+    leftpad = leftpad.to(torch.int32)
+    mask = leftpad.view(-1, 1, 1, 1)
+    if not torch.compiler.is_compiling():
+        mask.torchweld_leftpad = leftpad  # spares every layer of a step a view, for which it waits
+    return mask
 
 
 def ranges(key_end: Tensor, key_start: Tensor) -> Tensor:
-    """The mask of key_end ``(batch,)`` and key_start ``(batch, rows)``.
+    """The causal mask of key_end ``(batch,)`` and key_start ``(batch, rows)``.
 
     In memory the batch comes last: of a step with one query, which waits for the host, layers then
     take both parts without a copy.
@@ -67,23 +77,34 @@ def ranges(key_end: Tensor, key_start: Tensor) -> Tensor:
     return both.view(*both.shape, 1, 1).transpose(0, 1)
 
 
+def bidirectional(key_end: Tensor, leftpad: Tensor | None = None) -> Tensor:
+    """The mask of key_end ``(batch,)`` and maybe leftpad ``(batch,)`` that is not causal."""
+    parts = [key_end] if leftpad is None else [key_end, leftpad]
+    both = torch.stack(parts).to(torch.int32).view(torch.uint32)
+    return both.view(*both.shape, 1, 1).transpose(0, 1)
+
+
 def split(mask: Tensor, seqlen_q: int, device: torch.device) -> Numbers:
-    """What a mask of :func:`ranges` says to a layer of so many queries.
+    """What a mask of numbers says to a layer of so many queries.
 
     Raises:
         ValueError: it was made for another number of queries.
     """
-    numbers = mask[:, :, 0, 0].to(device)
+    if mask.device != device:
+        mask = mask.to(device)
+    if mask.dtype == torch.uint32:
+        parts = mask.view(torch.int32)[:, :, 0, 0].unbind(1)
+        if len(parts) == 1:
+            return Numbers(causal=False, key_end=parts[0])
+        return Numbers(causal=False, leftpad=parts[1])
+    if mask.shape[1] == 1:
+        given = None if torch.compiler.is_compiling() else getattr(mask, "torchweld_leftpad", None)
+        return Numbers(causal=True, leftpad=mask.view(-1) if given is None else given)
+    numbers = mask[:, :, 0, 0]
     key_end, key_start = numbers[:, 0].contiguous(), numbers[:, 1:]
-    if key_start.shape[1] not in (1, seqlen_q):
+    if key_start.shape[1] != seqlen_q:
         raise ValueError(
             f'attn_implementation="torchweld": the mask must be for {seqlen_q} queries, but got '
             f'one for {key_start.shape[1]}; use attn_implementation="eager" for this model'
         )
-    # One query that is the last one sees every key: causal or not is the same.
-    causal = key_start.shape[1] == seqlen_q
-    return Numbers(
-        causal=causal,
-        key_start=key_start.expand(-1, seqlen_q).contiguous(),
-        key_end=key_end,
-    )
+    return Numbers(causal=True, key_start=key_start.contiguous(), key_end=key_end)

@@ -1,0 +1,128 @@
+"""Packed documents as flash attention is told of them: ``cu_seq_lens_q`` and ``cu_seq_lens_k``.
+
+``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` makes them, and models hand them to
+every layer's attention function. They hold whatever cache or mask there is, so they are used there
+or refused, and never ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .hf_numbers import Numbers
+
+_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k")
+
+
+def _refusal(must: str, got: str, fix: str) -> ValueError:
+    return ValueError(
+        f'attn_implementation="torchweld": cu_seq_lens_q {must}, but got {got}; {fix}'
+    )
+
+
+def key_start(
+    module: nn.Module, query: Tensor, seqlen_k: int, numbers: Numbers | None, kwargs: dict[str, Any]
+) -> Tensor | None:
+    """The first key of each token's document, or None where nothing is packed.
+
+    Args:
+        module: The attention layer.
+        query: ``(batch, nheads, seqlen_q, head_dim)``.
+        seqlen_k: Number of keys.
+        numbers: What the mask says, None where it is a dense one.
+        kwargs: What the model hands to attention functions. ``cu_seq_lens_q`` and ``cu_seq_lens_k``
+            are integers ``(documents + 1,)``: 0 and the ends of the documents, counted through the
+            rows of the batch one behind the other.
+
+    Returns:
+        int32 ``(batch, seqlen_q)`` on the device of query. Nothing is read back from a GPU.
+
+    Raises:
+        ValueError: They can't be used: the attention is bidirectional or in chunks, there are keys
+            of earlier tokens, or they don't fit the batch or each other. What only a GPU's values
+            say fails as an assertion on the device.
+        RuntimeError: The same of values, under torch.compile.
+    """
+    ends, ends_k = (kwargs.get(name) for name in _NAMES)
+    if ends is None and ends_k is None:
+        return None
+    for name, value in zip(_NAMES, (ends, ends_k), strict=True):
+        good = isinstance(value, Tensor) and value.dim() == 1 and value.shape[0] > 1
+        if not good or value.is_floating_point():
+            got = f"{name} {tuple(value.shape)}" if isinstance(value, Tensor) else f"{name}={value}"
+            raise _refusal(
+                "and cu_seq_lens_k must be integer tensors (documents + 1,)",
+                got,
+                "use DataCollatorWithFlattening(return_flash_attn_kwargs=True)",
+            )
+    layer = type(module).__name__
+    if numbers is not None and not numbers.causal:
+        raise _refusal(
+            "must be for causal attention",
+            f"it in {layer}, which is not causal",
+            "give the documents as rows of a padded batch",
+        )
+    if getattr(getattr(module, "config", None), "attention_chunk_size", None) is not None:
+        raise _refusal(
+            "must be for attention that is not in chunks",
+            f"it in {layer}, whose config has attention_chunk_size",
+            "give position_ids alone, without attention_mask and with use_cache=False",
+        )
+    batch, seqlen_q = query.shape[0], query.shape[2]
+    cached = numbers is not None and numbers.key_end is not None  # how many keys, it alone knows
+    if ends.shape != ends_k.shape or (seqlen_k != seqlen_q and not cached) or seqlen_k < seqlen_q:
+        raise _refusal(
+            "and cu_seq_lens_k must be equal, for as many keys as queries",
+            f"{ends.shape[0] - 1} and {ends_k.shape[0] - 1} documents, {seqlen_q} queries and "
+            f"{seqlen_k} keys in {layer}",
+            "leave them out where keys are cached or come from another sequence",
+        )
+    same = ends is ends_k
+    ends, ends_k = ends.to(query.device), ends_k.to(query.device)
+    token = torch.arange(batch * seqlen_q, device=query.device)
+    document = torch.searchsorted(ends.to(token.dtype), token, right=True) - 1
+    start = ends[document.clamp_min(0)]
+    good = (ends[0] == 0) & (ends[-1] == batch * seqlen_q) & (ends.diff() >= 0).all()
+    start = start.view(batch, seqlen_q) - token.view(batch, seqlen_q)[:, :1]
+    if not same:
+        good = good & (ends == ends_k).all()
+    if batch > 1:  # no document goes on in the next row
+        good = good & (start[:, 0] == 0).all()
+    if cached:
+        good = good & (numbers.key_end == seqlen_q).all()
+    _require(good, batch, seqlen_q)
+    return start.to(torch.int32)
+
+
+def _require(good: Tensor, batch: int, seqlen_q: int) -> None:
+    error = _refusal(
+        f"and cu_seq_lens_k must be equal and count up from 0 to the batch's {batch} x {seqlen_q} "
+        "tokens, with every row's end among them and without cached tokens",
+        "other values",
+        "give the packed batch in one call, as DataCollatorWithFlattening makes it",
+    )
+    if type(good) is Tensor and good.device.type == "cpu" and not torch.compiler.is_compiling():
+        if not good:
+            raise error
+    else:
+        torch._assert_async(good, str(error))
+
+
+def apply(start: Tensor, numbers: Numbers) -> Numbers:
+    """What a causal mask and the documents say together."""
+    if numbers.leftpad is not None:
+        start = start.maximum(numbers.leftpad[:, None])
+    if numbers.key_start is not None:
+        start = start.maximum(numbers.key_start)
+    return Numbers(causal=True, key_start=start, key_end=numbers.key_end)
+
+
+def apply_dense(start: Tensor, mask: Tensor) -> Tensor:
+    """The same of a dense mask ``(batch, nheads or 1, seqlen_q, seqlen_k)``."""
+    together = (start[:, :, None] == start[:, None, :])[:, None]
+    if mask.dtype == torch.bool:
+        return mask & together
+    return mask.masked_fill(~together, torch.finfo(mask.dtype).min)
