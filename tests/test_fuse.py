@@ -20,13 +20,14 @@ transformers = pytest.importorskip("transformers")
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention  # noqa: E402
 from transformers.pytorch_utils import Conv1D  # noqa: E402
 
-from tiny_models import VOCAB, tiny_gpt2, tiny_grouped  # noqa: E402
+from tiny_models import VOCAB, tiny_gpt2, tiny_grouped, tiny_model  # noqa: E402
 from torchweld.integrations import (  # noqa: E402
     FuseReport,
     fuse,
     gpt2_layers,
     hf_attention,
     hf_numbers,
+    register_attention,
     unfuse,
 )
 
@@ -1014,6 +1015,24 @@ def test_a_model_without_gpt2_is_one_sentence(model):
     assert "\n" not in str(error.value) and type(model).__name__ in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("version", "got"), [("4.44.2", "4.44.2"), ("5.3.0", "5.3.0"), (None, "none")]
+)
+def test_a_transformers_that_is_too_old_is_one_sentence(monkeypatch, version, got):
+    import importlib.metadata
+
+    def installed(name):
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    sentence = f"needs transformers 5.4 or newer, but (there is |got ){got}; install it with `pip"
+    for asker, call in (("fuse", lambda: fuse(gpt2())), ("integrations", register_attention)):
+        with pytest.raises(ImportError, match=f"torchweld.{asker} {sentence}"):
+            call()
+
+
 def test_meta_parameters_are_refused():
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1))
@@ -1239,6 +1258,124 @@ def test_report_as_text_dict_and_table():
     assert "h.{0-1,3}.mlp" in table and "c_fc has hooks" in table and "1.25e-06" in table
 
 
+# ---- modules in several places, and in other places
+
+
+def in_several_places(case):
+    model = gpt2()
+    blocks = model.transformer.h
+    if case == "block":
+        model.transformer.h = nn.ModuleList([blocks[0]] * LAYERS)
+    elif case == "ln_1 and ln_2":
+        blocks[1].ln_2 = blocks[1].ln_1
+    elif case == "ln_f":
+        model.transformer.ln_f = blocks[0].ln_1
+    elif case == "attn.c_attn":
+        blocks[1].attn.c_attn = blocks[0].attn.c_attn
+    else:
+        setattr(blocks[1], case, getattr(blocks[0], case))
+    return model
+
+
+SEVERAL = {
+    "block": set(),
+    "attn": {"transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_attn"},
+    "attn.c_attn": {"transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_attn"},
+    "ln_1": {"transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_attn"},
+    "mlp": {"transformer.h.0.mlp", "transformer.h.1.mlp"},
+    "ln_1 and ln_2": {"transformer.h.1.attn.c_attn", "transformer.h.1.mlp"},
+    "ln_f": {"transformer.h.0.attn.c_attn"},
+}
+
+
+@pytest.mark.parametrize("case", SEVERAL)
+def test_modules_that_a_model_uses_in_several_places(case):
+    model = in_several_places(case)
+    stock = copy.deepcopy(model)
+    # A cache holds keys by the layer, which a shared attention has one of.
+    inputs = {**batch("cpu", (0, 0)), "use_cache": False}
+    want = logits(stock, **inputs)
+    report = fuse(model)
+    assert {path for path, _ in report.skipped} == SEVERAL[case]
+    assert all("is used in 2 places of the model" in why for _, why in report.skipped)
+    assert set(report.replaced) == places() - SEVERAL[case]
+    assert_close(logits(model, **inputs), want, rtol=1e-5, atol=1e-5)
+    assert set(unfuse(model)) == places() - SEVERAL[case]
+    assert torch.equal(logits(model, **inputs), want)
+
+
+MOVED = {
+    "attn": "h.0.attn.c_attn",
+    "mlp": "h.0.mlp",
+    "ln_1": "h.0.ln_1",
+    "ln_2": "h.0.ln_2",
+    "attn.c_attn": "h.0.attn.c_attn",
+    "ln_1 to ln_2": "h.1.ln_2",
+    "ln_1 to ln_f": "ln_f",
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("case", MOVED)
+def test_a_part_that_was_moved_after_fuse_is_refused(case, compiled):
+    model, stock = pair()
+    for each in (model, stock):
+        blocks = each.transformer.h
+        if case == "attn.c_attn":
+            blocks[0].attn.c_attn = blocks[1].attn.c_attn
+        elif case == "ln_1 to ln_2":
+            blocks[1].ln_2 = blocks[1].ln_1
+        elif case == "ln_1 to ln_f":
+            each.transformer.ln_f = blocks[1].ln_1
+        else:
+            setattr(blocks[0], case, getattr(blocks[1], case))
+    # A cache holds keys by the layer, which a shared attention has one of.
+    inputs = {**batch("cpu", (0, 0)), "use_cache": False}
+    sentence = f"torchweld.fuse: {MOVED[case]} must be in the place where it was fused"
+    call = torch.compile(model, backend="aot_eager") if compiled else model
+    with pytest.raises(Exception, match=sentence):
+        logits(call, **inputs)
+    unfuse(model)
+    want = logits(stock, **inputs)
+    assert torch.equal(logits(model, **inputs), want)
+    fuse(model)
+    assert_close(logits(model, **inputs), want, rtol=1e-5, atol=1e-5)
+
+
+def test_whole_blocks_may_be_moved_after_fuse():
+    model, stock = pair()
+    for each in (model, stock):
+        blocks = each.transformer.h
+        each.transformer.h = nn.ModuleList(
+            [blocks[1], blocks[0], blocks[1], copy.deepcopy(blocks[0])]
+        )
+    inputs = batch("cpu", (0, 0))
+    ours = logits(model, **inputs, use_cache=False)
+    assert_close(ours, logits(stock, **inputs, use_cache=False), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_norms_that_are_cast_after_fuse(autocast):
+    """ "For stability": torch's LayerNorm takes float32 weights beside 16 bits on a CPU."""
+    model, stock = pair()
+    for each in (model, stock):
+        each.bfloat16()
+        for module in each.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.float()
+    inputs = batch("cpu", (0, 0))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        with Calls() as calls:
+            ours = logits(model, **inputs)
+        want = logits(stock, **inputs)
+    assert bool(calls.names["torchweld::layer_norm_linear"]) == autocast
+    assert_close(ours, want, rtol=2e-2, atol=2e-2)
+    model.float()
+    with Calls() as calls:
+        logits(model, **inputs)
+    assert calls.names["torchweld::layer_norm_linear"] == 2 * LAYERS
+
+
 # ---- models that are no GPT-2
 
 
@@ -1294,13 +1431,177 @@ def test_another_model_that_fails_its_sample_stays_stock():
     assert model.config._attn_implementation == "sdpa" and unfuse(model) == []
 
 
-def test_a_model_without_a_default_sample_is_not_compared():
-    settings = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
-    config = transformers.BertConfig(**settings, intermediate_size=48)
-    report = fuse(transformers.BertModel(copy.deepcopy(config)))
-    assert report and report.max_abs_diff is None and "not measured" in str(report)
-    ids = batch("cpu", (0, 0))["input_ids"]
-    assert fuse(transformers.BertModel(config), sample=ids).max_abs_diff < 1e-4
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def clip():
+    parts = {**SIZES, "intermediate_size": 48}
+    text = {**parts, "vocab_size": VOCAB, "max_position_embeddings": 20, "eos_token_id": 2}
+    vision = {**parts, "image_size": 32, "patch_size": 8}
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision)
+    return transformers.CLIPModel._from_config(config, attn_implementation="sdpa").eval()
+
+
+def test_a_model_without_a_default_sample_is_not_measured():
+    report = fuse(clip())
+    assert len(report.replaced) == 4 and report.max_abs_diff is None and report.calls == {}
+    note = "no sample batch is known for CLIPModel; pass sample= to measure what its layers run"
+    assert report.notes == [note] and "not measured" in str(report)
+    inputs = {
+        "input_ids": batch("cpu", (0, 0))["input_ids"],
+        "pixel_values": torch.randn(2, 3, 32, 32),
+    }
+    report = fuse(clip(), sample=inputs)
+    assert report.calls == {"torchweld::attention": 4} and report.notes == []
+    assert report.compared == "output (2, 2) float32" and report.max_abs_diff < 1e-4
+
+
+def test_a_layer_that_the_sample_does_not_run_is_told_apart():
+    sample = {"pixel_values": torch.randn(2, 3, 32, 32)}
+    model = clip()
+    report = fuse(nn.ModuleDict({"clip": model}), check=False)
+    assert "check=False: no sample batch ran" in str(report) and len(report.replaced) == 4
+    unfuse(model)
+    model.forward = lambda **inputs: model.vision_model(**inputs)
+    report = fuse(model, sample=sample)
+    runs = {path: report.ops[path] for path in report.replaced}
+    assert len(runs) == 4
+    for path, what in runs.items():
+        seen = "vision_model" in path
+        assert what == ("attention" if seen else "attention, not run by the sample batch")
+
+
+def masked_models():
+    """(kind, class, changes, layers that run the op, (layers that don't, why))"""
+    encoder = {"is_decoder": False}
+    biased = "torch's scaled_dot_product_attention runs: a position bias is added to the scores"
+    window = "torch's scaled_dot_product_attention runs: the mask is a window to both sides"
+    return {
+        "BERT": ("bert", "BertForMaskedLM", encoder, 2, 0, None),
+        "T5": ("t5", "T5ForConditionalGeneration", encoder, 0, 6, biased),
+        "UMT5": ("umt5", "UMT5ForConditionalGeneration", encoder, 0, 6, biased),
+        "BART": ("bart", "BartForConditionalGeneration", encoder, 6, 0, None),
+        "ModernBERT": ("modernbert", "ModernBertForMaskedLM", {"local_attention": 8}, 1, 1, window),
+    }
+
+
+@pytest.mark.parametrize("name", masked_models())
+def test_the_report_says_what_really_runs(name):
+    kind, cls, changes, runs, others, why = masked_models()[name]
+    model = tiny_model(kind, cls, "sdpa", **changes).float().eval()
+    report = fuse(model)
+    assert len(report.replaced) == runs and len(report.skipped) == others
+    assert {reason for _, reason in report.skipped} == ({why} if others else set())
+    want = {"torchweld::attention": runs, why: others}
+    assert report.calls == {what: count for what, count in want.items() if count}
+    assert bool(report) == (runs > 0)
+    # What runs nothing of torchweld's is stock again.
+    assert (model.config._attn_implementation == "torchweld") == (runs > 0)
+    assert (report.max_abs_diff is None) == (runs == 0)
+
+
+def test_without_a_sample_a_position_bias_is_told_from_the_source():
+    model = tiny_model("t5", "T5ForConditionalGeneration", "sdpa", is_decoder=False)
+    report = fuse(model, check=False)
+    assert report.replaced == [] and len(report.skipped) == 6
+    assert {why for _, why in report.skipped} == {"T5Attention adds a position bias to the scores"}
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_model_that_chooses_its_keys_stays_stock(check):
+    if not hasattr(transformers, "DeepseekV32ForCausalLM"):
+        pytest.skip("not in this transformers")
+    model = tiny_model("deepseek_v32", "DeepseekV32ForCausalLM", "eager").float().eval()
+    report = fuse(model, check=check)
+    assert report.replaced == [] and len(report.skipped) == 2
+    assert all("indices (keys chosen for each query)" in why for _, why in report.skipped)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_layers_of_linear_attention_are_not_counted():
+    model = tiny_model("minimax", "MiniMaxForCausalLM", "sdpa").float().eval()
+    report = fuse(model)
+    assert report.replaced == ["model.layers.0.self_attn"]
+    assert report.skipped[0][0] == "model.layers.1.self_attn"
+    assert report.skipped[0][1].startswith("MiniMaxLightningAttention does not take its attention")
+
+
+def test_a_sample_that_runs_sdpa_is_said():
+    inputs = batch("cpu", (0, 0))
+    inputs["attention_mask"][0, 4] = 0
+    why = "torch's scaled_dot_product_attention runs: attention_mask has padding between tokens"
+    for model in (llama(), gpt2()):
+        report = fuse(model, sample=inputs)
+        skipped = {path: reason for path, reason in report.skipped}
+        assert len(skipped) == LAYERS and set(skipped.values()) == {why}
+        assert all(path.endswith(("self_attn", "attn")) for path in skipped)
+        assert model.config._attn_implementation == "sdpa"
+        assert report.calls[why] == LAYERS
+
+
+def test_a_compiled_model_is_measured_too():
+    model = llama().eval()
+    model.compile(backend="aot_eager")
+    model(torch.ones(1, 4, dtype=torch.int64))
+    report = fuse(model)
+    assert len(report.replaced) == LAYERS and report.calls == {"torchweld::attention": LAYERS}
+
+
+def test_a_default_sample_that_does_not_fit_is_said(monkeypatch):
+    model = llama()
+    stock = type(model).forward
+
+    def forward(self, *args, **kwargs):
+        raise ValueError("it wants something else\nand more")
+
+    monkeypatch.setattr(type(model), "forward", forward)
+    report = fuse(model)
+    monkeypatch.setattr(type(model), "forward", stock)
+    assert len(report.replaced) == LAYERS and report.max_abs_diff is None
+    fits = "the default sample batch does not fit LlamaForCausalLM (ValueError: it wants something "
+    assert report.notes == [fits + "else); pass sample= to measure what its layers run"]
+
+
+def test_musicgen_has_a_sample():
+    config = transformers.models.musicgen.MusicgenDecoderConfig(
+        vocab_size=VOCAB,
+        pad_token_id=0,
+        ffn_dim=48,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+    )
+    model = transformers.MusicgenForCausalLM._from_config(config, attn_implementation="sdpa")
+    report = fuse(model.eval())
+    assert report.calls == {"torchweld::attention": 2} and report.max_abs_diff < 1e-4
+
+
+def sam(**changes):
+    vision = {"image_size": 64, "patch_size": 8, "output_channels": 16, "mlp_dim": 48}
+    config = transformers.SamVisionConfig(**SIZES, **vision, global_attn_indexes=[1], window_size=4)
+    return transformers.SamVisionModel._from_config(config, **changes).eval()
+
+
+def test_the_image_encoder_of_sam_stays_stock():
+    model = sam(attn_implementation="sdpa")
+    report = fuse(model)
+    assert report.replaced == [] and [path for path, _ in report.skipped] == [
+        f"vision_encoder.layers.{layer}.attn" for layer in range(LAYERS)
+    ]
+    images = torch.randn(1, 3, 64, 64)
+    want = model(images).last_hidden_state
+    model.set_attn_implementation("torchweld")
+    assert torch.equal(model(images).last_hidden_state, want)
+
+
+def test_sam_can_not_be_built_with_torchweld():
+    with pytest.raises(
+        ValueError, match="it has layers that look their class up in a table of "
+    ) as e:
+        sam(attn_implementation="torchweld")
+    assert "SamVisionModel" in str(e.value) and "call torchweld.fuse(model)" in str(e.value)
 
 
 def test_a_sharded_model_is_told_the_order():

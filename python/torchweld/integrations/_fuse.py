@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torchweld import _library
 
+from . import measure
 from .report import FuseReport
 
 _ATTENTION = "attention"
@@ -24,17 +25,22 @@ def fuse(model: nn.Module, *, sample: Any = None, check: bool = True) -> FuseRep
     :func:`torchweld.layer_norm_linear`, on the Conv1D weights as they are). Parameters, their
     names, state_dict, optimizers, save_pretrained and config.json stay as they were. What can't be
     replaced safely stays stock and is listed with the reason: a class that does not take its
-    attention from transformers' AttentionInterface, hooks (accelerate's offloading too), LoRA or
-    quantised layers, sharded parameters, mixed dtypes, an activation without a fused form, a device
+    attention from transformers' AttentionInterface, layers that choose their keys, hooks
+    (accelerate's offloading too), LoRA or quantised layers, sharded parameters, mixed dtypes,
+    modules that the model uses in several places, an activation without a fused form, a device
     that this build has no kernel for.
+
+    The report is measured: what the layers run on the sample batch counts. A layer that ran SDPA
+    there is listed with the reason, and a model of which no layer runs an op stays stock.
 
     Args:
         model: A model of transformers or any module that contains one. It may be moved, cast,
             copied, pickled, compiled and trained afterwards.
         sample: Batch for the comparison with the stock model: ``input_ids``, or a dict of keyword
-            arguments. A small random batch with left padding by default, where the model is a
-            language model that takes ``input_ids`` alone.
+            arguments. By default a small random batch of what the model takes: tokens, padded on
+            one side, images or audio. Where that does not fit, the report says so.
         check: Whether to run that comparison (two forward passes in eval mode, without gradients).
+            Without it the report says what ought to run, and that nobody has looked.
 
     Returns:
         A report that prints itself. Calling fuse again replaces nothing that is replaced already.
@@ -47,35 +53,75 @@ def fuse(model: nn.Module, *, sample: Any = None, check: bool = True) -> FuseRep
 
     Limits:
         A fused LayerNorm or MLP is only right inside its block: called alone, ``ln_2`` returns its
-        input and ``mlp`` starts with ``ln_2``. Hooks added to them later make that block run stock.
+        input and ``mlp`` starts with ``ln_2``. Hooks added to them later make that block run stock,
+        and so does a norm that is cast alone. Whole blocks may be moved; a model whose blocks hold
+        parts of each other raises when it is called.
         Attention dropout above 0 makes training steps use torch's SDPA, and calls that ask for
         attention weights use GPT-2's eager attention.
     """
     _library.require()
     _check_model(model, "torchweld.fuse")
     gpt2 = _gpt2_module()
+    from . import gpt2_site
+
     bases = [(path, m) for path, m in model.named_modules() if isinstance(m, gpt2.GPT2Model)]
     report = FuseReport(model=type(model).__name__)
     if not bases:
         return _fuse_other(model, sample, check, report)
-    stock = None
-    sites, switches = _plan(bases, gpt2, report)
+    stock, seen = None, None
+    sites, switches = _plan(model, bases, gpt2, report)
     if check and (sites or switches):
-        runner = _Sample(model, [base for _, base in bases], sample)
+        runner = _Sample(model, [base for _, base in bases], sample, _batch_of_gpt2)
         stock = runner.run(report)
+    elif sites or switches:
+        report.notes.append(_UNCHECKED)
     try:
-        for path, site in sites:
+        for site in dict.fromkeys(site for _, site in sites):
             gpt2.join(site)
-            report.replaced.append(path)
-        for paths, base in switches:
+        for _, base in bases if sites else ():
+            gpt2_site.watch_places(base)
+        for _, base in switches:
             gpt2.switch_attention(model, base)
-            report.replaced.extend(paths)
         if stock is not None:
-            _compare(stock, runner.run(report), report)
+            with measure.watching() as seen:
+                _compare(stock, runner.run(report), report)
+        _list(sites, seen, report)
+        for path, base in switches:
+            if not _list(_attention_layers(path, base), seen, report):
+                gpt2.restore_attention(model, base)
     except BaseException:
-        _restore([site for _, site in sites], [base for _, base in switches], model, gpt2)
+        _restore([site for _, site in sites], [base for _, base in bases], model, gpt2)
         raise
     return report
+
+
+_UNCHECKED = "check=False: no sample batch ran, so what the layers run was not measured"
+
+
+def _list(places: list[tuple[str, Any]], seen: Any, report: FuseReport) -> bool:
+    """Puts places into the report by what they ran, and says whether any is replaced.
+
+    Args:
+        places: ``(path, what measure.note was told of)``.
+        seen: What was measured, None where nothing was.
+        report: It has ``ops`` of the places already.
+    """
+    found, counted = False, set()
+    for where, key in places:
+        calls = (seen or {}).get(key)
+        if calls is None and seen is not None:
+            report.ops[where] += ", not run by the sample batch"
+        for instead in calls or () if key not in counted else ():
+            name = instead or f"torchweld::{report.ops[where].split(' ')[0]}"
+            report.calls[name] = report.calls.get(name, 0) + 1
+        counted.add(key)
+        if calls is None or None in calls:
+            report.replaced.append(where)
+            found = True
+        else:
+            del report.ops[where]
+            report.skipped.append((where, calls[0]))
+    return found
 
 
 def unfuse(model: nn.Module) -> list[str]:
@@ -92,17 +138,20 @@ def unfuse(model: nn.Module) -> list[str]:
     """
     _check_model(model, "torchweld.unfuse")
     gpt2 = _gpt2_module()
-    from . import hf_switch
+    from . import gpt2_site, hf_switch
 
     restored = []
-    changed = [(path, m) for path, m in model.named_modules() if gpt2.is_fused(m)]
+    everything = list(model.named_modules(remove_duplicate=False))
+    changed = [(path, m) for path, m in everything if gpt2.is_fused(m)]
     for path, module in changed:
         gpt2.part(module)
         if not isinstance(module, nn.LayerNorm):
             restored.append(path)
     for path, module in model.named_modules():
+        if isinstance(module, gpt2.GPT2Model):
+            gpt2_site.unwatch_places(module)
         if isinstance(module, gpt2.GPT2Model) and gpt2.restore_attention(model, module):
-            restored.extend(_attention_paths(path, module))
+            restored.extend(where for where, _ in _attention_layers(path, module))
         elif hf_switch.restore(module):
             restored.extend(hf_switch.attention_paths(path, module))
     return restored
@@ -118,19 +167,18 @@ def _check_model(model: Any, asker: str) -> None:
 
 
 def _gpt2_module() -> Any:
-    try:
-        from . import gpt2
-    except ImportError as error:
-        raise ImportError(
-            "torchweld.fuse needs transformers with GPT-2; "
-            "install it with `pip install transformers`"
-        ) from error
+    from .hf_register import check_version
+
+    check_version("torchweld.fuse")
+    from . import gpt2
+
     return gpt2
 
 
 def _fuse_other(model: nn.Module, sample: Any, check: bool, report: FuseReport) -> FuseReport:
     """``fuse`` of models that are no GPT-2: their attention."""
     from . import hf_switch
+    from .hf_attention import Unserved
 
     if not hf_switch.roots(model):
         raise TypeError(
@@ -138,38 +186,75 @@ def _fuse_other(model: nn.Module, sample: Any, check: bool, report: FuseReport) 
             f"{type(model).__name__}; other models can use torchweld's ops and modules"
         )
     switches = hf_switch.plan(model, report)
-    roots = [root for _, root in switches]
-    runner = None
+    layers = {path: hf_switch.layers(path, root) for path, root in switches}
+    runner = stock = seen = None
     if check and switches:
-        runner = _Sample(model, roots, sample, hf_switch.sample_of)
-    stock = runner.run(report) if runner else None
+        runner = _Sample(model, [root for _, root in switches], sample, hf_switch.sample_of)
+        stock = runner.try_run(report)
+    elif switches:
+        report.notes.append(_UNCHECKED)
     try:
-        for paths, root in switches:
+        for path, root in switches:
+            report.ops.update((where, _ATTENTION) for where, _ in layers[path])
             hf_switch.switch(root)
-            report.replaced.extend(paths)
-            report.ops.update(dict.fromkeys(paths, _ATTENTION))
-        if runner:
-            _compare(stock, runner.run(report), report)
+        if stock:
+            with measure.watching() as seen:
+                _compare(stock, runner.run(report), report)
+    except Unserved as error:
+        reason = str(error).partition(";")[0]
+        report.compared = None
+        for path, root in switches:
+            hf_switch.restore(root)
+            for where, _ in layers[path]:
+                del report.ops[where]
+                report.skipped.append((where, reason))
+        return report
     except BaseException:
-        for root in roots:
+        for _, root in switches:
             hf_switch.restore(root)
         raise
+    for path, root in switches:
+        if not _list_layers(layers[path], seen, report):
+            hf_switch.restore(root)
+    if not report.replaced:
+        report.max_abs_diff = report.compared = None
     return report
 
 
-def _attention_paths(path: str, base: Any) -> list[str]:
+def _list_layers(layers: list[tuple[str, nn.Module]], seen: Any, report: FuseReport) -> bool:
+    """:func:`_list` of attention layers: their sources tell of those that no sample ran."""
+    from . import hf_switch
+
+    unseen = [(where, layer) for where, layer in layers if layer not in (seen or {})]
+    reasons = {where: hf_switch.unmeasured_refusal(layer) for where, layer in unseen}
+    fatal = next((reason for reason, fails in filter(None, reasons.values()) if fails), None)
+    listed = []
+    for where, layer in layers:
+        reason = fatal or (reasons.get(where) or (None, False))[0]
+        if reason is None:
+            listed.append((where, layer))
+        else:
+            del report.ops[where]
+            report.skipped.append((where, reason))
+    return _list(listed, seen, report)
+
+
+def _attention_layers(path: str, base: Any) -> list[tuple[str, Any]]:
     prefix = f"{path}." if path else ""
     return [
-        f"{prefix}h.{index}.{name}"
+        (f"{prefix}h.{index}.{name}", getattr(block, name))
         for index, block in enumerate(base.h)
         for name in ("attn", "crossattention")
         if hasattr(block, name)
     ]
 
 
-def _plan(bases: list[tuple[str, Any]], gpt2: Any, report: FuseReport) -> tuple[list, list]:
+def _plan(
+    model: nn.Module, bases: list[tuple[str, Any]], gpt2: Any, report: FuseReport
+) -> tuple[list, list]:
     """What to replace; what not to goes to the report."""
-    probes = _Probes()
+    probes, used = _Probes(), gpt2.uses(model)
+    known: dict[Any, Any] = {}  # of blocks, which may be in several places
     sites, switches = [], []
     for path, base in bases:
         prefix = f"{path}." if path else ""
@@ -178,7 +263,9 @@ def _plan(bases: list[tuple[str, Any]], gpt2: Any, report: FuseReport) -> tuple[
                 reason = f"it is {type(block).__name__}, not transformers' GPT2Block"
                 report.skipped.append((f"{prefix}h.{index}", reason))
                 continue
-            for below, site, reason in gpt2.sites(block):
+            if block not in known:
+                known[block] = gpt2.sites(block, used)
+            for below, site, reason in known[block]:
                 where = f"{prefix}h.{index}.{below}"
                 if site is not None:
                     weight = site.linear.weight
@@ -191,7 +278,7 @@ def _plan(bases: list[tuple[str, Any]], gpt2: Any, report: FuseReport) -> tuple[
                 if site.act is not None:
                     names.append(site.activation)
                 report.ops[where] = f"{_LAYER_NORM_LINEAR} ({' -> '.join(names)})"
-        paths = _attention_paths(path, base)
+        paths = [where for where, _ in _attention_layers(path, base)]
         reason = gpt2.attention_refusal(base)
         if reason is None and paths:
             for block in base.h:
@@ -199,7 +286,7 @@ def _plan(bases: list[tuple[str, Any]], gpt2: Any, report: FuseReport) -> tuple[
         if reason is not None:
             report.skipped.extend((where, reason) for where in paths)
         elif paths:
-            switches.append((paths, base))
+            switches.append((path, base))
             report.ops.update(dict.fromkeys(paths, _ATTENTION))
             dropout = base.config.attn_pdrop
             if dropout > 0:
@@ -270,20 +357,37 @@ def _no_autocast(device: torch.device) -> Any:
 class _Sample:
     """Runs the sample batch in eval mode without gradients, leaving the model's modes as found."""
 
-    def __init__(self, model: nn.Module, parts: list[Any], sample: Any, facts: Any = None) -> None:
+    def __init__(self, model: nn.Module, parts: list[Any], sample: Any, batch_of: Any) -> None:
         self.model = model
-        facts = facts or _facts_of_gpt2
-        if sample is not None:
+        self.given = sample is not None
+        if self.given:
             self.targets = [model]
             self.kwargs = [dict(sample) if hasattr(sample, "keys") else {"input_ids": sample}]
             return
         # Heads may need labels, pad ids or images: without a language model head, compare what the
         # GPT-2 itself returns.
         head = "GPT2LMHeadModel" in {cls.__name__ for cls in type(model).__mro__}
-        known = [(part, facts(part)) for part in ([model] if head else parts)]
+        known = [(part, batch_of(part)) for part in ([model] if head else parts)]
         known = [(part, each) for part, each in known if each is not None]
         self.targets = [part for part, _ in known]
-        self.kwargs = [_default_batch(*each) for _, each in known]
+        self.kwargs = [each for _, each in known]
+
+    def try_run(self, report: FuseReport) -> list[Tensor] | None:
+        """:meth:`run` of what is stock, None and a note where the default batch does not fit."""
+        name, fix = type(self.model).__name__, "pass sample= to measure what its layers run"
+        if not self.targets:
+            report.notes.append(f"no sample batch is known for {name}; {fix}")
+            return None
+        try:
+            return self.run(report)
+        except Exception as error:
+            if self.given:
+                raise
+            text = (str(error).strip().splitlines() or [""])[0]
+            why = f"{type(error).__name__}: {text}"
+            report.notes.append(f"the default sample batch does not fit {name} ({why}); {fix}")
+            report.compared = None
+            return None
 
     def run(self, report: FuseReport) -> list[Tensor]:
         modes = [(module, module.training) for module in self.model.modules()]
@@ -305,23 +409,14 @@ class _Sample:
         return outputs
 
 
-def _facts_of_gpt2(model: Any) -> tuple[int, int, torch.device]:
+def _batch_of_gpt2(model: Any) -> dict[str, Any]:
+    from . import hf_switch
+
     base = getattr(model, "transformer", model)
-    return base.config.vocab_size, base.config.n_positions, _device(base.wte, base.wte.weight)
-
-
-def _default_batch(vocab: int, positions: int, device: torch.device) -> dict[str, Tensor]:
-    length = min(16, positions)
-    ids = torch.randint(vocab, (2, length), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones(2, length, dtype=torch.int64)
-    mask[1, : length // 3] = 0
-    position_ids = (mask.cumsum(-1) - 1).clamp_min(0)
-    return {
-        "input_ids": ids.to(device),
-        "attention_mask": mask.to(device),
-        "position_ids": position_ids.to(device),
-        "use_cache": False,
-    }
+    length, generator = min(16, base.config.n_positions), torch.Generator().manual_seed(0)
+    batch = hf_switch.tokens(base.config.vocab_size, length, generator)
+    device = _device(base.wte, base.wte.weight)
+    return {**{name: value.to(device) for name, value in batch.items()}, "use_cache": False}
 
 
 def _main_output(output: Any) -> tuple[str, Tensor]:
@@ -329,6 +424,8 @@ def _main_output(output: Any) -> tuple[str, Tensor]:
         value = getattr(output, name, None)
         if isinstance(value, Tensor):
             return name, value
+    if isinstance(output, Mapping):
+        output = output.values()
     values = output if isinstance(output, Iterable) and not isinstance(output, Tensor) else [output]
     for value in values:
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:
@@ -356,8 +453,11 @@ def _compare(stock: list[Tensor], fused: list[Tensor], report: FuseReport) -> No
 
 
 def _restore(sites: list[Any], bases: list[Any], model: nn.Module, gpt2: Any) -> None:
+    from . import gpt2_site
+
     for site in sites:
         for _, module in site.members():
             gpt2.part(module)
     for base in bases:
+        gpt2_site.unwatch_places(base)
         gpt2.restore_attention(model, base)

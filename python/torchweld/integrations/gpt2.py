@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,7 +121,12 @@ def activation_name(act: Any) -> str | None:
     return None
 
 
-def sites(block: nn.Module) -> list[tuple[str, Site | None, str | None]]:
+def uses(model: nn.Module) -> Counter[nn.Module]:
+    """In how many places each module of a model is."""
+    return Counter(child for module in model.modules() for child in module._modules.values())
+
+
+def sites(block: nn.Module, used: Counter[nn.Module]) -> list[tuple[str, Site | None, str | None]]:
     """The two places of a block: ``(path below it, site, None)`` or ``(path, None, reason)``."""
     out: list[tuple[str, Site | None, str | None]] = []
     for norm_name, owner_name, linear_name, owner_types, path in (
@@ -154,14 +160,21 @@ def sites(block: nn.Module) -> list[tuple[str, Site | None, str | None]]:
                 act=act if isinstance(act, nn.Module) else None,
                 activation=activation,
             )
-            reason = refusal(site)
+            reason = refusal(site, used)
             out.append((path, None if reason else site, reason))
     return out
 
 
-def refusal(site: Site) -> str | None:
+def refusal(site: Site, used: Counter[nn.Module]) -> str | None:
     """Why a site must stay stock, or None."""
     norm, linear = site.norm, site.linear
+    # What changes its class, and what that is in. Whole blocks may be in several places.
+    changed = [(site.norm_name, norm), (site.owner_name, site.owner)]
+    if site.owner_name == "attn":
+        changed.append((site.linear_name, linear))
+    for name, module in changed:
+        if used[module] > 1:
+            return f"{name} is used in {used[module]} places of the model"
     if type(norm) is not nn.LayerNorm:
         return f"{site.norm_name} is {_class(norm)}, not torch's LayerNorm"
     if type(linear) not in (Conv1D, ShardedConv1D):

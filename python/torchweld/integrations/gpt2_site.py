@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from . import measure
 from .gpt2_sharded import ShardedConv1D
 
 
@@ -55,6 +58,14 @@ def weight_and_bias(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
         return layer.weight, layer.bias
 
 
+def _mixed(norm: nn.Module, linear: nn.Module) -> bool:
+    """Whether the norm was cast alone, which torch's LayerNorm takes and the op does not."""
+    scale, weight = norm._parameters.get("weight"), linear._parameters.get("weight")
+    if scale is None or weight is None or scale.dtype == weight.dtype:
+        return False
+    return not torch.is_autocast_enabled(scale.device.type)
+
+
 class Site(nn.Module):
     """One ``norm -> linear (-> activation)`` of a block, held by the two modules that changed.
 
@@ -91,6 +102,8 @@ class Site(nn.Module):
             linear=linear,
             act=act,
             activation=activation,
+            # Of the two modules that hold the site.
+            places=(norm_name, "mlp" if owner_name == "mlp" else f"{owner_name}.{linear_name}"),
         )
 
     def members(self) -> list[tuple[str, nn.Module]]:
@@ -114,7 +127,7 @@ class Site(nn.Module):
             or (act is not None and inner.get("act") is not act)
         ):
             return False
-        if hooked(norm) or hooked(owner) or hooked(linear):
+        if hooked(norm) or hooked(owner) or hooked(linear) or _mixed(norm, linear):
             return False
         return (act is None or not hooked(act)) and not _has_any_global_hook()
 
@@ -122,6 +135,7 @@ class Site(nn.Module):
         """``activation(linear(norm(x)))`` in one op."""
         own = vars(self)
         norm, linear = own["norm"], own["linear"]
+        measure.note(self)
         tensors = x, *weight_and_bias(linear), *weight_and_bias(norm)
         if isinstance(linear, ShardedConv1D):
             tensors = linear.columns(*tensors)
@@ -141,3 +155,48 @@ def site_of(module: nn.Module) -> Site | None:
     """The site that a module works for, where the fusion holds."""
     site = vars(module).get("_torchweld_site")
     return site if site is not None and site.holds() else None
+
+
+def _check_places(base: nn.Module, args: Any = ()) -> None:
+    """Raises where a part of a fused block is in another place than the one it was fused in.
+
+    A part does what its own block's parts leave to it, and can't tell who calls it.
+
+    Raises:
+        RuntimeError: There is such a part.
+    """
+    for index, block in enumerate(base.h):
+        parts = block._modules
+        attn = parts.get("attn")
+        for name, part in (
+            ("ln_1", parts.get("ln_1")),
+            ("attn.c_attn", None if attn is None else attn._modules.get("c_attn")),
+            ("ln_2", parts.get("ln_2")),
+            ("mlp", parts.get("mlp")),
+        ):
+            site = None if part is None else vars(part).get("_torchweld_site")
+            if site is not None:
+                own = vars(site)
+                if own["block"] is not block or name not in own["places"]:
+                    raise _moved(f"h.{index}.{name}")
+    if vars(base.ln_f).get("_torchweld_site") is not None:
+        raise _moved("ln_f")
+
+
+def _moved(where: str) -> RuntimeError:
+    return RuntimeError(
+        f"torchweld.fuse: {where} must be in the place where it was fused, but was moved there "
+        "since; call torchweld.unfuse(model), and torchweld.fuse(model) again"
+    )
+
+
+def watch_places(base: nn.Module) -> None:
+    """Has a GPT2Model look before every forward pass if its fused parts are in their places."""
+    if _check_places not in base._forward_pre_hooks.values():
+        base.register_forward_pre_hook(_check_places)
+
+
+def unwatch_places(base: nn.Module) -> None:
+    """Undoes :func:`watch_places`, in a copy or an unpickled model too."""
+    for key in [k for k, hook in base._forward_pre_hooks.items() if hook is _check_places]:
+        del base._forward_pre_hooks[key]

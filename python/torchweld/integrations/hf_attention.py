@@ -20,7 +20,7 @@ from torch import Tensor
 from torchweld import _library
 from torchweld.distributed import _active
 
-from . import hf_numbers, hf_packed
+from . import hf_numbers, hf_packed, hf_register, measure
 from .hf_numbers import Numbers
 
 try:
@@ -32,7 +32,7 @@ except ImportError:
 NAME = "torchweld"
 
 # Arguments of models whose result neither torchweld's op nor SDPA gives, and what they are.
-_UNSERVED = {
+UNSERVED = {
     "sinks": "attention sinks",
     "indices": "keys chosen for each query",
     "block_indices": "blocks of keys chosen for each query",
@@ -49,14 +49,21 @@ MAYBE_PACKED = (
 # Of a mask that nobody says anything else of.
 GIVEN_4D = "the attention mask is 4-D (given so, or made so under torch.compile)"
 
+
+class Unserved(ValueError):
+    """A layer hands attention functions what neither torchweld's op nor SDPA has."""
+
+
 _warned: set[str] = set()
 _traced: set[str] = set()  # what the mask function has said under torch.compile
 
 
+_SDPA = "torch's scaled_dot_product_attention"
+_EAGER = "the model's eager attention"
+
+
 @torch.compiler.assume_constant_result
-def warn_once(
-    reason: str, instead: str = "torch's scaled_dot_product_attention", traced: bool = False
-) -> bool:
+def warn_once(reason: str, instead: str = _SDPA, traced: bool = False) -> bool:
     """Says why calls don't take the op; under torch.compile while it traces."""
     if traced:
         _traced.add(reason)
@@ -231,10 +238,10 @@ def attention_forward(
         RuntimeError: It is inside of torch's context_parallel().
     """
     _active.refuse_torchs_own('attn_implementation="torchweld"')
-    for name in _UNSERVED:
+    for name in UNSERVED:
         if kwargs.get(name) is not None:
-            raise ValueError(
-                f'attn_implementation="torchweld" has no {name} ({_UNSERVED[name]}); use '
+            raise Unserved(
+                f'attn_implementation="torchweld" has no {name} ({UNSERVED[name]}); use '
                 'attn_implementation="eager" for this model'
             )
     softcap, sink = kwargs.get("softcap"), kwargs.get("s_aux")
@@ -282,8 +289,9 @@ def attention_forward(
         lacking = "attention weights to return" if weights else None
         if softcap is not None or sink is not None:
             lacking = lacking or "attention sinks or soft-capped scores here"
+        measure.note(module, f"{_EAGER if lacking else _SDPA} runs: {reason}")
         if lacking is not None:
-            warn_once(reason, instead="the model's eager attention")
+            warn_once(reason, instead=_EAGER)
             mask = _added_mask(mask, query, seqlen_k, causal)
             out, probabilities = _eager_attention(module, query, key, value, mask, lacking, **more)
             return out, probabilities if weights else None
@@ -293,6 +301,7 @@ def attention_forward(
         # NOTE: not is_causal, for which SDPA has a default of its own.
         return sdpa_attention_forward(module, query, key, value, mask, is_causal=causal, **more)
 
+    measure.note(module)
     if top_left:
         key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
     more = {}
@@ -318,17 +327,13 @@ def register_attention() -> None:
     when they are built with this name, and again when they run. Calling it again changes nothing.
 
     Raises:
-        ImportError: transformers is missing or older than its AttentionMaskInterface.
+        ImportError: transformers is missing or too old.
         RuntimeError: torchweld's operators can't be loaded.
     """
     _library.require()
-    try:
-        from transformers import AttentionInterface, AttentionMaskInterface
-    except ImportError as error:
-        raise ImportError(
-            "torchweld.integrations needs transformers 5.0 or newer; "
-            "install it with `pip install transformers`"
-        ) from error
+    hf_register.check_version("torchweld.integrations")
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     from .hf_mask import attention_mask
     from .hf_models import refuse_at_construction
 

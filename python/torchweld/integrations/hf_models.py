@@ -25,9 +25,19 @@ import transformers
 from .hf_attention import NAME
 
 
-def refusal(cls: type[transformers.PreTrainedModel]) -> str | None:
-    """One sentence that says why a class is not served, or None."""
+def refusal(cls: type[transformers.PreTrainedModel], building: bool = False) -> str | None:
+    """One sentence that says why a class is not served, or None.
+
+    Args:
+        cls: A class of transformers' models.
+        building: Whether it is being built with torchweld's attention, and not switched to it.
+    """
     reason = shortcoming(cls)
+    if reason is None and building and _has_table(cls):
+        reason = (
+            "has layers that look their class up in a table of their own; build it with "
+            '"sdpa" and call torchweld.fuse(model)'
+        )
     return None if reason is None else _sentence(cls.__name__, reason)
 
 
@@ -67,6 +77,30 @@ def shortcoming(cls: type[transformers.PreTrainedModel]) -> str | None:
     return None
 
 
+@functools.cache
+def _has_table(cls: type[transformers.PreTrainedModel]) -> bool:
+    """Whether a class, or one of its file that it names, chooses layers by the implementation.
+
+    Such tables hold what transformers has itself: SAM's image encoder would die with a KeyError.
+    """
+    home = vars(sys.modules[cls.__module__])
+    seen, left = set(), [cls]
+    while left:
+        each = left.pop()
+        seen.add(each)
+        try:
+            source = inspect.getsource(each)
+        except (OSError, TypeError):
+            continue
+        tables = re.findall(r"\b(\w+)\[(?:self\.)?config\._attn_implementation\]", source)
+        if any(isinstance(home.get(table), dict) and NAME not in home[table] for table in tables):
+            return True
+        source = re.sub(r"""(["']).*?\1""", "", source)
+        named = [home.get(name) for name in set(re.findall(r"\b[A-Z]\w+", source))]
+        left += [one for one in named if isinstance(one, type) and one not in seen]
+    return False
+
+
 def _has_sinks_or_softcap(cls: type[transformers.PreTrainedModel]) -> bool:
     """Whether a class hands attention functions what SDPA lacks and torchweld's op has.
 
@@ -86,6 +120,22 @@ def _source(cls: type) -> str:
         return inspect.getsource(sys.modules[cls.__module__])
     except (OSError, TypeError, KeyError):
         return ""
+
+
+@functools.cache
+def layer_source(cls: type) -> str:
+    """The source of the class that a layer's forward is of, "" where there is none."""
+    owner = next((base for base in cls.__mro__ if "forward" in vars(base)), cls)
+    try:
+        return inspect.getsource(owner)
+    except (OSError, TypeError):
+        return ""
+
+
+def asks_for_attention(cls: type) -> bool:
+    """Whether a layer takes its attention from AttentionInterface; by its name without a source."""
+    source = layer_source(cls)
+    return "ALL_ATTENTION_FUNCTIONS" in source if source else cls.__name__.endswith("Attention")
 
 
 @torch.compiler.assume_constant_result
@@ -150,7 +200,9 @@ def refuse_at_construction() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> str:
-        reason = refusal(type(self)) if requested_attention == NAME else None
+        reason = None
+        if requested_attention == NAME:
+            reason = refusal(type(self), building=not self._modules)
         if reason is not None:
             raise ValueError(reason)
         return stock(self, requested_attention, *args, **kwargs)

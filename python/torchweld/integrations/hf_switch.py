@@ -6,12 +6,16 @@ models are refused, what is remembered for ``unfuse``, and what the report lists
 
 from __future__ import annotations
 
+import inspect
+import re
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .hf_attention import NAME, config_refusal
-from .hf_models import shortcoming
+from .hf_attention import NAME, UNSERVED, config_refusal
+from .hf_models import asks_for_attention, layer_source, shortcoming
 from .report import FuseReport
 
 _STATE = "_torchweld_implementations"
@@ -27,27 +31,69 @@ def roots(model: nn.Module) -> list[tuple[str, PreTrainedModel]]:
     return found
 
 
-def attention_paths(path: str, root: PreTrainedModel) -> list[str]:
-    """The attention layers below a model, by the name that transformers gives their classes."""
+def layers(path: str, root: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """``(path, layer)`` of the layers below a model that take their attention from transformers."""
     prefix = f"{path}." if path else ""
     return [
-        prefix + name
+        (prefix + name, module)
         for name, module in root.named_modules()
-        if type(module).__name__.endswith("Attention")
-    ] or [path or "the model"]
+        if asks_for_attention(type(module))
+    ]
 
 
-def plan(model: nn.Module, report: FuseReport) -> list[tuple[list[str], PreTrainedModel]]:
+def attention_paths(path: str, root: PreTrainedModel) -> list[str]:
+    """The paths of :func:`layers`."""
+    return [where for where, _ in layers(path, root)]
+
+
+def others(path: str, root: PreTrainedModel) -> list[tuple[str, str]]:
+    """``(path, class name)`` of what else is an attention layer, going by its name."""
+    prefix = f"{path}." if path else ""
+    asking = {where + "." for where in attention_paths(path, root)}
+    named = {
+        f"{prefix}{name}.": type(module).__name__
+        for name, module in root.named_modules()
+        if name and re.search(r"Attention(V\d+)?$", type(module).__name__)
+    }
+    everything = asking | named.keys()
+    return [
+        (where[:-1], name)
+        for where, name in named.items()
+        if not any(other != where and other.startswith(where) for other in everything)
+        and not any(where.startswith(other) for other in asking)
+    ]
+
+
+def plan(model: nn.Module, report: FuseReport) -> list[tuple[str, PreTrainedModel]]:
     """What to switch; what not to goes to the report."""
     switches = []
     for path, root in roots(model):
-        paths = attention_paths(path, root)
+        asking = attention_paths(path, root)
         reason = config_refusal(root.config) or _class_refusal(root)
-        if reason is not None:
-            report.skipped.extend((where, reason) for where in paths)
-        else:
-            switches.append((paths, root))
+        if reason is None and not asking:
+            reason = "none of its layers takes its attention from transformers' AttentionInterface"
+        if reason is None:
+            switches.append((path, root))
+            what = "does not take its attention from transformers' AttentionInterface"
+            report.skipped.extend((where, f"{name} {what}") for where, name in others(path, root))
+            continue
+        places = asking + [where for where, _ in others(path, root)]
+        report.skipped.extend((where, reason) for where in places or [path or "the model"])
     return switches
+
+
+def unmeasured_refusal(layer: nn.Module) -> tuple[str, bool] | None:
+    """Why a layer that no sample has run will not run the op, and whether it would raise.
+
+    Going by its source; None where nothing there speaks against it.
+    """
+    given = re.findall(r"\b(\w+)=", layer_source(type(layer)))
+    for name, what in UNSERVED.items():
+        if name in given:
+            return f"{type(layer).__name__} has {name} ({what}), which torchweld has not", True
+    if "position_bias" in given:
+        return f"{type(layer).__name__} adds a position bias to the scores", False
+    return None
 
 
 def _class_refusal(root: PreTrainedModel) -> str | None:
@@ -81,11 +127,81 @@ def restore(root: nn.Module) -> bool:
     return True
 
 
-def sample_of(root: PreTrainedModel) -> tuple[int, int, torch.device] | None:
-    """Vocabulary, positions and device of the default batch, None where it would not fit."""
-    if not root.can_generate() or root.main_input_name != "input_ids":
+def sample_of(root: PreTrainedModel) -> dict[str, Any] | None:
+    """The default batch of a model: two small inputs of random values, None where none is known.
+
+    Tokens are padded, as their tokenizers pad them: on the left where the model generates, on the
+    right where there is an encoder.
+    """
+    config, name = root.config, root.main_input_name
+    encoded = bool(getattr(config, "is_encoder_decoder", False))
+    decodes = root.can_generate() and not encoded
+    generator = torch.Generator().manual_seed(0)
+    try:
+        batch = _inputs(config, name, decodes, generator)
+    except (AttributeError, TypeError):  # its config says the sizes in another way
         return None
-    config = root.config.get_text_config(decoder=True)
-    if getattr(root.config, "is_encoder_decoder", False) or config is not root.config:
+    if batch is None:
         return None
-    return config.vocab_size, getattr(config, "max_position_embeddings", 16), root.device
+    if encoded:
+        vocab = config.get_text_config(decoder=True).vocab_size
+        batch["decoder_input_ids"] = torch.randint(vocab, (2, 8), generator=generator)
+    if root.can_generate():
+        batch["use_cache"] = False
+    known = inspect.signature(root.forward).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        batch = {key: value for key, value in batch.items() if key in known}
+    return {key: _moved(value, root) for key, value in batch.items()}
+
+
+def _inputs(
+    config: Any, name: str, decodes: bool, generator: torch.Generator
+) -> dict[str, Any] | None:
+    if name == "input_ids":
+        text = config.get_text_config(decoder=True) if decodes else config
+        # Behind a window to both sides other paths run than within it.
+        window = max(
+            getattr(text, name, None) or 0 for name in ("sliding_window", "local_attention")
+        )
+        length = 16 if decodes else max(16, min(window + 2, 512))
+        length = min(length, getattr(text, "max_position_embeddings", None) or length)
+        # Musicgen's rows are the codebooks of a sequence.
+        books = text.num_codebooks if text.model_type.startswith("musicgen") else 1
+        batch = tokens(
+            text.vocab_size, length, generator, 2 * books, "left" if decodes else "right"
+        )
+        if books > 1:
+            batch["attention_mask"] = batch["attention_mask"][::books]
+        if not decodes or books > 1:
+            del batch["position_ids"]
+        return batch
+    if name == "pixel_values":
+        vision = getattr(config, "vision_config", config)
+        size = vision.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        shape = (2, getattr(vision, "num_channels", 3), height, width)
+    elif name == "input_features":
+        shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
+    elif name == "input_values":
+        shape = (2, 4000)
+    else:
+        return None
+    return {name: torch.randn(shape, generator=generator)}
+
+
+def tokens(
+    vocab: int, length: int, generator: torch.Generator, rows: int = 2, side: str = "left"
+) -> dict[str, Tensor]:
+    """Random tokens, the last row padded by a third."""
+    ids = torch.randint(vocab, (rows, length), generator=generator)
+    mask = torch.ones(rows, length, dtype=torch.int64)
+    pad = length // 3
+    mask[-1, slice(0, pad) if side == "left" else slice(length - pad, length)] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+
+
+def _moved(value: Any, root: PreTrainedModel) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(root.device, root.dtype if value.is_floating_point() else None)

@@ -12,12 +12,15 @@ class FuseReport:
 
     Attributes:
         model: Class name of the model.
-        replaced: Paths of the modules that now run torchweld ops.
-        skipped: ``(path, reason)`` of every place that was left stock.
+        replaced: Paths of the modules that now run torchweld ops. Each of them ran one on the
+            sample batch, unless ``ops`` says that the batch did not run it or a note says that
+            nothing was measured.
+        skipped: ``(path, reason)`` of every place that was left stock or runs something else.
         max_abs_diff: Largest absolute difference of the outputs, fused against stock, on a sample
             batch; None when it was not measured.
         compared: What was compared, for example ``"logits (2, 16, 50257) float32"``.
         ops: Path to the fusion that runs there, for every replaced path.
+        calls: How often the sample batch ran each op, and what ran instead of one.
         notes: Sentences on things that a user should know, such as dropout.
     """
 
@@ -27,6 +30,7 @@ class FuseReport:
     max_abs_diff: float | None = None
     compared: str | None = None
     ops: dict[str, str] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -42,6 +46,7 @@ class FuseReport:
             "max_abs_diff": self.max_abs_diff,
             "compared": self.compared,
             "ops": dict(self.ops),
+            "calls": dict(self.calls),
             "notes": list(self.notes),
         }
 
@@ -59,6 +64,13 @@ class FuseReport:
             return "max |fused - stock|: not measured"
         return f"max |fused - stock|: {self.max_abs_diff:.3g} over {self.compared}"
 
+    def _measured(self) -> list[str]:
+        lines = [self._difference()] if self.replaced else []
+        if self.calls:
+            counts = ", ".join(f"{count} x {what}" for what, count in self.calls.items())
+            lines.append(f"calls on the sample batch: {counts}")
+        return lines
+
     def __str__(self) -> str:
         if self.replaced:
             places = f"{len(self.replaced)} places replaced, {len(self.skipped)} left stock"
@@ -72,8 +84,7 @@ class FuseReport:
                 lines.append(f"  {what:<{width}}  {where}")
             else:
                 lines.append(f"  left stock: {where}: {outcome}")
-        if self.replaced:
-            lines.append("  " + self._difference())
+        lines.extend(f"  {line}" for line in self._measured())
         lines.extend(f"  note: {note}" for note in self.notes)
         return "\n".join(lines)
 
@@ -91,7 +102,7 @@ class FuseReport:
         return table
 
     def _footer(self) -> list[str]:
-        return ([self._difference()] if self.replaced else []) + self.notes
+        return self._measured() + self.notes
 
 
 def _fold(paths: list[str]) -> str:

@@ -1,0 +1,36 @@
+"""What layers really run in a forward pass, for the report of ``fuse``."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+# Each call of a layer: None where it ran torchweld's op, else what ran instead and why.
+Seen = dict[nn.Module, list[str | None]]
+
+_seen: Seen | None = None
+
+
+def note(layer: nn.Module, instead: str | None = None) -> None:
+    """Says what a call of a layer runs; nothing is kept unless somebody watches."""
+    if not torch.compiler.is_compiling() and _seen is not None:
+        _seen.setdefault(layer, []).append(instead)
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[Seen]:
+    """Collects the calls. What is compiled runs eagerly meanwhile, so that it can be seen."""
+    global _seen
+    before, _seen = _seen, {}
+    # Nothing is compiled where Dynamo, which takes seconds to import, is not loaded.
+    compiled = "torch._dynamo" in sys.modules
+    eagerly = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+    try:
+        with eagerly:
+            yield _seen
+    finally:
+        _seen = before
