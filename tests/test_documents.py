@@ -134,3 +134,12 @@ def test_example_of_the_readme_runs(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "torchweld::softmax(float32 (4096, 5000) on meta)" in done.stdout
     assert (tmp_path / "mlp.pt").stat().st_size > 0
+
+
+def test_the_oldest_transformers_is_the_same_everywhere():
+    from torchweld.integrations.hf_register import OLDEST
+
+    wanted = f"transformers>={'.'.join(map(str, OLDEST))},<6"
+    for name, times in (("pyproject.toml", 2), ("requirements/demo.txt", 1)):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert re.findall(r"transformers[<>=][^\"\n]*", text) == [wanted] * times

@@ -371,7 +371,9 @@ def test_who_is_causal_without_a_mask(module, given, causal, dropout):
 
 def test_mllama_without_a_cross_attention_mask_equals_eager():
     """Its cross attention has no is_causal, and SDPA takes it for causal."""
-    config = transformers.models.mllama.MllamaTextConfig(
+    from transformers.models.mllama.configuration_mllama import MllamaTextConfig
+
+    config = MllamaTextConfig(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,

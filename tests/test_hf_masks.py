@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 import sys
 import warnings
 
@@ -841,10 +842,11 @@ def test_which_classes_without_sdpa_are_served():
 
 def test_models_that_change_masks_get_whole_ones():
     changing = 0
-    for name in ("DogeForCausalLM", "FalconForCausalLM", "LlamaForCausalLM"):
+    names = ("T5Gemma2ForConditionalGeneration", "DogeForCausalLM", "FalconForCausalLM")
+    for name in (*names, "LlamaForCausalLM"):
         cls = getattr(transformers, name)  # loads the model's module
         source = inspect.getsource(sys.modules[cls.__module__])
-        changes = "allow_is_causal_skip" in source
+        changes = re.search("allow_is_(causal|bidirectional)_skip", source) is not None
         assert hf_models.wants_whole_masks(cls.config_class) == changes
         changing += changes
     assert changing > 0 and not changes  # Llama does not
