@@ -21,6 +21,7 @@ from transformers import masking_utils  # noqa: E402
 from tiny_models import VOCAB, batch, tiny_model  # noqa: E402
 from torchweld.integrations import (  # noqa: E402
     hf_attention,
+    hf_context,
     hf_mask,
     hf_models,
     hf_numbers,
@@ -144,7 +145,7 @@ TWO_WAY = {
 }
 
 
-@pytest.mark.parametrize("q_length", [9, 4])
+@pytest.mark.parametrize("q_length", [9, 4, 1])
 @pytest.mark.parametrize("padding", TWO_WAY)
 def test_numbers_of_a_bidirectional_mask(padding, q_length):
     call = dict(
@@ -161,6 +162,8 @@ def test_numbers_of_a_bidirectional_mask(padding, q_length):
     got, want = hf_mask.attention_mask(**call), masking_utils.sdpa_mask(**call)
     if padding == "full":
         assert got is None and want is None
+    elif q_length == 1:
+        assert hf_numbers.is_numbers(got) and torch.equal(dense(got, 1, 9), want)
     elif padding == "both":
         assert got.torchweld_reason == hf_mask.BOTH_SIDES and torch.equal(got, want)
     elif padding == "left" and q_length != 9:
@@ -591,6 +594,9 @@ def test_flattened_documents_of_other_attention_are_refused():
     chunks, _ = pair(*LOCAL["Llama 4"][:2], "cpu", attention_chunk_size=4)
     with pytest.raises(ValueError, match="whose config has attention_chunk_size"):
         chunks(**misfit())
+    with pytest.raises(ValueError, match="context_parallel must see .*, but cu_seq_lens_q is give"):
+        numbers = hf_numbers.Numbers(causal=True)
+        hf_context.attention(None, *[None] * 3, numbers, None, None, {"cu_seq_lens_q": GOOD})
     q, k = torch.zeros(1, 2, 12, 8), torch.zeros(1, 2, 7, 8)
     with pytest.raises(ValueError, match="12 queries and 7 keys in Identity; leave them out where"):
         hf_attention.attention_forward(
@@ -640,6 +646,20 @@ def test_bert_with_padding_equals_eager(attention_device, side):
     assert not calls.op[0].get("causal") and calls.op[0].get("key_start") is None
     given = calls.op[0]["leftpad" if side == "left" else "key_end"]
     assert given.tolist() == ([0, 3, 7] if side == "left" else [12, 9, 5])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_cross_attention_while_generating_equals_eager(attention_device, side):
+    pair_of = pair("bart", "BartForConditionalGeneration", attention_device, is_decoder=False)
+    inputs = batch(attention_device, side=side)
+    del inputs["position_ids"]
+    settings = dict(max_new_tokens=4, do_sample=False, eos_token_id=None)
+    with Calls() as calls:
+        got = pair_of[0].generate(**inputs, **settings)
+    assert torch.equal(got, pair_of[1].generate(**inputs, **settings))
+    # Left padding: the cross attention of the prompt alone, if that has more than one token.
+    assert len(calls.op) >= 2 + 4 * 4 and calls.sdpa == 0
+    assert all(call.get("key_start") is None or call["causal"] for call in calls.op)
 
 
 def test_cross_attention_with_padding_equals_eager(attention_device):

@@ -191,8 +191,8 @@ def _numbers(
         if numbers is None or numbers.leftpad is None:
             raise ValueError(
                 f'attn_implementation="torchweld": {type(module).__name__}.is_causal must be True '
-                "where the model makes a causal mask with windows, holes, a static cache or a "
-                "function of its own, but got False; set config.is_causal = False instead"
+                "where the model makes a causal mask with windows, holes or a static cache, or "
+                "one under torch.compile, but got False; set config.is_causal = False instead"
             )
         numbers = numbers._replace(causal=False)
     return numbers

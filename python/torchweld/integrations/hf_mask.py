@@ -31,7 +31,8 @@ none given                              the op           the op
 ======================================  ===============  ===================
 
 Bidirectional attention runs the op where all rows are padded on one side, whichever it is, and
-sdpa where both sides occur; cross attention does so where keys are padded on the right.
+sdpa where both sides occur; cross attention does so where keys are padded on the right, and where
+there is one query.
 
 At padding the values differ from those of other implementations, but they are finite. Holes are a
 matter of data: ``generate`` makes them itself where a prompt holds the pad token and no mask is
@@ -185,7 +186,9 @@ def attention_mask(
         warn_once(reason, traced=True)
     elif mask is not None:
         mask.torchweld_reason = reason
-        mask.torchweld_causal = pattern is not None and pattern.causal
+    if mask is not None:
+        causal = mask_function is causal_mask_function  # all that is known of what is traced
+        mask.torchweld_causal = causal if pattern is None else pattern.causal
     return mask
 
 
@@ -322,6 +325,8 @@ def _bidirectional(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | N
         return None, None
     if not left:
         return bidirectional(count), None
+    if call.q_length == 1:  # one query that is the last one sees as much where it is causal
+        return ranges(first + count, first[:, None]), None
     if right:
         return None, BOTH_SIDES
     if call.q_length != call.kv_length:
