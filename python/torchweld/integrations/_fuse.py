@@ -46,7 +46,7 @@ def fuse(model: nn.Module, *, sample: Any = None, check: bool = True) -> FuseRep
         A report that prints itself. Calling fuse again replaces nothing that is replaced already.
 
     Raises:
-        ImportError: transformers is missing.
+        ImportError: transformers is missing or too old.
         TypeError: It contains no model of transformers.
         RuntimeError: The operator library can't be loaded, or the fused model gave NaN or inf where
             the stock model did not; the model is stock again then.

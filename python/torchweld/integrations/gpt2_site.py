@@ -135,7 +135,8 @@ class Site(nn.Module):
         """``activation(linear(norm(x)))`` in one op."""
         own = vars(self)
         norm, linear = own["norm"], own["linear"]
-        measure.note(self)
+        if measure.seen is not None:
+            measure.note(self)
         tensors = x, *weight_and_bias(linear), *weight_and_bias(norm)
         if isinstance(linear, ShardedConv1D):
             tensors = linear.columns(*tensors)

@@ -181,10 +181,10 @@ def _numbers(
             more than that and padding.
     """
     numbers = None
-    if mask is None or mask.shape == (0, 0, 0, 0):
-        return Numbers(causal=_is_causal(module, is_causal))
-    if hf_numbers.is_numbers(mask):
+    if mask is not None and hf_numbers.is_numbers(mask):
         numbers = hf_numbers.split(mask, query.shape[2], query.device)
+    elif mask is None or mask.shape == (0, 0, 0, 0):
+        return Numbers(causal=_is_causal(module, is_causal))
     causal = getattr(mask, "torchweld_causal", False) if numbers is None else numbers.causal
     # The mask comes from the config, and who sets is_causal = False on a layer means that layer.
     if causal and query.shape[2] > 1 and not _is_causal(module, is_causal):
@@ -248,12 +248,16 @@ def attention_forward(
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     numbers = _numbers(attention_mask, query, module, is_causal)
     causal = numbers is not None and numbers.causal
-    unmasked = numbers is not None and not numbers.tensors()
+    unmasked = numbers is not None and (
+        numbers.leftpad is None and numbers.key_start is None and numbers.key_end is None
+    )
     # No mask at all means "aligned at the top left" to transformers: a static cache that has just
     # been filled, with nothing behind the queries yet.
     top_left = causal and unmasked and 1 < seqlen_q < seqlen_k
-    keys = seqlen_q if top_left else seqlen_k
-    start = hf_packed.key_start(module, query, keys, numbers, kwargs)
+    start = None
+    if "cu_seq_lens_q" in kwargs or "cu_seq_lens_k" in kwargs:
+        keys = seqlen_q if top_left else seqlen_k
+        start = hf_packed.key_start(module, query, keys, numbers, kwargs)
     if start is not None and numbers is not None:
         numbers, unmasked = hf_packed.apply(start, numbers), False
         key, value, seqlen_k = key[:, :, :keys], value[:, :, :keys], keys
@@ -289,7 +293,8 @@ def attention_forward(
         lacking = "attention weights to return" if weights else None
         if softcap is not None or sink is not None:
             lacking = lacking or "attention sinks or soft-capped scores here"
-        measure.note(module, f"{_EAGER if lacking else _SDPA} runs: {reason}")
+        if measure.seen is not None:
+            measure.note(module, f"{_EAGER if lacking else _SDPA} runs: {reason}")
         if lacking is not None:
             warn_once(reason, instead=_EAGER)
             mask = _added_mask(mask, query, seqlen_k, causal)
@@ -301,7 +306,8 @@ def attention_forward(
         # NOTE: not is_causal, for which SDPA has a default of its own.
         return sdpa_attention_forward(module, query, key, value, mask, is_causal=causal, **more)
 
-    measure.note(module)
+    if measure.seen is not None:
+        measure.note(module)
     if top_left:
         key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
     more = {}

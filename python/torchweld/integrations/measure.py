@@ -12,25 +12,25 @@ from torch import nn
 # Each call of a layer: None where it ran torchweld's op, else what ran instead and why.
 Seen = dict[nn.Module, list[str | None]]
 
-_seen: Seen | None = None
+# None unless somebody watches. Layers ask before they call `note`: a step waits for the host.
+seen: Seen | None = None
 
 
 def note(layer: nn.Module, instead: str | None = None) -> None:
-    """Says what a call of a layer runs; nothing is kept unless somebody watches."""
-    if not torch.compiler.is_compiling() and _seen is not None:
-        _seen.setdefault(layer, []).append(instead)
+    """Says what a call of a layer runs."""
+    seen.setdefault(layer, []).append(instead)
 
 
 @contextlib.contextmanager
 def watching() -> Iterator[Seen]:
     """Collects the calls. What is compiled runs eagerly meanwhile, so that it can be seen."""
-    global _seen
-    before, _seen = _seen, {}
+    global seen
+    before, seen = seen, {}
     # Nothing is compiled where Dynamo, which takes seconds to import, is not loaded.
     compiled = "torch._dynamo" in sys.modules
     eagerly = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
     try:
         with eagerly:
-            yield _seen
+            yield seen
     finally:
-        _seen = before
+        seen = before
