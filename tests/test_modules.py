@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import importlib
 import io
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import Tensor, nn
 
 import numerics
@@ -392,7 +394,7 @@ def test_to_torch_says_what_it_has(case):
         assert repr(back) == repr(first)
 
 
-@pytest.mark.parametrize("case", [p for p in BACK if p.values[0].op != "softmax"])
+@pytest.mark.parametrize("case", BACK)
 def test_the_training_mode_is_kept(case):
     plain, _ = case.pair("cpu")
     for training in (True, False):
@@ -602,6 +604,378 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+class LoRALinear(nn.Linear):
+    """As loralib's: a subclass of nn.Linear with two small matrices beside the large one."""
+
+    def __init__(self, k: int, n: int) -> None:
+        super().__init__(k, n)
+        self.a, self.b = nn.Parameter(torch.randn(2, k)), nn.Parameter(torch.randn(n, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x @ self.a.t() @ self.b.t()
+
+
+class QuickGELU(nn.GELU):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1.702 * x).sigmoid()
+
+
+class Doubled(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class LayerNorm1P(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, (6,), self.weight + 1, self.bias)
+
+
+class RMSNorm1P(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, (6,), self.weight + 1, self.eps)
+
+
+class ClippedRMSNorm(nn.Module):
+    """Like LlamaRMSNorm for small values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(6)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x.clamp(-9, 9), (6,), self.weight, 1e-6)
+
+
+class ShiftedRMSNorm(ClippedRMSNorm):
+    """Computes what LlamaRMSNorm computes until its second parameter is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, (6,), self.weight, 1e-6) + self.bias
+
+
+class NoisyRMSNorm(ClippedRMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.rms_norm(x, (6,), self.weight, 1e-6)
+        return y + torch.randn_like(y) if self.training else y
+
+
+class ScaledSoftmax(nn.Softmax):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x / 2)
+
+
+def with_forward(module: nn.Module) -> nn.Module:
+    """As accelerate does it."""
+    module.forward = lambda x, forward=module.forward: 2 * forward(x)
+    return module
+
+
+def pruned(module: nn.Module, name: str = "weight") -> nn.Module:
+    return nn.utils.prune.l1_unstructured(module, name, 0.5)
+
+
+def hooked(module: nn.Module, kind: str) -> nn.Module:
+    hook = {
+        "forward_pre": lambda module, args: (2 * args[0],),
+        "forward": lambda module, args, out: 2 * out,
+        "full_backward_pre": lambda module, grads: (2 * grads[0],),
+        "full_backward": lambda module, grads, _: (2 * grads[0],),
+    }[kind]
+    getattr(module, f"register_{kind}_hook")(hook)
+    return module
+
+
+parametrizations = nn.utils.parametrizations
+HOOKED: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
+    "forward pre-hook": (lambda m: hooked(m, "forward_pre"), "forward pre-hook"),
+    "forward hook": (lambda m: hooked(m, "forward"), "forward hook"),
+    "backward pre-hook": (lambda m: hooked(m, "full_backward_pre"), "backward pre-hook"),
+    "backward hook": (lambda m: hooked(m, "full_backward"), "backward hook"),
+    "forward on the instance": (with_forward, "a forward of its own on the instance"),
+}
+PARAMETRISED: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
+    "weight_norm": (parametrizations.weight_norm, "parametrisation of weight (_WeightNorm)"),
+    "spectral_norm": (parametrizations.spectral_norm, "parametrisation of weight (_SpectralNorm)"),
+    "orthogonal": (parametrizations.orthogonal, "parametrisation of weight (_Orthogonal)"),
+    "old weight_norm": (nn.utils.weight_norm, "a forward pre-hook (WeightNorm)"),
+    "old spectral_norm": (nn.utils.spectral_norm, "a forward pre-hook (SpectralNorm)"),
+    "prune": (pruned, "a forward pre-hook (L1Unstructured)"),
+}
+OTHER_LINEARS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "subclass": (lambda: LoRALinear(6, 8), "LoRALinear, a subclass of nn.Linear;"),
+    **{
+        name: (lambda change=change: change(nn.Linear(6, 8)), text)
+        for name, (change, text) in (HOOKED | PARAMETRISED).items()
+    },
+}
+
+
+def one_sentence(error: BaseException) -> str:
+    text = str(error)
+    assert "\n" not in text and ", but got " in text and not text.endswith(".")
+    return text
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("name", OTHER_LINEARS)
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda m: torchweld.nn.LayerNormLinear.from_torch(nn.Sequential(nn.LayerNorm(6), m)),
+        lambda m: torchweld.nn.RMSNormLinear.from_torch(nn.Sequential(nn.RMSNorm(6), m)),
+        lambda m: torchweld.nn.FoldedLayerNormLinear.from_torch(nn.Sequential(nn.LayerNorm(6), m)),
+        torchweld.nn.GatedLinear.from_torch,
+        lambda m: torchweld.nn.GatedLinear.from_torch(gated_reference(m)),
+        lambda m: torchweld.nn.GatedLinear.from_linears(m, nn.Linear(6, 8)),
+        lambda m: torchweld.nn.GatedLinear.from_linears(nn.Linear(6, 8), m),
+    ],
+    ids=["layer_norm", "rms_norm", "folded", "gated", "gated_reference", "left", "right"],
+)
+def test_another_linear_layer_is_refused(convert, name):
+    """Its forward, its hooks or what makes its weight would be lost."""
+    make, text = OTHER_LINEARS[name]
+    with pytest.raises(ValueError, match=re.escape(text)) as error:
+        convert(make())
+    one_sentence(error.value)
+
+
+def gated_reference(linear: nn.Module) -> nn.Module:
+    stock = torchweld.nn.GatedLinear(6, 4).to_torch()
+    stock.linear = linear
+    return stock
+
+
+def parts(
+    norm: nn.Module, last: nn.Module | None = None, kind: type[nn.Sequential] = nn.Sequential
+) -> nn.Sequential:
+    return kind(norm, nn.Linear(6, 8), last or nn.GELU())
+
+
+OTHER_PARTS: dict[str, tuple[str, Callable[[], nn.Module], str]] = {
+    "layer norm": ("LayerNormLinear", lambda: parts(LayerNorm1P(6)), "LayerNorm1P, a subclass"),
+    "hooked layer norm": (
+        "LayerNormLinear",
+        lambda: parts(hooked(nn.LayerNorm(6), "forward")),
+        "module[0] must be nn.LayerNorm, but got nn.LayerNorm with a forward hook",
+    ),
+    "rms norm": ("RMSNormLinear", lambda: parts(RMSNorm1P(6, 1e-6)), "RMSNorm1P, a subclass"),
+    "hooked rms norm": (
+        "RMSNormLinear",
+        lambda: parts(hooked(nn.RMSNorm(6), "forward_pre")),
+        "nn.RMSNorm with a forward pre-hook",
+    ),
+    "clipped rms norm": ("RMSNormLinear", lambda: parts(ClippedRMSNorm()), "module must be"),
+    "rms norm with a bias": ("RMSNormLinear", lambda: parts(ShiftedRMSNorm()), "module must be"),
+    "rms norm with noise": ("RMSNormLinear", lambda: parts(NoisyRMSNorm()), "module must be"),
+    "activation": (
+        "LayerNormLinear",
+        lambda: parts(nn.LayerNorm(6), QuickGELU()),
+        "the activation must be nn.ReLU, nn.GELU, nn.SiLU or nn.Identity, but got "
+        f"{__name__}.QuickGELU, a subclass of nn.GELU",
+    ),
+    "hooked activation": (
+        "RMSNormLinear",
+        lambda: parts(nn.RMSNorm(6), hooked(nn.ReLU(), "forward")),
+        "nn.ReLU with a forward hook",
+    ),
+    **{
+        f"{what} of {kind}": (
+            kind,
+            lambda norm=norm, change=change: change(norm),
+            text,
+        )
+        for kind, norm in (("LayerNormLinear", nn.LayerNorm), ("RMSNormLinear", nn.RMSNorm))
+        for what, change, text in (
+            ("sequential", lambda norm: parts(norm(6), kind=Doubled), "Doubled, a subclass of nn."),
+            (
+                "hooked sequential",
+                lambda norm: hooked(parts(norm(6)), "forward"),
+                "nn.Sequential with a forward hook",
+            ),
+        )
+    },
+    "softmax": ("Softmax", lambda: ScaledSoftmax(-1), "ScaledSoftmax, a subclass of nn.Softmax"),
+    "hooked softmax": (
+        "Softmax",
+        lambda: hooked(nn.Softmax(-1), "forward"),
+        "nn.Softmax with a forward hook",
+    ),
+    "hooked gated": (
+        "GatedLinear",
+        lambda: hooked(gated_reference(nn.Linear(6, 8)), "forward"),
+        "GatedLinearReference with a forward hook",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_PARTS)
+def test_another_part_is_refused(name):
+    kind, make, text = OTHER_PARTS[name]
+    with pytest.raises(ValueError, match=re.escape(text)) as error:
+        getattr(torchweld.nn, kind).from_torch(make())
+    one_sentence(error.value)
+
+
+def test_a_layer_norm_of_hugging_face_that_adds_1_is_refused():
+    norm = hugging_face("nemotron.modeling_nemotron", "NemotronLayerNorm1P")(6)
+    text = (
+        r"module\[0\] must be nn.LayerNorm, but got transformers.*NemotronLayerNorm1P, a subclass"
+    )
+    with pytest.raises(ValueError, match=text):
+        torchweld.nn.LayerNormLinear.from_torch(nn.Sequential(norm, nn.Linear(6, 5)))
+
+
+@pytest.mark.parametrize("what", ["hook", "weight_norm"])
+def test_a_changed_rms_norm_of_hugging_face_is_refused(what):
+    norm = hugging_face(*RMS_NORMS[0])(6)
+    if what == "hook":
+        hooked(norm, "forward")
+    else:
+        nn.utils.parametrize.register_parametrization(norm, "weight", nn.Softplus())
+    with pytest.raises(
+        ValueError, match="module.0. must be an RMSNorm, but got .*LlamaRMSNorm wit"
+    ):
+        torchweld.nn.RMSNormLinear.from_torch(nn.Sequential(norm, nn.Linear(6, 5)))
+
+
+WITH_WEIGHT = ("LayerNormLinear", "RMSNormLinear", "GatedLinear")
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("change", PARAMETRISED)
+@pytest.mark.parametrize("name", WITH_WEIGHT)
+def test_a_parametrised_module_says_what_it_cannot(name, change):
+    """forward computes with the weight in force; what needs the parameter itself is refused."""
+    module = getattr(torchweld.nn, name)(6, 5)
+    stock = module.to_torch()
+    module = PARAMETRISED[change][0](module)
+    before = {n: t.clone() for n, t in module.state_dict().items()}
+    with pytest.raises(ValueError, match=rf"{name}.to_torch: module must be .*") as error:
+        module.to_torch()
+    assert PARAMETRISED[change][1] in one_sentence(error.value)
+    with pytest.raises(ValueError, match=r"reset_parameters: weight must be a parameter") as error:
+        module.reset_parameters()
+    one_sentence(error.value)
+    assert all(torch.equal(before[n], t) for n, t in module.state_dict().items())
+    x = torch.randn(3, 6)
+    y = module.eval()(x)
+    with torch.no_grad():
+        linear = stock.linear if name == "GatedLinear" else stock[1]
+        linear.weight.copy_(module.weight)
+    torch.testing.assert_close(y, stock(x), rtol=2e-6, atol=2e-6)
+
+
+def test_fold_takes_the_weight_that_a_parametrisation_makes():
+    torch.manual_seed(0)
+    module = parametrizations.weight_norm(torchweld.nn.LayerNormLinear(6, 5))
+    with torch.no_grad():
+        module.parametrizations.weight.original0.mul_(3)
+    x = torch.randn(3, 6)
+    torch.testing.assert_close(module.fold()(x), module(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_fold_refuses_a_weight_that_is_made_in_the_next_call():
+    """The old weight_norm makes it in a pre-hook: what stands there is of the last call."""
+    module = nn.utils.weight_norm(torchweld.nn.LayerNormLinear(6, 5))
+    with pytest.raises(ValueError, match="a forward pre-hook .WeightNorm."):
+        module.fold()
+
+
+class DoubledOurs:
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("how", ["subclass", "hook"])
+@pytest.mark.parametrize("case", BACK)
+def test_to_torch_of_a_changed_module_is_refused(case, how):
+    _, ours = case.pair("cpu")
+    name = type(ours).__name__
+    if how == "hook":
+        hooked(ours, "forward")
+    else:
+        ours.__class__ = type("Doubled", (DoubledOurs, type(ours)), {})
+    with pytest.raises(ValueError, match=f"{name}.to_torch: module must be {name}, but") as error:
+        ours.to_torch()
+    one_sentence(error.value)
+    if name in WITH_WEIGHT:
+        ours.reset_parameters()  # which a subclass has as well
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_from_torch_under_another_default_dtype(dtype, where):
+    """Scripts that build a model in 16 bits set it."""
+    norm_of = hugging_face(*RMS_NORMS[0])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(where):
+            for norm, kind in (
+                (norm_of(16), torchweld.nn.RMSNormLinear),
+                (nn.RMSNorm(16), torchweld.nn.RMSNormLinear),
+                (nn.LayerNorm(16), torchweld.nn.LayerNormLinear),
+            ):
+                stock = nn.Sequential(norm, nn.Linear(16, 8), nn.SiLU())
+                ours = kind.from_torch(stock)
+                assert ours.weight is stock[1].weight and ours.weight.dtype == dtype
+                if where == "cpu":
+                    x = torch.randn(3, 16)
+                    close = max(8 * torch.finfo(dtype).eps, 1e-5)  # Llama's statistics are float32
+                    torch.testing.assert_close(ours(x), stock(x), rtol=close, atol=close)
+            with pytest.raises(ValueError, match="1 . weight"):
+                gemma = hugging_face("gemma.modeling_gemma", "GemmaRMSNorm")(16)
+                kind = torchweld.nn.RMSNormLinear
+                kind.from_torch(nn.Sequential(gemma, nn.Linear(16, 8)))
+            gated = torchweld.nn.GatedLinear.from_linears(nn.Linear(16, 8), nn.Linear(16, 8))
+            assert gated.weight.dtype == dtype
+    finally:
+        torch.set_default_dtype(before)
+
+
+def linear(dtype: torch.dtype = F32, device: str = "cpu", grad: bool = True) -> nn.Linear:
+    return nn.Linear(6, 4, device=device, dtype=dtype).requires_grad_(grad)
+
+
+def test_gated_from_frozen_linears_is_frozen():
+    for grad in (True, False):
+        module = torchweld.nn.GatedLinear.from_linears(linear(grad=grad), linear(grad=grad))
+        assert [p.requires_grad for p in module.parameters()] == [grad, grad]
+    left, right = linear(), linear()
+    left.bias.requires_grad_(False)
+    right.bias.requires_grad_(False)
+    module = torchweld.nn.GatedLinear.from_linears(left, right)
+    assert module.weight.requires_grad and not module.bias.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("right", "text"),
+    [
+        (lambda: linear(torch.bfloat16), "right.weight must have the dtype of left.weight, torch"),
+        (lambda: linear(device="meta"), "right.weight must have the device of left.weight, cpu, b"),
+        (
+            lambda: linear(grad=False),
+            "right.weight.requires_grad must be True like left's, but got",
+        ),
+        (lambda: nn.Sequential(linear()), "right must be nn.Linear, but got Sequential"),
+    ],
+)
+def test_gated_from_linears_that_differ_is_refused(right, text):
+    with pytest.raises(ValueError, match=text) as error:
+        torchweld.nn.GatedLinear.from_linears(linear(), right())
+    one_sentence(error.value)
+
+
+def test_the_frozen_form_gives_a_frozen_stock_module():
+    stock = torchweld.nn.LayerNormLinear(6, 5).fold().to_torch()
+    assert list(stock.parameters()) and not any(p.requires_grad for p in stock.parameters())
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_arguments(name):
     build, text = BAD[name]
@@ -674,7 +1048,7 @@ def test_where_nothing_is_read_another_mask_is_all_padding(device, how):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("name", ["LayerNormLinear", "RMSNormLinear", "GatedLinear"])
+@pytest.mark.parametrize("name", WITH_WEIGHT)
 def test_reset_parameters_draws_what_a_new_module_has(name, bias):
     """Also after `to_empty`, which leaves anything in them."""
     kind = getattr(torchweld.nn, name)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torchweld._library import ops, require
 from torchweld._refusals import sentences
 from torchweld.ops.linear import activation_module
+from torchweld.ops.stock import refuse_other
 
 
 @sentences
@@ -101,22 +102,42 @@ class FoldedLayerNormLinear(nn.Module):
 
     @classmethod
     def from_torch(cls, module: nn.Module) -> FoldedLayerNormLinear:
-        """From a `LayerNormLinear` or the `nn.Sequential` that it stands in for."""
+        """From a `LayerNormLinear` or the `nn.Sequential` that it stands in for.
+
+        Raises:
+            ValueError: another module, one of a subclass or with hooks.
+        """
         from torchweld.ops.layer_norm_linear import LayerNormLinear
 
         if isinstance(module, nn.Sequential):
             module = LayerNormLinear.from_torch(module)
-        if not isinstance(module, LayerNormLinear):
-            raise ValueError(
-                "FoldedLayerNormLinear.from_torch: module must be LayerNormLinear or "
-                f"nn.Sequential(LayerNorm((K,)), Linear(K, N)[, activation]), but got {module}"
-            )
+        refuse_other(
+            "FoldedLayerNormLinear.from_torch",
+            "module",
+            "LayerNormLinear or nn.Sequential(LayerNorm((K,)), Linear(K, N)[, activation])",
+            module,
+            LayerNormLinear,
+            parametrised=True,
+        )
         with torch.no_grad():
             folded = fold_layer_norm(module.weight, module.bias, module.ln_weight, module.ln_bias)
         return cls(*folded, eps=module.eps, activation=module.activation).eval()
 
     def to_torch(self) -> nn.Sequential:
-        """`nn.Sequential(LayerNorm without parameters, Linear, activation)`, equal results."""
+        """`nn.Sequential(LayerNorm without parameters, Linear, activation)`, equal results.
+
+        Its parameters are frozen copies, in eval mode.
+
+        Raises:
+            ValueError: the module is of a subclass or has hooks.
+        """
+        refuse_other(
+            "FoldedLayerNormLinear.to_torch",
+            "module",
+            "FoldedLayerNormLinear",
+            self,
+            FoldedLayerNormLinear,
+        )
         weight = self.folded_weight
         linear = nn.Linear(
             self.in_features, self.out_features, device=weight.device, dtype=weight.dtype
@@ -125,7 +146,8 @@ class FoldedLayerNormLinear(nn.Module):
             linear.weight.copy_(weight)
             linear.bias.copy_(self.folded_bias)
         norm = nn.LayerNorm(self.in_features, eps=self.eps, elementwise_affine=False)
-        return nn.Sequential(norm, linear, activation_module(self.activation)).eval()
+        stock = nn.Sequential(norm, linear, activation_module(self.activation))
+        return stock.requires_grad_(False).eval()
 
     def _apply(self, fn, recurse: bool = True):
         # The sums stay in fp32 when the module is cast; a cast weight gets its sums anew.

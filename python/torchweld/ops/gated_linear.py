@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torchweld._library import ops, require
 from torchweld._refusals import sentences
 from torchweld.ops.linear import reset_as_torch
+from torchweld.ops.stock import refuse_computed, refuse_mixed, refuse_other, text_of
 
 GATES = {
     "sigmoid_tanh": lambda left, right: torch.sigmoid(left) * torch.tanh(right),
@@ -112,23 +113,34 @@ class GatedLinear(nn.Module):
         self.register_parameter("bias", linear.bias)
 
     def reset_parameters(self) -> None:
-        """Draws the parameters anew, as `nn.Linear` draws its own."""
-        reset_as_torch(self.to_torch())
+        """Draws the parameters anew, as `nn.Linear` draws its own.
+
+        Raises:
+            ValueError: a parameter is computed from others, by a parametrisation or the like.
+        """
+        refuse_computed(f"{type(self).__name__}.reset_parameters", self, ("weight", "bias"))
+        reset_as_torch(self._as_torch())
 
     @classmethod
     def from_torch(
         cls, module: nn.Module, gate: str | None = None, interleaved: bool | None = None
     ) -> GatedLinear:
-        """From a packed `nn.Linear(in, 2 * out)` (with `gate`) or a `GatedLinearReference`."""
+        """From a packed `nn.Linear(in, 2 * out)` (with `gate`) or a `GatedLinearReference`.
+
+        Shares its parameters.
+
+        Raises:
+            ValueError: another module; one of a subclass, or with hooks or a parametrisation.
+        """
+        owner, expected = "GatedLinear.from_torch", "nn.Linear with an even out_features"
         if isinstance(module, GatedLinearReference):
+            refuse_other(owner, "module", expected, module, GatedLinearReference)
             gate = module.gate if gate is None else gate
             interleaved = module.interleaved if interleaved is None else interleaved
             module = module.linear
-        if not isinstance(module, nn.Linear) or module.out_features % 2:
-            raise ValueError(
-                "GatedLinear.from_torch: module must be nn.Linear with an even out_features, "
-                f"but got {module}"
-            )
+        refuse_other(owner, "module", expected, module, nn.Linear)
+        if module.out_features % 2:
+            raise ValueError(f"{owner}: module must be {expected}, but got {text_of(module)}")
         new = cls(
             module.in_features,
             module.out_features // 2,
@@ -145,7 +157,14 @@ class GatedLinear(nn.Module):
 
         For Llama's `down(silu(gate_proj(x)) * up_proj(x))`: left = gate_proj, right = up_proj,
         gate "swiglu".
+
+        Raises:
+            ValueError: one is no `nn.Linear`, is of a subclass, or has hooks or a parametrisation;
+                or they differ in sizes, bias, dtype, device or requires_grad.
         """
+        owner = "GatedLinear.from_linears"
+        refuse_other(owner, "left", "nn.Linear", left, nn.Linear)
+        refuse_other(owner, "right", "nn.Linear", right, nn.Linear)
         same = (left.in_features, left.out_features, left.bias is None) == (
             right.in_features,
             right.out_features,
@@ -153,9 +172,22 @@ class GatedLinear(nn.Module):
         )
         if not same:
             raise ValueError(
-                "GatedLinear.from_linears: right must have left's sizes and bias, "
-                f"but got {left} and {right}"
+                f"{owner}: right must have left's sizes and bias, but got {left} and {right}"
             )
+        sides = {"left": left, "right": right}
+        tensors = {
+            f"{side}.{name}": getattr(linear, name)
+            for side, linear in sides.items()
+            for name in ("weight", "bias")
+        }
+        refuse_mixed(owner, tensors)
+        for name, ours in left.named_parameters():
+            theirs = right.get_parameter(name)
+            if theirs.requires_grad != ours.requires_grad:
+                raise ValueError(
+                    f"{owner}: right.{name}.requires_grad must be {ours.requires_grad} like "
+                    f"left's, but got {theirs.requires_grad}; freeze both or neither"
+                )
         new = cls(
             left.in_features,
             left.out_features,
@@ -168,10 +200,21 @@ class GatedLinear(nn.Module):
             new.weight.copy_(torch.cat([left.weight, right.weight]))
             if new.bias is not None:
                 new.bias.copy_(torch.cat([left.bias, right.bias]))
+        for name, parameter in new.named_parameters():
+            parameter.requires_grad_(left.get_parameter(name).requires_grad)
         return new.train(left.training)
 
     def to_torch(self) -> GatedLinearReference:
-        """The plain torch module that shares the parameters."""
+        """The plain torch module that shares the parameters.
+
+        Raises:
+            ValueError: the module is of a subclass, or has hooks or a parametrisation.
+        """
+        refuse_other("GatedLinear.to_torch", "module", "GatedLinear", self, GatedLinear)
+        return self._as_torch()
+
+    @torch.jit.unused
+    def _as_torch(self) -> GatedLinearReference:
         linear = nn.Linear(self.in_features, 2 * self.out_features, device="meta")
         linear.weight, linear.bias = self.weight, self.bias
         return GatedLinearReference(linear, self.gate, self.interleaved).train(self.training)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torchweld._library import ops
 from torchweld._refusals import sentences
 from torchweld.ops.folded_layer_norm_linear import FoldedLayerNormLinear
-from torchweld.ops.linear import activation_name
-from torchweld.ops.norm_linear import NormLinear
+from torchweld.ops.norm_linear import NormLinear, parts_of
+from torchweld.ops.stock import refuse_other, text_of
 
 
 @sentences
@@ -63,6 +63,8 @@ class LayerNormLinear(NormLinear):
         ln_bias: whether they include a bias (`bias` of `nn.LayerNorm`).
     """
 
+    _norm_names = ("ln_weight", "ln_bias")
+
     def __init__(
         self,
         in_features: int,
@@ -85,20 +87,20 @@ class LayerNormLinear(NormLinear):
 
     @classmethod
     def from_torch(cls, module: nn.Sequential) -> LayerNormLinear:
-        """From `nn.Sequential(LayerNorm, Linear[, activation])`; shares its parameters."""
-        parts = list(module) if isinstance(module, nn.Sequential) else []
-        if (
-            len(parts) not in (2, 3)
-            or not isinstance(parts[0], nn.LayerNorm)
-            or not isinstance(parts[1], nn.Linear)
-            or tuple(parts[0].normalized_shape) != (parts[1].in_features,)
-        ):
+        """From `nn.Sequential(LayerNorm, Linear[, activation])`; shares its parameters.
+
+        Raises:
+            ValueError: other parts; one of a subclass, or with hooks or a parametrisation.
+        """
+        owner = "LayerNormLinear.from_torch"
+        norm, linear, name = parts_of(module, "LayerNorm", owner)
+        shape = (linear.in_features,)
+        if not isinstance(norm, nn.LayerNorm) or tuple(norm.normalized_shape) != shape:
             raise ValueError(
-                "LayerNormLinear.from_torch: module must be nn.Sequential(LayerNorm((K,)), "
-                f"Linear(K, N)[, activation]), but got {module}"
+                f"{owner}: module must be nn.Sequential(LayerNorm((K,)), "
+                f"Linear(K, N)[, activation]), but got {text_of(module)}"
             )
-        norm, linear = parts[0], parts[1]
-        name = activation_name(parts[2] if len(parts) == 3 else None, "LayerNormLinear.from_torch")
+        refuse_other(owner, "module[0]", "nn.LayerNorm", norm, nn.LayerNorm)
         new = cls(
             linear.in_features,
             linear.out_features,
@@ -114,7 +116,17 @@ class LayerNormLinear(NormLinear):
         return new.train(module.training)
 
     def to_torch(self) -> nn.Sequential:
-        """`nn.Sequential(LayerNorm, Linear, activation)` that shares the parameters."""
+        """`nn.Sequential(LayerNorm, Linear, activation)` that shares the parameters.
+
+        Raises:
+            ValueError: the module is of a subclass, or has hooks or a parametrisation.
+        """
+        owner, expected = "LayerNormLinear.to_torch", "LayerNormLinear"
+        refuse_other(owner, "module", expected, self, LayerNormLinear)
+        return self._as_torch()
+
+    @torch.jit.unused
+    def _as_torch(self) -> nn.Sequential:
         affine, shifted = self.ln_weight is not None, self.ln_bias is not None
         norm = nn.LayerNorm(self.in_features, self.eps, affine, shifted, device="meta")
         norm.weight, norm.bias = self.ln_weight, self.ln_bias

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from torchweld._library import ops
 from torchweld._refusals import sentences
+from torchweld.ops.stock import refuse_other
 
 _ACTIVATIONS = {
     "none": nn.Identity,
@@ -53,18 +54,14 @@ def activation_module(name: str) -> nn.Module:
 
 def activation_name(module: nn.Module | None, owner: str) -> str:
     """The activation's name of a torch module; ValueError where there is none."""
-    if module is None or isinstance(module, nn.Identity):
+    if module is None:
         return "none"
-    if isinstance(module, nn.GELU):
-        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
-    if isinstance(module, nn.ReLU):
-        return "relu"
-    if isinstance(module, nn.SiLU):
-        return "silu"
-    raise ValueError(
-        f"{owner}: the activation must be nn.ReLU, nn.GELU, nn.SiLU or nn.Identity, "
-        f"but got {type(module).__name__}"
-    )
+    names = {nn.ReLU: "relu", nn.GELU: "gelu", nn.SiLU: "silu", nn.Identity: "none"}
+    expected = "nn.ReLU, nn.GELU, nn.SiLU or nn.Identity"
+    refuse_other(owner, "the activation", expected, module, *names)
+    if isinstance(module, nn.GELU) and module.approximate == "tanh":
+        return "gelu_tanh"
+    return names[type(module)]
 
 
 def check_activation(name: str, owner: str) -> str:

@@ -6,13 +6,20 @@ import torch
 from torch import nn
 
 from torchweld._library import require
-from torchweld.ops.linear import activation_module, check_activation, reset_as_torch
+from torchweld.ops.linear import (
+    activation_module,
+    activation_name,
+    check_activation,
+    reset_as_torch,
+)
+from torchweld.ops.stock import refuse_computed, refuse_other, text_of
 
 
 class NormLinear(nn.Module):
     """The linear layer's parameters, and the sizes of a module of norm, linear and activation."""
 
     __constants__ = ["in_features", "out_features", "eps", "activation"]
+    _norm_names: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -35,8 +42,17 @@ class NormLinear(nn.Module):
         self.register_parameter("bias", linear.bias)
 
     def reset_parameters(self) -> None:
-        """Draws the parameters anew, as torch's linear layer and norm draw theirs."""
-        reset_as_torch(self.to_torch())
+        """Draws the parameters anew, as torch's linear layer and norm draw theirs.
+
+        Raises:
+            ValueError: a parameter is computed from others, by a parametrisation or the like.
+        """
+        names = ("weight", "bias", *self._norm_names)
+        refuse_computed(f"{type(self).__name__}.reset_parameters", self, names)
+        reset_as_torch(self._as_torch())
+
+    def _as_torch(self) -> nn.Sequential:
+        raise NotImplementedError
 
     @torch.jit.unused
     def _behind(self, norm: nn.Module) -> nn.Sequential:
@@ -50,3 +66,19 @@ class NormLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, eps={self.eps}, activation={self.activation!r}"
         )
+
+
+def parts_of(module: nn.Module, norm: str, owner: str) -> tuple[nn.Module, nn.Linear, str]:
+    """Norm, linear layer and the activation's name of what `from_torch` is given.
+
+    Raises:
+        ValueError: it is no Sequential of two or three modules, or the linear layer or the
+            activation is none of torch's own. Whoever calls this looks at the norm.
+    """
+    expected = f"nn.Sequential({norm}((K,)), Linear(K, N)[, activation])"
+    refuse_other(owner, "module", expected, module, nn.Sequential)
+    parts = list(module)
+    if len(parts) not in (2, 3) or not isinstance(parts[1], nn.Linear):
+        raise ValueError(f"{owner}: module must be {expected}, but got {text_of(module)}")
+    refuse_other(owner, "module[1]", "nn.Linear", parts[1], nn.Linear)
+    return parts[0], parts[1], activation_name(parts[2] if len(parts) == 3 else None, owner)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from torchweld._library import ops
 from torchweld._refusals import sentences
-from torchweld.ops.linear import activation_name
-from torchweld.ops.norm_linear import NormLinear
+from torchweld.ops.norm_linear import NormLinear, parts_of
+from torchweld.ops.stock import refuse_other, text_of
 
 
 @sentences
@@ -59,6 +59,8 @@ class RMSNormLinear(NormLinear):
         norm_affine: whether the RMSNorm has a weight (`elementwise_affine` of `nn.RMSNorm`).
     """
 
+    _norm_names = ("norm_weight",)
+
     def __init__(
         self,
         in_features: int,
@@ -85,18 +87,17 @@ class RMSNormLinear(NormLinear):
         is rounded once.
 
         Raises:
-            ValueError: other parts, or an RMSNorm of another formula, such as Gemma's, which scales
-                by 1 + weight.
+            ValueError: other parts; one of a subclass, or with hooks or a parametrisation; an
+                RMSNorm of another formula, such as Gemma's, which scales by 1 + weight.
         """
-        parts = list(module) if isinstance(module, nn.Sequential) else []
-        eps = _eps_of(parts[0], parts[1]) if len(parts) in (2, 3) else None
+        owner = "RMSNormLinear.from_torch"
+        norm, linear, name = parts_of(module, "RMSNorm", owner)
+        eps = _eps_of(norm, linear, owner)
         if eps is None:
             raise ValueError(
-                "RMSNormLinear.from_torch: module must be nn.Sequential(RMSNorm((K,)), "
-                f"Linear(K, N)[, activation]), but got {module}"
+                f"{owner}: module must be nn.Sequential(RMSNorm((K,)), "
+                f"Linear(K, N)[, activation]), but got {text_of(module)}"
             )
-        norm, linear = parts[0], parts[1]
-        name = activation_name(parts[2] if len(parts) == 3 else None, "RMSNormLinear.from_torch")
         new = cls(
             linear.in_features,
             linear.out_features,
@@ -110,7 +111,16 @@ class RMSNormLinear(NormLinear):
         return new.train(module.training)
 
     def to_torch(self) -> nn.Sequential:
-        """`nn.Sequential(RMSNorm, Linear, activation)` that shares the parameters."""
+        """`nn.Sequential(RMSNorm, Linear, activation)` that shares the parameters.
+
+        Raises:
+            ValueError: the module is of a subclass, or has hooks or a parametrisation.
+        """
+        refuse_other("RMSNormLinear.to_torch", "module", "RMSNormLinear", self, RMSNormLinear)
+        return self._as_torch()
+
+    @torch.jit.unused
+    def _as_torch(self) -> nn.Sequential:
         affine = self.norm_weight is not None
         norm = nn.RMSNorm(self.in_features, self.eps, affine, device="meta")
         norm.weight = self.norm_weight
@@ -132,18 +142,25 @@ class RMSNormLinear(NormLinear):
         return f"{super().extra_repr()}, norm_affine={self.norm_weight is not None}"
 
 
-def _eps_of(norm: nn.Module, linear: nn.Module) -> float | None:
-    """The eps of an RMSNorm in front of a linear layer; None where they are not that."""
-    if not isinstance(linear, nn.Linear):
-        return None
+def _eps_of(norm: nn.Module, linear: nn.Linear, owner: str) -> float | None:
+    """The eps of an RMSNorm in front of a linear layer; None where it is not that."""
+    shape = (linear.in_features,)
     if isinstance(norm, nn.RMSNorm):
-        if tuple(norm.normalized_shape) != (linear.in_features,):
+        if tuple(norm.normalized_shape) != shape:
             return None
+        refuse_other(owner, "module[0]", "nn.RMSNorm", norm, nn.RMSNorm)
+        if norm.eps is not None:
+            return norm.eps
         # nn.RMSNorm's eps=None means the machine epsilon of the input's dtype.
-        return norm.eps if norm.eps is not None else torch.finfo(linear.weight.dtype).eps
+        return torch.finfo(linear.weight.dtype).eps
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    weight = norm._parameters.get("weight")
-    if not isinstance(eps, float) or weight is None or weight.shape != (linear.in_features,):
+    if not isinstance(eps, float) or not hasattr(norm, "weight"):
+        return None
+    refuse_other(owner, "module[0]", "an RMSNorm", norm, type(norm))
+    # Of one more parameter, buffer or module nobody knows what it will do once it is trained.
+    if [(n, p.shape) for n, p in norm.named_parameters()] != [("weight", shape)]:
+        return None
+    if any(True for _ in norm.children()) or any(True for _ in norm.buffers()):
         return None
     offset = _weight_offset(norm, eps)
     if offset == 1:
@@ -157,22 +174,29 @@ def _eps_of(norm: nn.Module, linear: nn.Module) -> float | None:
 def _weight_offset(norm: nn.Module, eps: float) -> int | None:
     """Whether an RMSNorm scales by weight (0) or 1 + weight (1); None where it does neither.
 
-    A copy of the module is asked: what classes of the same attributes compute is not written on
-    them.
+    A copy of the module is asked, in training and in eval mode: what classes of the same attributes
+    compute is not written on them.
     """
     with torch.device("cpu"), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
-        copied = copy.deepcopy(norm).to_empty(device="cpu").float().eval()
-        weight = torch.randn(copied.weight.shape, generator=generator)
-        # Values of eps's own size, so that an eps in another place shows.
-        x = torch.randn(2, weight.numel(), generator=generator) * max(eps, 1e-12) ** 0.5
+        copied = copy.deepcopy(norm).to_empty(device="cpu").float()
+        width = copied.weight.numel()
+        weight = torch.randn(width, generator=generator, dtype=torch.float32)
         copied.weight.copy_(weight)
+        # Values of eps's own size, so that an eps in another place shows, and larger ones.
+        size = torch.tensor([[max(eps, 1e-12) ** 0.5], [1.0], [1e3]], dtype=torch.float32)
+        x = torch.randn(2, 3, width, generator=generator, dtype=torch.float32) * size
         try:
-            out = copied(x)
+            outs = [copied.train(mode)(x) for mode in (True, False)]
         except Exception:  # somebody else's forward, which may want other arguments
             return None
         for offset in (0, 1):
-            expected = nn.functional.rms_norm(x, weight.shape, weight + offset, eps)
-            if out.shape == x.shape and torch.allclose(out, expected, rtol=1e-4, atol=1e-5):
+            expected = nn.functional.rms_norm(x, (width,), weight + offset, eps)
+            if all(
+                isinstance(out, Tensor)
+                and out.shape == x.shape
+                and torch.allclose(out, expected, rtol=1e-4, atol=1e-5)
+                for out in outs
+            ):
                 return offset
     return None

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from torchweld._library import ops, require
 from torchweld._refusals import sentences
+from torchweld.ops.stock import refuse_other
 
 
 @sentences
@@ -48,16 +49,24 @@ class Softmax(nn.Module):
 
     @classmethod
     def from_torch(cls, module: nn.Softmax) -> Softmax:
-        """The same softmax; `module.dim` must be set (torch guesses one when it is None)."""
-        if not isinstance(module, nn.Softmax):
-            raise ValueError(f"Softmax.from_torch: module must be nn.Softmax, but got {module}")
+        """The same softmax; `module.dim` must be set (torch guesses one when it is None).
+
+        Raises:
+            ValueError: another module, one of a subclass or with hooks, or no dim.
+        """
+        refuse_other("Softmax.from_torch", "module", "nn.Softmax", module, nn.Softmax)
         if module.dim is None:
             raise ValueError("Softmax.from_torch: module.dim must be an int, but got None")
-        return cls(module.dim)
+        return cls(module.dim).train(module.training)
 
     def to_torch(self) -> nn.Softmax:
-        """The same softmax in plain torch."""
-        return nn.Softmax(dim=self.dim)
+        """The same softmax in plain torch.
+
+        Raises:
+            ValueError: the module is of a subclass or has hooks.
+        """
+        refuse_other("Softmax.to_torch", "module", "Softmax", self, Softmax)
+        return nn.Softmax(dim=self.dim).train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """The shape and dtype of `x`."""
