@@ -907,6 +907,21 @@ def test_to_torch_of_a_changed_module_is_refused(case, how):
         ours.reset_parameters()  # which a subclass has as well
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("std", [1.0, 0.02])
+def test_rms_norm_with_torchs_default_eps(dtype, affine, std):
+    """torch takes the epsilon of the dtype that it computes in: float32's in 16 bits."""
+    torch.manual_seed(0)
+    stock = nn.Sequential(nn.RMSNorm(16, elementwise_affine=affine), nn.Linear(16, 8)).to(dtype)
+    ours = torchweld.nn.RMSNormLinear.from_torch(stock)
+    assert ours.eps == torch.finfo(F32 if dtype.itemsize == 2 else dtype).eps
+    assert ours.to_torch()[0].eps == ours.eps
+    x = (torch.randn(64, 16, dtype=torch.float64) * std).to(dtype)
+    close = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(ours(x), stock(x), rtol=close, atol=close)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("where", ["cpu", "meta"])
 def test_from_torch_under_another_default_dtype(dtype, where):

@@ -86,6 +86,9 @@ class RMSNormLinear(NormLinear):
         and its many kin). Those round the normalised row to its dtype before the weight; here it
         is rounded once.
 
+        The eps of an `nn.RMSNorm` with `eps=None` becomes a number: what torch takes in the
+        module's dtype, which is float32's machine epsilon in 16 bits too.
+
         Raises:
             ValueError: other parts; one of a subclass, or with hooks or a parametrisation; an
                 RMSNorm of another formula, such as Gemma's, which scales by 1 + weight.
@@ -151,8 +154,9 @@ def _eps_of(norm: nn.Module, linear: nn.Linear, owner: str) -> float | None:
         refuse_other(owner, "module[0]", "nn.RMSNorm", norm, nn.RMSNorm)
         if norm.eps is not None:
             return norm.eps
-        # nn.RMSNorm's eps=None means the machine epsilon of the input's dtype.
-        return torch.finfo(linear.weight.dtype).eps
+        # torch takes the epsilon of the dtype that it computes in.
+        dtype = (linear if norm.weight is None else norm).weight.dtype
+        return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not isinstance(eps, float) or not hasattr(norm, "weight"):
         return None
