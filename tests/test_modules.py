@@ -991,6 +991,296 @@ def test_the_frozen_form_gives_a_frozen_stock_module():
     assert list(stock.parameters()) and not any(p.requires_grad for p in stock.parameters())
 
 
+# The children of CausalSelfAttention are called
+
+
+class LoRA(nn.Module):
+    """Around a layer, as peft's."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.a = nn.Linear(base.in_features, 2, bias=False)
+        self.b = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.b(self.a(x))
+
+
+def changed_attention(name: str, child: str) -> tuple[nn.Module, nn.Module]:
+    """Ours and the plain one, with one child of both changed in the same way."""
+    torch.manual_seed(0)
+    plain = PlainAttention(3)
+    ours = attention_from(plain, "attention")
+    for module in (plain, ours):
+        torch.manual_seed(1)
+        layer = getattr(module, child)
+        if name == "lora":
+            layer = LoRA(layer)
+        elif name == "another order of the result":
+            layer = nn.Sequential(layer, Transposed())
+        else:
+            layer = (HOOKED | PARAMETRISED)[name][0](layer)
+        setattr(module, child, layer)
+    return plain, ours
+
+
+class Transposed(nn.Module):
+    """The same values with other strides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 2).contiguous().transpose(0, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("child", ["c_attn", "c_proj"])
+@pytest.mark.parametrize("name", ["lora", "another order of the result", *HOOKED, *PARAMETRISED])
+def test_a_changed_child_of_attention_is_called(name, child):
+    """Result, gradient of x and of everything that is trained are those of the plain block."""
+    plain, ours = changed_attention(name, child)
+    results = []
+    for module in (plain, ours):
+        x = torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        y = module(x)
+        y.square().sum().backward()
+        results.append([y, x.grad, *(p.grad for p in module.parameters())])
+    for got, expected in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["lora", "forward pre-hook", "weight_norm"])
+def test_attention_with_a_changed_child_compiles_in_one_graph(name):
+    plain, ours = changed_attention(name, "c_attn")
+    x = torch.randn(2, 7, 12)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), plain(x), rtol=1e-5, atol=1e-5)
+
+
+def test_attention_with_a_changed_child_scripts():
+    """And the module as it was made is scripted with the op."""
+    plain, ours = changed_attention("lora", "c_attn")
+    x = torch.randn(2, 7, 12)
+    scripted = torch.jit.script(ours)
+    torch.testing.assert_close(scripted(x), plain(x), rtol=1e-5, atol=1e-5)
+    assert "torchweld::linear" not in str(scripted.inlined_graph)
+    unchanged = torch.jit.script(attention_from(PlainAttention(3), "attention"))
+    assert "torchweld::linear" in str(unchanged.inlined_graph)
+
+
+def test_attention_of_many_parameter_sets():
+    """vmap over functional_call: ensembles."""
+    modules = [torchweld.nn.CausalSelfAttention(12, 3) for _ in range(3)]
+    x = torch.randn(2, 7, 12)
+    stacked = torch.func.stack_module_state(modules)
+
+    def call(parameters, buffers):
+        return torch.func.functional_call(modules[0], (parameters, buffers), (x,))
+
+    got = torch.vmap(call)(*stacked)
+    expected = torch.stack([module(x) for module in modules])
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_attention_with_projections_of_4_bits(device):
+    for op in ("attention", "int4_linear"):
+        need_kernel(op, device)
+    torch.manual_seed(0)
+    module = torchweld.nn.CausalSelfAttention(16, 2).to(device)
+    rounded = copy.deepcopy(module)
+    for name in ("c_attn", "c_proj"):
+        layer = torchweld.nn.Int4Linear.from_linear(getattr(module, name), 8)
+        setattr(module, name, layer)
+        setattr(rounded, name, layer.to_torch())
+    x = torch.randn(2, 7, 16, device=device)
+    torch.testing.assert_close(module(x), rounded(x), rtol=1e-5, atol=1e-5)
+    assert_same_bits(torch.jit.script(module)(x), module(x))
+
+
+def test_hooks_on_all_modules_see_the_children_of_attention():
+    module, seen = torchweld.nn.CausalSelfAttention(12, 3), []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(m))
+    try:
+        module(torch.randn(2, 7, 12))
+    finally:
+        handle.remove()
+    assert seen == [module.c_attn, module.c_proj, module]
+
+
+class DoublingWeight(Tensor):
+    """A weight with an F.linear of its own, as a quantised tensor has."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is nn.functional.linear:
+            plain = [a.as_subclass(Tensor) if isinstance(a, cls) else a for a in args]
+            return 2 * func(*plain, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_a_weight_with_a_linear_of_its_own_is_asked():
+    plain = PlainAttention(3)
+    ours = attention_from(plain, "attention")
+    for module in (plain, ours):
+        weight = module.c_attn.weight.detach().as_subclass(DoublingWeight)
+        module.c_attn.weight = nn.Parameter(weight, requires_grad=False)
+        assert type(module.c_attn.weight) is DoublingWeight
+    x = torch.randn(2, 7, 12)
+    torch.testing.assert_close(ours(x), plain(x), rtol=1e-5, atol=1e-5)
+
+
+# CausalSelfAttention and the options of transformers' GPT2Attention
+
+
+def gpt2_attention(layer_idx: int = 1, cross: bool = False, **options: Any) -> nn.Module:
+    kind = hugging_face("gpt2.modeling_gpt2", "GPT2Attention")
+    config = importlib.import_module("transformers").GPT2Config(
+        n_embd=16, n_head=4, **{"attn_pdrop": 0.0, "resid_pdrop": 0.0, **options}
+    )
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    module = kind(config, is_cross_attention=cross, layer_idx=layer_idx).eval()
+    nn.init.normal_(module.c_attn.weight, std=0.5)
+    return module
+
+
+SCALINGS: dict[str, dict[str, bool]] = {
+    "none of it": {},
+    "by layer": {"scale_attn_by_inverse_layer_idx": True},
+    "without": {"scale_attn_weights": False},
+    "by layer alone": {"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False},
+    "upcast": {"reorder_and_upcast_attn": True},
+    "upcast by layer": {"reorder_and_upcast_attn": True, "scale_attn_by_inverse_layer_idx": True},
+}
+
+
+@pytest.mark.parametrize("kernel", ["causal_softmax", "softmax_matmul", "attention"])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_attention_scales_as_transformers_does(name, kernel):
+    theirs = gpt2_attention(layer_idx=2, **SCALINGS[name])
+    if "upcast" in name and kernel != "attention":
+        with pytest.raises(ValueError, match='kernel must be "attention" of a module wi') as error:
+            torchweld.nn.CausalSelfAttention.from_torch(theirs, kernel=kernel)
+        one_sentence(error.value)
+        return
+    ours = torchweld.nn.CausalSelfAttention.from_torch(theirs, kernel=kernel)
+    x = torch.randn(2, 7, 16)
+    mask = torch.full((1, 1, 7, 7), torch.finfo(F32).min).triu(1)
+    expected = theirs(x, attention_mask=mask)[0]
+    torch.testing.assert_close(ours(x), expected, rtol=1e-5, atol=1e-5)
+    assert_same_bits(torch.jit.script(ours)(x), ours(x))
+    back = ours.to_torch()
+    torch.testing.assert_close(back(x)[0], expected, rtol=1e-5, atol=1e-5)  # causal by itself
+    again = torchweld.nn.CausalSelfAttention.from_torch(back, kernel=kernel)
+    assert_same_bits(again(x), ours(x))
+    assert again.scale == ours.scale and ("scale=" in repr(ours)) == (ours.scale != 0.5)
+
+
+def changed(module: nn.Module, name: str, value: Any) -> nn.Module:
+    setattr(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], value)
+    return module
+
+
+class OtherAttention:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)[0] * 2
+
+
+def subclass(module: nn.Module) -> nn.Module:
+    module.__class__ = type("OtherAttention", (OtherAttention, type(module)), {})
+    return module
+
+
+def with_function(module: nn.Module, name: str) -> nn.Module:
+    module.config._attn_implementation_internal = name
+    return module
+
+
+OTHER_ATTENTION: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "attention dropout": (
+        lambda: gpt2_attention(attn_pdrop=0.1),
+        "module.attn_dropout.p must be 0, since CausalSelfAttention has no dropout, but got 0.1",
+    ),
+    "dropout of the result": (
+        lambda: gpt2_attention(resid_pdrop=0.1),
+        "module.resid_dropout.p must be 0",
+    ),
+    "cross-attention": (lambda: gpt2_attention(cross=True), "must be self-attention, but got cro"),
+    "both ways": (
+        lambda: changed(gpt2_attention(), "is_causal", False),
+        "module.is_causal must be True, but got False",
+    ),
+    "function": (
+        lambda: with_function(gpt2_attention(), "with_alibi"),
+        "attention function must be one of eager, sdpa, ",
+    ),
+    "subclass": (lambda: subclass(gpt2_attention()), "OtherAttention, a subclass of transformers"),
+    "hook": (lambda: hooked(gpt2_attention(), "forward"), "GPT2Attention with a forward hook"),
+    "lora": (
+        lambda: changed(gpt2_attention(), "c_attn", LoRALinear(16, 48)),
+        "module.c_attn must be transformers' Conv1D, but got LoRALinear(",
+    ),
+    "hooked projection": (
+        lambda: changed(gpt2_attention(), "c_proj", hooked(gpt2_attention().c_proj, "forward_pre")),
+        "Conv1D with a forward pre-hook",
+    ),
+    "weight_norm": (
+        lambda: changed(
+            gpt2_attention(), "c_attn", parametrizations.weight_norm(gpt2_attention().c_attn)
+        ),
+        "Conv1D with a parametrisation of weight (_WeightNorm)",
+    ),
+    "another dropout": (
+        lambda: changed(gpt2_attention(), "attn_dropout", nn.AlphaDropout(0.0)),
+        "module.attn_dropout must be nn.Dropout, but got AlphaDropout(p=0.0",
+    ),
+    "dtypes": (
+        lambda: changed(gpt2_attention(), "c_proj", gpt2_attention().c_proj.double()),
+        "c_proj.weight must have the dtype of c_attn.weight, torch.float32, but got torch.float64",
+    ),
+    "devices": (
+        lambda: changed(gpt2_attention(), "c_proj", gpt2_attention().c_proj.to("meta")),
+        "c_proj.weight must have the device of c_attn.weight, cpu, but got meta",
+    ),
+    "pruned heads": (
+        lambda: changed(gpt2_attention(), "c_attn.weight", nn.Parameter(torch.zeros(16, 36))),
+        "module.c_attn.weight must be (16, 48), but got (16, 36)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ATTENTION)
+def test_another_attention_of_transformers_is_refused(name):
+    make, text = OTHER_ATTENTION[name]
+    with pytest.raises(ValueError, match=re.escape(text)) as error:
+        torchweld.nn.CausalSelfAttention.from_torch(make())
+    one_sentence(error.value)
+
+
+def test_frozen_projections_of_attention_stay_frozen():
+    theirs = gpt2_attention()
+    theirs.c_attn.requires_grad_(False)
+    theirs.c_proj.bias.requires_grad_(False)
+    ours = torchweld.nn.CausalSelfAttention.from_torch(theirs)
+    for module in (ours, ours.to_torch()):
+        assert [n for n, p in module.named_parameters() if p.requires_grad] == ["c_proj.weight"]
+    for training in (True, False):
+        ours = torchweld.nn.CausalSelfAttention.from_torch(theirs.train(training))
+        assert ours.training is training and ours.to_torch().training is training
+
+
+@pytest.mark.parametrize("name", ["lora", "forward hook", "weight_norm", "prune", "subclass"])
+@pytest.mark.parametrize("child", ["c_attn", "c_proj"])
+def test_attention_with_a_changed_child_has_no_torch_form(name, child):
+    pytest.importorskip("transformers")
+    if name == "subclass":
+        ours = changed(torchweld.nn.CausalSelfAttention(12, 3), child, LoRALinear(12, 12))
+    else:
+        ours = changed_attention(name, child)[1]
+    with pytest.raises(ValueError, match=f"to_torch: {child} must be nn.Linear, but got") as error:
+        ours.to_torch()
+    one_sentence(error.value)
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_arguments(name):
     build, text = BAD[name]

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from torchweld._library import ops, require
 from torchweld._refusals import sentences
 from torchweld.distributed import _active
+from torchweld.ops.stock import refuse_mixed, refuse_other, text_of, untouched
 
 _KERNELS = ("causal_softmax", "softmax_matmul", "attention")
+_PROJECTIONS = ("c_attn", "c_proj")
+# transformers' attention functions that compute what GPT2Attention computes by itself.
+_PLAIN_FUNCTIONS = (
+    "eager",
+    "sdpa",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+    "flex_attention",
+    "torchweld",
+)
 
 
 @sentences
@@ -138,8 +153,9 @@ def attention_with_lse(
 class CausalSelfAttention(nn.Module):
     """GPT-2's attention block: qkv projection, causal attention, output projection.
 
-    Stands in for `transformers.models.gpt2.modeling_gpt2.GPT2Attention` (parameters `c_attn` and
-    `c_proj`, as `nn.Linear` weights `(out, in)`).
+    Stands in for `transformers.models.gpt2.modeling_gpt2.GPT2Attention` (children `c_attn` and
+    `c_proj`, as `nn.Linear` weights `(out, in)`). Both are called, so that either may have hooks or
+    a parametrisation, or be replaced: by a layer with LoRA, or by `Int4Linear`.
 
     Args:
         embed_dim: width of the input and output.
@@ -148,9 +164,11 @@ class CausalSelfAttention(nn.Module):
         out_proj: False leaves the output projection out (with num_heads=1: the single-head form).
         kernel: how much is fused, three forms of the same function: "causal_softmax" (scores in
             memory, softmax op, matmul), "softmax_matmul", "attention".
+        scale: of the scores; None for head_dim^-0.5.
     """
 
-    __constants__ = ["embed_dim", "num_heads", "head_dim", "kernel"]
+    __constants__ = ["embed_dim", "num_heads", "head_dim", "kernel", "scale", "_plain_qkv"]
+    __jit_unused_properties__ = ["_plain_qkv"]  # a constant of the scripted module
 
     def __init__(
         self,
@@ -160,6 +178,7 @@ class CausalSelfAttention(nn.Module):
         bias: bool = True,
         out_proj: bool = True,
         kernel: str = "attention",
+        scale: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -179,7 +198,10 @@ class CausalSelfAttention(nn.Module):
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
         self.kernel = kernel
-        self.c_attn = nn.Linear(embed_dim, 3 * embed_dim, bias=bias, device=device, dtype=dtype)
+        self.scale = float(self.head_dim**-0.5 if scale is None else scale)
+        self.c_attn: nn.Module = nn.Linear(
+            embed_dim, 3 * embed_dim, bias=bias, device=device, dtype=dtype
+        )
         self.c_proj: nn.Module = (
             nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
             if out_proj
@@ -188,28 +210,44 @@ class CausalSelfAttention(nn.Module):
 
     @classmethod
     def from_torch(cls, module: nn.Module, *, kernel: str = "attention") -> CausalSelfAttention:
-        """A copy of a transformers `GPT2Attention` (its `Conv1D` weights transposed)."""
-        if not all(hasattr(module, name) for name in ("c_attn", "c_proj", "num_heads")):
-            raise ValueError(
-                "CausalSelfAttention.from_torch: module must be transformers' GPT2Attention, but "
-                f"got {module}"
-            )
+        """A copy of a transformers `GPT2Attention` (its `Conv1D` weights transposed).
+
+        The scaling of its scores is kept, and what is frozen stays frozen.
+
+        Args:
+            module: self-attention without dropout.
+            kernel: as the class's; a module with `reorder_and_upcast_attn` takes "attention", which
+                keeps the scores in float32.
+
+        Raises:
+            ValueError: another module; one of a subclass, or with hooks or a parametrisation;
+                cross-attention, dropout, attention that is not causal, or an attention function
+                that is none of transformers' own; mixed dtypes or devices.
+        """
+        owner = "CausalSelfAttention.from_torch"
+        _refuse_attention(owner, module, kernel)
         weight = module.c_attn.weight
         new = cls(
             weight.shape[0],
             module.num_heads,
             kernel=kernel,
+            scale=_scale_of(module),
             device=weight.device,
             dtype=weight.dtype,
         )
-        with torch.no_grad():
-            for name in ("c_attn", "c_proj"):
-                getattr(new, name).weight.copy_(getattr(module, name).weight.t())
-                getattr(new, name).bias.copy_(getattr(module, name).bias)
+        _copy_projections(module, new)
         return new.train(module.training)
 
     def to_torch(self) -> nn.Module:
-        """A transformers `GPT2Attention` with the same weights, no dropout (needs transformers)."""
+        """A transformers `GPT2Attention` with the same weights, no dropout (needs transformers).
+
+        It runs SDPA, which is causal where no mask is given; what is frozen stays frozen.
+
+        Raises:
+            ImportError: there is no transformers.
+            ValueError: no biases or no output projection; the module or a projection is of a
+                subclass, or has hooks or a parametrisation; mixed dtypes or devices.
+        """
         try:
             from transformers import GPT2Config
             from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
@@ -217,22 +255,39 @@ class CausalSelfAttention(nn.Module):
             raise ImportError(
                 "CausalSelfAttention.to_torch needs transformers: pip install torchweld[hf]"
             ) from error
-        if isinstance(self.c_proj, nn.Identity) or self.c_attn.bias is None:
+        owner = "CausalSelfAttention.to_torch"
+        refuse_other(owner, "module", "CausalSelfAttention", self, CausalSelfAttention)
+        if isinstance(self.c_proj, nn.Identity) or getattr(self.c_attn, "bias", self) is None:
             raise ValueError(
-                "CausalSelfAttention.to_torch: GPT2Attention has biases and an output projection, "
-                "but this module was built without"
+                f"{owner}: GPT2Attention has biases and an output projection, but this module was "
+                "built without"
             )
+        for name in _PROJECTIONS:
+            refuse_other(owner, name, "nn.Linear", getattr(self, name), nn.Linear)
+        refuse_mixed(owner, _tensors(self))
         config = GPT2Config(
             n_embd=self.embed_dim, n_head=self.num_heads, attn_pdrop=0.0, resid_pdrop=0.0
         )
-        config._attn_implementation = "eager"
+        config._attn_implementation = "sdpa"
         weight = self.c_attn.weight
-        new = GPT2Attention(config, layer_idx=0).to(weight.device, weight.dtype)
-        with torch.no_grad():
-            for name in ("c_attn", "c_proj"):
-                getattr(new, name).weight.copy_(getattr(self, name).weight.t())
-                getattr(new, name).bias.copy_(getattr(self, name).bias)
+        with torch.device(weight.device):
+            new = GPT2Attention(config, layer_idx=0).to(weight.dtype)
+        new.scaling = self.scale
+        _copy_projections(self, new)
         return new.train(self.training)
+
+    @property
+    def _plain_qkv(self) -> bool:
+        """Whether c_attn computes what `linear` computes of its parameters, and nothing looks on.
+
+        NOTE: TorchScript reads it once, when the module is scripted, and compiles that branch only.
+        """
+        layer = self.c_attn
+        if not untouched(layer, nn.Linear) or _has_any_global_hook():
+            return False
+        # A class of tensors may have an F.linear of its own, as quantised weights have.
+        kind = type(layer.weight)
+        return kind is Tensor or kind.__torch_function__ is nn.Parameter.__torch_function__
 
     def _follows(self) -> bool:
         """Whether it is inside of context_parallel."""
@@ -245,9 +300,9 @@ class CausalSelfAttention(nn.Module):
         return _active.current is not None
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, leftpad: Tensor | None) -> Tensor:
-        scale = self.head_dim**-0.5
+        scale = self.scale
         if self.kernel == "attention":
-            return torch.ops.torchweld.attention(q, k, v, leftpad, causal=True)
+            return torch.ops.torchweld.attention(q, k, v, leftpad, causal=True, scale=scale)
         scores = torch.matmul(q, k.transpose(-2, -1))
         if self.kernel == "softmax_matmul":
             return torch.ops.torchweld.softmax_matmul(scores, v, leftpad, causal=True, scale=scale)
@@ -259,19 +314,97 @@ class CausalSelfAttention(nn.Module):
         Inside of `torchweld.distributed.context_parallel` seqlen is this process's part.
         """
         batch, seqlen, _ = x.shape
-        qkv = torch.ops.torchweld.linear(x, self.c_attn.weight, self.c_attn.bias)
+        if self._plain_qkv:
+            qkv = torch.ops.torchweld.linear(x, self.c_attn.weight, self.c_attn.bias)
+        else:
+            qkv = self.c_attn(x)
         q, k, v = (
-            qkv.view(batch, seqlen, 3, self.num_heads, self.head_dim)
+            qkv.reshape(batch, seqlen, 3, self.num_heads, self.head_dim)
             .permute(2, 0, 3, 1, 4)
             .unbind(0)
         )
         if torch.jit.is_scripting():  # which leaves out what is below
             out = self._attend(q, k, v, leftpad)
         elif self._follows():
-            out = _active.current.attention(q, k, v, leftpad, causal=True)
+            out = _active.current.attention(q, k, v, leftpad, causal=True, scale=self.scale)
         else:
             out = self._attend(q, k, v, leftpad)
         return self.c_proj(out.transpose(1, 2).reshape(batch, seqlen, self.embed_dim))
 
     def extra_repr(self) -> str:
-        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, kernel={self.kernel!r}"
+        own = "" if self.scale == self.head_dim**-0.5 else f", scale={self.scale:g}"
+        return (
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, kernel={self.kernel!r}{own}"
+        )
+
+
+def _refuse_attention(owner: str, module: nn.Module, kernel: str) -> None:
+    """Raises ValueError unless a module is a GPT2Attention that CausalSelfAttention can be."""
+    loaded = sys.modules.get("transformers.models.gpt2.modeling_gpt2")
+    expected = "transformers' GPT2Attention"
+    if loaded is None or not isinstance(module, loaded.GPT2Attention):
+        raise ValueError(f"{owner}: module must be {expected}, but got {text_of(module)}")
+    refuse_other(owner, "module", expected, module, loaded.GPT2Attention)
+    if module.is_cross_attention:
+        raise ValueError(f"{owner}: module must be self-attention, but got cross-attention")
+    if not getattr(module, "is_causal", True):
+        raise ValueError(f"{owner}: module.is_causal must be True, but got False")
+    for name in _PROJECTIONS:
+        layer = getattr(module, name)
+        refuse_other(owner, f"module.{name}", "transformers' Conv1D", layer, loaded.Conv1D)
+    for name in ("attn_dropout", "resid_dropout"):
+        layer = getattr(module, name)
+        refuse_other(owner, f"module.{name}", "nn.Dropout", layer, nn.Dropout)
+        if layer.p > 0:
+            raise ValueError(
+                f"{owner}: module.{name}.p must be 0, since CausalSelfAttention has no dropout, "
+                f"but got {layer.p}; set it to 0 to do without"
+            )
+    function = module.config._attn_implementation
+    if function is not None and function not in _PLAIN_FUNCTIONS:
+        raise ValueError(
+            f"{owner}: the module's attention function must be one of "
+            f"{', '.join(_PLAIN_FUNCTIONS)}, but got {function}"
+        )
+    if module.reorder_and_upcast_attn and kernel != "attention":
+        raise ValueError(
+            f'{owner}: kernel must be "attention" of a module with reorder_and_upcast_attn, whose '
+            f"scores are float32, but got {kernel!r}"
+        )
+    embed_dim = module.c_attn.weight.shape[0]
+    for name, parts in (("c_attn", 3), ("c_proj", 1)):
+        shape = tuple(getattr(module, name).weight.shape)
+        if shape != (embed_dim, parts * embed_dim):
+            raise ValueError(
+                f"{owner}: module.{name}.weight must be {(embed_dim, parts * embed_dim)}, but got "
+                f"{shape}; a block with pruned heads has no CausalSelfAttention"
+            )
+    refuse_mixed(owner, _tensors(module))
+
+
+def _scale_of(module: nn.Module) -> float:
+    """What a GPT2Attention multiplies its scores by."""
+    if hasattr(module, "scaling"):
+        return float(module.scaling)
+    # NOTE: older versions of transformers know it in the forward alone.
+    scale = module.head_dim**-0.5 if module.scale_attn_weights else 1.0
+    return scale / (module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scale
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        f"{name}.{key}": getattr(getattr(module, name), key)
+        for name in _PROJECTIONS
+        for key in ("weight", "bias")
+    }
+
+
+def _copy_projections(source: nn.Module, target: nn.Module) -> None:
+    """From GPT2Attention to CausalSelfAttention or back; what is frozen stays frozen."""
+    for name in _PROJECTIONS:
+        theirs, ours = getattr(source, name), getattr(target, name)
+        with torch.no_grad():
+            ours.weight.copy_(theirs.weight.t())
+            ours.bias.copy_(theirs.bias)
+        ours.weight.requires_grad_(theirs.weight.requires_grad)
+        ours.bias.requires_grad_(theirs.bias.requires_grad)
