@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import re
 
 import pytest
 import torch
@@ -502,6 +503,40 @@ def test_module_from_linear(device, dtype, group):
     torch.testing.assert_close(module.to_torch()(x), expected, rtol=0.02, atol=0.05)
 
 
+ENDS = [(0.0, 1.0), (-1.0, 0.0), (-1.0, 1.0), (-0.916, 1.0), (-1.0, 0.916), (-1e-3, 1.0)]
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+def test_levels_stay_in_the_dtypes_range(device, dtype, ends):
+    """A scale that is rounded up puts the outermost level beyond it: inf for a finite weight."""
+    need_dtype(device, dtype)
+    largest = torch.finfo(dtype).max
+    values = torch.linspace(*ends, 64, dtype=F64)
+    linear = linear_of(3, 64, device, dtype, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_((values * largest).expand(3, -1))
+    module = Int4Linear.from_linear(linear, 64)
+    assert module.dequantise().isfinite().all()
+    got = module.dequantise().double().cpu() / largest
+    step = module.scale.double().cpu() / largest
+    assert ((got - values).abs() <= 0.75 * step + torch.finfo(dtype).eps).all()
+    x = torch.eye(64, dtype=dtype, device=device) / 16
+    assert_equal(module(x), module.dequantise().t() / 16)
+    assert 0 < module.quantisation_error < 0.1
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_the_error_is_relative_at_any_size(size):
+    torch.manual_seed(0)
+    linear = linear_of(16, 64)
+    with torch.no_grad():
+        linear.weight.copy_(torch.randn(16, 64))
+        plain = Int4Linear.from_linear(linear, 16).quantisation_error
+        linear.weight.mul_(size)
+    assert Int4Linear.from_linear(linear, 16).quantisation_error == pytest.approx(plain, rel=1e-3)
+
+
 def test_finer_groups_lose_less():
     linear = linear_of(16, 512)
     errors = [Int4Linear.from_linear(linear, g).quantisation_error for g in (16, 64, None)]
@@ -527,10 +562,80 @@ def test_module_refuses_a_group(group):
         Int4Linear.from_linear(linear_of(4, 128), group)
 
 
+class Doubled(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def hooked(linear):
+    linear.register_forward_hook(lambda module, args, out: 2 * out)
+    return linear
+
+
+def with_forward(linear):
+    linear.forward = lambda x, forward=linear.forward: 2 * forward(x)
+    return linear
+
+
+def mixed(linear):
+    linear.bias = torch.nn.Parameter(linear.bias.detach().to(BF16))
+    return linear
+
+
+OTHER_LINEARS = {
+    "subclass": (lambda: Doubled(64, 8), f"{__name__}.Doubled, a subclass of nn.Linear"),
+    "hook": (lambda: hooked(linear_of(8, 64)), "nn.Linear with a forward hook"),
+    "forward": (lambda: with_forward(linear_of(8, 64)), "a forward of its own on the instance"),
+    "parametrisation": (
+        lambda: torch.nn.utils.parametrizations.weight_norm(linear_of(8, 64)),
+        "nn.Linear with a parametrisation of weight (_WeightNorm)",
+    ),
+    "old weight_norm": (
+        lambda: torch.nn.utils.weight_norm(linear_of(8, 64)),
+        "nn.Linear with a forward pre-hook (WeightNorm)",
+    ),
+    "meta": (lambda: linear_of(8, 64, "meta"), "must have values, but got one on the meta device"),
+    "dtype": (
+        lambda: linear_of(8, 64, dtype=torch.complex64),
+        "linear.weight must be one of torch.float32, ",
+    ),
+    "mixed dtypes": (
+        lambda: mixed(linear_of(8, 64)),
+        "linear.bias must have the dtype of linear.weight, torch.float32, but got torch.bfloat16",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("name", OTHER_LINEARS)
+def test_module_refuses_another_linear_layer(name):
+    make, text = OTHER_LINEARS[name]
+    with pytest.raises(ValueError, match=re.escape(text)) as error:
+        Int4Linear.from_linear(make(), 16)
+    assert "\n" not in str(error.value) and ", but got " in str(error.value)
+
+
+@pytest.mark.parametrize("how", ["subclass", "hook"])
+def test_module_that_computes_more_has_no_torch_form(how):
+    module = Int4Linear.from_linear(linear_of(8, 64), 16)
+    if how == "hook":
+        hooked(module)
+    else:
+        module.__class__ = type("More", (Int4Linear,), {})
+    with pytest.raises(ValueError, match="Int4Linear.to_torch: module must be Int4Linear, but got"):
+        module.to_torch()
+
+
+def test_the_torch_form_is_frozen_too():
+    stock = Int4Linear.from_linear(linear_of(8, 64), 16).to_torch()
+    assert not any(p.requires_grad for p in stock.parameters()) and not stock.training
+
+
 def test_module_saves_and_loads(device):
     """The file has the portable tensors alone; what is loaded gives the same bits."""
     module = Int4Linear.from_linear(linear_of(17, 64, device), 16)
-    assert list(module.state_dict()) == ["qweight", "scale", "zero", "bias"]
+    assert list(module.state_dict()) == ["qweight", "scale", "zero", "bias", "weight"]
+    assert module.state_dict()["weight"].numel() == 0
     assert (module.packed.numel() > 0) == (device == "cuda")
     x = randn(device, F32, 5, 64)
     expected = module(x)
@@ -543,6 +648,189 @@ def test_module_saves_and_loads(device):
     assert_same_bits(moved.to(device)(x), expected)
     half = copy.deepcopy(module).to(BF16)
     assert half.qweight.dtype == torch.int32 and half(x.to(BF16)).dtype == BF16
+
+
+def test_module_loads_a_file_without_the_mark():
+    """As versions before it wrote them."""
+    module = Int4Linear.from_linear(linear_of(17, 64), 16)
+    state = {name: t for name, t in module.state_dict().items() if name != "weight"}
+    fresh = Int4Linear(64, 17, group_size=16)
+    assert not any(fresh.load_state_dict(state))
+    x = torch.randn(5, 64)
+    assert_same_bits(fresh(x), module(x))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_module_loads_into_one_without_memory(assign):
+    module = Int4Linear.from_linear(linear_of(17, 64), 16)
+    fresh = Int4Linear(64, 17, group_size=16, device="meta")
+    assert list(fresh.state_dict()) == ["qweight", "scale", "zero", "bias"]
+    if not assign:
+        fresh = fresh.to_empty(device="cpu")
+    assert not any(fresh.load_state_dict(module.state_dict(), assign=assign))
+    x = torch.randn(5, 64)
+    assert_same_bits(fresh(x), module(x))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_float_layer_refuses_the_codes(strict):
+    """Its weight would stay what it was initialised with."""
+    state = torch.nn.Sequential(Int4Linear.from_linear(linear_of(17, 64), 16)).state_dict()
+    with pytest.raises(RuntimeError, match="size mismatch for 0.weight"):
+        torch.nn.Sequential(linear_of(17, 64)).load_state_dict(state, strict=strict)
+
+
+WRONG_STATES = {
+    "a float layer's": (
+        lambda state: {"weight": torch.randn(17, 64), "bias": state["bias"]},
+        "0.weight must be empty, but got (17, 64); load it into nn.Linear and use Int4Linear.from_",
+    ),
+    "cast": (
+        lambda state: {name: t.half() for name, t in state.items()},
+        "0.qweight must be int32, but got torch.float16; cast the module with .to(dtype)",
+    ),
+    "cast zeros": (
+        lambda state: {**state, "zero": state["zero"].double()},
+        "0.zero must be int32, but got torch.float64",
+    ),
+    "64 bits": (
+        lambda state: {**state, "qweight": state["qweight"].long()},
+        "0.qweight must be int32, but got torch.int64",
+    ),
+    "codes for scales": (
+        lambda state: {**state, "scale": state["scale"].int()},
+        "0.scale must be floating point, but got torch.int32",
+    ),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", WRONG_STATES)
+def test_module_refuses_another_state(name, strict):
+    change, text = WRONG_STATES[name]
+    module = Int4Linear.from_linear(linear_of(17, 64), 16)
+    before = {n: t.clone() for n, t in module.state_dict().items()}
+    state = {f"0.{n}": t for n, t in change(module.state_dict()).items()}
+    with pytest.raises(RuntimeError, match=re.escape(f"Int4Linear.load_state_dict: {text}")):
+        torch.nn.Sequential(module).load_state_dict(state, strict=strict)
+    for n, t in module.state_dict().items():
+        assert_same_bits(t, before[n])
+
+
+def test_from_pretrained_of_a_float_model_refuses_the_codes(tmp_path):
+    """It would initialise the weights anew, and say so in a table alone."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=16,
+    )
+
+    def quantised(model):
+        for name, layer in list(model.named_modules()):
+            if type(layer) is torch.nn.Linear:
+                model.set_submodule(name, Int4Linear.from_linear(layer, 32))
+        return model.eval()
+
+    class Quantised(transformers.LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            for name, layer in list(self.named_modules()):
+                if type(layer) is torch.nn.Linear:
+                    sizes = layer.in_features, layer.out_features
+                    self.set_submodule(name, Int4Linear(*sizes, False, 32))
+
+    model = quantised(transformers.LlamaForCausalLM(config))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    ids = torch.arange(8)[None]
+    # What has the layers before it is loaded gives the same bits.
+    assert_same_bits(Quantised.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
+    fresh = quantised(transformers.LlamaForCausalLM(config))
+    assert not any(fresh.load_state_dict(model.state_dict()))
+    assert_same_bits(fresh(ids).logits, model(ids).logits)
+
+
+def test_weight_answers_what_models_ask(device):
+    """T5's feed-forward casts to wo.weight.dtype."""
+    for dtype in dtypes(device):
+        module = Int4Linear.from_linear(linear_of(17, 64, device, dtype), 16)
+        for asked in (module, copy.deepcopy(module)):
+            weight = asked.weight
+            assert isinstance(weight, torch.Tensor) and not weight.requires_grad
+            assert weight.shape == (17, 64) and weight.dtype == dtype
+            assert weight.device == asked.scale.device and weight.data_ptr() == 0
+        assert module.to(F32).weight.dtype == F32 and "no values" in repr(module.weight)
+    assert not list(module.parameters()) and "weight" not in dict(module.named_buffers())
+    assert module.to("meta").weight.device.type == "meta"
+
+
+USES = {
+    "linear": lambda m, x: torch.nn.functional.linear(x, m.weight),
+    "matmul": lambda m, x: x @ m.weight.t(),
+    "data": lambda m, x: m.weight.data,
+    "copy_": lambda m, x: m.weight.copy_(torch.ones(17, 64)),
+    "init": lambda m, x: torch.nn.init.normal_(m.weight),
+    "item": lambda m, x: m.weight[0, 0],
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_weight_has_no_values(use):
+    module = Int4Linear.from_linear(linear_of(17, 64), 16)
+    with pytest.raises(RuntimeError, match="only, but got aten.*; use dequantise()"):
+        USES[use](module, torch.randn(2, 64))
+
+
+def test_weight_is_not_assigned():
+    """The codes would stay in force."""
+    module = Int4Linear.from_linear(linear_of(17, 64), 16)
+    for value in (torch.zeros(17, 64), torch.nn.Parameter(torch.zeros(17, 64)), None):
+        with pytest.raises(AttributeError, match="weight must stay the codes' own, but got anoth"):
+            module.weight = value
+
+
+class AsksForTheDtype(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.wo = layer
+
+    def forward(self, x):
+        if isinstance(self.wo.weight, torch.Tensor) and x.dtype != self.wo.weight.dtype:
+            x = x.to(self.wo.weight.dtype)
+        return self.wo(x)
+
+
+class UsesTheValues(AsksForTheDtype):
+    def forward(self, x):
+        return x @ self.wo.weight.t()
+
+
+def test_weight_under_compile_and_export():
+    layer = Int4Linear.from_linear(linear_of(17, 64, dtype=BF16), 16)
+    module, x = AsksForTheDtype(layer), torch.randn(3, 64)
+    expected = layer(x.to(BF16))
+    assert_same_bits(module(x), expected)
+    assert_same_bits(torch.compile(module, fullgraph=True, backend="aot_eager")(x), expected)
+    for strict in (True, False):
+        exported = torch.export.export(module, (x,), strict=strict).run_decompositions()
+        assert_same_bits(exported.module()(x), expected)
+        assert "int4_unpack" not in exported.graph_module.code
+    compiled = torch.compile(UsesTheValues(layer), fullgraph=True, backend="aot_eager")
+    assert_same_bits(compiled(x.to(BF16)), x.to(BF16) @ layer.dequantise().t())
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_module_traces(device):
+    module = Int4Linear.from_linear(linear_of(17, 64, device), 16)
+    x = randn(device, F32, 5, 64)
+    assert_same_bits(torch.jit.trace(module, x)(x), module(x))
+    both = torch.nn.Sequential(module, torch.nn.ReLU())
+    assert_same_bits(torch.jit.trace(both, x)(x), both(x))
 
 
 def test_module_scripts(device):

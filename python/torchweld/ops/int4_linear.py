@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from torchweld._library import ops, require
 from torchweld._refusals import sentences
+from torchweld.ops.stock import refuse_mixed, refuse_other
 
 
 @sentences
@@ -128,6 +131,17 @@ def int4_linear_repacked(
     )
 
 
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def _rounded_down(positive: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest numbers of a dtype that are not above positive ones, in their own dtype."""
+    near = positive.to(dtype)
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[near.element_size()]
+    below = (near.view(integers) - 1).view(dtype)
+    return torch.where(near.to(positive.dtype) > positive, below, near).to(positive.dtype)
+
+
 def _group_of(in_features: int, group_size: int | None) -> int:
     group = in_features if group_size is None else group_size
     if group < 8 or group % 8 or in_features % group:
@@ -138,6 +152,26 @@ def _group_of(in_features: int, group_size: int | None) -> int:
     return group
 
 
+class _NoValues(Tensor):
+    """Shape, dtype and device of a weight that is not kept. It has no memory; ops refuse it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, int], like: Tensor) -> _NoValues:
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> None:
+        raise RuntimeError(
+            "Int4Linear: weight must be asked for its shape, dtype and device only, but got "
+            f"{func}; use dequantise() for its values, and from_linear to quantise others"
+        )
+
+    def __repr__(self) -> str:
+        return f"Int4Linear.weight(shape={tuple(self.shape)}, dtype={self.dtype}, no values)"
+
+
 class Int4Linear(nn.Module):
     """Frozen `torch.nn.Linear` with weights of 4 bits; stands in for it at inference.
 
@@ -146,6 +180,13 @@ class Int4Linear(nn.Module):
     repacked weight stands beside them, another half byte a weight: it is made when the module is
     moved there and when a state_dict is loaded. Who edits a buffer in place calls `repack()`
     afterwards.
+
+    The state_dict also has an empty `weight`. A float layer refuses it by its size, with
+    `strict=False` too; without it, transformers' `from_pretrained` and `load_state_dict` would
+    leave such a layer's weight as it was initialised. So `save_pretrained` of a model with
+    Int4Linear layers makes a file that `from_pretrained` refuses, unless `ignore_mismatched_sizes`
+    is set. To load it, build the float model, put the Int4Linear layers in, then use
+    `load_state_dict`.
 
     Args:
         in_features: K, a multiple of 8.
@@ -158,10 +199,12 @@ class Int4Linear(nn.Module):
     Attributes:
         quantisation_error: of the weight that `from_linear` was given, relative: the root of the
             mean square of the rounding, over that of the weight; 0 where nothing was quantised.
-        largest_error: the largest rounding, at most half of a group's scale.
+        largest_error: the largest rounding, at most half of a group's scale (a whole one where a
+            level would leave the range of the dtype).
     """
 
     __constants__ = ["in_features", "out_features"]
+    __jit_unused_properties__ = ["weight"]
 
     def __init__(
         self,
@@ -198,7 +241,7 @@ class Int4Linear(nn.Module):
         """Rounds the weight to the nearest of 16 levels between each group's least and largest.
 
         The levels include 0. Scales are kept in the weight's dtype, and the codes are chosen for
-        the scales as kept.
+        the scales as kept. No level that is used is beyond the dtype's range.
 
         Args:
             linear: a layer whose in_features is a multiple of 8; it is not changed.
@@ -208,12 +251,24 @@ class Int4Linear(nn.Module):
             A module in eval mode on the layer's device, with `quantisation_error` set.
 
         Raises:
-            ValueError: `linear` is no `nn.Linear`, or group_size no multiple of 8 that divides
-                in_features.
+            ValueError: `linear` is no `nn.Linear`, is of a subclass, or has hooks or a
+                parametrisation; it has another dtype than the ops, mixed ones, or no values (on
+                the meta device); group_size is no multiple of 8 that divides in_features.
         """
-        if not isinstance(linear, nn.Linear):
-            raise ValueError(f"Int4Linear.from_linear: linear must be nn.Linear, but got {linear}")
+        owner = "Int4Linear.from_linear"
+        refuse_other(owner, "linear", "nn.Linear", linear, nn.Linear)
         weight = linear.weight
+        if weight.dtype not in _DTYPES:
+            listed = ", ".join(map(str, _DTYPES))
+            raise ValueError(
+                f"{owner}: linear.weight must be one of {listed}, but got {weight.dtype}"
+            )
+        refuse_mixed(owner, {"linear.weight": weight, "linear.bias": linear.bias})
+        if weight.is_meta:
+            raise ValueError(
+                f"{owner}: linear.weight must have values, but got one on the meta device; load "
+                "the layer first, or build Int4Linear(in_features, out_features) for a state_dict"
+            )
         module = cls(
             linear.in_features,
             linear.out_features,
@@ -226,11 +281,20 @@ class Int4Linear(nn.Module):
         groups = weight.to(wide).unflatten(1, (-1, module.group_size))
         low = groups.amin(-1, keepdim=True).clamp(max=0)
         high = groups.amax(-1, keepdim=True).clamp(min=0)
-        kept = ((high - low) / 15).to(weight.dtype)
+        span = high - low
+        kept = torch.where(span.isinf(), high / 15 - low / 15, span / 15).to(weight.dtype)
+        step = torch.where(kept > 0, kept, 1.0).to(wide)
+        zero = (-low / step).round().clamp(0, 15)
+        # At the end of the dtype's range the outermost level may be beyond it. Where a slightly
+        # smaller scale brings it back that one is taken, else the level is left unused.
+        largest = torch.finfo(weight.dtype).max
+        reach = torch.maximum(zero, (high / step).round()).clamp(min=1)
+        lower = _rounded_down(largest / reach, weight.dtype)
+        kept = torch.where((lower < step) & (lower > step * (31 / 32)), lower.to(kept.dtype), kept)
         scale = kept.to(wide)
         step = torch.where(scale > 0, scale, 1.0)
-        zero = (-low / step).round().clamp(0, 15)
-        codes = ((groups / step).round() + zero).clamp(0, 15)
+        most = (largest / step).floor()
+        codes = ((groups / step).round().clamp(-most, most) + zero).clamp(0, 15)
         error = scale * (codes - zero) - groups
         module.qweight.copy_(ops.int4_pack(codes.flatten(1).to(torch.uint8)))
         module.scale.copy_(kept.squeeze(-1))
@@ -238,19 +302,26 @@ class Int4Linear(nn.Module):
         if linear.bias is not None:
             module.bias.copy_(linear.bias)
         if weight.numel():
-            size = groups.square().mean().sqrt().item()
-            module.quantisation_error = error.square().mean().sqrt().item() / size if size else 0.0
+            unit = groups.abs().max().clamp(min=torch.finfo(wide).tiny)  # squares stay in range
+            size = (groups / unit).square().mean().sqrt().item()
+            lost = (error / unit).square().mean().sqrt().item()
+            module.quantisation_error = lost / size if size else 0.0
             module.largest_error = error.abs().max().item()
         module.repack()
         return module.eval()
 
     @classmethod
     def from_torch(cls, module: nn.Linear) -> Int4Linear:
-        """`from_linear` with groups of 128."""
+        """`from_linear` with groups of 128; raises as it does."""
         return cls.from_linear(module)
 
     def to_torch(self) -> nn.Linear:
-        """`nn.Linear` with the dequantised weight, rounded to its dtype."""
+        """Frozen `nn.Linear` with the dequantised weight, rounded to its dtype.
+
+        Raises:
+            ValueError: the module is of a subclass or has hooks.
+        """
+        refuse_other("Int4Linear.to_torch", "module", "Int4Linear", self, Int4Linear)
         linear = nn.Linear(
             self.in_features,
             self.out_features,
@@ -262,13 +333,26 @@ class Int4Linear(nn.Module):
             linear.weight.copy_(self.dequantise())
             if self.bias is not None:
                 linear.bias.copy_(self.bias)
-        return linear.eval()
+        return linear.requires_grad_(False).eval()
+
+    @property
+    def weight(self) -> Tensor:
+        """For those who ask a linear layer's weight for its shape, dtype or device.
+
+        It has no memory and no values, and an op on it raises RuntimeError: use `dequantise()`.
+        Under torch.compile and torch.export it is what `dequantise()` gives, computed where the
+        values are used.
+        """
+        if torch.compiler.is_compiling():
+            return self.dequantise()
+        return _NoValues((self.out_features, self.in_features), self.scale)
 
     @torch.jit.unused
     def dequantise(self) -> Tensor:
         """The weight `(out_features, in_features)` that the codes stand for."""
-        codes = ops.int4_unpack(self.qweight, self.in_features).to(self.scale.dtype)
-        zeros = ops.int4_unpack(self.zero, self.scale.shape[1]).to(self.scale.dtype)
+        # Signed by a view: torch.export keeps a cast, and all before it, even where it is not used.
+        codes = ops.int4_unpack(self.qweight, self.in_features).view(torch.int8)
+        zeros = ops.int4_unpack(self.zero, self.scale.shape[1]).view(torch.int8)
         groups = codes.unflatten(1, (-1, self.group_size))
         return (self.scale[..., None] * (groups - zeros[..., None])).flatten(1)
 
@@ -278,7 +362,8 @@ class Int4Linear(nn.Module):
         if self.qweight.is_cuda:
             made = ops.int4_repack(self.qweight, self.scale, self.zero)
         else:
-            made = (self.scale.new_empty(0),) * 3
+            # Three tensors: torch.jit.trace refuses one in several places.
+            made = tuple(self.scale.new_empty(0) for _ in range(3))
         self.packed, self.packed_scale, self.packed_zero = made
 
     def _apply(self, fn, recurse: bool = True):
@@ -287,8 +372,48 @@ class Int4Linear(nn.Module):
         self.repack()
         return self
 
-    def _load_from_state_dict(self, *args, **kwargs) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            raise AttributeError(
+                "Int4Linear: weight must stay the codes' own, but got another one (as tie_weights "
+                "gives a tied head); put an nn.Linear with that weight in this module's place"
+            )
+        super().__setattr__(name, value)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # transformers builds a model on the meta device and asks it for the keys that it wants.
+        if not self.scale.is_meta:
+            destination[prefix + "weight"] = self.scale.new_empty(0)
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        wrong = []
+        weight = state_dict.pop(prefix + "weight", None)  # not there in older files
+        if weight is not None and weight.numel() > 0:
+            wrong.append(
+                f"{prefix}weight must be empty, but got {tuple(weight.shape)}; load it into "
+                "nn.Linear and use Int4Linear.from_linear"
+            )
+        for name, buffer in self.named_buffers():
+            given = state_dict.get(prefix + name)
+            floating = buffer.is_floating_point()
+            if given is None or (
+                given.is_floating_point() if floating else given.dtype == torch.int32
+            ):
+                continue
+            expected = "floating point" if floating else "int32"
+            wrong.append(
+                f"{prefix}{name} must be {expected}, but got {given.dtype}; cast the module with "
+                ".to(dtype) and not its state_dict"
+            )
+        if wrong:
+            error_msgs += [f"Int4Linear.load_state_dict: {text}" for text in wrong]
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         self.repack()
 
     def forward(self, x: Tensor) -> Tensor:
