@@ -118,7 +118,7 @@ class GatedLinear(nn.Module):
         Raises:
             ValueError: a parameter is computed from others, by a parametrisation or the like.
         """
-        refuse_computed(f"{type(self).__name__}.reset_parameters", self, ("weight", "bias"))
+        refuse_computed("reset_parameters", self, ("weight", "bias"))
         reset_as_torch(self._as_torch())
 
     @classmethod

@@ -121,8 +121,7 @@ class LayerNormLinear(NormLinear):
         Raises:
             ValueError: the module is of a subclass, or has hooks or a parametrisation.
         """
-        owner, expected = "LayerNormLinear.to_torch", "LayerNormLinear"
-        refuse_other(owner, "module", expected, self, LayerNormLinear)
+        refuse_other("LayerNormLinear.to_torch", "module", "LayerNormLinear", self, LayerNormLinear)
         return self._as_torch()
 
     @torch.jit.unused

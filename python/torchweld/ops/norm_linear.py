@@ -35,7 +35,7 @@ class NormLinear(nn.Module):
         require()
         self.in_features = in_features
         self.out_features = out_features
-        self.eps = eps
+        self.eps = float(eps)
         self.activation = check_activation(activation, type(self).__name__)
         linear = nn.Linear(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.weight = linear.weight
@@ -47,8 +47,7 @@ class NormLinear(nn.Module):
         Raises:
             ValueError: a parameter is computed from others, by a parametrisation or the like.
         """
-        names = ("weight", "bias", *self._norm_names)
-        refuse_computed(f"{type(self).__name__}.reset_parameters", self, names)
+        refuse_computed("reset_parameters", self, ("weight", "bias", *self._norm_names))
         reset_as_torch(self._as_torch())
 
     def _as_torch(self) -> nn.Sequential:

@@ -50,8 +50,9 @@ def refuse_other(
         raise ValueError(f"{owner}: {argument} must be {expected}, but got {found}")
 
 
-def refuse_computed(owner: str, module: nn.Module, names: Iterable[str]) -> None:
+def refuse_computed(method: str, module: nn.Module, names: Iterable[str]) -> None:
     """Raises ValueError where one of a module's parameters is computed from other tensors."""
+    owner = f"{parametrize.type_before_parametrizations(module).__name__}.{method}"
     for name in names:
         if name not in module._parameters:
             raise ValueError(f"{owner}: {name} must be a parameter, but got {_computed(name)}")
