@@ -551,6 +551,19 @@ def test_fold_survives_a_cast(dtype):
     assert folded((torch.randn(3, 64) + 100).to(dtype)).dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("assign", [True, False])
+def test_fold_sums_the_weight_that_it_loads(dtype, assign):
+    """Loading rounds it, as a cast does; what is assigned is not rounded."""
+    torch.manual_seed(0)
+    state = torchweld.nn.LayerNormLinear(64, 5).fold().state_dict()
+    folded = torchweld.nn.LayerNormLinear(64, 5).fold().to(dtype)
+    folded.load_state_dict(state, assign=assign)
+    assert folded.folded_weight.dtype == (F32 if assign else dtype)
+    exact = folded.folded_weight.double().sum(1)
+    torch.testing.assert_close(folded.weight_sum.double(), exact, rtol=1e-6, atol=1e-6)
+
+
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "heads": (lambda: torchweld.nn.CausalSelfAttention(12, 5), "num_heads must"),
     "no heads": (lambda: torchweld.nn.CausalSelfAttention(12, 0), "num_heads must"),

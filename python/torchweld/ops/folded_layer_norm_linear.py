@@ -155,11 +155,17 @@ class FoldedLayerNormLinear(nn.Module):
         sums = (self.weight_sum, self.folded_bias)
         super()._apply(fn, recurse)
         weight = self.folded_weight
-        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         if weight.dtype != before.dtype and weight.device.type != "meta":
-            self.weight_sum = weight.sum(1, dtype=torch.float64).to(wide)
-            self.folded_bias = sums[1].to(weight.device, wide)
+            self.weight_sum = _row_sums(weight)
+            self.folded_bias = sums[1].to(weight.device, self.weight_sum.dtype)
         return self
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        # The same where loading rounds the weight.
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        given, weight = state_dict.get(prefix + "folded_weight"), self.folded_weight
+        if given is not None and given.dtype != weight.dtype and weight.device.type != "meta":
+            self.weight_sum = _row_sums(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """`(..., in_features)` to `(..., out_features)`."""
@@ -177,3 +183,8 @@ class FoldedLayerNormLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, eps={self.eps}, "
             f"activation={self.activation!r}"
         )
+
+
+def _row_sums(weight: Tensor) -> Tensor:
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    return weight.sum(1, dtype=torch.float64).to(wide)

@@ -186,7 +186,8 @@ class Int4Linear(nn.Module):
     leave such a layer's weight as it was initialised. So `save_pretrained` of a model with
     Int4Linear layers makes a file that `from_pretrained` refuses, unless `ignore_mismatched_sizes`
     is set. To load it, build the float model, put the Int4Linear layers in, then use
-    `load_state_dict`.
+    `load_state_dict`. TorchScript keeps the repacked weight in the state_dict and leaves `weight`
+    out: load a scripted module's into another scripted one.
 
     Args:
         in_features: K, a multiple of 8.
