@@ -36,14 +36,19 @@ def layouts(draw: st.DrawFn, dims: int) -> tuple[tuple[int, ...], tuple[int, ...
     return tuple(order), steps, draw(st.integers(0, 8))
 
 
+def hole(t: Tensor) -> float | int:
+    """What stands beside t's values: NaN, or a huge integer."""
+    return float("nan") if t.is_floating_point() else min(2**30, torch.iinfo(t.dtype).max)
+
+
 def strided(t: Tensor, layout: tuple[tuple[int, ...], tuple[int, ...], int]) -> Tensor:
-    """t's values behind the layout, with NaN in every gap of the storage."""
+    """t's values behind the layout, with holes in every gap of the storage."""
     order, steps, offset = layout
     strides, place = [0] * t.dim(), 1
     for d in reversed(order):
         strides[d] = place * steps[d]
         place *= max(t.shape[d], 1) * steps[d]
-    storage = torch.full((place + offset + 8,), float("nan"), dtype=t.dtype, device=t.device)
+    storage = torch.full((place + offset + 8,), hole(t), dtype=t.dtype, device=t.device)
     return storage.as_strided(t.shape, strides, offset).copy_(t)
 
 

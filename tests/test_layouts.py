@@ -1,0 +1,466 @@
+"""Every tensor argument of every op in any layout: the result is that of contiguous tensors.
+
+One argument at a time lies behind other strides, an offset or a stride of 0, inside a larger buffer
+of NaN (of huge integers), so that a read outside of the tensor shows. The gradient that autograd
+hands to an op is one of its arguments here, named d(output).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import reference as R
+from bounds import GRADIENTS, REFERENCES, Exact
+from numerics import Bound, assert_same_bits, check
+from samples import (
+    BF16,
+    DIFFERENTIABLE,
+    F16,
+    F32,
+    F64,
+    SAMPLES,
+    Call,
+    Maker,
+    Sample,
+    as_tuple,
+    attention_call,
+    bmm_call,
+    call,
+    causal_call,
+    conv2d_call,
+    fold_call,
+    folded_call,
+    gated_backward_call,
+    int4_backward_call,
+    int4_call,
+    int4_codes_call,
+    int4_repack_call,
+    int4_repacked_backward_call,
+    int4_repacked_call,
+    int4_unpack_call,
+    layer_backward_call,
+    layer_call,
+    mul_relu_call,
+    need_kernel,
+    outer_call,
+    scalar_attention_backward_call,
+    scalar_attention_call,
+    softmax_backward_call,
+    softmax_call,
+    softmax_matmul_call,
+    with_dz,
+    with_saved,
+)
+from strategies import hole, strided
+
+LAYOUTS = ("stepped", "offset", "gapped", "transposed", "permuted", "expanded")
+OPS = list(SAMPLES)
+# One rounding an element, or none: the layout changes no bit.
+EXACT = ("add_scalar", "outer_add", "outer_mul_relu", "mul_relu")
+# Ops whose sums the bounds of another op describe.
+GRADIENT_OF = {
+    "softmax_matmul_forward": "softmax_matmul",
+    "attention_forward": "attention",
+    "attention_with_lse": "attention",
+    "scalar_attention_forward": "scalar_attention",
+    "linear_forward": "linear",
+    "layer_norm_linear_forward": "layer_norm_linear",
+    "rms_norm_linear_forward": "rms_norm_linear",
+    "gated_linear_forward": "gated_linear",
+}
+OUT = "d(output)"
+LSE = "d(lse)"
+
+Builder = Callable[[Maker], Call]
+
+
+# Calls beyond the samples: masks as numbers, and sizes that reach the paths for large calls.
+
+
+def masked(forward: Builder, *names: str, **numbers: Any) -> Builder:
+    """The call with these tensors of a mask, behind the first tensor's (batch, nheads, seqlen_q)
+    and the keys of the call.
+    """
+
+    def build(m: Maker) -> Call:
+        args, kwargs = forward(m)
+        batch, nheads, seqlen_q, keys = args[0].shape
+        if len(args) > 1 and args[1].dim() == 4:  # attention's key
+            keys = args[1].shape[2]
+
+        def data(*shape: int) -> Tensor:
+            t = torch.randint(-1, keys + 2, shape, generator=m.generator, dtype=torch.int32)
+            return t.to(m.device)
+
+        made = {
+            "key_start": lambda: (data(batch, seqlen_q) // 2).sort(1).values,
+            "key_end": lambda: keys - data(batch) // 4,
+            "sink": lambda: m.randn(nheads),
+        }
+        return args, {**kwargs, **numbers, **{name: made[name]() for name in names}}
+
+    return build
+
+
+def host(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: R.up(value) for name, value in kwargs.items()}
+
+
+def causal_backward(forward: Builder) -> Builder:
+    """With a softcap or a sink the scores are an argument too."""
+
+    def build(m: Maker) -> Call:
+        (scores, *leftpad), kwargs = forward(m)
+        y = R.causal_softmax(R.up(scores), *map(R.up, leftpad), **host(kwargs))
+        return [m.randn(*scores.shape), m.saved(y), *leftpad], {**kwargs, "scores": scores}
+
+    return build
+
+
+def with_dlse(backward: Builder) -> Builder:
+    def build(m: Maker) -> Call:
+        args, kwargs = backward(m)
+        dlse = m.saved(R.up(m.randn(*args[0].shape[:3])), stat=True)
+        return args, {**kwargs, "dlse": dlse}
+
+    return build
+
+
+def saved_by(reference: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: reference(*args, **host(kwargs))
+
+
+def _further() -> dict[str, list[Sample]]:
+    further: dict[str, list[Sample]] = {}
+
+    def add(op: str, **named: Builder) -> None:
+        further.setdefault(op, []).extend(Sample(op, n, b) for n, b in named.items())
+
+    scores = softmax_call(2, 2, 5, 9)
+    causal = {
+        "documents": masked(scores, "key_start", "key_end", "sink", scale=0.7),
+        "capped": masked(causal_call((2, 2, 5, 9), (1, 3)), "key_end", "sink", softcap=3.0),
+        "large": masked(softmax_call(2, 3, 40, 300), "key_start", "key_end", "sink", window=70),
+    }
+    add("causal_softmax", **causal)
+    add("causal_softmax_backward", **{n: causal_backward(c) for n, c in causal.items()})
+
+    small = softmax_matmul_call(2, 2, 5, 9, 3)
+    large = softmax_matmul_call(2, 3, 70, 130, 48)
+    matmul = {
+        "documents": masked(small, "key_start", "key_end", "sink", causal=True),
+        "padded_sink": masked(
+            softmax_matmul_call(2, 2, 5, 9, 3, pads=(1, 3)), "key_end", "sink", softcap=3.0
+        ),
+        "large": masked(large, "key_start", "key_end", "sink", causal=True),
+        "large_plain": large,
+    }
+    small = attention_call(2, 4, 2, 5, 9, 3, 4)
+    large = attention_call(2, 4, 2, 70, 130, 64, 64)
+    attention = {
+        "documents": masked(small, "key_start", "key_end", "sink", causal=True),
+        "padded_sink": masked(
+            attention_call(2, 4, 2, 5, 9, 3, 4, pads=(1, 3)), "key_end", "sink", softcap=3.0
+        ),
+        "large": masked(large, "key_start", "key_end", "sink", causal=True),
+        "large_plain": attention_call(1, 2, 2, 128, 128, 64, 64, causal=True),
+        "decode": masked(attention_call(2, 4, 2, 1, 260, 64, 64), "key_end", "sink"),
+    }
+    for op, calls, inputs, ref in (
+        ("softmax_matmul", matmul, 2, R.softmax_matmul_forward),
+        ("attention", attention, 3, R.attention_forward),
+    ):
+        add(op, **calls)
+        add(op + "_forward", **calls)
+        backward = {n: with_saved(c, inputs, saved_by(ref)) for n, c in calls.items()}
+        add(op + "_backward", **backward)
+    add("attention_with_lse", **attention)
+    add("attention_backward", dlse=with_dlse(backward["documents"]))
+    add("attention_backward", large_dlse=with_dlse(backward["large"]))
+
+    # M * N * K of 2^20 and more, from where oneDNN serves the CPU.
+    aligned, odd = ((2, 48), 128, 128), ((97,), 131, 101)
+    for kind, norms in (("linear", 0), ("layer_norm_linear", 2), ("rms_norm_linear", 1)):
+        full, wanted = [True] * norms, [True] * (3 + norms)
+        activations = {"large": (aligned, "none"), "large_odd": (odd, "none")}
+        activations["large_relu"] = (aligned, "relu")
+        activations["large_gelu_tanh"] = (aligned, "gelu_tanh")
+        activations["large_silu"] = (odd, "silu")
+        for name, (sizes, activation) in activations.items():
+            layer = layer_call(*sizes, *full, activation=activation)
+            add(kind, **{name: layer})
+            add(kind + "_forward", **{name: layer})
+            add(kind + "_backward", **{name: layer_backward_call(kind, layer, wanted)})
+    add("fold_layer_norm", large=fold_call(131, 260, True, True, True))
+    for op, backward in (
+        ("folded_layer_norm_linear", False),
+        ("folded_layer_norm_linear_backward", True),
+    ):
+        add(op, large=folded_call(*aligned, backward=backward))
+        add(op, large_silu=folded_call(*odd, backward=backward, activation="silu"))
+    for name, gate, interleaved in (("large", "swiglu", False), ("large_geglu", "geglu", True)):
+        layer = layer_call(*aligned, gate=gate, interleaved=interleaved)
+        add("gated_linear", **{name: layer})
+        add("gated_linear_forward", **{name: layer})
+        sizes = (aligned[0], aligned[1] // 2, aligned[2], [True] * 3)
+        build = gated_backward_call(*sizes, gate=gate, interleaved=interleaved)
+        add("gated_linear_backward", **{name: build})
+    for name, sizes in (("large", ((2, 2), 64, 72, 128)), ("large_odd", ((3, 1), 65, 131, 67))):
+        add("bmm", **{name: bmm_call(*sizes)})
+        add("bmm_backward", **{name: bmm_call(*sizes, [True, True])})
+
+    sizes = {"large": ((3,), 96, 256, 2), "large_rows": ((40,), 96, 256, 4)}
+    sizes["one_row"] = ((1,), 64, 128, 1)
+    for op, build in (
+        ("int4_linear", int4_call),
+        ("int4_linear_backward", int4_backward_call),
+        ("int4_repack", int4_repack_call),
+        ("int4_linear_repacked", int4_repacked_call),
+        ("int4_linear_repacked_backward", int4_repacked_backward_call),
+    ):
+        add(op, **{n: build(*s) for n, s in sizes.items()})
+    add("int4_pack", large=int4_codes_call(33, 264))
+    add("int4_unpack", large=int4_unpack_call(33, 264))
+
+    add("softmax", large=softmax_call(33, 1030))
+    add("softmax_backward", large=softmax_backward_call(33, 1030))
+    add("row_sum", large=softmax_call(33, 1030))
+    add("add_scalar", large=lambda m: ([m.randn(33, 1030), 0.5], {}))
+    add("scalar_attention", large=scalar_attention_call(300))
+    add("scalar_attention_forward", large=scalar_attention_call(300))
+    add("scalar_attention_backward", large=scalar_attention_backward_call(300, [True] * 3))
+    outer, scaled = outer_call(70, 300), mul_relu_call(70, 300)
+    add("outer_add", large=outer)
+    add("outer_add_backward", large=with_dz(outer, 70, 300, inputs=0))
+    add("outer_mul_relu", large=outer)
+    add("outer_mul_relu_backward", large=with_dz(outer, 70, 300))
+    add("mul_relu", large=scaled)
+    add("mul_relu_backward", large=with_dz(scaled, 70, 300))
+    add("conv2d", large=conv2d_call((2, 40, 70), (5, 9)))
+    add("conv2d_backward", large=conv2d_call((2, 40, 70), (5, 9), [True, True]))
+    return further
+
+
+FURTHER = _further()
+
+
+def calls_of(op: str) -> list[Sample]:
+    return [*SAMPLES[op], *FURTHER.get(op, ())]
+
+
+# One argument in a layout
+
+
+def layout_of(name: str, dims: int, pick: random.Random):
+    """The order of the dims in memory, the steps and the offset of a layout, or None where a tensor
+    of so many dims has no such layout.
+    """
+    order, steps, offset = list(range(dims)), [1] * dims, pick.choice([0, 1, 3, 8])
+    if name == "offset":
+        offset = pick.choice([1, 2, 3, 4, 5, 7])
+    elif name == "stepped":
+        steps[-1] = pick.choice([2, 3])
+    elif name == "gapped":
+        if dims < 2:
+            return None
+        steps[-2] = 2
+    elif name == "transposed":
+        if dims < 2:
+            return None
+        order[-2:] = order[:-3:-1]
+    elif name == "permuted":
+        if dims < 2:
+            return None
+        pick.shuffle(order)
+        steps = [pick.choice([1, 1, 2]) for _ in order]
+    return tuple(order), tuple(steps), offset
+
+
+def in_layout(t: Tensor, name: str, pick: random.Random) -> Tensor | None:
+    """t's values in a layout, or None where it has none of that name. Expanded dims repeat t's
+    first element of them.
+    """
+    if t.dim() == 0:
+        return None
+    if name != "expanded":
+        layout = layout_of(name, t.dim(), pick)
+        return None if layout is None else strided(t, layout)
+    dims = [d for d in range(t.dim()) if t.shape[d] > 1]
+    if not dims:
+        return None
+    dims = pick.sample(dims, pick.randint(1, len(dims)))
+    # As many elements in memory as t has, so that reading it as contiguous stays in memory.
+    filled, first = torch.full_like(t, hole(t)), t
+    for d in dims:
+        first = first.narrow(d, 0, 1)
+    place = layout_of("permuted" if t.dim() > 1 else "offset", t.dim(), pick)
+    base = strided(filled, place)
+    for d in dims:
+        base = base.narrow(d, 0, 1)
+    return base.copy_(first).expand(t.shape)
+
+
+def gradients_of(op: str) -> list[str]:
+    if op not in DIFFERENTIABLE:
+        return []
+    return [OUT, LSE] if op == "attention_with_lse" else [OUT]
+
+
+def arguments_of(op: str) -> list[str]:
+    """The tensor arguments of an op, and the gradients that autograd hands to it."""
+    schema = call(op).default._schema
+    names = [a.name for a in schema.arguments if str(a.type) in ("Tensor", "Optional[Tensor]")]
+    return names + gradients_of(op)
+
+
+def named_call(op: str, s: Sample, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments by name; behind them random gradients of the outputs."""
+    args, kwargs = s.make(device, dtype)
+    names = [a.name for a in call(op).default._schema.arguments]
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    if op in DIFFERENTIABLE:
+        outputs = as_tuple(call(op)(*args, **kwargs))
+        g = torch.Generator().manual_seed(1)
+        for name, out in zip(gradients_of(op), outputs, strict=False):
+            named[name] = torch.randn(out.shape, generator=g, dtype=F64).to(out)
+    return named
+
+
+def run(op: str, named: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs, and the gradients of all arguments that have one."""
+    named = dict(named)
+    given = [named.pop(n) for n in (OUT, LSE) if n in named]
+    if not given:
+        return list(as_tuple(call(op)(**named))), []
+    names = [a.name for a in call(op).default._schema.arguments]
+    wanted = [names[i] for i in DIFFERENTIABLE[op] if isinstance(named.get(names[i]), Tensor)]
+    wanted += [n for n in ("sink",) if named.get(n) is not None]
+    for n in wanted:
+        named[n] = named[n].detach().requires_grad_()
+    outputs = as_tuple(call(op)(**named))
+    grads = torch.autograd.grad(outputs[: len(given)], [named[n] for n in wanted], given)
+    return [t.detach() for t in outputs], list(grads)
+
+
+def bounds_of(op: str, named: dict[str, Any]) -> tuple[list[Bound], list[Bound]]:
+    """The allowed errors of what `run` returns."""
+    named = dict(named)
+    dout, dlse = named.pop(OUT, None), named.pop(LSE, None)
+    schema = [a for a in call(op).default._schema.arguments if a.name in named]
+    args = [named[a.name] for a in schema if not a.kwarg_only]
+    kwargs = {a.name: named[a.name] for a in schema if a.kwarg_only}
+    outputs = REFERENCES[op](*args, **kwargs)
+    if dout is None:
+        return outputs, []
+    if dlse is not None:
+        kwargs["dlse"] = dlse
+    grads = GRADIENTS[GRADIENT_OF.get(op, op)](dout, *args, **kwargs)
+    indices = [i for i in DIFFERENTIABLE[op] if i < len(args) and isinstance(args[i], Tensor)]
+    return outputs, [grads[i] for i in indices] + grads[-1:] * (kwargs.get("sink") is not None)
+
+
+def check_alike(got: list[Tensor], plain: list[Tensor], bounds, label: str, exact: bool) -> None:
+    """Each result lies within both errors of the contiguous one: sums may go in another order."""
+    for out, ref, bound in zip(got, plain, bounds, strict=True):
+        if exact or isinstance(bound, Exact):
+            assert_same_bits(out, ref, label)
+            continue
+        terms = bound.terms + bound.terms
+        check(out, replace(bound, ref=R.up(ref), terms=terms), label=label, device=ref.device)
+
+
+@lru_cache(maxsize=64)
+def contiguous_call(op: str, s: Sample, device: str, dtype: torch.dtype):
+    """The arguments by name, what `run` makes of them, and its bounds."""
+    named = named_call(op, s, device, dtype)
+    return named, run(op, named), bounds_of(op, named)
+
+
+CASES = [(op, argument, name) for op in OPS for argument in arguments_of(op) for name in LAYOUTS]
+
+
+@pytest.mark.parametrize(
+    ("op", "argument", "layout"), [pytest.param(*c, id="-".join(c)) for c in CASES]
+)
+def test_layout_does_not_matter(device, op, argument, layout):
+    need_kernel(op, device)
+    dims, tried = 0, 0
+    for s in calls_of(op):
+        for dtype in (F32, BF16) if s.name.startswith("large") else (F32, F16):
+            named, plain, bounds = contiguous_call(op, s, device, dtype)
+            given = named.get(argument)
+            if given is None:
+                continue
+            dims = max(dims, given.dim())
+            pick = random.Random(f"{s.id} {argument} {layout} {dtype}")
+            moved = in_layout(given, layout, pick)
+            if moved is None:
+                continue
+            tried += 1
+            if layout == "expanded":  # other values than the sample's
+                same = {**named, argument: moved.contiguous()}
+                plain, bounds = run(op, same), bounds_of(op, same)
+            got = run(op, {**named, argument: moved})
+            label = f"{s.id} {dtype}, {argument} {layout} {moved.stride()}"
+            check_alike(got[0], plain[0], bounds[0], label, op in EXACT)
+            check_alike(got[1], plain[1], bounds[1], label + ", gradient", exact=False)
+    assert dims, f"no call gives {argument}"
+    assert tried or dims < 2, f"no call has {argument} {layout}"
+
+
+def linear_part(x: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    preact = torch.empty_like(y)
+    torch.ops.torchweld._linear_part(x, weight, bias, y, preact, activation="silu")
+    return [y, preact]
+
+
+def activation_backward(dy: Tensor, preact: Tensor) -> list[Tensor]:
+    op = torch.ops.torchweld._activation_backward
+    return list(op(dy, preact, activation="silu", sums=True))
+
+
+# The private ops that take tensors, their inputs, and the bounds of what they return.
+PRIVATE = {
+    "linear_part": (
+        linear_part,
+        "linear",
+        lambda x, *layer: REFERENCES["linear_forward"](x, *layer, activation="silu"),
+    ),
+    "activation_backward": (
+        activation_backward,
+        "linear_backward",
+        lambda dy, z: REFERENCES["linear_backward"](
+            dy, z, torch.eye(z.shape[1]), z, activation="silu", output_mask=[True, False, True]
+        )[::2],
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("op", PRIVATE)
+def test_layout_does_not_matter_to_a_private_op(device, op, layout):
+    function, kernels, bounds_of_call = PRIVATE[op]
+    need_kernel(kernels, device)
+    for dtype in (F32, BF16, F16):
+        m = Maker(device, dtype, 0)
+        if op == "linear_part":
+            args = [m.randn(96, 128), m.randn(128, 128, std=0.1), m.randn(128)]
+        else:
+            args = [m.randn(96, 128), m.randn(96, 128)]
+        for i, given in enumerate(args):
+            moved = in_layout(given, layout, random.Random(f"{op} {i} {layout} {dtype}"))
+            if moved is None:
+                continue
+            same = [*args[:i], moved.contiguous(), *args[i + 1 :]]
+            label = f"_{op} {dtype}, argument {i} {layout} {moved.stride()}"
+            got = function(*args[:i], moved, *args[i + 1 :])
+            check_alike(got, function(*same), bounds_of_call(*same), label, exact=False)
