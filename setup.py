@@ -24,16 +24,34 @@ import sys
 import time
 from pathlib import Path
 
+import setuptools
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
+# The first that reads pyproject.toml's `license`. Environments of Python 3.10 and 3.11 start with
+# 65, and pip does not look at build-system.requires under --no-build-isolation.
+SETUPTOOLS = 77
+INSTALL = (
+    f'pip install torch==2.11.0 "setuptools>={SETUPTOOLS}" wheel ninja && '
+    "pip install --no-build-isolation ."
+)
+if int(setuptools.__version__.split(".")[0]) < SETUPTOOLS:
+    sys.exit(
+        f"torchweld: setuptools must be {SETUPTOOLS} or later, but got {setuptools.__version__}; "
+        f'use pip install "setuptools>={SETUPTOOLS}"'
+    )
 try:
     import torch
     from torch.utils import cpp_extension
-except ImportError:
+except (ImportError, OSError) as error:
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        sys.exit(
+            "torchweld: torch must be installed before torchweld is built, and pip must use it: "
+            + INSTALL
+        )
     sys.exit(
-        "torchweld: torch must be installed before torchweld is built, and pip must use it: "
-        "pip install torch==2.11.0 setuptools ninja && pip install --no-build-isolation ."
+        f"torchweld: torch is installed, but importing it fails ({error}); mend torch first, "
+        "torchweld is built against it"
     )
 
 ROOT = Path(__file__).resolve().parent
@@ -168,7 +186,7 @@ class BuildExt(cpp_extension.BuildExtension):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         # A .cpp with torch's headers takes about 1 GiB to compile; 1.5 leaves room for nvcc.
         jobs = max(1, min(cores, int(free_memory_gib() / 1.5)))
-        os.environ.setdefault("MAX_JOBS", str(jobs))
+        os.environ["MAX_JOBS"] = os.environ.get("MAX_JOBS") or str(jobs)
         what = "with CUDA" if WITH_CUDA else f"for CPU only ({NO_CUDA})"
         say(f"building {what} against torch {torch.__version__}, {os.environ['MAX_JOBS']} jobs")
         start = time.monotonic()

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import setuptools
 import torch
 
 import torchweld
@@ -39,6 +41,72 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
         text=True,
         env={**os.environ, **env},
     )
+
+
+def run_setup(folder: Path) -> str:
+    """What setup.py says with the modules of a folder before the installed ones; it must fail."""
+    command = [sys.executable, "setup.py", "--version"]
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    assert done.returncode == 1 and done.stdout == ""
+    return done.stderr
+
+
+INSTALL = [
+    'pip install torch==2.11.0 "setuptools>=77" wheel ninja',
+    "pip install --no-build-isolation .",
+]
+
+
+@pytest.mark.parametrize("version", ["65.5.0", "69.5.1.post20240407", "76.1.0"])
+def test_setup_asks_for_a_setuptools_that_reads_pyproject(tmp_path, version):
+    (tmp_path / "setuptools" / "command").mkdir(parents=True)
+    (tmp_path / "setuptools" / "command" / "build_py.py").write_text("build_py = None\n")
+    fake = f'__version__ = "{version}"\ndef setup(**_): raise AssertionError\n'
+    (tmp_path / "setuptools" / "__init__.py").write_text(fake)
+    assert run_setup(tmp_path) == (
+        f"torchweld: setuptools must be 77 or later, but got {version}; "
+        'use pip install "setuptools>=77"\n'
+    )
+
+
+@pytest.mark.parametrize("error", ["ImportError", "OSError"])
+def test_setup_says_why_torch_can_not_be_imported(tmp_path, error):
+    reason = "libcudnn.so.9: cannot open shared object file"
+    (tmp_path / "torch.py").write_text(f'raise {error}("{reason}")\n')
+    assert run_setup(tmp_path) == (
+        f"torchweld: torch is installed, but importing it fails ({reason}); mend torch first, "
+        "torchweld is built against it\n"
+    )
+
+
+def test_setup_says_that_torch_is_missing(tmp_path):
+    missing = 'raise ModuleNotFoundError("No module named \'torch\'", name="torch")\n'
+    (tmp_path / "torch.py").write_text(missing)
+    assert run_setup(tmp_path) == (
+        "torchweld: torch must be installed before torchweld is built, and pip must use it: "
+        + " && ".join(INSTALL)
+        + "\n"
+    )
+
+
+def test_every_install_line_asks_for_that_setuptools():
+    assert "\n".join(INSTALL) in (ROOT / "README.md").read_text()
+    assert "\nsetuptools>=77\n" in (ROOT / "requirements" / "build.txt").read_text()
+    assert 'requires = ["setuptools>=77"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("given", ["", "3"])
+def test_empty_max_jobs_is_none_given(monkeypatch, capsys, given):
+    monkeypatch.setenv("MAX_JOBS", given)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["setup.py", "--version"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    build = runpy.run_path("setup.py")["BuildExt"]
+    monkeypatch.setattr(build.__bases__[0], "run", lambda self: None)
+    build(setuptools.Distribution()).run()
+    (jobs,) = re.findall(r", (\w*) jobs", capsys.readouterr().err)
+    assert int(jobs) >= 1 and jobs == (given or jobs) == os.environ["MAX_JOBS"]
 
 
 def test_ops_library_has_no_python_symbols():
