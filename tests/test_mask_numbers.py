@@ -472,7 +472,7 @@ def test_key_end_is_a_shorter_cache(device, sq):
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_key_end_is_the_length_of_a_sequence_padded_on_the_right(device, window):
-    """With as many queries as keys row 0 is the first token, so tokens equal those of a short call."""
+    """Row 0 is the first token, so tokens equal those of calls without padding."""
     n, ends = 70, [1, 33, 70, 64]
     q, k, v = (t.requires_grad_() for t in qkv(F32, 4, 4, 2, n, n, 8, 8, device))
     mask = {"causal": True, "window": window}
@@ -486,6 +486,21 @@ def test_key_end_is_the_length_of_a_sequence_padded_on_the_right(device, window)
         for got, want in zip(grads, torch.autograd.grad(alone.square().sum(), cut), strict=True):
             torch.testing.assert_close(got[b : b + 1, :, :end], want)
             assert (got[b, :, end:] == 0).all()
+
+
+@pytest.mark.parametrize("op", ["attention", "attention_with_lse", "softmax_matmul"])
+def test_starts_of_rows_need_causal(op):
+    """Without causal a row would see the documents behind its own."""
+    tensors = [torch.randn(1, 2, 4, 4)] * (2 if op == "softmax_matmul" else 3)
+    start = torch.tensor([[0, 0, 2, 2]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="key_start must come with causal=True"):
+        getattr(torchweld, op)(*tensors, key_start=start)
+    getattr(torchweld, op)(*tensors, key_start=start, causal=True)
+    one = start[:, 2:3].expand(-1, 4)
+    out = as_tuple(getattr(torchweld, op)(*tensors, key_start=one))[0]
+    cut = [tensors[0][..., 2:] if op == "softmax_matmul" else tensors[0]]
+    cut += [t[:, :, 2:] for t in tensors[1:]]
+    torch.testing.assert_close(out, as_tuple(getattr(torchweld, op)(*cut))[0])
 
 
 def test_packed_documents_are_calls_of_their_own(device):

@@ -11,6 +11,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torchweld._library import ops, require
 from torchweld._refusals import sentences
 from torchweld.distributed import _active
+from torchweld.ops.key_start import check_key_start
 from torchweld.ops.stock import refuse_mixed, refuse_other, text_of, untouched
 
 _KERNELS = ("causal_softmax", "softmax_matmul", "attention")
@@ -55,8 +56,9 @@ def attention(
             0 0 1 1 0                                1 1 1 0 0
             0 0 0 1 1                                0 0 1 1 0
 
-    Row i of a sequence stands at position `i + seqlen_k - seqlen_q` among its keys, and at
-    `i + key_end - seqlen_q` where a key_end is given.
+    Row i of a sequence has position `i + seqlen_k - seqlen_q` among its keys. With a key_end it is
+    `i + key_end - seqlen_q`, as in a cache, which ends with the keys of its queries; where key_end
+    is below seqlen_q the sequence is padded on the right and row i has position i.
 
     Args:
         query: `(batch, nheads, seqlen_q, head_dim)`.
@@ -69,9 +71,10 @@ def attention(
         scale: finite factor on the scores; `head_dim ** -0.5` when None.
         key_start: int32 `(batch, seqlen_q)` on the same device: row i sees no key before it, as in
             packed documents (`key_start_from_positions`, `key_start_from_documents`). Not with
-            leftpad.
+            leftpad. Without causal one start a sequence, expanded over its rows.
         key_end: int32 `(batch,)` on the same device: how many keys each sequence has, the others
-            are never read: right padding, or a cache with room behind its tokens.
+            are never read: the lengths of a batch padded on the right, or of a cache with room
+            behind its tokens.
         window: at least 1: row i sees the `window` keys up to its own position, without causal as
             many on the other side too.
         softcap: above 0: scores become `softcap * tanh(score / softcap)` before the mask.
@@ -82,6 +85,7 @@ def attention(
         `(batch, nheads, seqlen_q, head_dim_v)`. A row that sees no key is 0 and has gradient 0.
 
     Raises:
+        ValueError: key_start differs from row to row without causal.
         RuntimeError: a wrong shape, dtype or device, or a number that is out of range. Values of
             tensors are not looked at: those out of range count as the nearest end.
 
@@ -90,6 +94,7 @@ def attention(
 
     Source: Dao, "FlashAttention-2", 2023.
     """
+    check_key_start("attention", key_start, causal)
     return ops.attention(
         query,
         key,
@@ -135,6 +140,7 @@ def attention_with_lse(
     Raises:
         RuntimeError: as `attention`.
     """
+    check_key_start("attention_with_lse", key_start, causal)
     return ops.attention_with_lse(
         query,
         key,

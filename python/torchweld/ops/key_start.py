@@ -63,3 +63,18 @@ def _starts(ids: Tensor, begins: Tensor) -> Tensor:
     starts = torch.zeros(ids.shape, dtype=torch.int32, device=ids.device)
     starts[:, 1:] = torch.where(begins, at[1:], 0)
     return starts.cummax(1).values
+
+
+def check_key_start(op: str, key_start: Tensor | None, causal: bool) -> None:
+    """Refuses starts that differ from row to row without a causal mask.
+
+    They are those of packed documents, and a row would see all documents behind its own.
+    """
+    if key_start is None or causal or key_start.dim() != 2 or key_start.size(1) <= 1:
+        return
+    if key_start.stride(1) != 0:
+        raise ValueError(
+            f"torchweld::{op}: key_start must come with causal=True, because without it a row also "
+            "sees the documents behind its own, but got causal=False; for one start a sequence use "
+            "starts[:, None].expand(-1, seqlen_q)"
+        )

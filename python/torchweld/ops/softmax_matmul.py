@@ -6,6 +6,7 @@ from torch import Tensor
 
 from torchweld._library import ops
 from torchweld._refusals import sentences
+from torchweld.ops.key_start import check_key_start
 
 
 @sentences
@@ -41,6 +42,7 @@ def softmax_matmul(
 
     Limits: differentiable once, with respect to `scores`, `value` and `sink`.
     """
+    check_key_start("softmax_matmul", key_start, causal)
     return ops.softmax_matmul(
         scores,
         value,
