@@ -557,10 +557,13 @@ MISFITS = {
     "other counts": ({"cu_seq_lens_k": ends_of(0, 12)}, "must be equal, for as many keys as quer"),
     "too short": (
         dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends_of(0, 4)),
-        "count up from",
+        "split the batch",
     ),
-    "not from 0": (dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends_of(1, 12)), "count up"),
-    "downwards": (dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends_of(0, 9, 3, 12)), "count"),
+    "not from 0": (
+        dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends_of(1, 12)),
+        "split the batch",
+    ),
+    "downwards": (dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends_of(0, 9, 3, 12)), "split"),
     "rows": ({"input_ids": torch.ones(2, 12, dtype=torch.int64), "position_ids": None}, "2 x 12"),
 }
 

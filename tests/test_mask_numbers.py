@@ -24,6 +24,7 @@ from tensors import pads, randn
 
 attention = torch.ops.torchweld.attention
 attention_with_lse = torch.ops.torchweld.attention_with_lse
+softmax_matmul = torch.ops.torchweld.softmax_matmul
 ON_CPU = "cpu"
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -113,7 +114,7 @@ def test_truth_table(device, shape, numbers, rows):
         if causal:
             y = torchweld.causal_softmax(scores, leftpad, scale=2.0, **given)
             assert_equal(y[0, 0], expected)
-        out = torchweld.softmax_matmul(scores, value, leftpad, scale=-2.0, **numbers)
+        out = softmax_matmul(scores, value, leftpad, scale=-2.0, **numbers)
         assert_equal(out[0, 0], expected)
 
 
@@ -299,7 +300,7 @@ def test_what_nobody_sees_is_not_read_by_softmax_matmul(device, hole, sq):
         def filled(by, scores=scores, value=value, dout=dout, sink=sink):
             hidden = torch.where(seen, scores, by), torch.where(keys, by, value)
             leaves = [t.clone().requires_grad_() for t in (*hidden, sink)]
-            out = torchweld.softmax_matmul(*leaves[:2], sink=leaves[2], **numbers)
+            out = softmax_matmul(*leaves[:2], sink=leaves[2], **numbers)
             return [out.detach(), *torch.autograd.grad(out, leaves, torch.where(rows, by, dout))]
 
         for got, ref in zip(filled(hole), filled(0.0), strict=True):
@@ -396,7 +397,7 @@ def test_gradcheck_of_sink_softcap_and_lse():
     scores = torch.randn(2, 4, 4, 5, dtype=F64, requires_grad=True)
     value = torch.randn(2, 4, 5, 2, dtype=F64, requires_grad=True)
     assert torch.autograd.gradcheck(
-        lambda s, v, sink: torchweld.softmax_matmul(s, v, **numbers(sink, True)),
+        lambda s, v, sink: softmax_matmul(s, v, **numbers(sink, True)),
         (scores, value, sink),
     )
     assert torch.autograd.gradcheck(
@@ -649,7 +650,7 @@ def test_a_graph_of_the_scores_ops_serves_other_numbers():
 
     def run():
         numbers = {"key_start": start, "key_end": end, "window": 200, "sink": sink, "softcap": 9.0}
-        out = torchweld.softmax_matmul(scores, value, causal=True, **numbers)
+        out = softmax_matmul(scores, value, causal=True, **numbers)
         y = torchweld.causal_softmax(scores, **numbers)
         leaves = (scores, value, sink)
         return [out, y, *torch.autograd.grad((out.sum(), y.square().sum()), leaves)]

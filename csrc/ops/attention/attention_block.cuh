@@ -157,7 +157,8 @@ struct MaskedAttentionBlock : AttentionBlock {
     all_keys = static_cast<int>(sequence.end) - first;
     const int64_t window = min(rule.window, static_cast<int64_t>(kNoLimit));
     const int reach = rule.causal ? 1 : static_cast<int>(window);  // behind a row's position
-    shift = reach > 0 ? reach - static_cast<int>(rule.seqlen_q) + all_keys : kNoLimit;
+    const int position = static_cast<int>(rule.position(0, sequence.end)) - first;
+    shift = reach > 0 ? reach + position : kNoLimit;
   }
 };
 

@@ -98,11 +98,12 @@ def key_start(
 
 
 def _require(good: Tensor, batch: int, seqlen_q: int) -> None:
+    # At most 254 characters, because a CUDA assertion holds no more.
     error = _refusal(
-        f"and cu_seq_lens_k must be equal and count up from 0 to the batch's {batch} x {seqlen_q} "
-        "tokens, with every row's end among them and without cached tokens",
-        "other values",
-        "give the packed batch in one call, as DataCollatorWithFlattening makes it",
+        f"and cu_seq_lens_k must be equal and split the batch's {batch} x {seqlen_q} tokens row by "
+        "row, without cached tokens",
+        "others",
+        "use DataCollatorWithFlattening",
     )
     if type(good) is Tensor and good.device.type == "cpu" and not torch.compiler.is_compiling():
         if not good:

@@ -70,9 +70,10 @@ def check_key_start(op: str, key_start: Tensor | None, causal: bool) -> None:
 
     They are those of packed documents, and a row would see all documents behind its own.
     """
-    if key_start is None or causal or key_start.dim() != 2 or key_start.size(1) <= 1:
+    if key_start is None or causal:
         return
-    if key_start.stride(1) != 0:
+    rows = key_start.dim() == 2 and key_start.dtype == torch.int32 and key_start.size(1) > 1
+    if rows and key_start.stride(1) != 0:
         raise ValueError(
             f"torchweld::{op}: key_start must come with causal=True, because without it a row also "
             "sees the documents behind its own, but got causal=False; for one start a sequence use "
