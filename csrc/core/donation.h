@@ -1,7 +1,8 @@
 // A donated buffer: the gradient dz overwrites the pre-activation that forward saved, because
 // nothing reads it afterwards. It is as large as y; without a donation both would be in memory.
 //
-// A Function creates a Donation around its backward op, whose kernels ask `gives` before they write.
+// A Function creates a Donation around its backward op, whose kernels ask `gives` before they
+// write.
 #pragma once
 
 #include <ATen/SavedTensorHooks.h>
@@ -50,14 +51,14 @@ class Donation {
   // gradients), a dispatch mode or a tensor subclass may run the backward op several times.
   static bool runs_once(const Tensor& saved, const Tensor& grad) {
     using c10::DispatchKey;
-    static const c10::DispatchKeySet plain =
-        c10::autograd_dispatch_keyset_with_ADInplaceOrView |
-        c10::DispatchKeySet(c10::BackendComponent::CPUBit) |
-        c10::DispatchKeySet(c10::BackendComponent::CUDABit) |
-        c10::DispatchKeySet(DispatchKey::Dense) | c10::autocast_dispatch_keyset;
-    static const c10::DispatchKeySet modes(
-        {DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::Python,
-         DispatchKey::PythonTLSSnapshot, DispatchKey::PreDispatch, DispatchKey::Functionalize});
+    static const c10::DispatchKeySet plain = c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+                                             c10::DispatchKeySet(c10::BackendComponent::CPUBit) |
+                                             c10::DispatchKeySet(c10::BackendComponent::CUDABit) |
+                                             c10::DispatchKeySet(DispatchKey::Dense) |
+                                             c10::autocast_dispatch_keyset;
+    static const c10::DispatchKeySet modes({DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                            DispatchKey::Python, DispatchKey::PythonTLSSnapshot,
+                                            DispatchKey::PreDispatch, DispatchKey::Functionalize});
     const auto is_plain = [](const Tensor& t) {
       return (t.key_set().raw_repr() & ~plain.raw_repr()) == 0;
     };

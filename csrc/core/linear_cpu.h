@@ -38,8 +38,8 @@ inline int64_t onednn_chains(const Tensor& x) {
 }
 
 // x (M, K) @ weight (N, K).T + bias as a new tensor, or nothing where torch's matmul is to run: for
-// small sizes, which oneDNN takes longer to look up, and where torch doesn't offer it. An activation
-// other than none takes one chain.
+// small sizes, which oneDNN takes longer to look up, and where torch doesn't offer it. An
+// activation other than none takes one chain.
 inline OptionalTensor onednn_linear(const Tensor& x, const Tensor& weight,
                                     const OptionalTensor& bias, const char* activation = "none") {
   constexpr int64_t kLeastProducts = 1 << 20;
@@ -47,8 +47,8 @@ inline OptionalTensor onednn_linear(const Tensor& x, const Tensor& weight,
   using Scalars = c10::List<std::optional<at::Scalar>>;
   using Linear = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, c10::string_view,
                         Scalars, std::optional<c10::string_view>);
-  using LinearAndSum = Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                              c10::string_view);
+  using LinearAndSum =
+      Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, c10::string_view);
   static const auto op = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
   static const auto op_and_sum =
       c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", "binary"});
