@@ -13,9 +13,9 @@ import pytest
 from torchweld._on_import import when_imported
 
 
-def run_python(code: str) -> str:
+def run_python(code: str, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(code)],
+        [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(code), *arguments],
         capture_output=True,
         text=True,
     )
@@ -113,3 +113,51 @@ def test_a_transformers_that_is_too_old_only_warns(monkeypatch):
     monkeypatch.setattr(hf_attention, "register_attention", register)
     with pytest.warns(UserWarning, match='"torchweld" is not there, because it is too old'):
         hf_register.install()
+
+
+AGAIN = {
+    "reload": "importlib.reload(torchweld)",
+    "anew": """
+for name in [name for name in sys.modules if name.split(".")[0] == "torchweld"]:
+    del sys.modules[name]
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("again", "others"),
+    [("reload", "none"), ("reload", "first"), ("anew", "first"), ("anew", "last")],
+)
+def test_a_second_import_in_one_process(again, others):
+    """Whether the packages that torchweld serves are imported before or after."""
+    needed = ["torch.utils.flop_counter", "torch.distributed.tensor"]
+    if importlib.util.find_spec("transformers"):
+        needed.append("transformers.modeling_utils")
+    served = "; ".join(f"import {name}" for name in needed)
+    lines = [
+        "import importlib, sys",
+        "import torch",
+        served if others == "first" else "",
+        "import torchweld",
+        "first = torchweld",
+        *[AGAIN[again], "import torchweld"] * 2,
+        served if others == "last" else "",
+        """
+x, w = torch.randn(3, 4), torch.randn(2, 4)
+assert (torchweld is first) == (sys.argv[1] == "reload")
+for module in (first, torchweld):
+    assert module.is_available() and str(module.info())
+    def loss(x): return module.linear(x, w, activation="relu").sum()
+    def eager(x): return torch.relu(x @ w.T).sum()
+    torch.testing.assert_close(torch.func.grad(loss)(x), torch.func.grad(eager)(x))
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(x), torch.func.grad(eager)(x))
+    torch.jit.script(module.nn.Softmax())(x)
+    str(module.explain("softmax", torch.empty(4, 4, device="meta")))
+    from torch.utils.flop_counter import FlopCounterMode
+    with FlopCounterMode(display=False) as counter:
+        module.linear(x, w)
+    assert counter.get_total_flops() == 2 * 3 * 4 * 2
+print("right")
+""",
+    ]
+    assert run_python("\n".join(lines), again) == "right\n"

@@ -54,7 +54,7 @@ if TYPE_CHECKING or not _only_prints_help():
     _load_choices()
     if is_available():
         _flops.install()
-        _kernels_of_functorch = _functorch.install(_ops_of_library())
+        _functorch.install(_ops_of_library())
         _hf_register.install()
         _sharding_rules.install()
 

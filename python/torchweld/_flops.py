@@ -106,8 +106,10 @@ FORMULAS: dict[str, Callable[..., int]] = {
 
 
 def _register(counter: ModuleType) -> None:
-    for op, formula in FORMULAS.items():
-        counter.register_flop_formula(getattr(torch.ops.torchweld, op))(formula)
+    for name, formula in FORMULAS.items():
+        op = getattr(torch.ops.torchweld, name)
+        counter.flop_registry.pop(op, None)  # of an earlier import, which torch would not replace
+        counter.register_flop_formula(op)(formula)
 
 
 def install() -> None:

@@ -24,6 +24,8 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 # Ends the name of an op whose second result has a gradient too.
 _WITH_LSE = "_with_lse"
 _FRONT_KEY = "FuncTorchDynamicLayerFrontMode"
+# The attribute of torch.ops.torchweld that keeps the kernels.
+_KEPT = "_kernels_of_functorch"
 _LINEAR = ("linear", "layer_norm_linear", "rms_norm_linear", "gated_linear")
 # The arguments that carry leading dims; all others must be the same for the whole batch.
 _LEADING = {
@@ -276,12 +278,18 @@ def _all_values(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
     return [*args, *[kwargs.get(a.name, a.default_value) for a in rest]]
 
 
-def install(ops: Sequence[str]) -> torch.library.Library:
-    """Registers the kernels of the ops; they are there as long as what is returned."""
+def install(ops: Sequence[str]) -> None:
+    """Registers the kernels of the ops, in place of those of an earlier import in this process."""
+    namespace = torch.ops.torchweld
+    earlier = vars(namespace).get(_KEPT)
+    if earlier is not None:
+        earlier._destroy()
     library = torch.library.Library("torchweld", "IMPL")
     for op in ops:
         if op.endswith(("_forward", "_backward")):
             library.impl(op, _vmap_kernel(op), "FuncTorchBatched", with_keyset=True)
         elif f"{op.removesuffix(_WITH_LSE)}_backward" in ops or op in _GRADIENTS:
             library.impl(op, _front(op), _FRONT_KEY)
-    return library
+    # They are there as long as the library, and a second import must find it: torch allows one
+    # kernel an op and key.
+    setattr(namespace, _KEPT, library)
