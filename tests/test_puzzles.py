@@ -188,7 +188,12 @@ def test_bad_flags(capsys, argv, words):
 
 
 @pytest.mark.parametrize(
-    ("extra", "words"), [(["--tile", "4,4"], "must be i,"), ([], "can't be written")]
+    ("extra", "words"),
+    [
+        (["--tile", "4,4"], "must be i,"),
+        (["--tile", "1000000000"], "at most 1,048,576 lanes in all blocks, but got 2,000,000,000"),
+        ([], "can't be written"),
+    ],
 )
 def test_picture_that_cannot_be_drawn(capsys, tmp_path, extra, words):
     pytest.importorskip("matplotlib")

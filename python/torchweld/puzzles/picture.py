@@ -13,6 +13,7 @@ from torchweld.puzzles.cases import Puzzle
 _COLOURS = "tab20"
 _MASKED, _UNTOUCHED = (0.55, 0.55, 0.55), (1.0, 1.0, 1.0)
 _MOST_LABELS = 16
+_MOST_LANES = 1 << 20  # a picture of so many takes 5 s and 600 MiB
 _MOST_LINES = 32  # more cells a side than this are drawn without lines between them
 
 
@@ -30,9 +31,15 @@ def draw(puzzle: Puzzle, tile: Sequence[int] | None, path: str | Path) -> None:
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: the tile has another number of sizes, or one below 1.
+        ValueError: the tile has another number of sizes, one below 1, or too many lanes.
     """
     touched = accesses(puzzle, tile)
+    lanes = sum(a.lanes for a in touched)
+    if lanes > _MOST_LANES:
+        raise ValueError(
+            f"the tiles of puzzle {puzzle.number} must have at most {_MOST_LANES:,} lanes in all "
+            f"blocks, but got {lanes:,}; use smaller sizes"
+        )
     import matplotlib
     from matplotlib.figure import Figure
 
