@@ -110,6 +110,12 @@ def test_explain_json(capsys):
         (["explain", "softmax", "--shape", "4", "--dtype", "int8"], "'int8'"),
         (["explain", "softmax", "--shape", "4", "--device", "tpu"], "'tpu'"),
         (["explain", "softmax", "--shape", "9999999999999,99999999999999"], "size"),
+        (["explain", "softmax", "--shape", "99999999999999999999,2"], "below 2**62"),
+        (["tune", "softmax", "--shape", "99999999999999999999,2"], "below 2**62"),
+        (["bench", "softmax", "--shape", "99999999999999999999,2"], "below 2**62"),
+        (["explain", "gated_linear", "--shape", f"2,2,{2**62}"], "below 2**62"),
+        (["bench", "softmax", "--shape", "4", "--device", "cpu", "--out", "/dev/null"], "--out"),
+        (["bench", "cpu", "--targets", "no/such.toml"], "no/such.toml"),
     ],
 )
 def test_bad_arguments(capsys, argv, words):
@@ -220,6 +226,99 @@ def test_bench_of_one_call(capsys, op):
     assert all(row.startswith(f"{op} (") and "float32" in row for row in rows)
     assert all(re.search(r"\d\.\d{3} eager ", row) for row in rows), out
     assert err.count(f"{op} (") == 2
+
+
+@pytest.mark.parametrize("op", one.EAGER)
+def test_bench_of_empty_tensors(capsys, op):
+    """Every size may be 0, as the op's may."""
+    sizes = SMALL.get(op, "3,16,8").split(",")
+    for i in range(len(sizes)):
+        shape = ",".join([*sizes[:i], "0", *sizes[i + 1 :]])
+        code, out, _ = run(capsys, "bench", op, "--shape", shape, "--device", "cpu")
+        assert code == 0 and len(out.splitlines()) == 4, shape
+
+
+def test_ctrl_c_of_a_benchmark(capsys, monkeypatch):
+    def rows(*_):
+        yield from list(real("softmax", [torch.randn(3, 5)], ["eager"]))[:1]
+        raise KeyboardInterrupt
+
+    real = one.rows
+    monkeypatch.setattr(one, "rows", rows)
+    code, out, err = run(capsys, "bench", "softmax", "--shape", "3,5", "--device", "cpu")
+    assert code == 130 and "interrupted; the rows so far:" in err
+    assert "softmax (3, 5) float32 forward" in out
+
+
+COMMANDS = [
+    ["info"],
+    ["info", "--json"],
+    ["explain", "softmax", "--shape", "4,4", "--device", "cpu"],
+    ["bench", "softmax", "--shape", "4,4", "--device", "cpu"],
+    ["puzzles", "--puzzle", "1", "--device", "cpu"],
+]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
+def test_output_that_can_not_be_written(argv, unbuffered):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "torchweld", *argv],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+    said = [line for line in done.stderr.splitlines() if line.startswith("torchweld")]
+    assert done.returncode == 1 and "Error" not in done.stderr and "Exception" not in done.stderr
+    assert said == ["torchweld: the output can't be written: No space left on device"]
+
+
+def test_a_reader_that_has_gone(capsys):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "torchweld", "info"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_what_the_encoding_lacks_is_printed_as_a_question_mark(tmp_path):
+    path = tmp_path / "größe.png"
+    argv = ["puzzles", "--puzzle", "1", "--device", "cpu", "--picture", str(path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "torchweld", *argv],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert path.exists() and "gr??e.png" in done.stdout
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_ctrl_c_while_torch_is_imported(tmp_path, ours):
+    """The command ends with status 130 and no traceback; another program gets its own."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{PACKAGE.parent}"}
+    command = ["-m", "torchweld", "info"] if ours else ["-c", "import torchweld"]
+    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True)
+    if ours:
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    else:
+        assert done.returncode != 130 and "KeyboardInterrupt" in done.stderr
+
+
+def test_ctrl_c_of_a_command_is_130(capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_info", interrupted)
+    assert run(capsys, "info") == (130, "", "")
 
 
 def test_bench_against_compile(capsys, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torchweld._start import exits_on_interrupt as _exits_on_interrupt
 from torchweld._start import lazy as _lazy
 from torchweld._start import only_prints_help as _only_prints_help
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"  # before what is imported below, which reads it
 
+_exits_on_interrupt()
 if TYPE_CHECKING or not _only_prints_help():
     from torchweld import _flops, _functorch, nn
     from torchweld._library import is_available, unavailable_reason

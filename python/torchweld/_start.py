@@ -4,6 +4,7 @@ and packages import their names when they are used.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -28,6 +29,26 @@ def only_prints_help() -> bool:
     if given is None:
         return False
     return not given or given[0] == "--version" or not {"-h", "--help"}.isdisjoint(given)
+
+
+def _exit(*_: Any) -> None:
+    raise SystemExit(130)
+
+
+def exits_on_interrupt() -> None:
+    """Until `interruptible`, Ctrl-C ends the `torchweld` command without a traceback.
+
+    torch is imported before the command can catch anything.
+    """
+    default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if default and _arguments() is not None:
+        signal.signal(signal.SIGINT, _exit)
+
+
+def interruptible() -> None:
+    """From here on Ctrl-C raises KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is _exit:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def lazy(package: str, homes: dict[str, str]) -> tuple[Any, Any]:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from torchweld._start import interruptible
+
+_MOST_SIZE = 2**62 - 1  # twice as much overflows int64, in which torch counts
+# What writing to stdout meets: a full disk, a reader that has gone, a closed file.
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE, errno.EBADF)
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 _LINEAR = ("M", "K", "N")
 _ATTENTION = ("batch", "nheads", "seqlen_q", "seqlen_k", "head_dim")
@@ -56,6 +62,8 @@ def _shape(text: str) -> tuple[int, ...]:
         shape = (-1,)
     if any(size < 0 for size in shape):
         raise argparse.ArgumentTypeError(f"must be sizes such as 1024,768,3072, but got {text!r}")
+    if any(size > _MOST_SIZE for size in shape):
+        raise argparse.ArgumentTypeError(f"must be sizes below 2**62, but got {text!r}")
     return shape
 
 
@@ -299,28 +307,54 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0, 1 for a failure, 2 for bad arguments, 130 after Ctrl-C.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    if getattr(sys.stdout, "errors", None) == "strict":
+        # What the terminal's encoding lacks is printed as ?, and ends no command.
+        sys.stdout.reconfigure(errors="replace")
     try:
-        if argv[:1] == ["bench"]:  # it has its own flags, and its own --help
-            return _bench(argv[1:])
-        parser = _parser()
-        args = parser.parse_args(argv)
-        if args.command is None:
-            parser.print_help()
-            return 0
-        run = {
-            "info": _info,
-            "explain": _explain,
-            "tune": _tune,
-            "demo": _demo,
-            "plan": _plan,
-            "puzzles": _puzzles,
-        }
-        return run[args.command](args)
+        interruptible()
+        try:
+            return _run(argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `torchweld info | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        # An error of a file has its name; commands say those themselves.
+        if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
+            raise
+        _drop_output()
+        if error.errno == errno.EPIPE:  # `torchweld info | head -1`
+            return 1
+        print(f"torchweld: the output can't be written: {error.strerror}", file=sys.stderr)
         return 1
+
+
+def _run(argv: list[str]) -> int:
+    if argv[:1] == ["bench"]:  # it has its own flags, and its own --help
+        return _bench(argv[1:])
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    run = {
+        "info": _info,
+        "explain": _explain,
+        "tune": _tune,
+        "demo": _demo,
+        "plan": _plan,
+        "puzzles": _puzzles,
+    }
+    return run[args.command](args)
+
+
+def _drop_output() -> None:
+    """What stdout still holds must not fail the end of the process again."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

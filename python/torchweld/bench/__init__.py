@@ -92,7 +92,11 @@ def _rows_of_call(args: argparse.Namespace, device: str) -> Iterator[Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a family and prints its table. Returns 1 where --check finds a row that falls short."""
+    """Runs a family and prints its table.
+
+    Returns:
+        0; 1 where a row fails, or falls short under --check; 130 after Ctrl-C.
+    """
     parser = _parser()
     args = parser.parse_args(argv)
     if args.shape is None and args.what not in FAMILIES:
@@ -100,6 +104,8 @@ def main(argv: list[str] | None = None) -> int:
             f"FAMILY must be one of {', '.join(FAMILIES)}, but got {args.what!r}; an op needs "
             "--shape"
         )
+    if args.targets is not None and not args.targets.is_file():
+        parser.error(f"--targets must be a file, but got {args.targets}")
 
     import torch
 
@@ -124,6 +130,10 @@ def main(argv: list[str] | None = None) -> int:
     os._exit(status)  # NOTE: gloo's threads abort one normal exit in ten (torch 2.11)
 
 
+def _unwritable(out: Path, error: OSError) -> str:
+    return f"--out {out} can't be written: {error.strerror}"
+
+
 def _measure(
     args: argparse.Namespace,
     parser: argparse.ArgumentParser,
@@ -141,15 +151,19 @@ def _measure(
         report.tests = dict(zip(("passed", "failed", "skipped"), counts, strict=True))
     draw = results.draw
     try:
+        if args.out:  # before minutes of measuring
+            args.out.mkdir(parents=True, exist_ok=True)
         if args.shape is None:
             targets = results.load_targets(args.targets or _default_targets(), args.what)
             family = importlib.import_module(f"torchweld.bench.{args.what}")
             rows, draw = family.rows(targets), getattr(family, "draw", draw)
         else:
             rows = _rows_of_call(args, device)
+    except OSError as error:
+        parser.error(_unwritable(args.out, error))
     except (ValueError, RuntimeError) as error:
         parser.error(str(error).splitlines()[0])
-    failed = 0
+    failed, interrupted = 0, False
     try:
         for row in rows:
             if isinstance(row, results.Failure):
@@ -163,15 +177,19 @@ def _measure(
                 if args.out and gpus > 1:  # a collective that hangs ends the process
                     results.save(report, args.out)
     except KeyboardInterrupt:
+        interrupted = True
         print("interrupted; the rows so far:", file=sys.stderr)
     if not tells:
-        return 0
+        return 130 if interrupted else 0
     print(results.text_table(report))
     if args.out:
-        path = results.save(report, args.out)
-        draw(report, path.with_suffix(".png"))
+        try:
+            path = results.save(report, args.out)
+            draw(report, path.with_suffix(".png"))
+        except OSError as error:
+            parser.error(_unwritable(args.out, error))
         print(f"written: {path} and {path.with_suffix('.png').name}")
     short = [row.case for row in report.rows if row.falls_short]
     if args.check and short:
         print(f"{len(short)} rows fall short: " + "; ".join(short), file=sys.stderr)
-    return int(bool(failed or (args.check and short)))
+    return 130 if interrupted else int(bool(failed or (args.check and short)))

@@ -70,9 +70,9 @@ def filled(shapes: tuple[Any, ...], op: str, device: str) -> list[Any]:
     if "linear" in op:
         weight = 2 if op.endswith("backward") else 1
         if made[weight].is_floating_point():
-            made[weight] *= made[weight].shape[-1] ** -0.5
+            made[weight] *= max(made[weight].shape[-1], 1) ** -0.5
         else:  # scales of 4-bit codes
-            made[2] = made[2].abs() * 0.1 * made[0].shape[-1] ** -0.5
+            made[2] = made[2].abs() * 0.1 * max(made[0].shape[-1], 1) ** -0.5
         if op.startswith("folded"):
             made[2] = made[1].float().sum(1).to(made[2].dtype)
     if op == "softmax_backward":
