@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import signal
@@ -20,7 +22,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from torchweld import cli  # noqa: E402
-from torchweld.demo import generate, main, memory, model, text, train  # noqa: E402
+from torchweld.demo import generate, main, memory, model, report, text, train  # noqa: E402
 from torchweld.demo.options import UsageError, add_arguments, resolve  # noqa: E402
 from torchweld.demo.report import Results, write  # noqa: E402
 
@@ -266,6 +268,56 @@ def test_ctrl_c_in_a_later_part(tmp_path, capsys, prose, monkeypatch):
     found = json.loads((tmp_path / "out" / "demo.json").read_text())
     assert found["generation"]["passed"] is True
     assert found["ops"]["rows"] == []
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_terminal_that_is_not_utf8(tmp_path, capsys, monkeypatch, encoding):
+    """What its encoding lacks is printed as ?; files and exit status are as ever."""
+    path = tmp_path / "prose.txt"
+    path.write_text(PROSE.replace("hares", "зайцев"), encoding="utf-8")
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding=encoding))
+    assert demo("--text", path, "--steps", 2, "--out", tmp_path) == 0
+    assert b"?????? of" in printed.getvalue()
+    found = json.loads((tmp_path / "demo.json").read_text())
+    assert any("зайцев" in each["prompt"] for each in found["generation"]["completions"])
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("fails", ["print_training", "print_generation", "print_ops"])
+def test_output_that_can_not_be_written_takes_no_results(
+    tmp_path, capsys, prose, monkeypatch, fails
+):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(report, fails, full)
+    assert demo("--text", prose, "--steps", 2, "--out", tmp_path / "out") == 1
+    found = json.loads((tmp_path / "out" / "demo.json").read_text())
+    assert found["interrupted"] is True and found["training"]["steps"] == 2
+    assert (found["ops"] is not None) == (fails == "print_ops")
+    assert capsys.readouterr().err == (
+        "torchweld: the output can't be written: No space left on device\n"
+    )
+
+
+def test_ctrl_c_writes_before_it_prints(tmp_path, capsys, prose, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(generate, "_explain", interrupt)
+    monkeypatch.setattr("torchweld.demo.generate.generate", interrupt)
+    printed = report.print_training
+    monkeypatch.setattr(
+        report, "print_training", lambda *a: printed(*a) if not written.exists() else full()
+    )
+    written = tmp_path / "out" / "demo.json"
+    assert demo("--text", prose, "--steps", 2, "--out", tmp_path / "out") == 1
+    assert json.loads(written.read_text())["training"]["steps"] == 2
     capsys.readouterr()
 
 

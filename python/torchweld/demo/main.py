@@ -93,6 +93,12 @@ class _Demo:
         except KeyboardInterrupt:
             with _no_interrupt():
                 return self._interrupted()
+        except OSError:  # stdout is full or gone; what was measured is kept
+            with _no_interrupt():
+                if self._measured():
+                    self.results.interrupted = True
+                    self._write()
+            raise
         with _no_interrupt():
             code = self._write()
         failed = [name for name, passed in self.results.checks().items() if passed is False]
@@ -268,16 +274,19 @@ class _Demo:
         )
         return 0
 
-    def _interrupted(self) -> int:
+    def _measured(self) -> bool:
         training = self.results.training
-        if training is None or not training.steps:
+        return training is not None and training.steps > 0
+
+    def _interrupted(self) -> int:
+        if not self._measured():
             _fail("interrupted before a training step was measured; nothing was written", 130)
             return 130
         from torchweld.demo.report import print_training
 
         self.results.interrupted = True
-        print_training(self.console, training)
-        self._write()
+        self._write()  # before what may fail to be printed
+        print_training(self.console, self.results.training)
         _fail("interrupted; what was measured is kept", 130)
         return 130
 
