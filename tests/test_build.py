@@ -182,6 +182,30 @@ def test_import_survives_a_library_that_cannot_load(tmp_path, damage):
     assert lines[3:] == [f"raised: {reason}"] * 2
 
 
+def test_import_survives_a_library_of_another_version(tmp_path):
+    package = copy_of_package(tmp_path)
+    # It loads, and registers nothing.
+    shutil.copy(next(package.glob("_C*.so")), next(package.glob("_ops*.so")))
+    script = tmp_path / "users.py"
+    script.write_text(USE)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    _, available, reason, *raised = done.stdout.splitlines()
+    assert available == "False" and raised == [f"raised: {reason}"] * 2
+    assert reason.startswith(
+        "torchweld's operator library is of another version than its Python code and lacks "
+        "add_scalar, attention, attention_backward, ...; rebuild it with: "
+    )
+    assert f"{script}:3: UserWarning: {reason}" in done.stderr  # at the user's line
+
+
+def test_ops_of_the_library_are_those_of_the_python_code():
+    names = torch._C._dispatch_get_all_op_names()
+    mine = {n.removeprefix("torchweld::") for n in names if n.startswith("torchweld::")}
+    assert sorted(library._OPS) == sorted(mine)
+
+
 def test_the_command_that_mends_names_the_source_folder(monkeypatch, tmp_path):
     command = f"{sys.executable} -m pip install --no-build-isolation --no-deps --force-reinstall"
     assert library._mend() == f"{command} -e {PACKAGE.parent.parent}"

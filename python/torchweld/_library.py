@@ -16,6 +16,24 @@ import torch
 
 _HERE = Path(__file__).resolve().parent
 
+# What a library of this version has; an editable install may hold one of another commit.
+_OPS = (
+    "add_scalar", "attention", "attention_backward", "attention_forward", "attention_with_lse",
+    "bmm", "bmm_backward", "causal_softmax", "causal_softmax_backward", "conv2d", "conv2d_backward",
+    "fold_layer_norm", "folded_layer_norm_linear", "folded_layer_norm_linear_backward",
+    "gated_linear", "gated_linear_backward", "gated_linear_forward", "int4_linear",
+    "int4_linear_backward", "int4_linear_repacked", "int4_linear_repacked_backward", "int4_pack",
+    "int4_repack", "int4_unpack", "layer_norm_linear", "layer_norm_linear_backward",
+    "layer_norm_linear_forward", "linear", "linear_backward", "linear_forward", "mul_relu",
+    "mul_relu_backward", "outer_add", "outer_add_backward", "outer_mul_relu",
+    "outer_mul_relu_backward", "rms_norm_linear", "rms_norm_linear_backward",
+    "rms_norm_linear_forward", "row_sum", "scalar_attention", "scalar_attention_backward",
+    "scalar_attention_forward", "softmax", "softmax_backward", "softmax_matmul",
+    "softmax_matmul_backward", "softmax_matmul_forward", "_activation_backward", "_begin_dry_run",
+    "_begin_watch", "_end_watch", "_force_choice", "_forget_choices", "_linear_part",
+    "_picked_choice", "_remember_choice",
+)  # fmt: skip
+
 
 def build_facts() -> dict[str, Any]:
     """What the libraries were built for (torchweld/_build.json), {} where that is unknown."""
@@ -78,7 +96,28 @@ def _load() -> str | None:
             f"torchweld's operator library, built for torch {built_for or 'unknown'}, can't load "
             f"under torch {torch.__version__} ({said}); rebuild it with: {_mend()}"
         )
+    lacking = [op for op in _OPS if not torch._C._dispatch_has_kernel(f"torchweld::{op}")]
+    if lacking:
+        return (
+            f"torchweld's operator library is of another version than its Python code and lacks "
+            f"{', '.join(lacking[:3])}{', ...' if len(lacking) > 3 else ''}; "
+            f"rebuild it with: {_mend()}"
+        )
     return None
+
+
+def _warn(reason: str) -> None:
+    """A warning at the line that imports the package."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if name.partition(".")[0] not in ("torchweld", "importlib", "runpy"):
+            registry = frame.f_globals.setdefault("__warningregistry__", {})
+            where = (frame.f_code.co_filename, frame.f_lineno, name)
+            warnings.warn_explicit(reason, UserWarning, *where, registry)
+            return
+        frame = frame.f_back
+    warnings.warn(reason, stacklevel=2)
 
 
 class _Missing:
@@ -94,7 +133,7 @@ class _Missing:
 _reason = _load()
 if _reason is not None and "is missing" not in _reason:
     # A library that is there was meant to be used: said now, and not where a user's job stops.
-    warnings.warn(_reason, stacklevel=2)
+    _warn(_reason)
 ops: Any = torch.ops.torchweld if _reason is None else _Missing(_reason)
 
 
