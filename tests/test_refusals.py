@@ -196,3 +196,32 @@ def test_a_function_stays_what_it_was():
     assert torch.equal(torch.jit.script(torchweld.softmax)(X), want)
     compiled = torch.compile(lambda x: torchweld.softmax(x), fullgraph=True, backend="eager")
     assert torch.equal(compiled(X), want)
+
+
+def other_tensors():
+    """Tensors of X's values that are not dense, their kinds, and how they become so."""
+    return {
+        "sparse_coo": (X.to_sparse(), "x.to_dense()"),
+        "sparse_csr": (X.to_sparse_csr(), "x.to_dense()"),
+        "mkldnn": (X.to_mkldnn(), "x.to_dense()"),
+        "quantised": (torch.quantize_per_tensor(X, 0.1, 0, torch.qint8), "x.dequantize()"),
+        "nested": (torch.nested.nested_tensor([X, X[:2]]), "torch.nested.to_padded_tensor(x, 0)"),
+        "jagged": (
+            torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged),
+            "torch.nested.to_padded_tensor(x, 0)",
+        ),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of layouts in beta
+@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "mkldnn", "quantised", "nested"])
+def test_a_tensor_that_is_not_dense(kind):
+    made = other_tensors()
+    for given, fix in [made[kind]] + ([made["jagged"]] if kind == "nested" else []):
+        sentence = f"x must be a dense Tensor, but got a {kind} one; use {fix}"
+        for op, args in (("softmax", []), ("linear", [WEIGHT]), ("layer_norm_linear", [WEIGHT])):
+            with pytest.raises(TypeError) as error:
+                getattr(torchweld, op)(given, *args)
+            assert str(error.value) == f"torchweld::{op}: {sentence}"
+    with pytest.raises(TypeError, match="weight must be a dense Tensor, but got a sparse_coo one"):
+        torchweld.linear(X, WEIGHT.to_sparse())

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from torch import SymBool, SymFloat, SymInt, Tensor
+from torch import SymBool, SymFloat, SymInt, Tensor, strided
 
 # TorchScript, which looks names up where a decorator was written, finds this one here.
 from torchweld._library import ops  # noqa: F401
@@ -115,7 +115,24 @@ def _sentence(
         text, classes = _KINDS[allowed[0]]
         if not isinstance(value, classes):
             return f"{name} must be {text}, but got {_got(value)}{_kind_fix(name, value, text)}"
-    return _mixed(given)
+    return _mixed(given) or _not_dense(given)
+
+
+def _not_dense(given: dict[str, Any]) -> str | None:
+    """What to say of a Tensor whose elements don't lie at strides of its memory."""
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            continue
+        if value.is_nested:
+            kind, fix = "nested", f"torch.nested.to_padded_tensor({name}, 0)"
+        elif value.is_quantized:
+            kind, fix = "quantised", f"{name}.dequantize()"
+        elif value.layout is not strided:
+            kind, fix = str(value.layout).rpartition(".")[2].removeprefix("_"), f"{name}.to_dense()"
+        else:
+            continue
+        return f"{name} must be a dense Tensor, but got a {kind} one; use {fix}"
+    return None
 
 
 def _mixed(given: dict[str, Any]) -> str | None:
