@@ -225,3 +225,28 @@ def test_a_tensor_that_is_not_dense(kind):
             assert str(error.value) == f"torchweld::{op}: {sentence}"
     with pytest.raises(TypeError, match="weight must be a dense Tensor, but got a sparse_coo one"):
         torchweld.linear(X, WEIGHT.to_sparse())
+
+
+LOW = float("-inf")
+
+
+@pytest.mark.parametrize(
+    "row", [[0.0, 0.0, LOW, LOW], [LOW, LOW, 0.0, 0.0], [0.0] * 4, [1.0] * 4, [float("nan")] * 4]
+)
+@pytest.mark.parametrize("check", [True, False])
+def test_leftpad_of_a_floating_mask(row, check):
+    """An additive mask has its zeros where another has ones: the dtype alone tells them apart."""
+    with pytest.raises(ValueError) as error:
+        torchweld.leftpad_from_mask(torch.tensor([row]), check=check)
+    assert str(error.value) == (
+        "leftpad_from_mask: attention_mask must be bool or integers, but got float32; use "
+        "attention_mask.bool() for ones and zeros, attention_mask == 0 for an additive mask"
+    )
+
+
+@pytest.mark.parametrize("row", [[0, 0, -9, -9], [0, 1, 2, 2], [0, 0, 0, 255]])
+def test_leftpad_of_a_mask_of_other_values(row):
+    mask = torch.tensor([[0, 1, 1, 1], row])
+    with pytest.raises(ValueError, match="other values in row 1; use attention_mask != 0 where"):
+        torchweld.leftpad_from_mask(mask)
+    assert torchweld.leftpad_from_mask(mask, check=False).tolist() == [1, 4]

@@ -10,8 +10,8 @@ def leftpad_from_mask(attention_mask: Tensor, *, check: bool = True) -> Tensor:
     """How many positions at the start of each sequence are padding.
 
     Args:
-        attention_mask: `(batch, seqlen)` of 0 (padding) and 1 (token), any integer, bool or
-            floating dtype, with every row's zeros before its ones.
+        attention_mask: `(batch, seqlen)` of 0 (padding) and 1 (token), bool or any integer dtype,
+            with every row's zeros before its ones.
         check: Whether to read back if that is so. On CUDA the host then waits for the mask;
             False never waits.
 
@@ -19,12 +19,15 @@ def leftpad_from_mask(attention_mask: Tensor, *, check: bool = True) -> Tensor:
         int32 `(batch,)` on the mask's device. A row without a token gives seqlen.
 
         Where nothing is read back (`check=False`, torch.compile, export, tracing, CUDA graph
-        capture), a row with zeros behind a one gives seqlen too: the whole sequence then counts as
-        padding, its results and gradients are 0, and the other sequences stay right.
+        capture), a row with zeros behind a one, or with another value, gives seqlen too: the whole
+        sequence then counts as padding, its results and gradients are 0, and the other sequences
+        stay right.
 
     Raises:
         TypeError: the mask is no tensor.
-        ValueError: it is not two-dimensional, or a row has zeros behind a one.
+        ValueError: it is not two-dimensional, has a floating dtype (an additive mask has its zeros
+            where this one has ones), a value that is neither 0 nor 1, or a row with zeros behind a
+            one.
     """
     if not isinstance(attention_mask, Tensor):
         raise TypeError(
@@ -36,10 +39,23 @@ def leftpad_from_mask(attention_mask: Tensor, *, check: bool = True) -> Tensor:
             "leftpad_from_mask: attention_mask must be (batch, seqlen), but got "
             f"{tuple(attention_mask.shape)}"
         )
+    if attention_mask.is_floating_point() or attention_mask.is_complex():
+        raise ValueError(
+            "leftpad_from_mask: attention_mask must be bool or integers, but got "
+            f"{str(attention_mask.dtype).removeprefix('torch.')}; use attention_mask.bool() for "
+            "ones and zeros, attention_mask == 0 for an additive mask"
+        )
     tokens = attention_mask != 0
-    wrong = (tokens[:, :-1] & ~tokens[:, 1:]).any(1)
+    strange = (tokens & (attention_mask != 1)).any(1)
+    wrong = (tokens[:, :-1] & ~tokens[:, 1:]).any(1) | strange
     if check and is_readable(tokens):
         rows = wrong.nonzero().flatten().tolist()
+        others = strange.nonzero().flatten().tolist() if rows else []
+        if others:
+            raise ValueError(
+                "leftpad_from_mask: attention_mask must be 1 at tokens and 0 at padding, but got "
+                f"other values in {_rows(others)}; use attention_mask != 0 where they are tokens"
+            )
         if rows:
             raise ValueError(
                 "leftpad_from_mask: attention_mask must have every row's zeros before its ones, "
