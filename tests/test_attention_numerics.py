@@ -11,6 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+import torchweld
 from attention_engines import check_grads, formula, inputs, on_hopper
 from bounds import attention_bounds, attention_grads
 from numerics import assert_same_bits, check, eager_floor
@@ -153,3 +154,23 @@ def test_steps_of_small_and_large_capped_scores_take_turns(dim, softcap, mask):
         # All logits of a row near -softcap; large values.
         check_call(f"{sizes} below", dout, q.abs(), -k.abs(), v, softcap=softcap, **mask)
         check_call(f"{sizes} large", dout, q, k, v * 1e15, softcap=softcap, **mask)
+
+
+@pytest.mark.parametrize(
+    "rows, keys, head_dim", [(4, 8192, 64), (8, 4096, 128), (320, 16, 576), (64, 64, 300)]
+)
+def test_long_sums_are_as_accurate_as_promised(rows, keys, head_dim):
+    """README's bound, in float32 on the CPU: one chain of additions over the keys breaks it."""
+
+    def formula(q, k, v):
+        return (q @ k.mT * head_dim**-0.5).softmax(-1) @ v
+
+    for seed in range(4):
+        torch.manual_seed(seed)
+        tensors = [torch.randn(1, 2, n, head_dim) for n in (rows, keys, keys)]
+        exact = formula(*(t.double() for t in tensors))
+        error, eager = (
+            (y.double() - exact).abs().max()
+            for y in (torchweld.attention(*tensors), formula(*tensors))
+        )
+        assert error <= 2 * eager + 2 * 2**-24 * exact.abs().max()

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import torchweld
 from numerics import assert_equal, assert_same_bits
 from reference import ACTIVATIONS
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
@@ -322,3 +323,17 @@ def test_refusals_of_rows_written_into_a_larger_result(device):
         part(x, weight, bias, y)
     assert y._version > version
     assert_same_bits(y, linear(x, weight.detach(), bias))
+
+
+@pytest.mark.parametrize("m, n, k", [(128, 40, 1560), (512, 512, 2048), (256, 1024, 512)])
+def test_long_sums_are_as_accurate_as_promised(m, n, k):
+    """README's bound, in float32 on the CPU: one chain of additions over all of K breaks it."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x, w, b = torch.randn(m, k), torch.randn(n, k) / k**0.5, torch.randn(n)
+        exact = torch.nn.functional.linear(x.double(), w.double(), b.double())
+        error, eager = (
+            (y.double() - exact).abs().max()
+            for y in (torchweld.linear(x, w, b), torch.nn.functional.linear(x, w, b))
+        )
+        assert error <= 2 * eager + 2 * 2**-24 * exact.abs().max()
