@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -306,7 +307,14 @@ def test_ctrl_c_while_torch_is_imported(tmp_path, ours):
     )
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{PACKAGE.parent}"}
     command = ["-m", "torchweld", "info"] if ours else ["-c", "import torchweld"]
-    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=env,
+        capture_output=True,
+        text=True,
+        # Where the suite runs in the background, SIGINT is ignored by its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     if ours:
         assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
     else:

@@ -116,3 +116,19 @@ def test_checkpointed_gradients(op, kwargs, device):
     out = checkpoint(lambda *t: call(op)(*t, **kwargs), *inputs, use_reentrant=False)
     for got, ref in zip(gradients(out, inputs, keep=False), want, strict=True):
         assert_same_bits(got, ref, op)
+
+
+@every_case
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded"])
+def test_the_bits_do_not_depend_on_retain_graph(op, kwargs, layout, device):
+    """Sums go in the order of dz's layout, which must be that of the pre-activation either way."""
+    inputs = inputs_of(op, device)
+    out = call(op)(*inputs, **kwargs)
+    dout = torch.randn(out.shape[::-1], device=device).t()
+    if layout == "contiguous":
+        dout = dout.contiguous()
+    elif layout == "expanded":
+        dout = dout[:1].expand_as(out)
+    kept = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    for a, b in zip(torch.autograd.grad(out, inputs, dout), kept, strict=True):
+        assert_same_bits(a, b)

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 from torch.func import grad, jacrev, jvp, vjp, vmap
 
@@ -187,6 +188,60 @@ def test_forward_mode_is_refused(op):
         f"torchweld::{op}: the derivative must be reverse-mode, but got forward-mode (jvp, jacfwd, "
         "hessian); use torch.func.vjp or jacrev"
     )
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("op", SAMPLES)
+def test_a_tangent_is_refused_in_every_grad_mode(op, mode):
+    """Forward mode is independent of grad mode; an op that ignores a tangent makes it zero."""
+    args, kwargs = SAMPLES[op][0].make("cpu")
+    at = [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.is_floating_point()]
+    if not at:
+        pytest.skip("it takes no floating-point tensor")
+    with fwAD.dual_level(), mode():
+        for i in at:
+            args[i] = fwAD.make_dual(args[i].clone(), torch.ones_like(args[i]))
+        with pytest.raises(NotImplementedError):
+            call(op)(*args, **kwargs)
+
+
+def leaves_of(tensors: list[Tensor]) -> list[Tensor]:
+    return [t.detach().clone().requires_grad_() for t in tensors]
+
+
+def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(("op", "sample"), EVERY)
+def test_batched_gradients_are_those_of_a_loop(op, sample, device):
+    """The backward runs several times, and must not overwrite what forward saved."""
+    need_kernel(op, device)
+    args, kwargs = sample.make(device)
+    function, tensors = function_of(op, args, kwargs)
+    leaves = leaves_of(tensors)
+    y = function(*leaves)
+    dys = torch.randn(3, *y.shape, dtype=y.dtype, device=device)
+    batched = torch.autograd.grad(y, leaves, dys, is_grads_batched=True)
+    for i, dy in enumerate(dys):
+        again = leaves_of(tensors)
+        alone = torch.autograd.grad(function(*again), again, dy)
+        assert_same(tuple(t[i] for t in batched), alone)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_compiled_autograd_behind_an_eager_forward(op):
+    args, kwargs = SAMPLES[op][0].make("cpu")
+    function, tensors = function_of(op, args, kwargs)
+    eager, compiled = leaves_of(tensors), leaves_of(tensors)
+    function(*eager).sum().backward()
+    loss = function(*compiled).sum()
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(compiled_autograd=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dynamo looks at .grad of tensors that are no leaves
+        torch.compile(lambda value: value.backward(), backend="eager")(loss)
+    assert_same(tuple(t.grad for t in compiled), tuple(t.grad for t in eager))
 
 
 def test_a_second_gradient_is_never_zero():
