@@ -12,18 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from transformers.pytorch_utils import Conv1D
 
-from .gpt2_site import site_of, untouched, weight_and_bias
+from torchweld.ops.stock import is_plain
+
+from .gpt2_site import site_of, weight_and_bias
 from .hf_attention import NAME, attention_forward
-
-
-def _is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """Whether calling a module runs what this class computes, and nothing looks on."""
-    return type(module) is cls and untouched(module) and not _has_any_global_hook()
 
 
 def project(layer: nn.Module, x: Tensor, dims: int = 1) -> Tensor:
@@ -31,7 +27,7 @@ def project(layer: nn.Module, x: Tensor, dims: int = 1) -> Tensor:
 
     Of a Conv1D it is the product that its forward computes.
     """
-    if _is_plain(layer, Conv1D):
+    if is_plain(layer, Conv1D):
         weight, bias = weight_and_bias(layer)
         y = torch.addmm(bias, x.reshape(-1, x.shape[-dims:].numel()), weight)
         return y.view(*x.shape[:-dims], layer.nf)
@@ -40,7 +36,7 @@ def project(layer: nn.Module, x: Tensor, dims: int = 1) -> Tensor:
 
 def drop(layer: nn.Module, x: Tensor) -> Tensor:
     """``layer(x)``, which is x behind a Dropout in eval mode."""
-    if not layer.training and _is_plain(layer, nn.Dropout):
+    if not layer.training and is_plain(layer, nn.Dropout):
         return x
     return layer(x)
 

@@ -11,20 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from torchweld.ops.stock import untouched
+
 from . import measure
 from .gpt2_sharded import ShardedConv1D
-
-
-def untouched(module: nn.Module) -> bool:
-    """Whether a module has no hooks and no forward but its class's, which is nearly always so."""
-    own = vars(module)
-    return not (
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-        or "forward" in own
-    )
 
 
 def hooked(module: nn.Module) -> bool:

@@ -6,13 +6,12 @@ import sys
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from torchweld._library import ops, require
 from torchweld._refusals import sentences
 from torchweld.distributed import _active
 from torchweld.ops.key_start import check_key_start
-from torchweld.ops.stock import refuse_mixed, refuse_other, text_of, untouched
+from torchweld.ops.stock import is_plain, refuse_mixed, refuse_other, text_of
 
 _KERNELS = ("causal_softmax", "softmax_matmul", "attention")
 _PROJECTIONS = ("c_attn", "c_proj")
@@ -289,7 +288,7 @@ class CausalSelfAttention(nn.Module):
         NOTE: TorchScript reads it once, when the module is scripted, and compiles that branch only.
         """
         layer = self.c_attn
-        if not untouched(layer, nn.Linear) or _has_any_global_hook():
+        if not is_plain(layer, nn.Linear):
             return False
         # A class of tensors may have an F.linear of its own, as quantised weights have.
         kind = type(layer.weight)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils import parametrize
 
 _HOOKS = {
@@ -19,17 +20,21 @@ _HOOKS = {
 }
 
 
-def untouched(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """Whether calling a module runs exactly the forward of a class, without hooks of its own."""
+def untouched(module: nn.Module) -> bool:
+    """Whether a module has no hooks and no forward but its class's, which is nearly always so."""
     own = vars(module)
-    return (
-        type(module) is cls
-        and "forward" not in own
-        and not own["_forward_pre_hooks"]
-        and not own["_forward_hooks"]
-        and not own["_backward_pre_hooks"]
-        and not own["_backward_hooks"]
+    return not (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
     )
+
+
+def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
+    """Whether calling a module runs the forward of exactly this class, and no hook of any kind."""
+    return type(module) is cls and untouched(module) and not _has_any_global_hook()
 
 
 def refuse_other(
