@@ -1,12 +1,10 @@
 // A donated buffer: the gradient dz overwrites the pre-activation that forward saved, because
 // nothing reads it afterwards. It is as large as y; without a donation both would be in memory.
 //
-// A Function creates a Donation around its backward op, whose kernels ask `gives` before they
-// write.
+// A Function creates a Donation around its backward op, whose kernels take dz's memory from `over`.
 #pragma once
 
 #include <ATen/SavedTensorHooks.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -25,8 +23,8 @@ class Donation {
   }
 
   // Called in its backward. `saved` comes from get_saved_variables(), so the graph and the caller
-  // hold it; it is donated only where nobody else does, where the graph is freed, and where the
-  // backward op runs exactly once.
+  // hold it; it is donated only if they alone do, the graph is freed, and the backward op runs
+  // exactly once.
   Donation(torch::autograd::AutogradContext* ctx, const Tensor& saved, const Tensor& grad) {
     const bool alone = saved.defined() && saved.use_count() == 2 && saved.has_storage() &&
                        saved.storage().use_count() == 1;

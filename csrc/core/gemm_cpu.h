@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "core/index.h"
 #include "core/simd_cpu.h"
 
 namespace torchweld {
@@ -35,7 +36,7 @@ inline void block_matmul(float* c, const float* a, const float* b, int64_t m, in
   }
   // The error of one chain of additions grows with k, so long ones are cut into equal blocks.
   constexpr int64_t kMaxChain = 192;
-  const int64_t blocks = (k + kMaxChain - 1) / kMaxChain;
+  const int64_t blocks = divide_up(k, kMaxChain);
   for (int64_t i = 0; i < blocks; ++i) {
     const int64_t first = i * k / blocks, size = (i + 1) * k / blocks - first;
     at::native::cpublas::brgemm(m, n, size, k, n, n, add || i > 0, a + first, b + first * n, c,

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "core/index.h"
 #include "core/linear_common.h"
 #include "core/sum.h"
 
@@ -34,7 +35,7 @@ inline const char* onednn_activation(Activation activation) {
 inline int64_t onednn_chains(const Tensor& x) {
   constexpr int64_t kMaxChain = 256;
   if (x.scalar_type() != at::kFloat) return 1;
-  return std::max<int64_t>(1, (x.size(1) + kMaxChain - 1) / kMaxChain);
+  return std::max<int64_t>(1, divide_up(x.size(1), kMaxChain));
 }
 
 // x (M, K) @ weight (N, K).T + bias as a new tensor, or nothing where torch's matmul is to run: for
