@@ -209,6 +209,12 @@ def assert_equal(out: Tensor, expected: Tensor, label: str = "result") -> None:
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def check_promise(out: Tensor, eager: Tensor, exact: Tensor) -> None:
+    """README's bound in float32: twice the error of torch's ops, plus two roundings."""
+    error, allowed = ((t.double() - exact).abs().max() for t in (out, eager))
+    assert error <= 2 * allowed + 2 * 2**-24 * exact.abs().max()
+
+
 def assert_same_bits(out: Tensor, expected: Tensor, label: str = "result") -> None:
     """Equal bit for bit, NaN payloads and signs of zero included."""
     assert_same_kind(out, expected.shape, expected.dtype, label)

@@ -23,6 +23,7 @@ import torchweld
 from meshes import DEVICE, MESHES, TOLERANCE, WIDE
 from samples import (
     DIFFERENTIABLE,
+    INT4_CALLS,
     Call,
     Maker,
     add_scalar_call,
@@ -35,12 +36,7 @@ from samples import (
     fold_call,
     folded_call,
     gated_backward_call,
-    int4_backward_call,
-    int4_call,
     int4_codes_call,
-    int4_repack_call,
-    int4_repacked_backward_call,
-    int4_repacked_call,
     int4_unpack_call,
     layer_backward_call,
     layer_call,
@@ -193,13 +189,7 @@ def _builds() -> dict[str, dict[str, Build]]:
     add("fold_layer_norm", full=fold_call(8, 4, True, True, True))
     add("fold_layer_norm", bare=fold_call(5, 3, False, True, False))
 
-    for op, build in (
-        ("int4_linear", int4_call),
-        ("int4_linear_backward", int4_backward_call),
-        ("int4_repack", int4_repack_call),
-        ("int4_linear_repacked", int4_repacked_call),
-        ("int4_linear_repacked_backward", int4_repacked_backward_call),
-    ):
+    for op, build in INT4_CALLS:
         add(op, plain=build(lead, 8, 16, 2), bare=build(uneven, 5, 8, 1, False))
     add("int4_pack", plain=int4_codes_call(4, 4, 16))
     add("int4_unpack", plain=int4_unpack_call(4, 4, 16))

@@ -332,6 +332,16 @@ def int4_repacked_backward_call(lead, n, k, groups, bias=True) -> Callable[[Make
     return build
 
 
+# The calls that take a weight of 4 bits, by op.
+INT4_CALLS = (
+    ("int4_linear", int4_call),
+    ("int4_linear_backward", int4_backward_call),
+    ("int4_repack", int4_repack_call),
+    ("int4_linear_repacked", int4_repacked_call),
+    ("int4_linear_repacked_backward", int4_repacked_backward_call),
+)
+
+
 def int4_codes_call(*shape: int) -> Callable[[Maker], Call]:
     def build(m: Maker) -> Call:
         codes = torch.randint(0, 16, shape, generator=m.generator, dtype=torch.uint8)
@@ -546,13 +556,7 @@ def _listed() -> dict[str, list[Sample]]:
         "no_k": ((2,), 3, 0, 0),
         "empty": ((0,), 3, 16, 1),
     }
-    for op, build in (
-        ("int4_linear", int4_call),
-        ("int4_linear_backward", int4_backward_call),
-        ("int4_repack", int4_repack_call),
-        ("int4_linear_repacked", int4_repacked_call),
-        ("int4_linear_repacked_backward", int4_repacked_backward_call),
-    ):
+    for op, build in INT4_CALLS:
         add(op, **{n: build(*sizes) for n, sizes in int4.items()})
     codes = {"plain": (3, 16), "vector": (5,), "rank3": (2, 1, 9), "one": (1, 1), "empty": (0, 7)}
     add("int4_pack", **{n: int4_codes_call(*s) for n, s in codes.items()})

@@ -50,19 +50,27 @@ def function_of(op: str, args: list, kwargs: dict):
     return function, [args[i] for i in at]
 
 
+def leaves_of(tensors: list[Tensor]) -> list[Tensor]:
+    return [t.detach().clone().requires_grad_() for t in tensors]
+
+
+def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+
+
 @pytest.mark.parametrize(("op", "sample"), EVERY)
 def test_vjp_has_the_bits_of_autograd(op, sample, device):
     need_kernel(op, device)
     args, kwargs = sample.make(device)
     function, tensors = function_of(op, args, kwargs)
-    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    leaves = leaves_of(tensors)
     y = function(*leaves)
     dy = torch.randn_like(y)
     want = torch.autograd.grad(y, leaves, dy)
     ours, pull = vjp(function, *tensors)
     assert torch.equal(ours.nan_to_num(7.0), y.detach().nan_to_num(7.0))
-    for a, b in zip(pull(dy), want, strict=True):
-        assert a.dtype == b.dtype and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+    assert_same(pull(dy), want)
 
 
 @pytest.mark.parametrize(("op", "sample"), EVERY)
@@ -169,7 +177,7 @@ def test_autocast(op):
     args, kwargs = SAMPLES[op][0].make("cpu")
     function, tensors = function_of(op, args, kwargs)
     with torch.autocast("cpu", torch.bfloat16):
-        leaves = [t.detach().clone().requires_grad_() for t in tensors]
+        leaves = leaves_of(tensors)
         y = function(*leaves)
         ours, pull = vjp(function, *tensors)
         assert ours.dtype == y.dtype
@@ -203,15 +211,6 @@ def test_a_tangent_is_refused_in_every_grad_mode(op, mode):
             args[i] = fwAD.make_dual(args[i].clone(), torch.ones_like(args[i]))
         with pytest.raises(NotImplementedError):
             call(op)(*args, **kwargs)
-
-
-def leaves_of(tensors: list[Tensor]) -> list[Tensor]:
-    return [t.detach().clone().requires_grad_() for t in tensors]
-
-
-def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
-    for a, b in zip(got, want, strict=True):
-        assert a.dtype == b.dtype and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize(("op", "sample"), EVERY)

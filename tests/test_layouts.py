@@ -26,6 +26,7 @@ from samples import (
     F16,
     F32,
     F64,
+    INT4_CALLS,
     SAMPLES,
     Call,
     Maker,
@@ -39,12 +40,7 @@ from samples import (
     fold_call,
     folded_call,
     gated_backward_call,
-    int4_backward_call,
-    int4_call,
     int4_codes_call,
-    int4_repack_call,
-    int4_repacked_backward_call,
-    int4_repacked_call,
     int4_unpack_call,
     layer_backward_call,
     layer_call,
@@ -219,13 +215,7 @@ def _further() -> dict[str, list[Sample]]:
 
     sizes = {"large": ((3,), 96, 256, 2), "large_rows": ((40,), 96, 256, 4)}
     sizes["one_row"] = ((1,), 64, 128, 1)
-    for op, build in (
-        ("int4_linear", int4_call),
-        ("int4_linear_backward", int4_backward_call),
-        ("int4_repack", int4_repack_call),
-        ("int4_linear_repacked", int4_repacked_call),
-        ("int4_linear_repacked_backward", int4_repacked_backward_call),
-    ):
+    for op, build in INT4_CALLS:
         add(op, **{n: build(*s) for n, s in sizes.items()})
     add("int4_pack", large=int4_codes_call(33, 264))
     add("int4_unpack", large=int4_unpack_call(33, 264))
