@@ -40,7 +40,7 @@ def fuse(model: nn.Module, *, sample: Any = None, check: bool = True) -> FuseRep
             arguments. By default a small random batch of what the model takes: tokens, padded on
             one side, images or audio. Where that does not fit, the report says so.
         check: Whether to run that comparison (two forward passes in eval mode, without gradients).
-            Without it the report says what ought to run, and that nobody has looked.
+            Without it the report says what ought to run, and that no measurement was made.
 
     Returns:
         A report that prints itself. Calling fuse again replaces nothing that is replaced already.
