@@ -230,7 +230,7 @@ def extensions():
     if WITH_CUDA:
         ops = cpp_extension.CUDAExtension(
             OPS,
-            sources("csrc/*/*.cpp", "csrc/ops/*/*.cpp", "csrc/**/*.cu"),
+            sources("csrc/*/*.cpp", "csrc/ops/*/*.cpp", "csrc/puzzles/*/*.cpp", "csrc/**/*.cu"),
             include_dirs=include,
             depends=depends,
             define_macros=[("TORCHWELD_CUDA", None)],
@@ -240,7 +240,7 @@ def extensions():
     else:
         ops = cpp_extension.CppExtension(
             OPS,
-            sources("csrc/*/*.cpp", "csrc/ops/*/*.cpp"),
+            sources("csrc/*/*.cpp", "csrc/ops/*/*.cpp", "csrc/puzzles/*/*.cpp"),
             include_dirs=include,
             depends=depends,
             extra_compile_args={"cxx": cxx},

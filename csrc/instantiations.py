@@ -66,7 +66,7 @@ TABLE = [
         "const Sm90Params&, cudaStream_t);",
         each(dtype=SIXTEEN_BIT, kind=("pingpong",), tile=(0, 1))
         + each(dtype=SIXTEEN_BIT, kind=("cooperative",), tile=(2, 3))
-        + each(dtype=SIXTEEN_BIT, kind=("turned",), tile=(4, 5))
+        + each(dtype=SIXTEEN_BIT, kind=("swap_ab",), tile=(4, 5))
         + each(dtype=("tf32",), kind=("pingpong_2ctas",), tile=(0,))
         + each(dtype=("tf32",), kind=("pingpong",), tile=(1,))
         + each(dtype=("tf32",), kind=("cooperative",), tile=(2,))
@@ -81,7 +81,7 @@ TABLE = [
     # Those of a mask that not every call has take kernels of their own.
     Family(
         "${masked}attention_forward_$dtype",
-        "ops/attention/attention_forward.cuh",
+        "attention/sync/fwd.cuh",
         "void launch_attention_$dtype(int tile, const ${Masked}AttentionParams& params,"
         " cudaStream_t stream)"
         " { launch_attention_tiles<$T, AttentionMath::$math, $is_masked>(tile, params, stream); }",
@@ -90,7 +90,7 @@ TABLE = [
     ),
     Family(
         "${masked}attention_forward_$dtype",
-        "ops/attention/attention_forward_split.cuh",
+        "attention/sync/fwd_fp32.cuh",
         "void launch_attention_$dtype(int tile, const ${Masked}AttentionParams& params,"
         " cudaStream_t stream)"
         " { launch_attention_split_tiles<$is_masked>(tile, params, stream); }",
@@ -98,7 +98,7 @@ TABLE = [
     ),
     Family(
         "${masked}attention_decode_$dtype",
-        "ops/attention/attention_decode.cuh",
+        "attention/decode/kernel.cuh",
         "void launch_attention_decode_$dtype(const ${Masked}AttentionParams& params,"
         " cudaStream_t stream)"
         " { launch_attention_decode_of<$T, $is_masked>(params, stream); }",
@@ -107,7 +107,7 @@ TABLE = [
     # `tile` counts in kAttentionSm90Tiles, `dims` are its head dims.
     Family(
         "${masked}attention_sm90_${dtype}_$dims",
-        "ops/attention/attention_sm90.cuh",
+        "attention/sm90/fwd_kernel.cuh",
         "template void launch_attention_sm90_tile<$T, $tile>("
         "const ${Masked}AttentionParams&, cudaStream_t);",
         each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_64",), tile=(0, 1, 2))
@@ -118,7 +118,7 @@ TABLE = [
     # `tile` counts in kAttentionBackwardSm90Tiles, `dims` are the head dims that it serves.
     Family(
         "${masked}attention_backward_sm90_${dtype}_to_$dims",
-        "ops/attention/attention_backward_sm90.cuh",
+        "attention/sm90/bwd_kernel.cuh",
         "template void launch_attention_backward_sm90_tile<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);\n"
         "template void launch_attention_backward_sm90_rows<$T, $tile>("
@@ -128,8 +128,8 @@ TABLE = [
     ),
     Family(
         "${masked}attention_backward_wide_${dtype}_$dims",
-        "ops/attention/attention_backward_sm90_wide.cuh",
-        "template void launch_attention_backward_wide_tile<$T, $tile>("
+        "attention/sm90/bwd_2cta_kernel.cuh",
+        "template void launch_attention_bwd_2cta_tile<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);\n"
         "template void launch_attention_backward_sm90_rows<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);",
@@ -139,7 +139,7 @@ TABLE = [
     # `tile` counts in kAttentionBackwardTiles, `dims` are the head dims that the tiles serve.
     Family(
         "${masked}attention_backward_${dtype}_to_$dims",
-        "ops/attention/attention_backward_tiles.cuh",
+        "attention/sync/bwd_tiles.cuh",
         "template void launch_attention_backward_tile<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);",
         each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=(128,), tile=(0, 1, 2, 3))
@@ -151,53 +151,53 @@ TABLE = [
     ),
     Family(
         "${mask}_softmax_$dtype",
-        "ops/causal_softmax/causal_softmax_launch.cuh",
+        "ops/causal_softmax/launch.cuh",
         "template void launch_causal_softmax_of<$T>("
         "const SoftmaxParams&, const ${mask}Mask&, const ZeroCounter&, cudaStream_t);",
         each(mask=("Causal", "Range", "Capped"), dtype=("float32", *SIXTEEN_BIT)),
     ),
     Family(
         "${mask}_softmax_backward_$dtype",
-        "ops/causal_softmax/causal_softmax_launch.cuh",
+        "ops/causal_softmax/launch.cuh",
         "template void launch_causal_softmax_backward_of<$T>("
         "const SoftmaxBackwardParams&, const ${mask}Mask&, const ZeroCounter&, cudaStream_t);",
         each(mask=("Causal", "Range"), dtype=("float32", *SIXTEEN_BIT)),
     ),
     Family(
         "capped_causal_softmax",
-        "ops/causal_softmax/causal_softmax_launch.cuh",
+        "ops/causal_softmax/launch.cuh",
         "template void launch_capped_softmax_backward_of<$T>("
         "const SoftmaxBackwardParams&, const CappedMask&, const CappedBackward&, cudaStream_t);",
         each(dtype=("float32", *SIXTEEN_BIT)),
     ),
     Family(
         "conv2d_cells_$dtype",
-        "ops/conv2d/conv2d_cells.cuh",
+        "puzzles/conv2d/cells.cuh",
         "void launch_conv2d_cells_$dtype(int tile, const Conv2dParams& params, cudaStream_t stream)"
         " { launch_conv2d_cells_of<$T>(tile, params, stream); }",
         each(dtype=SIXTEEN_BIT),
     ),
     Family(
         "int4_linear_$dtype",
-        "ops/int4_linear/int4_kernel.cuh",
+        "int4/sync/kernel.cuh",
         "template void launch_int4_linear_of<$T>(const Int4LinearParams&, cudaStream_t);",
         each(dtype=("float32", *SIXTEEN_BIT)),
     ),
     Family(
         "int4_deep",
-        "ops/int4_linear/int4_deep_kernel.cuh",
-        "template void launch_int4_deep_of<$T>(const Int4LinearParams&, cudaStream_t);",
+        "int4/small_m/kernel.cuh",
+        "template void launch_int4_small_m_of<$T>(const Int4LinearParams&, cudaStream_t);",
         each(dtype=SIXTEEN_BIT),
     ),
     Family(
         "int4_wide",
-        "ops/int4_linear/int4_wide_kernel.cuh",
-        "template void launch_int4_wide_of<$T>(const Int4LinearParams&, cudaStream_t);",
+        "int4/large_m/kernel.cuh",
+        "template void launch_int4_large_m_of<$T>(const Int4LinearParams&, cudaStream_t);",
         each(dtype=SIXTEEN_BIT),
     ),
     Family(
         "${masked}softmax_matmul_sm90_$dtype",
-        "ops/softmax_matmul/softmax_matmul_sm90.cuh",
+        "ops/softmax_matmul/sm90.cuh",
         "template void launch_softmax_matmul_sm90<$T>("
         "const ${Masked}SoftmaxMatmulParams&, cudaStream_t);",
         each(variant=VARIANTS, dtype=SIXTEEN_BIT),

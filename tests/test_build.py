@@ -408,8 +408,11 @@ def test_groups_hold_every_source_once(instantiations, tmp_path):
     assert [path.exists() for path in paths] == [True, True, False]
 
 
-def test_rooms_are_namespaces_of_their_own():
-    # They are compiled in groups, where helpers of one name would meet.
-    for path in (ROOT / "csrc" / "ops").glob("*/*.cpp"):
+def test_every_op_has_a_namespace():
+    # The .cpp files are compiled in groups, where two helpers of one name would clash.
+    csrc = ROOT / "csrc"
+    sources = [*csrc.glob("ops/*/*.cpp"), *csrc.glob("puzzles/*/*.cpp")]
+    assert len(sources) > 15
+    for path in sources:
         spaces = re.findall(r"^namespace ([\w:]+) {", path.read_text(), re.M)
-        assert spaces == [f"torchweld::{path.stem}_room"], path
+        assert spaces == [f"torchweld::{path.stem}_op"], path

@@ -36,7 +36,7 @@ template <typename Family>
 typename Family::Choice pick(const typename Family::Problem& problem) {
   const Numbers numbers = numbers_of<Family>(problem);
   const auto own = own_choice<Family>(numbers, problem);
-  if (!anybody_watches()) return own;
+  if (!is_observed()) return own;
   const Numbers told = Family::told(own);
   const Numbers chosen = resolve_choice(Family::kName, numbers, told);
   return chosen == told ? own : Family::make(problem, chosen);

@@ -71,9 +71,9 @@ at::Tensor kept_zeros(int64_t count, const at::Tensor& like, size_t most_streams
 // `count` floats of any value for one kernel, of which there are never many. Like cuBLAS's
 // workspace they are kept, so that no call needs more memory than its results.
 inline at::Tensor kept_floats(int64_t count, const at::Tensor& like) {
-  constexpr size_t kMostStreams = 4;
+  constexpr size_t kMaxStreams = 4;
   at::Tensor floats;
-  if (!is_dry_run() && !under_capture()) floats = kept_zeros<at::kFloat>(count, like, kMostStreams);
+  if (!is_dry_run() && !under_capture()) floats = kept_zeros<at::kFloat>(count, like, kMaxStreams);
   return floats.defined() ? floats : at::empty({count}, like.options().dtype(at::kFloat));
 }
 

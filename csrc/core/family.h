@@ -28,9 +28,9 @@
 namespace torchweld {
 
 struct Numbers {
-  static constexpr int kMost = 20;
+  static constexpr int kMax = 20;
   int count = 0;
-  int64_t values[kMost] = {};
+  int64_t values[kMax] = {};
 
   Numbers() = default;
   Numbers(std::initializer_list<int64_t> list) {
@@ -97,7 +97,7 @@ struct Field {
   const char* name;
   int64_t least, most;
 };
-inline constexpr int64_t kMostSize = int64_t{1} << 40;
+inline constexpr int64_t kMaxSize = int64_t{1} << 40;
 
 // The last numbers of every problem.
 inline constexpr Field kDeviceFields[] = {{"sms", 1, 1 << 14}, {"shared_limit", 0, 1 << 24},

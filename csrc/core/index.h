@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "core/mask.h"
+#include "core/macros.h"
 
 namespace torchweld {
 

@@ -49,9 +49,9 @@ struct Grid {
 template <typename... Params, typename... Args>
 void launch_kernel(void (*kernel)(Params...), const Grid& grid, cudaStream_t stream,
                    Args&&... args) {
-  if (anybody_watches()) {
-    watch_launch(reinterpret_cast<const void*>(kernel),
-                 static_cast<int>(grid.threads.x * grid.threads.y), grid.shared_bytes);
+  if (is_observed()) {
+    observe_launch(reinterpret_cast<const void*>(kernel),
+                   static_cast<int>(grid.threads.x * grid.threads.y), grid.shared_bytes);
     if (this_thread_runs_dry()) return;
   }
   if (grid.shared_bytes > kSharedBytesUnasked) {

@@ -9,13 +9,13 @@ namespace torchweld {
 // How many reasons there are to look further: forced or remembered choices, watching threads.
 extern std::atomic<int> choices_in_use;
 
-inline bool anybody_watches() { return choices_in_use.load(std::memory_order_relaxed) != 0; }
+inline bool is_observed() { return choices_in_use.load(std::memory_order_relaxed) != 0; }
 
 // True where this thread's launches are told, but not made.
 bool this_thread_runs_dry();
-inline bool is_dry_run() { return anybody_watches() && this_thread_runs_dry(); }
+inline bool is_dry_run() { return is_observed() && this_thread_runs_dry(); }
 
 // Tells a watching thread what runs.
-void watch_launch(const void* kernel, int threads, int dynamic_shared_bytes);
+void observe_launch(const void* kernel, int threads, int dynamic_shared_bytes);
 
 }  // namespace torchweld

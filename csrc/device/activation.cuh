@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "core/pointwise.h"
+#include "core/activation_kind.h"
 #include "device/reduce.cuh"
 
 namespace torchweld {

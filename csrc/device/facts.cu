@@ -72,11 +72,11 @@ DeviceFacts ask(int device) {
 const DeviceFacts& device_facts() {
   static const DeviceFacts none;
   if (is_dry_run()) return *assumed_device_facts();
-  constexpr int kMostDevices = 64;
-  static std::atomic<const DeviceFacts*> known[kMostDevices];
+  constexpr int kMaxDevices = 64;
+  static std::atomic<const DeviceFacts*> known[kMaxDevices];
   static std::mutex mutex;
   int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device >= kMostDevices) {
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kMaxDevices) {
     (void)cudaGetLastError();  // the launch tells what is wrong
     return none;
   }

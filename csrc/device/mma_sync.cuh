@@ -150,21 +150,21 @@ __device__ __forceinline__ void copy_async_8(uint32_t s_to, const void* g_from, 
 
 // Two fp32 values as pairs of bf16 with high + middle + low equal to them. Products of pieces are
 // exact in a tensor core's sums, where those of TF32's halves are not.
-// NOTE: `cross` stands for high in the products with the other operand's smaller pieces. kCareful:
-// it is 0 where a value is inf or NaN, because high * high carries those and inf * 0 would turn an
-// inf into NaN; and a value that rounds to inf is cut instead. Without kCareful such values make
-// `check` NaN.
-template <bool kCareful>
+// NOTE: `cross` stands for high in the products with the other operand's smaller pieces.
+// kHandlesNonFinite: it is 0 where a value is inf or NaN, because high * high carries those and inf
+// * 0 would turn an inf into NaN; and a value that rounds to inf is cut instead. Without
+// kHandlesNonFinite such values make `check` NaN.
+template <bool kHandlesNonFinite>
 struct SplitBf16 {
   uint32_t high, middle, low, cross;
 
   __device__ __forceinline__ SplitBf16(float x, float y, float& check) {
     using T = __nv_bfloat16;
     high = pack_pair<T>(x, y);
-    if constexpr (kCareful) high = (cut(x, high) & 0xffff) | (cut(y, high) & 0xffff0000);
+    if constexpr (kHandlesNonFinite) high = (cut(x, high) & 0xffff) | (cut(y, high) & 0xffff0000);
     float rest_x = x - low_half(high), rest_y = y - high_half(high);
     cross = high;
-    if constexpr (kCareful) {
+    if constexpr (kHandlesNonFinite) {
       if (!finite(x)) cross &= 0xffff0000;
       if (!finite(y)) cross &= 0xffff;
       rest_x = finite(x) ? rest_x : 0.f;
@@ -188,12 +188,12 @@ struct SplitBf16 {
 
 // A fragment of m16n8k16 whose values are fp32, as the pieces of its pairs: kPairs is 4 for A, 2
 // for B.
-template <int kPairs, bool kCareful>
+template <int kPairs, bool kHandlesNonFinite>
 struct SplitFragment {
   uint32_t high[kPairs], middle[kPairs], low[kPairs], cross[kPairs];
 
   __device__ __forceinline__ void set(int pair, uint32_t x, uint32_t y, float& check) {
-    const SplitBf16<kCareful> split(__uint_as_float(x), __uint_as_float(y), check);
+    const SplitBf16<kHandlesNonFinite> split(__uint_as_float(x), __uint_as_float(y), check);
     high[pair] = split.high;
     middle[pair] = split.middle;
     low[pair] = split.low;
@@ -204,9 +204,10 @@ struct SplitFragment {
 // d += a @ b to fp32 accuracy, in six products of pieces.
 // NOTE: tensor cores truncate when they accumulate. The largest pieces, whose products are exact,
 // and the rest have sums of their own, which join the running one by additions that round.
-template <bool kCareful>
-__device__ __forceinline__ void mma_split(float (&d)[4], const SplitFragment<4, kCareful>& a,
-                                          const SplitFragment<2, kCareful>& b) {
+template <bool kHandlesNonFinite>
+__device__ __forceinline__ void mma_split(float (&d)[4],
+                                          const SplitFragment<4, kHandlesNonFinite>& a,
+                                          const SplitFragment<2, kHandlesNonFinite>& b) {
   using T = __nv_bfloat16;
   float rest[4] = {}, sum[4] = {};
   mma_16816<T>(rest, a.low, b.cross[0], b.cross[1]);
@@ -221,7 +222,7 @@ __device__ __forceinline__ void mma_split(float (&d)[4], const SplitFragment<4, 
 
 // The same for values that were split before, or are finite.
 template <int kPairs>
-struct PieceFragment {
+struct TermFragment {
   uint32_t high[kPairs], middle[kPairs], low[kPairs];
 
   __device__ __forceinline__ void set(int pair, float x, float y) {
@@ -236,12 +237,14 @@ struct PieceFragment {
 // part = a @ b to fp32 accuracy for kM x 2 kPairs tiles, whose chains of products run side by side.
 // The largest pieces come last, on top of the others' sum: what is truncated there is less than the
 // tensor core cuts off of a sum anyway.
-// NOTE: `careful` is for fragments with inf or NaN, whose smaller pieces are 0: the products of the
-// largest pieces alone are what torch gives there, where those of inf and 0 would be NaN.
+// NOTE: `handles_non_finite` is for fragments with inf or NaN, whose smaller pieces are 0: the
+// products of the largest pieces alone are what torch gives there, where those of inf and 0 would
+// be NaN.
 template <int kM, int kPairs>
-__device__ __forceinline__ void mma_pieces(float (&part)[kM][2 * kPairs][4],
-                                           const PieceFragment<4> (&a)[kM],
-                                           const PieceFragment<2> (&b)[kPairs][2], bool careful) {
+__device__ __forceinline__ void mma_terms(float (&part)[kM][2 * kPairs][4],
+                                          const TermFragment<4> (&a)[kM],
+                                          const TermFragment<2> (&b)[kPairs][2],
+                                          bool handles_non_finite) {
   const auto multiply = [](float (&d)[4], const uint32_t (&x)[4], const uint32_t (&y)[2]) {
     mma_16816<__nv_bfloat16>(d, x, y[0], y[1]);
   };
@@ -259,7 +262,7 @@ __device__ __forceinline__ void mma_pieces(float (&part)[kM][2 * kPairs][4],
   for_each_tile([&](auto& d, const auto& x, const auto& y) { multiply(d, x.middle, y.high); });
   for_each_tile([&](auto& d, const auto& x, const auto& y) { multiply(d, x.high, y.middle); });
   for_each_tile([&](auto& d, const auto& x, const auto& y) { multiply(d, x.high, y.high); });
-  if (careful) {
+  if (handles_non_finite) {
     for_each_tile([&](float (&d)[4], const auto& x, const auto& y) {
       float largest[4] = {};
       multiply(largest, x.high, y.high);
@@ -273,11 +276,12 @@ __device__ __forceinline__ void mma_pieces(float (&part)[kM][2 * kPairs][4],
 // load(b, j / 2) reads. kAtOnce pairs are multiplied at once; the next of them are read, and the
 // sums of those before added, meanwhile.
 template <int kPairs, int kAtOnce, int kM, typename Load, typename To>
-__device__ __forceinline__ void multiply_pieces(const PieceFragment<4> (&a)[kM], bool careful,
-                                                const Load& load, const To& to) {
+__device__ __forceinline__ void multiply_terms(const TermFragment<4> (&a)[kM],
+                                               bool handles_non_finite, const Load& load,
+                                               const To& to) {
   constexpr int kGroups = kPairs / kAtOnce;
   static_assert(kPairs % kAtOnce == 0);
-  PieceFragment<2> b[2][kAtOnce][2];
+  TermFragment<2> b[2][kAtOnce][2];
   float part[2][kM][2 * kAtOnce][4];
   const auto read = [&](int group) {
 #pragma unroll
@@ -299,7 +303,7 @@ __device__ __forceinline__ void multiply_pieces(const PieceFragment<4> (&a)[kM],
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
     if (group + 1 < kGroups) read(group + 1);
-    mma_pieces(part[group % 2], a, b[group % 2], careful);
+    mma_terms(part[group % 2], a, b[group % 2], handles_non_finite);
     if (group > 0) add(group - 1);
     // NOTE: without it the compiler puts the additions off until it spills.
     if (kGroups > 1) __syncwarp();

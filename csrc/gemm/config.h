@@ -70,12 +70,12 @@ void for_each_gemm_choice(const Body& body) {
 }
 
 inline GemmChoice choose_gemm(const GemmProblem& p) {
-  constexpr int64_t kLeastSteps = 4;  // of a split
+  constexpr int64_t kMinSteps = 4;  // of a split
   GemmChoice best{};
   best.splits = -1;
   double best_time = -1;
   for_each_gemm_choice([&](GemmEngine engine, int tile, int splits) {
-    if (splits > 1 && p.steps() < kLeastSteps * splits) return;
+    if (splits > 1 && p.steps() < kMinSteps * splits) return;
     if (gemm_refusal(p, engine, tile, splits)) return;
     const double time = gemm_seconds(p, engine, tile, splits);
     if (best_time >= 0 && time >= best_time) return;

@@ -9,8 +9,8 @@ namespace torchweld {
 struct GemmFamily {
   static constexpr const char* kName = "matmul";
   static constexpr Field kFields[] = {
-      {"m", 1, kMostSize}, {"n", 1, kMostSize}, {"k", 0, kMostSize}, {"batch", 1, kMostSize},
-      {"gated", 0, 1},     {"pointwise", 0, 1}, {"math", 0, 3},      {"a_k_major", 0, 1},
+      {"m", 1, kMaxSize},  {"n", 1, kMaxSize},  {"k", 0, kMaxSize}, {"batch", 1, kMaxSize},
+      {"gated", 0, 1},     {"pointwise", 0, 1}, {"math", 0, 3},     {"a_k_major", 0, 1},
       {"b_k_major", 0, 1}, {"normed", 0, 1}};
   static constexpr const char* kEngines[] = {"sync", "sm90", "rows"};
   static constexpr bool kInOrder = false;
@@ -68,7 +68,7 @@ struct GemmFamily {
     if (engine(x) == GemmEngine::kSm90) {
       const Sm90Tile& tile = kSm90Tiles[x[1]];
       return (tile.fp32 ? "float32 " : "") + tile_text(tile.block_m, tile.block_n) +
-             (tile.turned() ? " turned" : "") + (tile.pingpong ? " ping-pong" : "") +
+             (tile.swap_ab() ? " swap_ab" : "") + (tile.pingpong ? " ping-pong" : "") +
              (tile.cluster > 1 ? " cluster " + std::to_string(tile.cluster) : "") +
              (x[2] == kStreamK ? " stream-K" : "");
     }
@@ -87,7 +87,7 @@ struct GemmFamily {
     };
     if (engine(x) == GemmEngine::kSm90) {
       const Sm90Tile& tile = kSm90Tiles[x[1]];
-      return row(tile.block_m, tile.block_n, sm90_step(p.math), tile.stages,
+      return row(tile.block_m, tile.block_n, sm90_k_block(p.math), tile.stages,
                  Sm90Tile::kThreads / 32, tile.cluster);
     }
     if (engine(x) == GemmEngine::kRows) {

@@ -7,8 +7,8 @@
 
 #include <cstdint>
 
+#include "core/activation_kind.h"
 #include "core/dtype.h"
-#include "core/pointwise.h"
 #include "gemm/config.h"
 
 namespace torchweld {

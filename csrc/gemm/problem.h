@@ -24,7 +24,7 @@ constexpr int gemm_elem_size(GemmMath math) {
 }
 
 // A step of the mainloop takes this much of K from every row: 64 16-bit or 32 fp32 elements.
-inline constexpr int kGemmStepBytes = 128;
+inline constexpr int kKBlockBytes = 128;
 
 struct GemmProblem {
   int64_t m, n, k, batch;  // n is y's width, half of b's rows where gated
@@ -35,7 +35,7 @@ struct GemmProblem {
   DeviceFacts device;
 
   constexpr int64_t width() const { return gated ? 2 * n : n; }  // of b
-  constexpr int step() const { return kGemmStepBytes / gemm_elem_size(math); }
+  constexpr int step() const { return kKBlockBytes / gemm_elem_size(math); }
   constexpr int64_t steps() const { return k <= step() ? 1 : (k + step() - 1) / step(); }
 };
 

@@ -15,9 +15,9 @@
 #include "core/counters.h"
 #include "core/cuda_inputs.h"
 #include "core/launch.h"
-#include "core/linear_common.h"
 #include "gemm/family.h"
 #include "gemm/gemm.h"
+#include "layers/linear_common.h"
 #include "pointwise/pointwise.h"
 
 namespace torchweld {
@@ -83,7 +83,7 @@ bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, const Matmul
   const int64_t batch = y.batch, m = y.rows, n = y.columns;
   const Tensor& out = y.tensor;
   if (n > 1 && y.column_stride != 1) {
-    // The transposed product writes the same memory; only a plain one can be turned.
+    // The transposed product writes the same memory; only a plain one can be swap_ab.
     const bool plain = !is_given(epilogue.bias) && epilogue.activation == Activation::kNone &&
                        !epilogue.gated && !epilogue.preact.defined() && norm == nullptr;
     if (plain && (m == 1 || y.row_stride == 1)) {

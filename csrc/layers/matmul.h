@@ -3,8 +3,8 @@
 
 #include <utility>
 
+#include "core/activation_kind.h"
 #include "core/check.h"
-#include "core/pointwise.h"
 
 namespace torchweld {
 
@@ -37,10 +37,10 @@ struct Matrix {
   bool empty() const { return batch * rows * columns == 0; }
   // The transposed matrix.
   Matrix t() const {
-    Matrix turned = *this;
-    std::swap(turned.rows, turned.columns);
-    std::swap(turned.row_stride, turned.column_stride);
-    return turned;
+    Matrix swap_ab = *this;
+    std::swap(swap_ab.rows, swap_ab.columns);
+    std::swap(swap_ab.row_stride, swap_ab.column_stride);
+    return swap_ab;
   }
   // (batch, rows, columns)
   Tensor view() const {

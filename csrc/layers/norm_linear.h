@@ -6,8 +6,8 @@
 
 #include "core/choices.h"
 #include "core/cuda_inputs.h"
-#include "core/donation.h"
-#include "core/linear_common.h"
+#include "layers/donation.h"
+#include "layers/linear_common.h"
 #include "layers/matmul.h"
 #include "norm/norm.h"
 #include "pointwise/column_split.h"

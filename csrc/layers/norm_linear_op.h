@@ -8,7 +8,7 @@
 #pragma once
 
 #include "core/dispatch.h"
-#include "core/linear_cpu.h"
+#include "layers/linear_cpu.h"
 
 #ifdef TORCHWELD_CUDA
 #include "layers/norm_linear.h"

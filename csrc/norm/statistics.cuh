@@ -8,7 +8,7 @@
 namespace torchweld {
 
 // Not by one mean alone: what rounding left in the first one is `rest`, and with both taken off one
-// after the other the result does not depend on |mean| / std (norm_kernels.cu).
+// after the other the result does not depend on |mean| / std (norm/forward.cu).
 struct RowNormaliser {
   float first_mean, rest, rstd;
 

@@ -11,7 +11,7 @@
 
 #include "core/dtype.h"
 #include "core/index.h"
-#include "core/mask.h"
+#include "core/macros.h"
 
 namespace torchweld {
 
@@ -177,11 +177,11 @@ struct MatrixAlignment {
 
 // As many lanes as accesses, a power of two, or fewer where that leaves far fewer lanes idle.
 inline int choose_matrix_lanes(int64_t accesses) {
-  constexpr int kLeast = 64;
+  constexpr int kMin = 64;
   int lanes = 1;
   while (lanes < accesses && lanes < kMatrixThreads) lanes *= 2;
   const auto places = [=](int some) { return divide_up(accesses, some) * some; };
-  for (int fewer = lanes / 2; fewer >= kLeast; fewer /= 2) {
+  for (int fewer = lanes / 2; fewer >= kMin; fewer /= 2) {
     if (places(fewer) * 5 <= places(lanes) * 4) lanes = fewer;
   }
   return lanes;
@@ -190,9 +190,9 @@ inline int choose_matrix_lanes(int64_t accesses) {
 // How many chunks of a phase's batches: those of whole rounds of blocks that end first, where a
 // block's start and end take as long as two batches.
 inline int64_t choose_matrix_chunks(int64_t batches, int64_t columns, int64_t blocks_at_once) {
-  constexpr int kStart = 2, kMostRounds = 8;
+  constexpr int kStart = 2, kMaxRounds = 8;
   int64_t chosen = 1, least = -1;
-  for (int64_t rounds = 1; rounds <= kMostRounds; ++rounds) {
+  for (int64_t rounds = 1; rounds <= kMaxRounds; ++rounds) {
     int64_t chunks = blocks_at_once * rounds / columns;
     if (chunks > batches) chunks = batches;
     if (chunks < 1) chunks = 1;

@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
+#include "core/activation_kind.h"
 #include "core/dtype.h"
-#include "core/pointwise.h"
 
 namespace torchweld {
 

@@ -125,7 +125,7 @@ void visit_family(const char* op, const std::string& name, const Body& body) {
 }
 
 Numbers numbers_from(const char* op, at::IntArrayRef list) {
-  TW_CHECK(list.size() <= size_t{Numbers::kMost}, op, "problem must be at most ", Numbers::kMost,
+  TW_CHECK(list.size() <= size_t{Numbers::kMax}, op, "problem must be at most ", Numbers::kMax,
            " numbers, but got ", list.size());
   Numbers numbers;
   for (const int64_t value : list) numbers.push(value);
@@ -290,7 +290,7 @@ Numbers resolve_choice(const char* family, const Numbers& problem, const Numbers
   return resolved.choice;
 }
 
-void watch_launch(const void* kernel, int threads, int dynamic_shared_bytes) {
+void observe_launch(const void* kernel, int threads, int dynamic_shared_bytes) {
 #ifdef TORCHWELD_CUDA
   ThreadState& state = this_thread;
   if (!state.watching) return;

@@ -6,12 +6,12 @@
 
 #include <string_view>
 
+#include "attention/family.h"
 #include "gemm/family.h"
-#include "ops/attention/attention_family.h"
-#include "ops/conv2d/conv2d_family.h"
-#include "ops/int4_linear/int4_linear_family.h"
-#include "ops/row_sum/row_sum_family.h"
-#include "ops/softmax/softmax_family.h"
+#include "int4/family.h"
+#include "puzzles/conv2d/family.h"
+#include "puzzles/row_sum/family.h"
+#include "softmax/family.h"
 
 namespace torchweld {
 

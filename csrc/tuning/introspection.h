@@ -20,7 +20,7 @@ void with_problem(const std::string& name, const std::vector<int64_t>& list, con
   const bool known = Families::visit(name, [&](auto f) {
     using Family = decltype(f);
     Numbers numbers;
-    if (list.size() <= Numbers::kMost) {
+    if (list.size() <= Numbers::kMax) {
       for (const int64_t value : list) numbers.push(value);
     }
     const std::string refusal = problem_refusal<Family>(numbers);

@@ -3,8 +3,8 @@
 
 #include <pybind11/pybind11.h>
 
-#include "ops/scalar_attention/scalar_attention_config.h"
 #include "pointwise/matrix_pass.h"
+#include "puzzles/scalar_attention/config.h"
 
 namespace torchweld {
 

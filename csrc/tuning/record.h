@@ -75,7 +75,7 @@ inline std::string json_list(const Numbers& numbers) {
 }
 
 inline std::string Record::json() const {
-  const auto joined = [](const auto& list, const auto& text_of) {
+  const auto split_cluster = [](const auto& list, const auto& text_of) {
     std::string text;
     for (const auto& item : list) text += (text.empty() ? "" : ", ") + text_of(item);
     return text;
@@ -89,9 +89,9 @@ inline std::string Record::json() const {
   return "{\"family\": " + json_text(family) + ", \"part\": " + json_text(part) +
          ", \"source\": " + json_text(source) + ", \"problem\": " + json_list(problem) +
          ", \"choice\": " + json_text(choice) + ", \"kernel\": " + json_text(kernel) +
-         ", \"why\": " + json_text(why) + ", \"columns\": {" + joined(columns, column) +
-         "}, \"rejected\": [" + joined(rejected, reason) + "], \"kernels\": [" +
-         joined(kernels, json_list) + "]}";
+         ", \"why\": " + json_text(why) + ", \"columns\": {" + split_cluster(columns, column) +
+         "}, \"rejected\": [" + split_cluster(rejected, reason) + "], \"kernels\": [" +
+         split_cluster(kernels, json_list) + "]}";
 }
 
 }  // namespace torchweld

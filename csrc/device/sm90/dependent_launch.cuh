@@ -6,7 +6,7 @@
 namespace torchweld {
 
 // From here on the next kernel's blocks may begin, where SMs have room and its launch allows it.
-__device__ __forceinline__ void let_next_kernel_begin() {
+__device__ __forceinline__ void griddep_launch_dependents() {
 #if TW_HAS_CLUSTERS
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
@@ -14,7 +14,7 @@ __device__ __forceinline__ void let_next_kernel_begin() {
 
 // Nothing that another kernel may write is read before this, and nothing is written.
 // NOTE: every thread calls it, so that the end of this kernel implies the end of those before it.
-__device__ __forceinline__ void wait_for_kernels_before() {
+__device__ __forceinline__ void griddep_wait() {
 #if TW_HAS_CLUSTERS
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif

@@ -11,15 +11,15 @@
 
 #include <cstdint>
 
-#include "core/mask.h"
+#include "core/macros.h"
 
 namespace torchweld {
 
-inline constexpr int kSwizzleLineBytes = 128, kSwizzleAtomBytes = 1024;
+inline constexpr int kSwizzleRowBytes = 128, kSwizzleAtomBytes = 1024;
 inline constexpr int kSameValuesBytes = 256;  // that a product of 8 columns reads
 
 // The 16-byte piece of line `line` that holds piece `piece` of it.
-TW_HOST_DEVICE constexpr int swizzled_piece(int line, int piece) { return piece ^ (line & 7); }
+TW_HOST_DEVICE constexpr int swizzled_chunk(int line, int piece) { return piece ^ (line & 7); }
 
 // s_tile: where the tile, or the part of it that is to be read, starts in shared memory.
 TW_HOST_DEVICE constexpr uint64_t matrix_descriptor(uint32_t s_tile, uint32_t stretch_bytes) {

@@ -29,7 +29,7 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* s_barrier) {
 }
 
 // Arrives and announces bytes of this phase.
-__device__ __forceinline__ void mbarrier_expect(uint64_t* s_barrier, uint32_t bytes) {
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* s_barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                :
                : "r"(shared_address(s_barrier)), "r"(bytes)

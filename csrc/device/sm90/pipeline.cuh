@@ -42,7 +42,7 @@ struct PipelineBarriers {
   // The producer: until the stage has been given back, then what it will hold.
   __device__ __forceinline__ uint64_t* acquire(const PipelineState<kStages>& at, uint32_t bytes) {
     mbarrier_wait(&empty[at.stage], at.parity ^ 1);
-    mbarrier_expect(&full[at.stage], bytes);
+    mbarrier_arrive_expect_tx(&full[at.stage], bytes);
     return &full[at.stage];
   }
   // A consumer.

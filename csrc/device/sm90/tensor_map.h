@@ -26,15 +26,15 @@ struct TensorBox {
 
 // Why there is no tensor map of it.
 inline Refusal tensor_box_refusal(const TensorBox& t) {
-  constexpr int64_t kMostSize = int64_t{1} << 31;  // coordinates have a sign
-  constexpr int64_t kMostStride = int64_t{1} << 40;
+  constexpr int64_t kMaxSize = int64_t{1} << 31;  // coordinates have a sign
+  constexpr int64_t kMaxStride = int64_t{1} << 40;
   if (reinterpret_cast<uintptr_t>(t.data) % 16 != 0) return "it does not start on 16 bytes";
   for (int i = 0; i < 4; ++i) {
-    if (t.sizes[i] < 1 || t.sizes[i] >= kMostSize)
+    if (t.sizes[i] < 1 || t.sizes[i] >= kMaxSize)
       return {"a dimension has {} elements", t.sizes[i]};
     if (t.box[i] < 1 || t.box[i] > 256) return {"a box has {} elements in a dimension", t.box[i]};
     const int64_t bytes = t.strides[i] * t.elem_size;
-    if (i > 0 && (bytes % 16 != 0 || bytes < 0 || bytes >= kMostStride)) {
+    if (i > 0 && (bytes % 16 != 0 || bytes < 0 || bytes >= kMaxStride)) {
       return {"a stride of {} bytes is no multiple of 16 below 2^40", bytes};
     }
   }

@@ -40,9 +40,9 @@ __device__ __forceinline__ void tma_load(uint32_t s_to, const TensorMap& map, ui
 
 // The same to the same place in every block of the cluster whose rank's bit is set, and each one's
 // barrier.
-__device__ __forceinline__ void tma_load_to_all(uint32_t s_to, const TensorMap& map,
-                                                uint64_t* s_barrier, int x, int y, int z, int w,
-                                                uint16_t ranks) {
+__device__ __forceinline__ void tma_load_multicast(uint32_t s_to, const TensorMap& map,
+                                                   uint64_t* s_barrier, int x, int y, int z, int w,
+                                                   uint16_t ranks) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;"

@@ -7,7 +7,8 @@
 #include "device/sm90/descriptor.h"
 #include "device/vec.cuh"
 
-// NOTE: these instructions are for sm_90a alone; code for other chips of any age lacks them.
+// NOTE: these instructions are for sm_90a alone; code for other chips of any age unsupported_reason
+// them.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define TW_HAS_WGMMA 1
 #else
@@ -34,7 +35,7 @@ __device__ __forceinline__ void wgmma_wait() {
 
 // Tells the compiler that these sums are final: what reads them stays behind it.
 template <int kSums>
-__device__ __forceinline__ void wgmma_results(float (&d)[kSums]) {
+__device__ __forceinline__ void warpgroup_fence_operand(float (&d)[kSums]) {
 #pragma unroll
   for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
@@ -42,7 +43,7 @@ __device__ __forceinline__ void wgmma_results(float (&d)[kSums]) {
 // Tells the compiler that nobody needs what these sums were: a product that doesn't keep them
 // follows. Without it they hold their registers from the last turn of a loop until then.
 template <int kSums>
-__device__ __forceinline__ void wgmma_forget(float (&d)[kSums]) {
+__device__ __forceinline__ void discard_accumulators(float (&d)[kSums]) {
 #pragma unroll
   for (int i = 0; i < kSums; ++i) asm volatile("" : "=f"(d[i]));
 }

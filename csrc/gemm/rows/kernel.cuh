@@ -31,12 +31,12 @@ struct RowsConfig {
   static constexpr int kRows = RowsTile::kRows, kWarps = RowsTile::kWarps;
   static constexpr int kColumns = kT.columns, kStages = kT.stages;
   static constexpr int kHalves = kGated ? 2 : 1, kOwn = kColumns / kHalves;  // columns of y
-  static constexpr int kStep = kGemmStepBytes / sizeof(T), kPiece = 16 / sizeof(T);
+  static constexpr int kStep = kKBlockBytes / sizeof(T), kPiece = 16 / sizeof(T);
 
   struct Stage {
-    char b[kColumns * kGemmStepBytes];
-    char a[kRows * kGemmStepBytes];
-    char scale[kGemmStepBytes], shift[kGemmStepBytes];
+    char b[kColumns * kKBlockBytes];
+    char a[kRows * kKBlockBytes];
+    char scale[kKBlockBytes], shift[kKBlockBytes];
   };
   struct Shared {
     union {
@@ -143,7 +143,7 @@ template <typename Config>
 class RowsStatistics {
   using T = typename Config::T;
   static constexpr int kPiece = Config::kPiece, kOf = Config::kRows / Config::kWarps;
-  static constexpr int kPieces = RowsTile::kMostNormed / (kWarp * kPiece);
+  static constexpr int kPieces = RowsTile::kMaxNormed / (kWarp * kPiece);
 
  public:
   __device__ __forceinline__ void load(const GemmParams& p) {
@@ -265,7 +265,7 @@ __global__ __launch_bounds__(RowsTile::kThreads, Config::kT.blocks_per_sm) void 
   const int steps = int((p.k + Config::kStep - 1) / Config::kStep);
   auto& ring = s.rings[warp];
   const RowsLoader<Config> loader(p, column, lane);
-  wait_for_kernels_before();
+  griddep_wait();
   RowsStatistics<Config> statistics;
   if (p.norm.given) statistics.load(p);
 #pragma unroll
@@ -309,7 +309,7 @@ __global__ __launch_bounds__(RowsTile::kThreads, Config::kT.blocks_per_sm) void 
   }
   copy_async_wait<0>();
   __syncthreads();  // the rings are free
-  let_next_kernel_begin();
+  griddep_launch_dependents();
 #pragma unroll
   for (int n = 0; n < kColumns / 8; ++n) {
 #pragma unroll

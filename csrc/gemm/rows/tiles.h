@@ -18,9 +18,9 @@ struct RowsTile {
   float bytes_per_ns;  // that an SM reads
 
   static constexpr int kRows = 16, kWarps = 8, kThreads = 32 * kWarps;
-  static constexpr int kMostNormed = 1536;  // columns of a row that a norm goes in front of
+  static constexpr int kMaxNormed = 1536;  // columns of a row that a norm goes in front of
   // Of a step: b, a, and what a norm of a's rows multiplies with and adds.
-  constexpr int stage_bytes() const { return (columns + kRows + 2) * kGemmStepBytes; }
+  constexpr int stage_bytes() const { return (columns + kRows + 2) * kKBlockBytes; }
   // Of all rings, and the statistics of the rows.
   constexpr int shared_bytes() const { return kWarps * stages * stage_bytes() + kRows * 16; }
   constexpr int64_t blocks(const GemmProblem& p) const { return divide_up(p.width(), columns); }
@@ -30,7 +30,7 @@ inline constexpr RowsTile kRowsTiles[] = {{16, 3, 2, 100}, {32, 3, 1, 100}, {64,
 inline constexpr int kRowsTileCount = sizeof(kRowsTiles) / sizeof(kRowsTiles[0]);
 
 inline Refusal rows_refusal(const GemmProblem& p, const RowsTile& tile, int splits) {
-  constexpr int64_t kMostSize = int64_t{1} << 30;  // K is counted in 32 bits
+  constexpr int64_t kMaxSize = int64_t{1} << 30;  // K is counted in 32 bits
   if (gemm_elem_size(p.math) != 2) return "few rows are multiplied in 16 bits alone";
   if (p.m > RowsTile::kRows) return {"M is more than {}", RowsTile::kRows};
   if (p.batch > 1) return "few rows are multiplied without a batch";
@@ -39,10 +39,10 @@ inline Refusal rows_refusal(const GemmProblem& p, const RowsTile& tile, int spli
   if (p.normed && (p.k == 0 || p.k % 8 != 0)) {
     return "a norm in front reads whole 16-byte pieces of a row";
   }
-  if (p.normed && p.k > RowsTile::kMostNormed) {
-    return {"the rows to be normalised have more than {} columns", RowsTile::kMostNormed};
+  if (p.normed && p.k > RowsTile::kMaxNormed) {
+    return {"the rows to be normalised have more than {} columns", RowsTile::kMaxNormed};
   }
-  if (p.k > kMostSize) return {"K is more than {}", kMostSize};
+  if (p.k > kMaxSize) return {"K is more than {}", kMaxSize};
   if (tile.shared_bytes() > p.device.shared_limit) {
     return too_much_shared_memory(tile.shared_bytes(), p.device.shared_limit);
   }

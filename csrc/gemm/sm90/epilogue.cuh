@@ -33,7 +33,7 @@ class Sm90Epilogue {
   static constexpr int kTileColumns = kGated ? kT.block_n / 2 : kT.block_n;
 
  public:
-  using Sums = float[kT.row_pieces()][kT.block_n / 2];
+  using Sums = float[kT.wgmma_m_tiles()][kT.block_n / 2];
   static constexpr bool kLoadsBias = true;
 
   // s_staging: boxes of all warps. s_bias: of the warpgroup's tile, fp32, both halves.
@@ -101,7 +101,7 @@ class Sm90Epilogue {
   }
 
  private:
-  using Flat = float[kT.row_pieces() * kT.block_n / 2];
+  using Flat = float[kT.wgmma_m_tiles() * kT.block_n / 2];
   static constexpr int kAcross = kTileColumns / kColumns;  // boxes side by side
   // Boxes of results of kColumns columns of y and 16 rows: y's, and those of its pre-activation.
   static constexpr int results(bool preact) { return 1 + (preact ? (kGated ? 2 : 1) : 0); }
@@ -136,18 +136,18 @@ class Sm90Epilogue {
 
   // Of a turn of the loop: both halves of a gated product's 64 rows, else a box.
   static constexpr int kSums = sizeof(Flat) / sizeof(float);
-  static constexpr int kTurnSums = kGated ? kT.block_n / 2 : kValues;
-  static constexpr int kTurns = kSums / kTurnSums, kTurnBoxes = kGated ? kAcross : 1;
-  using TurnSums = float[kTurnSums];
+  static constexpr int kSwapAbSums = kGated ? kT.block_n / 2 : kValues;
+  static constexpr int kTurns = kSums / kSwapAbSums, kSwapAbBoxes = kGated ? kAcross : 1;
+  using SwapAbSums = float[kSwapAbSums];
 
   // NOTE: branches, not selections between all of the sums.
   template <int kTurn = 0>
-  static __device__ __forceinline__ void take(TurnSums& v, const Flat& sums, int turn) {
+  static __device__ __forceinline__ void take(SwapAbSums& v, const Flat& sums, int turn) {
     if constexpr (kTurn < kTurns) {
       if (turn == kTurn) {
 #pragma unroll
-        for (int i = 0; i < kTurnSums; ++i) {
-          v[i] = sums[kTurn * kTurnSums + i];
+        for (int i = 0; i < kSwapAbSums; ++i) {
+          v[i] = sums[kTurn * kSwapAbSums + i];
           asm volatile("" : "+f"(v[i]));
         }
       } else {
@@ -163,7 +163,7 @@ class Sm90Epilogue {
   __device__ __forceinline__ void finish_boxes(Sums& acc, const WorkTile& work, int rank) {
     const GemmEpilogue& e = p_.gemm.epilogue;
     const int warpgroup = fresh_thread() / 128 - 1;
-    const int own_row = kT.pingpong ? 0 : warpgroup * 64 * kT.row_pieces();  // of the tile
+    const int own_row = kT.pingpong ? 0 : warpgroup * 64 * kT.wgmma_m_tiles();  // of the tile
     const Place place = {(int(work.tile_m) * kT.cluster + rank) * kT.block_m + own_row +
                              fresh_thread() % 128 / 32 * 16,
                          int(work.tile_n) * kTileColumns, int(work.batch)};
@@ -183,17 +183,17 @@ class Sm90Epilogue {
       // There is so little to do that the sums may stay where they are.
 #pragma unroll
       for (int turn = 0; turn < kTurns; ++turn) {
-        auto& v = reinterpret_cast<float (&)[kValues]>(sums[turn * kTurnSums]);
+        auto& v = reinterpret_cast<float (&)[kValues]>(sums[turn * kSwapAbSums]);
         if (e.bias != nullptr) add_bias(v, turn % kAcross * kColumns);
         put(v);
       }
     } else {
 #pragma unroll 1
       for (int turn = 0; turn < kTurns; ++turn) {
-        TurnSums sums_of_turn;
+        SwapAbSums sums_of_turn;
         take(sums_of_turn, sums, turn);
 #pragma unroll
-        for (int c = 0; c < kTurnBoxes; ++c) {
+        for (int c = 0; c < kSwapAbBoxes; ++c) {
           auto& v = values_of(sums_of_turn, c * kColumns);
           const int from = kGated ? c * kColumns : turn % kAcross * kColumns;  // of the tile
           if (e.bias != nullptr) add_bias(v, from);
@@ -221,7 +221,7 @@ class Sm90Epilogue {
     send(box_of<kPreact>(place, result - 1), (result - 1) % kSlots);
   }
 
-  static __device__ __forceinline__ float (&values_of(TurnSums& sums, int column))
+  static __device__ __forceinline__ float (&values_of(SwapAbSums& sums, int column))
       [kValues] { return reinterpret_cast<float (&)[kValues]>(sums[column / 2]); }
 
   __device__ __forceinline__ void add_bias(float (&v)[kValues], int from) const {
@@ -260,7 +260,7 @@ class Sm90Epilogue {
 
   // The place of a 16-byte piece of a line, as the copy engine reads it.
   static __device__ __forceinline__ int piece_of(int line, int piece) {
-    return kLineBytes == 128 ? swizzled_piece(line, piece) : piece ^ ((line >> 1) & 3);
+    return kLineBytes == 128 ? swizzled_chunk(line, piece) : piece ^ ((line >> 1) & 3);
   }
 
   // The rounded values into a box.

@@ -7,8 +7,9 @@
 // cluster have tiles below each other: each loads its part of b's rows for all of them (multicast).
 // Tiles are walked in bands of rows, so that the blocks in flight cover a square of y and share
 // operands in L2. Those of the last rounds may be shared by blocks, by steps of K (walk.cuh). For
-// up to 64 rows of y turned tiles multiply the other way round, b @ a^T, so that a block holds much
-// of b, which is what has to be read then, and little of a. Few such tiles are shared by clusters.
+// up to 64 rows of y swap_ab tiles multiply the other way round, b @ a^T, so that a block holds
+// much of b, which is what has to be read then, and little of a. Few such tiles are shared by
+// clusters.
 //
 // Source: PTX ISA; the steps from a plain wgmma loop to this one follow P. Shah, "Outperforming
 // cuBLAS on H100" (2024).
@@ -39,8 +40,8 @@ struct Sm90Shared {
 // The producer's loads of a step.
 template <class Config>
 __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage, uint64_t* s_full,
-                                          const WorkTile& work, int rank, int k, int a_piece,
-                                          int b_piece) {
+                                          const WorkTile& work, int rank, int k, int a_term,
+                                          int b_term) {
   constexpr Sm90Tile kT = Config::kT;
   constexpr int kLine = Config::kLineElems, kCluster = kT.cluster;
   const auto load = [&](uint32_t s_to, const TensorMap& map, int x, int y, int z, int w) {
@@ -50,7 +51,7 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
     if constexpr (kCluster == 1) {
       tma_load(s_to, map, s_full, x, y, z, w);
     } else {
-      tma_load_to_all(s_to, map, s_full, x, y, z, w, uint16_t((1 << kCluster) - 1));
+      tma_load_multicast(s_to, map, s_full, x, y, z, w, uint16_t((1 << kCluster) - 1));
     }
   };
   const int a_batch = p.a_batched ? int(work.batch) : 0,
@@ -61,7 +62,7 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
   if constexpr (Config::kAKMajor) {
 #pragma unroll
     for (int half = 0; half < Config::kHalvesA; ++half) {
-      load(s_stage + half * kRowsA * kGemmStepBytes, p.a, k, row, a_piece + half, a_batch);
+      load(s_stage + half * kRowsA * kKBlockBytes, p.a, k, row, a_term + half, a_batch);
     }
   } else {
 #pragma unroll
@@ -72,7 +73,7 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
     }
   }
   constexpr int kHalves = Config::kHalvesB, kColumns = kT.block_n / kHalves;
-  const uint32_t s_b = s_stage + kT.block_m * kGemmStepBytes;
+  const uint32_t s_b = s_stage + kT.block_m * kKBlockBytes;
   const int column = int(work.tile_n) * kColumns;
   if constexpr (Config::kBKMajor) {
     constexpr int kBoxes = kHalves > kCluster ? kHalves : kCluster;
@@ -80,8 +81,8 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
 #pragma unroll
     for (int i = 0; i < kBoxes / kCluster; ++i) {
       const int box = i * kCluster + rank, first = box * kRows;
-      load_shared(s_b + first * kGemmStepBytes, p.b, k, column + first % kColumns,
-                  b_piece * kHalves + first / kColumns, b_batch);
+      load_shared(s_b + first * kKBlockBytes, p.b, k, column + first % kColumns,
+                  b_term * kHalves + first / kColumns, b_batch);
     }
   } else {
 #pragma unroll
@@ -97,23 +98,23 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
 template <class Config>
 __device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Config>& s, int rank) {
   PipelineState<Config::kT.stages> at;
-  Sm90Walk<Config::kT.cluster, Config::kT.turned()> walk(p.deal);
+  Sm90TileScheduler<Config::kT.cluster, Config::kT.swap_ab()> walk(p.deal);
   while (walk.next()) {
     const WorkTile work(p.schedule, walk.tile);
-    const auto load_steps = [&](int first, int steps, int a_piece, int b_piece) {
+    const auto load_steps = [&](int first, int steps, int a_term, int b_term) {
       int k = first * Config::kStepElems;
       for (int step = 0; step < steps; ++step, k += Config::kStepElems) {
         uint64_t* s_full = s.pipeline.acquire(at, Config::kT.stage_bytes());
-        sm90_load<Config>(p, shared_address(s.stages[at.stage]), s_full, work, rank, k, a_piece,
-                          b_piece);
+        sm90_load<Config>(p, shared_address(s.stages[at.stage]), s_full, work, rank, k, a_term,
+                          b_term);
         at.advance();
       }
     };
     if constexpr (Config::kPieces) {
       for (int done = 0; done < walk.steps; done += kPieceSteps) {
         const int first = walk.first + done, steps = min(kPieceSteps, walk.steps - done);
-        for (int pair = 0; pair < kPiecePairs; ++pair) {
-          load_steps(first, steps, kPieceOfA >> 2 * pair & 3, kPieceOfB >> 2 * pair & 3);
+        for (int pair = 0; pair < kTermPairs; ++pair) {
+          load_steps(first, steps, kTermOfA >> 2 * pair & 3, kTermOfB >> 2 * pair & 3);
         }
       }
     } else {
@@ -123,16 +124,16 @@ __device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Con
 }
 
 // What a consumer warpgroup does. Named barriers: 1 and 2 are the warpgroups' own, 3 and 4 their
-// turns at the tensor cores, or the turned epilogue's.
+// turns at the tensor cores, or the swap_ab epilogue's.
 template <class Config>
 __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Config>& s, int rank,
                                              int warpgroup) {
   constexpr Sm90Tile kT = Config::kT;
   constexpr int kOwn = 1, kTurn = 3, kBoth = 256;
-  constexpr int kRows = 64 * kT.row_pieces();  // of a warpgroup
+  constexpr int kRows = 64 * kT.wgmma_m_tiles();  // of a warpgroup
   using Epilogue =
-      std::conditional_t<kT.turned(),
-                         Sm90TurnedEpilogue<typename Config::Result, Config::kTile, Config::kGated>,
+      std::conditional_t<kT.swap_ab(),
+                         Sm90SwapAbEpilogue<typename Config::Result, Config::kTile, Config::kGated>,
                          Sm90Epilogue<typename Config::Result, Config::kTile, Config::kGated>>;
   using Sums = typename Epilogue::Sums;
   // What workers hand on.
@@ -151,16 +152,17 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
   };
   // Where a worker's sums of a piece go, of this warpgroup's part of a tile.
   const auto slot = [&](uint32_t of) {
-    return (int64_t{of} * kT.cluster + rank) * kT.sharers() + (kT.pingpong ? 0 : warpgroup);
+    return (int64_t{of} * kT.cluster + rank) * kT.warpgroups_per_tile() +
+           (kT.pingpong ? 0 : warpgroup);
   };
   const int first_row = kT.pingpong ? 0 : warpgroup * kRows;
   const uint32_t s_a = shared_address(s.stages[0]) +
-                       (Config::kAKMajor ? first_row * kGemmStepBytes
+                       (Config::kAKMajor ? first_row * kKBlockBytes
                                          : first_row / Config::kLineElems * Config::kStretchBytes);
-  const uint32_t s_b = shared_address(s.stages[0]) + kT.block_m * kGemmStepBytes;
+  const uint32_t s_b = shared_address(s.stages[0]) + kT.block_m * kKBlockBytes;
   Epilogue epilogue(p, s.staging, s.bias[warpgroup], warpgroup, kTurn);
   PipelineState<kT.stages> at;
-  Sm90Walk<Config::kT.cluster, Config::kT.turned()> walk(p.deal);
+  Sm90TileScheduler<Config::kT.cluster, Config::kT.swap_ab()> walk(p.deal);
   Parts all;
   Sums& acc = all.acc;
   // The first turn is the first warpgroup's.
@@ -174,7 +176,7 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
     if (loads_bias) epilogue.fetch_bias(WorkTile(p.schedule, walk.tile));
     if (kT.pingpong) named_barrier_wait(kTurn + warpgroup, kBoth);
     if constexpr (Config::kPieces) {
-      sm90_piece_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, walk.steps, release);
+      sm90_bf16x3_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, walk.steps, release);
     } else {
       const auto issued = [&] {
         if (kT.pingpong) named_barrier_arrive(kTurn + 1 - warpgroup, kBoth);
@@ -186,17 +188,17 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
         sm90_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, walk.steps, release, issued);
       }
     }
-    if constexpr (kT.turned()) {
-      if (p.deal.joined > 1) {
-        const auto join = [&](auto joined) {
-          if (p.deal.joined != joined.value) return;
-          epilogue.take_share(
-              sm90_join<joined.value, kBoth>(acc[0], p.parts.sums, warpgroup * 128 + thread));
+    if constexpr (kT.swap_ab()) {
+      if (p.deal.split_cluster > 1) {
+        const auto join = [&](auto split_cluster) {
+          if (p.deal.split_cluster != split_cluster.value) return;
+          epilogue.load_output_slice(sm90_cluster_reduce<split_cluster.value, kBoth>(
+              acc[0], p.parts.sums, warpgroup * 128 + thread));
         };
         join(std::integral_constant<int, 2>());
         join(std::integral_constant<int, 3>());
         join(std::integral_constant<int, 4>());
-        if constexpr (kT.most_joined() > 4) join(std::integral_constant<int, 8>());
+        if constexpr (kT.max_split_cluster() > 4) join(std::integral_constant<int, 8>());
         epilogue.finish(acc, WorkTile(p.schedule, walk.tile), rank);
         break;
       }
@@ -222,7 +224,7 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
                           thread / 32 * 16 + thread % 32 / 4;
       float* g_to = p.gemm.row_parts + work.tile_n * p.gemm.m;
 #pragma unroll
-      for (int i = 0; i < kT.row_pieces(); ++i) {
+      for (int i = 0; i < kT.wgmma_m_tiles(); ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int64_t at_row = row + i * 64 + half * 8;
@@ -262,8 +264,8 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     if (threadIdx.x < kSameValuesBytes / sizeof(T)) reinterpret_cast<T*>(s.bias)[threadIdx.x] = one;
     async_fence();
   }
-  let_next_kernel_begin();
-  wait_for_kernels_before();
+  griddep_launch_dependents();
+  griddep_wait();
   int rank = 0;
   if constexpr (kT.cluster > 1) {
     cluster_arrive();
@@ -276,7 +278,7 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     give_up_registers<kProducerRegisters>();
     if (warp == 0 && elect_one()) sm90_produce(p, s, rank);
     __syncwarp();
-    if (kT.turned() && p.deal.joined > 1) {
+    if (kT.swap_ab() && p.deal.split_cluster > 1) {
       cluster_arrive();
       cluster_wait();
     }
@@ -297,9 +299,9 @@ template <GemmMath kMath, int kTile, bool kGated, bool kAKMajor, bool kBKMajor,
           bool kSumsRows = false>
 void launch_sm90_kernel(const Sm90Params& p, cudaStream_t stream) {
   constexpr Sm90Tile kT = kSm90Tiles[kTile];
-  constexpr bool kTurned = kT.turned();
-  if constexpr (kT.lacks(kTurned ? kBKMajor : kAKMajor, kTurned ? kAKMajor : kBKMajor, kGated) ==
-                nullptr) {
+  constexpr bool kSwapAb = kT.swap_ab();
+  if constexpr (kT.unsupported_reason(kSwapAb ? kBKMajor : kAKMajor, kSwapAb ? kAKMajor : kBKMajor,
+                                      kGated) == nullptr) {
     constexpr bool kCanSum = kT.sums_rows(kMath, kAKMajor, kBKMajor, kGated);
     if constexpr (kCanSum && !kSumsRows) {
       if (p.gemm.row_parts != nullptr) {
@@ -310,7 +312,7 @@ void launch_sm90_kernel(const Sm90Params& p, cudaStream_t stream) {
     static_assert(sizeof(Sm90Shared<Config>) <= kT.shared_bytes());
     const int64_t blocks = int64_t{p.deal.workers} * kT.cluster;
     Grid grid(blocks, Sm90Tile::kThreads, sizeof(Sm90Shared<Config>));
-    grid.cluster = kTurned ? static_cast<int>(p.deal.joined) : kT.cluster;
+    grid.cluster = kSwapAb ? static_cast<int>(p.deal.split_cluster) : kT.cluster;
     grid.overlaps = true;
     launch_kernel(sm90_gemm_kernel<Config>, grid, stream, p);
   }
@@ -321,8 +323,8 @@ void launch_sm90_layout(const Sm90Params& p, cudaStream_t stream) {
   if constexpr (sm90_along_k(kMath)) {
     return launch_sm90_kernel<kMath, kTile, kGated, true, true>(p, stream);
   } else {
-    const bool turned = kSm90Tiles[kTile].turned();
-    const GemmOperand &a = turned ? p.gemm.b : p.gemm.a, &b = turned ? p.gemm.a : p.gemm.b;
+    const bool swap_ab = kSm90Tiles[kTile].swap_ab();
+    const GemmOperand &a = swap_ab ? p.gemm.b : p.gemm.a, &b = swap_ab ? p.gemm.a : p.gemm.b;
     const bool a_k_major = a.k_stride == 1, b_k_major = b.k_stride == 1;
     if (a_k_major && b_k_major)
       return launch_sm90_kernel<kMath, kTile, kGated, true, true>(p, stream);

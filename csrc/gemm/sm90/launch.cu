@@ -16,7 +16,7 @@ struct Maps {
   const Sm90Tile& tile;
   GemmMath math;
 
-  int step() const { return sm90_step(math); }  // elements of K
+  int step() const { return sm90_k_block(math); }  // elements of K
 
   // An operand of `rows` (M or N) in `halves`, `half_stride` apart.
   TensorBox operand(const GemmOperand& o, int64_t rows, int64_t row_stride, int halves,
@@ -78,11 +78,11 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
   const int halves = e.gated ? 2 : 1;
   const GemmMath math = gemm_math(p.dtype, p.tf32);
   const Maps maps = {p, tile, math};
-  // A turned tile's first operand is b.
-  const bool turned = tile.turned();
+  // A swap_ab tile's first operand is b.
+  const bool swap_ab = tile.swap_ab();
   const int64_t tiles_m = tile.tiles_m(p.m, halves * p.n),
                 tiles_n = tile.tiles_n(p.m, halves * p.n), tiles = tiles_m * tiles_n * p.batch;
-  const int block_m = tile.block_m / (turned ? halves : 1) * tile.cluster;  // of y
+  const int block_m = tile.block_m / (swap_ab ? halves : 1) * tile.cluster;  // of y
   const int64_t band = std::min(tiles_m, std::max<int64_t>(1, kBandRows / block_m));
   const int64_t steps = divide_up(p.k, maps.step());
   const Sm90Stream stream =
@@ -93,32 +93,32 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
                        {},
                        false,
                        false,
-                       (turned ? p.b : p.a).batch_stride != 0,
-                       (turned ? p.a : p.b).batch_stride != 0,
+                       (swap_ab ? p.b : p.a).batch_stride != 0,
+                       (swap_ab ? p.a : p.b).batch_stride != 0,
                        GemmSchedule(tiles_m, tiles_n, 1, p.batch, band),
-                       Sm90Deal(uint32_t(tiles), steps, stream),
+                       StreamKSchedule(uint32_t(tiles), steps, stream),
                        {},
                        p};
   if (stream.tiles > 0) {
     params.parts = {p.workspace, {p.flags, next_launch_number()}};
   }
   const bool pairs = e.gated && e.interleaved;
-  const int parts = turned ? halves : std::max(halves, tile.cluster);
-  const int box_a = turned ? tile.block_n : tile.block_m;
-  const int box_b = (turned ? tile.block_m : tile.block_n) / parts;
+  const int parts = swap_ab ? halves : std::max(halves, tile.cluster);
+  const int box_a = swap_ab ? tile.block_n : tile.block_m;
+  const int box_b = (swap_ab ? tile.block_m : tile.block_n) / parts;
   const bool writes_a = sm90_writes(math, p.a.k_stride == 1),
              writes_b = sm90_writes(math, p.b.k_stride == 1);
-  const int pieces = sm90_pieces(math);
+  const int pieces = bf16x3_terms(math);
   const Sm90Written w = writes_a || writes_b ? write_sm90_operands(p, cuda_stream) : Sm90Written{};
-  const TensorBox of_a = writes_a ? maps.operand(w.a, p.m, w.a.row_stride, pieces, w.a_piece, box_a)
+  const TensorBox of_a = writes_a ? maps.operand(w.a, p.m, w.a.row_stride, pieces, w.a_term, box_a)
                                   : maps.operand(p.a, p.m, p.a.row_stride, 1, 0, box_a);
   const TensorBox of_b =
-      writes_b ? maps.operand(w.b, p.n, w.b.row_stride, pieces * halves, w.b_piece / halves, box_b)
+      writes_b ? maps.operand(w.b, p.n, w.b.row_stride, pieces * halves, w.b_term / halves, box_b)
                : maps.operand(p.b, p.n, p.b.row_stride * (pairs ? 2 : 1), halves,
                               pairs ? p.b.row_stride : p.n * p.b.row_stride, box_b);
-  params.a = make_tensor_map("matmul", turned ? of_b : of_a);
-  params.b = make_tensor_map("matmul", turned ? of_a : of_b);
-  if (!turned) {
+  params.a = make_tensor_map("matmul", swap_ab ? of_b : of_a);
+  params.b = make_tensor_map("matmul", swap_ab ? of_a : of_b);
+  if (!swap_ab) {
     params.stores_y =
         map_result(params.y, maps.result(p.y, p.n, p.y_row_stride, 1, p.y_batch_stride));
     if (e.preact != nullptr) {

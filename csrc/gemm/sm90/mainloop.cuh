@@ -23,24 +23,24 @@ struct Sm90Config {
   static constexpr bool kSumsRows = kSumsRows_;  // of a
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
   // Of the operands, whose rows a gate takes in pairs.
-  static constexpr int kHalvesA = kGated && kT.turned() ? 2 : 1,
-                       kHalvesB = kGated && !kT.turned() ? 2 : 1;
-  static constexpr int kStepElems = kGemmStepBytes / int(sizeof(T));
+  static constexpr int kHalvesA = kGated && kT.swap_ab() ? 2 : 1,
+                       kHalvesB = kGated && !kT.swap_ab() ? 2 : 1;
+  static constexpr int kStepElems = kKBlockBytes / int(sizeof(T));
   // A line of an MN-major tile has this much of M or N; such stretches follow one another.
-  static constexpr int kLineElems = kStepElems, kStretchBytes = kStepElems * kSwizzleLineBytes;
+  static constexpr int kLineElems = kStepElems, kStretchBytes = kStepElems * kSwizzleRowBytes;
 };
 
 // Of fp32 operands in pieces, the largest first, six pairs are multiplied, and this many steps of K
 // for one pair after the other. Two bits of each name a pair's pieces, the first pair's last.
-inline constexpr int kPiecePairs = 6, kPieceSteps = 4;
-inline constexpr uint32_t kPieceOfA = 0b10'00'01'01'00'00, kPieceOfB = 0b00'10'01'00'01'00;
+inline constexpr int kTermPairs = 6, kPieceSteps = 4;
+inline constexpr uint32_t kTermOfA = 0b10'00'01'01'00'00, kTermOfB = 0b00'10'01'00'01'00;
 
 #if TW_HAS_WGMMA
 // The sums of a's rows in a warpgroup's part of a work tile, as a product with a column of ones
 // eight times. They stand where fragments have their columns, each four times.
 template <class Config, bool kSumsRows = Config::kSumsRows>
 struct Sm90RowSums {
-  float of_rows[Config::kT.row_pieces()][4];
+  float of_rows[Config::kT.wgmma_m_tiles()][4];
 };
 template <class Config>
 struct Sm90RowSums<Config, false> {};
@@ -55,10 +55,10 @@ __device__ __forceinline__ void sm90_mainloop(
     bool keeps = false, Sm90RowSums<Config>* rows = nullptr, uint32_t s_ones = 0) {
   constexpr Sm90Tile kT = Config::kT;
   constexpr int kSlices = 4,
-                kPieceBytes = Config::kAKMajor ? 64 * kGemmStepBytes : Config::kStretchBytes;
+                kPieceBytes = Config::kAKMajor ? 64 * kKBlockBytes : Config::kStretchBytes;
   // From one slice of K to the next.
-  constexpr uint32_t kNextA = Config::kAKMajor ? 32 : 16 * kSwizzleLineBytes;
-  constexpr uint32_t kNextB = Config::kBKMajor ? 32 : 16 * kSwizzleLineBytes;
+  constexpr uint32_t kNextA = Config::kAKMajor ? 32 : 16 * kSwizzleRowBytes;
+  constexpr uint32_t kNextB = Config::kBKMajor ? 32 : 16 * kSwizzleRowBytes;
   const auto descriptor = [](bool k_major, uint32_t s_at) {
     return k_major ? k_major_descriptor(s_at) : mn_major_descriptor(s_at, Config::kStretchBytes);
   };
@@ -72,7 +72,7 @@ __device__ __forceinline__ void sm90_mainloop(
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
 #pragma unroll
-      for (int i = 0; i < kT.row_pieces(); ++i) {
+      for (int i = 0; i < kT.wgmma_m_tiles(); ++i) {
         Wgmma<typename Config::T, kT.block_n>::template multiply<!Config::kAKMajor,
                                                                  !Config::kBKMajor>(
             acc[i], a + ((slice * kNextA + i * kPieceBytes) >> 4), b + (slice * kNextB >> 4),
@@ -100,11 +100,11 @@ __device__ __forceinline__ void sm90_mainloop(
 // ones by additions that round. Where an operand is inf or NaN its smaller pieces are 0, whose
 // products may be NaN; those of the largest ones alone are right.
 template <class Config, class Sums, class Release>
-__device__ __forceinline__ void sm90_piece_mainloop(Sums& sums,
-                                                    PipelineBarriers<Config::kT.stages>& pipeline,
-                                                    PipelineState<Config::kT.stages>& at,
-                                                    uint32_t s_a, uint32_t s_b, int steps,
-                                                    const Release& release) {
+__device__ __forceinline__ void sm90_bf16x3_mainloop(Sums& sums,
+                                                     PipelineBarriers<Config::kT.stages>& pipeline,
+                                                     PipelineState<Config::kT.stages>& at,
+                                                     uint32_t s_a, uint32_t s_b, int steps,
+                                                     const Release& release) {
   constexpr int kValues = sizeof(Sums) / sizeof(float);
   using Flat = float[kValues];
   Sums acc;
@@ -116,7 +116,7 @@ __device__ __forceinline__ void sm90_piece_mainloop(Sums& sums,
     sm90_mainloop<Config>(acc, pipeline, at, s_a, s_b, block, release, [] {});
 #pragma unroll
     for (int i = 0; i < kValues; ++i) to[i] += from[i];
-    sm90_mainloop<Config>(acc, pipeline, at, s_a, s_b, (kPiecePairs - 1) * block, release, [] {});
+    sm90_mainloop<Config>(acc, pipeline, at, s_a, s_b, (kTermPairs - 1) * block, release, [] {});
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       to[i] = fabsf(to[i]) <= 3.402823466e38f ? to[i] + from[i] : to[i];
@@ -128,7 +128,7 @@ __device__ __forceinline__ void sm90_piece_mainloop(Sums& sums,
 // which have the same rows, share it.
 template <class Config, class Sums, class Release, class Issued>
 __device__ __forceinline__ void sm90_summing_mainloop(
-    const Sm90Params& p, const Sm90Walk<Config::kT.cluster, false>& walk, Sums& acc,
+    const Sm90Params& p, const Sm90TileScheduler<Config::kT.cluster, false>& walk, Sums& acc,
     Sm90RowSums<Config>& rows, PipelineBarriers<Config::kT.stages>& pipeline,
     PipelineState<Config::kT.stages>& at, uint32_t s_a, uint32_t s_b, uint32_t s_ones,
     const Release& release, const Issued& issued) {
@@ -137,13 +137,13 @@ __device__ __forceinline__ void sm90_summing_mainloop(
 #pragma unroll
   for (auto& of : rows.of_rows) {
     of[0] = of[1] = of[2] = of[3] = 0.f;
-    wgmma_results(of);
+    warpgroup_fence_operand(of);
   }
 #pragma unroll
   for (auto& of : acc) {
 #pragma unroll
     for (float& x : of) x = 0.f;
-    wgmma_results(of);
+    warpgroup_fence_operand(of);
   }
   const int tile_n = int(WorkTile(p.schedule, walk.tile).tile_n), tiles = int(p.schedule.tiles_n);
   const int64_t all = p.deal.steps.divisor();

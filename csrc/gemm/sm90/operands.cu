@@ -3,7 +3,7 @@
 // writes those operands that need it.
 //
 // NOTE: the smaller pieces of inf and NaN are 0, and a value that would round to inf is cut
-// instead; see sm90_piece_mainloop for what becomes of them.
+// instead; see sm90_bf16x3_mainloop for what becomes of them.
 #include "core/fast_divide.h"
 #include "core/index.h"
 #include "core/launch.h"
@@ -39,7 +39,7 @@ struct Source {
         blocks(sm90_writes(math, k_stride == 1) ? uint32_t(divide_up(rows, kTile)) : 0) {}
 
   int64_t bytes(int64_t k, GemmMath math) const {
-    return blocks == 0 ? 0 : batch * sm90_pieces(math) * rows * line_of(k) * sm90_elem_bytes(math);
+    return blocks == 0 ? 0 : batch * bf16x3_terms(math) * rows * line_of(k) * sm90_elem_bytes(math);
   }
 };
 
@@ -51,13 +51,13 @@ struct Params {
 };
 
 // Eight values of a row.
-__device__ __forceinline__ void write_pieces(const float (&v)[8], __nv_bfloat16* g_to,
-                                             int64_t to_next) {
+__device__ __forceinline__ void write_bf16x3_terms(const float (&v)[8], __nv_bfloat16* g_to,
+                                                   int64_t to_next) {
   uint32_t pieces[3][4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     float check = 0.f;
-    const SplitBf16</*kCareful=*/true> split(v[2 * i], v[2 * i + 1], check);
+    const SplitBf16</*kHandlesNonFinite=*/true> split(v[2 * i], v[2 * i + 1], check);
     pieces[0][i] = split.high;
     pieces[1][i] = split.middle;
     pieces[2][i] = split.low;
@@ -80,8 +80,8 @@ template <bool kPieces>
 __global__ void __launch_bounds__(kThreads) operands_kernel(const __grid_constant__ Params p) {
   constexpr int kLine = kTile + 1;
   __shared__ float s_tile[kTile * kLine];  // [k][row]
-  let_next_kernel_begin();
-  wait_for_kernels_before();
+  griddep_launch_dependents();
+  griddep_wait();
   const bool is_a = blockIdx.x < p.a_blocks;
   const Source& from = is_a ? p.a : p.b;
   const uint32_t block = is_a ? blockIdx.x : blockIdx.x - p.a_blocks;
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads) operands_kernel(const __grid_constan
     const int64_t pieces = kPieces ? 3 : 1;
     const int64_t at = (batch * pieces * from.rows + row) * line + k;
     if constexpr (kPieces) {
-      write_pieces(v, static_cast<__nv_bfloat16*>(from.to) + at, from.rows * line);
+      write_bf16x3_terms(v, static_cast<__nv_bfloat16*>(from.to) + at, from.rows * line);
     } else {
       write_values(v, static_cast<float*>(from.to) + at);
     }
@@ -162,7 +162,7 @@ int64_t gemm_written_bytes(const GemmParams& p) {
 
 Sm90Written write_sm90_operands(const GemmParams& p, cudaStream_t stream) {
   const GemmMath math = math_of(p);
-  const int pieces = sm90_pieces(math);
+  const int pieces = bf16x3_terms(math);
   const Source a = source_of_a(p);
   const Source b = source_of_b(p, static_cast<char*>(p.written) + a.bytes(p.k, math));
   const int64_t stretches = divide_up(p.k, kTile);

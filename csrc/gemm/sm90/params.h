@@ -18,8 +18,8 @@ struct Sm90Params {
   bool stores_y, stores_preact;  // by these maps; else rows have no 16-byte boundaries
   bool a_batched, b_batched;     // one matrix a batch
   GemmSchedule schedule;         // of clusters' tiles
-  Sm90Deal deal;
-  Sm90Parts parts;
+  StreamKSchedule deal;
+  Sm90Partials parts;
   GemmParams gemm;
 };
 

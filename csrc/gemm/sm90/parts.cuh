@@ -9,7 +9,7 @@
 namespace torchweld {
 
 // A warpgroup's sums of one piece in the workspace. A block has at most one piece to hand on.
-struct Sm90Parts {
+struct Sm90Partials {
   static constexpr int kThreads = 128;
 
   float* sums;
@@ -52,7 +52,7 @@ struct Sm90Parts {
 
 #if TW_HAS_CLUSTERS
 // What a thread of a cluster's block finishes of its values: [first, first + count).
-struct Sm90Share {
+struct Sm90OutputSlice {
   int first, count;
 };
 
@@ -61,9 +61,10 @@ struct Sm90Share {
 // warps elsewhere.
 // NOTE: not through the neighbours' shared memory. So a product of 64 x 4096 x 4096 took 3 us more
 // on an H200.
-template <int kJoined, int kThreads, int kValues>
-__device__ __forceinline__ Sm90Share sm90_join(float (&v)[kValues], float* g_sums, int thread) {
-  constexpr int kAll = kValues / 4, kShare = (kAll + kJoined - 1) / kJoined;
+template <int kSplitCluster, int kThreads, int kValues>
+__device__ __forceinline__ Sm90OutputSlice sm90_cluster_reduce(float (&v)[kValues], float* g_sums,
+                                                               int thread) {
+  constexpr int kAll = kValues / 4, kShare = (kAll + kSplitCluster - 1) / kSplitCluster;
   const int rank = static_cast<int>(rank_in_cluster()), first = rank * kShare;
   float4* const g_cluster =
       reinterpret_cast<float4*>(g_sums) + int64_t{blockIdx.x - rank} * (kAll * kThreads) + thread;
@@ -75,9 +76,9 @@ __device__ __forceinline__ Sm90Share sm90_join(float (&v)[kValues], float* g_sum
   }
   cluster_arrive();
   cluster_wait();
-  float4 part[kJoined][kShare];
+  float4 part[kSplitCluster][kShare];
 #pragma unroll
-  for (int block = 0; block < kJoined; ++block) {
+  for (int block = 0; block < kSplitCluster; ++block) {
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
       part[block][i] = block != rank && first + i < kAll ? __ldcg(at(block, first + i)) : float4{};
@@ -89,7 +90,7 @@ __device__ __forceinline__ Sm90Share sm90_join(float (&v)[kValues], float* g_sum
     float* const own = v + 4 * i;
     float4 sum = {};
 #pragma unroll
-    for (int block = 0; block < kJoined; ++block) {
+    for (int block = 0; block < kSplitCluster; ++block) {
       const float4& other = part[block][i % kShare];
       sum.x += block == rank ? own[0] : other.x;
       sum.y += block == rank ? own[1] : other.y;

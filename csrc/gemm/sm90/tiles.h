@@ -13,24 +13,26 @@ namespace torchweld {
 // engine rounds them to TF32; as three bf16 pieces they are written first, and so is for TF32 what
 // has another dim than K adjacent (operands.cu).
 constexpr int sm90_elem_bytes(GemmMath math) { return math == GemmMath::kTf32 ? 4 : 2; }
-constexpr int sm90_pieces(GemmMath math) { return math == GemmMath::kFloat32 ? 3 : 1; }
+constexpr int bf16x3_terms(GemmMath math) { return math == GemmMath::kFloat32 ? 3 : 1; }
 constexpr bool sm90_along_k(GemmMath math) { return gemm_elem_size(math) == 4; }
 constexpr bool sm90_writes(GemmMath math, bool k_major) {
   return math == GemmMath::kFloat32 || (math == GemmMath::kTf32 && !k_major);
 }
 
-constexpr int sm90_step(GemmMath math) { return kGemmStepBytes / sm90_elem_bytes(math); }
-constexpr int64_t sm90_steps(const GemmProblem& p) { return divide_up(p.k, sm90_step(p.math)); }
+constexpr int sm90_k_block(GemmMath math) { return kKBlockBytes / sm90_elem_bytes(math); }
+constexpr int64_t sm90_k_blocks(const GemmProblem& p) {
+  return divide_up(p.k, sm90_k_block(p.math));
+}
 
 // A block has a producer warp and two consumer warpgroups. In ping-pong each warpgroup has a tile
 // of its own, and finishes it while the other one multiplies; else they share one (cooperative). A
-// turned tile is one of the transposed product b @ a^T, for few rows of a.
+// swap_ab tile is one of the transposed product b @ a^T, for few rows of a.
 struct Sm90Tile {
   int block_m, block_n;  // of what is multiplied; the one of b's rows counts both gated halves
   int stages;            // of the pipeline in shared memory
   int cluster;           // blocks, one below the other, that share what they load of b
   bool pingpong;
-  int boxes;  // of results that a warp has on their way to memory; turned tiles have none
+  int boxes;  // of results that a warp has on their way to memory; swap_ab tiles have none
   // Microseconds, measured on an H200 (tiles of clusters on an H100): a step of the mainloop, what
   // a tile costs beside its steps, and what an activation adds to that; in ping-pong the other
   // tile's mainloop hides the rest. What stream-K adds, and each part of a tile.
@@ -40,17 +42,17 @@ struct Sm90Tile {
   static constexpr int kWarpgroups = 2, kThreads = 128 * (1 + kWarpgroups);
 
   // Products of 64 rows that a warpgroup has of a tile.
-  constexpr int row_pieces() const { return block_m / 64 / (pingpong ? 1 : kWarpgroups); }
+  constexpr int wgmma_m_tiles() const { return block_m / 64 / (pingpong ? 1 : kWarpgroups); }
   // Columns of a box: lines of 128 bytes, or of 64 where block_n has no whole ones.
   constexpr int box_columns(int elem_bytes) const {
     return elem_bytes == 2 && block_n % 64 == 0 ? 64 : 32;
   }
-  constexpr int stage_bytes() const { return (block_m + block_n) * kGemmStepBytes; }
+  constexpr int stage_bytes() const { return (block_m + block_n) * kKBlockBytes; }
   constexpr int box_bytes() const { return 16 * box_columns(2) * 2; }
-  constexpr bool turned() const { return boxes == 0; }
-  // All warps' boxes; a turned tile's right half on its way to the left one.
+  constexpr bool swap_ab() const { return boxes == 0; }
+  // All warps' boxes; a swap_ab tile's right half on its way to the left one.
   constexpr int staging_bytes() const {
-    return turned() ? 64 * block_n * 4 : 8 * boxes * box_bytes();
+    return swap_ab() ? 64 * block_n * 4 : 8 * boxes * box_bytes();
   }
   // Stages, boxes of eight warps, the bias of two tiles and barriers; whole kilobytes.
   constexpr int shared_bytes() const {
@@ -60,27 +62,27 @@ struct Sm90Tile {
   // Of all clusters, whose blocks have the same columns, for m rows of a and `width` rows of b.
   constexpr int64_t tiles_m(int64_t m, int64_t width) const {
     const int64_t rows = int64_t{block_m} * cluster;
-    return ((turned() ? width : m) + rows - 1) / rows;
+    return ((swap_ab() ? width : m) + rows - 1) / rows;
   }
   constexpr int64_t tiles_n(int64_t m, int64_t width) const {
-    return ((turned() ? m : width) + block_n - 1) / block_n;
+    return ((swap_ab() ? m : width) + block_n - 1) / block_n;
   }
   constexpr int64_t tiles(const GemmProblem& p) const {
     return tiles_m(p.m, p.width()) * tiles_n(p.m, p.width()) * p.batch;
   }
   // Blocks of a cluster that may have a tile together, each some of its steps of K: of a thread's
   // values each finishes four at least.
-  constexpr int most_joined() const { return turned() ? block_n / 8 : 1; }
+  constexpr int max_split_cluster() const { return swap_ab() ? block_n / 8 : 1; }
   // Warpgroups of a block that have a part of one tile each.
-  constexpr int sharers() const { return pingpong ? 1 : kWarpgroups; }
+  constexpr int warpgroups_per_tile() const { return pingpong ? 1 : kWarpgroups; }
   // Whether it has kernels for a kind of operands.
   constexpr bool suits(GemmMath math) const {
-    if (math == GemmMath::kTf32) return !fp32 && !turned() && block_n % 64 == 0;
+    if (math == GemmMath::kTf32) return !fp32 && !swap_ab() && block_n % 64 == 0;
     return fp32 == (math == GemmMath::kFloat32);
   }
   // Why it has no kernel for a kind of product; null where it has.
-  constexpr const char* lacks(bool a_k_major, bool b_k_major, bool gated) const {
-    if (turned()) {
+  constexpr const char* unsupported_reason(bool a_k_major, bool b_k_major, bool gated) const {
+    if (swap_ab()) {
       return a_k_major ? nullptr : "tiles of few rows read the first operand along K alone";
     }
     if (!b_k_major && block_n % 64 != 0) return "the tile has no whole boxes of adjacent columns";
@@ -91,15 +93,15 @@ struct Sm90Tile {
   // Whether it has kernels that sum a's rows: as a weight's gradient has operands, for that of the
   // bias.
   constexpr bool sums_rows(GemmMath math, bool a_k_major, bool b_k_major, bool gated) const {
-    return !turned() && !gated && !a_k_major && !b_k_major && !sm90_along_k(math) &&
-           lacks(a_k_major, b_k_major, gated) == nullptr;
+    return !swap_ab() && !gated && !a_k_major && !b_k_major && !sm90_along_k(math) &&
+           unsupported_reason(a_k_major, b_k_major, gated) == nullptr;
   }
   // NOTE: the tensor cores' additions round towards zero. Beyond so many a sum of values of one
   // sign would lose a digit of 16 bits.
   constexpr bool sums_rows(const GemmProblem& p) const {
     constexpr int64_t kMostSteps = 2048;  // of one sum
     return p.batch == 1 && sums_rows(p.math, p.a_k_major, p.b_k_major, p.gated) &&
-           sm90_steps(p) <= kMostSteps * tiles_n(p.m, p.width());
+           sm90_k_blocks(p) <= kMostSteps * tiles_n(p.m, p.width());
   }
 };
 
@@ -118,24 +120,25 @@ inline constexpr int kSm90TileCount = sizeof(kSm90Tiles) / sizeof(kSm90Tiles[0])
 // idle while others do a last round. Source: M. Osama et al., "Stream-K", 2023.
 struct Sm90Stream {
   int64_t tiles = 0, workers = 1;
-  int joined = 1;  // workers that are a cluster, which has a tile
+  int split_cluster = 1;  // workers that are a cluster, which has a tile
 };
 
 // How a product is dealt. Streamed are the tiles of the last round, which are too few for all
 // workers, and of the one before it.
 inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t steps,
                               const DeviceFacts& device, bool streams) {
-  constexpr int64_t kLeastSteps = 4;  // of a worker
+  constexpr int64_t kMinSteps = 4;  // of a worker
   const int64_t workers = device.most_clusters(tile.cluster), last = tiles % workers;
   if (!streams || last == 0) return {0, std::min(tiles, workers)};
   if (tiles > workers) return {last + workers, workers};
-  const int64_t most = std::clamp<int64_t>(tiles * steps / kLeastSteps, 1, workers);
+  const int64_t most = std::clamp<int64_t>(tiles * steps / kMinSteps, 1, workers);
   // In longer stretches the blocks of a cluster drift apart, and wait for each other.
-  constexpr int64_t kMostJoinedSteps = 32;
-  for (const int joined : {8, 4, 3, 2}) {
-    if (!device.clusters || joined > tile.most_joined()) continue;
-    if (tiles > device.most_clusters(joined) || joined * tiles > most) continue;
-    if (steps <= kMostJoinedSteps * joined) return {tiles, joined * tiles, joined};
+  constexpr int64_t kMaxSplitClusterKBlocks = 32;
+  for (const int split_cluster : {8, 4, 3, 2}) {
+    if (!device.clusters || split_cluster > tile.max_split_cluster()) continue;
+    if (tiles > device.most_clusters(split_cluster) || split_cluster * tiles > most) continue;
+    if (steps <= kMaxSplitClusterKBlocks * split_cluster)
+      return {tiles, split_cluster * tiles, split_cluster};
   }
   // Where it can be, no worker has parts of two tiles.
   int64_t of_a_tile = most / tiles;
@@ -145,21 +148,22 @@ inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t steps
 
 // Sums on their way from worker to worker.
 inline int64_t sm90_workspace_floats(const GemmProblem& p, const Sm90Tile& tile) {
-  const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), sm90_steps(p), p.device, true);
+  const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), sm90_k_blocks(p), p.device, true);
   if (stream.tiles == 0) return 0;
   const int row_sums = tile.sums_rows(p) ? 8 : 0;  // columns that they take in a fragment
   return stream.workers * tile.cluster * tile.block_m * (tile.block_n + row_sums);
 }
 
 inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool streams) {
-  constexpr int64_t kMostSize = (int64_t{1} << 31) - 512;  // coordinates are counted in 32 bits
+  constexpr int64_t kMaxSize = (int64_t{1} << 31) - 512;  // coordinates are counted in 32 bits
   if (!p.device.wgmma || !p.device.tma) return "the GPU, or the code built for it, has no wgmma";
   if (!tile.suits(p.math)) {
     return tile.fp32 ? "the tile is for float32 alone, which has two sets of sums"
                      : "the tile has no kernel for such operands";
   }
   const bool along_k = sm90_along_k(p.math);
-  if (const char* reason = tile.lacks(along_k || p.a_k_major, along_k || p.b_k_major, p.gated)) {
+  if (const char* reason =
+          tile.unsupported_reason(along_k || p.a_k_major, along_k || p.b_k_major, p.gated)) {
     return reason;
   }
   if (tile.shared_bytes() > p.device.shared_limit) {
@@ -167,12 +171,12 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool str
   }
   if (p.normed) return kNoNorm;
   if (p.k == 0) return "there is nothing to multiply";
-  if (p.m > kMostSize || p.width() > kMostSize || p.k > kMostSize || p.batch > kMostSize) {
-    return {"no tensor map has more than {} elements in a dimension", kMostSize};
+  if (p.m > kMaxSize || p.width() > kMaxSize || p.k > kMaxSize || p.batch > kMaxSize) {
+    return {"no tensor map has more than {} elements in a dimension", kMaxSize};
   }
-  constexpr int64_t kMostStreamed = int64_t{1} << 31;  // steps
-  if (streams && double(sm90_steps(p)) * 2 * p.device.sms >= kMostStreamed) {
-    return {"the streamed tiles would have {} steps or more", kMostStreamed};
+  constexpr int64_t kMaxStreamed = int64_t{1} << 31;  // steps
+  if (streams && double(sm90_k_blocks(p)) * 2 * p.device.sms >= kMaxStreamed) {
+    return {"the streamed tiles would have {} steps or more", kMaxStreamed};
   }
   const double tiles = (double(p.m) / tile.block_m + 2) *
                        (static_cast<double>(p.width()) / tile.block_n + 1) *
@@ -182,12 +186,12 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool str
 
 // The rounds of the busiest SM. The launch and the first loads are the same for every engine.
 inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool streams) {
-  const double steps = static_cast<double>(sm90_steps(p));
+  const double steps = static_cast<double>(sm90_k_blocks(p));
   const double beside_us = tile.tile_us + (p.pointwise ? tile.pointwise_us : 0);
   const double tile_us = steps * tile.step_us + beside_us;
   const double columns = static_cast<double>(p.k) * static_cast<double>(p.batch);
   const double elems = static_cast<double>(p.m + p.width()) * columns;  // of the operands
-  const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), sm90_steps(p), p.device, streams);
+  const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), sm90_k_blocks(p), p.device, streams);
   const int64_t whole = tile.tiles(p) - stream.tiles;
   double us = static_cast<double>((whole + stream.workers - 1) / stream.workers) * tile_us;
   if (stream.tiles > 0) {
@@ -199,19 +203,19 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
     constexpr double kL2Bytes = 50e6, kDrift = 0.0012, kShortSum = 64, kMaxDrift = 0.25;
     const double drift = std::clamp(kDrift * (steps - kShortSum), 0.0, kMaxDrift);
     const double kBeyondL2 = tile.fp32 ? 1.45 : 1.12 + drift;
-    const double bytes = elems * sm90_pieces(p.math) * sm90_elem_bytes(p.math);
+    const double bytes = elems * bf16x3_terms(p.math) * sm90_elem_bytes(p.math);
     const double step_us = tile.step_us * (bytes > kL2Bytes ? kBeyondL2 : 1);
     // A tile of one step has no parts.
     us += share * (steps * step_us + beside_us) + std::max(0.0, 1 - share) * beside_us;
     constexpr double kJoinUs = 1.5;
-    us +=
-        stream.joined > 1 ? kJoinUs : (tile.stream_us + tile.part_us * parts) * (steps - 1) / steps;
+    us += stream.split_cluster > 1 ? kJoinUs
+                                   : (tile.stream_us + tile.part_us * parts) * (steps - 1) / steps;
   }
   // In long products, one after the other, the GPU lowers its clock for the power that they take;
   // blocks that share no loads take more, unless their tiles are half empty. Measured over 20 to 50
   // ms, as the layers of a model run.
   constexpr double kLongUs = 20, kLonger = 1.1;
-  const bool draws_power = !tile.turned() && !tile.fp32 && p.width() >= tile.block_n;
+  const bool draws_power = !tile.swap_ab() && !tile.fp32 && p.width() >= tile.block_n;
   if (draws_power && tile.cluster == 1 && us > kLongUs) us *= kLonger;
   // Ping-pong loads half as much again for each result as tiles of 256 columns, and takes more
   // power: 4096^3 takes 201 us on an H100, with those 183; (8192, 4096, 16384) 1637 and 1397.
@@ -222,7 +226,7 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
                                     (sm90_writes(p.math, p.b_k_major) ? p.width() : 0));
   if (written > 0) {
     constexpr double kBytesPerUs = 3e6, kWriteUs = 7;
-    us += kWriteUs + written * (4 + sm90_pieces(p.math) * sm90_elem_bytes(p.math)) / kBytesPerUs;
+    us += kWriteUs + written * (4 + bf16x3_terms(p.math) * sm90_elem_bytes(p.math)) / kBytesPerUs;
   }
   return us * 1e-6;
 }

@@ -1,4 +1,4 @@
-// From the sums of a turned tile, which has y's columns as its rows, to y: bias, pre-activation,
+// From the sums of a swap_ab tile, which has y's columns as its rows, to y: bias, pre-activation,
 // activation or gate, rounding, single stores. There are few of them: y has few rows.
 #pragma once
 
@@ -16,7 +16,7 @@ namespace torchweld {
 // first warpgroup has the left halves and finishes them with the right ones of the second. A block
 // that has the tile together with others stores its share of the values alone.
 template <typename T, int kTile, bool kGated>
-class Sm90TurnedEpilogue {
+class Sm90SwapAbEpilogue {
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
   static constexpr int kValues = kT.block_n / 2;  // of a thread
   static constexpr int kBoth = 256;
@@ -27,7 +27,7 @@ class Sm90TurnedEpilogue {
 
   // s_staging: 128 threads' values. Named barriers: `sent` and the next one, which tells that the
   // values have been read.
-  __device__ __forceinline__ Sm90TurnedEpilogue(const Sm90Params& p, char* s_staging, float*,
+  __device__ __forceinline__ Sm90SwapAbEpilogue(const Sm90Params& p, char* s_staging, float*,
                                                 int warpgroup, int sent)
       : p_(p.gemm),
         s_right_(reinterpret_cast<float*>(s_staging)),
@@ -40,7 +40,7 @@ class Sm90TurnedEpilogue {
   __device__ __forceinline__ void fetch_bias(const WorkTile&) const {}
   __device__ __forceinline__ void share_bias() const {}
 
-  __device__ __forceinline__ void take_share(Sm90Share share) { share_ = share; }
+  __device__ __forceinline__ void load_output_slice(Sm90OutputSlice share) { share_ = share; }
 
   __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int) const {
     constexpr int kColumns = kGated ? kT.block_m / 2 : kT.block_m;  // of y
@@ -118,7 +118,7 @@ class Sm90TurnedEpilogue {
   const GemmParams& p_;
   float* s_right_;
   int warpgroup_, sent_, read_;
-  Sm90Share share_ = {0, kValues};
+  Sm90OutputSlice share_ = {0, kValues};
 };
 #endif
 

@@ -8,20 +8,20 @@ namespace torchweld {
 
 // How the tiles are dealt: those below `whole` in rounds, each to one worker; the steps of the rest
 // in one row, of which every worker takes an equal stretch (stream-K).
-struct Sm90Deal {
+struct StreamKSchedule {
   uint32_t tiles, whole, workers;
   FastDivisor steps;       // of a tile
   uint32_t share, longer;  // of the row; the first `longer` workers take a step more
-  uint32_t joined;         // workers that are a cluster, which has a tile
+  uint32_t split_cluster;  // workers that are a cluster, which has a tile
 
-  Sm90Deal(uint32_t tiles, int64_t steps, const Sm90Stream& stream)
+  StreamKSchedule(uint32_t tiles, int64_t steps, const Sm90Stream& stream)
       : tiles(tiles),
         whole(uint32_t(tiles - stream.tiles)),
         workers(uint32_t(stream.workers)),
         steps(steps),
         share(uint32_t(stream.tiles * steps / stream.workers)),
         longer(uint32_t(stream.tiles * steps % stream.workers)),
-        joined(uint32_t(stream.joined)) {}
+        split_cluster(uint32_t(stream.split_cluster)) {}
 };
 
 // What a worker does, one piece after the other: its whole tiles, while all workers are at the same
@@ -30,22 +30,22 @@ struct Sm90Deal {
 // for blocks with smaller numbers, which start no later and have handed their parts on without
 // waiting. Joined workers have a tile each cluster, and wait for each other.
 template <int kCluster, bool kJoins>
-class Sm90Walk {
+class Sm90TileScheduler {
  public:
   uint32_t tile;
   int first, steps;  // of K, in steps
 
-  explicit __device__ __forceinline__ Sm90Walk(const Sm90Deal& deal)
+  explicit __device__ __forceinline__ Sm90TileScheduler(const StreamKSchedule& deal)
       : deal_(deal), end_(begin(deal, worker() + 1)), next_(worker()) {}
 
   // NOTE: computed anew at every use; registers are scarce.
   static __device__ __forceinline__ uint32_t worker() { return blockIdx.x / kCluster; }
 
   // The first step of a worker's stretch.
-  static __device__ __forceinline__ uint32_t begin(const Sm90Deal& deal, uint32_t worker) {
-    if (kJoins && deal.joined > 1) {
-      const uint32_t tile = worker / deal.joined, steps = deal.steps.divisor();
-      return tile * steps + (worker - tile * deal.joined) * steps / deal.joined;
+  static __device__ __forceinline__ uint32_t begin(const StreamKSchedule& deal, uint32_t worker) {
+    if (kJoins && deal.split_cluster > 1) {
+      const uint32_t tile = worker / deal.split_cluster, steps = deal.steps.divisor();
+      return tile * steps + (worker - tile * deal.split_cluster) * steps / deal.split_cluster;
     }
     return worker * deal.share + min(worker, deal.longer);
   }
@@ -89,7 +89,7 @@ class Sm90Walk {
   }
 
  private:
-  const Sm90Deal& deal_;
+  const StreamKSchedule& deal_;
   uint32_t end_, next_;
 };
 

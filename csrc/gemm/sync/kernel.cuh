@@ -14,7 +14,8 @@
 //
 // fp32 operands are split into three bf16 pieces each, whose six products take as many instructions
 // as three of TF32 and are exact (device/mma_sync.cuh): linear (4096, 4096, 4096) float32. A block
-// that meets inf, NaN or a value that rounds to inf does its work tile again with kCareful.
+// that meets inf, NaN or a value that rounds to inf does its work tile again with
+// kHandlesNonFinite.
 #pragma once
 
 #include <type_traits>
@@ -55,13 +56,13 @@ struct OperandB {
 };
 
 // acc += a @ b^T for two slices of fp32, as one of 16-bit pieces: the depths t and t + 4 of a slice
-// become 2t and 2t + 1, for any order of K serves that is the same for a and b. kCareful admits
-// inf, NaN and what rounds to inf; without it `check` becomes NaN at them. read(r, operand, i,
-// second) reads 16 rows of the first or second slice.
-template <bool kCareful, int kM, int kN, class Read>
+// become 2t and 2t + 1, for any order of K serves that is the same for a and b. kHandlesNonFinite
+// admits inf, NaN and what rounds to inf; without it `check` becomes NaN at them. read(r, operand,
+// i, second) reads 16 rows of the first or second slice.
+template <bool kHandlesNonFinite, int kM, int kN, class Read>
 __device__ __forceinline__ void multiply_split(float (&acc)[kM][kN][4], const Read& read,
                                                float& check) {
-  SplitFragment<4, kCareful> a[kM];
+  SplitFragment<4, kHandlesNonFinite> a[kM];
 #pragma unroll
   for (int i = 0; i < kM; ++i) {
 #pragma unroll
@@ -80,7 +81,7 @@ __device__ __forceinline__ void multiply_split(float (&acc)[kM][kN][4], const Re
       read(raw[0], OperandB{}, j / 2, 0);
       read(raw[1], OperandB{}, j / 2, 1);
     }
-    SplitFragment<2, kCareful> b;
+    SplitFragment<2, kHandlesNonFinite> b;
     b.set(0, raw[0][at], raw[0][at + 1], check);
     b.set(1, raw[1][at], raw[1][at + 1], check);
 #pragma unroll
@@ -123,7 +124,7 @@ template <GemmMath kMath, int kTile, bool kAKMajor, bool kBKMajor>
 class OperandLoader {
   using T = ElementOf<kMath>;
   static constexpr SyncTile kT = kSyncTiles[kTile];
-  static constexpr int kStepElems = kGemmStepBytes / int(sizeof(T));
+  static constexpr int kStepElems = kKBlockBytes / int(sizeof(T));
 
  public:
   __device__ __forceinline__ OperandLoader(const GemmParams& p, const WorkTile& work)
@@ -136,7 +137,7 @@ class OperandLoader {
   template <class... Parts>
   __device__ __forceinline__ void load(uint32_t s_stage, Parts...) {
     (a_.template load<Parts::value>(s_stage), ...);
-    (b_.template load<Parts::value>(s_stage + kT.block_m * kGemmStepBytes), ...);
+    (b_.template load<Parts::value>(s_stage + kT.block_m * kKBlockBytes), ...);
   }
 
   // The first steps into all stages but the last.
@@ -180,14 +181,15 @@ class OperandLoader {
 };
 
 // acc = a @ b^T for a warp's part of the item that `loader` has started. Returns NaN where it must
-// be done again with kCareful.
-template <GemmMath kMath, int kTile, bool kAKMajor, bool kBKMajor, bool kCareful, int kM, int kN>
+// be done again with kHandlesNonFinite.
+template <GemmMath kMath, int kTile, bool kAKMajor, bool kBKMajor, bool kHandlesNonFinite, int kM,
+          int kN>
 __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],
                                            OperandLoader<kMath, kTile, kAKMajor, kBKMajor>& loader,
                                            uint32_t s_ring) {
   using T = ElementOf<kMath>;
   constexpr SyncTile kT = kSyncTiles[kTile];
-  constexpr int kStages = kT.stages, kBytesA = kT.block_m * kGemmStepBytes;
+  constexpr int kStages = kT.stages, kBytesA = kT.block_m * kKBlockBytes;
   // A slice is read while the one before is multiplied, except where registers are short.
   constexpr bool kAhead = kMath != GemmMath::kFloat32;
   // NOTE: which of the two spills is the compiler's whim; kernel-check tells.
@@ -254,7 +256,7 @@ __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],
             reader_b.template load<false>(r, s_stage + kBytesA, i, slice + second);
           }
         };
-        multiply_split<kCareful>(acc, read_one, check);
+        multiply_split<kHandlesNonFinite>(acc, read_one, check);
         __syncwarp();  // NOTE: without it the compiler mixes two turns and spills
       }
       advance();

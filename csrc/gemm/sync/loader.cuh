@@ -39,7 +39,7 @@ constexpr int kParts = 4;
 template <typename T, int kRows, int kThreads, bool kKMajor>
 class TileLoader {
   static constexpr int kChunkElems = 16 / sizeof(T);
-  static constexpr int kStepElems = kGemmStepBytes / sizeof(T);
+  static constexpr int kStepElems = kKBlockBytes / sizeof(T);
   // Chunks along a line of the tile, and lines: rows where K-major, columns of K otherwise.
   static constexpr int kLineChunks = kKMajor ? 8 : kRows / kChunkElems;
   static constexpr int kLines = kKMajor ? kRows : kStepElems;
@@ -71,7 +71,7 @@ class TileLoader {
       valid_ = row < source.rows;
     }
     wrap_bytes_ =
-        (kKMajor ? int64_t{kGemmStepBytes} : kStepElems * source.k_bytes) - kLoads * line_bytes_;
+        (kKMajor ? int64_t{kKBlockBytes} : kStepElems * source.k_bytes) - kLoads * line_bytes_;
     const int swizzle = kSwizzlePeriod == 8 ? line & 7 : (line & 3) << 1;
     s_offset_ = line * kLineChunks * 16 + ((chunk ^ swizzle) << 4);
   }

@@ -31,7 +31,7 @@ struct SyncTile {
   constexpr int threads() const { return warps_m * warps_n * 32; }
   constexpr int warp_m() const { return block_m / warps_m; }
   constexpr int warp_n() const { return block_n / warps_n; }
-  constexpr int stage_bytes() const { return (block_m + block_n) * kGemmStepBytes; }
+  constexpr int stage_bytes() const { return (block_m + block_n) * kKBlockBytes; }
   constexpr int shared_bytes() const { return stages * stage_bytes(); }
   // Every warp stages 16 rows of sums at a time, in the pipeline's last stage.
   constexpr bool staging_fits() const {

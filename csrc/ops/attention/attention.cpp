@@ -9,23 +9,23 @@
 // length. Source: Dao, "FlashAttention-2", 2023, for the gradient from lse.
 #include <ATen/ops/zeros_like.h>
 
-#include "core/attention_common.h"
+#include "attention/cpu/bwd.h"
+#include "attention/mask_arguments.h"
+#include "attention/saved_checks.h"
 #include "core/dispatch.h"
-#include "core/mask_arguments.h"
-#include "ops/attention/attention_backward_cpu.h"
 
 #ifdef TORCHWELD_CUDA
+#include "attention/bwd.h"
+#include "attention/cuda_mask.h"
+#include "attention/family.h"
+#include "attention/params.h"
 #include "core/choices.h"
 #include "core/counters.h"
 #include "core/cuda_inputs.h"
-#include "core/cuda_mask.h"
 #include "layers/matmul.h"
-#include "ops/attention/attention.h"
-#include "ops/attention/attention_backward.h"
-#include "ops/attention/attention_family.h"
 #endif
 
-namespace torchweld::attention_room {
+namespace torchweld::attention_op {
 namespace {
 
 using Forward = std::tuple<Tensor, Tensor>;
@@ -358,4 +358,4 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
 }
 
 }  // namespace
-}  // namespace torchweld::attention_room
+}  // namespace torchweld::attention_op

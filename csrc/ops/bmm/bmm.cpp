@@ -8,14 +8,14 @@
 
 #include "core/choices.h"
 #include "core/dispatch.h"
-#include "core/linear_common.h"
+#include "layers/linear_common.h"
 
 #ifdef TORCHWELD_CUDA
 #include "core/cuda_inputs.h"
 #include "layers/matmul.h"
 #endif
 
-namespace torchweld::bmm_room {
+namespace torchweld::bmm_op {
 namespace {
 
 using Grads2 = std::tuple<Tensor, Tensor>;
@@ -140,4 +140,4 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
 }
 
 }  // namespace
-}  // namespace torchweld::bmm_room
+}  // namespace torchweld::bmm_op

@@ -2,24 +2,24 @@
 //   scores, y (batch, ..., seqlen_q, seqlen_k) or (seqlen_q, seqlen_k), leftpad (batch,)
 // Gradient:        dscores = scale * y * (dy - sum(dy * y)) over the same keys, 0 elsewhere
 //
-// The mask is core/mask.h's; hidden scores are not read. With softcap or sink the gradient needs
-// the scores again: dscores gets the cap's slope, and
+// The mask is attention/mask.h's; hidden scores are not read. With softcap or sink the gradient
+// needs the scores again: dscores gets the cap's slope, and
 //   dsink = -sum over rows of p_sink * sum(dy * y),  p_sink the sink's share of the softmax
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
 
+#include "attention/mask_arguments.h"
 #include "core/dispatch.h"
-#include "core/mask_arguments.h"
-#include "ops/causal_softmax/causal_softmax_cpu.h"
+#include "ops/causal_softmax/cpu.h"
 
 #ifdef TORCHWELD_CUDA
+#include "attention/cuda_mask.h"
 #include "core/counters.h"
 #include "core/cuda_inputs.h"
-#include "core/cuda_mask.h"
 #include "ops/causal_softmax/causal_softmax.h"
 #endif
 
-namespace torchweld::causal_softmax_room {
+namespace torchweld::causal_softmax_op {
 namespace {
 
 using Grads = std::tuple<Tensor, Tensor>;
@@ -226,4 +226,4 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
 }
 
 }  // namespace
-}  // namespace torchweld::causal_softmax_room
+}  // namespace torchweld::causal_softmax_op

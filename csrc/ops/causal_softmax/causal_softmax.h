@@ -5,9 +5,9 @@
 
 #include <cmath>
 
-#include "core/attention_mask.h"
+#include "attention/mask_params.h"
 #include "core/fast_divide.h"
-#include "ops/softmax/softmax.h"
+#include "softmax/params.h"
 
 namespace torchweld {
 

@@ -12,13 +12,13 @@
 #include <ATen/ops/tanh_backward.h>
 
 #include "core/dispatch.h"
-#include "core/linear_cpu.h"
+#include "layers/linear_cpu.h"
 
 #ifdef TORCHWELD_CUDA
 #include "layers/norm_linear.h"
 #endif
 
-namespace torchweld::gated_linear_room {
+namespace torchweld::gated_linear_op {
 namespace {
 
 using Forward = std::tuple<Tensor, Tensor>;
@@ -271,4 +271,4 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
 }
 
 }  // namespace
-}  // namespace torchweld::gated_linear_room
+}  // namespace torchweld::gated_linear_op

@@ -6,14 +6,14 @@
 //
 // CUDA repacks the weight into scratch first; int4_linear_repacked saves that.
 #include "core/dispatch.h"
-#include "ops/int4_linear/int4_linear_cpu.h"
-#include "ops/int4_pack/int4_checks.h"
+#include "int4/checks.h"
+#include "int4/cpu/linear.h"
 
 #ifdef TORCHWELD_CUDA
-#include "ops/int4_linear/int4_linear_cuda.h"
+#include "int4/cuda.h"
 #endif
 
-namespace torchweld::int4_linear_room {
+namespace torchweld::int4_linear_op {
 namespace {
 
 Tensor int4_linear_meta(const Tensor& x, const Tensor& qweight, const Tensor& scale,
@@ -127,4 +127,4 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
 }
 
 }  // namespace
-}  // namespace torchweld::int4_linear_room
+}  // namespace torchweld::int4_linear_op

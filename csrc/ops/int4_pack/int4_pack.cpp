@@ -1,7 +1,7 @@
 // int4_pack:    codes uint8 (..., cols) -> int32 words (..., ceil(cols/8)), lowest nibble first
 // int4_unpack:  the way back; cols says how many codes of the last word count
 // int4_repack:  qweight (N, K/8), scale (N, groups), zero (N, ceil(groups/8)) -> the layout of the
-//               fast kernels, see int4_layout.h
+//               fast kernels, see int4/layout.h
 //
 // Of a code only the low four bits count; nothing looks at the values, so that nothing waits for
 // the device.
@@ -11,14 +11,14 @@
 
 #include "core/dispatch.h"
 #include "core/parallel.h"
-#include "ops/int4_pack/int4_checks.h"
+#include "int4/checks.h"
 
 #ifdef TORCHWELD_CUDA
 #include "core/cuda_inputs.h"
 #include "ops/int4_pack/int4_pack.h"
 #endif
 
-namespace torchweld::int4_pack_room {
+namespace torchweld::int4_pack_op {
 namespace {
 
 using Repacked = std::tuple<Tensor, Tensor, Tensor>;
@@ -201,4 +201,4 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
 }
 
 }  // namespace
-}  // namespace torchweld::int4_pack_room
+}  // namespace torchweld::int4_pack_op

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "core/dtype.h"
-#include "ops/int4_pack/int4_layout.h"
+#include "int4/layout.h"
 
 namespace torchweld {
 

@@ -10,7 +10,7 @@
 
 #include "layers/norm_linear_op.h"
 
-namespace torchweld::layer_norm_linear_room {
+namespace torchweld::layer_norm_linear_op {
 namespace {
 
 struct LayerNorm {
@@ -76,4 +76,4 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
 }
 
 }  // namespace
-}  // namespace torchweld::layer_norm_linear_room
+}  // namespace torchweld::layer_norm_linear_op

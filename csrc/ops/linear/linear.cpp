@@ -10,13 +10,13 @@
 //
 // _activation_backward is what linear_backward begins with: dz and its sums.
 #include "core/dispatch.h"
-#include "core/linear_cpu.h"
+#include "layers/linear_cpu.h"
 
 #ifdef TORCHWELD_CUDA
 #include "layers/norm_linear.h"
 #endif
 
-namespace torchweld::linear_room {
+namespace torchweld::linear_op {
 namespace {
 
 using Grads3 = std::tuple<Tensor, Tensor, Tensor>;
@@ -281,4 +281,4 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
 }
 
 }  // namespace
-}  // namespace torchweld::linear_room
+}  // namespace torchweld::linear_op

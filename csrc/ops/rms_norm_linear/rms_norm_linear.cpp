@@ -8,7 +8,7 @@
 
 #include "layers/norm_linear_op.h"
 
-namespace torchweld::rms_norm_linear_room {
+namespace torchweld::rms_norm_linear_op {
 namespace {
 
 struct RmsNorm {
@@ -66,4 +66,4 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
 }
 
 }  // namespace
-}  // namespace torchweld::rms_norm_linear_room
+}  // namespace torchweld::rms_norm_linear_op

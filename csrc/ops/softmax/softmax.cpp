@@ -11,10 +11,10 @@
 #ifdef TORCHWELD_CUDA
 #include "core/counters.h"
 #include "core/cuda_inputs.h"
-#include "ops/softmax/softmax.h"
+#include "softmax/params.h"
 #endif
 
-namespace torchweld::softmax_room {
+namespace torchweld::softmax_op {
 namespace {
 
 Tensor softmax_meta(const Tensor& x) {
@@ -92,4 +92,4 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
 }
 
 }  // namespace
-}  // namespace torchweld::softmax_room
+}  // namespace torchweld::softmax_op

@@ -8,20 +8,20 @@
 #include <ATen/Dispatch.h>
 #include <ATen/ops/zeros_like.h>
 
-#include "core/attention_common.h"
+#include "attention/mask_arguments.h"
+#include "attention/saved_checks.h"
 #include "core/dispatch.h"
-#include "core/mask_arguments.h"
-#include "ops/softmax_matmul/softmax_matmul_cpu.h"
+#include "ops/softmax_matmul/cpu.h"
 
 #ifdef TORCHWELD_CUDA
+#include "attention/cuda_mask.h"
 #include "core/counters.h"
 #include "core/cuda_inputs.h"
-#include "core/cuda_mask.h"
 #include "layers/matmul.h"
 #include "ops/softmax_matmul/softmax_matmul.h"
 #endif
 
-namespace torchweld::softmax_matmul_room {
+namespace torchweld::softmax_matmul_op {
 namespace {
 
 using Forward = std::tuple<Tensor, Tensor>;
@@ -268,4 +268,4 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
 }
 
 }  // namespace
-}  // namespace torchweld::softmax_matmul_room
+}  // namespace torchweld::softmax_matmul_op

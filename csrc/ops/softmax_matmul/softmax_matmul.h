@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "core/attention_mask.h"
+#include "attention/mask_params.h"
 #include "core/device.h"
 #include "core/dtype.h"
 #include "core/family.h"
@@ -41,16 +41,16 @@ struct SoftmaxMatmulParams {
   unsigned* counters;  // one, which is zero before and after, where Hopper's kernel serves; or null
 };
 
-// Whether Hopper's kernel (softmax_matmul_sm90.cuh) takes it.
+// Whether Hopper's kernel (ops/softmax_matmul/sm90.cuh) takes it.
 inline constexpr int kSoftmaxMatmulSm90Bytes = 227 * 1024;
 inline bool softmax_matmul_takes_sm90(const SoftmaxMatmulProblem& p, const HeadsOperand& scores,
                                       const HeadsOperand& value, const DeviceFacts& device) {
-  constexpr int64_t kMostColumns = 256, kMaxSeqlen = int64_t{1} << 29;
+  constexpr int64_t kMaxColumns = 256, kMaxSeqlen = int64_t{1} << 29;
   const double tiles = static_cast<double>(p.batch) * static_cast<double>(p.nheads) *
                        (static_cast<double>(p.rule.seqlen_q) / 128 + 1);
   return device.wgmma && device.tma && device.shared_limit >= kSoftmaxMatmulSm90Bytes &&
          p.dtype != DType::kFloat32 && scores.aligned && value.aligned && p.head_dim_v > 0 &&
-         p.head_dim_v <= kMostColumns && p.head_dim_v % 8 == 0 && p.rule.seqlen_q <= kMaxSeqlen &&
+         p.head_dim_v <= kMaxColumns && p.head_dim_v % 8 == 0 && p.rule.seqlen_q <= kMaxSeqlen &&
          p.rule.seqlen_k <= kMaxSeqlen && grid_fits(tiles + device.sms);
 }
 

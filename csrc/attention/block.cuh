@@ -1,0 +1,265 @@
+// What the forward kernels of attention on tensor cores share: a block's part of the work, the end
+// of a block, the launch.
+#pragma once
+
+#include <type_traits>
+
+#include "attention/config.h"
+#include "attention/fwd.h"
+#include "attention/softmax.cuh"
+#include "attention/tile.cuh"
+#include "core/choices.h"
+#include "core/launch.h"
+
+namespace torchweld {
+
+// What one block works on: query rows [first_row, first_row + rows) of one head, and the keys
+// [pad, pad + keys) that any of them sees. Row i sees the first min(i + shift, all_keys) keys
+// behind the padding.
+struct AttentionBlock {
+  int64_t batch;
+  int64_t head;
+  int first_row;
+  int rows;
+  int pad;
+  int keys;
+  int shift;
+  int all_keys;
+  int first_live;  // rows before it are padding or see no key
+
+  // Without its keys.
+  template <int kRows>
+  static __device__ __forceinline__ AttentionBlock at(const AttentionParams& params,
+                                                      const AttentionSchedule& schedule) {
+    const int64_t index = schedule.first_block + blockIdx.x;
+    const int64_t section = index / (schedule.section * schedule.tiles) * schedule.section;
+    const int64_t in_section = index - section * schedule.tiles;
+    const int64_t width = min(schedule.section, params.sizes.batch * params.sizes.nheads - section);
+    const int64_t tile = in_section / width, row = section + in_section % width;
+    AttentionBlock block;
+    block.batch = row / params.sizes.nheads;
+    block.head = row % params.sizes.nheads;
+    block.first_row = static_cast<int>(schedule.tiles - 1 - tile) * kRows;
+    block.rows = min(static_cast<int>(params.sizes.seqlen_q) - block.first_row, kRows);
+    return block;
+  }
+
+  template <int kRows>
+  static __device__ __forceinline__ AttentionBlock make(const AttentionParams& params,
+                                                        const AttentionSchedule& schedule) {
+    AttentionBlock block = at<kRows>(params, schedule);
+    block.find_keys(params);
+    return block;
+  }
+
+  __device__ __forceinline__ void find_keys(const AttentionParams& params) {
+    const MaskRule rule = params.rule();
+    const int seqlen_q = static_cast<int>(rule.seqlen_q);
+    const int seqlen_k = static_cast<int>(rule.seqlen_k);
+    pad = params.leftpad ? static_cast<int>(rule.clamp_pad(params.leftpad[batch])) : 0;
+    all_keys = seqlen_k - pad;
+    shift = params.causal ? all_keys - seqlen_q + 1 : kNoLimit;
+    first_live = params.causal || params.leftpad ? seqlen_q - all_keys : 0;
+    const bool padding = first_row + rows <= rule.first_row(pad);
+    keys = padding ? 0 : max(end_of(first_row + rows - 1), 0);
+    if (keys == 0) first_live = seqlen_q;
+  }
+
+  __device__ __forceinline__ int end_of(int row) const { return min(row + shift, all_keys); }
+
+ protected:
+  static constexpr int kNoLimit = 1 << 30;
+};
+
+// The same under an AttentionMask: a row of the block sees the keys from begin[row] on, counted
+// from `pad` as all are. kWarpRows rows see every key from their last_begin on. `pad` is a multiple
+// of kPadMultiple: no row sees the first `unseen` keys behind it.
+template <int kRows, int kWarpRows, int kPadMultiple = 1>
+struct MaskedAttentionBlock : AttentionBlock {
+  int unseen;
+  int last_begin[kRows / kWarpRows];
+  int begin[kRows];  // kSeesNothing where a row doesn't
+
+  // By all threads, of which there are at least kRows.
+  __device__ __forceinline__ void take(const MaskedAttentionParams& params,
+                                       const AttentionSchedule& schedule) {
+    static_assert(kPadMultiple == 1);
+    const int row = threadIdx.x;
+    if (row == 0) {
+      static_cast<AttentionBlock&>(*this) = at<kRows>(params, schedule);
+      pad = kSeesNothing;
+      all_keys = 0;
+    }
+    if (row < kRows / kWarpRows) last_begin[row] = 0;
+    __syncthreads();
+    const MaskRule rule = params.rule();
+    const SequenceMask sequence = params.sequence(batch);
+    LiveRange live = {0, 0};
+    if (row < rows) live = rule.live(first_row + row, sequence);
+    const bool sees = !live.empty();
+    if (sees) {
+      atomicMin(&pad, static_cast<int>(live.begin));
+      atomicMax(&all_keys, static_cast<int>(live.end));
+    }
+    __syncthreads();
+    const int first = all_keys > 0 ? pad : 0, end = all_keys;
+    __syncthreads();
+    const int own_begin = static_cast<int>(live.begin) - first;
+    if (row < kRows) begin[row] = sees ? own_begin : kSeesNothing;
+    if (sees) atomicMax(&last_begin[row / kWarpRows], own_begin);
+    if (row == 0) set_keys(rule, sequence, first, end);
+    __syncthreads();
+  }
+
+  // The same by the lanes of one warp, which know what else there is of the block.
+  __device__ __forceinline__ void find_keys(const MaskedAttentionParams& params,
+                                            const AttentionBlock& block) {
+    const MaskRule rule = params.rule();
+    const SequenceMask sequence = params.sequence(block.batch);
+    const int lane = threadIdx.x % 32;
+    int first = kSeesNothing, end = 0;
+    for (int row = lane; row < kRows; row += 32) {
+      LiveRange live = {0, 0};
+      if (row < block.rows) live = rule.live(block.first_row + row, sequence);
+      begin[row] = live.empty() ? kSeesNothing : static_cast<int>(live.begin);
+      if (live.empty()) continue;
+      first = min(first, static_cast<int>(live.begin));
+      end = max(end, static_cast<int>(live.end));
+    }
+    first = __reduce_min_sync(~0u, first);
+    end = __reduce_max_sync(~0u, end);
+    if (end == 0) first = 0;
+    const int behind = first % kPadMultiple;
+    first -= behind;
+    __syncwarp();
+    for (int warp = lane; warp < kRows / kWarpRows; warp += 32) {
+      int last = 0;
+      for (int row = warp * kWarpRows; row < (warp + 1) * kWarpRows; ++row) {
+        if (begin[row] == kSeesNothing) continue;
+        begin[row] -= first;
+        last = max(last, begin[row]);
+      }
+      last_begin[warp] = last;
+    }
+    if (lane == 0) {
+      static_cast<AttentionBlock&>(*this) = block;
+      unseen = behind;
+      set_keys(rule, sequence, first, end);
+    }
+    __syncwarp();
+  }
+
+ private:
+  __device__ __forceinline__ void set_keys(const MaskRule& rule, const SequenceMask& sequence,
+                                           int first, int end) {
+    pad = first;
+    keys = end - first;
+    all_keys = static_cast<int>(sequence.end) - first;
+    const int64_t window = min(rule.window, static_cast<int64_t>(kNoLimit));
+    const int reach = rule.causal ? 1 : static_cast<int>(window);  // behind a row's position
+    const int position = static_cast<int>(rule.position(0, sequence.end)) - first;
+    shift = reach > 0 ? reach + position : kNoLimit;
+  }
+};
+
+template <bool kMasked, int kRows, int kWarpRows>
+using AttentionBlockOf =
+    std::conditional_t<kMasked, MaskedAttentionBlock<kRows, kWarpRows>, AttentionBlock>;
+
+// Whether a warp's rows don't see all keys of the step that begins at `key`, under an
+// AttentionMask.
+template <typename Config>
+__device__ __forceinline__ bool hides_keys(const typename Config::Block& s_block, int warp_row,
+                                           int key) {
+  return key + Config::kKeys > s_block.end_of(s_block.first_row + warp_row) ||
+         key < s_block.last_begin[warp_row / Config::kWarpRows];
+}
+
+// Hides their scores, or what became of them.
+template <typename Config, int kTiles, int kColTiles>
+__device__ __forceinline__ void hide_keys(float (&r_s)[kTiles][kColTiles][4],
+                                          const typename Config::Block& s_block, int warp_row,
+                                          int key) {
+  hide_columns(r_s, s_block.first_row + warp_row + s_block.shift - key, s_block.all_keys - key,
+               s_block.begin + warp_row, key);
+}
+
+// Caps and hides the scores of a warp's rows.
+template <typename Config, int kTiles, int kColTiles>
+__device__ __forceinline__ void mask_scores(float (&r_s)[kTiles][kColTiles][4],
+                                            const CappedScale& scale,
+                                            const typename Config::Block& s_block, int warp_row,
+                                            int key) {
+  if (scale.softcap > 0.f) cap_scores<sizeof(typename Config::T) == 4>(r_s, scale.cap);
+  if (hides_keys<Config>(s_block, warp_row, key)) hide_keys<Config>(r_s, s_block, warp_row, key);
+}
+
+template <typename T>
+__device__ __forceinline__ const T* matrix_of(const AttentionTensor& tensor, int64_t batch,
+                                              int64_t head, int64_t row) {
+  return static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
+         head * tensor.head_stride + row * tensor.row_stride;
+}
+
+// Divides a warp's sums `r_out` and writes them, and lse. s_rows is shared memory of the warp's own
+// for its rows.
+template <typename Config, int kTiles, int kColTiles>
+__device__ __forceinline__ void store_block(const typename Config::Params& params,
+                                            const typename Config::Scale& scale,
+                                            const typename Config::Block& s_block, char* s_rows,
+                                            const OnlineRow (&rows)[kTiles][2],
+                                            const float (&r_out)[kTiles][kColTiles][4]) {
+  using T = typename Config::T;
+  const int warp_row = threadIdx.x / 32 * Config::kWarpRows;
+  const int head_dim_v = static_cast<int>(params.sizes.head_dim_v);
+  const MaskRule rule = params.rule();
+  const int first_row = s_block.first_row + warp_row;
+  const int warp_rows = s_block.rows - warp_row;
+  const int64_t out_row =
+      (s_block.batch * params.sizes.nheads + s_block.head) * rule.seqlen_q + first_row;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = tile * 16 + half * 8 + threadIdx.x % 32 / 4;
+      const float sum = quad_sum(rows[tile][half].sum);
+      if constexpr (Config::kMasked) {
+        const float sink = params.mask.sink ? params.mask.sink[s_block.head] : -INFINITY;
+        const bool live = s_block.begin[warp_row + row] != kSeesNothing;
+        const FinishedRow finished = finish_row(scale, rows[tile][half].max, sum, sink);
+        Config::Matmul::stage(s_rows, r_out, tile, half, finished.factor, live);
+        if (params.lse && threadIdx.x % 4 == 0 && row < warp_rows) {
+          params.lse[out_row + row] = live ? finished.lse : sink;
+        }
+      } else {
+        const bool live = !rule.live(first_row + row, s_block.pad).empty();
+        Config::Matmul::stage(s_rows, r_out, tile, half, 1.f / sum, live);
+        if (params.lse && threadIdx.x % 4 == 0 && row < warp_rows) {
+          params.lse[out_row + row] = live ? scale.lse(rows[tile][half].max, sum) : -INFINITY;
+        }
+      }
+    }
+  }
+  __syncwarp();
+  store_rows<typename Config::Layout, Config::kWarpRows>(
+      static_cast<T*>(params.out) + out_row * head_dim_v, s_rows, warp_rows, head_dim_v);
+}
+
+// Launches the kernel of a tile in grids of as many blocks as fit.
+template <typename Config, int kBytes, typename Kernel>
+void launch_attention_blocks(Kernel kernel, const typename Config::Params& params,
+                             cudaStream_t stream) {
+  // A tile's own part of shared memory is followed by the block's.
+  constexpr int kBlockBytes = Config::kMasked ? 128 + 4 * Config::kRows : 128;
+  static_assert(kBytes > Config::kShape.tile_bytes() &&
+                kBytes <= Config::kShape.tile_bytes() + kBlockBytes);
+  static_assert(kBytes <= kAttentionSharedBytes);
+  AttentionSchedule schedule(params, Config::kRows, sizeof(typename Config::T));
+  for_each_grid_of(schedule.blocks(params), [&](int64_t first, int64_t blocks) {
+    schedule.first_block = first;
+    launch_kernel(kernel, {blocks, Config::kThreads, kBytes}, stream, params, schedule,
+                  Config::scale(params));
+  });
+}
+
+}  // namespace torchweld

@@ -1,0 +1,356 @@
+// The gradient of attention: the launcher, and the kernel that prepares a row's statistics. The
+// gradients are in attention/sm90/bwd_kernel.cuh, attention/sm90/bwd_2cta_kernel.cuh,
+// attention/sync/bwd_tiles.cuh, and for large head dims in attention/general/bwd.cu.
+#include <climits>
+
+#include "attention/bwd_args.cuh"
+#include "attention/sm90/bwd.h"
+#include "attention/sync/bwd_parts.cuh"
+#include "core/device.h"
+#include "core/launch.h"
+#include "device/dispatch.cuh"
+#include "device/reduce.cuh"
+#include "device/vec.cuh"
+
+namespace torchweld {
+namespace {
+
+constexpr int kLanesPerRow = 8;
+constexpr int kRowThreads = 256;
+constexpr int kRowsPerBlock = kRowThreads / kLanesPerRow;
+
+// What the query rows see, row by row and group by group. A block takes a group, a thread a row.
+__global__ __launch_bounds__(kAttentionBackwardRowPad) void attention_backward_ranges_kernel(
+    const __grid_constant__ MaskedBackwardArgs args) {
+  __shared__ RowGroup s_group;
+  __shared__ unsigned s_live[kAttentionBackwardRowPad / kWarp];
+  const int64_t groups = args.rows / kAttentionBackwardRowPad;
+  const int64_t sequence = blockIdx.x / groups;
+  const int64_t row = blockIdx.x % groups * kAttentionBackwardRowPad + threadIdx.x;
+  LiveRange live = {0, 0};
+  if (row < args.params.sizes.seqlen_q) {
+    live = args.rule.live(row, args.mask.sequence(args.rule, args.params.leftpad, sequence));
+  }
+  const bool sees = !live.empty();
+  const int begin = static_cast<int>(live.begin), end = static_cast<int>(live.end);
+  args.g_live[sequence * args.rows + row] = sees ? RowRange{begin, end} : RowRange{0, 0};
+  const unsigned bits = __ballot_sync(~0u, sees);
+  if (threadIdx.x % kWarp == 0) s_live[threadIdx.x / kWarp] = bits;
+  if (threadIdx.x == 0) s_group = {INT_MAX, 0, 0, INT_MAX, 0};
+  __syncthreads();
+  if (sees) {
+    atomicMin(&s_group.begin, begin);
+    atomicMax(&s_group.end, end);
+    atomicMax(&s_group.last_begin, begin);
+    atomicMin(&s_group.first_end, end);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    RowGroup group = s_group;
+    group.live = s_live[0] | static_cast<uint64_t>(s_live[1]) << 32;
+    if (group.live != ~uint64_t{0}) group.last_begin = INT_MAX, group.first_end = 0;
+    args.g_groups[blockIdx.x] = group;
+  }
+}
+
+// This lane's share of the dot product of two rows, 16 bytes at a time where `vector`.
+template <typename T>
+__device__ __forceinline__ float dot_share(const T* g_x, const T* g_y, int64_t n, bool vector) {
+  constexpr int kElems = kVectorBytes / sizeof(T);
+  const int lane = threadIdx.x % kLanesPerRow;
+  float sum = 0.f;
+  const int64_t whole = vector ? n / kElems * kElems : 0;
+  for (int64_t i = lane * kElems; i < whole; i += kLanesPerRow * kElems) {
+    const auto x = load_vec<T, kElems>(g_x + i), y = load_vec<T, kElems>(g_y + i);
+#pragma unroll
+    for (int j = 0; j < kElems; ++j) sum = fmaf(to_float(x.values[j]), to_float(y.values[j]), sum);
+  }
+  for (int64_t i = whole + lane; i < n; i += kLanesPerRow) {
+    sum = fmaf(to_float(g_x[i]), to_float(g_y[i]), sum);
+  }
+  return sum;
+}
+
+// lse and delta of every row of the scratch memory (lse 0 where a row sees nothing), and dQ of the
+// rows that see nothing, of which nothing is read. Eight lanes a row.
+template <typename T, typename Args>
+__global__ __launch_bounds__(kRowThreads) void attention_backward_rows_kernel(
+    const __grid_constant__ Args args, bool vector) {
+  const AttentionBackwardParams& p = args.params;
+  const int64_t row_of_all =
+      static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kLanesPerRow;
+  const int64_t head_of_all = row_of_all / args.rows;
+  const int row = static_cast<int>(row_of_all % args.rows);
+  const int64_t sequence = head_of_all / p.sizes.nheads, head = head_of_all % p.sizes.nheads;
+  if (sequence >= p.sizes.batch) return;
+  const int first_row = [&] {
+    if constexpr (kIsMasked<Args>) {
+      const RowRange live = args.live_of(static_cast<int>(sequence), row);
+      return live.begin < live.end ? 0 : INT_MAX;
+    } else {
+      return LiveSpan(args, sequence).first_row;
+    }
+  }();
+  const int lane = threadIdx.x % kLanesPerRow;
+  const int64_t row_in_tensors = head_of_all * p.sizes.seqlen_q + row;
+  const bool live = row >= first_row && row < p.sizes.seqlen_q;
+  float lse = 0.f, delta = 0.f;
+  if (live) {
+    delta = dot_share(head_of<T>(p.out, sequence, head) + row * p.out.row_stride,
+                      head_of<T>(p.dout, sequence, head) + row * p.dout.row_stride,
+                      p.sizes.head_dim_v, vector);
+    lse = -p.lse[row_in_tensors] * args.lse_factor;
+  } else if (row < p.sizes.seqlen_q) {
+    T* g_dq = static_cast<T*>(p.dquery) + row_in_tensors * p.sizes.head_dim;
+    for (int64_t i = lane; i < p.sizes.head_dim; i += kLanesPerRow) g_dq[i] = from_float<T>(0.f);
+  }
+  // Rows come in multiples of four, so a warp leaves above as a whole.
+#pragma unroll
+  for (int step = kLanesPerRow / 2; step > 0; step /= 2) {
+    delta += __shfl_xor_sync(~0u, delta, step);
+  }
+  if (lane == 0) {
+    args.g_lse[row_of_all] = lse + args.shift;
+    args.g_delta[row_of_all] = delta * exp2f(-args.shift);
+  }
+}
+
+// delta of the rows less the gradient of lse, which is d lse / d score = p times that.
+__global__ __launch_bounds__(kRowThreads) void attention_backward_dlse_kernel(
+    const __grid_constant__ BackwardArgs args, const float* g_dlse) {
+  const AttentionSizes& sizes = args.params.sizes;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
+  if (i >= sizes.batch * sizes.nheads * sizes.seqlen_q) return;
+  const int64_t head = i / sizes.seqlen_q, row = i % sizes.seqlen_q;
+  args.g_delta[head * args.rows + row] -= g_dlse[i] * exp2f(-args.shift);
+}
+
+// A sequence's part of the gradient to a head's sink, -sum(exp(sink - lse) * delta) over the rows.
+// The lse of a row that sees nothing is the sink. A block takes a head.
+__global__ __launch_bounds__(kRowThreads) void attention_backward_sink_kernel(
+    const __grid_constant__ MaskedBackwardArgs args, const float* g_dlse, float* g_dsink) {
+  __shared__ BlockExchange<kRowThreads> s_exchange;
+  const AttentionBackwardParams& p = args.params;
+  const int64_t head_of_all = blockIdx.x, sequence = head_of_all / p.sizes.nheads;
+  const float sink = args.mask.sink[head_of_all % p.sizes.nheads], unshift = exp2f(args.shift);
+  float sum = 0.f;
+  for (int64_t row = threadIdx.x; row < p.sizes.seqlen_q; row += kRowThreads) {
+    const RowRange live = args.g_live[sequence * args.rows + row];
+    const int64_t i = head_of_all * p.sizes.seqlen_q + row;
+    if (live.begin < live.end) {
+      sum -= expf(sink - p.lse[i]) * (args.g_delta[head_of_all * args.rows + row] * unshift);
+    } else if (g_dlse) {
+      sum += g_dlse[i];
+    }
+  }
+  sum = s_exchange.sum_warps(warp_sum(sum));
+  if (threadIdx.x == 0) g_dsink[head_of_all] = sum;
+}
+
+// Query heads of a kv head.
+int64_t group_of(const AttentionSizes& sizes) {
+  return sizes.nheads_kv > 0 ? sizes.nheads / sizes.nheads_kv : 0;
+}
+
+// What a launch is cut into, and the pieces of its scratch memory, in floats; `groups` and `live`
+// under an AttentionMask.
+struct Scratch {
+  int64_t wave = 0;  // blocks that fit on the device, or clusters; 0 but on Hopper
+  int64_t group_parts = 1;
+  int64_t rows;
+  int64_t delta, dq, turns, groups, live, parts, bytes;
+
+  explicit Scratch(const MaskedAttentionBackwardParams& params) {
+    const AttentionSizes& sizes = params.sizes;
+    const AttentionChoice& choice = params.choice;
+    const int64_t kv_heads = sizes.batch * sizes.nheads_kv;
+    if (choice.engine == AttentionEngine::kSm90) {
+      wave = device_facts().sms / kAttentionBackwardSm90Tiles[choice.tile].blocks;
+      group_parts = attention_backward_group_parts(kv_heads, group_of(sizes), sizes.seqlen_q,
+                                                   sizes.seqlen_k, wave, params.causal);
+    }
+    const int64_t pad = attention_backward_row_pad(choice);
+    const int64_t columns = attention_backward_dq_columns(sizes.head_dim, sizes.head_dim_v);
+    rows = (sizes.seqlen_q + pad - 1) / pad * pad;
+    delta = sizes.batch * sizes.nheads * rows;
+    dq = 2 * delta;
+    turns = dq + delta * columns;
+    groups = turns + turns_bytes() / 4;
+    const int64_t all_rows = params.mask.given() ? sizes.batch * rows : 0;
+    constexpr int64_t kGroupFloats = sizeof(RowGroup) / 4, kRangeFloats = sizeof(RowRange) / 4;
+    live = groups + all_rows / kAttentionBackwardRowPad * kGroupFloats;
+    parts = (live + all_rows * kRangeFloats + 3) / 4 * 4;
+    const int64_t keys = attention_backward_part_tiles(sizes.seqlen_k) * 64;
+    bytes = (parts + (group_parts > 1 ? 2 * kv_heads * group_parts * keys * columns : 0)) * 4;
+  }
+  // The tickets come first.
+  int64_t turns_bytes() const {
+    return kBackwardTickets * 4 + delta / kAttentionBackwardRowsPerTurn * 4;
+  }
+};
+
+bool rows_aligned(const AttentionTensor& tensor, int64_t elem_size) {
+  const int64_t strides = tensor.batch_stride | tensor.head_stride | tensor.row_stride;
+  return reinterpret_cast<uintptr_t>(tensor.data) % kVectorBytes == 0 &&
+         strides * elem_size % kVectorBytes == 0;
+}
+
+BackwardArgs make_args(const MaskedAttentionBackwardParams& params, const Scratch& scratch) {
+  const AttentionSizes& sizes = params.sizes;
+  const bool base_2 = params.dtype != DType::kFloat32;
+  const int64_t elem_size = base_2 ? 2 : 4;
+  float* const g_scratch = static_cast<float*>(params.scratch);
+  BackwardArgs args = {};
+  args.params = params;
+  args.rule = params.mask.rule(params.rule());
+  args.rows = scratch.rows;
+  const int64_t heads = divide_up(group_of(sizes), scratch.group_parts);  // of the largest part
+  const int64_t dims = sizes.head_dim + sizes.head_dim_v;
+  const AttentionBackwardLoad load = {
+      sizes.batch * sizes.nheads_kv * scratch.group_parts, heads, sizes.seqlen_k,
+      attention_backward_dq_columns(sizes.head_dim, sizes.head_dim_v),
+      // Q, dO and dQ's sums, K and V.
+      heads * sizes.seqlen_q * (dims * elem_size + sizes.head_dim * 4) +
+          sizes.seqlen_k * dims * elem_size,
+      args.rule.causal || args.rule.window > 0 || params.mask.key_start};
+  // With a window or documents all walks of a wave are about as long.
+  const bool triangle = args.rule.causal && args.rule.window == 0 && !params.mask.key_start;
+  const AttentionBackwardOrder order = attention_backward_order(load, triangle ? scratch.wave : 0);
+  args.group_parts = static_cast<unsigned>(scratch.group_parts);
+  args.parts_at_once = static_cast<unsigned>(order.at_once);
+  args.wave = static_cast<unsigned>(order.wave);
+  args.lse_factor = base_2 ? kLog2e : 1.f;
+  args.score_factor = base_2 ? params.scale * kLog2e : params.scale;
+  args.shift = params.dtype == DType::kFloat16 ? kProbabilityShift<__half> : 0;
+  args.g_lse = g_scratch;
+  args.g_delta = g_scratch + scratch.delta;
+  args.g_dq = g_scratch + scratch.dq;
+  args.g_parts = reinterpret_cast<float4*>(g_scratch + scratch.parts);
+  args.g_tickets = reinterpret_cast<unsigned*>(g_scratch + scratch.turns);
+  args.g_turns = reinterpret_cast<int*>(args.g_tickets + kBackwardTickets);
+  return args;
+}
+
+MaskedBackwardArgs make_masked_args(const MaskedAttentionBackwardParams& params,
+                                    const Scratch& scratch) {
+  MaskedBackwardArgs args = {};
+  static_cast<BackwardArgs&>(args) = make_args(params, scratch);
+  args.mask = params.mask;
+  if (params.mask.softcap > 0.f) {
+    args.cap = params.scale / params.mask.softcap;
+    args.score_factor = args.lse_factor;
+  }
+  float* const g_scratch = static_cast<float*>(params.scratch);
+  args.g_groups = reinterpret_cast<RowGroup*>(g_scratch + scratch.groups);
+  args.g_live = reinterpret_cast<RowRange*>(g_scratch + scratch.live);
+  return args;
+}
+
+template <typename T, typename Args>
+void launch_rows(const Args& args, cudaStream_t stream) {
+  const AttentionSizes& sizes = args.params.sizes;
+  const int64_t rows = sizes.batch * sizes.nheads * args.rows;
+  if (rows == 0) return;
+  const int64_t blocks = (rows + kRowsPerBlock - 1) / kRowsPerBlock;
+  const bool vector =
+      rows_aligned(args.params.out, sizeof(T)) && rows_aligned(args.params.dout, sizeof(T));
+  launch_kernel(attention_backward_rows_kernel<T, Args>, {blocks, kRowThreads}, stream, args,
+                vector);
+}
+
+void launch_dlse(const BackwardArgs& args, const float* dlse, cudaStream_t stream) {
+  const AttentionSizes& sizes = args.params.sizes;
+  const int64_t rows = sizes.batch * sizes.nheads * sizes.seqlen_q;
+  if (!dlse || rows == 0) return;
+  const int64_t blocks = (rows + kRowThreads - 1) / kRowThreads;
+  launch_kernel(attention_backward_dlse_kernel, {blocks, kRowThreads}, stream, args, dlse);
+}
+
+// What comes before and after the statistics of the rows under an AttentionMask.
+void launch_ranges(const BackwardArgs&, cudaStream_t) {}
+void launch_ranges(const MaskedBackwardArgs& args, cudaStream_t stream) {
+  const int64_t groups = args.params.sizes.batch * args.rows / kAttentionBackwardRowPad;
+  if (groups == 0) return;
+  launch_kernel(attention_backward_ranges_kernel, {groups, kAttentionBackwardRowPad}, stream, args);
+}
+void launch_sink(const BackwardArgs&, const MaskedAttentionBackwardParams&, cudaStream_t) {}
+void launch_sink(const MaskedBackwardArgs& args, const MaskedAttentionBackwardParams& params,
+                 cudaStream_t stream) {
+  const int64_t heads = params.sizes.batch * params.sizes.nheads;
+  if (!params.mask.sink || heads == 0) return;
+  launch_kernel(attention_backward_sink_kernel, {heads, kRowThreads}, stream, args, params.dlse,
+                params.dsink);
+}
+
+// A choice of the host as a constant, for elements of that type.
+template <typename T, typename Body>
+void with_sm90_tile(int tile, const Body& body) {
+  if constexpr (sizeof(T) == 2) dispatch_index<kNumAttentionBackwardSm90Tiles>(tile, body);
+}
+template <typename T, typename Body>
+void with_sync_tile(int tile, const Body& body) {
+  dispatch_index<kNumAttentionBackwardTiles>(tile, [&](auto index) {
+    if constexpr (elem_size(kAttentionBackwardTiles[index.value].math) == sizeof(T)) body(index);
+  });
+}
+
+template <typename T, typename Args>
+void launch(const Args& args, const MaskedAttentionBackwardParams& params, cudaStream_t stream) {
+  const AttentionChoice& choice = params.choice;
+  const bool sm90 = choice.engine == AttentionEngine::kSm90;
+  launch_ranges(args, stream);
+  if (sm90) {
+    with_sm90_tile<T>(choice.tile, [&](auto index) {
+      launch_attention_backward_sm90_rows<T, index.value>(args, stream);
+    });
+  } else {
+    launch_rows<T>(args, stream);
+  }
+  launch_dlse(args, params.dlse, stream);
+  launch_sink(args, params, stream);
+  if (params.sizes.batch * params.sizes.nheads_kv * params.sizes.seqlen_k == 0) return;
+  if (sm90) {
+    with_sm90_tile<T>(choice.tile, [&](auto index) {
+      if constexpr (kAttentionBackwardSm90Tiles[index.value].wide()) {
+        launch_attention_bwd_2cta_tile<T, index.value>(args, stream);
+      } else {
+        launch_attention_backward_sm90_tile<T, index.value>(args, stream);
+      }
+    });
+  } else if (choice.engine == AttentionEngine::kGeneral) {
+    launch_attention_backward_general<T>(args, stream);
+  } else {
+    clear_memory(args.g_tickets, Scratch(params).turns_bytes(), stream);
+    with_sync_tile<T>(choice.tile, [&](auto index) {
+      launch_attention_backward_tile<T, index.value>(args, stream);
+    });
+  }
+}
+
+}  // namespace
+
+int64_t attention_backward_scratch_bytes(const MaskedAttentionBackwardParams& params) {
+  return Scratch(params).bytes;
+}
+
+void launch_attention_backward(const MaskedAttentionBackwardParams& params, cudaStream_t stream) {
+  const AttentionSizes& sizes = params.sizes;
+  if (sizes.seqlen_q > kBackwardMaxSize || sizes.seqlen_k > kBackwardMaxSize ||
+      sizes.batch * sizes.nheads > kBackwardMaxSize) {
+    throw std::runtime_error(
+        "torchweld::attention_backward: seqlen_q, seqlen_k and batch * nheads must be below "
+        "2^31 - 1024; use shorter sequences or fewer of them");
+  }
+  const Scratch scratch(params);
+  dispatch_dtype(params.dtype, [&](auto element) {
+    using T = decltype(element);
+    if (params.mask.given()) {
+      launch<T>(make_masked_args(params, scratch), params, stream);
+    } else {
+      launch<T>(make_args(params, scratch), params, stream);
+    }
+  });
+  check_launch("attention_backward");
+}
+
+}  // namespace torchweld

@@ -1,0 +1,118 @@
+// What the kernels of attention's gradient share: their arguments, scratch memory, live ranges.
+#pragma once
+
+#include <type_traits>
+
+#include "attention/bwd.h"
+#include "attention/bwd_config.h"
+
+namespace torchweld {
+
+struct BackwardArgs {
+  AttentionBackwardParams params;
+  MaskRule rule;
+  int64_t rows;  // seqlen_q, rounded up to attention_backward_row_pad
+  // Parts of a kv head's query heads with blocks, dK and dV of their own; always 1 but on Hopper.
+  unsigned group_parts;
+  unsigned parts_at_once;  // parts whose blocks come side by side
+  unsigned wave;       // blocks, or clusters, between changes of direction; 0: all walk downwards
+  float lse_factor;    // lse and the scores are multiplied by these before
+  float score_factor;  // their difference is an exponent
+  float shift;         // probabilities are kept 2^shift times too large
+  float* g_lse;        // (batch, nheads, rows): shift - lse * lse_factor
+  float* g_delta;      // (batch, nheads, rows): sum(dout * out) * 2^-shift
+  float* g_dq;      // (batch, nheads, rows, tile's head_dim) in the order of the warps' registers
+  float4* g_parts;  // dK and dV of the parts where there are several: part_sums
+  int* g_turns;     // blocks that have added to a dQ tile, or to a warp's share of it
+  unsigned* g_tickets;  // blocks that have started, one count for every launch
+
+  // Sums of 64 keys and `columns` columns of a part's dK, or of its dV: (columns / 8, 128 threads),
+  // each as wgmma leaves it in registers.
+  __device__ __forceinline__ float4* part_sums(int part, int tile, bool of_dv, int columns) const {
+    const AttentionSizes& sizes = params.sizes;
+    const int64_t parts = sizes.batch * sizes.nheads_kv * group_parts;
+    const int64_t tiles = attention_backward_part_tiles(sizes.seqlen_k);
+    return g_parts + (((of_dv ? parts : 0) + part) * tiles + tile) * (columns / 8 * 128);
+  }
+};
+
+// What kAttentionBackwardRowPad query rows of a sequence see, those beyond the last included.
+struct alignas(16) RowGroup {
+  int begin, end;             // from the first key of any row to behind the last; INT_MAX, 0: none
+  int last_begin, first_end;  // between them every row sees every key; INT_MAX, 0: not every row
+  uint64_t live;              // a bit for every row that sees a key
+
+  __device__ __forceinline__ bool sees(int row) const {
+    return live >> (row % kAttentionBackwardRowPad) & 1;
+  }
+};
+static_assert(kAttentionBackwardRowPad == 64);
+
+// The same under an AttentionMask.
+struct MaskedBackwardArgs : BackwardArgs {
+  AttentionMask mask;
+  float cap;           // logits are softcap * tanh(score * cap), and score_factor is theirs
+  RowGroup* g_groups;  // (batch, rows / kAttentionBackwardRowPad)
+  RowRange* g_live;    // (batch, rows): a row's keys, 0 and 0 where it sees none
+
+  // NOTE: products of 32 bits; the tiles have no registers for more.
+  __device__ __forceinline__ const RowGroup& group_of(int sequence, int row) const {
+    constexpr int kPad = kAttentionBackwardRowPad;
+    const int groups = static_cast<int>(rows) / kPad;
+    return g_groups[static_cast<int64_t>(sequence) * groups + static_cast<unsigned>(row) / kPad];
+  }
+  __device__ __forceinline__ const RowRange& live_of(int sequence, int row) const {
+    return g_live[static_cast<int64_t>(sequence) * static_cast<int>(rows) + row];
+  }
+};
+
+// Two are in use; the turns behind them have cache lines of their own.
+inline constexpr int kBackwardTickets = 32;
+
+// Sequence lengths and numbers of heads above this take the general kernels, which count in 64
+// bits: the tiles have no registers for it.
+inline constexpr int64_t kBackwardMaxSize = (int64_t{1} << 31) - 1024;
+
+// What of one sequence takes part. Rows and keys outside are never read. Sizes fit in 32 bits here:
+// kBackwardMaxSize.
+struct LiveSpan {
+  int pad;        // first key
+  int first_row;  // first query row that sees a key, seqlen_q where none does
+
+  __device__ __forceinline__ LiveSpan(const BackwardArgs& args, int64_t sequence)
+      : pad(args.params.leftpad
+                ? static_cast<int>(args.rule.clamp_pad(args.params.leftpad[sequence]))
+                : 0),
+        first_row(first_row_seeing(args.rule, 0)) {}
+
+  // The first query row that sees a key at `key` or later.
+  __device__ __forceinline__ int first_row_seeing(const MaskRule& rule, int key) const {
+    if (key < pad) key = pad;
+    if (key >= rule.seqlen_k) return static_cast<int>(rule.seqlen_q);
+    int64_t row = rule.first_row(pad);
+    const int64_t diagonal = key - rule.position(0);
+    if (rule.causal && row < diagonal) row = diagonal;
+    return static_cast<int>(row < rule.seqlen_q ? row : rule.seqlen_q);
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ const T* head_of(const AttentionTensor& tensor, int64_t sequence,
+                                            int64_t head) {
+  return static_cast<const T*>(tensor.data) + sequence * tensor.batch_stride +
+         head * tensor.head_stride;
+}
+
+// Args: BackwardArgs or MaskedBackwardArgs.
+template <typename Args>
+inline constexpr bool kIsMasked = std::is_same_v<Args, MaskedBackwardArgs>;
+
+// In files for a few tiles of a dtype each (csrc/instantiations.py).
+template <typename T, int kTile, typename Args>
+void launch_attention_backward_tile(const Args& args, cudaStream_t stream);
+
+// In attention/general/bwd.cu: any head_dim.
+template <typename T, typename Args>
+void launch_attention_backward_general(const Args& args, cudaStream_t stream);
+
+}  // namespace torchweld

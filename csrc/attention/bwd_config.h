@@ -1,0 +1,310 @@
+// Which tile the gradient of attention takes. Pure host code: tested without a GPU, printed by
+// explain.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attention/config.h"
+
+namespace torchweld {
+
+// Turns at dQ are counted per warp and tile: at most one to this many query rows.
+inline constexpr int kAttentionBackwardRowsPerTurn = 4;
+
+// A block of `warps` warps owns `keys` keys, `groups` warps a strip of them, and walks the query
+// rows `rows` at a time. It computes the scores of `cols` rows at once. Every warp of a group
+// computes its strip's scores, and sums up its part of the head dims. Where `paired`, half of the
+// warps compute P and sum up dV, the others dS and dK, and the warps of a group divide the rows
+// between them too.
+struct AttentionBackwardTile {
+  AttentionMath math;
+  int head_dim;  // the larger of head_dim and head_dim_v is at most this
+  int keys;
+  int rows;
+  int cols;
+  int warps;
+  int groups;
+  int blocks_per_sm;
+  bool prefetches;  // dQ's sums are read ahead where nobody has to be waited for
+  bool split;       // dV and dK in launches of their own: one warp's registers don't hold both
+  bool paired;      // ... or in warps of their own
+
+  constexpr int threads() const { return warps * 32; }
+  constexpr int strip_warps() const { return paired ? warps / 2 : warps; }
+  constexpr int strips() const { return keys * groups / (strip_warps() * 16); }
+  // K, V, Q, dO and dS, Q and dO twice, in fp32 once in pieces and once as they arrive, and dS
+  // twice in all but fp32; P where it is handed over; lse and delta, twice; the work tile.
+  constexpr int shared_bytes() const {
+    const int size = elem_size(math);
+    const int tiles =
+        math == AttentionMath::kFloat32
+            ? kSplitBytes * (2 * keys * head_dim + 2 * rows * head_dim + keys * rows) +
+                  size * 2 * rows * head_dim
+            : size * (2 * keys * head_dim + 4 * rows * head_dim + (paired ? 3 : 2) * keys * rows);
+    return tiles + 16 * rows + 128;
+  }
+  // The sums of a warp's strips, kept over the whole walk.
+  constexpr int sum_registers() const {
+    return (split || paired ? 1 : 2) * strips() * head_dim / groups / 2;
+  }
+  // A warp's share of a dQ tile.
+  constexpr int share_registers() const { return rows * head_dim / threads(); }
+  constexpr bool valid() const {
+    return keys * groups == strips() * strip_warps() * 16 && rows % cols == 0 && cols % 16 == 0 &&
+           (!paired || (cols * groups == rows && math == AttentionMath::k16Bit && !split)) &&
+           64 % rows == 0 && sum_registers() <= 128 && share_registers() <= 64 &&
+           warps * kAttentionBackwardRowsPerTurn <= rows;
+  }
+};
+
+// In the order of preference: the first that the problem fits is taken. The smaller ones are for
+// devices with 99 KB of shared memory a block. What may be computed in TF32 takes fp32's tiles
+// where TF32 has none: above 128 columns.
+inline constexpr AttentionBackwardTile kAttentionBackwardTiles[] = {
+    {AttentionMath::k16Bit, 64, 128, 64, 32, 4, 1, 2, false, false, false},
+    {AttentionMath::k16Bit, 128, 128, 64, 64, 8, 1, 1, true, false, true},
+    {AttentionMath::k16Bit, 128, 128, 64, 64, 8, 1, 1, true, false, false},
+    {AttentionMath::k16Bit, 128, 64, 32, 32, 4, 1, 1, true, false, false},
+    {AttentionMath::k16Bit, 256, 64, 64, 32, 8, 2, 1, false, false, true},
+    {AttentionMath::k16Bit, 256, 64, 32, 16, 8, 2, 1, true, false, true},
+    {AttentionMath::k16Bit, 256, 32, 16, 16, 2, 1, 1, false, true, false},
+    {AttentionMath::kTf32, 64, 64, 32, 16, 4, 1, 2, false, true, false},
+    {AttentionMath::kTf32, 128, 64, 32, 16, 4, 1, 1, false, true, false},
+    {AttentionMath::kTf32, 128, 32, 16, 16, 2, 1, 1, false, true, false},
+    {AttentionMath::kFloat32, 64, 128, 32, 32, 8, 1, 1, false, false, false},
+    {AttentionMath::kFloat32, 64, 64, 16, 16, 4, 1, 1, false, false, false},
+    {AttentionMath::kFloat32, 128, 64, 32, 32, 8, 2, 1, false, false, false},
+    {AttentionMath::kFloat32, 128, 32, 16, 16, 4, 2, 1, false, false, false},
+    {AttentionMath::kFloat32, 256, 32, 16, 16, 4, 2, 1, false, false, false}};
+inline constexpr int kNumAttentionBackwardTiles =
+    sizeof(kAttentionBackwardTiles) / sizeof(kAttentionBackwardTiles[0]);
+
+// On Hopper: two warpgroups have 64 of a block's keys each and walk the query rows `rows` at a
+// time, with two buffers of Q and dO, while one warp loads and one adds to dQ. Head dims up to
+// `dim` are filled up with zeros. Where keys are ahead the products of a tile's dK go on while the
+// warpgroups meet for its dQ; not every shape has registers for that. Under an AttentionMask the
+// rows are those of a group (kAttentionBackwardRowPad), which leaves registers for the mask.
+//
+// Above 128 columns both warpgroups have the same 64 keys and half of the rows and of the columns
+// each, and the two blocks of a cluster share a query tile: each sums up half of the columns of its
+// dQ (attention/sm90/bwd_2cta_kernel.cuh).
+struct AttentionBackwardSm90Tile {
+  int dim;  // columns of dQ's sums
+  int rows;
+  bool keys_ahead;
+  bool masked_keys_ahead;
+  int keys;                  // of a block
+  int blocks;                // of a cluster
+  int head_dim, head_dim_v;  // at most
+
+  static constexpr int kMaskedRows = 64, kStages = 2, kThreads = 384;
+  static constexpr int kAdders = 2;  // warps that add to dQ by turns; a wide one has one
+  static constexpr int kLineElems = AttentionSm90Tile::kLineElems;
+
+  constexpr bool wide() const { return dim > 128; }
+  // K, V, Q and dO twice, dS twice, and of each adder a dQ tile in fp32. A wide one has dO and dS
+  // once, half of dQ, half of its neighbour's K, and P, where the neighbour's dS comes later.
+  constexpr int tile_bytes() const {
+    if (!wide()) {
+      return 2 * (2 * keys * dim + 2 * kStages * rows * dim + 2 * rows * keys) +
+             kAdders * 4 * rows * dim;
+    }
+    const int elems =
+        keys * (dim + dim / 2 + head_dim_v) + rows * (kStages * dim + head_dim_v) + 2 * rows * keys;
+    return 2 * elems + 2 * rows * dim;
+  }
+};
+
+inline constexpr AttentionBackwardSm90Tile kAttentionBackwardSm90Tiles[] = {
+    {64, 128, false, true, 128, 1, 64, 64},
+    {128, 64, true, false, 128, 1, 128, 128},
+    {256, 64, true, true, 64, 2, 192, 128},
+    {256, 64, true, true, 64, 2, 256, 256}};
+inline constexpr int kNumAttentionBackwardSm90Tiles =
+    sizeof(kAttentionBackwardSm90Tiles) / sizeof(kAttentionBackwardSm90Tiles[0]);
+
+// What the kernel keeps in shared memory beside its tile.
+inline constexpr int kAttentionBackwardSm90ExtraBytes = 3 * 1024;
+
+// Query rows are padded to a multiple of this in scratch memory: whole tiles of any height of
+// kSync. What the rows of such a group see is kept together.
+inline constexpr int64_t kAttentionBackwardRowPad = 64;
+
+// Those of a choice.
+constexpr int64_t attention_backward_row_pad(const AttentionChoice& choice) {
+  return choice.engine == AttentionEngine::kSm90 ? kAttentionBackwardSm90Tiles[choice.tile].rows
+                                                 : kAttentionBackwardRowPad;
+}
+
+// The columns of dQ there: those of the tiles that serve the head dims, 0 where none does.
+constexpr int64_t attention_backward_dq_columns(int64_t head_dim, int64_t head_dim_v) {
+  const int64_t wide = head_dim > head_dim_v ? head_dim : head_dim_v;
+  for (const int64_t columns : {64, 128, 256}) {
+    if (wide <= columns) return columns;
+  }
+  return 0;
+}
+
+inline Refusal attention_backward_refusal(const AttentionProblem& p,
+                                          const AttentionBackwardTile& tile) {
+  const bool serves = tile.math == p.math ||
+                      (tile.math == AttentionMath::kFloat32 && p.math == AttentionMath::kTf32);
+  if (!serves) return "the tile is for another dtype";
+  // NOTE: dQ's scratch has room for these columns and no more; a wider tile would write beyond it.
+  const int64_t wide = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
+  if (wide > tile.head_dim ||
+      tile.head_dim > attention_backward_dq_columns(p.head_dim, p.head_dim_v)) {
+    return {"the tile is for head dims of {} to {}", tile.head_dim / 2 + 1, tile.head_dim};
+  }
+  if (tile.shared_bytes() > p.device.shared_limit) {
+    return too_much_shared_memory(tile.shared_bytes(), p.device.shared_limit);
+  }
+  // A grid of tiles has one dimension; the general kernels walk any number of rows.
+  const double kv_heads = static_cast<double>(p.load.heads) / static_cast<double>(p.load.group);
+  const double blocks = kv_heads * (static_cast<double>(p.seqlen_k) / tile.keys + 1);
+  return grid_fits(blocks) ? Refusal() : "more than 2^31 - 1 tiles";
+}
+
+inline Refusal attention_backward_sm90_refusal(const AttentionProblem& p,
+                                               const AttentionBackwardSm90Tile& tile) {
+  if (!p.device.wgmma || !p.device.tma) return kAttentionNoWgmma;
+  if (p.math != AttentionMath::k16Bit) return kAttentionOtherDtype;
+  const int64_t wide = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
+  if (wide > tile.dim || tile.dim > attention_backward_dq_columns(p.head_dim, p.head_dim_v)) {
+    return {"the tile is for head dims of {} to {}", tile.dim > 64 ? tile.dim / 2 + 1 : 1,
+            tile.dim};
+  }
+  if (p.head_dim > tile.head_dim || p.head_dim_v > tile.head_dim_v) {
+    return {"the tile holds head dims to {} and {}", tile.head_dim, tile.head_dim_v};
+  }
+  if (const Refusal reason = attention_sizes_refusal(p)) return reason;
+  if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) {
+    return "the results' rows don't start on 16 bytes";
+  }
+  if (p.seqlen_q == 0) return "there are no query rows";
+  if (p.seqlen_k == 0) return "there are no keys";
+  const int bytes = tile.tile_bytes() + kAttentionBackwardSm90ExtraBytes;
+  if (bytes > p.device.shared_limit) return too_much_shared_memory(bytes, p.device.shared_limit);
+  // NOTE: rows are counted in 32 bits.
+  const double heads = static_cast<double>(p.load.heads);
+  const double rows = heads * static_cast<double>(divide_up(p.seqlen_q, tile.rows) * tile.rows);
+  if (!grid_fits(rows)) return "more than 2^31 - 1 query rows";
+  if (tile.blocks > 1 && !p.device.clusters) return "the device has no clusters";
+  const int keys = tile.keys * tile.blocks;
+  const double key_tiles = static_cast<double>(divide_up(p.seqlen_k, keys) * tile.blocks);
+  return grid_fits(heads / static_cast<double>(p.load.group) * key_tiles)
+             ? Refusal()
+             : "more than 2^31 - 1 tiles";
+}
+
+inline AttentionChoice choose_attention_backward(const AttentionProblem& p) {
+  for (int i = 0; i < kNumAttentionBackwardSm90Tiles; ++i) {
+    if (!attention_backward_sm90_refusal(p, kAttentionBackwardSm90Tiles[i])) {
+      return {AttentionEngine::kSm90, i};
+    }
+  }
+  for (int i = 0; i < kNumAttentionBackwardTiles; ++i) {
+    if (!attention_backward_refusal(p, kAttentionBackwardTiles[i])) {
+      return {AttentionEngine::kSync, i};
+    }
+  }
+  return {AttentionEngine::kGeneral, 0};
+}
+
+// Keys of a block of Hopper's kernels, or of a cluster.
+inline constexpr int64_t kAttentionBackwardSm90Keys = 128;
+
+// Tiles of 64 keys that a part's dK and dV have in scratch memory: whole blocks.
+TW_HOST_DEVICE constexpr int64_t attention_backward_part_tiles(int64_t seqlen_k) {
+  return divide_up(seqlen_k, kAttentionBackwardSm90Keys) * (kAttentionBackwardSm90Keys / 64);
+}
+
+// The parts of a kv head's query heads that have blocks of their own, on Hopper: at most as many as
+// give every SM two blocks under a causal mask, of which the longest come first, and else one. A
+// part has kPartRows query rows or more on average. Their dK and dV take fp32 scratch memory, up to
+// 35 MB on 132 SMs. Measured on an H100, of the time in one part: (1, 32/1, 8192, 128) 0.28,
+// (1, 28/4, 2048, 128) 0.41, (1, 32/8, 2048, 128) 0.73.
+constexpr int64_t attention_backward_group_parts(int64_t kv_heads, int64_t group, int64_t seqlen_q,
+                                                 int64_t seqlen_k, int64_t wave, bool causal) {
+  constexpr int64_t kPartRows = 512;
+  const int64_t blocks = kv_heads * divide_up(seqlen_k, kAttentionBackwardSm90Keys);
+  if (blocks == 0) return 1;
+  const int64_t room = (causal ? 2 : 1) * wave / blocks;
+  const int64_t most = std::min({room, group * seqlen_q / kPartRows, group});
+  if (most < 2) return 1;
+  const int64_t heads = divide_up(group, most);  // of the largest part
+  return divide_up(group, heads);
+}
+static_assert(attention_backward_group_parts(1, 32, 8192, 8192, 132, true) == 4);
+static_assert(attention_backward_group_parts(4, 7, 2048, 2048, 132, true) == 4);
+static_assert(attention_backward_group_parts(4, 7, 2048, 2048, 132, false) == 2);
+static_assert(attention_backward_group_parts(8, 8, 8192, 8192, 132, true) == 1);
+static_assert(attention_backward_group_parts(1, 32, 1, 8192, 132, true) == 1);
+static_assert(attention_backward_group_parts(0, 0, 8, 8, 132, true) == 1);
+
+// In which order the blocks come, which decides what they find in the L2 cache and how long they
+// wait for each other's turns at dQ.
+//
+// Under a causal mask the blocks of a wave, one on every SM, start together and end one after the
+// other, those of the last keys first. Where all walk from the last query tile down, the blocks of
+// the next wave start at the same tile at different times and share nothing. Where every other wave
+// walks upwards, a block that starts later starts at a later tile, where the others are by then,
+// and the wave ends together, as the next one wants to start. This pays where a step is of many
+// query heads. Measured on an H100, of the time with all walks downwards: (1, 64/8, 8192, 128)
+// 0.89, (4, 64/8, 2048, 128) 0.86, (8, 32/8, 2048, 128) 0.95, (1, 16/2, 8192, 256) 0.93,
+// (1, 64/8, 8192, 64) 0.97; without groups up to 1.2.
+struct AttentionBackwardOrder {
+  int64_t at_once;  // parts whose blocks come side by side
+  int64_t wave;     // blocks of theirs between changes of direction, 0: all walk downwards
+};
+
+// A part is a kv head with all of its query heads where attention_backward_group_parts is 1.
+struct AttentionBackwardLoad {
+  int64_t parts;
+  int64_t heads;  // query heads of a part
+  int64_t seqlen_k;
+  int64_t columns;
+  int64_t bytes;  // of what the blocks of a part read and write
+  bool causal;    // or otherwise of unequal blocks
+};
+
+// `wave`: blocks that fit on the device, or clusters; 0 where none may walk upwards.
+constexpr AttentionBackwardOrder attention_backward_order(const AttentionBackwardLoad& load,
+                                                          int64_t wave) {
+  constexpr int64_t kCacheBytes = 32 << 20, kBlocks = 256, kMax = 64;
+  const int64_t tiles = divide_up(load.seqlen_k, kAttentionBackwardSm90Keys);
+  const int64_t columns = load.columns;
+  if (wave > 0 && tiles > 0 && load.heads >= (columns > 64 ? 4 : 8)) {
+    // An even number of waves: those of about 16 parts, or two where these have fewer blocks.
+    // Behind an odd number the blocks of the next parts would start one after the other: up to
+    // 1.18 of the time.
+    const int64_t pairs = (16 * tiles + wave) / (2 * wave);
+    const int64_t even = 2 * wave * std::max<int64_t>(pairs, 1) / tiles;
+    if (load.parts * 2 <= even * 3) return {load.parts, wave};
+    // A few that are left over would have the device for themselves.
+    const int64_t sets = load.parts / even, over = load.parts % even;
+    return {over > 0 && over * 4 <= even ? divide_up(load.parts, sets) : even, wave};
+  }
+  // Enough for all SMs, of which the longest come first; more where what they share fits the cache.
+  // NOTE: with equal blocks, 16 heads whose walks are long lose each other: each block read its
+  // rows from memory for itself. (1, 16, 16384, 128) took 12.5 ms with 16 and 8.8 with 8 on an
+  // H100, and 18 GB of memory traffic instead of 4.4.
+  const int64_t least =
+      load.heads > 1 ? 4 : (columns > 128 || !load.causal ? 8 : (columns > 64 ? 16 : 32));
+  const int64_t filling =
+      std::clamp<int64_t>(tiles > 0 ? kBlocks / tiles : kMax, least, columns > 64 ? 16 : kMax);
+  const int64_t cached = load.bytes > 0 ? kCacheBytes / load.bytes : kMax;
+  const int64_t about = std::clamp(cached, filling, kMax);
+  const int64_t sets = (2 * load.parts + about) / (2 * about);
+  return {divide_up(load.parts, std::max<int64_t>(sets, 1)), 0};
+}
+static_assert(attention_backward_order({8, 8, 8192, 128, 0, true}, 132).at_once == 8);
+static_assert(attention_backward_order({64, 4, 2048, 128, 0, true}, 132).at_once == 16);
+static_assert(attention_backward_order({33, 4, 8192, 128, 0, true}, 132).at_once == 17);
+static_assert(attention_backward_order({96, 1, 1024, 64, 786432, true}, 132).at_once == 48);
+static_assert(attention_backward_order({96, 1, 1024, 64, 786432, true}, 132).wave == 0);
+static_assert(attention_backward_order({16, 1, 16384, 128, 25 << 20, false}, 0).at_once == 8);
+static_assert(attention_backward_order({0, 1, 1024, 64, 0, true}, 132).at_once == 0);
+
+}  // namespace torchweld

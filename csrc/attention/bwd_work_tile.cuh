@@ -1,0 +1,138 @@
+// What a block of attention's gradient works on, and how its tiles reach shared memory.
+#pragma once
+
+#include <climits>
+
+#include "attention/bwd_args.cuh"
+#include "core/index.h"
+#include "device/mma_sync.cuh"
+#include "device/vec.cuh"
+
+namespace torchweld {
+
+// Under an AttentionMask: rows of the block's query tiles see no key before `begin` nor from `end`
+// on.
+struct LiveKeys {
+  int begin, end;
+};
+
+// What a block works on. It stays in shared memory: registers are short. Span: LiveSpan or
+// LiveKeys.
+template <typename Span>
+struct alignas(8) BackwardWorkTile {
+  int sequence;
+  int head_kv;
+  int first_key;
+  int turn;  // of the block at its dQ tiles
+  Span span;
+  int first_head;  // query heads [first_head, end_head) of all batch * nheads
+  int end_head;
+  int first_tile;  // query tiles [first_tile, last_tile] of each
+  int last_tile;
+  // Hopper's kernels: query heads that a tile is walked through before the next one.
+  // NOTE: 1 where all blocks see the same rows. Elsewhere blocks of later keys see fewer, and would
+  // wait at the end of every head for those of earlier keys.
+  int tile_steps;
+  int direction;  // Hopper's kernels: 1 where the tiles are walked upwards, else -1
+  int part;       // of all batch * nheads_kv * group_parts
+
+  // Of Hopper's kernels: every tile of every head is one.
+  __device__ __forceinline__ int steps() const {
+    return (end_head - first_head) * (last_tile - first_tile + 1);
+  }
+  // The first tile of a walk.
+  __device__ __forceinline__ int start_tile() const {
+    return direction > 0 ? first_tile : last_tile;
+  }
+
+  // By one thread. Of the parts that come side by side the tiles of keys ascend, the same tile of
+  // every part after the other.
+  template <typename Config>
+  __device__ __forceinline__ void take(const BackwardArgs& args, unsigned* g_ticket) {
+    const AttentionSizes& sizes = args.params.sizes;
+    const unsigned key_tiles = (sizes.seqlen_k + Config::kKeys - 1) / Config::kKeys;
+    const unsigned parts = args.group_parts, all_parts = sizes.batch * sizes.nheads_kv * parts;
+    const unsigned ticket = atomicAdd(g_ticket, 1u);
+    const unsigned before = ticket / (args.parts_at_once * key_tiles) * args.parts_at_once;
+    const unsigned rest = ticket - before * key_tiles;
+    const unsigned abreast = min(all_parts - before, args.parts_at_once);
+    const int key_tile = static_cast<int>(rest / abreast);
+    const int nheads_kv = static_cast<int>(sizes.nheads_kv);
+    const unsigned group = static_cast<unsigned>(sizes.nheads) / nheads_kv;
+    part = static_cast<int>(before + rest % abreast);
+    const int head = part / parts, part_of_head = part % parts;
+    sequence = head / nheads_kv;
+    head_kv = head % nheads_kv;
+    first_key = key_tile * Config::kKeys;
+    first_head = head * group + part_of_head * group / parts;
+    end_head = head * group + (part_of_head + 1) * group / parts;
+    tile_steps = args.rule.causal || args.rule.window > 0 ? end_head - first_head : 1;
+    direction = args.wave > 0 && rest / args.wave % 2 == 1 ? 1 : -1;
+    if constexpr (Config::kMasked) {
+      turn = key_tile;
+      span.begin = first_tile = INT_MAX;
+      span.end = last_tile = 0;
+    } else {
+      span = LiveSpan(args, sequence);
+      turn = key_tile - span.pad / Config::kKeys;
+      const int first_row = first_key + Config::kKeys > span.pad
+                                ? span.first_row_seeing(args.rule, first_key)
+                                : static_cast<int>(sizes.seqlen_q);
+      if (first_row >= sizes.seqlen_q) end_head = first_head;
+      first_tile = first_row / Config::kRows;
+      last_tile = static_cast<int>(sizes.seqlen_q - 1) / Config::kRows;
+    }
+  }
+
+  // The same under an AttentionMask, by all threads. `turn` is the tile of keys; the query tiles
+  // are those from the first to the last whose rows, group by group, see keys of the block.
+  template <typename Config>
+  __device__ __forceinline__ void take_masked(const MaskedBackwardArgs& args, unsigned* g_ticket) {
+    constexpr int kGroupTiles = kAttentionBackwardRowPad / Config::kRows;
+    if (threadIdx.x == 0) take<Config>(args, g_ticket);
+    __syncthreads();
+    const int groups = static_cast<int>(args.rows / kAttentionBackwardRowPad);
+    for (int i = threadIdx.x; i < groups; i += Config::kThreads) {
+      const RowGroup& group = args.group_of(sequence, i * kAttentionBackwardRowPad);
+      if (group.begin >= first_key + Config::kKeys || group.end <= first_key) continue;
+      atomicMin(&span.begin, group.begin);
+      atomicMax(&span.end, group.end);
+      atomicMin(&first_tile, i * kGroupTiles);
+      atomicMax(&last_tile, (i + 1) * kGroupTiles - 1);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      const int rows = static_cast<int>(args.params.sizes.seqlen_q);
+      if (span.end == 0) end_head = first_head;
+      last_tile = min(last_tile, (rows - 1) / Config::kRows);
+    }
+    __syncthreads();
+  }
+};
+
+// Rows [begin, end) of a tile, or with kBits those that have their bit of `some`, zeros elsewhere
+// and beyond `cols`.
+template <typename Config, bool kBits = false, typename Tile, typename T>
+__device__ __forceinline__ void load_tile(Tile& s_tile, const T* g_head, int64_t row_stride,
+                                          int first_row, int begin, int end, int64_t cols,
+                                          [[maybe_unused]] uint64_t some = 0) {
+  constexpr int kElems = kVectorBytes / sizeof(T);
+  constexpr int kRowsAtOnce = Config::kThreads / Tile::kChunks;
+  static_assert(Config::kThreads % Tile::kChunks == 0 && Tile::kRows % kRowsAtOnce == 0);
+  const int chunk = threadIdx.x % Tile::kChunks;
+  const int64_t left = (cols - chunk * kElems) * static_cast<int64_t>(sizeof(T));
+  const int bytes = left < 0 ? 0 : (left > kVectorBytes ? kVectorBytes : static_cast<int>(left));
+  const uint32_t s_base = shared_address(s_tile.s_data);
+  int row = threadIdx.x / Tile::kChunks;
+  const T* g_from = g_head + (first_row + row) * row_stride + chunk * kElems;
+#pragma unroll
+  for (int i = 0; i < Tile::kRows / kRowsAtOnce; ++i) {
+    const bool live =
+        kBits ? (some >> row & 1) != 0 && bytes > 0 : row >= begin && row < end && bytes > 0;
+    copy_async_16(s_base + Tile::offset(row, chunk), live ? g_from : g_head, live ? bytes : 0);
+    row += kRowsAtOnce;
+    g_from += kRowsAtOnce * row_stride;
+  }
+}
+
+}  // namespace torchweld

@@ -1,0 +1,49 @@
+// Soft-capped scores, for attention and its gradient.
+#pragma once
+
+#include "attention/score_scale.h"
+#include "device/activation.cuh"
+
+namespace torchweld {
+
+// tanh where |x| <= Series::kMax, and of NaN.
+using Series = SmallTanh<4>;
+__device__ __forceinline__ float small_tanh(float x) {
+  const float square = x * x;
+  float y = fmaf(square, Series::term(3), Series::term(2));
+  y = fmaf(square, y, Series::term(1));
+  return fmaf(square, y, Series::term(0)) * x;
+}
+
+// Of |score|; NaN does not count.
+template <int kCount>
+__device__ __forceinline__ float largest_size(const float (&r_s)[kCount]) {
+  float largest = 0.f;
+#pragma unroll
+  for (const float score : r_s) largest = fmaxf(largest, fabsf(score));
+  return largest;
+}
+
+// score = tanh(score * cap), to fp32's accuracy where kExact. A gradient's cap has the sign of
+// scale. NOTE: tanh takes two of the slow instructions of which a probability takes one, and most
+// models' scores lie far below their cap. A warp that has no other ones does with a polynomial.
+// Two ways take more registers than one: kOneWay is for kernels that have none to spare.
+template <bool kExact, bool kOneWay = false, int kCount>
+__device__ __forceinline__ void cap_scores(float (&r_s)[kCount], float cap) {
+  if constexpr (!kExact && !kOneWay) {
+    if (__all_sync(~0u, largest_size(r_s) * fabsf(cap) <= Series::kMax)) {
+#pragma unroll
+      for (float& score : r_s) score = small_tanh(score * cap);
+      return;
+    }
+  }
+#pragma unroll
+  for (float& score : r_s) score = tanh_of<kExact>(score * cap);
+}
+
+template <bool kExact, bool kOneWay = false, int kTiles, int kCols>
+__device__ __forceinline__ void cap_scores(float (&r_s)[kTiles][kCols][4], float cap) {
+  cap_scores<kExact, kOneWay>(reinterpret_cast<float (&)[kTiles * kCols * 4]>(r_s), cap);
+}
+
+}  // namespace torchweld

@@ -1,0 +1,301 @@
+// Which kernel and tile attention's forward takes. Pure host code: tested without a GPU, printed by
+// explain.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/family.h"
+#include "core/index.h"
+
+namespace torchweld {
+
+// What the products are made of: elements of 16 bits; fp32 rounded to TF32; fp32 to its accuracy,
+// as three bf16 pieces a value.
+enum class AttentionMath { k16Bit, kTf32, kFloat32 };
+
+constexpr int elem_size(AttentionMath math) { return math == AttentionMath::k16Bit ? 2 : 4; }
+
+inline constexpr int kSplitBytes = 6;  // of a value in pieces
+
+// `warps` warps hold `rows` query rows and walk the keys `keys` at a time, with `stages` buffers of
+// keys and values. Head dims up to `dim` are filled up with zeros. In fp32 there is a buffer of
+// pieces and one of what arrives: for keys and for values, or with one stage for both in turn.
+struct AttentionTile {
+  AttentionMath math;
+  int dim;
+  int rows;
+  int keys;
+  int stages;
+  int warps;
+  int blocks_per_sm;  // what the registers are cut for
+
+  constexpr int threads() const { return warps * 32; }
+  constexpr int tile_bytes() const {
+    const int size = elem_size(math);
+    if (math == AttentionMath::kFloat32) {
+      return (kSplitBytes * rows + stages * (kSplitBytes + size) * keys) * dim;
+    }
+    return (rows + 2 * stages * keys) * dim * size;
+  }
+};
+
+// What a block may use on the devices with the least shared memory (sm_86, sm_89, sm_120).
+inline constexpr int kAttentionSharedBytes = 99 * 1024;
+
+// A warp's 32 query rows take every key and value that it reads from shared memory twice; head dims
+// above 128 leave registers for 16, in fp32 shared memory does above 64.
+inline constexpr AttentionTile kAttentionTiles[] = {
+    {AttentionMath::k16Bit, 64, 128, 64, 2, 4, 2},
+    {AttentionMath::k16Bit, 128, 128, 64, 2, 4, 2},
+    {AttentionMath::k16Bit, 256, 64, 32, 2, 4, 2},
+    {AttentionMath::kTf32, 64, 128, 32, 2, 4, 2},
+    {AttentionMath::kTf32, 128, 128, 16, 2, 4, 2},
+    {AttentionMath::kTf32, 256, 64, 16, 1, 4, 2},
+    {AttentionMath::kFloat32, 64, 128, 32, 2, 4, 2},
+    {AttentionMath::kFloat32, 128, 64, 32, 1, 4, 2},
+    {AttentionMath::kFloat32, 256, 32, 16, 1, 2, 2}};
+inline constexpr int kNumAttentionTiles = sizeof(kAttentionTiles) / sizeof(kAttentionTiles[0]);
+
+// Of few query rows: the query heads of a kv head and their rows are packed into kRows rows. The
+// keys of a sequence are cut into splits, one a block, whose `warps` warps take tiles of `keys`
+// keys in turn, each with `stages` buffers of keys and values.
+struct AttentionDecodeTile {
+  int dim;
+  int keys;
+  int stages;
+  int warps;
+
+  static constexpr int kRows = 16;
+  static constexpr int kMostSeqlen = 16;  // of the query
+  static constexpr int kMaxSplits = 128;
+
+  constexpr int threads() const { return warps * 32; }
+  constexpr int step_keys() const { return warps * keys; }
+  // 16-bit query rows, keys and values. The warps' sums, in fp32, take the place of keys and
+  // values.
+  constexpr int tile_bytes() const { return (kRows + 2 * stages * step_keys()) * dim * 2; }
+};
+
+// Those of a head dim from the one with most in flight to the one for the least shared memory.
+inline constexpr AttentionDecodeTile kAttentionDecodeTiles[] = {
+    {64, 16, 3, 8},  {64, 32, 2, 4},  {128, 16, 3, 8}, {128, 16, 3, 4},
+    {128, 16, 2, 4}, {256, 16, 3, 4}, {256, 16, 2, 2}};
+inline constexpr int kNumAttentionDecodeTiles =
+    sizeof(kAttentionDecodeTiles) / sizeof(kAttentionDecodeTiles[0]);
+
+// On Hopper: a warpgroup has 64 query rows, `keys` of the keys are walked at a time, with `stages`
+// buffers of keys and values. Head dims up to `dim` and `dim_v` are filled up with zeros.
+struct AttentionSm90Tile {
+  int dim;
+  int dim_v;
+  int warpgroups;
+  int keys;
+  int stages;
+  int blocks;  // that share an SM
+  int speed;   // TFLOP/s of many long rows on an H200
+
+  static constexpr int kWarpgroupRows = 64;
+  static constexpr int kLineElems = 64;  // a line of 128 bytes in shared memory
+
+  constexpr int rows() const { return warpgroups * kWarpgroupRows; }
+  // The producer is a warp. Where the SM is the block's own, it is a warpgroup, whose registers the
+  // others take.
+  constexpr int threads() const { return 128 * warpgroups + (blocks == 1 ? 128 : 32); }
+  // In shared memory columns come in whole lines.
+  static constexpr int lines(int columns) { return (columns + kLineElems - 1) / kLineElems; }
+  // A warpgroup's results go through where its query rows were.
+  constexpr int query_bytes() const {
+    return 2 * kLineElems * rows() * std::max(lines(dim), lines(dim_v));
+  }
+  constexpr int stages_bytes() const {
+    return stages * 2 * kLineElems * keys * (lines(dim) + lines(dim_v));
+  }
+  // Where there is room the next tile's query rows arrive beside those of this one.
+  constexpr int query_stages() const {
+    return 2 * query_bytes() + stages_bytes() + kExtraBytes <= kSmBytes / blocks - kBlockBytes ? 2
+                                                                                               : 1;
+  }
+  constexpr int tile_bytes() const { return query_stages() * query_bytes() + stages_bytes(); }
+
+  static constexpr int kExtraBytes = 3 * 1024;  // what the kernel keeps beside its tile
+  // An SM's shared memory on Hopper, and what of it each block loses.
+  static constexpr int kSmBytes = 228 * 1024, kBlockBytes = 1024;
+};
+
+// A tile of one warpgroup ends while the other blocks of its SM go on, which is most of a short
+// row's time. Long rows want many rows to a step's keys.
+inline constexpr AttentionSm90Tile kAttentionSm90Tiles[] = {
+    {64, 64, 3, 128, 2, 1, 510},   {64, 64, 2, 128, 2, 1, 445},   {64, 64, 1, 64, 3, 3, 440},
+    {96, 96, 2, 160, 2, 1, 570},   {128, 128, 2, 160, 2, 1, 644}, {128, 128, 2, 128, 2, 1, 625},
+    {192, 128, 2, 128, 2, 1, 744}, {256, 256, 2, 80, 2, 1, 770},  {64, 128, 2, 128, 2, 1, 594},
+    {128, 64, 2, 128, 2, 1, 590}};
+inline constexpr int kNumAttentionSm90Tiles =
+    sizeof(kAttentionSm90Tiles) / sizeof(kAttentionSm90Tiles[0]);
+
+// What else than the sizes of a head decides how long a call takes.
+struct AttentionLoad {
+  int64_t heads;  // batch * nheads
+  int64_t group;  // query heads that share a kv head
+  bool causal, padded, bfloat16;
+  int64_t window;  // 0: none
+  bool packed;     // every row's first key is given
+};
+
+struct AttentionProblem {
+  int64_t seqlen_q;
+  int64_t seqlen_k;
+  int64_t head_dim;
+  int64_t head_dim_v;
+  AttentionMath math;
+  AttentionLoad load;
+  DeviceFacts device;
+};
+
+// kSync: mma.sync. kGeneral: any sizes, without tensor cores. kDecode: few query rows, with the
+// keys split; forward alone. kSm90: Hopper's wgmma and TMA.
+enum class AttentionEngine : int8_t { kSync, kGeneral, kDecode, kSm90 };
+
+struct AttentionChoice {
+  AttentionEngine engine;
+  int tile;        // index into the engine's tiles, 0 for kGeneral
+  int splits = 1;  // of the keys, by kDecode
+};
+
+inline constexpr const char* kAttentionOtherDtype = "the tile is for another dtype";
+inline constexpr const char* kAttentionNoWgmma = "the GPU, or the code built for it, has no wgmma";
+
+// Of every tile.
+inline Refusal attention_sizes_refusal(const AttentionProblem& p) {
+  constexpr int64_t kMaxSeqlen = int64_t{1} << 29;  // positions are counted in 32 bits
+  if (p.head_dim == 0 || p.head_dim_v == 0) return "no tile takes a head dim of 0";
+  if (p.seqlen_q > kMaxSeqlen || p.seqlen_k > kMaxSeqlen) {
+    return {"no tile takes sequences longer than {}", kMaxSeqlen};
+  }
+  return {};
+}
+
+// Of a tile for head dims up to `dim`, whatever its dtype.
+inline Refusal attention_sizes_refusal(const AttentionProblem& p, int dim) {
+  if (p.head_dim > dim || p.head_dim_v > dim) return {"the tile holds head dims to {}", dim};
+  return attention_sizes_refusal(p);
+}
+
+inline Refusal attention_refusal(const AttentionProblem& p, const AttentionTile& tile) {
+  return tile.math == p.math ? attention_sizes_refusal(p, tile.dim) : kAttentionOtherDtype;
+}
+
+inline Refusal attention_sm90_refusal(const AttentionProblem& p, const AttentionSm90Tile& tile) {
+  if (!p.device.wgmma || !p.device.tma) return kAttentionNoWgmma;
+  if (p.math != AttentionMath::k16Bit) return kAttentionOtherDtype;
+  if (p.head_dim > tile.dim || p.head_dim_v > tile.dim_v) {
+    return {"the tile holds head dims to {} and {}", tile.dim, tile.dim_v};
+  }
+  if (const Refusal reason = attention_sizes_refusal(p)) return reason;
+  if (p.head_dim_v % 8 != 0) return "the results' rows don't start on 16 bytes";
+  if (p.seqlen_k == 0) return "there are no keys";
+  if (tile.tile_bytes() + AttentionSm90Tile::kExtraBytes > p.device.shared_limit) {
+    return too_much_shared_memory(tile.tile_bytes(), p.device.shared_limit);
+  }
+  // NOTE: the last tickets are that much larger than there are tiles.
+  const double tiles = static_cast<double>(p.load.heads) *
+                       static_cast<double>(divide_up(p.seqlen_q, tile.rows()) + 1);
+  return grid_fits(tiles + p.device.sms * tile.blocks) ? Refusal() : "more than 2^31 - 1 tiles";
+}
+
+// Of the busiest SM, in units that are the same for all tiles. Paddings are not known here, nor the
+// rows' first keys: they count as those of packed documents of kDocument tokens.
+inline double attention_sm90_cost(const AttentionProblem& p, const AttentionSm90Tile& tile) {
+  constexpr double kEmptyKeys = 224;  // what beginning and ending a tile costs
+  constexpr int64_t kDocument = 512;
+  const int64_t documents =
+      p.load.packed ? std::max<int64_t>(1, divide_up(p.seqlen_q, kDocument)) : 1;
+  const int64_t seqlen_q = divide_up(p.seqlen_q, documents),
+                seqlen_k = divide_up(p.seqlen_k, documents), heads = p.load.heads * documents;
+  const int64_t tiles = divide_up(seqlen_q, tile.rows());
+  double keys = 0, most = 0;  // of a head, and of a tile
+  const auto walk = [&](int64_t seen) {
+    const double walked = static_cast<double>(divide_up(seen, tile.keys) * tile.keys) + kEmptyKeys;
+    most = std::max(most, walked);
+    return walked;
+  };
+  constexpr int64_t kCounted = 64;  // tiles of long rows stand for their neighbours
+  const int64_t window = p.load.window, before = seqlen_k - seqlen_q;
+  const bool uneven = p.load.causal || window > 0;
+  const int64_t stride = uneven ? divide_up(tiles, kCounted) : tiles;
+  for (int64_t first = 0; first < tiles; first += stride) {
+    const int64_t behind = std::min(tiles, first + stride) * tile.rows() + before;  // its last row
+    const int64_t begin = window > 0 ? behind - tile.rows() - window + 1 : 0;
+    const int64_t end = p.load.causal ? behind : window > 0 ? behind + window - 1 : seqlen_k;
+    const auto key = [&](int64_t at) { return std::clamp<int64_t>(at, 0, seqlen_k); };
+    keys += walk(key(end) - key(begin)) * static_cast<double>(std::min(tiles - first, stride));
+  }
+  // The blocks of an SM have its time in turns.
+  const int64_t blocks = std::max<int64_t>(1, p.device.sms) * tile.blocks;
+  const double rounds = static_cast<double>(divide_up(heads * tiles, blocks));
+  const double even = keys * static_cast<double>(heads) / static_cast<double>(blocks);
+  const double busiest = uneven ? std::max(most, even) : rounds * most;
+  return busiest * tile.blocks * tile.rows() * (tile.dim + tile.dim_v) / tile.speed;
+}
+
+// What the decode kernel keeps in shared memory beside its tile.
+inline constexpr int kAttentionDecodeExtraBytes = 4 * 1024;
+
+// Blocks, were the keys not split.
+inline int64_t attention_decode_groups(const AttentionProblem& p) {
+  return p.load.heads / p.load.group *
+         divide_up(p.load.group * p.seqlen_q, AttentionDecodeTile::kRows);
+}
+
+inline Refusal attention_decode_refusal(const AttentionProblem& p, const AttentionDecodeTile& tile,
+                                        int splits) {
+  if (p.math != AttentionMath::k16Bit) return kAttentionOtherDtype;
+  if (p.seqlen_q > AttentionDecodeTile::kMostSeqlen) {
+    return {"the tile is for sequences of at most {} query rows", AttentionDecodeTile::kMostSeqlen};
+  }
+  if (const Refusal reason = attention_sizes_refusal(p, tile.dim)) return reason;
+  if (tile.tile_bytes() + kAttentionDecodeExtraBytes > p.device.shared_limit) {
+    return too_much_shared_memory(tile.tile_bytes(), p.device.shared_limit);
+  }
+  if (splits < 1 || splits > AttentionDecodeTile::kMaxSplits) {
+    return {"keys can be cut into 1 to {} splits", AttentionDecodeTile::kMaxSplits};
+  }
+  if (!grid_fits(static_cast<double>(p.load.group) * static_cast<double>(p.seqlen_q))) {
+    return "more than 2^31 - 1 query rows of a kv head";
+  }
+  return grid_fits(static_cast<double>(attention_decode_groups(p)) * splits)
+             ? Refusal()
+             : "more than 2^31 - 1 blocks";
+}
+
+// A block for every SM, while each has some steps to walk. More would only add parts.
+inline int attention_decode_splits(const AttentionProblem& p, const AttentionDecodeTile& tile) {
+  constexpr int64_t kMinSteps = 2;
+  const int64_t groups = std::max<int64_t>(1, attention_decode_groups(p));
+  const int64_t steps = divide_up(p.seqlen_k, tile.step_keys());
+  const int64_t most = std::min<int64_t>(AttentionDecodeTile::kMaxSplits, steps / kMinSteps);
+  const int64_t room = p.device.sms / groups;
+  return static_cast<int>(std::max<int64_t>(1, std::min(room, most)));
+}
+
+inline AttentionChoice choose_attention(const AttentionProblem& p) {
+  for (int i = 0; i < kNumAttentionDecodeTiles; ++i) {
+    const AttentionDecodeTile& tile = kAttentionDecodeTiles[i];
+    if (attention_decode_refusal(p, tile, 1)) continue;
+    return {AttentionEngine::kDecode, i, attention_decode_splits(p, tile)};
+  }
+  int fastest = -1;
+  double least = 0;
+  for (int i = 0; i < kNumAttentionSm90Tiles; ++i) {
+    if (attention_sm90_refusal(p, kAttentionSm90Tiles[i])) continue;
+    const double cost = attention_sm90_cost(p, kAttentionSm90Tiles[i]);
+    if (fastest < 0 || cost < least) fastest = i, least = cost;
+  }
+  if (fastest >= 0) return {AttentionEngine::kSm90, fastest};
+  for (int i = 0; i < kNumAttentionTiles; ++i) {
+    if (!attention_refusal(p, kAttentionTiles[i])) return {AttentionEngine::kSync, i};
+  }
+  return {AttentionEngine::kGeneral, 0};
+}
+
+}  // namespace torchweld

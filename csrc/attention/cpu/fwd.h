@@ -1,0 +1,174 @@
+// CPU: attention in tiles of 64 keys by up to 64 query rows that stay in cache.
+//
+// Tiles are transposed, (keys, rows): then each query row is a lane of the vectors, its softmax
+// needs no sum across lanes, and the gradients to key and value are plain matmuls of the tiles.
+// Keys and values are packed once, in the statistics' dtype, from the first to the last key that
+// the sequence sees: padding is not read. A task is a block of query rows, in the gradient a kv
+// head with all its query heads, so that every sum is added in one order whatever the number of
+// threads.
+#pragma once
+
+#include <ATen/Dispatch.h>
+
+#include "attention/cpu/tiles.h"
+
+namespace torchweld {
+
+constexpr int64_t kFewRows = 8;  // so few query rows do not pay for packed keys
+
+// Scores (tiles, 64, width) to their exponentials against each row's largest, and their sum with
+// that of the sink, which is added tile by tile: one long chain of additions would lose digits.
+// part (width,) is scratch.
+template <typename acc_t>
+void softmax_of_lanes(acc_t* scores, int64_t tiles, int64_t width, acc_t sink, acc_t* max,
+                      acc_t* sum, acc_t* part) {
+  with_vectors([&] {
+    std::fill_n(max, width, sink);
+    for (int64_t c = 0; c < tiles * kTileKeys; ++c) {
+      const acc_t* s = scores + c * width;
+      for (int64_t r = 0; r < width; ++r) max[r] = max[r] > s[r] ? max[r] : s[r];
+    }
+    for (int64_t r = 0; r < width; ++r) {
+      sum[r] = sink == -std::numeric_limits<acc_t>::infinity() ? 0 : exp_in_vectors(sink - max[r]);
+    }
+    for (int64_t t = 0; t < tiles; ++t) {
+      std::fill_n(part, width, acc_t(0));
+      for (int64_t c = 0; c < kTileKeys; ++c) {
+        acc_t* s = scores + (t * kTileKeys + c) * width;
+        for (int64_t r = 0; r < width; ++r) {
+          s[r] = exp_in_vectors(s[r] - max[r]);
+          part[r] += s[r];
+        }
+      }
+      for (int64_t r = 0; r < width; ++r) sum[r] += part[r];
+    }
+  });
+}
+
+template <typename T>
+void attention_forward_tiles(const CpuAttention& a, const Tensor& out, const Tensor* lse,
+                             const Tensor& query, const Tensor& key, const Tensor& value) {
+  using acc_t = at::opmath_type<T>;
+  const Tensor packed_k = pack_tiles<T, acc_t>(a, key, /*transposed=*/false);
+  const Tensor packed_vt = pack_tiles<T, acc_t>(a, value, /*transposed=*/true);
+  const CpuHeads<T> q(query), o(out);
+  const int64_t width = a.block_rows(), blocks = a.blocks(), d = a.head_dim, dv = a.head_dim_v;
+  const int64_t heads = a.batch * a.nheads;
+  parallel_tasks(heads * blocks, [&](int64_t task) {
+    const int64_t index = from_both_ends(task / heads, blocks);
+    const int64_t b = task % heads / a.nheads, h = task % a.nheads;
+    const QueryBlock block(a, b, index);
+    const acc_t sink = a.template sink<acc_t>(h);
+    T* const to = o.row(b, h, block.row);
+    acc_t* const lse_to =
+        lse ? lse->mutable_data_ptr<acc_t>() + (b * a.nheads + h) * a.seqlen_q + block.row
+            : nullptr;
+    for (int64_t r = 0; r < block.rows; ++r) {
+      if (block.sees(r)) continue;
+      std::fill_n(to + r * o.row_stride, dv, T(0));
+      if (lse) lse_to[r] = sink;
+    }
+    if (block.empty()) return;
+    Scratch<acc_t> scratch((d + dv + block.tiles() * kTileKeys + 3) * width, packed_k.options());
+    acc_t* const qt = scratch.take(d * width);
+    acc_t* const out_t = scratch.take(dv * width);
+    acc_t* const scores = scratch.take(block.tiles() * kTileKeys * width);
+    acc_t *const max = scratch.take(width), *const sum = scratch.take(width);
+    acc_t* const part = scratch.take(width);
+    pack_transposed<T, acc_t>(qt, width, q.row(b, h, block.row), block.rows, d, q.row_stride,
+                              q.column_stride, static_cast<acc_t>(a.scale));
+    const int64_t kv_tile = (b * a.nheads_kv + h / a.group()) * a.tiles() + block.tile_begin;
+    const acc_t* k = packed_k.const_data_ptr<acc_t>() + kv_tile * kTileKeys * d;
+    const acc_t* vt = packed_vt.const_data_ptr<acc_t>() + kv_tile * kTileKeys * dv;
+    for (int64_t t = 0; t < block.tiles(); ++t) {
+      acc_t* const tile = scores + t * kTileKeys * width;
+      block_matmul(tile, k + t * kTileKeys * d, qt, kTileKeys, width, d, /*add=*/false);
+      if (a.softcap > 0) cap_tile(tile, kTileKeys * width, a.softcap);
+      block.fill_hidden(tile, block.tile_begin + t, width, -std::numeric_limits<acc_t>::infinity());
+    }
+    softmax_of_lanes(scores, block.tiles(), width, sink, max, sum, part);
+    for (int64_t t = 0; t < block.tiles(); ++t) {
+      block_matmul(out_t, vt + t * kTileKeys * dv, scores + t * kTileKeys * width, dv, width,
+                   kTileKeys, /*add=*/t > 0);
+    }
+    with_vectors([&] {
+      for (int64_t r = 0; r < block.rows; ++r) {
+        if (!block.sees(r)) continue;
+        for (int64_t c = 0; c < dv; ++c) {
+          to[r * o.row_stride + c] = static_cast<T>(out_t[c * width + r] / sum[r]);
+        }
+      }
+    });
+    if (!lse) return;
+    for (int64_t r = 0; r < block.rows; ++r) {
+      if (block.sees(r)) lse_to[r] = std::log(sum[r]) + max[r];
+    }
+  });
+}
+
+// The same for a few query rows, as in decoding: keys and values are read once, where they are. A
+// task is a kv head with all its query heads. The columns of key and value are adjacent.
+template <typename T>
+void attention_forward_rows(const CpuAttention& a, const Tensor& out, const Tensor* lse,
+                            const Tensor& query, const Tensor& key, const Tensor& value) {
+  using acc_t = at::opmath_type<T>;
+  const CpuHeads<T> q(query), k(key), v(value), o(out);
+  const int64_t d = a.head_dim, dv = a.head_dim_v, rows = a.group() * a.seqlen_q;
+  const auto in_acc = query.options().dtype(c10::CppTypeToScalarType<acc_t>::value);
+  parallel_tasks(a.batch * a.nheads_kv, [&](int64_t task) {
+    const int64_t b = task % a.batch, kv = task / a.batch;
+    const SequenceMask sequence = a.mask.sequence(b);
+    Scratch<acc_t> scratch(rows * (a.seqlen_k + d + dv) + dv, in_acc);
+    acc_t *const q_rows = scratch.take(rows * d), *const sums = scratch.take(rows * dv);
+    acc_t* const part = scratch.take(dv);
+    acc_t* const scores = scratch.take(rows * a.seqlen_k);
+    with_vectors([&] {
+      for (int64_t r = 0; r < rows; ++r) {
+        const T* from = q.row(b, kv * a.group() + r / a.seqlen_q, r % a.seqlen_q);
+        for (int64_t c = 0; c < d; ++c) {
+          q_rows[r * d + c] =
+              static_cast<acc_t>(from[c * q.column_stride]) * static_cast<acc_t>(a.scale);
+        }
+      }
+      for (int64_t j = a.seen[b].begin; j < a.seen[b].end; ++j) {
+        for (int64_t r = 0; r < rows; ++r) {
+          scores[r * a.seqlen_k + j] = dot<acc_t>(q_rows + r * d, k.row(b, kv, j), d);
+        }
+      }
+      std::fill_n(sums, rows * dv, acc_t(0));
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t h = kv * a.group() + r / a.seqlen_q, i = r % a.seqlen_q;
+        const LiveRange live = a.mask.rule.live(i, sequence);
+        const acc_t sink = a.template sink<acc_t>(h);
+        T* const to = o.row(b, h, i);
+        acc_t* const lse_to =
+            lse ? lse->mutable_data_ptr<acc_t>() + (b * a.nheads + h) * a.seqlen_q + i : nullptr;
+        if (live.empty()) {
+          std::fill_n(to, dv, T(0));
+          if (lse_to) *lse_to = sink;
+          continue;
+        }
+        acc_t* const p = scores + r * a.seqlen_k;
+        acc_t* const sum = sums + r * dv;
+        const int64_t keys = live.end - live.begin;
+        if (a.softcap > 0) cap_row(p + live.begin, keys, static_cast<acc_t>(a.softcap));
+        const acc_t most = max_of(p + live.begin, keys), max = most > sink ? most : sink;
+        acc_t total = exp_and_sum(p + live.begin, p + live.begin, keys, max);
+        if (a.sinks.defined()) total += exp_in_vectors(sink - max);
+        // In blocks of keys: one chain of additions over thousands of keys would lose digits.
+        for (int64_t first = live.begin; first < live.end; first += kTileKeys) {
+          std::fill_n(part, dv, acc_t(0));
+          for (int64_t j = first; j < std::min(first + kTileKeys, live.end); ++j) {
+            const T* from = v.row(b, kv, j);
+            for (int64_t c = 0; c < dv; ++c) part[c] += p[j] * static_cast<acc_t>(from[c]);
+          }
+          for (int64_t c = 0; c < dv; ++c) sum[c] += part[c];
+        }
+        for (int64_t c = 0; c < dv; ++c) to[c] = static_cast<T>(sum[c] / total);
+        if (lse_to) *lse_to = std::log(total) + max;
+      }
+    });
+  });
+}
+
+}  // namespace torchweld

@@ -1,0 +1,243 @@
+// CPU. What attention and softmax_matmul share: blocks of query rows, tiles of 64 keys, and how
+// they are packed from the first key that a sequence sees.
+#pragma once
+
+#include <ATen/OpMathType.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "attention/cpu/scores.h"
+#include "attention/mask_arguments.h"
+#include "core/parallel.h"
+#include "core/simd_cpu.h"
+#include "gemm/gemm_cpu.h"
+
+namespace torchweld {
+
+constexpr int64_t kTileKeys = 64;
+
+// A (batch, heads, rows, columns) tensor as its elements are found.
+template <typename T>
+struct CpuHeads {
+  T* data;
+  int64_t batch_stride, head_stride, row_stride, column_stride;
+
+  explicit CpuHeads(const Tensor& t)
+      : data(const_cast<T*>(t.const_data_ptr<T>())),
+        batch_stride(t.stride(0)),
+        head_stride(t.stride(1)),
+        row_stride(t.stride(2)),
+        column_stride(t.dim() > 3 ? t.stride(3) : 1) {}
+
+  T* row(int64_t b, int64_t h, int64_t i) const {
+    return data + b * batch_stride + h * head_stride + i * row_stride;
+  }
+};
+
+// What one call is about: attention, or softmax_matmul with its scores instead of query and key.
+struct CpuAttention : CpuScores {
+  int64_t batch, nheads, nheads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
+  CpuMask mask;
+  std::vector<LiveRange> seen;  // the keys that any row of a sequence sees, from the first on
+
+  CpuAttention(const Tensor& query, const Tensor& key, const Tensor& value,
+               const MaskArguments& args, double scale)
+      : CpuAttention(query.size(0), query.size(1), key.size(1), query.size(2), key.size(2),
+                     query.size(3), value.size(3), args, scale, acc_dtype(query)) {}
+
+  CpuAttention(const Tensor& scores, const Tensor& value, const MaskArguments& args, double scale)
+      : CpuAttention(scores.size(0), scores.size(1), scores.size(1), scores.size(2), scores.size(3),
+                     0, value.size(3), args, scale, acc_dtype(scores)) {}
+
+  int64_t group() const { return nheads / std::max<int64_t>(1, nheads_kv); }
+  int64_t tiles() const { return (seqlen_k + kTileKeys - 1) / kTileKeys; }
+  // Query rows of a block. Under the causal rule a block takes keys that only its last row sees, so
+  // that short sequences have small ones; the scores of many keys must stay in cache.
+  int64_t block_rows() const {
+    const bool small = seqlen_q <= 16 || seqlen_k > 8192;
+    return small ? 16 : (seqlen_q <= 32 || (mask.rule.causal && seqlen_q <= 256)) ? 32 : 64;
+  }
+  int64_t blocks() const { return (seqlen_q + block_rows() - 1) / block_rows(); }
+
+ private:
+  CpuAttention(int64_t batch, int64_t nheads, int64_t nheads_kv, int64_t seqlen_q, int64_t seqlen_k,
+               int64_t head_dim, int64_t head_dim_v, const MaskArguments& args, double scale,
+               at::ScalarType acc)
+      : CpuScores(args, scale, acc),
+        batch(batch),
+        nheads(nheads),
+        nheads_kv(nheads_kv),
+        seqlen_q(seqlen_q),
+        seqlen_k(seqlen_k),
+        head_dim(head_dim),
+        head_dim_v(head_dim_v),
+        mask(args, seqlen_q, seqlen_k) {
+    for (int64_t b = 0; b < batch; ++b) seen.push_back(mask.live(0, seqlen_q, mask.sequence(b)));
+  }
+};
+
+// to (columns, width) = the transpose of rows, zeros from `rows` on.
+template <typename T, typename acc_t>
+void pack_transposed(acc_t* to, int64_t width, const T* from, int64_t rows, int64_t columns,
+                     int64_t row_stride, int64_t column_stride, acc_t scale = 1) {
+  with_vectors([&] {
+    for (int64_t c = 0; c < columns; ++c) {
+      for (int64_t r = 0; r < rows; ++r) {
+        to[c * width + r] = static_cast<acc_t>(from[r * row_stride + c * column_stride]) * scale;
+      }
+      for (int64_t r = rows; r < width; ++r) to[c * width + r] = 0;
+    }
+  });
+}
+
+// to (height, columns) = rows, zeros from `rows` on.
+template <typename T, typename acc_t>
+void pack_rows(acc_t* to, int64_t height, const T* from, int64_t rows, int64_t columns,
+               int64_t row_stride, int64_t column_stride, acc_t scale = 1) {
+  with_vectors([&] {
+    for (int64_t r = 0; r < rows; ++r) {
+      const T* row = from + r * row_stride;
+      if (column_stride == 1) {
+        for (int64_t c = 0; c < columns; ++c) {
+          to[r * columns + c] = static_cast<acc_t>(row[c]) * scale;
+        }
+      } else {
+        for (int64_t c = 0; c < columns; ++c) {
+          to[r * columns + c] = static_cast<acc_t>(row[c * column_stride]) * scale;
+        }
+      }
+    }
+    for (int64_t i = rows * columns; i < height * columns; ++i) to[i] = 0;
+  });
+}
+
+// Keys or values tile by tile from the first to the last that each sequence sees: (batch,
+// nheads_kv, tiles, 64, columns), or transposed (..., columns, 64).
+template <typename T, typename acc_t>
+Tensor pack_tiles(const CpuAttention& a, const Tensor& t, bool transposed) {
+  const int64_t columns = t.size(3), tiles = a.tiles();
+  const Tensor packed = at::empty({a.batch, a.nheads_kv, tiles, kTileKeys * columns},
+                                  t.options().dtype(c10::CppTypeToScalarType<acc_t>::value));
+  acc_t* to = packed.mutable_data_ptr<acc_t>();
+  const CpuHeads<T> from(t);
+  parallel_tasks(a.batch * a.nheads_kv * tiles, [&](int64_t task) {
+    const int64_t tile = task % tiles, h = task / tiles % a.nheads_kv;
+    const int64_t b = task / tiles / a.nheads_kv, key = a.seen[b].begin + tile * kTileKeys;
+    const int64_t rows = std::min(kTileKeys, a.seen[b].end - key);
+    if (rows <= 0) return;
+    acc_t* tile_to = to + task * kTileKeys * columns;
+    const auto pack = transposed ? pack_transposed<T, acc_t> : pack_rows<T, acc_t>;
+    pack(tile_to, kTileKeys, from.row(b, h, key), rows, columns, from.row_stride,
+         from.column_stride, 1);
+  });
+  return packed;
+}
+
+// The query rows [row, row + rows) of a sequence, and the tiles of keys that any of them sees. Keys
+// are counted from the first that the sequence sees.
+struct QueryBlock {
+  static constexpr int64_t kMaxRows = 64;
+  int64_t row, rows;
+  int64_t first_key;  // of the sequence
+  int64_t tile_begin, tile_end;
+  int32_t begin[kMaxRows];  // each row's keys, 0 and 0 where it sees none
+  int32_t end[kMaxRows];
+  int32_t last_begin, first_end;  // between them every row sees every key
+
+  QueryBlock(const CpuAttention& a, int64_t b, int64_t index)
+      : row(index * a.block_rows()),
+        rows(std::min(a.block_rows(), a.seqlen_q - row)),
+        first_key(a.seen[b].begin),
+        begin(),
+        end(),
+        last_begin(0),
+        first_end(std::numeric_limits<int32_t>::max()) {
+    const SequenceMask sequence = a.mask.sequence(b);
+    int32_t first = first_end, last = 0;
+    for (int64_t r = 0; r < rows; ++r) {
+      const LiveRange live = a.mask.rule.live(row + r, sequence);
+      if (live.empty()) continue;
+      begin[r] = static_cast<int32_t>(live.begin - first_key);
+      end[r] = static_cast<int32_t>(live.end - first_key);
+      first = std::min(first, begin[r]), last = std::max(last, end[r]);
+      last_begin = std::max(last_begin, begin[r]), first_end = std::min(first_end, end[r]);
+    }
+    tile_begin = last > 0 ? first / kTileKeys : 0;
+    tile_end = (last + kTileKeys - 1) / kTileKeys;
+  }
+
+  bool sees(int64_t r) const { return begin[r] < end[r]; }
+  bool empty() const { return tile_begin == tile_end; }
+  int64_t tiles() const { return tile_end - tile_begin; }
+
+  // Puts `value` where a tile (64, width) is hidden. Rows that see nothing may keep anything.
+  template <typename acc_t>
+  void fill_hidden(acc_t* tile_scores, int64_t tile, int64_t width, acc_t value) const {
+    const auto first = static_cast<int32_t>(tile * kTileKeys);
+    if (first >= last_begin && first + kTileKeys <= first_end) return;
+    with_vectors([&] {
+      for (int32_t c = 0; c < kTileKeys; ++c) {
+        acc_t* const s = tile_scores + c * width;
+        for (int64_t r = 0; r < width; ++r) {
+          s[r] = (first + c >= begin[r]) & (first + c < end[r]) ? s[r] : value;
+        }
+      }
+    });
+  }
+};
+
+// delta[r] = sum(dout * out) - dlse of the rows that see something. dout (rows, columns) is packed,
+// dlse may be null.
+template <typename T, typename acc_t>
+void row_deltas(acc_t* delta, const acc_t* dout, const CpuHeads<T>& out,
+                const CpuHeads<acc_t>* dlse, int64_t b, int64_t h, const QueryBlock& block,
+                int64_t columns) {
+  with_vectors([&] {
+    for (int64_t r = 0; r < block.rows; ++r) {
+      if (!block.sees(r)) continue;
+      const T* row_out = out.row(b, h, block.row + r);
+      acc_t sum = 0;
+      for (int64_t c = 0; c < columns; ++c) {
+        sum += dout[r * columns + c] * static_cast<acc_t>(row_out[c * out.column_stride]);
+      }
+      delta[r] = dlse ? sum - *dlse->row(b, h, block.row + r) : sum;
+    }
+  });
+}
+
+// A block's part of the gradient to its head's sink. `deltas` are those of row_deltas.
+template <typename acc_t>
+acc_t sink_gradient(acc_t sink, const acc_t* deltas, const CpuHeads<acc_t>& lse,
+                    const CpuHeads<acc_t>* dlse, int64_t b, int64_t h, const QueryBlock& block) {
+  acc_t sum = 0;
+  for (int64_t r = 0; r < block.rows; ++r) {
+    const int64_t i = block.row + r;
+    if (block.sees(r)) {
+      sum -= std::exp(sink - *lse.row(b, h, i)) * deltas[r];
+    } else if (dlse) {
+      sum += *dlse->row(b, h, i);  // its lse is the sink
+    }
+  }
+  return sum;
+}
+
+// dsink (nheads,) from its parts (batch, nheads), where a sink is given.
+inline void add_sink_parts(const Tensor& dsink, const Tensor& parts) {
+  if (parts.defined()) dsink.copy_(parts.sum(0));
+}
+
+// One scratch of a task, cut into parts.
+template <typename acc_t>
+struct Scratch {
+  Tensor tensor;
+  acc_t* next;
+
+  Scratch(int64_t count, const at::TensorOptions& options)
+      : tensor(at::empty({count}, options)), next(tensor.mutable_data_ptr<acc_t>()) {}
+  acc_t* take(int64_t count) { return std::exchange(next, next + count); }
+};
+
+}  // namespace torchweld

@@ -1,0 +1,173 @@
+// attention's forward for few query rows, such as a step of generation: what it costs is to read
+// the keys and values once.
+//
+// The query heads that share a kv head are packed, with their rows, into one tile of rows. The keys
+// of a sequence, from the first that is not padding on, are cut into equal splits, so that every SM
+// has a block. The warps of a block take the tiles of its split in turn, each with a ring of its
+// own that is filled asynchronously: no warp waits for another one. At the end the warps' sums are
+// added through shared memory. Those of splits go through global memory: the last split of a group
+// waits for the others and adds them in their order, so that every run gives the same bits.
+//
+// Memory is read faster where a block reads two streams, keys and values, than where every warp has
+// a stretch of its own: attention decode (16, 32, 8, 8192, 128) bfloat16 took 141 us instead of
+// 134, (1, 32, 8, 65536, 128) 76 instead of 72.
+//
+// On Hopper the kernel begins while the one before it ends (PDL), and lets the next one begin when
+// its keys are read. At once is too soon: (16, 12, 12, 1024, 64) took 17.5 us, and 16.8 without
+// PDL. Keys that are asked for in L2 before the kernel before has ended only get in the way of
+// others: two tiles a warp gained nothing, and 16 made (64, 32, 8, 2048, 128) take 205 us instead
+// of 137.
+//
+// A flag says that a split's part is there, and needs no clearing. To clear counters in a captured
+// graph cost up to 4 us a call.
+// Source: Dao et al., "Flash-Decoding for long-context inference", 2023.
+#pragma once
+
+#include "attention/decode/sums.cuh"
+#include "attention/sync/warp_16bit.cuh"
+#include "device/dispatch.cuh"
+#include "device/sm90/dependent_launch.cuh"
+
+namespace torchweld {
+
+template <typename T_, int kTile, bool kMasked>
+struct AttentionDecodeConfig : AttentionVariant<kMasked> {
+  using T = T_;
+  static constexpr AttentionDecodeTile kShape = kAttentionDecodeTiles[kTile];
+  static constexpr int kDim = kShape.dim, kRows = AttentionDecodeTile::kRows, kKeys = kShape.keys;
+  static constexpr int kStages = kShape.stages, kWarps = kShape.warps;
+  static constexpr int kThreads = kShape.threads(), kTiles = kRows / 16;
+  // What registers and shared memory are cut for.
+  static constexpr int kBlocksPerSm = kShape.tile_bytes() > 110 * 1024 ? 1 : 2;
+  using Layout = AttentionLayout<T, kDim>;
+  using Matmul = WarpMatmul16<T, kDim, kTiles, kKeys>;
+  using Work = std::conditional_t<kMasked, MaskedDecodeWork, DecodeWork>;
+  using Mask = std::conditional_t<kMasked, MaskedDecodeMask<kTiles>, DecodeMask<kTiles>>;
+
+  struct Shared {
+    T query[kRows * kDim];
+    union {
+      T rings[kWarps][kStages][2][kKeys * kDim];  // keys, then values
+      DecodeSumsShared<kRows, kDim, kWarps> sums;
+    };
+    MaxSum of_warps[kWarps][kRows];  // a warp's factor takes the place of its maximum
+    MaxSum of_block[kRows];
+    float factor[kRows];  // of a finished row's sums, below 0 where it sees nothing
+  };
+};
+
+template <typename Config>
+__device__ __forceinline__ void load_decode_query(const AttentionParams& p, const DecodeWork& work,
+                                                  float sign, typename Config::T* s_query) {
+  using T = typename Config::T;
+  using Layout = typename Config::Layout;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Config::kRows * Layout::kChunks; i += Config::kThreads) {
+    const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
+    Vec<T, Layout::kElems> values = {};
+    if (row < work.rows && chunk * Layout::kElems < p.sizes.head_dim) {
+      const DecodeWork::Row of = work.row(row);
+      values = load_vec<T, Layout::kElems>(matrix_of<T>(p.query, work.batch, of.head, of.at) +
+                                           chunk * Layout::kElems);
+      if (sign != 1.f) {
+#pragma unroll
+        for (T& x : values.values) x = from_float<T>(to_float(x) * sign);
+      }
+    }
+    store_vec(reinterpret_cast<T*>(reinterpret_cast<char*>(s_query) + Layout::offset(row, chunk)),
+              values);
+  }
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attention_decode_kernel(
+    const __grid_constant__ typename Config::Params p, const typename Config::Scale scale,
+    const __grid_constant__ DecodePlan plan) {
+  using T = typename Config::T;
+  using Layout = typename Config::Layout;
+  using Matmul = typename Config::Matmul;
+  constexpr int kKeys = Config::kKeys, kTiles = Config::kTiles, kStages = Config::kStages;
+  constexpr int kDim = Config::kDim, kStep = Config::kShape.step_keys();
+  extern __shared__ __align__(1024) char s_bytes[];
+  auto& s = *reinterpret_cast<typename Config::Shared*>(s_bytes);
+  typename Config::Work work(plan);
+  griddep_wait();
+  work.find_keys(p);
+
+  // NOTE: from threadIdx.x the loop computes anew what depends on them, 27 instructions a step.
+  const int thread = fresh_thread(), warp = thread / kWarp, lane = thread % kWarp;
+  const DecodeWork::Share share = work.share(kKeys);
+  const int first_key = share.begin + warp * kKeys;
+  using Loader = AttentionLoader<Layout, kKeys, kWarp>;
+  Loader load_key(matrix_of<T>(p.key, work.batch, work.kv_head, work.pad + first_key),
+                  p.key.row_stride, static_cast<int>(p.sizes.head_dim), lane);
+  Loader load_value(matrix_of<T>(p.value, work.batch, work.kv_head, work.pad + first_key),
+                    p.value.row_stride, static_cast<int>(p.sizes.head_dim_v), lane);
+  const auto load = [&](int key, int stage) {
+    if (key < share.end) {
+      load_key.load(lane, shared_address(s.rings[warp][stage][0]), share.end - key);
+      load_value.load(lane, shared_address(s.rings[warp][stage][1]), share.end - key);
+      load_key.template skip<kStep - kKeys>();
+      load_value.template skip<kStep - kKeys>();
+    }
+    copy_async_commit();
+  };
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) load(first_key + i * kStep, i);
+  load_decode_query<Config>(p, work, scale.sign, s.query);
+  __syncthreads();
+
+  const typename Config::Mask mask(p, work);
+  const Matmul matmul(lane, 0);
+  typename Matmul::Out r_out = {};
+  OnlineRow rows[kTiles][2];
+  start(rows);
+  int stage = 0;
+  for (int key = first_key; key < share.end; key += kStep) {
+    copy_async_wait<kStages - 2>();
+    __syncwarp();
+    load(key + (kStages - 1) * kStep, stage == 0 ? kStages - 1 : stage - 1);
+    typename Matmul::Scores r_s = {};
+    matmul.scores(r_s, reinterpret_cast<const char*>(s.query),
+                  reinterpret_cast<const char*>(s.rings[warp][stage][0]), kDim);
+    if constexpr (Config::kMasked) {
+      if (scale.softcap > 0.f) cap_scores</*kExact=*/false>(r_s, scale.cap);
+    }
+    mask.hide(r_s, key);
+    float factor[kTiles][2];
+    online_softmax<Matmul::kFtz>(r_s, rows, factor, scale.c);
+    rescale(r_out, factor);
+    matmul.attend(r_out, r_s, reinterpret_cast<const char*>(s.rings[warp][stage][1]), kDim);
+    if (++stage == kStages) stage = 0;
+  }
+  copy_async_wait<0>();
+  __syncthreads();  // the rings are free
+  griddep_launch_dependents();
+
+  const DecodeSums<Config> sums = {p, scale, work, s};
+  sums.gather(rows, r_out);
+  const int splits = static_cast<int>(plan.splits.divisor());
+  if (splits == 1) {
+    sums.store();
+  } else if (work.split < splits - 1) {
+    sums.send();
+  } else {
+    sums.receive();
+  }
+}
+
+template <typename T, bool kMasked>
+void launch_attention_decode_of(const typename AttentionVariant<kMasked>::Params& p,
+                                cudaStream_t stream) {
+  dispatch_index<kNumAttentionDecodeTiles>(p.choice.tile, [&](auto index) {
+    using Config = AttentionDecodeConfig<T, index.value, kMasked>;
+    using Shared = typename Config::Shared;
+    static_assert(sizeof(Shared) <= Config::kShape.tile_bytes() + kAttentionDecodeExtraBytes);
+    const DecodePlan plan = DecodePlan::make(p);
+    Grid grid(plan.blocks(p.sizes.batch), Config::kThreads, int(sizeof(Shared)));
+    grid.overlaps = device_facts().clusters;
+    launch_kernel(attention_decode_kernel<Config>, grid, stream, p, Config::scale(p), plan);
+  });
+}
+
+}  // namespace torchweld

@@ -1,0 +1,197 @@
+// What a block of attention's decode kernel works on, and what its rows see.
+#pragma once
+
+#include "attention/block.cuh"
+#include "core/fast_divide.h"
+#include "core/index.h"
+#include "core/launch.h"
+#include "device/block_flags.cuh"
+
+namespace torchweld {
+
+// What the host tells all blocks. Their order: of a kv head split by split, of a split all tiles of
+// rows.
+struct DecodePlan {
+  FastDivisor row_tiles, splits, nheads_kv, seqlen_q;
+  int heads, rows;   // of a kv head: query heads, and the rows of all of them
+  BlockFlags flags;  // of splits whose parts are there
+
+  static DecodePlan make(const AttentionParams& p) {
+    const AttentionSizes& s = p.sizes;
+    const int64_t heads = s.nheads / s.nheads_kv, rows = heads * s.seqlen_q;
+    return {FastDivisor(divide_up(rows, AttentionDecodeTile::kRows)),
+            FastDivisor(p.choice.splits),
+            FastDivisor(s.nheads_kv),
+            FastDivisor(s.seqlen_q),
+            static_cast<int>(heads),
+            static_cast<int>(rows),
+            {p.flags, next_launch_number()}};
+  }
+
+  int64_t blocks(int64_t batch) const {
+    return batch * nheads_kv.divisor() * row_tiles.divisor() * splits.divisor();
+  }
+};
+
+// What one block works on.
+struct DecodeWork {
+  const DecodePlan& plan;
+  int64_t group;  // of a batch, a kv head and a tile of rows
+  int64_t batch, kv_head;
+  int split;
+  int first_row, rows;   // among the packed rows of the kv head
+  int pad, keys, shift;  // keys [pad, pad + keys) exist; row i sees min(i + shift, keys) of them
+
+  // Without its keys.
+  __device__ __forceinline__ explicit DecodeWork(const DecodePlan& plan) : plan(plan) {
+    const uint32_t rest = plan.row_tiles.divide(blockIdx.x);
+    const uint32_t tile = blockIdx.x - rest * plan.row_tiles.divisor();
+    const uint32_t head = plan.splits.divide(rest);
+    split = static_cast<int>(rest - head * plan.splits.divisor());
+    group = int64_t{head} * plan.row_tiles.divisor() + tile;
+    batch = plan.nheads_kv.divide(head);
+    kv_head = head - batch * plan.nheads_kv.divisor();
+    first_row = static_cast<int>(tile) * AttentionDecodeTile::kRows;
+    rows = min(AttentionDecodeTile::kRows, plan.rows - first_row);
+  }
+
+  __device__ __forceinline__ void find_keys(const AttentionParams& p) {
+    constexpr int kNoLimit = 1 << 30;
+    pad = p.leftpad != nullptr ? static_cast<int>(p.rule().clamp_pad(p.leftpad[batch])) : 0;
+    keys = static_cast<int>(p.sizes.seqlen_k) - pad;
+    shift = p.causal ? keys - static_cast<int>(p.sizes.seqlen_q) + 1 : kNoLimit;
+  }
+
+  // Of a row of the tile: its query head, and its place among the rows of that.
+  struct Row {
+    int64_t head;
+    int at;
+  };
+  __device__ __forceinline__ Row row(int row) const {
+    const uint32_t packed = first_row + row, head = plan.seqlen_q.divide(packed);
+    return {kv_head * plan.heads + head, static_cast<int>(packed - head * plan.seqlen_q.divisor())};
+  }
+  // The packed rows follow one another in `out`.
+  __device__ __forceinline__ int64_t first_out_row(const AttentionSizes& sizes) const {
+    return (batch * sizes.nheads + kv_head * plan.heads) * sizes.seqlen_q + first_row;
+  }
+
+  // The keys [begin, end) of this split, in whole tiles.
+  struct Share {
+    int begin, end;
+  };
+  __device__ __forceinline__ Share share(int tile_keys) const {
+    const int tiles = (keys + tile_keys - 1) / tile_keys;
+    const int each = static_cast<int>(plan.splits.divide(tiles));
+    const int more = tiles - each * static_cast<int>(plan.splits.divisor());  // have one more
+    const int first = each * split + min(split, more), last = first + each + (split < more);
+    return {first * tile_keys, min(last * tile_keys, keys)};
+  }
+};
+
+// The same under an AttentionMask: keys [pad, pad + keys) are those that any row of the block sees.
+// A warp has the rows' ranges, lane by lane, counted from `pad`.
+struct MaskedDecodeWork : DecodeWork {
+  int begin, end;             // of this lane's row; kSeesNothing and 0 where it sees nothing
+  int last_begin, first_end;  // between them every row that sees something sees every key
+
+  using DecodeWork::DecodeWork;
+  __device__ __forceinline__ void find_keys(const MaskedAttentionParams& p) {
+    const int lane = threadIdx.x % kWarp;
+    LiveRange live = {0, 0};
+    if (lane < rows) live = p.rule().live(row(lane).at, p.sequence(batch));
+    const bool sees = !live.empty();
+    const int last = __reduce_max_sync(~0u, sees ? static_cast<int>(live.end) : 0);
+    const int first = __reduce_min_sync(~0u, sees ? static_cast<int>(live.begin) : kSeesNothing);
+    pad = last > 0 ? first : 0;
+    keys = last - pad;
+    begin = sees ? static_cast<int>(live.begin) - pad : kSeesNothing;
+    end = sees ? static_cast<int>(live.end) - pad : 0;
+    last_begin = __reduce_max_sync(~0u, sees ? begin : 0);
+    first_end = __reduce_min_sync(~0u, sees ? end : INT_MAX);
+  }
+};
+
+// What the rows of a thread's fragments see.
+template <int kTiles>
+struct DecodeMask {
+  int ends[kTiles][2];
+  int all_see;  // every row sees the keys below this
+
+  __device__ __forceinline__ DecodeMask(const AttentionParams& p, const DecodeWork& work) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = work.row(tile * 16 + half * 8 + threadIdx.x % kWarp / 4).at;
+        ends[tile][half] = min(row + work.shift, work.keys);
+      }
+    }
+    all_see = p.causal ? work.shift : work.keys;
+  }
+
+  // Hides from every row the keys that it doesn't see, of those from `key` on.
+  template <int kCols>
+  __device__ __forceinline__ void hide(float (&r_s)[kTiles][kCols][4], int key) const {
+    if (key + kCols * 8 <= all_see) return;
+    const int first = key + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int j = 0; j < kCols; ++j) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& score = r_s[tile][j][2 * half + i];
+            score = first + j * 8 + i < ends[tile][half] ? score : -INFINITY;
+          }
+        }
+      }
+    }
+  }
+};
+
+template <int kTiles>
+struct MaskedDecodeMask {
+  int begins[kTiles][2], ends[kTiles][2];
+  int last_begin, first_end;
+
+  __device__ __forceinline__ MaskedDecodeMask(const MaskedAttentionParams&,
+                                              const MaskedDecodeWork& work)
+      : last_begin(work.last_begin), first_end(work.first_end) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = tile * 16 + half * 8 + threadIdx.x % kWarp / 4;
+        begins[tile][half] = __shfl_sync(~0u, work.begin, row);
+        ends[tile][half] = __shfl_sync(~0u, work.end, row);
+      }
+    }
+  }
+
+  template <int kCols>
+  __device__ __forceinline__ void hide(float (&r_s)[kTiles][kCols][4], int key) const {
+    if (key >= last_begin && key + kCols * 8 <= first_end) return;
+    const int first = key + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int begin = begins[tile][half], end = ends[tile][half];
+#pragma unroll
+        for (int j = 0; j < kCols; ++j) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& score = r_s[tile][j][2 * half + i];
+            const int at = first + j * 8 + i;
+            score = at >= begin && at < end ? score : -INFINITY;
+          }
+        }
+      }
+    }
+  }
+};
+
+}  // namespace torchweld

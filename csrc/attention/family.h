@@ -1,0 +1,217 @@
+// The configurations of attention and its gradient, for tune. Pure host code.
+#pragma once
+
+#include "attention/bwd_config.h"
+#include "attention/config.h"
+#include "core/family.h"
+
+namespace torchweld {
+
+// What both directions share.
+struct AttentionNumbers {
+  static constexpr Field kFields[] = {{"heads", 1, kMaxSize},
+                                      {"seqlen_q", 0, kMaxSize},
+                                      {"seqlen_k", 0, kMaxSize},
+                                      {"head_dim", 0, kMaxSize},
+                                      {"head_dim_v", 0, kMaxSize},
+                                      {"math", 0, 2},
+                                      {"group", 1, kMaxSize},
+                                      {"causal", 0, 1},
+                                      {"padded", 0, 1},
+                                      {"bfloat16", 0, 1},
+                                      {"window", 0, kMaxSize},
+                                      {"packed", 0, 1}};
+
+  using Problem = AttentionProblem;
+  using Choice = AttentionChoice;
+
+  static Numbers numbers(const AttentionProblem& p) {
+    return {p.load.heads,    p.seqlen_q,    p.seqlen_k,
+            p.head_dim,      p.head_dim_v,  static_cast<int64_t>(p.math),
+            p.load.group,    p.load.causal, p.load.padded,
+            p.load.bfloat16, p.load.window, p.load.packed};
+  }
+  static AttentionProblem problem(const Numbers& x) {
+    return {x[1],
+            x[2],
+            x[3],
+            x[4],
+            static_cast<AttentionMath>(x[5]),
+            {x[0], x[6], x[7] != 0, x[8] != 0, x[9] != 0, x[10], x[11] != 0},
+            {}};
+  }
+  static Numbers key(Numbers x) {
+    for (int i : {0, 1, 2, 10}) x[i] = size_class(x[i]);
+    return x;
+  }
+
+  static Numbers told(const AttentionChoice& choice) {
+    return {static_cast<int64_t>(choice.engine), choice.tile, choice.splits};
+  }
+  static AttentionChoice make(const AttentionProblem&, const Numbers& x) {
+    return {static_cast<AttentionEngine>(x[0]), static_cast<int>(x[1]), static_cast<int>(x[2])};
+  }
+  static bool general(const Numbers& x) { return make({}, x).engine == AttentionEngine::kGeneral; }
+  static bool decode(const Numbers& x) { return make({}, x).engine == AttentionEngine::kDecode; }
+  static bool sm90(const Numbers& x) { return make({}, x).engine == AttentionEngine::kSm90; }
+
+  static std::vector<Numbers> tiles_and_general(int tiles) {
+    std::vector<Numbers> all;
+    for (int i = 0; i < tiles; ++i) all.push_back(told({AttentionEngine::kSync, i}));
+    all.push_back(told({AttentionEngine::kGeneral, 0}));
+    return all;
+  }
+
+  static std::string math_text(AttentionMath math) {
+    return math == AttentionMath::k16Bit ? "16 bits"
+                                         : (math == AttentionMath::kTf32 ? "tf32" : "float32");
+  }
+
+  static std::string kernel(const AttentionProblem&, const Numbers& x) {
+    return general(x)  ? "general"
+           : decode(x) ? "tensor cores (mma.sync), the keys split over the GPU"
+           : sm90(x)   ? "tensor cores (wgmma)"
+                       : "tensor cores (mma.sync)";
+  }
+  static std::string dims_text(const AttentionProblem& p) {
+    return "head dims " + std::to_string(p.head_dim) + " and " + std::to_string(p.head_dim_v);
+  }
+  static std::string why(const AttentionProblem& p, const Numbers& x) {
+    return (general(x) ? "no tile holds " : "the first tile that holds ") + dims_text(p);
+  }
+};
+
+struct AttentionFamily : AttentionNumbers {
+  static constexpr const char* kName = "attention";
+  static constexpr const char* kEngines[] = {"sync", "general", "decode", "sm90"};
+  static constexpr bool kInOrder = false;
+
+  static AttentionChoice choose(const AttentionProblem& p) { return choose_attention(p); }
+  static Refusal refusal(const AttentionProblem& p, const Numbers& x) {
+    if (decode(x)) {
+      return attention_decode_refusal(p, kAttentionDecodeTiles[x[1]], static_cast<int>(x[2]));
+    }
+    if (sm90(x)) return attention_sm90_refusal(p, kAttentionSm90Tiles[x[1]]);
+    return general(x) ? Refusal() : attention_refusal(p, kAttentionTiles[x[1]]);
+  }
+  static std::string why(const AttentionProblem& p, const Numbers& x) {
+    if (decode(x)) return "few query rows, in the first tile that holds " + dims_text(p);
+    if (!sm90(x)) return AttentionNumbers::why(p, x);
+    return "the tile expected to be the fastest of those that hold " + dims_text(p);
+  }
+  // Of the decode tiles with the splits that fill the GPU, and powers of two.
+  static std::vector<Numbers> candidates(const AttentionProblem& p) {
+    std::vector<Numbers> all = tiles_and_general(kNumAttentionTiles);
+    for (int i = 0; i < kNumAttentionSm90Tiles; ++i) {
+      all.push_back(told({AttentionEngine::kSm90, i}));
+    }
+    for (int i = 0; i < kNumAttentionDecodeTiles; ++i) {
+      const int own = attention_decode_splits(p, kAttentionDecodeTiles[i]);
+      all.push_back(told({AttentionEngine::kDecode, i, own}));
+      for (int splits = 1; splits <= AttentionDecodeTile::kMaxSplits; splits *= 2) {
+        if (splits != own) all.push_back(told({AttentionEngine::kDecode, i, splits}));
+      }
+    }
+    return all;
+  }
+
+  static std::string tile(const Numbers& x) {
+    if (general(x)) return "";
+    if (decode(x)) {
+      const AttentionDecodeTile& tile = kAttentionDecodeTiles[x[1]];
+      return tile_text(tile.keys, tile.dim) + " " + std::to_string(tile.warps) + " warps " +
+             std::to_string(tile.stages) + " stages" +
+             (x[2] > 1 ? " /" + std::to_string(x[2]) : "");
+    }
+    if (sm90(x)) {
+      const AttentionSm90Tile& tile = kAttentionSm90Tiles[x[1]];
+      return tile_text(tile.rows(), tile.keys) + "x" + std::to_string(tile.dim) +
+             (tile.dim_v == tile.dim ? "" : " to " + std::to_string(tile.dim_v));
+    }
+    const AttentionTile& tile = kAttentionTiles[x[1]];
+    return math_text(tile.math) + " " + tile_text(tile.rows, tile.keys) + "x" +
+           std::to_string(tile.dim);
+  }
+  // Zeros: the general kernel, which has no tile.
+  static Columns columns(const AttentionProblem&, const Numbers& x) {
+    const auto row = [&](const auto& tile, int rows, int stages, int warps) -> Columns {
+      return {{"rows", rows},
+              {"keys", tile.keys},
+              {"head_dim", tile.dim},
+              {"stages", stages},
+              {"warps", warps},
+              {"splits", x[2]},
+              {"tile_bytes", tile.tile_bytes()}};
+    };
+    if (decode(x)) {
+      const AttentionDecodeTile& tile = kAttentionDecodeTiles[x[1]];
+      return row(tile, AttentionDecodeTile::kRows, tile.stages, tile.warps);
+    }
+    if (sm90(x)) {
+      const AttentionSm90Tile& tile = kAttentionSm90Tiles[x[1]];
+      return row(tile, tile.rows(), tile.stages, tile.threads() / 32);
+    }
+    const AttentionTile tile = general(x) ? AttentionTile{} : kAttentionTiles[x[1]];
+    return row(tile, tile.rows, tile.stages, tile.warps);
+  }
+};
+
+struct AttentionBackwardFamily : AttentionNumbers {
+  static constexpr const char* kName = "attention_backward";
+  // No tile is for decode.
+  static constexpr const char* kEngines[] = {"sync", "general", "decode", "sm90"};
+  static constexpr bool kInOrder = true;
+
+  static AttentionChoice choose(const AttentionProblem& p) { return choose_attention_backward(p); }
+  static Refusal refusal(const AttentionProblem& p, const Numbers& x) {
+    if (sm90(x)) return attention_backward_sm90_refusal(p, kAttentionBackwardSm90Tiles[x[1]]);
+    return general(x) ? Refusal() : attention_backward_refusal(p, kAttentionBackwardTiles[x[1]]);
+  }
+  static std::vector<Numbers> candidates(const AttentionProblem&) {
+    std::vector<Numbers> all;
+    for (int i = 0; i < kNumAttentionBackwardSm90Tiles; ++i) {
+      all.push_back(told({AttentionEngine::kSm90, i}));
+    }
+    for (const Numbers& choice : tiles_and_general(kNumAttentionBackwardTiles)) {
+      all.push_back(choice);
+    }
+    return all;
+  }
+
+  static std::string tile(const Numbers& x) {
+    if (general(x)) return "";
+    if (sm90(x)) {
+      const AttentionBackwardSm90Tile& tile = kAttentionBackwardSm90Tiles[x[1]];
+      return tile_text(tile.keys, tile.rows) + "x" + std::to_string(tile.head_dim) +
+             (tile.head_dim_v == tile.head_dim ? "" : " to " + std::to_string(tile.head_dim_v)) +
+             (tile.blocks > 1 ? " 2 blocks" : "");
+    }
+    const AttentionBackwardTile& tile = kAttentionBackwardTiles[x[1]];
+    return math_text(tile.math) + " " + tile_text(tile.keys, tile.rows) + "x" +
+           std::to_string(tile.head_dim) + (tile.paired ? " paired" : "");
+  }
+  // Zeros: the general kernels, which have no tile.
+  static Columns columns(const AttentionProblem&, const Numbers& x) {
+    if (sm90(x)) {
+      const AttentionBackwardSm90Tile& tile = kAttentionBackwardSm90Tiles[x[1]];
+      return {{"keys", tile.keys},
+              {"rows", tile.rows},
+              {"cols", tile.rows},
+              {"head_dim", tile.dim},
+              {"warps", tile.kThreads / 32},
+              {"groups", 1},
+              {"tile_bytes", tile.tile_bytes()}};
+    }
+    const AttentionBackwardTile tile =
+        general(x) ? AttentionBackwardTile{} : kAttentionBackwardTiles[x[1]];
+    return {{"keys", tile.keys},
+            {"rows", tile.rows},
+            {"cols", tile.cols},
+            {"head_dim", tile.head_dim},
+            {"warps", tile.warps},
+            {"groups", tile.groups},
+            {"tile_bytes", tile.shared_bytes()}};
+  }
+};
+
+}  // namespace torchweld

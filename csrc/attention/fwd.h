@@ -1,0 +1,69 @@
+// What the forward kernels of attention share with their launchers.
+#pragma once
+
+#include <algorithm>
+
+#include "attention/params.h"
+#include "attention/score_scale.h"
+#include "core/index.h"
+
+namespace torchweld {
+
+// The kernels of a call without and with an AttentionMask.
+template <bool>
+struct AttentionVariant {
+  static constexpr bool kMasked = false;
+  using Params = AttentionParams;
+  using Scale = ScoreScale;
+  static Scale scale(const Params& params) { return Scale(params.scale); }
+};
+template <>
+struct AttentionVariant<true> {
+  static constexpr bool kMasked = true;
+  using Params = MaskedAttentionParams;
+  using Scale = CappedScale;
+  static Scale scale(const Params& params) { return Scale(params.scale, params.mask.softcap); }
+};
+
+// The order of the blocks: sections of heads one after the other; in a section the tiles of query
+// rows, the last rows first; for every tile the section's heads.
+// The keys and values of a section stay in the L2 cache. Of short rows there are several sections,
+// so that not all of them arrive before the first tile ends; the fewer tiles a head has, the less
+// it matters which come first, and the smaller a section may be.
+struct AttentionSchedule {
+  int64_t section;  // heads
+  int64_t tiles;    // a head
+  int64_t first_block = 0;
+
+  AttentionSchedule(const AttentionParams& params, int rows, int elem_size) {
+    const AttentionSizes& sizes = params.sizes;
+    tiles = divide_up(sizes.seqlen_q, rows);
+    const int64_t section_bytes = std::clamp<int64_t>(tiles, 2, 8) * (2 << 20);
+    const int64_t bytes = sizes.seqlen_k * (sizes.head_dim + sizes.head_dim_v) * elem_size;
+    const int64_t fit = std::max<int64_t>(1, section_bytes / std::max<int64_t>(1, bytes));
+    const int64_t heads = std::max<int64_t>(1, sizes.batch * sizes.nheads_kv);
+    section = divide_up(heads, divide_up(heads, fit)) * (sizes.nheads / sizes.nheads_kv);
+  }
+
+  int64_t blocks(const AttentionParams& params) const {
+    return params.sizes.batch * params.sizes.nheads * tiles;
+  }
+};
+
+// One file each (csrc/instantiations.py); `tile` is an index into kAttentionTiles.
+void launch_attention_float16(int tile, const AttentionParams& params, cudaStream_t stream);
+void launch_attention_bfloat16(int tile, const AttentionParams& params, cudaStream_t stream);
+void launch_attention_float32(int tile, const AttentionParams& params, cudaStream_t stream);
+void launch_attention_tf32(int tile, const AttentionParams& params, cudaStream_t stream);
+void launch_attention_float16(int tile, const MaskedAttentionParams& params, cudaStream_t stream);
+void launch_attention_bfloat16(int tile, const MaskedAttentionParams& params, cudaStream_t stream);
+void launch_attention_float32(int tile, const MaskedAttentionParams& params, cudaStream_t stream);
+void launch_attention_tf32(int tile, const MaskedAttentionParams& params, cudaStream_t stream);
+void launch_attention_decode_float16(const AttentionParams& params, cudaStream_t stream);
+void launch_attention_decode_bfloat16(const AttentionParams& params, cudaStream_t stream);
+void launch_attention_decode_float16(const MaskedAttentionParams& params, cudaStream_t stream);
+void launch_attention_decode_bfloat16(const MaskedAttentionParams& params, cudaStream_t stream);
+void launch_attention_general(const AttentionParams& params, cudaStream_t stream);
+void launch_attention_general(const MaskedAttentionParams& params, cudaStream_t stream);
+
+}  // namespace torchweld

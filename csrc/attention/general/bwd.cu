@@ -1,0 +1,197 @@
+// The gradient of attention for any head dim, in fp32 arithmetic: the path of head dims above
+// kAttentionMaxHeadDim, and of fp32 above 128 on devices with 99 KB of shared memory a block, where
+// speed is not the aim.
+//
+// A block owns a row of dQ, or a row of dK and dV. It computes the weights of a few hundred rows of
+// the other side, a warp per row, then every thread sums one column. Wider heads repeat the weights
+// for every kThreads columns.
+#include "attention/bwd_args.cuh"
+#include "attention/sync/bwd_parts.cuh"
+#include "core/launch.h"
+
+namespace torchweld {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kChunk = 256;
+
+template <typename T>
+__device__ __forceinline__ float warp_dot(const T* g_x, const T* g_y, int64_t n) {
+  float sum = 0.f;
+  for (int64_t i = threadIdx.x % kWarp; i < n; i += kWarp) {
+    sum = fmaf(to_float(g_x[i]), to_float(g_y[i]), sum);
+  }
+  return warp_sum(sum);
+}
+
+struct Weight {
+  float p, ds;
+};
+constexpr float kHidden = -1.f;  // the p of a row that doesn't see the key
+
+// Of one query row and one key, by a warp.
+template <typename T, typename Args>
+__device__ __forceinline__ Weight weight(const Args& args, int64_t sequence, int64_t head,
+                                         int64_t row, int64_t key) {
+  const AttentionBackwardParams& p = args.params;
+  const int64_t head_kv = head / (p.sizes.nheads / p.sizes.nheads_kv);
+  const float score =
+      warp_dot(head_of<T>(p.query, sequence, head) + row * p.query.row_stride,
+               head_of<T>(p.key, sequence, head_kv) + key * p.key.row_stride, p.sizes.head_dim);
+  const float dp = warp_dot(head_of<T>(p.dout, sequence, head) + row * p.dout.row_stride,
+                            head_of<T>(p.value, sequence, head_kv) + key * p.value.row_stride,
+                            p.sizes.head_dim_v);
+  const int64_t at = (sequence * p.sizes.nheads + head) * args.rows + row;
+  float x = fmaf(score, args.score_factor, args.g_lse[at]);
+  [[maybe_unused]] float slope = 1.f;  // of the cap
+  if constexpr (kIsMasked<Args>) {
+    if (args.mask.softcap > 0.f) {
+      const float capped = tanhf(score * args.cap);
+      x = fmaf(capped, args.mask.softcap * args.score_factor, args.g_lse[at]);
+      slope = fmaf(-capped, capped, 1.f);
+    }
+  }
+  const float probability = exponential<T>(x);
+  constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
+  const float ds = probability * fmaf(dp, kUnshift, -args.g_delta[at]);
+  return {probability * kUnshift, kIsMasked<Args> ? ds * slope : ds};
+}
+
+template <typename T, typename Args>
+__global__ __launch_bounds__(kThreads) void attention_backward_general_rows_kernel(
+    const __grid_constant__ Args args) {
+  __shared__ float s_ds[kChunk];
+  const AttentionBackwardParams& p = args.params;
+  const int64_t rows = p.sizes.batch * p.sizes.nheads * p.sizes.seqlen_q;
+  for (int64_t item = blockIdx.x; item < rows; item += gridDim.x) {
+    const int64_t row = item % p.sizes.seqlen_q, head_of_all = item / p.sizes.seqlen_q;
+    const int64_t sequence = head_of_all / p.sizes.nheads, head = head_of_all % p.sizes.nheads;
+    const int64_t head_kv = head / (p.sizes.nheads / p.sizes.nheads_kv);
+    LiveRange live;
+    if constexpr (kIsMasked<Args>) {
+      const RowRange range = args.live_of(static_cast<int>(sequence), static_cast<int>(row));
+      if (range.begin >= range.end) continue;  // 0 already
+      live = {range.begin, range.end};
+    } else {
+      const LiveSpan span(args, sequence);
+      if (row < span.first_row) continue;  // 0 already
+      live = args.rule.live(row, span.pad);
+    }
+    const T* g_keys = head_of<T>(p.key, sequence, head_kv);
+    T* g_dq = static_cast<T*>(p.dquery) + item * p.sizes.head_dim;
+    for (int64_t col = threadIdx.x; col - threadIdx.x < p.sizes.head_dim; col += kThreads) {
+      float sum = 0.f;
+      for (int64_t first = live.begin; first < live.end; first += kChunk) {
+        const int keys = live.end - first < kChunk ? static_cast<int>(live.end - first) : kChunk;
+        __syncthreads();
+        for (int i = threadIdx.x / kWarp; i < keys; i += kWarps) {
+          const Weight w = weight<T>(args, sequence, head, row, first + i);
+          if (threadIdx.x % kWarp == 0) s_ds[i] = w.ds;
+        }
+        __syncthreads();
+        if (col >= p.sizes.head_dim) continue;
+#pragma unroll 1
+        for (int i = 0; i < keys; ++i) {
+          sum = fmaf(s_ds[i], to_float(g_keys[(first + i) * p.key.row_stride + col]), sum);
+        }
+      }
+      if (col < p.sizes.head_dim) g_dq[col] = from_float<T>(sum * p.scale);
+    }
+  }
+}
+
+template <typename T, typename Args>
+__global__ __launch_bounds__(kThreads) void attention_backward_general_keys_kernel(
+    const __grid_constant__ Args args) {
+  __shared__ Weight s_weights[kChunk];
+  const AttentionBackwardParams& p = args.params;
+  const int64_t keys = p.sizes.batch * p.sizes.nheads_kv * p.sizes.seqlen_k;
+  const int64_t group = p.sizes.nheads / p.sizes.nheads_kv;
+  const int64_t cols =
+      p.sizes.head_dim > p.sizes.head_dim_v ? p.sizes.head_dim : p.sizes.head_dim_v;
+  for (int64_t item = blockIdx.x; item < keys; item += gridDim.x) {
+    const int64_t key = item % p.sizes.seqlen_k, head_of_all = item / p.sizes.seqlen_k;
+    const int64_t sequence = head_of_all / p.sizes.nheads_kv;
+    const int64_t head_kv = head_of_all % p.sizes.nheads_kv;
+    // The rows that see the key; under an AttentionMask from any of them on.
+    int64_t begin = 0;
+    if constexpr (!kIsMasked<Args>) {
+      const LiveSpan span(args, sequence);
+      begin = key < span.pad ? p.sizes.seqlen_q
+                             : span.first_row_seeing(args.rule, static_cast<int>(key));
+    }
+    for (int64_t col = threadIdx.x; col - threadIdx.x < cols; col += kThreads) {
+      float dk = 0.f, dv = 0.f;
+      for (int64_t head = head_kv * group; head < (head_kv + 1) * group; ++head) {
+        const T* g_query = head_of<T>(p.query, sequence, head);
+        const T* g_dout = head_of<T>(p.dout, sequence, head);
+        for (int64_t first = begin; first < p.sizes.seqlen_q; first += kChunk) {
+          const int64_t left = p.sizes.seqlen_q - first;
+          const int rows = left < kChunk ? static_cast<int>(left) : kChunk;
+          __syncthreads();
+          for (int i = threadIdx.x / kWarp; i < rows; i += kWarps) {
+            if constexpr (kIsMasked<Args>) {
+              const RowRange live =
+                  args.live_of(static_cast<int>(sequence), static_cast<int>(first) + i);
+              if (key < live.begin || key >= live.end) {
+                s_weights[i].p = kHidden;
+                continue;
+              }
+            }
+            const Weight w = weight<T>(args, sequence, head, first + i, key);
+            if (threadIdx.x % kWarp == 0) s_weights[i] = w;
+          }
+          __syncthreads();
+          constexpr int kUnroll = kIsMasked<Args> ? 1 : 4;
+#pragma unroll kUnroll
+          for (int i = 0; i < rows; ++i) {
+            const int64_t row = first + i;
+            if (kIsMasked<Args> && s_weights[i].p == kHidden) continue;
+            if (col < p.sizes.head_dim) {
+              dk = fmaf(s_weights[i].ds, to_float(g_query[row * p.query.row_stride + col]), dk);
+            }
+            if (col < p.sizes.head_dim_v) {
+              dv = fmaf(s_weights[i].p, to_float(g_dout[row * p.dout.row_stride + col]), dv);
+            }
+          }
+        }
+      }
+      if (col < p.sizes.head_dim) {
+        static_cast<T*>(p.dkey)[item * p.sizes.head_dim + col] = from_float<T>(dk * p.scale);
+      }
+      if (col < p.sizes.head_dim_v) {
+        static_cast<T*>(p.dvalue)[item * p.sizes.head_dim_v + col] = from_float<T>(dv);
+      }
+    }
+  }
+}
+
+int64_t blocks_for(int64_t items) { return items < kMaxGrid ? items : kMaxGrid; }
+
+}  // namespace
+
+template <typename T, typename Args>
+void launch_attention_backward_general(const Args& args, cudaStream_t stream) {
+  const AttentionSizes& sizes = args.params.sizes;
+  const int64_t rows = sizes.batch * sizes.nheads * sizes.seqlen_q;
+  const int64_t keys = sizes.batch * sizes.nheads_kv * sizes.seqlen_k;
+  if (rows > 0 && keys > 0) {
+    launch_kernel(attention_backward_general_rows_kernel<T, Args>, {blocks_for(rows), kThreads},
+                  stream, args);
+  }
+  if (keys > 0) {
+    launch_kernel(attention_backward_general_keys_kernel<T, Args>, {blocks_for(keys), kThreads},
+                  stream, args);
+  }
+}
+
+template void launch_attention_backward_general<float>(const BackwardArgs&, cudaStream_t);
+template void launch_attention_backward_general<__half>(const BackwardArgs&, cudaStream_t);
+template void launch_attention_backward_general<__nv_bfloat16>(const BackwardArgs&, cudaStream_t);
+template void launch_attention_backward_general<float>(const MaskedBackwardArgs&, cudaStream_t);
+template void launch_attention_backward_general<__half>(const MaskedBackwardArgs&, cudaStream_t);
+template void launch_attention_backward_general<__nv_bfloat16>(const MaskedBackwardArgs&,
+                                                               cudaStream_t);
+
+}  // namespace torchweld

@@ -1,0 +1,157 @@
+// attention's forward for any head dim, in fp32 arithmetic: what the tensor-core kernels leave.
+//
+// A block takes one query row and walks the keys that it sees, kThreads at a time: its warps make
+// the scores, and every thread keeps kCols columns of the result. A row of more columns is walked
+// again for the next ones.
+#include "attention/fwd.h"
+#include "core/launch.h"
+#include "device/dispatch.cuh"
+#include "device/reduce.cuh"
+#include "device/vec.cuh"
+
+namespace torchweld {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kCols = 4;
+
+// The scores of keys [0, keys), sign included: one key a warp at a time.
+template <typename T>
+__device__ __forceinline__ void make_scores(float (&s_scores)[kThreads], const T* g_query,
+                                            const T* g_key, int64_t key_stride, int keys,
+                                            int64_t head_dim, float sign) {
+  const int lane = threadIdx.x % kWarp;
+  for (int j = threadIdx.x / kWarp; j < kThreads; j += kWarps) {
+    float score = 0.f;
+    if (j < keys) {
+      const T* g_row = g_key + j * key_stride;
+      for (int64_t d = lane; d < head_dim; d += kWarp) {
+        score = fmaf(to_float(g_query[d]), to_float(g_row[d]), score);
+      }
+    }
+    score = warp_sum(score);
+    if (lane == 0) s_scores[j] = j < keys ? score * sign : -INFINITY;
+  }
+}
+
+template <typename T, typename Variant>
+__global__ __launch_bounds__(kThreads) void attention_general_kernel(
+    const typename Variant::Params params, const typename Variant::Scale scale,
+    int64_t first_block) {
+  __shared__ float s_scores[kThreads];
+  __shared__ float s_p[kThreads];
+
+  const AttentionSizes& sizes = params.sizes;
+  const int64_t row = first_block + blockIdx.x;
+  const int64_t i = row % sizes.seqlen_q, batch_head = row / sizes.seqlen_q;
+  const int64_t batch = batch_head / sizes.nheads, head = batch_head % sizes.nheads;
+  const int64_t kv_head = head / (sizes.nheads / sizes.nheads_kv);
+  const auto matrix_of = [&](const AttentionTensor& tensor, int64_t head_of) {
+    return static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
+           head_of * tensor.head_stride;
+  };
+  const MaskRule rule = params.rule();
+  const LiveRange live = [&] {
+    if constexpr (Variant::kMasked) {
+      return rule.live(i, params.sequence(batch));
+    } else {
+      return rule.live(i, params.leftpad ? rule.clamp_pad(params.leftpad[batch]) : 0);
+    }
+  }();
+  const T* g_query = matrix_of(params.query, head) + i * params.query.row_stride;
+  const T* g_key = matrix_of(params.key, kv_head);
+  const T* g_value = matrix_of(params.value, kv_head);
+  T* g_out = static_cast<T*>(params.out) + row * sizes.head_dim_v;
+
+  int64_t first_col = 0;
+  do {
+    float r_out[kCols] = {};
+    MaxSum total = {-INFINITY, 0.f};
+    for (int64_t key = live.begin; key < live.end; key += kThreads) {
+      const int keys = static_cast<int>(min(live.end - key, static_cast<int64_t>(kThreads)));
+      make_scores(s_scores, g_query, g_key + key * params.key.row_stride, params.key.row_stride,
+                  keys, sizes.head_dim, scale.sign);
+      __syncthreads();
+      if constexpr (Variant::kMasked) {
+        if (scale.softcap > 0.f) {
+          float& score = s_scores[threadIdx.x];
+          if (threadIdx.x < keys) score = tanhf(score * scale.cap);
+          __syncthreads();
+        }
+      }
+
+      // Every warp looks at all scores, so that all agree on maximum and sum.
+      float max = total.max, sum = 0.f;
+      for (int j = threadIdx.x % kWarp; j < kThreads; j += kWarp) max = fmaxf(max, s_scores[j]);
+      max = warp_max(max);
+      const float top = max == -INFINITY ? 0.f : max;
+      const float factor = exp2_approx((total.max - top) * scale.c);
+      for (int j = threadIdx.x % kWarp; j < kThreads; j += kWarp) {
+        sum += exp2_approx((s_scores[j] - top) * scale.c);
+      }
+      total = {max, fmaf(total.sum, factor, warp_sum(sum))};
+      s_p[threadIdx.x] = exp2_approx((s_scores[threadIdx.x] - top) * scale.c);
+      __syncthreads();
+
+#pragma unroll
+      for (int c = 0; c < kCols; ++c) {
+        const int64_t col = first_col + c * kThreads + threadIdx.x;
+        if (col >= sizes.head_dim_v) break;
+        r_out[c] *= factor;
+        const T* g_column = g_value + key * params.value.row_stride + col;
+        for (int j = 0; j < keys; ++j) {
+          r_out[c] = fmaf(s_p[j], to_float(g_column[j * params.value.row_stride]), r_out[c]);
+        }
+      }
+    }
+
+    [[maybe_unused]] float sink = -INFINITY;
+    [[maybe_unused]] FinishedRow finished;
+    if constexpr (Variant::kMasked) {
+      if (params.mask.sink) sink = params.mask.sink[head];
+      finished = finish_row(scale, total.max, total.sum, sink);
+    }
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) {
+      const int64_t col = first_col + c * kThreads + threadIdx.x;
+      if (col >= sizes.head_dim_v) break;
+      if constexpr (Variant::kMasked) {
+        g_out[col] = from_float<T>(live.empty() ? 0.f : r_out[c] * finished.factor);
+      } else {
+        g_out[col] = from_float<T>(live.empty() ? 0.f : r_out[c] / total.sum);
+      }
+    }
+    if (params.lse && first_col == 0 && threadIdx.x == 0) {
+      if constexpr (Variant::kMasked) {
+        params.lse[row] = live.empty() ? sink : finished.lse;
+      } else {
+        params.lse[row] = live.empty() ? -INFINITY : scale.lse(total.max, total.sum);
+      }
+    }
+    first_col += kCols * kThreads;
+  } while (first_col < sizes.head_dim_v);
+}
+
+template <bool kMasked>
+void launch(const typename AttentionVariant<kMasked>::Params& params, cudaStream_t stream) {
+  const int64_t rows = params.sizes.batch * params.sizes.nheads * params.sizes.seqlen_q;
+  dispatch_dtype(params.dtype, [&](auto element) {
+    using T = decltype(element);
+    for_each_grid_of(rows, [&](int64_t first, int64_t blocks) {
+      launch_kernel(attention_general_kernel<T, AttentionVariant<kMasked>>, {blocks, kThreads},
+                    stream, params, AttentionVariant<kMasked>::scale(params), first);
+    });
+  });
+}
+
+}  // namespace
+
+void launch_attention_general(const AttentionParams& params, cudaStream_t stream) {
+  launch<false>(params, stream);
+}
+void launch_attention_general(const MaskedAttentionParams& params, cudaStream_t stream) {
+  launch<true>(params, stream);
+}
+
+}  // namespace torchweld

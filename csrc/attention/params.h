@@ -1,0 +1,102 @@
+// attention: what the host hands to the kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "attention/config.h"
+#include "attention/mask_params.h"
+#include "core/device.h"
+#include "core/dtype.h"
+
+namespace torchweld {
+
+// A (batch, heads, rows, cols) tensor: columns adjacent, strides in elements. Every row starts on a
+// 16-byte boundary and holds zeros from its last column to the next boundary, so that it can be
+// copied asynchronously, 16 bytes at a time.
+struct AttentionTensor {
+  const void* data;
+  int64_t batch_stride;
+  int64_t head_stride;
+  int64_t row_stride;
+};
+
+struct AttentionSizes {
+  int64_t batch;
+  int64_t nheads;
+  int64_t nheads_kv;
+  int64_t seqlen_q;
+  int64_t seqlen_k;
+  int64_t head_dim;
+  int64_t head_dim_v;
+};
+
+struct AttentionParams {
+  AttentionTensor query;   // (batch, nheads, seqlen_q, head_dim)
+  AttentionTensor key;     // (batch, nheads_kv, seqlen_k, head_dim)
+  AttentionTensor value;   // (batch, nheads_kv, seqlen_k, head_dim_v)
+  void* out;               // (batch, nheads, seqlen_q, head_dim_v), contiguous
+  float* lse;              // (batch, nheads, seqlen_q), contiguous; null where nobody asks
+  const int32_t* leftpad;  // (batch,), or null
+  AttentionSizes sizes;
+  float scale;
+  bool causal;
+  bool tf32;  // fp32 matmuls in one TF32 pass
+  DType dtype;
+  AttentionChoice choice;
+  float* parts;        // attention_part_floats(...), of the splits; nullptr where that is 0
+  uint64_t* flags;     // attention_flags(...), see block_flags; the same
+  unsigned* counters;  // one, zero before and after, where Hopper's kernel serves; else nullptr
+
+  TW_HOST_DEVICE MaskRule rule() const {
+    return {sizes.seqlen_q, sizes.seqlen_k, causal, leftpad != nullptr};
+  }
+};
+
+// The kernels take it where an AttentionMask is given, and AttentionParams alone where it isn't.
+struct MaskedAttentionParams : AttentionParams {
+  AttentionMask mask;
+
+  TW_HOST_DEVICE MaskRule rule() const { return mask.rule(AttentionParams::rule()); }
+  TW_HOST_DEVICE SequenceMask sequence(int64_t b) const {
+    return mask.sequence(rule(), leftpad, b);
+  }
+};
+
+inline AttentionMath attention_math(DType dtype, bool tf32) {
+  if (dtype != DType::kFloat32) return AttentionMath::k16Bit;
+  return tf32 ? AttentionMath::kTf32 : AttentionMath::kFloat32;
+}
+
+inline AttentionProblem attention_problem(const AttentionSizes& s, DType dtype, bool tf32,
+                                          bool causal, const int32_t* leftpad,
+                                          const AttentionMask& mask) {
+  return {s.seqlen_q,
+          s.seqlen_k,
+          s.head_dim,
+          s.head_dim_v,
+          attention_math(dtype, tf32),
+          {s.batch * s.nheads, s.nheads / s.nheads_kv, causal, leftpad != nullptr,
+           dtype == DType::kBFloat16, mask.window, mask.key_start != nullptr},
+          device_facts()};
+}
+
+// Of all splits but the last one of every group, which adds them.
+inline int64_t attention_flags(const AttentionProblem& p, const AttentionChoice& choice) {
+  return attention_decode_groups(p) * (choice.splits - 1);
+}
+// Of their rows: the sums, the maximum and the sum of probabilities.
+inline int64_t attention_part_floats(const AttentionProblem& p, const AttentionChoice& choice) {
+  if (choice.splits == 1) return 0;
+  const AttentionDecodeTile& tile = kAttentionDecodeTiles[choice.tile];
+  return attention_flags(p, choice) * AttentionDecodeTile::kRows * (tile.dim + 2);
+}
+
+// Head dims above this take the general kernels.
+inline constexpr int64_t kAttentionMaxHeadDim = 256;
+
+// Any sizes; launches nothing where out and lse are empty.
+void launch_attention(const MaskedAttentionParams& params, cudaStream_t stream);
+
+}  // namespace torchweld

@@ -1,0 +1,102 @@
+// How scores become probabilities: their scale and cap, for host and device, and the end of a row's
+// softmax.
+#pragma once
+
+#include <cmath>
+
+#include "core/macros.h"
+
+namespace torchweld {
+
+// The scale as probabilities use it: 2^((sign * s - max) * c), lse = size * max + log(sum).
+// A scale of 0 multiplies the scores away, so that an infinite one is NaN as in torch.
+struct ScoreScale {
+  static constexpr float kLog2 = 1.44269504088896341f;  // of e
+  float sign;
+  float size;
+  float c;
+
+  TW_HOST_DEVICE explicit ScoreScale(float scale)
+      : sign(scale > 0.f ? 1.f : (scale < 0.f ? -1.f : 0.f)),
+        size(scale == 0.f ? 1.f : (scale < 0.f ? -scale : scale)),
+        c(size * kLog2) {}
+
+#ifdef __CUDACC__
+  // A row that sees nothing but -inf is NaN, as in torch.
+  __device__ __forceinline__ float lse(float max, float sum) const {
+    return sum > 0.f ? fmaf(max, size, logf(sum)) : NAN;
+  }
+#endif
+};
+
+// tanh(x) / x as a polynomial of kTerms, 3 or 4, in x^2, to a relative error of 2^-20.
+template <int kTerms>
+struct SmallTanh {
+  static constexpr float kMax = kTerms == 3 ? 0.25f : 0.5f;  // the largest |x|
+  // Of x^(2 i).
+  static TW_HOST_DEVICE constexpr float term(int i) {
+    if (i == 0) return kTerms == 3 ? 0.9999996f : 0.99999946f;
+    if (i == 1) return kTerms == 3 ? -0.33321908f : -0.33326318f;
+    if (i == 2) return kTerms == 3 ? 0.12841614f : 0.13190296f;
+    return -0.04440222f;
+  }
+};
+
+// c * tanh(score * cap) of scores up to `most`, as score times a polynomial in score^2.
+template <int kTerms>
+struct SmallExponent {
+  float most;
+  float terms[kTerms];
+
+  TW_HOST_DEVICE SmallExponent(float c, float cap) : most(SmallTanh<kTerms>::kMax / cap) {
+    float factor = c * cap;
+    for (int i = 0; i < kTerms; ++i, factor *= cap * cap) {
+      terms[i] = factor * SmallTanh<kTerms>::term(i);
+    }
+  }
+
+#ifdef __CUDACC__
+  // That minus shift.
+  __device__ __forceinline__ float operator()(float score, float shift) const {
+    const float square = score * score;
+    float y = terms[kTerms - 1];
+#pragma unroll
+    for (int i = kTerms - 2; i >= 0; --i) y = fmaf(square, y, terms[i]);
+    return fmaf(score, y, -shift);
+  }
+#endif
+};
+
+// The same behind a cap: scores become tanh(score * cap), of which size and c are.
+struct CappedScale : ScoreScale {
+  float softcap;  // 0: none
+  float cap;
+
+  TW_HOST_DEVICE CappedScale(float scale, float softcap)
+      : ScoreScale(scale), softcap(softcap), cap(softcap > 0.f ? size / softcap : 0.f) {
+    if (softcap > 0.f) size = softcap, c = softcap * kLog2;
+  }
+};
+
+#ifdef __CUDACC__
+// What a row's sums are divided by, as a factor, and its lse.
+struct FinishedRow {
+  float factor;
+  float lse;
+};
+
+// With a sink's logit, -inf for none. It joins at the end: that is exact wherever it lies, a row
+// that sees only -inf included.
+__device__ __forceinline__ FinishedRow finish_row(const ScoreScale& scale, float max, float sum,
+                                                  float sink) {
+  if (sink > max * scale.size) {
+    const float shrink = expf(fmaf(max, scale.size, -sink));
+    const float total = fmaf(sum, shrink, 1.f);
+    return {shrink / total, sink + logf(total)};
+  }
+  sum += expf(fmaf(-max, scale.size, sink));
+  return {1.f / sum, scale.lse(max, sum)};
+}
+#endif
+
+}  // namespace torchweld

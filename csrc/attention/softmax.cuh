@@ -1,0 +1,190 @@
+// Online softmax over the fragments of a score tile.
+//
+// Scores are (kTiles * 16, kCols * 8) in the layout of m16n8's C: a thread holds rows g and g + 8
+// of every 16, two adjacent columns of every 8. Probabilities are 2^((s - max) * c).
+// Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+#pragma once
+
+#include <climits>
+
+#include "attention/cap.cuh"
+#include "device/reduce.cuh"
+
+namespace torchweld {
+
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Largest score, and this thread's share of the sum of probabilities.
+struct OnlineRow {
+  float max;
+  float sum;
+};
+
+// NOTE: not by default member initializers: nvcc 13.0 runs those of a 2-D array's first row alone.
+template <int kTiles>
+__device__ __forceinline__ void start(OnlineRow (&rows)[kTiles][2]) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    rows[tile][0] = rows[tile][1] = {-INFINITY, 0.f};
+  }
+}
+
+// Replaces scores by probabilities; `factor` is what earlier results are to be multiplied with.
+// kFtz lets subnormal probabilities become 0. kLazy leaves the maximum as it is while probabilities
+// stay below 2^8, so that `factor` is often 1.
+template <bool kFtz, bool kLazy = false, int kTiles, int kCols>
+__device__ __forceinline__ void online_softmax(float (&r_s)[kTiles][kCols][4],
+                                               OnlineRow (&rows)[kTiles][2],
+                                               float (&factor)[kTiles][2], float c) {
+  constexpr auto exp2 = kFtz ? exp2_approx_ftz : exp2_approx;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      OnlineRow& row = rows[tile][half];
+      float max = row.max;
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) {
+        max = fmaxf(max, fmaxf(r_s[tile][j][2 * half], r_s[tile][j][2 * half + 1]));
+      }
+      max = quad_max(max);
+      if (kLazy && (max - row.max) * c <= 8.f) max = row.max;
+      // -inf - (-inf) is NaN: a row that saw only -inf is compared with 0 and adds nothing.
+      const float top = max == -INFINITY ? 0.f : max;
+      // NOTE: s * c - shift is one FMA. shift's rounding error is common to the row and to `factor`
+      // and cancels, but for huge scores 2^error overflows: those are made small first. inf - inf
+      // is the NaN that torch gives.
+      float shift = __fmul_rn(top, c);
+      float rise = __fmul_rn(row.max, c) - shift;
+      if (!(fabsf(shift) < 0x1p14f)) {
+#pragma unroll
+        for (int j = 0; j < kCols; ++j) {
+          r_s[tile][j][2 * half] -= top;
+          r_s[tile][j][2 * half + 1] -= top;
+        }
+        shift = 0.f;
+        rise = (row.max - top) * c;
+      }
+      factor[tile][half] = exp2(rise);
+      float sum = 0.f;
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) {
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+          r_s[tile][j][i] = exp2(fmaf(r_s[tile][j][i], c, -shift));
+        }
+        sum += r_s[tile][j][2 * half] + r_s[tile][j][2 * half + 1];
+      }
+      row.sum = fmaf(row.sum, factor[tile][half], sum);
+      row.max = max;
+    }
+  }
+}
+
+// online_softmax of capped scores of whose exponents `exponent` is, a SmallExponent. Maxima, of 0
+// or more, stay as they are. Calls `hide` for the exponents where `hides`.
+template <int kTiles, int kCols, class Exponent, class Hide>
+__device__ __forceinline__ void online_softmax_of_small(float (&r_s)[kTiles][kCols][4],
+                                                        OnlineRow (&rows)[kTiles][2], float c,
+                                                        const Exponent& exponent, bool hides,
+                                                        const Hide& hide) {
+  const auto for_each = [&](const auto& body) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float shift = rows[tile][half].max * c;
+        float sum = 0.f;
+#pragma unroll
+        for (int j = 0; j < kCols; ++j) {
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i) sum += body(r_s[tile][j][i], shift);
+        }
+        rows[tile][half].sum += sum;
+      }
+    }
+  };
+  if (!hides) {
+    return for_each(
+        [&](float& score, float shift) { return score = exp2_approx_ftz(exponent(score, shift)); });
+  }
+  for_each([&](float& score, float shift) {
+    score = exponent(score, shift);
+    return 0.f;
+  });
+  hide();
+  for_each([](float& score, float) { return score = exp2_approx_ftz(score); });
+}
+
+// Multiplies what is summed up so far.
+template <int kTiles, int kCols>
+__device__ __forceinline__ void rescale(float (&r_out)[kTiles][kCols][4],
+                                        const float (&factor)[kTiles][2]) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int n = 0; n < kCols; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) r_out[tile][n][i] *= factor[tile][i / 2];
+    }
+  }
+}
+
+// Hides the columns from min(first_end + row, last_end) on.
+template <int kTiles, int kCols>
+__device__ __forceinline__ void hide_columns(float (&r_s)[kTiles][kCols][4], int first_end,
+                                             int last_end) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int end = min(first_end + tile * 16 + half * 8 + g, last_end);
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& score = r_s[tile][j][2 * half + i];
+          score = j * 8 + 2 * t + i < end ? score : -INFINITY;
+        }
+      }
+    }
+  }
+}
+
+// The same, and the columns before begin[row] - from.
+inline constexpr int kSeesNothing = INT_MAX;  // a row's begin
+
+template <int kTiles, int kCols>
+__device__ __forceinline__ void hide_columns(float (&r_s)[kTiles][kCols][4], int first_end,
+                                             int last_end, const int* begin, int from) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = tile * 16 + half * 8 + g;
+      const int first = begin[row] - from, end = min(first_end + row, last_end);
+      const unsigned columns = end > first ? end - first : 0;
+      const int behind_first = 2 * t - first;
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& score = r_s[tile][j][2 * half + i];
+          score = static_cast<unsigned>(behind_first + j * 8 + i) < columns ? score : -INFINITY;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace torchweld

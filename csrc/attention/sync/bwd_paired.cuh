@@ -1,0 +1,304 @@
+// The gradient of attention in 16 bits where the sums of dV and dK fill a warp's registers each.
+//
+// Half of the warps are value warps: they compute P^T of a strip of keys and sum up dV. The others
+// are key warps: they compute dP^T of the same strips, take P from shared memory for dS^T, and sum
+// up dK. A warp so has twice the keys that it would have with both sums, and every fragment of Q
+// and dO that it reads serves twice as many products: shared memory, not the tensor cores, sets the
+// pace here. P^T and dS^T are left operands from registers; where a strip has several warps, each
+// of which computes the scores of its part of the rows, the others' parts come from shared memory.
+//
+// Every warp adds its share of dQ once a tile. Key warps do so before they compute, value warps
+// afterwards: P is ready when a key warp wants it, and one half multiplies while the other waits
+// for dQ's sums.
+#pragma once
+
+#include "attention/sync/bwd_block.cuh"
+
+namespace torchweld {
+
+template <typename Config>
+struct PairedBackwardBlock : BackwardTools<Config> {
+  using Base = BackwardTools<Config>;
+  using Base::args, Base::work, Base::kCols, Base::kDimTiles, Base::kGroups, Base::kRows,
+      Base::kScoreTiles, Base::kStrips, Base::s_left, Base::s_right, Base::share, Base::shared;
+  using typename Base::HeldScores;
+  using typename Base::KeyTile;
+  using typename Base::Ops;
+  using typename Base::QTile;
+  using typename Base::Scores;
+  using typename Base::ScoreTile;
+  using typename Base::Shared;
+  using typename Base::T;
+  static constexpr int kStripWarps = Config::kStripWarps;
+  static constexpr int kLateRow = kCols - Ops::kDepth;  // of those that a warp holds
+
+  float r_sum[kStrips][kDimTiles][4] = {};  // of dV or dK
+
+  using Base::Base;
+
+  __device__ __forceinline__ void run() {
+    if (work().first_head < work().end_head) {
+      this->load_keys();
+      walk();
+    }
+    const AttentionBackwardParams& p = args.params;
+    if constexpr (Config::kMasked) this->clear_unseen(r_sum);
+    if (sums_keys()) {
+      this->store(r_sum, p.scale, p.dkey, p.sizes.head_dim);
+    } else {
+      this->store(r_sum, 1.f / (1 << kProbabilityShift<T>), p.dvalue, p.sizes.head_dim_v);
+    }
+  }
+
+ private:
+  // NOTE: on Hopper, under an AttentionMask, strips of several warps leave no register for what
+  // depends on it.
+  static __device__ __forceinline__ bool sums_keys() {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (Config::kMasked && kGroups > 1) return fresh_thread() / kWarp >= kStripWarps;
+#endif
+    return threadIdx.x / kWarp >= kStripWarps;
+  }
+
+  // Tile by tile a value warp passes the barrier, computes, and adds dQ of the tile before; a key
+  // warp computes, passes the barrier of the next tile, and adds dQ of this one.
+  __device__ __forceinline__ void walk() {
+    QueryTile tile = {work().first_head, work().last_tile};
+    this->load_rows(tile, 0);
+    int stage = 0;
+    if (sums_keys()) arrive(tile, stage);
+    while (true) {
+      if (!sums_keys()) arrive(tile, stage);
+      if (tile.head < work().end_head) {
+        compute(tile, stage);
+      } else {
+        const QueryTile last = this->tile_before(tile);
+        share.prefetch(args, last, this->turn_at(last));
+      }
+      const QueryTile next = this->tile_after(tile);
+      if (sums_keys()) arrive(next, 1 - stage);
+      const QueryTile done = dq_tile(tile);
+      if (done.head >= work().first_head) {
+        this->pass_on(this->tile_before(done));
+        this->add_dq(done, sums_keys() ? stage : 1 - stage);
+      }
+      if ((sums_keys() ? next.head : tile.head) == work().end_head) {
+        this->pass_on(done);
+        return;
+      }
+      tile = next;
+      stage = 1 - stage;
+    }
+  }
+
+  // Whose dQ this warp adds to once it has computed `tile`.
+  __device__ __forceinline__ QueryTile dq_tile(const QueryTile& tile) const {
+    if (sums_keys()) return {tile.head, tile.index};
+    return this->tile_before(tile);
+  }
+
+  // Waits for a tile, and sends for the one after it. Behind the barrier nobody computes the tile
+  // before any more, its dS is complete, and nobody reads that of two tiles before.
+  __device__ __forceinline__ void arrive(const QueryTile& tile, int stage) {
+    copy_async_wait<0>();
+    __syncthreads();
+    if (tile.head == work().end_head) return;
+    const QueryTile next = this->tile_after(tile);
+    if (next.head < work().end_head) this->load_rows(next, 1 - stage);
+  }
+
+  __device__ __forceinline__ void compute(const QueryTile& tile, int stage) {
+    const int first_row = tile.index * kRows;
+    const int first_col = this->group() * kCols;
+    Scores r_scores = {};
+    {
+      const auto& keys = sums_keys() ? shared.v : shared.k;
+      const auto& rows = sums_keys() ? shared.dout[stage] : shared.q[stage];
+      const int thread = fresh_thread();
+      s_left = left_lane<KeyTile>(shared_address(keys.s_data), this->first_strip_row(), 0, thread);
+      s_right = right_lane<QTile>(shared_address(rows.s_data), first_col, 0, thread);
+      this->multiply(r_scores, 0, s_right, 0);
+    }
+    this->pass_on(this->tile_before(dq_tile(tile)));
+    if (sums_keys()) {
+      wait_for_probabilities();
+      differentiate(r_scores, stage, first_col);
+    } else {
+      if constexpr (Config::kMasked) {
+        if (capped()) {
+          exponentiate_capped(r_scores, stage, first_col);
+        } else {
+          exponentiate(r_scores, stage, first_col);
+        }
+      } else {
+        exponentiate(r_scores, stage, first_col);
+      }
+    }
+    if (!this->all_visible(first_row)) {
+      if constexpr (Config::kMasked) {
+        this->hide_masked(first_row + first_col, r_scores);
+      } else {
+        this->hide(first_row + first_col, r_scores);
+      }
+    }
+    HeldScores r_held;
+    this->hold(r_held, r_scores);
+    ScoreTile& s_scores = sums_keys() ? shared.ds[stage] : shared.ds[2];
+    this->store_scores(s_scores, r_held, first_col);
+    signal();
+    const auto& rows = sums_keys() ? shared.q[stage] : shared.dout[stage];
+    accumulate(r_held, shared_address(s_scores.s_data),
+               left_lane<QTile>(shared_address(rows.s_data), 0, this->first_col() / Ops::kDepth,
+                                fresh_thread()),
+               [&] {
+                 const QueryTile next_dq = dq_tile(tile);
+                 const bool there = next_dq.head >= work().first_head;
+                 share.prefetch(args, next_dq, there ? this->turn_at(next_dq) : 0);
+               });
+  }
+
+  // Scores -> P, shifted.
+  __device__ __forceinline__ void exponentiate(Scores& r_p, int stage, int col) {
+    const int first = col + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; ++n) {
+      const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[stage][first + n * 8]);
+#pragma unroll
+      for (int i = 0; i < kStrips; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float& p = r_p[i][n][j];
+          p = exponential<T>(fmaf(p, args.score_factor, j % 2 ? lse.y : lse.x));
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ bool capped() const {
+    if constexpr (Config::kMasked) {
+      return args.mask.softcap > 0.f;
+    } else {
+      return false;
+    }
+  }
+
+  // The same behind a cap. P times its slope, 1 - tanh^2, goes to the place of dS, where the key
+  // warp with the same scores takes it from; what is hidden is hidden there.
+  __device__ __forceinline__ void exponentiate_capped(Scores& r_p, int stage, int col) {
+    const int first = col + threadIdx.x % 4 * 2;
+    const float factor = args.mask.softcap * args.score_factor;
+    HeldScores r_held;
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; ++n) {
+      const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[stage][first + n * 8]);
+#pragma unroll
+      for (int i = 0; i < kStrips; ++i) {
+        float scaled[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float& p = r_p[i][n][j];
+          const float capped = tanh_of</*kExact=*/false>(p * args.cap);
+          p = exponential<T>(fmaf(capped, factor, j % 2 ? lse.y : lse.x));
+          scaled[j] = p * fmaf(-capped, capped, 1.f);
+        }
+        r_held[i][n].set(scaled);
+      }
+    }
+    this->store_scores(shared.ds[stage], r_held, col);
+  }
+
+  // dP -> dS, with the P of the value warp that has the same scores.
+  __device__ __forceinline__ void differentiate(Scores& r_ds, int stage, int col) {
+    constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
+    const ScoreTile& s_p = shared.ds[capped() ? stage : 2];
+    const uint32_t s_lane =
+        ScoreTile::right_of(left_lane<ScoreTile>(shared_address(s_p.s_data),
+                                                 this->first_strip_row(), 0, fresh_thread()),
+                            col * static_cast<int>(sizeof(T)));
+    const int first = col + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; n += 2) {
+      float2 delta[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        delta[j] = *reinterpret_cast<const float2*>(&shared.delta[stage][first + (n + j) * 8]);
+      }
+#pragma unroll
+      for (int i = 0; i < kStrips; ++i) {
+        uint32_t r_p[4];
+        load_matrix_4(r_p, ScoreTile::right_of(s_lane, n * 16) + i * 16 * ScoreTile::kRowBytes);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float2 p = unpack_pair<T>(r_p[j]);
+          float* ds = &r_ds[i][n + j / 2][j % 2 * 2];
+          ds[0] = p.x * fmaf(ds[0], kUnshift, -delta[j / 2].x);
+          ds[1] = p.y * fmaf(ds[1], kUnshift, -delta[j / 2].y);
+        }
+      }
+    }
+  }
+
+  // r_sum += the strips' scores of all rows, of which this warp holds kCols, @ the rows at s_rows.
+  // late() comes where registers of scores are free again.
+  template <typename Late>
+  __device__ __forceinline__ void accumulate(const HeldScores& r_scores, uint32_t s_scores,
+                                             uint32_t s_rows, const Late& late) {
+    add_rows(s_rows, this->group(), [&](typename Ops::Left& a, int i, int row) {
+      if (kGroups == 1 && i == 0 && row == kLateRow) late();
+      Ops::from_results(a, &r_scores[i][row / 8]);
+    });
+    if (kGroups > 1) late();
+    const uint32_t s_lane =
+        left_lane<ScoreTile>(s_scores, this->first_strip_row(), 0, fresh_thread());
+#pragma unroll
+    for (int i = 1; i < kGroups; ++i) {
+      const int group = (this->group() + i) % kGroups;
+      wait_for(group);
+      const uint32_t s_part = ScoreTile::right_of(s_lane, group * kCols * sizeof(T));
+      add_rows(s_rows, group, [&](typename Ops::Left& a, int strip, int row) {
+        Ops::template load_left<ScoreTile>(
+            a, ScoreTile::right_of(s_part, row * sizeof(T)) + strip * 16 * ScoreTile::kRowBytes);
+      });
+    }
+  }
+
+  // The part of a group's rows; load(a, strip, row) gives its scores.
+  template <typename Load>
+  __device__ __forceinline__ void add_rows(uint32_t s_rows, int group, const Load& load) {
+    const uint32_t s_part = s_rows + group * kCols * QTile::kRowBytes;
+#pragma unroll
+    for (int row = 0; row < kCols; row += Ops::kDepth) {
+      typename Ops::Left a[kStrips];
+#pragma unroll
+      for (int i = 0; i < kStrips; ++i) load(a[i], i, row);
+      Ops::template multiply<kDimTiles / Ops::k2CtaTiles, Ops::k2CtaTiles>(
+          a, false,
+          [&](typename Ops::Right(&b)[Ops::k2CtaTiles], int n) {
+            Ops::template load_wide_right<QTile>(b, s_part, row * QTile::kRowBytes, n);
+          },
+          [&](int i, int n) -> float (&)[4] { return r_sum[i][n]; });
+    }
+  }
+
+  // Barriers of a few warps, two for every strip and group: P's, which the key warp with the same
+  // scores waits for, and dS's. Both are waited for by the other warps of the group that sum up
+  // the same.
+  __device__ __forceinline__ int barrier_of(bool ds, int group) const {
+    return 1 + (ds ? kStripWarps : 0) + this->strip_warp() / kGroups * kGroups + group;
+  }
+  static __device__ __forceinline__ int threads_at(bool ds) {
+    return kWarp * (ds ? kGroups : kGroups + 1);
+  }
+  __device__ __forceinline__ void signal() const {
+    if (kGroups == 1 && sums_keys()) return;
+    named_barrier_arrive(barrier_of(sums_keys(), this->group()), threads_at(sums_keys()));
+  }
+  __device__ __forceinline__ void wait_for(int group) const {
+    named_barrier_wait(barrier_of(sums_keys(), group), threads_at(sums_keys()));
+  }
+  __device__ __forceinline__ void wait_for_probabilities() const {
+    named_barrier_wait(barrier_of(false, this->group()), threads_at(false));
+  }
+};
+
+}  // namespace torchweld

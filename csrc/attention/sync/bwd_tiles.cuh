@@ -1,0 +1,244 @@
+// The gradient of attention on tensor cores, a block per tile of keys.
+//
+//   P = exp(scale * Q K^T - lse)     dP = dO V^T      dS = P * (dP - delta), delta = sum(dO * O)
+//   dV = P^T dO                      dK = scale * dS^T Q        dQ = scale * dS K
+//
+// Every warp owns a strip of the keys and computes S^T and dP^T of its strip, so that P^T and dS^T
+// are in its registers where the products that sum over the query rows want them; only dS goes
+// through shared memory, for dQ, which is added in turns (attention/sync/bwd_share.cuh). A block
+// walks the query heads of its kv head and in each the live query tiles from the last to the first,
+// while the next tile is on its way. In fp32 what arrives is split into bf16 pieces once, for all
+// warps (attention/sync/terms.cuh). Blocks take their work by ticket: tiles of keys ascending, so
+// that a block only waits for blocks that have started, and under the causal mask the long walks
+// come first; all blocks of a head begin at the last rows, where nobody waits for a diagonal.
+// Source: Dao, "FlashAttention-2", 2023, algorithm 2; the fixed order of dQ is ours.
+#pragma once
+
+#include "attention/sync/bwd_paired.cuh"
+#include "core/choices.h"
+#include "core/launch.h"
+
+namespace torchweld {
+
+// One block's walk.
+template <typename Config>
+struct BackwardBlock : BackwardTools<Config> {
+  using Base = BackwardTools<Config>;
+  using Base::args, Base::handles_non_finite, Base::work, Base::kCols, Base::kDimTiles, Base::kRows,
+      Base::kScoreTiles, Base::kStrips, Base::place, Base::s_right, Base::s_wide, Base::share,
+      Base::shared;
+  using typename Base::HeldScores;
+  using typename Base::Ops;
+  using typename Base::QTile;
+  using typename Base::Scores;
+  using typename Base::Shared;
+  using typename Base::T;
+
+  float r_dk[kStrips][Config::kKey ? kDimTiles : 1][4] = {};
+  float r_dv[kStrips][Config::kValue ? kDimTiles : 1][4] = {};
+
+  using Base::Base;
+
+  __device__ __forceinline__ void run() {
+    if (work().first_head < work().end_head) {
+      this->load_keys();
+      walk();
+    }
+    const AttentionBackwardParams& p = args.params;
+    if constexpr (Config::kMasked) {
+      if constexpr (Config::kKey) this->clear_unseen(r_dk);
+      if constexpr (Config::kValue) this->clear_unseen(r_dv);
+    }
+    if constexpr (Config::kKey) this->store(r_dk, p.scale, p.dkey, p.sizes.head_dim);
+    if constexpr (Config::kValue) {
+      this->store(r_dv, 1.f / (1 << kProbabilityShift<T>), p.dvalue, p.sizes.head_dim_v);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void walk() {
+    const typename Config::WorkTile& work = shared.work;
+    QueryTile tile = {work.first_head, work.last_tile};
+    this->load_rows(tile, 0);
+    int stage = 0;
+    while (true) {
+      const QueryTile next = this->tile_after(tile);
+      // Behind this barrier nobody needs the tile before any more, and its dS is complete.
+      copy_async_wait<0>();
+      __syncthreads();
+      bool unusual = this->unusual_keys;
+      if constexpr (Config::kSplit) {
+        unusual |= split_tile<Config::kThreads>(shared.q[0], shared.next_q);
+        unusual |= split_tile<Config::kThreads>(shared.dout[0], shared.next_dout);
+      }
+      if (next.head < work.end_head) this->load_rows(next, 1 - stage);
+      if constexpr (Config::kKey) {
+        if (tile.index < work.last_tile || tile.head > work.first_head) {
+          this->add_dq(this->tile_before(tile), 1 - stage);
+        }
+      }
+      if constexpr (Config::kSplit) handles_non_finite = __syncthreads_or(unusual);
+      compute(tile, stage);
+      if (next.head == work.end_head) break;
+      tile = next;
+      stage = 1 - stage;
+    }
+    if constexpr (Config::kKey) {
+      __syncthreads();
+      this->add_dq(tile, stage);
+      this->pass_on(tile);
+    }
+  }
+
+  __device__ __forceinline__ void compute(const QueryTile& tile, int stage) {
+    const int first_row = tile.index * kRows;
+    const bool all_visible = this->all_visible(first_row);
+#pragma unroll 1
+    for (int col = 0; col < kRows; col += kCols) {
+      Scores r_p = {}, r_ds = {};
+      const int rows_at = place(stage) * static_cast<int>(sizeof(QTile)) + col * QTile::kRowBytes;
+      this->multiply(r_p, offsetof(Shared, k), s_right + rows_at, offsetof(Shared, q));
+      if constexpr (Config::kKey) {
+        this->multiply(r_ds, offsetof(Shared, v), s_right + rows_at, offsetof(Shared, dout));
+        if (col == 0) this->pass_on(this->tile_before(tile));
+      }
+      differentiate(r_p, r_ds, stage, col);
+      if (!all_visible) {
+        if constexpr (Config::kMasked) {
+          this->hide_masked(first_row + col, r_p, r_ds);
+        } else {
+          this->hide(first_row + col, r_p, r_ds);
+        }
+      }
+      HeldScores r_held_p, r_held_ds;
+      this->hold(r_held_p, r_p);
+      this->hold(r_held_ds, r_ds);
+      if constexpr (Config::kKey) {
+        if (this->group() == 0) this->store_scores(shared.ds[place(stage)], r_held_ds, col);
+        if (col + kCols == kRows) share.prefetch(args, tile, this->turn_at(tile));
+      }
+      if constexpr (Config::kValue) {
+        accumulate(r_dv, r_held_p, s_wide + rows_at, offsetof(Shared, dout));
+      }
+      if constexpr (Config::kKey) {
+        accumulate(r_dk, r_held_ds, s_wide + rows_at, offsetof(Shared, q));
+      }
+    }
+  }
+
+  // r_p: scores -> P, shifted;  r_ds: dP -> dS. delta in shared memory is shifted back already.
+  __device__ __forceinline__ void differentiate(Scores& r_p, Scores& r_ds, int stage, int col) {
+    constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
+    const int first = col + threadIdx.x % 4 * 2;
+    if constexpr (Config::kMasked) {
+      if (args.mask.softcap > 0.f) return differentiate_capped(r_p, r_ds, stage, first);
+    }
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; ++n) {
+      const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[stage][first + n * 8]);
+      float2 delta = {};
+      if constexpr (Config::kKey) {
+        delta = *reinterpret_cast<const float2*>(&shared.delta[stage][first + n * 8]);
+      }
+#pragma unroll
+      for (int i = 0; i < kStrips; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float& p = r_p[i][n][j];
+          p = exponential<T>(fmaf(p, args.score_factor, j % 2 ? lse.y : lse.x));
+          r_ds[i][n][j] = p * fmaf(r_ds[i][n][j], kUnshift, -(j % 2 ? delta.y : delta.x));
+        }
+      }
+    }
+  }
+
+  // The same behind a cap: dS times its slope, 1 - tanh^2.
+  __device__ __forceinline__ void differentiate_capped(Scores& r_p, Scores& r_ds, int stage,
+                                                       int first) {
+    constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
+    const float factor = args.mask.softcap * args.score_factor;
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; ++n) {
+      const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[stage][first + n * 8]);
+      float2 delta = {};
+      if constexpr (Config::kKey) {
+        delta = *reinterpret_cast<const float2*>(&shared.delta[stage][first + n * 8]);
+      }
+#pragma unroll
+      for (int i = 0; i < kStrips; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float& p = r_p[i][n][j];
+          const float capped = tanh_of<sizeof(T) == 4>(p * args.cap);
+          p = exponential<T>(fmaf(capped, factor, j % 2 ? lse.y : lse.x));
+          const float dp = fmaf(r_ds[i][n][j], kUnshift, -(j % 2 ? delta.y : delta.x));
+          r_ds[i][n][j] = p * dp * fmaf(-capped, capped, 1.f);
+        }
+      }
+    }
+  }
+
+  // r_sum += r_scores (the warp's strips, kCols) @ kCols of the rows at byte `rows`.
+  __device__ __forceinline__ void accumulate(float (&r_sum)[kStrips][kDimTiles][4],
+                                             const HeldScores& r_scores, uint32_t s_rows,
+                                             int rows) {
+#pragma unroll
+    for (int k = 0; k < kCols; k += Ops::kDepth) {
+      typename Ops::Left a[kStrips];
+#pragma unroll
+      for (int i = 0; i < kStrips; ++i) Ops::from_results(a[i], &r_scores[i][k / 8]);
+      Ops::template multiply<kDimTiles / Ops::k2CtaTiles, Ops::k2CtaTiles>(
+          a, handles_non_finite,
+          [&](typename Ops::Right(&b)[Ops::k2CtaTiles], int n) {
+            Ops::template load_wide_right<QTile>(b, s_rows, rows + k * QTile::kRowBytes, n);
+          },
+          [&](int i, int n) -> float (&)[4] { return r_sum[i][n]; });
+    }
+  }
+};
+
+template <typename Config>
+__global__ __launch_bounds__(
+    Config::kThreads,
+    Config::kShape.blocks_per_sm) void attention_backward_kernel(const __grid_constant__
+                                                                 typename Config::Args args,
+                                                                 unsigned* g_ticket) {
+  extern __shared__ __align__(128) unsigned char s_raw[];
+  BackwardShared<Config>& shared = *reinterpret_cast<BackwardShared<Config>*>(s_raw);
+  if constexpr (Config::kMasked) {
+    shared.work.template take_masked<Config>(args, g_ticket);
+  } else {
+    if (threadIdx.x == 0) shared.work.template take<Config>(args, g_ticket);
+    __syncthreads();
+  }
+  using Block =
+      std::conditional_t<Config::kPaired, PairedBackwardBlock<Config>, BackwardBlock<Config>>;
+  Block(args, shared).run();
+}
+
+template <typename Config>
+void launch_backward_part(const typename Config::Args& args, unsigned* g_ticket,
+                          cudaStream_t stream) {
+  const AttentionSizes& sizes = args.params.sizes;
+  const int64_t key_blocks = (sizes.seqlen_k + Config::kKeys - 1) / Config::kKeys;
+  const int64_t blocks = sizes.batch * sizes.nheads_kv * key_blocks;
+  const auto kernel = attention_backward_kernel<Config>;
+  constexpr int kBytes = sizeof(BackwardShared<Config>);
+  static_assert(kBytes <= Config::kShape.shared_bytes());
+  launch_kernel(kernel, {blocks, Config::kThreads, kBytes}, stream, args, g_ticket);
+}
+
+template <typename T, int kTile, typename Args>
+void launch_attention_backward_tile(const Args& args, cudaStream_t stream) {
+  using Part = BackwardPart;
+  constexpr bool kMasked = kIsMasked<Args>;
+  unsigned* const g_ticket = args.g_tickets;
+  if constexpr (kAttentionBackwardTiles[kTile].split) {
+    launch_backward_part<BackwardConfig<T, kTile, Part::kValue, kMasked>>(args, g_ticket, stream);
+    launch_backward_part<BackwardConfig<T, kTile, Part::kKey, kMasked>>(args, g_ticket + 1, stream);
+  } else {
+    launch_backward_part<BackwardConfig<T, kTile, Part::kBoth, kMasked>>(args, g_ticket, stream);
+  }
+}
+
+}  // namespace torchweld

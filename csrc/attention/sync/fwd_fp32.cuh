@@ -1,0 +1,155 @@
+// attention's forward on tensor cores in fp32, to its accuracy. What is computed, by which block
+// and in which order, is that of attention/sync/fwd.cuh.
+//
+// Keys and values arrive as they are, while the matmuls of those before run, and are split into
+// pieces when they are there: of a step together or, with one stage, the keys, then the values, to
+// the same place in shared memory. Two blocks fit on an SM, so that one multiplies while the other
+// splits.
+#pragma once
+
+#include "attention/block.cuh"
+#include "attention/sync/warp_fp32.cuh"
+#include "device/dispatch.cuh"
+
+namespace torchweld {
+
+template <int kTile, bool kMasked>
+struct AttentionSplitConfig : AttentionVariant<kMasked> {
+  using T = float;
+  static constexpr AttentionTile kShape = kAttentionTiles[kTile];
+  static constexpr int kThreads = kShape.threads();
+  static constexpr int kDim = kShape.dim;
+  static constexpr int kRows = kShape.rows;
+  static constexpr int kKeys = kShape.keys;
+  static constexpr int kStages = kShape.stages;
+  static constexpr int kWarpRows = kRows / kShape.warps;
+  static constexpr int kTiles = kWarpRows / 16;
+  using Block = AttentionBlockOf<kMasked, kRows, kWarpRows>;
+  using Layout = AttentionLayout<T, kDim>;
+  using QueryTile = SplitTile<kRows, kDim>;
+  using KeyTile = SplitTile<kKeys, kDim>;
+  using RawTile = SharedTile<T, kKeys, kDim>;
+  using Matmul = WarpMatmulSplit<QueryTile, KeyTile, kTiles>;
+  static_assert(kWarpRows % 16 == 0 && kKeys % 16 == 0 && (kStages == 1 || kStages == 2));
+};
+
+template <typename Config>
+struct AttentionSplitShared {
+  typename Config::QueryTile query;
+  typename Config::KeyTile pieces[Config::kStages];    // of keys, of values
+  typename Config::RawTile arriving[Config::kStages];  // those that come next
+  typename Config::Block block;
+};
+
+template <typename Config>
+__global__ __launch_bounds__(
+    Config::kThreads,
+    Config::kShape.blocks_per_sm) void attention_split_kernel(const typename Config::Params params,
+                                                              const AttentionSchedule schedule,
+                                                              const typename Config::Scale scale) {
+  using T = typename Config::T;
+  using Matmul = typename Config::Matmul;
+  constexpr int kKeys = Config::kKeys, kTiles = Config::kTiles, kThreads = Config::kThreads;
+  constexpr int kStages = Config::kStages;
+  extern __shared__ __align__(1024) char s_bytes[];
+  auto& s = *reinterpret_cast<AttentionSplitShared<Config>*>(s_bytes);
+
+  if constexpr (Config::kMasked) {
+    s.block.take(params, schedule);
+  } else {
+    if (threadIdx.x == 0) s.block = AttentionBlock::make<Config::kRows>(params, schedule);
+    __syncthreads();
+  }
+  const AttentionBlock block = s.block;
+  const int keys = block.keys;
+
+  const int64_t kv_head = block.head / (params.sizes.nheads / params.sizes.nheads_kv);
+  const int head_dim = static_cast<int>(params.sizes.head_dim);
+  using Loader = AttentionLoader<typename Config::Layout, kKeys, kThreads>;
+  Loader keys_loader(matrix_of<T>(params.key, block.batch, kv_head, block.pad),
+                     params.key.row_stride, head_dim);
+  Loader values_loader(matrix_of<T>(params.value, block.batch, kv_head, block.pad),
+                       params.value.row_stride, static_cast<int>(params.sizes.head_dim_v));
+  auto& s_arriving_values = s.arriving[kStages - 1];
+  const auto load_keys = [&](int keys_left) {
+    keys_loader.load(fresh_thread(), shared_address(s.arriving[0].s_data), keys_left);
+  };
+  const auto load_values = [&](int keys_left) {
+    values_loader.load(fresh_thread(), shared_address(s_arriving_values.s_data), keys_left);
+  };
+
+  // Load the query rows. The scale's sign goes into them, its size into the exponent.
+  bool unusual = false;
+  if (keys > 0) {
+    load_keys(keys);
+    if (kStages == 2) load_values(keys);
+    copy_async_commit();
+    unusual = split_rows<kThreads>(
+        s.query, matrix_of<T>(params.query, block.batch, block.head, block.first_row),
+        params.query.row_stride, 0, block.rows, head_dim, scale.sign);
+  }
+  // Splits what has arrived, once nobody needs the pieces before, and sends for what comes next.
+  // True where inf or NaN is among them or in the queries.
+  const auto split_arrived = [&](const auto& load_next) {
+    copy_async_wait<0>();
+    __syncthreads();
+    bool handles_non_finite = unusual;
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+      handles_non_finite |= split_tile<kThreads>(s.pieces[stage], s.arriving[stage]);
+    }
+    load_next();
+    copy_async_commit();
+    return __syncthreads_or(handles_non_finite) != 0;
+  };
+
+  typename Matmul::Out r_out = {};
+  OnlineRow rows[kTiles][2];
+  start(rows);
+  for (int key = 0; key < keys; key += kKeys) {
+    const int warp_row = fresh_thread() / 32 * Config::kWarpRows;
+    [[maybe_unused]] const int first_row = s.block.first_row + warp_row;
+    const int keys_left = keys - key, next_left = keys_left - kKeys;
+    typename Matmul::Scores r_s = {};
+    bool handles_non_finite = split_arrived([&] {
+      if (kStages == 2 && next_left > 0) load_keys(next_left);
+      if (kStages == 1 || next_left > 0) load_values(kStages == 1 ? keys_left : next_left);
+    });
+    Matmul::scores(r_s, s.query, s.pieces[0], warp_row, head_dim, handles_non_finite);
+    if constexpr (Config::kMasked) {
+      mask_scores<Config>(r_s, scale, s.block, warp_row, key);
+    } else if (key + kKeys > s.block.end_of(first_row)) {
+      hide_columns(r_s, first_row + s.block.shift - key, s.block.all_keys - key);
+    }
+    float factor[kTiles][2];
+    online_softmax</*kFtz=*/false>(r_s, rows, factor, scale.c);
+    rescale(r_out, factor);
+    if constexpr (kStages == 1) {
+      handles_non_finite = split_arrived([&] {
+        if (next_left > 0) load_keys(next_left);
+      });
+    }
+    Matmul::attend(r_out, r_s, s.pieces[kStages - 1], handles_non_finite);
+  }
+
+  // Store, where the query rows were.
+  __syncthreads();
+  const int warp_row = threadIdx.x / 32 * Config::kWarpRows;
+  char* s_rows = reinterpret_cast<char*>(s.query.s_data) + warp_row * Config::Layout::kRowBytes;
+  store_block<Config>(params, scale, s.block, s_rows, rows, r_out);
+}
+
+template <bool kMasked>
+void launch_attention_split_tiles(int tile,
+                                  const typename AttentionVariant<kMasked>::Params& params,
+                                  cudaStream_t stream) {
+  dispatch_index<kNumAttentionTiles>(tile, [&](auto index) {
+    if constexpr (kAttentionTiles[index.value].math == AttentionMath::kFloat32) {
+      using Config = AttentionSplitConfig<index.value, kMasked>;
+      launch_attention_blocks<Config, sizeof(AttentionSplitShared<Config>)>(
+          attention_split_kernel<Config>, params, stream);
+    }
+  });
+}
+
+}  // namespace torchweld

@@ -1,0 +1,121 @@
+// fp32 in attention: tiles whose values are kept in shared memory as three bf16 pieces.
+//
+// A value is split once, when its tile arrives, by the thread that has copied it; then every warp
+// reads pieces with ldmatrix, as the 16-bit kernels read their elements, and makes six products of
+// them. Only probabilities and their gradients, which are born in registers, are split there.
+#pragma once
+
+#include <type_traits>
+
+#include "attention/tile.cuh"
+#include "device/mma_sync.cuh"
+#include "device/vec.cuh"
+
+namespace torchweld {
+
+inline constexpr int kPieces = 3;
+
+// kPieces planes of bf16, the largest pieces first. Addresses in it are those of its first plane.
+template <int kTileRows, int kTileCols>
+struct SplitTile {
+  using Plane = SharedTile<__nv_bfloat16, kTileRows, kTileCols>;
+  static constexpr int kRows = kTileRows;
+  static constexpr int kCols = kTileCols;
+  static constexpr int kRowBytes = Plane::kRowBytes;
+  static constexpr int kGroups = Plane::kGroups;
+  static constexpr int kPlaneBytes = Plane::kBytes;
+  alignas(128) __nv_bfloat16 s_data[kPieces * kRows * kCols];
+
+  static __device__ __forceinline__ int offset(int row, int chunk) {
+    return Plane::offset(row, chunk);
+  }
+  static __device__ __forceinline__ uint32_t right_of(uint32_t s_byte, int bytes) {
+    return Plane::right_of(s_byte, bytes);
+  }
+};
+
+// Four adjacent values to their place in three planes. Without kHandlesNonFinite `check` becomes
+// NaN at an inf, a NaN and what rounds to inf, and the pieces are wrong.
+template <bool kHandlesNonFinite, typename Tile>
+__device__ __forceinline__ void store_terms(Tile& s_to, int row, int quad, const Vec<float, 4>& x,
+                                            float& check) {
+  const SplitBf16<kHandlesNonFinite> first(x.values[0], x.values[1], check);
+  const SplitBf16<kHandlesNonFinite> second(x.values[2], x.values[3], check);
+  char* s_quad = reinterpret_cast<char*>(s_to.s_data) + Tile::offset(row, quad / 2) + quad % 2 * 8;
+  *reinterpret_cast<uint2*>(s_quad) = {first.high, second.high};
+  *reinterpret_cast<uint2*>(s_quad + Tile::kPlaneBytes) = {first.middle, second.middle};
+  *reinterpret_cast<uint2*>(s_quad + 2 * Tile::kPlaneBytes) = {first.low, second.low};
+}
+
+// Splits this thread's share of a tile: four columns of the rows that AttentionLoader and load_tile
+// give it too. read(row, quad) is where the values come from. True where the products of the tile
+// need care.
+template <int kThreads, typename Tile, typename Read>
+__device__ __forceinline__ bool split_share(Tile& s_to, const Read& read) {
+  constexpr int kQuads = Tile::kCols / 4, kRowStep = kThreads / kQuads;
+  static_assert(kThreads % kQuads == 0 && Tile::kRows % kRowStep == 0);
+  const int quad = threadIdx.x % kQuads, first_row = threadIdx.x / kQuads;
+  float check = 0.f;
+#pragma unroll 4
+  for (int i = 0; i < Tile::kRows / kRowStep; ++i) {
+    const int row = first_row + i * kRowStep;
+    store_terms<false>(s_to, row, quad, read(row, quad), check);
+  }
+  if (!isnan(check)) return false;
+#pragma unroll 1
+  for (int i = 0; i < Tile::kRows / kRowStep; ++i) {
+    const int row = first_row + i * kRowStep;
+    store_terms<true>(s_to, row, quad, read(row, quad), check);
+  }
+  return true;
+}
+
+// Splits what this thread has copied, once it is there.
+template <int kThreads, typename Tile, typename RawTile>
+__device__ __forceinline__ bool split_tile(Tile& s_to, const RawTile& s_from) {
+  static_assert(Tile::kRows == RawTile::kRows && Tile::kCols == RawTile::kRowBytes / 4);
+  const char* s_raw = reinterpret_cast<const char*>(s_from.s_data);
+  return split_share<kThreads>(s_to, [&](int row, int quad) {
+    return load_vec<float, 4>(reinterpret_cast<const float*>(s_raw + RawTile::offset(row, quad)));
+  });
+}
+
+// Splits rows [begin, end) of a strided matrix, multiplied by `factor`; zeros elsewhere and from
+// `cols` on, where nothing is read. For tiles that are split once a block.
+template <int kThreads, typename Tile>
+__device__ __forceinline__ bool split_rows(Tile& s_to, const float* g_first, int64_t row_stride,
+                                           int begin, int end, int cols, float factor) {
+  return split_share<kThreads>(s_to, [&](int row, int quad) {
+    Vec<float, 4> x = {};
+    if (quad * 4 < cols && row >= begin && row < end) {
+      x = load_vec<float, 4>(g_first + row * row_stride + quad * 4);
+    }
+#pragma unroll
+    for (float& value : x.values) value *= factor;
+    return x;
+  });
+}
+
+// The pieces of a left operand (16, 16), from what left_lane gives; transposed, from right_lane.
+template <typename Tile, bool kTransposed>
+__device__ __forceinline__ void load_terms(TermFragment<4>& to, uint32_t s_lane) {
+  constexpr auto load = kTransposed ? load_matrix_4_transposed : load_matrix_4;
+  load(to.high, s_lane);
+  load(to.middle, s_lane + Tile::kPlaneBytes);
+  load(to.low, s_lane + 2 * Tile::kPlaneBytes);
+}
+
+// Those of two right operands (16, 8), from what right_lane gives; transposed, from left_lane.
+template <typename Tile, bool kTransposed>
+__device__ __forceinline__ void load_terms(TermFragment<2> (&to)[2], uint32_t s_lane) {
+  TermFragment<4> both;
+  load_terms<Tile, kTransposed>(both, s_lane);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    to[i / 2].high[i % 2] = both.high[i];
+    to[i / 2].middle[i % 2] = both.middle[i];
+    to[i / 2].low[i % 2] = both.low[i];
+  }
+}
+
+}  // namespace torchweld

@@ -1,0 +1,266 @@
+// CPU: y = x @ W^T + bias for a few rows of x, as in decoding. The weight is never written out: it
+// is read once, 16 words at a time, and a nibble of each of them makes a vector of codes. x stands
+// in the order of those vectors. The products of a group are summed before its scale is applied.
+#pragma once
+
+#include <ATen/ops/constant_pad_nd.h>
+
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "core/parallel.h"
+#include "core/simd_cpu.h"
+#include "int4/cpu/weight.h"
+
+namespace torchweld {
+
+constexpr int kInt4Lanes = 16;
+constexpr int kInt4FewRows = 16;  // more of them pay for a weight that is written out
+
+// A code becomes a float without conversion or shift: as the bits 4 i up of the mantissa of 2^23 it
+// is 2^23 + 16^i * code, from which kInt4Offsets[zero][i] leaves 16^i * (code - zero). x is divided
+// by 16^i beforehand.
+constexpr int kInt4Places = 5;  // nibbles that fit into a mantissa
+
+struct Int4Offsets {
+  float offset[16][kInt4Places];
+  constexpr Int4Offsets() : offset() {
+    for (int zero = 0; zero < 16; ++zero) {
+      for (int i = 0; i < kInt4Places; ++i) offset[zero][i] = float((1 << 23) + (zero << 4 * i));
+    }
+  }
+};
+inline constexpr Int4Offsets kInt4Offsets;
+
+// Sums of the products of 16 words' nibbles, for each of kRows rows of x.
+// NOTE: vectors of the compiler, because it does not keep arrays of sums in registers.
+template <int kRows>
+struct Int4Sums {
+  using Floats = float __attribute__((vector_size(4 * kInt4Lanes)));
+  using Words = uint32_t __attribute__((vector_size(4 * kInt4Lanes)));
+  Floats lanes[kRows];
+
+  Int4Sums() { clear(std::make_index_sequence<kRows>()); }
+
+  template <int kPlace>
+  void add(const Words& words, int zero, const float* x) {
+    const Words bits = (words & (15u << 4 * kPlace)) | 0x4B000000u;
+    Floats values;
+    std::memcpy(&values, &bits, sizeof(values));
+    values -= kInt4Offsets.offset[zero][kPlace];
+    add_products(values, x, std::make_index_sequence<kRows>());
+  }
+
+  // Without loops: an array stays in registers only where every index is a constant.
+  template <size_t... r>
+  void clear(std::index_sequence<r...>) {
+    ((lanes[r] = Floats{}), ...);
+  }
+
+  template <size_t... r>
+  void add_products(const Floats& values, const float* x, std::index_sequence<r...>) {
+    Floats columns[kRows];
+    (std::memcpy(&columns[r], x + r * kInt4Lanes, sizeof(Floats)), ...);
+    ((lanes[r] += values * columns[r]), ...);
+  }
+
+  template <size_t... r>
+  void add_scaled(const Int4Sums& other, float scale, std::index_sequence<r...>) {
+    ((lanes[r] += scale * other.lanes[r]), ...);
+  }
+  void add_scaled(const Int4Sums& other, float scale) {
+    add_scaled(other, scale, std::make_index_sequence<kRows>());
+  }
+
+  float total(int r) const {
+    LaneSums<float> sum;
+    std::memcpy(sum.lanes, &lanes[r], sizeof(sum.lanes));
+    return sum.total();
+  }
+};
+
+// x as (..., vectors, rows, 16), each vector divided by 16 to the power of its nibble's place.
+inline Tensor int4_placed(const Tensor& x, int64_t rows, const std::vector<int>& places) {
+  const Tensor divided = x.contiguous();
+  float* data = divided.mutable_data_ptr<float>();
+  for (int64_t v = 0; v < divided.numel() / kInt4Lanes; ++v) {
+    const int place = places[v / rows % int64_t(places.size())];
+    const float factor = 1.0f / float(1 << 4 * place);
+    for (int l = 0; l < kInt4Lanes; ++l) data[v * kInt4Lanes + l] *= factor;
+  }
+  return divided;
+}
+
+// Where the sums of weight row n go.
+template <typename T>
+struct Int4Result {
+  T* y;
+  int64_t rows, n;
+  const T* bias;
+  int64_t bias_stride;
+
+  template <int kRows>
+  void store(int64_t row, const Int4Sums<kRows>& sums) const {
+    const float shift = bias ? static_cast<float>(bias[row * bias_stride]) : 0.0f;
+    for (int r = 0; r < rows; ++r) y[r * n + row] = static_cast<T>(sums.total(r) + shift);
+  }
+};
+
+// Portable: the lanes are 16 units of a row, and a vector is one column of each.
+struct PortableInt4Rows {
+  static constexpr int64_t kColumns = kInt4Lanes * kInt4Unit, kTaskRows = 64;
+  static constexpr int64_t kMax16Bit = 8;  // this layout is written out fast, and oneDNN is
+  static constexpr int64_t kTogether = 4;  // rows that share a part of x in cache
+  const PortableInt4& weight;
+
+  Tensor x_lanes(const Tensor& x) const {  // (K / 128, 8 vectors, rows, 16)
+    return int4_placed(x.view({x.size(0), -1, kInt4Lanes, kInt4Unit}).permute({1, 3, 0, 2}),
+                       x.size(0), {0, 1, 2, 3, 4, 0, 1, 2});
+  }
+
+  template <int kRows, typename T>
+  void run(const Int4Result<T>& to, const float* x, int64_t task) const {
+    constexpr int kVector = kInt4Lanes * kRows;
+    const int64_t units = weight.shape.units();
+    const int64_t group_units = weight.shape.group_units();
+    const T* scales = weight.scales.const_data_ptr<T>();
+    const int64_t end = std::min((task + 1) * kTaskRows, weight.shape.n);
+    for (int64_t first = task * kTaskRows; first < end; first += kTogether) {
+      const int64_t count = std::min(kTogether, end - first);
+      Int4Sums<kRows> totals[kTogether];
+      for (int64_t unit = 0, group = 0; unit < units; unit += kInt4Lanes) {
+        if (unit == (group + 1) * group_units) ++group;
+        const float* from = x + unit * kInt4Unit * kRows;
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t row = first + i;
+          typename Int4Sums<kRows>::Words words;
+          std::memcpy(&words, weight.words(row, unit, kInt4Lanes, nullptr), sizeof(words));
+          const int zero = weight.zero(row, group);
+          Int4Sums<kRows> sums;
+          sums.template add<0>(words, zero, from);
+          sums.template add<1>(words, zero, from + kVector);
+          sums.template add<2>(words, zero, from + 2 * kVector);
+          sums.template add<3>(words, zero, from + 3 * kVector);
+          sums.template add<4>(words, zero, from + 4 * kVector);
+          words >>= 20;
+          sums.template add<0>(words, zero, from + 5 * kVector);
+          sums.template add<1>(words, zero, from + 6 * kVector);
+          sums.template add<2>(words, zero, from + 7 * kVector);
+          totals[i].add_scaled(sums, static_cast<float>(scales[weight.scale_at(row, group)]));
+        }
+      }
+      for (int64_t i = 0; i < count; ++i) to.store(first + i, totals[i]);
+    }
+  }
+};
+
+// Repacked: 16 words of a tile's chunk are four lanes of a warp, t, with the four slices of each,
+// s. Nibble i of word 4 t + s is row g + 8 * (i % 2), column 16 s + 8 * (i / 2 % 2) + 2 t + i / 4.
+struct RepackedInt4Rows {
+  static constexpr int64_t kColumns = kInt4ChunkK, kTaskRows = kInt4TileRows;
+  static constexpr int64_t kMax16Bit = kInt4FewRows;
+  const RepackedInt4& weight;
+
+  Tensor x_lanes(const Tensor& x) const {  // (chunks, 4 vectors, rows, 16)
+    const Tensor padded =
+        at::constant_pad_nd(x, {0, weight.shape.chunks() * kInt4ChunkK - x.size(1)});
+    return int4_placed(padded.view({x.size(0), -1, 4, 2, 4, 2}).permute({1, 5, 3, 0, 4, 2}),
+                       x.size(0), {0, 2, 4, 0});
+  }
+
+  template <int kRows, typename T>
+  void run(const Int4Result<T>& to, const float* x, int64_t tile) const {
+    constexpr int kVector = kInt4Lanes * kRows;
+    const int64_t chunks = weight.shape.chunks();
+    const int64_t group_columns = weight.shape.group_units() * kInt4Unit;
+    const T* scales = weight.scales.const_data_ptr<T>();
+    const auto* tile_words = weight.word_data + tile * chunks * kInt4ChunkWords;
+    Int4Sums<kRows> totals[kInt4TileRows];
+    for (int64_t chunk = 0, group = 0; chunk < chunks; ++chunk) {
+      if (chunk * kInt4ChunkK == (group + 1) * group_columns) ++group;
+      const float* from = x + chunk * kInt4ChunkK * kRows;
+      for (int i = 0; i < kInt4TileRows; ++i) {
+        const int64_t row = tile * kInt4TileRows + i;
+        const int zero = weight.zero(row, group);
+        typename Int4Sums<kRows>::Words words;
+        std::memcpy(&words, tile_words + chunk * kInt4ChunkWords + i % 8 * kInt4Lanes,
+                    sizeof(words));
+        words >>= 4 * (i / 8);
+        Int4Sums<kRows> sums;
+        sums.template add<0>(words, zero, from);
+        sums.template add<2>(words, zero, from + kVector);
+        sums.template add<4>(words, zero, from + 2 * kVector);
+        words >>= 24;
+        sums.template add<0>(words, zero, from + 3 * kVector);
+        totals[i].add_scaled(sums, static_cast<float>(scales[weight.scale_at(row, group)]));
+      }
+    }
+    const int64_t rows = std::min<int64_t>(kInt4TileRows, weight.shape.n - tile * kInt4TileRows);
+    for (int64_t i = 0; i < rows; ++i) to.store(tile * kInt4TileRows + i, totals[i]);
+  }
+};
+
+template <typename Weight>
+using Int4Rows =
+    std::conditional_t<std::is_same_v<Weight, PortableInt4>, PortableInt4Rows, RepackedInt4Rows>;
+
+// The compiled number of rows that serves so many.
+inline int64_t int4_row_count(int64_t rows) {
+  int64_t count = 1;
+  while (count < rows) count *= 2;
+  return count;
+}
+
+// Whether int4_rows_into serves the call: no group may begin amid the columns of 16 words.
+template <typename Weight>
+bool serves_int4_rows(const Tensor& x, const Weight& weight) {
+  const int64_t most = x.element_size() == 2 ? Int4Rows<Weight>::kMax16Bit : kInt4FewRows;
+  return x.size(0) <= most && x.scalar_type() != at::kDouble &&
+         weight.shape.group_units() * kInt4Unit % Int4Rows<Weight>::kColumns == 0;
+}
+
+// y (rows, N) = x (rows, K) @ W^T + bias
+template <typename Weight>
+void int4_rows_into(const Tensor& y, const Tensor& x, const Weight& weight,
+                    const OptionalTensor& bias) {
+  const int64_t n = weight.shape.n;
+  const Int4Rows<Weight> by_rows = {weight};
+  const int64_t rows = x.size(0), width = int4_row_count(rows);
+  const Tensor wide = at::constant_pad_nd(x.to(at::kFloat), {0, 0, 0, width - rows});
+  const Tensor x_lanes = by_rows.x_lanes(wide.contiguous());
+  const auto run = [&](auto zero) {
+    using T = decltype(zero);
+    const Int4Result<T> to = {y.mutable_data_ptr<T>(), rows, n,
+                              is_given(bias) ? bias->const_data_ptr<T>() : nullptr,
+                              is_given(bias) ? bias->stride(0) : 0};
+    const float* lanes = x_lanes.const_data_ptr<float>();
+    parallel_tasks((n + by_rows.kTaskRows - 1) / by_rows.kTaskRows, [&](int64_t task) {
+      with_vectors([&] {
+        switch (width) {
+          case 1:
+            return by_rows.template run<1>(to, lanes, task);
+          case 2:
+            return by_rows.template run<2>(to, lanes, task);
+          case 4:
+            return by_rows.template run<4>(to, lanes, task);
+          case 8:
+            return by_rows.template run<8>(to, lanes, task);
+          default:
+            return by_rows.template run<16>(to, lanes, task);
+        }
+      });
+    });
+  };
+  switch (x.scalar_type()) {
+    case at::kFloat:
+      return run(float());
+    case at::kHalf:
+      return run(at::Half());
+    default:
+      return run(at::BFloat16());
+  }
+}
+
+}  // namespace torchweld

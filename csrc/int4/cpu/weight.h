@@ -1,0 +1,51 @@
+// CPU. A 4-bit weight in either layout, by row.
+#pragma once
+
+#include "core/check.h"
+#include "int4/layout.h"
+
+namespace torchweld {
+
+struct Int4WeightOnCpu {
+  Int4Shape shape;
+  Tensor packed, scales, zeros;  // contiguous
+  const uint32_t* word_data = static_cast<const uint32_t*>(packed.const_data_ptr());
+  const int32_t* zero_data = zeros.const_data_ptr<int32_t>();
+};
+
+// A weight whose portable words, scale and zero can be had by row. `units` of a row of words may
+// be written to the buffer; the words are where words() says.
+struct PortableInt4 : Int4WeightOnCpu {
+  const uint32_t* words(int64_t row, int64_t unit, int64_t units, uint32_t* buffer) const {
+    return word_data + row * shape.units() + unit;
+  }
+  int64_t scale_at(int64_t row, int64_t group) const { return row * shape.groups + group; }
+  int zero(int64_t row, int64_t group) const {
+    const int64_t row_words = (shape.groups + kInt4Unit - 1) / kInt4Unit;
+    const auto* from = zero_data + row * row_words + group / kInt4Unit;
+    return int(int4_code(uint32_t(*from), int(group % kInt4Unit)));
+  }
+};
+
+struct RepackedInt4 : Int4WeightOnCpu {
+  const uint32_t* words(int64_t row, int64_t unit, int64_t units, uint32_t* buffer) const {
+    const auto* chunks = word_data + row / kInt4TileRows * shape.chunks() * kInt4ChunkWords;
+    for (int64_t u = 0; u < units; ++u) {
+      const int64_t at = unit + u;
+      buffer[u] = int4_portable_word(chunks + at / kInt4ChunkUnits * kInt4ChunkWords,
+                                     int(row % kInt4TileRows), int(at % kInt4ChunkUnits));
+    }
+    return buffer;
+  }
+  int64_t scale_at(int64_t row, int64_t group) const {
+    const int64_t tile_group = row / kInt4TileRows * shape.groups + group;
+    return tile_group * kInt4TileRows + int4_scale_place(int(row % kInt4TileRows));
+  }
+  int zero(int64_t row, int64_t group) const {
+    const int64_t tile_group = row / kInt4TileRows * shape.groups + group;
+    const int64_t at = tile_group * 2 + row % kInt4TileRows / kInt4Unit;
+    return int(int4_code(uint32_t(zero_data[at]), int(row % kInt4Unit)));
+  }
+};
+
+}  // namespace torchweld

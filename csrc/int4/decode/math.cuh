@@ -1,0 +1,163 @@
+// What a warp multiplies in the kernel for few tokens: a slice of 16 rows of the weight with 8 or
+// 16 rows of x.
+#pragma once
+
+#include "int4/decode/config.h"
+#include "int4/fragments.cuh"
+
+namespace torchweld {
+
+// Codes become 16-bit numbers in one fma: as the lowest bits of a number they are subnormal, or in
+// the first normal binade, which has the same spacing. The power of two that lifts them does not
+// fit into one factor; kInt4Lift makes good for the rest when all is added up.
+template <typename U>
+inline constexpr bool kIsHalf = std::is_same_v<U, __half>;
+template <typename U>
+inline constexpr uint32_t kInt4Lift0 = kIsHalf<U> ? 0x78007800u : 0x7f007f00u;  // 2^15, 2^127
+template <typename U>
+inline constexpr uint32_t kInt4Lift4 = kIsHalf<U> ? 0x68006800u : 0x7d007d00u;  // a 16th of it
+template <typename U>
+inline constexpr float kInt4Lift = kIsHalf<U> ? 512.f : 64.f;
+template <typename U>
+inline constexpr uint32_t kSixteenTwice = kIsHalf<U> ? 0x4c004c00u : 0x41804180u;
+inline constexpr uint32_t kBothSigns = 0x80008000u;
+
+template <typename U>
+__device__ __forceinline__ uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  if constexpr (kIsHalf<U>) {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  } else {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  }
+  return d;
+}
+
+// Negative zeros of a lane's two rows, twice, in units of a lifted code.
+struct Int4LiftedZeros {
+  uint32_t low, high;
+  uint32_t both;  // low + 16 high, of eight bits: exact in bf16 too
+};
+
+// Where a lane finds the zeros of its two rows in a group's words: the same in every slice.
+template <typename U>
+class Int4ZeroPlace {
+ public:
+  __device__ __forceinline__ explicit Int4ZeroPlace(int lane) {
+    const int row = lane / 4;
+    bytes_ = 0x4040 + row / 2 * 0x0101;  // byte row / 2 twice, each below a byte of zeros
+    mask_ = row % 2 ? 0x00f000f0 : 0x000f000f;
+    lift_ = (row % 2 ? kInt4Lift4<U> : kInt4Lift0<U>) | kBothSigns;
+    asm volatile(""
+                 : "+r"(bytes_), "+r"(mask_), "+r"(lift_));  // NOTE: else computed in every slice
+  }
+
+  __device__ __forceinline__ Int4LiftedZeros find(uint2 zeros) const {
+    const uint32_t low = lifted(zeros.x), high = lifted(zeros.y);
+    return {low, high, fma_pair<U>(high, kSixteenTwice<U>, low)};
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t lifted(uint32_t zeros) const {
+    return fma_pair<U>(__byte_perm(zeros, 0, bytes_) & mask_, lift_, 0);
+  }
+
+  uint32_t bytes_, mask_, lift_;
+};
+
+// The fragment of 16 rows and 16 columns: codes less zeros, lifted, exact.
+// NOTE: logic has half the rate of fmas. A permutation brings the upper bytes down and masks them;
+// of the two codes in a byte the lower one is then what is left without the upper one.
+template <typename U>
+__device__ __forceinline__ void int4_unpack_lifted(uint32_t (&r)[4], uint32_t word,
+                                                   const Int4LiftedZeros& zeros) {
+  const uint32_t upper = __byte_perm(word, 0, 0x4341);
+  r[0] = fma_pair<U>(word & 0x000f000f, kInt4Lift0<U>, zeros.low);
+  r[1] = fma_pair<U>(word & 0x00f000f0, kInt4Lift4<U>, zeros.high);
+  r[3] = fma_pair<U>(upper & 0x00f000f0, kInt4Lift4<U>, zeros.high);
+  const uint32_t bytes = fma_pair<U>(upper, kInt4Lift0<U>, zeros.both);
+  r[2] = fma_pair<U>(r[3], kSixteenTwice<U> | kBothSigns, bytes);
+}
+
+// A warp's slice of a tile in registers: 16 rows, columns of one group.
+template <int kChunks>
+struct Int4DecodeSlice {
+  uint4 words[kChunks];
+  uint32_t scale;  // of rows g and g + 8
+  uint2 zeros;
+};
+
+template <typename T, int kTile>
+struct Int4DecodeMath {
+  static constexpr Int4DecodeTile kT = kInt4DecodeTiles[kTile];
+  static constexpr int kGroups = kT.tokens / 8;
+  using Sums = float[kGroups][4];
+  using Slice = Int4DecodeSlice<kT.chunks>;
+
+  // acc += scale * (codes - zeros) @ x^T, lifted. Of x `s_x` is where a lane's rows are for
+  // ldmatrix, 8 tokens by 32 columns at a time, and `at` the slice's place in them, bytes.
+  // kSpecial: see Int4RowScales.
+  template <bool kSpecial>
+  static __device__ __forceinline__ void add(Sums& acc, const Slice& slice,
+                                             const Int4ZeroPlace<T>& place,
+                                             const uint32_t (&s_x)[kGroups], int at) {
+    Int4RowScales<T> scales(reinterpret_cast<const Vec<T, 2>&>(slice.scale));
+    const Int4LiftedZeros zeros = place.find(slice.zeros);
+    Sums sums = {};
+#pragma unroll
+    for (int i = 0; i < 2 * kT.chunks; ++i) {
+      uint32_t b[kGroups][4];
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) load_matrix_4(b[g], s_x[g] + at + i * 64);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t a[4];
+        int4_unpack_lifted<T>(a, int4_slice_word(slice.words[i / 2], i % 2 * 2 + half), zeros);
+        if constexpr (kSpecial) scales.scale_codes(a);
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+          mma_16816<T>(sums[g], a, b[g][2 * half], b[g][2 * half + 1]);
+        }
+      }
+    }
+    if constexpr (kSpecial) scales.keep_finite();
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        acc[g][i] = fmaf(i < 2 ? scales.low : scales.high, sums[g][i], acc[g][i]);
+      }
+    }
+  }
+
+  // True where one of a lane's sums is inf or NaN.
+  static __device__ __forceinline__ bool not_finite(const Sums& acc) {
+    float check = 0.f;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) check = fmaf(acc[g][i], 0.f, check);
+    }
+    return check != check;
+  }
+
+  // Where a sum stands in a warp's sums of [pair of tokens][token][row].
+  static __device__ __forceinline__ int place(int token, int row) {
+    return token / 2 * Int4DecodeTile::kPairFloats + token % 2 * kInt4TileRows + row;
+  }
+
+  // A lane's sums to a slot in shared memory.
+  static __device__ __forceinline__ void store(float* s_slot, const Sums& acc, int tokens,
+                                               int lane) {
+    float* s_own = s_slot + place(lane % 4 * 2, lane / 4);
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      // Pairs of tokens that do not exist have no place.
+      if (lane % 4 * 2 + g * 8 >= tokens) continue;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s_own[place(g * 8 + i % 2, i / 2 * 8)] = acc[g][i];
+    }
+  }
+};
+
+}  // namespace torchweld

@@ -1,0 +1,208 @@
+// From a stage of the ring to the registers of mma.sync: codes to exact pairs of 16-bit numbers,
+// scales, and rows of x.
+#pragma once
+
+#include <type_traits>
+
+#include "device/mma_sync.cuh"
+#include "device/vec.cuh"
+#include "int4/config.h"
+
+namespace torchweld {
+
+// What tensor cores multiply: fp32 x goes through them as three bf16 pieces.
+template <typename T>
+using Int4Factor = std::conditional_t<std::is_same_v<T, __half>, __half, __nv_bfloat16>;
+
+// A code in the low bits of 1024 (fp16) or 128 (bf16), twice.
+template <typename U>
+inline constexpr uint32_t kInt4Magic = std::is_same_v<U, __half> ? 0x64006400u : 0x43004300u;
+
+template <typename U>
+using PairOf = std::conditional_t<std::is_same_v<U, __half>, __half2, __nv_bfloat162>;
+
+template <typename U>
+__device__ __forceinline__ uint32_t subtract_pair(uint32_t a, uint32_t b) {
+  const PairOf<U> d = __hsub2(reinterpret_cast<PairOf<U>&>(a), reinterpret_cast<PairOf<U>&>(b));
+  return reinterpret_cast<const uint32_t&>(d);
+}
+
+template <typename U>
+__device__ __forceinline__ uint32_t multiply_pair(uint32_t a, uint32_t b) {
+  const PairOf<U> d = __hmul2(reinterpret_cast<PairOf<U>&>(a), reinterpret_cast<PairOf<U>&>(b));
+  return reinterpret_cast<const uint32_t&>(d);
+}
+
+__device__ __forceinline__ uint2 load_words_2(uint32_t s_from) {
+  uint2 words;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+               : "=r"(words.x), "=r"(words.y)
+               : "r"(s_from)
+               : "memory");
+  return words;
+}
+
+__device__ __forceinline__ uint4 load_words_4(uint32_t s_from) {
+  uint4 words;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(s_from)
+               : "memory");
+  return words;
+}
+
+// Words of a weight that nobody else reads.
+// NOTE: volatile, so that none of them moves before griddep_wait.
+__device__ __forceinline__ uint4 load_words_once(const void* g_from) {
+  uint4 w;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+               : "l"(g_from));
+  return w;
+}
+
+// Sums in arrays of whatever depth.
+template <typename Sums>
+__device__ __forceinline__ void int4_clear(Sums& sums) {
+  if constexpr (std::is_array_v<Sums>) {
+#pragma unroll
+    for (auto& part : sums) int4_clear(part);
+  } else {
+    sums = 0.f;
+  }
+}
+
+// What a slice of 16 columns has of a lane's words of a chunk.
+__device__ __forceinline__ uint32_t int4_slice_word(const uint4& words, int slice) {
+  return slice == 0 ? words.x : slice == 1 ? words.y : slice == 2 ? words.z : words.w;
+}
+
+// (a & mask) | magic
+// NOTE: the compiler makes two instructions of it, as a mask and a magic number are two constants.
+__device__ __forceinline__ uint32_t mask_or(uint32_t a, uint32_t mask, uint32_t magic) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(mask), "r"(magic));
+  return d;
+}
+
+// A lane's two rows of a tile, row g and row g + 8: what belongs to one group.
+template <typename U>
+struct Int4Zeros {
+  uint32_t low, high;  // magic numbers with the zero, twice
+
+  Int4Zeros() = default;
+  __device__ __forceinline__ Int4Zeros(uint2 zeros, int lane)
+      : low(kInt4Magic<U> + int4_code(zeros.x, lane / 4) * 0x10001),
+        high(kInt4Magic<U> + int4_code(zeros.y, lane / 4) * 0x10001) {}
+};
+
+// The fragment of 16 rows and 16 columns: codes less zeros, exact.
+template <typename U>
+__device__ __forceinline__ void int4_unpack(uint32_t (&r)[4], uint32_t word,
+                                            const Int4Zeros<U>& zeros) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t pair = mask_or(word >> (4 * i), 0x000f000f, kInt4Magic<U>);
+    r[i] = subtract_pair<U>(pair, i % 2 ? zeros.high : zeros.low);
+  }
+}
+
+// The scales of the same two rows, each twice, where they multiply codes, which rounds.
+template <typename U>
+struct Int4CodeScales {
+  uint32_t low, high;
+
+  Int4CodeScales() = default;
+  __device__ __forceinline__ explicit Int4CodeScales(uint32_t pair) {
+    low = __byte_perm(pair, 0, 0x1010);
+    high = __byte_perm(pair, 0, 0x3232);
+  }
+
+  __device__ __forceinline__ void scale(uint32_t (&r)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) r[i] = multiply_pair<U>(r[i], i % 2 ? high : low);
+  }
+};
+
+// The scales of the same two rows in fp32. A finite one multiplies sums.
+// NOTE: one that is inf or NaN multiplies the codes instead, as in the definition: inf * 0 and
+// inf - inf must become NaN, which the sum of a group would hide. That is the `special` path.
+template <typename T>
+struct Int4RowScales {
+  using U = Int4Factor<T>;
+  float low, high;
+
+  Int4RowScales() = default;
+  __device__ __forceinline__ explicit Int4RowScales(const Vec<T, 2>& pair)
+      : low(to_float(pair.values[0])), high(to_float(pair.values[1])) {}
+
+  // True where one of them may be special; two large ones pass for it too.
+  __device__ __forceinline__ bool special() const { return !finite(fabsf(low) + fabsf(high)); }
+
+  // Moves special scales from the sums' side to the codes'.
+  __device__ __forceinline__ void scale_codes(uint32_t (&r)[4]) const {
+    const float codes_low = finite(low) ? 1.f : low, codes_high = finite(high) ? 1.f : high;
+    Int4CodeScales<U> scales;
+    scales.low = pack_pair<U>(codes_low, codes_low);
+    scales.high = pack_pair<U>(codes_high, codes_high);
+    scales.scale(r);
+  }
+  __device__ __forceinline__ void keep_finite() {
+    low = finite(low) ? low : 1.f;
+    high = finite(high) ? high : 1.f;
+  }
+
+ private:
+  static __device__ __forceinline__ bool finite(float x) { return fabsf(x) <= 3.402823466e38f; }
+};
+
+// x's part of a product: kCount groups of 8 tokens by 16 columns, as mma's B.
+template <typename T, int kTokens>
+class Int4XReader {
+  static constexpr int kRowBytes = Int4Tile::x_row_bytes(sizeof(T));
+
+ public:
+  static constexpr int kPieces = sizeof(T) == 4 ? 3 : 1;
+  // At least two groups a read, but x of 8 tokens has one.
+  static constexpr int kCount = kTokens >= 16 && sizeof(T) == 2 ? 2 : 1;
+  uint32_t r[kCount][kPieces][2];
+
+  // Where a lane reads of x, from x's place in a stage on.
+  static __device__ __forceinline__ uint32_t place(int lane) {
+    if constexpr (sizeof(T) == 2) {
+      const int block = lane >> 3, in = lane & 7;
+      // NOTE: x of 8 tokens gives ldmatrix its first two blocks twice, what is behind is not x.
+      const int row = in + (kTokens >= 16 ? block >> 1 << 3 : 0);
+      return row * kRowBytes + (((block & 1) ^ in) << 4);
+    } else {
+      return (lane >> 2) * kRowBytes + (lane & 3) * 8;
+    }
+  }
+
+  // Tokens from 8 * kCount * i on, columns of a slice of a chunk. `s_x` is the lane's place;
+  // without its swizzle it is a multiple of 128.
+  __device__ __forceinline__ void load(uint32_t s_x, int chunk, int i, int slice) {
+    const int from = (chunk * kTokens + i * 8 * kCount) * kRowBytes;
+    if constexpr (sizeof(T) == 2) {
+      uint32_t raw[4];
+      load_matrix_4(raw, (s_x ^ slice << 5) + from);
+#pragma unroll
+      for (int c = 0; c < kCount; ++c) {
+        r[c][0][0] = raw[2 * c];
+        r[c][0][1] = raw[2 * c + 1];
+      }
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint2 pair = load_words_2(s_x + from + slice * 64 + half * 32);
+        float ignored = 0.f;
+        const SplitBf16<true> split(__uint_as_float(pair.x), __uint_as_float(pair.y), ignored);
+        r[0][0][half] = split.high;
+        r[0][1][half] = split.middle;
+        r[0][2][half] = split.low;
+      }
+    }
+  }
+};
+
+}  // namespace torchweld

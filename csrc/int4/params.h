@@ -1,0 +1,72 @@
+// Products with a repacked 4-bit weight: what the host hands to the kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "gemm/gemm.h"
+#include "int4/config.h"
+
+namespace torchweld {
+
+// A repacked weight: contiguous, 16-byte aligned.
+struct Int4Weight {
+  Int4Shape shape;
+  const uint32_t* packed;
+  const void* scale;
+  const uint32_t* zero;
+};
+
+// gemm tells x (as operand a, K adjacent, rows on 16-byte boundaries), y, the bias and, where the
+// parts of K are summed by a second kernel, the workspace. Its operand b is the weight.
+struct Int4LinearParams {
+  GemmParams gemm;
+  Int4Weight weight;
+  Int4Choice choice;
+  int sms;        // of the device
+  bool clusters;  // the device has clusters of blocks
+};
+
+// What the kernels for few rows of x read and write, by bytes.
+struct Int4Operands {
+  const char *x, *words, *scale, *zero;
+  const void* bias;
+  void* y;
+  int64_t x_row_bytes, y_row_stride;
+
+  Int4Operands(const Int4LinearParams& p, int elem_size)
+      : x(static_cast<const char*>(p.gemm.a.data)),
+        words(reinterpret_cast<const char*>(p.weight.packed)),
+        scale(static_cast<const char*>(p.weight.scale)),
+        zero(reinterpret_cast<const char*>(p.weight.zero)),
+        bias(p.gemm.epilogue.bias),
+        y(p.gemm.y),
+        x_row_bytes(p.gemm.a.row_stride * elem_size),
+        y_row_stride(p.gemm.y_row_stride) {}
+};
+
+struct Int4DequantiseParams {
+  Int4Weight weight;
+  void* dense;  // (N, K), contiguous, 16-byte aligned
+  DType dtype;  // of the scales and of dense
+};
+
+// choice.engine is not kDense; sizes are at least 1.
+void launch_int4_linear(const Int4LinearParams& params, cudaStream_t stream);
+void launch_int4_dequantise(const Int4DequantiseParams& params, cudaStream_t stream);
+
+// choice.engine is kDecode.
+void launch_int4_decode(const Int4LinearParams& params, cudaStream_t stream);
+
+// One dtype's kernels, in files of their own (csrc/instantiations.py).
+template <typename T>
+void launch_int4_linear_of(const Int4LinearParams& params, cudaStream_t stream);
+// choice.engine is kWide.
+template <typename T>
+void launch_int4_large_m_of(const Int4LinearParams& params, cudaStream_t stream);
+// choice.engine is kDeep.
+template <typename T>
+void launch_int4_small_m_of(const Int4LinearParams& params, cudaStream_t stream);
+
+}  // namespace torchweld

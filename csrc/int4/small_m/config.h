@@ -1,0 +1,52 @@
+// Tiles of the kernel on Hopper's products of warpgroups whose blocks have few tokens
+// (int4/small_m/kernel.cuh). For 16-bit x and groups of whole chunks. Pure host code: tested
+// without a GPU.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "int4/cost.h"
+#include "int4/layout.h"
+#include "int4/shared_memory.h"
+
+namespace torchweld {
+
+// A block multiplies `rows` of the weight with `tokens` rows of x, `chunks` of 64 columns a step.
+struct Int4SmallMTile {
+  int rows, tokens;
+  int warps;   // a warpgroup has 64 rows, and divides the chunks of a step with others of its rows
+  int chunks;  // of K in a step
+  int stages;  // of the ring of x: two are being multiplied, the others on their way
+  int deep;    // steps of the weight in registers
+  Int4Times times;
+
+  // NOTE: a ring as large as an SM's shared memory is what keeps enough of x on its way.
+  static constexpr int blocks = 1;
+  static constexpr bool kThirds = true;
+  static constexpr int64_t kMaxTokens = 4096;  // with more the wide tiles are as fast
+
+  constexpr int threads() const { return warps * 32; }
+  constexpr int row_tiles() const { return rows / kInt4TileRows; }
+  constexpr int splits() const { return warps / row_tiles(); }
+  constexpr int own_chunks() const { return chunks / splits(); }  // of a step, of a warp
+  constexpr int x_bytes() const { return chunks * tokens * kInt4ChunkK * 2; }
+  // Stages start on 1024 bytes, as the swizzle of x must.
+  constexpr int stage_bytes() const {
+    return (x_bytes() + row_tiles() * chunks * kInt4ScaleBytes + 1023) / 1024 * 1024;
+  }
+  constexpr int sum_row_floats() const { return rows + kInt4SumPadding; }
+  // The sums pass through the ring's memory.
+  constexpr int shared_bytes() const {
+    return std::max(stages * stage_bytes(), tokens * sum_row_floats() * 4);
+  }
+};
+
+inline constexpr Int4SmallMTile kInt4SmallMTiles[] = {
+    {128, 32, 16, 4, 8, 2, {920, 920, 2900, 470}},
+    {64, 64, 16, 4, 5, 4, {875, 875, 2400, 500}},
+    {128, 64, 16, 4, 6, 2, {1080, 1080, 3000, 1070}},
+    {256, 128, 16, 2, 5, 1, {1500, 1500, 3000, 2900}}};
+inline constexpr int kInt4SmallMTileCount = sizeof(kInt4SmallMTiles) / sizeof(kInt4SmallMTiles[0]);
+
+}  // namespace torchweld

@@ -1,0 +1,63 @@
+// From a block's staged sums to y: the parts of K added in a fixed order, bias, rounding.
+#pragma once
+
+#include "int4/copies.cuh"
+#include "int4/sums.cuh"
+
+namespace torchweld {
+
+// 8 sums of a token: those of this block, or of all parts of K in the order of the cluster's ranks.
+__device__ __forceinline__ void int4_read_sums(float (&v)[kGroup], const float* s_from, int parts) {
+  const auto* s_pairs = reinterpret_cast<const float2*>(s_from);
+#pragma unroll
+  for (int i = 0; i < kGroup / 2; ++i) {
+    float2 sum = parts > 1 ? make_float2(0.f, 0.f) : s_pairs[i];
+#if TW_HAS_CLUSTERS
+    for (int rank = 0; parts > 1 && rank < parts; ++rank) {
+      const float2 part = load_from_block(s_pairs + i, rank);
+      sum.x += part.x;
+      sum.y += part.y;
+    }
+#endif
+    v[2 * i] = sum.x;
+    v[2 * i + 1] = sum.y;
+  }
+}
+
+// A block's staged sums, s_sums[token][row], to y or to the workspace of a split product.
+template <typename T, int kTile>
+__device__ __noinline__ void int4_finish(const Int4LinearParams& p, const Int4WorkTile& work,
+                                         const float* s_sums) {
+  constexpr Int4Tile kT = kInt4Tiles[kTile];
+  constexpr int kStride = kT.sum_row_floats(), kGroups = kT.rows / kGroup;
+  constexpr int kAtOnce = kT.threads() / kGroups;
+  static_assert(kT.threads() % kGroups == 0);
+  const GemmParams& g = p.gemm;
+  const int in_row = threadIdx.x % kGroups * kGroup;
+  const int64_t column = work.first_row + in_row;
+  if (column >= g.n) return;
+  const int tokens = work.tokens_left(p, kT.tokens);
+  // Each block of a cluster finishes its share of the tokens.
+  const int parts = p.choice.cluster ? p.choice.parts : 1;
+  const int first = threadIdx.x / kGroups + (parts > 1 ? work.part * kAtOnce : 0);
+  const int step = parts * kAtOnce;
+  const int64_t row = work.first_token + first;
+  float v[kGroup];
+  if (g.choice.splits > 1) {
+    const int64_t width = gemm_sum_width(g.n, /*gated=*/false);
+    float* g_sums = g.workspace + (work.part * g.m + row) * width + column;
+    for (int token = first; token < tokens; token += step, g_sums += step * width) {
+      int4_read_sums(v, s_sums + token * kStride + in_row, 1);
+      store_sums(g_sums, v);
+    }
+    return;
+  }
+  const GroupWriter<T> writer(g, /*batch=*/0, column);
+  for (int token = first; token < tokens; token += step) {
+    float sums[1][kGroup];
+    int4_read_sums(sums[0], s_sums + token * kStride + in_row, parts);
+    writer.write(work.first_token + token, 1, 1, sums);
+  }
+}
+
+}  // namespace torchweld

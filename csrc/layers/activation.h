@@ -1,0 +1,92 @@
+// The pointwise functions of the linear ops: their names, and what they do on the CPU.
+#pragma once
+
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/gelu_backward.h>
+#include <ATen/ops/relu.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/silu_backward.h>
+#include <ATen/ops/threshold_backward.h>
+
+#include <string_view>
+
+#include "core/activation_kind.h"
+#include "core/check.h"
+#include "layers/donation.h"
+#include "layers/gelu_tanh_cpu.h"
+
+namespace torchweld {
+
+inline Activation parse_activation(const char* op, std::string_view name) {
+  if (name == "none") return Activation::kNone;
+  if (name == "relu") return Activation::kRelu;
+  if (name == "gelu") return Activation::kGelu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "silu") return Activation::kSilu;
+  TW_CHECK(false, op, "activation must be one of none, relu, gelu, gelu_tanh, silu, but got '",
+           name, "'");
+}
+
+// The gradient needs the pre-activation z. relu's gradient can be read off y, none's needs nothing.
+inline bool saves_preact(Activation activation) {
+  return activation != Activation::kNone && activation != Activation::kRelu;
+}
+
+// What a backward op asks for as `preact`: z, or y for relu.
+inline bool needs_preact(Activation activation) { return activation != Activation::kNone; }
+
+// y = activation(z); y may be z itself.
+inline void activate_into(Tensor& y, const Tensor& z, Activation activation) {
+  switch (activation) {
+    case Activation::kNone:
+      if (!y.is_same(z)) y.copy_(z);
+      break;
+    case Activation::kRelu:
+      at::relu_out(y, z);
+      break;
+    case Activation::kGelu:
+      at::gelu_out(y, z, "none");
+      break;
+    case Activation::kGeluTanh:
+      if (!serves_gelu_tanh(y, z)) {
+        at::gelu_out(y, z, "tanh");
+      } else if (y.scalar_type() == at::kFloat) {
+        gelu_tanh_into<float>(y, z);
+      } else {
+        gelu_tanh_into<at::BFloat16>(y, z);
+      }
+      break;
+    case Activation::kSilu:
+      at::silu_out(y, z);
+      break;
+  }
+}
+
+// dz = dy * activation'(z), from z (or y for relu); dy itself for none. Overwrites a donated z.
+inline Tensor activation_backward(const Tensor& dy, const OptionalTensor& preact,
+                                  Activation activation) {
+  if (activation == Activation::kNone) return dy;
+  if (activation == Activation::kGeluTanh && serves_gelu_tanh(dy, *preact)) {
+    const Tensor dz = Donation::over(*preact);
+    if (dy.scalar_type() == at::kFloat) {
+      gelu_tanh_backward_into<float>(dz, dy, *preact);
+    } else {
+      gelu_tanh_backward_into<at::BFloat16>(dz, dy, *preact);
+    }
+    return dz;
+  }
+  Tensor dz = Donation::over(*preact);
+  switch (activation) {
+    case Activation::kRelu:
+      return at::threshold_backward_out(dz, dy, *preact, 0);
+    case Activation::kGelu:
+      return at::gelu_backward_out(dz, dy, *preact, "none");
+    case Activation::kGeluTanh:
+      return at::gelu_backward_out(dz, dy, *preact, "tanh");
+    default:
+      return at::silu_backward_out(dz, dy, *preact);
+  }
+}
+
+}  // namespace torchweld

@@ -1,0 +1,91 @@
+// What the rooms around one matmul share: x (..., K), weight (N, K), bias (N,), y (..., N).
+#pragma once
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include "core/check.h"
+#include "layers/activation.h"
+
+namespace torchweld {
+
+// The rows of a tensor (..., n), whatever n is.
+inline int64_t count_rows(const Tensor& t) {
+  int64_t rows = 1;
+  for (int64_t d = 0; d + 1 < t.dim(); ++d) rows *= t.size(d);
+  return rows;
+}
+
+// A tensor (..., n) as (rows, n); no copy where the strides allow it.
+inline Tensor as_matrix(const Tensor& t) { return t.reshape({count_rows(t), t.size(-1)}); }
+
+inline Tensor empty_result(const Tensor& like, c10::SymIntArrayRef sizes) {
+  return at::empty_symint(sizes, like.options());
+}
+
+// The gradient of x, contiguous; (0,) where nobody asked.
+inline Tensor empty_input_grad(const Tensor& x, bool wanted) {
+  return wanted ? at::empty_symint(x.sym_sizes(), x.options()) : at::empty({0}, x.options());
+}
+
+// The gradient of a weight, with its strides where it is dense: a transposed weight's gradient is
+// then laid out as the parameter behind it.
+inline Tensor empty_weight_grad(const Tensor& weight, bool wanted) {
+  return wanted ? at::empty_like(weight) : at::empty({0}, weight.options());
+}
+
+inline Tensor empty_vector_grad(const Tensor& like, const c10::SymInt& size, bool wanted) {
+  return at::empty_symint({wanted ? size : c10::SymInt(0)}, like.options());
+}
+
+// A statistic of x's rows, as a forward op saved it.
+inline void check_statistic(const char* op, const char* name, const Tensor& t, const Tensor& x) {
+  check_device(op, name, t, "x", x);
+  check_dtype(op, name, t, acc_dtype(x));
+  check_shape(op, name, t, without_last(x), "(...,)");
+}
+
+inline void check_eps(const char* op, double eps) {
+  TW_CHECK(std::isfinite(eps) && eps >= 0, op, "eps must be finite and at least 0, but got ", eps);
+}
+
+// An optional vector of `size` values beside x.
+inline void check_vector(const char* op, const char* name, const OptionalTensor& t,
+                         const c10::SymInt& size, const char* layout, const Tensor& x) {
+  if (!is_given(t)) return;
+  check_like(op, name, *t, "x", x);
+  check_shape(op, name, *t, {size}, layout);
+}
+
+// x and weight of a matmul; returns y's sizes.
+inline std::vector<c10::SymInt> check_linear(const char* op, const Tensor& x,
+                                             const char* weight_name, const Tensor& weight,
+                                             const OptionalTensor& bias) {
+  check_floating(op, "x", x);
+  check_min_dim(op, "x", x, 1, "(..., K)");
+  check_like(op, weight_name, weight, "x", x);
+  check_dim(op, weight_name, weight, 2, "(N, K)");
+  const auto k = x.sym_size(-1);
+  TW_CHECK(weight.sym_size(1) == k, op, weight_name, " must be (N, K) with K = ", k, ", but got ",
+           describe(weight), transpose_fix(weight_name, weight, k));
+  check_vector(op, "bias", bias, weight.sym_size(0), "(N,)", x);
+  return with_last(x, weight.sym_size(0));
+}
+
+// dy (..., N) and the saved tensor of an activation; `sizes` is y's shape.
+inline void check_dy(const char* op, const Tensor& dy, c10::SymIntArrayRef sizes, const Tensor& x) {
+  check_like(op, "dy", dy, "x", x);
+  check_shape(op, "dy", dy, sizes, "(..., N)");
+}
+
+inline void check_preact(const char* op, const OptionalTensor& preact, Activation activation,
+                         c10::SymIntArrayRef sizes, const Tensor& x) {
+  if (!needs_preact(activation)) return;
+  TW_CHECK(
+      is_given(preact), op,
+      "preact must be the pre-activation (y for relu) that the forward op saved, but got None");
+  check_like(op, "preact", *preact, "x", x);
+  check_shape(op, "preact", *preact, sizes, "(..., N)");
+}
+
+}  // namespace torchweld

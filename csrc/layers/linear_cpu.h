@@ -1,0 +1,144 @@
+// CPU. y = activation(x @ weight.T + bias) and its gradients, through oneDNN where that is faster.
+#pragma once
+
+#include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/mm.h>
+
+#include <algorithm>
+
+#include "core/index.h"
+#include "layers/linear_common.h"
+#include "puzzles/sum.h"
+
+namespace torchweld {
+
+// oneDNN's name of an activation that it applies to its sums, or nullptr.
+// NOTE: its relu turns NaN into 0 and its gelu inf into NaN; those take torch's own pass.
+inline const char* onednn_activation(Activation activation) {
+  switch (activation) {
+    case Activation::kNone:
+      return "none";
+    case Activation::kGeluTanh:
+      return "gelu";
+    case Activation::kSilu:
+      return "swish";
+    default:
+      return nullptr;
+  }
+}
+
+// How many sums oneDNN adds up for one result of a product of x (M, K).
+// NOTE: oneDNN adds all of K in one chain, whose error grows with K, so a chain of float32 sums is
+// kept short. 16-bit results don't show the error, and must not be rounded between two chains.
+inline int64_t onednn_chains(const Tensor& x) {
+  constexpr int64_t kMaxChain = 256;
+  if (x.scalar_type() != at::kFloat) return 1;
+  return std::max<int64_t>(1, divide_up(x.size(1), kMaxChain));
+}
+
+// x (M, K) @ weight (N, K).T + bias as a new tensor, or nothing where torch's matmul is to run: for
+// small sizes, which oneDNN takes longer to look up, and where torch doesn't offer it. An
+// activation other than none takes one chain.
+inline OptionalTensor onednn_linear(const Tensor& x, const Tensor& weight,
+                                    const OptionalTensor& bias, const char* activation = "none") {
+  constexpr int64_t kMinProducts = 1 << 20;
+  if (x.size(0) * x.size(1) * weight.size(0) < kMinProducts) return std::nullopt;
+  using Scalars = c10::List<std::optional<at::Scalar>>;
+  using Linear = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, c10::string_view,
+                        Scalars, std::optional<c10::string_view>);
+  using LinearAndSum =
+      Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, c10::string_view);
+  static const auto op = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
+  static const auto op_and_sum =
+      c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", "binary"});
+  static const bool serves_bfloat16 = [] {
+    const auto asks =
+        c10::Dispatcher::singleton().findSchema({"mkldnn::_is_mkldnn_bf16_supported", ""});
+    return asks && asks->typed<bool()>().call();
+  }();
+  const bool served =
+      x.scalar_type() == at::kFloat || (x.scalar_type() == at::kBFloat16 && serves_bfloat16);
+  if (!op || !op_and_sum || !served || !at::globalContext().userEnabledMkldnn()) {
+    return std::nullopt;
+  }
+  const int64_t k = x.size(1), chains = onednn_chains(x);
+  // The blocks of a weight are copied, and each is a call: few rows or results don't pay for it.
+  const bool pays = x.size(0) >= 32 && x.size(0) * weight.size(0) >= 1 << 14;
+  if (chains > 1 && !pays) return std::nullopt;
+  const bool rows = x.stride(1) == 1 && x.stride(0) >= k;
+  const bool columns = x.stride(0) == 1 && x.stride(1) >= x.size(0);
+  const Tensor a = rows || columns ? x : x.contiguous();
+  // NOTE: with gaps between the rows of a weight oneDNN takes 900 times as long.
+  const auto without_gaps = [](const Tensor& t) {
+    return t.t().is_contiguous() ? t : t.contiguous();
+  };
+  // NOTE: oneDNN reads the bias as contiguous, whatever its strides are.
+  const OptionalTensor values = is_given(bias) ? OptionalTensor(bias->contiguous()) : std::nullopt;
+  Tensor y;
+  for (int64_t i = 0; i < chains; ++i) {
+    const int64_t first = i * k / chains, size = (i + 1) * k / chains - first;
+    const Tensor block_a = a.narrow(1, first, size);
+    const Tensor block_b = without_gaps(weight.narrow(1, first, size));
+    y = i == 0 ? op->typed<Linear>().call(block_a, block_b, values, activation, Scalars(), "tanh")
+               : op_and_sum->typed<LinearAndSum>().call(block_a, y, block_b, std::nullopt, "add");
+  }
+  return y;
+}
+
+// z (..., N) = activation(x @ weight.T + bias). z is contiguous, and may be replaced.
+inline void linear_into(Tensor& z, const Tensor& x, const Tensor& weight,
+                        const OptionalTensor& bias, Activation activation = Activation::kNone) {
+  const Tensor rows = as_matrix(x);
+  const char* fused = onednn_chains(rows) == 1 ? onednn_activation(activation) : nullptr;
+  if (const OptionalTensor y = onednn_linear(rows, weight, bias, fused ? fused : "none")) {
+    z = y->view(z.sizes());
+    if (!fused) activate_into(z, z, activation);
+    return;
+  }
+  Tensor out = as_matrix(z);
+  if (is_given(bias)) {
+    at::addmm_out(out, *bias, rows, weight.t());
+  } else {
+    at::mm_out(out, rows, weight.t());
+  }
+  activate_into(z, z, activation);
+}
+
+// a @ b into `to` (M, N), which may be replaced by another tensor with its strides. torch runs
+// 16-bit products on oneDNN itself.
+inline void matmul_into_cpu(Tensor& to, const Tensor& a, const Tensor& b) {
+  if (to.scalar_type() != at::kFloat) {
+    at::mm_out(to, a, b);
+    return;
+  }
+  if (to.is_contiguous()) {
+    if (const OptionalTensor y = onednn_linear(a, b.t(), std::nullopt)) {
+      to = *y;
+      return;
+    }
+  } else if (to.t().is_contiguous()) {
+    if (const OptionalTensor y = onednn_linear(b.t(), a, std::nullopt)) {
+      to = y->t();
+      return;
+    }
+  }
+  at::mm_out(to, a, b);
+}
+
+// The gradients of linear_into into tensors of linear_common.h; those of size (0,) where nobody
+// asked are left alone. dz (rows, N), x (rows, K).
+inline void linear_backward_into(Tensor& dx, Tensor& dweight, Tensor& dbias,
+                                 const std::array<bool, 3>& wanted, const Tensor& dz,
+                                 const Tensor& x, const Tensor& weight) {
+  if (wanted[0]) {
+    Tensor out = as_matrix(dx);
+    matmul_into_cpu(out, dz, weight);
+    dx = out.view(dx.sizes());
+  }
+  if (wanted[1]) matmul_into_cpu(dweight, dz.t(), x);
+  if (wanted[2]) sum_into(dbias, dz, 0);
+}
+
+}  // namespace torchweld

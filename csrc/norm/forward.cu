@@ -1,0 +1,164 @@
+// The norm of rows, x read once where a row fits in registers.
+//
+// Statistics by the corrected two-pass formula, all in fp32: a first mean, then the deviations d
+// from it; what rounding left in it is mean(d), and the variance is mean(d * d) - mean(d)^2. That
+// difference loses nothing, because mean(d) is a rounding error of the mean. With both means taken
+// off one after the other the result does not depend on |mean| / std.
+// Source: Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983.
+//
+// One block or one warp holds a row: load, two sums over its threads, store. A matmul that reads
+// the rows may begin its set-up at once (programmatic dependent launch).
+#include "device/sm90/dependent_launch.cuh"
+#include "norm/norm.h"
+#include "norm/norm_rows.cuh"
+#include "norm/statistics.cuh"
+
+namespace torchweld {
+namespace {
+
+__device__ __forceinline__ RowNormaliser saved_statistics(const NormParams& p, int64_t row) {
+  return {p.saved_mean != nullptr ? p.saved_mean[row] : 0.f, 0.f, p.saved_rstd[row]};
+}
+
+__device__ __forceinline__ void store_statistics(const NormParams& p, int64_t row,
+                                                 const RowNormaliser& s) {
+  if (p.mean != nullptr) p.mean[row] = s.mean();
+  if (p.rstd != nullptr) p.rstd[row] = s.rstd;
+}
+
+template <typename T, int kElems>
+__device__ __forceinline__ void store_normalised(const NormParams& p, T* g_y, int64_t column,
+                                                 const Vec<T, kElems>& x, const RowNormaliser& s) {
+  float scale[kElems], shift[kElems];
+  load_or(scale, static_cast<const T*>(p.scale), column, 1.f);
+  load_or(shift, static_cast<const T*>(p.shift), column, 0.f);
+  Vec<T, kElems> out;
+#pragma unroll
+  for (int j = 0; j < kElems; ++j) {
+    out.values[j] = from_float<T>(fmaf(s.normalise(to_float(x.values[j])), scale[j], shift[j]));
+  }
+  store_vec(g_y + column, out);
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads) void norm_kernel(const NormParams p,
+                                                                int64_t first_row) {
+  using T = typename Config::T;
+  constexpr int kElems = Config::kElems;
+  constexpr int kLoads = Config::kLoads;
+  __shared__ RowSums<Config::kThreadsPerRow> s_sums;
+  griddep_launch_dependents();
+  const int64_t row = Config::row(first_row);
+  if (Config::kRowsPerBlock > 1 && row >= p.rows) return;
+  const T* g_x = static_cast<const T*>(p.x) + row * p.x_row_stride;
+
+  Vec<T, kElems> r_x[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    if (Config::column(i) < p.n) r_x[i] = load_vec<T, kElems>(g_x + Config::column(i));
+  }
+
+  RowNormaliser statistics;
+  if (p.saved_rstd != nullptr) {
+    statistics = saved_statistics(p, row);
+  } else {
+    float first_mean = 0.f;
+    if (p.centred) {
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        if (Config::column(i) >= p.n) continue;
+#pragma unroll
+        for (int j = 0; j < kElems; ++j) sum += to_float(r_x[i].values[j]);
+      }
+      first_mean = s_sums.sum(sum) / static_cast<float>(p.n);
+    }
+    float2 sums = make_float2(0.f, 0.f);
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      if (Config::column(i) >= p.n) continue;
+#pragma unroll
+      for (int j = 0; j < kElems; ++j) {
+        const float d = to_float(r_x[i].values[j]) - first_mean;
+        sums.x += d;
+        sums.y += d * d;
+      }
+    }
+    statistics = finish_statistics(p.n, p.eps, p.centred, first_mean, s_sums.sum(sums));
+    if (threadIdx.x % Config::kThreadsPerRow == 0) store_statistics(p, row, statistics);
+  }
+
+  if (p.y == nullptr) return;
+  T* g_y = static_cast<T*>(p.y) + row * p.y_row_stride;
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    if (Config::column(i) < p.n) {
+      store_normalised(p, g_y, Config::column(i), r_x[i], statistics);
+    }
+  }
+}
+
+// One block a row, which it reads again for every sum. kElems is a 16-byte access or one element.
+template <typename T, int kElems>
+__global__ __launch_bounds__(kNormStreamThreads) void norm_stream_kernel(const NormParams p,
+                                                                         int64_t first_row) {
+  constexpr int kStep = kNormStreamThreads * kElems;
+  __shared__ RowSums<kNormStreamThreads> s_sums;
+  griddep_launch_dependents();
+  const int64_t row = first_row + blockIdx.x;
+  const int64_t start = threadIdx.x * kElems;
+  const T* g_x = static_cast<const T*>(p.x) + row * p.x_row_stride;
+
+  RowNormaliser statistics;
+  if (p.saved_rstd != nullptr) {
+    statistics = saved_statistics(p, row);
+  } else {
+    float first_mean = 0.f;
+    if (p.centred) {
+      float sum = 0.f;
+      for (int64_t column = start; column < p.n; column += kStep) {
+        const Vec<T, kElems> x = load_vec<T, kElems>(g_x + column);
+#pragma unroll
+        for (int j = 0; j < kElems; ++j) sum += to_float(x.values[j]);
+      }
+      first_mean = s_sums.sum(sum) / static_cast<float>(p.n);
+    }
+    float2 sums = make_float2(0.f, 0.f);
+    for (int64_t column = start; column < p.n; column += kStep) {
+      const Vec<T, kElems> x = load_vec<T, kElems>(g_x + column);
+#pragma unroll
+      for (int j = 0; j < kElems; ++j) {
+        const float d = to_float(x.values[j]) - first_mean;
+        sums.x += d;
+        sums.y += d * d;
+      }
+    }
+    statistics = finish_statistics(p.n, p.eps, p.centred, first_mean, s_sums.sum(sums));
+    if (threadIdx.x == 0) store_statistics(p, row, statistics);
+  }
+
+  if (p.y == nullptr) return;
+  T* g_y = static_cast<T*>(p.y) + row * p.y_row_stride;
+  for (int64_t column = start; column < p.n; column += kStep) {
+    store_normalised(p, g_y, column, load_vec<T, kElems>(g_x + column), statistics);
+  }
+}
+
+}  // namespace
+
+void launch_norm(const NormParams& params, cudaStream_t stream) {
+  dispatch_dtype(params.dtype, [&](auto element) {
+    using T = decltype(element);
+    constexpr int kElems = kVectorBytes / sizeof(T);
+    const bool aligned = rows_aligned(params.x, params.x_row_stride * sizeof(T)) &&
+                         rows_aligned(params.y, params.y_row_stride * sizeof(T)) &&
+                         rows_aligned(params.scale) && rows_aligned(params.shift);
+    const NormProblem problem{params.n, sizeof(T), aligned};
+    launch_norm_rows<T, /*kBackward=*/false>(
+        problem, params, [](auto config) { return norm_kernel<decltype(config)>; },
+        problem.vector() ? norm_stream_kernel<T, kElems> : norm_stream_kernel<T, 1>, stream);
+  });
+  check_launch("norm");
+}
+
+}  // namespace torchweld

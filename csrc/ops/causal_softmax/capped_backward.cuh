@@ -1,0 +1,82 @@
+// The gradient of causal_softmax under softcap or with a sink:
+//   dx = scale * y * (dy - sum(dy * y)) * (1 - tanh(scale * x / softcap)^2) over the live columns
+//   sink_parts = -p_sink * sum(dy * y)       of every row; p_sink is the sink's share of the
+//   softmax
+//
+// One block a row, of as many threads as the row has accesses, reads it twice: first for sum(dy *
+// y) and, where there is a sink, a running (max, sum) of x, then to write dx. The second time a row
+// of usual length comes from the cache. Source: as softmax/stream.cuh.
+#pragma once
+
+#include "ops/causal_softmax/causal_softmax.h"
+#include "softmax/config.h"
+#include "softmax/parts.cuh"
+
+namespace torchweld {
+
+// kElems is a 16-byte access or one element.
+template <typename T, int kElems>
+__global__ __launch_bounds__(kSoftmaxStreamThreads) void capped_softmax_backward_kernel(
+    const RowArgs<T> args, const CappedMask mask, const CappedBackward capped) {
+  using Mask = CappedMask;
+  __shared__ BlockExchange<kSoftmaxStreamThreads> s_dot, s_scores;
+
+  const auto exponent = exponent_of<T>(mask);
+  const int step = blockDim.x * kElems;
+  const int64_t row = blockIdx.x, whole_row = args.first_row + row;
+  const LiveRange live = mask.live(whole_row);
+  const T* g_y = args.g_x + row * args.x_row_stride;
+  const T* g_dy = args.g_dy + row * args.dy_row_stride;
+  const T* g_x = static_cast<const T*>(capped.scores) + whole_row * capped.row_stride;
+  T* g_dx = args.g_y + row * args.n;
+  const int64_t start = live.begin / kElems * kElems + threadIdx.x * kElems;
+
+  float dot = 0.f;
+  MaxSum part = {-INFINITY, 0.f};
+  for (int64_t first = start; first < live.end; first += step) {
+    float y[kElems], dy[kElems];
+    unpack<Mask>(y, load_vec<T, kElems>(g_y + first), live, first, 1.f, 0.f);
+    unpack<Mask>(dy, load_vec<T, kElems>(g_dy + first), live, first, 1.f, 0.f);
+#pragma unroll
+    for (int j = 0; j < kElems; ++j) dot += y[j] * dy[j];
+    if (capped.sink_parts) {
+      float r_x[kElems];
+      unpack_scores<Mask>(r_x, load_vec<T, kElems>(g_x + first), live, first, exponent);
+      accumulate(part, largest(r_x), r_x, exponent);
+    }
+  }
+  dot = s_dot.sum_warps(warp_sum(dot));
+  if (capped.sink_parts) {
+    const MaxSum total = s_scores.merge_warps(warp_merge(part, exponent), exponent);
+    const float sink = mask.sink(whole_row);
+    if (threadIdx.x == 0) {
+      // Nothing of a row that sees nothing is in its sink's gradient.
+      const float share = expf(sink - exponent.finish(total, sink).lse);
+      capped.sink_parts[whole_row] = live.empty() ? 0.f : -share * dot;
+    }
+  }
+
+  for (int64_t first = threadIdx.x * kElems; first < args.n; first += step) {
+    Vec<T, kElems> out = {};
+    if (touches<Mask>(live, first, kElems)) {
+      float y[kElems], dy[kElems];
+      unpack<Mask>(y, load_vec<T, kElems>(g_y + first), live, first, mask.scale(), 0.f);
+      unpack<Mask>(dy, load_vec<T, kElems>(g_dy + first), live, first, 1.f, 0.f);
+#pragma unroll
+      for (int j = 0; j < kElems; ++j) y[j] *= dy[j] - dot;
+      if (exponent.scale.softcap > 0.f) {
+        float r_x[kElems];
+        unpack_scores<Mask>(r_x, load_vec<T, kElems>(g_x + first), live, first, exponent);
+#pragma unroll
+        for (int j = 0; j < kElems; ++j) y[j] *= 1.f - r_x[j] * r_x[j];
+      }
+#pragma unroll
+      for (int j = 0; j < kElems; ++j) {
+        out.values[j] = from_float<T>(sees(live, first + j) ? y[j] : 0.f);
+      }
+    }
+    store_vec(g_dx + first, out);
+  }
+}
+
+}  // namespace torchweld

@@ -1,0 +1,160 @@
+// CPU: causal_softmax and its gradient row by row. scores, y, dy as (batch, heads, seqlen_q,
+// seqlen_k) with adjacent columns; results contiguous. A task is a block of 16 rows of a head.
+#pragma once
+
+#include <ATen/OpMathType.h>
+
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+
+#include "attention/cpu/scores.h"
+#include "core/parallel.h"
+
+namespace torchweld {
+
+// What one call is about; `scores` is (batch, heads, seqlen_q, seqlen_k).
+struct CausalSoftmaxCpu : CpuScores {
+  int64_t batch, heads;
+  CpuMask mask;
+
+  CausalSoftmaxCpu(const MaskArguments& args, const Tensor& scores, double scale)
+      : CpuScores(args, scale, acc_dtype(scores)),
+        batch(scores.size(0)),
+        heads(scores.size(1)),
+        mask(args, scores.size(2), scores.size(3)) {}
+
+  bool needs_scores() const { return softcap > 0 || sinks.defined(); }
+
+  // What the rows of a head have in common.
+  template <typename acc_t>
+  struct Head {
+    int64_t n;  // keys
+    acc_t scale, softcap, inverse_cap, sink;
+
+    // The scores as they enter the softmax.
+    template <typename T>
+    void load(acc_t* to, const T* scores, int64_t count) const {
+      for (int64_t c = 0; c < count; ++c) to[c] = static_cast<acc_t>(scores[c]) * scale;
+      if (softcap > 0) cap_row(to, count, softcap);
+    }
+    // exp(sink - max), 0 without one.
+    acc_t sink_exp(acc_t max) const {
+      return sink == -std::numeric_limits<acc_t>::infinity() ? 0 : exp_in_vectors(sink - max);
+    }
+  };
+
+  template <typename T, typename acc_t = at::opmath_type<T>>
+  Head<acc_t> of_head(int64_t h) const {
+    return {mask.rule.seqlen_k, static_cast<acc_t>(scale), static_cast<acc_t>(softcap),
+            softcap > 0 ? static_cast<acc_t>(1 / softcap) : 0, sink<acc_t>(h)};
+  }
+};
+
+// Calls body(b, h, i, the keys that the row sees) for every row, among threads; an empty range
+// where it sees none.
+template <typename Body>
+void for_each_live_row(const CausalSoftmaxCpu& a, const Body& body) {
+  constexpr int64_t kRows = 16;
+  const MaskRule& rule = a.mask.rule;
+  const int64_t all = a.batch * a.heads, blocks = (rule.seqlen_q + kRows - 1) / kRows;
+  parallel_tasks(all * blocks, [&](int64_t task) {
+    const int64_t b = task % all / a.heads, h = task % a.heads;
+    const int64_t row = from_both_ends(task / all, blocks) * kRows;
+    const SequenceMask sequence = a.mask.sequence(b);
+    with_vectors([&] {
+      for (int64_t i = row; i < std::min(row + kRows, rule.seqlen_q); ++i) {
+        const LiveRange live = rule.live(i, sequence);
+        body(b, h, i, live.empty() ? LiveRange{0, 0} : live);
+      }
+    });
+  });
+}
+
+constexpr int64_t kSoftmaxPart = 256;  // what a row is in the wider dtype, a part at a time
+
+// Calls body(first key, scores as they enter the softmax, count) for the parts of a row.
+template <typename T, typename acc_t, typename Body>
+void each_part(const T* scores, const LiveRange& live, const CausalSoftmaxCpu::Head<acc_t>& head,
+               const Body& body) {
+  acc_t part[kSoftmaxPart];
+  for (int64_t j = live.begin; j < live.end; j += kSoftmaxPart) {
+    const int64_t count = std::min(kSoftmaxPart, live.end - j);
+    head.load(part, scores + j, count);
+    body(j, part, count);
+  }
+}
+
+template <typename T, typename acc_t>
+acc_t max_of_row(const T* scores, const LiveRange& live,
+                 const CausalSoftmaxCpu::Head<acc_t>& head) {
+  acc_t max = head.sink;
+  each_part(scores, live, head, [&](int64_t, const acc_t* part, int64_t count) {
+    const acc_t most = max_of(part, count);
+    max = max > most ? max : most;
+  });
+  return max;
+}
+
+// y = softmax over the live keys, 0 elsewhere.
+template <typename T, typename acc_t>
+void causal_softmax_row(T* y, const T* scores, const LiveRange& live,
+                        const CausalSoftmaxCpu::Head<acc_t>& head) {
+  const acc_t max = max_of_row(scores, live, head);
+  acc_t sum = head.sink_exp(max);
+  std::fill(y, y + live.begin, T(0));
+  std::fill(y + live.end, y + head.n, T(0));
+  if constexpr (std::is_same_v<T, acc_t>) {
+    each_part(scores, live, head, [&](int64_t j, acc_t* part, int64_t count) {
+      sum += exp_and_sum(y + j, part, count, max);
+    });
+    const acc_t inverse = 1 / sum;
+    for (int64_t j = live.begin; j < live.end; ++j) y[j] *= inverse;
+  } else {
+    // A rounded exponential can't be scaled, so it is computed twice.
+    each_part(scores, live, head, [&](int64_t, acc_t* part, int64_t count) {
+      sum += exp_and_sum(part, part, count, max);
+    });
+    const acc_t inverse = 1 / sum;
+    each_part(scores, live, head, [&](int64_t j, acc_t* part, int64_t count) {
+      for (int64_t c = 0; c < count; ++c) {
+        y[j + c] = static_cast<T>(exp_in_vectors(part[c] - max) * inverse);
+      }
+    });
+  }
+}
+
+// dscores = scale * y * (dy - sum(dy * y)) over the live keys, times the cap's slope, 0 elsewhere;
+// the row's part of dsink, where it is wanted. `scores` are read for softcap and sink alone.
+template <typename T, typename acc_t>
+void causal_softmax_backward_row(T* dscores, const T* dy, const T* y, const T* scores,
+                                 const LiveRange& live, const CausalSoftmaxCpu::Head<acc_t>& head,
+                                 acc_t* dsink) {
+  std::fill(dscores, dscores + live.begin, T(0));
+  std::fill(dscores + live.end, dscores + head.n, T(0));
+  if (live.empty()) return;
+  const acc_t sum = dot<acc_t>(dy + live.begin, y + live.begin, live.end - live.begin);
+  const auto gradient = [&](int64_t j) {
+    return static_cast<acc_t>(y[j]) * (static_cast<acc_t>(dy[j]) - sum) * head.scale;
+  };
+  if (head.softcap > 0) {
+    each_part(scores, live, head, [&](int64_t j, const acc_t* part, int64_t count) {
+      for (int64_t c = 0; c < count; ++c) {
+        const acc_t t = part[c] * head.inverse_cap;
+        dscores[j + c] = static_cast<T>(gradient(j + c) * (1 - t * t));
+      }
+    });
+  } else {
+    for (int64_t j = live.begin; j < live.end; ++j) dscores[j] = static_cast<T>(gradient(j));
+  }
+  if (dsink) {
+    const acc_t max = max_of_row(scores, live, head), share = head.sink_exp(max);
+    acc_t total = share;
+    each_part(scores, live, head, [&](int64_t, acc_t* part, int64_t count) {
+      total += exp_and_sum(part, part, count, max);
+    });
+    *dsink = -share / total * sum;
+  }
+}
+
+}  // namespace torchweld

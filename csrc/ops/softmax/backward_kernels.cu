@@ -1,0 +1,18 @@
+// The gradient of softmax over unmasked rows: the launcher. The kernels are in softmax/rows.cuh.
+#include "softmax/params.h"
+
+#include "softmax/launch.cuh"
+
+namespace torchweld {
+
+void launch_softmax_backward(const SoftmaxBackwardParams& params, const ZeroCounter& counter,
+                             cudaStream_t stream) {
+  dispatch_dtype(params.dtype, [&](auto element) {
+    using T = decltype(element);
+    launch_softmax_rows<T, /*kBackward=*/true>(row_args<T>(params), NoMask{params.n}, counter,
+                                               stream);
+  });
+  check_launch("softmax_backward");
+}
+
+}  // namespace torchweld

@@ -1,0 +1,17 @@
+// softmax over unmasked rows: the launcher. The kernels are in softmax/rows.cuh.
+#include "softmax/params.h"
+
+#include "softmax/launch.cuh"
+
+namespace torchweld {
+
+void launch_softmax(const SoftmaxParams& params, const ZeroCounter& counter, cudaStream_t stream) {
+  dispatch_dtype(params.dtype, [&](auto element) {
+    using T = decltype(element);
+    launch_softmax_rows<T, /*kBackward=*/false>(row_args<T>(params), NoMask{params.n}, counter,
+                                                stream);
+  });
+  check_launch("softmax");
+}
+
+}  // namespace torchweld

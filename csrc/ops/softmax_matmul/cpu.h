@@ -1,0 +1,180 @@
+// CPU: softmax_matmul and its gradient, a block of query rows at a time, in tiles (rows, 64 keys)
+// that stay in cache. A head's gradient is one task: its sums are added in one order whatever the
+// number of threads.
+#pragma once
+
+#include "attention/cpu/tiles.h"
+
+namespace torchweld {
+
+// The part of tile `t` that row r of the block sees: columns [begin, end).
+inline LiveRange live_columns(const QueryBlock& block, int64_t r, int64_t t) {
+  const int64_t first = t * kTileKeys;
+  return {std::clamp<int64_t>(block.begin[r] - first, 0, kTileKeys),
+          std::clamp<int64_t>(block.end[r] - first, 0, kTileKeys)};
+}
+
+template <typename T>
+void softmax_matmul_tiles(const CpuAttention& a, const Tensor& out, const Tensor* lse,
+                          const Tensor& scores, const Tensor& value) {
+  using acc_t = at::opmath_type<T>;
+  const Tensor packed_v = pack_tiles<T, acc_t>(a, value, /*transposed=*/false);
+  const CpuHeads<T> s(scores), o(out);
+  const int64_t height = a.block_rows(), blocks = a.blocks(), n = a.head_dim_v;
+  const int64_t heads = a.batch * a.nheads;
+  parallel_tasks(heads * blocks, [&](int64_t task) {
+    const int64_t b = task % heads / a.nheads, h = task % a.nheads;
+    const QueryBlock block(a, b, from_both_ends(task / heads, blocks));
+    const acc_t sink = a.template sink<acc_t>(h);
+    acc_t* const lse_to =
+        lse ? lse->mutable_data_ptr<acc_t>() + (b * a.nheads + h) * a.seqlen_q + block.row
+            : nullptr;
+    Scratch<acc_t> scratch(height * (n + block.tiles() * kTileKeys + 1), packed_v.options());
+    acc_t *const sums = scratch.take(height), *const rows_out = scratch.take(height * n);
+    acc_t* const p = scratch.next;
+    const auto scale = static_cast<acc_t>(a.scale);
+    with_vectors([&] {
+      std::fill_n(p, block.tiles() * kTileKeys * height, acc_t(0));
+      for (int64_t r = 0; r < block.rows; ++r) {
+        const T* from = s.row(b, h, block.row + r) + block.first_key;
+        const auto each_tile = [&](const auto& body) {
+          for (int64_t t = block.tile_begin; t < block.tile_end; ++t) {
+            const LiveRange live = live_columns(block, r, t);
+            acc_t* const to = p + ((t - block.tile_begin) * height + r) * kTileKeys;
+            if (!live.empty()) body(t, to + live.begin, live.begin, live.end - live.begin);
+          }
+        };
+        acc_t max = sink, sum = 0;
+        each_tile([&](int64_t t, acc_t* to, int64_t first, int64_t count) {
+          for (int64_t j = 0; j < count; ++j) {
+            to[j] = static_cast<acc_t>(from[t * kTileKeys + first + j]) * scale;
+          }
+          if (a.softcap > 0) cap_row(to, count, static_cast<acc_t>(a.softcap));
+          const acc_t most = max_of(to, count);
+          max = max > most ? max : most;
+        });
+        each_tile([&](int64_t, acc_t* to, int64_t, int64_t count) {
+          sum += exp_and_sum(to, to, count, max);
+        });
+        if (a.sinks.defined()) sum += exp_in_vectors(sink - max);
+        sums[r] = sum;
+        if (lse_to && block.sees(r)) lse_to[r] = std::log(sum) + max;
+      }
+    });
+    const acc_t* v = packed_v.const_data_ptr<acc_t>() +
+                     ((b * a.nheads + h) * a.tiles() + block.tile_begin) * kTileKeys * n;
+    for (int64_t t = 0; t < block.tiles(); ++t) {
+      block_matmul(rows_out, p + t * height * kTileKeys, v + t * kTileKeys * n, height, n,
+                   kTileKeys,
+                   /*add=*/t > 0);
+    }
+    with_vectors([&] {
+      for (int64_t r = 0; r < block.rows; ++r) {
+        T* const to = o.row(b, h, block.row + r);
+        if (!block.sees(r)) {
+          std::fill_n(to, n, T(0));
+          if (lse_to) lse_to[r] = sink;
+          continue;
+        }
+        for (int64_t c = 0; c < n; ++c) to[c] = static_cast<T>(rows_out[r * n + c] / sums[r]);
+      }
+    });
+  });
+}
+
+template <typename T>
+void softmax_matmul_backward_tiles(const CpuAttention& a, const Tensor& dscores,
+                                   const Tensor& dvalue, const Tensor& dsink, const Tensor& dout,
+                                   const Tensor& scores, const Tensor& value, const Tensor& out,
+                                   const Tensor& lse) {
+  using acc_t = at::opmath_type<T>;
+  const Tensor packed_vt = pack_tiles<T, acc_t>(a, value, /*transposed=*/true);
+  const CpuHeads<T> s(scores), o(out), d_out(dout), ds(dscores), dv(dvalue);
+  const CpuHeads<acc_t> l(lse);
+  const int64_t height = a.block_rows(), n = a.head_dim_v, tiles = a.tiles();
+  Tensor sink_parts;
+  if (a.sinks.defined()) sink_parts = at::zeros({a.batch, a.nheads}, a.sinks.options());
+  // A thread's half of the tasks holds heads of all sequences.
+  parallel_tasks(a.batch * a.nheads, [&](int64_t task) {
+    const int64_t b = task % a.batch, h = task / a.batch;
+    const LiveRange seen = a.seen[b];
+    Scratch<acc_t> scratch(tiles * kTileKeys * n + height * (2 * n + 2 * kTileKeys + 1),
+                           packed_vt.options());
+    acc_t* const dv_t = scratch.take(tiles * kTileKeys * n);  // (tiles, n, 64)
+    acc_t *const do_rows = scratch.take(height * n), *const do_t = scratch.take(height * n);
+    acc_t *const p = scratch.take(height * kTileKeys), *const dp = scratch.take(height * kTileKeys);
+    acc_t* const delta = scratch.take(height);
+    std::fill_n(dv_t, tiles * kTileKeys * n, acc_t(0));
+    const acc_t* vt =
+        packed_vt.const_data_ptr<acc_t>() + (b * a.nheads + h) * tiles * kTileKeys * n;
+    const auto scale = static_cast<acc_t>(a.scale);
+    const acc_t inverse_cap = a.softcap > 0 ? static_cast<acc_t>(1 / a.softcap) : 0;
+    for (int64_t index = 0; index < a.blocks(); ++index) {
+      const QueryBlock block(a, b, index);
+      for (int64_t r = 0; r < block.rows; ++r) {
+        T* const to = ds.row(b, h, block.row + r);
+        if (!block.sees(r)) {
+          std::fill_n(to, a.seqlen_k, T(0));
+          continue;
+        }
+        std::fill_n(to, seen.begin + block.begin[r], T(0));
+        std::fill(to + seen.begin + block.end[r], to + a.seqlen_k, T(0));
+      }
+      if (!block.empty()) {
+        pack_rows<T, acc_t>(do_rows, height, d_out.row(b, h, block.row), block.rows, n,
+                            d_out.row_stride, d_out.column_stride);
+        for (int64_t r = 0; r < block.rows; ++r) {
+          if (!block.sees(r)) std::fill_n(do_rows + r * n, n, acc_t(0));
+        }
+        row_deltas<T, acc_t>(delta, do_rows, o, nullptr, b, h, block, n);
+      }
+      if (sink_parts.defined()) {
+        sink_parts.mutable_data_ptr<acc_t>()[b * a.nheads + h] +=
+            sink_gradient<acc_t>(a.template sink<acc_t>(h), delta, l, nullptr, b, h, block);
+      }
+      if (block.empty()) continue;
+      pack_transposed<acc_t, acc_t>(do_t, height, do_rows, height, n, n, 1);
+      for (int64_t t = block.tile_begin; t < block.tile_end; ++t) {
+        block_matmul(dp, do_rows, vt + t * kTileKeys * n, height, kTileKeys, n, /*add=*/false);
+        with_vectors([&] {
+          std::fill_n(p, height * kTileKeys, acc_t(0));
+          for (int64_t r = 0; r < block.rows; ++r) {
+            const LiveRange live = live_columns(block, r, t);
+            if (live.empty()) continue;
+            const int64_t first = seen.begin + t * kTileKeys + live.begin;
+            const int64_t count = live.end - live.begin;
+            const T* from = s.row(b, h, block.row + r) + first;
+            T* const to = ds.row(b, h, block.row + r) + first;
+            const acc_t row_lse = *l.row(b, h, block.row + r), row_delta = delta[r];
+            acc_t* const p_row = p + r * kTileKeys + live.begin;
+            acc_t* const dp_row = dp + r * kTileKeys + live.begin;
+            for (int64_t j = 0; j < count; ++j) p_row[j] = static_cast<acc_t>(from[j]) * scale;
+            if (a.softcap > 0) cap_row(p_row, count, static_cast<acc_t>(a.softcap));
+            for (int64_t j = 0; j < count; ++j) {
+              const acc_t slope = 1 - p_row[j] * inverse_cap * (p_row[j] * inverse_cap);
+              p_row[j] = exp_in_vectors(p_row[j] - row_lse);
+              dp_row[j] = p_row[j] * (dp_row[j] - row_delta) * slope * scale;
+            }
+            for (int64_t j = 0; j < count; ++j) to[j] = static_cast<T>(dp_row[j]);
+          }
+        });
+        block_matmul(dv_t + t * kTileKeys * n, do_t, p, n, kTileKeys, height, /*add=*/true);
+      }
+    }
+    with_vectors([&] {
+      for (int64_t j = 0; j < a.seqlen_k; ++j) {
+        T* const to = dv.row(b, h, j);
+        if (j < seen.begin || j >= seen.end) {
+          std::fill_n(to, n, T(0));
+          continue;
+        }
+        const int64_t at = j - seen.begin;
+        const acc_t* from = dv_t + at / kTileKeys * kTileKeys * n + at % kTileKeys;
+        for (int64_t c = 0; c < n; ++c) to[c] = static_cast<T>(from[c * kTileKeys]);
+      }
+    });
+  });
+  add_sink_parts(dsink, sink_parts);
+}
+
+}  // namespace torchweld

@@ -1,0 +1,343 @@
+// dscores = scale * p * (dout @ value^T - rowsum(dout * out)), 0 where a row does not see the key:
+//   p = exp(scale * scores - lse), dscores (seqlen_q, seqlen_k); dout, out (seqlen_q, head_dim_v)
+// Behind softcap also times the cap's slope; a row's part of its sink's gradient is
+//   -exp(sink - lse) * rowsum(dout * out)
+//
+// A block owns 128 query rows of a head, a warp 16 of them. It walks over the live blocks of keys
+// and, within each, over head_dim_v in chunks of 128 bytes, through a ring of tiles filled by
+// cp.async; dout stays in shared memory where its chunks fit. The finished gradients replace their
+// scores in shared memory, from where whole lines are stored. What is not live is written, not
+// read. Source: Dao, "FlashAttention-2", 2023, algorithm 2.
+#include "ops/softmax_matmul/parts.cuh"
+
+namespace torchweld {
+namespace {
+
+template <typename T_, bool kTf32_, bool kMasked_>
+struct DscoresConfig {
+  using T = T_;
+  static constexpr bool kMasked = kMasked_;
+  using Params =
+      std::conditional_t<kMasked, MaskedSoftmaxMatmulBackwardParams, SoftmaxMatmulBackwardParams>;
+  static constexpr bool kTf32 = kTf32_;
+  static constexpr int kThreads = 256;
+  static constexpr int kBlockM = kThreads / kWarp * 16;
+  static constexpr int kBlockN = 128 / sizeof(T);  // a line of 128 bytes of every row
+  static constexpr int kChunk = 128 / sizeof(T);   // columns of value and dout
+  static constexpr int kSteps = kChunk * sizeof(T) / kStepBytes;
+  static constexpr int kPitch = kBlockN + kPitchPadBytes / sizeof(T);
+  static constexpr int kStages = 2;
+  static constexpr int kUnroll = sizeof(T) == 4 ? 1 : kMasked ? 2 : kSteps;  // without spills
+
+  struct Shared {
+    alignas(16) T s_scores[kStages][kBlockM][kPitch];
+    alignas(16) T s_value[kStages][kBlockN][kPitch];
+    alignas(16) T s_dout[kStages][kBlockM][kPitch];  // more of them where all chunks fit
+  };
+  static constexpr int64_t kChunkBytes = sizeof(T) * kBlockM * kPitch;
+  // How many chunks of dout stay in what every chip from sm_80 on offers.
+  static constexpr int64_t kResident =
+      kStages + (99 * 1024 - int64_t(sizeof(Shared))) / kChunkBytes;
+  static_assert(kResident >= kStages);
+};
+
+// Zeros in columns [begin, end) of the block's rows.
+template <typename Config>
+__device__ __forceinline__ void clear_columns(typename Config::T* g_rows, int rows,
+                                              int64_t row_stride, int64_t begin, int64_t end,
+                                              bool aligned) {
+  using T = typename Config::T;
+  constexpr int kElems = kVectorBytes / sizeof(T);
+  const int lane = threadIdx.x % kWarp;
+  for (int row = threadIdx.x / kWarp; row < rows; row += Config::kThreads / kWarp) {
+    T* g_row = g_rows + row * row_stride;
+    if (aligned) {
+      for (int64_t column = begin + lane * kElems; column < end; column += kWarp * kElems) {
+        store_vec(g_row + column, Vec<T, kElems>{});
+      }
+    } else {
+      for (int64_t column = begin + lane; column < end; column += kWarp) {
+        g_row[column] = from_float<T>(0.f);
+      }
+    }
+  }
+}
+
+// A warp's 16 rows of a tile, the first `rows` of them and the first `columns` of their columns.
+template <typename Config>
+__device__ __forceinline__ void store_rows(typename Config::T* g_rows,
+                                           const typename Config::T* s_rows, int rows, int columns,
+                                           int64_t row_stride, bool aligned) {
+  using T = typename Config::T;
+  constexpr int kElems = kVectorBytes / sizeof(T);
+  constexpr int kRowChunks = Config::kBlockN / kElems;
+  const int lane = threadIdx.x % kWarp;
+  if (aligned) {
+    const int column = lane % kRowChunks * kElems;
+#pragma unroll
+    for (int first = 0; first < 16; first += kWarp / kRowChunks) {
+      const int row = first + lane / kRowChunks;
+      if (row < rows && column < columns) {
+        store_vec(g_rows + row * row_stride + column,
+                  load_vec<T, kElems>(s_rows + row * Config::kPitch + column));
+      }
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int row = 0; row < rows && row < 16; ++row) {
+    for (int column = lane; column < columns; column += kWarp) {
+      g_rows[row * row_stride + column] = s_rows[row * Config::kPitch + column];
+    }
+  }
+}
+
+// Two rows of a thread, lane / 4 and lane / 4 + 8 of the warp's 16.
+struct RowPair {
+  float lse[2];
+  float delta[2];       // sum(dout * out)
+  int64_t live_end[2];  // of the keys from the padding on that a row sees
+  // NOTE: the one key of a row has delta for its dp, and a gradient of exactly 0; the two sums are
+  // rounded differently.
+  bool single[2];
+};
+
+template <typename T, typename LiveOf>
+__device__ __forceinline__ RowPair load_row_pair(const SoftmaxMatmulBackwardParams& params,
+                                                 const HeadIndex& head, int64_t warp_row,
+                                                 const LiveOf& live_of) {
+  const MaskRule rule = params.problem.rule;
+  const T* g_out = head.of<T>(params.out);
+  const T* g_dout = head.of<T>(params.dout);
+  const int lane = threadIdx.x % kWarp;
+  RowPair pair = {};
+#pragma unroll 1
+  for (int i = 0; i < 16; ++i) {
+    const int64_t row = warp_row + i;
+    // Nothing of a row that sees nothing is looked at.
+    const LiveRange live = row < rule.seqlen_q ? live_of(row) : LiveRange{0, 0};
+    if (live.empty()) continue;
+    float delta = 0.f;
+    for (int64_t column = lane; column < params.problem.head_dim_v; column += kWarp) {
+      delta = fmaf(to_float(g_dout[row * params.dout.row_stride + column]),
+                   to_float(g_out[row * params.out.row_stride + column]), delta);
+    }
+    delta = warp_sum(delta);
+    const float lse = params.lse[head.flat * rule.seqlen_q + row];
+#pragma unroll
+    for (int which = 0; which < 2; ++which) {
+      if (i == lane / 4 + 8 * which) {
+        pair.lse[which] = lse;
+        pair.delta[which] = delta;
+        pair.live_end[which] = live.end;
+        pair.single[which] = live.end - live.begin == 1;
+      }
+    }
+  }
+  return pair;
+}
+
+// The keys that the last of a block's rows sees, among which are those of the others.
+struct LastRow {
+  int64_t first, last;
+};
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads,
+                             2) void dscores_kernel(const typename Config::Params params,
+                                                    int64_t first_block) {
+  using T = typename Config::T;
+  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kChunk = Config::kChunk;
+  constexpr int kPitch = Config::kPitch, kStages = Config::kStages;
+  extern __shared__ __align__(16) unsigned char s_memory[];
+  auto& s = *reinterpret_cast<typename Config::Shared*>(s_memory);
+
+  // Which rows and keys.
+  const SoftmaxMatmulProblem& problem = params.problem;
+  const MaskRule rule = problem.rule;
+  const int64_t row_blocks = divide_up(rule.seqlen_q, kBlockM);
+  const int64_t block = first_block + blockIdx.x;
+  const int64_t first_row = (row_blocks - 1 - block % row_blocks) * kBlockM;
+  const HeadIndex head(problem, block / row_blocks);
+  const int rows = clamp_int(rule.seqlen_q - first_row, 0, kBlockM);
+  const auto seen = [&] {
+    if constexpr (Config::kMasked) {
+      return SeenKeys(params.mask.rule(rule),
+                      params.mask.sequence(rule, problem.leftpad, head.batch), first_row);
+    } else {
+      const LiveRange last_live = rule.live(first_row + rows - 1, head.pad);
+      return LastRow{last_live.empty() ? 0 : last_live.begin,
+                     last_live.empty() ? 0 : last_live.end};
+    }
+  }();
+  const int64_t tile_begin = seen.first / kBlockN, tile_end = divide_up(seen.last, kBlockN);
+
+  const bool aligned_out = rule.seqlen_k * int64_t(sizeof(T)) % kVectorBytes == 0;
+  T* g_dscores =
+      static_cast<T*>(params.dscores) + (head.flat * rule.seqlen_q + first_row) * rule.seqlen_k;
+  clear_columns<Config>(g_dscores, rows, rule.seqlen_k, 0, tile_begin * kBlockN, aligned_out);
+  clear_columns<Config>(g_dscores, rows, rule.seqlen_k, tile_end * kBlockN, rule.seqlen_k,
+                        aligned_out);
+  if (tile_end == 0) return;
+
+  const T* g_scores = head.of<T>(params.scores) + first_row * params.scores.row_stride;
+  const T* g_dout = head.of<T>(params.dout) + first_row * params.dout.row_stride;
+  const T* g_value = head.of<T>(params.value);
+  const int64_t chunks = divide_up(problem.head_dim_v, kChunk);
+  const bool resident = chunks <= Config::kResident;
+  const auto dout_buffer = [&](int64_t chunk, int stage) {
+    return &s.s_dout[0][0][0] + (resident ? chunk : stage) * (kBlockM * kPitch);
+  };
+  const auto load = [&](int64_t tile, int64_t chunk, int stage) {
+    const int64_t key = tile * kBlockN, column = chunk * kChunk;
+    const int keys_end = clamp_int(rule.seqlen_k - key, 0, kBlockN);
+    const int columns = clamp_int(problem.head_dim_v - column, 0, kChunk);
+    if (chunk == 0) {
+      load_tile<kBlockM, kBlockN, kPitch, Config::kThreads>(
+          &s.s_scores[tile % kStages][0][0], g_scores + key, params.scores.row_stride, 0, rows,
+          keys_end, params.scores.aligned);
+    }
+    load_tile<kBlockN, kChunk, kPitch, Config::kThreads>(
+        &s.s_value[stage][0][0], g_value + key * params.value.row_stride + column,
+        params.value.row_stride,
+        clamp_int((Config::kMasked ? seen.first : head.pad) - key, 0, kBlockN),
+        Config::kMasked ? clamp_int(seen.last - key, 0, kBlockN) : keys_end, columns,
+        params.value.aligned);
+    if (!resident || tile == tile_begin) {
+      load_tile<kBlockM, kChunk, kPitch, Config::kThreads>(dout_buffer(chunk, stage),
+                                                           g_dout + column, params.dout.row_stride,
+                                                           0, rows, columns, params.dout.aligned);
+    }
+  };
+
+  load(tile_begin, 0, 0);
+  copy_async_commit();
+  const int warp_row = threadIdx.x / kWarp * 16;
+  const auto live_of = [&](int64_t i) {
+    if constexpr (Config::kMasked) {
+      return params.mask.rule(rule).live(i,
+                                         params.mask.sequence(rule, problem.leftpad, head.batch));
+    } else {
+      return rule.live(i, head.pad);
+    }
+  };
+  RowPair row = load_row_pair<T>(params, head, first_row + warp_row, live_of);
+  // NOTE: kept in shared memory, for want of registers. Only the row's own warp looks at it.
+  __shared__ int64_t s_begin[kBlockM], s_end[kBlockM];
+  if constexpr (Config::kMasked) {
+    const int own_row = warp_row + threadIdx.x % kWarp / 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      s_begin[own_row + 8 * i] = seen.begin[i];
+      s_end[own_row + 8 * i] = seen.end[i];
+      if (!params.mask.sink) continue;
+      // Beside a sink the one key of a row has a gradient.
+      row.single[i] = false;
+      if (params.sink_parts && seen.end[i] > 0 && threadIdx.x % 4 == 0) {
+        params.sink_parts[head.flat * rule.seqlen_q + first_row + own_row + 8 * i] =
+            -expf(params.mask.sink[head.head] - row.lse[i]) * row.delta[i];
+      }
+    }
+  }
+  const Logits<T> logits(problem.scale, softcap_of(params));
+  float dp[kBlockN / 8][4];
+  int stage = 0;
+  for (int64_t tile = tile_begin, chunk = 0; tile < tile_end;) {
+    const bool last_chunk = chunk + 1 == chunks;
+    const int64_t next_tile = last_chunk ? tile + 1 : tile;
+    const int64_t next_chunk = last_chunk ? 0 : chunk + 1;
+    copy_async_wait<0>();
+    __syncthreads();
+    if (next_tile < tile_end) load(next_tile, next_chunk, stage ^ 1);
+    copy_async_commit();
+
+    // dp = dout @ value^T
+    if (chunk == 0) {
+#pragma unroll
+      for (int n = 0; n < kBlockN / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dp[n][i] = 0.f;
+      }
+    }
+    const T* s_dout = dout_buffer(chunk, stage) + warp_row * kPitch;
+#pragma unroll Config::kUnroll
+    for (int step = 0; step < Config::kSteps; ++step) {
+      const int column = step * (kStepBytes / int(sizeof(T)));
+      uint32_t words[4];
+      load_left(words, s_dout + column, kPitch);
+      multiply_transposed<T, Config::kTf32, kBlockN, kPitch>(
+          dp, LeftOperand<T, Config::kTf32>(words), &s.s_value[stage][0][0] + column);
+    }
+
+    if (last_chunk) {
+      // The gradients in their scores' place, then to memory.
+      const int64_t key = tile * kBlockN;
+      T* s_rows = &s.s_scores[tile % kStages][warp_row][0];
+      const float unbias = exp2f(-kProbabilityBias<T>);
+      const int quad_row = threadIdx.x % kWarp / 4, quad_column = threadIdx.x % 4 * 2;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        int64_t row_begin = head.pad, row_end = row.live_end[i];
+        if constexpr (Config::kMasked) {
+          row_begin = s_begin[warp_row + quad_row + 8 * i];
+          row_end = s_end[warp_row + quad_row + 8 * i];
+        }
+        const int begin = clamp_int(row_begin - key, 0, kBlockN);
+        const int end = clamp_int(row_end - key, 0, kBlockN);
+        T* s_row = s_rows + (quad_row + 8 * i) * kPitch + quad_column;
+#pragma unroll
+        for (int n = 0; n < kBlockN / 8; ++n) {
+          auto pair = load_vec<T, 2>(s_row + n * 8);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int column = n * 8 + quad_column + half;
+            const float score = to_float(pair.values[half]);
+            float2 z = {fmaf(score, problem.scale, -row.lse[i]), 1.f};
+            if constexpr (Config::kMasked) z = logits(score, row.lse[i]);
+            const float p = biased_exp<T>(z.x) * unbias;
+            const float d = dp[n][2 * i + half];
+            float ds = p * (d - (row.single[i] ? d : row.delta[i])) * problem.scale;
+            if constexpr (Config::kMasked) ds *= z.y;
+            pair.values[half] = from_float<T>(column >= begin && column < end ? ds : 0.f);
+          }
+          store_vec(s_row + n * 8, pair);
+        }
+      }
+      __syncwarp();
+      store_rows<Config>(g_dscores + warp_row * rule.seqlen_k + key, s_rows, rows - warp_row,
+                         clamp_int(rule.seqlen_k - key, 0, kBlockN), rule.seqlen_k, aligned_out);
+    }
+    tile = next_tile;
+    chunk = next_chunk;
+    stage ^= 1;
+  }
+}
+
+template <typename Config>
+void launch_dscores(const typename Config::Params& params, cudaStream_t stream) {
+  const SoftmaxMatmulProblem& problem = params.problem;
+  const int64_t blocks =
+      divide_up(problem.rule.seqlen_q, Config::kBlockM) * problem.batch * problem.nheads;
+  const int64_t chunks = divide_up(problem.head_dim_v, Config::kChunk);
+  const int64_t more = chunks <= Config::kResident ? chunks - Config::kStages : 0;
+  launch_blocks(dscores_kernel<Config>, blocks, Config::kThreads,
+                sizeof(typename Config::Shared) + (more > 0 ? more * Config::kChunkBytes : 0),
+                stream, params);
+}
+
+}  // namespace
+
+void launch_softmax_matmul_dscores(const MaskedSoftmaxMatmulBackwardParams& params,
+                                   cudaStream_t stream) {
+  dispatch_math(params.problem, [&](auto element, auto tf32) {
+    using T = decltype(element);
+    if (params.mask.given()) {
+      launch_dscores<DscoresConfig<T, tf32.value, true>>(params, stream);
+    } else {
+      launch_dscores<DscoresConfig<T, tf32.value, false>>(params, stream);
+    }
+  });
+  check_launch("softmax_matmul_backward");
+}
+
+}  // namespace torchweld

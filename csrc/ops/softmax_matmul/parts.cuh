@@ -1,0 +1,379 @@
+// What the kernels of softmax_matmul share: tiles in shared memory, and one step of a product.
+//
+// A step is 32 bytes of the dim that a product sums over: k16 of 16-bit elements, k8 of fp32. The
+// four registers of its left operand hold the same bytes for every type, so that ldmatrix loads
+// them and the code below differs only in what a 32-bit word holds.
+#pragma once
+
+#include <type_traits>
+
+#include "attention/score_scale.h"
+#include "core/index.h"
+#include "core/launch.h"
+#include "device/mma_sync.cuh"
+#include "device/vec.cuh"
+#include "ops/softmax_matmul/softmax_matmul.h"
+#include "softmax/parts.cuh"
+
+namespace torchweld {
+
+constexpr int kStepBytes = 32;
+constexpr int kQuadBytes = 16;      // what the four lanes of a row hold of half a step
+constexpr int kPitchPadBytes = 16;  // of rows that ldmatrix reads
+constexpr int kPitchPadElems = 8;   // of rows that are read along their columns, any type
+
+template <typename T>
+constexpr int kPerWord = 4 / sizeof(T);
+
+// Probabilities are multiplied by 2^kProbabilityBias where they are rounded to fp16, which would
+// lose what is below 2^-24 otherwise.
+template <typename T>
+constexpr float kProbabilityBias = 0.f;
+template <>
+constexpr float kProbabilityBias<__half> = 15.f;
+
+// 2^kProbabilityBias * exp(z) for the gradients. What is rounded to 16 bits takes one instruction;
+// that of bf16 keeps subnormal results, which fp16 does not have.
+template <typename T>
+__device__ __forceinline__ float biased_exp(float z) {
+  if constexpr (sizeof(T) == 4) return expf(z);
+  const float exponent = fmaf(z, kLog2e, kProbabilityBias<T>);
+  return std::is_same_v<T, __half> ? exp2_approx_ftz(exponent) : exp2_approx(exponent);
+}
+
+template <typename T>
+__device__ __forceinline__ void unpack_word(float (&to)[kPerWord<T>], uint32_t word) {
+  if constexpr (sizeof(T) == 4) {
+    to[0] = __uint_as_float(word);
+  } else {
+    const auto pair = *reinterpret_cast<const Vec<T, 2>*>(&word);
+    to[0] = to_float(pair.values[0]);
+    to[1] = to_float(pair.values[1]);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t pack_word(const float (&from)[kPerWord<T>]) {
+  if constexpr (sizeof(T) == 4) {
+    return __float_as_uint(from[0]);
+  } else {
+    return pack_pair<T>(from[0], from[1]);
+  }
+}
+
+// The larger of each of the values in two words; a NaN loses.
+template <typename T>
+__device__ __forceinline__ uint32_t max_of_words(uint32_t a, uint32_t b);
+template <>
+__device__ __forceinline__ uint32_t max_of_words<float>(uint32_t a, uint32_t b) {
+  return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
+}
+template <>
+__device__ __forceinline__ uint32_t max_of_words<__half>(uint32_t a, uint32_t b) {
+  const __half2 m = __hmax2(*reinterpret_cast<__half2*>(&a), *reinterpret_cast<__half2*>(&b));
+  return *reinterpret_cast<const uint32_t*>(&m);
+}
+template <>
+__device__ __forceinline__ uint32_t max_of_words<__nv_bfloat16>(uint32_t a, uint32_t b) {
+  const __nv_bfloat162 m =
+      __hmax2(*reinterpret_cast<__nv_bfloat162*>(&a), *reinterpret_cast<__nv_bfloat162*>(&b));
+  return *reinterpret_cast<const uint32_t*>(&m);
+}
+
+// The place of value `half` of word r of a left operand: row lane / 4 + 8 * (r % 2) of 16, and this
+// column of its step.
+template <typename T>
+__device__ __forceinline__ int step_column(int r, int half) {
+  return threadIdx.x % 4 * kPerWord<T> + half + (r / 2) * (kQuadBytes / int(sizeof(T)));
+}
+
+// The left operand (16, step) of a product, and the product with 8 columns of the right one.
+template <typename T, bool kTf32>
+struct LeftOperand {
+  uint32_t a[4];
+  __device__ __forceinline__ explicit LeftOperand(const uint32_t (&words)[4])
+      : a{words[0], words[1], words[2], words[3]} {}
+  template <bool kWholeRight>
+  __device__ __forceinline__ void multiply(float (&acc)[4], uint32_t b0, uint32_t b1) const {
+    mma_16816<T>(acc, a, b0, b1);
+  }
+};
+
+template <>
+struct LeftOperand<float, true> {
+  uint32_t a[4];
+  __device__ __forceinline__ explicit LeftOperand(const uint32_t (&words)[4]) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) a[r] = round_to_tf32(__uint_as_float(words[r]));
+  }
+  template <bool kWholeRight>
+  __device__ __forceinline__ void multiply(float (&acc)[4], uint32_t b0, uint32_t b1) const {
+    mma_1688(acc, a, round_to_tf32(__uint_as_float(b0)), round_to_tf32(__uint_as_float(b1)));
+  }
+};
+
+// What the two TF32 parts of an fp32 value leave over: its last bit.
+__device__ __forceinline__ uint32_t last_bit(uint32_t value, const SplitTf32& parts) {
+  const float rest = __uint_as_float(value) - __uint_as_float(parts.big);
+  return parts.small == 0u ? 0u : __float_as_uint(rest - __uint_as_float(parts.small));
+}
+
+// Full fp32 accuracy from three products, or from four where the right operand counts to its last
+// bit: a probability of 1 then gives the value itself.
+// NOTE: the sums start from zero and are added by ordinary additions, because the tensor core
+// truncates the sum that it accumulates.
+template <>
+struct LeftOperand<float, false> {
+  uint32_t big[4], small[4], cross[4];
+  __device__ __forceinline__ explicit LeftOperand(const uint32_t (&words)[4]) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const SplitTf32 split(__uint_as_float(words[r]));
+      big[r] = split.big;
+      small[r] = split.small;
+      cross[r] = split.cross;
+    }
+  }
+  template <bool kWholeRight>
+  __device__ __forceinline__ void multiply(float (&acc)[4], uint32_t b0, uint32_t b1) const {
+    const SplitTf32 first(__uint_as_float(b0)), second(__uint_as_float(b1));
+    float low[4] = {}, high[4] = {};
+    mma_1688(low, small, first.cross, second.cross);
+    mma_1688(low, cross, first.small, second.small);
+    if constexpr (kWholeRight) mma_1688(low, cross, last_bit(b0, first), last_bit(b1, second));
+    mma_1688(high, big, first.big, second.big);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc[i] += high[i] + low[i];
+  }
+};
+
+// The left operand's words from 16 rows of a tile, from the step that starts at s_step.
+template <typename T>
+__device__ __forceinline__ void load_left(uint32_t (&words)[4], const T* s_step, int pitch) {
+  const int lane = threadIdx.x % kWarp;
+  load_matrix_4(words, shared_address(s_step + lane % 16 * pitch +
+                                      lane / 16 * (kQuadBytes / int(sizeof(T)))));
+}
+
+// acc (16, kColumns) += left (16, step) @ the rows (step, kColumns) of a tile from s_rows on.
+template <typename T, bool kTf32, int kColumns, int kPitch>
+__device__ __forceinline__ void multiply_rows(float (&acc)[kColumns / 8][4],
+                                              const LeftOperand<T, kTf32>& left, const T* s_rows) {
+  const int lane = threadIdx.x % kWarp;
+  if constexpr (sizeof(T) == 2) {
+    const uint32_t s_row = shared_address(s_rows + lane % 16 * kPitch + lane / 16 * 8);
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; n += 2) {
+      uint32_t b[4];
+      load_matrix_4_transposed(b, s_row + n * 16);
+      left.template multiply</*kWholeRight=*/true>(acc[n], b[0], b[1]);
+      left.template multiply</*kWholeRight=*/true>(acc[n + 1], b[2], b[3]);
+    }
+  } else {
+    const T* s_column = s_rows + lane % 4 * kPitch + lane / 4;
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n) {
+      left.template multiply</*kWholeRight=*/true>(acc[n], __float_as_uint(s_column[n * 8]),
+                                                   __float_as_uint(s_column[4 * kPitch + n * 8]));
+    }
+  }
+}
+
+// acc (16, kKeys) += left (16, step) @ the transposed columns (kKeys, step) of a tile from s_step
+// on.
+template <typename T, bool kTf32, int kKeys, int kPitch>
+__device__ __forceinline__ void multiply_transposed(float (&acc)[kKeys / 8][4],
+                                                    const LeftOperand<T, kTf32>& left,
+                                                    const T* s_step) {
+  const int lane = threadIdx.x % kWarp;
+  const uint32_t s_row = shared_address(s_step + (lane / 16 * 8 + lane % 8) * kPitch +
+                                        lane / 8 % 2 * (kQuadBytes / int(sizeof(T))));
+#pragma unroll
+  for (int n = 0; n < kKeys / 8; n += 2) {
+    uint32_t b[4];
+    load_matrix_4(b, s_row + n * 8 * kPitch * int(sizeof(T)));
+    left.template multiply</*kWholeRight=*/false>(acc[n], b[0], b[1]);
+    left.template multiply</*kWholeRight=*/false>(acc[n + 1], b[2], b[3]);
+  }
+}
+
+// Fills a tile (kRows, kColumns) from the rows of which reads_row(row) is true and the first
+// `columns` columns of g_tile, zeros elsewhere, where nothing is read. Ready after copy_async_wait
+// and a barrier.
+template <int kRows, int kColumns, int kPitch, int kThreads, typename T, typename ReadsRow>
+__device__ __forceinline__ void load_tile_of(T* s_tile, const T* g_tile, int64_t row_stride,
+                                             const ReadsRow& reads_row, int columns, bool aligned) {
+  constexpr int kElems = kVectorBytes / sizeof(T);
+  constexpr int kRowChunks = kColumns / kElems;
+  static_assert(kColumns % kElems == 0 && kThreads % kRowChunks == 0);
+  static_assert(kRows % (kThreads / kRowChunks) == 0 && kRows * kColumns % kThreads == 0);
+  if (aligned) {
+    constexpr int kRowStep = kThreads / kRowChunks;
+    const int first = threadIdx.x / kRowChunks, column = threadIdx.x % kRowChunks * kElems;
+    const int bytes = min(max(columns - column, 0), kElems) * int(sizeof(T));
+    const uint32_t s_chunk = shared_address(s_tile + first * kPitch + column);
+    const T* g_chunk = g_tile + first * row_stride + column;
+#pragma unroll
+    for (int i = 0; i < kRows / kRowStep; ++i) {
+      const int row = first + i * kRowStep;
+      const bool reads = reads_row(row) && bytes > 0;
+      copy_async_16(s_chunk + i * kRowStep * kPitch * int(sizeof(T)), reads ? g_chunk : g_tile,
+                    reads ? bytes : 0);
+      g_chunk += kRowStep * row_stride;
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kRows * kColumns; i += kThreads) {
+    const int row = i / kColumns, column = i % kColumns;
+    const bool reads = reads_row(row) && column < columns;
+    s_tile[row * kPitch + column] = reads ? g_tile[row * row_stride + column] : from_float<T>(0.f);
+  }
+}
+
+// The same from rows [begin, end).
+template <int kRows, int kColumns, int kPitch, int kThreads, typename T>
+__device__ __forceinline__ void load_tile(T* s_tile, const T* g_tile, int64_t row_stride, int begin,
+                                          int end, int columns, bool aligned) {
+  load_tile_of<kRows, kColumns, kPitch, kThreads>(
+      s_tile, g_tile, row_stride, [=](int row) { return row >= begin && row < end; }, columns,
+      aligned);
+}
+
+// Stores columns `column` and `column` + 1 of a row where it has them. `even` says that every row
+// of the tensor starts on a pair's boundary.
+template <typename T>
+__device__ __forceinline__ void store_pair(T* g_row, int column, int columns, bool even,
+                                           float first, float second) {
+  if (even) {
+    if (column < columns) {
+      store_vec(g_row + column, Vec<T, 2>{from_float<T>(first), from_float<T>(second)});
+    }
+    return;
+  }
+  if (column < columns) g_row[column] = from_float<T>(first);
+  if (column + 1 < columns) g_row[column + 1] = from_float<T>(second);
+}
+
+// Which head a block works on, and its sequence's padding.
+struct HeadIndex {
+  int64_t batch, head, flat;
+  int64_t pad;
+
+  __device__ __forceinline__ HeadIndex(const SoftmaxMatmulProblem& problem, int64_t flat)
+      : batch(flat / problem.nheads), head(flat - batch * problem.nheads), flat(flat) {
+    pad = problem.leftpad ? problem.rule.clamp_pad(problem.leftpad[batch]) : 0;
+  }
+
+  template <typename T>
+  __device__ __forceinline__ const T* of(const HeadsOperand& operand) const {
+    return static_cast<const T*>(operand.data) + batch * operand.batch_stride +
+           head * operand.head_stride;
+  }
+};
+
+// The first query row that sees `key`, which is not padding itself.
+__device__ __forceinline__ int64_t first_seeing_row(const MaskRule& rule, int64_t pad,
+                                                    int64_t key) {
+  const int64_t first = rule.first_row(pad);
+  const int64_t causal = key - (rule.seqlen_k - rule.seqlen_q);
+  return rule.causal && causal > first ? causal : first;
+}
+
+// Which keys a block of query rows sees under an AttentionMask, and a thread's own two rows, lane /
+// 4 and lane / 4 + 8 of its warp's 16.
+struct SeenKeys {
+  int64_t first, last;           // no row of the block sees a key elsewhere; 0 and 0 for none
+  int64_t full_begin, full_end;  // all of the warp's rows see all keys between
+  int64_t begin[2], end[2];      // 0 and 0 where a row sees none
+
+  // By all threads of a block, which has rows [first_row, seqlen_q) of this sequence.
+  __device__ __forceinline__ SeenKeys(const MaskRule& rule, const SequenceMask& sequence,
+                                      int64_t first_row) {
+    __shared__ long long s_first, s_last;
+    if (threadIdx.x == 0) s_first = rule.seqlen_k, s_last = 0;
+    __syncthreads();
+    full_begin = 0, full_end = rule.seqlen_k;
+    const int lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t row = first_row + threadIdx.x / kWarp * 16 + lane / 4 + 8 * i;
+      begin[i] = end[i] = 0;
+      if (row >= rule.seqlen_q) continue;
+      const LiveRange live = rule.live(row, sequence);
+      if (!live.empty()) {
+        begin[i] = live.begin, end[i] = live.end;
+        if (lane % 4 == 0) {
+          atomicMin(&s_first, live.begin);
+          atomicMax(&s_last, live.end);
+        }
+      }
+      full_begin = max(full_begin, begin[i]);
+      full_end = min(full_end, end[i]);
+    }
+#pragma unroll
+    for (int step = 4; step < kWarp; step *= 2) {
+      full_begin = max(full_begin, __shfl_xor_sync(~0u, full_begin, step));
+      full_end = min(full_end, __shfl_xor_sync(~0u, full_end, step));
+    }
+    __syncthreads();
+    last = s_last;
+    first = last > 0 ? s_first : 0;
+  }
+};
+
+// What becomes of scores under an AttentionMask, in the gradients.
+template <typename T>
+struct Logits {
+  float scale, softcap, cap;
+
+  __device__ __forceinline__ Logits(float scale, float softcap)
+      : scale(scale), softcap(softcap), cap(softcap > 0.f ? scale / softcap : 0.f) {}
+
+  // The logit of a score minus lse, and the cap's slope there.
+  __device__ __forceinline__ float2 operator()(float score, float lse) const {
+    if (softcap == 0.f) return {fmaf(score, scale, -lse), 1.f};
+    const float t = tanh_of<sizeof(T) == 4>(score * cap);
+    return {fmaf(softcap, t, -lse), 1.f - t * t};
+  }
+};
+
+__device__ __forceinline__ float softcap_of(const SoftmaxMatmulBackwardParams&) { return 0.f; }
+__device__ __forceinline__ float softcap_of(const MaskedSoftmaxMatmulBackwardParams& params) {
+  return params.mask.softcap;
+}
+
+// Calls body(T{}, tf32 as a compile-time constant).
+template <typename Body>
+void dispatch_math(const SoftmaxMatmulProblem& problem, const Body& body) {
+  switch (problem.dtype) {
+    case DType::kFloat16:
+      return body(__half{}, std::false_type{});
+    case DType::kBFloat16:
+      return body(__nv_bfloat16{}, std::false_type{});
+    default:
+      return problem.tf32 ? body(float{}, std::true_type{}) : body(float{}, std::false_type{});
+  }
+}
+
+// The same with how many columns of value's head dim a block has.
+template <typename Body>
+void dispatch_columns(const SoftmaxMatmulProblem& problem, const Body& body) {
+  dispatch_math(problem, [&](auto element, auto tf32) {
+    problem.head_dim_v <= 64 ? body(element, tf32, std::integral_constant<int, 64>{})
+                             : body(element, tf32, std::integral_constant<int, 128>{});
+  });
+}
+
+// Launches `blocks` blocks, as many at a time as a grid can hold; the kernel's last argument is the
+// first of them.
+template <typename Kernel, typename Params>
+void launch_blocks(Kernel kernel, int64_t blocks, int threads, size_t shared_bytes,
+                   cudaStream_t stream, const Params& params) {
+  for_each_grid_of(blocks, [&](int64_t first, int64_t count) {
+    launch_kernel(kernel, {count, static_cast<unsigned>(threads), static_cast<int>(shared_bytes)},
+                  stream, params, first);
+  });
+}
+
+}  // namespace torchweld

@@ -1,0 +1,81 @@
+// softmax_matmul's forward on Hopper's tensor cores, in 16 bits: attention's kernel
+// (attention/sm90/fwd_kernel.cuh) with scores that are read instead of multiplied. They arrive
+// by TMA in the place of keys, in boxes of a tile's query rows and 64 keys, and go into registers
+// by ldmatrix. A box begins on 16 bytes: where a batch row's first live key doesn't, the walk
+// begins up to 7 keys before it, with a mask.
+#pragma once
+
+#include "attention/sm90/fwd_kernel.cuh"
+#include "ops/softmax_matmul/softmax_matmul.h"
+
+namespace torchweld {
+
+template <typename T_, int kDimV_, bool kMasked>
+struct SoftmaxMatmulSm90Config : AttentionVariant<kMasked> {
+  using T = T_;
+  static constexpr bool kReadsScores = true;
+  // Every tile of rows reads all values, and what arrives from the L2 cache is the limit.
+  static constexpr int kDim = 0, kDimV = kDimV_, kWarpgroups = kDimV > 128 ? 2 : 3;
+  // NOTE: beside wide sums, or a mask, there are no registers for more scores.
+  static constexpr int kKeys = kDimV > 64 || kMasked ? 64 : 128;
+  static constexpr int kRows = 64 * kWarpgroups, kThreads = 128 * (kWarpgroups + 1),
+                       kQueryStages = 1, kWarpRows = 16, kBlocks = 1;
+  static constexpr int kLines = AttentionSm90Tile::lines(kKeys),
+                       kLinesV = AttentionSm90Tile::lines(kDimV);
+  static constexpr int kScoreStretch = kRows * kSwizzleRowBytes,
+                       kKeyStretch = kKeys * kSwizzleRowBytes,
+                       kQueryStretch = 64 * kSwizzleRowBytes;
+  static constexpr int kKeyBytes = kLines * kScoreStretch, kValueBytes = kLinesV * kKeyStretch,
+                       kRowsBytes = kLinesV * kQueryStretch;
+  static constexpr int kStages =
+      (kSoftmaxMatmulSm90Bytes - AttentionSm90Tile::kExtraBytes - kWarpgroups * kRowsBytes) /
+      (kKeyBytes + kValueBytes);
+  static constexpr bool kLazy = kDimV > 128, kCapped = kMasked, kSmallScores = false;
+  using Block =
+      std::conditional_t<kMasked, MaskedAttentionBlock<kRows, kWarpRows, 8>, AttentionBlock>;
+  using Params = AttentionSm90Params<kMasked>;
+};
+
+template <typename T, int kDimV, typename Params>
+void launch_softmax_matmul_sm90_to(const Params& params, cudaStream_t stream) {
+  constexpr bool kMasked = std::is_same_v<Params, MaskedSoftmaxMatmulParams>;
+  using Config = SoftmaxMatmulSm90Config<T, kDimV, kMasked>;
+  static_assert(sizeof(AttentionSm90Shared<Config>) <= kSoftmaxMatmulSm90Bytes);
+  const SoftmaxMatmulProblem& problem = params.problem;
+  const auto map = [&](const HeadsOperand& t, int64_t rows, int64_t columns, int box_rows) {
+    return attention_tensor_map("softmax_matmul", problem.dtype,
+                                {t.data, t.batch_stride, t.head_stride, t.row_stride},
+                                problem.batch, problem.nheads, rows, columns, box_rows);
+  };
+  typename AttentionVariant<kMasked>::Params a{};
+  a.out = params.out;
+  a.lse = params.lse;
+  a.leftpad = problem.leftpad;
+  a.sizes = {problem.batch,         problem.nheads, problem.nheads,    problem.rule.seqlen_q,
+             problem.rule.seqlen_k, Config::kDim,   problem.head_dim_v};
+  a.scale = problem.scale;
+  a.causal = problem.rule.causal;
+  a.dtype = problem.dtype;
+  a.counters = params.counters;
+  if constexpr (kMasked) a.mask = params.mask;
+  const TensorMap scores =
+      map(params.scores, problem.rule.seqlen_q, problem.rule.seqlen_k, Config::kRows);
+  const typename Config::Params p = {
+      scores,
+      scores,
+      map(params.value, problem.rule.seqlen_k, problem.head_dim_v, Config::kKeys),
+      a,
+      Config::scale(a),
+      AttentionSm90Order(a, Config::kRows)};
+  launch_attention_sm90_kernel<Config>(p, stream);
+}
+
+template <typename T, typename Params>
+void launch_softmax_matmul_sm90(const Params& params, cudaStream_t stream) {
+  const int64_t columns = params.problem.head_dim_v;
+  if (columns <= 64) return launch_softmax_matmul_sm90_to<T, 64>(params, stream);
+  if (columns <= 128) return launch_softmax_matmul_sm90_to<T, 128>(params, stream);
+  launch_softmax_matmul_sm90_to<T, 256>(params, stream);
+}
+
+}  // namespace torchweld

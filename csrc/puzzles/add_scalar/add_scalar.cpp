@@ -1,0 +1,77 @@
+// add_scalar:  z = x + value       x, z of any shape
+// Gradient:    dx = dz
+//
+// The sum in fp32 (fp64 for fp64), rounded once.
+#include <ATen/ScalarOps.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+
+#include "core/dispatch.h"
+
+#ifdef TORCHWELD_CUDA
+#include "core/cuda_inputs.h"
+#include "puzzles/add_scalar/add_scalar.h"
+#endif
+
+namespace torchweld::add_scalar_op {
+namespace {
+
+Tensor add_scalar_meta(const Tensor& x, double value) {
+  check_floating("add_scalar", "x", x);
+  return at::empty_symint(x.sym_sizes(), x.options());
+}
+TW_OP(add_scalar);
+
+Tensor add_scalar_cpu(const Tensor& x, double value) {
+  Tensor z = add_scalar_meta(x, value);
+  if (z.numel() == 0) return z;
+  if (acc_dtype(x) == x.scalar_type()) {
+    at::add_out(z, x, at::native::wrapped_scalar_tensor(value));
+  } else {
+    // torch would round a number to 16 bits first, but not a float32 tensor with dims.
+    const std::vector<int64_t> ones(x.dim(), 1);
+    at::add_out(z, x, at::full(ones, value, at::kDouble).to(acc_dtype(x)));
+  }
+  return z;
+}
+
+#ifdef TORCHWELD_CUDA
+// A contiguous tensor is a matrix of any width; this one suits the tiles.
+constexpr int64_t kWidth = 16384;
+
+Tensor add_scalar_cuda(const Tensor& x, double value) {
+  Tensor z = add_scalar_meta(x, value);
+  if (z.numel() == 0) return z;
+  const OnDevice on(x.device());
+  const int64_t width = x.numel() % kWidth == 0 ? kWidth : x.numel();
+  const Rows in(x.dim() > 0 && !x.is_contiguous() ? x : x.reshape({-1, width}));
+  MatrixPassParams params = {};
+  params.in[0] = in.tensor.const_data_ptr();
+  params.in_row_stride[0] = in.row_stride;
+  params.out = z.mutable_data_ptr();
+  params.rows = in.rows;
+  params.n = in.n;
+  params.dtype = dtype_of(x);
+  launch_add_scalar(params, static_cast<float>(value), current_stream());
+  return z;
+}
+#endif
+
+struct AddScalarFunction : torch::autograd::Function<AddScalarFunction> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, double value) {
+    return call_add_scalar.below(x, value);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return {grads[0], Tensor()};
+  }
+};
+
+TORCH_LIBRARY_FRAGMENT(torchweld, m) {
+  define_op(m, "add_scalar(Tensor x, float value) -> Tensor", TW_KERNELS(add_scalar),
+            recorded_by<AddScalarFunction>(call_add_scalar));
+}
+
+}  // namespace
+}  // namespace torchweld::add_scalar_op

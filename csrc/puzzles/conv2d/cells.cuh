@@ -1,0 +1,380 @@
+// Convolution in 16 bits with small kernels, on tensor cores, from registers to registers.
+//
+// A cell is 4 rows by 8 columns, a row of 16 bytes each in four lanes: that is how x is loaded, how
+// z is stored, and, as it is, an operand A of m16n8k16. Of its rows g and g + 8 both are the lanes'
+// cell, one with the even pairs of columns, one with the odd ones, which is the same two columns
+// later. The other operand is a band matrix of weights: it takes a pair of columns (k, with the 4
+// rows) to a pair of columns (n, with the 4 rows) at a fixed distance. An output is the sum of what
+// even and odd pairs bring to it, and a lane's sums are again 16 bytes of z.
+//
+// A warp has strips, columns of cells, side by side or in other images, and walks down them with
+// the next cells on their way. An output sees its own cell, those below and those beside them,
+// which the lanes beside have too. For the gradient to x (flipped) the walk goes up and what lies
+// beside is on the left.
+// NOTE: the band's zeros meet values that an output does not see, and 0 * inf is NaN. An output
+// that is not finite is computed again from its own window.
+#pragma once
+
+#include <type_traits>
+
+#include "device/dispatch.cuh"
+#include "device/mma_sync.cuh"
+#include "device/reduce.cuh"
+#include "puzzles/conv2d/tiles.cuh"
+
+namespace torchweld {
+
+constexpr int kCellTiles = 5;  // of sums: pair -1, of which only the odd pairs count, to pair 3
+
+template <typename T_, int kTile, bool kFlipped_>
+struct CellsConfig {
+  using T = T_;
+  static constexpr CellsTile kShape = kCellsTiles[kTile];
+  static constexpr int kSize = kShape.size;
+  static constexpr bool kFlipped = kFlipped_;
+  static constexpr int kDown = (kSize + 2) / kCellRows + 1;  // cells below each other in a window
+  static constexpr int kBands = (kSize + 1) / 2;             // pairs of columns in a window
+  static constexpr int kBeside = kBands > 3 ? 4 : 2;         // words of the piece beside
+  static constexpr int kBuffers = kDown + kShape.ahead;
+  // Single elements need more registers than accesses do: for their conditions.
+  static constexpr int blocks_per_sm(bool vector) {
+    return vector ? kShape.blocks_per_sm : kShape.blocks_per_sm / 2 + 1;
+  }
+  static_assert(sizeof(T) == 2 && kShape.strip_rows % kCellsLeastRows == 0 &&
+                kCellsLeastRows % kCellRows == 0);
+};
+
+// A lane's part of a strip.
+template <typename T>
+struct Strip {
+  const T* g_x;      // its row of the next cell
+  T* g_z;            // the same of z
+  int rows;          // of x, from its first row on, that the strip sees
+  bool beside;       // whether there is an image beside it
+  bool outermost;    // of the strips side by side: no lane has what lies beside it
+  int columns;       // of the image from its first column on
+  int columns_left;  // before it
+};
+
+struct CellsPlan {
+  int log_across;  // strips side by side, 8 at most
+  int steps;       // cells of a strip
+};
+
+template <typename Config>
+__device__ __forceinline__ Strip<typename Config::T> find_strip(
+    const Conv2dArgs<typename Config::T>& args, const CellsPlan& plan) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t item = (args.first_block + blockIdx.x) * kCellsWarps + threadIdx.x / kWarp;
+  const int64_t group = args.by_column_tiles.divide(item);
+  const int64_t tile = item - group * args.by_column_tiles.divisor();
+  const int cell = lane / 4, row = lane % 4;
+  const int64_t column =
+      ((tile << plan.log_across) + (cell & ((1 << plan.log_across) - 1))) * kCellColumns;
+  const int log_units = 3 - plan.log_across;
+  const int64_t unit = (group << log_units) + (cell >> plan.log_across);
+  const int64_t image = args.by_image.divide(unit);
+  const int rows = plan.steps * kCellRows;
+  const int64_t first = (unit - image * args.by_image.divisor()) * rows;
+  if (image >= args.batch || column >= args.width) {
+    return {args.g_x, args.g_z, 0, false, true, 0, 0};
+  }
+  const int64_t i = Config::kFlipped ? args.height - 1 - first - row : first + row;
+  const auto clamped = [](int64_t n, int most) { return n < most ? static_cast<int>(n) : most; };
+  const int below = clamped(args.height - first, rows + Config::kSize - 1) - row;
+  const int last = (1 << plan.log_across) - 1;
+  const bool beside = Config::kFlipped ? column > 0 : column + kCellColumns < args.width;
+  return {args.g_x + image * args.x_batch_stride + i * args.x_row_stride + column,
+          args.g_z + (image * args.height + i) * args.width + column,
+          below,
+          beside,
+          (cell & last) == (Config::kFlipped ? 0 : last),
+          clamped(args.width - column, 2 * kCellColumns),
+          clamped(column, kCellColumns)};
+}
+
+// Pairs of columns from g_row on, zeros beyond the image.
+template <bool kVector, int kCount, typename T>
+__device__ __forceinline__ void load_pairs(uint32_t (&r_words)[kCount], const T* g_row, bool there,
+                                           int columns) {
+  if constexpr (kVector && kCount == 4) {
+    uint4 in = {};
+    if (there) in = __ldg(reinterpret_cast<const uint4*>(g_row));
+    r_words[0] = in.x, r_words[1] = in.y, r_words[2] = in.z, r_words[3] = in.w;
+  } else if constexpr (kVector) {
+    uint2 in = {};
+    if (there) in = __ldg(reinterpret_cast<const uint2*>(g_row));
+    r_words[0] = in.x, r_words[1] = in.y;
+  } else {
+    const auto value = [&](int c) -> uint32_t {
+      return there && c < columns ? __ldg(reinterpret_cast<const uint16_t*>(g_row) + c) : 0;
+    };
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) r_words[i] = value(2 * i) | value(2 * i + 1) << 16;
+  }
+}
+
+// The lane's row of a cell, and of what lies beside it.
+template <typename Config>
+struct CellRow {
+  static constexpr int kBeside = Config::kBeside;
+  uint32_t own[4], beside[kBeside];
+
+  // Neighbours exchange whole accesses: then only the outermost lanes load what lies beside.
+  template <bool kVector>
+  __device__ __forceinline__ void load(const Strip<typename Config::T>& strip, int row) {
+    const bool alone = !kVector || strip.outermost;
+    load_pairs<kVector>(own, strip.g_x, row < strip.rows, strip.columns);
+    load_pairs<kVector>(beside, strip.g_x + (Config::kFlipped ? -2 * kBeside : kCellColumns),
+                        row < strip.rows && strip.beside && alone,
+                        Config::kFlipped ? kCellColumns : strip.columns - kCellColumns);
+  }
+  // Once both have arrived. Every lane of the warp comes along.
+  template <bool kVector>
+  __device__ __forceinline__ void exchange(const Strip<typename Config::T>& strip) {
+    if constexpr (kVector) {
+#pragma unroll
+      for (int i = 0; i < kBeside; ++i) {
+        const uint32_t theirs = Config::kFlipped ? __shfl_up_sync(~0u, own[i + 4 - kBeside], 4)
+                                                 : __shfl_down_sync(~0u, own[i], 4);
+        if (!strip.outermost) beside[i] = theirs;
+      }
+    }
+  }
+  // Word i of the row's own piece, or of the one beside it, of which half may be missing.
+  __device__ __forceinline__ uint32_t word(int piece, int i) const {
+    if (piece == 0) return own[i];
+    return beside[Config::kFlipped ? i - (4 - kBeside) : i];
+  }
+};
+
+// The weights with zeros around them, in shared memory: (p, q) from (-kMargin, -1) on.
+template <typename Config>
+struct WeightTable {
+  static constexpr int kMargin = kCellRows - 1;
+  static constexpr int kPitch = 16;
+  static constexpr int kEntries = kPitch * (kCellRows * Config::kDown + kMargin);
+  static constexpr int kOfThread = (kEntries + kCellsThreads - 1) / kCellsThreads;
+  static_assert(2 * Config::kBands + 1 <= kPitch);
+  uint16_t s_weights[kOfThread * kCellsThreads];
+
+  // Loads this thread's weights; store() follows when there is time.
+  static __device__ __forceinline__ void load(uint16_t (&r_weights)[kOfThread],
+                                              const Conv2dArgs<typename Config::T>& args) {
+    const int kernel_height = static_cast<int>(args.kernel_height);
+    const int kernel_width = static_cast<int>(args.kernel_width);
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) {
+      const int entry = threadIdx.x + i * kCellsThreads;
+      const int p = entry / kPitch - kMargin, q = entry % kPitch - 1;
+      const bool there = p >= 0 && p < kernel_height && q >= 0 && q < kernel_width;
+      const auto* g_weight = reinterpret_cast<const uint16_t*>(args.g_weight);
+      r_weights[i] = there ? __ldg(g_weight + p * kernel_width + q) : uint16_t{0};
+    }
+  }
+  __device__ __forceinline__ void store(const uint16_t (&r_weights)[kOfThread]) {
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) s_weights[threadIdx.x + i * kCellsThreads] = r_weights[i];
+  }
+  // The lane's words of the band matrices: [d][i] takes a pair of columns of x in the cell d below
+  // to the pair of columns of z that is i pairs away.
+  __device__ __forceinline__ void read(uint32_t (&r_band)[Config::kDown][Config::kBands]) const {
+    const int lane = threadIdx.x % kWarp;
+    const int down = lane % 4 - lane / 8;  // from the row of z to that of x
+    const int odd = lane / 4 % 2;          // the column of z in its pair
+    const uint16_t* s_first =
+        s_weights + (kMargin + down) * kPitch + 1 + (Config::kFlipped ? odd : -odd);
+#pragma unroll
+    for (int d = 0; d < Config::kDown; ++d) {
+#pragma unroll
+      for (int i = 0; i < Config::kBands; ++i) {
+        const uint16_t* s_low = s_first + d * kCellRows * kPitch + 2 * i;
+        r_band[d][i] = s_low[0] | uint32_t{s_low[Config::kFlipped ? -1 : 1]} << 16;
+      }
+    }
+  }
+};
+
+// Adds what the words of a piece bring to the sums, of the cell's own piece (0) or of the one
+// beside it (1). The sums of tile o are, in rows g, what even pairs bring to pair o - 1 and, in
+// rows g + 8, what odd pairs bring to pair o.
+template <typename Config, int kPiece, typename Word>
+__device__ __forceinline__ void multiply_piece(float (&r_acc)[kCellTiles][4], const Word& word,
+                                               const uint32_t (&r_band)[Config::kBands]) {
+#pragma unroll
+  for (int tile = 0; tile < kCellTiles; ++tile) {
+    // The distances of the piece's first and third pair.
+    const int to_right = 4 * kPiece - (tile - 1);
+    const int first = Config::kFlipped ? 4 * kPiece + tile - 1 : to_right;
+    const int third = Config::kFlipped ? first - 2 : first + 2;
+    const bool has_first = first >= 0 && first < Config::kBands;
+    const bool has_third = third >= 0 && third < Config::kBands;
+    if (has_first && has_third) {
+      const uint32_t r_a[4] = {word(0), word(1), word(2), word(3)};
+      mma_16816<typename Config::T>(r_acc[tile], r_a, r_band[first], r_band[third]);
+    } else if (has_first || has_third) {
+      const int from = has_first ? 0 : 2;
+      mma_1688<typename Config::T>(r_acc[tile], word(from), word(from + 1),
+                                   r_band[has_first ? first : third]);
+    }
+  }
+}
+
+// Adds what a cell and what lies beside it bring.
+template <typename Config>
+__device__ __forceinline__ void multiply_cell(float (&r_acc)[kCellTiles][4],
+                                              const CellRow<Config>& cell,
+                                              const uint32_t (&r_band)[Config::kBands]) {
+  multiply_piece<Config, 0>(r_acc, [&](int i) { return cell.word(0, i); }, r_band);
+  multiply_piece<Config, 1>(r_acc, [&](int i) { return cell.word(1, i); }, r_band);
+}
+
+// check stays 0 until a value is not finite.
+template <typename T>
+__device__ __forceinline__ void check_finite(uint32_t& check, uint32_t word) {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  const uint32_t zero = 0;
+  const Pair sum =
+      __hfma2(*reinterpret_cast<const Pair*>(&word), *reinterpret_cast<const Pair*>(&zero),
+              *reinterpret_cast<const Pair*>(&check));
+  check = *reinterpret_cast<const uint32_t*>(&sum);
+}
+
+// Packs and stores the lane's row of a cell.
+template <typename Config, bool kVector>
+__device__ __forceinline__ void store_cell(const Strip<typename Config::T>& strip,
+                                           const float (&r_acc)[kCellTiles][4], bool there,
+                                           uint32_t& check) {
+  using T = typename Config::T;
+  uint32_t r_z[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    r_z[i] = pack_pair<T>(r_acc[i + 1][0] + r_acc[i][2], r_acc[i + 1][1] + r_acc[i][3]);
+    check_finite<T>(check, r_z[i]);
+  }
+  if (!there) return;
+  if constexpr (kVector) {
+    __stwb(reinterpret_cast<uint4*>(strip.g_z), make_uint4(r_z[0], r_z[1], r_z[2], r_z[3]));
+  } else {
+    auto* g_z = reinterpret_cast<uint16_t*>(strip.g_z);
+#pragma unroll
+    for (int c = 0; c < kCellColumns; ++c) {
+      if (c < strip.columns) g_z[c] = static_cast<uint16_t>(r_z[c / 2] >> c % 2 * 16);
+    }
+  }
+}
+
+// Computes the lane's outputs in `steps` cells that are not finite again, or all, each from its own
+// window.
+template <typename Config>
+__device__ __forceinline__ void mend_strip(const Conv2dArgs<typename Config::T>& args,
+                                           const Strip<typename Config::T>& strip, int steps,
+                                           bool all) {
+  using T = typename Config::T;
+  constexpr int kWay = Config::kFlipped ? -1 : 1;
+  for (int row = 0; row < steps * kCellRows && row < strip.rows; row += kCellRows) {
+    for (int c = 0; c < kCellColumns && c < strip.columns; ++c) {
+      T& z = strip.g_z[kWay * row * args.width + c];
+      if (!all && isfinite(to_float(z))) continue;
+      float sum = 0.f;
+      for (int p = 0; p < args.kernel_height; ++p) {
+        const T* g_row = strip.g_x + kWay * (row + p) * args.x_row_stride + c;
+        const int columns = Config::kFlipped ? strip.columns_left + c + 1 : strip.columns - c;
+        for (int q = 0; q < args.kernel_width; ++q) {
+          const bool there = row + p < strip.rows && q < columns;
+          sum = fmaf(to_float(args.g_weight[p * args.kernel_width + q]),
+                     there ? to_float(g_row[kWay * q]) : 0.f, sum);
+        }
+      }
+      z = from_float<T>(sum);
+    }
+  }
+}
+
+template <typename Config, bool kVector>
+__global__
+__launch_bounds__(kCellsThreads, Config::blocks_per_sm(kVector)) void conv2d_cells_kernel(
+    const Conv2dArgs<typename Config::T> args, const CellsPlan plan) {
+  using T = typename Config::T;
+  constexpr int kBuffers = Config::kBuffers;
+  __shared__ WeightTable<Config> table;
+  uint16_t r_weights[WeightTable<Config>::kOfThread];
+  WeightTable<Config>::load(r_weights, args);
+
+  const int64_t x_step = (Config::kFlipped ? -kCellRows : kCellRows) * args.x_row_stride;
+  const int64_t z_step = (Config::kFlipped ? -kCellRows : kCellRows) * args.width;
+  Strip<T> strip = find_strip<Config>(args, plan);
+  CellRow<Config> cells[kBuffers];
+  const auto load = [&](int buffer, int step) {
+    cells[buffer].template load<kVector>(strip, step * kCellRows);
+    strip.g_x += x_step;
+  };
+#pragma unroll
+  for (int step = 0; step < kBuffers - 1; ++step) load(step, step);
+  uint32_t r_band[Config::kDown][Config::kBands];
+#pragma unroll
+  for (int d = 0; d < Config::kDown - 1; ++d) cells[d].template exchange<kVector>(strip);
+  table.store(r_weights);
+  __syncthreads();
+  table.read(r_band);
+
+  uint32_t check = 0;
+  const auto walk = [&] {
+    for (int first = 0;; first += kBuffers) {
+#pragma unroll
+      for (int u = 0; u < kBuffers; ++u) {
+        const int step = first + u;
+        // NOTE: not break: where paths meet again the compiler copies cells that are on their way
+        // to other registers, and waits for them there.
+        if (step >= plan.steps) return;
+        load((u + kBuffers - 1) % kBuffers, step + kBuffers - 1);
+        float r_acc[kCellTiles][4] = {};
+        cells[(u + Config::kDown - 1) % kBuffers].template exchange<kVector>(strip);
+#pragma unroll
+        for (int d = 0; d < Config::kDown; ++d) {
+          multiply_cell<Config>(r_acc, cells[(u + d) % kBuffers], r_band[d]);
+        }
+        store_cell<Config, kVector>(strip, r_acc, step * kCellRows < strip.rows, check);
+        strip.g_z += z_step;
+      }
+    }
+  };
+  walk();
+  if ((check & 0x7fff7fff) != 0) {
+    mend_strip<Config>(args, find_strip<Config>(args, plan), plan.steps, false);
+  }
+}
+
+template <typename Config>
+void launch_cells_config(const Conv2dParams& params, cudaStream_t stream) {
+  using T = typename Config::T;
+  const int64_t rows = cells_strip_rows(Config::kShape, params.batch, params.height, params.width);
+  CellsPlan plan = {0, static_cast<int>(rows / kCellRows)};
+  while (plan.log_across < 3 && (int64_t{kCellColumns} << plan.log_across) < params.width) {
+    ++plan.log_across;
+  }
+  const int64_t tile_columns = int64_t{kCellColumns} << plan.log_across;
+  const int64_t column_tiles = (params.width + tile_columns - 1) / tile_columns;
+  const int64_t per_image = (params.height + rows - 1) / rows;
+  const int64_t units = 8 >> plan.log_across;  // of a warp
+  const int64_t items = (params.batch * per_image + units - 1) / units * column_tiles;
+  for_each_grid(conv2d_args<T>(params, column_tiles, per_image),
+                (items + kCellsWarps - 1) / kCellsWarps,
+                [&](const Conv2dArgs<T>& args, int64_t blocks) {
+                  const auto kernel = args.aligned ? conv2d_cells_kernel<Config, true>
+                                                   : conv2d_cells_kernel<Config, false>;
+                  launch_kernel(kernel, {blocks, kCellsThreads}, stream, args, plan);
+                });
+}
+
+// `tile` is one whose size the kernel doesn't exceed.
+template <typename T>
+void launch_conv2d_cells_of(int tile, const Conv2dParams& params, cudaStream_t stream) {
+  dispatch_index<kNumCellsTiles>(tile, [&](auto index) {
+    constexpr int kTile = index.value;
+    if (params.flipped) return launch_cells_config<CellsConfig<T, kTile, true>>(params, stream);
+    launch_cells_config<CellsConfig<T, kTile, false>>(params, stream);
+  });
+}
+
+}  // namespace torchweld

@@ -1,0 +1,63 @@
+// Single-channel convolution: what the host hands to the kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "puzzles/conv2d/config.h"
+
+namespace torchweld {
+
+// z[b, i, j] = sum_pq weight[p, q] * x[b, i + p, j + q], 0 beyond the bottom and right edge.
+// flipped, the gradient to x: z[b, i, j] = sum_pq weight[p, q] * x[b, i - p, j - q], where x is dz
+// and 0 beyond the top and left edge.
+struct Conv2dParams {
+  const void* x;       // (batch, height, width), columns adjacent
+  const void* weight;  // (kernel_height, kernel_width), contiguous
+  void* z;             // (batch, height, width), contiguous
+  int64_t batch;
+  int64_t height;
+  int64_t width;
+  int64_t kernel_height;
+  int64_t kernel_width;
+  int64_t x_batch_stride;
+  int64_t x_row_stride;
+  bool flipped;
+  DType dtype;
+};
+
+// dweight[p, q] = sum_bij dz[b, i, j] * x[b, i + p, j + q]
+struct Conv2dWeightParams {
+  const void* dz;   // (batch, height, width), columns adjacent
+  const void* x;    // the same
+  void* dweight;    // (kernel_height, kernel_width), contiguous
+  float* partials;  // split.partials()
+  int64_t batch;
+  int64_t height;
+  int64_t width;
+  int64_t kernel_height;
+  int64_t kernel_width;
+  int64_t dz_batch_stride;
+  int64_t dz_row_stride;
+  int64_t x_batch_stride;
+  int64_t x_row_stride;
+  Conv2dWeightSplit split;
+  DType dtype;
+};
+
+// Sizes are at least 1.
+void launch_conv2d(const Conv2dParams& params, cudaStream_t stream);
+void launch_conv2d_direct(const Conv2dParams& params, cudaStream_t stream);
+void launch_conv2d_banded(int tile, const Conv2dParams& params, cudaStream_t stream);
+void launch_conv2d_cells_float16(int tile, const Conv2dParams& params, cudaStream_t stream);
+void launch_conv2d_cells_bfloat16(int tile, const Conv2dParams& params, cudaStream_t stream);
+// Either of the two.
+void launch_conv2d_cells(int tile, const Conv2dParams& params, cudaStream_t stream);
+void launch_conv2d_narrow(int tile, const Conv2dParams& params, cudaStream_t stream);
+void launch_conv2d_small(const Conv2dParams& params, cudaStream_t stream);
+void launch_conv2d_general(const Conv2dParams& params, cudaStream_t stream);
+void launch_conv2d_dweight(const Conv2dWeightParams& params, cudaStream_t stream);
+
+}  // namespace torchweld

@@ -1,0 +1,159 @@
+// The configurations of a single-channel convolution, for tune. Pure host code.
+#pragma once
+
+#include "core/family.h"
+#include "puzzles/conv2d/config.h"
+
+namespace torchweld {
+
+struct Conv2dProblem {
+  int64_t batch, height, width;
+  int64_t kernel_height, kernel_width;
+  int elem_size;
+  bool flipped, bfloat16;
+  DeviceFacts device;
+};
+
+// `tile` is one of the banded, the cells or the narrow kernel's, 0 for the others.
+struct Conv2dChoice {
+  Conv2dEngine engine;
+  int tile;
+};
+
+struct Conv2dFamily {
+  static constexpr const char* kName = "conv2d";
+  static constexpr Field kFields[] = {{"batch", 1, kMaxSize},
+                                      {"height", 1, kMaxSize},
+                                      {"width", 1, kMaxSize},
+                                      {"kernel_height", 1, kMaxSize},
+                                      {"kernel_width", 1, kMaxSize},
+                                      {"elem_size", 2, 4},
+                                      {"flipped", 0, 1},
+                                      {"bfloat16", 0, 1}};
+  // As Conv2dEngine has them.
+  static constexpr const char* kEngines[] = {"direct", "banded", "general",
+                                             "cells",  "small",  "narrow"};
+  static constexpr bool kInOrder = false;
+
+  using Problem = Conv2dProblem;
+  using Choice = Conv2dChoice;
+
+  static Numbers numbers(const Conv2dProblem& p) {
+    return {p.batch,        p.height,    p.width,   p.kernel_height,
+            p.kernel_width, p.elem_size, p.flipped, p.bfloat16};
+  }
+  static Conv2dProblem problem(const Numbers& x) {
+    return {x[0], x[1], x[2], x[3], x[4], x[5] == 4 ? 4 : 2, x[6] != 0, x[7] != 0, {}};
+  }
+  static Numbers key(Numbers x) {
+    for (int i = 0; i < 3; ++i) x[i] = size_class(x[i]);
+    return x;
+  }
+
+  static Conv2dChoice choose(const Conv2dProblem& p) {
+    const Conv2dEngine kernel =
+        choose_conv2d(p.height, p.width, p.kernel_height, p.kernel_width, p.elem_size);
+    if (kernel == Conv2dEngine::kCells || kernel == Conv2dEngine::kNarrow) {
+      return {kernel, choose_cells_tile(p.kernel_height, p.kernel_width)};
+    }
+    return {kernel, kernel == Conv2dEngine::kBanded ? choose_banded_tile(p.width) : 0};
+  }
+  static Numbers told(const Conv2dChoice& choice) {
+    return {static_cast<int64_t>(choice.engine), choice.tile};
+  }
+
+  static Refusal refusal(const Conv2dProblem& p, const Numbers& x) {
+    const int64_t height = p.kernel_height, width = p.kernel_width;
+    switch (static_cast<Conv2dEngine>(x[0])) {
+      case Conv2dEngine::kDirect:
+        if (fits_direct(height, width, p.elem_size)) break;
+        return "float32 and square kernels of 3, 4, 5 or 7";
+      case Conv2dEngine::kSmall:
+        if (fits_small(p.height, p.width, height, width, p.elem_size)) break;
+        return "float32, square kernels of 3, 4 or 5 and images of 16 x 16 at most, or of 7 and 8 "
+               "columns";
+      case Conv2dEngine::kCells:
+        if (fits_cells(kCellsTiles[x[1]], height, width, p.elem_size)) break;
+        return {"16 bits and kernels of {} x {} at most", kCellsTiles[x[1]].size,
+                kCellsTiles[x[1]].size};
+      case Conv2dEngine::kNarrow:
+        if (fits_narrow(kCellsTiles[x[1]], p.height, p.width, height, width, p.elem_size)) break;
+        return {"16 bits, images of 8 columns and up to 8 rows and kernels of {} x {} at most",
+                kCellsTiles[x[1]].size, kCellsTiles[x[1]].size};
+      case Conv2dEngine::kBanded:
+        if (fits_banded(height, width, p.elem_size)) break;
+        return "16 bits and kernels of 31 x 31 at most";
+      case Conv2dEngine::kGeneral:
+        break;
+    }
+    return {};
+  }
+
+  static Conv2dChoice make(const Conv2dProblem&, const Numbers& choice) {
+    return {static_cast<Conv2dEngine>(choice[0]), static_cast<int>(choice[1])};
+  }
+
+  static std::vector<Numbers> candidates(const Conv2dProblem&) {
+    std::vector<Numbers> all;
+    for (int64_t kernel = 0; tiles_of(kernel) > 0; ++kernel) {
+      for (int64_t tile = 0; tile < tiles_of(kernel); ++tile) all.push_back({kernel, tile});
+    }
+    return all;
+  }
+
+  // The size of kernels that it is for, or rows and columns of a block's tile.
+  static std::string tile(const Numbers& x) {
+    switch (static_cast<Conv2dEngine>(x[0])) {
+      case Conv2dEngine::kCells:
+      case Conv2dEngine::kNarrow:
+        return tile_text(kCellsTiles[x[1]].size, kCellsTiles[x[1]].size);
+      case Conv2dEngine::kBanded:
+        return tile_text(kBandedTiles[x[1]].rows(kBandedWarps), kBandedTiles[x[1]].columns());
+      default:
+        return "";
+    }
+  }
+
+  // Rows and columns of a block's tile, for the cells kernel rows of a strip and cells on their
+  // way; zeros where the kernel fits them to the image.
+  static Columns columns(const Conv2dProblem&, const Numbers& x) {
+    const bool banded = x[0] == static_cast<int64_t>(Conv2dEngine::kBanded);
+    const bool cells = x[0] == static_cast<int64_t>(Conv2dEngine::kCells);
+    const BandedTile tile = banded ? kBandedTiles[x[1]] : BandedTile{};
+    const CellsTile strip = cells ? kCellsTiles[x[1]] : CellsTile{};
+    return {{"tile_rows", cells ? strip.strip_rows : tile.rows(kBandedWarps)},
+            {"tile_columns", tile.columns()},
+            {"ahead", strip.ahead}};
+  }
+
+  static std::string kernel(const Conv2dProblem&, const Numbers& x) {
+    constexpr const char* kKernels[] = {"direct, in registers",
+                                        "banded, on tensor cores",
+                                        "general",
+                                        "cells, on tensor cores",
+                                        "small images, through shared memory",
+                                        "images of 8 columns, on tensor cores"};
+    return kKernels[x[0]];
+  }
+  static std::string why(const Conv2dProblem&, const Numbers&) {
+    return "what the dtype and the sizes allow";
+  }
+
+ private:
+  // How many tiles a kernel has, 0 where there is no such kernel.
+  static int64_t tiles_of(int64_t kernel) {
+    if (kernel < 0 || kernel > static_cast<int64_t>(Conv2dEngine::kNarrow)) return 0;
+    switch (static_cast<Conv2dEngine>(kernel)) {
+      case Conv2dEngine::kBanded:
+        return kNumBandedTiles;
+      case Conv2dEngine::kCells:
+        return kNumCellsTiles;
+      case Conv2dEngine::kNarrow:
+        return kNumNarrowTiles;
+      default:
+        return 1;
+    }
+  }
+};
+
+}  // namespace torchweld

@@ -1,0 +1,41 @@
+// The choice between the kernels of a single-channel convolution.
+#include "core/choices.h"
+#include "core/launch.h"
+#include "puzzles/conv2d/conv2d.h"
+#include "puzzles/conv2d/family.h"
+
+namespace torchweld {
+
+void launch_conv2d_cells(int tile, const Conv2dParams& params, cudaStream_t stream) {
+  if (params.dtype == DType::kFloat16) return launch_conv2d_cells_float16(tile, params, stream);
+  launch_conv2d_cells_bfloat16(tile, params, stream);
+}
+
+void launch_conv2d(const Conv2dParams& params, cudaStream_t stream) {
+  const int elem_size = params.dtype == DType::kFloat32 ? 4 : 2;
+  const Conv2dChoice choice = pick<Conv2dFamily>(
+      {params.batch, params.height, params.width, params.kernel_height, params.kernel_width,
+       elem_size, params.flipped, params.dtype == DType::kBFloat16, device_facts()});
+  switch (choice.engine) {
+    case Conv2dEngine::kDirect:
+      launch_conv2d_direct(params, stream);
+      break;
+    case Conv2dEngine::kSmall:
+      launch_conv2d_small(params, stream);
+      break;
+    case Conv2dEngine::kCells:
+      launch_conv2d_cells(choice.tile, params, stream);
+      break;
+    case Conv2dEngine::kNarrow:
+      launch_conv2d_narrow(choice.tile, params, stream);
+      break;
+    case Conv2dEngine::kBanded:
+      launch_conv2d_banded(choice.tile, params, stream);
+      break;
+    case Conv2dEngine::kGeneral:
+      launch_conv2d_general(params, stream);
+  }
+  check_launch("conv2d");
+}
+
+}  // namespace torchweld

@@ -1,0 +1,129 @@
+// Convolution in 16 bits of images of 8 columns and up to 8 rows, on tensor cores: the cells of
+// puzzles/conv2d/cells.cuh, where nothing lies beside a cell and one at most below it.
+//
+// A warp loads all its images at once, 8 cells an access, one below the other: of 8 rows they are
+// 512 bytes in a row. The lower cell of an image is in the lanes after those of the upper one.
+// NOTE: the band's zeros meet values that an output does not see, and 0 * inf is NaN: an output
+// that is not finite is computed again. What lies beyond an image is not multiplied at all: with a
+// weight that is not finite, every output is computed again.
+#include "device/dispatch.cuh"
+#include "puzzles/conv2d/cells.cuh"
+
+namespace torchweld {
+namespace {
+
+constexpr int kNarrowLoads = 4;
+constexpr int kNarrowImages = 4;  // of a load
+constexpr int kNarrowWarpImages = kNarrowLoads * kNarrowImages;
+
+template <typename T, int kTile, bool kFlipped, bool kWhole_>
+struct NarrowConfig : CellsConfig<T, kTile, kFlipped> {
+  static constexpr bool kWhole = kWhole_;  // images of kNarrowHeight rows
+  static_assert(kNarrowHeight == 2 * kCellRows && kWarp == kNarrowImages * kNarrowHeight);
+};
+
+// x and z are contiguous. A load's lanes have its images' rows in the order of the walk.
+template <typename Config>
+__global__ __launch_bounds__(kCellsThreads, Config::kShape.blocks_per_sm) void conv2d_narrow_kernel(
+    const Conv2dArgs<typename Config::T> args) {
+  using T = typename Config::T;
+  using Table = WeightTable<Config>;
+  __shared__ Table table;
+  uint16_t r_weights[Table::kOfThread];
+  Table::load(r_weights, args);
+
+  const int lane = threadIdx.x % kWarp;
+  const int image = lane / kNarrowHeight, row = lane % kNarrowHeight;
+  const int height = Config::kWhole ? kNarrowHeight : static_cast<int>(args.height);
+  const int64_t first_image =
+      ((args.first_block + blockIdx.x) * kCellsWarps + threadIdx.x / kWarp) * kNarrowWarpImages;
+  const int64_t left = args.batch - first_image;
+  const int images = left < kNarrowWarpImages ? static_cast<int>(left) : kNarrowWarpImages;
+  const auto there = [&](int i) { return i * kNarrowImages + image < images && row < height; };
+  const int at_row = Config::kFlipped ? height - 1 - row : row;
+  const int64_t first = (first_image * height + image * height + at_row) * kCellColumns;
+  const auto strip = [&](int i) -> Strip<T> {
+    const int at = i * kNarrowImages * height * kCellColumns;
+    return {
+        args.g_x + first + at, args.g_z + first + at, height - row, false, true, kCellColumns, 0};
+  };
+  uint32_t r_x[kNarrowLoads][4];
+#pragma unroll
+  for (int i = 0; i < kNarrowLoads; ++i) {
+    load_pairs<true>(r_x[i], strip(i).g_x, there(i), kCellColumns);
+  }
+
+  uint32_t check = 0;
+#pragma unroll
+  for (int i = 0; i < Table::kOfThread; ++i) check_finite<T>(check, r_weights[i]);
+  table.store(r_weights);
+  const bool all = __syncthreads_or((check & 0x7fff7fff) != 0);
+  uint32_t r_band[Config::kDown][Config::kBands];
+  table.read(r_band);
+
+  check = 0;
+#pragma unroll
+  for (int i = 0; i < kNarrowLoads; ++i) {
+    float r_acc[kCellTiles][4] = {};
+    multiply_piece<Config, 0>(r_acc, [&](int w) { return r_x[i][w]; }, r_band[0]);
+    uint32_t r_below[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const uint32_t theirs = __shfl_down_sync(~0u, r_x[i][w], kCellRows);
+      r_below[w] = row < kCellRows ? theirs : 0;
+    }
+    multiply_piece<Config, 0>(r_acc, [&](int w) { return r_below[w]; }, r_band[1]);
+    store_cell<Config, true>(strip(i), r_acc, there(i), check);
+  }
+  if (!all && (check & 0x7fff7fff) == 0) return;
+#pragma unroll 1
+  for (int i = 0; i < kNarrowLoads; ++i) {
+    if (there(i)) mend_strip<Config>(args, strip(i), 1, all);
+  }
+}
+
+template <typename Config>
+void launch_config(const Conv2dArgs<typename Config::T>& args, cudaStream_t stream) {
+  constexpr int64_t kImages = kCellsWarps * kNarrowWarpImages;
+  for_each_grid(args, (args.batch + kImages - 1) / kImages,
+                [&](const Conv2dArgs<typename Config::T>& part, int64_t blocks) {
+                  launch_kernel(conv2d_narrow_kernel<Config>, {blocks, kCellsThreads}, stream,
+                                part);
+                });
+}
+
+template <typename T, int kTile, bool kFlipped>
+void launch_tile(const Conv2dArgs<T>& args, cudaStream_t stream) {
+  if (args.height == kNarrowHeight) {
+    return launch_config<NarrowConfig<T, kTile, kFlipped, true>>(args, stream);
+  }
+  launch_config<NarrowConfig<T, kTile, kFlipped, false>>(args, stream);
+}
+
+// False where x and z are not contiguous whole accesses: nothing runs then.
+template <typename T>
+bool launched(int tile, const Conv2dParams& params, cudaStream_t stream) {
+  const Conv2dArgs<T> args = conv2d_args<T>(params, 1, 1);
+  const bool contiguous =
+      (params.height == 1 || params.x_row_stride == params.width) &&
+      (params.batch == 1 || params.x_batch_stride == params.height * params.width);
+  if (!args.aligned || !contiguous) return false;
+  dispatch_index<kNumNarrowTiles>(tile, [&](auto index) {
+    if (args.flipped) return launch_tile<T, index.value, true>(args, stream);
+    launch_tile<T, index.value, false>(args, stream);
+  });
+  return true;
+}
+
+}  // namespace
+
+void launch_conv2d_narrow(int tile, const Conv2dParams& params, cudaStream_t stream) {
+  const bool half = params.dtype == DType::kFloat16;
+  if (half ? launched<__half>(tile, params, stream)
+           : launched<__nv_bfloat16>(tile, params, stream)) {
+    return;
+  }
+  launch_conv2d_cells(tile, params, stream);
+}
+
+}  // namespace torchweld

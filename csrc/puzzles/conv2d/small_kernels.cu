@@ -1,0 +1,276 @@
+// Convolution of images up to 8 or 16 columns wide in fp32, with small square kernels.
+//
+// A warp copies a run of whole images into shared memory, each followed by 16 bytes that keep lanes
+// in different banks. A thread then has 8 columns of an image: it walks down in steps of 8 rows of
+// outputs, reads each row of their window once and adds it to all of them, with the weights in
+// registers. The sums take the place of the rows of x that nobody needs any more; at last the warp
+// stores the whole run. Other warps' copies are on their way meanwhile.
+// What lies below an image, or right of one that is 8 columns wide, is neither read nor multiplied.
+// NOTE: but 0 * inf is NaN: with such a weight the outputs near these edges are marked afterwards.
+#include "device/dispatch.cuh"
+#include "device/mma_sync.cuh"
+#include "device/reduce.cuh"
+#include "puzzles/conv2d/tiles.cuh"
+
+namespace torchweld {
+namespace {
+
+constexpr int kElems = 4;  // of an access
+
+// kAcross threads side by side have an image.
+template <int kTile, int kAcross_, bool kFlipped_>
+struct SmallConfig {
+  static constexpr SmallTile kShape = kSmallTiles[kTile];
+  static constexpr int kSize = kShape.size;
+  static constexpr int kAcross = kAcross_;
+  static constexpr bool kFlipped = kFlipped_;
+  static constexpr int kWidth = kSmallColumns * kAcross;
+  static constexpr int kImages = kWarp / kAcross;  // of a warp
+  // Columns of a window: of an image 8 columns wide only those that are there.
+  static constexpr int kBeside = kAcross == 1 ? 0 : (kSize - 1 + kElems - 1) / kElems * kElems;
+  static constexpr int kWindow = kSmallColumns + kBeside;
+};
+
+struct SmallPlan {
+  FastDivisor by_image;  // rows of an image
+  int height;
+  int pitch;   // floats from one staged image to the next
+  bool whole;  // x and z are contiguous, aligned and as wide as staged images
+};
+
+// Calls body(g_at, s_at) for the accesses of the warp's images where they are staged as they lie:
+// their distances from the first image's start. 4 rows of some images at a time, so that one image
+// is no more than a fixed step behind another one and nothing has to be divided.
+template <typename Config, typename Body>
+__device__ __forceinline__ void for_each_access(const SmallPlan& plan, int images,
+                                                const Body& body) {
+  constexpr int kRows = 4;
+  constexpr int kOfImage = kRows * Config::kWidth / kElems;
+  constexpr int kTogether = kWarp / kOfImage;
+  const int lane = threadIdx.x % kWarp, first_image = lane / kOfImage;
+  const int floats = plan.height * Config::kWidth;
+#pragma unroll 1
+  for (int first = 0; first < plan.height; first += kRows) {
+    const int at = first * Config::kWidth + lane % kOfImage * kElems;
+    if (at >= floats) continue;
+    int g_at = first_image * floats + at, s_at = first_image * plan.pitch + at;
+#pragma unroll 8
+    for (int i = first_image; i < images; i += kTogether) {
+      body(g_at, s_at);
+      g_at += kTogether * floats;
+      s_at += kTogether * plan.pitch;
+    }
+  }
+}
+
+// Copies the warp's images into shared memory, zeros right of a row.
+template <typename Config>
+__device__ __forceinline__ void stage_images(float* s_x, const Conv2dArgs<float>& args,
+                                             const SmallPlan& plan, int64_t first_image,
+                                             int images) {
+  const int lane = threadIdx.x % kWarp;
+  const uint32_t s_to = shared_address(s_x);
+  const float* g_first = args.g_x + first_image * args.x_batch_stride;
+  if (plan.whole) {
+    for_each_access<Config>(plan, images, [&](int g_at, int s_at) {
+      copy_async_16(s_to + 4 * s_at, g_first + g_at, 16);
+    });
+  } else {
+    for (int i = lane; i < images * plan.height * Config::kWidth; i += kWarp) {
+      const int row = i / Config::kWidth, image = plan.by_image.divide(row);
+      const int column = i % Config::kWidth;
+      const bool there = column < args.width;
+      const float* g_row =
+          g_first + image * args.x_batch_stride + (row - image * plan.height) * args.x_row_stride;
+      copy_async_4(s_to + 4 * (i + image * kElems), there ? g_row + column : args.g_x,
+                   there ? 4 : 0);
+    }
+  }
+  copy_async_commit();
+}
+
+// Stores the warp's images.
+template <typename Config>
+__device__ __forceinline__ void store_images(const float* s_z, const Conv2dArgs<float>& args,
+                                             const SmallPlan& plan, int64_t first_image,
+                                             int images) {
+  const int lane = threadIdx.x % kWarp;
+  float* g_z = args.g_z + first_image * args.height * args.width;
+  if (plan.whole) {
+    for_each_access<Config>(plan, images, [&](int g_at, int s_at) {
+      store_vec(g_z + g_at, load_vec<float, kElems>(s_z + s_at));
+    });
+    return;
+  }
+  for (int i = lane; i < images * plan.height * Config::kWidth; i += kWarp) {
+    const int row = i / Config::kWidth, column = i % Config::kWidth;
+    if (column >= args.width) continue;
+    g_z[row * args.width + column] = s_z[i + plan.by_image.divide(row) * kElems];
+  }
+}
+
+// Rows of images in shared memory as a thread sees them: its 8 columns, and those beside them, in
+// the order of the walk.
+template <typename Config>
+struct SmallImage {
+  float* s_first;  // its columns of the first row
+  bool has_beside;
+
+  __device__ __forceinline__ float* row(int row) const {
+    return s_first + (Config::kFlipped ? -row : row) * Config::kWidth;
+  }
+  __device__ __forceinline__ void load(float (&r_x)[Config::kWindow], int at) const {
+    const float* s_row = row(at);
+#pragma unroll
+    for (int c = 0; c < Config::kWindow; c += kElems) {
+      Vec<float, kElems> in = {};
+      if (c < kSmallColumns || has_beside) {
+        in = load_vec<float, kElems>(s_row + (Config::kFlipped ? kSmallColumns - kElems - c : c));
+      }
+#pragma unroll
+      for (int e = 0; e < kElems; ++e)
+        r_x[c + e] = in.values[Config::kFlipped ? kElems - 1 - e : e];
+    }
+  }
+  __device__ __forceinline__ void store(const float (&r_z)[kSmallColumns], int at) const {
+    float* s_row = row(at);
+#pragma unroll
+    for (int c = 0; c < kSmallColumns; c += kElems) {
+      Vec<float, kElems> out;
+#pragma unroll
+      for (int e = 0; e < kElems; ++e)
+        out.values[e] = r_z[c + (Config::kFlipped ? kElems - 1 - e : e)];
+      store_vec(s_row + (Config::kFlipped ? kSmallColumns - kElems - c : c), out);
+    }
+  }
+};
+
+// The thread's outputs, in place. Every lane of the warp comes along.
+template <typename Config>
+__device__ __forceinline__ void convolve_image(
+    const SmallImage<Config>& image, int height,
+    const float (&r_weight)[Config::kSize][Config::kSize]) {
+  constexpr int kSize = Config::kSize;
+  constexpr int kRows = kSmallRows;
+#pragma unroll 1
+  for (int first = 0; first < height; first += kRows) {
+    float r_z[kRows][kSmallColumns] = {};
+#pragma unroll
+    for (int step = 0; step < kRows + kSize - 1; ++step) {
+      if (first + step >= height) break;
+      float r_x[Config::kWindow];
+      image.load(r_x, first + step);
+#pragma unroll
+      for (int p = 0; p < kSize; ++p) {
+        const int r = step - p;
+        if (r < 0 || r >= kRows) continue;
+#pragma unroll
+        for (int q = 0; q < kSize; ++q) {
+#pragma unroll
+          for (int c = 0; c < kSmallColumns; ++c) {
+            if (c + q >= Config::kWindow) continue;
+            r_z[r][c] = fmaf(r_weight[p][q], r_x[c + q < Config::kWindow ? c + q : 0], r_z[r][c]);
+          }
+        }
+      }
+    }
+    if (Config::kAcross > 1) __syncwarp();  // neighbours have read these rows
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (first + r < height) image.store(r_z[r], first + r);
+    }
+  }
+}
+
+// Adds the products of zeros that convolve_image leaves out.
+template <typename Config>
+__device__ __forceinline__ void mark_edges(const SmallImage<Config>& image, int height,
+                                           const float* g_weight) {
+  for (int i = 0; i < height; ++i) {
+    for (int c = 0; c < kSmallColumns; ++c) {
+      float& z = image.row(i)[Config::kFlipped ? kSmallColumns - 1 - c : c];
+      for (int p = 0; p < Config::kSize; ++p) {
+        for (int q = 0; q < Config::kSize; ++q) {
+          if (i + p < height && c + q < Config::kWindow) continue;
+          z = fmaf(g_weight[p * Config::kSize + q], 0.f, z);
+        }
+      }
+    }
+  }
+}
+
+template <typename Config>
+__global__ __launch_bounds__(kSmallThreads, Config::kShape.blocks_per_sm) void conv2d_small_kernel(
+    const Conv2dArgs<float> args, const SmallPlan plan) {
+  extern __shared__ __align__(16) float s_base[];
+  constexpr int kSize = Config::kSize;
+  const int lane = threadIdx.x % kWarp;
+  float* s_images = s_base + threadIdx.x / kWarp * Config::kImages * plan.pitch;
+  const int64_t run = (args.first_block + blockIdx.x) * kSmallWarps + threadIdx.x / kWarp;
+  const int64_t first_image = run * Config::kImages;
+  if (first_image >= args.batch) return;
+  const int64_t left = args.batch - first_image;
+  const int images = left < Config::kImages ? static_cast<int>(left) : Config::kImages;
+  stage_images<Config>(s_images, args, plan, first_image, images);
+
+  float r_weight[kSize][kSize];
+  float check = 0.f;  // NaN once a weight is not finite
+#pragma unroll
+  for (int p = 0; p < kSize; ++p) {
+#pragma unroll
+    for (int q = 0; q < kSize; ++q) {
+      r_weight[p][q] = __ldg(args.g_weight + p * kSize + q);
+      check = fmaf(r_weight[p][q], 0.f, check);
+    }
+  }
+  copy_async_wait<0>();
+  __syncwarp();
+
+  // NOTE: lanes of one half of a row are adjacent, because images are an odd number of accesses
+  // apart. Lanes without an image compute on what is there.
+  const int across = lane / Config::kImages;
+  float* s_first = s_images + lane % Config::kImages * plan.pitch + across * kSmallColumns;
+  if (Config::kFlipped) s_first += (plan.height - 1) * Config::kWidth;
+  const SmallImage<Config> image = {s_first,
+                                    Config::kFlipped ? across > 0 : across + 1 < Config::kAcross};
+  convolve_image<Config>(image, plan.height, r_weight);
+  if (isnan(check)) mark_edges<Config>(image, plan.height, args.g_weight);
+  __syncwarp();
+  store_images<Config>(s_images, args, plan, first_image, images);
+}
+
+template <typename Config>
+void launch_config(const Conv2dParams& params, cudaStream_t stream) {
+  const int height = static_cast<int>(params.height);
+  const int pitch = height * Config::kWidth + kElems;
+  const int bytes = 4 * kSmallWarps * Config::kImages * pitch;
+  const int64_t images = kSmallWarps * Config::kImages;  // of a block
+  for_each_grid(conv2d_args<float>(params, 1, 1), (params.batch + images - 1) / images,
+                [&](const Conv2dArgs<float>& args, int64_t blocks) {
+                  const bool whole =
+                      args.aligned && params.width == Config::kWidth &&
+                      (height == 1 || params.x_row_stride == params.width) &&
+                      (params.batch == 1 || params.x_batch_stride == height * params.width);
+                  const SmallPlan plan = {FastDivisor(height), height, pitch, whole};
+                  launch_kernel(conv2d_small_kernel<Config>, {blocks, kSmallThreads, bytes}, stream,
+                                args, plan);
+                });
+}
+
+}  // namespace
+
+void launch_conv2d_small(const Conv2dParams& params, cudaStream_t stream) {
+  dispatch_index<kNumSmallTiles>(tile_of_size(kSmallTiles, params.kernel_height), [&](auto tile) {
+    constexpr int kTile = tile.value;
+    if (params.width <= kSmallColumns) {
+      if (params.flipped) return launch_config<SmallConfig<kTile, 1, true>>(params, stream);
+      return launch_config<SmallConfig<kTile, 1, false>>(params, stream);
+    }
+    if constexpr (kSmallTiles[kTile].width > kSmallColumns) {
+      if (params.flipped) return launch_config<SmallConfig<kTile, 2, true>>(params, stream);
+      launch_config<SmallConfig<kTile, 2, false>>(params, stream);
+    }
+  });
+}
+
+}  // namespace torchweld

@@ -1,0 +1,113 @@
+// What the convolution kernels share: where tiles lie in a batch of images.
+#pragma once
+
+#include "core/choices.h"
+#include "core/fast_divide.h"
+#include "core/launch.h"
+#include "device/vec.cuh"
+#include "puzzles/conv2d/conv2d.h"
+
+namespace torchweld {
+
+// Division of any size by a number that the host knows, short where both are below 2^31.
+class Divider {
+ public:
+  explicit Divider(int64_t divisor)
+      : fast_(divisor < kLimit ? divisor : 1), divisor_(divisor), fits_(divisor < kLimit) {}
+
+  TW_HOST_DEVICE int64_t divide(int64_t n) const {
+    if (fits_ && n < kLimit) return fast_.divide(static_cast<uint32_t>(n));
+    return n / divisor_;
+  }
+  TW_HOST_DEVICE int64_t divisor() const { return divisor_; }
+
+ private:
+  static constexpr int64_t kLimit = int64_t{1} << 31;
+  FastDivisor fast_;
+  int64_t divisor_;
+  bool fits_;
+};
+
+template <typename T>
+struct Conv2dArgs {
+  const T* g_x;
+  const T* g_weight;
+  T* g_z;
+  int64_t batch, height, width;
+  int64_t kernel_height, kernel_width;
+  int64_t x_batch_stride, x_row_stride;
+  bool flipped;
+  bool aligned;         // every row of x and z starts on a 16-byte boundary and ends on one
+  int64_t first_block;  // of this launch, where one grid can't hold all
+  Divider by_column_tiles;
+  Divider by_image;  // rows, or blocks of rows, of an image
+};
+
+template <typename T>
+Conv2dArgs<T> conv2d_args(const Conv2dParams& params, int64_t column_tiles, int64_t per_image) {
+  const auto whole = [](int64_t elems) { return elems * sizeof(T) % kVectorBytes == 0; };
+  const auto on_boundary = [](const void* g) {
+    return reinterpret_cast<uintptr_t>(g) % kVectorBytes == 0;
+  };
+  const bool aligned = on_boundary(params.x) && on_boundary(params.z) && whole(params.width) &&
+                       whole(params.x_row_stride) && whole(params.x_batch_stride);
+  return {static_cast<const T*>(params.x),
+          static_cast<const T*>(params.weight),
+          static_cast<T*>(params.z),
+          params.batch,
+          params.height,
+          params.width,
+          params.kernel_height,
+          params.kernel_width,
+          params.x_batch_stride,
+          params.x_row_stride,
+          params.flipped,
+          aligned,
+          0,
+          Divider(column_tiles),
+          Divider(per_image)};
+}
+
+// Calls launch(args, blocks) with as many blocks at a time as one grid can hold.
+template <typename T, typename Launch>
+void for_each_grid(Conv2dArgs<T> args, int64_t blocks, const Launch& launch) {
+  for_each_grid_of(blocks, [&](int64_t first, int64_t count) {
+    args.first_block = first;
+    launch(args, count);
+  });
+}
+
+// The images of a batch one below the other, with kernel_height - 1 rows of zeros after each: what
+// lies beyond an edge is there, and a block's rows may belong to several images.
+template <typename T>
+struct StackedRows {
+  const Conv2dArgs<T>& args;
+
+  // Where row `stacked` starts in x (or z); -1 where it is no row of an image.
+  __device__ __forceinline__ int64_t offset(int64_t stacked, int64_t batch_stride,
+                                            int64_t row_stride) const {
+    if (stacked < 0) return -1;
+    const int64_t image = args.by_image.divide(stacked);
+    const int64_t row = stacked - image * args.by_image.divisor();
+    if (image >= args.batch || row >= args.height) return -1;
+    return image * batch_stride + row * row_stride;
+  }
+  __device__ __forceinline__ int64_t offset_in_x(int64_t stacked) const {
+    return offset(stacked, args.x_batch_stride, args.x_row_stride);
+  }
+  __device__ __forceinline__ int64_t offset_in_z(int64_t stacked) const {
+    return offset(stacked, args.height * args.width, args.width);
+  }
+};
+
+// The weight that x at (p, q) of an output's window is multiplied with.
+template <typename T>
+__device__ __forceinline__ float weight_at(const Conv2dArgs<T>& args, int64_t p, int64_t q) {
+  if (args.flipped) {
+    p = args.kernel_height - 1 - p;
+    q = args.kernel_width - 1 - q;
+  }
+  return to_float(args.g_weight[p * args.kernel_width + q]);
+}
+
+}  // namespace torchweld

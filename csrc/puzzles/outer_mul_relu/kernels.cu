@@ -1,0 +1,14 @@
+// outer_mul_relu: the launcher. The kernel is in pointwise/matrix_pass.cuh.
+#include "puzzles/outer_mul_relu/outer_mul_relu.h"
+
+#include "pointwise/matrix_launch.cuh"
+#include "puzzles/outer_mul_relu/cell.h"
+
+namespace torchweld {
+
+void launch_outer_mul_relu(const MatrixPassParams& params, cudaStream_t stream) {
+  launch_matrix_pass(params, OuterMulReluCell{}, stream);
+  check_launch("outer_mul_relu");
+}
+
+}  // namespace torchweld

@@ -1,0 +1,271 @@
+// Sums over the last dim.  y[r] = sum_j x[r, j]        x (rows, n), y (rows,)
+//
+// Short rows: some lanes of a warp share a row, or, where rows are not made of 16-byte pieces, a
+// block takes one stretch of memory through shared memory. Longer rows: a block a row. Few long
+// rows are cut into parts, a block each; the block that finishes a row last adds the row's parts.
+// Every order of additions is fixed, so that the sums have the same bits in every run.
+//
+// Additions that one element takes part in: 3 in its access, 16 in a thread's accumulator, then one
+// for every 16 rounds of the block, and at most 60 between accumulators, threads and parts: the
+// error is at most (80 + n / 65536) * 2^-24 * sum |x|, plus the rounding of the result.
+#include "core/choices.h"
+#include "core/launch.h"
+#include "device/dispatch.cuh"
+#include "device/reduce.cuh"
+#include "puzzles/row_sum/row_sum.h"
+
+namespace torchweld {
+namespace {
+
+constexpr int kRoundsInAccumulator = 16;
+
+template <typename T_, int kTile>
+struct RowSumConfig {
+  using T = T_;
+  static constexpr int kRowThreads = kRowSumTiles[kTile].threads;
+  static constexpr int kLoads = kRowSumTiles[kTile].loads;
+  static constexpr int kRowsPerBlock = kRowSumThreads / kRowThreads;
+  static_assert(kRowThreads <= kWarp || kRowThreads == kRowSumThreads);
+};
+
+template <typename T>
+struct RowSumArgs {
+  const T* g_x;
+  T* g_y;
+  int64_t rows;
+  int64_t n;
+  int64_t row_stride;
+  int parts;
+  int64_t part_elems;
+  float* g_partials;
+  unsigned* g_counters;
+};
+
+// The values of an array, added in pairs.
+template <int kCount>
+__device__ __forceinline__ float pairwise_sum(const float (&r_x)[kCount]) {
+  float r_sums[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) r_sums[i] = r_x[i];
+#pragma unroll
+  for (int step = 1; step < kCount; step *= 2) {
+#pragma unroll
+    for (int i = 0; i + step < kCount; i += 2 * step) r_sums[i] += r_sums[i + step];
+  }
+  return r_sums[0];
+}
+
+template <typename T, int kElems>
+__device__ __forceinline__ float sum_of(const Vec<T, kElems>& x) {
+  float r_x[kElems];
+#pragma unroll
+  for (int j = 0; j < kElems; ++j) r_x[j] = to_float(x.values[j]);
+  return pairwise_sum(r_x);
+}
+
+// How many elements lie before the first 16-byte boundary.
+template <typename T>
+__device__ __forceinline__ int elems_to_boundary(const T* g_from) {
+  const int past = static_cast<int>(reinterpret_cast<uintptr_t>(g_from) % kVectorBytes);
+  return (kVectorBytes - past) % kVectorBytes / static_cast<int>(sizeof(T));
+}
+
+// This thread's share of the sum of n elements, of which it is thread `lane` of kRowThreads.
+template <typename Config>
+__device__ __forceinline__ float sum_share(const typename Config::T* g_from, int64_t n, int lane) {
+  using T = typename Config::T;
+  constexpr int kElems = kVectorBytes / sizeof(T);
+  constexpr int kRowThreads = Config::kRowThreads;
+  constexpr int kLoads = Config::kLoads;
+  const int to_boundary = elems_to_boundary(g_from);
+  const int64_t head = to_boundary < n ? to_boundary : n;
+  const T* g_body = g_from + head;
+  const int64_t accesses = (n - head) / kElems;
+
+  float sum = 0.f;
+  for (int64_t i = lane; i < accesses;) {
+    float r_sums[kLoads] = {};
+#pragma unroll 1
+    for (int round = 0; round < kRoundsInAccumulator && i < accesses; ++round) {
+      Vec<T, kElems> r_in[kLoads];
+#pragma unroll
+      for (int k = 0; k < kLoads; ++k) {
+        r_in[k] = {};
+        if (i + k * kRowThreads < accesses) {
+          r_in[k] = load_vec<T, kElems>(g_body + (i + k * kRowThreads) * kElems);
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kLoads; ++k) r_sums[k] += sum_of(r_in[k]);
+      i += kLoads * kRowThreads;
+    }
+    sum += pairwise_sum(r_sums);
+  }
+  // What lies before the first and after the last 16-byte boundary.
+  for (int64_t i = lane; i < head; i += kRowThreads) sum += to_float(g_from[i]);
+  for (int64_t i = head + accesses * kElems + lane; i < n; i += kRowThreads) {
+    sum += to_float(g_from[i]);
+  }
+  return sum;
+}
+
+// Rows of up to a warp's threads, several a warp.
+template <typename Config>
+__global__ __launch_bounds__(kRowSumThreads) void row_sum_rows_kernel(
+    const RowSumArgs<typename Config::T> args) {
+  constexpr int kRowThreads = Config::kRowThreads;
+  const int64_t row =
+      static_cast<int64_t>(blockIdx.x) * Config::kRowsPerBlock + threadIdx.x / kRowThreads;
+  const int lane = threadIdx.x % kRowThreads;
+  float sum = 0.f;
+  if (row < args.rows) sum = sum_share<Config>(args.g_x + row * args.row_stride, args.n, lane);
+#pragma unroll
+  for (int step = kRowThreads / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  if (lane == 0 && row < args.rows) args.g_y[row] = from_float<typename Config::T>(sum);
+}
+
+// A block a row, or a part of one.
+template <typename Config>
+__global__ __launch_bounds__(kRowSumThreads) void row_sum_parts_kernel(
+    const RowSumArgs<typename Config::T> args) {
+  using T = typename Config::T;
+  __shared__ BlockExchange<kRowSumThreads> s_exchange, s_parts_exchange;
+  __shared__ bool s_last;
+  const unsigned row = blockIdx.x / args.parts, part = blockIdx.x % args.parts;
+  const int64_t begin = part * args.part_elems;
+  const int64_t left = args.n - begin;
+  const int64_t count = left < args.part_elems ? left : args.part_elems;
+  float sum = sum_share<Config>(args.g_x + row * args.row_stride + begin, count, threadIdx.x);
+  sum = s_exchange.sum_warps(warp_sum(sum));
+  if (args.parts == 1) {
+    if (threadIdx.x == 0) args.g_y[row] = from_float<T>(sum);
+    return;
+  }
+
+  float* g_partials = args.g_partials + static_cast<int64_t>(row) * args.parts;
+  if (threadIdx.x == 0) {
+    g_partials[part] = sum;
+    __threadfence();  // the partial is there before it is counted
+    s_last = atomicAdd(args.g_counters + row, 1u) == static_cast<unsigned>(args.parts - 1);
+  }
+  __syncthreads();
+  if (!s_last) return;
+  __threadfence();
+  sum = 0.f;
+  for (int i = threadIdx.x; i < args.parts; i += kRowSumThreads) sum += __ldcg(g_partials + i);
+  sum = s_parts_exchange.sum_warps(warp_sum(sum));
+  if (threadIdx.x == 0) {
+    args.g_y[row] = from_float<T>(sum);
+    args.g_counters[row] = 0;  // for the next launch
+  }
+}
+
+// Contiguous short rows: rows_per_block of them, a power of two, go through shared memory, where
+// kRowSumThreads / rows_per_block threads share a row.
+template <typename T>
+__global__ __launch_bounds__(kRowSumThreads) void row_sum_staged_kernel(const T* g_x, T* g_y,
+                                                                        int64_t rows, int n,
+                                                                        int rows_per_block) {
+  constexpr int kElems = kVectorBytes / sizeof(T);
+  constexpr int kLoads = kStagedBytes / kVectorBytes / kRowSumThreads;
+  constexpr int kSums = 4;
+  // NOTE: the elements lie as in global memory with respect to 16 bytes, so that both sides of the
+  // copy are aligned; hence the room for one more access.
+  __shared__ alignas(kVectorBytes) T s_x[kStagedBytes / sizeof(T) + kElems];
+  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * rows_per_block;
+  const int64_t rows_left = rows - first_row;
+  const int count = n * static_cast<int>(rows_left < rows_per_block ? rows_left : rows_per_block);
+  const T* g_from = g_x + first_row * n;
+  const int to_boundary = elems_to_boundary(g_from);
+  T* s_from = s_x + (kElems - to_boundary) % kElems;
+  const int head = to_boundary < count ? to_boundary : count;
+  const int accesses = (count - head) / kElems;
+
+  Vec<T, kElems> r_in[kLoads];
+#pragma unroll
+  for (int k = 0; k < kLoads; ++k) {
+    const int i = k * kRowSumThreads + threadIdx.x;
+    if (i < accesses) r_in[k] = load_vec<T, kElems>(g_from + head + i * kElems);
+  }
+#pragma unroll
+  for (int k = 0; k < kLoads; ++k) {
+    const int i = k * kRowSumThreads + threadIdx.x;
+    if (i < accesses) store_vec(s_from + head + i * kElems, r_in[k]);
+  }
+  const int tail = head + accesses * kElems + threadIdx.x;
+  if (threadIdx.x < head) s_from[threadIdx.x] = g_from[threadIdx.x];
+  if (tail < count) s_from[tail] = g_from[tail];
+  __syncthreads();
+
+  const int row_threads = kRowSumThreads / rows_per_block;
+  const int row = threadIdx.x / row_threads, lane = threadIdx.x % row_threads;
+  float r_sums[kSums] = {};
+  if (row < rows_left) {
+    for (int i = lane; i < n; i += kSums * row_threads) {
+#pragma unroll
+      for (int k = 0; k < kSums; ++k) {
+        const int j = i + k * row_threads;
+        if (j < n) r_sums[k] += to_float(s_from[row * n + j]);
+      }
+    }
+  }
+  float sum = pairwise_sum(r_sums);
+  for (int step = row_threads / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  if (lane == 0 && row < rows_left) g_y[first_row + row] = from_float<T>(sum);
+}
+
+template <typename T>
+void launch_staged(const RowSumArgs<T>& args, cudaStream_t stream) {
+  const int64_t row_bytes = args.n * static_cast<int64_t>(sizeof(T));
+  int rows_per_block = kRowSumThreads;
+  while (rows_per_block * row_bytes > kStagedBytes) rows_per_block /= 2;
+  static_assert(kStagedBytes / kStagedRowBytes >= kRowSumThreads / kWarp);  // a warp a row at most
+  for (int64_t first = 0; first < args.rows; first += kMaxGrid * rows_per_block) {
+    const int64_t blocks = (args.rows - first + rows_per_block - 1) / rows_per_block;
+    launch_kernel(row_sum_staged_kernel<T>, {std::min(blocks, kMaxGrid), kRowSumThreads}, stream,
+                  args.g_x + first * args.n, args.g_y + first, args.rows - first,
+                  static_cast<int>(args.n), rows_per_block);
+  }
+}
+
+template <typename T, int kTile>
+void launch_tile(RowSumArgs<T> args, cudaStream_t stream) {
+  using Config = RowSumConfig<T, kTile>;
+  const int64_t most = kMaxGrid / args.parts * Config::kRowsPerBlock;
+  const int64_t rows = args.rows;
+  for (int64_t first = 0; first < rows; first += most) {
+    args.rows = rows - first < most ? rows - first : most;
+    const int64_t groups = (args.rows + Config::kRowsPerBlock - 1) / Config::kRowsPerBlock;
+    const Grid grid(groups * args.parts, kRowSumThreads);
+    if constexpr (Config::kRowThreads <= kWarp) {
+      launch_kernel(row_sum_rows_kernel<Config>, grid, stream, args);
+    } else {
+      launch_kernel(row_sum_parts_kernel<Config>, grid, stream, args);
+    }
+    args.g_x += most * args.row_stride;
+    args.g_y += most;
+  }
+}
+
+}  // namespace
+
+void launch_row_sum(const RowSumParams& params, cudaStream_t stream) {
+  dispatch_dtype(params.dtype, [&](auto element) {
+    using T = decltype(element);
+    const RowSumArgs<T> args = {static_cast<const T*>(params.x),
+                                static_cast<T*>(params.y),
+                                params.rows,
+                                params.n,
+                                params.row_stride,
+                                static_cast<int>(params.choice.parts),
+                                params.choice.part_elems,
+                                params.partials,
+                                params.counters};
+    if (params.choice.engine == RowSumEngine::kStaged) return launch_staged(args, stream);
+    dispatch_index<kNumRowSumTiles>(params.choice.tile,
+                                    [&](auto tile) { launch_tile<T, tile.value>(args, stream); });
+  });
+  check_launch("row_sum");
+}
+
+}  // namespace torchweld

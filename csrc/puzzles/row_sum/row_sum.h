@@ -1,0 +1,28 @@
+// Sums over the last dim: what the host hands to the kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "puzzles/row_sum/config.h"
+
+namespace torchweld {
+
+struct RowSumParams {
+  const void* x;  // (rows, n), row_stride elements apart
+  void* y;        // (rows,)
+  int64_t rows;
+  int64_t n;
+  int64_t row_stride;
+  DType dtype;
+  RowSumChoice choice;
+  float* partials;     // (rows, parts), nullptr where a row is one part
+  unsigned* counters;  // (rows,), zero before and after the launch; nullptr where partials is
+};
+
+// Sizes are at least 1.
+void launch_row_sum(const RowSumParams& params, cudaStream_t stream);
+
+}  // namespace torchweld

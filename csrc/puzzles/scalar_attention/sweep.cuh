@@ -1,0 +1,150 @@
+// The sweep over all pairs (i, j) that scalar_attention and its gradient are made of.
+//
+// A Job says what a thread owns, what is streamed, and what a pair adds to the owner's sums:
+//   Owner, Stream            registers of an owned element, shared memory of a streamed one
+//   owner(i), stream<kFast>(i)
+//   row, key                 which of the two brings the row's exponent, which the key
+//   fast_owner, fast_stream  may the row be computed fast (true for keys)
+//   prepare, add, factor     the owner before a stage, a pair, what the owner's sums are to be
+//                            multiplied by
+// Blocks own kThreads * kOwners elements and stream their split of the others through shared
+// memory. Whether the exponentials are fast is decided once a stage for the whole block. The sums
+// of a few elements are kept apart, so that the error grows with their number, not with n. Every
+// split writes its sums; a later kernel joins them in order, so that the result has the same bits
+// in every run.
+#pragma once
+
+#include "device/vec.cuh"
+#include "puzzles/scalar_attention/config.h"
+#include "puzzles/scalar_attention/exponent.cuh"
+
+namespace torchweld {
+
+// Vectors in fp32, contiguous; what the forward does not have is nullptr.
+struct ScalarAttentionArgs {
+  const KeyRange* g_keys;
+  const float *g_q, *g_k, *g_v, *g_dz, *g_mean, *g_sum;
+  float v_scale;
+  float* g_parts;  // (splits, kSums, n)
+  int64_t n;
+  int64_t per_split;
+  int64_t owner_blocks;
+};
+
+template <ScalarAttentionSweep kSweep, int kTile>
+struct SweepShape {
+  static constexpr ScalarAttentionTile kShape = kScalarAttentionTiles[kSweep][kTile];
+  static constexpr int kOwners = kShape.owners;
+  static constexpr int kPolynomial = kShape.polynomial;
+  static constexpr int kApart = kShape.apart;
+  static_assert(kPolynomial <= kOwners && kScalarAttentionStage % kApart == 0);
+};
+
+template <bool kFast, typename Job>
+__device__ __forceinline__ void sweep_stage(typename Job::Owner (&r_owner)[Job::kOwners],
+                                            const typename Job::Stream* s_stream, int count,
+                                            KeyRange keys,
+                                            float (&r_total)[Job::kOwners][Job::kSums]) {
+#pragma unroll
+  for (int r = 0; r < Job::kOwners; ++r) Job::template prepare<kFast>(r_owner[r], keys);
+#pragma unroll 1
+  for (int first = 0; first < count; first += Job::kApart) {
+    const int end = min(count, first + Job::kApart);
+    float r_sum[Job::kOwners][Job::kSums] = {};
+#pragma unroll 4
+    for (int j = first; j < end; ++j) {
+      const typename Job::Stream stream = s_stream[j];
+#pragma unroll
+      for (int r = 0; r < Job::kOwners; ++r) {
+        const RowExponent row = Job::row(r_owner[r], stream);
+        const float k = Job::key(r_owner[r], stream);
+        const float e = kFast && r < Job::kPolynomial ? exponential_polynomial(row, k)
+                                                      : exponential<kFast>(row, k);
+        Job::add(r_sum[r], e, r_owner[r], stream);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < Job::kOwners; ++r) {
+#pragma unroll
+      for (int s = 0; s < Job::kSums; ++s) r_total[r][s] += r_sum[r][s];
+    }
+  }
+}
+
+// Fills the stage; true where this thread's share may be computed fast.
+template <bool kFast, typename Job>
+__device__ __forceinline__ bool load_stage(const Job& job, typename Job::Stream* s_stream,
+                                           int64_t first, int count) {
+  bool fast = true;
+  for (int j = threadIdx.x; j < count; j += kScalarAttentionThreads) {
+    fast = fast && job.fast_stream(first + j);
+    s_stream[j] = job.template stream<kFast>(first + j);
+  }
+  return fast;
+}
+
+template <typename Job>
+__global__ __launch_bounds__(kScalarAttentionThreads,
+                             6) void scalar_attention_sweep_kernel(const ScalarAttentionArgs args) {
+  __shared__ typename Job::Stream s_stream[kScalarAttentionStage];
+  const Job job(args);
+  const int64_t split = blockIdx.x / args.owner_blocks;
+  const int64_t block = blockIdx.x - split * args.owner_blocks;
+  const int64_t first = block * (Job::kOwners * kScalarAttentionThreads) + threadIdx.x;
+
+  typename Job::Owner r_owner[Job::kOwners];
+  bool fast_owners = true;
+#pragma unroll
+  for (int r = 0; r < Job::kOwners; ++r) {
+    // Threads beyond the end do the last element once more and write nothing.
+    const int64_t i = first + r * kScalarAttentionThreads;
+    r_owner[r] = job.owner(i < args.n ? i : args.n - 1);
+    fast_owners = fast_owners && job.fast_owner(r_owner[r]);
+  }
+  fast_owners = __syncthreads_and(fast_owners);
+
+  float r_total[Job::kOwners][Job::kSums] = {};
+  const int64_t begin = split * args.per_split;
+  const int64_t end = begin + args.per_split < args.n ? begin + args.per_split : args.n;
+  for (int64_t at = begin; at < end; at += kScalarAttentionStage) {
+    const int count =
+        end - at < kScalarAttentionStage ? static_cast<int>(end - at) : kScalarAttentionStage;
+    bool fast = fast_owners;
+    if (fast) fast = __syncthreads_and(load_stage<true>(job, s_stream, at, count));
+    if (!fast) {
+      load_stage<false>(job, s_stream, at, count);
+      __syncthreads();
+    }
+    if (fast) {
+      sweep_stage<true, Job>(r_owner, s_stream, count, job.keys, r_total);
+    } else {
+      sweep_stage<false, Job>(r_owner, s_stream, count, job.keys, r_total);
+    }
+    __syncthreads();  // the stage is free again
+  }
+
+#pragma unroll
+  for (int r = 0; r < Job::kOwners; ++r) {
+    const int64_t i = first + r * kScalarAttentionThreads;
+    if (i >= args.n) continue;
+    const float factor = job.factor(r_owner[r], fast_owners);
+#pragma unroll
+    for (int s = 0; s < Job::kSums; ++s) {
+      args.g_parts[(split * Job::kSums + s) * args.n + i] = r_total[r][s] * factor;
+    }
+  }
+}
+
+// An owner's sums, the splits split_cluster in order.
+template <int kSums>
+__device__ __forceinline__ void join_splits(float (&r_sum)[kSums], const float* g_parts, int splits,
+                                            int64_t n, int64_t i) {
+#pragma unroll
+  for (int s = 0; s < kSums; ++s) r_sum[s] = g_parts[s * n + i];
+  for (int64_t split = 1; split < splits; ++split) {
+#pragma unroll
+    for (int s = 0; s < kSums; ++s) r_sum[s] += g_parts[(split * kSums + s) * n + i];
+  }
+}
+
+}  // namespace torchweld

@@ -1,0 +1,113 @@
+// The configurations of a row softmax and its gradient, for tune. Pure host code.
+#pragma once
+
+#include "core/family.h"
+#include "softmax/config.h"
+
+namespace torchweld {
+
+struct SoftmaxFamily {
+  static constexpr const char* kName = "softmax";
+  static constexpr Field kFields[] = {
+      {"n", 1, kMaxSize}, {"elem_size", 2, 4}, {"aligned", 0, 1},     {"backward", 0, 1},
+      {"tiled", 0, 1},    {"in_phase", 0, 1},  {"rows", 1, kMaxSize}, {"masked", 0, 1},
+      {"bfloat16", 0, 1}, {"capped", 0, 1}};
+  static constexpr const char* kEngines[] = {"tile", "ring", "stream"};
+  static constexpr bool kInOrder = true;
+
+  using Problem = SoftmaxProblem;
+  using Choice = SoftmaxChoice;
+
+  static Numbers numbers(const SoftmaxProblem& p) {
+    return {p.n,        p.elem_size, p.aligned, p.backward, p.tiled,
+            p.in_phase, p.rows,      p.masked,  p.bfloat16, p.capped};
+  }
+  static SoftmaxProblem problem(const Numbers& x) {
+    return {x[0], x[1] == 4 ? 4 : 2, x[2] != 0, x[3] != 0, x[4] != 0, x[5] != 0,
+            x[6], x[7] != 0,         x[8] != 0, x[9] != 0, {}};
+  }
+  static Numbers key(Numbers x) {
+    x[6] = size_class(x[6]);
+    return x;
+  }
+
+  static SoftmaxChoice choose(const SoftmaxProblem& p) { return choose_softmax(p); }
+  static Numbers told(const SoftmaxChoice& choice) {
+    return {static_cast<int64_t>(choice.engine), choice.tile};
+  }
+  static SoftmaxChoice make(const SoftmaxProblem&, const Numbers& x) {
+    return {engine(x), static_cast<int>(x[1])};
+  }
+
+  static Refusal refusal(const SoftmaxProblem& p, const Numbers& x) {
+    if (engine(x) == SoftmaxEngine::kTile) return softmax_refusal(p, kSoftmaxTiles[x[1]]);
+    if (engine(x) == SoftmaxEngine::kRing) return softmax_refusal(p, kSoftmaxRings[x[1]]);
+    return {};
+  }
+
+  static std::vector<Numbers> candidates(const SoftmaxProblem&) {
+    std::vector<Numbers> all;
+    for (int i = 0; i < kNumSoftmaxTiles; ++i) all.push_back(told({SoftmaxEngine::kTile, i}));
+    for (int i = 0; i < kNumSoftmaxRings; ++i) all.push_back(told({SoftmaxEngine::kRing, i}));
+    all.push_back(told({SoftmaxEngine::kStream, 0}));
+    return all;
+  }
+
+  // Threads and their loads; a ring by its blocks.
+  static std::string tile(const Numbers& x) {
+    if (engine(x) == SoftmaxEngine::kStream) return "";
+    if (engine(x) == SoftmaxEngine::kRing) return std::to_string(kSoftmaxRings[x[1]].cluster);
+    return tile_text(kSoftmaxTiles[x[1]].threads, kSoftmaxTiles[x[1]].loads);
+  }
+
+  // A row that is read again has no loads of its own. A ring's threads are those that compute, in
+  // groups that have a row each; its loads are a thread's of a piece.
+  static Columns columns(const SoftmaxProblem& p, const Numbers& x) {
+    if (engine(x) == SoftmaxEngine::kRing) {
+      const SoftmaxRing& ring = kSoftmaxRings[x[1]];
+      return {{"threads", ring.kGroups * ring.kThreads},
+              {"loads", ring.accesses(p.backward)},
+              {"cluster", ring.cluster},
+              {"groups", ring.kGroups},
+              {"ring_bytes", ring.shared_bytes()},
+              {"capacity", ring.capacity(p.elem_size, p.backward, p.aligned)},
+              {"read_once_to", ring.read_once_to(p.elem_size, p.backward, p.aligned)}};
+    }
+    if (engine(x) == SoftmaxEngine::kStream) return row(softmax_stream_threads(p), 0, 0);
+    const SoftmaxTile& tile = kSoftmaxTiles[x[1]];
+    const int64_t capacity = tile.capacity(p.elem_size, p.aligned);
+    return row(tile.threads_for(p.n, p.elem_size), tile.loads, capacity);
+  }
+
+  static std::string kernel(const SoftmaxProblem& p, const Numbers& x) {
+    if (engine(x) == SoftmaxEngine::kTile) return "rows in registers (one read)";
+    if (engine(x) == SoftmaxEngine::kStream) return "streaming rows (two reads)";
+    const bool once = p.n <= kSoftmaxRings[x[1]].read_once_to(p.elem_size, p.backward, p.aligned);
+    return std::string("rows in shared memory (") + (once ? "one read" : "a part is read twice") +
+           ")";
+  }
+
+  static std::string why(const SoftmaxProblem& p, const Numbers& x) {
+    const std::string row = "a row of " + std::to_string(p.n) + " elements";
+    if (engine(x) == SoftmaxEngine::kTile) return "the first tile that holds " + row;
+    if (engine(x) == SoftmaxEngine::kRing)
+      return "the smallest cluster that takes " + row + " well";
+    if (softmax_needs_scores(p)) return "softcap and sink: the gradient reads the scores too";
+    return softmax_reads_twice(p) ? row + " would leave an SM one block in registers"
+                                  : "no tile and no ring takes " + row;
+  }
+
+ private:
+  static SoftmaxEngine engine(const Numbers& x) { return static_cast<SoftmaxEngine>(x[0]); }
+  static Columns row(int threads, int loads, int64_t capacity) {
+    return {{"threads", threads},
+            {"loads", loads},
+            {"cluster", 1},
+            {"groups", 1},
+            {"ring_bytes", 0},
+            {"capacity", capacity},
+            {"read_once_to", capacity}};
+  }
+};
+
+}  // namespace torchweld

@@ -1,0 +1,78 @@
+// Row softmax for long rows, one read of every row, which stays in shared memory: the rows of
+// softmax/ring_rows.cuh, reduced to (max, sum).
+// Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (the merge).
+#pragma once
+
+#include "softmax/ring_rows.cuh"
+
+namespace torchweld {
+
+#if TW_HAS_CLUSTERS
+template <typename Config, typename Mask>
+struct RingJob : RingRows<Config, Mask> {
+  using Base = RingRows<Config, Mask>;
+  using Base::kCount;
+  using Base::kElems;
+  using Base::s;
+  using T = typename Config::T;
+  using Part = typename Base::Part;
+  using Row = typename Base::Row;
+  using Base::Base;
+
+  // This thread's values of a piece, -inf where a column isn't live. Returns the largest one.
+  template <bool kFull>
+  __device__ __forceinline__ float load(float (&r_x)[kCount], int slot, const Part& p, int done,
+                                        float sign) const {
+    uint4 r_in[Config::kAccesses];
+    Base::template load<kFull>(r_in, 0, slot, p, done);
+#pragma unroll
+    for (int i = 0; i < Config::kAccesses; ++i) {
+      Base::template widen<kFull>(r_x + i * kElems, r_in[i], p, done, i, sign, -INFINITY);
+    }
+    if constexpr (kFull && !Mask::kMasked) return largest<T>(r_in);
+    return largest(r_x);
+  }
+
+  __device__ __forceinline__ void compute() const {
+    const Exponent<T> exponent(this->mask.scale());
+    Base::each_row([&](const Row& row) {
+      const Part& p = row.part;
+      MaxSum mine = {-INFINITY, 0.f};
+      Base::each_piece(row, [&](auto full, int slot, int done) {
+        if (!full && done + Base::first_access() >= p.accesses) return;
+        float r_x[kCount];
+        const float max = load<full>(r_x, slot, p, done, exponent.sign);
+        accumulate(mine, max, r_x, exponent);
+      });
+      const MaxSum total = s.s_exchange[Base::group()].merge(mine, exponent, row.turn);
+      const float factor = 1.f / total.sum;
+      Base::each_piece_again(row, [&](auto full, int slot, int done) {
+        if (!full && done + Base::first_access() >= p.accesses) return Base::give_back(slot);
+        float r_x[kCount];
+        load<full>(r_x, slot, p, done, exponent.sign);
+        Base::give_back(slot);
+#pragma unroll
+        for (float& x : r_x) x = exponent(x, total.max) * factor;
+#pragma unroll
+        for (int i = 0; i < Config::kAccesses; ++i) {
+          Base::template store<full>(row, done, i, r_x + i * kElems);
+        }
+      });
+    });
+  }
+};
+#endif
+
+// `g_claims` is 0 before and after the launch; there are no more clusters than rows.
+template <typename Config, typename Mask>
+__global__ __launch_bounds__(Config::kBlockThreads,
+                             1) void softmax_ring_kernel(const RowArgs<typename Config::T> args,
+                                                         const Mask mask, unsigned* g_claims) {
+#if TW_HAS_CLUSTERS
+  extern __shared__ __align__(128) unsigned char s_memory[];
+  run_ring(RingJob<Config, Mask>(args, mask, *reinterpret_cast<RingShared<Config>*>(s_memory)),
+           g_claims);
+#endif
+}
+
+}  // namespace torchweld
