@@ -2,6 +2,7 @@
 // with those of all parts of K in a cluster, bias and rounding.
 #pragma once
 
+#include "device/features.cuh"
 #include "device/sm90/cluster.cuh"
 #include "gemm/epilogue.cuh"
 #include "int4/config.h"

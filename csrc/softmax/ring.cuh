@@ -3,6 +3,7 @@
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (the merge).
 #pragma once
 
+#include "device/features.cuh"
 #include "softmax/ring_rows.cuh"
 
 namespace torchweld {

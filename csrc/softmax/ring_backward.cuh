@@ -2,6 +2,7 @@
 // the rows of softmax/ring_rows.cuh, pieces of y and dy side by side, reduced to sum(y * dy).
 #pragma once
 
+#include "device/features.cuh"
 #include "softmax/ring_rows.cuh"
 
 namespace torchweld {

@@ -2,6 +2,7 @@
 // cluster tell each other, and the columns that a mask hides.
 #pragma once
 
+#include "device/features.cuh"
 #include "device/sm90/bulk.cuh"
 #include "softmax/config.h"
 #include "softmax/parts.cuh"

@@ -13,6 +13,7 @@
 // count for nothing.
 #pragma once
 
+#include "device/features.cuh"
 #include "softmax/ring_parts.cuh"
 
 namespace torchweld {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/sm90/bwd_block.cuh"
+#include "device/features.cuh"
 
 namespace torchweld {
 

@@ -6,6 +6,7 @@
 
 #include "attention/sm90/bwd_2cta_block.cuh"
 #include "attention/sm90/bwd_scores.cuh"
+#include "device/features.cuh"
 
 namespace torchweld {
 

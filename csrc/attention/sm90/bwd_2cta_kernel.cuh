@@ -17,6 +17,7 @@
 #include "attention/sm90/bwd_2cta_consumer.cuh"
 #include "attention/sm90/bwd_rows.cuh"
 #include "core/launch.h"
+#include "device/features.cuh"
 
 namespace torchweld {
 

@@ -7,6 +7,7 @@
 #include "attention/bwd_work_tile.cuh"
 #include "attention/sm90/bwd.h"
 #include "attention/sync/bwd_parts.cuh"
+#include "device/features.cuh"
 #include "device/named_barrier.cuh"
 #include "device/sm90/bulk.cuh"
 #include "device/sm90/pipeline.cuh"

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention/sm90/bwd_scores.cuh"
+#include "device/features.cuh"
 
 namespace torchweld {
 

@@ -31,6 +31,7 @@
 #include "attention/sm90/bwd_consumer.cuh"
 #include "attention/sm90/bwd_rows.cuh"
 #include "core/launch.h"
+#include "device/features.cuh"
 
 namespace torchweld {
 

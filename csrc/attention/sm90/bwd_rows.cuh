@@ -6,6 +6,7 @@
 
 #include "attention/sm90/bwd_block.cuh"
 #include "core/launch.h"
+#include "device/features.cuh"
 #include "device/sm90/stmatrix.cuh"
 
 namespace torchweld {

@@ -4,6 +4,7 @@
 
 #include "attention/cap.cuh"
 #include "attention/sm90/bwd_block.cuh"
+#include "device/features.cuh"
 #include "device/sm90/registers.cuh"
 #include "device/sm90/stmatrix.cuh"
 

@@ -4,6 +4,8 @@
 
 #include "attention/block.cuh"
 #include "attention/sm90/fwd.h"
+#include "device/features.cuh"
+#include "device/sm90/descriptor.h"
 #include "device/sm90/pipeline.cuh"
 #include "device/sm90/tma.cuh"
 

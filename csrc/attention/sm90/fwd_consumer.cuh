@@ -3,6 +3,7 @@
 
 #include "attention/sm90/fwd_block.cuh"
 #include "attention/sm90/fwd_rows.cuh"
+#include "device/features.cuh"
 #include "device/named_barrier.cuh"
 #include "device/sm90/registers.cuh"
 #include "device/sm90/stmatrix.cuh"

@@ -19,6 +19,7 @@
 #include "attention/sm90/fwd_consumer.cuh"
 #include "core/launch.h"
 #include "device/dispatch.cuh"
+#include "device/features.cuh"
 #include "device/sm90/dependent_launch.cuh"
 
 namespace torchweld {

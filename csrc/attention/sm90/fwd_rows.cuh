@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/softmax.cuh"
+#include "device/features.cuh"
 #include "device/mma_sync.cuh"
 #include "device/sm90/descriptor.h"
 #include "device/sm90/wgmma.cuh"

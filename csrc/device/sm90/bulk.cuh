@@ -2,6 +2,7 @@
 // fp32 values on the way (cp.reduce.async.bulk).
 #pragma once
 
+#include "device/features.cuh"
 #include "device/sm90/mbarrier.cuh"
 
 namespace torchweld {

@@ -3,13 +3,8 @@
 
 #include <cstdint>
 
+#include "device/features.cuh"
 #include "device/vec.cuh"
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-#define TW_HAS_CLUSTERS 1
-#else
-#define TW_HAS_CLUSTERS 0
-#endif
 
 namespace torchweld {
 

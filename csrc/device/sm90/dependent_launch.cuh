@@ -1,6 +1,7 @@
 // A kernel that begins while the one before it in the stream ends (programmatic dependent launch).
 #pragma once
 
+#include "device/features.cuh"
 #include "device/sm90/cluster.cuh"
 
 namespace torchweld {

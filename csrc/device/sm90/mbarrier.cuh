@@ -2,6 +2,7 @@
 // Source: PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier".
 #pragma once
 
+#include "device/features.cuh"
 #include "device/sm90/cluster.cuh"
 
 namespace torchweld {

@@ -2,6 +2,7 @@
 // full and empty barriers of each.
 #pragma once
 
+#include "device/features.cuh"
 #include "device/sm90/mbarrier.cuh"
 
 namespace torchweld {

@@ -4,6 +4,7 @@
 // up.
 #pragma once
 
+#include "device/features.cuh"
 #include "device/sm90/wgmma.cuh"
 
 namespace torchweld {

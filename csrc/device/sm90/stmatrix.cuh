@@ -2,6 +2,7 @@
 // Source: PTX ISA, "Warp-level matrix store instruction: stmatrix".
 #pragma once
 
+#include "device/features.cuh"
 #include "device/sm90/cluster.cuh"
 
 namespace torchweld {

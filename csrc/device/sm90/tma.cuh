@@ -4,6 +4,7 @@
 // Conversion Instructions: Tensor copy".
 #pragma once
 
+#include "device/features.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/tensor_map.h"
 

@@ -4,16 +4,9 @@
 // Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
 #pragma once
 
+#include "device/features.cuh"
 #include "device/sm90/descriptor.h"
 #include "device/vec.cuh"
-
-// NOTE: these instructions are for sm_90a alone; code for other chips of any age unsupported_reason
-// them.
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define TW_HAS_WGMMA 1
-#else
-#define TW_HAS_WGMMA 0
-#endif
 
 namespace torchweld {
 

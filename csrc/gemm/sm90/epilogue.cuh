@@ -10,6 +10,7 @@
 #pragma once
 
 #include "device/activation.cuh"
+#include "device/features.cuh"
 #include "device/sm90/stmatrix.cuh"
 #include "device/sm90/tma.cuh"
 #include "gemm/sm90/params.h"

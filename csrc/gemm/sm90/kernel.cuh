@@ -17,6 +17,7 @@
 
 #include "core/launch.h"
 #include "device/dispatch.cuh"
+#include "device/features.cuh"
 #include "device/named_barrier.cuh"
 #include "device/sm90/dependent_launch.cuh"
 #include "device/sm90/registers.cuh"

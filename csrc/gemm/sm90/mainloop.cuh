@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "device/features.cuh"
 #include "device/sm90/pipeline.cuh"
 #include "device/sm90/wgmma.cuh"
 #include "gemm/element.cuh"

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/block_flags.cuh"
+#include "device/features.cuh"
 #include "device/named_barrier.cuh"
 #include "device/sm90/cluster.cuh"
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/activation.cuh"
+#include "device/features.cuh"
 #include "device/named_barrier.cuh"
 #include "device/vec.cuh"
 #include "gemm/sm90/params.h"

@@ -22,6 +22,7 @@
 
 #include "core/launch.h"
 #include "device/dispatch.cuh"
+#include "device/features.cuh"
 #include "device/sm90/dependent_launch.cuh"
 #include "int4/decode/loader.cuh"
 

@@ -2,6 +2,7 @@
 // steps of the weight, one tile after the other, straight into registers.
 #pragma once
 
+#include "device/features.cuh"
 #include "device/sm90/bulk.cuh"
 #include "device/sm90/dependent_launch.cuh"
 #include "int4/decode/math.cuh"

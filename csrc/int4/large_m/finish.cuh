@@ -1,6 +1,7 @@
 // From the sums of warpgroups, those of y^T, to y where K is whole: bias and rounding.
 #pragma once
 
+#include "device/features.cuh"
 #include "device/sm90/stmatrix.cuh"
 #include "int4/large_m/loader.cuh"
 #include "int4/sums.cuh"

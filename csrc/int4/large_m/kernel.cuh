@@ -12,6 +12,7 @@
 
 #include "core/launch.h"
 #include "device/dispatch.cuh"
+#include "device/features.cuh"
 #include "device/sm90/bulk.cuh"
 #include "device/sm90/wgmma.cuh"
 #include "int4/fragments.cuh"

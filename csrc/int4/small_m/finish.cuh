@@ -2,6 +2,7 @@
 // fixed order, bias, rounding.
 #pragma once
 
+#include "device/features.cuh"
 #include "int4/decode/math.cuh"
 #include "int4/small_m/loader.cuh"
 #include "int4/sums.cuh"

@@ -16,6 +16,7 @@
 
 #include "core/launch.h"
 #include "device/dispatch.cuh"
+#include "device/features.cuh"
 #include "device/sm90/bulk.cuh"
 #include "device/sm90/dependent_launch.cuh"
 #include "device/sm90/wgmma.cuh"

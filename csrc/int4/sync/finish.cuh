@@ -1,6 +1,7 @@
 // From a block's staged sums to y: the parts of K added in a fixed order, bias, rounding.
 #pragma once
 
+#include "device/features.cuh"
 #include "int4/copies.cuh"
 #include "int4/sums.cuh"
 

@@ -16,6 +16,7 @@
 
 #include "core/launch.h"
 #include "device/dispatch.cuh"
+#include "device/features.cuh"
 #include "int4/fragments.cuh"
 #include "int4/sync/finish.cuh"
 #include "int4/sync/loader.cuh"
