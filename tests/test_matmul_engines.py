@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 
 import pytest
 import torch
@@ -357,3 +358,17 @@ def test_a_captured_stream_k_may_be_replayed():
             assert_equal(y, product)
     if torch.cuda.get_device_capability() == (9, 0):
         assert streamed > 0
+
+
+def test_the_first_call_of_a_thread():
+    """The result's memory comes from torch's cache, so nothing has made a context current."""
+    x, weight = torch.randn(2, 512, 512, device="cuda").to(BF16)
+    expected = torch.ops.torchweld.linear(x, weight)
+    freed = torch.empty_like(expected)
+    torch.cuda.synchronize()
+    del freed
+    results: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: results.append(torch.ops.torchweld.linear(x, weight)))
+    thread.start()
+    thread.join()
+    assert_equal(results[0], expected, "linear in a new thread")

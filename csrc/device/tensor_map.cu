@@ -30,6 +30,13 @@ Encode encoder() {
   return found;
 }
 
+// NOTE: a thread's first runtime call makes the device's context current. A thread of autograd
+// whose memory comes from torch's cache may have made none, and the driver's functions need one.
+bool make_context_current() {
+  int device;
+  return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
+}
+
 std::string list(const int64_t (&values)[4]) {
   std::string text;
   for (const int64_t value : values) text += (text.empty() ? "(" : ", ") + std::to_string(value);
@@ -56,12 +63,13 @@ TensorMap make_tensor_map(const char* op, const TensorBox& t) {
   const CUtensorMapSwizzle swizzle =
       t.swizzle == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   const Encode encode = encoder();
-  const CUresult result =
-      encode == nullptr
-          ? CUDA_ERROR_NOT_SUPPORTED
-          : encode(&map, type, 4, const_cast<void*>(t.data), sizes, strides, box, steps,
-                   CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto encode_map = [&] {
+    return encode(&map, type, 4, const_cast<void*>(t.data), sizes, strides, box, steps,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = encode == nullptr ? CUDA_ERROR_NOT_SUPPORTED : encode_map();
+  if (result == CUDA_ERROR_INVALID_CONTEXT && make_context_current()) result = encode_map();
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error(std::string("torchweld::") + op +
                              ": the driver makes no tensor map of sizes " + list(t.sizes) +
