@@ -1,7 +1,7 @@
 # The commands people type; `make help` lists them.
 #
 #   make demo                   .venv, pinned packages, build, demo
-#   make demo ARGS="--steps 9"  with flags of `torchweld demo`
+#   make demo ARGS="--steps 9"  with flags of the demo
 #   make demo PYTHON=python3.11 with this Python
 #   make demo VENV=             with the Python that is active: installs and builds nothing
 #   make wheel PYTHON=python3.11 TORCH=2.13.0    a wheel for others than those of .venv
@@ -34,7 +34,7 @@ BARE = $(VENV)/.python
 PACKAGES = $(VENV)/.packages
 endif
 
-.PHONY: help demo test test-torch format lint docs wheel bench kernel-check gpu-check sanitize clean distclean current-python FORCE
+.PHONY: help demo puzzles plan test test-torch format lint docs wheel bench kernel-check gpu-check sanitize clean distclean current-python FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 # Two pips in one environment get in each other's way.
@@ -42,12 +42,14 @@ endif
 
 help:
 	@echo "make demo          train a GPT-2 with torchweld's ops and without (ARGS=\"--steps 200\")"
+	@echo "make puzzles       the twelve Triton puzzles, solved by the ops (ARGS=\"--puzzle 5\")"
 	@echo "make test          the test suite (ARGS=\"-k softmax\")"
 	@echo "make test-torch    the suite against another torch (TORCH=2.13.0), in a venv of its own"
 	@echo "make format, lint  ruff and clang-format"
 	@echo "make docs          the documentation, into docs/_build/html"
 	@echo "make wheel         a wheel into dist/, checked in an empty environment"
-	@echo "make bench         benchmarks (ARGS=\"rows\")"
+	@echo "make bench         a family of benchmarks (ARGS=\"rows\"), or one call"
+	@echo "make plan          how to divide GPUs over a model (ARGS=\"--model llama-3.1-8b --gpus 64\")"
 	@echo "make kernel-check  registers, spills and build time of every kernel; needs nvcc, no GPU"
 	@echo "make gpu-check     the test suite and the benchmarks on this machine's GPU"
 	@echo "make sanitize      compute-sanitizer over every op's small calls (ARGS=\"--tools racecheck\")"
@@ -61,7 +63,10 @@ demo: export TORCHWELD_CPU_ONLY ?= 1
 endif
 endif
 demo: $(SETUP)
-	@$(RUN) -m torchweld demo $(ARGS)
+	@$(RUN) examples/demo $(ARGS)
+
+puzzles: $(SETUP)
+	@$(RUN) examples/puzzles $(ARGS)
 
 test: $(SETUP) $(TOOLS)
 	@$(RUN) -m pytest -q -n $(WORKERS) $(ARGS)
@@ -98,7 +103,10 @@ wheel: $(if $(PYTHON),,$(if $(TORCH),$(BARE),$(PACKAGES)))
 	  $(if $(PYTHON),--python $(PYTHON)) $(if $(TORCH),--torch $(TORCH))
 
 bench: $(SETUP)
-	@$(RUN) -m torchweld bench $(ARGS)
+	@$(RUN) benchmarks/bench.py $(ARGS)
+
+plan: $(SETUP)
+	@$(RUN) benchmarks/plan.py $(ARGS)
 
 kernel-check: $(SETUP)
 	@$(RUN) benchmarks/kernel_check.py $(ARGS)

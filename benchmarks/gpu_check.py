@@ -53,13 +53,14 @@ def main(argv: list[str] | None = None) -> int:
     if tests.returncode:
         print("gpu-check: the test suite is not green, nothing is measured", file=sys.stderr)
         return 1
-    from torchweld.bench import FAMILIES
-    from torchweld.bench import main as bench
+    from torchweld_bench import FAMILIES
+    from torchweld_bench import main as bench
 
     flags = ["--check", "--out", str(args.out), "--tests", ",".join(map(str, counts))]
     if several:
         torchrun = ["torch.distributed.run", "--nproc-per-node", str(args.gpus)]
-        command = [sys.executable, "-m", *torchrun, "-m", "torchweld", "bench", "distributed"]
+        script = str(ROOT / "benchmarks" / "bench.py")
+        command = [sys.executable, "-m", *torchrun, script, "distributed"]
         return subprocess.run([*command, *flags], cwd=ROOT).returncode
     on_gpu = [family for family, device in FAMILIES.items() if device == "cuda"]
     families = args.families.split(",") if args.families else on_gpu

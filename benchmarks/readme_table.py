@@ -44,7 +44,7 @@ PEERS = {
     "torch": "torch's op",
     "alone": "one GPU",
     "stock": "the same in torch's modules",
-    "plan": "`torchweld plan`",
+    "plan": "`make plan`",
     "product": "FSDP2's cost times tensor parallel's",
     "matmul alone": "the product alone",
 }
@@ -219,7 +219,7 @@ not in microseconds.
 
 On several GPUs a time is that of the slowest one. Training steps there, and generation, are timed
 model after model. One GPU is given what all share, or its own part where each has a batch.
-`torchweld plan` predicts from one GPU's speed and the measured bandwidth of a gather."""
+`make plan` predicts from one GPU's speed and the measured bandwidth of a gather."""
 
 Report = dict[str, Any]
 

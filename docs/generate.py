@@ -3,8 +3,8 @@
 ops.part.md       where each op runs, in which dtype, with which gradients; the ops are asked
 versions.part.md  the versions of Python, torch and CUDA, and the GPUs
 api_*.md          every public name, from its docstring
-plan.part.md      what torchweld plan predicts to 1,024 GPUs
-commands.md       the help of the command line
+plan.part.md      what benchmarks/plan.py predicts up to 1,024 GPUs
+commands.md       the help of the command line and of the tools of a checkout
 benchmarks.md     benchmarks/results/README.md, its links set to this folder
 """
 
@@ -24,13 +24,20 @@ from typing import Any
 import torch
 
 import torchweld
-from torchweld import cli, distributed, integrations, nn, puzzles, testing
+import torchweld_cli
+from torchweld import distributed, integrations, nn, testing
 from torchweld._library import build_facts
-from torchweld.distributed import planning
 from torchweld.info import has_cuda_kernel
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
+sys.path += [str(ROOT / folder) for folder in ("benchmarks", "examples")]
+
+import demo.main  # noqa: E402
+import plan  # noqa: E402
+import puzzles.main  # noqa: E402
+import torchweld_bench  # noqa: E402
+
 OUT = DOCS / "_generated"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
@@ -129,8 +136,8 @@ def plan_table() -> str:
     rows.append("| --- " * 5 + "|")
     for model in ("llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"):
         for gpus in (8, 64, 256, 1024):
-            sizes, machine = planning.MODELS[model], planning.Machine()
-            best = planning.layouts(sizes, machine, gpus, 8192, gpus, True)[0]
+            sizes, machine = plan.MODELS[model], plan.Machine()
+            best = plan.layouts(sizes, machine, gpus, 8192, gpus, True)[0]
             cells = "does not fit | - | -"
             if best.total <= machine.memory:
                 share = f"{best.share:.0%}, {best.share_without_overlap:.0%}"
@@ -141,14 +148,20 @@ def plan_table() -> str:
 
 
 def commands() -> str:
-    """The command line's help, command by command."""
+    """The help of `torchweld`, command by command, and of the tools of a checkout."""
     os.environ["COLUMNS"] = "90"  # the width that argparse writes for
+    calls = {
+        f"torchweld {command}".strip(): (torchweld_cli.main, command.split())
+        for command in ("", "info", "explain", "tune")
+    }
+    for tool in (torchweld_bench, demo.main, puzzles.main, plan):
+        name = tool.__name__.removesuffix(".main").removeprefix("torchweld_")
+        calls[f"make {name} ARGS=..."] = (tool.main, [])
     texts = []
-    for command in ("", "info", "explain", "tune", "bench", "demo", "plan", "puzzles"):
+    for name, (main, command) in calls.items():
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-            cli.main([*command.split(), "--help"])
-        name = f"torchweld {command}".strip()
+            main([*command, "--help"])
         texts.append(f"## {name}\n\n```text\n{out.getvalue().rstrip()}\n```\n")
     return "\n".join(texts)
 
@@ -165,9 +178,7 @@ def api() -> dict[str, list[str]]:
     pages["nn"] = [f"torchweld.nn.{name}" for name in nn.__all__]
     pages["integrations"] = [f"torchweld.integrations.{name}" for name in integrations.__all__]
     pages["distributed"] = [f"torchweld.distributed.{name}" for name in distributed.__all__]
-    for module in (testing, puzzles):
-        for name in getattr(module, "__all__", ["mad"]):
-            pages["tools"].append(f"{module.__name__}.{name}")
+    pages["tools"].append(f"{testing.__name__}.mad")
     return pages
 
 
@@ -188,10 +199,7 @@ def _directive(name: str) -> str:
     value: Any = getattr(sys.modules[module], attribute)
     if inspect.isclass(value):
         return f".. autoclass:: {name}"
-    if callable(value):
-        return f".. autofunction:: {name}"
-    kind = type(value[0]).__name__
-    return f".. py:data:: {name}\n\n   A {type(value).__name__} of {len(value)} `{kind}` objects."
+    return f".. autofunction:: {name}"
 
 
 def api_page(page: str) -> str:

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import torchweld
-from torchweld.demo.text import END, encode, read_text, train_tokenizer
+from demo.text import END, encode, read_text, train_tokenizer
 from torchweld.distributed import context_parallel, parallelize, parameter_groups, shard_sequence
 
 TOLERANCE = 1e-3  # of the loss, which many steps of float32 in another order drift apart by

@@ -1,8 +1,8 @@
-"""The share of tiles that a mask leaves, by which `torchweld bench attention_masks` judges."""
+"""The share of tiles that a mask leaves, by which `bench.py attention_masks` judges."""
 
 from __future__ import annotations
 
-from torchweld.bench.attention_masks import _live_share
+from torchweld_bench.attention_masks import _live_share
 
 
 def test_share_of_live_tiles():

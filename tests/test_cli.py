@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -12,24 +11,19 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import torchweld
-from torchweld import cli
-from torchweld._start import only_prints_help
-from torchweld.bench import one
+import torchweld_cli
+from commands import run_command as run
 
 PACKAGE = Path(torchweld.__file__).parent
-
-
-def run(capsys, *argv):
-    """Exit status, stdout and stderr of one command line."""
-    try:
-        code = cli.main(list(argv))
-    except SystemExit as stop:
-        code = stop.code
-    out, err = capsys.readouterr()
-    return code, out, err
+ROOT = Path(__file__).resolve().parent.parent
+# Every command, without its flags.
+TORCHWELD = ["-m", "torchweld_cli"]
+PUZZLES = [str(ROOT / "examples" / "puzzles")]
+DEMO = [str(ROOT / "examples" / "demo")]
+BENCH = [str(ROOT / "benchmarks" / "bench.py")]
+PLAN = [str(ROOT / "benchmarks" / "plan.py")]
 
 
 def test_info(capsys):
@@ -94,11 +88,6 @@ def test_explain_json(capsys):
     [
         (["nonsense"], "'nonsense'"),
         (["info", "--yaml"], "--yaml"),
-        (["bench"], "FAMILY|OP"),
-        (["bench", "softmax"], "an op needs --shape"),
-        (["bench", "softmin", "--shape", "4"], "OP must be one of"),
-        (["bench", "linear", "--shape", "4,5"], "M,K,N"),
-        (["bench", "softmax", "--shape", "4", "--against", "cudnn"], "'cudnn'"),
         (["explain"], "OP"),
         (["explain", "softmax"], "--shape"),
         (["explain", "softmin", "--shape", "4"], "OP must be one of"),
@@ -113,10 +102,7 @@ def test_explain_json(capsys):
         (["explain", "softmax", "--shape", "9999999999999,99999999999999"], "size"),
         (["explain", "softmax", "--shape", "99999999999999999999,2"], "below 2**62"),
         (["tune", "softmax", "--shape", "99999999999999999999,2"], "below 2**62"),
-        (["bench", "softmax", "--shape", "99999999999999999999,2"], "below 2**62"),
         (["explain", "gated_linear", "--shape", f"2,2,{2**62}"], "below 2**62"),
-        (["bench", "softmax", "--shape", "4", "--device", "cpu", "--out", "/dev/null"], "--out"),
-        (["bench", "cpu", "--targets", "no/such.toml"], "no/such.toml"),
     ],
 )
 def test_bad_arguments(capsys, argv, words):
@@ -130,7 +116,7 @@ def test_bad_arguments(capsys, argv, words):
 HELP = [
     [],
     ["--help"],
-    *([name, "-h"] for name in ("info", "explain", "tune", "bench", "demo", "plan", "puzzles")),
+    *([name, "-h"] for name in ("info", "explain", "tune")),
 ]
 
 
@@ -150,41 +136,45 @@ def no_torch(tmp_path):
 
 @pytest.mark.parametrize("argv", [*HELP, ["--version"]])
 def test_help_needs_no_torch(no_torch, capsys, argv):
-    command = [sys.executable, "-m", "torchweld", *argv]
+    command = [sys.executable, *TORCHWELD, *argv]
     done = subprocess.run(command, env=no_torch, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(("usage: torchweld", f"torchweld {torchweld.__version__}\n"))
 
 
-@pytest.mark.parametrize(
-    ("argv", "is_help"),
-    [
-        ([str(Path(sys.executable).parent / "torchweld"), "--help"], True),
-        ([str(Path(sys.executable).parent / "torchweld")], True),
-        ([str(Path(sys.executable).parent / "torchweld"), "explain", "softmax", "-h"], True),
-        ([str(Path(sys.executable).parent / "torchweld"), "info"], False),
-        (["/somewhere/torchweld", "--help"], False),
-        (["train.py", "--help"], False),
-        (["-c"], False),
-        (["-m"], False),
-        ([], False),
-    ],
-)
-def test_only_the_command_itself_is_taken_for_help(monkeypatch, argv, is_help):
-    monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "pytest", "--help"])
-    assert only_prints_help() == is_help
+@pytest.mark.parametrize("command", [BENCH, DEMO, PLAN], ids=lambda command: Path(command[0]).stem)
+def test_help_of_a_tool_needs_no_torch(no_torch, command):
+    done = subprocess.run(
+        [sys.executable, *command, "--help"], env=no_torch, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: {Path(command[0]).stem} ")
+
+
+def test_help_of_python_dash_m():
+    done = subprocess.run(
+        [sys.executable, "-m", "torchweld", "--help"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: torchweld ")
+
+
+def test_the_package_reads_no_command_line():
+    """Only torchweld_cli may: an import does the same in every program."""
+    sources = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    assert len(sources) > 50
+    words = ("sys.argv", "orig_argv", "import signal")
+    assert [str(p) for p, text in sources.items() if any(word in text for word in words)] == []
 
 
 def test_dir_lists_everything():
     names = dir(torchweld)
-    public = {*torchweld.__all__, "puzzles", "testing", "integrations"}
+    public = {*torchweld.__all__, "testing", "integrations"}
     assert public - set(names) == set()
     assert [name for name in names if not hasattr(torchweld, name)] == []
-    for package in (torchweld.puzzles, torchweld.integrations, torchweld.tuning):
+    for package in (torchweld.distributed, torchweld.integrations, torchweld.tuning):
         assert set(package.__all__) <= set(dir(package))
         assert all(hasattr(package, name) for name in package.__all__)
-    assert callable(torchweld.puzzles.solve)
     with pytest.raises(AttributeError, match="module 'torchweld' has no attribute 'softmin'"):
         _ = torchweld.softmin
 
@@ -193,88 +183,32 @@ def test_version(capsys):
     assert run(capsys, "--version") == (0, f"torchweld {torchweld.__version__}\n", "")
 
 
-def test_bench_gets_its_own_arguments(capsys, monkeypatch):
-    import torchweld.bench
-
-    seen = []
-    monkeypatch.setattr(torchweld.bench, "main", lambda argv: seen.append(argv) or 3)
-    assert run(capsys, "bench", "rows", "--check")[0] == 3
-    assert seen == [["rows", "--check"]]
-
-
-SMALL = {
-    "attention": "1,2,5,7,8",
-    "bmm": "2,3,4,5",
-    "causal_softmax": "2,4,5",
-    "conv2d": "2,8,9,3,3",
-    "outer_add": "3,4",
-    "outer_mul_relu": "3,4",
-    "mul_relu": "3,4",
-    "scalar_attention": "9",
-    "softmax_matmul": "1,2,3,4,5",
-    **dict.fromkeys(("softmax", "row_sum", "add_scalar"), "3,5"),
-}
-
-
-@pytest.mark.parametrize("op", one.EAGER)
-def test_bench_of_one_call(capsys, op):
-    """What is timed against it computes the same."""
-    argv = ["bench", op, "--shape", SMALL.get(op, "3,16,8"), "--device", "cpu"]
-    code, out, err = run(capsys, *argv)
-    assert code == 0
-    rows = out.splitlines()[2:]
-    assert [row.split("  ")[0].rsplit(" ", 1)[1] for row in rows] == ["forward", "gradient"]
-    assert all(row.startswith(f"{op} (") and "float32" in row for row in rows)
-    assert all(re.search(r"\d\.\d{3} eager ", row) for row in rows), out
-    assert err.count(f"{op} (") == 2
-
-
-@pytest.mark.parametrize("op", one.EAGER)
-def test_bench_of_empty_tensors(capsys, op):
-    """Every size may be 0, as the op's may."""
-    sizes = SMALL.get(op, "3,16,8").split(",")
-    for i in range(len(sizes)):
-        shape = ",".join([*sizes[:i], "0", *sizes[i + 1 :]])
-        code, out, _ = run(capsys, "bench", op, "--shape", shape, "--device", "cpu")
-        assert code == 0 and len(out.splitlines()) == 4, shape
-
-
-def test_ctrl_c_of_a_benchmark(capsys, monkeypatch):
-    def rows(*_):
-        yield from list(real("softmax", [torch.randn(3, 5)], ["eager"]))[:1]
-        raise KeyboardInterrupt
-
-    real = one.rows
-    monkeypatch.setattr(one, "rows", rows)
-    code, out, err = run(capsys, "bench", "softmax", "--shape", "3,5", "--device", "cpu")
-    assert code == 130 and "interrupted; the rows so far:" in err
-    assert "softmax (3, 5) float32 forward" in out
-
-
 COMMANDS = [
-    ["info"],
-    ["info", "--json"],
-    ["explain", "softmax", "--shape", "4,4", "--device", "cpu"],
-    ["bench", "softmax", "--shape", "4,4", "--device", "cpu"],
-    ["puzzles", "--puzzle", "1", "--device", "cpu"],
+    [*TORCHWELD, "info"],
+    [*TORCHWELD, "info", "--json"],
+    [*TORCHWELD, "explain", "softmax", "--shape", "4,4", "--device", "cpu"],
+    [*BENCH, "softmax", "--shape", "4,4", "--device", "cpu"],
+    [*PUZZLES, "--puzzle", "1", "--device", "cpu"],
+    [*PLAN, "--model", "gpt2", "--gpus", "4", "--seqlen", "512"],
 ]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("argv", COMMANDS, ids=lambda argv: " ".join(argv).removeprefix(str(ROOT)))
 def test_output_that_can_not_be_written(argv, unbuffered):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "torchweld", *argv],
+            [sys.executable, *argv],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
         )
-    said = [line for line in done.stderr.splitlines() if line.startswith("torchweld")]
+    program = "torchweld" if argv[:2] == TORCHWELD else Path(argv[0]).stem
     assert done.returncode == 1 and "Error" not in done.stderr and "Exception" not in done.stderr
-    assert said == ["torchweld: the output can't be written: No space left on device"]
+    last = done.stderr.splitlines()[-1]
+    assert last == f"{program}: the output can't be written: No space left on device"
 
 
 def test_a_reader_that_has_gone(capsys):
@@ -288,9 +222,9 @@ def test_a_reader_that_has_gone(capsys):
 
 def test_what_the_encoding_lacks_is_printed_as_a_question_mark(tmp_path):
     path = tmp_path / "größe.png"
-    argv = ["puzzles", "--puzzle", "1", "--device", "cpu", "--picture", str(path)]
+    argv = [*PUZZLES, "--puzzle", "1", "--device", "cpu", "--picture", str(path)]
     done = subprocess.run(
-        [sys.executable, "-m", "torchweld", *argv],
+        [sys.executable, *argv],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
@@ -306,7 +240,7 @@ def test_ctrl_c_while_torch_is_imported(tmp_path, ours):
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     )
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{PACKAGE.parent}"}
-    command = ["-m", "torchweld", "info"] if ours else ["-c", "import torchweld"]
+    command = [*TORCHWELD, "info"] if ours else ["-c", "import torchweld"]
     done = subprocess.run(
         [sys.executable, *command],
         env=env,
@@ -325,25 +259,15 @@ def test_ctrl_c_of_a_command_is_130(capsys, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_info", interrupted)
+    monkeypatch.setattr(torchweld_cli, "_info", interrupted)
     assert run(capsys, "info") == (130, "", "")
-
-
-def test_bench_against_compile(capsys, monkeypatch):
-    compiled = []
-    monkeypatch.setattr(torch, "compile", lambda f, **_: compiled.append(f) or f)
-    argv = ["bench", "softmax", "--shape", "3,5", "--device", "cpu", "--against", "compile,eager"]
-    code, out, _ = run(capsys, *argv, "--dtype", "bfloat16")
-    assert code == 0 and compiled == [one.EAGER["softmax"]]
-    head, row = out.splitlines()[1:3]
-    assert "compile us" in head and "eager us" in head
-    assert " compile " in row and "bfloat16" in row
 
 
 def without_library(tmp_path):
     """A copy of the package that lacks the operator library, and an environment that finds it."""
     ignore = shutil.ignore_patterns("_ops*", "__pycache__")
     shutil.copytree(PACKAGE, tmp_path / "torchweld", ignore=ignore)
+    shutil.copy(torchweld_cli.__file__, tmp_path)
     return {**os.environ, "PYTHONPATH": str(tmp_path)}
 
 
@@ -352,20 +276,21 @@ def test_with_a_broken_library(tmp_path):
 
     def command(*argv):
         return subprocess.run(
-            [sys.executable, "-m", "torchweld", *argv],
+            [sys.executable, *argv],
             env=env,
             cwd=tmp_path,
             capture_output=True,
             text=True,
         )
 
-    info = command("info", "--json")
+    info = command(*TORCHWELD, "info", "--json")
     assert info.returncode == 0
     values = json.loads(info.stdout)
     assert values["available"] is False
     assert "library is missing" in values["unavailable_reason"]
-    calls = (["explain", "softmax", "--shape", "4"], ["tune", "softmax", "--shape", "4"])
-    for argv in (*calls, ["demo", "--out", "out"], ["bench", "cpu"]):
+    call = ["softmax", "--shape", "4"]
+    calls = ([*TORCHWELD, "explain", *call], [*TORCHWELD, "tune", *call])
+    for argv in (*calls, [*DEMO, "--out", "out"], [*BENCH, "cpu"]):
         failed = command(*argv)
         assert failed.returncode == 1
         assert failed.stdout == ""

@@ -1,11 +1,11 @@
-"""The pictures of `torchweld bench curves`, from what was measured."""
+"""The pictures of `bench.py curves`, from what was measured."""
 
 from __future__ import annotations
 
 import pytest
 
-from torchweld.bench import curves
-from torchweld.bench.results import Report, Row
+from torchweld_bench import curves
+from torchweld_bench.results import Report, Row
 
 
 def row(case: str, ours: float, ratio: float | None = 2.0) -> Row:

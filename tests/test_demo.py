@@ -1,4 +1,4 @@
-"""`torchweld demo`: a tiny run from end to end, bad input, Ctrl-C, the tokenizer's cache."""
+"""`make demo`: a tiny run from end to end, bad input, Ctrl-C, the tokenizer's cache."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from torchweld import cli  # noqa: E402
-from torchweld.demo import generate, main, memory, model, report, text, train  # noqa: E402
-from torchweld.demo.options import UsageError, add_arguments, resolve  # noqa: E402
-from torchweld.demo.report import Results, write  # noqa: E402
+from demo import generate, main, memory, model, report, text, train  # noqa: E402
+from demo.options import UsageError, add_arguments, resolve  # noqa: E402
+from demo.report import Results, write  # noqa: E402
 
 TINY = ["--device", "cpu", "--layers", "1", "--dim", "32", "--heads", "2"]
 TINY += ["--context", "24", "--batch", "2", "--vocab", "300"]
@@ -52,9 +51,9 @@ def prose(tmp_path):
 
 
 def demo(*argv):
-    """Exit status of `torchweld demo` with tiny sizes."""
+    """Exit status of the demo with tiny sizes."""
     try:
-        return cli.main(["demo", *TINY, *map(str, argv)])
+        return main.main([*TINY, *map(str, argv)])
     except SystemExit as stop:
         return stop.code
 
@@ -118,7 +117,7 @@ def test_standard_library_bfloat16_and_a_checkpoint(tmp_path, capsys):
     pair.stock.save_pretrained(checkpoint)
     argv = ["--device", "cpu", "--context", "16", "--batch", "2", "--vocab", "300"]
     argv += ["--steps", "3", "--dtype", "bf16", "--out", "out"]
-    assert cli.main(["demo", *argv, "--checkpoint", str(checkpoint)]) == 0
+    assert main.main([*argv, "--checkpoint", str(checkpoint)]) == 0
     found = json.loads(Path("out/demo.json").read_text())
     assert found["model"]["from"] == "checkpoint"
     assert found["model"]["parameters"] == pair.parameters
@@ -207,14 +206,14 @@ def test_bad_input(tmp_path, capsys, argv, words):
         argv = [*argv, "--out", "out"]
     if argv[: len(CHECKPOINT)] == CHECKPOINT:
         try:
-            code = cli.main(["demo", *argv, "--text", "prose.txt"])
+            code = main.main([*argv, "--text", "prose.txt"])
         except SystemExit as stop:
             code = stop.code
     else:
         code = demo(*argv)
     err = capsys.readouterr().err
     assert code == 2
-    assert err.startswith("torchweld")
+    assert err.startswith("demo: ")
     assert err.count("\n") == 1
     assert words in err
     assert sorted(p for p in tmp_path.rglob("*") if "cache" not in p.parts) == before
@@ -224,7 +223,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, prose):
     out = tmp_path / "out"
     argv = [*TINY, "--steps", "100000", "--text", str(prose), "--out", str(out)]
     with subprocess.Popen(
-        [sys.executable, "-m", "torchweld", "demo", *argv],
+        [sys.executable, Path(main.__file__).parent, *argv],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -238,7 +237,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, prose):
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err == "torchweld demo: interrupted; what was measured is kept\n"
+    assert err == "demo: interrupted; what was measured is kept\n"
     assert sorted(p.name for p in out.iterdir()) == ["demo.json", "demo.png"]
     found = json.loads((out / "demo.json").read_text())
     assert found["interrupted"] is True
@@ -263,7 +262,7 @@ def test_ctrl_c_in_a_later_part(tmp_path, capsys, prose, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generate, "_explain", interrupt)
-    monkeypatch.setattr("torchweld.demo.optable.cases", interrupt)
+    monkeypatch.setattr("demo.optable.cases", interrupt)
     assert demo("--text", prose, "--steps", 2, "--out", tmp_path / "out") == 130
     found = json.loads((tmp_path / "out" / "demo.json").read_text())
     assert found["generation"]["passed"] is True
@@ -298,7 +297,7 @@ def test_output_that_can_not_be_written_takes_no_results(
     assert found["interrupted"] is True and found["training"]["steps"] == 2
     assert (found["ops"] is not None) == (fails == "print_ops")
     assert capsys.readouterr().err == (
-        "torchweld: the output can't be written: No space left on device\n"
+        "demo: the output can't be written: No space left on device\n"
     )
 
 
@@ -310,7 +309,7 @@ def test_ctrl_c_writes_before_it_prints(tmp_path, capsys, prose, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(generate, "_explain", interrupt)
-    monkeypatch.setattr("torchweld.demo.generate.generate", interrupt)
+    monkeypatch.setattr("demo.generate.generate", interrupt)
     printed = report.print_training
     monkeypatch.setattr(
         report, "print_training", lambda *a: printed(*a) if not written.exists() else full()
@@ -324,7 +323,7 @@ def test_ctrl_c_writes_before_it_prints(tmp_path, capsys, prose, monkeypatch):
 def test_a_failed_check_is_exit_1(tmp_path, capsys, prose, monkeypatch):
     monkeypatch.setattr(train.Training, "converged", lambda self: False)
     assert demo("--text", prose, "--steps", 2, "--out", tmp_path / "out") == 1
-    assert capsys.readouterr().err == "torchweld demo: failed: losses agree\n"
+    assert capsys.readouterr().err == "demo: failed: losses agree\n"
     assert (tmp_path / "out" / "demo.json").exists()
 
 
@@ -498,7 +497,7 @@ def test_checkpoint_that_lacks_weights(tmp_path, prose):
 
 
 def measure_ops(prose, seconds):
-    from torchweld.demo.optable import OpTable, measure
+    from demo.optable import OpTable, measure
 
     table = OpTable()
     measure(options("--text", prose), 2, 32, table, seconds, lambda what: None)
@@ -506,7 +505,7 @@ def measure_ops(prose, seconds):
 
 
 def test_op_table_with_compile(prose, monkeypatch):
-    monkeypatch.setattr("torchweld.demo.optable.cpp_compiler", lambda: "c++")
+    monkeypatch.setattr("demo.optable.cpp_compiler", lambda: "c++")
 
     def compile_(function, **_):
         if function.__name__ == "attend":
@@ -523,7 +522,7 @@ def test_op_table_with_compile(prose, monkeypatch):
 
 
 def test_op_table_without_a_compiler(prose, monkeypatch):
-    monkeypatch.setattr("torchweld.demo.optable.cpp_compiler", lambda: None)
+    monkeypatch.setattr("demo.optable.cpp_compiler", lambda: None)
     table = measure_ops(prose, 1000.0)
     assert table.compile_note == "torch.compile was left out: no C++ compiler was found"
 

@@ -1,4 +1,4 @@
-"""`torchweld bench distributed`: run by torchrun with tiny sizes, its files, picture and names."""
+"""The distributed benchmark: run by torchrun with tiny sizes, its files, picture and names."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import torchweld_bench as bench
 from commands import run_command
-from torchweld import bench
-from torchweld.bench import results
+from torchweld_bench import results
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this torch has no gloo", allow_module_level=True)
 
-from torchweld.bench import distributed
-from torchweld.bench.distributed import ops, picture, steps
-from torchweld.bench.distributed.decoder import Decoder
-from torchweld.bench.distributed.setup import TINY, Cases
+from torchweld_bench import distributed
+from torchweld_bench.distributed import ops, picture, steps
+from torchweld_bench.distributed.decoder import Decoder
+from torchweld_bench.distributed.setup import TINY, Cases
 
 SECONDS = 120
 TARGETS = Path(__file__).resolve().parent.parent / "benchmarks" / "targets.toml"
@@ -34,7 +34,7 @@ TARGETS = Path(__file__).resolve().parent.parent / "benchmarks" / "targets.toml"
 def started(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Two processes of torchrun, without GPUs."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = ["-m", "torchweld", "bench", "distributed", *arguments]
+    command = [str(TARGETS.with_name("bench.py")), "distributed", *arguments]
     return subprocess.run(
         [sys.executable, *torchrun, *command],
         cwd=folder,
@@ -134,7 +134,7 @@ def test_a_failure_is_told_and_is_the_exit_status(monkeypatch, capsys, tmp_path)
 @pytest.mark.parametrize(
     ("environment", "gpus", "sentence"),
     [
-        ({}, 0, "distributed must be started by torchrun: torchrun --nproc-per-node 2 -m "),
+        ({}, 0, "distributed must be started by torchrun: torchrun --nproc-per-node 2 "),
         ({"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, 1, "2 processes, but there "),
     ],
 )
@@ -145,7 +145,7 @@ def test_refusals(monkeypatch, capsys, environment, gpus, sentence):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    code, out, error = run_command(capsys, "bench", "distributed")
+    code, out, error = run_command(capsys, "distributed", main=bench.main)
     assert (code, out, error.count("\n")) == (2, "", 1) and sentence in error
 
 

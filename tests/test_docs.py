@@ -54,7 +54,8 @@ def run(code: list[Block], folder: Path) -> None:
         text += "\n" * (block.line - 1 - text.count("\n")) + block.code
     path = folder / code[0].page
     path.write_text(text, encoding="utf-8")
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(TORCHWELD.parent)}
+    path_of_imports = f"{TORCHWELD.parent}{os.pathsep}{ROOT / 'benchmarks'}"  # which has plan.py
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path_of_imports}
     done = subprocess.run(
         [sys.executable, path.name], cwd=folder, capture_output=True, text=True, env=env
     )

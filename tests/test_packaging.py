@@ -48,13 +48,28 @@ def test_sdist_holds_what_the_build_and_the_suite_need(tmp_path):
         about = email.message_from_binary_file(
             tar.extractfile(f"torchweld-{torchweld.__version__}/PKG-INFO")
         )
-    needed = files_below("csrc", "python/torchweld", "tests", "benchmarks", "requirements", "tools")
+    needed = files_below(
+        "csrc", "python", "tests", "benchmarks", "examples", "requirements", "tools"
+    )
+    needed = {name for name in needed if ".egg-info/" not in name}
     needed |= {"setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "Makefile"}
     assert len(needed) > 300
     assert sorted(needed - held) == []
     assert [name for name in held if name.endswith((".so", ".o", "_build.json"))] == []
     # The sources are for any torch that is new enough.
     assert any(re.fullmatch(r"torch>=[\d.]+", r) for r in about.get_all("Requires-Dist"))
+
+
+def test_installed_python_is_the_library_and_its_command(tmp_path):
+    """Benchmarks, demo, puzzles and planner are tools of a checkout."""
+    setup_py("build_py", "--build-lib", tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["torchweld", "torchweld_cli.py"]
+    built = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py")}
+    assert built == {
+        name.removeprefix("python/") for name in files_below("python") if name.endswith(".py")
+    }
+    folders = {path.name for path in tmp_path.rglob("*") if path.is_dir()}
+    assert folders & {"bench", "demo", "puzzles", "benchmarks", "examples"} == set()
 
 
 @pytest.mark.parametrize("local", ["0", "1"])

@@ -1,4 +1,4 @@
-"""`torchweld plan`: the arithmetic against models and sums made another way, and its refusals."""
+"""`make plan`: the arithmetic against models and sums made another way, and its refusals."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+import plan
 from commands import run_command
-from torchweld.distributed.planning import MODELS, Machine, Sizes, layout, layouts, read_sizes
+from plan import MODELS, Machine, Sizes, layout, layouts, read_sizes
 
 SMALL = Sizes(2, 32, 4, 2, 8, 48, True, 61, False)
 MACHINE = Machine(latency=1e-9)
@@ -125,7 +126,8 @@ def test_what_fits_comes_first_and_the_faster_of_it():
 def test_command_tells_what_is_assumed(capsys):
     code, out, _ = run_command(
         capsys,
-        *["plan", "--model", "llama-3.1-8b", "--gpus", "16", "--link", "300", "--network", "40"],
+        *["--model", "llama-3.1-8b", "--gpus", "16", "--link", "300", "--network", "40"],
+        main=plan.main,
     )
     assert code == 0
     assert "A model, not a measurement" in out
@@ -134,13 +136,14 @@ def test_command_tells_what_is_assumed(capsys):
 
 def test_command_as_json(capsys):
     code, out, _ = run_command(
-        capsys, *["plan", "--model", "gpt2", "--gpus", "4", "--seqlen", "512", "--json"]
+        capsys, *["--model", "gpt2", "--gpus", "4", "--seqlen", "512", "--json"], main=plan.main
     )
     rows = json.loads(out)["layouts"]
     assert code == 0 and {(r["fsdp"], r["cp"], r["tp"]) for r in rows} >= {(4, 1, 1), (1, 1, 4)}
     code, out, _ = run_command(
         capsys,
-        *["plan", "--model", "gpt2", "--gpus", "4", "--seqlen", "512", "--tp", "2", "--json"],
+        *["--model", "gpt2", "--gpus", "4", "--seqlen", "512", "--tp", "2", "--json"],
+        main=plan.main,
     )
     assert {r["tp"] for r in json.loads(out)["layouts"]} == {2}
 
@@ -158,14 +161,14 @@ def test_command_as_json(capsys):
     ],
 )
 def test_bad_arguments(capsys, line, sentence):
-    code, out, error = run_command(capsys, "plan", *line.split())
+    code, out, error = run_command(capsys, *line.split(), main=plan.main)
     assert code == 2 and out == ""
     assert error.count("\n") == 1 and sentence in error
 
 
 def test_another_kind_of_model_is_refused(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
-    code, _, error = run_command(capsys, "plan", "--model", str(tmp_path), "--gpus", "8")
+    code, _, error = run_command(capsys, "--model", str(tmp_path), "--gpus", "8", main=plan.main)
     assert (
         code == 2 and "must be a gpt2, llama, mistral, qwen2 or qwen3, but got 'mixtral'" in error
     )

@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import puzzles
 import torchweld
 from commands import run_command
-from torchweld import puzzles
-from torchweld.puzzles import memory
-from torchweld.puzzles.cases import codes
-from torchweld.puzzles.picture import cells
+from puzzles import memory
+from puzzles.cases import codes
+from puzzles.main import main
+from puzzles.picture import cells
 from torchweld.testing import mad
 
 ALL = [pytest.param(p, id=f"{p.number}_{p.title.replace(' ', '_')}") for p in puzzles.PUZZLES]
@@ -78,7 +79,7 @@ def test_specs_by_hand():
 
 def test_wrong_result_is_no_match(monkeypatch):
     wrong = dataclasses.replace(puzzles.PUZZLES[0], op=lambda x: x + 10.001)
-    module = importlib.import_module("torchweld.puzzles.solving")
+    module = importlib.import_module("puzzles.solving")
     monkeypatch.setattr(module, "PUZZLES", (wrong, *puzzles.PUZZLES[1:]))
     (result,) = puzzles.solve([1])
     assert not result.match and "NO MATCH" in str(result)
@@ -144,8 +145,8 @@ def test_picture(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     whole, tiled = tmp_path / "whole.png", tmp_path / "tiled.png"
     argv = ("--puzzle", "5", "--device", "cpu")
-    assert run_command(capsys, "puzzles", *argv, "--picture", str(whole))[0] == 0
-    assert run_command(capsys, "puzzles", *argv, "--picture", str(tiled), "--tile", "32,16")[0] == 0
+    assert run_puzzles(capsys, *argv, "--picture", str(whole))[0] == 0
+    assert run_puzzles(capsys, *argv, "--picture", str(tiled), "--tile", "32,16")[0] == 0
     for path in (whole, tiled):
         assert path.read_bytes().startswith(b"\x89PNG")
     assert whole.read_bytes() != tiled.read_bytes()
@@ -154,8 +155,12 @@ def test_picture(capsys, tmp_path):
 # The command
 
 
+def run_puzzles(capsys, *argv):
+    return run_command(capsys, *argv, main=main)
+
+
 def test_table(capsys, device):
-    code, out, err = run_command(capsys, "puzzles", "--device", device)
+    code, out, err = run_puzzles(capsys, "--device", device)
     assert (code, err) == (0, "")
     assert out.count("  match\n") == 12
     assert out.endswith(f"12 of 12 match on {device}\n")
@@ -165,7 +170,7 @@ def test_table(capsys, device):
 
 
 def test_one_puzzle(capsys):
-    code, out, _ = run_command(capsys, "puzzles", "--puzzle", "12", "--device", "cpu")
+    code, out, _ = run_puzzles(capsys, "--puzzle", "12", "--device", "cpu")
     assert code == 0
     assert out.startswith("12  quantised matmul") and "1 of 1 match" in out
 
@@ -182,9 +187,9 @@ def test_one_puzzle(capsys):
     ],
 )
 def test_bad_flags(capsys, argv, words):
-    code, out, err = run_command(capsys, "puzzles", *argv)
+    code, out, err = run_puzzles(capsys, *argv)
     assert (code, out) == (2, "")
-    assert err.count("\n") == 1 and err.startswith("torchweld puzzles: ") and words in err
+    assert err.count("\n") == 1 and err.startswith("puzzles: ") and words in err
 
 
 @pytest.mark.parametrize(
@@ -199,7 +204,7 @@ def test_picture_that_cannot_be_drawn(capsys, tmp_path, extra, words):
     pytest.importorskip("matplotlib")
     path = tmp_path / ("a.png" if extra else "none/a.png")
     argv = ["--puzzle", "1", "--device", "cpu", "--picture", str(path), *extra]
-    code, _, err = run_command(capsys, "puzzles", *argv)
+    code, _, err = run_puzzles(capsys, *argv)
     assert code == 2 and err.count("\n") == 1 and words in err
     assert not path.exists()
 
@@ -208,9 +213,7 @@ def test_picture_that_cannot_be_drawn(capsys, tmp_path, extra, words):
 
 
 def test_memory_check_on_the_cpu_is_one_sentence(capsys):
-    code, _, err = run_command(
-        capsys, "puzzles", "--puzzle", "1", "--device", "cpu", "--check-memory"
-    )
+    code, _, err = run_puzzles(capsys, "--puzzle", "1", "--device", "cpu", "--check-memory")
     assert code == 1 and err.count("\n") == 1 and "--device cuda" in err
 
 

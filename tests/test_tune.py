@@ -85,7 +85,7 @@ class FakeRounds:
         self.rounds.append(times)
 
     def timings(self):
-        from torchweld.bench.timer import Timing
+        from torchweld.tuning.timer import Timing
 
         return {n: Timing(t, t - 1, t + 1) for n, t in (self.rounds or [{}])[-1].items()}
 
@@ -108,7 +108,7 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(search, "watch", fake_watch)
     monkeypatch.setattr(search, "_gpu_name", lambda t: GPU)
     monkeypatch.setattr(search, "_gpu_works", lambda: True)
-    monkeypatch.setattr("torchweld.bench.timer.CudaRounds", FakeRounds)
+    monkeypatch.setattr("torchweld.tuning.timer.CudaRounds", FakeRounds)
     setup()
     return setup
 
@@ -219,7 +219,7 @@ def test_two_kernels_are_searched_one_after_the_other(fake_gpu, monkeypatch):
             forced.append((picked()[0], picked(numbers=second)))
 
     monkeypatch.setattr(search, "watch", fake_watch)
-    monkeypatch.setattr("torchweld.bench.timer.CudaRounds", Both)
+    monkeypatch.setattr("torchweld.tuning.timer.CudaRounds", Both)
     result = torchweld.tune("linear", *linear_call(), rounds=1)
     assert {row["part"] for row in result.rows} == {0, 1}
     assert result.best_of_part(0)["choice"] == BEST

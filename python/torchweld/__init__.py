@@ -4,62 +4,55 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchweld._start import exits_on_interrupt as _exits_on_interrupt
+__version__ = "0.1.0"  # before the imports, which read it
+
+from torchweld import _flops, _functorch, nn
+from torchweld._library import is_available, unavailable_reason
 from torchweld._start import lazy as _lazy
-from torchweld._start import only_prints_help as _only_prints_help
+from torchweld.distributed import rules as _sharding_rules
+from torchweld.explain import Explanation, explain
+from torchweld.info import Info, info
+from torchweld.info import ops_of_library as _ops_of_library
+from torchweld.integrations import hf_register as _hf_register
+from torchweld.ops.add_scalar import add_scalar
+from torchweld.ops.attention import attention, attention_with_lse
+from torchweld.ops.bmm import bmm
+from torchweld.ops.causal_softmax import causal_softmax
+from torchweld.ops.conv2d import conv2d
+from torchweld.ops.folded_layer_norm_linear import fold_layer_norm, folded_layer_norm_linear
+from torchweld.ops.gated_linear import gated_linear
+from torchweld.ops.int4_linear import (
+    int4_linear,
+    int4_linear_repacked,
+    int4_pack,
+    int4_repack,
+    int4_unpack,
+)
+from torchweld.ops.key_start import key_start_from_documents, key_start_from_positions
+from torchweld.ops.layer_norm_linear import layer_norm_linear
+from torchweld.ops.leftpad import leftpad_from_mask
+from torchweld.ops.linear import linear
+from torchweld.ops.mul_relu import mul_relu
+from torchweld.ops.outer_add import outer_add
+from torchweld.ops.outer_mul_relu import outer_mul_relu
+from torchweld.ops.rms_norm_linear import rms_norm_linear
+from torchweld.ops.row_sum import row_sum
+from torchweld.ops.scalar_attention import scalar_attention
+from torchweld.ops.softmax import softmax
+from torchweld.ops.softmax_matmul import softmax_matmul
+from torchweld.tuning import TuneResult, tune
+from torchweld.tuning.cache import load as _load_choices
 
 if TYPE_CHECKING:
-    from torchweld import puzzles as puzzles
     from torchweld import testing as testing
     from torchweld.integrations import FuseReport, fuse, unfuse
 
-__version__ = "0.1.0"  # before what is imported below, which reads it
-
-_exits_on_interrupt()
-if TYPE_CHECKING or not _only_prints_help():
-    from torchweld import _flops, _functorch, nn
-    from torchweld._library import is_available, unavailable_reason
-    from torchweld.distributed import rules as _sharding_rules
-    from torchweld.explain import Explanation, explain
-    from torchweld.info import Info, info
-    from torchweld.info import ops_of_library as _ops_of_library
-    from torchweld.integrations import hf_register as _hf_register
-    from torchweld.ops.add_scalar import add_scalar
-    from torchweld.ops.attention import attention, attention_with_lse
-    from torchweld.ops.bmm import bmm
-    from torchweld.ops.causal_softmax import causal_softmax
-    from torchweld.ops.conv2d import conv2d
-    from torchweld.ops.folded_layer_norm_linear import fold_layer_norm, folded_layer_norm_linear
-    from torchweld.ops.gated_linear import gated_linear
-    from torchweld.ops.int4_linear import (
-        int4_linear,
-        int4_linear_repacked,
-        int4_pack,
-        int4_repack,
-        int4_unpack,
-    )
-    from torchweld.ops.key_start import key_start_from_documents, key_start_from_positions
-    from torchweld.ops.layer_norm_linear import layer_norm_linear
-    from torchweld.ops.leftpad import leftpad_from_mask
-    from torchweld.ops.linear import linear
-    from torchweld.ops.mul_relu import mul_relu
-    from torchweld.ops.outer_add import outer_add
-    from torchweld.ops.outer_mul_relu import outer_mul_relu
-    from torchweld.ops.rms_norm_linear import rms_norm_linear
-    from torchweld.ops.row_sum import row_sum
-    from torchweld.ops.scalar_attention import scalar_attention
-    from torchweld.ops.softmax import softmax
-    from torchweld.ops.softmax_matmul import softmax_matmul
-    from torchweld.tuning import TuneResult, tune
-    from torchweld.tuning.cache import load as _load_choices
-
-    _load_choices()
-    if is_available():
-        _flops.install()
-        _functorch.install(_ops_of_library())
-        _hf_register.install()
-        _sharding_rules.install()
-
+_load_choices()
+if is_available():
+    _flops.install()
+    _functorch.install(_ops_of_library())
+    _hf_register.install()
+    _sharding_rules.install()
 __all__ = [
     "Explanation",
     "FuseReport",
@@ -109,7 +102,6 @@ __getattr__, __dir__ = _lazy(
         "FuseReport": "integrations",
         "fuse": "integrations",
         "unfuse": "integrations",
-        "puzzles": "puzzles",
         "testing": "testing",
     },
 )

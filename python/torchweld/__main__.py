@@ -1,7 +1,7 @@
-"""`python -m torchweld`: the same as the `torchweld` command."""
+"""`python -m torchweld`: the `torchweld` command, after the package has been imported."""
 
 import sys
 
-from torchweld.cli import main
+from torchweld_cli import main
 
 sys.exit(main())

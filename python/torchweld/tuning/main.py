@@ -5,35 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 _FLAGS = ("gate", "activation", "interleaved", "causal")
-
-
-def _rounds(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a number from 1 on, but got {text!r}")
-    return int(text)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags beside OP, --shape and --dtype."""
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU"
-    )
-    parser.add_argument("--gate", help="of gated_linear, for example sigmoid_tanh")
-    parser.add_argument("--activation", help="of the linear ops, for example gelu_tanh")
-    parser.add_argument("--interleaved", action="store_true", default=None, help="gated_linear")
-    parser.add_argument("--causal", action="store_true", default=None, help="of attention")
-    parser.add_argument("--group", type=int, help="of int4_linear, default: 128 or K")
-    parser.add_argument("--rounds", type=_rounds, default=15, help="calls of each, default: 15")
-    parser.add_argument(
-        "--remember", action="store_true", help="use the fastest from now on, in every process"
-    )
-    parser.add_argument("--save", type=Path, metavar="FILE.json", help="write the table as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the table")
-    parser.add_argument("--json", action="store_true", help="print the table as JSON")
 
 
 def keywords(args: argparse.Namespace) -> dict[str, Any]:

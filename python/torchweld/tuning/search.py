@@ -117,7 +117,7 @@ class Search:
         return wanted
 
     def _search(self, part: Part, rows: list[Row], answers: Answers) -> None:
-        from torchweld.bench.timer import CudaRounds
+        from torchweld.tuning.timer import CudaRounds
 
         right: dict[str, Row] = {}
         fastest = float("inf")

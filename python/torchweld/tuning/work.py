@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweld.bench.common import two_roundings
-
 # Calls up to these sizes are computed in float64 on the CPU, within seconds.
 _REFERENCE_FLOPS = 4e10
 _REFERENCE_ELEMENTS = 1 << 26
@@ -54,6 +52,11 @@ def sum_length(family: str, p: dict[str, int]) -> int:
     if family.startswith("attention"):
         return max(p["seqlen_q"], p["seqlen_k"]) + p["head_dim"] + p["head_dim_v"]
     return p["kernel_height"] * p["kernel_width"] if family == "conv2d" else p["n"]
+
+
+def two_roundings(dtype: torch.dtype, largest: float) -> float:
+    """Two roundings of the largest result, and fp32 sums."""
+    return largest * (2 * torch.finfo(dtype).eps + 1e-6)
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

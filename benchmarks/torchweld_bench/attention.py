@@ -1,0 +1,258 @@
+"""attention on a GPU, forward and backward, against the back ends of torch's SDPA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from torchweld._library import ops
+from torchweld.tuning.timer import interleaved
+from torchweld_bench import attention_decode
+from torchweld_bench.common import dtype_text, largest_error, sdpa, two_roundings
+from torchweld_bench.results import Row, make_row
+
+_ROUNDS = 11
+_BACK_ENDS = {
+    "sdpa flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+class _Case(NamedTuple):
+    batch: int
+    nheads: int
+    seqlen: int
+    dim: int
+    causal: bool = True
+    nheads_kv: int = 0  # 0: nheads
+    dim_v: int = 0  # 0: dim
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        heads = f"{self.nheads}/{self.nheads_kv}" if self.nheads_kv else self.nheads
+        dims = f"{self.dim}/{self.dim_v}" if self.dim_v else self.dim
+        causal = " causal" if self.causal else ""
+        return f"({self.batch}, {heads}, {self.seqlen}, {dims}) {dtype_text(self.dtype)}{causal}"
+
+    @property
+    def against(self) -> str:
+        return "sdpa efficient" if self.dtype == torch.float32 else "sdpa cudnn"
+
+    def qkv(self) -> list[Tensor]:
+        kv = self.nheads_kv or self.nheads
+        sizes = ((self.nheads, self.dim), (kv, self.dim), (kv, self.dim_v or self.dim))
+        return [
+            torch.randn(self.batch, heads, self.seqlen, dim, device="cuda").to(self.dtype)
+            for heads, dim in sizes
+        ]
+
+    def back_ends(self) -> dict[str, SDPBackend]:
+        """Those that take it: one takes float32, one unequal head dims, two grouped heads."""
+        names = list(_BACK_ENDS)
+        if self.dtype == torch.float32 or self.dim_v:
+            names = [self.against]
+        elif self.nheads_kv:
+            names.remove("sdpa efficient")
+        return {name: _BACK_ENDS[name] for name in names}
+
+
+def _last_rows(qkv: list[Tensor], rows: int = 128) -> list[Tensor]:
+    """The last head, and the last of its queries, which see every key."""
+    query, key, value = (t[-1:, -1:] for t in qkv)
+    return [query[:, :, -rows:], key, value]
+
+
+def _exact(qkv: list[Tensor], causal: bool) -> Tensor:
+    """With queries that stand at the end of the keys."""
+    query, key, value = qkv
+    rows, keys = query.shape[2], key.shape[2]
+    seen = torch.ones(rows, keys, dtype=torch.bool, device="cuda")
+    if causal:
+        seen = seen.tril(keys - rows)
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+
+
+def _reference(qkv: list[Tensor], causal: bool) -> tuple[Tensor, Tensor]:
+    """The last rows in fp64, and by torch's own math."""
+    part = _last_rows(qkv)
+    return _exact([t.double() for t in part], causal), _exact(part, causal)
+
+
+def _errors(*results: tuple[Tensor, Tensor, Tensor]) -> dict[str, float]:
+    """The largest errors of some results, each given beside torch's own and that in fp64.
+
+    What is allowed is what README says: twice the error of torch's ops and two roundings of the
+    largest result.
+    """
+    ours, eager, exact = zip(*results, strict=True)
+    largest = max(x.abs().max().item() for x in exact)
+    eager_error = max(map(largest_error, eager, exact))
+    return {
+        "error": max(map(largest_error, ours, exact)),
+        "eager_error": eager_error,
+        "allowed_error": 2 * eager_error + two_roundings(ours[0].dtype, largest),
+    }
+
+
+_NOT_JUDGED = {"error": 0.0, "eager_error": 0.0, "allowed_error": 0.0}
+
+
+def _row(
+    case: str,
+    calls: dict[str, Callable[[], object]],
+    against: str,
+    target: float | None,
+    errors: dict[str, float],
+) -> Row:
+    times = interleaved(calls, device="cuda", rounds=_ROUNDS)
+    return make_row(case, times, against=against, target=target, **errors)
+
+
+def _forward(at: _Case, targets: dict[str, float]) -> Row:
+    qkv, case, causal = at.qkv(), f"attention {at}", at.causal
+    peers: dict[str, Callable[[], object]] = {
+        name: lambda backend=backend: sdpa(backend, *qkv, causal)
+        for name, backend in at.back_ends().items()
+    }
+    exact, eager = _reference(qkv, causal)
+    out = ops.attention(*qkv, causal=causal)[-1:, -1:, -exact.shape[2] :]
+    calls = {"ours": lambda: ops.attention(*qkv, causal=causal), **peers}
+    return _row(case, calls, at.against, targets.get(case), _errors((out, eager, exact)))
+
+
+def _backward(at: _Case, targets: dict[str, float]) -> Row:
+    case, causal = f"attention_backward {at}", at.causal
+    qkv = [t.requires_grad_() for t in at.qkv()]
+    plain = [t.detach() for t in qkv]
+    out, lse = ops.attention_forward(*plain, causal=causal)
+    dout = torch.randn_like(out)
+    peers = {}
+    for name, backend in at.back_ends().items():
+        graph = sdpa(backend, *qkv, causal)
+        peers[name] = lambda graph=graph: torch.autograd.grad(graph, qkv, dout, retain_graph=True)
+
+    def ours() -> tuple[Tensor, ...]:
+        return ops.attention_backward(dout, *plain, out, lse, causal=causal)[:3]
+
+    group = at.nheads // (at.nheads_kv or at.nheads)
+    counts = (group, 1, 1)  # heads of a kv head
+
+    def last_head(*dtypes: torch.dtype) -> tuple[Tensor, ...]:
+        """Of a kv head: all of its query heads, one after the other."""
+        query, key, value = (t[-1:, -n:].to(*dtypes) for t, n in zip(plain, counts, strict=True))
+        leaves = [t.detach().requires_grad_() for t in (query, key, value)]
+        with sdpa_kernel(SDPBackend.MATH):
+            graph = F.scaled_dot_product_attention(
+                leaves[0], leaves[1].expand(-1, group, -1, -1), leaves[2].expand(-1, group, -1, -1),
+                is_causal=causal,
+            )  # fmt: skip
+        return torch.autograd.grad(graph, leaves, dout[-1:, -group:].to(*dtypes))
+
+    checks = at.seqlen <= 8192  # fp64 scores of longer sequences take too much memory
+    errors = _NOT_JUDGED
+    if checks:
+        exact, eager = last_head(torch.float64), last_head(at.dtype)
+        mine = [g[-1:, -n:] for g, n in zip(ours(), counts, strict=True)]
+        errors = _errors(*zip(mine, eager, exact, strict=True))
+    return _row(case, {"ours": ours, **peers}, at.against, targets.get(case), errors)
+
+
+def _live_tiles(seqlen: int, first_keys: Callable[[int, int], int], batch: int) -> tuple[int, int]:
+    """Tiles of 128 query rows and 64 keys that are live, and all of them, of causal sequences.
+
+    Args:
+        first_keys: The first key of a tile of rows, from the sequence and the tile's first row;
+            the sequence's length where the tile is padding.
+    """
+    rows, keys = 128, 64
+    live = everything = 0
+    for b in range(batch):
+        for row in range(0, seqlen, rows):
+            last = min(row + rows, seqlen)
+            everything += -(-last // keys)
+            live += max(0, -(-last // keys) - first_keys(b, row) // keys)
+    return live, everything
+
+
+def _padded(at: _Case, targets: dict[str, float]) -> Row:
+    """Left padding up to half of the sequence, against no padding."""
+    qkv, case = at.qkv(), f"attention {at} padded"
+    pads = torch.linspace(0, at.seqlen // 2, at.batch).int()
+    leftpad, starts = pads.cuda(), pads.tolist()
+
+    def first(b: int, row: int) -> int:
+        return at.seqlen if row + 128 <= starts[b] else starts[b]
+
+    live, everything = _live_tiles(at.seqlen, first, at.batch)
+    exact, eager = _reference([t[:1] for t in qkv], True)  # the first has no padding
+    out = ops.attention(*qkv, leftpad, causal=True)[:1, -1:, -exact.shape[2] :]
+    calls = {
+        "ours": lambda: ops.attention(*qkv, leftpad, causal=True),
+        "unpadded": lambda: ops.attention(*qkv, causal=True),
+    }
+    target = round(live / everything + targets.get("padding beyond live tiles", 0.1), 3)
+    return _row(case, calls, "unpadded", target, _errors((out, eager, exact)))
+
+
+def _windowed(at: _Case, window: int, targets: dict[str, float]) -> Row:
+    """A window, against none."""
+    qkv, case = at.qkv(), f"attention {at} window {window}"
+    live, everything = _live_tiles(at.seqlen, lambda b, row: max(0, row - window + 1), 1)
+    part = _last_rows(qkv, 1)
+    near = [part[0], *(t[:, :, -window:] for t in part[1:])]
+    exact, eager = _reference(near, False)
+    out = ops.attention(*qkv, causal=True, window=window)[-1:, -1:, -1:]
+    calls = {
+        "ours": lambda: ops.attention(*qkv, causal=True, window=window),
+        "unwindowed": lambda: ops.attention(*qkv, causal=True),
+    }
+    target = round(live / everything + targets.get("padding beyond live tiles", 0.1), 3)
+    return _row(case, calls, "unwindowed", target, _errors((out, eager, exact)))
+
+
+def _softmax_matmul(at: _Case, targets: dict[str, float]) -> Row:
+    """softmax of whole scores, then a product, as in torch's two ops."""
+    case = f"softmax_matmul ({at.batch}, {at.nheads}, {at.seqlen}, {at.dim}) bfloat16"
+    scores = torch.randn(at.batch, at.nheads, at.seqlen, at.seqlen, device="cuda").to(at.dtype)
+    value = at.qkv()[2]
+    part = scores[-1:, -1:], value[-1:, -1:]
+    exact = part[0].double().softmax(-1) @ part[1].double()
+    eager = part[0].softmax(-1) @ part[1]
+    calls = {
+        "ours": lambda: ops.softmax_matmul(scores, value),
+        "eager": lambda: scores.softmax(-1) @ value,
+    }
+    errors = _errors((ops.softmax_matmul(*part), eager, exact))
+    return _row(case, calls, "eager", targets.get(case), errors)
+
+
+_SHORT = [_Case(8, 12, 1024, 64), _Case(64, 12, 128, 64), _Case(16, 12, 512, 64)]
+_LONG = [_Case(4, 16, 4096, 64), _Case(2, 16, 8192, 64), _Case(8, 16, 2048, 128),
+         _Case(4, 16, 4096, 128), _Case(1, 16, 16384, 128), _Case(2, 8, 8192, 256)]  # fmt: skip
+_FULL = [c._replace(causal=False) for c in (_LONG[0], *_LONG[2:])]
+_OTHER = [_Case(1, 64, 8192, 128, nheads_kv=8), _Case(4, 16, 4096, 192, dim_v=128),
+          _Case(4, 16, 4096, 64, dim_v=128), _Case(4, 16, 4096, 128, dim_v=64)]  # fmt: skip
+_GROUPED = [_Case(8, 32, 2048, 128, nheads_kv=8), _Case(1, 28, 2048, 128, nheads_kv=4),
+            _Case(1, 32, 8192, 128, nheads_kv=1)]  # fmt: skip
+_FLOAT32 = _Case(4, 16, 2048, 64, dtype=torch.float32)
+
+
+def rows(targets: dict[str, float]) -> Iterator[Row]:
+    """Every case of the family, measured when it is asked for."""
+    for case in (*_SHORT, *_LONG, *_FULL, *_OTHER, *_GROUPED, _FLOAT32):
+        yield _forward(case, targets)
+    for case in (*_SHORT, *_LONG, *_FULL, *_OTHER[:2], *_GROUPED, _FLOAT32):
+        yield _backward(case, targets)
+    for case in (_SHORT[0], _LONG[0], _LONG[3]):
+        yield _padded(case, targets)
+    yield _windowed(_Case(2, 16, 16384, 128), 1024, targets)
+    for case in (_LONG[2], _LONG[0]):
+        yield _softmax_matmul(case, targets)
+    yield from attention_decode.rows(targets)

@@ -1,0 +1,168 @@
+"""attention under masks on a GPU, forward and backward: against the same call without them, and
+against FlexAttention with its block mask ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torchweld
+from torchweld._library import ops
+from torchweld.tuning.timer import interleaved
+from torchweld_bench.common import largest_error
+from torchweld_bench.results import Row, make_row
+
+_ROUNDS = 9
+_BEYOND = 0.06  # of the plain call's time, what a mask may take beyond its share of live tiles
+_TILE_ROWS, _TILE_KEYS = 128, 64
+Seen = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, row, key
+
+
+def _live_share(first_keys: list[list[int]]) -> float:
+    """Of the tiles of causal sequences, those with a key that a row sees.
+
+    Args:
+        first_keys: Each row's first key; the length of the sequence where it sees none.
+    """
+    live = everything = 0
+    for first in first_keys:
+        for row in range(0, len(first), _TILE_ROWS):
+            last = min(row + _TILE_ROWS, len(first))
+            tiles = -(-last // _TILE_KEYS)
+            everything += tiles
+            live += max(0, tiles - min(first[row:last]) // _TILE_KEYS)
+    return live / everything
+
+
+def _exact(
+    qkv: list[Tensor], hidden: Tensor, softcap: float, sink: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The last rows of the last head, computed in dtype."""
+    q, k, v = (t.to(dtype) for t in qkv)
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sink is not None:
+        scores = torch.cat([scores, sink.to(dtype).expand(*scores.shape[:-1], 1)], -1)
+    return scores.softmax(-1)[..., : k.shape[-2]] @ v
+
+
+def _rows_of(
+    name: str,
+    shape: tuple[int, int, int, int],
+    masks: dict[str, Any],
+    seen: Seen,
+    share: float | None,
+    targets: dict[str, float],
+) -> Iterator[Row]:
+    """Forward and backward; the errors of both rows are the forward's.
+
+    Args:
+        share: of live tiles; None for what hides nothing.
+    """
+    batch, nheads, seqlen, dim = shape
+    case = f"({batch}, {nheads}, {seqlen}, {dim}) bfloat16 causal {name}"
+    qkv = [torch.randn(shape, device="cuda").bfloat16() for _ in range(3)]
+    dout = torch.randn(shape, device="cuda").bfloat16()
+    last = 128
+    part = [qkv[0][-1, -1, -last:], qkv[1][-1, -1], qkv[2][-1, -1]]
+    sink = masks["sink"][-1] if "sink" in masks else None
+    index = [torch.tensor(i, device="cuda") for i in (batch - 1, nheads - 1)]
+    rows = torch.arange(seqlen - last, seqlen, device="cuda")[:, None]
+    hidden = ~seen(*index, rows, torch.arange(seqlen, device="cuda"))
+    formula = partial(_exact, part, hidden, masks.get("softcap", 0.0), sink)
+    exact, eager = formula(torch.float64), formula(torch.bfloat16)
+    out = ops.attention(*qkv, causal=True, **masks)[-1, -1, -last:]
+    errors = {
+        "error": largest_error(out, exact),
+        "eager_error": largest_error(eager, exact),
+        "allowed_error": 3 * largest_error(eager, exact),
+    }
+
+    def backward(**given: Any) -> Callable[[], object]:
+        out, lse = ops.attention_forward(*qkv, causal=True, **given)
+        return partial(ops.attention_backward, dout, *qkv, out, lse, causal=True, **given)
+
+    forwards: dict[str, Callable[[], object]] = {
+        "ours": partial(ops.attention, *qkv, causal=True, **masks),
+        "without": partial(ops.attention, *qkv, causal=True),
+    }
+    backwards = {"ours": backward(**masks), "without": backward()}
+    if "sink" not in masks:  # which FlexAttention leaves to its caller
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        block_mask = create_block_mask(seen, batch, None, seqlen, seqlen, device="cuda")
+        softcap = masks.get("softcap")
+
+        def cap(score: Tensor, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            return softcap * torch.tanh(score / softcap)
+
+        flex = partial(
+            torch.compile(flex_attention, dynamic=False),
+            score_mod=cap if softcap else None,
+            block_mask=block_mask,
+        )
+        leaves = [t.detach().requires_grad_() for t in qkv]
+        graph = flex(*leaves)
+        forwards["flex"] = partial(flex, *qkv)
+        backwards["flex"] = partial(torch.autograd.grad, graph, leaves, dout, retain_graph=True)
+    for op, calls in (("attention", forwards), ("attention_backward", backwards)):
+        target = targets.get(name) if share is None else round(share + _BEYOND, 3)
+        times = interleaved(calls, device="cuda", rounds=_ROUNDS)
+        row = make_row(f"{op} {case}", times, against="without", target=target, **errors)
+        yield row
+        if "flex" in calls:
+            over = row.over("flex", {})
+            over.target = targets.get(f"{name} over flex", targets.get("over flex"))
+            yield over
+
+
+def rows(targets: dict[str, float]) -> Iterator[Row]:
+    """Packed documents, a window, left padding, soft-capped scores and sinks."""
+    torch.manual_seed(0)
+    batch, nheads, seqlen, dim = 2, 16, 8192, 128
+    ends = torch.rand(batch, seqlen) < 1 / 512  # of documents of 512 tokens on average
+    ids = ends.cumsum(1).int().cuda()
+    starts = torchweld.key_start_from_documents(ids)
+
+    def same_document(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return (row >= key) & (ids[b, row] == ids[b, key])
+
+    yield from _rows_of(
+        "packed documents of 512", (batch, nheads, seqlen, dim), {"key_start": starts},
+        same_document, _live_share(starts.tolist()), targets,
+    )  # fmt: skip
+
+    window, long = 1024, 16384
+
+    def near(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return (row >= key) & (row - key < window)
+
+    share = _live_share([[max(0, row - window + 1) for row in range(long)]])
+    yield from _rows_of(
+        f"window {window}", (batch, nheads, long, dim), {"window": window}, near, share, targets
+    )
+
+    pads = torch.tensor([2048, 0, 1024, 512], device="cuda", dtype=torch.int32)
+
+    def token(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return (row >= key) & (key >= pads[b]) & (row >= pads[b])
+
+    share = _live_share([[4096] * pad + [pad] * (4096 - pad) for pad in pads.tolist()])
+    yield from _rows_of(
+        "left padding", (4, nheads, 4096, dim), {"leftpad": pads}, token, share, targets
+    )
+
+    def causal(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return row >= key
+
+    shape = (4, nheads, 4096, dim)
+    sink = torch.randn(nheads, device="cuda")
+    for name, masks in (("softcap", {"softcap": 50.0}), ("sink", {"sink": sink})):
+        yield from _rows_of(name, shape, masks, causal, None, targets)

@@ -1,0 +1,95 @@
+"""What the families share: names of dtypes, errors against a reference, and what may be lost."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from torchweld.tuning.timer import Timing, interleaved
+from torchweld.tuning.work import two_roundings
+
+_READ_BYTES = 1 << 30
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def largest_magnitude(t: torch.Tensor) -> float:
+    """The largest magnitude, 0 of an empty tensor."""
+    return t.abs().max().item() if t.numel() else 0.0
+
+
+def largest_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    return largest_magnitude(out.double() - reference)
+
+
+def padded_conv2d(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """torchweld.conv2d in torch's ops."""
+    kh, kw = weight.shape
+    if not x.numel() or not weight.numel():  # torch refuses an image or a kernel of size 0
+        return x * weight.sum()
+    return F.conv2d(F.pad(x, (0, kw - 1, 0, kh - 1))[:, None], weight[None, None])[:, 0]
+
+
+def sdpa(
+    backend: SDPBackend,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+) -> torch.Tensor:
+    """torch's scaled_dot_product_attention on one of its back ends; heads may be grouped."""
+    grouped = q.shape[1] != k.shape[1]
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+
+
+def judged(
+    out: torch.Tensor,
+    eager: torch.Tensor,
+    reference: torch.Tensor,
+    allowed: float | None = None,
+) -> dict[str, float]:
+    """The errors of a row; None allows two roundings."""
+    if allowed is None:
+        allowed = two_roundings(out.dtype, largest_magnitude(reference))
+    error, eager_error = largest_error(out, reference), largest_error(eager, reference)
+    return {"error": error, "eager_error": eager_error, "allowed_error": allowed}
+
+
+def read_rate() -> float:
+    """Bytes a microsecond of a long sum, which reads and does nothing else."""
+    data = torch.randn(_READ_BYTES // 4, device="cuda")
+    return _READ_BYTES / interleaved({"sum": data.sum}, device="cuda")["sum"].us
+
+
+def in_turn(calls: list[Callable[[], object]], times: int) -> Callable[[], None]:
+    """So many calls by turns as one CUDA graph: how tokens are generated."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    # What a compiled function does at its first calls can't be captured.
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(times):
+            calls[i % len(calls)]()
+    return graph.replay
+
+
+def each_of(times: int, timings: dict[str, Timing]) -> dict[str, Timing]:
+    """The timings of one of so many calls."""
+    return {n: Timing(t.us / times, t.low / times, t.high / times) for n, t in timings.items()}
+
+
+def free() -> None:
+    """Gives back the memory of what is no longer used."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

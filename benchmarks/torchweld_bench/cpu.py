@@ -1,0 +1,205 @@
+"""The CPU kernels against the eager composition of the same function, forward and with gradient, in
+float32 and bfloat16, with one thread and with two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchweld._library import ops
+from torchweld.tuning.timer import interleaved
+from torchweld_bench.common import dtype_text, judged, padded_conv2d
+from torchweld_bench.results import Row, make_row
+
+Function = Callable[..., Tensor]
+
+
+def _hidden(seqlen: int, pads: Tensor | None) -> Tensor:
+    hidden = torch.ones(seqlen, seqlen, dtype=torch.bool).triu(1)
+    if pads is None:
+        return hidden
+    return hidden | (torch.arange(seqlen) < pads[:, None, None, None])
+
+
+def _padded_sdpa(pads: Tensor, seqlen: int) -> Function:
+    seen = ~_hidden(seqlen, pads)
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def _causal_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _eager_causal_softmax(seqlen: int) -> Function:
+    hidden = _hidden(seqlen, None)
+    return lambda scores: scores.masked_fill(hidden, float("-inf")).softmax(-1)
+
+
+def _gated(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    left, right = F.linear(x, weight, bias).chunk(2, -1)
+    return left * F.gelu(right)
+
+
+def _rms(x: Tensor, weight: Tensor, bias: Tensor, norm_weight: Tensor) -> Tensor:
+    return F.silu(F.linear(F.rms_norm(x, x.shape[-1:], norm_weight, 1e-6), weight, bias))
+
+
+def _layer_norm_gelu(x: Tensor, weight: Tensor, bias: Tensor, g: Tensor, b: Tensor) -> Tensor:
+    return F.gelu(F.linear(F.layer_norm(x, x.shape[-1:], g, b), weight, bias), approximate="tanh")
+
+
+def _cases(dtype: torch.dtype) -> Iterator[tuple[str, Function, Function, list[Tensor]]]:
+    """(case, ours, eager, the tensors that take a gradient)."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape).to(dtype)
+
+    for shape in ((4096, 512), (512, 8192)):
+        yield f"softmax {shape}", ops.softmax, lambda x: x.softmax(-1), [random(*shape)]
+    for shape in ((4096, 512), (512, 8192)):
+        yield f"row_sum {shape}", ops.row_sum, lambda x: x.sum(-1), [random(*shape)]
+    for size, shape in ((3, (64, 64, 64)), (5, (2, 512, 512)), (3, (4096, 8, 8))):
+        yield (
+            f"conv2d {shape} {size} x {size}",
+            ops.conv2d,
+            padded_conv2d,
+            [random(*shape), random(size, size)],
+        )
+    for shape in ((8, 256, 256), (12, 1024, 1024)):
+        yield (
+            f"causal_softmax {shape}",
+            ops.causal_softmax,
+            _eager_causal_softmax(shape[-1]),
+            [random(*shape)],
+        )
+    for shape in ((4, 8, 128, 32), (2, 12, 512, 64), (1, 12, 1024, 64)):
+        qkv = [random(*shape) for _ in range(3)]
+        yield (
+            f"attention causal {shape}",
+            lambda q, k, v: ops.attention(q, k, v, causal=True),
+            _causal_sdpa,
+            qkv,
+        )
+    for seqlen, starts in ((256, [0, 100, 200, 250]), (1024, [0, 600, 800, 1000])):
+        pads = torch.tensor(starts, dtype=torch.int32)
+        yield (
+            f"attention causal leftpad (4, 12, {seqlen}, 64)",
+            lambda q, k, v, pads=pads: ops.attention(q, k, v, pads, causal=True),
+            _padded_sdpa(pads, seqlen),
+            [random(4, 12, seqlen, 64) for _ in range(3)],
+        )
+    eager_softmax = _eager_causal_softmax(512)
+    yield (
+        "softmax_matmul causal (2, 12, 512, 512) x 64",
+        lambda s, v: ops.softmax_matmul(s, v, causal=True),
+        lambda s, v: eager_softmax(s) @ v,
+        [random(2, 12, 512, 512), random(2, 12, 512, 64)],
+    )
+    yield (
+        "bmm (24, 512, 64) x (24, 64, 512)",
+        ops.bmm,
+        torch.bmm,
+        [
+            random(24, 512, 64),
+            random(24, 64, 512),
+        ],
+    )
+    for m, k, n in ((1, 4096, 4096), (4, 4096, 4096), (16, 4096, 4096), (128, 1024, 4096)):
+        codes, zeros = torch.randint(0, 16, (n, k)), torch.randint(0, 16, (n, k // 128))
+        packed = [ops.int4_pack(t.to(torch.uint8)) for t in (codes, zeros)]
+        scale = (torch.rand(n, k // 128) * k**-0.5).to(dtype)
+        dense = ((codes.view(n, -1, 128) - zeros[..., None]) * scale[..., None]).flatten(1)
+        yield (
+            f"int4_linear group 128 ({m}, {k}, {n})",
+            lambda x, q=packed[0], s=scale, z=packed[1]: ops.int4_linear(x, q, s, z),
+            lambda x, w=dense: F.linear(x, w.to(x.dtype)),
+            [random(m, k)],
+        )
+    yield (
+        "scalar_attention (4096,)",
+        ops.scalar_attention,
+        lambda q, k, v: (q[:, None] * k).softmax(-1) @ v,
+        [random(4096) for _ in range(3)],
+    )
+    for m, k, n in ((512, 256, 1024), (1024, 768, 3072)):
+        x, weight, bias = random(m, k), random(n, k) * k**-0.5, random(n)
+        norm = [(torch.rand(k) + 0.5).to(dtype), random(k)]
+        yield (
+            f"linear gelu_tanh ({m}, {k}, {n})",
+            lambda x, w, b: ops.linear(x, w, b, activation="gelu_tanh"),
+            lambda x, w, b: F.gelu(F.linear(x, w, b), approximate="tanh"),
+            [x, weight, bias],
+        )
+        yield (
+            f"layer_norm_linear gelu_tanh ({m}, {k}, {n})",
+            lambda x, w, b, g, c: ops.layer_norm_linear(x, w, b, g, c, activation="gelu_tanh"),
+            _layer_norm_gelu,
+            [x, weight, bias, *norm],
+        )
+        yield (
+            f"rms_norm_linear silu ({m}, {k}, {n})",
+            lambda x, w, b, g: ops.rms_norm_linear(x, w, b, g, activation="silu"),
+            _rms,
+            [x, weight, bias, norm[0]],
+        )
+        yield f"gated_linear geglu ({m}, {k}, {n})", ops.gated_linear, _gated, [x, weight, bias]
+        folded_weight, weight_sum, folded_bias = ops.fold_layer_norm(weight, bias, *norm)
+        yield (
+            f"folded_layer_norm_linear gelu_tanh ({m}, {k}, {n})",
+            lambda x, w=folded_weight, s=weight_sum, b=folded_bias: ops.folded_layer_norm_linear(
+                x, w, s, b, activation="gelu_tanh"
+            ),
+            lambda x, w=weight, b=bias, norm=norm: _layer_norm_gelu(
+                x, *(t.to(x.dtype) for t in (w, b, *norm))
+            ),
+            [x],
+        )
+
+
+def _with_gradient(function: Function, tensors: list[Tensor], dy: Tensor) -> Callable[[], object]:
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    return lambda: torch.autograd.grad(function(*leaves), leaves, dy)
+
+
+def _target(case: str, targets: dict[str, float]) -> float | None:
+    """That of the longest name which the case begins with."""
+    names = [name for name in targets if case.startswith(name)]
+    return targets[max(names, key=len)] if names else targets.get("every case")
+
+
+def rows(targets: dict[str, float]) -> Iterator[Row]:
+    """Every case of the family, measured when it is asked for."""
+    before = torch.get_num_threads()
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.manual_seed(0)
+            for case, ours, eager, tensors in _cases(dtype):
+                reference = eager(*[t.double() for t in tensors])
+                errors = judged(ours(*tensors), eager(*tensors), reference)
+                errors["allowed_error"] += 4 * errors["eager_error"]
+                dy = torch.randn_like(reference).to(dtype)
+                kinds = {
+                    "forward": lambda f, t, dy: lambda: f(*t),
+                    "with gradient": _with_gradient,
+                }
+                for kind, call in kinds.items():
+                    variants = {
+                        "ours": call(ours, tensors, dy),
+                        "eager": call(eager, tensors, dy),
+                    }
+                    for threads in (1, 2):
+                        torch.set_num_threads(threads)
+                        name = f"{case} {kind} {dtype_text(dtype)}"
+                        yield make_row(
+                            f"{name}, {threads} thread{'s' if threads > 1 else ''}",
+                            interleaved(variants, device="cpu"),
+                            against="eager",
+                            target=_target(case, targets),
+                            **errors,
+                        )
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,333 @@
+"""Training steps: tensor parallelism of a GPT-2, FSDP2 of a Llama, and both.
+
+One model at a time is in memory. All processes train on the same batch, so that the mean gradient
+over them is the one of each, and sharded models can be compared with those that are not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+import torchweld
+from plan import Machine, Sizes, layout
+from torchweld.distributed import full_tensor, parallelize, parameter_groups
+from torchweld.tuning.timer import Timing
+from torchweld_bench.common import free
+from torchweld_bench.distributed.decoder import Decoder
+from torchweld_bench.distributed.processes import device, measured
+from torchweld_bench.distributed.setup import PAIR, Setup, divided
+from torchweld_bench.results import Row, make_row
+
+_ROUNDS = 5
+_LR = 1e-4
+_COMPILED, _CAPTURED = "compiled blocks", "in a CUDA graph"
+_ROOMY = 120e9  # bytes of a GPU that can keep the Llama's activations
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+@dataclass
+class Trial:
+    """A model's step: its time, and the loss and the gradients' norm of the first one."""
+
+    loss: float
+    norm: float
+    timing: Timing
+
+    def differs(self, other: Trial) -> float:
+        """The larger relative difference; inf where there is a NaN."""
+        found = max(abs(self.loss / other.loss - 1), abs(self.norm / other.norm - 1))
+        return found if math.isfinite(self.loss + self.norm) else math.inf
+
+
+def _optimizer(model: nn.Module, captured: bool) -> torch.optim.Optimizer:
+    groups = parameter_groups(model)
+    return torch.optim.AdamW(groups, lr=_LR, fused=True, capturable=captured)
+
+
+def _whole(t: Tensor) -> Tensor:
+    return full_tensor(t.detach()) if isinstance(t, DTensor) else t.detach()
+
+
+def run(
+    make: Callable[[], nn.Module],
+    shard: Callable[[nn.Module], nn.Module],
+    batch: tuple[int, int],
+    vocab: int,
+    loss_of: Loss,
+    inside: Callable[[], AbstractContextManager[object]] = nullcontext,
+    captured: bool = False,
+) -> Trial:
+    """Trains a model for some steps; nothing of it stays.
+
+    Args:
+        make: a model; its parameters are drawn alike in all processes.
+        shard: gives the model as it is trained.
+        batch: sequences, and tokens of each.
+        vocab: how many tokens there are.
+        loss_of: the loss of a model from ids and labels.
+        inside: a context of forward and backward.
+        captured: whether the step is one CUDA graph.
+    """
+    try:
+        return _trained(make, shard, batch, vocab, loss_of, inside, captured)
+    finally:
+        free()
+
+
+def _trained(
+    make: Callable[[], nn.Module],
+    shard: Callable[[nn.Module], nn.Module],
+    batch: tuple[int, int],
+    vocab: int,
+    loss_of: Loss,
+    inside: Callable[[], AbstractContextManager[object]],
+    captured: bool,
+) -> Trial:
+    torch.manual_seed(0)
+    with torch.device(device()):
+        model = make().train()
+        ids = torch.randint(vocab, (batch[0], batch[1] + 1))
+    model = shard(model)
+    ids, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    optimizer = _optimizer(model, captured)
+
+    def gradients() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with inside():
+            loss = loss_of(model, ids, labels)
+            loss.backward()
+        return loss
+
+    def step() -> None:
+        gradients()
+        optimizer.step()
+
+    loss = _whole(gradients()).item()
+    squares = [_whole(p.grad).float().square().sum() for p in model.parameters()]
+    norm = torch.stack(squares).sum().sqrt().item()
+    call = _captured(step) if captured else step
+    return Trial(loss, norm, measured({"": call}, rounds=_ROUNDS)[""])
+
+
+def _captured(step: Callable[[], None]) -> Callable[[], None]:
+    """A call that replays a step as one CUDA graph."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    # NOTE: NCCL's watchdog asks for events from a thread of its own meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
+
+
+def _planned(
+    setup: Setup, sizes: Sizes, alone: Trial, batch: tuple[int, int], fsdp: int, tp: int
+) -> Timing:
+    """What benchmarks/plan.py predicts for a step with `batch` in each process of fsdp."""
+    count, seqlen = batch
+    recompute = sizes.gated and _recompute()
+
+    def planned(machine: Machine, fsdp: int, tp: int) -> float:
+        found = layout(sizes, machine, fsdp, 1, tp, seqlen, fsdp * count, recompute, count)
+        return found.step
+
+    rate = planned(Machine(flops=1.0), 1, 1) / (alone.timing.us * 1e-6)
+    us = planned(Machine(flops=rate, link=setup.link), fsdp, tp) * 1e6
+    return Timing(us, us, us)
+
+
+def _compared(
+    setup: Setup,
+    case: str,
+    trials: dict[str, Trial],
+    others: dict[str, Timing],
+    tokens: int,
+    against: str = "alone",
+) -> Iterator[Row]:
+    """A row, and those over stock and over the plan where these are there."""
+    ours, alone = trials["ours"], trials["alone"]
+    stock = trials.get("stock", alone)
+    row = make_row(
+        case,
+        {**{name: trial.timing for name, trial in trials.items()}, **others},
+        against=against,
+        target=setup.targets.get(case),
+        error=max(ours.differs(alone), ours.differs(stock)),
+        eager_error=stock.differs(alone),
+        allowed_error=setup.cases.rtol,
+    )
+    row = replace(row, tokens=tokens)
+    yield row
+    for peer in ("stock", "plan"):
+        if peer in row.peers_us:
+            yield row.over(peer, setup.targets)
+
+
+def _decoder_loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+    return model(ids, labels)
+
+
+def _tensor_parallel(setup: Setup, run_as: str = "") -> Iterator[Row]:
+    sizes, batch = setup.cases.gpt2, setup.cases.gpt2_batch
+
+    def trial(fused: bool, sharded: bool) -> Trial:
+        def shard(model: nn.Module) -> nn.Module:
+            model = model.to(setup.cases.dtype)
+            model = model.fuse() if fused else model
+            model = model.shard_columns(setup.mesh) if sharded else model
+            return model.compile_blocks() if run_as == _COMPILED else model
+
+        inside = loss_parallel if sharded else nullcontext
+        make, captured = partial(Decoder, sizes), run_as == _CAPTURED
+        return run(make, shard, batch, sizes.vocab, _decoder_loss, inside, captured)
+
+    trials = {"ours": trial(True, True), "alone": trial(True, False), "stock": trial(False, True)}
+    alone = trials["alone"]
+    others = {
+        "plan": _planned(setup, sizes, alone, batch, 1, setup.size),
+        "ideal": divided(alone.timing, setup.size),
+    }
+    case = setup.cases.tensor_parallel(setup.size, run_as)
+    yield from _compared(setup, case, trials, others, math.prod(batch))
+
+
+def tensor_parallel(setup: Setup) -> Iterator[Row]:
+    """GPT-2 XL: between the columns of the matrices each process has some of the tokens."""
+    yield from _tensor_parallel(setup)
+
+
+def compiled_tensor_parallel(setup: Setup) -> Iterator[Row]:
+    """The same with compiled blocks: DTensor's work on the host is then done while tracing."""
+    yield from _tensor_parallel(setup, _COMPILED)
+
+
+def captured_tensor_parallel(setup: Setup) -> Iterator[Row]:
+    """The same with the whole step in a CUDA graph: the host has nothing to do but replay it."""
+    yield from _tensor_parallel(setup, _CAPTURED)
+
+
+def parallelized(setup: Setup) -> Iterator[Row]:
+    """A GPT-2 of transformers, fused, through `parallelize`: the blocks' columns alone are shared.
+
+    As deep as GPT-2 XL and as wide as its heads.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes, batch = setup.cases.gpt2, setup.cases.gpt2_batch
+    config = GPT2Config(
+        vocab_size=sizes.vocab,
+        n_positions=sizes.positions,
+        n_embd=sizes.heads * sizes.head_dim,
+        n_layer=sizes.layers,
+        n_head=sizes.heads,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), 0),
+    )
+
+    def loss_of(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+        return F.cross_entropy(logits.float(), labels.flatten())
+
+    def trial(sharded: bool) -> Trial:
+        def shard(model: nn.Module) -> nn.Module:
+            model = model.to(setup.cases.dtype)
+            torchweld.fuse(model, check=False)
+            return parallelize(model, setup.mesh, src_data_rank=None) if sharded else model
+
+        return run(partial(GPT2LMHeadModel, config), shard, batch, sizes.vocab, loss_of)
+
+    trials = {"ours": trial(True), "alone": trial(False)}
+    others = {"ideal": divided(trials["alone"].timing, setup.size)}
+    case = setup.cases.parallelized(setup.size)
+    yield from _compared(setup, case, trials, others, math.prod(batch))
+
+
+def _recompute() -> bool:
+    """Whether the Llama's activations are recomputed, in all variants alike."""
+    if device() == "cpu":
+        return False
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory < _ROOMY
+
+
+def _llama(
+    setup: Setup,
+    fused: bool,
+    parameters: DeviceMesh | None = None,
+    columns: DeviceMesh | None = None,
+) -> Trial:
+    """A step with parameters in float32 and compute in dtype.
+
+    Alone it is FSDP2 over one process: the same arithmetic, and nothing is sent.
+    """
+    sizes, dtype = setup.cases.llama, setup.cases.dtype
+    parameters = setup.one if parameters is None else parameters
+
+    def shard(model: nn.Module) -> nn.Module:
+        model = model.fuse() if fused else model
+        model = model if columns is None else model.shard_columns(columns)
+        return model.shard_parameters(parameters, dtype)
+
+    make = partial(Decoder, sizes, _recompute())
+    inside = nullcontext if columns is None else loss_parallel
+    return run(make, shard, setup.cases.llama_batch, sizes.vocab, _decoder_loss, inside)
+
+
+def fully_sharded(setup: Setup) -> Iterator[Row]:
+    """A Llama of 1.2 billion parameters under FSDP2, a batch for each process."""
+    sizes, batch = setup.cases.llama, setup.cases.llama_batch
+    trials = {
+        "ours": _llama(setup, True, setup.mesh),
+        "alone": _llama(setup, True),
+        "stock": _llama(setup, False, setup.mesh),
+    }
+    alone = trials["alone"]
+    others = {
+        "plan": _planned(setup, sizes, alone, batch, setup.size, 1),
+        "ideal": alone.timing,
+    }
+    case = setup.cases.fully_sharded(setup.size, _recompute())
+    yield from _compared(setup, case, trials, others, setup.size * math.prod(batch))
+
+
+def fully_sharded_pairs(setup: Setup) -> Iterator[Row]:
+    """The same with a batch for each pair, whose processes share the columns.
+
+    Over the product of what both cost by themselves: FSDP2 of as many processes as there are pairs,
+    and one pair's columns.
+    """
+    sizes, batch, pairs = setup.cases.llama, setup.cases.llama_batch, setup.size // PAIR
+    names = ("one", "pairs", "columns")
+    mesh = init_device_mesh(device(), (1, pairs, PAIR), mesh_dim_names=names)
+    trials = {
+        "ours": _llama(setup, True, mesh["pairs"], mesh["columns"]),
+        "alone": _llama(setup, True),
+        "stock": _llama(setup, False, mesh["pairs"], mesh["columns"]),
+    }
+    alone = trials["alone"]
+    parameters = _llama(setup, True, mesh["pairs"]).timing.us
+    columns = _llama(setup, True, mesh["one"], mesh["columns"]).timing.us
+    product = parameters * columns / alone.timing.us
+    others = {
+        "product": Timing(product, product, product),
+        "plan": _planned(setup, sizes, alone, batch, pairs, PAIR),
+        "ideal": divided(alone.timing, PAIR),
+    }
+    case = setup.cases.fully_sharded_pairs(setup.size, _recompute())
+    tokens = pairs * math.prod(batch)
+    yield from _compared(setup, case, trials, others, tokens, against="product")

@@ -1,0 +1,108 @@
+"""Generation on a GPU: GPT-2 124M after left-padded prompts, fused and stock, in bfloat16.
+
+Of the prompts alone, and of the tokens behind them too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import torchweld
+from torchweld.tuning.timer import Timing, interleaved
+from torchweld_bench.common import free, largest_error
+from torchweld_bench.results import Row, make_row
+
+_BATCH, _PROMPT, _TOKENS = 16, 512, 64
+_ROUNDS = 5
+
+
+def _prompts(vocabulary: int) -> dict[str, Tensor]:
+    """Left-padded up to half of their length."""
+    pads = torch.linspace(0, _PROMPT // 2, _BATCH).int()[:, None]
+    mask = (torch.arange(_PROMPT) >= pads).long()
+    tokens = torch.randint(1, vocabulary, (_BATCH, _PROMPT)) * mask
+    return {"input_ids": tokens.cuda(), "attention_mask": mask.cuda()}
+
+
+def _generator(model: nn.Module, prompts: dict[str, Tensor], **cache: Any) -> Callable[[], Tensor]:
+    def generate() -> Tensor:
+        return model.generate(
+            **prompts,
+            max_new_tokens=_TOKENS,
+            min_new_tokens=_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+            **cache,
+        )
+
+    return generate
+
+
+def _prefill(model: nn.Module, prompts: dict[str, Tensor]) -> Callable[[], Tensor]:
+    """Of the first token that is generated, the logits; the cache is filled."""
+    positions = (prompts["attention_mask"].cumsum(1) - 1).clamp(min=0)
+
+    @torch.no_grad()
+    def prefill() -> Tensor:
+        out = model(**prompts, position_ids=positions, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1]
+
+    return prefill
+
+
+def _timed(calls: dict[str, Callable[[], Tensor]], *, compiled: bool) -> dict[str, Timing]:
+    """Interleaved; compiled ones each as if nothing had run before in this process.
+
+    NOTE: what another model compiled is looked at first in every step, and where its cache lies
+    moves this one's, for which torch records its CUDA graph anew.
+    """
+    groups = [{name: call} for name, call in calls.items()] if compiled else [calls]
+    times = {}
+    for group in groups:
+        torch.compiler.reset()
+        free()
+        times |= interleaved(group, device="cuda", rounds=_ROUNDS, warmup=2)
+    return times
+
+
+def rows(targets: dict[str, float]) -> Iterator[Row]:
+    """The prompts; then tokens, in eager mode and compiled with a static cache."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    exact = GPT2LMHeadModel(GPT2Config()).cuda().eval()
+    stock = copy.deepcopy(exact).bfloat16()
+    fused = copy.deepcopy(stock)
+    torchweld.fuse(fused)
+    prompts = _prompts(exact.config.vocab_size)
+    reference = _prefill(exact, prompts)().double()
+    prefills = {"ours": _prefill(fused, prompts), "stock sdpa": _prefill(stock, prompts)}
+    errors = [largest_error(prefill().double(), reference) for prefill in prefills.values()]
+
+    def row(case: str, times: dict[str, Timing]) -> Row:
+        return make_row(
+            case,
+            times,
+            against="stock sdpa",
+            target=targets.get(case),
+            error=errors[0],
+            eager_error=errors[1],
+            allowed_error=3 * errors[1],
+        )
+
+    yield row(
+        f"prompts ({_BATCH}, {_PROMPT}) bfloat16, left-padded", _timed(prefills, compiled=False)
+    )
+    ways = {"eager": {}, "static cache, compiled": {"cache_implementation": "static"}}
+    for name, cache in ways.items():
+        calls = {
+            "ours": _generator(fused, prompts, **cache),
+            "stock sdpa": _generator(stock, prompts, **cache),
+        }
+        times = _timed(calls, compiled=bool(cache))
+        yield row(f"generate {_TOKENS} tokens after ({_BATCH}, {_PROMPT}) bfloat16, {name}", times)

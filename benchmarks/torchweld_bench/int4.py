@@ -1,0 +1,93 @@
+"""Linear layers with 4-bit weights on a GPU, against the time to read the weight and cuBLAS.
+
+Up to 16 rows of x the calls take weights by turns, several times the L2 in all, in one CUDA graph:
+that is how tokens are generated, and the time of a single launch would hide that of the kernel.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchweld._library import ops
+from torchweld.ops.int4_linear import Int4Linear
+from torchweld.tuning.timer import Timing, interleaved
+from torchweld_bench.common import dtype_text, each_of, in_turn, judged, largest_error, read_rate
+from torchweld_bench.results import Row, make_row
+
+_CHECKED_ROWS = 64
+_ROUNDS = 21
+_GROUP = 128
+_DECODE_UP_TO = 16  # rows of x: beyond, the weight is not all that takes time
+_DECODE_BYTES = 128 << 20  # of the weights that take turns, several times any L2
+_DECODE_CALLS = 48  # of a graph, at least: its own start is no kernel's time
+_FLOOR = "read floor"
+
+
+def _tinygemm(module: Int4Linear) -> tuple[Tensor, Tensor]:
+    """Operands of torch's own kernel: other zeros, so that only its time is of use."""
+    codes = ops.int4_unpack(module.qweight, module.in_features)
+    pairs = codes[:, ::2] << 4 | codes[:, 1::2]
+    packed = torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), 8)
+    scale = module.scale.t().contiguous()
+    return packed, torch.stack([scale, torch.zeros_like(scale)], -1).to(torch.bfloat16)
+
+
+def _cases(
+    m: int, k: int, n: int, dtype: torch.dtype, rate: float, targets: dict[str, float]
+) -> Iterator[Row]:
+    """One product; a row against each peer that it has a target for."""
+    linear = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=dtype)
+    module = Int4Linear.from_linear(linear, _GROUP)
+    weight = (module.packed, module.packed_scale, module.packed_zero)
+    weight_bytes = sum(t.numel() * t.element_size() for t in weight)
+    # A small batch meets weights that are not in L2, in kernels that follow each other; for a large
+    # one the timer's flush does.
+    turns = -(-_DECODE_BYTES // weight_bytes) if m <= _DECODE_UP_TO else 1
+    times = max(turns, _DECODE_CALLS) if turns > 1 else 1
+    modules = [copy.deepcopy(module) for _ in range(turns)]
+    dense, x = module.dequantise(), torch.randn(m, k, device="cuda").to(dtype)
+    denses = [dense.clone() for _ in range(turns)]
+    calls = {
+        "ours": [lambda own=own: own(x) for own in modules],
+        "cublas": [lambda own=own: F.linear(x, own) for own in denses],
+    }
+    if dtype == torch.bfloat16:
+        packed, scales = _tinygemm(module)
+        calls["int4pack_mm"] = [
+            lambda own=own: torch._weight_int4pack_mm(x, own, _GROUP, scales)
+            for own in (packed.clone() for _ in range(turns))
+        ]
+    variants = {name: in_turn(own, times) if turns > 1 else own[0] for name, own in calls.items()}
+    us = each_of(times, interleaved(variants, device="cuda", rounds=_ROUNDS))
+    floor = weight_bytes / rate
+    us[_FLOOR] = Timing(floor, floor, floor)
+    part = x[:_CHECKED_ROWS]
+    reference, eager = part.double() @ dense.double().t(), F.linear(part, dense)
+    allowed = 3 * largest_error(eager, reference) + 1e-6
+    errors = judged(module(x)[:_CHECKED_ROWS], eager, reference, allowed)
+    case = f"int4 ({m}, {k}, {n}) {dtype_text(dtype)}"
+    row = make_row(case, us, against="cublas", target=targets.get(case), **errors)
+    yield row
+    others = ["int4pack_mm"] if "int4pack_mm" in us else []
+    for peer in others + ([_FLOOR] if m <= _DECODE_UP_TO else []):
+        yield row.over(peer, targets)
+
+
+def rows(targets: dict[str, float]) -> Iterator[Row]:
+    """Every case of the family, measured when it is asked for."""
+    torch.manual_seed(0)
+    rate = read_rate()
+    brain, half, single = torch.bfloat16, torch.float16, torch.float32
+    for k, n in ((4096, 4096), (4096, 14336)):
+        for m in (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096):
+            yield from _cases(m, k, n, brain, rate, targets)
+    yield from _cases(1, 14336, 4096, brain, rate, targets)
+    yield from _cases(16, 4096, 14336, half, rate, targets)
+    yield from _cases(256, 4096, 14336, half, rate, targets)
+    yield from _cases(1, 4096, 14336, single, rate, targets)
+    yield from _cases(256, 4096, 14336, single, rate, targets)

@@ -1,0 +1,109 @@
+"""One call of an op against the same in plain torch: `bench.py OP --shape SIZES`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import torchweld
+from torchweld.ops.gated_linear import GATES
+from torchweld.tuning.timer import interleaved
+from torchweld.tuning.work import two_roundings
+from torchweld_bench.common import (
+    dtype_text,
+    largest_error,
+    largest_magnitude,
+    padded_conv2d,
+)
+from torchweld_bench.results import Row, make_row
+
+_VALUE = 1.5  # of add_scalar
+
+
+def _causal_softmax(scores: Tensor) -> Tensor:
+    rows, keys = scores.shape[-2:]
+    hidden = torch.ones(rows, keys, dtype=torch.bool, device=scores.device).triu(1 + keys - rows)
+    return scores.masked_fill(hidden, float("-inf")).softmax(-1)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    if query.shape[1] == 0:  # NOTE: torch 2.11's CPU kernel divides by the number of heads
+        return (query @ key.mT).softmax(-1) @ value
+    return F.scaled_dot_product_attention(query, key, value)
+
+
+def _gated_linear(x: Tensor, weight: Tensor) -> Tensor:
+    return GATES["geglu"](*F.linear(x, weight).chunk(2, -1))
+
+
+# The op with its defaults, in torch's ops.
+EAGER: dict[str, Callable[..., Tensor]] = {
+    "softmax": lambda x: x.softmax(-1),
+    "causal_softmax": _causal_softmax,
+    "softmax_matmul": lambda scores, value: scores.softmax(-1) @ value,
+    "attention": _attention,
+    "linear": F.linear,
+    "layer_norm_linear": lambda x, w: F.linear(F.layer_norm(x, x.shape[-1:]), w),
+    "rms_norm_linear": lambda x, w: F.linear(F.rms_norm(x, x.shape[-1:], None, 1e-6), w),
+    "folded_layer_norm_linear": lambda x, w, sums: F.linear(F.layer_norm(x, x.shape[-1:]), w),
+    "gated_linear": _gated_linear,
+    "bmm": torch.bmm,
+    "row_sum": lambda x: x.sum(-1),
+    "conv2d": padded_conv2d,
+    "add_scalar": lambda x: x + _VALUE,
+    "outer_add": lambda x, y: y[:, None] + x,
+    "outer_mul_relu": lambda x, y: (y[:, None] * x).relu(),
+    "mul_relu": lambda x, y: (x * y[:, None]).relu(),
+    "scalar_attention": lambda q, k, v: (q[:, None] * k).softmax(-1) @ v,
+}
+_GRADIENT_OF_X_ALONE = ("folded_layer_norm_linear",)
+
+
+def _with_gradient(
+    function: Callable[..., Tensor], tensors: list[Tensor], wanted: int, dy: Tensor
+) -> Callable[[], object]:
+    leaves = [t.detach().requires_grad_() for t in tensors[:wanted]]
+    return lambda: torch.autograd.grad(function(*leaves, *tensors[wanted:]), leaves, dy)
+
+
+def rows(op: str, tensors: list[Tensor], peers: list[str]) -> Iterator[Row]:
+    """The call forward, and with its gradient, against the peers; ratios are to the first.
+
+    Args:
+        op: a key of `EAGER`.
+        tensors: its tensors, on the device that is timed.
+        peers: "eager", "compile" or both.
+    """
+    function = getattr(torchweld, op)
+    ours = (lambda x: function(x, _VALUE)) if op == "add_scalar" else function
+    eager = EAGER[op]
+    wide = [t.double() for t in tensors]
+    reference = eager(*wide)
+    del wide
+    calls = {"ours": ours, **dict.fromkeys(peers, eager)}
+    if "compile" in calls:
+        calls["compile"] = torch.compile(eager, dynamic=False)
+    dtype, device = tensors[0].dtype, tensors[0].device.type
+    shapes = " ".join(str(tuple(t.shape)) for t in tensors)
+    eager_error = largest_error(eager(*tensors), reference)
+    dy = torch.randn_like(reference).to(dtype)
+    wanted = 1 if op in _GRADIENT_OF_X_ALONE else len(tensors)
+    timed = {
+        "forward": {name: (lambda call=call: call(*tensors)) for name, call in calls.items()},
+        "with gradient": {
+            name: _with_gradient(call, tensors, wanted, dy) for name, call in calls.items()
+        },
+    }
+    for kind, variants in timed.items():
+        yield make_row(
+            f"{op} {shapes} {dtype_text(dtype)} {kind}",
+            interleaved(variants, device=device, sample_seconds=0.005),
+            against=peers[0],
+            target=None,
+            error=largest_error(ours(*tensors), reference),
+            eager_error=eager_error,
+            allowed_error=4 * eager_error + two_roundings(dtype, largest_magnitude(reference)),
+        )

@@ -1,0 +1,170 @@
+"""The two GPT-2s of the demo: equal weights, one of them fused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from demo.options import Options, UsageError
+from demo.text import END, Text, Tokens, checkpoint_tokenizer, encode, train_tokenizer
+
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+# Dropout would draw other numbers in each model, and hide what is compared here.
+_NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+
+
+@dataclass
+class Pair:
+    """A stock model, a fused one of equal weights, and what `torchweld.fuse` said."""
+
+    stock: nn.Module
+    fused: nn.Module
+    report: Any
+    config: Any
+
+    @property
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.stock.parameters())
+
+
+def read_config(options: Options) -> Any | None:
+    """The configuration of `--checkpoint`, or None without one. Settles `options.context`.
+
+    Raises:
+        UsageError: The directory is no GPT-2 checkpoint, or `--context` is beyond its positions.
+    """
+    folder = options.checkpoint
+    if folder is None:
+        return None
+    from transformers import GPT2Config
+
+    if not folder.is_dir():
+        raise UsageError(f"--checkpoint {folder} is not a directory")
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        kind = values.get("model_type") if isinstance(values, dict) else None
+    except FileNotFoundError:
+        raise UsageError(f"--checkpoint {folder} is no checkpoint: it has no config.json") from None
+    except (OSError, ValueError):
+        raise UsageError(f"--checkpoint {folder} has a config.json that is no JSON") from None
+    if kind != "gpt2":
+        raise UsageError(f"--checkpoint {folder} must hold a GPT-2, but its model_type is {kind!r}")
+    if not any((folder / name).is_file() for name in _WEIGHTS):
+        raise UsageError(f"--checkpoint {folder} has no weights ({', '.join(_WEIGHTS)})")
+    try:
+        config = GPT2Config.from_dict({**values, **_NO_DROPOUT})
+    except Exception as error:
+        raise UsageError(f"--checkpoint {folder} has a bad config.json: {_first(error)}") from None
+    if options.context > config.n_positions:
+        if options.context_given:
+            raise UsageError(
+                f"--context must be at most {config.n_positions}, the checkpoint's positions, "
+                f"but got {options.context}"
+            )
+        options.context = config.n_positions
+    return config
+
+
+def make_tokens(options: Options, text: Text, config: Any | None) -> Tokens:
+    """The tokenizer (the checkpoint's own, else one trained on the text) and the text's tokens.
+
+    Raises:
+        UsageError: The text is shorter than the context, or tokenizer and checkpoint don't fit.
+    """
+    tokenizer = None if config is None else checkpoint_tokenizer(options.checkpoint)
+    if tokenizer is not None:
+        origin = "checkpoint"
+        if tokenizer.get_vocab_size() > config.vocab_size:
+            raise UsageError(
+                f"--checkpoint {options.checkpoint} has a tokenizer of "
+                f"{tokenizer.get_vocab_size()} tokens, but a model of {config.vocab_size}"
+            )
+    else:
+        vocab = options.vocab if config is None else min(options.vocab, config.vocab_size)
+        tokenizer, origin = train_tokenizer(text, vocab)
+    # Twice what the steps read, so that few windows overlap.
+    need = max(200_000, 2 * options.steps * options.batch * (options.context + 1))
+    end_id = tokenizer.token_to_id(END)
+    if end_id is None:
+        end_id = config.eos_token_id if isinstance(config.eos_token_id, int) else 0
+    ids = encode(text, tokenizer, end_id, need, options.seed)
+    if ids.numel() < options.context + 1:
+        raise UsageError(
+            f"the text must have more than --context = {options.context} tokens, "
+            f"but {text.source} has {ids.numel() - 1}"
+        )
+    return Tokens(tokenizer, ids, end_id, tokenizer.get_vocab_size(), origin)
+
+
+def make_pair(options: Options, tokens: Tokens, config: Any | None) -> Pair:
+    """Builds both models from the seed (or the checkpoint) and fuses one.
+
+    Raises:
+        UsageError: The checkpoint's weights can't be read or don't fit its configuration.
+    """
+    import torchweld
+
+    if config is None:
+        from transformers import GPT2Config
+
+        config = GPT2Config(
+            vocab_size=tokens.vocab,
+            n_positions=options.context,
+            n_embd=options.dim,
+            n_layer=options.layers,
+            n_head=options.heads,
+            bos_token_id=tokens.end_id,
+            eos_token_id=tokens.end_id,
+            pad_token_id=tokens.end_id,
+            **_NO_DROPOUT,
+        )
+    stock, fused = _build(options, config), _build(options, config)
+    sample = tokens.ids[: min(options.context, 64)].unsqueeze(0).to(options.device)
+    report = torchweld.fuse(fused, sample=sample)
+    return Pair(stock, fused, report, config)
+
+
+def _build(options: Options, config: Any) -> nn.Module:
+    import copy
+
+    from transformers import GPT2LMHeadModel
+
+    torch.manual_seed(options.seed)
+    config = copy.deepcopy(config)
+    if options.checkpoint is None:
+        model = GPT2LMHeadModel._from_config(config, attn_implementation="sdpa")
+    else:
+        model = _load(options.checkpoint, config)
+    return model.to(options.device, torch.float32).train()
+
+
+def _load(folder: Path, config: Any) -> nn.Module:
+    from transformers import GPT2LMHeadModel
+
+    try:
+        model, found = GPT2LMHeadModel.from_pretrained(
+            str(folder),
+            config=config,
+            local_files_only=True,
+            output_loading_info=True,
+            attn_implementation="sdpa",
+            dtype=torch.float32,
+        )
+    except Exception as error:  # damaged files raise a dozen types
+        raise UsageError(f"--checkpoint {folder} can't be loaded: {_first(error)}") from None
+    wrong = sorted(found["missing_keys"]) + sorted(str(k) for k in found.get("mismatched_keys", ()))
+    if wrong:
+        raise UsageError(
+            f"--checkpoint {folder} lacks {len(wrong)} weights of its model, first {wrong[0]}"
+        )
+    return model
+
+
+def _first(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__

@@ -1,0 +1,338 @@
+"""The `torchweld` command: info, explain, tune.
+
+Importing this module imports neither torch nor the package: `torchweld --help` answers at once, and
+Ctrl-C during the import of torch ends the command without a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+_MAX_SIZE = 2**62 - 1  # twice this size overflows torch's int64
+# Errors of writing to stdout: a full disk, a reader that is gone, a closed file.
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE, errno.EBADF)
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
+_LINEAR = ("M", "K", "N")
+_ATTENTION = ("batch", "nheads", "seqlen_q", "seqlen_k", "head_dim")
+# What the numbers of --shape mean; other ops take the shape of their tensors as it is.
+_SHAPES = {
+    "linear": _LINEAR,
+    "linear_backward": _LINEAR,
+    "layer_norm_linear": _LINEAR,
+    "rms_norm_linear": _LINEAR,
+    "fold_layer_norm": ("N", "K"),
+    "folded_layer_norm_linear": _LINEAR,
+    "gated_linear": _LINEAR,
+    "int4_linear": _LINEAR,
+    "bmm": ("batch", "M", "K", "N"),
+    "outer_add": ("rows", "cols"),
+    "outer_mul_relu": ("rows", "cols"),
+    "mul_relu": ("rows", "cols"),
+    "scalar_attention": ("n",),
+    "softmax_matmul": ("batch", "nheads", "seqlen_q", "seqlen_k", "head_dim_v"),
+    "attention": _ATTENTION,
+    "attention_backward": _ATTENTION,
+    "conv2d": ("batch", "H", "W", "KH", "KW"),
+}
+_ROWS = (
+    "softmax",
+    "softmax_backward",
+    "causal_softmax",
+    "causal_softmax_backward",
+    "row_sum",
+    "add_scalar",
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one sentence, and no usage block, for a bad flag."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        shape = (-1,)
+    if any(size < 0 for size in shape):
+        raise argparse.ArgumentTypeError(f"must be sizes such as 1024,768,3072, but got {text!r}")
+    if any(size > _MAX_SIZE for size in shape):
+        raise argparse.ArgumentTypeError(f"must be sizes below 2**62, but got {text!r}")
+    return shape
+
+
+def sizes_by_op() -> str:
+    """What the numbers of --shape mean, op by op."""
+    named: dict[str, list[str]] = {}
+    for op, names in _SHAPES.items():
+        named.setdefault(",".join(names), []).append(op)
+    lines = [f"  {shape:<43} {', '.join(ops)}" for shape, ops in named.items()]
+    lines.append(f"  {'the shape of x or scores':<43} {', '.join(_ROWS)}")
+    return "sizes by op:\n" + "\n".join(lines)
+
+
+def add_sizes(command: argparse.ArgumentParser, required: bool = True) -> None:
+    """--shape and --dtype, which say what tensors an op is given."""
+    command.add_argument(
+        "--shape",
+        type=_shape,
+        required=required,
+        metavar="SIZES",
+        help="sizes with commas, see below",
+    )
+    command.add_argument("--dtype", choices=_DTYPES, default="float32", help="default: float32")
+
+
+def _rounds(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 1 on, but got {text!r}")
+    return int(text)
+
+
+def _add_tune_flags(tune: argparse.ArgumentParser) -> None:
+    add = tune.add_argument
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
+    add("--gate", help="of gated_linear, for example sigmoid_tanh")
+    add("--activation", help="of the linear ops, for example gelu_tanh")
+    add("--interleaved", action="store_true", default=None, help="of gated_linear")
+    add("--causal", action="store_true", default=None, help="of attention")
+    add("--group", type=int, help="of int4_linear; default: 128, or K")
+    add("--rounds", type=_rounds, default=15, help="timed calls of each; default: 15")
+    add("--remember", action="store_true", help="use the fastest from now on, in every process")
+    add("--save", type=Path, metavar="FILE.json", help="write the table as JSON")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the table")
+    add("--json", action="store_true", help="print the table as JSON")
+
+
+def _version() -> str:
+    """The package's version, read from its source because importing it imports torch."""
+    source = Path(find_spec("torchweld").origin).read_text(encoding="utf-8")
+    return re.search(r'^__version__ = "(.+?)"', source, re.M)[1]
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="torchweld", description="Fused transformer kernels for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"torchweld {_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    info = commands.add_parser("info", help="what is installed, and which op runs where")
+    info.add_argument("--json", action="store_true", help="as JSON")
+
+    def add_call(name: str, help: str, example: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name,
+            help=help,
+            epilog=sizes_by_op(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_argument("op", metavar="OP", help=f"an op, for example {example}")
+        add_sizes(command)
+        return command
+
+    explain = add_call("explain", "which kernel a call takes, and why", "softmax")
+    explain.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda", help="default: cuda; no GPU is needed"
+    )
+    explain.add_argument("--json", action="store_true", help="as JSON")
+
+    tune = add_call("tune", "time every configuration of a call", "gated_linear")
+    _add_tune_flags(tune)
+    return parser
+
+
+def _print(value: Any, as_json: bool) -> None:
+    print(json.dumps(value.to_dict(), indent=2) if as_json else value)
+
+
+def tensors(
+    op: str, shape: tuple[int, ...], dtype: Any, device: str, group: int | None = None
+) -> tuple[Any, ...]:
+    """The op's tensors for sizes that were typed; nothing is allocated.
+
+    Raises:
+        ValueError: The op takes other sizes, or is not known here.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if op in _SHAPES:
+        names = _SHAPES[op]
+        if len(shape) != len(names):
+            raise ValueError(
+                f"--shape of {op} must be {','.join(names)}, but got {len(shape)} sizes"
+            )
+    elif op in _ROWS:
+        if len(shape) < (2 if op.startswith("causal") else 1):
+            raise ValueError(f"--shape of {op} must be seqlen_q,seqlen_k, but got 1 size")
+    else:
+        known = ", ".join(sorted([*_SHAPES, *_ROWS]))
+        raise ValueError(f"OP must be one of {known}, but got {op!r}")
+
+    def make(*sizes: int, dtype: Any = dtype) -> Any:
+        if device == "cuda":
+            return torch.empty(sizes, dtype=dtype, device="meta")
+        with FakeTensorMode():
+            return torch.empty(sizes, dtype=dtype)
+
+    if op in _ROWS:
+        return (make(*shape), make(*shape)) if op.endswith("backward") else (make(*shape),)
+    if op == "softmax_matmul":
+        batch, heads, rows, keys, width = shape
+        return make(batch, heads, rows, keys), make(batch, heads, keys, width)
+    if op.startswith("attention"):
+        batch, heads, rows, keys, width = shape
+        query, key = make(batch, heads, rows, width), make(batch, heads, keys, width)
+        if op == "attention":
+            return query, key, key
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return query, query, key, key, query, make(batch, heads, rows, dtype=wide)
+    if op == "conv2d":
+        return make(*shape[:3]), make(*shape[3:])
+    if op == "bmm":
+        batch, m, k, n = shape
+        return make(batch, m, k), make(batch, k, n)
+    if op == "fold_layer_norm":
+        return (make(*shape),)
+    if op == "scalar_attention":
+        return make(*shape), make(*shape), make(*shape)
+    if op in ("outer_add", "outer_mul_relu", "mul_relu"):
+        rows, cols = shape
+        return make(*shape) if op == "mul_relu" else make(cols), make(rows)
+    m, k, n = shape
+    if op == "int4_linear":
+        group = (128 if k % 128 == 0 else max(k, 1)) if group is None else group
+        if group < 8 or group % 8 or k % group:
+            raise ValueError(
+                f"the group must be a multiple of 8 that divides K = {k}, but got {group}"
+            )
+        groups = k // group
+        zero = make(n, -(-groups // 8), dtype=torch.int32)
+        return make(m, k), make(n, k // 8, dtype=torch.int32), make(n, groups), zero
+    if op == "linear_backward":
+        return make(m, n), make(m, k), make(n, k)
+    if op == "gated_linear":
+        return make(m, k), make(2 * n, k)
+    if op == "folded_layer_norm_linear":
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return make(m, k), make(n, k), make(n, dtype=wide)
+    return make(m, k), make(n, k)
+
+
+def _info(args: argparse.Namespace) -> int:
+    import torchweld
+
+    _print(torchweld.info(), args.json)
+    return 0
+
+
+def _explain(args: argparse.Namespace) -> int:
+    import torch
+
+    import torchweld
+
+    try:
+        shapes = tensors(args.op, args.shape, getattr(torch, args.dtype), args.device)
+    except (ValueError, RuntimeError) as error:
+        return _fail("explain", str(error).splitlines()[0], 2)
+    try:
+        others = (1.5,) if args.op == "add_scalar" else ()
+        explanation = torchweld.explain(args.op, *shapes, *others)
+    except (ValueError, RuntimeError, ImportError) as error:
+        return _fail("explain", str(error), 1)
+    _print(explanation, args.json)
+    return 0
+
+
+def _tune(args: argparse.Namespace) -> int:
+    import torch
+
+    from torchweld._library import unavailable_reason
+    from torchweld.tuning.main import keywords, run
+
+    if reason := unavailable_reason():
+        return _fail("tune", reason, 1)
+    try:
+        shapes = tensors(args.op, args.shape, getattr(torch, args.dtype), "cuda", args.group)
+        kwargs = keywords(args)
+    except (ValueError, RuntimeError) as error:
+        return _fail("tune", str(error).splitlines()[0], 2)
+    try:
+        return run(args, shapes, kwargs)
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        return _fail("tune", (str(error).splitlines() or [type(error).__name__])[0], 1)
+
+
+def _fail(command: str, sentence: str, code: int) -> int:
+    print(f"torchweld {command}: {sentence}", file=sys.stderr)
+    return code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: Arguments without the program's name; `sys.argv` by default.
+
+    Returns:
+        Exit status: 0, 1 for a failure, 2 for bad arguments, 130 after Ctrl-C.
+    """
+    return guarded("torchweld", lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    return {"info": _info, "explain": _explain, "tune": _tune}[args.command](args)
+
+
+def guarded(program: str, command: Callable[[], int]) -> int:
+    """Runs a command and returns its exit status.
+
+    The status is 130 after Ctrl-C, and 1 with one sentence where stdout can't be written.
+    """
+    if getattr(sys.stdout, "errors", None) == "strict":
+        # Characters that the terminal's encoding lacks are printed as ? instead of failing.
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        try:
+            return command()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        # An error with a file name is not stdout's; the commands report those themselves.
+        if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
+            raise
+        _drop_output()
+        if error.errno == errno.EPIPE:  # `torchweld info | head -1`
+            return 1
+        print(f"{program}: the output can't be written: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _drop_output() -> None:
+    """Keeps the rest of stdout's buffer from failing again when the process ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

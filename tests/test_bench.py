@@ -1,0 +1,95 @@
+"""The benchmarks' command line, and a call of one op on the CPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import torchweld_bench
+from commands import run_command
+from torchweld_bench import one
+
+
+def run(capsys, *argv):
+    return run_command(capsys, *argv, main=torchweld_bench.main)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "FAMILY|OP"),
+        (["softmax"], "an op needs --shape"),
+        (["softmin", "--shape", "4"], "OP must be one of"),
+        (["linear", "--shape", "4,5"], "M,K,N"),
+        (["softmax", "--shape", "4", "--against", "cudnn"], "'cudnn'"),
+        (["softmax", "--shape", "99999999999999999999,2"], "below 2**62"),
+        (["softmax", "--shape", "4", "--device", "cpu", "--out", "/dev/null"], "--out"),
+        (["cpu", "--targets", "no/such.toml"], "no/such.toml"),
+    ],
+)
+def test_bad_arguments(capsys, argv, words):
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1 and err.startswith("bench: ") and words in err
+
+
+SMALL = {
+    "attention": "1,2,5,7,8",
+    "bmm": "2,3,4,5",
+    "causal_softmax": "2,4,5",
+    "conv2d": "2,8,9,3,3",
+    "outer_add": "3,4",
+    "outer_mul_relu": "3,4",
+    "mul_relu": "3,4",
+    "scalar_attention": "9",
+    "softmax_matmul": "1,2,3,4,5",
+    **dict.fromkeys(("softmax", "row_sum", "add_scalar"), "3,5"),
+}
+
+
+@pytest.mark.parametrize("op", one.EAGER)
+def test_bench_of_one_call(capsys, op):
+    """What is timed against it computes the same."""
+    argv = [op, "--shape", SMALL.get(op, "3,16,8"), "--device", "cpu"]
+    code, out, err = run(capsys, *argv)
+    assert code == 0
+    rows = out.splitlines()[2:]
+    assert [row.split("  ")[0].rsplit(" ", 1)[1] for row in rows] == ["forward", "gradient"]
+    assert all(row.startswith(f"{op} (") and "float32" in row for row in rows)
+    assert all(re.search(r"\d\.\d{3} eager ", row) for row in rows), out
+    assert err.count(f"{op} (") == 2
+
+
+@pytest.mark.parametrize("op", one.EAGER)
+def test_bench_of_empty_tensors(capsys, op):
+    """Every size may be 0, as the op's may."""
+    sizes = SMALL.get(op, "3,16,8").split(",")
+    for i in range(len(sizes)):
+        shape = ",".join([*sizes[:i], "0", *sizes[i + 1 :]])
+        code, out, _ = run(capsys, op, "--shape", shape, "--device", "cpu")
+        assert code == 0 and len(out.splitlines()) == 4, shape
+
+
+def test_ctrl_c_of_a_benchmark(capsys, monkeypatch):
+    def rows(*_):
+        yield from list(real("softmax", [torch.randn(3, 5)], ["eager"]))[:1]
+        raise KeyboardInterrupt
+
+    real = one.rows
+    monkeypatch.setattr(one, "rows", rows)
+    code, out, err = run(capsys, "softmax", "--shape", "3,5", "--device", "cpu")
+    assert code == 130 and "interrupted; the rows so far:" in err
+    assert "softmax (3, 5) float32 forward" in out
+
+
+def test_bench_against_compile(capsys, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compiled.append(f) or f)
+    argv = ["softmax", "--shape", "3,5", "--device", "cpu", "--against", "compile,eager"]
+    code, out, _ = run(capsys, *argv, "--dtype", "bfloat16")
+    assert code == 0 and compiled == [one.EAGER["softmax"]]
+    head, row = out.splitlines()[1:3]
+    assert "compile us" in head and "eager us" in head
+    assert " compile " in row and "bfloat16" in row
