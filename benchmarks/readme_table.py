@@ -1,9 +1,10 @@
-"""Writes the tables of results: all of them in benchmarks/results/README.md, a dozen in README.md.
+"""Writes the tables and the picture of the results.
 
     python benchmarks/readme_table.py [--check]
 
-Both are made of benchmarks/results/*/*.json. With --check nothing is written; exits 1 where a page
-is not what the results say.
+benchmarks/results/README.md has every case, README.md has one row a kind of case, and
+docs/images/speed.svg draws most of these rows. All are made from benchmarks/results/*/*.json. With
+--check nothing is written, and the exit status is 1 where a page differs from the results.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from readme_picture import Bar, svg
+from readme_rows import SUMMARY, SUMMARY_FOLDER, Summary
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path("benchmarks") / "results"
@@ -36,7 +40,7 @@ FAMILIES = {
 PEERS = {
     "move 3": "moving three tensors",
     "cublas": "cuBLAS",
-    "cublas bare": "cuBLAS, the product alone",
+    "cublas bare": "cuBLAS, matmul alone",
     "sdpa flash": "SDPA flash",
     "sdpa cudnn": "SDPA cuDNN",
     "sdpa efficient": "SDPA efficient",
@@ -46,159 +50,9 @@ PEERS = {
     "stock": "the same in torch's modules",
     "plan": "`make plan`",
     "product": "FSDP2's cost times tensor parallel's",
-    "matmul alone": "the product alone",
+    "matmul alone": "the matmul alone",
 }
 
-
-SUMMARY_FOLDER = "nvidia-h200"
-
-
-class Summary(NamedTuple):
-    """A row of the README's table: the least and the largest ratio of some cases to a peer.
-
-    Attributes:
-        what: the cases in words.
-        family: whose results they are in.
-        cases: a pattern of whole cases.
-        peer: a pattern of the peer's name there.
-        name: the peer in words.
-        folder: where they lie in benchmarks/results.
-    """
-
-    what: str
-    family: str
-    cases: str
-    peer: str
-    name: str
-    folder: str = SUMMARY_FOLDER
-
-
-# 16 bits: float16 and bfloat16.
-SUMMARY = [
-    Summary(
-        "attention, bfloat16",
-        "attention",
-        r"attention .*float16( causal)?",
-        "sdpa cudnn",
-        "SDPA, cuDNN back end",
-    ),
-    Summary(
-        "attention's gradient, bfloat16",
-        "attention",
-        r"attention_backward .*float16( causal)?",
-        "sdpa cudnn",
-        "SDPA, cuDNN back end",
-    ),
-    Summary(
-        "attention and its gradient, float32",
-        "attention",
-        r"attention\w* .*float32 causal",
-        "sdpa efficient",
-        "SDPA, memory-efficient back end",
-    ),
-    Summary(
-        "attention, 1 or 4 query rows (generation), bfloat16",
-        "attention",
-        r"attention decode .*, \d query rows",
-        "sdpa cudnn",
-        "SDPA, cuDNN back end",
-    ),
-    Summary(
-        "softmax of scores times V, bfloat16",
-        "attention",
-        r"softmax_matmul .*",
-        "eager",
-        "torch's softmax and matmul",
-    ),
-    Summary("softmax and its gradient", "rows", r"softmax.*", "torch", "torch's softmax"),
-    Summary(
-        "linear and its gradient, bmm, 16 bits",
-        "matmul",
-        r"(linear|linear_backward|bmm) .*float16",
-        "cublas|cublas bare",
-        "cuBLAS",
-    ),
-    Summary(
-        "linear and gated linear, float32 at its accuracy",
-        "matmul",
-        r"linear .*float32|gated_linear .*float32 \w+",
-        "cublas bare",
-        "cuBLAS, float32",
-    ),
-    Summary("linear and gated linear, TF32", "matmul", r".* tf32", "cublas bare", "cuBLAS, TF32"),
-    Summary(
-        "LayerNorm + linear + GELU, 16 bits",
-        "matmul",
-        r"layer_norm_linear .*float16 \w+",
-        "cublas bare",
-        "cuBLAS, the product alone",
-    ),
-    Summary(
-        "gated linear, 16 bits",
-        "matmul",
-        r"gated_linear .*float16 \w+",
-        "cublas bare",
-        "cuBLAS, the product alone",
-    ),
-    Summary(
-        "gated linear, LayerNorm + linear + GELU, 16 bits",
-        "matmul",
-        r"(layer_norm_linear|gated_linear) .*float16 \w+",
-        "eager",
-        "torch's ops one by one",
-    ),
-    Summary(
-        "linear layers, forward and backward, 16 bits",
-        "matmul_training",
-        r".*, forward and backward",
-        "torch.compile",
-        "torch.compile",
-    ),
-    Summary(
-        "linear with 4-bit weights, 1 to 16 tokens",
-        "int4",
-        r"int4 \((1|4|8|16), .*float16",
-        "cublas",
-        "cuBLAS, 16-bit weights",
-    ),
-    Summary(
-        "linear with 4-bit weights, 256 tokens or more",
-        "int4",
-        r"int4 \((256|1024|4096), .*float16",
-        "cublas",
-        "cuBLAS, 16-bit weights",
-    ),
-    Summary(
-        "GPT-2 124M, a training step in bfloat16",
-        "gpt2",
-        r"gpt2 training step .* bfloat16",
-        "stock sdpa",
-        "Hugging Face's model, SDPA, eager",
-    ),
-    Summary(
-        "peak memory of that step (not time)",
-        "gpt2",
-        r"gpt2 training step .* peak memory, MiB",
-        "stock sdpa",
-        "Hugging Face's model, SDPA, eager",
-    ),
-    Summary(
-        "attention and its gradient, context parallel on 2 H100s",
-        "distributed",
-        r"attention and its gradient .*",
-        "alone",
-        "one GPU",
-        "nvidia-h100-80gb-hbm3-x2",
-    ),
-    Summary(
-        "GPT-2 of 48 layers, a step, tensor parallel on 2 H100s (in a CUDA graph the least)",
-        "distributed",
-        r"gpt2(-xl| of 48 layers,) training step .*",
-        "alone",
-        "one GPU",
-        "nvidia-h100-80gb-hbm3-x2",
-    ),
-]
 BEGIN = "<!-- made by benchmarks/readme_table.py -->"
 END = "<!-- end of the table -->"
 
@@ -288,8 +142,10 @@ def results_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def ratio_range(summary: Summary, rows: list[dict[str, Any]]) -> str:
-    """The least and the largest ratio to the peer over the cases that match.
+def ratio_range(summary: Summary, rows: list[dict[str, Any]]) -> tuple[float, float] | None:
+    """The lowest and the highest ratio to the peer over the cases that match.
+
+    None where an answer is wrong.
 
     Raises:
         ValueError: No case matches.
@@ -300,22 +156,42 @@ def ratio_range(summary: Summary, rows: list[dict[str, Any]]) -> str:
         if not peers or not re.fullmatch(summary.cases, row["case"]) or " over " in row["case"]:
             continue
         if row["ratio"] is None:
-            return "wrong"
+            return None
         ratios.append(row["ours_us"] / row["peers_us"][peers[0]])
     if not ratios:
         raise ValueError(f"no case matches the README's row {summary.what!r} over {summary.name}")
-    low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return min(ratios), max(ratios)
+
+
+def _range_text(ratios: tuple[float, float] | None) -> str:
+    if ratios is None:
+        return "wrong"
+    low, high = (f"{ratio:.2f}" for ratio in ratios)
     return low if low == high else f"{low} to {high}"
+
+
+def _summary_ratios() -> list[tuple[Summary, tuple[float, float] | None]]:
+    reports = read_reports()
+    rows = [reports[summary.folder][summary.family]["rows"] for summary in SUMMARY]
+    return [(each, ratio_range(each, found)) for each, found in zip(SUMMARY, rows, strict=True)]
 
 
 def summary_table() -> str:
     """The README's table."""
-    reports = read_reports()
-    lines = ["| what | X | time of torchweld / time of X |", "| --- | --- | --- |"]
-    for summary in SUMMARY:
-        ratios = ratio_range(summary, reports[summary.folder][summary.family]["rows"])
-        lines.append(f"| {summary.what} | {summary.name} | {ratios} |")
+    lines = ["| what | X | time relative to X |", "| --- | --- | --- |"]
+    for summary, ratios in _summary_ratios():
+        lines.append(f"| {summary.what} | {summary.name} | {_range_text(ratios)} |")
     return "\n".join(lines)
+
+
+def picture() -> str:
+    """The README's picture; a row with a wrong answer is left out."""
+    bars = [
+        Bar(summary.what, summary.name, *ratios)
+        for summary, ratios in _summary_ratios()
+        if summary.pictured and ratios is not None
+    ]
+    return svg("Time relative to the alternative on an H200 (lower is better)", bars)
 
 
 def pages() -> dict[Path, str]:
@@ -333,7 +209,11 @@ def pages() -> dict[Path, str]:
     )
     if places != 1:
         raise ValueError(f"README.md must have one table between {BEGIN} and {END}")
-    return {readme: fresh, ROOT / RESULTS / "README.md": results_page()}
+    return {
+        readme: fresh,
+        ROOT / RESULTS / "README.md": results_page(),
+        ROOT / "docs" / "images" / "speed.svg": picture(),
+    }
 
 
 def stale_pages() -> dict[Path, str]:
@@ -354,6 +234,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.check:
             print(f"{path.relative_to(ROOT)} is not what the results say", file=sys.stderr)
         else:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(fresh, encoding="utf-8")
     return int(args.check and bool(stale))
 

@@ -115,6 +115,12 @@ def test_commands_of_a_document_exist(name):
     assert [c for c in commands if not re.search(rf"^ +{c} ", text, re.M)] == []
 
 
+def test_readme_shows_code_first():
+    first, last = README.index("```python\n"), README.index("\n```\n")
+    code = [line for line in README[first:last].splitlines()[1:] if line]
+    assert README[:last].count("\n") < 25 and 5 <= len(code) <= 10
+
+
 def test_readme_names_every_op_and_module():
     names = set(re.findall(r"`(\w+)`", README))
     assert set(PUBLIC) - names == set()
@@ -123,7 +129,7 @@ def test_readme_names_every_op_and_module():
 
 def test_example_of_the_readme_runs(tmp_path):
     pytest.importorskip("transformers")
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    example = "".join(re.findall(r"```python\n(.*?)```", README, re.S))
     done = subprocess.run(
         [sys.executable, "-c", example],
         cwd=tmp_path,

@@ -128,11 +128,11 @@ def check_metadata(wheel: Path, torch: str) -> None:
 
 
 def check_installed(wheel: Path, python: str, torch: str, folder: Path) -> None:
-    """The README's example in an empty environment, with nothing of the sources in sight."""
+    """Runs the README's Python in an empty environment, with nothing of the sources in sight."""
     say("installing it into an empty environment")
     empty = environment(folder / "empty", python)
     run(empty, *PIP, "install", f"{wheel}[hf]", "-c", constraints(folder, torch))
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    example = "".join(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S))
     place = folder / "place"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()

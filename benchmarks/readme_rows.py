@@ -1,0 +1,175 @@
+"""The rows of the README's table: which cases they take, and which peer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SUMMARY_FOLDER = "nvidia-h200"
+
+
+class Summary(NamedTuple):
+    """A row of the README's table: the lowest and the highest ratio of some cases to a peer.
+
+    Attributes:
+        what: The cases in words.
+        family: The family of results that has them.
+        cases: A pattern that matches whole cases.
+        peer: A pattern of the peer's name in the results.
+        name: The peer in words.
+        folder: The folder of benchmarks/results that has the family.
+        pictured: Whether the README's picture shows the row.
+    """
+
+    what: str
+    family: str
+    cases: str
+    peer: str
+    name: str
+    folder: str = SUMMARY_FOLDER
+    pictured: bool = False
+
+
+# 16 bits: float16 and bfloat16.
+SUMMARY = [
+    Summary(
+        "attention forward, bfloat16",
+        "attention",
+        r"attention .*float16( causal)?",
+        "sdpa cudnn",
+        "SDPA, cuDNN backend",
+        pictured=True,
+    ),
+    Summary(
+        "attention backward, bfloat16",
+        "attention",
+        r"attention_backward .*float16( causal)?",
+        "sdpa cudnn",
+        "SDPA, cuDNN backend",
+        pictured=True,
+    ),
+    Summary(
+        "attention forward and backward, float32",
+        "attention",
+        r"attention\w* .*float32 causal",
+        "sdpa efficient",
+        "SDPA, memory-efficient backend",
+        pictured=True,
+    ),
+    Summary(
+        "attention with 1 or 4 query rows (decoding), bfloat16",
+        "attention",
+        r"attention decode .*, \d query rows",
+        "sdpa cudnn",
+        "SDPA, cuDNN backend",
+        pictured=True,
+    ),
+    Summary(
+        "softmax(scores) @ V, bfloat16",
+        "attention",
+        r"softmax_matmul .*",
+        "eager",
+        "torch's softmax and matmul",
+        pictured=True,
+    ),
+    Summary(
+        "softmax forward and backward",
+        "rows",
+        r"softmax.*",
+        "torch",
+        "torch's softmax",
+        pictured=True,
+    ),
+    Summary(
+        "linear forward and backward, bmm; 16 bits",
+        "matmul",
+        r"(linear|linear_backward|bmm) .*float16",
+        "cublas|cublas bare",
+        "cuBLAS",
+        pictured=True,
+    ),
+    Summary(
+        "linear, gated linear; full float32 accuracy",
+        "matmul",
+        r"linear .*float32|gated_linear .*float32 \w+",
+        "cublas bare",
+        "cuBLAS, float32",
+        pictured=True,
+    ),
+    Summary("linear, gated linear; TF32", "matmul", r".* tf32", "cublas bare", "cuBLAS, TF32"),
+    Summary(
+        "LayerNorm + linear + GELU, 16 bits",
+        "matmul",
+        r"layer_norm_linear .*float16 \w+",
+        "cublas bare",
+        "cuBLAS, matmul alone",
+    ),
+    Summary(
+        "gated linear, 16 bits",
+        "matmul",
+        r"gated_linear .*float16 \w+",
+        "cublas bare",
+        "cuBLAS, matmul alone",
+    ),
+    Summary(
+        "gated linear, LayerNorm + linear + GELU; 16 bits",
+        "matmul",
+        r"(layer_norm_linear|gated_linear) .*float16 \w+",
+        "eager",
+        "eager torch",
+        pictured=True,
+    ),
+    Summary(
+        "linear layers, forward and backward; 16 bits",
+        "matmul_training",
+        r".*, forward and backward",
+        "torch.compile",
+        "torch.compile",
+    ),
+    Summary(
+        "4-bit linear, 1 to 16 tokens",
+        "int4",
+        r"int4 \((1|4|8|16), .*float16",
+        "cublas",
+        "cuBLAS, 16-bit weights",
+        pictured=True,
+    ),
+    Summary(
+        "4-bit linear, 256 tokens or more",
+        "int4",
+        r"int4 \((256|1024|4096), .*float16",
+        "cublas",
+        "cuBLAS, 16-bit weights",
+        pictured=True,
+    ),
+    Summary(
+        "GPT-2 124M training step, bfloat16",
+        "gpt2",
+        r"gpt2 training step .* bfloat16",
+        "stock sdpa",
+        "Hugging Face model with SDPA, eager",
+        pictured=True,
+    ),
+    Summary(
+        "peak memory of that step",
+        "gpt2",
+        r"gpt2 training step .* peak memory, MiB",
+        "stock sdpa",
+        "Hugging Face model with SDPA, eager",
+    ),
+    Summary(
+        "attention forward and backward, context parallel on 2 H100s",
+        "distributed",
+        r"attention and its gradient .*",
+        "alone",
+        "one GPU",
+        "nvidia-h100-80gb-hbm3-x2",
+    ),
+    Summary(
+        "48-layer GPT-2 training step, tensor parallel on 2 H100s (lowest: in a CUDA graph)",
+        "distributed",
+        r"gpt2(-xl| of 48 layers,) training step .*",
+        "alone",
+        "one GPU",
+        "nvidia-h100-80gb-hbm3-x2",
+    ),
+]
