@@ -62,14 +62,15 @@ def test_sdist_holds_what_the_build_and_the_suite_need(tmp_path):
 
 def test_installed_python_is_the_library_and_its_command(tmp_path):
     """Benchmarks, demo, puzzles and planner are tools of a checkout."""
-    setup_py("build_py", "--build-lib", tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["torchweld", "torchweld_cli.py"]
-    built = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py")}
-    assert built == {
-        name.removeprefix("python/") for name in files_below("python") if name.endswith(".py")
-    }
-    folders = {path.name for path in tmp_path.rglob("*") if path.is_dir()}
-    assert folders & {"bench", "demo", "puzzles", "benchmarks", "examples"} == set()
+    setup_py("egg_info", "--egg-base", tmp_path)
+    top = (tmp_path / "torchweld.egg-info" / "top_level.txt").read_text().split()
+    assert sorted(top) == ["torchweld", "torchweld_cli"]
+    sources = (tmp_path / "torchweld.egg-info" / "SOURCES.txt").read_text().split()
+    installed = [name for name in sources if name.startswith("python/") and name.endswith(".py")]
+    python = {name for name in files_below("python") if name.endswith(".py")}
+    assert set(installed) == python
+    folders = {part for name in python for part in Path(name).parent.parts}
+    assert folders & {"bench", "demo", "puzzles"} == set()
 
 
 @pytest.mark.parametrize("local", ["0", "1"])
