@@ -4,6 +4,7 @@ ops.part.md       where each op runs, in which dtype, with which gradients; the 
 versions.part.md  the versions of Python, torch and CUDA, and the GPUs
 api_*.md          every public name, from its docstring
 plan.part.md      what benchmarks/plan.py predicts up to 1,024 GPUs
+kernel_*.part.md  measured cases for the pages of docs/kernels
 commands.md       the help of the command line and of the tools of a checkout
 benchmarks.md     benchmarks/results/README.md, its links set to this folder
 """
@@ -147,6 +148,39 @@ def plan_table() -> str:
     return "\n".join([*rows, ""])
 
 
+# Of each page of docs/kernels: the family of results and a pattern of whole cases.
+KERNELS = {
+    "gemm_sm90": ("matmul", r"(linear|linear_backward|bmm|gated_linear) \(.*(16|32|tf32|swiglu)"),
+    "attention_forward": ("attention", r"attention \(.*"),
+    "attention_backward": ("attention", r"attention_backward \(.*float16.*"),
+    "softmax": ("rows", r"softmax(_backward)? \([^)]*\) \w+"),
+    "int4": ("int4", r"int4 \([^)]*\) \w+"),
+}
+
+
+def kernel_table(page: str) -> str:
+    """The measured cases of a page of docs/kernels, a column pair for each GPU."""
+    family, pattern = KERNELS[page]
+    paths = sorted(RESULTS.glob(f"nvidia-*/{family}.json"))
+    reports = [json.loads(path.read_text()) for path in paths]
+    reports = [report for report in reports if report.get("gpus", 1) == 1]
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for report in reports:
+        for row in report["rows"]:
+            if not re.fullmatch(pattern, row["case"]):
+                continue
+            ratio = "wrong" if row["ratio"] is None else f"{row['ratio']:.2f}"
+            key = row["case"], row["against"]
+            cells.setdefault(key, {})[report["device"]] = f"{row['ours_us']:.1f} | {ratio}"
+    devices = [report["device"] for report in reports]
+    head = "".join(f" {device}, us | ratio |" for device in devices)
+    lines = [f"| case | against |{head}", "| --- | --- |" + " --- | --- |" * len(devices)]
+    for (case, against), found in cells.items():
+        numbers = " | ".join(found.get(device, " | ") for device in devices)
+        lines.append(f"| {case} | {against} | {numbers} |")
+    return "\n".join([*lines, ""])
+
+
 def commands() -> str:
     """The help of `torchweld`, command by command, and of the tools of a checkout."""
     os.environ["COLUMNS"] = "90"  # the width that argparse writes for
@@ -228,6 +262,7 @@ def write() -> None:
         "ops.part.md": ops_table(),
         "versions.part.md": versions_table(),
         "plan.part.md": plan_table(),
+        **{f"kernel_{page}.part.md": kernel_table(page) for page in KERNELS},
         "commands.md": "# Command line\n\n" + commands(),
         "benchmarks.md": benchmarks(),
         **{f"api_{page}.md": api_page(page) for page in TITLES},

@@ -121,6 +121,23 @@ def test_what_the_pages_name_exists():
     assert ops and ops - set(registered_ops()) == set()
 
 
+@pytest.mark.parametrize("page", sorted((DOCS / "kernels").glob("*.md")), ids=lambda p: p.stem)
+def test_page_of_a_kernel_explains_it(page, generate):
+    text = page.read_text(encoding="utf-8")
+    titles = re.findall(r"^## (.+)$", text, re.M)
+    for title in ("What it computes", "Roofline", "Tiles and why", "What was tried and lost"):
+        assert title in titles
+    assert any(title.startswith("Schedule") for title in titles) and "```text\n" in text
+    assert f"_generated/kernel_{page.stem}.part.md" in text
+    assert generate.kernel_table(page.stem).count("\n") > 10
+
+
+def test_glossary_has_one_line_a_word():
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", (DOCS / "glossary.md").read_text(), re.M)[1:]
+    words = [word for word, _ in rows if not word.startswith("---")]
+    assert 20 < len(words) <= 45 and len(set(words)) == len(words)
+
+
 @pytest.fixture
 def generate(monkeypatch):
     """docs/generate.py."""
