@@ -58,22 +58,23 @@ END = "<!-- end of the table -->"
 
 RESULTS_HEAD = """# Results
 
-Made by `benchmarks/readme_table.py` from the files beside it; don't edit it.
+Made by `benchmarks/readme_table.py` from the files in this folder; do not edit.
 
-A ratio is the time of torchweld over that of a peer in the same run: below 1 is faster. Times are
-medians of rounds in which every variant runs once, with the L2 cache flushed before each. A target
-is the most that a ratio may be (`benchmarks/targets.toml`). A row whose answer is wrong has no
-ratio.
+A ratio is torchweld's time divided by a peer's time in the same run: below 1, torchweld is
+faster. Times are medians over rounds in which every variant runs once, with the L2 cache flushed
+before each call. A target is the highest allowed ratio (`benchmarks/targets.toml`). A row with a
+wrong answer has no ratio.
 
-"copy", "fill", "sum" and "moving three tensors" are the time that the memory itself needs; "read
+"copy", "fill", "sum" and "moving three tensors" move the same bytes without computing. "read
 floor" and "exp2 floor" are computed from the rates of memory and of the exponential unit.
-"unpadded" is the same attention without left padding. With up to 16 tokens, 4-bit weights are timed
-as tokens are generated: weights that take turns, in one CUDA graph. GPT-2's peak memory is in MiB,
+"unpadded" is the same attention without left padding. With up to 16 tokens, 4-bit weights are
+timed as in generation: several weights in turn, in one CUDA graph. GPT-2's peak memory is in MiB,
 not in microseconds.
 
-On several GPUs a time is that of the slowest one. Training steps there, and generation, are timed
-model after model. One GPU is given what all share, or its own part where each has a batch.
-`make plan` predicts from one GPU's speed and the measured bandwidth of a gather."""
+With several GPUs, a time is that of the slowest GPU. Training steps there, and generation, are
+timed one model after the other. The single GPU gets the whole problem, or its own share if every
+GPU has a batch. `make plan` predicts from the speed of one GPU and the measured bandwidth of an
+all-gather."""
 
 Report = dict[str, Any]
 
