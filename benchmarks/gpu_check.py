@@ -1,4 +1,4 @@
-"""Everything that needs a GPU: the whole test suite there, then every benchmark, results written.
+"""Runs what needs a GPU: the whole test suite, then every benchmark, and writes the results.
 
     python benchmarks/gpu_check.py [--out benchmarks/results] [--families rows,attention]
     python benchmarks/gpu_check.py --gpus 2
@@ -31,7 +31,9 @@ def main(argv: list[str] | None = None) -> int:
 
     there = torch.cuda.device_count()
     if there < args.gpus:
-        print(f"gpu-check: it needs {args.gpus} CUDA GPUs, but there are {there}", file=sys.stderr)
+        print(
+            f"gpu-check: {args.gpus} CUDA GPUs are needed, but there are {there}", file=sys.stderr
+        )
         return 2
     several = args.gpus > 1
     what = ["-n", args.workers, str(ROOT / "tests")]
@@ -51,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         for kind in ("passed", "failed", "skipped")
     ]
     if tests.returncode:
-        print("gpu-check: the test suite is not green, nothing is measured", file=sys.stderr)
+        print("gpu-check: the test suite failed, so nothing is measured", file=sys.stderr)
         return 1
     from torchweld_bench import FAMILIES
     from torchweld_bench import main as bench

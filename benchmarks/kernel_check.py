@@ -1,4 +1,4 @@
-"""What can be said of the kernels without a GPU: spills, registers, shared memory, build seconds.
+"""Checks kernels without a GPU: spills, registers, shared memory, compile seconds.
 
 Compiles every .cu of csrc, and every file of the table csrc/instantiations.py, as the build does,
 for sm_90a and sm_80, with the assembler's report on. Fails where a kernel spills, where the
@@ -29,8 +29,8 @@ ARCHS = {"sm_90a": "arch=compute_90a,code=sm_90a", "sm_80": "arch=compute_80,cod
 # C7508: setmaxnreg ignored; C7510 to C7512: wgmma serialised.
 BAD_WARNINGS = re.compile(r"C75(08|10|11|12)")
 
-# Processors differ, and one that others share is slower at times. Where a file takes too long, its
-# seconds become those of a processor that compiles this in YARDSTICK_SECONDS.
+# Processors differ, and a shared one is slower at times. If a file takes too long, its seconds are
+# scaled to a processor that compiles this in YARDSTICK_SECONDS.
 YARDSTICK_SECONDS = 1.8
 YARDSTICK = """
 template <int kStep>
@@ -68,7 +68,7 @@ def find_nvcc() -> str | None:
 
 
 def readable(symbols: list[str]) -> dict[str, str]:
-    """Demangled names by c++filt, shortened to what tells kernels apart."""
+    """Demangled names by c++filt, shortened to what distinguishes kernels."""
     tool = shutil.which("c++filt")
     if tool is None or not symbols:
         return {s: s for s in symbols}
@@ -92,7 +92,7 @@ def without_arguments(name: str) -> str:
 
 
 def cuda_sources(generated: Path) -> dict[str, Path]:
-    """What the build compiles with nvcc: names and paths. Instantiations are written there."""
+    """Names and paths of what the build compiles with nvcc; writes the instantiations."""
     sys.path.insert(0, str(ROOT / "csrc"))
     import instantiations
 
@@ -125,13 +125,13 @@ def parse_report(report: str, file: str, arch: str) -> list[Kernel]:
 
 
 def compiler_seconds() -> float:
-    """Processor time of this process's compilers so far, whatever else the machine does."""
+    """CPU time that this process's compilers have used so far."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def slowness(nvcc: str) -> float:
-    """How many times as long as the yardstick's processor this one takes now; at least 1."""
+    """How much slower this processor is now than the yardstick's; at least 1."""
     start = compiler_seconds()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "yardstick.cu"
@@ -144,7 +144,7 @@ def slowness(nvcc: str) -> float:
 def check_file(
     file: str, source: Path, nvcc: str, limit: float
 ) -> tuple[list[Kernel], list[str], float]:
-    """The kernels of one file, its faults, and the processor seconds of its compilers."""
+    """The kernels of one file, its faults, and the CPU seconds of its compilers."""
     kernels: list[Kernel] = []
     faults: list[str] = []
     start = compiler_seconds()

@@ -67,7 +67,7 @@ MODELS = {
 
 
 def read_sizes(name: str) -> Sizes:
-    """A model's sizes by its name here, or from a config.json of GPT-2 or of Llama's kind.
+    """The sizes of a model, by a name in MODELS or from a config.json like GPT-2's or Llama's.
 
     Raises:
         ValueError: there is neither, or the config is of another kind.
@@ -112,7 +112,7 @@ def read_sizes(name: str) -> Sizes:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a GPU does; bandwidths are bytes a second out of each GPU, one way."""
+    """The speed of a GPU; bandwidths are bytes per second out of each GPU, one way."""
 
     memory: float = 80e9
     flops: float = 400e12  # of bfloat16 matmuls in a whole training step
@@ -124,15 +124,15 @@ class Machine:
 
 @dataclass
 class Layout:
-    """How the GPUs are divided, and what follows for one of them."""
+    """A division of the GPUs, and what it costs on each of them."""
 
     fsdp: int
     cp: int
     tp: int
     memory: dict[str, float]  # bytes
     moved: dict[str, float]  # bytes a step
-    seconds: dict[str, float]  # compute and by what is moved
-    tokens: float  # a second and GPU
+    seconds: dict[str, float]  # of the compute, and of each kind of traffic
+    tokens: float  # per second and GPU
 
     @property
     def total(self) -> float:
@@ -140,7 +140,7 @@ class Layout:
 
     @property
     def step(self) -> float:
-        """FSDP2's communication hides behind the compute, the others' does not."""
+        """Seconds of a step: FSDP2 overlaps with compute, the other communication does not."""
         times = self.seconds
         return max(times["compute"], times["fsdp"]) + times["tp"] + times["cp"]
 
@@ -164,7 +164,7 @@ def layout(
     recompute: bool,
     micro_batch: int = 1,
 ) -> Layout:
-    """What one layout costs.
+    """Computes the cost of one layout.
 
     Args:
         sizes: the model's.
@@ -185,7 +185,7 @@ def layout(
     layer, whole = sizes.layer_parameters / tp, sizes.parameters / tp
     queries = sizes.heads * sizes.head_dim / tp
     keys = sizes.kv_heads * sizes.head_dim / tp
-    # What the fused ops keep of a layer, in bfloat16: x twice, q, k, v, out, the MLP's columns.
+    # The fused ops save, per layer in bfloat16: x twice, q, k, v, out and the MLP's columns.
     columns = 2 * sizes.hidden + 2 * queries + 2 * keys
     columns += (3 if sizes.gated else 2) * sizes.ffn / tp
     kept = sizes.hidden * sizes.layers + columns if recompute else columns * sizes.layers
@@ -193,7 +193,7 @@ def layout(
         "parameters": 4 * whole / shards,
         "gradients": 4 * whole / shards,
         "optimizer": 8 * whole / shards,
-        # This layer and the next, and what is in no layer.
+        # The current layer, the next one, and parameters outside of layers.
         "gathered": 2 * (2 * layer + whole - sizes.layers * layer) if shards > 1 else 0.0,
         "activations": 2 * tokens * kept,
         "gathered keys": 2 * 2 * cp * tokens * keys if cp > 1 else 0.0,
@@ -217,11 +217,11 @@ def layout(
     for name, size in moved.items():
         apart = 1 if name == "tp" else tp
         within = ring[name] * apart <= machine.host
-        members = max(1, machine.host // apart)  # of one host, each with a network of its own
+        members = max(1, machine.host // apart)  # of one host, each with its own network
         speed = machine.link if within else min(machine.link, members * machine.network)
         waits = passes * sizes.layers * calls[name] * (ring[name] - 1) * machine.latency
         seconds[name] = size / speed + waits
-    attention = 2 * 6 * sizes.layers * queries * (seqlen / 2)  # causal: half of the products
+    attention = 2 * 6 * sizes.layers * queries * (seqlen / 2)  # causal: half of the FLOPs
     flops = (6 * whole + attention) * tokens * passes * (8 / 6 if recompute else 1)
     seconds = {"compute": flops / machine.flops, **seconds}
     found = Layout(fsdp, cp, tp, memory, moved, seconds, 0.0)
@@ -238,7 +238,7 @@ def layouts(
     recompute: bool,
     micro_batch: int = 1,
 ) -> list[Layout]:
-    """All that divide the GPUs evenly: those that fit in memory first, faster ones first."""
+    """All layouts that divide the GPUs evenly: those that fit in memory first, then by speed."""
     found = []
     for fsdp, cp, tp in _divisions(gpus):
         heads = sizes.kv_heads % tp == 0 and sizes.ffn % tp == 0
@@ -298,7 +298,7 @@ def _number(text: str) -> float:
 
 
 def plan(args: argparse.Namespace) -> str:
-    """The answer to a command line, as text or JSON.
+    """Answers a command line with text or JSON.
 
     Raises:
         ValueError: the model is not known, or no layout fits the sizes.

@@ -1,4 +1,4 @@
-"""compute-sanitizer over the sample calls of every op: memcheck, racecheck, initcheck, synccheck.
+"""Runs compute-sanitizer over sample calls of every op: memcheck, racecheck, initcheck, synccheck.
 
     python benchmarks/sanitize.py [--tools memcheck,racecheck] [--ops attention,linear]
 
@@ -22,7 +22,7 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
 
 def sample_calls(only: list[str], small: bool) -> list[tuple]:
-    """A sample and a dtype for each call. `small`: those of tests/samples.py alone."""
+    """The sample and dtype of each call; with `small`, only those of tests/samples.py."""
     sys.path.insert(0, str(ROOT / "tests"))
     import reference as R
     import samples as S
@@ -52,7 +52,7 @@ def sample_calls(only: list[str], small: bool) -> list[tuple]:
 
 
 def run_calls(only: list[str], small: bool) -> None:
-    """Every sample call on the GPU; what compute-sanitizer watches."""
+    """Runs every sample call on the GPU, under compute-sanitizer."""
     calls = sample_calls(only, small)
     import torch
 
@@ -79,13 +79,13 @@ def main(argv: list[str] | None = None) -> int:
     if shutil.which("compute-sanitizer") is None:
         print("sanitize: compute-sanitizer was not found; it comes with CUDA", file=sys.stderr)
         return 2
-    # Every tensor gets an allocation of its own, so that a step outside of one is seen.
+    # Every tensor gets its own allocation, so that an access outside of it is found.
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     reports = 0
     for tool in args.tools.split(","):
         start = time.monotonic()
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable]
-        # racecheck does not follow a warp's reads of a stage to the lane that gives it back to TMA.
+        # racecheck misreads pipelines: it misses that a stage is released after the warp's reads.
         small = ["--small"] if tool == "racecheck" else []
         done = subprocess.run(
             [*command, __file__, "--calls", "--ops", args.ops, *small],

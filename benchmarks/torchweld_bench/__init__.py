@@ -52,8 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "what",
         metavar="FAMILY|OP",
-        help="cpu: every op there; distributed: several GPUs, under torchrun; all other families "
-        "need a GPU",
+        help="cpu: every op on the CPU; distributed: several GPUs, under torchrun; all other "
+        "families need a GPU",
     )
     add_sizes(parser, required=False)
     parser.add_argument(
@@ -61,12 +61,14 @@ def _parser() -> argparse.ArgumentParser:
         type=_peers,
         default=["eager"],
         metavar="PEERS",
-        help="of OP: eager, compile or both with a comma; default: eager",
+        help="for OP: eager, compile or both, separated by a comma; default: eager",
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="of OP; default: cuda where there is a GPU"
+        "--device", choices=("cpu", "cuda"), help="for OP; default: cuda if there is a GPU"
     )
-    parser.add_argument("--check", action="store_true", help="exit 1 where a row falls short")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 if a row misses its target"
+    )
     parser.add_argument("--targets", type=Path, default=_TARGETS, help="default: %(default)s")
     parser.add_argument("--out", type=Path, help="folder for <device>/<family>.json and .png")
     parser.add_argument("--tests", help='counts to record, as "passed,failed,skipped"')
@@ -144,7 +146,7 @@ def _measure(
     gpus: int = 1,
     tells: bool = True,
 ) -> int:
-    """The exit status; of several processes one tells, and all others are silent."""
+    """Measures and returns the exit status; with several processes, only one prints."""
     from torchweld_bench import results
 
     report = results.new_report(args.what, device)
@@ -154,7 +156,7 @@ def _measure(
         report.tests = dict(zip(("passed", "failed", "skipped"), counts, strict=True))
     draw = results.draw
     try:
-        if args.out:  # before minutes of measuring
+        if args.out:  # fails before the measurement
             args.out.mkdir(parents=True, exist_ok=True)
         if args.shape is None:
             targets = results.load_targets(args.targets, args.what)
@@ -194,5 +196,5 @@ def _measure(
         print(f"written: {path} and {path.with_suffix('.png').name}")
     short = [row.case for row in report.rows if row.falls_short]
     if args.check and short:
-        print(f"{len(short)} rows fall short: " + "; ".join(short), file=sys.stderr)
+        print(f"{len(short)} rows miss their targets: " + "; ".join(short), file=sys.stderr)
     return 130 if interrupted else int(bool(failed or (args.check and short)))

@@ -1,4 +1,4 @@
-"""attention on a GPU, forward and backward, against the back ends of torch's SDPA."""
+"""attention on a GPU, forward and backward, against the backends of torch's SDPA."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Case(NamedTuple):
         ]
 
     def back_ends(self) -> dict[str, SDPBackend]:
-        """Those that take it: one takes float32, one unequal head dims, two grouped heads."""
+        """The backends that support the case: not all take float32, unequal or grouped heads."""
         names = list(_BACK_ENDS)
         if self.dtype == torch.float32 or self.dim_v:
             names = [self.against]
@@ -63,13 +63,13 @@ class _Case(NamedTuple):
 
 
 def _last_rows(qkv: list[Tensor], rows: int = 128) -> list[Tensor]:
-    """The last head, and the last of its queries, which see every key."""
+    """The last head and its last queries, which see every key."""
     query, key, value = (t[-1:, -1:] for t in qkv)
     return [query[:, :, -rows:], key, value]
 
 
 def _exact(qkv: list[Tensor], causal: bool) -> Tensor:
-    """With queries that stand at the end of the keys."""
+    """A causal case whose queries are at the end of the keys."""
     query, key, value = qkv
     rows, keys = query.shape[2], key.shape[2]
     seen = torch.ones(rows, keys, dtype=torch.bool, device="cuda")
@@ -80,13 +80,13 @@ def _exact(qkv: list[Tensor], causal: bool) -> Tensor:
 
 
 def _reference(qkv: list[Tensor], causal: bool) -> tuple[Tensor, Tensor]:
-    """The last rows in fp64, and by torch's own math."""
+    """The last rows in fp64, and in eager torch."""
     part = _last_rows(qkv)
     return _exact([t.double() for t in part], causal), _exact(part, causal)
 
 
 def _errors(*results: tuple[Tensor, Tensor, Tensor]) -> dict[str, float]:
-    """The largest errors of some results, each given beside torch's own and that in fp64.
+    """The largest errors of results, each given with torch's result and the one in fp64.
 
     What is allowed is what README says: twice the error of torch's ops and two roundings of the
     largest result.
@@ -142,10 +142,10 @@ def _backward(at: _Case, targets: dict[str, float]) -> Row:
         return ops.attention_backward(dout, *plain, out, lse, causal=causal)[:3]
 
     group = at.nheads // (at.nheads_kv or at.nheads)
-    counts = (group, 1, 1)  # heads of a kv head
+    counts = (group, 1, 1)  # query heads of a KV head
 
     def last_head(*dtypes: torch.dtype) -> tuple[Tensor, ...]:
-        """Of a kv head: all of its query heads, one after the other."""
+        """All query heads of a KV head, concatenated."""
         query, key, value = (t[-1:, -n:].to(*dtypes) for t, n in zip(plain, counts, strict=True))
         leaves = [t.detach().requires_grad_() for t in (query, key, value)]
         with sdpa_kernel(SDPBackend.MATH):
@@ -165,7 +165,7 @@ def _backward(at: _Case, targets: dict[str, float]) -> Row:
 
 
 def _live_tiles(seqlen: int, first_keys: Callable[[int, int], int], batch: int) -> tuple[int, int]:
-    """Tiles of 128 query rows and 64 keys that are live, and all of them, of causal sequences.
+    """Counts live tiles of 128 query rows and 64 keys, and all tiles, of causal sequences.
 
     Args:
         first_keys: The first key of a tile of rows, from the sequence and the tile's first row;
@@ -182,7 +182,7 @@ def _live_tiles(seqlen: int, first_keys: Callable[[int, int], int], batch: int) 
 
 
 def _padded(at: _Case, targets: dict[str, float]) -> Row:
-    """Left padding up to half of the sequence, against no padding."""
+    """Left padding up to half of the sequence, compared with no padding."""
     qkv, case = at.qkv(), f"attention {at} padded"
     pads = torch.linspace(0, at.seqlen // 2, at.batch).int()
     leftpad, starts = pads.cuda(), pads.tolist()
@@ -202,7 +202,7 @@ def _padded(at: _Case, targets: dict[str, float]) -> Row:
 
 
 def _windowed(at: _Case, window: int, targets: dict[str, float]) -> Row:
-    """A window, against none."""
+    """A window, compared with no window."""
     qkv, case = at.qkv(), f"attention {at} window {window}"
     live, everything = _live_tiles(at.seqlen, lambda b, row: max(0, row - window + 1), 1)
     part = _last_rows(qkv, 1)
@@ -218,7 +218,7 @@ def _windowed(at: _Case, window: int, targets: dict[str, float]) -> Row:
 
 
 def _softmax_matmul(at: _Case, targets: dict[str, float]) -> Row:
-    """softmax of whole scores, then a product, as in torch's two ops."""
+    """softmax(scores) @ V, compared with torch's two ops."""
     case = f"softmax_matmul ({at.batch}, {at.nheads}, {at.seqlen}, {at.dim}) bfloat16"
     scores = torch.randn(at.batch, at.nheads, at.seqlen, at.seqlen, device="cuda").to(at.dtype)
     value = at.qkv()[2]
@@ -245,7 +245,7 @@ _FLOAT32 = _Case(4, 16, 2048, 64, dtype=torch.float32)
 
 
 def rows(targets: dict[str, float]) -> Iterator[Row]:
-    """Every case of the family, measured when it is asked for."""
+    """Measures every case of the family, one per iteration."""
     for case in (*_SHORT, *_LONG, *_FULL, *_OTHER, *_GROUPED, _FLOAT32):
         yield _forward(case, targets)
     for case in (*_SHORT, *_LONG, *_FULL, *_OTHER[:2], *_GROUPED, _FLOAT32):

@@ -1,4 +1,4 @@
-"""attention of few query rows on a GPU, as in generation: against the back ends of torch's SDPA and
+"""attention of few query rows on a GPU, as in generation: against the backends of torch's SDPA and
 the time to read keys and values once.
 """
 
@@ -17,7 +17,7 @@ from torchweld_bench.results import Row, make_row
 
 _ROUNDS = 11
 _FLOOR = "read floor"
-_BYTES = 512 << 20  # of the caches that take turns, several times any L2
+_BYTES = 512 << 20  # of the rotated caches, several times any L2
 _BACK_ENDS = {"sdpa flash": SDPBackend.FLASH_ATTENTION, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION}
 
 # batch, nheads, nheads_kv, seqlen_k, head_dim
@@ -67,7 +67,7 @@ def _decode(
 
 
 def rows(targets: dict[str, float]) -> Iterator[Row]:
-    """Every case of decode, measured when it is asked for."""
+    """Measures every decode case, one per iteration."""
     rate = read_rate()
     for seqlen_q in (1, 4):
         for shape in _SHAPES:

@@ -18,16 +18,17 @@ from torchweld_bench.common import largest_error
 from torchweld_bench.results import Row, make_row
 
 _ROUNDS = 9
-_BEYOND = 0.06  # of the plain call's time, what a mask may take beyond its share of live tiles
+# A mask may take this much of the plain call's time beyond its share of live tiles.
+_BEYOND = 0.06
 _TILE_ROWS, _TILE_KEYS = 128, 64
 Seen = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, row, key
 
 
 def _live_share(first_keys: list[list[int]]) -> float:
-    """Of the tiles of causal sequences, those with a key that a row sees.
+    """The share of tiles of causal sequences in which a row sees a key.
 
     Args:
-        first_keys: Each row's first key; the length of the sequence where it sees none.
+        first_keys: Each row's first key; the length of the sequence for a row that sees none.
     """
     live = everything = 0
     for first in first_keys:
@@ -42,7 +43,7 @@ def _live_share(first_keys: list[list[int]]) -> float:
 def _exact(
     qkv: list[Tensor], hidden: Tensor, softcap: float, sink: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The last rows of the last head, computed in dtype."""
+    """Computes the last rows of the last head in dtype."""
     q, k, v = (t.to(dtype) for t in qkv)
     scores = q @ k.mT * q.shape[-1] ** -0.5
     if softcap:
@@ -61,7 +62,7 @@ def _rows_of(
     share: float | None,
     targets: dict[str, float],
 ) -> Iterator[Row]:
-    """Forward and backward; the errors of both rows are the forward's.
+    """A row each for forward and backward; both have the errors of the forward.
 
     Args:
         share: of live tiles; None for what hides nothing.
@@ -94,7 +95,7 @@ def _rows_of(
         "without": partial(ops.attention, *qkv, causal=True),
     }
     backwards = {"ours": backward(**masks), "without": backward()}
-    if "sink" not in masks:  # which FlexAttention leaves to its caller
+    if "sink" not in masks:  # FlexAttention has no sinks
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         block_mask = create_block_mask(seen, batch, None, seqlen, seqlen, device="cuda")
@@ -127,7 +128,7 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
     """Packed documents, a window, left padding, soft-capped scores and sinks."""
     torch.manual_seed(0)
     batch, nheads, seqlen, dim = 2, 16, 8192, 128
-    ends = torch.rand(batch, seqlen) < 1 / 512  # of documents of 512 tokens on average
+    ends = torch.rand(batch, seqlen) < 1 / 512  # document ends, 512 tokens apart on average
     ids = ends.cumsum(1).int().cuda()
     starts = torchweld.key_start_from_documents(ids)
 

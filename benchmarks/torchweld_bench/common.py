@@ -1,4 +1,4 @@
-"""What the families share: names of dtypes, errors against a reference, and what may be lost."""
+"""Shared by the families: dtype names, errors against a reference, allowed errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 
 def largest_magnitude(t: torch.Tensor) -> float:
-    """The largest magnitude, 0 of an empty tensor."""
+    """The largest magnitude, 0 for an empty tensor."""
     return t.abs().max().item() if t.numel() else 0.0
 
 
@@ -29,7 +29,7 @@ def largest_error(out: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def padded_conv2d(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """torchweld.conv2d in torch's ops."""
+    """torchweld.conv2d with torch's ops."""
     kh, kw = weight.shape
     if not x.numel() or not weight.numel():  # torch refuses an image or a kernel of size 0
         return x * weight.sum()
@@ -43,7 +43,7 @@ def sdpa(
     v: torch.Tensor,
     causal: bool = False,
 ) -> torch.Tensor:
-    """torch's scaled_dot_product_attention on one of its back ends; heads may be grouped."""
+    """torch's scaled_dot_product_attention with one backend; heads may be grouped."""
     grouped = q.shape[1] != k.shape[1]
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
@@ -55,7 +55,7 @@ def judged(
     reference: torch.Tensor,
     allowed: float | None = None,
 ) -> dict[str, float]:
-    """The errors of a row; None allows two roundings."""
+    """The errors of a row; allowed=None means two roundings."""
     if allowed is None:
         allowed = two_roundings(out.dtype, largest_magnitude(reference))
     error, eager_error = largest_error(out, reference), largest_error(eager, reference)
@@ -63,17 +63,17 @@ def judged(
 
 
 def read_rate() -> float:
-    """Bytes a microsecond of a long sum, which reads and does nothing else."""
+    """Bytes per microsecond of a long sum, which only reads."""
     data = torch.randn(_READ_BYTES // 4, device="cuda")
     return _READ_BYTES / interleaved({"sum": data.sum}, device="cuda")["sum"].us
 
 
 def in_turn(calls: list[Callable[[], object]], times: int) -> Callable[[], None]:
-    """So many calls by turns as one CUDA graph: how tokens are generated."""
+    """Captures `times` calls, in rotation, as one CUDA graph, as in generation."""
     for call in calls:
         call()
     torch.cuda.synchronize()
-    # What a compiled function does at its first calls can't be captured.
+    # The first calls of a compiled function can't be captured.
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -84,12 +84,12 @@ def in_turn(calls: list[Callable[[], object]], times: int) -> Callable[[], None]
 
 
 def each_of(times: int, timings: dict[str, Timing]) -> dict[str, Timing]:
-    """The timings of one of so many calls."""
+    """The timings of one call out of `times`."""
     return {n: Timing(t.us / times, t.low / times, t.high / times) for n, t in timings.items()}
 
 
 def free() -> None:
-    """Gives back the memory of what is no longer used."""
+    """Frees memory that is no longer used."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

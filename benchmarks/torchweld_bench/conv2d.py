@@ -28,7 +28,7 @@ def _eager(x: Tensor, weight: Tensor) -> Tensor:
 def _forward(
     shape: tuple[int, int, int], size: int, dtype: torch.dtype, targets: dict[str, float]
 ) -> Iterator[Row]:
-    """Two rows of one measurement: against a copy, and against torch's best."""
+    """Two rows of one measurement: against a copy, and against torch's fastest variant."""
     x = torch.randn(shape, device="cuda", dtype=dtype)
     weight = torch.randn(size, size, device="cuda", dtype=dtype)
     z = torch.empty_like(x)
@@ -39,7 +39,7 @@ def _forward(
         {
             "ours": lambda: ops.conv2d(x, weight),
             "copy": lambda: z.copy_(x),
-            # Padded before the clock starts, which is torch's best case.
+            # Padded before timing, which is torch's best case.
             "F.conv2d": lambda: F.conv2d(padded, kernel),
         },
         device="cuda",
@@ -89,7 +89,7 @@ def _backward(
 
 
 def rows(targets: dict[str, float]) -> Iterator[Row]:
-    """Every case of the family, measured when it is asked for."""
+    """Measures every case of the family, one per iteration."""
     with torch.backends.cudnn.flags(enabled=True, benchmark=True):
         for dtype in (torch.float32, torch.bfloat16):
             for shape in _SHAPES:

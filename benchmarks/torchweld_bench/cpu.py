@@ -1,4 +1,4 @@
-"""The CPU kernels against the eager composition of the same function, forward and with gradient, in
+"""The CPU kernels against the same function in eager torch, forward and with gradient, in
 float32 and bfloat16, with one thread and with two.
 """
 
@@ -53,7 +53,7 @@ def _layer_norm_gelu(x: Tensor, weight: Tensor, bias: Tensor, g: Tensor, b: Tens
 
 
 def _cases(dtype: torch.dtype) -> Iterator[tuple[str, Function, Function, list[Tensor]]]:
-    """(case, ours, eager, the tensors that take a gradient)."""
+    """(case, ours, eager, tensors that get a gradient)."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape).to(dtype)
@@ -166,13 +166,13 @@ def _with_gradient(function: Function, tensors: list[Tensor], dy: Tensor) -> Cal
 
 
 def _target(case: str, targets: dict[str, float]) -> float | None:
-    """That of the longest name which the case begins with."""
+    """The target of the longest name that the case begins with."""
     names = [name for name in targets if case.startswith(name)]
     return targets[max(names, key=len)] if names else targets.get("every case")
 
 
 def rows(targets: dict[str, float]) -> Iterator[Row]:
-    """Every case of the family, measured when it is asked for."""
+    """Measures every case of the family, one per iteration."""
     before = torch.get_num_threads()
     try:
         for dtype in (torch.float32, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""How near to the roofline: attention over seqlen, linear over size, decode over cache length."""
+"""Shares of the roofline: attention over seqlen, linear over size, decode over cache length."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from torchweld_bench.results import Report, Row, make_row
 _ROUNDS = 7
 _ROOFLINE = "roofline"
 _FLOPS = {(8, 0): 312e12, (9, 0): 989e12}  # bf16, dense, by compute capability
-_TOKENS = 16384  # of a batch, however long its sequences are
+_TOKENS = 16384  # per batch, for every sequence length
 _SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)
 _CACHES = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-_CACHE_BYTES = 512 << 20  # of the caches that take turns, several times any L2
+_CACHE_BYTES = 512 << 20  # of the rotated caches, several times any L2
 _BACK_ENDS = {"sdpa cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa flash": SDPBackend.FLASH_ATTENTION}
 _COLOURS = {
     "ours": "#4c72b0", "sdpa cudnn": "#dd8452", "sdpa flash": "#55a868", "flex": "#8172b3",
@@ -37,7 +37,7 @@ def _randn(*sizes: int, std: float = 1.0) -> Tensor:
 
 
 def _row(case: str, us: dict[str, Timing], roof_us: float, out: Tensor, *others: Tensor) -> Row:
-    """others: torch's own result, and that in fp64."""
+    """Errors of a result, given torch's result and the one in fp64 as `others`."""
     eager, exact = others
     errors = judged(out, eager, exact, 3 * (eager.double() - exact).abs().max().item() + 1e-6)
     times = {**us, _ROOFLINE: Timing(roof_us, roof_us, roof_us)}
@@ -64,7 +64,7 @@ def _attention(seqlen: int, flex: Callable[..., Tensor], flops: float) -> Row:
     exact = sdpa(SDPBackend.MATH, *(t.double() for t in first), True)
     eager = sdpa(SDPBackend.MATH, *first, True)
     out = ops.attention(*qkv, causal=True)[:1, :1, :512]
-    work = 2.0 * batch * nheads * seqlen * seqlen * dim  # of the keys that are seen
+    work = 2.0 * batch * nheads * seqlen * seqlen * dim  # of visible keys
     us = interleaved(calls, device="cuda", rounds=_ROUNDS)
     case = f"attention ({nheads} heads, {dim}) bfloat16 causal, {_TOKENS} tokens, over seqlen"
     return _row(f"{case}: {seqlen}", us, work / flops * 1e6, out, eager, exact)
@@ -111,7 +111,7 @@ def _decode(seqlen: int, rate: float) -> Row:
 
 
 def rows(targets: dict[str, float]) -> Iterator[Row]:
-    """Of every point the time beside the peers', and that at the roofline."""
+    """For every point, the time of ours, of the peers, and at the roofline."""
     flops = _FLOPS.get(torch.cuda.get_device_capability())
     if flops is None:
         raise SystemExit("torchweld: the rooflines of curves are those of A100, H100 and H200")
@@ -129,7 +129,7 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
 
 
 def shares(report: Report) -> dict[str, dict[str, dict[int, float]]]:
-    """Of the roofline: {picture: {ours or a peer: {size: share}}}."""
+    """Shares of the roofline: {picture: {ours or a peer: {size: share}}}."""
     found: dict[str, dict[str, dict[int, float]]] = {}
     for row in report.rows:
         case = re.fullmatch(r"(.+): (\d+)", row.case)
@@ -143,7 +143,7 @@ def shares(report: Report) -> dict[str, dict[str, dict[int, float]]]:
 
 
 def draw(report: Report, path: Path) -> None:
-    """The share of the roofline: of the tensor cores' rate, or of memory's read rate."""
+    """Draws shares of the roofline: the tensor cores' rate, or memory's read rate."""
     import matplotlib
 
     matplotlib.use("Agg")

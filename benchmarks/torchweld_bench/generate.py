@@ -22,7 +22,7 @@ _ROUNDS = 5
 
 
 def _prompts(vocabulary: int) -> dict[str, Tensor]:
-    """Left-padded up to half of their length."""
+    """Prompts that are left-padded up to half of their length."""
     pads = torch.linspace(0, _PROMPT // 2, _BATCH).int()[:, None]
     mask = (torch.arange(_PROMPT) >= pads).long()
     tokens = torch.randint(1, vocabulary, (_BATCH, _PROMPT)) * mask
@@ -44,7 +44,7 @@ def _generator(model: nn.Module, prompts: dict[str, Tensor], **cache: Any) -> Ca
 
 
 def _prefill(model: nn.Module, prompts: dict[str, Tensor]) -> Callable[[], Tensor]:
-    """Of the first token that is generated, the logits; the cache is filled."""
+    """Fills the cache and returns the logits of the first generated token."""
     positions = (prompts["attention_mask"].cumsum(1) - 1).clamp(min=0)
 
     @torch.no_grad()
@@ -56,10 +56,10 @@ def _prefill(model: nn.Module, prompts: dict[str, Tensor]) -> Callable[[], Tenso
 
 
 def _timed(calls: dict[str, Callable[[], Tensor]], *, compiled: bool) -> dict[str, Timing]:
-    """Interleaved; compiled ones each as if nothing had run before in this process.
+    """Interleaved timings; compiled variants each start from a clean compiler state.
 
-    NOTE: what another model compiled is looked at first in every step, and where its cache lies
-    moves this one's, for which torch records its CUDA graph anew.
+    NOTE: torch checks the code of a model compiled earlier first in every step, and the memory of
+    that model's cache moves this one's, for which torch records the CUDA graph again.
     """
     groups = [{name: call} for name, call in calls.items()] if compiled else [calls]
     times = {}
@@ -71,7 +71,7 @@ def _timed(calls: dict[str, Callable[[], Tensor]], *, compiled: bool) -> dict[st
 
 
 def rows(targets: dict[str, float]) -> Iterator[Row]:
-    """The prompts; then tokens, in eager mode and compiled with a static cache."""
+    """Prefill; then decoding, in eager mode and compiled with a static cache."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The main job on a GPU: a training step of GPT-2 124M with `fuse` and without, bf16 autocast."""
+"""A training step of GPT-2 124M on a GPU, with and without `fuse`, bf16 autocast."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def rows(targets: dict[str, float]) -> Iterator[Row]:
-    """A row of times and one of peak memory, which has MiB where the others have microseconds."""
+    """A row of times in microseconds and one of peak memory in MiB."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)

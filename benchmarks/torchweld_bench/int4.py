@@ -40,7 +40,7 @@ def _tinygemm(module: Int4Linear) -> tuple[Tensor, Tensor]:
 def _cases(
     m: int, k: int, n: int, dtype: torch.dtype, rate: float, targets: dict[str, float]
 ) -> Iterator[Row]:
-    """One product; a row against each peer that it has a target for."""
+    """One matmul; a row for each peer that has a target."""
     linear = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=dtype)
     module = Int4Linear.from_linear(linear, _GROUP)
     weight = (module.packed, module.packed_scale, module.packed_zero)
@@ -79,7 +79,7 @@ def _cases(
 
 
 def rows(targets: dict[str, float]) -> Iterator[Row]:
-    """Every case of the family, measured when it is asked for."""
+    """Measures every case of the family, one per iteration."""
     torch.manual_seed(0)
     rate = read_rate()
     brain, half, single = torch.bfloat16, torch.float16, torch.float32

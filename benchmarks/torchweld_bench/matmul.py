@@ -1,4 +1,4 @@
-"""The ops around one matmul on a GPU, against the bare product by cuBLAS and eager compositions.
+"""Ops with one matmul on a GPU, against the matmul alone by cuBLAS and eager compositions.
 
 The rows of a group that has a target for its geometric mean are followed by a row of that mean.
 """
@@ -178,7 +178,7 @@ _HEADS = ((512, 128, 64), (256, 256, 64), (96, 1024, 64), (128, 512, 128), (32, 
 
 
 def _bmms(targets: dict[str, float]) -> Iterator[Row]:
-    """The two products of attention, and every layout of a plain one."""
+    """The two matmuls of attention, and every layout of a plain one."""
     brain = torch.bfloat16
     for batch, seqlen, dim in _HEADS:
         q, k, v = (torch.randn(batch, seqlen, dim, device="cuda").to(brain) for _ in range(3))
@@ -200,7 +200,7 @@ def _bmm_layouts(targets: dict[str, float]) -> Iterator[Row]:
 
 
 def _with_mean(case: str, measured: Iterable[Row], targets: dict[str, float]) -> Iterator[Row]:
-    """The rows, and one of their geometric mean, which is wrong where one of them is."""
+    """The rows and their geometric mean, which is wrong if one of them is."""
     every = []
     for row in measured:
         every.append(row)
@@ -242,7 +242,7 @@ def _few_rows(targets: dict[str, float]) -> Iterator[Row]:
 
 
 def rows(targets: dict[str, float]) -> Iterator[Row]:
-    """Every case of the family, measured when it is asked for."""
+    """Measures every case of the family, one per iteration."""
     half, brain, single = torch.float16, torch.bfloat16, torch.float32
     before = torch.backends.cuda.matmul.allow_tf32
     try:

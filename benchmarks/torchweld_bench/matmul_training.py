@@ -1,4 +1,4 @@
-"""Forward and backward of the ops around one matmul on a GPU, against eager and torch.compile:
+"""Forward and backward of ops with one matmul on a GPU, against eager and torch.compile:
 times, as CUDA graphs, and the peak of memory beyond what the operands take.
 """
 
@@ -30,7 +30,7 @@ def _gated_linear(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.silu(left) * right
 
 
-# Of each op: the call, the same in torch's ops, weights' rows over N, whether it has a norm.
+# For each op: the call, the same in torch, weight rows over N, whether it has a norm.
 _OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], int, bool]] = {
     "linear": (ops.linear, F.linear, 1, False),
     "layer_norm_linear": (

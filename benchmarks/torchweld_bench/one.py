@@ -1,4 +1,4 @@
-"""One call of an op against the same in plain torch: `bench.py OP --shape SIZES`."""
+"""One call of an op against the same function in torch: `bench.py OP --shape SIZES`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     return GATES["geglu"](*F.linear(x, weight).chunk(2, -1))
 
 
-# The op with its defaults, in torch's ops.
+# Each op with its defaults, in torch.
 EAGER: dict[str, Callable[..., Tensor]] = {
     "softmax": lambda x: x.softmax(-1),
     "causal_softmax": _causal_softmax,
@@ -70,7 +70,7 @@ def _with_gradient(
 
 
 def rows(op: str, tensors: list[Tensor], peers: list[str]) -> Iterator[Row]:
-    """The call forward, and with its gradient, against the peers; ratios are to the first.
+    """The call, forward and with gradient, against the peers; ratios are to the first peer.
 
     Args:
         op: a key of `EAGER`.

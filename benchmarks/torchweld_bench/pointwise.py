@@ -1,4 +1,4 @@
-"""The ops that a vector or a number meets a matrix in, against a fill, a copy or a sum of it."""
+"""Ops of a matrix with a vector or a number, against a fill, a copy or a sum of the matrix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchweld.tuning.timer import interleaved
 from torchweld_bench.common import dtype_text, judged, largest_error, two_roundings
 from torchweld_bench.results import Row, make_row
 
-_CHECKED = 64  # rows, or columns where columns are summed
+_CHECKED = 64  # rows that are checked, or columns if columns are summed
 
 
 def _randn(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -69,7 +69,7 @@ def _sums_error(dx: Tensor, dy: Tensor, to_dx: Tensor, to_dy: Tensor) -> tuple[f
 def _outer_backward(
     op: str, shape: tuple[int, int], dtype: torch.dtype, targets: dict[str, float]
 ) -> Iterator[Row]:
-    """One row against the sum of dz, one against what torch.compile makes of the eager gradient."""
+    """A row against the sum of dz, and one against the compiled eager gradient."""
     dz, x, y = _randn(dtype, *shape), _randn(dtype, shape[1]), _randn(dtype, shape[0])
 
     def add_grads(dz: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,7 +161,7 @@ def _relu_product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def rows(targets: dict[str, float]) -> Iterator[Row]:
-    """Every case of the family, measured when it is asked for."""
+    """Measures every case of the family, one per iteration."""
     for dtype in (torch.float32, torch.bfloat16):
         for shape in ((16384, 16384), (16384, 16383)):
             matrix, x, y = _randn(dtype, *shape), _randn(dtype, shape[1]), _randn(dtype, shape[0])

@@ -18,7 +18,7 @@ from torchweld.tuning.timer import Timing
 
 @dataclass
 class Row:
-    """One case: our time beside the peers', and what it is judged by.
+    """One case: our time, the times of the peers, and the criteria.
 
     Attributes:
         case: shape, dtype and variant, as text.
@@ -169,7 +169,7 @@ def load_targets(path: Path | None, family: str) -> dict[str, float]:
 
 
 def text_table(report: Report) -> str:
-    """The rows as text, one line a case."""
+    """The rows as text, one line per case."""
     width = max([len(r.case) for r in report.rows] + [4])
     peers = list(dict.fromkeys(name for r in report.rows for name in r.peers_us))
     head = f"{'case':<{width}} {'ours us':>10}" + "".join(f" {p + ' us':>14}" for p in peers)
@@ -206,7 +206,7 @@ def save(report: Report, folder: Path) -> Path:
 
 
 def draw(report: Report, path: Path) -> None:
-    """A bar a case: our time over the peer's, with the target as a line."""
+    """Draws a bar per case: our time over the peer's, with the target as a line."""
     import matplotlib
 
     matplotlib.use("Agg")

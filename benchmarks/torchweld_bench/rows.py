@@ -14,7 +14,7 @@ from torchweld_bench.results import Row, make_row
 _BYTES = 256 << 20
 _CHECKED_ROWS = 64
 _COMPILED = "torch.compile"
-_LONG = 65536  # from here on torch reads a row more than once
+_LONG = 65536  # torch reads rows of this length and longer more than once
 _SUMS = (
     (1 << 20, 64),
     (65536, 1024),
@@ -29,7 +29,7 @@ _SUMS = (
 def _softmax(
     rows: int, n: int, dtype: torch.dtype, targets: dict[str, float], *others: str
 ) -> Iterator[Row]:
-    """A row against a copy, and one against each of the others."""
+    """A row against a copy, and one against each other peer."""
     x = torch.randn(rows, n, device="cuda", dtype=dtype) * 2
     y = torch.empty_like(x)
     reference = x[:_CHECKED_ROWS].double().softmax(-1)
@@ -130,13 +130,13 @@ def _row_sum(rows: int, n: int, dtype: torch.dtype, targets: dict[str, float]) -
         ),
         against="torch",
         target=targets.get(case),
-        # A sum of n standard normals is about sqrt(n) large, here never six times that.
+        # A sum of n standard normals is about sqrt(n), and never six times that here.
         **judged(ops.row_sum(x), torch.sum(x, -1), reference, two_roundings(dtype, 6 * n**0.5)),
     )
 
 
 def rows(targets: dict[str, float]) -> Iterator[Row]:
-    """Every case of the family, measured when it is asked for."""
+    """Measures every case of the family, one per iteration."""
     dtypes = (torch.float32, torch.bfloat16)
     for dtype in dtypes:
         for n in (256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 262144, 1023, 4097, 32769):

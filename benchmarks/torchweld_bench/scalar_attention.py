@@ -12,7 +12,7 @@ from torchweld.tuning.timer import Timing, interleaved
 from torchweld_bench.common import dtype_text, largest_error
 from torchweld_bench.results import Row, make_row
 
-# 16 a clock and SM, 132 SMs at 1.83 GHz.
+# 16 per clock and SM, 132 SMs at 1.83 GHz.
 _EXPONENTIALS_A_SECOND = 3.9e12
 _CHECKED = 64
 _FLOOR = "exp2 floor"
@@ -32,7 +32,7 @@ def _vectors(n: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _eager_fits(n: int, dtype: torch.dtype) -> bool:
-    """The scores, their softmax, and room."""
+    """Whether the scores, their softmax and spare room fit in memory."""
     return 3 * n * n * dtype.itemsize < torch.cuda.mem_get_info()[0]
 
 
@@ -87,7 +87,7 @@ def _backward(n: int, dtype: torch.dtype, targets: dict[str, float]) -> Row:
 
 
 def rows(targets: dict[str, float]) -> Iterator[Row]:
-    """Every case of the family, measured when it is asked for."""
+    """Measures every case of the family, one per iteration."""
     torch.manual_seed(0)
     for n in (4096, 16384, 65536, 131072):
         yield _forward(n, torch.float32, _FLOOR, targets)

@@ -23,7 +23,7 @@ __all__ = ["draw", "rows"]
 
 
 def rows(targets: dict[str, float]) -> Iterator[Row | Failure]:
-    """All rows, the same in all processes; a `Failure` where a case raises in any of them."""
+    """All rows, equal in all processes; a `Failure` if a case raises in any of them."""
     setup = Setup(targets)
     if setup.size > 1:
         say(f"in a gather each of the {setup.size} receives {setup.link / 1e9:.1f} GB/s")
@@ -33,7 +33,7 @@ def rows(targets: dict[str, float]) -> Iterator[Row | Failure]:
     cases += [steps.parallelized, steps.fully_sharded]
     if setup.size > PAIR and setup.size % PAIR == 0:
         cases.append(steps.fully_sharded_pairs)
-    # torch's own context_parallel, which it calls a prototype, comes last.
+    # torch's own context_parallel is a prototype, so it comes last.
     cases += [ops.linear, ops.padded_attention, ops.attention]
     for case in cases:
         found: list[Row] = []

@@ -1,4 +1,4 @@
-"""A decoder of GPT-2's or of Llama's kind, in torch's modules or in torchweld's.
+"""A decoder like GPT-2 or Llama, with torch's modules or torchweld's.
 
 Query, key and value are one matrix whose columns are grouped by the heads of key (their queries,
 the key, the value), and the gated linear layer is interleaved: so tensor parallelism cuts both into
@@ -124,13 +124,13 @@ class Decoder(nn.Module):
                 nn.init.normal_(parameter, std=_STD)
 
     def fuse(self) -> Decoder:
-        """In place, with the same parameters; a gate's two weights become one."""
+        """Switches to torchweld's modules in place, with the same parameters."""
         for block in self.blocks:
             block.fuse()
         return self
 
     def shard_columns(self, mesh: DeviceMesh) -> Decoder:
-        """Tensor parallel, in place, sequence parallel between the blocks' matrices."""
+        """Applies tensor parallelism in place, with sequence parallelism between the matmuls."""
         sequence = Shard(1)
         columns = ColwiseParallel(input_layouts=sequence)
         fused = self.blocks[0].is_fused
@@ -167,14 +167,14 @@ class Decoder(nn.Module):
         return self
 
     def compile_blocks(self) -> Decoder:
-        """In place. All blocks run the code of one; on a CPU it is torch's, traced."""
+        """Compiles the blocks in place; all share one code. On a CPU only tracing is used."""
         backend = "inductor" if self.embed.weight.is_cuda else "aot_eager"
         for block in self.blocks:
             block.compile(backend=backend)
         return self
 
     def shard_parameters(self, mesh: DeviceMesh, dtype: torch.dtype) -> Decoder:
-        """FSDP2 of each block and the rest, in place; computes in dtype, reduces in float32."""
+        """Applies FSDP2 to blocks and model in place; computes in dtype, reduces in float32."""
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for block in self.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)

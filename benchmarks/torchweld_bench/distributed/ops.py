@@ -1,4 +1,4 @@
-"""Single ops whose tensors are on several processes."""
+"""Single ops with tensors on several processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from torchweld_bench.distributed.setup import Setup, divided
 from torchweld_bench.results import Row, make_row
 
 _ROUNDS = 7
-_CALLS = 10  # of a short op in a sample
+_CALLS = 10  # of a short op per sample
 _EXACT_ROWS = 128
 BACK_ENDS = {
     "torch's own, flash": SDPBackend.FLASH_ATTENTION,
@@ -65,7 +65,7 @@ def _difference(ours: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
 
 
 def _torchs_own(backend: SDPBackend) -> Callable[..., Tensor]:
-    """SDPA inside of torch's context_parallel; it takes as many heads of key as of query."""
+    """SDPA inside torch's context_parallel, which needs as many KV heads as query heads."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         heads = query.shape[1] // key.shape[1]
@@ -83,11 +83,11 @@ def _inside_torchs_own(setup: Setup, seqlen: int) -> Iterator[None]:
         with torchs_own(setup.mesh, buffers=[tokens], buffer_seq_dims=[0]):
             yield
     finally:
-        F.scaled_dot_product_attention = stock  # which torch forgets where something raised
+        F.scaled_dot_product_attention = stock  # torch does not restore it after an error
 
 
 def _working(calls: dict[str, Call], needed: tuple[str, ...]) -> dict[str, tuple[Tensor, ...]]:
-    """What each call gives; those that raise are taken out, in all processes.
+    """The results of all calls; calls that raise are removed in all processes.
 
     Raises:
         RuntimeError: one of those that are needed raised.
@@ -157,12 +157,12 @@ def attention(setup: Setup) -> Iterator[Row]:
 
 
 def padded_attention(setup: Setup) -> Iterator[Row]:
-    """Half of the sequences have a quarter of padding."""
+    """Half of the sequences have 25 % padding."""
     return _attention(setup, padded=True)
 
 
 def linear(setup: Setup) -> Iterator[Row]:
-    """`layer_norm_linear` of tokens that are on all processes, some of its columns in each."""
+    """`layer_norm_linear` of sharded tokens, with its columns divided over the processes."""
     rows, k, n = setup.cases.linear
     torch.manual_seed(0)
     with torch.device(device()):

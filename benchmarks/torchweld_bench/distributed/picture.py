@@ -1,4 +1,4 @@
-"""Tokens a second over the number of GPUs: ours, stock and ideal."""
+"""Tokens per second over the number of GPUs: ours, stock and ideal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COLOURS = {"ours": "#4c72b0", "stock": "#dd8452", "ideal": "grey"}
 
 
 def speeds(reports: list[dict[str, Any]]) -> dict[str, dict[str, dict[int, float]]]:
-    """Tokens a second: {training step: {"ours", "stock" or "ideal": {GPUs: speed}}}."""
+    """Tokens per second: {training step: {"ours", "stock" or "ideal": {GPUs: speed}}}."""
     found: dict[str, dict[str, dict[int, float]]] = {}
     for report in sorted(reports, key=lambda each: each["gpus"]):
         gpus = report["gpus"]
@@ -33,7 +33,7 @@ def speeds(reports: list[dict[str, Any]]) -> dict[str, dict[str, dict[int, float
 
 
 def draw(report: Report, path: Path) -> None:
-    """Each training step, with what the same GPU's other results beside `path` have of it."""
+    """Draws each training step, with the other results of the same GPU next to `path`."""
     import matplotlib
 
     matplotlib.use("Agg")

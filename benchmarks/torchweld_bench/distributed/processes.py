@@ -1,4 +1,4 @@
-"""Several processes of torchrun that measure together."""
+"""Processes started by torchrun that measure together."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from torchweld.tuning.timer import Timing, summary
 
-_SECONDS = 60  # that a collective may take
+_SECONDS = 60  # limit of a collective
 _LINK_BYTES = 1 << 28
 
 
 def refusal() -> str | None:
-    """Why the processes can't begin, as a sentence, or None."""
+    """Why the processes can't start, as a sentence, or None."""
     if "RANK" not in os.environ or "LOCAL_RANK" not in os.environ:
         return (
             "distributed must be started by torchrun: "
@@ -34,7 +34,7 @@ def refusal() -> str | None:
 
 @contextmanager
 def started() -> Iterator[tuple[int, int]]:
-    """The process group, over NCCL where there are GPUs: this process's rank, and their number."""
+    """Starts the process group, with NCCL if there are GPUs; yields rank and size."""
     # NOTE: NVLink multicast takes the whole host's switches, which other jobs may share; set the
     # opposite on a host of your own.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -47,7 +47,7 @@ def started() -> Iterator[tuple[int, int]]:
     else:
         dist.init_process_group("gloo", timeout=limit)
     yield dist.get_rank(), dist.get_world_size()
-    dist.barrier()  # who leaves first takes the others' connections along
+    dist.barrier()  # a process that leaves early closes the connections of the others
     dist.destroy_process_group()
 
 
@@ -56,7 +56,7 @@ def device() -> str:
 
 
 def complaint(call: Callable[[], object]) -> str:
-    """What a call raised in the first process where it did, the same in all; "" for nothing."""
+    """The error of the first process in which a call raised, equal in all; "" for none."""
     mine = trace = ""
     try:
         call()
@@ -90,7 +90,7 @@ def _wait() -> None:
 def measured(
     variants: dict[str, Callable[[], object]], *, rounds: int, warmup: int = 2, calls: int = 1
 ) -> dict[str, Timing]:
-    """Rounds in which every variant runs once, started together; each the slowest process's time.
+    """Times rounds in which every variant runs once, started together; the slowest process counts.
 
     Args:
         variants: what to call, by name; the same in all processes.
@@ -120,7 +120,7 @@ def measured(
 
 
 def link() -> float:
-    """Bytes a second that each process receives in a long all-gather."""
+    """Bytes per second that each process receives in a long all-gather."""
     size = dist.get_world_size()
     length = (_LINK_BYTES if torch.cuda.is_available() else 1 << 20) // size
     part = torch.zeros(length, dtype=torch.uint8, device=device())
@@ -130,6 +130,6 @@ def link() -> float:
 
 
 def say(text: str) -> None:
-    """A line to stderr, once."""
+    """Prints a line to stderr from one process."""
     if dist.get_rank() == 0:
         print(text, file=sys.stderr, flush=True)

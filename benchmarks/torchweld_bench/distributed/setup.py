@@ -1,4 +1,4 @@
-"""What all cases of several processes need: their sizes, and the processes' meshes."""
+"""Shared by all distributed cases: sizes and meshes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchweld.tuning.timer import Timing
 from torchweld_bench.common import dtype_text
 from torchweld_bench.distributed.processes import device, link
 
-PAIR = 2  # processes that share the columns of the Llama, where there are more
+PAIR = 2  # processes that share the columns of the Llama, if there are more than this
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,10 @@ class Cases:
 
     gpt2_name: str = "gpt2-xl"
     gpt2: Sizes = Sizes(48, 1600, 24, 24, 64, 6400, False, 50304, True, 1024, True)
-    gpt2_batch: tuple[int, int] = (8, 1024)  # sequences and tokens of each, all processes together
+    gpt2_batch: tuple[int, int] = (
+        8,
+        1024,
+    )  # sequences and tokens per sequence, of all processes together
     llama_name: str = "llama-1.2b"
     llama: Sizes = Sizes(16, 2048, 32, 8, 64, 8192, True, 128256, True)
     llama_batch: tuple[int, int] = (4, 4096)  # of each process
@@ -37,7 +40,7 @@ class Cases:
     where: tuple[str, str] = ("GPU", "GPUs")
 
     def named(self, what: str, how: str, size: int) -> str:
-        """A row's case: its number of processes is part of it."""
+        """The case of a row, which includes the number of processes."""
         return f"{what} {dtype_text(self.dtype)}, {how} on {size} {self.where[size > 1]}"
 
     def tensor_parallel(self, size: int, run: str = "") -> str:
@@ -66,7 +69,7 @@ class Cases:
         return self.named(f"{call} {mask}", "context parallel", size)
 
     def attention_of(self, padded: bool) -> tuple[int, int, int, int, int]:
-        """With padding twice as many sequences, half as long."""
+        """With padding there are twice as many sequences, half as long."""
         batch, nheads, nheads_kv, seqlen, dim = self.attention
         if padded:
             batch, seqlen = 2 * batch, seqlen // 2

@@ -32,21 +32,21 @@ from torchweld_bench.results import Row, make_row
 _ROUNDS = 5
 _LR = 1e-4
 _COMPILED, _CAPTURED = "compiled blocks", "in a CUDA graph"
-_ROOMY = 120e9  # bytes of a GPU that can keep the Llama's activations
+_ROOMY = 120e9  # GPU memory in bytes that holds the Llama's activations
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 @dataclass
 class Trial:
-    """A model's step: its time, and the loss and the gradients' norm of the first one."""
+    """A training step: its time, and the loss and gradient norm of the first one."""
 
     loss: float
     norm: float
     timing: Timing
 
     def differs(self, other: Trial) -> float:
-        """The larger relative difference; inf where there is a NaN."""
+        """The larger relative difference; inf for NaN."""
         found = max(abs(self.loss / other.loss - 1), abs(self.norm / other.norm - 1))
         return found if math.isfinite(self.loss + self.norm) else math.inf
 
@@ -69,7 +69,7 @@ def run(
     inside: Callable[[], AbstractContextManager[object]] = nullcontext,
     captured: bool = False,
 ) -> Trial:
-    """Trains a model for some steps; nothing of it stays.
+    """Trains a model for some steps and frees it.
 
     Args:
         make: a model; its parameters are drawn alike in all processes.
@@ -130,7 +130,7 @@ def _captured(step: Callable[[], None]) -> Callable[[], None]:
             step()
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    # NOTE: NCCL's watchdog asks for events from a thread of its own meanwhile.
+    # NOTE: NCCL's watchdog thread queries events during the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
     return graph.replay
@@ -139,7 +139,7 @@ def _captured(step: Callable[[], None]) -> Callable[[], None]:
 def _planned(
     setup: Setup, sizes: Sizes, alone: Trial, batch: tuple[int, int], fsdp: int, tp: int
 ) -> Timing:
-    """What benchmarks/plan.py predicts for a step with `batch` in each process of fsdp."""
+    """The prediction of benchmarks/plan.py for a step with `batch` per FSDP process."""
     count, seqlen = batch
     recompute = sizes.gated and _recompute()
 
@@ -160,7 +160,7 @@ def _compared(
     tokens: int,
     against: str = "alone",
 ) -> Iterator[Row]:
-    """A row, and those over stock and over the plan where these are there."""
+    """A row, and those over stock and over the plan if both exist."""
     ours, alone = trials["ours"], trials["alone"]
     stock = trials.get("stock", alone)
     row = make_row(
@@ -208,22 +208,22 @@ def _tensor_parallel(setup: Setup, run_as: str = "") -> Iterator[Row]:
 
 
 def tensor_parallel(setup: Setup) -> Iterator[Row]:
-    """GPT-2 XL: between the columns of the matrices each process has some of the tokens."""
+    """GPT-2 XL, tensor parallel, with the tokens sharded between matmuls."""
     yield from _tensor_parallel(setup)
 
 
 def compiled_tensor_parallel(setup: Setup) -> Iterator[Row]:
-    """The same with compiled blocks: DTensor's work on the host is then done while tracing."""
+    """GPT-2 XL with compiled blocks, which moves DTensor's host work to tracing."""
     yield from _tensor_parallel(setup, _COMPILED)
 
 
 def captured_tensor_parallel(setup: Setup) -> Iterator[Row]:
-    """The same with the whole step in a CUDA graph: the host has nothing to do but replay it."""
+    """GPT-2 XL with the whole step in a CUDA graph, so that the host only replays it."""
     yield from _tensor_parallel(setup, _CAPTURED)
 
 
 def parallelized(setup: Setup) -> Iterator[Row]:
-    """A GPT-2 of transformers, fused, through `parallelize`: the blocks' columns alone are shared.
+    """A fused transformers GPT-2 with `parallelize`: only the columns of the blocks are sharded.
 
     As deep as GPT-2 XL and as wide as its heads.
     """
@@ -259,7 +259,7 @@ def parallelized(setup: Setup) -> Iterator[Row]:
 
 
 def _recompute() -> bool:
-    """Whether the Llama's activations are recomputed, in all variants alike."""
+    """Whether all variants recompute the Llama's activations."""
     if device() == "cpu":
         return False
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory < _ROOMY
@@ -289,7 +289,7 @@ def _llama(
 
 
 def fully_sharded(setup: Setup) -> Iterator[Row]:
-    """A Llama of 1.2 billion parameters under FSDP2, a batch for each process."""
+    """A Llama of 1.2 billion parameters with FSDP2 and a batch per process."""
     sizes, batch = setup.cases.llama, setup.cases.llama_batch
     trials = {
         "ours": _llama(setup, True, setup.mesh),
@@ -306,7 +306,7 @@ def fully_sharded(setup: Setup) -> Iterator[Row]:
 
 
 def fully_sharded_pairs(setup: Setup) -> Iterator[Row]:
-    """The same with a batch for each pair, whose processes share the columns.
+    """The Llama with a batch per pair of processes, which share the columns.
 
     Over the product of what both cost by themselves: FSDP2 of as many processes as there are pairs,
     and one pair's columns.
