@@ -100,6 +100,19 @@ def wheel_of(folder: Path, version: str, needs: str) -> Path:
     return path
 
 
+def test_a_wheel_with_more_than_the_library_is_refused(wheel_tool, tmp_path, monkeypatch):
+    monkeypatch.setattr(wheel_tool, "ROOT", tmp_path)
+    wheel = wheel_of(tmp_path, "0.1.0+torch2.11.cpu", "torch==2.11.*")
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr("torchweld/__init__.py", "")
+        archive.writestr("torchweld_cli.py", "")
+    wheel_tool.check_metadata(wheel, "2.11.0")
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr("puzzles/__init__.py", "")
+    with pytest.raises(SystemExit, match="must hold torchweld and torchweld_cli.py, but has "):
+        wheel_tool.check_metadata(wheel, "2.11.0")
+
+
 @pytest.mark.parametrize(
     ("version", "needs", "most", "refused"),
     [

@@ -113,7 +113,7 @@ def metadata(wheel: Path) -> email.message.Message:
 
 
 def check_metadata(wheel: Path, torch: str) -> None:
-    """Raises SystemExit where version, requirement or size are not what a wheel must have."""
+    """Raises SystemExit if version, requirement, contents or size are not those of a wheel."""
     minor = ".".join(torch.split(".")[:2])
     found = metadata(wheel)
     version, needs = found["Version"], found.get_all("Requires-Dist")
@@ -121,6 +121,10 @@ def check_metadata(wheel: Path, torch: str) -> None:
         sys.exit(f"wheel: the version must end in +torch{minor}.cu... or .cpu, but is {version}")
     if f"torch=={minor}.*" not in needs:
         sys.exit(f"wheel: it must require torch=={minor}.*, but requires {', '.join(needs)}")
+    with zipfile.ZipFile(wheel) as archive:
+        top = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" not in name}
+    if top - {"torchweld", "torchweld_cli.py"}:
+        sys.exit(f"wheel: it must hold torchweld and torchweld_cli.py, but has {', '.join(top)}")
     size = wheel.stat().st_size
     if size > MOST_BYTES:
         sys.exit(f"wheel: it must have at most {MOST_BYTES} bytes, but has {size}")
