@@ -55,10 +55,9 @@ def _samples() -> ModuleType:
 
 
 def served_dtypes(op: str, device: str) -> list[torch.dtype]:
-    """The dtypes in which an op runs, found by calling it with its first sample.
+    """The dtypes that an op accepts, found by calling it with its first sample.
 
-    On "cuda" the op's own CUDA code runs without its launches, as for `torchweld.explain`: no GPU
-    is needed.
+    For "cuda", `torchweld.explain` answers without a GPU.
     """
     samples = _samples()
     if device == "cuda" and not has_cuda_kernel(op):
@@ -108,7 +107,7 @@ def ops_table() -> str:
 
 
 def versions_table() -> str:
-    """What torchweld is built for and tested with, from the files that say so to the tools."""
+    """The versions that torchweld is built for and tested with, from the build files."""
     project = (ROOT / "pyproject.toml").read_text()
     setup = (ROOT / "setup.py").read_text()
     pins = (ROOT / "requirements" / "constraints.txt").read_text()
@@ -148,7 +147,7 @@ def plan_table() -> str:
     return "\n".join([*rows, ""])
 
 
-# Of each page of docs/kernels: the family of results and a pattern of whole cases.
+# For each page of docs/kernels: the family of results and a pattern of whole cases.
 KERNELS = {
     "gemm_sm90": ("matmul", r"(linear|linear_backward|bmm|gated_linear) \(.*(16|32|tf32|swiglu)"),
     "attention_forward": ("attention", r"attention \(.*"),
@@ -217,14 +216,14 @@ def api() -> dict[str, list[str]]:
 
 
 TITLES = {
-    "ops": ("Ops", "Each is `torch.ops.torchweld.<name>` too, with the same arguments."),
-    "nn": ("Modules", "`torchweld.nn`: each stands in for the torch code that it names."),
+    "ops": ("Ops", "Each is also `torch.ops.torchweld.<name>`, with the same arguments."),
+    "nn": ("Modules", "`torchweld.nn`: each replaces the torch code that it names."),
     "distributed": ("Distributed", "What torchweld adds to torch.distributed."),
     "integrations": (
         "Hugging Face and SDPA",
         "`torchweld.fuse` and `torchweld.unfuse` are these functions under a shorter name.",
     ),
-    "tools": ("Tools", "What tells about calls, times them, and helps in tests."),
+    "tools": ("Tools", "Functions that explain and time calls, and help in tests."),
 }
 
 
@@ -244,7 +243,7 @@ def api_page(page: str) -> str:
 
 
 def benchmarks() -> str:
-    """The page of results: its pictures are files beside it, which the built pages copy."""
+    """The page of results; its pictures become downloads of the built pages."""
     text = (RESULTS / "README.md").read_text(encoding="utf-8")
     picture = r"\[Picture\]\((.+?\.png)\)"
     text = re.sub(picture, r"{download}`Picture <../../benchmarks/results/\1>`", text)
@@ -256,7 +255,7 @@ def benchmarks() -> str:
 
 
 def write() -> None:
-    """Writes every file anew where it changed, so that sphinx reads only those again."""
+    """Writes the files that changed, so that sphinx reads only those again."""
     OUT.mkdir(exist_ok=True)
     files = {
         "ops.part.md": ops_table(),

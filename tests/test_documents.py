@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -72,6 +73,19 @@ def test_a_wrong_answer_has_no_ratio(tables, copy):
     first = tables.SUMMARY[0]
     assert f"| {first.what} | {first.name} | wrong |" in tables.summary_table()
     assert re.search(r"\| attention \(8, 12, 1024, 64\).* \| wrong \| ", tables.results_page())
+
+
+def test_picture_shows_the_range_of_every_pictured_row(tables):
+    svg = ElementTree.fromstring(tables.picture())
+    texts = [node.text for node in svg.iter("{http://www.w3.org/2000/svg}text")]
+    pictured = [row for row in tables.SUMMARY if row.pictured]
+    assert 8 <= len(pictured) < len(tables.SUMMARY)
+    for row in pictured:
+        assert row.what in texts and f"against {row.name}" in texts
+    ranges = re.findall(r"\| ([\d.]+(?: to [\d.]+)?) \|$", tables.summary_table(), re.M)
+    assert len(ranges) == len(tables.SUMMARY)
+    for row, text in zip(tables.SUMMARY, ranges, strict=True):
+        assert not row.pictured or text in texts
 
 
 def test_a_row_without_cases_is_refused(tables):
