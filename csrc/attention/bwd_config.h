@@ -100,7 +100,7 @@ struct AttentionBackwardSm90Tile {
 
   static constexpr int kMaskedRows = 64, kStages = 2, kThreads = 384;
   static constexpr int kAdders = 2;  // warps that add to dQ by turns; a wide one has one
-  static constexpr int kLineElems = AttentionSm90Tile::kLineElems;
+  static constexpr int kBoxColumns = AttentionSm90Tile::kBoxColumns;
 
   constexpr bool wide() const { return dim > 128; }
   // K, V, Q and dO twice, dS twice, and of each adder a dQ tile in fp32. A wide one has dO and dS

@@ -96,20 +96,20 @@ struct AttentionSm90Tile {
   int speed;   // TFLOP/s of many long rows on an H200
 
   static constexpr int kWarpgroupRows = 64;
-  static constexpr int kLineElems = 64;  // a line of 128 bytes in shared memory
+  static constexpr int kBoxColumns = 64;  // a line of 128 bytes in shared memory
 
   constexpr int rows() const { return warpgroups * kWarpgroupRows; }
   // The producer is a warp. Where the SM is the block's own, it is a warpgroup, whose registers the
   // others take.
   constexpr int threads() const { return 128 * warpgroups + (blocks == 1 ? 128 : 32); }
   // In shared memory columns come in whole lines.
-  static constexpr int lines(int columns) { return (columns + kLineElems - 1) / kLineElems; }
+  static constexpr int boxes(int columns) { return (columns + kBoxColumns - 1) / kBoxColumns; }
   // A warpgroup's results go through where its query rows were.
   constexpr int query_bytes() const {
-    return 2 * kLineElems * rows() * std::max(lines(dim), lines(dim_v));
+    return 2 * kBoxColumns * rows() * std::max(boxes(dim), boxes(dim_v));
   }
   constexpr int stages_bytes() const {
-    return stages * 2 * kLineElems * keys * (lines(dim) + lines(dim_v));
+    return stages * 2 * kBoxColumns * keys * (boxes(dim) + boxes(dim_v));
   }
   // Where there is room the next tile's query rows arrive beside those of this one.
   constexpr int query_stages() const {

@@ -23,7 +23,7 @@ struct Backward2CtaConfig {
   static constexpr int kDim = kShape.dim, kBlockKeys = kShape.keys, kKeys = kBlocks * kBlockKeys;
   static constexpr int kRows = kShape.rows, kScoreRows = kRows / 2;
   static constexpr int kThreads = kShape.kThreads, kStages = kShape.kStages;  // of Q; dO has one
-  static constexpr int kLineElems = kShape.kLineElems, kLines = kDim / kLineElems;
+  static constexpr int kLineElems = kShape.kBoxColumns, kLines = kDim / kLineElems;
   // Lines that K and Q are loaded and scores computed of, and all of V and dO. In lines that aren't
   // loaded anything may be: they become columns of dK and dQ that nobody reads.
   static constexpr int kDepthLines = kShape.head_dim / kLineElems,

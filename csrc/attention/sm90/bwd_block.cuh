@@ -33,7 +33,7 @@ struct BackwardSm90Config {
   static constexpr int kScoreRows = kRows;  // of a warpgroup's scores
   static constexpr bool kKeysAhead = kMasked ? kShape.masked_keys_ahead : kShape.keys_ahead;
   static constexpr int kThreads = kShape.kThreads, kStages = kShape.kStages;
-  static constexpr int kLineElems = kShape.kLineElems, kLines = kDim / kLineElems,
+  static constexpr int kLineElems = kShape.kBoxColumns, kLines = kDim / kLineElems,
                        kValueLines = kLines;
   // Bytes: of 64 columns of all keys, of a warpgroup's keys and of query rows, and of all columns.
   static constexpr int kKeyStretch = kKeys * kSwizzleRowBytes, kHalfStretch = kKeyStretch / 2,

@@ -1,4 +1,4 @@
-// attention's forward on Hopper's tensor cores: what the host hands to the kernel.
+// Attention forward on Hopper: the arguments that the host passes to the kernel.
 #pragma once
 
 #include <algorithm>
@@ -9,42 +9,43 @@
 
 namespace torchweld {
 
-// The order of AttentionSchedule for tiles that are counted in 32 bits.
-struct AttentionSm90Order {
-  uint32_t blocks, section, heads;
-  FastDivisor tiles, of_section, width, last_width;  // heads of a section, and of the last one
+// AttentionSchedule in 32 bits, with divisors that are computed on the host.
+struct AttentionSm90Schedule {
+  uint32_t blocks, section, heads;  // work tiles, heads per section, batch * nheads
+  FastDivisor tiles, section_tiles, section_heads, last_section_heads;
   FastDivisor nheads, group;
 
-  AttentionSm90Order(const AttentionParams& p, int rows)
-      : AttentionSm90Order(p, AttentionSchedule(p, rows, 2)) {}
+  AttentionSm90Schedule(const AttentionParams& p, int rows)
+      : AttentionSm90Schedule(p, AttentionSchedule(p, rows, 2)) {}
 
  private:
-  AttentionSm90Order(const AttentionParams& p, const AttentionSchedule& schedule)
-      : AttentionSm90Order(p, schedule, p.sizes.batch * p.sizes.nheads) {}
-  AttentionSm90Order(const AttentionParams& p, const AttentionSchedule& schedule, int64_t heads)
+  AttentionSm90Schedule(const AttentionParams& p, const AttentionSchedule& schedule)
+      : AttentionSm90Schedule(p, schedule, p.sizes.batch * p.sizes.nheads) {}
+  AttentionSm90Schedule(const AttentionParams& p, const AttentionSchedule& schedule, int64_t heads)
       : blocks(static_cast<uint32_t>(schedule.blocks(p))),
         section(static_cast<uint32_t>(std::min(schedule.section, heads))),
         heads(static_cast<uint32_t>(heads)),
         tiles(schedule.tiles),
-        of_section(section * schedule.tiles),
-        width(section),
-        last_width(heads % section == 0 ? section : heads % section),
+        section_tiles(section * schedule.tiles),
+        section_heads(section),
+        last_section_heads(heads % section == 0 ? section : heads % section),
         nheads(p.sizes.nheads),
         group(p.sizes.nheads / p.sizes.nheads_kv) {}
 };
 
-// Exponents of small capped scores, whose probabilities need no maximum.
+// Polynomials that turn small soft-capped scores into exponents. Their softmax needs no maximum.
 struct AttentionSmallScores {
-  bool given;  // else such ones could leave the range of bfloat16, or the terms that of fp32
-  SmallExponent<3> short_one;
-  SmallExponent<4> long_one;
+  // NOTE: false where probabilities could leave bfloat16's range, or the terms fp32's.
+  bool enabled;
+  SmallExponent<3> low_degree;
+  SmallExponent<4> high_degree;
 
   explicit AttentionSmallScores(const CappedScale& scale)
-      : given(scale.softcap > 0.f && scale.c <= 80.f && scale.cap >= 1e-4f && scale.cap <= 1e4f),
-        short_one(scale.c, scale.cap),
-        long_one(scale.c, scale.cap) {}
+      : enabled(scale.softcap > 0.f && scale.c <= 80.f && scale.cap >= 1e-4f && scale.cap <= 1e4f),
+        low_degree(scale.c, scale.cap),
+        high_degree(scale.c, scale.cap) {}
   explicit AttentionSmallScores(const ScoreScale&)
-      : given(false), short_one(0, 1), long_one(0, 1) {}
+      : enabled(false), low_degree(0, 1), high_degree(0, 1) {}
 };
 
 template <bool kMasked>
@@ -52,11 +53,11 @@ struct AttentionSm90Params {
   TensorMap query, key, value;
   typename AttentionVariant<kMasked>::Params attention;
   typename AttentionVariant<kMasked>::Scale scale;
-  AttentionSm90Order order;
+  AttentionSm90Schedule schedule;
   AttentionSmallScores small{scale};
 };
 
-// One file for every few tiles (csrc/instantiations.py).
+// csrc/instantiations.py generates a file per few tiles.
 template <typename T, int kTile>
 void launch_attention_sm90_tile(const AttentionParams& params, cudaStream_t stream);
 template <typename T, int kTile>

@@ -1,8 +1,8 @@
-// What a consumer warpgroup of attention's forward on Hopper does.
+// Attention forward on Hopper: a consumer warpgroup, which owns 64 query rows of each work tile.
 #pragma once
 
 #include "attention/sm90/fwd_block.cuh"
-#include "attention/sm90/fwd_rows.cuh"
+#include "attention/sm90/fwd_mma.cuh"
 #include "device/features.cuh"
 #include "device/named_barrier.cuh"
 #include "device/sm90/registers.cuh"
@@ -10,130 +10,140 @@
 
 namespace torchweld {
 
+enum AttentionSm90Barrier : int {
+  kWarpSchedulerWg0 = 1,  // to 3: the warpgroup may issue its wgmmas (ping-pong)
+  kWarpgroupWg0 = 4       // to 6: the threads of one warpgroup
+};
+
 #if TW_HAS_WGMMA
-// What a consumer warpgroup does. Named barriers: 1 to 3 are the turns at the tensor cores, 4 to 6
-// the warpgroups' own.
 template <class Config>
 struct AttentionSm90Consumer {
   using T = typename Config::T;
-  static constexpr int kKeys = Config::kKeys, kTurn = 1, kOwn = 4;
-  static constexpr bool kTurns = !Config::kReadsScores && Config::kWarpgroups > 1;
-  // Wide heads under a mask have no registers left to skip steps.
-  static constexpr bool kSkips = kTurns && (!Config::kMasked || Config::kDim <= 128),
-                        kSkipsFirst = kSkips && Config::kMasked;
+  static constexpr int kKeys = Config::kKeys;
+  static constexpr bool kPingPong = !Config::kReadsScores && Config::kWarpgroups > 1;
+  // A warpgroup skips key blocks that none of its rows sees: behind its last key, and under a mask
+  // before its first one. NOTE: wide heads under a mask have no registers left for it.
+  static constexpr bool kSkipsLast = kPingPong && (!Config::kMasked || Config::kDim <= 128),
+                        kSkipsFirst = kSkipsLast && Config::kMasked;
 
   const typename Config::Params& p;
   AttentionSm90Shared<Config>& s;
-  const int warpgroup, thread;  // of the warpgroup
-  PipelineState<Config::kStages> at_key, at_value;
-  PipelineState<2> at_work;
-  PipelineState<Config::kQueryStages> at_query;
-  AttentionSm90Rows<Config> r;
+  const int warpgroup, thread;  // thread: index in the warpgroup
+  PipelineState<Config::kStages> key_state, value_state;
+  PipelineState<2> work_state;
+  PipelineState<Config::kQueryStages> query_state;
+  AttentionSm90Registers<Config> r;
 
   __device__ __forceinline__ AttentionSm90Consumer(const typename Config::Params& p,
                                                    AttentionSm90Shared<Config>& s, int warpgroup)
       : p(p), s(s), warpgroup(warpgroup), thread(threadIdx.x % 128) {}
 
   __device__ __forceinline__ void run() {
-    if (warpgroup == Config::kWarpgroups - 1) pass_turn();  // the first
+    // Warpgroup 0 issues first.
+    if (warpgroup == Config::kWarpgroups - 1) warp_scheduler_barrier_arrive();
     while (true) {
-      s.works.wait(at_work);
-      const AttentionBlock& block = s.work[at_work.stage];
+      s.work_pipeline.wait(work_state);
+      const AttentionBlock& block = s.work[work_state.stage];
       if (block.rows == 0) break;
       start(r.rows);
       if constexpr (Config::kSmallScores) {
-        if (p.small.given) r.rows[0][0].max = r.rows[0][1].max = 0.f;
+        if (p.small.enabled) r.rows[0][0].max = r.rows[0][1].max = 0.f;
       }
       if constexpr (Config::kReadsScores) {
-        walk_scores(block);
+        mainloop_read_scores(block);
       } else {
-        walk_products(block);
+        mainloop(block);
       }
-      store(block);
+      epilogue(block);
       __syncwarp();
-      release(&s.works.empty[at_work.stage]);
-      at_work.advance();
+      consumer_release(&s.work_pipeline.empty[work_state.stage]);
+      work_state.advance();
     }
   }
 
  private:
-  __device__ __forceinline__ void wait_turn() const {
-    if constexpr (kTurns) named_barrier_wait(kTurn + warpgroup, 256);
+  // Wait until the warpgroup before this one has issued its wgmmas.
+  __device__ __forceinline__ void warp_scheduler_barrier_sync() const {
+    if constexpr (kPingPong) named_barrier_wait(kWarpSchedulerWg0 + warpgroup, 256);
   }
-  __device__ __forceinline__ void pass_turn() const {
-    if constexpr (kTurns) {
-      named_barrier_arrive(kTurn + (warpgroup + 1 == Config::kWarpgroups ? 0 : warpgroup + 1), 256);
+  // Let the next warpgroup issue its wgmmas.
+  __device__ __forceinline__ void warp_scheduler_barrier_arrive() const {
+    if constexpr (kPingPong) {
+      const int next = warpgroup + 1 == Config::kWarpgroups ? 0 : warpgroup + 1;
+      named_barrier_arrive(kWarpSchedulerWg0 + next, 256);
     }
   }
-  // A warp that is done with a stage, or lets it pass.
-  __device__ __forceinline__ void release(uint64_t* s_empty) const {
+  // One lane arrives for its warp, whose lanes have finished with the stage.
+  __device__ __forceinline__ void consumer_release(uint64_t* s_empty) const {
     if (thread % 32 == 0) mbarrier_arrive(s_empty);
   }
   __device__ __forceinline__ int warp_row() const { return warpgroup * 64 + thread / 32 * 16; }
 
-  __device__ __forceinline__ void multiply_keys() {
-    r.multiply_keys(shared_address(s.query[at_query.stage][warpgroup]),
-                    shared_address(s.key[at_key.stage]));
+  // Issue S = Q K^T.
+  __device__ __forceinline__ void mma_s() {
+    r.mma_s(shared_address(s.query[query_state.stage][warpgroup]),
+            shared_address(s.key[key_state.stage]));
   }
-  __device__ __forceinline__ void release_keys() {
-    release(&s.keys.empty[at_key.stage]);
-    at_key.advance();
+  __device__ __forceinline__ void release_k() {
+    consumer_release(&s.key_pipeline.empty[key_state.stage]);
+    key_state.advance();
   }
-  // The values of the step that begins at `key`; the warpgroup's first step is at `first`.
-  __device__ __forceinline__ void multiply_values(const AttentionBlock& block, int key,
-                                                  int first = 0) {
-    s.values.wait(at_value);
+  // Wait for V of the key block that starts at `key`, then issue O += P V. The warpgroup's first
+  // key block starts at `first_key` and overwrites O.
+  __device__ __forceinline__ void mma_o(const AttentionBlock& block, int key, int first_key = 0) {
+    s.value_pipeline.wait(value_state);
     if constexpr (Config::kMasked) {
-      clear_values(block.keys - key, kKeys);
+      zero_v(block.keys - key, kKeys);
       if constexpr (Config::kReadsScores) {
-        if (key == 0) clear_values(0, s.work[at_work.stage].unseen);
+        if (key == 0) zero_v(0, s.work[work_state.stage].unseen);
       }
     }
-    r.multiply_values(shared_address(s.value[at_value.stage]), key > first);
+    r.mma_o(shared_address(s.value[value_state.stage]), key > first_key);
   }
-  __device__ __forceinline__ void release_values() {
-    warpgroup_fence_operand(r.out_sums);
-    release(&s.values.empty[at_value.stage]);
-    at_value.advance();
+  __device__ __forceinline__ void release_v() {
+    warpgroup_fence_operand(r.acc_o);
+    consumer_release(&s.value_pipeline.empty[value_state.stage]);
+    value_state.advance();
   }
 
-  // Values [begin, end) that no row of the tile sees may be NaN, and their probabilities are 0.
-  // NOTE: every warpgroup clears them for itself, which spares a barrier of all.
-  __device__ __forceinline__ void clear_values(int begin, int end) const {
+  // Zero rows [begin, end) of V, which no query row of the work tile sees. Their P is 0, but the
+  // values may be NaN.
+  // NOTE: each warpgroup zeroes them for itself, which saves a barrier across warpgroups.
+  __device__ __forceinline__ void zero_v(int begin, int end) const {
     if (begin >= end) return;
-    char* const s_value = s.value[at_value.stage];
-    for (int piece = thread; piece < (end - begin) * Config::kLinesV * 8; piece += 128) {
-      const int line = piece / 8, stretch = line / (end - begin);
-      const int row = begin + line - stretch * (end - begin);
-      *reinterpret_cast<uint4*>(s_value + stretch * Config::kKeyStretch + row * kSwizzleRowBytes +
-                                piece % 8 * 16) = make_uint4(0, 0, 0, 0);
+    char* const s_value = s.value[value_state.stage];
+    for (int i = thread; i < (end - begin) * Config::kBoxesV * 8; i += 128) {
+      const int box_row = i / 8, box = box_row / (end - begin);
+      const int row = begin + box_row - box * (end - begin);
+      *reinterpret_cast<uint4*>(s_value + box * Config::kKeyBoxBytes + row * kSwizzleRowBytes +
+                                i % 8 * 16) = make_uint4(0, 0, 0, 0);
     }
     async_fence();
-    named_barrier_wait(kOwn + warpgroup, 128);
+    named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
   }
 
-  // The scores of the step that begins at `key` become probabilities. True: earlier results are to
-  // be rescaled.
-  __device__ __forceinline__ bool attend(const AttentionBlock& block, int key) {
-    warpgroup_fence_operand(r.score_sums);
+  // S -> P for the key block that starts at `key`: cap, mask and online softmax. Returns whether O
+  // must be rescaled by o_scale.
+  __device__ __forceinline__ bool softmax_step(const AttentionBlock& block, int key) {
+    warpgroup_fence_operand(r.acc_s);
     if (p.scale.sign != 1.f) {
 #pragma unroll
-      for (float& score : r.score_sums) score *= p.scale.sign;
+      for (float& score : r.acc_s) score *= p.scale.sign;
     }
     if constexpr (Config::kMasked) {
-      const auto& s_block = s.work[at_work.stage];
+      const auto& s_block = s.work[work_state.stage];
       const bool hides = hides_keys<Config>(s_block, warp_row(), key);
       const auto hide = [&] { hide_keys<Config>(r.scores(), s_block, warp_row(), key); };
       if constexpr (Config::kCapped) {
         if constexpr (Config::kSmallScores) {
-          if (p.small.given) {
-            const float largest = largest_size(r.score_sums);
-            const auto take = [&](const auto& exponent) {
-              if (!__all_sync(~0u, largest <= exponent.most)) return false;
+          if (p.small.enabled) {
+            const float max_abs = largest_size(r.acc_s);
+            const auto try_exponent = [&](const auto& exponent) {
+              if (!__all_sync(~0u, max_abs <= exponent.most)) return false;
               online_softmax_of_small(r.scores(), r.rows, p.scale.c, exponent, hides, hide);
               return true;
             };
-            if (take(p.small.short_one) || take(p.small.long_one)) return false;
+            if (try_exponent(p.small.low_degree) || try_exponent(p.small.high_degree)) return false;
           }
         }
         if (p.scale.softcap > 0.f) {
@@ -148,105 +158,110 @@ struct AttentionSm90Consumer {
         hide_columns(r.scores(), first_row + block.shift - key, block.all_keys - key);
       }
     }
-    online_softmax<true, Config::kLazy>(r.scores(), r.rows, r.factor, p.scale.c);
-    // NOTE: the vote is for whole warps, so that nobody diverges between products.
-    return !Config::kLazy || __any_sync(~0u, r.factor[0][0] != 1.f || r.factor[0][1] != 1.f);
+    online_softmax<true, Config::kLazyRescale>(r.scores(), r.rows, r.o_scale, p.scale.c);
+    // NOTE: the vote is per warp, so that threads don't diverge between wgmmas.
+    return !Config::kLazyRescale ||
+           __any_sync(~0u, r.o_scale[0][0] != 1.f || r.o_scale[0][1] != 1.f);
   }
 
-  // The warpgroup's rows see keys before this one alone. One step is there always.
-  __device__ __forceinline__ int own_end(const AttentionBlock& block) const {
+  // The end of the keys that the warpgroup's rows see, at least one key block.
+  __device__ __forceinline__ int last_key_end(const AttentionBlock& block) const {
     const int first_row = warpgroup * 64, rows = min(block.rows - first_row, 64);
     if (rows <= 0) return 0;
     return min(block.end_of(block.first_row + first_row + rows - 1), block.keys);
   }
-  // The begin of the first step before `end` of which they see a key.
-  __device__ __forceinline__ int own_begin(const AttentionBlock& block, int end) const {
-    const int* s_begin = s.work[at_work.stage].begin + warpgroup * 64 + thread % 32;
+  // The start of the first key block that the warpgroup's rows see, before `end`.
+  __device__ __forceinline__ int first_key_block(const AttentionBlock& block, int end) const {
+    const int* s_begin = s.work[work_state.stage].begin + warpgroup * 64 + thread % 32;
     const int begin = __reduce_min_sync(~0u, min(s_begin[0], s_begin[32]));
     return begin < end ? begin / kKeys * kKeys : 0;
   }
-  // A step of which the warpgroup's rows see no key: its turn and its stages go on.
-  __device__ __forceinline__ void skip_step() {
-    s.keys.wait(at_key);
-    wait_turn();
-    pass_turn();
-    release_keys();
-    s.values.wait(at_value);
-    release(&s.values.empty[at_value.stage]);
-    at_value.advance();
+  // Release K and V of a key block that the warpgroup's rows don't see, and keep the ping-pong
+  // order.
+  __device__ __forceinline__ void skip_key_block() {
+    s.key_pipeline.wait(key_state);
+    warp_scheduler_barrier_sync();
+    warp_scheduler_barrier_arrive();
+    release_k();
+    s.value_pipeline.wait(value_state);
+    consumer_release(&s.value_pipeline.empty[value_state.stage]);
+    value_state.advance();
   }
 
-  __device__ __forceinline__ void walk_products(const AttentionBlock& block) {
-    int first = 0, end = block.keys;
-    if constexpr (kSkips) end = own_end(block);
-    if constexpr (kSkipsFirst) first = own_begin(block, end);
-    for (int key = 0; key < first; key += kKeys) skip_step();
-    s.queries[warpgroup].wait(at_query);
-    s.keys.wait(at_key);
-    wait_turn();
-    multiply_keys();
-    pass_turn();
+  // O = softmax(Q K^T) V of a work tile. S of key block j + 1 is issued with O += P V of block j,
+  // so that the softmax of j + 1 overlaps the latter.
+  __device__ __forceinline__ void mainloop(const AttentionBlock& block) {
+    int first_key = 0, end = block.keys;
+    if constexpr (kSkipsLast) end = last_key_end(block);
+    if constexpr (kSkipsFirst) first_key = first_key_block(block, end);
+    for (int key = 0; key < first_key; key += kKeys) skip_key_block();
+    s.query_pipeline[warpgroup].wait(query_state);
+    s.key_pipeline.wait(key_state);
+    warp_scheduler_barrier_sync();
+    mma_s();
+    warp_scheduler_barrier_arrive();
     wgmma_wait<0>();
-    release_keys();
-    attend(block, first);
-    r.round_probabilities();
-    int key = first + kKeys;
+    release_k();
+    softmax_step(block, first_key);
+    r.convert_p();
+    int key = first_key + kKeys;
     for (; key < end; key += kKeys) {
-      s.keys.wait(at_key);
-      wait_turn();
-      multiply_keys();
-      multiply_values(block, key - kKeys, first);
-      pass_turn();
+      s.key_pipeline.wait(key_state);
+      warp_scheduler_barrier_sync();
+      mma_s();
+      mma_o(block, key - kKeys, first_key);
+      warp_scheduler_barrier_arrive();
       wgmma_wait<1>();
-      release_keys();
-      const bool rescales = attend(block, key);
+      release_k();
+      const bool rescales = softmax_step(block, key);
       wgmma_wait<0>();
-      release_values();
-      if (rescales) rescale(r.out(), r.factor);
-      r.round_probabilities();
+      release_v();
+      if (rescales) rescale(r.out(), r.o_scale);
+      r.convert_p();
     }
-    multiply_values(block, key - kKeys, first);
-    finish(block);
+    mma_o(block, key - kKeys, first_key);
+    finalize(block);
     wgmma_wait<0>();
-    release_values();
-    if constexpr (kSkips) {
-      for (; key < block.keys; key += kKeys) skip_step();
+    release_v();
+    if constexpr (kSkipsLast) {
+      for (; key < block.keys; key += kKeys) skip_key_block();
     }
   }
 
-  // The same where the scores are read.
-  // NOTE: a stage is given back behind the maxima of its scores. The tensor cores read shared
-  // memory first, and a load that was issued but not done would find the next scores there.
-  __device__ __forceinline__ bool attend_read_scores(const AttentionBlock& block, int key) {
-    s.keys.wait(at_key);
-    r.read_scores(shared_address(s.key[at_key.stage]), warp_row());
-    const bool rescales = attend(block, key);
+  // Load S of the key block that starts at `key` from shared memory, then S -> P.
+  // NOTE: the stage is released after the row maxima are known. A shared-memory load that was
+  // issued but not done could read the scores that TMA writes next.
+  __device__ __forceinline__ bool load_s_and_softmax(const AttentionBlock& block, int key) {
+    s.key_pipeline.wait(key_state);
+    r.load_s(shared_address(s.key[key_state.stage]), warp_row());
+    const bool rescales = softmax_step(block, key);
     __syncwarp();
-    release_keys();
+    release_k();
     return rescales;
   }
-  __device__ __forceinline__ void walk_scores(const AttentionBlock& block) {
-    attend_read_scores(block, 0);
-    r.round_probabilities();
+  // O = softmax(S) V of a work tile, with S from global memory.
+  __device__ __forceinline__ void mainloop_read_scores(const AttentionBlock& block) {
+    load_s_and_softmax(block, 0);
+    r.convert_p();
     int key = kKeys;
     for (; key < block.keys; key += kKeys) {
-      multiply_values(block, key - kKeys);
-      const bool rescales = attend_read_scores(block, key);
+      mma_o(block, key - kKeys);
+      const bool rescales = load_s_and_softmax(block, key);
       wgmma_wait<0>();
-      release_values();
-      if (rescales) rescale(r.out(), r.factor);
-      r.round_probabilities();
+      release_v();
+      if (rescales) rescale(r.out(), r.o_scale);
+      r.convert_p();
     }
-    multiply_values(block, key - kKeys);
-    finish(block);
+    mma_o(block, key - kKeys);
+    finalize(block);
     wgmma_wait<0>();
-    release_values();
+    release_v();
   }
 
-  // What the rows' sums are to be multiplied with, and lse.
-  // NOTE: free of branches. These instructions wait for each other, and there is little else to
+  // o_scale = 1 / row sum, and store lse, while the last O += P V runs.
+  // NOTE: free of branches. These instructions depend on each other, and there is little else to
   // issue beside them.
-  __device__ __forceinline__ void finish(const AttentionBlock& block) {
+  __device__ __forceinline__ void finalize(const AttentionBlock& block) {
     const int lane = thread % 32;
     float sum[2], lse[2];
 #pragma unroll
@@ -255,42 +270,44 @@ struct AttentionSm90Consumer {
     for (int half = 0; half < 2; ++half) {
       const float max = r.rows[0][half].max;
       r.live[half] = sees_keys(block, warp_row() + half * 8 + lane / 4);
-      r.factor[0][half] = reciprocal_approx(sum[half]);
+      r.o_scale[0][half] = reciprocal_approx(sum[half]);
       lse[half] = fmaf(max, p.scale.size, sum[half] > 0.f ? __logf(sum[half]) : NAN);
     }
-    float none = -INFINITY;
+    float empty_lse = -INFINITY;
     if constexpr (Config::kMasked) {
       if (p.attention.mask.sink) {
-        none = p.attention.mask.sink[block.head];
+        empty_lse = p.attention.mask.sink[block.head];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const FinishedRow finished = finish_row(p.scale, r.rows[0][half].max, sum[half], none);
-          r.factor[0][half] = finished.factor;
+          const FinishedRow finished =
+              finish_row(p.scale, r.rows[0][half].max, sum[half], empty_lse);
+          r.o_scale[0][half] = finished.factor;
           lse[half] = finished.lse;
         }
       }
     }
     if (p.attention.lse && lane % 4 == 0) {
       const int rows = block.rows - warp_row();
-      float* const g_lse = p.attention.lse + row_of(block, warp_row()) + lane / 4;
-      if (lane / 4 < rows) g_lse[0] = r.live[0] ? lse[0] : none;
-      if (lane / 4 + 8 < rows) g_lse[8] = r.live[1] ? lse[1] : none;
+      float* const g_lse = p.attention.lse + out_row(block, warp_row()) + lane / 4;
+      if (lane / 4 < rows) g_lse[0] = r.live[0] ? lse[0] : empty_lse;
+      if (lane / 4 + 8 < rows) g_lse[8] = r.live[1] ? lse[1] : empty_lse;
     }
   }
   __device__ __forceinline__ bool sees_keys(const AttentionBlock& block, int row) const {
     if constexpr (Config::kMasked) {
-      return s.work[at_work.stage].begin[row] != kSeesNothing;
+      return s.work[work_state.stage].begin[row] != kSeesNothing;
     } else {
       return block.first_row + row >= block.first_live;
     }
   }
 
-  // A warp's rows go through where its queries were, so that it writes whole lines. Those that see
-  // no key are zeros.
-  __device__ __forceinline__ void store(const AttentionBlock& block) {
-    const int lane = thread % 32, line = lane % 16, piece = lane % 8;
-    char* const s_warp = s.query[at_query.stage][warpgroup] + thread / 32 * 16 * kSwizzleRowBytes;
-    named_barrier_wait(kOwn + warpgroup, 128);
+  // Store out: each warp stages its 16 rows where its query rows were, then writes whole 128-byte
+  // rows. Query rows that see no key get zeros.
+  __device__ __forceinline__ void epilogue(const AttentionBlock& block) {
+    const int lane = thread % 32, lane_row = lane % 16, chunk = lane % 8;
+    char* const s_warp =
+        s.query[query_state.stage][warpgroup] + thread / 32 * 16 * kSwizzleRowBytes;
+    named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
 #pragma unroll
     for (int i = 0; i < Config::kDimV / 16; ++i) {
       uint32_t words[4];
@@ -298,43 +315,44 @@ struct AttentionSm90Consumer {
       for (int j = 0; j < 4; ++j) {
         const int half = j % 2;
         const float* const pair = &r.out()[0][i * 2 + j / 2][half * 2];
-        const float factor = r.factor[0][half];
-        words[j] = r.live[half] ? pack_pair<T>(pair[0] * factor, pair[1] * factor) : 0;
+        const float scale = r.o_scale[0][half];
+        words[j] = r.live[half] ? pack_pair<T>(pair[0] * scale, pair[1] * scale) : 0;
       }
-      store_matrix_4(shared_address(s_warp) + i / 4 * Config::kQueryStretch +
-                         line * kSwizzleRowBytes + swizzled_chunk(line, i % 4 * 2 + lane / 16) * 16,
+      store_matrix_4(shared_address(s_warp) + i / 4 * Config::kQueryBoxBytes +
+                         lane_row * kSwizzleRowBytes +
+                         swizzled_chunk(lane_row, i % 4 * 2 + lane / 16) * 16,
                      words);
     }
     __syncwarp();
     const int dim_v = static_cast<int>(p.attention.sizes.head_dim_v);
-    T* const g_out = static_cast<T*>(p.attention.out) + row_of(block, warp_row()) * dim_v;
+    T* const g_out = static_cast<T*>(p.attention.out) + out_row(block, warp_row()) * dim_v;
 #pragma unroll
-    for (int i = 0; i < Config::kLinesV; ++i) {
-      const int column = i * AttentionSm90Tile::kLineElems + piece * 8;
-      uint4 pieces[4];
+    for (int i = 0; i < Config::kBoxesV; ++i) {
+      const int column = i * AttentionSm90Tile::kBoxColumns + chunk * 8;
+      uint4 chunks[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int row = j * 4 + lane / 8;
-        pieces[j] = *reinterpret_cast<const uint4*>(s_warp + i * Config::kQueryStretch +
+        chunks[j] = *reinterpret_cast<const uint4*>(s_warp + i * Config::kQueryBoxBytes +
                                                     row * kSwizzleRowBytes +
-                                                    swizzled_chunk(row, piece) * 16);
+                                                    swizzled_chunk(row, chunk) * 16);
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int row = j * 4 + lane / 8;
         if (warp_row() + row < block.rows && column < dim_v) {
-          *reinterpret_cast<uint4*>(g_out + row * dim_v + column) = pieces[j];
+          *reinterpret_cast<uint4*>(g_out + row * dim_v + column) = chunks[j];
         }
       }
     }
     async_fence();
     __syncwarp();
-    release(&s.queries[warpgroup].empty[at_query.stage]);
-    at_query.advance();
+    consumer_release(&s.query_pipeline[warpgroup].empty[query_state.stage]);
+    query_state.advance();
   }
 
-  // Of the results, where `row` is one of the block's.
-  __device__ __forceinline__ int64_t row_of(const AttentionBlock& block, int row) const {
+  // The row of out and lse for `row` of the work tile.
+  __device__ __forceinline__ int64_t out_row(const AttentionBlock& block, int row) const {
     const AttentionSizes& sizes = p.attention.sizes;
     const int head = static_cast<int>(block.batch) * static_cast<int>(sizes.nheads) +
                      static_cast<int>(block.head);

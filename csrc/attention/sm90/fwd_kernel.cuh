@@ -1,18 +1,16 @@
-// attention's forward on Hopper's tensor cores, in 16 bits: wgmma from shared memory, filled by
-// TMA.
+// Attention forward on Hopper's tensor cores, in 16 bits:
 //
-// A block stays for many tiles of query rows, which it takes by ticket. Its producer warp finds the
-// tile's keys, tells the consumers, and fills the pipelines of keys and of values; the walk over
-// the keys starts at the first one that is not padding, so that only the last steps need a mask.
-// Each consumer warpgroup has 64 rows of the tile: scores in registers, probabilities against a
-// running maximum, which stay in registers as the first operand of P V. While a step's values are
-// multiplied, the scores of the next step become probabilities. The warpgroups take turns at the
-// tensor cores (ping-pong), so that one's exponentials run under the other's products.
-// A warpgroup lets the steps pass of which its rows see no key.
-// Short rows spend most of their time on what begins and ends a tile. There a block has one
-// warpgroup and shares the SM with others, which are busy meanwhile.
-// Tiles are in the order of AttentionSchedule: the longest rows first, the heads that share the L2
-// cache together. What is not there (rows, keys, head dims) arrives as zeros.
+//   out = softmax(scale * Q K^T + mask) V        lse = log(sum(exp(scale * Q K^T + mask)))
+//
+// Q (batch, nheads, seqlen_q, head_dim); K, V (batch, nheads_kv, seqlen_k, head_dim or head_dim_v).
+// A persistent CTA takes work tiles (kRows query rows of one head) by ticket: its producer warp
+// loads Q, K and V by TMA, each consumer warpgroup owns 64 rows. S, P and O stay in registers.
+// Two overlaps hide the exponentials: the softmax of a key block runs under P V of the block before
+// it, and the warpgroups issue wgmma in ping-pong order. Work tiles come longest first, heads that
+// share the L2 cache together (AttentionSchedule). Keys start behind the padding, so that only the
+// last key blocks need a mask. Short rows spend most of their time where a work tile begins and
+// ends: their CTAs have one warpgroup and share an SM. TMA fills rows and columns that don't exist
+// with zeros.
 // Source: Shah et al., "FlashAttention-3", 2024.
 #pragma once
 
@@ -25,7 +23,7 @@
 namespace torchweld {
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     attention_sm90_kernel(const __grid_constant__ typename Config::Params p) {
 #if TW_HAS_WGMMA
   extern __shared__ __align__(1024) char s_memory[];
@@ -35,29 +33,29 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     prefetch_tensor_map(p.query);
     prefetch_tensor_map(p.key);
     prefetch_tensor_map(p.value);
-    constexpr int kWarps = Config::kWarpgroups * 4;  // of the consumers
-    for (auto& queries : s.queries) queries.init(4);
-    s.keys.init(kWarps);
-    s.values.init(kWarps);
-    s.works.init(kWarps);
+    constexpr int kConsumerWarps = Config::kWarpgroups * 4;
+    for (auto& pipeline : s.query_pipeline) pipeline.init(4);
+    s.key_pipeline.init(kConsumerWarps);
+    s.value_pipeline.init(kConsumerWarps);
+    s.work_pipeline.init(kConsumerWarps);
     mbarrier_init_fence();
   }
   griddep_launch_dependents();
   griddep_wait();
   __syncthreads();
-  if constexpr (Config::kBlocks == 1) {
-    // What the warpgroups give up and take adds up to what they start with.
+  if constexpr (Config::kCtasPerSm == 1) {
+    // NOTE: the registers of all warpgroups must add up to what the launch bounds give them.
     constexpr int kProducerRegisters = Config::kWarpgroups == 3 ? 32 : 40,
                   kConsumerRegisters = Config::kWarpgroups == 3 ? 160 : 232;
     if (warp < 4) {
       give_up_registers<kProducerRegisters>();
-      if (warp == 0) attention_sm90_produce(p, s);
+      if (warp == 0) attention_sm90_load(p, s);
     } else {
       take_registers<kConsumerRegisters>();
       AttentionSm90Consumer<Config>(p, s, warp / 4 - 1).run();
     }
   } else if (warp == Config::kWarpgroups * 4) {
-    attention_sm90_produce(p, s);
+    attention_sm90_load(p, s);
   } else {
     AttentionSm90Consumer<Config>(p, s, warp / 4).run();
   }
@@ -66,15 +64,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
 
 template <class Config>
 void launch_attention_sm90_kernel(const typename Config::Params& p, cudaStream_t stream) {
-  const int64_t blocks = std::min<int64_t>(p.order.blocks, device_facts().sms * Config::kBlocks);
-  Grid grid(blocks, Config::kThreads, sizeof(AttentionSm90Shared<Config>));
+  const int64_t ctas =
+      std::min<int64_t>(p.schedule.blocks, device_facts().sms * Config::kCtasPerSm);
+  Grid grid(ctas, Config::kThreads, sizeof(AttentionSm90Shared<Config>));
   grid.overlaps = true;
   launch_kernel(attention_sm90_kernel<Config>, grid, stream, p);
 }
 
 template <typename T, int kTile, bool kMasked, bool kCapped = false>
-void launch_attention_sm90_of(const typename AttentionVariant<kMasked>::Params& a,
-                              cudaStream_t stream) {
+void launch_attention_sm90_config(const typename AttentionVariant<kMasked>::Params& a,
+                                  cudaStream_t stream) {
   using Config = AttentionSm90Config<T, kTile, kMasked, kCapped>;
   static_assert(sizeof(AttentionSm90Shared<Config>) <=
                 Config::kShape.tile_bytes() + AttentionSm90Tile::kExtraBytes);
@@ -90,20 +89,20 @@ void launch_attention_sm90_of(const typename AttentionVariant<kMasked>::Params& 
       map(a.value, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim_v, Config::kKeys),
       a,
       Config::scale(a),
-      AttentionSm90Order(a, Config::kRows)};
+      AttentionSm90Schedule(a, Config::kRows)};
   launch_attention_sm90_kernel<Config>(p, stream);
 }
 
 template <typename T, int kTile>
 void launch_attention_sm90_tile(const AttentionParams& params, cudaStream_t stream) {
-  launch_attention_sm90_of<T, kTile, false>(params, stream);
+  launch_attention_sm90_config<T, kTile, false>(params, stream);
 }
 template <typename T, int kTile>
 void launch_attention_sm90_tile(const MaskedAttentionParams& params, cudaStream_t stream) {
   if (params.mask.softcap > 0.f) {
-    return launch_attention_sm90_of<T, kTile, true, true>(params, stream);
+    return launch_attention_sm90_config<T, kTile, true, true>(params, stream);
   }
-  launch_attention_sm90_of<T, kTile, true>(params, stream);
+  launch_attention_sm90_config<T, kTile, true>(params, stream);
 }
 
 }  // namespace torchweld

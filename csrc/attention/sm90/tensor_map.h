@@ -1,4 +1,4 @@
-// How the copy engine (TMA) is told of attention's tensors. Host code.
+// TMA tensor maps of attention's operands and gradients. Host code.
 #pragma once
 
 #include "attention/params.h"
@@ -6,7 +6,7 @@
 
 namespace torchweld {
 
-// Boxes of a line of 64 16-bit columns and `box_rows` rows of one head.
+// A TMA box has 64 16-bit columns (a swizzle row of 128 bytes) and `box_rows` rows of one head.
 inline TensorMap attention_tensor_map(const char* op, DType dtype, const AttentionTensor& t,
                                       int64_t batch, int64_t heads, int64_t rows, int64_t columns,
                                       int box_rows) {
@@ -14,7 +14,7 @@ inline TensorMap attention_tensor_map(const char* op, DType dtype, const Attenti
                               2,
                               {columns, rows, heads, batch},
                               {1, t.row_stride, t.head_stride, t.batch_stride},
-                              {AttentionSm90Tile::kLineElems, box_rows, 1, 1},
+                              {AttentionSm90Tile::kBoxColumns, box_rows, 1, 1},
                               dtype == DType::kBFloat16});
 }
 

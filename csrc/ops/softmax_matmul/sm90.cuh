@@ -19,18 +19,18 @@ struct SoftmaxMatmulSm90Config : AttentionVariant<kMasked> {
   // NOTE: beside wide sums, or a mask, there are no registers for more scores.
   static constexpr int kKeys = kDimV > 64 || kMasked ? 64 : 128;
   static constexpr int kRows = 64 * kWarpgroups, kThreads = 128 * (kWarpgroups + 1),
-                       kQueryStages = 1, kWarpRows = 16, kBlocks = 1;
-  static constexpr int kLines = AttentionSm90Tile::lines(kKeys),
-                       kLinesV = AttentionSm90Tile::lines(kDimV);
-  static constexpr int kScoreStretch = kRows * kSwizzleRowBytes,
-                       kKeyStretch = kKeys * kSwizzleRowBytes,
-                       kQueryStretch = 64 * kSwizzleRowBytes;
-  static constexpr int kKeyBytes = kLines * kScoreStretch, kValueBytes = kLinesV * kKeyStretch,
-                       kRowsBytes = kLinesV * kQueryStretch;
+                       kQueryStages = 1, kWarpRows = 16, kCtasPerSm = 1;
+  static constexpr int kBoxes = AttentionSm90Tile::boxes(kKeys),
+                       kBoxesV = AttentionSm90Tile::boxes(kDimV);
+  static constexpr int kScoreBoxBytes = kRows * kSwizzleRowBytes,
+                       kKeyBoxBytes = kKeys * kSwizzleRowBytes,
+                       kQueryBoxBytes = 64 * kSwizzleRowBytes;
+  static constexpr int kKeyBytes = kBoxes * kScoreBoxBytes, kValueBytes = kBoxesV * kKeyBoxBytes,
+                       kQueryOutBytes = kBoxesV * kQueryBoxBytes;
   static constexpr int kStages =
-      (kSoftmaxMatmulSm90Bytes - AttentionSm90Tile::kExtraBytes - kWarpgroups * kRowsBytes) /
+      (kSoftmaxMatmulSm90Bytes - AttentionSm90Tile::kExtraBytes - kWarpgroups * kQueryOutBytes) /
       (kKeyBytes + kValueBytes);
-  static constexpr bool kLazy = kDimV > 128, kCapped = kMasked, kSmallScores = false;
+  static constexpr bool kLazyRescale = kDimV > 128, kCapped = kMasked, kSmallScores = false;
   using Block =
       std::conditional_t<kMasked, MaskedAttentionBlock<kRows, kWarpRows, 8>, AttentionBlock>;
   using Params = AttentionSm90Params<kMasked>;
@@ -66,7 +66,7 @@ void launch_softmax_matmul_sm90_to(const Params& params, cudaStream_t stream) {
       map(params.value, problem.rule.seqlen_k, problem.head_dim_v, Config::kKeys),
       a,
       Config::scale(a),
-      AttentionSm90Order(a, Config::kRows)};
+      AttentionSm90Schedule(a, Config::kRows)};
   launch_attention_sm90_kernel<Config>(p, stream);
 }
 

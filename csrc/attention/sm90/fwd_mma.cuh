@@ -1,0 +1,89 @@
+// Attention forward on Hopper: a consumer thread's registers, S = Q K^T and O += P V.
+#pragma once
+
+#include "attention/softmax.cuh"
+#include "device/features.cuh"
+#include "device/mma_sync.cuh"
+#include "device/sm90/descriptor.h"
+#include "device/sm90/wgmma.cuh"
+
+namespace torchweld {
+
+#if TW_HAS_WGMMA
+// S and O are wgmma accumulators of the warpgroup's 64 rows, P a wgmma operand; `rows` has the
+// maximum and sum of the thread's two rows.
+template <class Config>
+struct AttentionSm90Registers {
+  using T = typename Config::T;
+  static constexpr int kKeys = Config::kKeys, kSlices = kKeys / 16;
+  using Scores = float[1][kKeys / 8][4];
+  using Out = float[1][Config::kDimV / 8][4];
+
+  float acc_s[kKeys / 2];
+  uint32_t p16[kSlices][4];
+  float acc_o[Config::kDimV / 2];
+  OnlineRow rows[1][2];
+  float o_scale[1][2];  // per row: rescales O where the maximum rises, at the end 1 / sum
+  bool live[2];         // per row: sees a key
+
+  __device__ __forceinline__ Scores& scores() { return reinterpret_cast<Scores&>(acc_s); }
+  __device__ __forceinline__ Out& out() { return reinterpret_cast<Out&>(acc_o); }
+
+  // Issue S = Q K^T.
+  __device__ __forceinline__ void mma_s(uint32_t s_query, uint32_t s_key) {
+    const uint64_t q_desc = k_major_descriptor(s_query), k_desc = k_major_descriptor(s_key);
+    wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < Config::kDim / 16; ++slice) {
+      const int box = slice / 4, in_row = slice % 4 * 32;
+      Wgmma<T, kKeys>::template multiply<0, 0>(
+          acc_s, q_desc + ((box * Config::kQueryBoxBytes + in_row) >> 4),
+          k_desc + ((box * Config::kKeyBoxBytes + in_row) >> 4), slice > 0);
+    }
+    wgmma_commit();
+  }
+
+  // S = 16 rows of a warp, starting at `row` of a tile of scores in shared memory.
+  __device__ __forceinline__ void load_s(uint32_t s_scores, int row) {
+    const int lane = threadIdx.x % 32, lane_row = row + lane % 16;
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      const int chunk = slice % 4 * 2 + lane / 16;
+      uint32_t words[4];
+      load_matrix_4(words, s_scores + slice / 4 * Config::kScoreBoxBytes +
+                               lane_row * kSwizzleRowBytes + swizzled_chunk(lane_row, chunk) * 16);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack_pair<T>(words[i]);
+        acc_s[slice * 8 + 2 * i] = pair.x;
+        acc_s[slice * 8 + 2 * i + 1] = pair.y;
+      }
+    }
+  }
+
+  // Issue O = (scale_d ? O : 0) + P V.
+  __device__ __forceinline__ void mma_o(uint32_t s_value, bool scale_d) {
+    const uint64_t v_desc = mn_major_descriptor(s_value, Config::kKeyBoxBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      Wgmma<T, Config::kDimV>::template multiply<1>(
+          acc_o, p16[slice], v_desc + ((slice * 16 * kSwizzleRowBytes) >> 4), slice > 0 || scale_d);
+    }
+    wgmma_commit();
+  }
+
+  // Round P to 16 bits: the accumulators of S become the register operand of O += P V.
+  __device__ __forceinline__ void convert_p() {
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        p16[slice][i] = pack_pair<T>(acc_s[slice * 8 + 2 * i], acc_s[slice * 8 + 2 * i + 1]);
+      }
+    }
+  }
+};
+#endif
+
+}  // namespace torchweld
