@@ -121,7 +121,7 @@ TABLE = [
         "attention/sm90/bwd_kernel.cuh",
         "template void launch_attention_backward_sm90_tile<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);\n"
-        "template void launch_attention_backward_sm90_rows<$T, $tile>("
+        "template void launch_attention_backward_sm90_preprocess<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);",
         each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=(64,), tile=(0,))
         + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=(128,), tile=(1,)),
@@ -131,7 +131,7 @@ TABLE = [
         "attention/sm90/bwd_2cta_kernel.cuh",
         "template void launch_attention_bwd_2cta_tile<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);\n"
-        "template void launch_attention_backward_sm90_rows<$T, $tile>("
+        "template void launch_attention_backward_sm90_preprocess<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);",
         each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("unequal",), tile=(2,))
         + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_256",), tile=(3,)),

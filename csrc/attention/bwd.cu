@@ -227,7 +227,7 @@ BackwardArgs make_args(const MaskedAttentionBackwardParams& params, const Scratc
   args.g_dq = g_scratch + scratch.dq;
   args.g_parts = reinterpret_cast<float4*>(g_scratch + scratch.parts);
   args.g_tickets = reinterpret_cast<unsigned*>(g_scratch + scratch.turns);
-  args.g_turns = reinterpret_cast<int*>(args.g_tickets + kBackwardTickets);
+  args.g_dq_semaphore = reinterpret_cast<int*>(args.g_tickets + kBackwardTickets);
   return args;
 }
 
@@ -301,7 +301,7 @@ void launch(const Args& args, const MaskedAttentionBackwardParams& params, cudaS
   launch_ranges(args, stream);
   if (sm90) {
     with_sm90_tile<T>(choice.tile, [&](auto index) {
-      launch_attention_backward_sm90_rows<T, index.value>(args, stream);
+      launch_attention_backward_sm90_preprocess<T, index.value>(args, stream);
     });
   } else {
     launch_rows<T>(args, stream);

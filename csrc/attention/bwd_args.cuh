@@ -23,7 +23,7 @@ struct BackwardArgs {
   float* g_delta;      // (batch, nheads, rows): sum(dout * out) * 2^-shift
   float* g_dq;      // (batch, nheads, rows, tile's head_dim) in the order of the warps' registers
   float4* g_parts;  // dK and dV of the parts where there are several: part_sums
-  int* g_turns;     // blocks that have added to a dQ tile, or to a warp's share of it
+  int* g_dq_semaphore;  // blocks that have added to a dQ tile, or to a warp's share of it
   unsigned* g_tickets;  // blocks that have started, one count for every launch
 
   // Sums of 64 keys and `columns` columns of a part's dK, or of its dV: (columns / 8, 128 threads),

@@ -82,8 +82,8 @@ inline constexpr int kNumAttentionBackwardTiles =
 
 // On Hopper: two warpgroups have 64 of a block's keys each and walk the query rows `rows` at a
 // time, with two buffers of Q and dO, while one warp loads and one adds to dQ. Head dims up to
-// `dim` are filled up with zeros. Where keys are ahead the products of a tile's dK go on while the
-// warpgroups meet for its dQ; not every shape has registers for that. Under an AttentionMask the
+// `dim` are filled up with zeros. With dk_in_flight, dK += dS^T Q of a tile still runs while
+// the warpgroups meet for its dQ; not every shape has registers for that. Under an AttentionMask the
 // rows are those of a group (kAttentionBackwardRowPad), which leaves registers for the mask.
 //
 // Above 128 columns both warpgroups have the same 64 keys and half of the rows and of the columns
@@ -92,14 +92,14 @@ inline constexpr int kNumAttentionBackwardTiles =
 struct AttentionBackwardSm90Tile {
   int dim;  // columns of dQ's sums
   int rows;
-  bool keys_ahead;
-  bool masked_keys_ahead;
+  bool dk_in_flight;
+  bool masked_dk_in_flight;
   int keys;                  // of a block
   int blocks;                // of a cluster
   int head_dim, head_dim_v;  // at most
 
   static constexpr int kMaskedRows = 64, kStages = 2, kThreads = 384;
-  static constexpr int kAdders = 2;  // warps that add to dQ by turns; a wide one has one
+  static constexpr int kDqStoreWarps = 2;  // warps that add to dQ by turns; a wide one has one
   static constexpr int kBoxColumns = AttentionSm90Tile::kBoxColumns;
 
   constexpr bool wide() const { return dim > 128; }
@@ -108,7 +108,7 @@ struct AttentionBackwardSm90Tile {
   constexpr int tile_bytes() const {
     if (!wide()) {
       return 2 * (2 * keys * dim + 2 * kStages * rows * dim + 2 * rows * keys) +
-             kAdders * 4 * rows * dim;
+             kDqStoreWarps * 4 * rows * dim;
     }
     const int elems =
         keys * (dim + dim / 2 + head_dim_v) + rows * (kStages * dim + head_dim_v) + 2 * rows * keys;

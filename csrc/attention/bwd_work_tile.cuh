@@ -23,7 +23,7 @@ struct alignas(8) BackwardWorkTile {
   int sequence;
   int head_kv;
   int first_key;
-  int turn;  // of the block at its dQ tiles
+  int dq_order;  // of the block at its dQ tiles
   Span span;
   int first_head;  // query heads [first_head, end_head) of all batch * nheads
   int end_head;
@@ -48,7 +48,7 @@ struct alignas(8) BackwardWorkTile {
   // By one thread. Of the parts that come side by side the tiles of keys ascend, the same tile of
   // every part after the other.
   template <typename Config>
-  __device__ __forceinline__ void take(const BackwardArgs& args, unsigned* g_ticket) {
+  __device__ __forceinline__ void get_work(const BackwardArgs& args, unsigned* g_ticket) {
     const AttentionSizes& sizes = args.params.sizes;
     const unsigned key_tiles = (sizes.seqlen_k + Config::kKeys - 1) / Config::kKeys;
     const unsigned parts = args.group_parts, all_parts = sizes.batch * sizes.nheads_kv * parts;
@@ -69,12 +69,12 @@ struct alignas(8) BackwardWorkTile {
     tile_steps = args.rule.causal || args.rule.window > 0 ? end_head - first_head : 1;
     direction = args.wave > 0 && rest / args.wave % 2 == 1 ? 1 : -1;
     if constexpr (Config::kMasked) {
-      turn = key_tile;
+      dq_order = key_tile;
       span.begin = first_tile = INT_MAX;
       span.end = last_tile = 0;
     } else {
       span = LiveSpan(args, sequence);
-      turn = key_tile - span.pad / Config::kKeys;
+      dq_order = key_tile - span.pad / Config::kKeys;
       const int first_row = first_key + Config::kKeys > span.pad
                                 ? span.first_row_seeing(args.rule, first_key)
                                 : static_cast<int>(sizes.seqlen_q);
@@ -87,9 +87,10 @@ struct alignas(8) BackwardWorkTile {
   // The same under an AttentionMask, by all threads. `turn` is the tile of keys; the query tiles
   // are those from the first to the last whose rows, group by group, see keys of the block.
   template <typename Config>
-  __device__ __forceinline__ void take_masked(const MaskedBackwardArgs& args, unsigned* g_ticket) {
+  __device__ __forceinline__ void get_work_masked(const MaskedBackwardArgs& args,
+                                                  unsigned* g_ticket) {
     constexpr int kGroupTiles = kAttentionBackwardRowPad / Config::kRows;
-    if (threadIdx.x == 0) take<Config>(args, g_ticket);
+    if (threadIdx.x == 0) get_work<Config>(args, g_ticket);
     __syncthreads();
     const int groups = static_cast<int>(args.rows / kAttentionBackwardRowPad);
     for (int i = threadIdx.x; i < groups; i += Config::kThreads) {

@@ -1,5 +1,5 @@
-// A block of attention's gradient on Hopper above 128 columns: its types and shared memory, and
-// what its producer warpgroup does otherwise: it loads tiles for both blocks and sends dS.
+// Attention backward on Hopper, head dims of 129 to 256, on two CTAs: configuration, shared memory,
+// and the producer warps, which load tiles for both CTAs and send dS to the peer CTA.
 #pragma once
 
 #include "attention/sm90/bwd_block.cuh"
@@ -19,152 +19,155 @@ struct Backward2CtaConfig {
   static constexpr bool kMasked = kIsMasked<Args>;
   using WorkTile = BackwardWorkTile<std::conditional_t<kMasked, LiveKeys, LiveSpan>>;
   static constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
-  static constexpr int kBlocks = kShape.blocks;  // of a cluster, which has kKeys keys
-  static constexpr int kDim = kShape.dim, kBlockKeys = kShape.keys, kKeys = kBlocks * kBlockKeys;
+  static constexpr int kCtas = kShape.blocks;
+  static constexpr int kDim = kShape.dim;
+  static constexpr int kCtaKeys = kShape.keys, kKeys = kCtas * kCtaKeys;  // kKeys: of the cluster
   static constexpr int kRows = kShape.rows, kScoreRows = kRows / 2;
-  static constexpr int kThreads = kShape.kThreads, kStages = kShape.kStages;  // of Q; dO has one
-  static constexpr int kLineElems = kShape.kBoxColumns, kLines = kDim / kLineElems;
-  // Lines that K and Q are loaded and scores computed of, and all of V and dO. In lines that aren't
-  // loaded anything may be: they become columns of dK and dQ that nobody reads.
-  static constexpr int kDepthLines = kShape.head_dim / kLineElems,
-                       kValueLines = kShape.head_dim_v / kLineElems;
-  // Bytes: of 64 columns of a block's keys and of query rows, and of all columns.
-  static constexpr int kKeyStretch = kBlockKeys * kSwizzleRowBytes,
-                       kRowStretch = kRows * kSwizzleRowBytes;
-  static constexpr int kKeyBytes = kLines * kKeyStretch, kRowBytes = kLines * kRowStretch;
-  static constexpr int kValueBytes = kValueLines * kKeyStretch,
-                       kDoutBytes = kValueLines * kRowStretch;
-  static constexpr int kScoreBytes = kRows * kSwizzleRowBytes;  // of P or dS: 64 keys
-  // A warpgroup's share of dQ^T: 64 columns. The cluster's warpgroups have one each.
-  static constexpr int kShares = kLines, kAdders = 1;
-  static constexpr int kShareRows = kRows, kShareFloats = kShareRows / 2;  // of a thread
-  static constexpr int kShareBytes = kShareFloats * 128 * 4;
-  static __device__ __forceinline__ int rank() { return static_cast<int>(rank_in_cluster()); }
-  // Where a warpgroup's scores are.
+  static constexpr bool kEarlyLse = !kMasked;  // lse is loaded before S is there
+  static constexpr int kThreads = kShape.kThreads, kStages = kShape.kStages;  // Q; dO has one stage
+  // A TMA box has 64 columns: of a CTA's keys, or of a query tile's rows. Q and K have kBoxesQk
+  // boxes, V and dO kBoxesV. Buffers have kBoxes: those that are not loaded may hold anything, and
+  // become columns of dK and dQ that are not stored.
+  static constexpr int kBoxColumns = kShape.kBoxColumns, kBoxes = kDim / kBoxColumns;
+  static constexpr int kBoxesQk = kShape.head_dim / kBoxColumns,
+                       kBoxesV = kShape.head_dim_v / kBoxColumns;
+  static constexpr int kKeyBoxBytes = kCtaKeys * kSwizzleRowBytes,
+                       kQueryBoxBytes = kRows * kSwizzleRowBytes;
+  static constexpr int kKeyBytes = kBoxes * kKeyBoxBytes, kQueryBytes = kBoxes * kQueryBoxBytes;
+  static constexpr int kValueBytes = kBoxesV * kKeyBoxBytes, kDoutBytes = kBoxesV * kQueryBoxBytes;
+  static constexpr int kScoreBytes = kRows * kSwizzleRowBytes;  // P or dS of a CTA's 64 keys
+  // Each warpgroup of the cluster computes a slice of dQ^T: 64 columns. kDqFloats: accumulators of
+  // a thread.
+  static constexpr int kDqSlices = kBoxes, kDqStoreWarps = 1;
+  static constexpr int kDqRows = kRows, kDqFloats = kDqRows / 2;
+  static constexpr int kDqSliceBytes = kDqFloats * 128 * 4;
+  static __device__ __forceinline__ int cta_rank() { return static_cast<int>(rank_in_cluster()); }
+  // The first key and the first row in the query tile of a warpgroup's scores.
   static __device__ __forceinline__ int first_key(const WorkTile& work, int /*warpgroup*/) {
-    return work.first_key + rank() * kBlockKeys;
+    return work.first_key + cta_rank() * kCtaKeys;
   }
   static __device__ __forceinline__ int first_row(int warpgroup) { return warpgroup * kScoreRows; }
-  static_assert(kDim == 256 && kBlockKeys == 64 && kRows == 64 && kBlocks == 2);
+  static_assert(kDim == 256 && kCtaKeys == 64 && kRows == 64 && kCtas == 2);
   static_assert(kRows == kAttentionBackwardRowPad);
 };
 
 template <typename Config>
 struct Backward2CtaShared {
   static constexpr int kStages = Config::kStages;
-  // The block's half of the columns of the neighbour's keys.
-  alignas(kSwizzleAtomBytes) char k_neighbour[Config::kLines / 2 * Config::kKeyStretch];
+  // The peer's keys, in the half of the columns whose dQ this CTA computes.
+  alignas(kSwizzleAtomBytes) char k_peer[Config::kBoxes / 2 * Config::kKeyBoxBytes];
   alignas(kSwizzleAtomBytes) char k[Config::kKeyBytes];
   alignas(kSwizzleAtomBytes) char v[Config::kValueBytes];
-  alignas(kSwizzleAtomBytes) char q[kStages][Config::kRowBytes];
+  alignas(kSwizzleAtomBytes) char q[kStages][Config::kQueryBytes];
   alignas(kSwizzleAtomBytes) char dout[1][Config::kDoutBytes];
-  // P; the neighbour's dS comes here when P has been read.
-  alignas(kSwizzleAtomBytes) char probabilities[Config::kScoreBytes];
+  // P, and once both warpgroups have read it the peer's dS.
+  alignas(kSwizzleAtomBytes) char p_or_peer_ds[Config::kScoreBytes];
   alignas(kSwizzleAtomBytes) char ds[Config::kScoreBytes];
-  alignas(128) float dq[Config::kAdders][2][Config::kShareFloats * 128];
+  alignas(128) float dq[Config::kDqStoreWarps][2][Config::kDqFloats * 128];
   alignas(128) float lse[kStages][Config::kRows];
   alignas(128) float delta[1][Config::kRows];
   BackwardSm90Seen<Config> seen[kStages];
   PipelineBarriers<kStages> q_pipeline;
   PipelineBarriers<1> dout_pipeline;
   uint64_t k_full, v_full;
-  // This block's dS may go to the neighbour, whose warps have read P; the neighbour's is here; this
-  // block's has arrived there.
-  uint64_t ds_wanted, ds_full, ds_sent;
+  uint64_t ds_wanted;  // the peer has read its P: its buffer is free for this CTA's dS
+  uint64_t ds_full;    // the peer's dS has arrived here
+  uint64_t ds_sent;    // this CTA's dS has arrived at the peer
   alignas(8) typename Config::WorkTile work;
 };
 
-// Named barriers beside those of BackwardSm90Barrier: both consumers have written P; dS may be
-// sent; a warpgroup is done with both blocks' dS.
+// Named barriers. Numbers of BackwardSm90Barrier that only its second dQ store warp uses are free.
 enum Backward2CtaBarrier : int {
-  kProbabilitiesWritten = 5,
-  kSend = 6,
-  kShareDone = 9  // and 10
+  kPWritten = 5,      // both warpgroups have written P
+  kDsReady = 6,       // both warpgroups have written dS, which may be sent
+  kDsConsumedWg0 = 9  // and 10: a warpgroup has finished dQ of both CTAs' dS
 };
-inline constexpr int kBackwardSendThreads = kBackwardConsumers + 32;  // and the warp that sends
+inline constexpr int kBackwardSendThreads = kBackwardConsumerThreads + 32;  // and the sending warp
 
 #if TW_HAS_WGMMA
-// One lane's loads of the block's keys and of all its query tiles. Of a query tile the blocks of a
-// cluster load some columns each, for both.
+// One lane loads K and V once, and Q, dO, lse and delta of every query tile. Each CTA multicasts
+// every other box of Q and dO to both.
 template <typename Config>
-__device__ __forceinline__ void backward_wide_load(const typename Config::Params& p,
+__device__ __forceinline__ void backward_2cta_load(const typename Config::Params& p,
                                                    typename Config::Shared& s) {
-  constexpr int kRows = Config::kRows, kBlocks = Config::kBlocks, kLines = Config::kLines;
-  constexpr int kDepthLines = Config::kDepthLines, kValueLines = Config::kValueLines;
+  constexpr int kRows = Config::kRows, kCtas = Config::kCtas, kBoxes = Config::kBoxes;
+  constexpr int kBoxesQk = Config::kBoxesQk, kBoxesV = Config::kBoxesV;
   const typename Config::WorkTile& work = s.work;
   const int steps = s.work.steps();
   if (steps == 0) return;
   const int nheads = static_cast<int>(p.args.params.sizes.nheads);
   const int rows = static_cast<int>(p.args.rows);
-  const int rank = Config::rank();
-  PipelineState<Config::kStages> at;
-  PipelineState<1> dout_at;
-  BackwardWalk walk(work);
-  const auto load_keys = [&](char* s_to, const TensorMap& map, uint64_t* s_full, int first_line,
-                             int lines, int block) {
+  const int rank = Config::cta_rank();
+  PipelineState<Config::kStages> q_state;
+  PipelineState<1> dout_state;
+  BackwardTileIterator tiles(work);
+  const auto load_kv = [&](char* s_kv, const TensorMap& map, uint64_t* s_full, int first_box,
+                           int boxes, int cta) {
 #pragma unroll
-    for (int line = 0; line < lines; ++line) {
-      tma_load(shared_address(s_to) + line * Config::kKeyStretch, map, s_full,
-               (first_line + line) * Config::kLineElems,
-               work.first_key + block * Config::kBlockKeys, work.head_kv, work.sequence);
+    for (int box = 0; box < boxes; ++box) {
+      tma_load(shared_address(s_kv) + box * Config::kKeyBoxBytes, map, s_full,
+               (first_box + box) * Config::kBoxColumns, work.first_key + cta * Config::kCtaKeys,
+               work.head_kv, work.sequence);
     }
   };
-  const auto load_rows = [&](char* s_to, float* s_stats, const TensorMap& map, const float* g_stats,
-                             uint64_t* s_full, int lines) {
+  const auto load_tile = [&](char* s_tile, float* s_stats, const TensorMap& map,
+                             const float* g_stats, uint64_t* s_full, int boxes) {
 #pragma unroll
-    for (int i = 0; i < (lines + kBlocks - 1) / kBlocks; ++i) {
-      const int line = i * kBlocks + rank, x = line * Config::kLineElems;
-      if (line >= lines) break;
-      const uint32_t s_line = shared_address(s_to) + line * Config::kRowStretch;
-      tma_load_multicast(s_line, map, s_full, x, walk.tile * kRows,
-                         walk.head - work.sequence * nheads, work.sequence, 3);
+    for (int i = 0; i < (boxes + kCtas - 1) / kCtas; ++i) {
+      const int box = i * kCtas + rank, column = box * Config::kBoxColumns;
+      if (box >= boxes) break;
+      const uint32_t s_box = shared_address(s_tile) + box * Config::kQueryBoxBytes;
+      tma_load_multicast(s_box, map, s_full, column, tiles.tile * kRows,
+                         tiles.head - work.sequence * nheads, work.sequence, 3);
     }
-    bulk_load(s_stats, g_stats + int64_t{walk.head} * rows + walk.tile * kRows, kRows * 4, s_full);
+    bulk_load(s_stats, g_stats + int64_t{tiles.head} * rows + tiles.tile * kRows, kRows * 4,
+              s_full);
   };
   constexpr int kStatBytes = kRows * 4;
   constexpr int kSeenBytes = sizeof(RowGroup) + kRows * sizeof(RowRange);
   for (int step = 0; step < steps; ++step) {
-    uint64_t* s_full = s.q_pipeline.acquire(
-        at, kDepthLines * Config::kRowStretch + kStatBytes + (Config::kMasked ? kSeenBytes : 0));
+    uint64_t* s_full =
+        s.q_pipeline.acquire(q_state, kBoxesQk * Config::kQueryBoxBytes + kStatBytes +
+                                          (Config::kMasked ? kSeenBytes : 0));
     if constexpr (Config::kMasked) {
-      auto& s_seen = s.seen[at.stage];
-      bulk_load(&s_seen.group, &p.args.group_of(work.sequence, walk.tile * kRows),
+      auto& s_seen = s.seen[q_state.stage];
+      bulk_load(&s_seen.group, &p.args.group_of(work.sequence, tiles.tile * kRows),
                 sizeof(s_seen.group), s_full);
-      bulk_load(s_seen.live, &p.args.live_of(work.sequence, walk.tile * kRows), sizeof(s_seen.live),
-                s_full);
+      bulk_load(s_seen.live, &p.args.live_of(work.sequence, tiles.tile * kRows),
+                sizeof(s_seen.live), s_full);
     }
-    load_rows(s.q[at.stage], s.lse[at.stage], p.query, p.args.g_lse, s_full, kDepthLines);
+    load_tile(s.q[q_state.stage], s.lse[q_state.stage], p.query, p.args.g_lse, s_full, kBoxesQk);
     if (step == 0) {
-      mbarrier_arrive_expect_tx(&s.k_full, (kDepthLines + kLines / 2) * Config::kKeyStretch);
-      load_keys(s.k, p.key, &s.k_full, 0, kDepthLines, rank);
-      load_keys(s.k_neighbour, p.key, &s.k_full, rank * (kLines / 2), kLines / 2, rank ^ 1);
+      mbarrier_arrive_expect_tx(&s.k_full, (kBoxesQk + kBoxes / 2) * Config::kKeyBoxBytes);
+      load_kv(s.k, p.key, &s.k_full, 0, kBoxesQk, rank);
+      load_kv(s.k_peer, p.key, &s.k_full, rank * (kBoxes / 2), kBoxes / 2, rank ^ 1);
     }
-    s_full = s.dout_pipeline.acquire(dout_at, Config::kDoutBytes + kStatBytes);
-    load_rows(s.dout[0], s.delta[0], p.dout, p.args.g_delta, s_full, kValueLines);
+    s_full = s.dout_pipeline.acquire(dout_state, Config::kDoutBytes + kStatBytes);
+    load_tile(s.dout[0], s.delta[0], p.dout, p.args.g_delta, s_full, kBoxesV);
     if (step == 0) {
       mbarrier_arrive_expect_tx(&s.v_full, Config::kValueBytes);
-      load_keys(s.v, p.value, &s.v_full, 0, kValueLines, rank);
+      load_kv(s.v, p.value, &s.v_full, 0, kBoxesV, rank);
     }
-    at.advance();
-    dout_at.advance();
-    walk.advance();
+    q_state.advance();
+    dout_state.advance();
+    tiles.advance();
   }
 }
 
-// One warp's copies of dS to the neighbour.
+// One warp sends dS of every query tile to the peer, over the peer's P.
 template <typename Config>
-__device__ __forceinline__ void backward_wide_send(typename Config::Shared& s) {
+__device__ __forceinline__ void backward_2cta_send_ds(typename Config::Shared& s) {
   const int steps = s.work.steps();
-  const uint32_t neighbour = Config::rank() ^ 1;
-  PipelineState<1> at;
+  const uint32_t peer = Config::cta_rank() ^ 1;
+  PipelineState<1> state;
   for (int step = 0; step < steps; ++step) {
-    named_barrier_wait(kSend, kBackwardSendThreads);
+    named_barrier_wait(kDsReady, kBackwardSendThreads);
     if (threadIdx.x % kWarp == 0) {
-      mbarrier_wait(&s.ds_wanted, at.parity);
-      bulk_send_to_block(s.probabilities, s.ds, Config::kScoreBytes, &s.ds_full, neighbour);
+      mbarrier_wait(&s.ds_wanted, state.parity);
+      bulk_send_to_block(s.p_or_peer_ds, s.ds, Config::kScoreBytes, &s.ds_full, peer);
     }
     __syncwarp();
-    at.advance();
+    state.advance();
   }
 }
 #endif

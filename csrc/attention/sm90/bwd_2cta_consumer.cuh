@@ -1,7 +1,7 @@
-// What a consumer warpgroup of attention's gradient on Hopper does above 128 columns. It has the
-// block's 64 keys, half of the rows of their scores, and half of the columns of dK and dV. P^T and
-// dS^T of its own rows are first operands in registers, those of the others come from shared
-// memory.
+// Attention backward on Hopper, head dims of 129 to 256, on two CTAs: a consumer warpgroup. Both
+// warpgroups have the CTA's 64 keys. Each computes half of the rows of S and dP and half of the
+// columns of dK and dV. P^T and dS^T of its own rows are register operands; those of the other
+// warpgroup's rows come from shared memory.
 #pragma once
 
 #include "attention/sm90/bwd_2cta_block.cuh"
@@ -15,22 +15,21 @@ template <typename Config>
 struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   using Base = BackwardSm90Scores<Config>;
   using T = typename Config::T;
-  using Base::begin_differences, Base::begin_walk, Base::capped, Base::clear_rows,
-      Base::differentiate, Base::end_live, Base::exponentiate, Base::exponentiate_capped,
-      Base::first_live, Base::first_row, Base::hide, Base::is_edge, Base::lane, Base::load_stats,
-      Base::pack, Base::warp;
-  using Base::p, Base::s, Base::warpgroup, Base::kScoreRows, Base::kRowSlices, Base::kLine;
-  using typename Base::Packed, typename Base::Params, typename Base::Place, typename Base::RowStats,
-      typename Base::Scores, typename Base::Shared, typename Base::Walk;
-  // Of dK and dV, a warpgroup's.
-  static constexpr int kLines = Config::kLines / 2, kValueLines = Config::kValueLines / 2;
-  using DoutPlace = PipelineState<1>;
-  using Sums = float[kLines * 32];
-  using ValueSums = float[kValueLines * 32];
-  using Share = float[Config::kShareFloats];
+  using Base::dp_to_ds, Base::end_live, Base::first_live, Base::first_row, Base::init_dp,
+      Base::is_edge, Base::lane, Base::load_stats, Base::make_tile_iterator, Base::s_to_p,
+      Base::warp, Base::zero_unseen_rows;
+  using Base::p, Base::s, Base::warpgroup, Base::kScoreRows, Base::kRowSlices;
+  using typename Base::Params, typename Base::RowStats, typename Base::ScoreAcc,
+      typename Base::ScoreOperand, typename Base::Shared, typename Base::State,
+      typename Base::TileIterator;
+  using DoutState = PipelineState<1>;
+  static constexpr int kDkBoxes = Config::kBoxes / 2, kDvBoxes = Config::kBoxesV / 2;
+  using DkAcc = float[kDkBoxes * 32];
+  using DvAcc = float[kDvBoxes * 32];
+  using DqAcc = float[Config::kDqFloats];
 
   uint32_t s_k, s_v, s_q, s_dout, s_p, s_ds;
-  uint32_t s_lane;  // where this lane's rows of stmatrix start in a tile of P or dS
+  uint32_t lane_offset;  // of the lane's stmatrix row in a tile of P or dS
 
   __device__ __forceinline__ Backward2CtaConsumer(const Params& p, Shared& s, int warpgroup)
       : Base(p, s, warpgroup) {
@@ -38,263 +37,276 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     s_v = shared_address(s.v);
     s_q = shared_address(s.q[0]);
     s_dout = shared_address(s.dout[0]);
-    s_p = shared_address(s.probabilities);
+    s_p = shared_address(s.p_or_peer_ds);
     s_ds = shared_address(s.ds);
-    // The fragments are transposed: of 16 rows and 16 keys, the two halves of the keys come first.
-    const int row = lane() % 8 + lane() / 16 * 8, piece = 2 * warp() + lane() / 8 % 2;
-    s_lane = (first_row() + row) * kLine + (swizzled_chunk(row, piece) << 4);
+    // stmatrix transposes the fragments of P^T and dS^T: matrices 0 and 1 are the two halves of 16
+    // keys for rows 0 to 7, matrices 2 and 3 for rows 8 to 15.
+    const int row = lane() % 8 + lane() / 16 * 8, chunk = 2 * warp() + lane() / 8 % 2;
+    lane_offset = (first_row() + row) * kSwizzleRowBytes + (swizzled_chunk(row, chunk) << 4);
   }
 
   __device__ __forceinline__ void run() {
-    Sums r_dk;
-    ValueSums r_dv;
+    DkAcc acc_dk;
+    DvAcc acc_dv;
 #pragma unroll
-    for (float& x : r_dk) x = 0.f;
+    for (float& x : acc_dk) x = 0.f;
 #pragma unroll
-    for (float& x : r_dv) x = 0.f;
+    for (float& x : acc_dv) x = 0.f;
     const int steps = s.work.steps();
-    if (steps > 0) walk(r_dk, r_dv, steps);
-    // V was last read before both met, K may still be in use.
-    const int first_line = warpgroup * kLines, first_value_line = warpgroup * kValueLines;
-    Base::template store<true>(r_dv, s_v + first_value_line * Config::kKeyStretch, 0,
-                               first_value_line, p.dvalue, 1.f / (1 << kProbabilityShift<T>));
-    named_barrier_wait<kScoresWritten, kBackwardConsumers>();
-    Base::template store<false>(r_dk, s_k + first_line * Config::kKeyStretch, 0, first_line, p.dkey,
-                                p.args.params.scale);
+    if (steps > 0) mainloop(acc_dk, acc_dv, steps);
+    // Both warpgroups have passed kDsWritten since V was last read. K may still be in use.
+    const int dk_box = warpgroup * kDkBoxes, dv_box = warpgroup * kDvBoxes;
+    Base::template epilogue_dkv<true>(acc_dv, s_v + dv_box * Config::kKeyBoxBytes, 0, dv_box,
+                                      p.dvalue, 1.f / (1 << kProbabilityShift<T>));
+    named_barrier_wait<kDsWritten, kBackwardConsumerThreads>();
+    Base::template epilogue_dkv<false>(acc_dk, s_k + dk_box * Config::kKeyBoxBytes, 0, dk_box,
+                                       p.dkey, p.args.params.scale);
     tma_wait_read<0>();
   }
 
  private:
-  static __device__ __forceinline__ uint32_t neighbour() { return Config::rank() ^ 1; }
-  // A tile that both blocks' loads fill.
-  __device__ __forceinline__ void release(uint64_t* s_empty) const {
+  static __device__ __forceinline__ uint32_t peer() { return Config::cta_rank() ^ 1; }
+  // One lane arrives for its warp at both CTAs, whose producers fill the stage together.
+  __device__ __forceinline__ void consumer_release(uint64_t* s_empty) const {
     __syncwarp();
     if (lane() == 0) {
       mbarrier_arrive(s_empty);
-      mbarrier_arrive_at(s_empty, neighbour());
+      mbarrier_arrive_at(s_empty, peer());
     }
   }
 
-  __device__ __forceinline__ void walk(Sums& r_dk, ValueSums& r_dv, int steps) {
-    Place at;
-    DoutPlace dout_at;
-    Scores r_s, r_dp;
-    Share r_dq;
+  __device__ __forceinline__ void mainloop(DkAcc& acc_dk, DvAcc& acc_dv, int steps) {
+    State q_state;
+    DoutState dout_state;
+    ScoreAcc acc_s, acc_dp;
+    DqAcc acc_dq;
     RowStats r_lse;
-    Walk walk = begin_walk();
+    TileIterator tiles = make_tile_iterator();
     mbarrier_wait(&s.k_full, 0);
-    clear_keys();
-    bool edge = start_scores(r_s, r_lse, at, dout_at, walk);
+    zero_unseen_keys();
+    bool edge = mma_s(acc_s, r_lse, q_state, dout_state, tiles);
     mbarrier_wait(&s.v_full, 0);
-    start_differences(r_dp, dout_at);
-    probabilities<true>(r_s, r_dp, r_lse, r_dv, at, walk, edge);
-    differences(r_s, r_dp, r_dk, at, dout_at, edge);
-    // NOTE: the loop is cut where no sums are on their way that are read in its next turn; the
-    // assembler would wait for them at once.
+    mma_dp(acc_dp, dout_state);
+    mma_dv_dk<true>(acc_s, acc_dp, r_lse, acc_dv, acc_dk, q_state, dout_state, tiles, edge);
+    // NOTE: the loop starts where no wgmma that the next iteration reads is in flight; otherwise
+    // ptxas waits for it at once (C7510).
 #pragma unroll 1
     for (; steps > 1; --steps) {
-      queries(r_dq, r_dk, at, dout_at);
-      at.advance();
-      dout_at.advance();
-      walk.advance();
-      edge = start_scores(r_s, r_lse, at, dout_at, walk);
+      mma_dq(acc_dq, acc_dk, q_state, dout_state);
+      q_state.advance();
+      dout_state.advance();
+      tiles.advance();
+      edge = mma_s(acc_s, r_lse, q_state, dout_state, tiles);
       wgmma_wait<1>();
-      named_barrier_arrive(kShareDone + warpgroup, kBackwardConsumers);
-      put(r_dq);
-      start_differences(r_dp, dout_at);
-      hand_over();
-      probabilities<false>(r_s, r_dp, r_lse, r_dv, at, walk, edge);
-      differences(r_s, r_dp, r_dk, at, dout_at, edge);
+      named_barrier_arrive(kDsConsumedWg0 + warpgroup, kBackwardConsumerThreads);
+      store_dq_smem(acc_dq);
+      mma_dp(acc_dp, dout_state);
+      signal_dq_store();
+      mma_dv_dk<false>(acc_s, acc_dp, r_lse, acc_dv, acc_dk, q_state, dout_state, tiles, edge);
     }
-    queries(r_dq, r_dk, at, dout_at);
+    mma_dq(acc_dq, acc_dk, q_state, dout_state);
     wgmma_wait<0>();
-    put(r_dq);
-    hand_over();
-    warpgroup_fence_operand(r_dk);
-    warpgroup_fence_operand(r_dv);
+    store_dq_smem(acc_dq);
+    signal_dq_store();
+    warpgroup_fence_operand(acc_dk);
+    warpgroup_fence_operand(acc_dv);
   }
 
-  // r_s = S^T of a tile, on its way. Returns whether some of them are hidden.
-  __device__ __forceinline__ bool start_scores(Scores& r_s, RowStats& r_lse, const Place& at,
-                                               const DoutPlace& dout_at, const Walk& walk) {
-    s.q_pipeline.wait(at);
-    clear_rows(at, dout_at, walk);
-    discard_accumulators(r_s);
-    scores<Config::kDepthLines, 0>(r_s, s_k, s_q + at.stage * Config::kRowBytes);
-    if constexpr (!Config::kMasked) load_stats(r_lse, s.lse[at.stage]);
-    return is_edge(at, walk);
+  // Wait for Q, then issue S^T = K Q^T. Returns whether the mask hides some of the scores.
+  __device__ __forceinline__ bool mma_s(ScoreAcc& acc_s, RowStats& r_lse, const State& q_state,
+                                        const DoutState& dout_state, const TileIterator& tiles) {
+    s.q_pipeline.wait(q_state);
+    zero_unseen_rows(q_state, dout_state, tiles);
+    discard_accumulators(acc_s);
+    gemm_ss<Config::kBoxesQk, 0>(acc_s, s_k, s_q + q_state.stage * Config::kQueryBytes);
+    if constexpr (Config::kEarlyLse) load_stats(r_lse, s.lse[q_state.stage]);
+    return is_edge(q_state, tiles);
   }
 
-  // r_dp = dP^T - delta, on its way.
-  __device__ __forceinline__ void start_differences(Scores& r_dp, const DoutPlace& dout_at) {
-    s.dout_pipeline.wait(dout_at);
-    begin_differences(r_dp, s.delta[0]);
-    scores<Config::kValueLines, 1>(r_dp, s_v, s_dout);
+  // Wait for dO, then issue dP^T - delta = V dO^T - delta.
+  __device__ __forceinline__ void mma_dp(ScoreAcc& acc_dp, const DoutState& dout_state) {
+    s.dout_pipeline.wait(dout_state);
+    init_dp(acc_dp, s.delta[0]);
+    gemm_ss<Config::kBoxesV, 1>(acc_dp, s_v, s_dout);
   }
 
-  // r_s: S^T on its way -> P^T;  r_dp is there;  dV += P^T dO on its way.
-  template <bool kFirst>
-  __device__ __forceinline__ void probabilities(Scores& r_s, Scores& r_dp, RowStats& r_lse,
-                                                ValueSums& r_dv, const Place& at, const Walk& walk,
-                                                bool edge) {
-    wgmma_wait<1>();
-    warpgroup_fence_operand(r_s);
-    Packed r_p16;
-    if (capped()) {
-      exponentiate_capped(r_s, r_p16, at, edge);
-    } else {
-      if constexpr (Config::kMasked) load_stats(r_lse, s.lse[at.stage]);
-      exponentiate(r_s, r_lse);
-      if (edge) hide(r_s, at, walk.tile);
-      pack(r_p16, r_s);
-    }
-    accumulate(r_dv, r_p16, s_dout);
-    // Where P goes was the neighbour's dS.
-    if constexpr (!kFirst) named_barrier_wait(kShareDone + (warpgroup ^ 1), kBackwardConsumers);
-    write(s_p, r_p16);
-    named_barrier_wait<kProbabilitiesWritten, kBackwardConsumers>();
-    accumulate_others(r_dv, s_p, s_dout);
+  // S and dP, which are in flight, -> P and dS. Issue dV += P^T dO, and dK += dS^T Q over the
+  // warpgroup's own rows. Wait for dV, release dO, and let dS go to the peer.
+  template <bool kFirstTile>
+  __device__ __forceinline__ void mma_dv_dk(ScoreAcc& acc_s, ScoreAcc& acc_dp, RowStats& r_lse,
+                                            DvAcc& acc_dv, DkAcc& acc_dk, const State& q_state,
+                                            const DoutState& dout_state, const TileIterator& tiles,
+                                            bool edge) {
+    ScoreOperand p16, ds16;
+    s_to_p(p16, acc_s, r_lse, q_state, tiles.tile, edge);
+    mma_dv<kFirstTile>(acc_dv, p16);
     wgmma_wait<2>();
-    warpgroup_fence_operand(r_dp);
+    warpgroup_fence_operand(acc_dp);
+    dp_to_ds(ds16, acc_s, acc_dp, edge);
+    mma_dk(acc_dk, ds16, q_state);
+    store_ds(ds16, dout_state);
+    wgmma_wait<1>();
+    consumer_release(&s.dout_pipeline.empty[0]);
+    signal_ds_send();
   }
 
-  // r_dp: dP^T - delta -> dS^T, which goes to shared memory too;  dK += dS^T Q of its own rows on
-  // its way;  dV is done.
-  __device__ __forceinline__ void differences(const Scores& r_s, Scores& r_dp, Sums& r_dk,
-                                              const Place& at, const DoutPlace& dout_at,
-                                              bool edge) {
-    differentiate(r_s, r_dp, edge);
-    Packed r_ds16;
-    pack(r_ds16, r_dp);
-    accumulate(r_dk, r_ds16, s_q + at.stage * Config::kRowBytes);
-    // NOTE: the products from the last tile's dS, which lies there, are done: both warpgroups met
-    // after them. Its copy to the neighbour has to be waited for.
-    mbarrier_wait(&s.ds_sent, dout_at.parity ^ 1);
-    write(s_ds, r_ds16);
-    wgmma_wait<1>();
-    release(&s.dout_pipeline.empty[0]);
+  // Issue dV += P^T dO over the warpgroup's own rows, exchange P, then issue the other rows.
+  template <bool kFirstTile>
+  __device__ __forceinline__ void mma_dv(DvAcc& acc_dv, const ScoreOperand& p16) const {
+    gemm_rs(acc_dv, p16, s_dout);
+    // The buffer of P holds the peer's dS of the tile before: wait until the other warpgroup has
+    // finished dQ from it.
+    if constexpr (!kFirstTile) {
+      named_barrier_wait(kDsConsumedWg0 + (warpgroup ^ 1), kBackwardConsumerThreads);
+    }
+    store_scores(s_p, p16);
+    named_barrier_wait<kPWritten, kBackwardConsumerThreads>();
+    gemm_other_rows(acc_dv, s_p, s_dout);
+  }
+
+  // Issue dK += dS^T Q over the warpgroup's own rows.
+  __device__ __forceinline__ void mma_dk(DkAcc& acc_dk, const ScoreOperand& ds16,
+                                         const State& q_state) const {
+    gemm_rs(acc_dk, ds16, s_q + q_state.stage * Config::kQueryBytes);
+  }
+
+  // Store dS to shared memory, once the dS of the tile before has arrived at the peer.
+  // NOTE: products from the dS of the tile before are done: both warpgroups met after them.
+  __device__ __forceinline__ void store_ds(const ScoreOperand& ds16, const DoutState& dout_state) {
+    mbarrier_wait(&s.ds_sent, dout_state.parity ^ 1);
+    store_scores(s_ds, ds16);
+  }
+
+  // Expect the peer's dS over P, which this warpgroup has read, and let this CTA's dS be sent.
+  __device__ __forceinline__ void signal_ds_send() {
     if (threadIdx.x == 128) mbarrier_arrive_expect_tx(&s.ds_full, Config::kScoreBytes);
     __syncwarp();
-    if (lane() == 0) mbarrier_arrive_at(&s.ds_wanted, neighbour());
-    named_barrier_arrive(kSend, kBackwardSendThreads);
+    if (lane() == 0) mbarrier_arrive_at(&s.ds_wanted, peer());
+    named_barrier_arrive(kDsReady, kBackwardSendThreads);
   }
 
-  // dK += dS^T Q of the others' rows;  r_dq: the share of dQ on its way;  dK is done, and Q is
-  // given back.
-  __device__ __forceinline__ void queries(Share& r_dq, Sums& r_dk, const Place& at,
-                                          const DoutPlace& dout_at) {
-    named_barrier_wait<kScoresWritten, kBackwardConsumers>();
-    accumulate_others(r_dk, s_ds, s_q + at.stage * Config::kRowBytes);
-    const int line = Config::rank() * 2 + warpgroup;
-    discard_accumulators(r_dq);
-    multiply_dq<0>(r_dq, s_k + line * Config::kKeyStretch, s_ds);
+  // Issue dK += dS^T Q over the other warpgroup's rows, and the warpgroup's slice of dQ^T = K^T
+  // dS^T over the keys of both CTAs. Wait for dK, release Q.
+  __device__ __forceinline__ void mma_dq(DqAcc& acc_dq, DkAcc& acc_dk, const State& q_state,
+                                         const DoutState& dout_state) {
+    named_barrier_wait<kDsWritten, kBackwardConsumerThreads>();
+    gemm_other_rows(acc_dk, s_ds, s_q + q_state.stage * Config::kQueryBytes);
+    const int box = Config::cta_rank() * 2 + warpgroup;
+    discard_accumulators(acc_dq);
+    gemm_dq<0>(acc_dq, s_k + box * Config::kKeyBoxBytes, s_ds);
     wgmma_wait<1>();
-    release(&s.q_pipeline.empty[at.stage]);
-    mbarrier_wait(&s.ds_full, dout_at.parity);
-    if (threadIdx.x == 128) mbarrier_arrive_at(&s.ds_sent, neighbour());
+    consumer_release(&s.q_pipeline.empty[q_state.stage]);
+    // Wait for the peer's dS, and tell the peer that it has arrived.
+    mbarrier_wait(&s.ds_full, dout_state.parity);
+    if (threadIdx.x == 128) mbarrier_arrive_at(&s.ds_sent, peer());
     __syncwarp();
-    multiply_dq<1>(r_dq, shared_address(s.k_neighbour) + warpgroup * Config::kKeyStretch, s_p);
+    gemm_dq<1>(acc_dq, shared_address(s.k_peer) + warpgroup * Config::kKeyBoxBytes, s_p);
   }
 
-  // To the adder.
-  // NOTE: to wait until it has arrived takes long; other products are started before.
-  __device__ __forceinline__ void put(Share& r_dq) {
-    warpgroup_fence_operand(r_dq);
-    named_barrier_wait(kShareEmpty + warpgroup, kBackwardShareThreads);
-    float4* s_to = reinterpret_cast<float4*>(s.dq[0][warpgroup]) + threadIdx.x % 128;
+  // Store dQ to shared memory, for the dQ store warp.
+  // NOTE: async_fence after these stores takes long, so signal_dq_store follows the next wgmmas.
+  __device__ __forceinline__ void store_dq_smem(DqAcc& acc_dq) {
+    warpgroup_fence_operand(acc_dq);
+    named_barrier_wait(kDqEmptyWg0 + warpgroup, kBackwardDqThreads);
+    float4* s_dq = reinterpret_cast<float4*>(s.dq[0][warpgroup]) + threadIdx.x % 128;
 #pragma unroll
-    for (int i = 0; i < Config::kShareFloats; i += 4) {
-      s_to[i / 4 * 128] = make_float4(r_dq[i], r_dq[i + 1], r_dq[i + 2], r_dq[i + 3]);
+    for (int i = 0; i < Config::kDqFloats; i += 4) {
+      s_dq[i / 4 * 128] = make_float4(acc_dq[i], acc_dq[i + 1], acc_dq[i + 2], acc_dq[i + 3]);
     }
   }
-  __device__ __forceinline__ void hand_over() {
+  __device__ __forceinline__ void signal_dq_store() {
     async_fence();
-    named_barrier_arrive(kShareFull + warpgroup, kBackwardShareThreads);
+    named_barrier_arrive(kDqFullWg0 + warpgroup, kBackwardDqThreads);
   }
 
-  // P^T or dS^T of the warpgroup's rows to shared memory.
-  __device__ __forceinline__ void write(uint32_t s_tile, const Packed& r) const {
+  // Store P^T or dS^T of the warpgroup's rows to a tile in shared memory.
+  __device__ __forceinline__ void store_scores(uint32_t s_tile, const ScoreOperand& r) const {
 #pragma unroll
     for (int slice = 0; slice < kRowSlices; ++slice) {
-      store_matrix_4_transposed(s_tile + s_lane + slice * 16 * kLine, r[slice]);
+      store_matrix_4_transposed(s_tile + lane_offset + slice * 16 * kSwizzleRowBytes, r[slice]);
     }
     async_fence();
   }
 
-  // r = (kKeeps ? r : 0) + (64 keys at s_keys) @ (the warpgroup's rows of those at s_rows)^T.
-  template <int kDepthLines, int kKeeps>
-  __device__ __forceinline__ void scores(Scores& r, uint32_t s_keys, uint32_t s_rows) const {
-    const FreshDescriptor a(s_keys, 16), b(s_rows + first_row() * kLine, 16);
+  // acc = (kScaleD ? acc : 0) + A B^T over kDepthBoxes * 64 columns. A: 64 keys in s_keys; B: the
+  // warpgroup's rows of the query tile in s_rows.
+  template <int kDepthBoxes, int kScaleD>
+  __device__ __forceinline__ void gemm_ss(ScoreAcc& acc, uint32_t s_keys, uint32_t s_rows) const {
+    const TileDescriptor a(s_keys, 16), b(s_rows + first_row() * kSwizzleRowBytes, 16);
     wgmma_fence();
 #pragma unroll
-    for (int slice = 0; slice < kDepthLines * 4; ++slice) {
-      const int stretch = slice / 4, in_line = slice % 4 * 32;
+    for (int slice = 0; slice < kDepthBoxes * 4; ++slice) {
+      const int box = slice / 4, in_row = slice % 4 * 32;
       Wgmma<T, kScoreRows>::template multiply<0, 0>(
-          r, a.at(stretch * Config::kKeyStretch + in_line),
-          b.at(stretch * Config::kRowStretch + in_line), kKeeps || slice > 0);
+          acc, a.offset(box * Config::kKeyBoxBytes + in_row),
+          b.offset(box * Config::kQueryBoxBytes + in_row), kScaleD || slice > 0);
     }
     wgmma_commit();
   }
 
-  // r += a @ (the warpgroup's rows and columns of those at s_rows)
-  template <int kSums>
-  __device__ __forceinline__ void accumulate(float (&r)[kSums], const Packed& a,
-                                             uint32_t s_rows) const {
-    const FreshDescriptor b(
-        s_rows + warpgroup * (kSums / 32) * Config::kRowStretch + first_row() * kLine,
-        Config::kRowStretch);
+  // acc += A B. A: P^T or dS^T in registers; B: the warpgroup's rows and columns of the query tile
+  // in s_rows.
+  template <int kAcc>
+  __device__ __forceinline__ void gemm_rs(float (&acc)[kAcc], const ScoreOperand& a,
+                                          uint32_t s_rows) const {
+    const TileDescriptor b(
+        s_rows + warpgroup * (kAcc / 32) * Config::kQueryBoxBytes + first_row() * kSwizzleRowBytes,
+        Config::kQueryBoxBytes);
     wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < kRowSlices; ++slice) {
-      Wgmma<T, kSums * 2>::template multiply<1>(r, a[slice], b.at(slice * 16 * kLine), 1);
+      Wgmma<T, kAcc * 2>::template multiply<1>(acc, a[slice],
+                                               b.offset(slice * 16 * kSwizzleRowBytes), 1);
     }
     wgmma_commit();
   }
 
-  // The same with the other warpgroup's rows, whose scores are at s_scores.
-  template <int kSums>
-  __device__ __forceinline__ void accumulate_others(float (&r)[kSums], uint32_t s_scores,
-                                                    uint32_t s_rows) const {
-    const uint32_t first = Config::first_row(warpgroup ^ 1) * kLine;
-    const FreshDescriptor a(s_scores + first, Config::kScoreBytes),
-        b(s_rows + warpgroup * (kSums / 32) * Config::kRowStretch + first, Config::kRowStretch);
+  // acc += A B over the other warpgroup's rows. A: their P^T or dS^T in s_scores; B: the rows and
+  // the warpgroup's columns of the query tile in s_rows.
+  template <int kAcc>
+  __device__ __forceinline__ void gemm_other_rows(float (&acc)[kAcc], uint32_t s_scores,
+                                                  uint32_t s_rows) const {
+    const uint32_t row_bytes = Config::first_row(warpgroup ^ 1) * kSwizzleRowBytes;
+    const TileDescriptor a(s_scores + row_bytes, Config::kScoreBytes),
+        b(s_rows + warpgroup * (kAcc / 32) * Config::kQueryBoxBytes + row_bytes,
+          Config::kQueryBoxBytes);
     wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < kRowSlices; ++slice) {
-      Wgmma<T, kSums * 2>::template multiply<1, 1>(r, a.at(slice * 16 * kLine),
-                                                   b.at(slice * 16 * kLine), 1);
+      const int offset = slice * 16 * kSwizzleRowBytes;
+      Wgmma<T, kAcc * 2>::template multiply<1, 1>(acc, a.offset(offset), b.offset(offset), 1);
     }
     wgmma_commit();
   }
 
-  // r = (kKeeps ? r : 0) + (64 columns of 64 keys at s_keys)^T @ (dS at s_scores)^T
-  template <int kKeeps>
-  __device__ __forceinline__ void multiply_dq(Share& r, uint32_t s_keys, uint32_t s_scores) const {
-    const FreshDescriptor a(s_keys, Config::kKeyStretch), b(s_scores, 16);
+  // acc = (kScaleD ? acc : 0) + A^T B^T. A: 64 columns of 64 keys in s_keys; B: their dS in s_ds.
+  template <int kScaleD>
+  __device__ __forceinline__ void gemm_dq(DqAcc& acc, uint32_t s_keys, uint32_t s_ds) const {
+    const TileDescriptor a(s_keys, Config::kKeyBoxBytes), b(s_ds, 16);
     wgmma_fence();
 #pragma unroll
-    for (int slice = 0; slice < Config::kBlockKeys / 16; ++slice) {
-      Wgmma<T, Config::kShareRows>::template multiply<1, 0>(r, a.at(slice * 16 * kLine),
-                                                            b.at(slice * 32), kKeeps || slice > 0);
+    for (int slice = 0; slice < Config::kCtaKeys / 16; ++slice) {
+      Wgmma<T, Config::kDqRows>::template multiply<1, 0>(
+          acc, a.offset(slice * 16 * kSwizzleRowBytes), b.offset(slice * 32), kScaleD || slice > 0);
     }
     wgmma_commit();
   }
 
-  // Zeroes keys that nobody sees, for dQ. What lies behind the last key arrived as zeros.
-  __device__ __forceinline__ void clear_keys() const {
+  // Zero keys of K that no query row sees: their dS is 0, but K may be NaN, and dQ multiplies both.
+  // TMA has filled the keys behind the last one with zeros.
+  __device__ __forceinline__ void zero_unseen_keys() const {
     const int first = s.work.first_key;
     if (first_live() <= first && (!Config::kMasked || end_live() >= first + Config::kKeys)) return;
-    const auto clear = [&](auto lines, char* s_tile, int block) {
-      const int begin = first_live() - (first + block * Config::kBlockKeys),
-                end = end_live() - (first + block * Config::kBlockKeys);
-      Base::template clear_lines<lines.value, Config::kKeyStretch>(
-          s_tile, Config::kBlockKeys, [&](int key) { return key < begin || key >= end; });
+    const auto zero = [&](auto boxes, char* s_tile, int cta) {
+      const int begin = first_live() - (first + cta * Config::kCtaKeys),
+                end = end_live() - (first + cta * Config::kCtaKeys);
+      Base::template zero_rows<boxes.value, Config::kKeyBoxBytes>(
+          s_tile, Config::kCtaKeys, [&](int key) { return key < begin || key >= end; });
     };
-    clear(std::integral_constant<int, Config::kLines>(), s.k, Config::rank());
-    clear(std::integral_constant<int, Config::kLines / 2>(), s.k_neighbour,
-          static_cast<int>(neighbour()));
+    zero(std::integral_constant<int, Config::kBoxes>(), s.k, Config::cta_rank());
+    zero(std::integral_constant<int, Config::kBoxes / 2>(), s.k_peer, static_cast<int>(peer()));
     async_fence();
-    named_barrier_wait<kCleared, kBackwardConsumers>();
+    named_barrier_wait<kUnseenZeroed, kBackwardConsumerThreads>();
   }
 };
 #endif

@@ -1,36 +1,35 @@
-// The gradient of attention on Hopper's tensor cores for head dims of 129 to 256, in 16 bits. It is
-// that of attention/sm90/bwd_kernel.cuh but for who does what: a block has 64 keys of a kv head and
-// its two consumer warpgroups half of the columns of dK and dV each, for which they exchange P and
-// dS.
+// Attention backward on Hopper's tensor cores, in 16 bits, for head dims of 129 to 256, on clusters
+// of two CTAs. attention/sm90/bwd_kernel.cuh has the formulas and shapes.
 //
-// The two blocks of a cluster have 128 keys, walk the same query tiles and load them for each
-// other. Each sums up dQ of half of the columns over the keys of both, for which it has those
-// columns of the other's K and is sent its dS. That halves the additions to dQ in global memory.
-// Why a pair: a single block per 64 keys took 1.25 to 1.6 times as long, measured.
-//
-// Of a step of 64 rows and 64 keys the products take 2560 clocks of an SM. Shared memory, 128 bytes
-// a clock, is read and written for 1536 clocks by S and dP, 768 by dV and dK, 512 by dQ, 512 by its
-// sums, 512 by loads and 200 by P and dS: 4000, or 3100 where K has 192 columns and V 128. Of a
-// thread's registers dK and dV have 128, S and dP 32 and dQ 32.
+// A cluster owns 128 keys of a KV head, each CTA 64 of them. Both CTAs loop over the same query
+// tiles and multicast Q and dO to each other. The two warpgroups of a CTA compute half of the
+// columns of dK and dV each, for which they exchange P and dS. Each CTA computes half of the
+// columns of dQ over the keys of both, for which it loads those columns of the peer's K and
+// receives the peer's dS. That halves the additions to dQ in global memory. A single CTA per 64
+// keys took 1.25 to 1.6 times as long, measured. Shared memory is the bound: for 64 rows, 64 keys
+// and 256 columns it is busy for 4000 clocks (3100 with head dims of 192 and 128), the tensor cores
+// for 2560. Registers of a thread: dK and dV 128, S and dP 32, dQ 32. Source: Dao,
+// "FlashAttention-2", 2023, algorithm 2; Shah et al., "FlashAttention-3", 2024. The exchange
+// between two CTAs is ours.
 #pragma once
 
 #include "attention/sm90/bwd_2cta_consumer.cuh"
-#include "attention/sm90/bwd_rows.cuh"
+#include "attention/sm90/bwd_postprocess.cuh"
 #include "core/launch.h"
 #include "device/features.cuh"
 
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// What the cluster works on: its first block takes that for both.
+// CTA 0 draws the cluster's work tile, CTA 1 copies it.
 template <typename Config>
-__device__ __forceinline__ void backward_wide_take(const typename Config::Params& p,
-                                                   typename Config::Shared& s) {
-  if (Config::rank() == 0) {
+__device__ __forceinline__ void backward_2cta_get_work(const typename Config::Params& p,
+                                                       typename Config::Shared& s) {
+  if (Config::cta_rank() == 0) {
     if constexpr (Config::kMasked) {
-      s.work.template take_masked<Config>(p.args, p.args.g_tickets);
+      s.work.template get_work_masked<Config>(p.args, p.args.g_tickets);
     } else if (threadIdx.x == 0) {
-      s.work.template take<Config>(p.args, p.args.g_tickets);
+      s.work.template get_work<Config>(p.args, p.args.g_tickets);
     }
   }
   cluster_arrive();
@@ -38,7 +37,7 @@ __device__ __forceinline__ void backward_wide_take(const typename Config::Params
   constexpr int kPairs = sizeof(s.work) / sizeof(float2);
   static_assert(sizeof(s.work) % sizeof(float2) == 0);
   float2* s_work = reinterpret_cast<float2*>(&s.work);
-  if (Config::rank() != 0 && threadIdx.x < kPairs) {
+  if (Config::cta_rank() != 0 && threadIdx.x < kPairs) {
     s_work[threadIdx.x] = load_from_block(s_work + threadIdx.x, 0);
   }
   __syncthreads();
@@ -59,8 +58,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     prefetch_tensor_map(p.key);
     prefetch_tensor_map(p.value);
     prefetch_tensor_map(p.dout);
-    s.q_pipeline.init(kConsumerWarps * Config::kBlocks);
-    s.dout_pipeline.init(kConsumerWarps * Config::kBlocks);
+    s.q_pipeline.init(kConsumerWarps * Config::kCtas);
+    s.dout_pipeline.init(kConsumerWarps * Config::kCtas);
     mbarrier_init(&s.k_full, 1);
     mbarrier_init(&s.v_full, 1);
     mbarrier_init(&s.ds_wanted, kConsumerWarps);
@@ -68,15 +67,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     mbarrier_init(&s.ds_sent, 1);
     mbarrier_init_fence();
   }
-  backward_wide_take<Config>(p, s);
+  backward_2cta_get_work<Config>(p, s);
   if (warp < 4) {
     give_up_registers<kProducerRegisters>();
     if (warp == 0) {
-      if (elect_one()) backward_wide_load<Config>(p, s);
+      if (elect_one()) backward_2cta_load<Config>(p, s);
     } else if (warp == 1) {
-      backward_sm90_add<Config>(p, s, 0);
+      backward_sm90_store_dq<Config>(p, s, 0);
     } else if (warp == 2) {
-      backward_wide_send<Config>(s);
+      backward_2cta_send_ds<Config>(s);
     }
     __syncwarp();
   } else {
@@ -84,7 +83,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     Backward2CtaConsumer<Config>(p, s, warp / 4 - 1).run();
     __syncwarp();
   }
-  // Nobody leaves while the neighbour may still reach for its shared memory.
+  // A CTA exits only when its peer no longer accesses its shared memory.
   cluster_arrive();
   cluster_wait();
 #endif
@@ -98,11 +97,11 @@ void launch_attention_bwd_2cta_tile(const Args& args, cudaStream_t stream) {
   const AttentionSizes& sizes = args.params.sizes;
   const int64_t clusters =
       sizes.batch * sizes.nheads_kv * args.group_parts * divide_up(sizes.seqlen_k, Config::kKeys);
-  Grid grid(clusters * Config::kBlocks, Config::kThreads, kBytes);
-  grid.cluster = Config::kBlocks;
+  Grid grid(clusters * Config::kCtas, Config::kThreads, kBytes);
+  grid.cluster = Config::kCtas;
   launch_kernel(attention_bwd_2cta_kernel<Config>, grid, stream,
-                backward_sm90_params<Config>(args, Config::kBlockKeys));
-  launch_attention_backward_sm90_sums<Config>(args, stream);
+                backward_sm90_params<Config>(args, Config::kCtaKeys));
+  launch_attention_backward_sm90_postprocess<Config>(args, stream);
 }
 
 }  // namespace torchweld

@@ -1,5 +1,5 @@
-// A block of attention's gradient on Hopper: its types and shared memory, and what its producer
-// warpgroup does, which loads tiles and adds to dQ.
+// Attention backward on Hopper: configuration, shared memory, and the producer warpgroup, which
+// loads Q, K, V and dO and adds dQ to global memory.
 #pragma once
 
 #include <type_traits>
@@ -30,33 +30,36 @@ struct BackwardSm90Config {
   static constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
   static constexpr int kDim = kShape.dim, kKeys = kShape.keys;
   static constexpr int kRows = kMasked ? kShape.kMaskedRows : kShape.rows;
-  static constexpr int kScoreRows = kRows;  // of a warpgroup's scores
-  static constexpr bool kKeysAhead = kMasked ? kShape.masked_keys_ahead : kShape.keys_ahead;
+  static constexpr int kScoreRows = kRows;  // query rows of a warpgroup's scores
+  // dK += dS^T Q stays in flight while dQ is issued.
+  static constexpr bool kDkInFlight = kMasked ? kShape.masked_dk_in_flight : kShape.dk_in_flight;
+  // lse is loaded before S is there, where registers allow it.
+  static constexpr bool kEarlyLse = kDim == 128 || (!kMasked && std::is_same_v<T, __nv_bfloat16>);
   static constexpr int kThreads = kShape.kThreads, kStages = kShape.kStages;
-  static constexpr int kLineElems = kShape.kBoxColumns, kLines = kDim / kLineElems,
-                       kValueLines = kLines;
-  // Bytes: of 64 columns of all keys, of a warpgroup's keys and of query rows, and of all columns.
-  static constexpr int kKeyStretch = kKeys * kSwizzleRowBytes, kHalfStretch = kKeyStretch / 2,
-                       kRowStretch = kRows * kSwizzleRowBytes;
-  static constexpr int kKeyBytes = kLines * kKeyStretch, kRowBytes = kLines * kRowStretch;
-  // dS is (kRows, 64 keys) twice.
-  static constexpr int kScoreHalf = kRows * kSwizzleRowBytes, kScoreBytes = 2 * kScoreHalf;
-  // A warpgroup's share of dQ^T: 64 columns of Q, and of 64 in all half of the rows.
-  static constexpr int kShareRows = kDim == 64 ? kRows / 2 : kRows;
-  static constexpr int kShareFloats = kShareRows / 2;  // of a thread
-  static constexpr int kShareBytes = kShareFloats * 128 * 4;
-  static constexpr int kShares = 2, kBlocks = kShape.blocks, kAdders = kShape.kAdders;
-  static __device__ __forceinline__ int rank() { return 0; }
-  // Where a warpgroup's scores are.
+  // A TMA box has 64 columns: of all keys of the CTA, or of a query tile's rows.
+  static constexpr int kBoxColumns = kShape.kBoxColumns, kBoxes = kDim / kBoxColumns,
+                       kBoxesV = kBoxes;
+  static constexpr int kKeyBoxBytes = kKeys * kSwizzleRowBytes,
+                       kQueryBoxBytes = kRows * kSwizzleRowBytes;
+  static constexpr int kKeyBytes = kBoxes * kKeyBoxBytes, kQueryBytes = kBoxes * kQueryBoxBytes;
+  // dS is (2 warpgroups, kRows, 64 keys).
+  static constexpr int kDsHalfBytes = kRows * kSwizzleRowBytes, kDsBytes = 2 * kDsHalfBytes;
+  // A warpgroup computes a slice of dQ^T: 64 columns of Q and all rows, or with 64 columns in all
+  // half of the rows. kDqFloats: accumulators of a thread.
+  static constexpr int kDqRows = kDim == 64 ? kRows / 2 : kRows, kDqFloats = kDqRows / 2;
+  static constexpr int kDqSliceBytes = kDqFloats * 128 * 4, kDqSlices = 2;
+  static constexpr int kCtas = kShape.blocks, kDqStoreWarps = kShape.kDqStoreWarps;
+  static __device__ __forceinline__ int cta_rank() { return 0; }
+  // The first key and the first row in the query tile of a warpgroup's scores.
   static __device__ __forceinline__ int first_key(const WorkTile& work, int warpgroup) {
     return work.first_key + warpgroup * 64;
   }
   static __device__ __forceinline__ int first_row(int /*warpgroup*/) { return 0; }
-  static_assert((kDim == 64 || kDim == 128) && kShareFloats % 4 == 0);
+  static_assert((kDim == 64 || kDim == 128) && kDqFloats % 4 == 0);
   static_assert(!kMasked || kRows == kAttentionBackwardRowPad);
 };
 
-// What a tile's rows see, under an AttentionMask.
+// Which keys the rows of a query tile see, under an AttentionMask.
 template <typename Config, bool kMasked = Config::kMasked>
 struct BackwardSm90Seen {};
 template <typename Config>
@@ -70,10 +73,10 @@ struct BackwardSm90Shared {
   static constexpr int kStages = Config::kStages;
   alignas(kSwizzleAtomBytes) char k[Config::kKeyBytes];
   alignas(kSwizzleAtomBytes) char v[Config::kKeyBytes];
-  alignas(kSwizzleAtomBytes) char q[kStages][Config::kRowBytes];
-  alignas(kSwizzleAtomBytes) char dout[kStages][Config::kRowBytes];
-  alignas(kSwizzleAtomBytes) char ds[2][Config::kScoreBytes];
-  alignas(128) float dq[Config::kAdders][2][Config::kShareFloats * 128];
+  alignas(kSwizzleAtomBytes) char q[kStages][Config::kQueryBytes];
+  alignas(kSwizzleAtomBytes) char dout[kStages][Config::kQueryBytes];
+  alignas(kSwizzleAtomBytes) char ds[2][Config::kDsBytes];
+  alignas(128) float dq[Config::kDqStoreWarps][2][Config::kDqFloats * 128];
   alignas(128) float lse[kStages][Config::kRows];
   alignas(128) float delta[kStages][Config::kRows];
   BackwardSm90Seen<Config> seen[kStages];
@@ -82,15 +85,15 @@ struct BackwardSm90Shared {
   typename Config::WorkTile work;
 };
 
-// Where a walk is: query tiles come in the block's direction, each through all of the heads, or
-// they descend head by head.
-// NOTE: attention_backward_order lets no block of several heads walk upwards head by head.
+// Iterates over the query tiles of a work tile: each tile through all heads before the next one, or
+// head by head with descending tiles.
+// NOTE: attention_backward_order gives no CTA with several heads ascending tiles head by head.
 template <typename WorkTile>
-struct BackwardWalk {
+struct BackwardTileIterator {
   const WorkTile& work;
   int tile, head;
 
-  __device__ __forceinline__ explicit BackwardWalk(const WorkTile& work)
+  __device__ __forceinline__ explicit BackwardTileIterator(const WorkTile& work)
       : work(work), tile(work.start_tile()), head(work.first_head) {}
   __device__ __forceinline__ void advance() {
     if (work.tile_steps > 1) {
@@ -108,20 +111,19 @@ struct BackwardWalk {
   }
 };
 
-// Named barriers: both consumers have written dS; they have cleared padding; a warpgroup's share of
-// dQ is in shared memory, and has been read; a warpgroup alone.
+// Named barriers.
 enum BackwardSm90Barrier : int {
-  kScoresWritten = 1,
-  kCleared = 2,
-  kShareFull = 3,   // and 4; of the second adder 5 and 6
-  kShareEmpty = 7,  // and 8; 9 and 10
-  kOwn = 11         // and 12
+  kDsWritten = 1,     // both warpgroups have written dS
+  kUnseenZeroed = 2,  // both warpgroups have zeroed rows or keys that are not seen
+  kDqFullWg0 = 3,     // and 4: a warpgroup's dQ is in shared memory; store warp 1: 5 and 6
+  kDqEmptyWg0 = 7,    // and 8: a warpgroup's dQ has been read; store warp 1: 9 and 10
+  kConsumerWg0 = 11   // and 12: the threads of one warpgroup
 };
-inline constexpr int kBackwardConsumers = 256;          // threads
-inline constexpr int kBackwardShareThreads = 128 + 32;  // of a consumer and the warp that adds
+inline constexpr int kBackwardConsumerThreads = 256;
+inline constexpr int kBackwardDqThreads = 128 + 32;  // a consumer warpgroup and a dQ store warp
 
 #if TW_HAS_WGMMA
-// One lane's loads of the block's keys and of all its query tiles.
+// One lane loads K and V once, and Q, dO, lse and delta of every query tile.
 template <typename Config>
 __device__ __forceinline__ void backward_sm90_load(const typename Config::Params& p,
                                                    BackwardSm90Shared<Config>& s) {
@@ -131,120 +133,124 @@ __device__ __forceinline__ void backward_sm90_load(const typename Config::Params
   if (steps == 0) return;
   const int nheads = static_cast<int>(p.args.params.sizes.nheads);
   const int rows = static_cast<int>(p.args.rows);
-  PipelineState<Config::kStages> at;
-  BackwardWalk walk(work);
-  const auto load_keys = [&](char* s_to, const TensorMap& map, uint64_t* s_full) {
+  PipelineState<Config::kStages> state;
+  BackwardTileIterator tiles(work);
+  const auto load_kv = [&](char* s_kv, const TensorMap& map, uint64_t* s_full) {
     mbarrier_arrive_expect_tx(s_full, Config::kKeyBytes);
 #pragma unroll
-    for (int line = 0; line < Config::kLines; ++line) {
-      tma_load(shared_address(s_to) + line * Config::kKeyStretch, map, s_full,
-               line * Config::kLineElems, work.first_key, work.head_kv, work.sequence);
+    for (int box = 0; box < Config::kBoxes; ++box) {
+      tma_load(shared_address(s_kv) + box * Config::kKeyBoxBytes, map, s_full,
+               box * Config::kBoxColumns, work.first_key, work.head_kv, work.sequence);
     }
   };
-  const auto load_rows = [&](char* s_to, float* s_stats, const TensorMap& map, const float* g_stats,
-                             uint64_t* s_full) {
+  const auto load_tile = [&](char* s_tile, float* s_stats, const TensorMap& map,
+                             const float* g_stats, uint64_t* s_full) {
 #pragma unroll
-    for (int line = 0; line < Config::kLines; ++line) {
-      tma_load(shared_address(s_to) + line * Config::kRowStretch, map, s_full,
-               line * Config::kLineElems, walk.tile * kRows, walk.head - work.sequence * nheads,
+    for (int box = 0; box < Config::kBoxes; ++box) {
+      tma_load(shared_address(s_tile) + box * Config::kQueryBoxBytes, map, s_full,
+               box * Config::kBoxColumns, tiles.tile * kRows, tiles.head - work.sequence * nheads,
                work.sequence);
     }
-    bulk_load(s_stats, g_stats + int64_t{walk.head} * rows + walk.tile * kRows, kRows * 4, s_full);
+    bulk_load(s_stats, g_stats + int64_t{tiles.head} * rows + tiles.tile * kRows, kRows * 4,
+              s_full);
   };
-  constexpr int kBytes = Config::kRowBytes + kRows * 4;
+  constexpr int kBytes = Config::kQueryBytes + kRows * 4;
   constexpr int kSeenBytes = sizeof(RowGroup) + kRows * sizeof(RowRange);
   for (int step = 0; step < steps; ++step) {
-    uint64_t* s_full = s.q_pipeline.acquire(at, kBytes + (Config::kMasked ? kSeenBytes : 0));
+    uint64_t* s_full = s.q_pipeline.acquire(state, kBytes + (Config::kMasked ? kSeenBytes : 0));
     if constexpr (Config::kMasked) {
-      auto& s_seen = s.seen[at.stage];
-      bulk_load(&s_seen.group, &p.args.group_of(work.sequence, walk.tile * kRows),
+      auto& s_seen = s.seen[state.stage];
+      bulk_load(&s_seen.group, &p.args.group_of(work.sequence, tiles.tile * kRows),
                 sizeof(s_seen.group), s_full);
-      bulk_load(s_seen.live, &p.args.live_of(work.sequence, walk.tile * kRows), sizeof(s_seen.live),
-                s_full);
+      bulk_load(s_seen.live, &p.args.live_of(work.sequence, tiles.tile * kRows),
+                sizeof(s_seen.live), s_full);
     }
-    load_rows(s.q[at.stage], s.lse[at.stage], p.query, p.args.g_lse, s_full);
-    if (step == 0) load_keys(s.k, p.key, &s.k_full);
-    s_full = s.dout_pipeline.acquire(at, kBytes);
-    load_rows(s.dout[at.stage], s.delta[at.stage], p.dout, p.args.g_delta, s_full);
-    if (step == 0) load_keys(s.v, p.value, &s.v_full);
-    at.advance();
-    walk.advance();
+    load_tile(s.q[state.stage], s.lse[state.stage], p.query, p.args.g_lse, s_full);
+    if (step == 0) load_kv(s.k, p.key, &s.k_full);
+    s_full = s.dout_pipeline.acquire(state, kBytes);
+    load_tile(s.dout[state.stage], s.delta[state.stage], p.dout, p.args.g_delta, s_full);
+    if (step == 0) load_kv(s.v, p.value, &s.v_full);
+    state.advance();
+    tiles.advance();
   }
 }
 
-// The block's turn at dQ of a tile: under an AttentionMask it is counted from the first block with
-// keys that the tile's rows see, and kNoTurn where this one has none.
-inline constexpr int kNoTurn = -1;
+// The number of CTAs that add to dQ of the tile before this CTA does. Under an AttentionMask the
+// first one is the CTA with the first key that the tile's rows see. kAddsNoDq: they see none of
+// this CTA's keys.
+inline constexpr int kAddsNoDq = -1;
 template <typename Config>
-__device__ __forceinline__ int backward_sm90_turn(const typename Config::Args& args,
-                                                  const typename Config::WorkTile& work, int tile) {
+__device__ __forceinline__ int backward_sm90_dq_order(const typename Config::Args& args,
+                                                      const typename Config::WorkTile& work,
+                                                      int tile) {
   if constexpr (Config::kMasked) {
     constexpr int kKeys = Config::kKeys;
     const RowGroup& group = args.group_of(work.sequence, tile * Config::kRows);
     const bool adds = group.begin < work.first_key + kKeys && group.end > work.first_key;
-    return adds ? work.turn - group.begin / kKeys : kNoTurn;
+    return adds ? work.dq_order - group.begin / kKeys : kAddsNoDq;
   } else {
-    return work.turn;
+    return work.dq_order;
   }
 }
 
-// A warp's additions of the consumers' shares to dQ, each in the block's turn. The blocks of a
-// cluster add to columns of their own and have turns of their own.
-// NOTE: two warps take the steps by turns. An addition takes as long as a step: the turn is waited
-// for, and what was added is to be there before the next block's turn.
+// A dQ store warp: adds the warpgroups' slices of dQ to global memory once the CTAs before this one
+// have added theirs; the first CTA stores. CTAs of a cluster add to columns of their own and have
+// semaphores of their own.
+// NOTE: with two store warps each handles every other tile. An addition takes as long as a step of
+// the mainloop: it waits for the semaphore, and must be visible before the next CTA's addition.
 template <typename Config>
-__device__ __forceinline__ void backward_sm90_add(const typename Config::Params& p,
-                                                  typename Config::Shared& s, int adder) {
-  constexpr int kShare = Config::kShareBytes / 4, kAdders = Config::kAdders;
+__device__ __forceinline__ void backward_sm90_store_dq(const typename Config::Params& p,
+                                                       typename Config::Shared& s, int store_warp) {
+  constexpr int kSliceFloats = Config::kDqSliceBytes / 4, kStoreWarps = Config::kDqStoreWarps;
   const int steps = s.work.steps();
-  if (steps <= adder) return;
+  if (steps <= store_warp) return;
   const bool lane_0 = threadIdx.x % kWarp == 0;
-  const int tiles = static_cast<int>(p.args.rows) / Config::kRows;
-  const int rank = Config::rank();
-  const int full = kShareFull + 2 * adder, empty = kShareEmpty + 2 * adder;
-  BackwardWalk walk(s.work);
-  for (int i = 0; i < adder; ++i) walk.advance();
-  named_barrier_arrive(empty, kBackwardShareThreads);
-  named_barrier_arrive(empty + 1, kBackwardShareThreads);
-  for (int step = adder; step < steps; step += kAdders) {
-    const int64_t tile = int64_t{walk.head} * tiles + walk.tile;
-    int* const g_turn = p.args.g_turns + tile * Config::kBlocks + rank;
-    const int turn = backward_sm90_turn<Config>(p.args, s.work, walk.tile);
-    const bool adds = lane_0 && turn != kNoTurn;
-    if (lane_0 && turn > 0) {
-      while (load_acquire(g_turn) != turn) {
+  const int num_tiles = static_cast<int>(p.args.rows) / Config::kRows;
+  const int rank = Config::cta_rank();
+  const int full = kDqFullWg0 + 2 * store_warp, empty = kDqEmptyWg0 + 2 * store_warp;
+  BackwardTileIterator tiles(s.work);
+  for (int i = 0; i < store_warp; ++i) tiles.advance();
+  named_barrier_arrive(empty, kBackwardDqThreads);
+  named_barrier_arrive(empty + 1, kBackwardDqThreads);
+  for (int step = store_warp; step < steps; step += kStoreWarps) {
+    const int64_t tile = int64_t{tiles.head} * num_tiles + tiles.tile;
+    int* const g_semaphore = p.args.g_dq_semaphore + tile * Config::kCtas + rank;
+    const int order = backward_sm90_dq_order<Config>(p.args, s.work, tiles.tile);
+    const bool adds = lane_0 && order != kAddsNoDq;
+    if (lane_0 && order > 0) {
+      while (load_acquire(g_semaphore) != order) {
       }
       global_async_fence();
     }
     __syncwarp();
-    for (int half = 0; half < 2; ++half) {
-      named_barrier_wait(full + half, kBackwardShareThreads);
+    for (int wg = 0; wg < 2; ++wg) {
+      named_barrier_wait(full + wg, kBackwardDqThreads);
       if (adds) {
-        const int share = rank * 2 + half;
-        float* const g_to = p.args.g_dq + (tile * Config::kShares + share) * kShare;
-        if (turn == 0) {
-          bulk_store(g_to, s.dq[adder][half], Config::kShareBytes);
+        const int slice = rank * 2 + wg;
+        float* const g_slice = p.args.g_dq + (tile * Config::kDqSlices + slice) * kSliceFloats;
+        if (order == 0) {
+          bulk_store(g_slice, s.dq[store_warp][wg], Config::kDqSliceBytes);
         } else {
-          bulk_add(g_to, s.dq[adder][half], Config::kShareBytes);
+          bulk_add(g_slice, s.dq[store_warp][wg], Config::kDqSliceBytes);
         }
         tma_commit();
       }
     }
-    const bool last = step + kAdders >= steps;
+    const bool last = step + kStoreWarps >= steps;
     if (adds) tma_wait_read<1>();
     __syncwarp();
-    if (!last) named_barrier_arrive(empty, kBackwardShareThreads);
+    if (!last) named_barrier_arrive(empty, kBackwardDqThreads);
     if (adds) tma_wait_read<0>();
     __syncwarp();
-    if (!last) named_barrier_arrive(empty + 1, kBackwardShareThreads);
+    if (!last) named_barrier_arrive(empty + 1, kBackwardDqThreads);
     if (adds) {
       tma_wait_all();
       global_async_fence();
-      store_release(g_turn, turn + 1);
+      store_release(g_semaphore, order + 1);
     }
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kAdders; ++i) walk.advance();
+    for (int i = 0; i < kStoreWarps; ++i) tiles.advance();
   }
 }
 #endif

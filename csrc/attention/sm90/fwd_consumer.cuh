@@ -164,7 +164,8 @@ struct AttentionSm90Consumer {
            __any_sync(~0u, r.o_scale[0][0] != 1.f || r.o_scale[0][1] != 1.f);
   }
 
-  // The end of the keys that the warpgroup's rows see, at least one key block.
+  // The end of the keys that the warpgroup's rows see. The mainloop computes one key block even if
+  // there is none.
   __device__ __forceinline__ int last_key_end(const AttentionBlock& block) const {
     const int first_row = warpgroup * 64, rows = min(block.rows - first_row, 64);
     if (rows <= 0) return 0;

@@ -150,9 +150,9 @@ struct BackwardTools {
     if constexpr (Config::kMasked) {
       const RowGroup& group = group_of(tile);
       const bool adds = group.begin < work().first_key + kKeys && group.end > work().first_key;
-      return adds ? work().turn - group.begin / kKeys : kNoTurn;
+      return adds ? work().dq_order - group.begin / kKeys : kNoTurn;
     } else {
-      return work().turn;
+      return work().dq_order;
     }
   }
 
@@ -163,7 +163,7 @@ struct BackwardTools {
       share.add(args, tile, turn, group_of(tile), shared_address(shared.ds[place(stage)].s_data),
                 shared_address(shared.k.s_data), handles_non_finite);
     } else {
-      share.add(args, tile, work().turn, work().span,
+      share.add(args, tile, work().dq_order, work().span,
                 shared_address(shared.ds[place(stage)].s_data), shared_address(shared.k.s_data),
                 handles_non_finite);
     }
@@ -171,7 +171,7 @@ struct BackwardTools {
 
   // Behind add_dq of the same tile.
   __device__ __forceinline__ void pass_on(const QueryTile& tile) {
-    share.pass_on(args, tile, Config::kMasked ? 0 : work().turn);
+    share.pass_on(args, tile, Config::kMasked ? 0 : work().dq_order);
   }
 
   // Which of the tiles of Q, dO and dS; in fp32 there is one.

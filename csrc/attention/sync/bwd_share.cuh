@@ -75,7 +75,7 @@ struct DqShare {
       if (turn == 0 || (Config::kMasked && turn < 0)) return;
       const int64_t i = index(args, tile);
       int passed = 0;
-      if (threadIdx.x % kWarp == 0) passed = load_acquire(args.g_turns + i);
+      if (threadIdx.x % kWarp == 0) passed = load_acquire(args.g_dq_semaphore + i);
       loaded = __shfl_sync(~0u, passed, 0) == turn;
       if (loaded) load(args, i);
     }
@@ -93,7 +93,7 @@ struct DqShare {
       if constexpr (!kPrefetches) clear();
     } else if (!loaded) {
       if (threadIdx.x % kWarp == 0) {
-        while (load_acquire(args.g_turns + i) != turn) {
+        while (load_acquire(args.g_dq_semaphore + i) != turn) {
         }
       }
       __syncwarp();
@@ -124,7 +124,7 @@ struct DqShare {
     if (!to_pass) return;
     __syncwarp();
     if (threadIdx.x % kWarp == 0) {
-      int* g_turn = args.g_turns + index(args, tile);
+      int* g_turn = args.g_dq_semaphore + index(args, tile);
       if constexpr (Config::kMasked) {
         increment_release(g_turn);
       } else {

@@ -206,9 +206,9 @@ __global__ __launch_bounds__(
   extern __shared__ __align__(128) unsigned char s_raw[];
   BackwardShared<Config>& shared = *reinterpret_cast<BackwardShared<Config>*>(s_raw);
   if constexpr (Config::kMasked) {
-    shared.work.template take_masked<Config>(args, g_ticket);
+    shared.work.template get_work_masked<Config>(args, g_ticket);
   } else {
-    if (threadIdx.x == 0) shared.work.template take<Config>(args, g_ticket);
+    if (threadIdx.x == 0) shared.work.template get_work<Config>(args, g_ticket);
     __syncthreads();
   }
   using Block =

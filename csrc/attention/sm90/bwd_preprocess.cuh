@@ -1,0 +1,110 @@
+// Attention backward on Hopper, before the products: lse and delta of the query rows.
+#pragma once
+
+#include "attention/sm90/bwd_block.cuh"
+#include "core/launch.h"
+
+namespace torchweld {
+
+inline constexpr int kSm90RowThreads = 256;
+
+// Which rows of a sequence see keys.
+template <typename Args>
+struct BackwardLiveRows {
+  const Args& args;
+  const int sequence;
+  int first = 0;
+
+  __device__ __forceinline__ BackwardLiveRows(const Args& args, int sequence)
+      : args(args), sequence(sequence) {
+    if constexpr (!kIsMasked<Args>) first = LiveSpan(args, sequence).first_row;
+  }
+  __device__ __forceinline__ bool sees(int row) const {
+    if constexpr (kIsMasked<Args>) {
+      const RowRange live = args.live_of(sequence, row);
+      return live.begin < live.end;
+    } else {
+      return row >= first;
+    }
+  }
+  // Whether one of the tile's rows sees a key.
+  template <int kRows>
+  __device__ __forceinline__ bool any_of(int first_row) const {
+    if constexpr (kIsMasked<Args>) {
+      return args.group_of(sequence, first_row).live != 0;
+    } else {
+      return first_row + kRows > first && first < args.rule.seqlen_q;
+    }
+  }
+};
+
+// lse and delta = sum(dout * out) of every padded query row (batch, nheads, rows). Also zeroes the
+// tickets and the dQ semaphores behind them, `counters` in all. kDim / 8 lanes share a row, and
+// each has kRowsPerThread rows.
+// Source: preprocess of FlashAttention-2's backward.
+template <typename T, int kDim, typename Args>
+__global__ void __launch_bounds__(kSm90RowThreads)
+    attention_backward_sm90_preprocess_kernel(const __grid_constant__ Args args, int64_t counters) {
+  constexpr int kLanes = kDim / 8, kRowsAtOnce = kSm90RowThreads / kLanes, kRowsPerThread = 4;
+  const AttentionBackwardParams& p = args.params;
+  const int64_t thread = int64_t{blockIdx.x} * kSm90RowThreads + threadIdx.x;
+  for (int64_t i = thread; i < counters; i += int64_t{gridDim.x} * kSm90RowThreads) {
+    args.g_tickets[i] = 0;
+  }
+  const int lane = threadIdx.x % kLanes, dim = static_cast<int>(p.sizes.head_dim_v);
+  const unsigned nheads = static_cast<unsigned>(p.sizes.nheads),
+                 rows = static_cast<unsigned>(args.rows),
+                 all_rows = static_cast<unsigned>(p.sizes.batch) * nheads * rows;  // below 2^31
+  const unsigned first = blockIdx.x * (kRowsAtOnce * kRowsPerThread) + threadIdx.x / kLanes;
+  uint4 r_out[kRowsPerThread], r_dout[kRowsPerThread];
+  bool live[kRowsPerThread];
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) {
+    const unsigned flat_row = first + i * kRowsAtOnce;
+    const unsigned batch_head = flat_row / rows, row = flat_row % rows;
+    const unsigned sequence = batch_head / nheads, head = batch_head % nheads;
+    live[i] = flat_row < all_rows && row < p.sizes.seqlen_q;
+    if (live[i]) {
+      live[i] = BackwardLiveRows<Args>(args, int(sequence)).sees(int(row));
+    }
+    r_out[i] = r_dout[i] = make_uint4(0, 0, 0, 0);
+    if (live[i] && lane * 8 < dim) {
+      const auto load_row = [&](const AttentionTensor& t) {
+        return load_words(head_of<T>(t, sequence, head) + row * t.row_stride + lane * 8);
+      };
+      r_out[i] = load_row(p.out);
+      r_dout[i] = load_row(p.dout);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) {
+    const unsigned flat_row = first + i * kRowsAtOnce;
+    float out[8], dout[8], delta = 0.f;
+    to_floats<T>(out, r_out[i]);
+    to_floats<T>(dout, r_dout[i]);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) delta = fmaf(out[j], dout[j], delta);
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) {
+      delta += __shfl_xor_sync(~0u, delta, step);
+    }
+    if (lane == 0 && flat_row < all_rows) {
+      const int64_t lse_row = flat_row / rows * p.sizes.seqlen_q + flat_row % rows;
+      args.g_lse[flat_row] = live[i] ? args.shift - p.lse[lse_row] * args.lse_factor : -INFINITY;
+      args.g_delta[flat_row] = delta * (1.f / (1 << kProbabilityShift<T>));
+    }
+  }
+}
+
+template <typename T, int kTile, typename Args>
+void launch_attention_backward_sm90_preprocess(const Args& args, cudaStream_t stream) {
+  constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
+  constexpr int kRows = kIsMasked<Args> ? kShape.kMaskedRows : kShape.rows;
+  constexpr int kRowsPerCta = kSm90RowThreads / (kShape.dim / 8) * 4;
+  const int64_t rows = args.params.sizes.batch * args.params.sizes.nheads * args.rows;
+  launch_kernel(attention_backward_sm90_preprocess_kernel<T, kShape.dim, Args>,
+                {divide_up(rows, kRowsPerCta), kSm90RowThreads}, stream, args,
+                kBackwardTickets + rows / kRows * kShape.blocks);
+}
+
+}  // namespace torchweld
