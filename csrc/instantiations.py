@@ -127,9 +127,9 @@ TABLE = [
         + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=(128,), tile=(1,)),
     ),
     Family(
-        "${masked}attention_backward_wide_${dtype}_$dims",
+        "${masked}attention_backward_2cta_${dtype}_$dims",
         "attention/sm90/bwd_2cta_kernel.cuh",
-        "template void launch_attention_bwd_2cta_tile<$T, $tile>("
+        "template void launch_attention_backward_2cta_tile<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);\n"
         "template void launch_attention_backward_sm90_preprocess<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);",

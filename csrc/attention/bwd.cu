@@ -311,8 +311,8 @@ void launch(const Args& args, const MaskedAttentionBackwardParams& params, cudaS
   if (params.sizes.batch * params.sizes.nheads_kv * params.sizes.seqlen_k == 0) return;
   if (sm90) {
     with_sm90_tile<T>(choice.tile, [&](auto index) {
-      if constexpr (kAttentionBackwardSm90Tiles[index.value].wide()) {
-        launch_attention_bwd_2cta_tile<T, index.value>(args, stream);
+      if constexpr (kAttentionBackwardSm90Tiles[index.value].is_2cta()) {
+        launch_attention_backward_2cta_tile<T, index.value>(args, stream);
       } else {
         launch_attention_backward_sm90_tile<T, index.value>(args, stream);
       }

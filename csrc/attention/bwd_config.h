@@ -83,12 +83,12 @@ inline constexpr int kNumAttentionBackwardTiles =
 // On Hopper: two warpgroups have 64 of a block's keys each and walk the query rows `rows` at a
 // time, with two buffers of Q and dO, while one warp loads and one adds to dQ. Head dims up to
 // `dim` are filled up with zeros. With dk_in_flight, dK += dS^T Q of a tile still runs while
-// the warpgroups meet for its dQ; not every shape has registers for that. Under an AttentionMask the
-// rows are those of a group (kAttentionBackwardRowPad), which leaves registers for the mask.
+// the warpgroups meet for its dQ; not every shape has registers for that. Under an AttentionMask
+// the rows are those of a group (kAttentionBackwardRowPad), which leaves registers for the mask.
 //
-// Above 128 columns both warpgroups have the same 64 keys and half of the rows and of the columns
-// each, and the two blocks of a cluster share a query tile: each sums up half of the columns of its
-// dQ (attention/sm90/bwd_2cta_kernel.cuh).
+// Above 128 columns two CTAs of a cluster share the query tiles
+// (attention/sm90/bwd_2cta_kernel.cuh). Both warpgroups of a CTA have the same 64 keys, and half of
+// the rows of S and of the columns of dK and dV each. Each CTA sums half of the columns of dQ.
 struct AttentionBackwardSm90Tile {
   int dim;  // columns of dQ's sums
   int rows;
@@ -99,14 +99,14 @@ struct AttentionBackwardSm90Tile {
   int head_dim, head_dim_v;  // at most
 
   static constexpr int kMaskedRows = 64, kStages = 2, kThreads = 384;
-  static constexpr int kDqStoreWarps = 2;  // warps that add to dQ by turns; a wide one has one
+  static constexpr int kDqStoreWarps = 2;  // add dQ of alternate tiles; one on 2 CTAs
   static constexpr int kBoxColumns = AttentionSm90Tile::kBoxColumns;
 
-  constexpr bool wide() const { return dim > 128; }
-  // K, V, Q and dO twice, dS twice, and of each adder a dQ tile in fp32. A wide one has dO and dS
-  // once, half of dQ, half of its neighbour's K, and P, where the neighbour's dS comes later.
+  constexpr bool is_2cta() const { return dim > 128; }
+  // K, V, two stages of Q and dO, two buffers of dS, and a dQ tile in fp32 per dQ store warp. On 2
+  // CTAs: dO and dS once, half of dQ, half of the peer's K, and P, which the peer's dS overwrites.
   constexpr int tile_bytes() const {
-    if (!wide()) {
+    if (!is_2cta()) {
       return 2 * (2 * keys * dim + 2 * kStages * rows * dim + 2 * rows * keys) +
              kDqStoreWarps * 4 * rows * dim;
     }

@@ -51,6 +51,6 @@ void launch_attention_backward_sm90_tile(const Args& args, cudaStream_t stream);
 
 // Head dims of 129 to 256 (attention/sm90/bwd_2cta_kernel.cuh).
 template <typename T, int kTile, typename Args>
-void launch_attention_bwd_2cta_tile(const Args& args, cudaStream_t stream);
+void launch_attention_backward_2cta_tile(const Args& args, cudaStream_t stream);
 
 }  // namespace torchweld

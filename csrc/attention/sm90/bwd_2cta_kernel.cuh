@@ -46,7 +46,7 @@ __device__ __forceinline__ void backward_2cta_get_work(const typename Config::Pa
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    attention_bwd_2cta_kernel(const __grid_constant__ typename Config::Params p) {
+    attention_backward_2cta_kernel(const __grid_constant__ typename Config::Params p) {
 #if TW_HAS_WGMMA
   constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   constexpr int kConsumerWarps = 8;
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 }
 
 template <typename T, int kTile, typename Args>
-void launch_attention_bwd_2cta_tile(const Args& args, cudaStream_t stream) {
+void launch_attention_backward_2cta_tile(const Args& args, cudaStream_t stream) {
   using Config = Backward2CtaConfig<T, kTile, Args>;
   constexpr int kBytes = sizeof(Backward2CtaShared<Config>);
   static_assert(kBytes <= Config::kShape.tile_bytes() + kAttentionBackwardSm90ExtraBytes);
@@ -99,7 +99,7 @@ void launch_attention_bwd_2cta_tile(const Args& args, cudaStream_t stream) {
       sizes.batch * sizes.nheads_kv * args.group_parts * divide_up(sizes.seqlen_k, Config::kKeys);
   Grid grid(clusters * Config::kCtas, Config::kThreads, kBytes);
   grid.cluster = Config::kCtas;
-  launch_kernel(attention_bwd_2cta_kernel<Config>, grid, stream,
+  launch_kernel(attention_backward_2cta_kernel<Config>, grid, stream,
                 backward_sm90_params<Config>(args, Config::kCtaKeys));
   launch_attention_backward_sm90_postprocess<Config>(args, stream);
 }
