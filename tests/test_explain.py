@@ -59,7 +59,7 @@ def test_every_sample_has_a_kernel(of, dtype):
         assert not wanted or any(t.numel() == 0 for t in tensors)
     if explanation.source:
         assert explanation.source == "heuristic" and explanation.tile
-    assert ops._end_watch() == [], "a watch is left behind"
+    assert ops._end_observing() == [], "an observation was not ended"
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -142,7 +142,7 @@ def test_nothing_is_launched(tmp_path, reach):
     assert done.returncode == (99 if reach else 0), "the shim is in the way"
 
 
-# The watch
+# Observation
 
 
 class Spy:
@@ -157,14 +157,14 @@ class Spy:
         return getattr(ops, name)
 
 
-def test_the_watch_ends_after_a_refusal_too(monkeypatch):
+def test_observation_ends_after_a_refusal_too(monkeypatch):
     spy = Spy()
     monkeypatch.setattr(explain_module.library, "ops", spy)
     torchweld.explain("softmax", meta(2, 3))
-    assert spy.asked == ["_begin_dry_run", "_end_watch"]
+    assert spy.asked == ["_begin_dry_run", "_end_observing"]
     with pytest.raises(RuntimeError):
         torchweld.explain("linear", meta(2, 3), meta(4, 5))
-    assert spy.asked == ["_begin_dry_run", "_end_watch"] * 2
+    assert spy.asked == ["_begin_dry_run", "_end_observing"] * 2
 
 
 def test_a_call_after_it_computes():
@@ -285,8 +285,8 @@ def test_bad_arguments_are_refused_in_the_ops_own_sentence(op):
 def test_bad_calls():
     with pytest.raises(ValueError, match="op must be one of .*softmax.* but got 'sofmax'"):
         torchweld.explain("sofmax", meta(2))
-    with pytest.raises(ValueError, match="op must be one of .* but got '_end_watch'"):
-        torchweld.explain("_end_watch", meta(2))
+    with pytest.raises(ValueError, match="op must be one of .* but got '_end_observing'"):
+        torchweld.explain("_end_observing", meta(2))
     with pytest.raises(ValueError, match="must be given its tensors"):
         torchweld.explain("softmax")
     with pytest.raises(RuntimeError, match="softmax.* 1 argument"):
@@ -296,17 +296,17 @@ def test_bad_calls():
 # On a GPU
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="a watched call runs on a GPU")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="an observed call needs a GPU")
 
 
 @needs_gpu
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("of", ALL)
 def test_a_dry_run_tells_what_runs(of, dtype):
-    from torchweld.tuning.parts import watch
+    from torchweld.tuning.parts import observe
 
     args, kwargs = of.make("cuda", dtype)
-    _, seen = watch(lambda: getattr(ops, of.op)(*args, **kwargs))
+    _, seen = observe(lambda: getattr(ops, of.op)(*args, **kwargs))
     device = torch.cuda.current_device()
     told = [r for r in dry_records(of.op, *args, device=device, **kwargs) if r["family"]]
     facts = ("family", "part", "problem", "choice", "source", "kernel", "columns")
@@ -333,9 +333,9 @@ def test_a_dry_run_on_a_gpu_launches_and_allocates_nothing():
 
 @needs_gpu
 def test_the_facts_of_the_gpu():
-    from torchweld.tuning.parts import watch
+    from torchweld.tuning.parts import observe
 
-    _, (record,) = watch(lambda: ops.softmax(torch.randn(3, 5, device="cuda")))
+    _, (record,) = observe(lambda: ops.softmax(torch.randn(3, 5, device="cuda")))
     facts = named("softmax", record["problem"])
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     assert facts["sms"] == properties.multi_processor_count

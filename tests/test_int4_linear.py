@@ -19,7 +19,7 @@ from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
 from strategies import dtype_names, layouts, seeds, strided, values
 from tensors import need_dtype, randn
 from torchweld.nn import Int4Linear
-from torchweld.tuning.parts import watch
+from torchweld.tuning.parts import observe
 
 ops = torch.ops.torchweld
 
@@ -221,7 +221,7 @@ def check_every_tile(size, dtype):
     other = torch.randn(m, k + 8, device="cuda").to(dtype)[:, :k]
     shift = bias.to(dtype).cuda()
     call = lambda x: ops.int4_linear_repacked(x, *args, shift, out_features=n)  # noqa: E731
-    _, (record,) = watch(lambda: call(x))
+    _, (record,) = observe(lambda: call(x))
     problem = record["problem"]
     legal = [found for found in _C.candidates("int4", problem) if not found["refusal"]]
     for found in legal:

@@ -12,7 +12,7 @@ from bounds import softmax_backward_bounds, softmax_bounds
 from numerics import assert_equal, assert_same_bits
 from samples import BF16, F16, F32, F64, check_op, dtypes, need_kernel
 from tensors import randn
-from torchweld.tuning.parts import watch
+from torchweld.tuning.parts import observe
 
 softmax = torch.ops.torchweld.softmax
 softmax_backward = torch.ops.torchweld.softmax_backward
@@ -236,7 +236,7 @@ def test_gradient_of_rows_longer_than_the_ring_of_8_blocks(dtype, n, blocks):
     torch.manual_seed(n)
     x, dy = (torch.randn(40, n, device="cuda").to(dtype) for _ in range(2))
     y = softmax(x)
-    _, (record,) = watch(lambda: softmax_backward(dy, y))
+    _, (record,) = observe(lambda: softmax_backward(dy, y))
     ring = _C.candidate("softmax", record["problem"], f"ring {blocks}")
     if ring["refusal"]:
         pytest.skip(ring["refusal"])

@@ -13,7 +13,7 @@ import torchweld._library as library
 from commands import run_command
 from samples import BF16, F16, F32, sample
 from torchweld.tuning import TuneResult, cache, search, work
-from torchweld.tuning.parts import parts_of, watch
+from torchweld.tuning.parts import observe, parts_of
 from torchweld.tuning.progress import Progress
 from tuning import (  # noqa: F401
     _C,
@@ -94,7 +94,7 @@ class FakeRounds:
 def fake_gpu(monkeypatch):
     """search.tune on CPU tensors, as if they were on a GPU; returns what sets its behaviour."""
 
-    def fake_watch(call):
+    def fake_observe(call):
         out = call()
         choice, source = picked()
         record = {"family": "matmul", "problem": LINEAR, "choice": choice, "source": source}
@@ -105,7 +105,7 @@ def fake_gpu(monkeypatch):
         monkeypatch.setattr(search.library, "ops", FakeOps(wrong, broken))
         FakeRounds.stop_after, FakeRounds.rounds_run = stop_after, 0
 
-    monkeypatch.setattr(search, "watch", fake_watch)
+    monkeypatch.setattr(search, "observe", fake_observe)
     monkeypatch.setattr(search, "_gpu_name", lambda t: GPU)
     monkeypatch.setattr(search, "_gpu_works", lambda: True)
     monkeypatch.setattr("torchweld.tuning.timer.CudaRounds", FakeRounds)
@@ -208,7 +208,7 @@ def test_two_kernels_are_searched_one_after_the_other(fake_gpu, monkeypatch):
     second = problem("matmul", m=512)
     forced = []
 
-    def fake_watch(call):
+    def fake_observe(call):
         record = {"family": "matmul", "choice": "sync 128x128", "source": "heuristic"}
         record["kernels"] = []
         return [call()], [{**record, "problem": p} for p in (LINEAR, second, LINEAR)]
@@ -218,7 +218,7 @@ def test_two_kernels_are_searched_one_after_the_other(fake_gpu, monkeypatch):
             super().run()
             forced.append((picked()[0], picked(numbers=second)))
 
-    monkeypatch.setattr(search, "watch", fake_watch)
+    monkeypatch.setattr(search, "observe", fake_observe)
     monkeypatch.setattr("torchweld.tuning.timer.CudaRounds", Both)
     result = torchweld.tune("linear", *linear_call(), rounds=1)
     assert {row["part"] for row in result.rows} == {0, 1}
@@ -242,7 +242,7 @@ def test_nothing_to_tune_on_the_cpu():
 
 
 def test_an_op_of_one_configuration(fake_gpu, monkeypatch):
-    monkeypatch.setattr(search, "watch", lambda call: ([call()], []))
+    monkeypatch.setattr(search, "observe", lambda call: ([call()], []))
     result = torchweld.tune("mul_relu", torch.ones(3, 4), torch.ones(3), remember=True)
     assert "mul_relu has one configuration for these arguments" in str(result)
     assert not cache.path().exists()
@@ -500,7 +500,7 @@ SMALL_IMAGES = {
 def test_every_legal_configuration_is_right(op, dtype):
     make = (CALLS | SMALL_IMAGES)[op]
     args = on_gpu(make(dtype))
-    parts = parts_of(watch(lambda: getattr(ops, op.split()[0])(*args))[1])
+    parts = parts_of(observe(lambda: getattr(ops, op.split()[0])(*args))[1])
     result = torchweld.tune(op.split()[0], *args, rounds=2)
     refused = {
         row["choice"]
@@ -536,10 +536,10 @@ def test_int4_is_tuned(dtype):
 @needs_gpu
 def test_a_forced_choice_runs_and_an_illegal_one_raises_a_sentence():
     x = torch.randn(3, 1000, device="cuda")
-    _, (record,) = watch(lambda: ops.softmax(x))
+    _, (record,) = observe(lambda: ops.softmax(x))
     ops._force_choice("softmax", record["problem"], "stream")
     try:
-        out, (forced,) = watch(lambda: ops.softmax(x))
+        out, (forced,) = observe(lambda: ops.softmax(x))
     finally:
         ops._force_choice("softmax", record["problem"], "")
     assert forced["choice"] == "stream" and forced["source"] == "forced"
@@ -550,7 +550,7 @@ def test_a_forced_choice_runs_and_an_illegal_one_raises_a_sentence():
 @needs_gpu
 def test_remembered_choice_is_what_runs():
     x, weight = on_gpu(CALLS["linear"](BF16))
-    _, (record,) = watch(lambda: ops.linear(x, weight))
+    _, (record,) = observe(lambda: ops.linear(x, weight))
     gpu = torch.cuda.get_device_name()
     other = next(
         c["choice"]
@@ -558,7 +558,7 @@ def test_remembered_choice_is_what_runs():
         if not c["refusal"] and c["choice"] != record["choice"]
     )
     ops._remember_choice(gpu, "matmul", record["problem"], other)
-    out, (tuned,) = watch(lambda: ops.linear(x, weight))
+    out, (tuned,) = observe(lambda: ops.linear(x, weight))
     assert (tuned["choice"], tuned["source"]) == (other, "tuned")
     assert torchweld.explain("linear", x, weight).source == "tuned"
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Forced and remembered choices, and the watch: host code, tested without a GPU."""
+"""Forced and remembered choices, and observation: host code, tested without a GPU."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_threads_remember_and_look_up_at_once():
 
 
 def test_a_watch_ends():
-    ops._begin_watch()
+    ops._begin_observing()
     torchweld.softmax(torch.ones(2, 3))  # the CPU has nothing to choose
-    assert ops._end_watch() == []
-    assert ops._end_watch() == [], "nothing is watched any more"
+    assert ops._end_observing() == []
+    assert ops._end_observing() == [], "nothing is observed any more"

@@ -25,13 +25,13 @@ struct AttentionNumbers {
   using Problem = AttentionProblem;
   using Choice = AttentionChoice;
 
-  static Numbers numbers(const AttentionProblem& p) {
+  static Encoded encode_fields(const AttentionProblem& p) {
     return {p.load.heads,    p.seqlen_q,    p.seqlen_k,
             p.head_dim,      p.head_dim_v,  static_cast<int64_t>(p.math),
             p.load.group,    p.load.causal, p.load.padded,
             p.load.bfloat16, p.load.window, p.load.packed};
   }
-  static AttentionProblem problem(const Numbers& x) {
+  static AttentionProblem decode_fields(const Encoded& x) {
     return {x[1],
             x[2],
             x[3],
@@ -40,25 +40,25 @@ struct AttentionNumbers {
             {x[0], x[6], x[7] != 0, x[8] != 0, x[9] != 0, x[10], x[11] != 0},
             {}};
   }
-  static Numbers key(Numbers x) {
+  static Encoded shape_class(Encoded x) {
     for (int i : {0, 1, 2, 10}) x[i] = size_class(x[i]);
     return x;
   }
 
-  static Numbers told(const AttentionChoice& choice) {
+  static Encoded encode(const AttentionChoice& choice) {
     return {static_cast<int64_t>(choice.engine), choice.tile, choice.splits};
   }
-  static AttentionChoice make(const AttentionProblem&, const Numbers& x) {
+  static AttentionChoice make(const AttentionProblem&, const Encoded& x) {
     return {static_cast<AttentionEngine>(x[0]), static_cast<int>(x[1]), static_cast<int>(x[2])};
   }
-  static bool general(const Numbers& x) { return make({}, x).engine == AttentionEngine::kGeneral; }
-  static bool decode(const Numbers& x) { return make({}, x).engine == AttentionEngine::kDecode; }
-  static bool sm90(const Numbers& x) { return make({}, x).engine == AttentionEngine::kSm90; }
+  static bool general(const Encoded& x) { return make({}, x).engine == AttentionEngine::kGeneral; }
+  static bool decode(const Encoded& x) { return make({}, x).engine == AttentionEngine::kDecode; }
+  static bool sm90(const Encoded& x) { return make({}, x).engine == AttentionEngine::kSm90; }
 
-  static std::vector<Numbers> tiles_and_general(int tiles) {
-    std::vector<Numbers> all;
-    for (int i = 0; i < tiles; ++i) all.push_back(told({AttentionEngine::kSync, i}));
-    all.push_back(told({AttentionEngine::kGeneral, 0}));
+  static std::vector<Encoded> tiles_and_general(int tiles) {
+    std::vector<Encoded> all;
+    for (int i = 0; i < tiles; ++i) all.push_back(encode({AttentionEngine::kSync, i}));
+    all.push_back(encode({AttentionEngine::kGeneral, 0}));
     return all;
   }
 
@@ -67,7 +67,7 @@ struct AttentionNumbers {
                                          : (math == AttentionMath::kTf32 ? "tf32" : "float32");
   }
 
-  static std::string kernel(const AttentionProblem&, const Numbers& x) {
+  static std::string kernel(const AttentionProblem&, const Encoded& x) {
     return general(x)  ? "general"
            : decode(x) ? "tensor cores (mma.sync), the keys split over the GPU"
            : sm90(x)   ? "tensor cores (wgmma)"
@@ -76,7 +76,7 @@ struct AttentionNumbers {
   static std::string dims_text(const AttentionProblem& p) {
     return "head dims " + std::to_string(p.head_dim) + " and " + std::to_string(p.head_dim_v);
   }
-  static std::string why(const AttentionProblem& p, const Numbers& x) {
+  static std::string why(const AttentionProblem& p, const Encoded& x) {
     return (general(x) ? "no tile holds " : "the first tile that holds ") + dims_text(p);
   }
 };
@@ -84,38 +84,38 @@ struct AttentionNumbers {
 struct AttentionFamily : AttentionNumbers {
   static constexpr const char* kName = "attention";
   static constexpr const char* kEngines[] = {"sync", "general", "decode", "sm90"};
-  static constexpr bool kInOrder = false;
+  static constexpr bool kFirstLegal = false;
 
   static AttentionChoice choose(const AttentionProblem& p) { return choose_attention(p); }
-  static Refusal refusal(const AttentionProblem& p, const Numbers& x) {
+  static Refusal refusal(const AttentionProblem& p, const Encoded& x) {
     if (decode(x)) {
       return attention_decode_refusal(p, kAttentionDecodeTiles[x[1]], static_cast<int>(x[2]));
     }
     if (sm90(x)) return attention_sm90_refusal(p, kAttentionSm90Tiles[x[1]]);
     return general(x) ? Refusal() : attention_refusal(p, kAttentionTiles[x[1]]);
   }
-  static std::string why(const AttentionProblem& p, const Numbers& x) {
+  static std::string why(const AttentionProblem& p, const Encoded& x) {
     if (decode(x)) return "few query rows, in the first tile that holds " + dims_text(p);
     if (!sm90(x)) return AttentionNumbers::why(p, x);
     return "the tile expected to be the fastest of those that hold " + dims_text(p);
   }
   // Of the decode tiles with the splits that fill the GPU, and powers of two.
-  static std::vector<Numbers> candidates(const AttentionProblem& p) {
-    std::vector<Numbers> all = tiles_and_general(kNumAttentionTiles);
+  static std::vector<Encoded> candidates(const AttentionProblem& p) {
+    std::vector<Encoded> all = tiles_and_general(kNumAttentionTiles);
     for (int i = 0; i < kNumAttentionSm90Tiles; ++i) {
-      all.push_back(told({AttentionEngine::kSm90, i}));
+      all.push_back(encode({AttentionEngine::kSm90, i}));
     }
     for (int i = 0; i < kNumAttentionDecodeTiles; ++i) {
       const int own = attention_decode_splits(p, kAttentionDecodeTiles[i]);
-      all.push_back(told({AttentionEngine::kDecode, i, own}));
+      all.push_back(encode({AttentionEngine::kDecode, i, own}));
       for (int splits = 1; splits <= AttentionDecodeTile::kMaxSplits; splits *= 2) {
-        if (splits != own) all.push_back(told({AttentionEngine::kDecode, i, splits}));
+        if (splits != own) all.push_back(encode({AttentionEngine::kDecode, i, splits}));
       }
     }
     return all;
   }
 
-  static std::string tile(const Numbers& x) {
+  static std::string tile(const Encoded& x) {
     if (general(x)) return "";
     if (decode(x)) {
       const AttentionDecodeTile& tile = kAttentionDecodeTiles[x[1]];
@@ -133,7 +133,7 @@ struct AttentionFamily : AttentionNumbers {
            std::to_string(tile.dim);
   }
   // Zeros: the general kernel, which has no tile.
-  static Columns columns(const AttentionProblem&, const Numbers& x) {
+  static Columns columns(const AttentionProblem&, const Encoded& x) {
     const auto row = [&](const auto& tile, int rows, int stages, int warps) -> Columns {
       return {{"rows", rows},
               {"keys", tile.keys},
@@ -160,25 +160,25 @@ struct AttentionBackwardFamily : AttentionNumbers {
   static constexpr const char* kName = "attention_backward";
   // No tile is for decode.
   static constexpr const char* kEngines[] = {"sync", "general", "decode", "sm90"};
-  static constexpr bool kInOrder = true;
+  static constexpr bool kFirstLegal = true;
 
   static AttentionChoice choose(const AttentionProblem& p) { return choose_attention_backward(p); }
-  static Refusal refusal(const AttentionProblem& p, const Numbers& x) {
+  static Refusal refusal(const AttentionProblem& p, const Encoded& x) {
     if (sm90(x)) return attention_backward_sm90_refusal(p, kAttentionBackwardSm90Tiles[x[1]]);
     return general(x) ? Refusal() : attention_backward_refusal(p, kAttentionBackwardTiles[x[1]]);
   }
-  static std::vector<Numbers> candidates(const AttentionProblem&) {
-    std::vector<Numbers> all;
+  static std::vector<Encoded> candidates(const AttentionProblem&) {
+    std::vector<Encoded> all;
     for (int i = 0; i < kNumAttentionBackwardSm90Tiles; ++i) {
-      all.push_back(told({AttentionEngine::kSm90, i}));
+      all.push_back(encode({AttentionEngine::kSm90, i}));
     }
-    for (const Numbers& choice : tiles_and_general(kNumAttentionBackwardTiles)) {
+    for (const Encoded& choice : tiles_and_general(kNumAttentionBackwardTiles)) {
       all.push_back(choice);
     }
     return all;
   }
 
-  static std::string tile(const Numbers& x) {
+  static std::string tile(const Encoded& x) {
     if (general(x)) return "";
     if (sm90(x)) {
       const AttentionBackwardSm90Tile& tile = kAttentionBackwardSm90Tiles[x[1]];
@@ -191,7 +191,7 @@ struct AttentionBackwardFamily : AttentionNumbers {
            std::to_string(tile.head_dim) + (tile.paired ? " paired" : "");
   }
   // Zeros: the general kernels, which have no tile.
-  static Columns columns(const AttentionProblem&, const Numbers& x) {
+  static Columns columns(const AttentionProblem&, const Encoded& x) {
     if (sm90(x)) {
       const AttentionBackwardSm90Tile& tile = kAttentionBackwardSm90Tiles[x[1]];
       return {{"keys", tile.keys},

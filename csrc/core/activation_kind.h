@@ -1,4 +1,4 @@
-// The pointwise functions of the linear ops, as host and device name them.
+// The activations and gates of the linear ops, for host and device.
 #pragma once
 
 #include <cstdint>

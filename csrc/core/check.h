@@ -1,6 +1,6 @@
 // Argument checks. A refusal is one sentence: torchweld::<op>: <argument> must be <expected>, but
-// got <got>; <fix>. Everything works on symbolic sizes too, so that the same checks serve eager,
-// Meta and torch.compile.
+// got <got>; <fix>. All checks work on symbolic sizes, so eager, Meta and torch.compile share
+// them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -65,7 +65,7 @@ inline std::string describe(const Tensor& t) {
   return dtype_name(t.scalar_type()) + " " + shape_text(t.sym_sizes()) + " on " + t.device().str();
 }
 
-// Statistics and sums are kept in fp32, in fp64 for fp64.
+// dtype of statistics and accumulators: fp32, or fp64 for fp64.
 inline at::ScalarType acc_dtype(const Tensor& t) {
   return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
@@ -101,7 +101,7 @@ inline void check_dtype(const char* op, const char* name, const Tensor& t, at::S
            describe(t), "; use ", name, ".to(torch.", dtype_name(dtype), ")");
 }
 
-// Same dtype and device as `like`.
+// Checks that t has the dtype and device of `like`.
 inline void check_like(const char* op, const char* name, const Tensor& t, const char* like_name,
                        const Tensor& like) {
   check_device(op, name, t, like_name, like);
@@ -119,7 +119,7 @@ inline void check_shape(const char* op, const char* name, const Tensor& t,
            describe(t));
 }
 
-// The fix where a (N, K) weight was given as (K, N), as GPT-2's Conv1D keeps it.
+// Suggests .t() for a weight passed as (K, N), GPT-2's Conv1D layout, instead of (N, K).
 inline std::string transpose_fix(const char* name, const Tensor& weight, const c10::SymInt& k) {
   const bool transposed = weight.sym_size(1) != k && weight.sym_size(0) == k;
   return transposed ? std::string("; use ") + name + ".t()" : "";
@@ -129,29 +129,30 @@ inline void check_finite(const char* op, const char* name, double value) {
   TW_CHECK(std::isfinite(value), op, name, " must be finite, but got ", value);
 }
 
-// leftpad: int32 (batch,) beside `like`; its values are data and are not looked at. What is no
-// number a sequence is somebody's mask.
+// leftpad must be int32 (batch,) on the device of `like`. Only shape and dtype are checked; the
+// values stay on the device. A tensor of another rank, or of bool, is probably an attention_mask,
+// so the error suggests leftpad_from_mask.
 inline void check_leftpad(const char* op, const OptionalTensor& leftpad, const c10::SymInt& batch,
                           const char* like_name, const Tensor& like) {
   if (!is_given(leftpad)) return;
   const Tensor& pad = *leftpad;
   const bool ok = pad.scalar_type() == at::kInt && pad.device() == like.device() &&
                   pad.dim() == 1 && pad.sym_size(0) == batch;
-  const bool mask = pad.dim() != 1 || pad.scalar_type() == at::kBool;
+  const bool is_mask = pad.dim() != 1 || pad.scalar_type() == at::kBool;
   TW_CHECK(ok, op, "leftpad must be int32 (", batch, ",) on ", like.device().str(), ", but got ",
            describe(pad), "; use ",
-           mask ? std::string("torchweld.leftpad_from_mask(attention_mask)")
-                : std::string("leftpad.to(") + like_name + ".device, torch.int32)");
+           is_mask ? std::string("torchweld.leftpad_from_mask(attention_mask)")
+                   : std::string("leftpad.to(") + like_name + ".device, torch.int32)");
 }
 
-// x's sizes with the last one replaced.
+// x's sizes with the last size replaced.
 inline std::vector<c10::SymInt> with_last(const Tensor& x, const c10::SymInt& last) {
   std::vector<c10::SymInt> sizes(x.sym_sizes().begin(), x.sym_sizes().end());
   sizes.back() = last;
   return sizes;
 }
 
-// x's sizes without the last one.
+// x's sizes without the last size.
 inline std::vector<c10::SymInt> without_last(const Tensor& x) {
   return {x.sym_sizes().begin(), x.sym_sizes().end() - 1};
 }

@@ -1,53 +1,53 @@
-// Which configuration a call takes: one that tune tries on this thread, one that it has remembered,
-// or the family's own choice. Launchers ask `pick`, which costs one load where nothing is forced,
-// remembered or watched. Knows no torch header.
+// Picks the configuration of a call: the one that tune forces on this thread, else a remembered
+// one, else the heuristic choice. pick() costs one load if no choice is forced or remembered and no
+// thread observes. Includes no torch header.
 #pragma once
 
 #include <optional>
 
 #include "core/family.h"
-#include "core/watch.h"
+#include "core/observe.h"
 
 namespace torchweld {
 
-// `own`, or what is forced or remembered instead. Throws where the forced choice can't be taken.
-Numbers resolve_choice(const char* family, const Numbers& problem, const Numbers& own);
+// The forced or the remembered choice, else `heuristic`. Throws if the forced choice is illegal.
+Encoded resolve_choice(const char* family, const Encoded& problem, const Encoded& heuristic);
 
-// The family's own choice. The last ones of a thread are kept: a matmul weighs a hundred
-// configurations, in more time than a launch takes.
-template <typename Family>
-typename Family::Choice own_choice(const Numbers& numbers,
-                                   const typename Family::Problem& problem) {
-  struct Kept {
-    Numbers numbers;
-    std::optional<typename Family::Choice> choice;
+// The heuristic choice. Each thread caches the last ones, because a matmul compares a hundred
+// configurations, which takes longer than a launch.
+template <typename KernelFamily>
+typename KernelFamily::Choice heuristic_choice(const Encoded& encoded,
+                                               const typename KernelFamily::Problem& problem) {
+  struct Entry {
+    Encoded encoded;
+    std::optional<typename KernelFamily::Choice> choice;
   };
-  constexpr uint64_t kKept = 128;
-  thread_local Kept all[kKept];
-  Kept& kept = all[numbers.hash() % kKept];
-  if (!kept.choice || kept.numbers != numbers) {
-    kept.choice = Family::choose(problem);
-    kept.numbers = numbers;
+  constexpr uint64_t kEntries = 128;
+  thread_local Entry cache[kEntries];
+  Entry& entry = cache[encoded.hash() % kEntries];
+  if (!entry.choice || entry.encoded != encoded) {
+    entry.choice = KernelFamily::choose(problem);
+    entry.encoded = encoded;
   }
-  return *kept.choice;
+  return *entry.choice;
 }
 
-template <typename Family>
-typename Family::Choice pick(const typename Family::Problem& problem) {
-  const Numbers numbers = numbers_of<Family>(problem);
-  const auto own = own_choice<Family>(numbers, problem);
-  if (!is_observed()) return own;
-  const Numbers told = Family::told(own);
-  const Numbers chosen = resolve_choice(Family::kName, numbers, told);
-  return chosen == told ? own : Family::make(problem, chosen);
+template <typename KernelFamily>
+typename KernelFamily::Choice pick(const typename KernelFamily::Problem& problem) {
+  const Encoded encoded = encode_problem<KernelFamily>(problem);
+  const auto heuristic = heuristic_choice<KernelFamily>(encoded, problem);
+  if (!is_observed()) return heuristic;
+  const Encoded heuristic_encoded = KernelFamily::encode(heuristic);
+  const Encoded chosen = resolve_choice(KernelFamily::kName, encoded, heuristic_encoded);
+  return chosen == heuristic_encoded ? heuristic : KernelFamily::make(problem, chosen);
 }
 
-// While it lives, what is picked belongs to this part of a call, e.g. "dx".
-class CallPart {
+// Labels the choices picked during its lifetime with a part of the call, e.g. "dx".
+class CallScope {
  public:
-  explicit CallPart(const char* name) : before_(exchange(name)) {}
-  ~CallPart() { exchange(before_); }
-  CallPart(const CallPart&) = delete;
+  explicit CallScope(const char* name) : before_(exchange(name)) {}
+  ~CallScope() { exchange(before_); }
+  CallScope(const CallScope&) = delete;
 
  private:
   static const char* exchange(const char* name);

@@ -1,4 +1,4 @@
-// From tensors to the plain arguments of a launcher. Host code of CUDA builds only.
+// Converts tensors to the plain arguments of a launcher. Host code of CUDA builds only.
 #pragma once
 
 #include <c10/cuda/CUDAGuard.h>
@@ -12,7 +12,7 @@
 
 namespace torchweld {
 
-// The device that a call's kernels run on, while this lives; in a dry run there is none.
+// Makes `device` current during its lifetime; does nothing in a dry run.
 class OnDevice {
  public:
   explicit OnDevice(const c10::Device& device) {
@@ -27,12 +27,13 @@ inline cudaStream_t current_stream() {
   return is_dry_run() ? nullptr : c10::cuda::getCurrentCUDAStream().stream();
 }
 
-// Where a tensor's elements lie. Tensors of a dry run have no memory: an address that nobody reads
-// stands for theirs, because to a launcher nullptr means "not given" or "not wanted".
+// The address of a tensor's elements. In a dry run tensors have no memory, so the address of a
+// placeholder is returned, which is never read: nullptr would tell a launcher that the tensor is
+// absent.
 template <typename T>
 T* mutable_data(const at::Tensor& t) {
-  alignas(16) static char nowhere[16];
-  return static_cast<T*>(is_dry_run() ? nowhere : t.mutable_data_ptr());
+  alignas(16) static char placeholder[16];
+  return static_cast<T*>(is_dry_run() ? placeholder : t.mutable_data_ptr());
 }
 template <typename T>
 const T* const_data(const at::Tensor& t) {
@@ -50,7 +51,7 @@ inline DType dtype_of(const at::Tensor& t) {
   }
 }
 
-// An optional vector, contiguous; data() is nullptr where it is not given.
+// A contiguous copy of an optional vector; data() is nullptr if the vector is absent.
 struct Vector {
   Tensor tensor;
 
@@ -62,7 +63,7 @@ struct Vector {
   }
 };
 
-// The stride of the rows of a tensor (..., n), where they are a constant stride apart.
+// The row stride of a tensor (..., n), or nullopt if the rows have no common stride.
 inline std::optional<int64_t> row_stride_of(const at::Tensor& t) {
   int64_t stride = t.size(-1), expected = -1;
   for (int64_t d = t.dim() - 2; d >= 0; --d) {
@@ -77,8 +78,8 @@ inline std::optional<int64_t> row_stride_of(const at::Tensor& t) {
   return stride;
 }
 
-// A tensor as (rows, n): columns adjacent, rows a constant stride apart. Copies only when the
-// strides cannot be told so.
+// A tensor as (rows, n) with contiguous columns and one row stride. Copies only a tensor whose
+// strides do not allow that.
 struct Rows {
   at::Tensor tensor;
   int64_t rows = 0;

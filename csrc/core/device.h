@@ -1,4 +1,4 @@
-// What the choice of a kernel asks of a GPU. Torch-free.
+// The properties of a GPU that choosing a kernel needs. Torch-free.
 #pragma once
 
 #include <algorithm>
@@ -8,25 +8,24 @@ namespace torchweld {
 
 struct DeviceFacts {
   int sms = 0;
-  int shared_limit = 0;         // bytes of shared memory that one block may have
+  int shared_limit = 0;         // max shared memory of a block, bytes
   bool clusters = false;        // thread-block clusters
-  bool clusters_of_16 = false;  // one whose 16 blocks have an SM each fits
-  bool tma = false;             // bulk copies, of tensor maps too
-  bool wgmma = false;           // products of warpgroups
-  // How many clusters of so many blocks run at once where every block has an SM for itself; 0 where
-  // nobody asks.
-  // NOTE: a cluster stays within one GPC, and GPCs differ in how many SMs they have left.
-  int clusters_at_once[17] = {};
+  bool clusters_of_16 = false;  // a 16-CTA cluster fits on this GPU
+  bool tma = false;             // bulk copies and tensor maps
+  bool wgmma = false;           // warpgroup matrix multiply
+  // By cluster size: how many clusters run at once with one block per SM; 0 for sizes not queried.
+  // NOTE: a cluster stays within one GPC, and GPCs differ in their number of usable SMs.
+  int active_clusters[17] = {};
 
-  // The same, at least 1.
-  int most_clusters(int blocks) const { return std::max(clusters_at_once[blocks], 1); }
+  // active_clusters of a cluster size, at least 1.
+  int max_active_clusters(int size) const { return std::max(active_clusters[size], 1); }
 };
 
-// Of the current device, asked once a device; in a dry run those of the GPU that is assumed. All
-// zeros where there is no GPU.
+// Facts of the current device, queried once per device; in a dry run, facts of the assumed GPU.
+// All zeros without a GPU.
 const DeviceFacts& device_facts();
 
-// What explain assumes where there is no GPU.
+// The GPU that explain assumes on a machine without one.
 inline constexpr DeviceFacts kH100Facts = {
     132, 232448, true, true, true, true, {0, 132, 66, 42, 32, 0, 0, 0, 15, 0, 0, 0, 0, 0, 0, 0, 6}};
 

@@ -1,9 +1,9 @@
-// What every room registers the same way: an op's kernels for all dispatch keys, its handle,
-// autograd and autocast plumbing. A room defines <op>_meta, behind which TW_OP names the op,
-// <op>_cpu and <op>_cuda, and lists it with define_op.
+// Registers an op: its kernels for every dispatch key, its handle, autograd and autocast. <op>.cpp
+// defines <op>_meta, followed by TW_OP(<op>), then <op>_cpu and <op>_cuda, and registers them with
+// define_op.
 //
-// Autocast casts the tensors of matmul-like ops to the autocast dtype, x included, so that the norm
-// of layer_norm_linear reads a rounded x. softmax, causal_softmax, the pointwise ops and sums have
+// Autocast casts all tensors of matmul-like ops to the autocast dtype, so the norm of
+// layer_norm_linear reads a rounded x. softmax, causal_softmax, the pointwise ops and sums have
 // no autocast kernel and keep their dtype.
 #pragma once
 
@@ -25,14 +25,14 @@ namespace torchweld {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// The dispatcher's handle of torchweld::<name>; keep it in a function-local static.
+// The dispatcher's handle of torchweld::<name>. Store it in a function-local static.
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> find_op(const char* name) {
   const std::string full = std::string("torchweld::") + name;
   return c10::Dispatcher::singleton().findSchemaOrThrow(full.c_str(), "").typed<Signature>();
 }
 
-// An op through the dispatcher, as a function; see TW_OP.
+// A function object that calls an op through the dispatcher; see TW_OP.
 template <typename Op, typename Signature>
 struct OpCall;
 
@@ -42,7 +42,7 @@ struct OpCall<Op, Result(Args...)> {
     static const auto op = find_op<Result(Args...)>(Op::kName);
     return op.call(std::forward<Args>(args)...);
   }
-  // Below autograd: as the forward of a Function calls it.
+  // Calls the op below autograd, as the forward of a Function must.
   Result below(Args... args) const {
     at::AutoDispatchBelowADInplaceOrView guard;
     return (*this)(std::forward<Args>(args)...);
@@ -63,7 +63,7 @@ bool needs_grad(const T&) {
 inline bool needs_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
 inline bool needs_grad(const OptionalTensor& t) { return is_given(t) && needs_grad(*t); }
 
-// True where a call must be recorded.
+// Whether autograd must record the call.
 template <typename... Args>
 bool any_needs_grad(const Args&... args) {
   return at::GradMode::is_enabled() && (needs_grad(args) || ...);
@@ -78,8 +78,8 @@ inline bool has_tangent(const Tensor& t) {
 }
 inline bool has_tangent(const OptionalTensor& t) { return is_given(t) && has_tangent(*t); }
 
-// Refuses forward-mode differentiation. Forward mode is independent of grad mode, so a call that is
-// not recorded must be checked too: it would drop the tangent.
+// Refuses forward-mode differentiation. Forward mode is independent of grad mode, so unrecorded
+// calls are checked too; they would drop the tangent.
 template <typename... Args>
 void check_no_tangent(const char* op, const Args&... args) {
   TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(args) || ...), "torchweld::", op,
@@ -87,37 +87,37 @@ void check_no_tangent(const char* op, const Args&... args) {
                               "reverse mode, such as torch.autograd.grad or torch.func.jacrev");
 }
 
-// A saved optional tensor comes back undefined; ops take it as nullopt.
+// Converts an undefined tensor, which autograd returns for a saved nullopt, back to nullopt.
 inline OptionalTensor optional(const Tensor& t) {
   return t.defined() ? OptionalTensor(t) : std::nullopt;
 }
 inline Tensor or_undefined(const OptionalTensor& t) { return t.value_or(Tensor()); }
 
-// Backward ops return a (0,) tensor for a gradient nobody asked for; autograd wants it undefined.
+// Backward ops return a (0,) tensor for an unneeded gradient; autograd needs an undefined one.
 inline Tensor if_wanted(bool wanted, const Tensor& grad) { return wanted ? grad : Tensor(); }
 
-// Registered for CUDA by each op that has no CUDA kernel in this build: one sentence, no fallback.
+// The CUDA kernel of ops without one in this build: raises an error, no fallback.
 void no_cuda_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 inline torch::CppFunction no_cuda_kernel_function() {
   return torch::CppFunction::makeFromBoxedFunction<&no_cuda_kernel>();
 }
 
-// Registered for Autograd by ops without a gradient: backpropagating through them raises.
+// The Autograd kernel of ops without a gradient: backpropagating through them raises.
 inline torch::CppFunction no_gradient_function() {
   return torch::autograd::autogradNotImplementedFallback();
 }
 
-// The outputs of a Function of which the first one has a gradient; the others are there for it.
+// Marks all outputs of a Function but the first as non-differentiable: backward reads them.
 inline variable_list outputs_of(AutogradContext* ctx, variable_list outputs) {
   ctx->mark_non_differentiable({outputs.begin() + 1, outputs.end()});
   ctx->set_materialize_grads(false);
   return outputs;
 }
 
-// The first outputs of a Function, as many as an op returns.
+// Converts the first outputs of a Function to the op's result.
 template <typename Result>
-Result take_outputs(const variable_list& outputs) {
+Result first_outputs(const variable_list& outputs) {
   if constexpr (std::is_same_v<Result, Tensor>) {
     return outputs[0];
   } else {
@@ -127,23 +127,23 @@ Result take_outputs(const variable_list& outputs) {
   }
 }
 
-// Empties a node's list of non-differentiable outputs, which only apply() reads: compiled autograd
-// asserts that the list of every node that it meets is empty.
+// Clears a node's list of non-differentiable outputs, which only apply() reads, because compiled
+// autograd asserts that it is empty.
 template <typename Function>
-void forget_non_differentiable(const Tensor& output) {
+void clear_non_differentiable(const Tensor& output) {
   using Node = torch::autograd::CppNode<Function>;
   if (auto* node = dynamic_cast<Node*>(output.grad_fn().get())) {
     node->ctx_.mark_non_differentiable({});
   }
 }
 template <typename Function>
-void forget_non_differentiable(const variable_list& outputs) {
-  forget_non_differentiable<Function>(outputs[0]);
+void clear_non_differentiable(const variable_list& outputs) {
+  clear_non_differentiable<Function>(outputs[0]);
 }
 
-// Registered for Autograd by ops whose gradient is Function's: a call that must be recorded runs as
-// Function, any other goes on. `check(name, args...)` comes before Function, so that refusals name
-// this op and not the <op>_forward that Function calls.
+// The Autograd kernel of an op that is differentiated by Function: a recorded call applies
+// Function, any other call dispatches below autograd. `check(name, args...)` runs before Function,
+// so that errors name this op and not the <op>_forward that Function calls.
 template <typename Function, typename Op, typename Result, typename... Args, typename Check>
 torch::CppFunction recorded_by(const OpCall<Op, Result(Args...)>&, Check check) {
   return torch::CppFunction([check](Args... args) -> Result {
@@ -151,11 +151,11 @@ torch::CppFunction recorded_by(const OpCall<Op, Result(Args...)>&, Check check) 
     if (any_needs_grad(args...)) {
       check(Op::kName, args...);
       const auto outputs = Function::apply(args...);
-      forget_non_differentiable<Function>(outputs);
+      clear_non_differentiable<Function>(outputs);
       if constexpr (std::is_same_v<decltype(outputs), const Tensor>) {
         return outputs;
       } else {
-        return take_outputs<Result>(outputs);
+        return first_outputs<Result>(outputs);
       }
     }
     return Op().below(std::forward<Args>(args)...);
@@ -166,8 +166,8 @@ torch::CppFunction recorded_by(const Op& call) {
   return recorded_by<Function>(call, [](const auto&...) {});
 }
 
-// The Function of an op of two tensors whose gradient is backward(dy, a, b), with an output_mask
-// where it takes one.
+// The Function of an op of two tensors whose backward op is backward(dy, a, b) or
+// backward(dy, a, b, output_mask).
 template <typename Call, typename BackwardCall>
 struct FunctionOfTwo : torch::autograd::Function<FunctionOfTwo<Call, BackwardCall>> {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
@@ -189,13 +189,13 @@ struct FunctionOfTwo : torch::autograd::Function<FunctionOfTwo<Call, BackwardCal
   }
 };
 
-// What Autocast asks torch; out of line, because torch's header of it includes every operator.
+// Out of line, because torch's autocast header includes every operator.
 c10::DispatchKey autocast_key(at::DeviceType device);
 at::ScalarType autocast_dtype(at::DeviceType device);
 Tensor autocast_cast(const Tensor& t, at::ScalarType dtype, at::DeviceType device);
 
-// Autocast. Inside the guard the op runs as if autocast were off. What is no floating-point tensor
-// stays as it is.
+// Casts floating-point tensors to the autocast dtype; other arguments pass through. During its
+// lifetime autocast is off.
 template <at::DeviceType device>
 struct Autocast {
   c10::impl::ExcludeDispatchKeyGuard off{c10::DispatchKeySet(autocast_key(device))};
@@ -211,7 +211,7 @@ struct Autocast {
   }
 };
 
-// Registers an op's kernels for autocast, which cast all of its tensors.
+// An op's autocast kernel, which casts all of its tensors.
 template <at::DeviceType device, typename Op, typename Result, typename... Args>
 torch::CppFunction autocast_kernel(const OpCall<Op, Result(Args...)>&) {
   return torch::CppFunction([](Args... args) -> Result {
@@ -227,7 +227,7 @@ void define_autocast(torch::Library& m, const Op& call) {
          torch::dispatch(c10::DispatchKey::AutocastCUDA, autocast_kernel<at::kCUDA>(call)));
 }
 
-// An op's kernels: TW_KERNELS(softmax) is softmax_meta, softmax_cpu and softmax_cuda.
+// An op's kernels. TW_KERNELS(softmax) lists softmax_meta, softmax_cpu and softmax_cuda.
 struct Kernels {
   torch::CppFunction meta, cpu, cuda;
 };
@@ -240,7 +240,7 @@ struct Kernels {
 #define TW_KERNELS(op) \
   Kernels { torch::CppFunction(op##_meta), torch::CppFunction(op##_cpu), TW_CUDA_KERNEL(op##_cuda) }
 
-// An op: its schema, its kernels, and what Autograd does with it.
+// Registers an op's schema, its kernels and its Autograd kernel.
 void define_op(torch::Library& m, const std::string& schema, Kernels kernels,
                torch::CppFunction autograd);
 

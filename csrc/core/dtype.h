@@ -1,4 +1,4 @@
-// Element types as the torch-free part of the library names them.
+// Element types of the torch-free part of the library.
 #pragma once
 
 #include <cstdint>

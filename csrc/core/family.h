@@ -1,20 +1,20 @@
-// What tune, the remembered choices and explain share of a kind of kernel: its problem and its
-// choice as plain numbers. Pure host code.
+// A KernelFamily encodes the problem and the choice of one kind of kernel as integers, for tune,
+// the remembered choices and explain. Pure host code.
 //
-// A family is a kind of kernel that has several configurations, described by a struct of statics:
-//   kName, kFields, kEngines            its name, the bounds of a problem's numbers, engines' names
-//   kInOrder                            whether the first legal candidate is the one to take
-//   Problem, Choice                     what its choose function takes and returns
-//   numbers(problem), problem(numbers)  one and the other way round, without the device
-//   key(numbers)                        the shape class, whose problems share a remembered choice
-//   choose(problem), told(choice)       the family's own choice, and a choice as numbers: the
-//                                       engine first, then what its tile and parts are
-//   candidates(problem)                 every choice there is, the illegal ones too
-//   refusal(problem, choice)            why the kernels can't take it
-//   make(problem, choice)               the Choice of a legal one
-//   tile(choice)                        the tile's name, with its parts; unique within an engine
-//   columns(problem, choice)            what a table shows of it
-//   kernel(problem, choice), why(...)   explain's words: what runs, and why it is the family's own
+// A family is a struct of statics:
+//   kName, kFields, kEngines        its name, the bounds of a problem's fields, the engines' names
+//   kFirstLegal                     choose() returns the first legal candidate
+//   Problem, Choice                 the argument and the result of choose()
+//   encode_fields(problem), decode_fields(encoded)   a problem without its device, and back
+//   shape_class(encoded)            the problem that stands for all that share a remembered choice
+//   choose(problem)                 the heuristic choice
+//   encode(choice)                  the engine, then the tile and the number of splits
+//   candidates(problem)             every choice, legal or not
+//   refusal(problem, encoded)       why the kernels do not support the choice
+//   make(problem, encoded)          the Choice of a legal candidate
+//   tile(encoded)                   the tile's name with its splits; unique within an engine
+//   columns(problem, encoded)       the columns of tune's table
+//   kernel(problem, encoded), why(problem, encoded)   explain's sentences
 #pragma once
 
 #include <cstdint>
@@ -27,13 +27,13 @@
 
 namespace torchweld {
 
-struct Numbers {
+struct Encoded {
   static constexpr int kMax = 20;
   int count = 0;
   int64_t values[kMax] = {};
 
-  Numbers() = default;
-  Numbers(std::initializer_list<int64_t> list) {
+  Encoded() = default;
+  Encoded(std::initializer_list<int64_t> list) {
     for (const int64_t value : list) push(value);
   }
 
@@ -41,15 +41,15 @@ struct Numbers {
   int64_t operator[](int i) const { return values[i]; }
   int64_t& operator[](int i) { return values[i]; }
 
-  bool operator==(const Numbers& other) const {
+  bool operator==(const Encoded& other) const {
     if (count != other.count) return false;
     for (int i = 0; i < count; ++i) {
       if (values[i] != other.values[i]) return false;
     }
     return true;
   }
-  bool operator!=(const Numbers& other) const { return !(*this == other); }
-  bool operator<(const Numbers& other) const {
+  bool operator!=(const Encoded& other) const { return !(*this == other); }
+  bool operator<(const Encoded& other) const {
     if (count != other.count) return count < other.count;
     for (int i = 0; i < count; ++i) {
       if (values[i] != other.values[i]) return values[i] < other.values[i];
@@ -57,7 +57,7 @@ struct Numbers {
     return false;
   }
 
-  // FNV-1a over whole numbers.
+  // FNV-1a over whole encoded.
   uint64_t hash() const {
     uint64_t hash = 0xcbf29ce484222325;
     for (int i = 0; i < count; ++i)
@@ -72,34 +72,35 @@ struct Numbers {
   }
 };
 
-// Why a choice can't serve a problem; nothing where it can. The sentence is put together only where
-// somebody reads it, so that choosing may ask too. {} stands for the numbers, in their order.
+// Why a choice does not support a problem; empty if it does. text() builds the sentence, so that
+// choose() can test refusals at no cost. Each {} is replaced by the next value.
 struct Refusal {
   const char* sentence = nullptr;
-  int64_t numbers[2] = {};
+  int64_t values[2] = {};
 
   Refusal() = default;
   Refusal(const char* sentence, int64_t first = 0, int64_t second = 0)
-      : sentence(sentence), numbers{first, second} {}
+      : sentence(sentence), values{first, second} {}
 
   explicit operator bool() const { return sentence != nullptr; }
   std::string text() const {
     std::string text = sentence == nullptr ? "" : sentence;
-    for (size_t at = 0, i = 0; i < 2 && (at = text.find("{}", at)) != std::string::npos; ++i) {
-      text.replace(at, 2, std::to_string(numbers[i]));
+    for (size_t found = 0, i = 0; i < 2 && (found = text.find("{}", found)) != std::string::npos;
+         ++i) {
+      text.replace(found, 2, std::to_string(values[i]));
     }
     return text;
   }
 };
 
-// A number of a problem. Bounds keep what is read from a file out of the arithmetic's overflow.
+// A field of a problem. The bounds keep values read from a file from overflowing the arithmetic.
 struct Field {
   const char* name;
-  int64_t least, most;
+  int64_t min, max;
 };
 inline constexpr int64_t kMaxSize = int64_t{1} << 40;
 
-// The last numbers of every problem.
+// Every problem ends with these fields.
 inline constexpr Field kDeviceFields[] = {{"sms", 1, 1 << 14}, {"shared_limit", 0, 1 << 24},
                                           {"clusters", 0, 1},  {"clusters_of_16", 0, 1},
                                           {"tma", 0, 1},       {"wgmma", 0, 1}};
@@ -107,50 +108,50 @@ inline constexpr int kDeviceFieldCount = sizeof(kDeviceFields) / sizeof(Field);
 
 using Columns = std::vector<std::pair<const char*, int64_t>>;
 
-// Sizes that differ from call to call, such as numbers of rows, stand for the next power of two.
+// Rounds a size that varies between calls, such as the number of rows, up to a power of two.
 constexpr int64_t size_class(int64_t size) {
   int64_t power = 1;
   while (power < size) power *= 2;
   return size == 0 ? 0 : power;
 }
 
-// A family whose problems differ from call to call in their first number.
-struct FirstByClass {
-  static Numbers key(Numbers x) {
+// Base of families whose first field varies between calls.
+struct FirstSizeByClass {
+  static Encoded shape_class(Encoded x) {
     x[0] = size_class(x[0]);
     return x;
   }
 };
 
-// The blocks of a grid. In floating point: a product of sizes may not fit in 64 bits.
+// Whether a grid can have this many blocks. A double, because products of sizes overflow int64.
 inline bool grid_fits(double blocks) { return blocks <= 2147483647.0; }
 
-template <typename Family>
+template <typename KernelFamily>
 constexpr int field_count() {
-  return static_cast<int>(sizeof(Family::kFields) / sizeof(Field)) + kDeviceFieldCount;
+  return static_cast<int>(sizeof(KernelFamily::kFields) / sizeof(Field)) + kDeviceFieldCount;
 }
 
-template <typename Family>
+template <typename KernelFamily>
 const Field& field_of(int i) {
-  const int own = field_count<Family>() - kDeviceFieldCount;
-  return i < own ? Family::kFields[i] : kDeviceFields[i - own];
+  const int fields = field_count<KernelFamily>() - kDeviceFieldCount;
+  return i < fields ? KernelFamily::kFields[i] : kDeviceFields[i - fields];
 }
 
-template <typename Family>
-Numbers numbers_of(const typename Family::Problem& problem) {
-  Numbers numbers = Family::numbers(problem);
+template <typename KernelFamily>
+Encoded encode_problem(const typename KernelFamily::Problem& problem) {
+  Encoded encoded = KernelFamily::encode_fields(problem);
   const DeviceFacts& d = problem.device;
   for (const int64_t value : {int64_t{d.sms}, int64_t{d.shared_limit}, int64_t{d.clusters},
                               int64_t{d.clusters_of_16}, int64_t{d.tma}, int64_t{d.wgmma}}) {
-    numbers.push(value);
+    encoded.push(value);
   }
-  return numbers;
+  return encoded;
 }
 
-template <typename Family>
-typename Family::Problem problem_of(const Numbers& numbers) {
-  typename Family::Problem problem = Family::problem(numbers);
-  const int64_t* d = numbers.values + numbers.count - kDeviceFieldCount;
+template <typename KernelFamily>
+typename KernelFamily::Problem decode_problem(const Encoded& encoded) {
+  typename KernelFamily::Problem problem = KernelFamily::decode_fields(encoded);
+  const int64_t* d = encoded.values + encoded.count - kDeviceFieldCount;
   problem.device.sms = static_cast<int>(d[0]);
   problem.device.shared_limit = static_cast<int>(d[1]);
   problem.device.clusters = d[2] != 0;
@@ -160,41 +161,41 @@ typename Family::Problem problem_of(const Numbers& numbers) {
   return problem;
 }
 
-// A choice by name, as files and people have it: the engine and its tile.
-template <typename Family>
-std::string name_of(const Numbers& choice) {
-  const std::string tile = Family::tile(choice);
-  return Family::kEngines[choice[0]] + (tile.empty() ? "" : " " + tile);
+// The name of a choice in files and messages: engine and tile.
+template <typename KernelFamily>
+std::string name_of(const Encoded& choice) {
+  const std::string tile = KernelFamily::tile(choice);
+  return KernelFamily::kEngines[choice[0]] + (tile.empty() ? "" : " " + tile);
 }
 
-// Why these are not the numbers of a problem of the family, "" where they are.
-template <typename Family>
-std::string problem_refusal(const Numbers& numbers) {
-  if (numbers.count != field_count<Family>()) {
-    return std::to_string(field_count<Family>()) + " numbers";
+// Why `encoded` is not a problem of the family; "" if it is.
+template <typename KernelFamily>
+std::string problem_refusal(const Encoded& encoded) {
+  if (encoded.count != field_count<KernelFamily>()) {
+    return std::to_string(field_count<KernelFamily>()) + " numbers";
   }
-  for (int i = 0; i < numbers.count; ++i) {
-    const Field& field = field_of<Family>(i);
-    if (numbers[i] < field.least || numbers[i] > field.most) {
-      return field.name + std::string(" from ") + std::to_string(field.least) + " to " +
-             std::to_string(field.most);
+  for (int i = 0; i < encoded.count; ++i) {
+    const Field& field = field_of<KernelFamily>(i);
+    if (encoded[i] < field.min || encoded[i] > field.max) {
+      return field.name + std::string(" from ") + std::to_string(field.min) + " to " +
+             std::to_string(field.max);
     }
   }
   return "";
 }
 
-// "64x128", and the parts that K is cut into, where there are several.
-inline std::string tile_text(int64_t rows, int64_t columns, int64_t parts = 1) {
+// "64x128", or "64x128 /4" for four splits of K.
+inline std::string tile_text(int64_t rows, int64_t columns, int64_t splits = 1) {
   return std::to_string(rows) + "x" + std::to_string(columns) +
-         (parts > 1 ? " /" + std::to_string(parts) : "");
+         (splits > 1 ? " /" + std::to_string(splits) : "");
 }
 
 inline Refusal too_much_shared_memory(int64_t bytes, int64_t limit) {
   return {"too much shared memory: {} bytes a block, the GPU has {}", bytes, limit};
 }
 
-// Sentences that several families say alike.
-inline constexpr const char* kOwnFirst = "the first tile that holds the sizes";
-inline constexpr const char* kOwnFastest = "the shortest time by the model beside the tiles";
+// Sentences of why() that several families share.
+inline constexpr const char* kWhyFirstLegal = "the first tile that holds the sizes";
+inline constexpr const char* kWhyFastest = "the shortest time by the model beside the tiles";
 
 }  // namespace torchweld

@@ -1,4 +1,4 @@
-// Division by a number that the host knows: a multiply and a shift on the device.
+// Division by a divisor that is known on the host: a multiply and a shift on the device.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// How every kernel is launched, and launch errors as sentences. Included by .cu files, so it knows
-// no torch header.
+// Launches every kernel, and turns launch errors into sentences. .cu files include it, so it
+// includes no torch header.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-#include "core/watch.h"
+#include "core/observe.h"
 
 namespace torchweld {
 
@@ -26,35 +26,34 @@ inline void check_launch(const char* op) {
   throw std::runtime_error(text);
 }
 
-// The most blocks of a grid's first dimension.
+// Max blocks of a grid's first dimension.
 inline constexpr int64_t kMaxGrid = 2147483647;
 
-// What a block may have of shared memory without asking, and of a cluster on every chip that has
-// clusters.
-inline constexpr int kSharedBytesUnasked = 48 * 1024, kPortableCluster = 8;
+// Larger dynamic shared memory or larger clusters need a function attribute.
+inline constexpr int kDefaultSharedBytes = 48 * 1024, kPortableCluster = 8;
 
 struct Grid {
   dim3 blocks, threads;
   int shared_bytes = 0;
-  int cluster = 1;        // blocks along the first dimension that work together
+  int cluster = 1;        // blocks of a cluster, along the first dimension
   bool overlaps = false;  // programmatic dependent launch (device/sm90/dependent_launch.cuh)
 
-  // `blocks` fit a grid.
+  // `blocks` is at most kMaxGrid.
   Grid(int64_t blocks, dim3 threads, int shared_bytes = 0)
       : blocks(static_cast<unsigned>(blocks)), threads(threads), shared_bytes(shared_bytes) {}
 };
 
-// A failure stays behind for check_launch.
-// NOTE: permissions belong to the current device, so they are asked for at every launch.
+// check_launch reports a failure.
+// NOTE: function attributes belong to the current device, so they are set at every launch.
 template <typename... Params, typename... Args>
 void launch_kernel(void (*kernel)(Params...), const Grid& grid, cudaStream_t stream,
                    Args&&... args) {
   if (is_observed()) {
     observe_launch(reinterpret_cast<const void*>(kernel),
                    static_cast<int>(grid.threads.x * grid.threads.y), grid.shared_bytes);
-    if (this_thread_runs_dry()) return;
+    if (thread_is_dry_run()) return;
   }
-  if (grid.shared_bytes > kSharedBytesUnasked) {
+  if (grid.shared_bytes > kDefaultSharedBytes) {
     (void)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                grid.shared_bytes);
   }
@@ -79,7 +78,7 @@ void launch_kernel(void (*kernel)(Params...), const Grid& grid, cudaStream_t str
   (void)cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
 }
 
-// A number that no memory holds by chance: splitmix64 of a count (device/block_flags.cuh).
+// A number that memory does not hold by chance: splitmix64 of a counter (device/block_flags.cuh).
 inline uint64_t next_launch_number() {
   static std::atomic<uint64_t> launches{0};
   uint64_t x = ++launches * 0x9e3779b97f4a7c15;
@@ -88,7 +87,7 @@ inline uint64_t next_launch_number() {
   return x ^ (x >> 31);
 }
 
-// Calls body(first, count) with as many of `items` blocks as one grid can hold at a time.
+// Calls body(first, count) for slices of `items` blocks that fit into one grid.
 template <typename Body>
 void for_each_grid_of(int64_t items, const Body& body) {
   for (int64_t first = 0; first < items; first += kMaxGrid) {

@@ -11,16 +11,16 @@ void parallel_tasks(int64_t tasks, c10::function_ref<void(int64_t)> body) {
     if (tasks == 1) body(0);
     return;
   }
-  // A byte a task: where it lies tells its number.
+  // One byte per task: its offset is the task's index.
   at::Tensor marks = at::empty({tasks}, at::kByte);
-  const char* const first = static_cast<const char*>(marks.const_data_ptr());
+  const char* const base = static_cast<const char*>(marks.const_data_ptr());
   auto loop = at::TensorIterator::nullary_op(marks);
   loop.for_each(
       [&](char** data, const int64_t* strides, int64_t inner, int64_t outer) {
-        const at::AutoDispatchBelowADInplaceOrView below;  // a worker has its own dispatch state
+        const at::AutoDispatchBelowADInplaceOrView below;  // dispatch state is per thread
         for (int64_t j = 0; j < outer; ++j) {
           for (int64_t i = 0; i < inner; ++i) {
-            body(data[0] - first + j * strides[1] + i * strides[0]);
+            body(data[0] - base + j * strides[1] + i * strides[0]);
           }
         }
       },

@@ -1,5 +1,5 @@
-// CPU. Loops that the compiler vectorises for the machine at hand: the library is built for any
-// x86-64, and such a loop is compiled again for AVX2 and for AVX-512.
+// CPU loops that the compiler vectorises. The library is built for any x86-64; with_vectors
+// compiles a loop again for AVX2 and for AVX-512 and selects at run time.
 #pragma once
 
 #include <cmath>
@@ -39,8 +39,8 @@ inline int simd_level() {
 }
 #endif
 
-// Calls body(), a lambda of loops over plain arrays, compiled for the machine's vectors. All that
-// it calls must be inline.
+// Calls body(), a lambda of loops over plain arrays, compiled for the CPU's widest vectors. Every
+// function that body calls must be inline.
 template <typename Body>
 void with_vectors(const Body& body) {
 #ifdef TW_SIMD_TARGETS
@@ -54,9 +54,9 @@ void with_vectors(const Body& body) {
   body();
 }
 
-// exp(x) to 2 units in the last place, down to the subnormal results.
+// exp(x) with an error of at most 2 ulp, subnormal results included.
 inline float exp_in_vectors(float x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding kRound rounds to an integer
   x = x < -104.0f ? -104.0f : x;         // 0
   x = x > 89.0f ? 89.0f : x;             // inf
   const float shifted = x * 1.44269504f + kRound;
@@ -69,12 +69,12 @@ inline float exp_in_vectors(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  // 2^n as two factors, because n goes beyond the exponents of normal numbers.
+  // 2^n as two factors, because n exceeds the exponent range of normal numbers.
   int32_t bits, base;
   std::memcpy(&bits, &shifted, 4);
   std::memcpy(&base, &kRound, 4);
-  const int32_t whole = bits - base, half = whole >> 1;
-  const int32_t first_bits = (half + 127) << 23, second_bits = (whole - half + 127) << 23;
+  const int32_t exponent = bits - base, half = exponent >> 1;
+  const int32_t first_bits = (half + 127) << 23, second_bits = (exponent - half + 127) << 23;
   float first, second;
   std::memcpy(&first, &first_bits, 4);
   std::memcpy(&second, &second_bits, 4);
@@ -82,7 +82,7 @@ inline float exp_in_vectors(float x) {
 }
 inline double exp_in_vectors(double x) { return std::exp(x); }
 
-// tanh(x) to 3 units in the last place. Source: the polynomial of Cephes' tanhf.
+// tanh(x) with an error of at most 3 ulp. Source: the polynomial of Cephes' tanhf.
 inline float tanh_in_vectors(float x) {
   const float z = x * x;
   float p = -5.70498872745e-3f;
@@ -96,7 +96,7 @@ inline float tanh_in_vectors(float x) {
 }
 inline double tanh_in_vectors(double x) { return std::tanh(x); }
 
-// Sums that the compiler keeps side by side, and adds up as a tree.
+// 16 independent accumulators, one per vector lane; total() adds them as a tree.
 template <typename T>
 struct LaneSums {
   static constexpr int kLanes = 16;
@@ -112,7 +112,7 @@ struct LaneSums {
   }
 };
 
-// sum_i a[i] * b[i] in T, a and b of any dtypes.
+// sum_i a[i] * b[i], accumulated in T, for a and b of any dtypes.
 template <typename T, typename A, typename B>
 T dot(const A* a, const B* b, int64_t n) {
   LaneSums<T> sums;
@@ -126,7 +126,7 @@ T dot(const A* a, const B* b, int64_t n) {
   return sums.total();
 }
 
-// The largest of n values. What it is among NaN does not matter: exp(NaN - max) is NaN.
+// The maximum of n values. With NaN among them any result will do, as exp(NaN - max) is NaN.
 template <typename T>
 T max_of(const T* x, int64_t n) {
   constexpr int kLanes = LaneSums<T>::kLanes;
@@ -141,7 +141,7 @@ T max_of(const T* x, int64_t n) {
   return lanes[0];
 }
 
-// y = exp(x - max), and its sum; y may be x. The sum's chains are short: one for each of 16 lanes.
+// y = exp(x - max); returns the sum of y. y may alias x. 16 lanes accumulate independently.
 template <typename T>
 T exp_and_sum(T* y, const T* x, int64_t n, T max) {
   LaneSums<T> sums;

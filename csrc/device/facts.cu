@@ -26,7 +26,7 @@ int attribute(cudaDeviceAttr which, int device) {
   return cudaDeviceGetAttribute(&value, which, device) == cudaSuccess ? value : 0;
 }
 
-int clusters_at_once(int blocks, int shared) {
+int active_clusters(int blocks, int shared) {
   (void)cudaFuncSetAttribute(target_probe_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              shared);
   (void)cudaFuncSetAttribute(target_probe_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed,
@@ -57,12 +57,12 @@ DeviceFacts ask(int device) {
   if (cudaFuncGetAttributes(&probe, target_probe_kernel) != cudaSuccess) probe = {};
   facts.clusters = facts.tma = major >= 9 && probe.ptxVersion >= 90;
   facts.wgmma = major == 9 && facts.tma && probe.maxThreadsPerBlock == kWarpgroupThreads;
-  facts.clusters_at_once[1] = facts.sms;
+  facts.active_clusters[1] = facts.sms;
   for (const int blocks : {2, 3, 4, 8, 16}) {
     if (!facts.clusters) break;
-    facts.clusters_at_once[blocks] = clusters_at_once(blocks, facts.shared_limit);
+    facts.active_clusters[blocks] = active_clusters(blocks, facts.shared_limit);
   }
-  facts.clusters_of_16 = facts.clusters_at_once[16] > 0;
+  facts.clusters_of_16 = facts.active_clusters[16] > 0;
   (void)cudaGetLastError();  // a question that failed is answered with 0; the launch tells why
   return facts;
 }

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "core/watch.h"
+#include "core/observe.h"
 
 namespace torchweld {
 namespace {

@@ -13,12 +13,12 @@ struct GemmFamily {
       {"gated", 0, 1},     {"pointwise", 0, 1}, {"math", 0, 3},     {"a_k_major", 0, 1},
       {"b_k_major", 0, 1}, {"normed", 0, 1}};
   static constexpr const char* kEngines[] = {"sync", "sm90", "rows"};
-  static constexpr bool kInOrder = false;
+  static constexpr bool kFirstLegal = false;
 
   using Problem = GemmProblem;
   using Choice = GemmChoice;
 
-  static Numbers numbers(const GemmProblem& p) {
+  static Encoded encode_fields(const GemmProblem& p) {
     return {p.m,
             p.n,
             p.k,
@@ -30,32 +30,32 @@ struct GemmFamily {
             p.b_k_major,
             p.normed};
   }
-  static GemmProblem problem(const Numbers& x) {
+  static GemmProblem decode_fields(const Encoded& x) {
     return {
         x[0],      x[1],      x[2],      x[3], x[4] != 0, x[5] != 0, static_cast<GemmMath>(x[6]),
         x[7] != 0, x[8] != 0, x[9] != 0, {}};
   }
-  static Numbers key(Numbers x) {
+  static Encoded shape_class(Encoded x) {
     x[0] = size_class(x[0]);
     x[3] = size_class(x[3]);
     return x;
   }
 
   static GemmChoice choose(const GemmProblem& p) { return choose_gemm(p); }
-  static Numbers told(const GemmChoice& choice) {
+  static Encoded encode(const GemmChoice& choice) {
     return {static_cast<int64_t>(choice.engine), choice.tile, choice.splits};
   }
 
-  static Refusal refusal(const GemmProblem& p, const Numbers& x) {
+  static Refusal refusal(const GemmProblem& p, const Encoded& x) {
     return gemm_refusal(p, engine(x), static_cast<int>(x[1]), static_cast<int>(x[2]));
   }
-  static GemmChoice make(const GemmProblem& p, const Numbers& x) {
+  static GemmChoice make(const GemmProblem& p, const Encoded& x) {
     return gemm_choice(p, engine(x), static_cast<int>(x[1]), static_cast<int>(x[2]));
   }
 
   // A tile is listed once where it can't serve, and with the parts of K that it can.
-  static std::vector<Numbers> candidates(const GemmProblem& p) {
-    std::vector<Numbers> all;
+  static std::vector<Encoded> candidates(const GemmProblem& p) {
+    std::vector<Encoded> all;
     for_each_gemm_choice([&](GemmEngine engine, int tile, int splits) {
       if (splits == 1 || !gemm_refusal(p, engine, tile, splits)) {
         all.push_back({static_cast<int64_t>(engine), tile, splits});
@@ -64,7 +64,7 @@ struct GemmFamily {
     return all;
   }
 
-  static std::string tile(const Numbers& x) {
+  static std::string tile(const Encoded& x) {
     if (engine(x) == GemmEngine::kSm90) {
       const Sm90Tile& tile = kSm90Tiles[x[1]];
       return (tile.fp32 ? "float32 " : "") + tile_text(tile.block_m, tile.block_n) +
@@ -79,7 +79,7 @@ struct GemmFamily {
     return (tile.fp32 ? "float32 " : "") + tile_text(tile.block_m, tile.block_n, x[2]);
   }
 
-  static Columns columns(const GemmProblem& p, const Numbers& x) {
+  static Columns columns(const GemmProblem& p, const Encoded& x) {
     const auto row = [&](int block_m, int block_n, int block_k, int stages, int warps,
                          int cluster) -> Columns {
       return {{"block_m", block_m}, {"block_n", block_n}, {"block_k", block_k}, {"splits", x[2]},
@@ -98,15 +98,15 @@ struct GemmFamily {
     return row(tile.block_m, tile.block_n, p.step(), tile.stages, tile.warps_m * tile.warps_n, 1);
   }
 
-  static std::string kernel(const GemmProblem& p, const Numbers& x) {
+  static std::string kernel(const GemmProblem& p, const Encoded& x) {
     if (engine(x) == GemmEngine::kSm90) return "matmul engine (wgmma)";
     if (engine(x) == GemmEngine::kSync) return "matmul engine (mma.sync)";
     return p.normed ? "matmul engine (few rows, norm in front)" : "matmul engine (few rows)";
   }
-  static std::string why(const GemmProblem&, const Numbers&) { return kOwnFastest; }
+  static std::string why(const GemmProblem&, const Encoded&) { return kWhyFastest; }
 
  private:
-  static GemmEngine engine(const Numbers& x) { return static_cast<GemmEngine>(x[0]); }
+  static GemmEngine engine(const Encoded& x) { return static_cast<GemmEngine>(x[0]); }
 };
 
 }  // namespace torchweld

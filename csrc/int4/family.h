@@ -6,39 +6,39 @@
 
 namespace torchweld {
 
-struct Int4Family : FirstByClass {
+struct Int4Family : FirstSizeByClass {
   static constexpr const char* kName = "int4";
   static constexpr Field kFields[] = {{"m", 1, kMaxSize},  {"n", 1, kMaxSize},
                                       {"k", 8, kMaxSize},  {"groups", 1, kMaxSize},
                                       {"elem_size", 2, 4}, {"bfloat16", 0, 1}};
   static constexpr const char* kEngines[] = {"decode", "sync", "deep", "wide", "dense"};
-  static constexpr bool kInOrder = false;
+  static constexpr bool kFirstLegal = false;
 
   using Problem = Int4Problem;
   using Choice = Int4Choice;
 
-  static Numbers numbers(const Int4Problem& p) {
+  static Encoded encode_fields(const Int4Problem& p) {
     return {p.m, p.shape.n, p.shape.k, p.shape.groups, p.elem_size, p.bfloat16};
   }
-  static Int4Problem problem(const Numbers& x) {
+  static Int4Problem decode_fields(const Encoded& x) {
     return {x[0], {x[1], x[2], x[3]}, x[4] == 4 ? 4 : 2, x[5] != 0, {}};
   }
 
   static Int4Choice choose(const Int4Problem& p) { return choose_int4(p); }
-  static Numbers told(const Int4Choice& choice) {
+  static Encoded encode(const Int4Choice& choice) {
     return {static_cast<int64_t>(choice.engine), choice.tile, choice.parts};
   }
 
-  static Refusal refusal(const Int4Problem& p, const Numbers& x) {
+  static Refusal refusal(const Int4Problem& p, const Encoded& x) {
     return int4_refusal(p, engine(x), static_cast<int>(x[1]), static_cast<int>(x[2]));
   }
-  static Int4Choice make(const Int4Problem& p, const Numbers& x) {
+  static Int4Choice make(const Int4Problem& p, const Encoded& x) {
     return int4_choice(p, engine(x), static_cast<int>(x[1]), static_cast<int>(x[2]));
   }
 
   // A tile that can't serve the product at all is listed once.
-  static std::vector<Numbers> candidates(const Int4Problem& p) {
-    std::vector<Numbers> all;
+  static std::vector<Encoded> candidates(const Int4Problem& p) {
+    std::vector<Encoded> all;
     for (int i = 0; i < kInt4DecodeTileCount; ++i) {
       all.push_back({number(Int4Engine::kDecode), i, kInt4DecodeTiles[i].parts});
     }
@@ -59,7 +59,7 @@ struct Int4Family : FirstByClass {
     return all;
   }
 
-  static std::string tile(const Numbers& x) {
+  static std::string tile(const Encoded& x) {
     switch (engine(x)) {
       case Int4Engine::kDecode: {
         const Int4DecodeTile& tile = kInt4DecodeTiles[x[1]];
@@ -79,7 +79,7 @@ struct Int4Family : FirstByClass {
   }
 
   // Zeros: the weight is dequantised for the matmul engine.
-  static Columns columns(const Int4Problem& p, const Numbers& x) {
+  static Columns columns(const Int4Problem& p, const Encoded& x) {
     const auto row = [&](const auto& tile, int shared_bytes) -> Columns {
       return {{"rows", tile.rows},
               {"tokens", tile.tokens},
@@ -120,7 +120,7 @@ struct Int4Family : FirstByClass {
     return row(Int4Tile{}, 0);
   }
 
-  static std::string kernel(const Int4Problem&, const Numbers& x) {
+  static std::string kernel(const Int4Problem&, const Encoded& x) {
     switch (engine(x)) {
       case Int4Engine::kDecode:
         return "4-bit decoding (mma.sync, the weight straight to registers)";
@@ -135,7 +135,7 @@ struct Int4Family : FirstByClass {
     return "weight dequantised, then the matmul engine";
   }
 
-  static std::string why(const Int4Problem& p, const Numbers& x) {
+  static std::string why(const Int4Problem& p, const Encoded& x) {
     const std::string rows = std::to_string(p.m) + " rows of ";
     switch (engine(x)) {
       case Int4Engine::kDecode:
@@ -153,7 +153,7 @@ struct Int4Family : FirstByClass {
   }
 
  private:
-  static Int4Engine engine(const Numbers& x) { return static_cast<Int4Engine>(x[0]); }
+  static Int4Engine engine(const Encoded& x) { return static_cast<Int4Engine>(x[0]); }
   static int64_t number(Int4Engine engine) { return static_cast<int64_t>(engine); }
   static std::string cut(int parts) { return parts > 1 ? " /" + std::to_string(parts) : ""; }
 };

@@ -147,7 +147,7 @@ bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, const Matmul
               m, " x ", n, " x ", p.k, " in a batch of ", batch, "; cut it into smaller ones");
   Tensor workspace, flags, written, row_parts;
   if (const int64_t floats = p.choice.workspace_floats(problem); floats > 0) {
-    workspace = p.choice.splits == kStreamK ? kept_floats(floats, out)
+    workspace = p.choice.splits == kStreamK ? cached_floats(floats, out)
                                             : at::empty({floats}, out.options().dtype(at::kFloat));
     p.workspace = mutable_data<float>(workspace);
   }

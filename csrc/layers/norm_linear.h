@@ -165,7 +165,7 @@ inline bool bias_beside_weight(bool wants_weight, Activation activation) {
 // dweight = dz^T @ x of rows, and dbias unless that has size (0,).
 inline void weight_backward_into(const Tensor& dweight, const Tensor& dbias, const Tensor& dz,
                                  const Matrix& rows) {
-  const CallPart part("dweight");
+  const CallScope part("dweight");
   MatmulEpilogue epilogue;
   if (dbias.numel() > 0) epilogue.row_sums = dbias;
   const bool sums = matmul_into(dweight, Matrix(dz).t(), rows.t(), epilogue);
@@ -178,7 +178,7 @@ inline void matmul_backward_into(const Tensor& dx, const Tensor& dweight, const 
                                  bool wants_x, bool wants_weight, const Tensor& dz, const Tensor& x,
                                  const Tensor& weight) {
   if (wants_x) {
-    const CallPart part("dx");
+    const CallScope part("dx");
     matmul_into(rows_of(dx), dz, Matrix(weight).t());
   }
   if (wants_weight) weight_backward_into(dweight, dbias, dz, rows_of(x));
@@ -199,7 +199,7 @@ inline void norm_matmul_backward_into(const Tensor& dx, const Tensor& dweight, c
     weight_backward_into(dweight, dbias, dz, rows);
   }
   if (!wants_rows) return;
-  const CallPart part("dx");
+  const CallScope part("dx");
   matmul_into(rows, dz, Matrix(weight).t());
   norm_backward_into(dx, dscale, dshift, norm, rows, x, saved);
 }

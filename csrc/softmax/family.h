@@ -13,48 +13,48 @@ struct SoftmaxFamily {
       {"tiled", 0, 1},    {"in_phase", 0, 1},  {"rows", 1, kMaxSize}, {"masked", 0, 1},
       {"bfloat16", 0, 1}, {"capped", 0, 1}};
   static constexpr const char* kEngines[] = {"tile", "ring", "stream"};
-  static constexpr bool kInOrder = true;
+  static constexpr bool kFirstLegal = true;
 
   using Problem = SoftmaxProblem;
   using Choice = SoftmaxChoice;
 
-  static Numbers numbers(const SoftmaxProblem& p) {
+  static Encoded encode_fields(const SoftmaxProblem& p) {
     return {p.n,        p.elem_size, p.aligned, p.backward, p.tiled,
             p.in_phase, p.rows,      p.masked,  p.bfloat16, p.capped};
   }
-  static SoftmaxProblem problem(const Numbers& x) {
+  static SoftmaxProblem decode_fields(const Encoded& x) {
     return {x[0], x[1] == 4 ? 4 : 2, x[2] != 0, x[3] != 0, x[4] != 0, x[5] != 0,
             x[6], x[7] != 0,         x[8] != 0, x[9] != 0, {}};
   }
-  static Numbers key(Numbers x) {
+  static Encoded shape_class(Encoded x) {
     x[6] = size_class(x[6]);
     return x;
   }
 
   static SoftmaxChoice choose(const SoftmaxProblem& p) { return choose_softmax(p); }
-  static Numbers told(const SoftmaxChoice& choice) {
+  static Encoded encode(const SoftmaxChoice& choice) {
     return {static_cast<int64_t>(choice.engine), choice.tile};
   }
-  static SoftmaxChoice make(const SoftmaxProblem&, const Numbers& x) {
+  static SoftmaxChoice make(const SoftmaxProblem&, const Encoded& x) {
     return {engine(x), static_cast<int>(x[1])};
   }
 
-  static Refusal refusal(const SoftmaxProblem& p, const Numbers& x) {
+  static Refusal refusal(const SoftmaxProblem& p, const Encoded& x) {
     if (engine(x) == SoftmaxEngine::kTile) return softmax_refusal(p, kSoftmaxTiles[x[1]]);
     if (engine(x) == SoftmaxEngine::kRing) return softmax_refusal(p, kSoftmaxRings[x[1]]);
     return {};
   }
 
-  static std::vector<Numbers> candidates(const SoftmaxProblem&) {
-    std::vector<Numbers> all;
-    for (int i = 0; i < kNumSoftmaxTiles; ++i) all.push_back(told({SoftmaxEngine::kTile, i}));
-    for (int i = 0; i < kNumSoftmaxRings; ++i) all.push_back(told({SoftmaxEngine::kRing, i}));
-    all.push_back(told({SoftmaxEngine::kStream, 0}));
+  static std::vector<Encoded> candidates(const SoftmaxProblem&) {
+    std::vector<Encoded> all;
+    for (int i = 0; i < kNumSoftmaxTiles; ++i) all.push_back(encode({SoftmaxEngine::kTile, i}));
+    for (int i = 0; i < kNumSoftmaxRings; ++i) all.push_back(encode({SoftmaxEngine::kRing, i}));
+    all.push_back(encode({SoftmaxEngine::kStream, 0}));
     return all;
   }
 
   // Threads and their loads; a ring by its blocks.
-  static std::string tile(const Numbers& x) {
+  static std::string tile(const Encoded& x) {
     if (engine(x) == SoftmaxEngine::kStream) return "";
     if (engine(x) == SoftmaxEngine::kRing) return std::to_string(kSoftmaxRings[x[1]].cluster);
     return tile_text(kSoftmaxTiles[x[1]].threads, kSoftmaxTiles[x[1]].loads);
@@ -62,7 +62,7 @@ struct SoftmaxFamily {
 
   // A row that is read again has no loads of its own. A ring's threads are those that compute, in
   // groups that have a row each; its loads are a thread's of a piece.
-  static Columns columns(const SoftmaxProblem& p, const Numbers& x) {
+  static Columns columns(const SoftmaxProblem& p, const Encoded& x) {
     if (engine(x) == SoftmaxEngine::kRing) {
       const SoftmaxRing& ring = kSoftmaxRings[x[1]];
       return {{"threads", ring.kGroups * ring.kThreads},
@@ -79,7 +79,7 @@ struct SoftmaxFamily {
     return row(tile.threads_for(p.n, p.elem_size), tile.loads, capacity);
   }
 
-  static std::string kernel(const SoftmaxProblem& p, const Numbers& x) {
+  static std::string kernel(const SoftmaxProblem& p, const Encoded& x) {
     if (engine(x) == SoftmaxEngine::kTile) return "rows in registers (one read)";
     if (engine(x) == SoftmaxEngine::kStream) return "streaming rows (two reads)";
     const bool once = p.n <= kSoftmaxRings[x[1]].read_once_to(p.elem_size, p.backward, p.aligned);
@@ -87,7 +87,7 @@ struct SoftmaxFamily {
            ")";
   }
 
-  static std::string why(const SoftmaxProblem& p, const Numbers& x) {
+  static std::string why(const SoftmaxProblem& p, const Encoded& x) {
     const std::string row = "a row of " + std::to_string(p.n) + " elements";
     if (engine(x) == SoftmaxEngine::kTile) return "the first tile that holds " + row;
     if (engine(x) == SoftmaxEngine::kRing)
@@ -98,7 +98,7 @@ struct SoftmaxFamily {
   }
 
  private:
-  static SoftmaxEngine engine(const Numbers& x) { return static_cast<SoftmaxEngine>(x[0]); }
+  static SoftmaxEngine engine(const Encoded& x) { return static_cast<SoftmaxEngine>(x[0]); }
   static Columns row(int threads, int loads, int64_t capacity) {
     return {{"threads", threads},
             {"loads", loads},

@@ -72,7 +72,7 @@ void launch_ring(const RowArgs<typename Config::T>& args, const Mask& mask,
   }();
   constexpr int kBytes = sizeof(RingShared<Config>);
   static_assert(kBytes <= Config::kShape.shared_bytes());
-  const int64_t most = device_facts().most_clusters(Config::kCluster);
+  const int64_t most = device_facts().max_active_clusters(Config::kCluster);
   Grid grid((args.rows < most ? args.rows : most) * Config::kCluster, Config::kBlockThreads,
             kBytes);
   grid.cluster = Config::kCluster;

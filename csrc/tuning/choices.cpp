@@ -1,10 +1,10 @@
-// The tables behind `pick`, and the private ops by which torchweld.tune and torchweld.explain fill
-// and watch them.
+// The tables behind pick(), and the private ops with which torchweld.tune and torchweld.explain
+// fill and observe them.
 //
-// Forced choices and the watch belong to a thread, remembered ones to the process; these are kept
-// by the GPU's name, so that they can be read from a file before any GPU is touched. A remembered
-// choice serves a whole shape class, so it is checked against every problem again and left alone
-// where it does not fit. Outside of the library choices go by name.
+// Forced choices and observation are per thread, remembered choices per process and GPU name, so
+// that they can be read from a file before CUDA is initialised. A remembered choice covers a shape
+// class; a problem of the class that it does not support ignores it. Outside the library a choice
+// is identified by its name.
 #include "core/choices.h"
 
 #include <torch/library.h>
@@ -27,11 +27,11 @@ std::atomic<int> choices_in_use{0};
 
 namespace {
 
-using Key = std::pair<std::string, Numbers>;  // family, shape class
+using Key = std::pair<std::string, Encoded>;  // family, shape class
 
 struct Remembered {
   std::shared_mutex mutex;
-  std::map<std::string, std::map<Key, Numbers>> by_gpu;
+  std::map<std::string, std::map<Key, Encoded>> by_gpu;
 };
 // NOTE: never destroyed, because threads may still run kernels while the process ends.
 Remembered& remembered() {
@@ -40,19 +40,19 @@ Remembered& remembered() {
 }
 
 struct ThreadState {
-  std::map<Key, Numbers> forced;
-  bool watching = false;
-  bool dry = false;                  // watched calls launch nothing
+  std::map<Key, Encoded> forced;
+  bool observing = false;
+  bool dry_run = false;              // observed calls launch nothing
   DeviceFacts assumed = kH100Facts;  // of a dry run
-  std::string assumed_gpu;           // its name, "" where there is none
+  std::string assumed_gpu;           // the name of its GPU, "" if there is none
   const char* part = "";
   std::vector<Record> records;
 
-  ~ThreadState() { choices_in_use -= int(!forced.empty()) + int(watching); }
+  ~ThreadState() { choices_in_use -= int(!forced.empty()) + int(observing); }
 };
 thread_local ThreadState this_thread;
 
-// The name of the device that runs or, in a dry run, is assumed; "" where there is none.
+// The name of the current GPU or, in a dry run, of the assumed one; "" if there is none.
 std::string current_gpu() {
   if (is_dry_run()) return this_thread.assumed_gpu;
 #ifdef TORCHWELD_CUDA
@@ -60,7 +60,7 @@ std::string current_gpu() {
   static std::map<int, std::string>* const names = new std::map<int, std::string>;
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess) {
-    (void)cudaGetLastError();  // the launch tells what is wrong
+    (void)cudaGetLastError();  // the launch will report the error
     return "";
   }
   const std::lock_guard<std::mutex> lock(mutex);
@@ -77,44 +77,45 @@ std::string current_gpu() {
 #endif
 }
 
-bool find_remembered(const std::string& gpu, const Key& key, Numbers* choice) {
+bool find_remembered(const std::string& gpu, const Key& key, Encoded* choice) {
   Remembered& table = remembered();
   const std::shared_lock<std::shared_mutex> lock(table.mutex);
-  const auto of_gpu = table.by_gpu.find(gpu);
-  if (of_gpu == table.by_gpu.end()) return false;
-  const auto found = of_gpu->second.find(key);
-  if (found == of_gpu->second.end()) return false;
+  const auto on_gpu = table.by_gpu.find(gpu);
+  if (on_gpu == table.by_gpu.end()) return false;
+  const auto found = on_gpu->second.find(key);
+  if (found == on_gpu->second.end()) return false;
   *choice = found->second;
   return true;
 }
 
 struct Resolved {
-  Numbers choice;
+  Encoded choice;
   const char* source;
 };
 
-// gpu is nullptr for the current device.
-template <typename Family>
-Resolved resolve(const std::string* gpu, const Numbers& problem, const Numbers& own) {
-  const Key key = {Family::kName, Family::key(problem)};
+// Applies the forced or remembered choice. A null `gpu` stands for the current device.
+template <typename KernelFamily>
+Resolved resolve(const std::string* gpu, const Encoded& problem, const Encoded& heuristic) {
+  const Key key = {KernelFamily::kName, KernelFamily::shape_class(problem)};
   const auto forced = this_thread.forced.find(key);
   if (forced != this_thread.forced.end()) {
-    const Refusal refusal = Family::refusal(problem_of<Family>(problem), forced->second);
-    TW_CHECK(!refusal, Family::kName,
+    const Refusal refusal =
+        KernelFamily::refusal(decode_problem<KernelFamily>(problem), forced->second);
+    TW_CHECK(!refusal, KernelFamily::kName,
              "the forced choice must be one that the problem allows, but got '",
-             name_of<Family>(forced->second), "' for ", problem.text(), ": ", refusal.text(),
-             "; torchweld.tune lists those there are");
+             name_of<KernelFamily>(forced->second), "' for ", problem.text(), ": ", refusal.text(),
+             "; torchweld.tune lists the legal ones");
     return {forced->second, "forced"};
   }
-  Numbers found;
+  Encoded found;
   if (find_remembered(gpu ? *gpu : current_gpu(), key, &found) &&
-      !Family::refusal(problem_of<Family>(problem), found)) {
+      !KernelFamily::refusal(decode_problem<KernelFamily>(problem), found)) {
     return {found, "tuned"};
   }
-  return {own, "heuristic"};
+  return {heuristic, "heuristic"};
 }
 
-// Calls body with the family of that name, or refuses the name.
+// Calls body with the family called `name`; raises an error for an unknown name.
 template <typename Body>
 void visit_family(const char* op, const std::string& name, const Body& body) {
   std::string names;
@@ -124,50 +125,50 @@ void visit_family(const char* op, const std::string& name, const Body& body) {
            "'");
 }
 
-Numbers numbers_from(const char* op, at::IntArrayRef list) {
-  TW_CHECK(list.size() <= size_t{Numbers::kMax}, op, "problem must be at most ", Numbers::kMax,
+Encoded encoded_from(const char* op, at::IntArrayRef list) {
+  TW_CHECK(list.size() <= size_t{Encoded::kMax}, op, "problem must be at most ", Encoded::kMax,
            " numbers, but got ", list.size());
-  Numbers numbers;
+  Encoded numbers;
   for (const int64_t value : list) numbers.push(value);
   return numbers;
 }
 
-template <typename Family>
-Numbers checked_problem(const char* op, at::IntArrayRef list) {
-  const Numbers problem = numbers_from(op, list);
-  const std::string refusal = problem_refusal<Family>(problem);
-  TW_CHECK(refusal.empty(), op, "problem must be ", refusal, " for ", Family::kName, ", but got ",
-           problem.text());
+template <typename KernelFamily>
+Encoded checked_problem(const char* op, at::IntArrayRef list) {
+  const Encoded problem = encoded_from(op, list);
+  const std::string refusal = problem_refusal<KernelFamily>(problem);
+  TW_CHECK(refusal.empty(), op, "problem must be ", refusal, " for ", KernelFamily::kName,
+           ", but got ", problem.text());
   return problem;
 }
 
-template <typename Family>
-Numbers checked_choice(const char* op, const Numbers& problem, const std::string& name) {
-  const auto call = problem_of<Family>(problem);
-  for (const Numbers& choice : Family::candidates(call)) {
-    if (name_of<Family>(choice) != name) continue;
-    const Refusal refusal = Family::refusal(call, choice);
+template <typename KernelFamily>
+Encoded checked_choice(const char* op, const Encoded& problem, const std::string& name) {
+  const auto call = decode_problem<KernelFamily>(problem);
+  for (const Encoded& choice : KernelFamily::candidates(call)) {
+    if (name_of<KernelFamily>(choice) != name) continue;
+    const Refusal refusal = KernelFamily::refusal(call, choice);
     TW_CHECK(!refusal, op, "choice must be one that the problem allows, but got '", name, "' for ",
              problem.text(), ": ", refusal.text());
     return choice;
   }
-  TW_CHECK(false, op, "choice must be the name of a configuration of ", Family::kName,
+  TW_CHECK(false, op, "choice must be the name of a configuration of ", KernelFamily::kName,
            ", but got '", name, "'; torchweld._C.candidates lists them");
 }
 
-// An empty choice takes back what was forced.
+// An empty choice removes the forced one.
 void force_choice(std::string family, at::IntArrayRef problem, std::string choice) {
   const char* op = "_force_choice";
   visit_family(op, family, [&](auto f) {
-    using Family = decltype(f);
-    const Numbers checked = checked_problem<Family>(op, problem);
-    const Key key = {Family::kName, Family::key(checked)};
+    using KernelFamily = decltype(f);
+    const Encoded checked = checked_problem<KernelFamily>(op, problem);
+    const Key key = {KernelFamily::kName, KernelFamily::shape_class(checked)};
     auto& forced = this_thread.forced;
     const bool was_used = !forced.empty();
     if (choice.empty()) {
       forced.erase(key);
     } else {
-      forced[key] = checked_choice<Family>(op, checked, choice);
+      forced[key] = checked_choice<KernelFamily>(op, checked, choice);
     }
     choices_in_use += int(!forced.empty()) - int(was_used);
   });
@@ -177,13 +178,13 @@ void remember_choice(std::string gpu, std::string family, at::IntArrayRef proble
                      std::string choice) {
   const char* op = "_remember_choice";
   visit_family(op, family, [&](auto f) {
-    using Family = decltype(f);
-    const Numbers checked = checked_problem<Family>(op, problem);
-    const Numbers chosen = checked_choice<Family>(op, checked, choice);
+    using KernelFamily = decltype(f);
+    const Encoded checked = checked_problem<KernelFamily>(op, problem);
+    const Encoded chosen = checked_choice<KernelFamily>(op, checked, choice);
     Remembered& table = remembered();
     const std::unique_lock<std::shared_mutex> lock(table.mutex);
     const bool was_used = !table.by_gpu.empty();
-    table.by_gpu[gpu][{Family::kName, Family::key(checked)}] = chosen;
+    table.by_gpu[gpu][{KernelFamily::kName, KernelFamily::shape_class(checked)}] = chosen;
     if (!was_used) ++choices_in_use;
   });
 }
@@ -195,38 +196,39 @@ void forget_choices() {
   table.by_gpu.clear();
 }
 
-// What a call takes on the GPU of that name, and by whose choice.
+// The choice of a call on the GPU with that name, and its source.
 std::tuple<std::string, std::string> picked_choice(std::string gpu, std::string family,
                                                    at::IntArrayRef problem) {
   const char* op = "_picked_choice";
   std::tuple<std::string, std::string> picked;
   visit_family(op, family, [&](auto f) {
-    using Family = decltype(f);
-    const Numbers checked = checked_problem<Family>(op, problem);
-    const Numbers own = Family::told(Family::choose(problem_of<Family>(checked)));
-    const Resolved resolved = resolve<Family>(&gpu, checked, own);
-    picked = {name_of<Family>(resolved.choice), resolved.source};
+    using KernelFamily = decltype(f);
+    const Encoded checked = checked_problem<KernelFamily>(op, problem);
+    const Encoded heuristic =
+        KernelFamily::encode(KernelFamily::choose(decode_problem<KernelFamily>(checked)));
+    const Resolved resolved = resolve<KernelFamily>(&gpu, checked, heuristic);
+    picked = {name_of<KernelFamily>(resolved.choice), resolved.source};
   });
   return picked;
 }
 
-void watch(bool on) {
+void observe(bool on) {
   ThreadState& state = this_thread;
-  choices_in_use += int(on) - int(state.watching);
-  state.watching = on;
+  choices_in_use += int(on) - int(state.observing);
+  state.observing = on;
   state.records.clear();
 }
 
-// Starts the watch of this thread.
-void begin_watch() {
-  this_thread.dry = false;
-  watch(true);
+// Starts observing this thread.
+void begin_observing() {
+  this_thread.dry_run = false;
+  observe(true);
 }
 
-// The same for a dry run: of the GPU of that number, or, below 0, of an H100.
+// Starts a dry run for the GPU with index `device`, or for an H100 if `device` is negative.
 void begin_dry_run(int64_t device) {
   ThreadState& state = this_thread;
-  state.dry = false;
+  state.dry_run = false;
   state.assumed = kH100Facts;
   state.assumed_gpu.clear();
 #ifdef TORCHWELD_CUDA
@@ -240,16 +242,16 @@ void begin_dry_run(int64_t device) {
     (void)cudaSetDevice(before);
   }
 #endif
-  state.dry = true;
-  watch(true);
+  state.dry_run = true;
+  observe(true);
 }
 
-// Ends the watch; what was seen, a JSON object each.
-std::vector<std::string> end_watch() {
+// Stops observing; returns the records as JSON objects.
+std::vector<std::string> end_observing() {
   std::vector<std::string> seen;
   for (const Record& record : this_thread.records) seen.push_back(record.json());
-  this_thread.dry = false;
-  watch(false);
+  this_thread.dry_run = false;
+  observe(false);
   return seen;
 }
 
@@ -259,31 +261,31 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
   m.def("_forget_choices() -> ()", &forget_choices);
   m.def("_picked_choice(str gpu, str family, int[] problem) -> (str choice, str source)",
         &picked_choice);
-  m.def("_begin_watch() -> ()", &begin_watch);
+  m.def("_begin_observing() -> ()", &begin_observing);
   m.def("_begin_dry_run(int device) -> ()", &begin_dry_run);
-  m.def("_end_watch() -> str[]", &end_watch);
+  m.def("_end_observing() -> str[]", &end_observing);
 }
 
 }  // namespace
 
-bool this_thread_runs_dry() { return this_thread.dry; }
+bool thread_is_dry_run() { return this_thread.dry_run; }
 
 const DeviceFacts* assumed_device_facts() { return &this_thread.assumed; }
 
-const char* CallPart::exchange(const char* name) {
+const char* CallScope::exchange(const char* name) {
   const char* const before = this_thread.part;
   this_thread.part = name;
   return before;
 }
 
-Numbers resolve_choice(const char* family, const Numbers& problem, const Numbers& own) {
-  Resolved resolved = {own, "heuristic"};
+Encoded resolve_choice(const char* family, const Encoded& problem, const Encoded& heuristic) {
+  Resolved resolved = {heuristic, "heuristic"};
   Families::visit(family, [&](auto f) {
-    using Family = decltype(f);
-    resolved = resolve<Family>(nullptr, problem, own);
+    using KernelFamily = decltype(f);
+    resolved = resolve<KernelFamily>(nullptr, problem, heuristic);
     ThreadState& state = this_thread;
-    if (!state.watching) return;
-    state.records.push_back(record_of<Family>(problem, resolved.choice));
+    if (!state.observing) return;
+    state.records.push_back(record_of<KernelFamily>(problem, resolved.choice));
     state.records.back().source = resolved.source;
     state.records.back().part = state.part;
   });
@@ -293,11 +295,11 @@ Numbers resolve_choice(const char* family, const Numbers& problem, const Numbers
 void observe_launch(const void* kernel, int threads, int dynamic_shared_bytes) {
 #ifdef TORCHWELD_CUDA
   ThreadState& state = this_thread;
-  if (!state.watching) return;
-  if (state.records.empty()) state.records.emplace_back();  // of no family
+  if (!state.observing) return;
+  if (state.records.empty()) state.records.emplace_back();  // a launch of no family
   cudaFuncAttributes attributes = {};
-  if (!state.dry && cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
-    (void)cudaGetLastError();  // the launch tells what is wrong
+  if (!state.dry_run && cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
+    (void)cudaGetLastError();  // the launch will report the error
     return;
   }
   state.records.back().kernels.push_back(

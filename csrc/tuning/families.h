@@ -1,7 +1,7 @@
-// Every family of kernels that tune knows. Pure host code.
+// The families of kernels that tune knows. Pure host code.
 //
-// scalar_attention and the matrix passes are not among them: they choose once for the size of the
-// scratch and once for the launch, and another thread may remember a choice in between.
+// scalar_attention and the matrix passes are no families: they choose twice, for the size of the
+// scratch and for the launch, and another thread could remember a choice in between.
 #pragma once
 
 #include <string_view>
@@ -15,16 +15,16 @@
 
 namespace torchweld {
 
-template <typename... Family>
+template <typename... KernelFamily>
 struct FamilyList {
-  // Calls body(Family{}) of the family of that name; false where there is none.
+  // Calls body(KernelFamily{}) for the family called `name`; returns false if there is none.
   template <typename Body>
   static bool visit(std::string_view name, const Body& body) {
-    return ((name == Family::kName && (body(Family{}), true)) || ...);
+    return ((name == KernelFamily::kName && (body(KernelFamily{}), true)) || ...);
   }
   template <typename Body>
   static void each(const Body& body) {
-    (body(Family{}), ...);
+    (body(KernelFamily{}), ...);
   }
 };
 

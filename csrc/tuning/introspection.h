@@ -1,5 +1,5 @@
-// What torchweld._C tells of the families of kernels that tune knows: their problems, and every
-// configuration with why it is refused.
+// What torchweld._C reports about the kernel families: their problems, and every configuration with
+// its refusal.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,16 +14,16 @@ namespace torchweld {
 
 namespace py = pybind11;
 
-// Calls body(family, problem) with numbers that are known to be a problem of the family.
+// Calls body(family, problem) after checking that the numbers are a problem of the family.
 template <typename Body>
 void with_problem(const std::string& name, const std::vector<int64_t>& list, const Body& body) {
   const bool known = Families::visit(name, [&](auto f) {
-    using Family = decltype(f);
-    Numbers numbers;
-    if (list.size() <= Numbers::kMax) {
+    using KernelFamily = decltype(f);
+    Encoded numbers;
+    if (list.size() <= Encoded::kMax) {
       for (const int64_t value : list) numbers.push(value);
     }
-    const std::string refusal = problem_refusal<Family>(numbers);
+    const std::string refusal = problem_refusal<KernelFamily>(numbers);
     if (!refusal.empty()) {
       throw py::value_error("a problem of " + name + " must be " + refusal + ", but got " +
                             numbers.text());
@@ -33,32 +33,32 @@ void with_problem(const std::string& name, const std::vector<int64_t>& list, con
   if (!known) throw py::value_error("there is no family of kernels called '" + name + "'");
 }
 
-inline py::list as_list(const Numbers& numbers) {
+inline py::list as_list(const Encoded& numbers) {
   py::list list;
   for (int i = 0; i < numbers.count; ++i) list.append(numbers[i]);
   return list;
 }
 
-// A choice with why it is refused, "" where it is not.
-template <typename Family>
-py::dict candidate_dict(const Numbers& problem, const Numbers& choice) {
-  const auto call = problem_of<Family>(problem);
+// A candidate and its refusal, "" if it is legal.
+template <typename KernelFamily>
+py::dict candidate_dict(const Encoded& problem, const Encoded& choice) {
+  const auto call = decode_problem<KernelFamily>(problem);
   py::dict d, columns;
-  for (const auto& [name, value] : Family::columns(call, choice)) columns[name] = value;
-  d["choice"] = name_of<Family>(choice);
-  d["engine"] = Family::kEngines[choice[0]];
-  d["tile"] = Family::tile(choice);
-  d["refusal"] = Family::refusal(call, choice).text();
+  for (const auto& [name, value] : KernelFamily::columns(call, choice)) columns[name] = value;
+  d["choice"] = name_of<KernelFamily>(choice);
+  d["engine"] = KernelFamily::kEngines[choice[0]];
+  d["tile"] = KernelFamily::tile(choice);
+  d["refusal"] = KernelFamily::refusal(call, choice).text();
   d["columns"] = columns;
   return d;
 }
 
 inline py::list candidates(const std::string& name, const std::vector<int64_t>& problem) {
   py::list all;
-  with_problem(name, problem, [&](auto f, const Numbers& numbers) {
-    using Family = decltype(f);
-    for (const Numbers& choice : Family::candidates(problem_of<Family>(numbers))) {
-      all.append(candidate_dict<Family>(numbers, choice));
+  with_problem(name, problem, [&](auto f, const Encoded& numbers) {
+    using KernelFamily = decltype(f);
+    for (const Encoded& choice : KernelFamily::candidates(decode_problem<KernelFamily>(numbers))) {
+      all.append(candidate_dict<KernelFamily>(numbers, choice));
     }
   });
   return all;
@@ -67,11 +67,11 @@ inline py::list candidates(const std::string& name, const std::vector<int64_t>& 
 inline py::dict candidate(const std::string& name, const std::vector<int64_t>& problem,
                           const std::string& choice) {
   py::dict found;
-  with_problem(name, problem, [&](auto f, const Numbers& numbers) {
-    using Family = decltype(f);
-    for (const Numbers& known : Family::candidates(problem_of<Family>(numbers))) {
-      if (name_of<Family>(known) == choice) {
-        found = candidate_dict<Family>(numbers, known);
+  with_problem(name, problem, [&](auto f, const Encoded& numbers) {
+    using KernelFamily = decltype(f);
+    for (const Encoded& known : KernelFamily::candidates(decode_problem<KernelFamily>(numbers))) {
+      if (name_of<KernelFamily>(known) == choice) {
+        found = candidate_dict<KernelFamily>(numbers, known);
         return;
       }
     }
@@ -80,23 +80,24 @@ inline py::dict candidate(const std::string& name, const std::vector<int64_t>& p
   return found;
 }
 
-// What a problem takes by itself.
+// The heuristic choice.
 inline py::dict choose(const std::string& name, const std::vector<int64_t>& problem) {
   py::dict found;
-  with_problem(name, problem, [&](auto f, const Numbers& numbers) {
-    using Family = decltype(f);
-    const auto call = problem_of<Family>(numbers);
-    found = candidate_dict<Family>(numbers, Family::told(Family::choose(call)));
-    found["kernel"] = Family::kernel(call, Family::told(Family::choose(call)));
+  with_problem(name, problem, [&](auto f, const Encoded& numbers) {
+    using KernelFamily = decltype(f);
+    const auto call = decode_problem<KernelFamily>(numbers);
+    found = candidate_dict<KernelFamily>(numbers, KernelFamily::encode(KernelFamily::choose(call)));
+    found["kernel"] = KernelFamily::kernel(call, KernelFamily::encode(KernelFamily::choose(call)));
   });
   return found;
 }
 
 inline py::list shape_class(const std::string& name, const std::vector<int64_t>& problem) {
-  py::list key;
-  with_problem(name, problem,
-               [&](auto f, const Numbers& numbers) { key = as_list(decltype(f)::key(numbers)); });
-  return key;
+  py::list encoded;
+  with_problem(name, problem, [&](auto f, const Encoded& numbers) {
+    encoded = as_list(decltype(f)::shape_class(numbers));
+  });
+  return encoded;
 }
 
 inline py::dict families() {

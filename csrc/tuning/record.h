@@ -1,4 +1,4 @@
-// What a watched call chose, as tune and explain read it. Pure host code.
+// The records of an observed call, which tune and explain read. Pure host code.
 #pragma once
 
 #include <string>
@@ -11,63 +11,63 @@ namespace torchweld {
 
 struct Record {
   std::string family, part, source, choice, kernel, why;
-  Numbers problem;
+  Encoded problem;
   Columns columns;
   std::vector<std::pair<std::string, std::string>> rejected;  // by name, with the reason
-  std::vector<Numbers> kernels;  // registers, shared bytes, threads, local bytes
+  std::vector<Encoded> kernels;  // registers, shared bytes, threads, local bytes
 
   std::string json() const;
 };
 
-// What was looked at before the choice: of a family whose first legal configuration is taken, all
-// of those before it; of one with a model of times, every other engine.
-template <typename Family>
+// The rejected alternatives: the candidates before the choice for a family that takes the first
+// legal one, else every other engine.
+template <typename KernelFamily>
 std::vector<std::pair<std::string, std::string>> rejected_by(
-    const typename Family::Problem& problem, const Numbers& chosen) {
+    const typename KernelFamily::Problem& problem, const Encoded& chosen) {
   std::vector<std::pair<std::string, std::string>> rejected;
-  if constexpr (Family::kInOrder) {
-    for (const Numbers& choice : Family::candidates(problem)) {
+  if constexpr (KernelFamily::kFirstLegal) {
+    for (const Encoded& choice : KernelFamily::candidates(problem)) {
       if (choice == chosen) break;
-      const Refusal refusal = Family::refusal(problem, choice);
-      rejected.emplace_back(name_of<Family>(choice),
+      const Refusal refusal = KernelFamily::refusal(problem, choice);
+      rejected.emplace_back(name_of<KernelFamily>(choice),
                             refusal ? refusal.text() : "others are faster for these sizes");
     }
   } else {
-    const std::vector<Numbers> all = Family::candidates(problem);
-    constexpr int kEngines = sizeof(Family::kEngines) / sizeof(Family::kEngines[0]);
+    const std::vector<Encoded> all = KernelFamily::candidates(problem);
+    constexpr int kEngines = sizeof(KernelFamily::kEngines) / sizeof(KernelFamily::kEngines[0]);
     for (int engine = 0; engine < kEngines; ++engine) {
       if (engine == chosen[0]) continue;
       std::string reason;
-      for (const Numbers& choice : all) {
+      for (const Encoded& choice : all) {
         if (choice[0] != engine) continue;
-        const Refusal refusal = Family::refusal(problem, choice);
+        const Refusal refusal = KernelFamily::refusal(problem, choice);
         if (!refusal) reason = "slower for these sizes, or no faster";
         if (reason.empty()) reason = refusal.text();
       }
-      rejected.emplace_back(Family::kEngines[engine], reason);
+      rejected.emplace_back(KernelFamily::kEngines[engine], reason);
     }
   }
   return rejected;
 }
 
-template <typename Family>
-Record record_of(const Numbers& problem, const Numbers& choice) {
-  const auto call = problem_of<Family>(problem);
+template <typename KernelFamily>
+Record record_of(const Encoded& problem, const Encoded& choice) {
+  const auto call = decode_problem<KernelFamily>(problem);
   Record record;
-  record.family = Family::kName;
+  record.family = KernelFamily::kName;
   record.problem = problem;
-  record.choice = name_of<Family>(choice);
-  record.kernel = Family::kernel(call, choice);
-  record.why = Family::why(call, choice);
-  record.columns = Family::columns(call, choice);
-  record.rejected = rejected_by<Family>(call, choice);
+  record.choice = name_of<KernelFamily>(choice);
+  record.kernel = KernelFamily::kernel(call, choice);
+  record.why = KernelFamily::why(call, choice);
+  record.columns = KernelFamily::columns(call, choice);
+  record.rejected = rejected_by<KernelFamily>(call, choice);
   return record;
 }
 
-// Names and sentences of ours hold no quotes and no control characters.
+// Names and sentences contain no quotes and no control characters, so nothing is escaped.
 inline std::string json_text(const std::string& text) { return "\"" + text + "\""; }
 
-inline std::string json_list(const Numbers& numbers) {
+inline std::string json_list(const Encoded& numbers) {
   std::string text = numbers.text();
   text.front() = '[';
   text.back() = ']';
@@ -75,7 +75,7 @@ inline std::string json_list(const Numbers& numbers) {
 }
 
 inline std::string Record::json() const {
-  const auto split_cluster = [](const auto& list, const auto& text_of) {
+  const auto join_texts = [](const auto& list, const auto& text_of) {
     std::string text;
     for (const auto& item : list) text += (text.empty() ? "" : ", ") + text_of(item);
     return text;
@@ -89,9 +89,9 @@ inline std::string Record::json() const {
   return "{\"family\": " + json_text(family) + ", \"part\": " + json_text(part) +
          ", \"source\": " + json_text(source) + ", \"problem\": " + json_list(problem) +
          ", \"choice\": " + json_text(choice) + ", \"kernel\": " + json_text(kernel) +
-         ", \"why\": " + json_text(why) + ", \"columns\": {" + split_cluster(columns, column) +
-         "}, \"rejected\": [" + split_cluster(rejected, reason) + "], \"kernels\": [" +
-         split_cluster(kernels, json_list) + "]}";
+         ", \"why\": " + json_text(why) + ", \"columns\": {" + join_texts(columns, column) +
+         "}, \"rejected\": [" + join_texts(rejected, reason) + "], \"kernels\": [" +
+         join_texts(kernels, json_list) + "]}";
 }
 
 }  // namespace torchweld

@@ -106,7 +106,7 @@ def _dry_run(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], device: int
     try:
         overload.redispatch(cuda, *map(_meta, args), **values)
     finally:
-        seen = library.ops._end_watch()
+        seen = library.ops._end_observing()
     return [json.loads(text) for text in seen]
 
 

@@ -128,7 +128,7 @@ struct Sm90Stream {
 inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t steps,
                               const DeviceFacts& device, bool streams) {
   constexpr int64_t kMinSteps = 4;  // of a worker
-  const int64_t workers = device.most_clusters(tile.cluster), last = tiles % workers;
+  const int64_t workers = device.max_active_clusters(tile.cluster), last = tiles % workers;
   if (!streams || last == 0) return {0, std::min(tiles, workers)};
   if (tiles > workers) return {last + workers, workers};
   const int64_t most = std::clamp<int64_t>(tiles * steps / kMinSteps, 1, workers);
@@ -136,7 +136,7 @@ inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t steps
   constexpr int64_t kMaxSplitClusterKBlocks = 32;
   for (const int split_cluster : {8, 4, 3, 2}) {
     if (!device.clusters || split_cluster > tile.max_split_cluster()) continue;
-    if (tiles > device.most_clusters(split_cluster) || split_cluster * tiles > most) continue;
+    if (tiles > device.max_active_clusters(split_cluster) || split_cluster * tiles > most) continue;
     if (steps <= kMaxSplitClusterKBlocks * split_cluster)
       return {tiles, split_cluster * tiles, split_cluster};
   }

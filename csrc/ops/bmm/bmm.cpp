@@ -56,7 +56,7 @@ template <typename Multiply>
 void bmm_backward_into(Tensor& da, Tensor& db, const std::array<bool, 2>& wanted, const Tensor& dy,
                        const Tensor& a, const Tensor& b, const Multiply& multiply) {
   if (wanted[0]) {
-    const CallPart part("da");
+    const CallScope part("da");
     if (shared(a, dy)) {
       multiply(da[0], stack_rows(dy.mT()).t(), stack_rows(b.mT()));
     } else {
@@ -64,7 +64,7 @@ void bmm_backward_into(Tensor& da, Tensor& db, const std::array<bool, 2>& wanted
     }
   }
   if (wanted[1]) {
-    const CallPart part("db");
+    const CallScope part("db");
     if (shared(b, dy)) {
       multiply(db[0], stack_rows(a).t(), stack_rows(dy));
     } else {

@@ -149,7 +149,7 @@ Tensor causal_softmax_cuda(const Tensor& scores, const OptionalTensor& leftpad, 
   const MaskOnDevice on_device({leftpad, /*causal=*/true, TW_MASK_ARGUMENTS});
   launch_causal_softmax({in.tensor.const_data_ptr(), y.mutable_data_ptr(), in.rows, in.n,
                          in.row_stride, dtype_of(scores)},
-                        mask_of(scores, pads, scale), on_device.mask, zero_counter_if_asked(scores),
+                        mask_of(scores, pads, scale), on_device.mask, lazy_zero_counter(scores),
                         stream);
   return y;
 }
@@ -183,7 +183,7 @@ Grads causal_softmax_backward_cuda(const Tensor& dy, const Tensor& y, const Opti
   launch_causal_softmax_backward(
       {in_dy.tensor.const_data_ptr(), in_y.tensor.const_data_ptr(), dscores.mutable_data_ptr(),
        in_y.rows, in_y.n, in_dy.row_stride, in_y.row_stride, dtype_of(y)},
-      mask_of(y, pads, scale), on_device.mask, capped, zero_counter_if_asked(y), stream);
+      mask_of(y, pads, scale), on_device.mask, capped, lazy_zero_counter(y), stream);
   if (sink_parts.defined()) dsink.copy_(sink_parts.sum(at::IntArrayRef({0, 2})));
   return {dscores, dsink};
 }

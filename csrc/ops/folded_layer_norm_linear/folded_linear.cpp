@@ -208,7 +208,7 @@ Tensor folded_layer_norm_linear_backward_cuda(const Tensor& dy, const Tensor& x,
   const RowStatistics statistics = {empty_floats(rows, x), empty_floats(rows, x)};
   OptionalTensor z;
   if (needs_preact(act)) {
-    const CallPart part("z");
+    const CallScope part("z");
     z = empty_matrix(rows, folded_weight.size(0), x);
     norm_matmul_into(*z, norm, x, eps, folded_weight, {folded_bias}, statistics);
   } else {

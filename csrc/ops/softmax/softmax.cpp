@@ -54,7 +54,7 @@ Tensor softmax_cuda(const Tensor& x) {
   const Rows in(x);
   launch_softmax(
       {in.tensor.const_data_ptr(), y.mutable_data_ptr(), in.rows, in.n, in.row_stride, dtype_of(x)},
-      zero_counter_if_asked(x), stream);
+      lazy_zero_counter(x), stream);
   return y;
 }
 
@@ -67,7 +67,7 @@ Tensor softmax_backward_cuda(const Tensor& dy, const Tensor& y) {
   launch_softmax_backward(
       {in_dy.tensor.const_data_ptr(), in_y.tensor.const_data_ptr(), dx.mutable_data_ptr(),
        in_y.rows, in_y.n, in_dy.row_stride, in_y.row_stride, dtype_of(y)},
-      zero_counter_if_asked(y), stream);
+      lazy_zero_counter(y), stream);
   return dx;
 }
 #endif

@@ -33,19 +33,19 @@ struct Conv2dFamily {
   // As Conv2dEngine has them.
   static constexpr const char* kEngines[] = {"direct", "banded", "general",
                                              "cells",  "small",  "narrow"};
-  static constexpr bool kInOrder = false;
+  static constexpr bool kFirstLegal = false;
 
   using Problem = Conv2dProblem;
   using Choice = Conv2dChoice;
 
-  static Numbers numbers(const Conv2dProblem& p) {
+  static Encoded encode_fields(const Conv2dProblem& p) {
     return {p.batch,        p.height,    p.width,   p.kernel_height,
             p.kernel_width, p.elem_size, p.flipped, p.bfloat16};
   }
-  static Conv2dProblem problem(const Numbers& x) {
+  static Conv2dProblem decode_fields(const Encoded& x) {
     return {x[0], x[1], x[2], x[3], x[4], x[5] == 4 ? 4 : 2, x[6] != 0, x[7] != 0, {}};
   }
-  static Numbers key(Numbers x) {
+  static Encoded shape_class(Encoded x) {
     for (int i = 0; i < 3; ++i) x[i] = size_class(x[i]);
     return x;
   }
@@ -58,11 +58,11 @@ struct Conv2dFamily {
     }
     return {kernel, kernel == Conv2dEngine::kBanded ? choose_banded_tile(p.width) : 0};
   }
-  static Numbers told(const Conv2dChoice& choice) {
+  static Encoded encode(const Conv2dChoice& choice) {
     return {static_cast<int64_t>(choice.engine), choice.tile};
   }
 
-  static Refusal refusal(const Conv2dProblem& p, const Numbers& x) {
+  static Refusal refusal(const Conv2dProblem& p, const Encoded& x) {
     const int64_t height = p.kernel_height, width = p.kernel_width;
     switch (static_cast<Conv2dEngine>(x[0])) {
       case Conv2dEngine::kDirect:
@@ -89,12 +89,12 @@ struct Conv2dFamily {
     return {};
   }
 
-  static Conv2dChoice make(const Conv2dProblem&, const Numbers& choice) {
+  static Conv2dChoice make(const Conv2dProblem&, const Encoded& choice) {
     return {static_cast<Conv2dEngine>(choice[0]), static_cast<int>(choice[1])};
   }
 
-  static std::vector<Numbers> candidates(const Conv2dProblem&) {
-    std::vector<Numbers> all;
+  static std::vector<Encoded> candidates(const Conv2dProblem&) {
+    std::vector<Encoded> all;
     for (int64_t kernel = 0; tiles_of(kernel) > 0; ++kernel) {
       for (int64_t tile = 0; tile < tiles_of(kernel); ++tile) all.push_back({kernel, tile});
     }
@@ -102,7 +102,7 @@ struct Conv2dFamily {
   }
 
   // The size of kernels that it is for, or rows and columns of a block's tile.
-  static std::string tile(const Numbers& x) {
+  static std::string tile(const Encoded& x) {
     switch (static_cast<Conv2dEngine>(x[0])) {
       case Conv2dEngine::kCells:
       case Conv2dEngine::kNarrow:
@@ -116,7 +116,7 @@ struct Conv2dFamily {
 
   // Rows and columns of a block's tile, for the cells kernel rows of a strip and cells on their
   // way; zeros where the kernel fits them to the image.
-  static Columns columns(const Conv2dProblem&, const Numbers& x) {
+  static Columns columns(const Conv2dProblem&, const Encoded& x) {
     const bool banded = x[0] == static_cast<int64_t>(Conv2dEngine::kBanded);
     const bool cells = x[0] == static_cast<int64_t>(Conv2dEngine::kCells);
     const BandedTile tile = banded ? kBandedTiles[x[1]] : BandedTile{};
@@ -126,7 +126,7 @@ struct Conv2dFamily {
             {"ahead", strip.ahead}};
   }
 
-  static std::string kernel(const Conv2dProblem&, const Numbers& x) {
+  static std::string kernel(const Conv2dProblem&, const Encoded& x) {
     constexpr const char* kKernels[] = {"direct, in registers",
                                         "banded, on tensor cores",
                                         "general",
@@ -135,7 +135,7 @@ struct Conv2dFamily {
                                         "images of 8 columns, on tensor cores"};
     return kKernels[x[0]];
   }
-  static std::string why(const Conv2dProblem&, const Numbers&) {
+  static std::string why(const Conv2dProblem&, const Encoded&) {
     return "what the dtype and the sizes allow";
   }
 

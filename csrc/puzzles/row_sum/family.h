@@ -6,35 +6,35 @@
 
 namespace torchweld {
 
-struct RowSumFamily : FirstByClass {
+struct RowSumFamily : FirstSizeByClass {
   static constexpr const char* kName = "row_sum";
   static constexpr Field kFields[] = {{"rows", 1, kMaxSize}, {"n", 1, kMaxSize},
                                       {"elem_size", 2, 4},   {"contiguous", 0, 1},
                                       {"aligned", 0, 1},     {"bfloat16", 0, 1}};
   static constexpr const char* kEngines[] = {"tile", "staged"};
-  static constexpr bool kInOrder = false;
+  static constexpr bool kFirstLegal = false;
   static constexpr int kLast = kNumRowSumTiles - 1;  // the tile that rows may be cut for
 
   using Problem = RowSumProblem;
   using Choice = RowSumChoice;
 
-  static Numbers numbers(const RowSumProblem& p) {
+  static Encoded encode_fields(const RowSumProblem& p) {
     return {p.rows, p.n, p.elem_size, p.contiguous, p.aligned, p.bfloat16};
   }
-  static RowSumProblem problem(const Numbers& x) {
+  static RowSumProblem decode_fields(const Encoded& x) {
     return {x[0], x[1], x[2] == 4 ? 4 : 2, x[3] != 0, x[4] != 0, x[5] != 0, {}};
   }
 
   static RowSumChoice choose(const RowSumProblem& p) { return choose_row_sum(p); }
-  static Numbers told(const RowSumChoice& choice) {
+  static Encoded encode(const RowSumChoice& choice) {
     return {static_cast<int64_t>(choice.engine), choice.tile, choice.parts};
   }
-  static RowSumChoice make(const RowSumProblem& p, const Numbers& x) {
+  static RowSumChoice make(const RowSumProblem& p, const Encoded& x) {
     return {static_cast<RowSumEngine>(x[0]), static_cast<int>(x[1]), x[2],
             x[2] == 1 ? p.n : row_sum_part_elems(p, x[2])};
   }
 
-  static Refusal refusal(const RowSumProblem& p, const Numbers& x) {
+  static Refusal refusal(const RowSumProblem& p, const Encoded& x) {
     const int64_t parts = x[2];
     if (staged(x)) {
       if (!p.contiguous) return "the rows do not follow each other in memory";
@@ -51,46 +51,46 @@ struct RowSumFamily : FirstByClass {
                : Refusal();
   }
 
-  static std::vector<Numbers> candidates(const RowSumProblem& p) {
-    std::vector<Numbers> all = {told({RowSumEngine::kStaged, 0, 1, 0})};
+  static std::vector<Encoded> candidates(const RowSumProblem& p) {
+    std::vector<Encoded> all = {encode({RowSumEngine::kStaged, 0, 1, 0})};
     const auto add = [&](int tile, int64_t parts) {
-      all.push_back(told({RowSumEngine::kTile, tile, parts, 0}));
+      all.push_back(encode({RowSumEngine::kTile, tile, parts, 0}));
     };
     for (int tile = 0; tile < kNumRowSumTiles; ++tile) add(tile, 1);
     for (int64_t parts = 2; parts <= kMaxParts; parts *= 2) {
       add(kLast, parts);
       if (refusal(p, all.back())) all.pop_back();
     }
-    const Numbers own = told(choose(p));
-    for (const Numbers& known : all) {
+    const Encoded own = encode(choose(p));
+    for (const Encoded& known : all) {
       if (known == own) return all;
     }
     all.push_back(own);
     return all;
   }
 
-  static std::string tile(const Numbers& x) {
+  static std::string tile(const Encoded& x) {
     return staged(x) ? "" : tile_text(kRowSumTiles[x[1]].threads, kRowSumTiles[x[1]].loads, x[2]);
   }
 
   // No loads: the rows go through shared memory as one stretch.
-  static Columns columns(const RowSumProblem&, const Numbers& x) {
+  static Columns columns(const RowSumProblem&, const Encoded& x) {
     return {{"row_threads", staged(x) ? 0 : kRowSumTiles[x[1]].threads},
             {"loads", staged(x) ? 0 : kRowSumTiles[x[1]].loads},
             {"parts", x[2]},
             {"threads", kRowSumThreads}};
   }
 
-  static std::string kernel(const RowSumProblem&, const Numbers& x) {
+  static std::string kernel(const RowSumProblem&, const Encoded& x) {
     return staged(x) ? "staged rows" : "rows by groups of threads";
   }
-  static std::string why(const RowSumProblem& p, const Numbers&) {
+  static std::string why(const RowSumProblem& p, const Encoded&) {
     return "the first tile that reads rows of " + std::to_string(p.n) +
            " at one go, or cuts them into parts";
   }
 
  private:
-  static bool staged(const Numbers& x) {
+  static bool staged(const Encoded& x) {
     return static_cast<RowSumEngine>(x[0]) == RowSumEngine::kStaged;
   }
 };

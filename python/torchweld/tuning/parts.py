@@ -33,19 +33,19 @@ def tables() -> Any:
     return library.introspection("torchweld.tune")
 
 
-def watch(call: Callable[[], Any]) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """The call's results, and what was chosen and launched in it."""
-    library.ops._begin_watch()
+def observe(call: Callable[[], Any]) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    """Returns the call's results, and the records of its choices and launches."""
+    library.ops._begin_observing()
     try:
         outputs = tensors_of(call())
     finally:
-        seen = [json.loads(text) for text in library.ops._end_watch()]
-    # Launches before anything was chosen belong to no family.
+        seen = [json.loads(text) for text in library.ops._end_observing()]
+    # A launch before the first choice belongs to no family.
     return outputs, [record for record in seen if record["family"]]
 
 
 def parts_of(seen: list[dict[str, Any]]) -> list[Part]:
-    """The kernels of a watched call, one of each shape class."""
+    """The kernels of an observed call, one of each shape class."""
     _C = tables()
     fields = _C.families()
     found: dict[tuple[str, tuple[int, ...]], Part] = {}

@@ -12,7 +12,7 @@ from torch import Tensor
 import torchweld._library as library
 from torchweld.info import ops_of_library
 from torchweld.tuning import cache
-from torchweld.tuning.parts import Part, parts_of, tables, watch
+from torchweld.tuning.parts import Part, observe, parts_of, tables
 from torchweld.tuning.progress import Progress
 from torchweld.tuning.result import Row, TuneResult, empty_row
 from torchweld.tuning.work import Answers, bytes_of, flops, sum_length
@@ -154,7 +154,7 @@ class Search:
         try:
             self.force(part, row["choice"])
             with _fresh_memory_is_nan():
-                outputs, seen = watch(self._call)
+                outputs, seen = observe(self._call)
             row["error"], row["reason"] = answers.judge(outputs)
         except torch.OutOfMemoryError:
             row["reason"] = "out of GPU memory"
@@ -304,7 +304,7 @@ def _tune(
     bar = Progress(f"tune {result.op}", progress)
     parts: list[Part] = []
     try:
-        outputs, seen = watch(call)
+        outputs, seen = observe(call)
         parts = parts_of(seen)
         if not parts:
             result.note = (
