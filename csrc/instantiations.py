@@ -184,13 +184,13 @@ TABLE = [
         each(dtype=("float32", *SIXTEEN_BIT)),
     ),
     Family(
-        "int4_deep",
+        "int4_small_m",
         "int4/small_m/kernel.cuh",
         "template void launch_int4_small_m_of<$T>(const Int4LinearParams&, cudaStream_t);",
         each(dtype=SIXTEEN_BIT),
     ),
     Family(
-        "int4_wide",
+        "int4_large_m",
         "int4/large_m/kernel.cuh",
         "template void launch_int4_large_m_of<$T>(const Int4LinearParams&, cudaStream_t);",
         each(dtype=SIXTEEN_BIT),

@@ -130,8 +130,8 @@ def test_4_bit_products_that_are_dequantised_have_two_parts():
 
 def test_a_refused_engine_is_named_with_its_reason():
     rejected = dict(torchweld.explain("int4_linear", *int4_args(64, dtype=F32)).rejected)
-    assert set(rejected) == {"decode", "deep", "wide", "dense"}
-    for engine in ("decode", "deep", "wide"):
+    assert set(rejected) == {"decode", "small_m", "large_m", "dense"}
+    for engine in ("decode", "small_m", "large_m"):
         assert rejected[engine] == "the tile is for 16-bit x and groups of a multiple of 64"
     assert "slower" in rejected["dense"]
     rejected = dict(torchweld.explain("int4_linear", *int4_args(17)).rejected)

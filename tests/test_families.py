@@ -94,15 +94,15 @@ def test_problems_of_a_shape_class_have_the_same_configurations(family):
             assert shared["refusal"] == "", (numbers, wide, candidate)
 
 
-def test_parts_cover_what_is_cut():
+def test_splits_cover_the_split_dimension():
     for numbers in problems("int4", seed=2):
         for found in _C.candidates("int4", numbers):
             columns = found["columns"]
             if found["refusal"] or found["engine"] == "dense":
                 continue
-            chunks, per_step = -(-named("int4", numbers)["k"] // 64), columns["block_k"] // 64
-            steps, parts = -(-chunks // per_step), columns["parts"]
-            assert (parts - 1) * -(-steps // parts) < steps
+            chunks, per_k_block = -(-named("int4", numbers)["k"] // 64), columns["block_k"] // 64
+            k_blocks, splits = -(-chunks // per_k_block), columns["splits"]
+            assert (splits - 1) * -(-k_blocks // splits) < k_blocks
     for numbers in problems("row_sum", seed=2):
         for found in _C.candidates("row_sum", numbers):
             parts, n = found["columns"]["parts"], named("row_sum", numbers)["n"]

@@ -16,17 +16,17 @@ NO_CLUSTERS = dict(clusters=0, clusters_of_16=0, tma=0, wgmma=0)
 NO_WGMMA = dict(wgmma=0)
 
 
-def parts_cover_k_once(columns: dict[str, int], k: int) -> bool:
-    """And none is empty: as many steps in each, but for the last."""
-    chunks, step, parts = -(-k // 64), columns["block_k"] // 64, columns["parts"]
-    steps = -(-chunks // step)
-    part = -(-steps // parts) * step
-    return (parts - 1) * part < chunks <= parts * part
+def splits_cover_k_once(columns: dict[str, int], k: int) -> bool:
+    """Splits have equally many k-blocks, but for the last one, and none is empty."""
+    chunks, k_block, splits = -(-k // 64), columns["block_k"] // 64, columns["splits"]
+    k_blocks = -(-chunks // k_block)
+    split = -(-k_blocks // splits) * k_block
+    return (splits - 1) * split < chunks <= splits * split
 
 
 @pytest.mark.parametrize("gpu", [H200, SMALL], ids=["h200", "small"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_parts_cover_k_once_in_a_tile_that_fits(size, gpu):
+def test_splits_cover_k_once_in_a_tile_that_fits(size, gpu):
     devices = [gpu | dict(clusters=c, wgmma=w) for c, w in ((0, 0), (1, 0), (1, 1))]
     for (m, n, k), group in itertools.product(SHAPES, GROUPS):
         k_padded = -(-k // (group or 8)) * (group or 8)
@@ -40,15 +40,15 @@ def test_parts_cover_k_once_in_a_tile_that_fits(size, gpu):
             if choice["engine"] == "dense":
                 assert m > 128 and not (whole and size == 2)
                 continue
-            # Chips with products of warpgroups have the memory for their tiles.
+            # A GPU with wgmma has the shared memory for the wgmma tiles.
             suits = whole and size == 2 and m > 16
-            takes_wgmma = choice["engine"] in ("wide", "deep")
+            takes_wgmma = choice["engine"] in ("large_m", "small_m")
             assert takes_wgmma == (suits and bool(device["wgmma"]) and gpu == H200)
             if choice["engine"] == "decode":
-                assert columns["blocks"] % columns["parts"] == 0
-                assert columns["parts"] == 1 or device["clusters"]
+                assert columns["blocks"] % columns["splits"] == 0
+                assert columns["splits"] == 1 or device["clusters"]
             assert columns["tile_bytes"] <= device["shared_limit"]
-            assert parts_cover_k_once(columns, k_padded)
+            assert splits_cover_k_once(columns, k_padded)
 
 
 def test_the_smallest_tile_is_taken_and_a_long_k_is_cut():
@@ -58,8 +58,8 @@ def test_the_smallest_tile_is_taken_and_a_long_k_is_cut():
         for m, tokens in sizes:
             choice = chosen("int4", H200 | NO_WGMMA, m=m, elem_size=size)
             assert choice["engine"] == "sync" and choice["columns"]["tokens"] == tokens
-    assert chosen("int4", H200 | NO_WGMMA, m=1, elem_size=4)["columns"]["parts"] > 1
-    assert chosen("int4", H200 | NO_WGMMA, m=4096)["columns"]["parts"] == 1
+    assert chosen("int4", H200 | NO_WGMMA, m=1, elem_size=4)["columns"]["splits"] > 1
+    assert chosen("int4", H200 | NO_WGMMA, m=4096)["columns"]["splits"] == 1
 
 
 # Few tokens
@@ -82,13 +82,13 @@ def test_every_tile_of_rows_has_a_block_or_a_cluster(gpu):
             if tile is None:
                 continue
             assert m <= tile["tokens"]
-            # A step has two slices, each of one group.
+            # A k-block has two slices; each lies within one group.
             assert group % (tile["block_k"] // 2) == 0 and k % tile["block_k"] == 0
             assert tile["tile_bytes"] <= gpu["shared_limit"] and tile["blocks"] <= gpu["sms"]
-            owners, rest = divmod(tile["blocks"], tile["parts"])
+            owners, rest = divmod(tile["blocks"], tile["splits"])
             # None has nothing to do, but for one of a pair that shares its loads of x.
             assert rest == 0 and 1 <= owners <= max(2, -(-n // 16))
-            taken[tile["parts"]] += 1
+            taken[tile["splits"]] += 1
     assert taken[1] > 500 and taken[4] > 20
 
 
@@ -104,7 +104,7 @@ def test_decoding_ends_where_x_is_too_large():
     assert decoding(m=16, k=65536, groups=512) is None
     # A cluster of four blocks holds four times the x; not all multiprocessors have room for one.
     one, four = (decoding(m=m, k=14336, groups=112) for m in (4, 8))
-    assert one["parts"] == 1 and (four["parts"], four["blocks"]) == (4, 120)
+    assert one["splits"] == 1 and (four["splits"], four["blocks"]) == (4, 120)
     assert decoding(H200 | NO_CLUSTERS, m=8, k=14336, groups=112) is None
     # A slice has one group: two chunks of 128 columns, one of 64 or of three of them.
     assert decoding(m=1)["block_k"] == 2 * 128
@@ -116,10 +116,9 @@ def test_decoding_ends_where_x_is_too_large():
 # Many tokens
 
 
-# M, N, and microseconds on an H200 (bfloat16, K 4096, groups of 128) by "tokens of a tile / parts
-# of K", with the rows of the tile before them where they are wide. Of all that was timed the
-# fastest is among them.
-RING_TIMES = {
+# M, N, and microseconds on an H200 (bfloat16, K 4096, groups of 128) by "tokens of a tile /
+# splits of K", prefixed by the tile's rows for wgmma. The fastest measured tile is among them.
+SYNC_TIMES = {
     (32, 14336): {"32/1": 36.8, "32/2": 31.7, "32/4": 31.8, "32/8": 45.0},
     (64, 14336): {"64/1": 41.9, "64/2": 38.8, "64/4": 44.3, "64/8": 67.5},
     (128, 14336): {"128/1": 59.9, "128/2": 60.7, "128/4": 73.9, "128/8": 115.4},
@@ -133,7 +132,7 @@ RING_TIMES = {
     (1024, 4096): {"128/1": 96.5},
     (4096, 4096): {"128/1": 357.2},
 }
-WIDE_TIMES = {
+WGMMA_TIMES = {
     (32, 14336): {"128x32/1": 22.6},
     (64, 14336): {"128x64/1": 25.3},
     (128, 14336): {"128x128/1": 39.2, "128x128/2": 36.9, "128x128/4": 51.0, "256x128/2": 34.9},
@@ -148,36 +147,36 @@ WIDE_TIMES = {
 }
 
 
-@pytest.mark.parametrize("wgmma", [False, True], ids=["ring", "wide"])
+@pytest.mark.parametrize("wgmma", [False, True], ids=["sync", "wgmma"])
 def test_what_was_fastest_is_taken(wgmma):
-    for (m, n), times in (WIDE_TIMES if wgmma else RING_TIMES).items():
+    for (m, n), times in (WGMMA_TIMES if wgmma else SYNC_TIMES).items():
         choice = chosen("int4", H200 | dict(wgmma=wgmma), m=m, n=n)
         columns = choice["columns"]
-        assert (choice["engine"] in ("wide", "deep")) == wgmma
-        taken = f"{columns['tokens']}/{columns['parts']}"
+        assert (choice["engine"] in ("large_m", "small_m")) == wgmma
+        taken = f"{columns['tokens']}/{columns['splits']}"
         if wgmma:
             taken = f"{columns['rows']}x{taken}"
         assert taken in times and times[taken] <= 1.1 * min(times.values()), (m, n, taken)
 
 
 @pytest.mark.parametrize("m", [17, 40, 64, 100, 128])
-def test_deep_tiles_find_room_for_their_clusters(m):
-    """In one wave where K is in parts: of 132 SMs 39 clusters of three and 30 of four."""
+def test_split_tiles_run_in_one_wave(m):
+    """Split tiles run in one wave: 132 SMs run 39 clusters of three, or 30 of four."""
     most, cut = {2: 66, 3: 39, 4: 30, 8: 15}, set()
     for n in (*range(64, 2048, 64), 3072, 4096, 4992, 5120, 8192):
         choice = chosen("int4", m=m, n=n)
         columns = choice["columns"]
-        if choice["engine"] == "deep" and columns["parts"] > 1:
+        if choice["engine"] == "small_m" and columns["splits"] > 1:
             tiles = -(-n // columns["rows"]) * -(-m // columns["tokens"])
-            assert tiles <= most[columns["parts"]]
-            cut.add(columns["parts"])
+            assert tiles <= most[columns["splits"]]
+            cut.add(columns["splits"])
     assert cut >= {2, 3, 4}
 
 
 def test_few_tokens_are_left_to_the_other_engines():
-    """And float32, odd groups and GPUs without products of warpgroups."""
+    """And float32, odd groups and GPUs without wgmma."""
     for m in (17, 32, 33, 128, 129, 4096):
-        assert chosen("int4", m=m)["engine"] in ("wide", "deep")
+        assert chosen("int4", m=m)["engine"] in ("large_m", "small_m")
         for others in (dict(elem_size=4), dict(groups=128)):
             engine = "sync" if m <= 128 else "dense"
             assert chosen("int4", m=m, **others)["engine"] == engine
@@ -188,7 +187,7 @@ def test_few_tokens_are_left_to_the_other_engines():
 def test_without_clusters_k_is_cut_where_tiles_are_few():
     for m, n, cut in ((64, 1024, True), (4096, 4096, False)):
         choice = chosen("int4", H200 | NO_CLUSTERS, m=m, n=n)
-        assert choice["engine"] == "sync" and (choice["columns"]["parts"] > 1) == cut
+        assert choice["engine"] == "sync" and (choice["columns"]["splits"] > 1) == cut
 
 
 # Every configuration, with why it is refused
@@ -199,29 +198,29 @@ def int4_refusal(choice: str, device=H200, **fields) -> str:
 
 
 def test_reasons_of_tiles_on_wgmma():
-    deep, wide = (chosen("int4", m=m)["choice"].split(" /")[0] for m in (64, 4096))
-    assert (deep.split()[0], wide.split()[0]) == ("deep", "wide")
-    for parts in (2, 3, 4, 8):
-        assert int4_refusal(f"{deep} /{parts}") == ""
+    small_m, large_m = (chosen("int4", m=m)["choice"].split(" /")[0] for m in (64, 4096))
+    assert (small_m.split()[0], large_m.split()[0]) == ("small_m", "large_m")
+    for splits in (2, 3, 4, 8):
+        assert int4_refusal(f"{small_m} /{splits}") == ""
     short = dict(k=1024, groups=8)
-    assert "leaves one of 3 parts empty" in int4_refusal(f"{deep} /3", **short)
-    assert "fewer rows" in int4_refusal(deep, m=4097)
+    assert "leaves one of 3 splits empty" in int4_refusal(f"{small_m} /3", **short)
+    assert "fewer rows" in int4_refusal(small_m, m=4097)
     for device in (H200 | NO_WGMMA, H200 | dict(clusters=0)):
-        assert "Hopper" in int4_refusal(wide, device)
+        assert "Hopper" in int4_refusal(large_m, device)
     for changes in (dict(elem_size=4), dict(groups=128), dict(groups=1, k=4064)):
-        assert "multiple of 64" in int4_refusal(wide, **changes)
-    assert "leaves one of 8 parts empty" in int4_refusal(f"{wide} /8", k=192, groups=1)
-    assert "the GPU has 65536" in int4_refusal(wide, H200 | dict(shared_limit=65536))
-    assert "2^31" in int4_refusal(wide, m=2**40, n=2**40)
+        assert "multiple of 64" in int4_refusal(large_m, **changes)
+    assert "leaves one of 8 splits empty" in int4_refusal(f"{large_m} /8", k=192, groups=1)
+    assert "the GPU has 65536" in int4_refusal(large_m, H200 | dict(shared_limit=65536))
+    assert "2^31" in int4_refusal(large_m, m=2**40, n=2**40)
 
 
 def test_only_deep_tiles_cut_k_into_three():
     """And none into five."""
     names = [c["choice"] for c in _C.candidates("int4", problem("int4"))]
     thirds = {name.split()[0] for name in names if name.endswith("/3")}
-    assert thirds == {"deep"} and not any(name.endswith("/5") for name in names)
-    with pytest.raises(ValueError, match="int4 has no configuration called 'wide 128x128 /3'"):
-        int4_refusal("wide 128x128 /3")
+    assert thirds == {"small_m"} and not any(name.endswith("/5") for name in names)
+    with pytest.raises(ValueError, match="int4 has no configuration called 'large_m 128x128 /3'"):
+        int4_refusal("large_m 128x128 /3")
 
 
 def test_reasons_of_tiles_for_few_tokens():
@@ -229,8 +228,8 @@ def test_reasons_of_tiles_for_few_tokens():
     assert tile == "decode 16x8x256" and int4_refusal(tile, m=8) == ""
     assert int4_refusal(tile, m=9) == "the tile has fewer tokens"
     assert "multiple of 64" in int4_refusal(tile, m=8, elem_size=4)
-    assert "more than a group" in int4_refusal(tile, m=8, groups=64)
-    assert "whole number of the tile's steps" in int4_refusal(tile, m=8, k=4224, groups=33)
+    assert "does not divide a group" in int4_refusal(tile, m=8, groups=64)
+    assert "not a multiple of the tile's k-block" in int4_refusal(tile, m=8, k=4224, groups=33)
     assert "shared memory" in int4_refusal(tile, m=8, k=65536, groups=512)
     assert "clusters of blocks" in int4_refusal(f"{tile} /4", H200 | dict(clusters=0), m=8)
     assert int4_refusal(f"{tile} /4", m=8) == ""

@@ -1,4 +1,4 @@
-// What the ops on 4-bit weights check, and the shapes of the repacked form.
+// Argument checks of the ops on 4-bit weights.
 #pragma once
 
 #include <ATen/core/grad_mode.h>
@@ -21,13 +21,14 @@ inline void check_words(const char* op, const char* name, const Tensor& t, int64
   check_dim(op, name, t, dims, layout);
 }
 
-// True where K columns fall into groups of a multiple of 8; no columns have no groups.
+// Whether K columns divide into `groups` groups of a multiple of 8. K = 0 needs 0 groups.
 inline bool int4_groups_fit(const c10::SymInt& k, const c10::SymInt& groups) {
   if (k == 0) return groups == 0;
   return groups > 0 && k % (groups * kInt4Unit) == 0;
 }
 
-// scale and zero beside qweight, on the device of `like`; scale's dtype is like's.
+// Checks qweight, scale and zero against each other, and scale's dtype and all devices against
+// `like`.
 inline void check_int4_weight(const char* op, const Tensor& qweight, const Tensor& scale,
                               const Tensor& zero, const char* like_name, const Tensor& like) {
   check_words(op, "qweight", qweight, 2, "(N, K/8)", like_name, like);
@@ -47,7 +48,7 @@ inline void check_int4_weight(const char* op, const Tensor& qweight, const Tenso
            " and scale ", shape_text(scale.sym_sizes()), kInt4Rule);
 }
 
-// Only x has a gradient.
+// Refuses a scale or bias that requires a gradient: only x has one.
 inline void check_int4_frozen(const char* op, const char* name, const OptionalTensor& t) {
   const bool wanted = at::GradMode::is_enabled() && is_given(t) && t->requires_grad();
   TW_CHECK(
@@ -57,7 +58,7 @@ inline void check_int4_frozen(const char* op, const char* name, const OptionalTe
       name, ".detach()");
 }
 
-// The sizes of the portable form, for kernels.
+// The sizes of a weight in the portable layout.
 inline Int4Shape int4_shape(const Tensor& qweight, const Tensor& scale) {
   return {qweight.size(0), qweight.size(1) * kInt4Unit, scale.size(1)};
 }

@@ -1,5 +1,5 @@
-// Which tile a product with a 4-bit weight takes, and into how many parts K is cut. Pure host code:
-// tested without a GPU.
+// Chooses the engine, the tile and the number of K splits of a product with a 4-bit weight. Pure
+// host code: tested without a GPU.
 #pragma once
 
 #include <algorithm>
@@ -14,31 +14,33 @@
 
 namespace torchweld {
 
-// A block multiplies `rows` of the weight with `tokens` rows of x, `chunks` of 64 columns a step.
+// A block multiplies `rows` rows of the weight with `tokens` rows of x. A k-block has `chunks`
+// chunks of 64 columns.
 struct Int4Tile {
   int rows, tokens;
-  int warps;   // each has rows / warps rows and all tokens
-  int chunks;  // of K in a step
+  int warps;   // each computes rows / warps rows and all tokens
+  int chunks;  // of a k-block
   int stages;  // of the ring in shared memory
-  int blocks;  // of 16-bit x that the registers of an SM hold
-  // The scale multiplies the sum of each group, which serves every dtype and group; or the weight,
-  // which needs half the accumulators, 16 bits and groups of whole chunks.
+  int blocks;  // blocks per SM for 16-bit x, by registers
+  // True: the scale multiplies each group's accumulators, for any dtype and group size. False: the
+  // scale multiplies the weight, which halves the accumulators but needs 16-bit x and groups of
+  // whole chunks.
   bool scale_sums;
   Int4Times times;
 
-  static constexpr bool kThirds = false;
+  static constexpr bool kThreeSplits = false;
 
-  // fp32 x is split into pieces in registers.
+  // fp32 x needs registers for its three bf16 terms.
   constexpr int blocks_per_sm(int elem_size) const {
     return elem_size == 4 ? (blocks + 1) / 2 : blocks;
   }
   constexpr int threads() const { return warps * 32; }
   constexpr int row_tiles() const { return rows / kInt4TileRows; }
-  constexpr bool suits(int elem_size, bool whole_chunks) const {
+  constexpr bool supports(int elem_size, bool whole_chunks) const {
     return scale_sums || (elem_size == 2 && whole_chunks);
   }
-  // Of x in shared memory. NOTE: fp32 rows have 32 bytes of padding, 16-bit ones a swizzle; both
-  // let fragments be read without bank conflicts.
+  // Bytes of a row of x in shared memory.
+  // NOTE: fp32 rows have 32 bytes of padding and 16-bit rows a swizzle, against bank conflicts.
   static constexpr int x_row_bytes(int elem_size) {
     return kInt4ChunkK * elem_size + (elem_size == 4 ? 32 : 0);
   }
@@ -46,20 +48,20 @@ struct Int4Tile {
   constexpr int x_bytes(int elem_size) const { return chunks * tokens * x_row_bytes(elem_size); }
   constexpr int scale_bytes(int elem_size) const { return rows * chunks * elem_size; }
   constexpr int zero_bytes() const { return rows * chunks / 2; }
-  // Stages start on 128 bytes, so that a swizzle is an xor of their addresses.
+  // Stages are aligned to 128 bytes, so that the swizzle is an xor of the address.
   constexpr int stage_bytes(int elem_size) const {
     return (weight_bytes() + x_bytes(elem_size) + scale_bytes(elem_size) + zero_bytes() + 127) /
            128 * 128;
   }
-  // The sums of a tile pass through the ring's memory.
+  // The accumulators reuse the ring's shared memory.
   constexpr int sum_row_floats() const { return rows + kInt4SumPadding; }
   constexpr int shared_bytes(int elem_size) const {
     return std::max(stages * stage_bytes(elem_size), tokens * sum_row_floats() * 4);
   }
 };
 
-// NOTE: of an SM's instructions a small batch needs half of what it can issue while it reads its
-// share of the weight; two row tiles a warp and two chunks a step keep it at that.
+// NOTE: a small batch issues half of the instructions that an SM can issue while it reads its slice
+// of the weight; that needs two row tiles per warp and two chunks per k-block.
 inline constexpr Int4Tile kInt4Tiles[] = {{64, 8, 2, 2, 4, 8, true, {700, 160, 5500, 50}},
                                           {128, 16, 4, 2, 3, 5, true, {800, 360, 7500, 100}},
                                           {128, 32, 4, 2, 3, 4, true, {750, 540, 8300, 255}},
@@ -68,14 +70,14 @@ inline constexpr Int4Tile kInt4Tiles[] = {{64, 8, 2, 2, 4, 8, true, {700, 160, 5
                                           {256, 128, 8, 1, 4, 1, false, {1370, 1370, 6500, 4900}}};
 inline constexpr int kInt4TileCount = sizeof(kInt4Tiles) / sizeof(kInt4Tiles[0]);
 
-// fp32, and groups that are no whole chunks: with more tokens than this the weight is dequantised
-// into memory and multiplied by the matmul engine.
+// For fp32 x, or groups that are not whole chunks, and more tokens than this, the weight is
+// dequantised and multiplied by the matmul engine.
 inline constexpr int64_t kInt4DenseTokens = 128;
 
-// kDecode: few tokens, x whole in shared memory. kSync: mma.sync, any dtype and group. kDeep and
-// kWide: Hopper's wgmma, blocks of few and of many tokens. kDense: the weight is dequantised for
-// the matmul engine.
-enum class Int4Engine : int8_t { kDecode, kSync, kDeep, kWide, kDense };
+// kDecode: few tokens, all of x in shared memory. kSync: mma.sync, any dtype and group size.
+// kSmallM and kLargeM: wgmma, tiles with few and with many tokens. kDense: dequantises the weight
+// for the matmul engine.
+enum class Int4Engine : int8_t { kDecode, kSync, kSmallM, kLargeM, kDense };
 
 struct Int4Problem {
   int64_t m;
@@ -91,27 +93,27 @@ struct Int4Problem {
 
 struct Int4Choice {
   Int4Engine engine;
-  int tile;             // index into the engine's tiles, 0 for kDense
-  int parts;            // of K; their sums are added in a fixed order
-  int64_t part_chunks;  // of a part
-  bool cluster;         // the parts of a tile are a cluster
+  int tile;              // index into the engine's tiles, 0 for kDense
+  int splits;            // of K; their partials are added in a fixed order
+  int64_t split_chunks;  // chunks of a split
+  bool cluster;          // the splits of a tile form a cluster
 };
 
 inline constexpr const char* kInt4WholeChunksOnly =
     "the tile is for 16-bit x and groups of a multiple of 64";
 
 template <typename Tile>
-Refusal int4_parts_refusal(const Int4Problem& p, const Tile& tile, int parts) {
-  if (!int4_has_parts<Tile>(parts)) {
-    return Tile::kThirds ? "K can be cut into 1, 2, 3, 4 or 8 parts"
-                         : "K can be cut into 1, 2, 4 or 8 parts";
+Refusal int4_splits_refusal(const Int4Problem& p, const Tile& tile, int splits) {
+  if (!int4_allows_splits<Tile>(splits)) {
+    return Tile::kThreeSplits ? "K can be split 1, 2, 3, 4 or 8 ways"
+                              : "K can be split 1, 2, 4 or 8 ways";
   }
-  if (int4_part_steps(p.shape, tile.chunks, parts) == 0) {
-    return {"K has {} steps, which leaves one of {} parts empty",
-            int4_part_steps(p.shape, tile.chunks, 1), parts};
+  if (int4_split_k_blocks(p.shape, tile.chunks, splits) == 0) {
+    return {"K has {} k-blocks, which leaves one of {} splits empty",
+            int4_split_k_blocks(p.shape, tile.chunks, 1), splits};
   }
   const double blocks = (double(p.shape.n) / tile.rows + 1) * (double(p.m) / tile.tokens + 1) *
-                        static_cast<double>(parts);
+                        static_cast<double>(splits);
   return grid_fits(blocks) ? Refusal() : "more than 2^31 - 1 tiles";
 }
 
@@ -119,157 +121,160 @@ inline Refusal int4_decode_refusal(const Int4Problem& p, const Int4DecodeTile& t
   if (p.elem_size != 2 || !p.whole_chunks()) return kInt4WholeChunksOnly;
   if (p.m > tile.tokens) return "the tile has fewer tokens";
   if (p.shape.group_units() / kInt4ChunkUnits % tile.chunks != 0) {
-    return "a slice of the tile is more than a group, or no part of one";
+    return "a slice of the tile does not divide a group";
   }
-  if (p.shape.chunks() % (tile.parts * tile.step_chunks()) != 0) {
-    return "a part of K is no whole number of the tile's steps";
+  if (p.shape.chunks() % (tile.splits * tile.k_block_chunks()) != 0) {
+    return "a split of K is not a multiple of the tile's k-block";
   }
-  if (tile.parts > 1 && !p.device.clusters) return "the tile is for clusters of blocks";
-  // NOTE: by the next power of two, as remembered choices count tokens.
+  if (tile.splits > 1 && !p.device.clusters) return "the tile is for clusters of blocks";
+  // NOTE: m is rounded up to a power of two, like the shape class of a remembered choice.
   const Int4DecodePlan plan(tile, size_class(p.m), p.shape, p.device.sms);
   return plan.shared_bytes <= p.device.shared_limit ? Refusal()
                                                     : "x needs more shared memory than the GPU has";
 }
 
-inline Refusal int4_sync_refusal(const Int4Problem& p, const Int4Tile& tile, int parts) {
-  if (!tile.suits(p.elem_size, p.whole_chunks())) return kInt4WholeChunksOnly;
+inline Refusal int4_sync_refusal(const Int4Problem& p, const Int4Tile& tile, int splits) {
+  if (!tile.supports(p.elem_size, p.whole_chunks())) return kInt4WholeChunksOnly;
   if (tile.shared_bytes(p.elem_size) > p.device.shared_limit) {
     return too_much_shared_memory(tile.shared_bytes(p.elem_size), p.device.shared_limit);
   }
-  return int4_parts_refusal(p, tile, parts);
+  return int4_splits_refusal(p, tile, splits);
 }
 
-// Of the engines on wgmma.
+// The refusal of the wgmma engines.
 template <typename Tile>
-Refusal int4_wgmma_refusal(const Int4Problem& p, const Tile& tile, int parts) {
+Refusal int4_wgmma_refusal(const Int4Problem& p, const Tile& tile, int splits) {
   if (p.elem_size != 2 || !p.whole_chunks()) return kInt4WholeChunksOnly;
   if (!p.device.wgmma || !p.device.clusters) return "the tile is for Hopper's wgmma";
   if (p.m > Tile::kMaxTokens) return "the tile is for fewer rows of x";
   if (tile.shared_bytes() > p.device.shared_limit) {
     return too_much_shared_memory(tile.shared_bytes(), p.device.shared_limit);
   }
-  return int4_parts_refusal(p, tile, parts);
+  return int4_splits_refusal(p, tile, splits);
 }
 
-inline Refusal int4_refusal(const Int4Problem& p, Int4Engine engine, int tile, int parts) {
+inline Refusal int4_refusal(const Int4Problem& p, Int4Engine engine, int tile, int splits) {
   switch (engine) {
     case Int4Engine::kDecode:
-      if (parts != kInt4DecodeTiles[tile].parts) return "the tile has another number of parts";
+      if (splits != kInt4DecodeTiles[tile].splits) return "the tile has another number of splits";
       return int4_decode_refusal(p, kInt4DecodeTiles[tile]);
     case Int4Engine::kSync:
-      return int4_sync_refusal(p, kInt4Tiles[tile], parts);
-    case Int4Engine::kDeep:
-      return int4_wgmma_refusal(p, kInt4SmallMTiles[tile], parts);
-    case Int4Engine::kWide:
-      return int4_wgmma_refusal(p, kInt4LargeMTiles[tile], parts);
+      return int4_sync_refusal(p, kInt4Tiles[tile], splits);
+    case Int4Engine::kSmallM:
+      return int4_wgmma_refusal(p, kInt4SmallMTiles[tile], splits);
+    case Int4Engine::kLargeM:
+      return int4_wgmma_refusal(p, kInt4LargeMTiles[tile], splits);
     case Int4Engine::kDense:
-      return parts == 1 ? Refusal() : "a weight that is dequantised is not cut";
+      return splits == 1 ? Refusal() : "a product with a dequantised weight is not split";
   }
   return {};
 }
 
-inline Int4Choice int4_choice(const Int4Problem& p, Int4Engine engine, int tile, int parts) {
-  const auto cut = [&](int chunks, bool cluster) {
-    const int64_t part_chunks = int4_part_steps(p.shape, chunks, parts) * chunks;
-    return Int4Choice{engine, tile, parts, part_chunks, parts > 1 && cluster};
+inline Int4Choice int4_choice(const Int4Problem& p, Int4Engine engine, int tile, int splits) {
+  const auto split_choice = [&](int chunks, bool cluster) {
+    const int64_t split_chunks = int4_split_k_blocks(p.shape, chunks, splits) * chunks;
+    return Int4Choice{engine, tile, splits, split_chunks, splits > 1 && cluster};
   };
   switch (engine) {
     case Int4Engine::kDecode:
-      return {engine, tile, parts, p.shape.chunks() / parts, parts > 1};
+      return {engine, tile, splits, p.shape.chunks() / splits, splits > 1};
     case Int4Engine::kSync:
-      return cut(kInt4Tiles[tile].chunks, p.device.clusters);
-    case Int4Engine::kDeep:
-      return cut(kInt4SmallMTiles[tile].chunks, true);
-    case Int4Engine::kWide:
-      return cut(kInt4LargeMTiles[tile].chunks, true);
+      return split_choice(kInt4Tiles[tile].chunks, p.device.clusters);
+    case Int4Engine::kSmallM:
+      return split_choice(kInt4SmallMTiles[tile].chunks, true);
+    case Int4Engine::kLargeM:
+      return split_choice(kInt4LargeMTiles[tile].chunks, true);
     case Int4Engine::kDense:
       break;
   }
   return {Int4Engine::kDense, 0, 1, p.shape.chunks(), false};
 }
 
-// Nanoseconds. Without clusters the sums of parts are written and added by another kernel. fp32 x
-// is multiplied in three pieces, in about twice the time.
-inline double int4_sync_time(const Int4Problem& p, const Int4Tile& tile, int parts) {
+// Predicted nanoseconds. Without clusters a second kernel adds the splits' partials. fp32 x is
+// multiplied as three bf16 terms, in about twice the time.
+inline double int4_sync_time(const Int4Problem& p, const Int4Tile& tile, int splits) {
   constexpr double kSumNs = 3000, kSumBytesPerNs = 2000;
   const double m = static_cast<double>(p.m), n = static_cast<double>(p.shape.n);
   const double tiles = std::ceil(m / tile.tokens) * std::ceil(n / tile.rows);
   Int4Times times = tile.times;
   if (p.elem_size == 4) {
-    times.step *= 2;
+    times.k_block *= 2;
     times.busy *= 2;
   }
-  const int64_t steps = int4_part_steps(p.shape, tile.chunks, parts);
-  const double time = int4_blocks_time(times, tiles, parts, steps, tile.blocks_per_sm(p.elem_size),
-                                       p.device.sms, p.device.clusters);
-  if (parts == 1 || p.device.clusters) return time;
-  return time + kSumNs + 8 * parts * m * n / kSumBytesPerNs;  // 4 bytes there, 4 back
+  const int64_t k_blocks = int4_split_k_blocks(p.shape, tile.chunks, splits);
+  const double time =
+      int4_blocks_time(times, tiles, splits, k_blocks, tile.blocks_per_sm(p.elem_size),
+                       p.device.sms, p.device.clusters);
+  if (splits == 1 || p.device.clusters) return time;
+  return time + kSumNs + 8 * splits * m * n / kSumBytesPerNs;  // 4 bytes written, 4 read
 }
 
-// Nanoseconds of a tile on wgmma.
+// Predicted nanoseconds of a wgmma tile.
 template <typename Tile>
-double int4_wgmma_time(const Int4Problem& p, const Tile& tile, int parts) {
+double int4_wgmma_time(const Int4Problem& p, const Tile& tile, int splits) {
   const double tiles = static_cast<double>((p.shape.n + tile.rows - 1) / tile.rows) *
                        static_cast<double>((p.m + tile.tokens - 1) / tile.tokens);
-  return int4_blocks_time(tile.times, tiles, parts, int4_part_steps(p.shape, tile.chunks, parts),
-                          tile.blocks, p.device.sms, true);
+  return int4_blocks_time(tile.times, tiles, splits,
+                          int4_split_k_blocks(p.shape, tile.chunks, splits), tile.blocks,
+                          p.device.sms, true);
 }
 
-// The fastest of the tiles on wgmma; kDense where there is none.
+// The fastest legal wgmma tile, or kDense if there is none.
 inline Int4Choice choose_int4_wgmma(const Int4Problem& p) {
   Int4Choice best = int4_choice(p, Int4Engine::kDense, 0, 1);
   double best_time = -1;
   const auto consider = [&](Int4Engine engine, int index, const auto& tile) {
     const int64_t tiles =
         (p.shape.n + tile.rows - 1) / tile.rows * ((p.m + tile.tokens - 1) / tile.tokens);
-    for (const int parts : kInt4Parts) {
-      // K is cut where tiles alone leave SMs without a block.
-      if (parts > 1 && tiles >= p.device.sms) continue;
-      if (int4_wgmma_refusal(p, tile, parts)) continue;
-      const double time = int4_wgmma_time(p, tile, parts);
+    for (const int splits : kInt4Splits) {
+      // K is split only if the tiles alone leave SMs idle.
+      if (splits > 1 && tiles >= p.device.sms) continue;
+      if (int4_wgmma_refusal(p, tile, splits)) continue;
+      const double time = int4_wgmma_time(p, tile, splits);
       if (best_time >= 0 && time >= best_time) continue;
       best_time = time;
-      best = int4_choice(p, engine, index, parts);
+      best = int4_choice(p, engine, index, splits);
     }
   };
   for (int i = 0; i < kInt4LargeMTileCount; ++i)
-    consider(Int4Engine::kWide, i, kInt4LargeMTiles[i]);
+    consider(Int4Engine::kLargeM, i, kInt4LargeMTiles[i]);
   for (int i = 0; i < kInt4SmallMTileCount; ++i) {
     const Int4SmallMTile& tile = kInt4SmallMTiles[i];
-    // Several tiles of as many tokens as the wide ones have were not timed.
+    // Several tiles with as many tokens as kLargeM's were not measured.
     if (tile.tokens >= kInt4LargeMTiles[0].tokens && p.m > tile.tokens) continue;
-    consider(Int4Engine::kDeep, i, tile);
+    consider(Int4Engine::kSmallM, i, tile);
   }
   return best;
 }
 
-// The fastest of the smallest tiles that hold all tokens; kDense where there is none.
+// The fastest of the smallest legal tiles that hold all tokens, or kDense if there is none.
 inline Int4Choice choose_int4_sync(const Int4Problem& p) {
   Int4Choice best = int4_choice(p, Int4Engine::kDense, 0, 1);
   double best_time = -1;
-  int tokens = 0;  // of the smallest tile that holds all tokens
+  int tokens = 0;  // of the smallest tile that holds all of them
   for (int i = 0; i < kInt4TileCount; ++i) {
     const Int4Tile& tile = kInt4Tiles[i];
     if (int4_sync_refusal(p, tile, 1)) continue;
     if (tokens >= p.m && tile.tokens > tokens) break;
-    if (tile.tokens > tokens) best_time = -1;  // larger tiles come later
+    if (tile.tokens > tokens) best_time = -1;  // tiles are sorted by tokens
     tokens = tile.tokens;
-    for (int parts = 1; parts <= 8; parts *= 2) {
-      if (parts > 1 && int4_part_steps(p.shape, tile.chunks, parts) < 2) break;
-      const double time = int4_sync_time(p, tile, parts);
+    for (int splits = 1; splits <= 8; splits *= 2) {
+      if (splits > 1 && int4_split_k_blocks(p.shape, tile.chunks, splits) < 2) break;
+      const double time = int4_sync_time(p, tile, splits);
       if (best_time >= 0 && time >= best_time) continue;
       best_time = time;
-      best = int4_choice(p, Int4Engine::kSync, i, parts);
+      best = int4_choice(p, Int4Engine::kSync, i, splits);
     }
   }
   return best;
 }
 
-// Engines in the order of their speed where they serve, as measured; within one by its times.
+// Takes the first engine that supports the problem, in order of measured speed, and its fastest
+// tile by the time model.
 inline Int4Choice choose_int4(const Int4Problem& p) {
   for (int i = 0; i < kInt4DecodeTileCount; ++i) {
     if (!int4_decode_refusal(p, kInt4DecodeTiles[i])) {
-      return int4_choice(p, Int4Engine::kDecode, i, kInt4DecodeTiles[i].parts);
+      return int4_choice(p, Int4Engine::kDecode, i, kInt4DecodeTiles[i].splits);
     }
   }
   if (p.m >= kInt4LargeMTokens) {

@@ -1,5 +1,5 @@
-// What the loaders of the kernels on tensor cores are made of: a block's work, and a thread's
-// copies of x and of scales from global memory into a stage of the ring.
+// The building blocks of the tensor-core kernels' loaders: the work tile of a block, and a thread's
+// cp.async copies of x and of scales into a stage of the ring.
 #pragma once
 
 #include "core/fast_divide.h"
@@ -8,35 +8,36 @@
 
 namespace torchweld {
 
-// Which tile of y and part of K a work tile is.
+// A tile of y and a split of K.
 struct Int4WorkTile {
   int64_t first_row, first_token;  // of the weight, of x
   int first_chunk, chunk_end;      // of K
-  int part;
+  int split;
 
-  // Work tiles walk bands of kBandTokens tokens, so that those in flight share operands in L2. The
-  // parts of a tile are neighbours: they make a cluster.
+  // Work tiles are ordered by bands of kBandTokens tokens, so that concurrent tiles share operands
+  // in L2. The splits of a tile are consecutive: they form a cluster.
   static constexpr int kBandTokens = 2048;
 
   template <typename Tile>
   __device__ __forceinline__ Int4WorkTile(const Int4LinearParams& p, const Tile& tile,
                                           uint32_t item) {
-    const uint32_t parts = p.choice.parts, index = item / parts;
-    part = static_cast<int>(item % parts);
+    const uint32_t splits = p.choice.splits, index = item / splits;
+    split = static_cast<int>(item % splits);
     const uint32_t tiles_n = static_cast<uint32_t>((p.gemm.n + tile.rows - 1) / tile.rows);
     const uint32_t tiles_m = static_cast<uint32_t>((p.gemm.m + tile.tokens - 1) / tile.tokens);
-    const uint32_t most = kBandTokens / tile.tokens;
-    const uint32_t band = index / (most * tiles_n), in_band = index % (most * tiles_n);
-    const uint32_t height = min(most, tiles_m - band * most);
-    first_token = int64_t{band * most + in_band % height} * tile.tokens;
+    const uint32_t band_tiles = kBandTokens / tile.tokens;
+    const uint32_t band = index / (band_tiles * tiles_n), in_band = index % (band_tiles * tiles_n);
+    const uint32_t height = min(band_tiles, tiles_m - band * band_tiles);
+    first_token = int64_t{band * band_tiles + in_band % height} * tile.tokens;
     first_row = int64_t{in_band / height} * tile.rows;
-    first_chunk = part * static_cast<int>(p.choice.part_chunks);
-    chunk_end =
-        static_cast<int>(min(p.weight.shape.chunks(), int64_t{first_chunk} + p.choice.part_chunks));
+    first_chunk = split * static_cast<int>(p.choice.split_chunks);
+    chunk_end = static_cast<int>(
+        min(p.weight.shape.chunks(), int64_t{first_chunk} + p.choice.split_chunks));
   }
 
   __device__ __forceinline__ int chunks() const { return chunk_end - first_chunk; }
-  // Of the weight's tiles and x's tokens that the work tile may have, those that there are.
+  // The number of row tiles, at most `tiles`, that the weight has from first_row on; likewise
+  // tokens_left for x.
   __device__ __forceinline__ int tiles_left(const Int4LinearParams& p, int tiles) const {
     return static_cast<int>(
         min(int64_t{tiles}, p.weight.shape.tiles() - first_row / kInt4TileRows));
@@ -46,83 +47,83 @@ struct Int4WorkTile {
   }
 };
 
-// A thread's copies of x in a step, which is [chunk][token][64 columns] of lines; of 16 bits
-// 16-byte piece c of token r lies at c ^ (r % 8). Lines of x are the tokens of the first chunk,
-// then those of the next.
-template <const auto& kTiles, int kTile, int kElem, int kLineBytes = kInt4ChunkK * kElem>
+// A thread's copies of x for a k-block, stored as [chunk][token][64 columns]. For 16-bit x, 16-byte
+// vector c of token r is stored at c ^ (r % 8). A row is one token of one chunk.
+template <const auto& kTiles, int kTile, int kElem, int kRowBytes = kInt4ChunkK * kElem>
 class Int4XCopies {
   static constexpr auto kT = kTiles[kTile];
-  static constexpr int kChunkBytes = kInt4ChunkK * kElem, kPieces = kChunkBytes / 16;
-  static constexpr int kLineStep = kT.threads() / kPieces;
-  static constexpr int kLoads = kT.chunks * kT.tokens / kLineStep;
-  static constexpr int kTokenLoads = kT.tokens > kLineStep ? kT.tokens / kLineStep : 1;
-  static constexpr int kChunkStep = kT.tokens > kLineStep ? 1 : kLineStep / kT.tokens;
-  static_assert(kLoads >= 1 && kLoads * kLineStep == kT.chunks * kT.tokens);
+  static constexpr int kChunkBytes = kInt4ChunkK * kElem, kVectors = kChunkBytes / 16;
+  static constexpr int kRowStep = kT.threads() / kVectors;
+  static constexpr int kLoads = kT.chunks * kT.tokens / kRowStep;
+  static constexpr int kTokenLoads = kT.tokens > kRowStep ? kT.tokens / kRowStep : 1;
+  static constexpr int kChunkStep = kT.tokens > kRowStep ? 1 : kRowStep / kT.tokens;
+  static_assert(kLoads >= 1 && kLoads * kRowStep == kT.chunks * kT.tokens);
   static_assert(kLoads % kTokenLoads == 0 && kTokenLoads <= 32);
-  static_assert(kElem == 4 || kLineStep % 8 == 0);  // the swizzle is that of the first line
+  static_assert(kElem == 4 || kRowStep % 8 == 0);  // all rows of a thread have the same swizzle
 
  public:
-  // x from the work tile's first token and chunk on; `tokens_left` are there. s_x: x in a stage.
+  // g_x: the work tile's first token and chunk. x has tokens_left tokens from there. s_x: offset of
+  // x in a stage.
   __device__ __forceinline__ Int4XCopies(const char* g_x, int64_t row_bytes, int tokens_left,
                                          uint32_t s_x, int thread)
-      : token_bytes_(kLineStep * row_bytes) {
-    const int line = thread / kPieces, piece = thread % kPieces, token = line % kT.tokens;
-    chunk_ = line / kT.tokens;
-    g_x_ = g_x + token * row_bytes + chunk_ * kChunkBytes + piece * 16;
-    s_x_ = s_x + line * kLineBytes + (kElem == 2 ? piece ^ (line & 7) : piece) * 16;
+      : token_stride_(kRowStep * row_bytes) {
+    const int row = thread / kVectors, vector = thread % kVectors, token = row % kT.tokens;
+    chunk_ = row / kT.tokens;
+    g_x_ = g_x + token * row_bytes + chunk_ * kChunkBytes + vector * 16;
+    s_x_ = s_x + row * kRowBytes + (kElem == 2 ? vector ^ (row & 7) : vector) * 16;
 #pragma unroll
     for (int i = 0; i < kTokenLoads; ++i) {
-      there_ |= uint32_t(token + i * kLineStep < tokens_left) << i;
+      valid_ |= uint32_t(token + i * kRowStep < tokens_left) << i;
     }
-    // NOTE: without this the comparisons above are repeated in every step.
-    asm volatile("" : "+r"(there_));
+    // NOTE: otherwise the compiler repeats the comparisons above in every k-block.
+    asm volatile("" : "+r"(valid_));
   }
 
-  // Of a step, the chunk of the thread's first load.
+  // The chunk of the thread's first load in a k-block.
   __device__ __forceinline__ int first_chunk() const { return chunk_; }
 
-  // The next step; there(i): does the part have chunk first_chunk() + i of it? What is not there
-  // becomes 0.
-  template <typename There>
-  __device__ __forceinline__ void load(uint32_t s_stage, const There& there) {
+  // Loads the next k-block. valid(i): whether the split has chunk first_chunk() + i of it. Invalid
+  // elements become 0.
+  template <typename Valid>
+  __device__ __forceinline__ void load(uint32_t s_stage, const Valid& valid) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int token = i % kTokenLoads, chunk = i / kTokenLoads * kChunkStep;
-      copy_async_16_if(s_stage + s_x_ + i * (kLineStep * kLineBytes),
-                       g_x_ + token * token_bytes_ + chunk * kChunkBytes,
-                       (there_ >> token & 1) && there(chunk));
+      copy_async_16_if(s_stage + s_x_ + i * (kRowStep * kRowBytes),
+                       g_x_ + token * token_stride_ + chunk * kChunkBytes,
+                       (valid_ >> token & 1) && valid(chunk));
     }
     g_x_ += kT.chunks * kChunkBytes;
   }
 
  private:
   const char* g_x_;
-  int64_t token_bytes_;  // from one of the thread's loads to the next
+  int64_t token_stride_;  // between the thread's loads
   int chunk_;
-  uint32_t there_ = 0;  // a bit for each of the thread's loads
+  uint32_t valid_ = 0;  // bit i: the token of the thread's load i exists
   uint32_t s_x_;
 };
 
-// A thread's copy of 16-bit scales or zeros in a step, which lie [tile][chunk]: 16 bytes of
-// scales, the other 16, or 8 of zeros, each by one thread.
+// A thread's copy of 16-bit scales or zeros for a k-block, stored as [tile][chunk]. Three threads
+// copy a tile's chunk: 16 bytes of scales, the other 16 bytes, and 8 bytes of zeros.
 template <int kChunks>
 class Int4ScaleCopy {
  public:
-  static constexpr int kPieces = 3;  // a place's
+  static constexpr int kCopies = 3;  // of a tile's chunk
 
-  // Of `tile` of the weight, if it is there, and a chunk of the step. s_scale: their place.
+  // valid: the weight has `tile`. chunk: of the k-block. s_scale: offset of the scales in a stage.
   __device__ __forceinline__ Int4ScaleCopy(const char* g_scale, const char* g_zero, int64_t groups,
-                                           int64_t tile, bool there, int chunk, int piece,
+                                           int64_t tile, bool valid, int chunk, int copy,
                                            uint32_t s_scale)
       : chunk_(chunk),
-        bytes_(there ? 16 : 0),
-        s_scale_(s_scale + piece * 16),
-        is_zero_(piece == kPieces - 1) {
+        bytes_(valid ? 16 : 0),
+        s_scale_(s_scale + copy * 16),
+        is_zero_(copy == kCopies - 1) {
     const int64_t first_group = tile * groups;
-    g_scale_ = is_zero_ ? g_zero + first_group * 8 : g_scale + first_group * 32 + piece * 16;
+    g_scale_ = is_zero_ ? g_zero + first_group * 8 : g_scale + first_group * 32 + copy * 16;
   }
 
-  // The step from first_chunk of K on, of which the part has chunks_left.
+  // Loads for the k-block at chunk first_chunk of K; the split has chunks_left chunks from there.
   __device__ __forceinline__ void load(uint32_t s_stage, const FastDivisor& group_chunks,
                                        int first_chunk, int chunks_left) const {
     const int bytes = kChunks == 1 || chunk_ < chunks_left ? bytes_ : 0;

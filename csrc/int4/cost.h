@@ -1,8 +1,8 @@
-// Split-K, and how long the blocks of a product with a 4-bit weight take. Pure host code.
+// Split-K and the time model of products with a 4-bit weight. Pure host code.
 //
-// The times are those of a tile's steps, alone on an SM and among neighbours, of filling its
-// pipeline and of joining its parts. They meet what was measured within a few percent; a share of
-// the peak rates was wrong by a factor of two, because parts are not free.
+// The model adds the times of a tile's k-blocks (alone on an SM or with other blocks), of filling
+// its pipeline and of reducing its splits. It predicts measurements within a few percent; a
+// fraction of the peak rates was wrong by a factor of two, because splits are not free.
 #pragma once
 
 #include <algorithm>
@@ -13,45 +13,49 @@
 
 namespace torchweld {
 
-// Steps of all parts of K but a shorter last one, 0 where a part would have none. A step is
-// `chunks` of 64 columns.
-inline int64_t int4_part_steps(const Int4Shape& shape, int chunks, int parts) {
-  const int64_t steps = (shape.chunks() + chunks - 1) / chunks;
-  const int64_t part = (steps + parts - 1) / parts;
-  return (parts - 1) * part < steps ? part : 0;
+// k-blocks of a split of K; the last split may have fewer. 0 if a split would be empty. A k-block
+// has `chunks` chunks of 64 columns.
+inline int64_t int4_split_k_blocks(const Int4Shape& shape, int chunks, int splits) {
+  const int64_t k_blocks = (shape.chunks() + chunks - 1) / chunks;
+  const int64_t split = (k_blocks + splits - 1) / splits;
+  return (splits - 1) * split < k_blocks ? split : 0;
 }
 
-// The parts that K is cut into. Three only where a tile `kThirds`, whose kernels have code for it.
-inline constexpr int kInt4Parts[] = {1, 2, 3, 4, 8};
+// Legal numbers of splits. Three needs a tile with kThreeSplits, whose kernels are compiled for it.
+inline constexpr int kInt4Splits[] = {1, 2, 3, 4, 8};
 
 template <typename Tile>
-constexpr bool int4_has_parts(int64_t parts) {
-  for (const int known : kInt4Parts) {
-    if (parts == known) return parts != 3 || Tile::kThirds;
+constexpr bool int4_allows_splits(int64_t splits) {
+  for (const int known : kInt4Splits) {
+    if (splits == known) return splits != 3 || Tile::kThreeSplits;
   }
   return false;
 }
 
-// Nanoseconds of a tile's blocks, fitted to 16-bit products of an H200 (K = 4096, groups of 128).
+// Nanoseconds, fitted to 16-bit products on an H200 (K = 4096, groups of 128).
 struct Int4Times {
-  double step;  // a step of a block that has an SM for itself
-  double busy;  // of each of several blocks, whose SM is never idle then
-  double fill;  // of the ring, and the sums' way to y
-  double join;  // of two parts' sums in their cluster
+  double k_block;  // per k-block, one block on the SM
+  double busy;     // per k-block and block, several blocks on the SM
+  double fill;     // filling the ring, and the epilogue
+  double reduce;   // adding the partials of two splits in a cluster
 };
 
-// `tiles` of y, whose parts of K have `steps`; an SM holds `resident` blocks.
-inline double int4_blocks_time(const Int4Times& times, double tiles, int parts, int64_t steps,
+// Time of `tiles` tiles of y with `splits` splits of `k_blocks` each; an SM holds `resident`
+// blocks.
+inline double int4_blocks_time(const Int4Times& times, double tiles, int splits, int64_t k_blocks,
                                int resident, int sms, bool clusters) {
-  const bool joins = parts > 1 && clusters;
-  // NOTE: a larger cluster finds no room on SMs whose neighbours have none.
-  // Of 132 SMs 39 clusters of three and 30 of four.
-  const double reached = !joins || parts == 2 ? 1 : parts == 3 ? 0.89 : parts == 4 ? 0.91 : 0.85;
+  const bool reduces = splits > 1 && clusters;
+  // NOTE: larger clusters leave SMs of a GPC unused: 39 clusters of three, 30 of four on 132 SMs.
+  const double usable = !reduces || splits == 2 ? 1
+                        : splits == 3           ? 0.89
+                        : splits == 4           ? 0.91
+                                                : 0.85;
   const auto wave = [&](double blocks) {
-    return times.fill + static_cast<double>(steps) * std::max(times.step, blocks * times.busy) +
-           (joins ? blocks * times.join * parts / 2 : 0);
+    return times.fill +
+           static_cast<double>(k_blocks) * std::max(times.k_block, blocks * times.busy) +
+           (reduces ? blocks * times.reduce * splits / 2 : 0);
   };
-  const double load = std::ceil(tiles * parts / (sms * reached));  // of the busiest SM
+  const double load = std::ceil(tiles * splits / (sms * usable));  // blocks of the busiest SM
   const double waves = std::floor(load / resident), rest = load - waves * resident;
   return waves * wave(resident) + (rest > 0 ? wave(rest) : 0);
 }

@@ -1,4 +1,4 @@
-// From tensors to the kernels of a repacked 4-bit weight. Host code of CUDA builds only.
+// Calls the kernels of a repacked 4-bit weight on tensors. Host code of CUDA builds only.
 #pragma once
 
 #include "core/choices.h"
@@ -20,7 +20,7 @@ inline bool is_aligned(const Tensor& t) {
   return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
 }
 
-// t, or a copy where t is not contiguous or not on a 16-byte boundary.
+// t, or a copy if t is not contiguous or not 16-byte aligned.
 inline Tensor aligned_contiguous(const Tensor& t) {
   if (t.is_contiguous() && is_aligned(t)) return t;
   const Tensor copy = at::empty(t.sizes(), t.options());
@@ -28,13 +28,13 @@ inline Tensor aligned_contiguous(const Tensor& t) {
   return copy;
 }
 
-// x (M, K) with columns adjacent and rows on 16-byte boundaries, or a copy.
+// x (M, K), or a copy if its columns are not contiguous or its rows not 16-byte aligned.
 inline Tensor aligned_rows(const Tensor& x) {
   const bool rows = x.size(0) == 1 || x.stride(0) * x.element_size() % 16 == 0;
   return x.stride(1) == 1 && rows && is_aligned(x) ? x : aligned_contiguous(x.contiguous());
 }
 
-// The weight as the kernels take it; `tensors` keeps what they read.
+// Kernel parameters of a weight; `tensors` owns the memory that they point to.
 struct KernelWeight {
   RepackedWeight tensors;
   Int4Weight params;
@@ -56,7 +56,7 @@ inline Tensor int4_dequantise(const RepackedWeight& weight) {
   return dense;
 }
 
-// y (M, N) = x (M, K) @ W^T + bias; y is contiguous and not empty.
+// y (M, N) = x (M, K) @ W^T + bias. y is contiguous and not empty.
 inline void int4_matmul_into(const Tensor& y, const Tensor& x, const RepackedWeight& weight,
                              const OptionalTensor& bias) {
   if (weight.shape.k == 0) {
@@ -84,10 +84,10 @@ inline void int4_matmul_into(const Tensor& y, const Tensor& x, const RepackedWei
   g.y_row_stride = y.size(1);
   g.dtype = dtype_of(y);
   g.epilogue.bias = in_bias.data();
-  g.choice.splits = choice.cluster ? 1 : choice.parts;
+  g.choice.splits = choice.cluster ? 1 : choice.splits;
   Tensor workspace;
   if (g.choice.splits > 1) {
-    workspace = at::empty({choice.parts * g.m * gemm_sum_width(g.n, /*gated=*/false)},
+    workspace = at::empty({choice.splits * g.m * gemm_sum_width(g.n, /*gated=*/false)},
                           y.options().dtype(at::kFloat));
     g.workspace = mutable_data<float>(workspace);
   }

@@ -1,6 +1,6 @@
-// The dense weight from the repacked one, for the matmul engine: for every gradient, and for
-// products that no 4-bit tile takes (kInt4DenseTokens). A thread writes one unit of a row, eight
-// values. The eight units of a row's chunk are neighbours, so that a warp writes whole lines of
+// Dequantises the repacked weight for the matmul engine: for every gradient, and for products that
+// no 4-bit tile supports (kInt4DenseTokens). A thread writes one unit (eight values). The eight
+// units of a row's chunk belong to consecutive threads, so that a warp writes whole cache lines of
 // four rows.
 #include "core/launch.h"
 #include "device/dispatch.cuh"
@@ -15,10 +15,10 @@ template <typename T>
 __global__ __launch_bounds__(kDequantiseThreads) void int4_dequantise_kernel(
     const Int4DequantiseParams p) {
   const Int4Shape& shape = p.weight.shape;
-  const int64_t at = int64_t{blockIdx.x} * kDequantiseThreads + threadIdx.x;
-  const int64_t chunk_index = at / kInt4ChunkWords, chunks = shape.chunks();
-  const int unit_in = static_cast<int>(at % kInt4ChunkUnits);
-  const int row_in = static_cast<int>(at / kInt4ChunkUnits % kInt4TileRows);
+  const int64_t index = int64_t{blockIdx.x} * kDequantiseThreads + threadIdx.x;
+  const int64_t chunk_index = index / kInt4ChunkWords, chunks = shape.chunks();
+  const int unit_in = static_cast<int>(index % kInt4ChunkUnits);
+  const int row_in = static_cast<int>(index / kInt4ChunkUnits % kInt4TileRows);
   const int64_t tile = chunk_index / chunks;
   const int64_t row = tile * kInt4TileRows + row_in;
   const int64_t unit = chunk_index % chunks * kInt4ChunkUnits + unit_in;

@@ -1,4 +1,4 @@
-// The configurations of a product with a 4-bit weight, for tune. Pure host code.
+// The kernel family of products with a 4-bit weight. Pure host code.
 #pragma once
 
 #include "core/family.h"
@@ -11,7 +11,7 @@ struct Int4Family : FirstSizeByClass {
   static constexpr Field kFields[] = {{"m", 1, kMaxSize},  {"n", 1, kMaxSize},
                                       {"k", 8, kMaxSize},  {"groups", 1, kMaxSize},
                                       {"elem_size", 2, 4}, {"bfloat16", 0, 1}};
-  static constexpr const char* kEngines[] = {"decode", "sync", "deep", "wide", "dense"};
+  static constexpr const char* kEngines[] = {"decode", "sync", "small_m", "large_m", "dense"};
   static constexpr bool kFirstLegal = false;
 
   using Problem = Int4Problem;
@@ -26,7 +26,7 @@ struct Int4Family : FirstSizeByClass {
 
   static Int4Choice choose(const Int4Problem& p) { return choose_int4(p); }
   static Encoded encode(const Int4Choice& choice) {
-    return {static_cast<int64_t>(choice.engine), choice.tile, choice.parts};
+    return {static_cast<int64_t>(choice.engine), choice.tile, choice.splits};
   }
 
   static Refusal refusal(const Int4Problem& p, const Encoded& x) {
@@ -36,25 +36,25 @@ struct Int4Family : FirstSizeByClass {
     return int4_choice(p, engine(x), static_cast<int>(x[1]), static_cast<int>(x[2]));
   }
 
-  // A tile that can't serve the product at all is listed once.
+  // An illegal tile is listed once, without splits.
   static std::vector<Encoded> candidates(const Int4Problem& p) {
     std::vector<Encoded> all;
     for (int i = 0; i < kInt4DecodeTileCount; ++i) {
-      all.push_back({number(Int4Engine::kDecode), i, kInt4DecodeTiles[i].parts});
+      all.push_back({number(Int4Engine::kDecode), i, kInt4DecodeTiles[i].splits});
     }
     const auto list = [&](Int4Engine engine, const auto& tiles, int count) {
       using Tile = std::decay_t<decltype(tiles[0])>;
       for (int i = 0; i < count; ++i) {
-        const bool serves = !int4_refusal(p, engine, i, 1);
-        for (const int parts : kInt4Parts) {
-          const bool there = int4_has_parts<Tile>(parts) && (parts == 1 || serves);
-          if (there) all.push_back({number(engine), i, parts});
+        const bool legal = !int4_refusal(p, engine, i, 1);
+        for (const int splits : kInt4Splits) {
+          const bool listed = int4_allows_splits<Tile>(splits) && (splits == 1 || legal);
+          if (listed) all.push_back({number(engine), i, splits});
         }
       }
     };
     list(Int4Engine::kSync, kInt4Tiles, kInt4TileCount);
-    list(Int4Engine::kDeep, kInt4SmallMTiles, kInt4SmallMTileCount);
-    list(Int4Engine::kWide, kInt4LargeMTiles, kInt4LargeMTileCount);
+    list(Int4Engine::kSmallM, kInt4SmallMTiles, kInt4SmallMTileCount);
+    list(Int4Engine::kLargeM, kInt4LargeMTiles, kInt4LargeMTileCount);
     all.push_back({number(Int4Engine::kDense), 0, 1});
     return all;
   }
@@ -64,13 +64,13 @@ struct Int4Family : FirstSizeByClass {
       case Int4Engine::kDecode: {
         const Int4DecodeTile& tile = kInt4DecodeTiles[x[1]];
         return tile_text(kInt4TileRows, tile.tokens) + "x" +
-               std::to_string(tile.step_chunks() * kInt4ChunkK) + cut(tile.parts);
+               std::to_string(tile.k_block_chunks() * kInt4ChunkK) + splits_text(tile.splits);
       }
       case Int4Engine::kSync:
         return tile_text(kInt4Tiles[x[1]].rows, kInt4Tiles[x[1]].tokens, x[2]);
-      case Int4Engine::kDeep:
+      case Int4Engine::kSmallM:
         return tile_text(kInt4SmallMTiles[x[1]].rows, kInt4SmallMTiles[x[1]].tokens, x[2]);
-      case Int4Engine::kWide:
+      case Int4Engine::kLargeM:
         return tile_text(kInt4LargeMTiles[x[1]].rows, kInt4LargeMTiles[x[1]].tokens, x[2]);
       case Int4Engine::kDense:
         break;
@@ -78,13 +78,13 @@ struct Int4Family : FirstSizeByClass {
     return "";
   }
 
-  // Zeros: the weight is dequantised for the matmul engine.
+  // kDense, which runs the matmul engine, has zeros.
   static Columns columns(const Int4Problem& p, const Encoded& x) {
     const auto row = [&](const auto& tile, int shared_bytes) -> Columns {
       return {{"rows", tile.rows},
               {"tokens", tile.tokens},
               {"block_k", tile.chunks * kInt4ChunkK},
-              {"parts", x[2]},
+              {"splits", x[2]},
               {"stages", tile.stages},
               {"warps", tile.warps},
               {"tile_bytes", shared_bytes}};
@@ -93,16 +93,16 @@ struct Int4Family : FirstSizeByClass {
       case Int4Engine::kDecode: {
         const Int4DecodeTile& tile = kInt4DecodeTiles[x[1]];
         int64_t bytes = 0, blocks = 0;
-        if (!int4_decode_refusal(p, tile)) {  // else there is no plan
+        if (!int4_decode_refusal(p, tile)) {  // an illegal tile has no plan
           const Int4DecodePlan plan(tile, p.m, p.shape, p.device.sms);
           bytes = plan.shared_bytes;
-          blocks = int64_t{plan.owners} * tile.parts;
+          blocks = int64_t{plan.owners} * tile.splits;
         }
-        // A step is being multiplied, the next one on its way.
+        // Two stages: one k-block is multiplied while the next one is loaded.
         return {{"rows", kInt4TileRows},
                 {"tokens", tile.tokens},
-                {"block_k", tile.step_chunks() * kInt4ChunkK},
-                {"parts", tile.parts},
+                {"block_k", tile.k_block_chunks() * kInt4ChunkK},
+                {"splits", tile.splits},
                 {"stages", 2},
                 {"warps", tile.kWarps},
                 {"tile_bytes", bytes},
@@ -110,9 +110,9 @@ struct Int4Family : FirstSizeByClass {
       }
       case Int4Engine::kSync:
         return row(kInt4Tiles[x[1]], kInt4Tiles[x[1]].shared_bytes(p.elem_size));
-      case Int4Engine::kDeep:
+      case Int4Engine::kSmallM:
         return row(kInt4SmallMTiles[x[1]], kInt4SmallMTiles[x[1]].shared_bytes());
-      case Int4Engine::kWide:
+      case Int4Engine::kLargeM:
         return row(kInt4LargeMTiles[x[1]], kInt4LargeMTiles[x[1]].shared_bytes());
       case Int4Engine::kDense:
         break;
@@ -123,11 +123,11 @@ struct Int4Family : FirstSizeByClass {
   static std::string kernel(const Int4Problem&, const Encoded& x) {
     switch (engine(x)) {
       case Int4Engine::kDecode:
-        return "4-bit decoding (mma.sync, the weight straight to registers)";
+        return "4-bit decoding (mma.sync, weight loaded directly into registers)";
       case Int4Engine::kSync:
         return "4-bit tiles (mma.sync)";
-      case Int4Engine::kDeep:
-      case Int4Engine::kWide:
+      case Int4Engine::kSmallM:
+      case Int4Engine::kLargeM:
         return "4-bit tiles (wgmma)";
       case Int4Engine::kDense:
         break;
@@ -139,23 +139,25 @@ struct Int4Family : FirstSizeByClass {
     const std::string rows = std::to_string(p.m) + " rows of ";
     switch (engine(x)) {
       case Int4Engine::kDecode:
-        return rows + "16-bit x that shared memory holds whole";
+        return rows + "16-bit x fit into shared memory";
       case Int4Engine::kSync:
         return "the smallest tile that holds " + rows + "x";
-      case Int4Engine::kDeep:
-      case Int4Engine::kWide:
+      case Int4Engine::kSmallM:
+      case Int4Engine::kLargeM:
         return "the fastest tile for " + rows + "16-bit x on Hopper";
       case Int4Engine::kDense:
         break;
     }
     return rows + "x, and x is float32 or a group of " +
-           std::to_string(p.shape.k / p.shape.groups) + " is no whole chunk of 64";
+           std::to_string(p.shape.k / p.shape.groups) + " is not a multiple of 64";
   }
 
  private:
   static Int4Engine engine(const Encoded& x) { return static_cast<Int4Engine>(x[0]); }
   static int64_t number(Int4Engine engine) { return static_cast<int64_t>(engine); }
-  static std::string cut(int parts) { return parts > 1 ? " /" + std::to_string(parts) : ""; }
+  static std::string splits_text(int splits) {
+    return splits > 1 ? " /" + std::to_string(splits) : "";
+  }
 };
 
 }  // namespace torchweld

@@ -1,5 +1,5 @@
-// From a stage of the ring to the registers of mma.sync: codes to exact pairs of 16-bit numbers,
-// scales, and rows of x.
+// Loads register fragments from a stage of the ring: unpacks codes to exact 16-bit pairs, and reads
+// scales and rows of x.
 #pragma once
 
 #include <type_traits>
@@ -10,11 +10,11 @@
 
 namespace torchweld {
 
-// What tensor cores multiply: fp32 x goes through them as three bf16 pieces.
+// The dtype of tensor-core operands: fp32 x is split into three bf16 terms.
 template <typename T>
 using Int4Factor = std::conditional_t<std::is_same_v<T, __half>, __half, __nv_bfloat16>;
 
-// A code in the low bits of 1024 (fp16) or 128 (bf16), twice.
+// 1024 (fp16) or 128 (bf16), twice: or-ing a code into the low bits adds the code.
 template <typename U>
 inline constexpr uint32_t kInt4Magic = std::is_same_v<U, __half> ? 0x64006400u : 0x43004300u;
 
@@ -51,8 +51,8 @@ __device__ __forceinline__ uint4 load_words_4(uint32_t s_from) {
   return words;
 }
 
-// Words of a weight that nobody else reads.
-// NOTE: volatile, so that none of them moves before griddep_wait.
+// Loads words of a weight that no other thread reads.
+// NOTE: volatile, so that the compiler does not move the load before griddep_wait.
 __device__ __forceinline__ uint4 load_words_once(const void* g_from) {
   uint4 w;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -61,34 +61,34 @@ __device__ __forceinline__ uint4 load_words_once(const void* g_from) {
   return w;
 }
 
-// Sums in arrays of whatever depth.
+// Zeroes accumulators in a nested array.
 template <typename Sums>
 __device__ __forceinline__ void int4_clear(Sums& sums) {
   if constexpr (std::is_array_v<Sums>) {
 #pragma unroll
-    for (auto& part : sums) int4_clear(part);
+    for (auto& element : sums) int4_clear(element);
   } else {
     sums = 0.f;
   }
 }
 
-// What a slice of 16 columns has of a lane's words of a chunk.
+// The word of a 16-column slice among a lane's four words of a chunk.
 __device__ __forceinline__ uint32_t int4_slice_word(const uint4& words, int slice) {
   return slice == 0 ? words.x : slice == 1 ? words.y : slice == 2 ? words.z : words.w;
 }
 
 // (a & mask) | magic
-// NOTE: the compiler makes two instructions of it, as a mask and a magic number are two constants.
+// NOTE: with two constant operands the compiler would emit two instructions.
 __device__ __forceinline__ uint32_t mask_or(uint32_t a, uint32_t mask, uint32_t magic) {
   uint32_t d;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(mask), "r"(magic));
   return d;
 }
 
-// A lane's two rows of a tile, row g and row g + 8: what belongs to one group.
+// The zeros of a lane's two rows, g and g + 8, in one group.
 template <typename U>
 struct Int4Zeros {
-  uint32_t low, high;  // magic numbers with the zero, twice
+  uint32_t low, high;  // magic number + zero, twice
 
   Int4Zeros() = default;
   __device__ __forceinline__ Int4Zeros(uint2 zeros, int lane)
@@ -96,7 +96,7 @@ struct Int4Zeros {
         high(kInt4Magic<U> + int4_code(zeros.y, lane / 4) * 0x10001) {}
 };
 
-// The fragment of 16 rows and 16 columns: codes less zeros, exact.
+// Unpacks a fragment of 16 rows and 16 columns: code - zero, exact.
 template <typename U>
 __device__ __forceinline__ void int4_unpack(uint32_t (&r)[4], uint32_t word,
                                             const Int4Zeros<U>& zeros) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void int4_unpack(uint32_t (&r)[4], uint32_t word,
   }
 }
 
-// The scales of the same two rows, each twice, where they multiply codes, which rounds.
+// The scales of a lane's two rows, each twice, to multiply codes, with rounding.
 template <typename U>
 struct Int4CodeScales {
   uint32_t low, high;
@@ -124,9 +124,9 @@ struct Int4CodeScales {
   }
 };
 
-// The scales of the same two rows in fp32. A finite one multiplies sums.
-// NOTE: one that is inf or NaN multiplies the codes instead, as in the definition: inf * 0 and
-// inf - inf must become NaN, which the sum of a group would hide. That is the `special` path.
+// The fp32 scales of a lane's two rows. A finite scale multiplies accumulators.
+// NOTE: an inf or NaN scale multiplies the codes instead (the `special` path), as in the
+// definition: inf * 0 and inf - inf must become NaN, which a group's sum would hide.
 template <typename T>
 struct Int4RowScales {
   using U = Int4Factor<T>;
@@ -136,10 +136,10 @@ struct Int4RowScales {
   __device__ __forceinline__ explicit Int4RowScales(const Vec<T, 2>& pair)
       : low(to_float(pair.values[0])), high(to_float(pair.values[1])) {}
 
-  // True where one of them may be special; two large ones pass for it too.
+  // Whether a scale may be inf or NaN. Two large finite scales can also return true.
   __device__ __forceinline__ bool special() const { return !finite(fabsf(low) + fabsf(high)); }
 
-  // Moves special scales from the sums' side to the codes'.
+  // Multiplies codes by the special scales; keep_finite() then sets these scales to 1.
   __device__ __forceinline__ void scale_codes(uint32_t (&r)[4]) const {
     const float codes_low = finite(low) ? 1.f : low, codes_high = finite(high) ? 1.f : high;
     Int4CodeScales<U> scales;
@@ -156,22 +156,22 @@ struct Int4RowScales {
   static __device__ __forceinline__ bool finite(float x) { return fabsf(x) <= 3.402823466e38f; }
 };
 
-// x's part of a product: kCount groups of 8 tokens by 16 columns, as mma's B.
+// Loads operand B of mma: kCount groups of 8 tokens by 16 columns of x.
 template <typename T, int kTokens>
 class Int4XReader {
   static constexpr int kRowBytes = Int4Tile::x_row_bytes(sizeof(T));
 
  public:
-  static constexpr int kPieces = sizeof(T) == 4 ? 3 : 1;
-  // At least two groups a read, but x of 8 tokens has one.
+  static constexpr int kTerms = sizeof(T) == 4 ? 3 : 1;
+  // One ldmatrix reads two groups, except for tiles of 8 tokens.
   static constexpr int kCount = kTokens >= 16 && sizeof(T) == 2 ? 2 : 1;
-  uint32_t r[kCount][kPieces][2];
+  uint32_t r[kCount][kTerms][2];
 
-  // Where a lane reads of x, from x's place in a stage on.
-  static __device__ __forceinline__ uint32_t place(int lane) {
+  // A lane's byte offset in the x of a stage.
+  static __device__ __forceinline__ uint32_t offset(int lane) {
     if constexpr (sizeof(T) == 2) {
       const int block = lane >> 3, in = lane & 7;
-      // NOTE: x of 8 tokens gives ldmatrix its first two blocks twice, what is behind is not x.
+      // NOTE: for 8 tokens ldmatrix reads the first two blocks twice, as x ends there.
       const int row = in + (kTokens >= 16 ? block >> 1 << 3 : 0);
       return row * kRowBytes + (((block & 1) ^ in) << 4);
     } else {
@@ -179,8 +179,8 @@ class Int4XReader {
     }
   }
 
-  // Tokens from 8 * kCount * i on, columns of a slice of a chunk. `s_x` is the lane's place;
-  // without its swizzle it is a multiple of 128.
+  // Loads tokens [8 * kCount * i, + 8 * kCount) of a chunk's slice. s_x is the lane's address, a
+  // multiple of 128 before the swizzle.
   __device__ __forceinline__ void load(uint32_t s_x, int chunk, int i, int slice) {
     const int from = (chunk * kTokens + i * 8 * kCount) * kRowBytes;
     if constexpr (sizeof(T) == 2) {

@@ -1,4 +1,4 @@
-// The launcher of the products with a 4-bit weight.
+// Launches products with a 4-bit weight.
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "int4/params.h"
@@ -11,11 +11,11 @@ void launch_int4_linear(const Int4LinearParams& p, cudaStream_t stream) {
     case Int4Engine::kDecode:
       launch_int4_decode(p, stream);
       break;
-    case Int4Engine::kDeep:
+    case Int4Engine::kSmallM:
       half ? launch_int4_small_m_of<__half>(p, stream)
            : launch_int4_small_m_of<__nv_bfloat16>(p, stream);
       break;
-    case Int4Engine::kWide:
+    case Int4Engine::kLargeM:
       half ? launch_int4_large_m_of<__half>(p, stream)
            : launch_int4_large_m_of<__nv_bfloat16>(p, stream);
       break;

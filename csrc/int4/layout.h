@@ -1,17 +1,17 @@
-// The two layouts of 4-bit weights, weight (N, K) = scale * (code - zero) with a scale and a zero
-// for every row and group of K columns.
+// The two layouts of 4-bit weights. weight (N, K) = scale * (code - zero), with one scale and one
+// zero per row and group of columns.
 //
 // Portable: words of eight codes along K, a "unit", lowest nibble first.
 //
 // Repacked: tiles of 16 rows, each a sequence of chunks of 64 columns, each chunk 32 lanes of four
-// words. Word s of lane l holds the eight codes that lane l of a warp needs of columns
-// [16 s, 16 s + 16) as a 16 x 16 operand in the registers of mma.sync or wgmma: with g = l / 4 and
+// words. Word s of lane l holds lane l's eight codes of columns [16 s, 16 s + 16), as the
+// 16 x 16 register operand of mma.sync or wgmma has them: with g = l / 4 and
 // t = l % 4, nibbles i and i + 4 are columns 2t and 2t + 1 of row g + 8 * (i % 2) and unit i / 2.
-// One shift and one mask then give a pair in the two halves of a register. Rows and units that the
-// weight does not have hold 0. The kernels for few and for many tokens all read this one tensor.
+// One shift and one mask unpack a pair into the two halves of a register. Rows and units beyond the
+// weight's hold 0. All kernels read this layout.
 //   packed        (tiles, chunks, 128) words, the lanes' four words together
-//   packed_scale  (tiles, groups, 16), the rows in the order 0, 8, 1, 9, ...: a lane reads both of
-//                 its rows at once
+//   packed_scale  (tiles, groups, 16), rows in the order 0, 8, 1, 9, ...: one load reads both
+//                 rows of a lane
 //   packed_zero   (tiles, groups, 2) words of eight zeros, of rows 0-7 and 8-15
 #pragma once
 
@@ -35,13 +35,14 @@ struct Int4Shape {
   TW_HOST_DEVICE int64_t tiles() const { return (n + kInt4TileRows - 1) / kInt4TileRows; }
   TW_HOST_DEVICE int64_t chunks() const { return (k + kInt4ChunkK - 1) / kInt4ChunkK; }
   TW_HOST_DEVICE int64_t packed_words() const { return tiles() * chunks() * kInt4ChunkWords; }
-  // Units of a group; any number where there is none.
+  // Units of a group; 1 if there are no groups.
   TW_HOST_DEVICE int64_t group_units() const { return groups > 0 ? units() / groups : 1; }
 };
 
 TW_HOST_DEVICE uint32_t int4_code(uint32_t word, int i) { return word >> (4 * i) & 15; }
 
-// A repacked word from the portable ones: word_of(row, unit) of the tile's row and chunk's unit.
+// Builds a repacked word. word_of(row, unit) returns the portable word of a tile's row and a
+// chunk's unit.
 template <typename WordOf>
 TW_HOST_DEVICE uint32_t int4_repacked_word(int lane, int slice, const WordOf& word_of) {
   const int g = lane / 4, t = lane % 4;
@@ -53,7 +54,7 @@ TW_HOST_DEVICE uint32_t int4_repacked_word(int lane, int slice, const WordOf& wo
   return packed;
 }
 
-// The way back: the portable word of a tile's row and a chunk's unit, from the chunk's words.
+// The inverse: the portable word of a tile's row and a chunk's unit, from the chunk's words.
 TW_HOST_DEVICE uint32_t int4_portable_word(const uint32_t* chunk, int row, int unit) {
   const int i = row / 8 + 2 * (unit % 2);
   uint32_t word = 0;
@@ -64,7 +65,7 @@ TW_HOST_DEVICE uint32_t int4_portable_word(const uint32_t* chunk, int row, int u
   return word;
 }
 
-// Where a tile's row stands among the 16 scales of a group.
+// Index of a tile's row among the 16 scales of a group.
 TW_HOST_DEVICE int int4_scale_place(int row) { return row % 8 * 2 + row / 8; }
 
 }  // namespace torchweld

@@ -1,4 +1,4 @@
-// Products with a repacked 4-bit weight: what the host hands to the kernels.
+// Kernel parameters of products with a repacked 4-bit weight.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,17 +18,17 @@ struct Int4Weight {
   const uint32_t* zero;
 };
 
-// gemm tells x (as operand a, K adjacent, rows on 16-byte boundaries), y, the bias and, where the
-// parts of K are summed by a second kernel, the workspace. Its operand b is the weight.
+// gemm has x (operand a: K contiguous, rows 16-byte aligned), y, the bias and, if a second kernel
+// adds the splits' partials, the workspace. The weight replaces its operand b.
 struct Int4LinearParams {
   GemmParams gemm;
   Int4Weight weight;
   Int4Choice choice;
-  int sms;        // of the device
-  bool clusters;  // the device has clusters of blocks
+  int sms;        // SMs of the device
+  bool clusters;  // the device supports thread-block clusters
 };
 
-// What the kernels for few rows of x read and write, by bytes.
+// Operands of the decode and small-M kernels; strides of reads are in bytes.
 struct Int4Operands {
   const char *x, *words, *scale, *zero;
   const void* bias;
@@ -59,13 +59,13 @@ void launch_int4_dequantise(const Int4DequantiseParams& params, cudaStream_t str
 // choice.engine is kDecode.
 void launch_int4_decode(const Int4LinearParams& params, cudaStream_t stream);
 
-// One dtype's kernels, in files of their own (csrc/instantiations.py).
+// Kernels of one dtype, instantiated in separate files (csrc/instantiations.py).
 template <typename T>
 void launch_int4_linear_of(const Int4LinearParams& params, cudaStream_t stream);
-// choice.engine is kWide.
+// choice.engine is kLargeM.
 template <typename T>
 void launch_int4_large_m_of(const Int4LinearParams& params, cudaStream_t stream);
-// choice.engine is kDeep.
+// choice.engine is kSmallM.
 template <typename T>
 void launch_int4_small_m_of(const Int4LinearParams& params, cudaStream_t stream);
 

@@ -1,10 +1,10 @@
-// CPU: y = x @ W^T + bias in bfloat16 on processors that multiply pairs of it (AVX-512 BF16). A
-// nibble is an index into a table of its group's sixteen values, scale * (code - zero) rounded to
-// bfloat16, of which one instruction looks up 32. Columns stay in the order of those lookups, and
-// x is put into it.
+// CPU: y = x @ W^T + bias in bfloat16 with AVX-512 BF16. A nibble indexes a table of its group's
+// sixteen values, scale * (code - zero) rounded to bfloat16; one instruction looks up 32 values.
+// Columns stay in lookup order, and x is permuted to match.
 //
-// For a few rows of x the weight is never written out: a task of 64 of its rows walks the columns
-// in parts whose x stays in the innermost cache. For more, a block of it is, and torch multiplies.
+// For a few rows of x the weight stays packed: a task computes 64 weight rows and iterates over
+// slices of K whose x fits into the L1 cache. For more rows of x, a task dequantises a block of the
+// weight and torch multiplies it.
 #pragma once
 
 #include <ATen/ops/addmm.h>
@@ -27,7 +27,7 @@
 
 namespace torchweld {
 
-// y's columns from `row` on = x @ block^T + bias, for a block of rows of the weight.
+// Computes y[:, row:row + rows of block] = x @ block^T + bias for a block of weight rows.
 inline void int4_block_matmul(const Tensor& y, const Tensor& x, const Tensor& block,
                               const OptionalTensor& bias, int64_t row) {
   Tensor out = y.narrow(1, row, block.size(0));
@@ -38,7 +38,7 @@ inline void int4_block_matmul(const Tensor& y, const Tensor& x, const Tensor& bl
   }
 }
 
-constexpr int64_t kInt4FewBf16Rows = 48;  // more of x pay for a weight that is written out
+constexpr int64_t kInt4FewBf16Rows = 48;  // with more rows of x, dequantising pays
 
 #ifdef TW_SIMD_TARGETS
 inline bool has_bf16_products() {
@@ -46,7 +46,7 @@ inline bool has_bf16_products() {
   return has;
 }
 
-// 16 words of a row are 128 columns: half-words of four adjacent ones.
+// 16 words of a row hold 128 columns; a half-word holds four contiguous columns.
 struct PortableInt4Words {
   static constexpr int kColumns = 128, kVectors = 4, kShift = 4, kStepWords = 16;
   const PortableInt4& weight;
@@ -54,14 +54,14 @@ struct PortableInt4Words {
   int64_t steps() const { return weight.shape.k / kColumns; }
   const uint32_t* words(int64_t row) const { return weight.words(row, 0, 0, nullptr); }
   int first_shift(int64_t) const { return 0; }
-  // x (rows, K) as (rows, steps, vectors, 32)
+  // Permutes x (rows, K) to (rows, steps, vectors, 32).
   static Tensor in_order(const Tensor& x) {
     return x.view({x.size(0), -1, 32, kVectors}).transpose(2, 3);
   }
 };
 
-// 16 words of a chunk are 64 columns of rows g and g + 8: word 4 t + s holds the columns 16 s + 2 t
-// and the one after it, then both 8 further on.
+// 16 words of a chunk hold 64 columns of rows g and g + 8. Word 4 t + s holds columns 16 s + 2 t +
+// j for j = 0, 1, 8, 9.
 struct RepackedInt4Words {
   static constexpr int kColumns = kInt4ChunkK, kVectors = 2, kShift = 8,
                        kStepWords = kInt4ChunkWords;
@@ -83,7 +83,7 @@ struct RepackedInt4Words {
 inline PortableInt4Words int4_words(const PortableInt4& weight) { return {weight}; }
 inline RepackedInt4Words int4_words(const RepackedInt4& weight) { return {weight}; }
 
-// Rows [first, end) of the weight, and their groups' values.
+// Rows [first, end) of the weight with the lookup tables of their groups.
 template <typename Words>
 struct Int4Bf16Rows {
   static constexpr int kLanes = 16;
@@ -116,7 +116,7 @@ struct Int4Bf16Rows {
     }
   }
 
-  // The rows as (rows, steps, vectors, 32).
+  // Dequantises the rows to (rows, steps, vectors, 32).
   TW_BF16_TARGET void write(at::BFloat16* to) const {
     const auto& weight = from.weight;
     const int64_t group_steps = weight.shape.group_units() * kInt4Unit / Words::kColumns;
@@ -141,28 +141,28 @@ struct Int4Bf16Rows {
     }
   }
 
-  // A lookup reads five bits of an index: the table repeats after four.
+  // A lookup reads five bits of an index, so the 16-entry table is stored twice.
   static TW_BF16_TARGET inline __m512i lookup_table(const uint16_t* table) {
     return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(table)));
   }
 
-  // sums (kTogether, kXRows, 16) += the products of some whole groups of rows [row, row +
-  // kTogether). Rows from `end` on repeat the last one.
-  template <int kXRows, int kTogether>
+  // sums (kRowBlock, kXRows, 16) += the products of rows [row, row + kRowBlock) for groups
+  // [group_begin, group_end). Rows from `end` on repeat the last one.
+  template <int kXRows, int kRowBlock>
   TW_BF16_TARGET void add(float* sums, const at::BFloat16* x, int64_t row, int64_t group_begin,
                           int64_t group_end) const {
     const auto& weight = from.weight;
     const int64_t group_steps = weight.shape.group_units() * kInt4Unit / Words::kColumns;
-    __m512 acc[kTogether][kXRows];
-    const uint16_t* table_of[kTogether];
-    const uint32_t* words_of[kTogether];
-    __m128i shift[kTogether];
+    __m512 acc[kRowBlock][kXRows];
+    const uint16_t* table_of[kRowBlock];
+    const uint32_t* words_of[kRowBlock];
+    __m128i shift[kRowBlock];
 #pragma GCC unroll 16
-    for (int t = 0; t < kTogether; ++t) {
-      const int64_t at = row + t < end ? row + t : end - 1;
-      table_of[t] = tables.data() + (at - first) * weight.shape.groups * kLanes;
-      words_of[t] = from.words(at);
-      shift[t] = _mm_cvtsi32_si128(from.first_shift(at));
+    for (int t = 0; t < kRowBlock; ++t) {
+      const int64_t source = row + t < end ? row + t : end - 1;
+      table_of[t] = tables.data() + (source - first) * weight.shape.groups * kLanes;
+      words_of[t] = from.words(source);
+      shift[t] = _mm_cvtsi32_si128(from.first_shift(source));
 #pragma GCC unroll 16
       for (int r = 0; r < kXRows; ++r) {
         acc[t][r] = _mm512_loadu_ps(sums + (t * kXRows + r) * kLanes);
@@ -170,24 +170,24 @@ struct Int4Bf16Rows {
     }
     int64_t step = group_begin * group_steps;
     for (int64_t group = group_begin; group < group_end; ++group) {
-      __m512i table[kTogether];
+      __m512i table[kRowBlock];
 #pragma GCC unroll 16
-      for (int t = 0; t < kTogether; ++t) {
+      for (int t = 0; t < kRowBlock; ++t) {
         table[t] = lookup_table(table_of[t] + group * kLanes);
       }
       for (int64_t end_step = std::min(step + group_steps, from.steps()); step < end_step; ++step) {
-        __m512i words[kTogether];
+        __m512i words[kRowBlock];
 #pragma GCC unroll 16
-        for (int t = 0; t < kTogether; ++t) {
+        for (int t = 0; t < kRowBlock; ++t) {
           words[t] = _mm512_srl_epi16(_mm512_loadu_si512(words_of[t] + step * Words::kStepWords),
                                       shift[t]);
         }
         const at::BFloat16* columns = x + step * Words::kColumns * kXRows;
 #pragma GCC unroll 4
         for (int v = 0; v < Words::kVectors; ++v) {
-          __m512bh values[kTogether];
+          __m512bh values[kRowBlock];
 #pragma GCC unroll 16
-          for (int t = 0; t < kTogether; ++t) {
+          for (int t = 0; t < kRowBlock; ++t) {
             values[t] = reinterpret_cast<__m512bh>(
                 _mm512_permutexvar_epi16(_mm512_srli_epi16(words[t], Words::kShift * v), table[t]));
           }
@@ -196,7 +196,7 @@ struct Int4Bf16Rows {
             const auto column =
                 reinterpret_cast<__m512bh>(_mm512_loadu_si512(columns + (v * kXRows + r) * 32));
 #pragma GCC unroll 16
-            for (int t = 0; t < kTogether; ++t) {
+            for (int t = 0; t < kRowBlock; ++t) {
               acc[t][r] = _mm512_dpbf16_ps(acc[t][r], values[t], column);
             }
           }
@@ -204,7 +204,7 @@ struct Int4Bf16Rows {
       }
     }
 #pragma GCC unroll 16
-    for (int t = 0; t < kTogether; ++t) {
+    for (int t = 0; t < kRowBlock; ++t) {
 #pragma GCC unroll 16
       for (int r = 0; r < kXRows; ++r) {
         _mm512_storeu_ps(sums + (t * kXRows + r) * kLanes, acc[t][r]);
@@ -212,20 +212,20 @@ struct Int4Bf16Rows {
     }
   }
 
-  // For x as (steps, vectors, kXRows, 32), of which `rows` are wanted.
+  // Computes y for x (steps, vectors, kXRows, 32), whose first `rows` rows are valid.
   template <int kXRows>
   void run(at::BFloat16* y, const at::BFloat16* x, int64_t rows, const at::BFloat16* bias,
            int64_t bias_stride) const {
-    constexpr int kTogether = kXRows == 8 ? 3 : 4;  // what registers hold
+    constexpr int kRowBlock = kXRows == 8 ? 3 : 4;  // limited by registers
     constexpr int64_t kCacheBytes = 32 << 10;
     const auto& shape = from.weight.shape;
     const int64_t group_bytes = shape.group_units() * kInt4Unit * kXRows * 2;
-    const int64_t part = std::max<int64_t>(1, kCacheBytes / group_bytes);
-    std::vector<float> sums((end - first + kTogether) * kXRows * kLanes);
-    for (int64_t group = 0; group < shape.groups; group += part) {
-      for (int64_t row = first; row < end; row += kTogether) {
-        add<kXRows, kTogether>(sums.data() + (row - first) * kXRows * kLanes, x, row, group,
-                               std::min(shape.groups, group + part));
+    const int64_t cached_groups = std::max<int64_t>(1, kCacheBytes / group_bytes);
+    std::vector<float> sums((end - first + kRowBlock) * kXRows * kLanes);
+    for (int64_t group = 0; group < shape.groups; group += cached_groups) {
+      for (int64_t row = first; row < end; row += kRowBlock) {
+        add<kXRows, kRowBlock>(sums.data() + (row - first) * kXRows * kLanes, x, row, group,
+                               std::min(shape.groups, group + cached_groups));
       }
     }
     with_vectors([&] {
@@ -243,9 +243,9 @@ struct Int4Bf16Rows {
 };
 #endif
 
-// Whether int4_bf16_into serves the call: no group may begin amid the columns of 16 words.
+// Whether int4_bf16_into supports the call: groups must be multiples of the columns of 16 words.
 template <typename Weight>
-bool serves_int4_bf16(const Tensor& x, const Weight& weight) {
+bool supports_int4_bf16(const Tensor& x, const Weight& weight) {
 #ifdef TW_SIMD_TARGETS
   constexpr int kColumns = decltype(int4_words(weight))::kColumns;
   return x.scalar_type() == at::kBFloat16 &&
@@ -255,34 +255,34 @@ bool serves_int4_bf16(const Tensor& x, const Weight& weight) {
 #endif
 }
 
-// y (rows, N) = x (rows, K) @ W^T + bias. `most` rows of a weight that is written out make a block.
+// y (rows, N) = x (rows, K) @ W^T + bias. block_rows: weight rows of a dequantised block.
 template <typename Weight>
 void int4_bf16_into(const Tensor& y, const Tensor& x, const Weight& weight,
-                    const OptionalTensor& bias, int64_t most) {
+                    const OptionalTensor& bias, int64_t block_rows) {
 #ifdef TW_SIMD_TARGETS
   const auto from = int4_words(weight);
   using Rows = Int4Bf16Rows<std::decay_t<decltype(from)>>;
   const int64_t n = weight.shape.n, rows = x.size(0), columns = from.steps() * from.kColumns;
   const auto in_order = [&](int64_t first, int64_t count, int64_t width) {
-    const Tensor part = x.narrow(0, first, count);
-    const Tensor whole = at::constant_pad_nd(part, {0, columns - x.size(1), 0, width - count});
-    return from.in_order(whole.contiguous());
+    const Tensor x_rows = x.narrow(0, first, count);
+    const Tensor padded = at::constant_pad_nd(x_rows, {0, columns - x.size(1), 0, width - count});
+    return from.in_order(padded.contiguous());
   };
   if (rows > kInt4FewBf16Rows) {
     const Tensor ordered = in_order(0, rows, rows).reshape({rows, columns});
-    parallel_tasks((n + most - 1) / most, [&](int64_t task) {
-      const Rows block(from, task * most, most);
+    parallel_tasks((n + block_rows - 1) / block_rows, [&](int64_t task) {
+      const Rows block(from, task * block_rows, block_rows);
       const Tensor values = at::empty({block.end - block.first, columns}, x.options());
       block.write(values.mutable_data_ptr<at::BFloat16>());
       int4_block_matmul(y, ordered, values, bias, block.first);
     });
     return;
   }
-  constexpr int64_t kTaskRows = 64, kMax = 8;  // rows of the weight, of x at a time
-  std::vector<Tensor> parts;                   // (steps, vectors, 1 to kMax, 32)
-  for (int64_t first = 0; first < rows; first += kMax) {
-    const int64_t count = std::min(kMax, rows - first);
-    parts.push_back(
+  constexpr int64_t kTaskRows = 64, kMaxRows = 8;  // weight rows of a task, x rows of a tile
+  std::vector<Tensor> x_tiles;                     // (steps, vectors, 1 to kMax, 32)
+  for (int64_t first = 0; first < rows; first += kMaxRows) {
+    const int64_t count = std::min(kMaxRows, rows - first);
+    x_tiles.push_back(
         in_order(first, count, int4_row_count(count)).permute({1, 2, 0, 3}).contiguous());
   }
   at::BFloat16* const to = y.mutable_data_ptr<at::BFloat16>();
@@ -290,11 +290,11 @@ void int4_bf16_into(const Tensor& y, const Tensor& x, const Weight& weight,
   const int64_t stride = shifts ? bias->stride(0) : 0;
   parallel_tasks((n + kTaskRows - 1) / kTaskRows, [&](int64_t index) {
     const Rows task(from, index * kTaskRows, kTaskRows);
-    for (size_t i = 0; i < parts.size(); ++i) {
-      const int64_t first = int64_t(i) * kMax, count = std::min(kMax, rows - first);
-      const at::BFloat16* data = parts[i].const_data_ptr<at::BFloat16>();
+    for (size_t i = 0; i < x_tiles.size(); ++i) {
+      const int64_t first = int64_t(i) * kMaxRows, count = std::min(kMaxRows, rows - first);
+      const at::BFloat16* data = x_tiles[i].const_data_ptr<at::BFloat16>();
       at::BFloat16* const y_rows = to + first * n;
-      switch (parts[i].size(2)) {
+      switch (x_tiles[i].size(2)) {
         case 1:
           task.template run<1>(y_rows, data, count, shifts, stride);
           break;

@@ -1,9 +1,9 @@
 // CPU: y = x @ W^T + bias and dx = dy @ W for a 4-bit weight W in either layout.
 //
-// Each thread dequantises a block of W into a scratch that stays in its cache and multiplies it
-// with torch's matmul; for a few rows of x or dy it is decoded in registers. Blocks are bands of
-// rows for y and bands of columns for dx, so that every result is one whole sum. The weight is
-// rounded once, to the dtype of x.
+// Each thread dequantises a block of W into a buffer that fits into its cache, and torch multiplies
+// it. For a few rows of x or dy, W is dequantised in registers. A block is a range of rows for y
+// and a range of columns for dx, so that no sum is split. The weight is rounded once, to the dtype
+// of x.
 #pragma once
 
 #include <ATen/Dispatch.h>
@@ -23,35 +23,36 @@ namespace torchweld {
 
 using Int4Codes = uint32_t __attribute__((vector_size(4 * kInt4Unit)));
 
-// The eight values scale * code, each rounded once; the codes are less their zero, two's
-// complement.
+// Stores the eight values scale * code, each rounded once. The codes have their zero subtracted
+// (two's complement).
 template <typename T, typename Wide>
 void store_codes(T* to, const Int4Codes& codes, Wide scale) {
   using Signed = int32_t __attribute__((vector_size(sizeof(codes))));
-  const auto whole = reinterpret_cast<const Signed&>(codes);
+  const auto integers = reinterpret_cast<const Signed&>(codes);
   if constexpr (std::is_same_v<T, at::BFloat16>) {
     using Floats = float __attribute__((vector_size(sizeof(codes))));
     using Halves = uint16_t __attribute__((vector_size(sizeof(codes) / 2)));
-    const Floats values = __builtin_convertvector(whole, Floats) * scale;
+    const Floats values = __builtin_convertvector(integers, Floats) * scale;
     Int4Codes bits;
     std::memcpy(&bits, &values, sizeof(bits));
-    // To the nearest, ties to even. A NaN stays one: it comes from a 16-bit scale.
+    // Round to nearest even. A NaN comes from a 16-bit scale, so rounding can't turn it into inf.
     bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
     const Halves halves = __builtin_convertvector(bits, Halves);
     std::memcpy(to, &halves, sizeof(halves));
   } else {
-    for (int i = 0; i < kInt4Unit; ++i) to[i] = static_cast<T>(static_cast<Wide>(whole[i]) * scale);
+    for (int i = 0; i < kInt4Unit; ++i)
+      to[i] = static_cast<T>(static_cast<Wide>(integers[i]) * scale);
   }
 }
 
-// Units [first, first + count) of a row, eight values each.
+// Dequantises units [first, first + count) of a row, eight values each.
 template <typename T, typename Weight>
 void dequantise_row(T* to, const Weight& weight, int64_t row, int64_t first, int64_t count) {
   using Wide = at::opmath_type<T>;
   using Codes = Int4Codes;
   constexpr Codes shifts = {0, 4, 8, 12, 16, 20, 24, 28};
-  constexpr int64_t kAtOnce = 64;
-  uint32_t buffer[kAtOnce];
+  constexpr int64_t kBufferUnits = 64;
+  uint32_t buffer[kBufferUnits];
   const int64_t group_units = weight.shape.group_units();
   const T* scales = weight.scales.template const_data_ptr<T>();
   for (int64_t unit = first; unit < first + count;) {
@@ -60,7 +61,7 @@ void dequantise_row(T* to, const Weight& weight, int64_t row, int64_t first, int
     const Wide scale = static_cast<Wide>(scales[weight.scale_at(row, group)]);
     const auto zero = uint32_t(weight.zero(row, group));
     while (unit < end) {
-      const int64_t units = std::min(end - unit, kAtOnce);
+      const int64_t units = std::min(end - unit, kBufferUnits);
       const uint32_t* words = weight.words(row, unit, units, buffer);
       for (int64_t u = 0; u < units; ++u) {
         store_codes(to + u * kInt4Unit, ((Codes{} + words[u]) >> shifts & 15) - zero, scale);
@@ -71,7 +72,7 @@ void dequantise_row(T* to, const Weight& weight, int64_t row, int64_t first, int
   }
 }
 
-// Rows [row, row + rows) and units from `unit` on as (rows, 8 * units).
+// Dequantises rows from `row` on and units from `unit` on to `to` (rows, 8 * units).
 template <typename Weight>
 void dequantise_block(const Tensor& to, const Weight& weight, int64_t row, int64_t unit) {
   const int64_t rows = to.size(0), columns = to.size(1);
@@ -85,13 +86,13 @@ void dequantise_block(const Tensor& to, const Weight& weight, int64_t row, int64
   });
 }
 
-// Of `count` rows or units, how many a block takes: so that it stays in cache, and every thread
-// has some.
-inline int64_t int4_block(int64_t count, int64_t bytes_each, int64_t least) {
+// Rows or units of a block, out of `count`: the block fits into the cache, and every thread gets
+// one.
+inline int64_t int4_block(int64_t count, int64_t bytes_each, int64_t min_size) {
   constexpr int64_t kBlockBytes = 1 << 20;
   const int64_t threads = at::get_num_threads();
-  const int64_t share = (count + threads - 1) / threads;
-  return std::min(count, std::max(least, std::min(share, kBlockBytes / bytes_each)));
+  const int64_t per_thread = (count + threads - 1) / threads;
+  return std::min(count, std::max(min_size, std::min(per_thread, kBlockBytes / bytes_each)));
 }
 
 // y (rows, N) = x (rows, K) @ W^T + bias
@@ -103,11 +104,11 @@ void int4_linear_into(const Tensor& y, const Tensor& x, const Weight& weight,
     is_given(bias) ? y.copy_(bias->expand_as(y)) : y.zero_();
     return;
   }
-  const int64_t most = int4_block(n, k * x.element_size(), /*least=*/32);
-  if (serves_int4_bf16(x, weight)) return int4_bf16_into(y, x, weight, bias, most);
-  if (serves_int4_rows(x, weight)) return int4_rows_into(y, x, weight, bias);
-  parallel_tasks((n + most - 1) / most, [&](int64_t task) {
-    const int64_t row = task * most, rows = std::min(most, n - row);
+  const int64_t block_size = int4_block(n, k * x.element_size(), /*min_size=*/32);
+  if (supports_int4_bf16(x, weight)) return int4_bf16_into(y, x, weight, bias, block_size);
+  if (supports_int4_rows(x, weight)) return int4_rows_into(y, x, weight, bias);
+  parallel_tasks((n + block_size - 1) / block_size, [&](int64_t task) {
+    const int64_t row = task * block_size, rows = std::min(block_size, n - row);
     const Tensor block = at::empty({rows, k}, x.options());
     dequantise_block(block, weight, row, 0);
     int4_block_matmul(y, x, block, bias, row);
@@ -122,10 +123,10 @@ void int4_linear_backward_into(const Tensor& dx, const Tensor& dy, const Weight&
     dx.zero_();
     return;
   }
-  if (serves_int4_rows_backward(dy, weight)) return int4_rows_backward_into(dx, dy, weight);
-  const int64_t most = int4_block(units, n * kInt4Unit * dx.element_size(), /*least=*/8);
-  parallel_tasks((units + most - 1) / most, [&](int64_t task) {
-    const int64_t unit = task * most, count = std::min(most, units - unit);
+  if (supports_int4_rows_backward(dy, weight)) return int4_rows_backward_into(dx, dy, weight);
+  const int64_t block_size = int4_block(units, n * kInt4Unit * dx.element_size(), /*min_size=*/8);
+  parallel_tasks((units + block_size - 1) / block_size, [&](int64_t task) {
+    const int64_t unit = task * block_size, count = std::min(block_size, units - unit);
     const Tensor block = at::empty({n, count * kInt4Unit}, dx.options());
     dequantise_block(block, weight, 0, unit);
     Tensor out = dx.narrow(1, unit * kInt4Unit, count * kInt4Unit);

@@ -1,6 +1,6 @@
-// CPU: y = x @ W^T + bias for a few rows of x, as in decoding. The weight is never written out: it
-// is read once, 16 words at a time, and a nibble of each of them makes a vector of codes. x stands
-// in the order of those vectors. The products of a group are summed before its scale is applied.
+// CPU: y = x @ W^T + bias for a few rows of x, as in decoding. The weight stays packed and is read
+// once, 16 words at a time; one nibble of each word gives a vector of 16 codes. x is permuted to
+// the order of these vectors. A group's products are summed before its scale is applied.
 #pragma once
 
 #include <ATen/ops/constant_pad_nd.h>
@@ -17,25 +17,26 @@
 namespace torchweld {
 
 constexpr int kInt4Lanes = 16;
-constexpr int kInt4FewRows = 16;  // more of them pay for a weight that is written out
+constexpr int kInt4FewRows = 16;  // with more rows, dequantising pays
 
-// A code becomes a float without conversion or shift: as the bits 4 i up of the mantissa of 2^23 it
-// is 2^23 + 16^i * code, from which kInt4Offsets[zero][i] leaves 16^i * (code - zero). x is divided
-// by 16^i beforehand.
-constexpr int kInt4Places = 5;  // nibbles that fit into a mantissa
+// Converts a code to a float without a conversion or shift: nibble i or-ed into the mantissa of
+// 2^23 is 2^23 + 16^i * code. Subtracting kInt4Offsets[zero][i] leaves 16^i * (code - zero). x is
+// divided by 16^i beforehand.
+constexpr int kInt4MantissaNibbles = 5;  // nibbles that fit into a mantissa
 
 struct Int4Offsets {
-  float offset[16][kInt4Places];
+  float offset[16][kInt4MantissaNibbles];
   constexpr Int4Offsets() : offset() {
     for (int zero = 0; zero < 16; ++zero) {
-      for (int i = 0; i < kInt4Places; ++i) offset[zero][i] = float((1 << 23) + (zero << 4 * i));
+      for (int i = 0; i < kInt4MantissaNibbles; ++i)
+        offset[zero][i] = float((1 << 23) + (zero << 4 * i));
     }
   }
 };
 inline constexpr Int4Offsets kInt4Offsets;
 
-// Sums of the products of 16 words' nibbles, for each of kRows rows of x.
-// NOTE: vectors of the compiler, because it does not keep arrays of sums in registers.
+// Accumulators of the products of 16 words' nibbles, one vector per row of x.
+// NOTE: vector extensions, because the compiler does not keep arrays of floats in registers.
 template <int kRows>
 struct Int4Sums {
   using Floats = float __attribute__((vector_size(4 * kInt4Lanes)));
@@ -44,16 +45,16 @@ struct Int4Sums {
 
   Int4Sums() { clear(std::make_index_sequence<kRows>()); }
 
-  template <int kPlace>
+  template <int kNibble>
   void add(const Words& words, int zero, const float* x) {
-    const Words bits = (words & (15u << 4 * kPlace)) | 0x4B000000u;
+    const Words bits = (words & (15u << 4 * kNibble)) | 0x4B000000u;
     Floats values;
     std::memcpy(&values, &bits, sizeof(values));
-    values -= kInt4Offsets.offset[zero][kPlace];
+    values -= kInt4Offsets.offset[zero][kNibble];
     add_products(values, x, std::make_index_sequence<kRows>());
   }
 
-  // Without loops: an array stays in registers only where every index is a constant.
+  // Pack expansions instead of loops: an array stays in registers only if every index is constant.
   template <size_t... r>
   void clear(std::index_sequence<r...>) {
     ((lanes[r] = Floats{}), ...);
@@ -81,19 +82,19 @@ struct Int4Sums {
   }
 };
 
-// x as (..., vectors, rows, 16), each vector divided by 16 to the power of its nibble's place.
-inline Tensor int4_placed(const Tensor& x, int64_t rows, const std::vector<int>& places) {
+// Divides each vector of x (..., vectors, rows, 16) by 16^nibble.
+inline Tensor int4_scale_nibbles(const Tensor& x, int64_t rows, const std::vector<int>& nibbles) {
   const Tensor divided = x.contiguous();
   float* data = divided.mutable_data_ptr<float>();
   for (int64_t v = 0; v < divided.numel() / kInt4Lanes; ++v) {
-    const int place = places[v / rows % int64_t(places.size())];
-    const float factor = 1.0f / float(1 << 4 * place);
+    const int nibble = nibbles[v / rows % int64_t(nibbles.size())];
+    const float factor = 1.0f / float(1 << 4 * nibble);
     for (int l = 0; l < kInt4Lanes; ++l) data[v * kInt4Lanes + l] *= factor;
   }
   return divided;
 }
 
-// Where the sums of weight row n go.
+// Stores the sums of a weight row, plus bias, to a column of y.
 template <typename T>
 struct Int4Result {
   T* y;
@@ -108,16 +109,17 @@ struct Int4Result {
   }
 };
 
-// Portable: the lanes are 16 units of a row, and a vector is one column of each.
+// Portable layout: the lanes are 16 units of a row; a vector has one column of each unit.
 struct PortableInt4Rows {
   static constexpr int64_t kColumns = kInt4Lanes * kInt4Unit, kTaskRows = 64;
-  static constexpr int64_t kMax16Bit = 8;  // this layout is written out fast, and oneDNN is
-  static constexpr int64_t kTogether = 4;  // rows that share a part of x in cache
+  static constexpr int64_t kMax16Bit =
+      8;  // with more rows, dequantising this layout and oneDNN is faster
+  static constexpr int64_t kRowBlock = 4;  // rows computed together, to reuse x in cache
   const PortableInt4& weight;
 
   Tensor x_lanes(const Tensor& x) const {  // (K / 128, 8 vectors, rows, 16)
-    return int4_placed(x.view({x.size(0), -1, kInt4Lanes, kInt4Unit}).permute({1, 3, 0, 2}),
-                       x.size(0), {0, 1, 2, 3, 4, 0, 1, 2});
+    return int4_scale_nibbles(x.view({x.size(0), -1, kInt4Lanes, kInt4Unit}).permute({1, 3, 0, 2}),
+                              x.size(0), {0, 1, 2, 3, 4, 0, 1, 2});
   }
 
   template <int kRows, typename T>
@@ -127,9 +129,9 @@ struct PortableInt4Rows {
     const int64_t group_units = weight.shape.group_units();
     const T* scales = weight.scales.const_data_ptr<T>();
     const int64_t end = std::min((task + 1) * kTaskRows, weight.shape.n);
-    for (int64_t first = task * kTaskRows; first < end; first += kTogether) {
-      const int64_t count = std::min(kTogether, end - first);
-      Int4Sums<kRows> totals[kTogether];
+    for (int64_t first = task * kTaskRows; first < end; first += kRowBlock) {
+      const int64_t count = std::min(kRowBlock, end - first);
+      Int4Sums<kRows> totals[kRowBlock];
       for (int64_t unit = 0, group = 0; unit < units; unit += kInt4Lanes) {
         if (unit == (group + 1) * group_units) ++group;
         const float* from = x + unit * kInt4Unit * kRows;
@@ -156,8 +158,8 @@ struct PortableInt4Rows {
   }
 };
 
-// Repacked: 16 words of a tile's chunk are four lanes of a warp, t, with the four slices of each,
-// s. Nibble i of word 4 t + s is row g + 8 * (i % 2), column 16 s + 8 * (i / 2 % 2) + 2 t + i / 4.
+// Repacked layout: 16 words of a tile's chunk are the four slices s of four lanes t. Nibble i of
+// word 4 t + s is row g + 8 * (i % 2), column 16 s + 8 * (i / 2 % 2) + 2 t + i / 4.
 struct RepackedInt4Rows {
   static constexpr int64_t kColumns = kInt4ChunkK, kTaskRows = kInt4TileRows;
   static constexpr int64_t kMax16Bit = kInt4FewRows;
@@ -166,8 +168,8 @@ struct RepackedInt4Rows {
   Tensor x_lanes(const Tensor& x) const {  // (chunks, 4 vectors, rows, 16)
     const Tensor padded =
         at::constant_pad_nd(x, {0, weight.shape.chunks() * kInt4ChunkK - x.size(1)});
-    return int4_placed(padded.view({x.size(0), -1, 4, 2, 4, 2}).permute({1, 5, 3, 0, 4, 2}),
-                       x.size(0), {0, 2, 4, 0});
+    return int4_scale_nibbles(padded.view({x.size(0), -1, 4, 2, 4, 2}).permute({1, 5, 3, 0, 4, 2}),
+                              x.size(0), {0, 2, 4, 0});
   }
 
   template <int kRows, typename T>
@@ -206,18 +208,18 @@ template <typename Weight>
 using Int4Rows =
     std::conditional_t<std::is_same_v<Weight, PortableInt4>, PortableInt4Rows, RepackedInt4Rows>;
 
-// The compiled number of rows that serves so many.
+// The smallest compiled row count (a power of two) of at least `rows`.
 inline int64_t int4_row_count(int64_t rows) {
   int64_t count = 1;
   while (count < rows) count *= 2;
   return count;
 }
 
-// Whether int4_rows_into serves the call: no group may begin amid the columns of 16 words.
+// Whether int4_rows_into supports the call: groups must be multiples of the columns of 16 words.
 template <typename Weight>
-bool serves_int4_rows(const Tensor& x, const Weight& weight) {
-  const int64_t most = x.element_size() == 2 ? Int4Rows<Weight>::kMax16Bit : kInt4FewRows;
-  return x.size(0) <= most && x.scalar_type() != at::kDouble &&
+bool supports_int4_rows(const Tensor& x, const Weight& weight) {
+  const int64_t max_rows = x.element_size() == 2 ? Int4Rows<Weight>::kMax16Bit : kInt4FewRows;
+  return x.size(0) <= max_rows && x.scalar_type() != at::kDouble &&
          weight.shape.group_units() * kInt4Unit % Int4Rows<Weight>::kColumns == 0;
 }
 
@@ -228,8 +230,8 @@ void int4_rows_into(const Tensor& y, const Tensor& x, const Weight& weight,
   const int64_t n = weight.shape.n;
   const Int4Rows<Weight> by_rows = {weight};
   const int64_t rows = x.size(0), width = int4_row_count(rows);
-  const Tensor wide = at::constant_pad_nd(x.to(at::kFloat), {0, 0, 0, width - rows});
-  const Tensor x_lanes = by_rows.x_lanes(wide.contiguous());
+  const Tensor padded = at::constant_pad_nd(x.to(at::kFloat), {0, 0, 0, width - rows});
+  const Tensor x_lanes = by_rows.x_lanes(padded.contiguous());
   const auto run = [&](auto zero) {
     using T = decltype(zero);
     const Int4Result<T> to = {y.mutable_data_ptr<T>(), rows, n,

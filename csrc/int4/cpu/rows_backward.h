@@ -1,6 +1,6 @@
-// CPU: dx = dy @ W for a few rows of dy. As in the forward the weight is read once and never
-// written out: 16 words at a time, whose nibbles are vectors of codes. Sums stand in the order of
-// those vectors, in cache; four rows of W are added to one while it is in registers.
+// CPU: dx = dy @ W for a few rows of dy. As in the forward the weight stays packed and is read
+// once, 16 words at a time; one nibble of each word gives a vector of codes. The sums have the
+// order of these vectors and stay in cache; each load of a sum accumulates four rows of W.
 #pragma once
 
 #include <ATen/ops/zeros.h>
@@ -11,18 +11,18 @@ namespace torchweld {
 
 constexpr int64_t kInt4FewGradientRows = 8;
 
-// 16 words of each of four rows of W, and what their codes are multiplied by for each row of dy.
-// NOTE: without loops over arrays, as in Int4Sums.
+// 16 words of each of four rows of W, and the factors of their codes for each row of dy.
+// NOTE: no loops over arrays, as in Int4Sums.
 template <int kRows>
 struct Int4FourRows {
   using Floats = typename Int4Sums<kRows>::Floats;
   using Words = typename Int4Sums<kRows>::Words;
-  static constexpr int64_t kTogether = 4;
-  Words words[kTogether];
-  const float* offsets[kTogether];
-  float factors[kTogether][kRows];
+  static constexpr int64_t kRowBlock = 4;
+  Words words[kRowBlock];
+  const float* offsets[kRowBlock];
+  float factors[kRowBlock][kRows];
 
-  // Row n of W: factors are dy's column times its scale, 0 behind the last row.
+  // Sets row i of the four: its factors are scale * dy.
   void set(int i, const uint32_t* from, int zero, float scale, const float* dy) {
     std::memcpy(&words[i], from, sizeof(Words));
     offsets[i] = kInt4Offsets.offset[zero];
@@ -37,35 +37,35 @@ struct Int4FourRows {
     words[0] >>= bits, words[1] >>= bits, words[2] >>= bits, words[3] >>= bits;
   }
 
-  // sums (rows, 16) += 16^place times the products of one nibble.
-  template <int kPlace>
+  // sums (rows, 16) += 16^kNibble times the products of one nibble.
+  template <int kNibble>
   void add(float* sums) const {
-    add_rows<kPlace>(sums, std::make_index_sequence<kRows>());
+    add_rows<kNibble>(sums, std::make_index_sequence<kRows>());
   }
 
  private:
-  template <int kPlace, size_t... r>
+  template <int kNibble, size_t... r>
   void add_rows(float* to, std::index_sequence<r...> rows) const {
     Floats sums[kRows];
     (std::memcpy(&sums[r], to + r * kInt4Lanes, sizeof(Floats)), ...);
-    add_row<kPlace, 0>(sums, rows);
-    add_row<kPlace, 1>(sums, rows);
-    add_row<kPlace, 2>(sums, rows);
-    add_row<kPlace, 3>(sums, rows);
+    add_row<kNibble, 0>(sums, rows);
+    add_row<kNibble, 1>(sums, rows);
+    add_row<kNibble, 2>(sums, rows);
+    add_row<kNibble, 3>(sums, rows);
     (std::memcpy(to + r * kInt4Lanes, &sums[r], sizeof(Floats)), ...);
   }
-  template <int kPlace, int i, size_t... r>
+  template <int kNibble, int i, size_t... r>
   void add_row(Floats (&sums)[kRows], std::index_sequence<r...>) const {
-    const Words bits = (words[i] & (15u << 4 * kPlace)) | 0x4B000000u;
+    const Words bits = (words[i] & (15u << 4 * kNibble)) | 0x4B000000u;
     Floats values;
     std::memcpy(&values, &bits, sizeof(values));
-    values -= offsets[i][kPlace];
+    values -= offsets[i][kNibble];
     ((sums[r] += values * factors[i][r]), ...);
   }
 };
 
-// Of a layout: the words of a row in a block of columns, the nibbles in the order of the sums'
-// vectors, and how these become columns.
+// The portable layout: words() of a row in a block of columns, add() in the order of the sums'
+// vectors, and columns(), which reorders the sums to columns of dx.
 struct PortableInt4Columns {
   static constexpr int64_t kColumns = PortableInt4Rows::kColumns, kVectors = 8;
   const PortableInt4& weight;
@@ -88,8 +88,8 @@ struct PortableInt4Columns {
     rows.template add<1>(sums + 6 * kVector);
     rows.template add<2>(sums + 7 * kVector);
   }
-  static Tensor columns(const Tensor& sums, int64_t rows) {  // from (blocks, 8, rows, 16)
-    return int4_placed(sums, rows, {0, 1, 2, 3, 4, 0, 1, 2})
+  static Tensor columns(const Tensor& sums, int64_t rows) {  // sums (blocks, 8, rows, 16)
+    return int4_scale_nibbles(sums, rows, {0, 1, 2, 3, 4, 0, 1, 2})
         .view({-1, kVectors, rows, kInt4Lanes})
         .permute({2, 0, 3, 1})
         .reshape({rows, -1});
@@ -104,7 +104,7 @@ struct RepackedInt4Columns {
     const int64_t chunk = row / kInt4TileRows * weight.shape.chunks() + block;
     return weight.word_data + chunk * kInt4ChunkWords + row % 8 * kInt4Lanes;
   }
-  // Four rows from a multiple of four on are all in one half of a tile.
+  // Four rows from a multiple of four on lie in one half of a tile.
   int shift_of(int64_t row) const { return row % kInt4TileRows / 8 * 4; }
 
   template <int kRows>
@@ -117,7 +117,7 @@ struct RepackedInt4Columns {
     rows.template add<0>(sums + 3 * kVector);
   }
   static Tensor columns(const Tensor& sums, int64_t rows) {  // the inverse of x_lanes' order
-    return int4_placed(sums, rows, {0, 2, 4, 0})
+    return int4_scale_nibbles(sums, rows, {0, 2, 4, 0})
         .view({-1, 2, 2, rows, 4, 4})
         .permute({3, 0, 5, 2, 4, 1})
         .reshape({rows, -1});
@@ -129,12 +129,12 @@ using Int4Columns = std::conditional_t<std::is_same_v<Weight, PortableInt4>, Por
                                        RepackedInt4Columns>;
 
 template <typename Weight>
-bool serves_int4_rows_backward(const Tensor& dy, const Weight& weight) {
+bool supports_int4_rows_backward(const Tensor& dy, const Weight& weight) {
   return dy.size(0) <= kInt4FewGradientRows && dy.scalar_type() != at::kDouble &&
          weight.shape.group_units() * kInt4Unit % Int4Columns<Weight>::kColumns == 0;
 }
 
-// sums (blocks, vectors, kRows, 16) of the blocks [first, end), from dy (N, kRows).
+// Accumulates blocks [first, end) of sums (blocks, vectors, kRows, 16) from dy (N, kRows).
 template <int kRows, typename T, typename Layout>
 void int4_rows_backward(float* sums, const float* dy, const Layout& layout, int64_t first,
                         int64_t end) {
@@ -143,15 +143,15 @@ void int4_rows_backward(float* sums, const float* dy, const Layout& layout, int6
   const auto& weight = layout.weight;
   const int64_t n = weight.shape.n, group_columns = weight.shape.group_units() * kInt4Unit;
   const T* scales = weight.scales.template const_data_ptr<T>();
-  for (int64_t row = 0; row < n; row += Rows::kTogether) {
+  for (int64_t row = 0; row < n; row += Rows::kRowBlock) {
     for (int64_t block = first; block < end; ++block) {
       const int64_t group = block * Layout::kColumns / group_columns;
       Rows rows;
-      for (int i = 0; i < Rows::kTogether; ++i) {
-        const int64_t at = row + i;
-        if (at < n) {
-          rows.set(i, layout.words(at, block), weight.zero(at, group),
-                   static_cast<float>(scales[weight.scale_at(at, group)]), dy + at * kRows);
+      for (int i = 0; i < Rows::kRowBlock; ++i) {
+        const int64_t source = row + i;
+        if (source < n) {
+          rows.set(i, layout.words(source, block), weight.zero(source, group),
+                   static_cast<float>(scales[weight.scale_at(source, group)]), dy + source * kRows);
         } else {
           rows.clear(i);
         }
@@ -170,8 +170,8 @@ void int4_rows_backward_into(const Tensor& dx, const Tensor& dy, const Weight& w
   const Layout layout = {weight};
   const int64_t rows = dy.size(0), width = int4_row_count(rows), k = dx.size(1);
   const int64_t blocks = (k + Layout::kColumns - 1) / Layout::kColumns;
-  const Tensor wide = at::constant_pad_nd(dy.to(at::kFloat), {0, 0, 0, width - rows});
-  const Tensor columns = wide.t().contiguous();
+  const Tensor padded = at::constant_pad_nd(dy.to(at::kFloat), {0, 0, 0, width - rows});
+  const Tensor columns = padded.t().contiguous();
   const Tensor sums = at::zeros({blocks, Layout::kVectors, width, kInt4Lanes}, columns.options());
   const auto run = [&](auto zero) {
     using T = decltype(zero);

@@ -1,4 +1,4 @@
-// CPU. A 4-bit weight in either layout, by row.
+// CPU: access to a 4-bit weight in either layout by row.
 #pragma once
 
 #include "core/check.h"
@@ -13,8 +13,8 @@ struct Int4WeightOnCpu {
   const int32_t* zero_data = zeros.const_data_ptr<int32_t>();
 };
 
-// A weight whose portable words, scale and zero can be had by row. `units` of a row of words may
-// be written to the buffer; the words are where words() says.
+// words() returns a pointer to `units` portable words of a row, from `unit` on; it may write them
+// to the buffer. scale_at() is an index into scales; zero() is the value.
 struct PortableInt4 : Int4WeightOnCpu {
   const uint32_t* words(int64_t row, int64_t unit, int64_t units, uint32_t* buffer) const {
     return word_data + row * shape.units() + unit;
@@ -31,9 +31,9 @@ struct RepackedInt4 : Int4WeightOnCpu {
   const uint32_t* words(int64_t row, int64_t unit, int64_t units, uint32_t* buffer) const {
     const auto* chunks = word_data + row / kInt4TileRows * shape.chunks() * kInt4ChunkWords;
     for (int64_t u = 0; u < units; ++u) {
-      const int64_t at = unit + u;
-      buffer[u] = int4_portable_word(chunks + at / kInt4ChunkUnits * kInt4ChunkWords,
-                                     int(row % kInt4TileRows), int(at % kInt4ChunkUnits));
+      const int64_t source = unit + u;
+      buffer[u] = int4_portable_word(chunks + source / kInt4ChunkUnits * kInt4ChunkWords,
+                                     int(row % kInt4TileRows), int(source % kInt4ChunkUnits));
     }
     return buffer;
   }
@@ -43,8 +43,8 @@ struct RepackedInt4 : Int4WeightOnCpu {
   }
   int zero(int64_t row, int64_t group) const {
     const int64_t tile_group = row / kInt4TileRows * shape.groups + group;
-    const int64_t at = tile_group * 2 + row % kInt4TileRows / kInt4Unit;
-    return int(int4_code(uint32_t(zero_data[at]), int(row % kInt4Unit)));
+    const int64_t word = tile_group * 2 + row % kInt4TileRows / kInt4Unit;
+    return int(int4_code(uint32_t(zero_data[word]), int(row % kInt4Unit)));
   }
 };
 

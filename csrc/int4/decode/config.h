@@ -1,7 +1,6 @@
-// Tiles of the kernel for few tokens (int4/decode/kernel.cuh) and how it divides a product: a
-// block, or a cluster of blocks that have parts of K, owns some neighbouring tiles of 16 rows of
-// the weight; its warps divide their steps of K evenly. For 16-bit x. Pure host code: tested
-// without a GPU.
+// Tiles of the decode kernel (int4/decode/kernel.cuh) and its division of work: a block, or a
+// cluster with one block per split of K, owns consecutive tiles of 16 rows of the weight. Its warps
+// divide the k-blocks of these tiles evenly. For 16-bit x. Pure host code: tested without a GPU.
 #pragma once
 
 #include <algorithm>
@@ -14,84 +13,85 @@ namespace torchweld {
 
 struct Int4DecodeTile {
   int tokens;
-  int chunks;  // of K in a slice, all of one group
-  int slices;  // of a step
-  int parts;   // of K, each a block of a cluster
-  int share;   // blocks of a cluster that share what they load of x, where there are clusters
+  int chunks;     // of a slice; a slice lies within one group
+  int slices;     // of a k-block
+  int splits;     // of K, one block of the cluster each
+  int multicast;  // blocks that load x for each other by TMA multicast, on GPUs with clusters
 
-  // NOTE: a step of 256 columns without a branch lets a warp's instructions overlap: half of it
-  // takes 1.15 times as long. Twice as much needs more registers than there are, as does so much in
-  // slices of a chunk.
-  constexpr int step_chunks() const { return chunks * slices; }
+  // NOTE: a k-block of 256 columns without a branch overlaps a warp's instructions; with 128
+  // columns the kernel takes 1.15 times as long. 512 columns, or 256 in slices of one chunk, exceed
+  // the register file.
+  constexpr int k_block_chunks() const { return chunks * slices; }
   static constexpr int kWarps = 16, kThreads = kWarps * 32;
-  // Pieces of x, each with a barrier: a warp waits for those of its own steps.
-  static constexpr int kPieces = 4;
-  // Steps that a warp has brought to L2 before x is there: more than these delay x.
-  static constexpr int kAhead = 2;
+  // Stages of x, with one barrier each: a warp waits only for the stages of its own k-blocks.
+  static constexpr int kXStages = 4;
+  // k-blocks that a warp prefetches to L2 before x arrives. More would delay x.
+  static constexpr int kPrefetched = 2;
 
-  constexpr int cluster() const { return parts * share; }
+  constexpr int cluster() const { return splits * multicast; }
   constexpr int slice_bytes() const { return chunks * kInt4ChunkWords * 4; }
-  // A warp's sums of a tile, two tokens at a time.
-  // NOTE: the padding lets a fragment be written, and rows be read, without bank conflicts.
+  // Floats of a warp's accumulators of a tile and two tokens.
+  // NOTE: the padding avoids bank conflicts when fragments are written and rows are read.
   static constexpr int kPairFloats = 2 * kInt4TileRows + 8;
-  // Tiles whose sums are added at once.
+  // Tiles that are reduced at once.
   static constexpr int kRoundTiles = 16;
 
-  // As many as run at once.
-  // NOTE: larger clusters find no room on SMs whose neighbours have none: 30 of 4 on 132 SMs.
+  // Number of blocks or clusters, at most as many as run at once.
+  // NOTE: larger clusters leave SMs of a GPC unused: 30 clusters of 4 run on 132 SMs.
   int owners(int64_t tiles, int sms) const {
-    const int most = (cluster() <= 2 ? sms : sms * 91 / 100) / parts;
-    const int all = static_cast<int>(std::min<int64_t>(tiles, std::max(1, most)));
-    return std::max(share, all / share * share);
+    const int max_owners = (cluster() <= 2 ? sms : sms * 91 / 100) / splits;
+    const int count = static_cast<int>(std::min<int64_t>(tiles, std::max(1, max_owners)));
+    return std::max(multicast, count / multicast * multicast);
   }
 };
 
-// The first one that takes a product is chosen.
+// The first legal tile is chosen.
 inline constexpr Int4DecodeTile kInt4DecodeTiles[] = {
     {8, 2, 2, 1, 2},  {8, 2, 2, 4, 1},  {8, 1, 2, 1, 2},  {8, 1, 2, 4, 1},
     {16, 2, 2, 1, 2}, {16, 2, 2, 4, 1}, {16, 1, 2, 1, 2}, {16, 1, 2, 4, 1}};
 inline constexpr int kInt4DecodeTileCount = sizeof(kInt4DecodeTiles) / sizeof(kInt4DecodeTiles[0]);
 
 struct Int4DecodePlan {
-  int owners;                  // blocks, or clusters of them that have parts of K
-  int steps, part_steps;       // of K, and of a part of it
-  int base_tiles, more_tiles;  // of an owner; the first more_tiles owners have one more
-  int piece_steps;             // of a piece of x, but the last one
-  int x_row_bytes;             // of a part's columns of x in shared memory
-  int x_bytes;                 // of barriers and all of x there
-  int sum_floats;              // of a warp's sums of a tile
-  int slots;                   // for such sums
-  int part_pairs;              // of sums that a block of a cluster has from each
+  int owners;                    // blocks, or clusters with one block per split
+  int k_blocks, split_k_blocks;  // of K, and of a split
+  int base_tiles, extra_tiles;   // of an owner; the first extra_tiles owners have one more
+  int stage_k_blocks;            // of a stage of x; the last stage may have fewer
+  int x_row_bytes;               // bytes of a token of the split's x in shared memory
+  int x_bytes;                   // bytes of the barriers and x in shared memory
+  int sum_floats;                // of a warp's accumulators of a tile
+  int slots;                     // for a warp's accumulators of a tile
+  int split_pairs;               // of partials that a block receives from each split
   int shared_bytes;
-  FastDivisor part_divisor, piece_divisor, group_slices, tokens;
+  FastDivisor split_divisor, stage_divisor, group_slices, tokens;
 
   Int4DecodePlan(const Int4DecodeTile& tile, int64_t m, const Int4Shape& shape, int sms)
       : owners(tile.owners(shape.tiles(), sms)),
-        steps(static_cast<int>(shape.chunks() / tile.step_chunks())),
-        part_steps(std::max(1, steps / tile.parts)),
+        k_blocks(static_cast<int>(shape.chunks() / tile.k_block_chunks())),
+        split_k_blocks(std::max(1, k_blocks / tile.splits)),
         base_tiles(static_cast<int>(shape.tiles() / owners)),
-        more_tiles(static_cast<int>(shape.tiles() % owners)),
-        piece_steps((part_steps + Int4DecodeTile::kPieces - 1) / Int4DecodeTile::kPieces),
+        extra_tiles(static_cast<int>(shape.tiles() % owners)),
+        stage_k_blocks((split_k_blocks + Int4DecodeTile::kXStages - 1) / Int4DecodeTile::kXStages),
         sum_floats(static_cast<int>((m + 1) / 2 * Int4DecodeTile::kPairFloats)),
-        part_divisor(part_steps),
-        piece_divisor(piece_steps),
+        split_divisor(split_k_blocks),
+        stage_divisor(stage_k_blocks),
         group_slices(shape.group_units() / kInt4ChunkUnits / tile.chunks),
         tokens(m) {
-    const int round = std::min(base_tiles + (more_tiles > 0), Int4DecodeTile::kRoundTiles);
+    const int round = std::min(base_tiles + (extra_tiles > 0), Int4DecodeTile::kRoundTiles);
     slots = Int4DecodeTile::kWarps - 1 + round;
     const int64_t pairs = round * m * (kInt4TileRows / 2);
-    part_pairs = tile.parts == 1 ? 0 : static_cast<int>((pairs + tile.parts - 1) / tile.parts);
-    // NOTE: 16 bytes of padding spread the rows that ldmatrix reads over all banks.
-    const int64_t row_bytes = int64_t{part_steps} * tile.step_chunks() * kInt4ChunkK * 2 + 16;
+    split_pairs = tile.splits == 1 ? 0 : static_cast<int>((pairs + tile.splits - 1) / tile.splits);
+    // NOTE: 16 bytes of padding avoid bank conflicts of ldmatrix.
+    const int64_t row_bytes =
+        int64_t{split_k_blocks} * tile.k_block_chunks() * kInt4ChunkK * 2 + 16;
     const int64_t all_x = kBarrierBytes + m * row_bytes;
-    const int64_t sums = int64_t{slots} * sum_floats * 4 + int64_t{part_pairs} * tile.parts * 8;
+    const int64_t sums = int64_t{slots} * sum_floats * 4 + int64_t{split_pairs} * tile.splits * 8;
     x_row_bytes = static_cast<int>(std::min<int64_t>(row_bytes, kTooMuch));
     x_bytes = static_cast<int>(std::min<int64_t>(all_x, kTooMuch));
     shared_bytes = static_cast<int>(std::min<int64_t>(all_x + sums, kTooMuch));
   }
 
-  // One of the sums of parts, one of each piece of x.
-  static constexpr int kBarrierBytes = (1 + Int4DecodeTile::kPieces + 1) / 2 * 16;
+  // One barrier for the partials of the splits, one for each stage of x.
+  static constexpr int kBarrierBytes = (1 + Int4DecodeTile::kXStages + 1) / 2 * 16;
   static constexpr int64_t kTooMuch = 1 << 30;
 };
 

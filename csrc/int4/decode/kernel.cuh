@@ -1,23 +1,23 @@
-// y = x @ W^T + bias for a repacked 4-bit weight W and at most 16 rows of 16-bit x: the time is
-// that of reading the weight once. For all sizes whose x a block, or a cluster of four, holds
-// whole.
+// y = x @ W^T + bias for a repacked 4-bit weight W and at most 16 rows of 16-bit x. The kernel
+// takes as long as reading the weight once. All of x must fit into the shared memory of a block or
+// of a cluster of four.
 //
-// A block, or a cluster of blocks that have parts of K, owns some neighbouring tiles of 16 rows of
-// W. Their steps of K, tile after tile, are divided evenly among its warps, which load them
-// straight into registers, a step ahead, and meet only to add the sums of tiles that several of
-// them have, in a fixed order. A slice of a step is of one group: its scale multiplies sums.
+// A block, or a cluster with one block per split of K, owns consecutive tiles of 16 rows of W. Its
+// warps divide the k-blocks of these tiles evenly and load them directly into registers, one
+// k-block ahead. Warps synchronise only to add the accumulators of tiles that several warps
+// compute, in a fixed order. A slice of a k-block lies in one group, whose scale multiplies the
+// slice's accumulators.
 //
-// What limits it is not memory but the latency of a warp: hence no shared memory for the weight,
-// and long steps without a branch (int4/decode/config.h).
+// Warp latency limits the kernel, not memory bandwidth. So the weight bypasses shared memory, and
+// k-blocks are long and have no branch (int4/decode/config.h).
 //
-// On Hopper a kernel begins while the one before it ends (PDL). That kernel may write the weight,
-// so until it has ended lines are only asked for in L2, where they are right whatever is written to
-// them. More of the weight on its way is slower, because x waits behind it: a pipeline of bulk or
-// asynchronous copies, or lines asked for in the loop, made int4 (1, 4096, 14336) bfloat16 take
-// 10.1 us instead of 9.1. Two blocks bring x to each other by multicast: once all SMs read, bytes
-// from L2 cost as much as those from memory.
+// With PDL the kernel starts before the previous kernel ends. The previous kernel may write the
+// weight, so until griddep_wait it is only prefetched to L2, which stays coherent. More loads in
+// flight are slower, because they delay x: a pipeline of bulk or asynchronous copies, or prefetches
+// in the loop, made int4 (1, 4096, 14336) bfloat16 take 10.1 us instead of 9.1. Two blocks load x
+// for each other by multicast: when all SMs read, bytes from L2 cost as much as bytes from memory.
 //
-// Rounding: codes less zeros are exact, sums are fp32 and nothing else is rounded before y.
+// Rounding: code - zero is exact, accumulators are fp32, and only y is rounded.
 #pragma once
 
 #include "core/launch.h"
@@ -28,7 +28,7 @@
 
 namespace torchweld {
 
-// Adds bias to the sums of two neighbouring rows and rounds. Rows may go beyond the weight's.
+// Adds the bias to the sums of rows `row` and `row` + 1, rounds and stores those below p.rows.
 template <typename T>
 __device__ __forceinline__ void int4_decode_store(const Int4DecodeParams& p, int row, int token,
                                                   float2 sum) {
@@ -42,112 +42,114 @@ __device__ __forceinline__ void int4_decode_store(const Int4DecodeParams& p, int
   }
 }
 
-// A round of a block's tiles.
+// A round of at most kRoundTiles tiles of a block.
 struct Int4DecodeRound {
-  int first_tile, tiles, left;  // left: with these
+  int first_tile, tiles, left;  // left: of the block, this round included
 
-  // NOTE: from the block's number every time, as registers are short.
-  __device__ __forceinline__ Int4DecodeRound(const Int4DecodePlan& plan, int parts, int round) {
+  // NOTE: recomputed from the block index every time, to save registers.
+  __device__ __forceinline__ Int4DecodeRound(const Int4DecodePlan& plan, int splits, int round) {
     int block;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-    const int owner = block / parts, done = round * Int4DecodeTile::kRoundTiles;
-    first_tile = owner * plan.base_tiles + min(owner, plan.more_tiles) + done;
-    left = plan.base_tiles + (owner < plan.more_tiles) - done;
+    const int owner = block / splits, done = round * Int4DecodeTile::kRoundTiles;
+    first_tile = owner * plan.base_tiles + min(owner, plan.extra_tiles) + done;
+    left = plan.base_tiles + (owner < plan.extra_tiles) - done;
     tiles = min(Int4DecodeTile::kRoundTiles, left);
   }
 };
 
-// Adds the sums of a round's tiles, of two neighbouring rows at a time. The blocks of a cluster
-// send each other theirs: each one finishes an equal share, in the order of the parts.
+// Reduces the accumulators of a round's tiles and stores y, two rows at a time. The blocks of a
+// cluster send each other their partials; each block adds one slice of the pairs in split order.
 template <typename T, int kTile>
 __device__ __forceinline__ void int4_decode_finish(const Int4DecodeParams& p,
                                                    const Int4DecodeRound& round,
-                                                   const float* s_sums, float2* s_parts,
-                                                   uint64_t* s_barrier, uint32_t parity, int part) {
+                                                   const float* s_sums, float2* s_partials,
+                                                   uint64_t* s_barrier, uint32_t parity,
+                                                   int split) {
   using Math = Int4DecodeMath<T, kTile>;
   constexpr Int4DecodeTile kT = kInt4DecodeTiles[kTile];
   constexpr int kTilePairs = kInt4TileRows / 2;
-  const Int4DecodeShares shares(round.tiles * p.plan.part_steps);
+  const Int4DecodePartition partition(round.tiles * p.plan.split_k_blocks);
   const int pairs = round.tiles * p.tokens * kTilePairs;
-  [[maybe_unused]] const int share = (pairs + kT.parts - 1) / kT.parts;
+  [[maybe_unused]] const int slice = (pairs + kT.splits - 1) / kT.splits;
   const auto store = [&](int i, float2 sum) {
     const int tile = p.plan.tokens.divide(i / kTilePairs), token = i / kTilePairs - tile * p.tokens;
     const int row = (round.first_tile + tile) * kInt4TileRows + i % kTilePairs * 2;
     int4_decode_store<T>(p, row, token, sum);
   };
 #if TW_HAS_CLUSTERS
-  const int own = max(0, min(share, pairs - part * share));
-  if (kT.parts > 1 && threadIdx.x == 0)
-    mbarrier_arrive_expect_tx(s_barrier, own * kT.parts * sizeof(float2));
+  const int count = max(0, min(slice, pairs - split * slice));
+  if (kT.splits > 1 && threadIdx.x == 0)
+    mbarrier_arrive_expect_tx(s_barrier, count * kT.splits * sizeof(float2));
 #endif
 #pragma unroll 1
   for (int i = threadIdx.x; i < pairs; i += kT.kThreads) {
     const int tile = p.plan.tokens.divide(i / kTilePairs), token = i / kTilePairs - tile * p.tokens;
-    const uint32_t first = shares.warp_of(tile * p.plan.part_steps);
-    const uint32_t last = shares.warp_of((tile + 1) * p.plan.part_steps - 1);
+    const uint32_t first = partition.warp_of(tile * p.plan.split_k_blocks);
+    const uint32_t last = partition.warp_of((tile + 1) * p.plan.split_k_blocks - 1);
     const float* s_from =
-        s_sums + (first + tile) * p.plan.sum_floats + Math::place(token, i % kTilePairs * 2);
+        s_sums + (first + tile) * p.plan.sum_floats + Math::sum_offset(token, i % kTilePairs * 2);
     float2 sum = make_float2(0.f, 0.f);
 #pragma unroll 4
     for (uint32_t w = first; w <= last; ++w) {
-      const float2 one = *reinterpret_cast<const float2*>(s_from);
-      sum.x += one.x;
-      sum.y += one.y;
+      const float2 partial = *reinterpret_cast<const float2*>(s_from);
+      sum.x += partial.x;
+      sum.y += partial.y;
       s_from += p.plan.sum_floats;
     }
-    if constexpr (kT.parts == 1) {
+    if constexpr (kT.splits == 1) {
       store(i, sum);
     } else {
 #if TW_HAS_CLUSTERS
-      const int rank = i / share;
-      send_to_block(s_parts + part * p.plan.part_pairs + i - rank * share, sum, s_barrier, rank);
+      const int rank = i / slice;
+      send_to_block(s_partials + split * p.plan.split_pairs + i - rank * slice, sum, s_barrier,
+                    rank);
 #endif
     }
   }
 #if TW_HAS_CLUSTERS
-  if constexpr (kT.parts > 1) {
+  if constexpr (kT.splits > 1) {
     mbarrier_wait(s_barrier, parity);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < own; i += kT.kThreads) {
+    for (int i = threadIdx.x; i < count; i += kT.kThreads) {
       float2 sum = make_float2(0.f, 0.f);
 #pragma unroll
-      for (int from = 0; from < kT.parts; ++from) {
-        const float2 one = s_parts[from * p.plan.part_pairs + i];
-        sum.x += one.x;
-        sum.y += one.y;
+      for (int from = 0; from < kT.splits; ++from) {
+        const float2 partial = s_partials[from * p.plan.split_pairs + i];
+        sum.x += partial.x;
+        sum.y += partial.y;
       }
-      store(part * share + i, sum);
+      store(split * slice + i, sum);
     }
   }
 #endif
 }
 
-// A warp's share of a round.
-struct Int4DecodeShare {
-  int slot;           // for the sums of its first tile; those of the next one follow
-  uint32_t step, in;  // the first one, counted from the weight's on, and from its part's on
-  uint32_t count;     // of steps
+// The k-blocks of a warp in a round.
+struct Int4DecodeRange {
+  int slot;              // for the accumulators of its first tile; the next tile's follow
+  uint32_t k_block, in;  // index of the first one in the weight, and in its split
+  uint32_t count;        // of k-blocks
 
-  __device__ __forceinline__ Int4DecodeShare(const Int4DecodePlan& plan, const Int4DecodeTile& tile,
+  __device__ __forceinline__ Int4DecodeRange(const Int4DecodePlan& plan, const Int4DecodeTile& tile,
                                              int round) {
-    const Int4DecodeRound now(plan, tile.parts, round);
-    const Int4DecodeShares shares(now.tiles * plan.part_steps);
+    const Int4DecodeRound work(plan, tile.splits, round);
+    const Int4DecodePartition partition(work.tiles * plan.split_k_blocks);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    const uint32_t begin = shares.begin(warp), begin_tile = plan.part_divisor.divide(begin);
-    // Warps and tiles are in one order, so the sum of both is a slot of its own.
+    const uint32_t begin = partition.begin(warp), begin_tile = plan.split_divisor.divide(begin);
+    // Warp and tile indices increase together, so their sum is a unique slot.
     slot = warp + begin_tile;
-    in = begin - begin_tile * plan.part_steps;
-    step =
-        (now.first_tile + begin_tile) * plan.steps + blockIdx.x % tile.parts * plan.part_steps + in;
-    count = shares.count(warp);
+    in = begin - begin_tile * plan.split_k_blocks;
+    k_block = (work.first_tile + begin_tile) * plan.k_blocks +
+              blockIdx.x % tile.splits * plan.split_k_blocks + in;
+    count = partition.count(warp);
   }
 };
 
-// The sums of each of the share's tiles, or of the warp's part of one, to their slots. True where
-// one of them is not finite.
+// Computes the accumulators of each tile in the warp's range and stores them to their slots.
+// Returns whether one of them is inf or NaN.
 template <typename T, int kTile, bool kSpecial>
 __device__ __forceinline__ bool int4_decode_add(
-    const Int4DecodeParams& p, Int4DecodeShare share, Int4DecodeX<T, kTile>& x,
+    const Int4DecodeParams& p, Int4DecodeRange range, Int4DecodeX<T, kTile>& x,
     const Int4DecodeLoader<kTile>& loader,
     typename Int4DecodeLoader<kTile>::Slice (&slices)[kInt4DecodeTiles[kTile].slices],
     const uint32_t (&s_x)[Int4DecodeMath<T, kTile>::kGroups], const Int4ZeroPlace<T>& zero_place,
@@ -157,32 +159,32 @@ __device__ __forceinline__ bool int4_decode_add(
   constexpr int kXSlice = kT.chunks * kInt4ChunkK * sizeof(T);
   typename Math::Sums acc = {};
   bool special = false;
-  const auto leave = [&] {
+  const auto flush = [&] {
     special |= Math::not_finite(acc);
-    Math::store(s_sums + share.slot * p.plan.sum_floats, acc, p.tokens, lane);
-    ++share.slot;
-    share.in = 0;
+    Math::store(s_sums + range.slot * p.plan.sum_floats, acc, p.tokens, lane);
+    ++range.slot;
+    range.in = 0;
 #pragma unroll
     for (auto& group : acc) {
       for (float& sum : group) sum = 0.f;
     }
   };
 #pragma unroll 1
-  for (; share.count > 0; --share.count) {
-    x.wait(share.in, p.plan);
-    ++share.step;
-    if (kT.parts > 1 && share.in + 1 == p.plan.part_steps) {
-      share.step += p.plan.steps - p.plan.part_steps;
+  for (; range.count > 0; --range.count) {
+    x.wait(range.in, p.plan);
+    ++range.k_block;
+    if (kT.splits > 1 && range.in + 1 == p.plan.split_k_blocks) {
+      range.k_block += p.plan.k_blocks - p.plan.split_k_blocks;
     }
 #pragma unroll
     for (int slice = 0; slice < kT.slices; ++slice) {
-      const int at = (share.in * kT.slices + slice) * kXSlice;
-      Math::template add<kSpecial>(acc, slices[slice], zero_place, s_x, at);
-      if (share.count > 1) loader.load(slices[slice], p, share.step, slice);
+      const int offset = (range.in * kT.slices + slice) * kXSlice;
+      Math::template add<kSpecial>(acc, slices[slice], zero_place, s_x, offset);
+      if (range.count > 1) loader.load(slices[slice], p, range.k_block, slice);
     }
-    if (++share.in == p.plan.part_steps) leave();
+    if (++range.in == p.plan.split_k_blocks) flush();
   }
-  if (share.in != 0) leave();
+  if (range.in != 0) flush();
   return special;
 }
 
@@ -192,7 +194,8 @@ __global__ void __launch_bounds__(Int4DecodeTile::kThreads, 1)
   using Math = Int4DecodeMath<T, kTile>;
   using Loader = Int4DecodeLoader<kTile>;
   constexpr Int4DecodeTile kT = kInt4DecodeTiles[kTile];
-  if (kT.parts > 1 && !TW_HAS_CLUSTERS) return;  // the host does not choose it
+  if (kT.splits > 1 && !TW_HAS_CLUSTERS)
+    return;  // the host never launches this tile without clusters
   extern __shared__ __align__(128) char s_memory[];
   const Int4DecodePlan& plan = p.plan;
   Int4DecodeX<T, kTile> x{reinterpret_cast<uint64_t*>(s_memory),
@@ -200,62 +203,62 @@ __global__ void __launch_bounds__(Int4DecodeTile::kThreads, 1)
   griddep_launch_dependents();
   x.prepare(p);
   const int lane = threadIdx.x % 32;
-  const int part = blockIdx.x % kT.parts;
+  const int split = blockIdx.x % kT.splits;
   float* s_sums = reinterpret_cast<float*>(s_memory + plan.x_bytes);
-  float2* s_parts = reinterpret_cast<float2*>(s_sums + plan.slots * plan.sum_floats);
+  float2* s_partials = reinterpret_cast<float2*>(s_sums + plan.slots * plan.sum_floats);
 
-  // A block without a tile still brings its neighbour's x.
+  // A block without a tile still loads x for the other block.
 #pragma unroll 1
   for (int round = 0;; ++round) {
-    const Int4DecodeShare share(plan, kT, round);
+    const Int4DecodeRange range(plan, kT, round);
     const Loader loader(p, lane);
     if (round == 0) {
-      // NOTE: of a small share more than half would delay x.
-      const int steps = min((share.count + 1) / 2, plan.part_steps - share.in);
-      loader.prefetch(p, share.step, min(steps, kT.kAhead), lane);
-      x.meet();
+      // NOTE: prefetching more than half of a small range would delay x.
+      const int k_blocks = min((range.count + 1) / 2, plan.split_k_blocks - range.in);
+      loader.prefetch(p, range.k_block, min(k_blocks, kT.kPrefetched), lane);
+      x.wait_for_cluster();
       griddep_wait();
-      x.start(p, part);
+      x.start(p, split);
     }
     typename Loader::Slice slices[kT.slices];
-    const auto load_first = [&](const Int4DecodeShare& from) {
+    const auto load_first = [&](const Int4DecodeRange& from) {
       if (from.count == 0) return;
 #pragma unroll
-      for (int i = 0; i < kT.slices; ++i) loader.load(slices[i], p, from.step, i);
+      for (int i = 0; i < kT.slices; ++i) loader.load(slices[i], p, from.k_block, i);
     };
-    load_first(share);
+    load_first(range);
     const Int4ZeroPlace<T> zero_place(lane);
     uint32_t s_x[Math::kGroups];
 #pragma unroll
     for (int g = 0; g < Math::kGroups; ++g) {
-      // Tokens that do not exist are the last one again; nobody stores their sums.
+      // Tokens behind the last one repeat it; their sums are not stored.
       const int token = min(lane % 8 + 8 * g, p.tokens - 1);
       s_x[g] = shared_address(x.s_x) + token * plan.x_row_bytes + lane / 8 * 16;
-      asm volatile("" : "+r"(s_x[g]));  // NOTE: else it is computed anew in every step
+      asm volatile("" : "+r"(s_x[g]));  // NOTE: otherwise recomputed in every k-block
     }
     if (round == 0) {
       x.wait();
     } else {
-      __syncthreads();  // the sums of the round before are read
+      __syncthreads();  // every warp has read the previous round's sums
     }
-    const bool special = int4_decode_add<T, kTile, false>(p, share, x, loader, slices, s_x,
+    const bool special = int4_decode_add<T, kTile, false>(p, range, x, loader, slices, s_x,
                                                           zero_place, s_sums, lane);
-    // NOTE: a scale that is inf or NaN leaves sums that are not finite. Then the warp does its
-    // share again, with such scales on the codes instead (see Int4RowScales).
+    // NOTE: an inf or NaN scale makes sums inf or NaN. The warp then recomputes its range with such
+    // scales on the codes (see Int4RowScales).
     if (__any_sync(~0u, special)) {
-      const Int4DecodeShare again(plan, kT, round);
-      load_first(again);
-      int4_decode_add<T, kTile, true>(p, again, x, loader, slices, s_x, zero_place, s_sums, lane);
+      const Int4DecodeRange retry(plan, kT, round);
+      load_first(retry);
+      int4_decode_add<T, kTile, true>(p, retry, x, loader, slices, s_x, zero_place, s_sums, lane);
     }
     __syncthreads();
-    const Int4DecodeRound then(plan, kT.parts, round);
-    int4_decode_finish<T, kTile>(p, then, s_sums, s_parts, x.s_barriers, round % 2, part);
-    if (then.tiles == then.left) {
-      if (then.left == 0) x.wait_all(plan);
+    const Int4DecodeRound work(plan, kT.splits, round);
+    int4_decode_finish<T, kTile>(p, work, s_sums, s_partials, x.s_barriers, round % 2, split);
+    if (work.tiles == work.left) {
+      if (work.left == 0) x.wait_all(plan);
       return;
     }
 #if TW_HAS_CLUSTERS
-    if (kT.parts > 1) {  // nobody sends sums of the next round before these are read
+    if (kT.splits > 1) {  // every block has read this round's partials
       cluster_arrive();
       cluster_wait();
     }
@@ -271,7 +274,7 @@ void launch_int4_decode_kernel(const Int4LinearParams& p, cudaStream_t stream) {
                                 static_cast<int>(p.gemm.m),
                                 static_cast<int>(p.gemm.n),
                                 {kT, p.gemm.m, p.weight.shape, p.sms}};
-  const int64_t blocks = int64_t{params.plan.owners} * kT.parts;
+  const int64_t blocks = int64_t{params.plan.owners} * kT.splits;
   const int cluster = p.clusters ? kT.cluster() : 1;
   Grid grid(blocks, kT.kThreads, params.plan.shared_bytes);
   grid.cluster = cluster;

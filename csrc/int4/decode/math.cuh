@@ -1,5 +1,5 @@
-// What a warp multiplies in the kernel for few tokens: a slice of 16 rows of the weight with 8 or
-// 16 rows of x.
+// The math of the decode kernel: a warp multiplies a slice of 16 rows of the weight with 8 or 16
+// rows of x.
 #pragma once
 
 #include "int4/decode/config.h"
@@ -7,15 +7,15 @@
 
 namespace torchweld {
 
-// Codes become 16-bit numbers in one fma: as the lowest bits of a number they are subnormal, or in
-// the first normal binade, which has the same spacing. The power of two that lifts them does not
-// fit into one factor; kInt4Lift makes good for the rest when all is added up.
+// One fma converts a code to a 16-bit float: in the lowest bits a code is a subnormal number or in
+// the first normal binade, which has the same spacing. The power of two that would restore the
+// code exceeds the exponent range, so results are "lifted": kInt4Lift scales the final sums.
 template <typename U>
 inline constexpr bool kIsHalf = std::is_same_v<U, __half>;
 template <typename U>
 inline constexpr uint32_t kInt4Lift0 = kIsHalf<U> ? 0x78007800u : 0x7f007f00u;  // 2^15, 2^127
 template <typename U>
-inline constexpr uint32_t kInt4Lift4 = kIsHalf<U> ? 0x68006800u : 0x7d007d00u;  // a 16th of it
+inline constexpr uint32_t kInt4Lift4 = kIsHalf<U> ? 0x68006800u : 0x7d007d00u;  // kInt4Lift0 / 16
 template <typename U>
 inline constexpr float kInt4Lift = kIsHalf<U> ? 512.f : 64.f;
 template <typename U>
@@ -33,23 +33,24 @@ __device__ __forceinline__ uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c)
   return d;
 }
 
-// Negative zeros of a lane's two rows, twice, in units of a lifted code.
+// The zeros of a lane's two rows, negated, lifted and duplicated.
 struct Int4LiftedZeros {
   uint32_t low, high;
-  uint32_t both;  // low + 16 high, of eight bits: exact in bf16 too
+  uint32_t both;  // low + 16 high; 8 bits, so exact in bf16 too
 };
 
-// Where a lane finds the zeros of its two rows in a group's words: the same in every slice.
+// Extracts the zeros of a lane's two rows from a group's words. The masks are equal for all slices.
 template <typename U>
 class Int4ZeroPlace {
  public:
   __device__ __forceinline__ explicit Int4ZeroPlace(int lane) {
     const int row = lane / 4;
-    bytes_ = 0x4040 + row / 2 * 0x0101;  // byte row / 2 twice, each below a byte of zeros
+    bytes_ = 0x4040 + row / 2 * 0x0101;  // byte row / 2, zero-extended, twice
     mask_ = row % 2 ? 0x00f000f0 : 0x000f000f;
     lift_ = (row % 2 ? kInt4Lift4<U> : kInt4Lift0<U>) | kBothSigns;
     asm volatile(""
-                 : "+r"(bytes_), "+r"(mask_), "+r"(lift_));  // NOTE: else computed in every slice
+                 : "+r"(bytes_), "+r"(mask_),
+                   "+r"(lift_));  // NOTE: otherwise recomputed in every slice
   }
 
   __device__ __forceinline__ Int4LiftedZeros find(uint2 zeros) const {
@@ -65,9 +66,9 @@ class Int4ZeroPlace {
   uint32_t bytes_, mask_, lift_;
 };
 
-// The fragment of 16 rows and 16 columns: codes less zeros, lifted, exact.
-// NOTE: logic has half the rate of fmas. A permutation brings the upper bytes down and masks them;
-// of the two codes in a byte the lower one is then what is left without the upper one.
+// Unpacks a fragment of 16 rows and 16 columns: code - zero, lifted, exact.
+// NOTE: logic instructions have half the rate of fma. So a byte permutation extracts the upper
+// bytes, and an fma subtracts a byte's upper code from the byte to get the lower code.
 template <typename U>
 __device__ __forceinline__ void int4_unpack_lifted(uint32_t (&r)[4], uint32_t word,
                                                    const Int4LiftedZeros& zeros) {
@@ -79,7 +80,7 @@ __device__ __forceinline__ void int4_unpack_lifted(uint32_t (&r)[4], uint32_t wo
   r[2] = fma_pair<U>(r[3], kSixteenTwice<U> | kBothSigns, bytes);
 }
 
-// A warp's slice of a tile in registers: 16 rows, columns of one group.
+// A slice of the weight in a lane's registers: 16 rows, columns of one group.
 template <int kChunks>
 struct Int4DecodeSlice {
   uint4 words[kChunks];
@@ -94,21 +95,20 @@ struct Int4DecodeMath {
   using Sums = float[kGroups][4];
   using Slice = Int4DecodeSlice<kT.chunks>;
 
-  // acc += scale * (codes - zeros) @ x^T, lifted. Of x `s_x` is where a lane's rows are for
-  // ldmatrix, 8 tokens by 32 columns at a time, and `at` the slice's place in them, bytes.
-  // kSpecial: see Int4RowScales.
+  // acc += scale * (codes - zeros) @ x^T, lifted. s_x: the lane's ldmatrix rows of x, 8 tokens by
+  // 32 columns at a time. offset: of the slice in these rows, bytes. kSpecial: see Int4RowScales.
   template <bool kSpecial>
   static __device__ __forceinline__ void add(Sums& acc, const Slice& slice,
-                                             const Int4ZeroPlace<T>& place,
-                                             const uint32_t (&s_x)[kGroups], int at) {
+                                             const Int4ZeroPlace<T>& zero_place,
+                                             const uint32_t (&s_x)[kGroups], int offset) {
     Int4RowScales<T> scales(reinterpret_cast<const Vec<T, 2>&>(slice.scale));
-    const Int4LiftedZeros zeros = place.find(slice.zeros);
+    const Int4LiftedZeros zeros = zero_place.find(slice.zeros);
     Sums sums = {};
 #pragma unroll
     for (int i = 0; i < 2 * kT.chunks; ++i) {
       uint32_t b[kGroups][4];
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) load_matrix_4(b[g], s_x[g] + at + i * 64);
+      for (int g = 0; g < kGroups; ++g) load_matrix_4(b[g], s_x[g] + offset + i * 64);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t a[4];
@@ -130,7 +130,7 @@ struct Int4DecodeMath {
     }
   }
 
-  // True where one of a lane's sums is inf or NaN.
+  // Whether one of a lane's accumulators is inf or NaN.
   static __device__ __forceinline__ bool not_finite(const Sums& acc) {
     float check = 0.f;
 #pragma unroll
@@ -141,21 +141,21 @@ struct Int4DecodeMath {
     return check != check;
   }
 
-  // Where a sum stands in a warp's sums of [pair of tokens][token][row].
-  static __device__ __forceinline__ int place(int token, int row) {
+  // Index of an accumulator in a slot: [pair of tokens][token][row].
+  static __device__ __forceinline__ int sum_offset(int token, int row) {
     return token / 2 * Int4DecodeTile::kPairFloats + token % 2 * kInt4TileRows + row;
   }
 
-  // A lane's sums to a slot in shared memory.
+  // Stores a lane's accumulators to a slot.
   static __device__ __forceinline__ void store(float* s_slot, const Sums& acc, int tokens,
                                                int lane) {
-    float* s_own = s_slot + place(lane % 4 * 2, lane / 4);
+    float* s_lane = s_slot + sum_offset(lane % 4 * 2, lane / 4);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      // Pairs of tokens that do not exist have no place.
+      // A slot ends with the last pair of tokens.
       if (lane % 4 * 2 + g * 8 >= tokens) continue;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s_own[place(g * 8 + i % 2, i / 2 * 8)] = acc[g][i];
+      for (int i = 0; i < 4; ++i) s_lane[sum_offset(g * 8 + i % 2, i / 2 * 8)] = acc[g][i];
     }
   }
 };

@@ -1,5 +1,5 @@
-// Tiles of the kernel on Hopper's wgmma for many tokens (int4/large_m/kernel.cuh). For 16-bit x and
-// groups of whole chunks. Pure host code: tested without a GPU.
+// Tiles of the wgmma kernel for large M (int4/large_m/kernel.cuh), for 16-bit x and groups of whole
+// chunks. Pure host code: tested without a GPU.
 #pragma once
 
 #include <algorithm>
@@ -12,24 +12,25 @@
 
 namespace torchweld {
 
-// A block multiplies `rows` of the weight with `tokens` rows of x, `chunks` of 64 columns a step.
+// A block multiplies `rows` rows of the weight with `tokens` rows of x. A k-block has `chunks`
+// chunks of 64 columns.
 struct Int4LargeMTile {
   int rows, tokens;
-  int warps;   // whole warpgroups; a warp has the tiles of 16 rows w, w + warps, ...
-  int chunks;  // of K in a step
-  int stages;  // of the ring: two are being multiplied, the others on their way
-  int blocks;  // that an SM holds
-  bool stays;  // a block does one tile after the other, the next one's first steps on their way
+  int warps;        // a multiple of 4; warp w computes the row tiles w, w + warps, ...
+  int chunks;       // of a k-block
+  int stages;       // of the ring: two are multiplied, the others loaded
+  int blocks;       // per SM
+  bool persistent;  // a block loops over tiles and loads the next tile during the epilogue
   Int4Times times;
 
-  static constexpr bool kThirds = false;
+  static constexpr bool kThreeSplits = false;
   static constexpr int64_t kMaxTokens = int64_t{1} << 62;
 
   constexpr int threads() const { return warps * 32; }
   constexpr int row_tiles() const { return rows / kInt4TileRows; }
   constexpr int weight_bytes() const { return row_tiles() * chunks * kInt4ChunkWords * 4; }
   constexpr int x_bytes() const { return chunks * tokens * kInt4ChunkK * 2; }
-  // Stages start on 1024 bytes, as the swizzle of x must.
+  // Stages are aligned to 1024 bytes, as the swizzle of x requires.
   constexpr int stage_bytes() const {
     return (weight_bytes() + x_bytes() + row_tiles() * chunks * kInt4ScaleBytes + 1023) / 1024 *
            1024;
@@ -37,10 +38,11 @@ struct Int4LargeMTile {
   constexpr int ring_bytes() const { return stages * stage_bytes(); }
   constexpr int y_row_bytes() const { return rows * 2 + kInt4SumPadding * 4; }
   constexpr int sum_row_floats() const { return rows + kInt4SumPadding; }
-  // y, or the sums of a part, pass through the ring's memory; y of a block that stays does not.
+  // y, or the partials of a split, reuse the ring's shared memory. A persistent block stages y
+  // behind the ring.
   constexpr int shared_bytes() const {
     const int y = tokens * y_row_bytes(), sums = tokens * sum_row_floats() * 4;
-    return std::max(sums, stays ? ring_bytes() + y : std::max(ring_bytes(), y));
+    return std::max(sums, persistent ? ring_bytes() + y : std::max(ring_bytes(), y));
   }
 };
 
@@ -49,7 +51,7 @@ inline constexpr Int4LargeMTile kInt4LargeMTiles[] = {
     {128, 256, 8, 1, 4, 1, true, {710, 710, 4700, 2350}}};
 inline constexpr int kInt4LargeMTileCount = sizeof(kInt4LargeMTiles) / sizeof(kInt4LargeMTiles[0]);
 
-// With fewer tokens the kernels on mma.sync are as fast.
+// With fewer tokens the mma.sync kernels are as fast.
 inline constexpr int64_t kInt4LargeMTokens = 17;
 
 }  // namespace torchweld

@@ -1,13 +1,13 @@
-// y = x @ W^T + bias for a repacked 4-bit weight W and many rows of x, on Hopper's products of
-// warpgroups (wgmma), of whose rate mma.sync reaches half: int4 (4096, 4096, 4096) bfloat16.
+// y = x @ W^T + bias for a repacked 4-bit weight W and many rows of x, with wgmma. mma.sync reaches
+// half of its rate: int4 (4096, 4096, 4096) bfloat16.
 //
-// A block owns a tile of y (rows of W by tokens) and a part of K. The ring is filled by cp.async.
-// Weights are the operand in registers: each warp unpacks a slice of 16 columns of its own rows
-// while the tensor cores multiply the slice before; x is read by them in shared memory. The sums
-// are those of y^T; stmatrix turns them. The parts of K of one tile are a cluster, which adds its
-// sums through distributed shared memory in a fixed order.
+// A block computes a tile of y (rows of W by tokens) for a split of K. cp.async fills the ring. The
+// weight is the register operand: each warp unpacks a slice of 16 columns of its own rows while the
+// tensor cores multiply the previous slice with x in shared memory. The accumulators hold y^T;
+// stmatrix transposes them. The splits of a tile form a cluster, which adds its partials through
+// distributed shared memory in a fixed order.
 //
-// Rounding: codes less zeros are exact; a weight is rounded once to the dtype of x.
+// Rounding: code - zero is exact; a weight is rounded once, to the dtype of x.
 #pragma once
 
 #include "core/launch.h"
@@ -27,14 +27,14 @@ struct Int4LargeMWarp {
   using Loader = Int4LargeMLoader<T, kTile>;
   using Sums = typename Shape::Sums;
   static constexpr Int4LargeMTile kT = Shape::kT;
-  static constexpr int kN = Shape::kN, kM = Shape::kM, kWide = Shape::kWide;
+  static constexpr int kN = Shape::kN, kM = Shape::kM, kWgmmaN = Shape::kWgmmaN;
 
   uint32_t a[2][kN][4];
   uint4 words[kN];
   Int4CodeScales<T> scales[kN];
   Int4Zeros<T> zeros[kN];
 
-  // A chunk of the stage at s_stage.
+  // Loads the words, scales and zeros of a chunk from the stage at s_stage.
   __device__ __forceinline__ void read(uint32_t s_stage, int warp, int lane, int chunk) {
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -55,16 +55,16 @@ struct Int4LargeMWarp {
   }
 
 #if TW_HAS_WGMMA
-  // acc += a @ x^T for a slice of the chunk of x at s_x.
+  // acc += A x^T for a slice; s_x is the chunk of x.
   __device__ __forceinline__ void multiply(Sums& acc, uint32_t s_x, int slice) {
     wgmma_fence();
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
-        const uint32_t at = m * kWide * (kInt4ChunkK * 2) + slice * 32;
-        Wgmma<T, kWide>::template multiply<0>(acc[n][m], a[slice & 1][n],
-                                              k_major_descriptor(s_x) + (at >> 4), 1);
+        const uint32_t offset = m * kWgmmaN * (kInt4ChunkK * 2) + slice * 32;
+        Wgmma<T, kWgmmaN>::template multiply<0>(acc[n][m], a[slice & 1][n],
+                                                k_major_descriptor(s_x) + (offset >> 4), 1);
       }
     }
     wgmma_commit();
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kInt4LargeMTiles[kTile].threads(), kInt4LargeM
   uint32_t item = blockIdx.x;
   Int4WorkTile work(p, kT, item);
   Loader loader(p, work, thread);
-  int left;  // steps to load
+  int left;  // k-blocks to load
   const auto start = [&] {
     left = (work.chunks() + kT.chunks - 1) / kT.chunks;
 #pragma unroll
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kInt4LargeMTiles[kTile].threads(), kInt4LargeM
   start();
   typename Warp::Sums acc;
   while (true) {
-    const int steps = left;
+    const int k_blocks = left;
     left -= kAhead;
     int4_clear(acc);
     Warp w;
@@ -109,11 +109,11 @@ __global__ void __launch_bounds__(kInt4LargeMTiles[kTile].threads(), kInt4LargeM
     w.read(s_base, warp, lane, 0);
     w.unpack(0);
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
+    for (int k_block = 0; k_block < k_blocks; ++k_block) {
       const int next = stage + 1 == kStages ? 0 : stage + 1;
       const uint32_t s_stage = s_base + stage * kStageBytes;
       async_fence();
-      __syncthreads();  // all of this step is there; every product but the last one is done
+      __syncthreads();  // the k-block has arrived; all wgmmas but the last one are done
 #pragma unroll
       for (int chunk = 0; chunk < kT.chunks; ++chunk) {
 #pragma unroll
@@ -128,10 +128,10 @@ __global__ void __launch_bounds__(kInt4LargeMTiles[kTile].threads(), kInt4LargeM
           if (slice == 3 && chunk + 1 == kT.chunks) {
             copy_async_wait<kAhead - 1>();
             __syncwarp();
-            // NOTE: behind the last step this reads and unpacks what nobody multiplies.
+            // NOTE: after the last k-block this reads and unpacks data that is not multiplied.
             w.read(s_base + next * kStageBytes, warp, lane, 0);
           }
-          wgmma_wait<1>();  // the slice before has left its registers
+          wgmma_wait<1>();  // wgmma has read the previous slice's registers
           w.unpack((slice + 1) & 3);
         }
       }
@@ -140,20 +140,20 @@ __global__ void __launch_bounds__(kInt4LargeMTiles[kTile].threads(), kInt4LargeM
     }
     wgmma_wait<0>();
     copy_async_wait<0>();
-    __syncthreads();  // the ring is free
-    if (p.choice.parts > 1) break;
+    __syncthreads();  // every warp is done with the ring
+    if (p.choice.splits > 1) break;
     const Int4WorkTile done = work;
     item += gridDim.x;
-    if (kT.stays && item < items) {
+    if (kT.persistent && item < items) {
       work = Int4WorkTile(p, kT, item);
       loader = Loader(p, work, thread);
       start();
     }
-    char* s_y = s_memory + (kT.stays ? kT.ring_bytes() : 0);
+    char* s_y = s_memory + (kT.persistent ? kT.ring_bytes() : 0);
     int4_large_m_stage<T, kTile>(p.gemm, done.first_row, shared_address(s_y), acc, warp, lane);
     __syncthreads();
     int4_large_m_store<T, kTile>(p.gemm, done, s_y, thread);
-    if (!kT.stays || item >= items) return;
+    if (!kT.persistent || item >= items) return;
   }
 
   float* s_sums = reinterpret_cast<float*>(s_memory);
@@ -172,15 +172,15 @@ __global__ void __launch_bounds__(kInt4LargeMTiles[kTile].threads(), kInt4LargeM
                           work.first_row,
                           work.first_token,
                           work.tokens_left(p, kT.tokens)};
-  const auto join = [&](auto parts) {
-    int4_join_to_y<T, kT.rows, kT.threads(), parts.value>(out, 1.f, work.part, s_sums, thread);
+  const auto reduce = [&](auto splits) {
+    int4_reduce_to_y<T, kT.rows, kT.threads(), splits.value>(out, 1.f, work.split, s_sums, thread);
   };
-  if (p.choice.parts == 2) join(std::integral_constant<int, 2>());
-  if (p.choice.parts == 4) join(std::integral_constant<int, 4>());
-  if (p.choice.parts == 8) join(std::integral_constant<int, 8>());
+  if (p.choice.splits == 2) reduce(std::integral_constant<int, 2>());
+  if (p.choice.splits == 4) reduce(std::integral_constant<int, 4>());
+  if (p.choice.splits == 8) reduce(std::integral_constant<int, 8>());
   __syncwarp();
   cluster_arrive();
-  cluster_wait();  // the neighbours have read this block's sums
+  cluster_wait();  // the other blocks have read this block's partials
 #endif
 }
 
@@ -189,12 +189,12 @@ void launch_int4_large_m_kernel(const Int4LinearParams& p, cudaStream_t stream) 
   constexpr Int4LargeMTile kT = kInt4LargeMTiles[kTile];
   const auto kernel = int4_large_m_kernel<T, kTile>;
   const int64_t items = (p.gemm.n + kT.rows - 1) / kT.rows *
-                        ((p.gemm.m + kT.tokens - 1) / kT.tokens) * p.choice.parts;
-  const bool stays = kT.stays && p.choice.parts == 1;
-  const int64_t blocks = stays ? std::min(items, int64_t{p.sms} * kT.blocks) : items;
+                        ((p.gemm.m + kT.tokens - 1) / kT.tokens) * p.choice.splits;
+  const bool persistent = kT.persistent && p.choice.splits == 1;
+  const int64_t blocks = persistent ? std::min(items, int64_t{p.sms} * kT.blocks) : items;
   const FastDivisor group_chunks(p.weight.shape.group_units() / kInt4ChunkUnits);
   Grid grid(blocks, kT.threads(), kT.shared_bytes());
-  grid.cluster = p.choice.parts;
+  grid.cluster = p.choice.splits;
   launch_kernel(kernel, grid, stream, p, group_chunks, static_cast<uint32_t>(items));
 }
 

@@ -1,10 +1,10 @@
-// From global memory into the ring of the kernel on products of warpgroups.
+// Loads the ring of the large-M kernel.
 //
-// A stage holds, one after the other,
-//   weights  [tile of 16 rows][chunk][lane] 16 bytes, as the repacked layout has them
-//   x        [chunk][token][64 columns]; 16-byte piece c of token r lies at c ^ (r % 8)
-//   scales   [tile][chunk] 32 bytes of scales, 8 of zeros
-// Weights, scales and zeros are copied by the warp that reads them.
+// A stage holds
+//   weights  [tile of 16 rows][chunk][lane] 16 bytes, in the repacked layout
+//   x        [chunk][token][64 columns]; 16-byte vector c of token r is stored at c ^ (r % 8)
+//   scales   [tile][chunk] 32 bytes of scales, 8 bytes of zeros
+// Each warp copies the weights, scales and zeros that it reads.
 #pragma once
 
 #include "int4/copies.cuh"
@@ -18,7 +18,7 @@ class Int4LargeMLoader {
   static constexpr int kXChunkBytes = kInt4ChunkK * kElem;
   static constexpr int kWarpTiles = kT.row_tiles() / kT.warps;
   using ScaleCopy = Int4ScaleCopy<kT.chunks>;
-  static constexpr int kScaleLoads = kWarpTiles * kT.chunks * ScaleCopy::kPieces;  // a warp's
+  static constexpr int kScaleLoads = kWarpTiles * kT.chunks * ScaleCopy::kCopies;  // per warp
   static_assert(kT.warps % 4 == 0 && kWarpTiles * kT.warps == kT.row_tiles());
   static_assert(kScaleLoads <= 32);
 
@@ -37,7 +37,7 @@ class Int4LargeMLoader {
     const Int4Shape& shape = p.weight.shape;
     const int warp = thread / 32, lane = thread % 32,
               tiles_left = work.tiles_left(p, kT.row_tiles());
-    tile_bytes_ = kT.warps * shape.chunks() * kChunkBytes;
+    tile_stride_ = kT.warps * shape.chunks() * kChunkBytes;
     g_weight_ = reinterpret_cast<const char*>(p.weight.packed) +
                 ((work.first_row / kInt4TileRows + warp) * shape.chunks() + work.first_chunk) *
                     kChunkBytes +
@@ -45,26 +45,26 @@ class Int4LargeMLoader {
     s_weight_ = warp * kT.chunks * kChunkBytes + lane * 16;
 #pragma unroll
     for (int n = 0; n < kWarpTiles; ++n) {
-      tile_there_ |= uint32_t(warp + n * kT.warps < tiles_left) << n;
+      tile_valid_ |= uint32_t(warp + n * kT.warps < tiles_left) << n;
     }
-    asm volatile("" : "+r"(tile_there_));  // NOTE: else it is computed anew in every step
+    asm volatile("" : "+r"(tile_valid_));  // NOTE: otherwise recomputed in every k-block
   }
 
-  // The next step into a stage of the ring.
+  // Loads the next k-block into a stage.
   __device__ __forceinline__ void load(uint32_t s_stage, const FastDivisor& group_chunks,
                                        int thread) {
-    // NOTE: a step of one chunk is always there.
-    const auto there = [&](int chunk) { return kT.chunks == 1 || chunk < chunks_left_; };
+    // NOTE: a k-block of one chunk never exceeds the split.
+    const auto valid = [&](int chunk) { return kT.chunks == 1 || chunk < chunks_left_; };
 #pragma unroll
     for (int n = 0; n < kWarpTiles; ++n) {
 #pragma unroll
       for (int chunk = 0; chunk < kT.chunks; ++chunk) {
         copy_async_16_if(s_stage + s_weight_ + (n * kT.warps * kT.chunks + chunk) * kChunkBytes,
-                         g_weight_ + n * tile_bytes_ + chunk * kChunkBytes,
-                         (tile_there_ >> n & 1) && there(chunk));
+                         g_weight_ + n * tile_stride_ + chunk * kChunkBytes,
+                         (tile_valid_ >> n & 1) && valid(chunk));
       }
     }
-    x_.load(s_stage, [&](int chunk) { return there(x_.first_chunk() + chunk); });
+    x_.load(s_stage, [&](int chunk) { return valid(x_.first_chunk() + chunk); });
     if (thread % 32 < kScaleLoads) scale_.load(s_stage, group_chunks, chunk_, chunks_left_);
     g_weight_ += kT.chunks * kChunkBytes;
     chunks_left_ -= kT.chunks;
@@ -76,7 +76,7 @@ class Int4LargeMLoader {
                                                          const Int4WorkTile& work, int warp,
                                                          int lane) {
     const Int4Weight& weight = p.weight;
-    const int place = lane / ScaleCopy::kPieces, chunk = place % kT.chunks;
+    const int place = lane / ScaleCopy::kCopies, chunk = place % kT.chunks;
     const int tile = warp + place / kT.chunks * kT.warps;
     return {static_cast<const char*>(weight.scale),
             reinterpret_cast<const char*>(weight.zero),
@@ -84,16 +84,16 @@ class Int4LargeMLoader {
             work.first_row / kInt4TileRows + tile,
             tile < work.tiles_left(p, kT.row_tiles()),
             chunk,
-            lane % ScaleCopy::kPieces,
+            lane % ScaleCopy::kCopies,
             uint32_t(kScaleAt + (tile * kT.chunks + chunk) * kInt4ScaleBytes)};
   }
 
   const char* g_weight_;
-  int64_t tile_bytes_;       // from one of the thread's loads to the next
-  int chunk_, chunks_left_;  // of the next step
+  int64_t tile_stride_;      // between the thread's loads
+  int chunk_, chunks_left_;  // of the next k-block
   Int4XCopies<kInt4LargeMTiles, kTile, kElem> x_;
   ScaleCopy scale_;
-  uint32_t tile_there_ = 0;  // a bit for each of the thread's loads
+  uint32_t tile_valid_ = 0;  // bit i: the row tile of the thread's load i exists
   uint32_t s_weight_;
 };
 

@@ -1,6 +1,5 @@
-// Tiles of the kernel on Hopper's products of warpgroups whose blocks have few tokens
-// (int4/small_m/kernel.cuh). For 16-bit x and groups of whole chunks. Pure host code: tested
-// without a GPU.
+// Tiles of the wgmma kernel for small M (int4/small_m/kernel.cuh), for 16-bit x and groups of whole
+// chunks. Pure host code: tested without a GPU.
 #pragma once
 
 #include <algorithm>
@@ -12,31 +11,32 @@
 
 namespace torchweld {
 
-// A block multiplies `rows` of the weight with `tokens` rows of x, `chunks` of 64 columns a step.
+// A block multiplies `rows` rows of the weight with `tokens` rows of x. A k-block has `chunks`
+// chunks of 64 columns.
 struct Int4SmallMTile {
   int rows, tokens;
-  int warps;   // a warpgroup has 64 rows, and divides the chunks of a step with others of its rows
-  int chunks;  // of K in a step
-  int stages;  // of the ring of x: two are being multiplied, the others on their way
-  int deep;    // steps of the weight in registers
+  int warps;          // warpgroups of the same 64 rows divide the chunks of a k-block
+  int chunks;         // of a k-block
+  int stages;         // of x: two are multiplied, the others loaded
+  int weight_stages;  // k-blocks of the weight in registers
   Int4Times times;
 
-  // NOTE: a ring as large as an SM's shared memory is what keeps enough of x on its way.
+  // NOTE: only a ring as large as an SM's shared memory keeps enough loads of x in flight.
   static constexpr int blocks = 1;
-  static constexpr bool kThirds = true;
-  static constexpr int64_t kMaxTokens = 4096;  // with more the wide tiles are as fast
+  static constexpr bool kThreeSplits = true;
+  static constexpr int64_t kMaxTokens = 4096;  // beyond, the large-M tiles are as fast
 
   constexpr int threads() const { return warps * 32; }
   constexpr int row_tiles() const { return rows / kInt4TileRows; }
-  constexpr int splits() const { return warps / row_tiles(); }
-  constexpr int own_chunks() const { return chunks / splits(); }  // of a step, of a warp
+  constexpr int warp_splits() const { return warps / row_tiles(); }
+  constexpr int warp_chunks() const { return chunks / warp_splits(); }  // of a k-block, per warp
   constexpr int x_bytes() const { return chunks * tokens * kInt4ChunkK * 2; }
-  // Stages start on 1024 bytes, as the swizzle of x must.
+  // Stages are aligned to 1024 bytes, as the swizzle of x requires.
   constexpr int stage_bytes() const {
     return (x_bytes() + row_tiles() * chunks * kInt4ScaleBytes + 1023) / 1024 * 1024;
   }
   constexpr int sum_row_floats() const { return rows + kInt4SumPadding; }
-  // The sums pass through the ring's memory.
+  // The accumulators reuse the ring's shared memory.
   constexpr int shared_bytes() const {
     return std::max(stages * stage_bytes(), tokens * sum_row_floats() * 4);
   }

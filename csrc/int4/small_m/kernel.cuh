@@ -1,17 +1,16 @@
-// y = x @ W^T + bias for a repacked 4-bit weight W and 17 rows of x or some more, on Hopper's
-// products of warpgroups.
+// y = x @ W^T + bias for a repacked 4-bit weight W and few rows of x (17 or more), with wgmma.
 //
-// A block owns rows of W by a tile of tokens, and a part of K; the parts of a tile are a cluster,
-// which adds its sums through distributed shared memory in a fixed order. The weight goes from
-// global memory to the registers of the warp that multiplies it, `deep` steps ahead; x goes through
-// a pipeline of large stages, all of them on their way from the start. There is one block an SM, so
-// that x is read once for all of its warps. A warp has 16 rows of W, and some chunks of every step:
-// warpgroups of the same rows divide them. It unpacks a slice of 16 columns while the tensor cores
-// multiply the slice before.
+// A block computes a tile of y (rows of W by tokens) for a split of K. The splits of a tile form a
+// cluster, which adds its partials through distributed shared memory in a fixed order. A warp loads
+// its rows of W from global memory into registers, weight_stages k-blocks ahead; x goes through a
+// ring of large stages. An SM runs one block, so that x is read once for all warps. A warp has 16
+// rows of W; warpgroups of the same rows divide the chunks of a k-block. A warp unpacks a slice of
+// 16 columns while the tensor cores multiply the previous slice.
 //
-// A kernel begins while the one before it ends, and reads nothing until that one is done.
+// With PDL the kernel starts before the previous kernel ends, and reads nothing before
+// griddep_wait.
 //
-// Rounding: codes less zeros are exact; a weight is rounded once to the dtype of x.
+// Rounding: code - zero is exact; a weight is rounded once, to the dtype of x.
 #pragma once
 
 #include "core/launch.h"
@@ -27,30 +26,31 @@
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// A warp's weights: words of the next steps, and the fragments of two slices.
+// A warp's weights: the words of the next k-blocks, and the fragments of two slices.
 template <typename T, int kTile>
 class Int4SmallMWarp {
   static constexpr Int4SmallMTile kT = kInt4SmallMTiles[kTile];
-  static constexpr int kOwn = kT.own_chunks(), kChunkBytes = kInt4ChunkWords * 4;
+  static constexpr int kWarpChunks = kT.warp_chunks(), kChunkBytes = kInt4ChunkWords * 4;
   static constexpr bool kLifted = kInt4SmallMLifted<T>;
-  static_assert(kOwn * kT.splits() == kT.chunks && kT.splits() * kT.row_tiles() == kT.warps);
+  static_assert(kWarpChunks * kT.warp_splits() == kT.chunks &&
+                kT.warp_splits() * kT.row_tiles() == kT.warps);
 
  public:
   __device__ __forceinline__ Int4SmallMWarp(const Int4SmallMParams& p,
-                                            const Int4SmallMWorkTile& work, int tile, int split,
-                                            int lane)
-      : zero_place_(lane), left_(work.count - split * kOwn) {
+                                            const Int4SmallMWorkTile& work, int tile,
+                                            int warp_split, int lane)
+      : zero_place_(lane), left_(work.count - warp_split * kWarpChunks) {
     const int64_t first = int64_t{work.first_tile + tile} * p.chunks + work.first_chunk;
-    g_words_ = p.words + (first + split * kOwn) * kChunkBytes + lane * 16;
+    g_words_ = p.words + (first + warp_split * kWarpChunks) * kChunkBytes + lane * 16;
     if (work.first_tile + tile >= p.tiles) left_ = 0;
 #pragma unroll
-    for (auto& step : words_) {
+    for (auto& k_block : words_) {
 #pragma unroll
-      for (uint4& words : step) words = make_uint4(0, 0, 0, 0);
+      for (uint4& words : k_block) words = make_uint4(0, 0, 0, 0);
     }
   }
 
-  // The words of chunk i of the next step to read, where there are any.
+  // Loads the words of chunk i of the next k-block, if the split has that chunk.
   __device__ __forceinline__ void read_words(int d, int i) {
     if (i < left_) words_[d][i] = load_words_once(g_words_ + i * kChunkBytes);
   }
@@ -82,7 +82,7 @@ class Int4SmallMWarp {
     scales_.scale(r);
   }
 
-  // acc += a @ x^T for a slice of the chunk of x at s_x.
+  // acc += A x^T for a slice; s_x is the chunk of x.
   __device__ __forceinline__ void multiply(Int4SmallMSums<kTile>& acc, uint32_t s_x, int slice) {
     wgmma_fence();
     Wgmma<T, kT.tokens>::template multiply<0>(acc, a_[slice & 1],
@@ -92,12 +92,12 @@ class Int4SmallMWarp {
 
  private:
   uint32_t a_[2][4];
-  uint4 words_[kT.deep][kOwn];
+  uint4 words_[kT.weight_stages][kWarpChunks];
   Int4CodeScales<T> scales_;
   std::conditional_t<kLifted, Int4LiftedZeros, Int4Zeros<T>> zeros_;
   Int4ZeroPlace<T> zero_place_;
-  const char* g_words_;  // of the next step to read, this lane's
-  int left_;             // chunks from the warp's first of that step on
+  const char* g_words_;  // this lane's words of the next k-block
+  int left_;             // chunks of the split from the warp's first one on
 };
 #endif
 
@@ -107,19 +107,19 @@ __global__ void __launch_bounds__(kInt4SmallMTiles[kTile].threads(), Int4SmallMT
 #if TW_HAS_WGMMA
   constexpr Int4SmallMTile kT = kInt4SmallMTiles[kTile];
   constexpr int kStages = kT.stages, kAhead = kStages - 2, kStageBytes = kT.stage_bytes();
-  constexpr int kOwn = kT.own_chunks(), kXChunk = kT.tokens * kInt4ChunkK * 2;
+  constexpr int kWarpChunks = kT.warp_chunks(), kXChunk = kT.tokens * kInt4ChunkK * 2;
   extern __shared__ __align__(1024) char s_memory[];
   griddep_launch_dependents();
   const uint32_t s_base = shared_address(s_memory);
   const int thread = threadIdx.x, lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0);
-  const int split = warp / kT.row_tiles(), tile = warp % kT.row_tiles();
+  const int warp_split = warp / kT.row_tiles(), tile = warp % kT.row_tiles();
   const Int4SmallMWorkTile work(p, kT, rank_in_cluster(), cluster_index());
-  const int steps = (work.count + kT.chunks - 1) / kT.chunks;
-  Int4SmallMWarp<T, kTile> w(p, work, tile, split, lane);
+  const int k_blocks = (work.count + kT.chunks - 1) / kT.chunks;
+  Int4SmallMWarp<T, kTile> w(p, work, tile, warp_split, lane);
   Int4SmallMLoader<kTile> loader(p, work, thread);
   griddep_wait();
 
-  int left = steps;  // to load
+  int left = k_blocks;  // k-blocks to load
 #pragma unroll
   for (int stage = 0; stage < kAhead; ++stage) {
     if (stage < left) loader.load(s_base + stage * kStageBytes, p.group_chunks, thread);
@@ -127,9 +127,9 @@ __global__ void __launch_bounds__(kInt4SmallMTiles[kTile].threads(), Int4SmallMT
   }
   left -= kAhead;
 #pragma unroll
-  for (int d = 0; d < kT.deep; ++d) {
+  for (int d = 0; d < kT.weight_stages; ++d) {
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) w.read_words(d, i);
+    for (int i = 0; i < kWarpChunks; ++i) w.read_words(d, i);
     w.advance();
   }
   Int4SmallMSums<kTile> acc;
@@ -138,44 +138,45 @@ __global__ void __launch_bounds__(kInt4SmallMTiles[kTile].threads(), Int4SmallMT
   copy_async_wait<kAhead - 1>();
   async_fence();
   __syncthreads();
-  const int first_own = split * kOwn;
-  w.read_scales(s_base, tile, first_own, lane);
+  const int first_warp_chunk = warp_split * kWarpChunks;
+  w.read_scales(s_base, tile, first_warp_chunk, lane);
   w.unpack(0, 0, 0);
   uint32_t s_stage = s_base, s_free = s_base + kAhead * kStageBytes;
   const uint32_t s_end = s_base + kStages * kStageBytes;
 #pragma unroll 1
-  for (int step = 0; step < steps; step += kT.deep) {
+  for (int k_block = 0; k_block < k_blocks; k_block += kT.weight_stages) {
 #pragma unroll
-    for (int d = 0; d < kT.deep; ++d) {
-      if (d > 0 && step + d >= steps) break;
-      const uint32_t s_x = s_stage + first_own * kXChunk;
+    for (int d = 0; d < kT.weight_stages; ++d) {
+      if (d > 0 && k_block + d >= k_blocks) break;
+      const uint32_t s_x = s_stage + first_warp_chunk * kXChunk;
       const uint32_t s_next = s_stage + kStageBytes == s_end ? s_base : s_stage + kStageBytes;
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
+      for (int i = 0; i < kWarpChunks; ++i) {
 #pragma unroll
         for (int slice = 0; slice < 4; ++slice) {
           w.multiply(acc, s_x + i * kXChunk, slice);
           if (i == 0 && slice == 0) {
-            // The stage of two steps ago: every warp's products of it are done.
+            // Reload the stage of two k-blocks ago, which every warp has multiplied.
             if (left > 0) loader.load(s_free, p.group_chunks, thread);
             copy_async_commit();
             --left;
           }
-          if (slice == 3 && i + 1 < kOwn) w.read_scales(s_stage, tile, first_own + i + 1, lane);
-          if (slice == 3 && i + 1 == kOwn) {
+          if (slice == 3 && i + 1 < kWarpChunks)
+            w.read_scales(s_stage, tile, first_warp_chunk + i + 1, lane);
+          if (slice == 3 && i + 1 == kWarpChunks) {
             copy_async_wait<kAhead - 1>();
             async_fence();
-            __syncthreads();  // the next step is there
-            // NOTE: behind the last step this reads and unpacks what nobody multiplies.
-            w.read_scales(s_next, tile, first_own, lane);
+            __syncthreads();  // the next k-block has arrived
+            // NOTE: after the last k-block this reads and unpacks data that is not multiplied.
+            w.read_scales(s_next, tile, first_warp_chunk, lane);
           }
-          wgmma_wait<1>();  // the slice before has left its registers
+          wgmma_wait<1>();  // wgmma has read the previous slice's registers
           if (slice < 3) {
             w.unpack(d, i, slice + 1);
-          } else if (i + 1 < kOwn) {
+          } else if (i + 1 < kWarpChunks) {
             w.unpack(d, i + 1, 0);
           } else {
-            w.unpack((d + 1) % kT.deep, 0, 0);
+            w.unpack((d + 1) % kT.weight_stages, 0, 0);
           }
           if (slice == 2) w.read_words(d, i);
         }
@@ -187,8 +188,8 @@ __global__ void __launch_bounds__(kInt4SmallMTiles[kTile].threads(), Int4SmallMT
   }
   wgmma_wait<0>();
   copy_async_wait<0>();
-  __syncthreads();  // the ring is free
-  int4_small_m_finish<T, kTile>(p, work, s_memory, acc, split, tile, lane);
+  __syncthreads();  // every warp is done with the ring
+  int4_small_m_finish<T, kTile>(p, work, s_memory, acc, warp_split, tile, lane);
 #endif
 }
 
@@ -203,14 +204,14 @@ void launch_int4_small_m_kernel(const Int4LinearParams& p, cudaStream_t stream) 
                                 static_cast<int>(shape.tiles()),
                                 static_cast<int>(shape.chunks()),
                                 static_cast<int>(shape.groups),
-                                p.choice.parts,
-                                static_cast<int>(p.choice.part_chunks),
+                                p.choice.splits,
+                                static_cast<int>(p.choice.split_chunks),
                                 FastDivisor(shape.group_units() / kInt4ChunkUnits)};
   const int64_t row_blocks = (p.gemm.n + kT.rows - 1) / kT.rows;
   const int64_t token_blocks = (p.gemm.m + kT.tokens - 1) / kT.tokens;
-  Grid grid(row_blocks * p.choice.parts, kT.threads(), kT.shared_bytes());
+  Grid grid(row_blocks * p.choice.splits, kT.threads(), kT.shared_bytes());
   grid.blocks.y = static_cast<unsigned>(token_blocks);
-  grid.cluster = p.choice.parts;
+  grid.cluster = p.choice.splits;
   grid.overlaps = true;
   launch_kernel(kernel, grid, stream, params);
 }

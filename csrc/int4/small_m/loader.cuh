@@ -1,9 +1,8 @@
-// What the kernel with the weight deep in registers reads: x, scales and zeros into the
-// ring, the weight straight into registers.
+// Loads x, scales and zeros into the ring of the small-M kernel. Warps load the weight themselves.
 //
-// A stage of the ring holds, one after the other,
-//   x        [chunk][token][64 columns]; 16-byte piece c of token r lies at c ^ (r % 8)
-//   scales   [tile of 16 rows][chunk] 32 bytes of scales, 8 of zeros
+// A stage of the ring holds
+//   x        [chunk][token][64 columns]; 16-byte vector c of token r is stored at c ^ (r % 8)
+//   scales   [tile of 16 rows][chunk] 32 bytes of scales, 8 bytes of zeros
 #pragma once
 
 #include "int4/copies.cuh"
@@ -13,31 +12,31 @@ namespace torchweld {
 struct Int4SmallMParams : Int4Operands {
   int64_t rows;                       // of the weight
   int tokens, tiles, chunks, groups;  // tiles of 16 rows
-  int parts, part_chunks;             // of K
+  int splits, split_chunks;           // of K
   FastDivisor group_chunks;
 };
 
-// Which tile of y and part of K a block has.
+// The tile of y and the split of K of a block.
 struct Int4SmallMWorkTile {
   int first_tile, first_token;
-  int first_chunk, count;  // chunks of the part
-  int part;
+  int first_chunk, count;  // chunks of the split
+  int split;
 
   __device__ __forceinline__ Int4SmallMWorkTile(const Int4SmallMParams& p,
-                                                const Int4SmallMTile& tile, int part, int cluster)
+                                                const Int4SmallMTile& tile, int split, int cluster)
       : first_tile(cluster * tile.row_tiles()),
         first_token(static_cast<int>(blockIdx.y) * tile.tokens),
-        first_chunk(part * p.part_chunks),
-        count(min(p.chunks - first_chunk, p.part_chunks)),
-        part(part) {}
+        first_chunk(split * p.split_chunks),
+        count(min(p.chunks - first_chunk, p.split_chunks)),
+        split(split) {}
 };
 
-// Nothing is read before the first load.
+// The constructor reads no global memory, so it may run before griddep_wait.
 template <int kTile>
 class Int4SmallMLoader {
   static constexpr Int4SmallMTile kT = kInt4SmallMTiles[kTile];
   using ScaleCopy = Int4ScaleCopy<kT.chunks>;
-  static constexpr int kScaleLoads = kT.row_tiles() * kT.chunks * ScaleCopy::kPieces;
+  static constexpr int kScaleLoads = kT.row_tiles() * kT.chunks * ScaleCopy::kCopies;
   static_assert(kT.tokens % 8 == 0 && kScaleLoads <= kT.threads());
 
  public:
@@ -45,9 +44,9 @@ class Int4SmallMLoader {
 
   __device__ __forceinline__ Int4SmallMLoader(const Int4SmallMParams& p,
                                               const Int4SmallMWorkTile& work, int thread)
-      : Int4SmallMLoader(p, work, thread, thread / ScaleCopy::kPieces) {}
+      : Int4SmallMLoader(p, work, thread, thread / ScaleCopy::kCopies) {}
 
-  // The next step into a stage of the ring. What is not there becomes 0, so that it adds nothing.
+  // Loads the next k-block into a stage. Elements outside the tensors become 0.
   __device__ __forceinline__ void load(uint32_t s_stage, const FastDivisor& group_chunks,
                                        int thread) {
     x_.load(s_stage, [&](int chunk) { return x_.first_chunk() + chunk < left_; });
@@ -57,7 +56,7 @@ class Int4SmallMLoader {
   }
 
  private:
-  // place: whose scales this thread copies, [tile][chunk].
+  // place: index of the thread's scales in [tile][chunk].
   __device__ __forceinline__ Int4SmallMLoader(const Int4SmallMParams& p,
                                               const Int4SmallMWorkTile& work, int thread, int place)
       : chunk_(work.first_chunk),
@@ -66,9 +65,9 @@ class Int4SmallMLoader {
            p.x_row_bytes, p.tokens - work.first_token, 0, thread),
         scale_(p.scale, p.zero, p.groups, work.first_tile + place / kT.chunks,
                work.first_tile + place / kT.chunks < p.tiles, place % kT.chunks,
-               thread % ScaleCopy::kPieces, kScaleAt + place * kInt4ScaleBytes) {}
+               thread % ScaleCopy::kCopies, kScaleAt + place * kInt4ScaleBytes) {}
 
-  int chunk_, left_;  // of the next step
+  int chunk_, left_;  // of the next k-block
   Int4XCopies<kInt4SmallMTiles, kTile, 2> x_;
   ScaleCopy scale_;
 };

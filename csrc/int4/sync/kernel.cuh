@@ -1,16 +1,16 @@
 // y = x @ W^T + bias for a repacked 4-bit weight W, on the tensor cores of sm_80 and newer.
 //
-// A block owns a tile of y (rows of W by tokens) and a part of K. The ring of `stages` steps is
-// filled by cp.async. Weights are the 16-row operand: each warp has its own rows, so that every
-// code is unpacked once in a block, and all of the block's tokens. Its sums are those of y^T; they
-// pass through shared memory, so that each thread ends with 8 adjacent columns of a row of y.
+// A block computes a tile of y (rows of W by tokens) for a split of K. cp.async fills the ring. The
+// weight is operand A: each warp has its own rows and all tokens of the block, so that a block
+// unpacks every code once. The accumulators hold y^T and are staged in shared memory, so that each
+// thread writes 8 contiguous columns of y.
 //
-// The parts of K of one tile are a cluster, which adds its sums through distributed shared memory,
-// or, without clusters, are added by the matmul engine's second kernel; both in a fixed order.
+// The splits of a tile form a cluster, which adds its partials through distributed shared memory.
+// Without clusters the matmul engine's second kernel adds them. Both orders are fixed.
 //
-// Rounding: codes less zeros are exact. Where scales multiply the fp32 sums of groups nothing else
-// is rounded before y. With many 16-bit tokens a weight is rounded once to the dtype of x, which
-// needs half the accumulators. fp32 x is split into three bf16 pieces; their products are exact.
+// Rounding: code - zero is exact. If scales multiply the fp32 sums of groups, only y is rounded.
+// With many 16-bit tokens a weight is rounded once, to the dtype of x, which needs half the
+// accumulators. fp32 x is split into three bf16 terms; their products are exact.
 // Source: Frantar et al., "MARLIN", 2024 (the offline order, the ring, small batches).
 #pragma once
 
@@ -41,25 +41,25 @@ struct Int4Warp {
 
   using Loader = Int4Loader<T, kTile, true>;
 
-  int lane, first_tile;                    // of the block's
-  uint32_t s_words, s_x, s_scale, s_zero;  // the lane's places in the first stage
+  int lane, first_tile;                    // row tile in the block
+  uint32_t s_words, s_x, s_scale, s_zero;  // the lane's addresses in the first stage
   Reader x;
 
   __device__ __forceinline__ Int4Warp(int thread, uint32_t s_base)
       : lane(thread % 32), first_tile(thread / 32 * kN) {
-    const int place = first_tile * kT.chunks;
-    s_words = s_base + (place * 32 + lane) * 16;
-    s_x = s_base + kT.weight_bytes() + Reader::place(lane);
-    s_scale = s_base + Loader::kScaleAt + (place * 8 + lane / 4) * sizeof(Vec<T, 2>);
-    s_zero = s_base + Loader::kZeroAt + place * 8;
+    const int offset = first_tile * kT.chunks;
+    s_words = s_base + (offset * 32 + lane) * 16;
+    s_x = s_base + kT.weight_bytes() + Reader::offset(lane);
+    s_scale = s_base + Loader::kScaleAt + (offset * 8 + lane / 4) * sizeof(Vec<T, 2>);
+    s_zero = s_base + Loader::kZeroAt + offset * 8;
   }
 
-  // A lane's words of a chunk of the stage that is `stage` bytes behind the first: four slices.
+  // Loads a lane's words (four slices) of a chunk. stage: offset of the stage in the ring, bytes.
   __device__ __forceinline__ uint4 words(int stage, int n, int chunk) const {
     return load_words_4(s_words + stage + (n * kT.chunks + chunk) * 512);
   }
 
-  // sums += a @ x^T for a slice; a is one fragment a row tile.
+  // sums += A x^T for a slice; a has one fragment per row tile.
   __device__ __forceinline__ void multiply(Sums& sums, const uint32_t (&a)[kN][4], int stage,
                                            int chunk, int slice) {
 #pragma unroll
@@ -67,12 +67,12 @@ struct Int4Warp {
       x.load(s_x + stage, chunk, i, slice);
 #pragma unroll
       for (int c = 0; c < Reader::kCount; ++c) {
-        // NOTE: the smallest pieces of fp32 first.
+        // NOTE: the smallest terms of fp32 first.
 #pragma unroll
-        for (int piece = Reader::kPieces - 1; piece >= 0; --piece) {
+        for (int term = Reader::kTerms - 1; term >= 0; --term) {
 #pragma unroll
           for (int n = 0; n < kN; ++n) {
-            mma_16816<U>(sums[n][i * Reader::kCount + c], a[n], x.r[c][piece][0], x.r[c][piece][1]);
+            mma_16816<U>(sums[n][i * Reader::kCount + c], a[n], x.r[c][term][0], x.r[c][term][1]);
           }
         }
       }
@@ -93,7 +93,7 @@ struct Int4Warp {
   }
 };
 
-// A chunk of one group in a stage of the ring.
+// A chunk in a stage of the ring, within one group.
 template <typename T, int kTile>
 struct Int4Chunk {
   static constexpr Int4Tile kT = kInt4Tiles[kTile];
@@ -118,7 +118,7 @@ struct Int4Chunk {
     return {load_words_2(warp.s_zero + stage + (n * kT.chunks + chunk) * 8), warp.lane};
   }
 
-  // acc += W @ x^T, the scale on the sums of the chunk.
+  // acc += W x^T, with the scale on the chunk's sums.
   template <bool kSpecial>
   __device__ __forceinline__ void add_sums(typename Warp::Sums& acc, Warp& warp,
                                            Int4RowScales<T> (&scales)[kN]) const {
@@ -132,7 +132,7 @@ struct Int4Chunk {
     typename Warp::Sums sums;
     int4_clear(sums);
     uint32_t a[kN][4];
-    constexpr int kUnroll = kSpecial ? 1 : 4;  // the rare path only has to be short
+    constexpr int kUnroll = kSpecial ? 1 : 4;  // the special path is rare: keep its code small
 #pragma unroll kUnroll
     for (int slice = 0; slice < 4; ++slice) {
 #pragma unroll
@@ -141,7 +141,8 @@ struct Int4Chunk {
         if constexpr (kSpecial) scales[n].scale_codes(a[n]);
       }
       warp.multiply(sums, a, stage, chunk, slice);
-      if (sizeof(T) == 4) __syncwarp();  // NOTE: without it the compiler mixes them and spills
+      if (sizeof(T) == 4)
+        __syncwarp();  // NOTE: otherwise the compiler interleaves slices and spills
     }
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -150,7 +151,7 @@ struct Int4Chunk {
     }
   }
 
-  // The same with the scale on the codes, rounded.
+  // acc += W x^T, with the scale on the codes, rounded.
   __device__ __forceinline__ void add_rounded(typename Warp::Sums& acc, Warp& warp) const {
     uint4 words[kN];
     Int4Zeros<U> zero[kN];
@@ -171,7 +172,7 @@ struct Int4Chunk {
         scales[n].scale(a[n]);
       }
       warp.multiply(acc, a, stage, chunk, slice);
-      __syncwarp();  // NOTE: without it the compiler mixes the slices and spills
+      __syncwarp();  // NOTE: otherwise the compiler interleaves slices and spills
     }
   }
 
@@ -192,8 +193,9 @@ struct Int4Chunk {
   }
 };
 
-// One chunk whose units may belong to any group: a product of 16 columns a unit, of which the other
-// unit's 8 are 0 in both operands. Scales and zeros come from global memory.
+// acc += W x^T for a chunk whose units may belong to different groups: one mma of 16 columns per
+// unit, with the other unit's 8 columns zeroed in both operands. Loads scales and zeros from global
+// memory.
 template <typename T, int kTile>
 __device__ __forceinline__ void int4_units(typename Int4Warp<T, kTile>::Sums& acc,
                                            Int4Warp<T, kTile>& warp, const Int4Weight& weight,
@@ -237,8 +239,8 @@ __device__ __forceinline__ void int4_units(typename Int4Warp<T, kTile>::Sums& ac
 #pragma unroll
         for (int c = 0; c < Reader::kCount; ++c) {
 #pragma unroll
-          for (int piece = Reader::kPieces - 1; piece >= 0; --piece) {
-            const uint32_t* b = warp.x.r[c][piece];
+          for (int term = Reader::kTerms - 1; term >= 0; --term) {
+            const uint32_t* b = warp.x.r[c][term];
             mma_16816<U>(sums[n][i * Reader::kCount + c], unit_a, half ? 0u : b[0],
                          half ? b[1] : 0u);
           }
@@ -260,13 +262,13 @@ __global__ void __launch_bounds__(kInt4Tiles[kTile].threads(),
   extern __shared__ __align__(128) char s_ring[];
   const int thread = threadIdx.x;
   const Int4WorkTile work(p, kT, blockIdx.x);
-  const int steps = (work.chunks() + kT.chunks - 1) / kT.chunks;
+  const int k_blocks = (work.chunks() + kT.chunks - 1) / kT.chunks;
 
   Int4Loader<T, kTile, kWholeChunks> loader(p, work, thread);
   const uint32_t s_base = shared_address(s_ring);
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) {
-    if (stage < steps) loader.load(s_base + stage * kStageBytes, divisors.group_chunks, thread);
+    if (stage < k_blocks) loader.load(s_base + stage * kStageBytes, divisors.group_chunks, thread);
     copy_async_commit();
   }
 
@@ -275,30 +277,30 @@ __global__ void __launch_bounds__(kInt4Tiles[kTile].threads(),
   int4_clear(acc);
   int stage = 0, free_stage = kStages - 1;
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
+  for (int k_block = 0; k_block < k_blocks; ++k_block) {
     copy_async_wait<kStages - 2>();
-    __syncthreads();  // this step is there, and every warp has left the one before
-    if (step + kStages - 1 < steps) {
+    __syncthreads();  // the k-block has arrived, and every warp is done with the previous one
+    if (k_block + kStages - 1 < k_blocks) {
       loader.load(s_base + free_stage * kStageBytes, divisors.group_chunks, thread);
     }
     copy_async_commit();
-    constexpr int kUnroll = sizeof(T) == 4 ? 1 : kT.chunks;  // the pieces of fp32 take registers
+    constexpr int kUnroll = sizeof(T) == 4 ? 1 : kT.chunks;  // the terms of fp32 need registers
 #pragma unroll kUnroll
     for (int chunk = 0; chunk < kT.chunks; ++chunk) {
       if constexpr (kWholeChunks) {
         Int4Chunk<T, kTile>{stage * kStageBytes, chunk}.add(acc, warp);
       } else {
-        const int64_t at = work.first_chunk + step * kT.chunks + chunk;
-        if (at >= work.chunk_end) break;  // what would be there belongs to the next part
+        const int64_t global_chunk = work.first_chunk + k_block * kT.chunks + chunk;
+        if (global_chunk >= work.chunk_end) break;  // this chunk belongs to the next split
         int4_units<T, kTile>(acc, warp, p.weight, divisors.group_units, stage * kStageBytes, chunk,
-                             at, work.first_row / kInt4TileRows);
+                             global_chunk, work.first_row / kInt4TileRows);
       }
     }
     free_stage = stage;
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
   copy_async_wait<0>();
-  __syncthreads();  // the ring's memory is free
+  __syncthreads();  // every warp is done with the ring
 
   float* s_sums = reinterpret_cast<float*>(s_ring);
 #pragma unroll
@@ -311,7 +313,7 @@ __global__ void __launch_bounds__(kInt4Tiles[kTile].threads(),
     cluster_wait();
     int4_finish<T, kTile>(p, work, s_sums);
     cluster_arrive();
-    cluster_wait();  // the neighbours have read this block's sums
+    cluster_wait();  // the other blocks have read this block's partials
     return;
   }
 #endif
@@ -328,8 +330,8 @@ void launch_int4_kernel(const Int4LinearParams& p, cudaStream_t stream) {
   const int64_t units = p.weight.shape.group_units();
   const Int4Divisors divisors = {FastDivisor(kWholeChunks ? units / kInt4ChunkUnits : 1),
                                  FastDivisor(units)};
-  Grid grid(tiles * p.choice.parts, kT.threads(), kT.shared_bytes(sizeof(T)));
-  grid.cluster = p.choice.cluster ? p.choice.parts : 1;
+  Grid grid(tiles * p.choice.splits, kT.threads(), kT.shared_bytes(sizeof(T)));
+  grid.cluster = p.choice.cluster ? p.choice.splits : 1;
   launch_kernel(kernel, grid, stream, p, divisors);
 }
 
@@ -339,10 +341,10 @@ void launch_int4_linear_of(const Int4LinearParams& p, cudaStream_t stream) {
   const bool whole_chunks = shape.k % (shape.groups * kInt4ChunkK) == 0;
   dispatch_index<kInt4TileCount>(p.choice.tile, [&](auto index) {
     constexpr int kElem = sizeof(T), kTile = index.value;
-    if constexpr (kInt4Tiles[kTile].suits(kElem, true)) {
+    if constexpr (kInt4Tiles[kTile].supports(kElem, true)) {
       if (whole_chunks) return launch_int4_kernel<T, kTile, true>(p, stream);
     }
-    if constexpr (kInt4Tiles[kTile].suits(kElem, false)) {
+    if constexpr (kInt4Tiles[kTile].supports(kElem, false)) {
       launch_int4_kernel<T, kTile, false>(p, stream);
     }
   });

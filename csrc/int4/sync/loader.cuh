@@ -1,9 +1,10 @@
-// From global memory into the ring: a step's weights, rows of x, scales and zeros.
+// Loads the ring of the mma.sync kernel.
 //
-// A stage holds, one after the other,
-//   weights  [tile of 16 rows][chunk][lane] 16 bytes, as the repacked layout has them
-//   x        [chunk][token][column]; 16-bit: 16-byte piece c of token r lies at c ^ (r % 8)
-//   scales   [tile][chunk][16], zeros [tile][chunk] two words; not where groups are no whole chunks
+// A stage holds
+//   weights  [tile of 16 rows][chunk][lane] 16 bytes, in the repacked layout
+//   x        [chunk][token][column]; 16-bit: 16-byte vector c of token r is stored at c ^ (r % 8)
+//   scales   [tile][chunk][16], zeros [tile][chunk] two words; absent unless groups are whole
+//   chunks
 #pragma once
 
 #include "int4/copies.cuh"
@@ -14,17 +15,17 @@ template <typename T, int kTile, bool kWholeChunks>
 class Int4Loader {
   static constexpr Int4Tile kT = kInt4Tiles[kTile];
   static constexpr int kThreads = kT.threads(), kElem = sizeof(T);
-  // A tile's chunks of a step lie together: kTilePieces pieces of 16 bytes.
-  static constexpr int kTilePieces = kT.chunks * 32;
-  static constexpr int kTileStep = kThreads / kTilePieces;
+  // A tile's chunks of a k-block are contiguous: kTileVectors vectors of 16 bytes.
+  static constexpr int kTileVectors = kT.chunks * 32;
+  static constexpr int kTileStep = kThreads / kTileVectors;
   static constexpr int kWeightLoads = kT.row_tiles() / kTileStep;
   static constexpr int kChunkBytes = kInt4ChunkWords * 4, kXChunkBytes = kInt4ChunkK * kElem;
-  static constexpr int kXPieces = kXChunkBytes / 16;
-  // Pieces of 16 bytes of scales, and words of zeros, one a thread.
+  static constexpr int kXVectors = kXChunkBytes / 16;
+  // 16-byte vectors of scales, and words of zeros, one per thread.
   static constexpr int kScaleLoads = kT.scale_bytes(kElem) / 16;
   static constexpr int kZeroLoads = kT.zero_bytes() / 4;
   static constexpr int kZeroThread = kThreads - kZeroLoads;
-  static_assert(kThreads % kTilePieces == 0 && kT.row_tiles() % kTileStep == 0);
+  static_assert(kThreads % kTileVectors == 0 && kT.row_tiles() % kTileStep == 0);
   static_assert(kScaleLoads <= kZeroThread);
 
  public:
@@ -42,32 +43,32 @@ class Int4Loader {
     const Int4Weight& weight = p.weight;
     const int64_t first_tile = work.first_row / kInt4TileRows;
     const int tiles_left = work.tiles_left(p, kT.row_tiles());
-    const int tile = thread / kTilePieces, piece = thread % kTilePieces;
-    tile_bytes_ = kTileStep * weight.shape.chunks() * kChunkBytes;
+    const int tile = thread / kTileVectors, vector = thread % kTileVectors;
+    tile_stride_ = kTileStep * weight.shape.chunks() * kChunkBytes;
     g_weight_ = reinterpret_cast<const char*>(weight.packed) +
                 ((first_tile + tile) * weight.shape.chunks() + work.first_chunk) * kChunkBytes +
-                piece * 16;
-    weight_chunk_ = piece / 32;
+                vector * 16;
+    weight_chunk_ = vector / 32;
 #pragma unroll
     for (int i = 0; i < kWeightLoads; ++i) {
-      tile_bytes_there_[i] = tile + i * kTileStep < tiles_left ? 16 : 0;
+      valid_tile_bytes_[i] = tile + i * kTileStep < tiles_left ? 16 : 0;
     }
     const int64_t unit_end = min(weight.shape.units(), int64_t{work.chunk_end} * kInt4ChunkUnits);
     units_left_ = static_cast<int>(unit_end - (int64_t{work.first_chunk} + x_.first_chunk()) *
                                                   kInt4ChunkUnits) -
-                  thread % kXPieces * kInt4ChunkUnits / kXPieces;
+                  thread % kXVectors * kInt4ChunkUnits / kXVectors;
     if constexpr (kWholeChunks) find_scales(weight, first_tile, tiles_left, thread);
   }
 
-  // The next step into a stage of the ring.
+  // Loads the next k-block into a stage.
   __device__ __forceinline__ void load(uint32_t s_stage, const FastDivisor& group_chunks,
                                        int thread) {
-    // NOTE: a step of one chunk is always there. The number of bytes costs no predicate.
-    const bool chunk_there = kT.chunks == 1 || weight_chunk_ < chunks_left_;
+    // NOTE: a k-block of one chunk never exceeds the split. A byte count needs no predicate.
+    const bool chunk_valid = kT.chunks == 1 || weight_chunk_ < chunks_left_;
 #pragma unroll
     for (int i = 0; i < kWeightLoads; ++i) {
-      copy_async_16(s_stage + (thread + i * kThreads) * 16, g_weight_ + i * tile_bytes_,
-                    chunk_there ? tile_bytes_there_[i] : 0);
+      copy_async_16(s_stage + (thread + i * kThreads) * 16, g_weight_ + i * tile_stride_,
+                    chunk_valid ? valid_tile_bytes_[i] : 0);
     }
     x_.load(s_stage, [&](int chunk) {
       return (kWholeChunks && kT.chunks == 1) || units_left_ > chunk * kInt4ChunkUnits;
@@ -82,13 +83,13 @@ class Int4Loader {
  private:
   __device__ __forceinline__ void find_scales(const Int4Weight& weight, int64_t first_tile,
                                               int tiles_left, int thread) {
-    const int word = thread - kZeroThread;  // of the zeros
+    const int word = thread - kZeroThread;  // of zeros, negative for scales
     const int place = word >= 0 ? word / 2 : thread / kElem;
     const int tile = place / kT.chunks;
     scale_chunk_ = place % kT.chunks;
     is_zero_ = word >= 0;
     loads_scale_ = is_zero_ || thread < kScaleLoads;
-    scale_there_ = tile < tiles_left;
+    scale_valid_ = tile < tiles_left;
     const int64_t first_group = (first_tile + tile) * weight.shape.groups;
     if (is_zero_) {
       g_scale_ = reinterpret_cast<const char*>(weight.zero + first_group * 2 + word % 2);
@@ -102,25 +103,25 @@ class Int4Loader {
 
   __device__ __forceinline__ void load_scales(uint32_t s_stage, const FastDivisor& group_chunks) {
     if (!loads_scale_) return;
-    // What is not there becomes 0, so that it adds nothing.
-    const bool there = scale_there_ && (kT.chunks == 1 || scale_chunk_ < chunks_left_);
+    // Scales outside the tensors become 0.
+    const bool valid = scale_valid_ && (kT.chunks == 1 || scale_chunk_ < chunks_left_);
     const int64_t group = group_chunks.divide(static_cast<uint32_t>(chunk_ + scale_chunk_));
     if (is_zero_) {
-      copy_async_4(s_stage + s_scale_, g_scale_ + group * 8, there ? 4 : 0);
+      copy_async_4(s_stage + s_scale_, g_scale_ + group * 8, valid ? 4 : 0);
     } else {
-      copy_async_16(s_stage + s_scale_, g_scale_ + group * (kInt4TileRows * kElem), there ? 16 : 0);
+      copy_async_16(s_stage + s_scale_, g_scale_ + group * (kInt4TileRows * kElem), valid ? 16 : 0);
     }
   }
 
   const char *g_weight_, *g_scale_ = nullptr;
-  int64_t tile_bytes_;       // from one of the thread's loads to the next
-  int chunk_, chunks_left_;  // of the next step
+  int64_t tile_stride_;      // between the thread's loads
+  int chunk_, chunks_left_;  // of the next k-block
   Int4XCopies<kInt4Tiles, kTile, kElem, kT.x_row_bytes(kElem)> x_;
-  int units_left_;  // of the part, from this thread's piece of a first chunk of x on
+  int units_left_;  // of the split, from this thread's vector of its first chunk of x on
   int weight_chunk_, scale_chunk_ = 0;
-  int tile_bytes_there_[kWeightLoads];
+  int valid_tile_bytes_[kWeightLoads];
   uint32_t s_scale_ = 0;
-  bool loads_scale_ = false, scale_there_ = false, is_zero_ = false;
+  bool loads_scale_ = false, scale_valid_ = false, is_zero_ = false;
 };
 
 }  // namespace torchweld

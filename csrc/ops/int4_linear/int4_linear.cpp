@@ -1,10 +1,10 @@
 // int4_linear:  y = x @ W^T + bias, W = scale * (code - zero)
 //   x (..., K), qweight int32 (N, K/8), scale (N, groups), zero int32 (N, ceil(groups/8)),
-//   bias (N,), y (..., N); the codes and zeros are packed by int4_pack
-// Gradient:     dx = dy @ W, to x alone: codes and zeros are integers, and scale and bias belong to
-//               a weight that was frozen when it was quantised
+//   bias (N,), y (..., N); int4_pack packs the codes and zeros
+// Gradient:     dx = dy @ W. Only x has a gradient: codes and zeros are integers, and a quantised
+//               weight's scale and bias are frozen.
 //
-// CUDA repacks the weight into scratch first; int4_linear_repacked saves that.
+// On CUDA each call repacks the weight; int4_linear_repacked avoids that.
 #include "core/dispatch.h"
 #include "int4/checks.h"
 #include "int4/cpu/linear.h"

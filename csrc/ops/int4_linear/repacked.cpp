@@ -1,7 +1,7 @@
-// int4_linear_repacked:  int4_linear with the weight as int4_repack made it
+// int4_linear_repacked:  int4_linear with a weight from int4_repack
 //   x (..., K), packed int32 (ceil(N/16), ceil(K/64), 128), packed_scale (ceil(N/16), groups, 16),
 //   packed_zero int32 (ceil(N/16), groups, 2), bias (N,), y (..., N) with N = out_features
-// Gradient:              dx = dy @ W, to x alone, for the reason that int4_linear gives
+// Gradient:              dx = dy @ W; only x has one, as in int4_linear
 #include "core/dispatch.h"
 #include "int4/checks.h"
 #include "int4/cpu/linear.h"
@@ -13,7 +13,7 @@
 namespace torchweld::repacked_op {
 namespace {
 
-// The three tensors against the sizes N and K, on the device of `like`.
+// Checks the three tensors against N and K and the device of `like`.
 void check_repacked(const char* op, const Tensor& packed, const Tensor& packed_scale,
                     const Tensor& packed_zero, const c10::SymInt& n, const c10::SymInt& k,
                     const char* like_name, const Tensor& like) {
@@ -28,7 +28,7 @@ void check_repacked(const char* op, const Tensor& packed, const Tensor& packed_s
               "(ceil(N/16), groups, 16)");
   TW_CHECK(int4_groups_fit(k, groups), op,
            "packed_scale must be (ceil(N/16), groups, 16) where K = ", k,
-           " falls into groups of a multiple of 8, but got ", describe(packed_scale),
+           " divides into groups of a multiple of 8, but got ", describe(packed_scale),
            "; use int4_repack");
   check_shape(op, "packed_zero", packed_zero, {tiles, groups, 2}, "(ceil(N/16), groups, 2)");
 }

@@ -1,10 +1,10 @@
 // int4_pack:    codes uint8 (..., cols) -> int32 words (..., ceil(cols/8)), lowest nibble first
-// int4_unpack:  the way back; cols says how many codes of the last word count
-// int4_repack:  qweight (N, K/8), scale (N, groups), zero (N, ceil(groups/8)) -> the layout of the
-//               fast kernels, see int4/layout.h
+// int4_unpack:  the inverse; cols is the number of codes, as the last word may have unused ones
+// int4_repack:  qweight (N, K/8), scale (N, groups), zero (N, ceil(groups/8)) -> the
+//               repacked layout of int4/layout.h
 //
-// Of a code only the low four bits count; nothing looks at the values, so that nothing waits for
-// the device.
+// Only a code's low four bits are used. Values are not checked, which would synchronise with the
+// device.
 #include <ATen/ops/empty.h>
 
 #include <cstring>
@@ -23,13 +23,13 @@ namespace {
 
 using Repacked = std::tuple<Tensor, Tensor, Tensor>;
 
-// Calls body(i) for every i below count, a few thousand at a time on torch's threads.
+// Calls body(i) for every i below count on torch's threads, in tasks of kGrain.
 template <typename Body>
 void for_each_word(int64_t count, const Body& body) {
   constexpr int64_t kGrain = 1 << 14;
   parallel_tasks((count + kGrain - 1) / kGrain, [&](int64_t task) {
     const int64_t end = std::min(count, (task + 1) * kGrain);
-    for (int64_t at = task * kGrain; at < end; ++at) body(at);
+    for (int64_t i = task * kGrain; i < end; ++i) body(i);
   });
 }
 
@@ -67,14 +67,14 @@ Tensor int4_pack_cpu(const Tensor& codes) {
   const auto* from = in.const_data_ptr<uint8_t>();
   auto* to = packed.mutable_data_ptr<int32_t>();
   const int64_t cols = codes.size(-1), words = packed.size(-1);
-  for_each_word(packed.numel(), [&](int64_t at) {
-    const int64_t column = at % words * kInt4Unit;
+  for_each_word(packed.numel(), [&](int64_t index) {
+    const int64_t column = index % words * kInt4Unit;
     const int64_t count = std::min<int64_t>(kInt4Unit, cols - column);
     uint32_t word = 0;
     for (int64_t i = 0; i < count; ++i) {
-      word |= (from[at / words * cols + column + i] & 15u) << (4 * i);
+      word |= (from[index / words * cols + column + i] & 15u) << (4 * i);
     }
-    to[at] = static_cast<int32_t>(word);
+    to[index] = static_cast<int32_t>(word);
   });
   return packed;
 }
@@ -86,17 +86,17 @@ Tensor int4_unpack_cpu(const Tensor& packed, int64_t cols) {
   const auto* from = in.const_data_ptr<int32_t>();
   auto* to = codes.mutable_data_ptr<uint8_t>();
   const int64_t words = packed.size(-1);
-  for_each_word(packed.numel(), [&](int64_t at) {
-    const int64_t column = at % words * kInt4Unit;
+  for_each_word(packed.numel(), [&](int64_t index) {
+    const int64_t column = index % words * kInt4Unit;
     const int64_t count = std::min<int64_t>(kInt4Unit, cols - column);
     for (int64_t i = 0; i < count; ++i) {
-      to[at / words * cols + column + i] = static_cast<uint8_t>(int4_code(from[at], int(i)));
+      to[index / words * cols + column + i] = static_cast<uint8_t>(int4_code(from[index], int(i)));
     }
   });
   return codes;
 }
 
-// The scales as bytes, so that one function serves every dtype.
+// Repacks scales of any dtype: `size` is the bytes of a scale.
 void repack_scales(char* to, const char* from, int64_t size, const Int4Shape& shape) {
   for (int64_t tile = 0; tile < shape.tiles(); ++tile) {
     for (int64_t group = 0; group < shape.groups; ++group, to += kInt4TileRows * size) {
@@ -115,15 +115,15 @@ void repack_scales(char* to, const char* from, int64_t size, const Int4Shape& sh
 
 void repack_zeros(int32_t* to, const int32_t* from, const Int4Shape& shape) {
   const int64_t words = (shape.groups + kInt4Unit - 1) / kInt4Unit;
-  for (int64_t at = 0; at < shape.tiles() * shape.groups * 2; ++at) {
-    const int64_t first = at / 2 / shape.groups * kInt4TileRows + at % 2 * kInt4Unit;
-    const int64_t group = at / 2 % shape.groups;
+  for (int64_t index = 0; index < shape.tiles() * shape.groups * 2; ++index) {
+    const int64_t first = index / 2 / shape.groups * kInt4TileRows + index % 2 * kInt4Unit;
+    const int64_t group = index / 2 % shape.groups;
     uint32_t zeros = 0;
     for (int i = 0; i < kInt4Unit && first + i < shape.n; ++i) {
       const uint32_t word = from[(first + i) * words + group / kInt4Unit];
       zeros |= int4_code(word, int(group % kInt4Unit)) << (4 * i);
     }
-    to[at] = static_cast<int32_t>(zeros);
+    to[index] = static_cast<int32_t>(zeros);
   }
 }
 
@@ -135,15 +135,15 @@ Repacked int4_repack_cpu(const Tensor& qweight, const Tensor& scale, const Tenso
   const Tensor in_zero = zero.contiguous();
   const auto* from = in_weight.const_data_ptr<int32_t>();
   auto* to = packed.mutable_data_ptr<int32_t>();
-  for_each_word(shape.packed_words(), [&](int64_t at) {
-    const int in_chunk = int(at % kInt4ChunkWords);
-    const int64_t first_row = at / kInt4ChunkWords / shape.chunks() * kInt4TileRows;
-    const int64_t first_unit = at / kInt4ChunkWords % shape.chunks() * kInt4ChunkUnits;
+  for_each_word(shape.packed_words(), [&](int64_t index) {
+    const int in_chunk = int(index % kInt4ChunkWords);
+    const int64_t first_row = index / kInt4ChunkWords / shape.chunks() * kInt4TileRows;
+    const int64_t first_unit = index / kInt4ChunkWords % shape.chunks() * kInt4ChunkUnits;
     const auto word_of = [&](int row, int unit) {
       const int64_t n = first_row + row, u = first_unit + unit;
       return n < shape.n && u < shape.units() ? uint32_t(from[n * shape.units() + u]) : 0u;
     };
-    to[at] = static_cast<int32_t>(int4_repacked_word(in_chunk / 4, in_chunk % 4, word_of));
+    to[index] = static_cast<int32_t>(int4_repacked_word(in_chunk / 4, in_chunk % 4, word_of));
   });
   repack_scales(static_cast<char*>(packed_scale.mutable_data_ptr()),
                 static_cast<const char*>(in_scale.const_data_ptr()), scale.element_size(), shape);

@@ -1,4 +1,4 @@
-// Between codes, portable words and repacked words: what the host hands to the kernels.
+// Kernel parameters of int4_pack, int4_unpack and int4_repack.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,4 +1,5 @@
-// int4_pack, int4_unpack and int4_repack: one thread a word, or a row of a tile's group.
+// Kernels of int4_pack, int4_unpack and int4_repack. A thread writes one word, or the scale of one
+// row of a tile's group.
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "ops/int4_pack/int4_pack.h"
@@ -7,7 +8,7 @@ namespace torchweld {
 namespace {
 
 constexpr int kPackThreads = 256;
-constexpr int64_t kMaxBlocks = 1 << 20;  // the threads walk on from there
+constexpr int64_t kMaxBlocks = 1 << 20;  // beyond, threads loop
 
 __device__ __forceinline__ int64_t first_index() {
   return int64_t{blockIdx.x} * kPackThreads + threadIdx.x;
@@ -20,23 +21,23 @@ __host__ __device__ __forceinline__ int64_t words_of(int64_t cols) {
 
 __global__ __launch_bounds__(kPackThreads) void int4_pack_kernel(const Int4PackParams p) {
   const int64_t words = words_of(p.cols);
-  for (int64_t at = first_index(); at < p.rows * words; at += index_step()) {
-    const int64_t row = at / words, column = at % words * kInt4Unit;
+  for (int64_t index = first_index(); index < p.rows * words; index += index_step()) {
+    const int64_t row = index / words, column = index % words * kInt4Unit;
     const uint8_t* g_codes = p.codes + row * p.row_stride + column;
     uint32_t word = 0;
 #pragma unroll
     for (int i = 0; i < kInt4Unit; ++i) {
       if (column + i < p.cols) word |= (g_codes[i] & 15u) << (4 * i);
     }
-    p.packed[at] = word;
+    p.packed[index] = word;
   }
 }
 
 __global__ __launch_bounds__(kPackThreads) void int4_unpack_kernel(const Int4UnpackParams p) {
   const int64_t words = words_of(p.cols);
-  for (int64_t at = first_index(); at < p.rows * words; at += index_step()) {
-    const int64_t row = at / words, column = at % words * kInt4Unit;
-    const uint32_t word = p.packed[row * p.row_stride + at % words];
+  for (int64_t index = first_index(); index < p.rows * words; index += index_step()) {
+    const int64_t row = index / words, column = index % words * kInt4Unit;
+    const uint32_t word = p.packed[row * p.row_stride + index % words];
     uint8_t* g_codes = p.codes + row * p.cols + column;
 #pragma unroll
     for (int i = 0; i < kInt4Unit; ++i) {
@@ -47,27 +48,28 @@ __global__ __launch_bounds__(kPackThreads) void int4_unpack_kernel(const Int4Unp
 
 __global__ __launch_bounds__(kPackThreads) void int4_repack_kernel(const Int4RepackParams p) {
   const int64_t words = p.shape.packed_words(), chunks = p.shape.chunks();
-  for (int64_t at = first_index(); at < words; at += index_step()) {
-    const int in_chunk = static_cast<int>(at % kInt4ChunkWords);
-    const int64_t first_row = at / kInt4ChunkWords / chunks * kInt4TileRows;
-    const int64_t first_unit = at / kInt4ChunkWords % chunks * kInt4ChunkUnits;
-    p.packed[at] = int4_repacked_word(in_chunk / 4, in_chunk % 4, [&](int row, int unit) {
+  for (int64_t index = first_index(); index < words; index += index_step()) {
+    const int in_chunk = static_cast<int>(index % kInt4ChunkWords);
+    const int64_t first_row = index / kInt4ChunkWords / chunks * kInt4TileRows;
+    const int64_t first_unit = index / kInt4ChunkWords % chunks * kInt4ChunkUnits;
+    p.packed[index] = int4_repacked_word(in_chunk / 4, in_chunk % 4, [&](int row, int unit) {
       const int64_t n = first_row + row, u = first_unit + unit;
-      const bool there = n < p.shape.n && u < p.shape.units();
-      return there ? p.qweight[n * p.qweight_strides.row + u * p.qweight_strides.column] : 0u;
+      const bool valid = n < p.shape.n && u < p.shape.units();
+      return valid ? p.qweight[n * p.qweight_strides.row + u * p.qweight_strides.column] : 0u;
     });
   }
 }
 
-// A thread has one row of a tile's group; of eight rows the first also writes their zeros.
+// A thread writes the scale of one row of a tile's group; every eighth thread also writes the zeros
+// of eight rows.
 template <typename T>
 __global__ __launch_bounds__(kPackThreads) void int4_repack_scales_kernel(
     const Int4RepackParams p) {
   const int64_t groups = p.shape.groups, count = p.shape.tiles() * groups * kInt4TileRows;
   const T* g_scale = static_cast<const T*>(p.scale);
-  for (int64_t at = first_index(); at < count; at += index_step()) {
-    const int row = static_cast<int>(at % kInt4TileRows);
-    const int64_t tile_group = at / kInt4TileRows;
+  for (int64_t index = first_index(); index < count; index += index_step()) {
+    const int row = static_cast<int>(index % kInt4TileRows);
+    const int64_t tile_group = index / kInt4TileRows;
     const int64_t first_row = tile_group / groups * kInt4TileRows, group = tile_group % groups;
     const int64_t n = first_row + row;
     const T scale = n < p.shape.n
@@ -85,7 +87,7 @@ __global__ __launch_bounds__(kPackThreads) void int4_repack_scales_kernel(
   }
 }
 
-// As many as the values need, up to a number that keeps every SM busy.
+// One thread per item, up to kMaxBlocks blocks.
 Grid grid_for(int64_t count) {
   const int64_t blocks = (count + kPackThreads - 1) / kPackThreads;
   return {blocks < kMaxBlocks ? blocks : kMaxBlocks, kPackThreads};
