@@ -182,7 +182,7 @@ def test_the_numbers_of_a_mask_choose_the_rows_kernel():
         assert explain(4096, **numbers).kernel.startswith("rows in registers")
         long = explain(65536, **numbers)
         assert long.kernel.startswith("streaming")
-        assert dict(long.rejected)["ring 2"] == "knows no softcap and no sink"
+        assert dict(long.rejected)["ring 2"] == "softcap and sinks are not supported"
         gradient = explain(4096, backward, **numbers, scores=meta(2, 4, 64, 4096))
         assert gradient.kernel.startswith("streaming") and "reads the scores" in str(gradient)
 

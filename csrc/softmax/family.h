@@ -1,4 +1,4 @@
-// The configurations of a row softmax and its gradient, for tune. Pure host code.
+// The kernel family of row softmax and its gradient. Pure host code.
 #pragma once
 
 #include "core/family.h"
@@ -53,15 +53,15 @@ struct SoftmaxFamily {
     return all;
   }
 
-  // Threads and their loads; a ring by its blocks.
+  // Threads and loads of a tile, cluster size of a ring.
   static std::string tile(const Encoded& x) {
     if (engine(x) == SoftmaxEngine::kStream) return "";
     if (engine(x) == SoftmaxEngine::kRing) return std::to_string(kSoftmaxRings[x[1]].cluster);
     return tile_text(kSoftmaxTiles[x[1]].threads, kSoftmaxTiles[x[1]].loads);
   }
 
-  // A row that is read again has no loads of its own. A ring's threads are those that compute, in
-  // groups that have a row each; its loads are a thread's of a piece.
+  // `threads` of a ring are its consumers, in groups with one row each; `loads` are per chunk. A
+  // stream has no loads.
   static Columns columns(const SoftmaxProblem& p, const Encoded& x) {
     if (engine(x) == SoftmaxEngine::kRing) {
       const SoftmaxRing& ring = kSoftmaxRings[x[1]];
@@ -83,7 +83,7 @@ struct SoftmaxFamily {
     if (engine(x) == SoftmaxEngine::kTile) return "rows in registers (one read)";
     if (engine(x) == SoftmaxEngine::kStream) return "streaming rows (two reads)";
     const bool once = p.n <= kSoftmaxRings[x[1]].read_once_to(p.elem_size, p.backward, p.aligned);
-    return std::string("rows in shared memory (") + (once ? "one read" : "a part is read twice") +
+    return std::string("rows in shared memory (") + (once ? "one read" : "a slice is read twice") +
            ")";
   }
 
@@ -91,10 +91,10 @@ struct SoftmaxFamily {
     const std::string row = "a row of " + std::to_string(p.n) + " elements";
     if (engine(x) == SoftmaxEngine::kTile) return "the first tile that holds " + row;
     if (engine(x) == SoftmaxEngine::kRing)
-      return "the smallest cluster that takes " + row + " well";
+      return "the smallest preferred cluster that holds " + row;
     if (softmax_needs_scores(p)) return "softcap and sink: the gradient reads the scores too";
-    return softmax_reads_twice(p) ? row + " would leave an SM one block in registers"
-                                  : "no tile and no ring takes " + row;
+    return softmax_reads_twice(p) ? row + " would need registers that leave one block per SM"
+                                  : "no tile and no ring holds " + row;
   }
 
  private:

@@ -1,4 +1,4 @@
-// From a problem to the kernel that takes it, for every mask of the row softmax.
+// Launches the kernel of a row softmax or its gradient, for every mask.
 #pragma once
 
 #include <type_traits>
@@ -33,21 +33,21 @@ RowArgs<T> row_args(const SoftmaxBackwardParams& p) {
           0};
 }
 
-// Calls launch(args, blocks) with as many rows at a time as one grid can hold.
+// Calls launch(args, blocks) for slices of the rows that fit into one grid.
 template <typename T, typename Launch>
 void for_each_grid(RowArgs<T> args, int rows_per_block, const Launch& launch) {
   const int64_t rows = args.rows;
-  const int64_t most = kMaxGrid * rows_per_block;
-  for (; args.first_row < rows; args.first_row += most) {
-    args.rows = rows - args.first_row < most ? rows - args.first_row : most;
+  const int64_t max_rows = kMaxGrid * rows_per_block;
+  for (; args.first_row < rows; args.first_row += max_rows) {
+    args.rows = rows - args.first_row < max_rows ? rows - args.first_row : max_rows;
     launch(args, (args.rows + rows_per_block - 1) / rows_per_block);
-    args.g_x += most * args.x_row_stride;
-    if (args.g_dy) args.g_dy += most * args.dy_row_stride;
-    args.g_y += most * args.n;
+    args.g_x += max_rows * args.x_row_stride;
+    if (args.g_dy) args.g_dy += max_rows * args.dy_row_stride;
+    args.g_y += max_rows * args.n;
   }
 }
 
-// One block a row, or several rows a block.
+// Launches one block per row, or per kRowsPerBlock rows.
 template <typename Config, bool kBackward, typename Mask>
 void launch_tile(const RowArgs<typename Config::T>& args, const Mask& mask, cudaStream_t stream) {
   const auto kernel = [] {
@@ -57,12 +57,12 @@ void launch_tile(const RowArgs<typename Config::T>& args, const Mask& mask, cuda
   const int threads = Config::kRowsPerBlock > 1
                           ? Config::kThreads
                           : Config::kShape.threads_for(args.n, sizeof(typename Config::T));
-  for_each_grid(args, Config::kRowsPerBlock, [&](const auto& part, int64_t blocks) {
-    launch_kernel(kernel, {blocks, static_cast<unsigned>(threads)}, stream, part, mask);
+  for_each_grid(args, Config::kRowsPerBlock, [&](const auto& grid_args, int64_t blocks) {
+    launch_kernel(kernel, {blocks, static_cast<unsigned>(threads)}, stream, grid_args, mask);
   });
 }
 
-// Launches as many clusters as run at the same time.
+// Launches as many clusters as run at once.
 template <typename Config, typename Mask>
 void launch_ring(const RowArgs<typename Config::T>& args, const Mask& mask,
                  const ZeroCounter& counter, cudaStream_t stream) {
@@ -72,9 +72,9 @@ void launch_ring(const RowArgs<typename Config::T>& args, const Mask& mask,
   }();
   constexpr int kBytes = sizeof(RingShared<Config>);
   static_assert(kBytes <= Config::kShape.shared_bytes());
-  const int64_t most = device_facts().max_active_clusters(Config::kCluster);
-  Grid grid((args.rows < most ? args.rows : most) * Config::kCluster, Config::kBlockThreads,
-            kBytes);
+  const int64_t max_clusters = device_facts().max_active_clusters(Config::kCluster);
+  Grid grid((args.rows < max_clusters ? args.rows : max_clusters) * Config::kCluster,
+            Config::kBlockThreads, kBytes);
   grid.cluster = Config::kCluster;
   launch_kernel(kernel, grid, stream, args, mask, counter());
 }
@@ -85,12 +85,12 @@ void launch_stream(const RowArgs<T>& args, const Mask& mask, cudaStream_t stream
     if constexpr (kBackward) return softmax_backward_stream_kernel<T, kElems, Mask>;
     if constexpr (!kBackward) return softmax_stream_kernel<T, kElems, Mask>;
   }();
-  for_each_grid(args, 1, [&](const auto& part, int64_t blocks) {
-    launch_kernel(kernel, {blocks, kSoftmaxStreamThreads}, stream, part, mask);
+  for_each_grid(args, 1, [&](const auto& grid_args, int64_t blocks) {
+    launch_kernel(kernel, {blocks, kSoftmaxStreamThreads}, stream, grid_args, mask);
   });
 }
 
-// As many bytes from one row to the next as in the result, and from a 16-byte boundary.
+// Whether every row has the same offset from a 16-byte boundary as its row of the result.
 template <typename T>
 bool rows_in_phase(const RowArgs<T>& args, const T* g_x, int64_t row_stride) {
   return rows_aligned(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(g_x) -
@@ -99,7 +99,7 @@ bool rows_in_phase(const RowArgs<T>& args, const T* g_x, int64_t row_stride) {
 }
 
 template <typename T, bool kBackward, typename Mask>
-SoftmaxProblem problem_of(const RowArgs<T>& args, const Mask& mask) {
+SoftmaxProblem softmax_problem(const RowArgs<T>& args, const Mask& mask) {
   SoftmaxProblem problem = {args.n, sizeof(T)};
   problem.backward = kBackward;
   problem.masked = Mask::kMasked;
@@ -117,13 +117,13 @@ SoftmaxProblem problem_of(const RowArgs<T>& args, const Mask& mask) {
 template <typename T, bool kBackward, typename Mask>
 void launch_softmax_rows(const RowArgs<T>& args, const Mask& mask, const ZeroCounter& counter,
                          cudaStream_t stream) {
-  const SoftmaxProblem problem = problem_of<T, kBackward>(args, mask);
+  const SoftmaxProblem problem = softmax_problem<T, kBackward>(args, mask);
   const SoftmaxChoice choice = pick<SoftmaxFamily>(problem);
-  const bool whole = problem.aligned && problem.in_phase;
+  const bool aligned = problem.aligned && problem.in_phase;
   if (choice.engine == SoftmaxEngine::kTile) {
     dispatch_index<kNumSoftmaxTiles>(choice.tile, [&](auto tile) {
-      if constexpr (kSoftmaxTiles[tile.value].suits(sizeof(T), kBackward, Mask::kMasked)) {
-        if (whole) {
+      if constexpr (kSoftmaxTiles[tile.value].fits_registers(sizeof(T), kBackward, Mask::kMasked)) {
+        if (aligned) {
           launch_tile<RowConfig<T, tile.value, false>, kBackward>(args, mask, stream);
         } else {
           launch_tile<RowConfig<T, tile.value, true>, kBackward>(args, mask, stream);
@@ -132,11 +132,11 @@ void launch_softmax_rows(const RowArgs<T>& args, const Mask& mask, const ZeroCou
     });
   } else if (choice.engine == SoftmaxEngine::kRing) {
     dispatch_index<kNumSoftmaxRings>(choice.tile, [&](auto ring) {
-      if constexpr (kSoftmaxRings[ring.value].serves(kBackward) && !Mask::kCapped) {
+      if constexpr (kSoftmaxRings[ring.value].supports(kBackward) && !Mask::kCapped) {
         launch_ring<RingConfig<T, ring.value, kBackward>>(args, mask, counter, stream);
       }
     });
-  } else if (whole) {
+  } else if (aligned) {
     launch_stream<T, kBackward, kVectorBytes / sizeof(T)>(args, mask, stream);
   } else {
     launch_stream<T, kBackward, 1>(args, mask, stream);

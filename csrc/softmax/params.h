@@ -1,4 +1,4 @@
-// softmax over the last dim: what the host hands to the kernels.
+// Kernel parameters of softmax over the last dim.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -30,8 +30,7 @@ struct SoftmaxBackwardParams {
   DType dtype;
 };
 
-// Gives a counter that is 0 when the kernel starts, and that the kernel leaves 0. Only some kernels
-// ask for it.
+// Allocates a counter that is 0 before and after the kernel. Only the ring kernels call it.
 using ZeroCounter = std::function<unsigned*()>;
 
 void launch_softmax(const SoftmaxParams& params, const ZeroCounter& counter, cudaStream_t stream);

@@ -1,5 +1,4 @@
-// What the register and the streaming kernels of a row softmax share: their arguments, masks, and
-// how scores become exponents.
+// Arguments, masks and exponents of the row softmax kernels.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +11,7 @@
 
 namespace torchweld {
 
-// Everything is visible, scale 1.
+// The mask of softmax: all columns are visible, scale 1.
 struct NoMask {
   static constexpr bool kMasked = false, kCapped = false;
   int64_t n;
@@ -26,17 +25,17 @@ struct NoMask {
 
 template <typename T>
 struct RowArgs {
-  const T* g_x;  // x, or y in the gradient
+  const T* g_x;  // x, or y in the backward
   const T* g_dy;
-  T* g_y;  // y, or dx in the gradient
+  T* g_y;  // y, or dx in the backward
   int64_t rows;
   int64_t n;
   int64_t x_row_stride;
   int64_t dy_row_stride;
-  int64_t first_row;  // of this launch, where one grid can't hold all rows
+  int64_t first_row;  // of this launch, if the rows need several grids
 };
 
-// True when an access of `elems` columns from `first` on holds a live one.
+// Whether an access of `elems` columns from `first` on contains a live column.
 template <typename Mask, typename Range, typename Column>
 __device__ __forceinline__ bool touches(const Range& live, Column first, int elems) {
   if constexpr (!Mask::kMasked) return first < live.end;
@@ -48,7 +47,7 @@ __device__ __forceinline__ bool sees(const Range& live, Column column) {
   return column >= live.begin && column < live.end;
 }
 
-// An access of a streaming row as fp32 times `factor`, `hidden` where the mask hides.
+// Converts an access to fp32 and multiplies it by `factor`; masked columns become `hidden`.
 template <typename Mask, typename T, int kElems>
 __device__ __forceinline__ void unpack(float (&r_to)[kElems], const Vec<T, kElems>& from,
                                        const LiveRange& live, int64_t first, float factor,
@@ -60,7 +59,7 @@ __device__ __forceinline__ void unpack(float (&r_to)[kElems], const Vec<T, kElem
   }
 }
 
-// Clears the columns that the mask hides in a result that is not finite elsewhere: 0 * NaN is NaN.
+// Zeroes masked columns of a result that is not finite elsewhere, because 0 * NaN is NaN.
 template <typename T, int kElems, typename Range, typename Column>
 __device__ __forceinline__ void clear_hidden(Vec<T, kElems>& out, const Range& live, Column first) {
 #pragma unroll
@@ -69,8 +68,8 @@ __device__ __forceinline__ void clear_hidden(Vec<T, kElems>& out, const Range& l
   }
 }
 
-// How scores become exponents: 2^((sign * x - max) * c). A scale of 0 multiplies the scores away,
-// so that an infinite one is NaN as in torch.
+// The exponential of a score: 2^((sign * x - max) * c). A scale of 0 multiplies scores by 0, so an
+// infinite score gives NaN, as in torch.
 template <typename T>
 struct Exponent {
   float sign;
@@ -80,9 +79,9 @@ struct Exponent {
       : sign(scale > 0.f ? 1.f : (scale < 0.f ? -1.f : 0.f)),
         c((scale == 0.f ? 1.f : fabsf(scale)) * kLog2e) {}
 
-  // NOTE: results are 2^kBias times too large, which cancels in the division by their sum. It
-  // keeps what would be subnormal in range of the one-instruction exponential; its rounding, 2^-19,
-  // only suits 16-bit results.
+  // NOTE: results are 2^kBias times too large, which the division by their sum cancels. The bias
+  // keeps subnormal results in range of the one-instruction exponential, whose error of 2^-19
+  // suffices for 16-bit results only.
   static constexpr float kBias = sizeof(T) == 2 ? 32.f : 0.f;
 
   __device__ __forceinline__ float operator()(float x, float max) const {
@@ -90,13 +89,13 @@ struct Exponent {
     return exp2_approx((x - max) * c);
   }
 
-  // What sums against one maximum are multiplied with to be sums against another one.
+  // The factor that converts a sum relative to maximum `from` to one relative to maximum `to`.
   __device__ __forceinline__ float rescale(float from, float to) const {
     return exp2_approx((from - to) * c);
   }
 };
 
-// The same behind softcap and with a sink (CappedMask).
+// Exponent with a soft cap and a sink (CappedMask).
 template <typename T>
 struct CappedExponent : Exponent<T> {
   CappedScale scale;
@@ -106,13 +105,12 @@ struct CappedExponent : Exponent<T> {
     this->c = this->scale.c;
   }
 
-  // Of sign * score. -inf becomes -1: what is hidden is hidden behind this.
+  // Caps x = sign * score. -inf becomes -1, so masked columns are set to -inf after capping.
   __device__ __forceinline__ float capped(float x) const {
     return scale.softcap > 0.f ? tanh_of<sizeof(T) == 4>(x * scale.cap) : x;
   }
 
-  // What a row's exponentials against its maximum are multiplied with. A row of nothing but -inf is
-  // NaN as in torch, but 0 beside a sink.
+  // The factor of a row's exponentials. A row of only -inf is NaN as in torch, but 0 with a sink.
   __device__ __forceinline__ FinishedRow finish(const MaxSum& total, float sink) const {
     constexpr float kUnit = 1.f / (int64_t{1} << static_cast<int>(Exponent<T>::kBias));
     FinishedRow row = finish_row(scale, total.max, total.sum * kUnit, sink);
@@ -130,10 +128,10 @@ __device__ __forceinline__ auto exponent_of(const Mask& mask) {
   }
 }
 
-// -inf - (-inf) is NaN: a part that saw only -inf is compared with 0 instead and adds nothing.
+// Replaces a maximum of -inf by 0, because -inf - (-inf) is NaN: values of -inf then add 0.
 __device__ __forceinline__ float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
 
-// An access of a streaming row as the exponents want it, -inf where the mask hides.
+// Converts an access to the argument of Exponent; masked columns become -inf.
 template <typename Mask, typename T, int kElems, typename ExponentT>
 __device__ __forceinline__ void unpack_scores(float (&r_to)[kElems], const Vec<T, kElems>& from,
                                               const LiveRange& live, int64_t first,
@@ -147,17 +145,18 @@ __device__ __forceinline__ void unpack_scores(float (&r_to)[kElems], const Vec<T
   }
 }
 
-// Adds values, of which none is larger than `largest`, to a running (max, sum).
+// Accumulates values, none above `largest`, into a running (max, sum).
 template <typename T, int kCount>
-__device__ __forceinline__ void accumulate(MaxSum& part, float largest, const float (&r_x)[kCount],
+__device__ __forceinline__ void accumulate(MaxSum& running, float largest,
+                                           const float (&r_x)[kCount],
                                            const Exponent<T>& exponent) {
-  const float max = fmaxf(part.max, largest);
-  part = {max, rescaled_sum(part, max, exponent)};
+  const float max = fmaxf(running.max, largest);
+  running = {max, rescaled_sum(running, max, exponent)};
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) part.sum += exponent(r_x[j], finite_max(max));
+  for (int j = 0; j < kCount; ++j) running.sum += exponent(r_x[j], finite_max(max));
 }
 
-// The largest value that is not NaN, -inf where there is none.
+// The largest value that is not NaN, else -inf.
 template <int kCount>
 __device__ __forceinline__ float largest(const float (&r_x)[kCount]) {
   float max = -INFINITY;

@@ -1,5 +1,5 @@
-// Row softmax for long rows, one read of every row, which stays in shared memory: the rows of
-// softmax/ring_rows.cuh, reduced to (max, sum).
+// Row softmax of long rows that stay in shared memory and are read once (softmax/ring_rows.cuh),
+// reduced to (max, sum).
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (the merge).
 #pragma once
 
@@ -16,19 +16,19 @@ struct RingJob : RingRows<Config, Mask> {
   using Base::kElems;
   using Base::s;
   using T = typename Config::T;
-  using Part = typename Base::Part;
+  using Slice = typename Base::Slice;
   using Row = typename Base::Row;
   using Base::Base;
 
-  // This thread's values of a piece, -inf where a column isn't live. Returns the largest one.
+  // Loads this thread's values of a chunk; masked columns become -inf. Returns the largest value.
   template <bool kFull>
-  __device__ __forceinline__ float load(float (&r_x)[kCount], int slot, const Part& p, int done,
+  __device__ __forceinline__ float load(float (&r_x)[kCount], int slot, const Slice& p, int done,
                                         float sign) const {
     uint4 r_in[Config::kAccesses];
     Base::template load<kFull>(r_in, 0, slot, p, done);
 #pragma unroll
     for (int i = 0; i < Config::kAccesses; ++i) {
-      Base::template widen<kFull>(r_x + i * kElems, r_in[i], p, done, i, sign, -INFINITY);
+      Base::template convert<kFull>(r_x + i * kElems, r_in[i], p, done, i, sign, -INFINITY);
     }
     if constexpr (kFull && !Mask::kMasked) return largest<T>(r_in);
     return largest(r_x);
@@ -36,22 +36,22 @@ struct RingJob : RingRows<Config, Mask> {
 
   __device__ __forceinline__ void compute() const {
     const Exponent<T> exponent(this->mask.scale());
-    Base::each_row([&](const Row& row) {
-      const Part& p = row.part;
-      MaxSum mine = {-INFINITY, 0.f};
-      Base::each_piece(row, [&](auto full, int slot, int done) {
+    Base::for_each_row([&](const Row& row) {
+      const Slice& p = row.slice;
+      MaxSum local = {-INFINITY, 0.f};
+      Base::for_each_chunk(row, [&](auto full, int slot, int done) {
         if (!full && done + Base::first_access() >= p.accesses) return;
         float r_x[kCount];
         const float max = load<full>(r_x, slot, p, done, exponent.sign);
-        accumulate(mine, max, r_x, exponent);
+        accumulate(local, max, r_x, exponent);
       });
-      const MaxSum total = s.s_exchange[Base::group()].merge(mine, exponent, row.turn);
+      const MaxSum total = s.s_exchange[Base::group()].merge(local, exponent, row.iteration);
       const float factor = 1.f / total.sum;
-      Base::each_piece_again(row, [&](auto full, int slot, int done) {
-        if (!full && done + Base::first_access() >= p.accesses) return Base::give_back(slot);
+      Base::for_each_chunk_again(row, [&](auto full, int slot, int done) {
+        if (!full && done + Base::first_access() >= p.accesses) return Base::release(slot);
         float r_x[kCount];
         load<full>(r_x, slot, p, done, exponent.sign);
-        Base::give_back(slot);
+        Base::release(slot);
 #pragma unroll
         for (float& x : r_x) x = exponent(x, total.max) * factor;
 #pragma unroll
@@ -64,7 +64,7 @@ struct RingJob : RingRows<Config, Mask> {
 };
 #endif
 
-// `g_claims` is 0 before and after the launch; there are no more clusters than rows.
+// g_claims is 0 before and after the launch. There are at most as many clusters as rows.
 template <typename Config, typename Mask>
 __global__ __launch_bounds__(Config::kBlockThreads,
                              1) void softmax_ring_kernel(const RowArgs<typename Config::T> args,

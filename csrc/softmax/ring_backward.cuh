@@ -1,5 +1,5 @@
-// The gradient of row softmax for long rows, one read of every row, which stays in shared memory:
-// the rows of softmax/ring_rows.cuh, pieces of y and dy side by side, reduced to sum(y * dy).
+// The gradient of row softmax for long rows that stay in shared memory and are read once
+// (softmax/ring_rows.cuh). A slot has a chunk of y and one of dy, reduced to sum(y * dy).
 #pragma once
 
 #include "device/features.cuh"
@@ -14,55 +14,56 @@ struct RingBackwardJob : RingRows<Config, Mask> {
   using Base::kElems;
   using Base::s;
   using T = typename Config::T;
-  using Part = typename Base::Part;
+  using Slice = typename Base::Slice;
   using Row = typename Base::Row;
   using Base::Base;
 
-  // This thread's accesses of a piece.
-  struct Piece {
+  // This thread's accesses of a chunk.
+  struct Chunk {
     uint4 y[Config::kAccesses], dy[Config::kAccesses];
   };
   template <bool kFull>
-  __device__ __forceinline__ Piece load(int slot, const Part& p, int done) const {
-    Piece r_in;
+  __device__ __forceinline__ Chunk load(int slot, const Slice& p, int done) const {
+    Chunk r_in;
     Base::template load<kFull>(r_in.y, 0, slot, p, done);
     Base::template load<kFull>(r_in.dy, 1, slot, p, done);
     return r_in;
   }
 
-  // Access i in fp32; 0 where a column isn't live.
+  // Converts access i to fp32; masked columns become 0.
   template <bool kFull>
-  __device__ __forceinline__ void widen(float (&r_y)[kElems], float (&r_dy)[kElems],
-                                        const Piece& r_in, const Part& p, int done, int i) const {
-    Base::template widen<kFull>(r_y, r_in.y[i], p, done, i, 1.f, 0.f);
-    Base::template widen<kFull>(r_dy, r_in.dy[i], p, done, i, 1.f, 0.f);
+  __device__ __forceinline__ void convert(float (&r_y)[kElems], float (&r_dy)[kElems],
+                                          const Chunk& r_in, const Slice& p, int done,
+                                          int i) const {
+    Base::template convert<kFull>(r_y, r_in.y[i], p, done, i, 1.f, 0.f);
+    Base::template convert<kFull>(r_dy, r_in.dy[i], p, done, i, 1.f, 0.f);
   }
 
   __device__ __forceinline__ void compute() const {
     const float scale = this->mask.scale();
-    Base::each_row([&](const Row& row) {
-      const Part& p = row.part;
-      float mine = 0.f;
-      Base::each_piece(row, [&](auto full, int slot, int done) {
+    Base::for_each_row([&](const Row& row) {
+      const Slice& p = row.slice;
+      float local = 0.f;
+      Base::for_each_chunk(row, [&](auto full, int slot, int done) {
         if (!full && done + Base::first_access() >= p.accesses) return;
-        const Piece r_in = load<full>(slot, p, done);
+        const Chunk r_in = load<full>(slot, p, done);
 #pragma unroll
         for (int i = 0; i < Config::kAccesses; ++i) {
           float r_y[kElems], r_dy[kElems];
-          widen<full>(r_y, r_dy, r_in, p, done, i);
+          convert<full>(r_y, r_dy, r_in, p, done, i);
 #pragma unroll
-          for (int j = 0; j < kElems; ++j) mine += r_y[j] * r_dy[j];
+          for (int j = 0; j < kElems; ++j) local += r_y[j] * r_dy[j];
         }
       });
-      const float dot = s.s_exchange[Base::group()].sum(mine, row.turn);
-      Base::each_piece_again(row, [&](auto full, int slot, int done) {
-        if (!full && done + Base::first_access() >= p.accesses) return Base::give_back(slot);
-        const Piece r_in = load<full>(slot, p, done);
-        Base::give_back(slot);
+      const float dot = s.s_exchange[Base::group()].sum(local, row.iteration);
+      Base::for_each_chunk_again(row, [&](auto full, int slot, int done) {
+        if (!full && done + Base::first_access() >= p.accesses) return Base::release(slot);
+        const Chunk r_in = load<full>(slot, p, done);
+        Base::release(slot);
 #pragma unroll
         for (int i = 0; i < Config::kAccesses; ++i) {
           float r_y[kElems], r_dy[kElems];
-          widen<full>(r_y, r_dy, r_in, p, done, i);
+          convert<full>(r_y, r_dy, r_in, p, done, i);
 #pragma unroll
           for (int j = 0; j < kElems; ++j) {
             r_y[j] *= r_dy[j] - dot;
@@ -76,7 +77,7 @@ struct RingBackwardJob : RingRows<Config, Mask> {
 };
 #endif
 
-// `g_claims` is 0 before and after the launch; there are no more clusters than rows.
+// g_claims is 0 before and after the launch. There are at most as many clusters as rows.
 template <typename Config, typename Mask>
 __global__ __launch_bounds__(Config::kBlockThreads, 1) void softmax_ring_backward_kernel(
     const RowArgs<typename Config::T> args, const Mask mask, unsigned* g_claims) {

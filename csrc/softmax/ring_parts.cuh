@@ -1,5 +1,5 @@
-// What the rings of softmax and of its gradient share: places in a ring, what the blocks of a
-// cluster tell each other, and the columns that a mask hides.
+// Building blocks of the ring kernels: the pipeline state, a block's slice of a row, the exchange
+// between the blocks of a cluster, and the zeros in masked columns.
 #pragma once
 
 #include "device/features.cuh"
@@ -17,86 +17,86 @@ struct RingConfig {
   static constexpr int kInputs = kBackward ? 2 : 1;
   static constexpr int kGroups = kShape.kGroups;
   static constexpr int kThreads = kShape.kThreads;       // of a group
-  static constexpr int kComputing = kGroups * kThreads;  // without the copying warp
+  static constexpr int kComputing = kGroups * kThreads;  // threads without the producer warp
   static constexpr int kBlockThreads = kShape.block_threads();
   static constexpr int kCluster = kShape.cluster;
   static constexpr int kAccesses = kShape.accesses(kBackward);
   static constexpr int kSlots = kShape.slots();
-  static constexpr int kPieceBytes = kShape.piece_bytes(kBackward);
-  static constexpr int kPieceAccesses = kPieceBytes / kVectorBytes;
+  static constexpr int kChunkBytes = kShape.chunk_bytes(kBackward);
+  static constexpr int kChunkAccesses = kChunkBytes / kVectorBytes;
   static constexpr int kElems = kVectorBytes / sizeof(T);
   static_assert(kSlots >= 2 && kThreads > kElems && kThreads >= kCluster);
 };
 
-// A place in the ring, and the parity of its turn, in one word.
+// The pipeline state: a slot and its phase parity, in one word.
 template <int kSlots>
-struct RingPlace {
-  uint32_t where = 0;
+struct RingState {
+  uint32_t bits = 0;
 
-  TW_HOST_DEVICE int slot() const { return static_cast<int>(where / 2); }
-  TW_HOST_DEVICE uint32_t parity() const { return where % 2; }
+  TW_HOST_DEVICE int slot() const { return static_cast<int>(bits / 2); }
+  TW_HOST_DEVICE uint32_t parity() const { return bits % 2; }
   TW_HOST_DEVICE void advance() {
-    where += 2;
-    if (where >= 2 * kSlots) where = where % 2 ^ 1;
+    bits += 2;
+    if (bits >= 2 * kSlots) bits = bits % 2 ^ 1;
   }
 };
 
-// The accesses that hold the live columns of a row, as one block of a cluster sees them.
-template <int kElems, int kCluster, int kPieceAccesses>
-struct RingPart {
+// A block's slice of the accesses that contain a row's live columns.
+template <int kElems, int kCluster, int kChunkAccesses>
+struct RingSlice {
   int begin, end;  // the live columns
   int accesses;    // of this block
-  int pieces;      // of every block, some of them maybe empty; at least one
-  int column;      // of the first access, which may begin before the live columns
+  int chunks;      // per block, at least 1; some may be empty
+  int column;      // first column of the first access, which may precede the live columns
 
-  // `phase` is the distance of column 0 from a 16-byte boundary, in elements.
-  TW_HOST_DEVICE RingPart(const RowRange& live, int phase, int rank)
+  // phase: the offset of column 0 from a 16-byte boundary, in elements.
+  TW_HOST_DEVICE RingSlice(const RowRange& live, int phase, int rank)
       : begin(live.begin < live.end ? live.begin : 0), end(live.begin < live.end ? live.end : 0) {
     const int before = (begin + phase) % kElems;
     const int total = end == 0 ? 0 : (before + end - begin + kElems - 1) / kElems;
-    // Shares are whole lines of 128 bytes.
-    const int share = (total + 8 * kCluster - 1) / (8 * kCluster) * 8;
-    const int left = total - rank * share;
-    accesses = left < 0 ? 0 : (left < share ? left : share);
-    pieces = total == 0 ? 1 : (share + kPieceAccesses - 1) / kPieceAccesses;
-    column = begin - before + rank * share * kElems;
+    // A slice is a multiple of 128 bytes.
+    const int slice_accesses = (total + 8 * kCluster - 1) / (8 * kCluster) * 8;
+    const int left = total - rank * slice_accesses;
+    accesses = left < 0 ? 0 : (left < slice_accesses ? left : slice_accesses);
+    chunks = total == 0 ? 1 : (slice_accesses + kChunkAccesses - 1) / kChunkAccesses;
+    column = begin - before + rank * slice_accesses * kElems;
   }
 
-  // True where every access of the piece that begins after `done` accesses is there and live.
+  // Whether the chunk that starts after `done` accesses is complete and all its columns are live.
   TW_HOST_DEVICE bool full(int done) const {
     const int first = column + done * kElems;
-    return done + kPieceAccesses <= accesses && first >= begin &&
-           first + kPieceAccesses * kElems <= end;
+    return done + kChunkAccesses <= accesses && first >= begin &&
+           first + kChunkAccesses * kElems <= end;
   }
-  TW_HOST_DEVICE bool whole(int access) const {
+  TW_HOST_DEVICE bool is_live(int access) const {
     const int first = column + access * kElems;
     return first >= begin && first + kElems <= end;
   }
-  TW_HOST_DEVICE bool sees(int at) const { return at >= begin && at < end; }
+  TW_HOST_DEVICE bool sees(int column) const { return column >= begin && column < end; }
 };
 
-// A row that a cluster has claimed, and where its pieces begin.
-template <typename Place>
+// A row claimed by a cluster, and the pipeline state of its first chunk.
+template <typename State>
 struct RingClaim {
   int64_t row;
-  Place place;
+  State state;
 
-  // Sent as a pair of words.
-  static __device__ __forceinline__ float2 told(uint32_t row, const Place& place) {
-    return make_float2(__uint_as_float(row), __uint_as_float(place.where));
+  // Packs a claim into two words.
+  static __device__ __forceinline__ float2 pack(uint32_t row, const State& state) {
+    return make_float2(__uint_as_float(row), __uint_as_float(state.bits));
   }
-  __device__ __forceinline__ explicit RingClaim(float2 told) {
-    row = __float_as_uint(told.x);
-    place.where = __float_as_uint(told.y);
+  __device__ __forceinline__ explicit RingClaim(float2 packed) {
+    row = __float_as_uint(packed.x);
+    state.bits = __float_as_uint(packed.y);
   }
 };
 
-// Joins a row's values over the kThreads threads of a group and the blocks of a cluster, the same
-// bits in every run. `turn` counts the group's calls.
+// Reduces a row's values over the kThreads threads of a group and the blocks of a cluster, in a
+// fixed order. iteration: the number of earlier calls by the group.
 template <int kThreads, int kGroups, int kCluster>
 struct RingExchange {
   BlockExchange<kThreads, kGroups> s_warps[2];
-  float2 s_parts[2][kCluster];  // from every block of the cluster
+  float2 s_partials[2][kCluster];  // from every block of the cluster
   uint64_t s_arrived[2];
 
 #if TW_HAS_CLUSTERS
@@ -105,62 +105,64 @@ struct RingExchange {
   }
 
   template <typename Exponent>
-  __device__ __forceinline__ MaxSum merge(MaxSum x, const Exponent& exponent, int turn) {
-    x = s_warps[turn % 2].merge_warps(warp_merge(x, exponent), exponent);
+  __device__ __forceinline__ MaxSum merge(MaxSum x, const Exponent& exponent, int iteration) {
+    x = s_warps[iteration % 2].merge_warps(warp_merge(x, exponent), exponent);
     if constexpr (kCluster == 1) return x;
-    float2 parts[kCluster];
-    gather(parts, make_float2(x.max, x.sum), turn);
-    float max = parts[0].x;
+    float2 partials[kCluster];
+    gather(partials, make_float2(x.max, x.sum), iteration);
+    float max = partials[0].x;
 #pragma unroll
-    for (int b = 1; b < kCluster; ++b) max = fmaxf(max, parts[b].x);
+    for (int b = 1; b < kCluster; ++b) max = fmaxf(max, partials[b].x);
     float sum = 0.f;
 #pragma unroll
-    for (int b = 0; b < kCluster; ++b) sum += rescaled_sum({parts[b].x, parts[b].y}, max, exponent);
+    for (int b = 0; b < kCluster; ++b)
+      sum += rescaled_sum({partials[b].x, partials[b].y}, max, exponent);
     return {max, sum};
   }
 
-  __device__ __forceinline__ float sum(float x, int turn) {
-    x = s_warps[turn % 2].sum_warps(warp_sum(x));
+  __device__ __forceinline__ float sum(float x, int iteration) {
+    x = s_warps[iteration % 2].sum_warps(warp_sum(x));
     if constexpr (kCluster == 1) return x;
-    float2 parts[kCluster];
-    gather(parts, make_float2(x, 0.f), turn);
+    float2 partials[kCluster];
+    gather(partials, make_float2(x, 0.f), iteration);
     float sum = 0.f;
 #pragma unroll
-    for (int b = 0; b < kCluster; ++b) sum += parts[b].x;
+    for (int b = 0; b < kCluster; ++b) sum += partials[b].x;
     return sum;
   }
 
  private:
-  // Every block's value, in the order of the ranks.
-  __device__ __forceinline__ void gather(float2 (&parts)[kCluster], float2 mine, int turn) {
-    const int i = turn % 2, me = threadIdx.x % kThreads;
-    // NOTE: a block sends its value of the next turn but one only when it has everyone's of the
-    // next turn, which they send after reading this turn's; two places are enough.
-    if (me == 0) mbarrier_arrive_expect_tx(&s_arrived[i], sizeof(float2) * kCluster);
-    if (me < kCluster) {
-      send_to_block(&s_parts[i][blockIdx.x % kCluster], mine, &s_arrived[i], me);
+  // Gathers the blocks' values in the order of the ranks.
+  __device__ __forceinline__ void gather(float2 (&partials)[kCluster], float2 local,
+                                         int iteration) {
+    const int i = iteration % 2, thread = threadIdx.x % kThreads;
+    // NOTE: two buffers suffice. A block sends in iteration i + 2 only after it has received all
+    // values of iteration i + 1, which the others send after reading those of iteration i.
+    if (thread == 0) mbarrier_arrive_expect_tx(&s_arrived[i], sizeof(float2) * kCluster);
+    if (thread < kCluster) {
+      send_to_block(&s_partials[i][blockIdx.x % kCluster], local, &s_arrived[i], thread);
     }
-    mbarrier_wait(&s_arrived[i], turn / 2 % 2);
+    mbarrier_wait(&s_arrived[i], iteration / 2 % 2);
 #pragma unroll
-    for (int b = 0; b < kCluster; ++b) parts[b] = s_parts[i][b];
+    for (int b = 0; b < kCluster; ++b) partials[b] = s_partials[i][b];
   }
 #endif
 };
 
-// Zeros in the columns [from, to) of a row, by a group of every block of the cluster.
+// Zeroes columns [from, to) of a row, with one group of every block of the cluster.
 template <typename Config>
 __device__ __forceinline__ void clear_columns(typename Config::T* g_row, int64_t from, int64_t to,
                                               int rank) {
   using T = typename Config::T;
-  constexpr int kElems = Config::kElems, kAll = Config::kCluster * Config::kThreads;
-  const int me = rank * Config::kThreads + threadIdx.x % Config::kThreads;
+  constexpr int kElems = Config::kElems, kStride = Config::kCluster * Config::kThreads;
+  const int thread = rank * Config::kThreads + threadIdx.x % Config::kThreads;
   const int past = static_cast<int>(reinterpret_cast<uintptr_t>(g_row + from) % kVectorBytes);
   const int64_t first = min(to, from + (kVectorBytes - past) % kVectorBytes / int{sizeof(T)});
   const int64_t last = to - (to - first) % kElems;
   const T zero = from_float<T>(0.f);
-  if (me < first - from) g_row[from + me] = zero;
-  if (me < to - last) g_row[last + me] = zero;
-  for (int64_t i = first + int64_t{me} * kElems; i < last; i += kAll * kElems) {
+  if (thread < first - from) g_row[from + thread] = zero;
+  if (thread < to - last) g_row[last + thread] = zero;
+  for (int64_t i = first + int64_t{thread} * kElems; i < last; i += kStride * kElems) {
     store_vec(g_row + i, Vec<T, kElems>{});
   }
 }

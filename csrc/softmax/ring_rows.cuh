@@ -1,16 +1,15 @@
-// How the rings of softmax and of its gradient take their rows.
+// The scheduling of rows in the ring kernels of softmax and its gradient.
 //
-// The blocks are persistent. A cluster of them shares a row and claims the next one from a counter,
-// as soon as its ring has room for it: with rows dealt out beforehand the slowest cluster cost 6 %.
-// The producer, a warp of every block, copies the live columns, as far ahead as there is room, into
-// a ring of pieces. The consumers are groups of warps that take the rows by turns: a group reduces
-// the pieces as they arrive, joins what it found over its warps and the cluster, then reads the
-// pieces again, stores the result, and gives them back. So one group reduces while another one
-// waits for the cluster or stores, and rows load meanwhile: softmax (2048, 65536) bfloat16. Of a
-// row that is longer than the ring the first pieces are given back at once, and copied again behind
-// the last one; nothing waits in a circle, because a slot is always filled after the one before it.
-// A row may start anywhere: it is copied in whole 16-byte accesses, whose elements beside the row
-// count for nothing.
+// Blocks are persistent. A cluster processes one row at a time and claims the next row from a
+// counter as soon as its ring has a free slot; a static schedule cost 6 % because of the slowest
+// cluster. The producer, one warp per block, copies chunks of the live columns into the ring while
+// slots are free. The consumer groups process rows round-robin: a group reduces the chunks as they
+// arrive, reduces over its warps and the cluster, reads the chunks again, stores the result and
+// releases the slots. So one group reduces while another waits for the cluster or stores, and later
+// rows are loaded: softmax (2048, 65536) bfloat16. If a row is longer than the ring, its first
+// chunks are released at once and copied again after the last one. This can't deadlock, because
+// slots are filled in order. A row need not be aligned: it is copied in 16-byte accesses, and
+// elements outside the row are ignored.
 #pragma once
 
 #include "device/features.cuh"
@@ -18,8 +17,9 @@
 
 namespace torchweld {
 
-// NOTE: a turn's place is used again when all earlier turns but kSlots have been finished, as every
-// row has a piece, and read by the groups of every block.
+// Number of claim buffers.
+// NOTE: every row has at least one chunk, so at most kSlots rows are in the ring; a buffer is
+// reused only after the groups of every block have read it.
 template <int kSlots, int kGroups>
 constexpr int kRingClaims = (kSlots + kGroups + 15) / 16 * 16;
 
@@ -27,7 +27,7 @@ template <typename Config>
 struct RingShared {
   using T = typename Config::T;
   static constexpr int kClaims = kRingClaims<Config::kSlots, Config::kGroups>;
-  alignas(128) T s_pieces[Config::kSlots][Config::kInputs][Config::kPieceBytes / sizeof(T)];
+  alignas(128) T s_slots[Config::kSlots][Config::kInputs][Config::kChunkBytes / sizeof(T)];
   RingExchange<Config::kThreads, Config::kGroups, Config::kCluster> s_exchange[Config::kGroups];
   uint64_t s_full[Config::kSlots], s_empty[Config::kSlots];
   float2 s_claims[kClaims];
@@ -35,13 +35,13 @@ struct RingShared {
 };
 
 #if TW_HAS_CLUSTERS
-// A row of a group: its part of this block, and where that lies.
-template <typename Part, typename Place, typename T>
+// A row of a group: this block's slice and its pipeline state.
+template <typename Slice, typename State, typename T>
 struct RingRow {
-  Part part;
-  Place place;
-  T* g_to;   // the column of the part's first access
-  int turn;  // of the group
+  Slice slice;
+  State state;
+  T* g_to;        // column of the slice's first access
+  int iteration;  // of the group
 };
 
 template <typename Config_, typename Mask_>
@@ -51,13 +51,13 @@ struct RingRows {
   using T = typename Config::T;
   using Shared = RingShared<Config>;
   static constexpr int kElems = Config::kElems;
-  static constexpr int kPiece = Config::kPieceAccesses;
-  static constexpr int kCount = Config::kAccesses * kElems;  // a thread's values of a piece
+  static constexpr int kChunk = Config::kChunkAccesses;
+  static constexpr int kCount = Config::kAccesses * kElems;  // a thread's values of a chunk
   static constexpr int kClaims = Shared::kClaims;
-  using Part = RingPart<kElems, Config::kCluster, kPiece>;
-  using Place = RingPlace<Config::kSlots>;
-  using Claim = RingClaim<Place>;
-  using Row = RingRow<Part, Place, T>;
+  using Slice = RingSlice<kElems, Config::kCluster, kChunk>;
+  using State = RingState<Config::kSlots>;
+  using Claim = RingClaim<State>;
+  using Row = RingRow<Slice, State, T>;
 
   const RowArgs<T>& args;
   const Mask& mask;
@@ -67,13 +67,14 @@ struct RingRows {
   __device__ __forceinline__ RingRows(const RowArgs<T>& args, const Mask& mask, Shared& s)
       : args(args), mask(mask), s(s), rank(blockIdx.x % Config::kCluster) {}
 
-  __device__ __forceinline__ Part part(int64_t row) const {
-    const auto at = reinterpret_cast<uintptr_t>(args.g_y + row * args.n);
-    // args.first_row is 0: a ring takes all rows at once.
-    return Part(mask.live_columns(row), static_cast<int>(at % kVectorBytes / sizeof(T)), rank);
+  __device__ __forceinline__ Slice slice(int64_t row) const {
+    const auto address = reinterpret_cast<uintptr_t>(args.g_y + row * args.n);
+    // args.first_row is 0, because a ring launch covers all rows.
+    return Slice(mask.live_columns(row), static_cast<int>(address % kVectorBytes / sizeof(T)),
+                 rank);
   }
 
-  // A slot is full when its copies have arrived, and empty when a group's warps have given it back.
+  // s_full: the slot's copies have arrived. s_empty: all warps of a group have released the slot.
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < Config::kSlots; ++i) {
       mbarrier_init(&s.s_full[i], 1);
@@ -81,96 +82,98 @@ struct RingRows {
     }
     for (int i = 0; i < Config::kGroups; ++i) s.s_exchange[i].init();
     for (int i = 0; i < kClaims; ++i) mbarrier_init(&s.s_claimed[i], 1);
-    // The first row is the cluster's without a claim.
-    s.s_claims[0] = Claim::told(blockIdx.x / Config::kCluster, Place());
+    // A cluster's first row needs no claim.
+    s.s_claims[0] = Claim::pack(blockIdx.x / Config::kCluster, State());
     mbarrier_arrive(&s.s_claimed[0]);
     mbarrier_init_fence();
   }
 
-  __device__ __forceinline__ Claim claim(int turn) const {
-    mbarrier_wait(&s.s_claimed[turn % kClaims], turn / kClaims % 2);
-    return Claim(s.s_claims[turn % kClaims]);
+  __device__ __forceinline__ Claim wait_for_claim(int iteration) const {
+    mbarrier_wait(&s.s_claimed[iteration % kClaims], iteration / kClaims % 2);
+    return Claim(s.s_claims[iteration % kClaims]);
   }
 
-  // By the copying threads of a cluster: rank 0 tells every block.
-  __device__ __forceinline__ void tell(int turn, uint32_t row, const Place& place) const {
-    const int i = turn % kClaims;
-    const float2 told = Claim::told(row, place);
+  // Called by the producers of a cluster: rank 0 sends the claim to every block.
+  __device__ __forceinline__ void publish_claim(int iteration, uint32_t row,
+                                                const State& state) const {
+    const int i = iteration % kClaims;
+    const float2 packed = Claim::pack(row, state);
     if constexpr (Config::kCluster == 1) {
-      s.s_claims[i] = told;
+      s.s_claims[i] = packed;
       mbarrier_arrive(&s.s_claimed[i]);
     } else {
       mbarrier_arrive_expect_tx(&s.s_claimed[i], sizeof(float2));
       if (rank != 0) return;
       for (int b = 0; b < Config::kCluster; ++b) {
-        send_to_block(&s.s_claims[i], told, &s.s_claimed[i], b);
+        send_to_block(&s.s_claims[i], packed, &s.s_claimed[i], b);
       }
     }
   }
 
-  // The row after those that the clusters begin with, by rank 0.
-  // NOTE: the counter is 0 again after as many claims as there are rows: one for each row but the
-  // first of each cluster, and one in vain for each cluster.
+  // Rank 0 claims the next row.
+  // NOTE: the counter wraps to 0 after `rows` claims. The clusters make exactly that many: one per
+  // row except each cluster's first, and one per cluster that finds no row.
   __device__ __forceinline__ uint32_t claim_next(unsigned* g_claims) const {
     if (rank != 0) return 0;
     return gridDim.x / Config::kCluster + atomicInc(g_claims, static_cast<uint32_t>(args.rows - 1));
   }
 
-  // By one thread: the pieces of all rows, each as soon as its slot is free.
+  // The producer thread: copies the chunks of all rows, each when its slot is free.
   __device__ __forceinline__ void copy(unsigned* g_claims) const {
-    Place place;
-    for (int turn = 0;; ++turn) {
-      const int64_t row = claim(turn).row;
+    State state;
+    for (int iteration = 0;; ++iteration) {
+      const int64_t row = wait_for_claim(iteration).row;
       if (row >= args.rows) {
-        // The other groups wait for rows, too.
+        // End the other groups' loops too.
         for (int g = 1; g < Config::kGroups; ++g) {
-          tell(turn + g, static_cast<uint32_t>(args.rows), place);
+          publish_claim(iteration + g, static_cast<uint32_t>(args.rows), state);
         }
         return;
       }
       const uint32_t next = claim_next(g_claims);
-      const Part p = part(row);
-      for (int i = 0; i < p.pieces + copied_again(p); ++i, place.advance()) {
-        const int done = (i < p.pieces ? i : i - p.pieces) * kPiece;
-        mbarrier_wait(&s.s_empty[place.slot()], place.parity() ^ 1);
-        copy_piece(place.slot(), row, p.column + done * kElems,
-                   max(0, min(kPiece, p.accesses - done)));
+      const Slice p = slice(row);
+      for (int i = 0; i < p.chunks + recopied_chunks(p); ++i, state.advance()) {
+        const int done = (i < p.chunks ? i : i - p.chunks) * kChunk;
+        mbarrier_wait(&s.s_empty[state.slot()], state.parity() ^ 1);
+        copy_chunk(state.slot(), row, p.column + done * kElems,
+                   max(0, min(kChunk, p.accesses - done)));
       }
-      tell(turn + 1, next, place);
+      publish_claim(iteration + 1, next, state);
     }
   }
 
-  __device__ __forceinline__ void copy_piece(int slot, int64_t row, int column,
+  __device__ __forceinline__ void copy_chunk(int slot, int64_t row, int column,
                                              int accesses) const {
-    Whole whole[Config::kInputs];
+    BulkCopy copies[Config::kInputs];
     uint32_t bytes = 0;
     bool edges = false;
 #pragma unroll
     for (int k = 0; k < Config::kInputs; ++k) {
-      whole[k] = copy_edges(s.s_pieces[slot][k], k == 0 ? args.g_x : args.g_dy,
-                            k == 0 ? args.x_row_stride : args.dy_row_stride, row, column, accesses);
-      bytes += whole[k].bytes;
-      edges |= whole[k].bytes != accesses * kVectorBytes;
+      copies[k] =
+          copy_edges(s.s_slots[slot][k], k == 0 ? args.g_x : args.g_dy,
+                     k == 0 ? args.x_row_stride : args.dy_row_stride, row, column, accesses);
+      bytes += copies[k].bytes;
+      edges |= copies[k].bytes != accesses * kVectorBytes;
     }
-    if (edges) async_fence();  // the slot's next piece comes by a bulk copy
+    if (edges) async_fence();  // a later bulk copy writes the slot again
     mbarrier_arrive_expect_tx(&s.s_full[slot], bytes);
 #pragma unroll
     for (int k = 0; k < Config::kInputs; ++k) {
-      const Whole& w = whole[k];
+      const BulkCopy& w = copies[k];
       if (w.bytes > 0) bulk_load(w.s_to, w.g_from, w.bytes, &s.s_full[slot]);
     }
   }
 
-  // What of a piece a bulk copy may bring.
-  struct Whole {
+  // The accesses of a chunk that lie inside the tensor.
+  struct BulkCopy {
     T* s_to;
     const T* g_from;
     int bytes;
   };
 
-  // Copies the accesses that reach outside of the tensor, of which nothing else may be read.
-  __device__ __forceinline__ Whole copy_edges(T* s_to, const T* g_begin, int64_t stride,
-                                              int64_t row, int column, int accesses) const {
+  // Copies accesses that cross the tensor's bounds element by element; returns the remaining ones.
+  __device__ __forceinline__ BulkCopy copy_edges(T* s_to, const T* g_begin, int64_t stride,
+                                                 int64_t row, int column, int accesses) const {
     const T* g_from = g_begin + row * stride + column;
     if (accesses == 0) return {s_to, g_from, 0};
     const T* g_end = g_begin + (args.rows - 1) * stride + args.n;
@@ -193,75 +196,76 @@ struct RingRows {
 
   static __device__ __forceinline__ int group() { return threadIdx.x / Config::kThreads; }
 
-  // A warp's accesses of a piece are neighbours: where a row ends, the warps behind have none.
+  // The accesses of a warp are contiguous, so warps behind the end of a row have none.
   static __device__ __forceinline__ int first_access() {
     return threadIdx.x % Config::kThreads / kWarp * kWarp * Config::kAccesses;
   }
-  static __device__ __forceinline__ int place_of(int i) {
+  static __device__ __forceinline__ int access_of(int i) {
     return first_access() + i * kWarp + threadIdx.x % kWarp;
   }
 
-  // The warp has read the piece.
-  __device__ __forceinline__ void give_back(int slot) const {
+  // Releases a slot that the warp has read.
+  __device__ __forceinline__ void release(int slot) const {
     __syncwarp();
     if (threadIdx.x % kWarp == 0) mbarrier_arrive(&s.s_empty[slot]);
   }
 
-  // Calls body(row) for every row of this thread's group.
+  // Calls body(row) for the rows of this thread's group.
   template <typename Body>
-  __device__ __forceinline__ void each_row(const Body& body) const {
-    for (int turn = group();; turn += Config::kGroups) {
-      const Claim claimed = claim(turn);
-      if (claimed.row >= args.rows) return;
-      const Part p = part(claimed.row);
-      T* g_row = args.g_y + claimed.row * args.n;
+  __device__ __forceinline__ void for_each_row(const Body& body) const {
+    for (int iteration = group();; iteration += Config::kGroups) {
+      const Claim claim = wait_for_claim(iteration);
+      if (claim.row >= args.rows) return;
+      const Slice p = slice(claim.row);
+      T* g_row = args.g_y + claim.row * args.n;
       if constexpr (Mask::kMasked) {
         clear_columns<Config>(g_row, 0, p.begin, rank);
         clear_columns<Config>(g_row, p.end, args.n, rank);
       }
-      body(Row{p, claimed.place, g_row + p.column, turn / Config::kGroups});
+      body(Row{p, claim.state, g_row + p.column, iteration / Config::kGroups});
     }
   }
 
-  // The first pieces of a row that is longer than the ring.
-  static __device__ __forceinline__ int copied_again(const Part& p) {
-    return max(0, p.pieces - Config::kSlots);
+  // The number of chunks that are copied twice, for a row longer than the ring.
+  static __device__ __forceinline__ int recopied_chunks(const Slice& p) {
+    return max(0, p.chunks - Config::kSlots);
   }
 
-  // Calls body(full, slot, done) for every piece of a row as it arrives: the one that begins after
-  // `done` accesses, `full` where all of it is there and live.
+  // Calls body(full, slot, done) for every chunk of a row as it arrives. done: accesses before the
+  // chunk. full: the chunk is complete and live.
   template <typename Body>
-  __device__ __forceinline__ void each_piece(const Row& row, const Body& body) const {
-    const int again = copied_again(row.part);
-    Place place = row.place;
-    for (int i = 0; i < row.part.pieces; ++i, place.advance()) {
-      wait_for(place);
-      call(body, row.part, place.slot(), i * kPiece);
-      if (i < again) give_back(place.slot());
+  __device__ __forceinline__ void for_each_chunk(const Row& row, const Body& body) const {
+    const int recopied = recopied_chunks(row.slice);
+    State state = row.state;
+    for (int i = 0; i < row.slice.chunks; ++i, state.advance()) {
+      wait_for(state);
+      call(body, row.slice, state.slot(), i * kChunk);
+      if (i < recopied) release(state.slot());
     }
   }
 
-  // The same once more; body gives the slots back.
+  // Calls body for every chunk a second time; body releases the slots.
   template <typename Body>
-  __device__ __forceinline__ void each_piece_again(const Row& row, const Body& body) const {
-    const int again = copied_again(row.part), pieces = row.part.pieces;
-    Place place = row.place;
-    for (int i = 0; i < again; ++i) place.advance();
-    for (int i = again; i < pieces + again; ++i, place.advance()) {
-      if (i >= pieces) wait_for(place);
-      call(body, row.part, place.slot(), (i < pieces ? i : i - pieces) * kPiece);
+  __device__ __forceinline__ void for_each_chunk_again(const Row& row, const Body& body) const {
+    const int recopied = recopied_chunks(row.slice), chunks = row.slice.chunks;
+    State state = row.state;
+    for (int i = 0; i < recopied; ++i) state.advance();
+    for (int i = recopied; i < chunks + recopied; ++i, state.advance()) {
+      if (i >= chunks) wait_for(state);
+      call(body, row.slice, state.slot(), (i < chunks ? i : i - chunks) * kChunk);
     }
   }
 
-  // NOTE: a parity tells two turns of a slot apart, and another group's piece may still be on its
-  // way into this slot: it must have been given back before the wait for the next one.
-  __device__ __forceinline__ void wait_for(const Place& place) const {
-    mbarrier_wait(&s.s_empty[place.slot()], place.parity() ^ 1);
-    mbarrier_wait(&s.s_full[place.slot()], place.parity());
+  // NOTE: the parity can't tell phase n from phase n + 2, and another group's chunk may still be
+  // arriving in the slot. So first wait until that chunk has been released.
+  __device__ __forceinline__ void wait_for(const State& state) const {
+    mbarrier_wait(&s.s_empty[state.slot()], state.parity() ^ 1);
+    mbarrier_wait(&s.s_full[state.slot()], state.parity());
   }
 
   template <typename Body>
-  static __device__ __forceinline__ void call(const Body& body, const Part& p, int slot, int done) {
+  static __device__ __forceinline__ void call(const Body& body, const Slice& p, int slot,
+                                              int done) {
     if (p.full(done)) {
       body(std::true_type(), slot, done);
     } else {
@@ -269,48 +273,48 @@ struct RingRows {
     }
   }
 
-  // This thread's accesses of a piece; zeros where there is none.
+  // Loads this thread's accesses of a chunk; missing accesses become 0.
   template <bool kFull>
   __device__ __forceinline__ void load(uint4 (&r_to)[Config::kAccesses], int input, int slot,
-                                       const Part& p, int done) const {
+                                       const Slice& p, int done) const {
 #pragma unroll
     for (int i = 0; i < Config::kAccesses; ++i) {
-      const int at = place_of(i);
-      const bool there = kFull || done + at < p.accesses;
-      r_to[i] = there ? load_words(s.s_pieces[slot][input] + at * kElems) : uint4{};
+      const int access = access_of(i);
+      const bool valid = kFull || done + access < p.accesses;
+      r_to[i] = valid ? load_words(s.s_slots[slot][input] + access * kElems) : uint4{};
     }
   }
 
-  // Access i of them in fp32 times `factor`, `hidden` where a column isn't live.
+  // Converts access i to fp32 and multiplies it by `factor`; masked columns become `hidden`.
   template <bool kFull>
-  __device__ __forceinline__ void widen(float* r_to, const uint4& from, const Part& p, int done,
-                                        int i, float factor, float hidden) const {
+  __device__ __forceinline__ void convert(float* r_to, const uint4& from, const Slice& p, int done,
+                                          int i, float factor, float hidden) const {
     to_floats<T>(r_to, from);
     if constexpr (Mask::kMasked) {
 #pragma unroll
       for (int j = 0; j < kElems; ++j) r_to[j] *= factor;
     }
-    const int at = done + place_of(i);
-    const bool there = kFull || at < p.accesses;
-    if (kFull || (there && p.whole(at))) return;
-    const int column = p.column + at * kElems;
+    const int access = done + access_of(i);
+    const bool valid = kFull || access < p.accesses;
+    if (kFull || (valid && p.is_live(access))) return;
+    const int column = p.column + access * kElems;
 #pragma unroll
     for (int j = 0; j < kElems; ++j) {
-      if (!there || !p.sees(column + j)) r_to[j] = hidden;
+      if (!valid || !p.sees(column + j)) r_to[j] = hidden;
     }
   }
 
-  // Stores access i of this thread's of a piece, where it is there and live.
+  // Stores the live columns of this thread's access i.
   template <bool kFull>
   __device__ __forceinline__ void store(const Row& row, int done, int i, const float* r_y) const {
-    const Part& p = row.part;
-    const int at = done + place_of(i);
-    if (!kFull && at >= p.accesses) return;
-    T* g_to = row.g_to + at * kElems;
-    if (kFull || p.whole(at)) {
+    const Slice& p = row.slice;
+    const int access = done + access_of(i);
+    if (!kFull && access >= p.accesses) return;
+    T* g_to = row.g_to + access * kElems;
+    if (kFull || p.is_live(access)) {
       store_floats<T>(g_to, r_y);
     } else {
-      const int column = p.column + at * kElems;
+      const int column = p.column + access * kElems;
 #pragma unroll
       for (int j = 0; j < kElems; ++j) {
         if (p.sees(column + j)) g_to[j] = from_float<T>(r_y[j]);
@@ -319,24 +323,24 @@ struct RingRows {
   }
 };
 
-// What every block does: one thread of the last warp copies, the groups compute.
+// The body of a block: one thread of the last warp is the producer, the groups compute.
 template <typename Job>
 __device__ __forceinline__ void run_ring(const Job& job, unsigned* g_claims) {
   using Config = typename Job::Config;
-  const bool copies = threadIdx.x == Config::kComputing;
-  if (copies) job.init();
+  const bool is_producer = threadIdx.x == Config::kComputing;
+  if (is_producer) job.init();
   __syncthreads();
   if constexpr (Config::kCluster > 1) {
     cluster_arrive();
     cluster_wait();
   }
   if (threadIdx.x >= Config::kComputing) {
-    if (copies) job.copy(g_claims);
+    if (is_producer) job.copy(g_claims);
     __syncwarp();
   } else {
     job.compute();
   }
-  // A block's shared memory outlives what its neighbours send there.
+  // A block must not exit while other blocks may send to its shared memory.
   if constexpr (Config::kCluster > 1) {
     cluster_arrive();
     cluster_wait();

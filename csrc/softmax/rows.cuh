@@ -1,16 +1,16 @@
-// Row softmax and its gradient under a mask, one read of every row that fits in registers.
+// Row softmax and its gradient under a mask, for rows that fit into registers and are read once.
 //
 //   y = softmax(scale * x) over the live columns of a row, 0 elsewhere      x, y (rows, n)
 //   dx = scale * y * (dy - sum(dy * y)) over the live columns, 0 elsewhere
 //
-// The threads of a block hold one row (several rows a block when a warp is enough): each thread
-// loads all its pieces, the threads join (max, sum) once, each stores its pieces. A Mask tells the
-// live columns; chunks outside are neither loaded nor computed. Where rows start anywhere (kPeel)
-// the accesses keep to the 16-byte boundaries of the result, and the columns left and right of them
-// are one element of some threads; a row in another phase than its result is loaded by elements.
-// Rows travel as words: an array of 16-bit values is taken apart by the compiler as soon as a
-// condition touches it, which cost causal_softmax a tenth. The kernels stand in a header because
-// causal_softmax instantiates them with a mask of its own.
+// The threads of a block hold one row (a warp per row for short rows): each thread loads all its
+// accesses, the threads reduce (max, sum) once, and each thread stores its accesses. The Mask gives
+// the live columns; other chunks are neither loaded nor computed. For unaligned rows (kPeel) the
+// accesses are aligned to the result, and each column before or after them belongs to one thread; a
+// row with another offset than its result is loaded by elements. Rows are kept as 32-bit words,
+// because the compiler splits an array of 16-bit values at the first condition on it, which cost
+// causal_softmax a tenth. The kernels are in a header because causal_softmax instantiates them with
+// its own masks.
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (the merge).
 #pragma once
 
@@ -27,26 +27,26 @@ struct RowConfig {
   static constexpr int kLoads = kShape.loads;
   static constexpr int kElems = kVectorBytes / sizeof(T);
   static constexpr bool kPeel = kPeel_;
-  // Single warps are independent: a block of four of them serves four rows.
+  // Rows of one warp: a block of four warps computes four rows.
   static constexpr int kThreads = kThreadsPerRow == kWarp ? 4 * kWarp : kThreadsPerRow;
   static constexpr int kRowsPerBlock = kThreads / kThreadsPerRow;
-  static constexpr bool kAgain = kShape.computes_again(sizeof(T));
+  static constexpr bool kRecomputes = kShape.recomputes(sizeof(T));
   static_assert(kThreads <= 1024 && kThreadsPerRow % kWarp == 0);
 };
 
-// A thread's share of a row: access i starts at column(i). All accesses i of a row form chunk i, so
-// whether a chunk holds anything live is the same for every thread of the row.
+// A thread's slice of a row: access i starts at column(i). The accesses i of all threads form chunk
+// i, so chunk_is_live(i) is uniform over the threads of a row.
 template <typename Config, typename Mask>
-struct RowShare {
+struct RowSlice {
   using T = typename Config::T;
   static constexpr int kElems = Config::kElems;
   RowRange live;
   int n;
   int lane;
-  int head = 0;   // columns before the first whole access
-  int edge = -1;  // this thread's column outside of the whole accesses
+  int head = 0;   // columns before the first aligned access
+  int edge = -1;  // this thread's column outside the aligned accesses, or -1
 
-  __device__ __forceinline__ RowShare(const RowRange& range, const T* g_result, int64_t n)
+  __device__ __forceinline__ RowSlice(const RowRange& range, const T* g_result, int64_t n)
       : live(range),
         n(static_cast<int>(n)),
         lane(Config::kRowsPerBlock == 1 ? threadIdx.x : threadIdx.x % Config::kThreadsPerRow) {
@@ -71,7 +71,7 @@ struct RowShare {
   }
   __device__ __forceinline__ int column(int i) const { return head + i * chunk() + lane * kElems; }
 
-  // Unmasked rows skip nothing: a tile's last chunks are seldom dead, and a branch costs more.
+  // Unmasked rows skip no chunk: few chunks are empty, and a branch costs more.
   __device__ __forceinline__ bool chunk_is_live(int i) const {
     return !Mask::kMasked ||
            (head + i * chunk() < live.end && head + (i + 1) * chunk() > live.begin);
@@ -81,7 +81,7 @@ struct RowShare {
     return column(i) + (Config::kPeel ? kElems - 1 : 0) < n;
   }
 
-  // A live chunk's access, `hidden` where it holds nothing live.
+  // Loads an access of a live chunk; an access without live columns becomes `hidden`.
   __device__ __forceinline__ void load(uint4& r_to, const T* g_row, int i, float hidden) const {
     const bool some = in_row(i) && touches<Mask>(live, column(i), kElems);
     if (some && (!Config::kPeel || phase_of(g_row + head) == 0)) {
@@ -96,7 +96,7 @@ struct RowShare {
     }
   }
 
-  // The element at this thread's edge, `hidden` where there is none.
+  // Loads this thread's edge column; `hidden` if it has none or the mask hides it.
   __device__ __forceinline__ float load_edge(const T* g_row, float hidden) const {
     return Config::kPeel && edge >= 0 && sees(live, edge) ? to_float(g_row[edge]) : hidden;
   }
@@ -104,10 +104,10 @@ struct RowShare {
     if (Config::kPeel && edge >= 0) g_row[edge] = from_float<T>(sees(live, edge) ? x : 0.f);
   }
 
-  // `hidden` in the columns that the mask hides, once the access has arrived.
+  // Sets masked columns of a loaded access to `hidden`.
   __device__ __forceinline__ void hide(uint4& r_in, int i, float hidden) const {
     if constexpr (Mask::kMasked) {
-      // Only the accesses at the two edges hold both kinds of columns.
+      // Only the accesses at the bounds of the live range are mixed.
       const int to_begin = live.begin - column(i), to_end = live.end - column(i);
       if ((to_begin > 0 && to_begin < kElems) || (to_end > 0 && to_end < kElems)) {
         auto& r_values = reinterpret_cast<T(&)[kElems]>(r_in);
@@ -119,7 +119,7 @@ struct RowShare {
     }
   }
 
-  // An access as the exponents want it, once its hidden columns are so.
+  // Converts an access, after hide(), to the argument of Exponent.
   template <typename ExponentT>
   __device__ __forceinline__ void unpack(float (&r_to)[kElems], const uint4& r_in, int i,
                                          const ExponentT& exponent) const {
@@ -136,7 +136,7 @@ struct RowShare {
     }
   }
 
-  // The results; `finite` is false where hidden columns have to be cleared, as 0 * NaN is NaN.
+  // Stores results. If they are not finite, masked columns are zeroed first, as 0 * NaN is NaN.
   __device__ __forceinline__ void store(T* g_row, int i, float (&r_out)[kElems],
                                         bool finite) const {
     if (Mask::kMasked && !finite) {
@@ -147,7 +147,7 @@ struct RowShare {
   }
 };
 
-// What is computed from the words afterwards is computed anew.
+// Makes the words opaque, so that values computed from them before are not kept in registers.
 __device__ __forceinline__ void hold_words(uint4& r) {
   asm volatile("" : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w));
 }
@@ -158,50 +158,50 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
   using T = typename Config::T;
   constexpr int kElems = Config::kElems;
   constexpr int kLoads = Config::kLoads;
-  using Share = RowShare<Config, Mask>;
-  const int64_t row = Share::row();
+  using Slice = RowSlice<Config, Mask>;
+  const int64_t row = Slice::row();
   if (Config::kRowsPerBlock > 1 && row >= args.rows) return;
   const auto exponent = exponent_of<T>(mask);
-  const float hidden = -exponent.sign * INFINITY;  // smaller than any score
+  const float hidden = -exponent.sign * INFINITY;  // below every score
   const T* g_x = args.g_x + row * args.x_row_stride;
   T* g_y = args.g_y + row * args.n;
-  const Share share(mask.live_columns(args.first_row + row), g_y, args.n);
+  const Slice slice(mask.live_columns(args.first_row + row), g_y, args.n);
 
-  // Load: all accesses are in flight before the first value is used.
+  // Load: issue all loads before the first use.
   uint4 r_in[kLoads];
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    if (share.chunk_is_live(i)) share.load(r_in[i], g_x, i, hidden);
+    if (slice.chunk_is_live(i)) slice.load(r_in[i], g_x, i, hidden);
   }
-  float r_edge = share.load_edge(g_x, hidden);
-  // Zeros where nothing is live, while the loads are on their way; in fp32 that gains nothing.
+  float r_edge = slice.load_edge(g_x, hidden);
+  // Store the zeros of masked chunks while the loads are in flight; fp32 does not gain.
   constexpr bool kZerosFirst = Mask::kMasked && sizeof(T) == 2;
   if constexpr (kZerosFirst) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       float r_zeros[kElems] = {};
-      if (!share.chunk_is_live(i)) share.store(g_y, i, r_zeros, true);
+      if (!slice.chunk_is_live(i)) slice.store(g_y, i, r_zeros, true);
     }
   }
 
-  // Compute: exponentials against the warp's own maximum, then one exchange between warps.
-  constexpr bool kAgain = Config::kAgain;
-  float r_x[kAgain ? 1 : kLoads][kElems];
+  // Compute: exponentials relative to the warp's maximum, then one exchange between warps.
+  constexpr bool kRecomputes = Config::kRecomputes;
+  float r_x[kRecomputes ? 1 : kLoads][kElems];
   if (Mask::kMasked && exponent.sign < 0.f) r_edge = -r_edge;
   float max = Config::kPeel ? fmaxf(r_edge, -INFINITY) : -INFINITY;  // not NaN
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    if (share.chunk_is_live(i)) {
-      share.hide(r_in[i], i, hidden);
+    if (slice.chunk_is_live(i)) {
+      slice.hide(r_in[i], i, hidden);
       if (Mask::kMasked && exponent.sign < 0.f) r_in[i] = negated<T>(r_in[i]);
       max = fmaxf(max, largest<T>(r_in[i]));
-      if constexpr (!kAgain) share.unpack(r_x[i], r_in[i], i, exponent);
+      if constexpr (!kRecomputes) slice.unpack(r_x[i], r_in[i], i, exponent);
     }
   }
   max = warp_max(max);
   if constexpr (Mask::kCapped) {
     max = exponent.capped(max);
-    if (Config::kPeel && share.edge >= 0 && sees(share.live, share.edge)) {
+    if (Config::kPeel && slice.edge >= 0 && sees(slice.live, slice.edge)) {
       r_edge = exponent.capped(r_edge);
     }
   }
@@ -210,9 +210,9 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
   float sum = Config::kPeel ? r_edge : 0.f;
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    if (share.chunk_is_live(i)) {
-      float (&r_of)[kElems] = r_x[kAgain ? 0 : i];
-      if constexpr (kAgain) share.unpack(r_of, r_in[i], i, exponent);
+    if (slice.chunk_is_live(i)) {
+      float (&r_of)[kElems] = r_x[kRecomputes ? 0 : i];
+      if constexpr (kRecomputes) slice.unpack(r_of, r_in[i], i, exponent);
 #pragma unroll
       for (int j = 0; j < kElems; ++j) {
         r_of[j] = exponent(r_of[j], shift);
@@ -225,7 +225,7 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
     __shared__ BlockExchange<Config::kThreads> s_exchange;
     total = s_exchange.merge_warps(total, exponent);
   }
-  // A row of nothing but -inf is NaN as in torch: (-inf) - (-inf).
+  // A row of only -inf is NaN, as in torch: (-inf) - (-inf).
   float factor = exponent.rescale(max, total.max) / total.sum;
   if constexpr (Mask::kCapped) {
     const float sink = mask.sink(args.first_row + row);
@@ -233,28 +233,28 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
     if (!(sink > total.max && total.max == -INFINITY)) factor *= exponent.rescale(max, total.max);
   }
 
-  if constexpr (kAgain) {
+  if constexpr (kRecomputes) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      if (share.chunk_is_live(i)) hold_words(r_in[i]);
+      if (slice.chunk_is_live(i)) hold_words(r_in[i]);
     }
   }
-  // Store, zeros outside the live range.
+  // Store the results, and zeros outside the live range.
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    if (kZerosFirst && !share.chunk_is_live(i)) continue;
+    if (kZerosFirst && !slice.chunk_is_live(i)) continue;
     float r_y[kElems] = {};
-    if (share.chunk_is_live(i)) {
-      if constexpr (kAgain) share.unpack(r_y, r_in[i], i, exponent);
+    if (slice.chunk_is_live(i)) {
+      if constexpr (kRecomputes) slice.unpack(r_y, r_in[i], i, exponent);
 #pragma unroll
       for (int j = 0; j < kElems; ++j) {
-        const float x = kAgain ? exponent(r_y[j], shift) : r_x[kAgain ? 0 : i][j];
+        const float x = kRecomputes ? exponent(r_y[j], shift) : r_x[kRecomputes ? 0 : i][j];
         r_y[j] = x * factor;
       }
     }
-    share.store(g_y, i, r_y, isfinite(factor));
+    slice.store(g_y, i, r_y, isfinite(factor));
   }
-  share.store_edge(g_y, r_edge * factor);
+  slice.store_edge(g_y, r_edge * factor);
 }
 
 template <typename Config, typename Mask>
@@ -263,30 +263,30 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_backward_kernel(
   using T = typename Config::T;
   constexpr int kElems = Config::kElems;
   constexpr int kLoads = Config::kLoads;
-  using Share = RowShare<Config, Mask>;
-  const int64_t row = Share::row();
+  using Slice = RowSlice<Config, Mask>;
+  const int64_t row = Slice::row();
   if (Config::kRowsPerBlock > 1 && row >= args.rows) return;
   const T* g_y = args.g_x + row * args.x_row_stride;
   const T* g_dy = args.g_dy + row * args.dy_row_stride;
   T* g_dx = args.g_y + row * args.n;
-  const Share share(mask.live_columns(args.first_row + row), g_dx, args.n);
+  const Slice slice(mask.live_columns(args.first_row + row), g_dx, args.n);
 
   uint4 r_y[kLoads], r_dy[kLoads];
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    if (share.chunk_is_live(i)) {
-      share.load(r_y[i], g_y, i, 0.f);
-      share.load(r_dy[i], g_dy, i, 0.f);
+    if (slice.chunk_is_live(i)) {
+      slice.load(r_y[i], g_y, i, 0.f);
+      slice.load(r_dy[i], g_dy, i, 0.f);
     }
   }
-  const float edge_y = share.load_edge(g_y, 0.f), edge_dy = share.load_edge(g_dy, 0.f);
+  const float edge_y = slice.load_edge(g_y, 0.f), edge_dy = slice.load_edge(g_dy, 0.f);
 
   float dot = edge_y * edge_dy;
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    if (share.chunk_is_live(i)) {
-      share.hide(r_y[i], i, 0.f);
-      share.hide(r_dy[i], i, 0.f);
+    if (slice.chunk_is_live(i)) {
+      slice.hide(r_y[i], i, 0.f);
+      slice.hide(r_dy[i], i, 0.f);
       float y[kElems], dy[kElems];
       to_floats<T>(y, r_y[i]);
       to_floats<T>(dy, r_dy[i]);
@@ -307,16 +307,16 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_backward_kernel(
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     float r_dx[kElems] = {};
-    if (share.chunk_is_live(i)) {
+    if (slice.chunk_is_live(i)) {
       float y[kElems], dy[kElems];
       to_floats<T>(y, r_y[i]);
       to_floats<T>(dy, r_dy[i]);
 #pragma unroll
       for (int j = 0; j < kElems; ++j) r_dx[j] = gradient(y[j], dy[j]);
     }
-    share.store(g_dx, i, r_dx, isfinite(dot));
+    slice.store(g_dx, i, r_dx, isfinite(dot));
   }
-  share.store_edge(g_dx, gradient(edge_y, edge_dy));
+  slice.store_edge(g_dx, gradient(edge_y, edge_dy));
 }
 
 }  // namespace torchweld

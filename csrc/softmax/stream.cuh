@@ -1,5 +1,5 @@
-// Row softmax and its gradient for rows that no tile holds: one block a row reads it twice, first
-// for a running (max, sum) a thread, then to write the result.
+// Row softmax and its gradient for rows that no tile holds. One block per row reads it twice: for a
+// running (max, sum) per thread, then to write the result.
 #pragma once
 
 #include "softmax/config.h"
@@ -7,7 +7,7 @@
 
 namespace torchweld {
 
-// kElems is a 16-byte access or one element.
+// kElems: the elements of a 16-byte access, or 1.
 template <typename T, int kElems, typename Mask>
 __global__ __launch_bounds__(kSoftmaxStreamThreads) void softmax_stream_kernel(
     const RowArgs<T> args, const Mask mask) {
@@ -22,13 +22,13 @@ __global__ __launch_bounds__(kSoftmaxStreamThreads) void softmax_stream_kernel(
   const int64_t start = live.begin / kElems * kElems + threadIdx.x * kElems;
 
   // First read: a running (max, sum) per thread.
-  MaxSum part = {-INFINITY, 0.f};
+  MaxSum local = {-INFINITY, 0.f};
   for (int64_t first = start; first < live.end; first += kStep) {
     float r_x[kElems];
     unpack_scores<Mask>(r_x, load_vec<T, kElems>(g_x + first), live, first, exponent);
-    accumulate(part, largest(r_x), r_x, exponent);
+    accumulate(local, largest(r_x), r_x, exponent);
   }
-  const MaxSum total = s_exchange.merge_warps(warp_merge(part, exponent), exponent);
+  const MaxSum total = s_exchange.merge_warps(warp_merge(local, exponent), exponent);
   float factor = 1.f / total.sum, shift = total.max;
   if constexpr (Mask::kCapped) {
     const float sink = mask.sink(args.first_row + row);
@@ -36,7 +36,7 @@ __global__ __launch_bounds__(kSoftmaxStreamThreads) void softmax_stream_kernel(
     if (sink > total.max) shift = finite_max(shift);
   }
 
-  // Second read, and the store.
+  // Second read: compute and store the result.
   for (int64_t first = threadIdx.x * kElems; first < args.n; first += kStep) {
     Vec<T, kElems> out = {};
     if (touches<Mask>(live, first, kElems)) {

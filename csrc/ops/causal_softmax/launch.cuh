@@ -24,9 +24,9 @@ template <typename T>
 void launch_capped_softmax_backward_of(const SoftmaxBackwardParams& params, const CappedMask& mask,
                                        const CappedBackward& capped, cudaStream_t stream) {
   const RowArgs<T> args = row_args<T>(params);
-  SoftmaxProblem problem = problem_of<T, /*kBackward=*/true>(args, mask);
+  SoftmaxProblem problem = softmax_problem<T, /*kBackward=*/true>(args, mask);
   problem.in_phase &= rows_in_phase(args, static_cast<const T*>(capped.scores), capped.row_stride);
-  pick<SoftmaxFamily>(problem);  // there is one kernel: it is told, not chosen
+  pick<SoftmaxFamily>(problem);  // there is one kernel: recorded, not chosen
   const auto launch = [&](auto elems) {
     const auto kernel = capped_softmax_backward_kernel<T, elems.value>;
     const auto threads = static_cast<unsigned>(softmax_stream_threads(problem));

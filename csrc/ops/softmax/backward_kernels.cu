@@ -1,4 +1,4 @@
-// The gradient of softmax over unmasked rows: the launcher. The kernels are in softmax/rows.cuh.
+// Launches the gradient of softmax over unmasked rows. The kernels are in csrc/softmax.
 #include "softmax/params.h"
 
 #include "softmax/launch.cuh"
