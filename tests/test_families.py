@@ -75,8 +75,8 @@ def test_a_name_is_the_engine_and_its_tile(family):
     for numbers in problems(family, count=30):
         for c in _C.candidates(family, numbers):
             assert c["choice"] == f"{c['engine']} {c['tile']}".rstrip()
-            parts = c["columns"].get("splits", c["columns"].get("parts", 1))
-            assert c["tile"].partition(" /")[2] == ("" if parts in (0, 1) else str(parts))
+            splits = c["columns"].get("splits", 1)
+            assert c["tile"].partition(" /")[2] == ("" if splits in (0, 1) else str(splits))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -88,8 +88,8 @@ def test_problems_of_a_shape_class_have_the_same_configurations(family):
         for candidate in _C.candidates(family, numbers):
             if candidate["refusal"]:
                 continue
-            if family == "row_sum" and candidate["columns"]["parts"] > 1:
-                continue  # more than 16384 rows are not cut
+            if family == "row_sum" and candidate["columns"]["splits"] > 1:
+                continue  # more than 16384 rows are not split
             shared = _C.candidate(family, wide, candidate["choice"])
             assert shared["refusal"] == "", (numbers, wide, candidate)
 
@@ -105,12 +105,12 @@ def test_splits_cover_the_split_dimension():
             assert (splits - 1) * -(-k_blocks // splits) < k_blocks
     for numbers in problems("row_sum", seed=2):
         for found in _C.candidates("row_sum", numbers):
-            parts, n = found["columns"]["parts"], named("row_sum", numbers)["n"]
-            if found["refusal"] or parts == 1:
+            splits, n = found["columns"]["splits"], named("row_sum", numbers)["n"]
+            if found["refusal"] or splits == 1:
                 continue
             block = 16 // named("row_sum", numbers)["elem_size"] * 256 * 4
-            part = -(-n // (parts * block)) * block
-            assert (parts - 1) * part < n <= parts * part
+            split = -(-n // (splits * block)) * block
+            assert (splits - 1) * split < n <= splits * split
 
 
 @pytest.mark.parametrize(

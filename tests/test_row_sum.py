@@ -40,7 +40,7 @@ def test_row_count(device, rows):
             check_op("row_sum", [randn(device, dtype, rows, n)])
 
 
-# Few long rows are cut into parts; some of these leave a part of a few elements.
+# Few long rows are split; some of these have a last split of a few elements.
 SPLIT = [(1, 4096), (1, 4097), (1, 65_537), (2, 262_147), (3, 100_003), (7, 16_385), (130, 8_193)]
 
 
@@ -120,7 +120,7 @@ def test_expanded_rows(device):
 
 
 def test_calls_after_each_other(device):
-    """What one call leaves behind for the next (counters of finished parts) is clean."""
+    """What one call leaves behind for the next (counters of finished splits) is clean."""
     for shape in [(2, 70_001), (5, 50_000), (1, 300_000), (2, 70_001)] * 2:
         x = integers(device, F32, *shape)
         assert_equal(row_sum(x), x.double().sum(-1).to(F32))

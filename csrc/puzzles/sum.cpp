@@ -15,15 +15,16 @@ void sum_into(const Tensor& to, const Tensor& x, int64_t dim) {
     at::sum_out(out, x, dim);
     return;
   }
-  // NOTE: where threads share one 16-bit sum, ATen keeps the part of each in 16 bits.
-  constexpr int64_t kPart = 1 << 16;  // stays in cache as fp32
+  // NOTE: if threads share a 16-bit sum, ATen rounds each thread's partial to 16 bits.
+  constexpr int64_t kChunk = 1 << 16;  // fits into the cache as fp32
   const Tensor values = x.reshape({x.numel()});
-  const Tensor parts = at::empty({(x.numel() + kPart - 1) / kPart}, x.options().dtype(at::kFloat));
-  parallel_tasks(parts.numel(), [&](int64_t part) {
-    const int64_t first = part * kPart, count = std::min(kPart, x.numel() - first);
-    parts[part].copy_(values.narrow(0, first, count).to(at::kFloat).sum());
+  const Tensor partials =
+      at::empty({(x.numel() + kChunk - 1) / kChunk}, x.options().dtype(at::kFloat));
+  parallel_tasks(partials.numel(), [&](int64_t chunk) {
+    const int64_t first = chunk * kChunk, count = std::min(kChunk, x.numel() - first);
+    partials[chunk].copy_(values.narrow(0, first, count).to(at::kFloat).sum());
   });
-  out.copy_(parts.sum().view(out.sizes()));
+  out.copy_(partials.sum().view(out.sizes()));
 }
 
 }  // namespace torchweld

@@ -1,7 +1,7 @@
 // add_scalar:  z = x + value       x, z of any shape
 // Gradient:    dx = dz
 //
-// The sum in fp32 (fp64 for fp64), rounded once.
+// Computes in fp32 (fp64 for fp64) and rounds once.
 #include <ATen/ScalarOps.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
@@ -29,7 +29,7 @@ Tensor add_scalar_cpu(const Tensor& x, double value) {
   if (acc_dtype(x) == x.scalar_type()) {
     at::add_out(z, x, at::native::wrapped_scalar_tensor(value));
   } else {
-    // torch would round a number to 16 bits first, but not a float32 tensor with dims.
+    // torch rounds a scalar to 16 bits before adding, but not a float32 tensor with dims.
     const std::vector<int64_t> ones(x.dim(), 1);
     at::add_out(z, x, at::full(ones, value, at::kDouble).to(acc_dtype(x)));
   }
@@ -37,7 +37,7 @@ Tensor add_scalar_cpu(const Tensor& x, double value) {
 }
 
 #ifdef TORCHWELD_CUDA
-// A contiguous tensor is a matrix of any width; this one suits the tiles.
+// A contiguous tensor can be seen as a matrix of any width; this width fits the tiles.
 constexpr int64_t kWidth = 16384;
 
 Tensor add_scalar_cuda(const Tensor& x, double value) {

@@ -1,4 +1,4 @@
-// add_scalar, z = x + value: the launcher.
+// The launcher of add_scalar, z = x + value.
 #pragma once
 
 #include <cuda_runtime_api.h>

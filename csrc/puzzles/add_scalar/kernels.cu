@@ -1,4 +1,4 @@
-// add_scalar: the launcher. The kernel is in pointwise/matrix_pass.cuh.
+// Launches add_scalar. The kernel is in pointwise/matrix_pass.cuh.
 #include "puzzles/add_scalar/add_scalar.h"
 
 #include "pointwise/matrix_launch.cuh"

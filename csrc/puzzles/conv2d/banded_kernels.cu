@@ -1,14 +1,14 @@
-// Convolution in 16 bits on tensor cores, for kernels beyond what puzzles/conv2d/cells.cuh takes.
+// Convolution in 16 bits on tensor cores, for kernels too large for puzzles/conv2d/cells.cuh.
 //
 // A row of weights becomes a band matrix: z[i, j] += sum_k x[i + p, j0 + k] * band_p[k, j - j0]
-// with band_p[k, n] = weight[p, k - n] where that exists, else 0. A tile of 16 rows by 8 columns is
-// then kernel_height products m16n8k16 for kernels up to 9 wide, two or three times as many for
-// wider ones. Products are exact, sums in fp32.
+// with band_p[k, n] = weight[p, k - n] inside the kernel, else 0. A tile of 16 rows by 8 columns
+// then needs kernel_height mma m16n8k16 for kernels up to 9 wide, two or three times as many for
+// wider ones. Products are exact, accumulators fp32.
 //
-// A block stages its rows of x, halo and zeros included, in shared memory; images lie one below the
-// other (StackedRows), so that many small ones share a block. Each warp then has its own tiles.
-// NOTE: the band's zeros meet values that an output does not see, and 0 * inf is NaN. An output
-// that is not finite is computed again from its own window.
+// A block stages its rows of x, with halo and zeros, in shared memory. Images are stacked
+// (StackedRows), so that many small ones share a block. Each warp computes its own tiles.
+// NOTE: the band's zeros are multiplied with values outside an output's window, and 0 * inf is NaN.
+// An output that is not finite is therefore recomputed from its own window.
 #include "device/dispatch.cuh"
 #include "device/mma_sync.cuh"
 #include "device/reduce.cuh"
@@ -18,9 +18,9 @@ namespace torchweld {
 namespace {
 
 constexpr int kBandedThreads = kBandedWarps * kWarp;
-constexpr int kPiece = 8;  // 16-bit elements of an access, columns of a tile
+constexpr int kVector = 8;  // 16-bit elements of a 16-byte vector; columns of a tile
 constexpr int kTileRows = 16;
-constexpr int kStep = 16;  // columns of x that one product sees
+constexpr int kBlockK = 16;  // columns of x of one mma
 
 template <typename T_, int kTile>
 struct BandedConfig {
@@ -29,25 +29,26 @@ struct BandedConfig {
   static constexpr int kTilesM = kShape.tiles_m;
   static constexpr int kTilesN = kShape.tiles_n;
   static constexpr int kRows = kShape.rows(kBandedWarps);
-  static constexpr int kOutPitch = kPiece * (kTilesN | 1);  // odd in 16 bytes: no bank conflicts
-  static_assert(sizeof(T) == 2 && kTilesN * kPiece == kShape.columns());
+  static constexpr int kOutPitch =
+      kVector * (kTilesN | 1);  // odd in 16-byte units: no bank conflicts
+  static_assert(sizeof(T) == 2 && kTilesN * kVector == kShape.columns());
 };
 
-// The block's shared memory; sizes follow from the kernel's.
+// Sizes of the block's shared memory, derived from the kernel's size.
 template <typename Config>
 struct BandedLayout {
-  int steps;       // products across
-  int before;      // pieces of x to the left of an output's own
-  int halo;        // pieces beside the outputs' own
+  int steps;       // mmas along K per row of weights
+  int before;      // vectors of x to the left of the outputs' columns
+  int halo;        // vectors beside the outputs' columns
   int pitch;       // elements from one staged row to the next
   int rows;        // staged
   int band_words;  // of all band matrices
 
   TW_HOST_DEVICE BandedLayout(int kernel_height, int kernel_width, bool flipped) {
-    steps = (kernel_width - 1 + kPiece + kStep - 1) / kStep;
-    before = flipped ? (kernel_width - 1 + kPiece - 1) / kPiece : 0;
+    steps = (kernel_width - 1 + kVector + kBlockK - 1) / kBlockK;
+    before = flipped ? (kernel_width - 1 + kVector - 1) / kVector : 0;
     halo = 2 * steps - 1;
-    pitch = kPiece * ((Config::kTilesN + halo) | 1);
+    pitch = kVector * ((Config::kTilesN + halo) | 1);
     rows = Config::kRows + kernel_height - 1;
     band_words = 2 * kWarp * kernel_height * steps;
   }
@@ -57,30 +58,29 @@ struct BandedLayout {
   }
 };
 
-// Where a row of the stack is: its offset in x and in z, -1 where it is no row of an image.
-struct RowPlace {
+// The offsets of a stacked row in x and in z, -1 for a row of zeros.
+struct RowOffsets {
   int64_t in_x, in_z;
 };
 
-// NOTE: ldmatrix may read one piece beyond the last row of x, whose values nobody uses; the outputs
-// lie there.
+// NOTE: ldmatrix may read one vector beyond the last row of x, into s_z. The values are not used.
 template <typename Config>
 struct BandedShared {
   using T = typename Config::T;
-  T* s_x;            // (rows, pitch)
-  T* s_z;            // (warps, 16, kOutPitch)
-  uint32_t* s_band;  // (kernel_height, steps, 32, 2)
-  RowPlace* s_rows;  // (rows,)
+  T* s_x;              // (rows, pitch)
+  T* s_z;              // (warps, 16, kOutPitch)
+  uint32_t* s_band;    // (kernel_height, steps, 32, 2)
+  RowOffsets* s_rows;  // (rows,)
 
   __device__ __forceinline__ BandedShared(char* s_base, const BandedLayout<Config>& layout) {
     s_x = reinterpret_cast<T*>(s_base);
     s_z = s_x + layout.rows * layout.pitch;
     s_band = reinterpret_cast<uint32_t*>(s_z + kBandedWarps * kTileRows * Config::kOutPitch);
-    s_rows = reinterpret_cast<RowPlace*>(s_band + layout.band_words);
+    s_rows = reinterpret_cast<RowOffsets*>(s_band + layout.band_words);
   }
 };
 
-// The two words of a band matrix that this lane brings to its product.
+// Writes the band matrices to shared memory: each lane has two words of every matrix.
 template <typename T>
 __device__ __forceinline__ void make_bands(uint32_t* s_band, const Conv2dArgs<T>& args, int steps,
                                            int shift) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void make_bands(uint32_t* s_band, const Conv2dArgs<T>
   for (int i = threadIdx.x; i < words; i += kBandedThreads) {
     const int half = i % 2, lane = i / 2 % kWarp, product = i / (2 * kWarp);
     const int p = product / steps;
-    const int k = product % steps * kStep + half * kPiece + lane % 4 * 2;
+    const int k = product % steps * kBlockK + half * kVector + lane % 4 * 2;
     const int q = k - lane / 4 - shift;
     const auto weight = [&](int tap) {
       return tap >= 0 && tap < kernel_width ? weight_at(args, p, tap) : 0.f;
@@ -98,52 +98,52 @@ __device__ __forceinline__ void make_bands(uint32_t* s_band, const Conv2dArgs<T>
   }
 }
 
-// Eight columns of x on their way to shared memory, zeros where there is no image.
+// Stages eight columns of x, with zeros outside the image.
 template <typename T>
-__device__ __forceinline__ void stage_piece(T* s_to, const Conv2dArgs<T>& args, int64_t row_offset,
-                                            int64_t column) {
+__device__ __forceinline__ void stage_vector(T* s_to, const Conv2dArgs<T>& args, int64_t row_offset,
+                                             int64_t column) {
   if (args.aligned) {
-    const bool there = row_offset >= 0 && column >= 0 && column < args.width;
-    copy_async_16_if(shared_address(s_to), args.g_x + (there ? row_offset + column : 0), there);
+    const bool valid = row_offset >= 0 && column >= 0 && column < args.width;
+    copy_async_16_if(shared_address(s_to), args.g_x + (valid ? row_offset + column : 0), valid);
     return;
   }
-  Vec<T, kPiece> in;
+  Vec<T, kVector> in;
 #pragma unroll
-  for (int c = 0; c < kPiece; ++c) {
-    const bool there = row_offset >= 0 && column + c >= 0 && column + c < args.width;
-    in.values[c] = there ? args.g_x[row_offset + column + c] : from_float<T>(0.f);
+  for (int c = 0; c < kVector; ++c) {
+    const bool valid = row_offset >= 0 && column + c >= 0 && column + c < args.width;
+    in.values[c] = valid ? args.g_x[row_offset + column + c] : from_float<T>(0.f);
   }
   store_vec(s_to, in);
 }
 
-// Stages the block's rows: the outputs' own columns, then what lies beside them.
+// Stages the block's rows: first the outputs' columns, then the halo.
 template <typename Config>
 __device__ __forceinline__ void stage_rows(const BandedShared<Config>& shared,
                                            const BandedLayout<Config>& layout,
                                            const Conv2dArgs<typename Config::T>& args,
                                            int64_t first_column) {
   constexpr int kTilesN = Config::kTilesN;
-  const auto stage = [&](int row, int piece) {
-    stage_piece(shared.s_x + row * layout.pitch + piece * kPiece, args, shared.s_rows[row].in_x,
-                first_column + (piece - layout.before) * kPiece);
+  const auto stage = [&](int row, int vector) {
+    stage_vector(shared.s_x + row * layout.pitch + vector * kVector, args, shared.s_rows[row].in_x,
+                 first_column + (vector - layout.before) * kVector);
   };
   for (int i = threadIdx.x; i < layout.rows * kTilesN; i += kBandedThreads) {
     stage(i / kTilesN, layout.before + i % kTilesN);
   }
   for (int i = threadIdx.x; i < layout.rows * layout.halo; i += kBandedThreads) {
-    const int piece = i % layout.halo;
-    stage(i / layout.halo, piece < layout.before ? piece : piece + kTilesN);
+    const int vector = i % layout.halo;
+    stage(i / layout.halo, vector < layout.before ? vector : vector + kTilesN);
   }
   copy_async_commit();
   copy_async_wait<0>();
 }
 
-// Computes the outputs of a tile that are not finite again, each from its own window.
+// Recomputes the outputs of a tile that are not finite, each from its own window.
 template <typename Config>
-__device__ __forceinline__ void mend_tile(const BandedShared<Config>& shared, int pitch,
-                                          const Conv2dArgs<typename Config::T>& args, int row,
-                                          int shift, typename Config::T* s_z) {
-  constexpr int kColumns = Config::kTilesN * kPiece;
+__device__ __forceinline__ void recompute_tile(const BandedShared<Config>& shared, int pitch,
+                                               const Conv2dArgs<typename Config::T>& args, int row,
+                                               int shift, typename Config::T* s_z) {
+  constexpr int kColumns = Config::kTilesN * kVector;
   for (int i = threadIdx.x % kWarp; i < kTileRows * kColumns; i += kWarp) {
     typename Config::T& z = s_z[i / kColumns * Config::kOutPitch + i % kColumns];
     if (isfinite(to_float(z))) continue;
@@ -159,7 +159,7 @@ __device__ __forceinline__ void mend_tile(const BandedShared<Config>& shared, in
   }
 }
 
-// The warp's tile of 16 rows from `row` on: all products, then the tile in shared memory.
+// Computes the warp's tile of 16 rows from `row` on, into shared memory.
 template <typename Config>
 __device__ __forceinline__ void compute_tile(const BandedShared<Config>& shared,
                                              const BandedLayout<Config>& layout,
@@ -167,11 +167,11 @@ __device__ __forceinline__ void compute_tile(const BandedShared<Config>& shared,
                                              int shift, typename Config::T* s_z) {
   using T = typename Config::T;
   constexpr int kTilesN = Config::kTilesN;
-  constexpr int kPairs = (kTilesN + 2) / 2;  // of pieces
+  constexpr int kPairs = (kTilesN + 2) / 2;  // pairs of vectors
   const int lane = threadIdx.x % kWarp;
   float r_acc[kTilesN][4] = {};
   const uint32_t s_from =
-      shared_address(shared.s_x + (row + lane % 16) * layout.pitch + lane / 16 * kPiece);
+      shared_address(shared.s_x + (row + lane % 16) * layout.pitch + lane / 16 * kVector);
   const uint2* s_band = reinterpret_cast<const uint2*>(shared.s_band) + lane;
   for (int p = 0; p < static_cast<int>(args.kernel_height); ++p) {
     for (int step = 0; step < layout.steps; ++step) {
@@ -180,7 +180,7 @@ __device__ __forceinline__ void compute_tile(const BandedShared<Config>& shared,
       uint32_t r_x[kPairs][4];
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        load_matrix_4(r_x[i], s_from + 2 * (p * layout.pitch + step * kStep + i * 2 * kPiece));
+        load_matrix_4(r_x[i], s_from + 2 * (p * layout.pitch + step * kBlockK + i * 2 * kVector));
       }
 #pragma unroll
       for (int n = 0; n < kTilesN; ++n) {
@@ -192,31 +192,31 @@ __device__ __forceinline__ void compute_tile(const BandedShared<Config>& shared,
       }
     }
   }
-  float check = 0.f;  // NaN once an output is not finite
+  float check = 0.f;  // NaN if an output is not finite
 #pragma unroll
   for (int n = 0; n < kTilesN; ++n) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float left = r_acc[n][2 * half], right = r_acc[n][2 * half + 1];
       check = fmaf(left, 0.f, fmaf(right, 0.f, check));
-      *reinterpret_cast<uint32_t*>(s_z + (half * 8 + lane / 4) * Config::kOutPitch + n * kPiece +
+      *reinterpret_cast<uint32_t*>(s_z + (half * 8 + lane / 4) * Config::kOutPitch + n * kVector +
                                    lane % 4 * 2) = pack_pair<T>(left, right);
     }
   }
   __syncwarp();
   if (__any_sync(~0u, isnan(check))) {
-    mend_tile(shared, layout.pitch, args, row, shift, s_z);
+    recompute_tile(shared, layout.pitch, args, row, shift, s_z);
     __syncwarp();
   }
 }
 
-// The tile from shared memory to z.
+// Copies the tile from shared memory to z.
 template <typename Config>
-__device__ __forceinline__ void store_tile(const typename Config::T* s_z, const RowPlace* s_rows,
+__device__ __forceinline__ void store_tile(const typename Config::T* s_z, const RowOffsets* s_rows,
                                            const Conv2dArgs<typename Config::T>& args,
                                            int64_t first_column) {
-  constexpr int kElems = kPiece;
-  constexpr int kColumns = Config::kTilesN * kPiece;
+  constexpr int kElems = kVector;
+  constexpr int kColumns = Config::kTilesN * kVector;
   const int lane = threadIdx.x % kWarp;
   if (args.aligned) {
     for (int i = lane; i < kTileRows * Config::kTilesN; i += kWarp) {
@@ -247,11 +247,12 @@ __global__ __launch_bounds__(kBandedThreads, 6) void conv2d_banded_kernel(
   const int64_t column_tile = block - row_tile * args.by_column_tiles.divisor();
   const int64_t first_row = row_tile * Config::kRows;  // of the stack
   const int64_t first_column = column_tile * Config::kShape.columns();
-  // The column of a window's first value, from its piece's first column on.
-  const int shift = args.flipped ? layout.before * kPiece - (kernel_width - 1) : 0;
+  // The column of a window's first element within its vector.
+  const int shift = args.flipped ? layout.before * kVector - (kernel_width - 1) : 0;
 
   const StackedRows<typename Config::T> stack{args};
-  const int rows_before = args.flipped ? kernel_height - 1 : 0;  // staged above the outputs' own
+  const int rows_before =
+      args.flipped ? kernel_height - 1 : 0;  // rows staged above the outputs' rows
   for (int i = threadIdx.x; i < layout.rows; i += kBandedThreads) {
     const int64_t row = first_row - rows_before + i;
     shared.s_rows[i] = {stack.offset_in_x(row), stack.offset_in_z(row)};

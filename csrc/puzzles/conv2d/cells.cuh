@@ -1,18 +1,18 @@
-// Convolution in 16 bits with small kernels, on tensor cores, from registers to registers.
+// Convolution in 16 bits with small kernels, on tensor cores, without shared memory for x.
 //
-// A cell is 4 rows by 8 columns, a row of 16 bytes each in four lanes: that is how x is loaded, how
-// z is stored, and, as it is, an operand A of m16n8k16. Of its rows g and g + 8 both are the lanes'
-// cell, one with the even pairs of columns, one with the odd ones, which is the same two columns
-// later. The other operand is a band matrix of weights: it takes a pair of columns (k, with the 4
-// rows) to a pair of columns (n, with the 4 rows) at a fixed distance. An output is the sum of what
-// even and odd pairs bring to it, and a lane's sums are again 16 bytes of z.
+// A cell is 4 rows by 8 columns; each of four lanes holds a row of 16 bytes. Loads of x and stores
+// of z have this layout, which is also that of operand A of m16n8k16: rows g and g + 8 of A are the
+// even and the odd pairs of columns of the same cell. Operand B is a band matrix of weights: it
+// maps a pair of columns (k, with the 4 rows) to a pair of columns (n, with the 4 rows) at a fixed
+// distance. An output is the sum of the contributions of even and odd pairs; a lane's accumulators
+// are 16 bytes of z.
 //
-// A warp has strips, columns of cells, side by side or in other images, and walks down them with
-// the next cells on their way. An output sees its own cell, those below and those beside them,
-// which the lanes beside have too. For the gradient to x (flipped) the walk goes up and what lies
-// beside is on the left.
-// NOTE: the band's zeros meet values that an output does not see, and 0 * inf is NaN. An output
-// that is not finite is computed again from its own window.
+// A warp computes strips (columns of cells), side by side or in different images, from top to
+// bottom, with the loads of the next cells in flight. An output depends on its own cell, the cells
+// below, and the cells to the right, which neighbouring lanes hold. For the gradient to x (flipped)
+// strips run from bottom to top, and the cells to the left take part.
+// NOTE: the band's zeros are multiplied with values outside an output's window, and 0 * inf is NaN.
+// An output that is not finite is therefore recomputed from its own window.
 #pragma once
 
 #include <type_traits>
@@ -24,7 +24,7 @@
 
 namespace torchweld {
 
-constexpr int kCellTiles = 5;  // of sums: pair -1, of which only the odd pairs count, to pair 3
+constexpr int kCellTiles = 5;  // of accumulators: pairs -1 (odd pairs only) to 3
 
 template <typename T_, int kTile, bool kFlipped_>
 struct CellsConfig {
@@ -32,32 +32,32 @@ struct CellsConfig {
   static constexpr CellsTile kShape = kCellsTiles[kTile];
   static constexpr int kSize = kShape.size;
   static constexpr bool kFlipped = kFlipped_;
-  static constexpr int kDown = (kSize + 2) / kCellRows + 1;  // cells below each other in a window
-  static constexpr int kBands = (kSize + 1) / 2;             // pairs of columns in a window
-  static constexpr int kBeside = kBands > 3 ? 4 : 2;         // words of the piece beside
+  static constexpr int kDown = (kSize + 2) / kCellRows + 1;  // cells that a window spans vertically
+  static constexpr int kBands = (kSize + 1) / 2;             // pairs of columns that a window spans
+  static constexpr int kBeside = kBands > 3 ? 4 : 2;  // words loaded of the neighbouring cell
   static constexpr int kBuffers = kDown + kShape.ahead;
-  // Single elements need more registers than accesses do: for their conditions.
+  // Element-wise loads need more registers than vector loads, for their predicates.
   static constexpr int blocks_per_sm(bool vector) {
     return vector ? kShape.blocks_per_sm : kShape.blocks_per_sm / 2 + 1;
   }
-  static_assert(sizeof(T) == 2 && kShape.strip_rows % kCellsLeastRows == 0 &&
-                kCellsLeastRows % kCellRows == 0);
+  static_assert(sizeof(T) == 2 && kShape.strip_rows % kCellsMinRows == 0 &&
+                kCellsMinRows % kCellRows == 0);
 };
 
-// A lane's part of a strip.
+// A lane's row of a strip.
 template <typename T>
 struct Strip {
-  const T* g_x;      // its row of the next cell
-  T* g_z;            // the same of z
-  int rows;          // of x, from its first row on, that the strip sees
-  bool beside;       // whether there is an image beside it
-  bool outermost;    // of the strips side by side: no lane has what lies beside it
-  int columns;       // of the image from its first column on
-  int columns_left;  // before it
+  const T* g_x;      // the lane's row of the next cell
+  T* g_z;            // the lane's row of the next cell of z
+  int rows;          // rows of x from the lane's first one that the strip depends on
+  bool beside;       // whether the image continues in the neighbouring cell
+  bool outermost;    // no lane of the warp holds the neighbouring cell
+  int columns;       // of the image, from the strip's first column on
+  int columns_left;  // of the image before the strip
 };
 
 struct CellsPlan {
-  int log_across;  // strips side by side, 8 at most
+  int log_across;  // log2 of the strips side by side, at most 3
   int steps;       // cells of a strip
 };
 
@@ -80,7 +80,7 @@ __device__ __forceinline__ Strip<typename Config::T> find_strip(
     return {args.g_x, args.g_z, 0, false, true, 0, 0};
   }
   const int64_t i = Config::kFlipped ? args.height - 1 - first - row : first + row;
-  const auto clamped = [](int64_t n, int most) { return n < most ? static_cast<int>(n) : most; };
+  const auto clamped = [](int64_t n, int limit) { return n < limit ? static_cast<int>(n) : limit; };
   const int below = clamped(args.height - first, rows + Config::kSize - 1) - row;
   const int last = (1 << plan.log_across) - 1;
   const bool beside = Config::kFlipped ? column > 0 : column + kCellColumns < args.width;
@@ -93,95 +93,96 @@ __device__ __forceinline__ Strip<typename Config::T> find_strip(
           clamped(column, kCellColumns)};
 }
 
-// Pairs of columns from g_row on, zeros beyond the image.
+// Loads pairs of columns from g_row on, with zeros outside the image.
 template <bool kVector, int kCount, typename T>
-__device__ __forceinline__ void load_pairs(uint32_t (&r_words)[kCount], const T* g_row, bool there,
+__device__ __forceinline__ void load_pairs(uint32_t (&r_words)[kCount], const T* g_row, bool valid,
                                            int columns) {
   if constexpr (kVector && kCount == 4) {
     uint4 in = {};
-    if (there) in = __ldg(reinterpret_cast<const uint4*>(g_row));
+    if (valid) in = __ldg(reinterpret_cast<const uint4*>(g_row));
     r_words[0] = in.x, r_words[1] = in.y, r_words[2] = in.z, r_words[3] = in.w;
   } else if constexpr (kVector) {
     uint2 in = {};
-    if (there) in = __ldg(reinterpret_cast<const uint2*>(g_row));
+    if (valid) in = __ldg(reinterpret_cast<const uint2*>(g_row));
     r_words[0] = in.x, r_words[1] = in.y;
   } else {
     const auto value = [&](int c) -> uint32_t {
-      return there && c < columns ? __ldg(reinterpret_cast<const uint16_t*>(g_row) + c) : 0;
+      return valid && c < columns ? __ldg(reinterpret_cast<const uint16_t*>(g_row) + c) : 0;
     };
 #pragma unroll
     for (int i = 0; i < kCount; ++i) r_words[i] = value(2 * i) | value(2 * i + 1) << 16;
   }
 }
 
-// The lane's row of a cell, and of what lies beside it.
+// The lane's row of a cell and of the neighbouring cell.
 template <typename Config>
 struct CellRow {
   static constexpr int kBeside = Config::kBeside;
-  uint32_t own[4], beside[kBeside];
+  uint32_t words[4], beside[kBeside];
 
-  // Neighbours exchange whole accesses: then only the outermost lanes load what lies beside.
+  // With vector loads, lanes exchange neighbouring cells, and only the outermost lanes load them.
   template <bool kVector>
   __device__ __forceinline__ void load(const Strip<typename Config::T>& strip, int row) {
-    const bool alone = !kVector || strip.outermost;
-    load_pairs<kVector>(own, strip.g_x, row < strip.rows, strip.columns);
+    const bool loads_beside = !kVector || strip.outermost;
+    load_pairs<kVector>(words, strip.g_x, row < strip.rows, strip.columns);
     load_pairs<kVector>(beside, strip.g_x + (Config::kFlipped ? -2 * kBeside : kCellColumns),
-                        row < strip.rows && strip.beside && alone,
+                        row < strip.rows && strip.beside && loads_beside,
                         Config::kFlipped ? kCellColumns : strip.columns - kCellColumns);
   }
-  // Once both have arrived. Every lane of the warp comes along.
+  // Exchanges the loaded words. All lanes of the warp must call it.
   template <bool kVector>
   __device__ __forceinline__ void exchange(const Strip<typename Config::T>& strip) {
     if constexpr (kVector) {
 #pragma unroll
       for (int i = 0; i < kBeside; ++i) {
-        const uint32_t theirs = Config::kFlipped ? __shfl_up_sync(~0u, own[i + 4 - kBeside], 4)
-                                                 : __shfl_down_sync(~0u, own[i], 4);
-        if (!strip.outermost) beside[i] = theirs;
+        const uint32_t received = Config::kFlipped ? __shfl_up_sync(~0u, words[i + 4 - kBeside], 4)
+                                                   : __shfl_down_sync(~0u, words[i], 4);
+        if (!strip.outermost) beside[i] = received;
       }
     }
   }
-  // Word i of the row's own piece, or of the one beside it, of which half may be missing.
-  __device__ __forceinline__ uint32_t word(int piece, int i) const {
-    if (piece == 0) return own[i];
+  // Word i of the cell's row (side 0) or of the neighbouring cell's (side 1), half of which may not
+  // be loaded.
+  __device__ __forceinline__ uint32_t word(int side, int i) const {
+    if (side == 0) return words[i];
     return beside[Config::kFlipped ? i - (4 - kBeside) : i];
   }
 };
 
-// The weights with zeros around them, in shared memory: (p, q) from (-kMargin, -1) on.
+// The weights in shared memory with a margin of zeros: (p, q) from (-kMargin, -1) on.
 template <typename Config>
 struct WeightTable {
   static constexpr int kMargin = kCellRows - 1;
   static constexpr int kPitch = 16;
   static constexpr int kEntries = kPitch * (kCellRows * Config::kDown + kMargin);
-  static constexpr int kOfThread = (kEntries + kCellsThreads - 1) / kCellsThreads;
+  static constexpr int kPerThread = (kEntries + kCellsThreads - 1) / kCellsThreads;
   static_assert(2 * Config::kBands + 1 <= kPitch);
-  uint16_t s_weights[kOfThread * kCellsThreads];
+  uint16_t s_weights[kPerThread * kCellsThreads];
 
-  // Loads this thread's weights; store() follows when there is time.
-  static __device__ __forceinline__ void load(uint16_t (&r_weights)[kOfThread],
+  // Loads this thread's weights; store() writes them to shared memory later.
+  static __device__ __forceinline__ void load(uint16_t (&r_weights)[kPerThread],
                                               const Conv2dArgs<typename Config::T>& args) {
     const int kernel_height = static_cast<int>(args.kernel_height);
     const int kernel_width = static_cast<int>(args.kernel_width);
 #pragma unroll
-    for (int i = 0; i < kOfThread; ++i) {
+    for (int i = 0; i < kPerThread; ++i) {
       const int entry = threadIdx.x + i * kCellsThreads;
       const int p = entry / kPitch - kMargin, q = entry % kPitch - 1;
-      const bool there = p >= 0 && p < kernel_height && q >= 0 && q < kernel_width;
+      const bool valid = p >= 0 && p < kernel_height && q >= 0 && q < kernel_width;
       const auto* g_weight = reinterpret_cast<const uint16_t*>(args.g_weight);
-      r_weights[i] = there ? __ldg(g_weight + p * kernel_width + q) : uint16_t{0};
+      r_weights[i] = valid ? __ldg(g_weight + p * kernel_width + q) : uint16_t{0};
     }
   }
-  __device__ __forceinline__ void store(const uint16_t (&r_weights)[kOfThread]) {
+  __device__ __forceinline__ void store(const uint16_t (&r_weights)[kPerThread]) {
 #pragma unroll
-    for (int i = 0; i < kOfThread; ++i) s_weights[threadIdx.x + i * kCellsThreads] = r_weights[i];
+    for (int i = 0; i < kPerThread; ++i) s_weights[threadIdx.x + i * kCellsThreads] = r_weights[i];
   }
-  // The lane's words of the band matrices: [d][i] takes a pair of columns of x in the cell d below
-  // to the pair of columns of z that is i pairs away.
+  // Reads the lane's words of the band matrices: [d][i] maps a pair of columns of x, d cells below,
+  // to the pair of columns of z at a distance of i pairs.
   __device__ __forceinline__ void read(uint32_t (&r_band)[Config::kDown][Config::kBands]) const {
     const int lane = threadIdx.x % kWarp;
-    const int down = lane % 4 - lane / 8;  // from the row of z to that of x
-    const int odd = lane / 4 % 2;          // the column of z in its pair
+    const int down = lane % 4 - lane / 8;  // rows from z to x
+    const int odd = lane / 4 % 2;          // column of z in its pair
     const uint16_t* s_first =
         s_weights + (kMargin + down) * kPitch + 1 + (Config::kFlipped ? odd : -odd);
 #pragma unroll
@@ -195,17 +196,17 @@ struct WeightTable {
   }
 };
 
-// Adds what the words of a piece bring to the sums, of the cell's own piece (0) or of the one
-// beside it (1). The sums of tile o are, in rows g, what even pairs bring to pair o - 1 and, in
-// rows g + 8, what odd pairs bring to pair o.
-template <typename Config, int kPiece, typename Word>
-__device__ __forceinline__ void multiply_piece(float (&r_acc)[kCellTiles][4], const Word& word,
-                                               const uint32_t (&r_band)[Config::kBands]) {
+// Accumulates the products of the cell (kSide 0) or the neighbouring cell (kSide 1). Accumulator
+// tile o holds the contributions of even pairs to pair o - 1 in rows g, and of odd pairs to pair o
+// in rows g + 8.
+template <typename Config, int kSide, typename Word>
+__device__ __forceinline__ void multiply_side(float (&r_acc)[kCellTiles][4], const Word& word,
+                                              const uint32_t (&r_band)[Config::kBands]) {
 #pragma unroll
   for (int tile = 0; tile < kCellTiles; ++tile) {
-    // The distances of the piece's first and third pair.
-    const int to_right = 4 * kPiece - (tile - 1);
-    const int first = Config::kFlipped ? 4 * kPiece + tile - 1 : to_right;
+    // Distances of the first and the third pair.
+    const int to_right = 4 * kSide - (tile - 1);
+    const int first = Config::kFlipped ? 4 * kSide + tile - 1 : to_right;
     const int third = Config::kFlipped ? first - 2 : first + 2;
     const bool has_first = first >= 0 && first < Config::kBands;
     const bool has_third = third >= 0 && third < Config::kBands;
@@ -220,16 +221,16 @@ __device__ __forceinline__ void multiply_piece(float (&r_acc)[kCellTiles][4], co
   }
 }
 
-// Adds what a cell and what lies beside it bring.
+// Accumulates the products of a cell and its neighbouring cell.
 template <typename Config>
 __device__ __forceinline__ void multiply_cell(float (&r_acc)[kCellTiles][4],
                                               const CellRow<Config>& cell,
                                               const uint32_t (&r_band)[Config::kBands]) {
-  multiply_piece<Config, 0>(r_acc, [&](int i) { return cell.word(0, i); }, r_band);
-  multiply_piece<Config, 1>(r_acc, [&](int i) { return cell.word(1, i); }, r_band);
+  multiply_side<Config, 0>(r_acc, [&](int i) { return cell.word(0, i); }, r_band);
+  multiply_side<Config, 1>(r_acc, [&](int i) { return cell.word(1, i); }, r_band);
 }
 
-// check stays 0 until a value is not finite.
+// Makes check non-zero if a value is not finite.
 template <typename T>
 __device__ __forceinline__ void check_finite(uint32_t& check, uint32_t word) {
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
@@ -243,7 +244,7 @@ __device__ __forceinline__ void check_finite(uint32_t& check, uint32_t word) {
 // Packs and stores the lane's row of a cell.
 template <typename Config, bool kVector>
 __device__ __forceinline__ void store_cell(const Strip<typename Config::T>& strip,
-                                           const float (&r_acc)[kCellTiles][4], bool there,
+                                           const float (&r_acc)[kCellTiles][4], bool valid,
                                            uint32_t& check) {
   using T = typename Config::T;
   uint32_t r_z[4];
@@ -252,7 +253,7 @@ __device__ __forceinline__ void store_cell(const Strip<typename Config::T>& stri
     r_z[i] = pack_pair<T>(r_acc[i + 1][0] + r_acc[i][2], r_acc[i + 1][1] + r_acc[i][3]);
     check_finite<T>(check, r_z[i]);
   }
-  if (!there) return;
+  if (!valid) return;
   if constexpr (kVector) {
     __stwb(reinterpret_cast<uint4*>(strip.g_z), make_uint4(r_z[0], r_z[1], r_z[2], r_z[3]));
   } else {
@@ -264,26 +265,26 @@ __device__ __forceinline__ void store_cell(const Strip<typename Config::T>& stri
   }
 }
 
-// Computes the lane's outputs in `steps` cells that are not finite again, or all, each from its own
-// window.
+// Recomputes the lane's outputs in `steps` cells that are not finite (or all of them), each from
+// its own window.
 template <typename Config>
-__device__ __forceinline__ void mend_strip(const Conv2dArgs<typename Config::T>& args,
-                                           const Strip<typename Config::T>& strip, int steps,
-                                           bool all) {
+__device__ __forceinline__ void recompute_strip(const Conv2dArgs<typename Config::T>& args,
+                                                const Strip<typename Config::T>& strip, int steps,
+                                                bool all) {
   using T = typename Config::T;
-  constexpr int kWay = Config::kFlipped ? -1 : 1;
+  constexpr int kDirection = Config::kFlipped ? -1 : 1;
   for (int row = 0; row < steps * kCellRows && row < strip.rows; row += kCellRows) {
     for (int c = 0; c < kCellColumns && c < strip.columns; ++c) {
-      T& z = strip.g_z[kWay * row * args.width + c];
+      T& z = strip.g_z[kDirection * row * args.width + c];
       if (!all && isfinite(to_float(z))) continue;
       float sum = 0.f;
       for (int p = 0; p < args.kernel_height; ++p) {
-        const T* g_row = strip.g_x + kWay * (row + p) * args.x_row_stride + c;
+        const T* g_row = strip.g_x + kDirection * (row + p) * args.x_row_stride + c;
         const int columns = Config::kFlipped ? strip.columns_left + c + 1 : strip.columns - c;
         for (int q = 0; q < args.kernel_width; ++q) {
-          const bool there = row + p < strip.rows && q < columns;
+          const bool valid = row + p < strip.rows && q < columns;
           sum = fmaf(to_float(args.g_weight[p * args.kernel_width + q]),
-                     there ? to_float(g_row[kWay * q]) : 0.f, sum);
+                     valid ? to_float(g_row[kDirection * q]) : 0.f, sum);
         }
       }
       z = from_float<T>(sum);
@@ -298,7 +299,7 @@ __launch_bounds__(kCellsThreads, Config::blocks_per_sm(kVector)) void conv2d_cel
   using T = typename Config::T;
   constexpr int kBuffers = Config::kBuffers;
   __shared__ WeightTable<Config> table;
-  uint16_t r_weights[WeightTable<Config>::kOfThread];
+  uint16_t r_weights[WeightTable<Config>::kPerThread];
   WeightTable<Config>::load(r_weights, args);
 
   const int64_t x_step = (Config::kFlipped ? -kCellRows : kCellRows) * args.x_row_stride;
@@ -319,13 +320,13 @@ __launch_bounds__(kCellsThreads, Config::blocks_per_sm(kVector)) void conv2d_cel
   table.read(r_band);
 
   uint32_t check = 0;
-  const auto walk = [&] {
+  const auto compute = [&] {
     for (int first = 0;; first += kBuffers) {
 #pragma unroll
       for (int u = 0; u < kBuffers; ++u) {
         const int step = first + u;
-        // NOTE: not break: where paths meet again the compiler copies cells that are on their way
-        // to other registers, and waits for them there.
+        // NOTE: return, not break: where control flow merges, the compiler would move cells in
+        // flight to other registers, and wait for them.
         if (step >= plan.steps) return;
         load((u + kBuffers - 1) % kBuffers, step + kBuffers - 1);
         float r_acc[kCellTiles][4] = {};
@@ -339,9 +340,9 @@ __launch_bounds__(kCellsThreads, Config::blocks_per_sm(kVector)) void conv2d_cel
       }
     }
   };
-  walk();
+  compute();
   if ((check & 0x7fff7fff) != 0) {
-    mend_strip<Config>(args, find_strip<Config>(args, plan), plan.steps, false);
+    recompute_strip<Config>(args, find_strip<Config>(args, plan), plan.steps, false);
   }
 }
 
@@ -356,7 +357,7 @@ void launch_cells_config(const Conv2dParams& params, cudaStream_t stream) {
   const int64_t tile_columns = int64_t{kCellColumns} << plan.log_across;
   const int64_t column_tiles = (params.width + tile_columns - 1) / tile_columns;
   const int64_t per_image = (params.height + rows - 1) / rows;
-  const int64_t units = 8 >> plan.log_across;  // of a warp
+  const int64_t units = 8 >> plan.log_across;  // per warp
   const int64_t items = (params.batch * per_image + units - 1) / units * column_tiles;
   for_each_grid(conv2d_args<T>(params, column_tiles, per_image),
                 (items + kCellsWarps - 1) / kCellsWarps,
@@ -367,7 +368,7 @@ void launch_cells_config(const Conv2dParams& params, cudaStream_t stream) {
                 });
 }
 
-// `tile` is one whose size the kernel doesn't exceed.
+// The kernel must not exceed the tile's size.
 template <typename T>
 void launch_conv2d_cells_of(int tile, const Conv2dParams& params, cudaStream_t stream) {
   dispatch_index<kNumCellsTiles>(tile, [&](auto index) {

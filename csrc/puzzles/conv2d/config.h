@@ -1,57 +1,58 @@
-// Which kernel and tile a single-channel convolution takes. Pure host code.
+// Chooses the kernel and the tile of a single-channel convolution. Pure host code.
 #pragma once
 
 #include <cstdint>
 
 namespace torchweld {
 
-// kDirect: fp32, the square kernels of kDirectTiles, in registers. kBanded: 16 bits, on tensor
-// cores. kGeneral: everything else. kCells: 16 bits and kernels up to 9 x 9, on tensor cores
-// without shared memory. kSmall: fp32, images and square kernels that a tile of kSmallTiles holds.
-// kNarrow: 16 bits, images of 8 columns and up to 8 rows and kernels up to 7 x 7, on tensor cores.
+// kDirect: fp32 and the square kernels of kDirectTiles, in registers. kBanded: 16 bits, on tensor
+// cores. kGeneral: any kernel. kCells: 16 bits and kernels up to 9 x 9, on tensor cores without
+// shared memory. kSmall: fp32, images and square kernels that fit a tile of kSmallTiles. kNarrow:
+// 16 bits, images of 8 columns and up to 8 rows, kernels up to 7 x 7, on tensor cores.
 enum class Conv2dEngine : int8_t { kDirect, kBanded, kGeneral, kCells, kSmall, kNarrow };
 
-// A thread of the direct kernel has kDirectColumns adjacent columns of a strip of up to strip_rows
-// rows, and walks down them with `ahead` rows on their way. Rows of x take turns in `turns` rows of
-// registers, rows of sums in as many. With as many ahead, a row's place is loaded anew once the row
-// is added.
+// A thread of the direct kernel computes kDirectColumns contiguous columns of a strip of up to
+// strip_rows rows, from top to bottom, with the loads of `ahead` rows in flight. `buffers` rows of
+// registers hold rows of x, and as many hold rows of sums. If ahead equals buffers, a row's buffer
+// is reloaded right after the row is added.
 struct DirectTile {
-  int size;   // of the kernel, both ways
-  int turns;  // at least size
+  int size;     // kernel height and width
+  int buffers;  // at least size
   int ahead;
   int strip_rows;
   int blocks_per_sm;  // at least; bounds the registers
 };
 inline constexpr int kDirectThreads = 128;
 inline constexpr int kDirectColumns = 4;
-// NOTE: kernels of 4 walk as those of 5 do, with a fifth row on its way: 1.06 to 1.08 of a copy on
-// an H200, where 4 rows took 1.09 to 1.10.
+// NOTE: kernels of 4 use 5 buffers, with a fifth row in flight: 1.06 to 1.08 of a copy on an H200;
+// 4 buffers took 1.09 to 1.10.
 inline constexpr DirectTile kDirectTiles[] = {
     {3, 3, 3, 16, 8}, {4, 5, 5, 16, 4}, {5, 5, 5, 16, 4}, {7, 7, 2, 64, 4}};
 inline constexpr int kNumDirectTiles = sizeof(kDirectTiles) / sizeof(kDirectTiles[0]);
 
-// Strips of an image: of up to `most` rows, and of fewer, down to `least`, where the whole call
-// would have fewer than `few` pieces of work with them. `across` is how many stand side by side.
-constexpr int64_t count_strips(int64_t height, int64_t most, int64_t least, int64_t across,
-                               int64_t few) {
-  const auto strips = [&] { return (height - 1) / most + 1; };
-  while (most > least && across * strips() < few) most /= 2;
+// The number of strips of an image. A strip has up to max_rows rows; it is halved, down to
+// min_rows, while the call has fewer than min_units strips. across: strips side by side in the
+// batch.
+constexpr int64_t count_strips(int64_t height, int64_t max_rows, int64_t min_rows, int64_t across,
+                               int64_t min_units) {
+  const auto strips = [&] { return (height - 1) / max_rows + 1; };
+  while (max_rows > min_rows && across * strips() < min_units) max_rows /= 2;
   return strips();
 }
 
-// Rows of each strip: as many as in every other strip, give or take the last, and fewer where the
-// strips would not keep a large GPU busy.
-inline constexpr int64_t kDirectFewThreads = 65536;
-inline constexpr int kDirectLeastRows = 8;
+// Rows of a strip. All strips but the last have equally many; small calls have smaller strips, to
+// keep a large GPU busy.
+inline constexpr int64_t kDirectMinThreads = 65536;
+inline constexpr int kDirectMinRows = 8;
 constexpr int64_t direct_strip_rows(const DirectTile& tile, int64_t batch, int64_t height,
                                     int64_t width) {
   const int64_t across = batch * ((width - 1) / kDirectColumns + 1);
   const int64_t strips =
-      count_strips(height, tile.strip_rows, kDirectLeastRows, across, kDirectFewThreads);
+      count_strips(height, tile.strip_rows, kDirectMinRows, across, kDirectMinThreads);
   return (height - 1) / strips + 1;
 }
 
-// A warp of the banded kernel has tiles_m tiles of 16 rows by tiles_n of 8 columns.
+// A warp of the banded kernel computes tiles_m tiles of 16 rows by tiles_n tiles of 8 columns.
 struct BandedTile {
   int tiles_m;
   int tiles_n;
@@ -64,8 +65,8 @@ inline constexpr BandedTile kBandedTiles[] = {{8, 1}, {4, 2}, {4, 4}, {2, 8}};
 inline constexpr int kNumBandedTiles = sizeof(kBandedTiles) / sizeof(kBandedTiles[0]);
 inline constexpr int kBandedMaxKernel = 31;
 
-// A lane of the cells kernel walks down strips of up to strip_rows rows, with `ahead` cells of 4
-// rows on their way. Kernels have up to `size` rows and columns.
+// A lane of the cells kernel computes a strip of up to strip_rows rows from top to bottom, with the
+// loads of `ahead` cells of 4 rows in flight. Kernels have up to `size` rows and columns.
 struct CellsTile {
   int size;
   int ahead;
@@ -80,46 +81,48 @@ inline constexpr CellsTile kCellsTiles[] = {
     {3, 2, 32, 8}, {5, 2, 32, 8}, {7, 2, 64, 6}, {9, 2, 64, 5}};
 inline constexpr int kNumCellsTiles = sizeof(kCellsTiles) / sizeof(kCellsTiles[0]);
 
-// Rows of each strip of an image: whole cells, as many as in every other strip, and fewer where the
-// strips would not keep a large GPU's schedulers busy.
-inline constexpr int64_t kCellsFewStrips = 4096;
-inline constexpr int kCellsLeastRows = 8;
+// Rows of a strip, a multiple of a cell's. All strips but the last have equally many; small calls
+// have smaller strips, to keep a large GPU's schedulers busy.
+inline constexpr int64_t kCellsMinStrips = 4096;
+inline constexpr int kCellsMinRows = 8;
 constexpr int64_t cells_strip_rows(const CellsTile& tile, int64_t batch, int64_t height,
                                    int64_t width) {
   const int64_t cells = (height - 1) / kCellRows + 1;
   const int64_t across = batch * ((width - 1) / kCellColumns + 1);
   const int64_t strips =
-      count_strips(height, tile.strip_rows, kCellsLeastRows, across, kCellsFewStrips);
+      count_strips(height, tile.strip_rows, kCellsMinRows, across, kCellsMinStrips);
   return ((cells - 1) / strips + 1) * kCellRows;
 }
 
-// The narrow kernel has the first of these tiles, for images of two cells at most.
-// NOTE: (65536, 8, 8) takes 0.96 to 1.00 of a copy on an H200 with kernels of 3 to 5 and 1.04 with
-// 7, where strips of cells took 1.13 to 1.25.
+// The narrow kernel supports the first kNumNarrowTiles cells tiles, for images of at most two
+// cells.
+// NOTE: (65536, 8, 8) takes 0.96 to 1.00 of a copy on an H200 with kernels of 3 to 5, and 1.04 with
+// 7; the cells kernel took 1.13 to 1.25.
 inline constexpr int kNarrowHeight = 2 * kCellRows;
 inline constexpr int kNumNarrowTiles = 3;
 
-// A thread of the small kernel has kSmallColumns columns of an image, kSmallRows rows at a time.
+// A thread of the small kernel computes kSmallColumns columns of an image, kSmallRows rows at a
+// time.
 struct SmallTile {
-  int size;           // of the kernel, both ways
-  int width;          // of an image, at most
+  int size;           // kernel height and width
+  int width;          // max width of an image
   int blocks_per_sm;  // at least; bounds the registers
 };
 inline constexpr int kSmallWarps = 4;
 inline constexpr int kSmallThreads = 32 * kSmallWarps;
 inline constexpr int kSmallColumns = 8;
 inline constexpr int kSmallRows = 8;
-inline constexpr int kSmallHeight = 16;  // of an image, at most
+inline constexpr int kSmallHeight = 16;  // max height of an image
 inline constexpr SmallTile kSmallTiles[] = {{3, 16, 6}, {4, 16, 5}, {5, 16, 5}, {7, 8, 4}};
 inline constexpr int kNumSmallTiles = sizeof(kSmallTiles) / sizeof(kSmallTiles[0]);
 
-// A block of the general kernel has kGeneralThreads * kGeneralRows outputs and takes the kernel in
-// pieces of kTapChunk both ways.
+// A block of the general kernel computes kGeneralThreads * kGeneralRows outputs, over chunks of
+// kTapChunk x kTapChunk taps.
 inline constexpr int kGeneralThreads = 256;
-inline constexpr int kGeneralRows = 8;  // of a thread
+inline constexpr int kGeneralRows = 8;  // per thread
 inline constexpr int kTapChunk = 32;
 
-// The tile for square kernels of a size, -1 where there is none.
+// The tile for square kernels of a size, or -1.
 template <typename Tile, int kCount>
 constexpr int tile_of_size(const Tile (&tiles)[kCount], int64_t size) {
   for (int i = 0; i < kCount; ++i) {
@@ -128,7 +131,7 @@ constexpr int tile_of_size(const Tile (&tiles)[kCount], int64_t size) {
   return -1;
 }
 
-// Which kernels can take a problem.
+// Whether an engine supports a problem.
 constexpr bool fits_direct(int64_t kernel_height, int64_t kernel_width, int elem_size) {
   return elem_size == 4 && kernel_height == kernel_width &&
          tile_of_size(kDirectTiles, kernel_height) >= 0;
@@ -167,7 +170,7 @@ constexpr Conv2dEngine choose_conv2d(int64_t height, int64_t width, int64_t kern
   return Conv2dEngine::kGeneral;
 }
 
-// The smallest tile for the kernel.
+// The smallest tile that supports the kernel.
 constexpr int choose_cells_tile(int64_t kernel_height, int64_t kernel_width) {
   int i = 0;
   while (i < kNumCellsTiles - 1 && !fits_cells(kCellsTiles[i], kernel_height, kernel_width, 2)) {
@@ -176,7 +179,7 @@ constexpr int choose_cells_tile(int64_t kernel_height, int64_t kernel_width) {
   return i;
 }
 
-// The narrowest tile that holds a row of the image, else the widest.
+// The narrowest tile that covers a row of the image, else the widest.
 constexpr int choose_banded_tile(int64_t width) {
   for (int i = 0; i < kNumBandedTiles - 1; ++i) {
     if (width <= kBandedTiles[i].columns()) return i;
@@ -184,8 +187,8 @@ constexpr int choose_banded_tile(int64_t width) {
   return kNumBandedTiles - 1;
 }
 
-// How the gradient to the weight is split: `chunks` squares of taps x taps weights, `blocks` blocks
-// each, of which every one leaves taps * taps sums.
+// The division of the gradient to the weight: `chunks` squares of taps x taps weights with `blocks`
+// blocks each. A block writes taps * taps partials.
 struct Conv2dWeightSplit {
   int taps;
   int64_t chunks_across;
@@ -195,7 +198,7 @@ struct Conv2dWeightSplit {
   constexpr int64_t partials() const { return chunks * blocks * taps * taps; }
 };
 inline constexpr int kWeightThreads = 256;
-inline constexpr int kWeightRows = 16;  // of the image, that a thread walks down at a time
+inline constexpr int kWeightRows = 16;  // outputs of a column that a thread computes at a time
 inline constexpr int64_t kWeightBlocks = 1056;
 inline constexpr int64_t kMinWeightBlocks = 16;
 
@@ -211,10 +214,10 @@ constexpr Conv2dWeightSplit split_conv2d_dweight(int64_t batch, int64_t height, 
     }
   }
   const int64_t items = batch * ((height + kWeightRows - 1) / kWeightRows) * width;
-  const int64_t most = (items + kWeightThreads - 1) / kWeightThreads;
+  const int64_t max_blocks = (items + kWeightThreads - 1) / kWeightThreads;
   const int64_t wanted = kWeightBlocks / best.chunks;
   best.blocks = wanted < kMinWeightBlocks ? kMinWeightBlocks : wanted;
-  best.blocks = best.blocks < most ? best.blocks : most;
+  best.blocks = best.blocks < max_blocks ? best.blocks : max_blocks;
   return best;
 }
 

@@ -1,4 +1,4 @@
-// Single-channel convolution: what the host hands to the kernels.
+// Kernel parameters of single-channel convolutions.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,10 +11,10 @@
 namespace torchweld {
 
 // z[b, i, j] = sum_pq weight[p, q] * x[b, i + p, j + q], 0 beyond the bottom and right edge.
-// flipped, the gradient to x: z[b, i, j] = sum_pq weight[p, q] * x[b, i - p, j - q], where x is dz
-// and 0 beyond the top and left edge.
+// flipped (the gradient to x): z[b, i, j] = sum_pq weight[p, q] * x[b, i - p, j - q], where x is
+// dz, 0 beyond the top and left edge.
 struct Conv2dParams {
-  const void* x;       // (batch, height, width), columns adjacent
+  const void* x;       // (batch, height, width), columns contiguous
   const void* weight;  // (kernel_height, kernel_width), contiguous
   void* z;             // (batch, height, width), contiguous
   int64_t batch;
@@ -30,10 +30,10 @@ struct Conv2dParams {
 
 // dweight[p, q] = sum_bij dz[b, i, j] * x[b, i + p, j + q]
 struct Conv2dWeightParams {
-  const void* dz;   // (batch, height, width), columns adjacent
-  const void* x;    // the same
+  const void* dz;   // (batch, height, width), columns contiguous
+  const void* x;    // (batch, height, width), columns contiguous
   void* dweight;    // (kernel_height, kernel_width), contiguous
-  float* partials;  // split.partials()
+  float* partials;  // split.partials() floats
   int64_t batch;
   int64_t height;
   int64_t width;
@@ -53,7 +53,7 @@ void launch_conv2d_direct(const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_banded(int tile, const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_cells_float16(int tile, const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_cells_bfloat16(int tile, const Conv2dParams& params, cudaStream_t stream);
-// Either of the two.
+// Both dtypes.
 void launch_conv2d_cells(int tile, const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_narrow(int tile, const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_small(const Conv2dParams& params, cudaStream_t stream);

@@ -1,5 +1,5 @@
-// CPU. Convolution of single-channel images strip by strip: a strip of rows with its halo is copied
-// into a zero-padded buffer in the accumulator's type, from which every output is a plain sum.
+// CPU: convolution of single-channel images by strips. A strip of rows with its halo is copied to a
+// zero-padded buffer in the accumulator's dtype, so every output is a sum without bounds checks.
 #pragma once
 
 #include <ATen/Dispatch.h>
@@ -14,7 +14,7 @@
 namespace torchweld {
 
 constexpr int64_t kStripRows = 16;
-constexpr int64_t kLanes = 8;  // sums that the compiler keeps side by side
+constexpr int64_t kLanes = 8;  // independent accumulators
 
 struct ConvShape {
   int64_t batch, height, width, kernel_height, kernel_width;
@@ -27,11 +27,11 @@ struct ConvShape {
         kernel_width(weight.size(1)) {}
 
   int64_t strips() const { return (height + kStripRows - 1) / kStripRows; }
-  // A row of the buffer: whole groups of lanes, and the halo.
-  int64_t wide() const { return (width + 4 * kLanes - 1) / (4 * kLanes) * (4 * kLanes); }
-  int64_t pitch() const { return wide() + kernel_width - 1; }
+  // A row of the buffer: the width rounded up to groups of lanes, and the halo.
+  int64_t padded_width() const { return (width + 4 * kLanes - 1) / (4 * kLanes) * (4 * kLanes); }
+  int64_t pitch() const { return padded_width() + kernel_width - 1; }
   int64_t buffer() const { return (kStripRows + kernel_height - 1) * pitch(); }
-  // Into how many tasks so many units of so many products each are split.
+  // The number of tasks for `units` units with `products` products each.
   int64_t tasks(int64_t units, int64_t products) const {
     constexpr int64_t kProducts = 1 << 18, kMax = 64;
     const int64_t per_task = std::max<int64_t>(1, kProducts / products);
@@ -39,7 +39,7 @@ struct ConvShape {
   }
 };
 
-// Rows [row, row + rows) of an image from column -left on, zeros where there is no image.
+// Copies rows [row, row + rows) of an image, from column -left on, with zeros outside the image.
 template <typename scalar_t, typename acc_t>
 void copy_strip(acc_t* to, const scalar_t* image, const ConvShape& s, int64_t row, int64_t rows,
                 int64_t left) {
@@ -51,7 +51,7 @@ void copy_strip(acc_t* to, const scalar_t* image, const ConvShape& s, int64_t ro
   }
 }
 
-// kColumns outputs side by side, of which `columns` are stored.
+// Computes kColumns contiguous outputs and stores the first `columns`.
 template <int64_t kColumns, typename scalar_t, typename acc_t>
 void convolve_columns(scalar_t* z, const acc_t* x, const acc_t* weight, const ConvShape& s,
                       int64_t columns) {
@@ -66,7 +66,7 @@ void convolve_columns(scalar_t* z, const acc_t* x, const acc_t* weight, const Co
   for (int64_t c = 0; c < std::min(columns, kColumns); ++c) z[c] = static_cast<scalar_t>(sums[c]);
 }
 
-// z of conv2d, or flipped that of its gradient to x. x and weight contiguous.
+// z of conv2d or, flipped, its gradient to x. x and weight are contiguous.
 inline void conv2d_into(Tensor& z, const Tensor& x, const Tensor& weight, bool flipped) {
   const ConvShape s(x, weight);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "conv2d", [&] {
@@ -108,8 +108,8 @@ inline void conv2d_into(Tensor& z, const Tensor& x, const Tensor& weight, bool f
   });
 }
 
-// Adds sum_ij dz[i, j] * x[i + p, j + q] of a strip to sums (taps,). dz (rows, wide), zeros beyond
-// the image; x as copy_strip leaves it.
+// Adds sum_ij dz[i, j] * x[i + p, j + q] of a strip to sums (taps,). dz and x are buffers of
+// copy_strip.
 template <typename acc_t>
 void add_products(double* sums, const acc_t* dz, const acc_t* x, const ConvShape& s, int64_t rows) {
   for (int64_t p = 0; p < s.kernel_height; ++p) {
@@ -127,9 +127,9 @@ void add_products(double* sums, const acc_t* dz, const acc_t* x, const ConvShape
   }
 }
 
-// dweight of conv2d. dz and x contiguous.
-// NOTE: the strips are split into a number of groups that does not depend on the threads, and the
-// groups are added in their order: the same bits in every run.
+// dweight of conv2d. dz and x are contiguous.
+// NOTE: the number of groups does not depend on the number of threads, and groups are added in
+// order, so results have the same bits in every run.
 inline void conv2d_dweight_into(Tensor& dweight, const Tensor& dz, const Tensor& x) {
   const ConvShape s(x, dweight);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "conv2d", [&] {

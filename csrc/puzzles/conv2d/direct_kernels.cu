@@ -1,10 +1,10 @@
 // Convolution in fp32 with small square kernels, in registers.
 //
-// A thread has 4 adjacent columns of a strip. It walks down the rows of x that these need, with the
-// windows of the next rows on their way (neighbours' windows overlap, and come from L1), and adds
-// each to the size rows of outputs that see it. Windows and sums take turns in a few rows of
-// registers, and the weights stay in registers too. A block's threads lie 32 or fewer across and go
-// on below and in the next image, so that small images fill it too.
+// A thread computes 4 contiguous columns of a strip. It reads the rows of x from top to bottom,
+// with the loads of the next rows in flight (windows of neighbouring threads overlap, and hit L1),
+// and adds each row to the `size` rows of outputs that depend on it. A few rows of registers buffer
+// windows and sums; the weights stay in registers too. A block has up to 32 threads across; the
+// others continue below and in the next image, so that small images fill a block.
 #include "device/dispatch.cuh"
 #include "puzzles/conv2d/tiles.cuh"
 
@@ -15,39 +15,40 @@ template <int kTile, bool kFlipped_>
 struct DirectConfig {
   static constexpr DirectTile kShape = kDirectTiles[kTile];
   static constexpr int kSize = kShape.size;
-  static constexpr int kTurns = kShape.turns;
+  static constexpr int kBuffers = kShape.buffers;
   static constexpr int kAhead = kShape.ahead;
-  // Single elements need more registers than accesses do: for their conditions.
+  // Element-wise loads need more registers than vector loads, for their predicates.
   static constexpr int blocks_per_sm(bool vector) {
     return vector ? kShape.blocks_per_sm : kShape.blocks_per_sm / 2;
   }
   static constexpr bool kFlipped = kFlipped_;
   static constexpr int kElems = kDirectColumns;
-  // The window of a row: whole accesses, from kBefore columns before the first output on.
+  // The window of a row: whole vectors, from kBefore columns before the first output on.
   static constexpr int kAccesses = 1 + (kSize - 1 + kElems - 1) / kElems;
   static constexpr int kWindow = kAccesses * kElems;
   static constexpr int kBefore = kFlipped ? (kAccesses - 1) * kElems : 0;
   static constexpr int kShift = kFlipped ? kBefore - (kSize - 1) : 0;
   static constexpr int kRowsBefore = kFlipped ? kSize - 1 : 0;
-  // The access that the window ends with, of which only a part may be seen.
+  // The outermost vector of the window; its last kUnseen elements are not used.
   static constexpr int kOutermost = kFlipped ? 0 : kAccesses - 1;
   static constexpr int kUnseen = kWindow - kElems - (kSize - 1);
-  static_assert(kElems * sizeof(float) == kVectorBytes && kSize <= kTurns && kAhead <= kTurns);
+  static_assert(kElems * sizeof(float) == kVectorBytes && kSize <= kBuffers && kAhead <= kBuffers);
 };
 
-// What a thread has, relative to its first output; distances are clamped to what it can see.
-struct DirectPlace {
-  int rows_above, rows_below;       // rows of the image before and from the first output on
-  int columns_left, columns_right;  // the same of columns
+// The bounds of the image relative to a thread's first output, clamped.
+struct DirectBounds {
+  int rows_above, rows_below;       // rows of the image before the first output, and from it on
+  int columns_left, columns_right;  // columns of the image before the first output, and from it on
 };
 
 __device__ __forceinline__ int clamped(int64_t distance) {
   return static_cast<int>(distance < 1024 ? distance : 1024);
 }
 
-// Three values of an access, the last ones or the first ones; 0 in the fourth.
-// NOTE: the register of a value that nobody reads is given to another one, which then waits for the
-// access: 1.23 of a copy on an H200, instead of 1.08. Assembly, lest the compiler loads all four.
+// Loads the last or the first three elements of a vector; the fourth is 0.
+// NOTE: the compiler reuses the register of an unused element, and the reuse waits for the
+// load: 1.23 of a copy on an H200, instead of 1.08. Inline PTX, so that the compiler does not load
+// all four.
 template <bool kLast>
 __device__ __forceinline__ Vec<float, 4> load_three(const float* g_from) {
   Vec<float, 4> in = {};
@@ -61,20 +62,20 @@ __device__ __forceinline__ Vec<float, 4> load_three(const float* g_from) {
   return in;
 }
 
-// The window of one row, zeros beyond the image.
+// Loads the window of a row, with zeros outside the image.
 template <typename Config, bool kVector>
 __device__ __forceinline__ void load_window(float (&r_x)[Config::kWindow], const float* g_row,
-                                            bool there, const DirectPlace& place) {
+                                            bool valid, const DirectBounds& bounds) {
   constexpr int kElems = Config::kElems;
 #pragma unroll
   for (int a = 0; a < Config::kAccesses; ++a) {
     const int first = a * kElems - Config::kBefore;
     if constexpr (kVector) {
-      // The outputs' own columns are always there.
+      // The outputs' columns are always inside the image.
       const bool inside =
-          first == 0 || (first < 0 ? -first <= place.columns_left : first < place.columns_right);
+          first == 0 || (first < 0 ? -first <= bounds.columns_left : first < bounds.columns_right);
       Vec<float, kElems> in = {};
-      if (there && inside) {
+      if (valid && inside) {
         if constexpr (Config::kUnseen == 1) {
           in = a == Config::kOutermost ? load_three<Config::kFlipped>(g_row + first)
                                        : load_vec<float, kElems>(g_row + first);
@@ -88,24 +89,24 @@ __device__ __forceinline__ void load_window(float (&r_x)[Config::kWindow], const
 #pragma unroll
       for (int c = 0; c < kElems; ++c) {
         const int column = first + c;
-        const bool inside = column >= -place.columns_left && column < place.columns_right;
-        r_x[a * kElems + c] = there && inside ? g_row[column] : 0.f;
+        const bool inside = column >= -bounds.columns_left && column < bounds.columns_right;
+        r_x[a * kElems + c] = valid && inside ? g_row[column] : 0.f;
       }
     }
   }
 }
 
-// Row `turn` of x, counted from the strip's first one and modulo kTurns: what it adds to the
-// outputs that see it. kFirst: the strip's first kTurns rows, which fewer outputs see.
+// Adds a row of x to the outputs that depend on it. buffer: the row's index in the strip, modulo
+// kBuffers. kFirst: the strip's first kBuffers rows, which fewer outputs depend on.
 template <typename Config, bool kFirst>
-__device__ __forceinline__ void add_row(float (&r_z)[Config::kTurns][Config::kElems],
-                                        const float (&r_x)[Config::kWindow], int turn,
+__device__ __forceinline__ void add_row(float (&r_z)[Config::kBuffers][Config::kElems],
+                                        const float (&r_x)[Config::kWindow], int buffer,
                                         const float (&r_weight)[Config::kSize][Config::kSize]) {
-  constexpr int kSize = Config::kSize, kTurns = Config::kTurns;
+  constexpr int kSize = Config::kSize, kBuffers = Config::kBuffers;
 #pragma unroll
   for (int p = 0; p < kSize; ++p) {
-    if (kFirst && p > turn) continue;
-    float (&r_sum)[Config::kElems] = r_z[(turn - p + kTurns) % kTurns];
+    if (kFirst && p > buffer) continue;
+    float (&r_sum)[Config::kElems] = r_z[(buffer - p + kBuffers) % kBuffers];
 #pragma unroll
     for (int q = 0; q < kSize; ++q) {
 #pragma unroll
@@ -119,13 +120,13 @@ __device__ __forceinline__ void add_row(float (&r_z)[Config::kTurns][Config::kEl
 
 template <typename Config, bool kVector>
 __device__ __forceinline__ void store_row(float* g_z, const float (&r_z)[Config::kElems],
-                                          const DirectPlace& place) {
+                                          const DirectBounds& bounds) {
   if constexpr (kVector) {
     store_floats(g_z, r_z);
   } else {
 #pragma unroll
     for (int c = 0; c < Config::kElems; ++c) {
-      if (c < place.columns_right) g_z[c] = r_z[c];
+      if (c < bounds.columns_right) g_z[c] = r_z[c];
     }
   }
 }
@@ -135,7 +136,7 @@ __global__ __launch_bounds__(
     kDirectThreads,
     Config::blocks_per_sm(kVector)) void conv2d_direct_kernel(const Conv2dArgs<float> args,
                                                               int log_across, int rows) {
-  constexpr int kSize = Config::kSize, kTurns = Config::kTurns;
+  constexpr int kSize = Config::kSize, kBuffers = Config::kBuffers;
   constexpr int kAhead = kVector ? Config::kAhead : 1;
   constexpr int kElems = Config::kElems;
   const int64_t block = args.first_block + blockIdx.x;
@@ -148,22 +149,22 @@ __global__ __launch_bounds__(
   const int64_t i = (unit - image * args.by_image.divisor()) * rows;
   const int64_t j = ((column_tile << log_across) + across) * kElems;
   if (image >= args.batch || j >= args.width) return;
-  const DirectPlace place = {clamped(i), clamped(args.height - i), clamped(j),
-                             clamped(args.width - j)};
-  const int outputs = place.rows_below < rows ? place.rows_below : rows;
-  // Rows of x that are there and seen, from the first one that the strip sees on.
-  const int first_there = Config::kRowsBefore - place.rows_above;
+  const DirectBounds bounds = {clamped(i), clamped(args.height - i), clamped(j),
+                               clamped(args.width - j)};
+  const int outputs = bounds.rows_below < rows ? bounds.rows_below : rows;
+  // The rows of x inside the image, counted from the strip's first window row.
+  const int first_valid = Config::kRowsBefore - bounds.rows_above;
   const int seen = outputs + kSize - 1;
-  const int below = Config::kRowsBefore + place.rows_below;
+  const int below = Config::kRowsBefore + bounds.rows_below;
   const int behind = seen < below ? seen : below;
 
   const float* g_x =
       args.g_x + image * args.x_batch_stride + (i - Config::kRowsBefore) * args.x_row_stride + j;
   float* g_z = args.g_z + (image * args.height + i) * args.width + j;
-  float r_x[kTurns][Config::kWindow];
-  const auto load = [&](int turn, int step, bool may_be_above) {
-    const bool there = step < behind && (!may_be_above || step >= first_there);
-    load_window<Config, kVector>(r_x[turn], g_x, there, place);
+  float r_x[kBuffers][Config::kWindow];
+  const auto load = [&](int buffer, int step, bool may_be_above) {
+    const bool valid = step < behind && (!may_be_above || step >= first_valid);
+    load_window<Config, kVector>(r_x[buffer], g_x, valid, bounds);
     g_x += args.x_row_stride;
   };
 #pragma unroll
@@ -174,35 +175,35 @@ __global__ __launch_bounds__(
   for (int p = 0; p < kSize; ++p) {
 #pragma unroll
     for (int q = 0; q < kSize; ++q) {
-      const int at = p * kSize + q;
-      r_weight[p][q] = __ldg(args.g_weight + (Config::kFlipped ? kSize * kSize - 1 - at : at));
+      const int tap = p * kSize + q;
+      r_weight[p][q] = __ldg(args.g_weight + (Config::kFlipped ? kSize * kSize - 1 - tap : tap));
     }
   }
 
-  float r_z[kTurns][kElems];
-  // A row's own place is free once it is added, any other one before.
-  constexpr bool kLoadBefore = kAhead < kTurns;
+  float r_z[kBuffers][kElems];
+  // If all buffers are in flight, a row's buffer is reloaded only after the row is added.
+  constexpr bool kLoadBefore = kAhead < kBuffers;
 #pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) {
-    const int next = turn + kAhead;
-    if (kLoadBefore) load(next % kTurns, next, next < Config::kRowsBefore);
-    add_row<Config, true>(r_z, r_x[turn], turn, r_weight);
-    if (!kLoadBefore) load(turn, next, false);
+  for (int buffer = 0; buffer < kBuffers; ++buffer) {
+    const int next = buffer + kAhead;
+    if (kLoadBefore) load(next % kBuffers, next, next < Config::kRowsBefore);
+    add_row<Config, true>(r_z, r_x[buffer], buffer, r_weight);
+    if (!kLoadBefore) load(buffer, next, false);
   }
-  store_row<Config, kVector>(g_z, r_z[0], place);
+  store_row<Config, kVector>(g_z, r_z[0], bounds);
 #pragma unroll 1
-  for (int done = 1;; done += kTurns) {
+  for (int done = 1;; done += kBuffers) {
 #pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      // NOTE: not break: where paths meet again the compiler copies rows that are on their way
-      // to other registers, and waits for them there.
-      if (done + turn >= outputs) return;
-      const int next = done + turn + kTurns - 1 + kAhead;
-      if (kLoadBefore) load((turn + kAhead) % kTurns, next, false);
-      add_row<Config, false>(r_z, r_x[turn], turn, r_weight);
-      if (!kLoadBefore) load(turn, next, false);
+    for (int buffer = 0; buffer < kBuffers; ++buffer) {
+      // NOTE: return, not break: where control flow merges, the compiler would move rows in flight
+      // to other registers, and wait for them.
+      if (done + buffer >= outputs) return;
+      const int next = done + buffer + kBuffers - 1 + kAhead;
+      if (kLoadBefore) load((buffer + kAhead) % kBuffers, next, false);
+      add_row<Config, false>(r_z, r_x[buffer], buffer, r_weight);
+      if (!kLoadBefore) load(buffer, next, false);
       g_z += args.width;
-      store_row<Config, kVector>(g_z, r_z[(turn + 1) % kTurns], place);
+      store_row<Config, kVector>(g_z, r_z[(buffer + 1) % kBuffers], bounds);
     }
   }
 }

@@ -1,10 +1,10 @@
 // The gradient of a convolution to its weight.
 //   dweight[p, q] = sum_bij dz[b, i, j] * x[b, i + p, j + q], x 0 beyond the bottom and right edge
 //
-// A block has a square of kTaps x kTaps weights and a share of the outputs. A thread takes a column
-// of kWeightRows of them at a time and walks down it with its window of x in registers. The block's
-// sums go to the scratch, and a second kernel adds the blocks; both orders are fixed, so that the
-// sums have the same bits in every run.
+// A block computes a square of kTaps x kTaps weights over a slice of the outputs. A thread
+// processes a column of kWeightRows outputs at a time, from top to bottom, with its window of x in
+// registers. The block writes its partials, and a second kernel adds those of all blocks; both
+// orders are fixed, so that the sums have the same bits in every run.
 #include "device/dispatch.cuh"
 #include "device/reduce.cuh"
 #include "puzzles/conv2d/tiles.cuh"
@@ -28,7 +28,7 @@ struct WeightArgs {
   Divider by_width, by_row_blocks;
 };
 
-// Adds the outputs of one item: rows i .. of column j of an image, the weights from (p0, q0) on.
+// Adds the products of an item: a column of outputs of an image, and the weights from (p0, q0) on.
 template <typename T, int kTaps>
 __device__ __forceinline__ void add_item(float (&r_sums)[kTaps][kTaps], const WeightArgs<T>& args,
                                          int64_t item, int64_t p0, int64_t q0) {
@@ -36,14 +36,14 @@ __device__ __forceinline__ void add_item(float (&r_sums)[kTaps][kTaps], const We
   const int64_t j = item - row_block * args.width;
   const int64_t image = args.by_row_blocks.divide(row_block);
   const int64_t i = (row_block - image * args.by_row_blocks.divisor()) * kWeightRows;
-  const auto at_most = [](int64_t n, int most) { return n < most ? static_cast<int>(n) : most; };
+  const auto at_most = [](int64_t n, int limit) { return n < limit ? static_cast<int>(n) : limit; };
   const int rows = at_most(args.height - i, kWeightRows);
-  const int x_rows = at_most(args.height - i - p0, kWeightRows + kTaps);  // there are in x
+  const int x_rows = at_most(args.height - i - p0, kWeightRows + kTaps);  // rows inside x
   const int x_columns = at_most(args.width - j - q0, kTaps);
   const T* g_dz = args.g_dz + image * args.dz_batch_stride + i * args.dz_row_stride + j;
   const T* g_x = args.g_x + image * args.x_batch_stride + (i + p0) * args.x_row_stride + j + q0;
 
-  float r_x[kTaps][kTaps];  // row s of the window's rows is at s % kTaps
+  float r_x[kTaps][kTaps];  // row s of x is in r_x[s % kTaps]
   for (int first = 0; first < rows + kTaps - 1; first += kTaps) {
 #pragma unroll
     for (int u = 0; u < kTaps; ++u) {
@@ -51,8 +51,8 @@ __device__ __forceinline__ void add_item(float (&r_sums)[kTaps][kTaps], const We
           first + u;  // the row of x; it completes the window of output step - kTaps + 1
 #pragma unroll
       for (int q = 0; q < kTaps; ++q) {
-        const bool there = step < x_rows && q < x_columns;
-        r_x[u][q] = there ? to_float(g_x[step * args.x_row_stride + q]) : 0.f;
+        const bool valid = step < x_rows && q < x_columns;
+        r_x[u][q] = valid ? to_float(g_x[step * args.x_row_stride + q]) : 0.f;
       }
       const int row = step - (kTaps - 1);
       if (row < 0 || row >= rows) continue;

@@ -1,22 +1,22 @@
 // Convolution with any kernel.
 //
-// A block has a tile of outputs, a thread kGeneralRows of them one below the other. The kernel is
-// taken in pieces of kTapChunk both ways: for each, the tile's x with its halo and the weights go
-// through shared memory, in fp32; a thread walks down its window column by column, so that a value
-// is read once for all of its outputs. Images lie one below the other (StackedRows).
+// A block computes a tile of outputs, a thread kGeneralRows outputs of a column. The block loops
+// over chunks of kTapChunk x kTapChunk taps. For each chunk it stages the tile's x with its halo
+// and the weights in shared memory, in fp32. A thread reads its window column by column, so that it
+// reads a value once for all of its outputs. Images are stacked (StackedRows).
 #include "device/dispatch.cuh"
 #include "puzzles/conv2d/tiles.cuh"
 
 namespace torchweld {
 namespace {
 
-// A tile has `columns` columns, a power of two.
+// columns: a power of two.
 struct GeneralTile {
   int columns;
 
   TW_HOST_DEVICE int rows() const { return kGeneralThreads / columns * kGeneralRows; }
-  // NOTE: an odd pitch keeps a warp's threads in different banks where it has several rows. One row
-  // more than the halo is read, and not used, at the end of a window.
+  // NOTE: an odd pitch avoids bank conflicts if a warp has several rows. The last row of a window
+  // is read but not used.
   TW_HOST_DEVICE int pitch(int taps_across) const { return (columns + taps_across - 1) | 1; }
   TW_HOST_DEVICE int staged_rows(int taps_down) const { return rows() + taps_down; }
   TW_HOST_DEVICE int floats(int taps_down, int taps_across) const {
@@ -28,8 +28,8 @@ __device__ __forceinline__ int chunk_of(int64_t left) {
   return static_cast<int>(left < kTapChunk ? left : kTapChunk);
 }
 
-// The sums of one piece of the kernel, taps_down by taps_across. Each column of taps has a sum of
-// its own, so that the error grows with their number, not with that of all taps.
+// Adds a chunk of taps_down x taps_across taps. Each column of taps has its own accumulator, so
+// that the error grows with the column's length, not with the number of taps.
 __device__ __forceinline__ void add_taps(float (&r_z)[kGeneralRows], const float* s_x, int pitch,
                                          const float* s_weight, int taps_down, int taps_across) {
   for (int q = 0; q < taps_across; ++q) {
@@ -81,14 +81,14 @@ __global__ __launch_bounds__(kGeneralThreads,
       float* s_x = s_base;                          // (staged_rows, pitch)
       float* s_weight = s_x + staged_rows * pitch;  // (taps_down, taps_across)
       __syncthreads();
-      // A row of threads of `columns` takes a row of x.
+      // `columns` threads stage a row of x.
       for (int r = threadIdx.x / tile.columns; r < staged_rows;
            r += kGeneralThreads / tile.columns) {
         const int64_t offset = stack.offset_in_x(first_row - rows_before + p0 + r);
         for (int c = column; c < pitch; c += tile.columns) {
           const int64_t j = first_column - columns_before + q0 + c;
-          const bool there = offset >= 0 && j >= 0 && j < args.width;
-          s_x[r * pitch + c] = there ? to_float(args.g_x[offset + j]) : 0.f;
+          const bool valid = offset >= 0 && j >= 0 && j < args.width;
+          s_x[r * pitch + c] = valid ? to_float(args.g_x[offset + j]) : 0.f;
         }
       }
       for (int i = threadIdx.x; i < taps_down * taps_across; i += kGeneralThreads) {

@@ -1,4 +1,4 @@
-// The choice between the kernels of a single-channel convolution.
+// Launches the chosen kernel of a single-channel convolution.
 #include "core/choices.h"
 #include "core/launch.h"
 #include "puzzles/conv2d/conv2d.h"

@@ -1,11 +1,11 @@
-// Convolution in 16 bits of images of 8 columns and up to 8 rows, on tensor cores: the cells of
-// puzzles/conv2d/cells.cuh, where nothing lies beside a cell and one at most below it.
+// Convolution in 16 bits of images of 8 columns and up to 8 rows, on tensor cores, with the cells
+// of puzzles/conv2d/cells.cuh. A cell has no neighbouring cell and at most one below.
 //
-// A warp loads all its images at once, 8 cells an access, one below the other: of 8 rows they are
-// 512 bytes in a row. The lower cell of an image is in the lanes after those of the upper one.
-// NOTE: the band's zeros meet values that an output does not see, and 0 * inf is NaN: an output
-// that is not finite is computed again. What lies beyond an image is not multiplied at all: with a
-// weight that is not finite, every output is computed again.
+// A warp loads all its images at once, 8 cells per instruction: images of 8 rows are 512 contiguous
+// bytes. The lower cell of an image is in the lanes after those of the upper cell.
+// NOTE: the band's zeros are multiplied with values outside an output's window, and 0 * inf is NaN.
+// An output that is not finite is therefore recomputed. Padding is not multiplied at all, so with a
+// weight that is not finite every output is recomputed.
 #include "device/dispatch.cuh"
 #include "puzzles/conv2d/cells.cuh"
 
@@ -13,7 +13,7 @@ namespace torchweld {
 namespace {
 
 constexpr int kNarrowLoads = 4;
-constexpr int kNarrowImages = 4;  // of a load
+constexpr int kNarrowImages = 4;  // per load
 constexpr int kNarrowWarpImages = kNarrowLoads * kNarrowImages;
 
 template <typename T, int kTile, bool kFlipped, bool kWhole_>
@@ -22,14 +22,14 @@ struct NarrowConfig : CellsConfig<T, kTile, kFlipped> {
   static_assert(kNarrowHeight == 2 * kCellRows && kWarp == kNarrowImages * kNarrowHeight);
 };
 
-// x and z are contiguous. A load's lanes have its images' rows in the order of the walk.
+// x and z are contiguous. The lanes of a load have the rows in the order of computation.
 template <typename Config>
 __global__ __launch_bounds__(kCellsThreads, Config::kShape.blocks_per_sm) void conv2d_narrow_kernel(
     const Conv2dArgs<typename Config::T> args) {
   using T = typename Config::T;
   using Table = WeightTable<Config>;
   __shared__ Table table;
-  uint16_t r_weights[Table::kOfThread];
+  uint16_t r_weights[Table::kPerThread];
   Table::load(r_weights, args);
 
   const int lane = threadIdx.x % kWarp;
@@ -39,23 +39,28 @@ __global__ __launch_bounds__(kCellsThreads, Config::kShape.blocks_per_sm) void c
       ((args.first_block + blockIdx.x) * kCellsWarps + threadIdx.x / kWarp) * kNarrowWarpImages;
   const int64_t left = args.batch - first_image;
   const int images = left < kNarrowWarpImages ? static_cast<int>(left) : kNarrowWarpImages;
-  const auto there = [&](int i) { return i * kNarrowImages + image < images && row < height; };
-  const int at_row = Config::kFlipped ? height - 1 - row : row;
-  const int64_t first = (first_image * height + image * height + at_row) * kCellColumns;
+  const auto valid = [&](int i) { return i * kNarrowImages + image < images && row < height; };
+  const int image_row = Config::kFlipped ? height - 1 - row : row;
+  const int64_t first = (first_image * height + image * height + image_row) * kCellColumns;
   const auto strip = [&](int i) -> Strip<T> {
-    const int at = i * kNarrowImages * height * kCellColumns;
-    return {
-        args.g_x + first + at, args.g_z + first + at, height - row, false, true, kCellColumns, 0};
+    const int offset = i * kNarrowImages * height * kCellColumns;
+    return {args.g_x + first + offset,
+            args.g_z + first + offset,
+            height - row,
+            false,
+            true,
+            kCellColumns,
+            0};
   };
   uint32_t r_x[kNarrowLoads][4];
 #pragma unroll
   for (int i = 0; i < kNarrowLoads; ++i) {
-    load_pairs<true>(r_x[i], strip(i).g_x, there(i), kCellColumns);
+    load_pairs<true>(r_x[i], strip(i).g_x, valid(i), kCellColumns);
   }
 
   uint32_t check = 0;
 #pragma unroll
-  for (int i = 0; i < Table::kOfThread; ++i) check_finite<T>(check, r_weights[i]);
+  for (int i = 0; i < Table::kPerThread; ++i) check_finite<T>(check, r_weights[i]);
   table.store(r_weights);
   const bool all = __syncthreads_or((check & 0x7fff7fff) != 0);
   uint32_t r_band[Config::kDown][Config::kBands];
@@ -65,20 +70,20 @@ __global__ __launch_bounds__(kCellsThreads, Config::kShape.blocks_per_sm) void c
 #pragma unroll
   for (int i = 0; i < kNarrowLoads; ++i) {
     float r_acc[kCellTiles][4] = {};
-    multiply_piece<Config, 0>(r_acc, [&](int w) { return r_x[i][w]; }, r_band[0]);
+    multiply_side<Config, 0>(r_acc, [&](int w) { return r_x[i][w]; }, r_band[0]);
     uint32_t r_below[4];
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      const uint32_t theirs = __shfl_down_sync(~0u, r_x[i][w], kCellRows);
-      r_below[w] = row < kCellRows ? theirs : 0;
+      const uint32_t received = __shfl_down_sync(~0u, r_x[i][w], kCellRows);
+      r_below[w] = row < kCellRows ? received : 0;
     }
-    multiply_piece<Config, 0>(r_acc, [&](int w) { return r_below[w]; }, r_band[1]);
-    store_cell<Config, true>(strip(i), r_acc, there(i), check);
+    multiply_side<Config, 0>(r_acc, [&](int w) { return r_below[w]; }, r_band[1]);
+    store_cell<Config, true>(strip(i), r_acc, valid(i), check);
   }
   if (!all && (check & 0x7fff7fff) == 0) return;
 #pragma unroll 1
   for (int i = 0; i < kNarrowLoads; ++i) {
-    if (there(i)) mend_strip<Config>(args, strip(i), 1, all);
+    if (valid(i)) recompute_strip<Config>(args, strip(i), 1, all);
   }
 }
 
@@ -86,9 +91,9 @@ template <typename Config>
 void launch_config(const Conv2dArgs<typename Config::T>& args, cudaStream_t stream) {
   constexpr int64_t kImages = kCellsWarps * kNarrowWarpImages;
   for_each_grid(args, (args.batch + kImages - 1) / kImages,
-                [&](const Conv2dArgs<typename Config::T>& part, int64_t blocks) {
+                [&](const Conv2dArgs<typename Config::T>& grid_args, int64_t blocks) {
                   launch_kernel(conv2d_narrow_kernel<Config>, {blocks, kCellsThreads}, stream,
-                                part);
+                                grid_args);
                 });
 }
 
@@ -100,7 +105,7 @@ void launch_tile(const Conv2dArgs<T>& args, cudaStream_t stream) {
   launch_config<NarrowConfig<T, kTile, kFlipped, false>>(args, stream);
 }
 
-// False where x and z are not contiguous whole accesses: nothing runs then.
+// Launches the kernel if x and z are contiguous and aligned, else returns false.
 template <typename T>
 bool launched(int tile, const Conv2dParams& params, cudaStream_t stream) {
   const Conv2dArgs<T> args = conv2d_args<T>(params, 1, 1);

@@ -1,12 +1,13 @@
 // Convolution of images up to 8 or 16 columns wide in fp32, with small square kernels.
 //
-// A warp copies a run of whole images into shared memory, each followed by 16 bytes that keep lanes
-// in different banks. A thread then has 8 columns of an image: it walks down in steps of 8 rows of
-// outputs, reads each row of their window once and adds it to all of them, with the weights in
-// registers. The sums take the place of the rows of x that nobody needs any more; at last the warp
-// stores the whole run. Other warps' copies are on their way meanwhile.
-// What lies below an image, or right of one that is 8 columns wide, is neither read nor multiplied.
-// NOTE: but 0 * inf is NaN: with such a weight the outputs near these edges are marked afterwards.
+// A warp copies consecutive images to shared memory, each followed by 16 bytes of padding against
+// bank conflicts. A thread computes 8 columns of an image, 8 rows of outputs at a time: it reads
+// each row of their window once and adds it to all of them, with the weights in registers. Results
+// replace rows of x that are no longer needed; finally the warp stores all images. The copies of
+// other warps overlap with the math. Padding below an image, or to the right of one of 8 columns,
+// is neither read nor multiplied.
+// NOTE: 0 * inf is NaN, so with such a weight the outputs near these edges are corrected
+// afterwards.
 #include "device/dispatch.cuh"
 #include "device/mma_sync.cuh"
 #include "device/reduce.cuh"
@@ -15,9 +16,9 @@
 namespace torchweld {
 namespace {
 
-constexpr int kElems = 4;  // of an access
+constexpr int kElems = 4;  // of a 16-byte vector
 
-// kAcross threads side by side have an image.
+// kAcross threads side by side compute an image.
 template <int kTile, int kAcross_, bool kFlipped_>
 struct SmallConfig {
   static constexpr SmallTile kShape = kSmallTiles[kTile];
@@ -25,8 +26,8 @@ struct SmallConfig {
   static constexpr int kAcross = kAcross_;
   static constexpr bool kFlipped = kFlipped_;
   static constexpr int kWidth = kSmallColumns * kAcross;
-  static constexpr int kImages = kWarp / kAcross;  // of a warp
-  // Columns of a window: of an image 8 columns wide only those that are there.
+  static constexpr int kImages = kWarp / kAcross;  // per warp
+  // Columns of a window; for an image of 8 columns only those inside it.
   static constexpr int kBeside = kAcross == 1 ? 0 : (kSize - 1 + kElems - 1) / kElems * kElems;
   static constexpr int kWindow = kSmallColumns + kBeside;
 };
@@ -34,36 +35,36 @@ struct SmallConfig {
 struct SmallPlan {
   FastDivisor by_image;  // rows of an image
   int height;
-  int pitch;   // floats from one staged image to the next
-  bool whole;  // x and z are contiguous, aligned and as wide as staged images
+  int pitch;        // floats from one staged image to the next
+  bool contiguous;  // x and z are contiguous, aligned and as wide as staged images
 };
 
-// Calls body(g_at, s_at) for the accesses of the warp's images where they are staged as they lie:
-// their distances from the first image's start. 4 rows of some images at a time, so that one image
-// is no more than a fixed step behind another one and nothing has to be divided.
+// Calls body(g_offset, s_offset) for the vectors of the warp's contiguous images, with their
+// offsets from the first image in global and shared memory. It handles 4 rows of several images at
+// a time, so that offsets advance by constants, without divisions.
 template <typename Config, typename Body>
 __device__ __forceinline__ void for_each_access(const SmallPlan& plan, int images,
                                                 const Body& body) {
   constexpr int kRows = 4;
-  constexpr int kOfImage = kRows * Config::kWidth / kElems;
-  constexpr int kTogether = kWarp / kOfImage;
-  const int lane = threadIdx.x % kWarp, first_image = lane / kOfImage;
+  constexpr int kPerImage = kRows * Config::kWidth / kElems;
+  constexpr int kImagesAtOnce = kWarp / kPerImage;
+  const int lane = threadIdx.x % kWarp, first_image = lane / kPerImage;
   const int floats = plan.height * Config::kWidth;
 #pragma unroll 1
   for (int first = 0; first < plan.height; first += kRows) {
-    const int at = first * Config::kWidth + lane % kOfImage * kElems;
-    if (at >= floats) continue;
-    int g_at = first_image * floats + at, s_at = first_image * plan.pitch + at;
+    const int offset = first * Config::kWidth + lane % kPerImage * kElems;
+    if (offset >= floats) continue;
+    int g_offset = first_image * floats + offset, s_offset = first_image * plan.pitch + offset;
 #pragma unroll 8
-    for (int i = first_image; i < images; i += kTogether) {
-      body(g_at, s_at);
-      g_at += kTogether * floats;
-      s_at += kTogether * plan.pitch;
+    for (int i = first_image; i < images; i += kImagesAtOnce) {
+      body(g_offset, s_offset);
+      g_offset += kImagesAtOnce * floats;
+      s_offset += kImagesAtOnce * plan.pitch;
     }
   }
 }
 
-// Copies the warp's images into shared memory, zeros right of a row.
+// Copies the warp's images to shared memory, with zeros to the right of each row.
 template <typename Config>
 __device__ __forceinline__ void stage_images(float* s_x, const Conv2dArgs<float>& args,
                                              const SmallPlan& plan, int64_t first_image,
@@ -71,19 +72,19 @@ __device__ __forceinline__ void stage_images(float* s_x, const Conv2dArgs<float>
   const int lane = threadIdx.x % kWarp;
   const uint32_t s_to = shared_address(s_x);
   const float* g_first = args.g_x + first_image * args.x_batch_stride;
-  if (plan.whole) {
-    for_each_access<Config>(plan, images, [&](int g_at, int s_at) {
-      copy_async_16(s_to + 4 * s_at, g_first + g_at, 16);
+  if (plan.contiguous) {
+    for_each_access<Config>(plan, images, [&](int g_offset, int s_offset) {
+      copy_async_16(s_to + 4 * s_offset, g_first + g_offset, 16);
     });
   } else {
     for (int i = lane; i < images * plan.height * Config::kWidth; i += kWarp) {
       const int row = i / Config::kWidth, image = plan.by_image.divide(row);
       const int column = i % Config::kWidth;
-      const bool there = column < args.width;
+      const bool valid = column < args.width;
       const float* g_row =
           g_first + image * args.x_batch_stride + (row - image * plan.height) * args.x_row_stride;
-      copy_async_4(s_to + 4 * (i + image * kElems), there ? g_row + column : args.g_x,
-                   there ? 4 : 0);
+      copy_async_4(s_to + 4 * (i + image * kElems), valid ? g_row + column : args.g_x,
+                   valid ? 4 : 0);
     }
   }
   copy_async_commit();
@@ -96,9 +97,9 @@ __device__ __forceinline__ void store_images(const float* s_z, const Conv2dArgs<
                                              int images) {
   const int lane = threadIdx.x % kWarp;
   float* g_z = args.g_z + first_image * args.height * args.width;
-  if (plan.whole) {
-    for_each_access<Config>(plan, images, [&](int g_at, int s_at) {
-      store_vec(g_z + g_at, load_vec<float, kElems>(s_z + s_at));
+  if (plan.contiguous) {
+    for_each_access<Config>(plan, images, [&](int g_offset, int s_offset) {
+      store_vec(g_z + g_offset, load_vec<float, kElems>(s_z + s_offset));
     });
     return;
   }
@@ -109,18 +110,18 @@ __device__ __forceinline__ void store_images(const float* s_z, const Conv2dArgs<
   }
 }
 
-// Rows of images in shared memory as a thread sees them: its 8 columns, and those beside them, in
-// the order of the walk.
+// A thread's view of an image in shared memory: its 8 columns and those beside them, in the order
+// of computation.
 template <typename Config>
 struct SmallImage {
-  float* s_first;  // its columns of the first row
+  float* s_first;  // the thread's columns of the first row
   bool has_beside;
 
   __device__ __forceinline__ float* row(int row) const {
     return s_first + (Config::kFlipped ? -row : row) * Config::kWidth;
   }
-  __device__ __forceinline__ void load(float (&r_x)[Config::kWindow], int at) const {
-    const float* s_row = row(at);
+  __device__ __forceinline__ void load(float (&r_x)[Config::kWindow], int index) const {
+    const float* s_row = row(index);
 #pragma unroll
     for (int c = 0; c < Config::kWindow; c += kElems) {
       Vec<float, kElems> in = {};
@@ -132,8 +133,8 @@ struct SmallImage {
         r_x[c + e] = in.values[Config::kFlipped ? kElems - 1 - e : e];
     }
   }
-  __device__ __forceinline__ void store(const float (&r_z)[kSmallColumns], int at) const {
-    float* s_row = row(at);
+  __device__ __forceinline__ void store(const float (&r_z)[kSmallColumns], int index) const {
+    float* s_row = row(index);
 #pragma unroll
     for (int c = 0; c < kSmallColumns; c += kElems) {
       Vec<float, kElems> out;
@@ -145,7 +146,7 @@ struct SmallImage {
   }
 };
 
-// The thread's outputs, in place. Every lane of the warp comes along.
+// Computes the thread's outputs in place. All lanes of the warp must call it.
 template <typename Config>
 __device__ __forceinline__ void convolve_image(
     const SmallImage<Config>& image, int height,
@@ -174,7 +175,7 @@ __device__ __forceinline__ void convolve_image(
         }
       }
     }
-    if (Config::kAcross > 1) __syncwarp();  // neighbours have read these rows
+    if (Config::kAcross > 1) __syncwarp();  // the other thread has read these rows
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (first + r < height) image.store(r_z[r], first + r);
@@ -182,7 +183,7 @@ __device__ __forceinline__ void convolve_image(
   }
 }
 
-// Adds the products of zeros that convolve_image leaves out.
+// Adds the products with zeros that convolve_image skips.
 template <typename Config>
 __device__ __forceinline__ void mark_edges(const SmallImage<Config>& image, int height,
                                            const float* g_weight) {
@@ -214,7 +215,7 @@ __global__ __launch_bounds__(kSmallThreads, Config::kShape.blocks_per_sm) void c
   stage_images<Config>(s_images, args, plan, first_image, images);
 
   float r_weight[kSize][kSize];
-  float check = 0.f;  // NaN once a weight is not finite
+  float check = 0.f;  // NaN if a weight is not finite
 #pragma unroll
   for (int p = 0; p < kSize; ++p) {
 #pragma unroll
@@ -226,8 +227,8 @@ __global__ __launch_bounds__(kSmallThreads, Config::kShape.blocks_per_sm) void c
   copy_async_wait<0>();
   __syncwarp();
 
-  // NOTE: lanes of one half of a row are adjacent, because images are an odd number of accesses
-  // apart. Lanes without an image compute on what is there.
+  // NOTE: lanes of the same half of a row are consecutive, without bank conflicts because the image
+  // pitch is an odd number of vectors. Lanes without an image compute on stale memory.
   const int across = lane / Config::kImages;
   float* s_first = s_images + lane % Config::kImages * plan.pitch + across * kSmallColumns;
   if (Config::kFlipped) s_first += (plan.height - 1) * Config::kWidth;
@@ -247,11 +248,11 @@ void launch_config(const Conv2dParams& params, cudaStream_t stream) {
   const int64_t images = kSmallWarps * Config::kImages;  // of a block
   for_each_grid(conv2d_args<float>(params, 1, 1), (params.batch + images - 1) / images,
                 [&](const Conv2dArgs<float>& args, int64_t blocks) {
-                  const bool whole =
+                  const bool contiguous =
                       args.aligned && params.width == Config::kWidth &&
                       (height == 1 || params.x_row_stride == params.width) &&
                       (params.batch == 1 || params.x_batch_stride == height * params.width);
-                  const SmallPlan plan = {FastDivisor(height), height, pitch, whole};
+                  const SmallPlan plan = {FastDivisor(height), height, pitch, contiguous};
                   launch_kernel(conv2d_small_kernel<Config>, {blocks, kSmallThreads, bytes}, stream,
                                 args, plan);
                 });

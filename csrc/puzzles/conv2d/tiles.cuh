@@ -1,4 +1,4 @@
-// What the convolution kernels share: where tiles lie in a batch of images.
+// Helpers of the convolution kernels: positions of tiles in a batch of images.
 #pragma once
 
 #include "core/choices.h"
@@ -9,7 +9,7 @@
 
 namespace torchweld {
 
-// Division of any size by a number that the host knows, short where both are below 2^31.
+// Division by a divisor known on the host; fast if both operands are below 2^31.
 class Divider {
  public:
   explicit Divider(int64_t divisor)
@@ -37,10 +37,10 @@ struct Conv2dArgs {
   int64_t kernel_height, kernel_width;
   int64_t x_batch_stride, x_row_stride;
   bool flipped;
-  bool aligned;         // every row of x and z starts on a 16-byte boundary and ends on one
-  int64_t first_block;  // of this launch, where one grid can't hold all
+  bool aligned;         // every row of x and z starts and ends on a 16-byte boundary
+  int64_t first_block;  // of this launch, if the call needs several grids
   Divider by_column_tiles;
-  Divider by_image;  // rows, or blocks of rows, of an image
+  Divider by_image;  // rows, or tiles of rows, of an image
 };
 
 template <typename T>
@@ -68,7 +68,7 @@ Conv2dArgs<T> conv2d_args(const Conv2dParams& params, int64_t column_tiles, int6
           Divider(per_image)};
 }
 
-// Calls launch(args, blocks) with as many blocks at a time as one grid can hold.
+// Calls launch(args, blocks) for slices of the blocks that fit into one grid.
 template <typename T, typename Launch>
 void for_each_grid(Conv2dArgs<T> args, int64_t blocks, const Launch& launch) {
   for_each_grid_of(blocks, [&](int64_t first, int64_t count) {
@@ -77,13 +77,13 @@ void for_each_grid(Conv2dArgs<T> args, int64_t blocks, const Launch& launch) {
   });
 }
 
-// The images of a batch one below the other, with kernel_height - 1 rows of zeros after each: what
-// lies beyond an edge is there, and a block's rows may belong to several images.
+// The images of a batch stacked along H, with kernel_height - 1 rows of zeros after each. The zeros
+// are the padding, and the rows of a block may belong to several images.
 template <typename T>
 struct StackedRows {
   const Conv2dArgs<T>& args;
 
-  // Where row `stacked` starts in x (or z); -1 where it is no row of an image.
+  // The offset of row `stacked` in x (or z); -1 for a row of zeros.
   __device__ __forceinline__ int64_t offset(int64_t stacked, int64_t batch_stride,
                                             int64_t row_stride) const {
     if (stacked < 0) return -1;
@@ -100,7 +100,7 @@ struct StackedRows {
   }
 };
 
-// The weight that x at (p, q) of an output's window is multiplied with.
+// The weight of element (p, q) of an output's window.
 template <typename T>
 __device__ __forceinline__ float weight_at(const Conv2dArgs<T>& args, int64_t p, int64_t q) {
   if (args.flipped) {

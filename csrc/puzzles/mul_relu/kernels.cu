@@ -1,4 +1,4 @@
-// mul_relu: the launcher. The kernel is in pointwise/matrix_pass.cuh.
+// Launches mul_relu. The kernel is in pointwise/matrix_pass.cuh.
 #include "puzzles/mul_relu/mul_relu.h"
 
 #include "pointwise/matrix_launch.cuh"

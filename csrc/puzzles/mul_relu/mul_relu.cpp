@@ -1,8 +1,8 @@
 // mul_relu:  z[i, j] = relu(x[i, j] * y[i])       x, z (rows, cols), y (rows,)
-// Gradient:  dx[i, j] = g[i, j] * y[i], dy[i] = sum_j g[i, j] * x[i, j], where g is dz with 0 where
-//            the product is not above 0; one read of dz and x gives both
+// Gradient:  dx[i, j] = g[i, j] * y[i], dy[i] = sum_j g[i, j] * x[i, j], with g = dz where the
+//            product is positive, else 0; one pass over dz and x computes both
 //
-// The product and its sign are those of fp32 (fp64 for fp64), sums too.
+// Products, their sign and sums are computed in fp32 (fp64 for fp64).
 #include <ATen/ops/empty.h>
 
 #include "core/dispatch.h"

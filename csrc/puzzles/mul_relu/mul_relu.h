@@ -1,4 +1,4 @@
-// mul_relu, z[i, j] = relu(x[i, j] * y[i]): the launchers.
+// The launchers of mul_relu, z[i, j] = relu(x[i, j] * y[i]).
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,4 +1,4 @@
-// outer_add: the launcher. The kernel is in pointwise/matrix_pass.cuh.
+// Launches outer_add. The kernel is in pointwise/matrix_pass.cuh.
 #include "puzzles/outer_add/outer_add.h"
 
 #include "pointwise/matrix_launch.cuh"

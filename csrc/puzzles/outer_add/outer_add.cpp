@@ -1,7 +1,7 @@
 // outer_add:  z[i, j] = x[j] + y[i]       x (cols,), y (rows,), z (rows, cols)
-// Gradient:   dx = sum over the rows of dz, dy = sum over its columns, on a GPU in one read of dz
+// Gradient:   dx = sum over the rows of dz, dy = sum over its columns, on a GPU in one pass over dz
 //
-// Sums in fp32 (fp64 for fp64).
+// Accumulates in fp32 (fp64 for fp64).
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 

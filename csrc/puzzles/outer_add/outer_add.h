@@ -1,4 +1,4 @@
-// outer_add, z[i, j] = x[j] + y[i]: the launchers.
+// The launchers of outer_add, z[i, j] = x[j] + y[i].
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,4 +1,4 @@
-// outer_mul_relu and its gradient, a cell of the matrix at a time, for host and device.
+// outer_mul_relu and its gradient for one cell of the matrix, on host and device.
 #pragma once
 
 #include "pointwise/matrix_pass.h"

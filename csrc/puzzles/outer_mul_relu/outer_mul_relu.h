@@ -1,4 +1,4 @@
-// outer_mul_relu, z[i, j] = relu(x[j] * y[i]): the launchers.
+// The launchers of outer_mul_relu, z[i, j] = relu(x[j] * y[i]).
 #pragma once
 
 #include <cuda_runtime_api.h>

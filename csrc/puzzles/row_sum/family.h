@@ -1,4 +1,4 @@
-// The configurations of a sum over rows, for tune. Pure host code.
+// The kernel family of sums over rows. Pure host code.
 #pragma once
 
 #include "core/family.h"
@@ -13,7 +13,7 @@ struct RowSumFamily : FirstSizeByClass {
                                       {"aligned", 0, 1},     {"bfloat16", 0, 1}};
   static constexpr const char* kEngines[] = {"tile", "staged"};
   static constexpr bool kFirstLegal = false;
-  static constexpr int kLast = kNumRowSumTiles - 1;  // the tile that rows may be cut for
+  static constexpr int kLast = kNumRowSumTiles - 1;  // the tile that supports splits
 
   using Problem = RowSumProblem;
   using Choice = RowSumChoice;
@@ -27,45 +27,45 @@ struct RowSumFamily : FirstSizeByClass {
 
   static RowSumChoice choose(const RowSumProblem& p) { return choose_row_sum(p); }
   static Encoded encode(const RowSumChoice& choice) {
-    return {static_cast<int64_t>(choice.engine), choice.tile, choice.parts};
+    return {static_cast<int64_t>(choice.engine), choice.tile, choice.splits};
   }
   static RowSumChoice make(const RowSumProblem& p, const Encoded& x) {
     return {static_cast<RowSumEngine>(x[0]), static_cast<int>(x[1]), x[2],
-            x[2] == 1 ? p.n : row_sum_part_elems(p, x[2])};
+            x[2] == 1 ? p.n : row_sum_split_elems(p, x[2])};
   }
 
   static Refusal refusal(const RowSumProblem& p, const Encoded& x) {
-    const int64_t parts = x[2];
+    const int64_t splits = x[2];
     if (staged(x)) {
       if (!p.contiguous) return "the rows do not follow each other in memory";
       if (p.n * p.elem_size > kStagedRowBytes) {
         return {"too much shared memory: rows of more than {} bytes", kStagedRowBytes};
       }
     }
-    if (parts == 1) return {};
-    if (parts < 1 || parts > kMaxParts) return {"a row can be cut into 1 to {} parts", kMaxParts};
-    if (staged(x) || x[1] != kLast) return "only the tile of a whole block cuts rows";
-    if (p.rows > kMaxSplitRows) return {"more than {} rows are not cut", kMaxSplitRows};
-    return (parts - 1) * row_sum_part_elems(p, parts) >= p.n
-               ? Refusal("the row is too short for so many parts")
+    if (splits == 1) return {};
+    if (splits < 1 || splits > kMaxSplits) return {"a row can be split 1 to {} ways", kMaxSplits};
+    if (staged(x) || x[1] != kLast) return "only the tile of a whole block splits rows";
+    if (p.rows > kMaxSplitRows) return {"more than {} rows are not split", kMaxSplitRows};
+    return (splits - 1) * row_sum_split_elems(p, splits) >= p.n
+               ? Refusal("the row is too short for so many splits")
                : Refusal();
   }
 
   static std::vector<Encoded> candidates(const RowSumProblem& p) {
     std::vector<Encoded> all = {encode({RowSumEngine::kStaged, 0, 1, 0})};
-    const auto add = [&](int tile, int64_t parts) {
-      all.push_back(encode({RowSumEngine::kTile, tile, parts, 0}));
+    const auto add = [&](int tile, int64_t splits) {
+      all.push_back(encode({RowSumEngine::kTile, tile, splits, 0}));
     };
     for (int tile = 0; tile < kNumRowSumTiles; ++tile) add(tile, 1);
-    for (int64_t parts = 2; parts <= kMaxParts; parts *= 2) {
-      add(kLast, parts);
+    for (int64_t splits = 2; splits <= kMaxSplits; splits *= 2) {
+      add(kLast, splits);
       if (refusal(p, all.back())) all.pop_back();
     }
-    const Encoded own = encode(choose(p));
+    const Encoded heuristic = encode(choose(p));
     for (const Encoded& known : all) {
-      if (known == own) return all;
+      if (known == heuristic) return all;
     }
-    all.push_back(own);
+    all.push_back(heuristic);
     return all;
   }
 
@@ -73,11 +73,11 @@ struct RowSumFamily : FirstSizeByClass {
     return staged(x) ? "" : tile_text(kRowSumTiles[x[1]].threads, kRowSumTiles[x[1]].loads, x[2]);
   }
 
-  // No loads: the rows go through shared memory as one stretch.
+  // Staged rows have no loads of their own.
   static Columns columns(const RowSumProblem&, const Encoded& x) {
     return {{"row_threads", staged(x) ? 0 : kRowSumTiles[x[1]].threads},
             {"loads", staged(x) ? 0 : kRowSumTiles[x[1]].loads},
-            {"parts", x[2]},
+            {"splits", x[2]},
             {"threads", kRowSumThreads}};
   }
 
@@ -86,7 +86,7 @@ struct RowSumFamily : FirstSizeByClass {
   }
   static std::string why(const RowSumProblem& p, const Encoded&) {
     return "the first tile that reads rows of " + std::to_string(p.n) +
-           " at one go, or cuts them into parts";
+           " in one pass, or splits them";
   }
 
  private:

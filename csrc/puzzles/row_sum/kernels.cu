@@ -1,12 +1,12 @@
 // Sums over the last dim.  y[r] = sum_j x[r, j]        x (rows, n), y (rows,)
 //
-// Short rows: some lanes of a warp share a row, or, where rows are not made of 16-byte pieces, a
-// block takes one stretch of memory through shared memory. Longer rows: a block a row. Few long
-// rows are cut into parts, a block each; the block that finishes a row last adds the row's parts.
-// Every order of additions is fixed, so that the sums have the same bits in every run.
+// Short rows: some lanes of a warp sum a row; if rows are contiguous but not aligned, a block
+// stages several rows in shared memory. Longer rows: one block per row. Few long rows are split,
+// one block per split; the block that finishes a row last adds its partials. Every order of
+// additions is fixed, so sums have the same bits in every run.
 //
-// Additions that one element takes part in: 3 in its access, 16 in a thread's accumulator, then one
-// for every 16 rounds of the block, and at most 60 between accumulators, threads and parts: the
+// Error bound: an element takes part in 3 additions of its access, 16 of a thread's accumulator,
+// one per 16 rounds of the block, and at most 60 between accumulators, threads and splits. So the
 // error is at most (80 + n / 65536) * 2^-24 * sum |x|, plus the rounding of the result.
 #include "core/choices.h"
 #include "core/launch.h"
@@ -35,13 +35,13 @@ struct RowSumArgs {
   int64_t rows;
   int64_t n;
   int64_t row_stride;
-  int parts;
-  int64_t part_elems;
+  int splits;
+  int64_t split_elems;
   float* g_partials;
   unsigned* g_counters;
 };
 
-// The values of an array, added in pairs.
+// Adds the values of an array in pairs.
 template <int kCount>
 __device__ __forceinline__ float pairwise_sum(const float (&r_x)[kCount]) {
   float r_sums[kCount];
@@ -63,16 +63,16 @@ __device__ __forceinline__ float sum_of(const Vec<T, kElems>& x) {
   return pairwise_sum(r_x);
 }
 
-// How many elements lie before the first 16-byte boundary.
+// Elements before the first 16-byte boundary.
 template <typename T>
 __device__ __forceinline__ int elems_to_boundary(const T* g_from) {
   const int past = static_cast<int>(reinterpret_cast<uintptr_t>(g_from) % kVectorBytes);
   return (kVectorBytes - past) % kVectorBytes / static_cast<int>(sizeof(T));
 }
 
-// This thread's share of the sum of n elements, of which it is thread `lane` of kRowThreads.
+// The partial sum of thread `lane` out of kRowThreads over n elements.
 template <typename Config>
-__device__ __forceinline__ float sum_share(const typename Config::T* g_from, int64_t n, int lane) {
+__device__ __forceinline__ float thread_sum(const typename Config::T* g_from, int64_t n, int lane) {
   using T = typename Config::T;
   constexpr int kElems = kVectorBytes / sizeof(T);
   constexpr int kRowThreads = Config::kRowThreads;
@@ -101,7 +101,7 @@ __device__ __forceinline__ float sum_share(const typename Config::T* g_from, int
     }
     sum += pairwise_sum(r_sums);
   }
-  // What lies before the first and after the last 16-byte boundary.
+  // Elements before the first and after the last 16-byte boundary.
   for (int64_t i = lane; i < head; i += kRowThreads) sum += to_float(g_from[i]);
   for (int64_t i = head + accesses * kElems + lane; i < n; i += kRowThreads) {
     sum += to_float(g_from[i]);
@@ -109,7 +109,7 @@ __device__ __forceinline__ float sum_share(const typename Config::T* g_from, int
   return sum;
 }
 
-// Rows of up to a warp's threads, several a warp.
+// Sums rows with at most a warp per row, several rows per block.
 template <typename Config>
 __global__ __launch_bounds__(kRowSumThreads) void row_sum_rows_kernel(
     const RowSumArgs<typename Config::T> args) {
@@ -118,50 +118,50 @@ __global__ __launch_bounds__(kRowSumThreads) void row_sum_rows_kernel(
       static_cast<int64_t>(blockIdx.x) * Config::kRowsPerBlock + threadIdx.x / kRowThreads;
   const int lane = threadIdx.x % kRowThreads;
   float sum = 0.f;
-  if (row < args.rows) sum = sum_share<Config>(args.g_x + row * args.row_stride, args.n, lane);
+  if (row < args.rows) sum = thread_sum<Config>(args.g_x + row * args.row_stride, args.n, lane);
 #pragma unroll
   for (int step = kRowThreads / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
   if (lane == 0 && row < args.rows) args.g_y[row] = from_float<typename Config::T>(sum);
 }
 
-// A block a row, or a part of one.
+// Sums one row, or one split of a row, per block.
 template <typename Config>
-__global__ __launch_bounds__(kRowSumThreads) void row_sum_parts_kernel(
+__global__ __launch_bounds__(kRowSumThreads) void row_sum_split_kernel(
     const RowSumArgs<typename Config::T> args) {
   using T = typename Config::T;
-  __shared__ BlockExchange<kRowSumThreads> s_exchange, s_parts_exchange;
+  __shared__ BlockExchange<kRowSumThreads> s_exchange, s_split_exchange;
   __shared__ bool s_last;
-  const unsigned row = blockIdx.x / args.parts, part = blockIdx.x % args.parts;
-  const int64_t begin = part * args.part_elems;
+  const unsigned row = blockIdx.x / args.splits, split = blockIdx.x % args.splits;
+  const int64_t begin = split * args.split_elems;
   const int64_t left = args.n - begin;
-  const int64_t count = left < args.part_elems ? left : args.part_elems;
-  float sum = sum_share<Config>(args.g_x + row * args.row_stride + begin, count, threadIdx.x);
+  const int64_t count = left < args.split_elems ? left : args.split_elems;
+  float sum = thread_sum<Config>(args.g_x + row * args.row_stride + begin, count, threadIdx.x);
   sum = s_exchange.sum_warps(warp_sum(sum));
-  if (args.parts == 1) {
+  if (args.splits == 1) {
     if (threadIdx.x == 0) args.g_y[row] = from_float<T>(sum);
     return;
   }
 
-  float* g_partials = args.g_partials + static_cast<int64_t>(row) * args.parts;
+  float* g_partials = args.g_partials + static_cast<int64_t>(row) * args.splits;
   if (threadIdx.x == 0) {
-    g_partials[part] = sum;
-    __threadfence();  // the partial is there before it is counted
-    s_last = atomicAdd(args.g_counters + row, 1u) == static_cast<unsigned>(args.parts - 1);
+    g_partials[split] = sum;
+    __threadfence();  // publish the partial before counting it
+    s_last = atomicAdd(args.g_counters + row, 1u) == static_cast<unsigned>(args.splits - 1);
   }
   __syncthreads();
   if (!s_last) return;
   __threadfence();
   sum = 0.f;
-  for (int i = threadIdx.x; i < args.parts; i += kRowSumThreads) sum += __ldcg(g_partials + i);
-  sum = s_parts_exchange.sum_warps(warp_sum(sum));
+  for (int i = threadIdx.x; i < args.splits; i += kRowSumThreads) sum += __ldcg(g_partials + i);
+  sum = s_split_exchange.sum_warps(warp_sum(sum));
   if (threadIdx.x == 0) {
     args.g_y[row] = from_float<T>(sum);
-    args.g_counters[row] = 0;  // for the next launch
+    args.g_counters[row] = 0;  // zero for the next launch
   }
 }
 
-// Contiguous short rows: rows_per_block of them, a power of two, go through shared memory, where
-// kRowSumThreads / rows_per_block threads share a row.
+// Stages rows_per_block contiguous short rows, a power of two, in shared memory, where
+// kRowSumThreads / rows_per_block threads sum a row.
 template <typename T>
 __global__ __launch_bounds__(kRowSumThreads) void row_sum_staged_kernel(const T* g_x, T* g_y,
                                                                         int64_t rows, int n,
@@ -169,8 +169,8 @@ __global__ __launch_bounds__(kRowSumThreads) void row_sum_staged_kernel(const T*
   constexpr int kElems = kVectorBytes / sizeof(T);
   constexpr int kLoads = kStagedBytes / kVectorBytes / kRowSumThreads;
   constexpr int kSums = 4;
-  // NOTE: the elements lie as in global memory with respect to 16 bytes, so that both sides of the
-  // copy are aligned; hence the room for one more access.
+  // NOTE: rows keep their offset from a 16-byte boundary, so that both sides of the copy are
+  // aligned; this needs space for one more access.
   __shared__ alignas(kVectorBytes) T s_x[kStagedBytes / sizeof(T) + kElems];
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * rows_per_block;
   const int64_t rows_left = rows - first_row;
@@ -219,7 +219,8 @@ void launch_staged(const RowSumArgs<T>& args, cudaStream_t stream) {
   const int64_t row_bytes = args.n * static_cast<int64_t>(sizeof(T));
   int rows_per_block = kRowSumThreads;
   while (rows_per_block * row_bytes > kStagedBytes) rows_per_block /= 2;
-  static_assert(kStagedBytes / kStagedRowBytes >= kRowSumThreads / kWarp);  // a warp a row at most
+  static_assert(kStagedBytes / kStagedRowBytes >=
+                kRowSumThreads / kWarp);  // at most a warp per row
   for (int64_t first = 0; first < args.rows; first += kMaxGrid * rows_per_block) {
     const int64_t blocks = (args.rows - first + rows_per_block - 1) / rows_per_block;
     launch_kernel(row_sum_staged_kernel<T>, {std::min(blocks, kMaxGrid), kRowSumThreads}, stream,
@@ -231,19 +232,19 @@ void launch_staged(const RowSumArgs<T>& args, cudaStream_t stream) {
 template <typename T, int kTile>
 void launch_tile(RowSumArgs<T> args, cudaStream_t stream) {
   using Config = RowSumConfig<T, kTile>;
-  const int64_t most = kMaxGrid / args.parts * Config::kRowsPerBlock;
+  const int64_t max_rows = kMaxGrid / args.splits * Config::kRowsPerBlock;
   const int64_t rows = args.rows;
-  for (int64_t first = 0; first < rows; first += most) {
-    args.rows = rows - first < most ? rows - first : most;
+  for (int64_t first = 0; first < rows; first += max_rows) {
+    args.rows = rows - first < max_rows ? rows - first : max_rows;
     const int64_t groups = (args.rows + Config::kRowsPerBlock - 1) / Config::kRowsPerBlock;
-    const Grid grid(groups * args.parts, kRowSumThreads);
+    const Grid grid(groups * args.splits, kRowSumThreads);
     if constexpr (Config::kRowThreads <= kWarp) {
       launch_kernel(row_sum_rows_kernel<Config>, grid, stream, args);
     } else {
-      launch_kernel(row_sum_parts_kernel<Config>, grid, stream, args);
+      launch_kernel(row_sum_split_kernel<Config>, grid, stream, args);
     }
-    args.g_x += most * args.row_stride;
-    args.g_y += most;
+    args.g_x += max_rows * args.row_stride;
+    args.g_y += max_rows;
   }
 }
 
@@ -257,8 +258,8 @@ void launch_row_sum(const RowSumParams& params, cudaStream_t stream) {
                                 params.rows,
                                 params.n,
                                 params.row_stride,
-                                static_cast<int>(params.choice.parts),
-                                params.choice.part_elems,
+                                static_cast<int>(params.choice.splits),
+                                params.choice.split_elems,
                                 params.partials,
                                 params.counters};
     if (params.choice.engine == RowSumEngine::kStaged) return launch_staged(args, stream);

@@ -1,7 +1,7 @@
 // Sums over the last dim:  y[...] = sum_j x[..., j]        x (..., n), y (...)
-// Gradient:                dx[..., j] = dy[...], an expanded view; differentiable again
+// Gradient:                dx[..., j] = dy[...], an expanded view, twice differentiable
 //
-// Sums in fp32 (fp64 for fp64), rounded once. n = 0 gives zeros, as in torch.
+// Accumulates in fp32 (fp64 for fp64) and rounds once. n = 0 gives zeros, as in torch.
 #include <ATen/ops/empty.h>
 
 #include "core/dispatch.h"
@@ -48,7 +48,7 @@ Tensor row_sum_cuda(const Tensor& x) {
       pick<RowSumFamily>({in.rows, in.n, elem_size, in.row_stride == in.n, aligned,
                           x.scalar_type() == at::kBFloat16, device_facts()});
   Tensor partials, counters;
-  if (choice.parts > 1) {
+  if (choice.splits > 1) {
     partials = at::empty({choice.partials(in.rows)}, x.options().dtype(at::kFloat));
     counters = zero_counters(in.rows, x);
   }
@@ -68,7 +68,7 @@ struct RowSumFunction : torch::autograd::Function<RowSumFunction> {
     return y;
   }
 
-  // The gradient costs nothing: it is dy seen n times, as torch's own sum gives it.
+  // dx is an expanded view of dy, as in torch.
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     std::vector<c10::SymInt> sizes = grads[0].sym_sizes().vec();
     sizes.push_back(ctx->saved_data["n"].toSymInt());

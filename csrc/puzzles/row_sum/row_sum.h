@@ -1,4 +1,4 @@
-// Sums over the last dim: what the host hands to the kernels.
+// Kernel parameters of sums over the last dim.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,8 +18,8 @@ struct RowSumParams {
   int64_t row_stride;
   DType dtype;
   RowSumChoice choice;
-  float* partials;     // (rows, parts), nullptr where a row is one part
-  unsigned* counters;  // (rows,), zero before and after the launch; nullptr where partials is
+  float* partials;     // (rows, splits), nullptr without splits
+  unsigned* counters;  // (rows,), zero before and after the launch; nullptr without splits
 };
 
 // Sizes are at least 1.

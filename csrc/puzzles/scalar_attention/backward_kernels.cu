@@ -1,5 +1,5 @@
-// The gradient of scalar_attention: the launcher. One sweep whose threads own rows gives dq, one
-// whose threads own keys gives dk and dv. The sweeps are in puzzles/scalar_attention/sweep.cuh.
+// Launches the gradient of scalar_attention. A sweep whose threads own rows computes dq; a sweep
+// whose threads own keys computes dk and dv. The sweeps are in puzzles/scalar_attention/sweep.cuh.
 #include "puzzles/scalar_attention/launch.cuh"
 
 namespace torchweld {
@@ -7,22 +7,22 @@ namespace {
 
 // dq = dz / sum * sum_j e (v - mean) k
 template <typename T>
-__global__ __launch_bounds__(kJoinThreads) void scalar_attention_join_query_kernel(
+__global__ __launch_bounds__(kReduceThreads) void scalar_attention_reduce_query_kernel(
     const ScalarAttentionArgs args, int splits, T* g_dq) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kJoinThreads + threadIdx.x;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kReduceThreads + threadIdx.x;
   if (i >= args.n) return;
   float r_sum[1];
-  join_splits(r_sum, args.g_parts, splits, args.n, i);
+  reduce_splits(r_sum, args.g_partials, splits, args.n, i);
   g_dq[i] = from_float<T>(args.g_dz[i] * (r_sum[0] / args.g_sum[i]));
 }
 
 template <typename T>
-__global__ __launch_bounds__(kJoinThreads) void scalar_attention_join_key_kernel(
+__global__ __launch_bounds__(kReduceThreads) void scalar_attention_reduce_key_kernel(
     const ScalarAttentionArgs args, int splits, T* g_dk, T* g_dv) {
-  const int64_t j = static_cast<int64_t>(blockIdx.x) * kJoinThreads + threadIdx.x;
+  const int64_t j = static_cast<int64_t>(blockIdx.x) * kReduceThreads + threadIdx.x;
   if (j >= args.n) return;
   float r_sum[2];
-  join_splits(r_sum, args.g_parts, splits, args.n, j);
+  reduce_splits(r_sum, args.g_partials, splits, args.n, j);
   if (g_dk) g_dk[j] = from_float<T>(r_sum[0]);
   if (g_dv) g_dv[j] = from_float<T>(r_sum[1]);
 }
@@ -40,16 +40,16 @@ void launch_scalar_attention_backward(const ScalarAttentionBackwardParams& param
   args.v_scale = 1.f;
   dispatch_dtype(params.dtype, [&](auto element) {
     using T = decltype(element);
-    // One after the other on the stream: both sweeps use the same scratch.
+    // Both sweeps use the same scratch; the stream serialises them.
     if (params.dq) {
       const int splits = launch_sweep<QueryJob, kQuerySweep>(args, stream);
-      launch_kernel(scalar_attention_join_query_kernel<T>, {join_blocks(n), kJoinThreads}, stream,
-                    args, splits, static_cast<T*>(params.dq));
+      launch_kernel(scalar_attention_reduce_query_kernel<T>, {reduce_blocks(n), kReduceThreads},
+                    stream, args, splits, static_cast<T*>(params.dq));
     }
     if (params.dk || params.dv) {
       const int splits = launch_sweep<KeyJob, kKeySweep>(args, stream);
-      launch_kernel(scalar_attention_join_key_kernel<T>, {join_blocks(n), kJoinThreads}, stream,
-                    args, splits, static_cast<T*>(params.dk), static_cast<T*>(params.dv));
+      launch_kernel(scalar_attention_reduce_key_kernel<T>, {reduce_blocks(n), kReduceThreads},
+                    stream, args, splits, static_cast<T*>(params.dk), static_cast<T*>(params.dv));
     }
   });
   check_launch("scalar_attention_backward");

@@ -1,10 +1,9 @@
-// The exponentials of scalar_attention: e = exp(q k - max_j q k), in two ways.
+// The two ways to compute the exponentials of scalar_attention, e = exp(q k - max_j q k).
 //
-// A row's largest score is q * max(k) or q * min(k), so every exponential is taken against its
-// final maximum at once. Rows whose scores span little (spans_little) are computed in base 2 from
-// one multiply-add, scale * k + shift, with a whole number as shift: by the exponential unit, or by
-// rounding to a whole number and a polynomial. All other rows, those of inf and NaN included, take
-// a difference from the maximum first.
+// A row's largest score is q * max(k) or q * min(k), so the final maximum is known in advance. Rows
+// with a small range of scores (spans_little) are computed as 2^(scale * k + shift) with an integer
+// shift: one FMA and the exponential unit, or rounding to an integer and a polynomial. All other
+// rows, including those with inf and NaN, subtract the maximum first.
 // Source: Cody and Waite, "Software Manual for the Elementary Functions", 1980 (the reduction).
 #pragma once
 
@@ -12,12 +11,12 @@
 
 namespace torchweld {
 
-// The smallest and the largest key; NaN where any key is.
+// The smallest and the largest key; NaN if any key is NaN.
 struct KeyRange {
   float min, max;
 };
 
-// What a row brings to its exponentials.
+// The exponent of a row: scale * k + shift.
 struct RowExponent {
   float scale, shift;
 };
@@ -28,7 +27,7 @@ __device__ __forceinline__ float top_key(float q, KeyRange keys) {
   return q >= 0.f ? keys.max : keys.min;
 }
 
-// True where the fast exponentials are exact in their reduction and stay normal numbers.
+// Whether the fast exponentials have an exact range reduction and normal results.
 __device__ __forceinline__ bool spans_little(float q, KeyRange keys) {
   const float scale = q * kLog2OfE;
   return fabsf(scale) * (keys.max - keys.min) <= 100.f &&
@@ -44,7 +43,8 @@ __device__ __forceinline__ RowExponent row_exponent(float q, KeyRange keys) {
   return {q, 0.5f * top_key(q, keys)};
 }
 
-// What a row's exponentials are to be multiplied by: a fast row is up to half a power of two off.
+// The factor of a row's exponentials: the integer shift of a fast row is off by up to half a power
+// of two.
 template <bool kFast>
 __device__ __forceinline__ float row_factor(float q, KeyRange keys) {
   if constexpr (!kFast) return 1.f;
@@ -52,30 +52,30 @@ __device__ __forceinline__ float row_factor(float q, KeyRange keys) {
   return exp2_approx_ftz(-fmaf(row.scale, top_key(q, keys), row.shift));
 }
 
-// NOTE: exponentials below 2^-126 of the row's largest become 0, which one instruction does; their
-// share of a sum is below its rounding.
+// NOTE: exponentials below 2^-126 of the row's largest are flushed to 0; they are below the
+// rounding error of the sum.
 template <bool kFast>
 __device__ __forceinline__ float exponential(RowExponent row, float k) {
   if constexpr (kFast) return exp2_approx_ftz(fmaf(row.scale, k, row.shift));
-  // Halves: the difference of two finite keys is finite.
+  // Halved, so that the difference of two finite keys is finite.
   const float below = fmaf(0.5f, k, -row.shift);
   return exp2_approx_ftz(row.scale * below * (2.f * kLog2OfE));
 }
 
-// The same for fast rows by the multiply-add pipe: 2^n * 2^f with |f| <= 1/2, 2^f to 2^-22.
+// exponential<true> on the FMA pipe: 2^n * 2^f with |f| <= 1/2; 2^f has an error of 2^-22.
 __device__ __forceinline__ float exponential_polynomial(RowExponent row, float k) {
-  // A sum near this number is rounded to a whole one, which its low bits hold.
-  constexpr float kWhole = 12582912.f;  // 1.5 * 2^23
-  const float anchor = kWhole + row.shift;
-  const float whole = fmaf(row.scale, k, anchor);
-  const float f = fmaf(row.scale, k, anchor - whole);  // exact but for its one rounding
+  // Adding kRound rounds to an integer, which is in the low bits of the sum.
+  constexpr float kRound = 12582912.f;  // 1.5 * 2^23
+  const float anchor = kRound + row.shift;
+  const float rounded = fmaf(row.scale, k, anchor);
+  const float f = fmaf(row.scale, k, anchor - rounded);  // exact except for one rounding
   float y = 0.0013264728477224708f;
   y = fmaf(y, f, 0.009671512991189957f);
   y = fmaf(y, f, 0.05550733581185341f);
   y = fmaf(y, f, 0.24022242426872253f);
   y = fmaf(y, f, 0.6931470036506653f);
   y = fmaf(y, f, 1.f);
-  return __int_as_float(__float_as_int(y) + (__float_as_int(whole) << 23));
+  return __int_as_float(__float_as_int(y) + (__float_as_int(rounded) << 23));
 }
 
 }  // namespace torchweld

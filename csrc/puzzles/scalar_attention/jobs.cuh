@@ -5,7 +5,7 @@
 
 namespace torchweld {
 
-// The owner's side of a sweep whose threads own rows.
+// An owned row.
 struct RowOwner {
   float q;
   RowExponent row;
@@ -35,7 +35,7 @@ struct KeyValue {
   float k, v;
 };
 
-// (sum_j e, sum_j e v)
+// The forward: (sum_j e, sum_j e v).
 template <int kTile>
 struct ForwardJob : RowJob, SweepShape<kForwardSweep, kTile> {
   static constexpr int kSums = 2;
@@ -61,7 +61,7 @@ struct ForwardJob : RowJob, SweepShape<kForwardSweep, kTile> {
   }
 };
 
-// (sum_j e (v - mean) k)
+// The gradient to q: sum_j e (v - mean) k.
 template <int kTile>
 struct QueryJob : RowJob, SweepShape<kQuerySweep, kTile> {
   static constexpr int kSums = 1;
@@ -90,7 +90,8 @@ struct QueryJob : RowJob, SweepShape<kQuerySweep, kTile> {
   }
 };
 
-// (sum_i p dz q (v - mean), sum_i p dz), the rows' sums and factors folded into dz.
+// The gradients to k and v: (sum_i p dz q (v - mean), sum_i p dz). dz includes the rows' factors
+// and 1 / sum.
 template <int kTile>
 struct KeyJob : SweepShape<kKeySweep, kTile> {
   static constexpr int kSums = 2;

@@ -1,4 +1,4 @@
-// The launches that the forward and the gradient of scalar_attention share.
+// Launches shared by the forward and the gradient of scalar_attention.
 #pragma once
 
 #include "core/device.h"
@@ -11,9 +11,9 @@ namespace torchweld {
 
 constexpr int kMaxVectors = 4;
 constexpr int kPrepareThreads = 1024;
-constexpr int kJoinThreads = 256;
+constexpr int kReduceThreads = 256;
 
-// The vectors of a call, the keys first.
+// The vectors of a call; the keys come first.
 struct PrepareArgs {
   ScalarAttentionVector from[kMaxVectors];
   int count;
@@ -22,8 +22,8 @@ struct PrepareArgs {
   int64_t n;
 };
 
-// Every vector in fp32 with stride 1, and the range of the keys. One block: its work is linear in
-// n, that of the sweeps after it quadratic.
+// Converts every vector to fp32 with stride 1, and computes the range of the keys. One block
+// suffices: its work is linear in n, that of the sweeps quadratic.
 template <typename T>
 __global__ __launch_bounds__(kPrepareThreads) void scalar_attention_prepare_kernel(
     const PrepareArgs args) {
@@ -38,7 +38,7 @@ __global__ __launch_bounds__(kPrepareThreads) void scalar_attention_prepare_kern
       args.g_to[vector * args.n + i] = to_float(g_from[i * stride]);
     }
   }
-  // The largest key as the negative of the smallest negative one: NaN stays NaN.
+  // max(k) is computed as -min(-k), which propagates NaN.
   float min = INFINITY, min_negative = INFINITY;
   const T* g_keys = static_cast<const T*>(args.from[0].data);
 #pragma unroll 4
@@ -63,10 +63,10 @@ __global__ __launch_bounds__(kPrepareThreads) void scalar_attention_prepare_kern
   *args.g_keys = {min, -min_negative};
 }
 
-// Scratch: the range of the keys, the vectors, the sums of the splits.
+// Scratch holds the range of the keys, the vectors, and the partials of the splits.
 constexpr int64_t kRangeFloats = 4;
 
-// Copies the vectors, k, v and q first, into scratch; returns what a sweep over them reads.
+// Copies the vectors (k, v, q, then others) to scratch; returns the arguments of the sweeps.
 inline ScalarAttentionArgs launch_prepare(PrepareArgs prepare, float* scratch, DType dtype,
                                           cudaStream_t stream) {
   const int64_t n = prepare.n;
@@ -81,7 +81,7 @@ inline ScalarAttentionArgs launch_prepare(PrepareArgs prepare, float* scratch, D
   args.g_k = prepare.g_to;
   args.g_v = prepare.g_to + n;
   args.g_q = prepare.g_to + 2 * n;
-  args.g_parts = prepare.g_to + prepare.count * n;
+  args.g_partials = prepare.g_to + prepare.count * n;
   args.n = n;
   return args;
 }
@@ -92,7 +92,7 @@ void launch_sweep_tile(const ScalarAttentionArgs& args, int64_t blocks, cudaStre
                 args);
 }
 
-// Runs the sweep with the tile and the split for n; returns the number of splits.
+// Launches a sweep with the tile chosen for n; returns the number of splits.
 template <template <int> typename Job, ScalarAttentionSweep kSweep>
 int launch_sweep(ScalarAttentionArgs args, cudaStream_t stream) {
   static_assert(kNumScalarAttentionTiles == 2);
@@ -110,6 +110,6 @@ int launch_sweep(ScalarAttentionArgs args, cudaStream_t stream) {
   return choice.splits;
 }
 
-inline int64_t join_blocks(int64_t n) { return (n + kJoinThreads - 1) / kJoinThreads; }
+inline int64_t reduce_blocks(int64_t n) { return (n + kReduceThreads - 1) / kReduceThreads; }
 
 }  // namespace torchweld

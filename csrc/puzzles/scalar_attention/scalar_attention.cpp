@@ -3,11 +3,11 @@
 //                    dk[j] = sum_i p[i, j] dz[i] q[i] (v[j] - z[i]),  dv[j] = sum_i p[i, j] dz[i]
 //
 // Attention with a head dim of 1. The largest score of a row is q[i] * max(k) or q[i] * min(k), so
-// that nothing is rescaled, and memory is linear in n. scalar_attention_forward also returns what
-// the gradient needs, (n,) in fp32 (fp64 for fp64): mean, which is z before it is rounded, and sum,
-// the row's sum of exp(q[i] * k[j] - max_j). The gradient rebuilds p from the sum: unlike its
-// logarithm with the maximum added, it loses nothing where the scores are large. On the CPU the
-// scores exist one block of rows at a time, and their softmax is taken anew.
+// sums need no rescaling, and memory is linear in n. scalar_attention_forward also returns what the
+// gradient needs, (n,) in fp32 (fp64 for fp64): mean, z before rounding, and sum, the row's sum of
+// exp(q[i] * k[j] - max_j). The gradient recomputes p from the sum, which is more accurate than a
+// logsumexp if the scores are large. The CPU kernels materialise one block of rows of scores at a
+// time, and the gradient computes its softmax again.
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_softmax.h>
@@ -60,7 +60,7 @@ Forward scalar_attention_forward_meta(const Tensor& q, const Tensor& k, const Te
 }
 TW_OP(scalar_attention_forward);
 
-// The op and its forward op, by what fills their results on a device.
+// The op and its forward op, for the function that computes their results on a device.
 template <auto into>
 Tensor scalar_attention_on(const Tensor& q, const Tensor& k, const Tensor& v) {
   Tensor z = scalar_attention_meta(q, k, v);
@@ -95,8 +95,8 @@ Grads3 scalar_attention_backward_meta(const Tensor& dz, const Tensor& q, const T
 }
 TW_OP(scalar_attention_backward);
 
-// CPU. Blocks of rows whose scores stay in a core's cache, in a fixed number of groups: what is
-// summed over the rows is summed by group, so that the bits do not depend on the threads.
+// CPU: blocks of rows whose scores fit into a core's cache, in a fixed number of groups. Sums over
+// rows are accumulated per group, so that the bits do not depend on the number of threads.
 struct RowBlocks {
   static constexpr int64_t kScores = int64_t{1} << 16;
   static constexpr int64_t kMaxGroups = 32;
@@ -121,19 +121,19 @@ struct RowBlocks {
   }
 };
 
-// CPU. A vector in the accumulator's dtype, contiguous. Always a copy: the bits of a matmul may
-// depend on the alignment of its operands.
+// CPU: a contiguous copy of a vector in the accumulator's dtype. Always a copy, because the bits of
+// a matmul may depend on the alignment of its operands.
 Tensor vector_of(const Tensor& t) {
   return t.detach().to(acc_dtype(t), /*non_blocking=*/false, /*copy=*/true).contiguous();
 }
 
-// CPU. The probabilities of a block of rows.
+// CPU: the probabilities of a block of rows.
 Tensor probabilities(const Tensor& q, const Tensor& k, int64_t first, int64_t rows) {
   const Tensor scores = at::mul(q.narrow(0, first, rows).unsqueeze(1), k);
   return at::_softmax(scores, -1, /*half_to_float=*/false);
 }
 
-// `mean` and `sum` are nullptr where nobody asked.
+// mean and sum are nullptr if not needed.
 void scalar_attention_into(Tensor& z, Tensor* mean, Tensor* sum, const Tensor& q, const Tensor& k,
                            const Tensor& v) {
   if (z.numel() == 0) return;
@@ -145,7 +145,7 @@ void scalar_attention_into(Tensor& z, Tensor* mean, Tensor* sum, const Tensor& q
     z.narrow(0, first, rows).copy_(means);
     if (!mean) return;
     mean->narrow(0, first, rows).copy_(means);
-    // The largest exponential is 1, so that its probability is 1 / sum.
+    // The largest exponential is 1, so its probability is 1 / sum.
     sum->narrow(0, first, rows).copy_(p.amax(1).reciprocal_());
   });
 }

@@ -1,4 +1,4 @@
-// scalar_attention and its gradient: what the host hands to the kernels.
+// Kernel parameters of scalar_attention and its gradient.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,7 +17,7 @@ struct ScalarAttentionVector {
 struct ScalarAttentionParams {
   ScalarAttentionVector q, k, v;
   void* z;         // (n,), contiguous
-  float* mean;     // (n,), contiguous: z unrounded; nullptr, like sum, where nobody asked
+  float* mean;     // (n,), contiguous: z unrounded; nullptr, like sum, if not needed
   float* sum;      // (n,), contiguous
   float* scratch;  // scalar_attention_scratch_floats
   int64_t n;
@@ -28,7 +28,7 @@ struct ScalarAttentionBackwardParams {
   ScalarAttentionVector dz, q, k, v;
   const float* mean;  // (n,), contiguous
   const float* sum;   // (n,), contiguous
-  void* dq;           // (n,), contiguous; nullptr, like dk and dv, where not wanted
+  void* dq;           // (n,), contiguous; nullptr, like dk and dv, if not needed
   void* dk;
   void* dv;
   float* scratch;
@@ -36,7 +36,7 @@ struct ScalarAttentionBackwardParams {
   DType dtype;
 };
 
-// What either launch needs in `scratch` on the current device.
+// Floats of `scratch` that a launch needs on the current device.
 int64_t scalar_attention_scratch_floats(int64_t n, bool backward);
 
 void launch_scalar_attention(const ScalarAttentionParams& params, cudaStream_t stream);

@@ -1,16 +1,15 @@
-// The sweep over all pairs (i, j) that scalar_attention and its gradient are made of.
+// The sweep over all pairs (i, j) that computes scalar_attention and its gradient.
 //
-// A Job says what a thread owns, what is streamed, and what a pair adds to the owner's sums:
-//   Owner, Stream            registers of an owned element, shared memory of a streamed one
-//   owner(i), stream<kFast>(i)
-//   row, key                 which of the two brings the row's exponent, which the key
-//   fast_owner, fast_stream  may the row be computed fast (true for keys)
-//   prepare, add, factor     the owner before a stage, a pair, what the owner's sums are to be
-//                            multiplied by
-// Blocks own kThreads * kOwners elements and stream their split of the others through shared
-// memory. Whether the exponentials are fast is decided once a stage for the whole block. The sums
-// of a few elements are kept apart, so that the error grows with their number, not with n. Every
-// split writes its sums; a later kernel joins them in order, so that the result has the same bits
+// A Job defines the owned and the streamed elements, and what a pair adds to the owner's sums:
+//   Owner, Stream               an owned element in registers, a streamed one in shared memory
+//   owner(i), stream<kFast>(i)  load them
+//   row, key                    the row's exponent and the key of a pair
+//   fast_owner, fast_stream     whether the row allows the fast exponential (true for keys)
+//   prepare, add, factor        prepares an owner for a stage, adds a pair, scales the owner's sums
+// A block owns kThreads * kOwners elements and streams its split of the others through shared
+// memory. The block chooses the fast or the general exponential once per stage. Chunks of a few
+// elements have their own accumulators, so that the error grows with the chunk size, not with n.
+// Each split writes its partials; a second kernel adds them in order, so results have the same bits
 // in every run.
 #pragma once
 
@@ -20,12 +19,12 @@
 
 namespace torchweld {
 
-// Vectors in fp32, contiguous; what the forward does not have is nullptr.
+// Contiguous fp32 vectors; those of the gradient are nullptr in the forward.
 struct ScalarAttentionArgs {
   const KeyRange* g_keys;
   const float *g_q, *g_k, *g_v, *g_dz, *g_mean, *g_sum;
   float v_scale;
-  float* g_parts;  // (splits, kSums, n)
+  float* g_partials;  // (splits, kSums, n)
   int64_t n;
   int64_t per_split;
   int64_t owner_blocks;
@@ -36,8 +35,8 @@ struct SweepShape {
   static constexpr ScalarAttentionTile kShape = kScalarAttentionTiles[kSweep][kTile];
   static constexpr int kOwners = kShape.owners;
   static constexpr int kPolynomial = kShape.polynomial;
-  static constexpr int kApart = kShape.apart;
-  static_assert(kPolynomial <= kOwners && kScalarAttentionStage % kApart == 0);
+  static constexpr int kChunk = kShape.chunk;
+  static_assert(kPolynomial <= kOwners && kScalarAttentionStage % kChunk == 0);
 };
 
 template <bool kFast, typename Job>
@@ -48,8 +47,8 @@ __device__ __forceinline__ void sweep_stage(typename Job::Owner (&r_owner)[Job::
 #pragma unroll
   for (int r = 0; r < Job::kOwners; ++r) Job::template prepare<kFast>(r_owner[r], keys);
 #pragma unroll 1
-  for (int first = 0; first < count; first += Job::kApart) {
-    const int end = min(count, first + Job::kApart);
+  for (int first = 0; first < count; first += Job::kChunk) {
+    const int end = min(count, first + Job::kChunk);
     float r_sum[Job::kOwners][Job::kSums] = {};
 #pragma unroll 4
     for (int j = first; j < end; ++j) {
@@ -71,7 +70,7 @@ __device__ __forceinline__ void sweep_stage(typename Job::Owner (&r_owner)[Job::
   }
 }
 
-// Fills the stage; true where this thread's share may be computed fast.
+// Loads a stage. Returns whether this thread's elements allow the fast exponential.
 template <bool kFast, typename Job>
 __device__ __forceinline__ bool load_stage(const Job& job, typename Job::Stream* s_stream,
                                            int64_t first, int count) {
@@ -96,7 +95,7 @@ __global__ __launch_bounds__(kScalarAttentionThreads,
   bool fast_owners = true;
 #pragma unroll
   for (int r = 0; r < Job::kOwners; ++r) {
-    // Threads beyond the end do the last element once more and write nothing.
+    // Threads beyond the end repeat the last element and write nothing.
     const int64_t i = first + r * kScalarAttentionThreads;
     r_owner[r] = job.owner(i < args.n ? i : args.n - 1);
     fast_owners = fast_owners && job.fast_owner(r_owner[r]);
@@ -106,13 +105,13 @@ __global__ __launch_bounds__(kScalarAttentionThreads,
   float r_total[Job::kOwners][Job::kSums] = {};
   const int64_t begin = split * args.per_split;
   const int64_t end = begin + args.per_split < args.n ? begin + args.per_split : args.n;
-  for (int64_t at = begin; at < end; at += kScalarAttentionStage) {
+  for (int64_t stage = begin; stage < end; stage += kScalarAttentionStage) {
     const int count =
-        end - at < kScalarAttentionStage ? static_cast<int>(end - at) : kScalarAttentionStage;
+        end - stage < kScalarAttentionStage ? static_cast<int>(end - stage) : kScalarAttentionStage;
     bool fast = fast_owners;
-    if (fast) fast = __syncthreads_and(load_stage<true>(job, s_stream, at, count));
+    if (fast) fast = __syncthreads_and(load_stage<true>(job, s_stream, stage, count));
     if (!fast) {
-      load_stage<false>(job, s_stream, at, count);
+      load_stage<false>(job, s_stream, stage, count);
       __syncthreads();
     }
     if (fast) {
@@ -120,7 +119,7 @@ __global__ __launch_bounds__(kScalarAttentionThreads,
     } else {
       sweep_stage<false, Job>(r_owner, s_stream, count, job.keys, r_total);
     }
-    __syncthreads();  // the stage is free again
+    __syncthreads();  // all threads are done with the stage
   }
 
 #pragma unroll
@@ -130,20 +129,20 @@ __global__ __launch_bounds__(kScalarAttentionThreads,
     const float factor = job.factor(r_owner[r], fast_owners);
 #pragma unroll
     for (int s = 0; s < Job::kSums; ++s) {
-      args.g_parts[(split * Job::kSums + s) * args.n + i] = r_total[r][s] * factor;
+      args.g_partials[(split * Job::kSums + s) * args.n + i] = r_total[r][s] * factor;
     }
   }
 }
 
-// An owner's sums, the splits split_cluster in order.
+// Adds an owner's partials in the order of the splits.
 template <int kSums>
-__device__ __forceinline__ void join_splits(float (&r_sum)[kSums], const float* g_parts, int splits,
-                                            int64_t n, int64_t i) {
+__device__ __forceinline__ void reduce_splits(float (&r_sum)[kSums], const float* g_partials,
+                                              int splits, int64_t n, int64_t i) {
 #pragma unroll
-  for (int s = 0; s < kSums; ++s) r_sum[s] = g_parts[s * n + i];
+  for (int s = 0; s < kSums; ++s) r_sum[s] = g_partials[s * n + i];
   for (int64_t split = 1; split < splits; ++split) {
 #pragma unroll
-    for (int s = 0; s < kSums; ++s) r_sum[s] += g_parts[(split * kSums + s) * n + i];
+    for (int s = 0; s < kSums; ++s) r_sum[s] += g_partials[(split * kSums + s) * n + i];
   }
 }
 
