@@ -22,7 +22,7 @@ ENUMERATORS = {
     "bfloat16": "kBFloat16",
 }
 SIXTEEN_BIT = ("float16", "bfloat16")
-# Of attention: with a mask beyond causal and leftpad, and without.
+# Attention's kernels for a general mask, and for causal and leftpad alone.
 VARIANTS = (
     {"masked": "", "Masked": "", "is_masked": "false"},
     {"masked": "masked_", "Masked": "Masked", "is_masked": "true"},
@@ -78,38 +78,34 @@ TABLE = [
         "template void launch_rows_tiles<GemmMath::$kDtype>(const GemmParams&, cudaStream_t);",
         each(dtype=SIXTEEN_BIT),
     ),
-    # Those of a mask that not every call has take kernels of their own.
     Family(
         "${masked}attention_forward_$dtype",
         "attention/sync/fwd.cuh",
-        "void launch_attention_$dtype(int tile, const ${Masked}AttentionParams& params,"
-        " cudaStream_t stream)"
-        " { launch_attention_tiles<$T, AttentionMath::$math, $is_masked>(tile, params, stream); }",
+        "template void launch_attention_tiles<$T, AttentionMath::$math, $is_masked>("
+        "int, const AttentionParams&, cudaStream_t);",
         each(variant=VARIANTS, dtype=SIXTEEN_BIT, math=("k16Bit",))
         + each(variant=VARIANTS, dtype=("tf32",), math=("kTf32",)),
     ),
     Family(
         "${masked}attention_forward_$dtype",
         "attention/sync/fwd_fp32.cuh",
-        "void launch_attention_$dtype(int tile, const ${Masked}AttentionParams& params,"
-        " cudaStream_t stream)"
-        " { launch_attention_split_tiles<$is_masked>(tile, params, stream); }",
+        "template void launch_attention_split_tiles<$is_masked>("
+        "int, const AttentionParams&, cudaStream_t);",
         each(variant=VARIANTS, dtype=("float32",)),
     ),
     Family(
         "${masked}attention_decode_$dtype",
         "attention/decode/kernel.cuh",
-        "void launch_attention_decode_$dtype(const ${Masked}AttentionParams& params,"
-        " cudaStream_t stream)"
-        " { launch_attention_decode_of<$T, $is_masked>(params, stream); }",
+        "template void launch_attention_decode<$T, $is_masked>("
+        "const AttentionParams&, cudaStream_t);",
         each(variant=VARIANTS, dtype=SIXTEEN_BIT),
     ),
     # `tile` counts in kAttentionSm90Tiles, `dims` are its head dims.
     Family(
         "${masked}attention_sm90_${dtype}_$dims",
         "attention/sm90/fwd_kernel.cuh",
-        "template void launch_attention_sm90_tile<$T, $tile>("
-        "const ${Masked}AttentionParams&, cudaStream_t);",
+        "template void launch_attention_sm90_tile<$T, $tile, $is_masked>("
+        "const AttentionParams&, cudaStream_t);",
         each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_64",), tile=(0, 1, 2))
         + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_128",), tile=(3, 4, 5))
         + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_256",), tile=(6, 7))
@@ -153,21 +149,24 @@ TABLE = [
         "${mask}_softmax_$dtype",
         "ops/causal_softmax/launch.cuh",
         "template void launch_causal_softmax_of<$T>("
-        "const SoftmaxParams&, const ${mask}Mask&, const ZeroCounter&, cudaStream_t);",
+        "const SoftmaxParams&, const ScoresMask<MaskKind::k$mask>&, const ZeroCounter&,"
+        " cudaStream_t);",
         each(mask=("Causal", "Range", "Capped"), dtype=("float32", *SIXTEEN_BIT)),
     ),
     Family(
         "${mask}_softmax_backward_$dtype",
         "ops/causal_softmax/launch.cuh",
         "template void launch_causal_softmax_backward_of<$T>("
-        "const SoftmaxBackwardParams&, const ${mask}Mask&, const ZeroCounter&, cudaStream_t);",
+        "const SoftmaxBackwardParams&, const ScoresMask<MaskKind::k$mask>&, const ZeroCounter&,"
+        " cudaStream_t);",
         each(mask=("Causal", "Range"), dtype=("float32", *SIXTEEN_BIT)),
     ),
     Family(
         "capped_causal_softmax",
         "ops/causal_softmax/launch.cuh",
         "template void launch_capped_softmax_backward_of<$T>("
-        "const SoftmaxBackwardParams&, const CappedMask&, const CappedBackward&, cudaStream_t);",
+        "const SoftmaxBackwardParams&, const ScoresMask<MaskKind::kCapped>&,"
+        " const CappedBackward&, cudaStream_t);",
         each(dtype=("float32", *SIXTEEN_BIT)),
     ),
     Family(
@@ -198,8 +197,8 @@ TABLE = [
     Family(
         "${masked}softmax_matmul_sm90_$dtype",
         "ops/softmax_matmul/sm90.cuh",
-        "template void launch_softmax_matmul_sm90<$T>("
-        "const ${Masked}SoftmaxMatmulParams&, cudaStream_t);",
+        "template void launch_softmax_matmul_sm90<$T, $is_masked>("
+        "const SoftmaxMatmulParams&, cudaStream_t);",
         each(variant=VARIANTS, dtype=SIXTEEN_BIT),
     ),
 ]

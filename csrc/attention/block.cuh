@@ -53,14 +53,14 @@ struct AttentionBlock {
   }
 
   __device__ __forceinline__ void find_keys(const AttentionParams& params) {
-    const MaskRule rule = params.rule();
-    const int seqlen_q = static_cast<int>(rule.seqlen_q);
-    const int seqlen_k = static_cast<int>(rule.seqlen_k);
-    pad = params.leftpad ? static_cast<int>(rule.clamp_pad(params.leftpad[batch])) : 0;
+    const MaskParams mask = params.mask;
+    const int seqlen_q = static_cast<int>(mask.seqlen_q);
+    const int seqlen_k = static_cast<int>(mask.seqlen_k);
+    pad = static_cast<int>(mask.pad(batch));
     all_keys = seqlen_k - pad;
-    shift = params.causal ? all_keys - seqlen_q + 1 : kNoLimit;
-    first_live = params.causal || params.leftpad ? seqlen_q - all_keys : 0;
-    const bool padding = first_row + rows <= rule.first_row(pad);
+    shift = mask.causal ? all_keys - seqlen_q + 1 : kNoLimit;
+    first_live = mask.causal || mask.leftpad ? seqlen_q - all_keys : 0;
+    const bool padding = first_row + rows <= mask.first_row(pad);
     keys = padding ? 0 : max(end_of(first_row + rows - 1), 0);
     if (keys == 0) first_live = seqlen_q;
   }
@@ -71,7 +71,7 @@ struct AttentionBlock {
   static constexpr int kNoLimit = 1 << 30;
 };
 
-// The same under an AttentionMask: a row of the block sees the keys from begin[row] on, counted
+// The same under a general mask: a row of the block sees the keys from begin[row] on, counted
 // from `pad` as all are. kWarpRows rows see every key from their last_begin on. `pad` is a multiple
 // of kPadMultiple: no row sees the first `unseen` keys behind it.
 template <int kRows, int kWarpRows, int kPadMultiple = 1>
@@ -81,7 +81,7 @@ struct MaskedAttentionBlock : AttentionBlock {
   int begin[kRows];  // kSeesNothing where a row doesn't
 
   // By all threads, of which there are at least kRows.
-  __device__ __forceinline__ void take(const MaskedAttentionParams& params,
+  __device__ __forceinline__ void take(const AttentionParams& params,
                                        const AttentionSchedule& schedule) {
     static_assert(kPadMultiple == 1);
     const int row = threadIdx.x;
@@ -92,10 +92,10 @@ struct MaskedAttentionBlock : AttentionBlock {
     }
     if (row < kRows / kWarpRows) last_begin[row] = 0;
     __syncthreads();
-    const MaskRule rule = params.rule();
-    const SequenceMask sequence = params.sequence(batch);
-    LiveRange live = {0, 0};
-    if (row < rows) live = rule.live(first_row + row, sequence);
+    const MaskParams mask = params.mask;
+    const SequenceMask sequence = mask.sequence(batch);
+    KeyRange live = {0, 0};
+    if (row < rows) live = mask.row_keys(first_row + row, sequence);
     const bool sees = !live.empty();
     if (sees) {
       atomicMin(&pad, static_cast<int>(live.begin));
@@ -107,20 +107,20 @@ struct MaskedAttentionBlock : AttentionBlock {
     const int own_begin = static_cast<int>(live.begin) - first;
     if (row < kRows) begin[row] = sees ? own_begin : kSeesNothing;
     if (sees) atomicMax(&last_begin[row / kWarpRows], own_begin);
-    if (row == 0) set_keys(rule, sequence, first, end);
+    if (row == 0) set_keys(mask, sequence, first, end);
     __syncthreads();
   }
 
   // The same by the lanes of one warp, which know what else there is of the block.
-  __device__ __forceinline__ void find_keys(const MaskedAttentionParams& params,
+  __device__ __forceinline__ void find_keys(const AttentionParams& params,
                                             const AttentionBlock& block) {
-    const MaskRule rule = params.rule();
-    const SequenceMask sequence = params.sequence(block.batch);
+    const MaskParams mask = params.mask;
+    const SequenceMask sequence = mask.sequence(block.batch);
     const int lane = threadIdx.x % 32;
     int first = kSeesNothing, end = 0;
     for (int row = lane; row < kRows; row += 32) {
-      LiveRange live = {0, 0};
-      if (row < block.rows) live = rule.live(block.first_row + row, sequence);
+      KeyRange live = {0, 0};
+      if (row < block.rows) live = mask.row_keys(block.first_row + row, sequence);
       begin[row] = live.empty() ? kSeesNothing : static_cast<int>(live.begin);
       if (live.empty()) continue;
       first = min(first, static_cast<int>(live.begin));
@@ -144,20 +144,20 @@ struct MaskedAttentionBlock : AttentionBlock {
     if (lane == 0) {
       static_cast<AttentionBlock&>(*this) = block;
       unseen = behind;
-      set_keys(rule, sequence, first, end);
+      set_keys(mask, sequence, first, end);
     }
     __syncwarp();
   }
 
  private:
-  __device__ __forceinline__ void set_keys(const MaskRule& rule, const SequenceMask& sequence,
+  __device__ __forceinline__ void set_keys(const MaskParams& mask, const SequenceMask& sequence,
                                            int first, int end) {
     pad = first;
     keys = end - first;
     all_keys = static_cast<int>(sequence.end) - first;
-    const int64_t window = min(rule.window, static_cast<int64_t>(kNoLimit));
-    const int reach = rule.causal ? 1 : static_cast<int>(window);  // behind a row's position
-    const int position = static_cast<int>(rule.position(0, sequence.end)) - first;
+    const int64_t window = min(mask.window, static_cast<int64_t>(kNoLimit));
+    const int reach = mask.causal ? 1 : static_cast<int>(window);  // behind a row's position
+    const int position = static_cast<int>(mask.position(0, sequence.end)) - first;
     shift = reach > 0 ? reach + position : kNoLimit;
   }
 };
@@ -166,8 +166,8 @@ template <bool kMasked, int kRows, int kWarpRows>
 using AttentionBlockOf =
     std::conditional_t<kMasked, MaskedAttentionBlock<kRows, kWarpRows>, AttentionBlock>;
 
-// Whether a warp's rows don't see all keys of the step that begins at `key`, under an
-// AttentionMask.
+// True where a warp's rows don't see all keys of the step that begins at `key`, under a general
+// mask.
 template <typename Config>
 __device__ __forceinline__ bool hides_keys(const typename Config::Block& s_block, int warp_row,
                                            int key) {
@@ -204,7 +204,7 @@ __device__ __forceinline__ const T* matrix_of(const AttentionTensor& tensor, int
 // Divides a warp's sums `r_out` and writes them, and lse. s_rows is shared memory of the warp's own
 // for its rows.
 template <typename Config, int kTiles, int kColTiles>
-__device__ __forceinline__ void store_block(const typename Config::Params& params,
+__device__ __forceinline__ void store_block(const AttentionParams& params,
                                             const typename Config::Scale& scale,
                                             const typename Config::Block& s_block, char* s_rows,
                                             const OnlineRow (&rows)[kTiles][2],
@@ -212,11 +212,10 @@ __device__ __forceinline__ void store_block(const typename Config::Params& param
   using T = typename Config::T;
   const int warp_row = threadIdx.x / 32 * Config::kWarpRows;
   const int head_dim_v = static_cast<int>(params.sizes.head_dim_v);
-  const MaskRule rule = params.rule();
   const int first_row = s_block.first_row + warp_row;
   const int warp_rows = s_block.rows - warp_row;
   const int64_t out_row =
-      (s_block.batch * params.sizes.nheads + s_block.head) * rule.seqlen_q + first_row;
+      (s_block.batch * params.sizes.nheads + s_block.head) * params.mask.seqlen_q + first_row;
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
@@ -232,7 +231,7 @@ __device__ __forceinline__ void store_block(const typename Config::Params& param
           params.lse[out_row + row] = live ? finished.lse : sink;
         }
       } else {
-        const bool live = !rule.live(first_row + row, s_block.pad).empty();
+        const bool live = !params.mask.row_keys(first_row + row, s_block.pad).empty();
         Config::Matmul::stage(s_rows, r_out, tile, half, 1.f / sum, live);
         if (params.lse && threadIdx.x % 4 == 0 && row < warp_rows) {
           params.lse[out_row + row] = live ? scale.lse(rows[tile][half].max, sum) : -INFINITY;
@@ -247,8 +246,7 @@ __device__ __forceinline__ void store_block(const typename Config::Params& param
 
 // Launches the kernel of a tile in grids of as many blocks as fit.
 template <typename Config, int kBytes, typename Kernel>
-void launch_attention_blocks(Kernel kernel, const typename Config::Params& params,
-                             cudaStream_t stream) {
+void launch_attention_blocks(Kernel kernel, const AttentionParams& params, cudaStream_t stream) {
   // A tile's own part of shared memory is followed by the block's.
   constexpr int kBlockBytes = Config::kMasked ? 128 + 4 * Config::kRows : 128;
   static_assert(kBytes > Config::kShape.tile_bytes() &&

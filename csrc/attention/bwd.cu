@@ -22,18 +22,18 @@ constexpr int kRowsPerBlock = kRowThreads / kLanesPerRow;
 // What the query rows see, row by row and group by group. A block takes a group, a thread a row.
 __global__ __launch_bounds__(kAttentionBackwardRowPad) void attention_backward_ranges_kernel(
     const __grid_constant__ MaskedBackwardArgs args) {
-  __shared__ RowGroup s_group;
+  __shared__ BlockMask s_group;
   __shared__ unsigned s_live[kAttentionBackwardRowPad / kWarp];
   const int64_t groups = args.rows / kAttentionBackwardRowPad;
   const int64_t sequence = blockIdx.x / groups;
   const int64_t row = blockIdx.x % groups * kAttentionBackwardRowPad + threadIdx.x;
-  LiveRange live = {0, 0};
+  KeyRange live = {0, 0};
   if (row < args.params.sizes.seqlen_q) {
-    live = args.rule.live(row, args.mask.sequence(args.rule, args.params.leftpad, sequence));
+    live = args.params.mask.row_keys(row, args.params.mask.sequence(sequence));
   }
   const bool sees = !live.empty();
   const int begin = static_cast<int>(live.begin), end = static_cast<int>(live.end);
-  args.g_live[sequence * args.rows + row] = sees ? RowRange{begin, end} : RowRange{0, 0};
+  args.g_live[sequence * args.rows + row] = sees ? KeyRange32{begin, end} : KeyRange32{0, 0};
   const unsigned bits = __ballot_sync(~0u, sees);
   if (threadIdx.x % kWarp == 0) s_live[threadIdx.x / kWarp] = bits;
   if (threadIdx.x == 0) s_group = {INT_MAX, 0, 0, INT_MAX, 0};
@@ -46,7 +46,7 @@ __global__ __launch_bounds__(kAttentionBackwardRowPad) void attention_backward_r
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    RowGroup group = s_group;
+    BlockMask group = s_group;
     group.live = s_live[0] | static_cast<uint64_t>(s_live[1]) << 32;
     if (group.live != ~uint64_t{0}) group.last_begin = INT_MAX, group.first_end = 0;
     args.g_groups[blockIdx.x] = group;
@@ -85,10 +85,10 @@ __global__ __launch_bounds__(kRowThreads) void attention_backward_rows_kernel(
   if (sequence >= p.sizes.batch) return;
   const int first_row = [&] {
     if constexpr (kIsMasked<Args>) {
-      const RowRange live = args.live_of(static_cast<int>(sequence), row);
+      const KeyRange32 live = args.live_of(static_cast<int>(sequence), row);
       return live.begin < live.end ? 0 : INT_MAX;
     } else {
-      return LiveSpan(args, sequence).first_row;
+      return SequenceSpan(args, sequence).first_row;
     }
   }();
   const int lane = threadIdx.x % kLanesPerRow;
@@ -132,10 +132,11 @@ __global__ __launch_bounds__(kRowThreads) void attention_backward_sink_kernel(
   __shared__ BlockExchange<kRowThreads> s_exchange;
   const AttentionBackwardParams& p = args.params;
   const int64_t head_of_all = blockIdx.x, sequence = head_of_all / p.sizes.nheads;
-  const float sink = args.mask.sink[head_of_all % p.sizes.nheads], unshift = exp2f(args.shift);
+  const float sink = args.params.mask.sink[head_of_all % p.sizes.nheads],
+              unshift = exp2f(args.shift);
   float sum = 0.f;
   for (int64_t row = threadIdx.x; row < p.sizes.seqlen_q; row += kRowThreads) {
-    const RowRange live = args.g_live[sequence * args.rows + row];
+    const KeyRange32 live = args.g_live[sequence * args.rows + row];
     const int64_t i = head_of_all * p.sizes.seqlen_q + row;
     if (live.begin < live.end) {
       sum -= expf(sink - p.lse[i]) * (args.g_delta[head_of_all * args.rows + row] * unshift);
@@ -153,21 +154,21 @@ int64_t group_of(const AttentionSizes& sizes) {
 }
 
 // What a launch is cut into, and the pieces of its scratch memory, in floats; `groups` and `live`
-// under an AttentionMask.
+// under a general mask.
 struct Scratch {
   int64_t wave = 0;  // blocks that fit on the device, or clusters; 0 but on Hopper
   int64_t group_parts = 1;
   int64_t rows;
   int64_t delta, dq, turns, groups, live, parts, bytes;
 
-  explicit Scratch(const MaskedAttentionBackwardParams& params) {
+  explicit Scratch(const AttentionBackwardParams& params) {
     const AttentionSizes& sizes = params.sizes;
     const AttentionChoice& choice = params.choice;
     const int64_t kv_heads = sizes.batch * sizes.nheads_kv;
     if (choice.engine == AttentionEngine::kSm90) {
       wave = device_facts().sms / kAttentionBackwardSm90Tiles[choice.tile].blocks;
       group_parts = attention_backward_group_parts(kv_heads, group_of(sizes), sizes.seqlen_q,
-                                                   sizes.seqlen_k, wave, params.causal);
+                                                   sizes.seqlen_k, wave, params.mask.causal);
     }
     const int64_t pad = attention_backward_row_pad(choice);
     const int64_t columns = attention_backward_dq_columns(sizes.head_dim, sizes.head_dim_v);
@@ -176,8 +177,8 @@ struct Scratch {
     dq = 2 * delta;
     turns = dq + delta * columns;
     groups = turns + turns_bytes() / 4;
-    const int64_t all_rows = params.mask.given() ? sizes.batch * rows : 0;
-    constexpr int64_t kGroupFloats = sizeof(RowGroup) / 4, kRangeFloats = sizeof(RowRange) / 4;
+    const int64_t all_rows = params.mask.is_general() ? sizes.batch * rows : 0;
+    constexpr int64_t kGroupFloats = sizeof(BlockMask) / 4, kRangeFloats = sizeof(KeyRange32) / 4;
     live = groups + all_rows / kAttentionBackwardRowPad * kGroupFloats;
     parts = (live + all_rows * kRangeFloats + 3) / 4 * 4;
     const int64_t keys = attention_backward_part_tiles(sizes.seqlen_k) * 64;
@@ -195,14 +196,13 @@ bool rows_aligned(const AttentionTensor& tensor, int64_t elem_size) {
          strides * elem_size % kVectorBytes == 0;
 }
 
-BackwardArgs make_args(const MaskedAttentionBackwardParams& params, const Scratch& scratch) {
+BackwardArgs make_args(const AttentionBackwardParams& params, const Scratch& scratch) {
   const AttentionSizes& sizes = params.sizes;
   const bool base_2 = params.dtype != DType::kFloat32;
   const int64_t elem_size = base_2 ? 2 : 4;
   float* const g_scratch = static_cast<float*>(params.scratch);
   BackwardArgs args = {};
   args.params = params;
-  args.rule = params.mask.rule(params.rule());
   args.rows = scratch.rows;
   const int64_t heads = divide_up(group_of(sizes), scratch.group_parts);  // of the largest part
   const int64_t dims = sizes.head_dim + sizes.head_dim_v;
@@ -212,9 +212,10 @@ BackwardArgs make_args(const MaskedAttentionBackwardParams& params, const Scratc
       // Q, dO and dQ's sums, K and V.
       heads * sizes.seqlen_q * (dims * elem_size + sizes.head_dim * 4) +
           sizes.seqlen_k * dims * elem_size,
-      args.rule.causal || args.rule.window > 0 || params.mask.key_start};
+      args.params.mask.causal || args.params.mask.window > 0 || params.mask.key_start};
   // With a window or documents all walks of a wave are about as long.
-  const bool triangle = args.rule.causal && args.rule.window == 0 && !params.mask.key_start;
+  const bool triangle =
+      args.params.mask.causal && args.params.mask.window == 0 && !params.mask.key_start;
   const AttentionBackwardOrder order = attention_backward_order(load, triangle ? scratch.wave : 0);
   args.group_parts = static_cast<unsigned>(scratch.group_parts);
   args.parts_at_once = static_cast<unsigned>(order.at_once);
@@ -231,18 +232,16 @@ BackwardArgs make_args(const MaskedAttentionBackwardParams& params, const Scratc
   return args;
 }
 
-MaskedBackwardArgs make_masked_args(const MaskedAttentionBackwardParams& params,
-                                    const Scratch& scratch) {
+MaskedBackwardArgs make_masked_args(const AttentionBackwardParams& params, const Scratch& scratch) {
   MaskedBackwardArgs args = {};
   static_cast<BackwardArgs&>(args) = make_args(params, scratch);
-  args.mask = params.mask;
   if (params.mask.softcap > 0.f) {
     args.cap = params.scale / params.mask.softcap;
     args.score_factor = args.lse_factor;
   }
   float* const g_scratch = static_cast<float*>(params.scratch);
-  args.g_groups = reinterpret_cast<RowGroup*>(g_scratch + scratch.groups);
-  args.g_live = reinterpret_cast<RowRange*>(g_scratch + scratch.live);
+  args.g_groups = reinterpret_cast<BlockMask*>(g_scratch + scratch.groups);
+  args.g_live = reinterpret_cast<KeyRange32*>(g_scratch + scratch.live);
   return args;
 }
 
@@ -266,15 +265,15 @@ void launch_dlse(const BackwardArgs& args, const float* dlse, cudaStream_t strea
   launch_kernel(attention_backward_dlse_kernel, {blocks, kRowThreads}, stream, args, dlse);
 }
 
-// What comes before and after the statistics of the rows under an AttentionMask.
+// What comes before and after the statistics of the rows under a general mask.
 void launch_ranges(const BackwardArgs&, cudaStream_t) {}
 void launch_ranges(const MaskedBackwardArgs& args, cudaStream_t stream) {
   const int64_t groups = args.params.sizes.batch * args.rows / kAttentionBackwardRowPad;
   if (groups == 0) return;
   launch_kernel(attention_backward_ranges_kernel, {groups, kAttentionBackwardRowPad}, stream, args);
 }
-void launch_sink(const BackwardArgs&, const MaskedAttentionBackwardParams&, cudaStream_t) {}
-void launch_sink(const MaskedBackwardArgs& args, const MaskedAttentionBackwardParams& params,
+void launch_sink(const BackwardArgs&, const AttentionBackwardParams&, cudaStream_t) {}
+void launch_sink(const MaskedBackwardArgs& args, const AttentionBackwardParams& params,
                  cudaStream_t stream) {
   const int64_t heads = params.sizes.batch * params.sizes.nheads;
   if (!params.mask.sink || heads == 0) return;
@@ -295,7 +294,7 @@ void with_sync_tile(int tile, const Body& body) {
 }
 
 template <typename T, typename Args>
-void launch(const Args& args, const MaskedAttentionBackwardParams& params, cudaStream_t stream) {
+void launch(const Args& args, const AttentionBackwardParams& params, cudaStream_t stream) {
   const AttentionChoice& choice = params.choice;
   const bool sm90 = choice.engine == AttentionEngine::kSm90;
   launch_ranges(args, stream);
@@ -329,11 +328,11 @@ void launch(const Args& args, const MaskedAttentionBackwardParams& params, cudaS
 
 }  // namespace
 
-int64_t attention_backward_scratch_bytes(const MaskedAttentionBackwardParams& params) {
+int64_t attention_backward_scratch_bytes(const AttentionBackwardParams& params) {
   return Scratch(params).bytes;
 }
 
-void launch_attention_backward(const MaskedAttentionBackwardParams& params, cudaStream_t stream) {
+void launch_attention_backward(const AttentionBackwardParams& params, cudaStream_t stream) {
   const AttentionSizes& sizes = params.sizes;
   if (sizes.seqlen_q > kBackwardMaxSize || sizes.seqlen_k > kBackwardMaxSize ||
       sizes.batch * sizes.nheads > kBackwardMaxSize) {
@@ -344,7 +343,7 @@ void launch_attention_backward(const MaskedAttentionBackwardParams& params, cuda
   const Scratch scratch(params);
   dispatch_dtype(params.dtype, [&](auto element) {
     using T = decltype(element);
-    if (params.mask.given()) {
+    if (params.mask.is_general()) {
       launch<T>(make_masked_args(params, scratch), params, stream);
     } else {
       launch<T>(make_args(params, scratch), params, stream);

@@ -8,40 +8,31 @@ namespace torchweld {
 // query, key, value, out and dout have rows on 16-byte boundaries, as AttentionTensor says.
 // Everything the kernels write is contiguous.
 struct AttentionBackwardParams {
-  AttentionTensor query;   // (batch, nheads, seqlen_q, head_dim)
-  AttentionTensor key;     // (batch, nheads_kv, seqlen_k, head_dim)
-  AttentionTensor value;   // (batch, nheads_kv, seqlen_k, head_dim_v)
-  AttentionTensor out;     // (batch, nheads, seqlen_q, head_dim_v)
-  AttentionTensor dout;    // (batch, nheads, seqlen_q, head_dim_v)
-  const float* lse;        // (batch, nheads, seqlen_q), contiguous
-  const int32_t* leftpad;  // (batch,), or null
-  void* dquery;            // like query
-  void* dkey;              // like key
-  void* dvalue;            // like value
-  void* scratch;           // attention_backward_scratch_bytes() of it, on a 16-byte boundary
+  AttentionTensor query;  // (batch, nheads, seqlen_q, head_dim)
+  AttentionTensor key;    // (batch, nheads_kv, seqlen_k, head_dim)
+  AttentionTensor value;  // (batch, nheads_kv, seqlen_k, head_dim_v)
+  AttentionTensor out;    // (batch, nheads, seqlen_q, head_dim_v)
+  AttentionTensor dout;   // (batch, nheads, seqlen_q, head_dim_v)
+  const float* lse;       // (batch, nheads, seqlen_q), contiguous
+  void* dquery;           // like query
+  void* dkey;             // like key
+  void* dvalue;           // like value
+  void* scratch;          // attention_backward_scratch_bytes() of it, on a 16-byte boundary
   AttentionSizes sizes;
+  MaskParams mask;
   float scale;
-  bool causal;
   bool tf32;  // fp32 matmuls in one TF32 pass
   DType dtype;
   AttentionChoice choice;
-
-  MaskRule rule() const { return {sizes.seqlen_q, sizes.seqlen_k, causal, leftpad != nullptr}; }
-};
-
-// The kernels of the tiles take what follows where the mask is given, and AttentionBackwardParams
-// alone where it isn't.
-struct MaskedAttentionBackwardParams : AttentionBackwardParams {
-  AttentionMask mask;
   const float* dlse;  // like lse, or null
-  float* dsink;       // (batch, nheads): each sequence's part; null without a sink
+  float* dsink;       // (batch, nheads): each sequence's partial sum; null without a sink
 };
 
 // Device memory that the launcher needs for its own; it needs no initialisation. It depends on the
 // sizes, the choice, causal, whether there is a mask, and the current device.
-int64_t attention_backward_scratch_bytes(const MaskedAttentionBackwardParams& params);
+int64_t attention_backward_scratch_bytes(const AttentionBackwardParams& params);
 
 // Any sizes, 0 included; every element of the gradients is written.
-void launch_attention_backward(const MaskedAttentionBackwardParams& params, cudaStream_t stream);
+void launch_attention_backward(const AttentionBackwardParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

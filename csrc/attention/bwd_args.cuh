@@ -10,7 +10,6 @@ namespace torchweld {
 
 struct BackwardArgs {
   AttentionBackwardParams params;
-  MaskRule rule;
   int64_t rows;  // seqlen_q, rounded up to attention_backward_row_pad
   // Parts of a kv head's query heads with blocks, dK and dV of their own; always 1 but on Hopper.
   unsigned group_parts;
@@ -36,32 +35,21 @@ struct BackwardArgs {
   }
 };
 
-// What kAttentionBackwardRowPad query rows of a sequence see, those beyond the last included.
-struct alignas(16) RowGroup {
-  int begin, end;             // from the first key of any row to behind the last; INT_MAX, 0: none
-  int last_begin, first_end;  // between them every row sees every key; INT_MAX, 0: not every row
-  uint64_t live;              // a bit for every row that sees a key
+static_assert(kAttentionBackwardRowPad == BlockMask::kRows);
 
-  __device__ __forceinline__ bool sees(int row) const {
-    return live >> (row % kAttentionBackwardRowPad) & 1;
-  }
-};
-static_assert(kAttentionBackwardRowPad == 64);
-
-// The same under an AttentionMask.
+// The arguments under a general mask.
 struct MaskedBackwardArgs : BackwardArgs {
-  AttentionMask mask;
-  float cap;           // logits are softcap * tanh(score * cap), and score_factor is theirs
-  RowGroup* g_groups;  // (batch, rows / kAttentionBackwardRowPad)
-  RowRange* g_live;    // (batch, rows): a row's keys, 0 and 0 where it sees none
+  float cap;            // logits are softcap * tanh(score * cap), and score_factor is theirs
+  BlockMask* g_groups;  // (batch, rows / kAttentionBackwardRowPad)
+  KeyRange32* g_live;   // (batch, rows): a row's keys, 0 and 0 where it sees none
 
   // NOTE: products of 32 bits; the tiles have no registers for more.
-  __device__ __forceinline__ const RowGroup& group_of(int sequence, int row) const {
+  __device__ __forceinline__ const BlockMask& group_of(int sequence, int row) const {
     constexpr int kPad = kAttentionBackwardRowPad;
     const int groups = static_cast<int>(rows) / kPad;
     return g_groups[static_cast<int64_t>(sequence) * groups + static_cast<unsigned>(row) / kPad];
   }
-  __device__ __forceinline__ const RowRange& live_of(int sequence, int row) const {
+  __device__ __forceinline__ const KeyRange32& live_of(int sequence, int row) const {
     return g_live[static_cast<int64_t>(sequence) * static_cast<int>(rows) + row];
   }
 };
@@ -75,24 +63,20 @@ inline constexpr int64_t kBackwardMaxSize = (int64_t{1} << 31) - 1024;
 
 // What of one sequence takes part. Rows and keys outside are never read. Sizes fit in 32 bits here:
 // kBackwardMaxSize.
-struct LiveSpan {
+struct SequenceSpan {
   int pad;        // first key
   int first_row;  // first query row that sees a key, seqlen_q where none does
 
-  __device__ __forceinline__ LiveSpan(const BackwardArgs& args, int64_t sequence)
-      : pad(args.params.leftpad
-                ? static_cast<int>(args.rule.clamp_pad(args.params.leftpad[sequence]))
-                : 0),
-        first_row(first_row_seeing(args.rule, 0)) {}
+  __device__ __forceinline__ SequenceSpan(const BackwardArgs& args, int64_t sequence)
+      : pad(static_cast<int>(args.params.mask.pad(sequence))),
+        first_row(first_row_seeing(args.params.mask, 0)) {}
 
   // The first query row that sees a key at `key` or later.
-  __device__ __forceinline__ int first_row_seeing(const MaskRule& rule, int key) const {
+  __device__ __forceinline__ int first_row_seeing(const MaskParams& mask, int key) const {
     if (key < pad) key = pad;
-    if (key >= rule.seqlen_k) return static_cast<int>(rule.seqlen_q);
-    int64_t row = rule.first_row(pad);
-    const int64_t diagonal = key - rule.position(0);
-    if (rule.causal && row < diagonal) row = diagonal;
-    return static_cast<int>(row < rule.seqlen_q ? row : rule.seqlen_q);
+    if (key >= mask.seqlen_k) return static_cast<int>(mask.seqlen_q);
+    const int64_t row = mask.first_row_seeing(key, pad);
+    return static_cast<int>(row < mask.seqlen_q ? row : mask.seqlen_q);
   }
 };
 

@@ -83,7 +83,7 @@ inline constexpr int kNumAttentionBackwardTiles =
 // On Hopper: two warpgroups have 64 of a block's keys each and walk the query rows `rows` at a
 // time, with two buffers of Q and dO, while one warp loads and one adds to dQ. Head dims up to
 // `dim` are filled up with zeros. With dk_in_flight, dK += dS^T Q of a tile still runs while
-// the warpgroups meet for its dQ; not every shape has registers for that. Under an AttentionMask
+// the warpgroups meet for its dQ; not every shape has registers for that. Under a general mask
 // the rows are those of a group (kAttentionBackwardRowPad), which leaves registers for the mask.
 //
 // Above 128 columns two CTAs of a cluster share the query tiles

@@ -10,14 +10,8 @@
 
 namespace torchweld {
 
-// Under an AttentionMask: rows of the block's query tiles see no key before `begin` nor from `end`
-// on.
-struct LiveKeys {
-  int begin, end;
-};
-
-// What a block works on. It stays in shared memory: registers are short. Span: LiveSpan or
-// LiveKeys.
+// What a block works on. It stays in shared memory: registers are short. Span: SequenceSpan, or
+// under a general mask the KeyRange32 that the rows of its query tiles see.
 template <typename Span>
 struct alignas(8) BackwardWorkTile {
   int sequence;
@@ -66,17 +60,17 @@ struct alignas(8) BackwardWorkTile {
     first_key = key_tile * Config::kKeys;
     first_head = head * group + part_of_head * group / parts;
     end_head = head * group + (part_of_head + 1) * group / parts;
-    tile_steps = args.rule.causal || args.rule.window > 0 ? end_head - first_head : 1;
+    tile_steps = args.params.mask.causal || args.params.mask.window > 0 ? end_head - first_head : 1;
     direction = args.wave > 0 && rest / args.wave % 2 == 1 ? 1 : -1;
     if constexpr (Config::kMasked) {
       dq_order = key_tile;
       span.begin = first_tile = INT_MAX;
       span.end = last_tile = 0;
     } else {
-      span = LiveSpan(args, sequence);
+      span = SequenceSpan(args, sequence);
       dq_order = key_tile - span.pad / Config::kKeys;
       const int first_row = first_key + Config::kKeys > span.pad
-                                ? span.first_row_seeing(args.rule, first_key)
+                                ? span.first_row_seeing(args.params.mask, first_key)
                                 : static_cast<int>(sizes.seqlen_q);
       if (first_row >= sizes.seqlen_q) end_head = first_head;
       first_tile = first_row / Config::kRows;
@@ -84,7 +78,7 @@ struct alignas(8) BackwardWorkTile {
     }
   }
 
-  // The same under an AttentionMask, by all threads. `turn` is the tile of keys; the query tiles
+  // The same under a general mask, by all threads. `turn` is the tile of keys; the query tiles
   // are those from the first to the last whose rows, group by group, see keys of the block.
   template <typename Config>
   __device__ __forceinline__ void get_work_masked(const MaskedBackwardArgs& args,
@@ -94,7 +88,7 @@ struct alignas(8) BackwardWorkTile {
     __syncthreads();
     const int groups = static_cast<int>(args.rows / kAttentionBackwardRowPad);
     for (int i = threadIdx.x; i < groups; i += Config::kThreads) {
-      const RowGroup& group = args.group_of(sequence, i * kAttentionBackwardRowPad);
+      const BlockMask& group = args.group_of(sequence, i * kAttentionBackwardRowPad);
       if (group.begin >= first_key + Config::kKeys || group.end <= first_key) continue;
       atomicMin(&span.begin, group.begin);
       atomicMax(&span.end, group.end);

@@ -8,61 +8,59 @@
 namespace torchweld {
 namespace {
 
-template <typename Params>
-void launch_tile(int tile, const Params& params, cudaStream_t stream) {
+template <bool kMasked>
+void launch_sync_tile(int tile, const AttentionParams& params, cudaStream_t stream) {
+  constexpr auto k16Bit = AttentionMath::k16Bit, kTf32 = AttentionMath::kTf32;
   switch (params.dtype) {
     case DType::kFloat32:
-      return params.tf32 ? launch_attention_tf32(tile, params, stream)
-                         : launch_attention_float32(tile, params, stream);
+      return params.tf32 ? launch_attention_tiles<float, kTf32, kMasked>(tile, params, stream)
+                         : launch_attention_split_tiles<kMasked>(tile, params, stream);
     case DType::kFloat16:
-      return launch_attention_float16(tile, params, stream);
+      return launch_attention_tiles<__half, k16Bit, kMasked>(tile, params, stream);
     case DType::kBFloat16:
-      return launch_attention_bfloat16(tile, params, stream);
+      return launch_attention_tiles<__nv_bfloat16, k16Bit, kMasked>(tile, params, stream);
   }
 }
 
-template <typename Params>
-void launch_sm90_tile(int tile, const Params& params, cudaStream_t stream) {
+template <bool kMasked>
+void launch_sm90_tile(int tile, const AttentionParams& params, cudaStream_t stream) {
   dispatch_index<kNumAttentionSm90Tiles>(tile, [&](auto index) {
     params.dtype == DType::kFloat16
-        ? launch_attention_sm90_tile<__half, index.value>(params, stream)
-        : launch_attention_sm90_tile<__nv_bfloat16, index.value>(params, stream);
+        ? launch_attention_sm90_tile<__half, index.value, kMasked>(params, stream)
+        : launch_attention_sm90_tile<__nv_bfloat16, index.value, kMasked>(params, stream);
   });
 }
 
-// Params of a call with or without a mask.
-template <typename Params>
-void launch_choice(const Params& params, cudaStream_t stream) {
+template <bool kMasked>
+void launch_choice(const AttentionParams& params, cudaStream_t stream) {
   switch (params.choice.engine) {
     case AttentionEngine::kGeneral:
-      launch_attention_general(params, stream);
+      launch_attention_general<kMasked>(params, stream);
       break;
     case AttentionEngine::kSync:
-      launch_tile(params.choice.tile, params, stream);
+      launch_sync_tile<kMasked>(params.choice.tile, params, stream);
       break;
     case AttentionEngine::kSm90:
-      launch_sm90_tile(params.choice.tile, params, stream);
+      launch_sm90_tile<kMasked>(params.choice.tile, params, stream);
       break;
     case AttentionEngine::kDecode:
-      if (params.dtype == DType::kFloat16) {
-        launch_attention_decode_float16(params, stream);
-      } else {
-        launch_attention_decode_bfloat16(params, stream);
-      }
+      params.dtype == DType::kFloat16
+          ? launch_attention_decode<__half, kMasked>(params, stream)
+          : launch_attention_decode<__nv_bfloat16, kMasked>(params, stream);
       break;
   }
 }
 
 }  // namespace
 
-void launch_attention(const MaskedAttentionParams& params, cudaStream_t stream) {
+void launch_attention(const AttentionParams& params, cudaStream_t stream) {
   const AttentionSizes& sizes = params.sizes;
   const int64_t rows = sizes.batch * sizes.nheads * sizes.seqlen_q;
   if (rows == 0 || (sizes.head_dim_v == 0 && !params.lse)) return;
-  if (params.mask.given()) {
-    launch_choice(params, stream);
+  if (params.mask.is_general()) {
+    launch_choice<true>(params, stream);
   } else {
-    launch_choice<AttentionParams>(params, stream);
+    launch_choice<false>(params, stream);
   }
   check_launch("attention");
 }

@@ -9,20 +9,20 @@
 
 namespace torchweld {
 
-// The kernels of a call without and with an AttentionMask.
+// What kernels for causal and leftpad alone, and those for a general mask (kMasked), differ in.
 template <bool>
 struct AttentionVariant {
   static constexpr bool kMasked = false;
-  using Params = AttentionParams;
   using Scale = ScoreScale;
-  static Scale scale(const Params& params) { return Scale(params.scale); }
+  static Scale scale(const AttentionParams& params) { return Scale(params.scale); }
 };
 template <>
 struct AttentionVariant<true> {
   static constexpr bool kMasked = true;
-  using Params = MaskedAttentionParams;
   using Scale = CappedScale;
-  static Scale scale(const Params& params) { return Scale(params.scale, params.mask.softcap); }
+  static Scale scale(const AttentionParams& params) {
+    return Scale(params.scale, params.mask.softcap);
+  }
 };
 
 // The order of the blocks: sections of heads one after the other; in a section the tiles of query
@@ -51,19 +51,13 @@ struct AttentionSchedule {
 };
 
 // One file each (csrc/instantiations.py); `tile` is an index into kAttentionTiles.
-void launch_attention_float16(int tile, const AttentionParams& params, cudaStream_t stream);
-void launch_attention_bfloat16(int tile, const AttentionParams& params, cudaStream_t stream);
-void launch_attention_float32(int tile, const AttentionParams& params, cudaStream_t stream);
-void launch_attention_tf32(int tile, const AttentionParams& params, cudaStream_t stream);
-void launch_attention_float16(int tile, const MaskedAttentionParams& params, cudaStream_t stream);
-void launch_attention_bfloat16(int tile, const MaskedAttentionParams& params, cudaStream_t stream);
-void launch_attention_float32(int tile, const MaskedAttentionParams& params, cudaStream_t stream);
-void launch_attention_tf32(int tile, const MaskedAttentionParams& params, cudaStream_t stream);
-void launch_attention_decode_float16(const AttentionParams& params, cudaStream_t stream);
-void launch_attention_decode_bfloat16(const AttentionParams& params, cudaStream_t stream);
-void launch_attention_decode_float16(const MaskedAttentionParams& params, cudaStream_t stream);
-void launch_attention_decode_bfloat16(const MaskedAttentionParams& params, cudaStream_t stream);
+template <typename T, AttentionMath kMath, bool kMasked>
+void launch_attention_tiles(int tile, const AttentionParams& params, cudaStream_t stream);
+template <bool kMasked>
+void launch_attention_split_tiles(int tile, const AttentionParams& params, cudaStream_t stream);
+template <typename T, bool kMasked>
+void launch_attention_decode(const AttentionParams& params, cudaStream_t stream);
+template <bool kMasked>
 void launch_attention_general(const AttentionParams& params, cudaStream_t stream);
-void launch_attention_general(const MaskedAttentionParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

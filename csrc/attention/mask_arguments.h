@@ -1,5 +1,5 @@
-// The arguments by which attention, causal_softmax and softmax_matmul are told what a row sees and
-// what becomes of its scores: their checks, and how an op takes them along. The rule is in mask.h.
+// The mask arguments of attention, causal_softmax and softmax_matmul, and their checks. mask.h says
+// which keys they let a row see.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -11,32 +11,44 @@
 
 namespace torchweld {
 
-// As an op's schema and its functions have them, behind leftpad, causal and scale.
-#define TW_MASK_SCHEMA                                                                    \
-  "Tensor? key_start=None, Tensor? key_end=None, int? window=None, float? softcap=None, " \
-  "Tensor? sink=None"
-#define TW_MASK_PARAMETERS                                                                       \
-  const OptionalTensor &key_start, const OptionalTensor &key_end, std::optional<int64_t> window, \
-      std::optional<double> softcap, const OptionalTensor &sink
-#define TW_MASK_ARGUMENTS key_start, key_end, window, softcap, sink
-
-struct MaskArguments {
-  const OptionalTensor& leftpad;  // int32 (batch,)
+struct Mask {
+  OptionalTensor leftpad;  // int32 (batch,)
   bool causal;
-  const OptionalTensor& key_start;  // int32 (batch, seqlen_q)
-  const OptionalTensor& key_end;    // int32 (batch,)
-  std::optional<int64_t> window;    // >= 1
-  std::optional<double> softcap;    // > 0: scores become softcap * tanh(score / softcap)
-  const OptionalTensor& sink;       // (nheads,): one more logit of a head, without a value
+  OptionalTensor key_start;       // int32 (batch, seqlen_q)
+  OptionalTensor key_end;         // int32 (batch,)
+  std::optional<int64_t> window;  // >= 1
+  std::optional<double> softcap;  // > 0: scores become softcap * tanh(score / softcap)
+  OptionalTensor sink;            // (nheads,): one more logit of a head, without a value
 
-  MaskRule rule(int64_t seqlen_q, int64_t seqlen_k) const {
-    return {seqlen_q, seqlen_k, causal, is_given(leftpad),
-            std::min(window.value_or(0), MaskRule::kMaxWindow)};
+  // The mask with contiguous tensors.
+  Mask contiguous() const {
+    const auto of = [](const OptionalTensor& t) -> OptionalTensor {
+      return is_given(t) ? OptionalTensor(t->contiguous()) : std::nullopt;
+    };
+    return {of(leftpad), causal, of(key_start), of(key_end), window, softcap, of(sink)};
+  }
+
+  // `data(tensor)` is the address of an int32 tensor's elements. softcap and sink stay empty,
+  // because the CPU keeps them in another dtype.
+  template <typename Data>
+  MaskParams params(int64_t seqlen_q, int64_t seqlen_k, const Data& data) const {
+    const auto address = [&](const OptionalTensor& t) -> const int32_t* {
+      return is_given(t) ? data(*t) : nullptr;
+    };
+    MaskParams params{};
+    params.seqlen_q = seqlen_q;
+    params.seqlen_k = seqlen_k;
+    params.window = std::min(window.value_or(0), MaskParams::kMaxWindow);
+    params.leftpad = address(leftpad);
+    params.key_start = address(key_start);
+    params.key_end = address(key_end);
+    params.causal = causal;
+    return params;
   }
 };
 
-// `like` is the op's first tensor. No value of a tensor is looked at.
-inline void check_mask(const char* op, const MaskArguments& mask, const c10::SymInt& batch,
+// Checks shapes and dtypes; values stay on the device. `like` is the op's first tensor.
+inline void check_mask(const char* op, const Mask& mask, const c10::SymInt& batch,
                        const c10::SymInt& nheads, const c10::SymInt& seqlen_q,
                        const char* like_name, const Tensor& like) {
   check_leftpad(op, mask.leftpad, batch, like_name, like);
@@ -75,47 +87,10 @@ inline void check_mask(const char* op, const MaskArguments& mask, const c10::Sym
   }
 }
 
-// The gradient to a sink; (0,) where none is given.
+// The gradient of a sink; (0,) where none is given.
 inline Tensor empty_dsink(const OptionalTensor& sink, const Tensor& like) {
   return is_given(sink) ? at::empty_symint(sink->sym_sizes(), sink->options())
                         : at::empty({0}, like.options());
 }
-
-// A sequence's part of the mask, read on the CPU.
-struct CpuMask {
-  MaskRule rule;
-  Tensor leftpad, key_start, key_end;  // contiguous, or undefined
-
-  CpuMask(const MaskArguments& mask, int64_t seqlen_q, int64_t seqlen_k)
-      : rule(mask.rule(seqlen_q, seqlen_k)),
-        leftpad(contiguous(mask.leftpad)),
-        key_start(contiguous(mask.key_start)),
-        key_end(contiguous(mask.key_end)) {}
-
-  SequenceMask sequence(int64_t b) const {
-    const auto at = [&](const Tensor& t, int64_t otherwise) {
-      return t.defined() ? rule.clamp_pad(t.const_data_ptr<int32_t>()[b]) : otherwise;
-    };
-    return {
-        at(leftpad, 0), at(key_end, rule.seqlen_k),
-        key_start.defined() ? key_start.const_data_ptr<int32_t>() + b * rule.seqlen_q : nullptr};
-  }
-
-  // The keys that rows [row, row + rows) of a sequence see, from the first to the last of them.
-  LiveRange live(int64_t row, int64_t rows, const SequenceMask& sequence) const {
-    LiveRange all = {rule.seqlen_k, 0};
-    for (int64_t i = row; i < row + rows; ++i) {
-      const LiveRange live = rule.live(i, sequence);
-      if (live.empty()) continue;
-      all = {std::min(all.begin, live.begin), std::max(all.end, live.end)};
-    }
-    return all.empty() ? LiveRange{0, 0} : all;
-  }
-
- private:
-  static Tensor contiguous(const OptionalTensor& t) {
-    return is_given(t) ? t->contiguous() : Tensor();
-  }
-};
 
 }  // namespace torchweld

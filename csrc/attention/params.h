@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "attention/config.h"
-#include "attention/mask_params.h"
+#include "attention/mask.h"
 #include "core/device.h"
 #include "core/dtype.h"
 
@@ -33,35 +33,20 @@ struct AttentionSizes {
 };
 
 struct AttentionParams {
-  AttentionTensor query;   // (batch, nheads, seqlen_q, head_dim)
-  AttentionTensor key;     // (batch, nheads_kv, seqlen_k, head_dim)
-  AttentionTensor value;   // (batch, nheads_kv, seqlen_k, head_dim_v)
-  void* out;               // (batch, nheads, seqlen_q, head_dim_v), contiguous
-  float* lse;              // (batch, nheads, seqlen_q), contiguous; null where nobody asks
-  const int32_t* leftpad;  // (batch,), or null
+  AttentionTensor query;  // (batch, nheads, seqlen_q, head_dim)
+  AttentionTensor key;    // (batch, nheads_kv, seqlen_k, head_dim)
+  AttentionTensor value;  // (batch, nheads_kv, seqlen_k, head_dim_v)
+  void* out;              // (batch, nheads, seqlen_q, head_dim_v), contiguous
+  float* lse;             // (batch, nheads, seqlen_q), contiguous; null where nobody asks
   AttentionSizes sizes;
+  MaskParams mask;
   float scale;
-  bool causal;
   bool tf32;  // fp32 matmuls in one TF32 pass
   DType dtype;
   AttentionChoice choice;
   float* parts;        // attention_part_floats(...), of the splits; nullptr where that is 0
   uint64_t* flags;     // attention_flags(...), see block_flags; the same
   unsigned* counters;  // one, zero before and after, where Hopper's kernel serves; else nullptr
-
-  TW_HOST_DEVICE MaskRule rule() const {
-    return {sizes.seqlen_q, sizes.seqlen_k, causal, leftpad != nullptr};
-  }
-};
-
-// The kernels take it where an AttentionMask is given, and AttentionParams alone where it isn't.
-struct MaskedAttentionParams : AttentionParams {
-  AttentionMask mask;
-
-  TW_HOST_DEVICE MaskRule rule() const { return mask.rule(AttentionParams::rule()); }
-  TW_HOST_DEVICE SequenceMask sequence(int64_t b) const {
-    return mask.sequence(rule(), leftpad, b);
-  }
 };
 
 inline AttentionMath attention_math(DType dtype, bool tf32) {
@@ -70,14 +55,13 @@ inline AttentionMath attention_math(DType dtype, bool tf32) {
 }
 
 inline AttentionProblem attention_problem(const AttentionSizes& s, DType dtype, bool tf32,
-                                          bool causal, const int32_t* leftpad,
-                                          const AttentionMask& mask) {
+                                          const MaskParams& mask) {
   return {s.seqlen_q,
           s.seqlen_k,
           s.head_dim,
           s.head_dim_v,
           attention_math(dtype, tf32),
-          {s.batch * s.nheads, s.nheads / s.nheads_kv, causal, leftpad != nullptr,
+          {s.batch * s.nheads, s.nheads / s.nheads_kv, mask.causal, mask.leftpad != nullptr,
            dtype == DType::kBFloat16, mask.window, mask.key_start != nullptr},
           device_facts()};
 }
@@ -97,6 +81,6 @@ inline int64_t attention_part_floats(const AttentionProblem& p, const AttentionC
 inline constexpr int64_t kAttentionMaxHeadDim = 256;
 
 // Any sizes; launches nothing where out and lse are empty.
-void launch_attention(const MaskedAttentionParams& params, cudaStream_t stream);
+void launch_attention(const AttentionParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

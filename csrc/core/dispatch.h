@@ -49,11 +49,11 @@ struct OpCall<Op, Result(Args...)> {
   }
 };
 
-// Defines call_<op>, with the signature of <op>_meta.
-#define TW_OP(op)                                                       \
-  constexpr struct op##_call : OpCall<op##_call, decltype(op##_meta)> { \
-    static constexpr const char* kName = #op;                           \
-  } call_##op {                                                         \
+// Defines call_<op>, with the signature of <op>_meta, a function or a pointer to one.
+#define TW_OP(op)                                                                              \
+  constexpr struct op##_call : OpCall<op##_call, std::remove_pointer_t<decltype(op##_meta)>> { \
+    static constexpr const char* kName = #op;                                                  \
+  } call_##op {                                                                                \
   }
 
 template <typename T>

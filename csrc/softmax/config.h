@@ -138,7 +138,7 @@ struct SoftmaxProblem {
   int64_t rows = 1;
   bool masked = false;
   bool bfloat16 = false;
-  bool capped = false;  // softcap or a sink: see CappedMask
+  bool capped = false;  // softcap or a sink: see MaskKind::kCapped
   DeviceFacts device = {};
 };
 

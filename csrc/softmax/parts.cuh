@@ -16,10 +16,10 @@ struct NoMask {
   static constexpr bool kMasked = false, kCapped = false;
   int64_t n;
   bool tiled(int64_t) const { return true; }
-  __device__ __forceinline__ RowRange live_columns(int64_t) const {
+  __device__ __forceinline__ KeyRange32 live_columns(int64_t) const {
     return {0, static_cast<int>(n)};
   }
-  __device__ __forceinline__ LiveRange live(int64_t) const { return {0, n}; }
+  __device__ __forceinline__ KeyRange live(int64_t) const { return {0, n}; }
   __device__ __forceinline__ float scale() const { return 1.f; }
 };
 
@@ -50,7 +50,7 @@ __device__ __forceinline__ bool sees(const Range& live, Column column) {
 // Converts an access to fp32 and multiplies it by `factor`; masked columns become `hidden`.
 template <typename Mask, typename T, int kElems>
 __device__ __forceinline__ void unpack(float (&r_to)[kElems], const Vec<T, kElems>& from,
-                                       const LiveRange& live, int64_t first, float factor,
+                                       const KeyRange& live, int64_t first, float factor,
                                        float hidden) {
 #pragma unroll
   for (int j = 0; j < kElems; ++j) {
@@ -95,7 +95,7 @@ struct Exponent {
   }
 };
 
-// Exponent with a soft cap and a sink (CappedMask).
+// Exponent with a soft cap and a sink (MaskKind::kCapped).
 template <typename T>
 struct CappedExponent : Exponent<T> {
   CappedScale scale;
@@ -134,7 +134,7 @@ __device__ __forceinline__ float finite_max(float max) { return max == -INFINITY
 // Converts an access to the argument of Exponent; masked columns become -inf.
 template <typename Mask, typename T, int kElems, typename ExponentT>
 __device__ __forceinline__ void unpack_scores(float (&r_to)[kElems], const Vec<T, kElems>& from,
-                                              const LiveRange& live, int64_t first,
+                                              const KeyRange& live, int64_t first,
                                               const ExponentT& exponent) {
   unpack<Mask>(r_to, from, live, first, exponent.sign, -INFINITY);
   if constexpr (Mask::kCapped) {

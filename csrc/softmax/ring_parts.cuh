@@ -50,7 +50,7 @@ struct RingSlice {
   int column;      // first column of the first access, which may precede the live columns
 
   // phase: the offset of column 0 from a 16-byte boundary, in elements.
-  TW_HOST_DEVICE RingSlice(const RowRange& live, int phase, int rank)
+  TW_HOST_DEVICE RingSlice(const KeyRange32& live, int phase, int rank)
       : begin(live.begin < live.end ? live.begin : 0), end(live.begin < live.end ? live.end : 0) {
     const int before = (begin + phase) % kElems;
     const int total = end == 0 ? 0 : (before + end - begin + kElems - 1) / kElems;

@@ -40,13 +40,13 @@ template <typename Config, typename Mask>
 struct RowSlice {
   using T = typename Config::T;
   static constexpr int kElems = Config::kElems;
-  RowRange live;
+  KeyRange32 live;
   int n;
   int lane;
   int head = 0;   // columns before the first aligned access
   int edge = -1;  // this thread's column outside the aligned accesses, or -1
 
-  __device__ __forceinline__ RowSlice(const RowRange& range, const T* g_result, int64_t n)
+  __device__ __forceinline__ RowSlice(const KeyRange32& range, const T* g_result, int64_t n)
       : live(range),
         n(static_cast<int>(n)),
         lane(Config::kRowsPerBlock == 1 ? threadIdx.x : threadIdx.x % Config::kThreadsPerRow) {

@@ -16,7 +16,7 @@ __global__ __launch_bounds__(kSoftmaxStreamThreads) void softmax_stream_kernel(
 
   const auto exponent = exponent_of<T>(mask);
   const int64_t row = blockIdx.x;
-  const LiveRange live = mask.live(args.first_row + row);
+  const KeyRange live = mask.live(args.first_row + row);
   const T* g_x = args.g_x + row * args.x_row_stride;
   T* g_y = args.g_y + row * args.n;
   const int64_t start = live.begin / kElems * kElems + threadIdx.x * kElems;
@@ -61,7 +61,7 @@ __global__ __launch_bounds__(kSoftmaxStreamThreads) void softmax_backward_stream
   __shared__ BlockExchange<kSoftmaxStreamThreads> s_exchange;
 
   const int64_t row = blockIdx.x;
-  const LiveRange live = mask.live(args.first_row + row);
+  const KeyRange live = mask.live(args.first_row + row);
   const T* g_y = args.g_x + row * args.x_row_stride;
   const T* g_dy = args.g_dy + row * args.dy_row_stride;
   T* g_dx = args.g_y + row * args.n;

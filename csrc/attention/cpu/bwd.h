@@ -2,6 +2,8 @@
 // its query heads, so that every sum is added in one order whatever the number of threads.
 #pragma once
 
+#include <ATen/ops/zeros.h>
+
 #include "attention/cpu/fwd.h"
 
 namespace torchweld {
@@ -131,7 +133,7 @@ void attention_backward_tiles(const CpuAttention& a, const Tensor& dquery, const
       }
     }
     // The sums, and zeros for the keys that nobody sees.
-    const LiveRange seen = a.seen[b];
+    const KeyRange seen = a.seen[b];
     const auto store = [&](const CpuHeads<T>& to, const acc_t* from, int64_t columns) {
       with_vectors([&] {
         for (int64_t j = 0; j < a.seqlen_k; ++j) {

@@ -138,7 +138,7 @@ void attention_forward_rows(const CpuAttention& a, const Tensor& out, const Tens
       std::fill_n(sums, rows * dv, acc_t(0));
       for (int64_t r = 0; r < rows; ++r) {
         const int64_t h = kv * a.group() + r / a.seqlen_q, i = r % a.seqlen_q;
-        const LiveRange live = a.mask.rule.live(i, sequence);
+        const KeyRange live = a.mask.row_keys(i, sequence);
         const acc_t sink = a.template sink<acc_t>(h);
         T* const to = o.row(b, h, i);
         acc_t* const lse_to =

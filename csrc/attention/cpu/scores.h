@@ -2,6 +2,7 @@
 // them.
 #pragma once
 
+#include <algorithm>
 #include <limits>
 
 #include "attention/mask_arguments.h"
@@ -10,13 +11,28 @@
 namespace torchweld {
 
 struct CpuScores {
+  MaskParams mask;  // its softcap and sink are below, in full precision
   double scale;
   double softcap;  // 0: none
   Tensor sinks;    // (nheads,) in the statistics' dtype, or undefined
 
-  CpuScores(const MaskArguments& args, double scale, at::ScalarType acc)
-      : scale(scale), softcap(args.softcap.value_or(0)) {
+  CpuScores(const Mask& args, int64_t seqlen_q, int64_t seqlen_k, double scale, at::ScalarType acc)
+      : scale(scale), softcap(args.softcap.value_or(0)), tensors_(args.contiguous()) {
+    mask = tensors_.params(seqlen_q, seqlen_k,
+                           [](const Tensor& t) { return t.const_data_ptr<int32_t>(); });
     if (is_given(args.sink)) sinks = args.sink->to(acc).contiguous();
+  }
+
+  // The keys that rows [row, row + rows) of sequence b see, from the first to the last of them.
+  KeyRange keys_of_rows(int64_t b, int64_t row, int64_t rows) const {
+    const SequenceMask sequence = mask.sequence(b);
+    KeyRange all = {mask.seqlen_k, 0};
+    for (int64_t i = row; i < row + rows; ++i) {
+      const KeyRange keys = mask.row_keys(i, sequence);
+      if (keys.empty()) continue;
+      all = {std::min(all.begin, keys.begin), std::max(all.end, keys.end)};
+    }
+    return all.empty() ? KeyRange{0, 0} : all;
   }
 
   template <typename acc_t>
@@ -24,6 +40,9 @@ struct CpuScores {
     return sinks.defined() ? sinks.const_data_ptr<acc_t>()[h]
                            : -std::numeric_limits<acc_t>::infinity();
   }
+
+ private:
+  Mask tensors_;  // `mask` points to them
 };
 
 // scores = softcap * tanh(scores / softcap). cap_tile enters vectors by itself.

@@ -40,15 +40,14 @@ struct CpuHeads {
 // What one call is about: attention, or softmax_matmul with its scores instead of query and key.
 struct CpuAttention : CpuScores {
   int64_t batch, nheads, nheads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
-  CpuMask mask;
-  std::vector<LiveRange> seen;  // the keys that any row of a sequence sees, from the first on
+  std::vector<KeyRange> seen;  // the keys that any row of a sequence sees, from the first on
 
-  CpuAttention(const Tensor& query, const Tensor& key, const Tensor& value,
-               const MaskArguments& args, double scale)
+  CpuAttention(const Tensor& query, const Tensor& key, const Tensor& value, const Mask& args,
+               double scale)
       : CpuAttention(query.size(0), query.size(1), key.size(1), query.size(2), key.size(2),
                      query.size(3), value.size(3), args, scale, acc_dtype(query)) {}
 
-  CpuAttention(const Tensor& scores, const Tensor& value, const MaskArguments& args, double scale)
+  CpuAttention(const Tensor& scores, const Tensor& value, const Mask& args, double scale)
       : CpuAttention(scores.size(0), scores.size(1), scores.size(1), scores.size(2), scores.size(3),
                      0, value.size(3), args, scale, acc_dtype(scores)) {}
 
@@ -58,24 +57,23 @@ struct CpuAttention : CpuScores {
   // that short sequences have small ones; the scores of many keys must stay in cache.
   int64_t block_rows() const {
     const bool small = seqlen_q <= 16 || seqlen_k > 8192;
-    return small ? 16 : (seqlen_q <= 32 || (mask.rule.causal && seqlen_q <= 256)) ? 32 : 64;
+    return small ? 16 : (seqlen_q <= 32 || (mask.causal && seqlen_q <= 256)) ? 32 : 64;
   }
   int64_t blocks() const { return (seqlen_q + block_rows() - 1) / block_rows(); }
 
  private:
   CpuAttention(int64_t batch, int64_t nheads, int64_t nheads_kv, int64_t seqlen_q, int64_t seqlen_k,
-               int64_t head_dim, int64_t head_dim_v, const MaskArguments& args, double scale,
+               int64_t head_dim, int64_t head_dim_v, const Mask& args, double scale,
                at::ScalarType acc)
-      : CpuScores(args, scale, acc),
+      : CpuScores(args, seqlen_q, seqlen_k, scale, acc),
         batch(batch),
         nheads(nheads),
         nheads_kv(nheads_kv),
         seqlen_q(seqlen_q),
         seqlen_k(seqlen_k),
         head_dim(head_dim),
-        head_dim_v(head_dim_v),
-        mask(args, seqlen_q, seqlen_k) {
-    for (int64_t b = 0; b < batch; ++b) seen.push_back(mask.live(0, seqlen_q, mask.sequence(b)));
+        head_dim_v(head_dim_v) {
+    for (int64_t b = 0; b < batch; ++b) seen.push_back(keys_of_rows(b, 0, seqlen_q));
   }
 };
 
@@ -158,7 +156,7 @@ struct QueryBlock {
     const SequenceMask sequence = a.mask.sequence(b);
     int32_t first = first_end, last = 0;
     for (int64_t r = 0; r < rows; ++r) {
-      const LiveRange live = a.mask.rule.live(row + r, sequence);
+      const KeyRange live = a.mask.row_keys(row + r, sequence);
       if (live.empty()) continue;
       begin[r] = static_cast<int32_t>(live.begin - first_key);
       end[r] = static_cast<int32_t>(live.end - first_key);

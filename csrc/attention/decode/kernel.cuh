@@ -81,7 +81,7 @@ __device__ __forceinline__ void load_decode_query(const AttentionParams& p, cons
 
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attention_decode_kernel(
-    const __grid_constant__ typename Config::Params p, const typename Config::Scale scale,
+    const __grid_constant__ AttentionParams p, const typename Config::Scale scale,
     const __grid_constant__ DecodePlan plan) {
   using T = typename Config::T;
   using Layout = typename Config::Layout;
@@ -157,8 +157,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
 }
 
 template <typename T, bool kMasked>
-void launch_attention_decode_of(const typename AttentionVariant<kMasked>::Params& p,
-                                cudaStream_t stream) {
+void launch_attention_decode(const AttentionParams& p, cudaStream_t stream) {
   dispatch_index<kNumAttentionDecodeTiles>(p.choice.tile, [&](auto index) {
     using Config = AttentionDecodeConfig<T, index.value, kMasked>;
     using Shared = typename Config::Shared;

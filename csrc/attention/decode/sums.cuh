@@ -15,20 +15,20 @@ __device__ __forceinline__ float decode_factor(float max, float to, float c) {
 // lse of a row, and what its sums are multiplied with to be results: below 0 where it sees nothing.
 __device__ __forceinline__ float finish_decoded(const AttentionParams& p, const DecodeWork& work,
                                                 const ScoreScale& scale, int row, MaxSum sums) {
-  const bool live = !p.rule().live(work.row(row).at, work.pad).empty();
+  const bool live = !p.mask.row_keys(work.row(row).at, work.pad).empty();
   if (p.lse != nullptr) {
     p.lse[work.first_out_row(p.sizes) + row] = live ? scale.lse(sums.max, sums.sum) : -INFINITY;
   }
   return live ? 1.f / sums.sum : -1.f;
 }
 
-// The same under an AttentionMask, a sink among the sums.
-__device__ __forceinline__ float finish_decoded(const MaskedAttentionParams& p,
-                                                const DecodeWork& work, const CappedScale& scale,
-                                                int row, MaxSum sums) {
+// The same under a general mask, a sink among the sums.
+__device__ __forceinline__ float finish_decoded(const AttentionParams& p, const DecodeWork& work,
+                                                const CappedScale& scale, int row, MaxSum sums) {
   const DecodeWork::Row of = work.row(row);
-  const float sink = p.mask.sink ? p.mask.sink[of.head] : -INFINITY;
-  const bool live = !p.rule().live(of.at, p.sequence(work.batch)).empty();
+  const MaskParams mask = p.mask;
+  const float sink = mask.sink ? mask.sink[of.head] : -INFINITY;
+  const bool live = !mask.row_keys(of.at, mask.sequence(work.batch)).empty();
   const FinishedRow finished = finish_row(scale, sums.max, sums.sum, sink);
   if (p.lse != nullptr) {
     p.lse[work.first_out_row(p.sizes) + row] = live ? finished.lse : sink;
@@ -49,7 +49,7 @@ struct DecodeSums {
   using T = typename Config::T;
   static constexpr int kRows = Config::kRows, kDim = Config::kDim, kWarps = Config::kWarps;
 
-  const typename Config::Params& p;
+  const AttentionParams& p;
   const typename Config::Scale& scale;
   const DecodeWork& work;
   typename Config::Shared& s;

@@ -57,9 +57,9 @@ struct DecodeWork {
 
   __device__ __forceinline__ void find_keys(const AttentionParams& p) {
     constexpr int kNoLimit = 1 << 30;
-    pad = p.leftpad != nullptr ? static_cast<int>(p.rule().clamp_pad(p.leftpad[batch])) : 0;
+    pad = static_cast<int>(p.mask.pad(batch));
     keys = static_cast<int>(p.sizes.seqlen_k) - pad;
-    shift = p.causal ? keys - static_cast<int>(p.sizes.seqlen_q) + 1 : kNoLimit;
+    shift = p.mask.causal ? keys - static_cast<int>(p.sizes.seqlen_q) + 1 : kNoLimit;
   }
 
   // Of a row of the tile: its query head, and its place among the rows of that.
@@ -89,17 +89,18 @@ struct DecodeWork {
   }
 };
 
-// The same under an AttentionMask: keys [pad, pad + keys) are those that any row of the block sees.
+// The same under a general mask: keys [pad, pad + keys) are those that any row of the block sees.
 // A warp has the rows' ranges, lane by lane, counted from `pad`.
 struct MaskedDecodeWork : DecodeWork {
   int begin, end;             // of this lane's row; kSeesNothing and 0 where it sees nothing
   int last_begin, first_end;  // between them every row that sees something sees every key
 
   using DecodeWork::DecodeWork;
-  __device__ __forceinline__ void find_keys(const MaskedAttentionParams& p) {
+  __device__ __forceinline__ void find_keys(const AttentionParams& p) {
     const int lane = threadIdx.x % kWarp;
-    LiveRange live = {0, 0};
-    if (lane < rows) live = p.rule().live(row(lane).at, p.sequence(batch));
+    KeyRange live = {0, 0};
+    const MaskParams mask = p.mask;
+    if (lane < rows) live = mask.row_keys(row(lane).at, mask.sequence(batch));
     const bool sees = !live.empty();
     const int last = __reduce_max_sync(~0u, sees ? static_cast<int>(live.end) : 0);
     const int first = __reduce_min_sync(~0u, sees ? static_cast<int>(live.begin) : kSeesNothing);
@@ -127,7 +128,7 @@ struct DecodeMask {
         ends[tile][half] = min(row + work.shift, work.keys);
       }
     }
-    all_see = p.causal ? work.shift : work.keys;
+    all_see = p.mask.causal ? work.shift : work.keys;
   }
 
   // Hides from every row the keys that it doesn't see, of those from `key` on.
@@ -157,8 +158,7 @@ struct MaskedDecodeMask {
   int begins[kTiles][2], ends[kTiles][2];
   int last_begin, first_end;
 
-  __device__ __forceinline__ MaskedDecodeMask(const MaskedAttentionParams&,
-                                              const MaskedDecodeWork& work)
+  __device__ __forceinline__ MaskedDecodeMask(const AttentionParams&, const MaskedDecodeWork& work)
       : last_begin(work.last_begin), first_end(work.first_end) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {

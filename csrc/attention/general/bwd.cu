@@ -46,9 +46,9 @@ __device__ __forceinline__ Weight weight(const Args& args, int64_t sequence, int
   float x = fmaf(score, args.score_factor, args.g_lse[at]);
   [[maybe_unused]] float slope = 1.f;  // of the cap
   if constexpr (kIsMasked<Args>) {
-    if (args.mask.softcap > 0.f) {
+    if (args.params.mask.softcap > 0.f) {
       const float capped = tanhf(score * args.cap);
-      x = fmaf(capped, args.mask.softcap * args.score_factor, args.g_lse[at]);
+      x = fmaf(capped, args.params.mask.softcap * args.score_factor, args.g_lse[at]);
       slope = fmaf(-capped, capped, 1.f);
     }
   }
@@ -68,15 +68,15 @@ __global__ __launch_bounds__(kThreads) void attention_backward_general_rows_kern
     const int64_t row = item % p.sizes.seqlen_q, head_of_all = item / p.sizes.seqlen_q;
     const int64_t sequence = head_of_all / p.sizes.nheads, head = head_of_all % p.sizes.nheads;
     const int64_t head_kv = head / (p.sizes.nheads / p.sizes.nheads_kv);
-    LiveRange live;
+    KeyRange live;
     if constexpr (kIsMasked<Args>) {
-      const RowRange range = args.live_of(static_cast<int>(sequence), static_cast<int>(row));
+      const KeyRange32 range = args.live_of(static_cast<int>(sequence), static_cast<int>(row));
       if (range.begin >= range.end) continue;  // 0 already
       live = {range.begin, range.end};
     } else {
-      const LiveSpan span(args, sequence);
+      const SequenceSpan span(args, sequence);
       if (row < span.first_row) continue;  // 0 already
-      live = args.rule.live(row, span.pad);
+      live = args.params.mask.row_keys(row, span.pad);
     }
     const T* g_keys = head_of<T>(p.key, sequence, head_kv);
     T* g_dq = static_cast<T*>(p.dquery) + item * p.sizes.head_dim;
@@ -114,12 +114,12 @@ __global__ __launch_bounds__(kThreads) void attention_backward_general_keys_kern
     const int64_t key = item % p.sizes.seqlen_k, head_of_all = item / p.sizes.seqlen_k;
     const int64_t sequence = head_of_all / p.sizes.nheads_kv;
     const int64_t head_kv = head_of_all % p.sizes.nheads_kv;
-    // The rows that see the key; under an AttentionMask from any of them on.
+    // The rows that see the key; under a general mask from any of them on.
     int64_t begin = 0;
     if constexpr (!kIsMasked<Args>) {
-      const LiveSpan span(args, sequence);
+      const SequenceSpan span(args, sequence);
       begin = key < span.pad ? p.sizes.seqlen_q
-                             : span.first_row_seeing(args.rule, static_cast<int>(key));
+                             : span.first_row_seeing(args.params.mask, static_cast<int>(key));
     }
     for (int64_t col = threadIdx.x; col - threadIdx.x < cols; col += kThreads) {
       float dk = 0.f, dv = 0.f;
@@ -132,7 +132,7 @@ __global__ __launch_bounds__(kThreads) void attention_backward_general_keys_kern
           __syncthreads();
           for (int i = threadIdx.x / kWarp; i < rows; i += kWarps) {
             if constexpr (kIsMasked<Args>) {
-              const RowRange live =
+              const KeyRange32 live =
                   args.live_of(static_cast<int>(sequence), static_cast<int>(first) + i);
               if (key < live.begin || key >= live.end) {
                 s_weights[i].p = kHidden;

@@ -37,8 +37,7 @@ __device__ __forceinline__ void make_scores(float (&s_scores)[kThreads], const T
 
 template <typename T, typename Variant>
 __global__ __launch_bounds__(kThreads) void attention_general_kernel(
-    const typename Variant::Params params, const typename Variant::Scale scale,
-    int64_t first_block) {
+    const AttentionParams params, const typename Variant::Scale scale, int64_t first_block) {
   __shared__ float s_scores[kThreads];
   __shared__ float s_p[kThreads];
 
@@ -51,12 +50,12 @@ __global__ __launch_bounds__(kThreads) void attention_general_kernel(
     return static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
            head_of * tensor.head_stride;
   };
-  const MaskRule rule = params.rule();
-  const LiveRange live = [&] {
+  const MaskParams mask = params.mask;
+  const KeyRange live = [&] {
     if constexpr (Variant::kMasked) {
-      return rule.live(i, params.sequence(batch));
+      return mask.row_keys(i, mask.sequence(batch));
     } else {
-      return rule.live(i, params.leftpad ? rule.clamp_pad(params.leftpad[batch]) : 0);
+      return mask.row_keys(i, mask.pad(batch));
     }
   }();
   const T* g_query = matrix_of(params.query, head) + i * params.query.row_stride;
@@ -133,8 +132,10 @@ __global__ __launch_bounds__(kThreads) void attention_general_kernel(
   } while (first_col < sizes.head_dim_v);
 }
 
+}  // namespace
+
 template <bool kMasked>
-void launch(const typename AttentionVariant<kMasked>::Params& params, cudaStream_t stream) {
+void launch_attention_general(const AttentionParams& params, cudaStream_t stream) {
   const int64_t rows = params.sizes.batch * params.sizes.nheads * params.sizes.seqlen_q;
   dispatch_dtype(params.dtype, [&](auto element) {
     using T = decltype(element);
@@ -145,13 +146,7 @@ void launch(const typename AttentionVariant<kMasked>::Params& params, cudaStream
   });
 }
 
-}  // namespace
-
-void launch_attention_general(const AttentionParams& params, cudaStream_t stream) {
-  launch<false>(params, stream);
-}
-void launch_attention_general(const MaskedAttentionParams& params, cudaStream_t stream) {
-  launch<true>(params, stream);
-}
+template void launch_attention_general<false>(const AttentionParams&, cudaStream_t);
+template void launch_attention_general<true>(const AttentionParams&, cudaStream_t);
 
 }  // namespace torchweld

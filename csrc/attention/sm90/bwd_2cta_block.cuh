@@ -17,7 +17,7 @@ struct Backward2CtaConfig {
   using Params = BackwardSm90Params<Args>;
   using Shared = Backward2CtaShared<Backward2CtaConfig>;
   static constexpr bool kMasked = kIsMasked<Args>;
-  using WorkTile = BackwardWorkTile<std::conditional_t<kMasked, LiveKeys, LiveSpan>>;
+  using WorkTile = BackwardWorkTile<std::conditional_t<kMasked, KeyRange32, SequenceSpan>>;
   static constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
   static constexpr int kCtas = kShape.blocks;
   static constexpr int kDim = kShape.dim;
@@ -124,7 +124,7 @@ __device__ __forceinline__ void backward_2cta_load(const typename Config::Params
               s_full);
   };
   constexpr int kStatBytes = kRows * 4;
-  constexpr int kSeenBytes = sizeof(RowGroup) + kRows * sizeof(RowRange);
+  constexpr int kSeenBytes = sizeof(BlockMask) + kRows * sizeof(KeyRange32);
   for (int step = 0; step < steps; ++step) {
     uint64_t* s_full =
         s.q_pipeline.acquire(q_state, kBoxesQk * Config::kQueryBoxBytes + kStatBytes +

@@ -26,7 +26,7 @@ struct BackwardSm90Config {
   using Params = BackwardSm90Params<Args>;
   using Shared = BackwardSm90Shared<BackwardSm90Config>;
   static constexpr bool kMasked = kIsMasked<Args>;
-  using WorkTile = BackwardWorkTile<std::conditional_t<kMasked, LiveKeys, LiveSpan>>;
+  using WorkTile = BackwardWorkTile<std::conditional_t<kMasked, KeyRange32, SequenceSpan>>;
   static constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
   static constexpr int kDim = kShape.dim, kKeys = kShape.keys;
   static constexpr int kRows = kMasked ? kShape.kMaskedRows : kShape.rows;
@@ -59,13 +59,13 @@ struct BackwardSm90Config {
   static_assert(!kMasked || kRows == kAttentionBackwardRowPad);
 };
 
-// Which keys the rows of a query tile see, under an AttentionMask.
+// Which keys the rows of a query tile see, under a general mask.
 template <typename Config, bool kMasked = Config::kMasked>
 struct BackwardSm90Seen {};
 template <typename Config>
 struct BackwardSm90Seen<Config, true> {
-  RowGroup group;
-  alignas(16) RowRange live[Config::kRows];
+  BlockMask group;
+  alignas(16) KeyRange32 live[Config::kRows];
 };
 
 template <typename Config>
@@ -155,7 +155,7 @@ __device__ __forceinline__ void backward_sm90_load(const typename Config::Params
               s_full);
   };
   constexpr int kBytes = Config::kQueryBytes + kRows * 4;
-  constexpr int kSeenBytes = sizeof(RowGroup) + kRows * sizeof(RowRange);
+  constexpr int kSeenBytes = sizeof(BlockMask) + kRows * sizeof(KeyRange32);
   for (int step = 0; step < steps; ++step) {
     uint64_t* s_full = s.q_pipeline.acquire(state, kBytes + (Config::kMasked ? kSeenBytes : 0));
     if constexpr (Config::kMasked) {
@@ -175,7 +175,7 @@ __device__ __forceinline__ void backward_sm90_load(const typename Config::Params
   }
 }
 
-// The number of CTAs that add to dQ of the tile before this CTA does. Under an AttentionMask the
+// The number of CTAs that add to dQ of the tile before this CTA does. Under a general mask the
 // first one is the CTA with the first key that the tile's rows see. kAddsNoDq: they see none of
 // this CTA's keys.
 inline constexpr int kAddsNoDq = -1;
@@ -185,7 +185,7 @@ __device__ __forceinline__ int backward_sm90_dq_order(const typename Config::Arg
                                                       int tile) {
   if constexpr (Config::kMasked) {
     constexpr int kKeys = Config::kKeys;
-    const RowGroup& group = args.group_of(work.sequence, tile * Config::kRows);
+    const BlockMask& group = args.group_of(work.sequence, tile * Config::kRows);
     const bool adds = group.begin < work.first_key + kKeys && group.end > work.first_key;
     return adds ? work.dq_order - group.begin / kKeys : kAddsNoDq;
   } else {

@@ -17,11 +17,11 @@ struct BackwardLiveRows {
 
   __device__ __forceinline__ BackwardLiveRows(const Args& args, int sequence)
       : args(args), sequence(sequence) {
-    if constexpr (!kIsMasked<Args>) first = LiveSpan(args, sequence).first_row;
+    if constexpr (!kIsMasked<Args>) first = SequenceSpan(args, sequence).first_row;
   }
   __device__ __forceinline__ bool sees(int row) const {
     if constexpr (kIsMasked<Args>) {
-      const RowRange live = args.live_of(sequence, row);
+      const KeyRange32 live = args.live_of(sequence, row);
       return live.begin < live.end;
     } else {
       return row >= first;
@@ -33,7 +33,7 @@ struct BackwardLiveRows {
     if constexpr (kIsMasked<Args>) {
       return args.group_of(sequence, first_row).live != 0;
     } else {
-      return first_row + kRows > first && first < args.rule.seqlen_q;
+      return first_row + kRows > first && first < args.params.mask.seqlen_q;
     }
   }
 };

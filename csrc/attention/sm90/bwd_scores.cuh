@@ -53,8 +53,12 @@ struct BackwardSm90Scores {
   static __device__ __forceinline__ int warp() { return threadIdx.x / 32 % 4; }
   __device__ __forceinline__ int first_key() const { return Config::first_key(s.work, warpgroup); }
   __device__ __forceinline__ int first_row() const { return Config::first_row(warpgroup); }
-  __device__ __forceinline__ int seqlen_q() const { return static_cast<int>(p.args.rule.seqlen_q); }
-  __device__ __forceinline__ int seqlen_k() const { return static_cast<int>(p.args.rule.seqlen_k); }
+  __device__ __forceinline__ int seqlen_q() const {
+    return static_cast<int>(p.args.params.mask.seqlen_q);
+  }
+  __device__ __forceinline__ int seqlen_k() const {
+    return static_cast<int>(p.args.params.mask.seqlen_k);
+  }
   // Keys outside [first_live(), end_live()) are padding, or no query row sees them.
   __device__ __forceinline__ int first_live() const {
     if constexpr (Config::kMasked) {
@@ -107,7 +111,7 @@ struct BackwardSm90Scores {
     if constexpr (!Config::kMasked) {
       const int first = first_key(), end = first + 64;
       tiles.first_row = tiles.first_full_row = work.span.first_row;
-      if (p.args.rule.causal) {
+      if (p.args.params.mask.causal) {
         tiles.first_full_row = max(tiles.first_full_row, end - 1 - (seqlen_k() - seqlen_q()));
       }
       if (first < work.span.pad || end > seqlen_k()) tiles.first_full_row = INT_MAX;
@@ -170,7 +174,7 @@ struct BackwardSm90Scores {
   __device__ __forceinline__ bool is_edge(const State& state, const TileIterator& tiles) const {
     if constexpr (Config::kMasked) {
       const int first = first_key(), end = first + 64;
-      const RowGroup& group = s.seen[state.stage].group;
+      const BlockMask& group = s.seen[state.stage].group;
       return first < group.last_begin || end > group.first_end;
     } else {
       const int first_row = tiles.tile * kRows;
@@ -277,7 +281,7 @@ struct BackwardSm90Scores {
 
   __device__ __forceinline__ bool capped() const {
     if constexpr (Config::kMasked) {
-      return p.args.mask.softcap > 0.f;
+      return p.args.params.mask.softcap > 0.f;
     } else {
       return false;
     }
@@ -304,7 +308,7 @@ struct BackwardSm90Scores {
   template <bool kHides>
   __device__ __forceinline__ void exponentiate_tanh(ScoreOperand& p16, ScoreAcc& acc_s,
                                                     const State& state) const {
-    const float factor = p.args.mask.softcap * p.args.score_factor;
+    const float factor = p.args.params.mask.softcap * p.args.score_factor;
     const float* s_lse = s.lse[state.stage] + first_row() + lane() % 4 * 2;
     const int key = first_key() + warp() * 16 + lane() / 4;
 #pragma unroll
@@ -359,7 +363,7 @@ struct BackwardSm90Scores {
       for (int i = 0; i < 2; ++i) {
         const int key = first_key + i * 8;
         int first = s.work.span.first_row;
-        if (p.args.rule.causal) first = max(first, key - (seqlen_k() - seqlen_q()));
+        if (p.args.params.mask.causal) first = max(first, key - (seqlen_k() - seqlen_q()));
         if (key < s.work.span.pad || key >= seqlen_k()) first = seqlen_q();
         begin[i] = first - row;
       }

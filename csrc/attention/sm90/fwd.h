@@ -51,16 +51,14 @@ struct AttentionSmallScores {
 template <bool kMasked>
 struct AttentionSm90Params {
   TensorMap query, key, value;
-  typename AttentionVariant<kMasked>::Params attention;
+  AttentionParams attention;
   typename AttentionVariant<kMasked>::Scale scale;
   AttentionSm90Schedule schedule;
   AttentionSmallScores small{scale};
 };
 
 // csrc/instantiations.py generates a file per few tiles.
-template <typename T, int kTile>
+template <typename T, int kTile, bool kMasked>
 void launch_attention_sm90_tile(const AttentionParams& params, cudaStream_t stream);
-template <typename T, int kTile>
-void launch_attention_sm90_tile(const MaskedAttentionParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

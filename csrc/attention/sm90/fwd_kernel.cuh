@@ -72,8 +72,7 @@ void launch_attention_sm90_kernel(const typename Config::Params& p, cudaStream_t
 }
 
 template <typename T, int kTile, bool kMasked, bool kCapped = false>
-void launch_attention_sm90_config(const typename AttentionVariant<kMasked>::Params& a,
-                                  cudaStream_t stream) {
+void launch_attention_sm90_config(const AttentionParams& a, cudaStream_t stream) {
   using Config = AttentionSm90Config<T, kTile, kMasked, kCapped>;
   static_assert(sizeof(AttentionSm90Shared<Config>) <=
                 Config::kShape.tile_bytes() + AttentionSm90Tile::kExtraBytes);
@@ -93,16 +92,14 @@ void launch_attention_sm90_config(const typename AttentionVariant<kMasked>::Para
   launch_attention_sm90_kernel<Config>(p, stream);
 }
 
-template <typename T, int kTile>
+template <typename T, int kTile, bool kMasked>
 void launch_attention_sm90_tile(const AttentionParams& params, cudaStream_t stream) {
-  launch_attention_sm90_config<T, kTile, false>(params, stream);
-}
-template <typename T, int kTile>
-void launch_attention_sm90_tile(const MaskedAttentionParams& params, cudaStream_t stream) {
-  if (params.mask.softcap > 0.f) {
-    return launch_attention_sm90_config<T, kTile, true, true>(params, stream);
+  if constexpr (kMasked) {
+    if (params.mask.softcap > 0.f) {
+      return launch_attention_sm90_config<T, kTile, true, true>(params, stream);
+    }
   }
-  launch_attention_sm90_config<T, kTile, true>(params, stream);
+  launch_attention_sm90_config<T, kTile, kMasked>(params, stream);
 }
 
 }  // namespace torchweld

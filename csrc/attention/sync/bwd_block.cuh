@@ -138,17 +138,17 @@ struct BackwardTools {
     return {tile.head - 1, work().first_tile};
   }
 
-  // Of a tile's rows, under an AttentionMask.
-  __device__ __forceinline__ const RowGroup& group_of(const QueryTile& tile) const {
+  // Of a tile's rows, under a general mask.
+  __device__ __forceinline__ const BlockMask& group_of(const QueryTile& tile) const {
     return args.group_of(work().sequence, tile.index * kRows);
   }
 
-  // The block's turn at dQ of a tile: under an AttentionMask it is counted from the first block
+  // The block's turn at dQ of a tile: under a general mask it is counted from the first block
   // with keys that the tile's rows see, and kNoTurn where this one has none.
   static constexpr int kNoTurn = -1;
   __device__ __forceinline__ int turn_at(const QueryTile& tile) const {
     if constexpr (Config::kMasked) {
-      const RowGroup& group = group_of(tile);
+      const BlockMask& group = group_of(tile);
       const bool adds = group.begin < work().first_key + kKeys && group.end > work().first_key;
       return adds ? work().dq_order - group.begin / kKeys : kNoTurn;
     } else {
@@ -214,13 +214,14 @@ struct BackwardTools {
   // True where every row of a tile sees every key of the block.
   __device__ __forceinline__ bool all_visible(int first_row) const {
     if constexpr (Config::kMasked) {
-      const RowGroup& group = args.group_of(work().sequence, first_row);
+      const BlockMask& group = args.group_of(work().sequence, first_row);
       return work().first_key >= group.last_begin && work().first_key + kKeys <= group.first_end;
     } else {
-      return first_row >= work().span.first_row && first_row + kRows <= args.rule.seqlen_q &&
+      return first_row >= work().span.first_row && first_row + kRows <= args.params.mask.seqlen_q &&
              work().first_key >= work().span.pad &&
-             work().first_key + kKeys <= args.rule.seqlen_k &&
-             (!args.rule.causal || work().first_key + kKeys - 1 <= args.rule.position(first_row));
+             work().first_key + kKeys <= args.params.mask.seqlen_k &&
+             (!args.params.mask.causal ||
+              work().first_key + kKeys - 1 <= args.params.mask.position(first_row));
     }
   }
 
@@ -233,8 +234,9 @@ struct BackwardTools {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const int row = first_row + n * 8 + threadIdx.x % 4 * 2 + odd;
-        const bool in_range = row >= work().span.first_row && row < args.rule.seqlen_q;
-        const LiveRange live = in_range ? args.rule.live(row, work().span.pad) : LiveRange{0, 0};
+        const bool in_range = row >= work().span.first_row && row < args.params.mask.seqlen_q;
+        const KeyRange live =
+            in_range ? args.params.mask.row_keys(row, work().span.pad) : KeyRange{0, 0};
         const int begin = clamp_int(live.begin - work().first_key, 0, kKeys);
         const int end = clamp_int(live.end - work().first_key, 0, kKeys);
 #pragma unroll
@@ -248,7 +250,7 @@ struct BackwardTools {
     }
   }
 
-  // The same under an AttentionMask.
+  // The same under a general mask.
   template <typename... Tiles>
   __device__ __forceinline__ void hide_masked(int first_row, Tiles&... r_tiles) {
     const int strip_key = work().first_key + first_strip_row() + threadIdx.x % kWarp / 4;
@@ -257,7 +259,7 @@ struct BackwardTools {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const int row = first_row + n * 8 + threadIdx.x % 4 * 2 + odd;
-        const RowRange live = args.live_of(work().sequence, row);
+        const KeyRange32 live = args.live_of(work().sequence, row);
 #pragma unroll
         for (int i = 0; i < 2 * kStrips; ++i) {
           const int key = strip_key + i * 8;
@@ -312,9 +314,10 @@ struct BackwardTools {
   __device__ __forceinline__ void store(const float (&r_sum)[kStrips][kDimTiles][4], float scale,
                                         void* g_grad, int64_t head_dim) const {
     const int64_t head = work().sequence * args.params.sizes.nheads_kv + work().head_kv;
-    T* g_head = static_cast<T*>(g_grad) + head * args.rule.seqlen_k * head_dim;
+    T* g_head = static_cast<T*>(g_grad) + head * args.params.mask.seqlen_k * head_dim;
     store_results<0>(g_head, r_sum, scale, work().first_key + first_strip_row(), first_live(),
-                     static_cast<int>(args.rule.seqlen_k), first_col(), static_cast<int>(head_dim));
+                     static_cast<int>(args.params.mask.seqlen_k), first_col(),
+                     static_cast<int>(head_dim));
   }
 };
 

@@ -51,7 +51,7 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   }
 
  private:
-  // NOTE: on Hopper, under an AttentionMask, strips of several warps leave no register for what
+  // NOTE: on Hopper, under a general mask, strips of several warps leave no register for what
   // depends on it.
   static __device__ __forceinline__ bool sums_keys() {
 #if __CUDA_ARCH__ >= 900
@@ -176,7 +176,7 @@ struct PairedBackwardBlock : BackwardTools<Config> {
 
   __device__ __forceinline__ bool capped() const {
     if constexpr (Config::kMasked) {
-      return args.mask.softcap > 0.f;
+      return args.params.mask.softcap > 0.f;
     } else {
       return false;
     }
@@ -186,7 +186,7 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   // warp with the same scores takes it from; what is hidden is hidden there.
   __device__ __forceinline__ void exponentiate_capped(Scores& r_p, int stage, int col) {
     const int first = col + threadIdx.x % 4 * 2;
-    const float factor = args.mask.softcap * args.score_factor;
+    const float factor = args.params.mask.softcap * args.score_factor;
     HeldScores r_held;
 #pragma unroll
     for (int n = 0; n < kScoreTiles; ++n) {

@@ -6,8 +6,8 @@
 // Every warp of a block owns the same share of a tile in every block and takes its turns alone. The
 // first part is stored without a read, the last one goes straight into dQ.
 //
-// Under an AttentionMask the blocks that add to a query tile are those with keys between the first
-// and the last that the tile's group of rows sees (RowGroup): a run of key tiles without a hole,
+// Under a general mask the blocks that add to a query tile are those with keys between the first
+// and the last that the tile's group of rows sees (BlockMask): a run of key tiles without a hole,
 // counted from its first. Other blocks may compute the tile, all hidden, but neither add nor wait.
 // So a block only waits for blocks of lower key tiles there too.
 #pragma once
@@ -82,8 +82,8 @@ struct DqShare {
   }
 
   // Adds this block's dS K: s_scores is dS^T (kKeys, kRows), s_keys K (kKeys, kHeadDim). `live`
-  // says what the rows see, a LiveSpan or a RowGroup; `handles_non_finite` where K may have inf or
-  // NaN.
+  // says what the rows see, a SequenceSpan or a BlockMask; `handles_non_finite` where K may have
+  // inf or NaN.
   template <typename Live>
   __device__ __forceinline__ void add(const BackwardArgs& args, const QueryTile& tile, int turn,
                                       const Live& live, uint32_t s_scores, uint32_t s_keys,
@@ -117,7 +117,7 @@ struct DqShare {
   }
 
   // Passes the turn on. Some work lies between the stores and this, so that it waits for little.
-  // NOTE: under an AttentionMask the turn changes from tile to tile, and there is no register for
+  // NOTE: under a general mask the turn changes from tile to tile, and there is no register for
   // it; the counter holds it, and nobody else writes there.
   __device__ __forceinline__ void pass_on(const BackwardArgs& args, const QueryTile& tile,
                                           int turn) {
@@ -169,22 +169,23 @@ struct DqShare {
   }
 
   static __device__ __forceinline__ int last_turn(const BackwardArgs& args, int first_row,
-                                                  const LiveSpan& span) {
+                                                  const SequenceSpan& span) {
     int64_t last_row = first_row + Config::kRows - 1;
-    if (last_row >= args.rule.seqlen_q) last_row = args.rule.seqlen_q - 1;
-    const int last_key = static_cast<int>(args.rule.live(last_row, span.pad).end) - 1;
+    if (last_row >= args.params.mask.seqlen_q) last_row = args.params.mask.seqlen_q - 1;
+    const int last_key = static_cast<int>(args.params.mask.row_keys(last_row, span.pad).end) - 1;
     return last_key / Config::kKeys - span.pad / Config::kKeys;
   }
-  static __device__ __forceinline__ int last_turn(const BackwardArgs&, int, const RowGroup& group) {
+  static __device__ __forceinline__ int last_turn(const BackwardArgs&, int,
+                                                  const BlockMask& group) {
     return (group.end - 1) / Config::kKeys - group.begin / Config::kKeys;
   }
 
   __device__ __forceinline__ void finish(const BackwardArgs& args, int64_t head, int first_row,
-                                         const LiveSpan& span) const {
+                                         const SequenceSpan& span) const {
     store(args, head, first_row, span.first_row);
   }
   __device__ __forceinline__ void finish(const BackwardArgs& args, int64_t head, int first_row,
-                                         const RowGroup& group) {
+                                         const BlockMask& group) {
     const int row = first_row + row_in_tile() + threadIdx.x % kWarp / 4;
 #pragma unroll
     for (int i = 0; i < 2 * kMTiles; ++i) {
@@ -200,9 +201,9 @@ struct DqShare {
   __device__ __forceinline__ void store(const BackwardArgs& args, int64_t head, int first_row,
                                         int first_live_row) const {
     const int cols = static_cast<int>(args.params.sizes.head_dim);
-    T* g_dq = static_cast<T*>(args.params.dquery) + head * args.rule.seqlen_q * cols;
+    T* g_dq = static_cast<T*>(args.params.dquery) + head * args.params.mask.seqlen_q * cols;
     store_results<0>(g_dq, r_sum, args.params.scale, first_row + row_in_tile(), first_live_row,
-                     static_cast<int>(args.rule.seqlen_q), col_in_tile(), cols);
+                     static_cast<int>(args.params.mask.seqlen_q), col_in_tile(), cols);
   }
 };
 

@@ -131,7 +131,7 @@ struct BackwardBlock : BackwardTools<Config> {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
     const int first = col + threadIdx.x % 4 * 2;
     if constexpr (Config::kMasked) {
-      if (args.mask.softcap > 0.f) return differentiate_capped(r_p, r_ds, stage, first);
+      if (args.params.mask.softcap > 0.f) return differentiate_capped(r_p, r_ds, stage, first);
     }
 #pragma unroll
     for (int n = 0; n < kScoreTiles; ++n) {
@@ -156,7 +156,7 @@ struct BackwardBlock : BackwardTools<Config> {
   __device__ __forceinline__ void differentiate_capped(Scores& r_p, Scores& r_ds, int stage,
                                                        int first) {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
-    const float factor = args.mask.softcap * args.score_factor;
+    const float factor = args.params.mask.softcap * args.score_factor;
 #pragma unroll
     for (int n = 0; n < kScoreTiles; ++n) {
       const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[stage][first + n * 8]);

@@ -16,7 +16,7 @@ struct BackwardConfig {
   using T = T_;
   static constexpr bool kMasked = kMasked_;
   using Args = std::conditional_t<kMasked, MaskedBackwardArgs, BackwardArgs>;
-  using WorkTile = BackwardWorkTile<std::conditional_t<kMasked, LiveKeys, LiveSpan>>;
+  using WorkTile = BackwardWorkTile<std::conditional_t<kMasked, KeyRange32, SequenceSpan>>;
   static constexpr AttentionBackwardTile kShape = kAttentionBackwardTiles[kTile];
   static constexpr bool kSplit = kShape.math == AttentionMath::kFloat32;
   static constexpr int kHeadDim = kShape.head_dim;

@@ -8,7 +8,7 @@
 // and multiplies those with V, all in registers; keys and values of the next step arrive meanwhile.
 // Blocks are ordered by the head's section, then by work, the longest rows first; the keys and
 // values of a section fit in the L2 cache.
-// Under an AttentionMask the walk goes from the first to the last key that any of the rows sees,
+// Under a general mask the walk goes from the first to the last key that any of the rows sees,
 // and the first steps need a mask too. A cap is applied to the scores before it; a sink joins a
 // row's sum at the end. Source: Dao, "FlashAttention-2", 2023.
 #pragma once
@@ -53,7 +53,7 @@ struct AttentionShared {
 
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attention_kernel(
-    const typename Config::Params params, const AttentionSchedule schedule,
+    const AttentionParams params, const AttentionSchedule schedule,
     const typename Config::Scale scale) {
   using T = typename Config::T;
   using Layout = typename Config::Layout;
@@ -140,8 +140,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
 
 // Calls the launcher of tile `tile`, one of those for T.
 template <typename T, AttentionMath kMath, bool kMasked>
-void launch_attention_tiles(int tile, const typename AttentionVariant<kMasked>::Params& params,
-                            cudaStream_t stream) {
+void launch_attention_tiles(int tile, const AttentionParams& params, cudaStream_t stream) {
   dispatch_index<kNumAttentionTiles>(tile, [&](auto index) {
     if constexpr (kAttentionTiles[index.value].math == kMath) {
       using Config = AttentionConfig<T, index.value, kMasked>;

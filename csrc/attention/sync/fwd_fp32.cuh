@@ -44,7 +44,7 @@ struct AttentionSplitShared {
 template <typename Config>
 __global__ __launch_bounds__(
     Config::kThreads,
-    Config::kShape.blocks_per_sm) void attention_split_kernel(const typename Config::Params params,
+    Config::kShape.blocks_per_sm) void attention_split_kernel(const AttentionParams params,
                                                               const AttentionSchedule schedule,
                                                               const typename Config::Scale scale) {
   using T = typename Config::T;
@@ -140,9 +140,7 @@ __global__ __launch_bounds__(
 }
 
 template <bool kMasked>
-void launch_attention_split_tiles(int tile,
-                                  const typename AttentionVariant<kMasked>::Params& params,
-                                  cudaStream_t stream) {
+void launch_attention_split_tiles(int tile, const AttentionParams& params, cudaStream_t stream) {
   dispatch_index<kNumAttentionTiles>(tile, [&](auto index) {
     if constexpr (kAttentionTiles[index.value].math == AttentionMath::kFloat32) {
       using Config = AttentionSplitConfig<index.value, kMasked>;

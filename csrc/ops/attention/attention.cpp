@@ -3,21 +3,20 @@
 //   value (batch, nheads_kv, seqlen_k, head_dim_v), out (batch, nheads, seqlen_q, head_dim_v)
 //   nheads_kv divides nheads: query heads [h * group, (h + 1) * group) share kv head h.
 //
-// attention_forward also returns lse (batch, nheads, seqlen_q), from which the gradient rebuilds
-// the probabilities; attention_with_lse is the same op with a gradient behind lse as well. On the
-// CPU the scores exist one block of query rows at a time, so memory is linear in the sequence
-// length. Source: Dao, "FlashAttention-2", 2023, for the gradient from lse.
+// attention_forward also returns lse (batch, nheads, seqlen_q), from which the gradient recomputes
+// the probabilities; attention_with_lse also differentiates lse. The CPU holds the scores of one
+// block of query rows at a time, so its memory is linear in the sequence length. Source: Dao,
+// "FlashAttention-2", 2023, for the gradient from lse.
 #include <ATen/ops/zeros_like.h>
 
 #include "attention/cpu/bwd.h"
-#include "attention/mask_arguments.h"
+#include "attention/mask_op.h"
 #include "attention/saved_checks.h"
-#include "core/dispatch.h"
 
 #ifdef TORCHWELD_CUDA
 #include "attention/bwd.h"
-#include "attention/cuda_mask.h"
 #include "attention/family.h"
+#include "attention/mask_cuda.h"
 #include "attention/params.h"
 #include "core/choices.h"
 #include "core/counters.h"
@@ -32,10 +31,9 @@ using Forward = std::tuple<Tensor, Tensor>;
 using Grads = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 // Returns out's sizes.
-std::vector<c10::SymInt> attention_checks(const char* op, const Tensor& query, const Tensor& key,
-                                          const Tensor& value, const OptionalTensor& leftpad,
-                                          bool causal, std::optional<double> scale,
-                                          TW_MASK_PARAMETERS) {
+std::vector<c10::SymInt> check_attention(const char* op, const Tensor& query, const Tensor& key,
+                                         const Tensor& value, const Mask& mask,
+                                         std::optional<double> scale) {
   const char* key_layout = "(batch, nheads_kv, seqlen_k, head_dim)";
   const char* value_layout = "(batch, nheads_kv, seqlen_k, head_dim_v)";
   check_floating(op, "query", query);
@@ -53,79 +51,75 @@ std::vector<c10::SymInt> attention_checks(const char* op, const Tensor& query, c
   const bool divides = nheads_kv == 0 ? nheads == 0 : nheads % nheads_kv == 0;
   TW_CHECK(divides, op, "key must be ", key_layout,
            " with nheads_kv a divisor of nheads = ", nheads, ", but got nheads_kv = ", nheads_kv);
-  const MaskArguments mask = {leftpad, causal, TW_MASK_ARGUMENTS};
   check_mask(op, mask, query.sym_size(0), nheads, query.sym_size(2), "query", query);
   if (scale) {
     check_finite(op, "scale", *scale);
   }
   return with_last(query, value.sym_size(3));
 }
+constexpr auto attention_checks = mask_op<check_attention>;
 
-Tensor attention_meta(const Tensor& query, const Tensor& key, const Tensor& value,
-                      const OptionalTensor& leftpad, bool causal, std::optional<double> scale,
-                      TW_MASK_PARAMETERS) {
-  const auto sizes =
-      attention_checks("attention", query, key, value, leftpad, causal, scale, TW_MASK_ARGUMENTS);
-  return at::empty_symint(sizes, query.options());
+// The checks and the results of each op, not yet filled.
+Tensor empty_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                       const Mask& mask, std::optional<double> scale) {
+  return at::empty_symint(check_attention("attention", query, key, value, mask, scale),
+                          query.options());
 }
-TW_OP(attention);
 
-// Of both ops that return out and lse.
-Forward empty_forward(const Tensor& query, const std::vector<c10::SymInt>& sizes) {
-  return {at::empty_symint(sizes, query.options()),
+Forward empty_out_and_lse(const char* op, const Tensor& query, const Tensor& key,
+                          const Tensor& value, const Mask& mask, std::optional<double> scale) {
+  return {at::empty_symint(check_attention(op, query, key, value, mask, scale), query.options()),
           at::empty_symint(without_last(query), query.options().dtype(acc_dtype(query)))};
 }
 
-Forward attention_forward_meta(const Tensor& query, const Tensor& key, const Tensor& value,
-                               const OptionalTensor& leftpad, bool causal,
-                               std::optional<double> scale, TW_MASK_PARAMETERS) {
-  return empty_forward(query, attention_checks("attention_forward", query, key, value, leftpad,
-                                               causal, scale, TW_MASK_ARGUMENTS));
+Forward empty_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                const Mask& mask, std::optional<double> scale) {
+  return empty_out_and_lse("attention_forward", query, key, value, mask, scale);
 }
-TW_OP(attention_forward);
 
-Forward attention_with_lse_meta(const Tensor& query, const Tensor& key, const Tensor& value,
-                                const OptionalTensor& leftpad, bool causal,
-                                std::optional<double> scale, TW_MASK_PARAMETERS) {
-  return empty_forward(query, attention_checks("attention_with_lse", query, key, value, leftpad,
-                                               causal, scale, TW_MASK_ARGUMENTS));
+Forward empty_attention_with_lse(const Tensor& query, const Tensor& key, const Tensor& value,
+                                 const Mask& mask, std::optional<double> scale) {
+  return empty_out_and_lse("attention_with_lse", query, key, value, mask, scale);
 }
-TW_OP(attention_with_lse);
 
-Grads attention_backward_meta(const Tensor& dout, const Tensor& query, const Tensor& key,
-                              const Tensor& value, const Tensor& out, const Tensor& lse,
-                              const OptionalTensor& leftpad, bool causal,
-                              std::optional<double> scale, TW_MASK_PARAMETERS,
-                              const OptionalTensor& dlse) {
+Grads empty_attention_backward(const Tensor& dout, const Tensor& query, const Tensor& key,
+                               const Tensor& value, const Tensor& out, const Tensor& lse,
+                               const Mask& mask, std::optional<double> scale,
+                               const OptionalTensor& dlse) {
   const char* op = "attention_backward";
-  const auto sizes =
-      attention_checks(op, query, key, value, leftpad, causal, scale, TW_MASK_ARGUMENTS);
+  const auto sizes = check_attention(op, query, key, value, mask, scale);
   check_attention_saved(op, dout, out, lse, sizes, "query", query);
   if (is_given(dlse)) {
     check_like(op, "dlse", *dlse, "lse", lse);
     check_shape(op, "dlse", *dlse, lse.sym_sizes(), "(batch, nheads, seqlen_q)");
   }
   const auto empty = [](const Tensor& t) { return at::empty_symint(t.sym_sizes(), t.options()); };
-  return {empty(query), empty(key), empty(value), empty_dsink(sink, query)};
+  return {empty(query), empty(key), empty(value), empty_dsink(mask.sink, query)};
 }
+
+constexpr auto attention_meta = mask_op<empty_attention>;
+constexpr auto attention_forward_meta = mask_op<empty_attention_forward>;
+constexpr auto attention_with_lse_meta = mask_op<empty_attention_with_lse>;
+constexpr auto attention_backward_meta = mask_op<empty_attention_backward>;
+TW_OP(attention);
+TW_OP(attention_forward);
+TW_OP(attention_with_lse);
 TW_OP(attention_backward);
 
-// The ops of the forward, by what fills their results on a device.
-template <auto into>
-Tensor attention_on(const Tensor& query, const Tensor& key, const Tensor& value,
-                    const OptionalTensor& leftpad, bool causal, std::optional<double> scale,
-                    TW_MASK_PARAMETERS) {
-  Tensor out = attention_meta(query, key, value, leftpad, causal, scale, TW_MASK_ARGUMENTS);
-  into(out, nullptr, query, key, value, {leftpad, causal, TW_MASK_ARGUMENTS}, scale);
+// The ops of the forward; `fill` computes their results on a device.
+template <auto fill>
+Tensor attention_on(const Tensor& query, const Tensor& key, const Tensor& value, const Mask& mask,
+                    std::optional<double> scale) {
+  Tensor out = empty_attention(query, key, value, mask, scale);
+  fill(out, nullptr, query, key, value, mask, scale);
   return out;
 }
 
-template <auto meta, auto into>
+template <auto empty, auto fill>
 Forward attention_forward_on(const Tensor& query, const Tensor& key, const Tensor& value,
-                             const OptionalTensor& leftpad, bool causal,
-                             std::optional<double> scale, TW_MASK_PARAMETERS) {
-  auto [out, lse] = meta(query, key, value, leftpad, causal, scale, TW_MASK_ARGUMENTS);
-  into(out, &lse, query, key, value, {leftpad, causal, TW_MASK_ARGUMENTS}, scale);
+                             const Mask& mask, std::optional<double> scale) {
+  auto [out, lse] = empty(query, key, value, mask, scale);
+  fill(out, &lse, query, key, value, mask, scale);
   return {out, lse};
 }
 
@@ -133,43 +127,43 @@ double scale_or_default(std::optional<double> scale, const Tensor& query) {
   return scale.value_or(1.0 / std::sqrt(std::max<double>(1, query.size(3))));
 }
 
-void attention_into(Tensor& out, Tensor* lse, const Tensor& query, const Tensor& key,
-                    const Tensor& value, const MaskArguments& mask, std::optional<double> scale) {
+void fill_attention_cpu(Tensor& out, Tensor* lse, const Tensor& query, const Tensor& key,
+                        const Tensor& value, const Mask& mask, std::optional<double> scale) {
   if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
   const CpuAttention a(query, key, value, mask, scale_or_default(scale, query));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, query.scalar_type(), "attention", [&] {
     if (a.seqlen_q <= kFewRows) {
-      const auto adjacent = [](const Tensor& t) { return t.stride(3) == 1 ? t : t.contiguous(); };
-      attention_forward_rows<scalar_t>(a, out, lse, query, adjacent(key), adjacent(value));
+      const auto row_major = [](const Tensor& t) { return t.stride(3) == 1 ? t : t.contiguous(); };
+      attention_forward_rows<scalar_t>(a, out, lse, query, row_major(key), row_major(value));
     } else {
       attention_forward_tiles<scalar_t>(a, out, lse, query, key, value);
     }
   });
 }
 
-constexpr auto attention_cpu = attention_on<attention_into>;
-constexpr auto attention_forward_cpu = attention_forward_on<attention_forward_meta, attention_into>;
+constexpr auto attention_cpu = mask_op<attention_on<fill_attention_cpu>>;
+constexpr auto attention_forward_cpu =
+    mask_op<attention_forward_on<empty_attention_forward, fill_attention_cpu>>;
 constexpr auto attention_with_lse_cpu =
-    attention_forward_on<attention_with_lse_meta, attention_into>;
+    mask_op<attention_forward_on<empty_attention_with_lse, fill_attention_cpu>>;
 
-Grads attention_backward_cpu(const Tensor& dout, const Tensor& query, const Tensor& key,
-                             const Tensor& value, const Tensor& out, const Tensor& lse,
-                             const OptionalTensor& leftpad, bool causal,
-                             std::optional<double> scale, TW_MASK_PARAMETERS,
-                             const OptionalTensor& dlse) {
-  auto [dquery, dkey, dvalue, dsink] = attention_backward_meta(
-      dout, query, key, value, out, lse, leftpad, causal, scale, TW_MASK_ARGUMENTS, dlse);
-  const CpuAttention a(query, key, value, {leftpad, causal, TW_MASK_ARGUMENTS},
-                       scale_or_default(scale, query));
+Grads attention_grads_cpu(const Tensor& dout, const Tensor& query, const Tensor& key,
+                          const Tensor& value, const Tensor& out, const Tensor& lse,
+                          const Mask& mask, std::optional<double> scale,
+                          const OptionalTensor& dlse) {
+  auto [dquery, dkey, dvalue, dsink] =
+      empty_attention_backward(dout, query, key, value, out, lse, mask, scale, dlse);
+  const CpuAttention a(query, key, value, mask, scale_or_default(scale, query));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, query.scalar_type(), "attention", [&] {
     attention_backward_tiles<scalar_t>(a, dquery, dkey, dvalue, dsink, dout, query, key, value, out,
                                        lse, dlse);
   });
   return {dquery, dkey, dvalue, dsink};
 }
+constexpr auto attention_backward_cpu = mask_op<attention_grads_cpu>;
 
 #ifdef TORCHWELD_CUDA
-// CUDA. The tensor as AttentionTensor wants it; a copy where it is not so.
+// CUDA. `t` with rows as AttentionTensor requires them, copied where they are not.
 Tensor aligned_rows(const Tensor& t) {
   const int64_t elems = 16 / t.element_size(), cols = t.size(3);
   bool aligned = cols % elems == 0 && t.stride(3) == 1 &&
@@ -182,15 +176,14 @@ Tensor aligned_rows(const Tensor& t) {
       .copy_(t);
 }
 
-// What the gradient takes; nobody is asked where there are no keys.
-AttentionChoice backward_choice(const AttentionSizes& sizes, DType dtype, bool tf32, bool causal,
-                                const int32_t* leftpad, const AttentionMask& mask) {
+// The kernel of the gradient; without keys there is none to pick.
+AttentionChoice backward_choice(const AttentionSizes& sizes, DType dtype, bool tf32,
+                                const MaskParams& mask) {
   if (sizes.batch * sizes.nheads_kv * sizes.seqlen_k == 0) return {AttentionEngine::kSync, 0};
-  return pick<AttentionBackwardFamily>(
-      attention_problem(sizes, dtype, tf32, causal, leftpad, mask));
+  return pick<AttentionBackwardFamily>(attention_problem(sizes, dtype, tf32, mask));
 }
 
-// The stride of a dim that nobody walks may be anything; 0 keeps every address aligned.
+// A dim of size 1 may have any stride; 0 keeps every address aligned.
 AttentionTensor strided(const Tensor& t) {
   const auto stride = [&](int64_t d) { return t.size(d) > 1 ? t.stride(d) : 0; };
   return {t.const_data_ptr(), stride(0), stride(1), stride(2)};
@@ -201,29 +194,25 @@ AttentionSizes sizes_of(const Tensor& query, const Tensor& key, const Tensor& va
           key.size(2),   query.size(3), value.size(3)};
 }
 
-void attention_into_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Tensor& key,
-                         const Tensor& value, const MaskArguments& mask,
-                         std::optional<double> scale) {
+void fill_attention_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Tensor& key,
+                         const Tensor& value, const Mask& mask, std::optional<double> scale) {
   if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
   const OnDevice on(query.device());
   const Tensor q = aligned_rows(query), k = aligned_rows(key), v = aligned_rows(value);
-  const Vector pad(mask.leftpad);
-  const MaskOnDevice on_device(mask);
-  MaskedAttentionParams params{};
+  const Mask device_mask = kernel_mask(mask);
+  AttentionParams params{};
   params.query = strided(q);
   params.key = strided(k);
   params.value = strided(v);
   params.out = out.mutable_data_ptr();
   params.lse = lse ? mutable_data<float>(*lse) : nullptr;
-  params.leftpad = pad.data<int32_t>();
   params.sizes = sizes_of(query, key, value);
+  params.mask = kernel_params(device_mask, query.size(2), key.size(2));
   params.scale = static_cast<float>(scale_or_default(scale, query));
-  params.causal = mask.causal;
   params.tf32 = matmul_may_use_tf32(query);
   params.dtype = dtype_of(query);
-  params.mask = on_device.mask;
-  const AttentionProblem problem = attention_problem(params.sizes, params.dtype, params.tf32,
-                                                     mask.causal, params.leftpad, params.mask);
+  const AttentionProblem problem =
+      attention_problem(params.sizes, params.dtype, params.tf32, params.mask);
   params.choice = pick<AttentionFamily>(problem);
   Tensor parts, flags, ticket;
   if (const int64_t floats = attention_part_floats(problem, params.choice); floats > 0) {
@@ -241,55 +230,50 @@ void attention_into_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Te
   launch_attention(params, current_stream());
 }
 
-constexpr auto attention_cuda = attention_on<attention_into_cuda>;
+constexpr auto attention_cuda = mask_op<attention_on<fill_attention_cuda>>;
 constexpr auto attention_forward_cuda =
-    attention_forward_on<attention_forward_meta, attention_into_cuda>;
+    mask_op<attention_forward_on<empty_attention_forward, fill_attention_cuda>>;
 constexpr auto attention_with_lse_cuda =
-    attention_forward_on<attention_with_lse_meta, attention_into_cuda>;
+    mask_op<attention_forward_on<empty_attention_with_lse, fill_attention_cuda>>;
 
-Grads attention_backward_cuda(const Tensor& dout, const Tensor& query, const Tensor& key,
-                              const Tensor& value, const Tensor& out, const Tensor& lse,
-                              const OptionalTensor& leftpad, bool causal,
-                              std::optional<double> scale, TW_MASK_PARAMETERS,
-                              const OptionalTensor& dlse) {
-  auto [dquery, dkey, dvalue, dsink] = attention_backward_meta(
-      dout, query, key, value, out, lse, leftpad, causal, scale, TW_MASK_ARGUMENTS, dlse);
+Grads attention_grads_cuda(const Tensor& dout, const Tensor& query, const Tensor& key,
+                           const Tensor& value, const Tensor& out, const Tensor& lse,
+                           const Mask& mask, std::optional<double> scale,
+                           const OptionalTensor& dlse) {
+  auto [dquery, dkey, dvalue, dsink] =
+      empty_attention_backward(dout, query, key, value, out, lse, mask, scale, dlse);
   const bool nothing = dquery.numel() + dkey.numel() + dvalue.numel() == 0;
-  if (nothing && (!is_given(sink) || lse.numel() == 0)) {
+  if (nothing && (!is_given(mask.sink) || lse.numel() == 0)) {
     dsink.zero_();
     return {dquery, dkey, dvalue, dsink};
   }
   const OnDevice on(query.device());
   const Tensor q = aligned_rows(query), k = aligned_rows(key), v = aligned_rows(value);
   const Tensor o = aligned_rows(out), d_out = aligned_rows(dout), l = lse.contiguous();
-  const Vector pad(leftpad);
-  const MaskOnDevice on_device({leftpad, causal, TW_MASK_ARGUMENTS});
+  const Mask device_mask = kernel_mask(mask);
   const Tensor dl = is_given(dlse) ? dlse->contiguous() : Tensor();
-  Tensor sink_parts;  // sequence by sequence
-  MaskedAttentionBackwardParams params{};
+  Tensor sink_parts;  // (batch, nheads)
+  AttentionBackwardParams params{};
   params.query = strided(q);
   params.key = strided(k);
   params.value = strided(v);
   params.out = strided(o);
   params.dout = strided(d_out);
   params.lse = const_data<float>(l);
-  params.leftpad = pad.data<int32_t>();
   params.dquery = dquery.mutable_data_ptr();
   params.dkey = dkey.mutable_data_ptr();
   params.dvalue = dvalue.mutable_data_ptr();
   params.sizes = sizes_of(query, key, value);
+  params.mask = kernel_params(device_mask, query.size(2), key.size(2));
   params.scale = static_cast<float>(scale_or_default(scale, query));
-  params.causal = causal;
   params.tf32 = matmul_may_use_tf32(query);
   params.dtype = dtype_of(query);
-  params.mask = on_device.mask;
-  params.choice =
-      backward_choice(params.sizes, params.dtype, params.tf32, causal, params.leftpad, params.mask);
+  params.choice = backward_choice(params.sizes, params.dtype, params.tf32, params.mask);
   const int64_t bytes = attention_backward_scratch_bytes(params);
   const Tensor scratch = at::empty({bytes}, query.options().dtype(at::kByte));
   params.scratch = scratch.mutable_data_ptr();
   params.dlse = dl.defined() ? const_data<float>(dl) : nullptr;
-  if (is_given(sink)) {
+  if (is_given(mask.sink)) {
     sink_parts = at::empty({params.sizes.batch, params.sizes.nheads}, l.options());
     params.dsink = mutable_data<float>(sink_parts);
   }
@@ -297,22 +281,22 @@ Grads attention_backward_cuda(const Tensor& dout, const Tensor& query, const Ten
   add_sink_parts(dsink, sink_parts);
   return {dquery, dkey, dvalue, dsink};
 }
+constexpr auto attention_backward_cuda = mask_op<attention_grads_cuda>;
 #endif
 
-// Behind attention_with_lse lse has a gradient too.
+// kWithLse: lse has a gradient too, as in attention_with_lse.
 template <bool kWithLse>
 struct AttentionFunction : torch::autograd::Function<AttentionFunction<kWithLse>> {
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key,
                                const Tensor& value, const OptionalTensor& leftpad, bool causal,
-                               std::optional<double> scale, TW_MASK_PARAMETERS) {
-    auto [out, lse] =
-        call_attention_forward.below(query, key, value, leftpad, causal, scale, TW_MASK_ARGUMENTS);
-    ctx->save_for_backward({query, key, value, out, lse, or_undefined(leftpad),
-                            or_undefined(key_start), or_undefined(key_end), or_undefined(sink)});
-    ctx->saved_data["causal"] = causal;
+                               std::optional<double> scale, const OptionalTensor& key_start,
+                               const OptionalTensor& key_end, std::optional<int64_t> window,
+                               std::optional<double> softcap, const OptionalTensor& sink) {
+    auto [out, lse] = call_attention_forward.below(query, key, value, leftpad, causal, scale,
+                                                   key_start, key_end, window, softcap, sink);
+    save_with_mask(ctx, {query, key, value, out, lse},
+                   {leftpad, causal, key_start, key_end, window, softcap, sink});
     ctx->saved_data["scale"] = scale;
-    ctx->saved_data["window"] = window;
-    ctx->saved_data["softcap"] = softcap;
     if (!kWithLse) return outputs_of(ctx, {out, lse});
     ctx->set_materialize_grads(false);
     return {out, lse};
@@ -324,13 +308,13 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction<kWithLse>
     variable_list all(11);
     if (!grads[0].defined() && !dlse.defined()) return all;
     const Tensor dout = grads[0].defined() ? grads[0] : at::zeros_like(saved[3]);
+    const Mask mask = saved_mask(ctx, saved);
     auto [dquery, dkey, dvalue, dsink] = call_attention_backward(
-        dout, saved[0], saved[1], saved[2], saved[3], saved[4], optional(saved[5]),
-        ctx->saved_data["causal"].toBool(), ctx->saved_data["scale"].toOptional<double>(),
-        optional(saved[6]), optional(saved[7]), ctx->saved_data["window"].toOptional<int64_t>(),
-        ctx->saved_data["softcap"].toOptional<double>(), optional(saved[8]), optional(dlse));
+        dout, saved[0], saved[1], saved[2], saved[3], saved[4], mask.leftpad, mask.causal,
+        ctx->saved_data["scale"].toOptional<double>(), mask.key_start, mask.key_end, mask.window,
+        mask.softcap, mask.sink, optional(dlse));
     all[0] = dquery, all[1] = dkey, all[2] = dvalue;
-    all[10] = if_wanted(saved[8].defined(), dsink);
+    all[10] = if_wanted(is_given(mask.sink), dsink);
     return all;
   }
 };

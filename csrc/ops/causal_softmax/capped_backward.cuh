@@ -17,14 +17,14 @@ namespace torchweld {
 // kElems is a 16-byte access or one element.
 template <typename T, int kElems>
 __global__ __launch_bounds__(kSoftmaxStreamThreads) void capped_softmax_backward_kernel(
-    const RowArgs<T> args, const CappedMask mask, const CappedBackward capped) {
-  using Mask = CappedMask;
+    const RowArgs<T> args, const ScoresMask<MaskKind::kCapped> mask, const CappedBackward capped) {
+  using Mask = ScoresMask<MaskKind::kCapped>;
   __shared__ BlockExchange<kSoftmaxStreamThreads> s_dot, s_scores;
 
   const auto exponent = exponent_of<T>(mask);
   const int step = blockDim.x * kElems;
   const int64_t row = blockIdx.x, whole_row = args.first_row + row;
-  const LiveRange live = mask.live(whole_row);
+  const KeyRange live = mask.live(whole_row);
   const T* g_y = args.g_x + row * args.x_row_stride;
   const T* g_dy = args.g_dy + row * args.dy_row_stride;
   const T* g_x = static_cast<const T*>(capped.scores) + whole_row * capped.row_stride;

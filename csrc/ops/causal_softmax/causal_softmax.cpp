@@ -2,18 +2,17 @@
 //   scores, y (batch, ..., seqlen_q, seqlen_k) or (seqlen_q, seqlen_k), leftpad (batch,)
 // Gradient:        dscores = scale * y * (dy - sum(dy * y)) over the same keys, 0 elsewhere
 //
-// The mask is attention/mask.h's; hidden scores are not read. With softcap or sink the gradient
-// needs the scores again: dscores gets the cap's slope, and
-//   dsink = -sum over rows of p_sink * sum(dy * y),  p_sink the sink's share of the softmax
+// attention/mask.h defines the mask; hidden scores are not read. With softcap or sink the gradient
+// reads the scores again: dscores is multiplied by the cap's slope, and
+//   dsink = -sum over rows of p_sink * sum(dy * y),  p_sink the sink's softmax probability
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
 
-#include "attention/mask_arguments.h"
-#include "core/dispatch.h"
+#include "attention/mask_op.h"
 #include "ops/causal_softmax/cpu.h"
 
 #ifdef TORCHWELD_CUDA
-#include "attention/cuda_mask.h"
+#include "attention/mask_cuda.h"
 #include "core/counters.h"
 #include "core/cuda_inputs.h"
 #include "ops/causal_softmax/causal_softmax.h"
@@ -35,42 +34,44 @@ c10::SymInt heads_of(const Tensor& scores) {
   return heads;
 }
 
-void check_causal_mask(const char* op, const MaskArguments& mask, const char* name,
-                       const Tensor& scores) {
+void check_causal_mask(const char* op, const Mask& mask, const char* name, const Tensor& scores) {
   check_mask(op, mask, batch_of(scores), heads_of(scores), scores.sym_size(-2), name, scores);
 }
 
-Tensor causal_softmax_meta(const Tensor& scores, const OptionalTensor& leftpad, double scale,
-                           TW_MASK_PARAMETERS) {
+// The checks and the results of each op, not yet filled.
+Tensor empty_causal_softmax(const Tensor& scores, const Mask& mask, double scale) {
   const char* op = "causal_softmax";
   check_floating(op, "scores", scores);
   check_min_dim(op, "scores", scores, 2, "(batch, ..., seqlen_q, seqlen_k)");
-  check_causal_mask(op, {leftpad, /*causal=*/true, TW_MASK_ARGUMENTS}, "scores", scores);
+  check_causal_mask(op, mask, "scores", scores);
   check_finite(op, "scale", scale);
   return at::empty_symint(scores.sym_sizes(), scores.options());
 }
-TW_OP(causal_softmax);
 
-Grads causal_softmax_backward_meta(const Tensor& dy, const Tensor& y, const OptionalTensor& leftpad,
-                                   double scale, TW_MASK_PARAMETERS, const OptionalTensor& scores) {
+Grads empty_causal_softmax_backward(const Tensor& dy, const Tensor& y, const Mask& mask,
+                                    double scale, const OptionalTensor& scores) {
   const char* op = "causal_softmax_backward";
   check_floating(op, "dy", dy);
   check_min_dim(op, "dy", dy, 2, "(batch, ..., seqlen_q, seqlen_k)");
   check_like(op, "y", y, "dy", dy);
   check_shape(op, "y", y, dy.sym_sizes(), "dy's shape");
-  check_causal_mask(op, {leftpad, /*causal=*/true, TW_MASK_ARGUMENTS}, "dy", dy);
+  check_causal_mask(op, mask, "dy", dy);
   check_finite(op, "scale", scale);
-  if (softcap || is_given(sink)) {
+  if (mask.softcap || is_given(mask.sink)) {
     TW_CHECK(is_given(scores), op,
              "scores must be given with softcap or sink, but got None; use causal_softmax's");
     check_like(op, "scores", *scores, "dy", dy);
     check_shape(op, "scores", *scores, dy.sym_sizes(), "dy's shape");
   }
-  return {at::empty_symint(y.sym_sizes(), y.options()), empty_dsink(sink, y)};
+  return {at::empty_symint(y.sym_sizes(), y.options()), empty_dsink(mask.sink, y)};
 }
+
+constexpr auto causal_softmax_meta = causal_mask_op<empty_causal_softmax>;
+constexpr auto causal_softmax_backward_meta = causal_mask_op<empty_causal_softmax_backward>;
+TW_OP(causal_softmax);
 TW_OP(causal_softmax_backward);
 
-// CPU. Scores as (batch, heads, seqlen_q, seqlen_k) with adjacent columns.
+// CPU. Scores as (batch, heads, seqlen_q, seqlen_k) with contiguous rows.
 Tensor as_heads(const Tensor& t) {
   const int64_t batch = t.dim() == 2 ? 1 : t.size(0);
   int64_t heads = 1;
@@ -79,46 +80,45 @@ Tensor as_heads(const Tensor& t) {
   return rows.stride(3) == 1 ? rows : rows.contiguous();
 }
 
-// CPU. Where a row of such a tensor begins.
+// CPU. A row of a tensor of as_heads.
 template <typename T>
 T* row_of(const Tensor& t, int64_t b, int64_t h, int64_t i) {
   return const_cast<T*>(t.const_data_ptr<T>()) + b * t.stride(0) + h * t.stride(1) +
          i * t.stride(2);
 }
 
-Tensor causal_softmax_cpu(const Tensor& scores, const OptionalTensor& leftpad, double scale,
-                          TW_MASK_PARAMETERS) {
-  Tensor y = causal_softmax_meta(scores, leftpad, scale, TW_MASK_ARGUMENTS);
+Tensor filled_causal_softmax_cpu(const Tensor& scores, const Mask& mask, double scale) {
+  Tensor y = empty_causal_softmax(scores, mask, scale);
   if (y.numel() == 0) return y;
   const Tensor in = as_heads(scores), out = as_heads(y);
-  const CausalSoftmaxCpu a({leftpad, /*causal=*/true, TW_MASK_ARGUMENTS}, in, scale);
+  const CausalSoftmaxCpu a(mask, in, scale);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), "causal_softmax", [&] {
-    for_each_live_row(a, [&](int64_t b, int64_t h, int64_t i, const LiveRange& live) {
+    for_each_live_row(a, [&](int64_t b, int64_t h, int64_t i, const KeyRange& live) {
       causal_softmax_row(row_of<scalar_t>(out, b, h, i), row_of<scalar_t>(in, b, h, i), live,
                          a.of_head<scalar_t>(h));
     });
   });
   return y;
 }
+constexpr auto causal_softmax_cpu = causal_mask_op<filled_causal_softmax_cpu>;
 
-Grads causal_softmax_backward_cpu(const Tensor& dy, const Tensor& y, const OptionalTensor& leftpad,
-                                  double scale, TW_MASK_PARAMETERS, const OptionalTensor& scores) {
-  auto [dscores, dsink] =
-      causal_softmax_backward_meta(dy, y, leftpad, scale, TW_MASK_ARGUMENTS, scores);
+Grads causal_softmax_grads_cpu(const Tensor& dy, const Tensor& y, const Mask& mask, double scale,
+                               const OptionalTensor& scores) {
+  auto [dscores, dsink] = empty_causal_softmax_backward(dy, y, mask, scale, scores);
   if (dscores.numel() == 0) {
     dsink.zero_();
     return {dscores, dsink};
   }
   const Tensor in_dy = as_heads(dy), in_y = as_heads(y), out = as_heads(dscores);
-  const CausalSoftmaxCpu a({leftpad, /*causal=*/true, TW_MASK_ARGUMENTS}, in_y, scale);
+  const CausalSoftmaxCpu a(mask, in_y, scale);
   const Tensor in = a.needs_scores() ? as_heads(*scores) : in_y;
-  Tensor sink_parts;  // of every row
+  Tensor sink_parts;  // (batch, heads, seqlen_q)
   if (a.sinks.defined()) {
     sink_parts = at::zeros({in.size(0), in.size(1), in.size(2)}, a.sinks.options());
   }
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), "causal_softmax", [&] {
     using acc_t = at::opmath_type<scalar_t>;
-    for_each_live_row(a, [&](int64_t b, int64_t h, int64_t i, const LiveRange& live) {
+    for_each_live_row(a, [&](int64_t b, int64_t h, int64_t i, const KeyRange& live) {
       acc_t* const part = sink_parts.defined() ? row_of<acc_t>(sink_parts, b, h, i) : nullptr;
       causal_softmax_backward_row(row_of<scalar_t>(out, b, h, i), row_of<scalar_t>(in_dy, b, h, i),
                                   row_of<scalar_t>(in_y, b, h, i), row_of<scalar_t>(in, b, h, i),
@@ -128,36 +128,34 @@ Grads causal_softmax_backward_cpu(const Tensor& dy, const Tensor& y, const Optio
   if (sink_parts.defined()) dsink.copy_(sink_parts.sum(at::IntArrayRef({0, 2})));
   return {dscores, dsink};
 }
+constexpr auto causal_softmax_backward_cpu = causal_mask_op<causal_softmax_grads_cpu>;
 
 #ifdef TORCHWELD_CUDA
-CausalMask mask_of(const Tensor& scores, const Vector& leftpad, double scale) {
+// `mask` is a kernel_mask.
+ScoresParams params_of(const Tensor& scores, const Mask& mask, double scale) {
   const int64_t batch = scores.dim() == 2 ? 1 : scores.size(0);
-  return {{scores.size(-2), scores.size(-1), /*causal=*/true, leftpad.tensor.defined()},
-          leftpad.data<int32_t>(),
-          scores.numel() / batch / scores.size(-1),
-          static_cast<float>(scale)};
+  return {kernel_params(mask, scores.size(-2), scores.size(-1)),
+          scores.numel() / batch / scores.size(-1), static_cast<float>(scale)};
 }
 
-Tensor causal_softmax_cuda(const Tensor& scores, const OptionalTensor& leftpad, double scale,
-                           TW_MASK_PARAMETERS) {
-  Tensor y = causal_softmax_meta(scores, leftpad, scale, TW_MASK_ARGUMENTS);
+Tensor filled_causal_softmax_cuda(const Tensor& scores, const Mask& mask, double scale) {
+  Tensor y = empty_causal_softmax(scores, mask, scale);
   if (y.numel() == 0) return y;
   const OnDevice on(scores.device());
   const cudaStream_t stream = current_stream();
   const Rows in(scores);
-  const Vector pads(leftpad);
-  const MaskOnDevice on_device({leftpad, /*causal=*/true, TW_MASK_ARGUMENTS});
+  const Mask device_mask = kernel_mask(mask);
   launch_causal_softmax({in.tensor.const_data_ptr(), y.mutable_data_ptr(), in.rows, in.n,
                          in.row_stride, dtype_of(scores)},
-                        mask_of(scores, pads, scale), on_device.mask, lazy_zero_counter(scores),
+                        params_of(scores, device_mask, scale), lazy_zero_counter(scores),
                         stream);
   return y;
 }
+constexpr auto causal_softmax_cuda = causal_mask_op<filled_causal_softmax_cuda>;
 
-Grads causal_softmax_backward_cuda(const Tensor& dy, const Tensor& y, const OptionalTensor& leftpad,
-                                   double scale, TW_MASK_PARAMETERS, const OptionalTensor& scores) {
-  auto [dscores, dsink] =
-      causal_softmax_backward_meta(dy, y, leftpad, scale, TW_MASK_ARGUMENTS, scores);
+Grads causal_softmax_grads_cuda(const Tensor& dy, const Tensor& y, const Mask& mask, double scale,
+                                const OptionalTensor& scores) {
+  auto [dscores, dsink] = empty_causal_softmax_backward(dy, y, mask, scale, scores);
   if (dscores.numel() == 0) {
     dsink.zero_();
     return {dscores, dsink};
@@ -165,52 +163,53 @@ Grads causal_softmax_backward_cuda(const Tensor& dy, const Tensor& y, const Opti
   const OnDevice on(y.device());
   const cudaStream_t stream = current_stream();
   const Rows in_dy(dy), in_y(y);
-  const Vector pads(leftpad);
-  const MaskOnDevice on_device({leftpad, /*causal=*/true, TW_MASK_ARGUMENTS});
+  const Mask device_mask = kernel_mask(mask);
   std::optional<Rows> in;
   CappedBackward capped{};
-  if (softcap || is_given(sink)) {
+  if (mask.softcap || is_given(mask.sink)) {
     in.emplace(*scores);
     capped.scores = in->tensor.const_data_ptr();
     capped.row_stride = in->row_stride;
   }
-  Tensor sink_parts;  // of every row
-  if (is_given(sink)) {
-    sink_parts = at::empty({y.dim() == 2 ? 1 : y.size(0), sink->size(0), y.size(-2)},
+  Tensor sink_parts;  // (batch, heads, seqlen_q)
+  if (is_given(mask.sink)) {
+    sink_parts = at::empty({y.dim() == 2 ? 1 : y.size(0), mask.sink->size(0), y.size(-2)},
                            y.options().dtype(at::kFloat));
     capped.sink_parts = mutable_data<float>(sink_parts);
   }
   launch_causal_softmax_backward(
       {in_dy.tensor.const_data_ptr(), in_y.tensor.const_data_ptr(), dscores.mutable_data_ptr(),
        in_y.rows, in_y.n, in_dy.row_stride, in_y.row_stride, dtype_of(y)},
-      mask_of(y, pads, scale), on_device.mask, capped, lazy_zero_counter(y), stream);
+      params_of(y, device_mask, scale), capped, lazy_zero_counter(y), stream);
   if (sink_parts.defined()) dsink.copy_(sink_parts.sum(at::IntArrayRef({0, 2})));
   return {dscores, dsink};
 }
+constexpr auto causal_softmax_backward_cuda = causal_mask_op<causal_softmax_grads_cuda>;
 #endif
 
 struct CausalSoftmaxFunction : torch::autograd::Function<CausalSoftmaxFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& scores, const OptionalTensor& leftpad,
-                        double scale, TW_MASK_PARAMETERS) {
-    Tensor y = call_causal_softmax.below(scores, leftpad, scale, TW_MASK_ARGUMENTS);
-    const bool again = softcap || is_given(sink);
-    ctx->save_for_backward({y, or_undefined(leftpad), or_undefined(key_start),
-                            or_undefined(key_end), or_undefined(sink), again ? scores : Tensor()});
+                        double scale, const OptionalTensor& key_start,
+                        const OptionalTensor& key_end, std::optional<int64_t> window,
+                        std::optional<double> softcap, const OptionalTensor& sink) {
+    Tensor y = call_causal_softmax.below(scores, leftpad, scale, key_start, key_end, window,
+                                         softcap, sink);
+    const bool needs_scores = softcap || is_given(sink);
+    save_with_mask(ctx, {y, needs_scores ? scores : Tensor()},
+                   {leftpad, /*causal=*/true, key_start, key_end, window, softcap, sink});
     ctx->saved_data["scale"] = scale;
-    ctx->saved_data["window"] = window;
-    ctx->saved_data["softcap"] = softcap;
     return y;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
+    const Mask mask = saved_mask(ctx, saved);
     auto [dscores, dsink] = call_causal_softmax_backward(
-        grads[0], saved[0], optional(saved[1]), ctx->saved_data["scale"].toDouble(),
-        optional(saved[2]), optional(saved[3]), ctx->saved_data["window"].toOptional<int64_t>(),
-        ctx->saved_data["softcap"].toOptional<double>(), optional(saved[4]), optional(saved[5]));
+        grads[0], saved[0], mask.leftpad, ctx->saved_data["scale"].toDouble(), mask.key_start,
+        mask.key_end, mask.window, mask.softcap, mask.sink, optional(saved[1]));
     variable_list all(8);
     all[0] = dscores;
-    all[7] = if_wanted(saved[4].defined(), dsink);
+    all[7] = if_wanted(is_given(mask.sink), dsink);
     return all;
   }
 };

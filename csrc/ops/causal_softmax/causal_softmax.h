@@ -5,86 +5,86 @@
 
 #include <cmath>
 
-#include "attention/mask_params.h"
+#include "attention/mask.h"
 #include "core/fast_divide.h"
 #include "softmax/params.h"
 
 namespace torchweld {
 
+// What the mask of a kernel has beside causal: leftpad; then also key_start, key_end and window;
+// then also softcap and sinks.
+enum class MaskKind { kCausal, kRange, kCapped };
+
+inline MaskKind mask_kind(const MaskParams& mask) {
+  if (mask.softcap > 0.f || mask.sink) return MaskKind::kCapped;
+  return mask.is_general() ? MaskKind::kRange : MaskKind::kCausal;
+}
+
 // The mask and scale of scores (batch, ..., seqlen_q, seqlen_k) flattened to rows.
-struct CausalMask {
-  static constexpr bool kMasked = true, kCapped = false;
-  MaskRule rule;
-  const int32_t* g_leftpad;  // (batch,), or null
+template <MaskKind kKind>
+struct ScoresMask {
+  static constexpr bool kMasked = true, kCapped = kKind == MaskKind::kCapped;
+  MaskParams mask;
   int64_t rows_per_batch;
   float factor;
   FastDivisor fast_seqlen_q;
   FastDivisor fast_rows_per_batch;
 
-  CausalMask(const MaskRule& rule, const int32_t* g_leftpad, int64_t rows_per_batch, float scale)
-      : rule(rule),
-        g_leftpad(g_leftpad),
+  ScoresMask(const MaskParams& mask, int64_t rows_per_batch, float scale)
+      : mask(mask),
         rows_per_batch(rows_per_batch),
         factor(scale),
-        fast_seqlen_q(rule.seqlen_q),
+        fast_seqlen_q(mask.seqlen_q),
         fast_rows_per_batch(rows_per_batch) {}
 
   TW_HOST_DEVICE float scale() const { return factor; }
 
-  // The register kernels count rows in 32 bits and want a scale with a sign.
+  // The register kernels count rows in 32 bits and need a scale other than 0.
   bool tiled(int64_t rows) const { return rows <= INT32_MAX && factor != 0.f; }
 
-  // The columns that a row sees; `live` is for any row, `live_columns` for the register kernels.
-  TW_HOST_DEVICE LiveRange live(int64_t row) const {
-    const int64_t pad = g_leftpad ? rule.clamp_pad(g_leftpad[row / rows_per_batch]) : 0;
-    return rule.live(row % rule.seqlen_q, pad);
+  // The columns that a row sees, for any number of rows.
+  TW_HOST_DEVICE KeyRange live(int64_t row) const {
+    const int64_t b = row / rows_per_batch, i = row % mask.seqlen_q;
+    if constexpr (kKind == MaskKind::kCausal) return mask.row_keys(i, mask.pad(b));
+    return general_keys(b, i);
   }
 
-  TW_HOST_DEVICE RowRange live_columns(int64_t row) const {
+  // The columns that a row sees, for the register kernels.
+  TW_HOST_DEVICE KeyRange32 live_columns(int64_t row) const {
     const uint32_t r = static_cast<uint32_t>(row);
-    const int seqlen_q = static_cast<int>(rule.seqlen_q),
-              seqlen_k = static_cast<int>(rule.seqlen_k);
-    const int i = static_cast<int>(r) - static_cast<int>(fast_seqlen_q.divide(r)) * seqlen_q;
-    int pad = g_leftpad ? g_leftpad[fast_rows_per_batch.divide(r)] : 0;
-    pad = pad < 0 ? 0 : (pad > seqlen_k ? seqlen_k : pad);
-    // Causal rows need no further look at the padding: a row above it ends before it begins.
-    const int end = i + seqlen_k - seqlen_q + 1;
-    return {pad, end < seqlen_k ? end : seqlen_k};
+    if constexpr (kKind == MaskKind::kCausal) {
+      const int seqlen_q = static_cast<int>(mask.seqlen_q);
+      const int seqlen_k = static_cast<int>(mask.seqlen_k);
+      const int i = static_cast<int>(r) - static_cast<int>(fast_seqlen_q.divide(r)) * seqlen_q;
+      int pad = mask.leftpad ? mask.leftpad[fast_rows_per_batch.divide(r)] : 0;
+      pad = pad < 0 ? 0 : (pad > seqlen_k ? seqlen_k : pad);
+      // No test for rows of padding: under causal their range ends before it begins.
+      const int end = i + seqlen_k - seqlen_q + 1;
+      return {pad, end < seqlen_k ? end : seqlen_k};
+    } else {
+      const KeyRange keys = general_keys(fast_rows_per_batch.divide(r),
+                                         r - fast_seqlen_q.divide(r) * fast_seqlen_q.divisor());
+      return {static_cast<int>(keys.begin), static_cast<int>(keys.end)};
+    }
   }
-};
-
-// The same under an AttentionMask, of which it knows key_start, key_end and window.
-struct RangeMask : CausalMask {
-  AttentionMask mask;
-
-  RangeMask(const CausalMask& causal, const AttentionMask& mask) : CausalMask(causal), mask(mask) {}
-
-  TW_HOST_DEVICE LiveRange live(int64_t row) const {
-    return live_of(row / rows_per_batch, row % rule.seqlen_q);
-  }
-  TW_HOST_DEVICE RowRange live_columns(int64_t row) const {
-    const uint32_t r = static_cast<uint32_t>(row);
-    const LiveRange live = live_of(fast_rows_per_batch.divide(r),
-                                   r - fast_seqlen_q.divide(r) * fast_seqlen_q.divisor());
-    return {static_cast<int>(live.begin), static_cast<int>(live.end)};
-  }
-
- private:
-  TW_HOST_DEVICE LiveRange live_of(int64_t b, int64_t i) const {
-    const LiveRange live = mask.rule(rule).live(i, mask.sequence(rule, g_leftpad, b));
-    return live.empty() ? LiveRange{0, 0} : live;
-  }
-};
-
-// All of it: softcap and sink too.
-struct CappedMask : RangeMask {
-  static constexpr bool kCapped = true;
-  using RangeMask::RangeMask;
 
   // The sink's logit in a row's softmax, -inf where none is given.
   TW_HOST_DEVICE float sink(int64_t row) const {
-    return mask.sink ? mask.sink[row % rows_per_batch / rule.seqlen_q] : -INFINITY;
+    return mask.sink ? mask.sink[row % rows_per_batch / mask.seqlen_q] : -INFINITY;
   }
+
+ private:
+  TW_HOST_DEVICE KeyRange general_keys(int64_t b, int64_t i) const {
+    const KeyRange keys = mask.row_keys(i, mask.sequence(b));
+    return keys.empty() ? KeyRange{0, 0} : keys;
+  }
+};
+
+// What a launcher needs to know of the scores beside their elements.
+struct ScoresParams {
+  MaskParams mask;
+  int64_t rows_per_batch;
+  float scale;
 };
 
 // What the gradient needs with softcap or sink.
@@ -94,14 +94,14 @@ struct CappedBackward {
   float* sink_parts;  // (rows,), or null: what every row adds to the gradient of its head's sink
 };
 
-void launch_causal_softmax(const SoftmaxParams& params, const CausalMask& causal,
-                           const AttentionMask& mask, const ZeroCounter& counter,
-                           cudaStream_t stream);
-void launch_causal_softmax_backward(const SoftmaxBackwardParams& params, const CausalMask& causal,
-                                    const AttentionMask& mask, const CappedBackward& capped,
-                                    const ZeroCounter& counter, cudaStream_t stream);
+void launch_causal_softmax(const SoftmaxParams& params, const ScoresParams& scores,
+                           const ZeroCounter& counter, cudaStream_t stream);
+void launch_causal_softmax_backward(const SoftmaxBackwardParams& params, const ScoresParams& scores,
+                                    const CappedBackward& capped, const ZeroCounter& counter,
+                                    cudaStream_t stream);
 
-// The same for one element type and mask, in files of their own (csrc/instantiations.py).
+// The launchers of one element type and ScoresMask are in files of their own
+// (csrc/instantiations.py).
 template <typename T, typename Mask>
 void launch_causal_softmax_of(const SoftmaxParams& params, const Mask& mask,
                               const ZeroCounter& counter, cudaStream_t stream);
@@ -109,7 +109,8 @@ template <typename T, typename Mask>
 void launch_causal_softmax_backward_of(const SoftmaxBackwardParams& params, const Mask& mask,
                                        const ZeroCounter& counter, cudaStream_t stream);
 template <typename T>
-void launch_capped_softmax_backward_of(const SoftmaxBackwardParams& params, const CappedMask& mask,
+void launch_capped_softmax_backward_of(const SoftmaxBackwardParams& params,
+                                       const ScoresMask<MaskKind::kCapped>& mask,
                                        const CappedBackward& capped, cudaStream_t stream);
 
 }  // namespace torchweld

@@ -16,13 +16,11 @@ namespace torchweld {
 // What one call is about; `scores` is (batch, heads, seqlen_q, seqlen_k).
 struct CausalSoftmaxCpu : CpuScores {
   int64_t batch, heads;
-  CpuMask mask;
 
-  CausalSoftmaxCpu(const MaskArguments& args, const Tensor& scores, double scale)
-      : CpuScores(args, scale, acc_dtype(scores)),
+  CausalSoftmaxCpu(const Mask& args, const Tensor& scores, double scale)
+      : CpuScores(args, scores.size(2), scores.size(3), scale, acc_dtype(scores)),
         batch(scores.size(0)),
-        heads(scores.size(1)),
-        mask(args, scores.size(2), scores.size(3)) {}
+        heads(scores.size(1)) {}
 
   bool needs_scores() const { return softcap > 0 || sinks.defined(); }
 
@@ -46,7 +44,7 @@ struct CausalSoftmaxCpu : CpuScores {
 
   template <typename T, typename acc_t = at::opmath_type<T>>
   Head<acc_t> of_head(int64_t h) const {
-    return {mask.rule.seqlen_k, static_cast<acc_t>(scale), static_cast<acc_t>(softcap),
+    return {mask.seqlen_k, static_cast<acc_t>(scale), static_cast<acc_t>(softcap),
             softcap > 0 ? static_cast<acc_t>(1 / softcap) : 0, sink<acc_t>(h)};
   }
 };
@@ -56,16 +54,15 @@ struct CausalSoftmaxCpu : CpuScores {
 template <typename Body>
 void for_each_live_row(const CausalSoftmaxCpu& a, const Body& body) {
   constexpr int64_t kRows = 16;
-  const MaskRule& rule = a.mask.rule;
-  const int64_t all = a.batch * a.heads, blocks = (rule.seqlen_q + kRows - 1) / kRows;
+  const int64_t all = a.batch * a.heads, blocks = (a.mask.seqlen_q + kRows - 1) / kRows;
   parallel_tasks(all * blocks, [&](int64_t task) {
     const int64_t b = task % all / a.heads, h = task % a.heads;
     const int64_t row = from_both_ends(task / all, blocks) * kRows;
     const SequenceMask sequence = a.mask.sequence(b);
     with_vectors([&] {
-      for (int64_t i = row; i < std::min(row + kRows, rule.seqlen_q); ++i) {
-        const LiveRange live = rule.live(i, sequence);
-        body(b, h, i, live.empty() ? LiveRange{0, 0} : live);
+      for (int64_t i = row; i < std::min(row + kRows, a.mask.seqlen_q); ++i) {
+        const KeyRange live = a.mask.row_keys(i, sequence);
+        body(b, h, i, live.empty() ? KeyRange{0, 0} : live);
       }
     });
   });
@@ -75,7 +72,7 @@ constexpr int64_t kSoftmaxPart = 256;  // what a row is in the wider dtype, a pa
 
 // Calls body(first key, scores as they enter the softmax, count) for the parts of a row.
 template <typename T, typename acc_t, typename Body>
-void each_part(const T* scores, const LiveRange& live, const CausalSoftmaxCpu::Head<acc_t>& head,
+void each_part(const T* scores, const KeyRange& live, const CausalSoftmaxCpu::Head<acc_t>& head,
                const Body& body) {
   acc_t part[kSoftmaxPart];
   for (int64_t j = live.begin; j < live.end; j += kSoftmaxPart) {
@@ -86,8 +83,7 @@ void each_part(const T* scores, const LiveRange& live, const CausalSoftmaxCpu::H
 }
 
 template <typename T, typename acc_t>
-acc_t max_of_row(const T* scores, const LiveRange& live,
-                 const CausalSoftmaxCpu::Head<acc_t>& head) {
+acc_t max_of_row(const T* scores, const KeyRange& live, const CausalSoftmaxCpu::Head<acc_t>& head) {
   acc_t max = head.sink;
   each_part(scores, live, head, [&](int64_t, const acc_t* part, int64_t count) {
     const acc_t most = max_of(part, count);
@@ -98,7 +94,7 @@ acc_t max_of_row(const T* scores, const LiveRange& live,
 
 // y = softmax over the live keys, 0 elsewhere.
 template <typename T, typename acc_t>
-void causal_softmax_row(T* y, const T* scores, const LiveRange& live,
+void causal_softmax_row(T* y, const T* scores, const KeyRange& live,
                         const CausalSoftmaxCpu::Head<acc_t>& head) {
   const acc_t max = max_of_row(scores, live, head);
   acc_t sum = head.sink_exp(max);
@@ -128,7 +124,7 @@ void causal_softmax_row(T* y, const T* scores, const LiveRange& live,
 // the row's part of dsink, where it is wanted. `scores` are read for softcap and sink alone.
 template <typename T, typename acc_t>
 void causal_softmax_backward_row(T* dscores, const T* dy, const T* y, const T* scores,
-                                 const LiveRange& live, const CausalSoftmaxCpu::Head<acc_t>& head,
+                                 const KeyRange& live, const CausalSoftmaxCpu::Head<acc_t>& head,
                                  acc_t* dsink) {
   std::fill(dscores, dscores + live.begin, T(0));
   std::fill(dscores + live.end, dscores + head.n, T(0));

@@ -21,7 +21,8 @@ void launch_causal_softmax_backward_of(const SoftmaxBackwardParams& params, cons
 }
 
 template <typename T>
-void launch_capped_softmax_backward_of(const SoftmaxBackwardParams& params, const CappedMask& mask,
+void launch_capped_softmax_backward_of(const SoftmaxBackwardParams& params,
+                                       const ScoresMask<MaskKind::kCapped>& mask,
                                        const CappedBackward& capped, cudaStream_t stream) {
   const RowArgs<T> args = row_args<T>(params);
   SoftmaxProblem problem = softmax_problem<T, /*kBackward=*/true>(args, mask);

@@ -8,7 +8,7 @@
 namespace torchweld {
 
 // The part of tile `t` that row r of the block sees: columns [begin, end).
-inline LiveRange live_columns(const QueryBlock& block, int64_t r, int64_t t) {
+inline KeyRange live_columns(const QueryBlock& block, int64_t r, int64_t t) {
   const int64_t first = t * kTileKeys;
   return {std::clamp<int64_t>(block.begin[r] - first, 0, kTileKeys),
           std::clamp<int64_t>(block.end[r] - first, 0, kTileKeys)};
@@ -39,7 +39,7 @@ void softmax_matmul_tiles(const CpuAttention& a, const Tensor& out, const Tensor
         const T* from = s.row(b, h, block.row + r) + block.first_key;
         const auto each_tile = [&](const auto& body) {
           for (int64_t t = block.tile_begin; t < block.tile_end; ++t) {
-            const LiveRange live = live_columns(block, r, t);
+            const KeyRange live = live_columns(block, r, t);
             acc_t* const to = p + ((t - block.tile_begin) * height + r) * kTileKeys;
             if (!live.empty()) body(t, to + live.begin, live.begin, live.end - live.begin);
           }
@@ -97,7 +97,7 @@ void softmax_matmul_backward_tiles(const CpuAttention& a, const Tensor& dscores,
   // A thread's half of the tasks holds heads of all sequences.
   parallel_tasks(a.batch * a.nheads, [&](int64_t task) {
     const int64_t b = task % a.batch, h = task / a.batch;
-    const LiveRange seen = a.seen[b];
+    const KeyRange seen = a.seen[b];
     Scratch<acc_t> scratch(tiles * kTileKeys * n + height * (2 * n + 2 * kTileKeys + 1),
                            packed_vt.options());
     acc_t* const dv_t = scratch.take(tiles * kTileKeys * n);  // (tiles, n, 64)
@@ -139,7 +139,7 @@ void softmax_matmul_backward_tiles(const CpuAttention& a, const Tensor& dscores,
         with_vectors([&] {
           std::fill_n(p, height * kTileKeys, acc_t(0));
           for (int64_t r = 0; r < block.rows; ++r) {
-            const LiveRange live = live_columns(block, r, t);
+            const KeyRange live = live_columns(block, r, t);
             if (live.empty()) continue;
             const int64_t first = seen.begin + t * kTileKeys + live.begin;
             const int64_t count = live.end - live.begin;

@@ -17,8 +17,6 @@ template <typename T_, bool kTf32_, bool kMasked_>
 struct DscoresConfig {
   using T = T_;
   static constexpr bool kMasked = kMasked_;
-  using Params =
-      std::conditional_t<kMasked, MaskedSoftmaxMatmulBackwardParams, SoftmaxMatmulBackwardParams>;
   static constexpr bool kTf32 = kTf32_;
   static constexpr int kThreads = 256;
   static constexpr int kBlockM = kThreads / kWarp * 16;
@@ -106,7 +104,7 @@ template <typename T, typename LiveOf>
 __device__ __forceinline__ RowPair load_row_pair(const SoftmaxMatmulBackwardParams& params,
                                                  const HeadIndex& head, int64_t warp_row,
                                                  const LiveOf& live_of) {
-  const MaskRule rule = params.problem.rule;
+  const MaskParams mask = params.problem.mask;
   const T* g_out = head.of<T>(params.out);
   const T* g_dout = head.of<T>(params.dout);
   const int lane = threadIdx.x % kWarp;
@@ -115,7 +113,7 @@ __device__ __forceinline__ RowPair load_row_pair(const SoftmaxMatmulBackwardPara
   for (int i = 0; i < 16; ++i) {
     const int64_t row = warp_row + i;
     // Nothing of a row that sees nothing is looked at.
-    const LiveRange live = row < rule.seqlen_q ? live_of(row) : LiveRange{0, 0};
+    const KeyRange live = row < mask.seqlen_q ? live_of(row) : KeyRange{0, 0};
     if (live.empty()) continue;
     float delta = 0.f;
     for (int64_t column = lane; column < params.problem.head_dim_v; column += kWarp) {
@@ -123,7 +121,7 @@ __device__ __forceinline__ RowPair load_row_pair(const SoftmaxMatmulBackwardPara
                    to_float(g_out[row * params.out.row_stride + column]), delta);
     }
     delta = warp_sum(delta);
-    const float lse = params.lse[head.flat * rule.seqlen_q + row];
+    const float lse = params.lse[head.flat * mask.seqlen_q + row];
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
       if (i == lane / 4 + 8 * which) {
@@ -137,14 +135,9 @@ __device__ __forceinline__ RowPair load_row_pair(const SoftmaxMatmulBackwardPara
   return pair;
 }
 
-// The keys that the last of a block's rows sees, among which are those of the others.
-struct LastRow {
-  int64_t first, last;
-};
-
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads,
-                             2) void dscores_kernel(const typename Config::Params params,
+                             2) void dscores_kernel(const SoftmaxMatmulBackwardParams params,
                                                     int64_t first_block) {
   using T = typename Config::T;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kChunk = Config::kChunk;
@@ -154,29 +147,28 @@ __global__ __launch_bounds__(Config::kThreads,
 
   // Which rows and keys.
   const SoftmaxMatmulProblem& problem = params.problem;
-  const MaskRule rule = problem.rule;
-  const int64_t row_blocks = divide_up(rule.seqlen_q, kBlockM);
+  const MaskParams mask = problem.mask;
+  const int64_t row_blocks = divide_up(mask.seqlen_q, kBlockM);
   const int64_t block = first_block + blockIdx.x;
   const int64_t first_row = (row_blocks - 1 - block % row_blocks) * kBlockM;
   const HeadIndex head(problem, block / row_blocks);
-  const int rows = clamp_int(rule.seqlen_q - first_row, 0, kBlockM);
-  const auto seen = [&] {
+  const int rows = clamp_int(mask.seqlen_q - first_row, 0, kBlockM);
+  // Under causal and leftpad alone the last row sees the keys of all others.
+  const TileMask seen = [&] {
     if constexpr (Config::kMasked) {
-      return SeenKeys(params.mask.rule(rule),
-                      params.mask.sequence(rule, problem.leftpad, head.batch), first_row);
+      return TileMask::general(mask, mask.sequence(head.batch), first_row);
     } else {
-      const LiveRange last_live = rule.live(first_row + rows - 1, head.pad);
-      return LastRow{last_live.empty() ? 0 : last_live.begin,
-                     last_live.empty() ? 0 : last_live.end};
+      const KeyRange last = mask.row_keys(first_row + rows - 1, head.pad);
+      return TileMask{last.empty() ? KeyRange{0, 0} : last, {}, {}};
     }
   }();
-  const int64_t tile_begin = seen.first / kBlockN, tile_end = divide_up(seen.last, kBlockN);
+  const int64_t tile_begin = seen.any.begin / kBlockN, tile_end = divide_up(seen.any.end, kBlockN);
 
-  const bool aligned_out = rule.seqlen_k * int64_t(sizeof(T)) % kVectorBytes == 0;
+  const bool aligned_out = mask.seqlen_k * int64_t(sizeof(T)) % kVectorBytes == 0;
   T* g_dscores =
-      static_cast<T*>(params.dscores) + (head.flat * rule.seqlen_q + first_row) * rule.seqlen_k;
-  clear_columns<Config>(g_dscores, rows, rule.seqlen_k, 0, tile_begin * kBlockN, aligned_out);
-  clear_columns<Config>(g_dscores, rows, rule.seqlen_k, tile_end * kBlockN, rule.seqlen_k,
+      static_cast<T*>(params.dscores) + (head.flat * mask.seqlen_q + first_row) * mask.seqlen_k;
+  clear_columns<Config>(g_dscores, rows, mask.seqlen_k, 0, tile_begin * kBlockN, aligned_out);
+  clear_columns<Config>(g_dscores, rows, mask.seqlen_k, tile_end * kBlockN, mask.seqlen_k,
                         aligned_out);
   if (tile_end == 0) return;
 
@@ -190,7 +182,7 @@ __global__ __launch_bounds__(Config::kThreads,
   };
   const auto load = [&](int64_t tile, int64_t chunk, int stage) {
     const int64_t key = tile * kBlockN, column = chunk * kChunk;
-    const int keys_end = clamp_int(rule.seqlen_k - key, 0, kBlockN);
+    const int keys_end = clamp_int(mask.seqlen_k - key, 0, kBlockN);
     const int columns = clamp_int(problem.head_dim_v - column, 0, kChunk);
     if (chunk == 0) {
       load_tile<kBlockM, kBlockN, kPitch, Config::kThreads>(
@@ -200,8 +192,8 @@ __global__ __launch_bounds__(Config::kThreads,
     load_tile<kBlockN, kChunk, kPitch, Config::kThreads>(
         &s.s_value[stage][0][0], g_value + key * params.value.row_stride + column,
         params.value.row_stride,
-        clamp_int((Config::kMasked ? seen.first : head.pad) - key, 0, kBlockN),
-        Config::kMasked ? clamp_int(seen.last - key, 0, kBlockN) : keys_end, columns,
+        clamp_int((Config::kMasked ? seen.any.begin : head.pad) - key, 0, kBlockN),
+        Config::kMasked ? clamp_int(seen.any.end - key, 0, kBlockN) : keys_end, columns,
         params.value.aligned);
     if (!resident || tile == tile_begin) {
       load_tile<kBlockM, kChunk, kPitch, Config::kThreads>(dout_buffer(chunk, stage),
@@ -215,10 +207,9 @@ __global__ __launch_bounds__(Config::kThreads,
   const int warp_row = threadIdx.x / kWarp * 16;
   const auto live_of = [&](int64_t i) {
     if constexpr (Config::kMasked) {
-      return params.mask.rule(rule).live(i,
-                                         params.mask.sequence(rule, problem.leftpad, head.batch));
+      return mask.row_keys(i, mask.sequence(head.batch));
     } else {
-      return rule.live(i, head.pad);
+      return mask.row_keys(i, head.pad);
     }
   };
   RowPair row = load_row_pair<T>(params, head, first_row + warp_row, live_of);
@@ -228,18 +219,18 @@ __global__ __launch_bounds__(Config::kThreads,
     const int own_row = warp_row + threadIdx.x % kWarp / 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      s_begin[own_row + 8 * i] = seen.begin[i];
-      s_end[own_row + 8 * i] = seen.end[i];
-      if (!params.mask.sink) continue;
+      s_begin[own_row + 8 * i] = seen.rows[i].begin;
+      s_end[own_row + 8 * i] = seen.rows[i].end;
+      if (!mask.sink) continue;
       // Beside a sink the one key of a row has a gradient.
       row.single[i] = false;
-      if (params.sink_parts && seen.end[i] > 0 && threadIdx.x % 4 == 0) {
-        params.sink_parts[head.flat * rule.seqlen_q + first_row + own_row + 8 * i] =
-            -expf(params.mask.sink[head.head] - row.lse[i]) * row.delta[i];
+      if (params.sink_parts && seen.rows[i].end > 0 && threadIdx.x % 4 == 0) {
+        params.sink_parts[head.flat * mask.seqlen_q + first_row + own_row + 8 * i] =
+            -expf(mask.sink[head.head] - row.lse[i]) * row.delta[i];
       }
     }
   }
-  const Logits<T> logits(problem.scale, softcap_of(params));
+  const Logits<T> logits(problem.scale, Config::kMasked ? mask.softcap : 0.f);
   float dp[kBlockN / 8][4];
   int stage = 0;
   for (int64_t tile = tile_begin, chunk = 0; tile < tile_end;) {
@@ -304,8 +295,8 @@ __global__ __launch_bounds__(Config::kThreads,
         }
       }
       __syncwarp();
-      store_rows<Config>(g_dscores + warp_row * rule.seqlen_k + key, s_rows, rows - warp_row,
-                         clamp_int(rule.seqlen_k - key, 0, kBlockN), rule.seqlen_k, aligned_out);
+      store_rows<Config>(g_dscores + warp_row * mask.seqlen_k + key, s_rows, rows - warp_row,
+                         clamp_int(mask.seqlen_k - key, 0, kBlockN), mask.seqlen_k, aligned_out);
     }
     tile = next_tile;
     chunk = next_chunk;
@@ -314,10 +305,10 @@ __global__ __launch_bounds__(Config::kThreads,
 }
 
 template <typename Config>
-void launch_dscores(const typename Config::Params& params, cudaStream_t stream) {
+void launch_dscores(const SoftmaxMatmulBackwardParams& params, cudaStream_t stream) {
   const SoftmaxMatmulProblem& problem = params.problem;
   const int64_t blocks =
-      divide_up(problem.rule.seqlen_q, Config::kBlockM) * problem.batch * problem.nheads;
+      divide_up(problem.mask.seqlen_q, Config::kBlockM) * problem.batch * problem.nheads;
   const int64_t chunks = divide_up(problem.head_dim_v, Config::kChunk);
   const int64_t more = chunks <= Config::kResident ? chunks - Config::kStages : 0;
   launch_blocks(dscores_kernel<Config>, blocks, Config::kThreads,
@@ -327,11 +318,10 @@ void launch_dscores(const typename Config::Params& params, cudaStream_t stream) 
 
 }  // namespace
 
-void launch_softmax_matmul_dscores(const MaskedSoftmaxMatmulBackwardParams& params,
-                                   cudaStream_t stream) {
+void launch_softmax_matmul_dscores(const SoftmaxMatmulBackwardParams& params, cudaStream_t stream) {
   dispatch_math(params.problem, [&](auto element, auto tf32) {
     using T = decltype(element);
-    if (params.mask.given()) {
+    if (params.problem.mask.is_general()) {
       launch_dscores<DscoresConfig<T, tf32.value, true>>(params, stream);
     } else {
       launch_dscores<DscoresConfig<T, tf32.value, false>>(params, stream);

@@ -6,7 +6,7 @@
 // over the query rows that see one of its keys, 32 at a time, through a ring of tiles filled by
 // cp.async. The transposed probabilities are made in registers, in the order in which the tensor
 // core wants its left operand; they are rounded to the dtype, as in the forward.
-// Under an AttentionMask any of the rows from the first to the last that see one of the keys may
+// Under a general mask any of the rows from the first to the last that see one of the keys may
 // see none: these are not read. Source: Dao, "FlashAttention-2", 2023, algorithm 2.
 #include "ops/softmax_matmul/parts.cuh"
 
@@ -17,8 +17,6 @@ template <typename T_, bool kTf32_, int kBlockD_, bool kMasked_>
 struct DvalueConfig {
   using T = T_;
   static constexpr bool kMasked = kMasked_;
-  using Params =
-      std::conditional_t<kMasked, MaskedSoftmaxMatmulBackwardParams, SoftmaxMatmulBackwardParams>;
   static constexpr bool kTf32 = kTf32_;
   static constexpr int kThreads = 256;
   static constexpr int kBlockN = kThreads / kWarp * 16;
@@ -69,14 +67,14 @@ __device__ __forceinline__ float lean_exp(float z) {
 // The rows from the first to the last that see one of the keys, by all threads of a block; none is
 // {0, 0}.
 template <int kThreads, typename LiveOf>
-__device__ __forceinline__ LiveRange rows_that_see(int64_t seqlen_q, const LiveRange& keys,
-                                                   const LiveOf& live_of) {
+__device__ __forceinline__ KeyRange rows_that_see(int64_t seqlen_q, const KeyRange& keys,
+                                                  const LiveOf& live_of) {
   __shared__ long long s_begin, s_end;
   if (threadIdx.x == 0) s_begin = seqlen_q, s_end = 0;
   __syncthreads();
   int64_t begin = seqlen_q, end = 0;
   for (int64_t row = threadIdx.x; row < seqlen_q; row += kThreads) {
-    const LiveRange live = live_of(row);
+    const KeyRange live = live_of(row);
     if (max(live.begin, keys.begin) >= min(live.end, keys.end)) continue;
     begin = min(begin, row);
     end = row + 1;
@@ -86,12 +84,12 @@ __device__ __forceinline__ LiveRange rows_that_see(int64_t seqlen_q, const LiveR
     atomicMax(&s_end, end);
   }
   __syncthreads();
-  return s_end > 0 ? LiveRange{s_begin, s_end} : LiveRange{0, 0};
+  return s_end > 0 ? KeyRange{s_begin, s_end} : KeyRange{0, 0};
 }
 
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_kernel(
-    const typename Config::Params params, int64_t first_block) {
+    const SoftmaxMatmulBackwardParams params, int64_t first_block) {
   using T = typename Config::T;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kBlockD = Config::kBlockD;
   constexpr int kStages = Config::kStages;
@@ -100,38 +98,37 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
 
   // Which keys, columns and rows.
   const SoftmaxMatmulProblem& problem = params.problem;
-  const MaskRule rule = problem.rule;
-  const int64_t key_blocks = divide_up(rule.seqlen_k, kBlockN);
+  const MaskParams mask = problem.mask;
+  const int64_t key_blocks = divide_up(mask.seqlen_k, kBlockN);
   const int64_t column_blocks = divide_up(problem.head_dim_v, kBlockD);
   const int64_t block = first_block + blockIdx.x;
   const int64_t first_column = block % column_blocks * kBlockD;
   const int64_t first_key = block / column_blocks % key_blocks * kBlockN;
   const HeadIndex head(problem, block / column_blocks / key_blocks);
-  const int keys = clamp_int(rule.seqlen_k - first_key, 0, kBlockN);
+  const int keys = clamp_int(mask.seqlen_k - first_key, 0, kBlockN);
   const int columns = clamp_int(problem.head_dim_v - first_column, 0, kBlockD);
   const auto live_of = [&](int64_t row) {
     if constexpr (Config::kMasked) {
-      return params.mask.rule(rule).live(row,
-                                         params.mask.sequence(rule, problem.leftpad, head.batch));
+      return mask.row_keys(row, mask.sequence(head.batch));
     } else {
-      return rule.live(row, head.pad);
+      return mask.row_keys(row, head.pad);
     }
   };
   int tile_begin, tile_end, seeing = 0;
   if constexpr (Config::kMasked) {
-    const LiveRange rows = rows_that_see<Config::kThreads>(
-        rule.seqlen_q, LiveRange{first_key, first_key + keys}, live_of);
+    const KeyRange rows = rows_that_see<Config::kThreads>(
+        mask.seqlen_q, KeyRange{first_key, first_key + keys}, live_of);
     tile_begin = static_cast<int>(rows.begin / kBlockM);
     tile_end = static_cast<int>(divide_up(rows.end, kBlockM));
   } else {
     const int64_t first_live_key = first_key < head.pad ? head.pad : first_key;
-    const int64_t first_row = first_seeing_row(rule, head.pad, first_live_key);
+    const int64_t first_row = mask.first_row_seeing(first_live_key, head.pad);
     tile_begin = static_cast<int>(first_row / kBlockM);
     tile_end = first_key + keys <= head.pad ? tile_begin
-                                            : static_cast<int>(divide_up(rule.seqlen_q, kBlockM));
+                                            : static_cast<int>(divide_up(mask.seqlen_q, kBlockM));
     // The first row of tile_begin that sees anything, no matter which key.
-    seeing = clamp_int(first_seeing_row(rule, head.pad, head.pad) - int64_t{kBlockM} * tile_begin,
-                       0, kBlockM);
+    seeing = clamp_int(mask.first_row_seeing(head.pad, head.pad) - int64_t{kBlockM} * tile_begin, 0,
+                       kBlockM);
   }
   const int64_t origin = int64_t{kBlockM} * tile_begin;
 
@@ -141,7 +138,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
     if (threadIdx.x < kBlockM) {
       const bool reads = static_cast<int>(threadIdx.x) < rows;
       copy_async_4(shared_address(&s.s_lse[stage][threadIdx.x]),
-                   reads ? params.lse + head.flat * rule.seqlen_q + row + threadIdx.x : params.lse,
+                   reads ? params.lse + head.flat * mask.seqlen_q + row + threadIdx.x : params.lse,
                    reads ? 4 : 0);
     }
   };
@@ -150,11 +147,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
   __shared__ int s_live[Config::kMasked ? kStages : 1][kBlockM];
   const auto load = [&](int tile, int stage) {
     const int64_t row = int64_t{kBlockM} * tile;
-    const int rows = clamp_int(rule.seqlen_q - row, 0, kBlockM);
+    const int rows = clamp_int(mask.seqlen_q - row, 0, kBlockM);
     if constexpr (Config::kMasked) {
       static_assert(kBlockM == kWarp, "a lane looks at a row");
       const int lane = threadIdx.x % kWarp;
-      const LiveRange live = lane < rows ? live_of(row + lane) : LiveRange{0, 0};
+      const KeyRange live = lane < rows ? live_of(row + lane) : KeyRange{0, 0};
       const int begin = clamp_int(live.begin - first_key, 0, kBlockN);
       const int end = clamp_int(live.end - first_key, 0, kBlockN);
       if (threadIdx.x < kWarp) s_live[stage][lane] = begin < end ? begin | (end - begin) << 16 : 0;
@@ -185,9 +182,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
   int begin[2];  // counted from the current tile; of no meaning for a key that is padding
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    begin[i] = clamp_int(first_seeing_row(rule, head.pad, key + 8 * i) - origin, 0, 2 * kBlockN);
+    begin[i] = clamp_int(mask.first_row_seeing(key + 8 * i, head.pad) - origin, 0, 2 * kBlockN);
   }
-  const Logits<T> logits(problem.scale, softcap_of(params));
+  const Logits<T> logits(problem.scale, Config::kMasked ? mask.softcap : 0.f);
   float acc[kBlockD / 8][4] = {};
 
 #pragma unroll
@@ -241,10 +238,10 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
   const float factor = exp2f(-kProbabilityBias<T>);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if (key + 8 * i >= rule.seqlen_k) continue;
+    if (key + 8 * i >= mask.seqlen_k) continue;
     const bool live = Config::kMasked || key + 8 * i >= head.pad;
     T* g_dvalue = static_cast<T*>(params.dvalue) +
-                  (head.flat * rule.seqlen_k + key + 8 * i) * problem.head_dim_v + first_column;
+                  (head.flat * mask.seqlen_k + key + 8 * i) * problem.head_dim_v + first_column;
 #pragma unroll
     for (int n = 0; n < kBlockD / 8; ++n) {
       store_pair(g_dvalue, n * 8 + threadIdx.x % 4 * 2, columns, problem.head_dim_v % 2 == 0,
@@ -254,9 +251,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
 }
 
 template <typename Config>
-void launch_dvalue(const typename Config::Params& params, cudaStream_t stream) {
+void launch_dvalue(const SoftmaxMatmulBackwardParams& params, cudaStream_t stream) {
   const SoftmaxMatmulProblem& problem = params.problem;
-  const int64_t blocks = divide_up(problem.rule.seqlen_k, Config::kBlockN) *
+  const int64_t blocks = divide_up(problem.mask.seqlen_k, Config::kBlockN) *
                          divide_up(problem.head_dim_v, Config::kBlockD) * problem.batch *
                          problem.nheads;
   launch_blocks(dvalue_kernel<Config>, blocks, Config::kThreads, sizeof(typename Config::Shared),
@@ -265,11 +262,10 @@ void launch_dvalue(const typename Config::Params& params, cudaStream_t stream) {
 
 }  // namespace
 
-void launch_softmax_matmul_dvalue(const MaskedSoftmaxMatmulBackwardParams& params,
-                                  cudaStream_t stream) {
+void launch_softmax_matmul_dvalue(const SoftmaxMatmulBackwardParams& params, cudaStream_t stream) {
   dispatch_columns(params.problem, [&](auto element, auto tf32, auto columns) {
     using T = decltype(element);
-    if (params.mask.given()) {
+    if (params.problem.mask.is_general()) {
       launch_dvalue<DvalueConfig<T, tf32.value, columns.value, true>>(params, stream);
     } else {
       launch_dvalue<DvalueConfig<T, tf32.value, columns.value, false>>(params, stream);

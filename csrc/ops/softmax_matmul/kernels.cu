@@ -8,7 +8,7 @@
 // every 128 columns of value.
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al.,
 // "FlashAttention", 2022, algorithm 1 without its first product.
-// Under an AttentionMask the walk goes from the first to the last key that any of the rows sees.
+// Under a general mask the walk goes from the first to the last key that any of the rows sees.
 #include "ops/softmax_matmul/parts.cuh"
 
 namespace torchweld {
@@ -18,7 +18,6 @@ template <typename T_, bool kTf32_, int kBlockD_, bool kMasked_>
 struct ForwardConfig {
   using T = T_;
   static constexpr bool kMasked = kMasked_;
-  using Params = std::conditional_t<kMasked, MaskedSoftmaxMatmulParams, SoftmaxMatmulParams>;
   static constexpr bool kCapsLate = kMasked && sizeof(T_) == 2;  // see CappedScoreExponent
   static constexpr bool kTf32 = kTf32_;
   static constexpr int kThreads = 256;
@@ -211,32 +210,9 @@ struct RunningSoftmax {
   }
 };
 
-// Which keys a block sees under causal and leftpad, as SeenKeys tells it.
-struct CausalKeys {
-  int64_t first, last;
-  int64_t full_begin, full_end;
-  int64_t begin[2], end[2];
-
-  __device__ __forceinline__ CausalKeys(const MaskRule& rule, int64_t pad, int64_t first_row,
-                                        int rows) {
-    const LiveRange first_live = rule.live(first_row, pad);
-    const LiveRange last_live = rule.live(first_row + rows - 1, pad);
-    first = last_live.begin;
-    last = last_live.empty() ? 0 : last_live.end;
-    full_begin = pad;
-    full_end = first_live.empty() ? 0 : first_live.end;
-    const int64_t row = first_row + threadIdx.x / kWarp * 16 + threadIdx.x % kWarp / 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      begin[i] = pad;
-      end[i] = row + 8 * i < rule.seqlen_q ? rule.live(row + 8 * i, pad).end : 0;
-    }
-  }
-};
-
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_matmul_kernel(
-    const typename Config::Params params, int64_t first_block) {
+    const SoftmaxMatmulParams params, int64_t first_block) {
   using T = typename Config::T;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kBlockD = Config::kBlockD;
   extern __shared__ __align__(16) unsigned char s_memory[];
@@ -244,38 +220,37 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
 
   // Which rows, columns and keys. The longest rows of a causal head go first.
   const SoftmaxMatmulProblem& problem = params.problem;
-  const MaskRule rule = problem.rule;
-  const int64_t row_blocks = divide_up(rule.seqlen_q, kBlockM);
+  const MaskParams mask = problem.mask;
+  const int64_t row_blocks = divide_up(mask.seqlen_q, kBlockM);
   const int64_t column_blocks =
       problem.head_dim_v == 0 ? 1 : divide_up(problem.head_dim_v, kBlockD);
   const int64_t block = first_block + blockIdx.x;
   const int64_t first_column = block % column_blocks * kBlockD;
   const int64_t first_row = (row_blocks - 1 - block / column_blocks % row_blocks) * kBlockM;
   const HeadIndex head(problem, block / column_blocks / row_blocks);
-  const int rows = clamp_int(rule.seqlen_q - first_row, 0, kBlockM);
+  const int rows = clamp_int(mask.seqlen_q - first_row, 0, kBlockM);
   const int columns = clamp_int(problem.head_dim_v - first_column, 0, kBlockD);
   const auto seen = [&] {
     if constexpr (Config::kMasked) {
-      return SeenKeys(params.mask.rule(rule),
-                      params.mask.sequence(rule, problem.leftpad, head.batch), first_row);
+      return TileMask::general(mask, mask.sequence(head.batch), first_row);
     } else {
-      return CausalKeys(rule, head.pad, first_row, rows);
+      return TileMask::causal(mask, head.pad, first_row, rows);
     }
   }();
-  const int64_t tile_begin = seen.first / kBlockN, tile_end = divide_up(seen.last, kBlockN);
+  const int64_t tile_begin = seen.any.begin / kBlockN, tile_end = divide_up(seen.any.end, kBlockN);
 
   const T* g_scores = head.of<T>(params.scores) + first_row * params.scores.row_stride;
   const T* g_value = head.of<T>(params.value) + first_column;
   const auto load = [&](int64_t tile, int stage) {
     const int64_t key = tile * kBlockN;
-    const int keys_end = clamp_int(rule.seqlen_k - key, 0, kBlockN);
+    const int keys_end = clamp_int(mask.seqlen_k - key, 0, kBlockN);
     load_tile<kBlockM, kBlockN, Config::kScorePitch, Config::kThreads>(
         &s.s_scores[stage][0][0], g_scores + key, params.scores.row_stride, 0, rows, keys_end,
         params.scores.aligned);
     load_tile<kBlockN, kBlockD, Config::kValuePitch, Config::kThreads>(
         &s.s_value[stage][0][0], g_value + key * params.value.row_stride, params.value.row_stride,
-        clamp_int((Config::kMasked ? seen.first : head.pad) - key, 0, kBlockN),
-        Config::kMasked ? clamp_int(seen.last - key, 0, kBlockN) : keys_end, columns,
+        clamp_int((Config::kMasked ? seen.any.begin : head.pad) - key, 0, kBlockN),
+        Config::kMasked ? clamp_int(seen.any.end - key, 0, kBlockN) : keys_end, columns,
         params.value.aligned);
   };
 
@@ -283,7 +258,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
   const int64_t row = first_row + warp_row + threadIdx.x % kWarp / 4;
   const auto exponent = [&] {
     if constexpr (Config::kMasked) {
-      return CappedScoreExponent<T>(problem.scale, params.mask.softcap);
+      return CappedScoreExponent<T>(problem.scale, mask.softcap);
     } else {
       return ScoreExponent<T>(problem.scale);
     }
@@ -304,17 +279,17 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
     copy_async_commit();
 
     const int64_t key = tile * kBlockN;
-    const bool hides =
-        key < seen.full_begin || key + kBlockN > seen.full_end || exponent.sign != 1.f;
+    const bool hides = key < seen.all.begin || key + kBlockN > seen.all.end || exponent.sign != 1.f;
     if constexpr (Config::kMasked && !Config::kCapsLate) {
       exponent.template cap_in_place<kBlockN, Config::kScorePitch>(&s.s_scores[stage][warp_row][0]);
     }
-    const ScoreTile<Config> scores = {
-        &s.s_scores[stage][warp_row][0],
-        exponent.sign,
-        hides,
-        {clamp_int(seen.begin[0] - key, 0, kBlockN), clamp_int(seen.begin[1] - key, 0, kBlockN)},
-        {clamp_int(seen.end[0] - key, 0, kBlockN), clamp_int(seen.end[1] - key, 0, kBlockN)}};
+    const ScoreTile<Config> scores = {&s.s_scores[stage][warp_row][0],
+                                      exponent.sign,
+                                      hides,
+                                      {clamp_int(seen.rows[0].begin - key, 0, kBlockN),
+                                       clamp_int(seen.rows[1].begin - key, 0, kBlockN)},
+                                      {clamp_int(seen.rows[0].end - key, 0, kBlockN),
+                                       clamp_int(seen.rows[1].end - key, 0, kBlockN)}};
     softmax.raise(scores, exponent);
     softmax.add(scores, exponent, &s.s_value[stage][0][0]);
     stage = stage + 1 == Config::kStages ? 0 : stage + 1;
@@ -326,13 +301,13 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
     float sum = softmax.sum[i];
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
-    if (row + 8 * i >= rule.seqlen_q) continue;
-    const int64_t flat_row = head.flat * rule.seqlen_q + row + 8 * i;
-    const bool empty = seen.end[i] <= seen.begin[i];
+    if (row + 8 * i >= mask.seqlen_q) continue;
+    const int64_t flat_row = head.flat * mask.seqlen_q + row + 8 * i;
+    const bool empty = seen.rows[i].empty();
     float factor = 1.f / sum;
     if constexpr (Config::kMasked) {
       const float unbias = exp2f(-kProbabilityBias<T>);
-      const float sink = params.mask.sink ? params.mask.sink[head.head] : -INFINITY;
+      const float sink = mask.sink ? mask.sink[head.head] : -INFINITY;
       const FinishedRow finished = finish_row(exponent.scale, softmax.max[i], sum * unbias, sink);
       factor = finished.factor * unbias;
       if (params.lse && first_column == 0 && threadIdx.x % 4 == 0) {
@@ -356,35 +331,35 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
 }
 
 template <typename Config>
-void launch_forward(const typename Config::Params& params, cudaStream_t stream) {
+void launch_forward(const SoftmaxMatmulParams& params, cudaStream_t stream) {
   const SoftmaxMatmulProblem& problem = params.problem;
   const int64_t column_blocks =
       problem.head_dim_v == 0 ? 1 : divide_up(problem.head_dim_v, Config::kBlockD);
-  const int64_t blocks = divide_up(problem.rule.seqlen_q, Config::kBlockM) * column_blocks *
+  const int64_t blocks = divide_up(problem.mask.seqlen_q, Config::kBlockM) * column_blocks *
                          problem.batch * problem.nheads;
   launch_blocks(softmax_matmul_kernel<Config>, blocks, Config::kThreads,
                 sizeof(typename Config::Shared), stream, params);
 }
 
-template <typename Params>
-void launch_sm90(const Params& params, cudaStream_t stream) {
+template <bool kMasked>
+void launch_sm90(const SoftmaxMatmulParams& params, cudaStream_t stream) {
   params.problem.dtype == DType::kFloat16
-      ? launch_softmax_matmul_sm90<__half>(params, stream)
-      : launch_softmax_matmul_sm90<__nv_bfloat16>(params, stream);
+      ? launch_softmax_matmul_sm90<__half, kMasked>(params, stream)
+      : launch_softmax_matmul_sm90<__nv_bfloat16, kMasked>(params, stream);
 }
 
 }  // namespace
 
-void launch_softmax_matmul(const MaskedSoftmaxMatmulParams& params, cudaStream_t stream) {
+void launch_softmax_matmul(const SoftmaxMatmulParams& params, cudaStream_t stream) {
+  const MaskParams mask = params.problem.mask;
   if (params.counters != nullptr) {
-    params.mask.given() || params.problem.leftpad
-        ? launch_sm90(params, stream)
-        : launch_sm90<SoftmaxMatmulParams>(params, stream);
+    mask.is_general() || mask.leftpad ? launch_sm90<true>(params, stream)
+                                      : launch_sm90<false>(params, stream);
     return check_launch("softmax_matmul");
   }
   dispatch_columns(params.problem, [&](auto element, auto tf32, auto columns) {
     using T = decltype(element);
-    if (params.mask.given()) {
+    if (mask.is_general()) {
       launch_forward<ForwardConfig<T, tf32.value, columns.value, true>>(params, stream);
     } else {
       launch_forward<ForwardConfig<T, tf32.value, columns.value, false>>(params, stream);

@@ -262,7 +262,7 @@ struct HeadIndex {
 
   __device__ __forceinline__ HeadIndex(const SoftmaxMatmulProblem& problem, int64_t flat)
       : batch(flat / problem.nheads), head(flat - batch * problem.nheads), flat(flat) {
-    pad = problem.leftpad ? problem.rule.clamp_pad(problem.leftpad[batch]) : 0;
+    pad = problem.mask.pad(batch);
   }
 
   template <typename T>
@@ -272,57 +272,70 @@ struct HeadIndex {
   }
 };
 
-// The first query row that sees `key`, which is not padding itself.
-__device__ __forceinline__ int64_t first_seeing_row(const MaskRule& rule, int64_t pad,
-                                                    int64_t key) {
-  const int64_t first = rule.first_row(pad);
-  const int64_t causal = key - (rule.seqlen_k - rule.seqlen_q);
-  return rule.causal && causal > first ? causal : first;
-}
+// The keys that a block of query rows sees.
+struct TileMask {
+  KeyRange any;      // no row of the block sees a key outside; 0 and 0: no row sees a key
+  KeyRange all;      // every row of the warp sees the keys inside
+  KeyRange rows[2];  // the keys of rows lane / 4 and lane / 4 + 8 of the warp's 16
 
-// Which keys a block of query rows sees under an AttentionMask, and a thread's own two rows, lane /
-// 4 and lane / 4 + 8 of its warp's 16.
-struct SeenKeys {
-  int64_t first, last;           // no row of the block sees a key elsewhere; 0 and 0 for none
-  int64_t full_begin, full_end;  // all of the warp's rows see all keys between
-  int64_t begin[2], end[2];      // 0 and 0 where a row sees none
+  // A block with rows [first_row, first_row + count) under causal and leftpad alone.
+  static __device__ __forceinline__ TileMask causal(const MaskParams& mask, int64_t pad,
+                                                    int64_t first_row, int count) {
+    const KeyRange first = mask.row_keys(first_row, pad);
+    const KeyRange last = mask.row_keys(first_row + count - 1, pad);
+    TileMask tile;
+    tile.any = {last.begin, last.empty() ? 0 : last.end};
+    tile.all = {pad, first.empty() ? 0 : first.end};
+    const int64_t row = first_row + threadIdx.x / kWarp * 16 + threadIdx.x % kWarp / 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      tile.rows[i].begin = pad;
+      tile.rows[i].end = row + 8 * i < mask.seqlen_q ? mask.row_keys(row + 8 * i, pad).end : 0;
+    }
+    return tile;
+  }
 
-  // By all threads of a block, which has rows [first_row, seqlen_q) of this sequence.
-  __device__ __forceinline__ SeenKeys(const MaskRule& rule, const SequenceMask& sequence,
-                                      int64_t first_row) {
+  // A block with rows [first_row, seqlen_q) of `sequence` under a general mask; all its threads
+  // call.
+  static __device__ __forceinline__ TileMask general(const MaskParams& mask,
+                                                     const SequenceMask& sequence,
+                                                     int64_t first_row) {
     __shared__ long long s_first, s_last;
-    if (threadIdx.x == 0) s_first = rule.seqlen_k, s_last = 0;
+    if (threadIdx.x == 0) s_first = mask.seqlen_k, s_last = 0;
     __syncthreads();
-    full_begin = 0, full_end = rule.seqlen_k;
+    TileMask tile;
+    int64_t all_begin = 0, all_end = mask.seqlen_k;
     const int lane = threadIdx.x % kWarp;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int64_t row = first_row + threadIdx.x / kWarp * 16 + lane / 4 + 8 * i;
-      begin[i] = end[i] = 0;
-      if (row >= rule.seqlen_q) continue;
-      const LiveRange live = rule.live(row, sequence);
-      if (!live.empty()) {
-        begin[i] = live.begin, end[i] = live.end;
+      tile.rows[i] = {0, 0};
+      if (row >= mask.seqlen_q) continue;
+      const KeyRange keys = mask.row_keys(row, sequence);
+      if (!keys.empty()) {
+        tile.rows[i] = keys;
         if (lane % 4 == 0) {
-          atomicMin(&s_first, live.begin);
-          atomicMax(&s_last, live.end);
+          atomicMin(&s_first, keys.begin);
+          atomicMax(&s_last, keys.end);
         }
       }
-      full_begin = max(full_begin, begin[i]);
-      full_end = min(full_end, end[i]);
+      all_begin = max(all_begin, tile.rows[i].begin);
+      all_end = min(all_end, tile.rows[i].end);
     }
 #pragma unroll
     for (int step = 4; step < kWarp; step *= 2) {
-      full_begin = max(full_begin, __shfl_xor_sync(~0u, full_begin, step));
-      full_end = min(full_end, __shfl_xor_sync(~0u, full_end, step));
+      all_begin = max(all_begin, __shfl_xor_sync(~0u, all_begin, step));
+      all_end = min(all_end, __shfl_xor_sync(~0u, all_end, step));
     }
+    tile.all = {all_begin, all_end};
     __syncthreads();
-    last = s_last;
-    first = last > 0 ? s_first : 0;
+    tile.any.end = s_last;
+    tile.any.begin = tile.any.end > 0 ? s_first : 0;
+    return tile;
   }
 };
 
-// What becomes of scores under an AttentionMask, in the gradients.
+// What becomes of scores under a general mask, in the gradients.
 template <typename T>
 struct Logits {
   float scale, softcap, cap;
@@ -337,11 +350,6 @@ struct Logits {
     return {fmaf(softcap, t, -lse), 1.f - t * t};
   }
 };
-
-__device__ __forceinline__ float softcap_of(const SoftmaxMatmulBackwardParams&) { return 0.f; }
-__device__ __forceinline__ float softcap_of(const MaskedSoftmaxMatmulBackwardParams& params) {
-  return params.mask.softcap;
-}
 
 // Calls body(T{}, tf32 as a compile-time constant).
 template <typename Body>

@@ -36,9 +36,8 @@ struct SoftmaxMatmulSm90Config : AttentionVariant<kMasked> {
   using Params = AttentionSm90Params<kMasked>;
 };
 
-template <typename T, int kDimV, typename Params>
-void launch_softmax_matmul_sm90_to(const Params& params, cudaStream_t stream) {
-  constexpr bool kMasked = std::is_same_v<Params, MaskedSoftmaxMatmulParams>;
+template <typename T, int kDimV, bool kMasked>
+void launch_softmax_matmul_sm90_to(const SoftmaxMatmulParams& params, cudaStream_t stream) {
   using Config = SoftmaxMatmulSm90Config<T, kDimV, kMasked>;
   static_assert(sizeof(AttentionSm90Shared<Config>) <= kSoftmaxMatmulSm90Bytes);
   const SoftmaxMatmulProblem& problem = params.problem;
@@ -47,35 +46,33 @@ void launch_softmax_matmul_sm90_to(const Params& params, cudaStream_t stream) {
                                 {t.data, t.batch_stride, t.head_stride, t.row_stride},
                                 problem.batch, problem.nheads, rows, columns, box_rows);
   };
-  typename AttentionVariant<kMasked>::Params a{};
+  AttentionParams a{};
   a.out = params.out;
   a.lse = params.lse;
-  a.leftpad = problem.leftpad;
-  a.sizes = {problem.batch,         problem.nheads, problem.nheads,    problem.rule.seqlen_q,
-             problem.rule.seqlen_k, Config::kDim,   problem.head_dim_v};
+  a.sizes = {problem.batch,         problem.nheads, problem.nheads,    problem.mask.seqlen_q,
+             problem.mask.seqlen_k, Config::kDim,   problem.head_dim_v};
   a.scale = problem.scale;
-  a.causal = problem.rule.causal;
+  a.mask = problem.mask;
   a.dtype = problem.dtype;
   a.counters = params.counters;
-  if constexpr (kMasked) a.mask = params.mask;
   const TensorMap scores =
-      map(params.scores, problem.rule.seqlen_q, problem.rule.seqlen_k, Config::kRows);
+      map(params.scores, problem.mask.seqlen_q, problem.mask.seqlen_k, Config::kRows);
   const typename Config::Params p = {
       scores,
       scores,
-      map(params.value, problem.rule.seqlen_k, problem.head_dim_v, Config::kKeys),
+      map(params.value, problem.mask.seqlen_k, problem.head_dim_v, Config::kKeys),
       a,
       Config::scale(a),
       AttentionSm90Schedule(a, Config::kRows)};
   launch_attention_sm90_kernel<Config>(p, stream);
 }
 
-template <typename T, typename Params>
-void launch_softmax_matmul_sm90(const Params& params, cudaStream_t stream) {
+template <typename T, bool kMasked>
+void launch_softmax_matmul_sm90(const SoftmaxMatmulParams& params, cudaStream_t stream) {
   const int64_t columns = params.problem.head_dim_v;
-  if (columns <= 64) return launch_softmax_matmul_sm90_to<T, 64>(params, stream);
-  if (columns <= 128) return launch_softmax_matmul_sm90_to<T, 128>(params, stream);
-  launch_softmax_matmul_sm90_to<T, 256>(params, stream);
+  if (columns <= 64) return launch_softmax_matmul_sm90_to<T, 64, kMasked>(params, stream);
+  if (columns <= 128) return launch_softmax_matmul_sm90_to<T, 128, kMasked>(params, stream);
+  launch_softmax_matmul_sm90_to<T, 256, kMasked>(params, stream);
 }
 
 }  // namespace torchweld

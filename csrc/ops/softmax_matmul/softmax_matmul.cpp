@@ -3,18 +3,17 @@
 //   out (batch, nheads, seqlen_q, head_dim_v)
 //
 // softmax_matmul_forward also returns lse (batch, nheads, seqlen_q), the logarithm of the softmax's
-// denominator; the gradient rebuilds the probabilities from it. On the CPU the probabilities exist
-// one block of rows at a time, on CUDA only in registers.
+// denominator, from which the gradient recomputes the probabilities. The CPU holds the
+// probabilities of one block of rows at a time, CUDA only those in registers.
 #include <ATen/Dispatch.h>
 #include <ATen/ops/zeros_like.h>
 
-#include "attention/mask_arguments.h"
+#include "attention/mask_op.h"
 #include "attention/saved_checks.h"
-#include "core/dispatch.h"
 #include "ops/softmax_matmul/cpu.h"
 
 #ifdef TORCHWELD_CUDA
-#include "attention/cuda_mask.h"
+#include "attention/mask_cuda.h"
 #include "core/counters.h"
 #include "core/cuda_inputs.h"
 #include "layers/matmul.h"
@@ -28,9 +27,8 @@ using Forward = std::tuple<Tensor, Tensor>;
 using Grads = std::tuple<Tensor, Tensor, Tensor>;
 
 // Returns out's sizes.
-std::vector<c10::SymInt> softmax_matmul_checks(const char* op, const Tensor& scores,
-                                               const Tensor& value, const OptionalTensor& leftpad,
-                                               bool causal, double scale, TW_MASK_PARAMETERS) {
+std::vector<c10::SymInt> check_softmax_matmul(const char* op, const Tensor& scores,
+                                              const Tensor& value, const Mask& mask, double scale) {
   check_floating(op, "scores", scores);
   check_dim(op, "scores", scores, 4, "(batch, nheads, seqlen_q, seqlen_k)");
   check_like(op, "value", value, "scores", scores);
@@ -38,98 +36,96 @@ std::vector<c10::SymInt> softmax_matmul_checks(const char* op, const Tensor& sco
   check_shape(op, "value", value,
               {scores.sym_size(0), scores.sym_size(1), scores.sym_size(3), value.sym_size(3)},
               "(batch, nheads, seqlen_k, head_dim_v)");
-  check_mask(op, {leftpad, causal, TW_MASK_ARGUMENTS}, scores.sym_size(0), scores.sym_size(1),
-             scores.sym_size(2), "scores", scores);
+  check_mask(op, mask, scores.sym_size(0), scores.sym_size(1), scores.sym_size(2), "scores",
+             scores);
   check_finite(op, "scale", scale);
   return with_last(scores, value.sym_size(3));
 }
+constexpr auto softmax_matmul_checks = mask_op<check_softmax_matmul>;
 
-Tensor softmax_matmul_meta(const Tensor& scores, const Tensor& value, const OptionalTensor& leftpad,
-                           bool causal, double scale, TW_MASK_PARAMETERS) {
-  const auto sizes = softmax_matmul_checks("softmax_matmul", scores, value, leftpad, causal, scale,
-                                           TW_MASK_ARGUMENTS);
-  return at::empty_symint(sizes, scores.options());
+// The checks and the results of each op, not yet filled.
+Tensor empty_softmax_matmul(const Tensor& scores, const Tensor& value, const Mask& mask,
+                            double scale) {
+  return at::empty_symint(check_softmax_matmul("softmax_matmul", scores, value, mask, scale),
+                          scores.options());
 }
-TW_OP(softmax_matmul);
 
-Forward softmax_matmul_forward_meta(const Tensor& scores, const Tensor& value,
-                                    const OptionalTensor& leftpad, bool causal, double scale,
-                                    TW_MASK_PARAMETERS) {
-  const char* op = "softmax_matmul_forward";
-  const auto sizes =
-      softmax_matmul_checks(op, scores, value, leftpad, causal, scale, TW_MASK_ARGUMENTS);
+Forward empty_softmax_matmul_forward(const Tensor& scores, const Tensor& value, const Mask& mask,
+                                     double scale) {
+  const auto sizes = check_softmax_matmul("softmax_matmul_forward", scores, value, mask, scale);
   return {at::empty_symint(sizes, scores.options()),
           at::empty_symint(without_last(scores), scores.options().dtype(acc_dtype(scores)))};
 }
-TW_OP(softmax_matmul_forward);
 
-Grads softmax_matmul_backward_meta(const Tensor& dout, const Tensor& scores, const Tensor& value,
-                                   const Tensor& out, const Tensor& lse,
-                                   const OptionalTensor& leftpad, bool causal, double scale,
-                                   TW_MASK_PARAMETERS) {
+Grads empty_softmax_matmul_backward(const Tensor& dout, const Tensor& scores, const Tensor& value,
+                                    const Tensor& out, const Tensor& lse, const Mask& mask,
+                                    double scale) {
   const char* op = "softmax_matmul_backward";
-  const auto sizes =
-      softmax_matmul_checks(op, scores, value, leftpad, causal, scale, TW_MASK_ARGUMENTS);
+  const auto sizes = check_softmax_matmul(op, scores, value, mask, scale);
   check_attention_saved(op, dout, out, lse, sizes, "scores", scores);
   return {at::empty_symint(scores.sym_sizes(), scores.options()),
-          at::empty_symint(value.sym_sizes(), value.options()), empty_dsink(sink, scores)};
+          at::empty_symint(value.sym_sizes(), value.options()), empty_dsink(mask.sink, scores)};
 }
+
+constexpr auto softmax_matmul_meta = mask_op<empty_softmax_matmul>;
+constexpr auto softmax_matmul_forward_meta = mask_op<empty_softmax_matmul_forward>;
+constexpr auto softmax_matmul_backward_meta = mask_op<empty_softmax_matmul_backward>;
+TW_OP(softmax_matmul);
+TW_OP(softmax_matmul_forward);
 TW_OP(softmax_matmul_backward);
 
-// The op and its forward op, by what fills their results on a device.
-template <auto into>
-Tensor softmax_matmul_on(const Tensor& scores, const Tensor& value, const OptionalTensor& leftpad,
-                         bool causal, double scale, TW_MASK_PARAMETERS) {
-  Tensor out = softmax_matmul_meta(scores, value, leftpad, causal, scale, TW_MASK_ARGUMENTS);
-  into(out, nullptr, scores, value, {leftpad, causal, TW_MASK_ARGUMENTS}, scale);
+// The op and its forward op; `fill` computes their results on a device.
+template <auto fill>
+Tensor softmax_matmul_on(const Tensor& scores, const Tensor& value, const Mask& mask,
+                         double scale) {
+  Tensor out = empty_softmax_matmul(scores, value, mask, scale);
+  fill(out, nullptr, scores, value, mask, scale);
   return out;
 }
 
-template <auto into>
-Forward softmax_matmul_forward_on(const Tensor& scores, const Tensor& value,
-                                  const OptionalTensor& leftpad, bool causal, double scale,
-                                  TW_MASK_PARAMETERS) {
-  auto [out, lse] =
-      softmax_matmul_forward_meta(scores, value, leftpad, causal, scale, TW_MASK_ARGUMENTS);
-  into(out, &lse, scores, value, {leftpad, causal, TW_MASK_ARGUMENTS}, scale);
+template <auto fill>
+Forward softmax_matmul_forward_on(const Tensor& scores, const Tensor& value, const Mask& mask,
+                                  double scale) {
+  auto [out, lse] = empty_softmax_matmul_forward(scores, value, mask, scale);
+  fill(out, &lse, scores, value, mask, scale);
   return {out, lse};
 }
 
-// CPU. The scores with their columns adjacent.
-Tensor adjacent_columns(const Tensor& scores) {
+// CPU. The scores with contiguous rows.
+Tensor row_major(const Tensor& scores) {
   return scores.stride(3) == 1 ? scores : scores.contiguous();
 }
 
-void softmax_matmul_into(Tensor& out, Tensor* lse, const Tensor& scores, const Tensor& value,
-                         const MaskArguments& mask, double scale) {
+void fill_softmax_matmul_cpu(Tensor& out, Tensor* lse, const Tensor& scores, const Tensor& value,
+                             const Mask& mask, double scale) {
   if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
   const CpuAttention a(scores, value, mask, scale);
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, scores.scalar_type(), "softmax_matmul",
-      [&] { softmax_matmul_tiles<scalar_t>(a, out, lse, adjacent_columns(scores), value); });
+      [&] { softmax_matmul_tiles<scalar_t>(a, out, lse, row_major(scores), value); });
 }
 
-constexpr auto softmax_matmul_cpu = softmax_matmul_on<softmax_matmul_into>;
-constexpr auto softmax_matmul_forward_cpu = softmax_matmul_forward_on<softmax_matmul_into>;
+constexpr auto softmax_matmul_cpu = mask_op<softmax_matmul_on<fill_softmax_matmul_cpu>>;
+constexpr auto softmax_matmul_forward_cpu =
+    mask_op<softmax_matmul_forward_on<fill_softmax_matmul_cpu>>;
 
-Grads softmax_matmul_backward_cpu(const Tensor& dout, const Tensor& scores, const Tensor& value,
-                                  const Tensor& out, const Tensor& lse,
-                                  const OptionalTensor& leftpad, bool causal, double scale,
-                                  TW_MASK_PARAMETERS) {
-  auto [dscores, dvalue, dsink] = softmax_matmul_backward_meta(
-      dout, scores, value, out, lse, leftpad, causal, scale, TW_MASK_ARGUMENTS);
-  const CpuAttention a(scores, value, {leftpad, causal, TW_MASK_ARGUMENTS}, scale);
+Grads softmax_matmul_grads_cpu(const Tensor& dout, const Tensor& scores, const Tensor& value,
+                               const Tensor& out, const Tensor& lse, const Mask& mask,
+                               double scale) {
+  auto [dscores, dvalue, dsink] =
+      empty_softmax_matmul_backward(dout, scores, value, out, lse, mask, scale);
+  const CpuAttention a(scores, value, mask, scale);
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, scores.scalar_type(), "softmax_matmul", [&] {
-        softmax_matmul_backward_tiles<scalar_t>(a, dscores, dvalue, dsink, dout,
-                                                adjacent_columns(scores), value, out, lse);
+        softmax_matmul_backward_tiles<scalar_t>(a, dscores, dvalue, dsink, dout, row_major(scores),
+                                                value, out, lse);
       });
   return {dscores, dvalue, dsink};
 }
+constexpr auto softmax_matmul_backward_cpu = mask_op<softmax_matmul_grads_cpu>;
 
 #ifdef TORCHWELD_CUDA
-// A (batch, nheads, rows, columns) tensor as the kernels take it; a copy where the columns are not
-// adjacent.
+// CUDA. A (batch, nheads, rows, columns) tensor with contiguous rows, copied where they are not.
 struct Heads {
   Tensor tensor;
 
@@ -147,20 +143,20 @@ struct Heads {
   }
 };
 
-SoftmaxMatmulProblem problem_of(const Tensor& scores, const Tensor& value, const Vector& pads,
-                                bool causal, double scale) {
-  return {{scores.size(2), scores.size(3), causal, pads.tensor.defined()},
+// `mask` is a kernel_mask.
+SoftmaxMatmulProblem problem_of(const Tensor& scores, const Tensor& value, const Mask& mask,
+                                double scale) {
+  return {kernel_params(mask, scores.size(2), scores.size(3)),
           scores.size(0),
           scores.size(1),
           value.size(3),
-          pads.data<int32_t>(),
           static_cast<float>(scale),
           dtype_of(scores),
           matmul_may_use_tf32(scores)};
 }
 
-void softmax_matmul_into_cuda(Tensor& out, Tensor* lse, const Tensor& scores, const Tensor& value,
-                              const MaskArguments& mask, double scale) {
+void fill_softmax_matmul_cuda(Tensor& out, Tensor* lse, const Tensor& scores, const Tensor& value,
+                              const Mask& mask, double scale) {
   if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
   const OnDevice on(scores.device());
   if (scores.numel() == 0) {  // no keys
@@ -170,12 +166,13 @@ void softmax_matmul_into_cuda(Tensor& out, Tensor* lse, const Tensor& scores, co
     return;
   }
   const Heads in_scores(scores), in_value(value);
-  const Vector pads(mask.leftpad);
-  const MaskOnDevice on_device(mask);
-  MaskedSoftmaxMatmulParams params = {
-      {problem_of(scores, value, pads, mask.causal, scale), in_scores.operand(), in_value.operand(),
-       out.mutable_data_ptr(), lse ? mutable_data<float>(*lse) : nullptr, nullptr},
-      on_device.mask};
+  const Mask device_mask = kernel_mask(mask);
+  SoftmaxMatmulParams params = {problem_of(scores, value, device_mask, scale),
+                                in_scores.operand(),
+                                in_value.operand(),
+                                out.mutable_data_ptr(),
+                                lse ? mutable_data<float>(*lse) : nullptr,
+                                nullptr};
   Tensor ticket;
   if (softmax_matmul_takes_sm90(params.problem, params.scores, params.value, device_facts())) {
     ticket = zero_counters(1, scores);
@@ -184,15 +181,15 @@ void softmax_matmul_into_cuda(Tensor& out, Tensor* lse, const Tensor& scores, co
   launch_softmax_matmul(params, current_stream());
 }
 
-constexpr auto softmax_matmul_cuda = softmax_matmul_on<softmax_matmul_into_cuda>;
-constexpr auto softmax_matmul_forward_cuda = softmax_matmul_forward_on<softmax_matmul_into_cuda>;
+constexpr auto softmax_matmul_cuda = mask_op<softmax_matmul_on<fill_softmax_matmul_cuda>>;
+constexpr auto softmax_matmul_forward_cuda =
+    mask_op<softmax_matmul_forward_on<fill_softmax_matmul_cuda>>;
 
-Grads softmax_matmul_backward_cuda(const Tensor& dout, const Tensor& scores, const Tensor& value,
-                                   const Tensor& out, const Tensor& lse,
-                                   const OptionalTensor& leftpad, bool causal, double scale,
-                                   TW_MASK_PARAMETERS) {
-  auto [dscores, dvalue, dsink] = softmax_matmul_backward_meta(
-      dout, scores, value, out, lse, leftpad, causal, scale, TW_MASK_ARGUMENTS);
+Grads softmax_matmul_grads_cuda(const Tensor& dout, const Tensor& scores, const Tensor& value,
+                                const Tensor& out, const Tensor& lse, const Mask& mask,
+                                double scale) {
+  auto [dscores, dvalue, dsink] =
+      empty_softmax_matmul_backward(dout, scores, value, out, lse, mask, scale);
   const OnDevice on(scores.device());
   if (dscores.numel() == 0 || dvalue.numel() == 0) {
     dscores.zero_();
@@ -202,15 +199,18 @@ Grads softmax_matmul_backward_cuda(const Tensor& dout, const Tensor& scores, con
   }
   const Heads in_scores(scores), in_value(value), in_out(out), in_dout(dout);
   const Tensor in_lse = lse.contiguous();
-  const Vector pads(leftpad);
-  const MaskOnDevice on_device({leftpad, causal, TW_MASK_ARGUMENTS});
-  Tensor sink_parts;  // of every row
-  if (is_given(sink)) sink_parts = at::zeros_like(in_lse);
-  const MaskedSoftmaxMatmulBackwardParams params = {
-      {problem_of(scores, value, pads, causal, scale), in_scores.operand(), in_value.operand(),
-       in_out.operand(), in_dout.operand(), const_data<float>(in_lse), dscores.mutable_data_ptr(),
-       dvalue.mutable_data_ptr()},
-      on_device.mask,
+  const Mask device_mask = kernel_mask(mask);
+  Tensor sink_parts;  // (batch, nheads, seqlen_q)
+  if (is_given(mask.sink)) sink_parts = at::zeros_like(in_lse);
+  const SoftmaxMatmulBackwardParams params = {
+      problem_of(scores, value, device_mask, scale),
+      in_scores.operand(),
+      in_value.operand(),
+      in_out.operand(),
+      in_dout.operand(),
+      const_data<float>(in_lse),
+      dscores.mutable_data_ptr(),
+      dvalue.mutable_data_ptr(),
       sink_parts.defined() ? mutable_data<float>(sink_parts) : nullptr};
   const cudaStream_t stream = current_stream();
   launch_softmax_matmul_dscores(params, stream);
@@ -218,20 +218,20 @@ Grads softmax_matmul_backward_cuda(const Tensor& dout, const Tensor& scores, con
   if (sink_parts.defined()) dsink.copy_(sink_parts.sum(at::IntArrayRef({0, 2})));
   return {dscores, dvalue, dsink};
 }
+constexpr auto softmax_matmul_backward_cuda = mask_op<softmax_matmul_grads_cuda>;
 #endif
 
 struct SoftmaxMatmulFunction : torch::autograd::Function<SoftmaxMatmulFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& scores, const Tensor& value,
                                const OptionalTensor& leftpad, bool causal, double scale,
-                               TW_MASK_PARAMETERS) {
-    auto [out, lse] =
-        call_softmax_matmul_forward.below(scores, value, leftpad, causal, scale, TW_MASK_ARGUMENTS);
-    ctx->save_for_backward({scores, value, out, lse, or_undefined(leftpad), or_undefined(key_start),
-                            or_undefined(key_end), or_undefined(sink)});
-    ctx->saved_data["causal"] = causal;
+                               const OptionalTensor& key_start, const OptionalTensor& key_end,
+                               std::optional<int64_t> window, std::optional<double> softcap,
+                               const OptionalTensor& sink) {
+    auto [out, lse] = call_softmax_matmul_forward.below(scores, value, leftpad, causal, scale,
+                                                        key_start, key_end, window, softcap, sink);
+    save_with_mask(ctx, {scores, value, out, lse},
+                   {leftpad, causal, key_start, key_end, window, softcap, sink});
     ctx->saved_data["scale"] = scale;
-    ctx->saved_data["window"] = window;
-    ctx->saved_data["softcap"] = softcap;
     return outputs_of(ctx, {out, lse});
   }
 
@@ -239,13 +239,13 @@ struct SoftmaxMatmulFunction : torch::autograd::Function<SoftmaxMatmulFunction> 
     variable_list all(10);
     if (!grads[0].defined()) return all;
     const auto saved = ctx->get_saved_variables();
+    const Mask mask = saved_mask(ctx, saved);
     auto [dscores, dvalue, dsink] = call_softmax_matmul_backward(
-        grads[0], saved[0], saved[1], saved[2], saved[3], optional(saved[4]),
-        ctx->saved_data["causal"].toBool(), ctx->saved_data["scale"].toDouble(), optional(saved[5]),
-        optional(saved[6]), ctx->saved_data["window"].toOptional<int64_t>(),
-        ctx->saved_data["softcap"].toOptional<double>(), optional(saved[7]));
+        grads[0], saved[0], saved[1], saved[2], saved[3], mask.leftpad, mask.causal,
+        ctx->saved_data["scale"].toDouble(), mask.key_start, mask.key_end, mask.window,
+        mask.softcap, mask.sink);
     all[0] = dscores, all[1] = dvalue;
-    all[9] = if_wanted(saved[7].defined(), dsink);
+    all[9] = if_wanted(is_given(mask.sink), dsink);
     return all;
   }
 };

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "attention/mask_params.h"
+#include "attention/mask.h"
 #include "core/device.h"
 #include "core/dtype.h"
 #include "core/family.h"
@@ -22,11 +22,10 @@ struct HeadsOperand {
 };
 
 struct SoftmaxMatmulProblem {
-  MaskRule rule;
+  MaskParams mask;
   int64_t batch;
   int64_t nheads;
   int64_t head_dim_v;
-  const int32_t* leftpad;  // (batch,), or null
   float scale;
   DType dtype;
   bool tf32;  // fp32 products may round their operands to TF32
@@ -47,18 +46,12 @@ inline bool softmax_matmul_takes_sm90(const SoftmaxMatmulProblem& p, const Heads
                                       const HeadsOperand& value, const DeviceFacts& device) {
   constexpr int64_t kMaxColumns = 256, kMaxSeqlen = int64_t{1} << 29;
   const double tiles = static_cast<double>(p.batch) * static_cast<double>(p.nheads) *
-                       (static_cast<double>(p.rule.seqlen_q) / 128 + 1);
+                       (static_cast<double>(p.mask.seqlen_q) / 128 + 1);
   return device.wgmma && device.tma && device.shared_limit >= kSoftmaxMatmulSm90Bytes &&
          p.dtype != DType::kFloat32 && scores.aligned && value.aligned && p.head_dim_v > 0 &&
-         p.head_dim_v <= kMaxColumns && p.head_dim_v % 8 == 0 && p.rule.seqlen_q <= kMaxSeqlen &&
-         p.rule.seqlen_k <= kMaxSeqlen && grid_fits(tiles + device.sms);
+         p.head_dim_v <= kMaxColumns && p.head_dim_v % 8 == 0 && p.mask.seqlen_q <= kMaxSeqlen &&
+         p.mask.seqlen_k <= kMaxSeqlen && grid_fits(tiles + device.sms);
 }
-
-// The kernels take it where an AttentionMask is given, and SoftmaxMatmulParams alone where it
-// isn't.
-struct MaskedSoftmaxMatmulParams : SoftmaxMatmulParams {
-  AttentionMask mask;
-};
 
 struct SoftmaxMatmulBackwardParams {
   SoftmaxMatmulProblem problem;
@@ -69,24 +62,18 @@ struct SoftmaxMatmulBackwardParams {
   const float* lse;  // contiguous
   void* dscores;     // contiguous
   void* dvalue;      // contiguous
-};
-
-struct MaskedSoftmaxMatmulBackwardParams : SoftmaxMatmulBackwardParams {
-  AttentionMask mask;
   // (batch, nheads, seqlen_q), 0 before the launch, or null: what every row adds to the gradient of
   // its head's sink.
   float* sink_parts;
 };
 
 // One file for every dtype (csrc/instantiations.py).
-template <typename T, typename Params>
-void launch_softmax_matmul_sm90(const Params& params, cudaStream_t stream);
+template <typename T, bool kMasked>
+void launch_softmax_matmul_sm90(const SoftmaxMatmulParams& params, cudaStream_t stream);
 
 // No size of a problem may be 0 but head_dim_v, in the forward.
-void launch_softmax_matmul(const MaskedSoftmaxMatmulParams& params, cudaStream_t stream);
-void launch_softmax_matmul_dscores(const MaskedSoftmaxMatmulBackwardParams& params,
-                                   cudaStream_t stream);
-void launch_softmax_matmul_dvalue(const MaskedSoftmaxMatmulBackwardParams& params,
-                                  cudaStream_t stream);
+void launch_softmax_matmul(const SoftmaxMatmulParams& params, cudaStream_t stream);
+void launch_softmax_matmul_dscores(const SoftmaxMatmulBackwardParams& params, cudaStream_t stream);
+void launch_softmax_matmul_dvalue(const SoftmaxMatmulBackwardParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

@@ -1,0 +1,82 @@
+// How an op with a mask is registered: from the dispatcher's arguments to a Mask, and a Mask
+// through an autograd function.
+#pragma once
+
+#include "attention/mask_arguments.h"
+#include "core/dispatch.h"
+
+namespace torchweld {
+
+// The end of a schema's mask arguments, after leftpad, causal and scale.
+#define TW_MASK_SCHEMA                                                                    \
+  "Tensor? key_start=None, Tensor? key_end=None, int? window=None, float? softcap=None, " \
+  "Tensor? sink=None"
+
+// MaskOp<f, R(), arguments of f>::call is f(before..., mask, scale, after...) with the mask's
+// arguments one by one, in the order of the schema. kCausal says that the schema has `causal`;
+// otherwise the mask is always causal.
+template <auto f, bool kCausal, typename Before, typename... Rest>
+struct MaskOp;
+
+template <auto f, bool kCausal, typename R, typename... Before, typename Next, typename... Rest>
+struct MaskOp<f, kCausal, R(Before...), Next, Rest...>
+    : MaskOp<f, kCausal, R(Before..., Next), Rest...> {};
+
+template <auto f, typename R, typename... Before, typename Scale, typename... After>
+struct MaskOp<f, true, R(Before...), const Mask&, Scale, After...> {
+  static R call(Before... before, const OptionalTensor& leftpad, bool causal, Scale scale,
+                const OptionalTensor& key_start, const OptionalTensor& key_end,
+                std::optional<int64_t> window, std::optional<double> softcap,
+                const OptionalTensor& sink, After... after) {
+    return f(before..., Mask{leftpad, causal, key_start, key_end, window, softcap, sink}, scale,
+             after...);
+  }
+};
+
+template <auto f, typename R, typename... Before, typename Scale, typename... After>
+struct MaskOp<f, false, R(Before...), const Mask&, Scale, After...> {
+  static R call(Before... before, const OptionalTensor& leftpad, Scale scale,
+                const OptionalTensor& key_start, const OptionalTensor& key_end,
+                std::optional<int64_t> window, std::optional<double> softcap,
+                const OptionalTensor& sink, After... after) {
+    return f(before..., Mask{leftpad, /*causal=*/true, key_start, key_end, window, softcap, sink},
+             scale, after...);
+  }
+};
+
+template <auto f, bool kCausal, typename R, typename... Args>
+constexpr auto mask_op_of(R (*)(Args...)) {
+  return &MaskOp<f, kCausal, R(), Args...>::call;
+}
+
+// The dispatcher's function of f: mask_op of an op with `causal`, causal_mask_op of one without.
+template <auto f>
+constexpr auto mask_op = mask_op_of<f, /*kCausal=*/true>(f);
+template <auto f>
+constexpr auto causal_mask_op = mask_op_of<f, /*kCausal=*/false>(f);
+
+// A mask through an autograd function: its tensors are the last kMaskTensors of those saved.
+constexpr size_t kMaskTensors = 4;
+
+inline void save_with_mask(AutogradContext* ctx, variable_list tensors, const Mask& mask) {
+  for (const OptionalTensor* t : {&mask.leftpad, &mask.key_start, &mask.key_end, &mask.sink}) {
+    tensors.push_back(or_undefined(*t));
+  }
+  ctx->save_for_backward(std::move(tensors));
+  ctx->saved_data["causal"] = mask.causal;
+  ctx->saved_data["window"] = mask.window;
+  ctx->saved_data["softcap"] = mask.softcap;
+}
+
+inline Mask saved_mask(AutogradContext* ctx, const variable_list& saved) {
+  const Tensor* const t = saved.data() + saved.size() - kMaskTensors;
+  return {optional(t[0]),
+          ctx->saved_data["causal"].toBool(),
+          optional(t[1]),
+          optional(t[2]),
+          ctx->saved_data["window"].toOptional<int64_t>(),
+          ctx->saved_data["softcap"].toOptional<double>(),
+          optional(t[3])};
+}
+
+}  // namespace torchweld
