@@ -297,8 +297,8 @@ def test_reasons_of_a_tile():
         ({"math": 2, "bfloat16": 0}, "another dtype"),
         ({"head_dim": 136}, "head dims of 65 to 128"),
         ({"head_dim": 64, "head_dim_v": 64}, "head dims of 65 to 128"),
-        ({"head_dim_v": 100}, "rows don't start on 16 bytes"),
-        ({"head_dim": 100}, "rows don't start on 16 bytes"),
+        ({"head_dim_v": 100}, "not aligned to 16 bytes"),
+        ({"head_dim": 100}, "not aligned to 16 bytes"),
         ({"seqlen_q": 0}, "no query rows"),
         ({"seqlen_k": 0}, "no keys"),
         ({"seqlen_k": 2**29 + 1}, "longer than 536870912"),
@@ -317,7 +317,7 @@ def test_reasons_of_a_tile():
     assert "head dims of 129 to 256" in refusal(FAMILY, narrow, pair)
     assert refusal(FAMILY, problem(FAMILY, **wide), pair) == ""
     unequal = refusal(FAMILY, problem(FAMILY, **wide), "sm90 64x64x192 to 128 2 blocks")
-    assert unequal == "the tile holds head dims to 192 and 128"
+    assert unequal == "the tile supports head dims up to 192 and 128"
     alone = problem(FAMILY, H200 | {"clusters": 0}, **wide)
     assert "no clusters" in refusal(FAMILY, alone, pair)
     assert chosen(FAMILY, H200, **LONG, math=1, bfloat16=0)["engine"] == "sync"

@@ -124,7 +124,7 @@ def test_reasons_of_a_decode():
     assert refusal("attention", few, tile) == ""
     assert "at most 16 query rows" in refusal("attention", problem("attention", seqlen_q=17), tile)
     assert "another dtype" in refusal("attention", problem("attention", seqlen_q=1, math=2), tile)
-    assert "head dims to 64" in refusal(
+    assert "head dims up to 64" in refusal(
         "attention", problem("attention", seqlen_q=1, head_dim=65), tile
     )
     small = problem("attention", seqlen_q=1, shared_limit=65536)

@@ -162,8 +162,8 @@ def test_reasons_of_a_tile():
     assert refusal("attention", long, tile) == ""
     for fields, reason in (
         ({"math": 2, "bfloat16": 0}, "another dtype"),
-        ({"head_dim": 129}, "head dims to 128 and 128"),
-        ({"head_dim_v": 100}, "rows don't start on 16 bytes"),
+        ({"head_dim": 129}, "head dims up to 128 and 128"),
+        ({"head_dim_v": 100}, "not aligned to 16 bytes"),
         ({"seqlen_k": 0}, "no keys"),
         ({"seqlen_k": 2**29 + 1}, "longer than 536870912"),
         ({"head_dim": 0}, "head dim of 0"),

@@ -48,7 +48,7 @@ def test_reasons_of_attention():
         refusal("attention", problem("attention", math=2), tile) == "the tile is for another dtype"
     )
     wide = problem("attention", head_dim=65)
-    assert refusal("attention", wide, tile) == "the tile holds head dims to 64"
+    assert refusal("attention", wide, tile) == "the tile supports head dims up to 64"
     assert "longer than 536870912" in refusal(
         "attention", problem("attention", seqlen_k=2**29 + 1), tile
     )

@@ -1,5 +1,5 @@
-// What the forward kernels of attention on tensor cores share: a block's part of the work, the end
-// of a block, the launch.
+// The forward kernels of attention on tensor cores share this: a block's work tile, its epilogue,
+// the launch.
 #pragma once
 
 #include <type_traits>
@@ -13,9 +13,9 @@
 
 namespace torchweld {
 
-// What one block works on: query rows [first_row, first_row + rows) of one head, and the keys
-// [pad, pad + keys) that any of them sees. Row i sees the first min(i + shift, all_keys) keys
-// behind the padding.
+// The work tile of a block: query rows [first_row, first_row + rows) of one head, and the keys
+// [pad, pad + keys) that any of the rows sees. Row i sees the first min(i + shift, all_keys) keys
+// after the padding.
 struct AttentionBlock {
   int64_t batch;
   int64_t head;
@@ -25,12 +25,12 @@ struct AttentionBlock {
   int keys;
   int shift;
   int all_keys;
-  int first_live;  // rows before it are padding or see no key
+  int first_live;  // earlier rows are padding or see no key
 
-  // Without its keys.
+  // The work tile of this block; find_keys() must follow.
   template <int kRows>
-  static __device__ __forceinline__ AttentionBlock at(const AttentionParams& params,
-                                                      const AttentionSchedule& schedule) {
+  static __device__ __forceinline__ AttentionBlock find_rows(const AttentionParams& params,
+                                                             const AttentionSchedule& schedule) {
     const int64_t index = schedule.first_block + blockIdx.x;
     const int64_t section = index / (schedule.section * schedule.tiles) * schedule.section;
     const int64_t in_section = index - section * schedule.tiles;
@@ -47,7 +47,7 @@ struct AttentionBlock {
   template <int kRows>
   static __device__ __forceinline__ AttentionBlock make(const AttentionParams& params,
                                                         const AttentionSchedule& schedule) {
-    AttentionBlock block = at<kRows>(params, schedule);
+    AttentionBlock block = find_rows<kRows>(params, schedule);
     block.find_keys(params);
     return block;
   }
@@ -56,7 +56,7 @@ struct AttentionBlock {
     const MaskParams mask = params.mask;
     const int seqlen_q = static_cast<int>(mask.seqlen_q);
     const int seqlen_k = static_cast<int>(mask.seqlen_k);
-    pad = static_cast<int>(mask.pad(batch));
+    pad = mask.pad_32(batch);
     all_keys = seqlen_k - pad;
     shift = mask.causal ? all_keys - seqlen_q + 1 : kNoLimit;
     first_live = mask.causal || mask.leftpad ? seqlen_q - all_keys : 0;
@@ -71,22 +71,22 @@ struct AttentionBlock {
   static constexpr int kNoLimit = 1 << 30;
 };
 
-// The same under a general mask: a row of the block sees the keys from begin[row] on, counted
-// from `pad` as all are. kWarpRows rows see every key from their last_begin on. `pad` is a multiple
-// of kPadMultiple: no row sees the first `unseen` keys behind it.
+// A work tile under a general mask: a row of the block sees the keys from begin[row] on, counted
+// from `pad` like all keys. From last_begin on, the kWarpRows rows of a warp see every key. `pad`
+// is a multiple of kPadMultiple: no row sees the first `unseen` keys after it.
 template <int kRows, int kWarpRows, int kPadMultiple = 1>
 struct MaskedAttentionBlock : AttentionBlock {
   int unseen;
   int last_begin[kRows / kWarpRows];
-  int begin[kRows];  // kSeesNothing where a row doesn't
+  int begin[kRows];  // kSeesNothing where a row sees no key
 
-  // By all threads, of which there are at least kRows.
-  __device__ __forceinline__ void take(const AttentionParams& params,
+  // Finds the work tile; all threads of a block of at least kRows threads call.
+  __device__ __forceinline__ void init(const AttentionParams& params,
                                        const AttentionSchedule& schedule) {
     static_assert(kPadMultiple == 1);
     const int row = threadIdx.x;
     if (row == 0) {
-      static_cast<AttentionBlock&>(*this) = at<kRows>(params, schedule);
+      static_cast<AttentionBlock&>(*this) = find_rows<kRows>(params, schedule);
       pad = kSeesNothing;
       all_keys = 0;
     }
@@ -111,7 +111,7 @@ struct MaskedAttentionBlock : AttentionBlock {
     __syncthreads();
   }
 
-  // The same by the lanes of one warp, which know what else there is of the block.
+  // Finds the keys of `block`; all lanes of one warp call.
   __device__ __forceinline__ void find_keys(const AttentionParams& params,
                                             const AttentionBlock& block) {
     const MaskParams mask = params.mask;
@@ -129,8 +129,8 @@ struct MaskedAttentionBlock : AttentionBlock {
     first = __reduce_min_sync(~0u, first);
     end = __reduce_max_sync(~0u, end);
     if (end == 0) first = 0;
-    const int behind = first % kPadMultiple;
-    first -= behind;
+    const int before_first = first % kPadMultiple;
+    first -= before_first;
     __syncwarp();
     for (int warp = lane; warp < kRows / kWarpRows; warp += 32) {
       int last = 0;
@@ -143,7 +143,7 @@ struct MaskedAttentionBlock : AttentionBlock {
     }
     if (lane == 0) {
       static_cast<AttentionBlock&>(*this) = block;
-      unseen = behind;
+      unseen = before_first;
       set_keys(mask, sequence, first, end);
     }
     __syncwarp();
@@ -156,7 +156,7 @@ struct MaskedAttentionBlock : AttentionBlock {
     keys = end - first;
     all_keys = static_cast<int>(sequence.end) - first;
     const int64_t window = min(mask.window, static_cast<int64_t>(kNoLimit));
-    const int reach = mask.causal ? 1 : static_cast<int>(window);  // behind a row's position
+    const int reach = mask.causal ? 1 : static_cast<int>(window);  // keys from a row's position on
     const int position = static_cast<int>(mask.position(0, sequence.end)) - first;
     shift = reach > 0 ? reach + position : kNoLimit;
   }
@@ -175,7 +175,7 @@ __device__ __forceinline__ bool hides_keys(const typename Config::Block& s_block
          key < s_block.last_begin[warp_row / Config::kWarpRows];
 }
 
-// Hides their scores, or what became of them.
+// Hides the scores of a warp's rows, or values computed from them.
 template <typename Config, int kTiles, int kColTiles>
 __device__ __forceinline__ void hide_keys(float (&r_s)[kTiles][kColTiles][4],
                                           const typename Config::Block& s_block, int warp_row,
@@ -201,8 +201,8 @@ __device__ __forceinline__ const T* matrix_of(const AttentionTensor& tensor, int
          head * tensor.head_stride + row * tensor.row_stride;
 }
 
-// Divides a warp's sums `r_out` and writes them, and lse. s_rows is shared memory of the warp's own
-// for its rows.
+// Divides a warp's sums `r_out` and writes them and lse. s_rows is the warp's own shared memory for
+// its rows.
 template <typename Config, int kTiles, int kColTiles>
 __device__ __forceinline__ void store_block(const AttentionParams& params,
                                             const typename Config::Scale& scale,
@@ -244,10 +244,10 @@ __device__ __forceinline__ void store_block(const AttentionParams& params,
       static_cast<T*>(params.out) + out_row * head_dim_v, s_rows, warp_rows, head_dim_v);
 }
 
-// Launches the kernel of a tile in grids of as many blocks as fit.
+// Launches the kernel of a tile in grids of at most kMaxGrid blocks.
 template <typename Config, int kBytes, typename Kernel>
 void launch_attention_blocks(Kernel kernel, const AttentionParams& params, cudaStream_t stream) {
-  // A tile's own part of shared memory is followed by the block's.
+  // Shared memory holds the tile, then the block.
   constexpr int kBlockBytes = Config::kMasked ? 128 + 4 * Config::kRows : 128;
   static_assert(kBytes > Config::kShape.tile_bytes() &&
                 kBytes <= Config::kShape.tile_bytes() + kBlockBytes);

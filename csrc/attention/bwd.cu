@@ -1,4 +1,4 @@
-// The gradient of attention: the launcher, and the kernel that prepares a row's statistics. The
+// The gradient of attention: the launcher, and the kernels that prepare the rows' statistics. The
 // gradients are in attention/sm90/bwd_kernel.cuh, attention/sm90/bwd_2cta_kernel.cuh,
 // attention/sync/bwd_tiles.cuh, and for large head dims in attention/general/bwd.cu.
 #include <climits>
@@ -19,7 +19,8 @@ constexpr int kLanesPerRow = 8;
 constexpr int kRowThreads = 256;
 constexpr int kRowsPerBlock = kRowThreads / kLanesPerRow;
 
-// What the query rows see, row by row and group by group. A block takes a group, a thread a row.
+// Writes the keys that each query row and each group of rows sees: a block per group, a thread per
+// row.
 __global__ __launch_bounds__(kAttentionBackwardRowPad) void attention_backward_ranges_kernel(
     const __grid_constant__ MaskedBackwardArgs args) {
   __shared__ BlockMask s_group;
@@ -53,9 +54,9 @@ __global__ __launch_bounds__(kAttentionBackwardRowPad) void attention_backward_r
   }
 }
 
-// This lane's share of the dot product of two rows, 16 bytes at a time where `vector`.
+// This lane's terms of the dot product of two rows, 16 bytes at a time where `vector`.
 template <typename T>
-__device__ __forceinline__ float dot_share(const T* g_x, const T* g_y, int64_t n, bool vector) {
+__device__ __forceinline__ float dot_of_lane(const T* g_x, const T* g_y, int64_t n, bool vector) {
   constexpr int kElems = kVectorBytes / sizeof(T);
   const int lane = threadIdx.x % kLanesPerRow;
   float sum = 0.f;
@@ -71,8 +72,8 @@ __device__ __forceinline__ float dot_share(const T* g_x, const T* g_y, int64_t n
   return sum;
 }
 
-// lse and delta of every row of the scratch memory (lse 0 where a row sees nothing), and dQ of the
-// rows that see nothing, of which nothing is read. Eight lanes a row.
+// Writes lse and delta of every row to the scratch memory, and dQ = 0 for rows that see nothing.
+// Such rows have lse 0 and are not read. Eight lanes per row.
 template <typename T, typename Args>
 __global__ __launch_bounds__(kRowThreads) void attention_backward_rows_kernel(
     const __grid_constant__ Args args, bool vector) {
@@ -96,15 +97,15 @@ __global__ __launch_bounds__(kRowThreads) void attention_backward_rows_kernel(
   const bool live = row >= first_row && row < p.sizes.seqlen_q;
   float lse = 0.f, delta = 0.f;
   if (live) {
-    delta = dot_share(head_of<T>(p.out, sequence, head) + row * p.out.row_stride,
-                      head_of<T>(p.dout, sequence, head) + row * p.dout.row_stride,
-                      p.sizes.head_dim_v, vector);
+    delta = dot_of_lane(head_of<T>(p.out, sequence, head) + row * p.out.row_stride,
+                        head_of<T>(p.dout, sequence, head) + row * p.dout.row_stride,
+                        p.sizes.head_dim_v, vector);
     lse = -p.lse[row_in_tensors] * args.lse_factor;
   } else if (row < p.sizes.seqlen_q) {
     T* g_dq = static_cast<T*>(p.dquery) + row_in_tensors * p.sizes.head_dim;
     for (int64_t i = lane; i < p.sizes.head_dim; i += kLanesPerRow) g_dq[i] = from_float<T>(0.f);
   }
-  // Rows come in multiples of four, so a warp leaves above as a whole.
+  // args.rows is a multiple of four, so all lanes of a warp return above or none does.
 #pragma unroll
   for (int step = kLanesPerRow / 2; step > 0; step /= 2) {
     delta += __shfl_xor_sync(~0u, delta, step);
@@ -115,7 +116,7 @@ __global__ __launch_bounds__(kRowThreads) void attention_backward_rows_kernel(
   }
 }
 
-// delta of the rows less the gradient of lse, which is d lse / d score = p times that.
+// delta -= dlse: lse adds dlse * d lse / d score = dlse * p to dS, and dS = p * (dP - delta).
 __global__ __launch_bounds__(kRowThreads) void attention_backward_dlse_kernel(
     const __grid_constant__ BackwardArgs args, const float* g_dlse) {
   const AttentionSizes& sizes = args.params.sizes;
@@ -125,8 +126,8 @@ __global__ __launch_bounds__(kRowThreads) void attention_backward_dlse_kernel(
   args.g_delta[head * args.rows + row] -= g_dlse[i] * exp2f(-args.shift);
 }
 
-// A sequence's part of the gradient to a head's sink, -sum(exp(sink - lse) * delta) over the rows.
-// The lse of a row that sees nothing is the sink. A block takes a head.
+// A sequence's term of a head's dsink: -sum(exp(sink - lse) * delta) over the rows. A row that sees
+// nothing has lse = sink. A block per head.
 __global__ __launch_bounds__(kRowThreads) void attention_backward_sink_kernel(
     const __grid_constant__ MaskedBackwardArgs args, const float* g_dlse, float* g_dsink) {
   __shared__ BlockExchange<kRowThreads> s_exchange;
@@ -148,13 +149,13 @@ __global__ __launch_bounds__(kRowThreads) void attention_backward_sink_kernel(
   if (threadIdx.x == 0) g_dsink[head_of_all] = sum;
 }
 
-// Query heads of a kv head.
+// Query heads that share a kv head.
 int64_t group_of(const AttentionSizes& sizes) {
   return sizes.nheads_kv > 0 ? sizes.nheads / sizes.nheads_kv : 0;
 }
 
-// What a launch is cut into, and the pieces of its scratch memory, in floats; `groups` and `live`
-// under a general mask.
+// How a launch is divided, and the offsets of the scratch memory's arrays in floats. `groups` and
+// `live` are for general masks.
 struct Scratch {
   int64_t wave = 0;  // blocks that fit on the device, or clusters; 0 but on Hopper
   int64_t group_parts = 1;
@@ -184,9 +185,9 @@ struct Scratch {
     const int64_t keys = attention_backward_part_tiles(sizes.seqlen_k) * 64;
     bytes = (parts + (group_parts > 1 ? 2 * kv_heads * group_parts * keys * columns : 0)) * 4;
   }
-  // The tickets come first.
+  // The tickets come before the counters.
   int64_t turns_bytes() const {
-    return kBackwardTickets * 4 + delta / kAttentionBackwardRowsPerTurn * 4;
+    return kBackwardTickets * 4 + delta / kAttentionBackwardRowsPerCounter * 4;
   }
 };
 
@@ -209,11 +210,11 @@ BackwardArgs make_args(const AttentionBackwardParams& params, const Scratch& scr
   const AttentionBackwardLoad load = {
       sizes.batch * sizes.nheads_kv * scratch.group_parts, heads, sizes.seqlen_k,
       attention_backward_dq_columns(sizes.head_dim, sizes.head_dim_v),
-      // Q, dO and dQ's sums, K and V.
+      // Q, dO and dQ's sums; K and V.
       heads * sizes.seqlen_q * (dims * elem_size + sizes.head_dim * 4) +
           sizes.seqlen_k * dims * elem_size,
       args.params.mask.causal || args.params.mask.window > 0 || params.mask.key_start};
-  // With a window or documents all walks of a wave are about as long.
+  // With a window or documents all blocks of a wave run about as long.
   const bool triangle =
       args.params.mask.causal && args.params.mask.window == 0 && !params.mask.key_start;
   const AttentionBackwardOrder order = attention_backward_order(load, triangle ? scratch.wave : 0);
@@ -265,7 +266,7 @@ void launch_dlse(const BackwardArgs& args, const float* dlse, cudaStream_t strea
   launch_kernel(attention_backward_dlse_kernel, {blocks, kRowThreads}, stream, args, dlse);
 }
 
-// What comes before and after the statistics of the rows under a general mask.
+// The kernels of a general mask before and after the rows' statistics.
 void launch_ranges(const BackwardArgs&, cudaStream_t) {}
 void launch_ranges(const MaskedBackwardArgs& args, cudaStream_t stream) {
   const int64_t groups = args.params.sizes.batch * args.rows / kAttentionBackwardRowPad;
@@ -281,7 +282,7 @@ void launch_sink(const MaskedBackwardArgs& args, const AttentionBackwardParams& 
                 params.dsink);
 }
 
-// A choice of the host as a constant, for elements of that type.
+// Calls body(the tile index as a constant), for tiles of T.
 template <typename T, typename Body>
 void with_sm90_tile(int tile, const Body& body) {
   if constexpr (sizeof(T) == 2) dispatch_index<kNumAttentionBackwardSm90Tiles>(tile, body);

@@ -1,12 +1,12 @@
-// The gradient of attention: what the host hands to the kernels.
+// The gradient of attention: the parameters that the host passes to the kernels.
 #pragma once
 
 #include "attention/params.h"
 
 namespace torchweld {
 
-// query, key, value, out and dout have rows on 16-byte boundaries, as AttentionTensor says.
-// Everything the kernels write is contiguous.
+// The rows of query, key, value, out and dout start on 16-byte boundaries (AttentionTensor). All
+// results are contiguous.
 struct AttentionBackwardParams {
   AttentionTensor query;  // (batch, nheads, seqlen_q, head_dim)
   AttentionTensor key;    // (batch, nheads_kv, seqlen_k, head_dim)
@@ -17,7 +17,7 @@ struct AttentionBackwardParams {
   void* dquery;           // like query
   void* dkey;             // like key
   void* dvalue;           // like value
-  void* scratch;          // attention_backward_scratch_bytes() of it, on a 16-byte boundary
+  void* scratch;          // attention_backward_scratch_bytes() bytes, on a 16-byte boundary
   AttentionSizes sizes;
   MaskParams mask;
   float scale;
@@ -28,11 +28,11 @@ struct AttentionBackwardParams {
   float* dsink;       // (batch, nheads): each sequence's partial sum; null without a sink
 };
 
-// Device memory that the launcher needs for its own; it needs no initialisation. It depends on the
-// sizes, the choice, causal, whether there is a mask, and the current device.
+// The size of the launcher's scratch memory, which needs no initialisation. It depends on the
+// sizes, the choice, causal, whether the mask is general, and the current device.
 int64_t attention_backward_scratch_bytes(const AttentionBackwardParams& params);
 
-// Any sizes, 0 included; every element of the gradients is written.
+// Sizes may be 0. Every element of the gradients is written.
 void launch_attention_backward(const AttentionBackwardParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

@@ -1,4 +1,4 @@
-// What the kernels of attention's gradient share: their arguments, scratch memory, live ranges.
+// The kernels of attention's gradient share this: arguments, scratch memory, ranges of keys.
 #pragma once
 
 #include <type_traits>
@@ -11,22 +11,24 @@ namespace torchweld {
 struct BackwardArgs {
   AttentionBackwardParams params;
   int64_t rows;  // seqlen_q, rounded up to attention_backward_row_pad
-  // Parts of a kv head's query heads with blocks, dK and dV of their own; always 1 but on Hopper.
+  // A kv head's query heads are divided into this many parts, each with its own blocks, dK and dV.
+  // Always 1 but on Hopper.
   unsigned group_parts;
-  unsigned parts_at_once;  // parts whose blocks come side by side
-  unsigned wave;       // blocks, or clusters, between changes of direction; 0: all walk downwards
-  float lse_factor;    // lse and the scores are multiplied by these before
-  float score_factor;  // their difference is an exponent
-  float shift;         // probabilities are kept 2^shift times too large
-  float* g_lse;        // (batch, nheads, rows): shift - lse * lse_factor
-  float* g_delta;      // (batch, nheads, rows): sum(dout * out) * 2^-shift
+  unsigned parts_at_once;  // parts whose blocks run side by side
+  // Blocks, or clusters, between changes of direction; 0: all loop over the query tiles downwards.
+  unsigned wave;
+  float lse_factor;  // score * score_factor - lse * lse_factor is the exponent of a probability
+  float score_factor;
+  float shift;      // stored probabilities are 2^shift times too large
+  float* g_lse;     // (batch, nheads, rows): shift - lse * lse_factor
+  float* g_delta;   // (batch, nheads, rows): sum(dout * out) * 2^-shift
   float* g_dq;      // (batch, nheads, rows, tile's head_dim) in the order of the warps' registers
-  float4* g_parts;  // dK and dV of the parts where there are several: part_sums
+  float4* g_parts;  // dK and dV of the parts where there are several; see part_sums
   int* g_dq_semaphore;  // blocks that have added to a dQ tile, or to a warp's share of it
-  unsigned* g_tickets;  // blocks that have started, one count for every launch
+  unsigned* g_tickets;  // blocks that have started, a counter per launch
 
-  // Sums of 64 keys and `columns` columns of a part's dK, or of its dV: (columns / 8, 128 threads),
-  // each as wgmma leaves it in registers.
+  // The sums of 64 keys and `columns` columns of a part's dK or dV: (columns / 8, 128 threads), a
+  // float4 each, as wgmma leaves them in registers.
   __device__ __forceinline__ float4* part_sums(int part, int tile, bool of_dv, int columns) const {
     const AttentionSizes& sizes = params.sizes;
     const int64_t parts = sizes.batch * sizes.nheads_kv * group_parts;
@@ -54,22 +56,21 @@ struct MaskedBackwardArgs : BackwardArgs {
   }
 };
 
-// Two are in use; the turns behind them have cache lines of their own.
+// Two tickets are in use; the padding puts the semaphores on another cache line.
 inline constexpr int kBackwardTickets = 32;
 
-// Sequence lengths and numbers of heads above this take the general kernels, which count in 64
-// bits: the tiles have no registers for it.
+// The tiles count rows, keys and heads in 32 bits, because 64 bits cost registers that they don't
+// have. Larger problems use the general kernels.
 inline constexpr int64_t kBackwardMaxSize = (int64_t{1} << 31) - 1024;
 
-// What of one sequence takes part. Rows and keys outside are never read. Sizes fit in 32 bits here:
-// kBackwardMaxSize.
+// The keys and query rows of one sequence that are read, under causal and leftpad alone. Sizes fit
+// in 32 bits: kBackwardMaxSize.
 struct SequenceSpan {
-  int pad;        // first key
-  int first_row;  // first query row that sees a key, seqlen_q where none does
+  int pad;        // the first key
+  int first_row;  // the first query row that sees a key, seqlen_q where none does
 
   __device__ __forceinline__ SequenceSpan(const BackwardArgs& args, int64_t sequence)
-      : pad(static_cast<int>(args.params.mask.pad(sequence))),
-        first_row(first_row_seeing(args.params.mask, 0)) {}
+      : pad(args.params.mask.pad_32(sequence)), first_row(first_row_seeing(args.params.mask, 0)) {}
 
   // The first query row that sees a key at `key` or later.
   __device__ __forceinline__ int first_row_seeing(const MaskParams& mask, int key) const {
@@ -91,11 +92,11 @@ __device__ __forceinline__ const T* head_of(const AttentionTensor& tensor, int64
 template <typename Args>
 inline constexpr bool kIsMasked = std::is_same_v<Args, MaskedBackwardArgs>;
 
-// In files for a few tiles of a dtype each (csrc/instantiations.py).
+// csrc/instantiations.py generates a file for a few tiles of a dtype.
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_tile(const Args& args, cudaStream_t stream);
 
-// In attention/general/bwd.cu: any head_dim.
+// Any head_dim (attention/general/bwd.cu).
 template <typename T, typename Args>
 void launch_attention_backward_general(const Args& args, cudaStream_t stream);
 

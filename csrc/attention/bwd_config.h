@@ -1,4 +1,4 @@
-// Which tile the gradient of attention takes. Pure host code: tested without a GPU, printed by
+// The choice of the gradient's kernel and tile. Pure host code: tested without a GPU, printed by
 // explain.
 #pragma once
 
@@ -9,14 +9,14 @@
 
 namespace torchweld {
 
-// Turns at dQ are counted per warp and tile: at most one to this many query rows.
-inline constexpr int kAttentionBackwardRowsPerTurn = 4;
+// The order of additions to dQ has a counter per warp and tile: at most one per this many query
+// rows.
+inline constexpr int kAttentionBackwardRowsPerCounter = 4;
 
-// A block of `warps` warps owns `keys` keys, `groups` warps a strip of them, and walks the query
-// rows `rows` at a time. It computes the scores of `cols` rows at once. Every warp of a group
-// computes its strip's scores, and sums up its part of the head dims. Where `paired`, half of the
-// warps compute P and sum up dV, the others dS and dK, and the warps of a group divide the rows
-// between them too.
+// A block of `warps` warps owns `keys` keys and loops over the query rows, `rows` at a time.
+// `groups` warps own a strip of the keys: each computes the strip's scores, of `cols` rows at a
+// time, and sums its slice of the head dims. With `paired`, half of the warps compute P and sum dV,
+// the others dS and dK, and the warps of a group also divide the rows among them.
 struct AttentionBackwardTile {
   AttentionMath math;
   int head_dim;  // the larger of head_dim and head_dim_v is at most this
@@ -26,41 +26,40 @@ struct AttentionBackwardTile {
   int warps;
   int groups;
   int blocks_per_sm;
-  bool prefetches;  // dQ's sums are read ahead where nobody has to be waited for
-  bool split;       // dV and dK in launches of their own: one warp's registers don't hold both
-  bool paired;      // ... or in warps of their own
+  bool prefetches;  // dQ's sums are read ahead where no other block has to add first
+  bool split;       // dV and dK have separate launches: one warp's registers don't hold both
+  bool paired;      // dV and dK have separate warps
 
   constexpr int threads() const { return warps * 32; }
   constexpr int strip_warps() const { return paired ? warps / 2 : warps; }
   constexpr int strips() const { return keys * groups / (strip_warps() * 16); }
-  // K, V, Q, dO and dS, Q and dO twice, in fp32 once in pieces and once as they arrive, and dS
-  // twice in all but fp32; P where it is handed over; lse and delta, twice; the work tile.
+  // K, V, two stages of Q and dO, two of dS. In fp32 Q and dO once as bf16 terms and once as fp32,
+  // and one dS. P where the warps are paired; two stages of lse and delta; the work tile.
   constexpr int shared_bytes() const {
     const int size = elem_size(math);
     const int tiles =
         math == AttentionMath::kFloat32
-            ? kSplitBytes * (2 * keys * head_dim + 2 * rows * head_dim + keys * rows) +
+            ? kBf16x3Bytes * (2 * keys * head_dim + 2 * rows * head_dim + keys * rows) +
                   size * 2 * rows * head_dim
             : size * (2 * keys * head_dim + 4 * rows * head_dim + (paired ? 3 : 2) * keys * rows);
     return tiles + 16 * rows + 128;
   }
-  // The sums of a warp's strips, kept over the whole walk.
+  // The accumulators of a warp's strips.
   constexpr int sum_registers() const {
     return (split || paired ? 1 : 2) * strips() * head_dim / groups / 2;
   }
-  // A warp's share of a dQ tile.
-  constexpr int share_registers() const { return rows * head_dim / threads(); }
+  // The accumulators of a warp's slice of a dQ tile.
+  constexpr int dq_registers() const { return rows * head_dim / threads(); }
   constexpr bool valid() const {
     return keys * groups == strips() * strip_warps() * 16 && rows % cols == 0 && cols % 16 == 0 &&
            (!paired || (cols * groups == rows && math == AttentionMath::k16Bit && !split)) &&
-           64 % rows == 0 && sum_registers() <= 128 && share_registers() <= 64 &&
-           warps * kAttentionBackwardRowsPerTurn <= rows;
+           64 % rows == 0 && sum_registers() <= 128 && dq_registers() <= 64 &&
+           warps * kAttentionBackwardRowsPerCounter <= rows;
   }
 };
 
-// In the order of preference: the first that the problem fits is taken. The smaller ones are for
-// devices with 99 KB of shared memory a block. What may be computed in TF32 takes fp32's tiles
-// where TF32 has none: above 128 columns.
+// In order of preference: the first legal one is chosen. The smaller tiles are for devices with 99
+// KB of shared memory per block. Above 128 columns TF32 has no tiles and uses those of fp32.
 inline constexpr AttentionBackwardTile kAttentionBackwardTiles[] = {
     {AttentionMath::k16Bit, 64, 128, 64, 32, 4, 1, 2, false, false, false},
     {AttentionMath::k16Bit, 128, 128, 64, 64, 8, 1, 1, true, false, true},
@@ -80,9 +79,9 @@ inline constexpr AttentionBackwardTile kAttentionBackwardTiles[] = {
 inline constexpr int kNumAttentionBackwardTiles =
     sizeof(kAttentionBackwardTiles) / sizeof(kAttentionBackwardTiles[0]);
 
-// On Hopper: two warpgroups have 64 of a block's keys each and walk the query rows `rows` at a
-// time, with two buffers of Q and dO, while one warp loads and one adds to dQ. Head dims up to
-// `dim` are filled up with zeros. With dk_in_flight, dK += dS^T Q of a tile still runs while
+// Hopper's tile: two warpgroups have 64 of a block's keys each and loop over the query rows, `rows`
+// at a time, with two stages of Q and dO; one warp loads and one adds to dQ. Smaller head dims are
+// padded with zeros to `dim`. With dk_in_flight, dK += dS^T Q of a tile still runs while
 // the warpgroups meet for its dQ; not every shape has registers for that. Under a general mask
 // the rows are those of a group (kAttentionBackwardRowPad), which leaves registers for the mask.
 //
@@ -124,20 +123,20 @@ inline constexpr AttentionBackwardSm90Tile kAttentionBackwardSm90Tiles[] = {
 inline constexpr int kNumAttentionBackwardSm90Tiles =
     sizeof(kAttentionBackwardSm90Tiles) / sizeof(kAttentionBackwardSm90Tiles[0]);
 
-// What the kernel keeps in shared memory beside its tile.
+// The kernel's shared memory beside its tile.
 inline constexpr int kAttentionBackwardSm90ExtraBytes = 3 * 1024;
 
-// Query rows are padded to a multiple of this in scratch memory: whole tiles of any height of
-// kSync. What the rows of such a group see is kept together.
+// Scratch memory pads query rows to a multiple of this, a multiple of every kSync tile's rows. Each
+// such group of rows has a BlockMask.
 inline constexpr int64_t kAttentionBackwardRowPad = 64;
 
-// Those of a choice.
+// The padding of query rows in scratch memory.
 constexpr int64_t attention_backward_row_pad(const AttentionChoice& choice) {
   return choice.engine == AttentionEngine::kSm90 ? kAttentionBackwardSm90Tiles[choice.tile].rows
                                                  : kAttentionBackwardRowPad;
 }
 
-// The columns of dQ there: those of the tiles that serve the head dims, 0 where none does.
+// The columns of dQ in scratch memory: those of the tiles for the head dims, 0 where there is none.
 constexpr int64_t attention_backward_dq_columns(int64_t head_dim, int64_t head_dim_v) {
   const int64_t wide = head_dim > head_dim_v ? head_dim : head_dim_v;
   for (const int64_t columns : {64, 128, 256}) {
@@ -151,7 +150,7 @@ inline Refusal attention_backward_refusal(const AttentionProblem& p,
   const bool serves = tile.math == p.math ||
                       (tile.math == AttentionMath::kFloat32 && p.math == AttentionMath::kTf32);
   if (!serves) return "the tile is for another dtype";
-  // NOTE: dQ's scratch has room for these columns and no more; a wider tile would write beyond it.
+  // NOTE: a tile with more columns would write beyond dQ's scratch memory.
   const int64_t wide = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
   if (wide > tile.head_dim ||
       tile.head_dim > attention_backward_dq_columns(p.head_dim, p.head_dim_v)) {
@@ -160,7 +159,7 @@ inline Refusal attention_backward_refusal(const AttentionProblem& p,
   if (tile.shared_bytes() > p.device.shared_limit) {
     return too_much_shared_memory(tile.shared_bytes(), p.device.shared_limit);
   }
-  // A grid of tiles has one dimension; the general kernels walk any number of rows.
+  // The grid of tiles is one-dimensional; the general kernels loop over any number of rows.
   const double kv_heads = static_cast<double>(p.load.heads) / static_cast<double>(p.load.group);
   const double blocks = kv_heads * (static_cast<double>(p.seqlen_k) / tile.keys + 1);
   return grid_fits(blocks) ? Refusal() : "more than 2^31 - 1 tiles";
@@ -176,11 +175,11 @@ inline Refusal attention_backward_sm90_refusal(const AttentionProblem& p,
             tile.dim};
   }
   if (p.head_dim > tile.head_dim || p.head_dim_v > tile.head_dim_v) {
-    return {"the tile holds head dims to {} and {}", tile.head_dim, tile.head_dim_v};
+    return {"the tile supports head dims up to {} and {}", tile.head_dim, tile.head_dim_v};
   }
   if (const Refusal reason = attention_sizes_refusal(p)) return reason;
   if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) {
-    return "the results' rows don't start on 16 bytes";
+    return "the rows of the results are not aligned to 16 bytes";
   }
   if (p.seqlen_q == 0) return "there are no query rows";
   if (p.seqlen_k == 0) return "there are no keys";
@@ -212,28 +211,28 @@ inline AttentionChoice choose_attention_backward(const AttentionProblem& p) {
   return {AttentionEngine::kGeneral, 0};
 }
 
-// Keys of a block of Hopper's kernels, or of a cluster.
+// The keys of a block of Hopper's kernels, or of a cluster.
 inline constexpr int64_t kAttentionBackwardSm90Keys = 128;
 
-// Tiles of 64 keys that a part's dK and dV have in scratch memory: whole blocks.
+// The tiles of 64 keys of a part's dK and dV in scratch memory, rounded up to whole blocks.
 TW_HOST_DEVICE constexpr int64_t attention_backward_part_tiles(int64_t seqlen_k) {
   return divide_up(seqlen_k, kAttentionBackwardSm90Keys) * (kAttentionBackwardSm90Keys / 64);
 }
 
-// The parts of a kv head's query heads that have blocks of their own, on Hopper: at most as many as
-// give every SM two blocks under a causal mask, of which the longest come first, and else one. A
-// part has kPartRows query rows or more on average. Their dK and dV take fp32 scratch memory, up to
-// 35 MB on 132 SMs. Measured on an H100, of the time in one part: (1, 32/1, 8192, 128) 0.28,
+// The number of parts that Hopper's kernels divide a kv head's query heads into; each part has its
+// own blocks. Under causal every SM gets at most two blocks, the longest first, otherwise one. A
+// part has at least kPartRows query rows on average. The parts' dK and dV are up to 35 MB of fp32
+// scratch memory on 132 SMs. Measured on an H100, relative to one part: (1, 32/1, 8192, 128) 0.28,
 // (1, 28/4, 2048, 128) 0.41, (1, 32/8, 2048, 128) 0.73.
 constexpr int64_t attention_backward_group_parts(int64_t kv_heads, int64_t group, int64_t seqlen_q,
                                                  int64_t seqlen_k, int64_t wave, bool causal) {
   constexpr int64_t kPartRows = 512;
   const int64_t blocks = kv_heads * divide_up(seqlen_k, kAttentionBackwardSm90Keys);
   if (blocks == 0) return 1;
-  const int64_t room = (causal ? 2 : 1) * wave / blocks;
-  const int64_t most = std::min({room, group * seqlen_q / kPartRows, group});
-  if (most < 2) return 1;
-  const int64_t heads = divide_up(group, most);  // of the largest part
+  const int64_t fitting = (causal ? 2 : 1) * wave / blocks;
+  const int64_t max_parts = std::min({fitting, group * seqlen_q / kPartRows, group});
+  if (max_parts < 2) return 1;
+  const int64_t heads = divide_up(group, max_parts);  // of the largest part
   return divide_up(group, heads);
 }
 static_assert(attention_backward_group_parts(1, 32, 8192, 8192, 132, true) == 4);
@@ -243,57 +242,58 @@ static_assert(attention_backward_group_parts(8, 8, 8192, 8192, 132, true) == 1);
 static_assert(attention_backward_group_parts(1, 32, 1, 8192, 132, true) == 1);
 static_assert(attention_backward_group_parts(0, 0, 8, 8, 132, true) == 1);
 
-// In which order the blocks come, which decides what they find in the L2 cache and how long they
-// wait for each other's turns at dQ.
+// The order of the blocks, which decides what they find in the L2 cache and how long they wait to
+// add to dQ.
 //
-// Under a causal mask the blocks of a wave, one on every SM, start together and end one after the
-// other, those of the last keys first. Where all walk from the last query tile down, the blocks of
-// the next wave start at the same tile at different times and share nothing. Where every other wave
-// walks upwards, a block that starts later starts at a later tile, where the others are by then,
-// and the wave ends together, as the next one wants to start. This pays where a step is of many
-// query heads. Measured on an H100, of the time with all walks downwards: (1, 64/8, 8192, 128)
-// 0.89, (4, 64/8, 2048, 128) 0.86, (8, 32/8, 2048, 128) 0.95, (1, 16/2, 8192, 256) 0.93,
-// (1, 64/8, 8192, 64) 0.97; without groups up to 1.2.
+// Under causal the blocks of a wave, one per SM, start together and end one after the other, those
+// of the last keys first. If all loop over the query tiles downwards, the blocks of the next wave
+// start at the same tile at different times and share nothing. If every other wave loops upwards, a
+// block that starts later starts at a later tile, where the others are by then, and the wave ends
+// together, just when the next wave has to start. This pays where a step has many query heads.
+// Measured on an H100, relative to downwards only: (1, 64/8, 8192, 128) 0.89, (4, 64/8, 2048, 128)
+// 0.86, (8, 32/8, 2048, 128) 0.95, (1, 16/2, 8192, 256) 0.93, (1, 64/8, 8192, 64) 0.97; without
+// groups up to 1.2.
 struct AttentionBackwardOrder {
-  int64_t at_once;  // parts whose blocks come side by side
-  int64_t wave;     // blocks of theirs between changes of direction, 0: all walk downwards
+  int64_t at_once;  // parts whose blocks run side by side
+  int64_t wave;     // their blocks between changes of direction, 0: all loop downwards
 };
 
-// A part is a kv head with all of its query heads where attention_backward_group_parts is 1.
+// The work of a call. A part is a kv head with all of its query heads where
+// attention_backward_group_parts is 1.
 struct AttentionBackwardLoad {
   int64_t parts;
   int64_t heads;  // query heads of a part
   int64_t seqlen_k;
   int64_t columns;
-  int64_t bytes;  // of what the blocks of a part read and write
-  bool causal;    // or otherwise of unequal blocks
+  int64_t bytes;  // that the blocks of a part read and write
+  bool causal;    // true for any mask that makes blocks unequal
 };
 
-// `wave`: blocks that fit on the device, or clusters; 0 where none may walk upwards.
+// `wave`: blocks, or clusters, that fit on the device; 0 where all must loop downwards.
 constexpr AttentionBackwardOrder attention_backward_order(const AttentionBackwardLoad& load,
                                                           int64_t wave) {
   constexpr int64_t kCacheBytes = 32 << 20, kBlocks = 256, kMax = 64;
   const int64_t tiles = divide_up(load.seqlen_k, kAttentionBackwardSm90Keys);
   const int64_t columns = load.columns;
   if (wave > 0 && tiles > 0 && load.heads >= (columns > 64 ? 4 : 8)) {
-    // An even number of waves: those of about 16 parts, or two where these have fewer blocks.
-    // Behind an odd number the blocks of the next parts would start one after the other: up to
-    // 1.18 of the time.
+    // An even number of waves: about 16 parts, or two waves where 16 parts have fewer blocks. After
+    // an odd number the blocks of the next parts would start one after the other: up to 1.18 of the
+    // time.
     const int64_t pairs = (16 * tiles + wave) / (2 * wave);
     const int64_t even = 2 * wave * std::max<int64_t>(pairs, 1) / tiles;
     if (load.parts * 2 <= even * 3) return {load.parts, wave};
-    // A few that are left over would have the device for themselves.
+    // A small remainder would leave most SMs idle, so it is spread over the sets.
     const int64_t sets = load.parts / even, over = load.parts % even;
     return {over > 0 && over * 4 <= even ? divide_up(load.parts, sets) : even, wave};
   }
-  // Enough for all SMs, of which the longest come first; more where what they share fits the cache.
-  // NOTE: with equal blocks, 16 heads whose walks are long lose each other: each block read its
-  // rows from memory for itself. (1, 16, 16384, 128) took 12.5 ms with 16 and 8.8 with 8 on an
-  // H100, and 18 GB of memory traffic instead of 4.4.
-  const int64_t least =
+  // Enough parts for all SMs, the longest first; more where their data fits in the cache.
+  // NOTE: with equal blocks and long loops, the blocks of 16 heads drift apart and each reads its
+  // rows from memory. (1, 16, 16384, 128) took 12.5 ms with 16 heads at once and 8.8 with 8 on an
+  // H100, with 18 GB of memory traffic instead of 4.4.
+  const int64_t min_parts =
       load.heads > 1 ? 4 : (columns > 128 || !load.causal ? 8 : (columns > 64 ? 16 : 32));
   const int64_t filling =
-      std::clamp<int64_t>(tiles > 0 ? kBlocks / tiles : kMax, least, columns > 64 ? 16 : kMax);
+      std::clamp<int64_t>(tiles > 0 ? kBlocks / tiles : kMax, min_parts, columns > 64 ? 16 : kMax);
   const int64_t cached = load.bytes > 0 ? kCacheBytes / load.bytes : kMax;
   const int64_t about = std::clamp(cached, filling, kMax);
   const int64_t sets = (2 * load.parts + about) / (2 * about);

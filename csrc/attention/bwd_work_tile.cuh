@@ -1,4 +1,4 @@
-// What a block of attention's gradient works on, and how its tiles reach shared memory.
+// The work tile of a block of attention's gradient, and the loads of its tiles to shared memory.
 #pragma once
 
 #include <climits>
@@ -10,37 +10,37 @@
 
 namespace torchweld {
 
-// What a block works on. It stays in shared memory: registers are short. Span: SequenceSpan, or
+// The work tile of a block. It stays in shared memory to save registers. Span: SequenceSpan, or
 // under a general mask the KeyRange32 that the rows of its query tiles see.
 template <typename Span>
 struct alignas(8) BackwardWorkTile {
   int sequence;
   int head_kv;
   int first_key;
-  int dq_order;  // of the block at its dQ tiles
+  int dq_order;  // this block's place in the order in which blocks add to a dQ tile
   Span span;
   int first_head;  // query heads [first_head, end_head) of all batch * nheads
   int end_head;
   int first_tile;  // query tiles [first_tile, last_tile] of each
   int last_tile;
-  // Hopper's kernels: query heads that a tile is walked through before the next one.
-  // NOTE: 1 where all blocks see the same rows. Elsewhere blocks of later keys see fewer, and would
-  // wait at the end of every head for those of earlier keys.
+  // Hopper's kernels: query heads that use a tile index before the next index.
+  // NOTE: 1 where all blocks see the same rows. Elsewhere blocks of later keys see fewer rows, and
+  // would wait for blocks of earlier keys at the end of every head.
   int tile_steps;
-  int direction;  // Hopper's kernels: 1 where the tiles are walked upwards, else -1
+  int direction;  // Hopper's kernels: 1 where the tiles are visited upwards, else -1
   int part;       // of all batch * nheads_kv * group_parts
 
-  // Of Hopper's kernels: every tile of every head is one.
+  // Hopper's kernels: iterations of the loop over the tiles of all heads.
   __device__ __forceinline__ int steps() const {
     return (end_head - first_head) * (last_tile - first_tile + 1);
   }
-  // The first tile of a walk.
+  // The first tile of the loop.
   __device__ __forceinline__ int start_tile() const {
     return direction > 0 ? first_tile : last_tile;
   }
 
-  // By one thread. Of the parts that come side by side the tiles of keys ascend, the same tile of
-  // every part after the other.
+  // Takes a ticket and fills the work tile; one thread calls. Within parts_at_once parts, key tiles
+  // ascend, and all parts come before the next key tile.
   template <typename Config>
   __device__ __forceinline__ void get_work(const BackwardArgs& args, unsigned* g_ticket) {
     const AttentionSizes& sizes = args.params.sizes;
@@ -78,8 +78,8 @@ struct alignas(8) BackwardWorkTile {
     }
   }
 
-  // The same under a general mask, by all threads. `turn` is the tile of keys; the query tiles
-  // are those from the first to the last whose rows, group by group, see keys of the block.
+  // get_work under a general mask; all threads call. dq_order is the index of the key tile. The
+  // query tiles run from the first to the last with a group of rows that sees keys of the block.
   template <typename Config>
   __device__ __forceinline__ void get_work_masked(const MaskedBackwardArgs& args,
                                                   unsigned* g_ticket) {
@@ -105,12 +105,12 @@ struct alignas(8) BackwardWorkTile {
   }
 };
 
-// Rows [begin, end) of a tile, or with kBits those that have their bit of `some`, zeros elsewhere
-// and beyond `cols`.
+// Loads rows [begin, end) of a tile, or with kBits the rows whose bit of `rows` is set; clears the
+// other rows and the columns from `cols` on.
 template <typename Config, bool kBits = false, typename Tile, typename T>
 __device__ __forceinline__ void load_tile(Tile& s_tile, const T* g_head, int64_t row_stride,
                                           int first_row, int begin, int end, int64_t cols,
-                                          [[maybe_unused]] uint64_t some = 0) {
+                                          [[maybe_unused]] uint64_t rows = 0) {
   constexpr int kElems = kVectorBytes / sizeof(T);
   constexpr int kRowsAtOnce = Config::kThreads / Tile::kChunks;
   static_assert(Config::kThreads % Tile::kChunks == 0 && Tile::kRows % kRowsAtOnce == 0);
@@ -123,7 +123,7 @@ __device__ __forceinline__ void load_tile(Tile& s_tile, const T* g_head, int64_t
 #pragma unroll
   for (int i = 0; i < Tile::kRows / kRowsAtOnce; ++i) {
     const bool live =
-        kBits ? (some >> row & 1) != 0 && bytes > 0 : row >= begin && row < end && bytes > 0;
+        kBits ? (rows >> row & 1) != 0 && bytes > 0 : row >= begin && row < end && bytes > 0;
     copy_async_16(s_base + Tile::offset(row, chunk), live ? g_from : g_head, live ? bytes : 0);
     row += kRowsAtOnce;
     g_from += kRowsAtOnce * row_stride;

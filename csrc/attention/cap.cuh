@@ -6,7 +6,7 @@
 
 namespace torchweld {
 
-// tanh where |x| <= Series::kMax, and of NaN.
+// tanh(x) for |x| <= Series::kMax and for NaN.
 using Series = SmallTanh<4>;
 __device__ __forceinline__ float small_tanh(float x) {
   const float square = x * x;
@@ -15,23 +15,24 @@ __device__ __forceinline__ float small_tanh(float x) {
   return fmaf(square, y, Series::term(0)) * x;
 }
 
-// Of |score|; NaN does not count.
+// The largest |score|, NaN ignored.
 template <int kCount>
-__device__ __forceinline__ float largest_size(const float (&r_s)[kCount]) {
+__device__ __forceinline__ float max_abs_of(const float (&r_s)[kCount]) {
   float largest = 0.f;
 #pragma unroll
   for (const float score : r_s) largest = fmaxf(largest, fabsf(score));
   return largest;
 }
 
-// score = tanh(score * cap), to fp32's accuracy where kExact. A gradient's cap has the sign of
-// scale. NOTE: tanh takes two of the slow instructions of which a probability takes one, and most
-// models' scores lie far below their cap. A warp that has no other ones does with a polynomial.
-// Two ways take more registers than one: kOneWay is for kernels that have none to spare.
+// score = tanh(score * cap), to fp32's accuracy where kExact. In a gradient, cap has the sign of
+// scale.
+// NOTE: tanh costs two slow instructions, a probability one, and most models' scores lie far below
+// their cap. A warp whose scores all do uses a polynomial. kOneWay drops that branch, for kernels
+// without registers for both.
 template <bool kExact, bool kOneWay = false, int kCount>
 __device__ __forceinline__ void cap_scores(float (&r_s)[kCount], float cap) {
   if constexpr (!kExact && !kOneWay) {
-    if (__all_sync(~0u, largest_size(r_s) * fabsf(cap) <= Series::kMax)) {
+    if (__all_sync(~0u, max_abs_of(r_s) * fabsf(cap) <= Series::kMax)) {
 #pragma unroll
       for (float& score : r_s) score = small_tanh(score * cap);
       return;

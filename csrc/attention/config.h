@@ -1,5 +1,5 @@
-// Which kernel and tile attention's forward takes. Pure host code: tested without a GPU, printed by
-// explain.
+// The choice of attention's forward kernel and tile. Pure host code: tested without a GPU, printed
+// by explain.
 #pragma once
 
 #include <algorithm>
@@ -10,17 +10,18 @@
 
 namespace torchweld {
 
-// What the products are made of: elements of 16 bits; fp32 rounded to TF32; fp32 to its accuracy,
-// as three bf16 pieces a value.
+// The operands of the matmuls: 16-bit elements; fp32 rounded to TF32; exact fp32, as three bf16
+// terms per value.
 enum class AttentionMath { k16Bit, kTf32, kFloat32 };
 
 constexpr int elem_size(AttentionMath math) { return math == AttentionMath::k16Bit ? 2 : 4; }
 
-inline constexpr int kSplitBytes = 6;  // of a value in pieces
+inline constexpr int kBf16x3Bytes = 6;  // of the three bf16 terms of a value
 
-// `warps` warps hold `rows` query rows and walk the keys `keys` at a time, with `stages` buffers of
-// keys and values. Head dims up to `dim` are filled up with zeros. In fp32 there is a buffer of
-// pieces and one of what arrives: for keys and for values, or with one stage for both in turn.
+// `warps` warps hold `rows` query rows and loop over the keys, `keys` at a time, with `stages`
+// buffers of keys and values. Smaller head dims are padded with zeros to `dim`. In fp32 a stage has
+// a buffer of bf16 terms and one of arriving fp32 values; with one stage, keys and values
+// alternate.
 struct AttentionTile {
   AttentionMath math;
   int dim;
@@ -28,23 +29,23 @@ struct AttentionTile {
   int keys;
   int stages;
   int warps;
-  int blocks_per_sm;  // what the registers are cut for
+  int blocks_per_sm;  // limits the registers
 
   constexpr int threads() const { return warps * 32; }
   constexpr int tile_bytes() const {
     const int size = elem_size(math);
     if (math == AttentionMath::kFloat32) {
-      return (kSplitBytes * rows + stages * (kSplitBytes + size) * keys) * dim;
+      return (kBf16x3Bytes * rows + stages * (kBf16x3Bytes + size) * keys) * dim;
     }
     return (rows + 2 * stages * keys) * dim * size;
   }
 };
 
-// What a block may use on the devices with the least shared memory (sm_86, sm_89, sm_120).
+// The shared memory of a block on the devices with the least of it (sm_86, sm_89, sm_120).
 inline constexpr int kAttentionSharedBytes = 99 * 1024;
 
-// A warp's 32 query rows take every key and value that it reads from shared memory twice; head dims
-// above 128 leave registers for 16, in fp32 shared memory does above 64.
+// A warp's 32 query rows use every key and value that it reads from shared memory twice. Only 16
+// rows fit in the registers for head dims above 128, and in shared memory for fp32 above 64.
 inline constexpr AttentionTile kAttentionTiles[] = {
     {AttentionMath::k16Bit, 64, 128, 64, 2, 4, 2},
     {AttentionMath::k16Bit, 128, 128, 64, 2, 4, 2},
@@ -57,9 +58,9 @@ inline constexpr AttentionTile kAttentionTiles[] = {
     {AttentionMath::kFloat32, 256, 32, 16, 1, 2, 2}};
 inline constexpr int kNumAttentionTiles = sizeof(kAttentionTiles) / sizeof(kAttentionTiles[0]);
 
-// Of few query rows: the query heads of a kv head and their rows are packed into kRows rows. The
-// keys of a sequence are cut into splits, one a block, whose `warps` warps take tiles of `keys`
-// keys in turn, each with `stages` buffers of keys and values.
+// The tile for few query rows: the rows of the query heads that share a kv head are packed into
+// kRows rows. A sequence's keys are divided into splits, one per block; the block's `warps` warps
+// alternate over tiles of `keys` keys, each with its own `stages` buffers of keys and values.
 struct AttentionDecodeTile {
   int dim;
   int keys;
@@ -67,25 +68,26 @@ struct AttentionDecodeTile {
   int warps;
 
   static constexpr int kRows = 16;
-  static constexpr int kMostSeqlen = 16;  // of the query
+  static constexpr int kMaxSeqlenQ = 16;
   static constexpr int kMaxSplits = 128;
 
   constexpr int threads() const { return warps * 32; }
   constexpr int step_keys() const { return warps * keys; }
-  // 16-bit query rows, keys and values. The warps' sums, in fp32, take the place of keys and
-  // values.
+  // 16-bit query rows, keys and values. The warps' fp32 sums later overwrite keys and values.
   constexpr int tile_bytes() const { return (kRows + 2 * stages * step_keys()) * dim * 2; }
 };
 
-// Those of a head dim from the one with most in flight to the one for the least shared memory.
+// For each head dim, from the tile with most bytes in flight to the one that needs least shared
+// memory.
 inline constexpr AttentionDecodeTile kAttentionDecodeTiles[] = {
     {64, 16, 3, 8},  {64, 32, 2, 4},  {128, 16, 3, 8}, {128, 16, 3, 4},
     {128, 16, 2, 4}, {256, 16, 3, 4}, {256, 16, 2, 2}};
 inline constexpr int kNumAttentionDecodeTiles =
     sizeof(kAttentionDecodeTiles) / sizeof(kAttentionDecodeTiles[0]);
 
-// On Hopper: a warpgroup has 64 query rows, `keys` of the keys are walked at a time, with `stages`
-// buffers of keys and values. Head dims up to `dim` and `dim_v` are filled up with zeros.
+// Hopper's tile: a warpgroup has 64 query rows and loops over the keys, `keys` at a time, with
+// `stages` buffers of keys and values. Smaller head dims are padded with zeros to `dim` and
+// `dim_v`.
 struct AttentionSm90Tile {
   int dim;
   int dim_v;
@@ -96,35 +98,35 @@ struct AttentionSm90Tile {
   int speed;   // TFLOP/s of many long rows on an H200
 
   static constexpr int kWarpgroupRows = 64;
-  static constexpr int kBoxColumns = 64;  // a line of 128 bytes in shared memory
+  static constexpr int kBoxColumns = 64;  // a TMA box: a swizzle row of 128 bytes
 
   constexpr int rows() const { return warpgroups * kWarpgroupRows; }
-  // The producer is a warp. Where the SM is the block's own, it is a warpgroup, whose registers the
-  // others take.
+  // The producer is a warp, or a warpgroup in a block that has the SM to itself; its registers go
+  // to the consumers (setmaxnreg).
   constexpr int threads() const { return 128 * warpgroups + (blocks == 1 ? 128 : 32); }
-  // In shared memory columns come in whole lines.
+  // Shared memory holds columns in whole boxes.
   static constexpr int boxes(int columns) { return (columns + kBoxColumns - 1) / kBoxColumns; }
-  // A warpgroup's results go through where its query rows were.
+  // A warpgroup's output is staged where its query rows were.
   constexpr int query_bytes() const {
     return 2 * kBoxColumns * rows() * std::max(boxes(dim), boxes(dim_v));
   }
   constexpr int stages_bytes() const {
     return stages * 2 * kBoxColumns * keys * (boxes(dim) + boxes(dim_v));
   }
-  // Where there is room the next tile's query rows arrive beside those of this one.
+  // There are two stages where shared memory can hold the next tile's query rows beside this one's.
   constexpr int query_stages() const {
     return 2 * query_bytes() + stages_bytes() + kExtraBytes <= kSmBytes / blocks - kBlockBytes ? 2
                                                                                                : 1;
   }
   constexpr int tile_bytes() const { return query_stages() * query_bytes() + stages_bytes(); }
 
-  static constexpr int kExtraBytes = 3 * 1024;  // what the kernel keeps beside its tile
+  static constexpr int kExtraBytes = 3 * 1024;  // the kernel's shared memory beside its tile
   // An SM's shared memory on Hopper, and what of it each block loses.
   static constexpr int kSmBytes = 228 * 1024, kBlockBytes = 1024;
 };
 
-// A tile of one warpgroup ends while the other blocks of its SM go on, which is most of a short
-// row's time. Long rows want many rows to a step's keys.
+// In tiles of one warpgroup, a block ends while the SM's other blocks go on; for short rows the
+// start and end of a block are most of the time. Long rows need many rows per key block.
 inline constexpr AttentionSm90Tile kAttentionSm90Tiles[] = {
     {64, 64, 3, 128, 2, 1, 510},   {64, 64, 2, 128, 2, 1, 445},   {64, 64, 1, 64, 3, 3, 440},
     {96, 96, 2, 160, 2, 1, 570},   {128, 128, 2, 160, 2, 1, 644}, {128, 128, 2, 128, 2, 1, 625},
@@ -133,13 +135,13 @@ inline constexpr AttentionSm90Tile kAttentionSm90Tiles[] = {
 inline constexpr int kNumAttentionSm90Tiles =
     sizeof(kAttentionSm90Tiles) / sizeof(kAttentionSm90Tiles[0]);
 
-// What else than the sizes of a head decides how long a call takes.
+// The cost of a call depends on this besides the sizes of a head.
 struct AttentionLoad {
   int64_t heads;  // batch * nheads
   int64_t group;  // query heads that share a kv head
   bool causal, padded, bfloat16;
   int64_t window;  // 0: none
-  bool packed;     // every row's first key is given
+  bool packed;     // key_start is given
 };
 
 struct AttentionProblem {
@@ -152,32 +154,32 @@ struct AttentionProblem {
   DeviceFacts device;
 };
 
-// kSync: mma.sync. kGeneral: any sizes, without tensor cores. kDecode: few query rows, with the
-// keys split; forward alone. kSm90: Hopper's wgmma and TMA.
+// kSync: mma.sync. kGeneral: any sizes, no tensor cores. kDecode: few query rows, split keys;
+// forward only. kSm90: Hopper's wgmma and TMA.
 enum class AttentionEngine : int8_t { kSync, kGeneral, kDecode, kSm90 };
 
 struct AttentionChoice {
   AttentionEngine engine;
   int tile;        // index into the engine's tiles, 0 for kGeneral
-  int splits = 1;  // of the keys, by kDecode
+  int splits = 1;  // of the keys, for kDecode
 };
 
 inline constexpr const char* kAttentionOtherDtype = "the tile is for another dtype";
 inline constexpr const char* kAttentionNoWgmma = "the GPU, or the code built for it, has no wgmma";
 
-// Of every tile.
+// The refusal of all tiles.
 inline Refusal attention_sizes_refusal(const AttentionProblem& p) {
   constexpr int64_t kMaxSeqlen = int64_t{1} << 29;  // positions are counted in 32 bits
-  if (p.head_dim == 0 || p.head_dim_v == 0) return "no tile takes a head dim of 0";
+  if (p.head_dim == 0 || p.head_dim_v == 0) return "no tile supports a head dim of 0";
   if (p.seqlen_q > kMaxSeqlen || p.seqlen_k > kMaxSeqlen) {
-    return {"no tile takes sequences longer than {}", kMaxSeqlen};
+    return {"no tile supports sequences longer than {}", kMaxSeqlen};
   }
   return {};
 }
 
-// Of a tile for head dims up to `dim`, whatever its dtype.
+// The refusal of a tile for head dims up to `dim`, of any dtype.
 inline Refusal attention_sizes_refusal(const AttentionProblem& p, int dim) {
-  if (p.head_dim > dim || p.head_dim_v > dim) return {"the tile holds head dims to {}", dim};
+  if (p.head_dim > dim || p.head_dim_v > dim) return {"the tile supports head dims up to {}", dim};
   return attention_sizes_refusal(p);
 }
 
@@ -189,59 +191,60 @@ inline Refusal attention_sm90_refusal(const AttentionProblem& p, const Attention
   if (!p.device.wgmma || !p.device.tma) return kAttentionNoWgmma;
   if (p.math != AttentionMath::k16Bit) return kAttentionOtherDtype;
   if (p.head_dim > tile.dim || p.head_dim_v > tile.dim_v) {
-    return {"the tile holds head dims to {} and {}", tile.dim, tile.dim_v};
+    return {"the tile supports head dims up to {} and {}", tile.dim, tile.dim_v};
   }
   if (const Refusal reason = attention_sizes_refusal(p)) return reason;
-  if (p.head_dim_v % 8 != 0) return "the results' rows don't start on 16 bytes";
+  if (p.head_dim_v % 8 != 0) return "the rows of the results are not aligned to 16 bytes";
   if (p.seqlen_k == 0) return "there are no keys";
   if (tile.tile_bytes() + AttentionSm90Tile::kExtraBytes > p.device.shared_limit) {
     return too_much_shared_memory(tile.tile_bytes(), p.device.shared_limit);
   }
-  // NOTE: the last tickets are that much larger than there are tiles.
+  // NOTE: the ticket counter overshoots the tiles by up to one grid.
   const double tiles = static_cast<double>(p.load.heads) *
                        static_cast<double>(divide_up(p.seqlen_q, tile.rows()) + 1);
   return grid_fits(tiles + p.device.sms * tile.blocks) ? Refusal() : "more than 2^31 - 1 tiles";
 }
 
-// Of the busiest SM, in units that are the same for all tiles. Paddings are not known here, nor the
-// rows' first keys: they count as those of packed documents of kDocument tokens.
+// The time of the busiest SM, in the same unit for all tiles. The values of leftpad and key_start
+// are unknown here: key_start counts as packed documents of kDocument tokens.
 inline double attention_sm90_cost(const AttentionProblem& p, const AttentionSm90Tile& tile) {
-  constexpr double kEmptyKeys = 224;  // what beginning and ending a tile costs
+  constexpr double kEmptyKeys = 224;  // the start and end of a tile cost as much as these keys
   constexpr int64_t kDocument = 512;
   const int64_t documents =
       p.load.packed ? std::max<int64_t>(1, divide_up(p.seqlen_q, kDocument)) : 1;
   const int64_t seqlen_q = divide_up(p.seqlen_q, documents),
                 seqlen_k = divide_up(p.seqlen_k, documents), heads = p.load.heads * documents;
   const int64_t tiles = divide_up(seqlen_q, tile.rows());
-  double keys = 0, most = 0;  // of a head, and of a tile
-  const auto walk = [&](int64_t seen) {
-    const double walked = static_cast<double>(divide_up(seen, tile.keys) * tile.keys) + kEmptyKeys;
-    most = std::max(most, walked);
-    return walked;
+  double keys = 0, max_keys = 0;  // of a head, and of a tile
+  const auto tile_cost = [&](int64_t seen) {
+    const double cost = static_cast<double>(divide_up(seen, tile.keys) * tile.keys) + kEmptyKeys;
+    max_keys = std::max(max_keys, cost);
+    return cost;
   };
-  constexpr int64_t kCounted = 64;  // tiles of long rows stand for their neighbours
+  constexpr int64_t kCounted = 64;  // of long rows, a sample of the tiles is counted
   const int64_t window = p.load.window, before = seqlen_k - seqlen_q;
   const bool uneven = p.load.causal || window > 0;
   const int64_t stride = uneven ? divide_up(tiles, kCounted) : tiles;
   for (int64_t first = 0; first < tiles; first += stride) {
-    const int64_t behind = std::min(tiles, first + stride) * tile.rows() + before;  // its last row
-    const int64_t begin = window > 0 ? behind - tile.rows() - window + 1 : 0;
-    const int64_t end = p.load.causal ? behind : window > 0 ? behind + window - 1 : seqlen_k;
-    const auto key = [&](int64_t at) { return std::clamp<int64_t>(at, 0, seqlen_k); };
-    keys += walk(key(end) - key(begin)) * static_cast<double>(std::min(tiles - first, stride));
+    const int64_t end_row = std::min(tiles, first + stride) * tile.rows() + before;
+    const int64_t begin = window > 0 ? end_row - tile.rows() - window + 1 : 0;
+    const int64_t end = p.load.causal ? end_row : window > 0 ? end_row + window - 1 : seqlen_k;
+    const auto clamp = [&](int64_t key) { return std::clamp<int64_t>(key, 0, seqlen_k); };
+    const int64_t seen = clamp(end) - clamp(begin);
+    keys += tile_cost(seen) * static_cast<double>(std::min(tiles - first, stride));
   }
-  // The blocks of an SM have its time in turns.
+  // The blocks of an SM share its time.
   const int64_t blocks = std::max<int64_t>(1, p.device.sms) * tile.blocks;
   const double rounds = static_cast<double>(divide_up(heads * tiles, blocks));
   const double even = keys * static_cast<double>(heads) / static_cast<double>(blocks);
-  const double busiest = uneven ? std::max(most, even) : rounds * most;
+  const double busiest = uneven ? std::max(max_keys, even) : rounds * max_keys;
   return busiest * tile.blocks * tile.rows() * (tile.dim + tile.dim_v) / tile.speed;
 }
 
-// What the decode kernel keeps in shared memory beside its tile.
+// The decode kernel's shared memory beside its tile.
 inline constexpr int kAttentionDecodeExtraBytes = 4 * 1024;
 
-// Blocks, were the keys not split.
+// The blocks of a call whose keys are not split.
 inline int64_t attention_decode_groups(const AttentionProblem& p) {
   return p.load.heads / p.load.group *
          divide_up(p.load.group * p.seqlen_q, AttentionDecodeTile::kRows);
@@ -250,15 +253,15 @@ inline int64_t attention_decode_groups(const AttentionProblem& p) {
 inline Refusal attention_decode_refusal(const AttentionProblem& p, const AttentionDecodeTile& tile,
                                         int splits) {
   if (p.math != AttentionMath::k16Bit) return kAttentionOtherDtype;
-  if (p.seqlen_q > AttentionDecodeTile::kMostSeqlen) {
-    return {"the tile is for sequences of at most {} query rows", AttentionDecodeTile::kMostSeqlen};
+  if (p.seqlen_q > AttentionDecodeTile::kMaxSeqlenQ) {
+    return {"the tile is for sequences of at most {} query rows", AttentionDecodeTile::kMaxSeqlenQ};
   }
   if (const Refusal reason = attention_sizes_refusal(p, tile.dim)) return reason;
   if (tile.tile_bytes() + kAttentionDecodeExtraBytes > p.device.shared_limit) {
     return too_much_shared_memory(tile.tile_bytes(), p.device.shared_limit);
   }
   if (splits < 1 || splits > AttentionDecodeTile::kMaxSplits) {
-    return {"keys can be cut into 1 to {} splits", AttentionDecodeTile::kMaxSplits};
+    return {"keys can be divided into 1 to {} splits", AttentionDecodeTile::kMaxSplits};
   }
   if (!grid_fits(static_cast<double>(p.load.group) * static_cast<double>(p.seqlen_q))) {
     return "more than 2^31 - 1 query rows of a kv head";
@@ -268,14 +271,13 @@ inline Refusal attention_decode_refusal(const AttentionProblem& p, const Attenti
              : "more than 2^31 - 1 blocks";
 }
 
-// A block for every SM, while each has some steps to walk. More would only add parts.
+// One block per SM, as long as each has kMinSteps steps. More splits would only add partial sums.
 inline int attention_decode_splits(const AttentionProblem& p, const AttentionDecodeTile& tile) {
   constexpr int64_t kMinSteps = 2;
   const int64_t groups = std::max<int64_t>(1, attention_decode_groups(p));
   const int64_t steps = divide_up(p.seqlen_k, tile.step_keys());
-  const int64_t most = std::min<int64_t>(AttentionDecodeTile::kMaxSplits, steps / kMinSteps);
-  const int64_t room = p.device.sms / groups;
-  return static_cast<int>(std::max<int64_t>(1, std::min(room, most)));
+  const int64_t max_splits = std::min<int64_t>(AttentionDecodeTile::kMaxSplits, steps / kMinSteps);
+  return static_cast<int>(std::max<int64_t>(1, std::min(p.device.sms / groups, max_splits)));
 }
 
 inline AttentionChoice choose_attention(const AttentionProblem& p) {
@@ -285,11 +287,11 @@ inline AttentionChoice choose_attention(const AttentionProblem& p) {
     return {AttentionEngine::kDecode, i, attention_decode_splits(p, tile)};
   }
   int fastest = -1;
-  double least = 0;
+  double min_cost = 0;
   for (int i = 0; i < kNumAttentionSm90Tiles; ++i) {
     if (attention_sm90_refusal(p, kAttentionSm90Tiles[i])) continue;
     const double cost = attention_sm90_cost(p, kAttentionSm90Tiles[i]);
-    if (fastest < 0 || cost < least) fastest = i, least = cost;
+    if (fastest < 0 || cost < min_cost) fastest = i, min_cost = cost;
   }
   if (fastest >= 0) return {AttentionEngine::kSm90, fastest};
   for (int i = 0; i < kNumAttentionTiles; ++i) {

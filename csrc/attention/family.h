@@ -7,7 +7,7 @@
 
 namespace torchweld {
 
-// What both directions share.
+// The problem's fields, for both directions.
 struct AttentionNumbers {
   static constexpr Field kFields[] = {{"heads", 1, kMaxSize},
                                       {"seqlen_q", 0, kMaxSize},
@@ -97,19 +97,19 @@ struct AttentionFamily : AttentionNumbers {
   static std::string why(const AttentionProblem& p, const Encoded& x) {
     if (decode(x)) return "few query rows, in the first tile that holds " + dims_text(p);
     if (!sm90(x)) return AttentionNumbers::why(p, x);
-    return "the tile expected to be the fastest of those that hold " + dims_text(p);
+    return "the fastest tile, by estimate, of those that support " + dims_text(p);
   }
-  // Of the decode tiles with the splits that fill the GPU, and powers of two.
+  // All tiles; decode tiles with the number of splits that fills the GPU, and with powers of two.
   static std::vector<Encoded> candidates(const AttentionProblem& p) {
     std::vector<Encoded> all = tiles_and_general(kNumAttentionTiles);
     for (int i = 0; i < kNumAttentionSm90Tiles; ++i) {
       all.push_back(encode({AttentionEngine::kSm90, i}));
     }
     for (int i = 0; i < kNumAttentionDecodeTiles; ++i) {
-      const int own = attention_decode_splits(p, kAttentionDecodeTiles[i]);
-      all.push_back(encode({AttentionEngine::kDecode, i, own}));
+      const int filling = attention_decode_splits(p, kAttentionDecodeTiles[i]);
+      all.push_back(encode({AttentionEngine::kDecode, i, filling}));
       for (int splits = 1; splits <= AttentionDecodeTile::kMaxSplits; splits *= 2) {
-        if (splits != own) all.push_back(encode({AttentionEngine::kDecode, i, splits}));
+        if (splits != filling) all.push_back(encode({AttentionEngine::kDecode, i, splits}));
       }
     }
     return all;
@@ -132,7 +132,7 @@ struct AttentionFamily : AttentionNumbers {
     return math_text(tile.math) + " " + tile_text(tile.rows, tile.keys) + "x" +
            std::to_string(tile.dim);
   }
-  // Zeros: the general kernel, which has no tile.
+  // The general kernel has no tile: zeros.
   static Columns columns(const AttentionProblem&, const Encoded& x) {
     const auto row = [&](const auto& tile, int rows, int stages, int warps) -> Columns {
       return {{"rows", rows},
@@ -158,7 +158,7 @@ struct AttentionFamily : AttentionNumbers {
 
 struct AttentionBackwardFamily : AttentionNumbers {
   static constexpr const char* kName = "attention_backward";
-  // No tile is for decode.
+  // There is no decode tile.
   static constexpr const char* kEngines[] = {"sync", "general", "decode", "sm90"};
   static constexpr bool kFirstLegal = true;
 
@@ -190,7 +190,7 @@ struct AttentionBackwardFamily : AttentionNumbers {
     return math_text(tile.math) + " " + tile_text(tile.keys, tile.rows) + "x" +
            std::to_string(tile.head_dim) + (tile.paired ? " paired" : "");
   }
-  // Zeros: the general kernels, which have no tile.
+  // The general kernels have no tile: zeros.
   static Columns columns(const AttentionProblem&, const Encoded& x) {
     if (sm90(x)) {
       const AttentionBackwardSm90Tile& tile = kAttentionBackwardSm90Tiles[x[1]];

@@ -1,4 +1,4 @@
-// attention's forward: from a problem to the kernel that takes it.
+// attention's forward: the launch of the chosen kernel.
 #include "attention/fwd.h"
 
 #include "attention/sm90/fwd.h"

@@ -1,4 +1,4 @@
-// What the forward kernels of attention share with their launchers.
+// Attention's forward kernels and their launchers share this.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,8 @@
 
 namespace torchweld {
 
-// What kernels for causal and leftpad alone, and those for a general mask (kMasked), differ in.
+// The scores' scale in kernels for causal and leftpad alone, and in those for a general mask
+// (kMasked).
 template <bool>
 struct AttentionVariant {
   static constexpr bool kMasked = false;
@@ -25,11 +26,10 @@ struct AttentionVariant<true> {
   }
 };
 
-// The order of the blocks: sections of heads one after the other; in a section the tiles of query
-// rows, the last rows first; for every tile the section's heads.
-// The keys and values of a section stay in the L2 cache. Of short rows there are several sections,
-// so that not all of them arrive before the first tile ends; the fewer tiles a head has, the less
-// it matters which come first, and the smaller a section may be.
+// The order of the blocks: section by section of heads, then tile by tile of query rows with the
+// last rows first, then the section's heads. The keys and values of a section stay in the L2 cache.
+// Short rows have several sections, so that not all keys arrive before the first tile ends. The
+// fewer tiles a head has, the less their order matters, and the smaller a section may be.
 struct AttentionSchedule {
   int64_t section;  // heads
   int64_t tiles;    // a head
@@ -50,7 +50,8 @@ struct AttentionSchedule {
   }
 };
 
-// One file each (csrc/instantiations.py); `tile` is an index into kAttentionTiles.
+// csrc/instantiations.py generates a file for each instance. `tile` is an index into
+// kAttentionTiles.
 template <typename T, AttentionMath kMath, bool kMasked>
 void launch_attention_tiles(int tile, const AttentionParams& params, cudaStream_t stream);
 template <bool kMasked>

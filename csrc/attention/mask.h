@@ -1,4 +1,4 @@
-// Which keys a query row sees, in one place for host and device.
+// The definition of the mask, for host and device: the keys that a query row sees.
 //
 // Sequence b has key_end[b] keys (seqlen_k without key_end). Query row i has a position among them
 // and sees key j where all of this holds:
@@ -42,7 +42,7 @@ struct SequenceMask {
   const int32_t* key_start;  // (seqlen_q,), or null
 };
 
-// The mask, the cap of the scores and the sinks of a call, as kernels take them. Null and 0 stand
+// The mask, the cap of the scores and the sinks of a call, as kernels read them. Null and 0 stand
 // for an argument that is not given.
 struct MaskParams {
   static constexpr int64_t kMaxWindow = int64_t{1} << 40;
@@ -56,6 +56,7 @@ struct MaskParams {
   const float* sink;         // (nheads,): one more logit of a head, without a value
   float softcap;             // scores become softcap * tanh(score / softcap)
   bool causal;
+  bool padded;  // leftpad is given
 
   // True where the kernels for causal and leftpad alone don't suffice.
   bool is_general() const { return key_start || key_end || window > 0 || softcap > 0.f || sink; }
@@ -75,7 +76,11 @@ struct MaskParams {
     return key < 0 ? 0 : (key > seqlen_k ? seqlen_k : key);
   }
 
+  // The padding of sequence b; pad_32 is for kernels whose seqlen_k fits in 32 bits.
   TW_HOST_DEVICE int64_t pad(int64_t b) const { return leftpad ? clamp_key(leftpad[b]) : 0; }
+  TW_HOST_DEVICE int pad_32(int64_t b) const {
+    return leftpad ? static_cast<int>(clamp_key(leftpad[b])) : 0;
+  }
 
   TW_HOST_DEVICE SequenceMask sequence(int64_t b) const {
     return {pad(b), key_end ? clamp_key(key_end[b]) : seqlen_k,
@@ -85,7 +90,7 @@ struct MaskParams {
   // The keys of query row i under causal and leftpad alone.
   TW_HOST_DEVICE KeyRange row_keys(int64_t i, int64_t pad) const {
     const int64_t pos = position(i);
-    if (leftpad && pos < pad) return {0, 0};
+    if (padded && pos < pad) return {0, 0};
     int64_t end = seqlen_k;
     if (causal && pos + 1 < end) end = pos + 1;
     return {pad, end};
@@ -94,7 +99,7 @@ struct MaskParams {
   // The keys of query row i under any mask.
   TW_HOST_DEVICE KeyRange row_keys(int64_t i, const SequenceMask& sequence) const {
     const int64_t pos = position(i, sequence.end);
-    if (leftpad && pos < sequence.pad) return {0, 0};
+    if (padded && pos < sequence.pad) return {0, 0};
     KeyRange keys = {sequence.pad, sequence.end};
     if (sequence.key_start && sequence.key_start[i] > keys.begin)
       keys.begin = sequence.key_start[i];
@@ -106,25 +111,27 @@ struct MaskParams {
 
   // The first query row that is not padding, at least 0.
   TW_HOST_DEVICE int64_t first_row(int64_t pad) const {
-    const int64_t row = leftpad ? pad - (seqlen_k - seqlen_q) : 0;
+    const int64_t row = padded ? pad - (seqlen_k - seqlen_q) : 0;
     return row < 0 ? 0 : row;
   }
 
   // The first query row that sees `key`, a key that is not padding, under causal and leftpad alone.
   TW_HOST_DEVICE int64_t first_row_seeing(int64_t key, int64_t pad) const {
-    const int64_t row = first_row(pad), diagonal = key - position(0);
-    return causal && diagonal > row ? diagonal : row;
+    int64_t row = first_row(pad);
+    const int64_t diagonal = key - position(0);
+    if (causal && row < diagonal) row = diagonal;
+    return row;
   }
 };
 
-// What kRows query rows of a sequence see, rows beyond the last one included.
+// The keys that kRows query rows of a sequence see; rows after the last see none.
 struct alignas(16) BlockMask {
   static constexpr int kRows = 64;
   int begin, end;             // no row sees a key outside; INT_MAX, 0: no row sees a key
   int last_begin, first_end;  // every row sees the keys between; INT_MAX, 0: some row sees none
   uint64_t live;              // a bit for every row that sees a key
 
-  TW_HOST_DEVICE bool sees(int row) const { return live >> (row % kRows) & 1; }
+  TW_HOST_DEVICE bool sees(unsigned row) const { return live >> (row % kRows) & 1; }
 };
 
 }  // namespace torchweld

@@ -43,6 +43,7 @@ struct Mask {
     params.key_start = address(key_start);
     params.key_end = address(key_end);
     params.causal = causal;
+    params.padded = is_given(leftpad);
     return params;
   }
 };

@@ -1,4 +1,4 @@
-// From the arguments of a mask to the parameters of the kernels. Host code of CUDA builds only.
+// Turns a Mask into the MaskParams of the CUDA kernels. Host code of CUDA builds only.
 #pragma once
 
 #include <algorithm>

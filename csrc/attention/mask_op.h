@@ -1,5 +1,5 @@
-// How an op with a mask is registered: from the dispatcher's arguments to a Mask, and a Mask
-// through an autograd function.
+// The registration of ops with a mask: mask_op turns the dispatcher's arguments into a Mask, and
+// save_with_mask takes a Mask through an autograd function.
 #pragma once
 
 #include "attention/mask_arguments.h"

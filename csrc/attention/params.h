@@ -1,4 +1,4 @@
-// attention: what the host hands to the kernels.
+// attention: the parameters that the host passes to the kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,9 +12,9 @@
 
 namespace torchweld {
 
-// A (batch, heads, rows, cols) tensor: columns adjacent, strides in elements. Every row starts on a
-// 16-byte boundary and holds zeros from its last column to the next boundary, so that it can be
-// copied asynchronously, 16 bytes at a time.
+// A (batch, heads, rows, cols) tensor with contiguous rows; strides in elements. Every row starts
+// on a 16-byte boundary and has zeros from its last column to the next boundary, so that cp.async
+// can copy it 16 bytes at a time.
 struct AttentionTensor {
   const void* data;
   int64_t batch_stride;
@@ -37,16 +37,16 @@ struct AttentionParams {
   AttentionTensor key;    // (batch, nheads_kv, seqlen_k, head_dim)
   AttentionTensor value;  // (batch, nheads_kv, seqlen_k, head_dim_v)
   void* out;              // (batch, nheads, seqlen_q, head_dim_v), contiguous
-  float* lse;             // (batch, nheads, seqlen_q), contiguous; null where nobody asks
+  float* lse;             // (batch, nheads, seqlen_q), contiguous, or null
   AttentionSizes sizes;
   MaskParams mask;
   float scale;
   bool tf32;  // fp32 matmuls in one TF32 pass
   DType dtype;
   AttentionChoice choice;
-  float* parts;        // attention_part_floats(...), of the splits; nullptr where that is 0
-  uint64_t* flags;     // attention_flags(...), see block_flags; the same
-  unsigned* counters;  // one, zero before and after, where Hopper's kernel serves; else nullptr
+  float* partials;     // attention_partial_floats() floats for the splits; null where that is 0
+  uint64_t* flags;     // attention_flags() flags (block_flags); null where that is 0
+  unsigned* counters;  // one, zero before and after a call of Hopper's kernel; otherwise null
 };
 
 inline AttentionMath attention_math(DType dtype, bool tf32) {
@@ -66,21 +66,22 @@ inline AttentionProblem attention_problem(const AttentionSizes& s, DType dtype, 
           device_facts()};
 }
 
-// Of all splits but the last one of every group, which adds them.
+// The flags of a call: one per split, except the last split of a group, which adds the others.
 inline int64_t attention_flags(const AttentionProblem& p, const AttentionChoice& choice) {
   return attention_decode_groups(p) * (choice.splits - 1);
 }
-// Of their rows: the sums, the maximum and the sum of probabilities.
-inline int64_t attention_part_floats(const AttentionProblem& p, const AttentionChoice& choice) {
+// The partial results of these splits: per row the accumulators, the maximum and the sum of
+// probabilities.
+inline int64_t attention_partial_floats(const AttentionProblem& p, const AttentionChoice& choice) {
   if (choice.splits == 1) return 0;
   const AttentionDecodeTile& tile = kAttentionDecodeTiles[choice.tile];
   return attention_flags(p, choice) * AttentionDecodeTile::kRows * (tile.dim + 2);
 }
 
-// Head dims above this take the general kernels.
+// Larger head dims use the general kernels.
 inline constexpr int64_t kAttentionMaxHeadDim = 256;
 
-// Any sizes; launches nothing where out and lse are empty.
+// Sizes may be 0. Launches nothing where out and lse are empty.
 void launch_attention(const AttentionParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

@@ -1,11 +1,11 @@
-// What attention and softmax_matmul share: the checks of a forward op's saved tensors.
+// Checks of the tensors that the forward of attention or softmax_matmul saves for its backward.
 #pragma once
 
 #include "core/check.h"
 
 namespace torchweld {
 
-// out, dout (batch, nheads, seqlen_q, head_dim_v) and lse (batch, nheads, seqlen_q) of a backward.
+// Checks out, dout (batch, nheads, seqlen_q, head_dim_v) and lse (batch, nheads, seqlen_q).
 inline void check_attention_saved(const char* op, const Tensor& dout, const Tensor& out,
                                   const Tensor& lse, c10::SymIntArrayRef out_sizes,
                                   const char* like_name, const Tensor& like) {

@@ -1,5 +1,5 @@
-// How scores become probabilities: their scale and cap, for host and device, and the end of a row's
-// softmax.
+// The scale and soft cap that turn scores into probabilities, for host and device, and the end of a
+// row's softmax.
 #pragma once
 
 #include <cmath>
@@ -8,10 +8,10 @@
 
 namespace torchweld {
 
-// The scale as probabilities use it: 2^((sign * s - max) * c), lse = size * max + log(sum).
-// A scale of 0 multiplies the scores away, so that an infinite one is NaN as in torch.
+// The scale of the scores: p = 2^((sign * s - max) * c), lse = size * max + log(sum). With a scale
+// of 0 the scores are multiplied by 0, so that an infinite score gives NaN as in torch.
 struct ScoreScale {
-  static constexpr float kLog2 = 1.44269504088896341f;  // of e
+  static constexpr float kLog2OfE = 1.44269504088896341f;
   float sign;
   float size;
   float c;
@@ -19,10 +19,10 @@ struct ScoreScale {
   TW_HOST_DEVICE explicit ScoreScale(float scale)
       : sign(scale > 0.f ? 1.f : (scale < 0.f ? -1.f : 0.f)),
         size(scale == 0.f ? 1.f : (scale < 0.f ? -scale : scale)),
-        c(size * kLog2) {}
+        c(size * kLog2OfE) {}
 
 #ifdef __CUDACC__
-  // A row that sees nothing but -inf is NaN, as in torch.
+  // A row that sees only scores of -inf gives NaN, as in torch.
   __device__ __forceinline__ float lse(float max, float sum) const {
     return sum > 0.f ? fmaf(max, size, logf(sum)) : NAN;
   }
@@ -33,7 +33,7 @@ struct ScoreScale {
 template <int kTerms>
 struct SmallTanh {
   static constexpr float kMax = kTerms == 3 ? 0.25f : 0.5f;  // the largest |x|
-  // Of x^(2 i).
+  // The coefficient of x^(2 i).
   static TW_HOST_DEVICE constexpr float term(int i) {
     if (i == 0) return kTerms == 3 ? 0.9999996f : 0.99999946f;
     if (i == 1) return kTerms == 3 ? -0.33321908f : -0.33326318f;
@@ -42,13 +42,14 @@ struct SmallTanh {
   }
 };
 
-// c * tanh(score * cap) of scores up to `most`, as score times a polynomial in score^2.
+// The exponent c * tanh(score * cap) for |score| <= max_score, as score times a polynomial in
+// score^2.
 template <int kTerms>
 struct SmallExponent {
-  float most;
+  float max_score;
   float terms[kTerms];
 
-  TW_HOST_DEVICE SmallExponent(float c, float cap) : most(SmallTanh<kTerms>::kMax / cap) {
+  TW_HOST_DEVICE SmallExponent(float c, float cap) : max_score(SmallTanh<kTerms>::kMax / cap) {
     float factor = c * cap;
     for (int i = 0; i < kTerms; ++i, factor *= cap * cap) {
       terms[i] = factor * SmallTanh<kTerms>::term(i);
@@ -56,7 +57,7 @@ struct SmallExponent {
   }
 
 #ifdef __CUDACC__
-  // That minus shift.
+  // exponent(score) - shift.
   __device__ __forceinline__ float operator()(float score, float shift) const {
     const float square = score * score;
     float y = terms[kTerms - 1];
@@ -67,26 +68,26 @@ struct SmallExponent {
 #endif
 };
 
-// The same behind a cap: scores become tanh(score * cap), of which size and c are.
+// ScoreScale with a soft cap: scores become tanh(score * cap); `size` and `c` then apply to that.
 struct CappedScale : ScoreScale {
   float softcap;  // 0: none
   float cap;
 
   TW_HOST_DEVICE CappedScale(float scale, float softcap)
       : ScoreScale(scale), softcap(softcap), cap(softcap > 0.f ? size / softcap : 0.f) {
-    if (softcap > 0.f) size = softcap, c = softcap * kLog2;
+    if (softcap > 0.f) size = softcap, c = softcap * kLog2OfE;
   }
 };
 
 #ifdef __CUDACC__
-// What a row's sums are divided by, as a factor, and its lse.
+// The factor that normalises a row's sums, and its lse.
 struct FinishedRow {
   float factor;
   float lse;
 };
 
-// With a sink's logit, -inf for none. It joins at the end: that is exact wherever it lies, a row
-// that sees only -inf included.
+// Ends a row's softmax. The sink's logit, -inf for none, is added last, which is exact for any sink
+// and also for a row that sees only -inf.
 __device__ __forceinline__ FinishedRow finish_row(const ScoreScale& scale, float max, float sum,
                                                   float sink) {
   if (sink > max * scale.size) {

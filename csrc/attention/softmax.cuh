@@ -1,7 +1,7 @@
 // Online softmax over the fragments of a score tile.
 //
 // Scores are (kTiles * 16, kCols * 8) in the layout of m16n8's C: a thread holds rows g and g + 8
-// of every 16, two adjacent columns of every 8. Probabilities are 2^((s - max) * c).
+// of every 16, and two neighbouring columns of every 8. Probabilities are 2^((s - max) * c).
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
 #pragma once
 
@@ -22,13 +22,14 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Largest score, and this thread's share of the sum of probabilities.
+// The largest score, and the sum of this thread's probabilities.
 struct OnlineRow {
   float max;
   float sum;
 };
 
-// NOTE: not by default member initializers: nvcc 13.0 runs those of a 2-D array's first row alone.
+// NOTE: OnlineRow has no default member initialisers: nvcc 13.0 runs them for a 2-D array's first
+// row only.
 template <int kTiles>
 __device__ __forceinline__ void start(OnlineRow (&rows)[kTiles][2]) {
 #pragma unroll
@@ -37,9 +38,9 @@ __device__ __forceinline__ void start(OnlineRow (&rows)[kTiles][2]) {
   }
 }
 
-// Replaces scores by probabilities; `factor` is what earlier results are to be multiplied with.
-// kFtz lets subnormal probabilities become 0. kLazy leaves the maximum as it is while probabilities
-// stay below 2^8, so that `factor` is often 1.
+// Replaces scores by probabilities. The caller must multiply earlier results by `factor`. kFtz
+// flushes subnormal probabilities to 0. kLazy keeps the maximum while probabilities stay below 2^8,
+// so that `factor` is often 1.
 template <bool kFtz, bool kLazy = false, int kTiles, int kCols>
 __device__ __forceinline__ void online_softmax(float (&r_s)[kTiles][kCols][4],
                                                OnlineRow (&rows)[kTiles][2],
@@ -57,11 +58,11 @@ __device__ __forceinline__ void online_softmax(float (&r_s)[kTiles][kCols][4],
       }
       max = quad_max(max);
       if (kLazy && (max - row.max) * c <= 8.f) max = row.max;
-      // -inf - (-inf) is NaN: a row that saw only -inf is compared with 0 and adds nothing.
+      // -inf - (-inf) is NaN, so a row that saw only -inf uses 0 as its maximum and adds nothing.
       const float top = max == -INFINITY ? 0.f : max;
       // NOTE: s * c - shift is one FMA. shift's rounding error is common to the row and to `factor`
-      // and cancels, but for huge scores 2^error overflows: those are made small first. inf - inf
-      // is the NaN that torch gives.
+      // and cancels, but 2^error overflows for huge scores, so these subtract `top` first. inf -
+      // inf gives NaN as in torch.
       float shift = __fmul_rn(top, c);
       float rise = __fmul_rn(row.max, c) - shift;
       if (!(fabsf(shift) < 0x1p14f)) {
@@ -89,8 +90,9 @@ __device__ __forceinline__ void online_softmax(float (&r_s)[kTiles][kCols][4],
   }
 }
 
-// online_softmax of capped scores of whose exponents `exponent` is, a SmallExponent. Maxima, of 0
-// or more, stay as they are. Calls `hide` for the exponents where `hides`.
+// Softmax without a running maximum, for soft-capped scores that are small: `exponent`, a
+// SmallExponent, turns a score into its exponent by a polynomial. The rows' maxima, 0 or more,
+// stay. Where `hides`, hide() hides the exponents.
 template <int kTiles, int kCols, class Exponent, class Hide>
 __device__ __forceinline__ void online_softmax_of_small(float (&r_s)[kTiles][kCols][4],
                                                         OnlineRow (&rows)[kTiles][2], float c,
@@ -124,7 +126,7 @@ __device__ __forceinline__ void online_softmax_of_small(float (&r_s)[kTiles][kCo
   for_each([](float& score, float) { return score = exp2_approx_ftz(score); });
 }
 
-// Multiplies what is summed up so far.
+// acc *= factor.
 template <int kTiles, int kCols>
 __device__ __forceinline__ void rescale(float (&r_out)[kTiles][kCols][4],
                                         const float (&factor)[kTiles][2]) {
@@ -138,7 +140,7 @@ __device__ __forceinline__ void rescale(float (&r_out)[kTiles][kCols][4],
   }
 }
 
-// Hides the columns from min(first_end + row, last_end) on.
+// Hides the columns from min(first_end + row, last_end) on of each row.
 template <int kTiles, int kCols>
 __device__ __forceinline__ void hide_columns(float (&r_s)[kTiles][kCols][4], int first_end,
                                              int last_end) {
@@ -160,9 +162,9 @@ __device__ __forceinline__ void hide_columns(float (&r_s)[kTiles][kCols][4], int
   }
 }
 
-// The same, and the columns before begin[row] - from.
-inline constexpr int kSeesNothing = INT_MAX;  // a row's begin
+inline constexpr int kSeesNothing = INT_MAX;  // begin of a row that sees no key
 
+// Hides the columns before begin[row] - from, and from min(first_end + row, last_end) on.
 template <int kTiles, int kCols>
 __device__ __forceinline__ void hide_columns(float (&r_s)[kTiles][kCols][4], int first_end,
                                              int last_end, const int* begin, int from) {
@@ -174,13 +176,13 @@ __device__ __forceinline__ void hide_columns(float (&r_s)[kTiles][kCols][4], int
       const int row = tile * 16 + half * 8 + g;
       const int first = begin[row] - from, end = min(first_end + row, last_end);
       const unsigned columns = end > first ? end - first : 0;
-      const int behind_first = 2 * t - first;
+      const int column_offset = 2 * t - first;
 #pragma unroll
       for (int j = 0; j < kCols; ++j) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& score = r_s[tile][j][2 * half + i];
-          score = static_cast<unsigned>(behind_first + j * 8 + i) < columns ? score : -INFINITY;
+          score = static_cast<unsigned>(column_offset + j * 8 + i) < columns ? score : -INFINITY;
         }
       }
     }

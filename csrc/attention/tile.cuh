@@ -1,8 +1,8 @@
-// Tiles of (rows, kDim) in shared memory: how they are laid out, filled and emptied.
+// Tiles (rows, kDim) in shared memory: layout, loads and stores.
 //
-// A row is kDim elements, 16 bytes a chunk; chunk c of row r lies at chunk c ^ (r % 8), so that
-// eight rows of one chunk, an ldmatrix, touch every bank once. A tile starts on a multiple of its
-// row size: address ^ (c * 16) then walks the chunks of a row from its chunk 0.
+// A row has kDim elements in chunks of 16 bytes. Chunk c of row r is stored at chunk c ^ (r % 8),
+// so that the eight rows of an ldmatrix use every bank once. A tile starts on a multiple of its row
+// size, so that the address of chunk c is that of chunk 0 ^ (c * 16).
 #pragma once
 
 #include "attention/params.h"
@@ -26,36 +26,36 @@ struct AttentionLayout {
   }
 };
 
-// Rows of kCols elements in chunks of 16 bytes. The chunks of a row change places so that the 8
-// rows of an ldmatrix lie in different banks.
+// A tile of rows of kCols elements in chunks of 16 bytes, swizzled so that the 8 rows of an
+// ldmatrix use different banks.
 template <typename T, int kTileRows, int kCols>
 struct SharedTile {
   static constexpr int kRows = kTileRows;
   static constexpr int kRowBytes = kCols * sizeof(T);
   static constexpr int kChunks = kRowBytes / 16;
-  static constexpr int kGroups = kRowBytes / 32;  // the depth of one product is 32 bytes
+  static constexpr int kGroups = kRowBytes / 32;  // an mma's K is 32 bytes
   static constexpr int kBytes = kRows * kRowBytes;
   static_assert(kChunks >= 2 && (kChunks & (kChunks - 1)) == 0);
   alignas(128) T s_data[kRows * kCols];
 
   static __device__ __forceinline__ int offset(int row, int chunk) {
-    constexpr int kTurn = kChunks < 8 ? kChunks : 8;
-    return row * kRowBytes + (chunk ^ (row / (8 / kTurn) % kTurn)) * 16;
+    constexpr int kPeriod = kChunks < 8 ? kChunks : 8;
+    return row * kRowBytes + (chunk ^ (row / (8 / kPeriod) % kPeriod)) * 16;
   }
 
-  // From the address of a byte to the one `bytes` further right in its row, a multiple of 16 that
-  // has no bit in common with the column of the first. Multiples of 8 rows are added to it.
+  // The address `bytes` further right in the row of s_byte. `bytes` is a multiple of 16 without a
+  // bit in common with the column of s_byte. Multiples of 8 rows may be added to the result.
   static __device__ __forceinline__ uint32_t right_of(uint32_t s_byte, int bytes) {
     return (s_byte ^ (bytes % 128)) + bytes / 128 * 128;
   }
 
-  // From the address of a byte in an even row to the one below it.
+  // The address one row below s_byte, which is in an even row.
   static __device__ __forceinline__ uint32_t below_even(uint32_t s_byte) {
     return (kChunks < 8 ? s_byte : s_byte ^ 16) + kRowBytes;
   }
 };
 
-// The address that this lane gives to ldmatrix, for a left operand (m16 x 32 bytes) ...
+// The address that this lane passes to ldmatrix for a left operand (m16 x 32 bytes).
 template <typename Tile>
 __device__ __forceinline__ uint32_t left_lane(uint32_t s_tile, int row, int group,
                                               unsigned thread) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ uint32_t left_lane(uint32_t s_tile, int row, int grou
   return left_lane<Tile>(s_tile, row, group, threadIdx.x);
 }
 
-// ... and for two n8 tiles of a right operand.
+// The address that this lane passes to ldmatrix for two n8 tiles of a right operand.
 template <typename Tile>
 __device__ __forceinline__ uint32_t right_lane(uint32_t s_tile, int row, int group,
                                                unsigned thread) {
@@ -80,7 +80,7 @@ __device__ __forceinline__ uint32_t right_lane(uint32_t s_tile, int row, int gro
 }
 
 // Copies consecutive tiles of kRows rows each from a strided (rows, cols) matrix. Rows from
-// `rows_left` on and chunks from `cols` on are not read; they become zeros.
+// `rows_left` on and chunks from `cols` on are cleared, not read.
 template <typename Layout, int kRows, int kThreads>
 class AttentionLoader {
   using T = typename Layout::T;
@@ -92,39 +92,40 @@ class AttentionLoader {
   __device__ __forceinline__ AttentionLoader(const T* g_first, int64_t row_stride, int cols)
       : AttentionLoader(g_first, row_stride, cols, threadIdx.x) {}
 
-  // By threads that count from 0 among themselves.
+  // `thread` counts the copying threads from 0.
   __device__ __forceinline__ AttentionLoader(const T* g_first, int64_t row_stride, int cols,
                                              int thread)
       : step_(row_stride * kRowStep), cols_(cols) {
-    const Share share(thread);
-    g_next_ = g_first + share.row * row_stride + share.chunk * Layout::kElems;
+    const ThreadChunks chunks(thread);
+    g_next_ = g_first + chunks.row * row_stride + chunks.chunk * Layout::kElems;
   }
 
   __device__ __forceinline__ void load(int thread, uint32_t s_tile, int rows_left) {
-    const Share share(thread);
-    const bool has_cols = share.chunk * Layout::kElems < cols_;
-    // NOTE: all or nothing is one predicate to ptxas; other sizes take ten instructions a copy.
+    const ThreadChunks chunks(thread);
+    const bool has_cols = chunks.chunk * Layout::kElems < cols_;
+    // NOTE: a size of 0 or 16 bytes is one predicate for ptxas; other sizes cost ten instructions
+    // per copy.
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const bool live = has_cols && share.row + i * kRowStep < rows_left;
-      copy_async_16(s_tile + share.offset(i), g_next_, live ? kVectorBytes : 0);
+      const bool live = has_cols && chunks.row + i * kRowStep < rows_left;
+      copy_async_16(s_tile + chunks.offset(i), g_next_, live ? kVectorBytes : 0);
       g_next_ += step_;
     }
   }
 
-  // Goes on so many rows further down.
+  // Moves kSkipped rows down.
   template <int kSkipped>
   __device__ __forceinline__ void skip() {
     static_assert(kSkipped % kRowStep == 0);
     g_next_ += step_ * (kSkipped / kRowStep);
   }
 
-  // Multiplies what this thread has copied, once it is there.
+  // Multiplies the chunks that this thread has copied; the caller has waited for them.
   __device__ __forceinline__ void multiply(char* s_tile, float factor) const {
-    const Share share(threadIdx.x);
+    const ThreadChunks chunks(threadIdx.x);
 #pragma unroll 1
     for (int i = 0; i < kLoads; ++i) {
-      T* s_chunk = reinterpret_cast<T*>(s_tile + share.offset(i));
+      T* s_chunk = reinterpret_cast<T*>(s_tile + chunks.offset(i));
       auto chunk = load_vec<T, Layout::kElems>(s_chunk);
 #pragma unroll
       for (T& x : chunk.values) x = from_float<T>(to_float(x) * factor);
@@ -133,13 +134,13 @@ class AttentionLoader {
   }
 
  private:
-  // A thread copies one chunk of every kRowStep-th row.
-  struct Share {
+  // The chunks of a thread: one of every kRowStep-th row.
+  struct ThreadChunks {
     int row;
     int chunk;
     uint32_t first;
 
-    __device__ __forceinline__ explicit Share(int thread)
+    __device__ __forceinline__ explicit ThreadChunks(int thread)
         : row(thread / Layout::kChunks),
           chunk(thread % Layout::kChunks),
           first(Layout::offset(row, chunk)) {}
@@ -154,7 +155,7 @@ class AttentionLoader {
   int cols_;
 };
 
-// One warp writes kRows rows that lie in shared memory to consecutive rows of `cols` elements.
+// One warp copies kRows rows from shared memory to consecutive rows of `cols` elements.
 template <typename Layout, int kRows>
 __device__ __forceinline__ void store_rows(typename Layout::T* g_to, const char* s_rows, int rows,
                                            int cols) {

@@ -1,5 +1,5 @@
 // CPU: the gradient of attention in the tiles of attention/cpu/fwd.h. A task is a kv head with all
-// its query heads, so that every sum is added in one order whatever the number of threads.
+// its query heads, so that the order of every sum does not depend on the number of threads.
 #pragma once
 
 #include <ATen/ops/zeros.h>
@@ -8,20 +8,20 @@
 
 namespace torchweld {
 
-// The gradient of one kv head. `k`, `kt` and `v` are its tiles; dk and dv theirs, zeros at first.
+// The gradient of one kv head. `k`, `kt` and `v` are its tiles; dk and dv start as zeros.
 template <typename T, typename acc_t>
 struct HeadGradient {
   const CpuAttention& a;
   const acc_t *k, *kt, *v;
   acc_t *dk, *dv;
 
-  // A query head's block of rows, with its statistics by lane.
+  // The block of rows of a query head, and their statistics.
   struct Lanes {
     acc_t *q, *qt, *dout, *dout_t, *lse, *delta;
   };
 
-  // ds = p * (dp - delta), with p = exp(s - lse) in place of s; behind a cap times its slope,
-  // 1 - (s / softcap)^2. What is hidden has p = 0 and any ds.
+  // s = p = exp(s - lse), ds = p * (dp - delta), with a soft cap times its slope 1 - (s /
+  // softcap)^2. Hidden elements have p = 0 and an undefined ds.
   void softmax_gradient(acc_t* s, acc_t* dp, const Lanes& lanes, int64_t width) const {
     const acc_t inverse = a.softcap > 0 ? static_cast<acc_t>(1 / a.softcap) : 0;
     with_vectors([&] {
@@ -68,22 +68,23 @@ void attention_backward_tiles(const CpuAttention& a, const Tensor& dquery, const
   std::optional<CpuHeads<acc_t>> dl;
   if (is_given(dlse)) dl.emplace(*dlse);
   const CpuHeads<acc_t>* const lse_grad = dl ? &*dl : nullptr;
-  Tensor sink_parts;
-  if (a.sinks.defined()) sink_parts = at::zeros({a.batch, a.nheads}, a.sinks.options());
+  Tensor sink_terms;
+  if (a.sinks.defined()) sink_terms = at::zeros({a.batch, a.nheads}, a.sinks.options());
   const int64_t width = a.block_rows(), d = a.head_dim, n = a.head_dim_v, tiles = a.tiles();
-  // A thread's half of the tasks holds heads of all sequences.
+  // Consecutive tasks have different sequences, so that threads get equal work.
   parallel_tasks(a.batch * a.nheads_kv, [&](int64_t task) {
     const int64_t b = task % a.batch, kv = task / a.batch;
     const int64_t kv_tiles = (b * a.nheads_kv + kv) * tiles * kTileKeys;
     const int64_t sums = tiles * kTileKeys * (d + n);
     Scratch<acc_t> scratch(sums + width * (3 * d + 2 * n + 2 * kTileKeys + 2), packed_k.options());
-    acc_t* const dk_sums = scratch.take(tiles * kTileKeys * d);
-    acc_t* const dv_sums = scratch.take(tiles * kTileKeys * n);
+    acc_t* const dk_sums = scratch.allocate(tiles * kTileKeys * d);
+    acc_t* const dv_sums = scratch.allocate(tiles * kTileKeys * n);
     std::fill_n(dk_sums, sums, acc_t(0));
     const typename HeadGradient<T, acc_t>::Lanes lanes = {
-        scratch.take(width * d), scratch.take(width * d), scratch.take(width * n),
-        scratch.take(width * n), scratch.take(width),     scratch.take(width)};
-    acc_t *const dq_t = scratch.take(width * d), *const pair = scratch.take(2 * kTileKeys * width);
+        scratch.allocate(width * d), scratch.allocate(width * d), scratch.allocate(width * n),
+        scratch.allocate(width * n), scratch.allocate(width),     scratch.allocate(width)};
+    acc_t *const dq_t = scratch.allocate(width * d), *const pair =
+                                                         scratch.allocate(2 * kTileKeys * width);
     const HeadGradient<T, acc_t> gradient = {a,
                                              packed_k.const_data_ptr<acc_t>() + kv_tiles * d,
                                              packed_kt.const_data_ptr<acc_t>() + kv_tiles * d,
@@ -98,7 +99,7 @@ void attention_backward_tiles(const CpuAttention& a, const Tensor& dquery, const
           if (!block.sees(r)) std::fill_n(dq.row(b, h, block.row + r), d, T(0));
         }
         if (!block.empty()) {
-          // Rows that see nothing may hold anything: zeros stand in for them, and p is 0.
+          // Rows that see no key may hold anything: they become zeros, and their p is 0.
           pack_rows<T, acc_t>(lanes.q, width, q.row(b, h, block.row), block.rows, d, q.row_stride,
                               q.column_stride, scale);
           pack_rows<T, acc_t>(lanes.dout, width, d_out.row(b, h, block.row), block.rows, n,
@@ -115,8 +116,8 @@ void attention_backward_tiles(const CpuAttention& a, const Tensor& dquery, const
           }
           row_deltas(lanes.delta, lanes.dout, o, lse_grad, b, h, block, n);
         }
-        if (sink_parts.defined()) {
-          sink_parts.mutable_data_ptr<acc_t>()[b * a.nheads + h] +=
+        if (sink_terms.defined()) {
+          sink_terms.mutable_data_ptr<acc_t>()[b * a.nheads + h] +=
               sink_gradient(a.template sink<acc_t>(h), lanes.delta, l, lse_grad, b, h, block);
         }
         if (block.empty()) continue;
@@ -132,7 +133,7 @@ void attention_backward_tiles(const CpuAttention& a, const Tensor& dquery, const
         });
       }
     }
-    // The sums, and zeros for the keys that nobody sees.
+    // Store the sums, and zeros for keys that no row sees.
     const KeyRange seen = a.seen[b];
     const auto store = [&](const CpuHeads<T>& to, const acc_t* from, int64_t columns) {
       with_vectors([&] {
@@ -151,7 +152,7 @@ void attention_backward_tiles(const CpuAttention& a, const Tensor& dquery, const
     store(dk, dk_sums, d);
     store(dv, dv_sums, n);
   });
-  add_sink_parts(dsink, sink_parts);
+  add_sink_terms(dsink, sink_terms);
 }
 
 }  // namespace torchweld

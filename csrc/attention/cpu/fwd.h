@@ -1,11 +1,10 @@
 // CPU: attention in tiles of 64 keys by up to 64 query rows that stay in cache.
 //
-// Tiles are transposed, (keys, rows): then each query row is a lane of the vectors, its softmax
-// needs no sum across lanes, and the gradients to key and value are plain matmuls of the tiles.
-// Keys and values are packed once, in the statistics' dtype, from the first to the last key that
-// the sequence sees: padding is not read. A task is a block of query rows, in the gradient a kv
-// head with all its query heads, so that every sum is added in one order whatever the number of
-// threads.
+// Tiles are transposed, (keys, rows): each query row is a lane of the vectors, its softmax needs no
+// sum across lanes, and dkey and dvalue are plain matmuls of the tiles. Keys and values are packed
+// once, in the statistics' dtype, from the first to the last key that the sequence sees: padding is
+// not read. A task is a block of query rows; in the gradient it is a kv head with all its query
+// heads, so that the order of every sum does not depend on the number of threads.
 #pragma once
 
 #include <ATen/Dispatch.h>
@@ -14,14 +13,14 @@
 
 namespace torchweld {
 
-constexpr int64_t kFewRows = 8;  // so few query rows do not pay for packed keys
+constexpr int64_t kFewRows = 8;  // for at most so many query rows, packing keys does not pay
 
-// Scores (tiles, 64, width) to their exponentials against each row's largest, and their sum with
-// that of the sink, which is added tile by tile: one long chain of additions would lose digits.
-// part (width,) is scratch.
+// scores (tiles, 64, width) = exp(scores - max) of each row, and the rows' sums, sink included. The
+// sums are added tile by tile: one long chain of additions would lose digits. tile_sum (width,) is
+// scratch.
 template <typename acc_t>
 void softmax_of_lanes(acc_t* scores, int64_t tiles, int64_t width, acc_t sink, acc_t* max,
-                      acc_t* sum, acc_t* part) {
+                      acc_t* sum, acc_t* tile_sum) {
   with_vectors([&] {
     std::fill_n(max, width, sink);
     for (int64_t c = 0; c < tiles * kTileKeys; ++c) {
@@ -32,15 +31,15 @@ void softmax_of_lanes(acc_t* scores, int64_t tiles, int64_t width, acc_t sink, a
       sum[r] = sink == -std::numeric_limits<acc_t>::infinity() ? 0 : exp_in_vectors(sink - max[r]);
     }
     for (int64_t t = 0; t < tiles; ++t) {
-      std::fill_n(part, width, acc_t(0));
+      std::fill_n(tile_sum, width, acc_t(0));
       for (int64_t c = 0; c < kTileKeys; ++c) {
         acc_t* s = scores + (t * kTileKeys + c) * width;
         for (int64_t r = 0; r < width; ++r) {
           s[r] = exp_in_vectors(s[r] - max[r]);
-          part[r] += s[r];
+          tile_sum[r] += s[r];
         }
       }
-      for (int64_t r = 0; r < width; ++r) sum[r] += part[r];
+      for (int64_t r = 0; r < width; ++r) sum[r] += tile_sum[r];
     }
   });
 }
@@ -70,11 +69,11 @@ void attention_forward_tiles(const CpuAttention& a, const Tensor& out, const Ten
     }
     if (block.empty()) return;
     Scratch<acc_t> scratch((d + dv + block.tiles() * kTileKeys + 3) * width, packed_k.options());
-    acc_t* const qt = scratch.take(d * width);
-    acc_t* const out_t = scratch.take(dv * width);
-    acc_t* const scores = scratch.take(block.tiles() * kTileKeys * width);
-    acc_t *const max = scratch.take(width), *const sum = scratch.take(width);
-    acc_t* const part = scratch.take(width);
+    acc_t* const qt = scratch.allocate(d * width);
+    acc_t* const out_t = scratch.allocate(dv * width);
+    acc_t* const scores = scratch.allocate(block.tiles() * kTileKeys * width);
+    acc_t *const max = scratch.allocate(width), *const sum = scratch.allocate(width);
+    acc_t* const part = scratch.allocate(width);
     pack_transposed<T, acc_t>(qt, width, q.row(b, h, block.row), block.rows, d, q.row_stride,
                               q.column_stride, static_cast<acc_t>(a.scale));
     const int64_t kv_tile = (b * a.nheads_kv + h / a.group()) * a.tiles() + block.tile_begin;
@@ -106,8 +105,8 @@ void attention_forward_tiles(const CpuAttention& a, const Tensor& out, const Ten
   });
 }
 
-// The same for a few query rows, as in decoding: keys and values are read once, where they are. A
-// task is a kv head with all its query heads. The columns of key and value are adjacent.
+// The forward for a few query rows, as in decoding: keys and values are read once and not packed. A
+// task is a kv head with all its query heads. Key and value have contiguous rows.
 template <typename T>
 void attention_forward_rows(const CpuAttention& a, const Tensor& out, const Tensor* lse,
                             const Tensor& query, const Tensor& key, const Tensor& value) {
@@ -119,9 +118,9 @@ void attention_forward_rows(const CpuAttention& a, const Tensor& out, const Tens
     const int64_t b = task % a.batch, kv = task / a.batch;
     const SequenceMask sequence = a.mask.sequence(b);
     Scratch<acc_t> scratch(rows * (a.seqlen_k + d + dv) + dv, in_acc);
-    acc_t *const q_rows = scratch.take(rows * d), *const sums = scratch.take(rows * dv);
-    acc_t* const part = scratch.take(dv);
-    acc_t* const scores = scratch.take(rows * a.seqlen_k);
+    acc_t *const q_rows = scratch.allocate(rows * d), *const sums = scratch.allocate(rows * dv);
+    acc_t* const part = scratch.allocate(dv);
+    acc_t* const scores = scratch.allocate(rows * a.seqlen_k);
     with_vectors([&] {
       for (int64_t r = 0; r < rows; ++r) {
         const T* from = q.row(b, kv * a.group() + r / a.seqlen_q, r % a.seqlen_q);
@@ -155,7 +154,7 @@ void attention_forward_rows(const CpuAttention& a, const Tensor& out, const Tens
         const acc_t most = max_of(p + live.begin, keys), max = most > sink ? most : sink;
         acc_t total = exp_and_sum(p + live.begin, p + live.begin, keys, max);
         if (a.sinks.defined()) total += exp_in_vectors(sink - max);
-        // In blocks of keys: one chain of additions over thousands of keys would lose digits.
+        // Sums are added in blocks of keys: one chain over thousands of keys would lose digits.
         for (int64_t first = live.begin; first < live.end; first += kTileKeys) {
           std::fill_n(part, dv, acc_t(0));
           for (int64_t j = first; j < std::min(first + kTileKeys, live.end); ++j) {

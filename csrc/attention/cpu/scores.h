@@ -1,5 +1,5 @@
-// CPU. What becomes of scores in attention, softmax_matmul and causal_softmax, and the sinks beside
-// them.
+// CPU: mask, scale, soft cap and sinks of the scores in attention, softmax_matmul and
+// causal_softmax.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace torchweld {
 
 struct CpuScores {
-  MaskParams mask;  // its softcap and sink are below, in full precision
+  MaskParams mask;  // without softcap and sink, which follow in the statistics' dtype
   double scale;
   double softcap;  // 0: none
   Tensor sinks;    // (nheads,) in the statistics' dtype, or undefined
@@ -42,10 +42,10 @@ struct CpuScores {
   }
 
  private:
-  Mask tensors_;  // `mask` points to them
+  Mask tensors_;  // own what `mask` points to
 };
 
-// scores = softcap * tanh(scores / softcap). cap_tile enters vectors by itself.
+// scores = softcap * tanh(scores / softcap). The caller of cap_row is inside with_vectors.
 template <typename acc_t>
 inline void cap_row(acc_t* scores, int64_t count, acc_t softcap) {
   const acc_t inverse = 1 / softcap;

@@ -1,5 +1,5 @@
-// CPU. What attention and softmax_matmul share: blocks of query rows, tiles of 64 keys, and how
-// they are packed from the first key that a sequence sees.
+// CPU: blocks of query rows and tiles of 64 keys for attention and softmax_matmul. Tiles are packed
+// from the first key that a sequence sees.
 #pragma once
 
 #include <ATen/OpMathType.h>
@@ -19,7 +19,7 @@ namespace torchweld {
 
 constexpr int64_t kTileKeys = 64;
 
-// A (batch, heads, rows, columns) tensor as its elements are found.
+// The address and strides of a (batch, heads, rows, columns) tensor.
 template <typename T>
 struct CpuHeads {
   T* data;
@@ -37,10 +37,11 @@ struct CpuHeads {
   }
 };
 
-// What one call is about: attention, or softmax_matmul with its scores instead of query and key.
+// The sizes, mask and scale of a call of attention, or of softmax_matmul, which has scores instead
+// of query and key.
 struct CpuAttention : CpuScores {
   int64_t batch, nheads, nheads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
-  std::vector<KeyRange> seen;  // the keys that any row of a sequence sees, from the first on
+  std::vector<KeyRange> seen;  // per sequence, from the first to the last key that any row sees
 
   CpuAttention(const Tensor& query, const Tensor& key, const Tensor& value, const Mask& args,
                double scale)
@@ -53,8 +54,9 @@ struct CpuAttention : CpuScores {
 
   int64_t group() const { return nheads / std::max<int64_t>(1, nheads_kv); }
   int64_t tiles() const { return (seqlen_k + kTileKeys - 1) / kTileKeys; }
-  // Query rows of a block. Under the causal rule a block takes keys that only its last row sees, so
-  // that short sequences have small ones; the scores of many keys must stay in cache.
+  // The query rows of a block. Under causal a block computes keys that only its last row sees, so
+  // short sequences have small blocks. Many keys also need small blocks, to keep the scores in
+  // cache.
   int64_t block_rows() const {
     const bool small = seqlen_q <= 16 || seqlen_k > 8192;
     return small ? 16 : (seqlen_q <= 32 || (mask.causal && seqlen_q <= 256)) ? 32 : 64;
@@ -77,7 +79,7 @@ struct CpuAttention : CpuScores {
   }
 };
 
-// to (columns, width) = the transpose of rows, zeros from `rows` on.
+// to (columns, width) = the transpose of from (rows, columns), with zeros from `rows` on.
 template <typename T, typename acc_t>
 void pack_transposed(acc_t* to, int64_t width, const T* from, int64_t rows, int64_t columns,
                      int64_t row_stride, int64_t column_stride, acc_t scale = 1) {
@@ -91,7 +93,7 @@ void pack_transposed(acc_t* to, int64_t width, const T* from, int64_t rows, int6
   });
 }
 
-// to (height, columns) = rows, zeros from `rows` on.
+// to (height, columns) = from (rows, columns), with zeros from `rows` on.
 template <typename T, typename acc_t>
 void pack_rows(acc_t* to, int64_t height, const T* from, int64_t rows, int64_t columns,
                int64_t row_stride, int64_t column_stride, acc_t scale = 1) {
@@ -112,7 +114,7 @@ void pack_rows(acc_t* to, int64_t height, const T* from, int64_t rows, int64_t c
   });
 }
 
-// Keys or values tile by tile from the first to the last that each sequence sees: (batch,
+// Packs keys or values in tiles, from the first to the last that each sequence sees: (batch,
 // nheads_kv, tiles, 64, columns), or transposed (..., columns, 64).
 template <typename T, typename acc_t>
 Tensor pack_tiles(const CpuAttention& a, const Tensor& t, bool transposed) {
@@ -135,15 +137,15 @@ Tensor pack_tiles(const CpuAttention& a, const Tensor& t, bool transposed) {
 }
 
 // The query rows [row, row + rows) of a sequence, and the tiles of keys that any of them sees. Keys
-// are counted from the first that the sequence sees.
+// count from first_key.
 struct QueryBlock {
   static constexpr int64_t kMaxRows = 64;
   int64_t row, rows;
-  int64_t first_key;  // of the sequence
+  int64_t first_key;  // the first key that the sequence sees
   int64_t tile_begin, tile_end;
   int32_t begin[kMaxRows];  // each row's keys, 0 and 0 where it sees none
   int32_t end[kMaxRows];
-  int32_t last_begin, first_end;  // between them every row sees every key
+  int32_t last_begin, first_end;  // every row that sees a key sees the keys between
 
   QueryBlock(const CpuAttention& a, int64_t b, int64_t index)
       : row(index * a.block_rows()),
@@ -171,7 +173,8 @@ struct QueryBlock {
   bool empty() const { return tile_begin == tile_end; }
   int64_t tiles() const { return tile_end - tile_begin; }
 
-  // Puts `value` where a tile (64, width) is hidden. Rows that see nothing may keep anything.
+  // Sets the hidden elements of a tile (64, width) to `value`. Rows that see no key may keep
+  // theirs.
   template <typename acc_t>
   void fill_hidden(acc_t* tile_scores, int64_t tile, int64_t width, acc_t value) const {
     const auto first = static_cast<int32_t>(tile * kTileKeys);
@@ -187,7 +190,7 @@ struct QueryBlock {
   }
 };
 
-// delta[r] = sum(dout * out) - dlse of the rows that see something. dout (rows, columns) is packed,
+// delta[r] = sum(dout * out) - dlse for the rows that see a key. dout (rows, columns) is packed,
 // dlse may be null.
 template <typename T, typename acc_t>
 void row_deltas(acc_t* delta, const acc_t* dout, const CpuHeads<T>& out,
@@ -206,7 +209,7 @@ void row_deltas(acc_t* delta, const acc_t* dout, const CpuHeads<T>& out,
   });
 }
 
-// A block's part of the gradient to its head's sink. `deltas` are those of row_deltas.
+// The terms of a block's rows in its head's dsink. `deltas` come from row_deltas.
 template <typename acc_t>
 acc_t sink_gradient(acc_t sink, const acc_t* deltas, const CpuHeads<acc_t>& lse,
                     const CpuHeads<acc_t>* dlse, int64_t b, int64_t h, const QueryBlock& block) {
@@ -222,12 +225,12 @@ acc_t sink_gradient(acc_t sink, const acc_t* deltas, const CpuHeads<acc_t>& lse,
   return sum;
 }
 
-// dsink (nheads,) from its parts (batch, nheads), where a sink is given.
-inline void add_sink_parts(const Tensor& dsink, const Tensor& parts) {
-  if (parts.defined()) dsink.copy_(parts.sum(0));
+// dsink (nheads,) = the sum of its terms (batch, nheads), where a sink is given.
+inline void add_sink_terms(const Tensor& dsink, const Tensor& terms) {
+  if (terms.defined()) dsink.copy_(terms.sum(0));
 }
 
-// One scratch of a task, cut into parts.
+// The scratch memory of a task, from which allocate() returns consecutive arrays.
 template <typename acc_t>
 struct Scratch {
   Tensor tensor;
@@ -235,7 +238,7 @@ struct Scratch {
 
   Scratch(int64_t count, const at::TensorOptions& options)
       : tensor(at::empty({count}, options)), next(tensor.mutable_data_ptr<acc_t>()) {}
-  acc_t* take(int64_t count) { return std::exchange(next, next + count); }
+  acc_t* allocate(int64_t count) { return std::exchange(next, next + count); }
 };
 
 }  // namespace torchweld

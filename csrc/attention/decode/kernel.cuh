@@ -1,25 +1,25 @@
-// attention's forward for few query rows, such as a step of generation: what it costs is to read
-// the keys and values once.
+// attention's forward for few query rows, such as a decoding step, whose cost is one read of the
+// keys and values.
 //
-// The query heads that share a kv head are packed, with their rows, into one tile of rows. The keys
-// of a sequence, from the first that is not padding on, are cut into equal splits, so that every SM
-// has a block. The warps of a block take the tiles of its split in turn, each with a ring of its
-// own that is filled asynchronously: no warp waits for another one. At the end the warps' sums are
-// added through shared memory. Those of splits go through global memory: the last split of a group
-// waits for the others and adds them in their order, so that every run gives the same bits.
+// The rows of the query heads that share a kv head are packed into one tile. A sequence's keys,
+// from the first that is not padding on, are divided into equal splits, so that every SM has a
+// block. The warps of a block alternate over the tiles of its split, each with its own ring filled
+// by cp.async: no warp waits for another. At the end the warps' sums are added in shared memory,
+// and those of the splits in global memory: the last split of a group waits for the others and adds
+// them in order, so that every run gives the same bits.
 //
-// Memory is read faster where a block reads two streams, keys and values, than where every warp has
-// a stretch of its own: attention decode (16, 32, 8, 8192, 128) bfloat16 took 141 us instead of
-// 134, (1, 32, 8, 65536, 128) 76 instead of 72.
+// Memory is faster when a block reads two streams, keys and values, than when every warp reads its
+// own range of keys: attention decode (16, 32, 8, 8192, 128) bfloat16 took 141 us instead of 134,
+// (1, 32, 8, 65536, 128) 76 instead of 72.
 //
-// On Hopper the kernel begins while the one before it ends (PDL), and lets the next one begin when
-// its keys are read. At once is too soon: (16, 12, 12, 1024, 64) took 17.5 us, and 16.8 without
-// PDL. Keys that are asked for in L2 before the kernel before has ended only get in the way of
-// others: two tiles a warp gained nothing, and 16 made (64, 32, 8, 2048, 128) take 205 us instead
+// On Hopper the kernel starts while the kernel before it ends (PDL), and lets the next kernel start
+// once its keys are read. Earlier is too early: (16, 12, 12, 1024, 64) took 17.5 us, and 16.8
+// without PDL. Prefetching keys to L2 before the previous kernel has ended only disturbs that
+// kernel: two tiles a warp gained nothing, and 16 made (64, 32, 8, 2048, 128) take 205 us instead
 // of 137.
 //
-// A flag says that a split's part is there, and needs no clearing. To clear counters in a captured
-// graph cost up to 4 us a call.
+// A flag marks a split's partial results as stored and needs no reset; resetting counters in a
+// captured graph cost up to 4 us per call.
 // Source: Dao et al., "Flash-Decoding for long-context inference", 2023.
 #pragma once
 
@@ -37,12 +37,12 @@ struct AttentionDecodeConfig : AttentionVariant<kMasked> {
   static constexpr int kDim = kShape.dim, kRows = AttentionDecodeTile::kRows, kKeys = kShape.keys;
   static constexpr int kStages = kShape.stages, kWarps = kShape.warps;
   static constexpr int kThreads = kShape.threads(), kTiles = kRows / 16;
-  // What registers and shared memory are cut for.
+  // Limits the registers; shared memory holds as many.
   static constexpr int kBlocksPerSm = kShape.tile_bytes() > 110 * 1024 ? 1 : 2;
   using Layout = AttentionLayout<T, kDim>;
   using Matmul = WarpMatmul16<T, kDim, kTiles, kKeys>;
   using Work = std::conditional_t<kMasked, MaskedDecodeWork, DecodeWork>;
-  using Mask = std::conditional_t<kMasked, MaskedDecodeMask<kTiles>, DecodeMask<kTiles>>;
+  using FragmentKeys = DecodeFragmentKeys<kTiles, kMasked>;
 
   struct Shared {
     T query[kRows * kDim];
@@ -50,9 +50,9 @@ struct AttentionDecodeConfig : AttentionVariant<kMasked> {
       T rings[kWarps][kStages][2][kKeys * kDim];  // keys, then values
       DecodeSumsShared<kRows, kDim, kWarps> sums;
     };
-    MaxSum of_warps[kWarps][kRows];  // a warp's factor takes the place of its maximum
-    MaxSum of_block[kRows];
-    float factor[kRows];  // of a finished row's sums, below 0 where it sees nothing
+    MaxSum warp_sums[kWarps][kRows];  // the warp's factor later overwrites its maximum
+    MaxSum block_sums[kRows];
+    float factor[kRows];  // normalises a row's sums; negative where the row sees nothing
   };
 };
 
@@ -66,9 +66,10 @@ __device__ __forceinline__ void load_decode_query(const AttentionParams& p, cons
     const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
     Vec<T, Layout::kElems> values = {};
     if (row < work.rows && chunk * Layout::kElems < p.sizes.head_dim) {
-      const DecodeWork::Row of = work.row(row);
-      values = load_vec<T, Layout::kElems>(matrix_of<T>(p.query, work.batch, of.head, of.at) +
-                                           chunk * Layout::kElems);
+      const DecodeWork::Row query_row = work.row(row);
+      values = load_vec<T, Layout::kElems>(
+          matrix_of<T>(p.query, work.batch, query_row.head, query_row.index) +
+          chunk * Layout::kElems);
       if (sign != 1.f) {
 #pragma unroll
         for (T& x : values.values) x = from_float<T>(to_float(x) * sign);
@@ -94,19 +95,19 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
   griddep_wait();
   work.find_keys(p);
 
-  // NOTE: from threadIdx.x the loop computes anew what depends on them, 27 instructions a step.
+  // NOTE: with threadIdx.x the loop would recompute what depends on them, 27 instructions per step.
   const int thread = fresh_thread(), warp = thread / kWarp, lane = thread % kWarp;
-  const DecodeWork::Share share = work.share(kKeys);
-  const int first_key = share.begin + warp * kKeys;
+  const KeyRange32 split_keys = work.split_keys(kKeys);
+  const int first_key = split_keys.begin + warp * kKeys;
   using Loader = AttentionLoader<Layout, kKeys, kWarp>;
   Loader load_key(matrix_of<T>(p.key, work.batch, work.kv_head, work.pad + first_key),
                   p.key.row_stride, static_cast<int>(p.sizes.head_dim), lane);
   Loader load_value(matrix_of<T>(p.value, work.batch, work.kv_head, work.pad + first_key),
                     p.value.row_stride, static_cast<int>(p.sizes.head_dim_v), lane);
   const auto load = [&](int key, int stage) {
-    if (key < share.end) {
-      load_key.load(lane, shared_address(s.rings[warp][stage][0]), share.end - key);
-      load_value.load(lane, shared_address(s.rings[warp][stage][1]), share.end - key);
+    if (key < split_keys.end) {
+      load_key.load(lane, shared_address(s.rings[warp][stage][0]), split_keys.end - key);
+      load_value.load(lane, shared_address(s.rings[warp][stage][1]), split_keys.end - key);
       load_key.template skip<kStep - kKeys>();
       load_value.template skip<kStep - kKeys>();
     }
@@ -117,13 +118,13 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
   load_decode_query<Config>(p, work, scale.sign, s.query);
   __syncthreads();
 
-  const typename Config::Mask mask(p, work);
+  const typename Config::FragmentKeys fragment_keys(p, work);
   const Matmul matmul(lane, 0);
   typename Matmul::Out r_out = {};
   OnlineRow rows[kTiles][2];
   start(rows);
   int stage = 0;
-  for (int key = first_key; key < share.end; key += kStep) {
+  for (int key = first_key; key < split_keys.end; key += kStep) {
     copy_async_wait<kStages - 2>();
     __syncwarp();
     load(key + (kStages - 1) * kStep, stage == 0 ? kStages - 1 : stage - 1);
@@ -133,7 +134,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
     if constexpr (Config::kMasked) {
       if (scale.softcap > 0.f) cap_scores</*kExact=*/false>(r_s, scale.cap);
     }
-    mask.hide(r_s, key);
+    fragment_keys.hide_others(r_s, key);
     float factor[kTiles][2];
     online_softmax<Matmul::kFtz>(r_s, rows, factor, scale.c);
     rescale(r_out, factor);
@@ -150,9 +151,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
   if (splits == 1) {
     sums.store();
   } else if (work.split < splits - 1) {
-    sums.send();
+    sums.store_partial();
   } else {
-    sums.receive();
+    sums.reduce_partials();
   }
 }
 

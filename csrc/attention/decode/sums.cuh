@@ -1,5 +1,5 @@
-// The end of a block of attention's decode kernel: the sums of its warps become those of the block,
-// and these, or those of all splits, become results.
+// The epilogue of attention's decode kernel: a block adds the sums of its warps, then stores
+// results, or partial results that the last split reduces.
 #pragma once
 
 #include "attention/decode/work.cuh"
@@ -7,28 +7,29 @@
 
 namespace torchweld {
 
-// What sums against `max` are multiplied with to be sums against `to`.
+// The factor that turns sums relative to the maximum `max` into sums relative to `to`.
 __device__ __forceinline__ float decode_factor(float max, float to, float c) {
   return max == -INFINITY ? 0.f : exp2_approx((max - to) * c);
 }
 
-// lse of a row, and what its sums are multiplied with to be results: below 0 where it sees nothing.
+// Stores a row's lse and returns the factor that normalises its sums, negative where the row sees
+// nothing.
 __device__ __forceinline__ float finish_decoded(const AttentionParams& p, const DecodeWork& work,
                                                 const ScoreScale& scale, int row, MaxSum sums) {
-  const bool live = !p.mask.row_keys(work.row(row).at, work.pad).empty();
+  const bool live = !p.mask.row_keys(work.row(row).index, work.pad).empty();
   if (p.lse != nullptr) {
     p.lse[work.first_out_row(p.sizes) + row] = live ? scale.lse(sums.max, sums.sum) : -INFINITY;
   }
   return live ? 1.f / sums.sum : -1.f;
 }
 
-// The same under a general mask, a sink among the sums.
+// finish_decoded under a general mask, with the sink.
 __device__ __forceinline__ float finish_decoded(const AttentionParams& p, const DecodeWork& work,
                                                 const CappedScale& scale, int row, MaxSum sums) {
-  const DecodeWork::Row of = work.row(row);
+  const DecodeWork::Row query_row = work.row(row);
   const MaskParams mask = p.mask;
-  const float sink = mask.sink ? mask.sink[of.head] : -INFINITY;
-  const bool live = !mask.row_keys(of.at, mask.sequence(work.batch)).empty();
+  const float sink = mask.sink ? mask.sink[query_row.head] : -INFINITY;
+  const bool live = !mask.row_keys(query_row.index, mask.sequence(work.batch)).empty();
   const FinishedRow finished = finish_row(scale, sums.max, sums.sum, sink);
   if (p.lse != nullptr) {
     p.lse[work.first_out_row(p.sizes) + row] = live ? finished.lse : sink;
@@ -36,14 +37,14 @@ __device__ __forceinline__ float finish_decoded(const AttentionParams& p, const 
   return live ? finished.factor : -1.f;
 }
 
-// What a block keeps in shared memory where the rings were.
+// The shared memory of the sums; it overlaps the rings.
 template <int kRows, int kDim, int kWarps>
 struct DecodeSumsShared {
-  float out[kWarps][kRows][kDim + 8];  // so that a fragment's rows lie in different banks
-  float splits[AttentionDecodeTile::kMaxSplits][kRows];  // factors
+  float out[kWarps][kRows][kDim + 8];  // padded: a fragment's rows use different banks
+  float split_factors[AttentionDecodeTile::kMaxSplits][kRows];
 };
 
-// To be called by all threads, in the order of the functions.
+// All threads of a block call gather(), then store(), store_partial() or reduce_partials().
 template <typename Config>
 struct DecodeSums {
   using T = typename Config::T;
@@ -54,7 +55,7 @@ struct DecodeSums {
   const DecodeWork& work;
   typename Config::Shared& s;
 
-  // The sums of the warps, one beside the other, and what they are multiplied with.
+  // Stores the warps' sums side by side and computes their factors.
   template <int kTiles>
   __device__ __forceinline__ void gather(const OnlineRow (&rows)[kTiles][2],
                                          const float (&r_out)[kTiles][kDim / 8][4]) const {
@@ -66,7 +67,7 @@ struct DecodeSums {
         const int row = tile * 16 + half * 8 + lane / 4;
         const float sum = quad_sum(rows[tile][half].sum);
         if (row >= work.rows) continue;
-        if (lane % 4 == 0) s.of_warps[warp][row] = {rows[tile][half].max, sum};
+        if (lane % 4 == 0) s.warp_sums[warp][row] = {rows[tile][half].max, sum};
 #pragma unroll
         for (int n = 0; n < kDim / 8; ++n) {
           *reinterpret_cast<float2*>(&s.sums.out[warp][row][n * 8 + lane % 4 * 2]) =
@@ -78,44 +79,44 @@ struct DecodeSums {
     if (const int row = threadIdx.x; row < work.rows) {
       float max = -INFINITY, sum = 0.f;
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) max = fmaxf(max, s.of_warps[w][row].max);
+      for (int w = 0; w < kWarps; ++w) max = fmaxf(max, s.warp_sums[w][row].max);
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
-        const MaxSum part = s.of_warps[w][row];
-        const float factor = decode_factor(part.max, max, scale.c);
-        sum += part.max == -INFINITY ? part.sum : part.sum * factor;
-        s.of_warps[w][row].max = factor;
+        const MaxSum warp = s.warp_sums[w][row];
+        const float factor = decode_factor(warp.max, max, scale.c);
+        sum += warp.max == -INFINITY ? warp.sum : warp.sum * factor;
+        s.warp_sums[w][row].max = factor;
       }
-      s.of_block[row] = {max, sum};
+      s.block_sums[row] = {max, sum};
       if (splits() == 1) s.factor[row] = finish_decoded(p, work, scale, row, {max, sum});
     }
     __syncthreads();
   }
 
-  // The results where there is one split.
+  // Stores the results where there is one split.
   __device__ __forceinline__ void store() const {
 #pragma unroll 1
     for (int i = threadIdx.x; i < quads(); i += Config::kThreads) store_quad(i, block_quad(i));
   }
 
-  // The block's sums, for the last split of its group.
-  __device__ __forceinline__ void send() const {
+  // Stores the block's sums for the last split of its group.
+  __device__ __forceinline__ void store_partial() const {
     for (int i = threadIdx.x; i < quads(); i += Config::kThreads) {
-      *reinterpret_cast<float4*>(part(work.split) + 4 * i) = block_quad(i);
+      *reinterpret_cast<float4*>(partial(work.split) + 4 * i) = block_quad(i);
     }
     if (const int row = threadIdx.x; row < work.rows) {
-      part_sums(work.split)[row] = s.of_block[row];
+      partial_max_sums(work.split)[row] = s.block_sums[row];
     }
     __syncthreads();
-    if (threadIdx.x == 0) work.plan.flags.raise(first_part() + work.split);
+    if (threadIdx.x == 0) work.plan.flags.raise(first_partial() + work.split);
   }
 
-  // By the last split: the results of all.
-  // NOTE: blocks start in the order of their indices, so those that it waits for have started.
-  // NOTE: the first parts are on their way before it is known what they are multiplied with.
-  __device__ __forceinline__ void receive() const {
+  // Adds the partial sums of all splits and stores the results; the last split calls.
+  // NOTE: blocks start in the order of their indices, so the blocks that it waits for have started.
+  // NOTE: the first loads start before the factors are known.
+  __device__ __forceinline__ void reduce_partials() const {
     for (int i = threadIdx.x; i < others(); i += Config::kThreads) {
-      work.plan.flags.wait(first_part() + i);
+      work.plan.flags.wait(first_partial() + i);
     }
     __syncthreads();
     float4 batch[kBatch];
@@ -131,23 +132,23 @@ struct DecodeSums {
         if (first > 0 || i >= Config::kThreads) load(batch, i, first);
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
-          if (first + j < others()) add(sum, batch[j], s.sums.splits[first + j][row]);
+          if (first + j < others()) add(sum, batch[j], s.sums.split_factors[first + j][row]);
         }
       }
-      add(sum, block_quad(i), s.sums.splits[others()][row]);
+      add(sum, block_quad(i), s.sums.split_factors[others()][row]);
       store_quad(i, sum);
     }
   }
 
  private:
-  static constexpr int kBatch = 16;  // parts that are loaded at a time
-  static constexpr int kPart = kRows * kDim;
+  static constexpr int kBatch = 16;  // splits that are loaded at a time
+  static constexpr int kPartialFloats = kRows * kDim;
 
   __device__ __forceinline__ int splits() const {
     return static_cast<int>(work.plan.splits.divisor());
   }
   __device__ __forceinline__ int others() const { return splits() - 1; }
-  // Four neighbouring values of a row at a time.
+  // Groups of four neighbouring values of a row.
   __device__ __forceinline__ int quads() const { return work.rows * kDim / 4; }
 
   static __device__ __forceinline__ void add(float4& to, const float4& x, float factor) {
@@ -163,12 +164,12 @@ struct DecodeSums {
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       add(sum, *reinterpret_cast<const float4*>(&s.sums.out[w][row][column]),
-          s.of_warps[w][row].max);
+          s.warp_sums[w][row].max);
     }
     return sum;
   }
 
-  // The packed rows follow one another in `out`.
+  // The packed rows are consecutive in `out`.
   __device__ __forceinline__ void store_quad(int i, const float4& x) const {
     const int row = i * 4 / kDim, column = i * 4 % kDim;
     const int columns = static_cast<int>(p.sizes.head_dim_v);
@@ -191,47 +192,48 @@ struct DecodeSums {
     }
   }
 
-  // Parts of the group's other splits: first all values, then the maxima and sums of the rows.
-  __device__ __forceinline__ int64_t first_part() const { return work.group * others(); }
-  __device__ __forceinline__ float* part(int split) const {
-    return p.parts + first_part() * (kPart + 2 * kRows) + split * kPart;
+  // The partial results of the group's other splits: first all accumulators, then the rows' maxima
+  // and sums.
+  __device__ __forceinline__ int64_t first_partial() const { return work.group * others(); }
+  __device__ __forceinline__ float* partial(int split) const {
+    return p.partials + first_partial() * (kPartialFloats + 2 * kRows) + split * kPartialFloats;
   }
-  __device__ __forceinline__ MaxSum* part_sums(int split) const {
-    return reinterpret_cast<MaxSum*>(part(others())) + split * kRows;
+  __device__ __forceinline__ MaxSum* partial_max_sums(int split) const {
+    return reinterpret_cast<MaxSum*>(partial(others())) + split * kRows;
   }
 
   __device__ __forceinline__ void load(float4 (&batch)[kBatch], int i, int first) const {
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      batch[j] = load_sent_if(part(first + j) + 4 * i, i < quads() && first + j < others());
+      batch[j] = load_sent_if(partial(first + j) + 4 * i, i < quads() && first + j < others());
     }
   }
 
-  // Of the parts: a warp has a row, a lane every 32nd split.
+  // The factors of the splits: a warp has a row, a lane every 32nd split.
   __device__ __forceinline__ void find_factors() const {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     for (int row = warp; row < work.rows; row += kWarps) {
       constexpr int kEach = AttentionDecodeTile::kMaxSplits / kWarp;
-      MaxSum parts[kEach];
+      MaxSum partials[kEach];
       float max = -INFINITY, sum = 0.f;
 #pragma unroll
       for (int j = 0; j < kEach; ++j) {
         const int i = j * kWarp + lane;
-        parts[j] = {-INFINITY, 0.f};
+        partials[j] = {-INFINITY, 0.f};
         if (i < others()) {
-          const float2 sent = __ldcg(reinterpret_cast<const float2*>(part_sums(i) + row));
-          parts[j] = {sent.x, sent.y};
+          const float2 sent = __ldcg(reinterpret_cast<const float2*>(partial_max_sums(i) + row));
+          partials[j] = {sent.x, sent.y};
         }
-        if (i == others()) parts[j] = s.of_block[row];
-        max = fmaxf(max, parts[j].max);
+        if (i == others()) partials[j] = s.block_sums[row];
+        max = fmaxf(max, partials[j].max);
       }
       max = warp_max(max);
 #pragma unroll
       for (int j = 0; j < kEach; ++j) {
         const int i = j * kWarp + lane;
-        const float factor = decode_factor(parts[j].max, max, scale.c);
-        sum += parts[j].max == -INFINITY ? parts[j].sum : parts[j].sum * factor;
-        if (i < splits()) s.sums.splits[i][row] = factor;
+        const float factor = decode_factor(partials[j].max, max, scale.c);
+        sum += partials[j].max == -INFINITY ? partials[j].sum : partials[j].sum * factor;
+        if (i < splits()) s.sums.split_factors[i][row] = factor;
       }
       sum = warp_sum(sum);
       if (lane == 0) s.factor[row] = finish_decoded(p, work, scale, row, {max, sum});

@@ -1,4 +1,4 @@
-// What a block of attention's decode kernel works on, and what its rows see.
+// The work tile of a block of attention's decode kernel, and the keys that its rows see.
 #pragma once
 
 #include "attention/block.cuh"
@@ -9,12 +9,12 @@
 
 namespace torchweld {
 
-// What the host tells all blocks. Their order: of a kv head split by split, of a split all tiles of
-// rows.
+// The parameters that the host passes to all blocks. The order of the blocks is kv head by kv head,
+// then split by split, then tile by tile of rows.
 struct DecodePlan {
   FastDivisor row_tiles, splits, nheads_kv, seqlen_q;
-  int heads, rows;   // of a kv head: query heads, and the rows of all of them
-  BlockFlags flags;  // of splits whose parts are there
+  int heads, rows;   // the query heads of a kv head, and the rows of all of them
+  BlockFlags flags;  // of the splits whose partial results are stored
 
   static DecodePlan make(const AttentionParams& p) {
     const AttentionSizes& s = p.sizes;
@@ -33,16 +33,16 @@ struct DecodePlan {
   }
 };
 
-// What one block works on.
+// The work tile of a block.
 struct DecodeWork {
   const DecodePlan& plan;
-  int64_t group;  // of a batch, a kv head and a tile of rows
+  int64_t group;  // the index of (batch, kv head, tile of rows)
   int64_t batch, kv_head;
   int split;
   int first_row, rows;   // among the packed rows of the kv head
   int pad, keys, shift;  // keys [pad, pad + keys) exist; row i sees min(i + shift, keys) of them
 
-  // Without its keys.
+  // find_keys() must follow.
   __device__ __forceinline__ explicit DecodeWork(const DecodePlan& plan) : plan(plan) {
     const uint32_t rest = plan.row_tiles.divide(blockIdx.x);
     const uint32_t tile = blockIdx.x - rest * plan.row_tiles.divisor();
@@ -57,50 +57,48 @@ struct DecodeWork {
 
   __device__ __forceinline__ void find_keys(const AttentionParams& p) {
     constexpr int kNoLimit = 1 << 30;
-    pad = static_cast<int>(p.mask.pad(batch));
+    pad = p.mask.pad_32(batch);
     keys = static_cast<int>(p.sizes.seqlen_k) - pad;
     shift = p.mask.causal ? keys - static_cast<int>(p.sizes.seqlen_q) + 1 : kNoLimit;
   }
 
-  // Of a row of the tile: its query head, and its place among the rows of that.
+  // A row of the tile: its query head, and its index among that head's rows.
   struct Row {
     int64_t head;
-    int at;
+    int index;
   };
   __device__ __forceinline__ Row row(int row) const {
     const uint32_t packed = first_row + row, head = plan.seqlen_q.divide(packed);
     return {kv_head * plan.heads + head, static_cast<int>(packed - head * plan.seqlen_q.divisor())};
   }
-  // The packed rows follow one another in `out`.
+  // The tile's first row in `out`, where the packed rows are consecutive.
   __device__ __forceinline__ int64_t first_out_row(const AttentionSizes& sizes) const {
     return (batch * sizes.nheads + kv_head * plan.heads) * sizes.seqlen_q + first_row;
   }
 
-  // The keys [begin, end) of this split, in whole tiles.
-  struct Share {
-    int begin, end;
-  };
-  __device__ __forceinline__ Share share(int tile_keys) const {
+  // The keys of this split, in whole tiles.
+  __device__ __forceinline__ KeyRange32 split_keys(int tile_keys) const {
     const int tiles = (keys + tile_keys - 1) / tile_keys;
     const int each = static_cast<int>(plan.splits.divide(tiles));
-    const int more = tiles - each * static_cast<int>(plan.splits.divisor());  // have one more
+    const int more =
+        tiles - each * static_cast<int>(plan.splits.divisor());  // splits with one more tile
     const int first = each * split + min(split, more), last = first + each + (split < more);
     return {first * tile_keys, min(last * tile_keys, keys)};
   }
 };
 
-// The same under a general mask: keys [pad, pad + keys) are those that any row of the block sees.
-// A warp has the rows' ranges, lane by lane, counted from `pad`.
+// The work tile under a general mask: any row of the block sees the keys [pad, pad + keys). Each
+// lane has the range of one row, counted from `pad`.
 struct MaskedDecodeWork : DecodeWork {
-  int begin, end;             // of this lane's row; kSeesNothing and 0 where it sees nothing
-  int last_begin, first_end;  // between them every row that sees something sees every key
+  int begin, end;             // of this lane's row; kSeesNothing and 0 where it sees no key
+  int last_begin, first_end;  // every row that sees a key sees the keys between
 
   using DecodeWork::DecodeWork;
   __device__ __forceinline__ void find_keys(const AttentionParams& p) {
     const int lane = threadIdx.x % kWarp;
     KeyRange live = {0, 0};
     const MaskParams mask = p.mask;
-    if (lane < rows) live = mask.row_keys(row(lane).at, mask.sequence(batch));
+    if (lane < rows) live = mask.row_keys(row(lane).index, mask.sequence(batch));
     const bool sees = !live.empty();
     const int last = __reduce_max_sync(~0u, sees ? static_cast<int>(live.end) : 0);
     const int first = __reduce_min_sync(~0u, sees ? static_cast<int>(live.begin) : kSeesNothing);
@@ -113,53 +111,30 @@ struct MaskedDecodeWork : DecodeWork {
   }
 };
 
-// What the rows of a thread's fragments see.
-template <int kTiles>
-struct DecodeMask {
+// The keys that the rows of a thread's fragments see.
+template <int kTiles, bool kMasked>
+struct DecodeFragmentKeys {
+  int begins[kTiles][2];  // unused without kMasked: all rows begin with key 0
   int ends[kTiles][2];
-  int all_see;  // every row sees the keys below this
+  int all_begin, all_end;  // every row that sees a key sees the keys between
 
-  __device__ __forceinline__ DecodeMask(const AttentionParams& p, const DecodeWork& work) {
+  __device__ __forceinline__ DecodeFragmentKeys(const AttentionParams& p, const DecodeWork& work)
+      : all_begin(0), all_end(p.mask.causal ? work.shift : work.keys) {
+    static_assert(!kMasked);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = work.row(tile * 16 + half * 8 + threadIdx.x % kWarp / 4).at;
+        const int row = work.row(tile * 16 + half * 8 + threadIdx.x % kWarp / 4).index;
         ends[tile][half] = min(row + work.shift, work.keys);
       }
     }
-    all_see = p.mask.causal ? work.shift : work.keys;
   }
 
-  // Hides from every row the keys that it doesn't see, of those from `key` on.
-  template <int kCols>
-  __device__ __forceinline__ void hide(float (&r_s)[kTiles][kCols][4], int key) const {
-    if (key + kCols * 8 <= all_see) return;
-    const int first = key + threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int j = 0; j < kCols; ++j) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& score = r_s[tile][j][2 * half + i];
-            score = first + j * 8 + i < ends[tile][half] ? score : -INFINITY;
-          }
-        }
-      }
-    }
-  }
-};
-
-template <int kTiles>
-struct MaskedDecodeMask {
-  int begins[kTiles][2], ends[kTiles][2];
-  int last_begin, first_end;
-
-  __device__ __forceinline__ MaskedDecodeMask(const AttentionParams&, const MaskedDecodeWork& work)
-      : last_begin(work.last_begin), first_end(work.first_end) {
+  __device__ __forceinline__ DecodeFragmentKeys(const AttentionParams&,
+                                                const MaskedDecodeWork& work)
+      : all_begin(work.last_begin), all_end(work.first_end) {
+    static_assert(kMasked);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
@@ -171,22 +146,24 @@ struct MaskedDecodeMask {
     }
   }
 
+  // Hides from every row the keys that it does not see, for scores of the keys from `key` on.
   template <int kCols>
-  __device__ __forceinline__ void hide(float (&r_s)[kTiles][kCols][4], int key) const {
-    if (key >= last_begin && key + kCols * 8 <= first_end) return;
+  __device__ __forceinline__ void hide_others(float (&r_s)[kTiles][kCols][4], int key) const {
+    if ((!kMasked || key >= all_begin) && key + kCols * 8 <= all_end) return;
     const int first = key + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int begin = begins[tile][half], end = ends[tile][half];
 #pragma unroll
         for (int j = 0; j < kCols; ++j) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float& score = r_s[tile][j][2 * half + i];
-            const int at = first + j * 8 + i;
-            score = at >= begin && at < end ? score : -INFINITY;
+            const int score_key = first + j * 8 + i;
+            bool sees = score_key < ends[tile][half];
+            if constexpr (kMasked) sees = score_key >= begins[tile][half] && sees;
+            score = sees ? score : -INFINITY;
           }
         }
       }

@@ -1,9 +1,9 @@
-// The gradient of attention for any head dim, in fp32 arithmetic: the path of head dims above
-// kAttentionMaxHeadDim, and of fp32 above 128 on devices with 99 KB of shared memory a block, where
-// speed is not the aim.
+// The gradient of attention for any head dim, in fp32 arithmetic: for head dims above
+// kAttentionMaxHeadDim, and for fp32 above 128 on devices with 99 KB of shared memory per block,
+// where speed is not the aim.
 //
-// A block owns a row of dQ, or a row of dK and dV. It computes the weights of a few hundred rows of
-// the other side, a warp per row, then every thread sums one column. Wider heads repeat the weights
+// A block owns a row of dQ, or a row of dK and dV. It computes p and ds of kChunk rows of the other
+// side, one row per warp at a time, then every thread sums one column. Wider heads recompute them
 // for every kThreads columns.
 #include "attention/bwd_args.cuh"
 #include "attention/sync/bwd_parts.cuh"
@@ -30,7 +30,7 @@ struct Weight {
 };
 constexpr float kHidden = -1.f;  // the p of a row that doesn't see the key
 
-// Of one query row and one key, by a warp.
+// p and ds of one query row and one key; all lanes of a warp call.
 template <typename T, typename Args>
 __device__ __forceinline__ Weight weight(const Args& args, int64_t sequence, int64_t head,
                                          int64_t row, int64_t key) {
@@ -42,19 +42,19 @@ __device__ __forceinline__ Weight weight(const Args& args, int64_t sequence, int
   const float dp = warp_dot(head_of<T>(p.dout, sequence, head) + row * p.dout.row_stride,
                             head_of<T>(p.value, sequence, head_kv) + key * p.value.row_stride,
                             p.sizes.head_dim_v);
-  const int64_t at = (sequence * p.sizes.nheads + head) * args.rows + row;
-  float x = fmaf(score, args.score_factor, args.g_lse[at]);
+  const int64_t stats = (sequence * p.sizes.nheads + head) * args.rows + row;
+  float x = fmaf(score, args.score_factor, args.g_lse[stats]);
   [[maybe_unused]] float slope = 1.f;  // of the cap
   if constexpr (kIsMasked<Args>) {
     if (args.params.mask.softcap > 0.f) {
       const float capped = tanhf(score * args.cap);
-      x = fmaf(capped, args.params.mask.softcap * args.score_factor, args.g_lse[at]);
+      x = fmaf(capped, args.params.mask.softcap * args.score_factor, args.g_lse[stats]);
       slope = fmaf(-capped, capped, 1.f);
     }
   }
   const float probability = exponential<T>(x);
   constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
-  const float ds = probability * fmaf(dp, kUnshift, -args.g_delta[at]);
+  const float ds = probability * fmaf(dp, kUnshift, -args.g_delta[stats]);
   return {probability * kUnshift, kIsMasked<Args> ? ds * slope : ds};
 }
 
@@ -114,7 +114,7 @@ __global__ __launch_bounds__(kThreads) void attention_backward_general_keys_kern
     const int64_t key = item % p.sizes.seqlen_k, head_of_all = item / p.sizes.seqlen_k;
     const int64_t sequence = head_of_all / p.sizes.nheads_kv;
     const int64_t head_kv = head_of_all % p.sizes.nheads_kv;
-    // The rows that see the key; under a general mask from any of them on.
+    // The first row that sees the key; under a general mask the loop skips rows that don't.
     int64_t begin = 0;
     if constexpr (!kIsMasked<Args>) {
       const SequenceSpan span(args, sequence);

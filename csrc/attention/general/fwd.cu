@@ -1,8 +1,8 @@
-// attention's forward for any head dim, in fp32 arithmetic: what the tensor-core kernels leave.
+// attention's forward for any head dim, in fp32 arithmetic: for calls without a tensor-core kernel.
 //
-// A block takes one query row and walks the keys that it sees, kThreads at a time: its warps make
-// the scores, and every thread keeps kCols columns of the result. A row of more columns is walked
-// again for the next ones.
+// A block has one query row and loops over the keys that it sees, kThreads at a time: its warps
+// compute the scores, and every thread sums kCols columns of the result. Wider rows repeat the loop
+// for the next columns.
 #include "attention/fwd.h"
 #include "core/launch.h"
 #include "device/dispatch.cuh"
@@ -16,7 +16,7 @@ constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kCols = 4;
 
-// The scores of keys [0, keys), sign included: one key a warp at a time.
+// The scores of keys [0, keys) times `sign`: one key per warp at a time.
 template <typename T>
 __device__ __forceinline__ void make_scores(float (&s_scores)[kThreads], const T* g_query,
                                             const T* g_key, int64_t key_stride, int keys,
@@ -80,7 +80,7 @@ __global__ __launch_bounds__(kThreads) void attention_general_kernel(
         }
       }
 
-      // Every warp looks at all scores, so that all agree on maximum and sum.
+      // Every warp reads all scores, so that all have the same maximum and sum.
       float max = total.max, sum = 0.f;
       for (int j = threadIdx.x % kWarp; j < kThreads; j += kWarp) max = fmaxf(max, s_scores[j]);
       max = warp_max(max);

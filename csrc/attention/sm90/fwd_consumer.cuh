@@ -137,9 +137,9 @@ struct AttentionSm90Consumer {
       if constexpr (Config::kCapped) {
         if constexpr (Config::kSmallScores) {
           if (p.small.enabled) {
-            const float max_abs = largest_size(r.acc_s);
+            const float max_abs = max_abs_of(r.acc_s);
             const auto try_exponent = [&](const auto& exponent) {
-              if (!__all_sync(~0u, max_abs <= exponent.most)) return false;
+              if (!__all_sync(~0u, max_abs <= exponent.max_score)) return false;
               online_softmax_of_small(r.scores(), r.rows, p.scale.c, exponent, hides, hide);
               return true;
             };

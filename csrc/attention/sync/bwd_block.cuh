@@ -1,8 +1,8 @@
-// What one block of attention's gradient does in every schedule: how its tiles arrive, the products
-// of a warp, the mask, the gradients' way out.
+// The parts of a block of attention's gradient that both schedules share: loads of tiles, a warp's
+// matmuls, the mask, the epilogue.
 #pragma once
 
-#include "attention/sync/bwd_share.cuh"
+#include "attention/sync/bwd_dq.cuh"
 #include "attention/sync/bwd_types.cuh"
 
 namespace torchweld {
@@ -27,23 +27,23 @@ struct BackwardTools {
 
   const typename Config::Args& args;
   Shared& shared;
-  DqShare<Config> share;
-  // Lane addresses in the first tile of shared memory; all tiles have the same rows but dS.
-  uint32_t s_left, s_right, s_wide;
-  bool unusual_keys = false;        // inf or NaN is among those that this thread has split
-  bool handles_non_finite = false;  // ... any thread, or among the query rows
+  DqAccumulator<Config> dq;
+  // This lane's addresses in the first tile of shared memory; all tiles but dS have equal rows.
+  uint32_t s_left, s_right, s_mn;
+  bool non_finite_keys = false;     // this thread has split an inf or NaN of K or V
+  bool handles_non_finite = false;  // some thread has, or the query rows hold one
 
   __device__ __forceinline__ BackwardTools(const typename Config::Args& args, Shared& shared)
       : args(args), shared(shared) {
     const uint32_t s_base = shared_address(&shared);
     s_left = left_lane<KeyTile>(s_base, first_strip_row(), 0);
     s_right = right_lane<QTile>(s_base, 0, 0);
-    s_wide = Ops::template wide_right_lane<QTile>(s_base, first_col());
+    s_mn = Ops::template mn_right_lane<QTile>(s_base, first_col());
   }
 
   __device__ __forceinline__ const typename Config::WorkTile& work() const { return shared.work; }
 
-  // The first key that takes part, and the one behind the last.
+  // The keys [first_live, end_live) that are read.
   __device__ __forceinline__ int first_live() const {
     if constexpr (Config::kMasked) {
       return work().span.begin;
@@ -67,8 +67,8 @@ struct BackwardTools {
       const auto split = [&](KeyTile& to, const AttentionTensor& from, int64_t cols) {
         const T* g_first =
             head_of<T>(from, work().sequence, work().head_kv) + work().first_key * from.row_stride;
-        unusual_keys |= split_rows<Config::kThreads>(to, g_first, from.row_stride, begin, end,
-                                                     static_cast<int>(cols), 1.f);
+        non_finite_keys |= split_rows<Config::kThreads>(to, g_first, from.row_stride, begin, end,
+                                                        static_cast<int>(cols), 1.f);
       };
       split(shared.k, p.key, p.sizes.head_dim);
       split(shared.v, p.value, p.sizes.head_dim_v);
@@ -138,19 +138,20 @@ struct BackwardTools {
     return {tile.head - 1, work().first_tile};
   }
 
-  // Of a tile's rows, under a general mask.
+  // The keys that a tile's rows see, under a general mask.
   __device__ __forceinline__ const BlockMask& group_of(const QueryTile& tile) const {
     return args.group_of(work().sequence, tile.index * kRows);
   }
 
-  // The block's turn at dQ of a tile: under a general mask it is counted from the first block
-  // with keys that the tile's rows see, and kNoTurn where this one has none.
-  static constexpr int kNoTurn = -1;
-  __device__ __forceinline__ int turn_at(const QueryTile& tile) const {
+  // This block's place in the order of additions to a tile's dQ. Under a general mask it counts
+  // from the first block with keys that the tile's rows see, and is kAddsNothing where this block
+  // has none.
+  static constexpr int kAddsNothing = -1;
+  __device__ __forceinline__ int dq_order_of(const QueryTile& tile) const {
     if constexpr (Config::kMasked) {
       const BlockMask& group = group_of(tile);
       const bool adds = group.begin < work().first_key + kKeys && group.end > work().first_key;
-      return adds ? work().dq_order - group.begin / kKeys : kNoTurn;
+      return adds ? work().dq_order - group.begin / kKeys : kAddsNothing;
     } else {
       return work().dq_order;
     }
@@ -158,24 +159,24 @@ struct BackwardTools {
 
   __device__ __forceinline__ void add_dq(const QueryTile& tile, int stage) {
     if constexpr (Config::kMasked) {
-      const int turn = turn_at(tile);
-      if (turn == kNoTurn) return;
-      share.add(args, tile, turn, group_of(tile), shared_address(shared.ds[place(stage)].s_data),
-                shared_address(shared.k.s_data), handles_non_finite);
+      const int order = dq_order_of(tile);
+      if (order == kAddsNothing) return;
+      dq.add(args, tile, order, group_of(tile), shared_address(shared.ds[buffer_of(stage)].s_data),
+             shared_address(shared.k.s_data), handles_non_finite);
     } else {
-      share.add(args, tile, work().dq_order, work().span,
-                shared_address(shared.ds[place(stage)].s_data), shared_address(shared.k.s_data),
-                handles_non_finite);
+      dq.add(args, tile, work().dq_order, work().span,
+             shared_address(shared.ds[buffer_of(stage)].s_data), shared_address(shared.k.s_data),
+             handles_non_finite);
     }
   }
 
-  // Behind add_dq of the same tile.
-  __device__ __forceinline__ void pass_on(const QueryTile& tile) {
-    share.pass_on(args, tile, Config::kMasked ? 0 : work().dq_order);
+  // Lets the next block add to dQ of `tile`; after add_dq(tile).
+  __device__ __forceinline__ void signal_dq(const QueryTile& tile) {
+    dq.signal(args, tile, Config::kMasked ? 0 : work().dq_order);
   }
 
-  // Which of the tiles of Q, dO and dS; in fp32 there is one.
-  static __device__ __forceinline__ int place(int stage) { return Config::kSplit ? 0 : stage; }
+  // The buffer of Q, dO and dS for a stage; fp32 has one buffer.
+  static __device__ __forceinline__ int buffer_of(int stage) { return Config::kSplit ? 0 : stage; }
 
   static __device__ __forceinline__ int strip_warp() {
     const int warp = threadIdx.x / kWarp;
@@ -187,24 +188,24 @@ struct BackwardTools {
   static __device__ __forceinline__ int group() { return threadIdx.x / kWarp % kGroups; }
   static __device__ __forceinline__ int first_col() { return group() * kDimTiles * 8; }
 
-  // r_to += the warp's strips of the keys at byte `keys` of shared memory @ kCols rows of those at
-  // byte `rows`, transposed.
+  // r_to += A B^T. A: the warp's strips of the tile at byte `keys` of shared memory. B: kCols rows
+  // of the tile at byte `rows`.
   __device__ __forceinline__ void multiply(Scores& r_to, int keys, uint32_t s_rows, int rows) {
 #pragma unroll Config::kUnroll
-    for (int line = 0; line < KeyTile::kGroups / 4; ++line) {
-#pragma unroll Config::kLineUnroll
+    for (int slab = 0; slab < KeyTile::kGroups / 4; ++slab) {
+#pragma unroll Config::kSlabUnroll
       for (int byte = 0; byte < 128; byte += 32) {
         typename Ops::Left a[kStrips];
 #pragma unroll
         for (int i = 0; i < kStrips; ++i) {
           Ops::template load_left<KeyTile>(a[i], KeyTile::right_of(s_left, byte) + keys +
-                                                     i * 16 * KeyTile::kRowBytes + line * 128);
+                                                     i * 16 * KeyTile::kRowBytes + slab * 128);
         }
         Ops::template multiply<kScoreTiles / 2, 2>(
             a, handles_non_finite,
             [&](typename Ops::Right(&b)[2], int n) {
               Ops::template load_right<QTile>(
-                  b, QTile::right_of(s_rows, byte) + rows + n * 16 * QTile::kRowBytes + line * 128);
+                  b, QTile::right_of(s_rows, byte) + rows + n * 16 * QTile::kRowBytes + slab * 128);
             },
             [&](int i, int n) -> float (&)[4] { return r_to[i][n]; });
       }
@@ -225,7 +226,7 @@ struct BackwardTools {
     }
   }
 
-  // Clears what the mask hides, rows beyond the last included.
+  // Clears hidden elements, and rows after the last.
   template <typename... Tiles>
   __device__ __forceinline__ void hide(int first_row, Tiles&... r_tiles) {
     const int strip_key = first_strip_row() + threadIdx.x % kWarp / 4;
@@ -250,7 +251,7 @@ struct BackwardTools {
     }
   }
 
-  // The same under a general mask.
+  // hide() under a general mask.
   template <typename... Tiles>
   __device__ __forceinline__ void hide_masked(int first_row, Tiles&... r_tiles) {
     const int strip_key = work().first_key + first_strip_row() + threadIdx.x % kWarp / 4;
@@ -297,7 +298,7 @@ struct BackwardTools {
     }
   }
 
-  // Clears the sums of the keys of the warp's strips that nobody sees.
+  // Clears the accumulators of those keys of the warp's strips that no row sees.
   __device__ __forceinline__ void clear_unseen(float (&r_sum)[kStrips][kDimTiles][4]) const {
     const int key = work().first_key + first_strip_row() + threadIdx.x % kWarp / 4;
 #pragma unroll
@@ -310,7 +311,7 @@ struct BackwardTools {
     }
   }
 
-  // The warp's strips of dK or dV.
+  // Stores the warp's strips of dK or dV.
   __device__ __forceinline__ void store(const float (&r_sum)[kStrips][kDimTiles][4], float scale,
                                         void* g_grad, int64_t head_dim) const {
     const int64_t head = work().sequence * args.params.sizes.nheads_kv + work().head_kv;

@@ -1,4 +1,4 @@
-// The operands of attention's gradient in fp32, to its accuracy: those of bf16, piece by piece.
+// The mma operands of attention's gradient in exact fp32: three bf16 terms each.
 #pragma once
 
 #include "attention/sync/bwd_parts.cuh"
@@ -6,12 +6,12 @@
 
 namespace torchweld {
 
-// kAtOnce pairs of right operands are multiplied at once where there are so many.
+// Multiplies kAtOnce pairs of right operands at once where their number allows it.
 template <int kAtOnce>
 struct SplitOperands {
   using Plane = Operands<__nv_bfloat16>;
   static constexpr int kDepth = Plane::kDepth;
-  static constexpr int k2CtaTiles = Plane::k2CtaTiles;
+  static constexpr int kMnTiles = Plane::kMnTiles;
   using Left = TermFragment<4>;
   using Right = TermFragment<2>;
 
@@ -25,42 +25,42 @@ struct SplitOperands {
   }
 
   template <typename Tile>
-  static __device__ __forceinline__ uint32_t wide_left_lane(uint32_t s_tile, int col) {
-    return Plane::wide_left_lane<Tile>(s_tile, col);
+  static __device__ __forceinline__ uint32_t mn_left_lane(uint32_t s_tile, int col) {
+    return Plane::mn_left_lane<Tile>(s_tile, col);
   }
   template <typename Tile>
-  static __device__ __forceinline__ uint32_t wide_right_lane(uint32_t s_tile, int col) {
-    return Plane::wide_right_lane<Tile>(s_tile, col);
+  static __device__ __forceinline__ uint32_t mn_right_lane(uint32_t s_tile, int col) {
+    return Plane::mn_right_lane<Tile>(s_tile, col);
   }
   template <typename Tile>
-  static __device__ __forceinline__ void load_wide_left(Left& to, uint32_t s_lane, int bytes,
-                                                        int tile) {
+  static __device__ __forceinline__ void load_mn_left(Left& to, uint32_t s_lane, int bytes,
+                                                      int tile) {
     load_terms<Tile, true>(to, Tile::right_of(s_lane, tile * 32) + bytes);
   }
   template <typename Tile>
-  static __device__ __forceinline__ void load_wide_right(Right (&to)[2], uint32_t s_lane, int bytes,
-                                                         int group) {
+  static __device__ __forceinline__ void load_mn_right(Right (&to)[2], uint32_t s_lane, int bytes,
+                                                       int group) {
     load_terms<Tile, true>(to, Tile::right_of(s_lane, group * 32) + bytes);
   }
 
-  // NOTE: an infinite result comes out as NaN in the products that it is an operand of.
+  // NOTE: an infinite result gives NaN when it is an operand.
   struct Held {
-    TermFragment<2> pieces;
+    TermFragment<2> terms;
     __device__ __forceinline__ void set(const float (&r_tile)[4]) {
-      pieces.set(0, r_tile[0], r_tile[1]);
-      pieces.set(1, r_tile[2], r_tile[3]);
+      terms.set(0, r_tile[0], r_tile[1]);
+      terms.set(1, r_tile[2], r_tile[3]);
     }
     template <typename Tile>
     __device__ __forceinline__ void store(uint32_t s_to, int half) const {
-      store_word(s_to, pieces.high[half]);
-      store_word(s_to + Tile::kPlaneBytes, pieces.middle[half]);
-      store_word(s_to + 2 * Tile::kPlaneBytes, pieces.low[half]);
+      store_word(s_to, terms.high[half]);
+      store_word(s_to + Tile::kPlaneBytes, terms.middle[half]);
+      store_word(s_to + 2 * Tile::kPlaneBytes, terms.low[half]);
     }
   };
   static __device__ __forceinline__ void from_results(Left& to, const Held* r_tiles) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const TermFragment<2>& from = r_tiles[i / 2].pieces;
+      const TermFragment<2>& from = r_tiles[i / 2].terms;
       to.high[i] = from.high[i % 2];
       to.middle[i] = from.middle[i % 2];
       to.low[i] = from.low[i % 2];

@@ -1,14 +1,15 @@
-// The gradient of attention in 16 bits where the sums of dV and dK fill a warp's registers each.
+// The gradient of attention in 16 bits where the accumulators of dV, or of dK, fill a warp's
+// registers.
 //
-// Half of the warps are value warps: they compute P^T of a strip of keys and sum up dV. The others
-// are key warps: they compute dP^T of the same strips, take P from shared memory for dS^T, and sum
-// up dK. A warp so has twice the keys that it would have with both sums, and every fragment of Q
-// and dO that it reads serves twice as many products: shared memory, not the tensor cores, sets the
-// pace here. P^T and dS^T are left operands from registers; where a strip has several warps, each
-// of which computes the scores of its part of the rows, the others' parts come from shared memory.
+// Half of the warps are value warps: they compute P^T of a strip of keys and sum dV. The others are
+// key warps: they compute dP^T of the same strips, read P from shared memory for dS^T, and sum dK.
+// So a warp has twice the keys that it would have with both accumulators, and every fragment of Q
+// and dO that it loads feeds twice as many mmas: shared memory, not the tensor cores, is the
+// bottleneck. P^T and dS^T are left operands in registers. Where a strip has several warps, each
+// computes the scores of some of the rows and reads the others' from shared memory.
 //
-// Every warp adds its share of dQ once a tile. Key warps do so before they compute, value warps
-// afterwards: P is ready when a key warp wants it, and one half multiplies while the other waits
+// Every warp adds its slice of dQ once per tile, key warps before they compute and value warps
+// afterwards: P is ready when a key warp needs it, and one half multiplies while the other waits
 // for dQ's sums.
 #pragma once
 
@@ -20,7 +21,7 @@ template <typename Config>
 struct PairedBackwardBlock : BackwardTools<Config> {
   using Base = BackwardTools<Config>;
   using Base::args, Base::work, Base::kCols, Base::kDimTiles, Base::kGroups, Base::kRows,
-      Base::kScoreTiles, Base::kStrips, Base::s_left, Base::s_right, Base::share, Base::shared;
+      Base::kScoreTiles, Base::kStrips, Base::s_left, Base::s_right, Base::dq, Base::shared;
   using typename Base::HeldScores;
   using typename Base::KeyTile;
   using typename Base::Ops;
@@ -30,7 +31,7 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   using typename Base::Shared;
   using typename Base::T;
   static constexpr int kStripWarps = Config::kStripWarps;
-  static constexpr int kLateRow = kCols - Ops::kDepth;  // of those that a warp holds
+  static constexpr int kLastStep = kCols - Ops::kDepth;  // of the rows that a warp holds
 
   float r_sum[kStrips][kDimTiles][4] = {};  // of dV or dK
 
@@ -39,7 +40,7 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   __device__ __forceinline__ void run() {
     if (work().first_head < work().end_head) {
       this->load_keys();
-      walk();
+      loop_tiles();
     }
     const AttentionBackwardParams& p = args.params;
     if constexpr (Config::kMasked) this->clear_unseen(r_sum);
@@ -51,8 +52,8 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   }
 
  private:
-  // NOTE: on Hopper, under a general mask, strips of several warps leave no register for what
-  // depends on it.
+  // NOTE: on Hopper, under a general mask and with several warps per strip, there is no register to
+  // keep the result.
   static __device__ __forceinline__ bool sums_keys() {
 #if __CUDA_ARCH__ >= 900
     if constexpr (Config::kMasked && kGroups > 1) return fresh_thread() / kWarp >= kStripWarps;
@@ -60,30 +61,30 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     return threadIdx.x / kWarp >= kStripWarps;
   }
 
-  // Tile by tile a value warp passes the barrier, computes, and adds dQ of the tile before; a key
-  // warp computes, passes the barrier of the next tile, and adds dQ of this one.
-  __device__ __forceinline__ void walk() {
+  // For every tile, a value warp waits at the barrier, computes, and adds dQ of the tile before; a
+  // key warp computes, waits at the next tile's barrier, and adds dQ of this tile.
+  __device__ __forceinline__ void loop_tiles() {
     QueryTile tile = {work().first_head, work().last_tile};
     this->load_rows(tile, 0);
     int stage = 0;
-    if (sums_keys()) arrive(tile, stage);
+    if (sums_keys()) load_and_wait(tile, stage);
     while (true) {
-      if (!sums_keys()) arrive(tile, stage);
+      if (!sums_keys()) load_and_wait(tile, stage);
       if (tile.head < work().end_head) {
         compute(tile, stage);
       } else {
         const QueryTile last = this->tile_before(tile);
-        share.prefetch(args, last, this->turn_at(last));
+        dq.prefetch(args, last, this->dq_order_of(last));
       }
       const QueryTile next = this->tile_after(tile);
-      if (sums_keys()) arrive(next, 1 - stage);
+      if (sums_keys()) load_and_wait(next, 1 - stage);
       const QueryTile done = dq_tile(tile);
       if (done.head >= work().first_head) {
-        this->pass_on(this->tile_before(done));
+        this->signal_dq(this->tile_before(done));
         this->add_dq(done, sums_keys() ? stage : 1 - stage);
       }
       if ((sums_keys() ? next.head : tile.head) == work().end_head) {
-        this->pass_on(done);
+        this->signal_dq(done);
         return;
       }
       tile = next;
@@ -91,15 +92,15 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // Whose dQ this warp adds to once it has computed `tile`.
+  // The tile whose dQ this warp adds to after it has computed `tile`.
   __device__ __forceinline__ QueryTile dq_tile(const QueryTile& tile) const {
     if (sums_keys()) return {tile.head, tile.index};
     return this->tile_before(tile);
   }
 
-  // Waits for a tile, and sends for the one after it. Behind the barrier nobody computes the tile
-  // before any more, its dS is complete, and nobody reads that of two tiles before.
-  __device__ __forceinline__ void arrive(const QueryTile& tile, int stage) {
+  // Waits for a tile and starts to load the next one. After the barrier no warp computes the tile
+  // before, its dS is complete, and no warp reads the dS of two tiles before.
+  __device__ __forceinline__ void load_and_wait(const QueryTile& tile, int stage) {
     copy_async_wait<0>();
     __syncthreads();
     if (tile.head == work().end_head) return;
@@ -119,7 +120,7 @@ struct PairedBackwardBlock : BackwardTools<Config> {
       s_right = right_lane<QTile>(shared_address(rows.s_data), first_col, 0, thread);
       this->multiply(r_scores, 0, s_right, 0);
     }
-    this->pass_on(this->tile_before(dq_tile(tile)));
+    this->signal_dq(this->tile_before(dq_tile(tile)));
     if (sums_keys()) {
       wait_for_probabilities();
       differentiate(r_scores, stage, first_col);
@@ -153,11 +154,11 @@ struct PairedBackwardBlock : BackwardTools<Config> {
                [&] {
                  const QueryTile next_dq = dq_tile(tile);
                  const bool there = next_dq.head >= work().first_head;
-                 share.prefetch(args, next_dq, there ? this->turn_at(next_dq) : 0);
+                 dq.prefetch(args, next_dq, there ? this->dq_order_of(next_dq) : 0);
                });
   }
 
-  // Scores -> P, shifted.
+  // Scores to P * 2^kProbabilityShift.
   __device__ __forceinline__ void exponentiate(Scores& r_p, int stage, int col) {
     const int first = col + threadIdx.x % 4 * 2;
 #pragma unroll
@@ -182,8 +183,8 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // The same behind a cap. P times its slope, 1 - tanh^2, goes to the place of dS, where the key
-  // warp with the same scores takes it from; what is hidden is hidden there.
+  // exponentiate() of soft-capped scores. Stores P times the cap's slope, 1 - tanh^2, where dS will
+  // be; the key warp with the same scores reads it there and hides what is hidden.
   __device__ __forceinline__ void exponentiate_capped(Scores& r_p, int stage, int col) {
     const int first = col + threadIdx.x % 4 * 2;
     const float factor = args.params.mask.softcap * args.score_factor;
@@ -207,7 +208,7 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     this->store_scores(shared.ds[stage], r_held, col);
   }
 
-  // dP -> dS, with the P of the value warp that has the same scores.
+  // dP to dS, with the P of the value warp that has the same scores.
   __device__ __forceinline__ void differentiate(Scores& r_ds, int stage, int col) {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
     const ScoreTile& s_p = shared.ds[capped() ? stage : 2];
@@ -238,13 +239,13 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // r_sum += the strips' scores of all rows, of which this warp holds kCols, @ the rows at s_rows.
-  // late() comes where registers of scores are free again.
+  // r_sum += scores @ the rows at s_rows, for the strips' scores of all rows; this warp holds kCols
+  // of them. Calls late() when registers of scores are free again.
   template <typename Late>
   __device__ __forceinline__ void accumulate(const HeldScores& r_scores, uint32_t s_scores,
                                              uint32_t s_rows, const Late& late) {
     add_rows(s_rows, this->group(), [&](typename Ops::Left& a, int i, int row) {
-      if (kGroups == 1 && i == 0 && row == kLateRow) late();
+      if (kGroups == 1 && i == 0 && row == kLastStep) late();
       Ops::from_results(a, &r_scores[i][row / 8]);
     });
     if (kGroups > 1) late();
@@ -254,50 +255,50 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     for (int i = 1; i < kGroups; ++i) {
       const int group = (this->group() + i) % kGroups;
       wait_for(group);
-      const uint32_t s_part = ScoreTile::right_of(s_lane, group * kCols * sizeof(T));
+      const uint32_t s_slice = ScoreTile::right_of(s_lane, group * kCols * sizeof(T));
       add_rows(s_rows, group, [&](typename Ops::Left& a, int strip, int row) {
         Ops::template load_left<ScoreTile>(
-            a, ScoreTile::right_of(s_part, row * sizeof(T)) + strip * 16 * ScoreTile::kRowBytes);
+            a, ScoreTile::right_of(s_slice, row * sizeof(T)) + strip * 16 * ScoreTile::kRowBytes);
       });
     }
   }
 
-  // The part of a group's rows; load(a, strip, row) gives its scores.
+  // r_sum += the scores of a group's rows @ these rows; load(a, strip, row) loads the scores.
   template <typename Load>
   __device__ __forceinline__ void add_rows(uint32_t s_rows, int group, const Load& load) {
-    const uint32_t s_part = s_rows + group * kCols * QTile::kRowBytes;
+    const uint32_t s_slice = s_rows + group * kCols * QTile::kRowBytes;
 #pragma unroll
     for (int row = 0; row < kCols; row += Ops::kDepth) {
       typename Ops::Left a[kStrips];
 #pragma unroll
       for (int i = 0; i < kStrips; ++i) load(a[i], i, row);
-      Ops::template multiply<kDimTiles / Ops::k2CtaTiles, Ops::k2CtaTiles>(
+      Ops::template multiply<kDimTiles / Ops::kMnTiles, Ops::kMnTiles>(
           a, false,
-          [&](typename Ops::Right(&b)[Ops::k2CtaTiles], int n) {
-            Ops::template load_wide_right<QTile>(b, s_part, row * QTile::kRowBytes, n);
+          [&](typename Ops::Right(&b)[Ops::kMnTiles], int n) {
+            Ops::template load_mn_right<QTile>(b, s_slice, row * QTile::kRowBytes, n);
           },
           [&](int i, int n) -> float (&)[4] { return r_sum[i][n]; });
     }
   }
 
-  // Barriers of a few warps, two for every strip and group: P's, which the key warp with the same
-  // scores waits for, and dS's. Both are waited for by the other warps of the group that sum up
-  // the same.
+  // Named barriers, two for every strip and group: "P is stored" and "dS is stored". The key warp
+  // with the same scores waits for P; the other warps of the group that sum the same gradient wait
+  // for P or dS.
   __device__ __forceinline__ int barrier_of(bool ds, int group) const {
     return 1 + (ds ? kStripWarps : 0) + this->strip_warp() / kGroups * kGroups + group;
   }
-  static __device__ __forceinline__ int threads_at(bool ds) {
+  static __device__ __forceinline__ int barrier_threads(bool ds) {
     return kWarp * (ds ? kGroups : kGroups + 1);
   }
   __device__ __forceinline__ void signal() const {
     if (kGroups == 1 && sums_keys()) return;
-    named_barrier_arrive(barrier_of(sums_keys(), this->group()), threads_at(sums_keys()));
+    named_barrier_arrive(barrier_of(sums_keys(), this->group()), barrier_threads(sums_keys()));
   }
   __device__ __forceinline__ void wait_for(int group) const {
-    named_barrier_wait(barrier_of(sums_keys(), group), threads_at(sums_keys()));
+    named_barrier_wait(barrier_of(sums_keys(), group), barrier_threads(sums_keys()));
   }
   __device__ __forceinline__ void wait_for_probabilities() const {
-    named_barrier_wait(barrier_of(false, this->group()), threads_at(false));
+    named_barrier_wait(barrier_of(false, this->group()), barrier_threads(false));
   }
 };
 

@@ -1,5 +1,5 @@
-// What the gradient of attention is built from: the operands of a tensor-core product as they are
-// read from tiles in shared memory, for 16-bit elements and for TF32, and what becomes of results.
+// The mma operands of attention's gradient, loaded from tiles in shared memory, for 16-bit elements
+// and TF32; the stores of results; the dQ semaphores.
 #pragma once
 
 #include <type_traits>
@@ -12,8 +12,8 @@
 
 namespace torchweld {
 
-// to(i, j) += a[i] @ b_j for kM left operands and kGroups times kN right ones, which load(b, group)
-// reads.
+// to(i, j) += a[i] @ b_j for kM left and kGroups * kN right operands; load(b, group) loads kN right
+// ones.
 template <typename Ops, int kGroups, int kN, int kM, typename Load, typename To>
 __device__ __forceinline__ void multiply_operands(const typename Ops::Left (&a)[kM],
                                                   const Load& load, const To& to) {
@@ -26,16 +26,16 @@ __device__ __forceinline__ void multiply_operands(const typename Ops::Left (&a)[
 #pragma unroll
       for (int j = 0; j < kN; ++j) Ops::mma(to(i, group * kN + j), a[i], b[j]);
     }
-    // NOTE: without it the compiler mixes the turns of this loop and spills.
+    // NOTE: without the barrier the compiler interleaves the iterations and spills.
     if constexpr (kN == 1) __syncwarp();
   }
 }
 
-// Operands of m16n8k16 products. A wide operand has its depth along the tile's rows.
+// Operands of m16n8k16. `mn` functions load MN-major operands, whose K runs along the tile's rows.
 template <typename T>
 struct Operands {
   static constexpr int kDepth = 16;
-  static constexpr int k2CtaTiles = 2;  // n8 tiles of a group of a wide right operand
+  static constexpr int kMnTiles = 2;  // n8 tiles of an MN-major right operand
   struct Left {
     uint32_t r[4];
   };
@@ -56,30 +56,29 @@ struct Operands {
   }
 
   template <typename Tile>
-  static __device__ __forceinline__ uint32_t wide_left_lane(uint32_t s_tile, int col) {
+  static __device__ __forceinline__ uint32_t mn_left_lane(uint32_t s_tile, int col) {
     return right_lane<Tile>(s_tile, 0, col / kDepth);
   }
   template <typename Tile>
-  static __device__ __forceinline__ uint32_t wide_right_lane(uint32_t s_tile, int col) {
+  static __device__ __forceinline__ uint32_t mn_right_lane(uint32_t s_tile, int col) {
     return left_lane<Tile>(s_tile, 0, col / kDepth);
   }
-  // Columns [16 * tile, 16 * tile + 16) as rows of the product; `bytes` further down.
+  // The left operand whose rows are columns [16 * tile, 16 * tile + 16), `bytes` further down.
   template <typename Tile>
-  static __device__ __forceinline__ void load_wide_left(Left& to, uint32_t s_lane, int bytes,
-                                                        int tile) {
+  static __device__ __forceinline__ void load_mn_left(Left& to, uint32_t s_lane, int bytes,
+                                                      int tile) {
     load_matrix_4_transposed(to.r, Tile::right_of(s_lane, tile * 32) + bytes);
   }
   template <typename Tile>
-  static __device__ __forceinline__ void load_wide_right(Right (&to)[k2CtaTiles], uint32_t s_lane,
-                                                         int bytes, int group) {
+  static __device__ __forceinline__ void load_mn_right(Right (&to)[kMnTiles], uint32_t s_lane,
+                                                       int bytes, int group) {
     uint32_t r[4];
     load_matrix_4_transposed(r, Tile::right_of(s_lane, group * 32) + bytes);
     to[0] = {{r[0], r[1]}};
     to[1] = {{r[2], r[3]}};
   }
 
-  // A result tile (m16 x n8) as it waits for the product that it is an operand of: rows g and g
-  // + 8.
+  // A result tile (m16 x n8) kept to become an operand: rows g and g + 8.
   struct Held {
     uint32_t r[2];
     __device__ __forceinline__ void set(const float (&r_tile)[4]) {
@@ -106,13 +105,13 @@ struct Operands {
   }
 };
 
-// Operands of fp32 in one pass of TF32: m16n8k8 products.
-// NOTE: results hold depths 2t and 2t + 1 where a left operand wants t and t + 4. The order of the
-// depths is free, so wide operands are read in that of the results.
+// Operands of m16n8k8 in TF32, from fp32 tiles.
+// NOTE: results have k = 2t and 2t + 1 where a left operand has k = t and t + 4. Any order of k
+// gives the same product, so MN-major operands are loaded in the order of the results.
 template <>
 struct Operands<float> {
   static constexpr int kDepth = 8;
-  static constexpr int k2CtaTiles = 1;
+  static constexpr int kMnTiles = 1;
   template <int kCount>
   struct Rounded {
     uint32_t r[kCount];
@@ -139,19 +138,19 @@ struct Operands<float> {
   }
 
   template <typename Tile>
-  static __device__ __forceinline__ uint32_t wide_right_lane(uint32_t s_tile, int col) {
+  static __device__ __forceinline__ uint32_t mn_right_lane(uint32_t s_tile, int col) {
     const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
     const uint32_t s_col = s_tile + g % 4 * 4;
     const int chunk = col / 4 + g / 4;
     return s_col + Tile::offset(2 * t, chunk);
   }
   template <typename Tile>
-  static __device__ __forceinline__ uint32_t wide_left_lane(uint32_t s_tile, int col) {
-    return wide_right_lane<Tile>(s_tile, col);
+  static __device__ __forceinline__ uint32_t mn_left_lane(uint32_t s_tile, int col) {
+    return mn_right_lane<Tile>(s_tile, col);
   }
   template <typename Tile>
-  static __device__ __forceinline__ void load_wide_left(Left& to, uint32_t s_lane, int bytes,
-                                                        int tile) {
+  static __device__ __forceinline__ void load_mn_left(Left& to, uint32_t s_lane, int bytes,
+                                                      int tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t s_word = Tile::right_of(s_lane, tile * 64 + half * 32);
@@ -160,8 +159,8 @@ struct Operands<float> {
     }
   }
   template <typename Tile>
-  static __device__ __forceinline__ void load_wide_right(Right (&to)[k2CtaTiles], uint32_t s_lane,
-                                                         int bytes, int group) {
+  static __device__ __forceinline__ void load_mn_right(Right (&to)[kMnTiles], uint32_t s_lane,
+                                                       int bytes, int group) {
     const uint32_t s_word = Tile::right_of(s_lane, group * 32);
     to[0].set(0, load_word(s_word + bytes));
     to[0].set(1, load_word(Tile::below_even(s_word) + bytes));
@@ -186,13 +185,13 @@ struct Operands<float> {
     for (int i = 0; i < 4; ++i) to.r[i] = round_to_tf32(r_tile->r[kOrder[i]]);
   }
 
-  // NOTE: tensor cores truncate when they add; a sum of its own for every product, added with
-  // rounding, keeps the error of long sums that of fp32.
+  // NOTE: tensor cores truncate when they add. Each mma starts from 0 and is added with rounding,
+  // so that long sums have fp32's error.
   static __device__ __forceinline__ void mma(float (&d)[4], const Left& a, const Right& b) {
-    float r_part[4] = {};
-    mma_1688(r_part, a.r, b.r[0], b.r[1]);
+    float r_product[4] = {};
+    mma_1688(r_product, a.r, b.r[0], b.r[1]);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) d[i] += r_part[i];
+    for (int i = 0; i < 4; ++i) d[i] += r_product[i];
   }
 
   template <int kGroups, int kN, int kM, typename Load, typename To>
@@ -202,10 +201,10 @@ struct Operands<float> {
   }
 };
 
-// Tiles from kFrom of strips of 16 rows of result tiles, times `scale`, as rows from `row` and
-// columns from `col` of g_to (rows, cols): rows below `first` become 0, rows from `end` are not
-// written. NOTE: a recursion over the tiles; of long nested loops the compiler leaves one rolled
-// and the sums in local memory.
+// Stores strips of 16 rows of result tiles, from tile kFrom on and times `scale`, to rows from
+// `row` and columns from `col` of g_to (rows, cols). Rows before `first` become 0, rows from `end`
+// on are not written. NOTE: a recursion over the tiles, because the compiler leaves one of the long
+// nested loops rolled and the accumulators in local memory.
 template <int kFrom, typename T, int kStrips, int kTiles>
 __device__ __forceinline__ void store_results(T* g_to, const float (&r_tiles)[kStrips][kTiles][4],
                                               float scale, int row, int first, int end, int col,
@@ -214,11 +213,13 @@ __device__ __forceinline__ void store_results(T* g_to, const float (&r_tiles)[kS
   const int left = cols - lane_col - kFrom * 8;
 #pragma unroll
   for (int i = 0; i < 2 * kStrips; ++i) {
-    const int at = lane_row + i * 8;
-    if (at < end && left > 0) {
-      T* g_pair = g_to + static_cast<int64_t>(at) * cols + lane_col + kFrom * 8;
-      const T x = from_float<T>(at < first ? 0.f : r_tiles[i / 2][kFrom][i % 2 * 2] * scale);
-      const T y = from_float<T>(at < first ? 0.f : r_tiles[i / 2][kFrom][i % 2 * 2 + 1] * scale);
+    const int result_row = lane_row + i * 8;
+    if (result_row < end && left > 0) {
+      T* g_pair = g_to + static_cast<int64_t>(result_row) * cols + lane_col + kFrom * 8;
+      const T x =
+          from_float<T>(result_row < first ? 0.f : r_tiles[i / 2][kFrom][i % 2 * 2] * scale);
+      const T y =
+          from_float<T>(result_row < first ? 0.f : r_tiles[i / 2][kFrom][i % 2 * 2 + 1] * scale);
       if (cols % 2 == 0) {
         store_vec<T, 2>(g_pair, {x, y});
       } else {
@@ -232,23 +233,22 @@ __device__ __forceinline__ void store_results(T* g_to, const float (&r_tiles)[kS
   }
 }
 
-// fp16 probabilities are kept this many powers of two too large, so that the small ones stay
-// normal.
+// fp16 probabilities are stored times 2^kProbabilityShift, so that small ones stay normal.
 template <typename T>
 constexpr int kProbabilityShift = std::is_same_v<T, __half> ? 15 : 0;
 
-// e^x from the exponent that BackwardArgs' factors give: already in base 2, shifted by
-// kProbabilityShift, where the result is rounded to 16 bits.
-// NOTE: in fp32 the change of base comes after the subtraction, whose result is small; before it,
-// the rounding of the factor would count |lse| times. The largest probability is held at 1: the
-// rounding of a score of 1e30 could make it inf.
+// The probability of the exponent that BackwardArgs' factors give: for 16-bit results in base 2 and
+// shifted by kProbabilityShift.
+// NOTE: in fp32 the change of base follows the subtraction, whose result is small; before it, the
+// rounding error of the factor would be multiplied by |lse|. Probabilities are clamped to 1: the
+// rounding of a score of 1e30 could give inf.
 template <typename T>
 __device__ __forceinline__ float exponential(float x) {
   if constexpr (sizeof(T) == 2) return exp2_approx_ftz(min_or_nan(x, kProbabilityShift<T>));
   return exp2_approx(min_or_nan(x, 0.f) * kLog2e);
 }
 
-// A counter that the blocks of a grid pass on.
+// Semaphores between the blocks of a grid.
 __device__ __forceinline__ int load_acquire(const int* g_from) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(g_from) : "memory");

@@ -4,14 +4,14 @@
 //   dV = P^T dO                      dK = scale * dS^T Q        dQ = scale * dS K
 //
 // Every warp owns a strip of the keys and computes S^T and dP^T of its strip, so that P^T and dS^T
-// are in its registers where the products that sum over the query rows want them; only dS goes
-// through shared memory, for dQ, which is added in turns (attention/sync/bwd_share.cuh). A block
-// walks the query heads of its kv head and in each the live query tiles from the last to the first,
-// while the next tile is on its way. In fp32 what arrives is split into bf16 pieces once, for all
-// warps (attention/sync/terms.cuh). Blocks take their work by ticket: tiles of keys ascending, so
-// that a block only waits for blocks that have started, and under the causal mask the long walks
-// come first; all blocks of a head begin at the last rows, where nobody waits for a diagonal.
-// Source: Dao, "FlashAttention-2", 2023, algorithm 2; the fixed order of dQ is ours.
+// are in its registers as the left operands of dV and dK. Only dS goes through shared memory, for
+// dQ, to which blocks add in order (attention/sync/bwd_dq.cuh). A block loops over the query heads
+// of its kv head and over each head's live query tiles, from the last to the first, while the next
+// tile loads. In fp32 arriving tiles are split into bf16 terms once, for all warps
+// (attention/sync/terms.cuh). Blocks get their work by ticket, with ascending key tiles: a block
+// only waits for blocks that have started, and under causal the longest blocks come first. All
+// blocks of a head start at the last rows, so that none waits for a block at the diagonal. Source:
+// Dao, "FlashAttention-2", 2023, algorithm 2; the fixed order of dQ is ours.
 #pragma once
 
 #include "attention/sync/bwd_paired.cuh"
@@ -20,12 +20,12 @@
 
 namespace torchweld {
 
-// One block's walk.
+// The work of one block.
 template <typename Config>
 struct BackwardBlock : BackwardTools<Config> {
   using Base = BackwardTools<Config>;
   using Base::args, Base::handles_non_finite, Base::work, Base::kCols, Base::kDimTiles, Base::kRows,
-      Base::kScoreTiles, Base::kStrips, Base::place, Base::s_right, Base::s_wide, Base::share,
+      Base::kScoreTiles, Base::kStrips, Base::buffer_of, Base::s_right, Base::s_mn, Base::dq,
       Base::shared;
   using typename Base::HeldScores;
   using typename Base::Ops;
@@ -42,7 +42,7 @@ struct BackwardBlock : BackwardTools<Config> {
   __device__ __forceinline__ void run() {
     if (work().first_head < work().end_head) {
       this->load_keys();
-      walk();
+      loop_tiles();
     }
     const AttentionBackwardParams& p = args.params;
     if constexpr (Config::kMasked) {
@@ -56,20 +56,20 @@ struct BackwardBlock : BackwardTools<Config> {
   }
 
  private:
-  __device__ __forceinline__ void walk() {
+  __device__ __forceinline__ void loop_tiles() {
     const typename Config::WorkTile& work = shared.work;
     QueryTile tile = {work.first_head, work.last_tile};
     this->load_rows(tile, 0);
     int stage = 0;
     while (true) {
       const QueryTile next = this->tile_after(tile);
-      // Behind this barrier nobody needs the tile before any more, and its dS is complete.
+      // After this barrier no warp needs the tile before, and its dS is complete.
       copy_async_wait<0>();
       __syncthreads();
-      bool unusual = this->unusual_keys;
+      bool non_finite = this->non_finite_keys;
       if constexpr (Config::kSplit) {
-        unusual |= split_tile<Config::kThreads>(shared.q[0], shared.next_q);
-        unusual |= split_tile<Config::kThreads>(shared.dout[0], shared.next_dout);
+        non_finite |= split_tile<Config::kThreads>(shared.q[0], shared.next_q);
+        non_finite |= split_tile<Config::kThreads>(shared.dout[0], shared.next_dout);
       }
       if (next.head < work.end_head) this->load_rows(next, 1 - stage);
       if constexpr (Config::kKey) {
@@ -77,7 +77,7 @@ struct BackwardBlock : BackwardTools<Config> {
           this->add_dq(this->tile_before(tile), 1 - stage);
         }
       }
-      if constexpr (Config::kSplit) handles_non_finite = __syncthreads_or(unusual);
+      if constexpr (Config::kSplit) handles_non_finite = __syncthreads_or(non_finite);
       compute(tile, stage);
       if (next.head == work.end_head) break;
       tile = next;
@@ -86,7 +86,7 @@ struct BackwardBlock : BackwardTools<Config> {
     if constexpr (Config::kKey) {
       __syncthreads();
       this->add_dq(tile, stage);
-      this->pass_on(tile);
+      this->signal_dq(tile);
     }
   }
 
@@ -96,11 +96,12 @@ struct BackwardBlock : BackwardTools<Config> {
 #pragma unroll 1
     for (int col = 0; col < kRows; col += kCols) {
       Scores r_p = {}, r_ds = {};
-      const int rows_at = place(stage) * static_cast<int>(sizeof(QTile)) + col * QTile::kRowBytes;
-      this->multiply(r_p, offsetof(Shared, k), s_right + rows_at, offsetof(Shared, q));
+      const int rows_byte =
+          buffer_of(stage) * static_cast<int>(sizeof(QTile)) + col * QTile::kRowBytes;
+      this->multiply(r_p, offsetof(Shared, k), s_right + rows_byte, offsetof(Shared, q));
       if constexpr (Config::kKey) {
-        this->multiply(r_ds, offsetof(Shared, v), s_right + rows_at, offsetof(Shared, dout));
-        if (col == 0) this->pass_on(this->tile_before(tile));
+        this->multiply(r_ds, offsetof(Shared, v), s_right + rows_byte, offsetof(Shared, dout));
+        if (col == 0) this->signal_dq(this->tile_before(tile));
       }
       differentiate(r_p, r_ds, stage, col);
       if (!all_visible) {
@@ -114,19 +115,19 @@ struct BackwardBlock : BackwardTools<Config> {
       this->hold(r_held_p, r_p);
       this->hold(r_held_ds, r_ds);
       if constexpr (Config::kKey) {
-        if (this->group() == 0) this->store_scores(shared.ds[place(stage)], r_held_ds, col);
-        if (col + kCols == kRows) share.prefetch(args, tile, this->turn_at(tile));
+        if (this->group() == 0) this->store_scores(shared.ds[buffer_of(stage)], r_held_ds, col);
+        if (col + kCols == kRows) dq.prefetch(args, tile, this->dq_order_of(tile));
       }
       if constexpr (Config::kValue) {
-        accumulate(r_dv, r_held_p, s_wide + rows_at, offsetof(Shared, dout));
+        accumulate(r_dv, r_held_p, s_mn + rows_byte, offsetof(Shared, dout));
       }
       if constexpr (Config::kKey) {
-        accumulate(r_dk, r_held_ds, s_wide + rows_at, offsetof(Shared, q));
+        accumulate(r_dk, r_held_ds, s_mn + rows_byte, offsetof(Shared, q));
       }
     }
   }
 
-  // r_p: scores -> P, shifted;  r_ds: dP -> dS. delta in shared memory is shifted back already.
+  // r_p: scores to P * 2^kProbabilityShift; r_ds: dP to dS. delta in shared memory is unshifted.
   __device__ __forceinline__ void differentiate(Scores& r_p, Scores& r_ds, int stage, int col) {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
     const int first = col + threadIdx.x % 4 * 2;
@@ -152,7 +153,7 @@ struct BackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // The same behind a cap: dS times its slope, 1 - tanh^2.
+  // differentiate() of soft-capped scores: dS is multiplied by the cap's slope, 1 - tanh^2.
   __device__ __forceinline__ void differentiate_capped(Scores& r_p, Scores& r_ds, int stage,
                                                        int first) {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
@@ -178,7 +179,7 @@ struct BackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // r_sum += r_scores (the warp's strips, kCols) @ kCols of the rows at byte `rows`.
+  // r_sum += r_scores (the warp's strips, kCols) @ kCols rows of the tile at byte `rows`.
   __device__ __forceinline__ void accumulate(float (&r_sum)[kStrips][kDimTiles][4],
                                              const HeldScores& r_scores, uint32_t s_rows,
                                              int rows) {
@@ -187,10 +188,10 @@ struct BackwardBlock : BackwardTools<Config> {
       typename Ops::Left a[kStrips];
 #pragma unroll
       for (int i = 0; i < kStrips; ++i) Ops::from_results(a[i], &r_scores[i][k / 8]);
-      Ops::template multiply<kDimTiles / Ops::k2CtaTiles, Ops::k2CtaTiles>(
+      Ops::template multiply<kDimTiles / Ops::kMnTiles, Ops::kMnTiles>(
           a, handles_non_finite,
-          [&](typename Ops::Right(&b)[Ops::k2CtaTiles], int n) {
-            Ops::template load_wide_right<QTile>(b, s_rows, rows + k * QTile::kRowBytes, n);
+          [&](typename Ops::Right(&b)[Ops::kMnTiles], int n) {
+            Ops::template load_mn_right<QTile>(b, s_rows, rows + k * QTile::kRowBytes, n);
           },
           [&](int i, int n) -> float (&)[4] { return r_sum[i][n]; });
     }

@@ -1,4 +1,4 @@
-// A block of attention's gradient: its types, and its shared memory.
+// A block of attention's gradient: types and shared memory.
 #pragma once
 
 #include <type_traits>
@@ -8,7 +8,7 @@
 
 namespace torchweld {
 
-// Which of the sums over the query rows a launch computes; dQ comes with dK.
+// The gradients that a launch computes; dQ comes with dK.
 enum class BackwardPart { kBoth, kValue, kKey };
 
 template <typename T_, int kTile, BackwardPart kPart, bool kMasked_>
@@ -31,9 +31,9 @@ struct BackwardConfig {
   static constexpr int kStripWarps = kShape.strip_warps();
   static constexpr bool kValue = kPart != BackwardPart::kKey;
   static constexpr bool kKey = kPart != BackwardPart::kValue;
-  // Of the loops over a product's depth; more would spill.
+  // Unrolling of the loops over K; more would spill.
   static constexpr int kUnroll = sizeof(T) == 2 ? 2 : 1;
-  static constexpr int kLineUnroll = kSplit || (sizeof(T) == 4 && kWarps == 2) ? 1 : 4;
+  static constexpr int kSlabUnroll = kSplit || (sizeof(T) == 4 && kWarps == 2) ? 1 : 4;
   using Ops =
       std::conditional_t<kSplit, SplitOperands<kShape.sum_registers() <= 64 ? 2 : 1>, Operands<T>>;
   template <int kTileRows, int kTileCols>
@@ -50,14 +50,14 @@ template <typename Config, bool kSplit = Config::kSplit>
 struct BackwardShared {
   typename Config::KeyTile k, v;
   typename Config::QueryTileOf q[2], dout[2];
-  // Where warps are paired those of dV hand P over to those of dK, in the last one.
+  // The last one holds P, which the dV warps of a pair pass to the dK warps.
   typename Config::ScoreTile ds[Config::kPaired ? 3 : 2];
   float lse[2][Config::kRows];
   float delta[2][Config::kRows];
   typename Config::WorkTile work;
 };
 
-// In fp32 Q and dO arrive beside the pieces of those before.
+// In fp32 the next Q and dO arrive beside the bf16 terms of the current ones.
 template <typename Config>
 struct BackwardShared<Config, true> {
   typename Config::KeyTile k, v;

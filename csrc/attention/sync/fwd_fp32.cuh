@@ -1,10 +1,9 @@
-// attention's forward on tensor cores in fp32, to its accuracy. What is computed, by which block
-// and in which order, is that of attention/sync/fwd.cuh.
+// attention's forward on tensor cores in exact fp32. The blocks and their order are those of
+// attention/sync/fwd.cuh.
 //
-// Keys and values arrive as they are, while the matmuls of those before run, and are split into
-// pieces when they are there: of a step together or, with one stage, the keys, then the values, to
-// the same place in shared memory. Two blocks fit on an SM, so that one multiplies while the other
-// splits.
+// Keys and values arrive in fp32 during the matmuls of the step before and are then split into bf16
+// terms: both of a step together or, with one stage, first the keys, then the values, in the same
+// buffer. Two blocks fit on an SM, so that one multiplies while the other splits.
 #pragma once
 
 #include "attention/block.cuh"
@@ -36,8 +35,8 @@ struct AttentionSplitConfig : AttentionVariant<kMasked> {
 template <typename Config>
 struct AttentionSplitShared {
   typename Config::QueryTile query;
-  typename Config::KeyTile pieces[Config::kStages];    // of keys, of values
-  typename Config::RawTile arriving[Config::kStages];  // those that come next
+  typename Config::KeyTile terms[Config::kStages];     // of keys, of values
+  typename Config::RawTile arriving[Config::kStages];  // the next ones
   typename Config::Block block;
 };
 
@@ -55,7 +54,7 @@ __global__ __launch_bounds__(
   auto& s = *reinterpret_cast<AttentionSplitShared<Config>*>(s_bytes);
 
   if constexpr (Config::kMasked) {
-    s.block.take(params, schedule);
+    s.block.init(params, schedule);
   } else {
     if (threadIdx.x == 0) s.block = AttentionBlock::make<Config::kRows>(params, schedule);
     __syncthreads();
@@ -78,25 +77,25 @@ __global__ __launch_bounds__(
     values_loader.load(fresh_thread(), shared_address(s_arriving_values.s_data), keys_left);
   };
 
-  // Load the query rows. The scale's sign goes into them, its size into the exponent.
-  bool unusual = false;
+  // Load Q times the sign of the scale; its size goes into the exponent.
+  bool non_finite_query = false;
   if (keys > 0) {
     load_keys(keys);
     if (kStages == 2) load_values(keys);
     copy_async_commit();
-    unusual = split_rows<kThreads>(
+    non_finite_query = split_rows<kThreads>(
         s.query, matrix_of<T>(params.query, block.batch, block.head, block.first_row),
         params.query.row_stride, 0, block.rows, head_dim, scale.sign);
   }
-  // Splits what has arrived, once nobody needs the pieces before, and sends for what comes next.
-  // True where inf or NaN is among them or in the queries.
+  // Splits the arrived tiles when no warp needs the terms before, and starts the next loads.
+  // Returns true where they or the query rows hold inf or NaN.
   const auto split_arrived = [&](const auto& load_next) {
     copy_async_wait<0>();
     __syncthreads();
-    bool handles_non_finite = unusual;
+    bool handles_non_finite = non_finite_query;
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
-      handles_non_finite |= split_tile<kThreads>(s.pieces[stage], s.arriving[stage]);
+      handles_non_finite |= split_tile<kThreads>(s.terms[stage], s.arriving[stage]);
     }
     load_next();
     copy_async_commit();
@@ -115,7 +114,7 @@ __global__ __launch_bounds__(
       if (kStages == 2 && next_left > 0) load_keys(next_left);
       if (kStages == 1 || next_left > 0) load_values(kStages == 1 ? keys_left : next_left);
     });
-    Matmul::scores(r_s, s.query, s.pieces[0], warp_row, head_dim, handles_non_finite);
+    Matmul::scores(r_s, s.query, s.terms[0], warp_row, head_dim, handles_non_finite);
     if constexpr (Config::kMasked) {
       mask_scores<Config>(r_s, scale, s.block, warp_row, key);
     } else if (key + kKeys > s.block.end_of(first_row)) {
@@ -129,10 +128,10 @@ __global__ __launch_bounds__(
         if (next_left > 0) load_keys(next_left);
       });
     }
-    Matmul::attend(r_out, r_s, s.pieces[kStages - 1], handles_non_finite);
+    Matmul::attend(r_out, r_s, s.terms[kStages - 1], handles_non_finite);
   }
 
-  // Store, where the query rows were.
+  // Store through the shared memory of the query rows.
   __syncthreads();
   const int warp_row = threadIdx.x / 32 * Config::kWarpRows;
   char* s_rows = reinterpret_cast<char*>(s.query.s_data) + warp_row * Config::Layout::kRowBytes;

@@ -1,8 +1,8 @@
-// fp32 in attention: tiles whose values are kept in shared memory as three bf16 pieces.
+// Exact fp32 in attention: tiles whose values are three bf16 terms in shared memory.
 //
-// A value is split once, when its tile arrives, by the thread that has copied it; then every warp
-// reads pieces with ldmatrix, as the 16-bit kernels read their elements, and makes six products of
-// them. Only probabilities and their gradients, which are born in registers, are split there.
+// The thread that has copied a value splits it once, when its tile has arrived. Then every warp
+// loads terms with ldmatrix, like the elements of the 16-bit kernels, and issues six mmas for them.
+// Probabilities and their gradients are computed in registers and split there.
 #pragma once
 
 #include <type_traits>
@@ -13,9 +13,9 @@
 
 namespace torchweld {
 
-inline constexpr int kPieces = 3;
+inline constexpr int kTerms = 3;
 
-// kPieces planes of bf16, the largest pieces first. Addresses in it are those of its first plane.
+// kTerms planes of bf16, the largest terms first. Addresses are those of the first plane.
 template <int kTileRows, int kTileCols>
 struct SplitTile {
   using Plane = SharedTile<__nv_bfloat16, kTileRows, kTileCols>;
@@ -24,7 +24,7 @@ struct SplitTile {
   static constexpr int kRowBytes = Plane::kRowBytes;
   static constexpr int kGroups = Plane::kGroups;
   static constexpr int kPlaneBytes = Plane::kBytes;
-  alignas(128) __nv_bfloat16 s_data[kPieces * kRows * kCols];
+  alignas(128) __nv_bfloat16 s_data[kTerms * kRows * kCols];
 
   static __device__ __forceinline__ int offset(int row, int chunk) {
     return Plane::offset(row, chunk);
@@ -34,8 +34,8 @@ struct SplitTile {
   }
 };
 
-// Four adjacent values to their place in three planes. Without kHandlesNonFinite `check` becomes
-// NaN at an inf, a NaN and what rounds to inf, and the pieces are wrong.
+// Stores the terms of four neighbouring values. Without kHandlesNonFinite, an inf, a NaN or a value
+// that rounds to inf sets `check` to NaN, and its terms are wrong.
 template <bool kHandlesNonFinite, typename Tile>
 __device__ __forceinline__ void store_terms(Tile& s_to, int row, int quad, const Vec<float, 4>& x,
                                             float& check) {
@@ -47,11 +47,10 @@ __device__ __forceinline__ void store_terms(Tile& s_to, int row, int quad, const
   *reinterpret_cast<uint2*>(s_quad + 2 * Tile::kPlaneBytes) = {first.low, second.low};
 }
 
-// Splits this thread's share of a tile: four columns of the rows that AttentionLoader and load_tile
-// give it too. read(row, quad) is where the values come from. True where the products of the tile
-// need care.
+// Splits the values of a tile that belong to this thread: those that AttentionLoader and load_tile
+// make it copy. read(row, quad) returns four of them. Returns true where one is not finite.
 template <int kThreads, typename Tile, typename Read>
-__device__ __forceinline__ bool split_share(Tile& s_to, const Read& read) {
+__device__ __forceinline__ bool split_own(Tile& s_to, const Read& read) {
   constexpr int kQuads = Tile::kCols / 4, kRowStep = kThreads / kQuads;
   static_assert(kThreads % kQuads == 0 && Tile::kRows % kRowStep == 0);
   const int quad = threadIdx.x % kQuads, first_row = threadIdx.x / kQuads;
@@ -70,22 +69,22 @@ __device__ __forceinline__ bool split_share(Tile& s_to, const Read& read) {
   return true;
 }
 
-// Splits what this thread has copied, once it is there.
+// Splits the values that this thread has copied; the caller has waited for them.
 template <int kThreads, typename Tile, typename RawTile>
 __device__ __forceinline__ bool split_tile(Tile& s_to, const RawTile& s_from) {
   static_assert(Tile::kRows == RawTile::kRows && Tile::kCols == RawTile::kRowBytes / 4);
   const char* s_raw = reinterpret_cast<const char*>(s_from.s_data);
-  return split_share<kThreads>(s_to, [&](int row, int quad) {
+  return split_own<kThreads>(s_to, [&](int row, int quad) {
     return load_vec<float, 4>(reinterpret_cast<const float*>(s_raw + RawTile::offset(row, quad)));
   });
 }
 
-// Splits rows [begin, end) of a strided matrix, multiplied by `factor`; zeros elsewhere and from
-// `cols` on, where nothing is read. For tiles that are split once a block.
+// Splits rows [begin, end) of a strided matrix, times `factor`; other rows and columns from `cols`
+// on become 0 and are not read. For tiles that a block splits once.
 template <int kThreads, typename Tile>
 __device__ __forceinline__ bool split_rows(Tile& s_to, const float* g_first, int64_t row_stride,
                                            int begin, int end, int cols, float factor) {
-  return split_share<kThreads>(s_to, [&](int row, int quad) {
+  return split_own<kThreads>(s_to, [&](int row, int quad) {
     Vec<float, 4> x = {};
     if (quad * 4 < cols && row >= begin && row < end) {
       x = load_vec<float, 4>(g_first + row * row_stride + quad * 4);
@@ -96,7 +95,8 @@ __device__ __forceinline__ bool split_rows(Tile& s_to, const float* g_first, int
   });
 }
 
-// The pieces of a left operand (16, 16), from what left_lane gives; transposed, from right_lane.
+// Loads the terms of a left operand (16, 16) from a left_lane address, or transposed from a
+// right_lane address.
 template <typename Tile, bool kTransposed>
 __device__ __forceinline__ void load_terms(TermFragment<4>& to, uint32_t s_lane) {
   constexpr auto load = kTransposed ? load_matrix_4_transposed : load_matrix_4;
@@ -105,7 +105,8 @@ __device__ __forceinline__ void load_terms(TermFragment<4>& to, uint32_t s_lane)
   load(to.low, s_lane + 2 * Tile::kPlaneBytes);
 }
 
-// Those of two right operands (16, 8), from what right_lane gives; transposed, from left_lane.
+// Loads the terms of two right operands (16, 8) from a right_lane address, or transposed from a
+// left_lane address.
 template <typename Tile, bool kTransposed>
 __device__ __forceinline__ void load_terms(TermFragment<2> (&to)[2], uint32_t s_lane) {
   TermFragment<4> both;

@@ -1,9 +1,9 @@
-// The matmuls of one warp in fp16 and bf16: m16n8k16, fp32 accumulation.
+// The matmuls of one warp in fp16 and bf16: m16n8k16 with fp32 accumulators.
 //
 //   scores = Q K^T    Q (kTiles * 16, kDim), K (kKeys, kDim) in shared memory
 //   out += P V        P (kTiles * 16, kKeys) in the registers of the scores, V (kKeys, kDim)
 //
-// `cols` is how many columns are not filled up with zeros; skipping the others costs more here.
+// `cols`, the columns that are not padding, is unused: skipping the others would cost more.
 #pragma once
 
 #include "attention/tile.cuh"
@@ -17,7 +17,7 @@ struct WarpMatmul16 {
   static constexpr int kRowBytes = Layout::kRowBytes;
   using Scores = float[kTiles][kKeys / 8][4];
   using Out = float[kTiles][kDim / 8][4];
-  uint32_t q_offset, k_offset, v_offset;  // what this lane hands to ldmatrix
+  uint32_t q_offset, k_offset, v_offset;  // this lane's ldmatrix offsets
 
   __device__ __forceinline__ WarpMatmul16(int lane, int first_row) {
     const int low = lane % 16, high = lane / 16;
@@ -49,7 +49,7 @@ struct WarpMatmul16 {
     }
   }
 
-  // C's layout of two adjacent score tiles is A's of one.
+  // Two neighbouring score tiles in C's layout are one tile in A's.
   __device__ __forceinline__ void attend(Out& r_out, const Scores& r_p, const char* s_v,
                                          int /*cols*/) const {
     const uint32_t v = shared_address(s_v) + v_offset;
@@ -77,7 +77,7 @@ struct WarpMatmul16 {
     }
   }
 
-  // Row `half` * 8 + g of a tile, times `factor`, to its place in shared memory.
+  // Stores row `half` * 8 + g of a tile, times `factor`, to shared memory; 0 where not `live`.
   static __device__ __forceinline__ void stage(char* s_rows, const Out& r_out, int tile, int half,
                                                float factor, bool live) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -85,8 +85,8 @@ struct WarpMatmul16 {
     for (int n = 0; n < kDim / 8; ++n) {
       const float (&r)[4] = r_out[tile][n];
       const uint32_t pair = pack_pair<T>(r[2 * half] * factor, r[2 * half + 1] * factor);
-      const uint32_t at = Layout::offset(tile * 16 + half * 8 + g, n) + t * 4;
-      *reinterpret_cast<uint32_t*>(s_rows + at) = live ? pair : 0u;
+      const uint32_t byte = Layout::offset(tile * 16 + half * 8 + g, n) + t * 4;
+      *reinterpret_cast<uint32_t*>(s_rows + byte) = live ? pair : 0u;
     }
   }
 };

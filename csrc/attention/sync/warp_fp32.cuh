@@ -1,10 +1,10 @@
-// The matmuls of one warp in fp32, to its accuracy, from tiles of pieces: m16n8k16 of bf16.
+// The matmuls of one warp in exact fp32, from tiles of bf16 terms: m16n8k16 of bf16.
 //
 //   scores = Q K^T    Q (kTiles * 16, kDim), K (kKeys, kDim) in shared memory
 //   out += P V        P (kTiles * 16, kKeys) in the registers of the scores, V (kKeys, kDim)
 //
-// The first `cols` columns of Q and K are not filled up with zeros; `handles_non_finite` is for
-// tiles with inf or NaN.
+// Columns of Q and K from `cols` on are padding and skipped. `handles_non_finite` allows inf and
+// NaN in the tiles.
 #pragma once
 
 #include "attention/sync/terms.cuh"
@@ -15,8 +15,8 @@ template <typename QueryTile, typename KeyTile, int kTiles>
 struct WarpMatmulSplit {
   static constexpr int kDim = KeyTile::kCols;
   static constexpr int kKeys = KeyTile::kRows;
-  // Four chains of products side by side keep a tensor core busy; head dims above 128 leave
-  // registers for two.
+  // Four independent chains of mmas keep a tensor core busy; head dims above 128 leave registers
+  // for two.
   static constexpr int kAtOnce = kTiles == 1 && kKeys % 32 == 0 ? 2 : 1;
   using Layout = AttentionLayout<float, kDim>;  // of finished rows
   using Scores = float[kTiles][kKeys / 8][4];
@@ -45,7 +45,7 @@ struct WarpMatmulSplit {
     }
   }
 
-  // C's layout of two adjacent score tiles is A's of one.
+  // Two neighbouring score tiles in C's layout are one tile in A's.
   static __device__ __forceinline__ void attend(Out& r_out, const Scores& r_p, const KeyTile& s_v,
                                                 bool handles_non_finite) {
     const uint32_t v = left_lane<KeyTile>(shared_address(s_v.s_data), 0, 0);
@@ -70,7 +70,7 @@ struct WarpMatmulSplit {
     }
   }
 
-  // Row `half` * 8 + g of a tile, times `factor`, to its place in shared memory.
+  // Stores row `half` * 8 + g of a tile, times `factor`, to shared memory; 0 where not `live`.
   static __device__ __forceinline__ void stage(char* s_rows, const Out& r_out, int tile, int half,
                                                float factor, bool live) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -78,9 +78,9 @@ struct WarpMatmulSplit {
     for (int n = 0; n < kDim / 8; ++n) {
       const float x = r_out[tile][n][2 * half] * factor;
       const float y = r_out[tile][n][2 * half + 1] * factor;
-      const uint32_t at = Layout::offset(tile * 16 + half * 8 + g, 2 * n + t / 2) + t % 2 * 8;
+      const uint32_t byte = Layout::offset(tile * 16 + half * 8 + g, 2 * n + t / 2) + t % 2 * 8;
       const Vec<float, 2> pair = {live ? x : 0.f, live ? y : 0.f};
-      store_vec(reinterpret_cast<float*>(s_rows + at), pair);
+      store_vec(reinterpret_cast<float*>(s_rows + byte), pair);
     }
   }
 };

@@ -214,10 +214,10 @@ void fill_attention_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Te
   const AttentionProblem problem =
       attention_problem(params.sizes, params.dtype, params.tf32, params.mask);
   params.choice = pick<AttentionFamily>(problem);
-  Tensor parts, flags, ticket;
-  if (const int64_t floats = attention_part_floats(problem, params.choice); floats > 0) {
-    parts = at::empty({floats}, query.options().dtype(at::kFloat));
-    params.parts = mutable_data<float>(parts);
+  Tensor partials, flags, ticket;
+  if (const int64_t floats = attention_partial_floats(problem, params.choice); floats > 0) {
+    partials = at::empty({floats}, query.options().dtype(at::kFloat));
+    params.partials = mutable_data<float>(partials);
   }
   if (const int64_t count = attention_flags(problem, params.choice); count > 0) {
     flags = block_flags(count, query);
@@ -252,7 +252,7 @@ Grads attention_grads_cuda(const Tensor& dout, const Tensor& query, const Tensor
   const Tensor o = aligned_rows(out), d_out = aligned_rows(dout), l = lse.contiguous();
   const Mask device_mask = kernel_mask(mask);
   const Tensor dl = is_given(dlse) ? dlse->contiguous() : Tensor();
-  Tensor sink_parts;  // (batch, nheads)
+  Tensor sink_terms;  // (batch, nheads)
   AttentionBackwardParams params{};
   params.query = strided(q);
   params.key = strided(k);
@@ -274,11 +274,11 @@ Grads attention_grads_cuda(const Tensor& dout, const Tensor& query, const Tensor
   params.scratch = scratch.mutable_data_ptr();
   params.dlse = dl.defined() ? const_data<float>(dl) : nullptr;
   if (is_given(mask.sink)) {
-    sink_parts = at::empty({params.sizes.batch, params.sizes.nheads}, l.options());
-    params.dsink = mutable_data<float>(sink_parts);
+    sink_terms = at::empty({params.sizes.batch, params.sizes.nheads}, l.options());
+    params.dsink = mutable_data<float>(sink_terms);
   }
   launch_attention_backward(params, current_stream());
-  add_sink_parts(dsink, sink_parts);
+  add_sink_terms(dsink, sink_terms);
   return {dquery, dkey, dvalue, dsink};
 }
 constexpr auto attention_backward_cuda = mask_op<attention_grads_cuda>;

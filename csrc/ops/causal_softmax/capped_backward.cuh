@@ -1,11 +1,10 @@
 // The gradient of causal_softmax under softcap or with a sink:
 //   dx = scale * y * (dy - sum(dy * y)) * (1 - tanh(scale * x / softcap)^2) over the live columns
-//   sink_parts = -p_sink * sum(dy * y)       of every row; p_sink is the sink's share of the
-//   softmax
+//   sink_terms = -p_sink * sum(dy * y)       of every row; p_sink is the sink's probability
 //
-// One block a row, of as many threads as the row has accesses, reads it twice: first for sum(dy *
-// y) and, where there is a sink, a running (max, sum) of x, then to write dx. The second time a row
-// of usual length comes from the cache. Source: as softmax/stream.cuh.
+// A block per row, with one thread per access, reads the row twice: first for sum(dy * y) and, with
+// a sink, the running (max, sum) of x, then to write dx. The second read of a row of usual length
+// hits the cache. Source: see softmax/stream.cuh.
 #pragma once
 
 #include "ops/causal_softmax/causal_softmax.h"
@@ -39,20 +38,20 @@ __global__ __launch_bounds__(kSoftmaxStreamThreads) void capped_softmax_backward
     unpack<Mask>(dy, load_vec<T, kElems>(g_dy + first), live, first, 1.f, 0.f);
 #pragma unroll
     for (int j = 0; j < kElems; ++j) dot += y[j] * dy[j];
-    if (capped.sink_parts) {
+    if (capped.sink_terms) {
       float r_x[kElems];
       unpack_scores<Mask>(r_x, load_vec<T, kElems>(g_x + first), live, first, exponent);
       accumulate(part, largest(r_x), r_x, exponent);
     }
   }
   dot = s_dot.sum_warps(warp_sum(dot));
-  if (capped.sink_parts) {
+  if (capped.sink_terms) {
     const MaxSum total = s_scores.merge_warps(warp_merge(part, exponent), exponent);
     const float sink = mask.sink(whole_row);
     if (threadIdx.x == 0) {
-      // Nothing of a row that sees nothing is in its sink's gradient.
-      const float share = expf(sink - exponent.finish(total, sink).lse);
-      capped.sink_parts[whole_row] = live.empty() ? 0.f : -share * dot;
+      // A row that sees no key adds nothing to dsink.
+      const float p_sink = expf(sink - exponent.finish(total, sink).lse);
+      capped.sink_terms[whole_row] = live.empty() ? 0.f : -p_sink * dot;
     }
   }
 

@@ -112,20 +112,20 @@ Grads causal_softmax_grads_cpu(const Tensor& dy, const Tensor& y, const Mask& ma
   const Tensor in_dy = as_heads(dy), in_y = as_heads(y), out = as_heads(dscores);
   const CausalSoftmaxCpu a(mask, in_y, scale);
   const Tensor in = a.needs_scores() ? as_heads(*scores) : in_y;
-  Tensor sink_parts;  // (batch, heads, seqlen_q)
+  Tensor sink_terms;  // (batch, heads, seqlen_q)
   if (a.sinks.defined()) {
-    sink_parts = at::zeros({in.size(0), in.size(1), in.size(2)}, a.sinks.options());
+    sink_terms = at::zeros({in.size(0), in.size(1), in.size(2)}, a.sinks.options());
   }
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), "causal_softmax", [&] {
     using acc_t = at::opmath_type<scalar_t>;
     for_each_live_row(a, [&](int64_t b, int64_t h, int64_t i, const KeyRange& live) {
-      acc_t* const part = sink_parts.defined() ? row_of<acc_t>(sink_parts, b, h, i) : nullptr;
+      acc_t* const part = sink_terms.defined() ? row_of<acc_t>(sink_terms, b, h, i) : nullptr;
       causal_softmax_backward_row(row_of<scalar_t>(out, b, h, i), row_of<scalar_t>(in_dy, b, h, i),
                                   row_of<scalar_t>(in_y, b, h, i), row_of<scalar_t>(in, b, h, i),
                                   live, a.of_head<scalar_t>(h), part);
     });
   });
-  if (sink_parts.defined()) dsink.copy_(sink_parts.sum(at::IntArrayRef({0, 2})));
+  if (sink_terms.defined()) dsink.copy_(sink_terms.sum(at::IntArrayRef({0, 2})));
   return {dscores, dsink};
 }
 constexpr auto causal_softmax_backward_cpu = causal_mask_op<causal_softmax_grads_cpu>;
@@ -147,8 +147,7 @@ Tensor filled_causal_softmax_cuda(const Tensor& scores, const Mask& mask, double
   const Mask device_mask = kernel_mask(mask);
   launch_causal_softmax({in.tensor.const_data_ptr(), y.mutable_data_ptr(), in.rows, in.n,
                          in.row_stride, dtype_of(scores)},
-                        params_of(scores, device_mask, scale), lazy_zero_counter(scores),
-                        stream);
+                        params_of(scores, device_mask, scale), lazy_zero_counter(scores), stream);
   return y;
 }
 constexpr auto causal_softmax_cuda = causal_mask_op<filled_causal_softmax_cuda>;
@@ -171,17 +170,17 @@ Grads causal_softmax_grads_cuda(const Tensor& dy, const Tensor& y, const Mask& m
     capped.scores = in->tensor.const_data_ptr();
     capped.row_stride = in->row_stride;
   }
-  Tensor sink_parts;  // (batch, heads, seqlen_q)
+  Tensor sink_terms;  // (batch, heads, seqlen_q)
   if (is_given(mask.sink)) {
-    sink_parts = at::empty({y.dim() == 2 ? 1 : y.size(0), mask.sink->size(0), y.size(-2)},
+    sink_terms = at::empty({y.dim() == 2 ? 1 : y.size(0), mask.sink->size(0), y.size(-2)},
                            y.options().dtype(at::kFloat));
-    capped.sink_parts = mutable_data<float>(sink_parts);
+    capped.sink_terms = mutable_data<float>(sink_terms);
   }
   launch_causal_softmax_backward(
       {in_dy.tensor.const_data_ptr(), in_y.tensor.const_data_ptr(), dscores.mutable_data_ptr(),
        in_y.rows, in_y.n, in_dy.row_stride, in_y.row_stride, dtype_of(y)},
       params_of(y, device_mask, scale), capped, lazy_zero_counter(y), stream);
-  if (sink_parts.defined()) dsink.copy_(sink_parts.sum(at::IntArrayRef({0, 2})));
+  if (sink_terms.defined()) dsink.copy_(sink_terms.sum(at::IntArrayRef({0, 2})));
   return {dscores, dsink};
 }
 constexpr auto causal_softmax_backward_cuda = causal_mask_op<causal_softmax_grads_cuda>;

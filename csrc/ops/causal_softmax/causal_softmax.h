@@ -1,4 +1,4 @@
-// Causal softmax: what the host hands to the kernels.
+// Causal softmax: the parameters that the host passes to the kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,8 +11,8 @@
 
 namespace torchweld {
 
-// What the mask of a kernel has beside causal: leftpad; then also key_start, key_end and window;
-// then also softcap and sinks.
+// The mask arguments that a kernel supports beside causal. kCausal: leftpad. kRange: key_start,
+// key_end and window too. kCapped: softcap and sinks too.
 enum class MaskKind { kCausal, kRange, kCapped };
 
 inline MaskKind mask_kind(const MaskParams& mask) {
@@ -80,18 +80,18 @@ struct ScoresMask {
   }
 };
 
-// What a launcher needs to know of the scores beside their elements.
+// The mask and scale of a call.
 struct ScoresParams {
   MaskParams mask;
   int64_t rows_per_batch;
   float scale;
 };
 
-// What the gradient needs with softcap or sink.
+// The tensors that only the gradient with softcap or sink needs.
 struct CappedBackward {
   const void* scores;  // (rows, n), row_stride elements apart
   int64_t row_stride;
-  float* sink_parts;  // (rows,), or null: what every row adds to the gradient of its head's sink
+  float* sink_terms;  // (rows,), or null: the rows' terms of dsink
 };
 
 void launch_causal_softmax(const SoftmaxParams& params, const ScoresParams& scores,

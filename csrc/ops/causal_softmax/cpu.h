@@ -1,5 +1,5 @@
-// CPU: causal_softmax and its gradient row by row. scores, y, dy as (batch, heads, seqlen_q,
-// seqlen_k) with adjacent columns; results contiguous. A task is a block of 16 rows of a head.
+// CPU: causal_softmax and its gradient row by row. scores, y and dy are (batch, heads, seqlen_q,
+// seqlen_k) with contiguous rows; results are contiguous. A task is a block of 16 rows of a head.
 #pragma once
 
 #include <ATen/OpMathType.h>
@@ -13,7 +13,7 @@
 
 namespace torchweld {
 
-// What one call is about; `scores` is (batch, heads, seqlen_q, seqlen_k).
+// The sizes, mask and scale of a call; `scores` is (batch, heads, seqlen_q, seqlen_k).
 struct CausalSoftmaxCpu : CpuScores {
   int64_t batch, heads;
 
@@ -24,19 +24,19 @@ struct CausalSoftmaxCpu : CpuScores {
 
   bool needs_scores() const { return softcap > 0 || sinks.defined(); }
 
-  // What the rows of a head have in common.
+  // The constants of a head's rows.
   template <typename acc_t>
   struct Head {
     int64_t n;  // keys
     acc_t scale, softcap, inverse_cap, sink;
 
-    // The scores as they enter the softmax.
+    // The scores times scale, soft-capped.
     template <typename T>
     void load(acc_t* to, const T* scores, int64_t count) const {
       for (int64_t c = 0; c < count; ++c) to[c] = static_cast<acc_t>(scores[c]) * scale;
       if (softcap > 0) cap_row(to, count, softcap);
     }
-    // exp(sink - max), 0 without one.
+    // exp(sink - max), 0 without a sink.
     acc_t sink_exp(acc_t max) const {
       return sink == -std::numeric_limits<acc_t>::infinity() ? 0 : exp_in_vectors(sink - max);
     }
@@ -49,8 +49,8 @@ struct CausalSoftmaxCpu : CpuScores {
   }
 };
 
-// Calls body(b, h, i, the keys that the row sees) for every row, among threads; an empty range
-// where it sees none.
+// Calls body(b, h, i, the keys that the row sees) for every row, in parallel. A row that sees no
+// key has the range [0, 0).
 template <typename Body>
 void for_each_live_row(const CausalSoftmaxCpu& a, const Body& body) {
   constexpr int64_t kRows = 16;
@@ -68,26 +68,26 @@ void for_each_live_row(const CausalSoftmaxCpu& a, const Body& body) {
   });
 }
 
-constexpr int64_t kSoftmaxPart = 256;  // what a row is in the wider dtype, a part at a time
+constexpr int64_t kSoftmaxChunk = 256;  // scores that are in the wider dtype at a time
 
-// Calls body(first key, scores as they enter the softmax, count) for the parts of a row.
+// Calls body(first key, logits, count) for the chunks of a row.
 template <typename T, typename acc_t, typename Body>
-void each_part(const T* scores, const KeyRange& live, const CausalSoftmaxCpu::Head<acc_t>& head,
-               const Body& body) {
-  acc_t part[kSoftmaxPart];
-  for (int64_t j = live.begin; j < live.end; j += kSoftmaxPart) {
-    const int64_t count = std::min(kSoftmaxPart, live.end - j);
-    head.load(part, scores + j, count);
-    body(j, part, count);
+void each_chunk(const T* scores, const KeyRange& live, const CausalSoftmaxCpu::Head<acc_t>& head,
+                const Body& body) {
+  acc_t logits[kSoftmaxChunk];
+  for (int64_t j = live.begin; j < live.end; j += kSoftmaxChunk) {
+    const int64_t count = std::min(kSoftmaxChunk, live.end - j);
+    head.load(logits, scores + j, count);
+    body(j, logits, count);
   }
 }
 
 template <typename T, typename acc_t>
 acc_t max_of_row(const T* scores, const KeyRange& live, const CausalSoftmaxCpu::Head<acc_t>& head) {
   acc_t max = head.sink;
-  each_part(scores, live, head, [&](int64_t, const acc_t* part, int64_t count) {
-    const acc_t most = max_of(part, count);
-    max = max > most ? max : most;
+  each_chunk(scores, live, head, [&](int64_t, const acc_t* logits, int64_t count) {
+    const acc_t chunk_max = max_of(logits, count);
+    max = max > chunk_max ? max : chunk_max;
   });
   return max;
 }
@@ -101,27 +101,27 @@ void causal_softmax_row(T* y, const T* scores, const KeyRange& live,
   std::fill(y, y + live.begin, T(0));
   std::fill(y + live.end, y + head.n, T(0));
   if constexpr (std::is_same_v<T, acc_t>) {
-    each_part(scores, live, head, [&](int64_t j, acc_t* part, int64_t count) {
-      sum += exp_and_sum(y + j, part, count, max);
+    each_chunk(scores, live, head, [&](int64_t j, acc_t* logits, int64_t count) {
+      sum += exp_and_sum(y + j, logits, count, max);
     });
     const acc_t inverse = 1 / sum;
     for (int64_t j = live.begin; j < live.end; ++j) y[j] *= inverse;
   } else {
-    // A rounded exponential can't be scaled, so it is computed twice.
-    each_part(scores, live, head, [&](int64_t, acc_t* part, int64_t count) {
-      sum += exp_and_sum(part, part, count, max);
+    // Rounding before the division would cost accuracy, so the exponentials are computed twice.
+    each_chunk(scores, live, head, [&](int64_t, acc_t* logits, int64_t count) {
+      sum += exp_and_sum(logits, logits, count, max);
     });
     const acc_t inverse = 1 / sum;
-    each_part(scores, live, head, [&](int64_t j, acc_t* part, int64_t count) {
+    each_chunk(scores, live, head, [&](int64_t j, acc_t* logits, int64_t count) {
       for (int64_t c = 0; c < count; ++c) {
-        y[j + c] = static_cast<T>(exp_in_vectors(part[c] - max) * inverse);
+        y[j + c] = static_cast<T>(exp_in_vectors(logits[c] - max) * inverse);
       }
     });
   }
 }
 
 // dscores = scale * y * (dy - sum(dy * y)) over the live keys, times the cap's slope, 0 elsewhere;
-// the row's part of dsink, where it is wanted. `scores` are read for softcap and sink alone.
+// *dsink, if not null, is the row's term of dsink. `scores` are only read for softcap and sink.
 template <typename T, typename acc_t>
 void causal_softmax_backward_row(T* dscores, const T* dy, const T* y, const T* scores,
                                  const KeyRange& live, const CausalSoftmaxCpu::Head<acc_t>& head,
@@ -134,9 +134,9 @@ void causal_softmax_backward_row(T* dscores, const T* dy, const T* y, const T* s
     return static_cast<acc_t>(y[j]) * (static_cast<acc_t>(dy[j]) - sum) * head.scale;
   };
   if (head.softcap > 0) {
-    each_part(scores, live, head, [&](int64_t j, const acc_t* part, int64_t count) {
+    each_chunk(scores, live, head, [&](int64_t j, const acc_t* logits, int64_t count) {
       for (int64_t c = 0; c < count; ++c) {
-        const acc_t t = part[c] * head.inverse_cap;
+        const acc_t t = logits[c] * head.inverse_cap;
         dscores[j + c] = static_cast<T>(gradient(j + c) * (1 - t * t));
       }
     });
@@ -144,12 +144,12 @@ void causal_softmax_backward_row(T* dscores, const T* dy, const T* y, const T* s
     for (int64_t j = live.begin; j < live.end; ++j) dscores[j] = static_cast<T>(gradient(j));
   }
   if (dsink) {
-    const acc_t max = max_of_row(scores, live, head), share = head.sink_exp(max);
-    acc_t total = share;
-    each_part(scores, live, head, [&](int64_t, acc_t* part, int64_t count) {
-      total += exp_and_sum(part, part, count, max);
+    const acc_t max = max_of_row(scores, live, head), sink_exp = head.sink_exp(max);
+    acc_t total = sink_exp;
+    each_chunk(scores, live, head, [&](int64_t, acc_t* logits, int64_t count) {
+      total += exp_and_sum(logits, logits, count, max);
     });
-    *dsink = -share / total * sum;
+    *dsink = -sink_exp / total * sum;
   }
 }
 

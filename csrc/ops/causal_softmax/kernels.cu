@@ -1,4 +1,4 @@
-// softmax under the causal mask and what else hides keys, and its gradient: the launchers.
+// The launchers of causal_softmax and its gradient.
 #include "ops/causal_softmax/causal_softmax.h"
 
 #include "core/launch.h"

@@ -1,13 +1,13 @@
 // CPU: softmax_matmul and its gradient, a block of query rows at a time, in tiles (rows, 64 keys)
-// that stay in cache. A head's gradient is one task: its sums are added in one order whatever the
-// number of threads.
+// that stay in cache. A head's gradient is one task, so that the order of its sums does not depend
+// on the number of threads.
 #pragma once
 
 #include "attention/cpu/tiles.h"
 
 namespace torchweld {
 
-// The part of tile `t` that row r of the block sees: columns [begin, end).
+// The columns of tile `t` that row r of the block sees.
 inline KeyRange live_columns(const QueryBlock& block, int64_t r, int64_t t) {
   const int64_t first = t * kTileKeys;
   return {std::clamp<int64_t>(block.begin[r] - first, 0, kTileKeys),
@@ -30,7 +30,7 @@ void softmax_matmul_tiles(const CpuAttention& a, const Tensor& out, const Tensor
         lse ? lse->mutable_data_ptr<acc_t>() + (b * a.nheads + h) * a.seqlen_q + block.row
             : nullptr;
     Scratch<acc_t> scratch(height * (n + block.tiles() * kTileKeys + 1), packed_v.options());
-    acc_t *const sums = scratch.take(height), *const rows_out = scratch.take(height * n);
+    acc_t *const sums = scratch.allocate(height), *const rows_out = scratch.allocate(height * n);
     acc_t* const p = scratch.next;
     const auto scale = static_cast<acc_t>(a.scale);
     with_vectors([&] {
@@ -92,18 +92,19 @@ void softmax_matmul_backward_tiles(const CpuAttention& a, const Tensor& dscores,
   const CpuHeads<T> s(scores), o(out), d_out(dout), ds(dscores), dv(dvalue);
   const CpuHeads<acc_t> l(lse);
   const int64_t height = a.block_rows(), n = a.head_dim_v, tiles = a.tiles();
-  Tensor sink_parts;
-  if (a.sinks.defined()) sink_parts = at::zeros({a.batch, a.nheads}, a.sinks.options());
-  // A thread's half of the tasks holds heads of all sequences.
+  Tensor sink_terms;
+  if (a.sinks.defined()) sink_terms = at::zeros({a.batch, a.nheads}, a.sinks.options());
+  // Consecutive tasks have different sequences, so that threads get equal work.
   parallel_tasks(a.batch * a.nheads, [&](int64_t task) {
     const int64_t b = task % a.batch, h = task / a.batch;
     const KeyRange seen = a.seen[b];
     Scratch<acc_t> scratch(tiles * kTileKeys * n + height * (2 * n + 2 * kTileKeys + 1),
                            packed_vt.options());
-    acc_t* const dv_t = scratch.take(tiles * kTileKeys * n);  // (tiles, n, 64)
-    acc_t *const do_rows = scratch.take(height * n), *const do_t = scratch.take(height * n);
-    acc_t *const p = scratch.take(height * kTileKeys), *const dp = scratch.take(height * kTileKeys);
-    acc_t* const delta = scratch.take(height);
+    acc_t* const dv_t = scratch.allocate(tiles * kTileKeys * n);  // (tiles, n, 64)
+    acc_t *const do_rows = scratch.allocate(height * n), *const do_t = scratch.allocate(height * n);
+    acc_t *const p = scratch.allocate(height * kTileKeys), *const dp =
+                                                               scratch.allocate(height * kTileKeys);
+    acc_t* const delta = scratch.allocate(height);
     std::fill_n(dv_t, tiles * kTileKeys * n, acc_t(0));
     const acc_t* vt =
         packed_vt.const_data_ptr<acc_t>() + (b * a.nheads + h) * tiles * kTileKeys * n;
@@ -128,8 +129,8 @@ void softmax_matmul_backward_tiles(const CpuAttention& a, const Tensor& dscores,
         }
         row_deltas<T, acc_t>(delta, do_rows, o, nullptr, b, h, block, n);
       }
-      if (sink_parts.defined()) {
-        sink_parts.mutable_data_ptr<acc_t>()[b * a.nheads + h] +=
+      if (sink_terms.defined()) {
+        sink_terms.mutable_data_ptr<acc_t>()[b * a.nheads + h] +=
             sink_gradient<acc_t>(a.template sink<acc_t>(h), delta, l, nullptr, b, h, block);
       }
       if (block.empty()) continue;
@@ -168,13 +169,13 @@ void softmax_matmul_backward_tiles(const CpuAttention& a, const Tensor& dscores,
           std::fill_n(to, n, T(0));
           continue;
         }
-        const int64_t at = j - seen.begin;
-        const acc_t* from = dv_t + at / kTileKeys * kTileKeys * n + at % kTileKeys;
+        const int64_t key = j - seen.begin;
+        const acc_t* from = dv_t + key / kTileKeys * kTileKeys * n + key % kTileKeys;
         for (int64_t c = 0; c < n; ++c) to[c] = static_cast<T>(from[c * kTileKeys]);
       }
     });
   });
-  add_sink_parts(dsink, sink_parts);
+  add_sink_terms(dsink, sink_terms);
 }
 
 }  // namespace torchweld

@@ -1,12 +1,12 @@
 // dscores = scale * p * (dout @ value^T - rowsum(dout * out)), 0 where a row does not see the key:
 //   p = exp(scale * scores - lse), dscores (seqlen_q, seqlen_k); dout, out (seqlen_q, head_dim_v)
-// Behind softcap also times the cap's slope; a row's part of its sink's gradient is
+// With softcap, dscores is also multiplied by the cap's slope. A row's term of dsink is
 //   -exp(sink - lse) * rowsum(dout * out)
 //
-// A block owns 128 query rows of a head, a warp 16 of them. It walks over the live blocks of keys
+// A block owns 128 query rows of a head, a warp 16 of them. It loops over the live blocks of keys
 // and, within each, over head_dim_v in chunks of 128 bytes, through a ring of tiles filled by
-// cp.async; dout stays in shared memory where its chunks fit. The finished gradients replace their
-// scores in shared memory, from where whole lines are stored. What is not live is written, not
+// cp.async; dout stays in shared memory where its chunks fit. The gradients overwrite their scores
+// in shared memory and are stored 128 bytes per row. Hidden columns are cleared, their scores not
 // read. Source: Dao, "FlashAttention-2", 2023, algorithm 2.
 #include "ops/softmax_matmul/parts.cuh"
 
@@ -20,7 +20,7 @@ struct DscoresConfig {
   static constexpr bool kTf32 = kTf32_;
   static constexpr int kThreads = 256;
   static constexpr int kBlockM = kThreads / kWarp * 16;
-  static constexpr int kBlockN = 128 / sizeof(T);  // a line of 128 bytes of every row
+  static constexpr int kBlockN = 128 / sizeof(T);  // 128 bytes of every row
   static constexpr int kChunk = 128 / sizeof(T);   // columns of value and dout
   static constexpr int kSteps = kChunk * sizeof(T) / kStepBytes;
   static constexpr int kPitch = kBlockN + kPitchPadBytes / sizeof(T);
@@ -30,16 +30,16 @@ struct DscoresConfig {
   struct Shared {
     alignas(16) T s_scores[kStages][kBlockM][kPitch];
     alignas(16) T s_value[kStages][kBlockN][kPitch];
-    alignas(16) T s_dout[kStages][kBlockM][kPitch];  // more of them where all chunks fit
+    alignas(16) T s_dout[kStages][kBlockM][kPitch];  // more stages where all chunks fit
   };
   static constexpr int64_t kChunkBytes = sizeof(T) * kBlockM * kPitch;
-  // How many chunks of dout stay in what every chip from sm_80 on offers.
+  // The chunks of dout that fit in the shared memory of every GPU from sm_80 on.
   static constexpr int64_t kResident =
       kStages + (99 * 1024 - int64_t(sizeof(Shared))) / kChunkBytes;
   static_assert(kResident >= kStages);
 };
 
-// Zeros in columns [begin, end) of the block's rows.
+// Clears columns [begin, end) of the block's rows.
 template <typename Config>
 __device__ __forceinline__ void clear_columns(typename Config::T* g_rows, int rows,
                                               int64_t row_stride, int64_t begin, int64_t end,
@@ -61,7 +61,7 @@ __device__ __forceinline__ void clear_columns(typename Config::T* g_rows, int ro
   }
 }
 
-// A warp's 16 rows of a tile, the first `rows` of them and the first `columns` of their columns.
+// Stores the first `rows` rows and `columns` columns of a warp's 16 rows of a tile.
 template <typename Config>
 __device__ __forceinline__ void store_rows(typename Config::T* g_rows,
                                            const typename Config::T* s_rows, int rows, int columns,
@@ -90,12 +90,12 @@ __device__ __forceinline__ void store_rows(typename Config::T* g_rows,
   }
 }
 
-// Two rows of a thread, lane / 4 and lane / 4 + 8 of the warp's 16.
+// The statistics of a thread's two rows, lane / 4 and lane / 4 + 8 of the warp's 16.
 struct RowPair {
   float lse[2];
   float delta[2];       // sum(dout * out)
-  int64_t live_end[2];  // of the keys from the padding on that a row sees
-  // NOTE: the one key of a row has delta for its dp, and a gradient of exactly 0; the two sums are
+  int64_t live_end[2];  // the end of the keys that a row sees
+  // NOTE: a row that sees one key has dp = delta and a gradient of exactly 0, but the two sums are
   // rounded differently.
   bool single[2];
 };
@@ -112,7 +112,7 @@ __device__ __forceinline__ RowPair load_row_pair(const SoftmaxMatmulBackwardPara
 #pragma unroll 1
   for (int i = 0; i < 16; ++i) {
     const int64_t row = warp_row + i;
-    // Nothing of a row that sees nothing is looked at.
+    // A row that sees no key is not read.
     const KeyRange live = row < mask.seqlen_q ? live_of(row) : KeyRange{0, 0};
     if (live.empty()) continue;
     float delta = 0.f;
@@ -145,7 +145,7 @@ __global__ __launch_bounds__(Config::kThreads,
   extern __shared__ __align__(16) unsigned char s_memory[];
   auto& s = *reinterpret_cast<typename Config::Shared*>(s_memory);
 
-  // Which rows and keys.
+  // The rows and keys of this block.
   const SoftmaxMatmulProblem& problem = params.problem;
   const MaskParams mask = problem.mask;
   const int64_t row_blocks = divide_up(mask.seqlen_q, kBlockM);
@@ -213,19 +213,20 @@ __global__ __launch_bounds__(Config::kThreads,
     }
   };
   RowPair row = load_row_pair<T>(params, head, first_row + warp_row, live_of);
-  // NOTE: kept in shared memory, for want of registers. Only the row's own warp looks at it.
+  // NOTE: the ranges are in shared memory because registers are short. Only a row's own warp reads
+  // them.
   __shared__ int64_t s_begin[kBlockM], s_end[kBlockM];
   if constexpr (Config::kMasked) {
-    const int own_row = warp_row + threadIdx.x % kWarp / 4;
+    const int thread_row = warp_row + threadIdx.x % kWarp / 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      s_begin[own_row + 8 * i] = seen.rows[i].begin;
-      s_end[own_row + 8 * i] = seen.rows[i].end;
+      s_begin[thread_row + 8 * i] = seen.rows[i].begin;
+      s_end[thread_row + 8 * i] = seen.rows[i].end;
       if (!mask.sink) continue;
-      // Beside a sink the one key of a row has a gradient.
+      // With a sink, the single key of a row has a gradient.
       row.single[i] = false;
-      if (params.sink_parts && seen.rows[i].end > 0 && threadIdx.x % 4 == 0) {
-        params.sink_parts[head.flat * mask.seqlen_q + first_row + own_row + 8 * i] =
+      if (params.sink_terms && seen.rows[i].end > 0 && threadIdx.x % 4 == 0) {
+        params.sink_terms[head.flat * mask.seqlen_q + first_row + thread_row + 8 * i] =
             -expf(mask.sink[head.head] - row.lse[i]) * row.delta[i];
       }
     }
@@ -242,7 +243,7 @@ __global__ __launch_bounds__(Config::kThreads,
     if (next_tile < tile_end) load(next_tile, next_chunk, stage ^ 1);
     copy_async_commit();
 
-    // dp = dout @ value^T
+    // dp += dout @ value^T
     if (chunk == 0) {
 #pragma unroll
       for (int n = 0; n < kBlockN / 8; ++n) {
@@ -261,7 +262,7 @@ __global__ __launch_bounds__(Config::kThreads,
     }
 
     if (last_chunk) {
-      // The gradients in their scores' place, then to memory.
+      // Overwrite the scores with their gradients, then store them.
       const int64_t key = tile * kBlockN;
       T* s_rows = &s.s_scores[tile % kStages][warp_row][0];
       const float unbias = exp2f(-kProbabilityBias<T>);

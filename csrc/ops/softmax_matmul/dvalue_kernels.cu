@@ -2,12 +2,12 @@
 //   p = exp(scale * scores - lse) (seqlen_q, seqlen_k) where a row sees the key, 0 elsewhere;
 //   dout (seqlen_q, head_dim_v), dvalue (seqlen_k, head_dim_v) of a head
 //
-// A block owns 128 keys of a head and up to 128 columns of value, a warp 16 of the keys. It walks
+// A block owns 128 keys of a head and up to 128 columns of value, a warp 16 of the keys. It loops
 // over the query rows that see one of its keys, 32 at a time, through a ring of tiles filled by
-// cp.async. The transposed probabilities are made in registers, in the order in which the tensor
-// core wants its left operand; they are rounded to the dtype, as in the forward.
-// Under a general mask any of the rows from the first to the last that see one of the keys may
-// see none: these are not read. Source: Dao, "FlashAttention-2", 2023, algorithm 2.
+// cp.async. The transposed probabilities are computed in registers, as the left operand, and
+// rounded to the dtype as in the forward. Under a general mask, rows between the first and the last
+// that see one of the keys may see none of them; such rows are not read. Source: Dao,
+// "FlashAttention-2", 2023, algorithm 2.
 #include "ops/softmax_matmul/parts.cuh"
 
 namespace torchweld {
@@ -27,17 +27,17 @@ struct DvalueConfig {
   static constexpr int kScorePitch = kBlockN + kPitchPadElems;
   static constexpr int kDoutPitch = kBlockD + kPitchPadElems;
   static constexpr bool kExact = sizeof(T) == 4 && !kTf32;
-  static constexpr int kMinBlocks = kExact ? 1 : 2;  // of an SM: what fits without spills
+  static constexpr int kMinBlocks = kExact ? 1 : 2;  // per SM, without spills
 
   struct Shared {
     alignas(16) T s_scores[kStages][kBlockM][kScorePitch];
     alignas(16) T s_dout[kStages][kBlockM][kDoutPitch];
     alignas(16) float s_lse[kStages][kBlockM];
   };
-  static_assert(sizeof(Shared) <= 99 * 1024, "what every chip from sm_80 on offers");
+  static_assert(sizeof(Shared) <= 99 * 1024, "the shared memory of every GPU from sm_80 on");
 };
 
-// A step of transposed scores, (16 keys, kStepRows rows), from row s_step of a tile on.
+// Loads a step of transposed scores, (16 keys, kStepRows rows), from row s_step of a tile on.
 template <typename T, int kPitch>
 __device__ __forceinline__ void load_left_transposed(uint32_t (&words)[4], const T* s_step) {
   const int lane = threadIdx.x % kWarp;
@@ -45,7 +45,7 @@ __device__ __forceinline__ void load_left_transposed(uint32_t (&words)[4], const
     load_matrix_4_transposed(
         words, shared_address(s_step + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 8));
   } else {
-    // ldmatrix can't turn 32-bit elements.
+    // ldmatrix can't transpose 32-bit elements.
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       words[r] = __float_as_uint(s_step[step_column<T>(r, 0) * kPitch + lane / 4 + 8 * (r % 2)]);
@@ -53,8 +53,9 @@ __device__ __forceinline__ void load_left_transposed(uint32_t (&words)[4], const
   }
 }
 
-// biased_exp of what is not above 0. NOTE: a product makes bf16's subnormal results: in the
-// instruction that has them the masked kernel spills.
+// biased_exp(z) for z <= 0.
+// NOTE: for bf16 a multiplication makes the subnormal results; with the instruction that makes them
+// the masked kernel spills.
 template <typename T>
 __device__ __forceinline__ float lean_exp(float z) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -64,10 +65,15 @@ __device__ __forceinline__ float lean_exp(float z) {
   }
 }
 
-// The rows from the first to the last that see one of the keys, by all threads of a block; none is
-// {0, 0}.
+// The query rows [begin, end).
+struct RowRange {
+  int64_t begin, end;
+};
+
+// The rows from the first to the last that see one of the keys, {0, 0} for none; all threads of a
+// block call.
 template <int kThreads, typename LiveOf>
-__device__ __forceinline__ KeyRange rows_that_see(int64_t seqlen_q, const KeyRange& keys,
+__device__ __forceinline__ RowRange rows_that_see(int64_t seqlen_q, const KeyRange& keys,
                                                   const LiveOf& live_of) {
   __shared__ long long s_begin, s_end;
   if (threadIdx.x == 0) s_begin = seqlen_q, s_end = 0;
@@ -84,7 +90,7 @@ __device__ __forceinline__ KeyRange rows_that_see(int64_t seqlen_q, const KeyRan
     atomicMax(&s_end, end);
   }
   __syncthreads();
-  return s_end > 0 ? KeyRange{s_begin, s_end} : KeyRange{0, 0};
+  return s_end > 0 ? RowRange{s_begin, s_end} : RowRange{0, 0};
 }
 
 template <typename Config>
@@ -96,7 +102,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
   extern __shared__ __align__(16) unsigned char s_memory[];
   auto& s = *reinterpret_cast<typename Config::Shared*>(s_memory);
 
-  // Which keys, columns and rows.
+  // The keys, columns and rows of this block.
   const SoftmaxMatmulProblem& problem = params.problem;
   const MaskParams mask = problem.mask;
   const int64_t key_blocks = divide_up(mask.seqlen_k, kBlockN);
@@ -116,7 +122,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
   };
   int tile_begin, tile_end, seeing = 0;
   if constexpr (Config::kMasked) {
-    const KeyRange rows = rows_that_see<Config::kThreads>(
+    const RowRange rows = rows_that_see<Config::kThreads>(
         mask.seqlen_q, KeyRange{first_key, first_key + keys}, live_of);
     tile_begin = static_cast<int>(rows.begin / kBlockM);
     tile_end = static_cast<int>(divide_up(rows.end, kBlockM));
@@ -126,7 +132,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
     tile_begin = static_cast<int>(first_row / kBlockM);
     tile_end = first_key + keys <= head.pad ? tile_begin
                                             : static_cast<int>(divide_up(mask.seqlen_q, kBlockM));
-    // The first row of tile_begin that sees anything, no matter which key.
+    // The first row of tile_begin that sees any key.
     seeing = clamp_int(mask.first_row_seeing(head.pad, head.pad) - int64_t{kBlockM} * tile_begin, 0,
                        kBlockM);
   }
@@ -142,14 +148,14 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
                    reads ? 4 : 0);
     }
   };
-  // The keys that a tile's rows see, counted from the block's first: begin, and end in the high
-  // half.
+  // The keys that a tile's rows see, counted from the block's first key: begin in the low half, the
+  // number of keys in the high half.
   __shared__ int s_live[Config::kMasked ? kStages : 1][kBlockM];
   const auto load = [&](int tile, int stage) {
     const int64_t row = int64_t{kBlockM} * tile;
     const int rows = clamp_int(mask.seqlen_q - row, 0, kBlockM);
     if constexpr (Config::kMasked) {
-      static_assert(kBlockM == kWarp, "a lane looks at a row");
+      static_assert(kBlockM == kWarp, "a lane per row");
       const int lane = threadIdx.x % kWarp;
       const KeyRange live = lane < rows ? live_of(row + lane) : KeyRange{0, 0};
       const int begin = clamp_int(live.begin - first_key, 0, kBlockN);
@@ -169,17 +175,17 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
     load_tile<kBlockM, kBlockN, Config::kScorePitch, Config::kThreads>(
         &s.s_scores[stage][0][0], g_scores + row * params.scores.row_stride,
         params.scores.row_stride, 0, rows, keys, params.scores.aligned);
-    // What stands in the gradient of a row that sees nothing is not looked at.
+    // The gradient of a row that sees no key is not read.
     load_tile<kBlockM, kBlockD, Config::kDoutPitch, Config::kThreads>(
         &s.s_dout[stage][0][0], g_dout + row * params.dout.row_stride, params.dout.row_stride,
         tile == tile_begin ? seeing : 0, rows, columns, params.dout.aligned);
     load_lse(row, rows, stage);
   };
 
-  // Keys lane / 4 and lane / 4 + 8 of the warp's 16: the first row that sees each.
-  const int warp_key = threadIdx.x / kWarp * 16, own_key = warp_key + threadIdx.x % kWarp / 4;
+  // The first row that sees each of keys lane / 4 and lane / 4 + 8 of the warp's 16.
+  const int warp_key = threadIdx.x / kWarp * 16, thread_key = warp_key + threadIdx.x % kWarp / 4;
   const int64_t key = first_key + warp_key + threadIdx.x % kWarp / 4;
-  int begin[2];  // counted from the current tile; of no meaning for a key that is padding
+  int begin[2];  // counted from the current tile; undefined for a key that is padding
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     begin[i] = clamp_int(mask.first_row_seeing(key + 8 * i, head.pad) - origin, 0, 2 * kBlockN);
@@ -200,8 +206,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
     if (ahead < tile_end) load(ahead, stage == 0 ? kStages - 1 : stage - 1);
     copy_async_commit();
 
-    // NOTE: rows beyond the last one need no mask: their gradient is 0 and their probability, of
-    // score 0 and lse 0, is finite.
+    // NOTE: rows after the last one need no mask: their gradient is 0, and their probability is
+    // finite, because score and lse are 0.
 #pragma unroll 1
     for (int first = 0; first < kBlockM; first += Config::kStepRows) {
       uint32_t words[4];
@@ -216,9 +222,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
           const float lse = s.s_lse[stage][row];
           if constexpr (Config::kMasked) {
             const unsigned live = s_live[stage][row];
-            const unsigned behind = own_key + 8 * (r % 2) - (live & 0xffff);
+            const unsigned key_offset = thread_key + 8 * (r % 2) - (live & 0xffff);
             const float z = logits(p[half], lse).x;
-            p[half] = behind < live >> 16 ? lean_exp<T>(z) : 0.f;
+            p[half] = key_offset < live >> 16 ? lean_exp<T>(z) : 0.f;
           } else {
             const float z = fmaf(p[half], problem.scale, -lse);
             p[half] = row >= begin[r % 2] ? biased_exp<T>(z) : 0.f;
@@ -234,7 +240,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
 
-  // Store, 0 for padding.
+  // Store, zeros for padding.
   const float factor = exp2f(-kProbabilityBias<T>);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

@@ -2,13 +2,13 @@
 //   scores (seqlen_q, seqlen_k), value (seqlen_k, head_dim_v), out (seqlen_q, head_dim_v) of a head
 //
 // A block owns 128 query rows of a head and up to 128 columns of value, a warp 16 of the rows. It
-// walks over the live blocks of keys through a ring of tiles filled by cp.async: scores become the
-// left operand's registers by ldmatrix, are exponentiated against the largest score so far, rounded
-// and multiplied with value on the tensor cores; one division at the end. Scores are read once for
-// every 128 columns of value.
+// loops over the live blocks of keys through a ring of tiles filled by cp.async. Scores are loaded
+// into the left operand's registers by ldmatrix, exponentiated against the running maximum, rounded
+// and multiplied with value on the tensor cores; one division at the end. Scores are read once per
+// 128 columns of value.
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al.,
 // "FlashAttention", 2022, algorithm 1 without its first product.
-// Under a general mask the walk goes from the first to the last key that any of the rows sees.
+// Under a general mask the loop runs from the first to the last key that any of the rows sees.
 #include "ops/softmax_matmul/parts.cuh"
 
 namespace torchweld {
@@ -22,10 +22,10 @@ struct ForwardConfig {
   static constexpr bool kTf32 = kTf32_;
   static constexpr int kThreads = 256;
   static constexpr bool kExact = sizeof(T) == 4 && !kTf32;
-  static constexpr int kMinBlocks = kExact ? 1 : 2;  // of an SM: what fits without spills
+  static constexpr int kMinBlocks = kExact ? 1 : 2;  // per SM, without spills
   static constexpr int kUnroll = kExact || kBlockD_ > 64 ? 1 : 2;
   static constexpr int kBlockM = kThreads / kWarp * 16;
-  static constexpr int kBlockN = 128 / sizeof(T);  // a line of 128 bytes of every row
+  static constexpr int kBlockN = 128 / sizeof(T);  // 128 bytes of every row
   static constexpr int kBlockD = kBlockD_;
   static constexpr int kStages = kBlockD == 64 ? 3 : 2;
   static constexpr int kSteps = kBlockN * sizeof(T) / kStepBytes;
@@ -36,11 +36,12 @@ struct ForwardConfig {
     alignas(16) T s_scores[kStages][kBlockM][kScorePitch];
     alignas(16) T s_value[kStages][kBlockN][kValuePitch];
   };
-  static_assert(sizeof(Shared) <= 99 * 1024, "what every chip from sm_80 on offers");
+  static_assert(sizeof(Shared) <= 99 * 1024, "the shared memory of every GPU from sm_80 on");
 };
 
-// How sign * score becomes a probability: exp((x - max) * |scale|), times 2^kProbabilityBias. A
-// scale of 0 multiplies the scores away, so that an infinite one is NaN as in torch.
+// Turns x = sign * score into a probability: exp((x - max) * |scale|), times 2^kProbabilityBias.
+// With a scale of 0 the scores are multiplied by 0, so that an infinite score gives NaN as in
+// torch.
 template <typename T>
 struct ScoreExponent {
   static constexpr bool kPowerOf2 = sizeof(T) == 2;  // 2^x rather than e^x: one instruction
@@ -49,21 +50,21 @@ struct ScoreExponent {
   __device__ __forceinline__ explicit ScoreExponent(float scale)
       : sign(scale > 0.f ? 1.f : (scale < 0.f ? -1.f : 0.f)),
         c((scale == 0.f ? 1.f : fabsf(scale)) * (kPowerOf2 ? kLog2e : 1.f)) {}
-  // NOTE: the difference first: it is exact for the largest score, whose probability must be 1 even
-  // where max * c is far from a number of 24 bits.
-  // A 16-bit result holds a probability of 1, beside which subnormal ones are nothing.
+  // NOTE: x - max comes first, because it is exact for the largest score, whose probability must be
+  // 1 even where max * c needs more than 24 bits. Subnormal probabilities are flushed: a 16-bit row
+  // also holds a probability of 1.
   __device__ __forceinline__ float operator()(float x, float max) const {
     if constexpr (kPowerOf2) return exp2_approx_ftz(fmaf(x - max, c, kProbabilityBias<T>));
     return expf((x - max) * c);
   }
-  // What a sum against `max` is multiplied by when a larger one is found.
+  // The factor of a sum relative to `max` when a larger maximum is found.
   __device__ __forceinline__ float rescale(float max, float larger) const {
     const float exponent = (max - finite_max(larger)) * c;
     return kPowerOf2 ? exp2_approx(exponent) : expf(exponent);
   }
 };
 
-// The same behind softcap.
+// ScoreExponent with a soft cap.
 template <typename T>
 struct CappedScoreExponent : ScoreExponent<T> {
   CappedScale scale;
@@ -73,9 +74,8 @@ struct CappedScoreExponent : ScoreExponent<T> {
     if (kInPlace && softcap > 0.f) this->sign = 1.f;
   }
 
-  // fp32 values behind the cap take the place of their scores in shared memory, which holds them
-  // exactly. This is for a warp's 16 rows. Others are computed twice in registers, for the maximum
-  // and the exponentials.
+  // Capped fp32 scores overwrite a warp's 16 rows of scores in shared memory, which holds them
+  // exactly. 16-bit scores are capped twice in registers, for the maximum and for the exponentials.
   static constexpr bool kInPlace = sizeof(T) == 4;
   template <int kColumns, int kPitch>
   __device__ __forceinline__ void cap_in_place(T* s_rows) const {
@@ -88,7 +88,7 @@ struct CappedScoreExponent : ScoreExponent<T> {
     }
     __syncwarp();
   }
-  // Of sign * score. -inf becomes -1: what is hidden is hidden behind this.
+  // The cap of x = sign * score. -inf becomes -1, so scores are hidden after the cap.
   __device__ __forceinline__ float capped(float x) const {
     return scale.softcap > 0.f ? tanh_of<sizeof(T) == 4>(x * scale.cap) : x;
   }
@@ -111,8 +111,8 @@ struct ScoreTile {
     return key >= begin[row] && key < end[row];
   }
 
-  // NOTE: loaded twice, for the maximum and for the exponentials, rather than kept: the registers
-  // that it would take are what a second block needs.
+  // NOTE: scores are loaded twice, for the maximum and for the exponentials. Keeping them would
+  // cost the registers that a second block per SM needs.
   __device__ __forceinline__ void load(uint32_t (&words)[4], int step) const {
     const int column = step * (kStepBytes / int(sizeof(T)));
     load_left(words, s_rows + column, Config::kScorePitch);
@@ -136,10 +136,10 @@ template <typename Config>
 struct RunningSoftmax {
   using T = typename Config::T;
   float max[2] = {-INFINITY, -INFINITY};
-  float sum[2] = {0.f, 0.f};  // of this thread's columns
+  float sum[2] = {0.f, 0.f};  // over this thread's columns
   float acc[Config::kBlockD / 8][4] = {};
 
-  // Raises the maxima to those of the tile, and rescales what was summed against lower ones.
+  // Raises the maxima to those of the tile and rescales the sums.
   __device__ __forceinline__ void raise(const ScoreTile<Config>& scores,
                                         const ExponentOf<Config>& exponent) {
     uint32_t highest[4];
@@ -177,7 +177,7 @@ struct RunningSoftmax {
     }
   }
 
-  // Adds a tile's scores and values.
+  // acc += p @ value, for a tile.
   __device__ __forceinline__ void add(const ScoreTile<Config>& scores,
                                       const ExponentOf<Config>& exponent, const T* s_value) {
     const float shift[2] = {finite_max(max[0]), finite_max(max[1])};
@@ -218,7 +218,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
   extern __shared__ __align__(16) unsigned char s_memory[];
   auto& s = *reinterpret_cast<typename Config::Shared*>(s_memory);
 
-  // Which rows, columns and keys. The longest rows of a causal head go first.
+  // The rows, columns and keys of this block. The longest rows of a causal head come first.
   const SoftmaxMatmulProblem& problem = params.problem;
   const MaskParams mask = problem.mask;
   const int64_t row_blocks = divide_up(mask.seqlen_q, kBlockM);
@@ -314,7 +314,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
         params.lse[flat_row] = empty ? sink : finished.lse;
       }
     } else if (params.lse && first_column == 0 && threadIdx.x % 4 == 0) {
-      // A row of nothing but -inf is NaN, here and in the gradient, as in torch.
+      // A row that sees only -inf gives NaN, here and in the gradient, as in torch.
       const float total = sum * exp2f(-kProbabilityBias<T>);
       const float lse = fmaf(softmax.max[i], fabsf(problem.scale), logf(total));
       params.lse[flat_row] = empty ? -INFINITY : (total == 0.f ? NAN : lse);

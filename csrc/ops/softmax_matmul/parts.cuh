@@ -1,8 +1,8 @@
-// What the kernels of softmax_matmul share: tiles in shared memory, and one step of a product.
+// The kernels of softmax_matmul share this: tiles in shared memory, the steps of a matmul, masks.
 //
-// A step is 32 bytes of the dim that a product sums over: k16 of 16-bit elements, k8 of fp32. The
-// four registers of its left operand hold the same bytes for every type, so that ldmatrix loads
-// them and the code below differs only in what a 32-bit word holds.
+// A step is 32 bytes of K: k16 of 16-bit elements, k8 of fp32. The four registers of the left
+// operand hold the same bytes for every type, so that ldmatrix loads them; only the contents of a
+// 32-bit word differ.
 #pragma once
 
 #include <type_traits>
@@ -18,22 +18,22 @@
 namespace torchweld {
 
 constexpr int kStepBytes = 32;
-constexpr int kQuadBytes = 16;      // what the four lanes of a row hold of half a step
-constexpr int kPitchPadBytes = 16;  // of rows that ldmatrix reads
-constexpr int kPitchPadElems = 8;   // of rows that are read along their columns, any type
+constexpr int kQuadBytes = 16;      // half a step of a row, held by four lanes
+constexpr int kPitchPadBytes = 16;  // padding of rows that ldmatrix loads
+constexpr int kPitchPadElems = 8;   // padding of rows that are loaded by column, in elements
 
 template <typename T>
 constexpr int kPerWord = 4 / sizeof(T);
 
-// Probabilities are multiplied by 2^kProbabilityBias where they are rounded to fp16, which would
-// lose what is below 2^-24 otherwise.
+// Probabilities that are rounded to fp16 are multiplied by 2^kProbabilityBias first; otherwise
+// those below 2^-24 would be lost.
 template <typename T>
 constexpr float kProbabilityBias = 0.f;
 template <>
 constexpr float kProbabilityBias<__half> = 15.f;
 
-// 2^kProbabilityBias * exp(z) for the gradients. What is rounded to 16 bits takes one instruction;
-// that of bf16 keeps subnormal results, which fp16 does not have.
+// 2^kProbabilityBias * exp(z) for the gradients, in one instruction for 16-bit types. bf16 keeps
+// subnormal fp32 results; for fp16 they are 0.
 template <typename T>
 __device__ __forceinline__ float biased_exp(float z) {
   if constexpr (sizeof(T) == 4) return expf(z);
@@ -80,14 +80,14 @@ __device__ __forceinline__ uint32_t max_of_words<__nv_bfloat16>(uint32_t a, uint
   return *reinterpret_cast<const uint32_t*>(&m);
 }
 
-// The place of value `half` of word r of a left operand: row lane / 4 + 8 * (r % 2) of 16, and this
-// column of its step.
+// The column, within the step, of value `half` of word r of a left operand. Its row is lane / 4 +
+// 8 * (r % 2) of 16.
 template <typename T>
 __device__ __forceinline__ int step_column(int r, int half) {
   return threadIdx.x % 4 * kPerWord<T> + half + (r / 2) * (kQuadBytes / int(sizeof(T)));
 }
 
-// The left operand (16, step) of a product, and the product with 8 columns of the right one.
+// The left operand (16, step) of an mma; multiply() is the mma with 8 columns of the right operand.
 template <typename T, bool kTf32>
 struct LeftOperand {
   uint32_t a[4];
@@ -112,16 +112,16 @@ struct LeftOperand<float, true> {
   }
 };
 
-// What the two TF32 parts of an fp32 value leave over: its last bit.
-__device__ __forceinline__ uint32_t last_bit(uint32_t value, const SplitTf32& parts) {
-  const float rest = __uint_as_float(value) - __uint_as_float(parts.big);
-  return parts.small == 0u ? 0u : __float_as_uint(rest - __uint_as_float(parts.small));
+// The remainder of an fp32 value after its two TF32 terms: its last bit.
+__device__ __forceinline__ uint32_t last_bit(uint32_t value, const SplitTf32& terms) {
+  const float rest = __uint_as_float(value) - __uint_as_float(terms.big);
+  return terms.small == 0u ? 0u : __float_as_uint(rest - __uint_as_float(terms.small));
 }
 
-// Full fp32 accuracy from three products, or from four where the right operand counts to its last
-// bit: a probability of 1 then gives the value itself.
-// NOTE: the sums start from zero and are added by ordinary additions, because the tensor core
-// truncates the sum that it accumulates.
+// fp32 accuracy from three mmas, or from four where the right operand needs its last bit, so that a
+// probability of 1 gives the value itself.
+// NOTE: each mma starts from zero and is added by ordinary additions, because the tensor core
+// truncates when it accumulates.
 template <>
 struct LeftOperand<float, false> {
   uint32_t big[4], small[4], cross[4];
@@ -147,7 +147,7 @@ struct LeftOperand<float, false> {
   }
 };
 
-// The left operand's words from 16 rows of a tile, from the step that starts at s_step.
+// Loads the left operand's words from 16 rows of a tile; the step starts at s_step.
 template <typename T>
 __device__ __forceinline__ void load_left(uint32_t (&words)[4], const T* s_step, int pitch) {
   const int lane = threadIdx.x % kWarp;
@@ -155,7 +155,7 @@ __device__ __forceinline__ void load_left(uint32_t (&words)[4], const T* s_step,
                                       lane / 16 * (kQuadBytes / int(sizeof(T)))));
 }
 
-// acc (16, kColumns) += left (16, step) @ the rows (step, kColumns) of a tile from s_rows on.
+// acc (16, kColumns) += left (16, step) @ rows (step, kColumns) of a tile from s_rows on.
 template <typename T, bool kTf32, int kColumns, int kPitch>
 __device__ __forceinline__ void multiply_rows(float (&acc)[kColumns / 8][4],
                                               const LeftOperand<T, kTf32>& left, const T* s_rows) {
@@ -179,7 +179,7 @@ __device__ __forceinline__ void multiply_rows(float (&acc)[kColumns / 8][4],
   }
 }
 
-// acc (16, kKeys) += left (16, step) @ the transposed columns (kKeys, step) of a tile from s_step
+// acc (16, kKeys) += left (16, step) @ B^T, with B (kKeys, step) the columns of a tile from s_step
 // on.
 template <typename T, bool kTf32, int kKeys, int kPitch>
 __device__ __forceinline__ void multiply_transposed(float (&acc)[kKeys / 8][4],
@@ -197,9 +197,8 @@ __device__ __forceinline__ void multiply_transposed(float (&acc)[kKeys / 8][4],
   }
 }
 
-// Fills a tile (kRows, kColumns) from the rows of which reads_row(row) is true and the first
-// `columns` columns of g_tile, zeros elsewhere, where nothing is read. Ready after copy_async_wait
-// and a barrier.
+// Loads the rows with reads_row(row) and the first `columns` columns of g_tile into a tile (kRows,
+// kColumns); the rest becomes 0 and is not read. Complete after copy_async_wait and a barrier.
 template <int kRows, int kColumns, int kPitch, int kThreads, typename T, typename ReadsRow>
 __device__ __forceinline__ void load_tile_of(T* s_tile, const T* g_tile, int64_t row_stride,
                                              const ReadsRow& reads_row, int columns, bool aligned) {
@@ -231,7 +230,7 @@ __device__ __forceinline__ void load_tile_of(T* s_tile, const T* g_tile, int64_t
   }
 }
 
-// The same from rows [begin, end).
+// load_tile_of for rows [begin, end).
 template <int kRows, int kColumns, int kPitch, int kThreads, typename T>
 __device__ __forceinline__ void load_tile(T* s_tile, const T* g_tile, int64_t row_stride, int begin,
                                           int end, int columns, bool aligned) {
@@ -240,8 +239,8 @@ __device__ __forceinline__ void load_tile(T* s_tile, const T* g_tile, int64_t ro
       aligned);
 }
 
-// Stores columns `column` and `column` + 1 of a row where it has them. `even` says that every row
-// of the tensor starts on a pair's boundary.
+// Stores columns `column` and `column` + 1 of a row, as far as they are below `columns`. `even`
+// says that every row of the tensor is aligned to a pair.
 template <typename T>
 __device__ __forceinline__ void store_pair(T* g_row, int column, int columns, bool even,
                                            float first, float second) {
@@ -255,7 +254,7 @@ __device__ __forceinline__ void store_pair(T* g_row, int column, int columns, bo
   if (column + 1 < columns) g_row[column + 1] = from_float<T>(second);
 }
 
-// Which head a block works on, and its sequence's padding.
+// The head of a block, and its sequence's padding.
 struct HeadIndex {
   int64_t batch, head, flat;
   int64_t pad;
@@ -335,7 +334,7 @@ struct TileMask {
   }
 };
 
-// What becomes of scores under a general mask, in the gradients.
+// The logits of scores in the gradients under a general mask: scale and soft cap.
 template <typename T>
 struct Logits {
   float scale, softcap, cap;
@@ -343,7 +342,7 @@ struct Logits {
   __device__ __forceinline__ Logits(float scale, float softcap)
       : scale(scale), softcap(softcap), cap(softcap > 0.f ? scale / softcap : 0.f) {}
 
-  // The logit of a score minus lse, and the cap's slope there.
+  // {logit(score) - lse, the cap's slope at the score}.
   __device__ __forceinline__ float2 operator()(float score, float lse) const {
     if (softcap == 0.f) return {fmaf(score, scale, -lse), 1.f};
     const float t = tanh_of<sizeof(T) == 4>(score * cap);
@@ -364,7 +363,7 @@ void dispatch_math(const SoftmaxMatmulProblem& problem, const Body& body) {
   }
 }
 
-// The same with how many columns of value's head dim a block has.
+// Calls body(T{}, tf32, the columns of value in a block), the last two as compile-time constants.
 template <typename Body>
 void dispatch_columns(const SoftmaxMatmulProblem& problem, const Body& body) {
   dispatch_math(problem, [&](auto element, auto tf32) {
@@ -373,8 +372,8 @@ void dispatch_columns(const SoftmaxMatmulProblem& problem, const Body& body) {
   });
 }
 
-// Launches `blocks` blocks, as many at a time as a grid can hold; the kernel's last argument is the
-// first of them.
+// Launches `blocks` blocks in grids of at most kMaxGrid; the kernel's last argument is the index of
+// the grid's first block.
 template <typename Kernel, typename Params>
 void launch_blocks(Kernel kernel, int64_t blocks, int threads, size_t shared_bytes,
                    cudaStream_t stream, const Params& params) {

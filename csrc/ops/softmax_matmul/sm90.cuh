@@ -1,8 +1,8 @@
-// softmax_matmul's forward on Hopper's tensor cores, in 16 bits: attention's kernel
-// (attention/sm90/fwd_kernel.cuh) with scores that are read instead of multiplied. They arrive
-// by TMA in the place of keys, in boxes of a tile's query rows and 64 keys, and go into registers
-// by ldmatrix. A box begins on 16 bytes: where a batch row's first live key doesn't, the walk
-// begins up to 7 keys before it, with a mask.
+// softmax_matmul's forward on Hopper, in 16 bits: attention's kernel
+// (attention/sm90/fwd_kernel.cuh) with scores that are loaded instead of computed. TMA loads them
+// in the place of keys, in boxes of a tile's query rows and 64 keys; ldmatrix loads them into
+// registers. A box starts on 16 bytes: where a sequence's first live key does not, the loop starts
+// up to 7 keys earlier, with a mask.
 #pragma once
 
 #include "attention/sm90/fwd_kernel.cuh"
@@ -14,9 +14,9 @@ template <typename T_, int kDimV_, bool kMasked>
 struct SoftmaxMatmulSm90Config : AttentionVariant<kMasked> {
   using T = T_;
   static constexpr bool kReadsScores = true;
-  // Every tile of rows reads all values, and what arrives from the L2 cache is the limit.
+  // Every tile of rows reads all values, so L2 bandwidth is the limit and tiles have many rows.
   static constexpr int kDim = 0, kDimV = kDimV_, kWarpgroups = kDimV > 128 ? 2 : 3;
-  // NOTE: beside wide sums, or a mask, there are no registers for more scores.
+  // NOTE: wide accumulators, or a mask, leave no registers for more scores.
   static constexpr int kKeys = kDimV > 64 || kMasked ? 64 : 128;
   static constexpr int kRows = 64 * kWarpgroups, kThreads = 128 * (kWarpgroups + 1),
                        kQueryStages = 1, kWarpRows = 16, kCtasPerSm = 1;

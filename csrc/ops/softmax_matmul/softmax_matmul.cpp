@@ -174,7 +174,7 @@ void fill_softmax_matmul_cuda(Tensor& out, Tensor* lse, const Tensor& scores, co
                                 lse ? mutable_data<float>(*lse) : nullptr,
                                 nullptr};
   Tensor ticket;
-  if (softmax_matmul_takes_sm90(params.problem, params.scores, params.value, device_facts())) {
+  if (softmax_matmul_uses_sm90(params.problem, params.scores, params.value, device_facts())) {
     ticket = zero_counters(1, scores);
     params.counters = static_cast<unsigned*>(ticket.mutable_data_ptr());
   }
@@ -200,8 +200,8 @@ Grads softmax_matmul_grads_cuda(const Tensor& dout, const Tensor& scores, const 
   const Heads in_scores(scores), in_value(value), in_out(out), in_dout(dout);
   const Tensor in_lse = lse.contiguous();
   const Mask device_mask = kernel_mask(mask);
-  Tensor sink_parts;  // (batch, nheads, seqlen_q)
-  if (is_given(mask.sink)) sink_parts = at::zeros_like(in_lse);
+  Tensor sink_terms;  // (batch, nheads, seqlen_q)
+  if (is_given(mask.sink)) sink_terms = at::zeros_like(in_lse);
   const SoftmaxMatmulBackwardParams params = {
       problem_of(scores, value, device_mask, scale),
       in_scores.operand(),
@@ -211,11 +211,11 @@ Grads softmax_matmul_grads_cuda(const Tensor& dout, const Tensor& scores, const 
       const_data<float>(in_lse),
       dscores.mutable_data_ptr(),
       dvalue.mutable_data_ptr(),
-      sink_parts.defined() ? mutable_data<float>(sink_parts) : nullptr};
+      sink_terms.defined() ? mutable_data<float>(sink_terms) : nullptr};
   const cudaStream_t stream = current_stream();
   launch_softmax_matmul_dscores(params, stream);
   launch_softmax_matmul_dvalue(params, stream);
-  if (sink_parts.defined()) dsink.copy_(sink_parts.sum(at::IntArrayRef({0, 2})));
+  if (sink_terms.defined()) dsink.copy_(sink_terms.sum(at::IntArrayRef({0, 2})));
   return {dscores, dvalue, dsink};
 }
 constexpr auto softmax_matmul_backward_cuda = mask_op<softmax_matmul_grads_cuda>;

@@ -1,4 +1,4 @@
-// softmax of scores times V: what the host hands to the kernels.
+// softmax_matmul: the parameters that the host passes to the kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,7 +12,7 @@
 
 namespace torchweld {
 
-// A (batch, nheads, rows, columns) tensor with adjacent columns; strides in elements.
+// A (batch, nheads, rows, columns) tensor with contiguous rows; strides in elements.
 struct HeadsOperand {
   const void* data;
   int64_t batch_stride;
@@ -28,7 +28,7 @@ struct SoftmaxMatmulProblem {
   int64_t head_dim_v;
   float scale;
   DType dtype;
-  bool tf32;  // fp32 products may round their operands to TF32
+  bool tf32;  // fp32 matmuls may round their operands to TF32
 };
 
 struct SoftmaxMatmulParams {
@@ -37,13 +37,13 @@ struct SoftmaxMatmulParams {
   HeadsOperand value;   // (batch, nheads, seqlen_k, head_dim_v)
   void* out;            // (batch, nheads, seqlen_q, head_dim_v), contiguous
   float* lse;           // (batch, nheads, seqlen_q), contiguous, or null
-  unsigned* counters;  // one, which is zero before and after, where Hopper's kernel serves; or null
+  unsigned* counters;   // one, zero before and after a call of Hopper's kernel; otherwise null
 };
 
-// Whether Hopper's kernel (ops/softmax_matmul/sm90.cuh) takes it.
+// True where Hopper's kernel (ops/softmax_matmul/sm90.cuh) supports the problem.
 inline constexpr int kSoftmaxMatmulSm90Bytes = 227 * 1024;
-inline bool softmax_matmul_takes_sm90(const SoftmaxMatmulProblem& p, const HeadsOperand& scores,
-                                      const HeadsOperand& value, const DeviceFacts& device) {
+inline bool softmax_matmul_uses_sm90(const SoftmaxMatmulProblem& p, const HeadsOperand& scores,
+                                     const HeadsOperand& value, const DeviceFacts& device) {
   constexpr int64_t kMaxColumns = 256, kMaxSeqlen = int64_t{1} << 29;
   const double tiles = static_cast<double>(p.batch) * static_cast<double>(p.nheads) *
                        (static_cast<double>(p.mask.seqlen_q) / 128 + 1);
@@ -62,16 +62,15 @@ struct SoftmaxMatmulBackwardParams {
   const float* lse;  // contiguous
   void* dscores;     // contiguous
   void* dvalue;      // contiguous
-  // (batch, nheads, seqlen_q), 0 before the launch, or null: what every row adds to the gradient of
-  // its head's sink.
-  float* sink_parts;
+  // (batch, nheads, seqlen_q), 0 before the launch, or null: the rows' terms of dsink.
+  float* sink_terms;
 };
 
-// One file for every dtype (csrc/instantiations.py).
+// csrc/instantiations.py generates a file per dtype.
 template <typename T, bool kMasked>
 void launch_softmax_matmul_sm90(const SoftmaxMatmulParams& params, cudaStream_t stream);
 
-// No size of a problem may be 0 but head_dim_v, in the forward.
+// No size may be 0, except head_dim_v in the forward.
 void launch_softmax_matmul(const SoftmaxMatmulParams& params, cudaStream_t stream);
 void launch_softmax_matmul_dscores(const SoftmaxMatmulBackwardParams& params, cudaStream_t stream);
 void launch_softmax_matmul_dvalue(const SoftmaxMatmulBackwardParams& params, cudaStream_t stream);
