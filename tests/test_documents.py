@@ -157,7 +157,7 @@ def test_example_of_the_readme_runs(tmp_path):
 
 
 def test_the_oldest_transformers_is_the_same_everywhere():
-    from torchweld.integrations.hf_register import OLDEST
+    from torchweld.integrations.hf_version import OLDEST
 
     wanted = f"transformers>={'.'.join(map(str, OLDEST))},<6"
     for name, times in (("pyproject.toml", 1), ("requirements/demo.txt", 1)):

@@ -116,8 +116,7 @@ def test_every_op_has_a_formula_or_multiplies_nothing():
 def test_the_order_of_imports_does_not_matter(first):
     second = {"torchweld": "torch.utils.flop_counter"}.get(first, "torchweld")
     code = (
-        f"import sys, torch, {first}\n"
-        f"assert ('torch.utils.flop_counter' in sys.modules) == ({first!r} != 'torchweld')\n"
+        f"import torch, {first}\n"
         f"import {second}\n"
         "with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:\n"
         "    torchweld.linear(torch.ones(2, 3), torch.ones(4, 3))\n"

@@ -13,7 +13,6 @@ from torchweld.distributed import rules as _sharding_rules
 from torchweld.explain import Explanation, explain
 from torchweld.info import Info, info
 from torchweld.info import ops_of_library as _ops_of_library
-from torchweld.integrations import hf_register as _hf_register
 from torchweld.ops.add_scalar import add_scalar
 from torchweld.ops.attention import attention, attention_with_lse
 from torchweld.ops.bmm import bmm
@@ -51,7 +50,6 @@ _load_choices()
 if is_available():
     _flops.install()
     _functorch.install(_ops_of_library())
-    _hf_register.install()
     _sharding_rules.install()
 __all__ = [
     "Explanation",

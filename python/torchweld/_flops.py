@@ -6,12 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from types import ModuleType
 from typing import Any
 
 import torch
-
-from torchweld._on_import import when_imported
+from torch.utils import flop_counter
 
 _Shape = Sequence[int]
 
@@ -105,13 +103,10 @@ FORMULAS: dict[str, Callable[..., int]] = {
 }
 
 
-def _register(counter: ModuleType) -> None:
+def install() -> None:
+    """Registers the formulas with FlopCounterMode."""
     for name, formula in FORMULAS.items():
         op = getattr(torch.ops.torchweld, name)
-        counter.flop_registry.pop(op, None)  # of an earlier import, which torch would not replace
-        counter.register_flop_formula(op)(formula)
-
-
-def install() -> None:
-    """Makes FlopCounterMode know the ops, now or when somebody imports it, which takes 0.3 s."""
-    when_imported("torch.utils.flop_counter", _register)
+        # torch does not replace the formula of an earlier import.
+        flop_counter.flop_registry.pop(op, None)
+        flop_counter.register_flop_formula(op)(formula)

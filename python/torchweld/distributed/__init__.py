@@ -1,7 +1,7 @@
 """torchweld in torch.distributed: sharding rules of the ops, tensor and context parallelism.
 
-The rules are registered as soon as torch.distributed.tensor is imported. Nothing here imports it
-until one of these names is used.
+``import torchweld`` registers the rules; the modules here are imported when one of their names is
+used.
 """
 
 from __future__ import annotations

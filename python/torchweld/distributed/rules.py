@@ -14,12 +14,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from math import prod
-from types import ModuleType
 from typing import Any
 
 import torch
-
-from torchweld._on_import import when_imported
 
 Row = dict[str, Any]
 Rule = Callable[["_Call"], list[Row]]
@@ -355,7 +352,10 @@ def _strategy(rule: Rule) -> Callable[[Any], Any]:
     return strategy
 
 
-def _register(_: ModuleType) -> None:
+def install() -> None:
+    """Registers the rules with DTensor, where torch was built with torch.distributed."""
+    if not torch.distributed.is_available():
+        return
     # They are torch's own: another torch may have them elsewhere, and its import must not fail.
     try:
         from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
@@ -378,8 +378,3 @@ def _register(_: ModuleType) -> None:
         # call, and another may have ln_weight where that had bias.
         info = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=keywords)
         register_op_strategy(op, schema_info=info)(strategy)
-
-
-def install() -> None:
-    """Makes DTensor know the ops, now or when somebody imports torch.distributed.tensor."""
-    when_imported("torch.distributed.tensor", _register)

@@ -167,7 +167,7 @@ def _check_model(model: Any, asker: str) -> None:
 
 
 def _gpt2_module() -> Any:
-    from .hf_register import check_version
+    from .hf_version import check_version
 
     check_version("torchweld.fuse")
     from . import gpt2

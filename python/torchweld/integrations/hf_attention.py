@@ -20,7 +20,7 @@ from torch import Tensor
 from torchweld import _library
 from torchweld.distributed import _active
 
-from . import hf_numbers, hf_packed, hf_register, measure
+from . import hf_numbers, hf_packed, hf_version, measure
 from .hf_numbers import Numbers
 
 try:
@@ -327,22 +327,21 @@ def attention_forward(
 def register_attention() -> None:
     """Makes ``attn_implementation="torchweld"`` known to transformers.
 
-    ``import torchweld`` has it called once transformers is there, so no program needs to.
-    Registers the attention function and the mask function: without the second one transformers
-    would hand every layer no mask at all. Classes that would not use the two together are refused
-    when they are built with this name, and again when they run. Calling it again changes nothing.
+    Call it once, before a model is built with this name or switched to it; ``torchweld.fuse``
+    calls it. It registers an attention function with ``AttentionInterface`` and a mask function
+    with ``AttentionMaskInterface``: without the second one transformers would hand every layer no
+    mask at all. Nothing of transformers is patched, so a class that does not use the two together
+    is refused when it first runs. Calling it again changes nothing.
 
     Raises:
         ImportError: transformers is missing or too old.
         RuntimeError: torchweld's operators can't be loaded.
     """
     _library.require()
-    hf_register.check_version("torchweld.integrations")
+    hf_version.check_version("torchweld.integrations")
     from transformers import AttentionInterface, AttentionMaskInterface
 
     from .hf_mask import attention_mask
-    from .hf_models import refuse_at_construction
 
-    refuse_at_construction()
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)

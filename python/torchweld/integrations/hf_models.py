@@ -4,10 +4,6 @@ A class must take its attention from transformers' ``AttentionInterface``: only 
 mask function returns meet the attention function. It must support ``sdpa`` too, because that is
 where every call goes that torchweld's op can't do; or lack it for attention sinks or soft-capped
 scores, which the op has and its own eager attention too, which such calls take instead.
-
-NOTE: what imports transformers' modeling_utils has :func:`.hf_attention.register_attention` called,
-which needs this module. So it is imported by the functions here, through ``transformers.``, and not
-by the module.
 """
 
 from __future__ import annotations
@@ -17,7 +13,6 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import transformers
@@ -25,19 +20,13 @@ import transformers
 from .hf_attention import NAME
 
 
-def refusal(cls: type[transformers.PreTrainedModel], building: bool = False) -> str | None:
+def refusal(cls: type[transformers.PreTrainedModel]) -> str | None:
     """One sentence that says why a class is not served, or None.
 
     Args:
         cls: A class of transformers' models.
-        building: Whether it is being built with torchweld's attention, and not switched to it.
     """
     reason = shortcoming(cls)
-    if reason is None and building and _has_table(cls):
-        reason = (
-            "has layers that look their class up in a table of their own; build it with "
-            '"sdpa" and call torchweld.fuse(model)'
-        )
     return None if reason is None else _sentence(cls.__name__, reason)
 
 
@@ -75,30 +64,6 @@ def shortcoming(cls: type[transformers.PreTrainedModel]) -> str | None:
     if not cls._supports_sdpa and not _has_sinks_or_softcap(written):
         return 'does not support "sdpa", which torchweld falls back to'
     return None
-
-
-@functools.cache
-def _has_table(cls: type[transformers.PreTrainedModel]) -> bool:
-    """Whether a class, or one of its file that it names, chooses layers by the implementation.
-
-    Such tables hold what transformers has itself: SAM's image encoder would die with a KeyError.
-    """
-    home = vars(sys.modules[cls.__module__])
-    seen, left = set(), [cls]
-    while left:
-        each = left.pop()
-        seen.add(each)
-        try:
-            source = inspect.getsource(each)
-        except (OSError, TypeError):
-            continue
-        tables = re.findall(r"\b(\w+)\[(?:self\.)?config\._attn_implementation\]", source)
-        if any(isinstance(home.get(table), dict) and NAME not in home[table] for table in tables):
-            return True
-        source = re.sub(r"""(["']).*?\1""", "", source)
-        named = [home.get(name) for name in set(re.findall(r"\b[A-Z]\w+", source))]
-        left += [one for one in named if isinstance(one, type) and one not in seen]
-    return False
 
 
 def _has_sinks_or_softcap(cls: type[transformers.PreTrainedModel]) -> bool:
@@ -160,8 +125,7 @@ def _refusal_of_config(config_class: type) -> str | None:
 
 @functools.cache
 def _cached_refusal(config_class: type) -> str | None:
-    # One served class is enough: a class of somebody else's may share the config, and it has
-    # passed the check at its construction.
+    # One served class is enough: another library's class may share the config.
     reasons = [shortcoming(cls) for cls in _classes(config_class)]
     if not reasons or None in reasons:
         return None
@@ -181,31 +145,3 @@ def _subclasses(cls: type) -> Iterator[type]:
     for below in cls.__subclasses__():
         yield below
         yield from _subclasses(below)
-
-
-def refuse_at_construction() -> None:
-    """Makes transformers refuse a class that is not served before it allocates anything.
-
-    transformers checks no class against an implementation that was registered: some would die with
-    a KeyError while they are built, others run without a causal mask.
-    """
-    stock = transformers.PreTrainedModel.get_correct_attn_implementation
-    if hasattr(stock, "_torchweld"):
-        return
-
-    @functools.wraps(stock)
-    def get_correct_attn_implementation(
-        self: transformers.PreTrainedModel,
-        requested_attention: str | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> str:
-        reason = None
-        if requested_attention == NAME:
-            reason = refusal(type(self), building=not self._modules)
-        if reason is not None:
-            raise ValueError(reason)
-        return stock(self, requested_attention, *args, **kwargs)
-
-    get_correct_attn_implementation._torchweld = True
-    transformers.PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation

@@ -1,16 +1,13 @@
-"""What torchweld does when another package is imported: formulas and attention are registered."""
+"""What `import torchweld` does, and what it leaves alone."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import subprocess
 import sys
 import textwrap
 
 import pytest
-
-from torchweld._on_import import when_imported
 
 
 def run_python(code: str, *arguments: str) -> str:
@@ -23,53 +20,58 @@ def run_python(code: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.fixture
-def module(tmp_path, monkeypatch):
-    """The name of a module that fails as long as a file says so, and that file."""
-    (tmp_path / "a_new_module.py").write_text(
-        "import pathlib\n"
-        "if pathlib.Path(__file__).with_name('fails').exists(): raise ValueError('not now')\n"
-        "value = 3\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    yield "a_new_module", tmp_path / "fails"
-    sys.modules.pop("a_new_module", None)
+def test_import_leaves_other_packages_alone():
+    code = """
+    import sys, torch
+    before = list(sys.meta_path), list(sys.path_hooks)
+    import torchweld
+    print((sys.meta_path, sys.path_hooks) == before, "transformers" in sys.modules)
+    """
+    assert run_python(code) == "True False\n"
 
 
-def test_callback_follows_the_import(module):
-    name, fails = module
-    finders = list(sys.meta_path)
-    seen = []
-    when_imported(name, lambda each: seen.append(each.value))
-    when_imported(name, lambda each: seen.append(each.__name__))
-    assert importlib.util.find_spec(name) is not None and seen == []
-    fails.touch()
-    with pytest.raises(ValueError, match="not now"):
-        importlib.import_module(name)
-    assert seen == []
-    fails.unlink()
-    importlib.invalidate_caches()
-    imported = importlib.import_module(name)
-    assert sorted(seen, key=str) == [3, name]
-    assert sys.meta_path == finders
-    assert imported.__spec__.loader.get_source(name).endswith("value = 3\n")
-    when_imported(name, lambda each: seen.append("at once"))
-    assert seen[-1] == "at once" and sys.meta_path == finders
+def test_transformers_is_not_patched():
+    pytest.importorskip("transformers")
+    code = """
+    import transformers.modeling_utils as modeling
+    stock = dict(vars(modeling.PreTrainedModel))
+    import torchweld
+    from torchweld.integrations import register_attention
+    print("torchweld" in modeling.ALL_ATTENTION_FUNCTIONS)
+    register_attention()
+    print("torchweld" in modeling.ALL_ATTENTION_FUNCTIONS)
+    print(dict(vars(modeling.PreTrainedModel)) == stock)
+    """
+    assert run_python(code) == "False\nTrue\nTrue\n"
+
+
+def test_the_name_is_unknown_without_registration():
+    pytest.importorskip("transformers")
+    code = """
+    import torchweld, transformers
+    settings = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+    config = transformers.LlamaConfig(**settings, num_attention_heads=4)
+    try:
+        transformers.LlamaForCausalLM._from_config(config, attn_implementation="torchweld")
+    except ValueError as error:
+        print("torchweld" in str(error))
+    """
+    assert run_python(code) == "True\n"
 
 
 @pytest.mark.parametrize(
     "imports",
     [
-        "import torchweld, transformers",
-        "from transformers import LlamaForCausalLM; import torchweld, transformers",
+        "import torchweld.integrations, transformers",
+        "from transformers import LlamaForCausalLM; import torchweld.integrations, transformers",
     ],
 )
-def test_attention_is_there_in_any_order_of_imports(imports):
+def test_attention_can_be_registered_in_any_order_of_imports(imports):
     pytest.importorskip("transformers")
     code = """
     import torch
     {imports}
+    torchweld.integrations.register_attention()
     settings = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
     config = transformers.LlamaConfig(**settings, num_attention_heads=4)
     model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="torchweld")
@@ -83,36 +85,6 @@ def test_attention_is_there_in_any_order_of_imports(imports):
         model(torch.tensor([[5, 3, 7]]))
     """
     assert "torchweld.attention.default" in run_python(code.format(imports=imports))
-
-
-@pytest.mark.parametrize("name", ["gpt2", "hf_attention", "hf_mask", "hf_models", "hf_switch"])
-def test_any_of_the_integrations_may_be_the_first_to_import_transformers(name):
-    pytest.importorskip("transformers")
-    code = f"""
-    import torchweld.integrations.{name}
-    import transformers
-    print("torchweld" in transformers.AttentionInterface())
-    """
-    assert run_python(code) == "True\n"
-
-
-def test_import_of_torchweld_leaves_transformers_alone():
-    assert (
-        run_python("import sys, torchweld; print([m for m in sys.modules if 'transformers' in m])")
-        == "[]\n"
-    )
-
-
-def test_a_transformers_that_is_too_old_only_warns(monkeypatch):
-    pytest.importorskip("transformers.modeling_utils")
-    from torchweld.integrations import hf_attention, hf_register
-
-    def register() -> None:
-        raise ImportError("it is too old")
-
-    monkeypatch.setattr(hf_attention, "register_attention", register)
-    with pytest.warns(UserWarning, match='"torchweld" is not there, because it is too old'):
-        hf_register.install()
 
 
 AGAIN = {
@@ -129,7 +101,7 @@ for name in [name for name in sys.modules if name.split(".")[0] == "torchweld"]:
     [("reload", "none"), ("reload", "first"), ("anew", "first"), ("anew", "last")],
 )
 def test_a_second_import_in_one_process(again, others):
-    """Whether the packages that torchweld serves are imported before or after."""
+    """The packages that torchweld serves may be imported before it or after."""
     needed = ["torch.utils.flop_counter", "torch.distributed.tensor"]
     if importlib.util.find_spec("transformers"):
         needed.append("transformers.modeling_utils")
