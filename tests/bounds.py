@@ -567,7 +567,7 @@ def with_sink(bounds: list[Bound], others: int, dtype) -> list[Bound | None]:
 
 
 def masked_out(bounds: list[Bound | None], wanted: Sequence[bool], dtype) -> list[Bound]:
-    """A gradient that nobody asked for has shape (0,)."""
+    """A gradient that was not asked for has shape (0,)."""
     empty = Bound(torch.zeros(0, dtype=torch.float64), Terms(), dtype)
     return [b if w and b is not None else empty for b, w in zip(bounds, wanted, strict=True)]
 
@@ -689,7 +689,7 @@ def gate_parts(z: Tensor, gate: str, interleaved: bool):
     return left, right, f, g
 
 
-def joined(left: Tensor, right: Tensor, interleaved: bool) -> Tensor:
+def concatenated(left: Tensor, right: Tensor, interleaved: bool) -> Tensor:
     if interleaved:
         return torch.stack([left, right], -1).flatten(-2)
     return torch.cat([left, right], -1)
@@ -729,16 +729,16 @@ def gate_dz(g, z, gate, interleaved, zt, unit):
     dleft, dright = g * f1 * b, g * a * h1
     size = g.abs()
     # An error of a factor, of its slope, and the rounding of dz itself.
-    evaluated = joined(size * (1 + b.abs()), size * (1 + a.abs()), interleaved)
-    dz = joined(dleft, dright, interleaved)
+    evaluated = concatenated(size * (1 + b.abs()), size * (1 + a.abs()), interleaved)
+    dz = concatenated(dleft, dright, interleaved)
     terms = Terms([(2 * FUNCTION, evaluated)], [2 * roundable(dz, dtype_of(unit))])
     if gate == "sigmoid_tanh":  # the slopes come from the factors, rounded as eager's are
-        slopes = joined(size * b.abs() * a, 2 * size * a * b.square(), interleaved)
+        slopes = concatenated(size * b.abs() * a, 2 * size * a * b.square(), interleaved)
         terms = terms + Terms(rounds=[slopes])
     if gate == "reglu" and zt is not None:
         kink = near_kink(right, zt.map(lambda t: R.halves(t, interleaved)[1]), unit)
         flips = torch.where(kink, size * a.abs(), 0.0)
-        terms = terms + Terms(jumps=[joined(torch.zeros_like(flips), flips, interleaved)])
+        terms = terms + Terms(jumps=[concatenated(torch.zeros_like(flips), flips, interleaved)])
     if zt is not None:
         zt = zt + Terms(rounds=[z.abs()])
 
@@ -746,7 +746,7 @@ def gate_dz(g, z, gate, interleaved, zt, unit):
             el, er = R.halves(t, interleaved)
             bl = f2.abs() + unit * left.abs()
             br = h2.abs() + unit * right.abs()
-            return joined(
+            return concatenated(
                 size * (bl * el * b.abs() + f1.abs() * h1.abs() * er),
                 size * (br * er * a.abs() + f1.abs() * h1.abs() * el),
                 interleaved,

@@ -334,7 +334,7 @@ def mixed_modules_with_tensor_parallel(mesh: DeviceMesh) -> None:
 
 
 def packed_weights_are_not_lost(mesh: DeviceMesh) -> None:
-    """FSDP2's placements of them say another order than it cuts: nobody gathers or saves them."""
+    """FSDP2's placements state another order than its cuts, so they are not gathered or saved."""
     layer = torchweld.nn.GatedLinear(8, 16, device=DEVICE)
     parallelize_module(layer, mesh["inner"], NormColwise())
     fully_shard(layer, mesh=mesh["outer"])

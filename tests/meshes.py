@@ -37,7 +37,7 @@ if BACKEND not in ("gloo", "nccl"):
     raise ValueError(f"TORCHWELD_TEST_DISTRIBUTED must be gloo or nccl, but got {BACKEND!r}")
 DEVICE = "cpu" if BACKEND == "gloo" else "cuda"
 WIDE = torch.float64 if BACKEND == "gloo" else torch.float32
-# The same numbers, added in another order.
+# Equal up to the order of additions.
 TOLERANCE = {torch.float64: {"rtol": 0, "atol": 1e-12}, torch.float32: {"rtol": 1e-5, "atol": 1e-5}}
 TIGHT = TOLERANCE[WIDE]
 MESHES = {"2": (2,), "2x2": (2, 2)}

@@ -186,7 +186,7 @@ def attention_forward(
 
 
 def used(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> list[Tensor]:
-    """Zeros in place of rows that see nothing and of keys that nobody sees."""
+    """Zeros in place of rows that see nothing and of keys that no row sees."""
     rows, keys = seen.any(3)[..., None], seen.any(2)[..., None]
     return [torch.where(where, t, 0.0) for where, t in ((rows, query), (keys, key), (keys, value))]
 
@@ -430,7 +430,7 @@ def gradients(
     ]
 
 
-# The same functions in eager torch
+# The functions in eager torch
 
 
 def eager_masked_softmax(

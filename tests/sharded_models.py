@@ -35,7 +35,7 @@ from torchweld.distributed import (
     parallelize,
     parameter_groups,
 )
-from torchweld.distributed.collectives import entering, entering_once, gathered
+from torchweld.distributed.collectives import copy_to_tp_region, copy_to_tp_region_once, gathered
 from torchweld.distributed.tensors import local_part
 
 
@@ -165,7 +165,7 @@ def collectives_of_sequences(mesh: DeviceMesh) -> None:
         assert_close(again, y)
 
 
-class GlooRoom:
+class GlooBuffer:
     """What processes on GPUs see of each other's memory, sent by gloo."""
 
     def __init__(self) -> None:
@@ -202,9 +202,9 @@ def beside_products() -> Iterator[list[str]]:
         return call
 
     changes = {name: counting(name) for name in ("gathered_linear", "scattered_linear")}
-    changes |= {"_LEAST_PRODUCTS": 0, "_LEAST_PRODUCTS_OF_GRAPHS": 0}
+    changes |= {"_MIN_PRODUCTS": 0, "_MIN_PRODUCTS_OF_GRAPHS": 0}
     if DEVICE == "cpu":
-        changes["_room"] = lambda mesh, size: GlooRoom()
+        changes["_symmetric_buffer"] = lambda mesh, size: GlooBuffer()
         changes["_sees_others"] = lambda x: True
     with patch.multiple(overlap, **changes):
         yield ran
@@ -308,7 +308,7 @@ def tokens_beside_products_in_graphs(mesh: DeviceMesh) -> None:
         y = ours(x)
         return y.detach(), torch.autograd.grad(y.square().sum(), x)[0]
 
-    with beside_products() as calls, patch.object(overlap, "_LEAST_PRODUCTS", 1 << 60):
+    with beside_products() as calls, patch.object(overlap, "_MIN_PRODUCTS", 1 << 60):
         beside = torch.cuda.Stream()
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
@@ -333,7 +333,7 @@ def tokens_beside_products_in_graphs(mesh: DeviceMesh) -> None:
 
 def gradients_of_parameters(mesh: DeviceMesh) -> None:
     """A parameter's gradient goes where autograd would take it: to hooks, to `torch.autograd.grad`,
-    to the sum of several, and nowhere if nobody asks.
+    to the sum of several, and to none if none asks.
     """
 
     def made() -> tuple[nn.Parameter, Tensor]:
@@ -368,7 +368,7 @@ def gradients_of_parameters(mesh: DeviceMesh) -> None:
     first.grad.to_local().zero_()
     assert_close(second.grad.to_local(), 4 * part)
 
-    # Of another layout, and given from outside.
+    # Gradients in another layout, given by the caller.
     parameter, part = made()
     dy = torch.ones(2, len(part), device=DEVICE)
     local_part(parameter).t().backward(dy)
@@ -379,7 +379,7 @@ def gradients_of_parameters(mesh: DeviceMesh) -> None:
     parameter.grad.to_local().zero_()
     assert dy.sum() == dy.numel()
 
-    # Of a layer they can't be made, and that is said rather than left out.
+    # A layer whose gradients can't be made says so.
     for place in (Replicate(), Shard(1)):
         layer = torchweld.nn.LayerNormLinear(6, 8, activation="gelu").to(DEVICE)
         ours = MLP(layer, nn.Linear(8, 6).to(DEVICE))
@@ -630,7 +630,7 @@ def kept_products(mesh: DeviceMesh) -> None:
 
 
 def accumulated_gradients(mesh: DeviceMesh) -> None:
-    """Of two batches, the first one's graph walked twice."""
+    """Two batches; backward runs twice through the graph of the first."""
     for stock in (gpt2(), llama(), drawn_anew(tiny_grouped("Qwen3", head_dim=8))):
         ours = parallelize(copy.deepcopy(stock), mesh)
         for model in (ours, stock):
@@ -703,27 +703,30 @@ def frozen_parameters(mesh: DeviceMesh) -> None:
 
 
 def what_entered_once(mesh: DeviceMesh) -> None:
-    """The same x entering again is the same tensor, with one sum; another x is not."""
+    """The same x copy_to_tp_region again is the same tensor, with one sum; another x is not."""
     x = torch.ones(2, dtype=WIDE, device=DEVICE, requires_grad=True)
     y = x * 1
     ops: list[str] = []
     with Names(ops):
-        (first, kept), (again, same) = entering_once(mesh, y), entering_once(mesh, y)
+        (first, kept), (again, same) = (
+            copy_to_tp_region_once(mesh, y),
+            copy_to_tp_region_once(mesh, y),
+        )
         assert first is again is not y
         assert kept is same is not None
         (first + 2 * again).sum().backward()
     assert sums_in(ops) == 1, ops
     assert_close(x.grad, torch.full_like(x, 3 * mesh.size()))
-    other, _ = entering_once(mesh, x * 1)
+    other, _ = copy_to_tp_region_once(mesh, x * 1)
     assert other is not first
     assert not kept
     with torch.no_grad():
-        assert entering_once(mesh, y) == (y, None)
+        assert copy_to_tp_region_once(mesh, y) == (y, None)
 
 
 def what_needs_no_gradient(mesh: DeviceMesh) -> None:
     x, bias = torch.ones(2, device=DEVICE), torch.ones(2, device=DEVICE, requires_grad=True)
-    entered, none, grown = entering(mesh, x, None, bias)
+    entered, none, grown = copy_to_tp_region(mesh, x, None, bias)
     assert entered is x
     assert none is None
     assert grown.requires_grad

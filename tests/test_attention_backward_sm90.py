@@ -123,8 +123,8 @@ def test_masks(sizes, dtype, numbers, padded):
         check_grads(name, grads, bounds)
 
 
-# Grouped heads of which there are more blocks than SMs: those of the second wave walk their query
-# tiles upwards, if causal. Or too few: a kv head's query heads have parts. Or both.
+# Grouped heads with more blocks than SMs: those of the second wave loop over their query tiles
+# upwards, if causal. Or with too few: a kv head's query heads have parts. Or both.
 BLOCKS = [
     ((2, 80, 10, 136, 1000, 64, 64), True, BF16), ((2, 40, 10, 200, 1000, 128, 128), True, F16),
     ((2, 20, 5, 200, 1000, 256, 192), True, BF16), ((1, 4, 1, 700, 690, 64, 64), True, F16),

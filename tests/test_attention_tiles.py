@@ -17,7 +17,7 @@ def test_attention_tiles_hold_both_head_dims(math):
         for device in (H200, NO_WGMMA, SMALL):
             choice = chosen("attention_backward", device, **fields)
             if device == SMALL and max(dims) > 128 and number > 0:
-                assert choice["choice"] == "general"  # the pieces of fp32 take six bytes a value
+                assert choice["choice"] == "general"  # bf16x3 takes six bytes a value
                 continue
             wgmma = device == H200 and number == 0 and dims in ((64, 64), (256, 256))
             assert choice["engine"] == ("sm90" if wgmma else "sync") and choice["refusal"] == ""

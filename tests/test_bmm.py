@@ -44,16 +44,16 @@ def test_many_batches(device, batch, one):
 
 
 @pytest.mark.parametrize("batches", BATCHES, ids=str)
-@pytest.mark.parametrize("turned", range(4))
-def test_transpositions(device, turned, batches):
+@pytest.mark.parametrize("transposed", range(4))
+def test_transpositions(device, transposed, batches):
     """Either operand and the gradient as a transposed view."""
     for dtype in dtypes(device):
         for size in ((33, 48, 16), (40, 24, 64), (7, 5, 9)):
             a, b = call_args(device, dtype, *size, batches)
             dout = randn(device, dtype, max(batches), *size[:2])
-            if turned & 1:
+            if transposed & 1:
                 a = a.mT.contiguous().mT
-            if turned & 2:
+            if transposed & 2:
                 b, dout = b.mT.contiguous().mT, dout.mT.contiguous().mT
             check_op(OP, [a, b], dout=dout)
 

@@ -184,7 +184,7 @@ def test_import_survives_a_library_that_cannot_load(tmp_path, damage):
 
 def test_import_survives_a_library_of_another_version(tmp_path):
     package = copy_of_package(tmp_path)
-    # It loads, and registers nothing.
+    # The library loads and registers nothing.
     shutil.copy(next(package.glob("_C*.so")), next(package.glob("_ops*.so")))
     script = tmp_path / "users.py"
     script.write_text(USE)
@@ -261,7 +261,7 @@ def test_ops_work_without_introspection(tmp_path):
         x = torch.empty(4, 4, device="meta")
         print(torchweld.explain("softmax", x).kernel)
         try:
-            torchweld.explain("linear_backward", x, x, x)  # two products, told by their sizes
+            torchweld.explain("linear_backward", x, x, x)  # two products with sizes of their own
         except RuntimeError as error:
             print(error)
         """,

@@ -353,8 +353,8 @@ def test_meta_and_fake_agree_with_real(s, device):
     need_kernel(s.op, device)
     for dtype in (F32, BF16):
         args, kwargs = s.make(device, dtype)
-        turned = [layouts(a).get("transposed", a) if isinstance(a, Tensor) else a for a in args]
-        for call_args in (args, turned):
+        transposed = [layouts(a).get("transposed", a) if isinstance(a, Tensor) else a for a in args]
+        for call_args in (args, transposed):
             real = as_tuple(call(s.op)(*call_args, **kwargs))
             meta = [
                 torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
@@ -645,8 +645,8 @@ def test_autocast_mends_mixed_dtypes(op, device):
 @pytest.mark.parametrize("s", DIFF)
 def test_gradcheck(s):
     args, kwargs = s.make("cpu", F64)
-    turned = [layouts(a).get("transposed", a) if isinstance(a, Tensor) else a for a in args]
-    for call_args in (args, turned):
+    transposed = [layouts(a).get("transposed", a) if isinstance(a, Tensor) else a for a in args]
+    for call_args in (args, transposed):
         leaves = requiring(s.op, call_args)
         assert torch.autograd.gradcheck(
             lambda *a: as_tuple(call(s.op)(*a, **kwargs))[0], leaves, fast_mode=False

@@ -341,7 +341,7 @@ def test_tokenizer_cache_key(prose):
     document = text.read_text([prose])
     text.train_tokenizer(document, 300)
     assert text.train_tokenizer(document, 301)[1] == "trained"
-    # The same characters in other documents are another text.
+    # Other document boundaries make another text of these characters.
     whole = document.documents[0]
     halves = text.Text("halves", [whole[:1000], whole[1000:]])
     assert text.train_tokenizer(halves, 300)[1] == "trained"

@@ -119,7 +119,7 @@ def test_a_case_that_raises_leaves_the_others(one_process, monkeypatch, capsys):
     assert "in raises" in capsys.readouterr().err
 
 
-def test_a_failure_is_told_and_is_the_exit_status(monkeypatch, capsys, tmp_path):
+def test_a_failure_is_reported_and_is_the_exit_status(monkeypatch, capsys, tmp_path):
     rows = [results.Failure("some case", "process 1: no"), row("another")]
     monkeypatch.setattr(distributed, "rows", lambda targets: iter(rows))
     parser = bench._parser()

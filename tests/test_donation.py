@@ -1,4 +1,4 @@
-"""A gradient may write over what its forward kept, where nobody else has it, and only there."""
+"""A gradient may write over what its forward kept, only where no one else holds it."""
 
 from __future__ import annotations
 

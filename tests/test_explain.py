@@ -245,12 +245,13 @@ def test_dtensors_are_explained_by_their_parts():
             for t, p in zip(parts, (Replicate(), Shard(0)), strict=True)
         )
         assert weight.shape == (16, 16)
-        told = torchweld.explain("linear", x, weight)
+        explained = torchweld.explain("linear", x, weight)
     finally:
         dist.destroy_process_group()
-    assert told.call == "float32 (8, 16) on cpu, float32 (4, 16) on cpu"
+    assert explained.call == "float32 (8, 16) on cpu, float32 (4, 16) on cpu"
     assert (
-        told.parallel.startswith("DTensors: this process's parts") and "nn.Linear" in told.parallel
+        explained.parallel.startswith("DTensors: this process's parts")
+        and "nn.Linear" in explained.parallel
     )
 
 
@@ -265,7 +266,7 @@ def test_float64_has_no_kernel_on_a_gpu():
 @pytest.mark.parametrize("op", list(SPECS))
 def test_bad_arguments_are_refused_in_the_ops_own_sentence(op):
     """Word for word what the call on the CPU says, but for the device."""
-    told = 0
+    cases_seen = 0
     for case in cases(op):
         given = case.good_call("cpu")
         case.change(given)
@@ -278,8 +279,8 @@ def test_bad_arguments_are_refused_in_the_ops_own_sentence(op):
             torchweld.explain(op, **meta_call((), given)[1])
         as_on_cpu = str(explained.value).replace(" on meta", " on cpu")
         assert as_on_cpu == str(on_cpu.value), case.name
-        told += 1
-    assert told >= 4
+        cases_seen += 1
+    assert cases_seen >= 4
 
 
 def test_bad_calls():
@@ -308,10 +309,10 @@ def test_a_dry_run_tells_what_runs(of, dtype):
     args, kwargs = of.make("cuda", dtype)
     _, seen = observe(lambda: getattr(ops, of.op)(*args, **kwargs))
     device = torch.cuda.current_device()
-    told = [r for r in dry_records(of.op, *args, device=device, **kwargs) if r["family"]]
+    explained = [r for r in dry_records(of.op, *args, device=device, **kwargs) if r["family"]]
     facts = ("family", "part", "problem", "choice", "source", "kernel", "columns")
-    assert [[r[f] for f in facts] for r in told] == [[r[f] for f in facts] for r in seen]
-    for dry, ran in zip(told, seen, strict=True):
+    assert [[r[f] for f in facts] for r in explained] == [[r[f] for f in facts] for r in seen]
+    for dry, ran in zip(explained, seen, strict=True):
         assert [k[2] for k in dry["kernels"]] == [k[2] for k in ran["kernels"]], "threads"
     explanation = torchweld.explain(of.op, *args, **kwargs)
     assert explanation.gpu == torch.cuda.get_device_name()

@@ -263,7 +263,7 @@ def test_sums_of_splits_have_a_workspace_that_holds_them(gated):
             (record,) = dry_records("gated_linear" if gated else "linear", x, weight)
         parts, width = record["columns"]["splits"], -(-n // 8) * 8 * (2 if gated else 1)
         if record["choice"].endswith("stream-K"):
-            # Of every block the sums of a tile.
+            # Each block has the sums of a tile.
             tile = record["columns"]
             blocks, rest = divmod(seen.floats.pop(), tile["block_m"] * tile["block_n"])
             assert rest == 0 and 1 <= blocks <= H200["sms"] and seen.floats == []

@@ -65,8 +65,8 @@ def test_own_choice_is_a_legal_candidate(family):
         assert len(set(names)) == len(names), "a configuration is listed twice"
         (mine,) = [c for c in candidates if c["choice"] == own]
         assert mine["refusal"] == "", (numbers, own, mine)
-        told = _C.choose(family, numbers)
-        assert told.pop("kernel") and told == mine
+        encoded = _C.choose(family, numbers)
+        assert encoded.pop("kernel") and encoded == mine
         assert all(c == _C.candidate(family, numbers, c["choice"]) for c in candidates[:3])
 
 

@@ -107,7 +107,7 @@ def test_linear_part_is_exact_on_an_integer_grid(device, size, interleaved):
 
 @pytest.mark.parametrize("gate", GATES)
 def test_halves_are_where_they_should_be(device, gate):
-    """One left and one right row, told apart by their values, in both layouts."""
+    """One left and one right row, distinguished by their values, in both layouts."""
     x = torch.ones(1, 1, dtype=F64)
     left, right = torch.tensor([[0.5], [-1.0], [2.0]]), torch.tensor([[1.5], [0.25], [-0.75]])
     packed = torch.cat([left, right])
@@ -126,7 +126,7 @@ def test_halves_are_where_they_should_be(device, gate):
         torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_gelu_and_its_tanh_form_are_told_apart(device):
+def test_gelu_and_its_tanh_form_are_distinguished(device):
     z = torch.linspace(-4, 4, 801, dtype=F64)[:, None]
     weight = torch.tensor([[0.0], [1.0]], device=device)
     bias = torch.tensor([1.0, 0.0], device=device)

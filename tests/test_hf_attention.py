@@ -362,7 +362,7 @@ class TextCrossAttention(LayerOfItsOwn):
 )
 @pytest.mark.parametrize("dropout", [0.0, 1e-30])
 def test_who_is_causal_without_a_mask(module, given, causal, dropout):
-    """With a dropout SDPA runs, and must be told."""
+    """With dropout SDPA runs and must get the mask."""
     qkv = views("cpu", 6, 6)
     got, _ = hf_attention.attention_forward(module, *qkv, None, is_causal=given, dropout=dropout)
     want = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=causal)
@@ -563,8 +563,8 @@ def test_chunked_prefill_with_a_cache_equals_one_pass(attention_device):
         first = ours(ids[:, :5], use_cache=True)
         second = ours(ids[:, 5:11], past_key_values=first.past_key_values, use_cache=True)
         third = ours(ids[:, 11:], past_key_values=second.past_key_values, use_cache=True)
-    pieces = torch.cat([first.logits, second.logits, third.logits], 1)
-    assert_close(pieces, whole, rtol=1e-5, atol=1e-5)
+    chunks = torch.cat([first.logits, second.logits, third.logits], 1)
+    assert_close(chunks, whole, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["GPT2", "Llama"])

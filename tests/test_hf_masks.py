@@ -111,7 +111,7 @@ FUNCTIONS = {
         (1, 16, torch.tensor(8), 0),
         (4, 16, 5, 0),
         (3, 6, 6, 3),  # a sliding cache, full
-        (2, 6, 5, 2),  # a sliding cache with room
+        (2, 6, 5, 2),  # a sliding cache with free places
     ],
 )
 def test_numbers_equal_the_mask_of_sdpa(padded, pattern, q_length, kv_length, q_offset, kv_offset):
@@ -613,8 +613,8 @@ def test_gradients_of_sinks_and_through_softcap(attention_device, model):
     ours, stock = pair(kind, name, attention_device, attention_dropout=0.0, **changes)
     inputs = batch(attention_device)
     # The first token of a prompt would be predicted from padding.
-    told = inputs["position_ids"] > 0
-    labels = inputs["input_ids"].masked_fill(~told, -100)
+    counted = inputs["position_ids"] > 0
+    labels = inputs["input_ids"].masked_fill(~counted, -100)
     with Calls() as calls:
         got = gradients(ours.train(), inputs, labels)
     expect(calls, layers_of(ours))
@@ -857,7 +857,7 @@ def test_which_classes_without_sdpa_are_served():
         served.append(transformers.Gemma2ForCausalLM)
     for cls in served:
         assert not cls._supports_sdpa and hf_models.refusal(cls) is None
-    # It adds keys to those that its mask is for.
+    # The model adds keys to those that its mask is for.
     if hasattr(transformers, "DeepseekV4ForCausalLM"):
         refused = hf_models.refusal(transformers.DeepseekV4ForCausalLM)
         assert refused.endswith('it does not support "sdpa", which torchweld falls back to')
@@ -889,7 +889,7 @@ def test_fuse_serves_softcap_and_sinks(attention_device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
-def test_left_padding_is_told_at_once_and_nothing_else(dtype):
+def test_left_padding_is_reported_at_once_and_nothing_else(dtype):
     def pads(rows, kv_length=4, kv_offset=0, last=4):
         mask = torch.tensor(rows, dtype=dtype)
         call = hf_mask.Call(len(rows), 1, kv_length, last - 1, kv_offset, mask, "cpu")

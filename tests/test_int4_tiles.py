@@ -102,7 +102,7 @@ def test_decoding_ends_where_x_is_too_large():
     assert decoding(m=8, n=131072)["blocks"] == 132
     assert decoding(m=16, n=14336)["tokens"] == 16
     assert decoding(m=16, k=65536, groups=512) is None
-    # A cluster of four blocks holds four times the x; not all multiprocessors have room for one.
+    # A cluster of four blocks holds four times the x; not all multiprocessors have space for one.
     one, four = (decoding(m=m, k=14336, groups=112) for m in (4, 8))
     assert one["splits"] == 1 and (four["splits"], four["blocks"]) == (4, 120)
     assert decoding(H200 | NO_CLUSTERS, m=8, k=14336, groups=112) is None

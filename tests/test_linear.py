@@ -117,7 +117,7 @@ def test_integer_grid_is_exact(device, size, activation):
         assert_equal(linear(args[0], args[1]), (z - bias).to(dtype).to(device))
 
 
-def test_gelu_and_its_tanh_form_are_told_apart(device):
+def test_gelu_and_its_tanh_form_are_distinguished(device):
     """They differ by up to 4.7e-4, which only float32 can show."""
     z = torch.linspace(-6, 6, 4001, dtype=F64)[:, None]
     one = torch.ones(1, 1, dtype=F32, device=device)

@@ -282,7 +282,7 @@ def test_hidden_scores_are_not_read(device, capped, sk, offset):
 
 @pytest.mark.parametrize("sq", [3, 140])
 @pytest.mark.parametrize("hole", [math.nan, math.inf])
-def test_what_nobody_sees_is_not_read_by_softmax_matmul(device, hole, sq):
+def test_unseen_keys_are_not_read_by_softmax_matmul(device, hole, sq):
     """Hidden scores, values of keys that no row sees, dout of rows that see nothing."""
     sk, dv = 200, 72
     start = torch.full((3, sq), 5, dtype=torch.int32)
@@ -413,7 +413,7 @@ def test_gradcheck_of_sink_softcap_and_lse():
 
 @pytest.mark.parametrize("sq", [3, 40])
 @pytest.mark.parametrize("hole", [math.nan, math.inf])
-def test_what_nobody_sees_is_not_read(device, hole, sq):
+def test_unseen_keys_are_not_read(device, hole, sq):
     """Keys before every row's first and behind every row's last, rows that see nothing, dout."""
     sk = 70
     start = torch.full((3, sq), 5, dtype=torch.int32)
@@ -530,8 +530,8 @@ def test_parts_of_the_keys_join_by_lse(device):
     whole = attention(q, k, v)
     parts = [attention_with_lse(q, k[:, :, s], v[:, :, s]) for s in (slice(4), slice(4, None))]
     weights = torch.softmax(torch.stack([lse for _, lse in parts]), 0)[..., None]
-    joined = sum(w * out for w, (out, _) in zip(weights, parts, strict=True))
-    torch.testing.assert_close(joined, whole)
+    combined = sum(w * out for w, (out, _) in zip(weights, parts, strict=True))
+    torch.testing.assert_close(combined, whole)
 
 
 def test_numbers_that_hide_nothing_change_no_bit(device):

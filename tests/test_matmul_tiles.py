@@ -43,9 +43,9 @@ def test_every_product_has_a_tile_that_fits_the_device(math, gpu):
 def test_splits_cover_k_once_and_none_is_empty(math):
     for m, n, k in SHAPES:
         choice = chosen("matmul", m=m, n=n, k=k, math=MATHS[math])
-        # sm90 multiplies fp32 in bf16 pieces.
-        pieces = choice["engine"] == "sm90" and math == "float32"
-        assert choice["columns"]["block_k"] * (2 if pieces else elem_size(math)) == 128
+        # sm90 multiplies fp32 as bf16x3 terms.
+        bf16x3 = choice["engine"] == "sm90" and math == "float32"
+        assert choice["columns"]["block_k"] * (2 if bf16x3 else elem_size(math)) == 128
         splits, part = choice["columns"]["splits"], k_split(choice, k)
         if splits == 0:
             assert choice["engine"] == "sm90" and choice["tile"].endswith(" stream-K")

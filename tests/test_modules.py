@@ -473,7 +473,7 @@ def test_rms_norm_of_hugging_face(home, name, device):
 
 
 def test_rms_norm_of_hugging_face_on_meta():
-    """What a class computes is asked of a copy: its own values may be anywhere, or nowhere."""
+    """What a class computes is asked of a copy: its own values may be on any device, or on meta."""
     with torch.device("meta"):
         norm = hugging_face(*RMS_NORMS[0])(6)
         ours = torchweld.nn.RMSNormLinear.from_torch(nn.Sequential(norm, nn.Linear(6, 5)))

@@ -247,8 +247,8 @@ def test_memory_around_is_neither_read_nor_written(device):
             for step, offset in ((1, 1), (1, 3), (2, 0), (3, 5)):
                 moved = []
                 for t in args:
-                    room = torch.full((n * step + 16,), math.nan, dtype=dtype, device=device)
-                    moved.append(room[offset : offset + n * step : step].copy_(t))
+                    memory = torch.full((n * step + 16,), math.nan, dtype=dtype, device=device)
+                    moved.append(memory[offset : offset + n * step : step].copy_(t))
                 assert_same_bits(scalar_attention(*moved), plain)
                 dz = torch.ones((), dtype=dtype, device=device).expand(n)
                 for got, ref in zip(

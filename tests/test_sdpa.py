@@ -406,7 +406,7 @@ def test_flash_comes_first_and_the_order_comes_back(monkeypatch):
     handle.remove()
     assert state.order == order
     handle = integrations.use_in_sdpa()
-    state.order = [2, 1, 3, 0, 4]  # set by somebody else
+    state.order = [2, 1, 3, 0, 4]  # set by other code
     handle.remove()
     assert state.order == [2, 1, 3, 0, 4]
 

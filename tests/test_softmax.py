@@ -196,14 +196,14 @@ def test_more_turns_than_a_cluster_remembers(rows, n):
     assert (sums - 1).abs().max() < 2.0**-8  # a result is rounded by at most 2^-9 of itself
 
 
-# Columns in 2 bytes: 7 and 14 pieces a block of the gradient's ring of 8 blocks and 8 and 14 of its
-# ring of 16, then 14 and 16 of the forward's. A ring has 14 slots: rows of 7 or 14 pieces begin in
+# Columns in 2 bytes: 7 and 14 chunks a block of the gradient's ring of 8 blocks and 8 and 14 of its
+# ring of 16, then 14 and 16 of the forward's. A ring has 14 slots: rows of 7 or 14 chunks begin in
 # the same ones, and rows of 16 are copied twice in part.
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA rings")
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("n", [229_376, 458_752, 524_288, 917_504, 1_048_576])
 def test_rows_that_fill_the_ring(dtype, n):
-    """A group must not take a piece of the row before for its own, which is still on its way."""
+    """A group must not take a chunk of the row before for its own, which is still on its way."""
     n //= dtype.itemsize // 2
     rows = 2**27 // (n * dtype.itemsize)
     torch.manual_seed(n)

@@ -32,16 +32,16 @@ def blocks_or_engine(choice: dict) -> int | str:
     return choice["columns"]["cluster"] if choice["engine"] == "ring" else choice["engine"]
 
 
-def piece_bytes(ring: dict) -> int:
+def chunk_bytes(ring: dict) -> int:
     """Of a tensor, in a block, for the group of threads that computes it."""
     columns = ring["columns"]
     return columns["threads"] // columns["groups"] * columns["loads"] * 16
 
 
-def kept_pieces(ring: dict, size: int) -> int:
+def kept_chunks(ring: dict, size: int) -> int:
     """Of a row that is read once, in a block."""
     row_bytes = ring["columns"]["read_once_to"] * size
-    return row_bytes // (ring["columns"]["cluster"] * piece_bytes(ring))
+    return row_bytes // (ring["columns"]["cluster"] * chunk_bytes(ring))
 
 
 def test_a_row_takes_a_kernel_that_holds_it():
@@ -52,7 +52,7 @@ def test_a_row_takes_a_kernel_that_holds_it():
             assert fields["n"] <= columns["capacity"]
         elif choice["engine"] == "ring":
             assert fields["in_phase"] and fields["n"] <= columns["capacity"]
-            assert kept_pieces(choice, fields["elem_size"]) >= 2
+            assert kept_chunks(choice, fields["elem_size"]) >= 2
             assert columns["ring_bytes"] <= H200["shared_limit"]
         else:
             assert choice["choice"] == "stream" and (fields["n"] > 16384 or not fields["in_phase"])
@@ -153,10 +153,10 @@ def test_a_ring_reads_at_most_a_quarter_of_what_it_keeps_twice():
     for size, backward in itertools.product((2, 4), FLAGS):
         for ring in listed("ring", elem_size=size, backward=backward):
             columns = ring["columns"]
-            kept = kept_pieces(ring, size)
-            slot = piece_bytes(ring) * (2 if backward else 1)  # y and dy
+            kept = kept_chunks(ring, size)
+            slot = chunk_bytes(ring) * (2 if backward else 1)  # y and dy
             assert kept * slot <= columns["ring_bytes"] < (kept + 1) * slot
-            most = columns["capacity"] * size // (columns["cluster"] * piece_bytes(ring))
+            most = columns["capacity"] * size // (columns["cluster"] * chunk_bytes(ring))
             assert most <= kept * 5 / 4 and (kept < most) == (columns["cluster"] <= 8)
 
 
@@ -217,7 +217,7 @@ def test_softcap_and_sinks_take_rows_in_registers_or_read_twice():
 
 
 def test_tiles_and_rings_hold_the_row():
-    """A configuration for such rows is refused where it is too short for one, and nowhere else."""
+    """A configuration for such rows is refused where it is too short for one, and only there."""
     for n, size in ((1000, 4), (1001, 2), (40_000, 2), (300_000, 4), (10**6, 2)):
         for backward, masked in itertools.product(FLAGS, repeat=2):
             fields = dict(elem_size=size, aligned=n * size % 16 == 0)

@@ -289,8 +289,8 @@ def test_answers_allow_another_order_of_sums_and_no_more(monkeypatch, dtype, lim
     default = ops.linear(x, weight)
     answers = work.Answers(ops.linear, (x, weight), {}, [default], 1.0, 300)
     assert answers.against == ("the op in float64" if limit else "the default configuration")
-    turned = ops.linear(x.flip(1), weight.flip(1))
-    error, reason = answers.judge([turned])
+    flipped = ops.linear(x.flip(1), weight.flip(1))
+    error, reason = answers.judge([flipped])
     assert reason == "" and error < 0.3
     short = ops.linear(x[:, :-8], weight[:, :-8])  # a step of K is missing
     assert "wrong answer" in answers.judge([short])[1]

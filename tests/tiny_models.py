@@ -7,6 +7,10 @@ from typing import Any
 import torch
 import transformers
 
+from torchweld.integrations import register_attention
+
+register_attention()
+
 VOCAB = 61
 
 # Whatever of these a config has is set to it.

@@ -68,7 +68,7 @@ def _tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _left_out(t: Tensor) -> bool:
-    """A result that nobody asked for."""
+    """Whether a result was not asked for."""
     return t.shape == (0,)
 
 

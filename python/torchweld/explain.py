@@ -100,7 +100,7 @@ def _dry_run(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], device: int
     cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     values = {name: _meta(value) for name, value in kwargs.items()}
     for argument in overload._schema.arguments:
-        if argument.name == "output_mask":  # all gradients, where nobody says which
+        if argument.name == "output_mask":  # all gradients, where the call names none
             values.setdefault("output_mask", [True] * argument.N)
     library.ops._begin_dry_run(device)
     try:
@@ -119,8 +119,8 @@ def _unique(texts: list[str]) -> str:
     return "; ".join(dict.fromkeys(texts))
 
 
-def _tell(explanation: Explanation, records: list[dict[str, Any]]) -> None:
-    """Fills in what the library told."""
+def _fill_in(explanation: Explanation, records: list[dict[str, Any]]) -> None:
+    """Fills in what the library reported."""
     if not records:
         explanation.kernel, explanation.why = "none", "nothing to compute"
         return
@@ -215,5 +215,5 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
         explanation.kernel, explanation.why = "none", "float64 runs on the CPU alone"
         return explanation
     explanation.gpu = _ASSUMED if number < 0 else torch.cuda.get_device_name(number)
-    _tell(explanation, records)
+    _fill_in(explanation, records)
     return explanation

@@ -13,7 +13,7 @@ _STOCK = torch.nn.functional.scaled_dot_product_attention
 
 
 def _inside_torchs_own() -> bool:
-    # It replaces the function for the time of its `with` block; others may replace it too.
+    # torch replaces the function while its `with` block runs; others may replace it too.
     now = torch.nn.functional.scaled_dot_product_attention
     home = "torch.distributed.tensor.experimental._context_parallel"
     return now is not _STOCK and (getattr(now, "__module__", None) or "").startswith(home)

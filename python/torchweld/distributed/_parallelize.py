@@ -170,7 +170,7 @@ def _refusal(root: nn.Module, plan: dict[str, str], size: int) -> str | None:
                     return (
                         f"{path}'s parameters must be plain, but got {kind} (sharded or quantised)"
                     )
-            # What is gathered before anybody sees it may be uneven.
+            # A result that is gathered before it is used may be uneven.
             sizes = {"colwise": "out_features", "rowwise": "in_features"}
             width = getattr(module, sizes.get(style, ""), 0)
             if width % size:

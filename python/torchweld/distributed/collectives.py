@@ -13,7 +13,14 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 
-from .tensors import hand_over, handing_over, leaf, local_of, local_part, parameter_of
+from .tensors import (
+    function_input,
+    gradient_of,
+    local_of,
+    local_part,
+    once_outside_autocast,
+    parameter_of,
+)
 
 # So many sequences are moved each on its own, in one call; more of them go through a copy.
 _MOST_SLABS = 16
@@ -45,22 +52,22 @@ def _summed(tensors: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
     return sums
 
 
-class _Entering(torch.autograd.Function):
+class _CopyToTpRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mesh: DeviceMesh, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.mesh, ctx.parameters = mesh, [parameter_of(t) for t in tensors]
         return tuple(local_of(t).detach() for t in tensors)
 
     @staticmethod
-    @handing_over
+    @once_outside_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # In place: layers of this package alone see what entered, and their gradients are new.
         sums = _summed(grads, ctx.mesh)
-        pairs = enumerate(zip(ctx.parameters, sums, strict=True))
-        return None, *(hand_over(ctx, i, parameter, grad) for i, (parameter, grad) in pairs)
+        pairs = zip(ctx.parameters, sums, strict=True)
+        return None, *(gradient_of(parameter, grad) for parameter, grad in pairs)
 
 
-class _Leaving(torch.autograd.Function):
+class _ReduceFromTpRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mesh: DeviceMesh, y: Tensor) -> Tensor:
         # A copy: checkpoints may keep the product as it was.
@@ -129,7 +136,7 @@ def gathering(mesh: DeviceMesh, dim: int, x: Tensor) -> Tensor:
     return x if mesh.size() == 1 else _Gathering.apply(mesh, dim, x)
 
 
-def entering(mesh: DeviceMesh, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def copy_to_tp_region(mesh: DeviceMesh, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The tensors themselves, which all processes have; their gradients are the sums of theirs.
 
     Tensors that enter together have their gradients summed together.
@@ -142,28 +149,28 @@ def entering(mesh: DeviceMesh, *tensors: Tensor | None) -> tuple[Tensor | None, 
     """
     if not torch.is_grad_enabled() or mesh.size() == 1:
         return tuple(local_part(t) for t in tensors)
-    tensors = tuple(leaf(t) for t in tensors)
+    tensors = tuple(function_input(t) for t in tensors)
     given = [t for t in tensors if t is not None and t.requires_grad]
     if not given:
         return tensors
-    entered = iter(_Entering.apply(mesh, *given))
+    entered = iter(_CopyToTpRegion.apply(mesh, *given))
     return tuple(t if t is None or not t.requires_grad else next(entered) for t in tensors)
 
 
-class Entered(list[Tensor]):
+class CopiedToTpRegion(list[Tensor]):
     """A tensor that entered, for whoever keeps it: lists can't be referenced weakly."""
 
 
 class _LastEntered(NamedTuple):
     x: weakref.ref[Tensor]
-    entered: weakref.ref[Entered]
+    entered: weakref.ref[CopiedToTpRegion]
     mesh: DeviceMesh
 
 
 _last: _LastEntered | None = None
 
 
-def entering_once(mesh: DeviceMesh, x: Tensor) -> tuple[Tensor, Entered | None]:
+def copy_to_tp_region_once(mesh: DeviceMesh, x: Tensor) -> tuple[Tensor, CopiedToTpRegion | None]:
     """The same of one tensor for layers that take it one after the other, such as query, key and
     value: what their gradients have in common is summed over the processes once.
 
@@ -173,20 +180,20 @@ def entering_once(mesh: DeviceMesh, x: Tensor) -> tuple[Tensor, Entered | None]:
     """
     global _last
     if torch.compiler.is_compiling():
-        return entering(mesh, x)[0], None
+        return copy_to_tp_region(mesh, x)[0], None
     last, kept = _last, None if _last is None else _last.entered()
     if kept and last.x() is x and last.mesh == mesh and torch.is_grad_enabled():
         return kept[0], kept
     if kept:
         kept.clear()
-    _last, entered = None, entering(mesh, x)[0]
+    _last, entered = None, copy_to_tp_region(mesh, x)[0]
     if entered is x:
         return x, None
-    kept = Entered([entered])
+    kept = CopiedToTpRegion([entered])
     _last = _LastEntered(weakref.ref(x), weakref.ref(kept), mesh)
     return entered, kept
 
 
-def leaving(mesh: DeviceMesh, y: Tensor) -> Tensor:
+def reduce_from_tp_region(mesh: DeviceMesh, y: Tensor) -> Tensor:
     """The sum of all processes' y; each gets its gradient."""
-    return y if mesh.size() == 1 else _Leaving.apply(mesh, y)
+    return y if mesh.size() == 1 else _ReduceFromTpRegion.apply(mesh, y)

@@ -4,8 +4,8 @@ Of n processes, process r has the chunks r and 2n - 1 - r of 2n equal ones (head
 all have equal work under a causal mask. Three ways to see the keys of the others:
 
 "all_gather"  every process gathers keys and values; each chunk gets those up to its own end
-"ulysses"     an all-to-all turns shards of tokens into shards of heads, and the result back
-"ring"        keys and values travel around; results of parts of the keys are joined by their lse
+"ulysses"     an all-to-all exchanges shards of tokens for shards of heads, and back for the result
+"ring"        each process sends its keys and values on; partial results are combined by their lse
 
 Source: Llama Team, "The Llama 3 Herd of Models", 2024, 3.3.2 (all-gather); Jacobs et al.,
 "DeepSpeed Ulysses", 2023; Liu et al., "Ring Attention", 2023, with the zig-zag order of

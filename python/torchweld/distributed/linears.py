@@ -15,9 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from .collectives import entering_once, leaving
+from .collectives import copy_to_tp_region_once, reduce_from_tp_region
 from .products import scattered_linear
-from .tensors import local_part, replicated, shard_parameter, sharded_dim
+from .tensors import local_part, local_weight, replicated, shard_parameter, sharded_dim
 
 
 class ColumnLinear(nn.Linear):
@@ -28,8 +28,8 @@ class ColumnLinear(nn.Linear):
         if isinstance(input, DTensor):
             x = replicated(mesh, input, Replicate())
         else:
-            x, kept = entering_once(mesh, input)
-        y = F.linear(x, local_part(self.weight), local_part(self.bias))
+            x, kept = copy_to_tp_region_once(mesh, input)
+        y = F.linear(x, local_weight(self.weight), local_part(self.bias))
         if kept is not None and y.grad_fn is not None:
             y.grad_fn.metadata["entered"] = kept
         return y
@@ -47,7 +47,10 @@ class RowLinear(nn.Linear):
         if output.is_shard():
             dim = sharded_dim("Rowwise: output_layouts", output, input)
             return scattered_linear(mesh, dim, input, self.weight, self.bias)
-        y, bias = leaving(mesh, F.linear(input, local_part(self.weight))), local_part(self.bias)
+        y, bias = (
+            reduce_from_tp_region(mesh, F.linear(input, local_weight(self.weight))),
+            local_part(self.bias),
+        )
         return y if bias is None else y + bias.to(y.dtype)
 
 

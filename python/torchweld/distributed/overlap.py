@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 # Multiplications of one process's tokens from which on this is used. The host takes 100 us more for
 # it, in which the GPU makes 2^35 of them; a CUDA graph takes the host no time.
-_LEAST_PRODUCTS = 1 << 36
-_LEAST_PRODUCTS_OF_GRAPHS = 1 << 32
+_MIN_PRODUCTS = 1 << 36
+_MIN_PRODUCTS_OF_GRAPHS = 1 << 32
 
-_MOST_SEQUENCES = 16  # that are multiplied in a batch
+_MAX_SEQUENCES = 16  # multiplied in one batch
 
 
-class _Room:
-    """A process's memory, of which each process of its group has a place to write to.
+class _SymmetricBuffer:
+    """Memory of a process in which each process of its group has a place to write to.
 
     Args:
         group: at least two processes.
@@ -40,7 +40,7 @@ class _Room:
 
     Raises:
         torch.OutOfMemoryError: in this process alone; the others wait for it.
-        RuntimeError: the processes don't see each other's memory, in all of them.
+        RuntimeError: the processes can't access each other's memory; raised in all of them.
     """
 
     _SENT = 1  # the signals' channel; that of barriers is 0
@@ -57,7 +57,7 @@ class _Room:
         return self._handle.get_buffer(rank, (self._handle.world_size, *shape), dtype)
 
     def places(self, shape: list[int], dtype: torch.dtype) -> Tensor:
-        """`(processes, *shape)`: this process's places, when nobody reads or writes any of them."""
+        """`(processes, *shape)`: this process's places, once no process reads or writes them."""
         self._handle.barrier(channel=0)
         return self._places_of(self.rank, shape, dtype)
 
@@ -98,42 +98,45 @@ def _memory(size: int, device: torch.device) -> Tensor:
     raise AssertionError
 
 
-# By a group's name, ascending in size. All of them are kept: CUDA graphs may use the smaller ones.
-_rooms: dict[str, list[_Room]] = {}
-_unserved: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+# The buffers of a group by its name, ascending in size. All are kept: CUDA graphs may use the
+# smaller ones.
+_buffers: dict[str, list[_SymmetricBuffer]] = {}
+_no_p2p: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
-def _room(mesh: DeviceMesh, size: int) -> _Room | None:
-    """Memory of so many bytes, made by all processes together; None where they don't see each
-    other's, or a graph is captured and none has been made.
+def _symmetric_buffer(mesh: DeviceMesh, size: int) -> _SymmetricBuffer | None:
+    """A buffer of `size` bytes, made by all processes together; None where they can't access each
+    other's memory, or where a graph is captured and there is none yet.
     """
     group = mesh.get_group()
-    rooms = _rooms.setdefault(group.group_name, [])
-    gone = bool(rooms) and rooms[-1].group() is not group  # another group had that name
-    if rooms and not gone and rooms[-1].size >= size:
-        return rooms[-1]
-    if torch.cuda.is_current_stream_capturing() or group in _unserved:
+    buffers = _buffers.setdefault(group.group_name, [])
+    gone = bool(buffers) and buffers[-1].group() is not group  # another group had that name
+    if buffers and not gone and buffers[-1].size >= size:
+        return buffers[-1]
+    if torch.cuda.is_current_stream_capturing() or group in _no_p2p:
         return None
     if gone:
-        rooms.clear()
+        buffers.clear()
     try:
-        rooms.append(_Room(group, max(size, 2 * rooms[-1].size if rooms else 0)))
+        buffers.append(_SymmetricBuffer(group, max(size, 2 * buffers[-1].size if buffers else 0)))
     except torch.OutOfMemoryError:  # of this process alone
         raise
     except RuntimeError:  # other hosts, or no NVLink
-        _unserved.add(group)
+        _no_p2p.add(group)
         return None
-    return rooms[-1]
+    return buffers[-1]
 
 
 @contextmanager
-def _used(room: _Room) -> Iterator[None]:
-    """Joins what runs beside. Where something raised, signals may be left: nobody uses it again."""
+def _used(buffer: _SymmetricBuffer) -> Iterator[None]:
+    """Waits for the copies on side streams. After an error signals may be left, so the buffer is
+    not used again.
+    """
     try:
         yield
-        room.join()
+        buffer.join()
     except BaseException:
-        room.size = 0
+        buffer.size = 0
         raise
 
 
@@ -156,12 +159,12 @@ def is_served(mesh: DeviceMesh, dim: int, x: Tensor, weight: Tensor, *, gathers:
     rows, columns = x.shape[:-1].numel() // (1 if gathers else size), weight.shape[0]
     products = rows * columns * x.shape[-1]
     # Memory for graphs is made by the calls in front of them.
-    if x.shape[:dim].numel() > _MOST_SEQUENCES or products < _LEAST_PRODUCTS_OF_GRAPHS:
+    if x.shape[:dim].numel() > _MAX_SEQUENCES or products < _MIN_PRODUCTS_OF_GRAPHS:
         return False
     part = rows * (x.shape[-1] if gathers else columns) * x.element_size()
-    if _room(mesh, size * part) is None:
+    if _symmetric_buffer(mesh, size * part) is None:
         return False
-    return products >= _LEAST_PRODUCTS or torch.cuda.is_current_stream_capturing()
+    return products >= _MIN_PRODUCTS or torch.cuda.is_current_stream_capturing()
 
 
 def _parts(t: Tensor, dim: int, count: int) -> list[Tensor]:
@@ -192,7 +195,7 @@ def gathered_linear(
         All processes' x, y, and the pre-activation; None for what is not kept.
     """
     size, shape = mesh.size(), list(x.shape)
-    room = _room(mesh, size * x.numel() * x.element_size())
+    buffer = _symmetric_buffer(mesh, size * x.numel() * x.element_size())
     shape[dim] *= size
     whole = x.new_empty(shape) if keeps_x else None
     y = x.new_empty([*shape[:-1], weight.shape[0]])
@@ -206,16 +209,16 @@ def gathered_linear(
         ops._linear_part(part, weight, bias, ys[rank], preacts[rank], activation=activation)
 
     # NOTE: a copy that begins beside a product waits for its multiprocessors.
-    with _used(room):
+    with _used(buffer):
         if keeps_x:
-            with room.beside(sending=False):
-                xs[room.rank].copy_(mine)
-        places = room.places(list(mine.shape), x.dtype)
-        for to, _ in _others(room.rank, size):
-            room.send(mine, to)
-        multiply(mine, room.rank)
-        for _, of in _others(room.rank, size):
-            room.wait(of)
+            with buffer.beside(sending=False):
+                xs[buffer.rank].copy_(mine)
+        places = buffer.places(list(mine.shape), x.dtype)
+        for to, _ in _others(buffer.rank, size):
+            buffer.send(mine, to)
+        multiply(mine, buffer.rank)
+        for _, of in _others(buffer.rank, size):
+            buffer.wait(of)
             if keeps_x:
                 xs[of].copy_(places[of])
             multiply(places[of], of)
@@ -246,21 +249,21 @@ def scattered_linear(
     shape[dim] //= size
     of_part = [*parts[0].shape[:2], columns]
     y = x.new_empty(shape)
-    room = _room(mesh, size * y.numel() * y.element_size())
+    buffer = _symmetric_buffer(mesh, size * y.numel() * y.element_size())
     every = weight.t().expand(len(parts[0]), -1, -1)
-    with _used(room):
-        terms, sent = room.places(of_part, x.dtype), []
-        for to, _ in _others(room.rank, size):
+    with _used(buffer):
+        terms, sent = buffer.places(of_part, x.dtype), []
+        for to, _ in _others(buffer.rank, size):
             sent.append(torch.bmm(parts[to], every))
-            room.send(sent[-1], to)
-        mine = parts[room.rank]
+            buffer.send(sent[-1], to)
+        mine = parts[buffer.rank]
         if bias is None:
-            torch.bmm(mine, every, out=terms[room.rank])
+            torch.bmm(mine, every, out=terms[buffer.rank])
         else:
-            ops._linear_part(mine, weight, bias, terms[room.rank])
+            ops._linear_part(mine, weight, bias, terms[buffer.rank])
         other = meanwhile()
-        for _, of in _others(room.rank, size):
-            room.wait(of)
+        for _, of in _others(buffer.rank, size):
+            buffer.wait(of)
     # NOTE: torch's sum over a few terms takes three times as long as an addition.
     if size == 2:
         torch.add(*terms, out=y.view(of_part))

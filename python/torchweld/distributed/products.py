@@ -17,7 +17,14 @@ from torchweld._library import ops
 
 from . import overlap
 from .collectives import gathered, scattered
-from .tensors import as_in_autocast, hand_over, handing_over, leaf, local_of, parameter_of
+from .tensors import (
+    as_in_autocast,
+    function_input,
+    gradient_of,
+    local_of,
+    once_outside_autocast,
+    parameter_of,
+)
 
 
 class _GatheredLinear(torch.autograd.Function):
@@ -39,7 +46,7 @@ class _GatheredLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @handing_over
+    @once_outside_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         of_x, *wanted = ctx.needs_input_grad[3:]
         x, weight, kept = ctx.saved_tensors
@@ -71,7 +78,7 @@ class _ScatteredLinear(torch.autograd.Function):
         return _scattered_linear(mesh, dim, x, *parts)
 
     @staticmethod
-    @handing_over
+    @once_outside_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         of_x, *wanted = ctx.needs_input_grad[2:]
         dx, (x, weight) = None, ctx.saved_tensors
@@ -83,7 +90,7 @@ class _ScatteredLinear(torch.autograd.Function):
             whole = gathered(ctx.mesh, ctx.dim, dy)
             dx = whole @ weight if of_x else None
         dweight = _of_weight(whole, x, wanted[0])
-        # Of all tokens: the bias's gradient needs no sum over the processes.
+        # `whole` has all tokens, so the bias's gradient needs no sum over the processes.
         dbias = _of_bias(whole, wanted[1])
         return None, None, dx, *_of_parameters(ctx, wanted, dweight, dbias)
 
@@ -111,8 +118,8 @@ def _of_parameters(
     """What backward returns for ctx.weight and ctx.bias, the functions' last tensors behind x."""
     of_weight, of_bias = wanted
     return (
-        hand_over(ctx, 1, ctx.weight, dweight) if of_weight else None,
-        hand_over(ctx, 2, ctx.bias, dbias) if of_bias else None,
+        gradient_of(ctx.weight, dweight) if of_weight else None,
+        gradient_of(ctx.bias, dbias) if of_bias else None,
     )
 
 
@@ -173,7 +180,9 @@ def gathered_linear(
     x = as_in_autocast(x)
     if not torch.is_grad_enabled():
         return _gathered_linear(mesh, dim, x, *_parts(weight, bias), activation, False, False)[1]
-    return _GatheredLinear.apply(mesh, dim, activation, x, leaf(weight), leaf(bias))
+    return _GatheredLinear.apply(
+        mesh, dim, activation, x, function_input(weight), function_input(bias)
+    )
 
 
 def scattered_linear(
@@ -206,4 +215,4 @@ def scattered_linear(
     x = as_in_autocast(x)
     if not torch.is_grad_enabled():
         return _scattered_linear(mesh, dim, x, *_parts(weight, bias))
-    return _ScatteredLinear.apply(mesh, dim, x, leaf(weight), leaf(bias))
+    return _ScatteredLinear.apply(mesh, dim, x, function_input(weight), function_input(bias))

@@ -1,4 +1,4 @@
-"""Ring attention: keys and values travel around, and results of parts of them are joined."""
+"""Ring attention: keys and values pass from process to process; partial results are combined."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .mask import Mask
 from .sequence import local_positions
 
 
-def _travels(t: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _send_recv_kv(t: Tensor, group: dist.ProcessGroup) -> Tensor:
     """What the process before this one has; wait_tensor waits for it."""
     size, rank = group.size(), group.rank()
     into = [t.numel() if i == (rank + 1) % size else 0 for i in range(size)]
@@ -60,15 +60,15 @@ class _Steps:
         return rows, keys, more
 
 
-def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+def _combine(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Adds the result of more keys to that of others, in place; rows may be empty in both."""
-    joined = torch.logaddexp(lse, part_lse)
+    total = torch.logaddexp(lse, part_lse)
     here, there = (
-        (each - joined).exp().masked_fill(joined == float("-inf"), 0)[..., None]
+        (each - total).exp().masked_fill(total == float("-inf"), 0)[..., None]
         for each in (lse, part_lse)
     )
     out.copy_(out * here + part * there)
-    lse.copy_(joined)
+    lse.copy_(total)
 
 
 class _Ring(torch.autograd.Function):
@@ -86,7 +86,7 @@ class _Ring(torch.autograd.Function):
         here = torch.cat([key.reshape(-1), value.reshape(-1)])
         out = lse = None
         for step in range(steps.size):
-            there = _travels(here, group) if step + 1 < steps.size else here
+            there = _send_recv_kv(here, group) if step + 1 < steps.size else here
             k, v = _parted(here, key, value)
             rows, keys, more = steps.of(step)
             part, part_lse = ops.attention_forward(
@@ -95,7 +95,7 @@ class _Ring(torch.autograd.Function):
             if out is None:
                 out, lse = part.to(part_lse.dtype), part_lse
             else:
-                _join(out[:, :, rows], lse[:, :, rows], part, part_lse)
+                _combine(out[:, :, rows], lse[:, :, rows], part, part_lse)
             here = collectives.wait_tensor(there)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
@@ -112,7 +112,7 @@ class _Ring(torch.autograd.Function):
         dhere = torch.zeros_like(here, dtype=lse.dtype)
         dsink = None
         for step in range(steps.size):
-            there = _travels(here, group) if step + 1 < steps.size else here
+            there = _send_recv_kv(here, group) if step + 1 < steps.size else here
             k, v = _parted(here, key, value)
             rows, keys, more = steps.of(step)
             dq, dk, dv, ds = ops.attention_backward(
@@ -131,7 +131,7 @@ class _Ring(torch.autograd.Function):
             dvalue[:, :, keys] += dv
             dsink = ds if step == 0 else dsink
             # The gradients travel with their keys, and once more to get home.
-            dhere = collectives.wait_tensor(_travels(dhere, group))
+            dhere = collectives.wait_tensor(_send_recv_kv(dhere, group))
             here = collectives.wait_tensor(there)
         dkey, dvalue = _parted(dhere, key, value)
         dsink = None if ctx.mask.sink is None else dsink

@@ -59,7 +59,7 @@ class _Call:
         return self.specs[name].shape
 
     def leaves_out(self, result: str) -> bool:
-        """True where the result is (0,): nobody asked for it."""
+        """Whether the result is (0,), because it was not asked for."""
         if result == "preact":
             return self.values["activation"] in ("none", "relu")
         if result in (*_OF_NORM, "dsink") and not self.has(result.removeprefix("d")):

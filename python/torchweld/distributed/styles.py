@@ -14,10 +14,10 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torchweld.nn import GatedLinear, LayerNormLinear, RMSNormLinear
 
-from .collectives import entering, gathering
+from .collectives import copy_to_tp_region, gathering
 from .linears import RowLinear, shard_linear
 from .products import gathered_linear
-from .tensors import local_part, replicated, shard_parameter, sharded_dim
+from .tensors import local_weight, replicated, shard_parameter, sharded_dim
 
 
 class Placed(NamedTuple):
@@ -44,7 +44,7 @@ class _Columns:
         whole = isinstance(x, DTensor) or placed.input.is_partial()
         if not whole and placed.input.is_shard():
             dim = sharded_dim("NormColwise: input_layouts", placed.input, x)
-            norm = entering(mesh, *norm)
+            norm = copy_to_tp_region(mesh, *norm)
             if norm and dim < x.dim() - 1:
                 # NOTE: of many rows the norm is a pass of its own in the op too, over all of them.
                 normed, columns = self.norm_rows(x, *norm), (self.weight, self.bias)
@@ -52,10 +52,10 @@ class _Columns:
                 return self.as_placed(y)
             x = gathering(mesh, dim, x)
         elif whole:
-            x, norm = replicated(mesh, x, placed.input), entering(mesh, *norm)
+            x, norm = replicated(mesh, x, placed.input), copy_to_tp_region(mesh, *norm)
         else:
-            x, *norm = entering(mesh, x, *norm)
-        columns = local_part(self.weight), local_part(self.bias)
+            x, *norm = copy_to_tp_region(mesh, x, *norm)
+        columns = local_weight(self.weight), local_weight(self.bias)
         return self.as_placed(self.compute(x, *columns, *norm))
 
     def as_placed(self, y: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -72,8 +71,8 @@ def full_tensor(t: DTensor) -> Tensor:
             parts = [torch.empty_like(whole) for _ in range(mesh.shape[dim])]
             dist.all_gather(parts, whole.contiguous(), group=group)
             split = getattr(placement, "split_factor", 1)
-            pieces = [part.chunk(split, placement.dim) for part in parts]
-            whole = torch.cat([p for row in zip(*pieces, strict=True) for p in row], placement.dim)
+            chunks = [part.chunk(split, placement.dim) for part in parts]
+            whole = torch.cat([p for row in zip(*chunks, strict=True) for p in row], placement.dim)
     return whole
 
 
@@ -98,17 +97,15 @@ def sharded_dim(argument: str, placement: Placement, x: Tensor) -> int:
     return placement.dim % x.dim()
 
 
-# Below are functions that take a parameter's part and hand the gradient to the parameter.
+# Below are functions for an autograd.Function that takes a DTensor parameter as it is and returns a
+# DTensor as its gradient.
 #
-# NOTE: a DTensor's `to_local()` takes the host 80 us forward and backward, most of it on the
-# gradient's way through the engine; this takes 10. The engine gets a gradient only where somebody
-# looks on: hooks of the parameter, torch.autograd.grad, gradients of gradients. Python can't see
-# hooks of the accumulating node: they find no gradient.
+# NOTE: `to_local()` adds two nodes to the graph and takes the host 80 us, forward and backward.
 
 
-def takes_gradients(t: Tensor | None) -> bool:
-    """Whether :func:`hand_over` serves a tensor: a parameter that is a DTensor. Traced code has its
-    own ways.
+def is_dtensor_parameter(t: Tensor | None) -> bool:
+    """Whether a tensor is a DTensor parameter that a Function can take. Compiled code uses
+    `to_local()`.
     """
     return (
         isinstance(t, DTensor)
@@ -124,125 +121,90 @@ def local_of(t: Tensor | None) -> Tensor | None:
     return t._local_tensor if isinstance(t, DTensor) else t
 
 
-def parameter_of(t: Tensor | None) -> Tensor | None:
-    """What :func:`hand_over` takes for a tensor."""
+def parameter_of(t: Tensor | None) -> DTensor | None:
+    """The DTensor that :func:`gradient_of` places a gradient as; None for a plain tensor."""
     return t if isinstance(t, DTensor) else None
 
 
-def handing_over(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`once_differentiable` for a backward that calls :func:`hand_over`. It computes in the dtypes
-    that forward had, also inside autocast.
+def once_outside_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`once_differentiable` for a backward that computes in the dtypes of forward, also where it is
+    called inside of autocast.
     """
     once = once_differentiable(backward)
 
-    def recording(ctx: Any, *grads: Tensor) -> Any:
-        if torch.compiler.is_compiling():
-            return once(ctx, *grads)
-        ctx.makes_graph, device = torch.is_grad_enabled(), grads[0].device.type
-        if not torch.is_autocast_enabled(device):
+    def without_autocast(ctx: Any, *grads: Tensor) -> Any:
+        device = grads[0].device.type
+        if torch.compiler.is_compiling() or not torch.is_autocast_enabled(device):
             return once(ctx, *grads)
         with torch.autocast(device, enabled=False):
             return once(ctx, *grads)
 
-    return recording
+    return without_autocast
 
 
-def hand_over(ctx: Any, place: int, parameter: Tensor | None, grad: Tensor) -> Tensor | None:
-    """Adds a part's gradient to its parameter, where it goes nowhere else.
+def gradient_of(parameter: DTensor | None, grad: Tensor) -> Tensor:
+    """What backward returns for a parameter, from the gradient of its local tensor.
 
     Args:
-        ctx: of the function whose backward this is, a :func:`handing_over`.
-        place: the parameter's, among the tensors that the function took.
-        parameter: what :func:`takes_gradients`; None for a plain tensor.
-        grad: the gradient, which nobody else keeps.
-
-    Returns:
-        What backward returns for the parameter.
+        parameter: What :func:`parameter_of` gave; None for a plain tensor.
+        grad: A new tensor, which nothing else holds.
     """
     if parameter is None:
         return grad
     local = parameter._local_tensor
-    # As the engine keeps gradients: of the parameter's dtype, in its layout.
+    # As the engine keeps gradients: in the parameter's dtype and layout.
     if grad.stride() != local.stride() or grad.dtype != local.dtype:
         grad = torch.empty_like(local).copy_(grad)
-    placed = DTensor(grad, parameter._spec, requires_grad=False)
-    hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    if hooked or ctx.makes_graph:  # which can't be made: the engine says so
-        return placed
-    if parameter.grad_dtype not in (None, grad.dtype):  # FSDP2's mixed precision
-        return placed
-    try:
-        runs = torch._C._will_engine_execute_node(ctx.next_functions[place][0])
-    except RuntimeError:  # torch.autograd.grad
-        runs = False
-    if not runs:
-        return placed
-    if parameter.grad is None:
-        parameter.grad = placed
-    else:
-        parameter.grad += placed
-    return None
+    return DTensor(grad, parameter._spec, requires_grad=False)
 
 
 class _LocalPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor) -> Tensor:
-        ctx.parameter = parameter
+    def forward(ctx: Any, parameter: DTensor, copies: bool) -> Tensor:
+        ctx.parameter, ctx.copies = parameter, copies
         return local_of(parameter).detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor | None:
-        parameter, ctx.makes_graph = ctx.parameter, False
-        if torch.is_grad_enabled():
-            spec = parameter._spec
-            return DTensor.from_local(
-                grad,
-                spec.mesh,
-                spec.placements,
-                run_check=False,
-                shape=spec.shape,
-                stride=spec.stride,
-            )
-        if grad._use_count() > _one_owner():
-            grad = grad.clone()
-        return hand_over(ctx, 0, parameter, grad)
-
-
-class _CountedOwners(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, counts: list[int]) -> Tensor:
-        ctx.counts = counts
-        return t.detach()
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.counts.append(grad._use_count())
-        return grad, None
-
-
-@functools.cache
-def _one_owner() -> int:
-    """References to a gradient in `backward` that nobody keeps; versions of torch differ."""
-    counts: list[int] = []
-    with torch.inference_mode(False), torch.enable_grad():
-        t = torch.ones(1, device="cpu", requires_grad=True)
-        (_CountedOwners.apply(t, counts) * 2).backward()
-    return counts[0]
+        if not torch.is_grad_enabled():
+            return gradient_of(ctx.parameter, grad.clone() if ctx.copies else grad), None
+        spec = ctx.parameter._spec
+        placed = DTensor.from_local(
+            grad,
+            spec.mesh,
+            spec.placements,
+            run_check=False,
+            shape=spec.shape,
+            stride=spec.stride,
+        )
+        return placed, None
 
 
 def local_part(parameter: Tensor | None) -> Tensor | None:
-    """A process's part of a parameter, the whole of a plain one."""
+    """A process's part of a parameter, the whole of a plain one.
+
+    NOTE: the gradient is copied, because autograd may hand one tensor to several parameters. A
+    DTensor around it hides from autograd that it is shared; torch's `to_local` does not copy.
+    """
+    return _local_part(parameter, copies=True)
+
+
+def local_weight(parameter: Tensor | None) -> Tensor | None:
+    """`local_part` for a matmul, whose gradient is a tensor of its own and is not copied."""
+    return _local_part(parameter, copies=False)
+
+
+def _local_part(parameter: Tensor | None, copies: bool) -> Tensor | None:
     if not isinstance(parameter, DTensor):
         return parameter
-    if torch.is_grad_enabled() and takes_gradients(parameter):
-        _one_owner()  # here, because it runs a backward of its own
-        return _LocalPart.apply(parameter)
+    if torch.is_grad_enabled() and is_dtensor_parameter(parameter):
+        return _LocalPart.apply(parameter, copies)
     return parameter.to_local()
 
 
-def leaf(parameter: Tensor | None) -> Tensor | None:
-    """A parameter for a function that hands gradients over itself, or its part."""
-    return parameter if takes_gradients(parameter) else local_part(parameter)
+def function_input(parameter: Tensor | None) -> Tensor | None:
+    """A DTensor parameter as it is, for a Function that uses :func:`gradient_of`; else its part."""
+    return parameter if is_dtensor_parameter(parameter) else local_part(parameter)
 
 
 def shard_parameter(

@@ -102,7 +102,7 @@ def _list(places: list[tuple[str, Any]], seen: Any, report: FuseReport) -> bool:
     """Puts places into the report by what they ran, and says whether any is replaced.
 
     Args:
-        places: ``(path, what measure.note was told of)``.
+        places: ``(path, what measure.note was given)``.
         seen: What was measured, None where nothing was.
         report: It has ``ops`` of the places already.
     """

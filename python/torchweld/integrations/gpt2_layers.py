@@ -2,7 +2,7 @@
 
 A step of generation computes so little that the GPU waits for the host. So what a stock layer does
 in every call and changes nothing is left out: looking its attention function up, six views where
-three do, modules that hand on what they get. A module that somebody hooked, replaced or wrapped is
+three do, modules that hand on what they get. A module that was hooked, replaced or wrapped is
 called as it is.
 """
 

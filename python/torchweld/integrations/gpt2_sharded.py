@@ -28,27 +28,27 @@ class ShardedConv1D(Conv1D):
         """What a process computes with; the gradients to x and ``shared`` are sums over all."""
         from torch.distributed.tensor import DTensor
 
-        from torchweld.distributed.collectives import entering
-        from torchweld.distributed.tensors import local_part
+        from torchweld.distributed.collectives import copy_to_tp_region
+        from torchweld.distributed.tensors import local_part, local_weight
 
         mesh, shards = weight.device_mesh, type(bias) is DTensor
-        x, whole, *shared = entering(mesh, x, None if shards else bias, *shared)
+        x, whole, *shared = copy_to_tp_region(mesh, x, None if shards else bias, *shared)
         if shards:
             bias = local_part(bias)
         else:
             parts = whole.view(_PARTS, mesh.size(), -1)
             bias = parts[:, mesh.get_local_rank()].flatten()
-        return x, local_part(weight), bias, *shared
+        return x, local_weight(weight), bias, *shared
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.placements[0].dim == 1:
             x, weight, bias = self.columns(x, self.weight, self.bias)
             return torch.nn.functional.linear(x, weight.t(), bias)
-        from torchweld.distributed.collectives import leaving
-        from torchweld.distributed.tensors import local_part
+        from torchweld.distributed.collectives import reduce_from_tp_region
+        from torchweld.distributed.tensors import local_weight
 
-        y = torch.matmul(x, local_part(self.weight))
-        return leaving(self.weight.device_mesh, y) + self.bias.to(y.dtype)
+        y = torch.matmul(x, local_weight(self.weight))
+        return reduce_from_tp_region(self.weight.device_mesh, y) + self.bias.to(y.dtype)
 
     def __repr__(self) -> str:
         return f"ShardedConv1D(nf={self.nf}, nx={self.nx})"

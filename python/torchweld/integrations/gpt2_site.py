@@ -18,7 +18,7 @@ from .gpt2_sharded import ShardedConv1D
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether something of somebody else's runs with a module.
+    """Whether a hook runs with a module.
 
     It would see values that the fusion changes or never computes; or it is what brings the
     module's parameters to the device and takes them away again, as accelerate's offloading does,
@@ -92,7 +92,7 @@ class Site(nn.Module):
             linear=linear,
             act=act,
             activation=activation,
-            # Of the two modules that hold the site.
+            # The paths of the two modules that hold the site.
             places=(norm_name, "mlp" if owner_name == "mlp" else f"{owner_name}.{linear_name}"),
         )
 

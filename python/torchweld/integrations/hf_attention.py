@@ -46,7 +46,7 @@ MAYBE_PACKED = (
     "transformers can't tell here if position_ids hold packed sequences (torch.compile, export or "
     "tracing, without a mask and without a cache)"
 )
-# Of a mask that nobody says anything else of.
+# The reason for a mask that is not described any further.
 GIVEN_4D = "the attention mask is 4-D (given so, or made so under torch.compile)"
 
 

@@ -137,7 +137,7 @@ def attention(
 
 
 def _check_positions(context: Any, query: Tensor, given: Tensor | None) -> None:
-    """Models that are not told count positions from 0 in every process. Once a forward pass."""
+    """Refuses positions that a model counts from 0 in every process. Runs once a forward pass."""
     from torchweld.distributed.sequence import local_positions
 
     if given is None:

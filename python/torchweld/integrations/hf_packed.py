@@ -1,4 +1,4 @@
-"""Packed documents as flash attention is told of them: ``cu_seq_lens_q`` and ``cu_seq_lens_k``.
+"""Packed documents in the form that flash attention takes: ``cu_seq_lens_q``, ``cu_seq_lens_k``.
 
 ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` makes them, and models hand them to
 every layer's attention function. They hold whatever cache or mask there is, so they are used there

@@ -12,7 +12,8 @@ from torch import nn
 # Each call of a layer: None where it ran torchweld's op, else what ran instead and why.
 Seen = dict[nn.Module, list[str | None]]
 
-# None unless somebody watches. Layers ask before they call `note`: a step waits for the host.
+# None unless a sample batch is measured. Layers test it before they call `note`, which costs host
+# time.
 seen: Seen | None = None
 
 

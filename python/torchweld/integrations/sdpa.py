@@ -197,7 +197,7 @@ class Kernels:
         if library is not None:
             library._destroy()
         order, self._order = self._order, None
-        # Where somebody has set another order since, that one stays.
+        # An order that was set since then stays.
         if order is not None and torch._C._get_sdp_priority_order() == order[1]:
             torch._C._set_sdp_priority_order(order[0])
 

@@ -72,8 +72,8 @@ def attention(
             packed documents (`key_start_from_positions`, `key_start_from_documents`). Not with
             leftpad. Without causal one start a sequence, expanded over its rows.
         key_end: int32 `(batch,)` on the same device: how many keys each sequence has, the others
-            are never read: the lengths of a batch padded on the right, or of a cache with room
-            behind its tokens.
+            are never read: the lengths of a batch padded on the right, or of a cache with free
+            places behind its tokens.
         window: at least 1: row i sees the `window` keys up to its own position, without causal as
             many on the other side too.
         softcap: above 0: scores become `softcap * tanh(score / softcap)` before the mask.
@@ -126,7 +126,7 @@ def attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """`attention`, and the logarithm of each row's sum of exponentials; both have gradients.
 
-    Results of parts of the keys are joined by it, as ring attention does: with `out, lse` of two
+    It combines results of parts of the keys, as ring attention does: with `out, lse` of two
     parts the whole is `(out1 * exp(lse1) + out2 * exp(lse2)) / (exp(lse1) + exp(lse2))`.
 
     Args: those of `attention`.

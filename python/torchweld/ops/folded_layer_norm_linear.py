@@ -161,7 +161,7 @@ class FoldedLayerNormLinear(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
-        # The same where loading rounds the weight.
+        # Loading may round the weight, so the row sums are computed again.
         super()._load_from_state_dict(state_dict, prefix, *args)
         given, weight = state_dict.get(prefix + "folded_weight"), self.folded_weight
         if given is not None and given.dtype != weight.dtype and weight.device.type != "meta":

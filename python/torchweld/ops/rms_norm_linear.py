@@ -161,7 +161,7 @@ def _eps_of(norm: nn.Module, linear: nn.Linear, owner: str) -> float | None:
     if not isinstance(eps, float) or not hasattr(norm, "weight"):
         return None
     refuse_other(owner, "module[0]", "an RMSNorm", norm, type(norm))
-    # Of one more parameter, buffer or module nobody knows what it will do once it is trained.
+    # What another parameter, buffer or module does once it is trained is unknown.
     if [(n, p.shape) for n, p in norm.named_parameters()] != [("weight", shape)]:
         return None
     if any(True for _ in norm.children()) or any(True for _ in norm.buffers()):
@@ -192,7 +192,7 @@ def _weight_offset(norm: nn.Module, eps: float) -> int | None:
         x = torch.randn(2, 3, width, generator=generator, dtype=torch.float32) * size
         try:
             outs = [copied.train(mode)(x) for mode in (True, False)]
-        except Exception:  # somebody else's forward, which may want other arguments
+        except Exception:  # a custom forward may want other arguments
             return None
         for offset in (0, 1):
             expected = nn.functional.rms_norm(x, (width,), weight + offset, eps)
