@@ -92,6 +92,7 @@ lint: $(TOOLS)
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(IN_VENV) clang-format --dry-run -Werror $(CXX_SOURCES)
+	@$(RUN) tools/words.py
 	@echo "lint: clean"
 
 docs: $(SETUP) $(TOOLS) $(DOCS)

@@ -184,7 +184,7 @@ class BuildExt(cpp_extension.BuildExtension):
 
     def run(self):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        # A .cpp with torch's headers takes about 1 GiB to compile; 1.5 leaves room for nvcc.
+        # A .cpp with torch's headers takes about 1 GiB to compile; 1.5 leaves memory for nvcc.
         jobs = max(1, min(cores, int(free_memory_gib() / 1.5)))
         os.environ["MAX_JOBS"] = os.environ.get("MAX_JOBS") or str(jobs)
         what = "with CUDA" if WITH_CUDA else f"for CPU only ({NO_CUDA})"
@@ -220,7 +220,9 @@ def generated_sources(listed):
 def extensions():
     cxx = ["-O3", "-g0", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisibility=hidden"]
     cxx.append("-DAT_PER_OPERATOR_HEADERS")  # torch's headers include only the ops that they use
-    nvcc = ["-O3", "-lineinfo", "--expt-relaxed-constexpr", "-Xcompiler=-fvisibility=hidden"]
+    nvcc = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fvisibility=hidden"]
+    if env_flag("TORCHWELD_LINEINFO"):  # for profilers; the compressed library doubles in size
+        nvcc.append("-lineinfo")
     if WITH_CUDA and nvcc_version() >= (12, 8):
         # A third of the library's size. `size` would save another 30 %, but takes 60 s.
         nvcc += ["--compress-mode=balance", "-Xfatbin=-compress-all"]

@@ -151,7 +151,7 @@ def check_file(
     for arch, gencode in ARCHS.items():
         with tempfile.TemporaryDirectory() as folder:
             done = subprocess.run(
-                [nvcc, "-O3", "-lineinfo", "-std=c++17", "--expt-relaxed-constexpr"]
+                [nvcc, "-O3", "-std=c++17", "--expt-relaxed-constexpr"]
                 + ["-DTORCHWELD_CUDA", f"-I{ROOT / 'csrc'}", "-Xptxas=-v", f"-gencode={gencode}"]
                 + ["-cubin", str(source), "-o", str(Path(folder) / "out.cubin")],
                 capture_output=True,

@@ -97,8 +97,8 @@ def main(argv: list[str] | None = None) -> int:
         lines = done.stdout.strip().splitlines()
         if done.returncode or any("SUMMARY" in line and " 0 " not in line for line in lines):
             reports += 1
-            told = [line for line in lines if "at " in line and "Host Frame" not in line]
-            print("\n".join(list(dict.fromkeys(told))[:30]))
+            reports = [line for line in lines if "at " in line and "Host Frame" not in line]
+            print("\n".join(list(dict.fromkeys(reports))[:30]))
         seconds = time.monotonic() - start
         print(f"{tool}: {lines[-1] if lines else 'no output'} ({seconds:.0f} s)", flush=True)
     return 1 if reports else 0

@@ -70,7 +70,7 @@ TABLE = [
         + each(dtype=("tf32",), kind=("pingpong_2ctas",), tile=(0,))
         + each(dtype=("tf32",), kind=("pingpong",), tile=(1,))
         + each(dtype=("tf32",), kind=("cooperative",), tile=(2,))
-        + each(dtype=("float32",), kind=("pieces",), tile=(6,)),
+        + each(dtype=("float32",), kind=("bf16x3",), tile=(6,)),
     ),
     Family(
         "gemm_rows_$dtype",

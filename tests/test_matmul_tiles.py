@@ -73,8 +73,8 @@ def test_few_rows_have_an_engine():
         (dict(k=2**31), "K is more than"),
         (dict(shared_limit=65536), "too much shared memory"),
         (dict(normed=1, k=1544), "more than 1536 columns"),
-        (dict(normed=1, k=12), "whole 16-byte pieces"),
-        (dict(normed=1, k=0), "whole 16-byte pieces"),
+        (dict(normed=1, k=12), "whole 16-byte chunks"),
+        (dict(normed=1, k=0), "whole 16-byte chunks"),
     ):
         assert reason in refusal("matmul", problem("matmul", **few | fields), "rows 16x16")
 
@@ -99,7 +99,7 @@ def test_reasons_of_a_matmul():
     assert refusal("matmul", LINEAR, "sync 256x128") == ""
     assert "float32 alone" in refusal("matmul", LINEAR, "sync float32 64x128")
     single = problem("matmul", math=MATHS["float32"])
-    assert "pieces of float32" in refusal("matmul", single, "sync 256x128")
+    assert "bf16 terms of float32" in refusal("matmul", single, "sync 256x128")
     small = problem("matmul", shared_limit=65536)
     assert (
         refusal("matmul", small, "sync 256x128")

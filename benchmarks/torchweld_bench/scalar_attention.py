@@ -32,7 +32,7 @@ def _vectors(n: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _eager_fits(n: int, dtype: torch.dtype) -> bool:
-    """Whether the scores, their softmax and spare room fit in memory."""
+    """Whether the scores, their softmax and spare memory fit in memory."""
     return 3 * n * n * dtype.itemsize < torch.cuda.mem_get_info()[0]
 
 

@@ -7,9 +7,9 @@
 
 namespace torchweld {
 
-// A flag is up where it holds the launch's own number: nobody clears them first (block_flags of
-// core/counters.h).
-// NOTE: whoever has waited for a flag takes it down, so that a captured launch may be replayed.
+// A flag is set when it holds the launch's own number, so flags are not cleared first (block_flags
+// of core/counters.h).
+// NOTE: the block that waited for a flag clears it, so that a captured launch may be replayed.
 struct BlockFlags {
   uint64_t* flags;
   uint64_t number;  // next_launch_number()

@@ -83,7 +83,7 @@ __device__ __forceinline__ void mma_16816<__nv_bfloat16>(float (&d)[4], const ui
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The same for m16n8k8: the first half of the fragments.
+// d += a @ b for m16n8k8: the first half of the fragments.
 template <typename T>
 __device__ __forceinline__ void mma_1688(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b);
 template <>
@@ -148,11 +148,11 @@ __device__ __forceinline__ void copy_async_8(uint32_t s_to, const void* g_from, 
                : "memory");
 }
 
-// Two fp32 values as pairs of bf16 with high + middle + low equal to them. Products of pieces are
-// exact in a tensor core's sums, where those of TF32's halves are not.
-// NOTE: `cross` stands for high in the products with the other operand's smaller pieces.
+// Two fp32 values as pairs of bf16 with high + middle + low equal to them. Products of these terms
+// are exact in a tensor core's sums; products of TF32 halves are not.
+// NOTE: `cross` replaces high in the products with the other operand's smaller terms.
 // kHandlesNonFinite: it is 0 where a value is inf or NaN, because high * high carries those and inf
-// * 0 would turn an inf into NaN; and a value that rounds to inf is cut instead. Without
+// * 0 would turn an inf into NaN; and a value that rounds to inf is truncated instead. Without
 // kHandlesNonFinite such values make `check` NaN.
 template <bool kHandlesNonFinite>
 struct SplitBf16 {
@@ -186,7 +186,7 @@ struct SplitBf16 {
   }
 };
 
-// A fragment of m16n8k16 whose values are fp32, as the pieces of its pairs: kPairs is 4 for A, 2
+// A fragment of m16n8k16 whose values are fp32, as the terms of its pairs: kPairs is 4 for A, 2
 // for B.
 template <int kPairs, bool kHandlesNonFinite>
 struct SplitFragment {
@@ -201,9 +201,9 @@ struct SplitFragment {
   }
 };
 
-// d += a @ b to fp32 accuracy, in six products of pieces.
-// NOTE: tensor cores truncate when they accumulate. The largest pieces, whose products are exact,
-// and the rest have sums of their own, which join the running one by additions that round.
+// d += a @ b to fp32 accuracy, in six products of terms.
+// NOTE: tensor cores truncate when they accumulate. The largest terms, whose products are exact,
+// and the rest have sums of their own; additions that round add them to the running sum.
 template <bool kHandlesNonFinite>
 __device__ __forceinline__ void mma_split(float (&d)[4],
                                           const SplitFragment<4, kHandlesNonFinite>& a,
@@ -220,13 +220,13 @@ __device__ __forceinline__ void mma_split(float (&d)[4],
   for (int i = 0; i < 4; ++i) d[i] += sum[i] + rest[i];
 }
 
-// The same for values that were split before, or are finite.
+// d += a @ b for values that are split already, or finite.
 template <int kPairs>
 struct TermFragment {
   uint32_t high[kPairs], middle[kPairs], low[kPairs];
 
   __device__ __forceinline__ void set(int pair, float x, float y) {
-    float check = 0.f;  // nobody asks
+    float check = 0.f;  // unused
     const SplitBf16<false> split(x, y, check);
     high[pair] = split.high;
     middle[pair] = split.middle;
@@ -235,11 +235,11 @@ struct TermFragment {
 };
 
 // part = a @ b to fp32 accuracy for kM x 2 kPairs tiles, whose chains of products run side by side.
-// The largest pieces come last, on top of the others' sum: what is truncated there is less than the
-// tensor core cuts off of a sum anyway.
-// NOTE: `handles_non_finite` is for fragments with inf or NaN, whose smaller pieces are 0: the
-// products of the largest pieces alone are what torch gives there, where those of inf and 0 would
-// be NaN.
+// The largest terms come last, on top of the others' sum: the truncation there is below the tensor
+// core's own.
+// NOTE: `handles_non_finite` is for fragments with inf or NaN, whose smaller terms are 0: the
+// products of the largest terms alone are torch's results there; products of inf and 0 would be
+// NaN.
 template <int kM, int kPairs>
 __device__ __forceinline__ void mma_terms(float (&part)[kM][2 * kPairs][4],
                                           const TermFragment<4> (&a)[kM],

@@ -29,7 +29,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// The same in one instruction; subnormal results become 0.
+// 2^x in one instruction; subnormal results become 0.
 __device__ __forceinline__ float exp2_approx_ftz(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -12,7 +12,7 @@ namespace torchweld {
 
 constexpr int kVectorBytes = 16;
 
-// Where a pointer into shared memory points, as instructions want it told.
+// The 32-bit shared-memory address of a pointer, as instructions take it.
 __device__ __forceinline__ uint32_t shared_address(const void* s_pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(s_pointer));
 }

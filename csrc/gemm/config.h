@@ -29,7 +29,8 @@ struct GemmChoice {
     if (splits == kStreamK) return sm90_workspace_floats(p, kSm90Tiles[tile]);
     return splits == 1 ? 0 : splits * p.batch * p.m * gemm_sum_width(p.n, p.gated);
   }
-  // Of the sums of a's rows, which the kernel makes beside the product; 0 where it can't.
+  // Bytes of the partial sums of a's rows, which the kernel makes beside the product; 0 where it
+  // can't.
   int64_t row_parts(const GemmProblem& p) const {
     if (engine != GemmEngine::kSm90 || !kSm90Tiles[tile].sums_rows(p)) return 0;
     return kSm90Tiles[tile].tiles_n(p.m, p.width());

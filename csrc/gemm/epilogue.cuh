@@ -1,8 +1,8 @@
-// What happens to groups of 8 finished sums: bias, pre-activation, activation or gate, rounding.
-// The matmul kernels and the sum of a split product share it.
+// The epilogue of groups of 8 finished sums: bias, pre-activation, activation or gate, rounding.
+// The matmul kernels and the reduction of a split product share it.
 //
-// What is to be done is a switch at run time, not a template parameter. The sums of a work tile go
-// through shared memory anyway, to be stored in 16-byte pieces; there a switch outside of the loop
+// The activation is a switch at run time, not a template parameter. The sums of a work tile go
+// through shared memory anyway, to be stored in 16-byte chunks; there a switch outside of the loop
 // over 8 values costs nothing, and a kernel compiles once for all activations and gates.
 #pragma once
 
@@ -154,14 +154,14 @@ class GroupWriter {
 
   template <typename U>
   __device__ __forceinline__ void load_values(float (&v)[kGroup], const U* g_from) const {
-    constexpr int kPiece = 16 / sizeof(U);
+    constexpr int kChunk = 16 / sizeof(U);
     const bool interleaved = p_.epilogue.interleaved;
     if (columns_ == kGroup && !interleaved && reinterpret_cast<uintptr_t>(g_from) % 16 == 0) {
 #pragma unroll
-      for (int i = 0; i < kGroup; i += kPiece) {
-        const auto piece = load_vec<U, kPiece>(g_from + i);
+      for (int i = 0; i < kGroup; i += kChunk) {
+        const auto chunk = load_vec<U, kChunk>(g_from + i);
 #pragma unroll
-        for (int j = 0; j < kPiece; ++j) v[i + j] = to_float(piece.values[j]);
+        for (int j = 0; j < kChunk; ++j) v[i + j] = to_float(chunk.values[j]);
       }
       return;
     }

@@ -14,8 +14,8 @@
 namespace torchweld {
 
 // NOTE: the base, the batch stride and whichever of row_stride and k_stride is not 1 are multiples
-// of 16 bytes, and the dim whose stride is 1 has whole 16-byte pieces (of K: memory to fill the
-// last one, with zeros behind K). layers/matmul.cpp copies what is not so.
+// of 16 bytes, and the dim whose stride is 1 has whole 16-byte chunks (of K: memory to fill the
+// last one, with zeros behind K). layers/matmul.cpp copies other operands.
 struct GemmOperand {
   const void* data;
   int64_t row_stride;    // elements from one row (M or N) to the next
@@ -35,7 +35,7 @@ struct GemmEpilogue {
 };
 
 // A norm of a's rows before the product, see norm/norm.h; the engine for few rows alone takes it.
-// scale and shift have the operands' dtype, K is in whole 16-byte pieces.
+// scale and shift have the operands' dtype, K is in whole 16-byte chunks.
 struct GemmNorm {
   bool given = false, centred = false;
   float eps = 0;
@@ -61,7 +61,7 @@ struct GemmParams {
   float* row_parts;  // where asked for: parts of the sums of a's rows, (choice.row_parts(...), M)
 };
 
-// Of memory for operands that the chosen engine writes anew; 0 where they go in as they are.
+// Bytes for the operands that the chosen engine rewrites; 0 where it reads them in place.
 int64_t gemm_written_bytes(const GemmParams& params);
 
 // Throws std::runtime_error where the launch fails. Sizes are at least 1.

@@ -8,7 +8,7 @@
 
 namespace torchweld {
 
-// How operands are multiplied. kFloat32 splits them into three bf16 pieces: fp32 accuracy on tensor
+// How operands are multiplied. kFloat32 splits them into three bf16 terms: fp32 accuracy on tensor
 // cores.
 enum class GemmMath : int8_t { kFloat16, kBFloat16, kTf32, kFloat32 };
 

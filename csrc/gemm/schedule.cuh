@@ -7,7 +7,7 @@
 
 namespace torchweld {
 
-// Bands of tiles that are walked together, in rows of y.
+// Rows of y in a band of tiles that are scheduled together.
 inline constexpr int kBandRows = 2048;
 
 // How the work is laid out: tiles in bands, then splits, then batches.

@@ -1,4 +1,5 @@
-// What the rooms around one matmul share: x (..., K), weight (N, K), bias (N,), y (..., N).
+// Checks and allocations of the ops around one matmul: x (..., K), weight (N, K), bias (N,), y
+// (..., N).
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -23,7 +24,7 @@ inline Tensor empty_result(const Tensor& like, c10::SymIntArrayRef sizes) {
   return at::empty_symint(sizes, like.options());
 }
 
-// The gradient of x, contiguous; (0,) where nobody asked.
+// The gradient of x, contiguous; (0,) where it is not requested.
 inline Tensor empty_input_grad(const Tensor& x, bool wanted) {
   return wanted ? at::empty_symint(x.sym_sizes(), x.options()) : at::empty({0}, x.options());
 }

@@ -127,8 +127,8 @@ inline void matmul_into_cpu(Tensor& to, const Tensor& a, const Tensor& b) {
   at::mm_out(to, a, b);
 }
 
-// The gradients of linear_into into tensors of linear_common.h; those of size (0,) where nobody
-// asked are left alone. dz (rows, N), x (rows, K).
+// The gradients of linear_into into tensors of linear_common.h; tensors of size (0,) are
+// not requested and stay as they are. dz (rows, N), x (rows, K).
 inline void linear_backward_into(Tensor& dx, Tensor& dweight, Tensor& dbias,
                                  const std::array<bool, 3>& wanted, const Tensor& dz,
                                  const Tensor& x, const Tensor& weight) {

@@ -1,6 +1,6 @@
-// Operands that cp.async can't read in whole 16-byte pieces are copied first: odd K, odd strides,
-// misaligned bases. To read them in place would need a variable source size, which costs ten
-// instructions a piece in every product.
+// Operands that cp.async can't read in whole 16-byte chunks are copied first: odd K, odd strides,
+// misaligned bases. Reading them in place would need a variable source size, which costs ten
+// instructions a chunk in every product.
 #include "layers/matmul.h"
 
 #ifdef TORCHWELD_CUDA
@@ -23,30 +23,30 @@
 namespace torchweld {
 namespace {
 
-// Elements of a 16-byte piece, in which the kernels read.
-int64_t piece_of(const Tensor& t) { return 16 / t.element_size(); }
+// Elements of a 16-byte chunk, the kernels' unit of loads.
+int64_t chunk_of(const Tensor& t) { return 16 / t.element_size(); }
 
-// (batch, rows, K) with strides that the kernels take, or a copy with K adjacent and filled up with
-// zeros to whole pieces.
+// (batch, rows, K) with strides that the kernels take, or a K-major copy that is filled up with
+// zeros to whole chunks.
 struct Operand {
   Matrix matrix;
   bool k_major = true;
 
   Operand(const Matrix& t, int64_t halves, bool interleaved) : matrix(t) {
-    const int64_t rows = t.rows, k = t.columns, piece = piece_of(t.tensor);
+    const int64_t rows = t.rows, k = t.columns, chunk = chunk_of(t.tensor);
     const bool base = reinterpret_cast<uintptr_t>(t.tensor.const_data_ptr()) % 16 == 0 &&
-                      (t.batch == 1 || t.batch_stride % piece == 0);
-    if (base && k % piece == 0 && t.column_stride == 1 &&
-        (rows == 1 || t.row_stride % piece == 0)) {
+                      (t.batch == 1 || t.batch_stride % chunk == 0);
+    if (base && k % chunk == 0 && t.column_stride == 1 &&
+        (rows == 1 || t.row_stride % chunk == 0)) {
       return;
     }
     // Eight rows that are read together belong to one half of a gated product.
-    const bool whole = halves == 1 ? rows % piece == 0 : !interleaved && rows / 2 % 8 == 0;
-    if (base && whole && t.row_stride == 1 && (k == 1 || t.column_stride % piece == 0)) {
+    const bool whole = halves == 1 ? rows % chunk == 0 : !interleaved && rows / 2 % 8 == 0;
+    if (base && whole && t.row_stride == 1 && (k == 1 || t.column_stride % chunk == 0)) {
       k_major = false;
       return;
     }
-    const int64_t width = (k + piece - 1) / piece * piece;
+    const int64_t width = (k + chunk - 1) / chunk * chunk;
     const Tensor copy = at::empty({t.batch, rows, width}, t.tensor.options());
     copy.narrow(2, 0, k).copy_(t.view());
     if (width > k) copy.narrow(2, k, width - k).zero_();

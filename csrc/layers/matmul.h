@@ -69,7 +69,7 @@ struct RowNorm {
   OptionalTensor shift = std::nullopt;  // (K,)
 };
 
-// Of each row, fp32 (...); RMSNorm has no mean.
+// Statistics of each row, fp32 (...); RMSNorm has no mean.
 struct RowStatistics {
   OptionalTensor mean = std::nullopt;
   OptionalTensor rstd = std::nullopt;

@@ -17,17 +17,18 @@ namespace torchweld {
 
 // A scratch matrix whose rows start on 16-byte boundaries, so that the matmul takes it as it is.
 inline Tensor empty_matrix(int64_t rows, int64_t n, const Tensor& like) {
-  const int64_t piece = 16 / like.element_size();
-  return at::empty({rows, (n + piece - 1) / piece * piece}, like.options()).narrow(1, 0, n);
+  const int64_t chunk = 16 / like.element_size();
+  return at::empty({rows, (n + chunk - 1) / chunk * chunk}, like.options()).narrow(1, 0, n);
 }
 
-// The same like x's rows: dx's memory, where that is wanted and its rows start so.
+// Rows like x's, aligned for the kernels: dx's memory, where dx is requested and its rows are
+// aligned.
 inline Tensor matrix_under(const Tensor& dx, const Tensor& x) {
   const bool serves = dx.numel() > 0 && x.size(-1) * x.element_size() % 16 == 0;
   return serves ? as_matrix(dx) : empty_matrix(count_rows(x), x.size(-1), x);
 }
 
-// The same for dz, over a pre-activation (..., N) that is given away where its rows start so.
+// Rows for dz: the memory of a donated pre-activation (..., N), where its rows are aligned.
 inline Tensor matrix_over(const Tensor& preact) {
   const bool serves = Donation::gives(preact) && preact.is_contiguous() &&
                       preact.size(-1) * preact.element_size() % 16 == 0;
@@ -38,7 +39,7 @@ inline Tensor empty_floats(int64_t count, const Tensor& like) {
   return at::empty({count}, like.options().dtype(at::kFloat));
 }
 
-// Where a result goes: nullptr for one that nobody asked for, which is undefined or of size (0,).
+// The address of a result; nullptr for one that is not requested: undefined or of size (0,).
 template <typename T = void>
 T* data_if_wanted(const Tensor& t) {
   return t.defined() && t.numel() > 0 ? mutable_data<T>(t) : nullptr;
@@ -103,8 +104,8 @@ inline void row_statistics(const RowNorm& norm, const Tensor& x, double eps,
   run_norm(norm, x, eps, out, {}, {});
 }
 
-// The gradients to x, scale and shift from that to the normalised rows, dy (rows, K), which may be
-// dx's memory. Results of size (0,) are those that nobody asked for.
+// The gradients of x, scale and shift from the gradient of the normalised rows, dy (rows, K), which
+// may share dx's memory. Results of size (0,) are not requested.
 inline void norm_backward_into(const Tensor& dx, const Tensor& dscale, const Tensor& dshift,
                                const RowNorm& norm, const Tensor& dy, const Tensor& x,
                                const RowStatistics& saved) {
@@ -184,8 +185,8 @@ inline void matmul_backward_into(const Tensor& dx, const Tensor& dweight, const 
   if (wants_weight) weight_backward_into(dweight, dbias, dz, rows_of(x));
 }
 
-// The same of z = norm(x) @ weight.T, and those to scale and shift, which have size (0,) where
-// nobody asked. The normalised rows and their gradient are in the same memory, one after the other.
+// The gradients of z = norm(x) @ weight.T, and of scale and shift, which have size (0,) where they
+// are not requested. The normalised rows and then their gradient use the same memory.
 inline void norm_matmul_backward_into(const Tensor& dx, const Tensor& dweight, const Tensor& dbias,
                                       const Tensor& dscale, const Tensor& dshift, bool wants_x,
                                       bool wants_weight, const RowNorm& norm, const Tensor& dz,

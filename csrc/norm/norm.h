@@ -28,7 +28,7 @@ struct NormParams {
   const float* saved_rstd;
   void* y;  // nullptr where only the statistics are asked for
   float* mean;
-  float* rstd;  // nullptr where nobody asks
+  float* rstd;  // nullptr where not requested
   int64_t rows;
   int64_t n;
   int64_t x_row_stride;
@@ -61,8 +61,8 @@ struct NormVectorsBackwardParams {
   const void* x;
   const float* mean;  // nullptr: RMSNorm
   const float* rstd;
-  void* dscale;     // nullptr where nobody asks
-  void* dshift;     // nullptr where nobody asks
+  void* dscale;     // nullptr where not requested
+  void* dshift;     // nullptr where not requested
   float* partials;  // 2 * column_partials(rows, n), see pointwise/column_split.h
   int64_t rows;
   int64_t n;

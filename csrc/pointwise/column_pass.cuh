@@ -87,7 +87,7 @@ __global__ __launch_bounds__(kColumnThreads, kSumsUp ? 3 : 4) void column_pass_k
 
 // Where the sums of add_partials go: column c of sum s to to[s][c * stride].
 struct ColumnSums {
-  void* to[2];  // nullptr where nobody asks
+  void* to[2];  // nullptr where not requested
   int64_t stride;
 };
 

@@ -92,7 +92,7 @@ struct MatrixWork {
   int lanes, lane, group, groups;
   int batch;             // rows
   int64_t column;        // of the thread's access, as if its row had no head
-  int room;              // the longest head with which a row still has that access, -1 if none
+  int last_head;         // the longest head with which a row still has that access, -1 if none
   int kept_head;         // of all rows, where columns are kept
   int64_t waiting_from;  // the first row whose sum waits
   int waiting = 0;       // so many rows of every group
@@ -114,7 +114,7 @@ struct MatrixWork {
         groups(static_cast<int>(blockDim.x) >> log2_of(lanes)),
         batch(groups * kRows),
         column(column_of(lane)),
-        room(static_cast<int>(
+        last_head(static_cast<int>(
             max(int64_t{-1}, min(int64_t{kWholeElems}, args.plan.n - kElems - column)))),
         kept_head(args.plan.head(block.phase)),
         waiting_from(block.begin) {}
@@ -131,7 +131,7 @@ struct MatrixWork {
     return of_lane < kWholeElems ? of_lane < head : of_lane - kWholeElems < tail;
   }
   __device__ __forceinline__ bool has(int head) const {
-    return Config::kEdges ? has_edge(lane, head) : head <= room;
+    return Config::kEdges ? has_edge(lane, head) : head <= last_head;
   }
   __device__ __forceinline__ int64_t row_of(int64_t k) const {
     return block.phase + args.plan.phases * k;

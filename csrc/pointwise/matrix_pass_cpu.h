@@ -89,7 +89,7 @@ struct MatrixOperand {
   Tensor place(int64_t row, int64_t rows, int64_t column, int64_t width) const {
     return block_of(matrix, row, rows, column, width);
   }
-  Tensor room(const Tensor& place) const {
+  Tensor memory(const Tensor& place) const {
     if (!buffer.defined()) return place;
     return block_of(buffer, 0, place.size(0), 0, place.size(1));
   }
@@ -125,18 +125,18 @@ void matrix_task_cpu(const F& f, const MatrixPassTensors& t, const MatrixPassCut
     int64_t from_stride[2] = {}, to_stride = 0;
     for (int i = 0; i < F::kReads; ++i) {
       const Tensor place = in[i].place(row, rows, task.column, task.width);
-      const Tensor room = in[i].room(place);
-      if (in[i].buffer.defined()) room.copy_(place);
-      from[i] = room.template const_data_ptr<A>();
-      from_stride[i] = room.stride(0);
+      const Tensor memory = in[i].memory(place);
+      if (in[i].buffer.defined()) memory.copy_(place);
+      from[i] = memory.template const_data_ptr<A>();
+      from_stride[i] = memory.stride(0);
     }
     A* to = nullptr;
-    Tensor place, room;
+    Tensor place, memory;
     if constexpr (F::kWrites) {
       place = out[0].place(row, rows, task.column, task.width);
-      room = out[0].room(place);
-      to = room.template mutable_data_ptr<A>();
-      to_stride = room.stride(0);
+      memory = out[0].memory(place);
+      to = memory.template mutable_data_ptr<A>();
+      to_stride = memory.stride(0);
     }
     for (int64_t r = 0; r < rows; ++r) {
       const double sum = matrix_row_cpu<A>(
@@ -147,7 +147,7 @@ void matrix_task_cpu(const F& f, const MatrixPassTensors& t, const MatrixPassCut
     }
     if constexpr (F::kColumnSums) keep_sums();
     if constexpr (F::kWrites) {
-      if (out[0].buffer.defined()) place.copy_(room);
+      if (out[0].buffer.defined()) place.copy_(memory);
     }
   }
 }

@@ -16,7 +16,7 @@ struct ActivationBackwardParams {
   const void* dy;
   const void* z;    // y for relu, nullptr for none
   void* dz;         // nullptr for none, where dz is dy
-  void* dbias;      // (n,), nullptr where nobody asks
+  void* dbias;      // (n,), nullptr where not requested
   float* partials;  // column_partials(rows, n), nullptr without dbias
   int64_t rows;
   int64_t n;
@@ -41,7 +41,7 @@ struct GateBackwardParams {
   const void* dy;
   const void* z;
   void* dz;
-  void* dbias;      // nullptr where nobody asks
+  void* dbias;      // nullptr where not requested
   float* partials;  // 2 * column_partials(rows, n), nullptr without dbias
   int64_t rows;
   int64_t n;

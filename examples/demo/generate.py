@@ -65,9 +65,9 @@ def prompts(options: Options, tokens: Tokens, new_tokens: int) -> list[list[int]
 
     They are cut so that prompt and completion fit the context.
     """
-    room = options.context - new_tokens
+    budget = options.context - new_tokens
     if options.text:
-        longest = min(24, room)
+        longest = min(24, budget)
         last = tokens.ids.numel() - longest
         rows = [
             tokens.ids[last * part // 4 :][: longest * part // 4].tolist() for part in (1, 2, 3, 4)
@@ -78,7 +78,7 @@ def prompts(options: Options, tokens: Tokens, new_tokens: int) -> list[list[int]
     used: set[int] = set()
     out = []
     for row in sorted(rows, key=len, reverse=True):
-        length = min(len(row), room)
+        length = min(len(row), budget)
         while length in used and length > 1:
             length -= 1
         used.add(length)
@@ -120,7 +120,7 @@ def generate(
             if alone != done:
                 completion.difference = _explain(pair.fused, row, done, alone, "alone")
         tick("stock, the whole batch")
-        # The same weights through the stock code: two trainings in bfloat16 part by a rounding,
+        # Runs these weights through the stock code: two trainings in bfloat16 part by a rounding,
         # and then so do near ties between tokens.
         trained = {name: t.clone() for name, t in pair.stock.state_dict().items()}
         pair.stock.load_state_dict(pair.fused.state_dict())

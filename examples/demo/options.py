@@ -40,7 +40,7 @@ DTYPES = {
     "bfloat16": "bfloat16",
     "bf16": "bfloat16",
 }
-# Below this the four prompts of different lengths and a completion have no room.
+# Below this the four prompts of different lengths and a completion do not fit.
 MIN_CONTEXT = 16
 # 256 bytes and the end-of-text token.
 MIN_VOCAB = 257

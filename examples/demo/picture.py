@@ -9,7 +9,7 @@ from demo.report import Results, device_name
 from demo.train import Training
 
 _STOCK, _FUSED, _COMPILE = "#8a8f98", "#e4572e", "#2e86ab"
-# Of the op bars, as a multiple of eager time; a longer one is cut and labelled at its side.
+# The longest op bar, as a multiple of eager time; a longer one is cut and labelled at its side.
 _HIGHEST = 2.5
 _TEXT, _GRID = "#2b2d33", "#e4e6ea"
 

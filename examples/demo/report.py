@@ -18,7 +18,7 @@ from demo.optable import OpTable, Row
 from demo.options import Options
 from demo.train import Training
 
-# Of a completion that are printed; demo.json has them all.
+# Lines of a completion that are printed; demo.json has them all.
 _LINES = 6
 
 

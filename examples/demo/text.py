@@ -174,7 +174,7 @@ def _train(text: Text, vocab: int) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_pieces(text.documents), trainer)
+    tokenizer.train_from_iterator(_chunks(text.documents), trainer)
     return tokenizer
 
 
@@ -217,7 +217,7 @@ def checkpoint_tokenizer(folder: Path) -> Any | None:
     return None
 
 
-def _pieces(documents: list[str]) -> Iterator[str]:
+def _chunks(documents: list[str]) -> Iterator[str]:
     """Documents in parts of some 64 KiB that end at line ends, so that all cores get work."""
     for document in documents:
         start = 0
@@ -249,11 +249,11 @@ def encode(text: Text, tokenizer: Any, end_id: int, need: int, seed: int) -> Any
     random.Random(seed).shuffle(order)
     ids: list[int] = []
     for index in order:
-        pieces = list(_pieces([text.documents[index]]))
-        for start in range(0, len(pieces), 16):
+        chunks = list(_chunks([text.documents[index]]))
+        for start in range(0, len(chunks), 16):
             if len(ids) < need:
                 for encoding in tokenizer.encode_batch(
-                    pieces[start : start + 16], add_special_tokens=False
+                    chunks[start : start + 16], add_special_tokens=False
                 ):
                     ids.extend(encoding.ids)
         ids.append(end_id)

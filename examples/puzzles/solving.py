@@ -12,7 +12,7 @@ from puzzles.cases import PUZZLES, Puzzle
 from torchweld._library import require
 from torchweld.testing import mad
 
-# Of the largest result: the sums have at most 200 terms in float32.
+# Relative to the largest result: the sums have at most 200 terms in float32.
 _ALLOWED = 200 * 2.0**-23
 
 

@@ -18,8 +18,8 @@ __device__ __forceinline__ void bulk_load(void* s_to, const void* g_from, uint32
       : "memory");
 }
 
-// The same to the same place in every block of the cluster whose rank's bit is set, and each one's
-// barrier.
+// Multicast: copies to this offset in every CTA of the cluster whose rank's bit is set, and signals
+// each one's barrier.
 __device__ __forceinline__ void bulk_load_to_all(void* s_to, const void* g_from, uint32_t bytes,
                                                  uint64_t* s_barrier, uint16_t ranks) {
   asm volatile(

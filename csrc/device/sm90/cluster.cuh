@@ -22,7 +22,7 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Of a block among those of its cluster, and of the cluster along the grid's first dimension.
+// The rank of a CTA in its cluster, and the cluster's index along the grid's first dimension.
 __device__ __forceinline__ uint32_t rank_in_cluster() {
   uint32_t rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -34,7 +34,7 @@ __device__ __forceinline__ uint32_t cluster_index() {
   return index;
 }
 
-// The same place in the shared memory of the block of that rank.
+// The address in the shared memory of the CTA of that rank.
 __device__ __forceinline__ uint32_t address_in_block(const void* s_at, uint32_t rank) {
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(s_at)), "r"(rank));

@@ -6,7 +6,7 @@
 
 namespace torchweld {
 
-// From here on the next kernel's blocks may begin, where SMs have room and its launch allows it.
+// Lets the next kernel's CTAs start, where SMs have space and its launch allows it.
 __device__ __forceinline__ void griddep_launch_dependents() {
 #if TW_HAS_CLUSTERS
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

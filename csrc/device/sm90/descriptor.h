@@ -1,11 +1,11 @@
-// How wgmma is told of an operand tile in shared memory (matrix descriptors), and where the tile's
-// elements lie under the 128-byte swizzle. Host and device.
+// Matrix descriptors of operand tiles in shared memory for wgmma, and the positions of the tile's
+// elements under the 128-byte swizzle. Host and device.
 //
-// A tile is made of lines of 128 bytes, eight of which are 1024 bytes and start on such a boundary.
-//   K-major   a line is a row (M or N) and holds one step of K; rows follow one another
-//   MN-major  a line is a column (K) of 128 bytes of M or N; columns follow one another, and
-//   stretches
-//             of M or N lie `stretch_bytes` apart
+// A tile consists of swizzle rows of 128 bytes; eight of them are a swizzle atom of 1024 bytes,
+// which starts on such a boundary.
+//   K-major   a swizzle row is a row (M or N) of one k-block; rows follow one another
+//   MN-major  a swizzle row is a column (K) of 128 bytes of M or N; columns follow one another, and
+//             the next 128 bytes of M or N lie `leading_bytes` further
 // Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Shared Memory Layout".
 #pragma once
 
@@ -18,29 +18,29 @@ namespace torchweld {
 inline constexpr int kSwizzleRowBytes = 128, kSwizzleAtomBytes = 1024;
 inline constexpr int kSameValuesBytes = 256;  // that a product of 8 columns reads
 
-// The 16-byte piece of line `line` that holds piece `piece` of it.
-TW_HOST_DEVICE constexpr int swizzled_chunk(int line, int piece) { return piece ^ (line & 7); }
+// The position of 16-byte chunk `chunk` in swizzle row `row`.
+TW_HOST_DEVICE constexpr int swizzled_chunk(int row, int chunk) { return chunk ^ (row & 7); }
 
 // s_tile: where the tile, or the part of it that is to be read, starts in shared memory.
-TW_HOST_DEVICE constexpr uint64_t matrix_descriptor(uint32_t s_tile, uint32_t stretch_bytes) {
+TW_HOST_DEVICE constexpr uint64_t matrix_descriptor(uint32_t s_tile, uint32_t leading_bytes) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kAtom = uint64_t{kSwizzleAtomBytes >> 4} << 32;
-  return kSwizzle128 | kAtom | uint64_t{stretch_bytes >> 4} << 16 | (s_tile & 0x3ffff) >> 4;
+  return kSwizzle128 | kAtom | uint64_t{leading_bytes >> 4} << 16 | (s_tile & 0x3ffff) >> 4;
 }
 
 // K-major: 32 bytes further is the next slice of K (16 16-bit or 8 fp32 values).
 TW_HOST_DEVICE constexpr uint64_t k_major_descriptor(uint32_t s_tile) {
-  return matrix_descriptor(s_tile, 16);  // one line has all of a step: no stretches
+  return matrix_descriptor(s_tile, 16);  // unused: a swizzle row has all of a k-block
 }
 
 // MN-major: 16 lines further is the next slice of K.
-TW_HOST_DEVICE constexpr uint64_t mn_major_descriptor(uint32_t s_tile, uint32_t stretch_bytes) {
-  return matrix_descriptor(s_tile, stretch_bytes);
+TW_HOST_DEVICE constexpr uint64_t mn_major_descriptor(uint32_t s_tile, uint32_t leading_bytes) {
+  return matrix_descriptor(s_tile, leading_bytes);
 }
 
 // Eight columns that hold one value alone, as the bytes from s_values on do.
 TW_HOST_DEVICE constexpr uint64_t same_values_descriptor(uint32_t s_values) {
-  constexpr uint64_t kApart = kSameValuesBytes / 2 >> 4;  // the two pieces of 8 rows and 8 of K
+  constexpr uint64_t kApart = kSameValuesBytes / 2 >> 4;  // the two atoms of 8 rows and 8 of K
   return kApart << 32 | kApart << 16 | (s_values & 0x3ffff) >> 4;
 }
 

@@ -17,7 +17,7 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* s_barrier, uint32_t arri
                : "memory");
 }
 
-// Shows fresh barriers to the copy engine and to the cluster; a barrier of all threads follows.
+// Makes initialised barriers visible to TMA and to the cluster; a barrier of all threads follows.
 __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

@@ -26,8 +26,8 @@ struct PipelineState {
   }
 };
 
-// NOTE: a parity tells a turn only from the one before and after: nobody waits for a stage whose
-// last turn but one he has not seen ended.
+// NOTE: the parity is one bit, so it can't tell phase n from phase n + 2. A thread must observe
+// every phase of a barrier that it waits on.
 template <int kStages>
 struct PipelineBarriers {
   uint64_t full[kStages], empty[kStages];

@@ -16,7 +16,7 @@ __device__ __forceinline__ void store_matrix_4(uint32_t s_row, const uint32_t (&
                : "memory");
 }
 
-// The same, each transposed; lane l gives the
+// Stores four matrices, each transposed; lane l gives the
 // address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrix_4_transposed(uint32_t s_row, const uint32_t (&r)[4]) {
   asm volatile(

@@ -1,4 +1,4 @@
-// What the copy engine (TMA) must know of a tensor in global memory. Torch-free host code.
+// TMA's description of a tensor in global memory. Torch-free host code.
 // Source: CUDA driver API, "Tensor Map Object Management".
 #pragma once
 

@@ -1,6 +1,6 @@
-// Copies of boxes of a tensor between global and shared memory by the copy engine (TMA, tensor
-// maps). Coordinates count elements, the adjacent dimension first; what lies outside of the tensor
-// is read as zeros, counted by the barrier, and not written. Source: PTX ISA, "Data Movement and
+// Copies of boxes of a tensor between global and shared memory by TMA (tensor maps).
+// Coordinates count elements, the contiguous dimension first. Elements outside of the tensor are
+// read as zeros, which the barrier counts, and are not written. Source: PTX ISA, "Data Movement and
 // Conversion Instructions: Tensor copy".
 #pragma once
 
@@ -39,8 +39,8 @@ __device__ __forceinline__ void tma_load(uint32_t s_to, const TensorMap& map, ui
       : "memory");
 }
 
-// The same to the same place in every block of the cluster whose rank's bit is set, and each one's
-// barrier.
+// Multicast: copies to this offset in every CTA of the cluster whose rank's bit is set, and signals
+// each one's barrier.
 __device__ __forceinline__ void tma_load_multicast(uint32_t s_to, const TensorMap& map,
                                                    uint64_t* s_barrier, int x, int y, int z, int w,
                                                    uint16_t ranks) {

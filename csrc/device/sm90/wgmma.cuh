@@ -33,8 +33,8 @@ __device__ __forceinline__ void warpgroup_fence_operand(float (&d)[kSums]) {
   for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Tells the compiler that nobody needs what these sums were: a product that doesn't keep them
-// follows. Without it they hold their registers from the last turn of a loop until then.
+// Tells the compiler that the accumulators' values are dead: the next product has scale_d = 0.
+// Without it they hold their registers from the last iteration of a loop until then.
 template <int kSums>
 __device__ __forceinline__ void discard_accumulators(float (&d)[kSums]) {
 #pragma unroll

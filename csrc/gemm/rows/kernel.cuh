@@ -31,7 +31,7 @@ struct RowsConfig {
   static constexpr int kRows = RowsTile::kRows, kWarps = RowsTile::kWarps;
   static constexpr int kColumns = kT.columns, kStages = kT.stages;
   static constexpr int kHalves = kGated ? 2 : 1, kOwn = kColumns / kHalves;  // columns of y
-  static constexpr int kStep = kKBlockBytes / sizeof(T), kPiece = 16 / sizeof(T);
+  static constexpr int kStep = kKBlockBytes / sizeof(T), kChunk = 16 / sizeof(T);
 
   struct Stage {
     char b[kColumns * kKBlockBytes];
@@ -47,10 +47,11 @@ struct RowsConfig {
   };
 };
 
-// Where a 16-byte piece of a line lies, so that ldmatrix touches every bank once. kLine: pieces.
+// The position of a 16-byte chunk of a row of kLine chunks, so that ldmatrix touches every bank
+// once.
 template <int kLine>
-__device__ __forceinline__ int rows_piece(int line, int piece) {
-  return line * kLine + (piece ^ (line / (8 / kLine) & (kLine - 1)));
+__device__ __forceinline__ int rows_chunk(int line, int chunk) {
+  return line * kLine + (chunk ^ (line / (8 / kLine) & (kLine - 1)));
 }
 
 // Brings the steps of a warp into its ring.
@@ -58,9 +59,9 @@ template <typename Config>
 class RowsLoader {
   using T = typename Config::T;
   using Stage = typename Config::Stage;
-  static constexpr int kPiece = Config::kPiece, kStep = Config::kStep, kOwn = Config::kOwn;
-  // Of b: lines of K where it is K-major, of columns otherwise.
-  static constexpr int kLine = Config::kBKMajor ? 8 : Config::kColumns / kPiece;
+  static constexpr int kChunk = Config::kChunk, kStep = Config::kStep, kOwn = Config::kOwn;
+  // Chunks of a row of b in shared memory: a row is along K where b is K-major, else along columns.
+  static constexpr int kLine = Config::kBKMajor ? 8 : Config::kColumns / kChunk;
   static constexpr int kLines = Config::kBKMajor ? Config::kColumns : kStep;
   static constexpr int kLineStep = kWarp / kLine, kLoads = kLines / kLineStep;
 
@@ -71,18 +72,18 @@ class RowsLoader {
     const bool pairs = Config::kGated && p.epilogue.interleaved;
     const int64_t half = pairs ? b.row_stride : p.n * b.row_stride;
     const T* g_b = static_cast<const T*>(b.data);
-    const int piece = lane % kLine, line = lane / kLine;
+    const int chunk = lane % kLine, line = lane / kLine;
     if constexpr (Config::kBKMajor) {
       row_stride_ = b.row_stride * (pairs ? 2 : 1);
-      from_[0] = g_b + (column + line) * row_stride_ + piece * kPiece;
+      from_[0] = g_b + (column + line) * row_stride_ + chunk * kChunk;
       from_[1] = from_[0] + half;
       left_ = int(min(p.n - column - line, int64_t{kOwn}));
     } else {
-      const int own = piece % (kOwn / kPiece) * kPiece, right = piece / (kOwn / kPiece);
+      const int own = chunk % (kOwn / kChunk) * kChunk, right = chunk / (kOwn / kChunk);
       from_[0] = from_[1] = g_b + line * b.k_stride + (column + own) * b.row_stride + right * half;
       left_ = column + own < p.n ? 1 : 0;
     }
-    from_a_ = static_cast<const T*>(p.a.data) + lane / 8 * p.a.row_stride + lane % 8 * kPiece;
+    from_a_ = static_cast<const T*>(p.a.data) + lane / 8 * p.a.row_stride + lane % 8 * kChunk;
     rows_left_ = int(p.m) - lane / 8;
   }
 
@@ -91,22 +92,22 @@ class RowsLoader {
     const int first = step * kStep;
     if (first < k_) {
       const uint32_t s_b = shared_address(s.b), s_a = shared_address(s.a);
-      const int piece = lane_ % kLine, line = lane_ / kLine;
+      const int chunk = lane_ % kLine, line = lane_ / kLine;
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        copy_async_16_if(s_b + rows_piece<kLine>(line + i * kLineStep, piece) * 16, b_at(step, i),
+        copy_async_16_if(s_b + rows_chunk<kLine>(line + i * kLineStep, chunk) * 16, b_at(step, i),
                          there(i, first));
       }
 #pragma unroll
       for (int i = 0; i < Config::kRows / 4; ++i) {
-        const bool is = i * 4 < rows_left_ && first + lane_ % 8 * kPiece < k_;
-        copy_async_16_if(s_a + rows_piece<8>(lane_ / 8 + i * 4, lane_ % 8) * 16,
+        const bool is = i * 4 < rows_left_ && first + lane_ % 8 * kChunk < k_;
+        copy_async_16_if(s_a + rows_chunk<8>(lane_ / 8 + i * 4, lane_ % 8) * 16,
                          from_a_ + i * 4 * p_.a.row_stride + first, is);
       }
       if (p_.norm.given && lane_ < 16) {
         const void* vector = lane_ < 8 ? p_.norm.scale : p_.norm.shift;
-        const int at = first + lane_ % 8 * kPiece;
-        const int elems = vector != nullptr ? min(max(k_ - at, 0), kPiece) : 0;
+        const int at = first + lane_ % 8 * kChunk;
+        const int elems = vector != nullptr ? min(max(k_ - at, 0), kChunk) : 0;
         copy_async_16(shared_address(s.scale) + lane_ * 16,
                       elems > 0 ? static_cast<const T*>(vector) + at : p_.a.data,
                       elems * int(sizeof(T)));
@@ -125,14 +126,14 @@ class RowsLoader {
   }
   __device__ __forceinline__ bool there(int i, int first) const {
     if constexpr (Config::kBKMajor) {
-      return i * kLineStep % kOwn < left_ && first + lane_ % kLine * kPiece < k_;
+      return i * kLineStep % kOwn < left_ && first + lane_ % kLine * kChunk < k_;
     }
     return left_ > 0 && first + lane_ / kLine + i * kLineStep < k_;
   }
 
   const GemmParams& p_;
   int lane_, k_;
-  const T* from_[2];  // this lane's first piece of b, of both halves
+  const T* from_[2];  // this lane's first chunk of b, of both halves
   const T* from_a_;
   int64_t row_stride_ = 0;
   int left_, rows_left_;
@@ -142,18 +143,18 @@ class RowsLoader {
 template <typename Config>
 class RowsStatistics {
   using T = typename Config::T;
-  static constexpr int kPiece = Config::kPiece, kOf = Config::kRows / Config::kWarps;
-  static constexpr int kPieces = RowsTile::kMaxNormed / (kWarp * kPiece);
+  static constexpr int kChunk = Config::kChunk, kOf = Config::kRows / Config::kWarps;
+  static constexpr int kChunks = RowsTile::kMaxNormed / (kWarp * kChunk);
 
  public:
   __device__ __forceinline__ void load(const GemmParams& p) {
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
+    for (int j = 0; j < kChunks; ++j) {
       if (column(j) >= p.k) break;
 #pragma unroll
       for (int i = 0; i < kOf; ++i) {
         const int64_t at = min(int64_t{row(i)}, p.m - 1) * p.a.row_stride + column(j);
-        x_[i][j] = load_vec<T, kPiece>(static_cast<const T*>(p.a.data) + at);
+        x_[i][j] = load_vec<T, kChunk>(static_cast<const T*>(p.a.data) + at);
       }
     }
   }
@@ -191,13 +192,13 @@ class RowsStatistics {
     return int(threadIdx.x) / kWarp + i * Config::kWarps;
   }
   static __device__ __forceinline__ int column(int j) {
-    return (j * kWarp + int(threadIdx.x) % kWarp) * kPiece;
+    return (j * kWarp + int(threadIdx.x) % kWarp) * kChunk;
   }
   // Calls add(i, value) for this lane's values.
   template <typename Add>
   __device__ __forceinline__ void each(const GemmParams& p, const Add& add) const {
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
+    for (int j = 0; j < kChunks; ++j) {
       if (column(j) >= p.k) break;
 #pragma unroll
       for (int i = 0; i < kOf; ++i) {
@@ -207,7 +208,7 @@ class RowsStatistics {
     }
   }
 
-  Vec<T, kPiece> x_[kOf][kPieces];
+  Vec<T, kChunk> x_[kOf][kChunks];
 };
 
 // The fragments of 16 rows and 16 columns of K, in the form of mma's A.
@@ -229,7 +230,7 @@ class RowsFragments {
   __device__ __forceinline__ void read(uint32_t (&r)[4], const typename Config::Stage& s, int slice,
                                        int left) const {
     const int line = lane_ % 16;
-    load_matrix_4(r, shared_address(s.a) + rows_piece<8>(line, slice * 2 + lane_ / 16) * 16);
+    load_matrix_4(r, shared_address(s.a) + rows_chunk<8>(line, slice * 2 + lane_ / 16) * 16);
     if (!norm_.given) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // of the columns
@@ -295,11 +296,11 @@ __global__ __launch_bounds__(RowsTile::kThreads, Config::kT.blocks_per_sm) void 
         uint32_t b[4];
         if constexpr (Config::kBKMajor) {
           const int line = n * 16 + q / 2 * 8 + lane % 8;
-          load_matrix_4(b, s_b + rows_piece<8>(line, slice * 2 + q % 2) * 16);
+          load_matrix_4(b, s_b + rows_chunk<8>(line, slice * 2 + q % 2) * 16);
         } else {
           const int line = slice * 16 + q % 2 * 8 + lane % 8;
           load_matrix_4_transposed(
-              b, s_b + rows_piece<kColumns / Config::kPiece>(line, n * 2 + q / 2) * 16);
+              b, s_b + rows_chunk<kColumns / Config::kChunk>(line, n * 2 + q / 2) * 16);
         }
         mma_16816<T>(acc[2 * n], a, b[0], b[1]);
         mma_16816<T>(acc[2 * n + 1], a, b[2], b[3]);

@@ -19,9 +19,9 @@ struct RowsTile {
 
   static constexpr int kRows = 16, kWarps = 8, kThreads = 32 * kWarps;
   static constexpr int kMaxNormed = 1536;  // columns of a row that a norm goes in front of
-  // Of a step: b, a, and what a norm of a's rows multiplies with and adds.
+  // Bytes of a k-block: b, a, and the scale and shift of a norm of a's rows.
   constexpr int stage_bytes() const { return (columns + kRows + 2) * kKBlockBytes; }
-  // Of all rings, and the statistics of the rows.
+  // Bytes of all stages, and of the statistics of the rows.
   constexpr int shared_bytes() const { return kWarps * stages * stage_bytes() + kRows * 16; }
   constexpr int64_t blocks(const GemmProblem& p) const { return divide_up(p.width(), columns); }
 };
@@ -37,7 +37,7 @@ inline Refusal rows_refusal(const GemmProblem& p, const RowsTile& tile, int spli
   if (!p.a_k_major) return "few rows are read along K alone";
   if (splits != 1) return "the warps of a block share K already";
   if (p.normed && (p.k == 0 || p.k % 8 != 0)) {
-    return "a norm in front reads whole 16-byte pieces of a row";
+    return "a norm in front reads whole 16-byte chunks of a row";
   }
   if (p.normed && p.k > RowsTile::kMaxNormed) {
     return {"the rows to be normalised have more than {} columns", RowsTile::kMaxNormed};

@@ -1,11 +1,11 @@
 // From a warp's fp32 sums, as wgmma leaves them, to y: bias, pre-activation, activation or gate,
-// rounding, and boxes of 16 rows that go through shared memory to the copy engine.
+// rounding, and boxes of 16 rows that go through shared memory to TMA.
 //
-// In ping-pong this has the time in which the other warpgroup multiplies a tile, 512 clocks a step
-// of K, and the tensor cores come first at the registers: one warp of a scheduler needs 5 to 8
-// clocks an instruction. (8192, 768) times (768, 3072) with GELU, bf16, H200: a tile is multiplied
-// in 6100 clocks and finished in 9500 at first, 6500 to 8500 now. Plain stores instead of the copy
-// engine's slow the products down by a tenth; twice the boxes, or the bias loaded ahead, change
+// In ping-pong the epilogue runs while the other warpgroup multiplies a tile, 512 clocks a k-block,
+// and the tensor cores come first at the registers: one warp of a scheduler needs 5 to 8 clocks an
+// instruction. (8192, 768) times (768, 3072) with GELU, bf16, H200: a tile is multiplied
+// in 6100 clocks and finished in 9500 at first, 6500 to 8500 now. Plain stores instead of TMA
+// slow the products down by a tenth; twice the boxes, or the bias loaded ahead, change
 // nothing.
 #pragma once
 
@@ -27,7 +27,7 @@ class Sm90Epilogue {
   static constexpr bool kExact = sizeof(T) == 4;
   static constexpr int kColumns = kT.box_columns(sizeof(T)), kGroups = kColumns / 8;
   static constexpr int kValues = kGroups * 4;  // of a thread in a box
-  static constexpr int kLineBytes = kColumns * sizeof(T), kBoxBytes = kT.box_bytes();
+  static constexpr int kBoxRowBytes = kColumns * sizeof(T), kBoxBytes = kT.box_bytes();
   static constexpr int kBiases = (kT.block_n + 127) / 128;  // of a thread
   static constexpr int kSlots = kT.boxes;
   // Columns of y in a tile.
@@ -69,7 +69,8 @@ class Sm90Epilogue {
     }
   }
 
-  // It in shared memory; barriers of the warpgroup stand before and after.
+  // Writes the fetched bias to shared memory. The caller synchronises the warpgroup before and
+  // after.
   __device__ __forceinline__ void share_bias() const {
 #pragma unroll
     for (int i = 0; i < kBiases; ++i) {
@@ -135,7 +136,7 @@ class Sm90Epilogue {
     return kGated && p_.gemm.epilogue.interleaved;
   }
 
-  // Of a turn of the loop: both halves of a gated product's 64 rows, else a box.
+  // Rows of an iteration: both halves of a gated product's 64 rows, else a box.
   static constexpr int kSums = sizeof(Flat) / sizeof(float);
   static constexpr int kSwapAbSums = kGated ? kT.block_n / 2 : kValues;
   static constexpr int kTurns = kSums / kSwapAbSums, kSwapAbBoxes = kGated ? kAcross : 1;
@@ -143,23 +144,23 @@ class Sm90Epilogue {
 
   // NOTE: branches, not selections between all of the sums.
   template <int kTurn = 0>
-  static __device__ __forceinline__ void take(SwapAbSums& v, const Flat& sums, int turn) {
+  static __device__ __forceinline__ void take(SwapAbSums& v, const Flat& sums, int phase) {
     if constexpr (kTurn < kTurns) {
-      if (turn == kTurn) {
+      if (phase == kTurn) {
 #pragma unroll
         for (int i = 0; i < kSwapAbSums; ++i) {
           v[i] = sums[kTurn * kSwapAbSums + i];
           asm volatile("" : "+f"(v[i]));
         }
       } else {
-        take<kTurn + 1>(v, sums, turn);
+        take<kTurn + 1>(v, sums, phase);
       }
     }
   }
 
-  // NOTE: a loop, for whose turns the sums move to other registers. Without it the code is so long
-  // that the time goes into fetching instructions. The copy engine is told of a box when the next
-  // one is there: the fence before that waits until the box is in shared memory.
+  // NOTE: a loop, for whose iterations the sums move to other registers. Unrolled, the code is so
+  // long that the time goes into fetching instructions. TMA stores a box when the next one is
+  // written: the fence before that waits until the box is in shared memory.
   template <bool kPreact>
   __device__ __forceinline__ void finish_boxes(Sums& acc, const WorkTile& work, int rank) {
     const GemmEpilogue& e = p_.gemm.epilogue;
@@ -183,20 +184,20 @@ class Sm90Epilogue {
     if (!kGated && !kPreact && e.activation == Activation::kNone) {
       // There is so little to do that the sums may stay where they are.
 #pragma unroll
-      for (int turn = 0; turn < kTurns; ++turn) {
-        auto& v = reinterpret_cast<float (&)[kValues]>(sums[turn * kSwapAbSums]);
-        if (e.bias != nullptr) add_bias(v, turn % kAcross * kColumns);
+      for (int phase = 0; phase < kTurns; ++phase) {
+        auto& v = reinterpret_cast<float (&)[kValues]>(sums[phase * kSwapAbSums]);
+        if (e.bias != nullptr) add_bias(v, phase % kAcross * kColumns);
         put(v);
       }
     } else {
 #pragma unroll 1
-      for (int turn = 0; turn < kTurns; ++turn) {
+      for (int phase = 0; phase < kTurns; ++phase) {
         SwapAbSums sums_of_turn;
-        take(sums_of_turn, sums, turn);
+        take(sums_of_turn, sums, phase);
 #pragma unroll
         for (int c = 0; c < kSwapAbBoxes; ++c) {
           auto& v = values_of(sums_of_turn, c * kColumns);
-          const int from = kGated ? c * kColumns : turn % kAcross * kColumns;  // of the tile
+          const int from = kGated ? c * kColumns : phase % kAcross * kColumns;  // of the tile
           if (e.bias != nullptr) add_bias(v, from);
           if constexpr (!kGated) {
             if (kPreact) put(v);
@@ -259,9 +260,9 @@ class Sm90Epilogue {
 
   __device__ __forceinline__ uint32_t box_at(int slot) const { return s_boxes_ + slot * kBoxBytes; }
 
-  // The place of a 16-byte piece of a line, as the copy engine reads it.
-  static __device__ __forceinline__ int piece_of(int line, int piece) {
-    return kLineBytes == 128 ? swizzled_chunk(line, piece) : piece ^ ((line >> 1) & 3);
+  // The position of a 16-byte chunk of a row, as TMA reads it.
+  static __device__ __forceinline__ int chunk_of(int line, int chunk) {
+    return kBoxRowBytes == 128 ? swizzled_chunk(line, chunk) : chunk ^ ((line >> 1) & 3);
   }
 
   // The rounded values into a box.
@@ -274,20 +275,20 @@ class Sm90Epilogue {
         const uint32_t r[4] = {
             pack_pair<T>(v[4 * j], v[4 * j + 1]), pack_pair<T>(v[4 * j + 2], v[4 * j + 3]),
             pack_pair<T>(v[4 * j + 4], v[4 * j + 5]), pack_pair<T>(v[4 * j + 6], v[4 * j + 7])};
-        store_matrix_4(s_box + line * kLineBytes + (piece_of(line, j + lane_ / 16) << 4), r);
+        store_matrix_4(s_box + line * kBoxRowBytes + (chunk_of(line, j + lane_ / 16) << 4), r);
       }
     } else {
       const int line = lane_ / 4, t = lane_ % 4;
 #pragma unroll
       for (int j = 0; j < kGroups; ++j) {
-        const int in = (piece_of(line, j * 2 + t / 2) << 4) + t % 2 * 8;
-        store_shared(s_box + line * kLineBytes + in, v[4 * j], v[4 * j + 1]);
-        store_shared(s_box + (line + 8) * kLineBytes + in, v[4 * j + 2], v[4 * j + 3]);
+        const int in = (chunk_of(line, j * 2 + t / 2) << 4) + t % 2 * 8;
+        store_shared(s_box + line * kBoxRowBytes + in, v[4 * j], v[4 * j + 1]);
+        store_shared(s_box + (line + 8) * kBoxRowBytes + in, v[4 * j + 2], v[4 * j + 3]);
       }
     }
   }
 
-  // The same of the pairs of both halves, from a group of columns on.
+  // Stores the pairs of both halves of a gated product, from a group of columns on.
   template <int kFirst>
   __device__ __forceinline__ void stage_pairs(const float (&left)[kValues],
                                               const float (&right)[kValues], int slot) const {
@@ -298,15 +299,15 @@ class Sm90Epilogue {
       const float* l = left + 4 * (kFirst + j);
       const float* r = right + 4 * (kFirst + j);
       const int at = (j * 16 + t * 4) * int(sizeof(T));  // in the line
-      const uint32_t s_to = s_box + line * kLineBytes + (piece_of(line, at / 16) << 4) + at % 16;
+      const uint32_t s_to = s_box + line * kBoxRowBytes + (chunk_of(line, at / 16) << 4) + at % 16;
       if constexpr (sizeof(T) == 2) {
         store_shared(s_to, pack_pair<T>(l[0], r[0]), pack_pair<T>(l[1], r[1]));
-        store_shared(s_to + 8 * kLineBytes, pack_pair<T>(l[2], r[2]), pack_pair<T>(l[3], r[3]));
+        store_shared(s_to + 8 * kBoxRowBytes, pack_pair<T>(l[2], r[2]), pack_pair<T>(l[3], r[3]));
       } else {
         store_shared(s_to, l[0], r[0]);
         store_shared(s_to + 8, l[1], r[1]);
-        store_shared(s_to + 8 * kLineBytes, l[2], r[2]);
-        store_shared(s_to + 8 * kLineBytes + 8, l[3], r[3]);
+        store_shared(s_to + 8 * kBoxRowBytes, l[2], r[2]);
+        store_shared(s_to + 8 * kBoxRowBytes + 8, l[3], r[3]);
       }
     }
   }
@@ -342,7 +343,7 @@ class Sm90Epilogue {
       row_stride = kGated ? 2 * p.n : p.n;
       if (stores_pairs()) columns = row_stride;
     }
-    constexpr int kPieceElems = 16 / sizeof(T);
+    constexpr int kChunkElems = 16 / sizeof(T);
 #pragma unroll 1
     for (int line = 0; line < 16; ++line) {
       if (box.row + line >= p.m) break;
@@ -350,9 +351,9 @@ class Sm90Epilogue {
       for (int c = 0; c < kColumns; c += 32) {
         const int at = c + lane_;
         if (box.column + at < columns) {
-          const uint32_t s_from = s_box + line * kLineBytes +
-                                  (piece_of(line, at / kPieceElems) << 4) +
-                                  at % kPieceElems * int(sizeof(T));
+          const uint32_t s_from = s_box + line * kBoxRowBytes +
+                                  (chunk_of(line, at / kChunkElems) << 4) +
+                                  at % kChunkElems * int(sizeof(T));
           g_to[(box.row + line) * row_stride + at] = load_shared(s_from);
         }
       }

@@ -1,15 +1,14 @@
 // y = epilogue(a @ b^T) on Hopper's tensor cores: wgmma from shared memory, filled by TMA.
 //
-// A block stays for many work tiles. One lane of its producer warp walks them and fills the stages
-// of a pipeline, a step of K each; two consumer warpgroups multiply. Cooperative tiles have half of
-// their rows in each warpgroup. In ping-pong the warpgroups take the tiles by turns, so that one
-// finishes its tile (epilogue.cuh) while the tensor cores work for the other. The blocks of a
-// cluster have tiles below each other: each loads its part of b's rows for all of them (multicast).
-// Tiles are walked in bands of rows, so that the blocks in flight cover a square of y and share
-// operands in L2. Those of the last rounds may be shared by blocks, by steps of K (walk.cuh). For
-// up to 64 rows of y swap_ab tiles multiply the other way round, b @ a^T, so that a block holds
-// much of b, which is what has to be read then, and little of a. Few such tiles are shared by
-// clusters.
+// A CTA is persistent. One lane of its producer warp fills the stages of a pipeline, a k-block
+// each; two consumer warpgroups multiply. Cooperative tiles have half of their rows in each
+// warpgroup. In ping-pong the warpgroups alternate tiles, so that one runs its epilogue
+// (epilogue.cuh) while the tensor cores work for the other. The CTAs of a cluster have tiles below
+// each other: each loads its share of b's rows for all of them (multicast). The tile scheduler
+// visits tiles in bands of rows, so that the CTAs in flight cover a square of y and share operands
+// in L2. The last tiles may be split along K: stream-K (tile_scheduler.cuh). For up to 64 rows of y
+// swap_ab tiles compute b @ a^T, so that a CTA holds much of b, which dominates the bytes read, and
+// little of a. A cluster may split the K of such a tile.
 //
 // Source: PTX ISA; the steps from a plain wgmma loop to this one follow P. Shah, "Outperforming
 // cuBLAS on H100" (2024).
@@ -24,7 +23,7 @@
 #include "gemm/sm90/epilogue.cuh"
 #include "gemm/sm90/launch.h"
 #include "gemm/sm90/mainloop.cuh"
-#include "gemm/sm90/turned_epilogue.cuh"
+#include "gemm/sm90/swap_ab_epilogue.cuh"
 
 namespace torchweld {
 
@@ -44,7 +43,7 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
                                           const WorkTile& work, int rank, int k, int a_term,
                                           int b_term) {
   constexpr Sm90Tile kT = Config::kT;
-  constexpr int kLine = Config::kLineElems, kCluster = kT.cluster;
+  constexpr int kLine = Config::kSwizzleRowElems, kCluster = kT.cluster;
   const auto load = [&](uint32_t s_to, const TensorMap& map, int x, int y, int z, int w) {
     tma_load(s_to, map, s_full, x, y, z, w);
   };
@@ -69,7 +68,7 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
 #pragma unroll
     for (int i = 0; i < kT.block_m / kLine; ++i) {
       const int first = i * kLine;
-      load(s_stage + i * Config::kStretchBytes, p.a, row + first % kRowsA, k, first / kRowsA,
+      load(s_stage + i * Config::kLeadingBytes, p.a, row + first % kRowsA, k, first / kRowsA,
            a_batch);
     }
   }
@@ -90,7 +89,7 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
     for (int i = 0; i < kT.block_n / kLine; ++i) {
       if (kCluster > 1 && i % kCluster != rank) continue;
       const int first = i * kLine;
-      load_shared(s_b + i * Config::kStretchBytes, p.b, column + first % kColumns, k,
+      load_shared(s_b + i * Config::kLeadingBytes, p.b, column + first % kColumns, k,
                   first / kColumns, b_batch);
     }
   }
@@ -99,9 +98,9 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
 template <class Config>
 __device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Config>& s, int rank) {
   PipelineState<Config::kT.stages> at;
-  Sm90TileScheduler<Config::kT.cluster, Config::kT.swap_ab()> walk(p.deal);
-  while (walk.next()) {
-    const WorkTile work(p.schedule, walk.tile);
+  Sm90TileScheduler<Config::kT.cluster, Config::kT.swap_ab()> scheduler(p.stream_k);
+  while (scheduler.next()) {
+    const WorkTile work(p.schedule, scheduler.tile);
     const auto load_steps = [&](int first, int steps, int a_term, int b_term) {
       int k = first * Config::kStepElems;
       for (int step = 0; step < steps; ++step, k += Config::kStepElems) {
@@ -111,15 +110,15 @@ __device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Con
         at.advance();
       }
     };
-    if constexpr (Config::kPieces) {
-      for (int done = 0; done < walk.steps; done += kPieceSteps) {
-        const int first = walk.first + done, steps = min(kPieceSteps, walk.steps - done);
+    if constexpr (Config::kBf16x3) {
+      for (int done = 0; done < scheduler.steps; done += kTermKBlocks) {
+        const int first = scheduler.first + done, steps = min(kTermKBlocks, scheduler.steps - done);
         for (int pair = 0; pair < kTermPairs; ++pair) {
           load_steps(first, steps, kTermOfA >> 2 * pair & 3, kTermOfB >> 2 * pair & 3);
         }
       }
     } else {
-      load_steps(walk.first, walk.steps, 0, 0);
+      load_steps(scheduler.first, scheduler.steps, 0, 0);
     }
   }
 }
@@ -151,48 +150,50 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
       if (thread < Config::kT.cluster) mbarrier_arrive_at(&s.pipeline.empty[stage], thread);
     }
   };
-  // Where a worker's sums of a piece go, of this warpgroup's part of a tile.
+  // The workspace slot of a worker's partial sums, for this warpgroup's rows of a tile.
   const auto slot = [&](uint32_t of) {
     return (int64_t{of} * kT.cluster + rank) * kT.warpgroups_per_tile() +
            (kT.pingpong ? 0 : warpgroup);
   };
   const int first_row = kT.pingpong ? 0 : warpgroup * kRows;
-  const uint32_t s_a = shared_address(s.stages[0]) +
-                       (Config::kAKMajor ? first_row * kKBlockBytes
-                                         : first_row / Config::kLineElems * Config::kStretchBytes);
+  const uint32_t s_a =
+      shared_address(s.stages[0]) +
+      (Config::kAKMajor ? first_row * kKBlockBytes
+                        : first_row / Config::kSwizzleRowElems * Config::kLeadingBytes);
   const uint32_t s_b = shared_address(s.stages[0]) + kT.block_m * kKBlockBytes;
   Epilogue epilogue(p, s.staging, s.bias[warpgroup], warpgroup, kTurn);
   PipelineState<kT.stages> at;
-  Sm90TileScheduler<Config::kT.cluster, Config::kT.swap_ab()> walk(p.deal);
+  Sm90TileScheduler<Config::kT.cluster, Config::kT.swap_ab()> scheduler(p.stream_k);
   Parts all;
   Sums& acc = all.acc;
-  // The first turn is the first warpgroup's.
+  // The first phase is the first warpgroup's.
   if (kT.pingpong && warpgroup == 1) named_barrier_arrive(kTurn, kBoth);
-  for (int turn = 0; walk.next(); turn ^= 1) {
-    if (kT.pingpong && turn != warpgroup) {
-      at.advance(walk.steps);
+  for (int phase = 0; scheduler.next(); phase ^= 1) {
+    if (kT.pingpong && phase != warpgroup) {
+      at.advance(scheduler.steps);
       continue;
     }
-    const bool loads_bias = Epilogue::kLoadsBias && p.gemm.epilogue.bias != nullptr && walk.ends();
-    if (loads_bias) epilogue.fetch_bias(WorkTile(p.schedule, walk.tile));
+    const bool loads_bias =
+        Epilogue::kLoadsBias && p.gemm.epilogue.bias != nullptr && scheduler.ends();
+    if (loads_bias) epilogue.fetch_bias(WorkTile(p.schedule, scheduler.tile));
     if (kT.pingpong) named_barrier_wait(kTurn + warpgroup, kBoth);
-    if constexpr (Config::kPieces) {
-      sm90_bf16x3_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, walk.steps, release);
+    if constexpr (Config::kBf16x3) {
+      sm90_bf16x3_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, scheduler.steps, release);
     } else {
       const auto issued = [&] {
         if (kT.pingpong) named_barrier_arrive(kTurn + 1 - warpgroup, kBoth);
       };
       if constexpr (Config::kSumsRows) {
-        sm90_summing_mainloop<Config>(p, walk, acc, all, s.pipeline, at, s_a, s_b,
+        sm90_summing_mainloop<Config>(p, scheduler, acc, all, s.pipeline, at, s_a, s_b,
                                       shared_address(s.bias), release, issued);
       } else {
-        sm90_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, walk.steps, release, issued);
+        sm90_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, scheduler.steps, release, issued);
       }
     }
     if constexpr (kT.swap_ab()) {
-      if (p.deal.split_cluster > 1) {
+      if (p.stream_k.split_cluster > 1) {
         const auto join = [&](auto split_cluster) {
-          if (p.deal.split_cluster != split_cluster.value) return;
+          if (p.stream_k.split_cluster != split_cluster.value) return;
           epilogue.load_output_slice(sm90_cluster_reduce<split_cluster.value, kBoth>(
               acc[0], p.parts.sums, warpgroup * 128 + thread));
         };
@@ -200,18 +201,18 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
         join(std::integral_constant<int, 3>());
         join(std::integral_constant<int, 4>());
         if constexpr (kT.max_split_cluster() > 4) join(std::integral_constant<int, 8>());
-        epilogue.finish(acc, WorkTile(p.schedule, walk.tile), rank);
+        epilogue.finish(acc, WorkTile(p.schedule, scheduler.tile), rank);
         break;
       }
     }
     Flat& sums = reinterpret_cast<Flat&>(all);
-    if (!walk.ends()) {
-      p.parts.send(sums, slot(walk.worker()), thread, kOwn + warpgroup);
+    if (!scheduler.ends()) {
+      p.parts.store_partial(sums, slot(scheduler.worker()), thread, kOwn + warpgroup);
       continue;
     }
-    if (!walk.begins()) {
-      walk.for_each_helper(
-          [&](uint32_t helper) { p.parts.add(sums, slot(helper), thread, kOwn + warpgroup); });
+    if (!scheduler.begins()) {
+      scheduler.for_each_peer(
+          [&](uint32_t peer) { p.parts.add(sums, slot(peer), thread, kOwn + warpgroup); });
     }
     if (loads_bias) {
       // In ping-pong all warps have met since they read the last tile's.
@@ -220,7 +221,7 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
       named_barrier_wait(kOwn + warpgroup, 128);
     }
     if constexpr (Config::kSumsRows) {
-      const WorkTile work(p.schedule, walk.tile);
+      const WorkTile work(p.schedule, scheduler.tile);
       const int64_t row = (work.tile_m * kT.cluster + rank) * kT.block_m + first_row +
                           thread / 32 * 16 + thread % 32 / 4;
       float* g_to = p.gemm.row_parts + work.tile_n * p.gemm.m;
@@ -234,7 +235,7 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
       }
     }
     // NOTE: computed anew, rather than kept in registers through the mainloop.
-    epilogue.finish(acc, WorkTile(p.schedule, walk.tile), rank);
+    epilogue.finish(acc, WorkTile(p.schedule, scheduler.tile), rank);
   }
   epilogue.wait();
 }
@@ -279,7 +280,7 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     give_up_registers<kProducerRegisters>();
     if (warp == 0 && elect_one()) sm90_produce(p, s, rank);
     __syncwarp();
-    if (kT.swap_ab() && p.deal.split_cluster > 1) {
+    if (kT.swap_ab() && p.stream_k.split_cluster > 1) {
       cluster_arrive();
       cluster_wait();
     }
@@ -311,9 +312,9 @@ void launch_sm90_kernel(const Sm90Params& p, cudaStream_t stream) {
     }
     using Config = Sm90Config<kMath, kTile, kAKMajor, kBKMajor, kGated, kSumsRows>;
     static_assert(sizeof(Sm90Shared<Config>) <= kT.shared_bytes());
-    const int64_t blocks = int64_t{p.deal.workers} * kT.cluster;
+    const int64_t blocks = int64_t{p.stream_k.workers} * kT.cluster;
     Grid grid(blocks, Sm90Tile::kThreads, sizeof(Sm90Shared<Config>));
-    grid.cluster = kSwapAb ? static_cast<int>(p.deal.split_cluster) : kT.cluster;
+    grid.cluster = kSwapAb ? static_cast<int>(p.stream_k.split_cluster) : kT.cluster;
     grid.overlaps = true;
     launch_kernel(sm90_gemm_kernel<Config>, grid, stream, p);
   }

@@ -108,12 +108,12 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
   const int box_b = (swap_ab ? tile.block_m : tile.block_n) / parts;
   const bool writes_a = sm90_writes(math, p.a.k_stride == 1),
              writes_b = sm90_writes(math, p.b.k_stride == 1);
-  const int pieces = bf16x3_terms(math);
+  const int terms = bf16x3_terms(math);
   const Sm90Written w = writes_a || writes_b ? write_sm90_operands(p, cuda_stream) : Sm90Written{};
-  const TensorBox of_a = writes_a ? maps.operand(w.a, p.m, w.a.row_stride, pieces, w.a_term, box_a)
+  const TensorBox of_a = writes_a ? maps.operand(w.a, p.m, w.a.row_stride, terms, w.a_term, box_a)
                                   : maps.operand(p.a, p.m, p.a.row_stride, 1, 0, box_a);
   const TensorBox of_b =
-      writes_b ? maps.operand(w.b, p.n, w.b.row_stride, pieces * halves, w.b_term / halves, box_b)
+      writes_b ? maps.operand(w.b, p.n, w.b.row_stride, terms * halves, w.b_term / halves, box_b)
                : maps.operand(p.b, p.n, p.b.row_stride * (pairs ? 2 : 1), halves,
                               pairs ? p.b.row_stride : p.n * p.b.row_stride, box_b);
   params.a = make_tensor_map("matmul", swap_ab ? of_b : of_a);

@@ -13,7 +13,7 @@ void launch_sm90_gemm(const GemmParams& params, cudaStream_t stream);
 // fp32. Those of a gated product have the left half first.
 struct Sm90Written {
   GemmOperand a, b;
-  int64_t a_term, b_term;  // elements from one piece to the next
+  int64_t a_term, b_term;  // elements from one chunk to the next
 };
 
 // Writes to params.written those that sm90_writes tells of, of which there is one at least.

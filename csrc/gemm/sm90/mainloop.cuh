@@ -1,5 +1,5 @@
-// The mainloop of the kernel on wgmma and TMA: what a consumer warpgroup multiplies of a piece of a
-// work tile, from the stages that its producer fills (kernel.cuh).
+// The mainloop of the kernel on wgmma and TMA: a consumer warpgroup multiplies the k-blocks of a
+// work tile from the stages that its producer fills (kernel.cuh).
 #pragma once
 
 #include <type_traits>
@@ -17,23 +17,25 @@ template <GemmMath kMath_, int kTile_, bool kAKMajor_, bool kBKMajor_, bool kGat
 struct Sm90Config {
   static constexpr GemmMath kMath = kMath_;
   static constexpr int kTile = kTile_;
-  static constexpr bool kPieces = kMath == GemmMath::kFloat32;
+  static constexpr bool kBf16x3 = kMath == GemmMath::kFloat32;
   using Result = ElementOf<kMath>;
-  using T = std::conditional_t<kPieces, __nv_bfloat16, Result>;  // of what is multiplied
+  using T = std::conditional_t<kBf16x3, __nv_bfloat16, Result>;  // of what is multiplied
   static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_, kGated = kGated_;
   static constexpr bool kSumsRows = kSumsRows_;  // of a
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
-  // Of the operands, whose rows a gate takes in pairs.
+  // Rows of the operands; a gate needs pairs of b's rows.
   static constexpr int kHalvesA = kGated && kT.swap_ab() ? 2 : 1,
                        kHalvesB = kGated && !kT.swap_ab() ? 2 : 1;
   static constexpr int kStepElems = kKBlockBytes / int(sizeof(T));
-  // A line of an MN-major tile has this much of M or N; such stretches follow one another.
-  static constexpr int kLineElems = kStepElems, kStretchBytes = kStepElems * kSwizzleRowBytes;
+  // A swizzle row of an MN-major tile has this many values of M or N; kLeadingBytes leads to the
+  // next.
+  static constexpr int kSwizzleRowElems = kStepElems, kLeadingBytes = kStepElems * kSwizzleRowBytes;
 };
 
-// Of fp32 operands in pieces, the largest first, six pairs are multiplied, and this many steps of K
-// for one pair after the other. Two bits of each name a pair's pieces, the first pair's last.
-inline constexpr int kTermPairs = 6, kPieceSteps = 4;
+// bf16x3: six pairs of terms are multiplied, and kTermKBlocks k-blocks for one pair after the
+// other. Two bits of kTermOfA and kTermOfB name the terms of a pair, the first pair in the lowest
+// bits.
+inline constexpr int kTermPairs = 6, kTermKBlocks = 4;
 inline constexpr uint32_t kTermOfA = 0b10'00'01'01'00'00, kTermOfB = 0b00'10'01'00'01'00;
 
 #if TW_HAS_WGMMA
@@ -56,12 +58,12 @@ __device__ __forceinline__ void sm90_mainloop(
     bool keeps = false, Sm90RowSums<Config>* rows = nullptr, uint32_t s_ones = 0) {
   constexpr Sm90Tile kT = Config::kT;
   constexpr int kSlices = 4,
-                kPieceBytes = Config::kAKMajor ? 64 * kKBlockBytes : Config::kStretchBytes;
+                kMTileBytes = Config::kAKMajor ? 64 * kKBlockBytes : Config::kLeadingBytes;
   // From one slice of K to the next.
   constexpr uint32_t kNextA = Config::kAKMajor ? 32 : 16 * kSwizzleRowBytes;
   constexpr uint32_t kNextB = Config::kBKMajor ? 32 : 16 * kSwizzleRowBytes;
   const auto descriptor = [](bool k_major, uint32_t s_at) {
-    return k_major ? k_major_descriptor(s_at) : mn_major_descriptor(s_at, Config::kStretchBytes);
+    return k_major ? k_major_descriptor(s_at) : mn_major_descriptor(s_at, Config::kLeadingBytes);
   };
   int before = 0;
   for (int step = 0; step < steps; ++step) {
@@ -76,11 +78,11 @@ __device__ __forceinline__ void sm90_mainloop(
       for (int i = 0; i < kT.wgmma_m_tiles(); ++i) {
         Wgmma<typename Config::T, kT.block_n>::template multiply<!Config::kAKMajor,
                                                                  !Config::kBKMajor>(
-            acc[i], a + ((slice * kNextA + i * kPieceBytes) >> 4), b + (slice * kNextB >> 4),
+            acc[i], a + ((slice * kNextA + i * kMTileBytes) >> 4), b + (slice * kNextB >> 4),
             keeps || step > 0 || slice > 0);
         if constexpr (kSumsRows) {
           Wgmma<typename Config::T, 8>::template multiply<!Config::kAKMajor, 0>(
-              rows->of_rows[i], a + ((slice * kNextA + i * kPieceBytes) >> 4),
+              rows->of_rows[i], a + ((slice * kNextA + i * kMTileBytes) >> 4),
               same_values_descriptor(s_ones), 1);
         }
       }
@@ -96,10 +98,10 @@ __device__ __forceinline__ void sm90_mainloop(
   release(before);
 }
 
-// sums = a @ b^T of fp32 operands in pieces, for some steps of K.
-// NOTE: tensor cores truncate when they accumulate, so their sums are short, and join the running
-// ones by additions that round. Where an operand is inf or NaN its smaller pieces are 0, whose
-// products may be NaN; those of the largest ones alone are right.
+// sums = a @ b^T of fp32 operands as bf16x3 terms, for some k-blocks.
+// NOTE: tensor cores truncate when they accumulate, so their chains are short, and additions that
+// round add them to the running sums. Where an operand is inf or NaN its smaller terms are 0, whose
+// products may be NaN; the products of the largest terms alone are right.
 template <class Config, class Sums, class Release>
 __device__ __forceinline__ void sm90_bf16x3_mainloop(Sums& sums,
                                                      PipelineBarriers<Config::kT.stages>& pipeline,
@@ -112,8 +114,8 @@ __device__ __forceinline__ void sm90_bf16x3_mainloop(Sums& sums,
   Flat &to = reinterpret_cast<Flat&>(sums), &from = reinterpret_cast<Flat&>(acc);
 #pragma unroll
   for (int i = 0; i < kValues; ++i) to[i] = 0.f;
-  for (int done = 0; done < steps; done += kPieceSteps) {
-    const int block = min(kPieceSteps, steps - done);
+  for (int done = 0; done < steps; done += kTermKBlocks) {
+    const int block = min(kTermKBlocks, steps - done);
     sm90_mainloop<Config>(acc, pipeline, at, s_a, s_b, block, release, [] {});
 #pragma unroll
     for (int i = 0; i < kValues; ++i) to[i] += from[i];
@@ -125,11 +127,11 @@ __device__ __forceinline__ void sm90_bf16x3_mainloop(Sums& sums,
   }
 }
 
-// The same of a piece, and the sums of a's rows over the tile's share of K: the tiles side by side,
-// which have the same rows, share it.
+// sm90_mainloop, and the sums of a's rows over the tile's share of K (dbias): the tiles of one row
+// of tiles share K.
 template <class Config, class Sums, class Release, class Issued>
 __device__ __forceinline__ void sm90_summing_mainloop(
-    const Sm90Params& p, const Sm90TileScheduler<Config::kT.cluster, false>& walk, Sums& acc,
+    const Sm90Params& p, const Sm90TileScheduler<Config::kT.cluster, false>& scheduler, Sums& acc,
     Sm90RowSums<Config>& rows, PipelineBarriers<Config::kT.stages>& pipeline,
     PipelineState<Config::kT.stages>& at, uint32_t s_a, uint32_t s_b, uint32_t s_ones,
     const Release& release, const Issued& issued) {
@@ -146,19 +148,20 @@ __device__ __forceinline__ void sm90_summing_mainloop(
     for (float& x : of) x = 0.f;
     warpgroup_fence_operand(of);
   }
-  const int tile_n = int(WorkTile(p.schedule, walk.tile).tile_n), tiles = int(p.schedule.tiles_n);
-  const int64_t all = p.deal.steps.divisor();
-  const int end = walk.first + walk.steps;
-  const int own = min(max(int(all * tile_n / tiles), walk.first), end);
+  const int tile_n = int(WorkTile(p.schedule, scheduler.tile).tile_n),
+            tiles = int(p.schedule.tiles_n);
+  const int64_t all = p.stream_k.steps.divisor();
+  const int end = scheduler.first + scheduler.steps;
+  const int own = min(max(int(all * tile_n / tiles), scheduler.first), end);
   const int own_end = min(max(int(all * (tile_n + 1) / tiles), own), end);
   const auto issued_by = [&](int last_end) {
     return [&issued, last = last_end == end] {
       if (last) issued();
     };
   };
-  if (own > walk.first) {
-    sm90_mainloop<Config>(acc, pipeline, at, s_a, s_b, own - walk.first, release, issued_by(own),
-                          true);
+  if (own > scheduler.first) {
+    sm90_mainloop<Config>(acc, pipeline, at, s_a, s_b, own - scheduler.first, release,
+                          issued_by(own), true);
   }
   if (own_end > own) {
     sm90_mainloop<Config, true>(acc, pipeline, at, s_a, s_b, own_end - own, release,

@@ -1,9 +1,9 @@
-// fp32 operands on their way to wgmma, with K adjacent, whatever was adjacent before: as three bf16
-// pieces that add up to the value exactly, the largest first, or for TF32 as they are. One pass
-// writes those operands that need it.
+// Rewrites fp32 operands for wgmma, K-major whatever they were: as three bf16 terms that add up to
+// the value exactly, the largest first, or for TF32 unchanged. One pass writes the operands that
+// need it.
 //
-// NOTE: the smaller pieces of inf and NaN are 0, and a value that would round to inf is cut
-// instead; see sm90_bf16x3_mainloop for what becomes of them.
+// NOTE: the smaller terms of inf and NaN are 0, and a value that would round to inf is truncated
+// instead; sm90_bf16x3_mainloop handles them.
 #include "core/fast_divide.h"
 #include "core/index.h"
 #include "core/launch.h"
@@ -23,8 +23,8 @@ struct Source {
   const float* data;
   int64_t row_stride, k_stride, batch_stride, rows, batch;
   int64_t left_rows;  // of interleaved halves the rows of one, else 0
-  void* to;           // (batch, pieces, rows, line_of(k))
-  uint32_t blocks;    // of one batch and one stretch of K; 0 where it goes in as it is
+  void* to;           // (batch, terms, rows, line_of(k))
+  uint32_t blocks;    // of one batch and one slice of K; 0 where the operand is read in place
 
   Source(const GemmOperand& o, int64_t rows, int64_t batch, int64_t left_rows, GemmMath math,
          void* to)
@@ -46,26 +46,26 @@ struct Source {
 struct Params {
   Source a, b;
   int64_t k;
-  FastDivisor stretches;  // of K
-  uint32_t a_blocks;      // of the grid
+  FastDivisor k_slices;  // of K
+  uint32_t a_blocks;     // of the grid
 };
 
 // Eight values of a row.
 __device__ __forceinline__ void write_bf16x3_terms(const float (&v)[8], __nv_bfloat16* g_to,
                                                    int64_t to_next) {
-  uint32_t pieces[3][4];
+  uint32_t terms[3][4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     float check = 0.f;
     const SplitBf16</*kHandlesNonFinite=*/true> split(v[2 * i], v[2 * i + 1], check);
-    pieces[0][i] = split.high;
-    pieces[1][i] = split.middle;
-    pieces[2][i] = split.low;
+    terms[0][i] = split.high;
+    terms[1][i] = split.middle;
+    terms[2][i] = split.low;
   }
 #pragma unroll
   for (int i = 0; i < 3; ++i) {
     *reinterpret_cast<uint4*>(g_to + i * to_next) =
-        make_uint4(pieces[i][0], pieces[i][1], pieces[i][2], pieces[i][3]);
+        make_uint4(terms[i][0], terms[i][1], terms[i][2], terms[i][3]);
   }
 }
 
@@ -76,7 +76,7 @@ __device__ __forceinline__ void write_values(const float (&v)[8], float* g_to) {
   }
 }
 
-template <bool kPieces>
+template <bool kBf16x3>
 __global__ void __launch_bounds__(kThreads) operands_kernel(const __grid_constant__ Params p) {
   constexpr int kLine = kTile + 1;
   __shared__ float s_tile[kTile * kLine];  // [k][row]
@@ -85,15 +85,15 @@ __global__ void __launch_bounds__(kThreads) operands_kernel(const __grid_constan
   const bool is_a = blockIdx.x < p.a_blocks;
   const Source& from = is_a ? p.a : p.b;
   const uint32_t block = is_a ? blockIdx.x : blockIdx.x - p.a_blocks;
-  const uint32_t strip = p.stretches.divide(block);
-  const int64_t first_k = int64_t(block - strip * p.stretches.divisor()) * kTile;
+  const uint32_t strip = p.k_slices.divide(block);
+  const int64_t first_k = int64_t(block - strip * p.k_slices.divisor()) * kTile;
   const int64_t batch = strip / from.blocks, first_row = int64_t(strip % from.blocks) * kTile;
   const float* g_from = from.data + batch * from.batch_stride;
   const int64_t line = line_of(p.k);
   const auto write = [&](const float (&v)[8], int64_t row, int64_t k) {
-    const int64_t pieces = kPieces ? 3 : 1;
-    const int64_t at = (batch * pieces * from.rows + row) * line + k;
-    if constexpr (kPieces) {
+    const int64_t terms = kBf16x3 ? 3 : 1;
+    const int64_t at = (batch * terms * from.rows + row) * line + k;
+    if constexpr (kBf16x3) {
       write_bf16x3_terms(v, static_cast<__nv_bfloat16*>(from.to) + at, from.rows * line);
     } else {
       write_values(v, static_cast<float*>(from.to) + at);
@@ -162,20 +162,19 @@ int64_t gemm_written_bytes(const GemmParams& p) {
 
 Sm90Written write_sm90_operands(const GemmParams& p, cudaStream_t stream) {
   const GemmMath math = math_of(p);
-  const int pieces = bf16x3_terms(math);
+  const int terms = bf16x3_terms(math);
   const Source a = source_of_a(p);
   const Source b = source_of_b(p, static_cast<char*>(p.written) + a.bytes(p.k, math));
-  const int64_t stretches = divide_up(p.k, kTile);
-  const int64_t a_blocks = a.batch * a.blocks * stretches,
-                b_blocks = b.batch * b.blocks * stretches;
-  const Params params = {a, b, p.k, FastDivisor(stretches), uint32_t(a_blocks)};
+  const int64_t k_slices = divide_up(p.k, kTile);
+  const int64_t a_blocks = a.batch * a.blocks * k_slices, b_blocks = b.batch * b.blocks * k_slices;
+  const Params params = {a, b, p.k, FastDivisor(k_slices), uint32_t(a_blocks)};
   Grid grid(a_blocks + b_blocks, kThreads);
   grid.overlaps = true;
   launch_kernel(math == GemmMath::kFloat32 ? operands_kernel<true> : operands_kernel<false>, grid,
                 stream, params);
   const int64_t line = line_of(p.k);
   const auto operand = [&](const Source& s) -> GemmOperand {
-    return {s.to, line, 1, s.batch == 1 && p.batch > 1 ? 0 : pieces * s.rows * line};
+    return {s.to, line, 1, s.batch == 1 && p.batch > 1 ? 0 : terms * s.rows * line};
   };
   return {operand(a), operand(b), a.rows * line, b.rows * line};
 }

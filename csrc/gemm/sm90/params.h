@@ -4,21 +4,21 @@
 #include "device/sm90/tensor_map.h"
 #include "gemm/gemm.h"
 #include "gemm/schedule.cuh"
-#include "gemm/sm90/parts.cuh"
-#include "gemm/sm90/walk.cuh"
+#include "gemm/sm90/partials.cuh"
+#include "gemm/sm90/tile_scheduler.cuh"
 
 namespace torchweld {
 
 struct Sm90Params {
-  // (k, M, 1, batch), or (M, k, 1, batch) where MN-major; of pieces (k, M, pieces, batch).
+  // (k, M, 1, batch), or (M, k, 1, batch) where MN-major; bf16x3: (k, M, terms, batch).
   TensorMap a;
-  // (k, N, halves, batch), or (N, k, halves, batch); of pieces (k, N, pieces * halves, batch).
+  // (k, N, halves, batch), or (N, k, halves, batch); bf16x3: (k, N, terms * halves, batch).
   TensorMap b;
   TensorMap y, preact;           // (N, M, halves, batch); y has one half
   bool stores_y, stores_preact;  // by these maps; else rows have no 16-byte boundaries
   bool a_batched, b_batched;     // one matrix a batch
   GemmSchedule schedule;         // of clusters' tiles
-  StreamKSchedule deal;
+  StreamKSchedule stream_k;
   Sm90Partials parts;
   GemmParams gemm;
 };

@@ -9,9 +9,9 @@
 
 namespace torchweld {
 
-// What the engine multiplies: 16-bit values and TF32. fp32 operands go in along K alone. The copy
-// engine rounds them to TF32; as three bf16 pieces they are written first, and so is for TF32 what
-// has another dim than K adjacent (operands.cu).
+// The engine multiplies 16-bit values and TF32. fp32 operands must be K-major. For TF32, TMA rounds
+// while loading; MN-major operands are transposed first. For exact fp32, operands.cu first writes
+// three bf16 terms a value.
 constexpr int sm90_elem_bytes(GemmMath math) { return math == GemmMath::kTf32 ? 4 : 2; }
 constexpr int bf16x3_terms(GemmMath math) { return math == GemmMath::kFloat32 ? 3 : 1; }
 constexpr bool sm90_along_k(GemmMath math) { return gemm_elem_size(math) == 4; }
@@ -59,7 +59,7 @@ struct Sm90Tile {
     const int bytes = stages * (stage_bytes() + 16) + staging_bytes() + kWarpgroups * block_n * 4;
     return (bytes + 1023) / 1024 * 1024;
   }
-  // Of all clusters, whose blocks have the same columns, for m rows of a and `width` rows of b.
+  // Tiles of all clusters, whose CTAs have the same columns, for m rows of a and `width` rows of b.
   constexpr int64_t tiles_m(int64_t m, int64_t width) const {
     const int64_t rows = int64_t{block_m} * cluster;
     return ((swap_ab() ? width : m) + rows - 1) / rows;
@@ -105,6 +105,8 @@ struct Sm90Tile {
   }
 };
 
+// rows, columns, stages, cluster, ping-pong, store buffers, us: step, tile, pointwise, stream,
+// part.
 inline constexpr Sm90Tile kSm90Tiles[] = {
     {128, 128, 6, 2, true, 2, 0.338f, 0.8f, 0.15f, 2.4f, 3.2f},
     {128, 128, 6, 1, true, 2, 0.361f, 0.8f, 0.2f, 1.9f, 1.0f},
@@ -116,15 +118,15 @@ inline constexpr Sm90Tile kSm90Tiles[] = {
 };
 inline constexpr int kSm90TileCount = sizeof(kSm90Tiles) / sizeof(kSm90Tiles[0]);
 
-// The tiles that are streamed: their steps are dealt evenly to all workers, so that no worker is
-// idle while others do a last round. Source: M. Osama et al., "Stream-K", 2023.
+// The stream-K tiles: their k-blocks are distributed evenly over all workers, so that no worker is
+// idle during the last round. Source: M. Osama et al., "Stream-K", 2023.
 struct Sm90Stream {
   int64_t tiles = 0, workers = 1;
   int split_cluster = 1;  // workers that are a cluster, which has a tile
 };
 
-// How a product is dealt. Streamed are the tiles of the last round, which are too few for all
-// workers, and of the one before it.
+// The stream-K schedule of a product. It covers the tiles of the last round, which are too few for
+// all workers, and of the round before.
 inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t steps,
                               const DeviceFacts& device, bool streams) {
   constexpr int64_t kMinSteps = 4;  // of a worker
@@ -132,7 +134,7 @@ inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t steps
   if (!streams || last == 0) return {0, std::min(tiles, workers)};
   if (tiles > workers) return {last + workers, workers};
   const int64_t most = std::clamp<int64_t>(tiles * steps / kMinSteps, 1, workers);
-  // In longer stretches the blocks of a cluster drift apart, and wait for each other.
+  // In longer k-ranges the CTAs of a cluster drift apart and wait for each other.
   constexpr int64_t kMaxSplitClusterKBlocks = 32;
   for (const int split_cluster : {8, 4, 3, 2}) {
     if (!device.clusters || split_cluster > tile.max_split_cluster()) continue;

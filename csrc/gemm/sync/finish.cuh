@@ -8,10 +8,10 @@
 
 namespace torchweld {
 
-// Where 4-float piece c of a row lies among a warp's staged sums.
-// NOTE: so that neither the fragments' 8-byte writes nor reads of every other piece meet in a bank.
+// The position of 4-float chunk c of a row among a warp's staged sums.
+// NOTE: neither the fragments' 8-byte writes nor reads of every other chunk conflict in a bank.
 template <int kColumns>
-__device__ __forceinline__ int staged_piece(int row, int c) {
+__device__ __forceinline__ int staged_chunk(int row, int c) {
   return c ^ (row & 3) << 1 ^ (row * (kColumns / 4) + c) / 8 % 2;
 }
 
@@ -61,8 +61,8 @@ __device__ __forceinline__ void finish(float (&acc)[kM][kN][4], const GemmParams
   for (int i = 0; i < kM; ++i) {
 #pragma unroll
     for (int j = 0; j < kN; ++j) {
-      const int piece = staged_piece<kColumns>(g, j * 2 + t / 2);
-      float* s_to = s_sums + g * kColumns + piece * 4 + t % 2 * 2;
+      const int chunk = staged_chunk<kColumns>(g, j * 2 + t / 2);
+      float* s_to = s_sums + g * kColumns + chunk * 4 + t % 2 * 2;
       *reinterpret_cast<float2*>(s_to) = make_float2(acc[0][j][0], acc[0][j][1]);
       *reinterpret_cast<float2*>(s_to + 8 * kColumns) = make_float2(acc[0][j][2], acc[0][j][3]);
     }
@@ -74,8 +74,8 @@ __device__ __forceinline__ void finish(float (&acc)[kM][kN][4], const GemmParams
       const int row = row_in + (right ? set - kGroups / 2 : set) * row_step;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int piece = staged_piece<kColumns>(row, first / 4 + (right ? 2 : 0) + half);
-        const auto four = load_vec<float, 4>(s_sums + row * kColumns + piece * 4);
+        const int chunk = staged_chunk<kColumns>(row, first / 4 + (right ? 2 : 0) + half);
+        const auto four = load_vec<float, 4>(s_sums + row * kColumns + chunk * 4);
 #pragma unroll
         for (int k = 0; k < 4; ++k) v[set][half * 4 + k] = four.values[k];
       }

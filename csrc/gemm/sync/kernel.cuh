@@ -4,15 +4,15 @@
 // pipeline has `stages` stages, filled by cp.async with one step of K each; in the mainloop every
 // warp multiplies its part of the tile with mma.sync. The finished sums go through shared memory,
 // 16 rows of a warp at a time, so that each thread ends with 8 adjacent columns of a row and stores
-// 16 bytes. Meanwhile the next work tile's first steps arrive in the stages that this does not
-// need, which took a third off a product with K = 768: linear (8192, 768, 3072). Work tiles are
-// walked in bands of kBandRows rows, so that the blocks in flight cover a square of y and share
+// 16 bytes. Meanwhile the next work tile's first k-blocks arrive in the other stages, which took a
+// third off a product with K = 768: linear (8192, 768, 3072). Work tiles are scheduled in bands of
+// kBandRows rows, so that the blocks in flight cover a square of y and share
 // operands in L2.
 //
 // The mainloop is left to the compiler's schedule: fewer address instructions, or ldmatrix spread
 // evenly between the multiplications, were 4 to 6 % slower on linear (4096, 4096, 4096) bfloat16.
 //
-// fp32 operands are split into three bf16 pieces each, whose six products take as many instructions
+// fp32 operands are split into three bf16 terms each, whose six products take as many instructions
 // as three of TF32 and are exact (device/mma_sync.cuh): linear (4096, 4096, 4096) float32. A block
 // that meets inf, NaN or a value that rounds to inf does its work tile again with
 // kHandlesNonFinite.
@@ -55,10 +55,10 @@ struct OperandB {
   static constexpr bool is_a = false;
 };
 
-// acc += a @ b^T for two slices of fp32, as one of 16-bit pieces: the depths t and t + 4 of a slice
-// become 2t and 2t + 1, for any order of K serves that is the same for a and b. kHandlesNonFinite
-// admits inf, NaN and what rounds to inf; without it `check` becomes NaN at them. read(r, operand,
-// i, second) reads 16 rows of the first or second slice.
+// acc += a @ b^T for two slices of fp32, as one slice of 16-bit terms: the depths t and t + 4 of a
+// slice become 2t and 2t + 1, for any order of K serves that is the same for a and b.
+// kHandlesNonFinite admits inf, NaN and what rounds to inf; without it `check` becomes NaN at them.
+// read(r, operand, i, second) reads 16 rows of the first or second slice.
 template <bool kHandlesNonFinite, int kM, int kN, class Read>
 __device__ __forceinline__ void multiply_split(float (&acc)[kM][kN][4], const Read& read,
                                                float& check) {

@@ -114,7 +114,8 @@ class FragmentReader {
   template <bool kForA>
   static __device__ __forceinline__ FragmentReader make(int lane, int first_row) {
     const int q = lane >> 3, in = lane & 7, g = lane >> 2, t = lane & 3;
-    // Of ldmatrix's four 8 x 8 blocks, which is 8 rows further and which the slice's second chunk.
+    // The offset of a lane in ldmatrix's four 8 x 8 blocks: 8 rows further, or the slice's second
+    // chunk.
     const int row_bit = kForA ? q & 1 : q >> 1, k_bit = kForA ? q >> 1 : q & 1;
     FragmentReader reader;
     if constexpr (kKMajor) {

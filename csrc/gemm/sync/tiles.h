@@ -52,8 +52,8 @@ inline constexpr int kSyncTileCount = sizeof(kSyncTiles) / sizeof(kSyncTiles[0])
 inline Refusal sync_refusal(const GemmProblem& p, const SyncTile& tile, int splits) {
   constexpr int64_t kMaxSteps = int64_t{1} << 24;  // the kernels count a split's K in 32 bits
   if (!tile.suits(p.math)) {
-    return tile.fp32 ? "the tile is for float32 alone, whose pieces need its registers"
-                     : "the tile leaves no registers for the pieces of float32";
+    return tile.fp32 ? "the tile is for float32 alone, whose bf16 terms need its registers"
+                     : "the tile leaves no registers for the bf16 terms of float32";
   }
   if (tile.shared_bytes() > p.device.shared_limit) {
     return too_much_shared_memory(tile.shared_bytes(), p.device.shared_limit);

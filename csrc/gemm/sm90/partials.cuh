@@ -9,7 +9,7 @@
 
 namespace torchweld {
 
-// A warpgroup's sums of one piece in the workspace. A block has at most one piece to hand on.
+// A warpgroup's partial sums of a tile in the workspace. A CTA stores at most one partial.
 struct Sm90Partials {
   static constexpr int kThreads = 128;
 
@@ -18,8 +18,8 @@ struct Sm90Partials {
 
   // Own barrier of the warpgroup: `barrier`.
   template <int kValues>
-  __device__ __forceinline__ void send(const float (&v)[kValues], int64_t slot, int thread,
-                                       int barrier) const {
+  __device__ __forceinline__ void store_partial(const float (&v)[kValues], int64_t slot, int thread,
+                                                int barrier) const {
     float4* g_to = reinterpret_cast<float4*>(sums + slot * kValues * kThreads) + thread;
 #pragma unroll
     for (int i = 0; i < kValues / 4; ++i) {
