@@ -104,7 +104,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
 
   // The keys, columns and rows of this block.
   const SoftmaxMatmulProblem& problem = params.problem;
-  const MaskParams mask = problem.mask;
+  const MaskParams& mask = problem.mask;
   const int64_t key_blocks = divide_up(mask.seqlen_k, kBlockN);
   const int64_t column_blocks = divide_up(problem.head_dim_v, kBlockD);
   const int64_t block = first_block + blockIdx.x;
