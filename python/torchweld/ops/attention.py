@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch import Tensor, nn
 
 from torchweld._library import ops, require
 from torchweld._refusals import sentences
 from torchweld.distributed import _active
+from torchweld.ops.gpt2_attention import (
+    PROJECTIONS,
+    copy_projections,
+    projection_tensors,
+    refuse_attention,
+    scale_of,
+)
 from torchweld.ops.key_start import check_key_start
-from torchweld.ops.stock import is_plain, refuse_mixed, refuse_other, text_of
+from torchweld.ops.stock import is_plain, refuse_mixed, refuse_other
 
 _KERNELS = ("causal_softmax", "softmax_matmul", "attention")
-_PROJECTIONS = ("c_attn", "c_proj")
-# transformers' attention functions that compute what GPT2Attention computes by itself.
-_PLAIN_FUNCTIONS = (
-    "eager",
-    "sdpa",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flash_attention_4",
-    "flex_attention",
-    "torchweld",
-)
 
 
 @sentences
@@ -230,17 +224,17 @@ class CausalSelfAttention(nn.Module):
                 that is none of transformers' own; mixed dtypes or devices.
         """
         owner = "CausalSelfAttention.from_torch"
-        _refuse_attention(owner, module, kernel)
+        refuse_attention(owner, module, kernel)
         weight = module.c_attn.weight
         new = cls(
             weight.shape[0],
             module.num_heads,
             kernel=kernel,
-            scale=_scale_of(module),
+            scale=scale_of(module),
             device=weight.device,
             dtype=weight.dtype,
         )
-        _copy_projections(module, new)
+        copy_projections(module, new)
         return new.train(module.training)
 
     def to_torch(self) -> nn.Module:
@@ -267,9 +261,9 @@ class CausalSelfAttention(nn.Module):
                 f"{owner}: GPT2Attention has biases and an output projection, but this module was "
                 "built without"
             )
-        for name in _PROJECTIONS:
+        for name in PROJECTIONS:
             refuse_other(owner, name, "nn.Linear", getattr(self, name), nn.Linear)
-        refuse_mixed(owner, _tensors(self))
+        refuse_mixed(owner, projection_tensors(self))
         config = GPT2Config(
             n_embd=self.embed_dim, n_head=self.num_heads, attn_pdrop=0.0, resid_pdrop=0.0
         )
@@ -278,7 +272,7 @@ class CausalSelfAttention(nn.Module):
         with torch.device(weight.device):
             new = GPT2Attention(config, layer_idx=0).to(weight.dtype)
         new.scaling = self.scale
-        _copy_projections(self, new)
+        copy_projections(self, new)
         return new.train(self.training)
 
     @property
@@ -341,75 +335,3 @@ class CausalSelfAttention(nn.Module):
         return (
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, kernel={self.kernel!r}{own}"
         )
-
-
-def _refuse_attention(owner: str, module: nn.Module, kernel: str) -> None:
-    """Raises ValueError unless a module is a GPT2Attention that CausalSelfAttention can be."""
-    loaded = sys.modules.get("transformers.models.gpt2.modeling_gpt2")
-    expected = "transformers' GPT2Attention"
-    if loaded is None or not isinstance(module, loaded.GPT2Attention):
-        raise ValueError(f"{owner}: module must be {expected}, but got {text_of(module)}")
-    refuse_other(owner, "module", expected, module, loaded.GPT2Attention)
-    if module.is_cross_attention:
-        raise ValueError(f"{owner}: module must be self-attention, but got cross-attention")
-    if not getattr(module, "is_causal", True):
-        raise ValueError(f"{owner}: module.is_causal must be True, but got False")
-    for name in _PROJECTIONS:
-        layer = getattr(module, name)
-        refuse_other(owner, f"module.{name}", "transformers' Conv1D", layer, loaded.Conv1D)
-    for name in ("attn_dropout", "resid_dropout"):
-        layer = getattr(module, name)
-        refuse_other(owner, f"module.{name}", "nn.Dropout", layer, nn.Dropout)
-        if layer.p > 0:
-            raise ValueError(
-                f"{owner}: module.{name}.p must be 0, since CausalSelfAttention has no dropout, "
-                f"but got {layer.p}; set it to 0 to do without"
-            )
-    function = module.config._attn_implementation
-    if function is not None and function not in _PLAIN_FUNCTIONS:
-        raise ValueError(
-            f"{owner}: the module's attention function must be one of "
-            f"{', '.join(_PLAIN_FUNCTIONS)}, but got {function}"
-        )
-    if module.reorder_and_upcast_attn and kernel != "attention":
-        raise ValueError(
-            f'{owner}: kernel must be "attention" of a module with reorder_and_upcast_attn, whose '
-            f"scores are float32, but got {kernel!r}"
-        )
-    embed_dim = module.c_attn.weight.shape[0]
-    for name, parts in (("c_attn", 3), ("c_proj", 1)):
-        shape = tuple(getattr(module, name).weight.shape)
-        if shape != (embed_dim, parts * embed_dim):
-            raise ValueError(
-                f"{owner}: module.{name}.weight must be {(embed_dim, parts * embed_dim)}, but got "
-                f"{shape}; a block with pruned heads has no CausalSelfAttention"
-            )
-    refuse_mixed(owner, _tensors(module))
-
-
-def _scale_of(module: nn.Module) -> float:
-    """What a GPT2Attention multiplies its scores by."""
-    if hasattr(module, "scaling"):
-        return float(module.scaling)
-    # NOTE: older versions of transformers know it in the forward alone.
-    scale = module.head_dim**-0.5 if module.scale_attn_weights else 1.0
-    return scale / (module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scale
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {
-        f"{name}.{key}": getattr(getattr(module, name), key)
-        for name in _PROJECTIONS
-        for key in ("weight", "bias")
-    }
-
-
-def _copy_projections(source: nn.Module, target: nn.Module) -> None:
-    """From GPT2Attention to CausalSelfAttention or back; what is frozen stays frozen."""
-    for name in _PROJECTIONS:
-        theirs, ours = getattr(source, name), getattr(target, name)
-        with torch.no_grad():
-            ours.weight.copy_(theirs.weight.t())
-            ours.bias.copy_(theirs.bias)
-        ours.weight.requires_grad_(theirs.weight.requires_grad)
-        ours.bias.requires_grad_(theirs.bias.requires_grad)

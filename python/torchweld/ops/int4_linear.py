@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torchweld._library import ops, require
 from torchweld._refusals import sentences
+from torchweld.ops.int4_weight import NoValues, round_weight
 from torchweld.ops.stock import refuse_mixed, refuse_other
 
 
@@ -85,7 +86,7 @@ def int4_repack(qweight: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, T
     Returns:
         `packed`, int32 `(ceil(N/16), ceil(K/64), 128)`, `packed_scale`, `(ceil(N/16), K/group, 16)`
         and `packed_zero`, int32 `(ceil(N/16), K/group, 2)`. The layout is described in
-        csrc/ops/int4_pack/int4_layout.h; it may change from one version to the next, so keep the
+        csrc/int4/layout.h; it may change from one version to the next, so keep the
         portable tensors in files.
 
     Raises:
@@ -134,14 +135,6 @@ def int4_linear_repacked(
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-def _rounded_down(positive: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest numbers of a dtype that are not above positive ones, in their own dtype."""
-    near = positive.to(dtype)
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[near.element_size()]
-    below = (near.view(integers) - 1).view(dtype)
-    return torch.where(near.to(positive.dtype) > positive, below, near).to(positive.dtype)
-
-
 def _group_of(in_features: int, group_size: int | None) -> int:
     group = in_features if group_size is None else group_size
     if group < 8 or group % 8 or in_features % group:
@@ -150,26 +143,6 @@ def _group_of(in_features: int, group_size: int | None) -> int:
             f"{in_features}, but got {group_size}; None makes one group of a whole row"
         )
     return group
-
-
-class _NoValues(Tensor):
-    """Shape, dtype and device of a weight that is not kept. It has no memory; ops refuse it."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @staticmethod
-    def __new__(cls, shape: tuple[int, int], like: Tensor) -> _NoValues:
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> None:
-        raise RuntimeError(
-            "Int4Linear: weight must be asked for its shape, dtype and device only, but got "
-            f"{func}; use dequantise() for its values, and from_linear to quantise others"
-        )
-
-    def __repr__(self) -> str:
-        return f"Int4Linear.weight(shape={tuple(self.shape)}, dtype={self.dtype}, no values)"
 
 
 class Int4Linear(nn.Module):
@@ -278,36 +251,14 @@ class Int4Linear(nn.Module):
             weight.device,
             weight.dtype,
         )
-        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        groups = weight.to(wide).unflatten(1, (-1, module.group_size))
-        low = groups.amin(-1, keepdim=True).clamp(max=0)
-        high = groups.amax(-1, keepdim=True).clamp(min=0)
-        span = high - low
-        kept = torch.where(span.isinf(), high / 15 - low / 15, span / 15).to(weight.dtype)
-        step = torch.where(kept > 0, kept, 1.0).to(wide)
-        zero = (-low / step).round().clamp(0, 15)
-        # At the end of the dtype's range the outermost level may be beyond it. Where a slightly
-        # smaller scale brings it back that one is taken, else the level is left unused.
-        largest = torch.finfo(weight.dtype).max
-        reach = torch.maximum(zero, (high / step).round()).clamp(min=1)
-        lower = _rounded_down(largest / reach, weight.dtype)
-        kept = torch.where((lower < step) & (lower > step * (31 / 32)), lower.to(kept.dtype), kept)
-        scale = kept.to(wide)
-        step = torch.where(scale > 0, scale, 1.0)
-        most = (largest / step).floor()
-        codes = ((groups / step).round().clamp(-most, most) + zero).clamp(0, 15)
-        error = scale * (codes - zero) - groups
-        module.qweight.copy_(ops.int4_pack(codes.flatten(1).to(torch.uint8)))
-        module.scale.copy_(kept.squeeze(-1))
-        module.zero.copy_(ops.int4_pack(zero.squeeze(-1).to(torch.uint8)))
+        rounded = round_weight(weight, module.group_size)
+        module.qweight.copy_(ops.int4_pack(rounded.codes))
+        module.scale.copy_(rounded.scale)
+        module.zero.copy_(ops.int4_pack(rounded.zero))
         if linear.bias is not None:
             module.bias.copy_(linear.bias)
-        if weight.numel():
-            unit = groups.abs().max().clamp(min=torch.finfo(wide).tiny)  # squares stay in range
-            size = (groups / unit).square().mean().sqrt().item()
-            lost = (error / unit).square().mean().sqrt().item()
-            module.quantisation_error = lost / size if size else 0.0
-            module.largest_error = error.abs().max().item()
+        module.quantisation_error = rounded.quantisation_error
+        module.largest_error = rounded.largest_error
         module.repack()
         return module.eval()
 
@@ -346,7 +297,7 @@ class Int4Linear(nn.Module):
         """
         if torch.compiler.is_compiling():
             return self.dequantise()
-        return _NoValues((self.out_features, self.in_features), self.scale)
+        return NoValues((self.out_features, self.in_features), self.scale)
 
     @torch.jit.unused
     def dequantise(self) -> Tensor:

@@ -115,15 +115,6 @@ class LayerNormLinear(NormLinear):
         new.ln_weight, new.ln_bias = norm.weight, norm.bias
         return new.train(module.training)
 
-    def to_torch(self) -> nn.Sequential:
-        """`nn.Sequential(LayerNorm, Linear, activation)` that shares the parameters.
-
-        Raises:
-            ValueError: the module is of a subclass, or has hooks or a parametrisation.
-        """
-        refuse_other("LayerNormLinear.to_torch", "module", "LayerNormLinear", self, LayerNormLinear)
-        return self._as_torch()
-
     @torch.jit.unused
     def _as_torch(self) -> nn.Sequential:
         affine, shifted = self.ln_weight is not None, self.ln_bias is not None

@@ -50,6 +50,17 @@ class NormLinear(nn.Module):
         refuse_computed("reset_parameters", self, ("weight", "bias", *self._norm_names))
         reset_as_torch(self._as_torch())
 
+    def to_torch(self) -> nn.Sequential:
+        """`nn.Sequential(norm, Linear, activation)` that shares the parameters.
+
+        Raises:
+            ValueError: the module is of a subclass, or has hooks or a parametrisation.
+        """
+        # LayerNormLinear or RMSNormLinear, also where the module is of a subclass of one.
+        cls = next(cls for cls in type(self).__mro__ if NormLinear in cls.__bases__)
+        refuse_other(f"{cls.__name__}.to_torch", "module", cls.__name__, self, cls)
+        return self._as_torch()
+
     def _as_torch(self) -> nn.Sequential:
         raise NotImplementedError
 

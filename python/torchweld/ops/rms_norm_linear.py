@@ -113,15 +113,6 @@ class RMSNormLinear(NormLinear):
         new.weight, new.bias, new.norm_weight = linear.weight, linear.bias, norm.weight
         return new.train(module.training)
 
-    def to_torch(self) -> nn.Sequential:
-        """`nn.Sequential(RMSNorm, Linear, activation)` that shares the parameters.
-
-        Raises:
-            ValueError: the module is of a subclass, or has hooks or a parametrisation.
-        """
-        refuse_other("RMSNormLinear.to_torch", "module", "RMSNormLinear", self, RMSNormLinear)
-        return self._as_torch()
-
     @torch.jit.unused
     def _as_torch(self) -> nn.Sequential:
         affine = self.norm_weight is not None
