@@ -362,6 +362,22 @@ def gradients_of_parameters(mesh: DeviceMesh) -> None:
         assert len(seen) == 1
         assert_close(parameter.grad.to_local(), 2 * part)
 
+    # AccumulateGrad, which DDP hooks, receives the gradient of every parameter of a layer.
+    for place in (Replicate(), Shard(1)):
+        layers = MLP(torchweld.nn.LayerNormLinear(6, 8), nn.Linear(8, 6)).to(DEVICE)
+        plan = {"up": NormColwise(input_layouts=place), "down": Rowwise(output_layouts=place)}
+        parallelize_module(layers, mesh, plan)
+        received: dict[str, Tensor] = {}
+        nodes = []  # a node that nothing references is made anew, without its hooks
+        for name, parameter in layers.named_parameters():
+            nodes.append(parameter.view_as(parameter).grad_fn.next_functions[0][0])
+            nodes[-1].register_prehook(
+                lambda grads, n=name, into=received: into.update({n: grads[0]})
+            )
+        layers(torch.randn(1, 4, 6, device=DEVICE)).square().sum().backward()
+        for name, parameter in layers.named_parameters():
+            assert_close(received[name].to_local(), parameter.grad.to_local())
+
     # Gradients that are one tensor for autograd are two for their parameters.
     (first, _), (second, _) = made(), made()
     (local_part(first) + local_part(second)).square().sum().backward()

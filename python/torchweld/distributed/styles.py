@@ -121,8 +121,7 @@ class NormColwise(ParallelStyle):
     Limits: the two halves of a `GatedLinear` that is not interleaved are both sharded, which is
         torch's `_StridedShard`: trained as any other, gathered by
         `torchweld.distributed.full_tensor`, refused by torch.distributed.checkpoint. An interleaved
-        one is `Shard(0)`. Hooks of a parameter's accumulating node, below those of the parameter
-        itself, see no gradient; forward passes on several CUDA streams at once are not ordered.
+        one is `Shard(0)`. Forward passes on several CUDA streams at once are not ordered.
 
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
         2022.
@@ -182,7 +181,7 @@ class Rowwise(ParallelStyle):
         ValueError: another placement; the mesh has more than one dim, or does not divide
             `in_features`; when it is called, the mesh does not divide the tokens.
 
-    Limits: those of :class:`NormColwise` for hooks and streams.
+    Limits: forward passes on several CUDA streams at once are not ordered.
     """
 
     def __init__(self, *, output_layouts: Placement | None = None) -> None:

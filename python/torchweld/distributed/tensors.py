@@ -101,6 +101,7 @@ def sharded_dim(argument: str, placement: Placement, x: Tensor) -> int:
 # DTensor as its gradient.
 #
 # NOTE: `to_local()` adds two nodes to the graph and takes the host 80 us, forward and backward.
+# Neither way has batched gradients (`is_grads_batched`): torch raises NotImplementedError there.
 
 
 def is_dtensor_parameter(t: Tensor | None) -> bool:
