@@ -166,13 +166,13 @@ def collectives_of_sequences(mesh: DeviceMesh) -> None:
 
 
 class GlooBuffer:
-    """What processes on GPUs see of each other's memory, sent by gloo."""
+    """A `_SymmetricBuffer` for processes without GPUs: gloo sends the parts."""
 
     def __init__(self) -> None:
         self.rank, self.sent = dist.get_rank(), []
-        self.beside, self.mine = lambda sending: nullcontext(), torch.empty(0)
+        self.on_side_stream, self.mine = lambda sending: nullcontext(), torch.empty(0)
 
-    def places(self, shape: list[int], dtype: torch.dtype) -> Tensor:
+    def slots(self, shape: list[int], dtype: torch.dtype) -> Tensor:
         self.mine = torch.full((dist.get_world_size(), *shape), torch.nan, dtype=dtype)
         return self.mine
 
@@ -205,7 +205,7 @@ def beside_products() -> Iterator[list[str]]:
     changes |= {"_MIN_PRODUCTS": 0, "_MIN_PRODUCTS_OF_GRAPHS": 0}
     if DEVICE == "cpu":
         changes["_symmetric_buffer"] = lambda mesh, size: GlooBuffer()
-        changes["_sees_others"] = lambda x: True
+        changes["_supports_p2p"] = lambda x: True
     with patch.multiple(overlap, **changes):
         yield ran
 
@@ -235,9 +235,9 @@ def tokens_beside_products(mesh: DeviceMesh) -> None:
                 assert_close(full_tensor(DTensor.from_local(a, mesh, [place])), b, **TIGHT)
         same_gradients(ours, stock)
     small, weight = torch.randn(1, 8, 16, device=DEVICE), ours.up.weight.to_local()
-    with patch.object(overlap, "_sees_others", lambda x: True):
+    with patch.object(overlap, "_supports_p2p", lambda x: True):
         for gathers in (True, False):
-            assert not overlap.is_served(mesh, 1, small, weight, gathers=gathers)
+            assert not overlap.supports_overlap(mesh, 1, small, weight, gathers=gathers)
 
 
 def some_gradients_beside_products(mesh: DeviceMesh) -> None:

@@ -1,4 +1,4 @@
-"""Which context parallelism attention is to follow. Imports nothing of torch.distributed."""
+"""The context_parallel block that attention follows. Imports nothing of torch.distributed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 
-current: Any = None  # the ContextParallel of :func:`torchweld.distributed.context_parallel`
-
+# The ContextParallel of the running :func:`torchweld.distributed.context_parallel`; None outside.
+#
+# NOTE: a ContextVar or a thread-local would lose the block in backward: activation checkpointing
+# recomputes attention in autograd's device threads, which do not inherit the caller's context.
+current: Any = None
 
 _STOCK = torch.nn.functional.scaled_dot_product_attention
 
@@ -20,7 +23,7 @@ def _inside_torchs_own() -> bool:
 
 
 def refuse_torchs_own(who: str) -> None:
-    """Raises inside torch's context_parallel(), which attention of ours would not see.
+    """Raises inside torch's context_parallel(), which torchweld's attention does not follow.
 
     Raises:
         RuntimeError: queries would see the keys of their own process alone.

@@ -23,7 +23,7 @@ from . import linears
 
 
 class _SummedGradients(ParallelStyle):
-    """Parameters that all processes have and use on heads of their own, such as Qwen's q_norm."""
+    """Sums the gradients of replicated parameters that each process uses on its heads (q_norm)."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
@@ -39,7 +39,7 @@ class _SummedGradients(ParallelStyle):
         return module
 
 
-# transformers' names of styles.
+# transformers' style names and the styles that implement them.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": linears.columns,
     "rowwise": linears.rows,
@@ -50,8 +50,8 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "replicated_with_grad_allreduce": _SummedGradients,
 }
-# Layers whose columns are heads.
-_OF_HEADS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
+# Names of layers whose columns are attention heads.
+_HEAD_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None = 0) -> nn.Module:
@@ -122,7 +122,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None
         gpt2_sharded.shard(base, mesh, src_data_rank)
     for root, plan in plans:
         tied = _tied(root)
-        styles = {path: _STYLES[style]() for path, style in plan.items() if _found(root, path)}
+        styles = {path: _STYLES[style]() for path, style in plan.items() if _matching(root, path)}
         parallelize_module(root, mesh, styles, src_data_rank=src_data_rank)
         for (first, name), *others in tied:
             for module, other in others:
@@ -130,19 +130,19 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None
     return model
 
 
-def _found(root: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
-    """The modules that a path of a plan means, `*` for any number."""
-    return [(path, module) for path, module in root.named_modules() if _means(pattern, path)]
+def _matching(root: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+    """The modules that a plan's pattern matches; `*` stands for any number."""
+    return [(path, module) for path, module in root.named_modules() if _matches(pattern, path)]
 
 
-def _means(pattern: str, path: str) -> bool:
-    """Whether a plan's pattern means a path, part by part as parallelize_module takes it."""
+def _matches(pattern: str, path: str) -> bool:
+    """Whether a plan's pattern matches a path, name by name as in parallelize_module."""
     parts, names = pattern.split("."), path.split(".")
     return len(parts) == len(names) and all(map(fnmatch, names, parts))
 
 
 def _refusal(root: nn.Module, plan: dict[str, str], size: int) -> str | None:
-    """Why a plan can't be carried out, as the end of a sentence, or None."""
+    """Why parallelize refuses a plan, as the end of a sentence, or None."""
     name = type(root).__name__
     if not plan:
         return f"model must have a plan of transformers (tp_plan), but {name} has none"
@@ -152,10 +152,10 @@ def _refusal(root: nn.Module, plan: dict[str, str], size: int) -> str | None:
             known = ", ".join(_STYLES)
             return f"{name}'s plan must have the styles {known}, but got {style} for {pattern}"
         named = (path for path, _ in root.named_parameters())
-        if any(_means(pattern, path) for path in named):
+        if any(_matches(pattern, path) for path in named):
             return f"{name}'s plan must name modules, but got the parameter {pattern}"
         last = pattern.rpartition(".")[2]
-        if last in _OF_HEADS and style == "colwise":
+        if last in _HEAD_PROJECTIONS and style == "colwise":
             for heads in ("num_attention_heads", "num_key_value_heads"):
                 count = getattr(config, heads, None)
                 if count is not None and count % size:
@@ -163,7 +163,7 @@ def _refusal(root: nn.Module, plan: dict[str, str], size: int) -> str | None:
                         f"{heads} must be a multiple of the mesh's {size} processes, but got "
                         f"{count}"
                     )
-        for path, module in _found(root, pattern):
+        for path, module in _matching(root, pattern):
             for parameter in module.parameters(recurse=False):
                 if type(parameter.data) is not Tensor:
                     kind = type(parameter.data).__name__
@@ -179,7 +179,7 @@ def _refusal(root: nn.Module, plan: dict[str, str], size: int) -> str | None:
                     f"got {width}"
                 )
     tied = {id(module): path for path, module in root.named_modules()}
-    sharded = {id(m) for pattern in plan for _, m in _found(root, pattern)}
+    sharded = {id(m) for pattern in plan for _, m in _matching(root, pattern)}
     for places in _tied(root):
         if len({id(module) in sharded for module, _ in places}) > 1:
             names = " and ".join(f"{tied[id(module)]}.{key}" for module, key in places)
@@ -188,7 +188,7 @@ def _refusal(root: nn.Module, plan: dict[str, str], size: int) -> str | None:
 
 
 def _tied(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """The places of each parameter that is in several."""
+    """The modules and names of each parameter that several modules share."""
     places = defaultdict(list)
     for module in root.modules():
         for key, parameter in module._parameters.items():

@@ -1,4 +1,4 @@
-"""What processes exchange: sums, gathered and scattered tensors, and their gradients."""
+"""Collectives with gradients: all-reduce, all-gather and reduce-scatter over a mesh dim."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .tensors import (
     parameter_of,
 )
 
-# So many sequences are moved each on its own, in one call; more of them go through a copy.
-_MOST_SLABS = 16
+# Up to this many slabs are sent from where they are, in one call; more are copied together first.
+_MAX_SLABS = 16
 
 
 def _summed(tensors: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
-    """The sums over a mesh's processes, in place where tensors are contiguous."""
-    # NOTE: the host takes twice as long for functional collectives, and three times for one after
-    # the other.
+    """Sums tensors over a mesh's processes, in place where they are contiguous."""
+    # NOTE: functional collectives take the host twice as long as this, and one call a tensor three
+    # times as long.
     sums = [t.contiguous() for t in tensors]
     for dtype in dict.fromkeys(t.dtype for t in tensors):  # in the same order in all processes
         places = [i for i, t in enumerate(tensors) if t.dtype == dtype]
@@ -61,7 +61,8 @@ class _CopyToTpRegion(torch.autograd.Function):
     @staticmethod
     @once_outside_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: layers of this package alone see what entered, and their gradients are new.
+        # _summed may work in place: only layers of this package use the copies, and their gradients
+        # are new tensors.
         sums = _summed(grads, ctx.mesh)
         pairs = zip(ctx.parameters, sums, strict=True)
         return None, *(gradient_of(parameter, grad) for parameter, grad in pairs)
@@ -70,7 +71,7 @@ class _CopyToTpRegion(torch.autograd.Function):
 class _ReduceFromTpRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mesh: DeviceMesh, y: Tensor) -> Tensor:
-        # A copy: checkpoints may keep the product as it was.
+        # _summed works in place, and a checkpoint may keep y.
         return _summed([y.clone(memory_format=torch.contiguous_format)], mesh)[0]
 
     @staticmethod
@@ -79,16 +80,16 @@ class _ReduceFromTpRegion(torch.autograd.Function):
 
 
 def _slabs(t: Tensor, dim: int) -> list[Tensor]:
-    """A contiguous tensor's parts that have `dim` as their first."""
+    """Views of a contiguous tensor, one for each index of the dims before `dim`."""
     return list(t.flatten(0, dim - 1).unbind())
 
 
 def gathered(mesh: DeviceMesh, dim: int, x: Tensor) -> Tensor:
-    """The whole of a tensor of which each process has a part along `dim`; without a gradient."""
+    """All-gathers x along `dim`; without a gradient."""
     x, size, slabs = x.contiguous(), mesh.size(), x.shape[:dim].numel()
     if size == 1:
         return x
-    if torch.compiler.is_compiling() or slabs > _MOST_SLABS:
+    if torch.compiler.is_compiling() or slabs > _MAX_SLABS:
         whole = collectives.all_gather_tensor(x, 0, (mesh, 0))
         whole = collectives.wait_tensor(whole).unflatten(0, (size, -1))
         return whole.movedim(0, dim).flatten(dim, dim + 1)
@@ -101,11 +102,11 @@ def gathered(mesh: DeviceMesh, dim: int, x: Tensor) -> Tensor:
 
 
 def scattered(mesh: DeviceMesh, dim: int, t: Tensor) -> Tensor:
-    """The sum of all processes' t, of which each gets a part along `dim`; without a gradient."""
+    """Reduce-scatters t along `dim`; without a gradient."""
     t, size, slabs = t.contiguous(), mesh.size(), t.shape[:dim].numel()
     if size == 1:
         return t
-    if torch.compiler.is_compiling() or slabs > _MOST_SLABS:
+    if torch.compiler.is_compiling() or slabs > _MAX_SLABS:
         parts = t.unflatten(dim, (size, -1)).movedim(dim, 0).flatten(0, 1)
         part = collectives.reduce_scatter_tensor(parts.contiguous(), "sum", 0, (mesh, 0))
         return collectives.wait_tensor(part)
@@ -117,7 +118,7 @@ def scattered(mesh: DeviceMesh, dim: int, t: Tensor) -> Tensor:
     return part
 
 
-class _Gathering(torch.autograd.Function):
+class _GatherFromSpRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mesh: DeviceMesh, dim: int, x: Tensor) -> Tensor:
         ctx.mesh, ctx.dim = mesh, dim
@@ -129,23 +130,23 @@ class _Gathering(torch.autograd.Function):
         return None, None, scattered(ctx.mesh, ctx.dim, dy)
 
 
-def gathering(mesh: DeviceMesh, dim: int, x: Tensor) -> Tensor:
-    """The whole of a tensor of which each process has a part along `dim`, parts of the same size;
-    its gradient is the sum of theirs, of which each gets its part.
+def gather_from_sp_region(mesh: DeviceMesh, dim: int, x: Tensor) -> Tensor:
+    """All-gathers x along `dim`, where all processes have parts of the same size; backward
+    reduce-scatters the gradient.
     """
-    return x if mesh.size() == 1 else _Gathering.apply(mesh, dim, x)
+    return x if mesh.size() == 1 else _GatherFromSpRegion.apply(mesh, dim, x)
 
 
 def copy_to_tp_region(mesh: DeviceMesh, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The tensors themselves, which all processes have; their gradients are the sums of theirs.
-
-    Tensors that enter together have their gradients summed together.
+    """Returns the tensors; backward sums their gradients over the processes, one call a dtype.
 
     Args:
-        tensors: plain ones, or parameters that are DTensors, which all processes have whole.
+        tensors: plain tensors, or replicated DTensor parameters; the same in all processes.
 
     Returns:
         Plain tensors.
+
+    Source: Shoeybi et al., "Megatron-LM", 2019 (f; `copy_to_tensor_model_parallel_region`).
     """
     if not torch.is_grad_enabled() or mesh.size() == 1:
         return tuple(local_part(t) for t in tensors)
@@ -153,47 +154,51 @@ def copy_to_tp_region(mesh: DeviceMesh, *tensors: Tensor | None) -> tuple[Tensor
     given = [t for t in tensors if t is not None and t.requires_grad]
     if not given:
         return tensors
-    entered = iter(_CopyToTpRegion.apply(mesh, *given))
-    return tuple(t if t is None or not t.requires_grad else next(entered) for t in tensors)
+    copied = iter(_CopyToTpRegion.apply(mesh, *given))
+    return tuple(t if t is None or not t.requires_grad else next(copied) for t in tensors)
 
 
 class CopiedToTpRegion(list[Tensor]):
-    """A tensor that entered, for whoever keeps it: lists can't be referenced weakly."""
+    """Holds a copy for the layers that share it; unlike a list, it can be referenced weakly."""
 
 
-class _LastEntered(NamedTuple):
+class _LastCopied(NamedTuple):
     x: weakref.ref[Tensor]
-    entered: weakref.ref[CopiedToTpRegion]
+    copied: weakref.ref[CopiedToTpRegion]
     mesh: DeviceMesh
 
 
-_last: _LastEntered | None = None
+_last: _LastCopied | None = None
 
 
 def copy_to_tp_region_once(mesh: DeviceMesh, x: Tensor) -> tuple[Tensor, CopiedToTpRegion | None]:
-    """The same of one tensor for layers that take it one after the other, such as query, key and
-    value: what their gradients have in common is summed over the processes once.
+    """`copy_to_tp_region` of an x that several layers take in succession, such as query, key and
+    value: autograd adds the gradients of the layers, and one sum over the processes follows.
 
     Returns:
-        The tensor, and what a layer keeps for the next one; it is empty as soon as another tensor
-        enters. In compiled graphs every layer has its own sum.
+        The copy, and its holder, which a layer keeps alive for the next one and which the copy of
+        another tensor empties. In compiled graphs the holder is None, and every layer has its own
+        sum.
     """
     global _last
     if torch.compiler.is_compiling():
         return copy_to_tp_region(mesh, x)[0], None
-    last, kept = _last, None if _last is None else _last.entered()
+    last, kept = _last, None if _last is None else _last.copied()
     if kept and last.x() is x and last.mesh == mesh and torch.is_grad_enabled():
         return kept[0], kept
     if kept:
         kept.clear()
-    _last, entered = None, copy_to_tp_region(mesh, x)[0]
-    if entered is x:
+    _last, copied = None, copy_to_tp_region(mesh, x)[0]
+    if copied is x:
         return x, None
-    kept = CopiedToTpRegion([entered])
-    _last = _LastEntered(weakref.ref(x), weakref.ref(kept), mesh)
-    return entered, kept
+    kept = CopiedToTpRegion([copied])
+    _last = _LastCopied(weakref.ref(x), weakref.ref(kept), mesh)
+    return copied, kept
 
 
 def reduce_from_tp_region(mesh: DeviceMesh, y: Tensor) -> Tensor:
-    """The sum of all processes' y; each gets its gradient."""
+    """Sums y over the processes; backward passes the gradient to each.
+
+    Source: Shoeybi et al., "Megatron-LM", 2019 (g; `reduce_from_tensor_model_parallel_region`).
+    """
     return y if mesh.size() == 1 else _ReduceFromTpRegion.apply(mesh, y)

@@ -73,7 +73,7 @@ def context_parallel_attention(
             process the call is `torchweld.attention`, and a warning says so.
         method: "all_gather" gathers keys and values and serves everything; "ulysses" exchanges
             heads for tokens, where n divides nheads_kv; "ring" keeps keys and values of two
-            processes at a time, and computes while they travel.
+            processes at a time, and computes while the next are sent.
         causal: each token sees those up to itself.
         scale: as `torchweld.attention`.
         key_start: int32 `(batch, seqlen / n)`, the shard of the whole sequence's: each token's
@@ -123,7 +123,7 @@ def context_parallel_attention(
 def _refusal(
     query: Tensor, key: Tensor, value: Tensor, method: str, mask: Mask, size: int
 ) -> str | None:
-    """What is wrong in this process, as the end of a sentence, or None."""
+    """Why this process refuses the call, as the end of a sentence, or None."""
     named = {"query": query, "key": key, "value": value}
     named |= {"leftpad": mask.leftpad, "key_start": mask.key_start, "sink": mask.sink}
     for name, t in named.items():
@@ -181,10 +181,10 @@ def _compare(
     reason: str | None,
     group: dist.ProcessGroup,
 ) -> None:
-    """Raises in all processes where one of them was refused or has other shapes.
+    """Raises in all processes if one of them refuses the call or has other shapes.
 
     Raises:
-        ValueError: it names a process and what differs.
+        ValueError: names a process and what differs.
     """
     facts = [0] * len(_FACTS)
     if reason is None:
@@ -193,7 +193,7 @@ def _compare(
     mine = torch.tensor([reason is not None, *facts], dtype=torch.int64, device=query.device)
     everyone = plain_gather(mine, 0, group).view(group.size(), -1).tolist()
     if reason is not None:
-        return  # this process has a sentence of its own
+        return  # the caller raises this process's own reason
     for rank, (refused, *theirs) in enumerate(everyone):
         if refused:
             raise ValueError(f"context_parallel_attention: process {rank} of the group was refused")
@@ -215,7 +215,7 @@ def _all_gather(
         positions = local_positions(group, 2 * half, query.device)
         start = mask.first_keys(positions, 2 * size * half, query.shape[0])
         return ops.attention(query, key, value, None, key_start=start, **more)
-    # The keys end with the chunk's last one, so causal means its own positions.
+    # The keys end at the chunk's last token, so the bottom-right causal mask fits its positions.
     out = []
     for chunk, part in ((rank, slice(0, half)), (2 * size - 1 - rank, slice(half, None))):
         end = (chunk + 1) * half
@@ -234,13 +234,13 @@ def _all_gather(
     return torch.cat(out, 2)
 
 
-def _exchanged(t: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`t[i]` goes to process i; `[j]` of the result is from process j."""
-    swap = collectives.all_to_all_single_autograd if t.requires_grad else _plain_exchange
+def _all_to_all(t: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-to-all: `t[i]` goes to process i; `[j]` of the result comes from process j."""
+    swap = collectives.all_to_all_single_autograd if t.requires_grad else _plain_all_to_all
     return swap(t.contiguous(), None, None, group)
 
 
-def _plain_exchange(t: Tensor, out: Any, into: Any, group: dist.ProcessGroup) -> Tensor:
+def _plain_all_to_all(t: Tensor, out: Any, into: Any, group: dist.ProcessGroup) -> Tensor:
     return collectives.wait_tensor(collectives.all_to_all_single(t, out, into, group))
 
 
@@ -249,8 +249,9 @@ def _ulysses(
 ) -> Tensor:
     size, rank = group.size(), group.rank()
 
-    def all_tokens(t: Tensor) -> Tensor:  # (batch, heads, seqlen / n, ...): of some heads
-        return in_order(_exchanged(t.unflatten(1, (size, -1)).movedim(1, 0), group), 3)
+    def all_tokens(t: Tensor) -> Tensor:
+        # (batch, heads, seqlen / n, ...) to (batch, heads / n, seqlen, ...)
+        return in_order(_all_to_all(t.unflatten(1, (size, -1)).movedim(1, 0), group), 3)
 
     query, key, value = map(all_tokens, (query, key, value))
     leftpad, start = mask.leftpad, mask.key_start
@@ -273,18 +274,18 @@ def _ulysses(
         softcap=mask.softcap,
         sink=None if mask.sink is None else mask.sink.chunk(size)[rank],
     )
-    return _exchanged(out_of_order(out, 2, size), group).movedim(0, 1).flatten(1, 2)
+    return _all_to_all(out_of_order(out, 2, size), group).movedim(0, 1).flatten(1, 2)
 
 
 class ContextParallel:
-    """What :func:`context_parallel` tells the attention inside of it."""
+    """The settings of a :func:`context_parallel` block, which attention inside of it reads."""
 
     def __init__(self, group: dist.ProcessGroup, method: str, check: bool) -> None:
         self.group = group
         self.method = method
         self.check = check
         self.calls = 0
-        self.leftpad: Tensor | None = None  # of the model that is running, see hf_context
+        self.leftpad: Tensor | None = None  # of the running model; set by hf_context
         self.seen_positions: Tensor | None = None
 
     def attention(
@@ -309,17 +310,17 @@ def context_parallel(
 ) -> Iterator[None]:
     """Models inside the `with` block attend to the tokens of all processes.
 
-    Followed by `torchweld.nn.CausalSelfAttention` and by transformers' models with torchweld's
-    attention (`torchweld.fuse`, or `attn_implementation="torchweld"`). Everything that a model is
-    given with a dim of tokens goes through :func:`shard_sequence` first, position_ids and
-    attention_mask included; labels are to be shifted before. The backward pass belongs into the
-    block where activations are recomputed. Parameters see the tokens of their process: sum their
-    gradients over the group, as FSDP2 and DDP do.
+    `torchweld.nn.CausalSelfAttention` and transformers' models with torchweld's attention
+    (`torchweld.fuse`, or `attn_implementation="torchweld"`) follow it. Pass every input that has a
+    dim of tokens through :func:`shard_sequence` first, position_ids and attention_mask included;
+    shift labels before. With activation checkpointing, run the backward pass inside the block.
+    Parameters see the tokens of their process: sum their gradients over the group, as FSDP2 and DDP
+    do.
 
     Args:
         group: the processes; a ProcessGroup, a DeviceMesh of one dim, all by default.
         method: as :func:`context_parallel_attention`.
-        check: whether shapes are compared between the processes and position_ids are looked at. On
+        check: whether shapes are compared between the processes and position_ids are checked. On
             CUDA the host waits for both; False never waits.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Linear layers of which each process has some columns or some rows.
+"""Linear layers whose columns or rows are sharded over the processes.
 
-Their parameters are DTensors, which optimizers, checkpoints and the state_dict see. They compute
-with the process's part: torch's own styles call ops on DTensors, which takes several times as long
-on the host as a layer of a few thousand tokens on a GPU.
+Optimizers, checkpoints and the state_dict see DTensor parameters; forward computes with the local
+tensors. torch's own styles call ops on DTensors, which takes the host several times as long as a
+GPU takes for a layer of a few thousand tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .tensors import local_part, local_weight, replicated, shard_parameter, shar
 
 
 class ColumnLinear(nn.Linear):
-    """Some columns of the result, from x that all processes have."""
+    """Computes this process's columns of the result from a replicated x."""
 
     def forward(self, input: Tensor) -> Tensor:
         mesh, kept = self.weight.device_mesh, None
@@ -31,12 +31,12 @@ class ColumnLinear(nn.Linear):
             x, kept = copy_to_tp_region_once(mesh, input)
         y = F.linear(x, local_weight(self.weight), local_part(self.bias))
         if kept is not None and y.grad_fn is not None:
-            y.grad_fn.metadata["entered"] = kept
+            y.grad_fn.metadata["copied_to_tp_region"] = kept
         return y
 
 
 class RowLinear(nn.Linear):
-    """The result from the columns of x that a process has: the whole one, or some tokens of it."""
+    """Sums the products of all processes' columns of x; returns all tokens or this process's."""
 
     output: Placement = Replicate()
 
@@ -65,7 +65,7 @@ def shard_linear(
     """Shards a layer's parameters along a dim, in place, and gives it another class.
 
     Args:
-        rest: how a bias is placed that has no such dim; None for a plain one.
+        rest: the placement of a bias that lacks the dim; None keeps it plain.
     """
     for name, parameter in list(module.named_parameters(recurse=False)):
         placement = Shard(dim) if parameter.dim() > dim else rest
@@ -75,7 +75,7 @@ def shard_linear(
 
 
 class _Linears(ParallelStyle):
-    """Shards a linear layer for a class of it; other modules by torch's style."""
+    """Shards an `nn.Linear` and gives it another class; applies torch's style to other modules."""
 
     def __init__(self, sharded: type[nn.Linear], dim: int, style: ParallelStyle) -> None:
         super().__init__()
@@ -89,10 +89,10 @@ class _Linears(ParallelStyle):
 
 
 def columns() -> ParallelStyle:
-    """For plans of parallelize_module."""
+    """The column-parallel style for a plan of parallelize_module."""
     return _Linears(ColumnLinear, 0, ColwiseParallel())
 
 
 def rows() -> ParallelStyle:
-    """For plans of parallelize_module."""
+    """The row-parallel style for a plan of parallelize_module."""
     return _Linears(RowLinear, 1, RowwiseParallel())

@@ -1,4 +1,4 @@
-"""What attention is asked for beside its query, key and value."""
+"""The arguments of attention other than query, key and value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass
 class Mask:
-    """What is asked for; tensors are this process's shards, leftpad is whole."""
+    """Mask and scale of a call; key_start is this process's shard, leftpad and sink are whole."""
 
     causal: bool
     scale: float | None
@@ -21,7 +21,7 @@ class Mask:
     sink: Tensor | None
 
     def first_keys(self, positions: Tensor, seqlen: int, batch: int) -> Tensor | None:
-        """int32 `(batch, rows)`: the first key of rows at positions; seqlen hides all."""
+        """int32 `(batch, rows)`, the first visible key of rows at positions; seqlen hides all."""
         if self.leftpad is None and self.key_start is None and self.window is None:
             return None
         start = torch.zeros(batch, len(positions), dtype=torch.int32, device=positions.device)

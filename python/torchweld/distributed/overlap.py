@@ -1,9 +1,9 @@
-"""Products whose tokens travel beside them: those of one process are multiplied while those of
-another arrive, or leave.
+"""Linear layers that overlap with communication: a process multiplies the tokens of one process
+while it receives those of another, or sends the product for another.
 
-Every process of a group has memory that the others write, torch's symmetric memory, with a place
-for a part of each. The GPUs' copy engines write there over NVLink: NCCL's kernels would take
-multiprocessors from the product.
+Each process has a buffer in torch's symmetric memory with a slot for every process of its group.
+Peers copy into their slots over NVLink by DMA, which occupies no SMs; NCCL's kernels would take SMs
+from the matmul.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torchweld._library import ops
 
 T = TypeVar("T")
 
-# Multiplications of one process's tokens from which on this is used. The host takes 100 us more for
-# it, in which the GPU makes 2^35 of them; a CUDA graph takes the host no time.
+# The smallest matmul that overlaps, in multiply-adds per process. Overlap costs the host 100 us, in
+# which the GPU computes 2^35 multiply-adds; the replay of a CUDA graph costs the host nothing.
 _MIN_PRODUCTS = 1 << 36
 _MIN_PRODUCTS_OF_GRAPHS = 1 << 32
 
@@ -32,18 +32,18 @@ _MAX_SEQUENCES = 16  # multiplied in one batch
 
 
 class _SymmetricBuffer:
-    """Memory of a process in which each process of its group has a place to write to.
+    """Memory of a process with a slot for each process of its group to write to.
 
     Args:
         group: at least two processes.
-        size: bytes; the same in all processes, which all make one.
+        size: bytes; every process of the group makes a buffer of this size.
 
     Raises:
         torch.OutOfMemoryError: in this process alone; the others wait for it.
         RuntimeError: the processes can't access each other's memory; raised in all of them.
     """
 
-    _SENT = 1  # the signals' channel; that of barriers is 0
+    _SENT = 1  # channel of the signals; barriers use channel 0
 
     def __init__(self, group: ProcessGroup, size: int) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -53,34 +53,34 @@ class _SymmetricBuffer:
         self.group, self.size = weakref.ref(group), size
         self.rank, self._running = self._handle.rank, set[torch.cuda.Stream]()
 
-    def _places_of(self, rank: int, shape: list[int], dtype: torch.dtype) -> Tensor:
+    def _slots_of(self, rank: int, shape: list[int], dtype: torch.dtype) -> Tensor:
         return self._handle.get_buffer(rank, (self._handle.world_size, *shape), dtype)
 
-    def places(self, shape: list[int], dtype: torch.dtype) -> Tensor:
-        """`(processes, *shape)`: this process's places, once no process reads or writes them."""
+    def slots(self, shape: list[int], dtype: torch.dtype) -> Tensor:
+        """`(processes, *shape)`: this process's slots. Waits until no process uses them."""
         self._handle.barrier(channel=0)
-        return self._places_of(self.rank, shape, dtype)
+        return self._slots_of(self.rank, shape, dtype)
 
     def send(self, part: Tensor, to: int) -> None:
-        """A contiguous part to a process, beside the current stream."""
-        place = self._places_of(to, list(part.shape), part.dtype)[self.rank]
-        with self.beside(sending=True):
-            place.copy_(part)
+        """Copies a contiguous part to a process on a side stream, and signals its arrival."""
+        slot = self._slots_of(to, list(part.shape), part.dtype)[self.rank]
+        with self.on_side_stream(sending=True):
+            slot.copy_(part)
             self._handle.put_signal(to, channel=self._SENT)
 
     def wait(self, of: int) -> None:
-        """Until a process's part is there."""
+        """The current stream waits for the part of a process."""
         self._handle.wait_signal(of, channel=self._SENT)
 
-    def beside(self, sending: bool) -> AbstractContextManager[None]:
-        """Work beside the current stream, behind what that has got so far."""
+    def on_side_stream(self, sending: bool) -> AbstractContextManager[None]:
+        """A side stream that first waits for what the current stream has queued."""
         stream = self._sending if sending else self._copying
         stream.wait_stream(torch.cuda.current_stream())
         self._running.add(stream)
         return torch.cuda.stream(stream)
 
     def join(self) -> None:
-        """What runs beside the current stream is done before what comes next."""
+        """The current stream waits for the side streams."""
         while self._running:
             torch.cuda.current_stream().wait_stream(self._running.pop())
 
@@ -94,7 +94,7 @@ def _memory(size: int, device: torch.device) -> Tensor:
                 raise
             if not again:
                 raise torch.OutOfMemoryError(str(error)) from error
-            torch.cuda.empty_cache()  # torch's caching allocator has no part in it
+            torch.cuda.empty_cache()  # symmetric memory bypasses torch's caching allocator
     raise AssertionError
 
 
@@ -119,9 +119,9 @@ def _symmetric_buffer(mesh: DeviceMesh, size: int) -> _SymmetricBuffer | None:
         buffers.clear()
     try:
         buffers.append(_SymmetricBuffer(group, max(size, 2 * buffers[-1].size if buffers else 0)))
-    except torch.OutOfMemoryError:  # of this process alone
+    except torch.OutOfMemoryError:  # raised in this process alone
         raise
-    except RuntimeError:  # other hosts, or no NVLink
+    except RuntimeError:  # the processes are on several hosts, or have no NVLink
         _no_p2p.add(group)
         return None
     return buffers[-1]
@@ -140,25 +140,27 @@ def _used(buffer: _SymmetricBuffer) -> Iterator[None]:
         raise
 
 
-def _sees_others(x: Tensor) -> bool:
-    """Whether processes may write each other's memory where x is."""
+def _supports_p2p(x: Tensor) -> bool:
+    """Whether x has a device and dtype that symmetric memory is used for."""
     return x.is_cuda and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
-def is_served(mesh: DeviceMesh, dim: int, x: Tensor, weight: Tensor, *, gathers: bool) -> bool:
-    """Whether tokens along `dim` are to travel beside the product of x and weight (N, K); the same
-    in all processes.
+def supports_overlap(
+    mesh: DeviceMesh, dim: int, x: Tensor, weight: Tensor, *, gathers: bool
+) -> bool:
+    """Whether the matmul of x and weight `(N, K)` overlaps with sending tokens along `dim`; the
+    same answer in all processes.
 
     Args:
-        gathers: x has this process's tokens, and all are multiplied; else it has all tokens, and
-            the product is scattered.
+        gathers: True where x has this process's tokens and is gathered; False where x has all
+            tokens and the product is reduce-scattered.
     """
     size = mesh.size()
-    if size == 1 or torch.compiler.is_compiling() or not _sees_others(x):
+    if size == 1 or torch.compiler.is_compiling() or not _supports_p2p(x):
         return False
     rows, columns = x.shape[:-1].numel() // (1 if gathers else size), weight.shape[0]
     products = rows * columns * x.shape[-1]
-    # Memory for graphs is made by the calls in front of them.
+    # Eager calls allocate the buffers of later graphs, so the smaller limit decides here.
     if x.shape[:dim].numel() > _MAX_SEQUENCES or products < _MIN_PRODUCTS_OF_GRAPHS:
         return False
     part = rows * (x.shape[-1] if gathers else columns) * x.element_size()
@@ -173,8 +175,8 @@ def _parts(t: Tensor, dim: int, count: int) -> list[Tensor]:
     return list(matrices.chunk(count, 1))
 
 
-def _others(rank: int, count: int) -> Iterator[tuple[int, int]]:
-    """To whom to send and from whom to take, in turn: every process has one of each at a time."""
+def _peers(rank: int, count: int) -> Iterator[tuple[int, int]]:
+    """Ranks to send to and to receive from, step by step: one of each for every process."""
     return (((rank + i) % count, (rank - i) % count) for i in range(1, count))
 
 
@@ -189,10 +191,10 @@ def gathered_linear(
     keeps_x: bool = True,
     keeps_preact: bool = False,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """`linear` of all processes' x, where :func:`is_served`; without a gradient.
+    """`linear` of the gathered x, where :func:`supports_overlap`; without a gradient.
 
     Returns:
-        All processes' x, y, and the pre-activation; None for what is not kept.
+        The gathered x, y, and the pre-activation; None for what is not kept.
     """
     size, shape = mesh.size(), list(x.shape)
     buffer = _symmetric_buffer(mesh, size * x.numel() * x.element_size())
@@ -208,20 +210,20 @@ def gathered_linear(
     def multiply(part: Tensor, rank: int) -> None:
         ops._linear_part(part, weight, bias, ys[rank], preacts[rank], activation=activation)
 
-    # NOTE: a copy that begins beside a product waits for its multiprocessors.
+    # NOTE: a local copy that starts during a matmul waits for its SMs, so x is copied first.
     with _used(buffer):
         if keeps_x:
-            with buffer.beside(sending=False):
+            with buffer.on_side_stream(sending=False):
                 xs[buffer.rank].copy_(mine)
-        places = buffer.places(list(mine.shape), x.dtype)
-        for to, _ in _others(buffer.rank, size):
+        slots = buffer.slots(list(mine.shape), x.dtype)
+        for to, _ in _peers(buffer.rank, size):
             buffer.send(mine, to)
         multiply(mine, buffer.rank)
-        for _, of in _others(buffer.rank, size):
+        for _, of in _peers(buffer.rank, size):
             buffer.wait(of)
             if keeps_x:
-                xs[of].copy_(places[of])
-            multiply(places[of], of)
+                xs[of].copy_(slots[of])
+            multiply(slots[of], of)
     return whole, y, preact
 
 
@@ -234,15 +236,15 @@ def scattered_linear(
     *,
     meanwhile: Callable[[], T] = lambda: None,
 ) -> tuple[Tensor, T]:
-    """The sum of all processes' products of x, of which each gets its tokens, where
-    :func:`is_served`; without a gradient.
+    """Sums all processes' products of x and gives each process its tokens of the sum, where
+    :func:`supports_overlap`; without a gradient.
 
     Args:
-        bias: is added to the sum; the same in all processes.
-        meanwhile: what else is to be computed while products travel.
+        bias: added once to the sum; the same in all processes.
+        meanwhile: a computation to run while the products are sent.
 
     Returns:
-        The sum, and what `meanwhile` gave.
+        The sum, and the result of `meanwhile`.
     """
     size, columns = mesh.size(), weight.shape[0]
     parts, shape = _parts(x.contiguous(), dim, size), [*x.shape[:-1], columns]
@@ -252,8 +254,8 @@ def scattered_linear(
     buffer = _symmetric_buffer(mesh, size * y.numel() * y.element_size())
     every = weight.t().expand(len(parts[0]), -1, -1)
     with _used(buffer):
-        terms, sent = buffer.places(of_part, x.dtype), []
-        for to, _ in _others(buffer.rank, size):
+        terms, sent = buffer.slots(of_part, x.dtype), []
+        for to, _ in _peers(buffer.rank, size):
             sent.append(torch.bmm(parts[to], every))
             buffer.send(sent[-1], to)
         mine = parts[buffer.rank]
@@ -262,9 +264,9 @@ def scattered_linear(
         else:
             ops._linear_part(mine, weight, bias, terms[buffer.rank])
         other = meanwhile()
-        for _, of in _others(buffer.rank, size):
+        for _, of in _peers(buffer.rank, size):
             buffer.wait(of)
-    # NOTE: torch's sum over a few terms takes three times as long as an addition.
+    # NOTE: torch.sum of two terms takes three times as long as torch.add.
     if size == 2:
         torch.add(*terms, out=y.view(of_part))
     else:

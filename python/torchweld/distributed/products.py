@@ -1,5 +1,5 @@
-"""Products between tensors whose tokens are on several processes and those whose columns are:
-sequence parallel.
+"""Linear layers in sequence parallel: tokens are sharded on one side of the layer, columns on the
+other.
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 """
@@ -48,22 +48,26 @@ class _GatheredLinear(torch.autograd.Function):
     @staticmethod
     @once_outside_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        of_x, *wanted = ctx.needs_input_grad[3:]
+        needs_dx, *wanted = ctx.needs_input_grad[3:]
         x, weight, kept = ctx.saved_tensors
-        if of_x and overlap.is_served(ctx.mesh, ctx.dim, dy, weight.t(), gathers=False):
+        if needs_dx and overlap.supports_overlap(ctx.mesh, ctx.dim, dy, weight.t(), gathers=False):
             dz, dbias = ops._activation_backward(
                 dy, kept, activation=ctx.activation, sums=wanted[1]
             )
             dz = dy if kept is None else dz
             dx, dweight = overlap.scattered_linear(
-                ctx.mesh, ctx.dim, dz, weight.t(), meanwhile=lambda: _of_weight(dz, x, wanted[0])
+                ctx.mesh,
+                ctx.dim,
+                dz,
+                weight.t(),
+                meanwhile=lambda: _weight_gradient(dz, x, wanted[0]),
             )
         else:
             dx, dweight, dbias = ops.linear_backward(
-                dy, x, weight, kept, activation=ctx.activation, output_mask=[of_x, *wanted]
+                dy, x, weight, kept, activation=ctx.activation, output_mask=[needs_dx, *wanted]
             )
-            dx = scattered(ctx.mesh, ctx.dim, dx) if of_x else None
-        return None, None, None, dx, *_of_parameters(ctx, wanted, dweight, dbias)
+            dx = scattered(ctx.mesh, ctx.dim, dx) if needs_dx else None
+        return None, None, None, dx, *_parameter_gradients(ctx, wanted, dweight, dbias)
 
 
 class _ScatteredLinear(torch.autograd.Function):
@@ -80,31 +84,31 @@ class _ScatteredLinear(torch.autograd.Function):
     @staticmethod
     @once_outside_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        of_x, *wanted = ctx.needs_input_grad[2:]
+        needs_dx, *wanted = ctx.needs_input_grad[2:]
         dx, (x, weight) = None, ctx.saved_tensors
-        if of_x and overlap.is_served(ctx.mesh, ctx.dim, dy, weight.t(), gathers=True):
+        if needs_dx and overlap.supports_overlap(ctx.mesh, ctx.dim, dy, weight.t(), gathers=True):
             whole, dx, _ = overlap.gathered_linear(
                 ctx.mesh, ctx.dim, dy, weight.t(), keeps_x=any(wanted)
             )
         else:
             whole = gathered(ctx.mesh, ctx.dim, dy)
-            dx = whole @ weight if of_x else None
-        dweight = _of_weight(whole, x, wanted[0])
+            dx = whole @ weight if needs_dx else None
+        dweight = _weight_gradient(whole, x, wanted[0])
         # `whole` has all tokens, so the bias's gradient needs no sum over the processes.
-        dbias = _of_bias(whole, wanted[1])
-        return None, None, dx, *_of_parameters(ctx, wanted, dweight, dbias)
+        dbias = _bias_gradient(whole, wanted[1])
+        return None, None, dx, *_parameter_gradients(ctx, wanted, dweight, dbias)
 
 
-def _of_weight(dy: Tensor, x: Tensor, wanted: bool) -> Tensor | None:
+def _weight_gradient(dy: Tensor, x: Tensor, wanted: bool) -> Tensor | None:
     return dy.flatten(0, -2).t() @ x.flatten(0, -2) if wanted else None
 
 
-def _of_bias(dy: Tensor, wanted: bool) -> Tensor | None:
+def _bias_gradient(dy: Tensor, wanted: bool) -> Tensor | None:
     if not wanted:
         return None
-    if dy.is_cuda and dy.dtype == torch.float64:  # which the op has on the CPU alone
+    if dy.is_cuda and dy.dtype == torch.float64:  # the op has float64 on the CPU only
         return dy.flatten(0, -2).sum(0)
-    # NOTE: torch's sum of columns takes three times as long.
+    # NOTE: torch's column sums take three times as long as this op.
     return ops._activation_backward(dy, sums=True)[1]
 
 
@@ -112,14 +116,14 @@ def _parts(*parameters: Tensor | None) -> list[Tensor | None]:
     return [None if p is None else as_in_autocast(local_of(p)) for p in parameters]
 
 
-def _of_parameters(
+def _parameter_gradients(
     ctx: Any, wanted: list[bool], dweight: Tensor | None, dbias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What backward returns for ctx.weight and ctx.bias, the functions' last tensors behind x."""
-    of_weight, of_bias = wanted
+    """What backward returns for weight and bias, the last two inputs of both Functions."""
+    needs_dweight, needs_dbias = wanted
     return (
-        gradient_of(ctx.weight, dweight) if of_weight else None,
-        gradient_of(ctx.bias, dbias) if of_bias else None,
+        gradient_of(ctx.weight, dweight) if needs_dweight else None,
+        gradient_of(ctx.bias, dbias) if needs_dbias else None,
     )
 
 
@@ -133,23 +137,23 @@ def _gathered_linear(
     keeps_x: bool,
     keeps_preact: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """All processes' x, `linear` of it, and the pre-activation; None for what is not kept."""
-    of = {"activation": activation}
-    if overlap.is_served(mesh, dim, x, weight, gathers=True):
+    """The gathered x, `linear` of it, and the pre-activation; None for what is not kept."""
+    options = {"activation": activation}
+    if overlap.supports_overlap(mesh, dim, x, weight, gathers=True):
         kept = {"keeps_x": keeps_x, "keeps_preact": keeps_preact}
-        return overlap.gathered_linear(mesh, dim, x, weight, bias, **of, **kept)
+        return overlap.gathered_linear(mesh, dim, x, weight, bias, **options, **kept)
     whole = gathered(mesh, dim, x)
     if keeps_preact:
-        return whole, *ops.linear_forward(whole, weight, bias, **of)
-    return whole, ops.linear(whole, weight, bias, **of), None
+        return whole, *ops.linear_forward(whole, weight, bias, **options)
+    return whole, ops.linear(whole, weight, bias, **options), None
 
 
 def _scattered_linear(
     mesh: DeviceMesh, dim: int, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
-    if overlap.is_served(mesh, dim, x, weight, gathers=False):
+    if overlap.supports_overlap(mesh, dim, x, weight, gathers=False):
         return overlap.scattered_linear(mesh, dim, x, weight, bias)[0]
-    # One process adds the bias, in its product, and the sum has it once.
+    # Rank 0 alone adds the bias, so the sum contains it once.
     once = bias if bias is not None and mesh.get_local_rank() == 0 else None
     return scattered(mesh, dim, F.linear(x, weight, once))
 
@@ -163,7 +167,7 @@ def gathered_linear(
     *,
     activation: str = "none",
 ) -> Tensor:
-    """`linear` of the tokens of all processes, with the columns that a process has.
+    """Gathers the tokens of all processes and applies `linear` with this process's columns.
 
     Args:
         mesh: one dim.
@@ -174,8 +178,8 @@ def gathered_linear(
         activation: as of :func:`torchweld.linear`.
 
     Returns:
-        `(..., N)`, all tokens. The gradient to x is the sum of the processes', of which each has
-        the part of its tokens.
+        `(..., N)`, all tokens. Backward sums the gradients to x over the processes and gives each
+        process those of its tokens.
     """
     x = as_in_autocast(x)
     if not torch.is_grad_enabled():
@@ -188,15 +192,15 @@ def gathered_linear(
 def scattered_linear(
     mesh: DeviceMesh, dim: int, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """`linear` of columns that are on all processes: the sum of their products, of which each
-    process gets some tokens.
+    """Multiplies this process's columns, sums the products over the processes, and gives each
+    process its tokens of the sum.
 
     Args:
         mesh: one dim.
         dim: of the result, from 0 on, along which each process gets an equal part; not the last.
         x: `(..., K)`, all tokens, this process's columns.
         weight: `(N, K)`, this process's columns; plain, or a parameter that is a DTensor.
-        bias: `(N,)`, the same in all processes, likewise.
+        bias: `(N,)`, the same in all processes; plain, or a parameter that is a DTensor.
 
     Raises:
         ValueError: dim is the last one, or the processes don't divide the tokens.

@@ -16,15 +16,15 @@ from .sequence import local_positions
 
 
 def _send_recv_kv(t: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """What the process before this one has; wait_tensor waits for it."""
+    """Sends t to the next process, receives the previous one's; wait_tensor awaits the result."""
     size, rank = group.size(), group.rank()
-    into = [t.numel() if i == (rank + 1) % size else 0 for i in range(size)]
-    out = [t.numel() if i == (rank - 1) % size else 0 for i in range(size)]
-    return collectives.all_to_all_single(t.reshape(-1), out, into, group)
+    sent = [t.numel() if i == (rank + 1) % size else 0 for i in range(size)]
+    received = [t.numel() if i == (rank - 1) % size else 0 for i in range(size)]
+    return collectives.all_to_all_single(t.reshape(-1), received, sent, group)
 
 
 class _Steps:
-    """The steps of a ring: which rows of query see which of the keys that are here."""
+    """The steps of a ring: which rows of query see which keys of the step."""
 
     def __init__(self, query: Tensor, mask: Mask, group: dist.ProcessGroup) -> None:
         self.size, self.rank, self.half = group.size(), group.rank(), query.shape[2] // 2
@@ -33,21 +33,21 @@ class _Steps:
         self.first = mask.first_keys(positions, 2 * self.size * self.half, query.shape[0])
 
     def of(self, step: int) -> tuple[slice, slice, dict[str, Any]]:
-        """Rows, keys, and the other arguments of attention."""
+        """Slices of rows and of keys, and the keyword arguments of attention."""
         half, size = self.half, self.size
         whole = slice(0, 2 * half)
         origin = (self.rank - step) % size
         chunks = [origin, 2 * size - 1 - origin]
         rows, keys = whole, whole
         if self.mask.causal and step > 0:
-            # All chunks that are seen at all lie before the rows, and are seen whole.
+            # Every visible chunk lies before all of the rows, so no causal mask is needed.
             rows, keys = (
                 (whole, slice(0, half)) if origin < self.rank else (slice(half, 2 * half), whole)
             )
             chunks = chunks[:1] if origin < self.rank else chunks
         start = None
         if self.first is not None:
-            # The keys of both chunks follow each other: as many are hidden as lie before the first.
+            # key_start counts the hidden keys of both chunks, which are adjacent in this step.
             hidden = [(self.first[:, rows] - c * half).clamp(0, half) for c in chunks]
             start = sum(hidden[1:], hidden[0]).contiguous()
         more = {
@@ -55,13 +55,13 @@ class _Steps:
             "scale": self.mask.scale,
             "key_start": start,
             "softcap": self.mask.softcap,
-            "sink": self.mask.sink if step == 0 else None,  # once in each row's sum
+            "sink": self.mask.sink if step == 0 else None,  # each row's sum includes the sink once
         }
         return rows, keys, more
 
 
 def _combine(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Adds the result of more keys to that of others, in place; rows may be empty in both."""
+    """Combines partial results by lse, in place in out and lse; rows may be empty in both."""
     total = torch.logaddexp(lse, part_lse)
     here, there = (
         (each - total).exp().masked_fill(total == float("-inf"), 0)[..., None]
@@ -87,7 +87,7 @@ class _Ring(torch.autograd.Function):
         out = lse = None
         for step in range(steps.size):
             there = _send_recv_kv(here, group) if step + 1 < steps.size else here
-            k, v = _parted(here, key, value)
+            k, v = _split_kv(here, key, value)
             rows, keys, more = steps.of(step)
             part, part_lse = ops.attention_forward(
                 query[:, :, rows], k[:, :, keys], v[:, :, keys], None, **more
@@ -113,7 +113,7 @@ class _Ring(torch.autograd.Function):
         dsink = None
         for step in range(steps.size):
             there = _send_recv_kv(here, group) if step + 1 < steps.size else here
-            k, v = _parted(here, key, value)
+            k, v = _split_kv(here, key, value)
             rows, keys, more = steps.of(step)
             dq, dk, dv, ds = ops.attention_backward(
                 dout[:, :, rows],
@@ -126,26 +126,26 @@ class _Ring(torch.autograd.Function):
                 **more,
             )
             dquery[:, :, rows] += dq
-            dkey, dvalue = _parted(dhere, key, value)
+            dkey, dvalue = _split_kv(dhere, key, value)
             dkey[:, :, keys] += dk
             dvalue[:, :, keys] += dv
             dsink = ds if step == 0 else dsink
-            # The gradients travel with their keys, and once more to get home.
+            # dK and dV follow their keys around the ring; the last step returns them home.
             dhere = collectives.wait_tensor(_send_recv_kv(dhere, group))
             here = collectives.wait_tensor(there)
-        dkey, dvalue = _parted(dhere, key, value)
+        dkey, dvalue = _split_kv(dhere, key, value)
         dsink = None if ctx.mask.sink is None else dsink
         dtype = query.dtype
         return dquery.to(dtype), dkey.to(dtype), dvalue.to(dtype), dsink, None, None
 
 
-def _parted(both: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Key and value from one vector."""
+def _split_kv(both: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of key and value in their concatenation."""
     k, v = both.split([key.numel(), value.numel()])
     return k.view(key.shape), v.view(value.shape)
 
 
-@torch.compiler.disable  # traced (torch 2.11), its gradients come out wrong without a word
+@torch.compiler.disable  # torch 2.11 traces it to wrong gradients without an error
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Mask, group: dist.ProcessGroup
 ) -> Tensor:

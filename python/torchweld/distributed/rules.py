@@ -21,18 +21,18 @@ import torch
 Row = dict[str, Any]
 Rule = Callable[["_Call"], list[Row]]
 
-# Arguments and results that have x's leading dims.
+# Names of arguments and results that have the leading dims of x.
 _ROWS = ("x", "dy", "dx", "result", "y", "preact", "z", "mean", "rstd")
-# Gradients of what all rows share, which each shard of the rows has a part of.
+# Names of parameter gradients; a shard of the rows has a partial sum of each.
 _PARAMETERS = ("dweight", "dbias", "dln_weight", "dln_bias", "dnorm_weight")
 _OF_NORM = ("dln_weight", "dln_bias", "dnorm_weight")
-# (batch, nheads or nheads_kv, ...)
+# Names of tensors of shape (batch, nheads or nheads_kv, ...).
 _HEADS = ("query", "key", "value", "scores", "out", "lse", "y", "result")
 _KEYS = ("key", "value")
 
 
 class _Call:
-    """The arguments of a call by name: the shapes of tensors, the values of the others."""
+    """The arguments of a call by name: specs of tensors, values of the others."""
 
     def __init__(self, schema: Any) -> None:
         from torch.distributed.tensor._op_schema import OpStrategy
@@ -41,7 +41,7 @@ class _Call:
         given = dict(zip((a.name for a in arguments), schema.args_schema, strict=False))
         given.update(schema.kwargs_schema)
         defaults = {a.name: a.default_value for a in arguments}
-        # In torch's order: positional ones, then keywords as the call has them.
+        # torch orders specs so: positional arguments, then keywords as in the call.
         self.specs = {
             name: value.strategies[0].output_spec
             for name, value in given.items()
@@ -69,7 +69,7 @@ class _Call:
 
 
 def results_of(op: Any) -> list[str]:
-    """The names of an op's results, by which rows mean them."""
+    """The names that rows use for an op's results."""
     unnamed = "dx" if op._schema.name.endswith("_backward") else "result"
     return [r.name or unnamed for r in op._schema.returns]
 
@@ -91,21 +91,21 @@ def _all(names: Sequence[str], placement: Any) -> Row:
 
 
 def _with_gradients(names: Sequence[str], placement: Any) -> Row:
-    """Of the tensors named and of their gradients."""
+    """A row with one placement for the named tensors and their gradients."""
     return _all([*names, *("d" + name for name in names)], placement)
 
 
 def _leading(call: _Call) -> list[Row]:
-    """Rows of x on several processes: batch or sequence."""
+    """Rows that shard batch or sequence dims of x."""
     dims = len(call.shape("x" if call.has("x") else "dy")) - 1
     shared = _all(_PARAMETERS, _partial())
     return [{**shared, **_all(_ROWS, _shard(d))} for d in range(dims)]
 
 
 def _columns(call: _Call, weights: Sequence[str], cut: Any = None) -> Row:
-    """Columns of the result on several processes: dx and what is behind it are sums over them.
+    """A row that shards the columns of the result; dx and the norm's gradients are partial sums.
 
-    `cut(dim)` is the placement of what has both halves of a gate.
+    `cut(dim)` gives the placement of tensors that hold both halves of a gate.
     """
     last = len(call.shape("x" if call.has("x") else "dy")) - 1
     cut = cut or _shard
@@ -119,7 +119,8 @@ def _columns(call: _Call, weights: Sequence[str], cut: Any = None) -> Row:
 
 def _linear(call: _Call) -> list[Row]:
     rows = [*_leading(call), _columns(call, ("weight", "bias"))]
-    if call.values["activation"] == "none":  # the input's columns; the bias is added once in all
+    if call.values["activation"] == "none":
+        # Columns of x can be sharded. The bias is partial, so that the sum contains it once.
         last = _shard(len(call.shape("x")) - 1)
         sums = _all(("result", "y", "bias"), _partial())
         weights = _all(("weight", "dweight"), _shard(1))
@@ -156,7 +157,7 @@ def _int4(call: _Call) -> list[Row]:
 
 
 def _every_leading(call: _Call) -> list[Row]:
-    """Of ops whose tensors all have the same leading dims."""
+    """Rows of ops whose tensors all have the same leading dims."""
     name = next(iter(call.specs))
     return [_all((*call.specs, *call.results), _shard(d)) for d in range(len(call.shape(name)) - 1)]
 
@@ -175,7 +176,7 @@ def _attention(call: _Call) -> list[Row]:
     rows = [_batch(call), heads]
     values = call.values
     if not (values["causal"] or values["window"] or call.has("leftpad")):
-        # No row asks where it stands: queries may be anywhere.
+        # No mask depends on the position of a row, so queries can be sharded.
         queries = _with_gradients([n for n in _HEADS if n not in _KEYS], _shard(2))
         queries |= _all(("dkey", "dvalue", "dsink"), _partial())
         rows.append({**queries, "key_start": _shard(1)})
@@ -189,7 +190,7 @@ def _causal_softmax(call: _Call) -> list[Row]:
         heads = _with_gradients(_HEADS, _shard(d))
         if not call.has("sink"):
             rows.append(heads)
-        elif dims == 4:  # with more dims one sink is for several of them
+        elif dims == 4:  # with more dims several dims share a sink
             rows.append({**heads, **_all(("sink", "dsink"), _shard(0))})
     return rows
 
@@ -279,9 +280,17 @@ RULES: dict[str, Rule] = {
 def _divided(call: _Call) -> tuple[str, int, int] | None:
     """An argument, a dim of it and the size that the shards of that dim must divide."""
     if call.has("key") and call.shape("key")[1] != call.shape("query")[1]:
-        return "key", 1, call.shape("key")[1]  # else a process has heads without their group
+        return (
+            "key",
+            1,
+            call.shape("key")[1],
+        )  # query heads stay with their key head
     if "interleaved" in call.values:
-        return "weight", 0, call.shape("weight")[0] // 2  # pairs stay together
+        return (
+            "weight",
+            0,
+            call.shape("weight")[0] // 2,
+        )  # interleaved pairs stay together
     return None
 
 
@@ -291,7 +300,7 @@ def _placed(placements: Sequence[Any]) -> str:
 
 
 def _strategy(rule: Rule) -> Callable[[Any], Any]:
-    """The rule as torch asks for it: the combinations of rows for the placements of a call."""
+    """Converts a rule to torch's op strategy: combinations of rows for the placements of a call."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._op_schema import OpStrategy
     from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
@@ -323,7 +332,7 @@ def _strategy(rule: Rule) -> Callable[[Any], Any]:
             wanted = dict(zip(names, each.input_specs, strict=True))
             for name, spec in wanted.items():
                 pairs = zip(spec.placements, call.specs[name].placements, strict=True)
-                # torch makes no strided shards of others.
+                # torch does not redistribute other placements to strided shards.
                 if any(a != b and isinstance(a, _StridedShard) for a, b in pairs):
                     return False
             if divided is None:
@@ -356,7 +365,7 @@ def install() -> None:
     """Registers the rules with DTensor, where torch was built with torch.distributed."""
     if not torch.distributed.is_available():
         return
-    # They are torch's own: another torch may have them elsewhere, and its import must not fail.
+    # torch may move these private names; importing torchweld must not fail then.
     try:
         from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 
@@ -374,7 +383,7 @@ def install() -> None:
     for name, strategy in strategies.items():
         op = getattr(torch.ops.torchweld, name).default
         keywords = [a.name for a in op._schema.arguments if a.kwarg_only]
-        # All arguments are in the key of torch's cache, None too: it holds the placements of one
-        # call, and another may have ln_weight where that had bias.
+        # The key of torch's cache includes all arguments, None too; otherwise a call with ln_weight
+        # could get the placements of a call with bias.
         info = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=keywords)
         register_op_strategy(op, schema_info=info)(strategy)

@@ -1,4 +1,4 @@
-"""The tokens of sequences on several processes: which, and where they come together again."""
+"""Shards the tokens of sequences over processes, head and tail chunks, and gathers them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def group_of(group: Group, who: str) -> dist.ProcessGroup:
 
 
 def _chunk_order(size: int, device: torch.device) -> Tensor:
-    """Where each of the 2 * size chunks stands, when all shards follow each other."""
+    """The index of each of the 2 * size chunks in the concatenation of all shards."""
     first = 2 * torch.arange(size, device=device)
     return torch.cat([first, (first + 1).flip(0)])
 
@@ -43,7 +43,7 @@ def local_positions(group: dist.ProcessGroup, length: int, device: torch.device)
 
 
 def shard_sequence(t: Tensor, group: Group = None, *, dim: int = 1) -> Tensor:
-    """The tokens of this process: chunks r and 2n - 1 - r of 2n, of process r of n.
+    """Selects this process's tokens: chunks r and 2n - 1 - r of 2n, for process r of n.
 
     Args:
         t: a tensor with all tokens along `dim`, the same in all processes: input_ids, labels that
@@ -72,7 +72,7 @@ def shard_sequence(t: Tensor, group: Group = None, *, dim: int = 1) -> Tensor:
 def gather_sequence(t: Tensor, group: Group = None, *, dim: int = 1) -> Tensor:
     """The whole sequence from the shards of :func:`shard_sequence`, in every process.
 
-    Its gradient is the sum of what the processes have for each token.
+    Backward sums the gradients of each token over the processes.
 
     Args:
         t: this process's shard.
@@ -87,8 +87,8 @@ def gather_sequence(t: Tensor, group: Group = None, *, dim: int = 1) -> Tensor:
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """The tensor itself. The reduce-scatter of torch's gather refuses gradients with other strides,
-    as those of a batch of one have.
+    """The identity, with a contiguous gradient: the reduce-scatter in the backward of the gather
+    refuses other strides, which the gradient of a batch of one has.
     """
 
     @staticmethod
@@ -101,7 +101,7 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 def gathered(t: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`(processes, ...)`."""
+    """All-gathers t to `(processes, ...)`; backward reduce-scatters the gradient."""
     shape = (group.size(), *t.shape)
     if not t.requires_grad:
         return plain_gather(t.contiguous(), 0, group).view(shape)
@@ -114,7 +114,7 @@ def plain_gather(t: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def in_order(shards: Tensor, dim: int) -> Tensor:
-    """`(processes, ...)` with tokens along `dim` of it: the sequences, without the first dim."""
+    """Restores sequences from shards `(processes, ...)` with tokens along `dim` of that."""
     size = shards.shape[0]
     chunks = shards.unflatten(dim, (2, -1)).movedim(0, dim - 1)  # (..., processes, 2, chunk, ...)
     chunks = chunks.flatten(dim - 1, dim)

@@ -14,14 +14,14 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torchweld.nn import GatedLinear, LayerNormLinear, RMSNormLinear
 
-from .collectives import copy_to_tp_region, gathering
+from .collectives import copy_to_tp_region, gather_from_sp_region
 from .linears import RowLinear, shard_linear
 from .products import gathered_linear
 from .tensors import local_weight, replicated, shard_parameter, sharded_dim
 
 
 class Placed(NamedTuple):
-    """How a sharded module's x is placed, and its result."""
+    """The placements of a sharded module's x and result."""
 
     input: Placement
     output: Placement
@@ -29,13 +29,13 @@ class Placed(NamedTuple):
 
 
 class _Columns:
-    """Some columns of a module's result, computed from the process's parts of its parameters.
+    """Computes this process's columns of a module's result from local tensors.
 
-    The op on DTensors would do, but takes the host several times as long.
+    Calling the op on DTensors takes the host several times as long.
     """
 
     placed: Placed
-    norm: tuple[str, ...]  # names of its parameters
+    norm: tuple[str, ...]  # names of the norm's parameters
 
     def forward(self, x: Tensor) -> Tensor:
         """`(..., in_features)`, placed as x is, to the columns of `(..., out_features)`."""
@@ -46,11 +46,11 @@ class _Columns:
             dim = sharded_dim("NormColwise: input_layouts", placed.input, x)
             norm = copy_to_tp_region(mesh, *norm)
             if norm and dim < x.dim() - 1:
-                # NOTE: of many rows the norm is a pass of its own in the op too, over all of them.
+                # NOTE: for many rows the op also runs the norm as a separate pass, over all rows.
                 normed, columns = self.norm_rows(x, *norm), (self.weight, self.bias)
                 y = gathered_linear(mesh, dim, normed, *columns, activation=self.activation)
                 return self.as_placed(y)
-            x = gathering(mesh, dim, x)
+            x = gather_from_sp_region(mesh, dim, x)
         elif whole:
             x, norm = replicated(mesh, x, placed.input), copy_to_tp_region(mesh, *norm)
         else:
@@ -59,7 +59,7 @@ class _Columns:
         return self.as_placed(self.compute(x, *columns, *norm))
 
     def as_placed(self, y: Tensor) -> Tensor:
-        """The process's columns as `placed` says."""
+        """Redistributes this process's columns to the placement of the result."""
         placed, last = self.placed, y.dim() - 1
         if placed.local and placed.output in (Shard(-1), Shard(last)):
             return y
@@ -80,7 +80,7 @@ class ColumnRMSNormLinear(_Columns, RMSNormLinear):
     norm = ("norm_weight",)
 
     def norm_rows(self, x: Tensor, norm_weight: Tensor | None) -> Tensor:
-        # NOTE: torch's kernel takes one dtype; autocast casts neither.
+        # NOTE: F.rms_norm needs x and weight of one dtype, and autocast casts neither.
         if norm_weight is not None and torch.is_autocast_enabled(x.device.type):
             norm_weight = norm_weight.to(x.dtype)
         return F.rms_norm(x, (self.in_features,), norm_weight, self.eps)

@@ -1,4 +1,4 @@
-"""Between DTensors and the tensors of a process."""
+"""Converts DTensors to the tensors of a process, and gradients back to DTensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
 def full_tensor(t: DTensor) -> Tensor:
-    """`t.full_tensor()`, of the strided shards of packed weights too.
+    """Gathers a DTensor as `t.full_tensor()` does, strided shards of packed weights included.
 
     torch does not gather `_StridedShard`, in which :class:`NormColwise` and :func:`parallelize`
     place weights that are packed without interleaving.
@@ -39,19 +39,19 @@ def full_tensor(t: DTensor) -> Tensor:
     for i, placement in enumerate(t.placements):
         earlier = (getattr(p, "dim", None) for p in t.placements[:i] if p.is_shard())
         if isinstance(placement, _StridedShard) and placement.dim in earlier:
-            # FSDP2 cuts what tensor parallelism left, but its placements say the opposite order.
+            # FSDP2 shards the tensor-parallel shard, but its placements list the opposite order.
             raise ValueError(_sharded_twice(t))
     strided = [p.dim for p in t.placements if isinstance(p, _StridedShard)]
     try:
         whole = t.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
-    except ValueError:  # before anything is sent; FSDP2's strided shards are gathered
+    except ValueError:  # raised before anything is sent
         if not strided:
             raise
-    except AssertionError:  # torch 2.15, of FSDP2's shards of strided ones
+    except AssertionError:  # torch 2.15 raises it for FSDP2's shards of strided shards
         raise ValueError(_sharded_twice(t)) from None
     else:
         if len(set(strided)) < len(strided):
-            # torch 2.15 has one name for two layouts, and gathers one of them wrongly.
+            # torch 2.15 uses one placement for two layouts and gathers one of them wrongly.
             raise ValueError(_sharded_twice(t))
         return whole
     for placement, size in zip(t.placements, mesh.shape, strict=True):
@@ -77,15 +77,15 @@ def full_tensor(t: DTensor) -> Tensor:
 
 
 def as_in_autocast(t: Tensor) -> Tensor:
-    """In autocast's dtype, where it is on, as an op would take it: norms give float32 there."""
+    """Casts t to autocast's dtype as an op does; under autocast norms return float32."""
     device = t.device.type
-    if t.dtype == torch.float64 or device not in ("cpu", "cuda"):  # those that the ops have
+    if t.dtype == torch.float64 or device not in ("cpu", "cuda"):  # the ops have no other devices
         return t
     return t.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else t
 
 
 def sharded_dim(argument: str, placement: Placement, x: Tensor) -> int:
-    """The dim of x that a placement shards, from 0 on.
+    """The dim of x that a placement shards, counted from 0.
 
     Raises:
         ValueError: x has no such dim.
@@ -144,16 +144,16 @@ def once_outside_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gradient_of(parameter: DTensor | None, grad: Tensor) -> Tensor:
-    """What backward returns for a parameter, from the gradient of its local tensor.
+    """Converts the gradient of a parameter's local tensor to what backward returns for it.
 
     Args:
         parameter: What :func:`parameter_of` gave; None for a plain tensor.
-        grad: A new tensor, which nothing else holds.
+        grad: A new tensor that nothing else references.
     """
     if parameter is None:
         return grad
     local = parameter._local_tensor
-    # As the engine keeps gradients: in the parameter's dtype and layout.
+    # Autograd keeps gradients in the dtype and layout of their parameter.
     if grad.stride() != local.stride() or grad.dtype != local.dtype:
         grad = torch.empty_like(local).copy_(grad)
     return DTensor(grad, parameter._spec, requires_grad=False)
@@ -182,16 +182,16 @@ class _LocalPart(torch.autograd.Function):
 
 
 def local_part(parameter: Tensor | None) -> Tensor | None:
-    """A process's part of a parameter, the whole of a plain one.
+    """This process's part of a DTensor parameter; a plain parameter is returned unchanged.
 
-    NOTE: the gradient is copied, because autograd may hand one tensor to several parameters. A
-    DTensor around it hides from autograd that it is shared; torch's `to_local` does not copy.
+    NOTE: backward copies the gradient, because autograd may pass one tensor to several parameters
+    and does not see that DTensors around it share it. torch's `to_local` does not copy.
     """
     return _local_part(parameter, copies=True)
 
 
 def local_weight(parameter: Tensor | None) -> Tensor | None:
-    """`local_part` for a matmul, whose gradient is a tensor of its own and is not copied."""
+    """`local_part` for a matmul's weight: the gradient is a new tensor, so it is not copied."""
     return _local_part(parameter, copies=False)
 
 
@@ -204,7 +204,7 @@ def _local_part(parameter: Tensor | None, copies: bool) -> Tensor | None:
 
 
 def function_input(parameter: Tensor | None) -> Tensor | None:
-    """A DTensor parameter as it is, for a Function that uses :func:`gradient_of`; else its part."""
+    """A DTensor parameter itself, for a Function that uses :func:`gradient_of`; else its part."""
     return parameter if is_dtensor_parameter(parameter) else local_part(parameter)
 
 
@@ -216,11 +216,11 @@ def shard_parameter(
     placement: Placement | None,
     src_data_rank: int | None,
 ) -> None:
-    """Replaces a parameter of a module by a DTensor of it.
+    """Replaces a module's parameter by a sharded DTensor.
 
     Args:
-        placement: None for what all processes have: it stays plain.
-        src_data_rank: the process whose parameter it is; None where all have the same.
+        placement: None keeps the parameter plain, the same in all processes.
+        src_data_rank: the process whose values are used; None where all have the same.
     """
     if placement is None:
         if src_data_rank is not None:
@@ -242,7 +242,7 @@ def _sharded_twice(t: DTensor) -> str:
 
 
 def replicated(mesh: DeviceMesh, x: Tensor, placement: Placement) -> Tensor:
-    """All of x, a DTensor or a process's part of one; its gradient is the sum of theirs."""
+    """Gathers x, a DTensor or a part of one; backward sums the gradients of all processes."""
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [placement], run_check=False)
     return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
