@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 examples/train_parallel.py --model llama --fsdp 2 --cp 2
     torchrun --nproc-per-node 8 examples/train_parallel.py --fsdp 2 --cp 2 --tp 2
 
-On GPUs over NCCL, else on the CPU over gloo. Process 0 trains the stock model of transformers too,
-on the whole batches, and each step's loss must be its. Needs `pip install torchweld[demo]`.
+Uses NCCL on GPUs and gloo on the CPU. Process 0 also trains the stock model of transformers on
+whole batches; the losses of every step must be equal. Needs `pip install torchweld[demo]`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def refusal(args: argparse.Namespace, size: int) -> str | None:
-    """What is wrong with the sizes, as one sentence, or None."""
+    """Why the sizes are refused, as one sentence, or None."""
     if args.fsdp is None:
         args.fsdp = max(1, size // max(1, args.tp * args.cp))
     if args.fsdp * args.cp * args.tp != size:
@@ -89,7 +89,7 @@ def make_model(args: argparse.Namespace) -> nn.Module:
 
 
 def batches(args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
-    """Windows of the text and each token's next one, `(batch, context)`, alike in all processes."""
+    """Yields windows of text and their next tokens, `(batch, context)`, equal in all processes."""
     text = read_text(args.text)
     tokenizer, _ = train_tokenizer(text, args.vocab)
     need = args.steps * args.batch * (args.context + 1)
@@ -102,7 +102,7 @@ def batches(args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Fused, then tensor parallel, then FSDP2 over all that see other tokens."""
+    """Fuses, shards with tensor parallel, then with FSDP2 over all processes with other tokens."""
     torchweld.fuse(model, check=False)
     if mesh["tp"].size() > 1:
         parallelize(model, mesh["tp"])
@@ -114,13 +114,13 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def part_of(t: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This process's sequences and tokens of a batch."""
+    """Selects this process's sequences and tokens of a batch."""
     t = t.chunk(mesh["fsdp"].size())[mesh["fsdp"].get_local_rank()]
     return shard_sequence(t, mesh["cp"]) if mesh["cp"].size() > 1 else t
 
 
 def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> list[float]:
-    """The loss of each step, of the whole batch."""
+    """Trains the sharded model; returns the loss of each step over the whole batch."""
     model = make_model(args).to(device).train()
     shard(model, mesh)
     optimizer = torch.optim.AdamW(parameter_groups(model), lr=args.lr)
@@ -132,7 +132,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> l
         inputs = {name: part_of(t, mesh).to(device) for name, t in inputs.items()}
         logits = forward(args, model, inputs, mesh)
         targets = part_of(labels, mesh).to(device).flatten()
-        # FSDP2 divides the gradients' sum by the processes; the loss is a mean over all tokens.
+        # FSDP2 averages gradients over processes, but the loss is a mean over all tokens.
         part = F.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="sum")
         loss = part / labels.numel()
         (loss * others).backward()
@@ -155,7 +155,7 @@ def forward(
 
 
 def train_alone(args: argparse.Namespace, device: torch.device) -> list[float]:
-    """The same with the stock model, one process and whole batches."""
+    """Trains the stock model on whole batches in one process; returns the loss of each step."""
     model = make_model(args).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     losses = []
@@ -210,7 +210,7 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
 
 
 def check(wanted: list[float], losses: list[float], args: argparse.Namespace) -> int:
-    """Prints both and compares; all processes return what process 0 found."""
+    """Process 0 prints and compares the losses; all processes return its result."""
     status = [0]
     if wanted:
         print("step    loss    one process    difference")

@@ -71,7 +71,7 @@ def shard_blocks(model: nn.Module, mesh: DeviceMesh, **more: Any) -> nn.Module:
 
 
 def of_one_process(stock: nn.Module, count: int) -> dict[str, Tensor]:
-    """The mean gradient over the batches of so many processes."""
+    """Stock's gradients, averaged over the batches of that many processes."""
     stock = copy.deepcopy(stock)
     sum(loss_of(stock, ids) for ids in batches(count)).div(count).backward()
     return {name: p.grad for name, p in stock.named_parameters()}
@@ -94,7 +94,7 @@ def trained_alike(
 
 
 def fused_first(mesh: DeviceMesh) -> None:
-    """Six places of two blocks stay fused, state_dict keeps its names, unfuse works after it."""
+    """Six modules of two blocks stay fused, state_dict keeps its names, unfuse works later."""
     stock = gpt2()
     wanted = of_one_process(stock, 2)
     ours = copy.deepcopy(stock)
@@ -121,7 +121,7 @@ def recomputed(mesh: DeviceMesh) -> None:
 
 
 def recomputed_in_part(mesh: DeviceMesh) -> None:
-    """Selective checkpointing knows the ops by the names of what autograd runs."""
+    """Selective checkpointing recognises the ops that autograd runs by name."""
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kept = op in (torch.ops.torchweld.attention_forward.default,)
@@ -169,7 +169,7 @@ def compiled(mesh: DeviceMesh) -> None:
 
 
 def mixed_precision(mesh: DeviceMesh) -> None:
-    """bfloat16 inside of the blocks, reduced in float32: errs no more than stock, twice over."""
+    """Mixed precision (bfloat16 blocks, float32 reduction) has at most twice stock's error."""
     stock = tiny_gpt2().to(DEVICE).train()
     wanted = of_one_process(stock, 2)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -200,7 +200,7 @@ def an_mlp_of_its_own(mesh: DeviceMesh) -> None:
 
 
 def sharded_first(mesh: DeviceMesh) -> None:
-    """fuse switches the attention alone then, and says so."""
+    """In a sharded model, fuse switches only the attention, and the report says so."""
     for make in (gpt2, llama):
         stock = make()
         wanted = of_one_process(stock, 2)
@@ -286,7 +286,7 @@ def with_tensor_parallel(mesh: DeviceMesh) -> None:
 
 
 def modules_with_tensor_parallel(mesh: DeviceMesh) -> None:
-    """NormColwise below fully_shard, sequence parallel; two batches."""
+    """NormColwise in sequence parallel under fully_shard equals one process over two batches."""
     for rows in (Rowwise, RowwiseParallel):
         torch.manual_seed(0)
         stock = nn.Sequential(
@@ -329,12 +329,12 @@ def mixed_modules_with_tensor_parallel(mesh: DeviceMesh) -> None:
         model(x).float().square().mean().backward()
     for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
         got, want = full_tensor(a.grad), full_tensor(b.grad)
-        # Roundings of a few sums of 8 or 16 products.
+        # bfloat16 rounds a few sums of 8 or 16 products.
         assert (got - want).norm() <= 8 * 2**-8 * want.norm()
 
 
 def packed_weights_are_not_lost(mesh: DeviceMesh) -> None:
-    """FSDP2's placements state another order than its cuts, so they are not gathered or saved."""
+    """FSDP2's placements list another order than it shards in; gathering and saving raise."""
     layer = torchweld.nn.GatedLinear(8, 16, device=DEVICE)
     parallelize_module(layer, mesh["inner"], NormColwise())
     fully_shard(layer, mesh=mesh["outer"])
@@ -357,7 +357,7 @@ def with_context_parallel(mesh: DeviceMesh) -> None:
     mine = shard_sequence(ids, group)
     with context_parallel(group):
         logits = stock(input_ids=mine, position_ids=positions, use_cache=False).logits
-        # FSDP2 takes the mean over all processes, of which the inner ones have parts of one loss.
+        # FSDP2 averages over all processes; the inner ones each have a part of one loss.
         loss = F.cross_entropy(logits.flatten(0, 1), mine.flatten())
         loss.backward()
     for (name, p), want in zip(stock.named_parameters(), wanted.values(), strict=True):
@@ -365,7 +365,7 @@ def with_context_parallel(mesh: DeviceMesh) -> None:
 
 
 def example(options: str, mesh: DeviceMesh) -> None:
-    """examples/train_parallel.py inside of these processes: the loss of one process."""
+    """examples/train_parallel.py, run in these processes, has the loss of one process."""
     path = Path(__file__).resolve().parent.parent / "examples" / "train_parallel.py"
     spec = importlib.util.spec_from_file_location("train_parallel", path)
     module = importlib.util.module_from_spec(spec)

@@ -37,11 +37,11 @@ if BACKEND not in ("gloo", "nccl"):
     raise ValueError(f"TORCHWELD_TEST_DISTRIBUTED must be gloo or nccl, but got {BACKEND!r}")
 DEVICE = "cpu" if BACKEND == "gloo" else "cuda"
 WIDE = torch.float64 if BACKEND == "gloo" else torch.float32
-# Equal up to the order of additions.
+# Tolerances for results that differ in the order of additions only.
 TOLERANCE = {torch.float64: {"rtol": 0, "atol": 1e-12}, torch.float32: {"rtol": 1e-5, "atol": 1e-5}}
 TIGHT = TOLERANCE[WIDE]
 MESHES = {"2": (2,), "2x2": (2, 2)}
-SHAPES = {**MESHES, "4": (4,)}  # of a mesh that few cases have, too
+SHAPES = {**MESHES, "4": (4,)}  # with the mesh that few cases use
 SECONDS = 30  # that a collective may take
 ALL_SECONDS = 240  # for all cases of a mesh on a busy machine
 
@@ -51,10 +51,10 @@ def _work(rank: int, module: str, mesh: str, names: list[str], folder: str) -> N
     shape = SHAPES[mesh]
     size = prod(shape)
     if DEVICE == "cuda":
-        # The example and transformers look for these.
+        # The example and transformers read these variables.
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # raises after SECONDS, as gloo does
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast is the whole host's
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # the whole host shares multicast
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         torch.cuda.set_device(rank)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -76,17 +76,17 @@ def _work(rank: int, module: str, mesh: str, names: list[str], folder: str) -> N
         except Exception:
             said[name] = traceback.format_exc()
     Path(f"{folder}/{rank}.json").write_text(json.dumps(said))
-    dist.barrier()  # who leaves first takes the others' connections along
+    dist.barrier()  # the first process to exit would close the connections of the others
     dist.destroy_process_group()
 
 
 def _run_cases(module: str, mesh: str, names: list[str], folder: Path) -> dict[str, str]:
-    """What the first process with a complaint said of each case."""
+    """The first process's traceback of each case, empty where the case passed in all processes."""
     size = prod(SHAPES[mesh])
     if DEVICE == "cuda":
         start = multiprocessing.get_context("spawn")  # a fork of the server may have no GPU
     else:
-        # The server imports torch and transformers once for all.
+        # The fork server imports torch and transformers once for all processes.
         start = multiprocessing.get_context("forkserver")
         models = (f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama"))
         start.set_forkserver_preload([__name__, "placements", "fully_sharded", *models])
@@ -95,7 +95,7 @@ def _run_cases(module: str, mesh: str, names: list[str], folder: Path) -> dict[s
         for rank in range(size)
     ]
     end = time.monotonic() + ALL_SECONDS
-    # Without NCCL none may take a GPU that is there.
+    # Processes with gloo must not use a GPU of the host.
     hidden = {} if DEVICE == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
     with patch.dict(os.environ, hidden):
         for process in processes:

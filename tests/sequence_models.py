@@ -26,7 +26,7 @@ SEQLEN = 16
 
 
 def batch(padded: bool = True) -> dict[str, Tensor]:
-    """Two prompts, of which the second is padded over more than a process's first chunk."""
+    """Two prompts; the padding of the second is longer than a process's first chunk."""
     ids = torch.randint(1, VOCAB, (2, SEQLEN), generator=torch.Generator().manual_seed(1))
     given = {"input_ids": ids, "position_ids": torch.arange(SEQLEN).expand(2, -1)}
     if padded:
@@ -79,7 +79,7 @@ def trained_alike(name: str, method: str, padded: bool, mesh: DeviceMesh) -> Non
 
 
 def module(mesh: DeviceMesh) -> None:
-    """CausalSelfAttention, under checkpointing too."""
+    """CausalSelfAttention equals one process, with and without checkpointing."""
     attend = torchweld.nn.CausalSelfAttention(16, 4, dtype=WIDE, device=DEVICE)
     for parameter in attend.parameters():
         dist.broadcast(parameter.data, 0)
@@ -105,7 +105,7 @@ def module(mesh: DeviceMesh) -> None:
 
 
 def right_padding(mesh: DeviceMesh) -> None:
-    """Hides nothing under a causal mask; the tokens are as stock."""
+    """Padding on the right hides no key under a causal mask; the tokens equal stock's."""
     model = tiny_grouped(implementation="torchweld").to(DEVICE, WIDE)
     given = batch(padded=False)
     mask = torch.arange(SEQLEN) < torch.tensor([SEQLEN, 9])[:, None]
@@ -118,7 +118,7 @@ def right_padding(mesh: DeviceMesh) -> None:
 
 
 def refusals(mesh: DeviceMesh) -> None:
-    """Whatever would see one process's tokens alone raises, in all processes."""
+    """All processes raise where attention would see the tokens of one process only."""
     model = tiny_grouped(implementation="torchweld").to(DEVICE, WIDE)
     given = batch(padded=False)
     local = {**sharded(given), "use_cache": False}
@@ -175,7 +175,7 @@ def refusals(mesh: DeviceMesh) -> None:
 
 
 def in_torchs_own(mesh: DeviceMesh) -> None:
-    """torch's context_parallel() replaces SDPA alone: ours would stay local there."""
+    """torchweld raises inside torch's context_parallel(), which replaces SDPA only."""
     model = tiny_grouped(implementation="torchweld").to(DEVICE)
     attend = torchweld.nn.CausalSelfAttention(16, 4, device=DEVICE)
     given = batch(padded=False)

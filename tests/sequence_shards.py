@@ -33,7 +33,7 @@ def starts_of_documents() -> Tensor:
     return torchweld.key_start_from_documents(torch.tensor(documents))
 
 
-# What is asked for beside query, key and value. The second sequence is padding alone in places.
+# Keyword arguments by case. The second sequence has chunks of padding only.
 PADS = torch.tensor([0, 24, 7], dtype=torch.int32)
 MASKS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -55,7 +55,7 @@ MASKS: dict[str, dict[str, Any]] = {
 
 
 def equals_one_process(method: str, name: str, dtype: torch.dtype, mesh: DeviceMesh) -> None:
-    """Result and gradients, grouped heads, head_dim_v of its own."""
+    """Result and gradients equal one process, with grouped heads and another head_dim_v."""
     draw = torch.Generator().manual_seed(0)
     whole = [
         torch.randn(3, heads, SEQLEN, width, dtype=dtype, generator=draw).to(DEVICE)
@@ -89,7 +89,7 @@ def equals_one_process(method: str, name: str, dtype: torch.dtype, mesh: DeviceM
 
 
 def one_sequence(method: str, mesh: DeviceMesh) -> None:
-    """A batch of one, whose gradients have other strides."""
+    """A batch of one, whose gradients are not contiguous, equals one process."""
     draw = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, h, SEQLEN, 6, dtype=WIDE, generator=draw) for h in (8, 4, 4)]
     whole = [t.to(DEVICE) for t in whole]
@@ -105,7 +105,7 @@ def one_sequence(method: str, mesh: DeviceMesh) -> None:
 
 
 def shards(mesh: DeviceMesh) -> None:
-    """Head and tail chunks; gathered again, and the gradient of that."""
+    """shard_sequence selects head and tail chunks; gather_sequence inverts it, with gradients."""
     rank, size = dist.get_rank(), dist.get_world_size()
     t = torch.arange(2.0 * 4 * size, device=DEVICE).view(2, 4 * size)
     part = shard_sequence(t)
@@ -122,7 +122,7 @@ def shards(mesh: DeviceMesh) -> None:
 
 
 def refusals(mesh: DeviceMesh) -> None:
-    """In all processes, whichever is wrong."""
+    """All processes raise, whichever has the wrong argument."""
     rank, size = dist.get_rank(), dist.get_world_size()
     q, kv = torch.randn(2, 4, 6, 8, device=DEVICE), torch.randn(2, 1, 6, 8, device=DEVICE)
     pads = torch.zeros(2, dtype=torch.int32, device=DEVICE)
@@ -151,7 +151,7 @@ def refusals(mesh: DeviceMesh) -> None:
     ):
         with refused(error, sentence):
             context_parallel_attention(*args, **more)
-    # In one process alone: no other waits for it.
+    # One process has other shapes; the others must raise rather than wait for it.
     unequal = q if rank else q[:, :, :4]
     with refused(ValueError, "all processes must have the same tokens, but got "):
         context_parallel_attention(unequal, unequal, unequal)
@@ -168,7 +168,7 @@ def refusals(mesh: DeviceMesh) -> None:
 
 
 def part_of_a_mesh(mesh: DeviceMesh) -> None:
-    """Groups that are a dim of a mesh each, with other batches."""
+    """Each group of a 2-d mesh attends within its own batch."""
     inner = mesh[mesh.mesh_dim_names[1]]
     torch.manual_seed(mesh.get_local_rank(0))
     whole = torch.randn(2, 4, 8, 6, dtype=WIDE, device=DEVICE)
@@ -198,7 +198,7 @@ def one_process(mesh: DeviceMesh) -> None:
 
 
 def compiled(mesh: DeviceMesh) -> None:
-    """fullgraph, but for the ring."""
+    """All methods but the ring compile with fullgraph."""
     q = torch.randn(2, 4, 12, 6, dtype=WIDE, generator=torch.Generator().manual_seed(0))
     part = shard_sequence(q.to(DEVICE), dim=2).requires_grad_()
 

@@ -44,8 +44,8 @@ def whole(t: Tensor) -> Tensor:
 
 
 def drawn_anew(module: nn.Module) -> nn.Module:
-    """On the device, in its widest dtype; norms and biases are not 1 and 0, where a forgotten one
-    would not show.
+    """Moves a module to the device in its widest dtype, with random norms and biases: 1 and 0 would
+    hide a forgotten one.
     """
     for name, parameter in module.named_parameters():
         if "norm" in name or "ln_" in name or name.endswith("bias"):
@@ -66,7 +66,7 @@ def same_gradients(ours: nn.Module, stock: nn.Module) -> None:
 
 
 def steps(ours: nn.Module, stock: nn.Module) -> None:
-    """A step of AdamW, as GPUs take it, leaves both with the same parameters."""
+    """A step of AdamW with foreach, the default on GPUs, leaves both with the same parameters."""
     for model in (ours, stock):
         torch.optim.AdamW(parameter_groups(model), lr=0.1, eps=1.0, foreach=True).step()
     for (name, a), b in zip(ours.named_parameters(), stock.parameters(), strict=True):
@@ -119,7 +119,7 @@ def styles(mesh: DeviceMesh) -> None:
 
 
 def memory_of_styles(mesh: DeviceMesh) -> None:
-    """Each process has its part of the weight alone, and the layer sums one tensor backward."""
+    """Each process has only its part of the weight, and backward sums one tensor."""
     layer = torchweld.nn.LayerNormLinear(6, 8, device=DEVICE)
     parallelize_module(layer, mesh, NormColwise())
     assert layer.weight.to_local().shape == (8 // mesh.size(), 6)
@@ -133,8 +133,8 @@ def memory_of_styles(mesh: DeviceMesh) -> None:
 
 
 def collectives_of_sequences(mesh: DeviceMesh) -> None:
-    """Tokens are gathered once and scattered once, forward and backward; beside them backward sums
-    the norm's gradients alone.
+    """Forward and backward each gather and scatter the tokens once; backward also sums the norm's
+    gradients, and nothing else.
     """
     ours = MLP(torchweld.nn.LayerNormLinear(6, 8, activation="gelu"), nn.Linear(8, 6)).to(DEVICE)
     place = Shard(1)
@@ -148,7 +148,7 @@ def collectives_of_sequences(mesh: DeviceMesh) -> None:
         names = (str(op).partition(".")[2].strip("_") for op, n in counts for _ in range(n))
         return given, sorted(names)
 
-    # Tokens of one sequence, of a few, and of many, which go through a copy.
+    # Batches of one sequence, of a few, and of many, which are copied before they are sent.
     for batch, moved in (
         (1, ["allgather_base", "reduce_scatter_base"]),
         (2, ["allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"]),
@@ -188,8 +188,8 @@ class GlooBuffer:
 
 
 @contextmanager
-def beside_products() -> Iterator[list[str]]:
-    """Tokens of all sizes travel beside their products. Gives what ran."""
+def overlapped() -> Iterator[list[str]]:
+    """Overlaps linear layers of every size; yields the names of the overlapped calls."""
     ran: list[str] = []
 
     def counting(name: str) -> Callable[..., Any]:
@@ -210,8 +210,8 @@ def beside_products() -> Iterator[list[str]]:
         yield ran
 
 
-def tokens_beside_products(mesh: DeviceMesh) -> None:
-    """Tokens that travel beside their products give the answers of one process."""
+def overlap_equals_one_process(mesh: DeviceMesh) -> None:
+    """Overlapped linear layers give the answers of one process."""
     every = ["gathered", "scattered", "gathered", "scattered"]  # forward and backward
     for activation, bias in product(("none", "gelu_tanh", "gelu", "silu", "relu"), (True, False)):
         layer = torchweld.nn.LayerNormLinear(16, 32, bias=bias, activation=activation)
@@ -225,7 +225,7 @@ def tokens_beside_products(mesh: DeviceMesh) -> None:
             dist.broadcast(x, 0)
             mine = distribute_tensor(x, mesh, [place]).to_local().clone().requires_grad_()
             x.requires_grad_()
-            with beside_products() as calls:
+            with overlapped() as calls:
                 y, want = ours(mine), stock(x)
                 want.square().sum().backward(), y.square().sum().backward()
                 assert calls == (every if batch < 17 else []), calls
@@ -240,9 +240,9 @@ def tokens_beside_products(mesh: DeviceMesh) -> None:
             assert not overlap.supports_overlap(mesh, 1, small, weight, gathers=gathers)
 
 
-def some_gradients_beside_products(mesh: DeviceMesh) -> None:
-    """Those of frozen parameters are not made; tokens may be rows alone, and dy have any strides.
-    Backward inside of autocast computes as forward did.
+def some_gradients_of_overlap(mesh: DeviceMesh) -> None:
+    """Overlapped layers make no gradients of frozen parameters, take x of two dims and dy of any
+    strides. Backward inside autocast computes in the dtypes of forward.
     """
     place = Shard(0)
     plan = {"up": NormColwise(input_layouts=place), "down": Rowwise(output_layouts=place)}
@@ -260,7 +260,7 @@ def some_gradients_beside_products(mesh: DeviceMesh) -> None:
         mine = distribute_tensor(x, mesh, [place]).to_local().clone().requires_grad_()
         mine_dy = distribute_tensor(dy, mesh, [place]).to_local()
         x.requires_grad_()
-        with beside_products() as calls:
+        with overlapped() as calls:
             y, want = ours(mine), stock(x)
             want.backward(dy)
             y += 0  # is no view
@@ -277,24 +277,24 @@ def some_gradients_beside_products(mesh: DeviceMesh) -> None:
                 assert_close(whole(parameter.grad), theirs[name].grad, rtol=1e-4, atol=1e-4)
 
 
-def what_raised_beside_products(mesh: DeviceMesh) -> None:
-    """A product that raises leaves the next ones right."""
+def errors_of_overlap(mesh: DeviceMesh) -> None:
+    """A matmul that raises leaves the next overlapped calls right."""
     x, weight = torch.randn(1, 8, 16, device=DEVICE), torch.randn(32, 16, device=DEVICE)
     dist.broadcast(weight, 0)
 
     def gathered_y() -> Tensor:
         return overlap.gathered_linear(mesh, 1, x, weight)[1]
 
-    with beside_products():
+    with overlapped():
         want = gathered_y()
         with patch.object(overlap, "ops", None), refused(AttributeError, "_linear_part"):
             gathered_y()
         assert_close(gathered_y(), want)
 
 
-def tokens_beside_products_in_graphs(mesh: DeviceMesh) -> None:
-    """A CUDA graph has them where products are too small for the host's time: calls in front of it
-    make their memory. It is replayed with other tokens.
+def overlap_in_graphs(mesh: DeviceMesh) -> None:
+    """A CUDA graph overlaps matmuls that are too small for overlap in eager mode; eager calls
+    allocate its buffers. The graph is replayed with other tokens.
     """
     stock = drawn_anew(MLP(torchweld.nn.LayerNormLinear(16, 32), nn.Linear(32, 16)))
     ours, place = copy.deepcopy(stock), Shard(1)
@@ -308,12 +308,12 @@ def tokens_beside_products_in_graphs(mesh: DeviceMesh) -> None:
         y = ours(x)
         return y.detach(), torch.autograd.grad(y.square().sum(), x)[0]
 
-    with beside_products() as calls, patch.object(overlap, "_MIN_PRODUCTS", 1 << 60):
-        beside = torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
+    with overlapped() as calls, patch.object(overlap, "_MIN_PRODUCTS", 1 << 60):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
             step()
-        torch.cuda.current_stream().wait_stream(beside)
+        torch.cuda.current_stream().wait_stream(side)
         assert not calls, calls
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -332,8 +332,8 @@ def tokens_beside_products_in_graphs(mesh: DeviceMesh) -> None:
 
 
 def gradients_of_parameters(mesh: DeviceMesh) -> None:
-    """A parameter's gradient goes where autograd would take it: to hooks, to `torch.autograd.grad`,
-    to the sum of several, and to none if none asks.
+    """Autograd passes a DTensor parameter's gradient to hooks, `torch.autograd.grad` and the
+    accumulated sum, and to nothing that is not in `inputs`.
     """
 
     def made() -> tuple[nn.Parameter, Tensor]:
@@ -378,13 +378,13 @@ def gradients_of_parameters(mesh: DeviceMesh) -> None:
         for name, parameter in layers.named_parameters():
             assert_close(received[name].to_local(), parameter.grad.to_local())
 
-    # Gradients that are one tensor for autograd are two for their parameters.
+    # Autograd passes one gradient tensor to both parameters; they must not share it.
     (first, _), (second, _) = made(), made()
     (local_part(first) + local_part(second)).square().sum().backward()
     first.grad.to_local().zero_()
     assert_close(second.grad.to_local(), 4 * part)
 
-    # Gradients in another layout, given by the caller.
+    # The caller may pass gradients in another layout; autograd keeps them in the parameter's.
     parameter, part = made()
     dy = torch.ones(2, len(part), device=DEVICE)
     local_part(parameter).t().backward(dy)
@@ -395,7 +395,7 @@ def gradients_of_parameters(mesh: DeviceMesh) -> None:
     parameter.grad.to_local().zero_()
     assert dy.sum() == dy.numel()
 
-    # A layer whose gradients can't be made says so.
+    # A second derivative, which the layers lack, raises.
     for place in (Replicate(), Shard(1)):
         layer = torchweld.nn.LayerNormLinear(6, 8, activation="gelu").to(DEVICE)
         ours = MLP(layer, nn.Linear(8, 6).to(DEVICE))
@@ -409,7 +409,7 @@ def gradients_of_parameters(mesh: DeviceMesh) -> None:
             with refused(RuntimeError, "differentiate twice"):
                 grad.to_local().square().sum().backward()
 
-    # Gradients of gradients.
+    # `local_part` has second derivatives.
     parameter, part = made()
     (grad,) = torch.autograd.grad((local_part(parameter) ** 3).sum(), parameter, create_graph=True)
     grad.to_local().sum().backward()
@@ -417,7 +417,7 @@ def gradients_of_parameters(mesh: DeviceMesh) -> None:
 
 
 def compiled_sequences(mesh: DeviceMesh) -> None:
-    """Without a graph break."""
+    """Layers in sequence parallel compile without a graph break."""
     for layer in (torchweld.nn.LayerNormLinear, torchweld.nn.RMSNormLinear):
         stock = drawn_anew(MLP(layer(6, 8, activation="gelu"), nn.Linear(8, 6)))
         ours, place = copy.deepcopy(stock), Shard(1)
@@ -433,8 +433,8 @@ def compiled_sequences(mesh: DeviceMesh) -> None:
 
 
 def norms_of_shards(mesh: DeviceMesh) -> None:
-    """In sequence parallel a process normalises its own rows alone, and what is gathered has the
-    dtype that the product computes in.
+    """In sequence parallel a process normalises only its own rows, and gathers them in the dtype of
+    the matmul.
     """
     layers = [
         torchweld.nn.LayerNormLinear(6, 8, activation="gelu"),
@@ -514,7 +514,7 @@ def prompts(pads: tuple[int, ...] = (0, 3)) -> dict[str, Tensor]:
 
 
 def loss_of(model: nn.Module) -> Tensor:
-    """Of the tokens: at padding the implementations differ."""
+    """The loss of the tokens; at padding, implementations differ."""
     given = prompts()
     logits, mask = model(**given).logits, given["attention_mask"].bool()
     assert type(logits) is Tensor
@@ -539,7 +539,7 @@ def trained_alike(ours: nn.Module, stock: nn.Module) -> None:
 
 
 def parallelized(make: Callable[[], nn.Module], before: bool, mesh: DeviceMesh) -> None:
-    """`fuse` before or after `parallelize`: the fused places stay fused, and all is as stock."""
+    """`fuse` before or after `parallelize`: modules stay fused, and training equals stock's."""
     stock = make()
     ours = copy.deepcopy(stock)
     if before:
@@ -582,7 +582,7 @@ def tied_weights(mesh: DeviceMesh) -> None:
 
 
 def norms_of_heads(mesh: DeviceMesh) -> None:
-    """Qwen's q_norm, which all processes have, sees the heads of each."""
+    """Qwen's q_norm, which is replicated, has the gradients of all heads."""
     stock = drawn_anew(tiny_grouped("Qwen3", head_dim=8))
     ours = parallelize(copy.deepcopy(stock), mesh)
     torchweld.fuse(ours)
@@ -590,9 +590,9 @@ def norms_of_heads(mesh: DeviceMesh) -> None:
 
 
 def sums_of_parallelize(mesh: DeviceMesh) -> None:
-    """A block sums its two results forward and its two gradients backward, whatever enters.
+    """A block sums two results in forward and two gradients in backward, whatever its inputs.
 
-    torch's own layers, a table and a head, have their sums elsewhere.
+    torch's own layers, the embedding and the head, have other collectives.
     """
     for make in (gpt2, llama):
         ours = parallelize(make(), mesh)
@@ -611,7 +611,7 @@ def sums_in(ops: list[str]) -> int:
 
 
 def compiled_blocks(mesh: DeviceMesh) -> None:
-    """Without a graph break. torch 2.15 fails behind Llama's table, which is its own style's."""
+    """Blocks compile without a graph break. torch 2.15 fails after its own style of embedding."""
     for make in (gpt2, llama) if torch.__version__ < "2.15" else (gpt2,):
         stock = make()
         ours = parallelize(copy.deepcopy(stock), mesh)
@@ -629,7 +629,7 @@ def compiled_model(mesh: DeviceMesh) -> None:
 
 
 def kept_products(mesh: DeviceMesh) -> None:
-    """Selective checkpointing that keeps products, and the plain ones, have stock's gradients."""
+    """Checkpointing, plain or selective with kept matmuls, has stock's gradients."""
     keeps = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -657,7 +657,7 @@ def accumulated_gradients(mesh: DeviceMesh) -> None:
 
 
 def what_stays_alive(mesh: DeviceMesh) -> None:
-    """What a block's layers share is gone behind backward, and while blocks are recomputed."""
+    """Backward and recomputation free the tensor that a block's layers share."""
 
     def alive(checkpoint: bool) -> tuple[int, int]:
         model = parallelize(llama(), mesh)
@@ -694,7 +694,7 @@ def dtypes_under_autocast(mesh: DeviceMesh) -> None:
 
 
 def one_process_gives_the_parameters(mesh: DeviceMesh) -> None:
-    """Biases that stay plain too."""
+    """All processes get the parameters of process 0, plain biases too."""
     for make in (gpt2, partial(llama, attention_bias=True, mlp_bias=True)):
         torch.manual_seed(dist.get_rank())
         model = parallelize(drawn_anew(make()), mesh)
@@ -707,7 +707,7 @@ def one_process_gives_the_parameters(mesh: DeviceMesh) -> None:
 
 
 def frozen_parameters(mesh: DeviceMesh) -> None:
-    """What is trained is trained alike, and what is not has no gradient."""
+    """Trained parameters have stock's gradients, and frozen ones none."""
     for make in (gpt2, llama):
         stock = make()
         for i, parameter in enumerate(stock.parameters()):
@@ -718,8 +718,8 @@ def frozen_parameters(mesh: DeviceMesh) -> None:
         same_gradients(ours, stock)
 
 
-def what_entered_once(mesh: DeviceMesh) -> None:
-    """The same x copy_to_tp_region again is the same tensor, with one sum; another x is not."""
+def copied_once(mesh: DeviceMesh) -> None:
+    """Two copies of one x are one tensor with one sum of gradients; another x has its own."""
     x = torch.ones(2, dtype=WIDE, device=DEVICE, requires_grad=True)
     y = x * 1
     ops: list[str] = []
@@ -742,14 +742,14 @@ def what_entered_once(mesh: DeviceMesh) -> None:
 
 def what_needs_no_gradient(mesh: DeviceMesh) -> None:
     x, bias = torch.ones(2, device=DEVICE), torch.ones(2, device=DEVICE, requires_grad=True)
-    entered, none, grown = copy_to_tp_region(mesh, x, None, bias)
-    assert entered is x
+    copied, none, grown = copy_to_tp_region(mesh, x, None, bias)
+    assert copied is x
     assert none is None
     assert grown.requires_grad
 
 
 def norms_in_float32(mesh: DeviceMesh) -> None:
-    """Gradients of two dtypes that are summed together."""
+    """Gradients of two dtypes are summed over the processes and keep their dtypes."""
     for compiled in (False, True):
         torch.manual_seed(0)
         stock = torchweld.nn.LayerNormLinear(6, 8).to(DEVICE, torch.float16)
@@ -832,8 +832,8 @@ OPT = transformers.OPTConfig(
 
 
 def plan_of_transformers(mesh: DeviceMesh) -> None:
-    """`tp_plan="auto"` with torchweld's attention, a DistributedConfig and `fuse` after it; with
-    padding and grouped heads.
+    """transformers' own plan (`tp_plan="auto"` or a DistributedConfig), torchweld's attention and a
+    later `fuse`; padding and grouped heads.
     """
     stock = llama(vocab_size=VOCAB + 1)  # some versions of transformers ask for an even one
     with shared_folder() as folder:
@@ -859,13 +859,13 @@ def plan_of_transformers(mesh: DeviceMesh) -> None:
 
 def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
     if mesh == "4":
-        return {"tokens_beside_products": tokens_beside_products}
+        return {"overlap_equals_one_process": overlap_equals_one_process}
     every = [
         styles,
         memory_of_styles,
         collectives_of_sequences,
-        tokens_beside_products,
-        some_gradients_beside_products,
+        overlap_equals_one_process,
+        some_gradients_of_overlap,
         compiled_sequences,
         gradients_of_parameters,
         norms_of_shards,
@@ -886,12 +886,12 @@ def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
         one_process_gives_the_parameters,
         what_needs_no_gradient,
         frozen_parameters,
-        what_entered_once,
+        copied_once,
         norms_in_float32,
         copies_of_sharded_models,
         refusals_of_parallelize,
         plan_of_transformers,
     ]
     if DEVICE == "cuda":
-        every += [tokens_beside_products_in_graphs, what_raised_beside_products]
+        every += [overlap_in_graphs, errors_of_overlap]
     return {case.__name__: case for case in every}

@@ -32,7 +32,7 @@ TARGETS = Path(__file__).resolve().parent.parent / "benchmarks" / "targets.toml"
 
 
 def started(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Two processes of torchrun, without GPUs."""
+    """Runs two processes with torchrun, without GPUs."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [str(TARGETS.with_name("bench.py")), "distributed", *arguments]
     return subprocess.run(
@@ -113,7 +113,7 @@ def test_a_case_that_raises_leaves_the_others(one_process, monkeypatch, capsys):
     monkeypatch.setattr(steps, "tensor_parallel", raises)
     failure, *others = distributed.rows({})
     assert failure == results.Failure("raises", "process 0: ValueError: no columns here")
-    # Pairs need four processes, graphs a GPU.
+    # The cases with pairs need four processes, those with graphs a GPU.
     without = {"tensor_parallel", "fully_sharded_pairs", "captured_tensor_parallel"}
     assert {each.case for each in others} == CASES - without
     assert "in raises" in capsys.readouterr().err
@@ -192,7 +192,7 @@ def test_decoder_has_its_sizes_and_one_loss_fused_and_not(sizes):
 
 
 def test_decoder_is_a_llama():
-    """The loss of transformers' model with the same weights."""
+    """The decoder has the loss of transformers' model with the same weights."""
     transformers = pytest.importorskip("transformers")
     sizes = TINY.llama
     torch.manual_seed(0)
