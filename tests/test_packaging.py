@@ -127,13 +127,30 @@ def test_a_wheel_with_more_than_the_library_is_refused(wheel_tool, tmp_path, mon
 def test_a_wheel_that_says_something_else_is_refused(
     wheel_tool, tmp_path, monkeypatch, version, needs, most, refused
 ):
-    monkeypatch.setattr(wheel_tool, "MOST_BYTES", most)
+    monkeypatch.setattr(wheel_tool, "MAX_WHEEL_BYTES", most)
     monkeypatch.setattr(wheel_tool, "ROOT", tmp_path)
     wheel = wheel_of(tmp_path, version, needs)
     if refused is None:
         wheel_tool.check_metadata(wheel, "2.11.0")
         return
     with pytest.raises(SystemExit, match=refused):
+        wheel_tool.check_metadata(wheel, "2.11.0")
+
+
+@pytest.mark.parametrize(("size", "refused"), [(10, False), (11, True)])
+def test_a_wheel_with_too_large_a_library_is_refused(
+    wheel_tool, tmp_path, monkeypatch, size, refused
+):
+    """The size that counts is that on disk, which the wheel's own compression does not lower."""
+    monkeypatch.setattr(wheel_tool, "ROOT", tmp_path)
+    monkeypatch.setattr(wheel_tool, "MAX_LIBRARY_BYTES", 10)
+    wheel = wheel_of(tmp_path, "0.1.0+torch2.11.cu130", "torch==2.11.*")
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr("torchweld/_ops.abi3.so", bytes(size))
+    if not refused:
+        wheel_tool.check_metadata(wheel, "2.11.0")
+        return
+    with pytest.raises(SystemExit, match="_ops.abi3.so must have at most 10 bytes, but has 11"):
         wheel_tool.check_metadata(wheel, "2.11.0")
 
 

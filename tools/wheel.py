@@ -22,7 +22,8 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MOST_BYTES = 45 * 10**6
+MAX_WHEEL_BYTES = 45 * 10**6
+MAX_LIBRARY_BYTES = 40 * 10**6  # of _ops.abi3.so, for the default architectures
 PIP = ("-m", "pip", "--quiet", "--no-input", "--disable-pip-version-check")
 FACTS = "import sys, torch; print('%d.%d' % sys.version_info[:2], torch.__version__.split('+')[0])"
 
@@ -123,11 +124,18 @@ def check_metadata(wheel: Path, torch: str) -> None:
         sys.exit(f"wheel: it must require torch=={minor}.*, but requires {', '.join(needs)}")
     with zipfile.ZipFile(wheel) as archive:
         top = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" not in name}
+        libraries = [i for i in archive.infolist() if i.filename.endswith("/_ops.abi3.so")]
     if top - {"torchweld", "torchweld_cli.py"}:
         sys.exit(f"wheel: it must hold torchweld and torchweld_cli.py, but has {', '.join(top)}")
+    for library in libraries:
+        if library.file_size > MAX_LIBRARY_BYTES:
+            sys.exit(
+                f"wheel: {library.filename} must have at most {MAX_LIBRARY_BYTES} bytes, "
+                f"but has {library.file_size}"
+            )
     size = wheel.stat().st_size
-    if size > MOST_BYTES:
-        sys.exit(f"wheel: it must have at most {MOST_BYTES} bytes, but has {size}")
+    if size > MAX_WHEEL_BYTES:
+        sys.exit(f"wheel: it must have at most {MAX_WHEEL_BYTES} bytes, but has {size}")
     say(f"{wheel.relative_to(ROOT)}: {size / 1e6:.1f} MB, requires torch=={minor}.*")
 
 
