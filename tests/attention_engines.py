@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
+from choices_helpers import _C, dry_records, ops
 from numerics import assert_same_bits
 from numerics import check as check_bound
 from samples import BF16
-from tuning import _C, dry_records, ops
 
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),

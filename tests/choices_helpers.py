@@ -1,5 +1,5 @@
-"""What the tests of tiles, tuning and explain share: problems by name, GPUs that are none, dry
-runs, a clean slate.
+"""Helpers for the tests of tiles, tuning and explain: problems with named fields, invented devices,
+dry runs, and a fixture that resets all choices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ops = torch.ops.torchweld
 
 GPU = "NVIDIA Test"
 H200 = dict(sms=132, shared_limit=232448, clusters=1, clusters_of_16=1, tma=1, wgmma=1)
-# The least that sm_80 and newer chips offer a block: 99 KiB.
+# Every chip from sm_80 on gives a block at least 99 KiB of shared memory.
 SMALL = dict(sms=24, shared_limit=101376, clusters=0, clusters_of_16=0, tma=0, wgmma=0)
 NO_WGMMA = H200 | dict(wgmma=0)
 DEVICES = (
@@ -30,7 +30,7 @@ DEVICES = (
     SMALL | dict(clusters=1, tma=1),
 )
 
-# A product's math by name, and how attention counts the same.
+# The numbers of a matmul's math by name; attention numbers the same maths differently.
 MATHS = {"float16": 0, "bfloat16": 1, "tf32": 2, "float32": 3}
 ATTENTION_MATHS = {"float16": 0, "bfloat16": 0, "tf32": 1, "float32": 2}
 
@@ -58,7 +58,7 @@ _FIELDS = _C.families()
 
 
 def problem(family: str, device: dict[str, int] = H200, **fields: int) -> list[int]:
-    """The numbers of a usual problem on a device, but for the fields that are given."""
+    """The numbers of a typical problem on a device, with the given fields replaced."""
     values = _USUAL[family] | device | fields
     assert set(values) == set(_FIELDS[family]), set(values) ^ set(_FIELDS[family])
     return [int(values[name]) for name in _FIELDS[family]]
@@ -70,21 +70,21 @@ def named(family: str, numbers: list[int]) -> dict[str, int]:
 
 
 def chosen(family: str, device: dict[str, int] = H200, **fields: int) -> dict:
-    """What such a problem takes by itself, as `torchweld._C` tells it."""
+    """The choice that `torchweld._C` makes for such a problem."""
     return _C.choose(family, problem(family, device, **fields))
 
 
-# A product in bfloat16 on a chip where mma.sync serves it alone.
+# A bfloat16 matmul on a device without wgmma, which only the mma.sync engine supports.
 LINEAR = problem("matmul", NO_WGMMA)
 
 
 def picked(family: str = "matmul", numbers: list[int] = LINEAR, gpu: str = "") -> tuple[str, str]:
-    """The name of what a problem takes on that GPU, and whose choice it is."""
+    """The name of the choice for a problem on that GPU, and who made it."""
     return ops._picked_choice(gpu, family, numbers)
 
 
 def refusal(family: str, numbers: list[int], choice: str) -> str:
-    """Why a problem can't take a choice, "" where it can."""
+    """The reason why a choice does not support a problem, or "" if it does."""
     return _C.candidate(family, numbers, choice)["refusal"]
 
 
@@ -96,7 +96,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def dry_records(op: str, *args, device: int = -1, **kwargs) -> list[dict]:
-    """What the library tells of a dry run, on an H100 unless the number of a GPU is given."""
+    """The records of a dry run on an assumed H100, or on the GPU with the given number."""
     return explain_module._dry_run(op, args, kwargs, device)
 
 

@@ -9,9 +9,9 @@ import torch
 
 from attention_engines import check_grads, each_configuration, inputs, on_hopper
 from bounds import attention_grads
+from choices_helpers import H200, NO_WGMMA, SMALL, chosen, ops, problem, refusal
 from numerics import assert_equal, assert_same_bits
 from samples import BF16, F16
-from tuning import H200, NO_WGMMA, SMALL, chosen, ops, problem, refusal
 
 SIZES = [
     # batch, nheads, nheads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v

@@ -16,9 +16,9 @@ from attention_engines import (
     each_configuration,
     inputs,
 )
+from choices_helpers import chosen, ops, problem, refusal
 from numerics import assert_same_bits
 from samples import BF16, F16
-from tuning import chosen, ops, problem, refusal
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels run on a GPU")
 

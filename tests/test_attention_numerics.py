@@ -14,9 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 import torchweld
 from attention_engines import check_grads, formula, inputs, on_hopper
 from bounds import attention_bounds, attention_grads
+from choices_helpers import ops
 from numerics import assert_same_bits, check, check_promise, eager_floor
 from samples import BF16, F16
-from tuning import ops
 
 RUNS = 1000
 SHAPES = [

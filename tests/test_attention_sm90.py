@@ -16,9 +16,9 @@ from attention_engines import (
     inputs,
     on_hopper,
 )
+from choices_helpers import _C, H200, SMALL, chosen, ops, problem, refusal
 from numerics import assert_same_bits
 from samples import BF16, F16
-from tuning import _C, H200, SMALL, chosen, ops, problem, refusal
 
 SIZES = [
     # batch, nheads, nheads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tuning import _C, ATTENTION_MATHS, H200, NO_WGMMA, SMALL, chosen, problem, refusal
+from choices_helpers import _C, ATTENTION_MATHS, H200, NO_WGMMA, SMALL, chosen, problem, refusal
 
 
 @pytest.mark.parametrize("math", ATTENTION_MATHS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tuning import _C, chosen, problem, refusal
+from choices_helpers import _C, chosen, problem, refusal
 
 
 def image(height: int, width: int, kernel: tuple[int, int], elem_size: int) -> dict[str, int]:

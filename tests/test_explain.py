@@ -14,9 +14,7 @@ from torch import Tensor
 
 import torchweld
 import torchweld._library as library
-from refusals import SPECS, cases
-from samples import BF16, F32, F64, SAMPLES
-from tuning import (  # noqa: F401
+from choices_helpers import (  # noqa: F401
     _C,
     H200,
     dry_records,
@@ -26,6 +24,8 @@ from tuning import (  # noqa: F401
     nothing_is_left_behind,
     ops,
 )
+from refusals import SPECS, cases
+from samples import BF16, F32, F64, SAMPLES
 
 if library.build_facts().get("cuda") is None:
     pytest.skip("a CPU-only build explains no CUDA kernel", allow_module_level=True)

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchweld
 import torchweld._library as library
+from choices_helpers import H200, dry_records, meta, named, nothing_is_left_behind, ops  # noqa: F401
 from samples import BF16, F16, F32
-from tuning import H200, dry_records, meta, named, nothing_is_left_behind, ops  # noqa: F401
 
 if library.build_facts().get("cuda") is None:
     pytest.skip("a CPU-only build explains no CUDA kernel", allow_module_level=True)

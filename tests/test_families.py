@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tuning import _C, DEVICES, H200, LINEAR, named, ops, problem
+from choices_helpers import _C, DEVICES, H200, LINEAR, named, ops, problem
 
 FAMILIES = ("matmul", "softmax", "attention", "attention_backward", "int4", "row_sum", "conv2d")
 SIZES = (1, 2, 7, 8, 16, 33, 64, 100, 257, 1000, 1024, 4096, 70_000)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tuning import _C, H200, SMALL, chosen, problem, refusal
+from choices_helpers import _C, H200, SMALL, chosen, problem, refusal
 
 SIZES = [1, 2, 7, 16, 17, 63, 64, 65, 512, 1000, 4096, 16385]
 SHAPES = list(itertools.product(SIZES, repeat=3))

@@ -9,9 +9,9 @@ import threading
 import pytest
 import torch
 
+from choices_helpers import _C, dry_records, nothing_is_left_behind, ops  # noqa: F401
 from numerics import assert_equal, assert_same_bits
 from samples import BF16, F16, F32, check_op
-from tuning import _C, dry_records, nothing_is_left_behind, ops  # noqa: F401
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="engines run on a GPU")
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tuning import _C, H200, SMALL, chosen, problem, refusal
+from choices_helpers import _C, H200, SMALL, chosen, problem, refusal
 
 FLAGS = (False, True)
 LENGTHS = [1, 3, 4, 8, 31, 257, 1000, 8191, 8192, 16384, 16385, 32768, 65535, 65536, 131072]

@@ -10,12 +10,7 @@ import torch
 
 import torchweld
 import torchweld._library as library
-from commands import run_command
-from samples import BF16, F16, F32, sample
-from torchweld.tuning import TuneResult, cache, search, work
-from torchweld.tuning.parts import observe, parts_of
-from torchweld.tuning.progress import Progress
-from tuning import (  # noqa: F401
+from choices_helpers import (  # noqa: F401
     _C,
     GPU,
     LINEAR,
@@ -26,6 +21,11 @@ from tuning import (  # noqa: F401
     problem,
     refusal,
 )
+from commands import run_command
+from samples import BF16, F16, F32, sample
+from torchweld.tuning import TuneResult, cache, search, work
+from torchweld.tuning.parts import observe, parts_of
+from torchweld.tuning.progress import Progress
 
 TILES = ("256x128", "128x128", "128x64", "64x64")  # of the engine on mma.sync, in their order
 BEST = "sync 256x128"  # with the clock below

@@ -14,9 +14,9 @@ import torch
 
 import torchweld
 import torchweld._library as library
+from choices_helpers import GPU, LINEAR, nothing_is_left_behind, ops, picked, problem  # noqa: F401
 from samples import BF16
 from torchweld.tuning import cache
-from tuning import GPU, LINEAR, nothing_is_left_behind, ops, picked, problem  # noqa: F401
 
 TILE = "sync 128x64 /3"
 

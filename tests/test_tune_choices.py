@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torchweld
-from tuning import (  # noqa: F401
+from choices_helpers import (  # noqa: F401
     _C,
     GPU,
     LINEAR,
