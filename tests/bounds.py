@@ -1,10 +1,41 @@
 """How far each result may be from its float64 reference: REFERENCES[op](*args) -> Bounds.
 
-Every magnitude is that of a sum in the op's definition, taken over absolute values. `rounds` are
-the roundings to the tensors' own dtype that the ops document: probabilities before they meet the
-values, normalised rows before they meet the weight, a matmul's result before the pointwise part,
-saved pre-activations and outputs, dscores and dz before their matmuls. All else is float32
-(float64 for float64).
+The bounds are a first-order error analysis (Higham, Accuracy and Stability of Numerical Algorithms,
+chapters 2 to 4). u is half the distance from 1 to the next number, U that of the sums' dtype
+(float32; float64 for float64):
+
+    one rounding                  fl(a) = a (1 + d), |d| <= u             error u |a|
+    a sum of k products           s = sum of a_i b_i                      error k U sum of |a_i b_i|
+    a linear map of an error      y = W x, x has the error e              error |W| e
+    a function of an error        y = f(z), z has the error e             error |f'(z)| e
+    exp, erf, tanh, a division                                            error FUNCTION U |size|
+
+`Terms` holds such errors apart by their unit: `sums` are pairs (k, magnitude), which count k U, and
+`rounds` are magnitudes, which count u. `Bound.error` doubles U: an accumulator may truncate.
+`Terms.map` carries an error through a linear map, and `+` adds errors. A magnitude is a sum over
+absolute values, so it does not shrink where values cancel. In the names, `p` is a value, `p_terms`
+its errors, `..._size` a magnitude, and `grad_out` the incoming gradient in float64.
+
+Three chains explain most of the file.
+
+    layer       z = n W^T + b         z_terms  = n_terms |W|^T + (K + 1, |n| |W|^T + |b|)
+                y = f(z)              y_terms  = |f'(z)| (z_terms + rounding of z) + FUNCTION |z|
+                dz = dy f'(z)         dz_terms = |dy f''(z)| z_terms + rounding of dz
+                dx = dz W             dx_terms = dz_terms |W| + (N, |dz| |W|)
+    softmax     p = exp(z - m) / sum  p_terms  = (cols, p) + p (FUNCTION + |z - m|)
+                since d exp(t) = exp(t) dt, and t = z - m is rounded
+    attention   out = p V             out_terms = p_terms |V| + rowsum(p_terms) (p |V|)
+                                                  + (seqlen_k, p |V|) + rounding of p
+                ds = p (dout V^T - rowsum(dout out))
+                                      ds_terms = p_terms dp_size
+                                                 + (head_dim_v + seqlen_k, p dp_size) + roundings
+                where p is recomputed from the lse, which adds to p_terms
+                with dp_size = |dout| |V|^T + rowsum(|dout| p |V|), before the two cancel
+                dQ = scale ds K       dq_terms = scale (ds_terms |K| + (seqlen_k, |ds| |K|))
+
+The ops document the roundings to the tensors' own dtype that `rounds` counts: probabilities before
+P V, normalised rows before the matmul, a matmul's result before its activation, saved
+pre-activations and outputs, dscores and dz before their matmuls.
 """
 
 from __future__ import annotations
@@ -31,10 +62,10 @@ def exact_product(scale: float) -> bool:
 
 
 def probability_terms(p: Tensor, z: Tensor, lse: Tensor, scale: float, dtype: torch.dtype) -> Terms:
-    """p = exp(z - m) / sum: the sum, and the rounding of the exponent."""
+    """Errors of p = exp(z - m) / sum: those of the sum, and the rounding of the exponent."""
     z = torch.where(p > 0, z, 0.0)
     m = torch.where(lse.isinf(), 0.0, lse)[..., None]
-    # A subnormal keeps the absolute error of the smallest normal; what is hidden is exactly 0.
+    # A subnormal p has the absolute error of the smallest normal; a masked p is exactly 0.
     p = torch.where(p > 0, p.clamp(min=torch.finfo(acc_dtype(dtype)).tiny), 0.0)
     exponent = FUNCTION + (z - m).abs()
     if not exact_product(scale):
@@ -42,7 +73,7 @@ def probability_terms(p: Tensor, z: Tensor, lse: Tensor, scale: float, dtype: to
     return Terms([(p.shape[-1], p), (1, p * exponent)])
 
 
-def lse_terms(p: Tensor, z: Tensor, lse: Tensor, scores: Terms) -> Terms:
+def logsumexp_terms(p: Tensor, z: Tensor, lse: Tensor, scores: Terms) -> Terms:
     z = torch.where(p > 0, z, 0.0)
     highest = z.abs().amax(-1) if z.shape[-1] else torch.zeros_like(lse)
     size = torch.where(lse.isinf(), 0.0, lse.abs() + highest)
@@ -58,7 +89,7 @@ def softmax_bounds(x: Tensor) -> list[Bound]:
 
 
 def roundable(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """|t| as a rounding to dtype sees it: below the smallest normal the error stays the same."""
+    """|t|, raised to the smallest normal unless 0: subnormals share its absolute error."""
     return torch.where(t == 0, 0.0, t.abs().clamp(min=torch.finfo(dtype).tiny))
 
 
@@ -67,28 +98,31 @@ def dtype_of(unit: float) -> torch.dtype:
 
 
 def softmax_backward_terms(
-    dy: Tensor, y: Tensor, scale: float, dtype: torch.dtype, yt: Terms | None = None
+    dy: Tensor, y: Tensor, scale: float, dtype: torch.dtype, y_terms: Terms | None = None
 ) -> Terms:
-    """`yt` are the errors of a y that the forward made and rounded, None for an exact y."""
+    """Errors of dx. `y_terms` are those of a y that the forward rounded, None for an exact y."""
     delta = (dy * y).abs().sum(-1, keepdim=True)
     size = abs(scale) * roundable(y, acc_dtype(dtype))
     size = size * (dy.abs() + delta)
     terms = Terms([(y.shape[-1] + FUNCTION, size)])
-    if yt is not None:
-        r = roundable(y, dtype)
-        own, others = r * (dy.abs() + delta), y.abs() * (dy.abs() * r).sum(-1, keepdim=True)
+    if y_terms is not None:
+        y_rounded = roundable(y, dtype)
+        own, others = (
+            y_rounded * (dy.abs() + delta),
+            y.abs() * (dy.abs() * y_rounded).sum(-1, keepdim=True),
+        )
         terms.rounds.append(abs(scale) * (own + others))
-        carried = dy.abs() + delta
-        terms = terms + yt.map(
-            lambda t: abs(scale) * (t * carried + y.abs() * (dy.abs() * t).sum(-1, keepdim=True))
+        dy_size = dy.abs() + delta
+        terms = terms + y_terms.map(
+            lambda t: abs(scale) * (t * dy_size + y.abs() * (dy.abs() * t).sum(-1, keepdim=True))
         )
     return terms
 
 
 def softmax_backward_bounds(dy: Tensor, y: Tensor) -> list[Bound]:
-    g, p = up(dy), up(y)
-    dx = p * (g - (g * p).sum(-1, keepdim=True))
-    return [Bound(dx, softmax_backward_terms(g, p, 1.0, y.dtype), y.dtype)]
+    grad_out, p = up(dy), up(y)
+    dx = p * (grad_out - (grad_out * p).sum(-1, keepdim=True))
+    return [Bound(dx, softmax_backward_terms(grad_out, p, 1.0, y.dtype), y.dtype)]
 
 
 def causal_softmax_bounds(
@@ -103,13 +137,13 @@ def causal_softmax_bounds(
     s, pads = up(scores), up(leftpad)
     seen = R.scores_mask(s, pads, **mask)
     p, lse = R.softmax_and_lse(s, seen, scale, softcap, up(sink))
-    z, zt, _ = capped(torch.where(seen, s, 0.0) * scale, Terms(), softcap)
-    terms = probability_terms(p, z, lse, scale, scores.dtype) + zt.map(lambda t: p * t)
+    z, z_terms, _ = capped(torch.where(seen, s, 0.0) * scale, Terms(), softcap)
+    terms = probability_terms(p, z, lse, scale, scores.dtype) + z_terms.map(lambda t: p * t)
     return [Bound(p, terms, scores.dtype)]
 
 
 def capped(z: Tensor, terms: Terms, softcap: float | None) -> tuple[Tensor, Terms, Tensor]:
-    """Scores behind the cap, their errors from those before it, and the cap's slope."""
+    """The capped scores, their errors given those of the scores, and the slope of the cap."""
     if softcap is None:
         return z, terms, torch.ones_like(z)
     t = torch.tanh(z / softcap)
@@ -119,7 +153,7 @@ def capped(z: Tensor, terms: Terms, softcap: float | None) -> tuple[Tensor, Term
 
 
 def sloped(terms: Terms, size: Tensor, slope: Tensor, scores: Terms, softcap: float | None):
-    """Errors of a gradient of this size behind the cap, once it has the cap's slope."""
+    """Errors of the gradient of the scores, given those of the capped scores (magnitude `size`)."""
     if softcap is None:
         return terms
     own = Terms([(2 * FUNCTION, size)])
@@ -131,7 +165,7 @@ def sink_bound(
     out: Tensor,
     out_terms: Terms,
     lse: Tensor,
-    lt: Terms,
+    lse_terms: Terms,
     sink: Tensor,
     dtype: torch.dtype,
     dlse: Tensor | float = 0.0,
@@ -152,7 +186,7 @@ def sink_bound(
             (1, total(share * exponent * size)),
         ]
     )
-    terms = terms + lt.map(lambda t: total(share * size * t))
+    terms = terms + lse_terms.map(lambda t: total(share * size * t))
     terms = terms + out_terms.map(lambda t: total(share * (dout.abs() * t).sum(-1)))
     return Bound(-total(share * delta), terms, sink.dtype, work=dtype)
 
@@ -169,9 +203,9 @@ def causal_softmax_backward_bounds(
     **mask: Any,
 ) -> list[Bound]:
     seen = R.scores_mask(y, up(leftpad), **mask).expand(y.shape)
-    g, p = torch.where(seen, up(dy), 0.0), torch.where(seen, up(y), 0.0)
-    dx = scale * p * (g - (g * p).sum(-1, keepdim=True))
-    terms = softmax_backward_terms(g, p, scale, y.dtype)
+    grad_out, p = torch.where(seen, up(dy), 0.0), torch.where(seen, up(y), 0.0)
+    dx = scale * p * (grad_out - (grad_out * p).sum(-1, keepdim=True))
+    terms = softmax_backward_terms(grad_out, p, scale, y.dtype)
     if scores is None:
         return with_sink([Bound(dx, terms, y.dtype)], 1, y.dtype)
     s = torch.where(seen, up(scores), 0.0)
@@ -180,25 +214,25 @@ def causal_softmax_backward_bounds(
     dx = Bound(dx * slope, terms, y.dtype)
     if sink is None:
         return with_sink([dx], 1, y.dtype)
-    return [dx, causal_sink_bound(g, p, Terms(), s, seen, scale, softcap, sink, y.dtype)]
+    return [dx, causal_sink_bound(grad_out, p, Terms(), s, seen, scale, softcap, sink, y.dtype)]
 
 
-def causal_sink_bound(g, p, pt, s, seen, scale, softcap, sink, dtype) -> Bound:
-    """Of scores (batch, nheads, seqlen_q, seqlen_k)."""
+def causal_sink_bound(grad_out, p, p_terms, s, seen, scale, softcap, sink, dtype) -> Bound:
+    """The bound of dsink for scores (batch, nheads, seqlen_q, seqlen_k)."""
     _, lse = R.softmax_and_lse(s, seen, scale, softcap, up(sink))
-    z, zt, _ = capped(s * scale, Terms(), softcap)
-    return sink_bound(g, p, pt, lse, lse_terms(p, z, lse, zt), sink, dtype)
+    z, z_terms, _ = capped(s * scale, Terms(), softcap)
+    return sink_bound(grad_out, p, p_terms, lse, logsumexp_terms(p, z, lse, z_terms), sink, dtype)
 
 
-def attend_terms(p: Tensor, pt: Terms, value: Tensor) -> Terms:
-    """Of p @ value, normalised by the same sum that normalises p."""
+def attend_terms(p: Tensor, p_terms: Terms, value: Tensor) -> Terms:
+    """Errors of p @ value, which the row sum of p normalises."""
     out = p @ value.abs()
-    moved = pt.map(lambda t: t @ value.abs() + t.sum(-1, keepdim=True) * out)
+    moved = p_terms.map(lambda t: t @ value.abs() + t.sum(-1, keepdim=True) * out)
     return moved + Terms([(p.shape[-1], out)], [out])
 
 
 def lse_error(p: Tensor, lse: Tensor, z: Tensor) -> Tensor:
-    """What exp(z - lse) loses to the roundings of z and lse, in units of the accumulator."""
+    """The error of exp(z - lse) from the roundings of z and lse, in units of the accumulator."""
     size = torch.where(lse.isinf(), 0.0, lse.abs())[..., None] + torch.where(p > 0, z.abs(), 0.0)
     return p * size
 
@@ -209,7 +243,7 @@ def lse_floor(t: Tensor, dtype: torch.dtype) -> float:
 
 def dscores_terms(
     p: Tensor,
-    pt: Terms,
+    p_terms: Terms,
     dout: Tensor,
     value: Tensor,
     lost: Tensor,
@@ -218,20 +252,23 @@ def dscores_terms(
 ) -> tuple[Terms, Terms, Tensor]:
     """Errors of p recomputed from lse, and of ds = p * (dout @ value^T - rowsum(dout * out)).
 
-    A p below the smallest normal number may be 0 on its way into a matmul.
+    The matmul that reads p may flush a subnormal p to 0.
 
-    The third is |dout| @ |value|^T + rowsum(|dout| * |out|).
+    Returns:
+        p_terms, ds_terms, and dp_size = |dout| @ |value|^T + rowsum(|dout| * |out|) + |dlse|.
     """
     acc = acc_dtype(dtype)
     subnormal = torch.where(p < torch.finfo(acc).tiny, p, 0.0) / UNIT[acc]
-    pt = pt.map(lambda t: t + p * t.sum(-1, keepdim=True)) + Terms([(1, lost), (1, subnormal)])
+    p_terms = p_terms.map(lambda t: t + p * t.sum(-1, keepdim=True)) + Terms(
+        [(1, lost), (1, subnormal)]
+    )
     delta = (dout.abs() * (p @ value.abs())).sum(-1, keepdim=True)
-    carrier = dout.abs() @ value.abs().mT + delta + abs(dlse)
-    ds = p * carrier
+    dp_size = dout.abs() @ value.abs().mT + delta + abs(dlse)
+    ds = p * dp_size
     rounded = roundable(ds, dtype)
-    terms = pt.map(lambda t: t * carrier)
+    terms = p_terms.map(lambda t: t * dp_size)
     terms = terms + Terms([(value.shape[-1] + p.shape[-1], ds)], [rounded, rounded])
-    return pt, terms, carrier
+    return p_terms, terms, dp_size
 
 
 def softmax_matmul_parts(
@@ -240,16 +277,29 @@ def softmax_matmul_parts(
     s, v, pads = up(scores), up(value), up(leftpad)
     seen = R.scores_mask(s, pads, causal, **mask)
     p, lse = R.softmax_and_lse(s, seen, scale, softcap, up(sink))
-    z, zt, slope = capped(torch.where(seen, s, 0.0) * scale, Terms(), softcap)
-    pt = probability_terms(p, z, lse, scale, scores.dtype) + zt.map(lambda t: p * t)
-    return s, torch.where(seen.any(2)[..., None], v, 0.0), pads, seen, p, lse, z, zt, slope, pt
+    z, z_terms, slope = capped(torch.where(seen, s, 0.0) * scale, Terms(), softcap)
+    p_terms = probability_terms(p, z, lse, scale, scores.dtype) + z_terms.map(lambda t: p * t)
+    return (
+        s,
+        torch.where(seen.any(2)[..., None], v, 0.0),
+        pads,
+        seen,
+        p,
+        lse,
+        z,
+        z_terms,
+        slope,
+        p_terms,
+    )
 
 
 def softmax_matmul_bounds(scores, value, leftpad=None, **kwargs) -> list[Bound]:
-    _, v, _, _, p, lse, z, zt, _, pt = softmax_matmul_parts(scores, value, leftpad, **kwargs)
+    _, v, _, _, p, lse, z, z_terms, _, p_terms = softmax_matmul_parts(
+        scores, value, leftpad, **kwargs
+    )
     return [
-        Bound(p @ v, attend_terms(p, pt, v), scores.dtype),
-        Bound(lse, lse_terms(p, z, lse, zt), acc_dtype(scores.dtype)),
+        Bound(p @ v, attend_terms(p, p_terms, v), scores.dtype),
+        Bound(lse, logsumexp_terms(p, z, lse, z_terms), acc_dtype(scores.dtype)),
     ]
 
 
@@ -257,27 +307,32 @@ def softmax_matmul_grads(
     dout, scores, value, leftpad=None, *, scale=1.0, softcap=None, sink=None, **kwargs
 ) -> list[Bound]:
     kwargs = {"scale": scale, "softcap": softcap, **kwargs}
-    s, v, pads, seen, p, lse, z, zt, slope, pt = softmax_matmul_parts(
+    s, v, pads, seen, p, lse, z, z_terms, slope, p_terms = softmax_matmul_parts(
         scores, value, leftpad, sink=sink, **kwargs
     )
-    g = torch.where(seen.any(3)[..., None], up(dout), 0.0)
+    grad_out = torch.where(seen.any(3)[..., None], up(dout), 0.0)
     grads = R.gradients(
-        R.VALUES["softmax_matmul"], g, [True, True], s, v, pads, sink=up(sink), **kwargs
+        R.VALUES["softmax_matmul"], grad_out, [True, True], s, v, pads, sink=up(sink), **kwargs
     )
     dtype = scores.dtype
     sinks = []
     if sink is not None:
-        lt = lse_terms(p, z, lse, zt)
-        sinks = [sink_bound(g, p @ v, attend_terms(p, pt, v), lse, lt, sink, dtype)]
+        lse_terms = logsumexp_terms(p, z, lse, z_terms)
+        sinks = [
+            sink_bound(grad_out, p @ v, attend_terms(p, p_terms, v), lse, lse_terms, sink, dtype)
+        ]
     lost = lse_error(p, lse, z)
-    pt, dst, carrier = dscores_terms(p, pt, g, v, lost, dtype)
-    dst = sloped(dst, p * carrier, slope, zt, softcap)
-    dvalue = pt.map(lambda t: t.mT @ g.abs())
-    size = p.mT @ g.abs()
+    p_terms, ds_terms, dp_size = dscores_terms(p, p_terms, grad_out, v, lost, dtype)
+    ds_terms = sloped(ds_terms, p * dp_size, slope, z_terms, softcap)
+    dvalue = p_terms.map(lambda t: t.mT @ grad_out.abs())
+    size = p.mT @ grad_out.abs()
     dvalue = dvalue + Terms([(s.shape[2], size)], [size])
-    floors = [lse_floor(abs(scale) * lost * carrier, dtype), lse_floor(lost.mT @ g.abs(), dtype)]
+    floors = [
+        lse_floor(abs(scale) * lost * dp_size, dtype),
+        lse_floor(lost.mT @ grad_out.abs(), dtype),
+    ]
     return [
-        Bound(grads[0], dst.map(lambda t: abs(scale) * t), dtype, floor=floors[0]),
+        Bound(grads[0], ds_terms.map(lambda t: abs(scale) * t), dtype, floor=floors[0]),
         Bound(grads[1], dvalue, dtype, floor=floors[1]),
         *sinks,
     ]
@@ -301,70 +356,81 @@ def attention_parts(
     group = nheads // k.shape[1] if k.shape[1] else 1
     seen = R.visible(batch, seqlen_q, seqlen_k, pads, causal, **mask)[:, None]
     q, k, v = R.used(q, k, v, seen)
-    kk, vv = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scale = R.default_scale(q, scale)
-    p, lse = R.softmax_and_lse(q @ kk.mT, seen, scale, softcap, up(sink))
-    scores = Terms([(head_dim + 1, abs(scale) * (q.abs() @ kk.abs().mT))])
-    z, scores, slope = capped(scale * (q @ kk.mT), scores, softcap)
-    pt = probability_terms(p, z, lse, scale, query.dtype) + scores.map(lambda t: p * t)
+    p, lse = R.softmax_and_lse(q @ keys.mT, seen, scale, softcap, up(sink))
+    scores = Terms([(head_dim + 1, abs(scale) * (q.abs() @ keys.abs().mT))])
+    z, scores, slope = capped(scale * (q @ keys.mT), scores, softcap)
+    p_terms = probability_terms(p, z, lse, scale, query.dtype) + scores.map(lambda t: p * t)
     rows = ~seen.any(3)[..., None]
-    return (q, k, v, pads), (kk, vv, rows, group, scale), p, lse, z, scores, slope, pt
+    return (q, k, v, pads), (keys, values, rows, group, scale), p, lse, z, scores, slope, p_terms
 
 
 def attention_bounds(query, key, value, leftpad=None, **kwargs) -> list[Bound]:
-    _, (_, v, *_), p, lse, z, scores, _, pt = attention_parts(query, key, value, leftpad, **kwargs)
+    _, (_, v, *_), p, lse, z, scores, _, p_terms = attention_parts(
+        query, key, value, leftpad, **kwargs
+    )
     return [
-        Bound(p @ v, attend_terms(p, pt, v), query.dtype),
-        Bound(lse, lse_terms(p, z, lse, scores), acc_dtype(query.dtype)),
+        Bound(p @ v, attend_terms(p, p_terms, v), query.dtype),
+        Bound(lse, logsumexp_terms(p, z, lse, scores), acc_dtype(query.dtype)),
     ]
 
 
 def attention_grads(
     dout, query, key, value, leftpad=None, *, dlse=None, scale=None, softcap=None, sink=None, **mask
 ) -> list[Bound]:
-    """With dlse those of attention_with_lse; with a sink its gradient behind the others."""
+    """Bounds of dquery, dkey, dvalue, and of dsink if there is a sink.
+
+    `dlse` is the gradient to the second result of attention_with_lse.
+    """
     mask = {"softcap": softcap, **mask}
-    clean, (kk, vv, rows, group, scale), p, lse, z, scores, slope, pt = attention_parts(
+    clean, (keys, values, rows, group, scale), p, lse, z, scores, slope, p_terms = attention_parts(
         query, key, value, leftpad, scale=scale, sink=sink, **mask
     )
     q, pads = clean[0], clean[3]
     dtype = query.dtype
-    g = torch.where(rows, 0.0, up(dout))
-    gl = torch.zeros_like(lse) if dlse is None else torch.where(lse.isneginf(), 0.0, up(dlse))
+    grad_out = torch.where(rows, 0.0, up(dout))
+    dlse_used = (
+        torch.zeros_like(lse) if dlse is None else torch.where(lse.isneginf(), 0.0, up(dlse))
+    )
     leaves = [t.clone().requires_grad_() for t in clean[:3]]
     leaves += [] if sink is None else [up(sink).requires_grad_()]
     out, ref_lse = R.attention_forward(
         *leaves[:3], pads, scale=scale, sink=None if sink is None else leaves[3], **mask
     )
     ref_lse = torch.where(lse.isneginf(), 0.0, ref_lse)
-    grads = torch.autograd.grad((out * g).sum() + (ref_lse * gl).sum(), leaves)
-    out_terms = attend_terms(p, pt, vv)
-    lt = lse_terms(p, z, lse, scores)
+    grads = torch.autograd.grad((out * grad_out).sum() + (ref_lse * dlse_used).sum(), leaves)
+    out_terms = attend_terms(p, p_terms, values)
+    lse_terms = logsumexp_terms(p, z, lse, scores)
     lost = lse_error(p, lse, z)
-    pt, dst, carrier = dscores_terms(p, pt, g, vv, lost, dtype, gl[..., None])
-    dst = sloped(dst, p * carrier, slope, scores, softcap)
-    ds = dst.rounds[0]
-    dst = dst + Terms(rounds=[ds])  # rounded once more for the two matmuls
+    p_terms, ds_terms, dp_size = dscores_terms(
+        p, p_terms, grad_out, values, lost, dtype, dlse_used[..., None]
+    )
+    ds_terms = sloped(ds_terms, p * dp_size, slope, scores, softcap)
+    ds = ds_terms.rounds[0]
+    ds_terms = ds_terms + Terms(rounds=[ds])  # dQ and dK read a rounded ds
 
     def heads(t: Tensor) -> Tensor:
         return t.unflatten(1, (t.shape[1] // group, group)).sum(2)
 
-    a, seqlen_q, seqlen_k = abs(scale), p.shape[2], p.shape[3]
-    to_query = dst.map(lambda t: a * t @ kk.abs())
-    to_key = dst.map(lambda t: heads(a * t.mT @ q.abs()))
-    to_value = pt.map(lambda t: heads(t.mT @ g.abs()))
-    to_query = to_query + Terms([(seqlen_k, a * ds @ kk.abs())])
-    to_key = to_key + Terms([(seqlen_q * group, heads(a * ds.mT @ q.abs()))])
-    dvalue = heads(p.mT @ g.abs())
+    scale_size, seqlen_q, seqlen_k = abs(scale), p.shape[2], p.shape[3]
+    to_query = ds_terms.map(lambda t: scale_size * t @ keys.abs())
+    to_key = ds_terms.map(lambda t: heads(scale_size * t.mT @ q.abs()))
+    to_value = p_terms.map(lambda t: heads(t.mT @ grad_out.abs()))
+    to_query = to_query + Terms([(seqlen_k, scale_size * ds @ keys.abs())])
+    to_key = to_key + Terms([(seqlen_q * group, heads(scale_size * ds.mT @ q.abs()))])
+    dvalue = heads(p.mT @ grad_out.abs())
     to_value = to_value + Terms([(seqlen_q * group, dvalue)], [dvalue])
-    lost_ds = a * lost * carrier
-    floors = [lost_ds @ kk.abs(), heads(lost_ds.mT @ q.abs()), heads(lost.mT @ g.abs())]
+    lost_ds = scale_size * lost * dp_size
+    floors = [lost_ds @ keys.abs(), heads(lost_ds.mT @ q.abs()), heads(lost.mT @ grad_out.abs())]
     bounds = [
         Bound(grad, terms, dtype, floor=lse_floor(floor, dtype))
         for grad, terms, floor in zip(grads, (to_query, to_key, to_value), floors, strict=False)
     ]
     if sink is not None:
-        bounds.append(sink_bound(g, p @ vv, out_terms, lse, lt, sink, dtype, gl))
+        bounds.append(
+            sink_bound(grad_out, p @ values, out_terms, lse, lse_terms, sink, dtype, dlse_used)
+        )
         assert torch.allclose(bounds[-1].ref, grads[3])
     return bounds
 
@@ -382,26 +448,26 @@ def derivatives(f: Callable[[Tensor], Tensor], z: Tensor) -> tuple[Tensor, Tenso
     return first.detach(), second
 
 
-def affine_terms(n: Tensor, nt: Terms, weight: Tensor, bias: Tensor | None) -> Terms:
+def affine_terms(n: Tensor, n_terms: Terms, weight: Tensor, bias: Tensor | None) -> Terms:
     size = n.abs() @ weight.abs().T
     size = size if bias is None else size + bias.abs()
-    return nt.map(lambda t: t @ weight.abs().T) + Terms([(n.shape[-1] + 1, size)])
+    return n_terms.map(lambda t: t @ weight.abs().T) + Terms([(n.shape[-1] + 1, size)])
 
 
-def near_kink(z: Tensor, zt: Terms, unit: float) -> Tensor:
-    """Where the errors of z may change its sign, and with it the slope of relu."""
-    terms = zt + Terms(rounds=[z.abs()])
+def near_kink(z: Tensor, z_terms: Terms, unit: float) -> Tensor:
+    """Where the errors of z may change its sign, so that relu has another slope."""
+    terms = z_terms + Terms(rounds=[z.abs()])
     return z.abs() <= Bound(z, terms, dtype_of(unit)).error(statistical=False)
 
 
-def pointwise_terms(z: Tensor, zt: Terms, f: Callable[[Tensor], Tensor], unit: float) -> Terms:
-    """f(z), with z rounded to the dtype before f sees it."""
+def pointwise_terms(z: Tensor, z_terms: Terms, f: Callable[[Tensor], Tensor], unit: float) -> Terms:
+    """Errors of f(z), where z is rounded to the dtype first."""
     if f(torch.tensor(-1.5)).item() == -1.5:
-        return zt  # the identity: no second rounding
+        return z_terms  # f is the identity, which does not round again
     slope = derivatives(f, z)[0].abs() + 1.2 * unit * z.abs()  # |f''| <= 1.2
     if f(torch.tensor(-50.0)).item() == f(torch.tensor(-60.0)).item() == 0:
-        slope = torch.where(near_kink(z, zt, unit), 1.0, slope)
-    return zt.map(lambda t: slope * t) + Terms(
+        slope = torch.where(near_kink(z, z_terms, unit), 1.0, slope)
+    return z_terms.map(lambda t: slope * t) + Terms(
         [(FUNCTION, z.abs())], [slope * roundable(z, dtype_of(unit))]
     )
 
@@ -410,34 +476,38 @@ def activation_of(name: str) -> Callable[[Tensor], Tensor]:
     return lambda z: R.activate(z, name)
 
 
-def dz_of(dy: Tensor, z: Tensor, activation: str, zt: Terms | None, unit: float):
-    """dy * activation'(z) and its errors; zt are those of z where the op computed it itself."""
+def dz_of(dy: Tensor, z: Tensor, activation: str, z_terms: Terms | None, unit: float):
+    """dz = dy * activation'(z) and its errors. `z_terms` is None for a saved, exact z."""
     if activation == "none":
         return dy, Terms()
     first, second = derivatives(activation_of(activation), z)
     dz = dy * first
-    # tanh(t) loses to 1 where its slope is 1 - tanh(t)^2, and t is a cubic.
+    # The slope 1 - tanh(t)^2 cancels in the tails of gelu_tanh; its argument t is a cubic of z.
     tail = 1 + z.abs() * (0.4 + 0.11 * z.square()) if activation == "gelu_tanh" else 1.0
     evaluated = Terms([(FUNCTION, dy.abs() * tail)], [roundable(dz, dtype_of(unit))])
     terms = evaluated if activation != "relu" else Terms()
-    if zt is not None and activation == "relu":
-        return dz, Terms(jumps=[torch.where(near_kink(z, zt, unit), dy.abs(), 0.0)])
-    if zt is not None:
+    if z_terms is not None and activation == "relu":
+        return dz, Terms(jumps=[torch.where(near_kink(z, z_terms, unit), dy.abs(), 0.0)])
+    if z_terms is not None:
         bend = dy.abs() * (second.abs() + unit * z.abs())
-        terms = terms + (zt + Terms(rounds=[z.abs()])).map(lambda t: t * bend)
+        terms = terms + (z_terms + Terms(rounds=[z.abs()])).map(lambda t: t * bend)
     return dz, terms
 
 
-def affine_grad_terms(dz, dzt, n, nt, weight) -> tuple[Terms, Terms, Terms]:
-    a, b, w = dz.abs(), n.abs(), weight.abs()
+def affine_grad_terms(dz, dz_terms, n, n_terms, weight) -> tuple[Terms, Terms, Terms]:
+    dz_size, n_size, weight_size = dz.abs(), n.abs(), weight.abs()
     rows, cols = dz.shape
-    dn = dzt.map(lambda t: t @ w) + Terms([(cols, a @ w)])
-    dweight = dzt.map(lambda t: t.T @ b) + nt.map(lambda t: a.T @ t) + Terms([(rows, a.T @ b)])
-    return dn, dweight, dzt.map(lambda t: t.sum(0)) + Terms([(rows, a.sum(0))])
+    dn = dz_terms.map(lambda t: t @ weight_size) + Terms([(cols, dz_size @ weight_size)])
+    dweight = (
+        dz_terms.map(lambda t: t.T @ n_size)
+        + n_terms.map(lambda t: dz_size.T @ t)
+        + Terms([(rows, dz_size.T @ n_size)])
+    )
+    return dn, dweight, dz_terms.map(lambda t: t.sum(0)) + Terms([(rows, dz_size.sum(0))])
 
 
 class Norm:
-    """Normalised rows n = (x - mean) * rstd * scale + shift, with their errors and gradient's."""
+    """Normalised rows n = (x - mean) * rstd * scale + shift: their errors, and their gradients'."""
 
     def __init__(
         self, x: Tensor, eps: Any, centred: bool, scale=None, shift=None, *, dtype: torch.dtype
@@ -446,36 +516,39 @@ class Norm:
         self.centred, self.k, self.dtype = centred, max(x.shape[-1], 1), dtype
         self.scale = torch.ones(x.shape[-1], dtype=torch.float64) if scale is None else scale
         self.n = R.scale_shift(self.hat, scale, shift)
-        wander = self.hat.abs()  # of rstd; that of the mean comes on top
+        hat_size = self.hat.abs()  # the error of rstd; a centred norm adds that of the mean
         if centred:
-            wander = wander + self.rstd * x.abs().mean(-1, keepdim=True)
-        self.hat_terms = Terms([(self.k, wander)])
+            hat_size = hat_size + self.rstd * x.abs().mean(-1, keepdim=True)
+        self.hat_terms = Terms([(self.k, hat_size)])
         size = self.n.abs() if shift is None else self.n.abs() + shift.abs()
         self.terms = self.hat_terms.map(lambda t: t * self.scale.abs()) + Terms(
             [(FUNCTION, size)], [roundable(self.n, dtype)]
         )
 
     def back(self, t: Tensor) -> Tensor:
-        """Magnitudes of dn to magnitudes of dx."""
-        m, hat = t * self.scale.abs(), self.hat.abs()
-        out = m + hat * (m * hat).mean(-1, keepdim=True)
-        return self.rstd * (out + m.mean(-1, keepdim=True) if self.centred else out)
+        """The magnitude of dx, given the magnitude t of dn."""
+        dhat_size, hat = t * self.scale.abs(), self.hat.abs()
+        out = dhat_size + hat * (dhat_size * hat).mean(-1, keepdim=True)
+        return self.rstd * (out + dhat_size.mean(-1, keepdim=True) if self.centred else out)
 
-    def grad_terms(self, dn: Tensor, dnt: Terms) -> tuple[Terms, Terms, Terms]:
-        """Of dx, dscale, dshift, from magnitudes and errors of dn (rounded to the dtype)."""
-        dnt = dnt + Terms(rounds=[roundable(dn, self.dtype)])
-        m, hat = dn * self.scale.abs(), self.hat.abs()
-        dx = dnt.map(self.back) + Terms([(self.k, self.back(dn))])
+    def grad_terms(self, dn: Tensor, dn_terms: Terms) -> tuple[Terms, Terms, Terms]:
+        """Errors of dx, dscale and dshift, given magnitude and errors of dn, which is rounded."""
+        dn_terms = dn_terms + Terms(rounds=[roundable(dn, self.dtype)])
+        dhat_size, hat = dn * self.scale.abs(), self.hat.abs()
+        dx = dn_terms.map(self.back) + Terms([(self.k, self.back(dn))])
         dx = dx + self.hat_terms.map(
             lambda t: (
                 self.rstd
-                * (t * (m * hat).mean(-1, keepdim=True) + hat * (m * t).mean(-1, keepdim=True))
+                * (
+                    t * (dhat_size * hat).mean(-1, keepdim=True)
+                    + hat * (dhat_size * t).mean(-1, keepdim=True)
+                )
             )
         )
         rows = dn.shape[0]
-        dscale = dnt.map(lambda t: (t * hat).sum(0)) + Terms([(rows, (dn * hat).sum(0))])
+        dscale = dn_terms.map(lambda t: (t * hat).sum(0)) + Terms([(rows, (dn * hat).sum(0))])
         dscale = dscale + self.hat_terms.map(lambda t: (dn * t).sum(0))
-        return dx, dscale, dnt.map(lambda t: t.sum(0)) + Terms([(rows, dn.sum(0))])
+        return dx, dscale, dn_terms.map(lambda t: t.sum(0)) + Terms([(rows, dn.sum(0))])
 
 
 def matrix(t: Tensor) -> Tensor:
@@ -499,17 +572,17 @@ class Layer:
         self.kind = kind
         rows = matrix(x)
         if kind == "linear":
-            self.norm, self.n, self.nt = None, rows, Terms()
+            self.norm, self.n, self.n_terms = None, rows, Terms()
         else:
             self.norm = Norm(rows, eps, kind == "layer_norm_linear", *self.params, dtype=self.dtype)
-            self.n, self.nt = self.norm.n, self.norm.terms
+            self.n, self.n_terms = self.norm.n, self.norm.terms
         self.z = R.affine(self.n, self.weight, self.bias)
-        self.zt = affine_terms(self.n, self.nt, self.weight, self.bias)
+        self.z_terms = affine_terms(self.n, self.n_terms, self.weight, self.bias)
         self.shape = (*x.shape[:-1], weight.shape[0])
 
     def forward(self, activation: str, full: bool) -> list[Bound | None]:
         f = activation_of(activation)
-        y = pointwise_terms(self.z, self.zt, f, self.unit)
+        y = pointwise_terms(self.z, self.z_terms, f, self.unit)
         out: list[Bound | None] = [
             Bound(f(self.z).reshape(self.shape), shaped(y, self.shape), self.dtype)
         ]
@@ -518,7 +591,9 @@ class Layer:
         if activation in ("none", "relu"):
             out.append(Bound(torch.zeros(0, dtype=torch.float64), Terms(), self.dtype))
         else:
-            out.append(Bound(self.z.reshape(self.shape), shaped(self.zt, self.shape), self.dtype))
+            out.append(
+                Bound(self.z.reshape(self.shape), shaped(self.z_terms, self.shape), self.dtype)
+            )
         if self.norm is not None:
             lead, acc = self.x.shape[:-1], acc_dtype(self.dtype)
             rows, norm = matrix(self.x), self.norm
@@ -531,11 +606,11 @@ class Layer:
 
     def backward(self, dy: Tensor, activation: str, preact: Tensor | None, eps: Any):
         """Gradients to x, weight, bias and the norm's parameters."""
-        g = matrix(dy)
+        grad_out = matrix(dy)
         if preact is None:
-            dz, dzt = dz_of(g, self.z, activation, self.zt, self.unit)
+            dz, dz_terms = dz_of(grad_out, self.z, activation, self.z_terms, self.unit)
         else:
-            dz, dzt = dz_of(g, matrix(preact), activation, None, self.unit)
+            dz, dz_terms = dz_of(grad_out, matrix(preact), activation, None, self.unit)
         rows = matrix(self.x)
         bias = torch.zeros(self.weight.shape[0], dtype=torch.float64)
         args = [rows, self.weight, bias, *self.params]
@@ -547,7 +622,7 @@ class Layer:
             return R.affine(R.scale_shift(hat, *norm), weight, bias)
 
         grads = R.gradients(z_of, dz, [True] * 5, *args)
-        dn, dweight, dbias = affine_grad_terms(dz, dzt, self.n, self.nt, self.weight)
+        dn, dweight, dbias = affine_grad_terms(dz, dz_terms, self.n, self.n_terms, self.weight)
         terms = [dn, dweight, dbias]
         if self.norm is not None:
             terms[0], dscale, dshift = self.norm.grad_terms(dz.abs() @ self.weight.abs(), dn)
@@ -556,13 +631,15 @@ class Layer:
         return [
             None
             if grad is None
-            else Bound(grad.reshape(s or grad.shape), shaped(t, s or grad.shape), self.dtype)
-            for grad, t, s in zip(grads, terms, shapes, strict=False)
+            else Bound(
+                grad.reshape(shape or grad.shape), shaped(t, shape or grad.shape), self.dtype
+            )
+            for grad, t, shape in zip(grads, terms, shapes, strict=False)
         ]
 
 
 def with_sink(bounds: list[Bound], others: int, dtype) -> list[Bound | None]:
-    """As a backward op returns them: a gradient to the sink in any case."""
+    """The bounds as a backward op returns its results: with dsink, empty if there is no sink."""
     return masked_out([*bounds, None][: others + 1], [True] * (others + 1), dtype)
 
 
@@ -587,7 +664,7 @@ def layer_grads(kind: str, eps_default: float | None):
 
 
 def row_eps(x: Tensor, rstd: Tensor, centred: bool) -> Tensor:
-    """The eps that gives each row the rstd that it was saved with."""
+    """The eps with which each row has its saved rstd."""
     rows = matrix(x)
     mean = rows.mean(-1, keepdim=True) if centred else torch.zeros_like(rows[:, :1])
     var = (rows - mean).square().mean(-1, keepdim=True)
@@ -622,9 +699,9 @@ def rms_norm_linear_backward_bounds(
 
 
 def fold_layer_norm_bounds(weight, bias=None, ln_weight=None, ln_bias=None) -> list[Bound]:
-    w, b, g, s = up(weight), up(bias), up(ln_weight), up(ln_bias)
-    folded, total, shift = R.fold_layer_norm(w, b, g, s, dtype=weight.dtype)
-    size = torch.zeros_like(shift) if s is None else w.abs() @ s.abs()
+    w, b, gamma, beta = up(weight), up(bias), up(ln_weight), up(ln_bias)
+    folded, total, shift = R.fold_layer_norm(w, b, gamma, beta, dtype=weight.dtype)
+    size = torch.zeros_like(shift) if beta is None else w.abs() @ beta.abs()
     size = size if b is None else size + b.abs()
     acc, k = acc_dtype(weight.dtype), w.shape[1]
     return [
@@ -642,38 +719,38 @@ def folded_parts(x, folded_weight, weight_sum, folded_bias, eps):
     size, product = norm.rstd * raw + z.abs(), z.abs()
     if bias is not None:
         z, size = z + bias, size + bias.abs()
-    normalised = norm.hat.abs() @ w.abs().T  # rounded before the matmul, as layer_norm's result is
-    zt = Terms([(norm.k + FUNCTION, size)], [normalised, product])
-    return rows, w, total, norm, z, zt
+    normalised = norm.hat.abs() @ w.abs().T  # layer_norm rounds it too
+    z_terms = Terms([(norm.k + FUNCTION, size)], [normalised, product])
+    return rows, w, total, norm, z, z_terms
 
 
 def folded_layer_norm_linear_bounds(
     x, folded_weight, weight_sum, folded_bias=None, *, eps=1e-5, activation="none"
 ) -> list[Bound]:
-    *_, z, zt = folded_parts(x, folded_weight, weight_sum, folded_bias, eps)
+    *_, z, z_terms = folded_parts(x, folded_weight, weight_sum, folded_bias, eps)
     f, shape = activation_of(activation), (*x.shape[:-1], folded_weight.shape[0])
-    y = pointwise_terms(z, zt, f, UNIT[x.dtype])
+    y = pointwise_terms(z, z_terms, f, UNIT[x.dtype])
     return [Bound(f(z).reshape(shape), shaped(y, shape), x.dtype)]
 
 
 def folded_layer_norm_linear_grads(
     dy, x, folded_weight, weight_sum, folded_bias=None, *, eps=1e-5, activation="none"
 ) -> list[Bound]:
-    rows, w, total, norm, z, zt = folded_parts(x, folded_weight, weight_sum, folded_bias, eps)
-    dz, dzt = dz_of(matrix(dy), z, activation, zt, UNIT[x.dtype])
+    rows, w, total, norm, z, z_terms = folded_parts(x, folded_weight, weight_sum, folded_bias, eps)
+    dz, dz_terms = dz_of(matrix(dy), z, activation, z_terms, UNIT[x.dtype])
     (dx, *_) = R.gradients(
         R.folded_layer_norm_linear, dz, [True], rows, w, total, up(folded_bias), eps=eps
     )
 
     def back(t: Tensor) -> Tensor:
-        # d z / d x: through the matmul, through the mean, through rstd.
+        # dz / dx has three paths: the matmul, the mean and rstd.
         through = t @ w.abs() + (t * total.abs()).sum(-1, keepdim=True) / norm.k
-        s = norm.rstd * (rows.abs() @ w.abs().T + norm.mean.abs() * total.abs())
-        return norm.rstd * (through + norm.hat.abs() * (t * s).sum(-1, keepdim=True) / norm.k)
+        z_size = norm.rstd * (rows.abs() @ w.abs().T + norm.mean.abs() * total.abs())
+        return norm.rstd * (through + norm.hat.abs() * (t * z_size).sum(-1, keepdim=True) / norm.k)
 
     size = back(dz.abs())
     length = norm.k + w.shape[0]
-    terms = dzt.map(back) + Terms([(length, size)], [norm.back(dz.abs() @ w.abs())])
+    terms = dz_terms.map(back) + Terms([(length, size)], [norm.back(dz.abs() @ w.abs())])
     terms = terms + norm.hat_terms.map(
         lambda t: norm.rstd * t * (dz.abs() @ w.abs() * norm.hat.abs()).mean(-1, keepdim=True)
     )
@@ -700,59 +777,74 @@ def gated_linear_bounds(full: bool):
         layer = Layer("linear", x, weight, bias)
         left, right, f, g = gate_parts(layer.z, gate, interleaved)
         unit = UNIT[x.dtype]
-        rounded = layer.zt + Terms(rounds=[layer.z.abs()])
+        rounded = layer.z_terms + Terms(rounds=[layer.z.abs()])
         to_left = rounded.map(lambda t: R.halves(t, interleaved)[0])
         to_right = rounded.map(lambda t: R.halves(t, interleaved)[1])
         slope_f = derivatives(f, left)[0].abs() + 1.2 * unit * left.abs()
         slope_g = derivatives(g, right)[0].abs() + 1.2 * unit * right.abs()
-        a, b = f(left), g(right)
-        terms = to_left.map(lambda t: slope_f * t * b.abs())
-        terms = terms + to_right.map(lambda t: slope_g * t * a.abs())
-        # Each factor may be rounded to the dtype before the product, as eager's are.
+        left_factor, right_factor = f(left), g(right)
+        terms = to_left.map(lambda t: slope_f * t * right_factor.abs())
+        terms = terms + to_right.map(lambda t: slope_g * t * left_factor.abs())
+        # The op may round each factor to the dtype before the product, as eager does.
         terms = terms + Terms(
-            [(FUNCTION, left.abs() * b.abs() + a.abs() * right.abs())], [2 * (a * b).abs()]
+            [(FUNCTION, left.abs() * right_factor.abs() + left_factor.abs() * right.abs())],
+            [2 * (left_factor * right_factor).abs()],
         )
         shape = (*x.shape[:-1], weight.shape[0] // 2)
-        out = [Bound((a * b).reshape(shape), shaped(terms, shape), x.dtype)]
+        out = [Bound((left_factor * right_factor).reshape(shape), shaped(terms, shape), x.dtype)]
         if full:
-            wide = (*x.shape[:-1], weight.shape[0])
-            out.append(Bound(layer.z.reshape(wide), shaped(layer.zt, wide), x.dtype))
+            z_shape = (*x.shape[:-1], weight.shape[0])
+            out.append(Bound(layer.z.reshape(z_shape), shaped(layer.z_terms, z_shape), x.dtype))
         return out
 
     return bounds
 
 
-def gate_dz(g, z, gate, interleaved, zt, unit):
-    left, right, f, h = gate_parts(z, gate, interleaved)
-    (f1, f2), (h1, h2) = derivatives(f, left), derivatives(h, right)
-    a, b = f(left), h(right)
-    dleft, dright = g * f1 * b, g * a * h1
-    size = g.abs()
-    # An error of a factor, of its slope, and the rounding of dz itself.
-    evaluated = concatenated(size * (1 + b.abs()), size * (1 + a.abs()), interleaved)
+def gate_dz(grad_out, z, gate, interleaved, z_terms, unit):
+    left, right, f, g = gate_parts(z, gate, interleaved)
+    (f_slope, f_bend), (g_slope, g_bend) = derivatives(f, left), derivatives(g, right)
+    left_factor, right_factor = f(left), g(right)
+    dleft, dright = grad_out * f_slope * right_factor, grad_out * left_factor * g_slope
+    size = grad_out.abs()
+    # The factors and their slopes have errors, and dz is rounded.
+    evaluated = concatenated(
+        size * (1 + right_factor.abs()), size * (1 + left_factor.abs()), interleaved
+    )
     dz = concatenated(dleft, dright, interleaved)
     terms = Terms([(2 * FUNCTION, evaluated)], [2 * roundable(dz, dtype_of(unit))])
-    if gate == "sigmoid_tanh":  # the slopes come from the factors, rounded as eager's are
-        slopes = concatenated(size * b.abs() * a, 2 * size * a * b.square(), interleaved)
+    if gate == "sigmoid_tanh":  # eager derives the slopes from rounded factors
+        slopes = concatenated(
+            size * right_factor.abs() * left_factor,
+            2 * size * left_factor * right_factor.square(),
+            interleaved,
+        )
         terms = terms + Terms(rounds=[slopes])
-    if gate == "reglu" and zt is not None:
-        kink = near_kink(right, zt.map(lambda t: R.halves(t, interleaved)[1]), unit)
-        flips = torch.where(kink, size * a.abs(), 0.0)
+    if gate == "reglu" and z_terms is not None:
+        kink = near_kink(right, z_terms.map(lambda t: R.halves(t, interleaved)[1]), unit)
+        flips = torch.where(kink, size * left_factor.abs(), 0.0)
         terms = terms + Terms(jumps=[concatenated(torch.zeros_like(flips), flips, interleaved)])
-    if zt is not None:
-        zt = zt + Terms(rounds=[z.abs()])
+    if z_terms is not None:
+        z_terms = z_terms + Terms(rounds=[z.abs()])
 
         def moved(t: Tensor) -> Tensor:
-            el, er = R.halves(t, interleaved)
-            bl = f2.abs() + unit * left.abs()
-            br = h2.abs() + unit * right.abs()
+            left_error, right_error = R.halves(t, interleaved)
+            left_bend = f_bend.abs() + unit * left.abs()
+            right_bend = g_bend.abs() + unit * right.abs()
             return concatenated(
-                size * (bl * el * b.abs() + f1.abs() * h1.abs() * er),
-                size * (br * er * a.abs() + f1.abs() * h1.abs() * el),
+                size
+                * (
+                    left_bend * left_error * right_factor.abs()
+                    + f_slope.abs() * g_slope.abs() * right_error
+                ),
+                size
+                * (
+                    right_bend * right_error * left_factor.abs()
+                    + f_slope.abs() * g_slope.abs() * left_error
+                ),
                 interleaved,
             )
 
-        terms = terms + zt.map(moved)
+        terms = terms + z_terms.map(moved)
     return dz, terms
 
 
@@ -761,15 +853,15 @@ def gated_linear_grads(
 ) -> list[Bound]:
     layer = Layer("linear", x, weight, bias)
     unit = UNIT[x.dtype]
-    at, zt = (layer.z, layer.zt) if z is None else (matrix(z), None)
-    dz, dzt = gate_dz(matrix(dy), at, gate, interleaved, zt, unit)
+    preact, z_terms = (layer.z, layer.z_terms) if z is None else (matrix(z), None)
+    dz, dz_terms = gate_dz(matrix(dy), preact, gate, interleaved, z_terms, unit)
     zero = torch.zeros(weight.shape[0], dtype=torch.float64)
     grads = R.gradients(R.affine, dz, [True] * 3, matrix(x), layer.weight, zero)
-    terms = affine_grad_terms(dz, dzt, layer.n, Terms(), layer.weight)
+    terms = affine_grad_terms(dz, dz_terms, layer.n, Terms(), layer.weight)
     shapes = [x.shape, weight.shape, zero.shape]
     return [
-        Bound(grad.reshape(s), shaped(t, s), x.dtype)
-        for grad, t, s in zip(grads, terms, shapes, strict=True)
+        Bound(grad.reshape(shape), shaped(t, shape), x.dtype)
+        for grad, t, shape in zip(grads, terms, shapes, strict=True)
     ]
 
 
@@ -789,18 +881,18 @@ def bmm_bounds(a: Tensor, b: Tensor) -> list[Bound]:
 
 
 def bmm_grads(dy: Tensor, a: Tensor, b: Tensor) -> list[Bound]:
-    """An operand of batch 1 has its gradient summed over the batch in the same sum."""
-    g, x, y = up(dy), up(a), up(b)
+    """The gradient of an operand of batch 1 is one sum over K and the batch."""
+    grad_out, x, y = up(dy), up(a), up(b)
 
     def bound(left: Tensor, right: Tensor, batch: int) -> Bound:
         product, size = left @ right, left.abs() @ right.abs()
         length = left.shape[2]
         if batch == 1:
             product, size = product.sum(0, keepdim=True), size.sum(0, keepdim=True)
-            length *= g.shape[0]
+            length *= grad_out.shape[0]
         return Bound(product, Terms([(length, size)]), a.dtype)
 
-    return [bound(g, y.mT, x.shape[0]), bound(x.mT, g, y.shape[0])]
+    return [bound(grad_out, y.mT, x.shape[0]), bound(x.mT, grad_out, y.shape[0])]
 
 
 def bmm_backward_bounds(dy: Tensor, a: Tensor, b: Tensor, *, output_mask) -> list[Bound]:
@@ -811,9 +903,9 @@ def bmm_backward_bounds(dy: Tensor, a: Tensor, b: Tensor, *, output_mask) -> lis
 
 
 def scalar_attention_parts(q: Tensor, k: Tensor, v: Tensor):
-    """q, k, v, the scores, the probabilities, and the errors of those.
+    """q, k, v, the scores, the probabilities, and the errors of the probabilities.
 
-    A probability below the smallest normal number of its row's largest may be 0.
+    The op may flush a subnormal probability to 0.
     """
     q, k, v, dtype = up(q), up(k), up(v), q.dtype
     s = q[:, None] * k
@@ -821,56 +913,58 @@ def scalar_attention_parts(q: Tensor, k: Tensor, v: Tensor):
     lse = torch.logsumexp(s, -1) if s.numel() else q * 0.0
     acc = acc_dtype(dtype)
     lost = torch.where(p < torch.finfo(acc).tiny, p, 0.0) / UNIT[acc]
-    pt = probability_terms(p, s, lse, 0.3, dtype) + Terms([(1, lost)])  # 0.3: q * k is rounded
-    return q, k, v, s, p, pt
+    p_terms = probability_terms(p, s, lse, 0.3, dtype) + Terms([(1, lost)])  # 0.3: q * k is rounded
+    return q, k, v, s, p, p_terms
 
 
 def scalar_attention_bounds(q: Tensor, k: Tensor, v: Tensor) -> list[Bound]:
-    """Of z, of z before it is rounded, and of the sums of exp(q k - max)."""
+    """Bounds of z, of the unrounded z, and of the sums of exp(q k - max)."""
     dtype = q.dtype
-    _, k, v, s, p, pt = scalar_attention_parts(q, k, v)
+    _, k, v, s, p, p_terms = scalar_attention_parts(q, k, v)
     e = torch.exp(s - s.amax(-1, keepdim=True)) if s.numel() else s
     total = e.sum(-1)
     return [
-        Bound(p @ v, scalar_attention_terms(p, pt, v), dtype),
-        Bound(p @ v, scalar_attention_terms(p, pt, v), acc_dtype(dtype)),
-        Bound(total, pt.map(lambda t: total * t.sum(-1)), acc_dtype(dtype)),
+        Bound(p @ v, scalar_attention_terms(p, p_terms, v), dtype),
+        Bound(p @ v, scalar_attention_terms(p, p_terms, v), acc_dtype(dtype)),
+        Bound(total, p_terms.map(lambda t: total * t.sum(-1)), acc_dtype(dtype)),
     ]
 
 
-def scalar_attention_terms(p: Tensor, pt: Terms, v: Tensor) -> Terms:
+def scalar_attention_terms(p: Tensor, p_terms: Terms, v: Tensor) -> Terms:
     size = p @ v.abs()
-    return pt.map(lambda t: t @ v.abs() + t.sum(-1) * size) + Terms([(p.shape[-1], size)])
+    return p_terms.map(lambda t: t @ v.abs() + t.sum(-1) * size) + Terms([(p.shape[-1], size)])
 
 
 def scalar_attention_grads(dz: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Bound]:
     dtype = q.dtype
-    q, k, v, _, p, pt = scalar_attention_parts(q, k, v)
-    g = up(dz)
-    grads = R.gradients(R.scalar_attention, g, [True] * 3, q, k, v)
-    zt = scalar_attention_terms(p, pt, v)
-    pt = pt.map(lambda t: t + p * t.sum(-1, keepdim=True))
+    q, k, v, _, p, p_terms = scalar_attention_parts(q, k, v)
+    grad_out = up(dz)
+    grads = R.gradients(R.scalar_attention, grad_out, [True] * 3, q, k, v)
+    z_terms = scalar_attention_terms(p, p_terms, v)
+    p_terms = p_terms.map(lambda t: t + p * t.sum(-1, keepdim=True))
     carried = v.abs() + (p @ v.abs())[:, None]  # |v| + |z| before anything cancels
     length = p.shape[-1] + FUNCTION
 
-    # Where p is nearly 1, errors cancel in eager that ours have twice: those of the exponentials,
-    # which are computed anew, and those of the saved z.
+    # The backward recomputes the exponentials and reads a saved z. Where p is nearly 1, eager's
+    # errors of both cancel, and the op's do not.
     unit = UNIT[acc_dtype(dtype)]
-    near = p * (v - (p @ v)[:, None]).abs()
+    cancelling = p * (v - (p @ v)[:, None]).abs()
     saved = p * (p @ v.abs())[:, None]
 
     def bound(grad: Tensor, of_pairs: Callable[[Tensor], Tensor]) -> Bound:
         """`of_pairs` sums an error of p * (v - z)."""
-        own = pt.map(lambda t: of_pairs(t * carried)) + zt.map(lambda t: of_pairs(p * t[:, None]))
+        own = p_terms.map(lambda t: of_pairs(t * carried)) + z_terms.map(
+            lambda t: of_pairs(p * t[:, None])
+        )
         own = own + Terms([(length, of_pairs(p * carried))])
-        again = of_pairs(2 * FUNCTION * near + FUNCTION * saved)
+        again = of_pairs(2 * FUNCTION * cancelling + FUNCTION * saved)
         return Bound(grad, own, dtype, floor=unit * again.max().item() if p.numel() else 0.0)
 
-    dv = pt.map(lambda t: g.abs() @ t) + Terms([(length, g.abs() @ p)])
-    again = 2 * FUNCTION * unit * (g.abs() @ p).max().item() if p.numel() else 0.0
+    dv = p_terms.map(lambda t: grad_out.abs() @ t) + Terms([(length, grad_out.abs() @ p)])
+    again = 2 * FUNCTION * unit * (grad_out.abs() @ p).max().item() if p.numel() else 0.0
     return [
-        bound(grads[0], lambda t: g.abs() * (t @ k.abs())),
-        bound(grads[1], lambda t: (g * q).abs() @ t),
+        bound(grads[0], lambda t: grad_out.abs() * (t @ k.abs())),
+        bound(grads[1], lambda t: (grad_out * q).abs() @ t),
         Bound(grads[2], dv, dtype, floor=again),
     ]
 
@@ -880,7 +974,7 @@ def scalar_attention_grads(dz: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[
 
 def row_sum_bounds(x: Tensor) -> list[Bound]:
     v = up(x)
-    additions = min(x.shape[-1], 80 + x.shape[-1] / 65536)  # that a value takes part in
+    additions = min(x.shape[-1], 80 + x.shape[-1] / 65536)  # of partial sums that one value enters
     return [Bound(R.row_sum(v), Terms([(additions, v.abs().sum(-1))]), x.dtype)]
 
 
@@ -897,13 +991,13 @@ def conv2d_bounds(x: Tensor, weight: Tensor) -> list[Bound]:
 
 
 def conv2d_grads(dz: Tensor, x: Tensor, weight: Tensor) -> list[Bound]:
-    """The op is linear in both arguments, so that absolute values give the magnitudes."""
-    g, v, w = up(dz), up(x), up(weight)
-    dx, dweight = R.gradients(R.conv2d, g, [True, True], v, w)
-    size_x, size_weight = R.gradients(R.conv2d, g.abs(), [True, True], v.abs(), w.abs())
+    """The op is linear in each argument, so absolute values give the magnitudes."""
+    grad_out, v, w = up(dz), up(x), up(weight)
+    dx, dweight = R.gradients(R.conv2d, grad_out, [True, True], v, w)
+    size_x, size_weight = R.gradients(R.conv2d, grad_out.abs(), [True, True], v.abs(), w.abs())
     return [
         Bound(dx, Terms([(w.numel(), size_x)]), x.dtype),
-        Bound(dweight, Terms([(g.numel(), size_weight)]), x.dtype),
+        Bound(dweight, Terms([(grad_out.numel(), size_weight)]), x.dtype),
     ]
 
 
@@ -915,7 +1009,7 @@ def conv2d_backward_bounds(dz, x, weight, *, output_mask) -> list[Bound]:
 
 
 class Exact(Bound):
-    """Nothing but the reference itself."""
+    """A bound that only the reference itself meets."""
 
     def error(self, statistical: bool) -> Tensor:
         return torch.full_like(self.ref, 1e-300)
@@ -935,7 +1029,7 @@ def int4_repack_bounds(qweight, scale, zero) -> list[Bound]:
 
 
 def int4_linear_bounds(x, qweight, scale, zero, bias=None) -> list[Bound]:
-    """A weight may be rounded once to the dtype; the sum over K is in float32."""
+    """The op may round a weight once to the dtype; the sum over K is in float32."""
     rows, b = matrix(x), up(bias)
     weight = R.int4_weight(qweight.cpu(), up(scale), zero.cpu())
     terms = affine_terms(rows, Terms(), weight, b)
@@ -986,9 +1080,10 @@ def outer_add_bounds(x: Tensor, y: Tensor) -> list[Bound]:
 
 
 def outer_add_backward_bounds(dz: Tensor) -> list[Bound]:
-    g = up(dz)
+    grad_out = up(dz)
     return [
-        Bound(g.sum(dim), Terms([(g.shape[dim], g.abs().sum(dim))]), dz.dtype) for dim in (0, 1)
+        Bound(grad_out.sum(dim), Terms([(grad_out.shape[dim], grad_out.abs().sum(dim))]), dz.dtype)
+        for dim in (0, 1)
     ]
 
 
@@ -999,18 +1094,22 @@ def product_relu_bounds(x: Tensor, y: Tensor) -> list[Bound]:
 
 
 def product_relu_grads(dz: Tensor, x: Tensor, y: Tensor) -> list[Bound]:
-    """The slope is that of the product in the dtype of the sums, which only underflow changes."""
-    g, v, w = up(dz), up(x), up(y)[:, None]
-    g = torch.where(v * w <= 0, 0.0, g)
-    dx, dy = g * w, (g * v).sum(1)
+    """relu's slope follows the product in the accumulator's dtype, which may underflow to 0."""
+    grad_out, v, w = up(dz), up(x), up(y)[:, None]
+    grad_out = torch.where(v * w <= 0, 0.0, grad_out)
+    dx, dy = grad_out * w, (grad_out * v).sum(1)
     lost = (v * w).abs() < torch.finfo(acc_dtype(x.dtype)).tiny
-    jump_x, jump_y = torch.where(lost, dx.abs(), 0.0), torch.where(lost, (g * v).abs(), 0.0)
+    jump_x, jump_y = torch.where(lost, dx.abs(), 0.0), torch.where(lost, (grad_out * v).abs(), 0.0)
     size, count = dx.abs(), 1
     if x.dim() == 1:
-        dx, size, jump_x, count = dx.sum(0), size.sum(0), jump_x.sum(0), g.shape[0] + 1
+        dx, size, jump_x, count = dx.sum(0), size.sum(0), jump_x.sum(0), grad_out.shape[0] + 1
     return [
         Bound(dx, Terms([(count, size)], jumps=[jump_x]), x.dtype),
-        Bound(dy, Terms([(g.shape[1] + 1, (g * v).abs().sum(1))], jumps=[jump_y.sum(1)]), x.dtype),
+        Bound(
+            dy,
+            Terms([(grad_out.shape[1] + 1, (grad_out * v).abs().sum(1))], jumps=[jump_y.sum(1)]),
+            x.dtype,
+        ),
     ]
 
 
@@ -1075,10 +1174,10 @@ REFERENCES: dict[str, Callable[..., list[Bound | None]]] = {
 
 
 def softmax_grads(dy: Tensor, x: Tensor) -> list[Bound]:
-    v, g = up(x), up(dy)
-    (dx,) = R.gradients(R.softmax, g, [True], v)
+    v, grad_out = up(x), up(dy)
+    (dx,) = R.gradients(R.softmax, grad_out, [True], v)
     (y,) = softmax_bounds(x)
-    return [Bound(dx, softmax_backward_terms(g, y.ref, 1.0, x.dtype, y.terms), x.dtype)]
+    return [Bound(dx, softmax_backward_terms(grad_out, y.ref, 1.0, x.dtype, y.terms), x.dtype)]
 
 
 def causal_softmax_grads(
@@ -1086,20 +1185,22 @@ def causal_softmax_grads(
 ) -> list[Bound]:
     s, pads = up(scores), up(leftpad)
     seen = R.scores_mask(s, pads, **mask).expand(s.shape)
-    g = torch.where(seen, up(dy), 0.0)
+    grad_out = torch.where(seen, up(dy), 0.0)
     given = {"scale": scale, "softcap": softcap, **mask}
-    dx, *_ = R.gradients(R.causal_softmax, g, [True], s, pads, sink=up(sink), **given)
+    dx, *_ = R.gradients(R.causal_softmax, grad_out, [True], s, pads, sink=up(sink), **given)
     (y,) = causal_softmax_bounds(scores, leftpad, sink=sink, **given)
-    terms = softmax_backward_terms(g, y.ref, scale, scores.dtype, y.terms)
+    terms = softmax_backward_terms(grad_out, y.ref, scale, scores.dtype, y.terms)
     clean = torch.where(seen, s, 0.0)
-    _, zt, slope = capped(clean * scale, Terms(), softcap)
-    delta = (g * y.ref).abs().sum(-1, keepdim=True)
-    terms = sloped(terms, abs(scale) * y.ref * (g.abs() + delta), slope, zt, softcap)
+    _, z_terms, slope = capped(clean * scale, Terms(), softcap)
+    delta = (grad_out * y.ref).abs().sum(-1, keepdim=True)
+    terms = sloped(terms, abs(scale) * y.ref * (grad_out.abs() + delta), slope, z_terms, softcap)
     bounds = [Bound(dx, terms, scores.dtype)]
     if sink is not None:
-        pt = y.terms + Terms(rounds=[roundable(y.ref, scores.dtype)])
+        p_terms = y.terms + Terms(rounds=[roundable(y.ref, scores.dtype)])
         bounds.append(
-            causal_sink_bound(g, y.ref, pt, clean, seen, scale, softcap, sink, scores.dtype)
+            causal_sink_bound(
+                grad_out, y.ref, p_terms, clean, seen, scale, softcap, sink, scores.dtype
+            )
         )
     return bounds
 
