@@ -14,7 +14,7 @@ from torch.utils import flop_counter
 _Shape = Sequence[int]
 
 
-# Formulas get the shapes of tensors; out_shape is that of the result.
+# A formula gets the shapes of the tensors; out_shape is the shape of the result.
 def _linear(x: _Shape, weight: _Shape, *args: Any, **kwargs: Any) -> int:
     return 2 * prod(x) * weight[0]
 
@@ -22,7 +22,7 @@ def _linear(x: _Shape, weight: _Shape, *args: Any, **kwargs: Any) -> int:
 def _linear_backward(
     dy: _Shape, x: _Shape, weight: _Shape, *args: Any, output_mask: Sequence[bool], **kwargs: Any
 ) -> int:
-    # The norm's own gradients, behind that to the bias, need the one to its result.
+    # The norm's gradients, after dbias in the mask, need the gradient to the norm's result.
     wants_x, wants_weight = output_mask[0] or any(output_mask[3:]), output_mask[1]
     return (wants_x + wants_weight) * _linear(x, weight)
 

@@ -2,7 +2,7 @@
 
 torch refuses C++ autograd functions under these transforms, so each op gets a kernel for the key
 that they dispatch to. It is a Python `autograd.Function` made from the schemas: `<op>_forward`
-(`<op>` where there is none) gives the result and what the gradient needs, and the arguments of
+(`<op>` if it does not exist) gives the result and what the gradient needs, and the arguments of
 `<op>_backward` are found by name among inputs and results. Calls outside of torch.func never come
 here.
 
@@ -21,7 +21,7 @@ from torch._C._functorch import TransformType
 from torch._functorch.autograd_function import custom_function_call_vmap_helper
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
-# Ends the name of an op whose second result has a gradient too.
+# The suffix of an op whose second result has a gradient too.
 _WITH_LSE = "_with_lse"
 _FRONT_KEY = "FuncTorchDynamicLayerFrontMode"
 # The attribute of torch.ops.torchweld that keeps the kernels.
@@ -38,9 +38,9 @@ _LEADING = {
     **{op + suffix: ("x",) for op in _LINEAR for suffix in ("", "_forward")},
     **dict.fromkeys(("folded_layer_norm_linear", "int4_linear", "int4_linear_repacked"), ("x",)),
 }
-# Arguments that say something of each sequence or head of the op's own batch.
+# Arguments with one entry per sequence or head of the op's own batch.
 _OF_OWN_BATCH = ("leftpad", "key_start", "key_end", "sink")
-# Ops whose tensors all begin with the batch, but for a sink.
+# Ops whose tensors all begin with the batch, except a sink.
 _BATCHED = tuple(
     op + suffix
     for op in ("attention", "softmax_matmul", "bmm")
@@ -279,7 +279,7 @@ def _all_values(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> lis
 
 
 def install(ops: Sequence[str]) -> None:
-    """Registers the kernels of the ops, in place of those of an earlier import in this process."""
+    """Registers the kernels of the ops, replacing those of an earlier import in this process."""
     namespace = torch.ops.torchweld
     earlier = vars(namespace).get(_KEPT)
     if earlier is not None:

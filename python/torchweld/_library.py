@@ -16,7 +16,7 @@ import torch
 
 _HERE = Path(__file__).resolve().parent
 
-# What a library of this version has; an editable install may hold one of another commit.
+# The ops of this version; an editable install may hold the library of another commit.
 _OPS = (
     "add_scalar", "attention", "attention_backward", "attention_forward", "attention_with_lse",
     "bmm", "bmm_backward", "causal_softmax", "causal_softmax_backward", "conv2d", "conv2d_backward",
@@ -121,7 +121,7 @@ def _warn(reason: str) -> None:
 
 
 class _Missing:
-    """Stands in for torch.ops.torchweld where the library is not there: the first use raises."""
+    """Replaces torch.ops.torchweld if the library is missing: the first use raises."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason

@@ -1,7 +1,7 @@
-"""What the ops' Python functions say to a call that never reaches an op.
+"""Error sentences of the ops' Python functions for a call that never reaches an op.
 
-Python answers an unknown keyword, and torch's dispatcher a list where a tensor belongs, in words of
-their own. Here they get the sentence that the ops use: torchweld::<op>: <argument> must be
+Python rejects an unknown keyword, and torch's dispatcher a list instead of a tensor, with their own
+messages. This module replaces them by the ops' sentence: torchweld::<op>: <argument> must be
 <expected>, but got <got>; <fix>.
 """
 
@@ -119,7 +119,7 @@ def _sentence(
 
 
 def _not_dense(given: dict[str, Any]) -> str | None:
-    """What to say of a Tensor whose elements don't lie at strides of its memory."""
+    """The error for a sparse, nested or quantised Tensor, or None."""
     for name, value in given.items():
         if not isinstance(value, Tensor):
             continue
@@ -136,7 +136,7 @@ def _not_dense(given: dict[str, Any]) -> str | None:
 
 
 def _mixed(given: dict[str, Any]) -> str | None:
-    """What to say of Tensors beside DTensors."""
+    """The error for a call that mixes Tensors and DTensors, or None."""
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is None:
         return None

@@ -1,7 +1,7 @@
-"""torchweld.explain(): which kernel a call takes, and why.
+"""torchweld.explain(): which kernel a call runs, and why.
 
-The library answers: the op's own CUDA code runs on meta tensors, with every launch left out, and
-tells what it chose. Nothing of the choice is repeated here.
+The op's own CUDA code runs on meta tensors without launching kernels, and reports what it chose.
+This module does not repeat any part of the choice.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Explanation:
         op: the op's name.
         call: the tensors, as text.
         kernel: what runs.
-        tile: the kernel's configuration, {} where there is none; by part where the call has several
-            parts, for example `dx` and `dweight`.
+        tile: the kernel's configuration, {} if it has none; if the call has several parts, for
+            example `dx` and `dweight`, one configuration per part.
         why: one sentence.
-        source: whose choice the tile is: "heuristic", "tuned" (remembered by torchweld.tune) or
-            "forced", "" where there is none to make.
+        source: what chose the tile: "heuristic", "tuned" (remembered by torchweld.tune) or
+            "forced"; "" if there is nothing to choose.
         gpu: the GPU that this holds for, "" on the CPU.
-        rejected: (candidate, reason) of what was looked at before.
-        parallel: what tensor parallelism should know, where the tensors are DTensors or inductor's
-            async tensor parallelism is on; else "".
+        rejected: (candidate, reason) of the candidates that were tried before.
+        parallel: a note on tensor parallelism if the tensors are DTensors or inductor's async
+            tensor parallelism is on; else "".
     """
 
     op: str
@@ -95,7 +95,7 @@ def _meta(value: Any) -> Any:
 
 
 def _dry_run(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], device: int) -> list[dict]:
-    """What the CUDA code of a call chooses, in the order of its kernels."""
+    """The choices of a call's CUDA code, in the order of its kernels."""
     overload = getattr(library.ops, op).default
     cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     values = {name: _meta(value) for name, value in kwargs.items()}
@@ -162,11 +162,11 @@ def _parallel(op: str, sharded: bool) -> str:
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
-    """Which kernel `torchweld.<op>(*args, **kwargs)` would take, and why.
+    """Which kernel `torchweld.<op>(*args, **kwargs)` would run, and why.
 
-    Nothing runs, so tensors on the meta device do, and no GPU is needed: meta tensors are explained
-    as tensors on the current GPU or, where there is none, on an H100. DTensors are explained as
-    this process's parts of them.
+    Nothing runs, so no GPU is needed and tensors may be on the meta device. Meta tensors are
+    explained as tensors on the current GPU or, without a GPU, on an H100. DTensors are explained as
+    this process's shards.
 
     Args:
         op: the name of an op, e.g. "softmax".

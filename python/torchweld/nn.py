@@ -1,4 +1,4 @@
-"""Drop-in modules: each names the torch code that it stands in for."""
+"""Drop-in modules: each names the torch code that it replaces."""
 
 from torchweld.ops.attention import CausalSelfAttention
 from torchweld.ops.folded_layer_norm_linear import FoldedLayerNormLinear

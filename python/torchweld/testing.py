@@ -1,4 +1,4 @@
-"""What a test of a kernel needs."""
+"""Helpers for tests of kernels."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def add_scalar(x: Tensor, value: float) -> Tensor:
     Raises:
         RuntimeError: `x` is no floating tensor.
 
-    Limits: on CUDA, an `x` whose last dimension is not adjacent in memory is copied first. Under
+    Limits: on CUDA, an `x` whose last dimension is not contiguous is copied first. Under
         autocast the input's dtype is kept.
     """
     return ops.add_scalar(x, value)

@@ -23,7 +23,7 @@ def causal_softmax(
     """Softmax of `scale * scores` over the keys that each row may see, 0 elsewhere.
 
     Row i sees key j when `j <= i + seqlen_k - seqlen_q` (bottom-right aligned) and no other
-    argument hides it. Hidden scores are not read, so anything may stand there.
+    argument hides it. Hidden scores are not read, so they may be NaN.
 
     Args:
         scores: `(batch, ..., seqlen_q, seqlen_k)` or `(seqlen_q, seqlen_k)`; float32, float16 or
@@ -31,9 +31,9 @@ def causal_softmax(
         leftpad: int32 `(batch,)` on the same device: how many positions at the start of each
             sequence are padding. Values out of range count as the nearest end.
         scale: finite factor on the scores; negative and 0 are allowed.
-        key_start, key_end, window, softcap: those of `torchweld.attention`.
+        key_start, key_end, window, softcap: as in `torchweld.attention`.
         sink: one more logit of each head, `(nheads,)` for scores `(batch, nheads, ...)`; `(1,)`
-            where they have no heads.
+            if they have no heads.
 
     Returns:
         Probabilities, same shape and dtype, contiguous. A row that sees nothing is 0.

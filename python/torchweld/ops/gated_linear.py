@@ -52,7 +52,7 @@ def gated_linear(
 
 
 class GatedLinearReference(nn.Module):
-    """`Linear(in, 2 * out)`, chunk and gate in plain torch: what `GatedLinear` stands in for.
+    """`Linear(in, 2 * out)`, chunk and gate in plain torch, which `GatedLinear` replaces.
 
     Args:
         linear: the packed linear layer.
@@ -224,7 +224,7 @@ class GatedLinear(nn.Module):
         return self.compute(x, self.weight, self.bias)
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The same with other parameters, such as a process's part of them."""
+        """The forward with other parameters, for example this process's shards."""
         return torch.ops.torchweld.gated_linear(
             x, weight, bias, gate=self.gate, interleaved=self.interleaved
         )

@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def key_start_from_positions(position_ids: Tensor) -> Tensor:
-    """The first key of each token's document, where the documents of a row are packed one behind
-    the other and positions count up within each of them.
+    """The first key of each token's document, for rows of packed documents whose positions count
+    up within each document.
 
     Args:
         position_ids: `(batch, seqlen)`, any integer dtype. A document begins at a row's first token
@@ -27,7 +27,7 @@ def key_start_from_positions(position_ids: Tensor) -> Tensor:
 
 
 def key_start_from_documents(ids: Tensor) -> Tensor:
-    """The first key of each token's document, where `ids` says which document a token is of.
+    """The first key of each token's document, given the document number of each token.
 
     Args:
         ids: `(batch, seqlen)`, any dtype. A document is a run of equal numbers; padding is a run
@@ -58,7 +58,7 @@ def _check(function: str, name: str, value: Tensor) -> None:
 
 
 def _starts(ids: Tensor, begins: Tensor) -> Tensor:
-    """`begins` says of every token of a row but the first if a document begins there."""
+    """The starts, given whether a document begins at each token of a row but the first."""
     at = torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device)
     starts = torch.zeros(ids.shape, dtype=torch.int32, device=ids.device)
     starts[:, 1:] = torch.where(begins, at[1:], 0)
@@ -68,7 +68,7 @@ def _starts(ids: Tensor, begins: Tensor) -> Tensor:
 def check_key_start(op: str, key_start: Tensor | None, causal: bool) -> None:
     """Refuses starts that differ from row to row without a causal mask.
 
-    They are those of packed documents, and a row would see all documents behind its own.
+    Such starts belong to packed documents, where a row would see all later documents.
     """
     if key_start is None or causal:
         return

@@ -139,7 +139,7 @@ class LayerNormLinear(NormLinear):
         ln_weight: Tensor | None,
         ln_bias: Tensor | None,
     ) -> Tensor:
-        """The same with other parameters, such as a process's part of them."""
+        """The forward with other parameters, for example this process's shards."""
         return torch.ops.torchweld.layer_norm_linear(
             x, weight, bias, ln_weight, ln_bias, eps=self.eps, activation=self.activation
         )

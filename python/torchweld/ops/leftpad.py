@@ -18,15 +18,15 @@ def leftpad_from_mask(attention_mask: Tensor, *, check: bool = True) -> Tensor:
     Returns:
         int32 `(batch,)` on the mask's device. A row without a token gives seqlen.
 
-        Where nothing is read back (`check=False`, torch.compile, export, tracing, CUDA graph
-        capture), a row with zeros behind a one, or with another value, gives seqlen too: the whole
+        Without a check on the host (`check=False`, torch.compile, export, tracing, CUDA graph
+        capture), a row with zeros after a one, or with another value, gives seqlen too: the whole
         sequence then counts as padding, its results and gradients are 0, and the other sequences
         stay right.
 
     Raises:
-        TypeError: the mask is no tensor.
+        TypeError: the mask is not a tensor.
         ValueError: it is not two-dimensional, has a floating dtype (an additive mask has its zeros
-            where this one has ones), a value that is neither 0 nor 1, or a row with zeros behind a
+            where this one has ones), a value that is neither 0 nor 1, or a row with zeros after a
             one.
     """
     if not isinstance(attention_mask, Tensor):
@@ -65,7 +65,7 @@ def leftpad_from_mask(attention_mask: Tensor, *, check: bool = True) -> Tensor:
 
 
 def before_first_token(tokens: Tensor) -> Tensor:
-    """int32 `(batch,)`: the positions before each row's first true, seqlen where there is none."""
+    """int32 `(batch,)`: the positions before each row's first true, seqlen if all are false."""
     return (tokens.cumsum(1) == 0).sum(1, dtype=torch.int32)
 
 

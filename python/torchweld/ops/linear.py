@@ -41,7 +41,7 @@ def linear(
 
 
 def reset_as_torch(module: nn.Module) -> None:
-    """Gives the parameters of a torch module anew what its parts give them when they are made."""
+    """Initialises the parameters of a torch module again, as its submodules do when built."""
     for part in module.modules():
         if isinstance(part, (nn.Linear, nn.LayerNorm, nn.RMSNorm)):
             part.reset_parameters()
@@ -53,7 +53,7 @@ def activation_module(name: str) -> nn.Module:
 
 
 def activation_name(module: nn.Module | None, owner: str) -> str:
-    """The activation's name of a torch module; ValueError where there is none."""
+    """The name of a torch module's activation; ValueError for any other module."""
     if module is None:
         return "none"
     names = {nn.ReLU: "relu", nn.GELU: "gelu", nn.SiLU: "silu", nn.Identity: "none"}
@@ -65,7 +65,7 @@ def activation_name(module: nn.Module | None, owner: str) -> str:
 
 
 def check_activation(name: str, owner: str) -> str:
-    """The name itself; ValueError where no op knows it."""
+    """The name; ValueError if no op has this activation."""
     if name not in _ACTIVATIONS:
         raise ValueError(
             f"{owner}: activation must be one of {', '.join(_ACTIVATIONS)}, but got {name!r}"

@@ -12,7 +12,7 @@ from torchweld._refusals import sentences
 def mul_relu(x: Tensor, y: Tensor) -> Tensor:
     """`torch.relu(x * y[:, None])`.
 
-    Products and sums are those of fp32 (fp64 for fp64). The gradient makes the products anew and
+    Products and sums are in fp32 (fp64 for fp64). The gradient recomputes the products and
     reads `dz` and `x` once; its slope is 1 where the fp32 product is above 0.
 
     Args:
@@ -25,7 +25,7 @@ def mul_relu(x: Tensor, y: Tensor) -> Tensor:
     Raises:
         RuntimeError: a wrong shape, dtype or device.
 
-    Limits: differentiable once. On CUDA, tensors whose columns are not adjacent in memory are
+    Limits: differentiable once. On CUDA, tensors whose columns are not contiguous are
         copied first. Under autocast the inputs' dtype is kept.
     """
     return ops.mul_relu(x, y)

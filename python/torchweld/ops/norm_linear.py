@@ -79,11 +79,11 @@ class NormLinear(nn.Module):
 
 
 def parts_of(module: nn.Module, norm: str, owner: str) -> tuple[nn.Module, nn.Linear, str]:
-    """Norm, linear layer and the activation's name of what `from_torch` is given.
+    """The norm, the linear layer and the activation's name of the argument of `from_torch`.
 
     Raises:
-        ValueError: it is no Sequential of two or three modules, or the linear layer or the
-            activation is none of torch's own. Whoever calls this looks at the norm.
+        ValueError: it is not a Sequential of two or three modules, or the linear layer or the
+            activation is not a class of torch. The caller checks the norm.
     """
     expected = f"nn.Sequential({norm}((K,)), Linear(K, N)[, activation])"
     refuse_other(owner, "module", expected, module, nn.Sequential)

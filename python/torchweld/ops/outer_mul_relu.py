@@ -12,8 +12,8 @@ from torchweld._refusals import sentences
 def outer_mul_relu(x: Tensor, y: Tensor) -> Tensor:
     """`torch.relu(x[None, :] * y[:, None])`.
 
-    Products and sums are those of fp32 (fp64 for fp64). The gradient makes the products anew, so
-    that nothing of size `(rows, cols)` is kept for it, and reads `dz` once on a GPU; its slope is 1
+    Products and sums are in fp32 (fp64 for fp64). The gradient recomputes the products, so
+    nothing of size `(rows, cols)` is saved for it, and reads `dz` once on a GPU; its slope is 1
     where the fp32 product is above 0.
 
     Args:

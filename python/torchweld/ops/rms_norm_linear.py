@@ -91,7 +91,7 @@ class RMSNormLinear(NormLinear):
 
         Raises:
             ValueError: other parts; one of a subclass, or with hooks or a parametrisation; an
-                RMSNorm of another formula, such as Gemma's, which scales by 1 + weight.
+                RMSNorm of another formula, for example Gemma's, which scales by 1 + weight.
         """
         owner = "RMSNormLinear.from_torch"
         norm, linear, name = parts_of(module, "RMSNorm", owner)
@@ -127,7 +127,7 @@ class RMSNormLinear(NormLinear):
     def compute(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None
     ) -> Tensor:
-        """The same with other parameters, such as a process's part of them."""
+        """The forward with other parameters, for example this process's shards."""
         return torch.ops.torchweld.rms_norm_linear(
             x, weight, bias, norm_weight, eps=self.eps, activation=self.activation
         )
@@ -137,7 +137,7 @@ class RMSNormLinear(NormLinear):
 
 
 def _eps_of(norm: nn.Module, linear: nn.Linear, owner: str) -> float | None:
-    """The eps of an RMSNorm in front of a linear layer; None where it is not that."""
+    """The eps of an RMSNorm before a linear layer; None for another module."""
     shape = (linear.in_features,)
     if isinstance(norm, nn.RMSNorm):
         if tuple(norm.normalized_shape) != shape:
@@ -167,10 +167,10 @@ def _eps_of(norm: nn.Module, linear: nn.Linear, owner: str) -> float | None:
 
 
 def _weight_offset(norm: nn.Module, eps: float) -> int | None:
-    """Whether an RMSNorm scales by weight (0) or 1 + weight (1); None where it does neither.
+    """Whether an RMSNorm scales by weight (0) or 1 + weight (1); None if it does neither.
 
-    A copy of the module is asked, in training and in eval mode: what classes of the same attributes
-    compute is not written on them.
+    A copy of the module runs, in training and in eval mode, because classes with equal attributes
+    may compute different things.
     """
     with torch.device("cpu"), torch.no_grad():
         generator = torch.Generator().manual_seed(0)

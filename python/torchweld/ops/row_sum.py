@@ -25,7 +25,7 @@ def row_sum(x: Tensor) -> Tensor:
     Raises:
         RuntimeError: `x` is no floating tensor or has no dimension.
 
-    The gradient is an expanded view of that of the result, as for `torch.sum`.
+    The gradient is an expanded view of the result's gradient, as for `torch.sum`.
 
     Limits: under autocast the input's dtype is kept.
     """

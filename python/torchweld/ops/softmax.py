@@ -20,7 +20,7 @@ def softmax(x: Tensor) -> Tensor:
         x: `(..., n)`, float32, float16 or bfloat16 (float64 on CPU), any strides, any `n`.
 
     Returns:
-        `(..., n)` contiguous, dtype of `x`. A row of nothing but -inf is NaN, as in torch.
+        `(..., n)` contiguous, dtype of `x`. A row whose values are all -inf is NaN, as in torch.
 
     Raises:
         RuntimeError: `x` is no floating tensor or has no dimension.
@@ -33,7 +33,7 @@ def softmax(x: Tensor) -> Tensor:
 
 
 class Softmax(nn.Module):
-    """Softmax over one dimension; stands in for `torch.nn.Softmax`.
+    """Softmax over one dimension; replaces `torch.nn.Softmax`.
 
     Args:
         dim: the dimension that sums to 1.

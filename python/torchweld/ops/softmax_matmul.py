@@ -29,10 +29,10 @@ def softmax_matmul(
         scores: `(batch, nheads, seqlen_q, seqlen_k)`.
         value: `(batch, nheads, seqlen_k, head_dim_v)`, dtype and device of `scores`.
         leftpad: int32 `(batch,)` on the same device: padding positions at the start of each
-            sequence; neither they nor what stands there is used.
+            sequence; scores and values there are never used.
         causal: row i sees keys up to `i + seqlen_k - seqlen_q`.
         scale: finite factor on the scores.
-        key_start, key_end, window, softcap, sink: those of `torchweld.attention`.
+        key_start, key_end, window, softcap, sink: as in `torchweld.attention`.
 
     Returns:
         `(batch, nheads, seqlen_q, head_dim_v)`. A row that sees no key is 0 and has gradient 0.

@@ -1,7 +1,7 @@
-"""Whether a module computes what its class says, and nothing else.
+"""Whether a module computes what its class defines, and nothing else.
 
-`from_torch` and `to_torch` read a module's parameters instead of calling it. A forward of a
-subclass, a hook or a parametrisation would be lost.
+`from_torch` and `to_torch` read a module's parameters instead of calling it. That would lose
+the forward of a subclass, a hook or a parametrisation.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def refuse_other(
     """Raises ValueError unless a module is exactly of one of the classes, with nothing added.
 
     Args:
-        parametrised: whether parametrisations are welcome: of one who copies the values in force.
+        parametrised: whether parametrisations are allowed, as for a caller that copies the current
+            values.
     """
     found = _other(module, classes, parametrised)
     if found is not None:
@@ -82,7 +83,7 @@ def text_of(module: object) -> str:
 
 
 def _other(module: object, classes: tuple[type[nn.Module], ...], parametrised: bool) -> str | None:
-    """The end of a sentence of refusal: what a module is instead, and what to do."""
+    """The end of an error sentence: what the module is instead, and the fix."""
     if not isinstance(module, classes):
         return text_of(module)
     stock = next(cls for cls in classes if isinstance(module, cls))

@@ -1,4 +1,4 @@
-"""Every configuration of a call timed as a table, and the fastest remembered."""
+"""Times every configuration of a call and remembers the fastest."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def enabled() -> bool:
 def path() -> Path:
     """$XDG_CACHE_HOME/torchweld/tune.json, or ~/.cache/torchweld/tune.json."""
     home = os.environ.get("XDG_CACHE_HOME", "")
-    # A relative path is to be ignored, says the XDG base directory specification.
+    # The XDG base directory specification requires that a relative path is ignored.
     folder = home if os.path.isabs(home) else os.path.expanduser("~/.cache")
     return Path(folder) / "torchweld" / "tune.json"
 
@@ -50,7 +50,7 @@ def path() -> Path:
 def entry(
     op: str, gpu: str, dtype: str, family: str, numbers: list[int], choice: str, us: float
 ) -> Entry:
-    """What the file holds of one choice, `numbers` being its problem's."""
+    """The file's entry for one choice; `numbers` encode its problem."""
     import torchweld._C as _C
 
     fields = _C.families()[family]
@@ -77,7 +77,7 @@ def _is_numbers(value: Any) -> bool:
 
 
 def flaw(found: Any) -> str:
-    """What is wrong with an entry, by the tables of this build; "" where nothing is."""
+    """Why the tables of this build do not accept an entry, or "" if they do."""
     import torchweld._C as _C
 
     if not isinstance(found, dict) or any(not isinstance(found.get(k), str) for k in _TEXTS):
@@ -120,7 +120,7 @@ def _parse(text: bytes) -> list[Any]:
 
 
 def read() -> list[Any]:
-    """The entries of the file, unchecked; [] where there is none.
+    """The entries of the file, unchecked; [] if there is no file.
 
     Raises:
         ValueError: the file is damaged.
@@ -219,7 +219,7 @@ def _write(entries: list[Entry]) -> None:
         except ValueError:
             kept = {}
         for new in entries:
-            kept.pop(_key(new), None)  # the newest stand last
+            kept.pop(_key(new), None)  # the newest entries come last
             kept[_key(new)] = new
         text = json.dumps(
             {"format": _FORMAT, "entries": list(kept.values())[-_MOST_ENTRIES:]}, indent=1
@@ -238,7 +238,7 @@ def remember(entries: list[Entry]) -> str:
     """Use the choices from now on, and write them to the file.
 
     Returns:
-        A sentence that says so.
+        A sentence that reports what was done.
     """
     if not enabled():
         return "nothing was remembered: TORCHWELD_TUNE switches it off"

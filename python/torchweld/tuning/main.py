@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, shapes: tuple[Any, ...], kwargs: dict[str, Any
     """Prints the table; returns the exit status.
 
     Raises:
-        OSError, ValueError, RuntimeError, ImportError: what can't be done, as one sentence.
+        OSError, ValueError, RuntimeError, ImportError: one sentence with the reason.
     """
     import torch
 

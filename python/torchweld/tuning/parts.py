@@ -1,4 +1,4 @@
-"""What a call chose and launched: its kernels that have several configurations."""
+"""The parts of a call: its kernels that have several configurations, and their choices."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Part:
     """A kernel of the call that has several configurations."""
 
     family: str
-    numbers: list[int]  # of its problem
-    problem: dict[str, int]  # the same by name
-    choice: str  # what the call takes by itself
+    numbers: list[int]  # the encoded problem
+    problem: dict[str, int]  # its fields by name
+    choice: str  # what runs unless a choice is forced
     source: str
 
     def text(self) -> str:

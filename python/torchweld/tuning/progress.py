@@ -1,4 +1,4 @@
-"""A progress bar in plain text, with the time that is left."""
+"""A progress bar in plain text, with the remaining time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def _duration(seconds: float) -> str:
 
 
 class Progress:
-    """Counts steps; draws on a terminal alone.
+    """Counts steps, and draws them on a terminal.
 
     Args:
-        title: what is under way.
-        shown: whether to draw; by default where `stream` is a terminal.
+        title: the text before the bar.
+        shown: whether to draw; by default if `stream` is a terminal.
         stream: stderr by default.
         clock: seconds.
     """

@@ -58,12 +58,12 @@ class TuneResult:
             the tile each has: `us` (median, `low_us` and `high_us` its quartiles), `tflop_s` (None
             where an op moves memory), `gb_s` (tensors read and written once), `registers` of a
             thread and `shared_bytes` of a block (None: unknown), `error` (largest, see `against`),
-            `reason` (why there is no time, "" where there is one), `part` (which of the call's
+            `reason` (why there is no time, "" if there is one), `part` (which of the call's
             kernels it configures), `problem`, `family`, `choice` (its name) and `source`
-            ("heuristic" or "tuned" in the row that a call takes by itself, else "").
+            ("heuristic" or "tuned" in the row that runs by default, else "").
         against: what `error` is measured against.
-        interrupted: True where Ctrl-C ended the search.
-        note: one sentence where there is more to say, or nothing to tune.
+        interrupted: True if Ctrl-C ended the search.
+        note: one sentence, for example if there is nothing to tune; else "".
     """
 
     op: str
@@ -78,7 +78,7 @@ class TuneResult:
 
     @property
     def best(self) -> Row | None:
-        """The fastest row whose answer is right; None where there is none."""
+        """The fastest row whose answer is right; None without such a row."""
         timed = [row for row in self.rows if row["us"] is not None]
         return min(timed, key=lambda row: row["us"], default=None)
 

@@ -23,7 +23,7 @@ _SLOW = 8.0
 
 @contextmanager
 def _fresh_memory_is_nan() -> Iterator[None]:
-    """So that what a kernel leaves unwritten shows, and not the answer of the one before."""
+    """Fills fresh memory with NaN, so that elements a kernel does not write are seen."""
     was = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
@@ -63,7 +63,7 @@ class Search:
         self._flops: float | None = None
 
     def force(self, part: Part, choice: str) -> None:
-        """Take the choice from now on; "" takes back what was forced."""
+        """Forces a choice for the following calls; "" ends that."""
         library.ops._force_choice(part.family, part.numbers, choice)
 
     def run(
@@ -89,7 +89,7 @@ class Search:
                 self.force(part, "")
 
     def _rows(self, index: int, part: Part, configs: list[dict] | None) -> list[Row]:
-        """A row for each configuration; what can't run has its reason already."""
+        """A row for each configuration; an unsupported one has its reason."""
         rows = []
         for found in tables().candidates(part.family, part.numbers):
             own = found["choice"] == part.choice
@@ -104,7 +104,7 @@ class Search:
             row["reason"] = found["refusal"]
             rows.append(row)
         if configs is None:
-            # What the call takes by itself runs first: the others are held against it.
+            # The default configuration runs first, because the others are compared with it.
             return sorted(rows, key=lambda row: not row["source"])
         wanted = []
         for config in configs:
@@ -150,7 +150,7 @@ class Search:
                 self._time(right[name], timing)
 
     def _check(self, part: Part, row: Row, answers: Answers) -> bool:
-        """Run a configuration once and judge its answer; the row gets what is learnt."""
+        """Runs a configuration once, checks its answer and stores both in the row."""
         try:
             self.force(part, row["choice"])
             with _fresh_memory_is_nan():
@@ -227,25 +227,25 @@ def tune(
 ) -> TuneResult:
     """Time every configuration of `torchweld.<op>(*args, **kwargs)` on the GPU: a grid search.
 
-    Each configuration runs once first, and its answer is held against the op in float64 on the CPU
-    (large calls: against the default configuration's answer); one that is wrong is not timed. The
-    others run in turns, L2 flushed before each call, and their medians are compared. What the
-    GPU or the shapes do not allow stays in the table with its reason. An op that runs several such
-    kernels, for example `linear_backward`, has them searched one after the other. Ctrl-C ends the
-    search and keeps what there is. A configuration more than 8 times slower than the fastest so
-    far is timed once.
+    Each configuration runs once first, and its answer is compared with the op in float64 on the CPU
+    (large calls: with the default configuration's answer). A wrong one is not timed. The others run
+    alternately, with L2 flushed before each call, and their medians are compared. A configuration
+    that the GPU or the shapes do not allow stays in the table with its reason. If an op has several
+    such kernels, for example `linear_backward`, they are searched one after the other. Ctrl-C ends
+    the search and keeps the results so far. A configuration more than 8 times slower than the
+    fastest so far is timed once.
 
     Args:
         op: the name of an op, e.g. "gated_linear"; a backward op under its own name.
         *args: its arguments, on a GPU.
-        configs: the configurations to look at, as columns of the table such as
-            `{"block_m": 64, "block_n": 64}`; every one that agrees is timed, and one that no kernel
-            was built for is listed as such. None: all there are.
+        configs: the configurations to time, as columns of the table, for example
+            `{"block_m": 64, "block_n": 64}`. Every match is timed; one without a kernel in this
+            build is listed as such. None: all configurations.
         remember: keep the fastest one, in this process and in the user's cache directory, for
             this GPU, dtype and shape class (sizes exact, numbers of rows and of heads up to the
             next power of two). It holds for the kernel: ops that run the same product share it.
         rounds: how often each is timed.
-        progress: whether to draw a bar on stderr; None: where that is a terminal.
+        progress: whether to draw a bar on stderr; None: if stderr is a terminal.
         **kwargs: the op's keyword arguments.
 
     Returns:

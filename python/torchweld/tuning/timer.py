@@ -29,12 +29,12 @@ def summary(samples: list[float]) -> Timing:
 
 
 class CudaRounds:
-    """Timed rounds on the current GPU: each calls every variant once, the L2 cache flushed before,
-    and starts with another one. What the finished rounds say can be asked for at any time.
+    """Timed rounds on the current GPU: each calls every variant once, with the L2 cache flushed
+    before, and starts with another variant. The timings of finished rounds are always available.
 
     Args:
         variants: what to call, by name.
-        before: called with the name ahead of each call, outside of what is timed.
+        before: called with the name before each call, outside the timed region.
     """
 
     def __init__(

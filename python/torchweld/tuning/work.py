@@ -76,7 +76,7 @@ def _largest(t: Tensor) -> float:
 
 
 def difference(out: Tensor, reference: Tensor) -> float:
-    """The largest difference; inf where NaN or inf stand at other places.
+    """The largest difference; inf if NaN or inf are at different positions.
 
     Args:
         out: the result.
