@@ -8,11 +8,12 @@ Two kinds of files are written into build/generated and compiled from there. The
 csrc/instantiations.py lists; and groups that include a few .cpp each, because most of the time that
 one takes is torch's headers: 20 of them take 300 s one by one and 50 s in groups.
 
-What is built runs with one minor release of torch and requires it. With TORCHWELD_LOCAL_VERSION=1,
-which `make wheel` sets, the version says so too: 0.1.0+torch2.11.cu130.
+The built package requires the minor release of torch that it was built with. With
+TORCHWELD_LOCAL_VERSION=1, which `make wheel` sets, the version names it too: 0.1.0+torch2.11.cu130.
 
 Environment: TORCH_CUDA_ARCH_LIST, MAX_JOBS, CUDA_HOME, FORCE_CUDA=1 (CUDA or fail),
-TORCHWELD_CPU_ONLY=1 (no CUDA even where nvcc is found).
+TORCHWELD_CPU_ONLY=1 (no CUDA even if nvcc is found), TORCHWELD_LINEINFO=1 (line numbers for
+profilers).
 """
 
 import copy
@@ -58,11 +59,11 @@ ROOT = Path(__file__).resolve().parent
 PACKAGE = Path("python") / "torchweld"
 OPS = "torchweld._ops"
 GENERATED = Path("build") / "generated"
-CPP_PER_GROUP = 5  # of which the largest group takes 15 s
+CPP_PER_GROUP = 5  # the slowest group then compiles in 15 s
 sys.path.insert(0, str(ROOT / "csrc"))
 import instantiations  # noqa: E402
 
-# wgmma needs the 90a target; sm_80 code plus its PTX serves every other chip.
+# wgmma needs the 90a target; sm_80 code and its PTX run on every other GPU.
 DEFAULT_ARCH_FLAGS = [
     "-gencode=arch=compute_90a,code=sm_90a",
     "-gencode=arch=compute_80,code=[sm_80,compute_80]",
@@ -94,7 +95,7 @@ def nvcc_version():
 
 
 def why_no_cuda():
-    """One clause that says why the build leaves CUDA out, or None where it builds CUDA."""
+    """One clause with the reason why the build leaves CUDA out, or None if it builds CUDA."""
     if env_flag("TORCHWELD_CPU_ONLY"):
         return "TORCHWELD_CPU_ONLY is set"
     if torch.version.cuda is None:
@@ -157,7 +158,7 @@ def requirements():
 
 
 class BuildPy(build_py):
-    """Writes torchweld/_build.json, which says what the libraries were built for.
+    """Writes torchweld/_build.json: the torch, CUDA and architectures of the build.
 
     It is a file and not a symbol because it must be readable when the library does not load.
     """
@@ -198,7 +199,7 @@ class BuildExt(cpp_extension.BuildExtension):
         self.build_temp = str(ROOT / "build" / (flavour + ("" if WITH_CUDA else "-cpu")) / ext.name)
         Path(self.build_temp).mkdir(parents=True, exist_ok=True)
         if ext.name == OPS:
-            # A copy, because an sdist must list the sources and not what is generated from them.
+            # Change a copy, because an sdist must list the sources, not the generated files.
             ext = copy.copy(ext)
             ext.sources = generated_sources(ext.sources)
         super().build_extension(ext)
@@ -209,7 +210,7 @@ def sources(*patterns):
 
 
 def generated_sources(listed):
-    """What is compiled for the listed sources: .cpp in groups, .cu with the instantiations."""
+    """The files to compile for the listed sources: groups of .cpp, .cu and instantiations."""
     cpp = [Path(s).relative_to("csrc").as_posix() for s in listed if s.endswith(".cpp")]
     compiled = instantiations.write_groups(GENERATED / "groups", cpp, CPP_PER_GROUP)
     if WITH_CUDA:
@@ -227,7 +228,7 @@ def extensions():
         # A third of the library's size. `size` would save another 30 %, but takes 60 s.
         nvcc += ["--compress-mode=balance", "-Xfatbin=-compress-all"]
     include = [str(ROOT / "csrc")]
-    # The .cpp too, which are compiled as parts of groups; and an sdist holds what is listed.
+    # Groups include the .cpp files, so these are dependencies too; an sdist holds all of them.
     depends = sources(*(f"csrc/**/*.{suffix}" for suffix in ("h", "cuh", "cpp", "cu", "py")))
     if WITH_CUDA:
         ops = cpp_extension.CUDAExtension(

@@ -1,7 +1,7 @@
 """`make plan`: memory, bytes moved and the share of communication of a layout, as a model.
 
-Nothing is measured here. What a step costs follows from the sizes of the model and four numbers of
-the machine, which are assumed where they are not given:
+Nothing is measured here. The cost of a step follows from the sizes of the model and four numbers of
+the machine, which have default values:
 
     compute        (6 x parameters + attention) x tokens, 8 for 6 where activations are recomputed
     FSDP2          the parameters are gathered twice in bfloat16, the gradients reduce-scattered

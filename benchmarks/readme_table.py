@@ -102,7 +102,7 @@ def _within(row: dict[str, Any]) -> bool:
 
 
 def _family(folder: str, family: str, report: Report) -> list[str]:
-    """The rows of one family, folded away behind how many are within their target."""
+    """The rows of one family, folded under a line with the number that meet their target."""
     judged = [row for row in report["rows"] if row["target"] is not None]
     met = sum(map(_within, judged))
     commit = (report["commit"] or "unknown")[:7]
@@ -196,7 +196,7 @@ def picture() -> str:
 
 
 def pages() -> dict[Path, str]:
-    """What the pages should hold, by path.
+    """The expected text of the pages, by path.
 
     Raises:
         ValueError: README.md has not one place for the table.
@@ -218,7 +218,7 @@ def pages() -> dict[Path, str]:
 
 
 def stale_pages() -> dict[Path, str]:
-    """Those of the pages that are not what the results say, and what they should hold."""
+    """The pages that differ from the results, and their expected text."""
     return {
         path: fresh
         for path, fresh in pages().items()

@@ -2,9 +2,9 @@
 
     python benchmarks/sanitize.py [--tools memcheck,racecheck] [--ops attention,linear]
 
-Exits 1 where a tool reports anything. The calls are those of tests/samples.py, in every dtype, and
-in 16 bits attention over several tiles, which those are too small for (but for racecheck, which
-takes pipelines of TMA for races).
+Exits 1 if a tool reports anything. The calls are the samples of tests/samples.py in every dtype,
+and 16-bit attention over several tiles, which the samples are too small for. Racecheck skips the
+latter, because it reports TMA pipelines as races.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
 
 def sample_calls(only: list[str], small: bool) -> list[tuple]:
-    """The sample and dtype of each call; with `small`, only those of tests/samples.py."""
+    """The sample and dtype of each call; with `small`, only the samples of tests/samples.py."""
     sys.path.insert(0, str(ROOT / "tests"))
     import reference as R
     import samples as S

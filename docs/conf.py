@@ -1,4 +1,4 @@
-"""Sphinx's configuration: `make docs`. What is made from code is written by generate.py first."""
+"""Sphinx's configuration: `make docs`. generate.py writes the pages made from code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ default_role = "literal"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
-autodoc_inherit_docstrings = False  # nn.Module's say nothing about these modules
+autodoc_inherit_docstrings = False  # nn.Module's docstrings do not describe these modules
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
@@ -40,7 +40,7 @@ napoleon_use_rtype = False
 def plain(app, what, name, obj, options, lines: list[str]) -> None:
     """`Limits: ...` with indented lines below it becomes a paragraph of its own.
 
-    And an argument that is explained by `K.` alone is no list that begins with K.
+    An argument whose text is just `K.` must not become a list that begins with K.
     """
     inside = False
     for i, line in enumerate(lines):
@@ -56,5 +56,5 @@ def plain(app, what, name, obj, options, lines: list[str]) -> None:
 
 
 def setup(app) -> None:
-    # Before napoleon, which takes `Limits:` and what is indented below it for a section.
+    # Run before napoleon, which reads `Limits:` and the lines below it as a section.
     app.connect("autodoc-process-docstring", plain, priority=400)

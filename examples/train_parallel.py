@@ -52,7 +52,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def refusal(args: argparse.Namespace, size: int) -> str | None:
-    """Why the sizes are refused, as one sentence, or None."""
+    """One sentence with the first error in the sizes, or None."""
     if args.fsdp is None:
         args.fsdp = max(1, size // max(1, args.tp * args.cp))
     if args.fsdp * args.cp * args.tp != size:
@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         dist.init_process_group("nccl" if on_gpu else "gloo")
     status = run(args, device)
     if started:
-        dist.barrier()  # who leaves first takes the others' connections along
+        dist.barrier()  # a process that leaves early breaks the others' connections
         dist.destroy_process_group()
     return status
 

@@ -1,11 +1,11 @@
 """Makes a wheel for one Python and one torch, and checks it: `make wheel`.
 
     python tools/wheel.py                               this Python and its torch
-    python tools/wheel.py --python python3.11 --torch 2.13.0   in an environment of its own
+    python tools/wheel.py --python python3.11 --torch 2.13.0   in a new environment
 
-The wheel is built from an unpacked sdist, so that a file which the sdist lacks fails here, and lies
-in dist/. It is then installed into an empty environment, where the README's example must run.
-Everything else lies in build/wheel/; objects are kept there, so that a second build is short.
+The wheel is built from an unpacked sdist, so that a file missing from the sdist fails here. It is
+written to dist/ and then installed into an empty environment, where the README's example must run.
+Everything else is in build/wheel/, which keeps the objects, so a second build is short.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def constraints(folder: Path, torch: str) -> Path:
 
 
 def builder(args: argparse.Namespace) -> str:
-    """The Python that builds: this one, or that of an environment with what was asked for."""
+    """The Python that builds: this one, or one in an environment with the requested versions."""
     if not args.python and not args.torch:
         return sys.executable
     python = args.python or sys.executable
@@ -103,7 +103,7 @@ def unpacked_sdist(python: str, folder: Path) -> Path:
         for path in [*stale, *source.glob("build/lib*")]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")  # keeps the times, by which ninja knows what changed
+        tar.extractall(folder, filter="data")  # keeps file times, which ninja compares
     return source
 
 
@@ -114,7 +114,7 @@ def metadata(wheel: Path) -> email.message.Message:
 
 
 def check_metadata(wheel: Path, torch: str) -> None:
-    """Raises SystemExit if version, requirement, contents or size are not those of a wheel."""
+    """Raises SystemExit if version, requirement, contents or size are wrong for a wheel."""
     minor = ".".join(torch.split(".")[:2])
     found = metadata(wheel)
     version, needs = found["Version"], found.get_all("Requires-Dist")
@@ -170,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     made = folder / "made"
     shutil.rmtree(made, ignore_errors=True)
     flags = ("--no-build-isolation", "--no-deps", "--wheel-dir", made)
-    tools = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"  # ninja lies there
+    tools = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"  # ninja is there
     env = {"TORCHWELD_LOCAL_VERSION": "1", "PYTHONPATH": "", "PATH": tools}
     run(python, *PIP, "wheel", *flags, source, **env)
     (wheel,) = made.glob("*.whl")

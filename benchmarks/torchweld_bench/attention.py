@@ -88,7 +88,7 @@ def _reference(qkv: list[Tensor], causal: bool) -> tuple[Tensor, Tensor]:
 def _errors(*results: tuple[Tensor, Tensor, Tensor]) -> dict[str, float]:
     """The largest errors of results, each given with torch's result and the one in fp64.
 
-    What is allowed is what README says: twice the error of torch's ops and two roundings of the
+    The README states the limit: twice the error of torch's ops and two roundings of the
     largest result.
     """
     ours, eager, exact = zip(*results, strict=True)

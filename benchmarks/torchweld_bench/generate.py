@@ -1,6 +1,6 @@
 """Generation on a GPU: GPT-2 124M after left-padded prompts, fused and stock, in bfloat16.
 
-Of the prompts alone, and of the tokens behind them too.
+The rows time the prompts alone, and the prompts with the generated tokens.
 """
 
 from __future__ import annotations

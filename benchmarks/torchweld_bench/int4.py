@@ -1,7 +1,7 @@
 """Linear layers with 4-bit weights on a GPU, against the time to read the weight and cuBLAS.
 
-Up to 16 rows of x the calls take weights by turns, several times the L2 in all, in one CUDA graph:
-that is how tokens are generated, and the time of a single launch would hide that of the kernel.
+Up to 16 rows of x, the calls alternate between weights of several times the L2 in one CUDA graph.
+Generation does the same, and the time of a single launch would hide the time of the kernel.
 """
 
 from __future__ import annotations

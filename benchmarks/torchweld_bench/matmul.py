@@ -39,8 +39,8 @@ def _row(
     targets: dict[str, float],
     timed: Callable[[], object] | None = None,
 ) -> Row:
-    """`eager` is the op on rows of x, with fp64 rows the reference. `timed` is what is timed as
-    eager where that is more.
+    """`eager` is the op on rows of x, with fp64 rows the reference. `timed`, if given,
+    is timed as eager instead.
     """
     part = x[:_CHECKED_ROWS]
     reference, out = eager(part.double()), eager(part)

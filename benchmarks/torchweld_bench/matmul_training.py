@@ -1,5 +1,5 @@
 """Forward and backward of ops with one matmul on a GPU, against eager and torch.compile:
-times, as CUDA graphs, and the peak of memory beyond what the operands take.
+times, as CUDA graphs, and the peak memory beyond the operands.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _rows_of(
 
 
 def rows(targets: dict[str, float]) -> Iterator[Row]:
-    """Every case of the family, measured when it is asked for. Peak memory is in MiB, where the
-    other rows have microseconds.
+    """Every case of the family, measured lazily. Peak memory is in MiB; the other rows are in
+    microseconds.
     """
     for m, k, n, dtype in _SIZES:
         for op in _OPS:

@@ -56,8 +56,8 @@ def _forward(
 
 
 def _sums_error(dx: Tensor, dy: Tensor, to_dx: Tensor, to_dy: Tensor) -> tuple[float, float]:
-    """The largest error of the first sums, and what it may be. `to_dx` are the summands of the
-    first columns, `to_dy` those of the first rows, both in float64.
+    """The largest error of the first sums, and its limit. `to_dx` has the summands of the first
+    columns, `to_dy` the summands of the first rows, both in float64.
     """
     error = max(
         largest_error(dx[:_CHECKED], to_dx.sum(0)), largest_error(dy[:_CHECKED], to_dy.sum(1))

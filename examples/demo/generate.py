@@ -26,7 +26,7 @@ _MAX_NEW = 32
 
 @dataclass
 class Completion:
-    """One prompt and what the fused model made of it in the padded batch."""
+    """One prompt and its completion by the fused model in the padded batch."""
 
     prompt: str
     prompt_tokens: int
@@ -39,7 +39,7 @@ class Completion:
 
 @dataclass
 class Generation:
-    """The completions and what they were compared with; grows while it is made."""
+    """The completions and the results of their comparisons; they are added one by one."""
 
     new_tokens: int = 0
     completions: list[Completion] = field(default_factory=list)
@@ -138,7 +138,7 @@ def generate(
 
 
 def _greedy(model: nn.Module, rows: list[list[int]], end_id: int, new: int) -> list[list[int]]:
-    """Greedy completions of left-padded rows, each cut behind the end of text."""
+    """Greedy completions of left-padded rows, each cut after the end of text."""
     device = next(model.parameters()).device
     longest = max(len(row) for row in rows)
     ids = torch.full((len(rows), longest), end_id, dtype=torch.int64)

@@ -106,7 +106,7 @@ class _Demo:
         except KeyboardInterrupt:
             with _no_interrupt():
                 return self._interrupted()
-        except OSError:  # stdout is full or gone; what was measured is kept
+        except OSError:  # stdout is full or gone; the measurements are kept
             with _no_interrupt():
                 if self._measured():
                     self.results.interrupted = True

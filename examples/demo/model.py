@@ -14,7 +14,7 @@ from demo.options import Options, UsageError
 from demo.text import END, Text, Tokens, checkpoint_tokenizer, encode, train_tokenizer
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
-# Dropout would draw other numbers in each model, and hide what is compared here.
+# Dropout would draw different numbers in each model and hide the difference between them.
 _NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 
@@ -87,7 +87,7 @@ def make_tokens(options: Options, text: Text, config: Any | None) -> Tokens:
     else:
         vocab = options.vocab if config is None else min(options.vocab, config.vocab_size)
         tokenizer, origin = train_tokenizer(text, vocab)
-    # Twice what the steps read, so that few windows overlap.
+    # Read twice as many tokens as the steps need, so that few windows overlap.
     need = max(200_000, 2 * options.steps * options.batch * (options.context + 1))
     end_id = tokenizer.token_to_id(END)
     if end_id is None:

@@ -1,4 +1,4 @@
-"""The calls of the demo's op table: each op, and the plain torch code that it stands in for."""
+"""The calls of the demo's op table: each op, and the plain torch code that it replaces."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _COMPILE_START_SECONDS = 20.0
 
 @dataclass
 class Row:
-    """One op. Times are microseconds of the forward pass; None where there is none."""
+    """One op. Times are microseconds of the forward pass, None if not measured."""
 
     op: str
     shape: str
@@ -152,7 +152,7 @@ def _measure_compile(
             try:
                 compiled = torch.compile(case.eager, fullgraph=True, dynamic=False)
                 compiled(*case.inputs)
-            except Exception as error:  # the compilers behind it raise whatever they like
+            except Exception as error:  # its compilers raise exceptions of any type
                 text = str(error).strip().splitlines()
                 row.compile_note = f"torch.compile failed: {text[0] if text else type(error)}"
                 continue

@@ -47,7 +47,7 @@ MIN_VOCAB = 257
 
 
 class UsageError(Exception):
-    """What the user asked for can't be done; the text is one sentence for them."""
+    """A request that cannot be fulfilled; the text is one sentence for the user."""
 
 
 @dataclass
@@ -191,7 +191,7 @@ def resolve(args: argparse.Namespace) -> Options:
 
 
 def parse_device(text: str | None) -> torch.device:
-    """The device that --device names; a GPU where there is one when it is None.
+    """The device that --device names; by default a GPU if there is one.
 
     Raises:
         UsageError: There is no such device.

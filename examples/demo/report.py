@@ -1,4 +1,4 @@
-"""What the demo prints, and demo.json."""
+"""The text that the demo prints, and demo.json."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _SLOW_CPU_SECONDS = 75.0
 
 @dataclass
 class Variant:
-    """One of the two models with its optimizer and what was measured."""
+    """One of the two models with its optimizer and measurements."""
 
     name: str
     model: nn.Module

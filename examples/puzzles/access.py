@@ -1,7 +1,7 @@
 """Which elements each block of a puzzle reads and writes, for a tile size.
 
 A block is one program of a kernel in the notebook's manner: it loads whole tiles, and lanes of a
-tile that lie beyond the end of a tensor are masked.
+tile beyond the end of a tensor are masked.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _tiles(n: int, size: int) -> list[Range]:
 
 
 def _whole(n: int, size: int) -> Range:
-    """What a loop over tiles of this size covers."""
+    """The range that a loop over tiles of this size covers."""
     return (0, -(-n // size) * size)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _TOOL = "compute-sanitizer"
-_FOUND = 9  # what the tool exits with after an error
+_FOUND = 9  # the tool's exit status after an error
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
 _INVALID = re.compile(r"(Invalid \S+ (?:read|write|atomic).*|Misaligned .*|Program hit .*)$")
 
@@ -23,7 +23,7 @@ class MemoryCheckError(RuntimeError):
 
 @dataclass(frozen=True)
 class MemoryCheck:
-    """What the tool said of one puzzle.
+    """The tool's report on one puzzle.
 
     Attributes:
         number: The puzzle's.
@@ -61,7 +61,7 @@ def read_report(number: int, text: str) -> MemoryCheck:
 
 
 def check_memory(numbers: Sequence[int], device: str) -> list[MemoryCheck]:
-    """Runs puzzles one by one under compute-sanitizer, every tensor in an allocation of its own.
+    """Runs puzzles one by one under compute-sanitizer, every tensor in a separate allocation.
 
     Raises:
         MemoryCheckError: the tool is not installed, or the device is no GPU.

@@ -21,8 +21,8 @@ def draw(puzzle: Puzzle, tile: Sequence[int] | None, path: str | Path) -> None:
     """Writes the picture of a puzzle's accesses as PNG.
 
     Every tensor is a panel, drawn up to the last lane that any block holds. Elements that the same
-    blocks touch have one colour and bear the numbers of these; hatched grey lanes lie beyond the
-    tensor and are masked.
+    blocks touch share a colour and show the numbers of the blocks; hatched grey lanes are beyond
+    the tensor and are masked.
 
     Args:
         puzzle: one of `PUZZLES`.
@@ -47,7 +47,7 @@ def draw(puzzle: Puzzle, tile: Sequence[int] | None, path: str | Path) -> None:
     panels = [[a for a in touched if a.tensor == name] for name in names]
     grids = [cells(panel) for panel in panels]
     kinds = dict.fromkeys(cell for grid, _ in grids for row in grid for cell in row if cell)
-    # Single blocks first, so that what a block writes has its own colour.
+    # Single blocks come first, so that the elements a block writes have their own colour.
     palette = matplotlib.colormaps[_COLOURS]
     colours = {
         kind: palette(index % palette.N)[:3] for index, kind in enumerate(sorted(kinds, key=_order))
@@ -69,7 +69,7 @@ def draw(puzzle: Puzzle, tile: Sequence[int] | None, path: str | Path) -> None:
 
 
 def _as_matrix(ranges: Sequence[tuple[int, int]], pages: int) -> list[tuple[range, range]]:
-    """Rows and columns in the panel: a vector is one row, the pages of a batch lie below each
+    """Rows and columns in the panel: a vector is one row, the pages of a batch are below each
     other, `pages` rows apart.
     """
     spans = [range(start, stop) for start, stop in ranges]

@@ -71,7 +71,7 @@ def solve(
         device: where the ops run.
 
     Raises:
-        ValueError: there is no puzzle of such a number.
+        ValueError: there is no puzzle with this number.
         RuntimeError: the operator library can't be loaded.
     """
     numbers = [p.number for p in PUZZLES] if numbers is None else list(numbers)

@@ -96,7 +96,7 @@ def measured(
         variants: what to call, by name; the same in all processes.
         rounds: how often each is timed.
         warmup: calls of each before that.
-        calls: so many of them, one after another, are one sample; the time is that of one.
+        calls: the number of consecutive calls in one sample; the time is per call.
 
     Returns:
         A `Timing` by name, the same in all processes.
