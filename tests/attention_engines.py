@@ -1,4 +1,4 @@
-"""attention with an engine of one's choice, against the formula."""
+"""Runs attention with a chosen engine, and compares it with the formula."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def inputs(dtype, batch, nheads, nheads_kv, seqlen_q, seqlen_k, dim, dim_v=None)
 def each_configuration(engine, *args, every=False, op="attention_forward", **kwargs):
     """Yields the name of each configuration of an engine, "" for all, with it in force.
 
-    Those that differ in the number of splits alone are left out, but for `every`.
+    Configurations that differ only in the number of splits run only if `every` is set.
     """
     (record,) = dry_records(op, *args, device=0, **kwargs)
     family, numbers = record["family"], list(record["problem"])
@@ -108,7 +108,7 @@ def check_same_bits(engine, q, k, v, pads, others, **kwargs):
 
 
 def check_graph(engine, q, k, v, all_pads, **kwargs):
-    """A captured call serves other paddings."""
+    """A captured graph replays correctly with other paddings."""
     pads = torch.zeros(len(q), dtype=torch.int32, device="cuda")
     for name in each_configuration(engine, q, k, v, pads, **kwargs):
         ops.attention(q, k, v, pads, **kwargs)

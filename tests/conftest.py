@@ -45,7 +45,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def _compiled_anew() -> Iterator[None]:
-    """What a test compiles doesn't count towards the limit of recompilations of another."""
+    """The compilations of one test do not count towards the recompilation limit of another."""
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()

@@ -1,7 +1,7 @@
 """Mask truth tables, written by hand, and the calls that probe an op with them.
 
-A row is written as one digit per key: 1 where it is visible. The query rows of (2, 5) stand at
-positions 3 and 4 of the keys, those of (5, 2) at -3, -2, -1, 0, 1.
+A row is written as one digit per key: 1 where it is visible. The query rows of (2, 5) are at
+positions 3 and 4 of the keys, the rows of (5, 2) at -3, -2, -1, 0, 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the tests of the ops on a (rows, cols) matrix share: sizes, and tensors on integer grids."""
+"""Helpers for the tests of ops on a (rows, cols) matrix: sizes, and tensors on integer grids."""
 
 from __future__ import annotations
 

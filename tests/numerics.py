@@ -37,7 +37,7 @@ TINY = {
 }
 TRUNCATING = 2.0  # an accumulator may truncate instead of round
 SMALL_RESULT = 0.3  # results below this are allowed the roundings of this one
-FEW_ELEMENTS = 32  # but for zeros; the largest of fewer eager errors is a matter of luck
+FEW_ELEMENTS = 32  # without zeros; the largest of fewer eager errors is a matter of luck
 
 Ratios = dict[str, float]
 observed: list[tuple[str, str, Ratios]] = []  # drained by conftest for the summary
@@ -59,7 +59,7 @@ class Terms:
     jumps: list[Tensor] = field(default_factory=list)
 
     def map(self, f: Callable[[Tensor], Tensor]) -> Terms:
-        """The errors after a linear map whose coefficients f applies by magnitude."""
+        """The errors after a linear map; f applies the absolute values of its coefficients."""
         sums = [(k, f(m)) for k, m in self.sums]
         return Terms(sums, [f(m) for m in self.rounds], [f(m) for m in self.jumps])
 
@@ -99,14 +99,14 @@ class Bound:
         return allowed
 
     def beyond_eager(self) -> float:
-        """What the largest error may be whatever eager's is."""
+        """The largest error that is allowed for any error of eager."""
         jumps = [jump.max().item() for jump in self.terms.jumps if jump.numel()]
         return eager_floor(self.ref, self.dtype) + self.floor + max(jumps, default=0.0)
 
 
 def eager_floor(ref: Tensor, dtype: torch.dtype) -> float:
-    """What the largest error may be even where eager has none: two roundings of the largest result,
-    or of 0.3 where all are smaller.
+    """The largest error that is allowed if eager has none: two roundings of the largest result, or
+    of 0.3 if all are smaller.
     """
     r = ref.to(dtype)
     r = r[torch.isfinite(r)]

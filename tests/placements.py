@@ -1,7 +1,7 @@
 """Calls of every op with DTensors, run in the processes of a mesh.
 
-A case runs in all processes of the mesh (meshes.py) and raises where an answer differs from that of
-one process.
+A case runs in all processes of the mesh (meshes.py) and raises if an answer differs from that
+of one process.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def with_dlse(build: Build) -> Build:
 
 
 def after(op: str, build: Build, inputs: int) -> Build:
-    """The backward call behind a forward one: dout, inputs, out and lse, leftpad."""
+    """The arguments of the backward call of a forward call: dout, inputs, out and lse, leftpad."""
 
     def make(m: Maker) -> Call:
         args, kwargs = build(m)
@@ -240,7 +240,7 @@ def same(ours: DTensor, want: Tensor, label: str) -> None:
     tolerance = {"rtol": close, "atol": close, "equal_nan": True}
     try:
         whole = full_tensor(ours)
-    except ValueError as error:  # of what torch 2.15 can't tell apart
+    except ValueError as error:  # torch 2.15 cannot tell some placements apart
         assert torch.__version__ >= "2.15" and "beside _StridedShard" in str(error)
         return
     torch.testing.assert_close(whole, want, **tolerance, msg=lambda m: label + m)
@@ -496,7 +496,7 @@ def keys_of_the_cache(mesh: DeviceMesh) -> None:
                     many[name] = (Replicate(),) * (mesh.ndim - 1) + (first,)
                 one.check(many)
 
-    # Calls whose placements suit one value and not the other.
+    # Calls whose placements are supported for one value and not for the other.
     suiting: list[tuple[str, Call, dict[str, Any], dict[str, list[Any]]]] = [
         ("gated_linear", ([x, weight], {}), {"weight": Shard(0)}, {"interleaved": [True, False]}),
         (

@@ -1,7 +1,7 @@
 """The formulas of the ops, in float64, differentiable, each straight from its definition.
 
-Nothing here knows how an op is computed. Masks are an explicit boolean table; what a mask hides is
-replaced before it is used, so that anything may stand there. `eager_*` are the same functions as
+This file does not follow the kernels. Masks are an explicit boolean table; masked values are
+replaced before they are used, so that they may be NaN. `eager_*` are the same functions as
 a user of plain torch would write them, at the tensors' own dtype: the yardstick of numerics.check.
 """
 
@@ -517,7 +517,7 @@ def eager_rms_norm_linear(x, weight, bias=None, norm_weight=None, *, eps, activa
 def eager_folded_layer_norm_linear(
     x, folded_weight, weight_sum, folded_bias=None, *, eps, activation
 ):
-    """Layer norm without parameters, then the folded weight: what the fold stands in for."""
+    """Layer norm without parameters, then the folded weight, as without the fold."""
     n = F.layer_norm(x, x.shape[-1:], eps=eps)
     bias = None if folded_bias is None else folded_bias.to(x.dtype)
     return eager_activate(F.linear(n, folded_weight, bias), activation)

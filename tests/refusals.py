@@ -47,8 +47,8 @@ class Arg:
     """One tensor argument of a good call.
 
     `anchor`: the others are compared with it. `rank`: "fixed", "min" (the sample already has the
-    fewest dims) or "" (free). `sized`: dims whose size another argument fixes. `blame`: who may be
-    named instead, where two arguments disagree and neither is the anchor.
+    fewest dims) or "" (free). `sized`: dims whose size another argument fixes. `blame`: the
+    arguments that the error may name instead if two disagree and neither is the anchor.
     """
 
     name: str
@@ -129,7 +129,7 @@ def resized(dim: int, by: int) -> Callable[[Tensor], Tensor]:
 
 
 def tensor_cases(arg: Arg) -> dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], None]]]:
-    """What can be wrong with one tensor, whatever the op."""
+    """The errors that one tensor of any op can have."""
     made: dict[str, Callable[[dict[str, Any]], None]] = {}
     if arg.name == "leftpad":
         for dtype in LEFTPAD_DTYPES:

@@ -577,8 +577,8 @@ def sample(op: str, name: str) -> Sample:
 
 
 def registered_ops() -> list[str]:
-    """Every overload of the namespace, as the dispatcher lists it, but for private ops: tuning's,
-    which take no tensors, and parts of `linear`.
+    """Every overload of the namespace in the dispatcher's list, without private ops: those of
+    tuning, which have no tensor arguments, and parts of `linear`.
     """
     names = torch._C._dispatch_get_all_op_names()
     mine = (n.removeprefix("torchweld::") for n in names if n.startswith("torchweld::"))
@@ -591,7 +591,7 @@ def has_kernel(device: str) -> bool:
 
 
 def need_kernel(op: str, device: str) -> None:
-    """Skip, with its reason, what a CPU-only build cannot do."""
+    """Skip with a reason if a CPU-only build lacks the kernel."""
     if not has_kernel(device):
         pytest.skip(f"torchweld::{op} has no {device} kernel in this build")
 

@@ -1,4 +1,4 @@
-"""Calls of torch's flash attention op, and what they should give."""
+"""Calls of torch's flash attention op, and their expected results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FLASH = torch.ops.aten._scaled_dot_product_flash_attention
 
 
 def formula(q, k, v, is_causal, scale):
-    """In float64: out, and lse as flash attention gives it, inf where no key is seen."""
+    """out and lse in float64; lse is inf for a row without visible keys, as in flash attention."""
     out, lse = attention_engines.formula(q, k, v, None, is_causal, scale)
     return out, torch.where(lse == -math.inf, math.inf, lse)
 
@@ -31,5 +31,5 @@ def draw(sizes, sizes_k=None, device="cpu", dtype=BF16, transposed=False):
 
 
 def strides(t):
-    """But for those of dims of size 1, where any will do."""
+    """The strides of t, without dims of size 1, whose stride does not matter."""
     return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]

@@ -37,12 +37,12 @@ def layouts(draw: st.DrawFn, dims: int) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def hole(t: Tensor) -> float | int:
-    """What stands beside t's values: NaN, or a huge integer."""
+    """The value that fills the gaps between t's values: NaN, or a huge integer."""
     return float("nan") if t.is_floating_point() else min(2**30, torch.iinfo(t.dtype).max)
 
 
 def strided(t: Tensor, layout: tuple[tuple[int, ...], tuple[int, ...], int]) -> Tensor:
-    """t's values behind the layout, with holes in every gap of the storage."""
+    """A tensor with t's values in the layout, whose storage has holes in every gap."""
     order, steps, offset = layout
     strides, place = [0] * t.dim(), 1
     for d in reversed(order):

@@ -27,7 +27,7 @@ def pads(device: str, *values: int) -> Tensor:
 
 
 def permuted(t: Tensor, perm: Sequence[int]) -> Tensor:
-    """t's values, which lie in memory as those of another order of its dims."""
+    """A tensor with t's values, stored in another order of its dims."""
     back = [perm.index(d) for d in range(t.dim())]
     return t.permute(back).contiguous().permute(perm)
 
@@ -38,7 +38,7 @@ def need_dtype(device: str, dtype: torch.dtype) -> None:
 
 
 def check_output_mask(backward: str, args: Sequence[Tensor | None], mask: int, count: int) -> None:
-    """What was not asked for has shape (0,); the rest does not change."""
+    """Checks that unwanted gradients have shape (0,) and the others do not change."""
     wanted = [bool(mask >> i & 1) for i in range(count)]
     full = call(backward)(*args, output_mask=[True] * count)
     got = call(backward)(*args, output_mask=wanted)

@@ -42,7 +42,7 @@ def dout_of(q, v):
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_every_tile_is_the_formula(sizes, dtype, causal):
-    """Those of mma.sync too, which other tests no longer reach on Hopper."""
+    """The tiles of mma.sync are included, because other tests do not reach them on Hopper."""
     q, k, v = inputs(dtype, *sizes)
     dout = dout_of(q, v)
     names, bounds = [], attention_grads(dout, q, k, v, causal=causal)
@@ -123,8 +123,8 @@ def test_masks(sizes, dtype, numbers, padded):
         check_grads(name, grads, bounds)
 
 
-# Grouped heads with more blocks than SMs: those of the second wave loop over their query tiles
-# upwards, if causal. Or with too few: a kv head's query heads have parts. Or both.
+# Grouped heads with more blocks than SMs, whose second wave loops over the query tiles upwards if
+# causal; with too few, so that the query heads of a KV head are divided; or with both.
 BLOCKS = [
     ((2, 80, 10, 136, 1000, 64, 64), True, BF16), ((2, 40, 10, 200, 1000, 128, 128), True, F16),
     ((2, 20, 5, 200, 1000, 256, 192), True, BF16), ((1, 4, 1, 700, 690, 64, 64), True, F16),
@@ -195,7 +195,7 @@ def test_views_and_scales():
 
 @on_hopper
 def test_scores_beyond_all_bounds_give_no_nan():
-    """The rounding of such a score is far more than the exponents of fp32."""
+    """The rounding error of such a score exceeds the range of fp32 exponents."""
     big = torch.full((1, 2, 300, 64), 1e15, device="cuda", dtype=BF16)
     ones = torch.ones_like(big)
     for _, grads in each("sm90", ones, big, big, ones, causal=True):

@@ -78,7 +78,7 @@ def test_a_graph_serves_other_paddings():
 
 @on_gpu
 def test_calls_in_a_row_give_what_each_gives_alone():
-    """A call begins while the one before it, whose results are its query, ends."""
+    """A call starts while the call before it, whose results are its query, still runs."""
     q, k, v = inputs(BF16, 2, 8, 2, 1, 4000, 128)
     k *= 4
     v *= 16  # so that each call picks other keys

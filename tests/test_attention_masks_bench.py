@@ -7,7 +7,7 @@ from torchweld_bench.attention_masks import _live_share
 
 def test_share_of_live_tiles():
     assert _live_share([[0] * 256]) == 1
-    # The second tile of rows has four of keys, of which it sees two.
+    # The second row tile has four key tiles and sees two of them.
     assert _live_share([[0] * 128 + [128] * 128]) == 4 / 6
     # Two of its rows see the first key.
     assert _live_share([[0] * 130 + [128] * 126]) == 1

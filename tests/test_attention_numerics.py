@@ -58,7 +58,7 @@ def test_a_thousand_runs_have_the_same_bits(sizes, causal):
 
 
 def beside_nan(t):
-    """t's values in a tensor with NaN behind every row and column, its rows on 16 bytes."""
+    """A view of t's values with NaN after every row and column, its rows aligned to 16 bytes."""
     batch, nheads, rows, columns = t.shape
     wide = t.new_full((batch, nheads, rows + 5, -(-columns // 8) * 8 + 8), math.nan)
     wide[:, :, :rows, :columns] = t
@@ -88,11 +88,11 @@ def test_logits_to_5e4(dim, dtype):
 @on_hopper
 @pytest.mark.parametrize("strides", [(2**31, 64 * 130, 64), (64, 64 * 130, 2**24)], ids=str)
 def test_strides_beyond_2_to_the_31(strides):
-    """Of the batch, or of the rows, whose last one begins beyond."""
+    """The last batch entry, or the last row, begins at an offset beyond 2^31."""
     batch, nheads, rows, dim = 2 if strides[0] > 2**30 else 1, 2, 130, 64
     storage = torch.empty(2**31 + 2**24 * 2, dtype=BF16, device="cuda")
     far = []
-    for i in range(3):  # one behind the other, not overlapping
+    for i in range(3):  # consecutive, without overlap
         at = i * 3 * nheads * rows * dim if batch == 2 else i * 2**22
         head_stride = strides[1] if batch == 2 else 2**20
         where = (strides[0], head_stride, strides[2], 1)
@@ -110,7 +110,7 @@ def test_strides_beyond_2_to_the_31(strides):
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_errors_are_those_of_flash(dim, dtype, causal):
-    """The largest ones, up to what a rounding of the result makes."""
+    """The largest errors agree, up to a rounding of the result."""
     q, k, v = (t.requires_grad_() for t in inputs(dtype, 2, 4, 4, 700, 700, dim))
     dout = torch.randn_like(q)
     wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
@@ -143,7 +143,7 @@ def test_scores_below_and_above_half_of_the_cap(dim, dtype):
 @pytest.mark.parametrize("softcap", [0.5, 50.0, 80.0])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_steps_of_small_and_large_capped_scores_take_turns(dim, softcap, mask):
-    """Those of small ones alone leave a row's maximum as it is."""
+    """A step with only small scores leaves the maximum of a row unchanged."""
     q, k, v = inputs(BF16, 1, 2, 2, 400, 900, dim)
     dout = torch.randn_like(q)
     for sizes in ((0.01, 40.0), (40.0, 0.01), (1.0, 1.0)):

@@ -30,7 +30,7 @@ def test_attention_tiles_hold_both_head_dims(math):
 
 
 def test_a_tile_of_the_gradient_never_writes_beyond_its_scratch():
-    """dQ's scratch has 64, 128 or 256 columns, as head dims ask for, and not as the tile does."""
+    """dQ's scratch has 64, 128 or 256 columns, which the head dims decide, not the tile."""
     for dims in ((64, 64), (1, 8), (65, 64), (128, 3), (129, 8), (256, 256)):
         columns = next(c for c in (64, 128, 256) if max(dims) <= c)
         for math in range(3):

@@ -51,7 +51,7 @@ SMALL = {
 
 @pytest.mark.parametrize("op", one.EAGER)
 def test_bench_of_one_call(capsys, op):
-    """What is timed against it computes the same."""
+    """The code that an op is timed against computes the same."""
     argv = [op, "--shape", SMALL.get(op, "3,16,8"), "--device", "cpu"]
     code, out, err = run(capsys, *argv)
     assert code == 0

@@ -39,7 +39,7 @@ def test_sizes(device, dtype, size):
 @pytest.mark.parametrize("one", ["neither", "a", "b"])
 def test_many_batches(device, batch, one):
     batches = (1 if one == "a" else batch, 1 if one == "b" else batch)
-    # The gradient of the operand that serves every batch sums up to 131074 products.
+    # The gradient of the operand of batch 1 sums up to 131074 products.
     check_op(OP, call_args(device, F32, 2, 1, 3, batches), eager=False)
 
 

@@ -1,4 +1,4 @@
-"""The two libraries: what they hold, how they load, and the package when they are not there."""
+"""The two libraries: their contents, how they load, and the package without them."""
 
 from __future__ import annotations
 
@@ -403,7 +403,7 @@ def test_groups_hold_every_source_once(instantiations, tmp_path):
     held = [re.findall(r'#include "(.+)"', path.read_text()) for path in paths]
     assert [len(group) for group in held] == [3, 3, 1]
     assert sum(held, []) == sources
-    # A source that goes leaves no group behind.
+    # Deleting a source deletes its group.
     instantiations.write_groups(tmp_path, sources[:6], 3)
     assert [path.exists() for path in paths] == [True, True, False]
 

@@ -220,16 +220,16 @@ def test_more_long_rows_than_a_gpu_takes_at_a_time(device):
     assert not dx[~seen.expand_as(dx)].any()
     weighted = y.float() * x.float()
     expected = 0.5 * (weighted - y.float() * weighted.sum(-1, keepdim=True))
-    # Sums round by less than 2^-14 of what they add, which is about 1.
+    # The rounding error of a sum is below 2^-14 of its terms, which add up to about 1.
     torch.testing.assert_close(dx.float(), expected, rtol=2.0**-7, atol=2.0**-14)
     assert_same_bits(causal_softmax_backward(x, y, leftpad, scale=0.5)[0], dx)
 
 
 @pytest.mark.parametrize("offset", [0.0, 100.0, -1e4, -2.5e5, 133120.0])
 def test_offset_of_a_row(device, offset):
-    """No finite sentinel stands for -inf: visible logits may all lie far below any.
+    """No finite sentinel replaces -inf: all visible logits may be far below it.
 
-    Rows with one large probability make the largest error: it takes many to compare it.
+    Rows with one large probability have the largest error, so its comparison needs many of them.
     """
     steps = torch.randint(-64, 65, (2, 24, 37, 37), dtype=F64) / 8 + offset
     for dtype in (F32, F64) if device == "cpu" else (F32,):

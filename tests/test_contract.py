@@ -43,7 +43,7 @@ BACKWARD = [pytest.param(SAMPLES[op][0], id=op) for op in OPS if op.endswith("_b
 
 # Their gradients need no tensor of the forward call.
 SAVES_NOTHING = ("row_sum", "add_scalar", "outer_add")
-# Their gradients are those of torch's own ops.
+# torch's own ops compute the gradients of these ops.
 TWICE_DIFFERENTIABLE = ("add_scalar", "row_sum")
 
 QKV = "Tensor query, Tensor key, Tensor value"
@@ -234,7 +234,7 @@ def test_rerun_is_bit_equal(s, device):
 
 @pytest.fixture
 def poisoned_memory():
-    """Fresh memory holds NaN, so what a kernel leaves unwritten shows."""
+    """Fresh memory holds NaN, so an element that a kernel does not write is found."""
     was, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -281,7 +281,7 @@ def test_inputs_stay_and_outputs_are_fresh(s, device):
 
 
 def layouts(t: Tensor) -> dict[str, Tensor]:
-    """The same values behind other strides and offsets, with NaN (a huge pad) in between."""
+    """Strides and offsets change nothing; NaN (a huge pad) fills the gaps."""
     hole = float("nan") if t.is_floating_point() else min(2**30, torch.iinfo(t.dtype).max)
 
     def buffer(*shape: int) -> Tensor:
@@ -344,7 +344,7 @@ def test_opcheck(s, device):
 
 
 def significant(t: Tensor) -> list[int]:
-    """The strides that decide where an element lies."""
+    """The strides that decide the address of an element."""
     return [t.stride(d) for d in range(t.dim()) if t.numel() and t.shape[d] > 1]
 
 
@@ -406,7 +406,7 @@ def test_compile_inductor(op, device):
 
 @pytest.mark.parametrize("op", PUBLIC)
 def test_compile_with_dynamic_shapes(op, device):
-    """One graph serves another leading size."""
+    """One graph runs with another leading size."""
     need_kernel(op, device)
     graphs = []
 
@@ -515,8 +515,8 @@ OPTIONAL_TENSORS = [
 def scripted_with_untyped(op, name, tmp_path):
     """torch.jit.script of a function whose parameter `name=None` has no type.
 
-    TorchScript takes it for a Tensor; a call without it hands the op an undefined one. (torch
-    can't save such a function, whatever it calls.)
+    TorchScript infers Tensor for it, so a call without it passes an undefined one. (torch cannot
+    save any such function.)
     """
     arguments = [a for a in call(op).default._schema.arguments if a.name != name]
     parameters = ", ".join(f"{a.name}: {a.type}" for a in arguments)
@@ -785,7 +785,7 @@ def test_wrong_dtype_names_the_argument(s, device):
             call(s.op)(*bad, **kwargs)
         text = str(error.value)
         assert text.startswith(f"torchweld::{s.op}: ") and "float16" in text, text
-        # Where the others must be like this one, it is they who are refused.
+        # If the other arguments must be like this one, the error names them.
         assert f": {names[i]} must be" in text or f" like {names[i]}, but got" in text, text
 
 
@@ -880,7 +880,7 @@ def test_compiled_cuda_graphs_share_no_memory_with_what_is_kept(trains):
 
 @pytest.mark.parametrize("s", GPU_ALL)
 def test_cuda_stream_is_the_current_one(s):
-    """The inputs are made behind a long wait on a second stream; the op must queue behind them."""
+    """The inputs are made behind a long wait on a second stream; the op must run after them."""
     need_kernel(s.op, "cuda")
     args, kwargs = s.make("cuda")
     expected = as_tuple(call(s.op)(*args, **kwargs))

@@ -50,7 +50,7 @@ def test_wide_kernels(device, shape, kernel):
 
 
 def flipped_conv2d(dz, weight):
-    """The gradient to x as a convolution of its own, with zeros above and on the left."""
+    """The gradient to x as a convolution, with zeros above and on the left."""
     return R.conv2d(dz.flip(1, 2), weight).flip(1, 2)
 
 
@@ -72,7 +72,7 @@ def test_integers_are_exact(device, shape, kernel):
         check_exact(x, integers(device, dtype, *kernel), dz)
 
 
-# Around what a thread, a cell, a strip or a small image has of rows and columns.
+# Sizes around the rows and columns of a thread, a cell, a strip and a small image.
 EDGES = [*range(1, 10), 15, 16, 17, 31, 32, 33]
 
 
@@ -104,7 +104,7 @@ def test_one_weight_is_a_shift(device, size):
 
 @pytest.mark.parametrize("batch", [1, 2, 5, 21, 22, 31, 32, 33, 43, 67, 129])
 def test_small_images_do_not_mix(device, batch):
-    """Many small images share a block; each is what it is alone."""
+    """Many small images share a block; each result equals that of the image alone."""
     sides = [(8, 8, 3), (8, 8, 5), (8, 8, 7), (7, 7, 4), (3, 3, 5), (1, 1, 3)]
     sides += [(16, 16, 3), (16, 16, 5), (16, 16, 7), (5, 16, 4), (16, 8, 7), (13, 11, 5)]
     for dtype in (F32, BF16):
@@ -120,7 +120,7 @@ def test_small_images_do_not_mix(device, batch):
                 assert_equal(dx[i : i + 1], alone)
 
 
-# Around what a load, a warp and a block have of images of 8 columns.
+# Batches around the numbers of 8-column images in a load, a warp and a block.
 BATCHES = [1, 3, 4, 5, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130]
 
 
@@ -252,7 +252,7 @@ def test_empty_kernels(device, kernel):
 
 @pytest.mark.parametrize("offset", range(9))
 def test_any_start_of_a_row(device, offset):
-    """Images start anywhere with respect to 16 bytes; what lies around them is NaN."""
+    """Images start anywhere with respect to 16 bytes; NaN surrounds them."""
     for dtype in (F32, BF16):
         wide = (3, 16, 0), (5, 24, 8), (7, 21, 1), (4, 64, 5), (9, 40, 8), (3, 40, 8), (4, 24, 8)
         narrow = (7, 8, 0), (5, 8, 4), (4, 13, 3), (9, 8, 8), (5, 16, 16)

@@ -12,8 +12,8 @@ def image(height: int, width: int, kernel: tuple[int, int], elem_size: int) -> d
     return sizes | dict(elem_size=elem_size, bfloat16=elem_size == 2)
 
 
-# Image, kernel, bytes of an element, and what was fastest on an H200: a kernel, and for cells and
-# narrow images the kernels that the tile is for.
+# Image, kernel, bytes of an element, and the fastest choice on an H200: a kernel, and for cells and
+# narrow images the kernel sizes of the tile.
 FASTEST = [
     (8, 8, 3, 4, "small"), (8, 8, 7, 4, "small"), (16, 16, 5, 4, "small"),
     (16, 16, 7, 4, "direct"), (17, 16, 5, 4, "direct"), (16, 17, 3, 4, "direct"),

@@ -1,4 +1,4 @@
-"""The pictures of `bench.py curves`, from what was measured."""
+"""The pictures that `bench.py curves` draws from measurements."""
 
 from __future__ import annotations
 

@@ -398,7 +398,7 @@ def test_a_wrong_fused_model_fails_the_checks(prose):
     assert trainer.result.converged() is False
     assert trainer.result.weights_match is False
     result = generate.Generation()
-    # Not a weight, which the stock code would be given too: what the fused code makes of it.
+    # Break the fused code and not a weight, which the stock code would get too.
     pair.fused.transformer.ln_f.register_forward_hook(lambda module, args, out: -out)
     generate.generate(chosen, pair, tokens, result, lambda what: None)
     assert result.passed() is False

@@ -1,4 +1,4 @@
-"""docs/: every block of Python on a page runs, and what is made from code names everything."""
+"""docs/: every Python block on a page runs, and the generated pages name every op."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: str) -> list[Block]:
-    """The page's blocks of Python; a comment in the line before one says what it needs."""
+    """The page's blocks of Python; a comment in the line before a block names its requirement."""
     text = (DOCS / page).read_text(encoding="utf-8")
     found = []
     for match in re.finditer(r"(?:<!-- (.+) -->\n)?```python\n(.*?)```", text, re.S):
@@ -66,7 +66,7 @@ def plain_blocks(page: str) -> list[Block]:
     return [block for block in ALL if block.page == page and not block.mark]
 
 
-# The export page takes the time of a C++ compiler, and has a test of its own.
+# The export page needs a C++ compiler and minutes, and has its own test.
 @pytest.mark.parametrize("page", [p for p in PAGES if plain_blocks(p) and p != "export.md"])
 def test_python_of_a_page_runs(page, tmp_path):
     pytest.importorskip("transformers")

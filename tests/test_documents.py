@@ -1,4 +1,4 @@
-"""The documents: their tables are what the result files say, what they name exists, the README's
+"""The documents: their tables match the result files, the things that they name exist, the README's
 example runs.
 """
 

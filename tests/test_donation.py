@@ -121,7 +121,7 @@ def test_checkpointed_gradients(op, kwargs, device):
 @every_case
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded"])
 def test_the_bits_do_not_depend_on_retain_graph(op, kwargs, layout, device):
-    """Sums go in the order of dz's layout, which must be that of the pre-activation either way."""
+    """The order of sums follows the layout of dz, so dz always has the pre-activation's layout."""
     inputs = inputs_of(op, device)
     out = call(op)(*inputs, **kwargs)
     dout = torch.randn(out.shape[::-1], device=device).t()

@@ -65,7 +65,7 @@ def test_every_sample_has_a_kernel(of, dtype):
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("of", ALL)
 def test_a_dry_run_tells_what_is_in_the_tables(of, dtype):
-    """And asks for no more threads and memory than an H100 has."""
+    """The launch needs no more threads and memory than an H100 has."""
     args, kwargs = meta_call(*of.make("cpu", dtype))
     for record in dry_records(of.op, *args, **kwargs):
         for _, shared_bytes, threads, _ in record["kernels"]:
@@ -123,7 +123,7 @@ if sys.argv[1] == "reach":
 @without_gpu
 @pytest.mark.parametrize("reach", ["", "reach"])
 def test_nothing_is_launched(tmp_path, reach):
-    """The CUDA runtime's entries are overridden, so that the first one that is reached tells."""
+    """Overrides of the CUDA runtime's functions report the first call."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None or sys.platform != "linux":
         pytest.skip("a C compiler on Linux was not found")
@@ -265,7 +265,7 @@ def test_float64_has_no_kernel_on_a_gpu():
 
 @pytest.mark.parametrize("op", list(SPECS))
 def test_bad_arguments_are_refused_in_the_ops_own_sentence(op):
-    """Word for word what the call on the CPU says, but for the device."""
+    """The error equals that of the call on the CPU, except for the device."""
     cases_seen = 0
     for case in cases(op):
         given = case.good_call("cpu")

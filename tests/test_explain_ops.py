@@ -1,4 +1,4 @@
-"""What explain says of each op: its parts, its tile, what was rejected before it."""
+"""explain for each op: its parts, its tile, and the rejected candidates."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_4_bit_products():
         explanation = torchweld.explain("int4_linear", *int4_args(m))
         assert explanation.kernel.startswith(kernel), explanation
         assert explanation.tile["tokens"] >= m and explanation.tile["tile_bytes"] > 0
-        # Parts of K are added within a cluster: there is no other kernel.
+        # The cluster adds the k-ranges, so there is no second kernel.
         (record,) = dry_records("int4_linear_repacked", *repacked(m), out_features=4096)
         assert len(record["kernels"]) == 1
     explanation = torchweld.explain("int4_linear", *int4_args(64, dtype=F32))
@@ -230,12 +230,12 @@ def test_a_kernel_has_the_threads_of_its_tile():
             assert threads == 32 * tile["warps"]
             itemsize = 2 if written else dtype.itemsize
             stage = (tile["block_m"] + tile["block_n"]) * tile["block_k"] * itemsize
-            few = record["choice"].startswith("rows")  # each warp has stages of its own
-            # The engine on wgmma keeps boxes of results, bias and barriers beside its stages, that
-            # for few rows what a norm needs.
+            few = record["choice"].startswith("rows")  # each warp has its own stages
+            # Beside its stages, the wgmma engine keeps boxes of results, bias and barriers, and the
+            # small-M engine the statistics of a norm.
             more = shared_bytes - tile["stages"] * stage * (tile["warps"] if few else 1)
             assert (0 < more < 40_000) if sm90 or few else more == 0
-            # The sums of splits are added by another kernel, those of stream-K are not.
+            # Another kernel adds the partials of splits, but not those of stream-K.
             assert len(record["kernels"]) == (2 if tile["splits"] > 1 or written else 1)
 
 

@@ -15,7 +15,7 @@ KERNELS = (1, 3, 4, 5, 7, 9, 10, 31, 40)
 
 
 def problems(family: str, seed: int = 0, count: int = 300):
-    """Random problems within what the kernels may meet."""
+    """Random problems within the limits of the kernels."""
     r = random.Random(seed)
     size = lambda: r.choice(SIZES)  # noqa: E731
     flags = lambda *names: {name: r.randint(0, 1) for name in names}  # noqa: E731
@@ -81,7 +81,7 @@ def test_a_name_is_the_engine_and_its_tile(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_problems_of_a_shape_class_have_the_same_configurations(family):
-    """What one of them takes, the class's largest takes too, so that a choice can be shared."""
+    """The largest problem of a class allows the choices of all, so they can share one."""
     for numbers in problems(family, seed=1, count=100):
         wide = _C.shape_class(family, numbers)
         assert _C.shape_class(family, wide) == wide

@@ -1,4 +1,4 @@
-"""FlopCounterMode counts of an op what it counts of the same formula in torch's ops."""
+"""FlopCounterMode counts as many flops for an op as for its formula in torch's ops."""
 
 from __future__ import annotations
 

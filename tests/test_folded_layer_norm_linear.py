@@ -59,7 +59,7 @@ def test_fold(device, size, given_parameters):
 
 
 def test_sum_is_that_of_the_rounded_weight(device):
-    """Not of the exact product: the mean must cancel against what the matmul multiplies."""
+    """The sum is that of the rounded weight, because the mean must cancel in the matmul."""
     for dtype in (F16, BF16):
         weight, bias, scale, shift = parameters(device, dtype, 64, 1024)
         folded, total, _ = fold_layer_norm(weight, bias, scale, shift)
@@ -129,7 +129,7 @@ SIMULATED = {
 @pytest.mark.parametrize("ratio", SIMULATED[F32])
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 def test_mean_far_from_zero(device, dtype, ratio):
-    """The mean cancels: at most twice what was simulated, or twice eager on the same rows.
+    """The mean cancels: the error is at most twice the simulated one, or twice eager's.
 
     Eager is layer_norm and linear; a fold that sums exact products instead of rounded weights is
     off by 10 to 1000 times that in half precision, a float32 one that does not shift first by 10

@@ -27,7 +27,7 @@ EVERY = [pytest.param(op, s, id=f"{op}-{s.name}") for op in OPS for s in SAMPLES
 
 @pytest.fixture(autouse=True)
 def _no_warning():
-    """Such as torch's about an op without a batching rule."""
+    """Turns warnings into errors, for example torch's about an op without a batching rule."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", category=UserWarning)
         yield

@@ -1,4 +1,4 @@
-"""What `import torchweld` does, and what it leaves alone."""
+"""The effects of `import torchweld`, and the things that it does not change."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ for name in [name for name in sys.modules if name.split(".")[0] == "torchweld"]:
     [("reload", "none"), ("reload", "first"), ("anew", "first"), ("anew", "last")],
 )
 def test_a_second_import_in_one_process(again, others):
-    """The packages that torchweld serves may be imported before it or after."""
+    """The packages that torchweld supports may be imported before or after it."""
     needed = ["torch.utils.flop_counter", "torch.distributed.tensor"]
     if importlib.util.find_spec("transformers"):
         needed.append("transformers.modeling_utils")

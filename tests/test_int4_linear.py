@@ -58,7 +58,7 @@ def check_both(x, weight, bias=None):
 @pytest.mark.parametrize("rows", [*range(1, 10), 15, 16, 17, 27, 48, 49])
 @pytest.mark.parametrize("group", [64, 128, 384])
 def test_few_rows(device, rows, group):
-    """What the CPU decodes in registers, and around it."""
+    """Numbers of rows around the limit up to which the CPU decodes in registers."""
     for dtype in dtypes(device):
         weight = random_weight(35, 384, group, dtype, device)
         check_both(randn(device, dtype, rows, 384), weight, randn(device, dtype, 35))
@@ -178,7 +178,7 @@ def test_integer_grid_is_exact(device, size):
 
 @pytest.mark.parametrize("m", [1, 5, 8, 16, 32, 64, 128, 257])
 def test_long_k_is_exact(device, m):
-    """K in parts: the parts' sums are those of whole groups."""
+    """K is split; the partial sums cover whole groups."""
     test_integer_grid_is_exact(device, (m, 19, 4096, 128))
 
 
@@ -233,7 +233,7 @@ def check_every_tile(size, dtype):
                 assert_same_bits(call(other), first)
         finally:
             ops._force_choice("int4", problem, "")
-    # With K cut it is the same tile, but for few tokens: there the parts belong to it.
+    # A tile with K split is the same tile, except for decode, whose splits are part of the tile.
     return {c["choice"] if c["engine"] == "decode" else c["choice"].split(" /")[0] for c in legal}
 
 
@@ -410,7 +410,7 @@ def test_the_puzzle(device):
 @pytest.mark.parametrize("value", [0.0, 2.0**-140, math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("m", [2, 40, 140])
 def test_scales_are_data(device, m, value):
-    """Zero, subnormal, inf and NaN give what the dequantised weight gives."""
+    """Zero, subnormal, inf and NaN scales give the results of the dequantised weight."""
     for dtype in dtypes(device):
         for group in (8, 64):
             x = randn(device, dtype, m, 128)
@@ -632,7 +632,7 @@ def test_the_torch_form_is_frozen_too():
 
 
 def test_module_saves_and_loads(device):
-    """The file has the portable tensors alone; what is loaded gives the same bits."""
+    """The file holds only the portable tensors; the loaded module gives the same bits."""
     module = Int4Linear.from_linear(linear_of(17, 64, device), 16)
     assert list(module.state_dict()) == ["qweight", "scale", "zero", "bias", "weight"]
     assert module.state_dict()["weight"].numel() == 0
@@ -674,7 +674,7 @@ def test_module_loads_into_one_without_memory(assign):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_float_layer_refuses_the_codes(strict):
-    """Its weight would stay what it was initialised with."""
+    """Otherwise the weight would silently keep its initial values."""
     state = torch.nn.Sequential(Int4Linear.from_linear(linear_of(17, 64), 16)).state_dict()
     with pytest.raises(RuntimeError, match="size mismatch for 0.weight"):
         torch.nn.Sequential(linear_of(17, 64)).load_state_dict(state, strict=strict)
@@ -718,7 +718,7 @@ def test_module_refuses_another_state(name, strict):
 
 
 def test_from_pretrained_of_a_float_model_refuses_the_codes(tmp_path):
-    """It would initialise the weights anew, and say so in a table alone."""
+    """Otherwise transformers would initialise the weights, and only report it in a table."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=32,
@@ -748,7 +748,7 @@ def test_from_pretrained_of_a_float_model_refuses_the_codes(tmp_path):
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     ids = torch.arange(8)[None]
-    # What has the layers before it is loaded gives the same bits.
+    # A model that has the layers before loading gives the same bits.
     assert_same_bits(Quantised.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
     fresh = quantised(transformers.LlamaForCausalLM(config))
     assert not any(fresh.load_state_dict(model.state_dict()))

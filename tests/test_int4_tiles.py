@@ -17,7 +17,7 @@ NO_WGMMA = dict(wgmma=0)
 
 
 def splits_cover_k_once(columns: dict[str, int], k: int) -> bool:
-    """Splits have equally many k-blocks, but for the last one, and none is empty."""
+    """All splits but the last have equally many k-blocks, and none is empty."""
     chunks, k_block, splits = -(-k // 64), columns["block_k"] // 64, columns["splits"]
     k_blocks = -(-chunks // k_block)
     split = -(-k_blocks // splits) * k_block
@@ -82,11 +82,11 @@ def test_every_tile_of_rows_has_a_block_or_a_cluster(gpu):
             if tile is None:
                 continue
             assert m <= tile["tokens"]
-            # A k-block has two slices; each lies within one group.
+            # A k-block has two slices; each is within one group.
             assert group % (tile["block_k"] // 2) == 0 and k % tile["block_k"] == 0
             assert tile["tile_bytes"] <= gpu["shared_limit"] and tile["blocks"] <= gpu["sms"]
             owners, rest = divmod(tile["blocks"], tile["splits"])
-            # None has nothing to do, but for one of a pair that shares its loads of x.
+            # Only one CTA of a pair that shares its loads of x may be idle.
             assert rest == 0 and 1 <= owners <= max(2, -(-n // 16))
             taken[tile["splits"]] += 1
     assert taken[1] > 500 and taken[4] > 20

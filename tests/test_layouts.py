@@ -1,8 +1,8 @@
-"""Every tensor argument of every op in any layout: the result is that of contiguous tensors.
+"""Every tensor argument of every op in any layout: the result equals that of contiguous tensors.
 
-One argument at a time lies behind other strides, an offset or a stride of 0, inside a larger buffer
-of NaN (of huge integers), so that a read outside of the tensor shows. The gradient that autograd
-hands to an op is one of its arguments here, named d(output).
+One argument at a time has other strides, an offset or a stride of 0, inside a larger buffer of NaN
+(of huge integers), so that a read outside the tensor is found. The gradient that autograd passes to
+an op is one of its arguments here, named d(output).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ LAYOUTS = ("stepped", "offset", "gapped", "transposed", "permuted", "expanded")
 OPS = list(SAMPLES)
 # One rounding an element, or none: the layout changes no bit.
 EXACT = ("add_scalar", "outer_add", "outer_mul_relu", "mul_relu")
-# Ops whose sums the bounds of another op describe.
+# Ops whose sums have the bounds of another op.
 GRADIENT_OF = {
     "softmax_matmul_forward": "softmax_matmul",
     "attention_forward": "attention",
@@ -82,8 +82,8 @@ Builder = Callable[[Maker], Call]
 
 
 def masked(forward: Builder, *names: str, **numbers: Any) -> Builder:
-    """The call with these tensors of a mask, behind the first tensor's (batch, nheads, seqlen_q)
-    and the keys of the call.
+    """The call with these mask tensors, sized by the first tensor's (batch, nheads, seqlen_q) and
+    the keys of the call.
     """
 
     def build(m: Maker) -> Call:
@@ -182,7 +182,7 @@ def _further() -> dict[str, list[Sample]]:
     add("attention_backward", dlse=with_dlse(backward["documents"]))
     add("attention_backward", large_dlse=with_dlse(backward["large"]))
 
-    # M * N * K of 2^20 and more, from where oneDNN serves the CPU.
+    # M * N * K of 2^20 and more, where oneDNN runs on the CPU.
     aligned, odd = ((2, 48), 128, 128), ((97,), 131, 101)
     for kind, norms in (("linear", 0), ("layer_norm_linear", 2), ("rms_norm_linear", 1)):
         full, wanted = [True] * norms, [True] * (3 + norms)
@@ -312,7 +312,7 @@ def arguments_of(op: str) -> list[str]:
 
 
 def named_call(op: str, s: Sample, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments by name; behind them random gradients of the outputs."""
+    """The arguments by name, followed by random gradients of the outputs."""
     args, kwargs = s.make(device, dtype)
     names = [a.name for a in call(op).default._schema.arguments]
     named = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -358,7 +358,7 @@ def bounds_of(op: str, named: dict[str, Any]) -> tuple[list[Bound], list[Bound]]
 
 
 def check_alike(got: list[Tensor], plain: list[Tensor], bounds, label: str, exact: bool) -> None:
-    """Each result lies within both errors of the contiguous one: sums may go in another order."""
+    """Each result is within twice the error bound of the contiguous one: the order may differ."""
     for out, ref, bound in zip(got, plain, bounds, strict=True):
         if exact or isinstance(bound, Exact):
             assert_same_bits(out, ref, label)
@@ -418,7 +418,7 @@ def activation_backward(dy: Tensor, preact: Tensor) -> list[Tensor]:
     return list(op(dy, preact, activation="silu", sums=True))
 
 
-# The private ops that take tensors, their inputs, and the bounds of what they return.
+# The private ops with tensor arguments, their inputs, and the bounds of their results.
 PRIVATE = {
     "linear_part": (
         linear_part,

@@ -218,7 +218,7 @@ def test_any_layout(m, n, k, activation, bias, matrix, vector, dtype, seed):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_gradient_in_front_of_the_products(device, activation):
-    """_activation_backward, and the products of what it gives, are linear_backward."""
+    """linear_backward equals _activation_backward followed by the matmuls."""
     part, backward = torch.ops.torchweld._activation_backward, torch.ops.torchweld.linear_backward
     for dtype, (m, n, k) in product(dtypes(device), ((7, 16, 24), (33, 135, 8))):
         x, weight, bias = call_args(device, dtype, 3 * m, n, k)
@@ -271,7 +271,7 @@ def test_rows_written_into_a_larger_result(device, activation):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_rows_written_into_several_matrices(device, activation):
-    """Those of a batch, between other rows of y and of the pre-activation."""
+    """The rows of a batch are written between other rows of y and of the pre-activation."""
     part = torch.ops.torchweld._linear_part
     # Rows that fill 16 bytes, and some that don't.
     sizes = ((3, 16, 24), (5, 12, 8), (150, 135, 72))

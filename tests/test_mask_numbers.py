@@ -252,7 +252,7 @@ CAPPED = [{}, {"softcap": 2.0}, {"sink": (0.5, -1.0)}, {"softcap": 0.5, "sink": 
 @pytest.mark.parametrize("sk", [65, 300, 1024, 33_000])
 @pytest.mark.parametrize("capped", CAPPED, ids=str)
 def test_hidden_scores_are_not_read(device, capped, sk, offset):
-    """Nor what stands there in y and dy; rows that see nothing are 0."""
+    """Hidden elements of scores, y and dy are not read; rows without visible keys are 0."""
     sq = 5
     start = torch.tensor([[0, 9, 9, sk, 60], [-4, 1, 2, 3, 4]], dtype=torch.int32)
     mask = moved(device, {"key_start": start, "key_end": pads(device, sk, sk - 7), "window": 50})
@@ -309,7 +309,7 @@ def test_unseen_keys_are_not_read_by_softmax_matmul(device, hole, sq):
 
 
 def test_scores_of_minus_infinity(device):
-    """NaN in a row of nothing else, as in torch; -softcap behind a cap, nothing beside a sink."""
+    """A row of -inf is NaN, as in torch; a cap makes it -softcap, a sink makes it 0."""
     for sk in (65, 40_000):
         x = torch.full((1, 2, 2, sk), -math.inf, device=device)
         sink = torch.zeros(2, device=device)
@@ -414,7 +414,7 @@ def test_gradcheck_of_sink_softcap_and_lse():
 @pytest.mark.parametrize("sq", [3, 40])
 @pytest.mark.parametrize("hole", [math.nan, math.inf])
 def test_unseen_keys_are_not_read(device, hole, sq):
-    """Keys before every row's first and behind every row's last, rows that see nothing, dout."""
+    """Keys before the first and after the last of all rows, and dout of rows that see nothing."""
     sk = 70
     start = torch.full((3, sq), 5, dtype=torch.int32)
     start[1] = torch.arange(sq) + 20
@@ -440,7 +440,7 @@ def test_unseen_keys_are_not_read(device, hole, sq):
 
 
 def test_rows_that_see_nothing(device):
-    """0, lse = -inf, with a sink the sink; gradients 0 but for that of lse."""
+    """out is 0, lse is -inf or the sink, and only dlse reaches the sink's gradient."""
     dtype = best(device)
     q, k, v = (t.requires_grad_() for t in qkv(dtype, device=device))
     sink = torch.tensor([0.5, -2.0], dtype=dtype, device=device, requires_grad=True)
@@ -461,7 +461,7 @@ def test_rows_that_see_nothing(device):
 
 @pytest.mark.parametrize("sq", [1, 8, 40])
 def test_key_end_is_a_shorter_cache(device, sq):
-    """As if the keys behind were cut off, sequence by sequence."""
+    """The result equals that of keys cut off at key_end, sequence by sequence."""
     q, k, v = qkv(F32, 3, 4, 2, sq, 90, 8, 8, device)
     ends = [40, 77, 90]
     out, lse = attention_with_lse(q, k, v, causal=True, key_end=ints(ends)[0].to(device))
@@ -491,7 +491,7 @@ def test_key_end_is_the_length_of_a_sequence_padded_on_the_right(device, window)
 
 @pytest.mark.parametrize("op", ["attention", "attention_with_lse", "softmax_matmul"])
 def test_starts_of_rows_need_causal(op):
-    """Without causal a row would see the documents behind its own."""
+    """Without causal, a row would see the documents after its own."""
     tensors = [torch.randn(1, 2, 4, 4)] * (2 if op == "softmax_matmul" else 3)
     start = torch.tensor([[0, 0, 2, 2]], dtype=torch.int32)
     with pytest.raises(ValueError, match="key_start must come with causal=True"):
@@ -576,7 +576,7 @@ def test_numbers_that_hide_nothing_change_no_bit_of_the_scores_ops(device):
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_gradients_have_the_same_bits_in_every_run(device, dim):
-    """Key blocks add to dQ in turns; what the others of a batch see changes nothing."""
+    """Key blocks add to dQ in a fixed order; masks of other sequences change nothing."""
     b, sq = 3, 300 if device == ON_CPU else 1500
     start = torch.arange(sq, dtype=torch.int32).expand(b, sq) // 90 * 90
     start = torch.where(torch.rand(b, sq) < 0.1, 0, start).to(device)
@@ -601,7 +601,7 @@ def test_gradients_have_the_same_bits_in_every_run(device, dim):
 
 
 def check_replays(run, start, end, sink, all_ends) -> None:
-    """A captured run() equals a run of its own whatever has become of the numbers."""
+    """A replay of a captured run() equals an eager run after the mask numbers have changed."""
     most = int(end.max())
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -678,7 +678,7 @@ def test_helpers_of_packed_sequences():
     assert_equal(compiled(ids), torchweld.key_start_from_documents(ids))
 
 
-# What is refused, and the sentence behind "torchweld::attention: ".
+# Refused calls, and the sentence after "torchweld::attention: ".
 REFUSED = [
     ({"key_start": torch.zeros(2, 5)}, "key_start must be int32, but got float32 (2, 5) on cpu"),
     ({"key_start": ints([0] * 4, [0] * 4)}, "key_start must be (batch, seqlen_q) = (2, 5), but"),

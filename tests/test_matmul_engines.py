@@ -93,7 +93,7 @@ def test_products_are_exact_in_every_configuration(size, dtype):
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_tiles_that_a_cluster_has_together_are_exact(dtype):
-    """Of few blocks and of many, whose steps of K are not all as many."""
+    """Few and many tiles, whose k-ranges have different lengths."""
     for m, n, k in ((64, 4096, 1600), (40, 2560, 2048), (64, 768, 3072), (17, 130, 4096)):
         x, weight, bias = grid(dtype, m, k), grid(dtype, n, k), grid(dtype, n)
         z = (x.double() @ weight.double().t() + bias.double()).to(dtype)
@@ -150,7 +150,7 @@ def test_float32_is_as_accurate_as_torch(positive, scale):
 
 
 def test_float32_near_its_largest_value():
-    """Whose bf16 rounding is inf."""
+    """The largest float32 rounds to inf in bf16."""
     large = torch.finfo(F32).max
     x = torch.tensor([large, -large, 3.4e38, 1.0], device="cuda")[:, None] * torch.ones(
         1, 64, device="cuda"
@@ -248,7 +248,7 @@ def test_gates_and_their_preact(gate, interleaved):
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 @pytest.mark.parametrize("op", ["layer_norm_linear", "rms_norm_linear", "folded_layer_norm_linear"])
 def test_a_norm_in_front(op, dtype):
-    """In one kernel, whatever stands behind K."""
+    """The norm runs in the matmul kernel and does not read beyond K."""
     for m, n, k in ((1, 40, 8), (16, 264, 768), (9, 72, 200), (4, 24, 1032), (5, 33, 1536)):
         x, weight = torch.randn(m, k).to(dtype).cuda() + 3, torch.randn(n, k).to(dtype).cuda()
         weight *= k**-0.5
@@ -269,8 +269,8 @@ def test_a_norm_in_front(op, dtype):
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 @pytest.mark.parametrize("k", [72, 200, 768])
 def test_a_norm_in_front_is_that_of_its_own_kernel(dtype, k):
-    """Its rows, which a matrix of ones on the diagonal shows, and its statistics; those of a row
-    without variance too, whose zeros behind K would be anything.
+    """Compares rows, which an identity weight exposes, and statistics, also those of a row without
+    variance, for which zeros beyond K would give wrong values.
     """
     x = torch.randn(16, k).to(dtype).cuda() * 3 + 5
     x[3] = 1000
@@ -340,7 +340,7 @@ def test_a_graph_of_every_configuration_replays(dtype):
 
 
 def test_a_captured_stream_k_may_be_replayed():
-    """What tells that a part of a tile is there has been taken down again."""
+    """The flags that announce partials are reset after a run."""
     x, weight = grid(BF16, 300, 4096), grid(BF16, 500, 4096)
     product = (x.double() @ weight.double().t()).to(BF16)
     streamed = 0

@@ -17,8 +17,8 @@ def elem_size(math: str) -> int:
 
 
 def k_split(choice: dict, k: int) -> int:
-    """Elements of K in a split: as many steps of the mainloop in each, but for the last. Stream-K
-    counts steps of whole tiles.
+    """Elements of K in a split; all splits but the last have equally many k-blocks. Stream-K counts
+    the k-blocks of whole tiles.
     """
     block_k, splits = choice["columns"]["block_k"], max(1, choice["columns"]["splits"])
     steps = max(1, -(-k // block_k))

@@ -1,4 +1,4 @@
-"""torchweld.nn: every module against the torch code that it stands in for."""
+"""torchweld.nn: every module against the torch code that it replaces."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def test_half_precision(case, device):
 def test_training_step(case, device):
     """Gradients of every parameter and of x, then one optimizer step: equal to torch's.
 
-    In float64 where there is one: what is left of a difference is then no rounding.
+    The test uses float64 if the device has it, so that a difference is not a rounding error.
     """
     dtype, close = (torch.float64, 1e-11) if device == "cpu" else (F32, 1e-5)
     plain, ours = case.pair(device, dtype)
@@ -386,7 +386,7 @@ def test_repr_builds_the_module_again(case):
 
 @pytest.mark.parametrize("case", [p for p in BACK if p.values[0].op.endswith("norm_linear")])
 def test_to_torch_says_what_it_has(case):
-    """elementwise_affine and bias of torch's modules are those of the parameters."""
+    """elementwise_affine and bias of torch's modules follow the parameters."""
     plain, ours = case.pair("cpu")
     if plain[0].eps is None:
         plain[0].eps = ours.eps
@@ -403,11 +403,11 @@ def test_the_training_mode_is_kept(case):
         assert ours.to_torch().training is training
 
 
-# What each module has of its own
+# Features of single modules
 
 
 def test_attention_with_left_padding(device):
-    """A padded sequence gives at its tokens what it gives alone, in all three fusions."""
+    """A padded sequence has the results of the sequence alone, in all three fusions."""
     for op in ("attention", "softmax_matmul", "linear"):
         need_kernel(op, device)
     results = []
@@ -473,7 +473,7 @@ def test_rms_norm_of_hugging_face(home, name, device):
 
 
 def test_rms_norm_of_hugging_face_on_meta():
-    """What a class computes is asked of a copy: its own values may be on any device, or on meta."""
+    """The probe runs a copy of the norm, whose own parameters may be on any device, or on meta."""
     with torch.device("meta"):
         norm = hugging_face(*RMS_NORMS[0])(6)
         ours = torchweld.nn.RMSNormLinear.from_torch(nn.Sequential(norm, nn.Linear(6, 5)))
@@ -540,7 +540,7 @@ def test_fold_is_frozen_and_equal(activation):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_fold_survives_a_cast(dtype):
-    """The sums stay float32 and are those of the cast weight, not of the old one."""
+    """The sums stay float32 and belong to the cast weight, not to the old one."""
     torch.manual_seed(0)
     folded = torchweld.nn.LayerNormLinear(64, 5).fold().to(dtype)
     wide = torch.float64 if dtype == torch.float64 else F32
@@ -554,7 +554,7 @@ def test_fold_survives_a_cast(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("assign", [True, False])
 def test_fold_sums_the_weight_that_it_loads(dtype, assign):
-    """Loading rounds it, as a cast does; what is assigned is not rounded."""
+    """Loading rounds the weight, as a cast does; assignment does not."""
     torch.manual_seed(0)
     state = torchweld.nn.LayerNormLinear(64, 5).fold().state_dict()
     folded = torchweld.nn.LayerNormLinear(64, 5).fold().to(dtype)
@@ -893,7 +893,7 @@ def test_fold_takes_the_weight_that_a_parametrisation_makes():
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 def test_fold_refuses_a_weight_that_is_made_in_the_next_call():
-    """The old weight_norm makes it in a pre-hook: what stands there is of the last call."""
+    """The old weight_norm computes the weight in a pre-hook, so it belongs to the last call."""
     module = nn.utils.weight_norm(torchweld.nn.LayerNormLinear(6, 5))
     with pytest.raises(ValueError, match="a forward pre-hook .WeightNorm."):
         module.fold()
@@ -1049,7 +1049,7 @@ class Transposed(nn.Module):
 @pytest.mark.parametrize("child", ["c_attn", "c_proj"])
 @pytest.mark.parametrize("name", ["lora", "another order of the result", *HOOKED, *PARAMETRISED])
 def test_a_changed_child_of_attention_is_called(name, child):
-    """Result, gradient of x and of everything that is trained are those of the plain block."""
+    """The result and the gradients of x and of all trained parameters equal the plain block's."""
     plain, ours = changed_attention(name, child)
     results = []
     for module in (plain, ours):
@@ -1120,7 +1120,7 @@ def test_hooks_on_all_modules_see_the_children_of_attention():
 
 
 class DoublingWeight(Tensor):
-    """A weight with an F.linear of its own, as a quantised tensor has."""
+    """A weight that overrides F.linear, as a quantised tensor does."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -1182,7 +1182,7 @@ def test_attention_scales_as_transformers_does(name, kernel):
     torch.testing.assert_close(ours(x), expected, rtol=1e-5, atol=1e-5)
     assert_same_bits(torch.jit.script(ours)(x), ours(x))
     back = ours.to_torch()
-    torch.testing.assert_close(back(x)[0], expected, rtol=1e-5, atol=1e-5)  # causal by itself
+    torch.testing.assert_close(back(x)[0], expected, rtol=1e-5, atol=1e-5)  # still causal
     again = torchweld.nn.CausalSelfAttention.from_torch(back, kernel=kernel)
     assert_same_bits(again(x), ours(x))
     assert again.scale == ours.scale and ("scale=" in repr(ours)) == (ours.scale != 0.5)
@@ -1357,7 +1357,7 @@ def test_where_nothing_is_read_another_mask_is_all_padding(device, how):
             got = torchweld.leftpad_from_mask(mask)
         graph.replay()
     assert got.dtype == torch.int32 and got.tolist() == [2, 0, 4, 3, 4, 4]
-    # Such a sequence gives zeros and has no gradient, whatever it holds.
+    # Such a sequence gives zeros and has no gradient, even with NaN.
     need_kernel("attention", device)
     q = torch.randn(6, 2, 4, 8, device=device, requires_grad=True)
     out = torch.ops.torchweld.attention(q, q, q, got, causal=True)

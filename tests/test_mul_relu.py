@@ -68,7 +68,7 @@ def test_rows_do_not_depend_on_their_neighbours(device):
 def test_more_than_2_31_elements(device):
     if device == "cpu":
         pytest.skip("takes 13 GiB and long on a CPU")
-    rows, cols = 3, 715827885  # 2^31 lies in the last row, whose start is misaligned
+    rows, cols = 3, 715827885  # offset 2^31 is in the last row, whose start is misaligned
     x = torch.ones(rows, cols, dtype=BF16, device=device)
     x[:, -1] = -1.0
     y = torch.tensor([1.0, 2.0, 4.0], dtype=BF16, device=device)

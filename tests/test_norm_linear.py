@@ -44,7 +44,7 @@ def call_args(op, device, dtype, m, n, k, *, mean=0.0, bias=True, scale=True, sh
 
 SIZES = [(1, 33, 31), (31, 1, 33), (33, 65, 64), (64, 31, 127), (127, 32, 128)]
 SIZES += [(65, 127, 129), (11, 5, 1021), (2, 3, 4099)]
-# Few rows whose norm the matmul takes on a GPU, and the first that it doesn't.
+# Few rows, whose norm runs in the matmul on a GPU, and the first number of rows where it does not.
 SIZES += [(1, 40, 8), (9, 24, 200), (16, 24, 768), (7, 33, 1536), (17, 24, 768), (5, 33, 1544)]
 
 
@@ -74,7 +74,7 @@ def test_more_than_a_few_rows(op, device, size):
 
 @both_norms
 def test_calls_of_many_sizes_have_the_same_bits(op, device):
-    """What one call leaves behind is what the next one finds."""
+    """A call reuses the scratch memory of the call before it."""
     calls = [call_args(op, device, BF16, m, 136, 256) for m in (256, 1500, 300, 4000, 129)]
     first = [call(op)(*args) for args in calls]
     for _ in range(5):
@@ -202,7 +202,7 @@ def test_statistics_are_not_a_difference_of_squares(device, mean, std):
 
 @pytest.mark.parametrize("size", [1e-4, 1.0, 100.0, 1e4])
 def test_size_of_the_rows(device, size):
-    """float16 squares of 300 and more overflow, those of 1e-4 vanish: statistics are float32."""
+    """float16 squares of 300 overflow and those of 1e-4 vanish, so statistics are float32."""
     for dtype in dtypes(device):
         args = call_args(RMS_NORM, device, dtype, 9, 5, 64)
         args[0] = randn(device, dtype, 9, 64, scale=size)
@@ -214,10 +214,10 @@ def test_size_of_the_rows(device, size):
     "op, value", [(RMS_NORM, 0.0), *((LAYER_NORM, v) for v in (0.0, 1.0, -3.0, 1000.5))]
 )
 def test_rows_that_a_norm_makes_zero(op, device, value, large_eps):
-    """Nothing is left to be scaled by eps^-0.5: the result is that of the vectors, whatever eps."""
+    """eps^-0.5 scales exact zeros, so only the vectors contribute, for any eps."""
     eps = EPS[op] if large_eps else 1e-12
     for dtype in dtypes(device):
-        value = torch.tensor(value, dtype=dtype).item()  # what the dtype can hold
+        value = torch.tensor(value, dtype=dtype).item()  # rounded to the dtype
         args = call_args(op, device, dtype, 3, 5, 64)
         args[0] = torch.full((3, 64), value, dtype=dtype, device=device)
         check_op(op, args, {"eps": eps}, backward=False)

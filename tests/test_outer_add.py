@@ -21,7 +21,7 @@ def test_more_than_2_31_elements(device):
     rows, cols = 65537, 32801
     x, y = matrix_args(OP, device, BF16, rows, cols)
     z = outer_add(x, y)
-    for i in (0, 65472, 65473, rows - 1):  # 2^31 lies in row 65472
+    for i in (0, 65472, 65473, rows - 1):  # offset 2^31 is in row 65472
         assert_equal(z[i], x + y[i])
     z.zero_()
     z[-1], z[:, -1] = 1.0, 2.0

@@ -1,4 +1,4 @@
-"""What is given away: the sdist, the wheel, and the files about the project."""
+"""The distributed files: the sdist, the wheel, and the project's metadata files."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_op_solves_the_puzzle(puzzle, device):
 
 @pytest.mark.parametrize("puzzle", ALL)
 def test_texts_say_what_is_computed(puzzle):
-    """The printed spec and op, evaluated as they stand, give the puzzle's result."""
+    """The printed spec and op, evaluated as Python, give the puzzle's result."""
     inputs = puzzle.inputs()
     names = {"torch": torch, "torchweld": torchweld, "F": F, "codes": codes, **inputs}
     for text in (puzzle.spec_text, puzzle.op_text):
@@ -108,7 +108,7 @@ def test_blocks_write_every_element_once_and_read_all(puzzle, own_tile):
         lanes = masked = 0
         for a in (a for a in touched if a.tensor == name):
             assert a.shape == shape and a.write == (name == "z")
-            # Slices drop what lies beyond the end, as a mask does.
+            # Slices drop elements beyond the end, as a mask does.
             part = count[tuple(slice(start, stop) for start, stop in a.ranges)]
             part += 1
             lanes += a.lanes

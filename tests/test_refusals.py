@@ -49,7 +49,7 @@ ATTENTION = (
 FROM_MASK = "torchweld.leftpad_from_mask(attention_mask)"
 LAST_DIM = "leave it out, the last dim is meant; for another one use x.movedim(dim, -1)"
 LIKE_LINEAR = ("linear", "layer_norm_linear", "rms_norm_linear")
-# What op's function is given, and what the sentence says behind "torchweld::<op>: ".
+# The arguments of an op's function, and the sentence after "torchweld::<op>: ".
 SENTENCES = [
     # Keywords of torch and of other libraries.
     ("attention", [Q] * 3, {"is_causal": True}, f"{ATTENTION} is_causal; use causal=, which is "
@@ -90,7 +90,7 @@ SENTENCES = [
     ("gated_linear", [X, WEIGHT], {"gate": nn.GELU()}, "gate must be a str, but got GELU; use "
      "its name"),
     ("int4_unpack", [X, 8.5], {}, "cols must be an int, but got 8.5"),
-    # Masks where left pads belong, and weights as GPT-2 keeps them: the op says it.
+    # The op itself refuses masks in place of left pads, and weights in GPT-2's layout.
     ("attention", [Q, Q, Q, MASK], {}, "leftpad must be int32 (2,) on cpu, but got int64 (2, 5) "
      f"on cpu; use {FROM_MASK}"),
     ("causal_softmax", [Q[:, 0, :, :5], MASK > 0], {}, "leftpad must be int32 (2,) on cpu, but "
@@ -235,7 +235,7 @@ LOW = float("-inf")
 )
 @pytest.mark.parametrize("check", [True, False])
 def test_leftpad_of_a_floating_mask(row, check):
-    """An additive mask has its zeros where another has ones: the dtype alone tells them apart."""
+    """An additive mask has zeros where another mask has ones; only the dtype distinguishes them."""
     with pytest.raises(ValueError) as error:
         torchweld.leftpad_from_mask(torch.tensor([row]), check=check)
     assert str(error.value) == (

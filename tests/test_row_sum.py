@@ -72,7 +72,7 @@ def test_integers_are_exact(device, n):
 
 @pytest.mark.parametrize("n", [2, 34, 510, 1024, 8194, 100_002])
 def test_alternating_signs_cancel(device, n):
-    """The sum is 0 and the error that of sum(|x|): nothing hides behind the result's size."""
+    """The sum is 0, so the whole error bound comes from sum(|x|)."""
     for dtype in dtypes(device):
         half = randn(device, dtype, 3, n // 2)
         check_op("row_sum", [torch.stack([half, -half], -1).flatten(-2)])
@@ -103,7 +103,7 @@ def test_a_sum_beyond_the_dtype_is_inf(device):
 @pytest.mark.parametrize("offset", range(1, 9))
 @pytest.mark.parametrize("n", [5, 8, 64, 300, 3000, 20_000])
 def test_any_start_of_a_row(device, n, offset):
-    """Rows start anywhere with respect to 16 bytes; what lies around them is NaN."""
+    """Rows start anywhere with respect to 16 bytes; NaN surrounds them."""
     for dtype in (F32, BF16):
         x = integers(device, dtype, 3, n)
         for gap in (0, 3):
@@ -120,7 +120,7 @@ def test_expanded_rows(device):
 
 
 def test_calls_after_each_other(device):
-    """What one call leaves behind for the next (counters of finished splits) is clean."""
+    """A call resets the counters of finished splits for the next call."""
     for shape in [(2, 70_001), (5, 50_000), (1, 300_000), (2, 70_001)] * 2:
         x = integers(device, F32, *shape)
         assert_equal(row_sum(x), x.double().sum(-1).to(F32))

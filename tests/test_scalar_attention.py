@@ -202,7 +202,7 @@ def test_inf_and_nan_spread_as_in_torch(device, value, which, n):
 
 
 def test_saved_tensors(device):
-    """mean is z before it is rounded, sum that of the exponentials below the largest."""
+    """mean is the unrounded z, sum is the sum of exp(score - max)."""
     need_kernel("scalar_attention", device)
     for dtype in dtypes(device):
         args = vectors(device, dtype, 131, 2.0, 2.0, 1.0)
@@ -226,7 +226,7 @@ def test_only_wanted_gradients(device, mask):
 
 
 def test_rows_do_not_depend_on_their_neighbours(device):
-    """A row is computed alike wherever the others lie, as long as they span little too."""
+    """A row has the same result for any other rows whose span is small too."""
     need_kernel("scalar_attention", device)
     q, k, v = vectors(device, F32, 300)
     whole = scalar_attention(q, k, v)
@@ -237,7 +237,7 @@ def test_rows_do_not_depend_on_their_neighbours(device):
 
 
 def test_memory_around_is_neither_read_nor_written(device):
-    """Inputs lie between NaN; every stride and offset gives the same bits."""
+    """NaN surrounds the inputs; every stride and offset gives the same bits."""
     need_kernel("scalar_attention", device)
     for dtype in dtypes(device):
         for n in (5, 33, 130):

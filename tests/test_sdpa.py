@@ -1,4 +1,4 @@
-"""use_in_sdpa: torchweld's kernels under SDPA, which calls they serve, and how they are taken back.
+"""use_in_sdpa: torchweld's kernels under SDPA, the calls that they run, and their removal.
 
 No GPU is needed: the two kernels replace stand-ins on the CPU, below the same dispatcher and the
 same autograd node. test_sdpa_gpu.py compares SDPA itself with torch's flash kernel.
@@ -206,7 +206,7 @@ def test_a_served_call_is_the_formula_in_torchs_layout(
     finally:
         kernels.remove()
     assert (stand_in.forwards, stand_in.backwards) == (0, 0)
-    # What is not a value: kinds, sizes and strides are those of torch's meta kernel.
+    # Dtypes, sizes and strides equal those of torch's meta kernel.
     expected = FLASH(*(t.to("meta") for t in (q, k, v)), 0.0, is_causal, scale=scale)
     for mine, theirs in zip(results, expected, strict=True):
         if isinstance(theirs, torch.Tensor):

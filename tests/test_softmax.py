@@ -72,7 +72,7 @@ def test_uniform(device, power):
 
 @pytest.mark.parametrize("offset", [0.0, 100.0, -100.0, 1e4, -1e4, -2.5e5, 133120.0])
 def test_offset_of_a_row(device, offset):
-    """No finite sentinel stands for -inf: a row may lie anywhere. Powers of two keep x exact."""
+    """No finite sentinel replaces -inf: a row may have any values. Powers of two keep x exact."""
     for dtype in (F32, F64) if device == "cpu" else (F32,):
         steps = torch.randint(-64, 65, (4, 37), dtype=F64) / 8 + offset
         check_op("softmax", [steps.to(dtype).to(device)])

@@ -58,7 +58,8 @@ def test_a_row_takes_a_kernel_that_holds_it():
             assert choice["choice"] == "stream" and (fields["n"] > 16384 or not fields["in_phase"])
 
 
-# Columns, bytes of an element, the gradient, and what was fastest on an H200: tile or blocks a row.
+# Columns, bytes of an element, the gradient, and the fastest choice on an H200: tile, or blocks per
+# row.
 FASTEST = [
     (16384, 4, False, "tile"), (32768, 4, False, "tile"), (50257, 4, False, 4),
     (65536, 4, False, 4), (262144, 4, False, 8),
@@ -161,7 +162,7 @@ def test_a_ring_reads_at_most_a_quarter_of_what_it_keeps_twice():
 
 
 def test_rows_are_read_once_to_262144():
-    """Without clusters of 16 but for an eighth of the gradient's longest ones in 4 bytes."""
+    """Without clusters of 16, only the longest eighth of 4-byte gradients is read twice."""
     for of_16 in FLAGS:
         for p, choice in row_choices(H200 | dict(clusters_of_16=of_16)):
             read_twice = p["elem_size"] == 2 and not p["backward"] and 16384 < p["n"] <= 24576

@@ -40,7 +40,7 @@ needs_gpu = pytest.mark.skipif(
 
 
 def tile_and_splits() -> tuple[str, int]:
-    """Of what the product takes now."""
+    """The tile and the number of splits of the matmul's current choice."""
     tile, _, splits = picked()[0].removeprefix("sync ").partition(" /")
     return tile, int(splits or 1)
 
@@ -350,7 +350,7 @@ def test_picture(fake_gpu, tmp_path):
 
 
 def test_data_frame_has_a_row_a_configuration(fake_gpu, monkeypatch):
-    """With a stand-in that only remembers: pandas is optional, for the tests too."""
+    """A stub records the call, because pandas is optional for the tests too."""
     result = made_result(fake_gpu)
     stand_in = types.SimpleNamespace(DataFrame=lambda rows, columns: (rows, columns))
     monkeypatch.setitem(sys.modules, "pandas", stand_in)
@@ -392,7 +392,7 @@ def test_progress_tells_the_time_that_is_left(capsys):
     assert captured.out == captured.err == "", "not a terminal"
 
 
-# What is remembered
+# Remembered choices
 
 
 @pytest.fixture
@@ -401,7 +401,7 @@ def cuda_build(monkeypatch):
 
 
 def loaded() -> tuple[str, str]:
-    """What the product takes once the file has been read as a fresh process would."""
+    """The matmul's choice after reading the file as a new process does."""
     ops._forget_choices()
     cache.load()
     return picked(gpu=GPU)

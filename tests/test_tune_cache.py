@@ -38,7 +38,7 @@ def write(*entries, **whole):
 
 
 def loaded(expected_warnings: int) -> tuple[str, str]:
-    """What the test's product takes once the file has been read as a fresh process would."""
+    """The test matmul's choice after reading the file as a new process does."""
     ops._forget_choices()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -76,7 +76,7 @@ DAMAGED = {
 
 
 def test_a_file_of_numbers_is_ignored(remembers):
-    """As versions wrote whose choices had no names."""
+    """An entry in the format of versions whose choices had no names."""
     write(an_entry(choice=[2, 3]), format=1)
     assert loaded(1)[1] == "heuristic"
     cache.remember([an_entry()])

@@ -44,7 +44,7 @@ def test_forced_choice_holds_for_its_shape_class_and_thread():
 
 
 def test_forced_choice_that_another_problem_of_the_class_refuses():
-    """16384 rows may be cut, and so may not 16385, which stand for 32768."""
+    """16384 rows allow a split; 20000 rows do not, because their class is that of 32768."""
     few, many = (problem("row_sum", rows=rows, n=2**20) for rows in (20_000, 16_384))
     with pytest.raises(RuntimeError, match="choice must be"):
         ops._force_choice("row_sum", few, "tile 256x4 /2")

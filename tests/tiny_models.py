@@ -119,9 +119,9 @@ SMALL: dict[str, Any] = {
     "use_mamba_kernels": False,
 }
 
-# What a model type needs beyond that.
+# Further config values of a model type.
 FULL = ["full_attention"] * 2
-MLA = {"num_key_value_heads": 4}  # latent attention has a key of its own for every head
+MLA = {"num_key_value_heads": 4}  # latent attention has one key per query head
 MORE: dict[str, dict[str, Any]] = {
     "axk1": MLA,
     "axk2": MLA,
