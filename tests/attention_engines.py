@@ -19,7 +19,7 @@ on_hopper = pytest.mark.skipif(
 
 
 def formula(q, k, v, leftpad=None, causal=False, scale=None):
-    """In fp64: (out, lse)."""
+    """(out, lse) in fp64."""
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)

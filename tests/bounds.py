@@ -455,7 +455,7 @@ def affine_terms(n: Tensor, n_terms: Terms, weight: Tensor, bias: Tensor | None)
 
 
 def near_kink(z: Tensor, z_terms: Terms, unit: float) -> Tensor:
-    """Where the errors of z may change its sign, so that relu has another slope."""
+    """A mask of the z whose errors may change the sign, so that relu has another slope."""
     terms = z_terms + Terms(rounds=[z.abs()])
     return z.abs() <= Bound(z, terms, dtype_of(unit)).error(statistical=False)
 

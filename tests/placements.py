@@ -422,7 +422,7 @@ def placed(mesh: DeviceMesh, t: Tensor, *placements: Any) -> DTensor:
 
 
 def promised_placements(mesh: DeviceMesh) -> None:
-    """What tensor-parallel code relies on, said without the rules."""
+    """The placements that tensor-parallel code relies on, derived without the rules."""
     m = Maker(DEVICE, WIDE, 0)
     ops, r, last = torch.ops.torchweld, Replicate(), mesh.ndim - 1
     x, weight, bias, scale = m.randn(4, 4, 8), m.randn(8, 8), m.randn(8), m.randn(8)

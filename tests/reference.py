@@ -486,7 +486,7 @@ def eager_activate(z: Tensor, activation: str) -> Tensor:
 
 
 def eager_bmm(a: Tensor, b: Tensor) -> Tensor:
-    """Not torch.matmul, whose arithmetic on a CPU depends on requires_grad."""
+    """Uses bmm, because torch.matmul's arithmetic on a CPU depends on requires_grad."""
     batch = max(a.shape[0], b.shape[0]) if 0 not in (a.shape[0], b.shape[0]) else 0
     return torch.bmm(a.expand(batch, -1, -1), b.expand(batch, -1, -1))
 

@@ -35,7 +35,7 @@ def test_convolutions_take_what_was_measured_as_fastest(height, width, size, ele
 
 
 def test_cells_hold_the_kernel():
-    """Also where it is not square: its larger size counts."""
+    """The larger size counts if the kernel is not square."""
     for kernel in ((1, 1), (3, 2), (2, 5), (7, 1), (6, 8), (9, 9), (9, 10), (10, 1)):
         fields = image(40, 24, kernel, 2)
         found = _C.candidates("conv2d", problem("conv2d", **fields))

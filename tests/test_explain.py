@@ -174,7 +174,7 @@ def test_a_call_after_it_computes():
         torch.testing.assert_close(torchweld.softmax(x), torch.softmax(x, -1))
 
 
-# What it says
+# The text of explain
 
 
 def test_on_the_cpu():

@@ -125,7 +125,7 @@ def test_4_bit_products_that_are_dequantised_have_two_parts():
     assert [tile.split()[0] for tile in explanation.tile.values()] == ["dense", "sync"]
 
 
-# What was rejected
+# Rejected candidates
 
 
 def test_a_refused_engine_is_named_with_its_reason():
@@ -218,7 +218,7 @@ def test_strides_and_offsets_are_kept():
 
 
 def test_a_kernel_has_the_threads_of_its_tile():
-    """And the shared memory of its stages."""
+    """Threads and shared memory of a kernel follow from its tile and stages."""
     for dtype, k in ((BF16, 4096), (F16, 700), (F32, 512)):
         for m, n in ((16, 4096), (4096, 4096), (300, 300), (100, 10)):
             x, weight = meta(m, k, dtype=dtype), meta(n, k, dtype=dtype)

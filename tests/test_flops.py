@@ -25,7 +25,7 @@ WITHOUT = {
 
 
 def counted(function, *args) -> tuple[int, int]:
-    """Of the function, and of its gradient to every argument that is a tensor."""
+    """The flops of a function, and of its gradients to all tensor arguments."""
     leaves = [a.detach().requires_grad_() if a.is_floating_point() else a for a in args]
     with FlopCounterMode(display=False) as forward:
         out = function(*leaves)

@@ -651,7 +651,7 @@ def test_module_saves_and_loads(device):
 
 
 def test_module_loads_a_file_without_the_mark():
-    """As versions before it wrote them."""
+    """Older versions wrote files without the mark."""
     module = Int4Linear.from_linear(linear_of(17, 64), 16)
     state = {name: t for name, t in module.state_dict().items() if name != "weight"}
     fresh = Int4Linear(64, 17, group_size=16)

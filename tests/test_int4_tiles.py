@@ -214,8 +214,8 @@ def test_reasons_of_tiles_on_wgmma():
     assert "2^31" in int4_refusal(large_m, m=2**40, n=2**40)
 
 
-def test_only_deep_tiles_cut_k_into_three():
-    """And none into five."""
+def test_only_small_m_tiles_split_k_into_three():
+    """No tile splits K into five."""
     names = [c["choice"] for c in _C.candidates("int4", problem("int4"))]
     thirds = {name.split()[0] for name in names if name.endswith("/3")}
     assert thirds == {"small_m"} and not any(name.endswith("/5") for name in names)

@@ -259,7 +259,7 @@ def test_equal_results(case, device):
 
 @pytest.mark.parametrize("case", PARAMS)
 def test_half_precision(case, device):
-    """As far from float64 as the torch code is, by the rule of numerics."""
+    """The error against float64 is within the numerics rule of that of the torch code."""
     for dtype in (torch.bfloat16, torch.float16):
         plain, ours = case.pair(device, dtype)
         x = case.x(device, dtype)
@@ -618,7 +618,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 class LoRALinear(nn.Linear):
-    """As loralib's: a subclass of nn.Linear with two small matrices beside the large one."""
+    """A subclass of nn.Linear with two small matrices beside the large one, as in loralib."""
 
     def __init__(self, k: int, n: int) -> None:
         super().__init__(k, n)
@@ -749,7 +749,7 @@ def one_sentence(error: BaseException) -> str:
     ids=["layer_norm", "rms_norm", "folded", "gated", "gated_reference", "left", "right"],
 )
 def test_another_linear_layer_is_refused(convert, name):
-    """Its forward, its hooks or what makes its weight would be lost."""
+    """A conversion would lose its forward, its hooks or its parametrisation."""
     make, text = OTHER_LINEARS[name]
     with pytest.raises(ValueError, match=re.escape(text)) as error:
         convert(make())
@@ -1368,7 +1368,7 @@ def test_where_nothing_is_read_another_mask_is_all_padding(device, how):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name", WITH_WEIGHT)
 def test_reset_parameters_draws_what_a_new_module_has(name, bias):
-    """Also after `to_empty`, which leaves anything in them."""
+    """The parameters are also initialised after `to_empty`, which leaves them undefined."""
     kind = getattr(torchweld.nn, name)
     torch.manual_seed(3)
     new = kind(6, 5, bias=bias)

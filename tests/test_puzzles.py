@@ -271,7 +271,7 @@ def test_mad():
     assert mad(a, torch.tensor([1.0, 2.0, math.inf, math.inf])) == math.inf
     assert math.isnan(mad(a, torch.tensor([1.0, math.nan, math.inf, -math.inf])))
     assert mad(torch.empty(0, 3), torch.empty(0, 3)) == 0.0
-    # Not the difference of two numbers rounded to the same dtype.
+    # The largest difference is computed before both numbers are rounded.
     assert mad(torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64) + 2.0**-40) == 2.0**-40
     assert mad(torch.tensor([2, -3]), torch.tensor([2, 4])) == 7.0
     leaf = torch.ones(2, requires_grad=True)

@@ -84,7 +84,7 @@ SCALES = (1e-3, 0.3, 3.0, 12.0, 60.0)
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_scores_of_any_size(device, scale):
-    """From a flat softmax to rows that see one key."""
+    """Scores range from a flat softmax to rows that see one key."""
     need_kernel("scalar_attention", device)
     for dtype in dtypes(device):
         check_op("scalar_attention", vectors(device, dtype, 97, scale, scale, 1.0))

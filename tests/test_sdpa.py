@@ -141,7 +141,7 @@ def test_gpu_code_and_gpus():
 
 
 class StandIn:
-    """In the place of torch's flash kernels; counts its calls."""
+    """Replaces torch's flash kernels and counts its calls."""
 
     def __init__(self):
         self.forwards = self.backwards = 0
@@ -393,7 +393,7 @@ def test_flash_comes_first_and_the_order_comes_back(monkeypatch):
     def choose(*tensors):
         state.chosen += 1
 
-    # As if CUDA were initialised on a GPU on which cuDNN comes first.
+    # Simulate an initialised CUDA on a GPU where cuDNN has priority.
     monkeypatch.setattr(torch.cuda, "_lazy_call", lambda function: function())
     monkeypatch.setattr(sdpa.torch, "empty", lambda *a, **k: None)
     monkeypatch.setattr(torch, "_fused_sdp_choice", choose)

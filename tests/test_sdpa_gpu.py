@@ -40,7 +40,7 @@ def deterministic():
 
 
 class Counted:
-    """In the place of torchweld's ops, which it counts and calls."""
+    """Replaces torchweld's ops, and counts and forwards the calls."""
 
     def __init__(self, ops):
         self.forwards = self.backwards = 0
@@ -73,13 +73,13 @@ def with_grads(function, tensors, dout):
 
 
 def exact(tensors, dout, is_causal, scale):
-    """In float64: out and the gradients."""
+    """out and the gradients in float64."""
     doubles = [t.detach().double().requires_grad_() for t in tensors]
     return with_grads(lambda *t: formula(*t, is_causal, scale)[0], doubles, dout.double())
 
 
 def assert_as_good(mine, theirs, truth):
-    """At most twice torch's error, plus two roundings of the largest result."""
+    """Checks that the error is at most twice torch's plus two roundings of the largest result."""
     for a, b, t in zip(mine, theirs, truth, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype and strides(a) == strides(b)
         unit = 2.0**-11 if a.dtype == F16 else 2.0**-8

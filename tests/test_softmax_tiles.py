@@ -33,13 +33,13 @@ def blocks_or_engine(choice: dict) -> int | str:
 
 
 def chunk_bytes(ring: dict) -> int:
-    """Of a tensor, in a block, for the group of threads that computes it."""
+    """Bytes of a tensor in a block, for the group of threads that computes it."""
     columns = ring["columns"]
     return columns["threads"] // columns["groups"] * columns["loads"] * 16
 
 
 def kept_chunks(ring: dict, size: int) -> int:
-    """Of a row that is read once, in a block."""
+    """Chunks of a row that is read once, in a block."""
     row_bytes = ring["columns"]["read_once_to"] * size
     return row_bytes // (ring["columns"]["cluster"] * chunk_bytes(ring))
 
@@ -111,7 +111,7 @@ def test_float32_rows_take_what_was_measured_as_fastest():
 @pytest.mark.parametrize("backward", FLAGS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_longer_row_takes_no_smaller_cluster(size, backward, of_16):
-    """And the largest cluster takes every row that it holds."""
+    """The largest cluster runs every row that fits."""
     device = H200 | dict(clusters_of_16=of_16)
     fields = dict(elem_size=size, backward=backward)
     legal = [

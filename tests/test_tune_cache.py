@@ -23,7 +23,7 @@ TILE = "sync 128x64 /3"
 
 @pytest.fixture
 def remembers(monkeypatch):
-    """As on a build with CUDA kernels."""
+    """Behaves as a build with CUDA kernels."""
     monkeypatch.setattr(library, "build_facts", lambda: {"cuda": "13.0"})
 
 

@@ -44,7 +44,7 @@ CALLS = re.compile(r"\b(ast|os|tree|self)\.walk\(|cache lines?\b|command lines?\
 
 
 def forms(words: str) -> re.Pattern[str]:
-    """What finds the words, in prose, in snake_case and in CamelCase."""
+    """The pattern of the words in prose, snake_case and CamelCase."""
     upper = "|".join(word.capitalize() for word in words.split("|"))
     return re.compile(
         "|".join((PART.format(words), PART.format(upper), CAMEL.format(upper))),

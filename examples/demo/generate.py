@@ -162,7 +162,7 @@ def _greedy(model: nn.Module, rows: list[list[int]], end_id: int, new: int) -> l
 
 
 def _explain(model: nn.Module, row: list[int], ours: list[int], other: list[int], who: str) -> str:
-    """Where two completions part, and how near the two tokens were."""
+    """The first token where two completions differ, and how near the two tokens were."""
     place = next(
         (i for i, (a, b) in enumerate(zip(ours, other, strict=False)) if a != b),
         min(len(ours), len(other)),

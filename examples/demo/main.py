@@ -52,7 +52,7 @@ def _run(argv: Sequence[str] | None) -> int:
     os.environ["TRANSFORMERS_OFFLINE"] = "1"
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    # Where there is no GPU, a CUDA build of torch says so in the profiler and in torch.compile.
+    # Without a GPU, a CUDA build of torch warns in the profiler and in torch.compile.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:

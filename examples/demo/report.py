@@ -38,7 +38,7 @@ class Results:
     interrupted: bool = False
 
     def checks(self) -> dict[str, bool | None]:
-        """What must hold: True, False, or None where it was not reached."""
+        """The conditions to check: True, False, or None if not reached."""
         return {
             "losses agree": self.training.converged() if self.training else None,
             "tokens equal": self.generation.passed() if self.generation else None,

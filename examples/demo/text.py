@@ -120,7 +120,7 @@ def _standard_library() -> Text:
 
 
 def cache_folder() -> Path:
-    """Where trained tokenizers are kept; `TORCHWELD_CACHE_DIR` overrides it."""
+    """The folder of trained tokenizers; `TORCHWELD_CACHE_DIR` overrides it."""
     given = os.environ.get("TORCHWELD_CACHE_DIR")
     if given:
         return Path(given)

@@ -66,7 +66,7 @@ class Training:
         return [abs(b - a) / abs(a) if a else abs(b) for a, b in zip(stock, fused, strict=False)]
 
     def tokens_per_second(self, name: str) -> float | None:
-        """From the median step, or None before the first one."""
+        """Tokens per second of the median step, or None before the first."""
         seconds = self.variants[name].seconds
         return self.tokens_per_step / median(seconds) if seconds else None
 
@@ -138,7 +138,7 @@ class Trainer:
             self.result.variants[name] = Variant(name, model, call, optimizer)
 
     def warm_up(self) -> None:
-        """Both models forward and backward, without an update; on a CPU measures the memory."""
+        """Runs both models forward and backward without an update; on a CPU measures the memory."""
         batch = self._batch(torch.Generator().manual_seed(self.options.seed + 1))
         for variant in self.result.variants.values():
             self._backward(variant, batch)

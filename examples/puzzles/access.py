@@ -142,7 +142,7 @@ _BLOCKS: tuple[Callable[..., Iterator[Block]], ...] = (
 
 
 def accesses(puzzle: Puzzle, tile: Sequence[int] | None = None) -> list[Access]:
-    """What every block of a puzzle touches.
+    """The elements that every block of a puzzle touches.
 
     Args:
         puzzle: one of `PUZZLES`.

@@ -87,7 +87,7 @@ Grid = list[list[frozenset[int]]]
 
 
 def cells(touched: Sequence[Access]) -> tuple[Grid, list[list[bool]]]:
-    """Of one tensor's panel: the blocks that touch each cell, and whether the cell is masked."""
+    """For each cell of one tensor's panel, the blocks that touch it and whether it is masked."""
     shape = touched[0].shape
     page = max(a.ranges[-2][1] for a in touched) if len(shape) > 1 else 1
     inside = {

@@ -46,7 +46,7 @@ _BATCHED = tuple(
     for op in ("attention", "softmax_matmul", "bmm")
     for suffix in ("", "_forward", "_backward", _WITH_LSE)
 )
-# What autocast leaves in the dtype of sums.
+# Arguments that autocast leaves in the dtype of sums.
 _WIDE = ("weight_sum", "folded_bias")
 # Gradients without an op of their own: dx of dy and x's shape.
 _GRADIENTS: dict[str, Callable[[Tensor, torch.Size], Tensor]] = {

@@ -36,7 +36,7 @@ _OPS = (
 
 
 def build_facts() -> dict[str, Any]:
-    """What the libraries were built for (torchweld/_build.json), {} where that is unknown."""
+    """The build's facts (torchweld/_build.json), {} if unknown."""
     try:
         facts = json.loads((_HERE / "_build.json").read_text())
     except (OSError, ValueError):
@@ -62,7 +62,7 @@ def _source() -> tuple[Path | None, bool]:
 
 
 def _mend() -> str:
-    """What to do about a library that does not load, as a command."""
+    """The command that fixes a library that does not load."""
     folder, in_use = _source()
     flags = "--no-build-isolation --no-deps --force-reinstall"
     command = f"{shlex.quote(sys.executable)} -m pip install {flags}"

@@ -36,7 +36,7 @@ _MASK = (
     "key_end=, window="
 )
 _NUMBERS = ("leftpad", "key_start", "key_end")
-# What other libraries call an argument: our argument, and what to do.
+# The name of an argument in other libraries: our argument, and the fix.
 _FIXES: dict[str, list[tuple[str, str]]] = {
     "is_causal": [("causal", "use causal=, which is aligned at the bottom right")],
     **dict.fromkeys(
@@ -86,7 +86,7 @@ def sentences(function: _Function) -> _Function:
 def _sentence(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> str | None:
-    """What is wrong with the names and kinds of the arguments, or None."""
+    """The error in the names and kinds of the arguments, or None."""
     signature = inspect.signature(function)
     names = list(signature.parameters)
     listed = ", ".join(names)

@@ -16,7 +16,7 @@ import torchweld._library as library
 
 @dataclass
 class Info:
-    """What `torchweld.info()` found; `str()` is the text that the command line prints.
+    """The result of `torchweld.info()`; `str()` is the text that the command line prints.
 
     Attributes:
         torchweld: the version of torchweld.

@@ -102,7 +102,7 @@ class FoldedLayerNormLinear(nn.Module):
 
     @classmethod
     def from_torch(cls, module: nn.Module) -> FoldedLayerNormLinear:
-        """From a `LayerNormLinear` or the `nn.Sequential` that it stands in for.
+        """Converts a `LayerNormLinear`, or the `nn.Sequential` that it replaces.
 
         Raises:
             ValueError: another module, one of a subclass or with hooks.

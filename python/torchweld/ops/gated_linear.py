@@ -125,7 +125,7 @@ class GatedLinear(nn.Module):
     def from_torch(
         cls, module: nn.Module, gate: str | None = None, interleaved: bool | None = None
     ) -> GatedLinear:
-        """From a packed `nn.Linear(in, 2 * out)` (with `gate`) or a `GatedLinearReference`.
+        """Converts a packed `nn.Linear(in, 2 * out)` (with `gate`) or a `GatedLinearReference`.
 
         Shares its parameters.
 
@@ -153,7 +153,7 @@ class GatedLinear(nn.Module):
 
     @classmethod
     def from_linears(cls, left: nn.Linear, right: nn.Linear, gate: str = "geglu") -> GatedLinear:
-        """From two linear layers, packed into one weight (a copy).
+        """Converts two linear layers, packed into one weight (a copy).
 
         For Llama's `down(silu(gate_proj(x)) * up_proj(x))`: left = gate_proj, right = up_proj,
         gate "swiglu".

@@ -87,7 +87,7 @@ class LayerNormLinear(NormLinear):
 
     @classmethod
     def from_torch(cls, module: nn.Sequential) -> LayerNormLinear:
-        """From `nn.Sequential(LayerNorm, Linear[, activation])`; shares its parameters.
+        """Converts `nn.Sequential(LayerNorm, Linear[, activation])`; shares its parameters.
 
         Raises:
             ValueError: other parts; one of a subclass, or with hooks or a parametrisation.

@@ -80,7 +80,7 @@ class RMSNormLinear(NormLinear):
 
     @classmethod
     def from_torch(cls, module: nn.Sequential) -> RMSNormLinear:
-        """From `nn.Sequential(RMSNorm, Linear[, activation])`; shares its parameters.
+        """Converts `nn.Sequential(RMSNorm, Linear[, activation])`; shares its parameters.
 
         RMSNorm is `nn.RMSNorm` or a class of Hugging Face's that computes the same (LlamaRMSNorm
         and its many kin). Those round the normalised row to its dtype before the weight; here it

@@ -42,7 +42,7 @@ class Progress:
         self._total = 0.0
 
     def plan(self, steps: float) -> None:
-        """So many more steps are to come."""
+        """Adds this many steps to the total."""
         self._total += steps
 
     def step(self, steps: float = 1) -> None:

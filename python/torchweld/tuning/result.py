@@ -10,7 +10,7 @@ from typing import Any
 
 Row = dict[str, Any]
 
-# What every row has beside the columns of its tile.
+# The columns of every row, beside those of its tile.
 _ABOUT = ("part", "problem", "family", "choice", "source")
 _MEASURED = (
     "us",
@@ -46,7 +46,7 @@ def _cell(name: str, value: Any) -> str:
 
 @dataclass
 class TuneResult:
-    """What `torchweld.tune` measured; `str()` is the table, best first.
+    """The measurements of `torchweld.tune`; `str()` is the table, best first.
 
     Attributes:
         op: the op's name.

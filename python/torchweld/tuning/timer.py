@@ -65,7 +65,7 @@ class CudaRounds:
         self._rounds.append(events)
 
     def timings(self) -> dict[str, Timing]:
-        """By name, of the finished rounds; {} before the first."""
+        """The timings of the finished rounds by name; {} before the first."""
         torch.cuda.synchronize()
         if not self._rounds:
             return {}
