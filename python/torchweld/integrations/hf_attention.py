@@ -56,8 +56,6 @@ class Unserved(ValueError):
 
 _warned: set[str] = set()
 _traced: set[str] = set()  # what the mask function has said under torch.compile
-
-
 _SDPA = "torch's scaled_dot_product_attention"
 _EAGER = "the model's eager attention"
 
@@ -141,9 +139,22 @@ def _eager_attention(
     value: Tensor,
     mask: Tensor | None,
     lacking: str,
+    *,
+    is_causal: bool,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The model's own attention, for what is ``lacking`` elsewhere."""
+    """The eager path: the model's own attention, for what SDPA lacks too.
+
+    ``mask`` is a dense 4-D mask, bool (true where a key is visible) or added to the scores, and
+    ``is_causal`` counts where it is None. ``lacking`` is what SDPA lacks, for the error.
+
+    Returns:
+        ``(batch, seqlen_q, nheads, head_dim_v)`` and the attention weights.
+
+    Raises:
+        ValueError: The model has no eager attention.
+    """
+    mask = _added_mask(mask, query, key.shape[2], is_causal)
     if getattr(module, "reorder_and_upcast_attn", False):  # GPT-2's second eager form
         return module._upcast_and_reordered_attn(query, key, value, mask)
     homes = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
@@ -156,6 +167,82 @@ def _eager_attention(
             'attn_implementation="eager" for this model'
         )
     return eager(module, query, key, value, mask, **kwargs)
+
+
+def _sdpa_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The SDPA path: transformers' own function, with arguments as :func:`_eager_attention`'s."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(module, query, key, value, mask, is_causal=is_causal, **kwargs)
+
+
+def _op_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    numbers: Numbers,
+    scaling: float | None,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> Tensor:
+    """The op path: contiguous ``(batch, seqlen_q, nheads, head_dim_v)``, masked by numbers."""
+    # The dispatcher looks at every keyword, which costs host time: leave out those that are None.
+    more = {}
+    if numbers.key_start is not None:
+        more["key_start"] = numbers.key_start
+    if numbers.key_end is not None:
+        more["key_end"] = numbers.key_end
+    if softcap is not None or sink is not None:
+        more.update(softcap=softcap, sink=sink)
+    out = torch.ops.torchweld.attention(
+        query, key, value, numbers.leftpad, causal=numbers.causal, scale=scaling, **more
+    )
+    return out.transpose(1, 2).contiguous()
+
+
+def _why_not_the_op(
+    query: Tensor,
+    seqlen_k: int,
+    mask: Tensor | None,
+    numbers: Numbers | None,
+    weights: bool,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> str | None:
+    """Why a call can't run the op, or None."""
+    if weights:
+        return "attention weights are asked for"
+    if numbers is None:
+        return getattr(mask, "torchweld_reason", GIVEN_4D)
+    if dropout > 0.0:
+        return "attention dropout is on"
+    if kwargs.get("position_bias") is not None:
+        return "a position bias is added to the scores"
+    if kwargs.get("cache") is not None:
+        return "a paged cache is in use"
+    if numbers.causal and numbers.hides_no_key and seqlen_k < query.shape[2]:
+        return "there are fewer keys than causal queries"
+    if query.is_cuda and query.dtype == torch.float64:
+        return "the kernels for CUDA know no float64"
+    return None
+
+
+def _refuse_unserved(kwargs: dict[str, Any]) -> None:
+    for name, what in UNSERVED.items():
+        if kwargs.get(name) is not None:
+            raise Unserved(
+                f'attn_implementation="torchweld" has no {name} ({what}); use '
+                'attn_implementation="eager" for this model'
+            )
 
 
 def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
@@ -238,46 +325,24 @@ def attention_forward(
         RuntimeError: It is inside of torch's context_parallel().
     """
     _active.refuse_torchs_own('attn_implementation="torchweld"')
-    for name in UNSERVED:
-        if kwargs.get(name) is not None:
-            raise Unserved(
-                f'attn_implementation="torchweld" has no {name} ({UNSERVED[name]}); use '
-                'attn_implementation="eager" for this model'
-            )
+    _refuse_unserved(kwargs)
     softcap, sink = kwargs.get("softcap"), kwargs.get("s_aux")
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     numbers = _numbers(attention_mask, query, module, is_causal)
     causal = numbers is not None and numbers.causal
-    unmasked = numbers is not None and (
-        numbers.leftpad is None and numbers.key_start is None and numbers.key_end is None
-    )
-    # No mask at all means "aligned at the top left" to transformers: a static cache that has just
-    # been filled, with nothing behind the queries yet.
-    top_left = causal and unmasked and 1 < seqlen_q < seqlen_k
+    # transformers aligns a missing mask at the top left: a static cache that has just been filled
+    # holds nothing behind the queries yet.
+    top_left = causal and numbers.hides_no_key and 1 < seqlen_q < seqlen_k
     start = None
     if "cu_seq_lens_q" in kwargs or "cu_seq_lens_k" in kwargs:
         keys = seqlen_q if top_left else seqlen_k
         start = hf_packed.key_start(module, query, keys, numbers, kwargs)
     if start is not None and numbers is not None:
-        numbers, unmasked = hf_packed.apply(start, numbers), False
+        numbers = hf_packed.apply(start, numbers)
         key, value, seqlen_k = key[:, :, :keys], value[:, :, :keys], keys
 
-    reason = None
     weights = _weights_are_wanted(kwargs)
-    if weights:
-        reason = "attention weights are asked for"
-    elif numbers is None:
-        reason = getattr(attention_mask, "torchweld_reason", GIVEN_4D)
-    elif dropout > 0.0:
-        reason = "attention dropout is on"
-    elif kwargs.get("position_bias") is not None:
-        reason = "a position bias is added to the scores"
-    elif kwargs.get("cache") is not None:
-        reason = "a paged cache is in use"
-    elif causal and unmasked and seqlen_k < seqlen_q:
-        reason = "there are fewer keys than causal queries"
-    elif query.is_cuda and query.dtype == torch.float64:
-        reason = "the kernels for CUDA know no float64"
+    reason = _why_not_the_op(query, seqlen_k, attention_mask, numbers, weights, dropout, kwargs)
     if _active.current is not None:
         from . import hf_context
 
@@ -285,43 +350,29 @@ def attention_forward(
             _active.current, query, key, value, numbers, reason, scaling, kwargs
         )
         return out.transpose(1, 2).contiguous(), None
-    if reason is not None:
-        mask = attention_mask if numbers is None else numbers.dense(seqlen_q, seqlen_k)
-        if numbers is None and start is not None:
-            mask = hf_packed.apply_dense(start, mask)
-        more = {"dropout": dropout, "scaling": scaling, **kwargs}
-        lacking = "attention weights to return" if weights else None
-        if softcap is not None or sink is not None:
-            lacking = lacking or "attention sinks or soft-capped scores here"
+    if reason is None:
         if measure.seen is not None:
-            measure.note(module, f"{_EAGER if lacking else _SDPA} runs: {reason}")
-        if lacking is not None:
-            warn_once(reason, instead=_EAGER)
-            mask = _added_mask(mask, query, seqlen_k, causal)
-            out, probabilities = _eager_attention(module, query, key, value, mask, lacking, **more)
-            return out, probabilities if weights else None
-        warn_once(reason)
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+            measure.note(module)
+        if top_left:
+            key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
+        return _op_attention(query, key, value, numbers, scaling, softcap, sink), None
 
-        # NOTE: not is_causal, for which SDPA has a default of its own.
-        return sdpa_attention_forward(module, query, key, value, mask, is_causal=causal, **more)
-
-    if measure.seen is not None:
-        measure.note(module)
-    if top_left:
-        key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
-    more = {}
-    if numbers.key_start is not None:
-        more["key_start"] = numbers.key_start
-    if numbers.key_end is not None:
-        more["key_end"] = numbers.key_end
+    mask = attention_mask if numbers is None else numbers.dense(seqlen_q, seqlen_k)
+    if numbers is None and start is not None:
+        mask = hf_packed.apply_dense(start, mask)
+    lacking = "attention weights to return" if weights else None
     if softcap is not None or sink is not None:
-        more.update(softcap=softcap, sink=sink)
-    # What is not there is not named: the dispatcher looks at every name, which takes the host.
-    out = torch.ops.torchweld.attention(
-        query, key, value, numbers.leftpad, causal=causal, scale=scaling, **more
-    )
-    return out.transpose(1, 2).contiguous(), None
+        lacking = lacking or "attention sinks or soft-capped scores here"
+    instead = _EAGER if lacking else _SDPA
+    if measure.seen is not None:
+        measure.note(module, f"{instead} runs: {reason}")
+    warn_once(reason, instead)
+    # NOTE: SDPA has a default of its own for is_causal, so both paths name it.
+    more = {"is_causal": causal, "dropout": dropout, "scaling": scaling, **kwargs}
+    if lacking is None:
+        return _sdpa_attention(module, query, key, value, mask, **more)
+    out, probabilities = _eager_attention(module, query, key, value, mask, lacking, **more)
+    return out, probabilities if weights else None
 
 
 def register_attention() -> None:

@@ -131,8 +131,7 @@ def attention_mask(
             from transformers' AttentionInterface, or neither supports ``sdpa`` nor lacks it for
             what torchweld's op has; or context_parallel does not serve the mask.
     """
-    config = kwargs.get("config")
-    if config is not None:
+    if (config := kwargs.get("config")) is not None:
         check_config(type(config))
     if q_length is None:
         q_length = kwargs["cache_position"].shape[0]
@@ -149,9 +148,27 @@ def attention_mask(
 
         pattern = hf_pattern.of(mask_function)
         return hf_context.mask(_active.current, pattern, **call._asdict())
-    skip = allow_is_causal_skip or kwargs.get("allow_is_bidirectional_skip", False)
-    # A local pattern that is wider than the whole context hides nothing, transformers says.
-    wide = allow_is_causal_skip and local_size is not None and kv_length < local_size
+    described = mask_function, local_size, allow_is_causal_skip, call, kwargs
+    pattern, mask, reason = _as_numbers(*described)
+    if reason is None:
+        return mask
+    # A traced function gives no pattern, but it may be the plain causal one.
+    causal = mask_function is causal_mask_function if pattern is None else pattern.causal
+    return _as_dense(*described, causal, reason)
+
+
+def _as_numbers(
+    mask_function: Any,
+    local_size: int | None,
+    causal_skip: bool,
+    call: Call,
+    kwargs: dict[str, Any],
+) -> tuple[Pattern | None, Tensor | None, str | None]:
+    """The numbers path: the pattern if known, the mask if one is needed, or why there are none."""
+    config = kwargs.get("config")
+    skip = causal_skip or kwargs.get("allow_is_bidirectional_skip", False)
+    # transformers takes a local pattern that is wider than the whole context as hiding nothing.
+    wide = causal_skip and local_size is not None and call.kv_length < local_size
     if not torch.compiler.is_compiling():
         pattern, reason = hf_pattern.of(mask_function), UNKNOWN
     elif wide:
@@ -161,25 +178,35 @@ def attention_mask(
         pattern, reason = _traced(mask_function, custom, skip, config, call)
     if pattern is not None:
         reason = _refusal(pattern, skip, config, call)
-    mask = None
-    if reason is None and pattern.causal:
-        mask, reason = _causal(pattern, allow_is_causal_skip, call)
-    elif reason is None:
-        mask, reason = _bidirectional(pattern, skip, call)
-    if reason is None:
-        return mask
-    readable = attention_mask is None or is_readable(attention_mask)
+    if reason is not None:
+        return pattern, None, reason
+    if pattern.causal:
+        return pattern, *_causal(pattern, causal_skip, call)
+    return pattern, *_bidirectional(pattern, skip, call)
+
+
+def _as_dense(
+    mask_function: Any,
+    local_size: int | None,
+    causal_skip: bool,
+    call: Call,
+    kwargs: dict[str, Any],
+    causal: bool,
+    reason: str,
+) -> Tensor | None:
+    """The dense path: the mask of ``sdpa``, with ``reason`` and ``causal`` as attributes."""
+    readable = call.attention_mask is None or is_readable(call.attention_mask)
     mask = sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=0 if q_offset is None else q_offset,
-        kv_offset=kv_offset,
-        attention_mask=attention_mask,
+        batch_size=call.batch_size,
+        q_length=call.q_length,
+        kv_length=call.kv_length,
+        q_offset=0 if call.q_offset is None else call.q_offset,
+        kv_offset=call.kv_offset,
+        attention_mask=call.attention_mask,
         mask_function=mask_function,
         local_size=local_size,
         # sdpa_mask reads attention_mask before it leaves the mask out.
-        allow_is_causal_skip=allow_is_causal_skip and readable,
+        allow_is_causal_skip=causal_skip and readable,
         **kwargs,
     )
     if torch.compiler.is_compiling():
@@ -187,8 +214,7 @@ def attention_mask(
     elif mask is not None:
         mask.torchweld_reason = reason
     if mask is not None:
-        causal = mask_function is causal_mask_function  # all that is known of what is traced
-        mask.torchweld_causal = causal if pattern is None else pattern.causal
+        mask.torchweld_causal = causal
     return mask
 
 

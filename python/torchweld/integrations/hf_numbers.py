@@ -33,6 +33,11 @@ class Numbers(NamedTuple):
     key_start: Tensor | None = None  # (batch, seqlen_q), with causal alone
     key_end: Tensor | None = None
 
+    @property
+    def hides_no_key(self) -> bool:
+        """Whether nothing but causality hides a key."""
+        return self.leftpad is None and self.key_start is None and self.key_end is None
+
     def tensors(self) -> list[Tensor]:
         return [t for t in (self.leftpad, self.key_start, self.key_end) if t is not None]
 
