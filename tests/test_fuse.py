@@ -17,14 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
-from transformers.models.gpt2.modeling_gpt2 import GPT2Attention  # noqa: E402
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block  # noqa: E402
 from transformers.pytorch_utils import Conv1D  # noqa: E402
 
 from tiny_models import VOCAB, tiny_gpt2, tiny_grouped, tiny_model  # noqa: E402
 from torchweld.integrations import (  # noqa: E402
     FuseReport,
     fuse,
-    gpt2_layers,
     hf_attention,
     hf_models,
     hf_numbers,
@@ -32,7 +31,10 @@ from torchweld.integrations import (  # noqa: E402
     unfuse,
 )
 
+gpt2_block = pytest.importorskip("torchweld.integrations.gpt2_block")
+
 LAYERS = 2
+BOTH = [gpt2_block.ATTENTION, gpt2_block.MLP]
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +165,7 @@ def test_the_ops_really_run(fused_device):
 )
 def test_every_activation_with_a_fused_form(fused_device, activation, name):
     model, stock = pair(fused_device, activation_function=activation)
-    assert model.transformer.h[0].mlp._torchweld_site.activation == name
+    assert gpt2_block.activation_name(model.transformer.h[0].mlp.act) == name
     inputs = batch(fused_device, (0, 0))
     assert_close(logits(model, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
 
@@ -297,20 +299,40 @@ def test_generation_of_a_left_padded_batch(fused_device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_direct_attention_gives_the_bits_of_the_stock_forward(fused_device, dtype):
+def test_the_attention_of_a_block_gives_the_bits_of_the_stock_forward(fused_device, dtype):
     model = pair(fused_device)[0].to(dtype)
     inputs = batch(fused_device)
     step = dict(input_ids=inputs["input_ids"][:, :1], use_cache=True)
+
+    def stock(ln_1, attn, x, **kwargs):
+        """GPT2Attention's own forward behind the fused c_attn."""
+        qkv = gpt2_block.norm_linear(x, ln_1, attn.c_attn, "none")
+        handle = attn.c_attn.register_forward_hook(lambda *_: qkv)
+        try:
+            return attn(x, **kwargs)[0]
+        finally:
+            handle.remove()
+
     outs = []
-    for _ in range(2):
-        with torch.no_grad():
+    for replaced in (False, True):
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            if replaced:
+                patch.setattr(gpt2_block, "_fused_attention", stock)
             first = model(**inputs, use_cache=True)
             second = model(**step, past_key_values=first.past_key_values)
         outs.append((first.logits, second.logits))
-        for block in model.transformer.h:
-            assert isinstance(block.attn, GPT2Attention)
-            block.attn.__class__ = GPT2Attention
     assert torch.equal(outs[0][0], outs[1][0]) and torch.equal(outs[0][1], outs[1][1])
+
+
+@pytest.mark.parametrize("name", ["ln_1", "attn", "attn.c_attn", "ln_2", "mlp", "mlp.c_fc"])
+def test_a_part_of_a_fused_block_that_is_called_alone_equals_stock(fused_device, name):
+    model, stock = pair(fused_device)
+    x = torch.randn(2, 5, 32, device=fused_device)
+    with torch.no_grad(), Calls() as calls:
+        ours, want = (each.transformer.h[0].get_submodule(name)(x) for each in (model, stock))
+    ours, want = (out[0] if name == "attn" else out for out in (ours, want))
+    assert not calls.names["torchweld::layer_norm_linear"]
+    assert_close(ours, want, rtol=1e-6, atol=1e-6)
 
 
 def test_a_layer_of_a_step_calls_no_more_than_it_must(fused_device):
@@ -337,11 +359,11 @@ def test_a_layer_of_a_step_calls_no_more_than_it_must(fused_device):
 def test_autocast_keeps_the_cast_of_a_projection(device):
     layer, x = Conv1D(8, 8).to(device), torch.randn(2, 3, 8, device=device)
     with torch.autocast(x.device.type, torch.bfloat16):
-        first = gpt2_layers.project(layer, x)
+        first = gpt2_block.project(layer, x)
         with Calls() as calls:
-            assert torch.equal(gpt2_layers.project(layer, x), first)
+            assert torch.equal(gpt2_block.project(layer, x), first)
     assert calls.names["aten::_to_copy"] == 1  # x
-    assert torch.equal(layer(x), gpt2_layers.project(layer, x))
+    assert torch.equal(layer(x), gpt2_block.project(layer, x))
 
 
 def test_a_dropout_in_training_mode_drops_in_a_model_in_eval_mode():
@@ -356,62 +378,65 @@ def test_a_dropout_in_training_mode_drops_in_a_model_in_eval_mode():
     assert_close(*outs, rtol=1e-5, atol=1e-5)
 
 
-def test_an_attention_that_keeps_no_scaling_stays_stock():
-    """As older versions of transformers have it."""
-    model = gpt2()
-    want = logits(model, **batch("cpu", (0, 0)))
-    del model.transformer.h[0].attn.scaling
-    fuse(model, check=False)
-    assert [type(block.attn) is GPT2Attention for block in model.transformer.h] == [True, False]
-    model.transformer.h[0].attn.scaling = model.transformer.h[1].attn.scaling
-    assert_close(logits(model, **batch("cpu", (0, 0))), want, rtol=1e-5, atol=1e-5)
+def two_caches():
+    return transformers.EncoderDecoderCache(
+        transformers.DynamicCache(), transformers.DynamicCache()
+    )
 
 
-@pytest.mark.parametrize("case", ["plain", "cache_position", "positional", "two caches"])
-def test_calls_that_the_direct_attention_leaves_to_the_stock_forward(
-    fused_device, case, monkeypatch
-):
-    attn = pair(fused_device)[0].transformer.h[0].attn
-    x = torch.randn(2, 5, 32, device=fused_device)
-    stock, calls = GPT2Attention.forward, []
-
-    def forward(*args, **kwargs):
-        calls.append(kwargs)
-        return stock(*args, **kwargs)
-
-    def cache():
-        return transformers.DynamicCache()
-
-    cases = {
-        "plain": ((), {"past_key_values": cache()}),
-        "cache_position": ((), {"cache_position": torch.arange(5)}),
-        "positional": ((cache(),), {}),
-        "two caches": (
-            (),
-            {"past_key_values": transformers.EncoderDecoderCache(cache(), cache())},
-        ),
-    }
-    args, kwargs = cases[case]
-    with torch.no_grad():
-        want = stock(attn, x)[0]
-        monkeypatch.setattr(GPT2Attention, "forward", forward)
-        assert torch.equal(attn(x, *args, **kwargs)[0], want)
-    assert len(calls) == (case != "plain")
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("cache", "crosses"),
+    [
+        (None, False),
+        (None, True),
+        (transformers.DynamicCache, False),
+        (two_caches, False),
+        (two_caches, True),
+    ],
+)
+def test_a_block_of_any_call_equals_stock(fused_device, implementation, cache, crosses):
+    """Under another implementation than torchweld's too, which unfuse of the attention leaves."""
+    model, stock = pair(fused_device, add_cross_attention=True, implementation=implementation)
+    model.set_attn_implementation(implementation)
+    x, memory = (torch.randn(2, n, 32, device=fused_device) for n in (5, 7))
+    outs = []
+    for each in (model, stock):
+        block, kept = each.transformer.h[0], cache and cache()
+        more = {"encoder_hidden_states": memory} if crosses else {}
+        with torch.no_grad(), Calls() as calls:
+            first = block(x, kept, **more)
+            outs.append((first, block(first[:, :1], kept, use_cache=cache is not None, **more)))
+        assert calls.names["torchweld::layer_norm_linear"] == (4 if each is model else 0)
+    assert_close(*outs, rtol=1e-5, atol=1e-5)
 
 
-def test_the_direct_attention_runs_the_hooks_that_record_c_attn(fused_device):
-    attn = pair(fused_device)[0].transformer.h[0].attn
+def test_cross_attention_without_its_layers_is_the_sentence_of_transformers():
+    block = pair()[0].transformer.h[0]
+    with pytest.raises(ValueError, match="cross-attention layers"):
+        block(torch.randn(1, 2, 32), encoder_hidden_states=torch.randn(1, 2, 32))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("attn.c_attn", (2, 5, 96)), ("attn", (2, 5, 32)), ("mlp", (2, 5, 32))]
+)
+def test_a_fused_block_runs_the_hooks_that_record_outputs(fused_device, name, shape):
+    model, stock = pair(fused_device)
     x = torch.randn(2, 5, 32, device=fused_device)
     seen = []
 
     def record(module, args, out):
-        seen.append(out.shape)
+        seen.append(out[0] if isinstance(out, tuple) else out)
 
     record.__module__ = "transformers.utils.output_capturing"  # such ones leave a site fused
-    attn.c_attn.register_forward_hook(record)
     with torch.no_grad(), Calls() as calls:
-        attn(x)
-    assert seen == [(2, 5, 96)] and calls.names["torchweld::layer_norm_linear"] == 1
+        for each in (model, stock):
+            block = each.transformer.h[0]
+            block.get_submodule(name).register_forward_hook(record)
+            block(x)
+    assert len(seen) == 2 and seen[0].shape == shape
+    assert_close(*seen, rtol=1e-5, atol=1e-5)
+    assert calls.names["torchweld::layer_norm_linear"] == 2
 
 
 def test_another_attention_that_is_chosen_after_fuse_runs(fused_device):
@@ -564,17 +589,27 @@ def test_unfuse_gives_the_stock_model_back(fused_device):
     assert set(fuse(model).replaced) == places()
 
 
-def test_unfuse_changes_nothing_when_it_cannot_finish():
-    model = gpt2()
-    fuse(model)
-    nn.utils.parametrizations.weight_norm(model.transformer.h[1].attn.c_attn)
-    inputs = batch("cpu")
-    want = logits(model, **inputs)
-    with pytest.raises(RuntimeError, match="ParametrizedLayerNormConv1D since"):
-        unfuse(model)
-    assert torch.equal(logits(model, **inputs), want)
-    nn.utils.parametrize.remove_parametrizations(model.transformer.h[1].attn.c_attn, "weight")
+def test_a_layer_that_was_parametrised_after_fuse_runs_stock_and_unfuse_works():
+    model, stock = pair()
+    for each in (model, stock):
+        nn.utils.parametrizations.weight_norm(each.transformer.h[1].attn.c_attn)
+    inputs = batch("cpu", (0, 0))
+    assert gpt2_block.fused_sites(model.transformer.h[1]) == [gpt2_block.MLP]
+    assert_close(logits(model, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
     assert set(unfuse(model)) == places()
+    assert torch.equal(logits(model, **inputs), logits(stock, **inputs))
+    assert all(type(block) is GPT2Block for block in model.transformer.h)
+
+
+def test_accelerate_finds_the_blocks_by_the_name_of_their_class():
+    model = gpt2()
+    before = set(model._no_split_modules)
+    model.transformer.h[1].ln_1.register_forward_hook(lambda *_: None)
+    model.transformer.h[1].ln_2.register_forward_hook(lambda *_: None)
+    fuse(model)
+    assert model._no_split_modules == before | {"FusedGPT2Block"}
+    unfuse(model)
+    assert model._no_split_modules == before
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -647,10 +682,9 @@ def test_copies_are_fused_and_independent(fused_device, how):
     inputs = batch(fused_device, (0, 0))
     want = logits(model, **inputs)
     assert torch.equal(logits(twin, **inputs), want)
-    own = {id(module) for module in twin.modules()}
+    assert not {id(module) for module in twin.modules()} & {id(each) for each in model.modules()}
     for block in twin.transformer.h:
-        site = block.mlp._torchweld_site
-        assert {id(site.norm), id(site.owner), id(site.linear), id(site.block)} <= own
+        assert gpt2_block.fused_sites(block) == BOTH
     with torch.no_grad():
         for block in twin.transformer.h:
             block.ln_2.weight.mul_(2)
@@ -669,7 +703,7 @@ def test_casts_follow():
 
 
 def test_replicas_run_stock_with_their_own_parameters():
-    # What DataParallel makes: shallow copies, whose site still names the original modules.
+    # DataParallel makes shallow copies.
     model, stock = pair()
     block, stock_block = model.transformer.h[0], stock.transformer.h[0]
     x = torch.randn(2, 5, 32)
@@ -867,7 +901,7 @@ def test_a_hook_after_fuse_sees_stock_values(name):
         handle.remove()
     assert len(seen) == 2 and len(seen[0]) == len(seen[1])
     assert_close(seen[0], seen[1], rtol=1e-5, atol=1e-5)
-    assert model.transformer.h[1].mlp._torchweld_site.holds()
+    assert gpt2_block.fused_sites(model.transformer.h[1]) == BOTH
 
 
 def offload(module):
@@ -901,15 +935,15 @@ def test_parameters_that_come_and_go_are_read_by_their_module_alone(fused_device
     inputs = batch(fused_device, (0, 0))
     want = logits(stock, **inputs)
     block = model.transformer.h[1]
-    site = (block.ln_1 if name in ("ln_1", "attn", "attn.c_attn") else block.ln_2)._torchweld_site
+    first = name in ("ln_1", "attn", "attn.c_attn")
     undo = offload(block.get_submodule(name))
-    assert not site.holds()
+    assert gpt2_block.fused_sites(block) == [gpt2_block.MLP if first else gpt2_block.ATTENTION]
     assert_close(logits(model, **inputs), want, rtol=1e-5, atol=1e-5)
     undo()
-    assert site.holds()
+    assert gpt2_block.fused_sites(block) == BOTH
     assert_close(logits(model, **inputs), want, rtol=1e-5, atol=1e-5)
     offload(block.get_submodule(name))
-    assert set(unfuse(model)) == places()  # the wrapped forward is that of the fused class still
+    assert set(unfuse(model)) == places()
     assert torch.equal(logits(model, **inputs), want)
 
 
@@ -965,7 +999,7 @@ def test_a_hook_on_all_modules_sees_stock_values():
     half = len(seen) // 2
     assert half == 6 * LAYERS + 1
     assert_close(seen[:half], seen[half:], rtol=1e-5, atol=1e-5)
-    assert model.transformer.h[1].mlp._torchweld_site.holds()
+    assert gpt2_block.fused_sites(model.transformer.h[1]) == BOTH
 
 
 def test_recording_hidden_states_does_not_stop_the_fusion(fused_device):
@@ -976,8 +1010,7 @@ def test_recording_hidden_states_does_not_stop_the_fusion(fused_device):
         want = stock(**inputs, output_hidden_states=True).hidden_states
     assert len(ours) == LAYERS + 1
     assert_close(ours, want, rtol=1e-5, atol=1e-5)
-    assert all(block.mlp._torchweld_site.holds() for block in model.transformer.h)
-    assert all(block.attn.c_attn._torchweld_site.holds() for block in model.transformer.h)
+    assert all(gpt2_block.fused_sites(block) == BOTH for block in model.transformer.h)
 
 
 @pytest.mark.parametrize(
@@ -1096,10 +1129,8 @@ def test_without_check_nothing_runs():
 
 
 def test_the_difference_is_measured_and_not_assumed(monkeypatch):
-    from torchweld.integrations import gpt2 as sites
-
-    right = sites.Site.compute
-    monkeypatch.setattr(sites.Site, "compute", lambda site, x: right(site, x) + 0.01)
+    right = gpt2_block.norm_linear
+    monkeypatch.setattr(gpt2_block, "norm_linear", lambda *args: right(*args) + 0.01)
     assert fuse(gpt2()).max_abs_diff > 1e-4
 
 
@@ -1113,10 +1144,8 @@ def test_a_failing_sample_leaves_the_model_stock():
 
 
 def test_nan_from_the_fused_model_leaves_it_stock(monkeypatch):
-    from torchweld.integrations import gpt2 as sites
-
-    right = sites.Site.compute
-    monkeypatch.setattr(sites.Site, "compute", lambda site, x: right(site, x) * float("nan"))
+    right = gpt2_block.norm_linear
+    monkeypatch.setattr(gpt2_block, "norm_linear", lambda *args: right(*args) * float("nan"))
     model = gpt2()
     shape = repr(model)
     with pytest.raises(RuntimeError, match="the model is stock again"):
@@ -1305,20 +1334,12 @@ def test_modules_that_a_model_uses_in_several_places(case):
     assert torch.equal(logits(model, **inputs), want)
 
 
-MOVED = {
-    "attn": "h.0.attn.c_attn",
-    "mlp": "h.0.mlp",
-    "ln_1": "h.0.ln_1",
-    "ln_2": "h.0.ln_2",
-    "attn.c_attn": "h.0.attn.c_attn",
-    "ln_1 to ln_2": "h.1.ln_2",
-    "ln_1 to ln_f": "ln_f",
-}
+MOVED = ["attn", "mlp", "ln_1", "ln_2", "attn.c_attn", "ln_1 to ln_2", "ln_1 to ln_f"]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("case", MOVED)
-def test_a_part_that_was_moved_after_fuse_is_refused(case, compiled):
+def test_a_part_that_was_moved_after_fuse_computes_what_it_did(case, compiled):
     model, stock = pair()
     for each in (model, stock):
         blocks = each.transformer.h
@@ -1332,12 +1353,12 @@ def test_a_part_that_was_moved_after_fuse_is_refused(case, compiled):
             setattr(blocks[0], case, getattr(blocks[1], case))
     # A cache holds keys by the layer, which a shared attention has one of.
     inputs = {**batch("cpu", (0, 0)), "use_cache": False}
-    sentence = f"torchweld.fuse: {MOVED[case]} must be in the place where it was fused"
-    call = torch.compile(model, backend="aot_eager") if compiled else model
-    with pytest.raises(Exception, match=sentence):
-        logits(call, **inputs)
-    unfuse(model)
     want = logits(stock, **inputs)
+    call = torch.compile(model, backend="aot_eager") if compiled else model
+    with Calls() as calls:
+        assert_close(logits(call, **inputs), want, rtol=1e-5, atol=1e-5)
+    assert compiled or calls.names["torchweld::layer_norm_linear"] == 2 * LAYERS
+    unfuse(model)
     assert torch.equal(logits(model, **inputs), want)
     fuse(model)
     assert_close(logits(model, **inputs), want, rtol=1e-5, atol=1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torchweld import _library
 
 from . import measure
 from .report import FuseReport
+from .sample import Sample, compare
 
 _ATTENTION = "attention"
 _LAYER_NORM_LINEAR = "layer_norm_linear"
@@ -52,45 +52,47 @@ def fuse(model: nn.Module, *, sample: Any = None, check: bool = True) -> FuseRep
             the stock model did not; the model is stock again then.
 
     Limits:
-        A fused LayerNorm or MLP is only right inside its block: called alone, ``ln_2`` returns its
-        input and ``mlp`` starts with ``ln_2``. Hooks added to them later make that block run stock,
-        and so does a norm that is cast alone. Whole blocks may be moved; a model whose blocks hold
-        parts of each other raises when it is called.
+        Hooks added to a part of a block later make that part of the block run stock, and so does a
+        norm that is cast alone.
         Attention dropout above 0 makes training steps use torch's SDPA, and calls that ask for
         attention weights use GPT-2's eager attention.
     """
     _library.require()
     _check_model(model, "torchweld.fuse")
     gpt2 = _gpt2_module()
-    from . import gpt2_site
-
     bases = [(path, m) for path, m in model.named_modules() if isinstance(m, gpt2.GPT2Model)]
     report = FuseReport(model=type(model).__name__)
     if not bases:
         return _fuse_other(model, sample, check, report)
     stock, seen = None, None
-    sites, switches = _plan(model, bases, gpt2, report)
-    if check and (sites or switches):
-        runner = _Sample(model, [base for _, base in bases], sample, _batch_of_gpt2)
+    places, switches = _plan(model, bases, gpt2, report)
+    if check and (places or switches):
+        runner = Sample(model, [base for _, base in bases], sample, _batch_of_gpt2)
         stock = runner.run(report)
-    elif sites or switches:
+    elif places or switches:
         report.notes.append(_UNCHECKED)
     try:
-        for site in dict.fromkeys(site for _, site in sites):
-            gpt2.join(site)
-        for _, base in bases if sites else ():
-            gpt2_site.watch_places(base)
+        for block, site in dict.fromkeys(places.values()):
+            gpt2.fuse_site(block, site)
+        gpt2.rename_blocks(model)
         for _, base in switches:
             gpt2.switch_attention(model, base)
         if stock is not None:
             with measure.watching() as seen:
-                _compare(stock, runner.run(report), report)
-        _list(sites, seen, report)
+                compare(stock, runner.run(report), report)
+        measured = [
+            (where, block.get_submodule(site.path)) for where, (block, site) in places.items()
+        ]
+        _list(measured, seen, report)
         for path, base in switches:
             if not _list(_attention_layers(path, base), seen, report):
                 gpt2.restore_attention(model, base)
     except BaseException:
-        _restore([site for _, site in sites], [base for _, base in bases], model, gpt2)
+        for block, _ in places.values():
+            gpt2.unfuse_block(block)
+        gpt2.rename_blocks(model)
+        for _, base in bases:
+            gpt2.restore_attention(model, base)
         raise
     return report
 
@@ -132,24 +134,19 @@ def unfuse(model: nn.Module) -> list[str]:
 
     Returns:
         Paths that were restored; empty when the model was stock.
-
-    Raises:
-        RuntimeError: A fused module was wrapped or sharded since.
     """
     _check_model(model, "torchweld.unfuse")
     gpt2 = _gpt2_module()
-    from . import gpt2_site, hf_switch
+    from . import hf_switch
 
-    restored = []
     everything = list(model.named_modules(remove_duplicate=False))
-    changed = [(path, m) for path, m in everything if gpt2.is_fused(m)]
-    for path, module in changed:
-        gpt2.part(module)
-        if not isinstance(module, nn.LayerNorm):
-            restored.append(path)
+    fused = [(path, module, gpt2.fused_paths(module)) for path, module in everything]
+    restored = [f"{path}.{below}" for path, _, paths in fused for below in paths]
+    for _, module, paths in fused:
+        if paths:
+            gpt2.unfuse_block(module)
+    gpt2.rename_blocks(model)
     for path, module in model.named_modules():
-        if isinstance(module, gpt2.GPT2Model):
-            gpt2_site.unwatch_places(module)
         if isinstance(module, gpt2.GPT2Model) and gpt2.restore_attention(model, module):
             restored.extend(where for where, _ in _attention_layers(path, module))
         elif hf_switch.restore(module):
@@ -189,7 +186,7 @@ def _fuse_other(model: nn.Module, sample: Any, check: bool, report: FuseReport) 
     layers = {path: hf_switch.layers(path, root) for path, root in switches}
     runner = stock = seen = None
     if check and switches:
-        runner = _Sample(model, [root for _, root in switches], sample, hf_switch.sample_of)
+        runner = Sample(model, [root for _, root in switches], sample, hf_switch.sample_of)
         stock = runner.try_run(report)
     elif switches:
         report.notes.append(_UNCHECKED)
@@ -199,7 +196,7 @@ def _fuse_other(model: nn.Module, sample: Any, check: bool, report: FuseReport) 
             hf_switch.switch(root)
         if stock:
             with measure.watching() as seen:
-                _compare(stock, runner.run(report), report)
+                compare(stock, runner.run(report), report)
     except Unserved as error:
         reason = str(error).partition(";")[0]
         report.compared = None
@@ -251,11 +248,10 @@ def _attention_layers(path: str, base: Any) -> list[tuple[str, Any]]:
 
 def _plan(
     model: nn.Module, bases: list[tuple[str, Any]], gpt2: Any, report: FuseReport
-) -> tuple[list, list]:
-    """What to replace; what not to goes to the report."""
+) -> tuple[dict[str, tuple[nn.Module, Any]], list]:
+    """What to replace, ``{path: (block, site)}`` and the attentions; what not to goes to report."""
     probes, used = _Probes(), gpt2.uses(model)
-    known: dict[Any, Any] = {}  # of blocks, which may be in several places
-    sites, switches = [], []
+    places, switches = {}, []
     for path, base in bases:
         prefix = f"{path}." if path else ""
         for index, block in enumerate(base.h):
@@ -263,20 +259,19 @@ def _plan(
                 reason = f"it is {type(block).__name__}, not transformers' GPT2Block"
                 report.skipped.append((f"{prefix}h.{index}", reason))
                 continue
-            if block not in known:
-                known[block] = gpt2.sites(block, used)
-            for below, site, reason in known[block]:
-                where = f"{prefix}h.{index}.{below}"
-                if site is not None:
-                    weight = site.linear.weight
-                    reason = probes.layer_norm_linear(weight, site.activation)
+            for site, reason in gpt2.sites(block, used):
+                where = f"{prefix}h.{index}.{site.path}"
+                if reason is None:
+                    owner = getattr(block, site.owner)
+                    act = site.act and getattr(owner, site.act)
+                    activation = gpt2.activation_name(act) if site.act else "none"
+                    weight = getattr(owner, site.linear).weight
+                    reason = probes.layer_norm_linear(weight, activation)
                 if reason is not None:
                     report.skipped.append((where, reason))
                     continue
-                sites.append((where, site))
-                names = [site.norm_name, site.linear_name]
-                if site.act is not None:
-                    names.append(site.activation)
+                places[where] = block, site
+                names = [site.norm, site.linear, *([activation] if site.act else [])]
                 report.ops[where] = f"{_LAYER_NORM_LINEAR} ({' -> '.join(names)})"
         paths = [where for where, _ in _attention_layers(path, base)]
         reason = gpt2.attention_refusal(base)
@@ -293,7 +288,7 @@ def _plan(
                 report.notes.append(
                     f"attn_pdrop is {dropout}: in training mode the attention uses torch's SDPA"
                 )
-    return sites, switches
+    return places, switches
 
 
 class _Probes:
@@ -354,61 +349,6 @@ def _no_autocast(device: torch.device) -> Any:
     return torch.autocast(device.type, enabled=False)
 
 
-class _Sample:
-    """Runs the sample batch in eval mode without gradients, leaving the model's modes as found."""
-
-    def __init__(self, model: nn.Module, parts: list[Any], sample: Any, batch_of: Any) -> None:
-        self.model = model
-        self.given = sample is not None
-        if self.given:
-            self.targets = [model]
-            self.kwargs = [dict(sample) if hasattr(sample, "keys") else {"input_ids": sample}]
-            return
-        # Heads may need labels, pad ids or images: without a language model head, compare what the
-        # GPT-2 itself returns.
-        head = "GPT2LMHeadModel" in {cls.__name__ for cls in type(model).__mro__}
-        known = [(part, batch_of(part)) for part in ([model] if head else parts)]
-        known = [(part, each) for part, each in known if each is not None]
-        self.targets = [part for part, _ in known]
-        self.kwargs = [each for _, each in known]
-
-    def try_run(self, report: FuseReport) -> list[Tensor] | None:
-        """:meth:`run` of what is stock, None and a note where the default batch does not fit."""
-        name, fix = type(self.model).__name__, "pass sample= to measure what its layers run"
-        if not self.targets:
-            report.notes.append(f"no sample batch is known for {name}; {fix}")
-            return None
-        try:
-            return self.run(report)
-        except Exception as error:
-            if self.given:
-                raise
-            text = (str(error).strip().splitlines() or [""])[0]
-            why = f"{type(error).__name__}: {text}"
-            report.notes.append(f"the default sample batch does not fit {name} ({why}); {fix}")
-            report.compared = None
-            return None
-
-    def run(self, report: FuseReport) -> list[Tensor]:
-        modes = [(module, module.training) for module in self.model.modules()]
-        outputs = []
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                for target, kwargs in zip(self.targets, self.kwargs, strict=True):
-                    name, out = _main_output(target(**kwargs))
-                    shape = tuple(out.shape)
-                    report.compared = f"{name} {shape} {str(out.dtype)[6:]}"
-                    mask = kwargs.get("attention_mask")
-                    if mask is not None and mask.shape == out.shape[:2]:
-                        out = out[mask.to(out.device, torch.bool)]
-                    outputs.append(out)
-        finally:
-            for module, training in modes:
-                module.training = training
-        return outputs
-
-
 def _batch_of_gpt2(model: Any) -> dict[str, Any]:
     from . import hf_switch
 
@@ -417,47 +357,3 @@ def _batch_of_gpt2(model: Any) -> dict[str, Any]:
     batch = hf_switch.tokens(base.config.vocab_size, length, generator)
     device = _device(base.wte, base.wte.weight)
     return {**{name: value.to(device) for name, value in batch.items()}, "use_cache": False}
-
-
-def _main_output(output: Any) -> tuple[str, Tensor]:
-    for name in ("logits", "last_hidden_state"):
-        value = getattr(output, name, None)
-        if isinstance(value, Tensor):
-            return name, value
-    if isinstance(output, Mapping):
-        output = output.values()
-    values = output if isinstance(output, Iterable) and not isinstance(output, Tensor) else [output]
-    for value in values:
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:
-            return "output", value
-    raise TypeError(
-        f"torchweld.fuse: sample must make the model return logits or hidden states, "
-        f"but got {type(output).__name__}; pass check=False to skip the comparison"
-    )
-
-
-def _compare(stock: list[Tensor], fused: list[Tensor], report: FuseReport) -> None:
-    worst = 0.0
-    for before, after in zip(stock, fused, strict=True):
-        if before.numel() == 0:
-            continue
-        good = before.isfinite()
-        if not bool(after[good].isfinite().all()):
-            raise RuntimeError(
-                "torchweld.fuse: the fused model gave NaN or inf where the stock model did not; "
-                "the model is stock again"
-            )
-        if bool(good.any()):
-            worst = max(worst, (after[good].double() - before[good].double()).abs().max().item())
-    report.max_abs_diff = worst if stock else None
-
-
-def _restore(sites: list[Any], bases: list[Any], model: nn.Module, gpt2: Any) -> None:
-    from . import gpt2_site
-
-    for site in sites:
-        for _, module in site.members():
-            gpt2.part(module)
-    for base in bases:
-        gpt2_site.unwatch_places(base)
-        gpt2.restore_attention(model, base)

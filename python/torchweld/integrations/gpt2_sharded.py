@@ -64,13 +64,14 @@ def refusal(base: GPT2Model, size: int) -> str | None:
             f"{base.config.num_attention_heads}"
         )
     for path, block in base.h.named_children():
-        if type(block) is not GPT2Block or hasattr(block, "crossattention"):
-            what = "one with cross attention" if type(block) is GPT2Block else type(block).__name__
+        known = type(block) in (GPT2Block, gpt2.FusedGPT2Block)
+        if not known or hasattr(block, "crossattention"):
+            what = "one with cross attention" if known else type(block).__name__
             return f"h.{path} must be transformers' GPT2Block, but got {what}"
         if not isinstance(block.attn, GPT2Attention):
             return f"h.{path}.attn must be GPT2Attention, but got {type(block.attn).__name__}"
         for name, layer in _layers(block).items():
-            if type(layer) not in (Conv1D, gpt2.LayerNormConv1D):
+            if type(layer) is not Conv1D:
                 return f"h.{path}.{name} must be Conv1D, but got {type(layer).__name__}"
             if type(layer.weight.data) is not Tensor:
                 kind = type(layer.weight.data).__name__
@@ -100,8 +101,6 @@ def shard(base: GPT2Model, mesh: Any, src_data_rank: int | None) -> None:
 
     from torchweld.distributed.tensors import shard_parameter
 
-    from . import gpt2
-
     # FSDP2 takes the weight's other dim; of a bias that is sharded so it would lose the order.
     # What all processes have stays plain, which optimizers take less time for.
     placements = {
@@ -115,6 +114,5 @@ def shard(base: GPT2Model, mesh: Any, src_data_rank: int | None) -> None:
             for key, placement in placements[name].items():
                 parameter = getattr(layer, key)
                 shard_parameter(layer, key, parameter, mesh, placement, src_data_rank)
-            fused = isinstance(layer, gpt2.LayerNormConv1D)
-            layer.__class__ = gpt2.LayerNormShardedConv1D if fused else ShardedConv1D
+            layer.__class__ = ShardedConv1D
         block.attn.split_size = block.attn.embed_dim // mesh.size()

@@ -1,0 +1,307 @@
+"""A GPT-2 block that runs ``norm -> linear (-> activation)`` as one op.
+
+:class:`FusedGPT2Block` reads the parameters of its stock submodules, which stay as they are: each
+of them computes what it always did when it is called alone, and may be moved or shared. In every
+call the block asks which of its :data:`SITES` may run fused. A hook that was added after ``fuse``
+(accelerate's offloading too) or a replaced layer (LoRA) makes that site run stock.
+
+A step of generation computes so little that the GPU waits for the host. So the block also leaves
+out what changes nothing: looking its attention up, views, calls of modules that return their input.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from transformers import activations
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gpt2.modeling_gpt2 import (
+    GPT2MLP,
+    GPT2Attention,
+    GPT2Block,
+    eager_attention_forward,
+)
+from transformers.pytorch_utils import Conv1D
+
+from torchweld.ops.stock import is_plain, untouched
+
+from . import measure
+from .gpt2_sharded import ShardedConv1D
+from .hf_attention import NAME, attention_forward, register_attention
+
+# Copied or unpickled blocks look the attention up by name: importing this module is enough.
+register_attention()
+
+
+class Site(NamedTuple):
+    """One ``norm -> linear (-> activation)`` of a block, by the names of its modules.
+
+    ``block.<norm>`` feeds ``block.<owner>.<linear>``, whose result ``block.<owner>.<act>`` takes.
+    """
+
+    path: str  # below the block, for reports
+    norm: str
+    owner: str
+    owner_class: type[nn.Module]
+    linear: str
+    act: str | None = None
+
+
+ATTENTION = Site("attn.c_attn", "ln_1", "attn", GPT2Attention, "c_attn")
+MLP = Site("mlp", "ln_2", "mlp", GPT2MLP, "c_fc", "act")
+SITES = {GPT2Block: (ATTENTION, MLP)}
+LINEARS = (Conv1D, ShardedConv1D)
+
+_NAMES = {
+    "NewGELUActivation": "gelu_tanh",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "GELUActivation": "gelu",
+    "SiLUActivation": "silu",
+    "LinearActivation": "none",
+}
+_ACTIVATIONS = {
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    nn.Identity: "none",
+    **{getattr(activations, cls): op for cls, op in _NAMES.items() if hasattr(activations, cls)},
+}
+
+
+def activation_name(act: Any) -> str | None:
+    """torchweld's name of an activation object, None when there is no fused form of it."""
+    if type(act) is nn.GELU:
+        return "gelu_tanh" if act.approximate == "tanh" else "gelu"
+    return _ACTIVATIONS.get(type(act))
+
+
+def hooked(module: nn.Module, calls_recorders: bool = False) -> bool:
+    """Whether a hook runs with a module, so that the module itself must be called.
+
+    The hook would see values that the fusion changes or never computes; or it brings the module's
+    parameters to the device and takes them away again, as accelerate's offloading does. Hooks on
+    all modules are another question, which ``_has_any_global_hook`` answers once for many modules.
+
+    Args:
+        module: A submodule of a fused block.
+        calls_recorders: Whether the fused block calls transformers' output recorders itself
+            (:func:`_record`), so that they don't count.
+    """
+    if untouched(module):
+        return False
+    forward = vars(module).get("forward")
+    if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
+        return True  # accelerate wraps forward on the instance
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    for key, hook in module._forward_hooks.items():
+        records = getattr(hook, "__module__", "").startswith("transformers.utils.")
+        if not (calls_recorders and records) or key in module._forward_hooks_with_kwargs:
+            return True
+    return False
+
+
+def _record(module: nn.Module, output: Any) -> None:
+    """Calls the forward hooks of a module whose output was computed without it."""
+    for hook in module._forward_hooks.values():
+        hook(module, (), output)
+
+
+def _holds(block: nn.Module, site: Site) -> bool:
+    """Whether a site's modules are stock and nothing looks in between."""
+    norm, owner = block._modules.get(site.norm), block._modules.get(site.owner)
+    if type(norm) is not nn.LayerNorm or type(owner) is not site.owner_class:
+        return False
+    linear = owner._modules.get(site.linear)
+    if type(linear) not in LINEARS or _mixed(norm, linear):
+        return False
+    if hooked(norm) or hooked(owner, True) or hooked(linear, site.act is None):
+        return False
+    if site.act is None:
+        return True
+    act = owner._modules.get(site.act)
+    return activation_name(act) is not None and not hooked(act)
+
+
+def _mixed(norm: nn.Module, linear: nn.Module) -> bool:
+    """Whether the norm was cast alone, which torch's LayerNorm takes and the op does not."""
+    scale, weight = norm._parameters.get("weight"), linear._parameters.get("weight")
+    if scale is None or weight is None or scale.dtype == weight.dtype:
+        return False
+    return not torch.is_autocast_enabled(scale.device.type)
+
+
+def fused_paths(block: nn.Module) -> tuple[str, ...]:
+    """The paths below a block of the sites that ``fuse`` has fused."""
+    return vars(block).get("_torchweld_sites", ())
+
+
+def fused_sites(block: nn.Module) -> list[Site]:
+    """The sites that a block runs fused in a call made now."""
+    paths = fused_paths(block)
+    if not paths or _has_any_global_hook():
+        return []
+    return [site for site in SITES[GPT2Block] if site.path in paths and _holds(block, site)]
+
+
+def _parameters(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias, read three times as fast as through ``Module.__getattr__``."""
+    own = layer._parameters
+    try:
+        return own["weight"], own["bias"]
+    except KeyError:  # a DataParallel replica, or sharded into flat parameters
+        return layer.weight, layer.bias
+
+
+def norm_linear(x: Tensor, norm: nn.LayerNorm, linear: Conv1D, activation: str) -> Tensor:
+    """``activation(linear(norm(x)))`` in one op, for x of ``(batch, rows, features)``."""
+    tensors = x, *_parameters(linear), *_parameters(norm)
+    if isinstance(linear, ShardedConv1D):
+        tensors = linear.columns(*tensors)
+    x, weight, bias, scale, shift = tensors
+    # A Conv1D keeps its weight as (in, out), and the op takes any strides.
+    return torch.ops.torchweld.layer_norm_linear(
+        x, weight.t(), bias, scale, shift, eps=norm.eps, activation=activation
+    )
+
+
+def project(layer: nn.Module, x: Tensor, dims: int = 1) -> Tensor:
+    """``layer`` of x, whose last ``dims`` dimensions hold the features."""
+    if is_plain(layer, Conv1D):
+        weight, bias = _parameters(layer)
+        y = torch.addmm(bias, x.reshape(-1, x.shape[-dims:].numel()), weight)
+        return y.view(*x.shape[:-dims], layer.nf)
+    return layer(x.flatten(-dims))
+
+
+def _drop(layer: nn.Module, x: Tensor) -> Tensor:
+    """``layer(x)``, which is x for a Dropout in eval mode."""
+    if not layer.training and is_plain(layer, nn.Dropout):
+        return x
+    return layer(x)
+
+
+def _implementation(config: Any) -> str | None:
+    """``config._attn_implementation``.
+
+    NOTE: a configuration overrides __getattribute__, in Python: the property takes the host as long
+    as an op does. torch.compile can trace it and not what is done instead.
+    """
+    if torch.compiler.is_compiling():
+        return config._attn_implementation
+    try:
+        return object.__getattribute__(config, "_attn_implementation_internal")
+    except AttributeError:  # a version of transformers that keeps it elsewhere
+        return config._attn_implementation
+
+
+def _self_attention(
+    attn: GPT2Attention, qkv: Tensor, cache: Any, mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Self-attention by the function that the config names, and the weights where it gives them.
+
+    Args:
+        attn: The attention layer, of which ``c_attn`` is done.
+        qkv: ``(batch, rows, 3 * nheads * head_dim)``.
+        cache: A cache of transformers, or None.
+        mask: What transformers' mask function made.
+        **kwargs: Handed to the attention function.
+
+    Returns:
+        ``(batch, rows, nheads, head_dim)``, and the attention weights or None.
+    """
+    batch, rows, _ = qkv.shape
+    # 3 x (batch, nheads, rows, head_dim)
+    if rows == 1:  # a view less
+        parts = qkv.view(batch, 3, -1, 1, attn.head_dim).unbind(1)
+    else:
+        parts = qkv.view(batch, rows, 3, -1, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+    query, key, value = parts
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if cache is not None:
+        cached = cache.update(key, value, attn.layer_idx)
+        # NOTE: a cache that was empty holds copies now, which the gradient would keep beside qkv.
+        first = type(cache) is DynamicCache and cached[0].shape == key.shape
+        if not (first and key.requires_grad):
+            key, value = cached
+    name = _implementation(attn.config)
+    if name == "eager" and attn.reorder_and_upcast_attn:
+        return attn._upcast_and_reordered_attn(query, key, value, mask)
+    function = attention_forward
+    if name != NAME:
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+    dropout = attn.attn_dropout.p if attn.training else 0.0
+    kwargs.pop("output_attentions", None)  # GPT2Attention keeps it to itself
+    return function(attn, query, key, value, mask, dropout=dropout, scaling=attn.scaling, **kwargs)
+
+
+class FusedGPT2Block(GPT2Block):
+    """A GPT2Block whose :data:`SITES` run ``torchweld::layer_norm_linear``."""
+
+    # NOTE: a wrapped forward outlives unfuse in whoever wrapped it. So `self` may be of the stock
+    # class, and the stock forward is named: super() would not find it.
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        use_cache: bool | None = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        x, parts, fused = hidden_states, self._modules, fused_sites(self)
+        own = {"past_key_values": past_key_values, "attention_mask": attention_mask}
+        other = {
+            "encoder_hidden_states": encoder_hidden_states,
+            "encoder_attention_mask": encoder_attention_mask,
+        }
+        crosses = encoder_hidden_states is not None
+        if not fused or (crosses and "crossattention" not in parts):
+            return GPT2Block.forward(self, x, **own, **other, use_cache=use_cache, **kwargs)
+
+        ln_1, attn, ln_2, mlp = parts["ln_1"], parts["attn"], parts["ln_2"], parts["mlp"]
+        if ATTENTION in fused:
+            x = x + _fused_attention(ln_1, attn, x, **own, use_cache=use_cache, **kwargs)
+        else:
+            x = x + attn(ln_1(x), **own, use_cache=use_cache, **kwargs)[0]
+        if crosses:
+            x = x + parts["crossattention"](parts["ln_cross_attn"](x), **own, **other)[0]
+        return x + (_fused_mlp(ln_2, mlp, x) if MLP in fused else mlp(ln_2(x)))
+
+
+def _fused_attention(
+    ln_1: nn.LayerNorm,
+    attn: GPT2Attention,
+    x: Tensor,
+    past_key_values: Any,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> Tensor:
+    """``attn(ln_1(x))[0]``, with ln_1 inside c_attn."""
+    parts = attn._modules
+    qkv = norm_linear(x, ln_1, parts["c_attn"], "none")
+    if measure.seen is not None:
+        measure.note(parts["c_attn"])
+    _record(parts["c_attn"], qkv)
+    out, weights = _self_attention(attn, qkv, past_key_values, attention_mask, **kwargs)
+    out = _drop(parts["resid_dropout"], project(parts["c_proj"], out, 2))
+    _record(attn, (out, weights))
+    return out
+
+
+def _fused_mlp(ln_2: nn.LayerNorm, mlp: GPT2MLP, x: Tensor) -> Tensor:
+    """``mlp(ln_2(x))``, with ln_2 and the activation inside c_fc."""
+    parts = mlp._modules
+    hidden = norm_linear(x, ln_2, parts["c_fc"], activation_name(parts["act"]))
+    if measure.seen is not None:
+        measure.note(mlp)
+    out = _drop(parts["dropout"], project(parts["c_proj"], hidden))
+    _record(mlp, out)
+    return out
