@@ -29,13 +29,13 @@ struct GemmChoice {
     if (splits == kStreamK) return sm90_workspace_floats(p, kSm90Tiles[tile]);
     return splits == 1 ? 0 : splits * p.batch * p.m * gemm_sum_width(p.n, p.gated);
   }
-  // Bytes of the partial sums of a's rows, which the kernel makes beside the product; 0 where it
-  // can't.
-  int64_t row_parts(const GemmProblem& p) const {
-    if (engine != GemmEngine::kSm90 || !kSm90Tiles[tile].sums_rows(p)) return 0;
+  // How many partial sums of each row of a the kernel computes beside the product. In a weight's
+  // gradient they add up to the bias's. 0 where the kernel computes none.
+  int64_t dbias_partials(const GemmProblem& p) const {
+    if (engine != GemmEngine::kSm90 || !kSm90Tiles[tile].supports_dbias(p)) return 0;
     return kSm90Tiles[tile].tiles_n(p.m, p.width());
   }
-  // By which blocks tell that sums are there.
+  // Number of ready flags, one a partial.
   int64_t flags(const GemmProblem& p) const {
     return splits == kStreamK ? int64_t{Sm90Tile::kWarpgroups} * p.device.sms : 0;
   }

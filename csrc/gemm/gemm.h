@@ -58,7 +58,8 @@ struct GemmParams {
   float* workspace;  // choice.workspace_floats(...), nullptr where that is 0
   uint64_t* flags;   // choice.flags(...), the same
   void* written;     // gemm_written_bytes(...), the same
-  float* row_parts;  // where asked for: parts of the sums of a's rows, (choice.row_parts(...), M)
+  // Partial sums of a's rows, fp32 (choice.dbias_partials(...), M); nullptr where not requested.
+  float* dbias_partials;
 };
 
 // Bytes for the operands that the chosen engine rewrites; 0 where it reads them in place.

@@ -145,7 +145,7 @@ bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, const Matmul
   p.choice = pick<GemmFamily>(problem);
   TORCH_CHECK(p.choice.splits >= 0, "torchweld: no tile of the matmul engine takes a product of ",
               m, " x ", n, " x ", p.k, " in a batch of ", batch, "; cut it into smaller ones");
-  Tensor workspace, flags, written, row_parts;
+  Tensor workspace, flags, written, dbias_partials;
   if (const int64_t floats = p.choice.workspace_floats(problem); floats > 0) {
     workspace = p.choice.splits == kStreamK ? cached_floats(floats, out)
                                             : at::empty({floats}, out.options().dtype(at::kFloat));
@@ -159,15 +159,15 @@ bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, const Matmul
     written = at::empty({bytes}, out.options().dtype(at::kByte));
     p.written = written.mutable_data_ptr();
   }
-  const bool sums_rows = epilogue.row_sums.defined() && !is_given(epilogue.bias);
-  const int64_t parts = sums_rows ? p.choice.row_parts(problem) : 0;
-  if (parts > 0) {
-    row_parts = at::empty({parts, m}, out.options().dtype(at::kFloat));
-    p.row_parts = mutable_data<float>(row_parts);
+  const bool wants_dbias = epilogue.dbias.defined() && !is_given(epilogue.bias);
+  const int64_t partials = wants_dbias ? p.choice.dbias_partials(problem) : 0;
+  if (partials > 0) {
+    dbias_partials = at::empty({partials, m}, out.options().dtype(at::kFloat));
+    p.dbias_partials = mutable_data<float>(dbias_partials);
   }
   launch_gemm(p, current_stream());
-  if (parts == 0) return false;
-  launch_partial_sums({p.row_parts, epilogue.row_sums.mutable_data_ptr(), parts, m, p.dtype},
+  if (partials == 0) return false;
+  launch_partial_sums({p.dbias_partials, epilogue.dbias.mutable_data_ptr(), partials, m, p.dtype},
                       current_stream());
   return true;
 }

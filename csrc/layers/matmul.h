@@ -59,7 +59,7 @@ struct MatmulEpilogue {
   bool interleaved = false;
   // Where defined: receives z = a @ b^T + bias, contiguous but for y's batch stride.
   Tensor preact = {};
-  Tensor row_sums = {};  // where defined: may receive the sums of a's rows, (M,)
+  Tensor dbias = {};  // where defined: may receive the sums of a's rows, (M,)
 };
 
 // What a norm does to a row: (x - mean) * rstd * scale + shift. RMSNorm has mean 0.
@@ -87,7 +87,7 @@ bool matmul_takes_norm(const Matrix& a, const Matrix& b);
 
 // y = epilogue(a @ b.mT): a (M, K), b (N, K) or (2N, K), y (M, N); or all three with a batch in
 // front, where a and b may have a batch of 1. Any strides; empty sizes too. Returns whether
-// epilogue.row_sums has the sums of a's rows: no kernel but Hopper's for a weight's gradient makes
+// epilogue.dbias has the sums of a's rows: only Hopper's kernels for a weight's gradient compute
 // them.
 bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b,
                  const MatmulEpilogue& epilogue = {}, const MatmulNorm* norm = nullptr);

@@ -168,7 +168,7 @@ inline void weight_backward_into(const Tensor& dweight, const Tensor& dbias, con
                                  const Matrix& rows) {
   const CallScope part("dweight");
   MatmulEpilogue epilogue;
-  if (dbias.numel() > 0) epilogue.row_sums = dbias;
+  if (dbias.numel() > 0) epilogue.dbias = dbias;
   const bool sums = matmul_into(dweight, Matrix(dz).t(), rows.t(), epilogue);
   if (!sums) activation_backward_into(dbias, dz, std::nullopt, Activation::kNone);
 }

@@ -136,12 +136,12 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
                          Sm90SwapAbEpilogue<typename Config::Result, Config::kTile, Config::kGated>,
                          Sm90Epilogue<typename Config::Result, Config::kTile, Config::kGated>>;
   using Sums = typename Epilogue::Sums;
-  // What workers hand on.
-  struct Parts : Sm90RowSums<Config> {
+  // What a worker stores as its partial of a tile.
+  struct Partials : Sm90DbiasSums<Config> {
     Sums acc;
   };
   using Flat =
-      float[(sizeof(Sums) + (Config::kSumsRows ? sizeof(Sm90RowSums<Config>) : 0)) / sizeof(float)];
+      float[(sizeof(Sums) + (Config::kDbias ? sizeof(Sm90DbiasSums<Config>) : 0)) / sizeof(float)];
   const int thread = threadIdx.x % 128;
   const auto release = [&](int stage) {
     if constexpr (Config::kT.cluster == 1) {
@@ -164,7 +164,7 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
   Epilogue epilogue(p, s.staging, s.bias[warpgroup], warpgroup, kTurn);
   PipelineState<kT.stages> at;
   Sm90TileScheduler<Config::kT.cluster, Config::kT.swap_ab()> scheduler(p.stream_k);
-  Parts all;
+  Partials all;
   Sums& acc = all.acc;
   // The first phase is the first warpgroup's.
   if (kT.pingpong && warpgroup == 1) named_barrier_arrive(kTurn, kBoth);
@@ -183,9 +183,9 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
       const auto issued = [&] {
         if (kT.pingpong) named_barrier_arrive(kTurn + 1 - warpgroup, kBoth);
       };
-      if constexpr (Config::kSumsRows) {
-        sm90_summing_mainloop<Config>(p, scheduler, acc, all, s.pipeline, at, s_a, s_b,
-                                      shared_address(s.bias), release, issued);
+      if constexpr (Config::kDbias) {
+        sm90_dbias_mainloop<Config>(p, scheduler, acc, all, s.pipeline, at, s_a, s_b,
+                                    shared_address(s.bias), release, issued);
       } else {
         sm90_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, scheduler.steps, release, issued);
       }
@@ -195,7 +195,7 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
         const auto join = [&](auto split_cluster) {
           if (p.stream_k.split_cluster != split_cluster.value) return;
           epilogue.load_output_slice(sm90_cluster_reduce<split_cluster.value, kBoth>(
-              acc[0], p.parts.sums, warpgroup * 128 + thread));
+              acc[0], p.partials.sums, warpgroup * 128 + thread));
         };
         join(std::integral_constant<int, 2>());
         join(std::integral_constant<int, 3>());
@@ -207,12 +207,13 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
     }
     Flat& sums = reinterpret_cast<Flat&>(all);
     if (!scheduler.ends()) {
-      p.parts.store_partial(sums, slot(scheduler.worker()), thread, kOwn + warpgroup);
+      p.partials.store_partial(sums, slot(scheduler.worker()), thread, kOwn + warpgroup);
       continue;
     }
     if (!scheduler.begins()) {
-      scheduler.for_each_peer(
-          [&](uint32_t peer) { p.parts.add(sums, slot(peer), thread, kOwn + warpgroup); });
+      scheduler.for_each_peer([&](uint32_t peer) {
+        p.partials.accumulate_partial(sums, slot(peer), thread, kOwn + warpgroup);
+      });
     }
     if (loads_bias) {
       // In ping-pong all warps have met since they read the last tile's.
@@ -220,17 +221,17 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
       epilogue.share_bias();
       named_barrier_wait(kOwn + warpgroup, 128);
     }
-    if constexpr (Config::kSumsRows) {
+    if constexpr (Config::kDbias) {
       const WorkTile work(p.schedule, scheduler.tile);
       const int64_t row = (work.tile_m * kT.cluster + rank) * kT.block_m + first_row +
                           thread / 32 * 16 + thread % 32 / 4;
-      float* g_to = p.gemm.row_parts + work.tile_n * p.gemm.m;
+      float* g_to = p.gemm.dbias_partials + work.tile_n * p.gemm.m;
 #pragma unroll
       for (int i = 0; i < kT.wgmma_m_tiles(); ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int64_t at_row = row + i * 64 + half * 8;
-          if (thread % 4 == 0 && at_row < p.gemm.m) g_to[at_row] = all.of_rows[i][2 * half];
+          if (thread % 4 == 0 && at_row < p.gemm.m) g_to[at_row] = all.sums[i][2 * half];
         }
       }
     }
@@ -259,8 +260,8 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     s.pipeline.init(kT.cluster * (kT.pingpong ? 1 : Sm90Tile::kWarpgroups));
     mbarrier_init_fence();
   }
-  if constexpr (Config::kSumsRows) {
-    // No bias is added where a's rows are summed: ones stand in its place.
+  if constexpr (Config::kDbias) {
+    // A kernel that sums a's rows adds no bias: the bias's memory holds the ones.
     static_assert(sizeof(s.bias) >= kSameValuesBytes && sizeof(T) == 2);
     const T one = from_float<T>(1.f);
     if (threadIdx.x < kSameValuesBytes / sizeof(T)) reinterpret_cast<T*>(s.bias)[threadIdx.x] = one;
@@ -297,20 +298,19 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
 #endif
 }
 
-template <GemmMath kMath, int kTile, bool kGated, bool kAKMajor, bool kBKMajor,
-          bool kSumsRows = false>
+template <GemmMath kMath, int kTile, bool kGated, bool kAKMajor, bool kBKMajor, bool kDbias = false>
 void launch_sm90_kernel(const Sm90Params& p, cudaStream_t stream) {
   constexpr Sm90Tile kT = kSm90Tiles[kTile];
   constexpr bool kSwapAb = kT.swap_ab();
   if constexpr (kT.unsupported_reason(kSwapAb ? kBKMajor : kAKMajor, kSwapAb ? kAKMajor : kBKMajor,
                                       kGated) == nullptr) {
-    constexpr bool kCanSum = kT.sums_rows(kMath, kAKMajor, kBKMajor, kGated);
-    if constexpr (kCanSum && !kSumsRows) {
-      if (p.gemm.row_parts != nullptr) {
+    constexpr bool kSupportsDbias = kT.supports_dbias(kMath, kAKMajor, kBKMajor, kGated);
+    if constexpr (kSupportsDbias && !kDbias) {
+      if (p.gemm.dbias_partials != nullptr) {
         return launch_sm90_kernel<kMath, kTile, kGated, kAKMajor, kBKMajor, true>(p, stream);
       }
     }
-    using Config = Sm90Config<kMath, kTile, kAKMajor, kBKMajor, kGated, kSumsRows>;
+    using Config = Sm90Config<kMath, kTile, kAKMajor, kBKMajor, kGated, kDbias>;
     static_assert(sizeof(Sm90Shared<Config>) <= kT.shared_bytes());
     const int64_t blocks = int64_t{p.stream_k.workers} * kT.cluster;
     Grid grid(blocks, Sm90Tile::kThreads, sizeof(Sm90Shared<Config>));

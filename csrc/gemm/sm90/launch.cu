@@ -100,7 +100,7 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
                        {},
                        p};
   if (stream.tiles > 0) {
-    params.parts = {p.workspace, {p.flags, next_launch_number()}};
+    params.partials = {p.workspace, {p.flags, next_launch_number()}};
   }
   const bool pairs = e.gated && e.interleaved;
   const int parts = swap_ab ? halves : std::max(halves, tile.cluster);

@@ -13,7 +13,7 @@
 namespace torchweld {
 
 template <GemmMath kMath_, int kTile_, bool kAKMajor_, bool kBKMajor_, bool kGated_,
-          bool kSumsRows_ = false>
+          bool kDbias_ = false>
 struct Sm90Config {
   static constexpr GemmMath kMath = kMath_;
   static constexpr int kTile = kTile_;
@@ -21,7 +21,7 @@ struct Sm90Config {
   using Result = ElementOf<kMath>;
   using T = std::conditional_t<kBf16x3, __nv_bfloat16, Result>;  // of what is multiplied
   static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_, kGated = kGated_;
-  static constexpr bool kSumsRows = kSumsRows_;  // of a
+  static constexpr bool kDbias = kDbias_;  // also sums a's rows
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
   // Rows of the operands; a gate needs pairs of b's rows.
   static constexpr int kHalvesA = kGated && kT.swap_ab() ? 2 : 1,
@@ -39,23 +39,23 @@ inline constexpr int kTermPairs = 6, kTermKBlocks = 4;
 inline constexpr uint32_t kTermOfA = 0b10'00'01'01'00'00, kTermOfB = 0b00'10'01'00'01'00;
 
 #if TW_HAS_WGMMA
-// The sums of a's rows in a warpgroup's part of a work tile, as a product with a column of ones
-// eight times. They stand where fragments have their columns, each four times.
-template <class Config, bool kSumsRows = Config::kSumsRows>
-struct Sm90RowSums {
-  float of_rows[Config::kT.wgmma_m_tiles()][4];
+// The sums of a warpgroup's rows of a: accumulators of a wgmma whose b is (8, K) of ones. Each sum
+// is in all 8 columns of the fragment, so four threads hold it twice.
+template <class Config, bool kDbias = Config::kDbias>
+struct Sm90DbiasSums {
+  float sums[Config::kT.wgmma_m_tiles()][4];
 };
 template <class Config>
-struct Sm90RowSums<Config, false> {};
+struct Sm90DbiasSums<Config, false> {};
 
 // acc = (keeps ? acc : 0) + a @ b^T of some steps of a warpgroup's part of a work tile. s_a and
 // s_b: where its part lies in stage 0. s_ones: with it a's rows are added to `rows`. Calls `issued`
 // once the last product is on its way.
-template <class Config, bool kSumsRows = false, class Sums, class Release, class Issued>
+template <class Config, bool kDbias = false, class Sums, class Release, class Issued>
 __device__ __forceinline__ void sm90_mainloop(
     Sums& acc, PipelineBarriers<Config::kT.stages>& pipeline, PipelineState<Config::kT.stages>& at,
     uint32_t s_a, uint32_t s_b, int steps, const Release& release, const Issued& issued,
-    bool keeps = false, Sm90RowSums<Config>* rows = nullptr, uint32_t s_ones = 0) {
+    bool keeps = false, Sm90DbiasSums<Config>* dbias = nullptr, uint32_t s_ones = 0) {
   constexpr Sm90Tile kT = Config::kT;
   constexpr int kSlices = 4,
                 kMTileBytes = Config::kAKMajor ? 64 * kKBlockBytes : Config::kLeadingBytes;
@@ -80,9 +80,9 @@ __device__ __forceinline__ void sm90_mainloop(
                                                                  !Config::kBKMajor>(
             acc[i], a + ((slice * kNextA + i * kMTileBytes) >> 4), b + (slice * kNextB >> 4),
             keeps || step > 0 || slice > 0);
-        if constexpr (kSumsRows) {
+        if constexpr (kDbias) {
           Wgmma<typename Config::T, 8>::template multiply<!Config::kAKMajor, 0>(
-              rows->of_rows[i], a + ((slice * kNextA + i * kMTileBytes) >> 4),
+              dbias->sums[i], a + ((slice * kNextA + i * kMTileBytes) >> 4),
               same_values_descriptor(s_ones), 1);
         }
       }
@@ -127,26 +127,26 @@ __device__ __forceinline__ void sm90_bf16x3_mainloop(Sums& sums,
   }
 }
 
-// sm90_mainloop, and the sums of a's rows over the tile's share of K (dbias): the tiles of one row
-// of tiles share K.
+// sm90_mainloop that also sums a's rows (dbias). The tiles of one row of tiles read the same rows
+// of a, so each sums them over its share of K only.
 template <class Config, class Sums, class Release, class Issued>
-__device__ __forceinline__ void sm90_summing_mainloop(
+__device__ __forceinline__ void sm90_dbias_mainloop(
     const Sm90Params& p, const Sm90TileScheduler<Config::kT.cluster, false>& scheduler, Sums& acc,
-    Sm90RowSums<Config>& rows, PipelineBarriers<Config::kT.stages>& pipeline,
+    Sm90DbiasSums<Config>& dbias, PipelineBarriers<Config::kT.stages>& pipeline,
     PipelineState<Config::kT.stages>& at, uint32_t s_a, uint32_t s_b, uint32_t s_ones,
     const Release& release, const Issued& issued) {
-  // NOTE: what products begin with is made here and stays: from sums that begin in one of three
-  // loops the assembler would make copies, and wait for every product.
+  // NOTE: the accumulators are cleared here, before the three loops. If each loop could be the one
+  // that clears them, the assembler would copy them and wait for every wgmma.
 #pragma unroll
-  for (auto& of : rows.of_rows) {
-    of[0] = of[1] = of[2] = of[3] = 0.f;
-    warpgroup_fence_operand(of);
+  for (auto& tile : dbias.sums) {
+    tile[0] = tile[1] = tile[2] = tile[3] = 0.f;
+    warpgroup_fence_operand(tile);
   }
 #pragma unroll
-  for (auto& of : acc) {
+  for (auto& tile : acc) {
 #pragma unroll
-    for (float& x : of) x = 0.f;
-    warpgroup_fence_operand(of);
+    for (float& x : tile) x = 0.f;
+    warpgroup_fence_operand(tile);
   }
   const int tile_n = int(WorkTile(p.schedule, scheduler.tile).tile_n),
             tiles = int(p.schedule.tiles_n);
@@ -165,7 +165,7 @@ __device__ __forceinline__ void sm90_summing_mainloop(
   }
   if (own_end > own) {
     sm90_mainloop<Config, true>(acc, pipeline, at, s_a, s_b, own_end - own, release,
-                                issued_by(own_end), true, &rows, s_ones);
+                                issued_by(own_end), true, &dbias, s_ones);
   }
   if (end > own_end) {
     sm90_mainloop<Config>(acc, pipeline, at, s_a, s_b, end - own_end, release, issued_by(end),

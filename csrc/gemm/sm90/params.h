@@ -19,7 +19,7 @@ struct Sm90Params {
   bool a_batched, b_batched;     // one matrix a batch
   GemmSchedule schedule;         // of clusters' tiles
   StreamKSchedule stream_k;
-  Sm90Partials parts;
+  Sm90Partials partials;
   GemmParams gemm;
 };
 

@@ -16,7 +16,7 @@ struct Sm90Partials {
   float* sums;
   BlockFlags flags;
 
-  // Own barrier of the warpgroup: `barrier`.
+  // `barrier` is the warpgroup's named barrier.
   template <int kValues>
   __device__ __forceinline__ void store_partial(const float (&v)[kValues], int64_t slot, int thread,
                                                 int barrier) const {
@@ -32,21 +32,21 @@ struct Sm90Partials {
     }
   }
 
-  // Adds what another block has sent, once it is there.
+  // Waits for the partial of another CTA and adds it to v.
   template <int kValues>
-  __device__ __forceinline__ void add(float (&v)[kValues], int64_t slot, int thread,
-                                      int barrier) const {
+  __device__ __forceinline__ void accumulate_partial(float (&v)[kValues], int64_t slot, int thread,
+                                                     int barrier) const {
     if (thread == 0) flags.wait(slot);
     named_barrier_wait(barrier, kThreads);
     const float4* g_from =
         reinterpret_cast<const float4*>(sums + slot * kValues * kThreads) + thread;
 #pragma unroll
     for (int i = 0; i < kValues / 4; ++i) {
-      const float4 part = __ldcg(g_from + i * kThreads);
-      v[4 * i] += part.x;
-      v[4 * i + 1] += part.y;
-      v[4 * i + 2] += part.z;
-      v[4 * i + 3] += part.w;
+      const float4 partial = __ldcg(g_from + i * kThreads);
+      v[4 * i] += partial.x;
+      v[4 * i + 1] += partial.y;
+      v[4 * i + 2] += partial.z;
+      v[4 * i + 3] += partial.w;
     }
   }
 };

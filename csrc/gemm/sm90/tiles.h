@@ -90,18 +90,18 @@ struct Sm90Tile {
     if (gated && !a_k_major) return "a gated product reads its first operand along K alone";
     return nullptr;
   }
-  // Whether it has kernels that sum a's rows: as a weight's gradient has operands, for that of the
-  // bias.
-  constexpr bool sums_rows(GemmMath math, bool a_k_major, bool b_k_major, bool gated) const {
+  // Whether it has kernels that also sum a's rows. The operands have the layout of a weight's
+  // gradient, dy^T @ x, where the sums are the bias's gradient.
+  constexpr bool supports_dbias(GemmMath math, bool a_k_major, bool b_k_major, bool gated) const {
     return !swap_ab() && !gated && !a_k_major && !b_k_major && !sm90_along_k(math) &&
            unsupported_reason(a_k_major, b_k_major, gated) == nullptr;
   }
-  // NOTE: the tensor cores' additions round towards zero. Beyond so many a sum of values of one
-  // sign would lose a digit of 16 bits.
-  constexpr bool sums_rows(const GemmProblem& p) const {
-    constexpr int64_t kMostSteps = 2048;  // of one sum
-    return p.batch == 1 && sums_rows(p.math, p.a_k_major, p.b_k_major, p.gated) &&
-           sm90_k_blocks(p) <= kMostSteps * tiles_n(p.m, p.width());
+  // NOTE: the tensor cores' additions round towards zero. A sum of values of one sign over more
+  // than kMaxKBlocks k-blocks would lose a digit of 16 bits.
+  constexpr bool supports_dbias(const GemmProblem& p) const {
+    constexpr int64_t kMaxKBlocks = 2048;
+    return p.batch == 1 && supports_dbias(p.math, p.a_k_major, p.b_k_major, p.gated) &&
+           sm90_k_blocks(p) <= kMaxKBlocks * tiles_n(p.m, p.width());
   }
 };
 
@@ -152,8 +152,8 @@ inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t steps
 inline int64_t sm90_workspace_floats(const GemmProblem& p, const Sm90Tile& tile) {
   const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), sm90_k_blocks(p), p.device, true);
   if (stream.tiles == 0) return 0;
-  const int row_sums = tile.sums_rows(p) ? 8 : 0;  // columns that they take in a fragment
-  return stream.workers * tile.cluster * tile.block_m * (tile.block_n + row_sums);
+  const int dbias_columns = tile.supports_dbias(p) ? 8 : 0;  // of a wgmma with N = 8
+  return stream.workers * tile.cluster * tile.block_m * (tile.block_n + dbias_columns);
 }
 
 inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool streams) {
