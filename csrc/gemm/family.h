@@ -53,7 +53,7 @@ struct GemmFamily {
     return gemm_choice(p, engine(x), static_cast<int>(x[1]), static_cast<int>(x[2]));
   }
 
-  // A tile is listed once where it can't serve, and with the parts of K that it can.
+  // An illegal tile is listed once, unsplit; a legal one with each split of K that it supports.
   static std::vector<Encoded> candidates(const GemmProblem& p) {
     std::vector<Encoded> all;
     for_each_gemm_choice([&](GemmEngine engine, int tile, int splits) {

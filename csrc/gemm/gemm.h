@@ -20,7 +20,7 @@ struct GemmOperand {
   const void* data;
   int64_t row_stride;    // elements from one row (M or N) to the next
   int64_t k_stride;      // elements from one column (K) to the next
-  int64_t batch_stride;  // 0 where one matrix serves every batch
+  int64_t batch_stride;  // 0: every batch reads the same matrix
 };
 
 struct GemmEpilogue {

@@ -49,7 +49,7 @@ inline void activate_into(Tensor& y, const Tensor& z, Activation activation) {
       at::gelu_out(y, z, "none");
       break;
     case Activation::kGeluTanh:
-      if (!serves_gelu_tanh(y, z)) {
+      if (!supports_gelu_tanh(y, z)) {
         at::gelu_out(y, z, "tanh");
       } else if (y.scalar_type() == at::kFloat) {
         gelu_tanh_into<float>(y, z);
@@ -67,7 +67,7 @@ inline void activate_into(Tensor& y, const Tensor& z, Activation activation) {
 inline Tensor activation_backward(const Tensor& dy, const OptionalTensor& preact,
                                   Activation activation) {
   if (activation == Activation::kNone) return dy;
-  if (activation == Activation::kGeluTanh && serves_gelu_tanh(dy, *preact)) {
+  if (activation == Activation::kGeluTanh && supports_gelu_tanh(dy, *preact)) {
     const Tensor dz = Donation::over(*preact);
     if (dy.scalar_type() == at::kFloat) {
       gelu_tanh_backward_into<float>(dz, dy, *preact);

@@ -25,8 +25,8 @@ inline float gelu_tanh_slope(float x) {
   return s + x * s * rest * kGeluSlope * (1.0f + 3.0f * kGeluCubic * x * x);
 }
 
-// Whether the two functions below serve the tensors.
-inline bool serves_gelu_tanh(const Tensor& a, const Tensor& b) {
+// Whether the two functions below support the tensors' dtype and layout.
+inline bool supports_gelu_tanh(const Tensor& a, const Tensor& b) {
   const auto dtype = a.scalar_type();
   return (dtype == at::kFloat || dtype == at::kBFloat16) && b.scalar_type() == dtype &&
          a.is_contiguous() && b.is_contiguous();

@@ -53,14 +53,14 @@ inline OptionalTensor onednn_linear(const Tensor& x, const Tensor& weight,
   static const auto op = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
   static const auto op_and_sum =
       c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", "binary"});
-  static const bool serves_bfloat16 = [] {
+  static const bool supports_bfloat16 = [] {
     const auto asks =
         c10::Dispatcher::singleton().findSchema({"mkldnn::_is_mkldnn_bf16_supported", ""});
     return asks && asks->typed<bool()>().call();
   }();
-  const bool served =
-      x.scalar_type() == at::kFloat || (x.scalar_type() == at::kBFloat16 && serves_bfloat16);
-  if (!op || !op_and_sum || !served || !at::globalContext().userEnabledMkldnn()) {
+  const bool supports_dtype =
+      x.scalar_type() == at::kFloat || (x.scalar_type() == at::kBFloat16 && supports_bfloat16);
+  if (!op || !op_and_sum || !supports_dtype || !at::globalContext().userEnabledMkldnn()) {
     return std::nullopt;
   }
   const int64_t k = x.size(1), chains = onednn_chains(x);

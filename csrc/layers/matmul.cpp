@@ -178,7 +178,7 @@ bool matmul_may_use_tf32(const Tensor& t) {
              at::Float32Precision::TF32;
 }
 
-bool matmul_takes_norm(const Matrix& a, const Matrix& b) {
+bool matmul_supports_norm(const Matrix& a, const Matrix& b) {
   if (a.column_stride != 1 || b.rows == 0) return false;
   GemmProblem problem{};
   problem.m = a.rows;

@@ -12,7 +12,7 @@ namespace torchweld {
 bool matmul_may_use_tf32(const Tensor& t);
 
 // A matrix in a tensor's memory, or a batch of them.
-// NOTE: views would say the same, and each takes the host as long as a small op.
+// NOTE: views would say the same, but each costs the host as much time as a small op.
 struct Matrix {
   Tensor tensor;
   int64_t rows, columns, row_stride, column_stride;
@@ -82,8 +82,8 @@ struct MatmulNorm {
   RowStatistics out;
 };
 
-// Whether matmul_into takes a norm of a's rows: there are few, short ones.
-bool matmul_takes_norm(const Matrix& a, const Matrix& b);
+// Whether matmul_into supports a norm of a's rows: for few, short rows.
+bool matmul_supports_norm(const Matrix& a, const Matrix& b);
 
 // y = epilogue(a @ b.mT): a (M, K), b (N, K) or (2N, K), y (M, N); or all three with a batch in
 // front, where a and b may have a batch of 1. Any strides; empty sizes too. Returns whether

@@ -15,7 +15,7 @@
 
 namespace torchweld {
 
-// A scratch matrix whose rows start on 16-byte boundaries, so that the matmul takes it as it is.
+// A scratch matrix whose rows start on 16-byte boundaries, so that the matmul reads it in place.
 inline Tensor empty_matrix(int64_t rows, int64_t n, const Tensor& like) {
   const int64_t chunk = 16 / like.element_size();
   return at::empty({rows, (n + chunk - 1) / chunk * chunk}, like.options()).narrow(1, 0, n);
@@ -24,15 +24,16 @@ inline Tensor empty_matrix(int64_t rows, int64_t n, const Tensor& like) {
 // Rows like x's, aligned for the kernels: dx's memory, where dx is requested and its rows are
 // aligned.
 inline Tensor matrix_under(const Tensor& dx, const Tensor& x) {
-  const bool serves = dx.numel() > 0 && x.size(-1) * x.element_size() % 16 == 0;
-  return serves ? as_matrix(dx) : empty_matrix(count_rows(x), x.size(-1), x);
+  const bool reuses_dx = dx.numel() > 0 && x.size(-1) * x.element_size() % 16 == 0;
+  return reuses_dx ? as_matrix(dx) : empty_matrix(count_rows(x), x.size(-1), x);
 }
 
 // Rows for dz: the memory of a donated pre-activation (..., N), where its rows are aligned.
 inline Tensor matrix_over(const Tensor& preact) {
-  const bool serves = Donation::gives(preact) && preact.is_contiguous() &&
-                      preact.size(-1) * preact.element_size() % 16 == 0;
-  return serves ? as_matrix(preact) : empty_matrix(count_rows(preact), preact.size(-1), preact);
+  const bool reuses_preact = Donation::gives(preact) && preact.is_contiguous() &&
+                             preact.size(-1) * preact.element_size() % 16 == 0;
+  return reuses_preact ? as_matrix(preact)
+                       : empty_matrix(count_rows(preact), preact.size(-1), preact);
 }
 
 inline Tensor empty_floats(int64_t count, const Tensor& like) {
@@ -45,7 +46,7 @@ T* data_if_wanted(const Tensor& t) {
   return t.defined() && t.numel() > 0 ? mutable_data<T>(t) : nullptr;
 }
 
-// Computes the statistics into `out`, or takes the `saved` ones; y (rows, K) where defined.
+// Computes the statistics into `out`, or reads the `saved` ones; y (rows, K) where defined.
 inline void run_norm(const RowNorm& norm, const Tensor& x, double eps, const RowStatistics& out,
                      const RowStatistics& saved, const Tensor& y) {
   if (x.numel() == 0) {
@@ -86,12 +87,12 @@ inline Tensor norm_rows(const RowNorm& norm, const Tensor& x, double eps,
   return y;
 }
 
-// y (rows, N) = epilogue(norm(x) @ weight.T), in one kernel where the matmul takes the norm.
+// y (rows, N) = epilogue(norm(x) @ weight.T), in one kernel where the matmul supports the norm.
 inline void norm_matmul_into(const Matrix& y, const RowNorm& norm, const Tensor& x, double eps,
                              const Tensor& weight, const MatmulEpilogue& epilogue,
                              const RowStatistics& out = {}) {
   const Matrix rows = rows_of(x);
-  if (matmul_takes_norm(rows, weight)) {
+  if (matmul_supports_norm(rows, weight)) {
     const MatmulNorm in_front = {norm, eps, out};
     matmul_into(y, rows, weight, epilogue, &in_front);
     return;

@@ -65,7 +65,7 @@ bool map_result(TensorMap& map, const TensorBox& box) {
 
 template <GemmMath kMath, int kTile>
 void launch_math(GemmMath math, const Sm90Params& params, cudaStream_t stream) {
-  if constexpr (kSm90Tiles[kTile].suits(kMath)) {
+  if constexpr (kSm90Tiles[kTile].supports_dtype(kMath)) {
     if (math == kMath) launch_sm90_tile<kMath, kTile>(params, stream);
   }
 }

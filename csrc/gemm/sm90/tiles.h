@@ -75,12 +75,12 @@ struct Sm90Tile {
   constexpr int max_split_cluster() const { return swap_ab() ? block_n / 8 : 1; }
   // Warpgroups of a block that have a part of one tile each.
   constexpr int warpgroups_per_tile() const { return pingpong ? 1 : kWarpgroups; }
-  // Whether it has kernels for a kind of operands.
-  constexpr bool suits(GemmMath math) const {
+  // Whether there are kernels of this tile for the operands' dtype.
+  constexpr bool supports_dtype(GemmMath math) const {
     if (math == GemmMath::kTf32) return !fp32 && !swap_ab() && block_n % 64 == 0;
     return fp32 == (math == GemmMath::kFloat32);
   }
-  // Why it has no kernel for a kind of product; null where it has.
+  // Why there is no kernel of this tile for a layout; null where there is one.
   constexpr const char* unsupported_reason(bool a_k_major, bool b_k_major, bool gated) const {
     if (swap_ab()) {
       return a_k_major ? nullptr : "tiles of few rows read the first operand along K alone";
@@ -159,7 +159,7 @@ inline int64_t sm90_workspace_floats(const GemmProblem& p, const Sm90Tile& tile)
 inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool streams) {
   constexpr int64_t kMaxSize = (int64_t{1} << 31) - 512;  // coordinates are counted in 32 bits
   if (!p.device.wgmma || !p.device.tma) return "the GPU, or the code built for it, has no wgmma";
-  if (!tile.suits(p.math)) {
+  if (!tile.supports_dtype(p.math)) {
     return tile.fp32 ? "the tile is for float32 alone, which has two sets of sums"
                      : "the tile has no kernel for such operands";
   }

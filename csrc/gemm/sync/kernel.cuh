@@ -332,7 +332,7 @@ template <GemmMath kMath, SyncSize kSize>
 void launch_sync_size(const GemmParams& p, cudaStream_t stream) {
   dispatch_index<kSyncTileCount>(p.choice.tile, [&](auto tile) {
     constexpr SyncTile kT = kSyncTiles[tile.value];
-    if constexpr (kT.suits(kMath) && kT.size() == kSize) {
+    if constexpr (kT.supports_dtype(kMath) && kT.size() == kSize) {
       launch_sync_tile<kMath, tile.value>(p, stream);
     }
   });

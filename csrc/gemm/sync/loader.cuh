@@ -107,7 +107,7 @@ class TileLoader {
 template <typename T, int kRows, bool kKMajor>
 class FragmentReader {
   static constexpr int kLineBytes = kKMajor ? 128 : kRows * int(sizeof(T));
-  static constexpr bool kMatrix = kKMajor || sizeof(T) == 2;  // ldmatrix serves
+  static constexpr bool kMatrix = kKMajor || sizeof(T) == 2;  // ldmatrix can load it
 
  public:
   // kForA: fragments as mma's A; otherwise two of mma's B, r[0..1] and r[2..3].

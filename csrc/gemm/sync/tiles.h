@@ -23,7 +23,9 @@ struct SyncTile {
   float fixed_steps, pointwise_steps;
   bool fp32;  // a tile of kFloat32, whose split operands need registers
 
-  constexpr bool suits(GemmMath math) const { return fp32 == (math == GemmMath::kFloat32); }
+  constexpr bool supports_dtype(GemmMath math) const {
+    return fp32 == (math == GemmMath::kFloat32);
+  }
   constexpr SyncSize size() const {
     const int area = block_m * block_n * (fp32 ? 2 : 1);
     return area >= 32768 ? SyncSize::kLarge : area >= 16384 ? SyncSize::kMedium : SyncSize::kSmall;
@@ -51,7 +53,7 @@ inline constexpr int kSyncTileCount = sizeof(kSyncTiles) / sizeof(kSyncTiles[0])
 
 inline Refusal sync_refusal(const GemmProblem& p, const SyncTile& tile, int splits) {
   constexpr int64_t kMaxSteps = int64_t{1} << 24;  // the kernels count a split's K in 32 bits
-  if (!tile.suits(p.math)) {
+  if (!tile.supports_dtype(p.math)) {
     return tile.fp32 ? "the tile is for float32 alone, whose bf16 terms need its registers"
                      : "the tile leaves no registers for the bf16 terms of float32";
   }
