@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   backward_2cta_get_work<Config>(p, s);
   if (warp < 4) {
-    give_up_registers<kProducerRegisters>();
+    setmaxnreg_dec<kProducerRegisters>();
     if (warp == 0) {
       if (elect_one()) backward_2cta_load<Config>(p, s);
     } else if (warp == 1) {
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
     __syncwarp();
   } else {
-    take_registers<kConsumerRegisters>();
+    setmaxnreg_inc<kConsumerRegisters>();
     Backward2CtaConsumer<Config>(p, s, warp / 4 - 1).run();
     __syncwarp();
   }

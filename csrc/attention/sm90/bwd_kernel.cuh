@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     __syncthreads();
   }
   if (warp < 4) {
-    give_up_registers<kProducerRegisters>();
+    setmaxnreg_dec<kProducerRegisters>();
     if (warp == 0) {
       if (elect_one()) backward_sm90_load(p, s);
     } else if (warp <= Config::kDqStoreWarps) {
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
     __syncwarp();
   } else {
-    take_registers<kConsumerRegisters>();
+    setmaxnreg_inc<kConsumerRegisters>();
     BackwardSm90Consumer<Config>(p, s, warp / 4 - 1).run();
   }
 #endif

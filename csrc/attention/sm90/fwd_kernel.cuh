@@ -48,10 +48,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     constexpr int kProducerRegisters = Config::kWarpgroups == 3 ? 32 : 40,
                   kConsumerRegisters = Config::kWarpgroups == 3 ? 160 : 232;
     if (warp < 4) {
-      give_up_registers<kProducerRegisters>();
+      setmaxnreg_dec<kProducerRegisters>();
       if (warp == 0) attention_sm90_load(p, s);
     } else {
-      take_registers<kConsumerRegisters>();
+      setmaxnreg_inc<kConsumerRegisters>();
       AttentionSm90Consumer<Config>(p, s, warp / 4 - 1).run();
     }
   } else if (warp == Config::kWarpgroups * 4) {

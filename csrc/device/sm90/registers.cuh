@@ -1,7 +1,7 @@
-// Registers that a warpgroup gives up or takes (setmaxnreg).
-// NOTE: the kernel must have __launch_bounds__(threads, 1), and every warpgroup must come here in
-// one branch: else the assembler ignores it (C7508). What is taken waits until it has been given
-// up.
+// The register count of a warpgroup's threads (setmaxnreg).
+// NOTE: the kernel must have __launch_bounds__(threads, 1), and a warpgroup's threads must run it
+// in one branch: else the assembler ignores it (C7508). setmaxnreg_inc waits until other warpgroups
+// have released enough registers.
 #pragma once
 
 #include "device/features.cuh"
@@ -11,13 +11,13 @@ namespace torchweld {
 
 #if TW_HAS_WGMMA
 template <int kRegisters>
-__device__ __forceinline__ void give_up_registers() {
+__device__ __forceinline__ void setmaxnreg_dec() {
   static_assert(kRegisters % 8 == 0 && kRegisters >= 24);
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
 template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void setmaxnreg_inc() {
   static_assert(kRegisters % 8 == 0 && kRegisters <= 256);
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }

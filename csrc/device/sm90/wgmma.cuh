@@ -41,9 +41,9 @@ __device__ __forceinline__ void discard_accumulators(float (&d)[kSums]) {
   for (int i = 0; i < kSums; ++i) asm volatile("" : "=f"(d[i]));
 }
 
-// d = (keeps ? d : 0) + a @ b^T for 64 rows, N columns and 16 16-bit values each:
-// multiply<kA, kB>(d, a, b, keeps) with both by descriptors, multiply<kB>(d, a, b, keeps) with a in
-// registers. kA and kB say that an operand is MN-major.
+// d = (scale_d ? d : 0) + a @ b^T for 64 rows, N columns and 16 16-bit values each:
+// multiply<kA, kB>(d, a, b, scale_d) with both by descriptors, multiply<kB>(d, a, b, scale_d) with
+// a in registers. kA and kB say that an operand is MN-major.
 template <typename T, int N>
 struct Wgmma;
 
@@ -79,25 +79,25 @@ struct Wgmma;
 #define TW_SUMS96(i) TW_SUMS64(i), TW_SUMS32(i + 64)
 #define TW_SUMS128(i) TW_SUMS64(i), TW_SUMS64(i + 64)
 // NAME is the instruction without its operands; A to G are the numbers of those behind the sums.
-#define TW_WGMMA_REGISTERS(NAME, SUMS, A, B, C, D, E, F, G)                                  \
-  template <int kB>                                                                          \
-  static __device__ __forceinline__ void multiply(float (&d)[SUMS], const uint32_t (&a)[4],  \
-                                                  uint64_t b, int keeps) {                   \
-    asm volatile("{\n.reg .pred keeps;\nsetp.ne.b32 keeps, " F ", 0;\n" NAME " {" TW_D##SUMS \
-                 "}, {" A ", " B ", " C ", " D "}, " E ", keeps, 1, 1, " G ";\n}"            \
-                 : TW_SUMS##SUMS(0)                                                          \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keeps), "n"(kB)   \
-                 : "memory");                                                                \
+#define TW_WGMMA_REGISTERS(NAME, SUMS, A, B, C, D, E, F, G)                                      \
+  template <int kB>                                                                              \
+  static __device__ __forceinline__ void multiply(float (&d)[SUMS], const uint32_t (&a)[4],      \
+                                                  uint64_t b, int scale_d) {                     \
+    asm volatile("{\n.reg .pred scale_d;\nsetp.ne.b32 scale_d, " F ", 0;\n" NAME " {" TW_D##SUMS \
+                 "}, {" A ", " B ", " C ", " D "}, " E ", scale_d, 1, 1, " G ";\n}"              \
+                 : TW_SUMS##SUMS(0)                                                              \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d), "n"(kB)     \
+                 : "memory");                                                                    \
   }
-#define TW_WGMMA_SHARED(NAME, SUMS, A, B, C, D, E, F, G)                                     \
-  template <int kA, int kB>                                                                  \
-  static __device__ __forceinline__ void multiply(float (&d)[SUMS], uint64_t a, uint64_t b,  \
-                                                  int keeps) {                               \
-    asm volatile("{\n.reg .pred keeps;\nsetp.ne.b32 keeps, " C ", 0;\n" NAME " {" TW_D##SUMS \
-                 "}, " A ", " B ", keeps, 1, 1, " D ", " E ";\n}"                            \
-                 : TW_SUMS##SUMS(0)                                                          \
-                 : "l"(a), "l"(b), "r"(keeps), "n"(kA), "n"(kB)                              \
-                 : "memory");                                                                \
+#define TW_WGMMA_SHARED(NAME, SUMS, A, B, C, D, E, F, G)                                         \
+  template <int kA, int kB>                                                                      \
+  static __device__ __forceinline__ void multiply(float (&d)[SUMS], uint64_t a, uint64_t b,      \
+                                                  int scale_d) {                                 \
+    asm volatile("{\n.reg .pred scale_d;\nsetp.ne.b32 scale_d, " C ", 0;\n" NAME " {" TW_D##SUMS \
+                 "}, " A ", " B ", scale_d, 1, 1, " D ", " E ";\n}"                              \
+                 : TW_SUMS##SUMS(0)                                                              \
+                 : "l"(a), "l"(b), "r"(scale_d), "n"(kA), "n"(kB)                                \
+                 : "memory");                                                                    \
   }
 #define TW_WGMMA(T, TYPE, N, SUMS, ...)                                                       \
   template <>                                                                                 \
@@ -127,13 +127,13 @@ TW_WGMMA_16_BITS(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134
   struct Wgmma<float, N> {                                                                      \
     template <int kA, int kB>                                                                   \
     static __device__ __forceinline__ void multiply(float (&d)[SUMS], uint64_t a, uint64_t b,   \
-                                                    int keeps) {                                \
+                                                    int scale_d) {                              \
       static_assert(kA == 0 && kB == 0);                                                        \
-      asm volatile("{\n.reg .pred keeps;\nsetp.ne.b32 keeps, " C                                \
+      asm volatile("{\n.reg .pred scale_d;\nsetp.ne.b32 scale_d, " C                            \
                    ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" TW_D##SUMS \
-                   "}, " A ", " B ", keeps, 1, 1;\n}"                                           \
+                   "}, " A ", " B ", scale_d, 1, 1;\n}"                                         \
                    : TW_SUMS##SUMS(0)                                                           \
-                   : "l"(a), "l"(b), "r"(keeps)                                                 \
+                   : "l"(a), "l"(b), "r"(scale_d)                                               \
                    : "memory");                                                                 \
     }                                                                                           \
   };

@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     __syncthreads();
   }
   if (warp < 4) {
-    give_up_registers<kProducerRegisters>();
+    setmaxnreg_dec<kProducerRegisters>();
     if (warp == 0 && elect_one()) sm90_produce(p, s, rank);
     __syncwarp();
     if (kT.swap_ab() && p.stream_k.split_cluster > 1) {
@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
       cluster_wait();
     }
   } else {
-    take_registers<kConsumerRegisters>();
+    setmaxnreg_inc<kConsumerRegisters>();
     sm90_consume(p, s, rank, warp / 4 - 1);
     __syncwarp();
   }

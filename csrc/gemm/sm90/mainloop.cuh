@@ -48,14 +48,14 @@ struct Sm90DbiasSums {
 template <class Config>
 struct Sm90DbiasSums<Config, false> {};
 
-// acc = (keeps ? acc : 0) + a @ b^T of some steps of a warpgroup's part of a work tile. s_a and
+// acc = (scale_d ? acc : 0) + a @ b^T of some steps of a warpgroup's part of a work tile. s_a and
 // s_b: where its part lies in stage 0. s_ones: with it a's rows are added to `rows`. Calls `issued`
 // once the last product is on its way.
 template <class Config, bool kDbias = false, class Sums, class Release, class Issued>
 __device__ __forceinline__ void sm90_mainloop(
     Sums& acc, PipelineBarriers<Config::kT.stages>& pipeline, PipelineState<Config::kT.stages>& at,
     uint32_t s_a, uint32_t s_b, int steps, const Release& release, const Issued& issued,
-    bool keeps = false, Sm90DbiasSums<Config>* dbias = nullptr, uint32_t s_ones = 0) {
+    bool scale_d = false, Sm90DbiasSums<Config>* dbias = nullptr, uint32_t s_ones = 0) {
   constexpr Sm90Tile kT = Config::kT;
   constexpr int kSlices = 4,
                 kMTileBytes = Config::kAKMajor ? 64 * kKBlockBytes : Config::kLeadingBytes;
@@ -79,7 +79,7 @@ __device__ __forceinline__ void sm90_mainloop(
         Wgmma<typename Config::T, kT.block_n>::template multiply<!Config::kAKMajor,
                                                                  !Config::kBKMajor>(
             acc[i], a + ((slice * kNextA + i * kMTileBytes) >> 4), b + (slice * kNextB >> 4),
-            keeps || step > 0 || slice > 0);
+            scale_d || step > 0 || slice > 0);
         if constexpr (kDbias) {
           Wgmma<typename Config::T, 8>::template multiply<!Config::kAKMajor, 0>(
               dbias->sums[i], a + ((slice * kNextA + i * kMTileBytes) >> 4),
