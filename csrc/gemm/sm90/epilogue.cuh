@@ -39,7 +39,7 @@ class Sm90Epilogue {
 
   // s_staging: boxes of all warps. s_bias: of the warpgroup's tile, fp32, both halves.
   __device__ __forceinline__ Sm90Epilogue(const Sm90Params& p, char* s_staging, float* s_bias,
-                                          int warpgroup, int)
+                                          int warpgroup)
       : p_(p),
         s_boxes_(shared_address(s_staging) +
                  (warpgroup * 4 + threadIdx.x % 128 / 32) * kT.boxes * kBoxBytes),

@@ -23,6 +23,7 @@
 #include "gemm/sm90/epilogue.cuh"
 #include "gemm/sm90/launch.h"
 #include "gemm/sm90/mainloop.cuh"
+#include "gemm/sm90/named_barriers.h"
 #include "gemm/sm90/swap_ab_epilogue.cuh"
 
 namespace torchweld {
@@ -37,7 +38,7 @@ struct Sm90Shared {
 };
 
 #if TW_HAS_WGMMA
-// The producer's loads of a step.
+// The producer's loads of a k-block.
 template <class Config>
 __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage, uint64_t* s_full,
                                           const WorkTile& work, int rank, int k, int a_term,
@@ -123,13 +124,12 @@ __device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Con
   }
 }
 
-// What a consumer warpgroup does. Named barriers: 1 and 2 are the warpgroups' own, 3 and 4 their
-// turns at the tensor cores, or the swap_ab epilogue's.
+// A consumer warpgroup: the mainloop of each of its work tiles, then the partials or the epilogue.
 template <class Config>
 __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Config>& s, int rank,
                                              int warpgroup) {
   constexpr Sm90Tile kT = Config::kT;
-  constexpr int kOwn = 1, kTurn = 3, kBoth = 256;
+  constexpr int kConsumerThreads = Sm90Tile::kConsumerThreads;
   constexpr int kRows = 64 * kT.wgmma_m_tiles();  // of a warpgroup
   using Epilogue =
       std::conditional_t<kT.swap_ab(),
@@ -161,13 +161,13 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
       (Config::kAKMajor ? first_row * kKBlockBytes
                         : first_row / Config::kSwizzleRowElems * Config::kLeadingBytes);
   const uint32_t s_b = shared_address(s.stages[0]) + kT.block_m * kKBlockBytes;
-  Epilogue epilogue(p, s.staging, s.bias[warpgroup], warpgroup, kTurn);
+  Epilogue epilogue(p, s.staging, s.bias[warpgroup], warpgroup);
   PipelineState<kT.stages> at;
   Sm90TileScheduler<Config::kT.cluster, Config::kT.swap_ab()> scheduler(p.stream_k);
   Partials all;
   Sums& acc = all.acc;
-  // The first phase is the first warpgroup's.
-  if (kT.pingpong && warpgroup == 1) named_barrier_arrive(kTurn, kBoth);
+  // The first warpgroup issues the first wgmmas.
+  if (kT.pingpong && warpgroup == 1) named_barrier_arrive(kWarpSchedulerWg0, kConsumerThreads);
   for (int phase = 0; scheduler.next(); phase ^= 1) {
     if (kT.pingpong && phase != warpgroup) {
       at.advance(scheduler.steps);
@@ -176,12 +176,12 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
     const bool loads_bias =
         Epilogue::kLoadsBias && p.gemm.epilogue.bias != nullptr && scheduler.ends();
     if (loads_bias) epilogue.fetch_bias(WorkTile(p.schedule, scheduler.tile));
-    if (kT.pingpong) named_barrier_wait(kTurn + warpgroup, kBoth);
+    if (kT.pingpong) named_barrier_wait(kWarpSchedulerWg0 + warpgroup, kConsumerThreads);
     if constexpr (Config::kBf16x3) {
       sm90_bf16x3_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, scheduler.steps, release);
     } else {
       const auto issued = [&] {
-        if (kT.pingpong) named_barrier_arrive(kTurn + 1 - warpgroup, kBoth);
+        if (kT.pingpong) named_barrier_arrive(kWarpSchedulerWg0 + 1 - warpgroup, kConsumerThreads);
       };
       if constexpr (Config::kDbias) {
         sm90_dbias_mainloop<Config>(p, scheduler, acc, all, s.pipeline, at, s_a, s_b,
@@ -194,7 +194,7 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
       if (p.stream_k.split_cluster > 1) {
         const auto join = [&](auto split_cluster) {
           if (p.stream_k.split_cluster != split_cluster.value) return;
-          epilogue.load_output_slice(sm90_cluster_reduce<split_cluster.value, kBoth>(
+          epilogue.load_output_slice(sm90_cluster_reduce<split_cluster.value, kConsumerThreads>(
               acc[0], p.partials.sums, warpgroup * 128 + thread));
         };
         join(std::integral_constant<int, 2>());
@@ -207,19 +207,19 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
     }
     Flat& sums = reinterpret_cast<Flat&>(all);
     if (!scheduler.ends()) {
-      p.partials.store_partial(sums, slot(scheduler.worker()), thread, kOwn + warpgroup);
+      p.partials.store_partial(sums, slot(scheduler.worker()), thread, kWarpgroupWg0 + warpgroup);
       continue;
     }
     if (!scheduler.begins()) {
       scheduler.for_each_peer([&](uint32_t peer) {
-        p.partials.accumulate_partial(sums, slot(peer), thread, kOwn + warpgroup);
+        p.partials.accumulate_partial(sums, slot(peer), thread, kWarpgroupWg0 + warpgroup);
       });
     }
     if (loads_bias) {
-      // In ping-pong all warps have met since they read the last tile's.
-      if (!kT.pingpong) named_barrier_wait(kOwn + warpgroup, 128);
+      // Wait until all warps have read the last tile's bias; in ping-pong they have.
+      if (!kT.pingpong) named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
       epilogue.share_bias();
-      named_barrier_wait(kOwn + warpgroup, 128);
+      named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
     }
     if constexpr (Config::kDbias) {
       const WorkTile work(p.schedule, scheduler.tile);

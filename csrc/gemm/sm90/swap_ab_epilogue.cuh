@@ -6,6 +6,7 @@
 #include "device/features.cuh"
 #include "device/named_barrier.cuh"
 #include "device/vec.cuh"
+#include "gemm/sm90/named_barriers.h"
 #include "gemm/sm90/params.h"
 #include "gemm/sm90/tiles.h"
 
@@ -20,22 +21,17 @@ template <typename T, int kTile, bool kGated>
 class Sm90SwapAbEpilogue {
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
   static constexpr int kValues = kT.block_n / 2;  // of a thread
-  static constexpr int kBoth = 256;
+  static constexpr int kConsumerThreads = Sm90Tile::kConsumerThreads;
 
  public:
   using Sums = float[1][kValues];
   static constexpr bool kLoadsBias = false;
 
-  // s_staging: 128 threads' values. Named barriers: `sent` and the next one, which tells that the
-  // values have been read.
+  // s_staging holds 128 threads' values.
   __device__ __forceinline__ Sm90SwapAbEpilogue(const Sm90Params& p, char* s_staging, float*,
-                                                int warpgroup, int sent)
-      : p_(p.gemm),
-        s_right_(reinterpret_cast<float*>(s_staging)),
-        warpgroup_(warpgroup),
-        sent_(sent),
-        read_(sent + 1) {
-    if (kGated && warpgroup == 0) named_barrier_arrive(read_, kBoth);
+                                                int warpgroup)
+      : p_(p.gemm), s_right_(reinterpret_cast<float*>(s_staging)), warpgroup_(warpgroup) {
+    if (kGated && warpgroup == 0) named_barrier_arrive(kSwapAbRightEmpty, kConsumerThreads);
   }
 
   __device__ __forceinline__ void fetch_bias(const WorkTile&) const {}
@@ -57,17 +53,17 @@ class Sm90SwapAbEpilogue {
       activate</*kExact=*/false>(v, e.activation);
     } else {
       if (warpgroup_ == 1) {
-        named_barrier_wait(read_, kBoth);
+        named_barrier_wait(kSwapAbRightEmpty, kConsumerThreads);
 #pragma unroll
         for (int i = 0; i < kValues; ++i) s_right_[i * 128 + thread] = v[i];
-        named_barrier_arrive(sent_, kBoth);
+        named_barrier_arrive(kSwapAbRightFull, kConsumerThreads);
         return;
       }
       float right[kValues];
-      named_barrier_wait(sent_, kBoth);
+      named_barrier_wait(kSwapAbRightFull, kConsumerThreads);
 #pragma unroll
       for (int i = 0; i < kValues; ++i) right[i] = s_right_[i * 128 + thread];
-      named_barrier_arrive(read_, kBoth);
+      named_barrier_arrive(kSwapAbRightEmpty, kConsumerThreads);
       apply_gate</*kExact=*/false>(v, right, e.gate);
     }
     T* g_y = static_cast<T*>(p_.y) + batch * p_.y_batch_stride;
@@ -118,7 +114,7 @@ class Sm90SwapAbEpilogue {
 
   const GemmParams& p_;
   float* s_right_;
-  int warpgroup_, sent_, read_;
+  int warpgroup_;
   Sm90OutputSlice share_ = {0, kValues};
 };
 #endif

@@ -39,7 +39,8 @@ struct Sm90Tile {
   float step_us, tile_us, pointwise_us, stream_us, part_us;
   bool fp32 = false;  // a tile of kFloat32, which has two sets of sums
 
-  static constexpr int kWarpgroups = 2, kThreads = 128 * (1 + kWarpgroups);
+  static constexpr int kWarpgroups = 2, kConsumerThreads = 128 * kWarpgroups;
+  static constexpr int kThreads = 128 + kConsumerThreads;
 
   // Products of 64 rows that a warpgroup has of a tile.
   constexpr int wgmma_m_tiles() const { return block_m / 64 / (pingpong ? 1 : kWarpgroups); }
