@@ -67,9 +67,9 @@ def test_few_rows_have_an_engine():
     few = dict(m=16, n=4096, k=4096)
     for fields, reason in (
         (dict(m=17), "M is more than 16"),
-        (dict(batch=2), "without a batch"),
-        (dict(a_k_major=0), "along K alone"),
-        (dict(math=MATHS["float32"]), "in 16 bits alone"),
+        (dict(batch=2), "has no batch"),
+        (dict(a_k_major=0), "K-major first operand"),
+        (dict(math=MATHS["float32"]), "16-bit operands"),
         (dict(k=2**31), "K is more than"),
         (dict(shared_limit=65536), "too much shared memory"),
         (dict(normed=1, k=1544), "more than 1536 columns"),
@@ -97,7 +97,7 @@ def test_a_k_beyond_32_bits_is_split():
 
 def test_reasons_of_a_matmul():
     assert refusal("matmul", LINEAR, "sync 256x128") == ""
-    assert "float32 alone" in refusal("matmul", LINEAR, "sync float32 64x128")
+    assert "only for float32" in refusal("matmul", LINEAR, "sync float32 64x128")
     single = problem("matmul", math=MATHS["float32"])
     assert "bf16 terms of float32" in refusal("matmul", single, "sync 256x128")
     small = problem("matmul", shared_limit=65536)
@@ -106,11 +106,11 @@ def test_reasons_of_a_matmul():
         == "too much shared memory: 147456 bytes a block, the GPU has 65536"
     )
     with pytest.raises(ValueError, match="no configuration"):
-        refusal("matmul", LINEAR, "sync 128x128 /24")  # leaves a part empty
+        refusal("matmul", LINEAR, "sync 128x128 /24")  # leaves a split empty
     huge = problem("matmul", m=2**40, n=2**40)
     assert "2^31" in refusal("matmul", huge, "sync 128x128")
     long_k = problem("matmul", m=1, n=1, k=2**33)
-    assert "2^24 steps" in refusal("matmul", long_k, "sync 128x128")
+    assert "2^24 k-blocks" in refusal("matmul", long_k, "sync 128x128")
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_table_is_best_first_and_keeps_what_is_illegal(fake_gpu):
     assert result.best["registers"] == 40 and result.best["shared_bytes"] == 1000
     assert "wrong answer: error 1.0e+00, at most" in rows["sync 128x128 /2"]["reason"]
     assert rows["sync 128x64"]["reason"].endswith("could not be launched: too bad")
-    assert "float32 alone" in rows["sync float32 64x128"]["reason"]
+    assert "only for float32" in rows["sync float32 64x128"]["reason"]
     assert all((row["us"] is None) == bool(row["reason"]) for row in result.rows)
     assert [row["source"] for row in result.rows].count("heuristic") == 1
     assert rows[picked()[0]]["source"] == "heuristic"

@@ -71,7 +71,7 @@ REFUSED = "choice must be one that the problem allows, but got"
         ("matmul", LINEAR, "tile 32x1", f"{UNKNOWN} matmul, but got"),
         ("matmul", LINEAR, "sync 128x128 /24", f"{UNKNOWN} matmul"),  # leaves a part empty
         ("matmul", LINEAR, "sm90 128x96", f"{REFUSED} .*has no wgmma"),
-        ("matmul", LINEAR, "sync float32 64x128", f"{REFUSED} .*float32 alone"),
+        ("matmul", LINEAR, "sync float32 64x128", f"{REFUSED} .*only for float32"),
         ("softmax", problem("softmax"), "ring 3", f"{UNKNOWN} softmax"),
         ("softmax", problem("softmax", n=70_000), "ring 1", f"{REFUSED} .*holds 69632 elements"),
         ("attention", problem("attention"), "sync tf32 128x32x64", f"{REFUSED} .*another dtype"),

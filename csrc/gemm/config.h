@@ -23,7 +23,7 @@ struct GemmChoice {
   GemmEngine engine;
   int tile;         // index into the engine's tiles
   int splits;       // of K, or kStreamK; negative where no tile is legal
-  int64_t k_split;  // elements of K in a split, a multiple of a step
+  int64_t k_split;  // elements of K in a split, a multiple of a k-block
 
   int64_t workspace_floats(const GemmProblem& p) const {
     if (splits == kStreamK) return sm90_workspace_floats(p, kSm90Tiles[tile]);
@@ -55,7 +55,7 @@ inline double gemm_seconds(const GemmProblem& p, GemmEngine engine, int tile, in
 
 inline GemmChoice gemm_choice(const GemmProblem& p, GemmEngine engine, int tile, int splits) {
   const int parts = std::max(splits, 1);
-  return {engine, tile, splits, (p.steps() + parts - 1) / parts * p.step()};
+  return {engine, tile, splits, (p.k_blocks() + parts - 1) / parts * p.block_k()};
 }
 
 // Calls body(engine, tile, splits) for all that there is.
@@ -71,12 +71,12 @@ void for_each_gemm_choice(const Body& body) {
 }
 
 inline GemmChoice choose_gemm(const GemmProblem& p) {
-  constexpr int64_t kMinSteps = 4;  // of a split
+  constexpr int64_t kMinKBlocks = 4;  // of a split
   GemmChoice best{};
   best.splits = -1;
   double best_time = -1;
   for_each_gemm_choice([&](GemmEngine engine, int tile, int splits) {
-    if (splits > 1 && p.steps() < kMinSteps * splits) return;
+    if (splits > 1 && p.k_blocks() < kMinKBlocks * splits) return;
     if (gemm_refusal(p, engine, tile, splits)) return;
     const double time = gemm_seconds(p, engine, tile, splits);
     if (best_time >= 0 && time >= best_time) return;

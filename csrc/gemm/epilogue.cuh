@@ -30,7 +30,7 @@ __device__ __forceinline__ void add_sums(float (&v)[kGroup], const float* g_sums
   }
 }
 
-// Up to 8 adjacent results.
+// Stores up to 8 contiguous results.
 template <typename T>
 __device__ __forceinline__ void store_group(T* g_to, int columns, const float (&v)[kGroup]) {
   if (columns == kGroup && reinterpret_cast<uintptr_t>(g_to) % 16 == 0) {
@@ -167,9 +167,9 @@ class GroupWriter {
     }
     // NOTE: all loads before the first conversion, which would wait for each in turn.
     U raw[kGroup];
-    const int step = interleaved ? 2 : 1;
+    const int stride = interleaved ? 2 : 1;
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) raw[i] = g_from[i < columns_ ? i * step : 0];
+    for (int i = 0; i < kGroup; ++i) raw[i] = g_from[i < columns_ ? i * stride : 0];
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) v[i] = to_float(raw[i]);
   }

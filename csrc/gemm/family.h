@@ -87,15 +87,16 @@ struct GemmFamily {
     };
     if (engine(x) == GemmEngine::kSm90) {
       const Sm90Tile& tile = kSm90Tiles[x[1]];
-      return row(tile.block_m, tile.block_n, sm90_k_block(p.math), tile.stages,
+      return row(tile.block_m, tile.block_n, sm90_block_k(p.math), tile.stages,
                  Sm90Tile::kThreads / 32, tile.cluster);
     }
     if (engine(x) == GemmEngine::kRows) {
       const RowsTile& tile = kRowsTiles[x[1]];
-      return row(RowsTile::kRows, tile.columns, p.step(), tile.stages, RowsTile::kWarps, 1);
+      return row(RowsTile::kRows, tile.columns, p.block_k(), tile.stages, RowsTile::kWarps, 1);
     }
     const SyncTile& tile = kSyncTiles[x[1]];
-    return row(tile.block_m, tile.block_n, p.step(), tile.stages, tile.warps_m * tile.warps_n, 1);
+    return row(tile.block_m, tile.block_n, p.block_k(), tile.stages, tile.warps_m * tile.warps_n,
+               1);
   }
 
   static std::string kernel(const GemmProblem& p, const Encoded& x) {

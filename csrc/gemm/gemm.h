@@ -49,7 +49,7 @@ struct GemmParams {
   int64_t m, n, k, batch;  // n is y's width: half of b's rows where gated
   GemmOperand a, b;
   void* y;
-  int64_t y_row_stride, y_batch_stride;  // columns are adjacent
+  int64_t y_row_stride, y_batch_stride;  // columns are contiguous
   DType dtype;
   bool tf32;  // fp32 operands may be rounded to TF32
   GemmNorm norm;

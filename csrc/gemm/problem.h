@@ -23,24 +23,26 @@ constexpr int gemm_elem_size(GemmMath math) {
   return math == GemmMath::kFloat16 || math == GemmMath::kBFloat16 ? 2 : 4;
 }
 
-// A step of the mainloop takes this much of K from every row: 64 16-bit or 32 fp32 elements.
+// A k-block has this many bytes of every row: 64 16-bit or 32 fp32 elements.
 inline constexpr int kKBlockBytes = 128;
 
 struct GemmProblem {
   int64_t m, n, k, batch;  // n is y's width, half of b's rows where gated
   bool gated, pointwise;   // a gate; a gate or an activation
   GemmMath math;
-  bool a_k_major, b_k_major;  // K is the adjacent dim; each layout is a kernel of its own
+  bool a_k_major, b_k_major;  // each layout is a kernel of its own
   bool normed;                // a norm of a's rows goes in front
   DeviceFacts device;
 
   constexpr int64_t width() const { return gated ? 2 * n : n; }  // of b
-  constexpr int step() const { return kKBlockBytes / gemm_elem_size(math); }
-  constexpr int64_t steps() const { return k <= step() ? 1 : (k + step() - 1) / step(); }
+  constexpr int block_k() const { return kKBlockBytes / gemm_elem_size(math); }
+  constexpr int64_t k_blocks() const {
+    return k <= block_k() ? 1 : (k + block_k() - 1) / block_k();
+  }
 };
 
-// The parts that K may be cut into; their sums are added in a fixed order. kStreamK: wherever it
-// makes the blocks' work even.
+// How many splits K may have; their sums are added in a fixed order. kStreamK splits K wherever
+// that makes the CTAs' work even.
 inline constexpr int kGemmSplits[] = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32};
 inline constexpr int kStreamK = 0;
 

@@ -1,5 +1,5 @@
-// Bulk copies of adjacent bytes between global and shared memory (cp.async.bulk), and additions of
-// fp32 values on the way (cp.reduce.async.bulk).
+// Bulk copies of contiguous bytes between global and shared memory (cp.async.bulk), and additions
+// of fp32 values on the way (cp.reduce.async.bulk).
 #pragma once
 
 #include "device/features.cuh"

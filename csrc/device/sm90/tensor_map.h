@@ -12,7 +12,7 @@ namespace torchweld {
 
 using TensorMap = CUtensorMap;
 
-// A tensor of four dimensions, the adjacent one first, and the box of it that one copy moves.
+// A tensor of four dimensions, the contiguous one first, and the box of it that one copy moves.
 struct TensorBox {
   const void* data;
   int elem_size;       // bytes: 2 or 4

@@ -1,15 +1,16 @@
-// y = epilogue(a @ b^T) for up to 16 rows of a, such as a step of generation: what it costs is to
-// read b once, and for a small b to begin and to end.
+// y = epilogue(a @ b^T) for up to 16 rows of a, such as the tokens of a decode step. The cost is
+// one read of b, and for a small b the kernel's start and end.
 //
-// A block has some columns of y and all of K. Its warps take steps of K in turn, each with a ring
-// of its own that is filled asynchronously: no warp waits for another one. mma.sync has a as its 16
-// rows. At the end the warps' sums are added through shared memory, in their order.
+// A block computes some columns of y over all of K. Warp w multiplies k-blocks w, w + kWarps, ...
+// and loads them asynchronously into a ring of its own, so no warp waits for another one. a is the
+// operand with 16 rows of mma.sync. At the end the block adds the warps' accumulators through
+// shared memory, in the order of the warps.
 //
-// A norm of short rows may go in front: every block takes the statistics of all rows, while the
-// first steps are on their way, and normalises the fragments.
+// A norm of short rows may precede the product: every block computes the statistics of all rows
+// while the first k-blocks arrive, and normalises the fragments.
 //
-// On Hopper the kernel begins while the one before it ends (PDL). To ask for b in L2 while it waits
-// for that end gains nothing, and made (16, 2048, 6144) take 10.8 us instead of 9.9.
+// On Hopper the kernel begins while the one before it ends (PDL). A prefetch of b into L2 during
+// that wait gains nothing: (16, 2048, 6144) needed 10.8 us with it and 9.9 without.
 #pragma once
 
 #include "core/launch.h"
@@ -31,7 +32,7 @@ struct RowsConfig {
   static constexpr int kRows = RowsTile::kRows, kWarps = RowsTile::kWarps;
   static constexpr int kColumns = kT.columns, kStages = kT.stages;
   static constexpr int kHalves = kGated ? 2 : 1, kOwn = kColumns / kHalves;  // columns of y
-  static constexpr int kStep = kKBlockBytes / sizeof(T), kChunk = 16 / sizeof(T);
+  static constexpr int kBlockK = kKBlockBytes / sizeof(T), kChunk = 16 / sizeof(T);
 
   struct Stage {
     char b[kColumns * kKBlockBytes];
@@ -54,15 +55,15 @@ __device__ __forceinline__ int rows_chunk(int line, int chunk) {
   return line * kLine + (chunk ^ (line / (8 / kLine) & (kLine - 1)));
 }
 
-// Brings the steps of a warp into its ring.
+// Loads the k-blocks of a warp into its ring.
 template <typename Config>
 class RowsLoader {
   using T = typename Config::T;
   using Stage = typename Config::Stage;
-  static constexpr int kChunk = Config::kChunk, kStep = Config::kStep, kOwn = Config::kOwn;
+  static constexpr int kChunk = Config::kChunk, kBlockK = Config::kBlockK, kOwn = Config::kOwn;
   // Chunks of a row of b in shared memory: a row is along K where b is K-major, else along columns.
   static constexpr int kLine = Config::kBKMajor ? 8 : Config::kColumns / kChunk;
-  static constexpr int kLines = Config::kBKMajor ? Config::kColumns : kStep;
+  static constexpr int kLines = Config::kBKMajor ? Config::kColumns : kBlockK;
   static constexpr int kLineStep = kWarp / kLine, kLoads = kLines / kLineStep;
 
  public:
@@ -87,16 +88,16 @@ class RowsLoader {
     rows_left_ = int(p.m) - lane / 8;
   }
 
-  // A step into a stage of the ring; nothing behind the last one.
-  __device__ __forceinline__ void load(int step, Stage& s) const {
-    const int first = step * kStep;
+  // Loads a k-block into a stage of the ring, or nothing behind the last k-block.
+  __device__ __forceinline__ void load(int k_block, Stage& s) const {
+    const int first = k_block * kBlockK;
     if (first < k_) {
       const uint32_t s_b = shared_address(s.b), s_a = shared_address(s.a);
       const int chunk = lane_ % kLine, line = lane_ / kLine;
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        copy_async_16_if(s_b + rows_chunk<kLine>(line + i * kLineStep, chunk) * 16, b_at(step, i),
-                         there(i, first));
+        copy_async_16_if(s_b + rows_chunk<kLine>(line + i * kLineStep, chunk) * 16,
+                         b_at(k_block, i), there(i, first));
       }
 #pragma unroll
       for (int i = 0; i < Config::kRows / 4; ++i) {
@@ -117,12 +118,12 @@ class RowsLoader {
   }
 
  private:
-  __device__ __forceinline__ const T* b_at(int step, int i) const {
+  __device__ __forceinline__ const T* b_at(int k_block, int i) const {
     if constexpr (Config::kBKMajor) {
       const int row = i * kLineStep;
-      return from_[row / kOwn] + row % kOwn * row_stride_ + step * kStep;
+      return from_[row / kOwn] + row % kOwn * row_stride_ + k_block * kBlockK;
     }
-    return from_[0] + (int64_t{step} * kStep + i * kLineStep) * p_.b.k_stride;
+    return from_[0] + (int64_t{k_block} * kBlockK + i * kLineStep) * p_.b.k_stride;
   }
   __device__ __forceinline__ bool there(int i, int first) const {
     if constexpr (Config::kBKMajor) {
@@ -226,7 +227,8 @@ class RowsFragments {
     }
   }
 
-  // left: columns of K from the step on. Behind K stay zeros, which a norm would make anything.
+  // left: columns of K from the start of the k-block. The columns behind K stay 0: they aren't
+  // normalised.
   __device__ __forceinline__ void read(uint32_t (&r)[4], const typename Config::Stage& s, int slice,
                                        int left) const {
     const int line = lane_ % 16;
@@ -263,7 +265,7 @@ __global__ __launch_bounds__(RowsTile::kThreads, Config::kT.blocks_per_sm) void 
   auto& s = *reinterpret_cast<typename Config::Shared*>(s_bytes);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int64_t column = int64_t{blockIdx.x} * kOwn;
-  const int steps = int((p.k + Config::kStep - 1) / Config::kStep);
+  const int k_blocks = int((p.k + Config::kBlockK - 1) / Config::kBlockK);
   auto& ring = s.rings[warp];
   const RowsLoader<Config> loader(p, column, lane);
   griddep_wait();
@@ -280,17 +282,18 @@ __global__ __launch_bounds__(RowsTile::kThreads, Config::kT.blocks_per_sm) void 
   float acc[kColumns / 8][4] = {};
   int stage = 0;
 #pragma unroll 1
-  for (int step = warp; step < steps; step += Config::kWarps) {
+  for (int k_block = warp; k_block < k_blocks; k_block += Config::kWarps) {
     copy_async_wait<kStages - 2>();
     __syncwarp();
-    loader.load(step + (kStages - 1) * Config::kWarps, ring[stage == 0 ? kStages - 1 : stage - 1]);
+    loader.load(k_block + (kStages - 1) * Config::kWarps,
+                ring[stage == 0 ? kStages - 1 : stage - 1]);
     const auto& in = ring[stage];
     const uint32_t s_b = shared_address(in.b);
     const int q = lane / 8;
 #pragma unroll
-    for (int slice = 0; slice < Config::kStep / 16; ++slice) {
+    for (int slice = 0; slice < Config::kBlockK / 16; ++slice) {
       uint32_t a[4];
-      fragments.read(a, in, slice, int(p.k) - step * Config::kStep);
+      fragments.read(a, in, slice, int(p.k) - k_block * Config::kBlockK);
 #pragma unroll
       for (int n = 0; n < kColumns / 16; ++n) {
         uint32_t b[4];

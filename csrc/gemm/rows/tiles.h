@@ -10,7 +10,7 @@
 
 namespace torchweld {
 
-// A block has all rows and some of b's; its warps take steps of K in turn.
+// A block multiplies all rows of a by some of b; its warps multiply k-blocks in round-robin order.
 struct RowsTile {
   int columns;  // rows of b, both halves of a gated product
   int stages;   // of each warp's ring in shared memory
@@ -31,13 +31,13 @@ inline constexpr int kRowsTileCount = sizeof(kRowsTiles) / sizeof(kRowsTiles[0])
 
 inline Refusal rows_refusal(const GemmProblem& p, const RowsTile& tile, int splits) {
   constexpr int64_t kMaxSize = int64_t{1} << 30;  // K is counted in 32 bits
-  if (gemm_elem_size(p.math) != 2) return "few rows are multiplied in 16 bits alone";
+  if (gemm_elem_size(p.math) != 2) return "the engine for few rows needs 16-bit operands";
   if (p.m > RowsTile::kRows) return {"M is more than {}", RowsTile::kRows};
-  if (p.batch > 1) return "few rows are multiplied without a batch";
-  if (!p.a_k_major) return "few rows are read along K alone";
-  if (splits != 1) return "the warps of a block share K already";
+  if (p.batch > 1) return "the engine for few rows has no batch";
+  if (!p.a_k_major) return "the engine for few rows needs a K-major first operand";
+  if (splits != 1) return "the engine for few rows splits K within a block";
   if (p.normed && (p.k == 0 || p.k % 8 != 0)) {
-    return "a norm in front reads whole 16-byte chunks of a row";
+    return "a norm in front needs rows of whole 16-byte chunks";
   }
   if (p.normed && p.k > RowsTile::kMaxNormed) {
     return {"the rows to be normalised have more than {} columns", RowsTile::kMaxNormed};

@@ -102,9 +102,9 @@ __device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Con
   Sm90TileScheduler<Config::kT.cluster, Config::kT.swap_ab()> scheduler(p.stream_k);
   while (scheduler.next()) {
     const WorkTile work(p.schedule, scheduler.tile);
-    const auto load_steps = [&](int first, int steps, int a_term, int b_term) {
-      int k = first * Config::kStepElems;
-      for (int step = 0; step < steps; ++step, k += Config::kStepElems) {
+    const auto load_k_blocks = [&](int first, int k_blocks, int a_term, int b_term) {
+      int k = first * Config::kBlockK;
+      for (int k_block = 0; k_block < k_blocks; ++k_block, k += Config::kBlockK) {
         uint64_t* s_full = s.pipeline.acquire(at, Config::kT.stage_bytes());
         sm90_load<Config>(p, shared_address(s.stages[at.stage]), s_full, work, rank, k, a_term,
                           b_term);
@@ -112,14 +112,15 @@ __device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Con
       }
     };
     if constexpr (Config::kBf16x3) {
-      for (int done = 0; done < scheduler.steps; done += kTermKBlocks) {
-        const int first = scheduler.first + done, steps = min(kTermKBlocks, scheduler.steps - done);
+      for (int done = 0; done < scheduler.k_blocks; done += kTermKBlocks) {
+        const int first = scheduler.first_k_block + done,
+                  k_blocks = min(kTermKBlocks, scheduler.k_blocks - done);
         for (int pair = 0; pair < kTermPairs; ++pair) {
-          load_steps(first, steps, kTermOfA >> 2 * pair & 3, kTermOfB >> 2 * pair & 3);
+          load_k_blocks(first, k_blocks, kTermOfA >> 2 * pair & 3, kTermOfB >> 2 * pair & 3);
         }
       }
     } else {
-      load_steps(scheduler.first, scheduler.steps, 0, 0);
+      load_k_blocks(scheduler.first_k_block, scheduler.k_blocks, 0, 0);
     }
   }
 }
@@ -170,7 +171,7 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
   if (kT.pingpong && warpgroup == 1) named_barrier_arrive(kWarpSchedulerWg0, kConsumerThreads);
   for (int phase = 0; scheduler.next(); phase ^= 1) {
     if (kT.pingpong && phase != warpgroup) {
-      at.advance(scheduler.steps);
+      at.advance(scheduler.k_blocks);
       continue;
     }
     const bool loads_bias =
@@ -178,7 +179,7 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
     if (loads_bias) epilogue.fetch_bias(WorkTile(p.schedule, scheduler.tile));
     if (kT.pingpong) named_barrier_wait(kWarpSchedulerWg0 + warpgroup, kConsumerThreads);
     if constexpr (Config::kBf16x3) {
-      sm90_bf16x3_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, scheduler.steps, release);
+      sm90_bf16x3_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, scheduler.k_blocks, release);
     } else {
       const auto issued = [&] {
         if (kT.pingpong) named_barrier_arrive(kWarpSchedulerWg0 + 1 - warpgroup, kConsumerThreads);
@@ -187,7 +188,7 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
         sm90_dbias_mainloop<Config>(p, scheduler, acc, all, s.pipeline, at, s_a, s_b,
                                     shared_address(s.bias), release, issued);
       } else {
-        sm90_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, scheduler.steps, release, issued);
+        sm90_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, scheduler.k_blocks, release, issued);
       }
     }
     if constexpr (kT.swap_ab()) {

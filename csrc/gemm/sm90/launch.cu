@@ -16,7 +16,7 @@ struct Maps {
   const Sm90Tile& tile;
   GemmMath math;
 
-  int step() const { return sm90_k_block(math); }  // elements of K
+  int block_k() const { return sm90_block_k(math); }  // elements of K
 
   // An operand of `rows` (M or N) in `halves`, `half_stride` apart.
   TensorBox operand(const GemmOperand& o, int64_t rows, int64_t row_stride, int halves,
@@ -28,7 +28,7 @@ struct Maps {
     box.tf32 = math == GemmMath::kTf32;
     const int64_t sizes[] = {k_major ? p.k : rows, k_major ? rows : p.k, halves, batch};
     const int64_t strides[] = {1, k_major ? row_stride : o.k_stride, half_stride, o.batch_stride};
-    const int boxes[] = {step(), k_major ? box_rows : step(), 1, 1};
+    const int boxes[] = {block_k(), k_major ? box_rows : block_k(), 1, 1};
     for (int i = 0; i < 4; ++i) {
       box.sizes[i] = sizes[i];
       box.strides[i] = i == 0 ? 1 : harmless(sizes[i], strides[i]);
@@ -84,9 +84,9 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
                 tiles_n = tile.tiles_n(p.m, halves * p.n), tiles = tiles_m * tiles_n * p.batch;
   const int block_m = tile.block_m / (swap_ab ? halves : 1) * tile.cluster;  // of y
   const int64_t band = std::min(tiles_m, std::max<int64_t>(1, kBandRows / block_m));
-  const int64_t steps = divide_up(p.k, maps.step());
+  const int64_t k_blocks = divide_up(p.k, maps.block_k());
   const Sm90Stream stream =
-      sm90_stream(tile, tiles, steps, device_facts(), p.choice.splits == kStreamK);
+      sm90_stream(tile, tiles, k_blocks, device_facts(), p.choice.splits == kStreamK);
   Sm90Params params = {{},
                        {},
                        {},
@@ -96,7 +96,7 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
                        (swap_ab ? p.b : p.a).batch_stride != 0,
                        (swap_ab ? p.a : p.b).batch_stride != 0,
                        GemmSchedule(tiles_m, tiles_n, 1, p.batch, band),
-                       StreamKSchedule(uint32_t(tiles), steps, stream),
+                       StreamKSchedule(uint32_t(tiles), k_blocks, stream),
                        {},
                        p};
   if (stream.tiles > 0) {

@@ -26,10 +26,10 @@ struct Sm90Config {
   // Rows of the operands; a gate needs pairs of b's rows.
   static constexpr int kHalvesA = kGated && kT.swap_ab() ? 2 : 1,
                        kHalvesB = kGated && !kT.swap_ab() ? 2 : 1;
-  static constexpr int kStepElems = kKBlockBytes / int(sizeof(T));
+  static constexpr int kBlockK = kKBlockBytes / int(sizeof(T));
   // A swizzle row of an MN-major tile has this many values of M or N; kLeadingBytes leads to the
   // next.
-  static constexpr int kSwizzleRowElems = kStepElems, kLeadingBytes = kStepElems * kSwizzleRowBytes;
+  static constexpr int kSwizzleRowElems = kBlockK, kLeadingBytes = kBlockK * kSwizzleRowBytes;
 };
 
 // bf16x3: six pairs of terms are multiplied, and kTermKBlocks k-blocks for one pair after the
@@ -48,25 +48,25 @@ struct Sm90DbiasSums {
 template <class Config>
 struct Sm90DbiasSums<Config, false> {};
 
-// acc = (scale_d ? acc : 0) + a @ b^T of some steps of a warpgroup's part of a work tile. s_a and
-// s_b: where its part lies in stage 0. s_ones: with it a's rows are added to `rows`. Calls `issued`
-// once the last product is on its way.
+// acc = (scale_d ? acc : 0) + a @ b^T over k_blocks k-blocks, for a warpgroup's rows of a work
+// tile. s_a and s_b are the addresses of its operands in stage 0. With kDbias, a's rows are added
+// to `dbias`, and s_ones is the address of the ones. Calls `issued` after the last wgmma is issued.
 template <class Config, bool kDbias = false, class Sums, class Release, class Issued>
 __device__ __forceinline__ void sm90_mainloop(
     Sums& acc, PipelineBarriers<Config::kT.stages>& pipeline, PipelineState<Config::kT.stages>& at,
-    uint32_t s_a, uint32_t s_b, int steps, const Release& release, const Issued& issued,
+    uint32_t s_a, uint32_t s_b, int k_blocks, const Release& release, const Issued& issued,
     bool scale_d = false, Sm90DbiasSums<Config>* dbias = nullptr, uint32_t s_ones = 0) {
   constexpr Sm90Tile kT = Config::kT;
   constexpr int kSlices = 4,
                 kMTileBytes = Config::kAKMajor ? 64 * kKBlockBytes : Config::kLeadingBytes;
-  // From one slice of K to the next.
+  // Bytes from one slice of K to the next.
   constexpr uint32_t kNextA = Config::kAKMajor ? 32 : 16 * kSwizzleRowBytes;
   constexpr uint32_t kNextB = Config::kBKMajor ? 32 : 16 * kSwizzleRowBytes;
   const auto descriptor = [](bool k_major, uint32_t s_at) {
     return k_major ? k_major_descriptor(s_at) : mn_major_descriptor(s_at, Config::kLeadingBytes);
   };
   int before = 0;
-  for (int step = 0; step < steps; ++step) {
+  for (int k_block = 0; k_block < k_blocks; ++k_block) {
     pipeline.wait(at);
     const uint32_t stage = at.stage * kT.stage_bytes();
     const uint64_t a = descriptor(Config::kAKMajor, s_a + stage);
@@ -79,7 +79,7 @@ __device__ __forceinline__ void sm90_mainloop(
         Wgmma<typename Config::T, kT.block_n>::template multiply<!Config::kAKMajor,
                                                                  !Config::kBKMajor>(
             acc[i], a + ((slice * kNextA + i * kMTileBytes) >> 4), b + (slice * kNextB >> 4),
-            scale_d || step > 0 || slice > 0);
+            scale_d || k_block > 0 || slice > 0);
         if constexpr (kDbias) {
           Wgmma<typename Config::T, 8>::template multiply<!Config::kAKMajor, 0>(
               dbias->sums[i], a + ((slice * kNextA + i * kMTileBytes) >> 4),
@@ -89,7 +89,7 @@ __device__ __forceinline__ void sm90_mainloop(
     }
     wgmma_commit();
     wgmma_wait<1>();
-    if (step > 0) release(before);  // the products of the step before have read it
+    if (k_block > 0) release(before);  // its wgmmas have finished
     before = at.stage;
     at.advance();
   }
@@ -98,7 +98,7 @@ __device__ __forceinline__ void sm90_mainloop(
   release(before);
 }
 
-// sums = a @ b^T of fp32 operands as bf16x3 terms, for some k-blocks.
+// sums = a @ b^T over k_blocks k-blocks, for fp32 operands as bf16x3 terms.
 // NOTE: tensor cores truncate when they accumulate, so their chains are short, and additions that
 // round add them to the running sums. Where an operand is inf or NaN its smaller terms are 0, whose
 // products may be NaN; the products of the largest terms alone are right.
@@ -106,7 +106,7 @@ template <class Config, class Sums, class Release>
 __device__ __forceinline__ void sm90_bf16x3_mainloop(Sums& sums,
                                                      PipelineBarriers<Config::kT.stages>& pipeline,
                                                      PipelineState<Config::kT.stages>& at,
-                                                     uint32_t s_a, uint32_t s_b, int steps,
+                                                     uint32_t s_a, uint32_t s_b, int k_blocks,
                                                      const Release& release) {
   constexpr int kValues = sizeof(Sums) / sizeof(float);
   using Flat = float[kValues];
@@ -114,8 +114,8 @@ __device__ __forceinline__ void sm90_bf16x3_mainloop(Sums& sums,
   Flat &to = reinterpret_cast<Flat&>(sums), &from = reinterpret_cast<Flat&>(acc);
 #pragma unroll
   for (int i = 0; i < kValues; ++i) to[i] = 0.f;
-  for (int done = 0; done < steps; done += kTermKBlocks) {
-    const int block = min(kTermKBlocks, steps - done);
+  for (int done = 0; done < k_blocks; done += kTermKBlocks) {
+    const int block = min(kTermKBlocks, k_blocks - done);
     sm90_mainloop<Config>(acc, pipeline, at, s_a, s_b, block, release, [] {});
 #pragma unroll
     for (int i = 0; i < kValues; ++i) to[i] += from[i];
@@ -150,17 +150,17 @@ __device__ __forceinline__ void sm90_dbias_mainloop(
   }
   const int tile_n = int(WorkTile(p.schedule, scheduler.tile).tile_n),
             tiles = int(p.schedule.tiles_n);
-  const int64_t all = p.stream_k.steps.divisor();
-  const int end = scheduler.first + scheduler.steps;
-  const int own = min(max(int(all * tile_n / tiles), scheduler.first), end);
+  const int64_t all = p.stream_k.k_blocks.divisor();
+  const int end = scheduler.first_k_block + scheduler.k_blocks;
+  const int own = min(max(int(all * tile_n / tiles), scheduler.first_k_block), end);
   const int own_end = min(max(int(all * (tile_n + 1) / tiles), own), end);
   const auto issued_by = [&](int last_end) {
     return [&issued, last = last_end == end] {
       if (last) issued();
     };
   };
-  if (own > scheduler.first) {
-    sm90_mainloop<Config>(acc, pipeline, at, s_a, s_b, own - scheduler.first, release,
+  if (own > scheduler.first_k_block) {
+    sm90_mainloop<Config>(acc, pipeline, at, s_a, s_b, own - scheduler.first_k_block, release,
                           issued_by(own), true);
   }
   if (own_end > own) {

@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads) operands_kernel(const __grid_constan
   };
   const bool k_major = from.k_stride == 1;
   if (!k_major) {
-    // Four adjacent rows at a time; there are whole fours.
+    // Loads four contiguous rows at a time: their number is a multiple of four.
 #pragma unroll
     for (int i = threadIdx.x; i < kTile * kTile / 4; i += kThreads) {
       const int row = i % (kTile / 4) * 4, k = i / (kTile / 4);

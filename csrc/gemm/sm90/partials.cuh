@@ -1,4 +1,4 @@
-// Sums on their way between blocks that have some of a tile's steps each: to the block that
+// Sums on their way between blocks that have some of a tile's k_blocks each: to the block that
 // finishes it, through memory, or within a cluster, of which every block finishes some columns.
 #pragma once
 

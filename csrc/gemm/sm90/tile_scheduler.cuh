@@ -1,4 +1,4 @@
-// Which tiles, and which of their steps of K, a worker of the grid takes. A worker is a cluster.
+// Which tiles, and which of their k_blocks of K, a worker of the grid takes. A worker is a cluster.
 #pragma once
 
 #include "core/fast_divide.h"
@@ -10,17 +10,17 @@ namespace torchweld {
 // are one sequence, of which every worker computes an equal range (stream-K).
 struct StreamKSchedule {
   uint32_t tiles, whole, workers;
-  FastDivisor steps;       // of a tile
+  FastDivisor k_blocks;    // of a tile
   uint32_t share, longer;  // of the row; the first `longer` workers take a step more
   uint32_t split_cluster;  // workers that are a cluster, which has a tile
 
-  StreamKSchedule(uint32_t tiles, int64_t steps, const Sm90Stream& stream)
+  StreamKSchedule(uint32_t tiles, int64_t k_blocks, const Sm90Stream& stream)
       : tiles(tiles),
         whole(uint32_t(tiles - stream.tiles)),
         workers(uint32_t(stream.workers)),
-        steps(steps),
-        share(uint32_t(stream.tiles * steps / stream.workers)),
-        longer(uint32_t(stream.tiles * steps % stream.workers)),
+        k_blocks(k_blocks),
+        share(uint32_t(stream.tiles * k_blocks / stream.workers)),
+        longer(uint32_t(stream.tiles * k_blocks % stream.workers)),
         split_cluster(uint32_t(stream.split_cluster)) {}
 };
 
@@ -33,7 +33,7 @@ template <int kCluster, bool kJoins>
 class Sm90TileScheduler {
  public:
   uint32_t tile;
-  int first, steps;  // of K, in steps
+  int first_k_block, k_blocks;  // of the work
 
   explicit __device__ __forceinline__ Sm90TileScheduler(const StreamKSchedule& stream_k)
       : stream_k_(stream_k), end_(begin(stream_k, worker() + 1)), next_(worker()) {}
@@ -45,45 +45,45 @@ class Sm90TileScheduler {
   static __device__ __forceinline__ uint32_t begin(const StreamKSchedule& stream_k,
                                                    uint32_t worker) {
     if (kJoins && stream_k.split_cluster > 1) {
-      const uint32_t tile = worker / stream_k.split_cluster, steps = stream_k.steps.divisor();
-      return tile * steps +
-             (worker - tile * stream_k.split_cluster) * steps / stream_k.split_cluster;
+      const uint32_t tile = worker / stream_k.split_cluster, k_blocks = stream_k.k_blocks.divisor();
+      return tile * k_blocks +
+             (worker - tile * stream_k.split_cluster) * k_blocks / stream_k.split_cluster;
     }
     return worker * stream_k.share + min(worker, stream_k.longer);
   }
 
   // Advances to the next work; false where there is none.
   __device__ __forceinline__ bool next() {
-    const uint32_t tile_steps = stream_k_.steps.divisor();
+    const uint32_t tile_k_blocks = stream_k_.k_blocks.divisor();
     if (next_ < stream_k_.whole) {
       tile = next_;
-      first = 0;
-      steps = int(tile_steps);
+      first_k_block = 0;
+      k_blocks = int(tile_k_blocks);
       next_ += stream_k_.workers;
       return true;
     }
     const uint32_t range = begin(stream_k_, worker());
     if (end_ <= range) return false;
-    const uint32_t at = stream_k_.steps.divide(end_ - 1), start = at * tile_steps;
+    const uint32_t at = stream_k_.k_blocks.divide(end_ - 1), start = at * tile_k_blocks;
     const uint32_t from = max(start, range);
     tile = stream_k_.whole + at;
-    first = int(from - start);
-    steps = int(end_ - from);
+    first_k_block = int(from - start);
+    k_blocks = int(end_ - from);
     end_ = from;
     return true;
   }
 
   // Whether the work has the tile's last k-blocks, so that this worker runs the epilogue.
   __device__ __forceinline__ bool ends() const {
-    return first + steps == int(stream_k_.steps.divisor());
+    return first_k_block + k_blocks == int(stream_k_.k_blocks.divisor());
   }
-  __device__ __forceinline__ bool begins() const { return first == 0; }
+  __device__ __forceinline__ bool begins() const { return first_k_block == 0; }
 
   // For work that ends its tile and doesn't begin it: calls body with each peer that has other
   // k-blocks of it, from the last to the first.
   template <typename Body>
   __device__ __forceinline__ void for_each_peer(const Body& body) const {
-    const uint32_t start = (tile - stream_k_.whole) * stream_k_.steps.divisor();
+    const uint32_t start = (tile - stream_k_.whole) * stream_k_.k_blocks.divisor();
     uint32_t peer = worker();
     do {
       body(--peer);

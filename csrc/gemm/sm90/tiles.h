@@ -19,9 +19,9 @@ constexpr bool sm90_writes(GemmMath math, bool k_major) {
   return math == GemmMath::kFloat32 || (math == GemmMath::kTf32 && !k_major);
 }
 
-constexpr int sm90_k_block(GemmMath math) { return kKBlockBytes / sm90_elem_bytes(math); }
+constexpr int sm90_block_k(GemmMath math) { return kKBlockBytes / sm90_elem_bytes(math); }
 constexpr int64_t sm90_k_blocks(const GemmProblem& p) {
-  return divide_up(p.k, sm90_k_block(p.math));
+  return divide_up(p.k, sm90_block_k(p.math));
 }
 
 // A block has a producer warp and two consumer warpgroups. In ping-pong each warpgroup has a tile
@@ -33,10 +33,10 @@ struct Sm90Tile {
   int cluster;           // blocks, one below the other, that share what they load of b
   bool pingpong;
   int boxes;  // of results that a warp has on their way to memory; swap_ab tiles have none
-  // Microseconds, measured on an H200 (tiles of clusters on an H100): a step of the mainloop, what
-  // a tile costs beside its steps, and what an activation adds to that; in ping-pong the other
-  // tile's mainloop hides the rest. What stream-K adds, and each part of a tile.
-  float step_us, tile_us, pointwise_us, stream_us, part_us;
+  // Microseconds, measured on an H200 (tiles of clusters on an H100): of a k-block of the mainloop;
+  // of a tile beside its k-blocks, and how much an activation adds to that (in ping-pong the other
+  // tile's mainloop hides the rest); of stream-K, and of each partial of a tile.
+  float k_block_us, tile_us, pointwise_us, stream_us, part_us;
   bool fp32 = false;  // a tile of kFloat32, which has two sets of sums
 
   static constexpr int kWarpgroups = 2, kConsumerThreads = 128 * kWarpgroups;
@@ -71,10 +71,10 @@ struct Sm90Tile {
   constexpr int64_t tiles(const GemmProblem& p) const {
     return tiles_m(p.m, p.width()) * tiles_n(p.m, p.width()) * p.batch;
   }
-  // Blocks of a cluster that may have a tile together, each some of its steps of K: of a thread's
-  // values each finishes four at least.
+  // How many CTAs of a cluster may split the K of one tile. Each finishes at least four of every
+  // thread's values.
   constexpr int max_split_cluster() const { return swap_ab() ? block_n / 8 : 1; }
-  // Warpgroups of a block that have a part of one tile each.
+  // How many warpgroups of a CTA share one tile.
   constexpr int warpgroups_per_tile() const { return pingpong ? 1 : kWarpgroups; }
   // Whether there are kernels of this tile for the operands' dtype.
   constexpr bool supports_dtype(GemmMath math) const {
@@ -84,11 +84,15 @@ struct Sm90Tile {
   // Why there is no kernel of this tile for a layout; null where there is one.
   constexpr const char* unsupported_reason(bool a_k_major, bool b_k_major, bool gated) const {
     if (swap_ab()) {
-      return a_k_major ? nullptr : "tiles of few rows read the first operand along K alone";
+      return a_k_major ? nullptr : "swap_ab tiles need a K-major first operand";
     }
-    if (!b_k_major && block_n % 64 != 0) return "the tile has no whole boxes of adjacent columns";
-    if (gated && !pingpong && !fp32) return "a gated product needs tiles that hide their epilogue";
-    if (gated && !a_k_major) return "a gated product reads its first operand along K alone";
+    if (!b_k_major && block_n % 64 != 0) {
+      return "an MN-major second operand needs a tile width that is a multiple of 64";
+    }
+    if (gated && !pingpong && !fp32) {
+      return "a gated product needs a ping-pong tile, which hides its epilogue";
+    }
+    if (gated && !a_k_major) return "a gated product needs a K-major first operand";
     return nullptr;
   }
   // Whether it has kernels that also sum a's rows. The operands have the layout of a weight's
@@ -106,7 +110,7 @@ struct Sm90Tile {
   }
 };
 
-// rows, columns, stages, cluster, ping-pong, store buffers, us: step, tile, pointwise, stream,
+// rows, columns, stages, cluster, ping-pong, store buffers, us: k_block, tile, pointwise, stream,
 // part.
 inline constexpr Sm90Tile kSm90Tiles[] = {
     {128, 128, 6, 2, true, 2, 0.338f, 0.8f, 0.15f, 2.4f, 3.2f},
@@ -128,28 +132,28 @@ struct Sm90Stream {
 
 // The stream-K schedule of a product. It covers the tiles of the last round, which are too few for
 // all workers, and of the round before.
-inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t steps,
+inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t k_blocks,
                               const DeviceFacts& device, bool streams) {
-  constexpr int64_t kMinSteps = 4;  // of a worker
+  constexpr int64_t kMinKBlocks = 4;  // of a worker
   const int64_t workers = device.max_active_clusters(tile.cluster), last = tiles % workers;
   if (!streams || last == 0) return {0, std::min(tiles, workers)};
   if (tiles > workers) return {last + workers, workers};
-  const int64_t most = std::clamp<int64_t>(tiles * steps / kMinSteps, 1, workers);
+  const int64_t most = std::clamp<int64_t>(tiles * k_blocks / kMinKBlocks, 1, workers);
   // In longer k-ranges the CTAs of a cluster drift apart and wait for each other.
   constexpr int64_t kMaxSplitClusterKBlocks = 32;
   for (const int split_cluster : {8, 4, 3, 2}) {
     if (!device.clusters || split_cluster > tile.max_split_cluster()) continue;
     if (tiles > device.max_active_clusters(split_cluster) || split_cluster * tiles > most) continue;
-    if (steps <= kMaxSplitClusterKBlocks * split_cluster)
+    if (k_blocks <= kMaxSplitClusterKBlocks * split_cluster)
       return {tiles, split_cluster * tiles, split_cluster};
   }
   // Where it can be, no worker has parts of two tiles.
   int64_t of_a_tile = most / tiles;
-  while (of_a_tile > 1 && steps % of_a_tile != 0) --of_a_tile;
+  while (of_a_tile > 1 && k_blocks % of_a_tile != 0) --of_a_tile;
   return {tiles, of_a_tile > 1 ? of_a_tile * tiles : most};
 }
 
-// Sums on their way from worker to worker.
+// The floats of all workers' partials.
 inline int64_t sm90_workspace_floats(const GemmProblem& p, const Sm90Tile& tile) {
   const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), sm90_k_blocks(p), p.device, true);
   if (stream.tiles == 0) return 0;
@@ -161,8 +165,8 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool str
   constexpr int64_t kMaxSize = (int64_t{1} << 31) - 512;  // coordinates are counted in 32 bits
   if (!p.device.wgmma || !p.device.tma) return "the GPU, or the code built for it, has no wgmma";
   if (!tile.supports_dtype(p.math)) {
-    return tile.fp32 ? "the tile is for float32 alone, which has two sets of sums"
-                     : "the tile has no kernel for such operands";
+    return tile.fp32 ? "the tile is only for float32, which has two sets of accumulators"
+                     : "the tile has no kernel for the operands' dtype";
   }
   const bool along_k = sm90_along_k(p.math);
   if (const char* reason =
@@ -177,9 +181,9 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool str
   if (p.m > kMaxSize || p.width() > kMaxSize || p.k > kMaxSize || p.batch > kMaxSize) {
     return {"no tensor map has more than {} elements in a dimension", kMaxSize};
   }
-  constexpr int64_t kMaxStreamed = int64_t{1} << 31;  // steps
+  constexpr int64_t kMaxStreamed = int64_t{1} << 31;  // k-blocks
   if (streams && double(sm90_k_blocks(p)) * 2 * p.device.sms >= kMaxStreamed) {
-    return {"the streamed tiles would have {} steps or more", kMaxStreamed};
+    return {"the streamed tiles would have {} k-blocks or more", kMaxStreamed};
   }
   const double tiles = (double(p.m) / tile.block_m + 2) *
                        (static_cast<double>(p.width()) / tile.block_n + 1) *
@@ -189,9 +193,9 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool str
 
 // The rounds of the busiest SM. The launch and the first loads are the same for every engine.
 inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool streams) {
-  const double steps = static_cast<double>(sm90_k_blocks(p));
+  const double k_blocks = static_cast<double>(sm90_k_blocks(p));
   const double beside_us = tile.tile_us + (p.pointwise ? tile.pointwise_us : 0);
-  const double tile_us = steps * tile.step_us + beside_us;
+  const double tile_us = k_blocks * tile.k_block_us + beside_us;
   const double columns = static_cast<double>(p.k) * static_cast<double>(p.batch);
   const double elems = static_cast<double>(p.m + p.width()) * columns;  // of the operands
   const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), sm90_k_blocks(p), p.device, streams);
@@ -200,19 +204,20 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
   if (stream.tiles > 0) {
     const double share = static_cast<double>(stream.tiles) / static_cast<double>(stream.workers);
     const double parts = std::max(1.0, 1 / share);
-    // Blocks at different steps of K share no loads; the L2 hides it where it holds the operands.
-    // They drift further apart in long sums: of (8192, 16384) x (16384, 4096) stream-K takes 1507
-    // us, whole tiles 1403.
+    // CTAs at different k-blocks share no loads, which costs nothing while L2 holds the operands.
+    // They drift further apart when K is long: for (8192, 16384) x (16384, 4096) stream-K needs
+    // 1507 us, whole tiles 1403.
     constexpr double kL2Bytes = 50e6, kDrift = 0.0012, kShortSum = 64, kMaxDrift = 0.25;
-    const double drift = std::clamp(kDrift * (steps - kShortSum), 0.0, kMaxDrift);
+    const double drift = std::clamp(kDrift * (k_blocks - kShortSum), 0.0, kMaxDrift);
     const double kBeyondL2 = tile.fp32 ? 1.45 : 1.12 + drift;
     const double bytes = elems * bf16x3_terms(p.math) * sm90_elem_bytes(p.math);
-    const double step_us = tile.step_us * (bytes > kL2Bytes ? kBeyondL2 : 1);
-    // A tile of one step has no parts.
-    us += share * (steps * step_us + beside_us) + std::max(0.0, 1 - share) * beside_us;
+    const double k_block_us = tile.k_block_us * (bytes > kL2Bytes ? kBeyondL2 : 1);
+    // A tile of one k-block has no partials.
+    us += share * (k_blocks * k_block_us + beside_us) + std::max(0.0, 1 - share) * beside_us;
     constexpr double kJoinUs = 1.5;
-    us += stream.split_cluster > 1 ? kJoinUs
-                                   : (tile.stream_us + tile.part_us * parts) * (steps - 1) / steps;
+    us += stream.split_cluster > 1
+              ? kJoinUs
+              : (tile.stream_us + tile.part_us * parts) * (k_blocks - 1) / k_blocks;
   }
   // In long products, one after the other, the GPU lowers its clock for the power that they take;
   // blocks that share no loads take more, unless their tiles are half empty. Measured over 20 to 50

@@ -1,20 +1,20 @@
 // y = epilogue(a @ b^T) on the tensor cores of sm_80 and newer.
 //
-// A persistent block does one work tile after the other: a tile of y and one split of K. Its
-// pipeline has `stages` stages, filled by cp.async with one step of K each; in the mainloop every
-// warp multiplies its part of the tile with mma.sync. The finished sums go through shared memory,
-// 16 rows of a warp at a time, so that each thread ends with 8 adjacent columns of a row and stores
-// 16 bytes. Meanwhile the next work tile's first k-blocks arrive in the other stages, which took a
-// third off a product with K = 768: linear (8192, 768, 3072). Work tiles are scheduled in bands of
-// kBandRows rows, so that the blocks in flight cover a square of y and share
+// A persistent block computes one work tile after the other: a tile of y and one split of K. Its
+// pipeline has `stages` stages, filled by cp.async with one k-block each; in the mainloop every
+// warp multiplies its rows and columns of the tile with mma.sync. The accumulators go through
+// shared memory, 16 rows of a warp at a time, so that each thread ends with 8 contiguous columns of
+// a row and stores 16 bytes. Meanwhile the next work tile's first k-blocks arrive in the other
+// stages, which took a third off a product with K = 768: linear (8192, 768, 3072). Work tiles are
+// scheduled in bands of kBandRows rows, so that the blocks in flight cover a square of y and share
 // operands in L2.
 //
 // The mainloop is left to the compiler's schedule: fewer address instructions, or ldmatrix spread
 // evenly between the multiplications, were 4 to 6 % slower on linear (4096, 4096, 4096) bfloat16.
 //
-// fp32 operands are split into three bf16 terms each, whose six products take as many instructions
+// fp32 operands are split into three bf16 terms each, whose six products need as many instructions
 // as three of TF32 and are exact (device/mma_sync.cuh): linear (4096, 4096, 4096) float32. A block
-// that meets inf, NaN or a value that rounds to inf does its work tile again with
+// that meets inf, NaN or a value that rounds to inf computes its work tile again with
 // kHandlesNonFinite.
 #pragma once
 
@@ -29,7 +29,7 @@
 
 namespace torchweld {
 
-// Counts a step's parts where the compiler must know them.
+// The index of one of a k-block's kParts parts, as a compile-time constant.
 template <int kIndex>
 using Part = std::integral_constant<int, kIndex>;
 
@@ -56,7 +56,7 @@ struct OperandB {
 };
 
 // acc += a @ b^T for two slices of fp32, as one slice of 16-bit terms: the depths t and t + 4 of a
-// slice become 2t and 2t + 1, for any order of K serves that is the same for a and b.
+// slice become 2t and 2t + 1, because K may have any order that is the same for a and b.
 // kHandlesNonFinite admits inf, NaN and what rounds to inf; without it `check` becomes NaN at them.
 // read(r, operand, i, second) reads 16 rows of the first or second slice.
 template <bool kHandlesNonFinite, int kM, int kN, class Read>
@@ -119,32 +119,32 @@ __device__ __forceinline__ void multiply(float (&acc)[kM][kN][4], const Slice<kM
   }
 }
 
-// The operands of an item of work on their way into the ring.
+// Loads the operands of a work tile into the ring.
 template <GemmMath kMath, int kTile, bool kAKMajor, bool kBKMajor>
 class OperandLoader {
   using T = ElementOf<kMath>;
   static constexpr SyncTile kT = kSyncTiles[kTile];
-  static constexpr int kStepElems = kKBlockBytes / int(sizeof(T));
+  static constexpr int kBlockK = kKBlockBytes / int(sizeof(T));
 
  public:
   __device__ __forceinline__ OperandLoader(const GemmParams& p, const WorkTile& work)
       : OperandLoader(p, work, work.split * p.choice.k_split,
                       min(p.k, (work.split + 1) * p.choice.k_split), fresh_thread()) {}
 
-  __device__ __forceinline__ int steps() const { return steps_; }
+  __device__ __forceinline__ int k_blocks() const { return k_blocks_; }
 
-  // Parts of the next step into a stage of the ring.
+  // Loads parts of the next k-block into a stage of the ring.
   template <class... Parts>
   __device__ __forceinline__ void load(uint32_t s_stage, Parts...) {
     (a_.template load<Parts::value>(s_stage), ...);
     (b_.template load<Parts::value>(s_stage + kT.block_m * kKBlockBytes), ...);
   }
 
-  // The first steps into all stages but the last.
+  // Loads the first k-blocks into all stages but the last.
   __device__ __forceinline__ void start(uint32_t s_ring) {
 #pragma unroll
     for (int stage = 0; stage < kT.stages - 1; ++stage) {
-      if (stage < steps_) {
+      if (stage < k_blocks_) {
         load(s_ring + stage * kT.stage_bytes(), Part<0>{}, Part<1>{}, Part<2>{}, Part<3>{});
       }
       copy_async_commit();
@@ -154,7 +154,7 @@ class OperandLoader {
  private:
   __device__ __forceinline__ OperandLoader(const GemmParams& p, const WorkTile& work,
                                            int64_t k_begin, int64_t k_end, int thread)
-      : steps_((int(k_end - k_begin) + kStepElems - 1) / kStepElems),
+      : k_blocks_((int(k_end - k_begin) + kBlockK - 1) / kBlockK),
         a_(source(p, p.a, work, work.tile_m * kT.block_m, p.m, false), k_begin, k_end, thread),
         b_(source(p, p.b, work, work.tile_n * (p.epilogue.gated ? kT.block_n / 2 : kT.block_n), p.n,
                   p.epilogue.gated),
@@ -175,13 +175,13 @@ class OperandLoader {
             {gated}};
   }
 
-  int steps_;
+  int k_blocks_;
   TileLoader<T, kT.block_m, kT.threads(), kAKMajor> a_;
   TileLoader<T, kT.block_n, kT.threads(), kBKMajor> b_;
 };
 
-// acc = a @ b^T for a warp's part of the item that `loader` has started. Returns NaN where it must
-// be done again with kHandlesNonFinite.
+// acc = a @ b^T for a warp's rows and columns of the work tile that `loader` has started. Returns
+// NaN where it must be computed again with kHandlesNonFinite.
 template <GemmMath kMath, int kTile, bool kAKMajor, bool kBKMajor, bool kHandlesNonFinite, int kM,
           int kN>
 __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],
@@ -207,14 +207,14 @@ __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],
     slices[to].load(reader_a, reader_b, s_stage, s_stage + kBytesA, slice);
   };
 
-  const int steps = loader.steps();
-  // Waits until a step is there and every warp has read the one before.
+  const int k_blocks = loader.k_blocks();
+  // Waits until the next k-block has arrived and every warp has read the one before.
   const auto advance = [] {
     copy_async_wait<kStages - 2>();
     __syncthreads();
   };
-  const auto load = [&](int step, int stage, auto... parts) {
-    if (step < steps) loader.load(s_ring + stage * kT.stage_bytes(), parts...);
+  const auto load = [&](int k_block, int stage, auto... parts) {
+    if (k_block < k_blocks) loader.load(s_ring + stage * kT.stage_bytes(), parts...);
   };
   advance();
 #pragma unroll
@@ -227,24 +227,24 @@ __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],
   }
   if constexpr (kAhead) read(0, 0, 0);
   float check = 0.f;
-  for (int step = 0, stage = 0, free_stage = kStages - 1; step < steps; ++step) {
+  for (int k_block = 0, stage = 0, free_stage = kStages - 1; k_block < k_blocks; ++k_block) {
     const int next = stage + 1 == kStages ? 0 : stage + 1;
     if constexpr (kAhead) {
       read(1, stage, 1);
-      load(step + kStages - 1, free_stage, Part<0>{}, Part<1>{});
+      load(k_block + kStages - 1, free_stage, Part<0>{}, Part<1>{});
       multiply<kMath>(acc, slices[0]);
       read(0, stage, 2);
-      load(step + kStages - 1, free_stage, Part<2>{});
+      load(k_block + kStages - 1, free_stage, Part<2>{});
       multiply<kMath>(acc, slices[1]);
       read(1, stage, 3);
-      load(step + kStages - 1, free_stage, Part<3>{});
+      load(k_block + kStages - 1, free_stage, Part<3>{});
       copy_async_commit();
       multiply<kMath>(acc, slices[0]);
       advance();
       read(0, next, 0);
       multiply<kMath>(acc, slices[1]);
     } else {
-      load(step + kStages - 1, free_stage, Part<0>{}, Part<1>{}, Part<2>{}, Part<3>{});
+      load(k_block + kStages - 1, free_stage, Part<0>{}, Part<1>{}, Part<2>{}, Part<3>{});
       copy_async_commit();
 #pragma unroll 1
       for (int slice = 0; slice < 4; slice += 2) {

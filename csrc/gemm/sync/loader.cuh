@@ -1,7 +1,7 @@
 // Operand tiles: from global memory into the ring, and from the ring into fragments.
 //
-// A tile has kRows rows (M or N) and one step of K. Its place in shared memory depends on which of
-// the two is adjacent in global memory:
+// A tile has kRows rows (M or N) of one k-block. Its layout in shared memory depends on which of
+// the two is contiguous in global memory:
 //   K-major   [row][k], 128 bytes a row; 16-byte chunk c of row r lies at c ^ (r % 8)
 //   MN-major  [k][row]; chunk c of line k lies at c ^ (k % 8), for fp32 at c ^ (k % 4 * 2)
 // so that ldmatrix (and the 4-byte reads of MN-major fp32) touch every bank once.
@@ -32,17 +32,17 @@ struct TileSource {
   RowOrder order;
 };
 
-// A step's loads are issued in this many parts, between the multiplications of a step.
+// A k-block's loads are issued in this many parts, between the multiplications of another one.
 constexpr int kParts = 4;
 
-// The 16-byte chunks that one thread brings into the ring.
+// Loads one thread's 16-byte chunks into the ring.
 template <typename T, int kRows, int kThreads, bool kKMajor>
 class TileLoader {
   static constexpr int kChunkElems = 16 / sizeof(T);
-  static constexpr int kStepElems = kKBlockBytes / sizeof(T);
+  static constexpr int kBlockK = kKBlockBytes / sizeof(T);
   // Chunks along a line of the tile, and lines: rows where K-major, columns of K otherwise.
   static constexpr int kLineChunks = kKMajor ? 8 : kRows / kChunkElems;
-  static constexpr int kLines = kKMajor ? kRows : kStepElems;
+  static constexpr int kLines = kKMajor ? kRows : kBlockK;
   static constexpr int kLineStep = kThreads / kLineChunks;
   static constexpr int kLoads = kLines / kLineStep;
   // From one of the thread's lines to the next the chunk's place must not change.
@@ -71,12 +71,12 @@ class TileLoader {
       valid_ = row < source.rows;
     }
     wrap_bytes_ =
-        (kKMajor ? int64_t{kKBlockBytes} : kStepElems * source.k_bytes) - kLoads * line_bytes_;
+        (kKMajor ? int64_t{kKBlockBytes} : kBlockK * source.k_bytes) - kLoads * line_bytes_;
     const int swizzle = kSwizzlePeriod == 8 ? line & 7 : (line & 3) << 1;
     s_offset_ = line * kLineChunks * 16 + ((chunk ^ swizzle) << 4);
   }
 
-  // One of kParts parts of the next step of K into a stage of the ring; in order, from part 0 on.
+  // Loads part kPart of the next k-block into a stage of the ring. Parts are loaded in order.
   template <int kPart>
   __device__ __forceinline__ void load(uint32_t s_stage) {
     constexpr int kFirst = kPart * kLoads / kParts, kLast = (kPart + 1) * kLoads / kParts;
@@ -89,14 +89,14 @@ class TileLoader {
     }
     if constexpr (kPart == kParts - 1) {
       from_ += wrap_bytes_;
-      k_left_ -= kStepElems;
+      k_left_ -= kBlockK;
     }
   }
 
  private:
   const char* from_;  // this thread's next chunk
   int64_t line_bytes_,
-      wrap_bytes_;  // from chunk to chunk, and from behind the last to the next step
+      wrap_bytes_;  // from chunk to chunk, and from behind the last to the next k-block
   int k_left_;      // of this thread's first chunk, in elements
   uint32_t valid_ = 0;
   uint32_t s_offset_;

@@ -18,9 +18,9 @@ struct SyncTile {
   int blocks_per_sm;
   float rate;        // of the tensor cores, with the SM full; measured against the first tile
   float rate_alone;  // the same with one block on the SM
-  // What a tile costs beside its steps, in steps: the start and the stores, and the mathematics of
-  // an activation or a gate. Less where blocks of an SM hide each other's.
-  float fixed_steps, pointwise_steps;
+  // The time of a tile beside its k-blocks, in k-blocks: of its start and stores, and of an
+  // activation or a gate. Less where blocks of an SM hide each other's.
+  float fixed_k_blocks, pointwise_k_blocks;
   bool fp32;  // a tile of kFloat32, whose split operands need registers
 
   constexpr bool supports_dtype(GemmMath math) const {
@@ -52,20 +52,20 @@ inline constexpr SyncTile kSyncTiles[] = {
 inline constexpr int kSyncTileCount = sizeof(kSyncTiles) / sizeof(kSyncTiles[0]);
 
 inline Refusal sync_refusal(const GemmProblem& p, const SyncTile& tile, int splits) {
-  constexpr int64_t kMaxSteps = int64_t{1} << 24;  // the kernels count a split's K in 32 bits
+  constexpr int64_t kMaxKBlocks = int64_t{1} << 24;  // the kernels count a split's K in 32 bits
   if (!tile.supports_dtype(p.math)) {
-    return tile.fp32 ? "the tile is for float32 alone, whose bf16 terms need its registers"
+    return tile.fp32 ? "the tile is only for float32, whose bf16 terms need its registers"
                      : "the tile leaves no registers for the bf16 terms of float32";
   }
   if (tile.shared_bytes() > p.device.shared_limit) {
     return too_much_shared_memory(tile.shared_bytes(), p.device.shared_limit);
   }
   if (p.normed) return kNoNorm;
-  const int64_t all = p.steps(), part = (all + splits - 1) / splits;
-  if ((splits - 1) * part >= all) {
-    return {"K has {} steps, which leaves one of {} parts empty", all, splits};
+  const int64_t all = p.k_blocks(), split = (all + splits - 1) / splits;
+  if ((splits - 1) * split >= all) {
+    return {"K has {} k-blocks, which leaves one of {} splits empty", all, splits};
   }
-  if (part > kMaxSteps) return "a part of K would have more than 2^24 steps";
+  if (split > kMaxKBlocks) return "a split of K would have more than 2^24 k-blocks";
   const double blocks = (double(p.m) / tile.block_m + 1) *
                         (static_cast<double>(p.width()) / tile.block_n + 1) * splits *
                         static_cast<double>(p.batch);
@@ -79,15 +79,15 @@ inline double sync_seconds(const GemmProblem& p, const SyncTile& tile, int split
   const double slower = p.math == GemmMath::kFloat32 ? 4.2 : p.math == GemmMath::kTf32 ? 1.2 : 1;
   const int64_t tiles =
       (p.m + tile.block_m - 1) / tile.block_m * ((p.width() + tile.block_n - 1) / tile.block_n);
-  const int64_t steps = (p.steps() + splits - 1) / splits;
+  const int64_t k_blocks = (p.k_blocks() + splits - 1) / splits;
   const int64_t blocks = tiles * splits * p.batch;
   const int64_t load = (blocks + p.device.sms - 1) / p.device.sms;  // blocks on the busiest SM
   const double rate = load >= tile.blocks_per_sm
                           ? tile.rate
                           : tile.rate_alone + (tile.rate - tile.rate_alone) * (load - 1) /
                                                   std::max(1, tile.blocks_per_sm - 1);
-  const double fixed = tile.fixed_steps + (p.pointwise ? tile.pointwise_steps : 0);
-  const double macs = double(tile.block_m) * tile.block_n * p.step() * (steps + fixed);
+  const double fixed = tile.fixed_k_blocks + (p.pointwise ? tile.pointwise_k_blocks : 0);
+  const double macs = double(tile.block_m) * tile.block_n * p.block_k() * (k_blocks + fixed);
   const double time = load * macs * slower / (rate * kMacsPerSecond);
   if (splits == 1) return time;
   return time + kLaunchSeconds + 2.0 * splits * p.batch * p.m * p.width() * 4 / kBytesPerSecond;
