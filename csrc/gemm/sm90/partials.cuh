@@ -1,5 +1,6 @@
-// Sums on their way between blocks that have some of a tile's k_blocks each: to the block that
-// finishes it, through memory, or within a cluster, of which every block finishes some columns.
+// Partial sums of CTAs that split the K of a tile. In stream-K a CTA stores its partial and the CTA
+// that runs the epilogue accumulates it. A cluster that splits a tile reduces its partials so that
+// each CTA gets a slice of the sums.
 #pragma once
 
 #include "device/block_flags.cuh"
@@ -52,58 +53,59 @@ struct Sm90Partials {
 };
 
 #if TW_HAS_CLUSTERS
-// What a thread of a cluster's block finishes of its values: [first, first + count).
+// The values of a thread that its CTA of a cluster sums and stores: [first, first + count).
 struct Sm90OutputSlice {
   int first, count;
 };
 
-// Adds up the share of each block of a cluster, in the order of K. g_sums: what kThreads threads of
-// each block of the grid have. By all of them and, for the cluster's barrier, by the block's other
-// warps elsewhere.
-// NOTE: not through the neighbours' shared memory. So a product of 64 x 4096 x 4096 took 3 us more
-// on an H200.
+// Sums v over the CTAs of a cluster, in the order of K. Each CTA gets the sums of its output slice.
+// g_sums is a workspace of kThreads threads' values for each CTA of the grid. kThreads threads
+// call; the CTA's other warps must arrive at and wait for the cluster's barrier themselves.
+// NOTE: through global memory, because distributed shared memory made a product of 64 x 4096 x 4096
+// 3 us slower on an H200.
 template <int kSplitCluster, int kThreads, int kValues>
 __device__ __forceinline__ Sm90OutputSlice sm90_cluster_reduce(float (&v)[kValues], float* g_sums,
                                                                int thread) {
-  constexpr int kAll = kValues / 4, kShare = (kAll + kSplitCluster - 1) / kSplitCluster;
-  const int rank = static_cast<int>(rank_in_cluster()), first = rank * kShare;
+  constexpr int kAll = kValues / 4, kSlice = (kAll + kSplitCluster - 1) / kSplitCluster;
+  const int rank = static_cast<int>(rank_in_cluster()), first = rank * kSlice;
   float4* const g_cluster =
       reinterpret_cast<float4*>(g_sums) + int64_t{blockIdx.x - rank} * (kAll * kThreads) + thread;
-  const auto at = [&](int block, int i) { return g_cluster + (block * kAll + i) * kThreads; };
+  const auto g_values = [&](int cta, int i) { return g_cluster + (cta * kAll + i) * kThreads; };
 #pragma unroll
   for (int i = 0; i < kAll; ++i) {
-    if (i / kShare == rank) continue;
-    __stcg(at(rank, i), make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]));
+    if (i / kSlice == rank) continue;
+    __stcg(g_values(rank, i), make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]));
   }
   cluster_arrive();
   cluster_wait();
-  float4 part[kSplitCluster][kShare];
+  float4 partials[kSplitCluster][kSlice];
 #pragma unroll
-  for (int block = 0; block < kSplitCluster; ++block) {
+  for (int cta = 0; cta < kSplitCluster; ++cta) {
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) {
-      part[block][i] = block != rank && first + i < kAll ? __ldcg(at(block, first + i)) : float4{};
+    for (int i = 0; i < kSlice; ++i) {
+      partials[cta][i] =
+          cta != rank && first + i < kAll ? __ldcg(g_values(cta, first + i)) : float4{};
     }
   }
 #pragma unroll
   for (int i = 0; i < kAll; ++i) {
-    if (i / kShare != rank) continue;
+    if (i / kSlice != rank) continue;
     float* const own = v + 4 * i;
     float4 sum = {};
 #pragma unroll
-    for (int block = 0; block < kSplitCluster; ++block) {
-      const float4& other = part[block][i % kShare];
-      sum.x += block == rank ? own[0] : other.x;
-      sum.y += block == rank ? own[1] : other.y;
-      sum.z += block == rank ? own[2] : other.z;
-      sum.w += block == rank ? own[3] : other.w;
+    for (int cta = 0; cta < kSplitCluster; ++cta) {
+      const float4& other = partials[cta][i % kSlice];
+      sum.x += cta == rank ? own[0] : other.x;
+      sum.y += cta == rank ? own[1] : other.y;
+      sum.z += cta == rank ? own[2] : other.z;
+      sum.w += cta == rank ? own[3] : other.w;
     }
     own[0] = sum.x;
     own[1] = sum.y;
     own[2] = sum.z;
     own[3] = sum.w;
   }
-  return {4 * first, 4 * kShare};
+  return {4 * first, 4 * kSlice};
 }
 #endif
 
