@@ -22,6 +22,10 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
+__device__ __forceinline__ float2 warp_sum(float2 x) {
+  return make_float2(warp_sum(x.x), warp_sum(x.y));
+}
+
 // 2^x to 2 ulp, subnormal results included.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
@@ -49,11 +53,11 @@ struct MaxSum {
   float sum;
 };
 
-// A part's sum against a larger maximum; exponent.rescale(from, to) is what it is multiplied with.
-// A part that saw nothing stays 0 even when the exponent's scale is 0.
+// A partial's sum relative to a larger maximum: the factor is exponent.rescale(from, to). An empty
+// partial stays 0 even when the exponent's scale is 0.
 template <typename Exponent>
-__device__ __forceinline__ float rescaled_sum(MaxSum part, float max, const Exponent& exponent) {
-  return part.sum == 0.f ? 0.f : part.sum * exponent.rescale(part.max, max);
+__device__ __forceinline__ float rescaled_sum(MaxSum partial, float max, const Exponent& exponent) {
+  return partial.sum == 0.f ? 0.f : partial.sum * exponent.rescale(partial.max, max);
 }
 
 template <typename Exponent>
@@ -62,52 +66,51 @@ __device__ __forceinline__ MaxSum warp_merge(MaxSum x, const Exponent& exponent)
   return {max, warp_sum(rescaled_sum(x, max, exponent))};
 }
 
-// Joins the warps of a block, of kThreads threads or fewer, or where kGroups isn't 0 those of one
-// of its groups of kThreads threads, which need not stay together; each warp brings one value.
-// Every thread gets the result, the same bits in every run. One Exchange serves one call; a loop
-// takes two by turns.
+// Reduces one value of each warp over a block of at most kThreads threads, or for kGroups > 0 over
+// each group of kThreads threads, which are synchronised apart. Every thread gets the result, the
+// same bits in every run. An object is for one call; a loop alternates two.
 template <int kThreads, int kGroups = 0>
 struct BlockExchange {
   static constexpr int kWarps = kThreads / kWarp;
   static_assert(kThreads % kWarp == 0 && kWarps <= kWarp);
-  float2 s_parts[kWarps];
+  float2 s_partials[kWarps];
 
   template <typename Exponent>
   __device__ __forceinline__ MaxSum merge_warps(MaxSum x, const Exponent& exponent) {
-    share(make_float2(x.max, x.sum), make_float2(-INFINITY, 0.f));
+    publish(make_float2(x.max, x.sum), make_float2(-INFINITY, 0.f));
     if constexpr (kWarps > kFewWarps) {
-      const float2 part = my_part(make_float2(-INFINITY, 0.f));
-      return warp_merge({part.x, part.y}, exponent);
+      const float2 partial = lane_partial(make_float2(-INFINITY, 0.f));
+      return warp_merge({partial.x, partial.y}, exponent);
     }
-    float max = s_parts[0].x;
+    float max = s_partials[0].x;
 #pragma unroll
-    for (int w = 1; w < kWarps; ++w) max = fmaxf(max, s_parts[w].x);
+    for (int w = 1; w < kWarps; ++w) max = fmaxf(max, s_partials[w].x);
     float sum = 0.f;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w)
-      sum += rescaled_sum({s_parts[w].x, s_parts[w].y}, max, exponent);
+      sum += rescaled_sum({s_partials[w].x, s_partials[w].y}, max, exponent);
     return {max, sum};
   }
 
   __device__ __forceinline__ float sum_warps(float x) {
-    share(make_float2(x, 0.f), make_float2(0.f, 0.f));
-    if constexpr (kWarps > kFewWarps) return warp_sum(my_part(make_float2(0.f, 0.f)).x);
+    publish(make_float2(x, 0.f), make_float2(0.f, 0.f));
+    if constexpr (kWarps > kFewWarps) return warp_sum(lane_partial(make_float2(0.f, 0.f)).x);
     float sum = 0.f;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += s_parts[w].x;
+    for (int w = 0; w < kWarps; ++w) sum += s_partials[w].x;
     return sum;
   }
 
  private:
-  // Up to this many parts every thread reads for itself: shorter than five rounds of shuffles.
+  // Up to this many partials every thread reads itself, which is faster than five shuffles.
   static constexpr int kFewWarps = 8;
 
-  __device__ __forceinline__ void share(float2 mine, float2 neutral) {
+  __device__ __forceinline__ void publish(float2 value, float2 neutral) {
     const unsigned warp = (kGroups < 2 ? threadIdx.x : threadIdx.x % kThreads) / kWarp;
-    if (threadIdx.x % kWarp == 0) s_parts[warp] = mine;
+    if (threadIdx.x % kWarp == 0) s_partials[warp] = value;
     if constexpr (kGroups == 0) {
       const unsigned warps = blockDim.x / kWarp;
-      if (threadIdx.x >= warps && threadIdx.x < kWarps) s_parts[threadIdx.x] = neutral;
+      if (threadIdx.x >= warps && threadIdx.x < kWarps) s_partials[threadIdx.x] = neutral;
       __syncthreads();
     } else {
       sync_group(threadIdx.x / kThreads);
@@ -120,9 +123,28 @@ struct BlockExchange {
     }
     named_barrier_wait<1 + kGroup, kThreads>();
   }
-  __device__ __forceinline__ float2 my_part(float2 neutral) const {
+  __device__ __forceinline__ float2 lane_partial(float2 neutral) const {
     const int lane = threadIdx.x % kWarp;
-    return lane < kWarps ? s_parts[lane] : neutral;
+    return lane < kWarps ? s_partials[lane] : neutral;
+  }
+};
+
+// Sums two values of each warp over a block of kThreads threads. Every thread gets the result, the
+// same bits in every run. An object is for one call.
+template <int kThreads>
+struct PairExchange {
+  float2 s_partials[kThreads / kWarp];
+
+  __device__ __forceinline__ float2 sum_warps(float2 x) {
+    if (threadIdx.x % kWarp == 0) s_partials[threadIdx.x / kWarp] = x;
+    __syncthreads();
+    float2 sum = s_partials[0];
+#pragma unroll
+    for (int w = 1; w < kThreads / kWarp; ++w) {
+      sum.x += s_partials[w].x;
+      sum.y += s_partials[w].y;
+    }
+    return sum;
   }
 };
 

@@ -5,7 +5,7 @@
 
 #include "core/launch.h"
 #include "device/dispatch.cuh"
-#include "device/pair_sum.cuh"
+#include "device/reduce.cuh"
 #include "norm/norm_config.h"
 
 namespace torchweld {

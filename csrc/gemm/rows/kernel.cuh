@@ -15,7 +15,7 @@
 
 #include "core/launch.h"
 #include "device/dispatch.cuh"
-#include "device/pair_sum.cuh"
+#include "device/reduce.cuh"
 #include "device/sm90/dependent_launch.cuh"
 #include "gemm/element.cuh"
 #include "gemm/epilogue.cuh"

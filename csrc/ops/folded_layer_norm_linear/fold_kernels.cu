@@ -1,7 +1,7 @@
 // fold_layer_norm: one block a row of the weight, which it reads once.
 #include "core/launch.h"
 #include "device/dispatch.cuh"
-#include "device/pair_sum.cuh"
+#include "device/reduce.cuh"
 #include "ops/folded_layer_norm_linear/folded_linear.h"
 
 namespace torchweld {
