@@ -58,19 +58,27 @@ TABLE = [
         each(dtype=(*SIXTEEN_BIT, "tf32"), size=("Large", "Medium", "Small"))
         + each(dtype=("float32",), size=("Medium", "Small")),  # no tile of it is large
     ),
-    # `tile` counts in kSm90Tiles. `kind` names files: a tile of TF32 takes long enough for one.
+    # Tiles of TF32 have a file each, because they compile slowly.
     Family(
         "gemm_sm90_${dtype}_$kind",
         "gemm/sm90/kernel.cuh",
         "template void launch_sm90_tile<GemmMath::$kDtype, $tile>("
         "const Sm90Params&, cudaStream_t);",
-        each(dtype=SIXTEEN_BIT, kind=("pingpong",), tile=(0, 1))
-        + each(dtype=SIXTEEN_BIT, kind=("cooperative",), tile=(2, 3))
-        + each(dtype=SIXTEEN_BIT, kind=("swap_ab",), tile=(4, 5))
-        + each(dtype=("tf32",), kind=("pingpong_2ctas",), tile=(0,))
-        + each(dtype=("tf32",), kind=("pingpong",), tile=(1,))
-        + each(dtype=("tf32",), kind=("cooperative",), tile=(2,))
-        + each(dtype=("float32",), kind=("bf16x3",), tile=(6,)),
+        each(
+            dtype=SIXTEEN_BIT,
+            kind=("pingpong",),
+            tile=("kPingPong128x128Cluster2", "kPingPong128x128"),
+        )
+        + each(
+            dtype=SIXTEEN_BIT,
+            kind=("cooperative",),
+            tile=("kCooperative128x256Cluster2", "kCooperative128x96"),
+        )
+        + each(dtype=SIXTEEN_BIT, kind=("swap_ab",), tile=("kSwapAb128x32", "kSwapAb128x64"))
+        + each(dtype=("tf32",), kind=("pingpong_2ctas",), tile=("kPingPong128x128Cluster2",))
+        + each(dtype=("tf32",), kind=("pingpong",), tile=("kPingPong128x128",))
+        + each(dtype=("tf32",), kind=("cooperative",), tile=("kCooperative128x256Cluster2",))
+        + each(dtype=("float32",), kind=("bf16x3",), tile=("kBf16x3Cooperative128x128",)),
     ),
     Family(
         "gemm_rows_$dtype",

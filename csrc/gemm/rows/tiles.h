@@ -26,6 +26,7 @@ struct RowsTile {
   constexpr int64_t blocks(const GemmProblem& p) const { return divide_up(p.width(), columns); }
 };
 
+// columns, stages, blocks_per_sm, bytes_per_ns
 inline constexpr RowsTile kRowsTiles[] = {{16, 3, 2, 100}, {32, 3, 1, 100}, {64, 2, 1, 70}};
 inline constexpr int kRowsTileCount = sizeof(kRowsTiles) / sizeof(kRowsTiles[0]);
 
@@ -50,19 +51,19 @@ inline Refusal rows_refusal(const GemmProblem& p, const RowsTile& tile, int spli
                                                                       : "more than 2^31 - 1 tiles";
 }
 
-// What memory or the busiest SM reads, in a model that was fitted on an H200 beside that of the
-// other engine: the launch and the first loads are left out, and b may be in L2. A norm takes a
-// time of its own in every block that an SM runs.
+// A model of the time, fitted on an H200 beside that of the sm90 engine: the reads of the memory or
+// of the busiest SM, without the launch and the first loads; b may be in L2. A norm adds a constant
+// to every block that an SM runs.
 inline double rows_seconds(const GemmProblem& p, const RowsTile& tile) {
   constexpr double kMemoryBytes = 7e12, kBlockUs = 1, kPointwiseUs = 0.1;
   constexpr double kNormUs = 1.5, kBlockNormUs = 0.5;
-  const auto most = static_cast<double>(divide_up(tile.blocks(p), int64_t{p.device.sms}));
+  const auto sm_blocks = static_cast<double>(divide_up(tile.blocks(p), int64_t{p.device.sms}));
   const double row_bytes = static_cast<double>(p.k) * 2;
-  const double seconds = std::max(most * row_bytes * (tile.columns + RowsTile::kRows) /
+  const double seconds = std::max(sm_blocks * row_bytes * (tile.columns + RowsTile::kRows) /
                                       (static_cast<double>(tile.bytes_per_ns) * 1e9),
                                   static_cast<double>(p.width()) * row_bytes / kMemoryBytes);
-  const double beside_us =
-      kBlockUs + (p.pointwise ? kPointwiseUs : 0) + (p.normed ? kNormUs + most * kBlockNormUs : 0);
+  const double beside_us = kBlockUs + (p.pointwise ? kPointwiseUs : 0) +
+                           (p.normed ? kNormUs + sm_blocks * kBlockNormUs : 0);
   return seconds + beside_us * 1e-6;
 }
 

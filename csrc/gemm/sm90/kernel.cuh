@@ -323,7 +323,7 @@ void launch_sm90_kernel(const Sm90Params& p, cudaStream_t stream) {
 
 template <GemmMath kMath, int kTile, bool kGated>
 void launch_sm90_layout(const Sm90Params& p, cudaStream_t stream) {
-  if constexpr (sm90_along_k(kMath)) {
+  if constexpr (sm90_needs_k_major(kMath)) {
     return launch_sm90_kernel<kMath, kTile, kGated, true, true>(p, stream);
   } else {
     const bool swap_ab = kSm90Tiles[kTile].swap_ab();

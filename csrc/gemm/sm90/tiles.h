@@ -14,7 +14,7 @@ namespace torchweld {
 // three bf16 terms a value.
 constexpr int sm90_elem_bytes(GemmMath math) { return math == GemmMath::kTf32 ? 4 : 2; }
 constexpr int bf16x3_terms(GemmMath math) { return math == GemmMath::kFloat32 ? 3 : 1; }
-constexpr bool sm90_along_k(GemmMath math) { return gemm_elem_size(math) == 4; }
+constexpr bool sm90_needs_k_major(GemmMath math) { return gemm_elem_size(math) == 4; }
 constexpr bool sm90_writes(GemmMath math, bool k_major) {
   return math == GemmMath::kFloat32 || (math == GemmMath::kTf32 && !k_major);
 }
@@ -24,43 +24,55 @@ constexpr int64_t sm90_k_blocks(const GemmProblem& p) {
   return divide_up(p.k, sm90_block_k(p.math));
 }
 
-// A block has a producer warp and two consumer warpgroups. In ping-pong each warpgroup has a tile
-// of its own, and finishes it while the other one multiplies; else they share one (cooperative). A
-// swap_ab tile is one of the transposed product b @ a^T, for few rows of a.
+// The rows of kSm90Tiles, by which csrc/instantiations.py names its kernels.
+enum Sm90TileIndex : int {
+  kPingPong128x128Cluster2,
+  kPingPong128x128,
+  kCooperative128x256Cluster2,
+  kCooperative128x96,
+  kSwapAb128x32,
+  kSwapAb128x64,
+  kBf16x3Cooperative128x128
+};
+
+// A CTA has a producer warp and two consumer warpgroups. In ping-pong each warpgroup has a tile of
+// its own and runs its epilogue while the other one multiplies; in cooperative tiles the warpgroups
+// share one tile. A swap_ab tile is one of the transposed product b @ a^T, for few rows of a.
 struct Sm90Tile {
-  int block_m, block_n;  // of what is multiplied; the one of b's rows counts both gated halves
+  Sm90TileIndex index;
+  int block_m, block_n;  // of the wgmma operands; the one of b's rows counts both gated halves
   int stages;            // of the pipeline in shared memory
-  int cluster;           // blocks, one below the other, that share what they load of b
+  int cluster;           // CTAs, one below the other, that multicast their loads of b
   bool pingpong;
-  int boxes;  // of results that a warp has on their way to memory; swap_ab tiles have none
+  int boxes;  // of results of each warp that TMA stores at a time; swap_ab tiles have none
   // Microseconds, measured on an H200 (tiles of clusters on an H100): of a k-block of the mainloop;
   // of a tile beside its k-blocks, and how much an activation adds to that (in ping-pong the other
   // tile's mainloop hides the rest); of stream-K, and of each partial of a tile.
-  float k_block_us, tile_us, pointwise_us, stream_us, part_us;
-  bool fp32 = false;  // a tile of kFloat32, which has two sets of sums
+  float k_block_us, tile_us, pointwise_us, stream_us, partial_us;
+  bool fp32 = false;  // a tile of kFloat32, which has two sets of accumulators
 
   static constexpr int kWarpgroups = 2, kConsumerThreads = 128 * kWarpgroups;
   static constexpr int kThreads = 128 + kConsumerThreads;
 
-  // Products of 64 rows that a warpgroup has of a tile.
+  // How many 64-row wgmmas cover a warpgroup's rows of a tile.
   constexpr int wgmma_m_tiles() const { return block_m / 64 / (pingpong ? 1 : kWarpgroups); }
-  // Columns of a box: lines of 128 bytes, or of 64 where block_n has no whole ones.
+  // Columns of a box: 128 bytes of a row, or 64 where block_n is no multiple of that.
   constexpr int box_columns(int elem_bytes) const {
     return elem_bytes == 2 && block_n % 64 == 0 ? 64 : 32;
   }
   constexpr int stage_bytes() const { return (block_m + block_n) * kKBlockBytes; }
   constexpr int box_bytes() const { return 16 * box_columns(2) * 2; }
   constexpr bool swap_ab() const { return boxes == 0; }
-  // All warps' boxes; a swap_ab tile's right half on its way to the left one.
+  // The boxes of all warps; of a swap_ab tile, the right halves of the gated results.
   constexpr int staging_bytes() const {
     return swap_ab() ? 64 * block_n * 4 : 8 * boxes * box_bytes();
   }
-  // Stages, boxes of eight warps, the bias of two tiles and barriers; whole kilobytes.
+  // The stages and their barriers, the staging and the bias of two tiles, in whole KiB.
   constexpr int shared_bytes() const {
     const int bytes = stages * (stage_bytes() + 16) + staging_bytes() + kWarpgroups * block_n * 4;
     return (bytes + 1023) / 1024 * 1024;
   }
-  // Tiles of all clusters, whose CTAs have the same columns, for m rows of a and `width` rows of b.
+  // Tiles of all clusters, for m rows of a and `width` rows of b. A cluster counts as one tile.
   constexpr int64_t tiles_m(int64_t m, int64_t width) const {
     const int64_t rows = int64_t{block_m} * cluster;
     return ((swap_ab() ? width : m) + rows - 1) / rows;
@@ -98,7 +110,7 @@ struct Sm90Tile {
   // Whether it has kernels that also sum a's rows. The operands have the layout of a weight's
   // gradient, dy^T @ x, where the sums are the bias's gradient.
   constexpr bool supports_dbias(GemmMath math, bool a_k_major, bool b_k_major, bool gated) const {
-    return !swap_ab() && !gated && !a_k_major && !b_k_major && !sm90_along_k(math) &&
+    return !swap_ab() && !gated && !a_k_major && !b_k_major && !sm90_needs_k_major(math) &&
            unsupported_reason(a_k_major, b_k_major, gated) == nullptr;
   }
   // NOTE: the tensor cores' additions round towards zero. A sum of values of one sign over more
@@ -110,24 +122,32 @@ struct Sm90Tile {
   }
 };
 
-// rows, columns, stages, cluster, ping-pong, store buffers, us: k_block, tile, pointwise, stream,
-// part.
+// index, block_m, block_n, stages, cluster, pingpong, boxes; k_block_us, tile_us, pointwise_us,
+// stream_us, partial_us; fp32
 inline constexpr Sm90Tile kSm90Tiles[] = {
-    {128, 128, 6, 2, true, 2, 0.338f, 0.8f, 0.15f, 2.4f, 3.2f},
-    {128, 128, 6, 1, true, 2, 0.361f, 0.8f, 0.2f, 1.9f, 1.0f},
-    {128, 256, 4, 2, false, 2, 0.675f, 2.0f, 2.3f, 2.2f, 1.3f},
-    {128, 96, 7, 1, false, 2, 0.308f, 1.0f, 1.0f, 2.6f, 0.2f},
-    {128, 32, 10, 1, false, 0, 0.254f, 1.0f, 0.2f, 1.0f, 1.1f},
-    {128, 64, 8, 1, false, 0, 0.286f, 1.7f, 0.8f, 0.4f, 1.1f},
-    {128, 128, 6, 1, false, 2, 2.1f, 3.0f, 2.0f, 2.2f, 1.3f, true},
+    {kPingPong128x128Cluster2, 128, 128, 6, 2, true, 2, 0.338f, 0.8f, 0.15f, 2.4f, 3.2f},
+    {kPingPong128x128, 128, 128, 6, 1, true, 2, 0.361f, 0.8f, 0.2f, 1.9f, 1.0f},
+    {kCooperative128x256Cluster2, 128, 256, 4, 2, false, 2, 0.675f, 2.0f, 2.3f, 2.2f, 1.3f},
+    {kCooperative128x96, 128, 96, 7, 1, false, 2, 0.308f, 1.0f, 1.0f, 2.6f, 0.2f},
+    {kSwapAb128x32, 128, 32, 10, 1, false, 0, 0.254f, 1.0f, 0.2f, 1.0f, 1.1f},
+    {kSwapAb128x64, 128, 64, 8, 1, false, 0, 0.286f, 1.7f, 0.8f, 0.4f, 1.1f},
+    {kBf16x3Cooperative128x128, 128, 128, 6, 1, false, 2, 2.1f, 3.0f, 2.0f, 2.2f, 1.3f, true},
 };
 inline constexpr int kSm90TileCount = sizeof(kSm90Tiles) / sizeof(kSm90Tiles[0]);
+
+constexpr bool sm90_tiles_are_in_order() {
+  for (int i = 0; i < kSm90TileCount; ++i) {
+    if (kSm90Tiles[i].index != i) return false;
+  }
+  return true;
+}
+static_assert(sm90_tiles_are_in_order());
 
 // The stream-K tiles: their k-blocks are distributed evenly over all workers, so that no worker is
 // idle during the last round. Source: M. Osama et al., "Stream-K", 2023.
 struct Sm90Stream {
   int64_t tiles = 0, workers = 1;
-  int split_cluster = 1;  // workers that are a cluster, which has a tile
+  int split_cluster = 1;  // workers of a cluster that split the K of one tile
 };
 
 // The stream-K schedule of a product. It covers the tiles of the last round, which are too few for
@@ -138,19 +158,20 @@ inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t k_blo
   const int64_t workers = device.max_active_clusters(tile.cluster), last = tiles % workers;
   if (!streams || last == 0) return {0, std::min(tiles, workers)};
   if (tiles > workers) return {last + workers, workers};
-  const int64_t most = std::clamp<int64_t>(tiles * k_blocks / kMinKBlocks, 1, workers);
+  const int64_t max_workers = std::clamp<int64_t>(tiles * k_blocks / kMinKBlocks, 1, workers);
   // In longer k-ranges the CTAs of a cluster drift apart and wait for each other.
   constexpr int64_t kMaxSplitClusterKBlocks = 32;
   for (const int split_cluster : {8, 4, 3, 2}) {
     if (!device.clusters || split_cluster > tile.max_split_cluster()) continue;
-    if (tiles > device.max_active_clusters(split_cluster) || split_cluster * tiles > most) continue;
+    if (tiles > device.max_active_clusters(split_cluster) || split_cluster * tiles > max_workers)
+      continue;
     if (k_blocks <= kMaxSplitClusterKBlocks * split_cluster)
       return {tiles, split_cluster * tiles, split_cluster};
   }
-  // Where it can be, no worker has parts of two tiles.
-  int64_t of_a_tile = most / tiles;
-  while (of_a_tile > 1 && k_blocks % of_a_tile != 0) --of_a_tile;
-  return {tiles, of_a_tile > 1 ? of_a_tile * tiles : most};
+  // If possible, no worker has k-blocks of two tiles.
+  int64_t splits = max_workers / tiles;
+  while (splits > 1 && k_blocks % splits != 0) --splits;
+  return {tiles, splits > 1 ? splits * tiles : max_workers};
 }
 
 // The floats of all workers' partials.
@@ -168,9 +189,9 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool str
     return tile.fp32 ? "the tile is only for float32, which has two sets of accumulators"
                      : "the tile has no kernel for the operands' dtype";
   }
-  const bool along_k = sm90_along_k(p.math);
-  if (const char* reason =
-          tile.unsupported_reason(along_k || p.a_k_major, along_k || p.b_k_major, p.gated)) {
+  const bool needs_k_major = sm90_needs_k_major(p.math);
+  if (const char* reason = tile.unsupported_reason(needs_k_major || p.a_k_major,
+                                                   needs_k_major || p.b_k_major, p.gated)) {
     return reason;
   }
   if (tile.shared_bytes() > p.device.shared_limit) {
@@ -191,7 +212,8 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool str
   return grid_fits(tiles) ? Refusal() : "more than 2^31 - 1 tiles";
 }
 
-// The rounds of the busiest SM. The launch and the first loads are the same for every engine.
+// A model of the time: the rounds of the busiest SM, without the launch and the first loads, which
+// are the same for every engine.
 inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool streams) {
   const double k_blocks = static_cast<double>(sm90_k_blocks(p));
   const double beside_us = tile.tile_us + (p.pointwise ? tile.pointwise_us : 0);
@@ -203,7 +225,7 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
   double us = static_cast<double>((whole + stream.workers - 1) / stream.workers) * tile_us;
   if (stream.tiles > 0) {
     const double share = static_cast<double>(stream.tiles) / static_cast<double>(stream.workers);
-    const double parts = std::max(1.0, 1 / share);
+    const double partials = std::max(1.0, 1 / share);
     // CTAs at different k-blocks share no loads, which costs nothing while L2 holds the operands.
     // They drift further apart when K is long: for (8192, 16384) x (16384, 4096) stream-K needs
     // 1507 us, whole tiles 1403.
@@ -214,19 +236,20 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
     const double k_block_us = tile.k_block_us * (bytes > kL2Bytes ? kBeyondL2 : 1);
     // A tile of one k-block has no partials.
     us += share * (k_blocks * k_block_us + beside_us) + std::max(0.0, 1 - share) * beside_us;
-    constexpr double kJoinUs = 1.5;
+    constexpr double kClusterReduceUs = 1.5;
     us += stream.split_cluster > 1
-              ? kJoinUs
-              : (tile.stream_us + tile.part_us * parts) * (k_blocks - 1) / k_blocks;
+              ? kClusterReduceUs
+              : (tile.stream_us + tile.partial_us * partials) * (k_blocks - 1) / k_blocks;
   }
-  // In long products, one after the other, the GPU lowers its clock for the power that they take;
-  // blocks that share no loads take more, unless their tiles are half empty. Measured over 20 to 50
-  // ms, as the layers of a model run.
+  // During long products in sequence the GPU lowers its clock to limit its power. CTAs that share
+  // no loads draw more power, unless their tiles are half empty. Measured over 20 to 50 ms, as the
+  // layers of a model run.
   constexpr double kLongUs = 20, kLonger = 1.1;
   const bool draws_power = !tile.swap_ab() && !tile.fp32 && p.width() >= tile.block_n;
   if (draws_power && tile.cluster == 1 && us > kLongUs) us *= kLonger;
-  // Ping-pong loads half as much again for each result as tiles of 256 columns, and takes more
-  // power: 4096^3 takes 201 us on an H100, with those 183; (8192, 4096, 16384) 1637 and 1397.
+  // Ping-pong tiles load half as much again for each result as tiles of 256 columns, and draw more
+  // power. On an H100 4096^3 needs 201 us with them and 183 us with the wider tiles, and
+  // (8192, 4096, 16384) 1637 and 1397 us.
   constexpr double kPingPongLongUs = 100;
   if (draws_power && tile.pingpong && us > kPingPongLongUs) us *= kLonger;
   const double written =

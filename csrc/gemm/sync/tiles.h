@@ -8,20 +8,20 @@
 
 namespace torchweld {
 
-// Kernels of different sizes of tiles compile apart.
+// Kernels whose tiles have different sizes are compiled in different files.
 enum class SyncSize : int8_t { kLarge, kMedium, kSmall };
 
 struct SyncTile {
-  int block_m, block_n;  // of the product; of a gated one block_n counts both halves
+  int block_m, block_n;  // of the product; in a gated one block_n counts both halves
   int warps_m, warps_n;
   int stages;  // of the pipeline in shared memory
   int blocks_per_sm;
   float rate;        // of the tensor cores, with the SM full; measured against the first tile
-  float rate_alone;  // the same with one block on the SM
+  float rate_alone;  // with one block on the SM
   // The time of a tile beside its k-blocks, in k-blocks: of its start and stores, and of an
   // activation or a gate. Less where blocks of an SM hide each other's.
   float fixed_k_blocks, pointwise_k_blocks;
-  bool fp32;  // a tile of kFloat32, whose split operands need registers
+  bool fp32;  // a tile of kFloat32, whose bf16 terms need registers
 
   constexpr bool supports_dtype(GemmMath math) const {
     return fp32 == (math == GemmMath::kFloat32);
@@ -35,12 +35,14 @@ struct SyncTile {
   constexpr int warp_n() const { return block_n / warps_n; }
   constexpr int stage_bytes() const { return (block_m + block_n) * kKBlockBytes; }
   constexpr int shared_bytes() const { return stages * stage_bytes(); }
-  // Every warp stages 16 rows of sums at a time, in the pipeline's last stage.
+  // Whether the pipeline's last stage holds 16 rows of every warp's accumulators at a time.
   constexpr bool staging_fits() const {
     return warps_m * warps_n * 16 * warp_n() * 4 <= stage_bytes();
   }
 };
 
+// block_m, block_n, warps_m, warps_n, stages, blocks_per_sm, rate, rate_alone, fixed_k_blocks,
+// pointwise_k_blocks, fp32
 inline constexpr SyncTile kSyncTiles[] = {
     {256, 128, 4, 2, 3, 1, 1.00f, 1.00f, 3.2f, 2.4f, false},
     {128, 128, 2, 2, 3, 2, 0.94f, 0.60f, 2.3f, 1.8f, false},
