@@ -1,8 +1,8 @@
 """The explicit instantiations of csrc as one table, from which setup.py writes .cu files.
 
-Kernels that take long to compile are templates in a .cuh. Their instantiations are spread over
-files, so that these compile side by side and none takes long. A file is named after what is in it:
-dtypes are float32, tf32 (fp32 data, TF32 products), float16 and bfloat16.
+Kernels that compile slowly are templates in a .cuh. Their instantiations are spread over files,
+which compile in parallel. A file is named after its contents; dtypes are float32, tf32 (fp32 data,
+TF32 products), float16 and bfloat16.
 
 A new kernel is a new `Family`. benchmarks/kernel_check.py reads the same table.
 """

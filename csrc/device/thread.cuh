@@ -5,8 +5,8 @@
 
 namespace torchweld {
 
-// threadIdx.x, as a value that the compiler takes for new.
-// NOTE: what depends on it is computed anew where it is used, instead of being kept in registers
+// threadIdx.x as a value that the compiler can't reuse.
+// NOTE: values that depend on it are recomputed where they are used, instead of occupying registers
 // through a loop that has none to spare.
 __device__ __forceinline__ int fresh_thread() {
   int index;

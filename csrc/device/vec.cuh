@@ -12,7 +12,7 @@ namespace torchweld {
 
 constexpr int kVectorBytes = 16;
 
-// The 32-bit shared-memory address of a pointer, as instructions take it.
+// The 32-bit shared-memory address of a pointer, for PTX instructions.
 __device__ __forceinline__ uint32_t shared_address(const void* s_pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(s_pointer));
 }
@@ -50,7 +50,8 @@ __device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float low, float hi
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// The values of a pair of bf16, one instruction each; the conversion of the high one takes two.
+// The values of a pair of bf16 in one instruction each; a conversion of the high one would need
+// two.
 __device__ __forceinline__ float low_half(uint32_t bf16_pair) {
   return __uint_as_float(bf16_pair << 16);
 }

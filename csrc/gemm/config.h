@@ -1,8 +1,8 @@
-// Which engine and tile a product takes. Pure host code: the launchers, torchweld.explain and the
-// CPU tests read the same tables.
+// Chooses the engine and tile of a product. Pure host code: the launchers, torchweld.explain and
+// the CPU tests read the same tables.
 //
-// An engine answers two questions of a problem and a tile: why it can't (refusal), and how long it
-// would take (seconds). The choice is the fastest legal one over all engines.
+// For a problem and a tile an engine says why it can't run (refusal), and how long it would run
+// (seconds). The choice is the fastest legal one over all engines.
 #pragma once
 
 #include "gemm/rows/tiles.h"
@@ -14,7 +14,7 @@ namespace torchweld {
 // kSync: mma.sync, for sm_80 and newer. kSm90: Hopper's wgmma and TMA. kRows: up to 16 rows.
 enum class GemmEngine : int8_t { kSync, kSm90, kRows };
 
-// Floats in a row of split sums: y's columns filled up to vectors, twice where gated.
+// Floats in a row of split sums: y's columns rounded up to 8, twice where gated.
 constexpr int64_t gemm_sum_width(int64_t n, bool gated) {
   return (n + 7) / 8 * 8 * (gated ? 2 : 1);
 }
@@ -58,7 +58,7 @@ inline GemmChoice gemm_choice(const GemmProblem& p, GemmEngine engine, int tile,
   return {engine, tile, splits, (p.k_blocks() + parts - 1) / parts * p.block_k()};
 }
 
-// Calls body(engine, tile, splits) for all that there is.
+// Calls body(engine, tile, splits) for every configuration.
 template <typename Body>
 void for_each_gemm_choice(const Body& body) {
   for (int tile = 0; tile < kSyncTileCount; ++tile) {

@@ -70,7 +70,7 @@ class GroupWriter {
 
   // kGroups rows' sums, `row_step` rows apart; where gated kGroups / 2 rows' left halves and then
   // their right ones. `rows` of these rows exist.
-  // NOTE: several rows at once, because one alone waits for every latency on its way.
+  // NOTE: several rows at once hide each other's latencies.
   template <int kGroups>
   __device__ __forceinline__ void write(int64_t row, int row_step, int rows,
                                         float (&v)[kGroups][kGroup]) const {
@@ -165,7 +165,7 @@ class GroupWriter {
       }
       return;
     }
-    // NOTE: all loads before the first conversion, which would wait for each in turn.
+    // NOTE: all loads precede the first conversion, which would wait for each load.
     U raw[kGroup];
     const int stride = interleaved ? 2 : 1;
 #pragma unroll

@@ -14,8 +14,8 @@
 namespace torchweld {
 
 // NOTE: the base, the batch stride and whichever of row_stride and k_stride is not 1 are multiples
-// of 16 bytes, and the dim whose stride is 1 has whole 16-byte chunks (of K: memory to fill the
-// last one, with zeros behind K). layers/matmul.cpp copies other operands.
+// of 16 bytes. The contiguous dim has whole 16-byte chunks; if it is K, memory up to the end of the
+// last chunk holds zeros. layers/matmul.cpp copies other operands.
 struct GemmOperand {
   const void* data;
   int64_t row_stride;    // elements from one row (M or N) to the next
@@ -29,19 +29,19 @@ struct GemmEpilogue {
   Activation activation = Activation::kNone;
   bool gated = false;
   Gate gate = Gate::kSigmoidTanh;
-  bool interleaved = false;  // of a gated product: left and right are even and odd rows of b
-  // Where asked for: z = a @ b^T + bias, (M, N) or (M, 2N), contiguous but for y's batch stride.
+  bool interleaved = false;  // gated: the left and right halves are the even and odd rows of b
+  // Where requested: z = a @ b^T + bias, (M, N) or (M, 2N), contiguous but for y's batch stride.
   void* preact = nullptr;
 };
 
-// A norm of a's rows before the product, see norm/norm.h; the engine for few rows alone takes it.
-// scale and shift have the operands' dtype, K is in whole 16-byte chunks.
+// A norm of a's rows before the product, see norm/norm.h; only the engine for few rows supports it.
+// scale and shift have the operands' dtype; K is a multiple of 16 bytes.
 struct GemmNorm {
   bool given = false, centred = false;
   float eps = 0;
-  const void* scale = nullptr;  // (K,) on a 16-byte boundary; nullptr: 1
-  const void* shift = nullptr;  // the same; nullptr: 0
-  float* mean = nullptr;        // (M,), where asked for
+  const void* scale = nullptr;  // (K,) on a 16-byte boundary; nullptr: ones
+  const void* shift = nullptr;  // (K,) on a 16-byte boundary; nullptr: zeros
+  float* mean = nullptr;        // (M,), where requested
   float* rstd = nullptr;
 };
 
@@ -55,9 +55,9 @@ struct GemmParams {
   GemmNorm norm;
   GemmEpilogue epilogue;
   GemmChoice choice;
-  float* workspace;  // choice.workspace_floats(...), nullptr where that is 0
-  uint64_t* flags;   // choice.flags(...), the same
-  void* written;     // gemm_written_bytes(...), the same
+  float* workspace;  // choice.workspace_floats(...) floats, nullptr where that is 0
+  uint64_t* flags;   // choice.flags(...) flags, nullptr where that is 0
+  void* written;     // gemm_written_bytes(...) bytes, nullptr where that is 0
   // Partial sums of a's rows, fp32 (choice.dbias_partials(...), M); nullptr where not requested.
   float* dbias_partials;
 };
@@ -68,7 +68,7 @@ int64_t gemm_written_bytes(const GemmParams& params);
 // Throws std::runtime_error where the launch fails. Sizes are at least 1.
 void launch_gemm(const GemmParams& params, cudaStream_t stream);
 
-// Adds the parts of a split product in the workspace and finishes them: y = epilogue(sum).
+// Adds up the splits of a product in the workspace: y = epilogue(sum).
 void launch_gemm_sum(const GemmParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

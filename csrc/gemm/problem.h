@@ -46,6 +46,6 @@ struct GemmProblem {
 inline constexpr int kGemmSplits[] = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32};
 inline constexpr int kStreamK = 0;
 
-inline constexpr const char* kNoNorm = "only the engine for few rows takes a norm in front";
+inline constexpr const char* kNoNorm = "only the engine for few rows supports a norm in front";
 
 }  // namespace torchweld

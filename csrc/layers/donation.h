@@ -1,7 +1,7 @@
 // A donated buffer: the gradient dz overwrites the pre-activation that forward saved, because
 // nothing reads it afterwards. It is as large as y; without a donation both would be in memory.
 //
-// A Function creates a Donation around its backward op, whose kernels take dz's memory from `over`.
+// A Function creates a Donation around its backward op, whose kernels write dz over `over`.
 #pragma once
 
 #include <ATen/SavedTensorHooks.h>

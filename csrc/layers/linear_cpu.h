@@ -14,8 +14,9 @@
 
 namespace torchweld {
 
-// oneDNN's name of an activation that it applies to its sums, or nullptr.
-// NOTE: its relu turns NaN into 0 and its gelu inf into NaN; those take torch's own pass.
+// oneDNN's name of an activation that it fuses into a linear layer, or nullptr.
+// NOTE: torch computes relu and gelu in a pass of its own, because oneDNN's relu of NaN is 0 and
+// its gelu of inf is NaN.
 inline const char* onednn_activation(Activation activation) {
   switch (activation) {
     case Activation::kNone:
@@ -29,7 +30,7 @@ inline const char* onednn_activation(Activation activation) {
   }
 }
 
-// How many sums oneDNN adds up for one result of a product of x (M, K).
+// How many chains of additions a product of x (M, K) is split into.
 // NOTE: oneDNN adds all of K in one chain, whose error grows with K, so a chain of float32 sums is
 // kept short. 16-bit results don't show the error, and must not be rounded between two chains.
 inline int64_t onednn_chains(const Tensor& x) {
@@ -38,9 +39,9 @@ inline int64_t onednn_chains(const Tensor& x) {
   return std::max<int64_t>(1, divide_up(x.size(1), kMaxChain));
 }
 
-// x (M, K) @ weight (N, K).T + bias as a new tensor, or nothing where torch's matmul is to run: for
-// small sizes, which oneDNN takes longer to look up, and where torch doesn't offer it. An
-// activation other than none takes one chain.
+// x (M, K) @ weight (N, K).T + bias as a new tensor, or nullopt where torch's matmul must run: for
+// small sizes, where oneDNN's lookup costs more than the product, and where torch lacks oneDNN. An
+// activation other than none needs a single chain.
 inline OptionalTensor onednn_linear(const Tensor& x, const Tensor& weight,
                                     const OptionalTensor& bias, const char* activation = "none") {
   constexpr int64_t kMinProducts = 1 << 20;
@@ -64,13 +65,14 @@ inline OptionalTensor onednn_linear(const Tensor& x, const Tensor& weight,
     return std::nullopt;
   }
   const int64_t k = x.size(1), chains = onednn_chains(x);
-  // The blocks of a weight are copied, and each is a call: few rows or results don't pay for it.
+  // Several chains copy the blocks of the weight and make a call each, which costs more than it
+  // saves for few rows or results.
   const bool pays = x.size(0) >= 32 && x.size(0) * weight.size(0) >= 1 << 14;
   if (chains > 1 && !pays) return std::nullopt;
   const bool rows = x.stride(1) == 1 && x.stride(0) >= k;
   const bool columns = x.stride(0) == 1 && x.stride(1) >= x.size(0);
   const Tensor a = rows || columns ? x : x.contiguous();
-  // NOTE: with gaps between the rows of a weight oneDNN takes 900 times as long.
+  // NOTE: with gaps between the rows of a weight oneDNN is 900 times slower.
   const auto without_gaps = [](const Tensor& t) {
     return t.t().is_contiguous() ? t : t.contiguous();
   };

@@ -26,8 +26,8 @@ namespace {
 // Elements of a 16-byte chunk, the kernels' unit of loads.
 int64_t chunk_of(const Tensor& t) { return 16 / t.element_size(); }
 
-// (batch, rows, K) with strides that the kernels take, or a K-major copy that is filled up with
-// zeros to whole chunks.
+// (batch, rows, K) with strides that the kernels support, or a K-major copy whose rows are padded
+// with zeros to whole chunks.
 struct Operand {
   Matrix matrix;
   bool k_major = true;
@@ -83,7 +83,8 @@ bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, const Matmul
   const int64_t batch = y.batch, m = y.rows, n = y.columns;
   const Tensor& out = y.tensor;
   if (n > 1 && y.column_stride != 1) {
-    // The transposed product writes the same memory; only a plain one can be swap_ab.
+    // b @ a^T writes the same memory row by row. The epilogue is of y's columns, so there must be
+    // none.
     const bool plain = !is_given(epilogue.bias) && epilogue.activation == Activation::kNone &&
                        !epilogue.gated && !epilogue.preact.defined() && norm == nullptr;
     if (plain && (m == 1 || y.row_stride == 1)) {
@@ -143,8 +144,9 @@ bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, const Matmul
                             norm != nullptr,
                             device_facts()};
   p.choice = pick<GemmFamily>(problem);
-  TORCH_CHECK(p.choice.splits >= 0, "torchweld: no tile of the matmul engine takes a product of ",
-              m, " x ", n, " x ", p.k, " in a batch of ", batch, "; cut it into smaller ones");
+  TORCH_CHECK(p.choice.splits >= 0,
+              "torchweld: no tile of the matmul engine supports a product of ", m, " x ", n, " x ",
+              p.k, " in a batch of ", batch, "; cut it into smaller ones");
   Tensor workspace, flags, written, dbias_partials;
   if (const int64_t floats = p.choice.workspace_floats(problem); floats > 0) {
     workspace = p.choice.splits == kStreamK ? cached_floats(floats, out)

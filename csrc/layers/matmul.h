@@ -37,10 +37,10 @@ struct Matrix {
   bool empty() const { return batch * rows * columns == 0; }
   // The transposed matrix.
   Matrix t() const {
-    Matrix swap_ab = *this;
-    std::swap(swap_ab.rows, swap_ab.columns);
-    std::swap(swap_ab.row_stride, swap_ab.column_stride);
-    return swap_ab;
+    Matrix transposed = *this;
+    std::swap(transposed.rows, transposed.columns);
+    std::swap(transposed.row_stride, transposed.column_stride);
+    return transposed;
   }
   // (batch, rows, columns)
   Tensor view() const {
@@ -48,7 +48,7 @@ struct Matrix {
   }
 };
 
-// The rows of a tensor (..., n); a copy only where no strides can tell them.
+// The rows of a tensor (..., n) as a matrix; a copy only where no row stride describes them.
 Matrix rows_of(const Tensor& t);
 
 struct MatmulEpilogue {

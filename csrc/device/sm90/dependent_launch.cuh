@@ -13,7 +13,7 @@ __device__ __forceinline__ void griddep_launch_dependents() {
 #endif
 }
 
-// Nothing that another kernel may write is read before this, and nothing is written.
+// Waits for the end of the kernels before. No thread accesses memory that they use before it.
 // NOTE: every thread calls it, so that the end of this kernel implies the end of those before it.
 __device__ __forceinline__ void griddep_wait() {
 #if TW_HAS_CLUSTERS
@@ -21,7 +21,8 @@ __device__ __forceinline__ void griddep_wait() {
 #endif
 }
 
-// NOTE: L2 is where all SMs see the same, so a line may be asked for before it is final.
+// Prefetches the cache line of an address into L2.
+// NOTE: all SMs share L2, so a line may be prefetched before another kernel writes it.
 __device__ __forceinline__ void prefetch_line(const void* g_at) {
   asm volatile("prefetch.global.L2 [%0];" : : "l"(g_at));
 }

@@ -16,29 +16,29 @@
 namespace torchweld {
 
 inline constexpr int kSwizzleRowBytes = 128, kSwizzleAtomBytes = 1024;
-inline constexpr int kSameValuesBytes = 256;  // that a product of 8 columns reads
+inline constexpr int kSameValuesBytes = 256;  // that a wgmma with N = 8 reads
 
 // The position of 16-byte chunk `chunk` in swizzle row `row`.
 TW_HOST_DEVICE constexpr int swizzled_chunk(int row, int chunk) { return chunk ^ (row & 7); }
 
-// s_tile: where the tile, or the part of it that is to be read, starts in shared memory.
+// s_tile is the shared-memory address of the first element that the wgmma reads.
 TW_HOST_DEVICE constexpr uint64_t matrix_descriptor(uint32_t s_tile, uint32_t leading_bytes) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kAtom = uint64_t{kSwizzleAtomBytes >> 4} << 32;
   return kSwizzle128 | kAtom | uint64_t{leading_bytes >> 4} << 16 | (s_tile & 0x3ffff) >> 4;
 }
 
-// K-major: 32 bytes further is the next slice of K (16 16-bit or 8 fp32 values).
+// K-major: the next slice of K (16 16-bit or 8 fp32 values) is 32 bytes further.
 TW_HOST_DEVICE constexpr uint64_t k_major_descriptor(uint32_t s_tile) {
   return matrix_descriptor(s_tile, 16);  // unused: a swizzle row has all of a k-block
 }
 
-// MN-major: 16 lines further is the next slice of K.
+// MN-major: the next slice of K is 16 swizzle rows further.
 TW_HOST_DEVICE constexpr uint64_t mn_major_descriptor(uint32_t s_tile, uint32_t leading_bytes) {
   return matrix_descriptor(s_tile, leading_bytes);
 }
 
-// Eight columns that hold one value alone, as the bytes from s_values on do.
+// Eight columns of one value, which fills the kSameValuesBytes bytes at s_values.
 TW_HOST_DEVICE constexpr uint64_t same_values_descriptor(uint32_t s_values) {
   constexpr uint64_t kApart = kSameValuesBytes / 2 >> 4;  // the two atoms of 8 rows and 8 of K
   return kApart << 32 | kApart << 16 | (s_values & 0x3ffff) >> 4;

@@ -1,5 +1,5 @@
-// The stages of shared memory between a producer and its consumers: where one is in them, and the
-// full and empty barriers of each.
+// The pipeline of shared-memory stages between a producer and its consumers: the state of a thread
+// and the full and empty barriers of each stage.
 #pragma once
 
 #include "device/features.cuh"
@@ -7,7 +7,7 @@
 
 namespace torchweld {
 
-// The stage of a step and the parity of its turn.
+// A stage and the parity of its phase.
 template <int kStages>
 struct PipelineState {
   int stage = 0;
@@ -19,10 +19,10 @@ struct PipelineState {
       parity ^= 1;
     }
   }
-  __device__ __forceinline__ void advance(int steps) {
-    const int to = stage + steps, turns = to / kStages;
-    stage = to - turns * kStages;
-    parity ^= turns & 1;
+  __device__ __forceinline__ void advance(int stages) {
+    const int to = stage + stages, phases = to / kStages;
+    stage = to - phases * kStages;
+    parity ^= phases & 1;
   }
 };
 
@@ -33,20 +33,20 @@ struct PipelineBarriers {
   uint64_t full[kStages], empty[kStages];
 
 #if TW_HAS_CLUSTERS
-  // `releases`: how many arrivals give a stage back.
+  // `releases` is the number of arrivals that release a stage.
   __device__ __forceinline__ void init(uint32_t releases) {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&full[i], 1);
       mbarrier_init(&empty[i], releases);
     }
   }
-  // The producer: until the stage has been given back, then what it will hold.
+  // The producer waits until the consumers have released the stage, and expects `bytes`.
   __device__ __forceinline__ uint64_t* acquire(const PipelineState<kStages>& at, uint32_t bytes) {
     mbarrier_wait(&empty[at.stage], at.parity ^ 1);
     mbarrier_arrive_expect_tx(&full[at.stage], bytes);
     return &full[at.stage];
   }
-  // A consumer.
+  // A consumer waits until the stage is full.
   __device__ __forceinline__ void wait(const PipelineState<kStages>& at) {
     mbarrier_wait(&full[at.stage], at.parity);
   }

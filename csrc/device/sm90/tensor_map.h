@@ -20,8 +20,8 @@ struct TensorBox {
   int64_t strides[4];  // elements; strides[0] is 1; 0 where a dimension repeats
   int box[4];          // elements
   bool bfloat16 = false;
-  bool tf32 = false;  // 4-byte values are rounded to TF32 on their way in
-  int swizzle = 128;  // bytes of a line in shared memory: 128 or 64
+  bool tf32 = false;  // 4-byte values are rounded to TF32 during the copy
+  int swizzle = 128;  // bytes of a row of a box: 128 or 64
 };
 
 // Why there is no tensor map of it.
@@ -38,7 +38,7 @@ inline Refusal tensor_box_refusal(const TensorBox& t) {
       return {"a stride of {} bytes is no multiple of 16 below 2^40", bytes};
     }
   }
-  if (t.box[0] * t.elem_size != t.swizzle) return {"a line of a box is not {} bytes", t.swizzle};
+  if (t.box[0] * t.elem_size != t.swizzle) return {"a row of a box is not {} bytes", t.swizzle};
   return {};
 }
 

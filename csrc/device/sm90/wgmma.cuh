@@ -11,7 +11,7 @@
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// What is written to registers and by this thread before is seen by the products after it.
+// Orders this thread's register accesses before the wgmmas after it.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }

@@ -48,11 +48,11 @@ struct RowsConfig {
   };
 };
 
-// The position of a 16-byte chunk of a row of kLine chunks, so that ldmatrix touches every bank
-// once.
-template <int kLine>
-__device__ __forceinline__ int rows_chunk(int line, int chunk) {
-  return line * kLine + (chunk ^ (line / (8 / kLine) & (kLine - 1)));
+// The position of a 16-byte chunk of a row of kRowChunks chunks, so that ldmatrix touches every
+// bank once.
+template <int kRowChunks>
+__device__ __forceinline__ int rows_chunk(int row, int chunk) {
+  return row * kRowChunks + (chunk ^ (row / (8 / kRowChunks) & (kRowChunks - 1)));
 }
 
 // Loads the k-blocks of a warp into its ring.
@@ -62,9 +62,9 @@ class RowsLoader {
   using Stage = typename Config::Stage;
   static constexpr int kChunk = Config::kChunk, kBlockK = Config::kBlockK, kOwn = Config::kOwn;
   // Chunks of a row of b in shared memory: a row is along K where b is K-major, else along columns.
-  static constexpr int kLine = Config::kBKMajor ? 8 : Config::kColumns / kChunk;
-  static constexpr int kLines = Config::kBKMajor ? Config::kColumns : kBlockK;
-  static constexpr int kLineStep = kWarp / kLine, kLoads = kLines / kLineStep;
+  static constexpr int kRowChunks = Config::kBKMajor ? 8 : Config::kColumns / kChunk;
+  static constexpr int kTileRows = Config::kBKMajor ? Config::kColumns : kBlockK;
+  static constexpr int kRowStep = kWarp / kRowChunks, kLoads = kTileRows / kRowStep;
 
  public:
   __device__ __forceinline__ RowsLoader(const GemmParams& p, int64_t column, int lane)
@@ -73,15 +73,15 @@ class RowsLoader {
     const bool pairs = Config::kGated && p.epilogue.interleaved;
     const int64_t half = pairs ? b.row_stride : p.n * b.row_stride;
     const T* g_b = static_cast<const T*>(b.data);
-    const int chunk = lane % kLine, line = lane / kLine;
+    const int chunk = lane % kRowChunks, row = lane / kRowChunks;
     if constexpr (Config::kBKMajor) {
       row_stride_ = b.row_stride * (pairs ? 2 : 1);
-      from_[0] = g_b + (column + line) * row_stride_ + chunk * kChunk;
+      from_[0] = g_b + (column + row) * row_stride_ + chunk * kChunk;
       from_[1] = from_[0] + half;
-      left_ = int(min(p.n - column - line, int64_t{kOwn}));
+      left_ = int(min(p.n - column - row, int64_t{kOwn}));
     } else {
       const int own = chunk % (kOwn / kChunk) * kChunk, right = chunk / (kOwn / kChunk);
-      from_[0] = from_[1] = g_b + line * b.k_stride + (column + own) * b.row_stride + right * half;
+      from_[0] = from_[1] = g_b + row * b.k_stride + (column + own) * b.row_stride + right * half;
       left_ = column + own < p.n ? 1 : 0;
     }
     from_a_ = static_cast<const T*>(p.a.data) + lane / 8 * p.a.row_stride + lane % 8 * kChunk;
@@ -93,10 +93,10 @@ class RowsLoader {
     const int first = k_block * kBlockK;
     if (first < k_) {
       const uint32_t s_b = shared_address(s.b), s_a = shared_address(s.a);
-      const int chunk = lane_ % kLine, line = lane_ / kLine;
+      const int chunk = lane_ % kRowChunks, row = lane_ / kRowChunks;
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        copy_async_16_if(s_b + rows_chunk<kLine>(line + i * kLineStep, chunk) * 16,
+        copy_async_16_if(s_b + rows_chunk<kRowChunks>(row + i * kRowStep, chunk) * 16,
                          b_at(k_block, i), there(i, first));
       }
 #pragma unroll
@@ -120,16 +120,16 @@ class RowsLoader {
  private:
   __device__ __forceinline__ const T* b_at(int k_block, int i) const {
     if constexpr (Config::kBKMajor) {
-      const int row = i * kLineStep;
+      const int row = i * kRowStep;
       return from_[row / kOwn] + row % kOwn * row_stride_ + k_block * kBlockK;
     }
-    return from_[0] + (int64_t{k_block} * kBlockK + i * kLineStep) * p_.b.k_stride;
+    return from_[0] + (int64_t{k_block} * kBlockK + i * kRowStep) * p_.b.k_stride;
   }
   __device__ __forceinline__ bool there(int i, int first) const {
     if constexpr (Config::kBKMajor) {
-      return i * kLineStep % kOwn < left_ && first + lane_ % kLine * kChunk < k_;
+      return i * kRowStep % kOwn < left_ && first + lane_ % kRowChunks * kChunk < k_;
     }
-    return left_ > 0 && first + lane_ / kLine + i * kLineStep < k_;
+    return left_ > 0 && first + lane_ / kRowChunks + i * kRowStep < k_;
   }
 
   const GemmParams& p_;
@@ -231,8 +231,8 @@ class RowsFragments {
   // normalised.
   __device__ __forceinline__ void read(uint32_t (&r)[4], const typename Config::Stage& s, int slice,
                                        int left) const {
-    const int line = lane_ % 16;
-    load_matrix_4(r, shared_address(s.a) + rows_chunk<8>(line, slice * 2 + lane_ / 16) * 16);
+    const int row = lane_ % 16;
+    load_matrix_4(r, shared_address(s.a) + rows_chunk<8>(row, slice * 2 + lane_ / 16) * 16);
     if (!norm_.given) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // of the columns
@@ -298,12 +298,12 @@ __global__ __launch_bounds__(RowsTile::kThreads, Config::kT.blocks_per_sm) void 
       for (int n = 0; n < kColumns / 16; ++n) {
         uint32_t b[4];
         if constexpr (Config::kBKMajor) {
-          const int line = n * 16 + q / 2 * 8 + lane % 8;
-          load_matrix_4(b, s_b + rows_chunk<8>(line, slice * 2 + q % 2) * 16);
+          const int row = n * 16 + q / 2 * 8 + lane % 8;
+          load_matrix_4(b, s_b + rows_chunk<8>(row, slice * 2 + q % 2) * 16);
         } else {
-          const int line = slice * 16 + q % 2 * 8 + lane % 8;
+          const int row = slice * 16 + q % 2 * 8 + lane % 8;
           load_matrix_4_transposed(
-              b, s_b + rows_chunk<kColumns / Config::kChunk>(line, n * 2 + q / 2) * 16);
+              b, s_b + rows_chunk<kColumns / Config::kChunk>(row, n * 2 + q / 2) * 16);
         }
         mma_16816<T>(acc[2 * n], a, b[0], b[1]);
         mma_16816<T>(acc[2 * n + 1], a, b[2], b[3]);

@@ -1,11 +1,11 @@
-// From a warp's fp32 sums, as wgmma leaves them, to y: bias, pre-activation, activation or gate,
-// rounding, and boxes of 16 rows that go through shared memory to TMA.
+// The epilogue of wgmma's fp32 accumulators: bias, pre-activation, activation or gate, rounding,
+// and boxes of 16 rows that TMA stores from shared memory to y.
 //
-// In ping-pong the epilogue runs while the other warpgroup multiplies a tile, 512 clocks a k-block,
-// and the tensor cores come first at the registers: one warp of a scheduler needs 5 to 8 clocks an
-// instruction. (8192, 768) times (768, 3072) with GELU, bf16, H200: a tile is multiplied
-// in 6100 clocks and finished in 9500 at first, 6500 to 8500 now. Plain stores instead of TMA
-// slow the products down by a tenth; twice the boxes, or the bias loaded ahead, change
+// In ping-pong the epilogue runs while the other warpgroup multiplies a tile, 512 clocks a k-block.
+// The tensor cores have priority at the register file, so a warp needs 5 to 8 clocks an
+// instruction. For (8192, 768) times (768, 3072) with GELU, bf16, on an H200 the mainloop of a tile
+// runs for 6100 clocks and its epilogue for 6500 to 8500 (9500 at first). Plain stores instead of
+// TMA make the products a tenth slower; twice as many boxes, or bias loads further ahead, change
 // nothing.
 #pragma once
 
@@ -19,8 +19,8 @@
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// A thread has, of 16 rows and kColumns columns: of rows g and g + 8 (g = lane / 4) the columns 2t
-// and 2t + 1 (t = lane % 4) of every group of 8. v[4 j] to v[4 j + 3] are group j's, row g's first.
+// A thread holds columns 2t and 2t + 1 (t = lane % 4) of every group of 8 columns, in rows g and g
+// + 8 (g = lane / 4) of a box. v[4 j] to v[4 j + 3] belong to group j, row g's first.
 template <typename T, int kTile, bool kGated>
 class Sm90Epilogue {
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
@@ -37,7 +37,8 @@ class Sm90Epilogue {
   using Sums = float[kT.wgmma_m_tiles()][kT.block_n / 2];
   static constexpr bool kLoadsBias = true;
 
-  // s_staging: boxes of all warps. s_bias: of the warpgroup's tile, fp32, both halves.
+  // s_staging holds the boxes of all warps, s_bias the fp32 bias of the warpgroup's tile, both
+  // halves.
   __device__ __forceinline__ Sm90Epilogue(const Sm90Params& p, char* s_staging, float* s_bias,
                                           int warpgroup)
       : p_(p),
@@ -46,7 +47,7 @@ class Sm90Epilogue {
         s_bias_(s_bias),
         lane_(threadIdx.x % 32) {}
 
-  // The tile's bias on its way to the threads of its warpgroup, under the mainloop.
+  // Loads the tile's bias into the registers of its warpgroup, during the mainloop.
   __device__ __forceinline__ void fetch_bias(const WorkTile& work) {
     const GemmParams& p = p_.gemm;
     const GemmEpilogue& e = p.epilogue;
@@ -62,7 +63,7 @@ class Sm90Epilogue {
         const int64_t from = !kGated         ? column
                              : e.interleaved ? 2 * column + right
                                              : column + (right ? p.n : 0);
-        // NOTE: a conversion would wait for the load.
+        // NOTE: raw bits, because a conversion would wait for the load.
         bias_[i] = e.bias_fp32 || sizeof(T) == 4 ? static_cast<const uint32_t*>(e.bias)[from]
                                                  : static_cast<const uint16_t*>(e.bias)[from];
       }
@@ -88,7 +89,7 @@ class Sm90Epilogue {
     }
   }
 
-  // rank: of the block in its cluster.
+  // rank is the CTA's in its cluster.
   __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int rank) {
     if (p_.gemm.epilogue.preact != nullptr) {
       finish_boxes</*kPreact=*/true>(acc, work, rank);
@@ -97,7 +98,7 @@ class Sm90Epilogue {
     }
   }
 
-  // Before the block ends.
+  // Waits for all stores; called before the CTA ends.
   __device__ __forceinline__ void wait() const {
     if (lane_ == 0) tma_wait_all();
   }
@@ -105,15 +106,15 @@ class Sm90Epilogue {
  private:
   using Flat = float[kT.wgmma_m_tiles() * kT.block_n / 2];
   static constexpr int kAcross = kTileColumns / kColumns;  // boxes side by side
-  // Boxes of results of kColumns columns of y and 16 rows: y's, and those of its pre-activation.
+  // How many results kColumns columns of y and 16 rows have: y, and the pre-activation's halves.
   static constexpr int results(bool preact) { return 1 + (preact ? (kGated ? 2 : 1) : 0); }
 
-  // Where a tile of y begins that has the warp's rows, and where a box of its results goes.
+  // Where the warp's rows of a tile of y start, and where a box of its results is stored.
   struct Place {
     int row, column, batch;
   };
   struct Box : Place {
-    int right;  // of a gated product's right half
+    int right;  // half of a gated product
     bool preact;
   };
   template <bool kPreact>
@@ -130,37 +131,40 @@ class Sm90Epilogue {
     return box;
   }
 
-  // Whether the columns of a pre-activation's halves alternate. One box of it has all columns of
-  // half a box of y then.
+  // Whether the columns of a pre-activation's halves alternate. A box of it then has the columns of
+  // half a box of y.
   __device__ __forceinline__ bool stores_pairs() const {
     return kGated && p_.gemm.epilogue.interleaved;
   }
 
-  // Rows of an iteration: both halves of a gated product's 64 rows, else a box.
-  static constexpr int kSums = sizeof(Flat) / sizeof(float);
-  static constexpr int kSwapAbSums = kGated ? kT.block_n / 2 : kValues;
-  static constexpr int kTurns = kSums / kSwapAbSums, kSwapAbBoxes = kGated ? kAcross : 1;
-  using SwapAbSums = float[kSwapAbSums];
+  // The values of an iteration: a box, or all columns of a gated product's 16 rows.
+  static constexpr int kAccumulators = sizeof(Flat) / sizeof(float);
+  static constexpr int kIterationValues = kGated ? kT.block_n / 2 : kValues;
+  static constexpr int kIterations = kAccumulators / kIterationValues,
+                       kIterationBoxes = kGated ? kAcross : 1;
+  using IterationValues = float[kIterationValues];
 
-  // NOTE: branches, not selections between all of the sums.
-  template <int kTurn = 0>
-  static __device__ __forceinline__ void take(SwapAbSums& v, const Flat& sums, int phase) {
-    if constexpr (kTurn < kTurns) {
-      if (phase == kTurn) {
+  // values = the accumulators of an iteration.
+  // NOTE: it branches, because selecting between all accumulators needs more instructions.
+  template <int kIndex = 0>
+  static __device__ __forceinline__ void copy_values(IterationValues& v, const Flat& sums,
+                                                     int iteration) {
+    if constexpr (kIndex < kIterations) {
+      if (iteration == kIndex) {
 #pragma unroll
-        for (int i = 0; i < kSwapAbSums; ++i) {
-          v[i] = sums[kTurn * kSwapAbSums + i];
+        for (int i = 0; i < kIterationValues; ++i) {
+          v[i] = sums[kIndex * kIterationValues + i];
           asm volatile("" : "+f"(v[i]));
         }
       } else {
-        take<kTurn + 1>(v, sums, phase);
+        copy_values<kIndex + 1>(v, sums, iteration);
       }
     }
   }
 
-  // NOTE: a loop, for whose iterations the sums move to other registers. Unrolled, the code is so
-  // long that the time goes into fetching instructions. TMA stores a box when the next one is
-  // written: the fence before that waits until the box is in shared memory.
+  // NOTE: a loop that copies each iteration's accumulators to the same registers. The unrolled code
+  // is so long that fetching instructions limits it. TMA stores a box only when the next one is
+  // written, because the fence before the store waits until the box is in shared memory.
   template <bool kPreact>
   __device__ __forceinline__ void finish_boxes(Sums& acc, const WorkTile& work, int rank) {
     const GemmEpilogue& e = p_.gemm.epilogue;
@@ -173,7 +177,7 @@ class Sm90Epilogue {
     int result = 0;
     const auto next_slot = [&] {
       if (result == 0) {
-        wait_for_slots<0>();  // the last tile's
+        wait_for_slots<0>();  // of the last tile
       } else {
         send(box_of<kPreact>(place, result - 1), (result - 1) % kSlots);
         wait_for_slots<kSlots - 1>();
@@ -182,28 +186,28 @@ class Sm90Epilogue {
     };
     const auto put = [&](const float (&values)[kValues]) { stage(values, next_slot()); };
     if (!kGated && !kPreact && e.activation == Activation::kNone) {
-      // There is so little to do that the sums may stay where they are.
+      // The accumulators stay in place, because there is so little to compute.
 #pragma unroll
-      for (int phase = 0; phase < kTurns; ++phase) {
-        auto& v = reinterpret_cast<float (&)[kValues]>(sums[phase * kSwapAbSums]);
-        if (e.bias != nullptr) add_bias(v, phase % kAcross * kColumns);
+      for (int iteration = 0; iteration < kIterations; ++iteration) {
+        auto& v = reinterpret_cast<float (&)[kValues]>(sums[iteration * kIterationValues]);
+        if (e.bias != nullptr) add_bias(v, iteration % kAcross * kColumns);
         put(v);
       }
     } else {
 #pragma unroll 1
-      for (int phase = 0; phase < kTurns; ++phase) {
-        SwapAbSums sums_of_turn;
-        take(sums_of_turn, sums, phase);
+      for (int iteration = 0; iteration < kIterations; ++iteration) {
+        IterationValues values;
+        copy_values(values, sums, iteration);
 #pragma unroll
-        for (int c = 0; c < kSwapAbBoxes; ++c) {
-          auto& v = values_of(sums_of_turn, c * kColumns);
-          const int from = kGated ? c * kColumns : phase % kAcross * kColumns;  // of the tile
+        for (int c = 0; c < kIterationBoxes; ++c) {
+          auto& v = values_of(values, c * kColumns);
+          const int from = kGated ? c * kColumns : iteration % kAcross * kColumns;  // of the tile
           if (e.bias != nullptr) add_bias(v, from);
           if constexpr (!kGated) {
             if (kPreact) put(v);
             activate<kExact>(v, e.activation);
           } else {
-            auto& right = values_of(sums_of_turn, kTileColumns + c * kColumns);
+            auto& right = values_of(values, kTileColumns + c * kColumns);
             if (e.bias != nullptr) add_bias(right, kTileColumns + from);
             if constexpr (kPreact) {
               if (stores_pairs()) {
@@ -223,7 +227,7 @@ class Sm90Epilogue {
     send(box_of<kPreact>(place, result - 1), (result - 1) % kSlots);
   }
 
-  static __device__ __forceinline__ float (&values_of(SwapAbSums& sums, int column))
+  static __device__ __forceinline__ float (&values_of(IterationValues& sums, int column))
       [kValues] { return reinterpret_cast<float (&)[kValues]>(sums[column / 2]); }
 
   __device__ __forceinline__ void add_bias(float (&v)[kValues], int from) const {
@@ -237,7 +241,7 @@ class Sm90Epilogue {
     }
   }
 
-  // Until the copies of all boxes but the last kPending have read them.
+  // Waits until TMA has read all boxes but the last kPending.
   template <int kPending>
   __device__ __forceinline__ void wait_for_slots() const {
     if (lane_ == 0) tma_wait_read<kPending>();
@@ -260,46 +264,46 @@ class Sm90Epilogue {
 
   __device__ __forceinline__ uint32_t box_at(int slot) const { return s_boxes_ + slot * kBoxBytes; }
 
-  // The position of a 16-byte chunk of a row, as TMA reads it.
-  static __device__ __forceinline__ int chunk_of(int line, int chunk) {
-    return kBoxRowBytes == 128 ? swizzled_chunk(line, chunk) : chunk ^ ((line >> 1) & 3);
+  // The position of a 16-byte chunk in a row of a box, as TMA's swizzle has it.
+  static __device__ __forceinline__ int chunk_of(int row, int chunk) {
+    return kBoxRowBytes == 128 ? swizzled_chunk(row, chunk) : chunk ^ ((row >> 1) & 3);
   }
 
-  // The rounded values into a box.
+  // Writes the rounded values into a box.
   __device__ __forceinline__ void stage(const float (&v)[kValues], int slot) const {
     const uint32_t s_box = box_at(slot);
     if constexpr (sizeof(T) == 2) {
-      const int line = lane_ % 16;
+      const int row = lane_ % 16;
 #pragma unroll
       for (int j = 0; j < kGroups; j += 2) {
         const uint32_t r[4] = {
             pack_pair<T>(v[4 * j], v[4 * j + 1]), pack_pair<T>(v[4 * j + 2], v[4 * j + 3]),
             pack_pair<T>(v[4 * j + 4], v[4 * j + 5]), pack_pair<T>(v[4 * j + 6], v[4 * j + 7])};
-        store_matrix_4(s_box + line * kBoxRowBytes + (chunk_of(line, j + lane_ / 16) << 4), r);
+        store_matrix_4(s_box + row * kBoxRowBytes + (chunk_of(row, j + lane_ / 16) << 4), r);
       }
     } else {
-      const int line = lane_ / 4, t = lane_ % 4;
+      const int row = lane_ / 4, t = lane_ % 4;
 #pragma unroll
       for (int j = 0; j < kGroups; ++j) {
-        const int in = (chunk_of(line, j * 2 + t / 2) << 4) + t % 2 * 8;
-        store_shared(s_box + line * kBoxRowBytes + in, v[4 * j], v[4 * j + 1]);
-        store_shared(s_box + (line + 8) * kBoxRowBytes + in, v[4 * j + 2], v[4 * j + 3]);
+        const int in = (chunk_of(row, j * 2 + t / 2) << 4) + t % 2 * 8;
+        store_shared(s_box + row * kBoxRowBytes + in, v[4 * j], v[4 * j + 1]);
+        store_shared(s_box + (row + 8) * kBoxRowBytes + in, v[4 * j + 2], v[4 * j + 3]);
       }
     }
   }
 
-  // Stores the pairs of both halves of a gated product, from a group of columns on.
+  // Writes the left and right values of kGroups / 2 groups, from group kFirst on, as pairs.
   template <int kFirst>
   __device__ __forceinline__ void stage_pairs(const float (&left)[kValues],
                                               const float (&right)[kValues], int slot) const {
     const uint32_t s_box = box_at(slot);
-    const int line = lane_ / 4, t = lane_ % 4;
+    const int row = lane_ / 4, t = lane_ % 4;
 #pragma unroll
     for (int j = 0; j < kGroups / 2; ++j) {
       const float* l = left + 4 * (kFirst + j);
       const float* r = right + 4 * (kFirst + j);
-      const int at = (j * 16 + t * 4) * int(sizeof(T));  // in the line
-      const uint32_t s_to = s_box + line * kBoxRowBytes + (chunk_of(line, at / 16) << 4) + at % 16;
+      const int at = (j * 16 + t * 4) * int(sizeof(T));  // in the row
+      const uint32_t s_to = s_box + row * kBoxRowBytes + (chunk_of(row, at / 16) << 4) + at % 16;
       if constexpr (sizeof(T) == 2) {
         store_shared(s_to, pack_pair<T>(l[0], r[0]), pack_pair<T>(l[1], r[1]));
         store_shared(s_to + 8 * kBoxRowBytes, pack_pair<T>(l[2], r[2]), pack_pair<T>(l[3], r[3]));
@@ -332,7 +336,7 @@ class Sm90Epilogue {
     }
   }
 
-  // Element by element: rows have no 16-byte boundaries.
+  // Stores a box element by element, where rows of y don't start on 16-byte boundaries.
   __device__ __forceinline__ void store_rows(const Box& box, uint32_t s_box) const {
     const GemmParams& p = p_.gemm;
     T* g_to = static_cast<T*>(p.y) + box.batch * p.y_batch_stride + box.column;
@@ -345,16 +349,16 @@ class Sm90Epilogue {
     }
     constexpr int kChunkElems = 16 / sizeof(T);
 #pragma unroll 1
-    for (int line = 0; line < 16; ++line) {
-      if (box.row + line >= p.m) break;
+    for (int row = 0; row < 16; ++row) {
+      if (box.row + row >= p.m) break;
 #pragma unroll
       for (int c = 0; c < kColumns; c += 32) {
         const int at = c + lane_;
         if (box.column + at < columns) {
-          const uint32_t s_from = s_box + line * kBoxRowBytes +
-                                  (chunk_of(line, at / kChunkElems) << 4) +
+          const uint32_t s_from = s_box + row * kBoxRowBytes +
+                                  (chunk_of(row, at / kChunkElems) << 4) +
                                   at % kChunkElems * int(sizeof(T));
-          g_to[(box.row + line) * row_stride + at] = load_shared(s_from);
+          g_to[(box.row + row) * row_stride + at] = load_shared(s_from);
         }
       }
     }

@@ -44,7 +44,7 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
                                           const WorkTile& work, int rank, int k, int a_term,
                                           int b_term) {
   constexpr Sm90Tile kT = Config::kT;
-  constexpr int kLine = Config::kSwizzleRowElems, kCluster = kT.cluster;
+  constexpr int kRowElems = Config::kSwizzleRowElems, kCluster = kT.cluster;
   const auto load = [&](uint32_t s_to, const TensorMap& map, int x, int y, int z, int w) {
     tma_load(s_to, map, s_full, x, y, z, w);
   };
@@ -67,8 +67,8 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kT.block_m / kLine; ++i) {
-      const int first = i * kLine;
+    for (int i = 0; i < kT.block_m / kRowElems; ++i) {
+      const int first = i * kRowElems;
       load(s_stage + i * Config::kLeadingBytes, p.a, row + first % kRowsA, k, first / kRowsA,
            a_batch);
     }
@@ -87,9 +87,9 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kT.block_n / kLine; ++i) {
+    for (int i = 0; i < kT.block_n / kRowElems; ++i) {
       if (kCluster > 1 && i % kCluster != rank) continue;
-      const int first = i * kLine;
+      const int first = i * kRowElems;
       load_shared(s_b + i * Config::kLeadingBytes, p.b, column + first % kColumns, k,
                   first / kColumns, b_batch);
     }

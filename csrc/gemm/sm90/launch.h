@@ -1,4 +1,4 @@
-// From a product to the kernel on wgmma and TMA that takes it. Torch-free.
+// Launches the kernel on wgmma and TMA for a product. Torch-free.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -16,14 +16,14 @@ namespace {
 
 constexpr int kThreads = 256, kTile = 64;  // a block has 64 rows and 64 of K
 
-// Elements of a row with whole groups of eight.
-TW_HOST_DEVICE int64_t line_of(int64_t k) { return divide_up(k, 8) * 8; }
+// K rounded up to whole groups of eight.
+TW_HOST_DEVICE int64_t padded_k(int64_t k) { return divide_up(k, 8) * 8; }
 
 struct Source {
   const float* data;
   int64_t row_stride, k_stride, batch_stride, rows, batch;
   int64_t left_rows;  // of interleaved halves the rows of one, else 0
-  void* to;           // (batch, terms, rows, line_of(k))
+  void* to;           // (batch, terms, rows, padded_k(k))
   uint32_t blocks;    // of one batch and one slice of K; 0 where the operand is read in place
 
   Source(const GemmOperand& o, int64_t rows, int64_t batch, int64_t left_rows, GemmMath math,
@@ -39,7 +39,8 @@ struct Source {
         blocks(sm90_writes(math, k_stride == 1) ? uint32_t(divide_up(rows, kTile)) : 0) {}
 
   int64_t bytes(int64_t k, GemmMath math) const {
-    return blocks == 0 ? 0 : batch * bf16x3_terms(math) * rows * line_of(k) * sm90_elem_bytes(math);
+    return blocks == 0 ? 0
+                       : batch * bf16x3_terms(math) * rows * padded_k(k) * sm90_elem_bytes(math);
   }
 };
 
@@ -50,7 +51,7 @@ struct Params {
   uint32_t a_blocks;     // of the grid
 };
 
-// Eight values of a row.
+// Writes the terms of eight values of a row.
 __device__ __forceinline__ void write_bf16x3_terms(const float (&v)[8], __nv_bfloat16* g_to,
                                                    int64_t to_next) {
   uint32_t terms[3][4];
@@ -78,8 +79,8 @@ __device__ __forceinline__ void write_values(const float (&v)[8], float* g_to) {
 
 template <bool kBf16x3>
 __global__ void __launch_bounds__(kThreads) operands_kernel(const __grid_constant__ Params p) {
-  constexpr int kLine = kTile + 1;
-  __shared__ float s_tile[kTile * kLine];  // [k][row]
+  constexpr int kPitch = kTile + 1;         // so that columns lie in different banks
+  __shared__ float s_tile[kTile * kPitch];  // [k][row]
   griddep_launch_dependents();
   griddep_wait();
   const bool is_a = blockIdx.x < p.a_blocks;
@@ -89,12 +90,12 @@ __global__ void __launch_bounds__(kThreads) operands_kernel(const __grid_constan
   const int64_t first_k = int64_t(block - strip * p.k_slices.divisor()) * kTile;
   const int64_t batch = strip / from.blocks, first_row = int64_t(strip % from.blocks) * kTile;
   const float* g_from = from.data + batch * from.batch_stride;
-  const int64_t line = line_of(p.k);
+  const int64_t row_elems = padded_k(p.k);
   const auto write = [&](const float (&v)[8], int64_t row, int64_t k) {
     const int64_t terms = kBf16x3 ? 3 : 1;
-    const int64_t at = (batch * terms * from.rows + row) * line + k;
+    const int64_t at = (batch * terms * from.rows + row) * row_elems + k;
     if constexpr (kBf16x3) {
-      write_bf16x3_terms(v, static_cast<__nv_bfloat16*>(from.to) + at, from.rows * line);
+      write_bf16x3_terms(v, static_cast<__nv_bfloat16*>(from.to) + at, from.rows * row_elems);
     } else {
       write_values(v, static_cast<float*>(from.to) + at);
     }
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kThreads) operands_kernel(const __grid_constan
         v = *reinterpret_cast<const float4*>(g_from + first_row + row +
                                              (first_k + k) * from.k_stride);
       }
-      float* s_to = s_tile + k * kLine + row;
+      float* s_to = s_tile + k * kPitch + row;
       s_to[0] = v.x;
       s_to[1] = v.y;
       s_to[2] = v.z;
@@ -138,7 +139,7 @@ __global__ void __launch_bounds__(kThreads) operands_kernel(const __grid_constan
       v[4] = right.x, v[5] = right.y, v[6] = right.z, v[7] = right.w;
     } else {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) v[j] = s_tile[(k + j) * kLine + row];
+      for (int j = 0; j < 8; ++j) v[j] = s_tile[(k + j) * kPitch + row];
     }
     write(v, to, first_k + k);
   }
@@ -172,11 +173,11 @@ Sm90Written write_sm90_operands(const GemmParams& p, cudaStream_t stream) {
   grid.overlaps = true;
   launch_kernel(math == GemmMath::kFloat32 ? operands_kernel<true> : operands_kernel<false>, grid,
                 stream, params);
-  const int64_t line = line_of(p.k);
+  const int64_t row_elems = padded_k(p.k);
   const auto operand = [&](const Source& s) -> GemmOperand {
-    return {s.to, line, 1, s.batch == 1 && p.batch > 1 ? 0 : terms * s.rows * line};
+    return {s.to, row_elems, 1, s.batch == 1 && p.batch > 1 ? 0 : terms * s.rows * row_elems};
   };
-  return {operand(a), operand(b), a.rows * line, b.rows * line};
+  return {operand(a), operand(b), a.rows * row_elems, b.rows * row_elems};
 }
 
 }  // namespace torchweld

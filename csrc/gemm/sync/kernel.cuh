@@ -257,7 +257,7 @@ __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],
           }
         };
         multiply_split<kHandlesNonFinite>(acc, read_one, check);
-        __syncwarp();  // NOTE: without it the compiler mixes two turns and spills
+        __syncwarp();  // NOTE: without it the compiler mixes two iterations and spills
       }
       advance();
     }

@@ -1,4 +1,4 @@
-// From a product to the kernel on mma.sync that takes it. Torch-free.
+// Launches the kernel on mma.sync for a product. Torch-free.
 #pragma once
 
 #include <cuda_runtime_api.h>

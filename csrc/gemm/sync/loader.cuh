@@ -3,7 +3,7 @@
 // A tile has kRows rows (M or N) of one k-block. Its layout in shared memory depends on which of
 // the two is contiguous in global memory:
 //   K-major   [row][k], 128 bytes a row; 16-byte chunk c of row r lies at c ^ (r % 8)
-//   MN-major  [k][row]; chunk c of line k lies at c ^ (k % 8), for fp32 at c ^ (k % 4 * 2)
+//   MN-major  [k][row]; chunk c of column k lies at c ^ (k % 8), for fp32 at c ^ (k % 4 * 2)
 // so that ldmatrix (and the 4-byte reads of MN-major fp32) touch every bank once.
 #pragma once
 
@@ -12,8 +12,8 @@
 
 namespace torchweld {
 
-// Row r of the tile among the operand's rows. Of a gated product's b every other group of 8 rows
-// comes from the right half, so that both halves of a column meet in one warp.
+// The operand's row for row r of the tile. In a gated product every other group of 8 rows of b
+// comes from the right half, so that one warp has both halves of a column.
 struct RowOrder {
   bool gated;
   __device__ __forceinline__ int64_t column(int r) const {
@@ -40,40 +40,41 @@ template <typename T, int kRows, int kThreads, bool kKMajor>
 class TileLoader {
   static constexpr int kChunkElems = 16 / sizeof(T);
   static constexpr int kBlockK = kKBlockBytes / sizeof(T);
-  // Chunks along a line of the tile, and lines: rows where K-major, columns of K otherwise.
-  static constexpr int kLineChunks = kKMajor ? 8 : kRows / kChunkElems;
-  static constexpr int kLines = kKMajor ? kRows : kBlockK;
-  static constexpr int kLineStep = kThreads / kLineChunks;
-  static constexpr int kLoads = kLines / kLineStep;
-  // From one of the thread's lines to the next the chunk's place must not change.
+  // The tile's extents in chunks along its contiguous dim and in elements along its strided one,
+  // which is M or N where K-major and K otherwise.
+  static constexpr int kContiguousChunks = kKMajor ? 8 : kRows / kChunkElems;
+  static constexpr int kStrided = kKMajor ? kRows : kBlockK;
+  static constexpr int kStridedStep = kThreads / kContiguousChunks;
+  static constexpr int kLoads = kStrided / kStridedStep;
+  // All of a thread's chunks have the same swizzle.
   static constexpr int kSwizzlePeriod = kKMajor || sizeof(T) == 2 ? 8 : 4;
-  static_assert(kThreads % kLineChunks == 0 && kLines % kLineStep == 0 && kLoads <= 32);
-  static_assert(kLineStep % (kKMajor ? 16 : kSwizzlePeriod) == 0);
+  static_assert(kThreads % kContiguousChunks == 0 && kStrided % kStridedStep == 0 && kLoads <= 32);
+  static_assert(kStridedStep % (kKMajor ? 16 : kSwizzlePeriod) == 0);
 
  public:
   __device__ __forceinline__ TileLoader(const TileSource& source, int64_t k_begin, int64_t k_end,
                                         int thread)
       : k_left_(int(k_end - k_begin)) {
-    const int chunk = thread % kLineChunks, line = thread / kLineChunks;
-    const int first = kKMajor ? line : chunk * kChunkElems;
+    const int chunk = thread % kContiguousChunks, strided = thread / kContiguousChunks;
+    const int first = kKMajor ? strided : chunk * kChunkElems;
     const int64_t row = source.first_row + source.order.column(first);
     from_ = source.data + row * source.row_bytes + source.order.half(first) * source.half_bytes +
-            (k_begin + (kKMajor ? chunk * kChunkElems : line)) * source.k_bytes;
+            (k_begin + (kKMajor ? chunk * kChunkElems : strided)) * source.k_bytes;
     if constexpr (kKMajor) {
-      const int64_t step = source.order.column(kLineStep);
-      line_bytes_ = step * source.row_bytes;
+      const int64_t step = source.order.column(kStridedStep);
+      stride_bytes_ = step * source.row_bytes;
       k_left_ -= chunk * kChunkElems;
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) valid_ |= uint32_t(row + i * step < source.rows) << i;
     } else {
-      line_bytes_ = kLineStep * source.k_bytes;
-      k_left_ -= line;
+      stride_bytes_ = kStridedStep * source.k_bytes;
+      k_left_ -= strided;
       valid_ = row < source.rows;
     }
     wrap_bytes_ =
-        (kKMajor ? int64_t{kKBlockBytes} : kBlockK * source.k_bytes) - kLoads * line_bytes_;
-    const int swizzle = kSwizzlePeriod == 8 ? line & 7 : (line & 3) << 1;
-    s_offset_ = line * kLineChunks * 16 + ((chunk ^ swizzle) << 4);
+        (kKMajor ? int64_t{kKBlockBytes} : kBlockK * source.k_bytes) - kLoads * stride_bytes_;
+    const int swizzle = kSwizzlePeriod == 8 ? strided & 7 : (strided & 3) << 1;
+    s_offset_ = strided * kContiguousChunks * 16 + ((chunk ^ swizzle) << 4);
   }
 
   // Loads part kPart of the next k-block into a stage of the ring. Parts are loaded in order.
@@ -83,9 +84,10 @@ class TileLoader {
 #pragma unroll
     for (int i = kFirst; i < kLast; ++i) {
       const bool there =
-          kKMajor ? k_left_ > 0 && (valid_ >> i & 1) : valid_ && k_left_ > i * kLineStep;
-      copy_async_16_if(s_stage + s_offset_ + i * kLineStep * kLineChunks * 16, from_, there);
-      from_ += line_bytes_;
+          kKMajor ? k_left_ > 0 && (valid_ >> i & 1) : valid_ && k_left_ > i * kStridedStep;
+      copy_async_16_if(s_stage + s_offset_ + i * kStridedStep * kContiguousChunks * 16, from_,
+                       there);
+      from_ += stride_bytes_;
     }
     if constexpr (kPart == kParts - 1) {
       from_ += wrap_bytes_;
@@ -95,18 +97,18 @@ class TileLoader {
 
  private:
   const char* from_;  // this thread's next chunk
-  int64_t line_bytes_,
+  int64_t stride_bytes_,
       wrap_bytes_;  // from chunk to chunk, and from behind the last to the next k-block
   int k_left_;      // of this thread's first chunk, in elements
   uint32_t valid_ = 0;
   uint32_t s_offset_;
 };
 
-// Fragments of one k-slice (16 16-bit or 8 fp32 columns: two chunks) of a warp's rows, which start
-// at a multiple of 32. Every place is an offset plus (lane's swizzle ^ constant).
+// Reads fragments of one k-slice (16 16-bit or 8 fp32 columns: two chunks) of a warp's rows, which
+// start at a multiple of 32. Every address is an offset plus (lane's swizzle ^ constant).
 template <typename T, int kRows, bool kKMajor>
 class FragmentReader {
-  static constexpr int kLineBytes = kKMajor ? 128 : kRows * int(sizeof(T));
+  static constexpr int kSharedRowBytes = kKMajor ? 128 : kRows * int(sizeof(T));
   static constexpr bool kMatrix = kKMajor || sizeof(T) == 2;  // ldmatrix can load it
 
  public:
@@ -122,29 +124,29 @@ class FragmentReader {
       reader.offset_ = (first_row + row_bit * 8 + in) * 128;
       reader.swizzle_ = (k_bit ^ in) << 4;
     } else if constexpr (kMatrix) {
-      reader.offset_ = (k_bit * 8 + in) * kLineBytes;
+      reader.offset_ = (k_bit * 8 + in) * kSharedRowBytes;
       reader.swizzle_ = ((first_row / 8 + row_bit) ^ in) << 4;
     } else {
-      reader.offset_ = t * kLineBytes + (g & 3) * 4;
+      reader.offset_ = t * kSharedRowBytes + (g & 3) * 4;
       reader.swizzle_ = ((first_row / 4 + (g >> 2)) ^ (t << 1)) << 4;
     }
     return reader;
   }
 
-  // (16 rows, slice) from row 16 * i of the warp's on.
+  // Loads (16 rows, slice) from row 16 * i of the warp's rows on.
   template <bool kForA>
   __device__ __forceinline__ void load(uint32_t (&r)[4], uint32_t s_tile, int i, int slice) const {
     if constexpr (kKMajor) {
       load_matrix_4(r, s_tile + offset_ + (swizzle_ ^ (slice << 5)) + i * 16 * 128);
     } else if constexpr (kMatrix) {
-      load_matrix_4_transposed(r,
-                               s_tile + offset_ + (swizzle_ ^ (i << 5)) + slice * 16 * kLineBytes);
+      load_matrix_4_transposed(
+          r, s_tile + offset_ + (swizzle_ ^ (i << 5)) + slice * 16 * kSharedRowBytes);
     } else {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const int row_bit = kForA ? k & 1 : k >> 1, k_bit = kForA ? k >> 1 : k & 1;
         r[k] = load_word(s_tile + offset_ + (swizzle_ ^ (i * 4 + row_bit * 2) << 4) +
-                         (slice * 8 + k_bit * 4) * kLineBytes);
+                         (slice * 8 + k_bit * 4) * kSharedRowBytes);
       }
     }
   }
