@@ -1,19 +1,19 @@
-// Accesses to global memory that stay as they are written: whole, and loads where they stand.
+// Accesses to global memory that the compiler neither splits nor moves.
 //
-// NOTE: volatile assembly. The compiler moves ordinary loads to where their values are used, which
-// leaves one in flight where a batch of them was meant, and splits stores under a condition. A
-// matrix pass with sums took 2.3 times as long: outer_mul_relu_backward (16384, 16384) float32.
+// NOTE: they are volatile assembly. The compiler moves ordinary loads to where their values are
+// used, so that one is in flight instead of a batch, and splits stores under a condition. A matrix
+// pass with sums was 2.3 times slower: outer_mul_relu_backward (16384, 16384) float32.
 #pragma once
 
 #include "device/vec.cuh"
 
 namespace torchweld {
 
-// What an access of kElems values holds: 16 bytes, or the bits of one value.
+// The bits of an access of kElems values: 16 bytes, or one value.
 template <int kElems>
 using AccessOf = std::conditional_t<kElems == 1, uint32_t, uint4>;
 
-// The bits of a value, 0 where the condition is false.
+// Loads the bits of a value, or 0 where the condition is false.
 template <typename T>
 __device__ __forceinline__ uint32_t load_bits_if(const T* g_from, bool holds) {
   uint32_t bits = 0;
@@ -38,7 +38,7 @@ __device__ __forceinline__ float float_of_bits(uint32_t bits) {
   }
 }
 
-// 16 bytes, zeros where the condition is false.
+// Loads 16 bytes, or zeros where the condition is false.
 __device__ __forceinline__ uint4 load_words_if(const void* g_from, bool holds) {
   uint4 words = make_uint4(0, 0, 0, 0);
   asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0;\n@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];}"
@@ -47,8 +47,8 @@ __device__ __forceinline__ uint4 load_words_if(const void* g_from, bool holds) {
   return words;
 }
 
-// 4 values that another block has sent, zeros where the condition is false.
-// NOTE: past the L1 cache, which another SM's stores don't reach.
+// Loads 4 values that another block has stored, or zeros where the condition is false.
+// NOTE: it bypasses the L1 cache, which another SM's stores don't reach.
 __device__ __forceinline__ float4 load_sent_if(const float* g_from, bool holds) {
   float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
   asm volatile(

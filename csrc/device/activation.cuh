@@ -1,5 +1,5 @@
-// The pointwise functions of the linear ops and their derivatives, in fp32. kExact asks for
-// fp32-accurate exponentials and divisions; results that are rounded to 16 bits do without.
+// The pointwise functions of the linear ops and their derivatives, in fp32. kExact selects
+// fp32-accurate exponentials and divisions, which results that are rounded to 16 bits don't need.
 #pragma once
 
 #include <cmath>
@@ -43,7 +43,7 @@ __device__ __forceinline__ float gelu(float x) {
   tail = fmaf(t, tail, 0.15906724f);
   tail = fmaf(t, tail, 0.14672485f) * t;
   tail *= exp2_approx_ftz(x * x * (-0.5f * kLog2e));
-  // NOTE: the bound keeps inf, where the tail is 0; -inf and NaN become NaN, as in torch.
+  // NOTE: the bound makes the tail of inf 0, so inf stays inf; -inf and NaN give NaN, as in torch.
   return fmaf(-fmaxf(-x, fminf(x, 16.f)), tail, relu(x));
 }
 
@@ -110,8 +110,8 @@ __device__ __forceinline__ ValueAndSlope silu_and_slope(float x) {
   return {x * s.of_x, s.of_x * (1.f + x * s.complement)};
 }
 
-// NOTE: the switches stand outside of the loops over a thread's values; a switch a value costs more
-// than the function.
+// NOTE: the switches are outside the loops over a thread's values, because a switch per value costs
+// more than the function.
 template <bool kExact, int kCount>
 __device__ __forceinline__ void activate(float (&z)[kCount], Activation activation) {
   const auto each = [&](auto f) {

@@ -1,4 +1,4 @@
-// Flags by which the blocks of a launch tell each other that something is in memory.
+// Flags by which a block of a launch signals another one that data is in memory.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,12 +14,12 @@ struct BlockFlags {
   uint64_t* flags;
   uint64_t number;  // next_launch_number()
 
-  // By one thread, behind a barrier of those that have written.
+  // One thread calls it, behind a barrier of the threads that have stored the data.
   __device__ __forceinline__ void raise(int64_t i) const {
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flags + i), "l"(number) : "memory");
   }
 
-  // By one thread, before a barrier of those that are going to read.
+  // One thread calls it, before a barrier of the threads that load the data.
   __device__ __forceinline__ void wait(int64_t i) const {
     uint64_t flag;
     do {

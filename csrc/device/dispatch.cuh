@@ -1,4 +1,4 @@
-// From the dtype that the host names to a C++ type.
+// Dispatch of run-time dtypes and indices to compile-time ones.
 #pragma once
 
 #include <initializer_list>
@@ -42,8 +42,8 @@ struct MatrixRows {
   int64_t row_stride;
 };
 
-// Calls body with a value of the element type and the elements of an access: 16 bytes where the
-// matrices' rows, n columns each, let it, or one.
+// Calls body with a value of the element type and the elements of an access: 16 bytes where
+// all rows, of n columns, start on 16-byte boundaries, else one element.
 template <typename Body>
 void dispatch_access(DType dtype, int64_t n, std::initializer_list<MatrixRows> matrices,
                      const Body& body) {

@@ -1,4 +1,4 @@
-// What the current device can do in the code that runs on it.
+// The features of the current device that the code compiled for it may use.
 #include "core/device.h"
 
 #include <atomic>
@@ -9,15 +9,15 @@
 
 namespace torchweld {
 
-// In a dry run, nullptr elsewhere.
+// The facts that a dry run assumes; nullptr outside of one.
 const DeviceFacts* assumed_device_facts();
 
 namespace {
 
 constexpr int kOtherThreads = 32, kWarpgroupThreads = 128;
 
-// NOTE: its most threads tell the host whether this code may have products of warpgroups. The PTX
-// version does not: sm_90a and sm_90 have the same.
+// NOTE: its maximum of threads encodes whether the code has wgmma. The PTX version does not: sm_90a
+// and sm_90 have the same one.
 __global__ void __launch_bounds__(TW_HAS_WGMMA ? kWarpgroupThreads : kOtherThreads)
     target_probe_kernel() {}
 
@@ -40,14 +40,14 @@ int active_clusters(int blocks, int shared) {
   config.dynamicSmemBytes = static_cast<size_t>(shared);
   config.attrs = &cluster;
   config.numAttrs = 1;
-  int most = 0;
+  int clusters = 0;
   const bool known =
-      cudaOccupancyMaxActiveClusters(&most, target_probe_kernel, &config) == cudaSuccess;
-  return known ? most : 0;
+      cudaOccupancyMaxActiveClusters(&clusters, target_probe_kernel, &config) == cudaSuccess;
+  return known ? clusters : 0;
 }
 
-// NOTE: a chip newer than the code that was compiled for it runs the PTX of an older one, where
-// everything under TW_HAS_CLUSTERS is missing; the device's compute capability does not tell.
+// NOTE: the device's compute capability is not enough: a chip newer than the compiled code may run
+// PTX of an older architecture, in which everything under TW_HAS_CLUSTERS is missing.
 DeviceFacts ask(int device) {
   DeviceFacts facts;
   facts.sms = attribute(cudaDevAttrMultiProcessorCount, device);
@@ -63,7 +63,7 @@ DeviceFacts ask(int device) {
     facts.active_clusters[blocks] = active_clusters(blocks, facts.shared_limit);
   }
   facts.clusters_of_16 = facts.active_clusters[16] > 0;
-  (void)cudaGetLastError();  // a question that failed is answered with 0; the launch tells why
+  (void)cudaGetLastError();  // a failed query counts as 0; the launch reports the error
   return facts;
 }
 
@@ -77,7 +77,7 @@ const DeviceFacts& device_facts() {
   static std::mutex mutex;
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess || device >= kMaxDevices) {
-    (void)cudaGetLastError();  // the launch tells what is wrong
+    (void)cudaGetLastError();  // the launch reports the error
     return none;
   }
   if (const DeviceFacts* facts = known[device].load(std::memory_order_acquire)) return *facts;

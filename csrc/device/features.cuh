@@ -1,5 +1,5 @@
-// Which instruction families the architecture being compiled for has. Each file that asks includes
-// this one: an undefined macro in `#if` counts as 0 without a warning.
+// The instruction families of the architecture being compiled for. Every file that uses the macros
+// must include this one, because an undefined macro in `#if` silently counts as 0.
 #pragma once
 
 // Thread block clusters and TMA: sm_90 and later.
@@ -9,7 +9,7 @@
 #define TW_HAS_CLUSTERS 0
 #endif
 
-// wgmma and setmaxnreg: sm_90a alone, no later chip.
+// wgmma and setmaxnreg: only sm_90a, no later chip.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define TW_HAS_WGMMA 1
 #else

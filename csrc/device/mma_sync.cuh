@@ -12,13 +12,14 @@
 
 namespace torchweld {
 
-// 16 bytes from global to shared memory, of which the first `bytes` are read and the rest is zero.
+// Copies 16 bytes from global to shared memory: the first `bytes` are read, the rest is zero.
 __device__ __forceinline__ void copy_async_16(uint32_t s_to, const void* g_from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(s_to), "l"(g_from), "r"(bytes)
                : "memory");
 }
 
-// 16 bytes, or zeros where `there` is false; the source is then not read, wherever it points.
+// Copies 16 bytes, or zeros where `there` is false. It then reads nothing, so the source may be
+// invalid.
 __device__ __forceinline__ void copy_async_16_if(uint32_t s_to, const void* g_from, bool there) {
   asm volatile(
       "{ .reg .pred ignore; setp.eq.u32 ignore, %2, 0;\n"
@@ -31,13 +32,14 @@ __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most kPending of the committed groups are still on their way.
+// Waits until at most kPending of the committed groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+// Loads four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l
+// / 8.
 __device__ __forceinline__ void load_matrix_4(uint32_t (&r)[4], uint32_t s_row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -113,7 +115,8 @@ __device__ __forceinline__ void mma_1688(float (&d)[4], const uint32_t (&a)[4], 
 }
 
 // x rounded to TF32, as the bits of an fp32.
-// NOTE: of a NaN that has its bits among the low 13 alone inf is left. No instruction makes one.
+// NOTE: a NaN whose mantissa bits are all among the low 13 becomes inf. No instruction makes such a
+// NaN.
 __device__ __forceinline__ uint32_t round_to_tf32(float x) {
   uint32_t bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
@@ -122,9 +125,9 @@ __device__ __forceinline__ uint32_t round_to_tf32(float x) {
 
 // x = big + small to 2^-22 of x, both TF32. Source: Ootomo and Yokota, "Recovering single precision
 // accuracy from Tensor Cores", 2022.
-// NOTE: `cross` stands for big in the products with the other operand's small part. It is 0 where x
-// is inf or NaN: big * big carries those, and inf * 0 would turn an inf into NaN. An x that rounds
-// to inf is cut instead.
+// NOTE: `cross` replaces big in the products with the other operand's small part. It is 0 where x
+// is inf or NaN: big * big propagates those, and inf * 0 would make an inf NaN. An x that rounds to
+// inf is truncated instead.
 struct SplitTf32 {
   uint32_t big, small, cross;
   __device__ __forceinline__ explicit SplitTf32(float x) {
@@ -137,8 +140,7 @@ struct SplitTf32 {
   }
 };
 
-// 4 or 8 bytes from global to shared memory, of which the first `bytes` are read and the rest is
-// zero.
+// Copies 4 or 8 bytes from global to shared memory: the first `bytes` are read, the rest is zero.
 __device__ __forceinline__ void copy_async_4(uint32_t s_to, const void* g_from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(s_to), "l"(g_from), "r"(bytes)
                : "memory");
@@ -148,11 +150,11 @@ __device__ __forceinline__ void copy_async_8(uint32_t s_to, const void* g_from, 
                : "memory");
 }
 
-// Two fp32 values as pairs of bf16 with high + middle + low equal to them. Products of these terms
-// are exact in a tensor core's sums; products of TF32 halves are not.
-// NOTE: `cross` replaces high in the products with the other operand's smaller terms.
-// kHandlesNonFinite: it is 0 where a value is inf or NaN, because high * high carries those and inf
-// * 0 would turn an inf into NaN; and a value that rounds to inf is truncated instead. Without
+// Two fp32 values as pairs of bf16 terms: high + middle + low equals the values. Products of these
+// terms are exact in a tensor core's accumulators; products of TF32 halves are not.
+// NOTE: `cross` replaces high in the products with the other operand's smaller terms. With
+// kHandlesNonFinite it is 0 where a value is inf or NaN, because high * high propagates those and
+// inf * 0 would make an inf NaN; a value that rounds to inf is truncated instead. Without
 // kHandlesNonFinite such values make `check` NaN.
 template <bool kHandlesNonFinite>
 struct SplitBf16 {
@@ -178,7 +180,7 @@ struct SplitBf16 {
 
  private:
   static __device__ __forceinline__ bool finite(float x) { return fabsf(x) <= 3.402823466e38f; }
-  // The rounded pair, or x's upper half in both halves where x is finite and its rounding is not.
+  // The rounded pair, or x's upper half twice where x is finite and rounds to inf.
   static __device__ __forceinline__ uint32_t cut(float x, uint32_t rounded) {
     constexpr float kRoundsToInf = 3.3961775e38f;  // 2^128 - 2^119
     const uint32_t upper = __float_as_uint(x) >> 16;
@@ -202,8 +204,8 @@ struct SplitFragment {
 };
 
 // d += a @ b to fp32 accuracy, in six products of terms.
-// NOTE: tensor cores truncate when they accumulate. The largest terms, whose products are exact,
-// and the rest have sums of their own; additions that round add them to the running sum.
+// NOTE: tensor cores truncate when they accumulate. The products of the largest terms, which are
+// exact, and those of the others have accumulators of their own; rounding additions add them to d.
 template <bool kHandlesNonFinite>
 __device__ __forceinline__ void mma_split(float (&d)[4],
                                           const SplitFragment<4, kHandlesNonFinite>& a,
@@ -220,7 +222,7 @@ __device__ __forceinline__ void mma_split(float (&d)[4],
   for (int i = 0; i < 4; ++i) d[i] += sum[i] + rest[i];
 }
 
-// d += a @ b for values that are split already, or finite.
+// The bf16 terms of a fragment's fp32 values. mma_terms handles inf and NaN among them.
 template <int kPairs>
 struct TermFragment {
   uint32_t high[kPairs], middle[kPairs], low[kPairs];
@@ -234,14 +236,13 @@ struct TermFragment {
   }
 };
 
-// part = a @ b to fp32 accuracy for kM x 2 kPairs tiles, whose chains of products run side by side.
-// The largest terms come last, on top of the others' sum: the truncation there is below the tensor
-// core's own.
-// NOTE: `handles_non_finite` is for fragments with inf or NaN, whose smaller terms are 0: the
-// products of the largest terms alone are torch's results there; products of inf and 0 would be
-// NaN.
+// partial = a @ b to fp32 accuracy for kM x 2 kPairs tiles, whose chains of products are
+// interleaved. The largest terms come last, on top of the others' sum, whose truncation is then
+// negligible.
+// NOTE: handles_non_finite is for fragments with inf or NaN, whose smaller terms are 0. The
+// products of the largest terms are then the result, because products of inf and 0 are NaN.
 template <int kM, int kPairs>
-__device__ __forceinline__ void mma_terms(float (&part)[kM][2 * kPairs][4],
+__device__ __forceinline__ void mma_terms(float (&partial)[kM][2 * kPairs][4],
                                           const TermFragment<4> (&a)[kM],
                                           const TermFragment<2> (&b)[kPairs][2],
                                           bool handles_non_finite) {
@@ -252,7 +253,7 @@ __device__ __forceinline__ void mma_terms(float (&part)[kM][2 * kPairs][4],
 #pragma unroll
     for (int j = 0; j < 2 * kPairs; ++j) {
 #pragma unroll
-      for (int i = 0; i < kM; ++i) body(part[i][j], a[i], b[j / 2][j % 2]);
+      for (int i = 0; i < kM; ++i) body(partial[i][j], a[i], b[j / 2][j % 2]);
     }
   };
   for_each_tile([](float (&d)[4], const auto&, const auto&) { d[0] = d[1] = d[2] = d[3] = 0.f; });
@@ -272,9 +273,9 @@ __device__ __forceinline__ void mma_terms(float (&part)[kM][2 * kPairs][4],
   }
 }
 
-// to(i, j) += a[i] @ b_j for kM left operands and kPairs times two right ones, which
-// load(b, j / 2) reads. kAtOnce pairs are multiplied at once; the next of them are read, and the
-// sums of those before added, meanwhile.
+// to(i, j) += a[i] @ b_j for kM left operands and kPairs pairs of right ones, which load(b, j / 2)
+// reads. While kAtOnce pairs are multiplied, the next ones are read and the results of the last
+// ones are added.
 template <int kPairs, int kAtOnce, int kM, typename Load, typename To>
 __device__ __forceinline__ void multiply_terms(const TermFragment<4> (&a)[kM],
                                                bool handles_non_finite, const Load& load,
@@ -282,7 +283,7 @@ __device__ __forceinline__ void multiply_terms(const TermFragment<4> (&a)[kM],
   constexpr int kGroups = kPairs / kAtOnce;
   static_assert(kPairs % kAtOnce == 0);
   TermFragment<2> b[2][kAtOnce][2];
-  float part[2][kM][2 * kAtOnce][4];
+  float partial[2][kM][2 * kAtOnce][4];
   const auto read = [&](int group) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) load(b[group % 2][i], group * kAtOnce + i);
@@ -294,7 +295,7 @@ __device__ __forceinline__ void multiply_terms(const TermFragment<4> (&a)[kM],
       for (int i = 0; i < kM; ++i) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          to(i, group * 2 * kAtOnce + j)[k] += part[group % 2][i][j][k];
+          to(i, group * 2 * kAtOnce + j)[k] += partial[group % 2][i][j][k];
         }
       }
     }
@@ -303,9 +304,9 @@ __device__ __forceinline__ void multiply_terms(const TermFragment<4> (&a)[kM],
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
     if (group + 1 < kGroups) read(group + 1);
-    mma_terms(part[group % 2], a, b[group % 2], handles_non_finite);
+    mma_terms(partial[group % 2], a, b[group % 2], handles_non_finite);
     if (group > 0) add(group - 1);
-    // NOTE: without it the compiler puts the additions off until it spills.
+    // NOTE: without it the compiler postpones the additions until it spills.
     if (kGroups > 1) __syncwarp();
   }
   add(kGroups - 1);

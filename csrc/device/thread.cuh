@@ -1,4 +1,4 @@
-// The thread's place in its block.
+// The thread's index in its block.
 #pragma once
 
 #include <cuda_runtime_api.h>

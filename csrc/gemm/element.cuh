@@ -1,4 +1,4 @@
-// The C++ types that a GemmMath stands for.
+// The C++ type of a GemmMath.
 #pragma once
 
 #include <type_traits>
@@ -8,7 +8,7 @@
 
 namespace torchweld {
 
-// What memory holds of operands and results.
+// The type of operands and results in memory.
 template <GemmMath kMath>
 using ElementOf =
     std::conditional_t<kMath == GemmMath::kFloat16, __half,

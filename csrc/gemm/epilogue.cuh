@@ -1,4 +1,4 @@
-// The epilogue of groups of 8 finished sums: bias, pre-activation, activation or gate, rounding.
+// The epilogue of groups of 8 accumulators: bias, pre-activation, activation or gate, rounding.
 // The matmul kernels and the reduction of a split product share it.
 //
 // The activation is a switch at run time, not a template parameter. The sums of a work tile go
@@ -13,9 +13,9 @@
 
 namespace torchweld {
 
-constexpr int kGroup = 8;  // columns that a thread finishes at a time
+constexpr int kGroup = 8;  // columns of a thread's store
 
-// 8 sums of a split product, to the workspace and from it.
+// Stores 8 sums of a split in the workspace, and adds 8 sums from it.
 __device__ __forceinline__ void store_sums(float* g_sums, const float (&v)[kGroup]) {
   __stwb(reinterpret_cast<float4*>(g_sums), make_float4(v[0], v[1], v[2], v[3]));
   __stwb(reinterpret_cast<float4*>(g_sums) + 1, make_float4(v[4], v[5], v[6], v[7]));
@@ -50,7 +50,7 @@ __device__ __forceinline__ void store_group(T* g_to, int columns, const float (&
   }
 }
 
-// Every other element: the results of an interleaved half.
+// Stores every other element: the results of an interleaved half.
 template <typename T>
 __device__ __forceinline__ void store_every_other(T* g_to, int columns, const float (&v)[kGroup]) {
 #pragma unroll
@@ -59,7 +59,7 @@ __device__ __forceinline__ void store_every_other(T* g_to, int columns, const fl
   }
 }
 
-// Finishes sums of columns [column, column + 8) of y; column < n.
+// Runs the epilogue of columns [column, column + 8) of y; column < n.
 template <typename T>
 class GroupWriter {
   static constexpr bool kExact = sizeof(T) == 4;
@@ -68,8 +68,8 @@ class GroupWriter {
   __device__ __forceinline__ GroupWriter(const GemmParams& p, int64_t batch, int64_t column)
       : p_(p), batch_(batch), column_(column), columns_(int(min(int64_t{kGroup}, p.n - column))) {}
 
-  // kGroups rows' sums, `row_step` rows apart; where gated kGroups / 2 rows' left halves and then
-  // their right ones. `rows` of these rows exist.
+  // v has a group of kGroups rows, `row_step` rows apart; where gated, the left halves of
+  // kGroups / 2 rows and then their right ones. Only the first `rows` rows exist.
   // NOTE: several rows at once hide each other's latencies.
   template <int kGroups>
   __device__ __forceinline__ void write(int64_t row, int row_step, int rows,
@@ -101,7 +101,7 @@ class GroupWriter {
     return static_cast<T*>(p_.y) + batch_ * p_.y_batch_stride + column_;
   }
 
-  // The bias from element `at` on, every other one where halves are interleaved.
+  // Adds the bias from element `at` on, every other one where halves are interleaved.
   template <int kFirst, int kLast, int kGroups>
   __device__ __forceinline__ void add_bias(float (&v)[kGroups][kGroup], int64_t at) const {
     const GemmEpilogue& e = p_.epilogue;

@@ -25,7 +25,7 @@ void block_matmul(T* c, const T* a, const T* b, int64_t m, int64_t n, int64_t k,
 }
 
 #ifdef CPUBLAS_BRGEMM_F32F32F32
-// NOTE: oneDNN compiles a kernel for each set of sizes and keeps it: call it with few of them.
+// NOTE: oneDNN compiles and caches a kernel for each set of sizes, so callers should use few.
 template <>
 inline void block_matmul(float* c, const float* a, const float* b, int64_t m, int64_t n, int64_t k,
                          bool add) {
@@ -34,7 +34,7 @@ inline void block_matmul(float* c, const float* a, const float* b, int64_t m, in
     if (!add) std::fill_n(c, m * n, 0.0f);
     return;
   }
-  // The error of one chain of additions grows with k, so long ones are cut into equal blocks.
+  // The error of one chain of additions grows with k, so long ones are split into equal blocks.
   constexpr int64_t kMaxChain = 192;
   const int64_t blocks = divide_up(k, kMaxChain);
   for (int64_t i = 0; i < blocks; ++i) {

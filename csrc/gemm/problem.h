@@ -1,4 +1,4 @@
-// A product as the choice of its kernel sees it. Pure host code.
+// The properties of a product by which its kernel is chosen. Pure host code.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace torchweld {
 // cores.
 enum class GemmMath : int8_t { kFloat16, kBFloat16, kTf32, kFloat32 };
 
-// tf32: fp32 operands may be rounded to TF32.
+// `tf32`: fp32 operands may be rounded to TF32.
 constexpr GemmMath gemm_math(DType dtype, bool tf32) {
   if (dtype == DType::kFloat16) return GemmMath::kFloat16;
   if (dtype == DType::kBFloat16) return GemmMath::kBFloat16;
@@ -31,7 +31,7 @@ struct GemmProblem {
   bool gated, pointwise;   // a gate; a gate or an activation
   GemmMath math;
   bool a_k_major, b_k_major;  // each layout is a kernel of its own
-  bool normed;                // a norm of a's rows goes in front
+  bool normed;                // a norm of a's rows precedes the product
   DeviceFacts device;
 
   constexpr int64_t width() const { return gated ? 2 * n : n; }  // of b

@@ -1,4 +1,4 @@
-// How a product is cut into items of work: one tile of y, one batch, one split of K.
+// The work items of a product: one tile of y, one batch, one split of K.
 #pragma once
 
 #include "core/fast_divide.h"
@@ -10,7 +10,7 @@ namespace torchweld {
 // Rows of y in a band of tiles that are scheduled together.
 inline constexpr int kBandRows = 2048;
 
-// How the work is laid out: tiles in bands, then splits, then batches.
+// The order of the work items: tiles in bands, then splits, then batches.
 struct GemmSchedule {
   uint32_t tiles_m, tiles_n, items, band_tiles;
   FastDivisor tiles, splits, band_items, band_height, last_height;
@@ -27,7 +27,7 @@ struct GemmSchedule {
         last_height((tiles_m - 1) % band_tiles + 1) {}
 };
 
-// One item of work: which tile, batch and split.
+// The tile, batch and split of a work item.
 struct WorkTile {
   int64_t tile_m, tile_n, batch;
   int split;

@@ -1,4 +1,4 @@
-// The pointwise functions of the linear ops: their names, and what they do on the CPU.
+// The pointwise functions of the linear ops: their names, and their CPU implementation.
 #pragma once
 
 #include <ATen/ops/empty_like.h>
@@ -28,12 +28,12 @@ inline Activation parse_activation(const char* op, std::string_view name) {
            name, "'");
 }
 
-// The gradient needs the pre-activation z. relu's gradient can be read off y, none's needs nothing.
+// Whether the gradient needs the pre-activation z. relu's needs only y, none's needs nothing.
 inline bool saves_preact(Activation activation) {
   return activation != Activation::kNone && activation != Activation::kRelu;
 }
 
-// What a backward op asks for as `preact`: z, or y for relu.
+// The tensor that a backward op gets as `preact`: z, or y for relu.
 inline bool needs_preact(Activation activation) { return activation != Activation::kNone; }
 
 // y = activation(z); y may be z itself.

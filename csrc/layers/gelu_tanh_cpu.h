@@ -32,7 +32,7 @@ inline bool supports_gelu_tanh(const Tensor& a, const Tensor& b) {
          a.is_contiguous() && b.is_contiguous();
 }
 
-// Calls body(begin, end) for parts of `count` elements, among threads.
+// Calls body(begin, end) for ranges of `count` elements, in parallel.
 template <typename Body>
 void for_each_part(int64_t count, const Body& body) {
   constexpr int64_t kPart = 1 << 14;

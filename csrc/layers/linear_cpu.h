@@ -89,7 +89,7 @@ inline OptionalTensor onednn_linear(const Tensor& x, const Tensor& weight,
   return y;
 }
 
-// z (..., N) = activation(x @ weight.T + bias). z is contiguous, and may be replaced.
+// z (..., N) = activation(x @ weight.T + bias). z is contiguous; another tensor may replace it.
 inline void linear_into(Tensor& z, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& bias, Activation activation = Activation::kNone) {
   const Tensor rows = as_matrix(x);
@@ -108,8 +108,8 @@ inline void linear_into(Tensor& z, const Tensor& x, const Tensor& weight,
   activate_into(z, z, activation);
 }
 
-// a @ b into `to` (M, N), which may be replaced by another tensor with its strides. torch runs
-// 16-bit products on oneDNN itself.
+// `to` (M, N) = a @ b. The function may replace `to` by another tensor with the same strides. torch
+// itself runs 16-bit products on oneDNN.
 inline void matmul_into_cpu(Tensor& to, const Tensor& a, const Tensor& b) {
   if (to.scalar_type() != at::kFloat) {
     at::mm_out(to, a, b);
@@ -130,7 +130,7 @@ inline void matmul_into_cpu(Tensor& to, const Tensor& a, const Tensor& b) {
 }
 
 // The gradients of linear_into into tensors of linear_common.h; tensors of size (0,) are
-// not requested and stay as they are. dz (rows, N), x (rows, K).
+// not requested and stay unchanged. dz (rows, N), x (rows, K).
 inline void linear_backward_into(Tensor& dx, Tensor& dweight, Tensor& dbias,
                                  const std::array<bool, 3>& wanted, const Tensor& dz,
                                  const Tensor& x, const Tensor& weight) {

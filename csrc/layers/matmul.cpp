@@ -1,6 +1,6 @@
-// Operands that cp.async can't read in whole 16-byte chunks are copied first: odd K, odd strides,
-// misaligned bases. Reading them in place would need a variable source size, which costs ten
-// instructions a chunk in every product.
+// Runs a matmul on the engine. Operands that cp.async can't read in whole 16-byte chunks are copied
+// first: odd K, odd strides, misaligned bases. Reading them in place would need a variable source
+// size, which costs ten instructions a chunk in every product.
 #include "layers/matmul.h"
 
 #ifdef TORCHWELD_CUDA
@@ -40,7 +40,7 @@ struct Operand {
         (rows == 1 || t.row_stride % chunk == 0)) {
       return;
     }
-    // Eight rows that are read together belong to one half of a gated product.
+    // The kernels read eight rows together, which must belong to one half of a gated product.
     const bool whole = halves == 1 ? rows % chunk == 0 : !interleaved && rows / 2 % 8 == 0;
     if (base && whole && t.row_stride == 1 && (k == 1 || t.column_stride % chunk == 0)) {
       k_major = false;
@@ -54,7 +54,7 @@ struct Operand {
   }
 
   GemmOperand params(int64_t batch) const {
-    // A dim of size 1 may have any stride; the kernels see a harmless one.
+    // A dim of size 1 may have any stride; the kernels get 0.
     const int64_t row_stride = k_major ? (matrix.rows == 1 ? 0 : matrix.row_stride) : 1;
     const int64_t k_stride = k_major ? 1 : (matrix.columns == 1 ? 0 : matrix.column_stride);
     const bool shared = batch == 1 || matrix.batch == 1;
@@ -83,8 +83,7 @@ bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, const Matmul
   const int64_t batch = y.batch, m = y.rows, n = y.columns;
   const Tensor& out = y.tensor;
   if (n > 1 && y.column_stride != 1) {
-    // b @ a^T writes the same memory row by row. The epilogue is of y's columns, so there must be
-    // none.
+    // b @ a^T writes the same memory row by row, but its epilogue and norm would be of other dims.
     const bool plain = !is_given(epilogue.bias) && epilogue.activation == Activation::kNone &&
                        !epilogue.gated && !epilogue.preact.defined() && norm == nullptr;
     if (plain && (m == 1 || y.row_stride == 1)) {

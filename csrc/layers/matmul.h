@@ -1,4 +1,4 @@
-// From tensors to the matmul engine. Host code of CUDA builds only.
+// The matmul engine for tensors. Host code of CUDA builds only.
 #pragma once
 
 #include <utility>
@@ -8,7 +8,7 @@
 
 namespace torchweld {
 
-// True where torch's own switch lets fp32 matmuls round their operands to TF32.
+// True where torch's settings let fp32 matmuls round their operands to TF32.
 bool matmul_may_use_tf32(const Tensor& t);
 
 // A matrix in a tensor's memory, or a batch of them.
@@ -18,7 +18,7 @@ struct Matrix {
   int64_t rows, columns, row_stride, column_stride;
   int64_t batch = 1, batch_stride = 0;
 
-  // (rows, columns), or (batch, rows, columns).
+  // `t` is (rows, columns) or (batch, rows, columns).
   Matrix(const Tensor& t)
       : tensor(t),
         rows(t.size(-2)),
@@ -42,7 +42,7 @@ struct Matrix {
     std::swap(transposed.row_stride, transposed.column_stride);
     return transposed;
   }
-  // (batch, rows, columns)
+  // The tensor (batch, rows, columns).
   Tensor view() const {
     return tensor.as_strided({batch, rows, columns}, {batch_stride, row_stride, column_stride});
   }
@@ -62,7 +62,7 @@ struct MatmulEpilogue {
   Tensor dbias = {};  // where defined: may receive the sums of a's rows, (M,)
 };
 
-// What a norm does to a row: (x - mean) * rstd * scale + shift. RMSNorm has mean 0.
+// A norm of a row: (x - mean) * rstd * scale + shift. RMSNorm has mean 0.
 struct RowNorm {
   bool centred;
   OptionalTensor scale = std::nullopt;  // (K,)
@@ -75,7 +75,7 @@ struct RowStatistics {
   OptionalTensor rstd = std::nullopt;
 };
 
-// A norm of a's rows in front of the product. out: receives the statistics that it asks for.
+// A norm of a's rows before the product. The tensors given in `out` receive the statistics.
 struct MatmulNorm {
   RowNorm norm;
   double eps;
@@ -85,10 +85,10 @@ struct MatmulNorm {
 // Whether matmul_into supports a norm of a's rows: for few, short rows.
 bool matmul_supports_norm(const Matrix& a, const Matrix& b);
 
-// y = epilogue(a @ b.mT): a (M, K), b (N, K) or (2N, K), y (M, N); or all three with a batch in
-// front, where a and b may have a batch of 1. Any strides; empty sizes too. Returns whether
-// epilogue.dbias has the sums of a's rows: only Hopper's kernels for a weight's gradient compute
-// them.
+// y = epilogue(a @ b.mT): a (M, K), b (N, K) or (2N, K), y (M, N); or all three with a batch dim
+// first, where a and b may have a batch of 1. Strides are arbitrary and sizes may be 0. Returns
+// whether it has written epilogue.dbias, the sums of a's rows: only Hopper's kernels for a weight's
+// gradient compute them.
 bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b,
                  const MatmulEpilogue& epilogue = {}, const MatmulNorm* norm = nullptr);
 

@@ -1,5 +1,5 @@
-// What the CUDA ops around one matmul share beside linear_common.h: the norm of x's rows and the
-// gradients before and after the matmuls of a backward. Host code of CUDA builds only.
+// Functions of the CUDA ops around one matmul: the norm of x's rows, and the gradients before and
+// after the matmuls of a backward. Host code of CUDA builds only.
 #pragma once
 
 #include <limits>
@@ -50,7 +50,7 @@ T* data_if_wanted(const Tensor& t) {
 inline void run_norm(const RowNorm& norm, const Tensor& x, double eps, const RowStatistics& out,
                      const RowStatistics& saved, const Tensor& y) {
   if (x.numel() == 0) {
-    // The mean of nothing, as in torch.
+    // The mean of no values is NaN, as in torch.
     for (const OptionalTensor& t : {out.mean, out.rstd}) {
       if (is_given(t)) t->fill_(std::numeric_limits<double>::quiet_NaN());
     }
@@ -79,7 +79,7 @@ inline void run_norm(const RowNorm& norm, const Tensor& x, double eps, const Row
   launch_norm(p, current_stream());
 }
 
-// The normalised rows (rows, K) in x's dtype; the statistics too where `out` asks.
+// The normalised rows (rows, K) in x's dtype. The tensors given in `out` receive the statistics.
 inline Tensor norm_rows(const RowNorm& norm, const Tensor& x, double eps,
                         const RowStatistics& out = {}) {
   const Tensor y = empty_matrix(count_rows(x), x.size(-1), x);
@@ -134,8 +134,8 @@ inline void norm_backward_into(const Tensor& dx, const Tensor& dscale, const Ten
                        stream);
 }
 
-// dz (rows, N) = dy * activation'(z), from z (or y for relu), over a z that is given away; its sum
-// over the rows into dbias, unless that has size (0,).
+// dz (rows, N) = dy * activation'(z), from z (or y for relu). It overwrites a donated z. dbias gets
+// the sum over dz's rows, unless it has size (0,).
 inline Tensor activation_backward_into(const Tensor& dbias, const Tensor& dy,
                                        const OptionalTensor& preact, Activation activation) {
   const bool writes = needs_preact(activation);
@@ -158,13 +158,13 @@ inline Tensor activation_backward_into(const Tensor& dbias, const Tensor& dy,
   return dz;
 }
 
-// Whether the weight's gradient may bring that of the bias: without an activation dz is dy, over
-// which a pass would be left for nothing else.
+// Whether the weight's gradient should also compute the bias's. Without an activation dz is dy, so
+// dbias would otherwise need a pass of its own.
 inline bool bias_beside_weight(bool wants_weight, Activation activation) {
   return wants_weight && activation == Activation::kNone;
 }
 
-// dweight = dz^T @ x of rows, and dbias unless that has size (0,).
+// dweight = dz^T @ rows, and dbias unless that has size (0,).
 inline void weight_backward_into(const Tensor& dweight, const Tensor& dbias, const Tensor& dz,
                                  const Matrix& rows) {
   const CallScope part("dweight");

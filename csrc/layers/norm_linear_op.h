@@ -4,7 +4,7 @@
 //
 // <op>_forward also returns what the gradient needs: the pre-activation (or a (0,) tensor, see
 // linear), and the statistics of the rows (...) in fp32 (fp64 for fp64). The normalised rows are
-// computed again from them, so that they are not kept between forward and backward.
+// recomputed from them, so that they are not kept between forward and backward.
 #pragma once
 
 #include "core/dispatch.h"
@@ -16,8 +16,8 @@
 
 namespace torchweld {
 
-// What a norm is made of: its vectors (K,), scale before shift, and its statistics (...), mean
-// before rstd. LayerNorm has both of each, RMSNorm scale and rstd.
+// The tensors of a norm: its vectors (K,), scale before shift, and its statistics (...), mean
+// before rstd. LayerNorm has both of each, RMSNorm only scale and rstd.
 template <size_t kCount>
 using NormVectors = std::array<OptionalTensor, kCount>;
 template <size_t kCount>

@@ -1,5 +1,5 @@
-// Bulk copies of contiguous bytes between global and shared memory (cp.async.bulk), and additions
-// of fp32 values on the way (cp.reduce.async.bulk).
+// Bulk copies of contiguous bytes between global and shared memory (cp.async.bulk), and bulk
+// additions of fp32 values to global memory (cp.reduce.async.bulk).
 #pragma once
 
 #include "device/features.cuh"
@@ -8,7 +8,7 @@
 namespace torchweld {
 
 #if TW_HAS_CLUSTERS
-// Addresses and bytes are multiples of 16. The barrier hears of the bytes as they arrive.
+// Addresses and bytes are multiples of 16. The barrier counts the bytes that arrive.
 __device__ __forceinline__ void bulk_load(void* s_to, const void* g_from, uint32_t bytes,
                                           uint64_t* s_barrier) {
   asm volatile(
@@ -18,8 +18,8 @@ __device__ __forceinline__ void bulk_load(void* s_to, const void* g_from, uint32
       : "memory");
 }
 
-// Multicast: copies to this offset in every CTA of the cluster whose rank's bit is set, and signals
-// each one's barrier.
+// Multicast: copies to this offset in every CTA of the cluster whose rank's bit is set. Each one's
+// barrier counts the bytes that arrive.
 __device__ __forceinline__ void bulk_load_to_all(void* s_to, const void* g_from, uint32_t bytes,
                                                  uint64_t* s_barrier, uint16_t ranks) {
   asm volatile(
@@ -31,8 +31,8 @@ __device__ __forceinline__ void bulk_load_to_all(void* s_to, const void* g_from,
       : "memory");
 }
 
-// Addresses and bytes are multiples of 16. What was written to shared memory before needs
-// async_fence. Both belong to this thread's next tma_commit.
+// Addresses and bytes are multiples of 16. Earlier stores to the source need an async_fence. Copies
+// and additions belong to this thread's next tma_commit.
 __device__ __forceinline__ void bulk_store(float* g_to, const float* s_from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
                :
@@ -46,13 +46,14 @@ __device__ __forceinline__ void bulk_add(float* g_to, const float* s_from, uint3
                : "memory");
 }
 
-// Orders accesses of global memory by this thread and by its bulk copies, each before the other.
+// Orders this thread's accesses of global memory before those of its later bulk copies, and those
+// of its finished bulk copies before its own.
 __device__ __forceinline__ void global_async_fence() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Copies this block's shared memory to that of the block of that rank, where `s_barrier` hears of
-// it. What was written before needs async_fence.
+// Copies this CTA's shared memory to that of the CTA with that rank, whose `s_barrier` counts the
+// bytes. Earlier stores to the source need an async_fence.
 __device__ __forceinline__ void bulk_send_to_block(void* s_to, const void* s_from, uint32_t bytes,
                                                    uint64_t* s_barrier, uint32_t rank) {
   asm volatile(
@@ -63,7 +64,7 @@ __device__ __forceinline__ void bulk_send_to_block(void* s_to, const void* s_fro
       : "memory");
 }
 
-// Stores a pair in the shared memory of the block of that rank, where `s_barrier` hears of it.
+// Stores a pair in the shared memory of the CTA with that rank, whose `s_barrier` counts the bytes.
 __device__ __forceinline__ void send_to_block(float2* s_to, float2 value, uint64_t* s_barrier,
                                               uint32_t rank) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"

@@ -1,4 +1,4 @@
-// Thread-block clusters: rank, barrier, and a look into a neighbour's shared memory.
+// Thread-block clusters: rank, barrier and distributed shared memory.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
-// Orders no memory.
+// Arrives without ordering memory accesses.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -34,14 +34,14 @@ __device__ __forceinline__ uint32_t cluster_index() {
   return index;
 }
 
-// The address in the shared memory of the CTA of that rank.
+// The cluster address of `s_at` in the shared memory of the CTA with that rank.
 __device__ __forceinline__ uint32_t address_in_block(const void* s_at, uint32_t rank) {
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(s_at)), "r"(rank));
   return there;
 }
 
-// The value at `s_from` in the shared memory of the block of that rank.
+// Loads the value at `s_from` in the shared memory of the CTA with that rank.
 __device__ __forceinline__ float2 load_from_block(const float2* s_from, uint32_t rank) {
   float2 value;
   asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"

@@ -8,8 +8,8 @@
 namespace torchweld {
 
 #if TW_HAS_CLUSTERS
-// A phase of the barrier ends when `arrivals` threads have arrived and all announced bytes are
-// there. Phases alternate between parity 0 and 1.
+// A phase of the barrier ends when `arrivals` threads and all expected bytes have arrived. Phases
+// alternate between parity 0 and 1.
 __device__ __forceinline__ void mbarrier_init(uint64_t* s_barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
                :
@@ -29,7 +29,7 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* s_barrier) {
                : "memory");
 }
 
-// Arrives and announces bytes of this phase.
+// Arrives and expects this many more bytes in this phase.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* s_barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                :
@@ -38,8 +38,8 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* s_barrier, u
 }
 
 // Waits for the end of the phase of that parity. On a fresh barrier parity 1 has ended already.
-// NOTE: it acquires for the block, which is enough for bytes that the barrier counted, whoever sent
-// them; acquiring for the cluster would empty the L1 cache every time.
+// NOTE: it acquires at CTA scope, which suffices for all bytes that the barrier counted. Acquiring
+// at cluster scope would empty the L1 cache every time.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* s_barrier, uint32_t parity) {
   uint32_t done;
   do {
@@ -55,9 +55,9 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* s_barrier, uint32_t pari
   } while (done == 0);
 }
 
-// Arrives at the same barrier of the block of that rank in the cluster.
-// NOTE: the release stays within the block. One for the cluster would wait for all of this thread's
-// memory accesses, which took a third of a product's time.
+// Arrives at the same barrier of the CTA with that rank in the cluster.
+// NOTE: it releases at CTA scope. A release at cluster scope would wait for all of this thread's
+// memory accesses, which was a third of a product's time.
 __device__ __forceinline__ void mbarrier_arrive_at(uint64_t* s_barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];"
                :
@@ -66,7 +66,7 @@ __device__ __forceinline__ void mbarrier_arrive_at(uint64_t* s_barrier, uint32_t
 }
 
 // Orders this thread's stores to shared memory, and its finished asynchronous copies, before bulk
-// copies that it issues later and before products of warpgroups behind the next barrier.
+// copies that it issues later and before wgmmas behind the next barrier.
 __device__ __forceinline__ void async_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -24,7 +24,7 @@ struct TensorBox {
   int swizzle = 128;  // bytes of a row of a box: 128 or 64
 };
 
-// Why there is no tensor map of it.
+// Why a box has no tensor map.
 inline Refusal tensor_box_refusal(const TensorBox& t) {
   constexpr int64_t kMaxSize = int64_t{1} << 31;  // coordinates have a sign
   constexpr int64_t kMaxStride = int64_t{1} << 40;
@@ -42,8 +42,7 @@ inline Refusal tensor_box_refusal(const TensorBox& t) {
   return {};
 }
 
-// Throws std::runtime_error, with sizes and strides, where the driver makes none. `op` names who
-// asks.
+// Throws std::runtime_error with sizes and strides where the driver refuses; it names `op`.
 TensorMap make_tensor_map(const char* op, const TensorBox& box);
 
 }  // namespace torchweld

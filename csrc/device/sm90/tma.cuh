@@ -11,7 +11,7 @@
 namespace torchweld {
 
 #if TW_HAS_CLUSTERS
-// One of the warp's lanes.
+// True for one of the warp's lanes.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
   asm volatile(
@@ -28,7 +28,7 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// The barrier hears of the bytes as they arrive.
+// Loads a box. The barrier counts the bytes that arrive.
 __device__ __forceinline__ void tma_load(uint32_t s_to, const TensorMap& map, uint64_t* s_barrier,
                                          int x, int y, int z, int w) {
   asm volatile(
@@ -39,8 +39,8 @@ __device__ __forceinline__ void tma_load(uint32_t s_to, const TensorMap& map, ui
       : "memory");
 }
 
-// Multicast: copies to this offset in every CTA of the cluster whose rank's bit is set, and signals
-// each one's barrier.
+// Multicast: copies to this offset in every CTA of the cluster whose rank's bit is set. Each one's
+// barrier counts the bytes that arrive.
 __device__ __forceinline__ void tma_load_multicast(uint32_t s_to, const TensorMap& map,
                                                    uint64_t* s_barrier, int x, int y, int z, int w,
                                                    uint16_t ranks) {
@@ -53,7 +53,7 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t s_to, const TensorMa
       : "memory");
 }
 
-// What was written to shared memory before needs async_fence.
+// Stores a box. Earlier stores to its shared memory need an async_fence.
 __device__ __forceinline__ void tma_store(const TensorMap& map, uint32_t s_from, int x, int y,
                                           int z, int w) {
   asm volatile(
@@ -67,13 +67,13 @@ __device__ __forceinline__ void tma_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until shared memory of all but kPending of this thread's committed stores has been read.
+// Waits until all but kPending of this thread's committed stores have read their shared memory.
 template <int kPending>
 __device__ __forceinline__ void tma_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Waits until all of this thread's committed stores are done.
+// Waits until all of this thread's committed stores are complete.
 __device__ __forceinline__ void tma_wait_all() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }

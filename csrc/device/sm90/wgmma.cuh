@@ -1,6 +1,6 @@
-// Matrix products of a warpgroup (wgmma): 64 rows, N columns, fp32 sums. The second operand is in
-// shared memory, the first one there too or in registers. Warp w of the four has rows 16 w to
-// 16 w + 15 of the sums, in the fragments of mma.sync (see device/mma_sync.cuh).
+// Matrix products of a warpgroup (wgmma): 64 rows, N columns, fp32 accumulators. The second operand
+// is in shared memory, the first one in shared memory or registers. Warp w of the four holds rows
+// 16 w to 16 w + 15 of the accumulators, in the fragments of mma.sync (see device/mma_sync.cuh).
 // Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
 #pragma once
 
@@ -20,13 +20,13 @@ __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until at most kPending of the committed groups are still at work.
+// Waits until at most kPending of the committed groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Tells the compiler that these sums are final: what reads them stays behind it.
+// Tells the compiler that the accumulators change here, so that reads of them stay behind it.
 template <int kSums>
 __device__ __forceinline__ void warpgroup_fence_operand(float (&d)[kSums]) {
 #pragma unroll
@@ -78,7 +78,7 @@ struct Wgmma;
 #define TW_SUMS80(i) TW_SUMS64(i), TW_SUMS16(i + 64)
 #define TW_SUMS96(i) TW_SUMS64(i), TW_SUMS32(i + 64)
 #define TW_SUMS128(i) TW_SUMS64(i), TW_SUMS64(i + 64)
-// NAME is the instruction without its operands; A to G are the numbers of those behind the sums.
+// NAME is the instruction without its operands; A to G are the operands behind the accumulators.
 #define TW_WGMMA_REGISTERS(NAME, SUMS, A, B, C, D, E, F, G)                                      \
   template <int kB>                                                                              \
   static __device__ __forceinline__ void multiply(float (&d)[SUMS], const uint32_t (&a)[4],      \
@@ -121,7 +121,7 @@ TW_WGMMA_16_BITS(192, 96, "%96", "%97", "%98", "%99", "%100", "%101", "%102")
 TW_WGMMA_16_BITS(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 #undef TW_WGMMA_16_BITS
 
-// TF32 has 8 values of K, both operands K-major, and leaves out the last 13 bits of an fp32 value.
+// TF32 has 8 values of K and K-major operands, and ignores the low 13 bits of an fp32 value.
 #define TW_WGMMA_TF32(N, SUMS, A, B, C)                                                         \
   template <>                                                                                   \
   struct Wgmma<float, N> {                                                                      \

@@ -48,7 +48,7 @@ struct RowsConfig {
   };
 };
 
-// The position of a 16-byte chunk of a row of kRowChunks chunks, so that ldmatrix touches every
+// The swizzled position of a 16-byte chunk, for rows of kRowChunks chunks: ldmatrix reads every
 // bank once.
 template <int kRowChunks>
 __device__ __forceinline__ int rows_chunk(int row, int chunk) {
@@ -140,7 +140,7 @@ class RowsLoader {
   int left_, rows_left_;
 };
 
-// The statistics of all rows of a. A warp has two rows in its registers.
+// Computes the statistics of all rows of a. A warp holds two rows in its registers.
 template <typename Config>
 class RowsStatistics {
   using T = typename Config::T;
@@ -212,7 +212,7 @@ class RowsStatistics {
   Vec<T, kChunk> x_[kOf][kChunks];
 };
 
-// The fragments of 16 rows and 16 columns of K, in the form of mma's A.
+// Reads fragments of 16 rows and 16 columns of K, as mma's A, and normalises them.
 template <typename Config>
 class RowsFragments {
   using T = typename Config::T;

@@ -1,4 +1,4 @@
-// From a product of few rows to its kernel. Torch-free.
+// Launches the kernel for a product of few rows. Torch-free.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,7 +9,7 @@ namespace torchweld {
 
 void launch_rows_gemm(const GemmParams& params, cudaStream_t stream);
 
-// The tiles of one dtype, in a file of their own (csrc/instantiations.py).
+// Launches a kernel of one dtype; csrc/instantiations.py has the instantiations.
 template <GemmMath kMath>
 void launch_rows_tiles(const GemmParams& params, cudaStream_t stream);
 

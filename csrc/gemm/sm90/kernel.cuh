@@ -38,7 +38,7 @@ struct Sm90Shared {
 };
 
 #if TW_HAS_WGMMA
-// The producer's loads of a k-block.
+// Loads a k-block of both operands into a stage.
 template <class Config>
 __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage, uint64_t* s_full,
                                           const WorkTile& work, int rank, int k, int a_term,
@@ -137,7 +137,7 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
                          Sm90SwapAbEpilogue<typename Config::Result, Config::kTile, Config::kGated>,
                          Sm90Epilogue<typename Config::Result, Config::kTile, Config::kGated>>;
   using Sums = typename Epilogue::Sums;
-  // What a worker stores as its partial of a tile.
+  // The values of a thread that a worker stores as its partial of a tile.
   struct Partials : Sm90DbiasSums<Config> {
     Sums acc;
   };
@@ -193,15 +193,15 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
     }
     if constexpr (kT.swap_ab()) {
       if (p.stream_k.split_cluster > 1) {
-        const auto join = [&](auto split_cluster) {
+        const auto reduce = [&](auto split_cluster) {
           if (p.stream_k.split_cluster != split_cluster.value) return;
-          epilogue.load_output_slice(sm90_cluster_reduce<split_cluster.value, kConsumerThreads>(
+          epilogue.set_output_slice(sm90_cluster_reduce<split_cluster.value, kConsumerThreads>(
               acc[0], p.partials.sums, warpgroup * 128 + thread));
         };
-        join(std::integral_constant<int, 2>());
-        join(std::integral_constant<int, 3>());
-        join(std::integral_constant<int, 4>());
-        if constexpr (kT.max_split_cluster() > 4) join(std::integral_constant<int, 8>());
+        reduce(std::integral_constant<int, 2>());
+        reduce(std::integral_constant<int, 3>());
+        reduce(std::integral_constant<int, 4>());
+        if constexpr (kT.max_split_cluster() > 4) reduce(std::integral_constant<int, 8>());
         epilogue.finish(acc, WorkTile(p.schedule, scheduler.tile), rank);
         break;
       }
@@ -236,7 +236,7 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
         }
       }
     }
-    // NOTE: computed anew, rather than kept in registers through the mainloop.
+    // NOTE: recomputed, because registers are scarce during the mainloop.
     epilogue.finish(acc, WorkTile(p.schedule, scheduler.tile), rank);
   }
   epilogue.wait();
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     prefetch_tensor_map(p.a);
     prefetch_tensor_map(p.b);
     prefetch_tensor_map(p.y);
-    // Every warpgroup that reads a stage gives it back, in every block that it was sent to.
+    // A stage is released by every warpgroup that reads it, in every CTA of the cluster.
     s.pipeline.init(kT.cluster * (kT.pingpong ? 1 : Sm90Tile::kWarpgroups));
     mbarrier_init_fence();
   }
@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     __syncwarp();
   }
   if constexpr (kT.cluster > 1) {
-    // A neighbour may still send to this block, or arrive at its barriers.
+    // Another CTA may still multicast to this one, or arrive at its barriers.
     cluster_arrive();
     cluster_wait();
   }

@@ -8,7 +8,7 @@
 namespace torchweld {
 namespace {
 
-// A dimension of one element may have any stride.
+// A stride that TMA accepts: a dimension of one element may have any.
 int64_t harmless(int64_t size, int64_t stride) { return size == 1 ? 16 : stride; }
 
 struct Maps {
@@ -18,7 +18,7 @@ struct Maps {
 
   int block_k() const { return sm90_block_k(math); }  // elements of K
 
-  // An operand of `rows` (M or N) in `halves`, `half_stride` apart.
+  // The box of an operand with `rows` rows (M or N) in each of `halves`, `half_stride` apart.
   TensorBox operand(const GemmOperand& o, int64_t rows, int64_t row_stride, int halves,
                     int64_t half_stride, int box_rows) const {
     const bool k_major = o.k_stride == 1;
@@ -37,7 +37,7 @@ struct Maps {
     return box;
   }
 
-  // A result of some columns in `halves`, one beside the other.
+  // The box of a result with `columns` columns in each of `halves`, which are side by side.
   TensorBox result(void* data, int64_t columns, int64_t row_stride, int halves,
                    int64_t batch_stride) const {
     const int elem = gemm_elem_size(math), box_columns = tile.box_columns(elem);
@@ -56,7 +56,7 @@ struct Maps {
   }
 };
 
-// False where no map can be made: the kernel then stores element by element.
+// False where the result has no tensor map; the kernel then stores element by element.
 bool map_result(TensorMap& map, const TensorBox& box) {
   if (tensor_box_refusal(box)) return false;
   map = make_tensor_map("matmul", box);

@@ -9,17 +9,17 @@ namespace torchweld {
 
 void launch_sm90_gemm(const GemmParams& params, cudaStream_t stream);
 
-// fp32 operands that were written anew, K-major: bf16 matrices that add up to the values, or one of
-// fp32. Those of a gated product have the left half first.
+// K-major copies of fp32 operands: bf16 matrices that add up to the values, or one fp32 matrix. In
+// a gated product the left half comes first.
 struct Sm90Written {
   GemmOperand a, b;
-  int64_t a_term, b_term;  // elements from one chunk to the next
+  int64_t a_term, b_term;  // elements from one term's matrix to the next
 };
 
-// Writes to params.written those that sm90_writes tells of, of which there is one at least.
+// Writes the operands for which sm90_writes is true to params.written; there must be one.
 Sm90Written write_sm90_operands(const GemmParams& params, cudaStream_t stream);
 
-// One tile's kernels for one kind of operands, in files of their own (csrc/instantiations.py).
+// Launches a kernel of one tile and dtype; csrc/instantiations.py has the instantiations.
 template <GemmMath kMath, int kTile>
 void launch_sm90_tile(const Sm90Params& params, cudaStream_t stream);
 

@@ -19,22 +19,21 @@ struct Sm90Config {
   static constexpr int kTile = kTile_;
   static constexpr bool kBf16x3 = kMath == GemmMath::kFloat32;
   using Result = ElementOf<kMath>;
-  using T = std::conditional_t<kBf16x3, __nv_bfloat16, Result>;  // of what is multiplied
+  using T = std::conditional_t<kBf16x3, __nv_bfloat16, Result>;  // of the wgmma operands
   static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_, kGated = kGated_;
   static constexpr bool kDbias = kDbias_;  // also sums a's rows
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
-  // Rows of the operands; a gate needs pairs of b's rows.
+  // Halves of each wgmma operand's rows; a gate needs pairs of b's rows.
   static constexpr int kHalvesA = kGated && kT.swap_ab() ? 2 : 1,
                        kHalvesB = kGated && !kT.swap_ab() ? 2 : 1;
   static constexpr int kBlockK = kKBlockBytes / int(sizeof(T));
-  // A swizzle row of an MN-major tile has this many values of M or N; kLeadingBytes leads to the
-  // next.
+  // Values of M or N in a swizzle row of an MN-major tile, and bytes to the next ones.
   static constexpr int kSwizzleRowElems = kBlockK, kLeadingBytes = kBlockK * kSwizzleRowBytes;
 };
 
-// bf16x3: six pairs of terms are multiplied, and kTermKBlocks k-blocks for one pair after the
-// other. Two bits of kTermOfA and kTermOfB name the terms of a pair, the first pair in the lowest
-// bits.
+// bf16x3 multiplies six pairs of terms. The mainloop multiplies kTermKBlocks k-blocks of one pair
+// after the other. Two bits of kTermOfA and kTermOfB are the terms of a pair; the lowest bits are
+// those of the first pair.
 inline constexpr int kTermPairs = 6, kTermKBlocks = 4;
 inline constexpr uint32_t kTermOfA = 0b10'00'01'01'00'00, kTermOfB = 0b00'10'01'00'01'00;
 
@@ -99,9 +98,9 @@ __device__ __forceinline__ void sm90_mainloop(
 }
 
 // sums = a @ b^T over k_blocks k-blocks, for fp32 operands as bf16x3 terms.
-// NOTE: tensor cores truncate when they accumulate, so their chains are short, and additions that
-// round add them to the running sums. Where an operand is inf or NaN its smaller terms are 0, whose
-// products may be NaN; the products of the largest terms alone are right.
+// NOTE: tensor cores truncate when they accumulate, so their chains are short, and rounding
+// additions add them to the sums. The smaller terms of inf and NaN are 0, so their products may be
+// NaN; if the sum of the largest terms' products is not finite, it is the result.
 template <class Config, class Sums, class Release>
 __device__ __forceinline__ void sm90_bf16x3_mainloop(Sums& sums,
                                                      PipelineBarriers<Config::kT.stages>& pipeline,

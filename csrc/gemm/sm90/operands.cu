@@ -1,6 +1,5 @@
-// Rewrites fp32 operands for wgmma, K-major whatever they were: as three bf16 terms that add up to
-// the value exactly, the largest first, or for TF32 unchanged. One pass writes the operands that
-// need it.
+// Makes K-major copies of fp32 operands for wgmma: of three bf16 terms that add up to the value
+// exactly, the largest first, or for TF32 of the values. One pass writes all operands that need it.
 //
 // NOTE: the smaller terms of inf and NaN are 0, and a value that would round to inf is truncated
 // instead; sm90_bf16x3_mainloop handles them.
@@ -22,7 +21,7 @@ TW_HOST_DEVICE int64_t padded_k(int64_t k) { return divide_up(k, 8) * 8; }
 struct Source {
   const float* data;
   int64_t row_stride, k_stride, batch_stride, rows, batch;
-  int64_t left_rows;  // of interleaved halves the rows of one, else 0
+  int64_t left_rows;  // rows of one half where halves are interleaved, else 0
   void* to;           // (batch, terms, rows, padded_k(k))
   uint32_t blocks;    // of one batch and one slice of K; 0 where the operand is read in place
 

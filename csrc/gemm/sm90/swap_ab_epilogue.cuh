@@ -1,5 +1,5 @@
-// From the sums of a swap_ab tile, which has y's columns as its rows, to y: bias, pre-activation,
-// activation or gate, rounding, single stores. There are few of them: y has few rows.
+// The epilogue of a swap_ab tile, whose rows are columns of y: bias, pre-activation, activation or
+// gate, rounding and stores of single elements, which are few because y has few rows.
 #pragma once
 
 #include "device/activation.cuh"
@@ -13,10 +13,10 @@
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// A thread has, of a warp's 16 columns of y and the tile's rows of y: of columns g and g + 8
-// (g = lane / 4) the rows 2t and 2t + 1 (t = lane % 4) of every group of 8. Of a gated tile the
-// first warpgroup has the left halves and finishes them with the right ones of the second. A block
-// that has the tile together with others stores its share of the values alone.
+// A thread holds columns g and g + 8 (g = lane / 4) of a warp's 16 columns of y, in rows 2t and
+// 2t + 1 (t = lane % 4) of every group of 8 rows. In a gated tile the first warpgroup holds the
+// left halves, gets the right ones from the second warpgroup, and applies the gate. If a cluster
+// splits the tile's K, each CTA stores the output slice that it reduced.
 template <typename T, int kTile, bool kGated>
 class Sm90SwapAbEpilogue {
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
@@ -37,7 +37,7 @@ class Sm90SwapAbEpilogue {
   __device__ __forceinline__ void fetch_bias(const WorkTile&) const {}
   __device__ __forceinline__ void share_bias() const {}
 
-  __device__ __forceinline__ void load_output_slice(Sm90OutputSlice share) { share_ = share; }
+  __device__ __forceinline__ void set_output_slice(Sm90OutputSlice slice) { slice_ = slice; }
 
   __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int) const {
     constexpr int kColumns = kGated ? kT.block_m / 2 : kT.block_m;  // of y
@@ -100,14 +100,14 @@ class Sm90SwapAbEpilogue {
     });
   }
 
-  // at(row, column): where an element goes.
+  // at(row, column) is the address of an element.
   template <typename At>
   __device__ __forceinline__ void store(const float (&v)[kValues], int64_t row, int64_t first,
                                         const At& at) const {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       const int64_t r = row + i / 4 * 8 + i % 2, c = first + i / 2 % 2 * 8;
-      const bool own = unsigned(i - share_.first) < unsigned(share_.count);
+      const bool own = unsigned(i - slice_.first) < unsigned(slice_.count);
       if (own && r < p_.m && c < p_.n) *at(r, c) = from_float<T>(v[i]);
     }
   }
@@ -115,7 +115,7 @@ class Sm90SwapAbEpilogue {
   const GemmParams& p_;
   float* s_right_;
   int warpgroup_;
-  Sm90OutputSlice share_ = {0, kValues};
+  Sm90OutputSlice slice_ = {0, kValues};
 };
 #endif
 

@@ -1,5 +1,5 @@
-// A warp's finished sums on their way out: from fragments through shared memory to groups of 8 in a
-// row, which the epilogue finishes, or which wait in the workspace for the other splits.
+// The end of a work tile: a warp's accumulators go through shared memory, where they become groups
+// of 8 in a row, to the epilogue, or into the workspace of a split product.
 #pragma once
 
 #include "gemm/element.cuh"
@@ -8,14 +8,14 @@
 
 namespace torchweld {
 
-// The position of 4-float chunk c of a row among a warp's staged sums.
-// NOTE: neither the fragments' 8-byte writes nor reads of every other chunk conflict in a bank.
+// The position of 4-float chunk c of a row in a warp's staging.
+// NOTE: neither the fragments' 8-byte writes nor reads of every other chunk have bank conflicts.
 template <int kColumns>
 __device__ __forceinline__ int staged_chunk(int row, int c) {
   return c ^ (row & 3) << 1 ^ (row * (kColumns / 4) + c) / 8 % 2;
 }
 
-// Groups of sums, as GroupWriter has them, to the workspace of a split product.
+// Stores groups of sums, in GroupWriter's order, in the workspace of a split product.
 template <int kGroups>
 __device__ __forceinline__ void store_split(const GemmParams& p, const WorkTile& work, int64_t row,
                                             int row_step, int rows, int64_t column,
@@ -31,14 +31,14 @@ __device__ __forceinline__ void store_split(const GemmParams& p, const WorkTile&
   }
 }
 
-// A warp's sums to y or to the workspace of a split product, through 16 rows of shared memory.
+// Writes a warp's accumulators to y or to the workspace, through 16 rows of shared memory.
 template <GemmMath kMath, int kTile, int kM, int kN>
 __device__ __forceinline__ void finish(float (&acc)[kM][kN][4], const GemmParams& p,
                                        const WorkTile& work, float* s_staging) {
   using T = ElementOf<kMath>;
   constexpr SyncTile kT = kSyncTiles[kTile];
   constexpr int kColumns = kT.warp_n();
-  constexpr int kGroups = 16 * kColumns / 32 / kGroup;  // of 8 sums that a thread finishes at once
+  constexpr int kGroups = 16 * kColumns / 32 / kGroup;  // of 8 sums that a thread handles at once
   const int thread = fresh_thread();
   const int lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
   const int warp_m = warp % kT.warps_m, warp_n = warp / kT.warps_m;
@@ -90,7 +90,7 @@ __device__ __forceinline__ void finish(float (&acc)[kM][kN][4], const GemmParams
       writer.write(row, row_step, rows, v);
     }
     rows_left -= 16;
-    // NOTE: the loop is not unrolled, which would repeat its code; the next rows' sums move up.
+    // NOTE: the loop is not unrolled, because its code is long; the next accumulators move up.
 #pragma unroll
     for (int next = 1; next < kM; ++next) {
 #pragma unroll

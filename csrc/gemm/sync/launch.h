@@ -9,7 +9,7 @@ namespace torchweld {
 
 void launch_sync_gemm(const GemmParams& params, cudaStream_t stream);
 
-// The tiles of one size for one kind of arithmetic, in files of their own (csrc/instantiations.py).
+// Launches a kernel of one tile size and dtype; csrc/instantiations.py has the instantiations.
 template <GemmMath kMath, SyncSize kSize>
 void launch_sync_size(const GemmParams& params, cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// Operand tiles: from global memory into the ring, and from the ring into fragments.
+// Loads of operand tiles from global memory into the ring, and of fragments from the ring.
 //
 // A tile has kRows rows (M or N) of one k-block. Its layout in shared memory depends on which of
 // the two is contiguous in global memory:
