@@ -42,6 +42,7 @@ struct CpuHeads {
 struct CpuAttention : CpuScores {
   int64_t batch, nheads, nheads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
   std::vector<KeyRange> seen;  // per sequence, from the first to the last key that any row sees
+  std::vector<std::vector<KeyRange>> gaps;  // per sequence, keys in between that no row sees
 
   CpuAttention(const Tensor& query, const Tensor& key, const Tensor& value, const Mask& args,
                double scale)
@@ -75,7 +76,28 @@ struct CpuAttention : CpuScores {
         seqlen_k(seqlen_k),
         head_dim(head_dim),
         head_dim_v(head_dim_v) {
-    for (int64_t b = 0; b < batch; ++b) seen.push_back(keys_of_rows(b, 0, seqlen_q));
+    for (int64_t b = 0; b < batch; ++b) {
+      seen.push_back(keys_of_rows(b, 0, seqlen_q));
+      gaps.push_back(mask.key_start ? gaps_of(b) : std::vector<KeyRange>());
+    }
+  }
+
+  std::vector<KeyRange> gaps_of(int64_t b) const {
+    const SequenceMask sequence = mask.sequence(b);
+    std::vector<int64_t> change(seqlen_k + 1);  // of the number of rows that see a key
+    for (int64_t i = 0; i < seqlen_q; ++i) {
+      const KeyRange keys = mask.row_keys(i, sequence);
+      if (!keys.empty()) ++change[keys.begin], --change[keys.end];
+    }
+    std::vector<KeyRange> gaps;
+    int64_t rows = 0;
+    for (int64_t j = seen[b].begin; j < seen[b].end; ++j) {
+      rows += change[j];
+      if (rows > 0) continue;
+      if (gaps.empty() || gaps.back().end < j) gaps.push_back({j, j});
+      gaps.back().end = j + 1;
+    }
+    return gaps;
   }
 };
 
@@ -115,7 +137,8 @@ void pack_rows(acc_t* to, int64_t height, const T* from, int64_t rows, int64_t c
 }
 
 // Packs keys or values in tiles, from the first to the last that each sequence sees: (batch,
-// nheads_kv, tiles, 64, columns), or transposed (..., columns, 64).
+// nheads_kv, tiles, 64, columns), or transposed (..., columns, 64). Keys in a gap become zeros,
+// because 0 * NaN would make the results of other keys NaN.
 template <typename T, typename acc_t>
 Tensor pack_tiles(const CpuAttention& a, const Tensor& t, bool transposed) {
   const int64_t columns = t.size(3), tiles = a.tiles();
@@ -132,6 +155,13 @@ Tensor pack_tiles(const CpuAttention& a, const Tensor& t, bool transposed) {
     const auto pack = transposed ? pack_transposed<T, acc_t> : pack_rows<T, acc_t>;
     pack(tile_to, kTileKeys, from.row(b, h, key), rows, columns, from.row_stride,
          from.column_stride, 1);
+    for (const KeyRange& gap : a.gaps[b]) {
+      for (int64_t j = std::max(gap.begin, key); j < std::min(gap.end, key + rows); ++j) {
+        acc_t* to_key = tile_to + (j - key) * (transposed ? 1 : columns);
+        const int64_t step = transposed ? kTileKeys : 1;
+        for (int64_t c = 0; c < columns; ++c) to_key[c * step] = 0;
+      }
+    }
   });
   return packed;
 }
