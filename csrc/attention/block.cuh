@@ -6,6 +6,7 @@
 
 #include "attention/config.h"
 #include "attention/fwd.h"
+#include "attention/gap_keys.cuh"
 #include "attention/softmax.cuh"
 #include "attention/tile.cuh"
 #include "core/choices.h"
@@ -79,6 +80,7 @@ struct MaskedAttentionBlock : AttentionBlock {
   int unseen;
   int last_begin[kRows / kWarpRows];
   int begin[kRows];  // kSeesNothing where a row sees no key
+  GapKeys<kRows> gaps;
 
   // Finds the work tile; all threads of a block of at least kRows threads call.
   __device__ __forceinline__ void init(const AttentionParams& params,
@@ -109,9 +111,13 @@ struct MaskedAttentionBlock : AttentionBlock {
     if (sees) atomicMax(&last_begin[row / kWarpRows], own_begin);
     if (row == 0) set_keys(mask, sequence, first, end);
     __syncthreads();
+    if (mask.causal && mask.key_start) {
+      find_gaps(row, kRows);
+      __syncthreads();
+    }
   }
 
-  // Finds the keys of `block`; all lanes of one warp call.
+  // Finds the keys of `block`, and whether it may have gaps; all lanes of one warp call.
   __device__ __forceinline__ void find_keys(const AttentionParams& params,
                                             const AttentionBlock& block) {
     const MaskParams mask = params.mask;
@@ -147,9 +153,30 @@ struct MaskedAttentionBlock : AttentionBlock {
       set_keys(mask, sequence, first, end);
     }
     __syncwarp();
+    if (mask.causal && mask.key_start) {
+      bool may_have = false;
+      for (int row = lane; row < kRows; row += 32) {
+        const int key = first_position() + row;
+        may_have |= begin[row] == kSeesNothing && key > 0 && key < keys;
+      }
+      if (__any_sync(~0u, may_have) && lane == 0) gaps.first_position = first_position();
+      __syncwarp();
+    }
+  }
+
+  // After find_keys(): whether find_gaps() must follow.
+  __device__ __forceinline__ bool may_have_gaps() const {
+    return gaps.first_position != kSeesNothing;
+  }
+  // Finds the gaps; all threads of `threads` / 32 warps call.
+  __device__ __forceinline__ void find_gaps(int thread, int threads) {
+    gaps.find(begin, first_position(), 0, keys, thread, threads);
   }
 
  private:
+  // The key at the position of the first row, under causal.
+  __device__ __forceinline__ int first_position() const { return first_row + shift - 1; }
+
   __device__ __forceinline__ void set_keys(const MaskParams& mask, const SequenceMask& sequence,
                                            int first, int end) {
     pad = first;
@@ -159,6 +186,7 @@ struct MaskedAttentionBlock : AttentionBlock {
     const int reach = mask.causal ? 1 : static_cast<int>(window);  // keys from a row's position on
     const int position = static_cast<int>(mask.position(0, sequence.end)) - first;
     shift = reach > 0 ? reach + position : kNoLimit;
+    gaps.first_position = kSeesNothing;
   }
 };
 

@@ -120,6 +120,21 @@ class AttentionLoader {
     g_next_ += step_ * (kSkipped / kRowStep);
   }
 
+  // Clears the rows in a gap of a tile that starts at `key`: of the chunks that this thread has
+  // copied. The caller has waited for them.
+  template <typename Gaps>
+  static __device__ __forceinline__ void clear_gaps(int thread, T* s_tile, const Gaps& gaps,
+                                                    int key) {
+    if (!gaps.may_overlap(key, kRows)) return;
+    const ThreadChunks chunks(thread);
+#pragma unroll 1
+    for (int i = 0; i < kLoads; ++i) {
+      if (!gaps.contains(key + chunks.row + i * kRowStep)) continue;
+      char* const s_chunk = reinterpret_cast<char*>(s_tile) + chunks.offset(i);
+      store_vec(reinterpret_cast<T*>(s_chunk), Vec<T, Layout::kElems>{});
+    }
+  }
+
   // Multiplies the chunks that this thread has copied; the caller has waited for them.
   __device__ __forceinline__ void multiply(char* s_tile, float factor) const {
     const ThreadChunks chunks(threadIdx.x);

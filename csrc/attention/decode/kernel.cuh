@@ -53,6 +53,7 @@ struct AttentionDecodeConfig : AttentionVariant<kMasked> {
     MaxSum warp_sums[kWarps][kRows];  // the warp's factor later overwrites its maximum
     MaxSum block_sums[kRows];
     float factor[kRows];  // normalises a row's sums; negative where the row sees nothing
+    DecodeGaps gaps;      // under a general mask
   };
 };
 
@@ -116,6 +117,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) load(first_key + i * kStep, i);
   load_decode_query<Config>(p, work, scale.sign, s.query);
+  if constexpr (Config::kMasked) {
+    if (warp == 0) work.find_gaps(p, s.gaps);
+  }
   __syncthreads();
 
   const typename Config::FragmentKeys fragment_keys(p, work);
@@ -126,6 +130,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
   int stage = 0;
   for (int key = first_key; key < split_keys.end; key += kStep) {
     copy_async_wait<kStages - 2>();
+    if constexpr (Config::kMasked) {
+      Loader::clear_gaps(lane, s.rings[warp][stage][1], s.gaps, key);
+    }
     __syncwarp();
     load(key + (kStages - 1) * kStep, stage == 0 ? kStages - 1 : stage - 1);
     typename Matmul::Scores r_s = {};

@@ -87,6 +87,9 @@ struct DecodeWork {
   }
 };
 
+using DecodeGaps = GapKeys<kWarp>;
+static_assert(AttentionDecodeTile::kMaxSeqlenQ <= kWarp);
+
 // The work tile under a general mask: any row of the block sees the keys [pad, pad + keys). Each
 // lane has the range of one row, counted from `pad`.
 struct MaskedDecodeWork : DecodeWork {
@@ -108,6 +111,28 @@ struct MaskedDecodeWork : DecodeWork {
     end = sees ? static_cast<int>(live.end) - pad : 0;
     last_begin = __reduce_max_sync(~0u, sees ? begin : 0);
     first_end = __reduce_min_sync(~0u, sees ? end : INT_MAX);
+  }
+
+  // Finds the gaps; one warp calls. The tile may hold rows of several heads, so a bit stands for a
+  // row's index among those of its head.
+  __device__ __forceinline__ void find_gaps(const AttentionParams& p, DecodeGaps& s_gaps) const {
+    const int lane = threadIdx.x % kWarp;
+    const MaskParams mask = p.mask;
+    uint32_t bits = 0;
+    int position = 0;
+    if (mask.causal && mask.key_start) {
+      position = static_cast<int>(mask.position(0, mask.sequence(batch).end)) - pad;
+      const int index = row(lane).index, key = position + index;
+      bool gap = lane < rows && end == 0 && key > 0 && key < keys;
+      if (__any_sync(~0u, gap)) {
+        for (int i = 0; i < AttentionDecodeTile::kRows; ++i) {
+          const int row_begin = __shfl_sync(~0u, begin, i), row_end = __shfl_sync(~0u, end, i);
+          gap = gap && (key < row_begin || key >= row_end);
+        }
+        bits = __reduce_or_sync(~0u, gap ? 1u << index : 0u);
+      }
+    }
+    if (lane == 0) s_gaps = {bits != 0 ? position : kSeesNothing, {bits}};
   }
 };
 

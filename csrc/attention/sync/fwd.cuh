@@ -111,6 +111,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
       load_step(thread, 0, keys - key);
     }
     copy_async_wait<0>();
+    if constexpr (Config::kMasked) {
+      load_value.clear_gaps(thread, s.value[stage], s.block.gaps, key);
+    }
     __syncthreads();
     if (kStages == 2 && key + kKeys < keys) load_step(thread, stage ^ 1, keys - key - kKeys);
     const int warp_row = thread / 32 * Config::kWarpRows;

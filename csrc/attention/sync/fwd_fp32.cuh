@@ -171,9 +171,13 @@ __global__ __launch_bounds__(
         params.query.row_stride, 0, block.rows, head_dim, scale.sign);
   }
   // Splits the arrived tiles when no warp needs the terms before, and starts the next loads.
-  // Returns true where they or the query rows hold inf or NaN.
-  const auto split_arrived = [&](const auto& load_next) {
+  // Returns true where they or the query rows hold inf or NaN. With one stage, keys in a gap are
+  // cleared as well as values: the mask hides their scores.
+  const auto split_arrived = [&](int key, const auto& load_next) {
     copy_async_wait<0>();
+    if constexpr (Config::kMasked) {
+      Loader::clear_gaps(fresh_thread(), s_arriving_values.s_data, s.block.gaps, key);
+    }
     __syncthreads();
     bool handles_non_finite = non_finite_query;
 #pragma unroll
@@ -197,7 +201,7 @@ __global__ __launch_bounds__(
     [[maybe_unused]] const int first_row = s.block.first_row + warp_row;
     const int keys_left = keys - key, next_left = keys_left - kKeys;
     typename Matmul::Scores r_s = {};
-    bool handles_non_finite = split_arrived([&] {
+    bool handles_non_finite = split_arrived(key, [&] {
       if (kStages == 2 && next_left > 0) load_keys(next_left);
       if (kStages == 1 || next_left > 0) load_values(kStages == 1 ? keys_left : next_left);
     });
@@ -212,7 +216,7 @@ __global__ __launch_bounds__(
     rescale(r_out, factor);
     if (key >= kKeysAtOnce) earlier.rescale(factor);
     if constexpr (kStages == 1) {
-      handles_non_finite = split_arrived([&] {
+      handles_non_finite = split_arrived(key, [&] {
         if (next_left > 0) load_keys(next_left);
       });
     }

@@ -1,0 +1,62 @@
+// The padding keys between packed documents: keys that no row of a block sees, between keys that
+// some row sees. P is 0 there, but V may be NaN, so the kernels clear V before O += P V.
+//
+// Under causal and key_start, a row that sees anything sees the key at its own position, and keys
+// before the block's first position are seen from the first seen key on. So a gap is made of the
+// positions of rows that see nothing, and a bit per row describes it.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/softmax.cuh"
+#include "device/reduce.cuh"
+
+namespace torchweld {
+
+template <int kRows>
+struct GapKeys {
+  static_assert(kRows % kWarp == 0);
+  int first_position;            // the key at the position of row 0; kSeesNothing without gaps
+  uint32_t rows[kRows / kWarp];  // a bit per row: the key at its position is in a gap
+
+  // Whether a tile of `count` keys from `key` on may hold keys of a gap.
+  __device__ __forceinline__ bool may_overlap(int key, int count) const {
+    return key + count > first_position;
+  }
+  __device__ __forceinline__ bool contains(int key) const {
+    const int row = key - first_position;
+    return row >= 0 && row < kRows && (rows[row / kWarp] >> row % kWarp & 1) != 0;
+  }
+
+  // Finds the gaps of rows whose first is at `position`. `s_begin` has the rows' first keys,
+  // kSeesNothing where a row sees no key; the rows see keys between `first` and `end`. All threads
+  // of `threads` / 32 warps call, after first_position was set to kSeesNothing or `position`.
+  __device__ __forceinline__ void find(const int* s_begin, int position, int first, int end,
+                                       int thread, int threads) {
+    for (int row = thread; row < kRows; row += threads) {
+      const int key = position + row;
+      bool gap = s_begin[row] == kSeesNothing && key > first && key < end;
+      if (__any_sync(~0u, gap)) gap &= first_begin_from(s_begin, row) > key;
+      const uint32_t bits = __ballot_sync(~0u, gap);
+      if (thread % kWarp != 0) continue;
+      rows[row / kWarp] = bits;
+      if (bits != 0) first_position = position;
+    }
+  }
+
+ private:
+  // The first key that row `row` or a later one sees; all lanes of a warp call.
+  static __device__ __forceinline__ int first_begin_from(const int* s_begin, int row) {
+    int in_later_warps = kSeesNothing, begin = s_begin[row];
+    for (int i = row + kWarp; i < kRows; i += kWarp) {
+      in_later_warps = min(in_later_warps, s_begin[i]);
+    }
+#pragma unroll
+    for (int step = 1; step < kWarp; step *= 2) {
+      begin = min(begin, __shfl_down_sync(~0u, begin, step));
+    }
+    return min(begin, __reduce_min_sync(~0u, in_later_warps));
+  }
+};
+
+}  // namespace torchweld
