@@ -45,6 +45,7 @@ struct AttentionSm90Consumer {
       s.work_pipeline.wait(work_state);
       const AttentionBlock& block = s.work[work_state.stage];
       if (block.rows == 0) break;
+      if constexpr (Config::kMasked) find_gaps();
       start(r.rows);
       if constexpr (Config::kSmallScores) {
         if (p.small.enabled) r.rows[0][0].max = r.rows[0][1].max = 0.f;
@@ -97,6 +98,7 @@ struct AttentionSm90Consumer {
       if constexpr (Config::kReadsScores) {
         if (key == 0) zero_v(0, s.work[work_state.stage].unseen);
       }
+      zero_gaps_of_v(key);
     }
     r.mma_o(shared_address(s.value[value_state.stage]), key > first_key);
   }
@@ -117,6 +119,27 @@ struct AttentionSm90Consumer {
       const int row = begin + box_row - box * (end - begin);
       *reinterpret_cast<uint4*>(s_value + box * Config::kKeyBoxBytes + row * kSwizzleRowBytes +
                                 i % 8 * 16) = make_uint4(0, 0, 0, 0);
+    }
+    async_fence();
+    named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
+  }
+
+  // NOTE: each warpgroup finds the same gaps for itself. The producer has no registers for it.
+  __device__ __forceinline__ void find_gaps() const {
+    auto& s_block = s.work[work_state.stage];
+    if (!s_block.may_have_gaps()) return;
+    s_block.find_gaps(thread, 128);
+    named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
+  }
+  // zero_v for the rows of the key block that starts at `key` in a gap between documents.
+  __device__ __forceinline__ void zero_gaps_of_v(int key) const {
+    const auto& gaps = s.work[work_state.stage].gaps;
+    if (!gaps.may_overlap(key, kKeys)) return;
+    char* const s_value = s.value[value_state.stage];
+#pragma unroll 1
+    for (int i = thread; i < kKeys * Config::kBoxesV * 8; i += 128) {
+      if (!gaps.contains(key + i / 8 % kKeys)) continue;
+      *reinterpret_cast<uint4*>(s_value + i * 16) = make_uint4(0, 0, 0, 0);
     }
     async_fence();
     named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
