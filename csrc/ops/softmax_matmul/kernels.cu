@@ -9,6 +9,7 @@
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al.,
 // "FlashAttention", 2022, algorithm 1 without its first product.
 // Under a general mask the loop runs from the first to the last key that any of the rows sees.
+#include "attention/gap_keys.cuh"
 #include "ops/softmax_matmul/parts.cuh"
 
 namespace torchweld {
@@ -210,6 +211,49 @@ struct RunningSoftmax {
   }
 };
 
+// The gaps between the keys that a block's rows see under a general mask. Keys count from the
+// position of the block's first row, because 32 bits may not hold all keys.
+template <typename Config>
+struct BlockGaps {
+  GapKeys<Config::kBlockM> gaps;
+  int begin[Config::kBlockM];
+
+  static __device__ __forceinline__ int count(int64_t key, int64_t position) {
+    return clamp_int(key - position, -(1 << 30), 1 << 30);
+  }
+
+  // All threads of the block call.
+  __device__ __forceinline__ void find(const TileMask& seen, int64_t position) {
+    const int lane = threadIdx.x % kWarp, row = threadIdx.x / kWarp * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const KeyRange keys = seen.rows[i];
+      if (lane % 4 != 0) continue;
+      begin[row + 8 * i] = keys.empty() ? kSeesNothing : count(keys.begin, position);
+    }
+    if (threadIdx.x == 0) gaps.first_position = kSeesNothing;
+    __syncthreads();
+    gaps.find(begin, 0, count(seen.any.begin, position), count(seen.any.end, position), threadIdx.x,
+              Config::kThreads);
+    __syncthreads();
+  }
+
+  // Clears the values in gaps of a tile that starts at `key`; all threads of the block call.
+  __device__ __forceinline__ void clear(typename Config::T* s_value, int64_t key,
+                                        int64_t position) const {
+    const int first = count(key, position);
+    if (!gaps.may_overlap(first, Config::kBlockN)) return;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < Config::kBlockN * Config::kBlockD; i += Config::kThreads) {
+      const int row = i / Config::kBlockD;
+      if (!gaps.contains(first + row)) continue;
+      s_value[row * Config::kValuePitch + i % Config::kBlockD] =
+          from_float<typename Config::T>(0.f);
+    }
+    __syncthreads();
+  }
+};
+
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_matmul_kernel(
     const SoftmaxMatmulParams params, int64_t first_block) {
@@ -238,6 +282,14 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
     }
   }();
   const int64_t tile_begin = seen.any.begin / kBlockN, tile_end = divide_up(seen.any.end, kBlockN);
+  // The position of the block's first row, and its gaps.
+  [[maybe_unused]] const bool may_have_gaps = Config::kMasked && mask.causal && mask.key_start;
+  [[maybe_unused]] int64_t position = 0;
+  [[maybe_unused]] __shared__ BlockGaps<Config> s_gaps;
+  if (may_have_gaps) {
+    position = mask.position(first_row, mask.sequence(head.batch).end);
+    s_gaps.find(seen, position);
+  }
 
   const T* g_scores = head.of<T>(params.scores) + first_row * params.scores.row_stride;
   const T* g_value = head.of<T>(params.value) + first_column;
@@ -279,6 +331,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
     copy_async_commit();
 
     const int64_t key = tile * kBlockN;
+    if (may_have_gaps) s_gaps.clear(&s.s_value[stage][0][0], key, position);
     const bool hides = key < seen.all.begin || key + kBlockN > seen.all.end || exponent.sign != 1.f;
     if constexpr (Config::kMasked && !Config::kCapsLate) {
       exponent.template cap_in_place<kBlockN, Config::kScorePitch>(&s.s_scores[stage][warp_row][0]);
