@@ -12,7 +12,8 @@
 // padded on the right, so row i has position i (i + seqlen_k - seqlen_q where seqlen_k < seqlen_q).
 // A row whose own position is below leftpad is padding and sees nothing. A row that sees nothing
 // gives 0, lse = -inf (with a sink the sink's logit) and gradients 0. Keys before the first and
-// after the last key that any row of a sequence sees are never used, NaN included.
+// after the last key that any row of a sequence sees are never used, NaN included, and values
+// between them that no row sees: the padding between packed documents.
 //
 // leftpad, key_start and key_end are data, so the host never waits for them: below 0 counts as 0,
 // above seqlen_k as seqlen_k. leftpad = 0 is not the same as no leftpad where seqlen_q > seqlen_k
