@@ -31,6 +31,7 @@ from torchweld.ops.key_start import key_start_from_documents, key_start_from_pos
 from torchweld.ops.layer_norm_linear import layer_norm_linear
 from torchweld.ops.leftpad import leftpad_from_mask
 from torchweld.ops.linear import linear
+from torchweld.ops.linear_cross_entropy import linear_cross_entropy, linear_token_logprobs
 from torchweld.ops.mul_relu import mul_relu
 from torchweld.ops.outer_add import outer_add
 from torchweld.ops.outer_mul_relu import outer_mul_relu
@@ -79,6 +80,8 @@ __all__ = [
     "layer_norm_linear",
     "leftpad_from_mask",
     "linear",
+    "linear_cross_entropy",
+    "linear_token_logprobs",
     "mul_relu",
     "nn",
     "outer_add",

@@ -79,10 +79,27 @@ def _conv2d_backward(
     return sum(output_mask) * 2 * prod(dz) * prod(weight[-2:])
 
 
+def _loss_backward(
+    dloss: _Shape, x: _Shape, weight: _Shape, *args: Any, output_mask: Sequence[bool], **kwargs: Any
+) -> int:
+    # The logits are recomputed.
+    return (any(output_mask) + output_mask[0] + output_mask[1]) * _linear(x, weight)
+
+
+def _loss_gradients(
+    x: _Shape, weight: _Shape, *args: Any, output_mask: Sequence[bool], **kwargs: Any
+) -> int:
+    return (1 + output_mask[0] + output_mask[1]) * _linear(x, weight)
+
+
+_LOSSES = ("linear_cross_entropy", "linear_token_logprobs")
 _LINEAR = ("linear", "layer_norm_linear", "rms_norm_linear", "gated_linear")
 FORMULAS: dict[str, Callable[..., int]] = {
     **{op + suffix: _linear for op in _LINEAR for suffix in ("", "_forward")},
     **{op + "_backward": _linear_backward for op in _LINEAR},
+    **{op + suffix: _linear for op in _LOSSES for suffix in ("", "_forward")},
+    **{op + "_backward": _loss_backward for op in _LOSSES},
+    "linear_cross_entropy_gradients_forward": _loss_gradients,
     "folded_layer_norm_linear": _linear,
     "folded_layer_norm_linear_backward": _folded_backward,
     "bmm": _bmm,

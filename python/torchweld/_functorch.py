@@ -23,6 +23,8 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 # The suffix of an op whose second result has a gradient too.
 _WITH_LSE = "_with_lse"
+# The name of that gradient in the backward op of another op with such a second result.
+_SECOND_GRADIENTS = {"linear_token_logprobs": "dentropy"}
 _FRONT_KEY = "FuncTorchDynamicLayerFrontMode"
 # The attribute of torch.ops.torchweld that keeps the kernels.
 _KEPT = "_kernels_of_functorch"
@@ -36,6 +38,8 @@ _LEADING = {
     "row_sum": ("x",),
     "add_scalar": ("x",),
     **{op + suffix: ("x",) for op in _LINEAR for suffix in ("", "_forward")},
+    "linear_token_logprobs": ("x", "target"),
+    "linear_token_logprobs_forward": ("x", "target"),
     **dict.fromkeys(("folded_layer_norm_linear", "int4_linear", "int4_linear_repacked"), ("x",)),
 }
 # Arguments with one entry per sequence or head of the op's own batch.
@@ -123,6 +127,11 @@ def _vmap(
     return (outs, where) if isinstance(out, tuple) else (outs[0], where[0])
 
 
+def _second_gradient(op: str) -> str | None:
+    """The backward op's name of the gradient of the op's second result, if that has one."""
+    return "dlse" if op.endswith(_WITH_LSE) else _SECOND_GRADIENTS.get(op)
+
+
 def _is(value: Any) -> bool:
     return isinstance(value, Tensor)
 
@@ -134,7 +143,7 @@ def _function(op: str) -> type[torch.autograd.Function]:
     names = [a.name for a in schema.arguments]
     positional = sum(not a.kwarg_only for a in schema.arguments)
     results = [r.name or "y" for r in schema.returns]
-    with_lse = op.endswith(_WITH_LSE)
+    second = _second_gradient(op)
     gradient = op.removesuffix(_WITH_LSE) + "_backward"
     backward_op = _op(gradient) if _exists(gradient) else None
 
@@ -147,8 +156,10 @@ def _function(op: str) -> type[torch.autograd.Function]:
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             outputs = _tuple(output)
-            if not with_lse:
-                ctx.mark_non_differentiable(*outputs[1:])
+            kept = outputs[1:]
+            if second is not None and not _left_out(outputs[1]):
+                kept = outputs[2:]
+            ctx.mark_non_differentiable(*kept)
             ctx.set_materialize_grads(False)
             ctx.tensors = [n for n, v in zip(names, inputs, strict=True) if _is(v)] + results
             ctx.others = {n: v for n, v in zip(names, inputs, strict=True) if not _is(v)}
@@ -159,16 +170,18 @@ def _function(op: str) -> type[torch.autograd.Function]:
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor | None, *others: Any) -> tuple[Any, ...]:
-            dlse = others[0] if with_lse else None
-            if dy is None and dlse is None:
+            dsecond = others[0] if second is not None else None
+            if dy is None and dsecond is None:
                 return (None,) * len(names)
             if backward_op is None:
                 return (_GRADIENTS[op](dy, ctx.shape), *[None] * (len(names) - 1))
             wanted = dict(zip(names, ctx.needs_input_grad, strict=True))
             values = dict(zip(reversed(ctx.tensors), reversed(ctx.saved_tensors), strict=True))
-            values.update(ctx.others, dlse=dlse)
+            values.update(ctx.others)
+            if second is not None:
+                values[second] = dsecond
             if dy is None:
-                dy = torch.zeros_like(values["out"])
+                dy = torch.zeros_like(values[results[0]])
             return _backward(op, names, backward_op, dy, values, wanted)
 
         @staticmethod
@@ -218,16 +231,22 @@ def _front(op: str) -> Callable[..., Any]:
     """The kernel for torch.func: the op's results alone, cast as autocast would."""
     function = _function(op)
     schema = _op(op)._schema
+    # What only says what the op keeps for its gradient is no argument of <op>_forward.
+    forward = _op(op + "_forward" if _exists(op + "_forward") else op)
+    names = [a.name for a in forward._schema.arguments]
     casts = {
         kind: torch._C._dispatch_has_kernel_for_dispatch_key(f"torchweld::{op}", f"Autocast{key}")
         for kind, key in (("cpu", "CPU"), ("cuda", "CUDA"))
     }
 
     def result(outputs: Any) -> Any:
-        return outputs if op.endswith(_WITH_LSE) else _tuple(outputs)[0]
+        if _second_gradient(op) is None:
+            return _tuple(outputs)[0]
+        return outputs[: len(schema.returns)]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        values = _all_values(schema, args, kwargs)
+        given = _all_values(schema, args, kwargs)
+        values = [v for v, a in zip(given, schema.arguments, strict=True) if a.name in names]
         interpreter = retrieve_current_functorch_interpreter()
         if interpreter.key() == TransformType.Functionalize:  # there is nothing to functionalize
             from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
@@ -240,9 +259,9 @@ def _front(op: str) -> Callable[..., Any]:
         if not (casts.get(kind) and torch.is_autocast_enabled(kind)):
             return result(function.apply(*values))
         dtype = torch.get_autocast_dtype(kind)
-        for i, argument in enumerate(schema.arguments):
+        for i, name in enumerate(names):
             v = values[i]
-            if _is(v) and v.is_floating_point() and argument.name not in _WIDE:
+            if _is(v) and v.is_floating_point() and name not in _WIDE:
                 values[i] = v if v.dtype == torch.float64 else v.to(dtype)
         with torch.autocast(kind, enabled=False):
             return result(function.apply(*values))

@@ -5,6 +5,7 @@ from torchweld.ops.folded_layer_norm_linear import FoldedLayerNormLinear
 from torchweld.ops.gated_linear import GatedLinear
 from torchweld.ops.int4_linear import Int4Linear
 from torchweld.ops.layer_norm_linear import LayerNormLinear
+from torchweld.ops.linear_cross_entropy import LinearCrossEntropy
 from torchweld.ops.rms_norm_linear import RMSNormLinear
 from torchweld.ops.softmax import Softmax
 
@@ -14,6 +15,7 @@ __all__ = [
     "GatedLinear",
     "Int4Linear",
     "LayerNormLinear",
+    "LinearCrossEntropy",
     "RMSNormLinear",
     "Softmax",
 ]

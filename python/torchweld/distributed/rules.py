@@ -26,6 +26,8 @@ _ROWS = ("x", "dy", "dx", "result", "y", "preact", "z", "mean", "rstd")
 # Names of parameter gradients; a shard of the rows has a partial sum of each.
 _PARAMETERS = ("dweight", "dbias", "dln_weight", "dln_bias", "dnorm_weight")
 _OF_NORM = ("dln_weight", "dln_bias", "dnorm_weight")
+# Names of tensors with one value per token.
+_TOKENS = ("target", "logprob", "entropy", "row_entropy", "lse", "dlogprob", "dentropy")
 # Names of tensors of shape (batch, nheads or nheads_kv, ...).
 _HEADS = ("query", "key", "value", "scores", "out", "lse", "y", "result")
 _KEYS = ("key", "value")
@@ -64,8 +66,13 @@ class _Call:
             return self.values["activation"] in ("none", "relu")
         if result in (*_OF_NORM, "dsink") and not self.has(result.removeprefix("d")):
             return True
+        if result in ("entropy", "row_entropy"):
+            return not self.values["entropy"]
         mask = self.values.get("output_mask")
-        return mask is not None and not mask[self.results.index(result)]
+        if mask is None or not result.startswith("d"):
+            return False
+        gradients = [name for name in self.results if name.startswith("d")]
+        return not mask[gradients.index(result)]
 
 
 def results_of(op: Any) -> list[str]:
@@ -231,6 +238,29 @@ def _conv2d(call: _Call) -> list[Row]:
     return [{**_all(("x", "dx", "dz", "result"), _shard(0)), "dweight": _partial()}]
 
 
+def _loss(call: _Call) -> list[Row]:
+    """Rows that shard batch or sequence dims. A mean needs the count of all rows."""
+    reduction = call.values.get("reduction", "none")
+    if reduction == "mean":
+        return []
+    dims = len(call.shape("target")) - call.values.get("shift", 0)
+    loss: Row = _all(("result", "loss"), _partial())
+    rows = []
+    for d in range(dims):
+        tokens = _all(("x", "dx", *_TOKENS), _shard(d))
+        if reduction == "none":
+            loss = _all(("result", "loss", "dloss"), _shard(d))
+        rows.append({**tokens, **loss, **_all(("dweight", "dbias"), _partial())})
+    return rows
+
+
+def _loss_gradients(call: _Call) -> list[Row]:
+    """Rows of the product of gradients and a scalar."""
+    parameters = _all(("unit_dweight", "unit_dbias", "dweight", "dbias"), _partial())
+    dims = len(call.shape("unit_dx")) - 1
+    return [{**parameters, **_all(("unit_dx", "dx"), _shard(d))} for d in range(dims)]
+
+
 def _replicated(call: _Call) -> list[Row]:
     return []
 
@@ -243,9 +273,13 @@ _LAYERS: dict[str, Rule] = {
     "scalar_attention": _replicated,  # keys and values are as many as queries
     "attention": _attention,
     "softmax_matmul": _attention,
+    "linear_cross_entropy": _loss,
+    "linear_token_logprobs": _loss,
 }
 RULES: dict[str, Rule] = {
     **{op + end: rule for op, rule in _LAYERS.items() for end in ("", "_forward", "_backward")},
+    "linear_cross_entropy_gradients_forward": _loss,
+    "linear_cross_entropy_gradients_backward": _loss_gradients,
     "attention_with_lse": _attention,
     "causal_softmax": _causal_softmax,
     "causal_softmax_backward": _causal_softmax,

@@ -1,0 +1,87 @@
+// CPU. Passes over a row of logits: statistics, then the gradient in place. They take a hundredth
+// of the time of the products around them.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "core/simd_cpu.h"
+#include "losses/rows.h"
+
+namespace torchweld {
+
+// Replaces a row of logits by z, adding the bias where it is given, and returns max(z).
+template <typename T>
+T scale_row(T* row, const T* bias, int64_t n, const LogitScale<T>& scale) {
+  T max = T(0);
+  with_vectors([&] {
+    if (bias != nullptr) {
+      for (int64_t j = 0; j < n; ++j) row[j] += bias[j];
+    }
+    if (scale.softcap != T(0)) {
+      const T cap = scale.softcap;
+      for (int64_t j = 0; j < n; ++j) row[j] = cap * tanh_in_vectors(row[j] / cap);
+    }
+    if (scale.temperature != T(1)) {
+      for (int64_t j = 0; j < n; ++j) row[j] /= scale.temperature;
+    }
+    max = max_of(row, n);
+  });
+  return max;
+}
+
+// Which statistics a call needs beside the lse.
+struct WantedStatistics {
+  bool mean, expectation;
+};
+
+// NOTE: blocks are added in fp64. A fp32 chain over a whole vocabulary would cost the lse a digit.
+template <typename T>
+LogitStatistics<T> row_statistics(const T* z, int64_t n, T max, int64_t target,
+                                  const WantedStatistics& wanted) {
+  constexpr int64_t kBlock = 2048;
+  double sum = 0, mean = 0, expectation = 0;
+  with_vectors([&] {
+    for (int64_t first = 0; first < n; first += kBlock) {
+      constexpr int kLanes = LaneSums<T>::kLanes;
+      LaneSums<T> sums, means, expectations;
+      const auto add = [&](int64_t j, int lane) {
+        const T shifted = z[j] - max, e = exp_in_vectors(shifted);
+        sums.lanes[lane] += e;
+        if (wanted.mean) means.lanes[lane] += shifted;
+        if (wanted.expectation) expectations.lanes[lane] += e == T(0) ? T(0) : e * shifted;
+      };
+      const int64_t end = std::min(n, first + kBlock);
+      int64_t j = first;
+      for (; j + kLanes <= end; j += kLanes) {
+        for (int lane = 0; lane < kLanes; ++lane) add(j + lane, lane);
+      }
+      for (; j < end; ++j) add(j, 0);
+      sum += sums.total();
+      mean += means.total();
+      expectation += expectations.total();
+    }
+  });
+  return {max, static_cast<T>(std::log(sum)), z[target] - max,
+          static_cast<T>(mean / static_cast<double>(n)), static_cast<T>(expectation / sum)};
+}
+
+// Replaces a row of z by the gradient of its logits, rounded to the inputs' dtype.
+template <typename scalar_t, typename T>
+void row_gradient(T* z, int64_t n, int64_t target, const RowGradient<T>& row,
+                  const LogitScale<T>& scale) {
+  const T z_target = z[target];
+  with_vectors([&] {
+    for (int64_t j = 0; j < n; ++j) {
+      z[j] = row.of_logit(z[j], exp_in_vectors(z[j] - row.lse), scale);
+    }
+  });
+  z[target] += row.target * scale.slope(z_target);
+  if constexpr (!std::is_same_v<scalar_t, T>) {
+    with_vectors([&] {
+      for (int64_t j = 0; j < n; ++j) z[j] = static_cast<T>(static_cast<scalar_t>(z[j]));
+    });
+  }
+}
+
+}  // namespace torchweld

@@ -1,0 +1,146 @@
+// CPU. The engine of losses/loss.h.
+#include <ATen/Dispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include "losses/cpu.h"
+#include "losses/loss.h"
+#include "losses/products_cpu.h"
+
+namespace torchweld {
+namespace {
+
+// The rows of x that have a target. An ignored row takes no part in any product.
+struct TargetRows {
+  Tensor x;        // (rows, K)
+  Tensor targets;  // (rows,), of all rows
+  Tensor indices;  // (live rows,); undefined where every row is live
+  int64_t count;   // live rows
+
+  TargetRows(const char* op, const Tensor& x, const Tensor& targets, int64_t n,
+             const LossOptions& options)
+      : x(as_matrix(x)), targets(targets), count(targets.numel()) {
+    const int64_t* const values = targets.const_data_ptr<int64_t>();
+    int64_t ignored = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const bool ignores = options.ignore_index && values[i] == *options.ignore_index;
+      ignored += ignores;
+      TW_CHECK(ignores || (values[i] >= 0 && values[i] < n), op,
+               "target must be from 0 to N - 1 = ", n - 1,
+               options.ignore_index ? " or ignore_index" : "", ", but got ", values[i]);
+    }
+    if (ignored == 0) return;
+    indices = targets.ne(*options.ignore_index).nonzero().view({-1});
+    count -= ignored;
+  }
+
+  // The row of x, of all rows, of a live row.
+  int64_t row(int64_t i) const {
+    return indices.defined() ? indices.const_data_ptr<int64_t>()[i] : i;
+  }
+  int64_t target(int64_t i) const { return targets.const_data_ptr<int64_t>()[row(i)]; }
+  Tensor chunk(int64_t first, int64_t size) const {
+    if (!indices.defined()) return x.narrow(0, first, size);
+    return x.index_select(0, indices.narrow(0, first, size));
+  }
+};
+
+template <typename T>
+T* data_of(const Tensor& t) {
+  return t.defined() ? t.data_ptr<T>() : nullptr;
+}
+
+// What the rows of a chunk read and write, in the dtype of sums.
+template <typename T>
+struct RowVectors {
+  LossKind kind;
+  LogitScale<T> scale;
+  CrossEntropyTerms<T> terms;
+  WantedStatistics wanted;
+  const T* bias;
+  T *loss, *lse, *entropy;
+  const T *dloss, *dentropy;
+  int64_t dloss_stride;
+
+  void store(int64_t row, const LogitStatistics<T>& found) const {
+    loss[row] = kind == LossKind::kCrossEntropy ? terms.loss(found) : found.logprob();
+    lse[row] = found.lse();
+    if (entropy != nullptr) entropy[row] = found.entropy();
+  }
+  RowGradient<T> gradient(int64_t row, int64_t n) const {
+    const T d = dloss[row * dloss_stride];
+    if (kind == LossKind::kCrossEntropy) {
+      return RowGradient<T>::of_loss(d, lse[row], terms, n);
+    }
+    return RowGradient<T>::of_logprob(d, dentropy == nullptr ? T(0) : dentropy[row], lse[row],
+                                      dentropy == nullptr ? T(0) : entropy[row]);
+  }
+};
+
+template <typename scalar_t>
+void loss_chunks(const TargetRows& rows, const LossInputs& in, const LossRows& results,
+                 const LossUpstream& upstream, const LossGradients& grads) {
+  using T = at::opmath_type<scalar_t>;
+  const int64_t n = in.weight.size(0), k = in.weight.size(1);
+  const at::TensorOptions sums = results.lse.options();
+  const Tensor bias = is_given(in.bias) ? in.bias->to(sums.dtype()).contiguous() : Tensor();
+  const RowVectors<T> vectors = {in.kind,
+                                 in.options.logit_scale<T>(),
+                                 in.options.terms<T>(),
+                                 {in.options.label_smoothing != 0, results.entropy.defined()},
+                                 data_of<T>(bias),
+                                 data_of<T>(results.loss),
+                                 data_of<T>(results.lse),
+                                 data_of<T>(results.entropy),
+                                 data_of<T>(upstream.dloss),
+                                 data_of<T>(upstream.dentropy),
+                                 upstream.dloss.defined() ? upstream.dloss.stride(0) : 0};
+  const int64_t chunk = rows.count == 0 ? 1 : loss_chunk_rows(rows.count, n, sizeof(T));
+  ParameterGradients<T> parameters(grads.dweight, grads.dbias, {grads.wanted[1], grads.wanted[2]},
+                                   divide_up(rows.count, chunk), sums);
+  Tensor dx;
+  if (grads.wanted[0]) {
+    dx = grads.dx.view({rows.targets.numel(), k});
+    if (rows.indices.defined()) dx.zero_();
+  }
+  const Tensor logits = at::empty({std::min(chunk, rows.count), n}, sums);
+  for (int64_t first = 0; first < rows.count; first += chunk) {
+    const int64_t count = std::min(chunk, rows.count - first);
+    const Tensor x = rows.chunk(first, count).to(sums.dtype()).contiguous();
+    const Tensor z = logits.narrow(0, 0, count);
+    logits_into_cpu<T>(z, x, in.weight);
+    parallel_tasks(count, [&](int64_t i) {
+      const int64_t row = rows.row(first + i), target = rows.target(first + i);
+      T* const z_row = z.data_ptr<T>() + i * n;
+      const T max = scale_row(z_row, vectors.bias, n, vectors.scale);
+      if (results.loss.defined()) {
+        vectors.store(row, row_statistics(z_row, n, max, target, vectors.wanted));
+      }
+      if (grads.any()) {
+        row_gradient<scalar_t>(z_row, n, target, vectors.gradient(row, n), vectors.scale);
+      }
+    });
+    if (grads.wanted[0]) {
+      const Tensor sum = dx_cpu<T>(z, in.weight);
+      if (rows.indices.defined()) {
+        dx.index_copy_(0, rows.indices.narrow(0, first, count), sum.to(dx.dtype()));
+      } else {
+        dx.narrow(0, first, count).copy_(sum);
+      }
+    }
+    parameters.add(z, x);
+  }
+  parameters.finish();
+}
+
+}  // namespace
+
+void loss_rows_cpu(const char* op, const LossInputs& in, const LossRows& results,
+                   const LossUpstream& upstream, const LossGradients& grads) {
+  const TargetRows rows(op, in.x, in.targets, in.weight.size(0), in.options);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, in.x.scalar_type(), "loss", [&] {
+    loss_chunks<scalar_t>(rows, in, results, upstream, grads);
+  });
+}
+
+}  // namespace torchweld

@@ -1,0 +1,159 @@
+// CUDA. The engines of losses/loss.h, and the choice between them.
+//
+// The one here runs on every GPU: a chunk's logits in fp32 by a matmul, then the kernels of
+// kernels.cu, then the two products of the gradients. dlogits overwrite the logits.
+#ifdef TORCHWELD_CUDA
+
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+
+#include "core/cuda_inputs.h"
+#include "layers/matmul.h"
+#include "losses/loss.h"
+#include "losses/params.h"
+
+namespace torchweld {
+namespace {
+
+// logits = x @ weight^T in fp32.
+void logits_into(Tensor& logits, const Tensor& x, const Tensor& weight) {
+  if (x.scalar_type() == at::kFloat) {
+    matmul_into(logits, x, weight);
+  } else {
+    at::mm_out(logits, x, weight.t(), at::kFloat);
+  }
+}
+
+// to = a @ b, rounded once to their dtype.
+void product_into(Tensor& to, const Tensor& a, const Tensor& b) {
+  // NOTE: matmul_into would copy an `a` whose K isn't a whole number of 16-byte chunks.
+  if (a.size(1) * a.element_size() % 16 == 0) {
+    matmul_into(to, a, Matrix(b).t());
+  } else {
+    at::mm_out(to, a, b);
+  }
+}
+
+// The gradient of the weight, summed over chunks in fp32.
+class WeightGradient {
+ public:
+  WeightGradient(const Tensor& dweight, bool wanted, bool one_chunk) : dweight_(dweight) {
+    if (!wanted) return;
+    const bool direct = one_chunk || dweight.scalar_type() == at::kFloat;
+    sum_ = direct ? dweight : at::empty(dweight.sizes(), dweight.options().dtype(at::kFloat));
+  }
+
+  // sum += dz^T x.
+  void add(const Tensor& dz, const Tensor& x) {
+    if (!sum_.defined()) return;
+    if (!started_) {
+      started_ = true;
+      if (sum_.scalar_type() == dz.scalar_type()) {
+        matmul_into(sum_, Matrix(dz).t(), Matrix(x).t());
+      } else {
+        at::mm_out(sum_, dz.t(), x, at::kFloat);
+      }
+    } else if (dz.scalar_type() == at::kFloat) {
+      at::addmm_out(sum_, sum_, dz.t(), x);
+    } else {
+      at::addmm_out(sum_, sum_, dz.t(), x, at::kFloat);
+    }
+  }
+
+  void finish() {
+    if (!sum_.defined()) return;
+    if (!started_) sum_.zero_();
+    if (!sum_.is_same(dweight_)) dweight_.copy_(sum_);
+  }
+
+ private:
+  Tensor dweight_, sum_;
+  bool started_ = false;
+};
+
+template <typename T = float>
+T* optional_data(const Tensor& t) {
+  return t.defined() ? mutable_data<T>(t) : nullptr;
+}
+
+void loss_rows_any_gpu(const LossInputs& in, const LossRows& results, const LossUpstream& upstream,
+                       const LossGradients& grads) {
+  const int64_t rows = in.targets.numel(), n = in.weight.size(0), k = in.weight.size(1);
+  const cudaStream_t stream = current_stream();
+  const Tensor x = as_matrix(in.x);
+  const Vector bias(in.bias);
+  // Rows of whole 16-byte accesses, for fp32 and for 16-bit dlogits.
+  const int64_t row_stride = divide_up(n, 8) * 8;
+  const int64_t chunk = rows == 0 ? 1 : loss_chunk_rows(rows, row_stride, sizeof(float));
+  WeightGradient dweight(grads.dweight, grads.wanted[1], rows <= chunk);
+  Tensor dx, dbias;
+  if (grads.wanted[0]) dx = grads.dx.view({rows, k});
+  if (grads.wanted[2]) dbias = at::zeros({n}, results.lse.options());
+  const Tensor buffer = at::empty({std::min(chunk, rows), row_stride}, results.lse.options());
+  for (int64_t first = 0; first < rows; first += chunk) {
+    const int64_t count = std::min(chunk, rows - first);
+    Tensor logits = buffer.narrow(0, 0, count).narrow(1, 0, n);
+    const Tensor targets = in.targets.narrow(0, first, count);
+    Tensor x_rows = x.narrow(0, first, count), live;
+    if (in.options.ignore_index) {
+      // NOTE: an ignored row of inf or NaN would spoil the products: 0 * NaN is NaN.
+      live = targets.ne(*in.options.ignore_index).unsqueeze(1);
+      x_rows = at::where(live, x_rows, at::zeros({}, x.options()));
+    }
+    logits_into(logits, x_rows, in.weight);
+    const auto from_first = [&](const Tensor& t) {
+      return t.defined() ? t.narrow(0, first, count) : t;
+    };
+    const LossChunk params = {mutable_data<float>(logits),
+                              row_stride,
+                              count,
+                              n,
+                              bias.data(),
+                              dtype_of(in.x),
+                              const_data<int64_t>(targets),
+                              in.options.ignore_index.has_value(),
+                              in.options.ignore_index.value_or(0),
+                              in.kind == LossKind::kCrossEntropy,
+                              in.options.logit_scale<float>(),
+                              in.options.terms<float>(),
+                              optional_data(from_first(results.loss)),
+                              optional_data(from_first(results.lse)),
+                              optional_data(from_first(results.entropy))};
+    if (results.loss.defined()) launch_loss_statistics(params, stream);
+    if (!grads.any()) continue;
+    const Tensor dloss = from_first(upstream.dloss);
+    launch_loss_gradient(
+        {params, const_data<float>(dloss), dloss.stride(0),
+         upstream.dentropy.defined() ? const_data<float>(from_first(upstream.dentropy)) : nullptr},
+        stream);
+    const int64_t halves = static_cast<int64_t>(sizeof(float)) / in.x.element_size();
+    const Tensor dz =
+        buffer.view(in.x.scalar_type()).as_strided({count, n}, {row_stride * halves, 1});
+    if (grads.wanted[0]) {
+      Tensor dx_rows = dx.narrow(0, first, count);
+      product_into(dx_rows, dz, in.weight);
+      if (live.defined()) dx_rows.masked_fill_(live.logical_not(), 0);
+    }
+    dweight.add(dz, x_rows);
+    if (grads.wanted[2]) dbias.add_(dz.sum(0, /*keepdim=*/false, at::kFloat));
+  }
+  dweight.finish();
+  if (grads.wanted[2]) grads.dbias.copy_(dbias);
+}
+
+}  // namespace
+
+void loss_rows_cuda(const char*, const LossInputs& in, const LossRows& results,
+                    const LossUpstream& upstream, const LossGradients& grads) {
+  const OnDevice on(in.x.device());
+  // Hopper's engine (losses/sm90) takes its problems before this line.
+  loss_rows_any_gpu(in, results, upstream, grads);
+}
+
+}  // namespace torchweld
+
+#endif

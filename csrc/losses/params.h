@@ -1,0 +1,55 @@
+// Kernels over a chunk of logits, and their parameters. Torch-free.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "losses/rows.h"
+
+namespace torchweld {
+
+// A chunk of logits (rows, n) in fp32, and the vectors of its rows.
+struct LossChunk {
+  float* logits;
+  int64_t row_stride;  // a multiple of 4; logits is 16-byte aligned
+  int64_t rows;
+  int64_t n;
+  const void* bias;  // (n,) of dtype, or nullptr
+  DType dtype;       // of x, weight and bias
+  const int64_t* targets;
+  bool ignores;
+  int64_t ignore_index;
+  bool cross_entropy;  // else log-probabilities
+  LogitScale<float> scale;
+  CrossEntropyTerms<float> terms;
+  float* loss;  // loss or log-probability
+  float* lse;
+  float* entropy;  // nullptr: not asked for
+};
+
+// Writes loss, lse and entropy of the rows that are not ignored.
+void launch_loss_statistics(const LossChunk& chunk, cudaStream_t stream);
+
+// Overwrites each row of logits by its gradient, of dtype, from the row's first byte on; a row that
+// is ignored becomes 0. Reads lse and entropy. dloss has stride 0 or 1; dentropy may be nullptr.
+struct LossGradientParams {
+  LossChunk chunk;
+  const float* dloss;
+  int64_t dloss_stride;
+  const float* dentropy;
+};
+void launch_loss_gradient(const LossGradientParams& params, cudaStream_t stream);
+
+// y = x * factor[0].
+struct LossScaleParams {
+  const void* x;
+  void* y;
+  const float* factor;
+  int64_t size;
+  DType dtype;
+};
+void launch_loss_scale(const LossScaleParams& params, cudaStream_t stream);
+
+}  // namespace torchweld

@@ -1,0 +1,81 @@
+// The formulas of one row of logits, for the CPU and CUDA. With z the scaled logits of a row, t its
+// target, p = softmax(z) and lse = logsumexp(z):
+//
+//   cross entropy   loss = (1 - eps) (lse - z_t) + eps (lse - mean(z)) + z_loss lse^2
+//   log-probability logprob = z_t - lse,   entropy = lse - sum(p z)
+//
+// eps is label_smoothing. Statistics are relative to the row's maximum, so that a small loss isn't
+// the difference of two large numbers.
+#pragma once
+
+#include <cmath>
+
+#include "core/macros.h"
+
+namespace torchweld {
+
+// z = softcap tanh(logit / softcap) / temperature; softcap 0 stands for none.
+template <typename T>
+struct LogitScale {
+  T softcap, temperature;
+
+  TW_HOST_DEVICE bool identity() const { return softcap == T(0) && temperature == T(1); }
+  // dz / dlogit, from z.
+  TW_HOST_DEVICE T slope(T z) const {
+    const T tanh = softcap == T(0) ? T(0) : z * temperature / softcap;
+    return (T(1) - tanh * tanh) / temperature;
+  }
+};
+
+template <typename T>
+struct LogitStatistics {
+  T max;          // max(z)
+  T log_sum;      // lse - max
+  T target;       // z_t - max
+  T mean;         // mean(z) - max; only with label smoothing
+  T expectation;  // sum(p z) - max; only for the entropy
+
+  TW_HOST_DEVICE T lse() const { return max + log_sum; }
+  TW_HOST_DEVICE T logprob() const { return target - log_sum; }
+  TW_HOST_DEVICE T entropy() const { return log_sum - expectation; }
+};
+
+template <typename T>
+struct CrossEntropyTerms {
+  T label_smoothing, z_loss;
+
+  // NOTE: a term without weight is left out, because 0 times an infinite one is NaN.
+  TW_HOST_DEVICE T loss(const LogitStatistics<T>& row) const {
+    T loss = (T(1) - label_smoothing) * (row.log_sum - row.target);
+    if (label_smoothing != T(0)) loss += label_smoothing * (row.log_sum - row.mean);
+    if (z_loss != T(0)) loss += z_loss * row.lse() * row.lse();
+    return loss;
+  }
+};
+
+// The gradient of a row's results with respect to z_j:
+//   p_j (scale + entropy_scale (z_j - expectation)) + uniform + (j == t ? target : 0)
+template <typename T>
+struct RowGradient {
+  T lse, scale, entropy_scale, expectation, uniform, target;
+
+  TW_HOST_DEVICE static RowGradient of_loss(T dloss, T lse, const CrossEntropyTerms<T>& terms,
+                                            int64_t n) {
+    const T eps = terms.label_smoothing;
+    return {lse,  dloss * (T(1) + T(2) * terms.z_loss * lse), T(0),
+            T(0), -dloss * eps / static_cast<T>(n),           -dloss * (T(1) - eps)};
+  }
+  // entropy is the row's, and is not read where dentropy is 0.
+  TW_HOST_DEVICE static RowGradient of_logprob(T dlogprob, T dentropy, T lse, T entropy) {
+    return {lse, -dlogprob, -dentropy, dentropy == T(0) ? T(0) : lse - entropy, T(0), dlogprob};
+  }
+
+  // p is exp(z - lse). An impossible token (z = -inf, p = 0) adds nothing to the entropy.
+  TW_HOST_DEVICE T of_logit(T z, T p, const LogitScale<T>& logit_scale) const {
+    T factor = scale;
+    if (entropy_scale != T(0) && p > T(0)) factor += entropy_scale * (z - expectation);
+    return (p * factor + uniform) * logit_scale.slope(z);
+  }
+};
+
+}  // namespace torchweld

@@ -1,0 +1,369 @@
+// linear_cross_entropy:  the cross entropy of z = softcap tanh(linear(x) / softcap) / temperature
+//   x (..., K), weight (N, K), bias (N,), target (...), loss () or (...)
+//   loss of a row = (1 - eps) (lse - z_t) + eps (lse - mean(z)) + z_loss lse^2, eps label_smoothing
+//
+// linear_cross_entropy_forward also returns each row's lse, 0 where the row is ignored; with it
+// linear_cross_entropy_backward computes the logits again (keep="nothing").
+//
+// linear_cross_entropy_gradients_forward computes the gradients for dloss = 1 beside the loss, and
+// linear_cross_entropy_gradients_backward multiplies them by dloss (keep="gradients").
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+
+#include "core/dispatch.h"
+#include "losses/loss.h"
+#include "ops/linear_cross_entropy/scale.h"
+
+namespace torchweld::linear_cross_entropy_op {
+namespace {
+
+using Grads3 = std::tuple<Tensor, Tensor, Tensor>;
+using LossAndGrads = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+LossOptions options_of(const char* op, c10::string_view reduction, int64_t ignore_index,
+                       double label_smoothing, std::optional<double> softcap, double z_loss,
+                       int64_t shift, double temperature) {
+  const LossOptions options = {parse_reduction(op, reduction),
+                               ignore_index,
+                               label_smoothing,
+                               softcap,
+                               z_loss,
+                               shift,
+                               temperature};
+  check_loss_options(op, options);
+  return options;
+}
+
+enum class Keep { kGradients, kNothing };
+
+// NOTE: float16 has no room for the gradients of dloss = 1, which come before the loss scale: those
+// of a mean over many rows would be 0.
+Keep parse_keep(const char* op, c10::string_view name, Reduction reduction, const Tensor& x) {
+  const bool fits = reduction != Reduction::kNone && x.scalar_type() != at::kHalf;
+  if (name == "nothing") return Keep::kNothing;
+  if (name == "auto") return fits ? Keep::kGradients : Keep::kNothing;
+  TW_CHECK(name != "exponentials", op, "keep='exponentials' is not supported on this device; use ",
+           "keep='auto'");
+  TW_CHECK(name == "gradients", op,
+           "keep must be 'auto', 'exponentials', 'gradients' or 'nothing', but got '",
+           std::string(name), "'");
+  TW_CHECK(reduction != Reduction::kNone, op,
+           "keep='gradients' must have reduction 'mean' or 'sum', but got 'none'; use keep='auto'");
+  TW_CHECK(fits, op,
+           "keep='gradients' must have float32 or bfloat16 tensors, but got float16, in which "
+           "gradients before the loss scale are lost; use keep='auto'");
+  return Keep::kGradients;
+}
+
+// The checks of a call and its loss, not yet filled.
+Tensor empty_loss(const char* op, const Tensor& x, const Tensor& weight, const Tensor& target,
+                  const OptionalTensor& bias, const LossOptions& options) {
+  const auto sizes = check_loss_inputs(op, x, weight, target, bias, options.shift);
+  return empty_per_token(
+      x, options.reduction == Reduction::kNone ? sizes : std::vector<c10::SymInt>());
+}
+
+std::tuple<Tensor, Tensor> linear_cross_entropy_forward_meta(
+    const Tensor& x, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+    c10::string_view reduction, int64_t ignore_index, double label_smoothing,
+    std::optional<double> softcap, double z_loss, int64_t shift, double temperature) {
+  const char* op = "linear_cross_entropy_forward";
+  const LossOptions options =
+      options_of(op, reduction, ignore_index, label_smoothing, softcap, z_loss, shift, temperature);
+  const auto sizes = check_loss_inputs(op, x, weight, target, bias, shift);
+  return {empty_loss(op, x, weight, target, bias, options), empty_per_token(x, sizes)};
+}
+
+Tensor linear_cross_entropy_meta(const Tensor& x, const Tensor& weight, const Tensor& target,
+                                 const OptionalTensor& bias, c10::string_view reduction,
+                                 int64_t ignore_index, double label_smoothing,
+                                 std::optional<double> softcap, double z_loss, int64_t shift,
+                                 double temperature, c10::string_view keep) {
+  const char* op = "linear_cross_entropy";
+  const LossOptions options =
+      options_of(op, reduction, ignore_index, label_smoothing, softcap, z_loss, shift, temperature);
+  Tensor loss = empty_loss(op, x, weight, target, bias, options);
+  parse_keep(op, keep, options.reduction, x);
+  return loss;
+}
+
+Grads3 linear_cross_entropy_backward_meta(const Tensor& dloss, const Tensor& x,
+                                          const Tensor& weight, const Tensor& target,
+                                          const Tensor& lse, const OptionalTensor& bias,
+                                          c10::string_view reduction, int64_t ignore_index,
+                                          double label_smoothing, std::optional<double> softcap,
+                                          double z_loss, int64_t shift, double temperature,
+                                          std::array<bool, 3> output_mask) {
+  const char* op = "linear_cross_entropy_backward";
+  const LossOptions options =
+      options_of(op, reduction, ignore_index, label_smoothing, softcap, z_loss, shift, temperature);
+  const auto sizes = check_loss_inputs(op, x, weight, target, bias, shift);
+  const bool per_token = options.reduction == Reduction::kNone;
+  check_device(op, "dloss", dloss, "x", x);
+  check_dtype(op, "dloss", dloss, acc_dtype(x));
+  check_shape(op, "dloss", dloss, per_token ? sizes : std::vector<c10::SymInt>(),
+              "the loss's shape");
+  check_per_token(op, "lse", lse, x, sizes);
+  const LossGradients grads = empty_loss_gradients(x, weight, output_mask);
+  return {grads.dx, grads.dweight, grads.dbias};
+}
+
+LossAndGrads linear_cross_entropy_gradients_forward_meta(
+    const Tensor& x, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+    c10::string_view reduction, int64_t ignore_index, double label_smoothing,
+    std::optional<double> softcap, double z_loss, int64_t shift, double temperature,
+    std::array<bool, 3> output_mask) {
+  const char* op = "linear_cross_entropy_gradients_forward";
+  const LossOptions options =
+      options_of(op, reduction, ignore_index, label_smoothing, softcap, z_loss, shift, temperature);
+  Tensor loss = empty_loss(op, x, weight, target, bias, options);
+  parse_keep(op, "gradients", options.reduction, x);
+  const LossGradients grads = empty_loss_gradients(x, weight, output_mask);
+  return {loss, grads.dx, grads.dweight, grads.dbias};
+}
+
+Grads3 linear_cross_entropy_gradients_backward_meta(const Tensor& dloss, const Tensor& unit_dx,
+                                                    const Tensor& unit_dweight,
+                                                    const Tensor& unit_dbias) {
+  const char* op = "linear_cross_entropy_gradients_backward";
+  check_floating(op, "unit_dx", unit_dx);
+  check_device(op, "dloss", dloss, "unit_dx", unit_dx);
+  check_dtype(op, "dloss", dloss, acc_dtype(unit_dx));
+  check_shape(op, "dloss", dloss, {}, "a scalar");
+  check_like(op, "unit_dweight", unit_dweight, "unit_dx", unit_dx);
+  check_like(op, "unit_dbias", unit_dbias, "unit_dx", unit_dx);
+  return {at::empty_like(unit_dx), at::empty_like(unit_dweight), at::empty_like(unit_dbias)};
+}
+
+Tensor zero_rows(const LossInputs& in) {
+  return at::zeros({in.targets.numel()}, in.x.options().dtype(acc_dtype(in.x)));
+}
+
+// The kernels of the ops on one engine.
+template <LossEngine engine>
+Tensor loss_on(const Tensor& x, const Tensor& weight, const Tensor& target,
+               const OptionalTensor& bias, c10::string_view reduction, int64_t ignore_index,
+               double label_smoothing, std::optional<double> softcap, double z_loss, int64_t shift,
+               double temperature, c10::string_view keep) {
+  const char* op = "linear_cross_entropy";
+  Tensor loss =
+      linear_cross_entropy_meta(x, weight, target, bias, reduction, ignore_index, label_smoothing,
+                                softcap, z_loss, shift, temperature, keep);
+  const LossInputs in = {LossKind::kCrossEntropy,
+                         x,
+                         weight,
+                         bias,
+                         target,
+                         options_of(op, reduction, ignore_index, label_smoothing, softcap, z_loss,
+                                    shift, temperature)};
+  const LossRows rows = {zero_rows(in), zero_rows(in), {}};
+  engine(op, in, rows, {}, no_loss_gradients());
+  reduce_loss(loss, rows.loss, target, in.targets, in.options);
+  return loss;
+}
+
+template <LossEngine engine>
+std::tuple<Tensor, Tensor> forward_on(const Tensor& x, const Tensor& weight, const Tensor& target,
+                                      const OptionalTensor& bias, c10::string_view reduction,
+                                      int64_t ignore_index, double label_smoothing,
+                                      std::optional<double> softcap, double z_loss, int64_t shift,
+                                      double temperature) {
+  const char* op = "linear_cross_entropy_forward";
+  auto [loss, lse] =
+      linear_cross_entropy_forward_meta(x, weight, target, bias, reduction, ignore_index,
+                                        label_smoothing, softcap, z_loss, shift, temperature);
+  const LossInputs in = {LossKind::kCrossEntropy,
+                         x,
+                         weight,
+                         bias,
+                         target,
+                         options_of(op, reduction, ignore_index, label_smoothing, softcap, z_loss,
+                                    shift, temperature)};
+  const LossRows rows = {zero_rows(in), zero_rows(in), {}};
+  engine(op, in, rows, {}, no_loss_gradients());
+  reduce_loss(loss, rows.loss, target, in.targets, in.options);
+  copy_from_rows(lse, rows.lse, target, in.options);
+  return {loss, lse};
+}
+
+template <LossEngine engine>
+Grads3 backward_on(const Tensor& dloss, const Tensor& x, const Tensor& weight, const Tensor& target,
+                   const Tensor& lse, const OptionalTensor& bias, c10::string_view reduction,
+                   int64_t ignore_index, double label_smoothing, std::optional<double> softcap,
+                   double z_loss, int64_t shift, double temperature,
+                   std::array<bool, 3> output_mask) {
+  const char* op = "linear_cross_entropy_backward";
+  auto [dx, dweight, dbias] = linear_cross_entropy_backward_meta(
+      dloss, x, weight, target, lse, bias, reduction, ignore_index, label_smoothing, softcap,
+      z_loss, shift, temperature, output_mask);
+  const LossInputs in = {LossKind::kCrossEntropy,
+                         x,
+                         weight,
+                         bias,
+                         target,
+                         options_of(op, reduction, ignore_index, label_smoothing, softcap, z_loss,
+                                    shift, temperature)};
+  const LossGradients grads = {dx, dweight, dbias, output_mask};
+  if (grads.any()) {
+    engine(op, in, {{}, rows_of_result(lse, target, in.options), {}},
+           {dloss_of_rows(dloss, target, in.targets, in.options), {}}, grads);
+  }
+  return {dx, dweight, dbias};
+}
+
+template <LossEngine engine>
+LossAndGrads gradients_forward_on(const Tensor& x, const Tensor& weight, const Tensor& target,
+                                  const OptionalTensor& bias, c10::string_view reduction,
+                                  int64_t ignore_index, double label_smoothing,
+                                  std::optional<double> softcap, double z_loss, int64_t shift,
+                                  double temperature, std::array<bool, 3> output_mask) {
+  const char* op = "linear_cross_entropy_gradients_forward";
+  auto [loss, dx, dweight, dbias] = linear_cross_entropy_gradients_forward_meta(
+      x, weight, target, bias, reduction, ignore_index, label_smoothing, softcap, z_loss, shift,
+      temperature, output_mask);
+  const LossInputs in = {LossKind::kCrossEntropy,
+                         x,
+                         weight,
+                         bias,
+                         target,
+                         options_of(op, reduction, ignore_index, label_smoothing, softcap, z_loss,
+                                    shift, temperature)};
+  const LossRows rows = {zero_rows(in), zero_rows(in), {}};
+  const Tensor one = at::ones({}, rows.loss.options());
+  engine(op, in, rows, {dloss_of_rows(one, target, in.targets, in.options), {}},
+         {dx, dweight, dbias, output_mask});
+  reduce_loss(loss, rows.loss, target, in.targets, in.options);
+  return {loss, dx, dweight, dbias};
+}
+
+template <ScaleInto scale_into>
+Grads3 gradients_backward_on(const Tensor& dloss, const Tensor& unit_dx, const Tensor& unit_dweight,
+                             const Tensor& unit_dbias) {
+  auto [dx, dweight, dbias] =
+      linear_cross_entropy_gradients_backward_meta(dloss, unit_dx, unit_dweight, unit_dbias);
+  scale_into(dx, unit_dx, dloss);
+  scale_into(dweight, unit_dweight, dloss);
+  scale_into(dbias, unit_dbias, dloss);
+  return {dx, dweight, dbias};
+}
+
+#define TW_LOSS_KERNELS(device)                                                            \
+  constexpr auto linear_cross_entropy_##device = loss_on<loss_rows_##device>;              \
+  constexpr auto linear_cross_entropy_forward_##device = forward_on<loss_rows_##device>;   \
+  constexpr auto linear_cross_entropy_backward_##device = backward_on<loss_rows_##device>; \
+  constexpr auto linear_cross_entropy_gradients_forward_##device =                         \
+      gradients_forward_on<loss_rows_##device>;                                            \
+  constexpr auto linear_cross_entropy_gradients_backward_##device =                        \
+      gradients_backward_on<scale_into_##device>
+TW_LOSS_KERNELS(cpu);
+#ifdef TORCHWELD_CUDA
+TW_LOSS_KERNELS(cuda);
+#endif
+
+TW_OP(linear_cross_entropy);
+TW_OP(linear_cross_entropy_forward);
+TW_OP(linear_cross_entropy_backward);
+TW_OP(linear_cross_entropy_gradients_forward);
+TW_OP(linear_cross_entropy_gradients_backward);
+
+struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
+                               const Tensor& target, const OptionalTensor& bias,
+                               c10::string_view reduction, int64_t ignore_index,
+                               double label_smoothing, std::optional<double> softcap, double z_loss,
+                               int64_t shift, double temperature, c10::string_view keep) {
+    ctx->set_materialize_grads(false);
+    const std::array<bool, 3> wanted = {needs_grad(x), needs_grad(weight), needs_grad(bias)};
+    auto& data = ctx->saved_data;
+    data["wanted"] = c10::List<bool>({wanted[0], wanted[1], wanted[2]});
+    const Keep kept = parse_keep("linear_cross_entropy", keep, parse_reduction("", reduction), x);
+    data["gradients"] = kept == Keep::kGradients;
+    if (kept == Keep::kGradients) {
+      auto [loss, dx, dweight, dbias] = call_linear_cross_entropy_gradients_forward.below(
+          x, weight, target, bias, reduction, ignore_index, label_smoothing, softcap, z_loss, shift,
+          temperature, wanted);
+      ctx->save_for_backward({dx, dweight, dbias});
+      return {loss};
+    }
+    auto [loss, lse] = call_linear_cross_entropy_forward.below(x, weight, target, bias, reduction,
+                                                               ignore_index, label_smoothing,
+                                                               softcap, z_loss, shift, temperature);
+    ctx->save_for_backward({x, weight, target, lse, or_undefined(bias)});
+    data["reduction"] = reduction;
+    data["ignore_index"] = ignore_index;
+    data["label_smoothing"] = label_smoothing;
+    data["softcap"] = softcap;
+    data["z_loss"] = z_loss;
+    data["shift"] = shift;
+    data["temperature"] = temperature;
+    return {loss};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    variable_list all(12);
+    if (!grads[0].defined()) return all;
+    const auto saved = ctx->get_saved_variables();
+    auto& data = ctx->saved_data;
+    const auto list = data["wanted"].toBoolList();
+    const std::array<bool, 3> wanted = {list[0], list[1], list[2]};
+    const Grads3 found =
+        data["gradients"].toBool()
+            ? call_linear_cross_entropy_gradients_backward(grads[0], saved[0], saved[1], saved[2])
+            : call_linear_cross_entropy_backward(
+                  grads[0], saved[0], saved[1], saved[2], saved[3], optional(saved[4]),
+                  data["reduction"].toStringRef(), data["ignore_index"].toInt(),
+                  data["label_smoothing"].toDouble(), data["softcap"].toOptional<double>(),
+                  data["z_loss"].toDouble(), data["shift"].toInt(), data["temperature"].toDouble(),
+                  wanted);
+    all[0] = if_wanted(wanted[0], std::get<0>(found));
+    all[1] = if_wanted(wanted[1], std::get<1>(found));
+    all[3] = if_wanted(wanted[2], std::get<2>(found));
+    return all;
+  }
+};
+
+// Refusals under linear_cross_entropy's own name.
+void linear_cross_entropy_checks(const char* op, const Tensor& x, const Tensor& weight,
+                                 const Tensor& target, const OptionalTensor& bias,
+                                 c10::string_view reduction, int64_t ignore_index,
+                                 double label_smoothing, std::optional<double> softcap,
+                                 double z_loss, int64_t shift, double temperature,
+                                 c10::string_view keep) {
+  const LossOptions options =
+      options_of(op, reduction, ignore_index, label_smoothing, softcap, z_loss, shift, temperature);
+  check_loss_inputs(op, x, weight, target, bias, shift);
+  parse_keep(op, keep, options.reduction, x);
+}
+
+TORCH_LIBRARY_FRAGMENT(torchweld, m) {
+  const std::string inputs = "Tensor x, Tensor weight, Tensor target, ";
+  const std::string options =
+      "Tensor? bias=None, *, str reduction=\"mean\", int ignore_index=-100, "
+      "float label_smoothing=0, float? softcap=None, float z_loss=0, int shift=0, "
+      "float temperature=1.0";
+  const std::string name = "linear_cross_entropy";
+  define_op(
+      m, name + "(" + inputs + options + ", str keep=\"auto\") -> Tensor",
+      TW_KERNELS(linear_cross_entropy),
+      recorded_by<CrossEntropyFunction>(call_linear_cross_entropy, linear_cross_entropy_checks));
+  define_op(m, name + "_forward(" + inputs + options + ") -> (Tensor loss, Tensor lse)",
+            TW_KERNELS(linear_cross_entropy_forward), no_gradient_function());
+  define_op(m,
+            name + "_backward(Tensor dloss, " + inputs + "Tensor lse, " + options +
+                ", bool[3] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+            TW_KERNELS(linear_cross_entropy_backward), no_gradient_function());
+  define_op(m,
+            name + "_gradients_forward(" + inputs + options +
+                ", bool[3] output_mask) -> "
+                "(Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)",
+            TW_KERNELS(linear_cross_entropy_gradients_forward), no_gradient_function());
+  define_op(m,
+            name +
+                "_gradients_backward(Tensor dloss, Tensor unit_dx, Tensor unit_dweight, "
+                "Tensor unit_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+            TW_KERNELS(linear_cross_entropy_gradients_backward), no_gradient_function());
+  define_autocast(m, call_linear_cross_entropy);
+}
+
+}  // namespace
+}  // namespace torchweld::linear_cross_entropy_op

@@ -1,0 +1,35 @@
+// to = t * factor, computed in the dtype of sums and rounded once; factor is a scalar on t's
+// device.
+#pragma once
+
+#include <ATen/ops/mul.h>
+
+#include "core/check.h"
+
+#ifdef TORCHWELD_CUDA
+#include "core/cuda_inputs.h"
+#include "losses/params.h"
+#endif
+
+namespace torchweld {
+
+using ScaleInto = void (*)(Tensor& to, const Tensor& t, const Tensor& factor);
+
+// NOTE: a scalar on the CPU enters at::mul in its own dtype; on CUDA it would be rounded to t's.
+inline void scale_into_cpu(Tensor& to, const Tensor& t, const Tensor& factor) {
+  at::mul_out(to, t, factor.item());
+}
+
+#ifdef TORCHWELD_CUDA
+inline void scale_into_cuda(Tensor& to, const Tensor& t, const Tensor& factor) {
+  if (t.numel() == 0) return;
+  const OnDevice on(t.device());
+  // empty_like gives `to` the strides of a dense t; both are then read in the order of memory.
+  const Tensor dense = t.strides() == to.strides() ? t : at::empty_like(to).copy_(t);
+  launch_loss_scale({dense.const_data_ptr(), to.mutable_data_ptr(), const_data<float>(factor),
+                     t.numel(), dtype_of(t)},
+                    current_stream());
+}
+#endif
+
+}  // namespace torchweld
