@@ -1113,6 +1113,213 @@ def product_relu_grads(dz: Tensor, x: Tensor, y: Tensor) -> list[Bound]:
     ]
 
 
+# The losses of a linear layer's logits
+
+
+class LossRows:
+    """The logits of a loss and their errors; rows that have no target are left out.
+
+    The logits z are float32 and are not rounded to the tensors' dtype, but dlogits are.
+    """
+
+    def __init__(self, x, weight, target, bias, *, softcap=None, temperature=1.0, live=None):
+        self.dtype = x.dtype
+        self.shape = x.shape
+        self.live = torch.ones(target.shape, dtype=torch.bool) if live is None else live
+        self.x, self.weight, self.bias = up(x)[self.live], up(weight), up(bias)
+        self.target = up(target).long()[self.live]
+        self.softcap, self.temperature = softcap, temperature
+        logits = R.affine(self.x, self.weight, self.bias)
+        self.logit_terms = affine_terms(self.x, Terms(), self.weight, self.bias)
+        z, terms, slope = capped(logits, self.logit_terms, softcap)
+        self.z, self.slope = z / temperature, slope / temperature
+        self.terms = terms.map(lambda t: t / temperature)
+        if temperature != 1:
+            self.terms = self.terms + Terms([(1, self.z.abs())])
+        self.lse = torch.logsumexp(self.z, -1)
+        self.p = torch.exp(self.z - self.lse[:, None])
+        self.lse_terms = logsumexp_terms(self.p, self.z, self.lse, self.terms)
+
+    def at_target(self, t: Tensor) -> Tensor:
+        return t.gather(-1, self.target[:, None])[:, 0]
+
+    def all_rows(self, t: Tensor) -> Tensor:
+        """A vector over the live rows as one over all rows, 0 elsewhere."""
+        return t.new_zeros(self.live.shape).masked_scatter(self.live, t)
+
+    def bound(self, value: Tensor, terms: Terms) -> Bound:
+        return Bound(self.all_rows(value), terms.map(self.all_rows), acc_dtype(self.dtype))
+
+    def logprob(self) -> tuple[Tensor, Terms]:
+        z_target = self.at_target(self.z)
+        own = Terms([(4, self.lse.abs() + z_target.abs() + self.z.abs().amax(-1))])
+        return z_target - self.lse, self.lse_terms + self.terms.map(self.at_target) + own
+
+    def entropy(self) -> tuple[Tensor, Terms]:
+        mean = (self.p * self.z).sum(-1)
+        spread = self.p * (self.z - mean[:, None]).abs()
+        lowered = self.p * (self.z.amax(-1, keepdim=True) - self.z)
+        exponent = FUNCTION + self.z.abs() + self.lse.abs()[:, None]
+        own = Terms(
+            [
+                (self.z.shape[-1] + FUNCTION, lowered.sum(-1) + self.lse.abs()),
+                (1, (lowered * exponent).sum(-1)),
+            ]
+        )
+        return self.lse - mean, self.terms.map(lambda t: (t * spread).sum(-1)) + own
+
+    def gradients(self, dz: Tensor, p_size: Tensor, size: Tensor, stored: bool) -> list[Bound]:
+        """Bounds of dx, dweight, dbias of dz = dloss / dz, in which p has the factor `p_size`."""
+        p_error = lse_error(self.p, self.lse, self.z) + FUNCTION * self.p
+        terms = Terms([(1, p_size * p_error), (FUNCTION, size)])
+        terms = terms + self.terms.map(lambda t: p_size * self.p * t)
+        terms = terms + self.lse_terms.map(lambda t: p_size * self.p * t[:, None])
+        terms = sloped(terms, size, self.slope, self.logit_terms, self.softcap)
+        if self.softcap is None:
+            terms = terms.map(lambda t: t * self.slope)
+        dlogits = dz * self.slope
+        terms = terms + Terms(rounds=[roundable(dlogits, self.dtype)])
+        dx_terms, dweight_terms, dbias_terms = affine_grad_terms(
+            dlogits, terms, self.x, Terms(), self.weight
+        )
+        values = dlogits @ self.weight, dlogits.T @ self.x, dlogits.sum(0)
+        lost = p_size * lse_error(self.p, self.lse, self.z) * self.slope.abs()
+        lost = lost @ self.weight.abs(), lost.T @ self.x.abs(), lost.sum(0)
+
+        def whole(t: Tensor) -> Tensor:
+            return t.new_zeros(self.shape).masked_scatter(self.live[..., None], t)
+
+        bounds = []
+        every = (dx_terms, dweight_terms, dbias_terms)
+        for value, each, floor in zip(values, every, lost, strict=True):
+            if stored:  # rounded, then multiplied by dloss and rounded again
+                each = each + Terms([(1, value.abs())], [roundable(value, self.dtype)])
+            bounds.append(Bound(value, each, self.dtype, floor=lse_floor(floor, self.dtype)))
+        dx = bounds[0]
+        bounds[0] = Bound(whole(dx.ref), dx.terms.map(whole), self.dtype, floor=dx.floor)
+        return bounds
+
+
+class CrossEntropy(LossRows):
+    def __init__(
+        self, x, weight, target, bias=None, *, reduction="mean", ignore_index=-100,
+        label_smoothing=0.0, softcap=None, z_loss=0.0, shift=0, temperature=1.0, keep="auto",
+    ):  # fmt: skip
+        goal = up(target).long()
+        if shift:
+            ignored = torch.full_like(goal[..., :1], ignore_index)
+            goal = torch.cat([goal[..., 1:], ignored], -1)
+        live = goal != ignore_index
+        super().__init__(x, weight, goal, bias, softcap=softcap, temperature=temperature, live=live)
+        self.reduction, self.shift = reduction, shift
+        self.eps, self.z_loss = label_smoothing, z_loss
+        self.stored = reduction != "none" and x.dtype != torch.float16 and keep != "nothing"
+
+    def results(self) -> list[Bound]:
+        """The bounds of loss and lse."""
+        logprob, terms = self.logprob()
+        eps, lse, mean = self.eps, self.lse, self.z.mean(-1)
+        loss = -(1 - eps) * logprob + eps * (lse - mean) + self.z_loss * lse.square()
+        size = self.lse_terms + Terms([(4, lse.abs())])
+        terms = terms.map(lambda t: (1 - eps) * t)
+        terms = terms + size.map(lambda t: (eps + 2 * abs(self.z_loss) * lse.abs()) * t)
+        terms = terms + self.terms.map(lambda t: eps * t.mean(-1))
+        terms = terms + Terms([(self.z.shape[-1], eps * self.z.abs().mean(-1)), (4, loss.abs())])
+        each = self.cut(self.bound(loss, terms))
+        rows = self.cut(self.bound(lse, self.lse_terms + Terms([(2, lse.abs())])))
+        if self.reduction == "none":
+            return [each, rows]
+        count = self.live.sum() if self.reduction == "mean" else 1
+        sums = each.terms + Terms([(max(each.ref.numel(), 1), each.ref.abs())])
+        total = sums.map(lambda t: t.sum() / count)
+        return [Bound(each.ref.sum() / count, total, each.dtype), rows]
+
+    def cut(self, bound: Bound) -> Bound:
+        if not self.shift:
+            return bound
+        return Bound(bound.ref[..., :-1], bound.terms.map(lambda t: t[..., :-1]), bound.dtype)
+
+    def backward(self, dloss: Tensor, stored: bool = False) -> list[Bound]:
+        d = up(dloss)
+        if self.reduction == "none":
+            d = torch.cat([d, d.new_zeros(d[..., :1].shape)], -1) if self.shift else d
+            d = d[self.live]
+        elif self.reduction == "mean":
+            d = d / self.live.sum()
+        d = d.expand(self.lse.shape)[:, None]
+        factor = 1 + 2 * self.z_loss * self.lse[:, None]
+        hit = torch.nn.functional.one_hot(self.target, self.z.shape[-1]).double()
+        flat = self.eps / self.z.shape[-1]
+        dz = d * (self.p * factor - flat - (1 - self.eps) * hit)
+        p_size = d.abs() * (1 + 2 * abs(self.z_loss) * (2 * self.lse.abs()[:, None] + 1))
+        size = p_size * self.p + d.abs() * (flat + (1 - self.eps) * hit)
+        return self.gradients(dz, p_size, size, stored)
+
+
+def cross_entropy_grads(dloss, x, weight, target, bias=None, **kwargs) -> list[Bound | None]:
+    rows = CrossEntropy(x, weight, target, bias, **kwargs)
+    dx, dweight, dbias = rows.backward(dloss, rows.stored)
+    return [dx, dweight, None, dbias]
+
+
+def cross_entropy_backward_bounds(dloss, x, weight, target, lse, bias=None, *, output_mask, **kw):
+    rows = CrossEntropy(x, weight, target, bias, **kw)
+    return masked_out(rows.backward(dloss), output_mask, x.dtype)
+
+
+def cross_entropy_gradients_bounds(x, weight, target, bias=None, *, output_mask, **kwargs):
+    rows = CrossEntropy(x, weight, target, bias, **kwargs)
+    one = torch.ones((), dtype=torch.float64)
+    return [rows.results()[0], *masked_out(rows.backward(one), output_mask, x.dtype)]
+
+
+def logprobs_bounds(x, weight, target, bias=None, *, entropy=False, **kwargs) -> list[Bound]:
+    rows = LossRows(x, weight, target, bias, **kwargs)
+    asked = (
+        rows.bound(*rows.entropy())
+        if entropy
+        else Bound(torch.zeros(0, dtype=torch.float64), Terms(), acc_dtype(x.dtype))
+    )
+    return [
+        rows.bound(*rows.logprob()),
+        asked,
+        rows.bound(rows.lse, rows.lse_terms + Terms([(2, rows.lse.abs())])),
+    ]
+
+
+def logprobs_grads(
+    dlogprob, x, weight, target, bias=None, *, dentropy=None, entropy=False, **kwargs
+) -> list[Bound | None]:
+    rows = LossRows(x, weight, target, bias, **kwargs)
+    d, de = (
+        up(t)[rows.live][:, None]
+        for t in (dlogprob, 0 * dlogprob if dentropy is None else dentropy)
+    )
+    mean = (rows.p * rows.z).sum(-1, keepdim=True)
+    hit = torch.nn.functional.one_hot(rows.target, rows.z.shape[-1]).double()
+    dz = d * (hit - rows.p) - de * rows.p * (rows.z - mean)
+    # The entropy's own error enters through the mean.
+    spread = (rows.z - mean).abs() + FUNCTION * (rows.z.abs() + rows.lse.abs()[:, None]) + 1
+    p_size = d.abs() + de.abs() * spread
+    size = p_size * rows.p + d.abs() * hit
+    dx, dweight, dbias = rows.gradients(dz, p_size, size, stored=False)
+    return [dx, dweight, None, dbias]
+
+
+def logprobs_backward_bounds(
+    dlogprob, x, weight, target, lse, bias=None, row_entropy=None, dentropy=None, *,
+    output_mask, **kwargs,
+):  # fmt: skip
+    dx, dweight, _, dbias = logprobs_grads(
+        dlogprob, x, weight, target, bias, dentropy=dentropy, **kwargs
+    )
+    return masked_out([dx, dweight, dbias], output_mask, x.dtype)
+
+
+def scaled_bounds(dloss: Tensor, *stored: Tensor) -> list[Bound]:
+    return [Bound(up(dloss) * up(t), Terms([(1, up(dloss * t).abs())]), t.dtype) for t in stored]
+
+
 REFERENCES: dict[str, Callable[..., list[Bound | None]]] = {
     "int4_pack": lambda codes: [exact(R.int4_words(codes), torch.int32)],
     "int4_unpack": lambda packed, cols: [exact(R.int4_codes(packed, cols), torch.uint8)],
@@ -1150,6 +1357,14 @@ REFERENCES: dict[str, Callable[..., list[Bound | None]]] = {
     "folded_layer_norm_linear_backward": lambda *a, **k: folded_layer_norm_linear_grads(*a, **k)[
         :1
     ],
+    "linear_cross_entropy": lambda *a, **k: CrossEntropy(*a, **k).results()[:1],
+    "linear_cross_entropy_forward": lambda *a, **k: CrossEntropy(*a, **k).results(),
+    "linear_cross_entropy_backward": cross_entropy_backward_bounds,
+    "linear_cross_entropy_gradients_forward": cross_entropy_gradients_bounds,
+    "linear_cross_entropy_gradients_backward": scaled_bounds,
+    "linear_token_logprobs": lambda *a, **k: logprobs_bounds(*a, **k)[:2],
+    "linear_token_logprobs_forward": logprobs_bounds,
+    "linear_token_logprobs_backward": logprobs_backward_bounds,
     "gated_linear": gated_linear_bounds(full=False),
     "gated_linear_forward": gated_linear_bounds(full=True),
     "gated_linear_backward": gated_linear_backward_bounds,
@@ -1217,6 +1432,8 @@ GRADIENTS: dict[str, Callable[..., list[Bound | None]]] = {
     "layer_norm_linear": layer_grads("layer_norm_linear", 1e-5),
     "rms_norm_linear": layer_grads("rms_norm_linear", 1e-6),
     "folded_layer_norm_linear": folded_layer_norm_linear_grads,
+    "linear_cross_entropy": cross_entropy_grads,
+    "linear_token_logprobs": logprobs_grads,
     "gated_linear": gated_linear_grads,
     "bmm": bmm_grads,
     "add_scalar": lambda dz, x, value: [Bound(up(dz), Terms(), x.dtype)],

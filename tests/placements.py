@@ -33,6 +33,7 @@ from samples import (
     call,
     causal_call,
     conv2d_call,
+    cross_entropy_backward_call,
     fold_call,
     folded_call,
     gated_backward_call,
@@ -40,14 +41,18 @@ from samples import (
     int4_unpack_call,
     layer_backward_call,
     layer_call,
+    logprobs_backward_call,
+    loss_call,
     mul_relu_call,
     outer_call,
     scalar_attention_backward_call,
     scalar_attention_call,
+    scaled_gradients_call,
     softmax_backward_call,
     softmax_call,
     softmax_matmul_call,
     with_dz,
+    without,
 )
 from torchweld.distributed import full_tensor, rules
 
@@ -135,6 +140,32 @@ def _builds() -> dict[str, dict[str, Build]]:
             add("gated_linear", **{f"{gate}_{n}": forward})
             add("gated_linear_forward", **{f"{gate}_{n}": forward})
             add("gated_linear_backward", **{f"{gate}_{n}": backward})
+
+    every = {"label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.1, "temperature": 0.7}
+    losses = {
+        "none": loss_call(lead, 8, 5, reduction="none", ignored=2),
+        "sum": loss_call(uneven, 7, 4, bias=False, reduction="sum", **every),
+        "mean": loss_call(lead, 8, 4, ignored=3),
+        "shift": loss_call((4, 5), 6, 4, reduction="none", shift=1, ignored=2),
+    }
+    name = "linear_cross_entropy"
+    for end in ("", "_forward"):
+        add(name + end, **losses)
+    backward = {n: cross_entropy_backward_call(c, [True] * 3) for n, c in losses.items()}
+    add(name + "_backward", **backward)
+    for n in ("sum", "mean"):
+        add(name + "_gradients_forward", **{n: without(losses[n], output_mask=[True] * 3)})
+    for n, mask in (("plain", [True] * 3), ("x", [True, False, False])):
+        add(name + "_gradients_backward", **{n: scaled_gradients_call(lead, 8, 4, mask)})
+    logprobs = {
+        "plain": loss_call(lead, 8, 5),
+        "entropy": loss_call(uneven, 7, 4, bias=False, entropy=True, temperature=0.7, softcap=2.0),
+    }
+    name = "linear_token_logprobs"
+    for end in ("", "_forward"):
+        add(name + end, **logprobs)
+    backward = {n: logprobs_backward_call(c, [True] * 3) for n, c in logprobs.items()}
+    add(name + "_backward", **backward)
 
     calls = {
         "plain": attention_call(4, 4, 4, 4, 4, 4, 2),
@@ -399,7 +430,7 @@ def gradients(op: str, build: Build, mesh: DeviceMesh) -> None:
     wanted = [sharded.names[i] for i in DIFFERENTIABLE[op] if i < len(sharded.names)]
     wanted = [n for n in (*wanted, "sink") if n in sharded.tensors]
     leaves = {n: sharded.tensors[n].clone().requires_grad_() for n in wanted}
-    ys = sharded(leaves)
+    ys = [y for y in sharded(leaves) if y.requires_grad]
     dys = [torch.randn_like(y) for y in ys]
     want = torch.autograd.grad(ys, list(leaves.values()), dys)
     for placed, _ in sharded.combined():
@@ -407,7 +438,7 @@ def gradients(op: str, build: Build, mesh: DeviceMesh) -> None:
             continue
         given = sharded.place(placed)
         mine = [given[n].requires_grad_() for n in wanted]
-        ours = sharded(given)
+        ours = [y for y in sharded(given) if y.requires_grad]
         douts = []
         for y, dy in zip(ours, dys, strict=True):
             whole = [Replicate() if isinstance(p, Partial) else p for p in y.placements]

@@ -380,6 +380,73 @@ def add_scalar(x: Tensor, value: float) -> Tensor:
     return x + value
 
 
+def scaled_logits(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    z = affine(x, weight, bias)
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    return z / temperature
+
+
+def target_values(z: Tensor, target: Tensor) -> Tensor:
+    """z at each target; at 0 for a target that is no class."""
+    classes = z.shape[-1]
+    index = torch.where((target >= 0) & (target < classes), target, 0).long()
+    return z.gather(-1, index[..., None])[..., 0]
+
+
+def linear_cross_entropy_forward(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0,
+    softcap: float | None = None,
+    z_loss: float = 0,
+    shift: int = 0,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The loss, and each row's lse."""
+    if shift:
+        x, target = x[..., :-1, :], target[..., 1:]
+    live = target != ignore_index
+    # An ignored row may hold inf or NaN, so it is replaced before it is used.
+    z = scaled_logits(torch.where(live[..., None], x, 0.0), weight, bias, softcap, temperature)
+    lse = torch.logsumexp(z, -1)
+    loss = (1 - label_smoothing) * (lse - target_values(z, target)) + z_loss * lse.square()
+    if label_smoothing:
+        loss = loss + label_smoothing * (lse - z.mean(-1))
+    loss, lse = torch.where(live, loss, 0.0), torch.where(live, lse, 0.0)
+    if reduction == "none":
+        return loss, lse
+    return (loss.sum() if reduction == "sum" else loss.sum() / live.sum()), lse
+
+
+def linear_token_logprobs_forward(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The log-probability, entropy and lse of each row."""
+    z = scaled_logits(x, weight, bias, softcap, temperature)
+    lse = torch.logsumexp(z, -1)
+    p = torch.exp(z - lse[..., None])
+    uncertainty = lse - (p * torch.where(p > 0, z, 0.0)).sum(-1)
+    return target_values(z, target) - lse, uncertainty if entropy else lse.new_zeros(0), lse
+
+
 def outer_add(x: Tensor, y: Tensor) -> Tensor:
     return x[None, :] + y[:, None]
 
@@ -403,6 +470,12 @@ VALUES: dict[str, Callable[..., Tensor]] = {
     "layer_norm_linear": layer_norm_linear,
     "rms_norm_linear": rms_norm_linear,
     "folded_layer_norm_linear": folded_layer_norm_linear,
+    "linear_cross_entropy": lambda *args, keep="auto", **kwargs: linear_cross_entropy_forward(
+        *args, **kwargs
+    )[0],
+    "linear_token_logprobs": lambda *args, **kwargs: linear_token_logprobs_forward(*args, **kwargs)[
+        0
+    ],
     "gated_linear": gated_linear,
     "bmm": bmm,
     "row_sum": row_sum,
@@ -546,6 +619,11 @@ def eager_int4_linear_repacked(x, packed, packed_scale, packed_zero, bias=None, 
     )
 
 
+def eager_linear_cross_entropy(*args, keep="auto", **kwargs) -> Tensor:
+    loss, _ = linear_cross_entropy_forward(*args, **kwargs)
+    return loss if loss.dtype == torch.float64 else loss.float()
+
+
 EAGER: dict[str, Callable[..., Tensor]] = {
     "int4_linear": eager_int4_linear,
     "int4_linear_repacked": eager_int4_linear_repacked,
@@ -560,6 +638,10 @@ EAGER: dict[str, Callable[..., Tensor]] = {
     "layer_norm_linear": eager_layer_norm_linear,
     "rms_norm_linear": eager_rms_norm_linear,
     "folded_layer_norm_linear": eager_folded_layer_norm_linear,
+    "linear_cross_entropy": eager_linear_cross_entropy,
+    "linear_token_logprobs": lambda *args, **kwargs: linear_token_logprobs_forward(*args, **kwargs)[
+        0
+    ].float(),
     "gated_linear": eager_gated_linear,
     "row_sum": lambda x: x.sum(-1),
     "conv2d": eager_conv2d,

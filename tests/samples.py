@@ -45,6 +45,8 @@ DIFFERENTIABLE: dict[str, tuple[int, ...]] = {
     "folded_layer_norm_linear": (0,),
     "gated_linear": (0, 1, 2),
     "gated_linear_forward": (0, 1, 2),
+    "linear_cross_entropy": (0, 1, 3),
+    "linear_token_logprobs": (0, 1, 3),
     "bmm": (0, 1),
     "int4_linear": (0,),
     "int4_linear_repacked": (0,),
@@ -66,6 +68,10 @@ KEEPS_DTYPE = (
     "outer_mul_relu",
     "mul_relu",
 )
+# Ops whose results have the dtype of sums.
+FLOAT32_RESULTS = ("linear_cross_entropy", "linear_token_logprobs")
+# Ops whose second result has a gradient too.
+TWO_GRADIENTS = ("attention_with_lse", "linear_token_logprobs")
 AUTOCAST = tuple(op for op in DIFFERENTIABLE if op not in KEEPS_DTYPE)
 
 
@@ -89,7 +95,7 @@ class Maker:
         self.generator = torch.Generator().manual_seed(seed)
 
     def randn(self, *shape: int, mean: float = 0.0, std: float = 1.0) -> Tensor:
-        t = torch.randn(*shape, generator=self.generator, dtype=F64) * std + mean
+        t = torch.randn(shape, generator=self.generator, dtype=F64) * std + mean
         return t.to(self.dtype).to(self.device)
 
     def integers(self, *shape: int, low: int = -8, high: int = 8) -> Tensor:
@@ -206,6 +212,67 @@ def layer_backward_call(kind: str, forward, mask: Sequence[bool]) -> Callable[[M
         preact = [] if activation == "none" else [m.saved(saved)]
         args = [m.randn(*z.shape), x, weight, *norm, *stats, *preact]
         return args, {"activation": activation, "output_mask": list(mask)}
+
+    return build
+
+
+def loss_call(lead, n, k, bias=True, ignored=0, **kwargs) -> Callable[[Maker], Call]:
+    """A call of a loss; the first `ignored` targets are ignored."""
+
+    def build(m: Maker) -> Call:
+        target = torch.randint(0, n, lead, generator=m.generator)
+        target.view(-1)[:ignored] = kwargs.get("ignore_index", -100)
+        x, weight = m.randn(*lead, k), m.randn(n, k, std=2 * max(k, 1) ** -0.5)
+        return [x, weight, target.to(m.device), m.randn(n) if bias else None], kwargs
+
+    return build
+
+
+def without(call: Callable[[Maker], Call], *names: str, **more: Any) -> Callable[[Maker], Call]:
+    """The call without these keywords, and with others."""
+
+    def build(m: Maker) -> Call:
+        args, kwargs = call(m)
+        return args, {**{k: v for k, v in kwargs.items() if k not in names}, **more}
+
+    return build
+
+
+def cross_entropy_backward_call(forward, mask: Sequence[bool]) -> Callable[[Maker], Call]:
+    def build(m: Maker) -> Call:
+        (x, weight, target, bias), kwargs = without(forward, "keep")(m)
+        loss, lse = R.linear_cross_entropy_forward(*map(R.up, (x, weight, target, bias)), **kwargs)
+        saved = [m.saved(R.up(m.randn(*loss.shape)), stat=True), m.saved(lse, stat=True)]
+        args = [saved[0], x, weight, target, saved[1], bias]
+        return args, {**kwargs, "output_mask": list(mask)}
+
+    return build
+
+
+def scaled_gradients_call(lead, n, k, wanted: Sequence[bool]) -> Callable[[Maker], Call]:
+    def build(m: Maker) -> Call:
+        shapes = zip(((*lead, k), (n, k), (n,)), wanted, strict=True)
+        stored = [m.randn(*shape) if w else m.randn(0) for shape, w in shapes]
+        return [m.saved(R.up(m.randn()), stat=True), *stored], {}
+
+    return build
+
+
+def logprobs_backward_call(forward, mask: Sequence[bool]) -> Callable[[Maker], Call]:
+    def build(m: Maker) -> Call:
+        (x, weight, target, bias), kwargs = forward(m)
+        given = list(map(R.up, (x, weight, target, bias)))
+        logprob, uncertainty, lse = R.linear_token_logprobs_forward(*given, **kwargs)
+
+        def per_token(t: Tensor) -> Tensor:
+            return m.saved(t, stat=True)
+
+        grads = [per_token(R.up(m.randn(*logprob.shape))) for _ in range(2)]
+        args = [grads[0], x, weight, target, per_token(lse), bias]
+        if kwargs.get("entropy"):
+            args += [per_token(uncertainty), grads[1]]
+        rest = {k: v for k, v in kwargs.items() if k != "entropy"}
+        return args, {**rest, "output_mask": list(mask)}
 
     return build
 
@@ -443,6 +510,57 @@ def _listed() -> dict[str, list[Sample]]:
         "silu": (layer_call((3,), 1, 4, activation="silu"), masks[0]),
         "empty": (layer_call((0,), 3, 4, activation="gelu"), masks[3]),
     }
+
+    every = {"label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.1, "temperature": 0.7}
+    losses: dict[str, tuple[Callable[[Maker], Call], Sequence[bool]]] = {
+        "plain": (loss_call((4,), 7, 5, reduction="none", ignored=1), masks[0]),
+        "mean": (loss_call((2, 3), 5, 4, ignored=2), masks[0]),
+        "sum": (loss_call((3,), 6, 3, bias=False, reduction="sum", softcap=2.0), masks[1]),
+        "shift": (loss_call((2, 4), 5, 3, shift=1, ignored=3, z_loss=0.2), masks[0]),
+        "options": (loss_call((2, 2, 2), 5, 4, reduction="none", shift=1, **every), masks[2]),
+        "nothing": (loss_call((4,), 9, 3, keep="nothing", **every), masks[0]),
+        "vector": (loss_call((), 5, 4, label_smoothing=0.3), masks[0]),
+        "one_class": (loss_call((3,), 1, 4, ignore_index=-1), masks[0]),
+        "empty": (loss_call((0,), 5, 4, reduction="sum"), masks[3]),
+    }
+    name = "linear_cross_entropy"
+    add(name, **{n: c for n, (c, _) in losses.items()})
+    add(name + "_forward", **{n: without(c, "keep") for n, (c, _) in losses.items()})
+    add(
+        name + "_backward",
+        **{n: cross_entropy_backward_call(c, mask) for n, (c, mask) in losses.items()},
+    )
+    add(
+        name + "_gradients_forward",
+        **{
+            n: without(c, "keep", "reduction", reduction="sum", output_mask=list(mask))
+            for n, (c, mask) in losses.items()
+        },
+    )
+    add(
+        name + "_gradients_backward",
+        plain=scaled_gradients_call((3,), 4, 5, masks[0]),
+        rows=scaled_gradients_call((2, 3), 4, 2, masks[1]),
+        weight=scaled_gradients_call((2,), 3, 4, masks[2]),
+        vector=scaled_gradients_call((), 3, 4, masks[0]),
+        empty=scaled_gradients_call((0,), 3, 4, masks[0]),
+    )
+    logprobs: dict[str, tuple[Callable[[Maker], Call], Sequence[bool]]] = {
+        "plain": (loss_call((4,), 7, 5), masks[0]),
+        "entropy": (loss_call((2, 3), 5, 4, entropy=True), masks[0]),
+        "options": (loss_call((3,), 6, 3, temperature=0.7, softcap=2.0, entropy=True), masks[2]),
+        "no_bias": (loss_call((2, 2), 4, 3, bias=False, temperature=1.5), masks[1]),
+        "vector": (loss_call((), 5, 4, entropy=True), masks[0]),
+        "one_class": (loss_call((3,), 1, 4), masks[0]),
+        "empty": (loss_call((0, 2), 5, 4, entropy=True), masks[3]),
+    }
+    name = "linear_token_logprobs"
+    add(name, **{n: c for n, (c, _) in logprobs.items()})
+    add(name + "_forward", **{n: c for n, (c, _) in logprobs.items()})
+    add(
+        name + "_backward",
+        **{n: logprobs_backward_call(c, mask) for n, (c, mask) in logprobs.items()},
+    )
 
     def wide(short: Sequence[bool], extra: int) -> list[bool]:
         return [*short, *([True, False, True][:extra] if short[0] else [False] * extra)]

@@ -21,8 +21,10 @@ from samples import (
     F16,
     F32,
     F64,
+    FLOAT32_RESULTS,
     PUBLIC,
     SAMPLES,
+    TWO_GRADIENTS,
     as_tuple,
     call,
     dtypes,
@@ -51,6 +53,11 @@ QKV = "Tensor query, Tensor key, Tensor value"
 NUMBERS = (
     "Tensor? key_start=None, Tensor? key_end=None, int? window=None, float? softcap=None, "
     "Tensor? sink=None"
+)
+LOSS = (
+    "Tensor x, Tensor weight, Tensor target, Tensor? bias=None, *, "
+    'str reduction="mean", int ignore_index=-100, float label_smoothing=0, float? softcap=None, '
+    "float z_loss=0, int shift=0, float temperature=1.0"
 )
 # The contract with users: names, order and defaults.
 SCHEMAS = [
@@ -110,6 +117,25 @@ SCHEMAS = [
     'str gate="geglu", bool interleaved=False) -> (Tensor y, Tensor z)',
     "gated_linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor z, *, "
     'str gate="geglu", bool interleaved=False, bool[3] output_mask) -> '
+    "(Tensor dx, Tensor dweight, Tensor dbias)",
+    f'linear_cross_entropy({LOSS}, str keep="auto") -> Tensor',
+    f"linear_cross_entropy_forward({LOSS}) -> (Tensor loss, Tensor lse)",
+    "linear_cross_entropy_backward(Tensor dloss, "
+    f"{LOSS.replace('target,', 'target, Tensor lse,')}, bool[3] output_mask) -> "
+    "(Tensor dx, Tensor dweight, Tensor dbias)",
+    f"linear_cross_entropy_gradients_forward({LOSS}, bool[3] output_mask) -> "
+    "(Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)",
+    "linear_cross_entropy_gradients_backward(Tensor dloss, Tensor unit_dx, Tensor unit_dweight, "
+    "Tensor unit_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    "linear_token_logprobs(Tensor x, Tensor weight, Tensor target, Tensor? bias=None, *, "
+    "float temperature=1.0, float? softcap=None, bool entropy=False) -> "
+    "(Tensor logprob, Tensor entropy)",
+    "linear_token_logprobs_forward(Tensor x, Tensor weight, Tensor target, Tensor? bias=None, *, "
+    "float temperature=1.0, float? softcap=None, bool entropy=False) -> "
+    "(Tensor logprob, Tensor row_entropy, Tensor lse)",
+    "linear_token_logprobs_backward(Tensor dlogprob, Tensor x, Tensor weight, Tensor target, "
+    "Tensor lse, Tensor? bias=None, Tensor? row_entropy=None, Tensor? dentropy=None, *, "
+    "float temperature=1.0, float? softcap=None, bool[3] output_mask) -> "
     "(Tensor dx, Tensor dweight, Tensor dbias)",
     "scalar_attention(Tensor q, Tensor k, Tensor v) -> Tensor",
     "scalar_attention_forward(Tensor q, Tensor k, Tensor v) -> (Tensor z, Tensor mean, Tensor sum)",
@@ -421,6 +447,8 @@ def test_compile_with_dynamic_shapes(op, device):
             args[0] = torch.cat([args[0]] * (i + 1), -2 if args[0].dim() > 1 else 0)
             if op == "causal_softmax":
                 args[0] = torch.cat([args[0]] * (i + 1), -1)
+            if op in FLOAT32_RESULTS:  # a target a row
+                args[2] = torch.cat([args[2]] * (i + 1), -1)
             if op == "mul_relu":  # a value a row
                 args[1] = torch.cat([args[1]] * (i + 1))
             if op == "scalar_attention":  # its vectors are of one length
@@ -601,7 +629,8 @@ def test_autocast(op, dtype, device):
             for i, a in enumerate(args)
         ]
         expected = as_tuple(call(op)(*cast, **kwargs))
-        assert expected[0].dtype == (dtype if op in AUTOCAST else F32)
+        keeps_dtype = op in AUTOCAST and op not in FLOAT32_RESULTS
+        assert expected[0].dtype == (dtype if keeps_dtype else F32)
         leaves = requiring(op, args)
         with torch.autocast(device, dtype=dtype):
             plain = as_tuple(call(op)(*args, **kwargs))
@@ -676,7 +705,8 @@ def test_only_what_requires_a_gradient_gets_one(s, device):
         leaves = requiring(s.op, args, (i,))
         outputs = as_tuple(call(s.op)(*leaves, **kwargs))
         assert outputs[0].requires_grad
-        assert all(o.requires_grad == s.op.endswith("_with_lse") for o in outputs[1:])
+        has_gradient = [s.op in TWO_GRADIENTS and o.shape != (0,) for o in outputs[1:]]
+        assert [o.requires_grad for o in outputs[1:]] == has_gradient
         (grad,) = torch.autograd.grad(outputs[0], leaves[i], torch.ones_like(outputs[0]))
         assert_same_bits(grad, full[i], s.id)
 

@@ -16,6 +16,7 @@ from torchweld._flops import FORMULAS
 
 # Ops that multiply no matrices.
 WITHOUT = {
+    "linear_cross_entropy_gradients_backward",
     "softmax", "softmax_backward", "causal_softmax", "causal_softmax_backward", "row_sum",
     "row_sum_backward", "add_scalar", "outer_add", "outer_add_backward", "outer_mul_relu",
     "outer_mul_relu_backward", "mul_relu", "mul_relu_backward", "scalar_attention",

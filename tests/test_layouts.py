@@ -37,6 +37,7 @@ from samples import (
     call,
     causal_call,
     conv2d_call,
+    cross_entropy_backward_call,
     fold_call,
     folded_call,
     gated_backward_call,
@@ -44,6 +45,8 @@ from samples import (
     int4_unpack_call,
     layer_backward_call,
     layer_call,
+    logprobs_backward_call,
+    loss_call,
     mul_relu_call,
     need_kernel,
     outer_call,
@@ -54,6 +57,7 @@ from samples import (
     softmax_matmul_call,
     with_dz,
     with_saved,
+    without,
 )
 from strategies import hole, strided
 
@@ -195,6 +199,19 @@ def _further() -> dict[str, list[Sample]]:
             add(kind, **{name: layer})
             add(kind + "_forward", **{name: layer})
             add(kind + "_backward", **{name: layer_backward_call(kind, layer, wanted)})
+    for reduction in ("none", "mean"):
+        loss = loss_call((2, 37), 300, 70, ignored=9, reduction=reduction, softcap=3.0, z_loss=0.1)
+        name = f"large_{reduction}"
+        add("linear_cross_entropy", **{name: loss})
+        add("linear_cross_entropy_forward", **{name: loss})
+        backward = cross_entropy_backward_call(loss, [True] * 3)
+        add("linear_cross_entropy_backward", **{name: backward})
+    loss = without(loss, output_mask=[True] * 3)
+    add("linear_cross_entropy_gradients_forward", large=loss)
+    loss = loss_call((2, 37), 300, 70, entropy=True, temperature=0.7)
+    add("linear_token_logprobs", large=loss)
+    add("linear_token_logprobs_forward", large=loss)
+    add("linear_token_logprobs_backward", large=logprobs_backward_call(loss, [True] * 3))
     add("fold_layer_norm", large=fold_call(131, 260, True, True, True))
     for op, backward in (
         ("folded_layer_norm_linear", False),
@@ -382,7 +399,7 @@ CASES = [(op, argument, name) for op in OPS for argument in arguments_of(op) for
 )
 def test_layout_does_not_matter(device, op, argument, layout):
     need_kernel(op, device)
-    dims, tried = 0, 0
+    dims, tried = -1, 0  # a scalar has 0 dims
     for s in calls_of(op):
         for dtype in (F32, BF16) if s.name.startswith("large") else (F32, F16):
             named, plain, bounds = contiguous_call(op, s, device, dtype)
@@ -402,7 +419,7 @@ def test_layout_does_not_matter(device, op, argument, layout):
             label = f"{s.id} {dtype}, {argument} {layout} {moved.stride()}"
             check_alike(got[0], plain[0], bounds[0], label, op in EXACT)
             check_alike(got[1], plain[1], bounds[1], label + ", gradient", exact=False)
-    assert dims, f"no call gives {argument}"
+    assert dims >= 0, f"no call gives {argument}"
     assert tried or dims < 2, f"no call has {argument} {layout}"
 
 

@@ -117,7 +117,8 @@ LossAndGrads linear_cross_entropy_gradients_forward_meta(
   const LossOptions options =
       options_of(op, reduction, ignore_index, label_smoothing, softcap, z_loss, shift, temperature);
   Tensor loss = empty_loss(op, x, weight, target, bias, options);
-  parse_keep(op, "gradients", options.reduction, x);
+  TW_CHECK(options.reduction != Reduction::kNone, op,
+           "reduction must be 'mean' or 'sum', but got 'none'");
   const LossGradients grads = empty_loss_gradients(x, weight, output_mask);
   return {loss, grads.dx, grads.dweight, grads.dbias};
 }
@@ -157,7 +158,7 @@ Tensor loss_on(const Tensor& x, const Tensor& weight, const Tensor& target,
                          options_of(op, reduction, ignore_index, label_smoothing, softcap, z_loss,
                                     shift, temperature)};
   const LossRows rows = {zero_rows(in), zero_rows(in), {}};
-  engine(op, in, rows, {}, no_loss_gradients());
+  engine("linear_cross_entropy", in, rows, {}, no_loss_gradients());
   reduce_loss(loss, rows.loss, target, in.targets, in.options);
   return loss;
 }
@@ -180,7 +181,7 @@ std::tuple<Tensor, Tensor> forward_on(const Tensor& x, const Tensor& weight, con
                          options_of(op, reduction, ignore_index, label_smoothing, softcap, z_loss,
                                     shift, temperature)};
   const LossRows rows = {zero_rows(in), zero_rows(in), {}};
-  engine(op, in, rows, {}, no_loss_gradients());
+  engine("linear_cross_entropy", in, rows, {}, no_loss_gradients());
   reduce_loss(loss, rows.loss, target, in.targets, in.options);
   copy_from_rows(lse, rows.lse, target, in.options);
   return {loss, lse};
@@ -205,7 +206,7 @@ Grads3 backward_on(const Tensor& dloss, const Tensor& x, const Tensor& weight, c
                                     shift, temperature)};
   const LossGradients grads = {dx, dweight, dbias, output_mask};
   if (grads.any()) {
-    engine(op, in, {{}, rows_of_result(lse, target, in.options), {}},
+    engine("linear_cross_entropy", in, {{}, rows_of_result(lse, target, in.options), {}},
            {dloss_of_rows(dloss, target, in.targets, in.options), {}}, grads);
   }
   return {dx, dweight, dbias};
@@ -230,7 +231,7 @@ LossAndGrads gradients_forward_on(const Tensor& x, const Tensor& weight, const T
                                     shift, temperature)};
   const LossRows rows = {zero_rows(in), zero_rows(in), {}};
   const Tensor one = at::ones({}, rows.loss.options());
-  engine(op, in, rows, {dloss_of_rows(one, target, in.targets, in.options), {}},
+  engine("linear_cross_entropy", in, rows, {dloss_of_rows(one, target, in.targets, in.options), {}},
          {dx, dweight, dbias, output_mask});
   reduce_loss(loss, rows.loss, target, in.targets, in.options);
   return {loss, dx, dweight, dbias};

@@ -80,7 +80,7 @@ Triple logprobs_of(const char* op, const Tensor& x, const Tensor& weight, const 
   const auto& [logprob, row_entropy, lse] = results;
   const LossInputs in = {
       LossKind::kLogprob, x, weight, bias, target, options_of(op, temperature, softcap)};
-  engine(op, in, {logprob.view({-1}), lse.view({-1}), entropy ? row_entropy.view({-1}) : Tensor()},
+  engine("linear_token_logprobs", in, {logprob.view({-1}), lse.view({-1}), entropy ? row_entropy.view({-1}) : Tensor()},
          {}, no_loss_gradients());
   return results;
 }
@@ -119,7 +119,7 @@ Triple backward_on(const Tensor& dlogprob, const Tensor& x, const Tensor& weight
       LossKind::kLogprob, x, weight, bias, target, options_of(op, temperature, softcap)};
   const auto flat = [](const Tensor& t) { return t.contiguous().view({-1}); };
   const bool has_entropy = is_given(dentropy);
-  engine(op, in, {{}, flat(lse), has_entropy ? flat(*row_entropy) : Tensor()},
+  engine("linear_token_logprobs", in, {{}, flat(lse), has_entropy ? flat(*row_entropy) : Tensor()},
          {flat(dlogprob), has_entropy ? flat(*dentropy) : Tensor()}, grads);
   return {dx, dweight, dbias};
 }

@@ -256,7 +256,10 @@ def _loss(call: _Call) -> list[Row]:
 
 def _loss_gradients(call: _Call) -> list[Row]:
     """Rows of the product of gradients and a scalar."""
-    parameters = _all(("unit_dweight", "unit_dbias", "dweight", "dbias"), _partial())
+    parameters: Row = {}
+    for name in ("dweight", "dbias"):
+        if tuple(call.shape("unit_" + name)) != (0,):  # a gradient that was not asked for
+            parameters |= _all(("unit_" + name, name), _partial())
     dims = len(call.shape("unit_dx")) - 1
     return [{**parameters, **_all(("unit_dx", "dx"), _shard(d))} for d in range(dims)]
 

@@ -1,0 +1,540 @@
+"""linear_cross_entropy and linear_token_logprobs against float64, and nn.LinearCrossEntropy."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import reference as R
+import torchweld
+from bounds import GRADIENTS
+from numerics import assert_equal, assert_same_bits, check
+from samples import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    Maker,
+    check_op,
+    dtypes,
+    forward_backward,
+    loss_call,
+    need_kernel,
+)
+from tensors import need_dtype, randn
+
+OP = "linear_cross_entropy"
+loss_of = torchweld.linear_cross_entropy
+logprobs_of = torchweld.linear_token_logprobs
+
+OPTIONS = {
+    "plain": {},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "all_smooth": {"label_smoothing": 1.0},
+    "softcap": {"softcap": 3.0},
+    "z_loss": {"z_loss": 0.05},
+    "shift": {"shift": 1},
+    "temperature": {"temperature": 0.7},
+    "ignore_index": {"ignore_index": 3},
+    "together": {
+        "label_smoothing": 0.2, "softcap": 5.0, "z_loss": 0.1, "shift": 1, "temperature": 1.3,
+    },
+}  # fmt: skip
+# Vocabularies, one of them odd, and one with a chunk of a few columns at its end.
+SIZES = [((2, 9), 257, 33), ((2, 3), 1, 4), ((5,), 16, 8), ((2, 40), 130, 64), ((3,), 4099, 7)]
+
+
+@pytest.fixture(autouse=True)
+def _kernels(request):
+    if "device" in request.fixturenames:
+        need_kernel(OP, request.getfixturevalue("device"))
+
+
+def made(device, dtype, lead, n, k, seed=0, **kwargs):
+    return loss_call(lead, n, k, **kwargs)(Maker(device, dtype, seed))[0]
+
+
+def leaves_of(args) -> list[Tensor]:
+    """The arguments, the floating ones as leaves."""
+    return [
+        a.detach().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a
+        for a in args
+    ]
+
+
+def grads_of(out: Tensor, args) -> list[Tensor]:
+    leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+    return list(torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True))
+
+
+# Values and gradients
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options(device, dtype, reduction, options):
+    need_dtype(device, dtype)
+    kwargs = {"reduction": reduction, **OPTIONS[options]}
+    marked = {n: v for n, v in kwargs.items() if n == "ignore_index"}
+    check_op(OP, made(device, dtype, (2, 9), 257, 33, ignored=3, **marked), kwargs)
+    check_op(OP, made(device, dtype, (2, 9), 257, 33, bias=False), kwargs)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_sizes(device, dtype, size):
+    need_dtype(device, dtype)
+    for reduction in ("none", "mean"):
+        check_op(OP, made(device, dtype, *size), {"reduction": reduction}, eager=False)
+    check_op("linear_token_logprobs", made(device, dtype, *size), {"temperature": 0.8}, eager=False)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_several_chunks(device, dtype):
+    """A chunk is at least 32 MiB of logits: 9 rows of a million classes take two."""
+    check_op(OP, made(device, dtype, (9,), 1_000_003, 3, ignored=1), {"reduction": "sum"})
+    check_op("linear_token_logprobs", made(device, dtype, (9,), 1_000_003, 3), {})
+
+
+def test_equals_torch(device):
+    """torch's own loss, with ignored targets and label smoothing, in float32."""
+    x, weight, target, bias = leaves_of(made(device, F32, (40,), 257, 65, ignored=7))
+    for reduction, eps in product(("none", "sum", "mean"), (0.0, 0.1)):
+        ours = loss_of(x, weight, target, bias, reduction=reduction, label_smoothing=eps)
+        want = F.cross_entropy(
+            F.linear(x, weight, bias), target, reduction=reduction, label_smoothing=eps
+        )
+        torch.testing.assert_close(ours, want, rtol=2e-6, atol=2e-6)
+        pairs = zip(
+            grads_of(ours, (x, weight, bias)), grads_of(want, (x, weight, bias)), strict=True
+        )
+        for got, ref in pairs:
+            torch.testing.assert_close(got, ref, rtol=1e-5, atol=1e-6)
+
+
+def test_loss_and_lse_are_within_two_roundings(device):
+    """Exact logits: what remains is the error of the sum of exponentials and of its logarithm."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-2, 3, (64, 4), generator=generator).to(device, F32)
+    weight = torch.randint(-2, 3, (50257, 4), generator=generator).to(device, F32)
+    target = torch.randint(0, 50257, (64,), generator=generator).to(device)
+    loss, lse = torch.ops.torchweld.linear_cross_entropy_forward(
+        x, weight, target, reduction="none"
+    )
+    want_loss, want_lse = R.linear_cross_entropy_forward(
+        *map(R.up, (x, weight, target)), reduction="none"
+    )
+    for got, want in ((loss, want_loss), (lse, want_lse)):
+        error = (got.cpu().double() - want).abs()
+        assert (error <= 2 * 2.0**-24 * want_lse.abs().clamp(min=want.abs().max())).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.6, "softcap": 4.0}], ids=str)
+def test_logprobs_and_entropy(device, options):
+    for dtype in dtypes(device):
+        args = leaves_of(made(device, dtype, (3, 7), 257, 33))
+        logprob, entropy = logprobs_of(*args, **options, entropy=True)
+        bounds = GRADIENTS["linear_token_logprobs"]
+        for dlogprob, dentropy in ((1.0, 0.0), (0.0, 1.0), (0.7, -0.3)):
+            grads = [torch.full_like(logprob, d) for d in (dlogprob, dentropy)]
+            got = torch.autograd.grad(
+                [logprob, entropy], [args[0], args[1], args[3]], grads, retain_graph=True
+            )
+            want = bounds(grads[0], *args, dentropy=grads[1], entropy=True, **options)
+            for grad, bound in zip(got, (want[0], want[1], want[3]), strict=True):
+                check(grad, bound, label="linear_token_logprobs gradient", device=device)
+
+
+def test_one_gradient_of_logprobs_alone(device):
+    args = leaves_of(made(device, F32, (5,), 65, 9))
+    logprob, entropy = logprobs_of(*args, entropy=True)
+    for out, alone in ((logprob, 0), (entropy, 1)):
+        other = [torch.zeros_like(logprob)] * 2
+        other[alone] = torch.ones_like(logprob)
+        want = torch.autograd.grad([logprob, entropy], args[:2], other, retain_graph=True)
+        got = torch.autograd.grad(out.sum(), args[:2], retain_graph=True)
+        for a, b in zip(got, want, strict=True):
+            assert_same_bits(a, b)
+
+
+def test_entropy_of_impossible_tokens(device):
+    """A logit of -inf has probability 0 and adds nothing; its gradient is 0."""
+    x, weight, target, _ = leaves_of(made(device, F32, (4,), 6, 3))
+    bias = torch.zeros(6, device=device)
+    bias[2] = -math.inf
+    target = torch.where(target == 2, 0, target)
+    bias.requires_grad_()
+    logprob, entropy = logprobs_of(x, weight, target, bias, entropy=True)
+    seen = [0, 1, 3, 4, 5]
+    moved = torch.tensor([0, 1, 9, 2, 3, 4], device=device)[target]
+    want, want_entropy = logprobs_of(x, weight[seen], moved, entropy=True)
+    torch.testing.assert_close(logprob, want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropy, want_entropy, rtol=1e-6, atol=1e-6)
+    (dbias,) = torch.autograd.grad((logprob + entropy).sum(), bias)
+    assert dbias.isfinite().all() and dbias[2] == 0
+
+
+def test_int32_target_is_the_same(device):
+    x, weight, target, bias = made(device, F32, (2, 6), 17, 5, ignored=2)
+    assert_same_bits(loss_of(x, weight, target.int(), bias), loss_of(x, weight, target, bias))
+    target = target.clamp(min=0)
+    got, want = (logprobs_of(x, weight, t, bias)[0] for t in (target.int(), target))
+    assert_same_bits(got, want)
+
+
+def test_shift_is_the_loss_of_the_next_token(device):
+    x, weight, target, _ = leaves_of(made(device, F32, (3, 7), 33, 9, ignored=2))
+    for reduction in ("none", "mean"):
+        ours = loss_of(x, weight, target, shift=1, reduction=reduction)
+        want = loss_of(x[:, :-1], weight, target[:, 1:], reduction=reduction)
+        assert ours.is_contiguous()
+        torch.testing.assert_close(ours, want, rtol=1e-6, atol=1e-6)
+        for got, ref in zip(grads_of(ours, (x, weight)), grads_of(want, (x, weight)), strict=True):
+            torch.testing.assert_close(got, ref, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("lead", [(1,), (2, 1)], ids=str)
+def test_shift_of_one_position_has_no_loss(device, lead):
+    x, weight, target, _ = leaves_of(made(device, F32, lead, 5, 3))
+    assert loss_of(x, weight, target, shift=1, reduction="none").shape == (*lead[:-1], 0)
+    assert loss_of(x, weight, target, shift=1).isnan()
+
+
+# Layouts
+
+
+def test_expanded_tensors(device):
+    for dtype in (F32, BF16):
+        x, weight, target, bias = made(device, dtype, (1,), 33, 8)
+        wide = [x.expand(6, 8), weight, target.expand(6), bias[:1].expand(33)]
+        same = [t.contiguous() for t in wide]
+        pairs = [forward_backward(OP, args, {})[1] for args in (wide, same)]
+        for got, want in zip(*pairs, strict=True):
+            assert (got is None) == (want is None)
+            if got is not None:
+                assert_same_bits(got, want)
+
+
+def test_transposed_weight_gets_a_transposed_gradient(device):
+    x, weight, target, _ = made(device, F32, (6,), 33, 8)
+    plain = forward_backward(OP, [x, weight, target], {"reduction": "sum"})[1][1]
+    moved = weight.t().contiguous().t()
+    grad = forward_backward(OP, [x, moved, target], {"reduction": "sum"})[1][1]
+    assert grad.stride() == moved.stride()
+    torch.testing.assert_close(grad, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("lead", [(0,), (2, 0), (0, 3)], ids=str)
+def test_empty_batch(device, lead):
+    for dtype in dtypes(device):
+        args = made(device, dtype, lead, 5, 3)
+        for keep in ("auto", "nothing"):
+            out, grads = forward_backward(OP, args, {"reduction": "sum", "keep": keep})
+            assert out == 0
+            assert all((g == 0).all() for g in grads if g is not None)
+        assert loss_of(*args).isnan()
+        logprob, entropy = logprobs_of(*args, entropy=True)
+        assert logprob.shape == entropy.shape == lead
+
+
+def test_no_features(device):
+    """Without K the logits are the bias."""
+    args = made(device, F32, (4,), 7, 0)
+    check_op(OP, args, {"reduction": "none"}, eager=False)
+
+
+# Ignored rows
+
+
+@pytest.mark.parametrize("keep", ["auto", "nothing"])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_ignored_rows_may_hold_anything(device, value, keep):
+    for dtype in dtypes(device):
+        x, weight, target, bias = made(device, dtype, (6,), 33, 8, ignored=2)
+        dirty = x.clone()
+        dirty[:2] = value
+        for reduction in ("sum", "mean", "none"):
+            kwargs = {"reduction": reduction, "keep": keep, "z_loss": 0.1, "label_smoothing": 0.1}
+            out, grads = forward_backward(OP, [dirty, weight, target, bias], kwargs)
+            want, want_grads = forward_backward(OP, [x, weight, target, bias], kwargs)
+            assert_same_bits(out, want)
+            assert (grads[0][:2] == 0).all()
+            for got, ref in zip(grads, want_grads, strict=True):
+                if ref is not None:
+                    assert_same_bits(got, ref)
+
+
+@pytest.mark.parametrize("keep", ["auto", "nothing"])
+def test_all_rows_ignored(device, keep):
+    """torch's answers: a sum of 0, a mean of NaN, and gradients of 0."""
+    args = made(device, F32, (4,), 9, 3, ignored=4)
+    for reduction in ("sum", "mean"):
+        out, grads = forward_backward(OP, args, {"reduction": reduction, "keep": keep})
+        assert out.isnan() if reduction == "mean" else out == 0
+        assert all((g == 0).all() for g in grads if g is not None)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_inf_and_nan_spread_as_in_torch(device, value):
+    x, weight, target, bias = made(device, F32, (5,), 33, 8)
+    for j in (0, int(target[1])):
+        spoilt = bias.clone()
+        spoilt[j] = value
+        want = F.cross_entropy(F.linear(x, weight, spoilt), target, reduction="none")
+        assert_equal(
+            loss_of(x, weight, target, spoilt, reduction="none").isfinite(), want.isfinite()
+        )
+    spoilt = torch.full_like(bias, -math.inf)
+    assert loss_of(x, weight, target, spoilt, reduction="none").isnan().all()
+
+
+# Autograd
+
+
+def test_tied_weight(device):
+    """The weight is the embedding's too; its gradient is the sum of both uses."""
+    embedding = randn(device, F32, 33, 8).requires_grad_()
+    tokens = torch.randint(0, 33, (2, 7), device=device)
+
+    def loss(ours: bool) -> Tensor:
+        x = F.embedding(tokens, embedding).tanh()
+        if ours:
+            return loss_of(x, embedding, tokens, shift=1)
+        logits = F.linear(x, embedding)[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    ours, want = (torch.autograd.grad(loss(each), embedding)[0] for each in (True, False))
+    torch.testing.assert_close(ours, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("keep", ["auto", "nothing"])
+@pytest.mark.parametrize("wanted", [(0,), (1,), (3,), (0, 3), (1, 3)], ids=str)
+def test_frozen_arguments_cost_no_product(device, keep, wanted):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    args = made(device, F32, (6,), 33, 8)
+    _, full = forward_backward(OP, args, {"keep": keep})
+    leaves = [a.detach().requires_grad_() if i in wanted else a for i, a in enumerate(args)]
+    with FlopCounterMode(display=False) as counter:
+        out = loss_of(*leaves, keep=keep)
+        grads = torch.autograd.grad(out, [leaves[i] for i in wanted])
+    for i, grad in zip(wanted, grads, strict=True):
+        assert_same_bits(grad, full[i])
+    products = 1 + (keep == "nothing") + (0 in wanted) + (1 in wanted)
+    assert counter.get_total_flops() == products * 2 * 6 * 33 * 8
+
+
+@pytest.mark.parametrize("keep", ["gradients", "nothing"])
+def test_backward_twice(device, keep):
+    """Stored gradients are not changed: a second backward has the same bits, another scale too."""
+    args = leaves_of(made(device, F32, (6,), 33, 8))
+    out = loss_of(*args, keep=keep)
+    first = grads_of(out, args)
+    for a, b in zip(grads_of(out, args), first, strict=True):
+        assert a.data_ptr() != b.data_ptr()
+        assert_same_bits(a, b)
+    leaves = [a for a in args if a.requires_grad]
+    for a, b in zip(torch.autograd.grad(4 * out, leaves), first, strict=True):
+        assert_same_bits(a, 4 * b)
+
+
+@pytest.mark.parametrize("keep", ["gradients", "nothing"])
+def test_batched_gradients(device, keep):
+    args = leaves_of(made(device, F32, (4,), 9, 3))
+    leaves = [a for a in args if a.requires_grad]
+    out = loss_of(*args, keep=keep)
+    douts = torch.tensor([1.0, -2.0, 0.5], device=device)
+    batched = torch.autograd.grad(out, leaves, douts, retain_graph=True, is_grads_batched=True)
+    for i, dout in enumerate(douts):
+        single = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        for a, b in zip(batched, single, strict=True):
+            assert_same_bits(a[i], b)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_every_keep_gives_the_same_gradients(device, reduction):
+    for dtype in (F32, BF16):
+        args = made(device, dtype, (2, 9), 257, 33, ignored=3)
+        kwargs = {"reduction": reduction, "softcap": 5.0, "z_loss": 0.1}
+        out, want = forward_backward(OP, args, {**kwargs, "keep": "nothing"})
+        for keep in ("auto", "gradients"):
+            again, grads = forward_backward(OP, args, {**kwargs, "keep": keep})
+            assert_same_bits(again, out)
+            for a, b in zip(grads, want, strict=True):
+                if b is not None:
+                    assert_same_bits(a, b)  # dloss is 1, so that nothing is rounded twice
+
+
+def test_a_scale_after_forward_is_not_lost(device):
+    """float16 with a loss scale: a mean over many rows has gradients that float16 can't hold."""
+    x, weight, target, _ = leaves_of(made(device, F16, (64,), 4099, 16))
+    scale = 2.0**14
+    (got,) = torch.autograd.grad(loss_of(x, weight, target) * scale, weight)
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    want = R.linear_cross_entropy_forward(*wide, target, None)[0] * scale
+    (ref,) = torch.autograd.grad(want, wide[1])
+    assert (got.double() - ref).norm() <= 2e-3 * ref.norm()
+
+
+def test_compile_and_export(device):
+    x, weight, target, bias = leaves_of(made(device, F32, (2, 6), 33, 8, ignored=1))
+
+    def both(x, weight, bias):
+        logprob, entropy = logprobs_of(x, weight, target.clamp(min=0), bias, entropy=True)
+        loss = loss_of(x, weight, target, bias, shift=1, z_loss=0.1)
+        return loss + (logprob - entropy).mean()
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    ours, want = compiled(x, weight, bias), both(x, weight, bias)
+    assert_same_bits(ours, want)
+    pairs = zip(grads_of(ours, (x, weight, bias)), grads_of(want, (x, weight, bias)), strict=True)
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+    class Model(nn.Module):
+        def forward(self, x, weight, target):
+            return loss_of(x, weight, target)
+
+    given = (x.detach(), weight.detach(), target)
+    program = torch.export.export(Model(), given)
+    assert_same_bits(program.module()(*given), loss_of(*given))
+
+
+# The module
+
+
+def test_module_equals_torch(device):
+    head = nn.Linear(8, 33).to(device)
+    module = torchweld.nn.LinearCrossEntropy.from_linear(head, label_smoothing=0.1)
+    assert module.weight is head.weight and module.bias is head.bias
+    assert dict(module.named_parameters()).keys() == dict(head.named_parameters()).keys()
+    assert "in_features=8, num_classes=33, bias=True" in repr(module)
+    x = randn(device, F32, 5, 8)
+    target = torch.randint(0, 33, (5,), device=device)
+    want = F.cross_entropy(head(x), target, label_smoothing=0.1)
+    torch.testing.assert_close(module(x, target), want, rtol=2e-6, atol=2e-6)
+
+
+def test_module_passes_every_option(device):
+    options = {
+        "reduction": "sum", "ignore_index": 3, "label_smoothing": 0.1, "softcap": 3.0,
+        "z_loss": 0.2, "shift": 1, "temperature": 0.7, "keep": "nothing",
+    }  # fmt: skip
+    module = torchweld.nn.LinearCrossEntropy(8, 9, bias=True, **options, device=device)
+    x = randn(device, F32, 2, 5, 8)
+    target = torch.arange(10, device=device).view(2, 5) % 9
+    assert_same_bits(module(x, target), loss_of(x, module.weight, target, module.bias, **options))
+
+
+def test_module_draws_its_parameters_as_torch_does():
+    torch.manual_seed(0)
+    module = torchweld.nn.LinearCrossEntropy(8, 9, bias=True)
+    torch.manual_seed(0)
+    plain = nn.Linear(8, 9)
+    assert_same_bits(module.weight, plain.weight)
+    torch.manual_seed(1)
+    module.reset_parameters()
+    torch.manual_seed(1)
+    plain.reset_parameters()
+    assert_same_bits(module.weight, plain.weight)
+    assert_same_bits(module.bias, plain.bias)
+    assert torchweld.nn.LinearCrossEntropy(8, 9).bias is None
+
+
+def test_module_refuses_what_is_no_linear():
+    class Scaled(nn.Linear):
+        pass
+
+    for module in (nn.Identity(), Scaled(3, 4)):
+        with pytest.raises(ValueError, match="from_linear: linear must be nn.Linear, but got"):
+            torchweld.nn.LinearCrossEntropy.from_linear(module)
+
+
+# Refusals
+
+X, WEIGHT, TARGET = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, dtype=torch.int64)
+REFUSED = [
+    ({"x": torch.tensor(1.0)}, "x must be"),
+    ({"weight": torch.zeros(3, 5)}, r"weight must be \(N, K\).*use weight.t\(\)"),
+    ({"target": TARGET.float()}, "target must be int64 or int32.*use target.long"),
+    ({"target": TARGET[:3]}, "target must be x's leading dims"),
+    ({"target": TARGET.to("meta")}, "target must be on"),
+    ({"bias": torch.zeros(4)}, r"bias must be \(N,\)"),
+    ({"temperature": 0.0}, "temperature must be finite and above 0"),
+    ({"temperature": math.nan}, "temperature must be finite and above 0"),
+    ({"softcap": 0.0}, "softcap must be finite and above 0, or None"),
+    ({"softcap": math.inf}, "softcap must be finite and above 0, or None"),
+]
+REFUSED_LOSS = [
+    ({"reduction": "average"}, "reduction must be 'none', 'mean' or 'sum', but got 'average'"),
+    ({"label_smoothing": -0.1}, "label_smoothing must be from 0 to 1"),
+    ({"label_smoothing": 1.5}, "label_smoothing must be from 0 to 1"),
+    ({"z_loss": math.inf}, "z_loss must be finite"),
+    ({"shift": 2}, "shift must be 0 or 1, but got 2"),
+    ({"shift": 1, "x": X[0], "target": TARGET[0]}, r"x must be \(..., S, K\) with S at least 1"),
+    ({"shift": 1, "x": X[:0], "target": TARGET[:0]}, r"x must be \(..., S, K\) with S at least 1"),
+    ({"keep": "all"}, "keep must be 'auto', 'exponentials', 'gradients' or 'nothing'"),
+    ({"keep": "exponentials"}, "keep='exponentials' is not supported on this device"),
+    ({"keep": "gradients", "reduction": "none"}, "must have reduction 'mean' or 'sum'"),
+    ({"keep": "gradients", "x": X.half(), "weight": WEIGHT.half()}, "float32 or bfloat16"),
+]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(("change", "sentence"), REFUSED)
+@pytest.mark.parametrize("op", [OP, "linear_token_logprobs"])
+def test_refusals(device, op, change, sentence, trains):
+    given = {"x": X, "weight": WEIGHT, "target": TARGET, **change}
+    given = {
+        n: v.to(device) if isinstance(v, Tensor) and v.device.type != "meta" else v
+        for n, v in given.items()
+    }
+    given["x"] = given["x"].detach().requires_grad_(trains)
+    with pytest.raises(RuntimeError, match=f"^torchweld::{op}: .*{sentence}"):
+        getattr(torch.ops.torchweld, op)(**given)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(("change", "sentence"), REFUSED_LOSS)
+def test_refused_options(device, change, sentence, trains):
+    given = {"x": X, "weight": WEIGHT, "target": TARGET, **change}
+    given = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in given.items()}
+    given["x"] = given["x"].detach().requires_grad_(trains)
+    with pytest.raises(RuntimeError, match=f"^torchweld::{OP}: .*{sentence}"):
+        torch.ops.torchweld.linear_cross_entropy(**given)
+
+
+@pytest.mark.parametrize("value", [-1, 5, -100, 2**40])
+def test_target_out_of_range(value):
+    """An error on the CPU; CUDA asserts on the device, which would end this process."""
+    target = torch.tensor([0, 1, value, 2])
+    with pytest.raises(RuntimeError, match="linear_token_logprobs: target must be from 0 to N - 1"):
+        logprobs_of(X.detach().requires_grad_(), WEIGHT, target)
+    if value != -100:
+        with pytest.raises(
+            RuntimeError, match="target must be from 0 to N - 1 = 4 or ignore_index"
+        ):
+            loss_of(X, WEIGHT, target)
+
+
+def test_backward_ops_refuse_bad_gradients(device):
+    x, weight, target = (t.to(device) for t in (X, WEIGHT, TARGET))
+    lse = torch.zeros(4, device=device)
+    ops = torch.ops.torchweld
+    wanted = {"output_mask": [True] * 3}
+    with pytest.raises(RuntimeError, match="dloss must be the loss's shape"):
+        ops.linear_cross_entropy_backward(lse, x, weight, target, lse, **wanted)
+    with pytest.raises(RuntimeError, match="lse must be the shape of a result per token"):
+        ops.linear_cross_entropy_backward(lse[0], x, weight, target, lse[:2], **wanted)
+    with pytest.raises(RuntimeError, match="row_entropy must be given with dentropy"):
+        ops.linear_token_logprobs_backward(lse, x, weight, target, lse, None, None, lse, **wanted)
+    with pytest.raises(RuntimeError, match="reduction must be 'mean' or 'sum', but got 'none'"):
+        ops.linear_cross_entropy_gradients_forward(x, weight, target, reduction="none", **wanted)
+    with pytest.raises(RuntimeError, match="dloss must be a scalar"):
+        ops.linear_cross_entropy_gradients_backward(lse, x, weight, lse)
