@@ -41,6 +41,7 @@ def test_number_of_bad_calls(op):
 
 
 Q, X, WEIGHT = torch.ones(2, 3, 5, 8), torch.ones(4, 8), torch.ones(16, 8)
+TARGET = torch.zeros(4, dtype=torch.int64)
 MASK = torch.ones(2, 5, dtype=torch.int64)
 ATTENTION = (
     "arguments must be query, key, value, leftpad, causal, scale, key_start, key_end, window, "
@@ -74,6 +75,11 @@ SENTENCES = [
      'activation, but got approximate; use activation="gelu_tanh"'),
     ("gated_linear", [X, WEIGHT], {"approximate": "tanh"}, "arguments must be x, weight, bias, "
      'gate, interleaved, but got approximate; use gate="geglu_tanh"'),
+    *[("linear_cross_entropy", [X, WEIGHT, TARGET], {name: 1.0}, "arguments must be x, weight, "
+       "target, bias, reduction, ignore_index, label_smoothing, softcap, z_loss, shift, "
+       f"temperature, keep, but got {name}; use {ours}=")
+      for name, ours in (("linear_weight", "weight"), ("linear_bias", "bias"),
+                         ("lse_square_scale", "z_loss"), ("logit_softcapping", "softcap"))],
     ("bmm", [Q[0], Q[0]], {"dim": 1}, "arguments must be a, b, but got dim"),
     # Lists, arrays, callables, None.
     ("softmax", [[1.0, 2.0]], {}, "x must be a Tensor, but got list; use torch.as_tensor(x)"),

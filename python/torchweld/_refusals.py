@@ -47,7 +47,12 @@ _FIXES: dict[str, list[tuple[str, str]]] = {
     ),
     **dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), [("scale", "use scale=")]),
     **dict.fromkeys(("window_size", "sliding_window"), [("window", "use window=")]),
-    **dict.fromkeys(("logits_soft_cap", "logit_cap"), [("softcap", "use softcap=")]),
+    **dict.fromkeys(
+        ("logits_soft_cap", "logit_cap", "logit_softcapping"), [("softcap", "use softcap=")]
+    ),
+    "linear_weight": [("weight", "use weight=")],
+    "linear_bias": [("bias", "use bias=")],
+    **dict.fromkeys(("lse_square_scale", "z_loss_multiplier"), [("z_loss", "use z_loss=")]),
     **dict.fromkeys(("sinks", "s_aux"), [("sink", "use sink=")]),
     **dict.fromkeys(("cache_seqlens", "seqused_k"), [("key_end", "use key_end=")]),
     "enable_gqa": [("query", "leave it out, key may have fewer heads than query")],
