@@ -102,6 +102,20 @@ def test_several_chunks(device, dtype):
     check_op("linear_token_logprobs", made(device, dtype, (9,), 1_000_003, 3), {})
 
 
+@pytest.mark.parametrize("size", [*SIZES, ((3, 5), 131, 65)], ids=str)
+def test_without_onednn(size):
+    """The CPU's own tiles, which also serve CPUs that oneDNN has no kernels for."""
+    with torch.backends.mkldnn.flags(enabled=False):
+        for dtype in dtypes("cpu"):
+            check_op(OP, made("cpu", dtype, *size), {"reduction": "mean"}, eager=False)
+
+
+def test_odd_sizes_of_bfloat16(device):
+    """The CPU multiplies pairs of bfloat16 values: rows, classes and features are odd or even."""
+    for rows, n, k in product((1, 2, 5), (129, 130), (1, 2, 65)):
+        check_op(OP, made(device, BF16, (rows,), n, k), {"reduction": "sum"}, eager=False)
+
+
 def test_equals_torch(device):
     """torch's own loss, with ignored targets and label smoothing, in float32."""
     x, weight, target, bias = leaves_of(made(device, F32, (40,), 257, 65, ignored=7))

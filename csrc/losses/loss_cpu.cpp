@@ -3,6 +3,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <cstring>
+
 #include "losses/cpu.h"
 #include "losses/loss.h"
 #include "losses/products_cpu.h"
@@ -77,7 +79,31 @@ struct RowVectors {
   }
 };
 
-template <typename scalar_t>
+// dlogits as the left operand of its products. bf16 values are stored in the fp32 row that they
+// come from, followed by a zero where N is odd.
+template <typename E, typename T>
+Tensor dlogits_of(const Tensor& z) {
+  if constexpr (std::is_same_v<E, T>) return z;
+  return z.view(c10::CppTypeToScalarType<E>()).narrow(1, 0, z.size(1));
+}
+template <typename E, typename T>
+void narrow_row(T* row, int64_t n) {
+  if constexpr (!std::is_same_v<E, T>) {
+    with_vectors([&] {
+      for (int64_t j = 0; j < n; ++j) {
+        // The values are rounded already: bf16 is the upper half.
+        uint32_t bits;
+        std::memcpy(&bits, row + j, sizeof(bits));
+        const uint16_t half = static_cast<uint16_t>(bits >> 16);
+        std::memcpy(reinterpret_cast<uint16_t*>(row) + j, &half, sizeof(half));
+      }
+    });
+    std::memset(reinterpret_cast<E*>(row) + n, 0, n % 2 * sizeof(E));
+  }
+}
+
+// E: what the products multiply, scalar_t or the dtype of sums.
+template <typename scalar_t, typename E>
 void loss_chunks(const TargetRows& rows, const LossInputs& in, const LossRows& results,
                  const LossUpstream& upstream, const LossGradients& grads) {
   using T = at::opmath_type<scalar_t>;
@@ -96,8 +122,9 @@ void loss_chunks(const TargetRows& rows, const LossInputs& in, const LossRows& r
                                  data_of<T>(upstream.dentropy),
                                  upstream.dloss.defined() ? upstream.dloss.stride(0) : 0};
   const int64_t chunk = rows.count == 0 ? 1 : loss_chunk_rows(rows.count, n, sizeof(T));
-  ParameterGradients<T> parameters(grads.dweight, grads.dbias, {grads.wanted[1], grads.wanted[2]},
-                                   divide_up(rows.count, chunk), sums);
+  ParameterGradients<E, T> parameters(grads.dweight, grads.dbias,
+                                      {grads.wanted[1], grads.wanted[2]},
+                                      divide_up(rows.count, chunk), sums);
   Tensor dx;
   if (grads.wanted[0]) {
     dx = grads.dx.view({rows.targets.numel(), k});
@@ -106,9 +133,9 @@ void loss_chunks(const TargetRows& rows, const LossInputs& in, const LossRows& r
   const Tensor logits = at::empty({std::min(chunk, rows.count), n}, sums);
   for (int64_t first = 0; first < rows.count; first += chunk) {
     const int64_t count = std::min(chunk, rows.count - first);
-    const Tensor x = rows.chunk(first, count).to(sums.dtype()).contiguous();
+    const Tensor x = left_operand<E>(rows.chunk(first, count));
     const Tensor z = logits.narrow(0, 0, count);
-    logits_into_cpu<T>(z, x, in.weight);
+    logits_into_cpu<E, T>(z, x, in.weight);
     parallel_tasks(count, [&](int64_t i) {
       const int64_t row = rows.row(first + i), target = rows.target(first + i);
       T* const z_row = z.data_ptr<T>() + i * n;
@@ -118,17 +145,20 @@ void loss_chunks(const TargetRows& rows, const LossInputs& in, const LossRows& r
       }
       if (grads.any()) {
         row_gradient<scalar_t>(z_row, n, target, vectors.gradient(row, n), vectors.scale);
+        narrow_row<E>(z_row, n);
       }
     });
+    if (!grads.any()) continue;
+    const Tensor dz = dlogits_of<E, T>(z);
     if (grads.wanted[0]) {
-      const Tensor sum = dx_cpu<T>(z, in.weight);
+      const Tensor sum = dx_cpu<E, T>(dz, in.weight, sums);
       if (rows.indices.defined()) {
         dx.index_copy_(0, rows.indices.narrow(0, first, count), sum.to(dx.dtype()));
       } else {
         dx.narrow(0, first, count).copy_(sum);
       }
     }
-    parameters.add(z, x);
+    parameters.add(dz, x.narrow(1, 0, k));
   }
   parameters.finish();
 }
@@ -139,7 +169,12 @@ void loss_rows_cpu(const char* op, const LossInputs& in, const LossRows& results
                    const LossUpstream& upstream, const LossGradients& grads) {
   const TargetRows rows(op, in.x, in.targets, in.weight.size(0), in.options);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, in.x.scalar_type(), "loss", [&] {
-    loss_chunks<scalar_t>(rows, in, results, upstream, grads);
+    if constexpr (std::is_same_v<scalar_t, c10::BFloat16>) {
+      if (has_bf16_brgemm()) {
+        return loss_chunks<scalar_t, scalar_t>(rows, in, results, upstream, grads);
+      }
+    }
+    loss_chunks<scalar_t, at::opmath_type<scalar_t>>(rows, in, results, upstream, grads);
   });
 }
 

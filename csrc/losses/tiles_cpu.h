@@ -1,0 +1,238 @@
+// CPU. Matrix products by tiles that are in cache: oneDNN's kernels where it has them.
+#pragma once
+
+#include <ATen/Context.h>
+#include <ATen/native/CPUBlas.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/BFloat16.h>
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "core/check.h"
+#include "core/index.h"
+#include "core/simd_cpu.h"
+
+namespace torchweld {
+
+// A row-major matrix in memory.
+template <typename T>
+struct MatrixView {
+  static constexpr int64_t kTileColumns = 128;
+  T* data;
+  int64_t stride;
+
+  // The matrix from (row, column) on.
+  MatrixView from(int64_t row, int64_t column) const {
+    return {data + row * stride + column, stride};
+  }
+};
+
+// A bf16 matrix (k, n) in tiles of 64 columns, in which two rows alternate: the layout of VNNI and
+// AMX instructions, and the widest tile that oneDNN reads in it. k is even.
+struct PairedView {
+  static constexpr int64_t kTileColumns = 64;
+  const c10::BFloat16* data;
+  int64_t k;
+
+  // The tile at (row, column), a multiple of (2, 64).
+  MatrixView<const c10::BFloat16> from(int64_t row, int64_t column) const {
+    return {data + column * k + row * kTileColumns, kTileColumns};
+  }
+};
+
+// c (m, n) = a (m, k) @ b (k, n), added to c where `add`.
+template <typename T>
+void loss_tile(MatrixView<T> c, MatrixView<const T> a, MatrixView<const T> b, int64_t m, int64_t n,
+               int64_t k, bool add) {
+  with_vectors([&] {
+    for (int64_t i = 0; i < m; ++i) {
+      T* const row = c.data + i * c.stride;
+      if (!add) std::fill_n(row, n, T(0));
+      for (int64_t l = 0; l < k; ++l) {
+        const T factor = a.data[i * a.stride + l];
+        for (int64_t j = 0; j < n; ++j) row[j] += factor * b.data[l * b.stride + j];
+      }
+    }
+  });
+}
+
+inline bool has_brgemm() {
+#if defined(TW_SIMD_TARGETS) && defined(CPUBLAS_BRGEMM_F32F32F32)
+  return simd_level() > 0 && at::globalContext().userEnabledMkldnn();
+#else
+  return false;
+#endif
+}
+
+// Whether bf16 tiles are multiplied without a conversion.
+inline bool has_bf16_brgemm() {
+#if defined(TW_SIMD_TARGETS) && defined(CPUBLAS_BRGEMM_BF16BF16F32)
+  static const bool supported = simd_level() == 2 && __builtin_cpu_supports("avx512bf16");
+  return supported && has_brgemm();
+#else
+  return false;
+#endif
+}
+
+#ifdef CPUBLAS_BRGEMM_F32F32F32
+inline void loss_tile(MatrixView<float> c, MatrixView<const float> a, MatrixView<const float> b,
+                      int64_t m, int64_t n, int64_t k, bool add) {
+  if (!has_brgemm()) return loss_tile<float>(c, a, b, m, n, k, add);
+  at::native::cpublas::brgemm(m, n, k, a.stride, b.stride, c.stride, add, a.data, b.data, c.data,
+                              /*is_vnni=*/false);
+}
+#endif
+
+#ifdef CPUBLAS_BRGEMM_BF16BF16F32
+inline void loss_tile(MatrixView<float> c, MatrixView<const c10::BFloat16> a,
+                      MatrixView<const c10::BFloat16> b, int64_t m, int64_t n, int64_t k,
+                      bool add) {
+  at::native::cpublas::brgemm(m, n, k, a.stride, b.stride, c.stride, add, a.data, b.data, c.data,
+                              /*is_vnni=*/true);
+}
+#endif
+
+// Ends a thread's products of E: AMX's tile registers are given back.
+template <typename E>
+void release_tiles() {
+#ifdef CPUBLAS_BRGEMM_BF16BF16F32
+  if (std::is_same_v<E, c10::BFloat16>) at::native::cpublas::brgemm_release();
+#endif
+}
+
+// c (m, n) = a (m, k) @ b (k, n), added to c where `add`. b is a MatrixView or a PairedView.
+// NOTE: tiles of few sizes, because oneDNN compiles a kernel for each. A chain of more than 256
+// additions would have a larger error, and b's tile stays in the cache.
+template <typename T, typename E, typename B>
+void loss_matmul(MatrixView<T> c, MatrixView<const E> a, const B& b, int64_t m, int64_t n,
+                 int64_t k, bool add) {
+  constexpr int64_t kM = 128, kN = B::kTileColumns, kK = 256;
+  for (int64_t l = 0; l < k; l += kK) {
+    for (int64_t j = 0; j < n; j += kN) {
+      for (int64_t i = 0; i < m; i += kM) {
+        loss_tile(c.from(i, j), a.from(i, l), b.from(l, j), std::min(kM, m - i),
+                  std::min(kN, n - j), std::min(kK, k - l), add || l > 0);
+      }
+    }
+  }
+}
+
+template <typename T>
+MatrixView<T> view_of(const Tensor& t) {
+  return {static_cast<T*>(t.mutable_data_ptr()), t.stride(0)};
+}
+template <typename T>
+MatrixView<const T> const_view_of(const Tensor& t) {
+  return {static_cast<const T*>(t.const_data_ptr()), t.stride(0)};
+}
+
+// How many columns of `a` a product with k rows of b reads: pairs of bf16 values.
+template <typename E>
+int64_t whole_pairs(int64_t k) {
+  return std::is_same_v<E, c10::BFloat16> ? divide_up(k, 2) * 2 : k;
+}
+
+// A row-major copy (m, k) as the left operand of a product, filled up with zeros to whole pairs.
+template <typename E>
+Tensor left_operand(const Tensor& t) {
+  const int64_t k = t.size(1), width = whole_pairs<E>(k);
+  const Tensor copy =
+      at::empty({t.size(0), width}, t.options().dtype(c10::CppTypeToScalarType<E>()));
+  copy.narrow(1, 0, k).copy_(t);
+  if (width > k) copy.narrow(1, k, width - k).zero_();
+  return copy;
+}
+
+// The right operand of a product: a matrix (k, n) in E.
+template <typename E>
+struct RightOperand {
+  Tensor memory;
+
+  // Reads t in place where it has rows of E, else a copy.
+  explicit RightOperand(const Tensor& t)
+      : memory(t.scalar_type() == c10::CppTypeToScalarType<E>() && t.stride(1) == 1
+                   ? t
+                   : left_operand<E>(t)) {}
+
+  MatrixView<const E> view() const { return const_view_of<E>(memory); }
+};
+
+// One tile of a PairedView from rows (rows, width).
+inline void pair_rows(uint16_t* to, const uint16_t* from, int64_t row_stride, int64_t column_stride,
+                      int64_t rows, int64_t width) {
+  constexpr int64_t kColumns = PairedView::kTileColumns;
+  for (int64_t l = 0; l < rows; l += 2, to += 2 * kColumns) {
+    const uint16_t* const first = from + l * row_stride;
+    const uint16_t* const second = first + row_stride;
+    if (l + 1 == rows) {
+      for (int64_t i = 0; i < width; ++i) {
+        to[2 * i] = first[i * column_stride];
+        to[2 * i + 1] = 0;
+      }
+    } else if (column_stride == 1) {
+      for (int64_t i = 0; i < width; ++i) {
+        to[2 * i] = first[i];
+        to[2 * i + 1] = second[i];
+      }
+    } else {
+      for (int64_t i = 0; i < width; ++i) {
+        to[2 * i] = first[i * column_stride];
+        to[2 * i + 1] = second[i * column_stride];
+      }
+    }
+  }
+}
+
+// One tile of a PairedView from columns that are contiguous in memory. Both values of a pair move
+// at once, a cache line of each column at a time.
+inline void pair_transposed(uint16_t* to, const uint16_t* from, int64_t column_stride, int64_t rows,
+                            int64_t width) {
+  constexpr int64_t kColumns = PairedView::kTileColumns, kLine = 32;
+  const int64_t pairs = rows / 2 * 2;
+  for (int64_t l = 0; l < pairs; l += kLine) {
+    const int64_t end = std::min(pairs, l + kLine);
+    for (int64_t i = 0; i < width; ++i) {
+      for (int64_t k = l; k < end; k += 2) {
+        std::memcpy(to + k * kColumns + 2 * i, from + i * column_stride + k, 4);
+      }
+    }
+  }
+  if (pairs < rows) {
+    pair_rows(to + pairs * kColumns, from + pairs, 1, column_stride, 1, width);
+  }
+}
+
+template <>
+struct RightOperand<c10::BFloat16> {
+  Tensor memory;
+  int64_t k;
+
+  explicit RightOperand(const Tensor& t) : k(whole_pairs<c10::BFloat16>(t.size(0))) {
+    constexpr int64_t kColumns = PairedView::kTileColumns;
+    const int64_t n = t.size(1), rows = t.size(0);
+    memory = at::empty({divide_up(n, kColumns) * kColumns * k}, t.options());
+    const int64_t row_stride = t.stride(0), column_stride = t.stride(1);
+    const auto* from = static_cast<const uint16_t*>(t.const_data_ptr());
+    auto* to = static_cast<uint16_t*>(memory.mutable_data_ptr());
+    with_vectors([&] {
+      for (int64_t j = 0; j < n; j += kColumns, to += k * kColumns) {
+        const int64_t width = std::min(kColumns, n - j);
+        const uint16_t* const tile = from + j * column_stride;
+        if (width < kColumns) std::fill_n(to, k * kColumns, uint16_t{0});
+        if (row_stride == 1) {
+          pair_transposed(to, tile, column_stride, rows, width);
+        } else {
+          pair_rows(to, tile, row_stride, column_stride, rows, width);
+        }
+      }
+    });
+  }
+
+  PairedView view() const {
+    return {static_cast<const c10::BFloat16*>(memory.const_data_ptr()), k};
+  }
+};
+
+}  // namespace torchweld
