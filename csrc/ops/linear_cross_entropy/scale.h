@@ -17,7 +17,7 @@ using ScaleInto = void (*)(Tensor& to, const Tensor& t, const Tensor& factor);
 
 // NOTE: a scalar on the CPU enters at::mul in its own dtype; on CUDA it would be rounded to t's.
 inline void scale_into_cpu(Tensor& to, const Tensor& t, const Tensor& factor) {
-  at::mul_out(to, t, factor.item());
+  at::mul_out(to, t, factor);
 }
 
 #ifdef TORCHWELD_CUDA
