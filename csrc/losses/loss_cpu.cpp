@@ -49,7 +49,11 @@ struct TargetRows {
 
 template <typename T>
 T* data_of(const Tensor& t) {
-  return t.defined() ? t.data_ptr<T>() : nullptr;
+  return t.defined() ? t.mutable_data_ptr<T>() : nullptr;
+}
+template <typename T>
+const T* const_data_of(const Tensor& t) {
+  return t.defined() ? t.const_data_ptr<T>() : nullptr;
 }
 
 // What the rows of a chunk read and write, in the dtype of sums.
@@ -114,12 +118,12 @@ void loss_chunks(const TargetRows& rows, const LossInputs& in, const LossRows& r
                                  in.options.logit_scale<T>(),
                                  in.options.terms<T>(),
                                  {in.options.label_smoothing != 0, results.entropy.defined()},
-                                 data_of<T>(bias),
+                                 const_data_of<T>(bias),
                                  data_of<T>(results.loss),
                                  data_of<T>(results.lse),
                                  data_of<T>(results.entropy),
-                                 data_of<T>(upstream.dloss),
-                                 data_of<T>(upstream.dentropy),
+                                 const_data_of<T>(upstream.dloss),
+                                 const_data_of<T>(upstream.dentropy),
                                  upstream.dloss.defined() ? upstream.dloss.stride(0) : 0};
   const int64_t chunk = rows.count == 0 ? 1 : loss_chunk_rows(rows.count, n, sizeof(T));
   ParameterGradients<E, T> parameters(grads.dweight, grads.dbias,

@@ -19,12 +19,23 @@
 namespace torchweld {
 namespace {
 
+// to = a @ b, or to += a @ b, in fp32 for 16-bit operands. NOTE: torch has no such products of the
+// tensors without memory that a dry run has.
+void wide_product_into(Tensor& to, const Tensor& a, const Tensor& b, bool add = false) {
+  if (is_dry_run()) return;
+  if (add) {
+    at::addmm_out(to, to, a, b, at::kFloat);
+  } else {
+    at::mm_out(to, a, b, at::kFloat);
+  }
+}
+
 // logits = x @ weight^T in fp32.
 void logits_into(Tensor& logits, const Tensor& x, const Tensor& weight) {
   if (x.scalar_type() == at::kFloat) {
     matmul_into(logits, x, weight);
   } else {
-    at::mm_out(logits, x, weight.t(), at::kFloat);
+    wide_product_into(logits, x, weight.t());
   }
 }
 
@@ -50,18 +61,14 @@ class WeightGradient {
   // sum += dz^T x.
   void add(const Tensor& dz, const Tensor& x) {
     if (!sum_.defined()) return;
-    if (!started_) {
-      started_ = true;
-      if (sum_.scalar_type() == dz.scalar_type()) {
-        matmul_into(sum_, Matrix(dz).t(), Matrix(x).t());
-      } else {
-        at::mm_out(sum_, dz.t(), x, at::kFloat);
-      }
-    } else if (dz.scalar_type() == at::kFloat) {
-      at::addmm_out(sum_, sum_, dz.t(), x);
+    if (dz.scalar_type() != sum_.scalar_type()) {
+      wide_product_into(sum_, dz.t(), x, /*add=*/started_);
+    } else if (!started_) {
+      matmul_into(sum_, Matrix(dz).t(), Matrix(x).t());
     } else {
-      at::addmm_out(sum_, sum_, dz.t(), x, at::kFloat);
+      at::addmm_out(sum_, sum_, dz.t(), x);
     }
+    started_ = true;
   }
 
   void finish() {

@@ -36,7 +36,7 @@ LossOptions options_of(const char* op, c10::string_view reduction, int64_t ignor
 
 enum class Keep { kGradients, kNothing };
 
-// NOTE: float16 has no room for the gradients of dloss = 1, which come before the loss scale: those
+// NOTE: float16 loses the gradients of dloss = 1, which come before the loss scale: those
 // of a mean over many rows would be 0.
 Keep parse_keep(const char* op, c10::string_view name, Reduction reduction, const Tensor& x) {
   const bool fits = reduction != Reduction::kNone && x.scalar_type() != at::kHalf;

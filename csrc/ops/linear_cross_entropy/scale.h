@@ -26,7 +26,7 @@ inline void scale_into_cuda(Tensor& to, const Tensor& t, const Tensor& factor) {
   const OnDevice on(t.device());
   // empty_like gives `to` the strides of a dense t; both are then read in the order of memory.
   const Tensor dense = t.strides() == to.strides() ? t : at::empty_like(to).copy_(t);
-  launch_loss_scale({dense.const_data_ptr(), to.mutable_data_ptr(), const_data<float>(factor),
+  launch_loss_scale({const_data<void>(dense), mutable_data<void>(to), const_data<float>(factor),
                      t.numel(), dtype_of(t)},
                     current_stream());
 }
