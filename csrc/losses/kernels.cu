@@ -17,10 +17,10 @@ constexpr int kThreads = 512, kElems = 4, kStep = kThreads * kElems, kWarps = kT
 
 // One pass over some logits of a row: statistics relative to the largest one so far.
 struct RunningRow {
-  float max = -INFINITY;
-  float sum = 0.f;       // of e = exp(z - max)
-  float expected = 0.f;  // of e (z - max)
-  float total = 0.f;     // of z
+  float max;
+  float sum;       // of e = exp(z - max)
+  float expected;  // of e (z - max)
+  float total;     // of z
 
   // NOTE: a maximum of -inf counts as 0, because -inf - (-inf) is NaN.
   __device__ __forceinline__ float shift() const { return max == -INFINITY ? 0.f : max; }
@@ -51,6 +51,8 @@ struct RunningRow {
   }
 };
 
+__device__ __forceinline__ RunningRow empty_row() { return {-INFINITY, 0.f, 0.f, 0.f}; }
+
 __device__ __forceinline__ RunningRow shuffled(const RunningRow& x, int step) {
   RunningRow y;
   y.max = __shfl_xor_sync(~0u, x.max, step);
@@ -60,14 +62,14 @@ __device__ __forceinline__ RunningRow shuffled(const RunningRow& x, int step) {
   return y;
 }
 
-// Every thread of the block gets the merged row of warp 0.
+// Merges the threads of the block; every thread gets the result, the same bits in every run.
 __device__ __forceinline__ RunningRow merge_block(RunningRow x) {
   __shared__ RunningRow s_rows[kWarps];
 #pragma unroll
   for (int step = kWarp / 2; step > 0; step /= 2) x.merge(shuffled(x, step));
   if (threadIdx.x % kWarp == 0) s_rows[threadIdx.x / kWarp] = x;
   __syncthreads();
-  RunningRow all;
+  RunningRow all = empty_row();
   for (int w = 0; w < kWarps; ++w) all.merge(s_rows[w]);
   return all;
 }
@@ -91,7 +93,7 @@ __global__ __launch_bounds__(kThreads) void loss_statistics_kernel(const LossChu
   const int64_t row = blockIdx.x, target = c.targets[row];
   if (!has_target(c, target)) return;
   const float* g_row = c.logits + row * c.row_stride;
-  RunningRow running;
+  RunningRow running = empty_row();
   for (int64_t first = threadIdx.x * kElems; first < c.n; first += kStep) {
     const Vec<float, kElems> logits = load_vec<float, kElems>(g_row + first);
     float z[kElems], largest = -INFINITY;

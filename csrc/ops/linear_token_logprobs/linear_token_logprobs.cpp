@@ -80,8 +80,9 @@ Triple logprobs_of(const char* op, const Tensor& x, const Tensor& weight, const 
   const auto& [logprob, row_entropy, lse] = results;
   const LossInputs in = {
       LossKind::kLogprob, x, weight, bias, target, options_of(op, temperature, softcap)};
-  engine("linear_token_logprobs", in, {logprob.view({-1}), lse.view({-1}), entropy ? row_entropy.view({-1}) : Tensor()},
-         {}, no_loss_gradients());
+  engine("linear_token_logprobs", in,
+         {logprob.view({-1}), lse.view({-1}), entropy ? row_entropy.view({-1}) : Tensor()}, {},
+         no_loss_gradients());
   return results;
 }
 
