@@ -102,6 +102,24 @@ def test_every_keep_gives_the_same_gradients(device, reduction):
                     assert_same_bits(a, b)  # dloss is 1, so that nothing is rounded twice
 
 
+@pytest.mark.parametrize("keep", ["gradients", "nothing"])
+def test_threads_do_not_change_a_bit(keep):
+    before = torch.get_num_threads()
+    try:
+        for dtype in (F32, BF16):
+            args = made("cpu", dtype, (40,), 5003, 65, ignored=3)
+            found = []
+            for threads in (1, 2, 5):
+                torch.set_num_threads(threads)
+                out, grads = forward_backward(OP, args, {"keep": keep})
+                found.append([out, *(g for g in grads if g is not None)])
+            for other in found[1:]:
+                for a, b in zip(other, found[0], strict=True):
+                    assert_same_bits(a, b)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_scale_after_forward_is_not_lost(device):
     """float16 with a loss scale: a mean over many rows has gradients that float16 can't hold."""
     x, weight, target, _ = leaves_of(made(device, F16, (64,), 4099, 16))
