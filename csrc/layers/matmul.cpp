@@ -36,12 +36,13 @@ struct Operand {
     const int64_t rows = t.rows, k = t.columns, chunk = chunk_of(t.tensor);
     const bool base = reinterpret_cast<uintptr_t>(t.tensor.const_data_ptr()) % 16 == 0 &&
                       (t.batch == 1 || t.batch_stride % chunk == 0);
-    if (base && k % chunk == 0 && t.column_stride == 1 &&
+    if (base && (k % chunk == 0 || t.zero_padded) && t.column_stride == 1 &&
         (rows == 1 || t.row_stride % chunk == 0)) {
       return;
     }
     // The kernels read eight rows together, which must belong to one half of a gated product.
-    const bool whole = halves == 1 ? rows % chunk == 0 : !interleaved && rows / 2 % 8 == 0;
+    const bool whole =
+        halves == 1 ? rows % chunk == 0 || t.zero_padded : !interleaved && rows / 2 % 8 == 0;
     if (base && whole && t.row_stride == 1 && (k == 1 || t.column_stride % chunk == 0)) {
       k_major = false;
       return;

@@ -17,6 +17,8 @@ struct Matrix {
   Tensor tensor;
   int64_t rows, columns, row_stride, column_stride;
   int64_t batch = 1, batch_stride = 0;
+  // Behind the adjacent dim, memory with zeros fills the last 16 bytes.
+  bool zero_padded = false;
 
   // `t` is (rows, columns) or (batch, rows, columns).
   Matrix(const Tensor& t)

@@ -23,6 +23,7 @@ namespace torchweld {
 // + 8 (g = lane / 4) of a box. v[4 j] to v[4 j + 3] belong to group j, row g's first.
 template <typename T, int kTile, bool kGated>
 class Sm90Epilogue {
+ protected:
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
   static constexpr bool kExact = sizeof(T) == 4;
   static constexpr int kColumns = kT.box_columns(sizeof(T)), kGroups = kColumns / 8;
@@ -35,6 +36,7 @@ class Sm90Epilogue {
 
  public:
   using Sums = float[kT.wgmma_m_tiles()][kT.block_n / 2];
+  static constexpr bool kLoadsRows = false;
   static constexpr bool kLoadsBias = true;
 
   // s_staging holds the boxes of all warps, s_bias the fp32 bias of the warpgroup's tile, both
@@ -103,7 +105,7 @@ class Sm90Epilogue {
     if (lane_ == 0) tma_wait_all();
   }
 
- private:
+ protected:
   using Flat = float[kT.wgmma_m_tiles() * kT.block_n / 2];
   static constexpr int kAcross = kTileColumns / kColumns;  // boxes side by side
   // How many results kColumns columns of y and 16 rows have: y, and the pre-activation's halves.
@@ -137,6 +139,27 @@ class Sm90Epilogue {
     return kGated && p_.gemm.epilogue.interleaved;
   }
 
+  // Where the warp's first row of a tile stands in y.
+  static __device__ __forceinline__ Place place_of(const WorkTile& work, int rank) {
+    const int warpgroup = fresh_thread() / 128 - 1;
+    const int first_row = kT.pingpong ? 0 : warpgroup * 64 * kT.wgmma_m_tiles();  // of the tile
+    return {(int(work.tile_m) * kT.cluster + rank) * kT.block_m + first_row +
+                fresh_thread() % 128 / 32 * 16,
+            int(work.tile_n) * kTileColumns, int(work.batch)};
+  }
+
+  // Sends the box that was staged last, if any, and returns the slot of the next one.
+  template <bool kPreact>
+  __device__ __forceinline__ int send_last_box(const Place& place, int& result) const {
+    if (result == 0) {
+      wait_for_slots<0>();  // of the last tile
+    } else {
+      send(box_of<kPreact>(place, result - 1), (result - 1) % kSlots);
+      wait_for_slots<kSlots - 1>();
+    }
+    return result++ % kSlots;
+  }
+
   // The values of an iteration: a box, or all columns of a gated product's 16 rows.
   static constexpr int kAccumulators = sizeof(Flat) / sizeof(float);
   static constexpr int kIterationValues = kGated ? kT.block_n / 2 : kValues;
@@ -168,22 +191,10 @@ class Sm90Epilogue {
   template <bool kPreact>
   __device__ __forceinline__ void finish_boxes(Sums& acc, const WorkTile& work, int rank) {
     const GemmEpilogue& e = p_.gemm.epilogue;
-    const int warpgroup = fresh_thread() / 128 - 1;
-    const int own_row = kT.pingpong ? 0 : warpgroup * 64 * kT.wgmma_m_tiles();  // of the tile
-    const Place place = {(int(work.tile_m) * kT.cluster + rank) * kT.block_m + own_row +
-                             fresh_thread() % 128 / 32 * 16,
-                         int(work.tile_n) * kTileColumns, int(work.batch)};
+    const Place place = place_of(work, rank);
     Flat& sums = reinterpret_cast<Flat&>(acc);
     int result = 0;
-    const auto next_slot = [&] {
-      if (result == 0) {
-        wait_for_slots<0>();  // of the last tile
-      } else {
-        send(box_of<kPreact>(place, result - 1), (result - 1) % kSlots);
-        wait_for_slots<kSlots - 1>();
-      }
-      return result++ % kSlots;
-    };
+    const auto next_slot = [&] { return send_last_box<kPreact>(place, result); };
     const auto put = [&](const float (&values)[kValues]) { stage(values, next_slot()); };
     if (!kGated && !kPreact && e.activation == Activation::kNone) {
       // The accumulators stay in place, because there is so little to compute.

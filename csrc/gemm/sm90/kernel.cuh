@@ -125,17 +125,23 @@ __device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Con
   }
 }
 
+// The epilogue of a kernel whose parameters are Params, which derive from Sm90Params.
+template <class Config, class Params>
+struct Sm90EpilogueOf {
+  using Type =
+      std::conditional_t<Config::kT.swap_ab(),
+                         Sm90SwapAbEpilogue<typename Config::Result, Config::kTile, Config::kGated>,
+                         Sm90Epilogue<typename Config::Result, Config::kTile, Config::kGated>>;
+};
+
 // A consumer warpgroup: the mainloop of each of its work tiles, then the partials or the epilogue.
-template <class Config>
-__device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Config>& s, int rank,
+template <class Config, class Params>
+__device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>& s, int rank,
                                              int warpgroup) {
+  using Epilogue = typename Sm90EpilogueOf<Config, Params>::Type;
   constexpr Sm90Tile kT = Config::kT;
   constexpr int kConsumerThreads = Sm90Tile::kConsumerThreads;
   constexpr int kRows = 64 * kT.wgmma_m_tiles();  // of a warpgroup
-  using Epilogue =
-      std::conditional_t<kT.swap_ab(),
-                         Sm90SwapAbEpilogue<typename Config::Result, Config::kTile, Config::kGated>,
-                         Sm90Epilogue<typename Config::Result, Config::kTile, Config::kGated>>;
   using Sums = typename Epilogue::Sums;
   // The values of a thread that a worker stores as its partial of a tile.
   struct Partials : Sm90DbiasSums<Config> {
@@ -177,6 +183,9 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
     const bool loads_bias =
         Epilogue::kLoadsBias && p.gemm.epilogue.bias != nullptr && scheduler.ends();
     if (loads_bias) epilogue.fetch_bias(WorkTile(p.schedule, scheduler.tile));
+    if constexpr (Epilogue::kLoadsRows) {
+      epilogue.fetch_rows(WorkTile(p.schedule, scheduler.tile), rank);
+    }
     if (kT.pingpong) named_barrier_wait(kWarpSchedulerWg0 + warpgroup, kConsumerThreads);
     if constexpr (Config::kBf16x3) {
       sm90_bf16x3_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, scheduler.k_blocks, release);
@@ -243,9 +252,9 @@ __device__ __forceinline__ void sm90_consume(const Sm90Params& p, Sm90Shared<Con
 }
 #endif
 
-template <class Config>
+template <class Config, class Params = Sm90Params>
 __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
-    sm90_gemm_kernel(const __grid_constant__ Sm90Params p) {
+    sm90_gemm_kernel(const __grid_constant__ Params p) {
 #if TW_HAS_WGMMA
   constexpr Sm90Tile kT = Config::kT;
   using T = typename Config::T;

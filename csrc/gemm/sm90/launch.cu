@@ -72,7 +72,7 @@ void launch_math(GemmMath math, const Sm90Params& params, cudaStream_t stream) {
 
 }  // namespace
 
-void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
+Sm90Params sm90_params(const GemmParams& p, cudaStream_t cuda_stream) {
   const Sm90Tile& tile = kSm90Tiles[p.choice.tile];
   const GemmEpilogue& e = p.epilogue;
   const int halves = e.gated ? 2 : 1;
@@ -119,8 +119,8 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
   params.a = make_tensor_map("matmul", swap_ab ? of_b : of_a);
   params.b = make_tensor_map("matmul", swap_ab ? of_a : of_b);
   if (!swap_ab) {
-    params.stores_y =
-        map_result(params.y, maps.result(p.y, p.n, p.y_row_stride, 1, p.y_batch_stride));
+    params.stores_y = p.y != nullptr && map_result(params.y, maps.result(p.y, p.n, p.y_row_stride,
+                                                                         1, p.y_batch_stride));
     if (e.preact != nullptr) {
       const int apart = pairs ? 1 : halves;  // halves whose columns don't alternate
       const TensorBox box =
@@ -128,6 +128,12 @@ void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
       params.stores_preact = map_result(params.preact, box);
     }
   }
+  return params;
+}
+
+void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
+  const GemmMath math = gemm_math(p.dtype, p.tf32);
+  const Sm90Params params = sm90_params(p, cuda_stream);
   dispatch_index<kSm90TileCount>(p.choice.tile, [&](auto index) {
     launch_math<GemmMath::kFloat16, index.value>(math, params, cuda_stream);
     launch_math<GemmMath::kBFloat16, index.value>(math, params, cuda_stream);

@@ -7,6 +7,9 @@
 
 namespace torchweld {
 
+// Parameters of a product whose choice is a tile of this engine. Rewrites operands that need it.
+Sm90Params sm90_params(const GemmParams& params, cudaStream_t stream);
+
 void launch_sm90_gemm(const GemmParams& params, cudaStream_t stream);
 
 // K-major copies of fp32 operands: bf16 matrices that add up to the values, or one fp32 matrix. In

@@ -25,6 +25,7 @@ class Sm90SwapAbEpilogue {
 
  public:
   using Sums = float[1][kValues];
+  static constexpr bool kLoadsRows = false;
   static constexpr bool kLoadsBias = false;
 
   // s_staging holds 128 threads' values.
