@@ -26,6 +26,7 @@ FAMILIES = {
     "attention_masks": "Attention under masks",
     "matmul": "Linear layers",
     "matmul_training": "Linear layers, forward and backward",
+    "losses": "The head of a language model and its loss",
     "gpt2": "GPT-2 124M training",
     "generate": "GPT-2 124M generation",
     "curves": "Shares of the roofline",

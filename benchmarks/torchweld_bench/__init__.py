@@ -17,6 +17,7 @@ FAMILIES = {
     "conv2d": "cuda",
     "matmul": "cuda",
     "matmul_training": "cuda",
+    "losses": "cuda",
     "attention": "cuda",
     "attention_masks": "cuda",
     "int4": "cuda",

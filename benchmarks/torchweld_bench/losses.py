@@ -1,0 +1,154 @@
+"""The loss of a language model's head on a GPU: times of forward and backward, as CUDA graphs,
+against eager, torch.compile, the bare products and Liger where it is installed; and the peak memory
+beyond the operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchweld._library import ops
+from torchweld.tuning.timer import Timing, interleaved
+from torchweld_bench.common import dtype_text, free, in_turn, largest_error
+from torchweld_bench.results import Row, make_row
+
+_ROUNDS = 7
+_CHECKED_ROWS = 64
+# Rows, features, words: Llama 3.2 1B, Llama 3.1 8B, GPT-2, Qwen 2.5.
+_SIZES = (
+    (8192, 2048, 128256),
+    (4096, 4096, 128256),
+    (16384, 768, 50257),
+    (8192, 4096, 151936),
+)
+
+
+def _eager(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight), target)
+
+
+def _eager_logprobs(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    logprobs = F.log_softmax(F.linear(x, weight), -1, dtype=torch.float32)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(-1, target[:, None])[:, 0], entropy
+
+
+def _products(x: Tensor, weight: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.mm(x, weight.t()), torch.mm(logits, weight), torch.mm(logits.t(), x)
+
+
+def _liger() -> Callable[..., Tensor] | None:
+    try:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+    except ImportError:
+        return None
+    return liger_fused_linear_cross_entropy
+
+
+def _peak(call: Callable[[], Any]) -> Timing:
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    mib = (torch.cuda.max_memory_allocated() - before) / 2**20
+    return Timing(mib, mib, mib)
+
+
+def _errors(x: Tensor, weight: Tensor, target: Tensor) -> dict[str, float]:
+    """Of dx for some rows: a loss of few rows needs the same statistics."""
+
+    def dx(loss: Callable[..., Tensor], dtype: torch.dtype) -> Tensor:
+        some = x[:_CHECKED_ROWS].detach().to(dtype).requires_grad_()
+        return torch.autograd.grad(loss(some, weight.to(dtype), target[:_CHECKED_ROWS]), some)[0]
+
+    exact, of_eager = dx(_eager, torch.float64), dx(_eager, x.dtype)
+    eager_error = largest_error(of_eager, exact)
+    return {
+        "error": largest_error(dx(ops.linear_cross_entropy, x.dtype), exact),
+        "eager_error": eager_error,
+        "allowed_error": 3 * eager_error,
+    }
+
+
+def _training(
+    case: str, operands: list[Tensor], target: Tensor, targets: dict[str, float]
+) -> Iterator[Row]:
+    x, weight = operands
+    # cuBLAS takes three times as long for an odd vocabulary.
+    padded = F.pad(weight.detach(), (0, 0, 0, -weight.shape[0] % 64))
+    logits = torch.randn(x.shape[0], padded.shape[0], device="cuda", dtype=x.dtype)
+
+    def gradients(loss: Callable[..., Tensor], *options: Any) -> Callable[[], tuple[Tensor, ...]]:
+        return lambda: torch.autograd.grad(loss(x, weight, target, *options), operands)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "ours": gradients(ops.linear_cross_entropy),
+        "eager": gradients(_eager),
+        "torch.compile": gradients(torch.compile(_eager)),
+        "products": lambda: _products(x.detach(), padded, logits),
+    }
+    liger = _liger()
+    if liger is not None:
+        calls["Liger"] = lambda: torch.autograd.grad(liger(x, weight, target), operands)
+    errors = _errors(x, weight, target)
+    times = interleaved(
+        {name: in_turn([call], 1) for name, call in calls.items()}, device="cuda", rounds=_ROUNDS
+    )
+    free()
+    memory = {name: _peak(call) for name, call in calls.items() if name != "products"}
+    for peer in ("eager", "torch.compile", "products", "Liger"):
+        if peer in times:
+            name = f"{case} over {peer}"
+            yield make_row(name, times, against=peer, target=targets.get(name), **errors)
+    name = f"{case} peak memory over eager, MiB"
+    yield make_row(name, memory, against="eager", target=targets.get(name), **errors)
+
+
+def _forward(
+    case: str, operands: list[Tensor], target: Tensor, targets: dict[str, float]
+) -> Iterator[Row]:
+    x, weight = (t.detach() for t in operands)
+    some = x[:_CHECKED_ROWS], weight, target[:_CHECKED_ROWS]
+    exact = _eager_logprobs(some[0].double(), weight.double(), some[2])[0]
+    eager_error = largest_error(_eager_logprobs(*some)[0], exact)
+    errors = {
+        "error": largest_error(ops.linear_token_logprobs(*some)[0], exact),
+        "eager_error": eager_error,
+        "allowed_error": eager_error,
+    }
+    calls = {
+        "loss": lambda: ops.linear_cross_entropy(x, weight, target),
+        "ours": lambda: ops.linear_token_logprobs(x, weight, target, entropy=True),
+        "eager": lambda: _eager_logprobs(x, weight, target),
+        "product": lambda: torch.mm(x, weight.t()),
+    }
+    graphs = {name: in_turn([call], 1) for name, call in calls.items()}
+    times = interleaved(graphs, device="cuda", rounds=_ROUNDS)
+    memory = {name: _peak(call) for name, call in calls.items() if name != "product"}
+    for what, column in (("the loss", "loss"), ("log-probabilities and entropy", "ours")):
+        name = f"{case}, {what} over one product"
+        both = {"ours": times[column], "product": times["product"]}
+        yield make_row(name, both, against="product", target=targets.get(name), **errors)
+    name = f"{case}, log-probabilities and entropy peak memory over eager, MiB"
+    yield make_row(name, memory, against="eager", target=targets.get(name), **errors)
+
+
+def rows(targets: dict[str, float]) -> Iterator[Row]:
+    """Every case of the family, measured lazily. Peak memory is in MiB; the other rows are in
+    microseconds.
+    """
+    for m, k, n in _SIZES:
+        torch._dynamo.reset()
+        free()
+        torch.manual_seed(0)
+        x = torch.randn(m, k, device="cuda").bfloat16().requires_grad_()
+        weight = (torch.randn(n, k, device="cuda") * k**-0.5).bfloat16().requires_grad_()
+        target = torch.randint(0, n, (m,), device="cuda")
+        case = f"linear_cross_entropy ({m}, {k}, {n}) {dtype_text(x.dtype)}"
+        yield from _training(f"{case}, forward and backward", [x, weight], target, targets)
+        free()
+        yield from _forward(f"{case}, forward", [x, weight], target, targets)
