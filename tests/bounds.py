@@ -1168,8 +1168,8 @@ class LossRows:
         )
         return self.lse - mean, self.terms.map(lambda t: (t * spread).sum(-1)) + own
 
-    def gradients(self, dz: Tensor, p_size: Tensor, size: Tensor, stored: bool) -> list[Bound]:
-        """Bounds of dx, dweight, dbias of dz = dloss / dz, in which p has the factor `p_size`."""
+    def dlogits(self, dz: Tensor, p_size: Tensor, size: Tensor) -> tuple[Tensor, Terms]:
+        """The gradient of the logits from that of z, in which p has the factor `p_size`."""
         p_error = lse_error(self.p, self.lse, self.z) + FUNCTION * self.p
         terms = Terms([(1, p_size * p_error), (FUNCTION, size)])
         terms = terms + self.terms.map(lambda t: p_size * self.p * t)
@@ -1177,8 +1177,14 @@ class LossRows:
         terms = sloped(terms, size, self.slope, self.logit_terms, self.softcap)
         if self.softcap is None:
             terms = terms.map(lambda t: t * self.slope)
-        dlogits = dz * self.slope
-        terms = terms + Terms(rounds=[roundable(dlogits, self.dtype)])
+        return dz * self.slope, terms
+
+    def gradients(self, dz: Tensor, p_size: Tensor, size: Tensor, stored: bool) -> list[Bound]:
+        """Bounds of dx, dweight, dbias of dz = dloss / dz, in which p has the factor `p_size`."""
+        dlogits, terms = self.dlogits(dz, p_size, size)
+        # Hopper's engine for bfloat16 multiplies y by x times a factor of the row, both rounded.
+        twice = self.dtype == torch.bfloat16
+        terms = terms + Terms(rounds=[roundable(dlogits, self.dtype)] * (1 + twice))
         dx_terms, dweight_terms, dbias_terms = affine_grad_terms(
             dlogits, terms, self.x, Terms(), self.weight
         )
@@ -1192,7 +1198,7 @@ class LossRows:
         bounds = []
         every = (dx_terms, dweight_terms, dbias_terms)
         for value, each, floor in zip(values, every, lost, strict=True):
-            if stored:  # rounded, then multiplied by dloss and rounded again
+            if stored or twice:  # rounded, then multiplied by dloss or a factor, and rounded again
                 each = each + Terms([(1, value.abs())], [roundable(value, self.dtype)])
             bounds.append(Bound(value, each, self.dtype, floor=lse_floor(floor, self.dtype)))
         dx = bounds[0]
@@ -1271,6 +1277,54 @@ def cross_entropy_gradients_bounds(x, weight, target, bias=None, *, output_mask,
     rows = CrossEntropy(x, weight, target, bias, **kwargs)
     one = torch.ones((), dtype=torch.float64)
     return [rows.results()[0], *masked_out(rows.backward(one), output_mask, x.dtype)]
+
+
+def cross_entropy_exponentials_bounds(x, weight, target, bias=None, **kwargs) -> list[Bound]:
+    """y = (p - hit / factor) dz / dlogit, 0 behind N and where a row is ignored, by torch's ops."""
+    rows = CrossEntropy(x, weight, target, bias, **kwargs)
+    factor = 1 + 2 * rows.z_loss * rows.lse
+    factor_terms = rows.lse_terms.map(lambda t: 2 * abs(rows.z_loss) * t) + Terms([(4, factor)])
+    hit = torch.nn.functional.one_hot(rows.target, rows.z.shape[-1]) / factor[:, None]
+    y, terms = rows.dlogits(rows.p - hit, torch.ones_like(rows.p), rows.p + hit.abs())
+    terms = terms + factor_terms.map(lambda t: hit.abs() * rows.slope * (t / factor)[:, None])
+
+    def filled(t: Tensor) -> Tensor:
+        whole = t.new_zeros(rows.live.numel(), -(-weight.shape[0] // 64) * 64)
+        whole[rows.live.flatten(), : weight.shape[0]] = t
+        return whole
+
+    return [
+        rows.results()[0],
+        Bound(filled(y), terms.map(filled), x.dtype),
+        Bound(
+            rows.all_rows(factor).flatten(),
+            factor_terms.map(lambda t: rows.all_rows(t).flatten()),
+            acc_dtype(x.dtype),
+        ),
+    ]
+
+
+def cross_entropy_exponentials_backward_bounds(
+    dloss, x, weight, target, y, factor, *, reduction="mean", ignore_index=-100, shift=0,
+    output_mask,
+):  # fmt: skip
+    rows, y = up(x).reshape(y.shape[0], weight.shape[1]), up(y)[:, : weight.shape[0]]
+    each = R.rows_dloss(up(dloss), up(target), reduction, ignore_index, shift) * up(factor)
+    dlogits = each[:, None] * y
+    terms = Terms([(4, dlogits.abs())])
+    if x.dtype == torch.bfloat16:
+        terms = terms + Terms(rounds=[roundable(dlogits, x.dtype)])
+    every = affine_grad_terms(dlogits, terms, rows, Terms(), up(weight))
+    values = [dlogits @ up(weight), dlogits.T @ rows, dlogits.sum(0)]
+    again = x.dtype == torch.bfloat16
+    bounds = [
+        Bound(v, t + Terms(rounds=[roundable(v, x.dtype)] * again), x.dtype)
+        for v, t in zip(values, every, strict=True)
+    ]
+    bounds[0] = Bound(
+        bounds[0].ref.view(x.shape), bounds[0].terms.map(lambda t: t.view(x.shape)), x.dtype
+    )
+    return masked_out(bounds, output_mask, x.dtype)
 
 
 def logprobs_bounds(x, weight, target, bias=None, *, entropy=False, **kwargs) -> list[Bound]:
@@ -1362,6 +1416,8 @@ REFERENCES: dict[str, Callable[..., list[Bound | None]]] = {
     "linear_cross_entropy_backward": cross_entropy_backward_bounds,
     "linear_cross_entropy_gradients_forward": cross_entropy_gradients_bounds,
     "linear_cross_entropy_gradients_backward": scaled_bounds,
+    "linear_cross_entropy_exponentials_forward": cross_entropy_exponentials_bounds,
+    "linear_cross_entropy_exponentials_backward": cross_entropy_exponentials_backward_bounds,
     "linear_token_logprobs": lambda *a, **k: logprobs_bounds(*a, **k)[:2],
     "linear_token_logprobs_forward": logprobs_bounds,
     "linear_token_logprobs_backward": logprobs_backward_bounds,

@@ -429,6 +429,21 @@ def linear_cross_entropy_forward(
     return (loss.sum() if reduction == "sum" else loss.sum() / live.sum()), lse
 
 
+def rows_dloss(
+    dloss: Tensor, target: Tensor, reduction: str, ignore_index: int, shift: int
+) -> Tensor:
+    """The gradient of every row's loss, 0 for a row that has none."""
+    if shift:
+        target = torch.cat([target[..., 1:], torch.full_like(target[..., :1], ignore_index)], -1)
+    live = target.flatten() != ignore_index
+    if reduction == "none":
+        pad = dloss.new_zeros((*dloss.shape[:-1], 1)) if shift else dloss.new_zeros(0)
+        each = torch.cat([dloss, pad], -1) if shift else dloss
+        return torch.where(live, each.flatten(), 0.0)
+    each = dloss / live.sum() if reduction == "mean" else dloss
+    return torch.where(live, each, 0.0)
+
+
 def linear_token_logprobs_forward(
     x: Tensor,
     weight: Tensor,

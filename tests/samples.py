@@ -249,6 +249,31 @@ def cross_entropy_backward_call(forward, mask: Sequence[bool]) -> Callable[[Make
     return build
 
 
+def exponentials_backward_call(forward, mask: Sequence[bool]) -> Callable[[Maker], Call]:
+    """y and factor are drawn; y is 0 behind N, and factor where a row is ignored."""
+
+    def build(m: Maker) -> Call:
+        (x, weight, target, bias), kwargs = without(forward, "keep")(m)
+        loss, _ = R.linear_cross_entropy_forward(*map(R.up, (x, weight, target, bias)), **kwargs)
+        n, rows = weight.shape[0], target.numel()
+        y = m.randn(rows, -(-n // 64) * 64)
+        y[:, n:] = 0
+        kept = {k: v for k, v in kwargs.items() if k in ("reduction", "ignore_index", "shift")}
+        ones = torch.ones((), dtype=torch.float64)
+        live = R.rows_dloss(
+            ones.expand(loss.shape) if loss.dim() else ones,
+            R.up(target),
+            "none" if loss.dim() else "sum",
+            kwargs.get("ignore_index", -100),
+            kwargs.get("shift", 0),
+        )
+        factor = m.saved(R.up(m.randn(rows)).abs() * live, stat=True)
+        dloss = m.saved(R.up(m.randn(*loss.shape)), stat=True)
+        return [dloss, x, weight, target, y, factor], {**kept, "output_mask": list(mask)}
+
+    return build
+
+
 def scaled_gradients_call(lead, n, k, wanted: Sequence[bool]) -> Callable[[Maker], Call]:
     def build(m: Maker) -> Call:
         shapes = zip(((*lead, k), (n, k), (n,)), wanted, strict=True)
@@ -544,6 +569,15 @@ def _listed() -> dict[str, list[Sample]]:
         weight=scaled_gradients_call((2,), 3, 4, masks[2]),
         vector=scaled_gradients_call((), 3, 4, masks[0]),
         empty=scaled_gradients_call((0,), 3, 4, masks[0]),
+    )
+    options = ("keep", "label_smoothing")
+    add(
+        name + "_exponentials_forward",
+        **{n: without(c, *options) for n, (c, _) in losses.items()},
+    )
+    add(
+        name + "_exponentials_backward",
+        **{n: exponentials_backward_call(c, mask) for n, (c, mask) in losses.items()},
     )
     logprobs: dict[str, tuple[Callable[[Maker], Call], Sequence[bool]]] = {
         "plain": (loss_call((4,), 7, 5), masks[0]),

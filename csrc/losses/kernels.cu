@@ -81,7 +81,7 @@ __device__ __forceinline__ float scaled_logit(const LossChunk& c, float logit, i
   return c.scale.temperature == 1.f ? logit : logit / c.scale.temperature;
 }
 
-// Whether the row takes part in the loss.
+// Whether the row counts for the loss.
 __device__ __forceinline__ bool has_target(const LossChunk& c, int64_t target) {
   if (c.ignores && target == c.ignore_index) return false;
   assert(target >= 0 && target < c.n && "torchweld: target must be from 0 to N - 1");

@@ -12,7 +12,7 @@
 namespace torchweld {
 namespace {
 
-// The rows of x that have a target. An ignored row takes no part in any product.
+// The rows of x that have a target. An ignored row is in no product.
 struct TargetRows {
   Tensor x;        // (rows, K)
   Tensor targets;  // (rows,), of all rows
@@ -22,15 +22,7 @@ struct TargetRows {
   TargetRows(const char* op, const Tensor& x, const Tensor& targets, int64_t n,
              const LossOptions& options)
       : x(as_matrix(x)), targets(targets), count(targets.numel()) {
-    const int64_t* const values = targets.const_data_ptr<int64_t>();
-    int64_t ignored = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      const bool ignores = options.ignore_index && values[i] == *options.ignore_index;
-      ignored += ignores;
-      TW_CHECK(ignores || (values[i] >= 0 && values[i] < n), op,
-               "target must be from 0 to N - 1 = ", n - 1,
-               options.ignore_index ? " or ignore_index" : "", ", but got ", values[i]);
-    }
+    const int64_t ignored = check_targets(op, targets, n, options);
     if (ignored == 0) return;
     indices = targets.ne(*options.ignore_index).nonzero().view({-1});
     count -= ignored;

@@ -13,22 +13,13 @@
 
 #include "core/cuda_inputs.h"
 #include "layers/matmul.h"
+#include "losses/exponentials.h"
 #include "losses/loss.h"
 #include "losses/params.h"
+#include "losses/wide_product.h"
 
 namespace torchweld {
 namespace {
-
-// to = a @ b, or to += a @ b, in fp32 for 16-bit operands. NOTE: torch has no such products of the
-// tensors without memory that a dry run has.
-void wide_product_into(Tensor& to, const Tensor& a, const Tensor& b, bool add = false) {
-  if (is_dry_run()) return;
-  if (add) {
-    at::addmm_out(to, to, a, b, at::kFloat);
-  } else {
-    at::mm_out(to, a, b, at::kFloat);
-  }
-}
 
 // logits = x @ weight^T in fp32.
 void logits_into(Tensor& logits, const Tensor& x, const Tensor& weight) {
@@ -157,7 +148,15 @@ void loss_rows_any_gpu(const LossInputs& in, const LossRows& results, const Loss
 void loss_rows_cuda(const char*, const LossInputs& in, const LossRows& results,
                     const LossUpstream& upstream, const LossGradients& grads) {
   const OnDevice on(in.x.device());
-  // Hopper's engine (losses/sm90) takes its problems before this line.
+  const bool exponentials = in.targets.numel() > 0 && in.weight.size(0) > 0 &&
+                            has_exponentials_kernels(in.x, in.weight, in.options);
+  if (exponentials && !grads.any()) return exponentials_forward_sm90(in, results, nullptr);
+  // An entropy's gradient is no multiple of the exponentials.
+  if (exponentials && !results.loss.defined() && !upstream.dentropy.defined()) {
+    const bool negative = in.kind == LossKind::kLogprob;
+    const Tensor dloss = negative ? -upstream.dloss : upstream.dloss;
+    return exponentials_recompute_sm90(in, results.lse, dloss, grads);
+  }
   loss_rows_any_gpu(in, results, upstream, grads);
 }
 

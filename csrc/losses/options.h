@@ -98,6 +98,21 @@ inline Tensor target_of_rows(const Tensor& target, const LossOptions& options) {
   return shifted.view({-1});
 }
 
+// Refuses targets out of range, on the CPU. Returns how many are ignored.
+inline int64_t check_targets(const char* op, const Tensor& targets, int64_t n,
+                             const LossOptions& options) {
+  const int64_t* const values = targets.const_data_ptr<int64_t>();
+  int64_t ignored = 0;
+  for (int64_t i = 0; i < targets.numel(); ++i) {
+    const bool ignores = options.ignore_index && values[i] == *options.ignore_index;
+    ignored += ignores;
+    TW_CHECK(ignores || (values[i] >= 0 && values[i] < n), op,
+             "target must be from 0 to N - 1 = ", n - 1,
+             options.ignore_index ? " or ignore_index" : "", ", but got ", values[i]);
+  }
+  return ignored;
+}
+
 // Fills a result per token from a vector over all rows of x, and back with 0 for the rows that
 // have no result.
 inline void copy_from_rows(const Tensor& result, const Tensor& rows, const Tensor& target,
@@ -142,7 +157,7 @@ inline Tensor dloss_of_rows(const Tensor& dloss, const Tensor& target, const Ten
   return each.expand({targets.numel()});
 }
 
-// Rows of a chunk, for at least one row: equal chunks whose logits take at most 32 MiB or 4 % of
+// Rows of a chunk, for at least one row: equal chunks whose logits have at most 32 MiB or 4 % of
 // all logits.
 inline int64_t loss_chunk_rows(int64_t rows, int64_t n, int64_t bytes_per_logit) {
   constexpr int64_t kMinBytes = int64_t{32} << 20, kShare = 25;

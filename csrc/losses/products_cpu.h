@@ -36,7 +36,7 @@ template <typename E, typename T>
 Tensor dx_cpu(const Tensor& dz, const Tensor& weight, const at::TensorOptions& options) {
   constexpr int64_t kMaxSlices = 16, kBlock = 256;
   const int64_t rows = dz.size(0), n = weight.size(0), k = weight.size(1);
-  // Partial sums take at most an eighth of the logits' memory.
+  // Partial sums have at most an eighth of the logits' memory.
   const int64_t slices = std::clamp<int64_t>(n / (8 * std::max<int64_t>(k, 1)), 1, kMaxSlices);
   const int64_t slice = divide_up(divide_up(n, slices), kBlock) * kBlock;
   const Tensor sums = at::empty({slices, rows, k}, options);

@@ -92,6 +92,12 @@ def _loss_gradients(
     return (1 + output_mask[0] + output_mask[1]) * _linear(x, weight)
 
 
+def _exponentials_backward(
+    dloss: _Shape, x: _Shape, weight: _Shape, *args: Any, output_mask: Sequence[bool], **kwargs: Any
+) -> int:
+    return (output_mask[0] + output_mask[1]) * _linear(x, weight)
+
+
 _LOSSES = ("linear_cross_entropy", "linear_token_logprobs")
 _LINEAR = ("linear", "layer_norm_linear", "rms_norm_linear", "gated_linear")
 FORMULAS: dict[str, Callable[..., int]] = {
@@ -100,6 +106,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     **{op + suffix: _linear for op in _LOSSES for suffix in ("", "_forward")},
     **{op + "_backward": _loss_backward for op in _LOSSES},
     "linear_cross_entropy_gradients_forward": _loss_gradients,
+    "linear_cross_entropy_exponentials_forward": _linear,
+    "linear_cross_entropy_exponentials_backward": _exponentials_backward,
     "folded_layer_norm_linear": _linear,
     "folded_layer_norm_linear_backward": _folded_backward,
     "bmm": _bmm,

@@ -12,6 +12,8 @@
 
 #include "core/dispatch.h"
 #include "losses/loss.h"
+#include "ops/linear_cross_entropy/exponentials.h"
+#include "ops/linear_cross_entropy/keep.h"
 #include "ops/linear_cross_entropy/scale.h"
 
 namespace torchweld::linear_cross_entropy_op {
@@ -32,27 +34,6 @@ LossOptions options_of(const char* op, c10::string_view reduction, int64_t ignor
                                temperature};
   check_loss_options(op, options);
   return options;
-}
-
-enum class Keep { kGradients, kNothing };
-
-// NOTE: float16 loses the gradients of dloss = 1, which come before the loss scale: those
-// of a mean over many rows would be 0.
-Keep parse_keep(const char* op, c10::string_view name, Reduction reduction, const Tensor& x) {
-  const bool fits = reduction != Reduction::kNone && x.scalar_type() != at::kHalf;
-  if (name == "nothing") return Keep::kNothing;
-  if (name == "auto") return fits ? Keep::kGradients : Keep::kNothing;
-  TW_CHECK(name != "exponentials", op, "keep='exponentials' is not supported on this device; use ",
-           "keep='auto'");
-  TW_CHECK(name == "gradients", op,
-           "keep must be 'auto', 'exponentials', 'gradients' or 'nothing', but got '",
-           std::string(name), "'");
-  TW_CHECK(reduction != Reduction::kNone, op,
-           "keep='gradients' must have reduction 'mean' or 'sum', but got 'none'; use keep='auto'");
-  TW_CHECK(fits, op,
-           "keep='gradients' must have float32 or bfloat16 tensors, but got float16, in which "
-           "gradients before the loss scale are lost; use keep='auto'");
-  return Keep::kGradients;
 }
 
 // The checks of a call and its loss, not yet filled.
@@ -83,7 +64,7 @@ Tensor linear_cross_entropy_meta(const Tensor& x, const Tensor& weight, const Te
   const LossOptions options =
       options_of(op, reduction, ignore_index, label_smoothing, softcap, z_loss, shift, temperature);
   Tensor loss = empty_loss(op, x, weight, target, bias, options);
-  parse_keep(op, keep, options.reduction, x);
+  parse_keep(op, keep, options, x, weight);
   return loss;
 }
 
@@ -266,6 +247,8 @@ TW_OP(linear_cross_entropy_forward);
 TW_OP(linear_cross_entropy_backward);
 TW_OP(linear_cross_entropy_gradients_forward);
 TW_OP(linear_cross_entropy_gradients_backward);
+TW_OP(linear_cross_entropy_exponentials_forward);
+TW_OP(linear_cross_entropy_exponentials_backward);
 
 struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
@@ -277,8 +260,20 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     const std::array<bool, 3> wanted = {needs_grad(x), needs_grad(weight), needs_grad(bias)};
     auto& data = ctx->saved_data;
     data["wanted"] = c10::List<bool>({wanted[0], wanted[1], wanted[2]});
-    const Keep kept = parse_keep("linear_cross_entropy", keep, parse_reduction("", reduction), x);
-    data["gradients"] = kept == Keep::kGradients;
+    const char* op = "linear_cross_entropy";
+    const LossOptions options = options_of(op, reduction, ignore_index, label_smoothing, softcap,
+                                           z_loss, shift, temperature);
+    const Keep kept = parse_keep(op, keep, options, x, weight);
+    data["kept"] = static_cast<int64_t>(kept);
+    data["reduction"] = reduction;
+    data["ignore_index"] = ignore_index;
+    data["shift"] = shift;
+    if (kept == Keep::kExponentials) {
+      auto [loss, y, factor] = call_linear_cross_entropy_exponentials_forward.below(
+          x, weight, target, bias, reduction, ignore_index, softcap, z_loss, shift, temperature);
+      ctx->save_for_backward({x, weight, target, y, factor});
+      return {loss};
+    }
     if (kept == Keep::kGradients) {
       auto [loss, dx, dweight, dbias] = call_linear_cross_entropy_gradients_forward.below(
           x, weight, target, bias, reduction, ignore_index, label_smoothing, softcap, z_loss, shift,
@@ -290,14 +285,30 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
                                                                ignore_index, label_smoothing,
                                                                softcap, z_loss, shift, temperature);
     ctx->save_for_backward({x, weight, target, lse, or_undefined(bias)});
-    data["reduction"] = reduction;
-    data["ignore_index"] = ignore_index;
     data["label_smoothing"] = label_smoothing;
     data["softcap"] = softcap;
     data["z_loss"] = z_loss;
-    data["shift"] = shift;
     data["temperature"] = temperature;
     return {loss};
+  }
+
+  template <typename Data>
+  static Grads3 gradients(Keep kept, Data& data, const Tensor& dloss, const variable_list& saved,
+                          const std::array<bool, 3>& wanted) {
+    if (kept == Keep::kGradients) {
+      return call_linear_cross_entropy_gradients_backward(dloss, saved[0], saved[1], saved[2]);
+    }
+    const auto reduction = data["reduction"].toStringRef();
+    const int64_t ignore_index = data["ignore_index"].toInt(), shift = data["shift"].toInt();
+    if (kept == Keep::kExponentials) {
+      return call_linear_cross_entropy_exponentials_backward(dloss, saved[0], saved[1], saved[2],
+                                                             saved[3], saved[4], reduction,
+                                                             ignore_index, shift, wanted);
+    }
+    return call_linear_cross_entropy_backward(
+        dloss, saved[0], saved[1], saved[2], saved[3], optional(saved[4]), reduction, ignore_index,
+        data["label_smoothing"].toDouble(), data["softcap"].template toOptional<double>(),
+        data["z_loss"].toDouble(), shift, data["temperature"].toDouble(), wanted);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -307,15 +318,8 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     auto& data = ctx->saved_data;
     const auto list = data["wanted"].toBoolList();
     const std::array<bool, 3> wanted = {list[0], list[1], list[2]};
-    const Grads3 found =
-        data["gradients"].toBool()
-            ? call_linear_cross_entropy_gradients_backward(grads[0], saved[0], saved[1], saved[2])
-            : call_linear_cross_entropy_backward(
-                  grads[0], saved[0], saved[1], saved[2], saved[3], optional(saved[4]),
-                  data["reduction"].toStringRef(), data["ignore_index"].toInt(),
-                  data["label_smoothing"].toDouble(), data["softcap"].toOptional<double>(),
-                  data["z_loss"].toDouble(), data["shift"].toInt(), data["temperature"].toDouble(),
-                  wanted);
+    const Grads3 found = gradients(static_cast<Keep>(data["kept"].toInt()), data, grads[0], saved,
+                                   {list[0], list[1], list[2]});
     all[0] = if_wanted(wanted[0], std::get<0>(found));
     all[1] = if_wanted(wanted[1], std::get<1>(found));
     all[3] = if_wanted(wanted[2], std::get<2>(found));
@@ -333,7 +337,7 @@ void linear_cross_entropy_checks(const char* op, const Tensor& x, const Tensor& 
   const LossOptions options =
       options_of(op, reduction, ignore_index, label_smoothing, softcap, z_loss, shift, temperature);
   check_loss_inputs(op, x, weight, target, bias, shift);
-  parse_keep(op, keep, options.reduction, x);
+  parse_keep(op, keep, options, x, weight);
 }
 
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
@@ -363,6 +367,18 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
                 "_gradients_backward(Tensor dloss, Tensor unit_dx, Tensor unit_dweight, "
                 "Tensor unit_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias)",
             TW_KERNELS(linear_cross_entropy_gradients_backward), no_gradient_function());
+  define_op(m,
+            name + "_exponentials_forward(" + inputs +
+                "Tensor? bias=None, *, str reduction=\"mean\", int ignore_index=-100, "
+                "float? softcap=None, float z_loss=0, int shift=0, float temperature=1.0) -> "
+                "(Tensor loss, Tensor y, Tensor factor)",
+            TW_KERNELS(linear_cross_entropy_exponentials_forward), no_gradient_function());
+  define_op(m,
+            name + "_exponentials_backward(Tensor dloss, " + inputs +
+                "Tensor y, Tensor factor, *, str reduction=\"mean\", int ignore_index=-100, "
+                "int shift=0, bool[3] output_mask) -> "
+                "(Tensor dx, Tensor dweight, Tensor dbias)",
+            TW_KERNELS(linear_cross_entropy_exponentials_backward), no_gradient_function());
   define_autocast(m, call_linear_cross_entropy);
 }
 

@@ -1,0 +1,108 @@
+// The engine that keeps exponentials: the choice of kernels, and its formulas in torch's ops.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/logsumexp.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include "core/device.h"
+#include "losses/exponentials.h"
+
+namespace torchweld {
+
+bool has_exponentials_kernels(const Tensor& x, const Tensor& weight, const LossOptions& options) {
+#ifdef TORCHWELD_CUDA
+  const DeviceFacts device = device_facts();
+  const auto k = weight.sym_size(1).maybe_as_int();
+  return x.is_cuda() && device.wgmma && device.tma && x.scalar_type() == at::kBFloat16 &&
+         options.label_smoothing == 0 && k && *k > 0 && *k % 8 == 0;
+#else
+  return false;
+#endif
+}
+
+// Rows of y start on 128 bytes at 16 bits.
+std::array<c10::SymInt, 2> exponentials_sizes(const Tensor& x, const Tensor& weight) {
+  constexpr int64_t kMultiple = 64;
+  c10::SymInt rows = 1;
+  for (const auto& size : without_last(x)) rows *= size;
+  const c10::SymInt multiples = (weight.sym_size(0) + (kMultiple - 1)) / c10::SymInt(kMultiple);
+  return {rows, multiples * kMultiple};
+}
+
+Exponentials empty_exponentials(const Tensor& x, const Tensor& weight) {
+  const auto sizes = exponentials_sizes(x, weight);
+  return {at::empty_symint(sizes, x.options()),
+          at::empty_symint({sizes[0]}, x.options().dtype(acc_dtype(x)))};
+}
+
+void exponentials_forward(const LossInputs& in, const LossRows& results, const Exponentials& kept) {
+#ifdef TORCHWELD_CUDA
+  if (in.targets.numel() > 0 && has_exponentials_kernels(in.x, in.weight, in.options)) {
+    return exponentials_forward_sm90(in, results, &kept);
+  }
+#endif
+  const auto acc = acc_dtype(in.x);
+  const auto wide = [&](const Tensor& t) { return t.to(acc); };
+  const int64_t n = in.weight.size(0);
+  const Tensor live = in.targets.ne(in.options.ignore_index.value());
+  if (in.x.is_cpu()) check_targets("linear_cross_entropy", in.targets, n, in.options);
+  Tensor z = at::linear(wide(as_matrix(in.x)), wide(in.weight),
+                        is_given(in.bias) ? wide(*in.bias) : Tensor());
+  Tensor slope;  // dz / dlogit
+  if (in.options.softcap) {
+    const Tensor tanh = (z / *in.options.softcap).tanh_();
+    slope = (1 - tanh * tanh).div_(in.options.temperature);
+    z = tanh * (*in.options.softcap / in.options.temperature);
+  } else {
+    z.div_(in.options.temperature);
+  }
+  const Tensor lse = at::logsumexp(z, {1});
+  const Tensor target = in.targets.masked_fill(live.logical_not(), 0).unsqueeze(1);
+  const Tensor z_target = z.gather(1, target).squeeze(1);
+  const Tensor loss = lse - z_target + in.options.z_loss * lse * lse;
+  const auto store = [&](const Tensor& to, const Tensor& from) {
+    to.copy_(at::where(live, from, at::zeros({}, from.options())));
+  };
+  store(results.loss, loss);
+  store(results.lse, lse);
+  // The exponents are relative to the lse, so factor is the slope of the loss to the lse.
+  Tensor y = (z - lse.unsqueeze(1)).exp_();
+  Tensor lse_slope = 1 + 2 * in.options.z_loss * lse;
+  constexpr double kTiny = 1e-10;  // y is divided by it
+  lse_slope.masked_fill_(lse_slope.abs().lt(kTiny), kTiny);
+  y.scatter_add_(1, target, -lse_slope.reciprocal().unsqueeze(1));
+  if (slope.defined()) {
+    y.mul_(slope);
+  } else {
+    y.div_(in.options.temperature);
+  }
+  store(kept.factor, lse_slope);
+  kept.y.zero_();
+  kept.y.narrow(1, 0, n).copy_(at::where(live.unsqueeze(1), y, at::zeros({}, y.options())));
+}
+
+void exponentials_backward(const Exponentials& kept, const Tensor& dloss, const Tensor& x,
+                           const Tensor& weight, const LossGradients& grads) {
+#ifdef TORCHWELD_CUDA
+  if (kept.y.numel() > 0 && has_exponentials_kernels(x, weight, {})) {
+    return exponentials_backward_sm90(kept, dloss, x, weight, grads);
+  }
+#endif
+  const auto acc = acc_dtype(x);
+  const Tensor live = kept.factor.ne(0).unsqueeze(1);
+  const Tensor factor = (kept.factor * dloss).unsqueeze(1);
+  const Tensor y = kept.y.narrow(1, 0, weight.size(0)).to(acc);
+  const auto scaled = [&](const Tensor& rows) {
+    return at::where(live, factor * rows, at::zeros({}, rows.options()));
+  };
+  if (grads.wanted[0]) {
+    grads.dx.copy_(scaled(at::mm(y, weight.to(acc))).view(grads.dx.sizes()));
+  }
+  if (grads.wanted[1]) grads.dweight.copy_(at::mm(y.t(), scaled(as_matrix(x).to(acc))));
+  if (grads.wanted[2]) grads.dbias.copy_(scaled(y).sum(0));
+}
+
+}  // namespace torchweld

@@ -1,0 +1,264 @@
+// Hopper's engine of losses/exponentials.h.
+#ifdef TORCHWELD_CUDA
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "core/cuda_inputs.h"
+#include "core/index.h"
+#include "gemm/config.h"
+#include "layers/matmul.h"
+#include "losses/exponentials.h"
+#include "losses/sm90/exponentials.h"
+#include "losses/sm90/rows.h"
+#include "losses/wide_product.h"
+
+namespace torchweld {
+namespace {
+
+constexpr int64_t kChunkElems = 8;  // of 16 bytes
+constexpr double kLog2e = 1.4426950408889634;
+
+// Ping-pong hides the exponentials, whose time counts beside short sums alone.
+Sm90TileIndex exponentials_tile(int64_t k) {
+  constexpr int64_t kShortSum = 1024;
+  return k <= kShortSum ? kPingPong128x128Cluster2 : kCooperative128x256Cluster2;
+}
+
+// (rows, columns) whose rows the kernels read in 16-byte chunks.
+Tensor chunked_rows(const Tensor& t) {
+  const Rows rows(t);
+  const auto address = reinterpret_cast<uintptr_t>(const_data<void>(rows.tensor));
+  if (rows.row_stride % kChunkElems == 0 && address % 16 == 0) {
+    return rows.tensor.as_strided({rows.rows, rows.n}, {rows.row_stride, 1});
+  }
+  return as_matrix(t).clone(at::MemoryFormat::Contiguous);
+}
+
+float* optional_data(const Tensor& t) { return t.defined() ? mutable_data<float>(t) : nullptr; }
+
+// The operands of a call, and vectors over its rows.
+struct Operands {
+  Tensor x, weight, vectors;
+  Vector bias;
+  ExponentialRows rows;
+  float *row_reference, *row_sum, *row_moment;
+
+  explicit Operands(const LossInputs& in)
+      : x(chunked_rows(in.x)), weight(chunked_rows(in.weight)), bias(in.bias) {
+    const int64_t m = x.size(0);
+    vectors = at::empty({5, m}, x.options().dtype(at::kFloat));
+    float* v = mutable_data<float>(vectors);
+    row_reference = v + 2 * m;
+    row_sum = v + 3 * m;
+    row_moment = v + 4 * m;
+    rows = {m,
+            weight.size(0),
+            weight.size(1),
+            const_data<void>(x),
+            x.stride(0),
+            const_data<void>(weight),
+            weight.stride(0),
+            bias.data(),
+            const_data<int64_t>(in.targets),
+            in.options.ignore_index.value_or(std::numeric_limits<int64_t>::min()),
+            static_cast<float>(in.options.temperature),
+            static_cast<float>(in.options.softcap.value_or(0)),
+            static_cast<float>(in.options.z_loss),
+            v,
+            v + m};
+  }
+
+  // y = 2^(l - reference) of some columns; y may be nullptr.
+  void launch(const float* reference, int64_t column, int64_t columns, void* y,
+              int64_t y_row_stride, const TileSums& sums) const {
+    constexpr int64_t kElemBytes = 2;
+    GemmParams p{};
+    p.m = rows.rows;
+    p.n = columns;
+    p.k = rows.k;
+    p.batch = 1;
+    p.a = {rows.x, rows.x_row_stride, 1, 0};
+    const auto from = [&](const void* base, int64_t elements) {
+      return static_cast<const char*>(base) + elements * kElemBytes;
+    };
+    p.b = {from(rows.weight, column * rows.weight_row_stride), rows.weight_row_stride, 1, 0};
+    p.y = y;
+    p.y_row_stride = y_row_stride;
+    p.dtype = DType::kBFloat16;
+    if (rows.bias != nullptr) p.epilogue.bias = from(rows.bias, column);
+    p.choice = {GemmEngine::kSm90, exponentials_tile(rows.k), 1, rows.k};
+    launch_sm90_exponentials(p,
+                             {reference, const_cast<float*>(sums.reference),
+                              const_cast<float*>(sums.sum), const_cast<float*>(sums.moment),
+                              static_cast<float>(kLog2e / rows.temperature), rows.softcap},
+                             current_stream());
+  }
+};
+
+int tile_columns(int64_t k) { return kSm90Tiles[exponentials_tile(k)].block_n; }
+
+// Memory for the sums of some tiles.
+struct SumsBuffer {
+  Tensor tensor;
+  TileSums sums;
+
+  SumsBuffer(const Operands& in, int64_t tiles, bool moments) {
+    const int64_t plane = tiles * in.rows.rows;
+    tensor = at::empty({moments ? 3 : 2, plane}, in.vectors.options());
+    float* data = mutable_data<float>(tensor);
+    sums = {
+        data, data + plane, moments ? data + 2 * plane : nullptr, tiles, tile_columns(in.rows.k),
+        true, true};
+  }
+};
+
+// factor * dloss * rows, in the dtype of rows.
+void scale_rows(const Tensor& from, const Tensor& to, const Tensor& factor, const Tensor& dloss) {
+  if (to.numel() == 0) return;
+  launch_scale_rows(
+      {from.size(0), from.size(1), const_data<void>(from), from.stride(0), mutable_data<void>(to),
+       to.stride(0), const_data<float>(factor), const_data<float>(dloss), dloss.stride(0)},
+      current_stream());
+}
+
+// y^T as an operand with zeros behind its columns.
+Matrix exponentials_of(const Tensor& y, int64_t columns) {
+  Matrix matrix(y.narrow(1, 0, columns));
+  matrix.zero_padded = true;
+  return matrix;
+}
+
+// The gradient of some columns' bias: factor * dloss summed over the rows of y.
+void dbias_into(const Tensor& dbias, const Matrix& y, const Tensor& factor, const Tensor& dloss) {
+  const Tensor each = (factor * dloss).masked_fill_(factor.eq(0), 0).to(dbias.scalar_type());
+  matmul_into(Matrix(dbias.view({1, dbias.size(0)})), Matrix(each.view({1, each.size(0)})), y.t());
+}
+
+}  // namespace
+
+void exponentials_forward_sm90(const LossInputs& in, const LossRows& results,
+                               const Exponentials* kept) {
+  const OnDevice on(in.x.device());
+  if (in.targets.numel() == 0) return;
+  const Operands operands(in);
+  const int64_t m = operands.rows.rows, n = operands.rows.n;
+  const int columns = tile_columns(operands.rows.k);
+  if (kept != nullptr && kept->y.size(1) > n) {
+    kept->y.narrow(1, n, kept->y.size(1) - n).zero_();
+  }
+  const ExponentialResults out = {mutable_data<float>(results.loss),
+                                  mutable_data<float>(results.lse),
+                                  optional_data(results.entropy),
+                                  operands.row_reference,
+                                  operands.row_sum,
+                                  operands.row_moment,
+                                  kept != nullptr ? mutable_data<void>(kept->y) : nullptr,
+                                  kept != nullptr ? kept->y.stride(0) : 0,
+                                  0,
+                                  kept != nullptr ? mutable_data<float>(kept->factor) : nullptr};
+  launch_target_logits(operands.rows, current_stream());
+  // Without y, the sums in memory are limited: later columns overwrite those of earlier ones.
+  constexpr int64_t kSumsBytes = 16 << 20;
+  const bool moments = results.entropy.defined();
+  const int64_t tiles = divide_up(n, columns), bytes = (moments ? 3 : 2) * m * sizeof(float);
+  const int64_t at_once =
+      kept != nullptr ? tiles : std::clamp<int64_t>(kSumsBytes / bytes, 1, tiles);
+  SumsBuffer buffer(operands, at_once, moments);
+  for (int64_t first = 0; first < tiles; first += at_once) {
+    buffer.sums.tiles = std::min(at_once, tiles - first);
+    buffer.sums.first = first == 0;
+    buffer.sums.last = first + buffer.sums.tiles == tiles;
+    const int64_t column = first * columns;
+    operands.launch(operands.rows.reference, column,
+                    std::min(n - column, buffer.sums.tiles * columns), out.y, out.y_row_stride,
+                    buffer.sums);
+    launch_exponential_rows(operands.rows, buffer.sums, out, current_stream());
+  }
+  if (in.kind == LossKind::kLogprob) results.loss.neg_();
+}
+
+void exponentials_backward_sm90(const Exponentials& kept, const Tensor& dloss, const Tensor& x,
+                                const Tensor& weight, const LossGradients& grads) {
+  const OnDevice on(x.device());
+  const int64_t n = weight.size(0);
+  const Matrix y = exponentials_of(kept.y, n);
+  if (grads.wanted[0] && grads.dx.numel() > 0) {
+    const Tensor dx = grads.dx.view({y.rows, x.size(-1)});
+    matmul_into(dx, y, Matrix(weight).t());
+    scale_rows(dx, dx, kept.factor, dloss);
+  }
+  if (grads.wanted[1]) {
+    const Tensor rows = chunked_rows(x);
+    const Tensor scaled = at::empty(rows.sizes(), rows.options());
+    scale_rows(rows, scaled, kept.factor, dloss);
+    matmul_into(grads.dweight, y.t(), Matrix(scaled).t());
+  }
+  if (grads.wanted[2]) dbias_into(grads.dbias, y, kept.factor, dloss);
+}
+
+void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse, const Tensor& dloss,
+                                 const LossGradients& grads) {
+  const Operands operands(in);
+  const int64_t m = operands.rows.rows, n = operands.rows.n, k = operands.rows.k;
+  const int columns = tile_columns(k);
+  // y of some columns, dx in fp32 and the scaled rows of x have at most so many bytes together.
+  constexpr int64_t kBytes = 280 << 20, kMinTiles = 8;
+  const int64_t others = m * k * ((grads.wanted[0] ? 4 : 0) + (grads.wanted[1] ? 2 : 0));
+  const int64_t tiles =
+      std::clamp<int64_t>((kBytes - others) / (m * columns * 2), kMinTiles, divide_up(n, columns));
+  const Tensor y = at::empty({m, tiles * columns}, operands.x.options());
+  const SumsBuffer buffer(operands, tiles, false);
+  const Tensor factor = at::empty({m}, operands.vectors.options());
+  ExponentialResults out = {nullptr,
+                            const_cast<float*>(const_data<float>(lse)),
+                            nullptr,
+                            operands.row_reference,
+                            operands.row_sum,
+                            operands.row_moment,
+                            mutable_data<void>(y),
+                            y.stride(0),
+                            0,
+                            mutable_data<float>(factor)};
+  launch_target_logits(operands.rows, current_stream());
+  launch_gradient_factors(operands.rows, out, current_stream());
+  Tensor dx, scaled;
+  if (grads.wanted[0]) dx = at::empty({m, k}, operands.vectors.options());
+  if (grads.wanted[1]) {
+    scaled = at::empty({m, k}, operands.x.options());
+    scale_rows(operands.x, scaled, factor, dloss);
+  }
+  for (int64_t first = 0; first < n; first += tiles * columns) {
+    const int64_t count = std::min(n - first, tiles * columns);
+    if (count % kChunkElems != 0) {
+      y.narrow(1, count, kChunkElems - count % kChunkElems).zero_();
+    }
+    operands.launch(operands.row_reference, first, count, out.y, out.y_row_stride, buffer.sums);
+    ExponentialRows rows = operands.rows;
+    rows.n = count;
+    out.first_column = first;
+    launch_gradient_targets(rows, out, current_stream());
+    const Matrix exponentials = exponentials_of(y, count);
+    if (grads.wanted[0]) {
+      const Tensor part = y.narrow(1, 0, count), words = operands.weight.narrow(0, first, count);
+      wide_product_into(dx, part, words, /*add=*/first > 0);
+    }
+    if (grads.wanted[1]) {
+      matmul_into(grads.dweight.narrow(0, first, count), exponentials.t(), Matrix(scaled).t());
+    }
+    if (grads.wanted[2]) {
+      dbias_into(grads.dbias.narrow(0, first, count), exponentials, factor, dloss);
+    }
+  }
+  if (grads.wanted[0]) {
+    const Tensor each = (factor * dloss).unsqueeze(1);
+    grads.dx.copy_(dx.mul_(each).masked_fill_(factor.eq(0).unsqueeze(1), 0).view(grads.dx.sizes()));
+  }
+}
+
+}  // namespace torchweld
+
+#endif

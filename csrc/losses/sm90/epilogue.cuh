@@ -1,0 +1,163 @@
+// From a warp's sums to exponentials: y = 2^(l - k) in bf16, and the sums of a tile's columns in
+// fp32. Every term of a sum is added before it is rounded.
+#pragma once
+
+#include "gemm/sm90/kernel.cuh"
+#include "losses/sm90/params.h"
+
+namespace torchweld {
+
+#if TW_HAS_WGMMA
+template <int kTile, bool kCapped, bool kMoment>
+class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=*/false> {
+  using Base = Sm90Epilogue<__nv_bfloat16, kTile, false>;
+  using typename Base::Flat;
+  using typename Base::Place;
+  static constexpr Sm90Tile kT = kSm90Tiles[kTile];
+  static constexpr int kMTiles = kT.wgmma_m_tiles(), kBoxes = Base::kAcross;
+
+ public:
+  using Sums = typename Base::Sums;
+  static constexpr bool kLoadsRows = true;
+
+  __device__ __forceinline__ ExponentialsEpilogue(const Sm90ExponentialsParams<kCapped, kMoment>& p,
+                                                  char* s_staging, float* s_bias, int warpgroup)
+      : Base(p, s_staging, s_bias, warpgroup), e_(p.exponentials) {}
+
+  // Loads the references of the thread's rows, under the mainloop.
+  __device__ __forceinline__ void fetch_rows(const WorkTile& work, int rank) {
+    const int row = Base::place_of(work, rank).row + this->lane_ / 4;
+#pragma unroll
+    for (int i = 0; i < kMTiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int at = row + i * 64 + half * 8;
+        reference_[i][half] = at < this->p_.gemm.m ? e_.reference[at] : INFINITY;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int rank) {
+    const Place place = Base::place_of(work, rank);
+    const GemmParams& p = this->p_.gemm;
+    int result = 0;
+#pragma unroll
+    for (int i = 0; i < kMTiles; ++i) {
+      auto& v = acc[i];
+      if (p.epilogue.bias != nullptr) {
+#pragma unroll
+        for (int c = 0; c < kBoxes; ++c) this->add_bias(box_values(v, c), c * Base::kColumns);
+      }
+      if constexpr (kCapped) cap(v);
+      if (place.column + kT.block_n > p.n) hide_columns(v, place.column);
+      finish_rows(v, reference_[i], place, i, int(work.tile_n), result);
+    }
+    if (p.y != nullptr) {
+      this->send(this->template box_of<false>(place, result - 1), (result - 1) % Base::kSlots);
+    }
+  }
+
+ private:
+  const ExponentialsParams& e_;
+  float reference_[kMTiles][2];
+
+  using RowValues = float[kT.block_n / 2];  // of rows g and g + 8: pairs of columns, in turn
+
+  static __device__ __forceinline__ float (&box_values(RowValues& v, int box))
+      [Base::kValues] { return reinterpret_cast<float (&)[Base::kValues]>(v[box * Base::kValues]); }
+
+  __device__ __forceinline__ void cap(RowValues& v) const {
+    const float inverse = 1.f / e_.softcap;
+#pragma unroll
+    for (int j = 0; j < kT.block_n / 2; ++j) {
+      v[j] = e_.softcap * tanh_of</*kExact=*/false>(v[j] * inverse);
+    }
+  }
+
+  // Columns behind the last one of y.
+  __device__ __forceinline__ void hide_columns(RowValues& v, int column) const {
+#pragma unroll
+    for (int j = 0; j < kT.block_n / 2; ++j) {
+      const int at = column + j / 4 * 8 + this->lane_ % 4 * 2 + j % 2;
+      if (at >= this->p_.gemm.n) v[j] = -INFINITY;
+    }
+  }
+
+  __device__ __forceinline__ void finish_rows(RowValues& v, const float (&reference)[2],
+                                              const Place& place, int m_tile, int tile_n,
+                                              int& result) {
+    const GemmParams& p = this->p_.gemm;
+    float k[2], sum[2] = {0.f, 0.f}, moment[2] = {0.f, 0.f};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float max = -INFINITY;
+#pragma unroll
+      for (int j = 0; j < kT.block_n / 8; ++j) {
+        max = fmaxf(max, fmaxf(v[4 * j + 2 * half], v[4 * j + 2 * half + 1]));
+      }
+      max = fmaxf(max, __shfl_xor_sync(~0u, max, 1));
+      max = fmaxf(max, __shfl_xor_sync(~0u, max, 2));
+      max *= e_.scale;
+      // NOTE: a reference that is NaN leaves it to the tile.
+      k[half] = max <= reference[half] + kMaxAboveReference ? reference[half]
+                : max == -INFINITY                          ? 0.f
+                                                            : rintf(max);
+    }
+    // NOTE: whatever an ignored row holds, NaN too, becomes 0.
+    const bool ignores = __any_sync(~0u, reference[0] == INFINITY || reference[1] == INFINITY);
+    if (ignores) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (reference[half] != INFINITY) continue;
+        k[half] = 0.f;
+#pragma unroll
+        for (int j = 0; j < kT.block_n / 8; ++j) {
+          v[4 * j + 2 * half] = v[4 * j + 2 * half + 1] = -INFINITY;
+        }
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < kBoxes; ++c) {
+      auto& box = box_values(v, c);
+#pragma unroll
+      for (int j = 0; j < Base::kValues; ++j) {
+        const int half = j / 2 % 2;
+        const float z = box[j], l = fmaf(z, e_.scale, -k[half]);
+        float y = exp2_approx_ftz(l);
+        sum[half] += y;
+        if (kMoment && y > 0.f) moment[half] = fmaf(y, l, moment[half]);
+        if constexpr (kCapped) {
+          const float t = z / e_.softcap;
+          if (y > 0.f) y *= fmaf(-t, t, 1.f);
+        }
+        box[j] = y;
+      }
+      if (p.y != nullptr) {
+        this->stage(box, this->template send_last_box<false>(place, result));
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
+      sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
+      if constexpr (kMoment) {
+        moment[half] += __shfl_xor_sync(~0u, moment[half], 1);
+        moment[half] += __shfl_xor_sync(~0u, moment[half], 2);
+      }
+      const int64_t row = place.row + m_tile * 64 + half * 8 + this->lane_ / 4;
+      if (this->lane_ % 4 != 0 || row >= p.m) continue;
+      const int64_t at = tile_n * p.m + row;
+      e_.tile_reference[at] = k[half];
+      e_.tile_sum[at] = sum[half];
+      if constexpr (kMoment) e_.tile_moment[at] = moment[half];
+    }
+  }
+};
+
+template <class Config, bool kCapped, bool kMoment>
+struct Sm90EpilogueOf<Config, Sm90ExponentialsParams<kCapped, kMoment>> {
+  using Type = ExponentialsEpilogue<Config::kTile, kCapped, kMoment>;
+};
+#endif
+
+}  // namespace torchweld

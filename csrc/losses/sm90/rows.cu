@@ -1,0 +1,257 @@
+// Rows around the product that ends in exponentials: the target's logit before it, the loss after
+// it, and what makes its result the logits' gradient.
+//
+// NOTE: NDEBUG would turn off the assertion on targets, which the host can't check without waiting.
+#undef NDEBUG
+#include <cassert>
+
+#include "core/launch.h"
+#include "device/activation.cuh"
+#include "device/reduce.cuh"
+#include "device/vec.cuh"
+#include "losses/sm90/rows.h"
+
+namespace torchweld {
+namespace {
+
+using T = __nv_bfloat16;
+constexpr int kThreads = 256, kWarps = kThreads / kWarp, kElems = kVectorBytes / sizeof(T);
+
+// Bits between a row's target and the reference: a row's largest logit may be
+// kAboveTarget + kMaxAboveReference above the target's before a tile needs a reference of its own,
+// and what is 2^-60 of the target's exponential is still a normal number.
+constexpr float kAboveTarget = 60;
+
+__global__ void __launch_bounds__(kThreads) target_logits_kernel(ExponentialRows p) {
+  const int64_t row = int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  const int lane = threadIdx.x % kWarp;
+  if (row >= p.rows) return;
+  const int64_t target = p.target[row];
+  if (target == p.ignore_index) {
+    if (lane == 0) {
+      p.target_logit[row] = 0;
+      p.reference[row] = INFINITY;
+    }
+    return;
+  }
+  assert(target >= 0 && target < p.n && "torchweld: target must be from 0 to N - 1");
+  const T* g_x = static_cast<const T*>(p.x) + row * p.x_row_stride;
+  const T* g_w = static_cast<const T*>(p.weight) + target * p.weight_row_stride;
+  float sum = 0;
+  for (int64_t k = lane * kElems; k < p.k; k += kWarp * kElems) {
+    float x[kElems], w[kElems];
+    to_floats<T>(x, load_words(g_x + k));
+    to_floats<T>(w, load_words(g_w + k));
+#pragma unroll
+    for (int j = 0; j < kElems; ++j) sum = fmaf(x[j], w[j], sum);
+  }
+  sum = warp_sum(sum);
+  if (lane != 0) return;
+  if (p.bias != nullptr) sum += to_float(static_cast<const T*>(p.bias)[target]);
+  if (p.softcap > 0) sum = p.softcap * tanh_of</*kExact=*/true>(sum / p.softcap);
+  sum /= p.temperature;
+  p.target_logit[row] = sum;
+  const float l = sum * kLog2e;
+  p.reference[row] = fabsf(l) < INFINITY ? rintf(l) + kAboveTarget : NAN;
+}
+
+// Sums of 2^(l - reference), and of 2^(l - reference) * (l - reference), as columns are added.
+struct ExponentialSums {
+  float reference = -INFINITY, sum = 0, moment = 0;
+
+  __device__ __forceinline__ void add(const ExponentialSums& other) {
+    if (other.sum == 0) return;
+    const float max = fmaxf(reference, other.reference);
+    if (sum == 0) {
+      *this = other;
+      return;
+    }
+    const float down = other.reference == max ? 0.f : other.reference - max,
+                own_down = reference == max ? 0.f : reference - max;
+    const float factor = exp2f(down), own_factor = exp2f(own_down);
+    moment =
+        own_factor * fmaf(own_down, sum, moment) + factor * fmaf(down, other.sum, other.moment);
+    sum = own_factor * sum + factor * other.sum;
+    reference = max;
+  }
+};
+
+// 1 + 2 z_loss lse: the gradient of the loss to the lse. Never 0, so that it can be divided by.
+__device__ __forceinline__ float lse_slope(float z_loss, float lse) {
+  constexpr float kTiny = 1e-10f;
+  const float slope = fmaf(2.f * z_loss, lse, 1.f);
+  return fabsf(slope) < kTiny ? kTiny : slope;
+}
+
+constexpr int kRows = 32, kGroups = 8;  // rows of a block, and threads of a row
+
+__global__ void __launch_bounds__(kRows* kGroups)
+    exponential_rows_kernel(ExponentialRows p, TileSums tiles, ExponentialResults out) {
+  __shared__ ExponentialSums s_sums[kGroups][kRows];
+  __shared__ bool s_differs[kGroups][kRows];
+  const int lane = threadIdx.x % kRows, group = threadIdx.x / kRows;
+  const int64_t row = int64_t(blockIdx.x) * kRows + lane;
+  ExponentialSums sums;
+  bool differs = false;
+  if (row < p.rows) {
+    if (!tiles.first && group == 0) {
+      sums = {out.row_reference[row], out.row_sum[row], out.row_moment[row]};
+    }
+    const float expected = p.reference[row];
+#pragma unroll 4
+    for (int64_t tile = group; tile < tiles.tiles; tile += kGroups) {
+      const int64_t at = tile * p.rows + row;
+      const ExponentialSums of_tile = {tiles.reference[at], tiles.sum[at],
+                                       tiles.moment != nullptr ? tiles.moment[at] : 0.f};
+      differs |= of_tile.sum != 0 && of_tile.reference != expected;
+      sums.add(of_tile);
+    }
+  }
+  s_sums[group][lane] = sums;
+  s_differs[group][lane] = differs;
+  __syncthreads();
+  if (group != 0 || row >= p.rows) return;
+  for (int i = 1; i < kGroups; ++i) {
+    sums.add(s_sums[i][lane]);
+    differs |= s_differs[i][lane];
+  }
+  out.row_reference[row] = sums.reference;
+  out.row_sum[row] = sums.sum;
+  out.row_moment[row] = sums.moment;
+  if (!tiles.last) return;
+  if (p.reference[row] == INFINITY) {
+    out.loss[row] = out.lse[row] = 0;
+    if (out.entropy != nullptr) out.entropy[row] = 0;
+    if (out.y != nullptr) out.factor[row] = 0;
+    return;
+  }
+  constexpr double kLn2 = 0.69314718055994531;
+  const double log_sum = log(double(sums.sum));
+  const double lse = log_sum + (sums.sum == 0 ? 0 : kLn2 * sums.reference);
+  out.lse[row] = float(lse);
+  out.loss[row] = float(lse - p.target_logit[row] + p.z_loss * lse * lse);
+  // lse - sum p z, both against the reference.
+  if (out.entropy != nullptr) out.entropy[row] = float(log_sum - kLn2 * sums.moment / sums.sum);
+  if (out.y == nullptr) return;
+  out.factor[row] = lse_slope(p.z_loss, float(lse)) / (sums.sum * p.temperature);
+  // The kernel behind this one rescales a row that has a reference here.
+  if (!differs) out.row_reference[row] = NAN;
+}
+
+// Where y has the column of a row's target, y becomes (slope * p - 1) / factor, times the slope of
+// the softcap.
+__device__ __forceinline__ void store_target_term(const ExponentialRows& p,
+                                                  const ExponentialResults& out, int64_t row) {
+  const int64_t target = p.target[row], column = target - out.first_column;
+  if (target == p.ignore_index || column < 0 || column >= p.n) return;
+  const float z = p.target_logit[row], probability = expf(z - out.lse[row]);
+  const float slope = lse_slope(p.z_loss, out.lse[row]);
+  float y = fmaf(slope, probability, -1.f) * (out.row_sum[row] / slope);
+  if (p.softcap > 0) {
+    const float t = z * p.temperature / p.softcap;
+    y *= fmaf(-t, t, 1.f);
+  }
+  static_cast<T*>(out.y)[row * out.y_row_stride + column] = from_float<T>(y);
+}
+
+// Multiplies tiles whose reference is not their row's, then stores the target's term.
+__global__ void __launch_bounds__(128)
+    finish_exponentials_kernel(ExponentialRows p, TileSums tiles, ExponentialResults out) {
+  const int64_t row = blockIdx.x;
+  const float reference = out.row_reference[row];
+  if (!isnan(reference)) {
+    T* g_y = static_cast<T*>(out.y) + row * out.y_row_stride;
+    for (int64_t tile = 0; tile < tiles.tiles; ++tile) {
+      const int64_t at = tile * p.rows + row;
+      const float k = tiles.reference[at];
+      if (k == reference || tiles.sum[at] == 0) continue;
+      const float factor = exp2f(k - reference);
+      const int64_t first = tile * tiles.tile_columns;
+      for (int64_t j = first + threadIdx.x; j < min(p.n, first + tiles.tile_columns);
+           j += blockDim.x) {
+        g_y[j] = from_float<T>(to_float(g_y[j]) * factor);
+      }
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) store_target_term(p, out, row);
+}
+
+__device__ __forceinline__ int64_t row_of_thread() {
+  return int64_t(blockIdx.x) * kThreads + threadIdx.x;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    gradient_factors_kernel(ExponentialRows p, ExponentialResults out) {
+  const int64_t row = row_of_thread();
+  if (row >= p.rows) return;
+  if (p.target[row] == p.ignore_index) {
+    out.row_reference[row] = INFINITY;
+    out.factor[row] = 0;
+    return;
+  }
+  const float lse = out.lse[row], exponent = lse * kLog2e;
+  const float reference = fabsf(exponent) < INFINITY ? rintf(exponent) : 0.f;
+  out.row_reference[row] = reference;
+  out.row_sum[row] = exp2f(fmaf(lse, kLog2e, -reference));
+  out.factor[row] = lse_slope(p.z_loss, lse) / (out.row_sum[row] * p.temperature);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    gradient_targets_kernel(ExponentialRows p, ExponentialResults out) {
+  const int64_t row = row_of_thread();
+  if (row < p.rows) store_target_term(p, out, row);
+}
+
+__global__ void __launch_bounds__(kThreads) scale_rows_kernel(ScaledRows p) {
+  const int64_t row = blockIdx.x;
+  float factor = p.factor[row];
+  if (factor != 0) factor *= p.scale[row * p.scale_stride];
+  const T* g_from = static_cast<const T*>(p.from) + row * p.from_row_stride;
+  T* g_to = static_cast<T*>(p.to) + row * p.to_row_stride;
+  for (int64_t j = threadIdx.x * kElems; j < p.columns; j += kThreads * kElems) {
+    float v[kElems];
+    to_floats<T>(v, load_words(g_from + j));
+#pragma unroll
+    for (int i = 0; i < kElems; ++i) v[i] = factor == 0 ? 0.f : v[i] * factor;
+    *reinterpret_cast<uint4*>(g_to + j) = words_of<T>(v);
+  }
+}
+
+}  // namespace
+
+void launch_target_logits(const ExponentialRows& p, cudaStream_t stream) {
+  launch_kernel(target_logits_kernel, Grid((p.rows + kWarps - 1) / kWarps, kThreads), stream, p);
+  check_launch("target_logits");
+}
+
+void launch_exponential_rows(const ExponentialRows& p, const TileSums& tiles,
+                             const ExponentialResults& out, cudaStream_t stream) {
+  launch_kernel(exponential_rows_kernel, Grid((p.rows + kRows - 1) / kRows, kRows * kGroups),
+                stream, p, tiles, out);
+  if (out.y != nullptr && tiles.last) {
+    launch_kernel(finish_exponentials_kernel, Grid(p.rows, 128), stream, p, tiles, out);
+  }
+  check_launch("exponential_rows");
+}
+
+void launch_gradient_factors(const ExponentialRows& p, const ExponentialResults& out,
+                             cudaStream_t stream) {
+  launch_kernel(gradient_factors_kernel, Grid((p.rows + kThreads - 1) / kThreads, kThreads), stream,
+                p, out);
+  check_launch("gradient_factors");
+}
+
+void launch_gradient_targets(const ExponentialRows& p, const ExponentialResults& out,
+                             cudaStream_t stream) {
+  launch_kernel(gradient_targets_kernel, Grid((p.rows + kThreads - 1) / kThreads, kThreads), stream,
+                p, out);
+  check_launch("gradient_targets");
+}
+
+void launch_scale_rows(const ScaledRows& p, cudaStream_t stream) {
+  launch_kernel(scale_rows_kernel, Grid(p.rows, kThreads), stream, p);
+  check_launch("scale_rows");
+}
+
+}  // namespace torchweld

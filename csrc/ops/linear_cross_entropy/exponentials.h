@@ -1,0 +1,95 @@
+// The ops of keep="exponentials": forward returns y and factor (losses/exponentials.h) beside the
+// loss, from which backward makes the gradients.
+#pragma once
+
+#include "core/dispatch.h"
+#include "losses/exponentials.h"
+
+namespace torchweld::linear_cross_entropy_op {
+
+inline std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_exponentials_forward_meta(
+    const Tensor& x, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+    c10::string_view reduction, int64_t ignore_index, std::optional<double> softcap, double z_loss,
+    int64_t shift, double temperature) {
+  const char* op = "linear_cross_entropy_exponentials_forward";
+  const LossOptions options = {
+      parse_reduction(op, reduction), ignore_index, 0, softcap, z_loss, shift, temperature};
+  check_loss_options(op, options);
+  const auto sizes = check_loss_inputs(op, x, weight, target, bias, shift);
+  const bool per_token = options.reduction == Reduction::kNone;
+  const Exponentials kept = empty_exponentials(x, weight);
+  return {empty_per_token(x, per_token ? sizes : std::vector<c10::SymInt>()), kept.y, kept.factor};
+}
+
+inline std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_exponentials_backward_meta(
+    const Tensor& dloss, const Tensor& x, const Tensor& weight, const Tensor& target,
+    const Tensor& y, const Tensor& factor, c10::string_view reduction, int64_t ignore_index,
+    int64_t shift, std::array<bool, 3> output_mask) {
+  const char* op = "linear_cross_entropy_exponentials_backward";
+  const Reduction parsed = parse_reduction(op, reduction);
+  const auto sizes = check_loss_inputs(op, x, weight, target, std::nullopt, shift);
+  check_device(op, "dloss", dloss, "x", x);
+  check_dtype(op, "dloss", dloss, acc_dtype(x));
+  check_shape(op, "dloss", dloss, parsed == Reduction::kNone ? sizes : std::vector<c10::SymInt>(),
+              "the loss's shape");
+  const auto kept_sizes = exponentials_sizes(x, weight);
+  check_like(op, "y", y, "x", x);
+  check_shape(op, "y", y, kept_sizes, "(rows, N filled up to 64)");
+  check_device(op, "factor", factor, "x", x);
+  check_dtype(op, "factor", factor, acc_dtype(x));
+  check_shape(op, "factor", factor, {kept_sizes[0]}, "(rows,)");
+  const LossGradients grads = empty_loss_gradients(x, weight, output_mask);
+  return {grads.dx, grads.dweight, grads.dbias};
+}
+
+inline std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_exponentials_forward_any(
+    const Tensor& x, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+    c10::string_view reduction, int64_t ignore_index, std::optional<double> softcap, double z_loss,
+    int64_t shift, double temperature) {
+  const char* op = "linear_cross_entropy_exponentials_forward";
+  auto [loss, y, factor] = linear_cross_entropy_exponentials_forward_meta(
+      x, weight, target, bias, reduction, ignore_index, softcap, z_loss, shift, temperature);
+  const LossInputs in = {
+      LossKind::kCrossEntropy,
+      x,
+      weight,
+      bias,
+      target,
+      {parse_reduction(op, reduction), ignore_index, 0, softcap, z_loss, shift, temperature}};
+  const LossRows rows = {at::empty_like(factor), at::empty_like(factor), {}};
+  exponentials_forward(in, rows, {y, factor});
+  reduce_loss(loss, rows.loss, target, in.targets, in.options);
+  return {loss, y, factor};
+}
+
+inline std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_exponentials_backward_any(
+    const Tensor& dloss, const Tensor& x, const Tensor& weight, const Tensor& target,
+    const Tensor& y, const Tensor& factor, c10::string_view reduction, int64_t ignore_index,
+    int64_t shift, std::array<bool, 3> output_mask) {
+  auto [dx, dweight, dbias] = linear_cross_entropy_exponentials_backward_meta(
+      dloss, x, weight, target, y, factor, reduction, ignore_index, shift, output_mask);
+  LossOptions options;
+  options.reduction = parse_reduction("linear_cross_entropy_exponentials_backward", reduction);
+  options.ignore_index = ignore_index;
+  options.shift = shift;
+  const Tensor targets = target_of_rows(target, options);
+  const LossGradients grads = {dx, dweight, dbias, output_mask};
+  if (grads.any()) {
+    exponentials_backward({y.contiguous(), factor.contiguous()},
+                          dloss_of_rows(dloss, target, targets, options), x, weight, grads);
+  }
+  return {dx, dweight, dbias};
+}
+
+constexpr auto linear_cross_entropy_exponentials_forward_cpu =
+    linear_cross_entropy_exponentials_forward_any;
+constexpr auto linear_cross_entropy_exponentials_backward_cpu =
+    linear_cross_entropy_exponentials_backward_any;
+#ifdef TORCHWELD_CUDA
+constexpr auto linear_cross_entropy_exponentials_forward_cuda =
+    linear_cross_entropy_exponentials_forward_any;
+constexpr auto linear_cross_entropy_exponentials_backward_cuda =
+    linear_cross_entropy_exponentials_backward_any;
+#endif
+
+}  // namespace torchweld::linear_cross_entropy_op
