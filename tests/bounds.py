@@ -1291,16 +1291,12 @@ def cross_entropy_exponentials_bounds(x, weight, target, bias=None, **kwargs) ->
     def filled(t: Tensor) -> Tensor:
         whole = t.new_zeros(rows.live.numel(), -(-weight.shape[0] // 64) * 64)
         whole[rows.live.flatten(), : weight.shape[0]] = t
-        return whole
+        return whole.view(*rows.live.shape, whole.shape[-1])
 
     return [
         rows.results()[0],
         Bound(filled(y), terms.map(filled), x.dtype),
-        Bound(
-            rows.all_rows(factor).flatten(),
-            factor_terms.map(lambda t: rows.all_rows(t).flatten()),
-            acc_dtype(x.dtype),
-        ),
+        rows.bound(factor, factor_terms),
     ]
 
 
@@ -1308,8 +1304,10 @@ def cross_entropy_exponentials_backward_bounds(
     dloss, x, weight, target, y, factor, *, reduction="mean", ignore_index=-100, shift=0,
     output_mask,
 ):  # fmt: skip
-    rows, y = up(x).reshape(y.shape[0], weight.shape[1]), up(y)[:, : weight.shape[0]]
-    each = R.rows_dloss(up(dloss), up(target), reduction, ignore_index, shift) * up(factor)
+    rows = up(x).reshape(target.numel(), weight.shape[1])
+    y = up(y).reshape(target.numel(), y.shape[-1])[:, : weight.shape[0]]
+    each = R.rows_dloss(up(dloss), up(target), reduction, ignore_index, shift)
+    each = each * up(factor).flatten()
     dlogits = each[:, None] * y
     terms = Terms([(4, dlogits.abs())])
     if x.dtype == torch.bfloat16:

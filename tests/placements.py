@@ -34,6 +34,7 @@ from samples import (
     causal_call,
     conv2d_call,
     cross_entropy_backward_call,
+    exponentials_backward_call,
     fold_call,
     folded_call,
     gated_backward_call,
@@ -157,6 +158,10 @@ def _builds() -> dict[str, dict[str, Build]]:
         add(name + "_gradients_forward", **{n: without(losses[n], output_mask=[True] * 3)})
     for n, mask in (("plain", [True] * 3), ("x", [True, False, False])):
         add(name + "_gradients_backward", **{n: scaled_gradients_call(lead, 8, 4, mask)})
+    kept = {n: without(c, "label_smoothing") for n, c in losses.items()}
+    add(name + "_exponentials_forward", **kept)
+    backward = {n: exponentials_backward_call(c, [True] * 3) for n, c in losses.items()}
+    add(name + "_exponentials_backward", **backward)
     logprobs = {
         "plain": loss_call(lead, 8, 5),
         "entropy": loss_call(uneven, 7, 4, bias=False, entropy=True, temperature=0.7, softcap=2.0),

@@ -255,9 +255,9 @@ def exponentials_backward_call(forward, mask: Sequence[bool]) -> Callable[[Maker
     def build(m: Maker) -> Call:
         (x, weight, target, bias), kwargs = without(forward, "keep")(m)
         loss, _ = R.linear_cross_entropy_forward(*map(R.up, (x, weight, target, bias)), **kwargs)
-        n, rows = weight.shape[0], target.numel()
-        y = m.randn(rows, -(-n // 64) * 64)
-        y[:, n:] = 0
+        n = weight.shape[0]
+        y = m.randn(*target.shape, -(-n // 64) * 64)
+        y[..., n:] = 0
         kept = {k: v for k, v in kwargs.items() if k in ("reduction", "ignore_index", "shift")}
         ones = torch.ones((), dtype=torch.float64)
         live = R.rows_dloss(
@@ -267,7 +267,8 @@ def exponentials_backward_call(forward, mask: Sequence[bool]) -> Callable[[Maker
             kwargs.get("ignore_index", -100),
             kwargs.get("shift", 0),
         )
-        factor = m.saved(R.up(m.randn(rows)).abs() * live, stat=True)
+        factor = R.up(m.randn(*target.shape)).abs() * live.view(target.shape)
+        factor = m.saved(factor, stat=True)
         dloss = m.saved(R.up(m.randn(*loss.shape)), stat=True)
         return [dloss, x, weight, target, y, factor], {**kept, "output_mask": list(mask)}
 

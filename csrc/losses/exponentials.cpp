@@ -8,6 +8,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "core/device.h"
+#include "core/observe.h"
 #include "losses/exponentials.h"
 
 namespace torchweld {
@@ -16,26 +17,25 @@ bool has_exponentials_kernels(const Tensor& x, const Tensor& weight, const LossO
 #ifdef TORCHWELD_CUDA
   const DeviceFacts device = device_facts();
   const auto k = weight.sym_size(1).maybe_as_int();
-  return x.is_cuda() && device.wgmma && device.tma && x.scalar_type() == at::kBFloat16 &&
-         options.label_smoothing == 0 && k && *k > 0 && *k % 8 == 0;
+  return (x.is_cuda() || is_dry_run()) && device.wgmma && device.tma &&
+         x.scalar_type() == at::kBFloat16 && options.label_smoothing == 0 && k && *k > 0 &&
+         *k % 8 == 0;
 #else
   return false;
 #endif
 }
 
 // Rows of y start on 128 bytes at 16 bits.
-std::array<c10::SymInt, 2> exponentials_sizes(const Tensor& x, const Tensor& weight) {
+std::vector<c10::SymInt> exponentials_sizes(const Tensor& x, const Tensor& weight) {
   constexpr int64_t kMultiple = 64;
-  c10::SymInt rows = 1;
-  for (const auto& size : without_last(x)) rows *= size;
-  const c10::SymInt multiples = (weight.sym_size(0) + (kMultiple - 1)) / c10::SymInt(kMultiple);
-  return {rows, multiples * kMultiple};
+  std::vector<c10::SymInt> sizes = without_last(x);
+  sizes.push_back((weight.sym_size(0) + (kMultiple - 1)) / c10::SymInt(kMultiple) * kMultiple);
+  return sizes;
 }
 
 Exponentials empty_exponentials(const Tensor& x, const Tensor& weight) {
-  const auto sizes = exponentials_sizes(x, weight);
-  return {at::empty_symint(sizes, x.options()),
-          at::empty_symint({sizes[0]}, x.options().dtype(acc_dtype(x)))};
+  return {at::empty_symint(exponentials_sizes(x, weight), x.options()),
+          empty_per_token(x, without_last(x))};
 }
 
 void exponentials_forward(const LossInputs& in, const LossRows& results, const Exponentials& kept) {

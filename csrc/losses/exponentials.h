@@ -12,24 +12,29 @@
 // the product, nearly always serves. Other rows are rescaled in memory.
 #pragma once
 
-#include <array>
+#include <vector>
 
 #include "losses/loss.h"
 
 namespace torchweld {
 
 struct Exponentials {
-  Tensor y;       // (rows, N filled up to 64), of x's dtype; zeros behind N
-  Tensor factor;  // (rows,) in the dtype of sums; 0 where a row is ignored
+  Tensor y;       // (..., N filled up to 64), of x's dtype; zeros behind N
+  Tensor factor;  // (...) in the dtype of sums; 0 where a row is ignored
+
+  // (rows, N filled up to 64) and (rows,), contiguous.
+  Exponentials rows(int64_t count) const {
+    return {y.contiguous().view({count, y.size(-1)}), factor.contiguous().view({count})};
+  }
 };
 
 // Whether Hopper's kernels support a loss; torch's ops compute the others. Reads no data.
 bool has_exponentials_kernels(const Tensor& x, const Tensor& weight, const LossOptions& options);
 
-std::array<c10::SymInt, 2> exponentials_sizes(const Tensor& x, const Tensor& weight);
+std::vector<c10::SymInt> exponentials_sizes(const Tensor& x, const Tensor& weight);
 Exponentials empty_exponentials(const Tensor& x, const Tensor& weight);
 
-// Computes losses and lse, and fills y and factor. label_smoothing is 0.
+// Computes losses and lse, and fills the rows of y and factor. label_smoothing is 0.
 void exponentials_forward(const LossInputs& in, const LossRows& results, const Exponentials& kept);
 void exponentials_backward(const Exponentials& kept, const Tensor& dloss, const Tensor& x,
                            const Tensor& weight, const LossGradients& grads);

@@ -32,12 +32,9 @@ inline std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_exponentials_back
   check_dtype(op, "dloss", dloss, acc_dtype(x));
   check_shape(op, "dloss", dloss, parsed == Reduction::kNone ? sizes : std::vector<c10::SymInt>(),
               "the loss's shape");
-  const auto kept_sizes = exponentials_sizes(x, weight);
   check_like(op, "y", y, "x", x);
-  check_shape(op, "y", y, kept_sizes, "(rows, N filled up to 64)");
-  check_device(op, "factor", factor, "x", x);
-  check_dtype(op, "factor", factor, acc_dtype(x));
-  check_shape(op, "factor", factor, {kept_sizes[0]}, "(rows,)");
+  check_shape(op, "y", y, exponentials_sizes(x, weight), "(..., N filled up to 64)");
+  check_per_token(op, "factor", factor, x, without_last(x));
   const LossGradients grads = empty_loss_gradients(x, weight, output_mask);
   return {grads.dx, grads.dweight, grads.dbias};
 }
@@ -56,8 +53,9 @@ inline std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_exponentials_forw
       bias,
       target,
       {parse_reduction(op, reduction), ignore_index, 0, softcap, z_loss, shift, temperature}};
-  const LossRows rows = {at::empty_like(factor), at::empty_like(factor), {}};
-  exponentials_forward(in, rows, {y, factor});
+  const Exponentials kept = Exponentials{y, factor}.rows(in.targets.numel());
+  const LossRows rows = {at::empty_like(kept.factor), at::empty_like(kept.factor), {}};
+  exponentials_forward(in, rows, kept);
   reduce_loss(loss, rows.loss, target, in.targets, in.options);
   return {loss, y, factor};
 }
@@ -75,7 +73,7 @@ inline std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_exponentials_back
   const Tensor targets = target_of_rows(target, options);
   const LossGradients grads = {dx, dweight, dbias, output_mask};
   if (grads.any()) {
-    exponentials_backward({y.contiguous(), factor.contiguous()},
+    exponentials_backward(Exponentials{y, factor}.rows(targets.numel()),
                           dloss_of_rows(dloss, target, targets, options), x, weight, grads);
   }
   return {dx, dweight, dbias};

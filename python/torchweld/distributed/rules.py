@@ -27,7 +27,7 @@ _ROWS = ("x", "dy", "dx", "result", "y", "preact", "z", "mean", "rstd")
 _PARAMETERS = ("dweight", "dbias", "dln_weight", "dln_bias", "dnorm_weight")
 _OF_NORM = ("dln_weight", "dln_bias", "dnorm_weight")
 # Names of tensors with one value per token.
-_TOKENS = ("target", "logprob", "entropy", "row_entropy", "lse", "dlogprob", "dentropy")
+_TOKENS = ("target", "logprob", "entropy", "row_entropy", "lse", "dlogprob", "dentropy", "factor")
 # Names of tensors of shape (batch, nheads or nheads_kv, ...).
 _HEADS = ("query", "key", "value", "scores", "out", "lse", "y", "result")
 _KEYS = ("key", "value")
@@ -247,7 +247,7 @@ def _loss(call: _Call) -> list[Row]:
     loss: Row = _all(("result", "loss"), _partial())
     rows = []
     for d in range(dims):
-        tokens = _all(("x", "dx", *_TOKENS), _shard(d))
+        tokens = _all(("x", "dx", "y", *_TOKENS), _shard(d))
         if reduction == "none":
             loss = _all(("result", "loss", "dloss"), _shard(d))
         rows.append({**tokens, **loss, **_all(("dweight", "dbias"), _partial())})
@@ -282,6 +282,8 @@ _LAYERS: dict[str, Rule] = {
 RULES: dict[str, Rule] = {
     **{op + end: rule for op, rule in _LAYERS.items() for end in ("", "_forward", "_backward")},
     "linear_cross_entropy_gradients_forward": _loss,
+    "linear_cross_entropy_exponentials_forward": _loss,
+    "linear_cross_entropy_exponentials_backward": _loss,
     "linear_cross_entropy_gradients_backward": _loss_gradients,
     "attention_with_lse": _attention,
     "causal_softmax": _causal_softmax,
