@@ -152,7 +152,7 @@ SUMMARY = [
     Summary(
         "peak memory of that step",
         "gpt2",
-        r"gpt2 training step .* peak memory, MiB",
+        r"gpt2 training step .* bfloat16 peak memory, MiB",
         "stock sdpa",
         "Hugging Face model with SDPA, eager",
     ),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchweld import _library
 
 from . import measure
+from .probes import Probes, device_of
 from .report import FuseReport
 from .sample import Sample, compare
 
@@ -17,7 +18,9 @@ _ATTENTION = "attention"
 _LAYER_NORM_LINEAR = "layer_norm_linear"
 
 
-def fuse(model: nn.Module, *, sample: Any = None, check: bool = True) -> FuseReport:
+def fuse(
+    model: nn.Module, *, sample: Any = None, check: bool = True, loss: bool = False
+) -> FuseReport:
     """Rewires a Hugging Face model in place to run torchweld's ops.
 
     Of every model it switches the attention (``attn_implementation="torchweld"``); of a GPT-2 it
@@ -41,6 +44,9 @@ def fuse(model: nn.Module, *, sample: Any = None, check: bool = True) -> FuseRep
             one side, images or audio. Where that does not fit, the report says so.
         check: Whether to run that comparison (two forward passes in eval mode, without gradients).
             Without it the report says what ought to run, and that no measurement was made.
+        loss: Whether a GPT2LMHeadModel computes its head and loss as one op
+            (:func:`torchweld.linear_cross_entropy`): in training mode with labels it then returns a
+            loss and no logits. Evaluation and generation stay as they were.
 
     Returns:
         A report that prints itself. Calling fuse again replaces nothing that is replaced already.
@@ -63,6 +69,8 @@ def fuse(model: nn.Module, *, sample: Any = None, check: bool = True) -> FuseRep
     bases = [(path, m) for path, m in model.named_modules() if isinstance(m, gpt2.GPT2Model)]
     report = FuseReport(model=type(model).__name__)
     if not bases:
+        if loss:
+            report.notes.append("loss=True: the model contains no GPT2LMHeadModel")
         return _fuse_other(model, sample, check, report)
     stock, seen = None, None
     places, switches = _plan(model, bases, gpt2, report)
@@ -87,14 +95,50 @@ def fuse(model: nn.Module, *, sample: Any = None, check: bool = True) -> FuseRep
         for path, base in switches:
             if not _list(_attention_layers(path, base), seen, report):
                 gpt2.restore_attention(model, base)
+        if loss:
+            _fuse_losses(model, report)
     except BaseException:
         for block, _ in places.values():
             gpt2.unfuse_block(block)
         gpt2.rename_blocks(model)
         for _, base in bases:
             gpt2.restore_attention(model, base)
+        _restore_losses(model)
         raise
     return report
+
+
+def _fuse_losses(model: nn.Module, report: FuseReport) -> None:
+    """Switches the loss of each GPT2LMHeadModel. The sample batch has no labels to run it with."""
+    from . import gpt2_head as head
+
+    found = False
+    for path, module in model.named_modules():
+        if not isinstance(module, head.GPT2LMHeadModel):
+            continue
+        found, where = True, f"{path}.lm_head" if path else "lm_head"
+        if type(module) is head.FusedGPT2LMHeadModel:
+            reason = "fused already"
+        elif type(module) is not head.GPT2LMHeadModel:
+            reason = f"the model is {type(module).__name__}, not transformers' GPT2LMHeadModel"
+        else:
+            reason = head.refusal(module) or Probes().loss(module.lm_head.weight)
+        if reason is not None:
+            report.skipped.append((where, reason))
+            continue
+        head.switch_loss(module)
+        report.replaced.append(where)
+        report.ops[where] = f"{head.OP} (lm_head -> loss), not run by the sample batch"
+    text = "in training mode with labels the model returns a loss and no logits"
+    report.notes.append(text if found else "loss=True: the model contains no GPT2LMHeadModel")
+
+
+def _restore_losses(model: nn.Module) -> list[str]:
+    """Gives every GPT2LMHeadModel its own forward back; returns their heads' paths."""
+    from . import gpt2_head as head
+
+    modules = list(model.named_modules())
+    return [f"{path}.lm_head" if path else "lm_head" for path, m in modules if head.restore_loss(m)]
 
 
 _UNCHECKED = "check=False: no sample batch ran, so what the layers run was not measured"
@@ -151,7 +195,7 @@ def unfuse(model: nn.Module) -> list[str]:
             restored.extend(where for where, _ in _attention_layers(path, module))
         elif hf_switch.restore(module):
             restored.extend(hf_switch.attention_paths(path, module))
-    return restored
+    return restored + _restore_losses(model)
 
 
 def _check_model(model: Any, asker: str) -> None:
@@ -250,7 +294,7 @@ def _plan(
     model: nn.Module, bases: list[tuple[str, Any]], gpt2: Any, report: FuseReport
 ) -> tuple[dict[str, tuple[nn.Module, Any]], list]:
     """What to replace, ``{path: (block, site)}`` and the attentions; what not to goes to report."""
-    probes, used = _Probes(), gpt2.uses(model)
+    probes, used = Probes(), gpt2.uses(model)
     places, switches = {}, []
     for path, base in bases:
         prefix = f"{path}." if path else ""
@@ -291,69 +335,11 @@ def _plan(
     return places, switches
 
 
-class _Probes:
-    """Tiny real calls, forward and backward: the one honest test that a kernel is there."""
-
-    def __init__(self) -> None:
-        self._seen: dict[Any, str | None] = {}
-
-    def layer_norm_linear(self, weight: Tensor, activation: str) -> str | None:
-        def call() -> Tensor:
-            x = torch.zeros(2, 8, device=weight.device, dtype=weight.dtype, requires_grad=True)
-            w = torch.zeros(8, 8, device=weight.device, dtype=weight.dtype)
-            return _library.ops.layer_norm_linear(x, w.t(), activation=activation)
-
-        return self._run((_LAYER_NORM_LINEAR, weight.device, weight.dtype, activation), call)
-
-    def attention(self, attn: Any, base: Any) -> str | None:
-        # A quantised layer computes in the dtype of what it is fed, not of its integer weights.
-        floating = [p for p in attn.parameters() if p.is_floating_point()]
-        weight = floating[0] if floating else base.wte.weight
-        device = _device(attn, weight)
-        dim = attn.head_dim
-
-        def call() -> Tensor:
-            q = torch.zeros(1, 1, 2, dim, device=device, dtype=weight.dtype, requires_grad=True)
-            pad = torch.zeros(1, dtype=torch.int32, device=device)
-            return _library.ops.attention(q, q, q, pad, causal=True)
-
-        return self._run((_ATTENTION, device, weight.dtype, dim), call)
-
-    def _run(self, key: Any, call: Any) -> str | None:
-        if key not in self._seen:
-            self._seen[key] = None
-            if key[1].type == "meta":
-                self._seen[key] = "the parameters are on the meta device"
-            else:
-                try:
-                    with torch.inference_mode(False), torch.enable_grad(), _no_autocast(key[1]):
-                        call().sum().backward()
-                except (RuntimeError, AttributeError) as error:
-                    text = str(error).strip().splitlines()
-                    self._seen[key] = text[0] if text else type(error).__name__
-        return self._seen[key]
-
-
-def _device(module: nn.Module, parameter: Tensor) -> torch.device:
-    """Where a module computes: where accelerate brings what it offloaded, else where that lies."""
-    for part in module.modules():
-        hook = getattr(part, "_hf_hook", None)
-        for each in getattr(hook, "hooks", (hook,)):
-            device = getattr(each, "execution_device", None)
-            if device is not None:
-                return torch.device(device)
-    return parameter.device
-
-
-def _no_autocast(device: torch.device) -> Any:
-    return torch.autocast(device.type, enabled=False)
-
-
 def _batch_of_gpt2(model: Any) -> dict[str, Any]:
     from . import hf_switch
 
     base = getattr(model, "transformer", model)
     length, generator = min(16, base.config.n_positions), torch.Generator().manual_seed(0)
     batch = hf_switch.tokens(base.config.vocab_size, length, generator)
-    device = _device(base.wte, base.wte.weight)
+    device = device_of(base.wte, base.wte.weight)
     return {**{name: value.to(device) for name, value in batch.items()}, "use_cache": False}
