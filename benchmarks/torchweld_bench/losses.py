@@ -86,11 +86,12 @@ def _training(
     padded = _padded(weight)
     logits = torch.randn(x.shape[0], padded.shape[0], device="cuda", dtype=x.dtype)
 
-    def gradients(loss: Callable[..., Tensor], *options: Any) -> Callable[[], tuple[Tensor, ...]]:
-        return lambda: torch.autograd.grad(loss(x, weight, target, *options), operands)
+    def gradients(loss: Callable[..., Tensor], **options: Any) -> Callable[[], tuple[Tensor, ...]]:
+        return lambda: torch.autograd.grad(loss(x, weight, target, **options), operands)
 
     calls: dict[str, Callable[[], Any]] = {
         "ours": gradients(ops.linear_cross_entropy),
+        "nothing kept": gradients(ops.linear_cross_entropy, keep="nothing"),
         "eager": gradients(_eager),
         "torch.compile": gradients(torch.compile(_eager)),
         "products": lambda: _products(x.detach(), padded, logits),
@@ -110,6 +111,13 @@ def _training(
             yield make_row(name, times, against=peer, target=targets.get(name), **errors)
     name = f"{case} peak memory over eager, MiB"
     yield make_row(name, memory, against="eager", target=targets.get(name), **errors)
+    for what, values, peer in (
+        ("over products", times, "products"),
+        ("peak memory over eager, MiB", memory, "eager"),
+    ):
+        name = f"{case}, nothing kept, {what}"
+        kept = {"ours": values["nothing kept"], peer: values[peer]}
+        yield make_row(name, kept, against=peer, target=targets.get(name), **errors)
 
 
 def _forward(
