@@ -11,7 +11,6 @@ namespace torchweld {
 template <int kTile, bool kCapped, bool kMoment>
 class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=*/false> {
   using Base = Sm90Epilogue<__nv_bfloat16, kTile, false>;
-  using typename Base::Flat;
   using typename Base::Place;
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
   static constexpr int kMTiles = kT.wgmma_m_tiles(), kBoxes = Base::kAcross;
