@@ -136,7 +136,8 @@ constexpr int64_t attention_backward_row_pad(const AttentionChoice& choice) {
                                                  : kAttentionBackwardRowPad;
 }
 
-// The columns of dQ in scratch memory: those of the tiles for the head dims, 0 where there is none.
+// The columns of dQ in scratch memory: those of the tile for these head dims, or 0 if no tile has
+// them.
 constexpr int64_t attention_backward_dq_columns(int64_t head_dim, int64_t head_dim_v) {
   const int64_t wide = head_dim > head_dim_v ? head_dim : head_dim_v;
   for (const int64_t columns : {64, 128, 256}) {

@@ -177,7 +177,7 @@ inline Refusal attention_sizes_refusal(const AttentionProblem& p) {
   return {};
 }
 
-// The refusal of a tile for head dims up to `dim`, of any dtype.
+// Why a tile for head dims up to `dim` does not support the problem, whatever its dtype.
 inline Refusal attention_sizes_refusal(const AttentionProblem& p, int dim) {
   if (p.head_dim > dim || p.head_dim_v > dim) return {"the tile supports head dims up to {}", dim};
   return attention_sizes_refusal(p);

@@ -178,7 +178,7 @@ __device__ __forceinline__ void apply_gate(float (&left)[kCount], const float (&
   }
 }
 
-// left and right become the gradients to them, from the gradient dy to gate(left, right).
+// Overwrites left and right by their gradients. dy is the gradient of gate(left, right).
 template <bool kExact, int kCount>
 __device__ __forceinline__ void gate_grad(float (&left)[kCount], float (&right)[kCount],
                                           const float (&dy)[kCount], Gate gate) {

@@ -28,7 +28,8 @@ inline Activation parse_activation(const char* op, std::string_view name) {
            name, "'");
 }
 
-// Whether the gradient needs the pre-activation z. relu's needs only y, none's needs nothing.
+// Whether the gradient needs the pre-activation z. The gradient of relu needs only y, that of
+// Activation::kNone needs neither.
 inline bool saves_preact(Activation activation) {
   return activation != Activation::kNone && activation != Activation::kRelu;
 }

@@ -205,7 +205,7 @@ void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse, const 
   const Operands operands(in);
   const int64_t m = operands.rows.rows, n = operands.rows.n, k = operands.rows.k;
   const int columns = tile_columns(k);
-  // y of some columns, dx in fp32 and the scaled rows of x have at most so many bytes together.
+  // Limits the bytes of y for a chunk of columns, dx in fp32 and the scaled rows of x together.
   constexpr int64_t kBytes = 280 << 20, kMinTiles = 8;
   const int64_t others = m * k * ((grads.wanted[0] ? 4 : 0) + (grads.wanted[1] ? 2 : 0));
   const int64_t tiles =

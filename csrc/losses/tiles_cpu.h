@@ -145,7 +145,7 @@ Tensor left_operand(const Tensor& t) {
   return copy;
 }
 
-// The right operand of a product: a matrix (k, n) in E.
+// The right operand of a product: a matrix (k, n) with elements of type E.
 template <typename E>
 struct RightOperand {
   Tensor memory;

@@ -90,7 +90,8 @@ struct MatrixRowTile {
   int loads;
   int blocks_per_sm;  // registers are spared for so many
 
-  // As many as a row needs, in whole warps.
+  // The threads of a row of so many accesses, `loads` of them a thread: whole warps, at most
+  // `threads`.
   constexpr int threads_for(int64_t accesses) const {
     const int64_t wanted = ((accesses + loads - 1) / loads + 31) / 32 * 32;
     return wanted < threads ? static_cast<int>(wanted) : threads;

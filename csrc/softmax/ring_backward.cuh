@@ -18,7 +18,7 @@ struct RingBackwardJob : RingRows<Config, Mask> {
   using Row = typename Base::Row;
   using Base::Base;
 
-  // This thread's accesses of a chunk.
+  // What a thread has loaded of a chunk: its accesses to y and dy.
   struct Chunk {
     uint4 y[Config::kAccesses], dy[Config::kAccesses];
   };

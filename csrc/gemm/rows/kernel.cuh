@@ -212,7 +212,8 @@ class RowsStatistics {
   Vec<T, kChunk> x_[kOf][kChunks];
 };
 
-// Reads fragments of 16 rows and 16 columns of K, as mma's A, and normalises them.
+// Reads fragments of 16 rows and 16 elements along K, in the layout of mma's A operand, and
+// normalises them.
 template <typename Config>
 class RowsFragments {
   using T = typename Config::T;

@@ -282,7 +282,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
     }
   }();
   const int64_t tile_begin = seen.any.begin / kBlockN, tile_end = divide_up(seen.any.end, kBlockN);
-  // The position of the block's first row, and its gaps.
+  // Gaps are keys between seen ones that no row of the block sees. position is that of the block's
+  // first row.
   [[maybe_unused]] const bool may_have_gaps = Config::kMasked && mask.causal && mask.key_start;
   [[maybe_unused]] int64_t position = 0;
   [[maybe_unused]] __shared__ BlockGaps<Config> s_gaps;
