@@ -117,6 +117,11 @@ Grads3 linear_cross_entropy_gradients_backward_meta(const Tensor& dloss, const T
   return {at::empty_like(unit_dx), at::empty_like(unit_dweight), at::empty_like(unit_dbias)};
 }
 
+LossInputs inputs_of(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                     const Tensor& target, const LossOptions& options) {
+  return {LossKind::kCrossEntropy, x, weight, bias, target, options};
+}
+
 Tensor zero_rows(const LossInputs& in) {
   return at::zeros({in.targets.numel()}, in.x.options().dtype(acc_dtype(in.x)));
 }
@@ -131,13 +136,9 @@ Tensor loss_on(const Tensor& x, const Tensor& weight, const Tensor& target,
   Tensor loss =
       linear_cross_entropy_meta(x, weight, target, bias, reduction, ignore_index, label_smoothing,
                                 softcap, z_loss, shift, temperature, keep);
-  const LossInputs in = {LossKind::kCrossEntropy,
-                         x,
-                         weight,
-                         bias,
-                         target,
-                         options_of(op, reduction, ignore_index, label_smoothing, softcap, z_loss,
-                                    shift, temperature)};
+  const LossInputs in = inputs_of(x, weight, bias, target,
+                                  options_of(op, reduction, ignore_index, label_smoothing, softcap,
+                                             z_loss, shift, temperature));
   const LossRows rows = {zero_rows(in), zero_rows(in), {}};
   engine("linear_cross_entropy", in, rows, {}, no_loss_gradients());
   reduce_loss(loss, rows.loss, target, in.targets, in.options);
@@ -154,13 +155,9 @@ std::tuple<Tensor, Tensor> forward_on(const Tensor& x, const Tensor& weight, con
   auto [loss, lse] =
       linear_cross_entropy_forward_meta(x, weight, target, bias, reduction, ignore_index,
                                         label_smoothing, softcap, z_loss, shift, temperature);
-  const LossInputs in = {LossKind::kCrossEntropy,
-                         x,
-                         weight,
-                         bias,
-                         target,
-                         options_of(op, reduction, ignore_index, label_smoothing, softcap, z_loss,
-                                    shift, temperature)};
+  const LossInputs in = inputs_of(x, weight, bias, target,
+                                  options_of(op, reduction, ignore_index, label_smoothing, softcap,
+                                             z_loss, shift, temperature));
   const LossRows rows = {zero_rows(in), zero_rows(in), {}};
   engine("linear_cross_entropy", in, rows, {}, no_loss_gradients());
   reduce_loss(loss, rows.loss, target, in.targets, in.options);
@@ -178,13 +175,9 @@ Grads3 backward_on(const Tensor& dloss, const Tensor& x, const Tensor& weight, c
   auto [dx, dweight, dbias] = linear_cross_entropy_backward_meta(
       dloss, x, weight, target, lse, bias, reduction, ignore_index, label_smoothing, softcap,
       z_loss, shift, temperature, output_mask);
-  const LossInputs in = {LossKind::kCrossEntropy,
-                         x,
-                         weight,
-                         bias,
-                         target,
-                         options_of(op, reduction, ignore_index, label_smoothing, softcap, z_loss,
-                                    shift, temperature)};
+  const LossInputs in = inputs_of(x, weight, bias, target,
+                                  options_of(op, reduction, ignore_index, label_smoothing, softcap,
+                                             z_loss, shift, temperature));
   const LossGradients grads = {dx, dweight, dbias, output_mask};
   if (grads.any()) {
     engine("linear_cross_entropy", in, {{}, rows_of_result(lse, target, in.options), {}},
@@ -203,13 +196,9 @@ LossAndGrads gradients_forward_on(const Tensor& x, const Tensor& weight, const T
   auto [loss, dx, dweight, dbias] = linear_cross_entropy_gradients_forward_meta(
       x, weight, target, bias, reduction, ignore_index, label_smoothing, softcap, z_loss, shift,
       temperature, output_mask);
-  const LossInputs in = {LossKind::kCrossEntropy,
-                         x,
-                         weight,
-                         bias,
-                         target,
-                         options_of(op, reduction, ignore_index, label_smoothing, softcap, z_loss,
-                                    shift, temperature)};
+  const LossInputs in = inputs_of(x, weight, bias, target,
+                                  options_of(op, reduction, ignore_index, label_smoothing, softcap,
+                                             z_loss, shift, temperature));
   const LossRows rows = {zero_rows(in), zero_rows(in), {}};
   const Tensor one = at::ones({}, rows.loss.options());
   engine("linear_cross_entropy", in, rows, {dloss_of_rows(one, target, in.targets, in.options), {}},
@@ -318,8 +307,8 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     auto& data = ctx->saved_data;
     const auto list = data["wanted"].toBoolList();
     const std::array<bool, 3> wanted = {list[0], list[1], list[2]};
-    const Grads3 found = gradients(static_cast<Keep>(data["kept"].toInt()), data, grads[0], saved,
-                                   {list[0], list[1], list[2]});
+    const Grads3 found =
+        gradients(static_cast<Keep>(data["kept"].toInt()), data, grads[0], saved, wanted);
     all[0] = if_wanted(wanted[0], std::get<0>(found));
     all[1] = if_wanted(wanted[1], std::get<1>(found));
     all[3] = if_wanted(wanted[2], std::get<2>(found));
