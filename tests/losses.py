@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samples import Maker, loss_call
+from numerics import assert_same_bits
+from samples import Maker, forward_backward, loss_call
 
 
 def made(device, dtype, lead, n, k, seed=0, **kwargs):
@@ -23,3 +24,17 @@ def leaves_of(args) -> list[Tensor]:
 def grads_of(out: Tensor, args) -> list[Tensor]:
     leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
     return list(torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True))
+
+
+def assert_ignored_rows_may_hold(value: float, args, kwargs) -> None:
+    """The results with `value` in x's first two rows, which are ignored, are those without it."""
+    x, *others = args
+    dirty = x.clone()
+    dirty[:2] = value
+    out, grads = forward_backward("linear_cross_entropy", [dirty, *others], kwargs)
+    want, want_grads = forward_backward("linear_cross_entropy", [x, *others], kwargs)
+    assert_same_bits(out, want)
+    assert (grads[0][:2] == 0).all()
+    for got, ref in zip(grads, want_grads, strict=True):
+        if ref is not None:
+            assert_same_bits(got, ref)

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from losses import assert_ignored_rows_may_hold, leaves_of, made
 from numerics import assert_same_bits
-from samples import BF16, F32, Maker, check_op, forward_backward, loss_call
+from samples import BF16, F32, check_op, forward_backward
 
 OP = "linear_cross_entropy"
 KEEP = {"keep": "exponentials"}
@@ -24,10 +25,6 @@ OPTIONS = {
 }
 # A tile of one class, odd vocabularies, rows and classes beyond a tile, K of a partial k-block.
 SIZES = [((2, 9), 257, 64), ((3,), 1, 8), ((2, 130), 130, 72), ((1, 4), 4099, 136)]
-
-
-def made(device, dtype, lead, n, k, seed=0, **kwargs):
-    return loss_call(lead, n, k, **kwargs)(Maker(device, dtype, seed))[0]
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -73,19 +70,10 @@ def test_logits_far_above_the_target(device, features, apart):
 
 @pytest.mark.parametrize("keep", ["exponentials", "nothing"])
 def test_ignored_rows_may_hold_anything(device, keep):
-    x, weight, target, bias = made(device, BF16, (6,), 33, 8, ignored=2)
+    args = made(device, BF16, (6,), 33, 8, ignored=2)
     for value in (torch.inf, torch.nan):
-        dirty = x.clone()
-        dirty[:2] = value
         for reduction in ("sum", "none"):
-            kwargs = {"reduction": reduction, "keep": keep}
-            out, grads = forward_backward(OP, [dirty, weight, target, bias], kwargs)
-            want, want_grads = forward_backward(OP, [x, weight, target, bias], kwargs)
-            assert_same_bits(out, want)
-            assert (grads[0][:2] == 0).all()
-            for got, ref in zip(grads, want_grads, strict=True):
-                if ref is not None:
-                    assert_same_bits(got, ref)
+            assert_ignored_rows_may_hold(value, args, {"reduction": reduction, "keep": keep})
 
 
 def test_nan_spreads_as_in_torch(device):
@@ -101,8 +89,8 @@ def test_nan_spreads_as_in_torch(device):
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_backward_twice_has_the_same_bits(device, dtype):
     args = made(device, dtype, (6,), 130, 16)
-    leaves = [a.detach().requires_grad_() if a.is_floating_point() else a for a in args]
-    inputs = [a for a in leaves if a.requires_grad]
+    leaves = leaves_of(args)
+    inputs = [a for a in leaves if isinstance(a, torch.Tensor) and a.requires_grad]
     out = torch.ops.torchweld.linear_cross_entropy(*leaves, **KEEP)
     first = torch.autograd.grad(out, inputs, retain_graph=True)
     for a, b in zip(torch.autograd.grad(out, inputs), first, strict=True):
@@ -111,8 +99,8 @@ def test_backward_twice_has_the_same_bits(device, dtype):
 
 def test_batched_gradients(device):
     args = made(device, BF16, (4,), 130, 16)
-    leaves = [a.detach().requires_grad_() if a.is_floating_point() else a for a in args]
-    inputs = [a for a in leaves if a.requires_grad]
+    leaves = leaves_of(args)
+    inputs = [a for a in leaves if isinstance(a, torch.Tensor) and a.requires_grad]
     out = torch.ops.torchweld.linear_cross_entropy(*leaves, reduction="none", **KEEP)
     douts = torch.randn(3, *out.shape, device=device)
     batched = torch.autograd.grad(out, inputs, douts, retain_graph=True, is_grads_batched=True)
