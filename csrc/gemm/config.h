@@ -1,8 +1,8 @@
-// Chooses the engine and tile of a product. Pure host code: the launchers, torchweld.explain and
-// the CPU tests read the same tables.
+// Chooses the engine and the tile of a matmul. This is pure host code: the launchers,
+// torchweld.explain and the CPU tests read the same tables.
 //
-// For a problem and a tile an engine says why it can't run (refusal), and how long it would run
-// (seconds). The choice is the fastest legal one over all engines.
+// For each tile, an engine reports why the tile can't run a problem (refusal) and an estimate of
+// its time (seconds). choose_gemm picks the fastest legal tile of all engines.
 #pragma once
 
 #include "gemm/rows/tiles.h"
@@ -11,31 +11,34 @@
 
 namespace torchweld {
 
-// kSync: mma.sync, for sm_80 and newer. kSm90: Hopper's wgmma and TMA. kRows: up to 16 rows.
+// kSync uses mma.sync, for sm_80 and newer. kSm90 uses Hopper's wgmma and TMA. kRows is for
+// products with up to 16 rows of a.
 enum class GemmEngine : int8_t { kSync, kSm90, kRows };
 
-// Floats in a row of split sums: y's columns rounded up to 8, twice where gated.
+// The number of floats in a workspace row of a split-K partial: y's columns rounded up to a
+// multiple of 8, doubled if the product is gated.
 constexpr int64_t gemm_sum_width(int64_t n, bool gated) {
   return (n + 7) / 8 * 8 * (gated ? 2 : 1);
 }
 
 struct GemmChoice {
   GemmEngine engine;
-  int tile;         // index into the engine's tiles
-  int splits;       // of K, or kStreamK; negative where no tile is legal
+  int tile;         // index into the engine's table of tiles
+  int splits;       // the number of splits of K, or kStreamK; negative if no tile is legal
   int64_t k_split;  // elements of K in a split, a multiple of a k-block
 
   int64_t workspace_floats(const GemmProblem& p) const {
     if (splits == kStreamK) return sm90_workspace_floats(p, kSm90Tiles[tile]);
     return splits == 1 ? 0 : splits * p.batch * p.m * gemm_sum_width(p.n, p.gated);
   }
-  // How many partial sums of each row of a the kernel computes beside the product. In a weight's
-  // gradient they add up to the bias's. 0 where the kernel computes none.
+  // The kernel can also sum the rows of a during the product. If a is dy^T of a weight gradient,
+  // these sums are the gradient of the bias. Returns how many partial sums the kernel writes per
+  // row, or 0 if it does not support this.
   int64_t dbias_partials(const GemmProblem& p) const {
     if (engine != GemmEngine::kSm90 || !kSm90Tiles[tile].supports_dbias(p)) return 0;
     return kSm90Tiles[tile].tiles_n(p.m, p.width());
   }
-  // Number of ready flags, one a partial.
+  // The number of ready flags: one per stream-K partial.
   int64_t flags(const GemmProblem& p) const {
     return splits == kStreamK ? int64_t{Sm90Tile::kWarpgroups} * p.device.sms : 0;
   }
@@ -58,7 +61,7 @@ inline GemmChoice gemm_choice(const GemmProblem& p, GemmEngine engine, int tile,
   return {engine, tile, splits, (p.k_blocks() + parts - 1) / parts * p.block_k()};
 }
 
-// Calls body(engine, tile, splits) for every configuration.
+// Calls body(engine, tile, splits) for every combination of engine, tile and split, legal or not.
 template <typename Body>
 void for_each_gemm_choice(const Body& body) {
   for (int tile = 0; tile < kSyncTileCount; ++tile) {
@@ -71,7 +74,7 @@ void for_each_gemm_choice(const Body& body) {
 }
 
 inline GemmChoice choose_gemm(const GemmProblem& p) {
-  constexpr int64_t kMinKBlocks = 4;  // of a split
+  constexpr int64_t kMinKBlocks = 4;  // per split
   GemmChoice best{};
   best.splits = -1;
   double best_time = -1;

@@ -8,7 +8,7 @@
 
 namespace torchweld {
 
-// The type of operands and results in memory.
+// The element type of the operands and the result in global memory.
 template <GemmMath kMath>
 using ElementOf =
     std::conditional_t<kMath == GemmMath::kFloat16, __half,

@@ -1,9 +1,9 @@
-// The epilogue of groups of 8 accumulators: bias, pre-activation, activation or gate, rounding.
-// The matmul kernels and the reduction of a split product share it.
+// The epilogue applied to groups of 8 accumulators: bias, pre-activation, activation or gate,
+// rounding and store. The matmul kernels and the kernel that sums split-K partials share it.
 //
-// The activation is a switch at run time, not a template parameter. The sums of a work tile go
-// through shared memory anyway, to be stored in 16-byte chunks; there a switch outside of the loop
-// over 8 values costs nothing, and a kernel compiles once for all activations and gates.
+// The activation is a runtime switch, not a template parameter, so that one kernel serves every
+// activation and gate. The switch stands outside of the loop over 8 values, so it costs nothing:
+// the accumulators pass through shared memory anyway, to be stored in 16-byte chunks.
 #pragma once
 
 #include "device/activation.cuh"
@@ -13,9 +13,10 @@
 
 namespace torchweld {
 
-constexpr int kGroup = 8;  // columns of a thread's store
+constexpr int kGroup = 8;  // columns that a thread stores at once
 
-// Stores 8 sums of a split in the workspace, and adds 8 sums from it.
+// store_sums writes 8 fp32 sums to the split-K workspace; add_sums reads 8 of them and adds them to
+// v.
 __device__ __forceinline__ void store_sums(float* g_sums, const float (&v)[kGroup]) {
   __stwb(reinterpret_cast<float4*>(g_sums), make_float4(v[0], v[1], v[2], v[3]));
   __stwb(reinterpret_cast<float4*>(g_sums) + 1, make_float4(v[4], v[5], v[6], v[7]));
@@ -30,7 +31,7 @@ __device__ __forceinline__ void add_sums(float (&v)[kGroup], const float* g_sums
   }
 }
 
-// Stores up to 8 contiguous results.
+// Stores up to 8 results in contiguous columns.
 template <typename T>
 __device__ __forceinline__ void store_group(T* g_to, int columns, const float (&v)[kGroup]) {
   if (columns == kGroup && reinterpret_cast<uintptr_t>(g_to) % 16 == 0) {
@@ -50,7 +51,7 @@ __device__ __forceinline__ void store_group(T* g_to, int columns, const float (&
   }
 }
 
-// Stores every other element: the results of an interleaved half.
+// Stores results to every second element: one half of an interleaved pre-activation.
 template <typename T>
 __device__ __forceinline__ void store_every_other(T* g_to, int columns, const float (&v)[kGroup]) {
 #pragma unroll
@@ -59,7 +60,7 @@ __device__ __forceinline__ void store_every_other(T* g_to, int columns, const fl
   }
 }
 
-// Runs the epilogue of columns [column, column + 8) of y; column < n.
+// Runs the epilogue of columns [column, column + 8) of y. column must be below n.
 template <typename T>
 class GroupWriter {
   static constexpr bool kExact = sizeof(T) == 4;
@@ -68,9 +69,10 @@ class GroupWriter {
   __device__ __forceinline__ GroupWriter(const GemmParams& p, int64_t batch, int64_t column)
       : p_(p), batch_(batch), column_(column), columns_(int(min(int64_t{kGroup}, p.n - column))) {}
 
-  // v has a group of kGroups rows, `row_step` rows apart; where gated, the left halves of
-  // kGroups / 2 rows and then their right ones. Only the first `rows` rows exist.
-  // NOTE: several rows at once hide each other's latencies.
+  // v holds kGroups groups of 8 columns, from rows that lie `row_step` apart. For a gated product,
+  // the first kGroups / 2 groups are the left halves of the rows and the others the right halves.
+  // Rows from `rows` on do not exist and are not stored.
+  // NOTE: processing several rows at once hides their load latencies.
   template <int kGroups>
   __device__ __forceinline__ void write(int64_t row, int row_step, int rows,
                                         float (&v)[kGroups][kGroup]) const {
@@ -101,7 +103,8 @@ class GroupWriter {
     return static_cast<T*>(p_.y) + batch_ * p_.y_batch_stride + column_;
   }
 
-  // Adds the bias from element `at` on, every other one where halves are interleaved.
+  // Adds the bias that starts at element `at`. If the halves are interleaved, reads every second
+  // element of the bias.
   template <int kFirst, int kLast, int kGroups>
   __device__ __forceinline__ void add_bias(float (&v)[kGroups][kGroup], int64_t at) const {
     const GemmEpilogue& e = p_.epilogue;
@@ -165,7 +168,7 @@ class GroupWriter {
       }
       return;
     }
-    // NOTE: all loads precede the first conversion, which would wait for each load.
+    // NOTE: all loads come before the first conversion, because each conversion waits for its load.
     U raw[kGroup];
     const int stride = interleaved ? 2 : 1;
 #pragma unroll

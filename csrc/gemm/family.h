@@ -1,4 +1,4 @@
-// The configurations of a product, for tune. Pure host code.
+// Lists the configurations of a matmul for tune. This is pure host code.
 #pragma once
 
 #include "core/family.h"
@@ -53,7 +53,8 @@ struct GemmFamily {
     return gemm_choice(p, engine(x), static_cast<int>(x[1]), static_cast<int>(x[2]));
   }
 
-  // An illegal tile is listed once, unsplit; a legal one with each split of K that it supports.
+  // An illegal tile is listed once, with splits = 1. A legal tile is listed with each split of K
+  // that it supports.
   static std::vector<Encoded> candidates(const GemmProblem& p) {
     std::vector<Encoded> all;
     for_each_gemm_choice([&](GemmEngine engine, int tile, int splits) {

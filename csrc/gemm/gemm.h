@@ -1,6 +1,8 @@
-// The matmul engine as its callers see it: y = epilogue(a @ b^T), batched. Torch-free.
+// The interface of the matmul engine: y = epilogue(a @ b^T), batched. This header does not use
+// torch.
 //
-//   a (M, K), b (N, K), y (M, N); one stride of each operand is 1. A gated product has b (2N, K).
+// The shapes are a (M, K), b (N, K) or, for a gated product, (2N, K), and y (M, N). One of the two
+// strides of each matrix is 1.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,9 +15,9 @@
 
 namespace torchweld {
 
-// NOTE: the base, the batch stride and whichever of row_stride and k_stride is not 1 are multiples
-// of 16 bytes. The contiguous dim has whole 16-byte chunks; if it is K, memory up to the end of the
-// last chunk holds zeros. layers/matmul.cpp copies other operands.
+// NOTE: the data pointer, the batch stride and the stride of the non-contiguous dim are multiples
+// of 16 bytes. The contiguous dim has whole 16-byte chunks. If that dim is K, the last chunk holds
+// zeros behind K. layers/matmul.cpp copies operands that don't meet this.
 struct GemmOperand {
   const void* data;
   int64_t row_stride;    // elements from one row (M or N) to the next
@@ -24,51 +26,56 @@ struct GemmOperand {
 };
 
 struct GemmEpilogue {
-  const void* bias = nullptr;  // (N,), or (2N,) where gated
-  bool bias_fp32 = false;      // bias is fp32, whatever the operands are
+  const void* bias = nullptr;  // (N,), or (2N,) if gated
+  bool bias_fp32 = false;      // the bias is fp32 whatever the dtype of the operands
   Activation activation = Activation::kNone;
   bool gated = false;
   Gate gate = Gate::kSigmoidTanh;
-  bool interleaved = false;  // gated: the left and right halves are the even and odd rows of b
-  // Where requested: z = a @ b^T + bias, (M, N) or (M, 2N), contiguous but for y's batch stride.
+  // gated: the left half is the even rows of b and the right half the odd rows.
+  bool interleaved = false;
+  // If not null, the epilogue also stores z = a @ b^T + bias, (M, N) or (M, 2N). Its rows are
+  // contiguous and its batch stride is y's.
   void* preact = nullptr;
 };
 
-// A norm of a's rows before the product, see norm/norm.h; only the engine for few rows supports it.
-// scale and shift have the operands' dtype; K is a multiple of 16 bytes.
+// A norm of the rows of a before the product, see norm/norm.h. Only the engine for few rows
+// supports it. scale and shift have the dtype of the operands, and a row of K elements is a
+// multiple of 16 bytes.
 struct GemmNorm {
   bool given = false, centred = false;
   float eps = 0;
   const void* scale = nullptr;  // (K,) on a 16-byte boundary; nullptr: ones
   const void* shift = nullptr;  // (K,) on a 16-byte boundary; nullptr: zeros
-  float* mean = nullptr;        // (M,), where requested
+  float* mean = nullptr;        // (M,), or nullptr if not requested
   float* rstd = nullptr;
 };
 
 struct GemmParams {
-  int64_t m, n, k, batch;  // n is y's width: half of b's rows where gated
+  int64_t m, n, k, batch;  // n is the number of columns of y: half of b's rows if gated
   GemmOperand a, b;
   void* y;
-  int64_t y_row_stride, y_batch_stride;  // columns are contiguous
+  int64_t y_row_stride, y_batch_stride;  // the columns of y are contiguous
   DType dtype;
   bool tf32;  // fp32 operands may be rounded to TF32
   GemmNorm norm;
   GemmEpilogue epilogue;
   GemmChoice choice;
-  float* workspace;  // choice.workspace_floats(...) floats, nullptr where that is 0
-  uint64_t* flags;   // choice.flags(...) flags, nullptr where that is 0
-  void* written;     // gemm_written_bytes(...) bytes, nullptr where that is 0
-  // Partial sums of a's rows, fp32 (choice.dbias_partials(...), M); nullptr where not requested.
+  float* workspace;  // choice.workspace_floats(...) floats, or nullptr if that is 0
+  uint64_t* flags;   // choice.flags(...) flags, or nullptr if that is 0
+  void* written;  // gemm_written_bytes(...) bytes for rewritten operands, or nullptr if that is 0
+  // Partial sums over the rows of a in fp32, (choice.dbias_partials(...), M), or nullptr if they
+  // are not requested.
   float* dbias_partials;
 };
 
-// Bytes for the operands that the chosen engine rewrites; 0 where it reads them in place.
+// The bytes of scratch memory for operands that the chosen engine copies to another format, or 0 if
+// the engine reads the operands as they are.
 int64_t gemm_written_bytes(const GemmParams& params);
 
-// Throws std::runtime_error where the launch fails. Sizes are at least 1.
+// Throws std::runtime_error if the launch fails. All sizes must be at least 1.
 void launch_gemm(const GemmParams& params, cudaStream_t stream);
 
-// Adds up the splits of a product in the workspace: y = epilogue(sum).
+// Adds up the split-K partials in the workspace: y = epilogue(sum of the partials).
 void launch_gemm_sum(const GemmParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

@@ -1,4 +1,4 @@
-// CPU. Matmuls of small blocks that are in cache.
+// CPU matmuls of blocks that are small enough to stay in the cache.
 #pragma once
 
 #include <ATen/native/CPUBlas.h>
@@ -10,7 +10,8 @@
 
 namespace torchweld {
 
-// c (m, n) = a (m, k) @ b (k, n), added to c where `add`; all contiguous. On one thread.
+// Computes c (m, n) = a (m, k) @ b (k, n), or c += a @ b if `add`, on one thread. All matrices are
+// contiguous.
 template <typename T>
 void block_matmul(T* c, const T* a, const T* b, int64_t m, int64_t n, int64_t k, bool add) {
   with_vectors([&] {
@@ -25,7 +26,8 @@ void block_matmul(T* c, const T* a, const T* b, int64_t m, int64_t n, int64_t k,
 }
 
 #ifdef CPUBLAS_BRGEMM_F32F32F32
-// NOTE: oneDNN compiles and caches a kernel for each set of sizes, so callers should use few.
+// NOTE: oneDNN compiles and caches one kernel for each set of sizes, so callers should use few
+// different sizes.
 template <>
 inline void block_matmul(float* c, const float* a, const float* b, int64_t m, int64_t n, int64_t k,
                          bool add) {
@@ -34,7 +36,8 @@ inline void block_matmul(float* c, const float* a, const float* b, int64_t m, in
     if (!add) std::fill_n(c, m * n, 0.0f);
     return;
   }
-  // The error of one chain of additions grows with k, so long ones are split into equal blocks.
+  // The rounding error of one chain of fp32 additions grows with k, so a long chain is split into
+  // blocks of equal size.
   constexpr int64_t kMaxChain = 192;
   const int64_t blocks = divide_up(k, kMaxChain);
   for (int64_t i = 0; i < blocks; ++i) {

@@ -1,4 +1,4 @@
-// The launcher of the matmul engine, and the sum of a split product.
+// The launcher of the matmul engine, and the kernel that sums split-K partials.
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "gemm/epilogue.cuh"
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// A thread adds the splits of 8 columns, in order, and finishes them.
+// Each thread adds up the split-K partials of 8 columns in a fixed order and applies the epilogue.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     split_sum_kernel(const __grid_constant__ GemmParams p, int64_t groups) {
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t batch = index / groups / p.m;
   const bool gated = p.epilogue.gated;
   const int64_t width = gemm_sum_width(p.n, gated);
-  float sums[2][kGroup] = {};  // the second one of a right half
+  float sums[2][kGroup] = {};  // sums[1] is the right half of a gated product
   for (int split = 0; split < p.choice.splits; ++split) {
     const float* g_sums = p.workspace + ((split * p.batch + batch) * p.m + row) * width + column;
     add_sums(sums[0], g_sums);

@@ -1,4 +1,4 @@
-// The work items of a product: one tile of y, one batch, one split of K.
+// Numbers the work items of a matmul. A work item is one tile of y in one batch for one split of K.
 #pragma once
 
 #include "core/fast_divide.h"
@@ -7,10 +7,12 @@
 
 namespace torchweld {
 
-// Rows of y in a band of tiles that are scheduled together.
+// The rows of y in a band. A band is a group of tile rows that the schedule finishes before it
+// begins the next band.
 inline constexpr int kBandRows = 2048;
 
-// The order of the work items: tiles in bands, then splits, then batches.
+// The order of the work items: the tiles of a band, then the other bands, then the splits, then the
+// batches.
 struct GemmSchedule {
   uint32_t tiles_m, tiles_n, items, band_tiles;
   FastDivisor tiles, splits, band_items, band_height, last_height;
@@ -27,7 +29,7 @@ struct GemmSchedule {
         last_height((tiles_m - 1) % band_tiles + 1) {}
 };
 
-// The tile, batch and split of a work item.
+// The tile, the batch and the split of one work item.
 struct WorkTile {
   int64_t tile_m, tile_n, batch;
   int split;

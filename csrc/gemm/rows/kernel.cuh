@@ -1,16 +1,16 @@
-// y = epilogue(a @ b^T) for up to 16 rows of a, such as the tokens of a decode step. The cost is
-// one read of b, and for a small b the kernel's start and end.
+// Computes y = epilogue(a @ b^T) for up to 16 rows of a, for example the tokens of a decode step.
+// The time is that of reading b once; if b is small, the start and the end of the kernel dominate.
 //
-// A block computes some columns of y over all of K. Warp w multiplies k-blocks w, w + kWarps, ...
-// and loads them asynchronously into a ring of its own, so no warp waits for another one. a is the
-// operand with 16 rows of mma.sync. At the end the block adds the warps' accumulators through
+// A block computes some columns of y over the whole of K. Warp w multiplies k-blocks w, w + kWarps,
+// ... and loads them asynchronously into its own ring, so that no warp waits for another. a is the
+// 16-row A operand of mma.sync. At the end the block adds up the accumulators of its warps through
 // shared memory, in the order of the warps.
 //
-// A norm of short rows may precede the product: every block computes the statistics of all rows
-// while the first k-blocks arrive, and normalises the fragments.
+// If the rows are short, a norm may precede the product: every block computes the statistics of all
+// rows while its first k-blocks arrive, and normalises the fragments of a.
 //
-// On Hopper the kernel begins while the one before it ends (PDL). A prefetch of b into L2 during
-// that wait gains nothing: (16, 2048, 6144) needed 10.8 us with it and 9.9 without.
+// On Hopper the kernel starts while the previous kernel ends (PDL). Prefetching b into L2 before
+// griddep_wait does not help: (16, 2048, 6144) took 10.8 us with the prefetch and 9.9 us without.
 #pragma once
 
 #include "core/launch.h"
@@ -31,7 +31,7 @@ struct RowsConfig {
   static constexpr bool kBKMajor = kBKMajor_, kGated = kGated_;
   static constexpr int kRows = RowsTile::kRows, kWarps = RowsTile::kWarps;
   static constexpr int kColumns = kT.columns, kStages = kT.stages;
-  static constexpr int kHalves = kGated ? 2 : 1, kOwn = kColumns / kHalves;  // columns of y
+  static constexpr int kHalves = kGated ? 2 : 1, kOwn = kColumns / kHalves;  // kOwn: columns of y
   static constexpr int kBlockK = kKBlockBytes / sizeof(T), kChunk = 16 / sizeof(T);
 
   struct Stage {
@@ -42,26 +42,28 @@ struct RowsConfig {
   struct Shared {
     union {
       Stage rings[kWarps][kStages];
-      float sums[kWarps][kRows][kColumns + 4];  // so that rows lie in different banks
+      // The 4 extra columns put neighbouring rows in different banks.
+      float sums[kWarps][kRows][kColumns + 4];
     };
     RowNormaliser norm[kRows];
   };
 };
 
-// The swizzled position of a 16-byte chunk, for rows of kRowChunks chunks: ldmatrix reads every
-// bank once.
+// The swizzled position of a 16-byte chunk in a matrix whose rows have kRowChunks chunks. With this
+// swizzle an ldmatrix reads every bank once.
 template <int kRowChunks>
 __device__ __forceinline__ int rows_chunk(int row, int chunk) {
   return row * kRowChunks + (chunk ^ (row / (8 / kRowChunks) & (kRowChunks - 1)));
 }
 
-// Loads the k-blocks of a warp into its ring.
+// Loads the k-blocks of one warp into the warp's ring.
 template <typename Config>
 class RowsLoader {
   using T = typename Config::T;
   using Stage = typename Config::Stage;
   static constexpr int kChunk = Config::kChunk, kBlockK = Config::kBlockK, kOwn = Config::kOwn;
-  // Chunks of a row of b in shared memory: a row is along K where b is K-major, else along columns.
+  // The 16-byte chunks of a row of b's tile in shared memory. The row runs along K if b is K-major,
+  // else along the columns of y.
   static constexpr int kRowChunks = Config::kBKMajor ? 8 : Config::kColumns / kChunk;
   static constexpr int kTileRows = Config::kBKMajor ? Config::kColumns : kBlockK;
   static constexpr int kRowStep = kWarp / kRowChunks, kLoads = kTileRows / kRowStep;
@@ -88,7 +90,8 @@ class RowsLoader {
     rows_left_ = int(p.m) - lane / 8;
   }
 
-  // Loads a k-block into a stage of the ring, or nothing behind the last k-block.
+  // Loads a k-block into a stage of the ring. Behind the last k-block it only commits an empty
+  // cp.async group.
   __device__ __forceinline__ void load(int k_block, Stage& s) const {
     const int first = k_block * kBlockK;
     if (first < k_) {
@@ -134,13 +137,13 @@ class RowsLoader {
 
   const GemmParams& p_;
   int lane_, k_;
-  const T* from_[2];  // this lane's first chunk of b, of both halves
+  const T* from_[2];  // this lane's first chunk of b, in the left and the right half
   const T* from_a_;
   int64_t row_stride_ = 0;
   int left_, rows_left_;
 };
 
-// Computes the statistics of all rows of a. A warp holds two rows in its registers.
+// Computes the statistics of all rows of a. Each warp holds kOf rows in registers.
 template <typename Config>
 class RowsStatistics {
   using T = typename Config::T;
@@ -195,7 +198,7 @@ class RowsStatistics {
   static __device__ __forceinline__ int column(int j) {
     return (j * kWarp + int(threadIdx.x) % kWarp) * kChunk;
   }
-  // Calls add(i, value) for this lane's values.
+  // Calls add(i, value) for every value of row i that this lane holds.
   template <typename Add>
   __device__ __forceinline__ void each(const GemmParams& p, const Add& add) const {
 #pragma unroll
@@ -212,8 +215,8 @@ class RowsStatistics {
   Vec<T, kChunk> x_[kOf][kChunks];
 };
 
-// Reads fragments of 16 rows and 16 elements along K, in the layout of mma's A operand, and
-// normalises them.
+// Reads a fragment of a, 16 rows by 16 elements along K, in the layout of mma's A operand, and
+// normalises it.
 template <typename Config>
 class RowsFragments {
   using T = typename Config::T;
@@ -228,22 +231,22 @@ class RowsFragments {
     }
   }
 
-  // left: columns of K from the start of the k-block. The columns behind K stay 0: they aren't
-  // normalised.
+  // `left` is the number of elements of K from the start of the k-block on. Elements behind K are
+  // not normalised, so they stay 0.
   __device__ __forceinline__ void read(uint32_t (&r)[4], const typename Config::Stage& s, int slice,
                                        int left) const {
     const int row = lane_ % 16;
     load_matrix_4(r, shared_address(s.a) + rows_chunk<8>(row, slice * 2 + lane_ / 16) * 16);
     if (!norm_.given) return;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {  // of the columns
+    for (int half = 0; half < 2; ++half) {  // of the 16 elements along K
       if (slice * 16 + half * 8 >= left) continue;
       const uint32_t at = (slice * 16 + half * 8 + lane_ % 4 * 2) * uint32_t(sizeof(T));
       float2 scale = make_float2(1.f, 1.f), shift = make_float2(0.f, 0.f);
       if (norm_.scale != nullptr) scale = unpack_pair<T>(load_word(shared_address(s.scale) + at));
       if (norm_.shift != nullptr) shift = unpack_pair<T>(load_word(shared_address(s.shift) + at));
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {  // rows g and g + 8
+      for (int i = 0; i < 2; ++i) {  // rows g and g + 8 of the fragment
         const float2 x = unpack_pair<T>(r[half * 2 + i]);
         r[half * 2 + i] = pack_pair<T>(fmaf(of_[i].normalise(x.x), scale.x, shift.x),
                                        fmaf(of_[i].normalise(x.y), scale.y, shift.y));
@@ -313,7 +316,7 @@ __global__ __launch_bounds__(RowsTile::kThreads, Config::kT.blocks_per_sm) void 
     if (++stage == kStages) stage = 0;
   }
   copy_async_wait<0>();
-  __syncthreads();  // the rings are free
+  __syncthreads();  // all warps have read their rings, whose memory now receives the sums
   griddep_launch_dependents();
 #pragma unroll
   for (int n = 0; n < kColumns / 8; ++n) {

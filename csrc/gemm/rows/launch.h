@@ -1,4 +1,4 @@
-// Launches the kernel for a product of few rows. Torch-free.
+// The launcher of the engine for few rows. This header does not use torch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,7 +9,7 @@ namespace torchweld {
 
 void launch_rows_gemm(const GemmParams& params, cudaStream_t stream);
 
-// Launches a kernel of one dtype; csrc/instantiations.py has the instantiations.
+// Launches a kernel of one dtype. csrc/instantiations.py lists the instantiations.
 template <GemmMath kMath>
 void launch_rows_tiles(const GemmParams& params, cudaStream_t stream);
 

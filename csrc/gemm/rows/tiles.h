@@ -1,5 +1,6 @@
-// The tiles of the engine for up to 16 rows of a, for chips of sm_80 and newer whose blocks may
-// have 103 KiB of shared memory: A100, H100 and newer ones of their size. Pure host code.
+// The tiles of the engine for up to 16 rows of a. They need sm_80 or newer and 103 KiB of shared
+// memory per block, which the A100, the H100 and newer GPUs of that class have. This is pure host
+// code.
 #pragma once
 
 #include <algorithm>
@@ -10,18 +11,20 @@
 
 namespace torchweld {
 
-// A block multiplies all rows of a by some of b; its warps multiply k-blocks in round-robin order.
+// A block multiplies all rows of a by `columns` rows of b. Its warps compute the k-blocks in
+// round-robin order.
 struct RowsTile {
-  int columns;  // rows of b, both halves of a gated product
-  int stages;   // of each warp's ring in shared memory
+  int columns;  // rows of b per block; a gated product counts both halves
+  int stages;   // stages of each warp's ring in shared memory
   int blocks_per_sm;
-  float bytes_per_ns;  // that an SM reads
+  float bytes_per_ns;  // memory throughput of one SM in the time model
 
   static constexpr int kRows = 16, kWarps = 8, kThreads = 32 * kWarps;
-  static constexpr int kMaxNormed = 1536;  // columns of a row that a norm goes in front of
-  // Bytes of a k-block: b, a, and the scale and shift of a norm of a's rows.
+  // The largest K for which the kernel can normalise the rows of a.
+  static constexpr int kMaxNormed = 1536;
+  // The bytes of a k-block: of b, of a, and of the scale and shift of the norm.
   constexpr int stage_bytes() const { return (columns + kRows + 2) * kKBlockBytes; }
-  // Bytes of all stages, and of the statistics of the rows.
+  // The bytes of all stages of all warps, and of the statistics of 16 rows.
   constexpr int shared_bytes() const { return kWarps * stages * stage_bytes() + kRows * 16; }
   constexpr int64_t blocks(const GemmProblem& p) const { return divide_up(p.width(), columns); }
 };
@@ -31,7 +34,7 @@ inline constexpr RowsTile kRowsTiles[] = {{16, 3, 2, 100}, {32, 3, 1, 100}, {64,
 inline constexpr int kRowsTileCount = sizeof(kRowsTiles) / sizeof(kRowsTiles[0]);
 
 inline Refusal rows_refusal(const GemmProblem& p, const RowsTile& tile, int splits) {
-  constexpr int64_t kMaxSize = int64_t{1} << 30;  // K is counted in 32 bits
+  constexpr int64_t kMaxSize = int64_t{1} << 30;  // the kernel counts K in 32 bits
   if (gemm_elem_size(p.math) != 2) return "the engine for few rows needs 16-bit operands";
   if (p.m > RowsTile::kRows) return {"M is more than {}", RowsTile::kRows};
   if (p.batch > 1) return "the engine for few rows has no batch";
@@ -51,9 +54,9 @@ inline Refusal rows_refusal(const GemmProblem& p, const RowsTile& tile, int spli
                                                                       : "more than 2^31 - 1 tiles";
 }
 
-// A model of the time, fitted on an H200 beside that of the sm90 engine: the reads of the memory or
-// of the busiest SM, without the launch and the first loads; b may be in L2. A norm adds a constant
-// to every block that an SM runs.
+// Estimates the time. The model was fitted on an H200 together with sm90_seconds: the time to read
+// the operands, from memory or by the busiest SM, whichever is longer, without the launch and the
+// first loads. b may be in L2. A norm adds a constant to every block that an SM runs.
 inline double rows_seconds(const GemmProblem& p, const RowsTile& tile) {
   constexpr double kMemoryBytes = 7e12, kBlockUs = 1, kPointwiseUs = 0.1;
   constexpr double kNormUs = 1.5, kBlockNormUs = 0.5;

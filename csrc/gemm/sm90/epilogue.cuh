@@ -1,12 +1,12 @@
-// The epilogue of wgmma's fp32 accumulators: bias, pre-activation, activation or gate, rounding,
-// and boxes of 16 rows that TMA stores from shared memory to y.
+// The epilogue of wgmma's fp32 accumulators: bias, pre-activation, activation or gate, and
+// rounding. Each warp writes boxes of 16 rows to shared memory, from where TMA stores them to y.
 //
-// In ping-pong the epilogue runs while the other warpgroup multiplies a tile, 512 clocks a k-block.
-// The tensor cores have priority at the register file, so a warp needs 5 to 8 clocks an
-// instruction. For (8192, 768) times (768, 3072) with GELU, bf16, on an H200 the mainloop of a tile
-// runs for 6100 clocks and its epilogue for 6500 to 8500 (9500 at first). Plain stores instead of
-// TMA make the products a tenth slower; twice as many boxes, or bias loads further ahead, change
-// nothing.
+// In ping-pong the epilogue of one warpgroup runs while the other warpgroup multiplies, which takes
+// 512 clocks a k-block. The tensor cores have priority at the register file, so a warp of the
+// epilogue needs 5 to 8 clocks an instruction. For (8192, 768) times (768, 3072) with GELU in bf16
+// on an H200, the mainloop of a tile takes 6100 clocks and its epilogue 6500 to 8500 (9500 at
+// first). Plain stores instead of TMA make the products a tenth slower. Twice as many boxes, or
+// bias loads that are issued earlier, change nothing.
 #pragma once
 
 #include "device/activation.cuh"
@@ -19,19 +19,20 @@
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// A thread holds columns 2t and 2t + 1 (t = lane % 4) of every group of 8 columns, in rows g and g
-// + 8 (g = lane / 4) of a box. v[4 j] to v[4 j + 3] belong to group j, row g's first.
+// With t = lane % 4 and g = lane / 4, a thread holds columns 2t and 2t + 1 of every group of 8
+// columns, in rows g and g + 8 of a box. Group j is v[4 j] to v[4 j + 3]: two values of row g, then
+// two of row g + 8.
 template <typename T, int kTile, bool kGated>
 class Sm90Epilogue {
  protected:
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
   static constexpr bool kExact = sizeof(T) == 4;
   static constexpr int kColumns = kT.box_columns(sizeof(T)), kGroups = kColumns / 8;
-  static constexpr int kValues = kGroups * 4;  // of a thread in a box
+  static constexpr int kValues = kGroups * 4;  // of one thread and box
   static constexpr int kBoxRowBytes = kColumns * sizeof(T), kBoxBytes = kT.box_bytes();
-  static constexpr int kBiases = (kT.block_n + 127) / 128;  // of a thread
+  static constexpr int kBiases = (kT.block_n + 127) / 128;  // of one thread
   static constexpr int kSlots = kT.boxes;
-  // Columns of y in a tile.
+  // Columns of y in one tile.
   static constexpr int kTileColumns = kGated ? kT.block_n / 2 : kT.block_n;
 
  public:
@@ -39,8 +40,8 @@ class Sm90Epilogue {
   static constexpr bool kLoadsRows = false;
   static constexpr bool kLoadsBias = true;
 
-  // s_staging holds the boxes of all warps, s_bias the fp32 bias of the warpgroup's tile, both
-  // halves.
+  // s_staging holds the boxes of all warps. s_bias holds the bias of the warpgroup's tile in fp32;
+  // for a gated tile it holds the bias of both halves.
   __device__ __forceinline__ Sm90Epilogue(const Sm90Params& p, char* s_staging, float* s_bias,
                                           int warpgroup)
       : p_(p),
@@ -49,7 +50,7 @@ class Sm90Epilogue {
         s_bias_(s_bias),
         lane_(threadIdx.x % 32) {}
 
-  // Loads the tile's bias into the registers of its warpgroup, during the mainloop.
+  // Loads the bias of the tile into registers while the mainloop runs.
   __device__ __forceinline__ void fetch_bias(const WorkTile& work) {
     const GemmParams& p = p_.gemm;
     const GemmEpilogue& e = p.epilogue;
@@ -65,15 +66,15 @@ class Sm90Epilogue {
         const int64_t from = !kGated         ? column
                              : e.interleaved ? 2 * column + right
                                              : column + (right ? p.n : 0);
-        // NOTE: raw bits, because a conversion would wait for the load.
+        // NOTE: bias_ keeps raw bits, because a conversion here would wait for the load.
         bias_[i] = e.bias_fp32 || sizeof(T) == 4 ? static_cast<const uint32_t*>(e.bias)[from]
                                                  : static_cast<const uint16_t*>(e.bias)[from];
       }
     }
   }
 
-  // Writes the fetched bias to shared memory. The caller synchronises the warpgroup before and
-  // after.
+  // Writes the bias that fetch_bias loaded to shared memory. The caller must synchronise the
+  // warpgroup before and after the call.
   __device__ __forceinline__ void share_bias() const {
 #pragma unroll
     for (int i = 0; i < kBiases; ++i) {
@@ -91,7 +92,7 @@ class Sm90Epilogue {
     }
   }
 
-  // rank is the CTA's in its cluster.
+  // Stores the results of the tile. `rank` is the rank of the CTA in its cluster.
   __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int rank) {
     if (p_.gemm.epilogue.preact != nullptr) {
       finish_boxes</*kPreact=*/true>(acc, work, rank);
@@ -100,7 +101,7 @@ class Sm90Epilogue {
     }
   }
 
-  // Waits for all stores; called before the CTA ends.
+  // Waits until TMA has written all boxes to global memory. Must be called before the CTA ends.
   __device__ __forceinline__ void wait() const {
     if (lane_ == 0) tma_wait_all();
   }
@@ -108,10 +109,11 @@ class Sm90Epilogue {
  protected:
   using Flat = float[kT.wgmma_m_tiles() * kT.block_n / 2];
   static constexpr int kAcross = kTileColumns / kColumns;  // boxes side by side
-  // How many results kColumns columns of y and 16 rows have: y, and the pre-activation's halves.
+  // The number of boxes stored for each 16 rows and kColumns columns of y: one for y, and one or
+  // two for the pre-activation.
   static constexpr int results(bool preact) { return 1 + (preact ? (kGated ? 2 : 1) : 0); }
 
-  // Where the warp's rows of a tile of y start, and where a box of its results is stored.
+  // Where the first row of the warp's part of the tile starts in y.
   struct Place {
     int row, column, batch;
   };
@@ -133,26 +135,27 @@ class Sm90Epilogue {
     return box;
   }
 
-  // Whether the columns of a pre-activation's halves alternate. A box of it then has the columns of
-  // half a box of y.
+  // Whether the left and right columns of the pre-activation alternate in memory. If so, a box of
+  // the pre-activation covers half as many columns of each half as a box of y.
   __device__ __forceinline__ bool stores_pairs() const {
     return kGated && p_.gemm.epilogue.interleaved;
   }
 
-  // Where the warp's first row of a tile stands in y.
+  // The coordinates in y of the warp's first row of a tile.
   static __device__ __forceinline__ Place place_of(const WorkTile& work, int rank) {
     const int warpgroup = fresh_thread() / 128 - 1;
-    const int first_row = kT.pingpong ? 0 : warpgroup * 64 * kT.wgmma_m_tiles();  // of the tile
+    const int first_row = kT.pingpong ? 0 : warpgroup * 64 * kT.wgmma_m_tiles();  // within the tile
     return {(int(work.tile_m) * kT.cluster + rank) * kT.block_m + first_row +
                 fresh_thread() % 128 / 32 * 16,
             int(work.tile_n) * kTileColumns, int(work.batch)};
   }
 
-  // Sends the box that was staged last, if any, and returns the slot of the next one.
+  // Issues the TMA store of the box that was written last, if there is one, and returns the slot
+  // for the next box.
   template <bool kPreact>
   __device__ __forceinline__ int send_last_box(const Place& place, int& result) const {
     if (result == 0) {
-      wait_for_slots<0>();  // of the last tile
+      wait_for_slots<0>();  // the boxes of the previous tile
     } else {
       send(box_of<kPreact>(place, result - 1), (result - 1) % kSlots);
       wait_for_slots<kSlots - 1>();
@@ -160,15 +163,17 @@ class Sm90Epilogue {
     return result++ % kSlots;
   }
 
-  // The values of an iteration: a box, or all columns of a gated product's 16 rows.
+  // The accumulators that one loop iteration handles: a box, or for a gated product all columns of
+  // 16 rows.
   static constexpr int kAccumulators = sizeof(Flat) / sizeof(float);
   static constexpr int kIterationValues = kGated ? kT.block_n / 2 : kValues;
   static constexpr int kIterations = kAccumulators / kIterationValues,
                        kIterationBoxes = kGated ? kAcross : 1;
   using IterationValues = float[kIterationValues];
 
-  // values = the accumulators of an iteration.
-  // NOTE: it branches, because selecting between all accumulators needs more instructions.
+  // Sets `v` to the accumulators of one iteration.
+  // NOTE: the function branches on the iteration, because selecting among all accumulators takes
+  // more instructions.
   template <int kIndex = 0>
   static __device__ __forceinline__ void copy_values(IterationValues& v, const Flat& sums,
                                                      int iteration) {
@@ -185,9 +190,10 @@ class Sm90Epilogue {
     }
   }
 
-  // NOTE: a loop that copies each iteration's accumulators to the same registers. The unrolled code
-  // is so long that fetching instructions limits it. TMA stores a box only when the next one is
-  // written, because the fence before the store waits until the box is in shared memory.
+  // NOTE: this loop is not unrolled. It copies the accumulators of each iteration to the same
+  // registers, because fetching the instructions of the unrolled code would limit the speed. The
+  // TMA store of a box is issued after the next box has been written, because the fence before a
+  // store waits until its box is in shared memory.
   template <bool kPreact>
   __device__ __forceinline__ void finish_boxes(Sums& acc, const WorkTile& work, int rank) {
     const GemmEpilogue& e = p_.gemm.epilogue;
@@ -197,7 +203,7 @@ class Sm90Epilogue {
     const auto next_slot = [&] { return send_last_box<kPreact>(place, result); };
     const auto put = [&](const float (&values)[kValues]) { stage(values, next_slot()); };
     if (!kGated && !kPreact && e.activation == Activation::kNone) {
-      // The accumulators stay in place, because there is so little to compute.
+      // With no activation there is little to compute, so the accumulators are not copied.
 #pragma unroll
       for (int iteration = 0; iteration < kIterations; ++iteration) {
         auto& v = reinterpret_cast<float (&)[kValues]>(sums[iteration * kIterationValues]);
@@ -212,7 +218,8 @@ class Sm90Epilogue {
 #pragma unroll
         for (int c = 0; c < kIterationBoxes; ++c) {
           auto& v = values_of(values, c * kColumns);
-          const int from = kGated ? c * kColumns : iteration % kAcross * kColumns;  // of the tile
+          // Column within the tile.
+          const int from = kGated ? c * kColumns : iteration % kAcross * kColumns;
           if (e.bias != nullptr) add_bias(v, from);
           if constexpr (!kGated) {
             if (kPreact) put(v);
@@ -252,7 +259,8 @@ class Sm90Epilogue {
     }
   }
 
-  // Waits until TMA has read all boxes but the last kPending.
+  // Waits until TMA has read all but the last kPending boxes from shared memory, so that their
+  // slots are free.
   template <int kPending>
   __device__ __forceinline__ void wait_for_slots() const {
     if (lane_ == 0) tma_wait_read<kPending>();
@@ -275,12 +283,12 @@ class Sm90Epilogue {
 
   __device__ __forceinline__ uint32_t box_at(int slot) const { return s_boxes_ + slot * kBoxBytes; }
 
-  // The position of a 16-byte chunk in a row of a box, as TMA's swizzle has it.
+  // The position of a 16-byte chunk in a row of a box under the swizzle of the tensor map.
   static __device__ __forceinline__ int chunk_of(int row, int chunk) {
     return kBoxRowBytes == 128 ? swizzled_chunk(row, chunk) : chunk ^ ((row >> 1) & 3);
   }
 
-  // Writes the rounded values into a box.
+  // Rounds the values and writes them into a box.
   __device__ __forceinline__ void stage(const float (&v)[kValues], int slot) const {
     const uint32_t s_box = box_at(slot);
     if constexpr (sizeof(T) == 2) {
@@ -303,7 +311,8 @@ class Sm90Epilogue {
     }
   }
 
-  // Writes the left and right values of kGroups / 2 groups, from group kFirst on, as pairs.
+  // Writes kGroups / 2 groups, from group kFirst on, as interleaved pairs of a left and a right
+  // value.
   template <int kFirst>
   __device__ __forceinline__ void stage_pairs(const float (&left)[kValues],
                                               const float (&right)[kValues], int slot) const {
@@ -313,7 +322,7 @@ class Sm90Epilogue {
     for (int j = 0; j < kGroups / 2; ++j) {
       const float* l = left + 4 * (kFirst + j);
       const float* r = right + 4 * (kFirst + j);
-      const int at = (j * 16 + t * 4) * int(sizeof(T));  // in the row
+      const int at = (j * 16 + t * 4) * int(sizeof(T));  // byte offset in the row of the box
       const uint32_t s_to = s_box + row * kBoxRowBytes + (chunk_of(row, at / 16) << 4) + at % 16;
       if constexpr (sizeof(T) == 2) {
         store_shared(s_to, pack_pair<T>(l[0], r[0]), pack_pair<T>(l[1], r[1]));
@@ -347,7 +356,7 @@ class Sm90Epilogue {
     }
   }
 
-  // Stores a box element by element, where rows of y don't start on 16-byte boundaries.
+  // Stores a box element by element, for results whose rows don't start on 16-byte boundaries.
   __device__ __forceinline__ void store_rows(const Box& box, uint32_t s_box) const {
     const GemmParams& p = p_.gemm;
     T* g_to = static_cast<T*>(p.y) + box.batch * p.y_batch_stride + box.column;
@@ -380,7 +389,7 @@ class Sm90Epilogue {
   uint32_t s_boxes_;
   float* s_bias_;
   int lane_;
-  uint32_t bias_[kBiases];  // as it is in memory
+  uint32_t bias_[kBiases];  // raw bits from memory
 };
 #endif
 

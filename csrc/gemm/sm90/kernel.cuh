@@ -1,17 +1,19 @@
-// y = epilogue(a @ b^T) on Hopper's tensor cores: wgmma from shared memory, filled by TMA.
+// Computes y = epilogue(a @ b^T) on Hopper's tensor cores. TMA fills shared memory, from which
+// wgmma reads both operands.
 //
-// A CTA is persistent. One lane of its producer warp fills the stages of a pipeline, a k-block
-// each; two consumer warpgroups multiply. Cooperative tiles have half of their rows in each
-// warpgroup. In ping-pong the warpgroups alternate tiles, so that one runs its epilogue
-// (epilogue.cuh) while the tensor cores work for the other. The CTAs of a cluster have tiles below
-// each other: each loads its share of b's rows for all of them (multicast). The tile scheduler
-// visits tiles in bands of rows, so that the CTAs in flight cover a square of y and share operands
-// in L2. The last tiles may be split along K: stream-K (tile_scheduler.cuh). For up to 64 rows of y
-// swap_ab tiles compute b @ a^T, so that a CTA holds much of b, which dominates the bytes read, and
-// little of a. A cluster may split the K of such a tile.
+// CTAs are persistent. One lane of the producer warp fills the stages of a pipeline, one k-block
+// per stage, and two consumer warpgroups multiply. In cooperative tiles each warpgroup computes
+// half of the rows of a tile. In ping-pong tiles the warpgroups alternate tiles, so that one runs
+// its epilogue (epilogue.cuh) while the other uses the tensor cores. The CTAs of a cluster compute
+// tiles that lie below each other: each CTA loads a slice of b's rows and multicasts it to all of
+// them. The tile scheduler visits tiles in bands of rows, so that the running CTAs cover a square
+// of y and share operands in L2. The last tiles may be split along K by stream-K
+// (tile_scheduler.cuh). For up to 64 rows of y, swap_ab tiles compute b @ a^T: the reads of b
+// dominate there, and a CTA then holds many rows of b and few of a. A cluster may split the K of a
+// swap_ab tile.
 //
-// Source: PTX ISA; the steps from a plain wgmma loop to this one follow P. Shah, "Outperforming
-// cuBLAS on H100" (2024).
+// Source: PTX ISA. The optimisations of the mainloop follow P. Shah, "Outperforming cuBLAS on H100"
+// (2024).
 #pragma once
 
 #include "core/launch.h"
@@ -38,7 +40,7 @@ struct Sm90Shared {
 };
 
 #if TW_HAS_WGMMA
-// Loads a k-block of both operands into a stage.
+// Issues the TMA loads of one k-block of both operands into a stage.
 template <class Config>
 __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage, uint64_t* s_full,
                                           const WorkTile& work, int rank, int k, int a_term,
@@ -57,7 +59,7 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
   };
   const int a_batch = p.a_batched ? int(work.batch) : 0,
             b_batch = p.b_batched ? int(work.batch) : 0;
-  // Both halves of a gated tile end at the same column of y.
+  // In a gated tile the rows of the left and of the right half end at the same column of y.
   constexpr int kRowsA = kT.block_m / Config::kHalvesA;
   const int row = (int(work.tile_m) * kCluster + rank) * kRowsA;
   if constexpr (Config::kAKMajor) {
@@ -125,7 +127,8 @@ __device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Con
   }
 }
 
-// The epilogue of a kernel whose parameters are Params, which derive from Sm90Params.
+// Selects the epilogue of a kernel with parameters `Params`, a class that derives from Sm90Params.
+// Specialisations of this struct add epilogues.
 template <class Config, class Params>
 struct Sm90EpilogueOf {
   using Type =
@@ -134,16 +137,18 @@ struct Sm90EpilogueOf {
                          Sm90Epilogue<typename Config::Result, Config::kTile, Config::kGated>>;
 };
 
-// A consumer warpgroup: the mainloop of each of its work tiles, then the partials or the epilogue.
+// Runs a consumer warpgroup. For each work tile it runs the mainloop, then either stores its
+// partial sums or runs the epilogue.
 template <class Config, class Params>
 __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>& s, int rank,
                                              int warpgroup) {
   using Epilogue = typename Sm90EpilogueOf<Config, Params>::Type;
   constexpr Sm90Tile kT = Config::kT;
   constexpr int kConsumerThreads = Sm90Tile::kConsumerThreads;
-  constexpr int kRows = 64 * kT.wgmma_m_tiles();  // of a warpgroup
+  constexpr int kRows = 64 * kT.wgmma_m_tiles();  // rows of one warpgroup
   using Sums = typename Epilogue::Sums;
-  // The values of a thread that a worker stores as its partial of a tile.
+  // The values of a thread that are stored as a stream-K partial if another worker finishes the
+  // tile.
   struct Partials : Sm90DbiasSums<Config> {
     Sums acc;
   };
@@ -157,7 +162,7 @@ __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>
       if (thread < Config::kT.cluster) mbarrier_arrive_at(&s.pipeline.empty[stage], thread);
     }
   };
-  // The workspace slot of a worker's partial sums, for this warpgroup's rows of a tile.
+  // The workspace slot that holds the partial sums of worker `of` for this warpgroup's rows.
   const auto slot = [&](uint32_t of) {
     return (int64_t{of} * kT.cluster + rank) * kT.warpgroups_per_tile() +
            (kT.pingpong ? 0 : warpgroup);
@@ -173,7 +178,7 @@ __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>
   Sm90TileScheduler<Config::kT.cluster, Config::kT.swap_ab()> scheduler(p.stream_k);
   Partials all;
   Sums& acc = all.acc;
-  // The first warpgroup issues the first wgmmas.
+  // Warpgroup 0 issues its wgmmas first.
   if (kT.pingpong && warpgroup == 1) named_barrier_arrive(kWarpSchedulerWg0, kConsumerThreads);
   for (int phase = 0; scheduler.next(); phase ^= 1) {
     if (kT.pingpong && phase != warpgroup) {
@@ -226,7 +231,8 @@ __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>
       });
     }
     if (loads_bias) {
-      // Wait until all warps have read the last tile's bias; in ping-pong they have.
+      // Wait until all warps have read the bias of the previous tile. In ping-pong they already
+      // have.
       if (!kT.pingpong) named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
       epilogue.share_bias();
       named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
@@ -245,7 +251,7 @@ __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>
         }
       }
     }
-    // NOTE: recomputed, because registers are scarce during the mainloop.
+    // NOTE: the work tile is recomputed, because registers are scarce during the mainloop.
     epilogue.finish(acc, WorkTile(p.schedule, scheduler.tile), rank);
   }
   epilogue.wait();
@@ -266,12 +272,13 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     prefetch_tensor_map(p.a);
     prefetch_tensor_map(p.b);
     prefetch_tensor_map(p.y);
-    // A stage is released by every warpgroup that reads it, in every CTA of the cluster.
+    // Every warpgroup that reads a stage releases it, in every CTA of the cluster.
     s.pipeline.init(kT.cluster * (kT.pingpong ? 1 : Sm90Tile::kWarpgroups));
     mbarrier_init_fence();
   }
   if constexpr (Config::kDbias) {
-    // A kernel that sums a's rows adds no bias: the bias's memory holds the ones.
+    // A kernel that sums the rows of a has no bias, so the memory of the bias holds the ones for
+    // that sum.
     static_assert(sizeof(s.bias) >= kSameValuesBytes && sizeof(T) == 2);
     const T one = from_float<T>(1.f);
     if (threadIdx.x < kSameValuesBytes / sizeof(T)) reinterpret_cast<T*>(s.bias)[threadIdx.x] = one;
@@ -301,7 +308,8 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     __syncwarp();
   }
   if constexpr (kT.cluster > 1) {
-    // Another CTA may still multicast to this one, or arrive at its barriers.
+    // Wait for the other CTAs of the cluster, which may still multicast to this CTA or arrive at
+    // its barriers.
     cluster_arrive();
     cluster_wait();
   }

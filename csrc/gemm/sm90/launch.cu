@@ -1,4 +1,5 @@
-// The launcher of the kernels on wgmma and TMA: tensor maps of the operands and results.
+// The launcher of the kernels on wgmma and TMA. It builds the tensor maps of the operands and
+// results.
 #include "gemm/sm90/launch.h"
 
 #include "core/launch.h"
@@ -8,7 +9,8 @@
 namespace torchweld {
 namespace {
 
-// A stride that TMA accepts: a dimension of one element may have any.
+// Returns a stride that TMA accepts. A dimension with one element may have any stride, so its
+// stride is replaced.
 int64_t harmless(int64_t size, int64_t stride) { return size == 1 ? 16 : stride; }
 
 struct Maps {
@@ -16,9 +18,10 @@ struct Maps {
   const Sm90Tile& tile;
   GemmMath math;
 
-  int block_k() const { return sm90_block_k(math); }  // elements of K
+  int block_k() const { return sm90_block_k(math); }  // elements of K in a k-block
 
-  // The box of an operand with `rows` rows (M or N) in each of `halves`, `half_stride` apart.
+  // The tensor box of an operand that consists of `halves` matrices with `rows` rows (M or N) each.
+  // `half_stride` is the distance from one half to the next.
   TensorBox operand(const GemmOperand& o, int64_t rows, int64_t row_stride, int halves,
                     int64_t half_stride, int box_rows) const {
     const bool k_major = o.k_stride == 1;
@@ -37,7 +40,8 @@ struct Maps {
     return box;
   }
 
-  // The box of a result with `columns` columns in each of `halves`, which are side by side.
+  // The tensor box of a result that has `halves` matrices with `columns` columns each, side by
+  // side.
   TensorBox result(void* data, int64_t columns, int64_t row_stride, int halves,
                    int64_t batch_stride) const {
     const int elem = gemm_elem_size(math), box_columns = tile.box_columns(elem);
@@ -56,7 +60,8 @@ struct Maps {
   }
 };
 
-// False where the result has no tensor map; the kernel then stores element by element.
+// Makes the tensor map of a result. Returns false if TMA can't store it; the kernel then stores it
+// element by element.
 bool map_result(TensorMap& map, const TensorBox& box) {
   if (tensor_box_refusal(box)) return false;
   map = make_tensor_map("matmul", box);
@@ -78,11 +83,11 @@ Sm90Params sm90_params(const GemmParams& p, cudaStream_t cuda_stream) {
   const int halves = e.gated ? 2 : 1;
   const GemmMath math = gemm_math(p.dtype, p.tf32);
   const Maps maps = {p, tile, math};
-  // A swap_ab tile's first operand is b.
+  // In a swap_ab tile, b is operand A of wgmma.
   const bool swap_ab = tile.swap_ab();
   const int64_t tiles_m = tile.tiles_m(p.m, halves * p.n),
                 tiles_n = tile.tiles_n(p.m, halves * p.n), tiles = tiles_m * tiles_n * p.batch;
-  const int block_m = tile.block_m / (swap_ab ? halves : 1) * tile.cluster;  // of y
+  const int block_m = tile.block_m / (swap_ab ? halves : 1) * tile.cluster;  // in rows of y
   const int64_t band = std::min(tiles_m, std::max<int64_t>(1, kBandRows / block_m));
   const int64_t k_blocks = divide_up(p.k, maps.block_k());
   const Sm90Stream stream =
@@ -122,7 +127,7 @@ Sm90Params sm90_params(const GemmParams& p, cudaStream_t cuda_stream) {
     params.stores_y = p.y != nullptr && map_result(params.y, maps.result(p.y, p.n, p.y_row_stride,
                                                                          1, p.y_batch_stride));
     if (e.preact != nullptr) {
-      const int apart = pairs ? 1 : halves;  // halves whose columns don't alternate
+      const int apart = pairs ? 1 : halves;  // the number of halves that are separate matrices
       const TensorBox box =
           maps.result(e.preact, halves / apart * p.n, halves * p.n, apart, p.y_batch_stride);
       params.stores_preact = map_result(params.preact, box);

@@ -1,4 +1,4 @@
-// Launches the kernel on wgmma and TMA for a product. Torch-free.
+// The launcher of the matmul on wgmma and TMA. This header does not use torch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,22 +7,24 @@
 
 namespace torchweld {
 
-// Parameters of a product whose choice is a tile of this engine. Rewrites operands that need it.
+// Returns the kernel parameters of a product whose choice is a tile of this engine. If an operand
+// needs rewriting (sm90_writes), launches the kernel that rewrites it.
 Sm90Params sm90_params(const GemmParams& params, cudaStream_t stream);
 
 void launch_sm90_gemm(const GemmParams& params, cudaStream_t stream);
 
-// K-major copies of fp32 operands: bf16 matrices that add up to the values, or one fp32 matrix. In
-// a gated product the left half comes first.
+// K-major copies of fp32 operands: the matrices of the three bf16 terms, which add up to the
+// values, or for TF32 one fp32 matrix. In a gated product the left half of b comes first.
 struct Sm90Written {
   GemmOperand a, b;
-  int64_t a_term, b_term;  // elements from one term's matrix to the next
+  int64_t a_term, b_term;  // elements between the matrices of two terms
 };
 
-// Writes the operands for which sm90_writes is true to params.written; there must be one.
+// Writes the operands for which sm90_writes is true to params.written. At least one operand must
+// need it.
 Sm90Written write_sm90_operands(const GemmParams& params, cudaStream_t stream);
 
-// Launches a kernel of one tile and dtype; csrc/instantiations.py has the instantiations.
+// Launches a kernel of one tile and dtype. csrc/instantiations.py lists the instantiations.
 template <GemmMath kMath, int kTile>
 void launch_sm90_tile(const Sm90Params& params, cudaStream_t stream);
 

@@ -1,5 +1,5 @@
-// The mainloop of the kernel on wgmma and TMA: a consumer warpgroup multiplies the k-blocks of a
-// work tile from the stages that its producer fills (kernel.cuh).
+// The mainloop of the matmul on wgmma and TMA: a consumer warpgroup multiplies the k-blocks of a
+// work tile from the stages that the producer fills (kernel.cuh).
 #pragma once
 
 #include <type_traits>
@@ -19,27 +19,31 @@ struct Sm90Config {
   static constexpr int kTile = kTile_;
   static constexpr bool kBf16x3 = kMath == GemmMath::kFloat32;
   using Result = ElementOf<kMath>;
-  using T = std::conditional_t<kBf16x3, __nv_bfloat16, Result>;  // of the wgmma operands
+  // Element type of the wgmma operands.
+  using T = std::conditional_t<kBf16x3, __nv_bfloat16, Result>;
   static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_, kGated = kGated_;
-  static constexpr bool kDbias = kDbias_;  // also sums a's rows
+  static constexpr bool kDbias = kDbias_;  // also sums the rows of a
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
-  // Halves of each wgmma operand's rows; a gate needs pairs of b's rows.
+  // The number of halves in the rows of each wgmma operand: 2 for b of a gated product, which is
+  // operand A in a swap_ab tile.
   static constexpr int kHalvesA = kGated && kT.swap_ab() ? 2 : 1,
                        kHalvesB = kGated && !kT.swap_ab() ? 2 : 1;
   static constexpr int kBlockK = kKBlockBytes / int(sizeof(T));
-  // Values of M or N in a swizzle row of an MN-major tile, and bytes to the next ones.
+  // An MN-major tile has rows of kSwizzleRowElems elements along M or N; kLeadingBytes is the
+  // distance to the next such elements.
   static constexpr int kSwizzleRowElems = kBlockK, kLeadingBytes = kBlockK * kSwizzleRowBytes;
 };
 
-// bf16x3 multiplies six pairs of terms. The mainloop multiplies kTermKBlocks k-blocks of one pair
-// after the other. Two bits of kTermOfA and kTermOfB are the terms of a pair; the lowest bits are
-// those of the first pair.
+// bf16x3 multiplies six pairs of terms. The mainloop multiplies kTermKBlocks k-blocks of one pair,
+// then the same k-blocks of the next pair. Bits 2i and 2i + 1 of kTermOfA and kTermOfB are the
+// terms of pair i.
 inline constexpr int kTermPairs = 6, kTermKBlocks = 4;
 inline constexpr uint32_t kTermOfA = 0b10'00'01'01'00'00, kTermOfB = 0b00'10'01'00'01'00;
 
 #if TW_HAS_WGMMA
-// The sums of a warpgroup's rows of a: accumulators of a wgmma whose b is (8, K) of ones. Each sum
-// is in all 8 columns of the fragment, so four threads hold it twice.
+// The sums of the rows of a that a warpgroup multiplies: accumulators of a wgmma whose operand B is
+// an (8, K) matrix of ones. All 8 columns of the result are equal, so each of four threads holds a
+// sum twice.
 template <class Config, bool kDbias = Config::kDbias>
 struct Sm90DbiasSums {
   float sums[Config::kT.wgmma_m_tiles()][4];
@@ -47,9 +51,10 @@ struct Sm90DbiasSums {
 template <class Config>
 struct Sm90DbiasSums<Config, false> {};
 
-// acc = (scale_d ? acc : 0) + a @ b^T over k_blocks k-blocks, for a warpgroup's rows of a work
-// tile. s_a and s_b are the addresses of its operands in stage 0. With kDbias, a's rows are added
-// to `dbias`, and s_ones is the address of the ones. Calls `issued` after the last wgmma is issued.
+// Computes acc = (scale_d ? acc : 0) + a @ b^T over k_blocks k-blocks, for the rows of one
+// warpgroup. s_a and s_b are the addresses of the warpgroup's operands in stage 0. With kDbias,
+// also adds the sums of a's rows to `dbias`; s_ones is the address of the matrix of ones. Calls
+// `issued` after the last wgmma has been issued.
 template <class Config, bool kDbias = false, class Sums, class Release, class Issued>
 __device__ __forceinline__ void sm90_mainloop(
     Sums& acc, PipelineBarriers<Config::kT.stages>& pipeline, PipelineState<Config::kT.stages>& at,
@@ -58,7 +63,7 @@ __device__ __forceinline__ void sm90_mainloop(
   constexpr Sm90Tile kT = Config::kT;
   constexpr int kSlices = 4,
                 kMTileBytes = Config::kAKMajor ? 64 * kKBlockBytes : Config::kLeadingBytes;
-  // Bytes from one slice of K to the next.
+  // Bytes from one slice of 32 bytes along K to the next.
   constexpr uint32_t kNextA = Config::kAKMajor ? 32 : 16 * kSwizzleRowBytes;
   constexpr uint32_t kNextB = Config::kBKMajor ? 32 : 16 * kSwizzleRowBytes;
   const auto descriptor = [](bool k_major, uint32_t s_at) {
@@ -88,7 +93,7 @@ __device__ __forceinline__ void sm90_mainloop(
     }
     wgmma_commit();
     wgmma_wait<1>();
-    if (k_block > 0) release(before);  // its wgmmas have finished
+    if (k_block > 0) release(before);  // the wgmmas of the previous k-block have finished
     before = at.stage;
     at.advance();
   }
@@ -97,10 +102,11 @@ __device__ __forceinline__ void sm90_mainloop(
   release(before);
 }
 
-// sums = a @ b^T over k_blocks k-blocks, for fp32 operands as bf16x3 terms.
-// NOTE: tensor cores truncate when they accumulate, so their chains are short, and rounding
-// additions add them to the sums. The smaller terms of inf and NaN are 0, so their products may be
-// NaN; if the sum of the largest terms' products is not finite, it is the result.
+// Computes sums = a @ b^T over k_blocks k-blocks, for fp32 operands as bf16x3 terms.
+// NOTE: tensor cores truncate when they accumulate, so the chains of accumulations are short, and
+// fp32 additions with rounding add them to `sums`. If a value is inf or NaN, its smaller terms are
+// 0 and their products may be NaN. Therefore, if the sum of the products of the largest terms is
+// not finite, that sum is the result.
 template <class Config, class Sums, class Release>
 __device__ __forceinline__ void sm90_bf16x3_mainloop(Sums& sums,
                                                      PipelineBarriers<Config::kT.stages>& pipeline,
@@ -126,16 +132,16 @@ __device__ __forceinline__ void sm90_bf16x3_mainloop(Sums& sums,
   }
 }
 
-// sm90_mainloop that also sums a's rows (dbias). The tiles of one row of tiles read the same rows
-// of a, so each sums them over its share of K only.
+// Runs sm90_mainloop and also sums the rows of a (dbias). All tiles in one row of tiles read the
+// same rows of a, so each of these tiles sums a's rows over its own range of K only.
 template <class Config, class Sums, class Release, class Issued>
 __device__ __forceinline__ void sm90_dbias_mainloop(
     const Sm90Params& p, const Sm90TileScheduler<Config::kT.cluster, false>& scheduler, Sums& acc,
     Sm90DbiasSums<Config>& dbias, PipelineBarriers<Config::kT.stages>& pipeline,
     PipelineState<Config::kT.stages>& at, uint32_t s_a, uint32_t s_b, uint32_t s_ones,
     const Release& release, const Issued& issued) {
-  // NOTE: the accumulators are cleared here, before the three loops. If each loop could be the one
-  // that clears them, the assembler would copy them and wait for every wgmma.
+  // NOTE: the accumulators are cleared here, before the three mainloops. If each mainloop could be
+  // the first one, which clears them, ptxas would copy the accumulators and wait for every wgmma.
 #pragma unroll
   for (auto& tile : dbias.sums) {
     tile[0] = tile[1] = tile[2] = tile[3] = 0.f;

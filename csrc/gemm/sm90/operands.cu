@@ -1,8 +1,9 @@
-// Makes K-major copies of fp32 operands for wgmma: of three bf16 terms that add up to the value
-// exactly, the largest first, or for TF32 of the values. One pass writes all operands that need it.
+// Makes K-major copies of fp32 operands for wgmma. For exact fp32 the copy is three bf16 terms, the
+// largest first, that add up to the value; for TF32 the copy is the fp32 value. One kernel writes
+// all operands that need it.
 //
-// NOTE: the smaller terms of inf and NaN are 0, and a value that would round to inf is truncated
-// instead; sm90_bf16x3_mainloop handles them.
+// NOTE: the smaller terms of inf and NaN are 0, and a value that would round to inf in bf16 is
+// truncated instead. sm90_bf16x3_mainloop handles them.
 #include "core/fast_divide.h"
 #include "core/index.h"
 #include "core/launch.h"
@@ -13,17 +14,18 @@
 namespace torchweld {
 namespace {
 
-constexpr int kThreads = 256, kTile = 64;  // a block has 64 rows and 64 of K
+constexpr int kThreads = 256, kTile = 64;  // a block copies 64 rows by 64 elements along K
 
-// K rounded up to whole groups of eight.
+// K rounded up to a multiple of eight.
 TW_HOST_DEVICE int64_t padded_k(int64_t k) { return divide_up(k, 8) * 8; }
 
 struct Source {
   const float* data;
   int64_t row_stride, k_stride, batch_stride, rows, batch;
-  int64_t left_rows;  // rows of one half where halves are interleaved, else 0
+  int64_t left_rows;  // rows of one half if the halves are interleaved, else 0
   void* to;           // (batch, terms, rows, padded_k(k))
-  uint32_t blocks;    // of one batch and one slice of K; 0 where the operand is read in place
+  // Blocks per batch and slice of K, or 0 if the kernel reads the operand in place.
+  uint32_t blocks;
 
   Source(const GemmOperand& o, int64_t rows, int64_t batch, int64_t left_rows, GemmMath math,
          void* to)
@@ -46,11 +48,11 @@ struct Source {
 struct Params {
   Source a, b;
   int64_t k;
-  FastDivisor k_slices;  // of K
-  uint32_t a_blocks;     // of the grid
+  FastDivisor k_slices;  // the number of slices of kTile elements along K
+  uint32_t a_blocks;     // the blocks of the grid that copy a
 };
 
-// Writes the terms of eight values of a row.
+// Writes the bf16 terms of eight values of a row.
 __device__ __forceinline__ void write_bf16x3_terms(const float (&v)[8], __nv_bfloat16* g_to,
                                                    int64_t to_next) {
   uint32_t terms[3][4];
@@ -78,7 +80,8 @@ __device__ __forceinline__ void write_values(const float (&v)[8], float* g_to) {
 
 template <bool kBf16x3>
 __global__ void __launch_bounds__(kThreads) operands_kernel(const __grid_constant__ Params p) {
-  constexpr int kPitch = kTile + 1;         // so that columns lie in different banks
+  // The extra element puts the values of a column in different banks.
+  constexpr int kPitch = kTile + 1;
   __shared__ float s_tile[kTile * kPitch];  // [k][row]
   griddep_launch_dependents();
   griddep_wait();
@@ -101,7 +104,7 @@ __global__ void __launch_bounds__(kThreads) operands_kernel(const __grid_constan
   };
   const bool k_major = from.k_stride == 1;
   if (!k_major) {
-    // Loads four contiguous rows at a time: their number is a multiple of four.
+    // Load four contiguous rows at a time: the number of rows is a multiple of four.
 #pragma unroll
     for (int i = threadIdx.x; i < kTile * kTile / 4; i += kThreads) {
       const int row = i % (kTile / 4) * 4, k = i / (kTile / 4);

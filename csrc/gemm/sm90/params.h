@@ -1,4 +1,5 @@
-// What the host hands to the kernels on wgmma and TMA. Torch-free.
+// The parameters that the host passes to the kernels on wgmma and TMA. This header does not use
+// torch.
 #pragma once
 
 #include "device/sm90/tensor_map.h"
@@ -10,14 +11,16 @@
 namespace torchweld {
 
 struct Sm90Params {
-  // (k, M, 1, batch), or (M, k, 1, batch) where MN-major; bf16x3: (k, M, terms, batch).
+  // Dims (k, M, 1, batch), or (M, k, 1, batch) if MN-major. With bf16x3: (k, M, terms, batch).
   TensorMap a;
-  // (k, N, halves, batch), or (N, k, halves, batch); bf16x3: (k, N, terms * halves, batch).
+  // Dims (k, N, halves, batch), or (N, k, halves, batch) if MN-major. With bf16x3: (k, N, terms *
+  // halves, batch).
   TensorMap b;
-  TensorMap y, preact;           // (N, M, halves, batch); y has one half
-  bool stores_y, stores_preact;  // by these maps; else rows have no 16-byte boundaries
-  bool a_batched, b_batched;     // one matrix a batch
-  GemmSchedule schedule;         // of clusters' tiles
+  TensorMap y, preact;  // dims (N, M, halves, batch); y has one half
+  // TMA stores the result; false if its rows don't start on 16-byte boundaries.
+  bool stores_y, stores_preact;
+  bool a_batched, b_batched;  // false: all batches read the same matrix
+  GemmSchedule schedule;      // of the tiles of clusters
   StreamKSchedule stream_k;
   Sm90Partials partials;
   GemmParams gemm;

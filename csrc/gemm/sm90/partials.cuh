@@ -1,6 +1,6 @@
-// Partial sums of CTAs that split the K of a tile. In stream-K a CTA stores its partial and the CTA
-// that runs the epilogue accumulates it. A cluster that splits a tile reduces its partials so that
-// each CTA gets a slice of the sums.
+// Partial sums of CTAs that split the K of a tile. In stream-K a CTA stores its partial in the
+// workspace, and the CTA that runs the epilogue adds it to its own sums. If a cluster splits the K
+// of a tile, its CTAs reduce their partials so that each CTA receives one slice of the output.
 #pragma once
 
 #include "device/block_flags.cuh"
@@ -10,14 +10,15 @@
 
 namespace torchweld {
 
-// A warpgroup's partial sums of a tile in the workspace. A CTA stores at most one partial.
+// The workspace for the partial sums of stream-K. A warpgroup of a CTA stores the partial of at
+// most one tile.
 struct Sm90Partials {
   static constexpr int kThreads = 128;
 
   float* sums;
   BlockFlags flags;
 
-  // `barrier` is the warpgroup's named barrier.
+  // Stores v and sets the ready flag of the slot. `barrier` is the named barrier of the warpgroup.
   template <int kValues>
   __device__ __forceinline__ void store_partial(const float (&v)[kValues], int64_t slot, int thread,
                                                 int barrier) const {
@@ -33,7 +34,7 @@ struct Sm90Partials {
     }
   }
 
-  // Waits for the partial of another CTA and adds it to v.
+  // Waits for the partial that another CTA stores in `slot` and adds it to v.
   template <int kValues>
   __device__ __forceinline__ void accumulate_partial(float (&v)[kValues], int64_t slot, int thread,
                                                      int barrier) const {
@@ -53,16 +54,18 @@ struct Sm90Partials {
 };
 
 #if TW_HAS_CLUSTERS
-// The values of a thread that its CTA of a cluster sums and stores: [first, first + count).
+// The range [first, first + count) of a thread's values that this CTA of the cluster reduces and
+// stores.
 struct Sm90OutputSlice {
   int first, count;
 };
 
-// Sums v over the CTAs of a cluster, in the order of K. Each CTA gets the sums of its output slice.
-// g_sums is a workspace of kThreads threads' values for each CTA of the grid. kThreads threads
-// call; the CTA's other warps must arrive at and wait for the cluster's barrier themselves.
-// NOTE: through global memory, because distributed shared memory made a product of 64 x 4096 x 4096
-// 3 us slower on an H200.
+// Sums v over the CTAs of a cluster, in the order of their k-ranges. Each CTA receives the sums of
+// its output slice. g_sums is a workspace with kThreads * kValues floats for each CTA of the grid.
+// kThreads threads must call this; the other warps of the CTA must arrive at the cluster barrier
+// and wait for it themselves.
+// NOTE: the partials go through global memory, because distributed shared memory made a product of
+// 64 x 4096 x 4096 3 us slower on an H200.
 template <int kSplitCluster, int kThreads, int kValues>
 __device__ __forceinline__ Sm90OutputSlice sm90_cluster_reduce(float (&v)[kValues], float* g_sums,
                                                                int thread) {

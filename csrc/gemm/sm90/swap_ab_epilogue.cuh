@@ -1,5 +1,5 @@
 // The epilogue of a swap_ab tile, whose rows are columns of y: bias, pre-activation, activation or
-// gate, rounding and stores of single elements, which are few because y has few rows.
+// gate, rounding. It stores single elements, which are few because y has few rows.
 #pragma once
 
 #include "device/activation.cuh"
@@ -13,14 +13,14 @@
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// A thread holds columns g and g + 8 (g = lane / 4) of a warp's 16 columns of y, in rows 2t and
-// 2t + 1 (t = lane % 4) of every group of 8 rows. In a gated tile the first warpgroup holds the
-// left halves, gets the right ones from the second warpgroup, and applies the gate. If a cluster
-// splits the tile's K, each CTA stores the output slice that it reduced.
+// A warp holds 16 columns of y. With g = lane / 4 and t = lane % 4, a thread holds columns g and g
+// + 8 of them, in rows 2t and 2t + 1 of every group of 8 rows. In a gated tile the first warpgroup
+// holds the left halves, receives the right halves from the second warpgroup and applies the gate.
+// If a cluster splits the K of the tile, each CTA stores the output slice that it reduced.
 template <typename T, int kTile, bool kGated>
 class Sm90SwapAbEpilogue {
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
-  static constexpr int kValues = kT.block_n / 2;  // of a thread
+  static constexpr int kValues = kT.block_n / 2;  // of one thread
   static constexpr int kConsumerThreads = Sm90Tile::kConsumerThreads;
 
  public:
@@ -28,7 +28,7 @@ class Sm90SwapAbEpilogue {
   static constexpr bool kLoadsRows = false;
   static constexpr bool kLoadsBias = false;
 
-  // s_staging holds 128 threads' values.
+  // s_staging holds the values of 128 threads.
   __device__ __forceinline__ Sm90SwapAbEpilogue(const Sm90Params& p, char* s_staging, float*,
                                                 int warpgroup)
       : p_(p.gemm), s_right_(reinterpret_cast<float*>(s_staging)), warpgroup_(warpgroup) {
@@ -41,7 +41,7 @@ class Sm90SwapAbEpilogue {
   __device__ __forceinline__ void set_output_slice(Sm90OutputSlice slice) { slice_ = slice; }
 
   __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int) const {
-    constexpr int kColumns = kGated ? kT.block_m / 2 : kT.block_m;  // of y
+    constexpr int kColumns = kGated ? kT.block_m / 2 : kT.block_m;  // columns of y
     const GemmEpilogue& e = p_.epilogue;
     auto& v = acc[0];
     const int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
@@ -101,7 +101,7 @@ class Sm90SwapAbEpilogue {
     });
   }
 
-  // at(row, column) is the address of an element.
+  // Stores the values of this CTA's output slice. at(row, column) is the address of an element.
   template <typename At>
   __device__ __forceinline__ void store(const float (&v)[kValues], int64_t row, int64_t first,
                                         const At& at) const {

@@ -1,4 +1,4 @@
-// The tiles of the engine on wgmma and TMA, for Hopper. Pure host code.
+// The tiles of the engine on wgmma and TMA, for Hopper. This is pure host code.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +9,9 @@
 
 namespace torchweld {
 
-// The engine multiplies 16-bit values and TF32. fp32 operands must be K-major. For TF32, TMA rounds
-// while loading; MN-major operands are transposed first. For exact fp32, operands.cu first writes
-// three bf16 terms a value.
+// wgmma multiplies 16-bit values and TF32. fp32 operands must be K-major. For TF32, TMA rounds
+// while it loads, and operands.cu first transposes MN-major operands. For exact fp32, operands.cu
+// first writes each value as three bf16 terms.
 constexpr int sm90_elem_bytes(GemmMath math) { return math == GemmMath::kTf32 ? 4 : 2; }
 constexpr int bf16x3_terms(GemmMath math) { return math == GemmMath::kFloat32 ? 3 : 1; }
 constexpr bool sm90_needs_k_major(GemmMath math) { return gemm_elem_size(math) == 4; }
@@ -24,7 +24,7 @@ constexpr int64_t sm90_k_blocks(const GemmProblem& p) {
   return divide_up(p.k, sm90_block_k(p.math));
 }
 
-// The rows of kSm90Tiles, by which csrc/instantiations.py names its kernels.
+// The indices of kSm90Tiles. csrc/instantiations.py names the kernels by them.
 enum Sm90TileIndex : int {
   kPingPong128x128Cluster2,
   kPingPong128x128,
@@ -35,44 +35,50 @@ enum Sm90TileIndex : int {
   kBf16x3Cooperative128x128
 };
 
-// A CTA has a producer warp and two consumer warpgroups. In ping-pong each warpgroup has a tile of
-// its own and runs its epilogue while the other one multiplies; in cooperative tiles the warpgroups
-// share one tile. A swap_ab tile is one of the transposed product b @ a^T, for few rows of a.
+// A CTA has a producer warp and two consumer warpgroups. In ping-pong tiles each warpgroup computes
+// its own tile and runs its epilogue while the other warpgroup multiplies. In cooperative tiles the
+// warpgroups share one tile. A swap_ab tile is a tile of the transposed product b @ a^T, for few
+// rows of a.
 struct Sm90Tile {
   Sm90TileIndex index;
-  int block_m, block_n;  // of the wgmma operands; the one of b's rows counts both gated halves
+  int block_m, block_n;  // of wgmma's operands; rows of b count both halves of a gated product
   int stages;            // of the pipeline in shared memory
-  int cluster;           // CTAs, one below the other, that multicast their loads of b
+  int cluster;  // CTAs, whose tiles lie below each other and which multicast their loads of b
   bool pingpong;
-  int boxes;  // of results of each warp that TMA stores at a time; swap_ab tiles have none
-  // Microseconds, measured on an H200 (tiles of clusters on an H100): of a k-block of the mainloop;
-  // of a tile beside its k-blocks, and how much an activation adds to that (in ping-pong the other
-  // tile's mainloop hides the rest); of stream-K, and of each partial of a tile.
+  int boxes;  // the boxes of results that each warp keeps for TMA stores; 0 for swap_ab tiles
+  // Times in microseconds, measured on an H200 (tiles of clusters: on an H100). k_block_us is the
+  // time of a k-block of the mainloop, tile_us the time of a tile without its k-blocks.
+  // pointwise_us is what an activation adds to tile_us; in ping-pong the mainloop of the other tile
+  // hides the rest. stream_us is the time of stream-K, partial_us that of each partial of a tile.
   float k_block_us, tile_us, pointwise_us, stream_us, partial_us;
-  bool fp32 = false;  // a tile of kFloat32, which has two sets of accumulators
+  bool fp32 = false;  // a tile for kFloat32, which needs two sets of accumulators
 
   static constexpr int kWarpgroups = 2, kConsumerThreads = 128 * kWarpgroups;
   static constexpr int kThreads = 128 + kConsumerThreads;
 
-  // How many 64-row wgmmas cover a warpgroup's rows of a tile.
+  // How many wgmmas of 64 rows cover a warpgroup's rows of a tile.
   constexpr int wgmma_m_tiles() const { return block_m / 64 / (pingpong ? 1 : kWarpgroups); }
-  // Columns of a box: 128 bytes of a row, or 64 where block_n is no multiple of that.
+  // The columns of a box: 128 bytes of a row, or 64 bytes if block_n is not a multiple of 64
+  // columns.
   constexpr int box_columns(int elem_bytes) const {
     return elem_bytes == 2 && block_n % 64 == 0 ? 64 : 32;
   }
   constexpr int stage_bytes() const { return (block_m + block_n) * kKBlockBytes; }
   constexpr int box_bytes() const { return 16 * box_columns(2) * 2; }
   constexpr bool swap_ab() const { return boxes == 0; }
-  // The boxes of all warps; of a swap_ab tile, the right halves of the gated results.
+  // The bytes of the boxes of all warps. In a swap_ab tile the staging holds the right halves of
+  // gated results instead.
   constexpr int staging_bytes() const {
     return swap_ab() ? 64 * block_n * 4 : 8 * boxes * box_bytes();
   }
-  // The stages and their barriers, the staging and the bias of two tiles, in whole KiB.
+  // The bytes of the stages and their barriers, of the staging and of the bias of two tiles,
+  // rounded up to whole KiB.
   constexpr int shared_bytes() const {
     const int bytes = stages * (stage_bytes() + 16) + staging_bytes() + kWarpgroups * block_n * 4;
     return (bytes + 1023) / 1024 * 1024;
   }
-  // Tiles of all clusters, for m rows of a and `width` rows of b. A cluster counts as one tile.
+  // The tile rows and tile columns of a product with m rows of a and `width` rows of b. The tiles
+  // of one cluster count as one tile.
   constexpr int64_t tiles_m(int64_t m, int64_t width) const {
     const int64_t rows = int64_t{block_m} * cluster;
     return ((swap_ab() ? width : m) + rows - 1) / rows;
@@ -83,17 +89,17 @@ struct Sm90Tile {
   constexpr int64_t tiles(const GemmProblem& p) const {
     return tiles_m(p.m, p.width()) * tiles_n(p.m, p.width()) * p.batch;
   }
-  // How many CTAs of a cluster may split the K of one tile. Each finishes at least four of every
-  // thread's values.
+  // How many CTAs of a cluster may split the K of one tile. Each CTA must finish at least four
+  // values of every thread.
   constexpr int max_split_cluster() const { return swap_ab() ? block_n / 8 : 1; }
-  // How many warpgroups of a CTA share one tile.
+  // How many warpgroups of a CTA compute one tile together.
   constexpr int warpgroups_per_tile() const { return pingpong ? 1 : kWarpgroups; }
-  // Whether there are kernels of this tile for the operands' dtype.
+  // Whether this tile has kernels for the dtype of the operands.
   constexpr bool supports_dtype(GemmMath math) const {
     if (math == GemmMath::kTf32) return !fp32 && !swap_ab() && block_n % 64 == 0;
     return fp32 == (math == GemmMath::kFloat32);
   }
-  // Why there is no kernel of this tile for a layout; null where there is one.
+  // Why this tile has no kernel for a layout, or null if it has one.
   constexpr const char* unsupported_reason(bool a_k_major, bool b_k_major, bool gated) const {
     if (swap_ab()) {
       return a_k_major ? nullptr : "swap_ab tiles need a K-major first operand";
@@ -107,14 +113,14 @@ struct Sm90Tile {
     if (gated && !a_k_major) return "a gated product needs a K-major first operand";
     return nullptr;
   }
-  // Whether it has kernels that also sum a's rows. The operands have the layout of a weight's
-  // gradient, dy^T @ x, where the sums are the bias's gradient.
+  // Whether this tile has kernels that also sum the rows of a. These kernels exist for the layout
+  // of a weight gradient, dy^T @ x, where the sums are the gradient of the bias.
   constexpr bool supports_dbias(GemmMath math, bool a_k_major, bool b_k_major, bool gated) const {
     return !swap_ab() && !gated && !a_k_major && !b_k_major && !sm90_needs_k_major(math) &&
            unsupported_reason(a_k_major, b_k_major, gated) == nullptr;
   }
-  // NOTE: the tensor cores' additions round towards zero. A sum of values of one sign over more
-  // than kMaxKBlocks k-blocks would lose a digit of 16 bits.
+  // NOTE: tensor cores truncate when they add. If a sum of values of one sign went over more than
+  // kMaxKBlocks k-blocks, it would lose a digit that a 16-bit result has.
   constexpr bool supports_dbias(const GemmProblem& p) const {
     constexpr int64_t kMaxKBlocks = 2048;
     return p.batch == 1 && supports_dbias(p.math, p.a_k_major, p.b_k_major, p.gated) &&
@@ -143,23 +149,24 @@ constexpr bool sm90_tiles_are_in_order() {
 }
 static_assert(sm90_tiles_are_in_order());
 
-// The stream-K tiles: their k-blocks are distributed evenly over all workers, so that no worker is
-// idle during the last round. Source: M. Osama et al., "Stream-K", 2023.
+// The stream-K part of the schedule: the k-blocks of `tiles` tiles are distributed evenly over all
+// workers, so that no worker is idle during the last round. Source: M. Osama et al., "Stream-K",
+// 2023.
 struct Sm90Stream {
   int64_t tiles = 0, workers = 1;
-  int split_cluster = 1;  // workers of a cluster that split the K of one tile
+  int split_cluster = 1;  // how many workers of a cluster split the K of one tile
 };
 
-// The stream-K schedule of a product. It covers the tiles of the last round, which are too few for
-// all workers, and of the round before.
+// Returns the stream-K schedule of a product. Stream-K covers the tiles of the last round, in which
+// there are fewer tiles than workers, and those of the round before.
 inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t k_blocks,
                               const DeviceFacts& device, bool streams) {
-  constexpr int64_t kMinKBlocks = 4;  // of a worker
+  constexpr int64_t kMinKBlocks = 4;  // per worker
   const int64_t workers = device.max_active_clusters(tile.cluster), last = tiles % workers;
   if (!streams || last == 0) return {0, std::min(tiles, workers)};
   if (tiles > workers) return {last + workers, workers};
   const int64_t max_workers = std::clamp<int64_t>(tiles * k_blocks / kMinKBlocks, 1, workers);
-  // In longer k-ranges the CTAs of a cluster drift apart and wait for each other.
+  // If the k-ranges are longer, the CTAs of a cluster drift apart and wait for each other.
   constexpr int64_t kMaxSplitClusterKBlocks = 32;
   for (const int split_cluster : {8, 4, 3, 2}) {
     if (!device.clusters || split_cluster > tile.max_split_cluster()) continue;
@@ -168,22 +175,23 @@ inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t k_blo
     if (k_blocks <= kMaxSplitClusterKBlocks * split_cluster)
       return {tiles, split_cluster * tiles, split_cluster};
   }
-  // If possible, no worker has k-blocks of two tiles.
+  // If possible, choose the number of workers so that no worker has k-blocks of two tiles.
   int64_t splits = max_workers / tiles;
   while (splits > 1 && k_blocks % splits != 0) --splits;
   return {tiles, splits > 1 ? splits * tiles : max_workers};
 }
 
-// The floats of all workers' partials.
+// The number of floats of all workers' partials.
 inline int64_t sm90_workspace_floats(const GemmProblem& p, const Sm90Tile& tile) {
   const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), sm90_k_blocks(p), p.device, true);
   if (stream.tiles == 0) return 0;
-  const int dbias_columns = tile.supports_dbias(p) ? 8 : 0;  // of a wgmma with N = 8
+  // The sums of a's rows come from a wgmma with N = 8.
+  const int dbias_columns = tile.supports_dbias(p) ? 8 : 0;
   return stream.workers * tile.cluster * tile.block_m * (tile.block_n + dbias_columns);
 }
 
 inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool streams) {
-  constexpr int64_t kMaxSize = (int64_t{1} << 31) - 512;  // coordinates are counted in 32 bits
+  constexpr int64_t kMaxSize = (int64_t{1} << 31) - 512;  // TMA coordinates have 32 bits
   if (!p.device.wgmma || !p.device.tma) return "the GPU, or the code built for it, has no wgmma";
   if (!tile.supports_dtype(p.math)) {
     return tile.fp32 ? "the tile is only for float32, which has two sets of accumulators"
@@ -212,44 +220,44 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool str
   return grid_fits(tiles) ? Refusal() : "more than 2^31 - 1 tiles";
 }
 
-// A model of the time: the rounds of the busiest SM, without the launch and the first loads, which
-// are the same for every engine.
+// Estimates the time of the rounds of the busiest SM. The launch and the first loads are left out,
+// because they are the same for every engine.
 inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool streams) {
   const double k_blocks = static_cast<double>(sm90_k_blocks(p));
   const double beside_us = tile.tile_us + (p.pointwise ? tile.pointwise_us : 0);
   const double tile_us = k_blocks * tile.k_block_us + beside_us;
   const double columns = static_cast<double>(p.k) * static_cast<double>(p.batch);
-  const double elems = static_cast<double>(p.m + p.width()) * columns;  // of the operands
+  const double elems = static_cast<double>(p.m + p.width()) * columns;  // of both operands
   const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), sm90_k_blocks(p), p.device, streams);
   const int64_t whole = tile.tiles(p) - stream.tiles;
   double us = static_cast<double>((whole + stream.workers - 1) / stream.workers) * tile_us;
   if (stream.tiles > 0) {
     const double share = static_cast<double>(stream.tiles) / static_cast<double>(stream.workers);
     const double partials = std::max(1.0, 1 / share);
-    // CTAs at different k-blocks share no loads, which costs nothing while L2 holds the operands.
-    // They drift further apart when K is long: for (8192, 16384) x (16384, 4096) stream-K needs
-    // 1507 us, whole tiles 1403.
+    // CTAs that work at different k-blocks share no loads. This costs nothing while L2 holds the
+    // operands. The longer K is, the further the CTAs drift apart: (8192, 16384) x (16384, 4096)
+    // takes 1507 us with stream-K and 1403 us with whole tiles.
     constexpr double kL2Bytes = 50e6, kDrift = 0.0012, kShortSum = 64, kMaxDrift = 0.25;
     const double drift = std::clamp(kDrift * (k_blocks - kShortSum), 0.0, kMaxDrift);
     const double kBeyondL2 = tile.fp32 ? 1.45 : 1.12 + drift;
     const double bytes = elems * bf16x3_terms(p.math) * sm90_elem_bytes(p.math);
     const double k_block_us = tile.k_block_us * (bytes > kL2Bytes ? kBeyondL2 : 1);
-    // A tile of one k-block has no partials.
+    // If a tile has one k-block, no tile has partials.
     us += share * (k_blocks * k_block_us + beside_us) + std::max(0.0, 1 - share) * beside_us;
     constexpr double kClusterReduceUs = 1.5;
     us += stream.split_cluster > 1
               ? kClusterReduceUs
               : (tile.stream_us + tile.partial_us * partials) * (k_blocks - 1) / k_blocks;
   }
-  // During long products in sequence the GPU lowers its clock to limit its power. CTAs that share
-  // no loads draw more power, unless their tiles are half empty. Measured over 20 to 50 ms, as the
-  // layers of a model run.
+  // During a sequence of long products the GPU lowers its clock to limit its power. CTAs that share
+  // no loads draw more power, unless their tiles are half empty. This was measured over 20 to 50 ms
+  // of products, as in the layers of a model.
   constexpr double kLongUs = 20, kLonger = 1.1;
   const bool draws_power = !tile.swap_ab() && !tile.fp32 && p.width() >= tile.block_n;
   if (draws_power && tile.cluster == 1 && us > kLongUs) us *= kLonger;
-  // Ping-pong tiles load half as much again for each result as tiles of 256 columns, and draw more
-  // power. On an H100 4096^3 needs 201 us with them and 183 us with the wider tiles, and
-  // (8192, 4096, 16384) 1637 and 1397 us.
+  // For each result, ping-pong tiles load 1.5 times the bytes that tiles of 256 columns load, and
+  // they draw more power. On an H100 4096^3 takes 201 us with ping-pong tiles and 183 us with the
+  // wider tiles; (8192, 4096, 16384) takes 1637 us and 1397 us.
   constexpr double kPingPongLongUs = 100;
   if (draws_power && tile.pingpong && us > kPingPongLongUs) us *= kLonger;
   const double written =

@@ -1,5 +1,5 @@
-// The end of a work tile: a warp's accumulators go through shared memory, where they become groups
-// of 8 in a row, to the epilogue, or into the workspace of a split product.
+// The end of a work tile. The accumulators of each warp go through shared memory, where they become
+// groups of 8 contiguous columns. These go to the epilogue or, if K is split, to the workspace.
 #pragma once
 
 #include "gemm/element.cuh"
@@ -8,14 +8,16 @@
 
 namespace torchweld {
 
-// The position of 4-float chunk c of a row in a warp's staging.
-// NOTE: neither the fragments' 8-byte writes nor reads of every other chunk have bank conflicts.
+// The swizzled position of 4-float chunk c of a row in a warp's staging memory.
+// NOTE: with this swizzle neither the 8-byte writes of fragments nor the reads of every second
+// chunk have bank conflicts.
 template <int kColumns>
 __device__ __forceinline__ int staged_chunk(int row, int c) {
   return c ^ (row & 3) << 1 ^ (row * (kColumns / 4) + c) / 8 % 2;
 }
 
-// Stores groups of sums, in GroupWriter's order, in the workspace of a split product.
+// Stores groups of sums in the split-K workspace. The groups are in the order of
+// GroupWriter::write.
 template <int kGroups>
 __device__ __forceinline__ void store_split(const GemmParams& p, const WorkTile& work, int64_t row,
                                             int row_step, int rows, int64_t column,
@@ -31,20 +33,23 @@ __device__ __forceinline__ void store_split(const GemmParams& p, const WorkTile&
   }
 }
 
-// Writes a warp's accumulators to y or to the workspace, through 16 rows of shared memory.
+// Writes the accumulators of a warp to y or to the workspace. 16 rows at a time pass through shared
+// memory.
 template <GemmMath kMath, int kTile, int kM, int kN>
 __device__ __forceinline__ void finish(float (&acc)[kM][kN][4], const GemmParams& p,
                                        const WorkTile& work, float* s_staging) {
   using T = ElementOf<kMath>;
   constexpr SyncTile kT = kSyncTiles[kTile];
   constexpr int kColumns = kT.warp_n();
-  constexpr int kGroups = 16 * kColumns / 32 / kGroup;  // of 8 sums that a thread handles at once
+  // Groups of 8 sums that a thread handles at once.
+  constexpr int kGroups = 16 * kColumns / 32 / kGroup;
   const int thread = fresh_thread();
   const int lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
   const int warp_m = warp % kT.warps_m, warp_n = warp / kT.warps_m;
   float* s_sums = s_staging + warp * 16 * kColumns;
   const bool gated = p.epilogue.gated, split = p.choice.splits > 1;
-  // A thread has 8 columns of rows `row_step` apart, or 8 left and 8 right ones.
+  // A thread handles 8 columns of rows that lie `row_step` apart; in a gated product 8 left columns
+  // and the 8 right ones.
   constexpr int kLanes = kColumns / 8;
   const int row_in = gated ? lane / (kLanes / 2) : lane / kLanes;
   const int column_in = gated ? lane % (kLanes / 2) * kGroup : lane % kLanes * kGroup;
@@ -90,7 +95,8 @@ __device__ __forceinline__ void finish(float (&acc)[kM][kN][4], const GemmParams
       writer.write(row, row_step, rows, v);
     }
     rows_left -= 16;
-    // NOTE: the loop is not unrolled, because its code is long; the next accumulators move up.
+    // NOTE: the loop over i is not unrolled, because its code is long. Instead, the next
+    // accumulators move to the front of acc.
 #pragma unroll
     for (int next = 1; next < kM; ++next) {
 #pragma unroll

@@ -1,21 +1,20 @@
-// y = epilogue(a @ b^T) on the tensor cores of sm_80 and newer.
+// Computes y = epilogue(a @ b^T) on the tensor cores of sm_80 and newer.
 //
-// A persistent block computes one work tile after the other: a tile of y and one split of K. Its
-// pipeline has `stages` stages, filled by cp.async with one k-block each; in the mainloop every
-// warp multiplies its rows and columns of the tile with mma.sync. The accumulators go through
-// shared memory, 16 rows of a warp at a time, so that each thread ends with 8 contiguous columns of
-// a row and stores 16 bytes. Meanwhile the next work tile's first k-blocks arrive in the other
-// stages, which took a third off a product with K = 768: linear (8192, 768, 3072). Work tiles are
-// scheduled in bands of kBandRows rows, so that the blocks in flight cover a square of y and share
-// operands in L2.
+// A persistent block computes a sequence of work tiles. A work tile is a tile of y and one split of
+// K. cp.async fills the `stages` stages of the pipeline with one k-block each. In the mainloop
+// every warp multiplies its rows and columns of the tile with mma.sync. The accumulators go through
+// shared memory, 16 rows of a warp at a time, so that each thread receives 8 contiguous columns of
+// a row and stores 16 bytes. Meanwhile the first k-blocks of the next work tile arrive in the other
+// stages, which made linear (8192, 768, 3072) a third faster. Work tiles are scheduled in bands of
+// kBandRows rows, so that the running blocks cover a square of y and share operands in L2.
 //
-// The mainloop is left to the compiler's schedule: fewer address instructions, or ldmatrix spread
-// evenly between the multiplications, were 4 to 6 % slower on linear (4096, 4096, 4096) bfloat16.
+// The compiler schedules the instructions of the mainloop. Variants with fewer address
+// instructions, or with ldmatrix spread evenly between the mma instructions, were 4 to 6 % slower
+// on linear (4096, 4096, 4096) bfloat16.
 //
-// fp32 operands are split into three bf16 terms each, whose six products need as many instructions
-// as three of TF32 and are exact (device/mma_sync.cuh): linear (4096, 4096, 4096) float32. A block
-// that meets inf, NaN or a value that rounds to inf computes its work tile again with
-// kHandlesNonFinite.
+// Each fp32 operand is split into three bf16 terms. Their six products need as many instructions as
+// three TF32 products and are exact (device/mma_sync.cuh). If a block meets inf, NaN or a value
+// that rounds to inf, it computes its work tile again with kHandlesNonFinite.
 #pragma once
 
 #include <type_traits>
@@ -29,11 +28,11 @@
 
 namespace torchweld {
 
-// The index of one of a k-block's kParts parts, as a compile-time constant.
+// The index of one of the kParts parts of a k-block, as a compile-time constant.
 template <int kIndex>
 using Part = std::integral_constant<int, kIndex>;
 
-// A slice of a warp's operands: (kM * 16, slice) of a and (kN * 8, slice) of b.
+// A slice along K of a warp's operands: kM * 16 rows of a and kN * 8 rows of b.
 template <int kM, int kN>
 struct Slice {
   uint32_t a[kM][4], b[kN / 2][4];
@@ -55,10 +54,10 @@ struct OperandB {
   static constexpr bool is_a = false;
 };
 
-// acc += a @ b^T for two slices of fp32, as one slice of 16-bit terms: the depths t and t + 4 of a
-// slice become 2t and 2t + 1, because K may have any order that is the same for a and b.
-// kHandlesNonFinite admits inf, NaN and what rounds to inf; without it `check` becomes NaN at them.
-// read(r, operand, i, second) reads 16 rows of the first or second slice.
+// Computes acc += a @ b^T for two fp32 slices as one slice of 16-bit terms. Elements t and t + 4 of
+// a slice become elements 2t and 2t + 1: K may have any order, as long as a and b have the same
+// order. kHandlesNonFinite admits inf, NaN and values that round to inf; without it, such values
+// set `check` to NaN. read(r, operand, i, second) reads 16 rows of the first or the second slice.
 template <bool kHandlesNonFinite, int kM, int kN, class Read>
 __device__ __forceinline__ void multiply_split(float (&acc)[kM][kN][4], const Read& read,
                                                float& check) {
@@ -73,7 +72,7 @@ __device__ __forceinline__ void multiply_split(float (&acc)[kM][kN][4], const Re
       a[i].set(2 * second + 1, r[1], r[3], check);
     }
   }
-  uint32_t raw[2][4];  // of two n8 tiles
+  uint32_t raw[2][4];  // two n8 tiles of b
 #pragma unroll
   for (int j = 0; j < kN; ++j) {
     const int at = j % 2 * 2;
@@ -89,7 +88,7 @@ __device__ __forceinline__ void multiply_split(float (&acc)[kM][kN][4], const Re
   }
 }
 
-// acc += a @ b^T for one slice of 16-bit values or TF32.
+// Computes acc += a @ b^T for one slice of 16-bit values or TF32.
 template <GemmMath kMath, int kM, int kN>
 __device__ __forceinline__ void multiply(float (&acc)[kM][kN][4], const Slice<kM, kN>& slice) {
   using T = ElementOf<kMath>;
@@ -119,7 +118,7 @@ __device__ __forceinline__ void multiply(float (&acc)[kM][kN][4], const Slice<kM
   }
 }
 
-// Loads the operands of a work tile into the ring.
+// Loads the operands of a work tile into the ring of stages.
 template <GemmMath kMath, int kTile, bool kAKMajor, bool kBKMajor>
 class OperandLoader {
   using T = ElementOf<kMath>;
@@ -133,7 +132,7 @@ class OperandLoader {
 
   __device__ __forceinline__ int k_blocks() const { return k_blocks_; }
 
-  // Loads parts of the next k-block into a stage of the ring.
+  // Loads the given parts of the next k-block into a stage of the ring.
   template <class... Parts>
   __device__ __forceinline__ void load(uint32_t s_stage, Parts...) {
     (a_.template load<Parts::value>(s_stage), ...);
@@ -180,8 +179,8 @@ class OperandLoader {
   TileLoader<T, kT.block_n, kT.threads(), kBKMajor> b_;
 };
 
-// acc = a @ b^T for a warp's rows and columns of the work tile that `loader` has started. Returns
-// NaN where it must be computed again with kHandlesNonFinite.
+// Computes acc = a @ b^T for a warp's rows and columns of the work tile whose first loads `loader`
+// has issued. Returns NaN if the tile must be computed again with kHandlesNonFinite.
 template <GemmMath kMath, int kTile, bool kAKMajor, bool kBKMajor, bool kHandlesNonFinite, int kM,
           int kN>
 __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],
@@ -190,9 +189,11 @@ __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],
   using T = ElementOf<kMath>;
   constexpr SyncTile kT = kSyncTiles[kTile];
   constexpr int kStages = kT.stages, kBytesA = kT.block_m * kKBlockBytes;
-  // A slice is read while the one before is multiplied, except where registers are short.
+  // The warp reads the next slice while it multiplies the current one. fp32 has too few registers
+  // for that.
   constexpr bool kAhead = kMath != GemmMath::kFloat32;
-  // NOTE: which of the two spills is the compiler's whim; kernel-check tells.
+  // NOTE: whether threadIdx.x or fresh_thread() leads to spills depends on the compiler; make
+  // kernel-check reports it.
   constexpr bool kFresh = sizeof(T) == 4 && kT.blocks_per_sm < 3;
   const int thread = kFresh ? fresh_thread() : threadIdx.x;
   const int lane = thread % 32, warp = thread / 32;
@@ -208,7 +209,7 @@ __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],
   };
 
   const int k_blocks = loader.k_blocks();
-  // Waits until the next k-block has arrived and every warp has read the one before.
+  // Waits until the next k-block has arrived and every warp has read the previous one.
   const auto advance = [] {
     copy_async_wait<kStages - 2>();
     __syncthreads();
@@ -257,7 +258,7 @@ __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],
           }
         };
         multiply_split<kHandlesNonFinite>(acc, read_one, check);
-        __syncwarp();  // NOTE: without it the compiler mixes two iterations and spills
+        __syncwarp();  // NOTE: without this the compiler mixes two iterations and spills
       }
       advance();
     }
@@ -265,7 +266,7 @@ __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],
     stage = next;
   }
   copy_async_wait<0>();
-  __syncthreads();  // the ring's memory is free
+  __syncthreads();  // all warps have read the ring, so its memory may be reused
   return check;
 }
 
@@ -307,18 +308,19 @@ void launch_sync_kernel(const GemmParams& p, cudaStream_t stream) {
   const auto kernel = sync_gemm_kernel<kMath, kTile, kAKMajor, kBKMajor>;
   const int64_t width = p.epilogue.gated ? 2 * p.n : p.n;
   const int64_t tiles_m = (p.m + kT.block_m - 1) / kT.block_m;
-  // NOTE: a gated tile's halves both end at n, so that tiles are counted in columns of y.
+  // NOTE: both halves of a gated tile end at n, so the tiles are counted in columns of y.
   const int64_t tiles_n = (width + kT.block_n - 1) / kT.block_n;
   const int64_t at_once = int64_t{kT.blocks_per_sm} * device_facts().sms;
   const int64_t band_tiles = std::min(tiles_m, int64_t{kBandRows / kT.block_m});
   const GemmSchedule grid(tiles_m, tiles_n, p.choice.splits, p.batch, band_tiles);
-  // NOTE: few rounds of items are left to the hardware, which spreads the last one better.
+  // NOTE: if there are only a few rounds of work items, each item is a block, because the
+  // hardware's scheduler distributes the last round better.
   constexpr int kFewRounds = 3;
   const int64_t blocks = grid.items < kFewRounds * at_once ? int64_t{grid.items} : at_once;
   launch_kernel(kernel, {blocks, kT.threads(), kT.shared_bytes()}, stream, p, grid);
 }
 
-// The four layouts of one tile.
+// Launches the kernel for one of the four layouts of a tile.
 template <GemmMath kMath, int kTile>
 void launch_sync_tile(const GemmParams& p, cudaStream_t stream) {
   const bool a_k_major = p.a.k_stride == 1, b_k_major = p.b.k_stride == 1;

@@ -8,7 +8,7 @@ template <GemmMath kMath>
 void launch_sync_math(const GemmParams& params, cudaStream_t stream) {
   switch (kSyncTiles[params.choice.tile].size()) {
     case SyncSize::kLarge:
-      // No tile of kFloat32 is large.
+      // kFloat32 has no large tile.
       if constexpr (kMath != GemmMath::kFloat32) {
         launch_sync_size<kMath, SyncSize::kLarge>(params, stream);
       }

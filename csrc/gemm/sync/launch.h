@@ -1,4 +1,4 @@
-// Launches the kernel on mma.sync for a product. Torch-free.
+// The launcher of the matmul on mma.sync. This header does not use torch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,7 +9,7 @@ namespace torchweld {
 
 void launch_sync_gemm(const GemmParams& params, cudaStream_t stream);
 
-// Launches a kernel of one tile size and dtype; csrc/instantiations.py has the instantiations.
+// Launches a kernel of one tile size and dtype. csrc/instantiations.py lists the instantiations.
 template <GemmMath kMath, SyncSize kSize>
 void launch_sync_size(const GemmParams& params, cudaStream_t stream);
 

@@ -1,10 +1,10 @@
-// Loads of operand tiles from global memory into the ring, and of fragments from the ring.
+// Loads operand tiles from global memory into the ring, and fragments from the ring.
 //
-// A tile has kRows rows (M or N) of one k-block. Its layout in shared memory depends on which of
-// the two is contiguous in global memory:
+// A tile has kRows rows (M or N) of one k-block. Its layout in shared memory depends on which dim
+// is contiguous in global memory:
 //   K-major   [row][k], 128 bytes a row; 16-byte chunk c of row r lies at c ^ (r % 8)
 //   MN-major  [k][row]; chunk c of column k lies at c ^ (k % 8), for fp32 at c ^ (k % 4 * 2)
-// so that ldmatrix (and the 4-byte reads of MN-major fp32) touch every bank once.
+// With this swizzle, ldmatrix and the 4-byte reads of MN-major fp32 access every bank once.
 #pragma once
 
 #include "device/mma_sync.cuh"
@@ -12,8 +12,8 @@
 
 namespace torchweld {
 
-// The operand's row for row r of the tile. In a gated product every other group of 8 rows of b
-// comes from the right half, so that one warp has both halves of a column.
+// Maps row r of the tile to a row of the operand. In a gated product every second group of 8 rows
+// of b comes from the right half, so that one warp holds both halves of a column.
 struct RowOrder {
   bool gated;
   __device__ __forceinline__ int64_t column(int r) const {
@@ -23,30 +23,32 @@ struct RowOrder {
 };
 
 struct TileSource {
-  const char* data;    // of this batch
-  int64_t row_bytes;   // from one row to the next; of interleaved halves two rows
-  int64_t k_bytes;     // from one column of K to the next
-  int64_t half_bytes;  // from a row of the left half to its partner
-  int64_t first_row;   // of this block
-  int64_t rows;        // there are
+  const char* data;    // start of this batch
+  int64_t row_bytes;   // from one row to the next; two rows further if the halves are interleaved
+  int64_t k_bytes;     // from one element of K to the next
+  int64_t half_bytes;  // from a row of the left half to the same row of the right half
+  int64_t first_row;   // first row of this block
+  int64_t rows;        // number of rows of the operand
   RowOrder order;
 };
 
-// A k-block's loads are issued in this many parts, between the multiplications of another one.
+// The loads of a k-block are issued in kParts parts, between the multiplications of an earlier
+// k-block.
 constexpr int kParts = 4;
 
-// Loads one thread's 16-byte chunks into the ring.
+// Issues the 16-byte loads of one thread into the ring.
 template <typename T, int kRows, int kThreads, bool kKMajor>
 class TileLoader {
   static constexpr int kChunkElems = 16 / sizeof(T);
   static constexpr int kBlockK = kKBlockBytes / sizeof(T);
-  // The tile's extents in chunks along its contiguous dim and in elements along its strided one,
-  // which is M or N where K-major and K otherwise.
+  // The tile's extent along its contiguous dim in chunks, and along the other dim in elements. The
+  // other dim is M or N if the operand is K-major, else K.
   static constexpr int kContiguousChunks = kKMajor ? 8 : kRows / kChunkElems;
   static constexpr int kStrided = kKMajor ? kRows : kBlockK;
   static constexpr int kStridedStep = kThreads / kContiguousChunks;
   static constexpr int kLoads = kStrided / kStridedStep;
-  // All of a thread's chunks have the same swizzle.
+  // All chunks of a thread have the same swizzle, because their rows lie a multiple of this period
+  // apart.
   static constexpr int kSwizzlePeriod = kKMajor || sizeof(T) == 2 ? 8 : 4;
   static_assert(kThreads % kContiguousChunks == 0 && kStrided % kStridedStep == 0 && kLoads <= 32);
   static_assert(kStridedStep % (kKMajor ? 16 : kSwizzlePeriod) == 0);
@@ -77,7 +79,8 @@ class TileLoader {
     s_offset_ = strided * kContiguousChunks * 16 + ((chunk ^ swizzle) << 4);
   }
 
-  // Loads part kPart of the next k-block into a stage of the ring. Parts are loaded in order.
+  // Loads part kPart of the next k-block into a stage of the ring. The parts must be loaded in
+  // order.
   template <int kPart>
   __device__ __forceinline__ void load(uint32_t s_stage) {
     constexpr int kFirst = kPart * kLoads / kParts, kLast = (kPart + 1) * kLoads / kParts;
@@ -98,26 +101,28 @@ class TileLoader {
  private:
   const char* from_;  // this thread's next chunk
   int64_t stride_bytes_,
-      wrap_bytes_;  // from chunk to chunk, and from behind the last to the next k-block
-  int k_left_;      // of this thread's first chunk, in elements
+      wrap_bytes_;  // to the next chunk, and from the end of a k-block to the start of the next
+  int k_left_;      // elements of K that remain from this thread's first chunk on
   uint32_t valid_ = 0;
   uint32_t s_offset_;
 };
 
-// Reads fragments of one k-slice (16 16-bit or 8 fp32 columns: two chunks) of a warp's rows, which
-// start at a multiple of 32. Every address is an offset plus (lane's swizzle ^ constant).
+// Reads the fragments of one slice along K (16 16-bit or 8 fp32 elements: two chunks) of a warp's
+// rows. The rows start at a multiple of 32. Every address is an offset plus (the lane's swizzle ^ a
+// constant).
 template <typename T, int kRows, bool kKMajor>
 class FragmentReader {
   static constexpr int kSharedRowBytes = kKMajor ? 128 : kRows * int(sizeof(T));
-  static constexpr bool kMatrix = kKMajor || sizeof(T) == 2;  // ldmatrix can load it
+  static constexpr bool kMatrix = kKMajor || sizeof(T) == 2;  // ldmatrix can load the fragment
 
  public:
-  // kForA: fragments as mma's A; otherwise two of mma's B, r[0..1] and r[2..3].
+  // If kForA, the four registers are a fragment of mma's A operand. Otherwise r[0..1] and r[2..3]
+  // are two fragments of mma's B operand.
   template <bool kForA>
   static __device__ __forceinline__ FragmentReader make(int lane, int first_row) {
     const int q = lane >> 3, in = lane & 7, g = lane >> 2, t = lane & 3;
-    // The offset of a lane in ldmatrix's four 8 x 8 blocks: 8 rows further, or the slice's second
-    // chunk.
+    // ldmatrix loads four 8 x 8 blocks. row_bit selects the 8 rows of a lane's block, k_bit its
+    // chunk in the slice.
     const int row_bit = kForA ? q & 1 : q >> 1, k_bit = kForA ? q >> 1 : q & 1;
     FragmentReader reader;
     if constexpr (kKMajor) {
@@ -133,7 +138,7 @@ class FragmentReader {
     return reader;
   }
 
-  // Loads (16 rows, slice) from row 16 * i of the warp's rows on.
+  // Loads 16 rows by one slice. The first of the rows is row 16 * i of the warp.
   template <bool kForA>
   __device__ __forceinline__ void load(uint32_t (&r)[4], uint32_t s_tile, int i, int slice) const {
     if constexpr (kKMajor) {

@@ -1,4 +1,4 @@
-// The tiles of the engine on mma.sync, for sm_80 and newer. Pure host code.
+// The tiles of the engine on mma.sync, for sm_80 and newer. This is pure host code.
 #pragma once
 
 #include <algorithm>
@@ -8,20 +8,21 @@
 
 namespace torchweld {
 
-// Kernels whose tiles have different sizes are compiled in different files.
+// Each size of tiles is compiled in a file of its own.
 enum class SyncSize : int8_t { kLarge, kMedium, kSmall };
 
 struct SyncTile {
-  int block_m, block_n;  // of the product; in a gated one block_n counts both halves
+  int block_m, block_n;  // of the product; block_n counts both halves of a gated product
   int warps_m, warps_n;
   int stages;  // of the pipeline in shared memory
   int blocks_per_sm;
-  float rate;        // of the tensor cores, with the SM full; measured against the first tile
-  float rate_alone;  // with one block on the SM
-  // The time of a tile beside its k-blocks, in k-blocks: of its start and stores, and of an
-  // activation or a gate. Less where blocks of an SM hide each other's.
+  float rate;        // tensor-core throughput of a full SM, relative to the first tile
+  float rate_alone;  // throughput with one block on the SM
+  // The time of a tile without its mainloop, measured in k-blocks. fixed_k_blocks covers the start
+  // and the stores, pointwise_k_blocks an activation or a gate. Both are smaller for tiles with
+  // several blocks on an SM, which hide each other's time.
   float fixed_k_blocks, pointwise_k_blocks;
-  bool fp32;  // a tile of kFloat32, whose bf16 terms need registers
+  bool fp32;  // a tile for kFloat32, which leaves registers for the bf16 terms
 
   constexpr bool supports_dtype(GemmMath math) const {
     return fp32 == (math == GemmMath::kFloat32);
@@ -35,7 +36,7 @@ struct SyncTile {
   constexpr int warp_n() const { return block_n / warps_n; }
   constexpr int stage_bytes() const { return (block_m + block_n) * kKBlockBytes; }
   constexpr int shared_bytes() const { return stages * stage_bytes(); }
-  // Whether the pipeline's last stage holds 16 rows of every warp's accumulators at a time.
+  // Whether the last pipeline stage can hold 16 rows of every warp's accumulators.
   constexpr bool staging_fits() const {
     return warps_m * warps_n * 16 * warp_n() * 4 <= stage_bytes();
   }
@@ -74,9 +75,10 @@ inline Refusal sync_refusal(const GemmProblem& p, const SyncTile& tile, int spli
   return grid_fits(blocks) ? Refusal() : "more than 2^31 - 1 tiles";
 }
 
-// Source of the model: tensor-core time of the busiest SM, and the extra traffic of split sums.
+// Estimates the time: the tensor-core time of the busiest SM, plus the extra memory traffic of
+// split-K partials.
 inline double sync_seconds(const GemmProblem& p, const SyncTile& tile, int splits) {
-  constexpr double kMacsPerSecond = 0.9e12;  // of one SM, 16-bit
+  constexpr double kMacsPerSecond = 0.9e12;  // of one SM, with 16-bit operands
   constexpr double kBytesPerSecond = 3e12, kLaunchSeconds = 3e-6;
   const double slower = p.math == GemmMath::kFloat32 ? 4.2 : p.math == GemmMath::kTf32 ? 1.2 : 1;
   const int64_t tiles =
