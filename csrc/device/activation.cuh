@@ -1,5 +1,5 @@
-// The pointwise functions of the linear ops and their derivatives, in fp32. kExact selects
-// fp32-accurate exponentials and divisions, which results that are rounded to 16 bits don't need.
+// The activations and gates of the linear ops and their derivatives, in fp32. kExact selects
+// exponentials and divisions with fp32 accuracy; results that are rounded to 16 bits don't need it.
 #pragma once
 
 #include <cmath>
@@ -15,24 +15,24 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
-// 1 / (1 + 2^x), relative accuracy everywhere.
+// 1 / (1 + 2^x), with a small relative error for every x.
 __device__ __forceinline__ float one_over_one_plus_exp2(float x) {
   return reciprocal_approx(1.f + exp2_approx_ftz(x));
 }
 
-// 1 / (1 + e^-x), relative accuracy everywhere.
+// 1 / (1 + e^-x), with a small relative error for every x.
 template <bool kExact>
 __device__ __forceinline__ float sigmoid(float x) {
   if constexpr (kExact) return 1.f / (1.f + expf(-x));
   return one_over_one_plus_exp2(x * -kLog2e);
 }
 
-// NOTE: x < 0, not x > 0, so that NaN stays NaN.
+// NOTE: the comparison is x < 0 and not x > 0, so that NaN stays NaN.
 __device__ __forceinline__ float relu(float x) { return x < 0.f ? 0.f : x; }
 
-// x Phi(x) = max(x, 0) - |x| Phi(-|x|), whose last factor is e^(-x^2 / 2) times a polynomial in
-// 1 / (1 + p |x|), fitted to relative errors below 2^-15.
-// Source: the form is that of Abramowitz and Stegun, "Handbook of Mathematical Functions", 7.1.26.
+// gelu(x) = x Phi(x) = max(x, 0) - |x| Phi(-|x|). Phi(-|x|) is computed as e^(-x^2 / 2) times a
+// polynomial in 1 / (1 + p |x|), which is fitted to relative errors below 2^-15.
+// Source: the form is 7.1.26 of Abramowitz and Stegun, "Handbook of Mathematical Functions".
 template <bool kExact>
 __device__ __forceinline__ float gelu(float x) {
   constexpr float kSqrtHalf = 0.70710678118654752f;
@@ -43,11 +43,12 @@ __device__ __forceinline__ float gelu(float x) {
   tail = fmaf(t, tail, 0.15906724f);
   tail = fmaf(t, tail, 0.14672485f) * t;
   tail *= exp2_approx_ftz(x * x * (-0.5f * kLog2e));
-  // NOTE: the bound makes the tail of inf 0, so inf stays inf; -inf and NaN give NaN, as in torch.
+  // NOTE: fminf keeps the tail of inf at 0, so inf stays inf; -inf and NaN give NaN, as in torch.
   return fmaf(-fmaxf(-x, fminf(x, 16.f)), tail, relu(x));
 }
 
-// gelu_tanh(x) = x * sigmoid(2u): 1 + tanh(u) without its cancellation at negative u.
+// Returns 2u, where gelu_tanh(x) = x * sigmoid(2u). This form equals x / 2 * (1 + tanh(u)), which
+// would lose digits by cancellation at negative u.
 __device__ __forceinline__ float gelu_tanh_argument(float x) {
   constexpr float kTwoSqrt2OverPi = 1.5957691216057308f;
   return kTwoSqrt2OverPi * (x + 0.044715f * x * x * x);
@@ -60,7 +61,8 @@ __device__ __forceinline__ float gelu_tanh(float x) {
   return x * one_over_one_plus_exp2(x * fmaf(x * x, kCubic, kLinear));
 }
 
-// Near 0, where 2 sigmoid(2x) - 1 cancels, two terms of the series.
+// Computes tanh(x) = 2 sigmoid(2x) - 1. Near 0, where this difference loses digits, uses two terms
+// of the series.
 template <bool kExact>
 __device__ __forceinline__ float tanh_of(float x) {
   if constexpr (kExact) return tanhf(x);
@@ -79,7 +81,7 @@ __device__ __forceinline__ float gelu_slope(float x) {
   return 0.5f * (1.f + erff(x * kSqrtHalf)) + x * (expf(-0.5f * x * x) * kDensity);
 }
 
-// sigmoid(x) and 1 - sigmoid(x), both with relative accuracy.
+// sigmoid(x) and 1 - sigmoid(x), both with a small relative error.
 template <bool kExact>
 struct Sigmoids {
   float of_x, complement;
@@ -110,8 +112,8 @@ __device__ __forceinline__ ValueAndSlope silu_and_slope(float x) {
   return {x * s.of_x, s.of_x * (1.f + x * s.complement)};
 }
 
-// NOTE: the switches are outside the loops over a thread's values, because a switch per value costs
-// more than the function.
+// NOTE: the switch is outside of the loop over a thread's values, because a switch for every value
+// would cost more than the function itself.
 template <bool kExact, int kCount>
 __device__ __forceinline__ void activate(float (&z)[kCount], Activation activation) {
   const auto each = [&](auto f) {
@@ -132,7 +134,7 @@ __device__ __forceinline__ void activate(float (&z)[kCount], Activation activati
   }
 }
 
-// dy *= activation'(z); for relu z may be y itself.
+// Computes dy *= activation'(z). For relu, z may be y itself.
 template <bool kExact, int kCount>
 __device__ __forceinline__ void activation_grad(float (&dy)[kCount], const float (&z)[kCount],
                                                 Activation activation) {
@@ -156,7 +158,7 @@ __device__ __forceinline__ void activation_grad(float (&dy)[kCount], const float
   }
 }
 
-// left = gate(left, right)
+// Computes left = gate(left, right).
 template <bool kExact, int kCount>
 __device__ __forceinline__ void apply_gate(float (&left)[kCount], const float (&right)[kCount],
                                            Gate gate) {

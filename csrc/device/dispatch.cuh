@@ -1,4 +1,4 @@
-// Dispatch of run-time dtypes and indices to compile-time ones.
+// Turns runtime dtypes and indices into compile-time ones.
 #pragma once
 
 #include <initializer_list>
@@ -9,7 +9,7 @@
 
 namespace torchweld {
 
-// Calls body with a value of the element type.
+// Calls body with a default value of the element type.
 template <typename Body>
 void dispatch_dtype(DType dtype, const Body& body) {
   switch (dtype) {
@@ -22,7 +22,7 @@ void dispatch_dtype(DType dtype, const Body& body) {
   }
 }
 
-// Calls body with an index below kCount as a compile-time constant.
+// Calls body with `index` as a compile-time constant. index must be below kCount.
 template <int kCount, int kIndex = 0, typename Body>
 void dispatch_index(int index, const Body& body) {
   if constexpr (kIndex < kCount) {
@@ -31,19 +31,20 @@ void dispatch_index(int index, const Body& body) {
   }
 }
 
-// True where every row starts on a 16-byte boundary.
+// Whether every row starts on a 16-byte boundary.
 inline bool rows_aligned(const void* base, int64_t row_bytes = 0) {
   return reinterpret_cast<uintptr_t>(base) % kVectorBytes == 0 && row_bytes % kVectorBytes == 0;
 }
 
-// A matrix that a kernel reads or writes; its row stride in elements.
+// A matrix that a kernel reads or writes. row_stride counts elements.
 struct MatrixRows {
   const void* base;
   int64_t row_stride;
 };
 
-// Calls body with a value of the element type and the elements of an access: 16 bytes where
-// all rows, of n columns, start on 16-byte boundaries, else one element.
+// Calls body with a value of the element type and the number of elements in one access. An access
+// is 16 bytes if all rows of all matrices, with n columns each, start on 16-byte boundaries, else
+// one element.
 template <typename Body>
 void dispatch_access(DType dtype, int64_t n, std::initializer_list<MatrixRows> matrices,
                      const Body& body) {

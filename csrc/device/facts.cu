@@ -1,4 +1,4 @@
-// The features of the current device that the code compiled for it may use.
+// Queries the features of the current device that the code compiled for it may use.
 #include "core/device.h"
 
 #include <atomic>
@@ -9,15 +9,15 @@
 
 namespace torchweld {
 
-// The facts that a dry run assumes; nullptr outside of one.
+// The facts that a dry run assumes, or nullptr outside of a dry run.
 const DeviceFacts* assumed_device_facts();
 
 namespace {
 
 constexpr int kOtherThreads = 32, kWarpgroupThreads = 128;
 
-// NOTE: its maximum of threads encodes whether the code has wgmma. The PTX version does not: sm_90a
-// and sm_90 have the same one.
+// NOTE: the launch bound of this kernel tells the host whether the code that runs on this device
+// was compiled with wgmma. The PTX version can't tell, because it is the same for sm_90a and sm_90.
 __global__ void __launch_bounds__(TW_HAS_WGMMA ? kWarpgroupThreads : kOtherThreads)
     target_probe_kernel() {}
 
@@ -46,8 +46,8 @@ int active_clusters(int blocks, int shared) {
   return known ? clusters : 0;
 }
 
-// NOTE: the device's compute capability is not enough: a chip newer than the compiled code may run
-// PTX of an older architecture, in which everything under TW_HAS_CLUSTERS is missing.
+// NOTE: the compute capability of the device is not enough. A GPU that is newer than the compiled
+// code may run PTX of an older architecture, which lacks everything under TW_HAS_CLUSTERS.
 DeviceFacts ask(int device) {
   DeviceFacts facts;
   facts.sms = attribute(cudaDevAttrMultiProcessorCount, device);
@@ -63,7 +63,7 @@ DeviceFacts ask(int device) {
     facts.active_clusters[blocks] = active_clusters(blocks, facts.shared_limit);
   }
   facts.clusters_of_16 = facts.active_clusters[16] > 0;
-  (void)cudaGetLastError();  // a failed query counts as 0; the launch reports the error
+  (void)cudaGetLastError();  // a failed query counts as 0, and the launch reports the error
   return facts;
 }
 
@@ -83,7 +83,8 @@ const DeviceFacts& device_facts() {
   if (const DeviceFacts* facts = known[device].load(std::memory_order_acquire)) return *facts;
   const std::lock_guard<std::mutex> lock(mutex);
   const DeviceFacts* facts = known[device].load(std::memory_order_relaxed);
-  // NOTE: never destroyed, because threads may still run kernels while the process ends.
+  // NOTE: the facts are never destroyed, because threads may still run kernels while the process
+  // ends.
   if (facts == nullptr) known[device].store(facts = new DeviceFacts(ask(device)));
   return *facts;
 }

@@ -1,5 +1,5 @@
-// The instruction families of the architecture being compiled for. Every file that uses the macros
-// must include this one, because an undefined macro in `#if` silently counts as 0.
+// Which instruction families the target architecture has. Every file that uses these macros must
+// include this one, because `#if` treats an undefined macro as 0 without a warning.
 #pragma once
 
 // Thread block clusters and TMA: sm_90 and later.
@@ -9,7 +9,7 @@
 #define TW_HAS_CLUSTERS 0
 #endif
 
-// wgmma and setmaxnreg: only sm_90a, no later chip.
+// wgmma and setmaxnreg: sm_90a only, not the architectures after it.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define TW_HAS_WGMMA 1
 #else

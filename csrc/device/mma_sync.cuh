@@ -1,7 +1,8 @@
-// Tensor-core instructions of sm_80 and newer: asynchronous copies into shared memory, ldmatrix,
-// mma.sync. Source: PTX ISA, "Warp-level matrix instructions" and "cp.async".
+// Instructions of sm_80 and newer for the tensor cores: asynchronous copies to shared memory,
+// ldmatrix and mma.sync. Source: PTX ISA, "Warp-level matrix instructions" and "cp.async".
 //
-// Fragments of m16n8k16 (16-bit) and m16n8k8 (TF32), with g = lane / 4 and t = lane % 4:
+// The registers of a fragment of m16n8k16 (16-bit) and m16n8k8 (TF32) hold these elements, where g
+// = lane / 4 and t = lane % 4:
 //   A  16-bit: {(g, 2t..), (g+8, 2t..), (g, 2t+8..), (g+8, 2t+8..)}, pairs along k
 //      TF32:   {(g, t), (g+8, t), (g, t+4), (g+8, t+4)}
 //   B  16-bit: {(k 2t.., n g), (k 2t+8.., n g)}      TF32: {(k t, n g), (k t+4, n g)}
@@ -12,14 +13,14 @@
 
 namespace torchweld {
 
-// Copies 16 bytes from global to shared memory: the first `bytes` are read, the rest is zero.
+// Copies `bytes` bytes from global to shared memory and fills up to 16 bytes with zeros.
 __device__ __forceinline__ void copy_async_16(uint32_t s_to, const void* g_from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(s_to), "l"(g_from), "r"(bytes)
                : "memory");
 }
 
-// Copies 16 bytes, or zeros where `there` is false. It then reads nothing, so the source may be
-// invalid.
+// Copies 16 bytes from global to shared memory, or writes zeros if `there` is false. Then g_from is
+// not read and may be invalid.
 __device__ __forceinline__ void copy_async_16_if(uint32_t s_to, const void* g_from, bool there) {
   asm volatile(
       "{ .reg .pred ignore; setp.eq.u32 ignore, %2, 0;\n"
@@ -32,13 +33,13 @@ __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most kPending of the committed groups are in flight.
+// Waits until at most kPending of this thread's committed copy groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Loads four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l
+// Loads four 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l
 // / 8.
 __device__ __forceinline__ void load_matrix_4(uint32_t (&r)[4], uint32_t s_row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -64,7 +65,7 @@ __device__ __forceinline__ void store_word(uint32_t s_to, uint32_t word) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(s_to), "r"(word) : "memory");
 }
 
-// d += a @ b for one m16n8k16 tile, fp32 accumulation.
+// Computes d += a @ b for one m16n8k16 tile, accumulated in fp32.
 template <typename T>
 __device__ __forceinline__ void mma_16816(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                           uint32_t b1);
@@ -85,7 +86,7 @@ __device__ __forceinline__ void mma_16816<__nv_bfloat16>(float (&d)[4], const ui
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// d += a @ b for m16n8k8: the first half of the fragments.
+// Computes d += a @ b for one m16n8k8 tile. The operands are the first half of m16n8k16 fragments.
 template <typename T>
 __device__ __forceinline__ void mma_1688(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b);
 template <>
@@ -105,7 +106,8 @@ __device__ __forceinline__ void mma_1688<__nv_bfloat16>(float (&d)[4], uint32_t 
       : "r"(a0), "r"(a1), "r"(b));
 }
 
-// d += a @ b for one m16n8k8 tile of TF32 values; the low 13 bits of a and b are ignored.
+// Computes d += a @ b for one m16n8k8 tile of TF32 values. The instruction ignores the low 13 bits
+// of a and b.
 __device__ __forceinline__ void mma_1688(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                          uint32_t b1) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
@@ -114,20 +116,20 @@ __device__ __forceinline__ void mma_1688(float (&d)[4], const uint32_t (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// x rounded to TF32, as the bits of an fp32.
-// NOTE: a NaN whose mantissa bits are all among the low 13 becomes inf. No instruction makes such a
-// NaN.
+// Rounds x to TF32 and returns it as the bits of an fp32 value.
+// NOTE: a NaN whose only set mantissa bits are among the low 13 would become inf. No instruction
+// produces such a NaN.
 __device__ __forceinline__ uint32_t round_to_tf32(float x) {
   uint32_t bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
   return bits;
 }
 
-// x = big + small to 2^-22 of x, both TF32. Source: Ootomo and Yokota, "Recovering single precision
-// accuracy from Tensor Cores", 2022.
-// NOTE: `cross` replaces big in the products with the other operand's small part. It is 0 where x
-// is inf or NaN: big * big propagates those, and inf * 0 would make an inf NaN. An x that rounds to
-// inf is truncated instead.
+// Splits x into two TF32 values: x = big + small up to 2^-22 of x. Source: Ootomo and Yokota,
+// "Recovering single precision accuracy from Tensor Cores", 2022.
+// NOTE: products with the other operand's small value use `cross` instead of big. cross is 0 if x
+// is inf or NaN: big * big already propagates inf and NaN, and inf * 0 would turn an inf result
+// into NaN. A finite x that would round to inf is truncated instead.
 struct SplitTf32 {
   uint32_t big, small, cross;
   __device__ __forceinline__ explicit SplitTf32(float x) {
@@ -140,7 +142,8 @@ struct SplitTf32 {
   }
 };
 
-// Copies 4 or 8 bytes from global to shared memory: the first `bytes` are read, the rest is zero.
+// copy_async_4 and copy_async_8 copy `bytes` bytes from global to shared memory and fill up to 4 or
+// 8 bytes with zeros.
 __device__ __forceinline__ void copy_async_4(uint32_t s_to, const void* g_from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(s_to), "l"(g_from), "r"(bytes)
                : "memory");
@@ -150,12 +153,13 @@ __device__ __forceinline__ void copy_async_8(uint32_t s_to, const void* g_from, 
                : "memory");
 }
 
-// Two fp32 values as pairs of bf16 terms: high + middle + low equals the values. Products of these
-// terms are exact in a tensor core's accumulators; products of TF32 halves are not.
-// NOTE: `cross` replaces high in the products with the other operand's smaller terms. With
-// kHandlesNonFinite it is 0 where a value is inf or NaN, because high * high propagates those and
-// inf * 0 would make an inf NaN; a value that rounds to inf is truncated instead. Without
-// kHandlesNonFinite such values make `check` NaN.
+// Splits two fp32 values into pairs of bf16 terms: high + middle + low equals the value. The tensor
+// core accumulates products of these terms exactly, which it does not do for products of TF32
+// halves.
+// NOTE: products with the other operand's smaller terms use `cross` instead of high. With
+// kHandlesNonFinite, cross is 0 if the value is inf or NaN, because high * high already propagates
+// them and inf * 0 would turn an inf result into NaN; a finite value that would round to inf is
+// truncated instead. Without kHandlesNonFinite, such values set `check` to NaN.
 template <bool kHandlesNonFinite>
 struct SplitBf16 {
   uint32_t high, middle, low, cross;
@@ -180,7 +184,7 @@ struct SplitBf16 {
 
  private:
   static __device__ __forceinline__ bool finite(float x) { return fabsf(x) <= 3.402823466e38f; }
-  // The rounded pair, or x's upper half twice where x is finite and rounds to inf.
+  // Returns `rounded`, or two copies of x's upper 16 bits if x is finite but rounds to inf.
   static __device__ __forceinline__ uint32_t cut(float x, uint32_t rounded) {
     constexpr float kRoundsToInf = 3.3961775e38f;  // 2^128 - 2^119
     const uint32_t upper = __float_as_uint(x) >> 16;
@@ -188,8 +192,8 @@ struct SplitBf16 {
   }
 };
 
-// A fragment of m16n8k16 whose values are fp32, as the terms of its pairs: kPairs is 4 for A, 2
-// for B.
+// A fragment of m16n8k16 with fp32 values, stored as their bf16 terms. kPairs, the number of pairs
+// of values, is 4 for A and 2 for B.
 template <int kPairs, bool kHandlesNonFinite>
 struct SplitFragment {
   uint32_t high[kPairs], middle[kPairs], low[kPairs], cross[kPairs];
@@ -203,9 +207,10 @@ struct SplitFragment {
   }
 };
 
-// d += a @ b to fp32 accuracy, in six products of terms.
-// NOTE: tensor cores truncate when they accumulate. The products of the largest terms, which are
-// exact, and those of the others have accumulators of their own; rounding additions add them to d.
+// Computes d += a @ b with fp32 accuracy as six products of terms.
+// NOTE: tensor cores truncate when they accumulate. Therefore the exact products of the largest
+// terms and the products of the other terms have separate accumulators, and fp32 additions with
+// rounding add both to d.
 template <bool kHandlesNonFinite>
 __device__ __forceinline__ void mma_split(float (&d)[4],
                                           const SplitFragment<4, kHandlesNonFinite>& a,
@@ -222,7 +227,8 @@ __device__ __forceinline__ void mma_split(float (&d)[4],
   for (int i = 0; i < 4; ++i) d[i] += sum[i] + rest[i];
 }
 
-// The bf16 terms of a fragment's fp32 values. mma_terms handles inf and NaN among them.
+// The bf16 terms of the fp32 values of a fragment. The values may be inf or NaN: mma_terms handles
+// them.
 template <int kPairs>
 struct TermFragment {
   uint32_t high[kPairs], middle[kPairs], low[kPairs];
@@ -236,11 +242,11 @@ struct TermFragment {
   }
 };
 
-// partial = a @ b to fp32 accuracy for kM x 2 kPairs tiles, whose chains of products are
-// interleaved. The largest terms come last, on top of the others' sum, whose truncation is then
-// negligible.
-// NOTE: handles_non_finite is for fragments with inf or NaN, whose smaller terms are 0. The
-// products of the largest terms are then the result, because products of inf and 0 are NaN.
+// Computes partial = a @ b with fp32 accuracy for kM x 2 kPairs tiles, whose chains of products are
+// interleaved. The products of the largest terms come last: the sum of the other products is
+// already in the accumulator then, and its truncation error is negligible.
+// NOTE: handles_non_finite must be true if a fragment has inf or NaN, whose smaller terms are 0.
+// Products of inf and 0 are NaN, so the products of the largest terms alone are then the result.
 template <int kM, int kPairs>
 __device__ __forceinline__ void mma_terms(float (&partial)[kM][2 * kPairs][4],
                                           const TermFragment<4> (&a)[kM],
@@ -273,9 +279,9 @@ __device__ __forceinline__ void mma_terms(float (&partial)[kM][2 * kPairs][4],
   }
 }
 
-// to(i, j) += a[i] @ b_j for kM left operands and kPairs pairs of right ones, which load(b, j / 2)
-// reads. While kAtOnce pairs are multiplied, the next ones are read and the results of the last
-// ones are added.
+// Computes to(i, j) += a[i] @ b_j for kM fragments of A and kPairs pairs of fragments of B. load(b,
+// j / 2) reads a pair. While kAtOnce pairs are multiplied, the next pairs are loaded and the
+// results of the previous pairs are added.
 template <int kPairs, int kAtOnce, int kM, typename Load, typename To>
 __device__ __forceinline__ void multiply_terms(const TermFragment<4> (&a)[kM],
                                                bool handles_non_finite, const Load& load,
@@ -306,7 +312,7 @@ __device__ __forceinline__ void multiply_terms(const TermFragment<4> (&a)[kM],
     if (group + 1 < kGroups) read(group + 1);
     mma_terms(partial[group % 2], a, b[group % 2], handles_non_finite);
     if (group > 0) add(group - 1);
-    // NOTE: without it the compiler postpones the additions until it spills.
+    // NOTE: without this barrier the compiler postpones the additions until registers spill.
     if (kGroups > 1) __syncwarp();
   }
   add(kGroups - 1);

@@ -1,4 +1,4 @@
-// Reductions over the threads that share a row: a warp, or a whole block of several warps.
+// Reductions over the threads that share a row: the threads of a warp or of a whole block.
 #pragma once
 
 #include <cmath>
@@ -26,35 +26,35 @@ __device__ __forceinline__ float2 warp_sum(float2 x) {
   return make_float2(warp_sum(x.x), warp_sum(x.y));
 }
 
-// 2^x to 2 ulp, subnormal results included.
+// 2^x with an error of 2 ulp, including subnormal results.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// 2^x in one instruction; subnormal results become 0.
+// 2^x in one instruction. Subnormal results become 0.
 __device__ __forceinline__ float exp2_approx_ftz(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// min(x, y), NaN where one of them is.
+// min(x, y), or NaN if x or y is NaN.
 __device__ __forceinline__ float min_or_nan(float x, float y) {
   float z;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
   return z;
 }
 
-// A softmax in progress: the largest value and the sum of 2^((x - max) * c) seen so far.
+// A softmax in progress: the maximum of the values seen so far, and the sum of 2^((x - max) * c).
 struct MaxSum {
   float max;
   float sum;
 };
 
-// A partial's sum relative to a larger maximum: the factor is exponent.rescale(from, to). An empty
-// partial stays 0 even when the exponent's scale is 0.
+// The sum of `partial` rescaled to a larger maximum: the factor is exponent.rescale(partial.max,
+// max). An empty partial stays 0 even if the scale of the exponent is 0.
 template <typename Exponent>
 __device__ __forceinline__ float rescaled_sum(MaxSum partial, float max, const Exponent& exponent) {
   return partial.sum == 0.f ? 0.f : partial.sum * exponent.rescale(partial.max, max);
@@ -66,9 +66,10 @@ __device__ __forceinline__ MaxSum warp_merge(MaxSum x, const Exponent& exponent)
   return {max, warp_sum(rescaled_sum(x, max, exponent))};
 }
 
-// Reduces one value of each warp over a block of at most kThreads threads, or for kGroups > 0 over
-// each group of kThreads threads, which are synchronised apart. Every thread gets the result, the
-// same bits in every run. An object is for one call; a loop alternates two.
+// Reduces one value of each warp over a block of at most kThreads threads. With kGroups > 0,
+// reduces over each group of kThreads threads, and each group has a barrier of its own. Every
+// thread receives the result, which has the same bits in every run. An object serves one call; a
+// loop must alternate two objects.
 template <int kThreads, int kGroups = 0>
 struct BlockExchange {
   static constexpr int kWarps = kThreads / kWarp;
@@ -102,7 +103,8 @@ struct BlockExchange {
   }
 
  private:
-  // Up to this many partials every thread reads itself, which is faster than five shuffles.
+  // With at most this many partials every thread reads all of them, which is faster than five
+  // shuffles.
   static constexpr int kFewWarps = 8;
 
   __device__ __forceinline__ void publish(float2 value, float2 neutral) {
@@ -129,8 +131,8 @@ struct BlockExchange {
   }
 };
 
-// Sums two values of each warp over a block of kThreads threads. Every thread gets the result, the
-// same bits in every run. An object is for one call.
+// Sums two values of each warp over a block of kThreads threads. Every thread receives the result,
+// which has the same bits in every run. An object serves one call.
 template <int kThreads>
 struct PairExchange {
   float2 s_partials[kThreads / kWarp];

@@ -1,4 +1,4 @@
-// Tensor maps by the driver, whose function is looked up at the first call.
+// Makes tensor maps with the CUDA driver, whose function is looked up at the first call.
 #include "device/sm90/tensor_map.h"
 
 #include <cuda_runtime_api.h>
@@ -16,7 +16,7 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
                             CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
                             CUtensorMapFloatOOBfill);
 
-// NOTE: libcuda is not linked, because the library must load without a driver.
+// NOTE: the library does not link libcuda, because it must load on machines without a driver.
 Encode encoder() {
   static const Encode found = [] {
     void* function = nullptr;
@@ -30,8 +30,8 @@ Encode encoder() {
   return found;
 }
 
-// NOTE: the driver's functions need a current context, which a thread's first runtime call makes.
-// An autograd thread whose memory comes from torch's cache may have made no such call.
+// NOTE: the driver's functions need a current context, which the first runtime call of a thread
+// creates. An autograd thread whose memory comes from torch's cache may have made no such call.
 bool make_context_current() {
   int device;
   return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;

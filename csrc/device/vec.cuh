@@ -1,4 +1,4 @@
-// Vector loads and stores, and conversion between storage types and fp32.
+// Vector loads and stores, and conversions between the storage types and fp32.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -36,7 +36,7 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// Two fp32 values as a pair of 16-bit ones, the first in the low half.
+// Rounds two fp32 values to a pair of 16-bit values. `low` becomes the low half.
 template <typename T>
 __device__ __forceinline__ uint32_t pack_pair(float low, float high);
 template <>
@@ -50,8 +50,8 @@ __device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float low, float hi
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// The values of a pair of bf16 in one instruction each; a conversion of the high one would need
-// two.
+// The two values of a bf16 pair, with one instruction each. A generic conversion of the high value
+// needs two.
 __device__ __forceinline__ float low_half(uint32_t bf16_pair) {
   return __uint_as_float(bf16_pair << 16);
 }
@@ -59,7 +59,7 @@ __device__ __forceinline__ float high_half(uint32_t bf16_pair) {
   return __uint_as_float(bf16_pair & 0xffff0000);
 }
 
-// A pair of 16-bit values in fp32.
+// Converts a pair of 16-bit values to fp32.
 template <typename T>
 __device__ __forceinline__ float2 unpack_pair(uint32_t pair);
 template <>
@@ -71,13 +71,14 @@ __device__ __forceinline__ float2 unpack_pair<__nv_bfloat16>(uint32_t pair) {
   return {low_half(pair), high_half(pair)};
 }
 
-// kElems values that travel in one access: one element or 16 bytes (one LDG.128).
+// kElems values that one access loads or stores: a single element or 16 bytes (LDG.128).
 template <typename T, int kElems>
 struct alignas(sizeof(T) * kElems) Vec {
   T values[kElems];
 };
 
-// NOTE: plain cached accesses. Streaming hints (ld.cs, st.cs) cost softmax 5 to 7 % on an H200.
+// NOTE: plain cached accesses. Streaming hints (ld.cs, st.cs) made softmax 5 to 7 % slower on an
+// H200.
 template <typename T, int kElems>
 __device__ __forceinline__ Vec<T, kElems> load_vec(const T* g_from) {
   return *reinterpret_cast<const Vec<T, kElems>*>(g_from);
@@ -88,9 +89,9 @@ __device__ __forceinline__ void store_vec(T* g_to, const Vec<T, kElems>& value) 
   *reinterpret_cast<Vec<T, kElems>*>(g_to) = value;
 }
 
-// 16 bytes as four words.
-// NOTE: a Vec of 16-bit values that is changed under a condition falls apart into halves of
-// registers, with an instruction for each; words don't.
+// Loads 16 bytes as four words.
+// NOTE: if a Vec of 16-bit values changes under a condition, the compiler splits it into halves of
+// registers and needs an instruction for each half. It does not split words.
 __device__ __forceinline__ uint4 load_words(const void* from) {
   return *static_cast<const uint4*>(from);
 }
@@ -120,14 +121,14 @@ __device__ __forceinline__ void to_floats(float* r_to, uint4 words) {
   }
 }
 
-// Every value with the other sign.
+// Negates every value.
 template <typename T>
 __device__ __forceinline__ uint4 negated(uint4 words) {
   constexpr uint32_t kSigns = sizeof(T) == 2 ? 0x80008000u : 0x80000000u;
   return make_uint4(words.x ^ kSigns, words.y ^ kSigns, words.z ^ kSigns, words.w ^ kSigns);
 }
 
-// The largest value of kCount accesses that is not NaN, -inf where there is none.
+// The maximum of the values of kCount accesses, ignoring NaN; -inf if all are NaN.
 template <typename T, int kCount>
 __device__ __forceinline__ float largest(const uint4 (&r_of)[kCount]) {
   float r_x[16 / sizeof(T)];
@@ -157,14 +158,14 @@ __device__ __forceinline__ float largest(const uint4 (&r_of)[kCount]) {
   }
 }
 
-// The largest value of an access that is not NaN, -inf where there is none.
+// The maximum of the values of one access, ignoring NaN; -inf if all are NaN.
 template <typename T>
 __device__ __forceinline__ float largest(uint4 words) {
   const uint4 r_of[1] = {words};
   return largest<T>(r_of);
 }
 
-// Values as 16 bytes, each rounded once.
+// Rounds the 16 / sizeof(T) values at r_from to T and packs them into 16 bytes.
 template <typename T>
 __device__ __forceinline__ uint4 words_of(const float* r_from) {
   if constexpr (sizeof(T) == 4) {
@@ -176,8 +177,9 @@ __device__ __forceinline__ uint4 words_of(const float* r_from) {
   }
 }
 
-// Stores 16 bytes of results.
-// NOTE: __stwb, because the compiler splits a plain store under a condition into one per value.
+// Rounds and stores 16 bytes of results.
+// NOTE: __stwb, because the compiler splits a plain store under a condition into one store per
+// value.
 template <typename T>
 __device__ __forceinline__ void store_floats(T* g_to, const float* r_from) {
   __stwb(reinterpret_cast<uint4*>(g_to), words_of<T>(r_from));

@@ -1,5 +1,5 @@
 // Bulk copies of contiguous bytes between global and shared memory (cp.async.bulk), and bulk
-// additions of fp32 values to global memory (cp.reduce.async.bulk).
+// additions of fp32 values from shared to global memory (cp.reduce.async.bulk).
 #pragma once
 
 #include "device/features.cuh"
@@ -8,7 +8,8 @@
 namespace torchweld {
 
 #if TW_HAS_CLUSTERS
-// Addresses and bytes are multiples of 16. The barrier counts the bytes that arrive.
+// Copies `bytes` bytes to shared memory. The addresses and `bytes` must be multiples of 16. The
+// barrier counts the bytes that arrive.
 __device__ __forceinline__ void bulk_load(void* s_to, const void* g_from, uint32_t bytes,
                                           uint64_t* s_barrier) {
   asm volatile(
@@ -18,8 +19,8 @@ __device__ __forceinline__ void bulk_load(void* s_to, const void* g_from, uint32
       : "memory");
 }
 
-// Multicast: copies to this offset in every CTA of the cluster whose rank's bit is set. Each one's
-// barrier counts the bytes that arrive.
+// Multicast: copies to the address s_to in every CTA of the cluster whose bit is set in `ranks`.
+// The barrier of each such CTA counts the bytes that arrive there.
 __device__ __forceinline__ void bulk_load_to_all(void* s_to, const void* g_from, uint32_t bytes,
                                                  uint64_t* s_barrier, uint16_t ranks) {
   asm volatile(
@@ -31,8 +32,9 @@ __device__ __forceinline__ void bulk_load_to_all(void* s_to, const void* g_from,
       : "memory");
 }
 
-// Addresses and bytes are multiples of 16. Earlier stores to the source need an async_fence. Copies
-// and additions belong to this thread's next tma_commit.
+// Copies or adds shared memory to global memory. Addresses and `bytes` must be multiples of 16.
+// Stores to the source before need an async_fence. This thread's next tma_commit covers these
+// operations.
 __device__ __forceinline__ void bulk_store(float* g_to, const float* s_from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
                :
@@ -46,14 +48,14 @@ __device__ __forceinline__ void bulk_add(float* g_to, const float* s_from, uint3
                : "memory");
 }
 
-// Orders this thread's accesses of global memory before those of its later bulk copies, and those
-// of its finished bulk copies before its own.
+// Orders this thread's earlier accesses to global memory before its later bulk copies, and its
+// finished bulk copies before its later accesses.
 __device__ __forceinline__ void global_async_fence() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Copies this CTA's shared memory to that of the CTA with that rank, whose `s_barrier` counts the
-// bytes. Earlier stores to the source need an async_fence.
+// Copies shared memory of this CTA to that of the CTA with rank `rank`, whose `s_barrier` counts
+// the bytes. Stores to the source before need an async_fence.
 __device__ __forceinline__ void bulk_send_to_block(void* s_to, const void* s_from, uint32_t bytes,
                                                    uint64_t* s_barrier, uint32_t rank) {
   asm volatile(
@@ -64,7 +66,8 @@ __device__ __forceinline__ void bulk_send_to_block(void* s_to, const void* s_fro
       : "memory");
 }
 
-// Stores a pair in the shared memory of the CTA with that rank, whose `s_barrier` counts the bytes.
+// Stores a pair in the shared memory of the CTA with rank `rank`, whose `s_barrier` counts the
+// bytes.
 __device__ __forceinline__ void send_to_block(float2* s_to, float2 value, uint64_t* s_barrier,
                                               uint32_t rank) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"

@@ -1,4 +1,5 @@
-// A kernel that begins while the one before it in the stream ends (programmatic dependent launch).
+// Programmatic dependent launch (PDL): a kernel starts while the previous kernel in the stream
+// ends.
 #pragma once
 
 #include "device/features.cuh"
@@ -6,23 +7,26 @@
 
 namespace torchweld {
 
-// Lets the next kernel's CTAs start, where SMs have space and its launch allows it.
+// Lets the CTAs of the next kernel start as soon as SMs have space, if that kernel was launched
+// with PDL.
 __device__ __forceinline__ void griddep_launch_dependents() {
 #if TW_HAS_CLUSTERS
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Waits for the end of the kernels before. No thread accesses memory that they use before it.
-// NOTE: every thread calls it, so that the end of this kernel implies the end of those before it.
+// Waits until all earlier kernels have ended. Before this wait, a thread must not access memory
+// that they use.
+// NOTE: every thread must call this, so that the end of this kernel implies the end of the earlier
+// ones.
 __device__ __forceinline__ void griddep_wait() {
 #if TW_HAS_CLUSTERS
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Prefetches the cache line of an address into L2.
-// NOTE: all SMs share L2, so a line may be prefetched before another kernel writes it.
+// Prefetches the cache line at an address into L2.
+// NOTE: all SMs share L2, so the prefetch is safe even if another kernel writes the line later.
 __device__ __forceinline__ void prefetch_line(const void* g_at) {
   asm volatile("prefetch.global.L2 [%0];" : : "l"(g_at));
 }

@@ -8,8 +8,8 @@
 namespace torchweld {
 
 #if TW_HAS_CLUSTERS
-// A phase of the barrier ends when `arrivals` threads and all expected bytes have arrived. Phases
-// alternate between parity 0 and 1.
+// Initialises a barrier. A phase of the barrier ends when `arrivals` threads and all expected bytes
+// have arrived. The parity of the phases alternates between 0 and 1.
 __device__ __forceinline__ void mbarrier_init(uint64_t* s_barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
                :
@@ -17,7 +17,8 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* s_barrier, uint32_t arri
                : "memory");
 }
 
-// Makes initialised barriers visible to TMA and to the cluster; a barrier of all threads follows.
+// Makes initialised barriers visible to TMA and to the cluster. A barrier of all threads must
+// follow.
 __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -29,7 +30,7 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* s_barrier) {
                : "memory");
 }
 
-// Arrives and expects this many more bytes in this phase.
+// Arrives at the barrier and adds `bytes` to the bytes that this phase expects.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* s_barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                :
@@ -37,9 +38,10 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* s_barrier, u
                : "memory");
 }
 
-// Waits for the end of the phase of that parity. On a fresh barrier parity 1 has ended already.
-// NOTE: it acquires at CTA scope, which suffices for all bytes that the barrier counted. Acquiring
-// at cluster scope would empty the L1 cache every time.
+// Waits until the phase with this parity ends. On a fresh barrier the phase with parity 1 counts as
+// ended.
+// NOTE: the wait acquires at CTA scope, which suffices for all bytes that the barrier counted.
+// Acquiring at cluster scope would empty the L1 cache every time.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* s_barrier, uint32_t parity) {
   uint32_t done;
   do {
@@ -55,9 +57,9 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* s_barrier, uint32_t pari
   } while (done == 0);
 }
 
-// Arrives at the same barrier of the CTA with that rank in the cluster.
-// NOTE: it releases at CTA scope. A release at cluster scope would wait for all of this thread's
-// memory accesses, which was a third of a product's time.
+// Arrives at the barrier at this address in the CTA with rank `rank` in the cluster.
+// NOTE: the arrival releases at CTA scope. A release at cluster scope would wait for all memory
+// accesses of this thread, which took a third of the time of a matmul.
 __device__ __forceinline__ void mbarrier_arrive_at(uint64_t* s_barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];"
                :
@@ -65,8 +67,8 @@ __device__ __forceinline__ void mbarrier_arrive_at(uint64_t* s_barrier, uint32_t
                : "memory");
 }
 
-// Orders this thread's stores to shared memory, and its finished asynchronous copies, before bulk
-// copies that it issues later and before wgmmas behind the next barrier.
+// Orders this thread's earlier stores to shared memory and finished asynchronous copies before its
+// later bulk copies, and before wgmmas that follow the next barrier.
 __device__ __forceinline__ void async_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -1,5 +1,5 @@
-// The pipeline of shared-memory stages between a producer and its consumers: the state of a thread
-// and the full and empty barriers of each stage.
+// The pipeline of shared-memory stages between a producer and its consumers: the position of a
+// thread in it, and the full and empty barrier of each stage.
 #pragma once
 
 #include "device/features.cuh"
@@ -7,7 +7,7 @@
 
 namespace torchweld {
 
-// A stage and the parity of its phase.
+// The current stage, and the parity of that stage's phase.
 template <int kStages>
 struct PipelineState {
   int stage = 0;
@@ -26,8 +26,8 @@ struct PipelineState {
   }
 };
 
-// NOTE: the parity is one bit, so it can't tell phase n from phase n + 2. A thread must observe
-// every phase of a barrier that it waits on.
+// NOTE: the parity is one bit, so it can't distinguish phase n from phase n + 2. A thread that
+// waits on a barrier must observe every phase of it.
 template <int kStages>
 struct PipelineBarriers {
   uint64_t full[kStages], empty[kStages];

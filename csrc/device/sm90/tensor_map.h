@@ -1,4 +1,4 @@
-// TMA's description of a tensor in global memory. Torch-free host code.
+// The description of a tensor in global memory that TMA needs. Host code that does not use torch.
 // Source: CUDA driver API, "Tensor Map Object Management".
 #pragma once
 
@@ -12,21 +12,22 @@ namespace torchweld {
 
 using TensorMap = CUtensorMap;
 
-// A tensor of four dimensions, the contiguous one first, and the box of it that one copy moves.
+// A tensor with four dimensions, the contiguous one first, and the box of it that one TMA copy
+// moves.
 struct TensorBox {
   const void* data;
   int elem_size;       // bytes: 2 or 4
   int64_t sizes[4];    // elements
-  int64_t strides[4];  // elements; strides[0] is 1; 0 where a dimension repeats
+  int64_t strides[4];  // elements; strides[0] is 1; the stride of a repeated dimension is 0
   int box[4];          // elements
   bool bfloat16 = false;
   bool tf32 = false;  // 4-byte values are rounded to TF32 during the copy
-  int swizzle = 128;  // bytes of a row of a box: 128 or 64
+  int swizzle = 128;  // bytes in a row of a box: 128 or 64
 };
 
-// Why a box has no tensor map.
+// Why TMA does not support a box; empty if it does.
 inline Refusal tensor_box_refusal(const TensorBox& t) {
-  constexpr int64_t kMaxSize = int64_t{1} << 31;  // coordinates have a sign
+  constexpr int64_t kMaxSize = int64_t{1} << 31;  // TMA coordinates are signed
   constexpr int64_t kMaxStride = int64_t{1} << 40;
   if (reinterpret_cast<uintptr_t>(t.data) % 16 != 0) return "it does not start on 16 bytes";
   for (int i = 0; i < 4; ++i) {
@@ -42,7 +43,8 @@ inline Refusal tensor_box_refusal(const TensorBox& t) {
   return {};
 }
 
-// Throws std::runtime_error with sizes and strides where the driver refuses; it names `op`.
+// Throws std::runtime_error if the driver refuses the tensor. The error names `op`, the sizes and
+// the strides.
 TensorMap make_tensor_map(const char* op, const TensorBox& box);
 
 }  // namespace torchweld

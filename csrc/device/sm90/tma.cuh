@@ -1,7 +1,7 @@
-// Copies of boxes of a tensor between global and shared memory by TMA (tensor maps).
-// Coordinates count elements, the contiguous dimension first. Elements outside of the tensor are
-// read as zeros, which the barrier counts, and are not written. Source: PTX ISA, "Data Movement and
-// Conversion Instructions: Tensor copy".
+// Copies boxes of a tensor between global and shared memory by TMA (tensor maps). Coordinates count
+// elements, the contiguous dimension first. A load fills elements outside of the tensor with zeros,
+// which the barrier counts; a store skips them. Source: PTX ISA, "Data Movement and Conversion
+// Instructions: Tensor copy".
 #pragma once
 
 #include "device/features.cuh"
@@ -11,7 +11,7 @@
 namespace torchweld {
 
 #if TW_HAS_CLUSTERS
-// True for one of the warp's lanes.
+// Returns true in one lane of the warp and false in the others.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
   asm volatile(
@@ -39,8 +39,8 @@ __device__ __forceinline__ void tma_load(uint32_t s_to, const TensorMap& map, ui
       : "memory");
 }
 
-// Multicast: copies to this offset in every CTA of the cluster whose rank's bit is set. Each one's
-// barrier counts the bytes that arrive.
+// Multicast: copies the box to the address s_to in every CTA of the cluster whose bit is set in
+// `ranks`. The barrier of each such CTA counts the bytes that arrive there.
 __device__ __forceinline__ void tma_load_multicast(uint32_t s_to, const TensorMap& map,
                                                    uint64_t* s_barrier, int x, int y, int z, int w,
                                                    uint16_t ranks) {
@@ -53,7 +53,7 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t s_to, const TensorMa
       : "memory");
 }
 
-// Stores a box. Earlier stores to its shared memory need an async_fence.
+// Stores a box. Stores to its shared memory before need an async_fence.
 __device__ __forceinline__ void tma_store(const TensorMap& map, uint32_t s_from, int x, int y,
                                           int z, int w) {
   asm volatile(
@@ -67,13 +67,14 @@ __device__ __forceinline__ void tma_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until all but kPending of this thread's committed stores have read their shared memory.
+// Waits until all but the last kPending committed stores of this thread have read their shared
+// memory.
 template <int kPending>
 __device__ __forceinline__ void tma_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Waits until all of this thread's committed stores are complete.
+// Waits until all committed stores of this thread are complete.
 __device__ __forceinline__ void tma_wait_all() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }

@@ -1,6 +1,6 @@
-// Matrix products of a warpgroup (wgmma): 64 rows, N columns, fp32 accumulators. The second operand
-// is in shared memory, the first one in shared memory or registers. Warp w of the four holds rows
-// 16 w to 16 w + 15 of the accumulators, in the fragments of mma.sync (see device/mma_sync.cuh).
+// Matrix products of a warpgroup (wgmma) with 64 rows, N columns and fp32 accumulators. Operand B
+// is in shared memory, operand A in shared memory or registers. Warp w of the four holds rows 16 w
+// to 16 w + 15 of the accumulators, in the fragment layout of mma.sync (device/mma_sync.cuh).
 // Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
 #pragma once
 
@@ -11,7 +11,7 @@
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// Orders this thread's register accesses before the wgmmas after it.
+// Orders this thread's earlier register accesses before its later wgmmas.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -20,30 +20,32 @@ __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until at most kPending of the committed groups are in flight.
+// Waits until at most kPending of the committed wgmma groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Tells the compiler that the accumulators change here, so that reads of them stay behind it.
+// Tells the compiler that the accumulators change here, so that it does not move reads of them to
+// before this point.
 template <int kSums>
 __device__ __forceinline__ void warpgroup_fence_operand(float (&d)[kSums]) {
 #pragma unroll
   for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Tells the compiler that the accumulators' values are dead: the next product has scale_d = 0.
-// Without it they hold their registers from the last iteration of a loop until then.
+// Tells the compiler that the values of the accumulators are dead, because the next wgmma has
+// scale_d = 0. Without this, the values of the last loop iteration would occupy registers until
+// then.
 template <int kSums>
 __device__ __forceinline__ void discard_accumulators(float (&d)[kSums]) {
 #pragma unroll
   for (int i = 0; i < kSums; ++i) asm volatile("" : "=f"(d[i]));
 }
 
-// d = (scale_d ? d : 0) + a @ b^T for 64 rows, N columns and 16 16-bit values each:
-// multiply<kA, kB>(d, a, b, scale_d) with both by descriptors, multiply<kB>(d, a, b, scale_d) with
-// a in registers. kA and kB say that an operand is MN-major.
+// Computes d = (scale_d ? d : 0) + a @ b^T for 64 rows, N columns and K = 16 16-bit values.
+// multiply<kA, kB>(d, a, b, scale_d) takes descriptors of both operands; multiply<kB>(d, a, b,
+// scale_d) takes a in registers. kA and kB say whether an operand is MN-major.
 template <typename T, int N>
 struct Wgmma;
 
@@ -78,7 +80,8 @@ struct Wgmma;
 #define TW_SUMS80(i) TW_SUMS64(i), TW_SUMS16(i + 64)
 #define TW_SUMS96(i) TW_SUMS64(i), TW_SUMS32(i + 64)
 #define TW_SUMS128(i) TW_SUMS64(i), TW_SUMS64(i + 64)
-// NAME is the instruction without its operands; A to G are the operands behind the accumulators.
+// NAME is the instruction without its operands. A to G are the numbers of the asm operands that
+// follow the accumulators.
 #define TW_WGMMA_REGISTERS(NAME, SUMS, A, B, C, D, E, F, G)                                      \
   template <int kB>                                                                              \
   static __device__ __forceinline__ void multiply(float (&d)[SUMS], const uint32_t (&a)[4],      \
@@ -121,7 +124,8 @@ TW_WGMMA_16_BITS(192, 96, "%96", "%97", "%98", "%99", "%100", "%101", "%102")
 TW_WGMMA_16_BITS(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 #undef TW_WGMMA_16_BITS
 
-// TF32 has 8 values of K and K-major operands, and ignores the low 13 bits of an fp32 value.
+// A TF32 wgmma multiplies K = 8 values, needs K-major operands and ignores the low 13 bits of each
+// fp32 value.
 #define TW_WGMMA_TF32(N, SUMS, A, B, C)                                                         \
   template <>                                                                                   \
   struct Wgmma<float, N> {                                                                      \
