@@ -1,4 +1,4 @@
-// The pointwise functions of the linear ops: their names, and their CPU implementation.
+// The activations of the linear ops: their names, and their CPU implementation.
 #pragma once
 
 #include <ATen/ops/empty_like.h>
@@ -28,16 +28,16 @@ inline Activation parse_activation(const char* op, std::string_view name) {
            name, "'");
 }
 
-// Whether the gradient needs the pre-activation z. The gradient of relu needs only y, that of
-// Activation::kNone needs neither.
+// Whether the gradient needs the pre-activation z. The gradient of relu needs only y, and the
+// gradient of Activation::kNone needs neither.
 inline bool saves_preact(Activation activation) {
   return activation != Activation::kNone && activation != Activation::kRelu;
 }
 
-// The tensor that a backward op gets as `preact`: z, or y for relu.
+// Whether the backward op receives a tensor `preact`: z, or y for relu.
 inline bool needs_preact(Activation activation) { return activation != Activation::kNone; }
 
-// y = activation(z); y may be z itself.
+// Computes y = activation(z). y may be z itself.
 inline void activate_into(Tensor& y, const Tensor& z, Activation activation) {
   switch (activation) {
     case Activation::kNone:
@@ -64,7 +64,8 @@ inline void activate_into(Tensor& y, const Tensor& z, Activation activation) {
   }
 }
 
-// dz = dy * activation'(z), from z (or y for relu); dy itself for none. Overwrites a donated z.
+// Returns dz = dy * activation'(z), computed from z (from y for relu); without an activation
+// returns dy itself. If z is donated, dz overwrites it.
 inline Tensor activation_backward(const Tensor& dy, const OptionalTensor& preact,
                                   Activation activation) {
   if (activation == Activation::kNone) return dy;

@@ -1,7 +1,8 @@
-// A donated buffer: the gradient dz overwrites the pre-activation that forward saved, because
-// nothing reads it afterwards. It is as large as y; without a donation both would be in memory.
+// A donated buffer: dz overwrites the pre-activation z that forward saved, because nothing reads z
+// afterwards. z is as large as y; without the donation z and dz would both be in memory.
 //
-// A Function creates a Donation around its backward op, whose kernels write dz over `over`.
+// An autograd Function creates a Donation around the call of its backward op. The kernels of that
+// op then write dz to the memory that `over` returns.
 #pragma once
 
 #include <ATen/SavedTensorHooks.h>
@@ -16,22 +17,23 @@ namespace torchweld {
 
 class Donation {
  public:
-  // Called in a Function's forward, where it saves the tensor. A saved-tensor hook may keep what it
-  // packs, so nothing is donated under one.
+  // The forward of a Function calls this when it saves the tensor. If a saved-tensor hook is
+  // active, nothing is donated, because the hook may keep the tensor.
   static void prepare(torch::autograd::AutogradContext* ctx) {
     ctx->saved_data["donates"] = !at::SavedTensorDefaultHooks::get_hooks().has_value();
   }
 
-  // Called in its backward. `saved` comes from get_saved_variables(), so the graph and the caller
-  // hold it; it is donated only if they alone do, the graph is freed, and the backward op runs
-  // exactly once.
+  // The backward of a Function creates this object. `saved` comes from get_saved_variables(), so
+  // the graph and the caller hold references to it. It is donated only if nothing else does, the
+  // graph is freed afterwards, and the backward op runs exactly once.
   Donation(torch::autograd::AutogradContext* ctx, const Tensor& saved, const Tensor& grad) {
     const bool alone = saved.defined() && saved.use_count() == 2 && saved.has_storage() &&
                        saved.storage().use_count() == 1;
     if (alone && ctx->saved_data["donates"].toBool() && runs_once(saved, grad) &&
         !torch::autograd::get_current_graph_task_keep_graph()) {
       donated() = saved.unsafeGetTensorImpl();
-      // If backward fails after this, autograd refuses to run it again on the changed tensor.
+      // If backward fails after this line, autograd refuses to run it again, because the version of
+      // the saved tensor has changed.
       saved.unsafeGetTensorImpl()->bump_version();
     }
   }
@@ -40,12 +42,12 @@ class Donation {
   Donation& operator=(const Donation&) = delete;
 
   static bool gives(const Tensor& t) { return donated() == t.unsafeGetTensorImpl(); }
-  // dz's memory: the tensor itself where it is donated, else a new tensor with its strides, so that
-  // the gradients have the same bits either way.
+  // The memory for dz: `t` itself if it is donated, else a new tensor with the same strides, so
+  // that the gradients have the same bits either way.
   static Tensor over(const Tensor& t) { return gives(t) ? t : at::empty_like(t); }
 
  private:
-  // True if the call reaches a CPU or CUDA kernel directly. A transform (vmap over a batch of
+  // Whether the call directly reaches a CPU or CUDA kernel. A transform (vmap over a batch of
   // gradients), a dispatch mode or a tensor subclass may run the backward op several times.
   static bool runs_once(const Tensor& saved, const Tensor& grad) {
     using c10::DispatchKey;

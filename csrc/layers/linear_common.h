@@ -1,5 +1,5 @@
-// Checks and allocations of the ops around one matmul: x (..., K), weight (N, K), bias (N,), y
-// (..., N).
+// Argument checks and allocations of the ops with one matmul: x (..., K), weight (N, K), bias (N,),
+// y (..., N).
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -10,27 +10,28 @@
 
 namespace torchweld {
 
-// The number of rows of a tensor (..., n), where n may be 0.
+// The number of rows of a tensor (..., n). n may be 0.
 inline int64_t count_rows(const Tensor& t) {
   int64_t rows = 1;
   for (int64_t d = 0; d + 1 < t.dim(); ++d) rows *= t.size(d);
   return rows;
 }
 
-// A tensor (..., n) as (rows, n); no copy where the strides allow it.
+// Returns a tensor (..., n) as a matrix (rows, n), without a copy if the strides allow it.
 inline Tensor as_matrix(const Tensor& t) { return t.reshape({count_rows(t), t.size(-1)}); }
 
 inline Tensor empty_result(const Tensor& like, c10::SymIntArrayRef sizes) {
   return at::empty_symint(sizes, like.options());
 }
 
-// The gradient of x, contiguous; size (0,) where it is not requested.
+// Allocates the gradient of x, contiguous, or a tensor of size (0,) if it is not requested.
 inline Tensor empty_input_grad(const Tensor& x, bool wanted) {
   return wanted ? at::empty_symint(x.sym_sizes(), x.options()) : at::empty({0}, x.options());
 }
 
-// The gradient of a weight, with the weight's strides where it is dense: a transposed weight's
-// gradient then has the layout of the parameter.
+// Allocates the gradient of a weight, or a tensor of size (0,) if it is not requested. The gradient
+// has the weight's strides if the weight is dense, so that the gradient of a transposed weight has
+// the layout of the parameter.
 inline Tensor empty_weight_grad(const Tensor& weight, bool wanted) {
   return wanted ? at::empty_like(weight) : at::empty({0}, weight.options());
 }
@@ -39,7 +40,7 @@ inline Tensor empty_vector_grad(const Tensor& like, const c10::SymInt& size, boo
   return at::empty_symint({wanted ? size : c10::SymInt(0)}, like.options());
 }
 
-// Checks a statistic of x's rows that a forward op saved.
+// Checks a statistic of the rows of x that a forward op saved.
 inline void check_statistic(const char* op, const char* name, const Tensor& t, const Tensor& x) {
   check_device(op, name, t, "x", x);
   check_dtype(op, name, t, acc_dtype(x));
@@ -50,7 +51,7 @@ inline void check_eps(const char* op, double eps) {
   TW_CHECK(std::isfinite(eps) && eps >= 0, op, "eps must be finite and at least 0, but got ", eps);
 }
 
-// Checks an optional vector of `size` values, with x's dtype and device.
+// Checks an optional vector of `size` values, which must have the dtype and device of x.
 inline void check_vector(const char* op, const char* name, const OptionalTensor& t,
                          const c10::SymInt& size, const char* layout, const Tensor& x) {
   if (!is_given(t)) return;
@@ -58,7 +59,7 @@ inline void check_vector(const char* op, const char* name, const OptionalTensor&
   check_shape(op, name, *t, {size}, layout);
 }
 
-// Checks x and weight of a matmul; returns y's sizes.
+// Checks x and weight of a matmul and returns the sizes of y.
 inline std::vector<c10::SymInt> check_linear(const char* op, const Tensor& x,
                                              const char* weight_name, const Tensor& weight,
                                              const OptionalTensor& bias) {
@@ -73,7 +74,7 @@ inline std::vector<c10::SymInt> check_linear(const char* op, const Tensor& x,
   return with_last(x, weight.sym_size(0));
 }
 
-// Checks dy (..., N) and the saved tensor of an activation; `sizes` is y's shape.
+// Checks dy (..., N), whose shape must be `sizes`, the shape of y.
 inline void check_dy(const char* op, const Tensor& dy, c10::SymIntArrayRef sizes, const Tensor& x) {
   check_like(op, "dy", dy, "x", x);
   check_shape(op, "dy", dy, sizes, "(..., N)");

@@ -1,4 +1,5 @@
-// CPU. y = activation(x @ weight.T + bias) and its gradients, through oneDNN where that is faster.
+// CPU code of y = activation(x @ weight.T + bias) and its gradients. Uses oneDNN where that is
+// faster.
 #pragma once
 
 #include <ATen/Context.h>
@@ -14,9 +15,9 @@
 
 namespace torchweld {
 
-// oneDNN's name of an activation that it fuses into a linear layer, or nullptr.
-// NOTE: torch computes relu and gelu in a pass of its own, because oneDNN's relu of NaN is 0 and
-// its gelu of inf is NaN.
+// oneDNN's name for an activation that it can fuse into a linear layer, or nullptr.
+// NOTE: relu and gelu are not fused, and torch computes them separately, because oneDNN's relu of
+// NaN is 0 and its gelu of inf is NaN.
 inline const char* onednn_activation(Activation activation) {
   switch (activation) {
     case Activation::kNone:
@@ -30,18 +31,19 @@ inline const char* onednn_activation(Activation activation) {
   }
 }
 
-// How many chains of additions a product of x (M, K) is split into.
-// NOTE: oneDNN adds all of K in one chain, whose error grows with K, so a chain of float32 sums is
-// kept short. 16-bit results don't show the error, and must not be rounded between two chains.
+// How many chains of additions a product with x (M, K) is split into.
+// NOTE: oneDNN adds up all of K in one chain, whose error grows with K, so chains of float32 sums
+// are kept short. 16-bit results don't show that error, and must not be rounded between two chains.
 inline int64_t onednn_chains(const Tensor& x) {
   constexpr int64_t kMaxChain = 256;
   if (x.scalar_type() != at::kFloat) return 1;
   return std::max<int64_t>(1, divide_up(x.size(1), kMaxChain));
 }
 
-// x (M, K) @ weight (N, K).T + bias as a new tensor, or nullopt where torch's matmul must run: for
-// small sizes, where oneDNN's lookup costs more than the product, and where torch lacks oneDNN. An
-// activation other than none needs a single chain.
+// Returns x (M, K) @ weight (N, K).T + bias as a new tensor, or nullopt if torch's matmul must run
+// instead: for small sizes, where looking up oneDNN's kernel takes longer than the product, and if
+// torch was built without oneDNN. An activation other than "none" requires that onednn_chains(x) is
+// 1.
 inline OptionalTensor onednn_linear(const Tensor& x, const Tensor& weight,
                                     const OptionalTensor& bias, const char* activation = "none") {
   constexpr int64_t kMinProducts = 1 << 20;
@@ -65,14 +67,14 @@ inline OptionalTensor onednn_linear(const Tensor& x, const Tensor& weight,
     return std::nullopt;
   }
   const int64_t k = x.size(1), chains = onednn_chains(x);
-  // Several chains copy the blocks of the weight and make a call each, which costs more than it
-  // saves for few rows or results.
+  // With several chains, each chain copies its block of the weight and makes a call. For few rows
+  // or results this costs more than it saves.
   const bool pays = x.size(0) >= 32 && x.size(0) * weight.size(0) >= 1 << 14;
   if (chains > 1 && !pays) return std::nullopt;
   const bool rows = x.stride(1) == 1 && x.stride(0) >= k;
   const bool columns = x.stride(0) == 1 && x.stride(1) >= x.size(0);
   const Tensor a = rows || columns ? x : x.contiguous();
-  // NOTE: with gaps between the rows of a weight oneDNN is 900 times slower.
+  // NOTE: if the rows of a weight have gaps between them, oneDNN is 900 times slower.
   const auto without_gaps = [](const Tensor& t) {
     return t.t().is_contiguous() ? t : t.contiguous();
   };
@@ -89,7 +91,8 @@ inline OptionalTensor onednn_linear(const Tensor& x, const Tensor& weight,
   return y;
 }
 
-// z (..., N) = activation(x @ weight.T + bias). z is contiguous; another tensor may replace it.
+// Computes z (..., N) = activation(x @ weight.T + bias). z is contiguous; the function may replace
+// it by another tensor.
 inline void linear_into(Tensor& z, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& bias, Activation activation = Activation::kNone) {
   const Tensor rows = as_matrix(x);
@@ -108,8 +111,8 @@ inline void linear_into(Tensor& z, const Tensor& x, const Tensor& weight,
   activate_into(z, z, activation);
 }
 
-// `to` (M, N) = a @ b. The function may replace `to` by another tensor with the same strides. torch
-// itself runs 16-bit products on oneDNN.
+// Computes `to` (M, N) = a @ b. The function may replace `to` by another tensor with the same
+// strides. 16-bit products need no special case, because torch runs them on oneDNN.
 inline void matmul_into_cpu(Tensor& to, const Tensor& a, const Tensor& b) {
   if (to.scalar_type() != at::kFloat) {
     at::mm_out(to, a, b);
@@ -129,8 +132,9 @@ inline void matmul_into_cpu(Tensor& to, const Tensor& a, const Tensor& b) {
   at::mm_out(to, a, b);
 }
 
-// The gradients of linear_into into tensors of linear_common.h; tensors of size (0,) are
-// not requested and stay unchanged. dz (rows, N), x (rows, K).
+// Computes the gradients of linear_into from dz (rows, N) and x (rows, K). The results are tensors
+// from the functions in linear_common.h; `wanted` says which of dx, dweight and dbias to compute,
+// and the others stay unchanged.
 inline void linear_backward_into(Tensor& dx, Tensor& dweight, Tensor& dbias,
                                  const std::array<bool, 3>& wanted, const Tensor& dz,
                                  const Tensor& x, const Tensor& weight) {

@@ -1,6 +1,6 @@
-// Runs a matmul on the engine. Operands that cp.async can't read in whole 16-byte chunks are copied
-// first: odd K, odd strides, misaligned bases. Reading them in place would need a variable source
-// size, which costs ten instructions a chunk in every product.
+// Runs a matmul of tensors on the engine. Operands that cp.async can't read in whole 16-byte chunks
+// are copied first: those with odd K, odd strides or a misaligned base. Reading them in place would
+// need a variable copy size, which takes ten more instructions per chunk in every product.
 #include "layers/matmul.h"
 
 #ifdef TORCHWELD_CUDA
@@ -23,11 +23,11 @@
 namespace torchweld {
 namespace {
 
-// Elements of a 16-byte chunk, the kernels' unit of loads.
+// The number of elements in 16 bytes, the size of the kernels' loads.
 int64_t chunk_of(const Tensor& t) { return 16 / t.element_size(); }
 
-// (batch, rows, K) with strides that the kernels support, or a K-major copy whose rows are padded
-// with zeros to whole chunks.
+// A matrix (batch, rows, K) with strides that the kernels support. If the given matrix has other
+// strides, it is copied to a K-major matrix whose rows are padded with zeros to whole chunks.
 struct Operand {
   Matrix matrix;
   bool k_major = true;
@@ -40,7 +40,8 @@ struct Operand {
         (rows == 1 || t.row_stride % chunk == 0)) {
       return;
     }
-    // The kernels read eight rows together, which must belong to one half of a gated product.
+    // The kernels read eight rows together, and all eight must belong to the same half of a gated
+    // product.
     const bool whole =
         halves == 1 ? rows % chunk == 0 || t.zero_padded : !interleaved && rows / 2 % 8 == 0;
     if (base && whole && t.row_stride == 1 && (k == 1 || t.column_stride % chunk == 0)) {
@@ -55,7 +56,7 @@ struct Operand {
   }
 
   GemmOperand params(int64_t batch) const {
-    // A dim of size 1 may have any stride; the kernels get 0.
+    // The stride of a dim with one element has no meaning, so the kernels receive 0.
     const int64_t row_stride = k_major ? (matrix.rows == 1 ? 0 : matrix.row_stride) : 1;
     const int64_t k_stride = k_major ? 1 : (matrix.columns == 1 ? 0 : matrix.column_stride);
     const bool shared = batch == 1 || matrix.batch == 1;
@@ -63,7 +64,7 @@ struct Operand {
   }
 };
 
-// A vector that starts on a 16-byte boundary.
+// Returns the vector with a 16-byte aligned start, copied if necessary.
 OptionalTensor aligned_vector(const OptionalTensor& t) {
   if (!is_given(t)) return std::nullopt;
   const Tensor dense = t->contiguous();
@@ -84,7 +85,8 @@ bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, const Matmul
   const int64_t batch = y.batch, m = y.rows, n = y.columns;
   const Tensor& out = y.tensor;
   if (n > 1 && y.column_stride != 1) {
-    // b @ a^T writes the same memory row by row, but its epilogue and norm would be of other dims.
+    // b @ a^T would write this memory row by row, but its bias and its norm would apply to the
+    // wrong dims.
     const bool plain = !is_given(epilogue.bias) && epilogue.activation == Activation::kNone &&
                        !epilogue.gated && !epilogue.preact.defined() && norm == nullptr;
     if (plain && (m == 1 || y.row_stride == 1)) {

@@ -1,4 +1,4 @@
-// The matmul engine for tensors. Host code of CUDA builds only.
+// The matmul engine for tensors. Host code for CUDA builds only.
 #pragma once
 
 #include <utility>
@@ -8,16 +8,16 @@
 
 namespace torchweld {
 
-// True where torch's settings let fp32 matmuls round their operands to TF32.
+// Whether torch's settings allow fp32 matmuls to round their operands to TF32.
 bool matmul_may_use_tf32(const Tensor& t);
 
-// A matrix in a tensor's memory, or a batch of them.
-// NOTE: views would say the same, but each costs the host as much time as a small op.
+// A matrix, or a batch of matrices, in the memory of a tensor.
+// NOTE: a view of the tensor would do, but creating one takes the host as long as a small op.
 struct Matrix {
   Tensor tensor;
   int64_t rows, columns, row_stride, column_stride;
   int64_t batch = 1, batch_stride = 0;
-  // Behind the adjacent dim, memory with zeros fills the last 16 bytes.
+  // Zeros fill the memory between the end of the contiguous dim and the next 16-byte boundary.
   bool zero_padded = false;
 
   // `t` is (rows, columns) or (batch, rows, columns).
@@ -37,60 +37,62 @@ struct Matrix {
         column_stride(t.stride(-1)) {}
 
   bool empty() const { return batch * rows * columns == 0; }
-  // The transposed matrix.
+  // Returns the transposed matrix.
   Matrix t() const {
     Matrix transposed = *this;
     std::swap(transposed.rows, transposed.columns);
     std::swap(transposed.row_stride, transposed.column_stride);
     return transposed;
   }
-  // The tensor (batch, rows, columns).
+  // Returns the matrix as a tensor (batch, rows, columns).
   Tensor view() const {
     return tensor.as_strided({batch, rows, columns}, {batch_stride, row_stride, column_stride});
   }
 };
 
-// The rows of a tensor (..., n) as a matrix; a copy only where no row stride describes them.
+// Returns a tensor (..., n) as a matrix with n columns. Copies it only if its rows have no common
+// stride.
 Matrix rows_of(const Tensor& t);
 
 struct MatmulEpilogue {
-  OptionalTensor bias = std::nullopt;  // (N,), (2N,) where gated; the operands' dtype, or fp32
+  OptionalTensor bias = std::nullopt;  // (N,), or (2N,) if gated; in the operands' dtype or fp32
   Activation activation = Activation::kNone;
   bool gated = false;  // y (M, N) = gate(left, right) of z (M, 2N)
   Gate gate = Gate::kSigmoidTanh;
   bool interleaved = false;
-  // Where defined: receives z = a @ b^T + bias, contiguous but for y's batch stride.
+  // If defined, receives z = a @ b^T + bias. Its rows are contiguous and its batch stride is y's.
   Tensor preact = {};
-  Tensor dbias = {};  // where defined: may receive the sums of a's rows, (M,)
+  Tensor dbias = {};  // if defined: may receive the sums of a's rows, (M,)
 };
 
-// A norm of a row: (x - mean) * rstd * scale + shift. RMSNorm has mean 0.
+// The norm of a row: (x - mean) * rstd * scale + shift. For RMSNorm the mean is 0.
 struct RowNorm {
   bool centred;
   OptionalTensor scale = std::nullopt;  // (K,)
   OptionalTensor shift = std::nullopt;  // (K,)
 };
 
-// Statistics of each row, fp32 (...); RMSNorm has no mean.
+// Statistics of each row in fp32, with shape (...). RMSNorm has no mean.
 struct RowStatistics {
   OptionalTensor mean = std::nullopt;
   OptionalTensor rstd = std::nullopt;
 };
 
-// A norm of a's rows before the product. The tensors given in `out` receive the statistics.
+// A norm of the rows of a before the product. The tensors in `out` that are given receive the
+// statistics.
 struct MatmulNorm {
   RowNorm norm;
   double eps;
   RowStatistics out;
 };
 
-// Whether matmul_into supports a norm of a's rows: for few, short rows.
+// Whether matmul_into can normalise the rows of a: they must be few and short.
 bool matmul_supports_norm(const Matrix& a, const Matrix& b);
 
-// y = epilogue(a @ b.mT): a (M, K), b (N, K) or (2N, K), y (M, N); or all three with a batch dim
-// first, where a and b may have a batch of 1. Strides are arbitrary and sizes may be 0. Returns
-// whether it has written epilogue.dbias, the sums of a's rows: only Hopper's kernels for a weight's
-// gradient compute them.
+// Computes y = epilogue(a @ b.mT) with a (M, K), b (N, K) or (2N, K), and y (M, N). All three may
+// have a leading batch dim, and the batch of a or b may be 1. Strides are arbitrary and sizes may
+// be 0. Returns whether it has written epilogue.dbias, the sums of a's rows, which only Hopper's
+// kernels for the layout of a weight gradient compute.
 bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b,
                  const MatmulEpilogue& epilogue = {}, const MatmulNorm* norm = nullptr);
 

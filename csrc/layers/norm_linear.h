@@ -1,5 +1,5 @@
-// Functions of the CUDA ops around one matmul: the norm of x's rows, and the gradients before and
-// after the matmuls of a backward. Host code of CUDA builds only.
+// Helpers of the CUDA ops with one matmul: the norm of the rows of x, and the gradients that a
+// backward computes before and after its matmuls. Host code for CUDA builds only.
 #pragma once
 
 #include <limits>
@@ -15,20 +15,22 @@
 
 namespace torchweld {
 
-// A scratch matrix whose rows start on 16-byte boundaries, so that the matmul reads it in place.
+// Allocates a scratch matrix whose rows start on 16-byte boundaries, so that the matmul needs no
+// copy.
 inline Tensor empty_matrix(int64_t rows, int64_t n, const Tensor& like) {
   const int64_t chunk = 16 / like.element_size();
   return at::empty({rows, (n + chunk - 1) / chunk * chunk}, like.options()).narrow(1, 0, n);
 }
 
-// Rows like x's, aligned for the kernels: dx's memory, where dx is requested and its rows are
-// aligned.
+// A scratch matrix with the shape of x's rows, aligned for the kernels. It uses the memory of dx if
+// dx is requested and its rows are aligned.
 inline Tensor matrix_under(const Tensor& dx, const Tensor& x) {
   const bool reuses_dx = dx.numel() > 0 && x.size(-1) * x.element_size() % 16 == 0;
   return reuses_dx ? as_matrix(dx) : empty_matrix(count_rows(x), x.size(-1), x);
 }
 
-// Rows for dz: the memory of a donated pre-activation (..., N), where its rows are aligned.
+// A scratch matrix for dz. It uses the memory of the pre-activation (..., N) if that is donated and
+// its rows are aligned.
 inline Tensor matrix_over(const Tensor& preact) {
   const bool reuses_preact = Donation::gives(preact) && preact.is_contiguous() &&
                              preact.size(-1) * preact.element_size() % 16 == 0;
@@ -40,17 +42,18 @@ inline Tensor empty_floats(int64_t count, const Tensor& like) {
   return at::empty({count}, like.options().dtype(at::kFloat));
 }
 
-// The address of a result; nullptr for one that is not requested: undefined or of size (0,).
+// The address of a result, or nullptr if the result is not requested: undefined or of size (0,).
 template <typename T = void>
 T* data_if_wanted(const Tensor& t) {
   return t.defined() && t.numel() > 0 ? mutable_data<T>(t) : nullptr;
 }
 
-// Computes the statistics into `out`, or reads the `saved` ones; y (rows, K) where defined.
+// Computes the statistics and stores them in `out`, or reads them from `saved`. If y (rows, K) is
+// defined, it receives the normalised rows.
 inline void run_norm(const RowNorm& norm, const Tensor& x, double eps, const RowStatistics& out,
                      const RowStatistics& saved, const Tensor& y) {
   if (x.numel() == 0) {
-    // The mean of no values is NaN, as in torch.
+    // The mean of an empty row is NaN, as in torch.
     for (const OptionalTensor& t : {out.mean, out.rstd}) {
       if (is_given(t)) t->fill_(std::numeric_limits<double>::quiet_NaN());
     }
@@ -79,7 +82,8 @@ inline void run_norm(const RowNorm& norm, const Tensor& x, double eps, const Row
   launch_norm(p, current_stream());
 }
 
-// The normalised rows (rows, K) in x's dtype. The tensors given in `out` receive the statistics.
+// Returns the normalised rows (rows, K) in the dtype of x. The tensors in `out` that are given
+// receive the statistics.
 inline Tensor norm_rows(const RowNorm& norm, const Tensor& x, double eps,
                         const RowStatistics& out = {}) {
   const Tensor y = empty_matrix(count_rows(x), x.size(-1), x);
@@ -87,7 +91,8 @@ inline Tensor norm_rows(const RowNorm& norm, const Tensor& x, double eps,
   return y;
 }
 
-// y (rows, N) = epilogue(norm(x) @ weight.T), in one kernel where the matmul supports the norm.
+// Computes y (rows, N) = epilogue(norm(x) @ weight.T), in one kernel if the matmul supports the
+// norm.
 inline void norm_matmul_into(const Matrix& y, const RowNorm& norm, const Tensor& x, double eps,
                              const Tensor& weight, const MatmulEpilogue& epilogue,
                              const RowStatistics& out = {}) {
@@ -105,8 +110,8 @@ inline void row_statistics(const RowNorm& norm, const Tensor& x, double eps,
   run_norm(norm, x, eps, out, {}, {});
 }
 
-// The gradients of x, scale and shift from the gradient of the normalised rows, dy (rows, K), which
-// may share dx's memory. Results of size (0,) are not requested.
+// Computes the gradients of x, scale and shift from dy (rows, K), the gradient of the normalised
+// rows. dy and dx may share memory. A result of size (0,) is not requested.
 inline void norm_backward_into(const Tensor& dx, const Tensor& dscale, const Tensor& dshift,
                                const RowNorm& norm, const Tensor& dy, const Tensor& x,
                                const RowStatistics& saved) {
@@ -134,8 +139,8 @@ inline void norm_backward_into(const Tensor& dx, const Tensor& dscale, const Ten
                        stream);
 }
 
-// dz (rows, N) = dy * activation'(z), from z (or y for relu). It overwrites a donated z. dbias gets
-// the sum over dz's rows, unless it has size (0,).
+// Returns dz (rows, N) = dy * activation'(z), computed from z (from y for relu). If z is donated,
+// dz overwrites it. dbias receives the sum of dz over the rows, unless it has size (0,).
 inline Tensor activation_backward_into(const Tensor& dbias, const Tensor& dy,
                                        const OptionalTensor& preact, Activation activation) {
   const bool writes = needs_preact(activation);
@@ -158,13 +163,13 @@ inline Tensor activation_backward_into(const Tensor& dbias, const Tensor& dy,
   return dz;
 }
 
-// Whether the weight's gradient should also compute the bias's. Without an activation dz is dy, so
-// dbias would otherwise need a pass of its own.
+// Whether the matmul of the weight gradient should also compute the bias gradient. Without an
+// activation, dz is dy, and a separate kernel would have to read it only for dbias.
 inline bool bias_beside_weight(bool wants_weight, Activation activation) {
   return wants_weight && activation == Activation::kNone;
 }
 
-// dweight = dz^T @ rows, and dbias unless that has size (0,).
+// Computes dweight = dz^T @ rows, and dbias unless it has size (0,).
 inline void weight_backward_into(const Tensor& dweight, const Tensor& dbias, const Tensor& dz,
                                  const Matrix& rows) {
   const CallScope part("dweight");
@@ -174,8 +179,8 @@ inline void weight_backward_into(const Tensor& dweight, const Tensor& dbias, con
   if (!sums) activation_backward_into(dbias, dz, std::nullopt, Activation::kNone);
 }
 
-// The gradients of z = x @ weight.T to x (..., K) and weight, from dz (rows, N), and to the
-// bias where dbias does not have size (0,).
+// Computes the gradients of z = x @ weight.T with respect to x (..., K) and weight from dz (rows,
+// N), and dbias unless it has size (0,).
 inline void matmul_backward_into(const Tensor& dx, const Tensor& dweight, const Tensor& dbias,
                                  bool wants_x, bool wants_weight, const Tensor& dz, const Tensor& x,
                                  const Tensor& weight) {
@@ -186,8 +191,9 @@ inline void matmul_backward_into(const Tensor& dx, const Tensor& dweight, const 
   if (wants_weight) weight_backward_into(dweight, dbias, dz, rows_of(x));
 }
 
-// The gradients of z = norm(x) @ weight.T, and of scale and shift, which have size (0,) where they
-// are not requested. The normalised rows and then their gradient use the same memory.
+// Computes the gradients of z = norm(x) @ weight.T with respect to x, weight, scale and shift.
+// dscale and dshift have size (0,) if they are not requested. The normalised rows and later their
+// gradient use the same memory.
 inline void norm_matmul_backward_into(const Tensor& dx, const Tensor& dweight, const Tensor& dbias,
                                       const Tensor& dscale, const Tensor& dshift, bool wants_x,
                                       bool wants_weight, const RowNorm& norm, const Tensor& dz,

@@ -1,10 +1,10 @@
-// An op of a norm of x's rows and the matmul behind it, and its gradient:
+// Defines an op that normalises the rows of x and multiplies them by a weight, and its gradient:
 //   y = activation(norm(x) @ weight.T + bias)
 //   x (..., K), weight (N, K), bias (N,), y (..., N)
 //
 // <op>_forward also returns what the gradient needs: the pre-activation (or a (0,) tensor, see
-// linear), and the statistics of the rows (...) in fp32 (fp64 for fp64). The normalised rows are
-// recomputed from them, so that they are not kept between forward and backward.
+// linear), and the statistics of the rows, with shape (...), in fp32 (fp64 for fp64). The backward
+// recomputes the normalised rows from the statistics, so that they need not be kept in memory.
 #pragma once
 
 #include "core/dispatch.h"
@@ -16,8 +16,8 @@
 
 namespace torchweld {
 
-// The tensors of a norm: its vectors (K,), scale before shift, and its statistics (...), mean
-// before rstd. LayerNorm has both of each, RMSNorm only scale and rstd.
+// The vectors (K,) of a norm, scale before shift, and its statistics (...), mean before rstd.
+// LayerNorm has both vectors and both statistics, RMSNorm only scale and rstd.
 template <size_t kCount>
 using NormVectors = std::array<OptionalTensor, kCount>;
 template <size_t kCount>
@@ -26,12 +26,12 @@ using NormStatistics = std::array<Tensor, kCount>;
 template <typename T, size_t>
 using Repeat = T;
 
-// `Norm` has
-//   kOp, kForward, kBackward  the ops' names
-//   kVectors, kStatistics     arguments' names
-//   normalise                 CPU: the normalised rows, in x's dtype, and the statistics
-//   normalise_again           CPU: the rows from saved statistics
-//   backward                  CPU: the gradients from that of the normalised rows
+// `Norm` must have
+//   kOp, kForward, kBackward  the names of the ops
+//   kVectors, kStatistics     the names of the arguments
+//   normalise                 CPU: computes the normalised rows, in x's dtype, and the statistics
+//   normalise_again           CPU: computes the normalised rows from saved statistics
+//   backward                  CPU: computes the gradients from that of the normalised rows
 template <typename Norm, typename = std::make_index_sequence<Norm::kVectors.size()>,
           typename = std::make_index_sequence<Norm::kStatistics.size()>>
 struct NormLinear;
@@ -52,7 +52,7 @@ struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>> {
     return sizes;
   }
 
-  // Returns y's sizes.
+  // Checks the arguments and returns the sizes of y.
   static std::vector<c10::SymInt> check(const char* op, const Tensor& x, const Tensor& weight,
                                         const OptionalTensor& bias,
                                         Repeat<const OptionalTensor&, v>... vectors, double eps,
@@ -112,7 +112,7 @@ struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>> {
     Forward results = forward_meta(x, weight, bias, vectors..., eps, activation);
     auto &y = std::get<0>(results), &preact = std::get<1>(results);
     const auto [normalised, statistics] = Norm::normalise(x, {vectors...}, eps);
-    const Statistics from = statistics;  // a structured binding can't stand in a fold
+    const Statistics from = statistics;  // a fold expression can't use a structured binding
     (std::get<2 + s>(results).copy_(from[s]), ...);
     if (y.numel() == 0) return results;
     const Activation act = parse_activation(Norm::kForward, activation);
@@ -241,7 +241,8 @@ struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>> {
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& dys) {
-      variable_list inputs(5 + sizeof...(v));  // eps and activation too
+      // Two more than the tensors: autograd also counts eps and activation.
+      variable_list inputs(5 + sizeof...(v));
       if (!dys[0].defined()) return inputs;
       const auto saved = ctx->get_saved_variables();
       const Tensor &x = saved[0], &weight = saved[1];
@@ -261,7 +262,7 @@ struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>> {
     }
   };
 
-  // The schemas of the three ops.
+  // Registers the three ops and the autocast kernels of the first two.
   static void define(torch::Library& m, const char* op, const char* forward, const char* backward) {
     define_op(m, op, TW_KERNELS(op), recorded_by<Function>(Call(), check));
     define_op(m, forward, TW_KERNELS(forward), recorded_by<Function>(ForwardCall()));
