@@ -1,6 +1,5 @@
-// Argument checks. A refusal is one sentence: torchweld::<op>: <argument> must be <expected>, but
-// got <got>; <fix>. All checks work on symbolic sizes, so eager, Meta and torch.compile share
-// them.
+// Argument checks. An error is one sentence: torchweld::<op>: <argument> must be <expected>, but
+// got <got>; <fix>. All checks work on symbolic sizes, so eager, Meta and torch.compile share them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -65,7 +64,7 @@ inline std::string describe(const Tensor& t) {
   return dtype_name(t.scalar_type()) + " " + shape_text(t.sym_sizes()) + " on " + t.device().str();
 }
 
-// dtype of statistics and accumulators: fp32, or fp64 for fp64.
+// The dtype of statistics and accumulators: fp64 if t is fp64, else fp32.
 inline at::ScalarType acc_dtype(const Tensor& t) {
   return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
@@ -101,7 +100,7 @@ inline void check_dtype(const char* op, const char* name, const Tensor& t, at::S
            describe(t), "; use ", name, ".to(torch.", dtype_name(dtype), ")");
 }
 
-// Checks that t has the dtype and device of `like`.
+// Checks that t has the dtype and the device of `like`.
 inline void check_like(const char* op, const char* name, const Tensor& t, const char* like_name,
                        const Tensor& like) {
   check_device(op, name, t, like_name, like);
@@ -110,7 +109,8 @@ inline void check_like(const char* op, const char* name, const Tensor& t, const 
            name, ".to(", like_name, ".dtype)");
 }
 
-// `layout` names the sizes, e.g. "(N, K)".
+// Checks that t has the shape `expected`. `layout` names the sizes in the error message, e.g. "(N,
+// K)".
 inline void check_shape(const char* op, const char* name, const Tensor& t,
                         c10::SymIntArrayRef expected, const char* layout) {
   bool same = t.dim() == static_cast<int64_t>(expected.size());
@@ -119,7 +119,8 @@ inline void check_shape(const char* op, const char* name, const Tensor& t,
            describe(t));
 }
 
-// Suggests .t() for a weight passed as (K, N), GPT-2's Conv1D layout, instead of (N, K).
+// Returns the fix to suggest in an error message: .t() if a weight was passed as (K, N), the layout
+// of GPT-2's Conv1D, instead of (N, K).
 inline std::string transpose_fix(const char* name, const Tensor& weight, const c10::SymInt& k) {
   const bool transposed = weight.sym_size(1) != k && weight.sym_size(0) == k;
   return transposed ? std::string("; use ") + name + ".t()" : "";
@@ -145,14 +146,14 @@ inline void check_leftpad(const char* op, const OptionalTensor& leftpad, const c
                    : std::string("leftpad.to(") + like_name + ".device, torch.int32)");
 }
 
-// x's sizes with the last size replaced.
+// The sizes of x, with the last size replaced by `last`.
 inline std::vector<c10::SymInt> with_last(const Tensor& x, const c10::SymInt& last) {
   std::vector<c10::SymInt> sizes(x.sym_sizes().begin(), x.sym_sizes().end());
   sizes.back() = last;
   return sizes;
 }
 
-// x's sizes without the last size.
+// The sizes of x without the last size.
 inline std::vector<c10::SymInt> without_last(const Tensor& x) {
   return {x.sym_sizes().begin(), x.sym_sizes().end() - 1};
 }

@@ -1,6 +1,6 @@
 // Picks the configuration of a call: the one that tune forces on this thread, else a remembered
-// one, else the heuristic choice. pick() costs one load if no choice is forced or remembered and no
-// thread observes. Includes no torch header.
+// one, else the heuristic choice. If no choice is forced or remembered and no thread observes,
+// pick() needs one load to find out. This header includes no torch header.
 #pragma once
 
 #include <optional>
@@ -10,11 +10,12 @@
 
 namespace torchweld {
 
-// The forced or the remembered choice, else `heuristic`. Throws if the forced choice is illegal.
+// Returns the choice that is forced or remembered, else `heuristic`. Throws if the forced choice is
+// illegal.
 Encoded resolve_choice(const char* family, const Encoded& problem, const Encoded& heuristic);
 
-// The heuristic choice. Each thread caches the last ones, because a matmul compares a hundred
-// configurations, which takes longer than a launch.
+// Returns the heuristic choice. Each thread caches the latest choices, because a matmul compares a
+// hundred configurations, which takes longer than a launch.
 template <typename KernelFamily>
 typename KernelFamily::Choice heuristic_choice(const Encoded& encoded,
                                                const typename KernelFamily::Problem& problem) {

@@ -1,5 +1,5 @@
-// Workspaces that are cached between calls: counters that are zero before and after every kernel,
-// and partial sums. Host code of CUDA builds only.
+// Workspaces that are cached between calls: counters, which are zero before and after every kernel,
+// and partial sums. Host code for CUDA builds only.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -22,15 +22,17 @@ inline bool under_capture() {
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 }
 
-// At least `count` zeros of a type, allocated with cudaMalloc.
-// NOTE: torch's allocator can't be used. While torch.compile warms up a graph's pool, before the
-// capture, it allocates from that pool; a cached tensor of the pool is an error or is reused.
+// Allocates at least `count` zeros of a type with cudaMalloc.
+// NOTE: torch's allocator can't be used. While torch.compile warms up the memory pool of a graph,
+// before the capture, that allocator allocates from the pool; keeping a tensor of the pool raises
+// an error, or its memory is reused.
 inline at::Tensor driver_zeros(int64_t count, at::ScalarType type, const at::Tensor& like,
                                cudaStream_t stream) {
   constexpr int64_t kGranularity = 1 << 20;
   const auto elem = static_cast<int64_t>(c10::elementSize(type));
   const int64_t bytes = divide_up(count * elem, kGranularity) * kGranularity;
-  // Another thread may be capturing, which forbids cudaMalloc in the default mode.
+  // Another thread may be capturing a graph, which would forbid cudaMalloc in the default capture
+  // mode.
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   void* data = nullptr;
   if (cudaMalloc(&data, bytes) != cudaSuccess) {
@@ -50,9 +52,10 @@ inline at::Tensor driver_zeros(int64_t count, at::ScalarType type, const at::Ten
   return at::from_blob(data, {bytes / elem}, free, like.options().dtype(type));
 }
 
-// Zeros shared by all calls of this thread on the current stream; undefined for a thread's streams
-// beyond the first `max_streams`.
-// NOTE: cached by thread and stream, because calls that share the memory must not overlap.
+// Returns zeros that all calls of this thread on the current stream share. Returns an undefined
+// tensor if this thread already uses `max_streams` other streams.
+// NOTE: the cache key is the thread and the stream, because calls that share the memory must not
+// overlap.
 template <at::ScalarType type>
 at::Tensor cached_zeros(int64_t count, const at::Tensor& like, size_t max_streams = SIZE_MAX) {
   thread_local std::map<std::pair<c10::DeviceIndex, cudaStream_t>, at::Tensor> cache;
@@ -68,8 +71,8 @@ at::Tensor cached_zeros(int64_t count, const at::Tensor& like, size_t max_stream
   return zeros;
 }
 
-// `count` uninitialised floats of workspace for one kernel. Cached like cuBLAS's workspace, so that
-// a call allocates only its results.
+// Returns `count` uninitialised floats of workspace for one kernel. The memory is cached, as cuBLAS
+// does with its workspace, so that a call allocates only its results.
 inline at::Tensor cached_floats(int64_t count, const at::Tensor& like) {
   constexpr size_t kMaxStreams = 4;
   at::Tensor floats;
@@ -78,9 +81,10 @@ inline at::Tensor cached_floats(int64_t count, const at::Tensor& like) {
   return floats.defined() ? floats : at::empty({count}, like.options().dtype(at::kFloat));
 }
 
-// `count` counters that are zero when the kernel starts. The kernel resets them to zero, so the
-// next call on this stream needs no memset.
-// NOTE: a captured graph allocates and clears its own, because its replays may overlap any kernel.
+// Returns `count` counters that are zero when the kernel starts. The kernel resets them to zero, so
+// the next call on this stream needs no memset.
+// NOTE: a captured graph allocates and clears its own counters, because its replays may overlap any
+// kernel.
 inline at::Tensor zero_counters(int64_t count, const at::Tensor& like) {
   if (is_dry_run() || under_capture()) {
     return at::zeros({count}, like.options().dtype(at::kInt));
@@ -88,9 +92,10 @@ inline at::Tensor zero_counters(int64_t count, const at::Tensor& like) {
   return cached_zeros<at::kInt>(count, like);
 }
 
-// `count` flags between the blocks of a kernel. A flag is set if it holds the launch's number
-// (next_launch_number), which uninitialised memory does not hold; the kernel resets it to 0.
-// NOTE: a captured graph's own flags therefore need no memset.
+// Returns `count` flags with which the blocks of a kernel signal each other. A flag is set if it
+// holds the number of the launch (next_launch_number), which uninitialised memory does not hold.
+// The kernel resets each flag to 0.
+// NOTE: a captured graph allocates its own flags, which for the same reason need no memset.
 inline at::Tensor block_flags(int64_t count, const at::Tensor& like) {
   if (is_dry_run() || under_capture()) {
     return at::empty({count}, like.options().dtype(at::kLong));
@@ -98,7 +103,8 @@ inline at::Tensor block_flags(int64_t count, const at::Tensor& like) {
   return cached_zeros<at::kLong>(count, like);
 }
 
-// A functor that allocates one zero counter when it is called, and owns it. `like` must outlive it.
+// Returns a functor that allocates one zero counter when it is called, and owns it. `like` must
+// outlive the functor.
 inline auto lazy_zero_counter(const at::Tensor& like) {
   return [&like, counter = at::Tensor()]() mutable {
     counter = zero_counters(1, like);

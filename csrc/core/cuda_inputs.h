@@ -1,4 +1,4 @@
-// Converts tensors to the plain arguments of a launcher. Host code of CUDA builds only.
+// Converts tensors to the plain arguments of kernel launchers. Host code for CUDA builds only.
 #pragma once
 
 #include <c10/cuda/CUDAGuard.h>
@@ -12,7 +12,7 @@
 
 namespace torchweld {
 
-// Makes `device` current during its lifetime; does nothing in a dry run.
+// Makes `device` the current device during its lifetime. Does nothing in a dry run.
 class OnDevice {
  public:
   explicit OnDevice(const c10::Device& device) {
@@ -27,9 +27,9 @@ inline cudaStream_t current_stream() {
   return is_dry_run() ? nullptr : c10::cuda::getCurrentCUDAStream().stream();
 }
 
-// The address of a tensor's elements. In a dry run tensors have no memory, so the address of a
-// placeholder is returned, which is never read: nullptr would tell a launcher that the tensor is
-// absent.
+// The address of a tensor's elements. In a dry run tensors have no memory. Then this returns the
+// address of a placeholder, which is never read, because nullptr would tell a launcher that the
+// tensor is absent.
 template <typename T>
 T* mutable_data(const at::Tensor& t) {
   alignas(16) static char placeholder[16];
@@ -51,7 +51,7 @@ inline DType dtype_of(const at::Tensor& t) {
   }
 }
 
-// A contiguous copy of an optional vector; data() is nullptr if the vector is absent.
+// A contiguous copy of an optional vector. data() is nullptr if the vector is absent.
 struct Vector {
   Tensor tensor;
 
@@ -78,8 +78,8 @@ inline std::optional<int64_t> row_stride_of(const at::Tensor& t) {
   return stride;
 }
 
-// A tensor as (rows, n) with contiguous columns and one row stride. Copies only a tensor whose
-// strides do not allow that.
+// A tensor as a matrix (rows, n) with contiguous columns and one row stride. Copies the tensor only
+// if its strides don't allow that.
 struct Rows {
   at::Tensor tensor;
   int64_t rows = 0;

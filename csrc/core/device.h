@@ -1,4 +1,4 @@
-// The properties of a GPU that choosing a kernel needs. Torch-free.
+// The properties of a GPU that decide which kernel runs. This header does not use torch.
 #pragma once
 
 #include <algorithm>
@@ -8,21 +8,22 @@ namespace torchweld {
 
 struct DeviceFacts {
   int sms = 0;
-  int shared_limit = 0;         // max shared memory of a block, bytes
+  int shared_limit = 0;         // max shared memory of a block in bytes
   bool clusters = false;        // thread-block clusters
   bool clusters_of_16 = false;  // a 16-CTA cluster fits on this GPU
   bool tma = false;             // bulk copies and tensor maps
   bool wgmma = false;           // warpgroup matrix multiply
-  // By cluster size: how many clusters run at once with one block per SM; 0 for sizes not queried.
-  // NOTE: a cluster stays within one GPC, and GPCs differ in their number of usable SMs.
+  // For each cluster size, how many clusters run at once with one block per SM, or 0 if the size
+  // was not queried.
+  // NOTE: a cluster stays within one GPC, and GPCs differ in the number of usable SMs.
   int active_clusters[17] = {};
 
-  // active_clusters of a cluster size, at least 1.
+  // active_clusters of a cluster size, but at least 1.
   int max_active_clusters(int size) const { return std::max(active_clusters[size], 1); }
 };
 
-// Facts of the current device, queried once per device; in a dry run, facts of the assumed GPU.
-// All zeros without a GPU.
+// The facts of the current device, which are queried once per device. In a dry run, the facts of
+// the assumed GPU. All zeros without a GPU.
 const DeviceFacts& device_facts();
 
 // The GPU that explain assumes on a machine without one.

@@ -2,9 +2,9 @@
 // defines <op>_meta, followed by TW_OP(<op>), then <op>_cpu and <op>_cuda, and registers them with
 // define_op.
 //
-// Autocast casts all tensors of matmul-like ops to the autocast dtype, so the norm of
-// layer_norm_linear reads a rounded x. softmax, causal_softmax, the pointwise ops and sums have
-// no autocast kernel and keep their dtype.
+// For ops with a matmul, autocast casts all tensors to the autocast dtype, so the norm of
+// layer_norm_linear reads a rounded x. softmax, causal_softmax, the pointwise ops and sums have no
+// autocast kernel and keep their dtype.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,7 +25,8 @@ namespace torchweld {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// The dispatcher's handle of torchweld::<name>. Store it in a function-local static.
+// Returns the dispatcher's handle of torchweld::<name>. Store the handle in a function-local
+// static.
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> find_op(const char* name) {
   const std::string full = std::string("torchweld::") + name;
@@ -42,14 +43,15 @@ struct OpCall<Op, Result(Args...)> {
     static const auto op = find_op<Result(Args...)>(Op::kName);
     return op.call(std::forward<Args>(args)...);
   }
-  // Calls the op below autograd, as the forward of a Function must.
+  // Calls the op below autograd, as the forward of an autograd Function must.
   Result below(Args... args) const {
     at::AutoDispatchBelowADInplaceOrView guard;
     return (*this)(std::forward<Args>(args)...);
   }
 };
 
-// Defines call_<op>, with the signature of <op>_meta, a function or a pointer to one.
+// Defines call_<op>, a function object with the signature of <op>_meta. <op>_meta is a function or
+// a pointer to one.
 #define TW_OP(op)                                                                              \
   constexpr struct op##_call : OpCall<op##_call, std::remove_pointer_t<decltype(op##_meta)>> { \
     static constexpr const char* kName = #op;                                                  \
@@ -78,8 +80,8 @@ inline bool has_tangent(const Tensor& t) {
 }
 inline bool has_tangent(const OptionalTensor& t) { return is_given(t) && has_tangent(*t); }
 
-// Refuses forward-mode differentiation. Forward mode is independent of grad mode, so unrecorded
-// calls are checked too; they would drop the tangent.
+// Raises an error if a tensor has a forward-mode tangent. Forward mode is independent of grad mode,
+// so calls that autograd does not record are checked too; otherwise they would drop the tangent.
 template <typename... Args>
 void check_no_tangent(const char* op, const Args&... args) {
   TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(args) || ...), "torchweld::", op,
@@ -87,35 +89,39 @@ void check_no_tangent(const char* op, const Args&... args) {
                               "reverse mode, such as torch.autograd.grad or torch.func.jacrev");
 }
 
-// Converts an undefined tensor, which autograd returns for a saved nullopt, back to nullopt.
+// Converts an undefined tensor back to nullopt. Autograd returns an undefined tensor if nullopt was
+// saved.
 inline OptionalTensor optional(const Tensor& t) {
   return t.defined() ? OptionalTensor(t) : std::nullopt;
 }
 inline Tensor or_undefined(const OptionalTensor& t) { return t.value_or(Tensor()); }
 
-// Backward ops return a (0,) tensor for an unneeded gradient; autograd needs an undefined one.
+// A backward op returns a (0,) tensor for a gradient that is not needed. Autograd needs an
+// undefined tensor instead.
 inline Tensor if_wanted(bool wanted, const Tensor& grad) { return wanted ? grad : Tensor(); }
 
-// The CUDA kernel of ops without one in this build: raises an error, no fallback.
+// The CUDA kernel of an op that has none in this build: it raises an error and does not fall back
+// to another device.
 void no_cuda_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 inline torch::CppFunction no_cuda_kernel_function() {
   return torch::CppFunction::makeFromBoxedFunction<&no_cuda_kernel>();
 }
 
-// The Autograd kernel of ops without a gradient: backpropagating through them raises.
+// The Autograd kernel of an op without a gradient: backpropagating through the op raises an error.
 inline torch::CppFunction no_gradient_function() {
   return torch::autograd::autogradNotImplementedFallback();
 }
 
-// Marks all outputs of a Function but the first as non-differentiable: backward reads them.
+// Marks all outputs of a Function except the first as non-differentiable, because only the backward
+// reads them.
 inline variable_list outputs_of(AutogradContext* ctx, variable_list outputs) {
   ctx->mark_non_differentiable({outputs.begin() + 1, outputs.end()});
   ctx->set_materialize_grads(false);
   return outputs;
 }
 
-// Converts the first outputs of a Function to the op's result.
+// Converts the first outputs of a Function to the result type of the op.
 template <typename Result>
 Result first_outputs(const variable_list& outputs) {
   if constexpr (std::is_same_v<Result, Tensor>) {
@@ -127,8 +133,8 @@ Result first_outputs(const variable_list& outputs) {
   }
 }
 
-// Clears a node's list of non-differentiable outputs, which only apply() reads, because compiled
-// autograd asserts that it is empty.
+// Clears the list of non-differentiable outputs of a node, because compiled autograd asserts that
+// it is empty. Only apply() reads the list.
 template <typename Function>
 void clear_non_differentiable(const Tensor& output) {
   using Node = torch::autograd::CppNode<Function>;
@@ -141,7 +147,7 @@ void clear_non_differentiable(const variable_list& outputs) {
   clear_non_differentiable<Function>(outputs[0]);
 }
 
-// The Autograd kernel of an op that is differentiated by Function: a recorded call applies
+// The Autograd kernel of an op that is differentiated by Function. A recorded call applies
 // Function, any other call dispatches below autograd. `check(name, args...)` runs before Function,
 // so that errors name this op and not the <op>_forward that Function calls.
 template <typename Function, typename Op, typename Result, typename... Args, typename Check>
@@ -166,8 +172,8 @@ torch::CppFunction recorded_by(const Op& call) {
   return recorded_by<Function>(call, [](const auto&...) {});
 }
 
-// The Function of an op of two tensors whose backward op is backward(dy, a, b) or
-// backward(dy, a, b, output_mask).
+// The autograd Function of an op with two tensors. Its backward op has the signature backward(dy,
+// a, b) or backward(dy, a, b, output_mask).
 template <typename Call, typename BackwardCall>
 struct FunctionOfTwo : torch::autograd::Function<FunctionOfTwo<Call, BackwardCall>> {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
@@ -189,13 +195,14 @@ struct FunctionOfTwo : torch::autograd::Function<FunctionOfTwo<Call, BackwardCal
   }
 };
 
-// Out of line, because torch's autocast header includes every operator.
+// These functions are defined in a .cpp file, because torch's autocast header includes every
+// operator.
 c10::DispatchKey autocast_key(at::DeviceType device);
 at::ScalarType autocast_dtype(at::DeviceType device);
 Tensor autocast_cast(const Tensor& t, at::ScalarType dtype, at::DeviceType device);
 
-// Casts floating-point tensors to the autocast dtype; other arguments pass through. During its
-// lifetime autocast is off.
+// A function object that casts floating-point tensors to the autocast dtype and returns other
+// arguments unchanged. Autocast is off during its lifetime.
 template <at::DeviceType device>
 struct Autocast {
   c10::impl::ExcludeDispatchKeyGuard off{c10::DispatchKeySet(autocast_key(device))};
@@ -211,7 +218,7 @@ struct Autocast {
   }
 };
 
-// An op's autocast kernel, which casts all of its tensors.
+// The autocast kernel of an op: it casts all tensors of the call.
 template <at::DeviceType device, typename Op, typename Result, typename... Args>
 torch::CppFunction autocast_kernel(const OpCall<Op, Result(Args...)>&) {
   return torch::CppFunction([](Args... args) -> Result {
@@ -227,7 +234,7 @@ void define_autocast(torch::Library& m, const Op& call) {
          torch::dispatch(c10::DispatchKey::AutocastCUDA, autocast_kernel<at::kCUDA>(call)));
 }
 
-// An op's kernels. TW_KERNELS(softmax) lists softmax_meta, softmax_cpu and softmax_cuda.
+// The kernels of an op. TW_KERNELS(softmax) lists softmax_meta, softmax_cpu and softmax_cuda.
 struct Kernels {
   torch::CppFunction meta, cpu, cuda;
 };
@@ -240,7 +247,7 @@ struct Kernels {
 #define TW_KERNELS(op) \
   Kernels { torch::CppFunction(op##_meta), torch::CppFunction(op##_cpu), TW_CUDA_KERNEL(op##_cuda) }
 
-// Registers an op's schema, its kernels and its Autograd kernel.
+// Registers the schema of an op, its kernels and its Autograd kernel.
 void define_op(torch::Library& m, const std::string& schema, Kernels kernels,
                torch::CppFunction autograd);
 

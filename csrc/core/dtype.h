@@ -1,4 +1,4 @@
-// Element types of the torch-free part of the library.
+// The element types of the code that does not use torch.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // A KernelFamily encodes the problem and the choice of one kind of kernel as integers, for tune,
-// the remembered choices and explain. Pure host code.
+// the remembered choices and explain. This is pure host code.
 //
-// A family is a struct of statics:
+// A family is a struct with these static members:
 //   kName, kFields, kEngines        its name, the bounds of a problem's fields, the engines' names
 //   kFirstLegal                     choose() returns the first legal candidate
 //   Problem, Choice                 the argument and the result of choose()
@@ -57,7 +57,7 @@ struct Encoded {
     return false;
   }
 
-  // FNV-1a over whole encoded.
+  // An FNV-1a hash over whole integers.
   uint64_t hash() const {
     uint64_t hash = 0xcbf29ce484222325;
     for (int i = 0; i < count; ++i)
@@ -72,8 +72,8 @@ struct Encoded {
   }
 };
 
-// Why a choice does not support a problem; empty if it does. text() builds the sentence, so that
-// choose() can test refusals at no cost. Each {} is replaced by the next value.
+// Why a choice does not support a problem; empty if it does. Each {} in the sentence stands for the
+// next value. Only text() builds the string, so that choose() can test many refusals at no cost.
 struct Refusal {
   const char* sentence = nullptr;
   int64_t values[2] = {};
@@ -93,7 +93,8 @@ struct Refusal {
   }
 };
 
-// A field of a problem. The bounds keep values read from a file from overflowing the arithmetic.
+// A field of a problem. The bounds make sure that values read from a file don't overflow later
+// arithmetic.
 struct Field {
   const char* name;
   int64_t min, max;
@@ -115,7 +116,7 @@ constexpr int64_t size_class(int64_t size) {
   return size == 0 ? 0 : power;
 }
 
-// Base of families whose first field varies between calls.
+// Base class of the families whose problems have a first field that varies between calls.
 struct FirstSizeByClass {
   static Encoded shape_class(Encoded x) {
     x[0] = size_class(x[0]);
@@ -123,7 +124,8 @@ struct FirstSizeByClass {
   }
 };
 
-// Whether a grid can have this many blocks. A double, because products of sizes overflow int64.
+// Whether a grid can have this many blocks. `blocks` is a double, because products of sizes
+// overflow int64.
 inline bool grid_fits(double blocks) { return blocks <= 2147483647.0; }
 
 template <typename KernelFamily>
@@ -161,14 +163,14 @@ typename KernelFamily::Problem decode_problem(const Encoded& encoded) {
   return problem;
 }
 
-// The name of a choice in files and messages: engine and tile.
+// The name of a choice in files and messages: the engine and the tile.
 template <typename KernelFamily>
 std::string name_of(const Encoded& choice) {
   const std::string tile = KernelFamily::tile(choice);
   return KernelFamily::kEngines[choice[0]] + (tile.empty() ? "" : " " + tile);
 }
 
-// Why `encoded` is not a problem of the family; "" if it is.
+// Why `encoded` is not a problem of the family, or "" if it is.
 template <typename KernelFamily>
 std::string problem_refusal(const Encoded& encoded) {
   if (encoded.count != field_count<KernelFamily>()) {
@@ -184,7 +186,7 @@ std::string problem_refusal(const Encoded& encoded) {
   return "";
 }
 
-// "64x128", or "64x128 /4" for four splits of K.
+// The text of a tile: "64x128", or "64x128 /4" with four splits of K.
 inline std::string tile_text(int64_t rows, int64_t columns, int64_t splits = 1) {
   return std::to_string(rows) + "x" + std::to_string(columns) +
          (splits > 1 ? " /" + std::to_string(splits) : "");

@@ -1,4 +1,4 @@
-// Division by a divisor that is known on the host: a multiply and a shift on the device.
+// Division by a divisor that the host knows: on the device it is a multiplication and a shift.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace torchweld {
 
-// Exact for dividends below 2^31 and divisors in [1, 2^31).
+// The quotient is exact for dividends below 2^31 and divisors in [1, 2^31).
 // Source: Granlund and Montgomery, "Division by invariant integers using multiplication", 1994.
 class FastDivisor {
  public:

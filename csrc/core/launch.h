@@ -1,4 +1,4 @@
-// Launches every kernel, and turns launch errors into sentences. .cu files include it, so it
+// Launches kernels and turns launch errors into sentences. .cu files include this header, so it
 // includes no torch header.
 #pragma once
 
@@ -26,10 +26,11 @@ inline void check_launch(const char* op) {
   throw std::runtime_error(text);
 }
 
-// Max blocks of a grid's first dimension.
+// The largest number of blocks along a grid's first dimension.
 inline constexpr int64_t kMaxGrid = 2147483647;
 
-// Larger dynamic shared memory or larger clusters need a function attribute.
+// A kernel with more dynamic shared memory or a larger cluster than this needs a function
+// attribute.
 inline constexpr int kDefaultSharedBytes = 48 * 1024, kPortableCluster = 8;
 
 struct Grid {
@@ -38,12 +39,12 @@ struct Grid {
   int cluster = 1;        // blocks of a cluster, along the first dimension
   bool overlaps = false;  // programmatic dependent launch (device/sm90/dependent_launch.cuh)
 
-  // `blocks` is at most kMaxGrid.
+  // `blocks` must be at most kMaxGrid.
   Grid(int64_t blocks, dim3 threads, int shared_bytes = 0)
       : blocks(static_cast<unsigned>(blocks)), threads(threads), shared_bytes(shared_bytes) {}
 };
 
-// check_launch reports a failure.
+// Launches a kernel. Call check_launch afterwards, which reports a failure.
 // NOTE: function attributes belong to the current device, so they are set at every launch.
 template <typename... Params, typename... Args>
 void launch_kernel(void (*kernel)(Params...), const Grid& grid, cudaStream_t stream,
@@ -78,7 +79,8 @@ void launch_kernel(void (*kernel)(Params...), const Grid& grid, cudaStream_t str
   (void)cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
 }
 
-// A number that memory does not hold by chance: splitmix64 of a counter (device/block_flags.cuh).
+// Returns a number that memory does not hold by chance: splitmix64 of a counter. Block flags use it
+// (device/block_flags.cuh).
 inline uint64_t next_launch_number() {
   static std::atomic<uint64_t> launches{0};
   uint64_t x = ++launches * 0x9e3779b97f4a7c15;
@@ -87,7 +89,8 @@ inline uint64_t next_launch_number() {
   return x ^ (x >> 31);
 }
 
-// Calls body(first, count) for slices of `items` blocks that fit into one grid.
+// Splits `items` blocks into ranges that each fit into one grid, and calls body(first, count) for
+// each range.
 template <typename Body>
 void for_each_grid_of(int64_t items, const Body& body) {
   for (int64_t first = 0; first < items; first += kMaxGrid) {

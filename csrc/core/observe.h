@@ -1,17 +1,17 @@
-// A thread can observe its choices and launches (tune) or start a dry run (explain). A dry run
-// executes the host code of a call on tensors without memory and launches nothing.
+// A thread can observe its choices and launches (for tune), or start a dry run (for explain). A dry
+// run executes the host code of a call on tensors without memory and launches no kernel.
 #pragma once
 
 #include <atomic>
 
 namespace torchweld {
 
-// Counts the threads that force choices or observe, and 1 if choices are remembered.
+// The number of threads that force choices or observe, plus 1 if any choices are remembered.
 extern std::atomic<int> choices_in_use;
 
 inline bool is_observed() { return choices_in_use.load(std::memory_order_relaxed) != 0; }
 
-// Whether this thread records its launches instead of making them.
+// Whether this thread is in a dry run: it records its launches instead of making them.
 bool thread_is_dry_run();
 inline bool is_dry_run() { return is_observed() && thread_is_dry_run(); }
 

@@ -11,13 +11,15 @@ void parallel_tasks(int64_t tasks, c10::function_ref<void(int64_t)> body) {
     if (tasks == 1) body(0);
     return;
   }
-  // One byte per task: its offset is the task's index.
+  // `marks` has one byte per task. The offset of a byte from the first one is the index of its
+  // task.
   at::Tensor marks = at::empty({tasks}, at::kByte);
   const char* const base = static_cast<const char*>(marks.const_data_ptr());
   auto loop = at::TensorIterator::nullary_op(marks);
   loop.for_each(
       [&](char** data, const int64_t* strides, int64_t inner, int64_t outer) {
-        const at::AutoDispatchBelowADInplaceOrView below;  // dispatch state is per thread
+        // The dispatch state belongs to the thread.
+        const at::AutoDispatchBelowADInplaceOrView below;
         for (int64_t j = 0; j < outer; ++j) {
           for (int64_t i = 0; i < inner; ++i) {
             body(data[0] - base + j * strides[1] + i * strides[0]);

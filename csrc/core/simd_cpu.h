@@ -1,5 +1,5 @@
-// CPU loops that the compiler vectorises. The library is built for any x86-64; with_vectors
-// compiles a loop again for AVX2 and for AVX-512 and selects at run time.
+// CPU loops that the compiler vectorises. The library is built for any x86-64 CPU; with_vectors
+// compiles a loop again for AVX2 and for AVX-512 and selects a version at run time.
 #pragma once
 
 #include <cmath>
@@ -39,8 +39,8 @@ inline int simd_level() {
 }
 #endif
 
-// Calls body(), a lambda of loops over plain arrays, compiled for the CPU's widest vectors. Every
-// function that body calls must be inline.
+// Calls body(), a lambda with loops over plain arrays, in the version for the widest vectors of
+// this CPU. Every function that body calls must be inline.
 template <typename Body>
 void with_vectors(const Body& body) {
 #ifdef TW_SIMD_TARGETS
@@ -54,11 +54,11 @@ void with_vectors(const Body& body) {
   body();
 }
 
-// exp(x) with an error of at most 2 ulp, subnormal results included.
+// exp(x) with an error of at most 2 ulp, including subnormal results.
 inline float exp_in_vectors(float x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding kRound rounds to an integer
-  x = x < -104.0f ? -104.0f : x;         // 0
-  x = x > 89.0f ? 89.0f : x;             // inf
+  x = x < -104.0f ? -104.0f : x;         // exp(-104) is 0
+  x = x > 89.0f ? 89.0f : x;             // exp(89) is inf
   const float shifted = x * 1.44269504f + kRound;
   const float n = shifted - kRound;
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -69,7 +69,8 @@ inline float exp_in_vectors(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  // 2^n as two factors, because n exceeds the exponent range of normal numbers.
+  // 2^n is computed as a product of two powers of 2, because n exceeds the exponent range of normal
+  // numbers.
   int32_t bits, base;
   std::memcpy(&bits, &shifted, 4);
   std::memcpy(&base, &kRound, 4);
@@ -112,7 +113,7 @@ struct LaneSums {
   }
 };
 
-// sum_i a[i] * b[i], accumulated in T, for a and b of any dtypes.
+// Returns sum_i a[i] * b[i], accumulated in T. a and b may have any dtypes.
 template <typename T, typename A, typename B>
 T dot(const A* a, const B* b, int64_t n) {
   LaneSums<T> sums;
@@ -126,7 +127,8 @@ T dot(const A* a, const B* b, int64_t n) {
   return sums.total();
 }
 
-// The maximum of n values. With NaN among them any result will do, as exp(NaN - max) is NaN.
+// The maximum of n values. If one of them is NaN, the result is unspecified; any result will do,
+// because exp(NaN - max) is NaN.
 template <typename T>
 T max_of(const T* x, int64_t n) {
   constexpr int kLanes = LaneSums<T>::kLanes;
@@ -141,7 +143,8 @@ T max_of(const T* x, int64_t n) {
   return lanes[0];
 }
 
-// y = exp(x - max); returns the sum of y. y may alias x. 16 lanes accumulate independently.
+// Computes y = exp(x - max) and returns the sum of y. y may alias x. 16 lanes accumulate
+// independently.
 template <typename T>
 T exp_and_sum(T* y, const T* x, int64_t n, T max) {
   LaneSums<T> sums;
