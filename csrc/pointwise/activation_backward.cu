@@ -1,4 +1,5 @@
-// dz = dy * activation'(z) and its sum over the rows, in one pass; sums of such sums' parts.
+// Computes dz = dy * activation'(z) and the sum of dz over the rows, in one pass over the matrix.
+// Also adds up partial sums that other kernels have stored.
 #include "device/activation.cuh"
 #include "pointwise/column_pass.cuh"
 #include "pointwise/pointwise.h"
@@ -46,7 +47,7 @@ struct ActivationOp {
   }
 };
 
-// No activation: nothing to write but the sum.
+// The op without an activation: it only sums dy and writes no matrix.
 template <typename T, int kElems_>
 struct SumOp {
   static constexpr int kElems = kElems_;

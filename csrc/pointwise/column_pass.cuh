@@ -1,10 +1,14 @@
-// One pass over a (rows, n) matrix that may leave up to two sums a column behind.
+// A kernel that makes one pass over a (rows, n) matrix and can compute up to two sums for each
+// column.
 //
-// A block takes a tile of columns and a chunk of rows: 32 lanes of kElems adjacent columns, 8 rows
-// at a time. Its sums go to the scratch as (chunk, sum, column); add_partials adds the chunks. Both
-// orders are fixed, so that the sums have the same bits in every run.
+// A block processes a tile of columns and a chunk of rows: 32 lanes with kElems contiguous columns
+// each, and 8 rows at a time. The block stores its sums in the scratch memory as (chunk, sum,
+// column), and add_partials adds up the chunks. Both add in a fixed order, so the sums have the
+// same bits in every run.
 //
-// An Op has kElems, kSums and Sum; load(row, column) of kElems columns, and add(row, column, what
+// An Op has the members kElems, kSums and Sum. load(row, column) loads kElems columns; add(row,
+// column, loaded, sums) processes them. The kernel loads two rows before it processes them, because
+// the stores of add would otherwise separate the loads.
 // it loaded, sums). Two rows are on their way at a time, because stores stand between the loads.
 #pragma once
 
@@ -20,8 +24,8 @@ constexpr int kColumnThreads = kRowGroups * kWarp;
 constexpr int kPartialGroups = 16;
 constexpr int kPartialThreads = kPartialGroups * kWarp;
 
-// A running sum. In fp32 it also keeps what its additions round away, so that a column of any
-// length costs few roundings; results of 16 bits would not show it.
+// A running sum. In fp32 it also keeps the rounding errors of its additions, so that a long column
+// loses little accuracy. 16-bit results would not show these errors.
 template <bool kKeepsRest>
 struct ColumnSum {
   float sum, rest;
@@ -35,7 +39,7 @@ struct ColumnSum {
       rest += (before - (sum - added)) + (x - added);
     }
   }
-  // NOTE: once the sum is inf, rest is NaN.
+  // NOTE: if sum is inf, rest is NaN and must not be added.
   __device__ __forceinline__ float value() const {
     return kKeepsRest && isfinite(sum) ? sum + rest : sum;
   }
@@ -44,7 +48,7 @@ struct ColumnSum {
 template <typename T>
 using ColumnSumOf = ColumnSum<sizeof(T) == 4>;
 
-// g_partials: nullptr where no sums are asked for.
+// g_partials is nullptr if no sums are requested.
 template <typename Op, bool kSumsUp>
 __global__ __launch_bounds__(kColumnThreads, kSumsUp ? 3 : 4) void column_pass_kernel(
     const Op op, int64_t rows, int64_t n, int64_t rows_per_chunk, float* g_partials) {
@@ -85,9 +89,9 @@ __global__ __launch_bounds__(kColumnThreads, kSumsUp ? 3 : 4) void column_pass_k
   }
 }
 
-// Where the sums of add_partials go: column c of sum s to to[s][c * stride].
+// Where add_partials stores the sums: column c of sum s goes to to[s][c * stride].
 struct ColumnSums {
-  void* to[2];  // nullptr where not requested
+  void* to[2];  // nullptr if not requested
   int64_t stride;
 };
 
@@ -115,7 +119,7 @@ __global__ __launch_bounds__(kPartialThreads) void add_partials_kernel(const flo
   if (g_to != nullptr) g_to[i % n * sums.stride] = from_float<T>(sum);
 }
 
-// g_partials: (chunks, num_sums, n).
+// Adds up g_partials (chunks, num_sums, n) over the chunks.
 template <typename T>
 void launch_add_partials(const float* g_partials, int64_t chunks, int num_sums, int64_t n,
                          const ColumnSums& sums, cudaStream_t stream) {
@@ -124,7 +128,7 @@ void launch_add_partials(const float* g_partials, int64_t chunks, int num_sums, 
                 chunks, num_sums, n, sums);
 }
 
-// Runs the op over all rows, and where there is scratch leaves the sums.
+// Runs the op over all rows. If g_partials is not nullptr, also computes the column sums.
 template <typename T, typename Op>
 void launch_column_pass(const Op& op, int64_t rows, int64_t n, float* g_partials,
                         const ColumnSums& sums, cudaStream_t stream) {

@@ -1,5 +1,6 @@
-// How a sum over the rows of a (rows, n) matrix is split among blocks. Pure host code; the same
-// for every alignment and dtype, so that a caller knows the scratch before the kernel is chosen.
+// How a sum over the rows of a (rows, n) matrix is split among blocks. This is pure host code. The
+// split does not depend on alignment and dtype, so that a caller knows the size of the scratch
+// memory before the kernel is chosen.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +12,11 @@ struct ColumnSplit {
   int64_t chunks;
 };
 
-// NOTE: of more columns there are never more chunks; a pass over 2n columns counts on it.
+// NOTE: the number of chunks must not grow with n, because a pass over 2n columns relies on it.
 constexpr ColumnSplit split_rows(int64_t rows, int64_t n) {
-  constexpr int64_t kTileColumns = 256;  // of a block in 16 bits
+  constexpr int64_t kTileColumns = 256;  // the columns of a block if elements have 16 bits
   constexpr int64_t kTargetBlocks = 2112;
-  constexpr int64_t kMaxChunks = 256;  // one block adds all of a column's chunks
+  constexpr int64_t kMaxChunks = 256;  // one block adds up all chunks of a column
   constexpr int64_t kMinRowsInChunk = 32;
   const int64_t tiles = (n + kTileColumns - 1) / kTileColumns;
   const int64_t wanted = kTargetBlocks / tiles;
@@ -27,7 +28,7 @@ constexpr ColumnSplit split_rows(int64_t rows, int64_t n) {
   return {rows_per_chunk, (rows + rows_per_chunk - 1) / rows_per_chunk};
 }
 
-// The fp32 values of scratch that one sum over the rows needs.
+// How many fp32 values of scratch memory one sum over the rows needs.
 constexpr int64_t column_partials(int64_t rows, int64_t n) {
   return split_rows(rows, n).chunks * n;
 }

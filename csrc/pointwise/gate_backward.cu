@@ -1,4 +1,5 @@
-// dz of gate(left, right) and its sum over the rows, in one pass.
+// Computes dz, the gradient of z for y = gate(left, right), and the sum of dz over the rows, in one
+// pass over the matrix.
 #include "device/activation.cuh"
 #include "pointwise/column_pass.cuh"
 #include "pointwise/pointwise.h"
@@ -15,7 +16,7 @@ struct GateArgs {
   Gate gate;
 };
 
-// left and right halves of z become those of dz.
+// Overwrites the left and right halves of z by those of dz.
 template <typename T, int kCount>
 __device__ __forceinline__ void gate_grad_of(T (&left)[kCount], T (&right)[kCount],
                                              const T (&dy)[kCount], Gate gate) {
@@ -34,13 +35,14 @@ __device__ __forceinline__ void gate_grad_of(T (&left)[kCount], T (&right)[kCoun
   }
 }
 
-// Columns of dy; left and right are n columns apart, or adjacent where an access is one element.
+// The op for vectors of kElems columns of dy. left and right are n columns apart in z, or
+// interleaved if an access is one element.
 template <typename T, int kElems_>
 struct GateOp : GateArgs<T> {
   static constexpr int kElems = kElems_;
-  static constexpr int kSums = 2;  // of the left and of the right half
+  static constexpr int kSums = 2;  // one for the left half and one for the right half
   using Sum = ColumnSumOf<T>;
-  int64_t first_step, apart;  // 1 and n, or 2 and 1
+  int64_t first_step, apart;  // first_step and apart are 1 and n, or 2 and 1 if interleaved
 
   struct Loaded {
     Vec<T, kElems> dy, left, right;
@@ -66,9 +68,9 @@ struct GateOp : GateArgs<T> {
   }
 };
 
-// Columns of z, where left and right alternate.
-// NOTE: by columns of dy a warp's accesses would skip every other 16 bytes, which took 1.3 times as
-// long.
+// The op for vectors of columns of z, in which left and right alternate.
+// NOTE: with vectors of columns of dy, a warp's accesses to z would skip every second 16 bytes,
+// which took 1.3 times as long.
 template <typename T, int kElems_>
 struct PairedGateOp : GateArgs<T> {
   static constexpr int kElems = kElems_, kPairs = kElems / 2;

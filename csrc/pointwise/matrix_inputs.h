@@ -1,4 +1,4 @@
-// From the tensors of a matrix pass to its launch. Host code of CUDA builds only.
+// Launches a matrix pass on tensors. Host code for CUDA builds only.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -10,7 +10,7 @@
 
 namespace torchweld {
 
-// Sizes are at least 1.
+// All sizes must be at least 1.
 inline void matrix_pass_cuda(void (*launch)(const MatrixPassParams&, cudaStream_t),
                              const MatrixPassTensors& t) {
   const Tensor& shape = t.in[0].defined() ? t.in[0] : t.out;

@@ -1,5 +1,5 @@
-// Launches a pass over a (rows, n) matrix (matrix_pass.cuh), and the kernels that add its partial
-// sums of rows and of columns, in a fixed order.
+// Launches a pass over a (rows, n) matrix (matrix_pass.cuh), and the kernels that add up the
+// partial sums of rows and of columns in a fixed order.
 #pragma once
 
 #include "core/launch.h"
@@ -9,7 +9,8 @@
 
 namespace torchweld {
 
-// The sum of a row's parts: a warp a row, or a block where there are many.
+// Adds up the partial sums of each row: one warp per row, or one block per row if a row has many
+// partial sums.
 template <typename T, int kThreadsPerRow, int kThreads>
 __global__ __launch_bounds__(kThreads) void add_row_parts_kernel(const float* g_parts, int64_t rows,
                                                                  int64_t parts, T* g_sums) {

@@ -1,11 +1,13 @@
-// The kernel of one pass over a (rows, n) matrix (matrix_pass.h): cells computed from up to two
-// matrices, a value a row and a value a column; written, or summed along rows and columns, or both.
+// The kernel that makes one pass over a (rows, n) matrix (matrix_pass.h). It computes cells from up
+// to two matrices, one value per row and one value per column. It writes the cells, sums them along
+// rows or columns, or both.
 //
-// A thread takes one access in each of a few rows, all of them in flight together. It keeps its
-// columns from row to row, so that values and sums of columns stay in registers. Sums of rows join
-// in a warp and then, many rows at a time, in shared memory; sums of columns join in the block's
-// end. Parts of different blocks are added in a fixed order by the kernels
-// of matrix_launch.cuh, so that the sums have the same bits in every run.
+// A thread has one 16-byte access in each of a few rows, and all these accesses are in flight
+// together. The thread keeps the same columns for all rows, so the values and sums of its columns
+// stay in registers. The sum of a row is reduced over a warp and then, for many rows at a time,
+// over the block in shared memory. The sums of columns are reduced at the end of the block. The
+// kernels of matrix_launch.cuh add the partial sums of different blocks in a fixed order, so the
+// sums have the same bits in every run.
 #pragma once
 
 #include "device/access.cuh"
@@ -24,38 +26,40 @@ struct MatrixArgs {
   T* g_out;
   T* g_row_sums;
   T* g_column_sums;
-  float* g_row_parts;     // (rows, row_parts), nullptr where a block has whole sums
-  float* g_column_parts;  // (column_parts, n), the same
+  float* g_row_parts;     // (rows, row_parts), or nullptr if a block computes whole row sums
+  float* g_column_parts;  // (column_parts, n), or nullptr if a block computes whole column sums
   MatrixPlan plan;
 };
 
-// kEdges: the lanes are no tile but the elements that are in no access of their row: those before
-// the first one, then those behind the last one, from the row's end on.
+// If kEdges, the lanes process the elements of a row that no 16-byte access covers: the first
+// kWholeElems lanes those before the first access, the others those behind the last access, from
+// the end of the row on.
 template <typename T_, int kElems_, typename F, bool kEdges_ = false>
 struct MatrixConfig {
   using T = T_;
-  static constexpr int kElems = kElems_;  // of an access
+  static constexpr int kElems = kElems_;  // elements of an access
   static constexpr bool kEdges = kEdges_;
   static constexpr int kWholeElems = 16 / sizeof(T);
   static constexpr MatrixTile kTile = matrix_tile(F::kReads, F::kColumnSums);
   static constexpr int kRows = kTile.rows_of(kElems > 1 || kEdges);
-  static constexpr int kWaiting = kRows * kMatrixThreads;  // sums that wait in shared memory
+  // Row sums that are held in shared memory.
+  static constexpr int kWaiting = kRows * kMatrixThreads;
   static constexpr bool kKeepsColumns = F::kColumnValues || F::kColumnSums;
   using Edges = MatrixConfig<T, 1, F, true>;
 };
 
 template <typename Config, typename F>
 struct MatrixShared {
-  // (batches, rows, warps of a row). Two halves: one is filled while the other one is added up.
+  // (batches, rows, warps of a row). One half is filled while the other half is added up.
   float rows[2][F::kRowSums ? Config::kWaiting : 1];
   float columns[F::kColumnSums ? kMatrixThreads * Config::kElems : 1];  // (groups, lanes, elems)
 };
 
 __device__ __forceinline__ int log2_of(int power_of_two) { return __ffs(power_of_two) - 1; }
 
-// What a block does: the rows of a phase whose number k is in [begin, end), in a tile.
+// The work of a block: one tile of columns, and the rows of one phase with index k in [begin, end).
 struct MatrixBlock {
-  int64_t tile, begin, end, part;  // part: which of the columns' partial sums
+  int64_t tile, begin, end, part;  // part: the index of this block's partial sums of columns
   int phase;
 
   __device__ __forceinline__ explicit MatrixBlock(const MatrixPlan& plan) {
@@ -78,7 +82,7 @@ struct MatrixWork {
   static constexpr int kWholeElems = Config::kWholeElems;
   using Access = AccessOf<kElems>;
 
-  // What a thread loads of a batch of rows: rows group, group + groups, ....
+  // What a thread loads in a batch of rows. Its rows are group, group + groups, ... of the batch.
   struct Batch {
     Access in[kReads > 0 ? kReads : 1][kRows];
     uint32_t y[kRows];
@@ -90,12 +94,12 @@ struct MatrixWork {
   float* s_rows;
   float* s_columns;
   int lanes, lane, group, groups;
-  int batch;             // rows
-  int64_t column;        // of the thread's access, as if its row had no head
-  int last_head;         // the longest head with which a row still has that access, -1 if none
-  int kept_head;         // of all rows, where columns are kept
-  int64_t waiting_from;  // the first row whose sum waits
-  int waiting = 0;       // so many rows of every group
+  int batch;             // rows in a batch
+  int64_t column;        // column of the thread's access in a row whose head is 0
+  int last_head;         // the longest head of a row that still has this access, or -1
+  int kept_head;         // the head of all rows of the block, if columns are kept
+  int64_t waiting_from;  // the first row whose sum is still in shared memory
+  int waiting = 0;       // the number of rows of every group whose sums are in shared memory
   int half = 0;
   float r_x[kElems];
   ColumnSumOf<T> r_columns[kElems] = {};
@@ -125,7 +129,7 @@ struct MatrixWork {
     }
     return (block.tile * lanes + of_lane) * kElems;
   }
-  // Whether a row with this head has a lane's access.
+  // Whether a row with this head has the edge element of lane `of_lane`.
   __device__ __forceinline__ bool has_edge(int of_lane, int head) const {
     const int tail = (static_cast<int>(args.plan.n) - head) & (kWholeElems - 1);
     return of_lane < kWholeElems ? of_lane < head : of_lane - kWholeElems < tail;
@@ -140,7 +144,7 @@ struct MatrixWork {
     if constexpr (Config::kKeepsColumns) return kept_head;
     return args.plan.head(row);
   }
-  // How far the head moves the accesses of a row.
+  // How many elements the head of a row shifts its accesses.
   __device__ __forceinline__ unsigned moved(int head) const { return Config::kEdges ? 0 : head; }
 
   __device__ __forceinline__ void run() {
@@ -183,7 +187,8 @@ struct MatrixWork {
     }
   }
 
-  // Rows of the batch that the block has, from the thread's first one on, times groups.
+  // The end of the block's rows in this batch, relative to the thread's first row; the thread's
+  // next row is `groups` further.
   __device__ __forceinline__ int rows_left(int64_t base) const {
     return static_cast<int>(min(block.end - base, static_cast<int64_t>(batch))) - group;
   }
@@ -215,7 +220,8 @@ struct MatrixWork {
     const int left = rows_left(base);
     const int64_t first = row_of(base + group), step = groups * args.plan.phases;
     T* g_out = F::kWrites ? args.g_out + first * args.plan.n + column : nullptr;
-    // A batch's rows are added before they join the compensated sums, which cost six operations.
+    // The rows of a batch are added up before they are added to the compensated sums, whose
+    // additions take six operations.
     float r_batch[kElems] = {}, r_rows[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -250,7 +256,8 @@ struct MatrixWork {
     if constexpr (F::kRowSums) leave_rows(r_rows);
   }
 
-  // Joins the lanes of a warp; then the sums wait for other batches.
+  // Adds up the row sums over the lanes of a warp and keeps them in shared memory, so that the sums
+  // of several batches are reduced together.
   __device__ __forceinline__ void leave_rows(float (&r_rows)[kRows]) {
     const int in_warp = min(lanes, kWarp);
 #pragma unroll 1
@@ -269,9 +276,10 @@ struct MatrixWork {
     if (waiting * width == Config::kWaiting) join_rows();
   }
 
-  // Joins the warps of the rows that wait.
+  // Adds up, over the warps of a row, the row sums in shared memory.
   __device__ __forceinline__ void join_rows() {
-    // Also why two halves do: all have read the other one before they are here.
+    // This barrier is also why two halves suffice: all threads have read the other half before they
+    // arrive here.
     __syncthreads();
     const int warps = lanes <= kWarp ? 1 : lanes / kWarp, rows = waiting * groups;
     for (int i = threadIdx.x; i < rows; i += blockDim.x) {
@@ -296,7 +304,7 @@ struct MatrixWork {
     }
   }
 
-  // Joins the groups of the block.
+  // Adds up the column sums over the groups of the block.
   __device__ __forceinline__ void leave_columns() {
 #pragma unroll
     for (int j = 0; j < kElems; ++j) {

@@ -1,9 +1,10 @@
-// One pass over a (rows, n) matrix: what the host hands to the kernels, what an op computes in a
-// cell, and how the pass is cut into blocks. Pure host code; tested without a GPU.
+// One pass over a (rows, n) matrix: the parameters of the kernels, what an op computes in a cell,
+// and how the matrix is divided among blocks. This is pure host code that is tested without a GPU.
 //
-// An op is a functor of a Cell, a MatrixPass of what it reads and writes. A cell outside of the
-// matrix is seen with zeros in `in` and in x where its column, in y where its row does not exist.
-// It must add 0 to the sums of what exists, whatever the other value is.
+// An op is a functor on a Cell, with a MatrixPass that says what it reads and writes. The kernel
+// may also call it for cells outside of the matrix. There `in` is zero, x is zero if the column
+// does not exist, and y is zero if the row does not exist. For such a cell the op must add 0 to the
+// sums of the row or column that exists, whatever the other value is.
 #pragma once
 
 #include <cstdint>
@@ -18,13 +19,13 @@ namespace torchweld {
 template <typename F>
 struct Cell {
   F in[2];
-  F x;  // the column's value
-  F y;  // the row's value
+  F x;  // the value of the column
+  F y;  // the value of the row
   F out;
-  F to_row, to_column;  // what the cell adds to its row's and its column's sum
+  F to_row, to_column;  // what the cell adds to the sum of its row and of its column
 };
 
-// What a pass has beside the matrices that it reads.
+// What a pass reads and writes besides the matrices that it reads.
 namespace pass {
 enum Part : unsigned {
   row_values = 1,
@@ -37,7 +38,7 @@ enum Part : unsigned {
 
 template <int reads, unsigned parts>
 struct MatrixPass {
-  static constexpr int kReads = reads;  // matrices, 0 to 2
+  static constexpr int kReads = reads;  // number of matrices, 0 to 2
   static constexpr bool kRowValues = parts & pass::row_values;
   static constexpr bool kColumnValues = parts & pass::column_values;
   static constexpr bool kWrites = parts & pass::writes;
@@ -46,7 +47,7 @@ struct MatrixPass {
 };
 
 struct MatrixPassParams {
-  const void* in[2];  // (rows, n), columns adjacent; nullptr where the op reads fewer
+  const void* in[2];  // (rows, n) with contiguous columns; nullptr if the op reads fewer
   int64_t in_row_stride[2];
   const void* x;      // (n,)
   const void* y;      // (rows,)
@@ -54,44 +55,47 @@ struct MatrixPassParams {
   void* row_sums;     // (rows,)
   void* column_sums;  // (n,)
   float* scratch;     // plan_matrix_pass(params).scratch() values
-  int sms;            // of the device; asked only for sums
+  int sms;            // of the device; needed only for sums
   int64_t rows;
   int64_t n;
   DType dtype;
 };
 
-// What a thread has in flight: accesses of 16 bytes, or of one element where matrices lie in
-// different ways to the 16-byte boundaries, one in each of so many rows.
+// How many rows a thread loads at a time, with one access per row. An access is 16 bytes (`rows`),
+// or one element (`element_rows`) if the matrices are aligned differently to 16-byte boundaries.
 struct MatrixTile {
   int rows;
   int element_rows;
-  int blocks_per_sm;  // registers are spared for so many
+  int blocks_per_sm;  // the register limit of the kernel allows this many
 
   constexpr int rows_of(bool vector) const { return vector ? rows : element_rows; }
 };
 
-// NOTE: 256 lanes along a row, few rows and small blocks in the order of memory: wherever an H200
-// is, its blocks then write one region of whole rows, close to the speed of a fill. Taller tiles
-// with fewer lanes, and blocks that stay for many rows, lose 3 to 10 %.
-inline constexpr MatrixTile kMatrixTiles[] = {{8, 8, 4}, {4, 8, 4}, {2, 4, 4}};  // by reads
-// Two batches are in flight, the next one while this one is added up.
+// NOTE: 256 lanes along a row, few rows per thread, and small blocks in memory order. The running
+// blocks of an H200 then write one region of whole rows, close to the speed of a fill. Taller tiles
+// with fewer lanes, and blocks that process many rows, are 3 to 10 % slower.
+// By the number of matrices read.
+inline constexpr MatrixTile kMatrixTiles[] = {{8, 8, 4}, {4, 8, 4}, {2, 4, 4}};
+// Two batches are in flight: one is loaded while the other is added up.
 inline constexpr MatrixTile kColumnSumTile = {8, 8, 2};
 
 constexpr MatrixTile matrix_tile(int reads, bool column_sums) {
   return column_sums ? kColumnSumTile : kMatrixTiles[reads];
 }
 
-// Sums of rows alone, in 16 bits: where a row is more than a tile, a block of up to `threads`
-// threads has it whole, `loads` accesses a thread at a time, and no sum is left in parts.
-// NOTE: an H200 takes 1.007 to 1.021 of the time that the memory needs at 2304 to 32768 columns,
-// instead of 1.04 to 1.26 with tiles; with few rows, as 512 of 4096, 1.07 instead of 1.37.
+// The tile of passes that only sum rows of 16-bit matrices. If a row is longer than a tile of
+// kMatrixTiles, one block of up to `threads` threads processes the whole row, with `loads` accesses
+// per thread at a time, and no partial sums are stored.
+// NOTE: relative to the time that the memory needs, an H200 takes 1.007 to 1.021 at 2304 to 32768
+// columns, instead of 1.04 to 1.26 with tiles. With few rows, such as (512, 4096), it takes 1.07
+// instead of 1.37.
 struct MatrixRowTile {
   int threads;
   int loads;
-  int blocks_per_sm;  // registers are spared for so many
+  int blocks_per_sm;  // the register limit of the kernel allows this many
 
-  // The threads of a row of so many accesses, `loads` of them a thread: whole warps, at most
-  // `threads`.
+  // The number of threads for a row of `accesses` accesses, with `loads` accesses per thread: whole
+  // warps, at most `threads`.
   constexpr int threads_for(int64_t accesses) const {
     const int64_t wanted = ((accesses + loads - 1) / loads + 31) / 32 * 32;
     return wanted < threads ? static_cast<int>(wanted) : threads;
@@ -99,31 +103,34 @@ struct MatrixRowTile {
   constexpr int64_t accesses() const { return int64_t{threads} * loads; }
 };
 inline constexpr MatrixRowTile kMatrixRowTile = {512, 4, 2};
-// Rows of more accesses than a block has at a time need to be so many rounds of blocks: the last
-// ones of fewer would keep most of the device waiting. 8 rounds took 1.057 instead of 1.046 with
-// tiles, 31 rounds 1.021 instead of 1.044; between them nothing is measured.
+// If a row has more accesses than a block loads at a time, whole rows are used only if there are at
+// least this many rounds of blocks. With fewer rounds, most of the device would wait for the blocks
+// of the last round. Relative to the memory's time, 8 rounds took 1.057 instead of 1.046 with
+// tiles, and 31 rounds took 1.021 instead of 1.044. Nothing is measured in between.
 inline constexpr int kMatrixRowRounds = 16;
 
 inline constexpr int kMatrixThreads = 256;
-// Rows that start anywhere are peeled where they are at least so many accesses long.
+// Peeling applies to rows that are at least this many accesses long and need not start on 16-byte
+// boundaries.
 inline constexpr int kMinPeeledAccesses = 8;
 
-// `lanes` threads share a row, a block has `groups` of them. A block takes a tile of as many
-// accesses as lanes, of a chunk of rows. Where rows start anywhere, a row's accesses start at its
-// own first boundary; the block of tile 0 also does the elements before them and behind.
+// `lanes` threads share a row, and a block has `groups` such groups of threads. A block processes a
+// tile of `lanes` accesses along the rows, in a chunk of rows. If rows start anywhere, the accesses
+// of a row start at its first 16-byte boundary, and the block of tile 0 also processes the elements
+// before the first and behind the last access.
 //
-// Where threads keep values or sums of columns, a block's rows must have the same distance from
-// the boundary: such rows are a phase, rows phase, phase + phases, ....
+// If threads keep values or sums of columns, all rows of a block must have the same distance from
+// the boundary. The rows phase, phase + phases, ... have the same distance and form a phase.
 struct MatrixPlan {
   bool vector;
-  bool whole_rows;  // a block has a row: tiles is 1, rows_per_chunk 1
-  bool peeled;      // elements are left before or behind the accesses of rows
-  int elems;        // of an access
+  bool whole_rows;  // a block processes a row: tiles is 1, rows_per_chunk 1
+  bool peeled;      // some elements lie before the first or behind the last access of a row
+  int elems;        // elements of an access
   int lanes;
   int groups;
   int phases;
   int shift;       // elements from a 16-byte boundary to row 0
-  int shift_step;  // the same from row to row
+  int shift_step;  // how much the shift grows from one row to the next
   int64_t tiles;
   int64_t rows_per_chunk;  // of one phase
   int64_t chunks;
@@ -133,7 +140,8 @@ struct MatrixPlan {
   int64_t n;
 
   int64_t blocks() const { return tiles * phases * chunks; }
-  // Partial sums of a row and of a column. One is no part but the sum.
+  // The number of partial sums of a row and of a column. If it is 1, the block stores the sum
+  // itself.
   TW_HOST_DEVICE int64_t row_parts() const { return tiles + peeled; }
   int64_t column_parts() const { return phases * chunks; }
   int64_t row_scratch() const { return row_sums && row_parts() > 1 ? rows * row_parts() : 0; }
@@ -142,14 +150,15 @@ struct MatrixPlan {
   }
   int64_t scratch() const { return row_scratch() + column_scratch(); }
 
-  // The elements of a row before its first access.
+  // The number of elements of a row before its first access.
   TW_HOST_DEVICE int head(int64_t row) const {
     const int from_boundary = shift + static_cast<int>(row & (elems - 1)) * shift_step;
     return -from_boundary & (elems - 1);
   }
 };
 
-// How all matrices lie to the 16-byte boundaries. `vector` is false where they disagree.
+// How the matrices are aligned to 16-byte boundaries. `vector` is false if they are aligned
+// differently.
 struct MatrixAlignment {
   bool vector = true;
   int shift = 0;
@@ -176,7 +185,8 @@ struct MatrixAlignment {
   }
 };
 
-// As many lanes as accesses, a power of two, or fewer where that leaves far fewer lanes idle.
+// Returns the number of lanes of a row: the power of two that covers all accesses, or fewer lanes
+// if that leaves far fewer of them idle.
 inline int choose_matrix_lanes(int64_t accesses) {
   constexpr int kMin = 64;
   int lanes = 1;
@@ -188,8 +198,9 @@ inline int choose_matrix_lanes(int64_t accesses) {
   return lanes;
 }
 
-// How many chunks of a phase's batches: those of whole rounds of blocks that end first, where a
-// block's start and end take as long as two batches.
+// Returns into how many chunks the batches of a phase are split. Of the numbers that fill whole
+// rounds of blocks, this is the one with the shortest time, if the start and end of a block take as
+// long as two batches.
 inline int64_t choose_matrix_chunks(int64_t batches, int64_t columns, int64_t blocks_at_once) {
   constexpr int kStart = 2, kMaxRounds = 8;
   int64_t chosen = 1, least = -1;
@@ -206,17 +217,17 @@ inline int64_t choose_matrix_chunks(int64_t batches, int64_t columns, int64_t bl
   return chosen;
 }
 
-// Whether blocks have whole rows.
+// Whether each block processes a whole row.
 inline bool choose_whole_rows(const MatrixPassParams& p, const MatrixPlan& plan) {
   const bool sums_rows_alone = plan.row_sums && !plan.column_sums && p.x == nullptr;
   const int64_t accesses = p.n / plan.elems;
   if (!sums_rows_alone || p.dtype == DType::kFloat32 || !plan.vector || plan.peeled) return false;
-  if (accesses <= kMatrixThreads) return false;  // a tile holds the row
+  if (accesses <= kMatrixThreads) return false;  // one tile already covers the row
   const int64_t at_once = int64_t{kMatrixRowTile.blocks_per_sm} * (p.sms > 0 ? p.sms : 1);
   return accesses <= kMatrixRowTile.accesses() || p.rows >= kMatrixRowRounds * at_once;
 }
 
-// Sizes are at least 1.
+// All sizes must be at least 1.
 inline MatrixPlan plan_matrix_pass(const MatrixPassParams& p) {
   const int elem_size = p.dtype == DType::kFloat32 ? 4 : 2;
   const MatrixAlignment alignment(p, elem_size);
@@ -245,7 +256,7 @@ inline MatrixPlan plan_matrix_pass(const MatrixPassParams& p) {
   }
   plan.lanes = choose_matrix_lanes(accesses);
   plan.tiles = divide_up(accesses, plan.lanes);
-  // No more groups than rows, but whole warps.
+  // A block has no more groups than there are rows, but whole warps.
   const int64_t phase_rows = divide_up(p.rows, plan.phases);
   plan.groups = plan.lanes < 32 ? 32 / plan.lanes : 1;
   while (plan.groups < phase_rows && plan.groups * plan.lanes < kMatrixThreads) plan.groups *= 2;

@@ -1,9 +1,10 @@
-// The CPU's pass over a (rows, n) matrix: the same cells as on a GPU (matrix_pass.h), in blocks
-// that stay in cache.
+// The CPU version of one pass over a (rows, n) matrix. It computes the same cells as the GPU
+// version (matrix_pass.h), in blocks that stay in the cache.
 //
-// A task is a strip of columns of a chunk of rows. Sums are kept in the working dtype over a few
-// cells and in fp64 beyond; the parts of the tasks are added in a fixed order. How the matrix is
-// cut depends on its shape alone, so the sums have the same bits with any number of threads.
+// A task processes a strip of columns in a chunk of rows. It sums a few cells at a time in the
+// working dtype and adds these sums in fp64. The partial sums of the tasks are added in a fixed
+// order. How the matrix is divided depends only on its shape, so the sums have the same bits with
+// any number of threads.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -22,9 +23,10 @@ namespace torchweld {
 
 struct MatrixPassCut {
   static constexpr int64_t kWidth = 4096;
-  static constexpr int64_t kCells = 65536;   // of a block
-  static constexpr int64_t kChunks = 64;     // the most, where columns are summed
-  static constexpr int64_t kShortSums = 16;  // rows, or cells of a lane, that are summed in a go
+  static constexpr int64_t kCells = 65536;  // cells of a block
+  static constexpr int64_t kChunks = 64;    // the maximum if columns are summed
+  // rows, or cells of a lane, that are summed before fp64 takes over.
+  static constexpr int64_t kShortSums = 16;
 
   int64_t width, strips, block_rows, chunk_rows, chunks;
 
@@ -37,7 +39,7 @@ struct MatrixPassCut {
   }
 };
 
-// A row of a strip; returns its sum.
+// Processes one row of a strip and returns its sum.
 template <typename A, typename F>
 double matrix_row_cpu(const F& f, int64_t n, const A* __restrict__ in0, const A* __restrict__ in1,
                       const A* __restrict__ x, A y, A* __restrict__ out,
@@ -70,13 +72,14 @@ double matrix_row_cpu(const F& f, int64_t n, const A* __restrict__ in0, const A*
   return total;
 }
 
-// One view instead of two narrows: such calls are a good part of a small block's time.
+// Returns a block of a matrix. One as_strided replaces two narrows, whose time is noticeable in a
+// small block.
 inline Tensor block_of(const Tensor& t, int64_t row, int64_t rows, int64_t column, int64_t width) {
   const int64_t offset = t.storage_offset() + row * t.stride(0) + column * t.stride(1);
   return t.as_strided({rows, width}, {t.stride(0), t.stride(1)}, offset);
 }
 
-// A matrix as a task meets it, block by block: as it lies in memory, or through a buffer in the
+// A matrix that a task reads or writes block by block: either in place, or through a buffer in the
 // working dtype.
 struct MatrixOperand {
   Tensor matrix, buffer;
@@ -95,7 +98,7 @@ struct MatrixOperand {
   }
 };
 
-// What a task works on: the strip's columns of the chunk's rows, and where its sums go.
+// The work of a task: the columns of a strip in the rows of a chunk, and where the sums go.
 struct MatrixTask {
   int64_t first_row, end_row, column, width;
   double* row_sums;     // (rows,)
@@ -152,7 +155,7 @@ void matrix_task_cpu(const F& f, const MatrixPassTensors& t, const MatrixPassCut
   }
 }
 
-// sums = the sum of parts (parts, n) over its rows.
+// Computes sums = parts (parts, n) summed over the first dim. Overwrites parts.
 inline void add_parts_cpu(const Tensor& sums, const Tensor& parts) {
   constexpr int64_t kBlock = 1024;
   const int64_t n = parts.size(1);
@@ -196,7 +199,7 @@ void matrix_pass_of_dtype_cpu(const F& f, MatrixPassTensors t) {
   if constexpr (F::kColumnSums) add_parts_cpu(t.column_sums, column_parts);
 }
 
-// z = relu(x * y), all (rows, n): two ops of torch, a block at a time.
+// Computes z = relu(x * y) for (rows, n) tensors: calls two torch ops for one block at a time.
 inline void relu_product_cpu(const Tensor& z, const Tensor& x, const Tensor& y) {
   const int64_t rows = z.size(0), n = z.size(1);
   const MatrixPassCut cut(rows, n, /*column_sums=*/false);
@@ -212,7 +215,7 @@ inline void relu_product_cpu(const Tensor& z, const Tensor& x, const Tensor& y) 
   });
 }
 
-// Sizes are at least 1.
+// All sizes must be at least 1.
 template <typename F>
 void matrix_pass_cpu(const F& f, const MatrixPassTensors& t) {
   const Tensor& shape = F::kReads > 0 ? t.in[0] : t.out;

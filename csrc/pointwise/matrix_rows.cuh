@@ -1,8 +1,9 @@
-// A pass over a (rows, n) matrix of 16 bits that sums rows alone (matrix_pass.h): a block has a
-// row.
+// A pass over a (rows, n) matrix of 16-bit elements that only sums rows (matrix_pass.h). Each block
+// processes one row.
 //
-// A thread has a few accesses of every matrix in flight, blockDim.x accesses apart; the block goes
-// along the row in such turns, then its warps join their sums. Rows are whole accesses.
+// In each iteration a thread has kLoads accesses of every matrix in flight, which lie blockDim.x
+// accesses apart. After the whole row, the warps of the block add up their sums. A row must consist
+// of whole 16-byte accesses.
 #pragma once
 
 #include "pointwise/matrix_pass.cuh"

@@ -1,11 +1,11 @@
-// The tensors of a pass over a matrix, on whatever device.
+// The tensors of a pass over a matrix, on any device.
 #pragma once
 
 #include "core/check.h"
 
 namespace torchweld {
 
-// Undefined where the op has none.
+// A tensor is undefined if the op does not use it.
 struct MatrixPassTensors {
   Tensor in[2];        // (rows, n)
   Tensor x;            // (n,)

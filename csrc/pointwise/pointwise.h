@@ -1,5 +1,5 @@
-// Gradients of the pointwise functions of the linear ops, with the sums over the rows that their
-// biases ask for: what the host hands to the kernels.
+// The parameters of the kernels that compute the gradients of activations and gates, and the sums
+// over the rows for the gradient of the bias.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,12 +11,13 @@
 
 namespace torchweld {
 
-// dz = dy * activation'(z), dbias = sum over the rows of dz. All (rows, n), columns adjacent.
+// dz = dy * activation'(z), and dbias = the sum of dz over the rows. All matrices are (rows, n)
+// with contiguous columns.
 struct ActivationBackwardParams {
   const void* dy;
-  const void* z;    // y for relu, nullptr for none
-  void* dz;         // nullptr for none, where dz is dy
-  void* dbias;      // (n,), nullptr where not requested
+  const void* z;    // z; y for relu; nullptr without an activation
+  void* dz;         // nullptr without an activation, where dz is dy
+  void* dbias;      // (n,), or nullptr if not requested
   float* partials;  // column_partials(rows, n), nullptr without dbias
   int64_t rows;
   int64_t n;
@@ -36,12 +37,13 @@ struct PartialSumsParams {
   DType dtype;
 };
 
-// dz (rows, 2n) of gate(left, right) from dy (rows, n) and z (rows, 2n), dbias (2n,).
+// dz (rows, 2n), the gradient of z for y = gate(left, right), from dy (rows, n) and z (rows, 2n);
+// and dbias (2n,).
 struct GateBackwardParams {
   const void* dy;
   const void* z;
   void* dz;
-  void* dbias;      // nullptr where not requested
+  void* dbias;      // nullptr if not requested
   float* partials;  // 2 * column_partials(rows, n), nullptr without dbias
   int64_t rows;
   int64_t n;
@@ -53,7 +55,7 @@ struct GateBackwardParams {
   DType dtype;
 };
 
-// Sizes are at least 1.
+// All sizes must be at least 1.
 void launch_activation_backward(const ActivationBackwardParams& params, cudaStream_t stream);
 void launch_gate_backward(const GateBackwardParams& params, cudaStream_t stream);
 void launch_partial_sums(const PartialSumsParams& params, cudaStream_t stream);
