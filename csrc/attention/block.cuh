@@ -1,5 +1,5 @@
-// The forward kernels of attention on tensor cores share this: a block's work tile, its epilogue,
-// the launch.
+// Parts of the forward kernels of attention on tensor cores: the work tile of a block, the epilogue
+// and the launch.
 #pragma once
 
 #include <type_traits>
@@ -15,8 +15,8 @@
 namespace torchweld {
 
 // The work tile of a block: query rows [first_row, first_row + rows) of one head, and the keys
-// [pad, pad + keys) that any of the rows sees. Row i sees the first min(i + shift, all_keys) keys
-// after the padding.
+// [pad, pad + keys) that at least one of these rows sees. Keys are counted from the end of the
+// padding, and row i sees the first min(i + shift, all_keys) of them.
 struct AttentionBlock {
   int64_t batch;
   int64_t head;
@@ -26,9 +26,9 @@ struct AttentionBlock {
   int keys;
   int shift;
   int all_keys;
-  int first_live;  // earlier rows are padding or see no key
+  int first_live;  // the rows before are padding or see no key
 
-  // The work tile of this block; find_keys() must follow.
+  // Finds the rows of this block's work tile. The caller must then call find_keys().
   template <int kRows>
   static __device__ __forceinline__ AttentionBlock find_rows(const AttentionParams& params,
                                                              const AttentionSchedule& schedule) {
@@ -72,17 +72,18 @@ struct AttentionBlock {
   static constexpr int kNoLimit = 1 << 30;
 };
 
-// A work tile under a general mask: a row of the block sees the keys from begin[row] on, counted
-// from `pad` like all keys. From last_begin on, the kWarpRows rows of a warp see every key. `pad`
-// is a multiple of kPadMultiple: no row sees the first `unseen` keys after it.
+// The work tile under a general mask. Keys are counted from `pad`, a multiple of kPadMultiple. A
+// row of the block sees no key before begin[row], and no row sees the first `unseen` keys.
+// last_begin is the largest begin of the kWarpRows rows of a warp, so from last_begin on no key is
+// hidden from them as too early.
 template <int kRows, int kWarpRows, int kPadMultiple = 1>
 struct MaskedAttentionBlock : AttentionBlock {
   int unseen;
   int last_begin[kRows / kWarpRows];
-  int begin[kRows];  // kSeesNothing where a row sees no key
+  int begin[kRows];  // kSeesNothing if a row sees no key
   GapKeys<kRows> gaps;
 
-  // Finds the work tile; all threads of a block of at least kRows threads call.
+  // Finds the work tile. All threads call this; the block must have at least kRows threads.
   __device__ __forceinline__ void init(const AttentionParams& params,
                                        const AttentionSchedule& schedule) {
     static_assert(kPadMultiple == 1);
@@ -117,7 +118,8 @@ struct MaskedAttentionBlock : AttentionBlock {
     }
   }
 
-  // Finds the keys of `block`, and whether it may have gaps; all lanes of one warp call.
+  // Finds the keys that the rows of `block` see, and whether there may be gaps between them. All
+  // lanes of one warp call this.
   __device__ __forceinline__ void find_keys(const AttentionParams& params,
                                             const AttentionBlock& block) {
     const MaskParams mask = params.mask;
@@ -164,17 +166,17 @@ struct MaskedAttentionBlock : AttentionBlock {
     }
   }
 
-  // After find_keys(): whether find_gaps() must follow.
+  // Whether the caller must call find_gaps(). Valid after find_keys().
   __device__ __forceinline__ bool may_have_gaps() const {
     return gaps.first_position != kSeesNothing;
   }
-  // Finds the gaps; all threads of `threads` / 32 warps call.
+  // Finds the gaps. All threads of `threads` / 32 warps call this.
   __device__ __forceinline__ void find_gaps(int thread, int threads) {
     gaps.find(begin, first_position(), 0, keys, thread, threads);
   }
 
  private:
-  // The key at the position of the first row, under causal.
+  // Under causal, the key at the position of the first row.
   __device__ __forceinline__ int first_position() const { return first_row + shift - 1; }
 
   __device__ __forceinline__ void set_keys(const MaskParams& mask, const SequenceMask& sequence,
@@ -194,8 +196,8 @@ template <bool kMasked, int kRows, int kWarpRows>
 using AttentionBlockOf =
     std::conditional_t<kMasked, MaskedAttentionBlock<kRows, kWarpRows>, AttentionBlock>;
 
-// True where a warp's rows don't see all keys of the step that begins at `key`, under a general
-// mask.
+// Under a general mask: whether the rows of a warp see not all keys of the step that begins at
+// `key`.
 template <typename Config>
 __device__ __forceinline__ bool hides_keys(const typename Config::Block& s_block, int warp_row,
                                            int key) {
@@ -203,7 +205,7 @@ __device__ __forceinline__ bool hides_keys(const typename Config::Block& s_block
          key < s_block.last_begin[warp_row / Config::kWarpRows];
 }
 
-// Hides the scores of a warp's rows, or values computed from them.
+// Overwrites the scores, or values computed from them, that the mask hides from the rows of a warp.
 template <typename Config, int kTiles, int kColTiles>
 __device__ __forceinline__ void hide_keys(float (&r_s)[kTiles][kColTiles][4],
                                           const typename Config::Block& s_block, int warp_row,
@@ -212,7 +214,7 @@ __device__ __forceinline__ void hide_keys(float (&r_s)[kTiles][kColTiles][4],
                s_block.begin + warp_row, key);
 }
 
-// Caps and hides the scores of a warp's rows.
+// Applies the soft cap and the mask to the scores of a warp's rows.
 template <typename Config, int kTiles, int kColTiles>
 __device__ __forceinline__ void mask_scores(float (&r_s)[kTiles][kColTiles][4],
                                             const CappedScale& scale,
@@ -229,8 +231,8 @@ __device__ __forceinline__ const T* matrix_of(const AttentionTensor& tensor, int
          head * tensor.head_stride + row * tensor.row_stride;
 }
 
-// Divides a warp's sums `r_out` and writes them and lse. s_rows is the warp's own shared memory for
-// its rows.
+// Normalises the sums `r_out` of a warp and writes them and lse. s_rows is shared memory that only
+// this warp uses.
 template <typename Config, int kTiles, int kColTiles>
 __device__ __forceinline__ void store_block(const AttentionParams& params,
                                             const typename Config::Scale& scale,
@@ -272,10 +274,10 @@ __device__ __forceinline__ void store_block(const AttentionParams& params,
       static_cast<T*>(params.out) + out_row * head_dim_v, s_rows, warp_rows, head_dim_v);
 }
 
-// Launches the kernel of a tile in grids of at most kMaxGrid blocks.
+// Launches the kernel of a tile in one or more grids of at most kMaxGrid blocks each.
 template <typename Config, int kBytes, typename Kernel>
 void launch_attention_blocks(Kernel kernel, const AttentionParams& params, cudaStream_t stream) {
-  // Shared memory holds the tile, then the block.
+  // Shared memory holds the buffers of the tile, then the AttentionBlock.
   constexpr int kBlockBytes = Config::kMasked ? 128 + 4 * Config::kRows : 128;
   static_assert(kBytes > Config::kShape.tile_bytes() &&
                 kBytes <= Config::kShape.tile_bytes() + kBlockBytes);

@@ -1,6 +1,7 @@
-// The gradient of attention: the launcher, and the kernels that prepare the rows' statistics. The
-// gradients are in attention/sm90/bwd_kernel.cuh, attention/sm90/bwd_2cta_kernel.cuh,
-// attention/sync/bwd_tiles.cuh, and for large head dims in attention/general/bwd.cu.
+// The launcher of attention's backward, and the kernels that prepare the statistics of the query
+// rows. The kernels for the gradients are in attention/sm90/bwd_kernel.cuh,
+// attention/sm90/bwd_2cta_kernel.cuh and attention/sync/bwd_tiles.cuh, and for large head dims in
+// attention/general/bwd.cu.
 #include <climits>
 
 #include "attention/bwd_args.cuh"
@@ -19,8 +20,8 @@ constexpr int kLanesPerRow = 8;
 constexpr int kRowThreads = 256;
 constexpr int kRowsPerBlock = kRowThreads / kLanesPerRow;
 
-// Writes the keys that each query row and each group of rows sees: a block per group, a thread per
-// row.
+// Writes the range of keys that each query row sees, and the BlockMask of each group of rows. There
+// is a block per group and a thread per row.
 __global__ __launch_bounds__(kAttentionBackwardRowPad) void attention_backward_ranges_kernel(
     const __grid_constant__ MaskedBackwardArgs args) {
   __shared__ BlockMask s_group;
@@ -54,7 +55,8 @@ __global__ __launch_bounds__(kAttentionBackwardRowPad) void attention_backward_r
   }
 }
 
-// This lane's terms of the dot product of two rows, 16 bytes at a time where `vector`.
+// This lane's part of the dot product of two rows of n elements. If `vector`, the lane loads 16
+// bytes at a time.
 template <typename T>
 __device__ __forceinline__ float dot_of_lane(const T* g_x, const T* g_y, int64_t n, bool vector) {
   constexpr int kElems = kVectorBytes / sizeof(T);
@@ -72,8 +74,8 @@ __device__ __forceinline__ float dot_of_lane(const T* g_x, const T* g_y, int64_t
   return sum;
 }
 
-// Writes lse and delta of every row to the scratch memory, and dQ = 0 for rows that see nothing.
-// Such rows have lse 0 and are not read. Eight lanes per row.
+// Writes lse and delta of every row to the scratch memory, with eight lanes per row. For rows that
+// see no key, writes dQ = 0 and lse = 0 and does not read their inputs.
 template <typename T, typename Args>
 __global__ __launch_bounds__(kRowThreads) void attention_backward_rows_kernel(
     const __grid_constant__ Args args, bool vector) {
@@ -105,7 +107,7 @@ __global__ __launch_bounds__(kRowThreads) void attention_backward_rows_kernel(
     T* g_dq = static_cast<T*>(p.dquery) + row_in_tensors * p.sizes.head_dim;
     for (int64_t i = lane; i < p.sizes.head_dim; i += kLanesPerRow) g_dq[i] = from_float<T>(0.f);
   }
-  // args.rows is a multiple of four, so all lanes of a warp return above or none does.
+  // args.rows is a multiple of four, so either all lanes of a warp have returned above or none has.
 #pragma unroll
   for (int step = kLanesPerRow / 2; step > 0; step /= 2) {
     delta += __shfl_xor_sync(~0u, delta, step);
@@ -116,7 +118,8 @@ __global__ __launch_bounds__(kRowThreads) void attention_backward_rows_kernel(
   }
 }
 
-// delta -= dlse: lse adds dlse * d lse / d score = dlse * p to dS, and dS = p * (dP - delta).
+// Subtracts dlse from delta. The gradient of lse adds dlse * d lse / d score = dlse * p to dS, and
+// dS = p * (dP - delta).
 __global__ __launch_bounds__(kRowThreads) void attention_backward_dlse_kernel(
     const __grid_constant__ BackwardArgs args, const float* g_dlse) {
   const AttentionSizes& sizes = args.params.sizes;
@@ -149,15 +152,15 @@ __global__ __launch_bounds__(kRowThreads) void attention_backward_sink_kernel(
   if (threadIdx.x == 0) g_dsink[head_of_all] = sum;
 }
 
-// Query heads that share a kv head.
+// The number of query heads that share a kv head.
 int64_t group_of(const AttentionSizes& sizes) {
   return sizes.nheads_kv > 0 ? sizes.nheads / sizes.nheads_kv : 0;
 }
 
-// How a launch is divided, and the offsets of the scratch memory's arrays in floats. `groups` and
-// `live` are for general masks.
+// How a launch is divided into blocks, and the offsets in floats of the arrays in the scratch
+// memory. Only general masks use `groups` and `live`.
 struct Scratch {
-  int64_t wave = 0;  // blocks that fit on the device, or clusters; 0 but on Hopper
+  int64_t wave = 0;  // blocks or clusters that run at once on Hopper; 0 for other kernels
   int64_t group_parts = 1;
   int64_t rows;
   int64_t delta, dq, turns, groups, live, parts, bytes;
@@ -185,7 +188,7 @@ struct Scratch {
     const int64_t keys = attention_backward_part_tiles(sizes.seqlen_k) * 64;
     bytes = (parts + (group_parts > 1 ? 2 * kv_heads * group_parts * keys * columns : 0)) * 4;
   }
-  // The tickets come before the counters.
+  // The scratch memory holds the tickets first, then the counters.
   int64_t turns_bytes() const {
     return kBackwardTickets * 4 + delta / kAttentionBackwardRowsPerCounter * 4;
   }
@@ -205,16 +208,17 @@ BackwardArgs make_args(const AttentionBackwardParams& params, const Scratch& scr
   BackwardArgs args = {};
   args.params = params;
   args.rows = scratch.rows;
-  const int64_t heads = divide_up(group_of(sizes), scratch.group_parts);  // of the largest part
+  // The query heads of the largest part of a group.
+  const int64_t heads = divide_up(group_of(sizes), scratch.group_parts);
   const int64_t dims = sizes.head_dim + sizes.head_dim_v;
   const AttentionBackwardLoad load = {
       sizes.batch * sizes.nheads_kv * scratch.group_parts, heads, sizes.seqlen_k,
       attention_backward_dq_columns(sizes.head_dim, sizes.head_dim_v),
-      // Q, dO and dQ's sums; K and V.
+      // The bytes of Q, dO and the fp32 sums of dQ, then those of K and V.
       heads * sizes.seqlen_q * (dims * elem_size + sizes.head_dim * 4) +
           sizes.seqlen_k * dims * elem_size,
       args.params.mask.causal || args.params.mask.window > 0 || params.mask.key_start};
-  // With a window or documents all blocks of a wave run about as long.
+  // With a window or packed documents, all blocks of a wave take about the same time.
   const bool triangle =
       args.params.mask.causal && args.params.mask.window == 0 && !params.mask.key_start;
   const AttentionBackwardOrder order = attention_backward_order(load, triangle ? scratch.wave : 0);
@@ -266,7 +270,8 @@ void launch_dlse(const BackwardArgs& args, const float* dlse, cudaStream_t strea
   launch_kernel(attention_backward_dlse_kernel, {blocks, kRowThreads}, stream, args, dlse);
 }
 
-// The kernels of a general mask before and after the rows' statistics.
+// launch_ranges and launch_sink run the kernels that only a general mask needs, before and after
+// the kernel for the rows' statistics.
 void launch_ranges(const BackwardArgs&, cudaStream_t) {}
 void launch_ranges(const MaskedBackwardArgs& args, cudaStream_t stream) {
   const int64_t groups = args.params.sizes.batch * args.rows / kAttentionBackwardRowPad;
@@ -282,7 +287,7 @@ void launch_sink(const MaskedBackwardArgs& args, const AttentionBackwardParams& 
                 params.dsink);
 }
 
-// Calls body(the tile index as a constant), for tiles of T.
+// Calls body with the tile index as a compile-time constant, if T has tiles.
 template <typename T, typename Body>
 void with_sm90_tile(int tile, const Body& body) {
   if constexpr (sizeof(T) == 2) dispatch_index<kNumAttentionBackwardSm90Tiles>(tile, body);

@@ -1,12 +1,12 @@
-// The gradient of attention: the parameters that the host passes to the kernels.
+// The parameters that the host passes to the kernels of attention's backward.
 #pragma once
 
 #include "attention/params.h"
 
 namespace torchweld {
 
-// The rows of query, key, value, out and dout start on 16-byte boundaries (AttentionTensor). All
-// results are contiguous.
+// The rows of query, key, value, out and dout must start on 16-byte boundaries (AttentionTensor).
+// All results are contiguous.
 struct AttentionBackwardParams {
   AttentionTensor query;  // (batch, nheads, seqlen_q, head_dim)
   AttentionTensor key;    // (batch, nheads_kv, seqlen_k, head_dim)
@@ -21,18 +21,18 @@ struct AttentionBackwardParams {
   AttentionSizes sizes;
   MaskParams mask;
   float scale;
-  bool tf32;  // fp32 matmuls in one TF32 pass
+  bool tf32;  // fp32 matmuls may round to TF32
   DType dtype;
   AttentionChoice choice;
-  const float* dlse;  // like lse, or null
-  float* dsink;       // (batch, nheads): each sequence's partial sum; null without a sink
+  const float* dlse;  // like lse, or nullptr
+  float* dsink;       // (batch, nheads): the partial sum of each sequence; nullptr without a sink
 };
 
-// The size of the launcher's scratch memory, which needs no initialisation. It depends on the
-// sizes, the choice, causal, whether the mask is general, and the current device.
+// The size of the scratch memory, which needs no initialisation. It depends on the sizes, the
+// choice, causal, whether the mask is general, and the current device.
 int64_t attention_backward_scratch_bytes(const AttentionBackwardParams& params);
 
-// Sizes may be 0. Every element of the gradients is written.
+// Writes every element of the gradients. Sizes may be 0.
 void launch_attention_backward(const AttentionBackwardParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

@@ -1,4 +1,4 @@
-// The kernels of attention's gradient share this: arguments, scratch memory, ranges of keys.
+// What the kernels of attention's backward share: arguments, scratch memory and key ranges.
 #pragma once
 
 #include <type_traits>
@@ -10,25 +10,27 @@ namespace torchweld {
 
 struct BackwardArgs {
   AttentionBackwardParams params;
-  int64_t rows;  // seqlen_q, rounded up to attention_backward_row_pad
-  // A kv head's query heads are divided into this many parts, each with its own blocks, dK and dV.
-  // Always 1 but on Hopper.
+  int64_t rows;  // seqlen_q rounded up to a multiple of attention_backward_row_pad
+  // The query heads of a kv head are divided into this many parts. Each part has its own blocks and
+  // its own partial dK and dV. Only Hopper's kernels use more than one part.
   unsigned group_parts;
-  unsigned parts_at_once;  // parts whose blocks run side by side
-  // Blocks, or clusters, between changes of direction; 0: all loop over the query tiles downwards.
+  unsigned parts_at_once;  // parts whose blocks run at the same time
+  // After so many blocks or clusters the direction of the loop over the query tiles changes. 0:
+  // every block loops downwards.
   unsigned wave;
   float lse_factor;  // score * score_factor - lse * lse_factor is the exponent of a probability
   float score_factor;
-  float shift;      // stored probabilities are 2^shift times too large
-  float* g_lse;     // (batch, nheads, rows): shift - lse * lse_factor
-  float* g_delta;   // (batch, nheads, rows): sum(dout * out) * 2^-shift
-  float* g_dq;      // (batch, nheads, rows, tile's head_dim) in the order of the warps' registers
-  float4* g_parts;  // dK and dV of the parts where there are several; see part_sums
-  int* g_dq_semaphore;  // blocks that have added to a dQ tile, or to a warp's share of it
-  unsigned* g_tickets;  // blocks that have started, a counter per launch
+  float shift;     // stored probabilities are scaled by 2^shift
+  float* g_lse;    // (batch, nheads, rows): shift - lse * lse_factor
+  float* g_delta;  // (batch, nheads, rows): sum(dout * out) * 2^-shift
+  float* g_dq;  // (batch, nheads, rows, the tile's head_dim), in the order of the warps' registers
+  float4* g_parts;  // partial dK and dV if there are several parts; see part_sums
+  // Counts the blocks that have added to a dQ tile, or to a warp's slice of it.
+  int* g_dq_semaphore;
+  unsigned* g_tickets;  // counts the blocks that have started, one counter per launch
 
-  // The sums of 64 keys and `columns` columns of a part's dK or dV: (columns / 8, 128 threads), a
-  // float4 each, as wgmma leaves them in registers.
+  // The partial dK or dV of a part for 64 keys and `columns` columns. It has the layout of wgmma's
+  // accumulators: (columns / 8, 128 threads) float4 values.
   __device__ __forceinline__ float4* part_sums(int part, int tile, bool of_dv, int columns) const {
     const AttentionSizes& sizes = params.sizes;
     const int64_t parts = sizes.batch * sizes.nheads_kv * group_parts;
@@ -39,13 +41,13 @@ struct BackwardArgs {
 
 static_assert(kAttentionBackwardRowPad == BlockMask::kRows);
 
-// The arguments under a general mask.
+// The arguments of the kernels for a general mask.
 struct MaskedBackwardArgs : BackwardArgs {
-  float cap;            // logits are softcap * tanh(score * cap), and score_factor is theirs
+  float cap;            // logits are softcap * tanh(score * cap), and score_factor applies to them
   BlockMask* g_groups;  // (batch, rows / kAttentionBackwardRowPad)
-  KeyRange32* g_live;   // (batch, rows): a row's keys, 0 and 0 where it sees none
+  KeyRange32* g_live;   // (batch, rows): the keys that a row sees, or {0, 0} if it sees none
 
-  // NOTE: products of 32 bits; the tiles have no registers for more.
+  // NOTE: these functions multiply in 32 bits, because the tiles have no registers for 64 bits.
   __device__ __forceinline__ const BlockMask& group_of(int sequence, int row) const {
     constexpr int kPad = kAttentionBackwardRowPad;
     const int groups = static_cast<int>(rows) / kPad;
@@ -56,23 +58,24 @@ struct MaskedBackwardArgs : BackwardArgs {
   }
 };
 
-// Two tickets are in use; the padding puts the semaphores on another cache line.
+// The number of tickets, of which two are used. The others are padding that puts the semaphores on
+// another cache line.
 inline constexpr int kBackwardTickets = 32;
 
-// The tiles count rows, keys and heads in 32 bits, because 64 bits cost registers that they don't
-// have. Larger problems use the general kernels.
+// The tiles count rows, keys and heads in 32 bits, because they have no registers for 64 bits.
+// Larger problems use the general kernels.
 inline constexpr int64_t kBackwardMaxSize = (int64_t{1} << 31) - 1024;
 
-// The keys and query rows of one sequence that are read, under causal and leftpad alone. Sizes fit
-// in 32 bits: kBackwardMaxSize.
+// Which keys and query rows of one sequence the kernels read, under a mask of causal and leftpad
+// only. All sizes fit in 32 bits (kBackwardMaxSize).
 struct SequenceSpan {
-  int pad;        // the first key
-  int first_row;  // the first query row that sees a key, seqlen_q where none does
+  int pad;        // the first key that is not padding
+  int first_row;  // the first query row that sees a key, or seqlen_q if no row does
 
   __device__ __forceinline__ SequenceSpan(const BackwardArgs& args, int64_t sequence)
       : pad(args.params.mask.pad_32(sequence)), first_row(first_row_seeing(args.params.mask, 0)) {}
 
-  // The first query row that sees a key at `key` or later.
+  // Returns the first query row that sees `key` or a later key.
   __device__ __forceinline__ int first_row_seeing(const MaskParams& mask, int key) const {
     if (key < pad) key = pad;
     if (key >= mask.seqlen_k) return static_cast<int>(mask.seqlen_q);
@@ -88,15 +91,15 @@ __device__ __forceinline__ const T* head_of(const AttentionTensor& tensor, int64
          head * tensor.head_stride;
 }
 
-// Args: BackwardArgs or MaskedBackwardArgs.
+// Whether Args are the arguments for a general mask. Args is BackwardArgs or MaskedBackwardArgs.
 template <typename Args>
 inline constexpr bool kIsMasked = std::is_same_v<Args, MaskedBackwardArgs>;
 
-// csrc/instantiations.py generates a file for a few tiles of a dtype.
+// csrc/instantiations.py generates one file for a few tiles of a dtype.
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_tile(const Args& args, cudaStream_t stream);
 
-// Any head_dim (attention/general/bwd.cu).
+// Launches the kernels for any head_dim (attention/general/bwd.cu).
 template <typename T, typename Args>
 void launch_attention_backward_general(const Args& args, cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// The work tile of a block of attention's gradient, and the loads of its tiles to shared memory.
+// The work tile of a block of attention's backward, and the loads of its tiles into shared memory.
 #pragma once
 
 #include <climits>
@@ -10,37 +10,39 @@
 
 namespace torchweld {
 
-// The work tile of a block. It stays in shared memory to save registers. Span: SequenceSpan, or
-// under a general mask the KeyRange32 that the rows of its query tiles see.
+// The work tile of a block. It stays in shared memory to save registers. Span is SequenceSpan, or
+// under a general mask a KeyRange32: the keys that the rows of the block's query tiles see.
 template <typename Span>
 struct alignas(8) BackwardWorkTile {
   int sequence;
   int head_kv;
   int first_key;
-  int dq_order;  // this block's place in the order in which blocks add to a dQ tile
+  int dq_order;  // this block's position in the order in which blocks add to a dQ tile
   Span span;
-  int first_head;  // query heads [first_head, end_head) of all batch * nheads
+  int first_head;  // query heads [first_head, end_head) of all batch * nheads heads
   int end_head;
-  int first_tile;  // query tiles [first_tile, last_tile] of each
+  int first_tile;  // query tiles [first_tile, last_tile] of each head
   int last_tile;
-  // Hopper's kernels: query heads that use a tile index before the next index.
-  // NOTE: 1 where all blocks see the same rows. Elsewhere blocks of later keys see fewer rows, and
-  // would wait for blocks of earlier keys at the end of every head.
+  // Hopper's kernels: how many query heads process a tile index before the loop moves to the next
+  // index.
+  // NOTE: this is 1 if all blocks see the same rows. Otherwise blocks of later keys see fewer rows,
+  // and would wait for the blocks of earlier keys at the end of every head.
   int tile_steps;
-  int direction;  // Hopper's kernels: 1 where the tiles are visited upwards, else -1
-  int part;       // of all batch * nheads_kv * group_parts
+  int direction;  // Hopper's kernels: 1 if the loop visits the tiles upwards, else -1
+  int part;       // index among all batch * nheads_kv * group_parts parts
 
-  // Hopper's kernels: iterations of the loop over the tiles of all heads.
+  // Hopper's kernels: the number of iterations of the loop over the tiles of all heads.
   __device__ __forceinline__ int steps() const {
     return (end_head - first_head) * (last_tile - first_tile + 1);
   }
-  // The first tile of the loop.
+  // The tile with which the loop starts.
   __device__ __forceinline__ int start_tile() const {
     return direction > 0 ? first_tile : last_tile;
   }
 
-  // Takes a ticket and fills the work tile; one thread calls. Within parts_at_once parts, key tiles
-  // ascend, and all parts come before the next key tile.
+  // Draws a ticket and fills the work tile. One thread calls this. The tickets of a set of
+  // parts_at_once parts ascend through the key tiles: all parts of the set come before the next key
+  // tile.
   template <typename Config>
   __device__ __forceinline__ void get_work(const BackwardArgs& args, unsigned* g_ticket) {
     const AttentionSizes& sizes = args.params.sizes;
@@ -78,8 +80,9 @@ struct alignas(8) BackwardWorkTile {
     }
   }
 
-  // get_work under a general mask; all threads call. dq_order is the index of the key tile. The
-  // query tiles run from the first to the last with a group of rows that sees keys of the block.
+  // get_work under a general mask. All threads call this. dq_order is the index of the key tile.
+  // The query tiles go from the first to the last tile with a group of rows that sees keys of the
+  // block.
   template <typename Config>
   __device__ __forceinline__ void get_work_masked(const MaskedBackwardArgs& args,
                                                   unsigned* g_ticket) {
@@ -105,7 +108,7 @@ struct alignas(8) BackwardWorkTile {
   }
 };
 
-// Loads rows [begin, end) of a tile, or with kBits the rows whose bit of `rows` is set; clears the
+// Loads rows [begin, end) of a tile, or with kBits the rows whose bit is set in `rows`. Clears the
 // other rows and the columns from `cols` on.
 template <typename Config, bool kBits = false, typename Tile, typename T>
 __device__ __forceinline__ void load_tile(Tile& s_tile, const T* g_head, int64_t row_stride,

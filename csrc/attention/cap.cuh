@@ -1,4 +1,4 @@
-// Soft-capped scores, for attention and its gradient.
+// The soft cap of the scores, for attention and its backward.
 #pragma once
 
 #include "attention/score_scale.h"
@@ -6,7 +6,7 @@
 
 namespace torchweld {
 
-// tanh(x) for |x| <= Series::kMax and for NaN.
+// tanh(x) for |x| <= Series::kMax. NaN gives NaN.
 using Series = SmallTanh<4>;
 __device__ __forceinline__ float small_tanh(float x) {
   const float square = x * x;
@@ -15,7 +15,7 @@ __device__ __forceinline__ float small_tanh(float x) {
   return fmaf(square, y, Series::term(0)) * x;
 }
 
-// The largest |score|, NaN ignored.
+// The largest |score|, ignoring NaN.
 template <int kCount>
 __device__ __forceinline__ float max_abs_of(const float (&r_s)[kCount]) {
   float largest = 0.f;
@@ -24,11 +24,11 @@ __device__ __forceinline__ float max_abs_of(const float (&r_s)[kCount]) {
   return largest;
 }
 
-// score = tanh(score * cap), to fp32's accuracy where kExact. In a gradient, cap has the sign of
-// scale.
-// NOTE: tanh costs two slow instructions, a probability one, and most models' scores lie far below
-// their cap. A warp whose scores all do uses a polynomial. kOneWay drops that branch, for kernels
-// without registers for both.
+// Computes score = tanh(score * cap), with fp32 accuracy if kExact. In the backward, cap has the
+// sign of scale.
+// NOTE: tanh takes two slow instructions and a probability one, and the scores of most models are
+// far below their cap. If all scores of a warp are, the warp uses a polynomial instead. kOneWay
+// omits this branch, for kernels that have no registers for both versions.
 template <bool kExact, bool kOneWay = false, int kCount>
 __device__ __forceinline__ void cap_scores(float (&r_s)[kCount], float cap) {
   if constexpr (!kExact && !kOneWay) {

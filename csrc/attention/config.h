@@ -1,5 +1,5 @@
-// The choice of attention's forward kernel and tile. Pure host code: tested without a GPU, printed
-// by explain.
+// Chooses the kernel and the tile of attention's forward. This is pure host code: it is tested
+// without a GPU, and explain prints its choice.
 #pragma once
 
 #include <algorithm>
@@ -10,18 +10,18 @@
 
 namespace torchweld {
 
-// The operands of the matmuls: 16-bit elements; fp32 rounded to TF32; exact fp32, as three bf16
-// terms per value.
+// How the matmuls treat their operands: 16-bit elements, fp32 rounded to TF32, or exact fp32 as
+// three bf16 terms per value.
 enum class AttentionMath { k16Bit, kTf32, kFloat32 };
 
 constexpr int elem_size(AttentionMath math) { return math == AttentionMath::k16Bit ? 2 : 4; }
 
-inline constexpr int kBf16x3Bytes = 6;  // of the three bf16 terms of a value
+inline constexpr int kBf16x3Bytes = 6;  // bytes of the three bf16 terms of a value
 
-// `warps` warps hold `rows` query rows and loop over the keys, `keys` at a time, with `stages`
-// buffers of keys and values. Smaller head dims are padded with zeros to `dim`. In fp32 a stage has
-// a buffer of bf16 terms and one of arriving fp32 values; with one stage, keys and values
-// alternate.
+// A block of `warps` warps holds `rows` query rows and loops over the keys, `keys` at a time, with
+// `stages` buffers of keys and values. Head dims below `dim` are padded with zeros. In fp32 a stage
+// has a buffer of bf16 terms and a buffer for the fp32 values that arrive. With one stage, keys and
+// values alternate in the same buffer.
 struct AttentionTile {
   AttentionMath math;
   int dim;
@@ -29,7 +29,7 @@ struct AttentionTile {
   int keys;
   int stages;
   int warps;
-  int blocks_per_sm;  // limits the registers
+  int blocks_per_sm;  // limits the registers per thread
 
   constexpr int threads() const { return warps * 32; }
   constexpr int tile_bytes() const {
@@ -41,11 +41,12 @@ struct AttentionTile {
   }
 };
 
-// The shared memory of a block on the devices with the least of it (sm_86, sm_89, sm_120).
+// Shared memory per block on the devices that have the least (sm_86, sm_89, sm_120).
 inline constexpr int kAttentionSharedBytes = 99 * 1024;
 
-// A warp's 32 query rows use every key and value that it reads from shared memory twice. Only 16
-// rows fit in the registers for head dims above 128, and in shared memory for fp32 above 64.
+// A warp has 32 query rows, so it uses every key and value that it reads from shared memory twice.
+// For head dims above 128 only 16 rows fit in the registers, and for fp32 above 64 only 16 rows fit
+// in shared memory.
 inline constexpr AttentionTile kAttentionTiles[] = {
     {AttentionMath::k16Bit, 64, 128, 64, 2, 4, 2},
     {AttentionMath::k16Bit, 128, 128, 64, 2, 4, 2},
@@ -58,9 +59,10 @@ inline constexpr AttentionTile kAttentionTiles[] = {
     {AttentionMath::kFloat32, 256, 32, 16, 1, 2, 2}};
 inline constexpr int kNumAttentionTiles = sizeof(kAttentionTiles) / sizeof(kAttentionTiles[0]);
 
-// The tile for few query rows: the rows of the query heads that share a kv head are packed into
-// kRows rows. A sequence's keys are divided into splits, one per block; the block's `warps` warps
-// alternate over tiles of `keys` keys, each with its own `stages` buffers of keys and values.
+// The tile for few query rows. The rows of the query heads that share a kv head are packed into
+// kRows rows. The keys of a sequence are divided into splits, one per block. The `warps` warps of
+// the block alternate over tiles of `keys` keys, and each warp has its own `stages` buffers of keys
+// and values.
 struct AttentionDecodeTile {
   int dim;
   int keys;
@@ -73,11 +75,12 @@ struct AttentionDecodeTile {
 
   constexpr int threads() const { return warps * 32; }
   constexpr int step_keys() const { return warps * keys; }
-  // 16-bit query rows, keys and values. The warps' fp32 sums later overwrite keys and values.
+  // The bytes of 16-bit query rows, keys and values. The fp32 sums of the warps later overwrite
+  // keys and values.
   constexpr int tile_bytes() const { return (kRows + 2 * stages * step_keys()) * dim * 2; }
 };
 
-// For each head dim, from the tile with most bytes in flight to the one that needs least shared
+// For each head dim, from the tile with most bytes in flight to the tile that needs least shared
 // memory.
 inline constexpr AttentionDecodeTile kAttentionDecodeTiles[] = {
     {64, 16, 3, 8},  {64, 32, 2, 4},  {128, 16, 3, 8}, {128, 16, 3, 4},
@@ -85,48 +88,52 @@ inline constexpr AttentionDecodeTile kAttentionDecodeTiles[] = {
 inline constexpr int kNumAttentionDecodeTiles =
     sizeof(kAttentionDecodeTiles) / sizeof(kAttentionDecodeTiles[0]);
 
-// Hopper's tile: a warpgroup has 64 query rows and loops over the keys, `keys` at a time, with
-// `stages` buffers of keys and values. Smaller head dims are padded with zeros to `dim` and
-// `dim_v`.
+// A tile of Hopper's kernel. A warpgroup has 64 query rows and loops over the keys, `keys` at a
+// time, with `stages` buffers of keys and values. Head dims below `dim` and `dim_v` are padded with
+// zeros.
 struct AttentionSm90Tile {
   int dim;
   int dim_v;
   int warpgroups;
   int keys;
   int stages;
-  int blocks;  // that share an SM
-  int speed;   // TFLOP/s of many long rows on an H200
+  int blocks;  // blocks that share an SM
+  int speed;   // TFLOP/s with many long rows on an H200
 
   static constexpr int kWarpgroupRows = 64;
-  static constexpr int kBoxColumns = 64;  // a TMA box: a swizzle row of 128 bytes
+  static constexpr int kBoxColumns = 64;  // columns of a TMA box: a swizzle row of 128 bytes
 
   constexpr int rows() const { return warpgroups * kWarpgroupRows; }
-  // The producer is a warp, or a warpgroup in a block that has the SM to itself; its registers go
-  // to the consumers (setmaxnreg).
+  // The producer is a warp. In a block that has the SM to itself it is a warpgroup, whose registers
+  // go to the consumers (setmaxnreg).
   constexpr int threads() const { return 128 * warpgroups + (blocks == 1 ? 128 : 32); }
-  // Shared memory holds columns in whole boxes.
+  // The number of TMA boxes that `columns` columns need in shared memory.
   static constexpr int boxes(int columns) { return (columns + kBoxColumns - 1) / kBoxColumns; }
-  // A warpgroup's output is staged where its query rows were.
+  // The output of a warpgroup overwrites its query rows in shared memory.
   constexpr int query_bytes() const {
     return 2 * kBoxColumns * rows() * std::max(boxes(dim), boxes(dim_v));
   }
   constexpr int stages_bytes() const {
     return stages * 2 * kBoxColumns * keys * (boxes(dim) + boxes(dim_v));
   }
-  // There are two stages where shared memory can hold the next tile's query rows beside this one's.
+  // 2 if shared memory can hold the query rows of the next tile in addition to those of this tile,
+  // else 1.
   constexpr int query_stages() const {
     return 2 * query_bytes() + stages_bytes() + kExtraBytes <= kSmBytes / blocks - kBlockBytes ? 2
                                                                                                : 1;
   }
   constexpr int tile_bytes() const { return query_stages() * query_bytes() + stages_bytes(); }
 
-  static constexpr int kExtraBytes = 3 * 1024;  // the kernel's shared memory beside its tile
-  // An SM's shared memory on Hopper, and what of it each block loses.
+  // The kernel's shared memory in addition to its tile.
+  static constexpr int kExtraBytes = 3 * 1024;
+  // kSmBytes is the shared memory of an SM on Hopper, of which the hardware reserves kBlockBytes
+  // per block.
   static constexpr int kSmBytes = 228 * 1024, kBlockBytes = 1024;
 };
 
-// In tiles of one warpgroup, a block ends while the SM's other blocks go on; for short rows the
-// start and end of a block are most of the time. Long rows need many rows per key block.
+// With tiles of one warpgroup, a block can end while other blocks of the SM continue, which matters
+// for short rows, where the start and the end of a block take most of the time. Long rows need many
+// query rows per tile of keys.
 inline constexpr AttentionSm90Tile kAttentionSm90Tiles[] = {
     {64, 64, 3, 128, 2, 1, 510},   {64, 64, 2, 128, 2, 1, 445},   {64, 64, 1, 64, 3, 3, 440},
     {96, 96, 2, 160, 2, 1, 570},   {128, 128, 2, 160, 2, 1, 644}, {128, 128, 2, 128, 2, 1, 625},
@@ -135,12 +142,12 @@ inline constexpr AttentionSm90Tile kAttentionSm90Tiles[] = {
 inline constexpr int kNumAttentionSm90Tiles =
     sizeof(kAttentionSm90Tiles) / sizeof(kAttentionSm90Tiles[0]);
 
-// The cost of a call depends on this besides the sizes of a head.
+// What the cost of a call depends on, in addition to the sizes of a head.
 struct AttentionLoad {
   int64_t heads;  // batch * nheads
   int64_t group;  // query heads that share a kv head
   bool causal, padded, bfloat16;
-  int64_t window;  // 0: none
+  int64_t window;  // 0 if there is no window
   bool packed;     // key_start is given
 };
 
@@ -154,22 +161,22 @@ struct AttentionProblem {
   DeviceFacts device;
 };
 
-// kSync: mma.sync. kGeneral: any sizes, no tensor cores. kDecode: few query rows, split keys;
-// forward only. kSm90: Hopper's wgmma and TMA.
+// kSync uses mma.sync. kGeneral supports any sizes without tensor cores. kDecode is for few query
+// rows and splits the keys; it only has a forward. kSm90 uses Hopper's wgmma and TMA.
 enum class AttentionEngine : int8_t { kSync, kGeneral, kDecode, kSm90 };
 
 struct AttentionChoice {
   AttentionEngine engine;
-  int tile;        // index into the engine's tiles, 0 for kGeneral
+  int tile;        // index into the engine's table of tiles, 0 for kGeneral
   int splits = 1;  // of the keys, for kDecode
 };
 
 inline constexpr const char* kAttentionOtherDtype = "the tile is for another dtype";
 inline constexpr const char* kAttentionNoWgmma = "the GPU, or the code built for it, has no wgmma";
 
-// The refusal of all tiles.
+// Why no tile supports the problem; empty if some tile may.
 inline Refusal attention_sizes_refusal(const AttentionProblem& p) {
-  constexpr int64_t kMaxSeqlen = int64_t{1} << 29;  // positions are counted in 32 bits
+  constexpr int64_t kMaxSeqlen = int64_t{1} << 29;  // the kernels count positions in 32 bits
   if (p.head_dim == 0 || p.head_dim_v == 0) return "no tile supports a head dim of 0";
   if (p.seqlen_q > kMaxSeqlen || p.seqlen_k > kMaxSeqlen) {
     return {"no tile supports sequences longer than {}", kMaxSeqlen};
@@ -199,29 +206,31 @@ inline Refusal attention_sm90_refusal(const AttentionProblem& p, const Attention
   if (tile.tile_bytes() + AttentionSm90Tile::kExtraBytes > p.device.shared_limit) {
     return too_much_shared_memory(tile.tile_bytes(), p.device.shared_limit);
   }
-  // NOTE: the ticket counter overshoots the tiles by up to one grid.
+  // NOTE: the ticket counter runs past the last tile by up to one grid.
   const double tiles = static_cast<double>(p.load.heads) *
                        static_cast<double>(divide_up(p.seqlen_q, tile.rows()) + 1);
   return grid_fits(tiles + p.device.sms * tile.blocks) ? Refusal() : "more than 2^31 - 1 tiles";
 }
 
-// The time of the busiest SM, in the same unit for all tiles. The values of leftpad and key_start
-// are unknown here: key_start counts as packed documents of kDocument tokens.
+// Estimates the time of the busiest SM, in a unit that is the same for all tiles. The values of
+// leftpad and key_start are unknown here. If key_start is given, the estimate assumes packed
+// documents of kDocument tokens.
 inline double attention_sm90_cost(const AttentionProblem& p, const AttentionSm90Tile& tile) {
-  constexpr double kEmptyKeys = 224;  // the start and end of a tile cost as much as these keys
+  // The start and the end of a tile take as long as this many keys.
+  constexpr double kEmptyKeys = 224;
   constexpr int64_t kDocument = 512;
   const int64_t documents =
       p.load.packed ? std::max<int64_t>(1, divide_up(p.seqlen_q, kDocument)) : 1;
   const int64_t seqlen_q = divide_up(p.seqlen_q, documents),
                 seqlen_k = divide_up(p.seqlen_k, documents), heads = p.load.heads * documents;
   const int64_t tiles = divide_up(seqlen_q, tile.rows());
-  double keys = 0, max_keys = 0;  // of a head, and of a tile
+  double keys = 0, max_keys = 0;  // keys of a head, and of the longest tile
   const auto tile_cost = [&](int64_t seen) {
     const double cost = static_cast<double>(divide_up(seen, tile.keys) * tile.keys) + kEmptyKeys;
     max_keys = std::max(max_keys, cost);
     return cost;
   };
-  constexpr int64_t kCounted = 64;  // of long rows, a sample of the tiles is counted
+  constexpr int64_t kCounted = 64;  // of long rows, only a sample of this many tiles is counted
   const int64_t window = p.load.window, before = seqlen_k - seqlen_q;
   const bool uneven = p.load.causal || window > 0;
   const int64_t stride = uneven ? divide_up(tiles, kCounted) : tiles;
@@ -233,7 +242,7 @@ inline double attention_sm90_cost(const AttentionProblem& p, const AttentionSm90
     const int64_t seen = clamp(end) - clamp(begin);
     keys += tile_cost(seen) * static_cast<double>(std::min(tiles - first, stride));
   }
-  // The blocks of an SM share its time.
+  // The blocks of an SM share its throughput.
   const int64_t blocks = std::max<int64_t>(1, p.device.sms) * tile.blocks;
   const double rounds = static_cast<double>(divide_up(heads * tiles, blocks));
   const double even = keys * static_cast<double>(heads) / static_cast<double>(blocks);
@@ -241,10 +250,10 @@ inline double attention_sm90_cost(const AttentionProblem& p, const AttentionSm90
   return busiest * tile.blocks * tile.rows() * (tile.dim + tile.dim_v) / tile.speed;
 }
 
-// The decode kernel's shared memory beside its tile.
+// The decode kernel's shared memory in addition to its tile.
 inline constexpr int kAttentionDecodeExtraBytes = 4 * 1024;
 
-// The blocks of a call whose keys are not split.
+// The number of blocks if the keys are not split.
 inline int64_t attention_decode_groups(const AttentionProblem& p) {
   return p.load.heads / p.load.group *
          divide_up(p.load.group * p.seqlen_q, AttentionDecodeTile::kRows);
@@ -271,7 +280,8 @@ inline Refusal attention_decode_refusal(const AttentionProblem& p, const Attenti
              : "more than 2^31 - 1 blocks";
 }
 
-// One block per SM, as long as each has kMinSteps steps. More splits would only add partial sums.
+// Chooses the splits so that there is one block per SM, as long as each block has kMinSteps steps.
+// More splits would only cost more partial sums.
 inline int attention_decode_splits(const AttentionProblem& p, const AttentionDecodeTile& tile) {
   constexpr int64_t kMinSteps = 2;
   const int64_t groups = std::max<int64_t>(1, attention_decode_groups(p));

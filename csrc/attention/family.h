@@ -1,4 +1,4 @@
-// The configurations of attention and its gradient, for tune. Pure host code.
+// Lists the configurations of attention's forward and backward for tune. This is pure host code.
 #pragma once
 
 #include "attention/bwd_config.h"
@@ -7,7 +7,7 @@
 
 namespace torchweld {
 
-// The problem's fields, for both directions.
+// The fields of a problem, used by both the forward and the backward.
 struct AttentionNumbers {
   static constexpr Field kFields[] = {{"heads", 1, kMaxSize},
                                       {"seqlen_q", 0, kMaxSize},
@@ -99,7 +99,8 @@ struct AttentionFamily : AttentionNumbers {
     if (!sm90(x)) return AttentionNumbers::why(p, x);
     return "the fastest tile, by estimate, of those that support " + dims_text(p);
   }
-  // All tiles; decode tiles with the number of splits that fills the GPU, and with powers of two.
+  // Lists all tiles. A decode tile is listed with the number of splits that fills the GPU and with
+  // powers of two.
   static std::vector<Encoded> candidates(const AttentionProblem& p) {
     std::vector<Encoded> all = tiles_and_general(kNumAttentionTiles);
     for (int i = 0; i < kNumAttentionSm90Tiles; ++i) {
@@ -132,7 +133,7 @@ struct AttentionFamily : AttentionNumbers {
     return math_text(tile.math) + " " + tile_text(tile.rows, tile.keys) + "x" +
            std::to_string(tile.dim);
   }
-  // The general kernel has no tile: zeros.
+  // The general kernel has no tile, so its columns are zeros.
   static Columns columns(const AttentionProblem&, const Encoded& x) {
     const auto row = [&](const auto& tile, int rows, int stages, int warps) -> Columns {
       return {{"rows", rows},
@@ -158,7 +159,7 @@ struct AttentionFamily : AttentionNumbers {
 
 struct AttentionBackwardFamily : AttentionNumbers {
   static constexpr const char* kName = "attention_backward";
-  // There is no decode tile.
+  // Backward has no decode tiles, but the index of an engine must be the same as in the forward.
   static constexpr const char* kEngines[] = {"sync", "general", "decode", "sm90"};
   static constexpr bool kFirstLegal = true;
 
@@ -190,7 +191,7 @@ struct AttentionBackwardFamily : AttentionNumbers {
     return math_text(tile.math) + " " + tile_text(tile.keys, tile.rows) + "x" +
            std::to_string(tile.head_dim) + (tile.paired ? " paired" : "");
   }
-  // The general kernels have no tile: zeros.
+  // The general kernels have no tile, so their columns are zeros.
   static Columns columns(const AttentionProblem&, const Encoded& x) {
     if (sm90(x)) {
       const AttentionBackwardSm90Tile& tile = kAttentionBackwardSm90Tiles[x[1]];

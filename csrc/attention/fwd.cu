@@ -1,4 +1,4 @@
-// attention's forward: the launch of the chosen kernel.
+// The launcher of attention's forward, which runs the chosen kernel.
 #include "attention/fwd.h"
 
 #include "attention/sm90/fwd.h"

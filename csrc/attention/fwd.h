@@ -1,4 +1,4 @@
-// Attention's forward kernels and their launchers share this.
+// What attention's forward kernels and their launchers share.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 namespace torchweld {
 
-// The scores' scale in kernels for causal and leftpad alone, and in those for a general mask
-// (kMasked).
+// How a kernel scales its scores. kMasked says that the kernel supports a general mask; without it,
+// it supports only causal and leftpad.
 template <bool>
 struct AttentionVariant {
   static constexpr bool kMasked = false;
@@ -26,13 +26,14 @@ struct AttentionVariant<true> {
   }
 };
 
-// The order of the blocks: section by section of heads, then tile by tile of query rows with the
-// last rows first, then the section's heads. The keys and values of a section stay in the L2 cache.
-// Short rows have several sections, so that not all keys arrive before the first tile ends. The
-// fewer tiles a head has, the less their order matters, and the smaller a section may be.
+// The order of the blocks: by section, which is a set of heads, then by tile of query rows with the
+// last rows first, then by the head in the section. The keys and values of a section stay in the L2
+// cache. Even short sequences have several sections, so that the first tile need not wait for the
+// keys of all heads. The fewer tiles a head has, the less their order matters, and the smaller a
+// section may be.
 struct AttentionSchedule {
-  int64_t section;  // heads
-  int64_t tiles;    // a head
+  int64_t section;  // heads of a section
+  int64_t tiles;    // tiles of a head
   int64_t first_block = 0;
 
   AttentionSchedule(const AttentionParams& params, int rows, int elem_size) {
@@ -50,7 +51,7 @@ struct AttentionSchedule {
   }
 };
 
-// csrc/instantiations.py generates a file for each instance. `tile` is an index into
+// csrc/instantiations.py generates one file for each instance. `tile` is an index into
 // kAttentionTiles.
 template <typename T, AttentionMath kMath, bool kMasked>
 void launch_attention_tiles(int tile, const AttentionParams& params, cudaStream_t stream);

@@ -1,9 +1,10 @@
-// The padding keys between packed documents: keys that no row of a block sees, between keys that
-// some row sees. P is 0 there, but V may be NaN, so the kernels clear V before O += P V.
+// Gaps: keys that no row of a block sees, but that lie between keys that some row sees. They are
+// the padding between packed documents. P is 0 at these keys, but V may be NaN, so the kernels
+// clear V before O += P V.
 //
-// Under causal and key_start, a row that sees anything sees the key at its own position, and keys
-// before the block's first position are seen from the first seen key on. So a gap is made of the
-// positions of rows that see nothing, and a bit per row describes it.
+// Under causal and key_start, a row that sees any key sees the key at its own position. Keys before
+// the position of the block's first row are seen from the first seen key on. So a gap consists of
+// positions of rows that see no key, and one bit per row describes it.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +17,10 @@ namespace torchweld {
 template <int kRows>
 struct GapKeys {
   static_assert(kRows % kWarp == 0);
-  int first_position;            // the key at the position of row 0; kSeesNothing without gaps
-  uint32_t rows[kRows / kWarp];  // a bit per row: the key at its position is in a gap
+  int first_position;  // the key at the position of row 0, or kSeesNothing if there are no gaps
+  uint32_t rows[kRows / kWarp];  // a bit per row: the key at the position of the row lies in a gap
 
-  // Whether a tile of `count` keys from `key` on may hold keys of a gap.
+  // Whether the `count` keys from `key` on may include keys of a gap.
   __device__ __forceinline__ bool may_overlap(int key, int count) const {
     return key + count > first_position;
   }
@@ -28,9 +29,10 @@ struct GapKeys {
     return row >= 0 && row < kRows && (rows[row / kWarp] >> row % kWarp & 1) != 0;
   }
 
-  // Finds the gaps of rows whose first is at `position`. `s_begin` has the rows' first keys,
-  // kSeesNothing where a row sees no key; the rows see keys between `first` and `end`. All threads
-  // of `threads` / 32 warps call, after first_position was set to kSeesNothing or `position`.
+  // Finds the gaps of rows of which the first is at `position`. `s_begin` holds the first key of
+  // each row, or kSeesNothing if the row sees no key. The rows see keys between `first` and `end`.
+  // All threads of `threads` / 32 warps call this. Before, first_position must be set to
+  // kSeesNothing or to `position`.
   __device__ __forceinline__ void find(const int* s_begin, int position, int first, int end,
                                        int thread, int threads) {
     for (int row = thread; row < kRows; row += threads) {
@@ -45,7 +47,7 @@ struct GapKeys {
   }
 
  private:
-  // The first key that row `row` or a later one sees; all lanes of a warp call.
+  // Returns the first key that row `row` or a later row sees. All lanes of a warp call this.
   static __device__ __forceinline__ int first_begin_from(const int* s_begin, int row) {
     int in_later_warps = kSeesNothing, begin = s_begin[row];
     for (int i = row + kWarp; i < kRows; i += kWarp) {

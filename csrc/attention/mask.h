@@ -1,23 +1,24 @@
-// The definition of the mask, for host and device: the keys that a query row sees.
+// Defines the mask, that is, which keys a query row sees. For host and device.
 //
-// Sequence b has key_end[b] keys (seqlen_k without key_end). Query row i has a position among them
-// and sees key j where all of this holds:
+// Sequence b has key_end[b] keys (seqlen_k if key_end is not given). Query row i has a position
+// among the keys and sees key j if all of these conditions hold:
 //   j >= leftpad[b]        the first leftpad keys of the sequence are padding
-//   j >= key_start[b, i]   the row's own first key: packed documents, chunks
+//   j >= key_start[b, i]   the first key of the row, for packed documents or chunks
 //   j < key_end[b]         later keys are padding, or cache entries that are not filled yet
 //   j <= position          if causal
 //   j > position - window  and without causal j < position + window
-// The position is i + key_end[b] - seqlen_q (bottom-right aligned): a cache ends with the keys of
-// its queries. A key_end below seqlen_q can't be a cache; it is the length of a sequence that is
-// padded on the right, so row i has position i (i + seqlen_k - seqlen_q where seqlen_k < seqlen_q).
-// A row whose own position is below leftpad is padding and sees nothing. A row that sees nothing
-// gives 0, lse = -inf (with a sink the sink's logit) and gradients 0. Keys before the first and
-// after the last key that any row of a sequence sees are never used, NaN included, and values
-// between them that no row sees: the padding between packed documents.
+// The position is i + key_end[b] - seqlen_q (bottom-right aligned), because a cache ends with the
+// keys of its queries. If key_end is below seqlen_q, it can't describe a cache. It is then the
+// length of a sequence that is padded on the right, so row i has position i (i + seqlen_k -
+// seqlen_q if seqlen_k < seqlen_q). A row whose own position is below leftpad is padding and sees
+// no key. The result of a row that sees no key is 0, its lse is -inf (or the logit of the sink),
+// and its gradients are 0. Some keys are never used, even if they are NaN: those before the first
+// and after the last key that any row of a sequence sees, and those in between that no row sees,
+// which are the padding between packed documents.
 //
-// leftpad, key_start and key_end are data, so the host never waits for them: below 0 counts as 0,
-// above seqlen_k as seqlen_k. leftpad = 0 is not the same as no leftpad where seqlen_q > seqlen_k
-// without causal: the rows at negative positions are padding then.
+// leftpad, key_start and key_end stay on the device, so the host never waits for their values.
+// Values below 0 count as 0, values above seqlen_k as seqlen_k. leftpad = 0 differs from no leftpad
+// if seqlen_q > seqlen_k without causal: the rows at negative positions are then padding.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +27,7 @@
 
 namespace torchweld {
 
-// The keys [begin, end) that a query row sees; none where begin >= end.
+// The keys [begin, end) that a query row sees. The row sees no key if begin >= end.
 template <typename Int>
 struct KeyRangeOf {
   Int begin;
@@ -34,17 +35,17 @@ struct KeyRangeOf {
   TW_HOST_DEVICE bool empty() const { return begin >= end; }
 };
 using KeyRange = KeyRangeOf<int64_t>;
-using KeyRange32 = KeyRangeOf<int>;  // for kernels whose registers hold no 64-bit range
+using KeyRange32 = KeyRangeOf<int>;  // for kernels that have no registers for a 64-bit range
 
-// The mask of one sequence, clamped.
+// The mask of one sequence. Its values are clamped to the valid range.
 struct SequenceMask {
-  int64_t pad;               // 0 without leftpad
-  int64_t end;               // seqlen_k without key_end
-  const int32_t* key_start;  // (seqlen_q,), or null
+  int64_t pad;               // 0 if leftpad is not given
+  int64_t end;               // seqlen_k if key_end is not given
+  const int32_t* key_start;  // (seqlen_q,), or null if not given
 };
 
-// The mask, the cap of the scores and the sinks of a call, as kernels read them. Null and 0 stand
-// for an argument that is not given.
+// The mask, the soft cap and the sinks of a call, in the form that kernels read. An argument that
+// is not given is null or 0.
 struct MaskParams {
   static constexpr int64_t kMaxWindow = int64_t{1} << 40;
 
@@ -54,15 +55,15 @@ struct MaskParams {
   const int32_t* leftpad;    // (batch,)
   const int32_t* key_start;  // (batch, seqlen_q)
   const int32_t* key_end;    // (batch,)
-  const float* sink;         // (nheads,): one more logit of a head, without a value
+  const float* sink;         // (nheads,): an additional logit of each head that has no value
   float softcap;             // scores become softcap * tanh(score / softcap)
   bool causal;
   bool padded;  // leftpad is given
 
-  // True where the kernels for causal and leftpad alone don't suffice.
+  // Whether the mask needs more than the kernels for causal and leftpad support.
   bool is_general() const { return key_start || key_end || window > 0 || softcap > 0.f || sink; }
 
-  // The position of query row i among all keys: bottom-right aligned.
+  // The position of query row i among all keys (bottom-right aligned).
   TW_HOST_DEVICE int64_t position(int64_t i) const { return i + seqlen_k - seqlen_q; }
 
   // The position of query row i in a sequence of `end` keys.
@@ -72,12 +73,12 @@ struct MaskParams {
     return i + (offset < first ? first : offset);
   }
 
-  // A value of leftpad or key_end: out of range counts as the nearest end.
+  // Clamps a value of leftpad or key_end to [0, seqlen_k].
   TW_HOST_DEVICE int64_t clamp_key(int64_t key) const {
     return key < 0 ? 0 : (key > seqlen_k ? seqlen_k : key);
   }
 
-  // The padding of sequence b; pad_32 is for kernels whose seqlen_k fits in 32 bits.
+  // The padding of sequence b. pad_32 is for kernels in which seqlen_k fits in 32 bits.
   TW_HOST_DEVICE int64_t pad(int64_t b) const { return leftpad ? clamp_key(leftpad[b]) : 0; }
   TW_HOST_DEVICE int pad_32(int64_t b) const {
     return leftpad ? static_cast<int>(clamp_key(leftpad[b])) : 0;
@@ -88,7 +89,7 @@ struct MaskParams {
             key_start ? key_start + b * seqlen_q : nullptr};
   }
 
-  // The keys of query row i under causal and leftpad alone.
+  // The keys that query row i sees under a mask of causal and leftpad only.
   TW_HOST_DEVICE KeyRange row_keys(int64_t i, int64_t pad) const {
     const int64_t pos = position(i);
     if (padded && pos < pad) return {0, 0};
@@ -97,7 +98,7 @@ struct MaskParams {
     return {pad, end};
   }
 
-  // The keys of query row i under any mask.
+  // The keys that query row i sees under any mask.
   TW_HOST_DEVICE KeyRange row_keys(int64_t i, const SequenceMask& sequence) const {
     const int64_t pos = position(i, sequence.end);
     if (padded && pos < sequence.pad) return {0, 0};
@@ -110,13 +111,14 @@ struct MaskParams {
     return keys;
   }
 
-  // The first query row that is not padding, at least 0.
+  // The first query row that is not padding. At least 0.
   TW_HOST_DEVICE int64_t first_row(int64_t pad) const {
     const int64_t row = padded ? pad - (seqlen_k - seqlen_q) : 0;
     return row < 0 ? 0 : row;
   }
 
-  // The first query row that sees `key`, a key that is not padding, under causal and leftpad alone.
+  // The first query row that sees `key`, under a mask of causal and leftpad only. `key` must not be
+  // padding.
   TW_HOST_DEVICE int64_t first_row_seeing(int64_t key, int64_t pad) const {
     int64_t row = first_row(pad);
     const int64_t diagonal = key - position(0);
@@ -125,12 +127,14 @@ struct MaskParams {
   }
 };
 
-// The keys that kRows query rows of a sequence see; rows after the last see none.
+// The keys that kRows query rows of a sequence see. Rows behind the last row of the sequence see
+// none.
 struct alignas(16) BlockMask {
   static constexpr int kRows = 64;
-  int begin, end;             // no row sees a key outside; INT_MAX, 0: no row sees a key
-  int last_begin, first_end;  // every row sees the keys between; INT_MAX, 0: some row sees none
-  uint64_t live;              // a bit for every row that sees a key
+  int begin, end;  // no row sees a key outside of this range; INT_MAX and 0 if no row sees a key
+  // Every row sees the keys between these; INT_MAX and 0 if some row sees no key.
+  int last_begin, first_end;
+  uint64_t live;  // one bit per row: the row sees a key
 
   TW_HOST_DEVICE bool sees(unsigned row) const { return live >> (row % kRows) & 1; }
 };

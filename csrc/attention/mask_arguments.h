@@ -1,5 +1,5 @@
-// The mask arguments of attention, causal_softmax and softmax_matmul, and their checks. mask.h says
-// which keys they let a row see.
+// The mask arguments of attention, causal_softmax and softmax_matmul, and their checks. mask.h
+// defines which keys a row sees.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -18,9 +18,9 @@ struct Mask {
   OptionalTensor key_end;         // int32 (batch,)
   std::optional<int64_t> window;  // >= 1
   std::optional<double> softcap;  // > 0: scores become softcap * tanh(score / softcap)
-  OptionalTensor sink;            // (nheads,): one more logit of a head, without a value
+  OptionalTensor sink;            // (nheads,): an additional logit of each head that has no value
 
-  // The mask with contiguous tensors.
+  // Returns the mask with contiguous tensors.
   Mask contiguous() const {
     const auto of = [](const OptionalTensor& t) -> OptionalTensor {
       return is_given(t) ? OptionalTensor(t->contiguous()) : std::nullopt;
@@ -28,8 +28,8 @@ struct Mask {
     return {of(leftpad), causal, of(key_start), of(key_end), window, softcap, of(sink)};
   }
 
-  // `data(tensor)` is the address of an int32 tensor's elements. softcap and sink stay empty,
-  // because the CPU keeps them in another dtype.
+  // Converts the mask to MaskParams. `data(tensor)` must return the address of an int32 tensor's
+  // elements. softcap and sink stay unset, because the CPU code keeps them in another dtype.
   template <typename Data>
   MaskParams params(int64_t seqlen_q, int64_t seqlen_k, const Data& data) const {
     const auto address = [&](const OptionalTensor& t) -> const int32_t* {
@@ -48,7 +48,7 @@ struct Mask {
   }
 };
 
-// Checks shapes and dtypes; values stay on the device. `like` is the op's first tensor.
+// Checks shapes and dtypes. The values stay on the device. `like` is the first tensor of the op.
 inline void check_mask(const char* op, const Mask& mask, const c10::SymInt& batch,
                        const c10::SymInt& nheads, const c10::SymInt& seqlen_q,
                        const char* like_name, const Tensor& like) {
@@ -88,7 +88,7 @@ inline void check_mask(const char* op, const Mask& mask, const c10::SymInt& batc
   }
 }
 
-// The gradient of a sink; (0,) where none is given.
+// Allocates the gradient of the sink, or a tensor of size (0,) if there is no sink.
 inline Tensor empty_dsink(const OptionalTensor& sink, const Tensor& like) {
   return is_given(sink) ? at::empty_symint(sink->sym_sizes(), sink->options())
                         : at::empty({0}, like.options());

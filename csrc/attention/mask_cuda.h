@@ -1,4 +1,4 @@
-// Turns a Mask into the MaskParams of the CUDA kernels. Host code of CUDA builds only.
+// Converts a Mask to the MaskParams of the CUDA kernels. Host code for CUDA builds only.
 #pragma once
 
 #include <algorithm>
@@ -9,18 +9,19 @@
 
 namespace torchweld {
 
-// The mask with tensors as the kernels read them: contiguous, sinks in fp32.
+// Returns the mask in the form that the kernels read: contiguous tensors, and sinks in fp32.
 inline Mask kernel_mask(const Mask& mask) {
   Mask result = mask.contiguous();
   if (is_given(result.sink)) result.sink = result.sink->to(at::kFloat);
   return result;
 }
 
-// `mask` is a kernel_mask; its tensors must outlive the parameters.
+// `mask` must come from kernel_mask, and its tensors must outlive the result.
 inline MaskParams kernel_params(const Mask& mask, int64_t seqlen_q, int64_t seqlen_k) {
   MaskParams params =
       mask.params(seqlen_q, seqlen_k, [](const Tensor& t) { return const_data<int32_t>(t); });
-  // NOTE: in fp32 a smaller cap would be 0 and a larger one infinite, and the scores be lost.
+  // NOTE: the clamp keeps the cap in the range of fp32. A smaller cap would become 0 and a larger
+  // one infinite, and the scores would be lost.
   if (mask.softcap) {
     params.softcap = static_cast<float>(std::clamp<double>(*mask.softcap, FLT_MIN, 1e30));
   }

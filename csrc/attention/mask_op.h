@@ -1,5 +1,5 @@
-// The registration of ops with a mask: mask_op turns the dispatcher's arguments into a Mask, and
-// save_with_mask takes a Mask through an autograd function.
+// Helpers to register ops with a mask. mask_op combines the mask arguments that the dispatcher
+// passes into a Mask. save_with_mask saves a Mask for the backward of an autograd function.
 #pragma once
 
 #include "attention/mask_arguments.h"
@@ -7,14 +7,15 @@
 
 namespace torchweld {
 
-// The end of a schema's mask arguments, after leftpad, causal and scale.
+// The last arguments of the schema of an op with a mask. leftpad, causal and scale come before
+// them.
 #define TW_MASK_SCHEMA                                                                    \
   "Tensor? key_start=None, Tensor? key_end=None, int? window=None, float? softcap=None, " \
   "Tensor? sink=None"
 
-// MaskOp<f, R(), arguments of f>::call is f(before..., mask, scale, after...) with the mask's
-// arguments one by one, in the order of the schema. kCausal says that the schema has `causal`;
-// otherwise the mask is always causal.
+// MaskOp<f, R(), arguments of f>::call takes the mask's arguments one by one, in the order of the
+// schema, and calls f(before..., mask, scale, after...). kCausal says that the schema has an
+// argument `causal`; otherwise the mask is always causal.
 template <auto f, bool kCausal, typename Before, typename... Rest>
 struct MaskOp;
 
@@ -49,13 +50,14 @@ constexpr auto mask_op_of(R (*)(Args...)) {
   return &MaskOp<f, kCausal, R(), Args...>::call;
 }
 
-// The dispatcher's function of f: mask_op of an op with `causal`, causal_mask_op of one without.
+// The function that the dispatcher calls for f: mask_op if the op has an argument `causal`,
+// causal_mask_op if it does not.
 template <auto f>
 constexpr auto mask_op = mask_op_of<f, /*kCausal=*/true>(f);
 template <auto f>
 constexpr auto causal_mask_op = mask_op_of<f, /*kCausal=*/false>(f);
 
-// A mask through an autograd function: its tensors are the last kMaskTensors of those saved.
+// The number of tensors of a Mask. save_with_mask saves them after the tensors of the op.
 constexpr size_t kMaskTensors = 4;
 
 inline void save_with_mask(AutogradContext* ctx, variable_list tensors, const Mask& mask) {

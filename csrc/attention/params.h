@@ -1,4 +1,4 @@
-// attention: the parameters that the host passes to the kernels.
+// The parameters that the host passes to the kernels of attention.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,9 +12,9 @@
 
 namespace torchweld {
 
-// A (batch, heads, rows, cols) tensor with contiguous rows; strides in elements. Every row starts
-// on a 16-byte boundary and has zeros from its last column to the next boundary, so that cp.async
-// can copy it 16 bytes at a time.
+// A tensor (batch, heads, rows, cols) with contiguous rows. Strides count elements. Every row
+// starts on a 16-byte boundary and is followed by zeros up to the next such boundary, so that
+// cp.async can copy it 16 bytes at a time.
 struct AttentionTensor {
   const void* data;
   int64_t batch_stride;
@@ -37,16 +37,16 @@ struct AttentionParams {
   AttentionTensor key;    // (batch, nheads_kv, seqlen_k, head_dim)
   AttentionTensor value;  // (batch, nheads_kv, seqlen_k, head_dim_v)
   void* out;              // (batch, nheads, seqlen_q, head_dim_v), contiguous
-  float* lse;             // (batch, nheads, seqlen_q), contiguous, or null
+  float* lse;             // (batch, nheads, seqlen_q), contiguous, or nullptr
   AttentionSizes sizes;
   MaskParams mask;
   float scale;
-  bool tf32;  // fp32 matmuls in one TF32 pass
+  bool tf32;  // fp32 matmuls may round to TF32
   DType dtype;
   AttentionChoice choice;
-  float* partials;     // attention_partial_floats() floats for the splits; null where that is 0
-  uint64_t* flags;     // attention_flags() flags (block_flags); null where that is 0
-  unsigned* counters;  // one, zero before and after a call of Hopper's kernel; otherwise null
+  float* partials;     // attention_partial_floats() floats for the splits, or nullptr if that is 0
+  uint64_t* flags;     // attention_flags() flags (block_flags), or nullptr if that is 0
+  unsigned* counters;  // one counter, zero before and after a call of Hopper's kernel; else nullptr
 };
 
 inline AttentionMath attention_math(DType dtype, bool tf32) {
@@ -66,22 +66,23 @@ inline AttentionProblem attention_problem(const AttentionSizes& s, DType dtype, 
           device_facts()};
 }
 
-// The flags of a call: one per split, except the last split of a group, which adds the others.
+// The number of flags of a call: one per split, except for the last split of a group, which adds
+// the others.
 inline int64_t attention_flags(const AttentionProblem& p, const AttentionChoice& choice) {
   return attention_decode_groups(p) * (choice.splits - 1);
 }
-// The partial results of these splits: per row the accumulators, the maximum and the sum of
-// probabilities.
+// The number of floats for the partial results of these splits. Each row has its accumulators, its
+// maximum and its sum of probabilities.
 inline int64_t attention_partial_floats(const AttentionProblem& p, const AttentionChoice& choice) {
   if (choice.splits == 1) return 0;
   const AttentionDecodeTile& tile = kAttentionDecodeTiles[choice.tile];
   return attention_flags(p, choice) * AttentionDecodeTile::kRows * (tile.dim + 2);
 }
 
-// Larger head dims use the general kernels.
+// Calls with larger head dims use the general kernels.
 inline constexpr int64_t kAttentionMaxHeadDim = 256;
 
-// Sizes may be 0. Launches nothing where out and lse are empty.
+// Sizes may be 0. Launches nothing if out and lse are empty.
 void launch_attention(const AttentionParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

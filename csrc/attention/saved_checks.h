@@ -1,4 +1,4 @@
-// Checks of the tensors that the forward of attention or softmax_matmul saves for its backward.
+// Checks the tensors that the forward of attention or softmax_matmul saves for its backward.
 #pragma once
 
 #include "core/check.h"

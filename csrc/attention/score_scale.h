@@ -1,5 +1,5 @@
-// The scale and soft cap that turn scores into probabilities, for host and device, and the end of a
-// row's softmax.
+// The scale and the soft cap that turn scores into probabilities, for host and device, and the end
+// of the softmax of a row.
 #pragma once
 
 #include <cmath>
@@ -8,8 +8,8 @@
 
 namespace torchweld {
 
-// The scale of the scores: p = 2^((sign * s - max) * c), lse = size * max + log(sum). With a scale
-// of 0 the scores are multiplied by 0, so that an infinite score gives NaN as in torch.
+// The scale of the scores: p = 2^((sign * s - max) * c), lse = size * max + log(sum). If the scale
+// is 0, the scores are still multiplied by 0, so that an infinite score gives NaN as in torch.
 struct ScoreScale {
   static constexpr float kLog2OfE = 1.44269504088896341f;
   float sign;
@@ -22,14 +22,14 @@ struct ScoreScale {
         c(size * kLog2OfE) {}
 
 #ifdef __CUDACC__
-  // A row that sees only scores of -inf gives NaN, as in torch.
+  // lse of a row. A row that sees only scores of -inf gives NaN, as in torch.
   __device__ __forceinline__ float lse(float max, float sum) const {
     return sum > 0.f ? fmaf(max, size, logf(sum)) : NAN;
   }
 #endif
 };
 
-// tanh(x) / x as a polynomial of kTerms, 3 or 4, in x^2, to a relative error of 2^-20.
+// tanh(x) / x as a polynomial in x^2 with kTerms (3 or 4) terms and a relative error of 2^-20.
 template <int kTerms>
 struct SmallTanh {
   static constexpr float kMax = kTerms == 3 ? 0.25f : 0.5f;  // the largest |x|
@@ -42,8 +42,8 @@ struct SmallTanh {
   }
 };
 
-// The exponent c * tanh(score * cap) for |score| <= max_score, as score times a polynomial in
-// score^2.
+// The exponent c * tanh(score * cap) for |score| <= max_score, computed as score times a polynomial
+// in score^2.
 template <int kTerms>
 struct SmallExponent {
   float max_score;
@@ -57,7 +57,7 @@ struct SmallExponent {
   }
 
 #ifdef __CUDACC__
-  // exponent(score) - shift.
+  // Returns exponent(score) - shift.
   __device__ __forceinline__ float operator()(float score, float shift) const {
     const float square = score * score;
     float y = terms[kTerms - 1];
@@ -68,9 +68,10 @@ struct SmallExponent {
 #endif
 };
 
-// ScoreScale with a soft cap: scores become tanh(score * cap); `size` and `c` then apply to that.
+// ScoreScale with a soft cap. The scores first become tanh(score * cap); `size` and `c` apply to
+// the result.
 struct CappedScale : ScoreScale {
-  float softcap;  // 0: none
+  float softcap;  // 0 if not given
   float cap;
 
   TW_HOST_DEVICE CappedScale(float scale, float softcap)
@@ -80,14 +81,14 @@ struct CappedScale : ScoreScale {
 };
 
 #ifdef __CUDACC__
-// The factor that normalises a row's sums, and its lse.
+// The factor that normalises the sums of a row, and lse of the row.
 struct FinishedRow {
   float factor;
   float lse;
 };
 
-// Ends a row's softmax. The sink's logit, -inf for none, is added last, which is exact for any sink
-// and also for a row that sees only -inf.
+// Ends the softmax of a row. The logit of the sink (-inf if there is none) is added last. This is
+// exact for any sink, and also for a row that sees only scores of -inf.
 __device__ __forceinline__ FinishedRow finish_row(const ScoreScale& scale, float max, float sum,
                                                   float sink) {
   if (sink > max * scale.size) {

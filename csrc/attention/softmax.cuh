@@ -1,7 +1,8 @@
 // Online softmax over the fragments of a score tile.
 //
 // Scores are (kTiles * 16, kCols * 8) in the layout of m16n8's C: a thread holds rows g and g + 8
-// of every 16, and two neighbouring columns of every 8. Probabilities are 2^((s - max) * c).
+// of every 16 rows, and two neighbouring columns of every 8 columns. Probabilities are 2^((s - max)
+// * c).
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
 #pragma once
 
@@ -22,14 +23,14 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The largest score, and the sum of this thread's probabilities.
+// The largest score of a row so far, and the sum of this thread's probabilities of the row.
 struct OnlineRow {
   float max;
   float sum;
 };
 
-// NOTE: OnlineRow has no default member initialisers: nvcc 13.0 runs them for a 2-D array's first
-// row only.
+// NOTE: OnlineRow has no default member initialisers, because nvcc 13.0 would run them only for the
+// first row of a 2-D array.
 template <int kTiles>
 __device__ __forceinline__ void start(OnlineRow (&rows)[kTiles][2]) {
 #pragma unroll
@@ -38,9 +39,9 @@ __device__ __forceinline__ void start(OnlineRow (&rows)[kTiles][2]) {
   }
 }
 
-// Replaces scores by probabilities. The caller must multiply earlier results by `factor`. kFtz
-// flushes subnormal probabilities to 0. kLazy keeps the maximum while probabilities stay below 2^8,
-// so that `factor` is often 1.
+// Replaces scores by probabilities. The caller must multiply its earlier results by `factor`. kFtz
+// flushes subnormal probabilities to 0. kLazy keeps the old maximum as long as probabilities stay
+// below 2^8, so that `factor` is often 1.
 template <bool kFtz, bool kLazy = false, int kTiles, int kCols>
 __device__ __forceinline__ void online_softmax(float (&r_s)[kTiles][kCols][4],
                                                OnlineRow (&rows)[kTiles][2],
@@ -58,11 +59,12 @@ __device__ __forceinline__ void online_softmax(float (&r_s)[kTiles][kCols][4],
       }
       max = quad_max(max);
       if (kLazy && (max - row.max) * c <= 8.f) max = row.max;
-      // -inf - (-inf) is NaN, so a row that saw only -inf uses 0 as its maximum and adds nothing.
+      // -inf - (-inf) is NaN, so a row with only scores of -inf so far uses 0 as its maximum. Its
+      // sum stays 0.
       const float top = max == -INFINITY ? 0.f : max;
-      // NOTE: s * c - shift is one FMA. shift's rounding error is common to the row and to `factor`
-      // and cancels, but 2^error overflows for huge scores, so these subtract `top` first. inf -
-      // inf gives NaN as in torch.
+      // NOTE: s * c - shift is one FMA. The rounding error of shift is common to all scores of the
+      // row and to `factor`, so it cancels. But for huge scores 2^error overflows, so huge scores
+      // first subtract `top`. inf - inf gives NaN, as in torch.
       float shift = __fmul_rn(top, c);
       float rise = __fmul_rn(row.max, c) - shift;
       if (!(fabsf(shift) < 0x1p14f)) {
@@ -90,9 +92,9 @@ __device__ __forceinline__ void online_softmax(float (&r_s)[kTiles][kCols][4],
   }
 }
 
-// Softmax without a running maximum, for soft-capped scores that are small: `exponent`, a
-// SmallExponent, turns a score into its exponent by a polynomial. The rows' maxima, 0 or more,
-// stay. Where `hides`, hide() hides the exponents.
+// Softmax without a running maximum, for small soft-capped scores. `exponent`, a SmallExponent, is
+// a polynomial that turns a score into its exponent. The maxima of the rows, which are 0 or more,
+// don't change. If `hides`, hide() is called to hide exponents.
 template <int kTiles, int kCols, class Exponent, class Hide>
 __device__ __forceinline__ void online_softmax_of_small(float (&r_s)[kTiles][kCols][4],
                                                         OnlineRow (&rows)[kTiles][2], float c,
@@ -126,7 +128,7 @@ __device__ __forceinline__ void online_softmax_of_small(float (&r_s)[kTiles][kCo
   for_each([](float& score, float) { return score = exp2_approx_ftz(score); });
 }
 
-// acc *= factor.
+// Computes r_out *= factor.
 template <int kTiles, int kCols>
 __device__ __forceinline__ void rescale(float (&r_out)[kTiles][kCols][4],
                                         const float (&factor)[kTiles][2]) {
@@ -140,7 +142,7 @@ __device__ __forceinline__ void rescale(float (&r_out)[kTiles][kCols][4],
   }
 }
 
-// Hides the columns from min(first_end + row, last_end) on of each row.
+// Hides in each row the columns from min(first_end + row, last_end) on.
 template <int kTiles, int kCols>
 __device__ __forceinline__ void hide_columns(float (&r_s)[kTiles][kCols][4], int first_end,
                                              int last_end) {
@@ -162,9 +164,10 @@ __device__ __forceinline__ void hide_columns(float (&r_s)[kTiles][kCols][4], int
   }
 }
 
-inline constexpr int kSeesNothing = INT_MAX;  // begin of a row that sees no key
+inline constexpr int kSeesNothing = INT_MAX;  // the begin of a row that sees no key
 
-// Hides the columns before begin[row] - from, and from min(first_end + row, last_end) on.
+// Hides in each row the columns before begin[row] - from, and those from min(first_end + row,
+// last_end) on.
 template <int kTiles, int kCols>
 __device__ __forceinline__ void hide_columns(float (&r_s)[kTiles][kCols][4], int first_end,
                                              int last_end, const int* begin, int from) {

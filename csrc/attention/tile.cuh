@@ -1,8 +1,8 @@
 // Tiles (rows, kDim) in shared memory: layout, loads and stores.
 //
 // A row has kDim elements in chunks of 16 bytes. Chunk c of row r is stored at chunk c ^ (r % 8),
-// so that the eight rows of an ldmatrix use every bank once. A tile starts on a multiple of its row
-// size, so that the address of chunk c is that of chunk 0 ^ (c * 16).
+// so that the eight rows of an ldmatrix access every bank once. A tile starts at a multiple of its
+// row size, so the address of chunk c is the address of chunk 0 ^ (c * 16).
 #pragma once
 
 #include "attention/params.h"
@@ -26,8 +26,8 @@ struct AttentionLayout {
   }
 };
 
-// A tile of rows of kCols elements in chunks of 16 bytes, swizzled so that the 8 rows of an
-// ldmatrix use different banks.
+// A tile of rows with kCols elements in chunks of 16 bytes, swizzled so that the 8 rows of an
+// ldmatrix lie in different banks.
 template <typename T, int kTileRows, int kCols>
 struct SharedTile {
   static constexpr int kRows = kTileRows;
@@ -43,19 +43,20 @@ struct SharedTile {
     return row * kRowBytes + (chunk ^ (row / (8 / kPeriod) % kPeriod)) * 16;
   }
 
-  // The address `bytes` further right in the row of s_byte. `bytes` is a multiple of 16 without a
-  // bit in common with the column of s_byte. Multiples of 8 rows may be added to the result.
+  // The address `bytes` further right in the row of s_byte. `bytes` must be a multiple of 16 that
+  // has no bit in common with the column of s_byte. Callers may add multiples of 8 rows to the
+  // result.
   static __device__ __forceinline__ uint32_t right_of(uint32_t s_byte, int bytes) {
     return (s_byte ^ (bytes % 128)) + bytes / 128 * 128;
   }
 
-  // The address one row below s_byte, which is in an even row.
+  // The address one row below s_byte. s_byte must be in an even row.
   static __device__ __forceinline__ uint32_t below_even(uint32_t s_byte) {
     return (kChunks < 8 ? s_byte : s_byte ^ 16) + kRowBytes;
   }
 };
 
-// The address that this lane passes to ldmatrix for a left operand (m16 x 32 bytes).
+// The address that this lane passes to ldmatrix to load a left operand (m16 x 32 bytes).
 template <typename Tile>
 __device__ __forceinline__ uint32_t left_lane(uint32_t s_tile, int row, int group,
                                               unsigned thread) {
@@ -67,7 +68,7 @@ __device__ __forceinline__ uint32_t left_lane(uint32_t s_tile, int row, int grou
   return left_lane<Tile>(s_tile, row, group, threadIdx.x);
 }
 
-// The address that this lane passes to ldmatrix for two n8 tiles of a right operand.
+// The address that this lane passes to ldmatrix to load two n8 tiles of a right operand.
 template <typename Tile>
 __device__ __forceinline__ uint32_t right_lane(uint32_t s_tile, int row, int group,
                                                unsigned thread) {
@@ -79,8 +80,8 @@ __device__ __forceinline__ uint32_t right_lane(uint32_t s_tile, int row, int gro
   return right_lane<Tile>(s_tile, row, group, threadIdx.x);
 }
 
-// Copies consecutive tiles of kRows rows each from a strided (rows, cols) matrix. Rows from
-// `rows_left` on and chunks from `cols` on are cleared, not read.
+// Copies consecutive tiles of kRows rows each from a strided matrix (rows, cols). Rows from
+// `rows_left` on and chunks from `cols` on are cleared and not read.
 template <typename Layout, int kRows, int kThreads>
 class AttentionLoader {
   using T = typename Layout::T;
@@ -92,7 +93,7 @@ class AttentionLoader {
   __device__ __forceinline__ AttentionLoader(const T* g_first, int64_t row_stride, int cols)
       : AttentionLoader(g_first, row_stride, cols, threadIdx.x) {}
 
-  // `thread` counts the copying threads from 0.
+  // `thread` is the index among the threads that copy.
   __device__ __forceinline__ AttentionLoader(const T* g_first, int64_t row_stride, int cols,
                                              int thread)
       : step_(row_stride * kRowStep), cols_(cols) {
@@ -103,8 +104,8 @@ class AttentionLoader {
   __device__ __forceinline__ void load(int thread, uint32_t s_tile, int rows_left) {
     const ThreadChunks chunks(thread);
     const bool has_cols = chunks.chunk * Layout::kElems < cols_;
-    // NOTE: a size of 0 or 16 bytes is one predicate for ptxas; other sizes cost ten instructions
-    // per copy.
+    // NOTE: if the copy size is 0 or 16 bytes, ptxas turns it into one predicate; other sizes cost
+    // ten instructions per copy.
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const bool live = has_cols && chunks.row + i * kRowStep < rows_left;
@@ -113,15 +114,15 @@ class AttentionLoader {
     }
   }
 
-  // Moves kSkipped rows down.
+  // Skips kSkipped rows.
   template <int kSkipped>
   __device__ __forceinline__ void skip() {
     static_assert(kSkipped % kRowStep == 0);
     g_next_ += step_ * (kSkipped / kRowStep);
   }
 
-  // Clears the rows in a gap of a tile that starts at `key`: of the chunks that this thread has
-  // copied. The caller has waited for them.
+  // Clears the rows of a tile that lie in a gap, in the chunks that this thread has copied. The
+  // tile starts at `key`. The caller must have waited for the copies.
   template <typename Gaps>
   static __device__ __forceinline__ void clear_gaps(int thread, T* s_tile, const Gaps& gaps,
                                                     int key) {
@@ -135,7 +136,8 @@ class AttentionLoader {
     }
   }
 
-  // Multiplies the chunks that this thread has copied; the caller has waited for them.
+  // Multiplies the chunks that this thread has copied by `factor`. The caller must have waited for
+  // the copies.
   __device__ __forceinline__ void multiply(char* s_tile, float factor) const {
     const ThreadChunks chunks(threadIdx.x);
 #pragma unroll 1
@@ -149,7 +151,7 @@ class AttentionLoader {
   }
 
  private:
-  // The chunks of a thread: one of every kRowStep-th row.
+  // The chunks of a thread: one chunk in every kRowStep-th row.
   struct ThreadChunks {
     int row;
     int chunk;
@@ -170,7 +172,8 @@ class AttentionLoader {
   int cols_;
 };
 
-// One warp copies kRows rows from shared memory to consecutive rows of `cols` elements.
+// One warp copies kRows rows from shared memory to consecutive rows of `cols` elements in global
+// memory.
 template <typename Layout, int kRows>
 __device__ __forceinline__ void store_rows(typename Layout::T* g_to, const char* s_rows, int rows,
                                            int cols) {

@@ -1,5 +1,5 @@
-// CPU: the gradient of attention in the tiles of attention/cpu/fwd.h. A task is a kv head with all
-// its query heads, so that the order of every sum does not depend on the number of threads.
+// CPU: the gradient of attention, with the tiles of attention/cpu/fwd.h. A task computes a kv head
+// with all its query heads, so the order of every sum does not depend on the number of threads.
 #pragma once
 
 #include <ATen/ops/zeros.h>
@@ -8,20 +8,22 @@
 
 namespace torchweld {
 
-// The gradient of one kv head. `k`, `kt` and `v` are its tiles; dk and dv start as zeros.
+// The gradient of one kv head. `k`, `kt` and `v` are its packed tiles. dk and dv must start as
+// zeros.
 template <typename T, typename acc_t>
 struct HeadGradient {
   const CpuAttention& a;
   const acc_t *k, *kt, *v;
   acc_t *dk, *dv;
 
-  // The block of rows of a query head, and their statistics.
+  // A block of query rows in packed form, and the statistics of the rows.
   struct Lanes {
     acc_t *q, *qt, *dout, *dout_t, *lse, *delta;
   };
 
-  // s = p = exp(s - lse), ds = p * (dp - delta), with a soft cap times its slope 1 - (s /
-  // softcap)^2. Hidden elements have p = 0 and an undefined ds.
+  // Computes p = exp(s - lse) in place of s, and ds = p * (dp - delta) in place of dp. With a soft
+  // cap, ds is also multiplied by the slope of the cap, 1 - (s / softcap)^2. Hidden elements have p
+  // = 0 and an undefined ds.
   void softmax_gradient(acc_t* s, acc_t* dp, const Lanes& lanes, int64_t width) const {
     const acc_t inverse = a.softcap > 0 ? static_cast<acc_t>(1 / a.softcap) : 0;
     with_vectors([&] {
@@ -71,7 +73,7 @@ void attention_backward_tiles(const CpuAttention& a, const Tensor& dquery, const
   Tensor sink_terms;
   if (a.sinks.defined()) sink_terms = at::zeros({a.batch, a.nheads}, a.sinks.options());
   const int64_t width = a.block_rows(), d = a.head_dim, n = a.head_dim_v, tiles = a.tiles();
-  // Consecutive tasks have different sequences, so that threads get equal work.
+  // Consecutive tasks belong to different sequences, so that all threads get about equal work.
   parallel_tasks(a.batch * a.nheads_kv, [&](int64_t task) {
     const int64_t b = task % a.batch, kv = task / a.batch;
     const int64_t kv_tiles = (b * a.nheads_kv + kv) * tiles * kTileKeys;
@@ -99,7 +101,7 @@ void attention_backward_tiles(const CpuAttention& a, const Tensor& dquery, const
           if (!block.sees(r)) std::fill_n(dq.row(b, h, block.row + r), d, T(0));
         }
         if (!block.empty()) {
-          // Rows that see no key may hold anything: they become zeros, and their p is 0.
+          // The lanes of rows that see no key are packed as zeros, and their p is 0.
           pack_rows<T, acc_t>(lanes.q, width, q.row(b, h, block.row), block.rows, d, q.row_stride,
                               q.column_stride, scale);
           pack_rows<T, acc_t>(lanes.dout, width, d_out.row(b, h, block.row), block.rows, n,
@@ -133,7 +135,7 @@ void attention_backward_tiles(const CpuAttention& a, const Tensor& dquery, const
         });
       }
     }
-    // Store the sums, and zeros for keys that no row sees.
+    // Stores the sums, and zeros for keys that no row sees.
     const KeyRange seen = a.seen[b];
     const auto store = [&](const CpuHeads<T>& to, const acc_t* from, int64_t columns) {
       with_vectors([&] {

@@ -1,10 +1,11 @@
-// CPU: attention in tiles of 64 keys by up to 64 query rows that stay in cache.
+// CPU: attention in tiles of 64 keys by up to 64 query rows, which stay in the cache.
 //
-// Tiles are transposed, (keys, rows): each query row is a lane of the vectors, its softmax needs no
-// sum across lanes, and dkey and dvalue are plain matmuls of the tiles. Keys and values are packed
-// once, in the statistics' dtype, from the first to the last key that the sequence sees: padding is
-// not read. A task is a block of query rows; in the gradient it is a kv head with all its query
-// heads, so that the order of every sum does not depend on the number of threads.
+// A tile of scores is transposed, (keys, rows). Each query row is a vector lane, so its softmax
+// needs no sum across lanes, and dkey and dvalue are plain matmuls of the tiles. Keys and values
+// are packed once, in the dtype of the statistics, from the first to the last key that the sequence
+// sees; padding is not read. A task computes a block of query rows. In the backward a task computes
+// a kv head with all its query heads, so the order of every sum does not depend on the number of
+// threads.
 #pragma once
 
 #include <ATen/Dispatch.h>
@@ -13,11 +14,12 @@
 
 namespace torchweld {
 
-constexpr int64_t kFewRows = 8;  // for at most so many query rows, packing keys does not pay
+// Up to this many query rows, packing the keys is not worth its time.
+constexpr int64_t kFewRows = 8;
 
-// scores (tiles, 64, width) = exp(scores - max) of each row, and the rows' sums, sink included. The
-// sums are added tile by tile: one long chain of additions would lose digits. tile_sum (width,) is
-// scratch.
+// Overwrites scores (tiles, 64, width) with exp(scores - max) of each row, and computes the sums of
+// the rows, including the sink. The sums are added tile by tile, because one long chain of
+// additions would lose digits. tile_sum (width,) is scratch memory.
 template <typename acc_t>
 void softmax_of_lanes(acc_t* scores, int64_t tiles, int64_t width, acc_t sink, acc_t* max,
                       acc_t* sum, acc_t* tile_sum) {
@@ -105,8 +107,9 @@ void attention_forward_tiles(const CpuAttention& a, const Tensor& out, const Ten
   });
 }
 
-// The forward for a few query rows, as in decoding: keys and values are read once and not packed. A
-// task is a kv head with all its query heads. Key and value have contiguous rows.
+// The forward for few query rows, as in decoding. It reads keys and values once and does not pack
+// them. A task computes a kv head with all its query heads. Key and value must have contiguous
+// rows.
 template <typename T>
 void attention_forward_rows(const CpuAttention& a, const Tensor& out, const Tensor* lse,
                             const Tensor& query, const Tensor& key, const Tensor& value) {
@@ -154,7 +157,8 @@ void attention_forward_rows(const CpuAttention& a, const Tensor& out, const Tens
         const acc_t most = max_of(p + live.begin, keys), max = most > sink ? most : sink;
         acc_t total = exp_and_sum(p + live.begin, p + live.begin, keys, max);
         if (a.sinks.defined()) total += exp_in_vectors(sink - max);
-        // Sums are added in blocks of keys: one chain over thousands of keys would lose digits.
+        // Sums are added in blocks of keys, because one chain of additions over thousands of keys
+        // would lose digits.
         for (int64_t first = live.begin; first < live.end; first += kTileKeys) {
           std::fill_n(part, dv, acc_t(0));
           for (int64_t j = first; j < std::min(first + kTileKeys, live.end); ++j) {

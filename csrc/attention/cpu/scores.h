@@ -1,4 +1,4 @@
-// CPU: mask, scale, soft cap and sinks of the scores in attention, softmax_matmul and
+// CPU: applies mask, scale, soft cap and sinks to the scores of attention, softmax_matmul and
 // causal_softmax.
 #pragma once
 
@@ -11,10 +11,10 @@
 namespace torchweld {
 
 struct CpuScores {
-  MaskParams mask;  // without softcap and sink, which follow in the statistics' dtype
+  MaskParams mask;  // without softcap and sink, which are separate members
   double scale;
-  double softcap;  // 0: none
-  Tensor sinks;    // (nheads,) in the statistics' dtype, or undefined
+  double softcap;  // 0 if not given
+  Tensor sinks;    // (nheads,) in the dtype of the statistics, or undefined
 
   CpuScores(const Mask& args, int64_t seqlen_q, int64_t seqlen_k, double scale, at::ScalarType acc)
       : scale(scale), softcap(args.softcap.value_or(0)), tensors_(args.contiguous()) {
@@ -23,7 +23,8 @@ struct CpuScores {
     if (is_given(args.sink)) sinks = args.sink->to(acc).contiguous();
   }
 
-  // The keys that rows [row, row + rows) of sequence b see, from the first to the last of them.
+  // Returns the smallest range that contains all keys that rows [row, row + rows) of sequence b
+  // see.
   KeyRange keys_of_rows(int64_t b, int64_t row, int64_t rows) const {
     const SequenceMask sequence = mask.sequence(b);
     KeyRange all = {mask.seqlen_k, 0};
@@ -42,10 +43,11 @@ struct CpuScores {
   }
 
  private:
-  Mask tensors_;  // own what `mask` points to
+  Mask tensors_;  // owns the memory that `mask` points to
 };
 
-// scores = softcap * tanh(scores / softcap). The caller of cap_row is inside with_vectors.
+// Computes scores = softcap * tanh(scores / softcap). Callers must call cap_row inside
+// with_vectors.
 template <typename acc_t>
 inline void cap_row(acc_t* scores, int64_t count, acc_t softcap) {
   const acc_t inverse = 1 / softcap;

@@ -1,5 +1,5 @@
-// CPU: blocks of query rows and tiles of 64 keys for attention and softmax_matmul. Tiles are packed
-// from the first key that a sequence sees.
+// CPU: blocks of query rows and packed tiles of 64 keys, for attention and softmax_matmul. The
+// tiles start at the first key that a sequence sees.
 #pragma once
 
 #include <ATen/OpMathType.h>
@@ -19,7 +19,7 @@ namespace torchweld {
 
 constexpr int64_t kTileKeys = 64;
 
-// The address and strides of a (batch, heads, rows, columns) tensor.
+// The address and the strides of a tensor (batch, heads, rows, columns).
 template <typename T>
 struct CpuHeads {
   T* data;
@@ -37,12 +37,12 @@ struct CpuHeads {
   }
 };
 
-// The sizes, mask and scale of a call of attention, or of softmax_matmul, which has scores instead
-// of query and key.
+// The sizes, the mask and the scale of a call of attention or softmax_matmul. softmax_matmul has
+// scores instead of query and key.
 struct CpuAttention : CpuScores {
   int64_t batch, nheads, nheads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
-  std::vector<KeyRange> seen;  // per sequence, from the first to the last key that any row sees
-  std::vector<std::vector<KeyRange>> gaps;  // per sequence, keys in between that no row sees
+  std::vector<KeyRange> seen;  // per sequence: from the first to the last key that any row sees
+  std::vector<std::vector<KeyRange>> gaps;  // per sequence: keys within `seen` that no row sees
 
   CpuAttention(const Tensor& query, const Tensor& key, const Tensor& value, const Mask& args,
                double scale)
@@ -55,9 +55,9 @@ struct CpuAttention : CpuScores {
 
   int64_t group() const { return nheads / std::max<int64_t>(1, nheads_kv); }
   int64_t tiles() const { return (seqlen_k + kTileKeys - 1) / kTileKeys; }
-  // The query rows of a block. Under causal a block computes keys that only its last row sees, so
-  // short sequences have small blocks. Many keys also need small blocks, to keep the scores in
-  // cache.
+  // The number of query rows in a block. Under causal, a block computes all keys that its last row
+  // sees, many of which its first rows don't see, so short sequences have small blocks. Many keys
+  // also need small blocks, so that the scores stay in the cache.
   int64_t block_rows() const {
     const bool small = seqlen_q <= 16 || seqlen_k > 8192;
     return small ? 16 : (seqlen_q <= 32 || (mask.causal && seqlen_q <= 256)) ? 32 : 64;
@@ -84,7 +84,8 @@ struct CpuAttention : CpuScores {
 
   std::vector<KeyRange> gaps_of(int64_t b) const {
     const SequenceMask sequence = mask.sequence(b);
-    std::vector<int64_t> change(seqlen_k + 1);  // of the number of rows that see a key
+    // The change at each key of the number of rows that see it.
+    std::vector<int64_t> change(seqlen_k + 1);
     for (int64_t i = 0; i < seqlen_q; ++i) {
       const KeyRange keys = mask.row_keys(i, sequence);
       if (!keys.empty()) ++change[keys.begin], --change[keys.end];
@@ -101,7 +102,8 @@ struct CpuAttention : CpuScores {
   }
 };
 
-// to (columns, width) = the transpose of from (rows, columns), with zeros from `rows` on.
+// Writes to (columns, width): the transpose of from (rows, columns), with zeros for rows from
+// `rows` on.
 template <typename T, typename acc_t>
 void pack_transposed(acc_t* to, int64_t width, const T* from, int64_t rows, int64_t columns,
                      int64_t row_stride, int64_t column_stride, acc_t scale = 1) {
@@ -115,7 +117,7 @@ void pack_transposed(acc_t* to, int64_t width, const T* from, int64_t rows, int6
   });
 }
 
-// to (height, columns) = from (rows, columns), with zeros from `rows` on.
+// Writes to (height, columns): a copy of from (rows, columns), with zeros for rows from `rows` on.
 template <typename T, typename acc_t>
 void pack_rows(acc_t* to, int64_t height, const T* from, int64_t rows, int64_t columns,
                int64_t row_stride, int64_t column_stride, acc_t scale = 1) {
@@ -136,9 +138,9 @@ void pack_rows(acc_t* to, int64_t height, const T* from, int64_t rows, int64_t c
   });
 }
 
-// Packs keys or values in tiles, from the first to the last that each sequence sees: (batch,
-// nheads_kv, tiles, 64, columns), or transposed (..., columns, 64). Keys in a gap become zeros,
-// because 0 * NaN would make the results of other keys NaN.
+// Packs keys or values into tiles, from the first to the last key that each sequence sees: (batch,
+// nheads_kv, tiles, 64, columns), or if transposed (batch, nheads_kv, tiles, columns, 64). Keys in
+// a gap become zeros, because 0 * NaN would turn the results of other keys into NaN.
 template <typename T, typename acc_t>
 Tensor pack_tiles(const CpuAttention& a, const Tensor& t, bool transposed) {
   const int64_t columns = t.size(3), tiles = a.tiles();
@@ -166,16 +168,16 @@ Tensor pack_tiles(const CpuAttention& a, const Tensor& t, bool transposed) {
   return packed;
 }
 
-// The query rows [row, row + rows) of a sequence, and the tiles of keys that any of them sees. Keys
-// count from first_key.
+// The query rows [row, row + rows) of a sequence, and the tiles of keys that at least one of them
+// sees. begin, end, last_begin and first_end count keys from first_key.
 struct QueryBlock {
   static constexpr int64_t kMaxRows = 64;
   int64_t row, rows;
   int64_t first_key;  // the first key that the sequence sees
   int64_t tile_begin, tile_end;
-  int32_t begin[kMaxRows];  // each row's keys, 0 and 0 where it sees none
+  int32_t begin[kMaxRows];  // the keys of each row, or 0 and 0 if it sees none
   int32_t end[kMaxRows];
-  int32_t last_begin, first_end;  // every row that sees a key sees the keys between
+  int32_t last_begin, first_end;  // every row that sees any key sees all keys between these two
 
   QueryBlock(const CpuAttention& a, int64_t b, int64_t index)
       : row(index * a.block_rows()),
@@ -203,8 +205,8 @@ struct QueryBlock {
   bool empty() const { return tile_begin == tile_end; }
   int64_t tiles() const { return tile_end - tile_begin; }
 
-  // Sets the hidden elements of a tile (64, width) to `value`. Rows that see no key may keep
-  // theirs.
+  // Sets the hidden elements of a tile (64, width) to `value`. Elements of rows that see no key may
+  // stay unchanged.
   template <typename acc_t>
   void fill_hidden(acc_t* tile_scores, int64_t tile, int64_t width, acc_t value) const {
     const auto first = static_cast<int32_t>(tile * kTileKeys);
@@ -220,8 +222,8 @@ struct QueryBlock {
   }
 };
 
-// delta[r] = sum(dout * out) - dlse for the rows that see a key. dout (rows, columns) is packed,
-// dlse may be null.
+// Computes delta[r] = sum(dout * out) - dlse for the rows that see a key. dout is packed as (rows,
+// columns). dlse may be null.
 template <typename T, typename acc_t>
 void row_deltas(acc_t* delta, const acc_t* dout, const CpuHeads<T>& out,
                 const CpuHeads<acc_t>* dlse, int64_t b, int64_t h, const QueryBlock& block,
@@ -239,7 +241,8 @@ void row_deltas(acc_t* delta, const acc_t* dout, const CpuHeads<T>& out,
   });
 }
 
-// The terms of a block's rows in its head's dsink. `deltas` come from row_deltas.
+// Returns the sum over a block's rows of their terms in the dsink of a head. `deltas` must come
+// from row_deltas.
 template <typename acc_t>
 acc_t sink_gradient(acc_t sink, const acc_t* deltas, const CpuHeads<acc_t>& lse,
                     const CpuHeads<acc_t>* dlse, int64_t b, int64_t h, const QueryBlock& block) {
@@ -249,18 +252,18 @@ acc_t sink_gradient(acc_t sink, const acc_t* deltas, const CpuHeads<acc_t>& lse,
     if (block.sees(r)) {
       sum -= std::exp(sink - *lse.row(b, h, i)) * deltas[r];
     } else if (dlse) {
-      sum += *dlse->row(b, h, i);  // its lse is the sink
+      sum += *dlse->row(b, h, i);  // the lse of this row is the sink
     }
   }
   return sum;
 }
 
-// dsink (nheads,) = the sum of its terms (batch, nheads), where a sink is given.
+// Computes dsink (nheads,) = terms (batch, nheads) summed over the batch, if there is a sink.
 inline void add_sink_terms(const Tensor& dsink, const Tensor& terms) {
   if (terms.defined()) dsink.copy_(terms.sum(0));
 }
 
-// The scratch memory of a task, from which allocate() returns consecutive arrays.
+// The scratch memory of a task. allocate() returns consecutive arrays of it.
 template <typename acc_t>
 struct Scratch {
   Tensor tensor;

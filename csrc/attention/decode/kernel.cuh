@@ -1,25 +1,26 @@
-// attention's forward for few query rows, such as a decoding step, whose cost is one read of the
-// keys and values.
+// The forward of attention for few query rows, as in a decode step. Its time is that of reading the
+// keys and values once.
 //
-// The rows of the query heads that share a kv head are packed into one tile. A sequence's keys,
-// from the first that is not padding on, are divided into equal splits, so that every SM has a
-// block. The warps of a block alternate over the tiles of its split, each with its own ring filled
-// by cp.async: no warp waits for another. At the end the warps' sums are added in shared memory,
-// and those of the splits in global memory: the last split of a group waits for the others and adds
-// them in order, so that every run gives the same bits.
+// The rows of the query heads that share a kv head are packed into one tile. The keys of a
+// sequence, from the first key that is not padding on, are divided into equal splits, so that every
+// SM has a block. The warps of a block alternate over the tiles of its split. Each warp has its own
+// ring, which it fills with cp.async, so no warp waits for another. At the end the block adds up
+// the sums of its warps in shared memory. The last split of each group then waits for the other
+// splits and adds their sums from global memory in a fixed order, so that every run gives the same
+// bits.
 //
-// Memory is faster when a block reads two streams, keys and values, than when every warp reads its
-// own range of keys: attention decode (16, 32, 8, 8192, 128) bfloat16 took 141 us instead of 134,
-// (1, 32, 8, 65536, 128) 76 instead of 72.
+// A block that reads two streams, keys and values, gets more memory throughput than one in which
+// every warp reads its own range of keys. With separate ranges, attention decode (16, 32, 8, 8192,
+// 128) bfloat16 took 141 us instead of 134, and (1, 32, 8, 65536, 128) 76 instead of 72.
 //
-// On Hopper the kernel starts while the kernel before it ends (PDL), and lets the next kernel start
-// once its keys are read. Earlier is too early: (16, 12, 12, 1024, 64) took 17.5 us, and 16.8
-// without PDL. Prefetching keys to L2 before the previous kernel has ended only disturbs that
-// kernel: two tiles a warp gained nothing, and 16 made (64, 32, 8, 2048, 128) take 205 us instead
-// of 137.
+// On Hopper the kernel starts while the previous kernel ends (PDL), and lets the next kernel start
+// once it has read its keys. To let it start earlier does not help: (16, 12, 12, 1024, 64) then
+// took 17.5 us, and 16.8 without PDL. Prefetching keys to L2 before the previous kernel has ended
+// only disturbs that kernel: two tiles a warp gained nothing, and 16 made (64, 32, 8, 2048, 128)
+// take 205 us instead of 137.
 //
-// A flag marks a split's partial results as stored and needs no reset; resetting counters in a
-// captured graph cost up to 4 us per call.
+// A flag marks that the partial results of a split are stored. Flags need no reset; resetting
+// counters in a captured graph cost up to 4 us per call.
 // Source: Dao et al., "Flash-Decoding for long-context inference", 2023.
 #pragma once
 
@@ -37,7 +38,7 @@ struct AttentionDecodeConfig : AttentionVariant<kMasked> {
   static constexpr int kDim = kShape.dim, kRows = AttentionDecodeTile::kRows, kKeys = kShape.keys;
   static constexpr int kStages = kShape.stages, kWarps = kShape.warps;
   static constexpr int kThreads = kShape.threads(), kTiles = kRows / 16;
-  // Limits the registers; shared memory holds as many.
+  // Limits the registers per thread. As many blocks fit in shared memory.
   static constexpr int kBlocksPerSm = kShape.tile_bytes() > 110 * 1024 ? 1 : 2;
   using Layout = AttentionLayout<T, kDim>;
   using Matmul = WarpMatmul16<T, kDim, kTiles, kKeys>;
@@ -50,10 +51,10 @@ struct AttentionDecodeConfig : AttentionVariant<kMasked> {
       T rings[kWarps][kStages][2][kKeys * kDim];  // keys, then values
       DecodeSumsShared<kRows, kDim, kWarps> sums;
     };
-    MaxSum warp_sums[kWarps][kRows];  // the warp's factor later overwrites its maximum
+    MaxSum warp_sums[kWarps][kRows];  // the rescaling factor of a warp later overwrites its maximum
     MaxSum block_sums[kRows];
-    float factor[kRows];  // normalises a row's sums; negative where the row sees nothing
-    DecodeGaps gaps;      // under a general mask
+    float factor[kRows];  // normalises the sums of a row; negative if the row sees no key
+    DecodeGaps gaps;      // used under a general mask
   };
 };
 
@@ -96,7 +97,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
   griddep_wait();
   work.find_keys(p);
 
-  // NOTE: with threadIdx.x the loop would recompute what depends on them, 27 instructions per step.
+  // NOTE: with threadIdx.x the compiler would recompute in the loop what depends on warp and lane,
+  // which takes 27 instructions per step.
   const int thread = fresh_thread(), warp = thread / kWarp, lane = thread % kWarp;
   const KeyRange32 split_keys = work.split_keys(kKeys);
   const int first_key = split_keys.begin + warp * kKeys;
@@ -149,7 +151,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
     if (++stage == kStages) stage = 0;
   }
   copy_async_wait<0>();
-  __syncthreads();  // the rings are free
+  __syncthreads();  // all warps have read the rings, whose memory now receives the sums
   griddep_launch_dependents();
 
   const DecodeSums<Config> sums = {p, scale, work, s};

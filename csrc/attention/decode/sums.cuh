@@ -1,5 +1,5 @@
-// The epilogue of attention's decode kernel: a block adds the sums of its warps, then stores
-// results, or partial results that the last split reduces.
+// The epilogue of attention's decode kernel. A block adds up the sums of its warps. It stores the
+// results if there is one split, else partial results that the last split reduces.
 #pragma once
 
 #include "attention/decode/work.cuh"
@@ -7,13 +7,13 @@
 
 namespace torchweld {
 
-// The factor that turns sums relative to the maximum `max` into sums relative to `to`.
+// The factor that rescales sums with maximum `max` to sums with maximum `to`.
 __device__ __forceinline__ float decode_factor(float max, float to, float c) {
   return max == -INFINITY ? 0.f : exp2_approx((max - to) * c);
 }
 
-// Stores a row's lse and returns the factor that normalises its sums, negative where the row sees
-// nothing.
+// Stores lse of a row and returns the factor that normalises the sums of the row, or a negative
+// number if the row sees no key.
 __device__ __forceinline__ float finish_decoded(const AttentionParams& p, const DecodeWork& work,
                                                 const ScoreScale& scale, int row, MaxSum sums) {
   const bool live = !p.mask.row_keys(work.row(row).index, work.pad).empty();
@@ -37,14 +37,15 @@ __device__ __forceinline__ float finish_decoded(const AttentionParams& p, const 
   return live ? finished.factor : -1.f;
 }
 
-// The shared memory of the sums; it overlaps the rings.
+// The shared memory for the sums. It overlaps the rings.
 template <int kRows, int kDim, int kWarps>
 struct DecodeSumsShared {
-  float out[kWarps][kRows][kDim + 8];  // padded: a fragment's rows use different banks
+  // Padded so that the rows of a fragment lie in different banks.
+  float out[kWarps][kRows][kDim + 8];
   float split_factors[AttentionDecodeTile::kMaxSplits][kRows];
 };
 
-// All threads of a block call gather(), then store(), store_partial() or reduce_partials().
+// All threads of a block call gather(), then one of store(), store_partial() and reduce_partials().
 template <typename Config>
 struct DecodeSums {
   using T = typename Config::T;
@@ -55,7 +56,8 @@ struct DecodeSums {
   const DecodeWork& work;
   typename Config::Shared& s;
 
-  // Stores the warps' sums side by side and computes their factors.
+  // Stores the sums of the warps in shared memory and computes the factors that rescale them to a
+  // common maximum.
   template <int kTiles>
   __device__ __forceinline__ void gather(const OnlineRow (&rows)[kTiles][2],
                                          const float (&r_out)[kTiles][kDim / 8][4]) const {
@@ -93,13 +95,14 @@ struct DecodeSums {
     __syncthreads();
   }
 
-  // Stores the results where there is one split.
+  // Stores the results of a group that has only one split.
   __device__ __forceinline__ void store() const {
 #pragma unroll 1
     for (int i = threadIdx.x; i < quads(); i += Config::kThreads) store_quad(i, block_quad(i));
   }
 
-  // Stores the block's sums for the last split of its group.
+  // Stores the sums of the block in the workspace, from where the last split of the group reads
+  // them.
   __device__ __forceinline__ void store_partial() const {
     for (int i = threadIdx.x; i < quads(); i += Config::kThreads) {
       *reinterpret_cast<float4*>(partial(work.split) + 4 * i) = block_quad(i);
@@ -111,9 +114,11 @@ struct DecodeSums {
     if (threadIdx.x == 0) work.plan.flags.raise(first_partial() + work.split);
   }
 
-  // Adds the partial sums of all splits and stores the results; the last split calls.
-  // NOTE: blocks start in the order of their indices, so the blocks that it waits for have started.
-  // NOTE: the first loads start before the factors are known.
+  // Adds the partial sums of all splits of the group and stores the results. The blocks of the last
+  // split call this.
+  // NOTE: blocks start in the order of their indices, so the blocks that this block waits for have
+  // started.
+  // NOTE: the first loads start before the rescaling factors are known.
   __device__ __forceinline__ void reduce_partials() const {
     for (int i = threadIdx.x; i < others(); i += Config::kThreads) {
       work.plan.flags.wait(first_partial() + i);
@@ -148,7 +153,7 @@ struct DecodeSums {
     return static_cast<int>(work.plan.splits.divisor());
   }
   __device__ __forceinline__ int others() const { return splits() - 1; }
-  // Groups of four neighbouring values of a row.
+  // The number of groups of four contiguous values in all rows.
   __device__ __forceinline__ int quads() const { return work.rows * kDim / 4; }
 
   static __device__ __forceinline__ void add(float4& to, const float4& x, float factor) {
@@ -169,7 +174,7 @@ struct DecodeSums {
     return sum;
   }
 
-  // The packed rows are consecutive in `out`.
+  // Stores four values of a row. The packed rows are consecutive in `out`.
   __device__ __forceinline__ void store_quad(int i, const float4& x) const {
     const int row = i * 4 / kDim, column = i * 4 % kDim;
     const int columns = static_cast<int>(p.sizes.head_dim_v);
@@ -192,8 +197,8 @@ struct DecodeSums {
     }
   }
 
-  // The partial results of the group's other splits: first all accumulators, then the rows' maxima
-  // and sums.
+  // The partial results of the group's splits except the last one: first the accumulators of all
+  // splits, then the maxima and sums of their rows.
   __device__ __forceinline__ int64_t first_partial() const { return work.group * others(); }
   __device__ __forceinline__ float* partial(int split) const {
     return p.partials + first_partial() * (kPartialFloats + 2 * kRows) + split * kPartialFloats;
@@ -209,7 +214,8 @@ struct DecodeSums {
     }
   }
 
-  // The factors of the splits: a warp has a row, a lane every 32nd split.
+  // Computes the factors that rescale the sums of the splits. A warp handles one row at a time, and
+  // each of its lanes every 32nd split.
   __device__ __forceinline__ void find_factors() const {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     for (int row = warp; row < work.rows; row += kWarps) {

@@ -9,12 +9,12 @@
 
 namespace torchweld {
 
-// The parameters that the host passes to all blocks. The order of the blocks is kv head by kv head,
-// then split by split, then tile by tile of rows.
+// The parameters that the host passes to all blocks. Blocks are ordered by kv head, then by split,
+// then by tile of rows.
 struct DecodePlan {
   FastDivisor row_tiles, splits, nheads_kv, seqlen_q;
-  int heads, rows;   // the query heads of a kv head, and the rows of all of them
-  BlockFlags flags;  // of the splits whose partial results are stored
+  int heads, rows;   // the query heads of a kv head, and the number of rows of all these heads
+  BlockFlags flags;  // a flag is set when a split has stored its partial results
 
   static DecodePlan make(const AttentionParams& p) {
     const AttentionSizes& s = p.sizes;
@@ -39,10 +39,11 @@ struct DecodeWork {
   int64_t group;  // the index of (batch, kv head, tile of rows)
   int64_t batch, kv_head;
   int split;
-  int first_row, rows;   // among the packed rows of the kv head
-  int pad, keys, shift;  // keys [pad, pad + keys) exist; row i sees min(i + shift, keys) of them
+  int first_row, rows;  // indices among the packed rows of the kv head
+  // Keys [pad, pad + keys) exist; row i sees the first min(i + shift, keys) of them.
+  int pad, keys, shift;
 
-  // find_keys() must follow.
+  // Finds the group, the split and the rows. The caller must then call find_keys().
   __device__ __forceinline__ explicit DecodeWork(const DecodePlan& plan) : plan(plan) {
     const uint32_t rest = plan.row_tiles.divide(blockIdx.x);
     const uint32_t tile = blockIdx.x - rest * plan.row_tiles.divisor();
@@ -62,7 +63,7 @@ struct DecodeWork {
     shift = p.mask.causal ? keys - static_cast<int>(p.sizes.seqlen_q) + 1 : kNoLimit;
   }
 
-  // A row of the tile: its query head, and its index among that head's rows.
+  // A packed row of the tile as a query head and a row index within that head.
   struct Row {
     int64_t head;
     int index;
@@ -71,17 +72,18 @@ struct DecodeWork {
     const uint32_t packed = first_row + row, head = plan.seqlen_q.divide(packed);
     return {kv_head * plan.heads + head, static_cast<int>(packed - head * plan.seqlen_q.divisor())};
   }
-  // The tile's first row in `out`, where the packed rows are consecutive.
+  // The index of the tile's first row in `out`, where the packed rows are consecutive.
   __device__ __forceinline__ int64_t first_out_row(const AttentionSizes& sizes) const {
     return (batch * sizes.nheads + kv_head * plan.heads) * sizes.seqlen_q + first_row;
   }
 
-  // The keys of this split, in whole tiles.
+  // The range of keys of this split. It consists of whole tiles.
   __device__ __forceinline__ KeyRange32 split_keys(int tile_keys) const {
     const int tiles = (keys + tile_keys - 1) / tile_keys;
     const int each = static_cast<int>(plan.splits.divide(tiles));
     const int more =
-        tiles - each * static_cast<int>(plan.splits.divisor());  // splits with one more tile
+        // The splits that have one more tile.
+        tiles - each * static_cast<int>(plan.splits.divisor());
     const int first = each * split + min(split, more), last = first + each + (split < more);
     return {first * tile_keys, min(last * tile_keys, keys)};
   }
@@ -90,11 +92,11 @@ struct DecodeWork {
 using DecodeGaps = GapKeys<kWarp>;
 static_assert(AttentionDecodeTile::kMaxSeqlenQ <= kWarp);
 
-// The work tile under a general mask: any row of the block sees the keys [pad, pad + keys). Each
-// lane has the range of one row, counted from `pad`.
+// The work tile under a general mask: each key of [pad, pad + keys) is seen by some row of the
+// block, except in gaps. Each lane holds the key range of one row, counted from `pad`.
 struct MaskedDecodeWork : DecodeWork {
-  int begin, end;             // of this lane's row; kSeesNothing and 0 where it sees no key
-  int last_begin, first_end;  // every row that sees a key sees the keys between
+  int begin, end;             // the range of this lane's row; kSeesNothing and 0 if it sees no key
+  int last_begin, first_end;  // every row that sees any key sees all keys between these two
 
   using DecodeWork::DecodeWork;
   __device__ __forceinline__ void find_keys(const AttentionParams& p) {
@@ -113,8 +115,8 @@ struct MaskedDecodeWork : DecodeWork {
     first_end = __reduce_min_sync(~0u, sees ? end : INT_MAX);
   }
 
-  // Finds the gaps; one warp calls. The tile may hold rows of several heads, so a bit stands for a
-  // row's index among those of its head.
+  // Finds the gaps. One warp calls this. The tile may hold rows of several heads, so a bit stands
+  // for the index of a row within its head.
   __device__ __forceinline__ void find_gaps(const AttentionParams& p, DecodeGaps& s_gaps) const {
     const int lane = threadIdx.x % kWarp;
     const MaskParams mask = p.mask;
@@ -136,12 +138,12 @@ struct MaskedDecodeWork : DecodeWork {
   }
 };
 
-// The keys that the rows of a thread's fragments see.
+// The keys that the rows in a thread's fragments see.
 template <int kTiles, bool kMasked>
 struct DecodeFragmentKeys {
-  int begins[kTiles][2];  // unused without kMasked: all rows begin with key 0
+  int begins[kTiles][2];  // unused without kMasked, where the keys of every row begin with 0
   int ends[kTiles][2];
-  int all_begin, all_end;  // every row that sees a key sees the keys between
+  int all_begin, all_end;  // every row that sees any key sees all keys between these two
 
   __device__ __forceinline__ DecodeFragmentKeys(const AttentionParams& p, const DecodeWork& work)
       : all_begin(0), all_end(p.mask.causal ? work.shift : work.keys) {
@@ -171,7 +173,7 @@ struct DecodeFragmentKeys {
     }
   }
 
-  // Hides from every row the keys that it does not see, for scores of the keys from `key` on.
+  // Hides the keys that a row does not see. r_s holds the scores of the keys from `key` on.
   template <int kCols>
   __device__ __forceinline__ void hide_others(float (&r_s)[kTiles][kCols][4], int key) const {
     if ((!kMasked || key >= all_begin) && key + kCols * 8 <= all_end) return;

@@ -1,10 +1,10 @@
-// The gradient of attention for any head dim, in fp32 arithmetic: for head dims above
-// kAttentionMaxHeadDim, and for fp32 above 128 on devices with 99 KB of shared memory per block,
-// where speed is not the aim.
+// The gradient of attention for any head dim, in fp32 arithmetic. It is used for head dims above
+// kAttentionMaxHeadDim, and for fp32 head dims above 128 on devices with 99 KB of shared memory per
+// block. It is not optimised for speed.
 //
-// A block owns a row of dQ, or a row of dK and dV. It computes p and ds of kChunk rows of the other
-// side, one row per warp at a time, then every thread sums one column. Wider heads recompute them
-// for every kThreads columns.
+// A block computes one row of dQ, or one row of dK and of dV. It computes p and ds for kChunk rows
+// of the other operand, one row per warp at a time; then every thread sums one column. If a head
+// has more than kThreads columns, p and ds are recomputed for every kThreads columns.
 #include "attention/bwd_args.cuh"
 #include "attention/sync/bwd_parts.cuh"
 #include "core/launch.h"
@@ -28,9 +28,9 @@ __device__ __forceinline__ float warp_dot(const T* g_x, const T* g_y, int64_t n)
 struct Weight {
   float p, ds;
 };
-constexpr float kHidden = -1.f;  // the p of a row that doesn't see the key
+constexpr float kHidden = -1.f;  // the value of p for a row that does not see the key
 
-// p and ds of one query row and one key; all lanes of a warp call.
+// Computes p and ds of one query row and one key. All lanes of a warp call this.
 template <typename T, typename Args>
 __device__ __forceinline__ Weight weight(const Args& args, int64_t sequence, int64_t head,
                                          int64_t row, int64_t key) {
@@ -44,7 +44,7 @@ __device__ __forceinline__ Weight weight(const Args& args, int64_t sequence, int
                             p.sizes.head_dim_v);
   const int64_t stats = (sequence * p.sizes.nheads + head) * args.rows + row;
   float x = fmaf(score, args.score_factor, args.g_lse[stats]);
-  [[maybe_unused]] float slope = 1.f;  // of the cap
+  [[maybe_unused]] float slope = 1.f;  // slope of the soft cap
   if constexpr (kIsMasked<Args>) {
     if (args.params.mask.softcap > 0.f) {
       const float capped = tanhf(score * args.cap);
@@ -71,11 +71,11 @@ __global__ __launch_bounds__(kThreads) void attention_backward_general_rows_kern
     KeyRange live;
     if constexpr (kIsMasked<Args>) {
       const KeyRange32 range = args.live_of(static_cast<int>(sequence), static_cast<int>(row));
-      if (range.begin >= range.end) continue;  // 0 already
+      if (range.begin >= range.end) continue;  // this row of dQ is already 0
       live = {range.begin, range.end};
     } else {
       const SequenceSpan span(args, sequence);
-      if (row < span.first_row) continue;  // 0 already
+      if (row < span.first_row) continue;  // this row of dQ is already 0
       live = args.params.mask.row_keys(row, span.pad);
     }
     const T* g_keys = head_of<T>(p.key, sequence, head_kv);
@@ -114,7 +114,8 @@ __global__ __launch_bounds__(kThreads) void attention_backward_general_keys_kern
     const int64_t key = item % p.sizes.seqlen_k, head_of_all = item / p.sizes.seqlen_k;
     const int64_t sequence = head_of_all / p.sizes.nheads_kv;
     const int64_t head_kv = head_of_all % p.sizes.nheads_kv;
-    // The first row that sees the key; under a general mask the loop skips rows that don't.
+    // begin is the first row that sees the key. Under a general mask it is 0, and the loop skips
+    // rows that don't see the key.
     int64_t begin = 0;
     if constexpr (!kIsMasked<Args>) {
       const SequenceSpan span(args, sequence);

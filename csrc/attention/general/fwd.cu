@@ -1,8 +1,9 @@
-// attention's forward for any head dim, in fp32 arithmetic: for calls without a tensor-core kernel.
+// The forward of attention for any head dim, in fp32 arithmetic. It runs the calls that no
+// tensor-core kernel supports.
 //
-// A block has one query row and loops over the keys that it sees, kThreads at a time: its warps
-// compute the scores, and every thread sums kCols columns of the result. Wider rows repeat the loop
-// for the next columns.
+// A block has one query row and loops over the keys that the row sees, kThreads at a time: its
+// warps compute the scores, and every thread sums kCols columns of the result. If a row has more
+// columns, the loop runs again for the next ones.
 #include "attention/fwd.h"
 #include "core/launch.h"
 #include "device/dispatch.cuh"
@@ -16,7 +17,7 @@ constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kCols = 4;
 
-// The scores of keys [0, keys) times `sign`: one key per warp at a time.
+// Computes the scores of keys [0, keys) times `sign`. Each warp computes one key at a time.
 template <typename T>
 __device__ __forceinline__ void make_scores(float (&s_scores)[kThreads], const T* g_query,
                                             const T* g_key, int64_t key_stride, int keys,
@@ -80,7 +81,7 @@ __global__ __launch_bounds__(kThreads) void attention_general_kernel(
         }
       }
 
-      // Every warp reads all scores, so that all have the same maximum and sum.
+      // Every warp reads all scores, so that all warps have the same maximum and sum.
       float max = total.max, sum = 0.f;
       for (int j = threadIdx.x % kWarp; j < kThreads; j += kWarp) max = fmaxf(max, s_scores[j]);
       max = warp_max(max);

@@ -1,4 +1,4 @@
-// Attention backward on Hopper: the arguments that the host passes to the kernels.
+// The arguments that the host passes to the kernels of attention's backward on Hopper.
 #pragma once
 
 #include "attention/bwd_args.cuh"
@@ -6,16 +6,17 @@
 
 namespace torchweld {
 
-// g_dq has dQ^T of each query tile as wgmma accumulates it, g_dq_semaphore a counter per tile and
-// CTA of a cluster. g_lse is -inf for a row that sees no key.
+// g_dq holds dQ^T of each query tile in the order of wgmma's accumulators. g_dq_semaphore holds one
+// counter per query tile and CTA of a cluster. g_lse is -inf for a row that sees no key.
 template <typename Args>
 struct BackwardSm90Params {
-  TensorMap query, key, value, dout;  // boxes of 64 columns; a query tile's rows, a CTA's keys
-  TensorMap dkey, dvalue;             // boxes of 64 columns and 64 keys
+  // Boxes of 64 columns and the rows of a query tile or the keys of a CTA.
+  TensorMap query, key, value, dout;
+  TensorMap dkey, dvalue;  // boxes of 64 columns and 64 keys
   Args args;
 };
 
-// `keys`: keys of a CTA.
+// `keys` is the number of keys of a CTA.
 template <typename Config>
 typename Config::Params backward_sm90_params(const typename Config::Args& args, int keys) {
   const AttentionBackwardParams& a = args.params;
@@ -39,17 +40,18 @@ typename Config::Params backward_sm90_params(const typename Config::Args& args, 
           args};
 }
 
-// csrc/instantiations.py generates a file per dtype and tile.
+// csrc/instantiations.py generates one file per dtype and tile.
 
-// lse and delta of the query rows, before the tile's kernel (attention/sm90/bwd_preprocess.cuh).
+// Launches the kernel that computes lse and delta of the query rows, which must run before the
+// kernel of the tile (attention/sm90/bwd_preprocess.cuh).
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_sm90_preprocess(const Args& args, cudaStream_t stream);
 
-// Head dims up to 128 (attention/sm90/bwd_kernel.cuh).
+// For head dims up to 128 (attention/sm90/bwd_kernel.cuh).
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_sm90_tile(const Args& args, cudaStream_t stream);
 
-// Head dims of 129 to 256 (attention/sm90/bwd_2cta_kernel.cuh).
+// For head dims from 129 to 256 (attention/sm90/bwd_2cta_kernel.cuh).
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_2cta_tile(const Args& args, cudaStream_t stream);
 

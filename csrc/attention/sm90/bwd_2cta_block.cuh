@@ -1,5 +1,6 @@
-// Attention backward on Hopper, head dims of 129 to 256, on two CTAs: configuration, shared memory,
-// and the producer warps, which load tiles for both CTAs and send dS to the peer CTA.
+// The 2-CTA kernel of attention's backward on Hopper, for head dims from 129 to 256: its
+// configuration, its shared memory, and the producer warps, which load tiles for both CTAs and send
+// dS to the peer CTA.
 #pragma once
 
 #include "attention/sm90/bwd_block.cuh"
@@ -21,13 +22,15 @@ struct Backward2CtaConfig {
   static constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
   static constexpr int kCtas = kShape.blocks;
   static constexpr int kDim = kShape.dim;
-  static constexpr int kCtaKeys = kShape.keys, kKeys = kCtas * kCtaKeys;  // kKeys: of the cluster
+  // kKeys: keys of the cluster.
+  static constexpr int kCtaKeys = kShape.keys, kKeys = kCtas * kCtaKeys;
   static constexpr int kRows = kShape.rows, kScoreRows = kRows / 2;
-  static constexpr bool kEarlyLse = !kMasked;  // lse is loaded before S is there
-  static constexpr int kThreads = kShape.kThreads, kStages = kShape.kStages;  // Q; dO has one stage
-  // A TMA box has 64 columns: of a CTA's keys, or of a query tile's rows. Q and K have kBoxesQk
-  // boxes, V and dO kBoxesV. Buffers have kBoxes: those that are not loaded may hold anything, and
-  // become columns of dK and dQ that are not stored.
+  static constexpr bool kEarlyLse = !kMasked;  // lse is loaded before S is complete
+  // Stages of Q; dO has one stage.
+  static constexpr int kThreads = kShape.kThreads, kStages = kShape.kStages;
+  // A TMA box has 64 columns and the keys of a CTA or the rows of a query tile. Q and K have
+  // kBoxesQk boxes, V and dO kBoxesV. The buffers have space for kBoxes boxes. Boxes that are not
+  // loaded may hold anything, because their results are columns of dK and dQ that are not stored.
   static constexpr int kBoxColumns = kShape.kBoxColumns, kBoxes = kDim / kBoxColumns;
   static constexpr int kBoxesQk = kShape.head_dim / kBoxColumns,
                        kBoxesV = kShape.head_dim_v / kBoxColumns;
@@ -35,14 +38,14 @@ struct Backward2CtaConfig {
                        kQueryBoxBytes = kRows * kSwizzleRowBytes;
   static constexpr int kKeyBytes = kBoxes * kKeyBoxBytes, kQueryBytes = kBoxes * kQueryBoxBytes;
   static constexpr int kValueBytes = kBoxesV * kKeyBoxBytes, kDoutBytes = kBoxesV * kQueryBoxBytes;
-  static constexpr int kScoreBytes = kRows * kSwizzleRowBytes;  // P or dS of a CTA's 64 keys
-  // Each warpgroup of the cluster computes a slice of dQ^T: 64 columns. kDqFloats: accumulators of
-  // a thread.
+  static constexpr int kScoreBytes = kRows * kSwizzleRowBytes;  // P or dS of the CTA's 64 keys
+  // Each warpgroup of the cluster computes a slice of dQ^T with 64 columns, in kDqFloats
+  // accumulators per thread.
   static constexpr int kDqSlices = kBoxes, kDqStoreWarps = 1;
   static constexpr int kDqRows = kRows, kDqFloats = kDqRows / 2;
   static constexpr int kDqSliceBytes = kDqFloats * 128 * 4;
   static __device__ __forceinline__ int cta_rank() { return static_cast<int>(rank_in_cluster()); }
-  // The first key and the first row in the query tile of a warpgroup's scores.
+  // The first key of a warpgroup's scores, and their first row in the query tile.
   static __device__ __forceinline__ int first_key(const WorkTile& work, int /*warpgroup*/) {
     return work.first_key + cta_rank() * kCtaKeys;
   }
@@ -54,13 +57,13 @@ struct Backward2CtaConfig {
 template <typename Config>
 struct Backward2CtaShared {
   static constexpr int kStages = Config::kStages;
-  // The peer's keys, in the half of the columns whose dQ this CTA computes.
+  // Half of the columns of the peer's K: those for which this CTA computes dQ.
   alignas(kSwizzleAtomBytes) char k_peer[Config::kBoxes / 2 * Config::kKeyBoxBytes];
   alignas(kSwizzleAtomBytes) char k[Config::kKeyBytes];
   alignas(kSwizzleAtomBytes) char v[Config::kValueBytes];
   alignas(kSwizzleAtomBytes) char q[kStages][Config::kQueryBytes];
   alignas(kSwizzleAtomBytes) char dout[1][Config::kDoutBytes];
-  // P, and once both warpgroups have read it the peer's dS.
+  // Holds P. When both warpgroups have read P, the peer's dS overwrites it.
   alignas(kSwizzleAtomBytes) char p_or_peer_ds[Config::kScoreBytes];
   alignas(kSwizzleAtomBytes) char ds[Config::kScoreBytes];
   alignas(128) float dq[Config::kDqStoreWarps][2][Config::kDqFloats * 128];
@@ -70,23 +73,25 @@ struct Backward2CtaShared {
   PipelineBarriers<kStages> q_pipeline;
   PipelineBarriers<1> dout_pipeline;
   uint64_t k_full, v_full;
-  uint64_t ds_wanted;  // the peer has read its P: its buffer is free for this CTA's dS
-  uint64_t ds_full;    // the peer's dS has arrived here
-  uint64_t ds_sent;    // this CTA's dS has arrived at the peer
+  uint64_t ds_wanted;  // the peer has read its P, so its buffer may receive this CTA's dS
+  uint64_t ds_full;    // the peer's dS has arrived in this CTA
+  uint64_t ds_sent;    // this CTA's dS has arrived in the peer
   alignas(8) typename Config::WorkTile work;
 };
 
-// Named barriers. Numbers of BackwardSm90Barrier that only its second dQ store warp uses are free.
+// Named barriers of this kernel. It may use the numbers of BackwardSm90Barrier that belong to a
+// second dQ store warp, because it has only one.
 enum Backward2CtaBarrier : int {
   kPWritten = 5,      // both warpgroups have written P
-  kDsReady = 6,       // both warpgroups have written dS, which may be sent
-  kDsConsumedWg0 = 9  // and 10: a warpgroup has finished dQ of both CTAs' dS
+  kDsReady = 6,       // both warpgroups have written dS, so it may be sent
+  kDsConsumedWg0 = 9  // 9 and 10: a warpgroup has finished its dQ products with the dS of both CTAs
 };
-inline constexpr int kBackwardSendThreads = kBackwardConsumerThreads + 32;  // and the sending warp
+// Two warpgroups and the warp that sends dS.
+inline constexpr int kBackwardSendThreads = kBackwardConsumerThreads + 32;
 
 #if TW_HAS_WGMMA
-// One lane loads K and V once, and Q, dO, lse and delta of every query tile. Each CTA multicasts
-// every other box of Q and dO to both.
+// One lane loads K and V once, and Q, dO, lse and delta of every query tile. Each CTA loads every
+// second box of Q and dO and multicasts it to both CTAs.
 template <typename Config>
 __device__ __forceinline__ void backward_2cta_load(const typename Config::Params& p,
                                                    typename Config::Shared& s) {
@@ -154,7 +159,7 @@ __device__ __forceinline__ void backward_2cta_load(const typename Config::Params
   }
 }
 
-// One warp sends dS of every query tile to the peer, over the peer's P.
+// One warp sends dS of every query tile to the peer CTA, where it overwrites P.
 template <typename Config>
 __device__ __forceinline__ void backward_2cta_send_ds(typename Config::Shared& s) {
   const int steps = s.work.steps();

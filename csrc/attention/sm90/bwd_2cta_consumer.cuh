@@ -1,7 +1,7 @@
-// Attention backward on Hopper, head dims of 129 to 256, on two CTAs: a consumer warpgroup. Both
-// warpgroups have the CTA's 64 keys. Each computes half of the rows of S and dP and half of the
-// columns of dK and dV. P^T and dS^T of its own rows are register operands; those of the other
-// warpgroup's rows come from shared memory.
+// A consumer warpgroup of the 2-CTA kernel of attention's backward on Hopper, for head dims from
+// 129 to 256. Both warpgroups of a CTA have the CTA's 64 keys. Each computes half of the rows of S
+// and dP, and half of the columns of dK and dV. P^T and dS^T of its own rows are register operands
+// of wgmma; those of the other warpgroup's rows are read from shared memory.
 #pragma once
 
 #include "attention/sm90/bwd_2cta_block.cuh"
@@ -29,7 +29,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   using DqAcc = float[Config::kDqFloats];
 
   uint32_t s_k, s_v, s_q, s_dout, s_p, s_ds;
-  uint32_t lane_offset;  // of the lane's stmatrix row in a tile of P or dS
+  uint32_t lane_offset;  // of this lane's stmatrix row in a tile of P or dS
 
   __device__ __forceinline__ Backward2CtaConsumer(const Params& p, Shared& s, int warpgroup)
       : Base(p, s, warpgroup) {
@@ -39,8 +39,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     s_dout = shared_address(s.dout[0]);
     s_p = shared_address(s.p_or_peer_ds);
     s_ds = shared_address(s.ds);
-    // stmatrix transposes the fragments of P^T and dS^T: matrices 0 and 1 are the two halves of 16
-    // keys for rows 0 to 7, matrices 2 and 3 for rows 8 to 15.
+    // stmatrix transposes the fragments of P^T and dS^T. Matrices 0 and 1 are the two halves of 16
+    // keys for rows 0 to 7, matrices 2 and 3 those for rows 8 to 15.
     const int row = lane() % 8 + lane() / 16 * 8, chunk = 2 * warp() + lane() / 8 % 2;
     lane_offset = (first_row() + row) * kSwizzleRowBytes + (swizzled_chunk(row, chunk) << 4);
   }
@@ -54,7 +54,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     for (float& x : acc_dv) x = 0.f;
     const int steps = s.work.steps();
     if (steps > 0) mainloop(acc_dk, acc_dv, steps);
-    // Both warpgroups have passed kDsWritten since V was last read. K may still be in use.
+    // Since V was last read, both warpgroups have passed kDsWritten. K may still be in use.
     const int dk_box = warpgroup * kDkBoxes, dv_box = warpgroup * kDvBoxes;
     Base::template epilogue_dkv<true>(acc_dv, s_v + dv_box * Config::kKeyBoxBytes, 0, dv_box,
                                       p.dvalue, 1.f / (1 << kProbabilityShift<T>));
@@ -66,7 +66,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
 
  private:
   static __device__ __forceinline__ uint32_t peer() { return Config::cta_rank() ^ 1; }
-  // One lane arrives for its warp at both CTAs, whose producers fill the stage together.
+  // One lane arrives for its warp at the barriers of both CTAs, because their producers fill the
+  // stage together.
   __device__ __forceinline__ void consumer_release(uint64_t* s_empty) const {
     __syncwarp();
     if (lane() == 0) {
@@ -88,8 +89,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     mbarrier_wait(&s.v_full, 0);
     mma_dp(acc_dp, dout_state);
     mma_dv_dk<true>(acc_s, acc_dp, r_lse, acc_dv, acc_dk, q_state, dout_state, tiles, edge);
-    // NOTE: the loop starts where no wgmma that the next iteration reads is in flight; otherwise
-    // ptxas waits for it at once (C7510).
+    // NOTE: the loop starts at a point where no wgmma is in flight whose result the next iteration
+    // reads. Otherwise ptxas would wait for that wgmma at once (C7510).
 #pragma unroll 1
     for (; steps > 1; --steps) {
       mma_dq(acc_dq, acc_dk, q_state, dout_state);
@@ -130,8 +131,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     gemm_ss<Config::kBoxesV, 1>(acc_dp, s_v, s_dout);
   }
 
-  // S and dP, which are in flight, -> P and dS. Issue dV += P^T dO, and dK += dS^T Q over the
-  // warpgroup's own rows. Wait for dV, release dO, and let dS go to the peer.
+  // Turn S and dP, which are in flight, into P and dS. Issue dV += P^T dO, and dK += dS^T Q over
+  // the warpgroup's own rows. Wait for dV, release dO, and let dS be sent to the peer.
   template <bool kFirstTile>
   __device__ __forceinline__ void mma_dv_dk(ScoreAcc& acc_s, ScoreAcc& acc_dp, RowStats& r_lse,
                                             DvAcc& acc_dv, DkAcc& acc_dk, const State& q_state,
@@ -150,12 +151,13 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     signal_ds_send();
   }
 
-  // Issue dV += P^T dO over the warpgroup's own rows, exchange P, then issue the other rows.
+  // Issue dV += P^T dO over the warpgroup's own rows, exchange P with the other warpgroup, then
+  // issue dV += P^T dO over the other warpgroup's rows.
   template <bool kFirstTile>
   __device__ __forceinline__ void mma_dv(DvAcc& acc_dv, const ScoreOperand& p16) const {
     gemm_rs(acc_dv, p16, s_dout);
-    // The buffer of P holds the peer's dS of the tile before: wait until the other warpgroup has
-    // finished dQ from it.
+    // The buffer of P still holds the peer's dS of the previous tile. Wait until the other
+    // warpgroup has finished its dQ product from that dS.
     if constexpr (!kFirstTile) {
       named_barrier_wait(kDsConsumedWg0 + (warpgroup ^ 1), kBackwardConsumerThreads);
     }
@@ -170,14 +172,16 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     gemm_rs(acc_dk, ds16, s_q + q_state.stage * Config::kQueryBytes);
   }
 
-  // Store dS to shared memory, once the dS of the tile before has arrived at the peer.
-  // NOTE: products from the dS of the tile before are done: both warpgroups met after them.
+  // Store dS to shared memory, after the dS of the previous tile has arrived at the peer.
+  // NOTE: the products that read the dS of the previous tile are done, because both warpgroups have
+  // met at a barrier after them.
   __device__ __forceinline__ void store_ds(const ScoreOperand& ds16, const DoutState& dout_state) {
     mbarrier_wait(&s.ds_sent, dout_state.parity ^ 1);
     store_scores(s_ds, ds16);
   }
 
-  // Expect the peer's dS over P, which this warpgroup has read, and let this CTA's dS be sent.
+  // Expect the peer's dS in the buffer of P, which this warpgroup has read, and let this CTA's dS
+  // be sent.
   __device__ __forceinline__ void signal_ds_send() {
     if (threadIdx.x == 128) mbarrier_arrive_expect_tx(&s.ds_full, Config::kScoreBytes);
     __syncwarp();
@@ -186,7 +190,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   }
 
   // Issue dK += dS^T Q over the other warpgroup's rows, and the warpgroup's slice of dQ^T = K^T
-  // dS^T over the keys of both CTAs. Wait for dK, release Q.
+  // dS^T over the keys of both CTAs. Wait for dK and release Q.
   __device__ __forceinline__ void mma_dq(DqAcc& acc_dq, DkAcc& acc_dk, const State& q_state,
                                          const DoutState& dout_state) {
     named_barrier_wait<kDsWritten, kBackwardConsumerThreads>();
@@ -203,8 +207,9 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     gemm_dq<1>(acc_dq, shared_address(s.k_peer) + warpgroup * Config::kKeyBoxBytes, s_p);
   }
 
-  // Store dQ to shared memory, for the dQ store warp.
-  // NOTE: async_fence after these stores takes long, so signal_dq_store follows the next wgmmas.
+  // Store dQ to shared memory for the dQ store warp.
+  // NOTE: async_fence takes long directly after these stores, so signal_dq_store is called after
+  // the next wgmmas are issued.
   __device__ __forceinline__ void store_dq_smem(DqAcc& acc_dq) {
     warpgroup_fence_operand(acc_dq);
     named_barrier_wait(kDqEmptyWg0 + warpgroup, kBackwardDqThreads);
@@ -228,8 +233,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     async_fence();
   }
 
-  // acc = (kScaleD ? acc : 0) + A B^T over kDepthBoxes * 64 columns. A: 64 keys in s_keys; B: the
-  // warpgroup's rows of the query tile in s_rows.
+  // Issue acc = (kScaleD ? acc : 0) + A B^T over kDepthBoxes * 64 columns. A is the 64 keys in
+  // s_keys. B is the warpgroup's rows of the query tile in s_rows.
   template <int kDepthBoxes, int kScaleD>
   __device__ __forceinline__ void gemm_ss(ScoreAcc& acc, uint32_t s_keys, uint32_t s_rows) const {
     const TileDescriptor a(s_keys, 16), b(s_rows + first_row() * kSwizzleRowBytes, 16);
@@ -244,8 +249,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     wgmma_commit();
   }
 
-  // acc += A B. A: P^T or dS^T in registers; B: the warpgroup's rows and columns of the query tile
-  // in s_rows.
+  // Issue acc += A B. A is P^T or dS^T in registers. B is the warpgroup's rows and columns of the
+  // query tile in s_rows.
   template <int kAcc>
   __device__ __forceinline__ void gemm_rs(float (&acc)[kAcc], const ScoreOperand& a,
                                           uint32_t s_rows) const {
@@ -261,8 +266,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     wgmma_commit();
   }
 
-  // acc += A B over the other warpgroup's rows. A: their P^T or dS^T in s_scores; B: the rows and
-  // the warpgroup's columns of the query tile in s_rows.
+  // Issue acc += A B over the other warpgroup's rows. A is P^T or dS^T of these rows in s_scores. B
+  // is these rows and this warpgroup's columns of the query tile in s_rows.
   template <int kAcc>
   __device__ __forceinline__ void gemm_other_rows(float (&acc)[kAcc], uint32_t s_scores,
                                                   uint32_t s_rows) const {
@@ -279,7 +284,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     wgmma_commit();
   }
 
-  // acc = (kScaleD ? acc : 0) + A^T B^T. A: 64 columns of 64 keys in s_keys; B: their dS in s_ds.
+  // Issue acc = (kScaleD ? acc : 0) + A^T B^T. A is 64 columns of 64 keys in s_keys. B is dS of
+  // these keys in s_ds.
   template <int kScaleD>
   __device__ __forceinline__ void gemm_dq(DqAcc& acc, uint32_t s_keys, uint32_t s_ds) const {
     const TileDescriptor a(s_keys, Config::kKeyBoxBytes), b(s_ds, 16);
@@ -292,8 +298,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     wgmma_commit();
   }
 
-  // Zero keys of K that no query row sees: their dS is 0, but K may be NaN, and dQ multiplies both.
-  // TMA has filled the keys behind the last one with zeros.
+  // Zero the keys of K that no query row sees. Their dS is 0, but K may be NaN, and dQ multiplies
+  // both. TMA has already filled the keys behind the last one with zeros.
   __device__ __forceinline__ void zero_unseen_keys() const {
     const int first = s.work.first_key;
     if (first_live() <= first && (!Config::kMasked || end_live() >= first + Config::kKeys)) return;

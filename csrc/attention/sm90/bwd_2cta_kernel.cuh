@@ -1,16 +1,16 @@
-// Attention backward on Hopper's tensor cores, in 16 bits, for head dims of 129 to 256, on clusters
-// of two CTAs. attention/sm90/bwd_kernel.cuh has the formulas and shapes.
+// Attention backward on Hopper's tensor cores, in 16 bits, for head dims from 129 to 256. It runs
+// on clusters of two CTAs. attention/sm90/bwd_kernel.cuh has the formulas and shapes.
 //
-// A cluster owns 128 keys of a KV head, each CTA 64 of them. Both CTAs loop over the same query
-// tiles and multicast Q and dO to each other. The two warpgroups of a CTA compute half of the
-// columns of dK and dV each, for which they exchange P and dS. Each CTA computes half of the
-// columns of dQ over the keys of both, for which it loads those columns of the peer's K and
-// receives the peer's dS. That halves the additions to dQ in global memory. A single CTA per 64
-// keys took 1.25 to 1.6 times as long, measured. Shared memory is the bound: for 64 rows, 64 keys
+// A cluster processes 128 keys of a KV head, 64 in each CTA. Both CTAs loop over the same query
+// tiles and multicast Q and dO to each other. Each of the two warpgroups of a CTA computes half of
+// the columns of dK and dV, for which the warpgroups exchange P and dS. Each CTA computes half of
+// the columns of dQ over the keys of both CTAs. For that it loads these columns of the peer's K and
+// receives the peer's dS. This halves the additions to dQ in global memory. A kernel with one CTA
+// per 64 keys took 1.25 to 1.6 times as long. Shared memory is the bottleneck: for 64 rows, 64 keys
 // and 256 columns it is busy for 4000 clocks (3100 with head dims of 192 and 128), the tensor cores
-// for 2560. Registers of a thread: dK and dV 128, S and dP 32, dQ 32. Source: Dao,
-// "FlashAttention-2", 2023, algorithm 2; Shah et al., "FlashAttention-3", 2024. The exchange
-// between two CTAs is ours.
+// for 2560. Registers per thread: dK and dV 128, S and dP 32, dQ 32.
+// Source: Dao, "FlashAttention-2", 2023, algorithm 2; Shah et al., "FlashAttention-3", 2024. The
+// exchange between two CTAs is new.
 #pragma once
 
 #include "attention/sm90/bwd_2cta_consumer.cuh"
@@ -21,7 +21,7 @@
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// CTA 0 draws the cluster's work tile, CTA 1 copies it.
+// CTA 0 draws the work tile of the cluster, and CTA 1 copies it.
 template <typename Config>
 __device__ __forceinline__ void backward_2cta_get_work(const typename Config::Params& p,
                                                        typename Config::Shared& s) {
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     Backward2CtaConsumer<Config>(p, s, warp / 4 - 1).run();
     __syncwarp();
   }
-  // A CTA exits only when its peer no longer accesses its shared memory.
+  // A CTA may exit only when its peer no longer accesses its shared memory.
   cluster_arrive();
   cluster_wait();
 #endif

@@ -1,6 +1,6 @@
-// Attention backward on Hopper, head dims up to 128: a consumer warpgroup, which owns 64 keys of
-// the CTA. Scores are transposed (keys are the rows of wgmma), so that P^T and dS^T are register
-// operands of dV += P^T dO and dK += dS^T Q.
+// A consumer warpgroup of attention's backward on Hopper for head dims up to 128. It has 64 keys of
+// the CTA. The scores are transposed (keys are the rows of wgmma), so that P^T and dS^T are
+// register operands of dV += P^T dO and dK += dS^T Q.
 #pragma once
 
 #include "attention/sm90/bwd_scores.cuh"
@@ -25,7 +25,7 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
   using DqAcc = float[Config::kDqFloats];
 
   uint32_t s_k, s_v, s_q, s_dout, s_ds;
-  uint32_t s_ds_lane;  // the stmatrix row of this lane
+  uint32_t s_ds_lane;  // the address of this lane's stmatrix row
 
   __device__ __forceinline__ BackwardSm90Consumer(const Params& p, Shared& s, int warpgroup)
       : Base(p, s, warpgroup) {
@@ -34,12 +34,13 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     s_q = shared_address(s.q[0]);
     s_dout = shared_address(s.dout[0]);
     s_ds = shared_address(s.ds[0]);
-    // stmatrix transposes the fragments of dS^T: matrices 0 and 1 are the two halves of 16 keys for
-    // rows 0 to 7, matrices 2 and 3 for rows 8 to 15.
+    // stmatrix transposes the fragments of dS^T. Matrices 0 and 1 are the two halves of 16 keys for
+    // rows 0 to 7, matrices 2 and 3 those for rows 8 to 15.
     const int row = lane() % 8 + lane() / 16 * 8, chunk = 2 * warp() + lane() / 8 % 2;
     s_ds_lane = s_ds + warpgroup * Config::kDsHalfBytes + row * kSwizzleRowBytes +
                 (swizzled_chunk(row, chunk) << 4);
-    // Keep the address in one register. NOTE: under a mask there is none left.
+    // Keep the address in one register. NOTE: the kernel for a general mask has no register to
+    // spare for it.
     if constexpr (!Config::kMasked) asm volatile("" : "+r"(s_ds_lane));
   }
 
@@ -49,7 +50,8 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     for (int i = 0; i < kDim / 2; ++i) acc_dk[i] = acc_dv[i] = 0.f;
     const int steps = s.work.steps();
     if (steps > 0) mainloop(acc_dk, acc_dv, steps);
-    // A warpgroup reads only its own keys of V, but all keys of K: dK needs the barrier.
+    // A warpgroup reads only its own keys of V, so dV can be stored at once. Both warpgroups read
+    // all keys of K, so dK needs the barrier.
     Base::template epilogue_dkv<true>(acc_dv, s_v, warpgroup * 64, 0, p.dvalue,
                                       1.f / (1 << kProbabilityShift<T>));
     named_barrier_wait<kDsWritten, kBackwardConsumerThreads>();
@@ -70,9 +72,9 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     mbarrier_wait(&s.v_full, 0);
     mma_dp(acc_dp, state);
     mma_dv_dk(acc_s, acc_dp, r_lse, acc_dv, acc_dk, state, tiles, edge);
-    // NOTE: the loop starts where no wgmma that the next iteration reads is in flight; otherwise
-    // ptxas waits for it at once (C7510). The fewer wgmmas are in flight there, the fewer registers
-    // the loop needs.
+    // NOTE: the loop starts at a point where no wgmma is in flight whose result the next iteration
+    // reads. Otherwise ptxas would wait for that wgmma at once (C7510). The fewer wgmmas are in
+    // flight at that point, the fewer registers the loop needs.
 #pragma unroll 1
     for (; steps > 1; --steps) {
       mma_dq(acc_dq, state);
@@ -111,7 +113,7 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     gemm_ss<1>(acc_dp, s_v, s_dout + state.stage * Config::kQueryBytes);
   }
 
-  // S and dP, which are in flight, -> P and dS. Issue dV += P^T dO and dK += dS^T Q.
+  // Turn S and dP, which are in flight, into P and dS. Issue dV += P^T dO and dK += dS^T Q.
   __device__ __forceinline__ void mma_dv_dk(ScoreAcc& acc_s, ScoreAcc& acc_dp, RowStats& r_lse,
                                             DkvAcc& acc_dv, DkvAcc& acc_dk, const State& state,
                                             const TileIterator& tiles, bool edge) {
@@ -138,9 +140,9 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     gemm_rs(acc_dk, ds16, s_q + state.stage * Config::kQueryBytes);
   }
 
-  // Store dS to shared memory, for dQ.
-  // NOTE: dS has two buffers. A warpgroup that writes one has passed the barrier of the other one,
-  // which both warpgroups reach after their dQ products from this one.
+  // Store dS to shared memory, for the dQ product.
+  // NOTE: dS has two buffers. A warpgroup that writes one buffer has passed the barrier of the
+  // other buffer, which both warpgroups reach only after their dQ products from the first one.
   __device__ __forceinline__ void store_ds(const ScoreOperand& ds16, const State& state) const {
     const uint32_t stage_bytes = state.stage * Config::kDsBytes;
 #pragma unroll
@@ -151,8 +153,8 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     async_fence();
   }
 
-  // Wait for dS of both warpgroups, issue the warpgroup's slice of dQ^T = K^T dS^T, wait for dV and
-  // dK, release Q and dO.
+  // Wait for dS of both warpgroups and issue the warpgroup's slice of dQ^T = K^T dS^T. Wait for dV
+  // and dK, then release Q and dO.
   __device__ __forceinline__ void mma_dq(DqAcc& acc_dq, const State& state) {
     named_barrier_wait<kDsWritten, kBackwardConsumerThreads>();
     gemm_dq(acc_dq, s_ds + state.stage * Config::kDsBytes);
@@ -161,8 +163,9 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     consumer_release(&s.dout_pipeline.empty[state.stage]);
   }
 
-  // Store dQ to the shared memory of a dQ store warp. The warps alternate as the stages do.
-  // NOTE: async_fence after these stores takes long, so signal_dq_store follows the next wgmmas.
+  // Store dQ to the shared memory of a dQ store warp. The store warps alternate like the stages.
+  // NOTE: async_fence takes long directly after these stores, so signal_dq_store is called after
+  // the next wgmmas are issued.
   __device__ __forceinline__ void store_dq_smem(DqAcc& acc_dq, int store_warp) {
     static_assert(Config::kDqStoreWarps == Config::kStages);
     warpgroup_fence_operand(acc_dq);
@@ -178,8 +181,8 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     named_barrier_arrive(kDqFullWg0 + 2 * store_warp + warpgroup, kBackwardDqThreads);
   }
 
-  // acc = (kScaleD ? acc : 0) + A B^T. A: the warpgroup's 64 keys in s_keys; B: kRows query rows in
-  // s_rows.
+  // Issue acc = (kScaleD ? acc : 0) + A B^T. A is the warpgroup's 64 keys in s_keys. B is kRows
+  // query rows in s_rows.
   template <int kScaleD>
   __device__ __forceinline__ void gemm_ss(ScoreAcc& acc, uint32_t s_keys, uint32_t s_rows) const {
     const TileDescriptor a(s_keys + warpgroup * 64 * kSwizzleRowBytes, 16), b(s_rows, 16);
@@ -194,7 +197,7 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     wgmma_commit();
   }
 
-  // acc += A B. A: P^T or dS^T in registers; B: kRows query rows in s_rows.
+  // Issue acc += A B. A is P^T or dS^T in registers. B is kRows query rows in s_rows.
   __device__ __forceinline__ void gemm_rs(DkvAcc& acc, const ScoreOperand& a,
                                           uint32_t s_rows) const {
     const TileDescriptor b(s_rows, Config::kQueryBoxBytes);
@@ -207,7 +210,7 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     wgmma_commit();
   }
 
-  // acc = the warpgroup's slice of K^T dS^T, over 128 keys.
+  // Issue acc = the warpgroup's slice of K^T dS^T, over 128 keys.
   __device__ __forceinline__ void gemm_dq(DqAcc& acc, uint32_t s_ds) const {
     const int box = kDim == 64 ? 0 : warpgroup, row_half = kDim == 64 ? warpgroup : 0;
     const TileDescriptor a(s_k + box * Config::kKeyBoxBytes, Config::kKeyBoxBytes),
@@ -223,8 +226,8 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     wgmma_commit();
   }
 
-  // Zero keys of K that no query row sees: their dS is 0, but K may be NaN, and dQ multiplies both.
-  // TMA has filled the keys behind the last one with zeros.
+  // Zero the keys of K that no query row sees. Their dS is 0, but K may be NaN, and dQ multiplies
+  // both. TMA has already filled the keys behind the last one with zeros.
   __device__ __forceinline__ void zero_unseen_keys() const {
     const int begin = first_live() - s.work.first_key, end = end_live() - s.work.first_key;
     if (begin <= 0 && (!Config::kMasked || end >= Config::kKeys)) return;

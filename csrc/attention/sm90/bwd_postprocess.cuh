@@ -1,5 +1,6 @@
-// Attention backward on Hopper, after the products: dQ from its fp32 sums, and dK and dV from the
-// partials of a KV head whose query heads are divided over several CTAs.
+// The kernels of attention's backward on Hopper that run after the products: one computes dQ from
+// its fp32 sums, one computes dK and dV from the partials of a KV head whose query heads are
+// divided over several CTAs.
 #pragma once
 
 #include "attention/sm90/bwd_preprocess.cuh"
@@ -8,15 +9,15 @@
 
 namespace torchweld {
 
-// dQ of a query tile from the accumulators of dQ^T: scales, transposes through shared memory and
-// rounds. One CTA per query tile.
+// Computes dQ of a query tile from the accumulators of dQ^T: scales, transposes through shared
+// memory and rounds. There is one CTA per query tile.
 template <typename Config>
 __global__ void __launch_bounds__(kSm90RowThreads)
     attention_backward_sm90_dq_kernel(const __grid_constant__ typename Config::Args args) {
 #if TW_HAS_CLUSTERS
   using T = typename Config::T;
   constexpr int kRows = Config::kRows, kDim = Config::kDim, kFloats = Config::kDqFloats;
-  // NOTE: 16 bytes more than a row, so that the 8 rows of an stmatrix are in different banks.
+  // NOTE: each row has 16 more bytes, so that the 8 rows of an stmatrix lie in different banks.
   constexpr int kPitch = kDim * 2 + 16;
   __shared__ alignas(16) char s_tile[kRows * kPitch];
   const AttentionSizes& sizes = args.params.sizes;
@@ -68,13 +69,13 @@ __global__ void __launch_bounds__(kSm90RowThreads)
 #endif
 }
 
-// dK or dV of 64 keys and 64 columns: adds the partials of a KV head in a fixed order. One CTA per
-// gradient, key tile and 64 columns.
+// Computes dK or dV of 64 keys and 64 columns: adds the partials of a KV head in a fixed order.
+// There is one CTA per gradient, tile of keys and 64 columns.
 template <typename T>
 __global__ void __launch_bounds__(kSm90RowThreads)
     attention_backward_sm90_reduce_dkv_kernel(const __grid_constant__ BackwardArgs args,
                                               int columns) {
-  constexpr int kChunks = 4;  // of 8 columns, per thread
+  constexpr int kChunks = 4;  // chunks of 8 columns per thread
   const AttentionSizes& sizes = args.params.sizes;
   const int tiles = static_cast<int>(attention_backward_part_tiles(sizes.seqlen_k));
   const int partials = static_cast<int>(args.group_parts), boxes = columns / 64,
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(kSm90RowThreads)
   const int box = blockIdx.x / 2 % boxes, tile = blockIdx.x / (2 * boxes) % tiles,
             head = blockIdx.x / (2 * boxes) / tiles;
   const int dim = static_cast<int>(is_dv ? sizes.head_dim_v : sizes.head_dim);
-  if (box * 64 >= dim) return;  // the partials of these columns are not written
+  if (box * 64 >= dim) return;  // no CTA has written partials of these columns
   const int thread = threadIdx.x % 128, lane = thread % 32;
   const int first_chunk = box * 8 + threadIdx.x / 128 * kChunks;
   float4 sums[kChunks] = {};

@@ -1,4 +1,5 @@
-// Attention backward on Hopper, before the products: lse and delta of the query rows.
+// The kernel of attention's backward on Hopper that runs before the products: it computes lse and
+// delta of the query rows.
 #pragma once
 
 #include "attention/sm90/bwd_block.cuh"
@@ -8,7 +9,7 @@ namespace torchweld {
 
 inline constexpr int kSm90RowThreads = 256;
 
-// Which rows of a sequence see keys.
+// Tells which query rows of a sequence see keys.
 template <typename Args>
 struct BackwardLiveRows {
   const Args& args;
@@ -27,7 +28,7 @@ struct BackwardLiveRows {
       return row >= first;
     }
   }
-  // Whether one of the tile's rows sees a key.
+  // Whether any row of the tile that starts at first_row sees a key.
   template <int kRows>
   __device__ __forceinline__ bool any_of(int first_row) const {
     if constexpr (kIsMasked<Args>) {
@@ -38,9 +39,9 @@ struct BackwardLiveRows {
   }
 };
 
-// lse and delta = sum(dout * out) of every padded query row (batch, nheads, rows). Also zeroes the
-// tickets and the dQ semaphores behind them, `counters` in all. kDim / 8 lanes share a row, and
-// each has kRowsPerThread rows.
+// Computes lse and delta = sum(dout * out) of every padded query row (batch, nheads, rows). Also
+// zeroes `counters` counters: the tickets and the dQ semaphores behind them. kDim / 8 lanes share a
+// row, and each thread handles kRowsPerThread rows.
 // Source: preprocess of FlashAttention-2's backward.
 template <typename T, int kDim, typename Args>
 __global__ void __launch_bounds__(kSm90RowThreads)

@@ -1,5 +1,5 @@
-// Attention backward on Hopper: a consumer warpgroup's scores. Masks, S -> P, dP -> dS, and the
-// epilogue of dK and dV.
+// The scores of a consumer warpgroup in attention's backward on Hopper: masks, S -> P, dP -> dS,
+// and the epilogue of dK and dV.
 #pragma once
 
 #include <climits>
@@ -13,9 +13,11 @@
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// The low half of a matrix descriptor, which has the address. The high half is a constant.
-// NOTE: the asm hides the value, so that it is computed again for every product. Otherwise the
-// compiler keeps the descriptors of all slices in registers through the mainloop.
+// The low half of a wgmma matrix descriptor, which contains the address. The high half is a
+// constant.
+// NOTE: the asm hides the value from the compiler, so that it is computed again for every product.
+// Otherwise the compiler would keep the descriptors of all slices in registers throughout the
+// mainloop.
 struct TileDescriptor {
   uint32_t low;
 
@@ -29,8 +31,8 @@ struct TileDescriptor {
   }
 };
 
-// S^T of a warpgroup is (64 keys from first_key(), kScoreRows query rows from first_row()). Thread
-// registers: 2 keys (8 apart) and 2 of every 8 rows.
+// A warpgroup's S^T has 64 keys from first_key() and kScoreRows query rows from first_row(). A
+// thread's registers hold 2 keys (8 apart) and 2 of every 8 rows.
 template <typename Config>
 struct BackwardSm90Scores {
   using T = typename Config::T;
@@ -59,7 +61,7 @@ struct BackwardSm90Scores {
   __device__ __forceinline__ int seqlen_k() const {
     return static_cast<int>(p.args.params.mask.seqlen_k);
   }
-  // Keys outside [first_live(), end_live()) are padding, or no query row sees them.
+  // Keys outside of [first_live(), end_live()) are padding, or no query row sees them.
   __device__ __forceinline__ int first_live() const {
     if constexpr (Config::kMasked) {
       return s.work.span.begin;
@@ -75,19 +77,20 @@ struct BackwardSm90Scores {
     }
   }
 
-  // One lane arrives for its warp, whose lanes have finished with the stage.
+  // One lane arrives for its warp, whose lanes have all finished with the stage.
   __device__ __forceinline__ void consumer_release(uint64_t* s_empty) const {
     __syncwarp();
     if (lane() == 0) mbarrier_arrive(s_empty);
   }
 
-  // Iterates over the query tiles of the work tile, as BackwardTileIterator does.
-  // NOTE: kept in registers. Between products a shared-memory load waits long, because the products
-  // keep shared memory busy.
+  // Iterates over the query tiles of the work tile in the order of BackwardTileIterator.
+  // NOTE: this iterator stays in registers. Between products a load from shared memory takes long,
+  // because the products keep shared memory busy.
   struct TileIterator {
-    int tile, steps_left;  // heads of this tile that are left, the current one included
+    int tile, steps_left;  // heads of this tile that are left, including the current one
     int first_tile, last_tile, tile_steps, direction;
-    // Without a mask: rows before first_row see no key, rows before first_full_row not every key.
+    // Without a general mask: rows before first_row see no key, and rows before first_full_row
+    // don't see every key.
     int first_row, first_full_row;
 
     __device__ __forceinline__ void advance() {
@@ -129,8 +132,8 @@ struct BackwardSm90Scores {
     }
   }
 
-  // Wait for S; dP may stay in flight. P = exp(scale * S - lse), 0 where hidden; p16 = P in 16
-  // bits. acc_s keeps the factor of dS: P, or with a softcap P * (1 - tanh^2).
+  // Wait for S; dP may stay in flight. Compute P = exp(scale * S - lse), or 0 for hidden scores,
+  // and p16 = P in 16 bits. acc_s keeps the factor of dS: P, or with a soft cap P * (1 - tanh^2).
   __device__ __forceinline__ void s_to_p(ScoreOperand& p16, ScoreAcc& acc_s, RowStats& r_lse,
                                          const State& state, int tile, bool is_edge) const {
     wgmma_wait<1>();
@@ -145,7 +148,8 @@ struct BackwardSm90Scores {
     }
   }
 
-  // acc_dp = -delta of each score's query row, to which mma_dp adds dP^T. Unscaled, as dO is.
+  // Initialise acc_dp with -delta of each score's query row. mma_dp then adds dP^T. The kernel
+  // scales neither delta nor dO here.
   __device__ __forceinline__ void init_dp(ScoreAcc& acc_dp, const float* s_delta) const {
     constexpr float kScale = -(1 << kProbabilityShift<T>);
     RowStats delta;
@@ -156,21 +160,21 @@ struct BackwardSm90Scores {
     }
   }
 
-  // dS = P * (dP - delta): acc_s has P, acc_dp has dP - delta.
+  // Compute dS = P * (dP - delta). acc_s holds P, and acc_dp holds dP - delta.
   static __device__ __forceinline__ void dp_to_ds(ScoreOperand& ds16, const ScoreAcc& acc_s,
                                                   ScoreAcc& acc_dp, bool is_edge) {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
 #pragma unroll
     for (int i = 0; i < kScoreRows / 2; ++i) acc_dp[i] = acc_s[i] * (acc_dp[i] * kUnshift);
     if (is_edge) {
-      // Hidden scores have P = 0, but dP and delta may be NaN.
+      // A hidden score has P = 0, but its dP or delta may be NaN.
 #pragma unroll
       for (int i = 0; i < kScoreRows / 2; ++i) acc_dp[i] = acc_s[i] == 0.f ? 0.f : acc_dp[i];
     }
     pack(ds16, acc_dp);
   }
 
-  // Whether the mask hides one of the warpgroup's scores of a query tile.
+  // Whether the mask hides any of the warpgroup's scores of a query tile.
   __device__ __forceinline__ bool is_edge(const State& state, const TileIterator& tiles) const {
     if constexpr (Config::kMasked) {
       const int first = first_key(), end = first + 64;
@@ -182,7 +186,7 @@ struct BackwardSm90Scores {
     }
   }
 
-  // Zero the rows of a tile for which should_zero(row) is true. Called by both warpgroups.
+  // Zero the rows of a tile for which should_zero(row) is true. Both warpgroups call this.
   template <int kBoxes, int kBoxBytes, typename ShouldZero>
   static __device__ __forceinline__ void zero_rows(char* s_tile, int rows,
                                                    const ShouldZero& should_zero) {
@@ -196,8 +200,8 @@ struct BackwardSm90Scores {
     }
   }
 
-  // Zero rows of Q and dO that see no key. They may be NaN, which P = 0 and dS = 0 would not hide
-  // in dV and dK.
+  // Zero the rows of Q and dO that see no key. These rows may be NaN, and the zeros in P and dS
+  // would not keep NaN out of dV and dK.
   template <typename DoutState>
   __device__ __forceinline__ void zero_unseen_rows(const State& state, const DoutState& dout_state,
                                                    const TileIterator& tiles) const {
@@ -218,9 +222,9 @@ struct BackwardSm90Scores {
     }
   }
 
-  // Store columns of the warpgroup's dK or dV, scaled, from box `first_box` of the gradient on: as
-  // fp32 partials, or in 16 bits through s_box, which holds these columns of K or V. row_in_box:
-  // the warpgroup's first key there.
+  // Scale the warpgroup's columns of dK or dV and store them, from box `first_box` of the gradient
+  // on. The function either stores fp32 partials, or writes 16-bit values through s_box, the shared
+  // memory of these columns of K or V. row_in_box is the warpgroup's first key in s_box.
   template <bool kIsDv, int kAcc>
   __device__ __forceinline__ void epilogue_dkv(const float (&acc)[kAcc], uint32_t s_box,
                                                int row_in_box, int first_box, const TensorMap& map,
@@ -287,7 +291,7 @@ struct BackwardSm90Scores {
     }
   }
 
-  // acc_s: S^T -> P^T.
+  // Replace S^T in acc_s by P^T.
   __device__ __forceinline__ void exponentiate(ScoreAcc& acc_s, const RowStats& lse) const {
 #pragma unroll
     for (int i = 0; i < kScoreRows / 2; ++i) {
@@ -296,7 +300,7 @@ struct BackwardSm90Scores {
     }
   }
 
-  // Softcap: p16 gets P^T, acc_s: S^T -> P^T * (1 - tanh^2).
+  // exponentiate with a soft cap. p16 receives P^T, and P^T * (1 - tanh^2) replaces S^T in acc_s.
   __device__ __forceinline__ void exponentiate_capped(ScoreOperand& p16, ScoreAcc& acc_s,
                                                       const State& state, bool is_edge) const {
     if constexpr (Config::kMasked) {
@@ -338,13 +342,14 @@ struct BackwardSm90Scores {
     return *reinterpret_cast<const int4*>(
         &s.seen[state.stage].live[first_row() + n * 8 + lane() % 4 * 2]);
   }
-  // Whether the row of register i of 4 sees its key. `key`: the thread's first key.
+  // Whether the row of register i (0 to 3) sees the key of that register. `key` is the thread's
+  // first key.
   static __device__ __forceinline__ bool sees(const int4& live, int i, int key) {
     const int own_key = key + i / 2 * 8;
     return i % 2 ? own_key >= live.z && own_key < live.w : own_key >= live.x && own_key < live.y;
   }
 
-  // P = 0 where a row doesn't see a key.
+  // Set P = 0 for the keys that a row does not see.
   __device__ __forceinline__ void hide(ScoreAcc& acc_p, const State& state, int tile) const {
     const int first_key = this->first_key() + warp() * 16 + lane() / 4;
     if constexpr (Config::kMasked) {

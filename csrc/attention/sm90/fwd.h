@@ -1,4 +1,4 @@
-// Attention forward on Hopper: the arguments that the host passes to the kernel.
+// The arguments that the host passes to the kernel of attention's forward on Hopper.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +9,9 @@
 
 namespace torchweld {
 
-// AttentionSchedule in 32 bits, with divisors that are computed on the host.
+// AttentionSchedule with 32-bit values, and with divisors that the host computes.
 struct AttentionSm90Schedule {
-  uint32_t blocks, section, heads;  // work tiles, heads per section, batch * nheads
+  uint32_t blocks, section, heads;  // work tiles, heads per section, batch * nheads heads
   FastDivisor tiles, section_tiles, section_heads, last_section_heads;
   FastDivisor nheads, group;
 
@@ -33,9 +33,10 @@ struct AttentionSm90Schedule {
         group(p.sizes.nheads / p.sizes.nheads_kv) {}
 };
 
-// Polynomials that turn small soft-capped scores into exponents. Their softmax needs no maximum.
+// Polynomials that turn small soft-capped scores into exponents. The softmax of such scores needs
+// no maximum.
 struct AttentionSmallScores {
-  // NOTE: false where probabilities could leave bfloat16's range, or the terms fp32's.
+  // NOTE: false if probabilities could leave the range of bfloat16, or the terms the range of fp32.
   bool enabled;
   SmallExponent<3> low_degree;
   SmallExponent<4> high_degree;
@@ -57,7 +58,7 @@ struct AttentionSm90Params {
   AttentionSmallScores small{scale};
 };
 
-// csrc/instantiations.py generates a file per few tiles.
+// csrc/instantiations.py generates one file per few tiles.
 template <typename T, int kTile, bool kMasked>
 void launch_attention_sm90_tile(const AttentionParams& params, cudaStream_t stream);
 

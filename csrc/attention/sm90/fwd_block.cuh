@@ -1,5 +1,5 @@
-// Attention forward on Hopper: configuration, shared memory and the producer warp, which schedules
-// work tiles and loads Q, K and V.
+// Attention forward on Hopper: the configuration, the shared memory and the producer warp, which
+// schedules work tiles and loads Q, K and V.
 #pragma once
 
 #include "attention/block.cuh"
@@ -11,38 +11,40 @@
 
 namespace torchweld {
 
-// NOTE: soft-capped scores have kernels of their own. In a shared kernel, the code of the cap cost
-// calls without a cap 5 % of their time.
+// NOTE: calls with a soft cap have separate kernels. In a common kernel, the code of the cap made
+// calls without a cap 5 % slower.
 template <typename T_, int kTile, bool kMasked, bool kCapped_>
 struct AttentionSm90Config : AttentionVariant<kMasked> {
   using T = T_;
   static constexpr AttentionSm90Tile kShape = kAttentionSm90Tiles[kTile];
   static constexpr int kDim = kShape.dim, kDimV = kShape.dim_v;
-  // NOTE: a mask needs registers, which wide accumulators leave only to a smaller key block.
+  // NOTE: a mask needs registers. Wide accumulators leave enough of them only if the tile has fewer
+  // keys.
   static constexpr int kKeys = kMasked && kDimV > 128 ? 64 : kShape.keys;
   static constexpr int kWarpgroups = kShape.warpgroups, kRows = kShape.rows();
   static constexpr int kThreads = kShape.threads(), kStages = kShape.stages;
   static constexpr int kCtasPerSm = kShape.blocks;
   static constexpr int kQueryStages = kShape.query_stages();
   static constexpr int kWarpRows = 16;
-  // A TMA box has 64 columns: of a warpgroup's query rows, or of a key block of K or V.
+  // A TMA box has 64 columns and the query rows of a warpgroup, or the keys of a tile of K or V.
   static constexpr int kBoxes = AttentionSm90Tile::boxes(kDim),
                        kBoxesV = AttentionSm90Tile::boxes(kDimV);
   static constexpr int kQueryBoxBytes = 64 * kSwizzleRowBytes,
                        kKeyBoxBytes = kKeys * kSwizzleRowBytes;
   static constexpr int kQueryBytes = kBoxes * kQueryBoxBytes, kKeyBytes = kBoxes * kKeyBoxBytes,
                        kValueBytes = kBoxesV * kKeyBoxBytes;
-  // The epilogue stages a warpgroup's output where its query rows were.
+  // The epilogue writes the output of a warpgroup over its query rows in shared memory.
   static constexpr int kQueryOutBytes = std::max(kBoxes, kBoxesV) * kQueryBoxBytes;
-  // Wide accumulators are rescaled only where the row maximum has risen by much.
+  // Wide accumulators are rescaled only if the maximum of a row has risen by much.
   static constexpr bool kLazyRescale = kDimV > 128;
   static constexpr bool kCapped = kCapped_;
-  // Small capped scores need no maximum. NOTE: probabilities up to 2^(c / 2) overflow float16, and
-  // wide accumulators leave no registers for two code paths.
+  // Small capped scores need no maximum.
+  // NOTE: this is not for float16, in which probabilities up to 2^(c / 2) overflow, and not for
+  // wide accumulators, which leave no registers for two code paths.
   static constexpr bool kSmallScores = kCapped && std::is_same_v<T, __nv_bfloat16> && kDimV <= 128;
   using Block = AttentionBlockOf<kMasked, kRows, kWarpRows>;
   using Params = AttentionSm90Params<kMasked>;
-  static constexpr bool kReadsScores = false;  // softmax_matmul loads scores in the place of K
+  static constexpr bool kReadsScores = false;  // softmax_matmul loads scores instead of K
 };
 
 template <class Config>
@@ -54,11 +56,11 @@ struct AttentionSm90Shared {
   PipelineBarriers<kQueryStages> query_pipeline[Config::kWarpgroups];
   PipelineBarriers<kStages> key_pipeline, value_pipeline;
   PipelineBarriers<2> work_pipeline;
-  typename Config::Block work[2];  // rows == 0 ends the consumers' loop
+  typename Config::Block work[2];  // rows == 0 ends the loop of the consumers
 };
 
 #if TW_HAS_WGMMA
-// The query rows of work tile `index`. The caller finds its keys.
+// Finds the query rows of work tile `index`. The caller must find the keys.
 template <class Config>
 __device__ __forceinline__ AttentionBlock attention_sm90_block(
     const AttentionSm90Schedule& schedule, const AttentionSizes& sizes, uint32_t index) {
@@ -98,8 +100,9 @@ __device__ __forceinline__ void attention_sm90_store_empty(const typename Config
   for (int i = lane; i < block.rows; i += 32) p.attention.lse[row + i] = empty_lse;
 }
 
-// The producer warp: takes a work tile by ticket, finds its keys, publishes it to the consumers and
-// loads Q, K and V from one lane. It writes tiles without keys itself while the consumers compute.
+// Runs the producer warp. It draws a work tile by ticket, finds the keys of the tile, publishes the
+// tile to the consumers, and loads Q, K and V from one lane. If the tile has no keys, the producer
+// writes its results itself while the consumers compute.
 template <class Config>
 __device__ __forceinline__ void attention_sm90_load(const typename Config::Params& p,
                                                     AttentionSm90Shared<Config>& s) {
@@ -108,7 +111,8 @@ __device__ __forceinline__ void attention_sm90_load(const typename Config::Param
   PipelineState<Config::kStages> key_state, value_state;
   PipelineState<2> work_state;
   PipelineState<Config::kQueryStages> query_state;
-  // The grid draws one ticket per work tile. The last one resets the counter for the next call.
+  // The CTAs of the grid draw one ticket per work tile. The CTA that draws the last ticket resets
+  // the counter for the next call.
   const auto next_ticket = [&] {
     uint32_t drawn = 0;
     if (leader) {
@@ -191,7 +195,7 @@ __device__ __forceinline__ void attention_sm90_load(const typename Config::Param
         }
         query_state.advance();
       }
-      // Consumers compute S of key block j + 1 before they multiply P and V of block j.
+      // The consumers compute S of tile j + 1 of the keys before they multiply P and V of tile j.
       for (int key = kKeys; key < block.keys; key += kKeys) {
         load_k(key);
         load_v(key - kKeys);

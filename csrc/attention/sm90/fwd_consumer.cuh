@@ -1,4 +1,4 @@
-// Attention forward on Hopper: a consumer warpgroup, which owns 64 query rows of each work tile.
+// A consumer warpgroup of attention's forward on Hopper. It has 64 query rows of each work tile.
 #pragma once
 
 #include "attention/sm90/fwd_block.cuh"
@@ -11,8 +11,8 @@
 namespace torchweld {
 
 enum AttentionSm90Barrier : int {
-  kWarpSchedulerWg0 = 1,  // to 3: the warpgroup may issue its wgmmas (ping-pong)
-  kWarpgroupWg0 = 4       // to 6: the threads of one warpgroup
+  kWarpSchedulerWg0 = 1,  // 1 to 3: the warpgroup may issue its wgmmas (ping-pong)
+  kWarpgroupWg0 = 4       // 4 to 6: the threads of one warpgroup
 };
 
 #if TW_HAS_WGMMA
@@ -21,14 +21,15 @@ struct AttentionSm90Consumer {
   using T = typename Config::T;
   static constexpr int kKeys = Config::kKeys;
   static constexpr bool kPingPong = !Config::kReadsScores && Config::kWarpgroups > 1;
-  // A warpgroup skips key blocks that none of its rows sees: behind its last key, and under a mask
-  // before its first one. NOTE: wide heads under a mask have no registers left for it.
+  // A warpgroup skips tiles of keys that none of its rows sees: those behind its last key, and
+  // under a general mask those before its first key.
+  // NOTE: wide heads under a mask have no registers left to skip tiles.
   static constexpr bool kSkipsLast = kPingPong && (!Config::kMasked || Config::kDim <= 128),
                         kSkipsFirst = kSkipsLast && Config::kMasked;
 
   const typename Config::Params& p;
   AttentionSm90Shared<Config>& s;
-  const int warpgroup, thread;  // thread: index in the warpgroup
+  const int warpgroup, thread;  // thread: index within the warpgroup
   PipelineState<Config::kStages> key_state, value_state;
   PipelineState<2> work_state;
   PipelineState<Config::kQueryStages> query_state;
@@ -39,7 +40,7 @@ struct AttentionSm90Consumer {
       : p(p), s(s), warpgroup(warpgroup), thread(threadIdx.x % 128) {}
 
   __device__ __forceinline__ void run() {
-    // Warpgroup 0 issues first.
+    // Warpgroup 0 issues its wgmmas first.
     if (warpgroup == Config::kWarpgroups - 1) warp_scheduler_barrier_arrive();
     while (true) {
       s.work_pipeline.wait(work_state);
@@ -63,7 +64,7 @@ struct AttentionSm90Consumer {
   }
 
  private:
-  // Wait until the warpgroup before this one has issued its wgmmas.
+  // Wait until the previous warpgroup has issued its wgmmas.
   __device__ __forceinline__ void warp_scheduler_barrier_sync() const {
     if constexpr (kPingPong) named_barrier_wait(kWarpSchedulerWg0 + warpgroup, 256);
   }
@@ -74,7 +75,7 @@ struct AttentionSm90Consumer {
       named_barrier_arrive(kWarpSchedulerWg0 + next, 256);
     }
   }
-  // One lane arrives for its warp, whose lanes have finished with the stage.
+  // One lane arrives for its warp, whose lanes have all finished with the stage.
   __device__ __forceinline__ void consumer_release(uint64_t* s_empty) const {
     if (thread % 32 == 0) mbarrier_arrive(s_empty);
   }
@@ -89,8 +90,8 @@ struct AttentionSm90Consumer {
     consumer_release(&s.key_pipeline.empty[key_state.stage]);
     key_state.advance();
   }
-  // Wait for V of the key block that starts at `key`, then issue O += P V. The warpgroup's first
-  // key block starts at `first_key` and overwrites O.
+  // Wait for V of the tile of keys that starts at `key`, then issue O += P V. The warpgroup's first
+  // tile starts at `first_key`, and its product overwrites O.
   __device__ __forceinline__ void mma_o(const AttentionBlock& block, int key, int first_key = 0) {
     s.value_pipeline.wait(value_state);
     if constexpr (Config::kMasked) {
@@ -108,9 +109,9 @@ struct AttentionSm90Consumer {
     value_state.advance();
   }
 
-  // Zero rows [begin, end) of V, which no query row of the work tile sees. Their P is 0, but the
+  // Zero rows [begin, end) of V, which no query row of the work tile sees. Their P is 0, but their
   // values may be NaN.
-  // NOTE: each warpgroup zeroes them for itself, which saves a barrier across warpgroups.
+  // NOTE: each warpgroup zeroes these rows itself, which avoids a barrier across warpgroups.
   __device__ __forceinline__ void zero_v(int begin, int end) const {
     if (begin >= end) return;
     char* const s_value = s.value[value_state.stage];
@@ -124,14 +125,15 @@ struct AttentionSm90Consumer {
     named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
   }
 
-  // NOTE: each warpgroup finds the same gaps for itself. The producer has no registers for it.
+  // NOTE: each warpgroup finds the gaps itself, although they are the same for all. The producer
+  // has no registers for it.
   __device__ __forceinline__ void find_gaps() const {
     auto& s_block = s.work[work_state.stage];
     if (!s_block.may_have_gaps()) return;
     s_block.find_gaps(thread, 128);
     named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
   }
-  // zero_v for the rows of the key block that starts at `key` in a gap between documents.
+  // Zero the rows of V that lie in a gap between documents. The tile of keys starts at `key`.
   __device__ __forceinline__ void zero_gaps_of_v(int key) const {
     const auto& gaps = s.work[work_state.stage].gaps;
     if (!gaps.may_overlap(key, kKeys)) return;
@@ -145,8 +147,8 @@ struct AttentionSm90Consumer {
     named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
   }
 
-  // S -> P for the key block that starts at `key`: cap, mask and online softmax. Returns whether O
-  // must be rescaled by o_scale.
+  // Turn S into P for the tile of keys that starts at `key`: soft cap, mask and online softmax.
+  // Returns whether O must be rescaled by o_scale.
   __device__ __forceinline__ bool softmax_step(const AttentionBlock& block, int key) {
     warpgroup_fence_operand(r.acc_s);
     if (p.scale.sign != 1.f) {
@@ -182,25 +184,26 @@ struct AttentionSm90Consumer {
       }
     }
     online_softmax<true, Config::kLazyRescale>(r.scores(), r.rows, r.o_scale, p.scale.c);
-    // NOTE: the vote is per warp, so that threads don't diverge between wgmmas.
+    // NOTE: the lanes of a warp vote, so that they don't diverge between wgmmas.
     return !Config::kLazyRescale ||
            __any_sync(~0u, r.o_scale[0][0] != 1.f || r.o_scale[0][1] != 1.f);
   }
 
-  // The end of the keys that the warpgroup's rows see. The mainloop computes one key block even if
-  // there is none.
+  // The end of the keys that the warpgroup's rows see. The mainloop computes one tile of keys even
+  // if this is 0.
   __device__ __forceinline__ int last_key_end(const AttentionBlock& block) const {
     const int first_row = warpgroup * 64, rows = min(block.rows - first_row, 64);
     if (rows <= 0) return 0;
     return min(block.end_of(block.first_row + first_row + rows - 1), block.keys);
   }
-  // The start of the first key block that the warpgroup's rows see, before `end`.
+  // The start of the first tile of keys that the warpgroup's rows see, if that is before `end`,
+  // else 0.
   __device__ __forceinline__ int first_key_block(const AttentionBlock& block, int end) const {
     const int* s_begin = s.work[work_state.stage].begin + warpgroup * 64 + thread % 32;
     const int begin = __reduce_min_sync(~0u, min(s_begin[0], s_begin[32]));
     return begin < end ? begin / kKeys * kKeys : 0;
   }
-  // Release K and V of a key block that the warpgroup's rows don't see, and keep the ping-pong
+  // Release K and V of a tile of keys that the warpgroup's rows don't see, and keep the ping-pong
   // order.
   __device__ __forceinline__ void skip_key_block() {
     s.key_pipeline.wait(key_state);
@@ -212,8 +215,8 @@ struct AttentionSm90Consumer {
     value_state.advance();
   }
 
-  // O = softmax(Q K^T) V of a work tile. S of key block j + 1 is issued with O += P V of block j,
-  // so that the softmax of j + 1 overlaps the latter.
+  // Compute O = softmax(Q K^T) V of a work tile. S of tile j + 1 of the keys is issued together
+  // with O += P V of tile j, so that the softmax of tile j + 1 overlaps with that product.
   __device__ __forceinline__ void mainloop(const AttentionBlock& block) {
     int first_key = 0, end = block.keys;
     if constexpr (kSkipsLast) end = last_key_end(block);
@@ -252,9 +255,9 @@ struct AttentionSm90Consumer {
     }
   }
 
-  // Load S of the key block that starts at `key` from shared memory, then S -> P.
-  // NOTE: the stage is released after the row maxima are known. A shared-memory load that was
-  // issued but not done could read the scores that TMA writes next.
+  // Load S of the tile of keys that starts at `key` from shared memory, then turn S into P.
+  // NOTE: the stage is released only when the row maxima are known. Otherwise a load from shared
+  // memory that was issued but is not complete could read the scores that TMA writes next.
   __device__ __forceinline__ bool load_s_and_softmax(const AttentionBlock& block, int key) {
     s.key_pipeline.wait(key_state);
     r.load_s(shared_address(s.key[key_state.stage]), warp_row());
@@ -263,7 +266,7 @@ struct AttentionSm90Consumer {
     release_k();
     return rescales;
   }
-  // O = softmax(S) V of a work tile, with S from global memory.
+  // Compute O = softmax(S) V of a work tile, with S from global memory.
   __device__ __forceinline__ void mainloop_read_scores(const AttentionBlock& block) {
     load_s_and_softmax(block, 0);
     r.convert_p();
@@ -282,9 +285,9 @@ struct AttentionSm90Consumer {
     release_v();
   }
 
-  // o_scale = 1 / row sum, and store lse, while the last O += P V runs.
-  // NOTE: free of branches. These instructions depend on each other, and there is little else to
-  // issue beside them.
+  // Set o_scale = 1 / row sum and store lse, while the last O += P V runs.
+  // NOTE: this code has no branches. Its instructions depend on each other, and there is little
+  // else to issue at the same time.
   __device__ __forceinline__ void finalize(const AttentionBlock& block) {
     const int lane = thread % 32;
     float sum[2], lse[2];
@@ -325,8 +328,8 @@ struct AttentionSm90Consumer {
     }
   }
 
-  // Store out: each warp stages its 16 rows where its query rows were, then writes whole 128-byte
-  // rows. Query rows that see no key get zeros.
+  // Store out. Each warp writes its 16 rows over its query rows in shared memory, then stores whole
+  // 128-byte rows to global memory. Rows that see no key become zeros.
   __device__ __forceinline__ void epilogue(const AttentionBlock& block) {
     const int lane = thread % 32, lane_row = lane % 16, chunk = lane % 8;
     char* const s_warp =
@@ -375,7 +378,7 @@ struct AttentionSm90Consumer {
     query_state.advance();
   }
 
-  // The row of out and lse for `row` of the work tile.
+  // The index in out and lse of row `row` of the work tile.
   __device__ __forceinline__ int64_t out_row(const AttentionBlock& block, int row) const {
     const AttentionSizes& sizes = p.attention.sizes;
     const int head = static_cast<int>(block.batch) * static_cast<int>(sizes.nheads) +

@@ -2,15 +2,16 @@
 //
 //   out = softmax(scale * Q K^T + mask) V        lse = log(sum(exp(scale * Q K^T + mask)))
 //
-// Q (batch, nheads, seqlen_q, head_dim); K, V (batch, nheads_kv, seqlen_k, head_dim or head_dim_v).
-// A persistent CTA takes work tiles (kRows query rows of one head) by ticket: its producer warp
-// loads Q, K and V by TMA, each consumer warpgroup owns 64 rows. S, P and O stay in registers.
-// Two overlaps hide the exponentials: the softmax of a key block runs under P V of the block before
-// it, and the warpgroups issue wgmma in ping-pong order. Work tiles come longest first, heads that
-// share the L2 cache together (AttentionSchedule). Keys start behind the padding, so that only the
-// last key blocks need a mask. Short rows spend most of their time where a work tile begins and
-// ends: their CTAs have one warpgroup and share an SM. TMA fills rows and columns that don't exist
-// with zeros.
+// The shapes are Q (batch, nheads, seqlen_q, head_dim), K (batch, nheads_kv, seqlen_k, head_dim)
+// and V (batch, nheads_kv, seqlen_k, head_dim_v). A persistent CTA draws work tiles (kRows query
+// rows of one head) by ticket. Its producer warp loads Q, K and V by TMA, and each consumer
+// warpgroup has 64 of the rows. S, P and O stay in registers. Two overlaps hide the time of the
+// exponentials: the softmax of a tile of keys runs during P V of the previous tile, and the
+// warpgroups issue wgmma in ping-pong order. The longest work tiles come first, and heads whose
+// keys fit in the L2 cache run together (AttentionSchedule). The loop over the keys starts behind
+// the padding, so only the last tiles need a mask. Short sequences spend most of their time at the
+// start and the end of work tiles, so their CTAs have one warpgroup and share an SM. TMA fills rows
+// and columns that don't exist with zeros.
 // Source: Shah et al., "FlashAttention-3", 2024.
 #pragma once
 
@@ -44,7 +45,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   griddep_wait();
   __syncthreads();
   if constexpr (Config::kCtasPerSm == 1) {
-    // NOTE: the registers of all warpgroups must add up to what the launch bounds give them.
+    // NOTE: the registers of all warpgroups must add up to the number that the launch bounds give
+    // the CTA.
     constexpr int kProducerRegisters = Config::kWarpgroups == 3 ? 32 : 40,
                   kConsumerRegisters = Config::kWarpgroups == 3 ? 160 : 232;
     if (warp < 4) {

@@ -1,4 +1,4 @@
-// Attention forward on Hopper: a consumer thread's registers, S = Q K^T and O += P V.
+// The registers of a consumer thread in attention's forward on Hopper, S = Q K^T, and O += P V.
 #pragma once
 
 #include "attention/softmax.cuh"
@@ -10,8 +10,8 @@
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// S and O are wgmma accumulators of the warpgroup's 64 rows, P a wgmma operand; `rows` has the
-// maximum and sum of the thread's two rows.
+// S and O are wgmma accumulators of the warpgroup's 64 rows, and P is a wgmma operand. `rows` holds
+// the maximum and the sum of the thread's two rows.
 template <class Config>
 struct AttentionSm90Registers {
   using T = typename Config::T;
@@ -23,8 +23,8 @@ struct AttentionSm90Registers {
   uint32_t p16[kSlices][4];
   float acc_o[Config::kDimV / 2];
   OnlineRow rows[1][2];
-  float o_scale[1][2];  // per row: rescales O where the maximum rises, at the end 1 / sum
-  bool live[2];         // per row: sees a key
+  float o_scale[1][2];  // per row: rescales O if the maximum rises; at the end 1 / sum
+  bool live[2];         // per row: whether the row sees a key
 
   __device__ __forceinline__ Scores& scores() { return reinterpret_cast<Scores&>(acc_s); }
   __device__ __forceinline__ Out& out() { return reinterpret_cast<Out&>(acc_o); }
@@ -43,7 +43,7 @@ struct AttentionSm90Registers {
     wgmma_commit();
   }
 
-  // S = 16 rows of a warp, starting at `row` of a tile of scores in shared memory.
+  // Load S of a warp's 16 rows, which start at `row` of a tile of scores in shared memory.
   __device__ __forceinline__ void load_s(uint32_t s_scores, int row) {
     const int lane = threadIdx.x % 32, lane_row = row + lane % 16;
 #pragma unroll

@@ -1,4 +1,4 @@
-// TMA tensor maps of attention's operands and gradients. Host code.
+// Makes the TMA tensor maps of attention's operands and gradients. Host code.
 #pragma once
 
 #include "attention/params.h"

@@ -1,15 +1,16 @@
-// The deterministic dQ: the blocks of a query tile add to its dQ one after the other, in the order
-// of their keys, so that every run gives the same bits. This is as fast as atomic additions and
-// needs no extra pass: attention_backward (4, 16, 4096, 128) bfloat16 causal beside SDPA flash,
-// whose dQ is added atomically.
+// Computes a deterministic dQ. The blocks that see a query tile add to its dQ one after the other,
+// in the order of their keys, so every run gives the same bits. This is as fast as atomic additions
+// and needs no extra pass; the comparison is attention_backward (4, 16, 4096, 128) bfloat16 causal
+// with SDPA flash, which adds dQ atomically.
 //
-// A warp owns the same slice of a tile in every block, and each slice has its own semaphore. The
-// first block stores its slice without a read, the last one writes dQ.
+// A warp has the same slice of a query tile in every block, and each slice has its own semaphore.
+// The first block stores its slice without reading the sums, and the last block writes dQ.
 //
-// Under a general mask, the blocks that add to a query tile are the contiguous run of key tiles
-// between the first and the last key that the tile's group of rows sees (BlockMask), and dq_order
-// counts from the first of them. Other blocks may compute the tile, all hidden, but neither add nor
-// wait. So here too a block only waits for blocks of lower key tiles.
+// Under a general mask, the blocks that add to a query tile are those of the key tiles between the
+// first and the last key that the tile's group of rows sees (BlockMask). dq_order counts from the
+// first of these blocks. Other blocks may compute the tile, in which every score is hidden for
+// them, but they neither add nor wait. So under a general mask, too, a block only waits for blocks
+// of lower key tiles.
 #pragma once
 
 #include "attention/bwd_args.cuh"
@@ -17,7 +18,7 @@
 
 namespace torchweld {
 
-// A tile of query rows of head `head` of all batch * nheads.
+// Tile `index` of the query rows of head `head`, counted over all batch * nheads heads.
 struct QueryTile {
   int head;
   int index;
@@ -29,7 +30,8 @@ struct DqAccumulator {
   using Ops = typename Config::Ops;
   using KeyTile = typename Config::KeyTile;
   using ScoreTile = typename Config::ScoreTile;
-  // A warp's slice has 32 rows, or 16 where 32 would leave it less than 16 columns.
+  // Whether a warp's slice has 32 rows. It has 16 if with 32 rows it would have less than 16
+  // columns.
   static constexpr bool kTall =
       Config::kRows >= 32 && Config::kRows * Config::kHeadDim >= 32 * 16 * Config::kWarps;
   static constexpr int kSliceRows = kTall ? 32 : 16;
@@ -42,7 +44,7 @@ struct DqAccumulator {
   static_assert(kMTiles * kNTiles * 4 == Config::kShape.dq_registers() && kGroups > 0);
 
   float r_sum[kMTiles][kNTiles][4];
-  bool loaded = false;       // r_sum holds the sum of the blocks before this one
+  bool loaded = false;       // r_sum already holds the sum of the earlier blocks
   bool must_signal = false;  // the stores of add() are not signalled yet
 
   static __device__ __forceinline__ int64_t index(const BackwardArgs& args, const QueryTile& tile) {
@@ -55,7 +57,8 @@ struct DqAccumulator {
            threadIdx.x % kWarp;
   }
 
-  // NOTE: bypasses the L1 cache, which does not see another SM's stores.
+  // Loads the sums of the earlier blocks. NOTE: the load bypasses the L1 cache, which does not see
+  // the stores of other SMs.
   __device__ __forceinline__ void load(const BackwardArgs& args, int64_t index) {
     const float4* g_sums = sums_at(args, index);
 #pragma unroll
@@ -66,12 +69,12 @@ struct DqAccumulator {
     }
   }
 
-  // Starts to load the sums if the blocks before this one have already added. Comes before every
-  // add(); `order` is 0 where there is nothing to load.
+  // Starts to load the sums if the earlier blocks have already added theirs. Must be called before
+  // every add(). `order` is 0 if there is nothing to load.
   __device__ __forceinline__ void prefetch(const BackwardArgs& args, const QueryTile& tile,
                                            int order) {
     if constexpr (kPrefetches) {
-      clear();  // ends the registers' previous lifetime
+      clear();  // this ends the lifetime of the values that the registers held before
       if (order == 0 || (Config::kMasked && order < 0)) return;
       const int64_t i = index(args, tile);
       int added = 0;
@@ -81,9 +84,9 @@ struct DqAccumulator {
     }
   }
 
-  // dQ += dS K. s_scores holds dS^T (kKeys, kRows), s_keys K (kKeys, kHeadDim). `live`, a
-  // SequenceSpan or a BlockMask, says what the rows see; `handles_non_finite` allows inf and NaN in
-  // K.
+  // Computes dQ += dS K. s_scores holds dS^T (kKeys, kRows), and s_keys holds K (kKeys, kHeadDim).
+  // `live`, a SequenceSpan or a BlockMask, says which keys the rows see. `handles_non_finite`
+  // allows inf and NaN in K.
   template <typename Live>
   __device__ __forceinline__ void add(const BackwardArgs& args, const QueryTile& tile, int order,
                                       const Live& live, uint32_t s_scores, uint32_t s_keys,
@@ -116,10 +119,10 @@ struct DqAccumulator {
     must_signal = true;
   }
 
-  // Lets the next block add. Comes some work after the stores of add(), so that the release waits
-  // little.
-  // NOTE: under a general mask `order` changes from tile to tile and there is no register for it;
-  // the semaphore holds it, and no other block writes to it now.
+  // Lets the next block add. Called some time after the stores of add(), so that the release need
+  // not wait long for them.
+  // NOTE: under a general mask `order` changes from tile to tile, and no register is left for it.
+  // It is read from the semaphore, which no other block writes to at this time.
   __device__ __forceinline__ void signal(const BackwardArgs& args, const QueryTile& tile,
                                          int order) {
     if (!must_signal) return;

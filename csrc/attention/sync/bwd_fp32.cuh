@@ -1,4 +1,4 @@
-// The mma operands of attention's gradient in exact fp32: three bf16 terms each.
+// The mma operands of attention's backward in exact fp32. Each operand has three bf16 terms.
 #pragma once
 
 #include "attention/sync/bwd_parts.cuh"
@@ -6,7 +6,8 @@
 
 namespace torchweld {
 
-// Multiplies kAtOnce pairs of right operands at once where their number allows it.
+// Multiplies kAtOnce pairs of right operands at the same time, if the number of pairs is a multiple
+// of kAtOnce.
 template <int kAtOnce>
 struct SplitOperands {
   using Plane = Operands<__nv_bfloat16>;
@@ -43,7 +44,7 @@ struct SplitOperands {
     load_terms<Tile, true>(to, Tile::right_of(s_lane, group * 32) + bytes);
   }
 
-  // NOTE: an infinite result gives NaN when it is an operand.
+  // A result tile kept to become an operand. NOTE: an infinite result gives NaN as an operand.
   struct Held {
     TermFragment<2> terms;
     __device__ __forceinline__ void set(const float (&r_tile)[4]) {

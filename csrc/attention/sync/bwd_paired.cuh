@@ -1,16 +1,17 @@
-// The gradient of attention in 16 bits where the accumulators of dV, or of dK, fill a warp's
-// registers.
+// The backward of attention in 16 bits for tiles in which the accumulators of either dV or dK fill
+// the registers of a warp.
 //
-// Half of the warps are value warps: they compute P^T of a strip of keys and sum dV. The others are
-// key warps: they compute dP^T of the same strips, read P from shared memory for dS^T, and sum dK.
-// So a warp has twice the keys that it would have with both accumulators, and every fragment of Q
-// and dO that it loads feeds twice as many mmas: shared memory, not the tensor cores, is the
-// bottleneck. P^T and dS^T are left operands in registers. Where a strip has several warps, each
-// computes the scores of some of the rows and reads the others' from shared memory.
+// Half of the warps are value warps: they compute P^T of a strip of keys and accumulate dV. The
+// others are key warps: they compute dP^T of the same strips, read P from shared memory to compute
+// dS^T, and accumulate dK. So a warp has twice as many keys as with both accumulators, and every
+// fragment of Q and dO that it loads feeds twice as many mma instructions. This matters because
+// shared memory, not the tensor cores, is the bottleneck. P^T and dS^T are left operands in
+// registers. If several warps share a strip, each computes the scores of some of the rows and reads
+// the scores of the other rows from shared memory.
 //
-// Every warp adds its slice of dQ once per tile, key warps before they compute and value warps
-// afterwards: P is ready when a key warp needs it, and one half multiplies while the other waits
-// for dQ's sums.
+// Every warp adds its slice of dQ once per tile: a key warp before it computes, a value warp
+// afterwards. Therefore P is ready when a key warp needs it, and half of the warps multiply while
+// the other half wait for the sums of dQ.
 #pragma once
 
 #include "attention/sync/bwd_block.cuh"
@@ -31,9 +32,10 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   using typename Base::Shared;
   using typename Base::T;
   static constexpr int kStripWarps = Config::kStripWarps;
-  static constexpr int kLastStep = kCols - Ops::kDepth;  // of the rows that a warp holds
+  // The last step along the rows that a warp holds.
+  static constexpr int kLastStep = kCols - Ops::kDepth;
 
-  float r_sum[kStrips][kDimTiles][4] = {};  // of dV or dK
+  float r_sum[kStrips][kDimTiles][4] = {};  // sums of dV or dK
 
   using Base::Base;
 
@@ -52,8 +54,8 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   }
 
  private:
-  // NOTE: on Hopper, under a general mask and with several warps per strip, there is no register to
-  // keep the result.
+  // NOTE: on Hopper the result is recomputed under a general mask if a strip has several warps,
+  // because no register is left to keep it.
   static __device__ __forceinline__ bool sums_keys() {
 #if __CUDA_ARCH__ >= 900
     if constexpr (Config::kMasked && kGroups > 1) return fresh_thread() / kWarp >= kStripWarps;
@@ -61,8 +63,8 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     return threadIdx.x / kWarp >= kStripWarps;
   }
 
-  // For every tile, a value warp waits at the barrier, computes, and adds dQ of the tile before; a
-  // key warp computes, waits at the next tile's barrier, and adds dQ of this tile.
+  // For every tile, a value warp waits at the barrier, computes, and adds dQ of the previous tile.
+  // A key warp computes, waits at the barrier of the next tile, and adds dQ of the current tile.
   __device__ __forceinline__ void loop_tiles() {
     QueryTile tile = {work().first_head, work().last_tile};
     this->load_rows(tile, 0);
@@ -92,14 +94,14 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // The tile whose dQ this warp adds to after it has computed `tile`.
+  // The tile to whose dQ this warp adds after it has computed `tile`.
   __device__ __forceinline__ QueryTile dq_tile(const QueryTile& tile) const {
     if (sums_keys()) return {tile.head, tile.index};
     return this->tile_before(tile);
   }
 
-  // Waits for a tile and starts to load the next one. After the barrier no warp computes the tile
-  // before, its dS is complete, and no warp reads the dS of two tiles before.
+  // Waits for a tile and starts to load the next one. After the barrier no warp computes the
+  // previous tile any more, its dS is complete, and no warp reads the dS of the tile before that.
   __device__ __forceinline__ void load_and_wait(const QueryTile& tile, int stage) {
     copy_async_wait<0>();
     __syncthreads();
@@ -158,7 +160,7 @@ struct PairedBackwardBlock : BackwardTools<Config> {
                });
   }
 
-  // Scores to P * 2^kProbabilityShift.
+  // Turns scores into P * 2^kProbabilityShift.
   __device__ __forceinline__ void exponentiate(Scores& r_p, int stage, int col) {
     const int first = col + threadIdx.x % 4 * 2;
 #pragma unroll
@@ -183,8 +185,8 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // exponentiate() of soft-capped scores. Stores P times the cap's slope, 1 - tanh^2, where dS will
-  // be; the key warp with the same scores reads it there and hides what is hidden.
+  // exponentiate() for soft-capped scores. Also stores P times the slope of the cap, 1 - tanh^2, in
+  // the memory for dS. The key warp with the same scores reads it there and applies the mask.
   __device__ __forceinline__ void exponentiate_capped(Scores& r_p, int stage, int col) {
     const int first = col + threadIdx.x % 4 * 2;
     const float factor = args.params.mask.softcap * args.score_factor;
@@ -208,7 +210,7 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     this->store_scores(shared.ds[stage], r_held, col);
   }
 
-  // dP to dS, with the P of the value warp that has the same scores.
+  // Turns dP into dS, with the P of the value warp that has the same scores.
   __device__ __forceinline__ void differentiate(Scores& r_ds, int stage, int col) {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
     const ScoreTile& s_p = shared.ds[capped() ? stage : 2];
@@ -239,8 +241,9 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // r_sum += scores @ the rows at s_rows, for the strips' scores of all rows; this warp holds kCols
-  // of them. Calls late() when registers of scores are free again.
+  // Computes r_sum += scores @ the rows at s_rows, for the scores of all rows of the warp's strips.
+  // This warp holds kCols of these rows in registers. Calls late() as soon as registers of scores
+  // are free again.
   template <typename Late>
   __device__ __forceinline__ void accumulate(const HeldScores& r_scores, uint32_t s_scores,
                                              uint32_t s_rows, const Late& late) {
@@ -263,7 +266,8 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // r_sum += the scores of a group's rows @ these rows; load(a, strip, row) loads the scores.
+  // Computes r_sum += the scores of a group's rows @ these rows. load(a, strip, row) loads the
+  // scores.
   template <typename Load>
   __device__ __forceinline__ void add_rows(uint32_t s_rows, int group, const Load& load) {
     const uint32_t s_slice = s_rows + group * kCols * QTile::kRowBytes;
@@ -281,9 +285,9 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // Named barriers, two for every strip and group: "P is stored" and "dS is stored". The key warp
-  // with the same scores waits for P; the other warps of the group that sum the same gradient wait
-  // for P or dS.
+  // Named barriers. Every strip and group has two: "P is stored" and "dS is stored". The key warp
+  // with the same scores waits for P. The other warps of the group that accumulate the same
+  // gradient wait for P or for dS.
   __device__ __forceinline__ int barrier_of(bool ds, int group) const {
     return 1 + (ds ? kStripWarps : 0) + this->strip_warp() / kGroups * kGroups + group;
   }

@@ -1,5 +1,5 @@
-// The mma operands of attention's gradient, loaded from tiles in shared memory, for 16-bit elements
-// and TF32; the stores of results; the dQ semaphores.
+// Parts of attention's backward on mma.sync: mma operands loaded from tiles in shared memory, for
+// 16-bit elements and TF32; the stores of results; and the dQ semaphores.
 #pragma once
 
 #include <type_traits>
@@ -12,8 +12,8 @@
 
 namespace torchweld {
 
-// to(i, j) += a[i] @ b_j for kM left and kGroups * kN right operands; load(b, group) loads kN right
-// ones.
+// Computes to(i, j) += a[i] @ b_j for kM left operands and kGroups * kN right operands. load(b,
+// group) loads kN right operands.
 template <typename Ops, int kGroups, int kN, int kM, typename Load, typename To>
 __device__ __forceinline__ void multiply_operands(const typename Ops::Left (&a)[kM],
                                                   const Load& load, const To& to) {
@@ -26,16 +26,17 @@ __device__ __forceinline__ void multiply_operands(const typename Ops::Left (&a)[
 #pragma unroll
       for (int j = 0; j < kN; ++j) Ops::mma(to(i, group * kN + j), a[i], b[j]);
     }
-    // NOTE: without the barrier the compiler interleaves the iterations and spills.
+    // NOTE: without this barrier the compiler interleaves the iterations and registers spill.
     if constexpr (kN == 1) __syncwarp();
   }
 }
 
-// Operands of m16n8k16. `mn` functions load MN-major operands, whose K runs along the tile's rows.
+// The operands of m16n8k16. Functions with `mn` in their name load MN-major operands, whose K runs
+// along the rows of the tile.
 template <typename T>
 struct Operands {
   static constexpr int kDepth = 16;
-  static constexpr int kMnTiles = 2;  // n8 tiles of an MN-major right operand
+  static constexpr int kMnTiles = 2;  // n8 tiles in an MN-major right operand
   struct Left {
     uint32_t r[4];
   };
@@ -63,7 +64,8 @@ struct Operands {
   static __device__ __forceinline__ uint32_t mn_right_lane(uint32_t s_tile, int col) {
     return left_lane<Tile>(s_tile, 0, col / kDepth);
   }
-  // The left operand whose rows are columns [16 * tile, 16 * tile + 16), `bytes` further down.
+  // Loads the left operand whose rows are the columns [16 * tile, 16 * tile + 16) of the tile.
+  // `bytes` is the offset of the first row.
   template <typename Tile>
   static __device__ __forceinline__ void load_mn_left(Left& to, uint32_t s_lane, int bytes,
                                                       int tile) {
@@ -78,7 +80,7 @@ struct Operands {
     to[1] = {{r[2], r[3]}};
   }
 
-  // A result tile (m16 x n8) kept to become an operand: rows g and g + 8.
+  // A result tile (m16 x n8) that is kept to become an operand. It has rows g and g + 8.
   struct Held {
     uint32_t r[2];
     __device__ __forceinline__ void set(const float (&r_tile)[4]) {
@@ -105,9 +107,9 @@ struct Operands {
   }
 };
 
-// Operands of m16n8k8 in TF32, from fp32 tiles.
-// NOTE: results have k = 2t and 2t + 1 where a left operand has k = t and t + 4. Any order of k
-// gives the same product, so MN-major operands are loaded in the order of the results.
+// The operands of m16n8k8 in TF32, loaded from fp32 tiles.
+// NOTE: a thread's results have k = 2t and 2t + 1, but a left operand needs k = t and t + 4. Any
+// order of k gives the same product, so MN-major operands are loaded in the order of the results.
 template <>
 struct Operands<float> {
   static constexpr int kDepth = 8;
@@ -185,8 +187,8 @@ struct Operands<float> {
     for (int i = 0; i < 4; ++i) to.r[i] = round_to_tf32(r_tile->r[kOrder[i]]);
   }
 
-  // NOTE: tensor cores truncate when they add. Each mma starts from 0 and is added with rounding,
-  // so that long sums have fp32's error.
+  // NOTE: tensor cores truncate when they add. Therefore each mma starts from 0, and its result is
+  // added with rounding, so that long sums have the error of fp32.
   static __device__ __forceinline__ void mma(float (&d)[4], const Left& a, const Right& b) {
     float r_product[4] = {};
     mma_1688(r_product, a.r, b.r[0], b.r[1]);
@@ -201,10 +203,11 @@ struct Operands<float> {
   }
 };
 
-// Stores strips of 16 rows of result tiles, from tile kFrom on and times `scale`, to rows from
-// `row` and columns from `col` of g_to (rows, cols). Rows before `first` become 0, rows from `end`
-// on are not written. NOTE: a recursion over the tiles, because the compiler leaves one of the long
-// nested loops rolled and the accumulators in local memory.
+// Scales result tiles, from tile kFrom on, and stores them as strips of 16 rows to g_to (rows,
+// cols), from row `row` and column `col` on. Rows before `first` become 0, and rows from `end` on
+// are not written.
+// NOTE: the function is recursive over the tiles. With nested loops the compiler would leave one of
+// them rolled and put the accumulators in local memory.
 template <int kFrom, typename T, int kStrips, int kTiles>
 __device__ __forceinline__ void store_results(T* g_to, const float (&r_tiles)[kStrips][kTiles][4],
                                               float scale, int row, int first, int end, int col,
@@ -233,22 +236,23 @@ __device__ __forceinline__ void store_results(T* g_to, const float (&r_tiles)[kS
   }
 }
 
-// fp16 probabilities are stored times 2^kProbabilityShift, so that small ones stay normal.
+// fp16 probabilities are stored times 2^kProbabilityShift, so that small probabilities stay normal
+// numbers.
 template <typename T>
 constexpr int kProbabilityShift = std::is_same_v<T, __half> ? 15 : 0;
 
-// The probability of the exponent that BackwardArgs' factors give: for 16-bit results in base 2 and
-// shifted by kProbabilityShift.
-// NOTE: in fp32 the change of base follows the subtraction, whose result is small; before it, the
-// rounding error of the factor would be multiplied by |lse|. Probabilities are clamped to 1: the
-// rounding of a score of 1e30 could give inf.
+// Returns the probability for an exponent that was computed with the factors in BackwardArgs. For
+// 16-bit results the exponent is to base 2 and includes kProbabilityShift.
+// NOTE: in fp32 the change to base 2 comes after the subtraction of lse, whose result is small.
+// Before it, |lse| would multiply the rounding error of the factor. Probabilities are clamped to 1,
+// because the rounding of a score of 1e30 could give inf.
 template <typename T>
 __device__ __forceinline__ float exponential(float x) {
   if constexpr (sizeof(T) == 2) return exp2_approx_ftz(min_or_nan(x, kProbabilityShift<T>));
   return exp2_approx(min_or_nan(x, 0.f) * kLog2e);
 }
 
-// Semaphores between the blocks of a grid.
+// Load and store of the semaphores between the blocks of a grid.
 __device__ __forceinline__ int load_acquire(const int* g_from) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(g_from) : "memory");

@@ -1,17 +1,19 @@
-// The gradient of attention on tensor cores, a block per tile of keys.
+// The backward of attention on tensor cores of sm_80 and newer. There is one block per tile of
+// keys.
 //
 //   P = exp(scale * Q K^T - lse)     dP = dO V^T      dS = P * (dP - delta), delta = sum(dO * O)
 //   dV = P^T dO                      dK = scale * dS^T Q        dQ = scale * dS K
 //
-// Every warp owns a strip of the keys and computes S^T and dP^T of its strip, so that P^T and dS^T
-// are in its registers as the left operands of dV and dK. Only dS goes through shared memory, for
-// dQ, to which blocks add in order (attention/sync/bwd_dq.cuh). A block loops over the query heads
-// of its kv head and over each head's live query tiles, from the last to the first, while the next
-// tile loads. In fp32 arriving tiles are split into bf16 terms once, for all warps
-// (attention/sync/terms.cuh). Blocks get their work by ticket, with ascending key tiles: a block
-// only waits for blocks that have started, and under causal the longest blocks come first. All
-// blocks of a head start at the last rows, so that none waits for a block at the diagonal. Source:
-// Dao, "FlashAttention-2", 2023, algorithm 2; the fixed order of dQ is ours.
+// Every warp has a strip of the keys and computes S^T and dP^T of its strip, so that P^T and dS^T
+// are already in its registers as the left operands of dV and dK. Only dS goes through shared
+// memory, for dQ, to which blocks add in a fixed order (attention/sync/bwd_dq.cuh). A block loops
+// over the query heads of its kv head, and for each head over the query tiles that see its keys,
+// from the last tile to the first, while the next tile loads. In fp32 the values of a tile are
+// split into bf16 terms once for all warps (attention/sync/terms.cuh). Blocks draw tickets with
+// ascending key tiles, so a block only waits for blocks that have started, and under causal the
+// longest blocks come first. All blocks of a head start at the last rows, so that no block waits
+// for a block at the diagonal.
+// Source: Dao, "FlashAttention-2", 2023, algorithm 2. The fixed order of dQ is new.
 #pragma once
 
 #include "attention/sync/bwd_paired.cuh"
@@ -63,7 +65,7 @@ struct BackwardBlock : BackwardTools<Config> {
     int stage = 0;
     while (true) {
       const QueryTile next = this->tile_after(tile);
-      // After this barrier no warp needs the tile before, and its dS is complete.
+      // After this barrier no warp needs the previous tile, and the dS of that tile is complete.
       copy_async_wait<0>();
       __syncthreads();
       bool non_finite = this->non_finite_keys;
@@ -127,7 +129,8 @@ struct BackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // r_p: scores to P * 2^kProbabilityShift; r_ds: dP to dS. delta in shared memory is unshifted.
+  // Turns the scores in r_p into P * 2^kProbabilityShift, and dP in r_ds into dS. delta in shared
+  // memory does not include the shift.
   __device__ __forceinline__ void differentiate(Scores& r_p, Scores& r_ds, int stage, int col) {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
     const int first = col + threadIdx.x % 4 * 2;
@@ -153,7 +156,8 @@ struct BackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // differentiate() of soft-capped scores: dS is multiplied by the cap's slope, 1 - tanh^2.
+  // differentiate() for soft-capped scores: dS is also multiplied by the slope of the cap, 1 -
+  // tanh^2.
   __device__ __forceinline__ void differentiate_capped(Scores& r_p, Scores& r_ds, int stage,
                                                        int first) {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
@@ -179,7 +183,8 @@ struct BackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // r_sum += r_scores (the warp's strips, kCols) @ kCols rows of the tile at byte `rows`.
+  // Computes r_sum += r_scores @ B. r_scores has the warp's strips by kCols rows. B is kCols rows
+  // of the tile at byte `rows`.
   __device__ __forceinline__ void accumulate(float (&r_sum)[kStrips][kDimTiles][4],
                                              const HeldScores& r_scores, uint32_t s_rows,
                                              int rows) {

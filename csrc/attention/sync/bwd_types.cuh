@@ -1,4 +1,4 @@
-// A block of attention's gradient: types and shared memory.
+// The types and the shared memory of a block of attention's backward.
 #pragma once
 
 #include <type_traits>
@@ -8,7 +8,7 @@
 
 namespace torchweld {
 
-// The gradients that a launch computes; dQ comes with dK.
+// The gradients that a launch computes. The launch that computes dK also computes dQ.
 enum class BackwardPart { kBoth, kValue, kKey };
 
 template <typename T_, int kTile, BackwardPart kPart, bool kMasked_>
@@ -31,7 +31,7 @@ struct BackwardConfig {
   static constexpr int kStripWarps = kShape.strip_warps();
   static constexpr bool kValue = kPart != BackwardPart::kKey;
   static constexpr bool kKey = kPart != BackwardPart::kValue;
-  // Unrolling of the loops over K; more would spill.
+  // How far the loops over K are unrolled. More would spill registers.
   static constexpr int kUnroll = sizeof(T) == 2 ? 2 : 1;
   static constexpr int kSlabUnroll = kSplit || (sizeof(T) == 4 && kWarps == 2) ? 1 : 4;
   using Ops =
@@ -50,14 +50,14 @@ template <typename Config, bool kSplit = Config::kSplit>
 struct BackwardShared {
   typename Config::KeyTile k, v;
   typename Config::QueryTileOf q[2], dout[2];
-  // The last one holds P, which the dV warps of a pair pass to the dK warps.
+  // The last buffer holds P, which the dV warps of a pair pass to the dK warps.
   typename Config::ScoreTile ds[Config::kPaired ? 3 : 2];
   float lse[2][Config::kRows];
   float delta[2][Config::kRows];
   typename Config::WorkTile work;
 };
 
-// In fp32 the next Q and dO arrive beside the bf16 terms of the current ones.
+// In fp32 the next Q and dO arrive in separate buffers, next to the bf16 terms of the current ones.
 template <typename Config>
 struct BackwardShared<Config, true> {
   typename Config::KeyTile k, v;

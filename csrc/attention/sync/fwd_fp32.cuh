@@ -1,9 +1,10 @@
-// attention's forward on tensor cores in exact fp32. The blocks and their order are those of
+// The forward of attention on tensor cores in exact fp32. The blocks and their order are those of
 // attention/sync/fwd.cuh.
 //
-// Keys and values arrive in fp32 during the matmuls of the step before and are then split into bf16
-// terms: both of a step together or, with one stage, first the keys, then the values, in the same
-// buffer. Two blocks fit on an SM, so that one multiplies while the other splits.
+// Keys and values arrive in fp32 during the matmuls of the previous step and are then split into
+// bf16 terms. With two stages, the keys and values of a step are split together. With one stage,
+// first the keys and then the values are split, in the same buffer. Two blocks fit on an SM, so
+// that one multiplies while the other splits.
 #pragma once
 
 #include "attention/block.cuh"
@@ -32,17 +33,17 @@ struct AttentionSplitConfig : AttentionVariant<kMasked> {
   static_assert(kWarpRows % 16 == 0 && kKeys % 16 == 0 && (kStages == 1 || kStages == 2));
 };
 
-// The results and sums of earlier key tiles, in local memory. Adding 8192 keys to one register,
-// tile after tile, takes 256 roundings; adding them 8 tiles at a time takes 40.
+// The results and sums of earlier key tiles, kept in local memory. Adding 8192 keys to one register
+// tile by tile takes 256 roundings; adding them 8 tiles at a time takes 40.
 //
-// NOTE: by address, because the compiler would keep them in registers and spill what each tile
-// needs.
+// NOTE: the code accesses local memory by address. Otherwise the compiler would keep these values
+// in registers and spill values that every tile needs.
 template <int kTiles, int kCols>
 class EarlierTiles {
  public:
   static constexpr int kTilesAtOnce = 8;
 
-  // Takes the factors of a tile's rescale.
+  // Multiplies the kept scale by the factors of a tile's rescale.
   __device__ __forceinline__ void rescale(const float (&factor)[kTiles][2]) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -54,7 +55,7 @@ class EarlierTiles {
     }
   }
 
-  // Moves r_out and the rows' sums here.
+  // Moves r_out and the sums of the rows to local memory.
   __device__ __forceinline__ void add(float (&r_out)[kTiles][kCols][4],
                                       OnlineRow (&rows)[kTiles][2], bool is_empty) {
     if (!is_empty) add_to(r_out, rows);
@@ -74,7 +75,7 @@ class EarlierTiles {
     }
   }
 
-  // Adds what is here to r_out and the rows' sums.
+  // Adds the kept results and sums to r_out and the sums of the rows.
   __device__ __forceinline__ void add_to(float (&r_out)[kTiles][kCols][4],
                                          OnlineRow (&rows)[kTiles][2]) {
 #pragma unroll
@@ -100,7 +101,7 @@ class EarlierTiles {
  private:
   alignas(8) float l_out[kTiles * kCols * 4];
   alignas(8) float l_sum[kTiles * 2];
-  alignas(8) float l_scale[kTiles * 2];  // from the maxima of l_out to those of now
+  alignas(8) float l_scale[kTiles * 2];  // from the maxima of l_out to the current maxima
 
   static __device__ __forceinline__ void load(const float* l_from, float (&to)[2]) {
     asm volatile("ld.local.v2.f32 {%0, %1}, [%2];"
@@ -118,8 +119,8 @@ class EarlierTiles {
 template <typename Config>
 struct AttentionSplitShared {
   typename Config::QueryTile query;
-  typename Config::KeyTile terms[Config::kStages];     // of keys, of values
-  typename Config::RawTile arriving[Config::kStages];  // the next ones
+  typename Config::KeyTile terms[Config::kStages];     // of keys and of values
+  typename Config::RawTile arriving[Config::kStages];  // the next keys and values
   typename Config::Block block;
 };
 
@@ -160,7 +161,7 @@ __global__ __launch_bounds__(
     values_loader.load(fresh_thread(), shared_address(s_arriving_values.s_data), keys_left);
   };
 
-  // Load Q times the sign of the scale; its size goes into the exponent.
+  // Load Q times the sign of the scale. The size of the scale is part of the exponent.
   bool non_finite_query = false;
   if (keys > 0) {
     load_keys(keys);
@@ -170,9 +171,9 @@ __global__ __launch_bounds__(
         s.query, matrix_of<T>(params.query, block.batch, block.head, block.first_row),
         params.query.row_stride, 0, block.rows, head_dim, scale.sign);
   }
-  // Splits the arrived tiles when no warp needs the terms before, and starts the next loads.
-  // Returns true where they or the query rows hold inf or NaN. With one stage, keys in a gap are
-  // cleared as well as values: the mask hides their scores.
+  // Splits the tiles that have arrived, as soon as no warp needs the previous terms, and starts the
+  // next loads. Returns true if a tile or the query rows have an inf or NaN. With one stage, keys
+  // in a gap are cleared like values, which does no harm because the mask hides their scores.
   const auto split_arrived = [&](int key, const auto& load_next) {
     copy_async_wait<0>();
     if constexpr (Config::kMasked) {
@@ -225,7 +226,7 @@ __global__ __launch_bounds__(
 
   if (keys > kKeysAtOnce) earlier.add_to(r_out, rows);
 
-  // Store through the shared memory of the query rows.
+  // Store the results through the shared memory of the query rows.
   __syncthreads();
   const int warp_row = threadIdx.x / 32 * Config::kWarpRows;
   char* s_rows = reinterpret_cast<char*>(s.query.s_data) + warp_row * Config::Layout::kRowBytes;

@@ -1,8 +1,8 @@
-// Exact fp32 in attention: tiles whose values are three bf16 terms in shared memory.
+// Exact fp32 in attention: tiles in shared memory whose values are stored as three bf16 terms.
 //
 // The thread that has copied a value splits it once, when its tile has arrived. Then every warp
-// loads terms with ldmatrix, like the elements of the 16-bit kernels, and issues six mmas for them.
-// Probabilities and their gradients are computed in registers and split there.
+// loads the terms with ldmatrix, like the elements of the 16-bit kernels, and issues six mma
+// instructions for them. Probabilities and their gradients are computed and split in registers.
 #pragma once
 
 #include <type_traits>
@@ -15,7 +15,8 @@ namespace torchweld {
 
 inline constexpr int kTerms = 3;
 
-// kTerms planes of bf16, the largest terms first. Addresses are those of the first plane.
+// A tile as kTerms planes of bf16, with the largest terms first. Functions take addresses in the
+// first plane.
 template <int kTileRows, int kTileCols>
 struct SplitTile {
   using Plane = SharedTile<__nv_bfloat16, kTileRows, kTileCols>;
@@ -47,8 +48,8 @@ __device__ __forceinline__ void store_terms(Tile& s_to, int row, int quad, const
   *reinterpret_cast<uint2*>(s_quad + 2 * Tile::kPlaneBytes) = {first.low, second.low};
 }
 
-// Splits the values of a tile that belong to this thread: those that AttentionLoader and load_tile
-// make it copy. read(row, quad) returns four of them. Returns true where one is not finite.
+// Splits the values of a tile that this thread has copied in AttentionLoader or load_tile.
+// read(row, quad) returns four of them. Returns true if a value is not finite.
 template <int kThreads, typename Tile, typename Read>
 __device__ __forceinline__ bool split_own(Tile& s_to, const Read& read) {
   constexpr int kQuads = Tile::kCols / 4, kRowStep = kThreads / kQuads;
@@ -69,7 +70,7 @@ __device__ __forceinline__ bool split_own(Tile& s_to, const Read& read) {
   return true;
 }
 
-// Splits the values that this thread has copied; the caller has waited for them.
+// Splits the values that this thread has copied. The caller must have waited for the copies.
 template <int kThreads, typename Tile, typename RawTile>
 __device__ __forceinline__ bool split_tile(Tile& s_to, const RawTile& s_from) {
   static_assert(Tile::kRows == RawTile::kRows && Tile::kCols == RawTile::kRowBytes / 4);
@@ -79,8 +80,8 @@ __device__ __forceinline__ bool split_tile(Tile& s_to, const RawTile& s_from) {
   });
 }
 
-// Splits rows [begin, end) of a strided matrix, times `factor`; other rows and columns from `cols`
-// on become 0 and are not read. For tiles that a block splits once.
+// Splits rows [begin, end) of a strided matrix, times `factor`. Other rows, and columns from `cols`
+// on, become 0 and are not read. Used for tiles that a block splits once.
 template <int kThreads, typename Tile>
 __device__ __forceinline__ bool split_rows(Tile& s_to, const float* g_first, int64_t row_stride,
                                            int begin, int end, int cols, float factor) {
@@ -95,8 +96,8 @@ __device__ __forceinline__ bool split_rows(Tile& s_to, const float* g_first, int
   });
 }
 
-// Loads the terms of a left operand (16, 16) from a left_lane address, or transposed from a
-// right_lane address.
+// Loads the terms of a left operand (16, 16) from a left_lane address. If kTransposed, loads it
+// transposed from a right_lane address.
 template <typename Tile, bool kTransposed>
 __device__ __forceinline__ void load_terms(TermFragment<4>& to, uint32_t s_lane) {
   constexpr auto load = kTransposed ? load_matrix_4_transposed : load_matrix_4;
@@ -105,8 +106,8 @@ __device__ __forceinline__ void load_terms(TermFragment<4>& to, uint32_t s_lane)
   load(to.low, s_lane + 2 * Tile::kPlaneBytes);
 }
 
-// Loads the terms of two right operands (16, 8) from a right_lane address, or transposed from a
-// left_lane address.
+// Loads the terms of two right operands (16, 8) from a right_lane address. If kTransposed, loads
+// them transposed from a left_lane address.
 template <typename Tile, bool kTransposed>
 __device__ __forceinline__ void load_terms(TermFragment<2> (&to)[2], uint32_t s_lane) {
   TermFragment<4> both;

@@ -3,7 +3,8 @@
 //   scores = Q K^T    Q (kTiles * 16, kDim), K (kKeys, kDim) in shared memory
 //   out += P V        P (kTiles * 16, kKeys) in the registers of the scores, V (kKeys, kDim)
 //
-// `cols`, the columns that are not padding, is unused: skipping the others would cost more.
+// `cols`, the number of columns that are not padding, is unused: skipping the padding would take
+// longer than multiplying it.
 #pragma once
 
 #include "attention/tile.cuh"
@@ -49,7 +50,7 @@ struct WarpMatmul16 {
     }
   }
 
-  // Two neighbouring score tiles in C's layout are one tile in A's.
+  // Two neighbouring score tiles in the layout of mma's C are one tile in the layout of A.
   __device__ __forceinline__ void attend(Out& r_out, const Scores& r_p, const char* s_v,
                                          int /*cols*/) const {
     const uint32_t v = shared_address(s_v) + v_offset;
@@ -77,7 +78,8 @@ struct WarpMatmul16 {
     }
   }
 
-  // Stores row `half` * 8 + g of a tile, times `factor`, to shared memory; 0 where not `live`.
+  // Stores row `half` * 8 + g of a tile, times `factor`, to shared memory, or zeros if the row is
+  // not `live`.
   static __device__ __forceinline__ void stage(char* s_rows, const Out& r_out, int tile, int half,
                                                float factor, bool live) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;

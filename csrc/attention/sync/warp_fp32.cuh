@@ -3,8 +3,8 @@
 //   scores = Q K^T    Q (kTiles * 16, kDim), K (kKeys, kDim) in shared memory
 //   out += P V        P (kTiles * 16, kKeys) in the registers of the scores, V (kKeys, kDim)
 //
-// Columns of Q and K from `cols` on are padding and skipped. `handles_non_finite` allows inf and
-// NaN in the tiles.
+// Columns of Q and K from `cols` on are padding and are skipped. `handles_non_finite` allows inf
+// and NaN in the tiles.
 #pragma once
 
 #include "attention/sync/terms.cuh"
@@ -15,10 +15,10 @@ template <typename QueryTile, typename KeyTile, int kTiles>
 struct WarpMatmulSplit {
   static constexpr int kDim = KeyTile::kCols;
   static constexpr int kKeys = KeyTile::kRows;
-  // Four independent chains of mmas keep a tensor core busy; head dims above 128 leave registers
-  // for two.
+  // Four independent chains of mma instructions keep a tensor core busy. Head dims above 128 leave
+  // registers for two chains only.
   static constexpr int kAtOnce = kTiles == 1 && kKeys % 32 == 0 ? 2 : 1;
-  using Layout = AttentionLayout<float, kDim>;  // of finished rows
+  using Layout = AttentionLayout<float, kDim>;  // of the finished rows
   using Scores = float[kTiles][kKeys / 8][4];
   using Out = float[kTiles][kDim / 8][4];
 
@@ -45,7 +45,7 @@ struct WarpMatmulSplit {
     }
   }
 
-  // Two neighbouring score tiles in C's layout are one tile in A's.
+  // Two neighbouring score tiles in the layout of mma's C are one tile in the layout of A.
   static __device__ __forceinline__ void attend(Out& r_out, const Scores& r_p, const KeyTile& s_v,
                                                 bool handles_non_finite) {
     const uint32_t v = left_lane<KeyTile>(shared_address(s_v.s_data), 0, 0);
@@ -70,7 +70,8 @@ struct WarpMatmulSplit {
     }
   }
 
-  // Stores row `half` * 8 + g of a tile, times `factor`, to shared memory; 0 where not `live`.
+  // Stores row `half` * 8 + g of a tile, times `factor`, to shared memory, or zeros if the row is
+  // not `live`.
   static __device__ __forceinline__ void stage(char* s_rows, const Out& r_out, int tile, int half,
                                                float factor, bool live) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;

@@ -1,9 +1,9 @@
 // The matmuls of one warp in TF32, from fp32 tiles: m16n8k8. The interface is that of
 // attention/sync/warp_16bit.cuh.
 //
-// P V permutes the keys of every 8 to 0 2 4 6 1 3 5 7, so that the scores in C's layout are P in
-// A's, and the columns of every 32 to 0 4 8 .. 28 1 5 .., so that a thread loads V 16 bytes at a
-// time.
+// P V permutes every 8 keys to 0 2 4 6 1 3 5 7, so that the scores in the layout of C are already P
+// in the layout of A. It permutes every 32 columns to 0 4 8 .. 28 1 5 .., so that a thread loads V
+// 16 bytes at a time.
 #pragma once
 
 #include "attention/tile.cuh"
@@ -30,7 +30,7 @@ struct WarpMatmulTf32 {
     return round_to_tf32(__uint_as_float(bits));
   }
 
-  // ldmatrix loads an 8 x 8 matrix of 16-bit elements, here 8 x 4 fp32 values.
+  // ldmatrix loads an 8 x 8 matrix of 16-bit elements, which here is 8 x 4 fp32 values.
   __device__ __forceinline__ void scores(Scores& r_s, const char* s_q, const char* s_k,
                                          int cols) const {
     const uint32_t q = shared_address(s_q) + q_offset, k = shared_address(s_k) + k_offset;
