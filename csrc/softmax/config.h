@@ -1,9 +1,9 @@
-// Chooses the engine and the tile of a row softmax. Pure host code: tested without a GPU, printed
-// by explain.
+// Chooses the engine and the tile of a row softmax. This is pure host code: it is tested without a
+// GPU, and explain prints its choice.
 //
-// Three engines: a tile holds a row in registers; a ring holds it in the shared memory of a
-// cluster, where the next row is loaded while this one is reduced and stored; a stream reads it
-// twice.
+// There are three engines. A tile holds a row in registers. A ring holds it in the shared memory of
+// a cluster, where the next row is loaded while this row is reduced and stored. A stream reads the
+// row twice.
 #pragma once
 
 #include <cstdint>
@@ -12,27 +12,28 @@
 
 namespace torchweld {
 
-// The rows that a tile supports: masked 16-bit scores in the forward, all other rows, or both.
+// Which rows a tile supports. kScores: 16-bit scores under a mask, in the forward. kOthers: every
+// row that is not kScores.
 enum class SoftmaxRows : int8_t { kAll, kScores, kOthers };
 
-// A row is held in the registers of up to `threads` threads, with `loads` 16-byte accesses each. If
+// The registers of up to `threads` threads hold a row, with `loads` 16-byte accesses per thread. If
 // rows are not aligned, a thread also holds one element before or after the aligned accesses.
 struct SoftmaxTile {
   int threads;
   int loads;
   SoftmaxRows rows;
 
-  constexpr int values(int elem_size) const { return loads * 16 / elem_size; }  // of a thread
+  constexpr int values(int elem_size) const { return loads * 16 / elem_size; }  // values per thread
   constexpr int64_t capacity(int elem_size, bool aligned) const {
     return static_cast<int64_t>(threads) * values(elem_size) + (aligned ? 0 : 16 / elem_size - 1);
   }
-  // Threads that a row of n elements needs, a multiple of 32.
+  // The number of threads for a row of n elements: a multiple of 32.
   constexpr int threads_for(int64_t n, int elem_size) const {
     const int64_t accesses = n / (16 / elem_size);
     const int64_t wanted = ((accesses + loads - 1) / loads + 31) / 32 * 32;
     return wanted < threads ? static_cast<int>(wanted < 32 ? 32 : wanted) : threads;
   }
-  // With more than 32 values a thread keeps the raw words and computes the exponentials twice.
+  // A thread with more than 32 values keeps the raw words and computes the exponentials twice.
   constexpr bool recomputes(int elem_size) const { return values(elem_size) > 32; }
   constexpr bool supports(int elem_size, bool backward, bool masked) const {
     const bool scores = masked && elem_size == 2 && !backward;
@@ -40,8 +41,8 @@ struct SoftmaxTile {
   }
   // Whether the registers hold the row without spills.
   // NOTE: the forward could hold more than 32 values per thread, but then an SM runs one block,
-  // which does not overlap loads with math: 2.2x a copy at n = 65536 in 16 bits; the streaming
-  // kernel takes 1.9x.
+  // which does not overlap loads with math. In 16 bits at n = 65536 this took 2.2 times as long as
+  // a copy of the matrix; the streaming kernel takes 1.9 times.
   constexpr bool fits_registers(int elem_size, bool backward, bool masked) const {
     if (!supports(elem_size, backward, masked)) return false;
     if (!backward) return values(elem_size) <= 32 || rows == SoftmaxRows::kScores;
@@ -49,11 +50,11 @@ struct SoftmaxTile {
   }
 };
 
-// Sorted by preference: the first legal tile is chosen.
+// The tiles in order of preference: the first legal one is chosen.
 // NOTE: a causal row loads half of its scores on average, but stores all of them. Fewer threads
-// with 4 accesses each keep more rows in flight: 0.78 of a copy of the matrix in 16 bits at n =
-// 2048 on an H200 instead of 0.93. 128 threads with 8 accesses: 0.80 at 8192 instead of 0.88. fp32
-// does not gain.
+// with 4 accesses each keep more rows in flight. At n = 2048 in 16 bits on an H200 they take 0.78
+// of the time of a copy of the matrix, instead of 0.93. With 128 threads and 8 accesses, n = 8192
+// takes 0.80 instead of 0.88. fp32 does not gain.
 inline constexpr SoftmaxTile kSoftmaxTiles[] = {
     {32, 1, SoftmaxRows::kAll},    {32, 2, SoftmaxRows::kAll},     {32, 4, SoftmaxRows::kScores},
     {64, 2, SoftmaxRows::kOthers}, {64, 4, SoftmaxRows::kScores},  {128, 2, SoftmaxRows::kOthers},
@@ -62,30 +63,31 @@ inline constexpr SoftmaxTile kSoftmaxTiles[] = {
     {1024, 8, SoftmaxRows::kAll}};
 inline constexpr int kNumSoftmaxTiles = sizeof(kSoftmaxTiles) / sizeof(kSoftmaxTiles[0]);
 
-// A row is held in the shared memory of `cluster` blocks, as a ring of slots. One producer warp
-// fills the slots; consumer groups of threads process rows round-robin. A slot holds a chunk of x,
-// or a chunk of y and one of dy.
+// The shared memory of `cluster` blocks holds a row as a ring of slots. In each block a producer
+// warp fills the slots, and groups of consumer threads process rows in round-robin order. A slot
+// holds a chunk of x in the forward, or a chunk of y and one of dy in the backward.
 struct SoftmaxRing {
   int cluster;
-  int preferred[2][2];  // limit in 1024 columns: [backward][4-byte elements]
+  int preferred[2][2];  // the longest preferred row in 1024 columns: [backward][4-byte elements]
 
   static constexpr int kGroups = 3;
   static constexpr int kThreads = 256;             // per group
-  static constexpr int kLoads = 4;                 // 16-byte accesses of a thread per slot
-  static constexpr int kExtraBytes = 2048;         // barriers and the exchange between blocks
-  static constexpr int kSharedBytes = 227 * 1024;  // of a block; one block per SM
+  static constexpr int kLoads = 4;                 // 16-byte accesses per thread and slot
+  static constexpr int kExtraBytes = 2048;         // for barriers and the exchange between blocks
+  static constexpr int kSharedBytes = 227 * 1024;  // per block; an SM runs one block
 
   constexpr int block_threads() const { return kGroups * kThreads + 32; }
-  constexpr int accesses(bool backward) const { return kLoads / (backward ? 2 : 1); }  // per chunk
+  // Per thread and chunk.
+  constexpr int accesses(bool backward) const { return kLoads / (backward ? 2 : 1); }
   constexpr int chunk_bytes(bool backward) const { return kThreads * accesses(backward) * 16; }
   constexpr int shared_bytes() const { return kSharedBytes; }
-  // Clusters above 8 are not portable; only the gradient gains by them.
+  // A cluster of more than 8 blocks is not portable. Only the backward gains from it.
   constexpr bool portable() const { return cluster <= 8; }
   constexpr bool supports(bool backward) const { return portable() || backward; }
   constexpr int slots() const { return (kSharedBytes - kExtraBytes) / (kThreads * kLoads * 16); }
 
-  // The longest row that is read once. capacity() is the longest row: a portable cluster reads up
-  // to a quarter of its slots twice.
+  // read_once_to() is the longest row that is read once. capacity() is the longest row that the
+  // ring supports: a portable cluster can read up to a quarter of its slots twice.
   constexpr int64_t read_once_to(int elem_size, bool backward, bool aligned) const {
     return columns(slots(), elem_size, backward, aligned);
   }
@@ -97,20 +99,22 @@ struct SoftmaxRing {
   }
 
  private:
-  // Columns that fit into `chunks` chunks per block. Unaligned rows lose the unaligned elements.
+  // The number of columns that fit into `chunks` chunks per block. Unaligned rows lose the
+  // unaligned elements.
   constexpr int64_t columns(int chunks, int elem_size, bool backward, bool aligned) const {
     return static_cast<int64_t>(cluster) * chunks * chunk_bytes(backward) / elem_size -
            (aligned ? 0 : 16 / elem_size - 1);
   }
 };
 
-// Sorted by preference: choose_softmax_ring() picks the first ring that prefers the row length and
-// reads the row once, else the first that holds it. The cluster sizes are the fastest ones, or as
-// fast, on an H200 at 16384 to 262144 columns: a block holds at most 80 KiB until the cluster size
-// is at its limit, and the gradient uses at least two blocks. The bounds in between, and longer
-// rows, were not measured.
-// NOTE: 7 clusters of 16 leave 20 of 132 SMs idle. They pay only if 8 blocks would read chunks
-// twice: 1.04 of moving three tensors in the gradient of fp32 rows of 262144, against 1.13.
+// The rings in order of preference. choose_softmax_ring() picks the first ring that prefers the row
+// length and reads the row once, else the first ring that supports it. The cluster sizes are the
+// fastest, or as fast, on an H200 at 16384 to 262144 columns: a block holds at most 80 KiB until
+// the cluster size is at its limit, and the backward uses at least two blocks. Limits between the
+// measured lengths, and longer rows, were not measured.
+// NOTE: 7 clusters of 16 leave 20 of 132 SMs idle. They are faster only if 8 blocks would read
+// chunks twice: the backward of fp32 rows of 262144 then takes 1.04 of the time to move three
+// tensors, instead of 1.13.
 inline constexpr SoftmaxRing kSoftmaxRings[] = {{1, {{40, 20}, {0, 0}}},
                                                 {2, {{80, 40}, {40, 20}}},
                                                 {4, {{160, 80}, {80, 40}}},
@@ -118,32 +122,33 @@ inline constexpr SoftmaxRing kSoftmaxRings[] = {{1, {{40, 20}, {0, 0}}},
                                                 {16, {{0, 0}, {896, 448}}}};
 inline constexpr int kNumSoftmaxRings = sizeof(kSoftmaxRings) / sizeof(kSoftmaxRings[0]);
 
-// Threads of the streaming kernel.
+// The number of threads of the streaming kernel.
 inline constexpr int kSoftmaxStreamThreads = 512;
 
-// The length from which 16-bit rows prefer a ring: [backward]. Other rows use a ring only if no
-// tile holds them: for fp32 the largest tile is faster.
+// The row length from which 16-bit rows prefer a ring: [backward]. fp32 rows use a ring only if no
+// tile holds them, because the largest tile is faster.
 inline constexpr int64_t kSoftmaxRingFrom[2] = {32768, 16384};
-// NOTE: 16-bit rows in this range need more than 512 threads, so an SM runs one block, which does
-// not overlap loads with math. Reading them twice is faster (1.16x a copy against 1.35x).
+// NOTE: 16-bit rows in this range would need a tile with more than 512 threads, so an SM would run
+// one block, which does not overlap loads with math. Reading the rows twice is faster (1.16 of the
+// time of a copy, instead of 1.35).
 inline constexpr int64_t kSoftmaxReadTwiceFrom = 16385, kSoftmaxReadTwiceTo = 24576;
 
 struct SoftmaxProblem {
   int64_t n;      // row length
   int elem_size;  // bytes
-  bool aligned;   // every row of the result is 16-byte aligned
+  bool aligned;   // every row of the result starts on a 16-byte boundary
   bool backward = false;
   bool tiled = true;     // false if the mask needs the streaming kernel
-  bool in_phase = true;  // a row has the same offset from a 16-byte boundary in every tensor
+  bool in_phase = true;  // each row has the same offset from a 16-byte boundary in every tensor
   int64_t rows = 1;
   bool masked = false;
   bool bfloat16 = false;
-  bool capped = false;  // softcap or a sink: see MaskKind::kCapped
+  bool capped = false;  // with softcap or a sink: see MaskKind::kCapped
   DeviceFacts device = {};
 };
 
-// kTile: rows in registers. kRing: rows in the shared memory of a cluster. kStream: rows read
-// twice.
+// kTile holds rows in registers. kRing holds rows in the shared memory of a cluster. kStream reads
+// rows twice.
 enum class SoftmaxEngine : int8_t { kTile, kRing, kStream };
 
 struct SoftmaxChoice {
@@ -155,10 +160,11 @@ inline Refusal softmax_row_refusal(const SoftmaxProblem& p, int64_t capacity) {
   return p.n <= capacity ? Refusal() : Refusal("holds {} elements, the row has {}", capacity, p.n);
 }
 
-// With softcap or a sink the gradient also reads the scores, which do not fit into registers.
+// With softcap or a sink the backward also reads the scores, which do not fit into registers.
 constexpr bool softmax_needs_scores(const SoftmaxProblem& p) { return p.capped && p.backward; }
 
-// Threads of the streaming kernel: in the gradient with softcap or a sink, at most one per access.
+// The number of threads of the streaming kernel. In the backward with softcap or a sink, there is
+// at most one thread per access.
 constexpr int softmax_stream_threads(const SoftmaxProblem& p) {
   const int64_t accesses = (p.n + 16 / p.elem_size - 1) / (16 / p.elem_size);
   const bool fits = softmax_needs_scores(p) && accesses < kSoftmaxStreamThreads;
@@ -194,8 +200,8 @@ inline Refusal softmax_refusal(const SoftmaxProblem& p, const SoftmaxRing& ring)
   return softmax_row_refusal(p, ring.capacity(p.elem_size, p.backward, p.aligned));
 }
 
-// Index of the first ring that prefers the row length and reads the row once, else of the first
-// that holds it, else -1.
+// Returns the index of the first ring that prefers the row length and reads the row once, else of
+// the first ring that supports the row, else -1.
 inline int choose_softmax_ring(const SoftmaxProblem& p) {
   int found = -1;
   for (int i = 0; i < kNumSoftmaxRings; ++i) {
@@ -207,9 +213,9 @@ inline int choose_softmax_ring(const SoftmaxProblem& p) {
   return found;
 }
 
-// The minimum accesses per thread.
-// NOTE: 8 accesses take 0.99 of the time of 4 for unmasked fp32 rows of 1025 to 4096 columns in the
-// forward on an H200; longer rows, masks and 16 bits do not gain.
+// The minimum number of accesses per thread.
+// NOTE: in the forward on an H200, 8 accesses take 0.99 of the time of 4 for unmasked fp32 rows of
+// 1025 to 4096 columns. Longer rows, masks and 16 bits do not gain.
 constexpr int softmax_tile_loads_from(const SoftmaxProblem& p) {
   const bool single = p.elem_size == 4 && !p.backward && !p.masked;
   return single && p.n > 1024 && p.n <= 4096 ? 8 : 1;
@@ -223,7 +229,7 @@ inline int choose_softmax_tile(const SoftmaxProblem& p) {
   return -1;
 }
 
-// Whether the row is a 16-bit one that is faster read twice than held in registers.
+// Whether the row is a 16-bit row for which reading twice is faster than registers.
 constexpr bool softmax_reads_twice(const SoftmaxProblem& p) {
   return p.elem_size == 2 && !p.backward && p.aligned && p.in_phase &&
          p.n >= kSoftmaxReadTwiceFrom && p.n <= kSoftmaxReadTwiceTo;

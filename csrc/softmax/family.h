@@ -1,4 +1,4 @@
-// The kernel family of row softmax and its gradient. Pure host code.
+// The kernel family of row softmax and its backward. This is pure host code.
 #pragma once
 
 #include "core/family.h"
@@ -53,15 +53,15 @@ struct SoftmaxFamily {
     return all;
   }
 
-  // Threads and loads of a tile, cluster size of a ring.
+  // The text is the threads and loads of a tile, or the cluster size of a ring.
   static std::string tile(const Encoded& x) {
     if (engine(x) == SoftmaxEngine::kStream) return "";
     if (engine(x) == SoftmaxEngine::kRing) return std::to_string(kSoftmaxRings[x[1]].cluster);
     return tile_text(kSoftmaxTiles[x[1]].threads, kSoftmaxTiles[x[1]].loads);
   }
 
-  // `threads` of a ring are its consumers, in groups with one row each; `loads` are per chunk. A
-  // stream has no loads.
+  // For a ring, `threads` counts its consumer threads, which form groups with one row each, and
+  // `loads` is the number of accesses per thread and chunk. A stream has no loads.
   static Columns columns(const SoftmaxProblem& p, const Encoded& x) {
     if (engine(x) == SoftmaxEngine::kRing) {
       const SoftmaxRing& ring = kSoftmaxRings[x[1]];

@@ -1,4 +1,4 @@
-// Kernel parameters of softmax over the last dim.
+// The kernel parameters of softmax over the last dim.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -30,7 +30,8 @@ struct SoftmaxBackwardParams {
   DType dtype;
 };
 
-// Allocates a counter that is 0 before and after the kernel. Only the ring kernels call it.
+// A function that allocates a counter which is 0 before and after the kernel. Only the ring kernels
+// call it.
 using ZeroCounter = std::function<unsigned*()>;
 
 void launch_softmax(const SoftmaxParams& params, const ZeroCounter& counter, cudaStream_t stream);

@@ -35,7 +35,7 @@ struct RowArgs {
   int64_t first_row;  // of this launch, if the rows need several grids
 };
 
-// Whether an access of `elems` columns from `first` on contains a live column.
+// Whether the `elems` columns from `first` on include a live column.
 template <typename Mask, typename Range, typename Column>
 __device__ __forceinline__ bool touches(const Range& live, Column first, int elems) {
   if constexpr (!Mask::kMasked) return first < live.end;
@@ -47,7 +47,7 @@ __device__ __forceinline__ bool sees(const Range& live, Column column) {
   return column >= live.begin && column < live.end;
 }
 
-// Converts an access to fp32 and multiplies it by `factor`; masked columns become `hidden`.
+// Converts an access to fp32 and multiplies it by `factor`. Masked columns become `hidden`.
 template <typename Mask, typename T, int kElems>
 __device__ __forceinline__ void unpack(float (&r_to)[kElems], const Vec<T, kElems>& from,
                                        const KeyRange& live, int64_t first, float factor,
@@ -59,7 +59,8 @@ __device__ __forceinline__ void unpack(float (&r_to)[kElems], const Vec<T, kElem
   }
 }
 
-// Zeroes masked columns of a result that is not finite elsewhere, because 0 * NaN is NaN.
+// Sets masked columns to 0. The caller uses it if other results of the row are not finite, because
+// a masked column then holds 0 * NaN, which is NaN.
 template <typename T, int kElems, typename Range, typename Column>
 __device__ __forceinline__ void clear_hidden(Vec<T, kElems>& out, const Range& live, Column first) {
 #pragma unroll
@@ -68,8 +69,8 @@ __device__ __forceinline__ void clear_hidden(Vec<T, kElems>& out, const Range& l
   }
 }
 
-// The exponential of a score: 2^((sign * x - max) * c). A scale of 0 multiplies scores by 0, so an
-// infinite score gives NaN, as in torch.
+// The exponential of a score: 2^((sign * x - max) * c). If the scale is 0, scores are still
+// multiplied by 0, so that an infinite score gives NaN, as in torch.
 template <typename T>
 struct Exponent {
   float sign;
@@ -79,9 +80,9 @@ struct Exponent {
       : sign(scale > 0.f ? 1.f : (scale < 0.f ? -1.f : 0.f)),
         c((scale == 0.f ? 1.f : fabsf(scale)) * kLog2e) {}
 
-  // NOTE: results are 2^kBias times too large, which the division by their sum cancels. The bias
-  // keeps subnormal results in range of the one-instruction exponential, whose error of 2^-19
-  // suffices for 16-bit results only.
+  // NOTE: results are too large by the factor 2^kBias, which the division by their sum cancels. The
+  // bias keeps subnormal results in the range of the one-instruction exponential. That instruction
+  // has an error of 2^-19, which is accurate enough only for 16-bit results.
   static constexpr float kBias = sizeof(T) == 2 ? 32.f : 0.f;
 
   __device__ __forceinline__ float operator()(float x, float max) const {
@@ -89,7 +90,7 @@ struct Exponent {
     return exp2_approx((x - max) * c);
   }
 
-  // The factor that converts a sum relative to maximum `from` to one relative to maximum `to`.
+  // The factor that converts a sum relative to maximum `from` into one relative to maximum `to`.
   __device__ __forceinline__ float rescale(float from, float to) const {
     return exp2_approx((from - to) * c);
   }
@@ -105,12 +106,14 @@ struct CappedExponent : Exponent<T> {
     this->c = this->scale.c;
   }
 
-  // Caps x = sign * score. -inf becomes -1, so masked columns are set to -inf after capping.
+  // Caps x = sign * score. The cap maps -inf to -1, so masked columns are set to -inf after
+  // capping.
   __device__ __forceinline__ float capped(float x) const {
     return scale.softcap > 0.f ? tanh_of<sizeof(T) == 4>(x * scale.cap) : x;
   }
 
-  // The factor of a row's exponentials. A row of only -inf is NaN as in torch, but 0 with a sink.
+  // Returns the factor of a row's exponentials. A row that has only -inf is NaN, as in torch, but 0
+  // if there is a sink.
   __device__ __forceinline__ FinishedRow finish(const MaxSum& total, float sink) const {
     constexpr float kUnit = 1.f / (int64_t{1} << static_cast<int>(Exponent<T>::kBias));
     FinishedRow row = finish_row(scale, total.max, total.sum * kUnit, sink);
@@ -128,10 +131,11 @@ __device__ __forceinline__ auto exponent_of(const Mask& mask) {
   }
 }
 
-// Replaces a maximum of -inf by 0, because -inf - (-inf) is NaN: values of -inf then add 0.
+// Replaces a maximum of -inf by 0, so that values of -inf add 0 to the sum. -inf - (-inf) would be
+// NaN.
 __device__ __forceinline__ float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
 
-// Converts an access to the argument of Exponent; masked columns become -inf.
+// Converts an access to the argument of Exponent. Masked columns become -inf.
 template <typename Mask, typename T, int kElems, typename ExponentT>
 __device__ __forceinline__ void unpack_scores(float (&r_to)[kElems], const Vec<T, kElems>& from,
                                               const KeyRange& live, int64_t first,
@@ -145,7 +149,7 @@ __device__ __forceinline__ void unpack_scores(float (&r_to)[kElems], const Vec<T
   }
 }
 
-// Accumulates values, none above `largest`, into a running (max, sum).
+// Adds values to a running (max, sum). No value may exceed `largest`.
 template <typename T, int kCount>
 __device__ __forceinline__ void accumulate(MaxSum& running, float largest,
                                            const float (&r_x)[kCount],
@@ -156,7 +160,7 @@ __device__ __forceinline__ void accumulate(MaxSum& running, float largest,
   for (int j = 0; j < kCount; ++j) running.sum += exponent(r_x[j], finite_max(max));
 }
 
-// The largest value that is not NaN, else -inf.
+// The largest of the values that are not NaN, or -inf if all are NaN.
 template <int kCount>
 __device__ __forceinline__ float largest(const float (&r_x)[kCount]) {
   float max = -INFINITY;

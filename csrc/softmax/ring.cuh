@@ -1,6 +1,7 @@
-// Row softmax of long rows that stay in shared memory and are read once (softmax/ring_rows.cuh),
-// reduced to (max, sum).
-// Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (the merge).
+// The softmax of long rows that stay in shared memory and are read once (softmax/ring_rows.cuh).
+// Each row is reduced to (max, sum).
+// Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (for merging
+// two partial results).
 #pragma once
 
 #include "device/features.cuh"
@@ -20,7 +21,8 @@ struct RingJob : RingRows<Config, Mask> {
   using Row = typename Base::Row;
   using Base::Base;
 
-  // Loads this thread's values of a chunk; masked columns become -inf. Returns the largest value.
+  // Loads this thread's values of a chunk and returns the largest of them. Masked columns become
+  // -inf.
   template <bool kFull>
   __device__ __forceinline__ float load(float (&r_x)[kCount], int slot, const Slice& p, int done,
                                         float sign) const {
@@ -64,7 +66,8 @@ struct RingJob : RingRows<Config, Mask> {
 };
 #endif
 
-// g_claims is 0 before and after the launch. There are at most as many clusters as rows.
+// g_claims must be 0 before the launch and is 0 after it. There must be at most as many clusters as
+// rows.
 template <typename Config, typename Mask>
 __global__ __launch_bounds__(Config::kBlockThreads,
                              1) void softmax_ring_kernel(const RowArgs<typename Config::T> args,

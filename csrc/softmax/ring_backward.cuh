@@ -1,5 +1,6 @@
-// The gradient of row softmax for long rows that stay in shared memory and are read once
-// (softmax/ring_rows.cuh). A slot has a chunk of y and one of dy, reduced to sum(y * dy).
+// The backward of the softmax of long rows that stay in shared memory and are read once
+// (softmax/ring_rows.cuh). A slot holds a chunk of y and one of dy. Each row is reduced to sum(y *
+// dy).
 #pragma once
 
 #include "device/features.cuh"
@@ -18,7 +19,7 @@ struct RingBackwardJob : RingRows<Config, Mask> {
   using Row = typename Base::Row;
   using Base::Base;
 
-  // What a thread has loaded of a chunk: its accesses to y and dy.
+  // The accesses to y and dy that a thread has loaded from a chunk.
   struct Chunk {
     uint4 y[Config::kAccesses], dy[Config::kAccesses];
   };
@@ -30,7 +31,7 @@ struct RingBackwardJob : RingRows<Config, Mask> {
     return r_in;
   }
 
-  // Converts access i to fp32; masked columns become 0.
+  // Converts access i to fp32. Masked columns become 0.
   template <bool kFull>
   __device__ __forceinline__ void convert(float (&r_y)[kElems], float (&r_dy)[kElems],
                                           const Chunk& r_in, const Slice& p, int done,
@@ -77,7 +78,8 @@ struct RingBackwardJob : RingRows<Config, Mask> {
 };
 #endif
 
-// g_claims is 0 before and after the launch. There are at most as many clusters as rows.
+// g_claims must be 0 before the launch and is 0 after it. There must be at most as many clusters as
+// rows.
 template <typename Config, typename Mask>
 __global__ __launch_bounds__(Config::kBlockThreads, 1) void softmax_ring_backward_kernel(
     const RowArgs<typename Config::T> args, const Mask mask, unsigned* g_claims) {

@@ -1,5 +1,5 @@
-// Building blocks of the ring kernels: the pipeline state, a block's slice of a row, the exchange
-// between the blocks of a cluster, and the zeros in masked columns.
+// Building blocks of the ring kernels: the pipeline state, the slice of a row that a block
+// processes, the exchange between the blocks of a cluster, and the zeros in masked columns.
 #pragma once
 
 #include "device/features.cuh"
@@ -16,8 +16,9 @@ struct RingConfig {
   static constexpr bool kBackward = kBackward_;
   static constexpr int kInputs = kBackward ? 2 : 1;
   static constexpr int kGroups = kShape.kGroups;
-  static constexpr int kThreads = kShape.kThreads;       // of a group
-  static constexpr int kComputing = kGroups * kThreads;  // threads without the producer warp
+  static constexpr int kThreads = kShape.kThreads;  // per group
+  // Threads that compute, without the producer warp.
+  static constexpr int kComputing = kGroups * kThreads;
   static constexpr int kBlockThreads = kShape.block_threads();
   static constexpr int kCluster = kShape.cluster;
   static constexpr int kAccesses = kShape.accesses(kBackward);
@@ -28,7 +29,7 @@ struct RingConfig {
   static_assert(kSlots >= 2 && kThreads > kElems && kThreads >= kCluster);
 };
 
-// The pipeline state: a slot and its phase parity, in one word.
+// The pipeline state: a slot and its phase parity in one word.
 template <int kSlots>
 struct RingState {
   uint32_t bits = 0;
@@ -41,20 +42,21 @@ struct RingState {
   }
 };
 
-// A block's slice of the accesses that contain a row's live columns.
+// The slice of a row that a block processes. The accesses that include live columns of the row are
+// divided among the blocks of a cluster.
 template <int kElems, int kCluster, int kChunkAccesses>
 struct RingSlice {
   int begin, end;  // the live columns
-  int accesses;    // of this block
+  int accesses;    // number of accesses of this block
   int chunks;      // per block, at least 1; some may be empty
-  int column;      // first column of the first access, which may precede the live columns
+  int column;      // first column of the first access, which may lie before the live columns
 
-  // phase: the offset of column 0 from a 16-byte boundary, in elements.
+  // phase is the offset of column 0 from a 16-byte boundary, in elements.
   TW_HOST_DEVICE RingSlice(const KeyRange32& live, int phase, int rank)
       : begin(live.begin < live.end ? live.begin : 0), end(live.begin < live.end ? live.end : 0) {
     const int before = (begin + phase) % kElems;
     const int total = end == 0 ? 0 : (before + end - begin + kElems - 1) / kElems;
-    // A slice is a multiple of 128 bytes.
+    // The size of a slice is a multiple of 128 bytes.
     const int slice_accesses = (total + 8 * kCluster - 1) / (8 * kCluster) * 8;
     const int left = total - rank * slice_accesses;
     accesses = left < 0 ? 0 : (left < slice_accesses ? left : slice_accesses);
@@ -91,12 +93,12 @@ struct RingClaim {
   }
 };
 
-// Reduces a row's values over the kThreads threads of a group and the blocks of a cluster, in a
-// fixed order. iteration: the number of earlier calls by the group.
+// Reduces one value per thread of a row over the kThreads threads of a group and over the blocks of
+// a cluster, in a fixed order. iteration is the number of earlier calls by the group.
 template <int kThreads, int kGroups, int kCluster>
 struct RingExchange {
   BlockExchange<kThreads, kGroups> s_warps[2];
-  float2 s_partials[2][kCluster];  // from every block of the cluster
+  float2 s_partials[2][kCluster];  // a value from every block of the cluster
   uint64_t s_arrived[2];
 
 #if TW_HAS_CLUSTERS
@@ -132,12 +134,13 @@ struct RingExchange {
   }
 
  private:
-  // Gathers the blocks' values in the order of the ranks.
+  // Gathers one value of every block of the cluster, in the order of their ranks.
   __device__ __forceinline__ void gather(float2 (&partials)[kCluster], float2 local,
                                          int iteration) {
     const int i = iteration % 2, thread = threadIdx.x % kThreads;
-    // NOTE: two buffers suffice. A block sends in iteration i + 2 only after it has received all
-    // values of iteration i + 1, which the others send after reading those of iteration i.
+    // NOTE: two buffers suffice. A block sends its value of iteration i + 2 only after it has
+    // received all values of iteration i + 1, and the other blocks send those only after they have
+    // read the values of iteration i.
     if (thread == 0) mbarrier_arrive_expect_tx(&s_arrived[i], sizeof(float2) * kCluster);
     if (thread < kCluster) {
       send_to_block(&s_partials[i][blockIdx.x % kCluster], local, &s_arrived[i], thread);
@@ -149,7 +152,7 @@ struct RingExchange {
 #endif
 };
 
-// Zeroes columns [from, to) of a row, with one group of every block of the cluster.
+// Sets columns [from, to) of a row to zero. One group of every block of the cluster calls this.
 template <typename Config>
 __device__ __forceinline__ void clear_columns(typename Config::T* g_row, int64_t from, int64_t to,
                                               int rank) {

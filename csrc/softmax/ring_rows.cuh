@@ -1,15 +1,15 @@
-// The scheduling of rows in the ring kernels of softmax and its gradient.
+// The scheduling of rows in the ring kernels of softmax and its backward.
 //
 // Blocks are persistent. A cluster processes one row at a time and claims the next row from a
-// counter as soon as its ring has a free slot; a static schedule cost 6 % because of the slowest
-// cluster. The producer, one warp per block, copies chunks of the live columns into the ring while
-// slots are free. The consumer groups process rows round-robin: a group reduces the chunks as they
-// arrive, reduces over its warps and the cluster, reads the chunks again, stores the result and
-// releases the slots. So one group reduces while another waits for the cluster or stores, and later
-// rows are loaded: softmax (2048, 65536) bfloat16. If a row is longer than the ring, its first
-// chunks are released at once and copied again after the last one. This can't deadlock, because
-// slots are filled in order. A row need not be aligned: it is copied in 16-byte accesses, and
-// elements outside the row are ignored.
+// counter as soon as its ring has a free slot. A static schedule was 6 % slower, because of the
+// slowest cluster. The producer, one warp per block, copies chunks of the live columns into the
+// ring while slots are free. The consumer groups process rows in round-robin order. A group reduces
+// the chunks as they arrive, reduces the result over its warps and the cluster, reads the chunks
+// again, stores the result and releases the slots. So one group reduces while another group waits
+// for the cluster or stores, and later rows are loaded; the example is softmax (2048, 65536)
+// bfloat16. If a row is longer than the ring, its first chunks are released at once and copied
+// again after the last chunk. This can't deadlock, because slots are filled in order. A row need
+// not be aligned: it is copied in 16-byte accesses, and elements outside of the row are ignored.
 #pragma once
 
 #include "device/features.cuh"
@@ -17,8 +17,8 @@
 
 namespace torchweld {
 
-// Number of claim buffers.
-// NOTE: every row has at least one chunk, so at most kSlots rows are in the ring; a buffer is
+// The number of buffers for claims.
+// NOTE: every row has at least one chunk, so at most kSlots rows are in the ring. A buffer is
 // reused only after the groups of every block have read it.
 template <int kSlots, int kGroups>
 constexpr int kRingClaims = (kSlots + kGroups + 15) / 16 * 16;
@@ -35,13 +35,14 @@ struct RingShared {
 };
 
 #if TW_HAS_CLUSTERS
-// A row of a group: this block's slice and its pipeline state.
+// The row that a group processes: this block's slice of the row, and the pipeline state of its
+// first chunk.
 template <typename Slice, typename State, typename T>
 struct RingRow {
   Slice slice;
   State state;
-  T* g_to;        // column of the slice's first access
-  int iteration;  // of the group
+  T* g_to;        // address of the column of the slice's first access
+  int iteration;  // iteration of the group
 };
 
 template <typename Config_, typename Mask_>
@@ -52,7 +53,7 @@ struct RingRows {
   using Shared = RingShared<Config>;
   static constexpr int kElems = Config::kElems;
   static constexpr int kChunk = Config::kChunkAccesses;
-  static constexpr int kCount = Config::kAccesses * kElems;  // a thread's values of a chunk
+  static constexpr int kCount = Config::kAccesses * kElems;  // values per thread and chunk
   static constexpr int kClaims = Shared::kClaims;
   using Slice = RingSlice<kElems, Config::kCluster, kChunk>;
   using State = RingState<Config::kSlots>;
@@ -69,12 +70,13 @@ struct RingRows {
 
   __device__ __forceinline__ Slice slice(int64_t row) const {
     const auto address = reinterpret_cast<uintptr_t>(args.g_y + row * args.n);
-    // args.first_row is 0, because a ring launch covers all rows.
+    // args.first_row is 0, because one ring launch covers all rows.
     return Slice(mask.live_columns(row), static_cast<int>(address % kVectorBytes / sizeof(T)),
                  rank);
   }
 
-  // s_full: the slot's copies have arrived. s_empty: all warps of a group have released the slot.
+  // s_full: the copies of the slot have arrived. s_empty: all warps of a group have released the
+  // slot.
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < Config::kSlots; ++i) {
       mbarrier_init(&s.s_full[i], 1);
@@ -82,7 +84,7 @@ struct RingRows {
     }
     for (int i = 0; i < Config::kGroups; ++i) s.s_exchange[i].init();
     for (int i = 0; i < kClaims; ++i) mbarrier_init(&s.s_claimed[i], 1);
-    // A cluster's first row needs no claim.
+    // The first row of a cluster needs no claim.
     s.s_claims[0] = Claim::pack(blockIdx.x / Config::kCluster, State());
     mbarrier_arrive(&s.s_claimed[0]);
     mbarrier_init_fence();
@@ -93,7 +95,7 @@ struct RingRows {
     return Claim(s.s_claims[iteration % kClaims]);
   }
 
-  // Called by the producers of a cluster: rank 0 sends the claim to every block.
+  // The producers of all blocks of a cluster call this. Rank 0 sends the claim to every block.
   __device__ __forceinline__ void publish_claim(int iteration, uint32_t row,
                                                 const State& state) const {
     const int i = iteration % kClaims;
@@ -110,21 +112,21 @@ struct RingRows {
     }
   }
 
-  // Rank 0 claims the next row.
+  // Rank 0 claims the next row from the counter.
   // NOTE: the counter wraps to 0 after `rows` claims. The clusters make exactly that many: one per
-  // row except each cluster's first, and one per cluster that finds no row.
+  // row except for the first row of each cluster, and one per cluster that finds no row.
   __device__ __forceinline__ uint32_t claim_next(unsigned* g_claims) const {
     if (rank != 0) return 0;
     return gridDim.x / Config::kCluster + atomicInc(g_claims, static_cast<uint32_t>(args.rows - 1));
   }
 
-  // The producer thread: copies the chunks of all rows, each when its slot is free.
+  // Runs the producer thread, which copies each chunk of all rows as soon as its slot is free.
   __device__ __forceinline__ void copy(unsigned* g_claims) const {
     State state;
     for (int iteration = 0;; ++iteration) {
       const int64_t row = wait_for_claim(iteration).row;
       if (row >= args.rows) {
-        // End the other groups' loops too.
+        // Publish the end to the other groups, too.
         for (int g = 1; g < Config::kGroups; ++g) {
           publish_claim(iteration + g, static_cast<uint32_t>(args.rows), state);
         }
@@ -155,7 +157,7 @@ struct RingRows {
       bytes += copies[k].bytes;
       edges |= copies[k].bytes != accesses * kVectorBytes;
     }
-    if (edges) async_fence();  // a later bulk copy writes the slot again
+    if (edges) async_fence();  // a later bulk copy overwrites the slot
     mbarrier_arrive_expect_tx(&s.s_full[slot], bytes);
 #pragma unroll
     for (int k = 0; k < Config::kInputs; ++k) {
@@ -164,14 +166,15 @@ struct RingRows {
     }
   }
 
-  // The accesses of a chunk that lie inside the tensor.
+  // The accesses of a chunk that lie inside of the tensor, which a bulk copy can load.
   struct BulkCopy {
     T* s_to;
     const T* g_from;
     int bytes;
   };
 
-  // Copies accesses that cross the tensor's bounds element by element; returns the remaining ones.
+  // Copies accesses that cross the bounds of the tensor element by element, and returns the other
+  // accesses.
   __device__ __forceinline__ BulkCopy copy_edges(T* s_to, const T* g_begin, int64_t stride,
                                                  int64_t row, int column, int accesses) const {
     const T* g_from = g_begin + row * stride + column;
@@ -196,7 +199,7 @@ struct RingRows {
 
   static __device__ __forceinline__ int group() { return threadIdx.x / Config::kThreads; }
 
-  // The accesses of a warp are contiguous, so warps behind the end of a row have none.
+  // The accesses of a warp are contiguous, so a warp behind the end of a row has none.
   static __device__ __forceinline__ int first_access() {
     return threadIdx.x % Config::kThreads / kWarp * kWarp * Config::kAccesses;
   }
@@ -204,13 +207,13 @@ struct RingRows {
     return first_access() + i * kWarp + threadIdx.x % kWarp;
   }
 
-  // Releases a slot that the warp has read.
+  // Releases a slot that this warp has read.
   __device__ __forceinline__ void release(int slot) const {
     __syncwarp();
     if (threadIdx.x % kWarp == 0) mbarrier_arrive(&s.s_empty[slot]);
   }
 
-  // Calls body(row) for the rows of this thread's group.
+  // Calls body(row) for each row of this thread's group.
   template <typename Body>
   __device__ __forceinline__ void for_each_row(const Body& body) const {
     for (int iteration = group();; iteration += Config::kGroups) {
@@ -226,13 +229,13 @@ struct RingRows {
     }
   }
 
-  // The number of chunks that are copied twice, for a row longer than the ring.
+  // The number of chunks that are copied twice because the row is longer than the ring.
   static __device__ __forceinline__ int recopied_chunks(const Slice& p) {
     return max(0, p.chunks - Config::kSlots);
   }
 
-  // Calls body(full, slot, done) for every chunk of a row as it arrives. done: accesses before the
-  // chunk. full: the chunk is complete and live.
+  // Calls body(full, slot, done) for every chunk of a row when it arrives. `done` is the number of
+  // accesses before the chunk. `full` says that the chunk is complete and all its columns are live.
   template <typename Body>
   __device__ __forceinline__ void for_each_chunk(const Row& row, const Body& body) const {
     const int recopied = recopied_chunks(row.slice);
@@ -244,7 +247,7 @@ struct RingRows {
     }
   }
 
-  // Calls body for every chunk a second time; body releases the slots.
+  // Calls body for every chunk a second time. body must release the slots.
   template <typename Body>
   __device__ __forceinline__ void for_each_chunk_again(const Row& row, const Body& body) const {
     const int recopied = recopied_chunks(row.slice), chunks = row.slice.chunks;
@@ -256,8 +259,9 @@ struct RingRows {
     }
   }
 
-  // NOTE: the parity can't tell phase n from phase n + 2, and another group's chunk may still be
-  // arriving in the slot. So first wait until that chunk has been released.
+  // NOTE: the parity can't distinguish phase n from phase n + 2, and the chunk of another group may
+  // still be arriving in the slot. Therefore the thread first waits until that chunk has been
+  // released.
   __device__ __forceinline__ void wait_for(const State& state) const {
     mbarrier_wait(&s.s_empty[state.slot()], state.parity() ^ 1);
     mbarrier_wait(&s.s_full[state.slot()], state.parity());
@@ -273,7 +277,7 @@ struct RingRows {
     }
   }
 
-  // Loads this thread's accesses of a chunk; missing accesses become 0.
+  // Loads this thread's accesses of a chunk. Accesses behind the end of the slice become 0.
   template <bool kFull>
   __device__ __forceinline__ void load(uint4 (&r_to)[Config::kAccesses], int input, int slot,
                                        const Slice& p, int done) const {
@@ -285,7 +289,7 @@ struct RingRows {
     }
   }
 
-  // Converts access i to fp32 and multiplies it by `factor`; masked columns become `hidden`.
+  // Converts access i to fp32 and multiplies it by `factor`. Masked columns become `hidden`.
   template <bool kFull>
   __device__ __forceinline__ void convert(float* r_to, const uint4& from, const Slice& p, int done,
                                           int i, float factor, float hidden) const {
@@ -323,7 +327,7 @@ struct RingRows {
   }
 };
 
-// The body of a block: one thread of the last warp is the producer, the groups compute.
+// The body of a block. One thread of the last warp is the producer, and the groups compute.
 template <typename Job>
 __device__ __forceinline__ void run_ring(const Job& job, unsigned* g_claims) {
   using Config = typename Job::Config;

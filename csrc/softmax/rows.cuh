@@ -1,17 +1,18 @@
-// Row softmax and its gradient under a mask, for rows that fit into registers and are read once.
+// Row softmax and its backward under a mask, for rows that fit into registers and are read once.
 //
 //   y = softmax(scale * x) over the live columns of a row, 0 elsewhere      x, y (rows, n)
 //   dx = scale * y * (dy - sum(dy * y)) over the live columns, 0 elsewhere
 //
-// The threads of a block hold one row (a warp per row for short rows): each thread loads all its
+// The threads of a block hold one row; short rows have one warp per row. Each thread loads all its
 // accesses, the threads reduce (max, sum) once, and each thread stores its accesses. The Mask gives
-// the live columns; other chunks are neither loaded nor computed. For unaligned rows (kPeel) the
-// accesses are aligned to the result, and each column before or after them belongs to one thread; a
-// row with another offset than its result is loaded by elements. Rows are kept as 32-bit words,
-// because the compiler splits an array of 16-bit values at the first condition on it, which cost
-// causal_softmax a tenth. The kernels are in a header because causal_softmax instantiates them with
-// its own masks.
-// Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (the merge).
+// the live columns; chunks without live columns are neither loaded nor computed. For unaligned rows
+// (kPeel) the accesses are aligned to the result, and each column before or after the accesses
+// belongs to one thread. If a row of the input has another offset from a 16-byte boundary than its
+// row of the result, it is loaded by elements. Rows are kept as 32-bit words, because the compiler
+// splits an array of 16-bit values at the first condition on it, which made causal_softmax a tenth
+// slower. The kernels are in a header because causal_softmax instantiates them with its own masks.
+// Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (for merging
+// two partial results).
 #pragma once
 
 #include "softmax/config.h"
@@ -27,15 +28,15 @@ struct RowConfig {
   static constexpr int kLoads = kShape.loads;
   static constexpr int kElems = kVectorBytes / sizeof(T);
   static constexpr bool kPeel = kPeel_;
-  // Rows of one warp: a block of four warps computes four rows.
+  // If a row has one warp, a block of four warps computes four rows.
   static constexpr int kThreads = kThreadsPerRow == kWarp ? 4 * kWarp : kThreadsPerRow;
   static constexpr int kRowsPerBlock = kThreads / kThreadsPerRow;
   static constexpr bool kRecomputes = kShape.recomputes(sizeof(T));
   static_assert(kThreads <= 1024 && kThreadsPerRow % kWarp == 0);
 };
 
-// A thread's slice of a row: access i starts at column(i). The accesses i of all threads form chunk
-// i, so chunk_is_live(i) is uniform over the threads of a row.
+// The accesses of a thread in a row. Access i starts at column(i). The accesses i of all threads
+// form chunk i, so chunk_is_live(i) is the same for all threads of a row.
 template <typename Config, typename Mask>
 struct RowSlice {
   using T = typename Config::T;
@@ -43,7 +44,7 @@ struct RowSlice {
   KeyRange32 live;
   int n;
   int lane;
-  int head = 0;   // columns before the first aligned access
+  int head = 0;   // number of columns before the first aligned access
   int edge = -1;  // this thread's column outside the aligned accesses, or -1
 
   __device__ __forceinline__ RowSlice(const KeyRange32& range, const T* g_result, int64_t n)
@@ -71,7 +72,7 @@ struct RowSlice {
   }
   __device__ __forceinline__ int column(int i) const { return head + i * chunk() + lane * kElems; }
 
-  // Unmasked rows skip no chunk: few chunks are empty, and a branch costs more.
+  // Without a mask no chunk is skipped: few chunks are empty, and a branch would cost more.
   __device__ __forceinline__ bool chunk_is_live(int i) const {
     return !Mask::kMasked ||
            (head + i * chunk() < live.end && head + (i + 1) * chunk() > live.begin);
@@ -81,7 +82,7 @@ struct RowSlice {
     return column(i) + (Config::kPeel ? kElems - 1 : 0) < n;
   }
 
-  // Loads an access of a live chunk; an access without live columns becomes `hidden`.
+  // Loads access i of a live chunk. If the access has no live columns, its values become `hidden`.
   __device__ __forceinline__ void load(uint4& r_to, const T* g_row, int i, float hidden) const {
     const bool some = in_row(i) && touches<Mask>(live, column(i), kElems);
     if (some && (!Config::kPeel || phase_of(g_row + head) == 0)) {
@@ -96,7 +97,7 @@ struct RowSlice {
     }
   }
 
-  // Loads this thread's edge column; `hidden` if it has none or the mask hides it.
+  // Loads this thread's edge column. Returns `hidden` if the thread has none or the mask hides it.
   __device__ __forceinline__ float load_edge(const T* g_row, float hidden) const {
     return Config::kPeel && edge >= 0 && sees(live, edge) ? to_float(g_row[edge]) : hidden;
   }
@@ -104,10 +105,10 @@ struct RowSlice {
     if (Config::kPeel && edge >= 0) g_row[edge] = from_float<T>(sees(live, edge) ? x : 0.f);
   }
 
-  // Sets masked columns of a loaded access to `hidden`.
+  // Sets the masked columns of a loaded access to `hidden`.
   __device__ __forceinline__ void hide(uint4& r_in, int i, float hidden) const {
     if constexpr (Mask::kMasked) {
-      // Only the accesses at the bounds of the live range are mixed.
+      // Only the accesses at the bounds of the live range have both live and masked columns.
       const int to_begin = live.begin - column(i), to_end = live.end - column(i);
       if ((to_begin > 0 && to_begin < kElems) || (to_end > 0 && to_end < kElems)) {
         auto& r_values = reinterpret_cast<T(&)[kElems]>(r_in);
@@ -119,7 +120,7 @@ struct RowSlice {
     }
   }
 
-  // Converts an access, after hide(), to the argument of Exponent.
+  // Converts an access to the argument of Exponent. hide() must have been called before.
   template <typename ExponentT>
   __device__ __forceinline__ void unpack(float (&r_to)[kElems], const uint4& r_in, int i,
                                          const ExponentT& exponent) const {
@@ -136,7 +137,8 @@ struct RowSlice {
     }
   }
 
-  // Stores results. If they are not finite, masked columns are zeroed first, as 0 * NaN is NaN.
+  // Stores results. If they are not `finite`, sets masked columns to 0 first, because 0 * NaN is
+  // NaN.
   __device__ __forceinline__ void store(T* g_row, int i, float (&r_out)[kElems],
                                         bool finite) const {
     if (Mask::kMasked && !finite) {
@@ -147,7 +149,8 @@ struct RowSlice {
   }
 };
 
-// Makes the words opaque, so that values computed from them before are not kept in registers.
+// Makes the words opaque to the compiler, so that it does not keep values in registers that were
+// computed from them.
 __device__ __forceinline__ void hold_words(uint4& r) {
   asm volatile("" : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w));
 }
@@ -162,7 +165,7 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
   const int64_t row = Slice::row();
   if (Config::kRowsPerBlock > 1 && row >= args.rows) return;
   const auto exponent = exponent_of<T>(mask);
-  const float hidden = -exponent.sign * INFINITY;  // below every score
+  const float hidden = -exponent.sign * INFINITY;  // orders below every score
   const T* g_x = args.g_x + row * args.x_row_stride;
   T* g_y = args.g_y + row * args.n;
   const Slice slice(mask.live_columns(args.first_row + row), g_y, args.n);
@@ -174,7 +177,8 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
     if (slice.chunk_is_live(i)) slice.load(r_in[i], g_x, i, hidden);
   }
   float r_edge = slice.load_edge(g_x, hidden);
-  // Store the zeros of masked chunks while the loads are in flight; fp32 does not gain.
+  // The zeros of masked chunks are stored while the loads are in flight. fp32 does not gain from
+  // this.
   constexpr bool kZerosFirst = Mask::kMasked && sizeof(T) == 2;
   if constexpr (kZerosFirst) {
 #pragma unroll
@@ -184,11 +188,13 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
     }
   }
 
-  // Compute: exponentials relative to the warp's maximum, then one exchange between warps.
+  // Compute the exponentials relative to the maximum of the warp, then exchange (max, sum) once
+  // between warps.
   constexpr bool kRecomputes = Config::kRecomputes;
   float r_x[kRecomputes ? 1 : kLoads][kElems];
   if (Mask::kMasked && exponent.sign < 0.f) r_edge = -r_edge;
-  float max = Config::kPeel ? fmaxf(r_edge, -INFINITY) : -INFINITY;  // not NaN
+  // fmaxf, so that the maximum is not NaN.
+  float max = Config::kPeel ? fmaxf(r_edge, -INFINITY) : -INFINITY;
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     if (slice.chunk_is_live(i)) {
@@ -225,7 +231,7 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
     __shared__ BlockExchange<Config::kThreads> s_exchange;
     total = s_exchange.merge_warps(total, exponent);
   }
-  // A row of only -inf is NaN, as in torch: (-inf) - (-inf).
+  // A row that has only -inf gives NaN, as in torch: (-inf) - (-inf).
   float factor = exponent.rescale(max, total.max) / total.sum;
   if constexpr (Mask::kCapped) {
     const float sink = mask.sink(args.first_row + row);
@@ -239,7 +245,7 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
       if (slice.chunk_is_live(i)) hold_words(r_in[i]);
     }
   }
-  // Store the results, and zeros outside the live range.
+  // Store the results, and zeros outside of the live range.
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     if (kZerosFirst && !slice.chunk_is_live(i)) continue;

@@ -1,5 +1,5 @@
-// Row softmax and its gradient for rows that no tile holds. One block per row reads it twice: for a
-// running (max, sum) per thread, then to write the result.
+// Row softmax and its backward for rows that no tile holds. One block per row reads the row twice:
+// first to compute a running (max, sum) per thread, then to compute and store the result.
 #pragma once
 
 #include "softmax/config.h"
@@ -7,7 +7,7 @@
 
 namespace torchweld {
 
-// kElems: the elements of a 16-byte access, or 1.
+// kElems is the number of elements in a 16-byte access, or 1.
 template <typename T, int kElems, typename Mask>
 __global__ __launch_bounds__(kSoftmaxStreamThreads) void softmax_stream_kernel(
     const RowArgs<T> args, const Mask mask) {
