@@ -21,14 +21,15 @@ inline void check_words(const char* op, const char* name, const Tensor& t, int64
   check_dim(op, name, t, dims, layout);
 }
 
-// Whether K columns divide into `groups` groups of a multiple of 8. K = 0 needs 0 groups.
+// Whether K columns can be divided into `groups` groups whose size is a multiple of 8. K = 0 needs
+// 0 groups.
 inline bool int4_groups_fit(const c10::SymInt& k, const c10::SymInt& groups) {
   if (k == 0) return groups == 0;
   return groups > 0 && k % (groups * kInt4Unit) == 0;
 }
 
-// Checks qweight, scale and zero against each other, and scale's dtype and all devices against
-// `like`.
+// Checks the shapes of qweight, scale and zero against each other. Checks the dtype of scale and
+// all devices against `like`.
 inline void check_int4_weight(const char* op, const Tensor& qweight, const Tensor& scale,
                               const Tensor& zero, const char* like_name, const Tensor& like) {
   check_words(op, "qweight", qweight, 2, "(N, K/8)", like_name, like);
@@ -48,7 +49,7 @@ inline void check_int4_weight(const char* op, const Tensor& qweight, const Tenso
            " and scale ", shape_text(scale.sym_sizes()), kInt4Rule);
 }
 
-// Refuses a scale or bias that requires a gradient: only x has one.
+// Raises an error if `t`, a scale or a bias, requires a gradient: only x has one.
 inline void check_int4_frozen(const char* op, const char* name, const OptionalTensor& t) {
   const bool wanted = at::GradMode::is_enabled() && is_given(t) && t->requires_grad();
   TW_CHECK(

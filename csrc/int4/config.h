@@ -1,5 +1,5 @@
-// Chooses the engine, the tile and the number of K splits of a product with a 4-bit weight. Pure
-// host code: tested without a GPU.
+// Chooses the engine, the tile and the number of K splits of a matmul with a 4-bit weight. This is
+// pure host code that is tested without a GPU.
 #pragma once
 
 #include <algorithm>
@@ -14,23 +14,23 @@
 
 namespace torchweld {
 
-// A block multiplies `rows` rows of the weight with `tokens` rows of x. A k-block has `chunks`
-// chunks of 64 columns.
+// A block multiplies `rows` rows of the weight by `tokens` rows of x. A k-block has `chunks` chunks
+// of 64 columns.
 struct Int4Tile {
   int rows, tokens;
-  int warps;   // each computes rows / warps rows and all tokens
-  int chunks;  // of a k-block
+  int warps;   // each computes rows / warps rows for all tokens
+  int chunks;  // per k-block
   int stages;  // of the ring in shared memory
-  int blocks;  // blocks per SM for 16-bit x, by registers
-  // True: the scale multiplies each group's accumulators, for any dtype and group size. False: the
-  // scale multiplies the weight, which halves the accumulators but needs 16-bit x and groups of
-  // whole chunks.
+  int blocks;  // blocks per SM for 16-bit x, limited by registers
+  // If true, the scale multiplies each group's accumulators, which supports any dtype and group
+  // size. If false, the scale multiplies the weight, which halves the accumulators but needs 16-bit
+  // x and groups of whole chunks.
   bool scale_sums;
   Int4Times times;
 
   static constexpr bool kThreeSplits = false;
 
-  // fp32 x needs registers for its three bf16 terms.
+  // fp32 x needs registers for its three bf16 terms, so fewer blocks fit on an SM.
   constexpr int blocks_per_sm(int elem_size) const {
     return elem_size == 4 ? (blocks + 1) / 2 : blocks;
   }
@@ -39,8 +39,9 @@ struct Int4Tile {
   constexpr bool supports(int elem_size, bool whole_chunks) const {
     return scale_sums || (elem_size == 2 && whole_chunks);
   }
-  // Bytes of a row of x in shared memory.
-  // NOTE: fp32 rows have 32 bytes of padding and 16-bit rows a swizzle, against bank conflicts.
+  // The bytes of a row of x in shared memory.
+  // NOTE: fp32 rows have 32 bytes of padding and 16-bit rows have a swizzle, to avoid bank
+  // conflicts.
   static constexpr int x_row_bytes(int elem_size) {
     return kInt4ChunkK * elem_size + (elem_size == 4 ? 32 : 0);
   }
@@ -48,20 +49,20 @@ struct Int4Tile {
   constexpr int x_bytes(int elem_size) const { return chunks * tokens * x_row_bytes(elem_size); }
   constexpr int scale_bytes(int elem_size) const { return rows * chunks * elem_size; }
   constexpr int zero_bytes() const { return rows * chunks / 2; }
-  // Stages are aligned to 128 bytes, so that the swizzle is an xor of the address.
+  // Stages are aligned to 128 bytes, so that the swizzle can be an xor of the address.
   constexpr int stage_bytes(int elem_size) const {
     return (weight_bytes() + x_bytes(elem_size) + scale_bytes(elem_size) + zero_bytes() + 127) /
            128 * 128;
   }
-  // The accumulators reuse the ring's shared memory.
+  // After the mainloop, the accumulators are staged in the shared memory of the ring.
   constexpr int sum_row_floats() const { return rows + kInt4SumPadding; }
   constexpr int shared_bytes(int elem_size) const {
     return std::max(stages * stage_bytes(elem_size), tokens * sum_row_floats() * 4);
   }
 };
 
-// NOTE: a small batch issues half of the instructions that an SM can issue while it reads its slice
-// of the weight; that needs two row tiles per warp and two chunks per k-block.
+// NOTE: for a small batch, issuing its instructions takes half of the time in which an SM reads its
+// slice of the weight. This needs two row tiles per warp and two chunks per k-block.
 inline constexpr Int4Tile kInt4Tiles[] = {{64, 8, 2, 2, 4, 8, true, {700, 160, 5500, 50}},
                                           {128, 16, 4, 2, 3, 5, true, {800, 360, 7500, 100}},
                                           {128, 32, 4, 2, 3, 4, true, {750, 540, 8300, 255}},
@@ -70,19 +71,19 @@ inline constexpr Int4Tile kInt4Tiles[] = {{64, 8, 2, 2, 4, 8, true, {700, 160, 5
                                           {256, 128, 8, 1, 4, 1, false, {1370, 1370, 6500, 4900}}};
 inline constexpr int kInt4TileCount = sizeof(kInt4Tiles) / sizeof(kInt4Tiles[0]);
 
-// For fp32 x, or groups that are not whole chunks, and more tokens than this, the weight is
-// dequantised and multiplied by the matmul engine.
+// If x is fp32 or groups are not whole chunks, and there are more tokens than this, the weight is
+// dequantised and the matmul engine multiplies it.
 inline constexpr int64_t kInt4DenseTokens = 128;
 
-// kDecode: few tokens, all of x in shared memory. kSync: mma.sync, any dtype and group size.
-// kSmallM and kLargeM: wgmma, tiles with few and with many tokens. kDense: dequantises the weight
-// for the matmul engine.
+// kDecode is for few tokens and keeps all of x in shared memory. kSync uses mma.sync and supports
+// any dtype and group size. kSmallM and kLargeM use wgmma, with tiles for few and for many tokens.
+// kDense dequantises the weight for the matmul engine.
 enum class Int4Engine : int8_t { kDecode, kSync, kSmallM, kLargeM, kDense };
 
 struct Int4Problem {
   int64_t m;
   Int4Shape shape;
-  int elem_size;  // of x, bytes
+  int elem_size;  // bytes per element of x
   bool bfloat16;
   DeviceFacts device;
 
@@ -93,9 +94,9 @@ struct Int4Problem {
 
 struct Int4Choice {
   Int4Engine engine;
-  int tile;              // index into the engine's tiles, 0 for kDense
-  int splits;            // of K; their partials are added in a fixed order
-  int64_t split_chunks;  // chunks of a split
+  int tile;              // index into the engine's table of tiles, 0 for kDense
+  int splits;            // splits of K, whose partials are added in a fixed order
+  int64_t split_chunks;  // chunks per split
   bool cluster;          // the splits of a tile form a cluster
 };
 
@@ -141,7 +142,7 @@ inline Refusal int4_sync_refusal(const Int4Problem& p, const Int4Tile& tile, int
   return int4_splits_refusal(p, tile, splits);
 }
 
-// The refusal of the wgmma engines.
+// Why a wgmma engine does not support the problem; empty if it does.
 template <typename Tile>
 Refusal int4_wgmma_refusal(const Int4Problem& p, const Tile& tile, int splits) {
   if (p.elem_size != 2 || !p.whole_chunks()) return kInt4WholeChunksOnly;
@@ -190,8 +191,8 @@ inline Int4Choice int4_choice(const Int4Problem& p, Int4Engine engine, int tile,
   return {Int4Engine::kDense, 0, 1, p.shape.chunks(), false};
 }
 
-// Predicted nanoseconds. Without clusters a second kernel adds the splits' partials. fp32 x is
-// multiplied as three bf16 terms, in about twice the time.
+// Predicts the time in nanoseconds. Without clusters a second kernel adds the partials of the
+// splits. fp32 x is multiplied as three bf16 terms, which takes about twice as long.
 inline double int4_sync_time(const Int4Problem& p, const Int4Tile& tile, int splits) {
   constexpr double kSumNs = 3000, kSumBytesPerNs = 2000;
   const double m = static_cast<double>(p.m), n = static_cast<double>(p.shape.n);
@@ -209,7 +210,7 @@ inline double int4_sync_time(const Int4Problem& p, const Int4Tile& tile, int spl
   return time + kSumNs + 8 * splits * m * n / kSumBytesPerNs;  // 4 bytes written, 4 read
 }
 
-// Predicted nanoseconds of a wgmma tile.
+// Predicts the time of a wgmma tile in nanoseconds.
 template <typename Tile>
 double int4_wgmma_time(const Int4Problem& p, const Tile& tile, int splits) {
   const double tiles = static_cast<double>((p.shape.n + tile.rows - 1) / tile.rows) *
@@ -219,7 +220,7 @@ double int4_wgmma_time(const Int4Problem& p, const Tile& tile, int splits) {
                           p.device.sms, true);
 }
 
-// The fastest legal wgmma tile, or kDense if there is none.
+// Returns the fastest legal wgmma tile, or kDense if there is none.
 inline Int4Choice choose_int4_wgmma(const Int4Problem& p) {
   Int4Choice best = int4_choice(p, Int4Engine::kDense, 0, 1);
   double best_time = -1;
@@ -227,7 +228,7 @@ inline Int4Choice choose_int4_wgmma(const Int4Problem& p) {
     const int64_t tiles =
         (p.shape.n + tile.rows - 1) / tile.rows * ((p.m + tile.tokens - 1) / tile.tokens);
     for (const int splits : kInt4Splits) {
-      // K is split only if the tiles alone leave SMs idle.
+      // K is split only if there are fewer tiles than SMs.
       if (splits > 1 && tiles >= p.device.sms) continue;
       if (int4_wgmma_refusal(p, tile, splits)) continue;
       const double time = int4_wgmma_time(p, tile, splits);
@@ -240,18 +241,20 @@ inline Int4Choice choose_int4_wgmma(const Int4Problem& p) {
     consider(Int4Engine::kLargeM, i, kInt4LargeMTiles[i]);
   for (int i = 0; i < kInt4SmallMTileCount; ++i) {
     const Int4SmallMTile& tile = kInt4SmallMTiles[i];
-    // Several tiles with as many tokens as kLargeM's were not measured.
+    // A problem with more than one tile of as many tokens as kLargeM's tiles was not measured for
+    // kSmallM.
     if (tile.tokens >= kInt4LargeMTiles[0].tokens && p.m > tile.tokens) continue;
     consider(Int4Engine::kSmallM, i, tile);
   }
   return best;
 }
 
-// The fastest of the smallest legal tiles that hold all tokens, or kDense if there is none.
+// Returns the fastest configuration of the smallest legal tile that holds all tokens, or kDense if
+// no tile is legal.
 inline Int4Choice choose_int4_sync(const Int4Problem& p) {
   Int4Choice best = int4_choice(p, Int4Engine::kDense, 0, 1);
   double best_time = -1;
-  int tokens = 0;  // of the smallest tile that holds all of them
+  int tokens = 0;  // tokens of the smallest tile that holds all of them
   for (int i = 0; i < kInt4TileCount; ++i) {
     const Int4Tile& tile = kInt4Tiles[i];
     if (int4_sync_refusal(p, tile, 1)) continue;
@@ -269,8 +272,8 @@ inline Int4Choice choose_int4_sync(const Int4Problem& p) {
   return best;
 }
 
-// Takes the first engine that supports the problem, in order of measured speed, and its fastest
-// tile by the time model.
+// Chooses the first engine that supports the problem, in the order of their measured speed, and the
+// fastest tile of that engine by the time model.
 inline Int4Choice choose_int4(const Int4Problem& p) {
   for (int i = 0; i < kInt4DecodeTileCount; ++i) {
     if (!int4_decode_refusal(p, kInt4DecodeTiles[i])) {

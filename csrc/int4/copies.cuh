@@ -1,5 +1,5 @@
-// The building blocks of the tensor-core kernels' loaders: the work tile of a block, and a thread's
-// cp.async copies of x and of scales into a stage of the ring.
+// The building blocks of the loaders in the tensor-core kernels: the work tile of a block, and a
+// thread's cp.async copies of x and of the scales into a stage of the ring.
 #pragma once
 
 #include "core/fast_divide.h"
@@ -8,14 +8,14 @@
 
 namespace torchweld {
 
-// A tile of y and a split of K.
+// The work of a block: a tile of y and one split of K.
 struct Int4WorkTile {
   int64_t first_row, first_token;  // of the weight, of x
   int first_chunk, chunk_end;      // of K
   int split;
 
-  // Work tiles are ordered by bands of kBandTokens tokens, so that concurrent tiles share operands
-  // in L2. The splits of a tile are consecutive: they form a cluster.
+  // Work tiles are ordered by bands of kBandTokens tokens, so that tiles that run at the same time
+  // share operands in L2. The splits of a tile have consecutive indices, so they form a cluster.
   static constexpr int kBandTokens = 2048;
 
   template <typename Tile>
@@ -36,8 +36,8 @@ struct Int4WorkTile {
   }
 
   __device__ __forceinline__ int chunks() const { return chunk_end - first_chunk; }
-  // The number of row tiles, at most `tiles`, that the weight has from first_row on; likewise
-  // tokens_left for x.
+  // tiles_left is the number of row tiles, at most `tiles`, that the weight has from first_row on.
+  // tokens_left is the same for the tokens of x.
   __device__ __forceinline__ int tiles_left(const Int4LinearParams& p, int tiles) const {
     return static_cast<int>(
         min(int64_t{tiles}, p.weight.shape.tiles() - first_row / kInt4TileRows));
@@ -47,8 +47,9 @@ struct Int4WorkTile {
   }
 };
 
-// A thread's copies of x for a k-block, stored as [chunk][token][64 columns]. For 16-bit x, 16-byte
-// vector c of token r is stored at c ^ (r % 8). A row is one token of one chunk.
+// A thread's copies of x for one k-block. The k-block is stored as [chunk][token][64 columns]; a
+// row is one token of one chunk. For 16-bit x, 16-byte vector c of token r is stored at c ^ (r %
+// 8).
 template <const auto& kTiles, int kTile, int kElem, int kRowBytes = kInt4ChunkK * kElem>
 class Int4XCopies {
   static constexpr auto kT = kTiles[kTile];
@@ -62,8 +63,8 @@ class Int4XCopies {
   static_assert(kElem == 4 || kRowStep % 8 == 0);  // all rows of a thread have the same swizzle
 
  public:
-  // g_x: the work tile's first token and chunk. x has tokens_left tokens from there. s_x: offset of
-  // x in a stage.
+  // g_x points to the first token and chunk of the work tile. From there on, x has tokens_left
+  // tokens. s_x is the offset of x in a stage.
   __device__ __forceinline__ Int4XCopies(const char* g_x, int64_t row_bytes, int tokens_left,
                                          uint32_t s_x, int thread)
       : token_stride_(kRowStep * row_bytes) {
@@ -75,15 +76,15 @@ class Int4XCopies {
     for (int i = 0; i < kTokenLoads; ++i) {
       valid_ |= uint32_t(token + i * kRowStep < tokens_left) << i;
     }
-    // NOTE: otherwise the compiler repeats the comparisons above in every k-block.
+    // NOTE: without this the compiler repeats the comparisons above in every k-block.
     asm volatile("" : "+r"(valid_));
   }
 
-  // The chunk of the thread's first load in a k-block.
+  // The chunk of the thread's first load, as an index in the k-block.
   __device__ __forceinline__ int first_chunk() const { return chunk_; }
 
-  // Loads the next k-block. valid(i): whether the split has chunk first_chunk() + i of it. Invalid
-  // elements become 0.
+  // Loads the next k-block. valid(i) says whether the split includes chunk first_chunk() + i of it.
+  // Elements that are not valid become 0.
   template <typename Valid>
   __device__ __forceinline__ void load(uint32_t s_stage, const Valid& valid) {
 #pragma unroll
@@ -98,20 +99,22 @@ class Int4XCopies {
 
  private:
   const char* g_x_;
-  int64_t token_stride_;  // between the thread's loads
+  int64_t token_stride_;  // between two loads of the thread
   int chunk_;
   uint32_t valid_ = 0;  // bit i: the token of the thread's load i exists
   uint32_t s_x_;
 };
 
-// A thread's copy of 16-bit scales or zeros for a k-block, stored as [tile][chunk]. Three threads
-// copy a tile's chunk: 16 bytes of scales, the other 16 bytes, and 8 bytes of zeros.
+// A thread's copy of 16-bit scales or of zeros for one k-block, stored as [tile][chunk]. Three
+// threads copy one chunk of a tile: 16 bytes of scales, the other 16 bytes of scales, and 8 bytes
+// of zeros.
 template <int kChunks>
 class Int4ScaleCopy {
  public:
-  static constexpr int kCopies = 3;  // of a tile's chunk
+  static constexpr int kCopies = 3;  // per chunk of a tile
 
-  // valid: the weight has `tile`. chunk: of the k-block. s_scale: offset of the scales in a stage.
+  // `valid` says whether the weight has `tile`. `chunk` is the index in the k-block. s_scale is the
+  // offset of the scales in a stage.
   __device__ __forceinline__ Int4ScaleCopy(const char* g_scale, const char* g_zero, int64_t groups,
                                            int64_t tile, bool valid, int chunk, int copy,
                                            uint32_t s_scale)
@@ -123,7 +126,8 @@ class Int4ScaleCopy {
     g_scale_ = is_zero_ ? g_zero + first_group * 8 : g_scale + first_group * 32 + copy * 16;
   }
 
-  // Loads for the k-block at chunk first_chunk of K; the split has chunks_left chunks from there.
+  // Loads the scales or zeros for the k-block that starts at chunk first_chunk of K. From there on,
+  // the split has chunks_left chunks.
   __device__ __forceinline__ void load(uint32_t s_stage, const FastDivisor& group_chunks,
                                        int first_chunk, int chunks_left) const {
     const int bytes = kChunks == 1 || chunk_ < chunks_left ? bytes_ : 0;

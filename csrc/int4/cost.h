@@ -1,8 +1,9 @@
-// Split-K and the time model of products with a 4-bit weight. Pure host code.
+// Split-K and the time model of matmuls with a 4-bit weight. This is pure host code.
 //
-// The model adds the times of a tile's k-blocks (alone on an SM or with other blocks), of filling
-// its pipeline and of reducing its splits. It predicts measurements within a few percent; a
-// fraction of the peak rates was wrong by a factor of two, because splits are not free.
+// The model adds up the times of a tile's k-blocks (alone on an SM or with other blocks), of
+// filling its pipeline and of reducing its splits. It predicts measurements within a few percent. A
+// simpler model, a fraction of the peak rates, was wrong by a factor of two, because splits are not
+// free.
 #pragma once
 
 #include <algorithm>
@@ -13,15 +14,16 @@
 
 namespace torchweld {
 
-// k-blocks of a split of K; the last split may have fewer. 0 if a split would be empty. A k-block
-// has `chunks` chunks of 64 columns.
+// The number of k-blocks in a split of K, or 0 if a split would be empty. The last split may have
+// fewer. A k-block has `chunks` chunks of 64 columns.
 inline int64_t int4_split_k_blocks(const Int4Shape& shape, int chunks, int splits) {
   const int64_t k_blocks = (shape.chunks() + chunks - 1) / chunks;
   const int64_t split = (k_blocks + splits - 1) / splits;
   return (splits - 1) * split < k_blocks ? split : 0;
 }
 
-// Legal numbers of splits. Three needs a tile with kThreeSplits, whose kernels are compiled for it.
+// The legal numbers of splits. Three splits need a tile with kThreeSplits, whose kernels are
+// compiled for them.
 inline constexpr int kInt4Splits[] = {1, 2, 3, 4, 8};
 
 template <typename Tile>
@@ -32,20 +34,21 @@ constexpr bool int4_allows_splits(int64_t splits) {
   return false;
 }
 
-// Nanoseconds, fitted to 16-bit products on an H200 (K = 4096, groups of 128).
+// Times in nanoseconds, fitted to 16-bit products on an H200 (K = 4096, groups of 128).
 struct Int4Times {
-  double k_block;  // per k-block, one block on the SM
-  double busy;     // per k-block and block, several blocks on the SM
-  double fill;     // filling the ring, and the epilogue
-  double reduce;   // adding the partials of two splits in a cluster
+  double k_block;  // of a k-block, with one block on the SM
+  double busy;     // of a k-block, per block, with several blocks on the SM
+  double fill;     // of filling the ring and of the epilogue
+  double reduce;   // of adding the partials of two splits in a cluster
 };
 
-// Time of `tiles` tiles of y with `splits` splits of `k_blocks` each; an SM holds `resident`
-// blocks.
+// Estimates the time of `tiles` tiles of y. Each tile has `splits` splits of `k_blocks` k-blocks,
+// and an SM runs `resident` blocks at once.
 inline double int4_blocks_time(const Int4Times& times, double tiles, int splits, int64_t k_blocks,
                                int resident, int sms, bool clusters) {
   const bool reduces = splits > 1 && clusters;
-  // NOTE: larger clusters leave SMs of a GPC unused: 39 clusters of three, 30 of four on 132 SMs.
+  // NOTE: larger clusters leave some SMs of a GPC unused: 132 SMs run 39 clusters of three or 30 of
+  // four.
   const double usable = !reduces || splits == 2 ? 1
                         : splits == 3           ? 0.89
                         : splits == 4           ? 0.91

@@ -1,4 +1,4 @@
-// Calls the kernels of a repacked 4-bit weight on tensors. Host code of CUDA builds only.
+// Calls the kernels of a repacked 4-bit weight on tensors. Host code for CUDA builds only.
 #pragma once
 
 #include "core/choices.h"
@@ -20,7 +20,7 @@ inline bool is_aligned(const Tensor& t) {
   return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
 }
 
-// t, or a copy if t is not contiguous or not 16-byte aligned.
+// Returns t, or a copy of t if it is not contiguous or not 16-byte aligned.
 inline Tensor aligned_contiguous(const Tensor& t) {
   if (t.is_contiguous() && is_aligned(t)) return t;
   const Tensor copy = at::empty(t.sizes(), t.options());
@@ -28,13 +28,14 @@ inline Tensor aligned_contiguous(const Tensor& t) {
   return copy;
 }
 
-// x (M, K), or a copy if its columns are not contiguous or its rows not 16-byte aligned.
+// Returns x (M, K), or a copy of x if its columns are not contiguous or its rows not 16-byte
+// aligned.
 inline Tensor aligned_rows(const Tensor& x) {
   const bool rows = x.size(0) == 1 || x.stride(0) * x.element_size() % 16 == 0;
   return x.stride(1) == 1 && rows && is_aligned(x) ? x : aligned_contiguous(x.contiguous());
 }
 
-// Kernel parameters of a weight; `tensors` owns the memory that they point to.
+// The kernel parameters of a weight. `tensors` owns the memory that they point to.
 struct KernelWeight {
   RepackedWeight tensors;
   Int4Weight params;
@@ -47,7 +48,7 @@ struct KernelWeight {
                static_cast<const uint32_t*>(tensors.zero.const_data_ptr())} {}
 };
 
-// The dense weight (N, K), rounded to the scales' dtype.
+// Returns the dense weight (N, K), rounded to the dtype of the scales.
 inline Tensor int4_dequantise(const RepackedWeight& weight) {
   const KernelWeight in(weight);
   Tensor dense = at::empty({weight.shape.n, weight.shape.k}, weight.scale.options());
@@ -56,7 +57,7 @@ inline Tensor int4_dequantise(const RepackedWeight& weight) {
   return dense;
 }
 
-// y (M, N) = x (M, K) @ W^T + bias. y is contiguous and not empty.
+// Computes y (M, N) = x (M, K) @ W^T + bias. y must be contiguous and not empty.
 inline void int4_matmul_into(const Tensor& y, const Tensor& x, const RepackedWeight& weight,
                              const OptionalTensor& bias) {
   if (weight.shape.k == 0) {
@@ -98,7 +99,7 @@ inline void int4_matmul_into(const Tensor& y, const Tensor& x, const RepackedWei
   launch_int4_linear(p, current_stream());
 }
 
-// dx (M, K) = dy (M, N) @ W
+// Computes dx (M, K) = dy (M, N) @ W.
 inline void int4_matmul_backward_into(const Tensor& dx, const Tensor& dy,
                                       const RepackedWeight& weight) {
   if (weight.shape.n == 0) {

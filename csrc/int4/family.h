@@ -1,4 +1,4 @@
-// The kernel family of products with a 4-bit weight. Pure host code.
+// The kernel family of matmuls with a 4-bit weight. This is pure host code.
 #pragma once
 
 #include "core/family.h"
@@ -36,7 +36,7 @@ struct Int4Family : FirstSizeByClass {
     return int4_choice(p, engine(x), static_cast<int>(x[1]), static_cast<int>(x[2]));
   }
 
-  // An illegal tile is listed once, without splits.
+  // An illegal tile is listed once, with one split.
   static std::vector<Encoded> candidates(const Int4Problem& p) {
     std::vector<Encoded> all;
     for (int i = 0; i < kInt4DecodeTileCount; ++i) {
@@ -78,7 +78,7 @@ struct Int4Family : FirstSizeByClass {
     return "";
   }
 
-  // kDense, which runs the matmul engine, has zeros.
+  // The columns of kDense, which runs the matmul engine, are zeros.
   static Columns columns(const Int4Problem& p, const Encoded& x) {
     const auto row = [&](const auto& tile, int shared_bytes) -> Columns {
       return {{"rows", tile.rows},
@@ -98,7 +98,7 @@ struct Int4Family : FirstSizeByClass {
           bytes = plan.shared_bytes;
           blocks = int64_t{plan.owners} * tile.splits;
         }
-        // Two stages: one k-block is multiplied while the next one is loaded.
+        // There are two stages, because a k-block is multiplied while the next one is loaded.
         return {{"rows", kInt4TileRows},
                 {"tokens", tile.tokens},
                 {"block_k", tile.k_block_chunks() * kInt4ChunkK},

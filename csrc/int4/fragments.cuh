@@ -1,4 +1,4 @@
-// Loads register fragments from a stage of the ring: unpacks codes to exact 16-bit pairs, and reads
+// Loads register fragments from a stage of the ring: unpacks codes to exact 16-bit pairs, and loads
 // scales and rows of x.
 #pragma once
 
@@ -10,11 +10,12 @@
 
 namespace torchweld {
 
-// The dtype of tensor-core operands: fp32 x is split into three bf16 terms.
+// The dtype of the tensor-core operands. fp32 x is split into three bf16 terms.
 template <typename T>
 using Int4Factor = std::conditional_t<std::is_same_v<T, __half>, __half, __nv_bfloat16>;
 
-// 1024 (fp16) or 128 (bf16), twice: or-ing a code into the low bits adds the code.
+// Two copies of 1024 (fp16) or 128 (bf16). Or-ing a code into the low bits adds the code to the
+// number.
 template <typename U>
 inline constexpr uint32_t kInt4Magic = std::is_same_v<U, __half> ? 0x64006400u : 0x43004300u;
 
@@ -61,7 +62,7 @@ __device__ __forceinline__ uint4 load_words_once(const void* g_from) {
   return w;
 }
 
-// Zeroes accumulators in a nested array.
+// Sets all accumulators of a nested array to zero.
 template <typename Sums>
 __device__ __forceinline__ void int4_clear(Sums& sums) {
   if constexpr (std::is_array_v<Sums>) {
@@ -72,12 +73,13 @@ __device__ __forceinline__ void int4_clear(Sums& sums) {
   }
 }
 
-// The word of a 16-column slice among a lane's four words of a chunk.
+// Returns the word of a 16-column slice, out of a lane's four words of a chunk.
 __device__ __forceinline__ uint32_t int4_slice_word(const uint4& words, int slice) {
   return slice == 0 ? words.x : slice == 1 ? words.y : slice == 2 ? words.z : words.w;
 }
 
-// (a & mask) | magic
+// Computes (a & mask)
+// magic.
 // NOTE: with two constant operands the compiler would emit two instructions.
 __device__ __forceinline__ uint32_t mask_or(uint32_t a, uint32_t mask, uint32_t magic) {
   uint32_t d;
@@ -88,7 +90,7 @@ __device__ __forceinline__ uint32_t mask_or(uint32_t a, uint32_t mask, uint32_t 
 // The zeros of a lane's two rows, g and g + 8, in one group.
 template <typename U>
 struct Int4Zeros {
-  uint32_t low, high;  // magic number + zero, twice
+  uint32_t low, high;  // two copies of magic number + zero
 
   Int4Zeros() = default;
   __device__ __forceinline__ Int4Zeros(uint2 zeros, int lane)
@@ -96,7 +98,7 @@ struct Int4Zeros {
         high(kInt4Magic<U> + int4_code(zeros.y, lane / 4) * 0x10001) {}
 };
 
-// Unpacks a fragment of 16 rows and 16 columns: code - zero, exact.
+// Unpacks a fragment of 16 rows and 16 columns to code - zero, which is exact.
 template <typename U>
 __device__ __forceinline__ void int4_unpack(uint32_t (&r)[4], uint32_t word,
                                             const Int4Zeros<U>& zeros) {
@@ -107,7 +109,8 @@ __device__ __forceinline__ void int4_unpack(uint32_t (&r)[4], uint32_t word,
   }
 }
 
-// The scales of a lane's two rows, each twice, to multiply codes, with rounding.
+// The scales of a lane's two rows, two copies each. They multiply codes, and the products are
+// rounded.
 template <typename U>
 struct Int4CodeScales {
   uint32_t low, high;
@@ -125,8 +128,8 @@ struct Int4CodeScales {
 };
 
 // The fp32 scales of a lane's two rows. A finite scale multiplies accumulators.
-// NOTE: an inf or NaN scale multiplies the codes instead (the `special` path), as in the
-// definition: inf * 0 and inf - inf must become NaN, which a group's sum would hide.
+// NOTE: an inf or NaN scale multiplies the codes instead (the `special` path), as in the definition
+// of the product. There inf * 0 and inf - inf must become NaN, which the sum of a group would hide.
 template <typename T>
 struct Int4RowScales {
   using U = Int4Factor<T>;
@@ -136,10 +139,10 @@ struct Int4RowScales {
   __device__ __forceinline__ explicit Int4RowScales(const Vec<T, 2>& pair)
       : low(to_float(pair.values[0])), high(to_float(pair.values[1])) {}
 
-  // Whether a scale may be inf or NaN. Two large finite scales can also return true.
+  // Whether a scale may be inf or NaN. Two large finite scales can also give true.
   __device__ __forceinline__ bool special() const { return !finite(fabsf(low) + fabsf(high)); }
 
-  // Multiplies codes by the special scales; keep_finite() then sets these scales to 1.
+  // Multiplies codes by the scales that are inf or NaN. keep_finite() then sets these scales to 1.
   __device__ __forceinline__ void scale_codes(uint32_t (&r)[4]) const {
     const float codes_low = finite(low) ? 1.f : low, codes_high = finite(high) ? 1.f : high;
     Int4CodeScales<U> scales;
@@ -163,7 +166,7 @@ class Int4XReader {
 
  public:
   static constexpr int kTerms = sizeof(T) == 4 ? 3 : 1;
-  // One ldmatrix reads two groups, except for tiles of 8 tokens.
+  // One ldmatrix loads two groups, except in tiles of 8 tokens.
   static constexpr int kCount = kTokens >= 16 && sizeof(T) == 2 ? 2 : 1;
   uint32_t r[kCount][kTerms][2];
 
@@ -171,7 +174,7 @@ class Int4XReader {
   static __device__ __forceinline__ uint32_t offset(int lane) {
     if constexpr (sizeof(T) == 2) {
       const int block = lane >> 3, in = lane & 7;
-      // NOTE: for 8 tokens ldmatrix reads the first two blocks twice, as x ends there.
+      // NOTE: for 8 tokens, ldmatrix reads the first two blocks twice, because x ends there.
       const int row = in + (kTokens >= 16 ? block >> 1 << 3 : 0);
       return row * kRowBytes + (((block & 1) ^ in) << 4);
     } else {
@@ -179,8 +182,8 @@ class Int4XReader {
     }
   }
 
-  // Loads tokens [8 * kCount * i, + 8 * kCount) of a chunk's slice. s_x is the lane's address, a
-  // multiple of 128 before the swizzle.
+  // Loads tokens [8 * kCount * i, 8 * kCount * (i + 1)) of a slice of a chunk. s_x is the lane's
+  // address, a multiple of 128 before the swizzle.
   __device__ __forceinline__ void load(uint32_t s_x, int chunk, int i, int slice) {
     const int from = (chunk * kTokens + i * 8 * kCount) * kRowBytes;
     if constexpr (sizeof(T) == 2) {

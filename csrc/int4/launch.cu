@@ -1,4 +1,4 @@
-// Launches products with a 4-bit weight.
+// Launches matmuls with a 4-bit weight.
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "int4/params.h"

@@ -1,15 +1,15 @@
 // The two layouts of 4-bit weights. weight (N, K) = scale * (code - zero), with one scale and one
 // zero per row and group of columns.
 //
-// Portable: words of eight codes along K, a "unit", lowest nibble first.
+// Portable: words of eight codes along K, called units, lowest nibble first.
 //
-// Repacked: tiles of 16 rows, each a sequence of chunks of 64 columns, each chunk 32 lanes of four
-// words. Word s of lane l holds lane l's eight codes of columns [16 s, 16 s + 16), as the
-// 16 x 16 register operand of mma.sync or wgmma has them: with g = l / 4 and
-// t = l % 4, nibbles i and i + 4 are columns 2t and 2t + 1 of row g + 8 * (i % 2) and unit i / 2.
-// One shift and one mask unpack a pair into the two halves of a register. Rows and units beyond the
-// weight's hold 0. All kernels read this layout.
-//   packed        (tiles, chunks, 128) words, the lanes' four words together
+// Repacked: tiles of 16 rows. A tile is a sequence of chunks of 64 columns, and a chunk has 32
+// lanes of four words. Word s of lane l holds eight codes of columns [16 s, 16 s + 16), in the
+// order in which lane l needs them for the 16 x 16 register operand of mma.sync or wgmma: with g =
+// l / 4 and t = l % 4, nibbles i and i + 4 are columns 2t and 2t + 1 of row g + 8 * (i % 2) and
+// unit i / 2. One shift and one mask unpack a pair into the two halves of a register. Rows and
+// units beyond those of the weight are 0. All kernels read this layout.
+//   packed        (tiles, chunks, 128) words, the four words of a lane together
 //   packed_scale  (tiles, groups, 16), rows in the order 0, 8, 1, 9, ...: one load reads both
 //                 rows of a lane
 //   packed_zero   (tiles, groups, 2) words of eight zeros, of rows 0-7 and 8-15
@@ -21,11 +21,11 @@
 
 namespace torchweld {
 
-inline constexpr int kInt4Unit = 8;       // codes of a word
-inline constexpr int kInt4TileRows = 16;  // rows of a tile
-inline constexpr int kInt4ChunkK = 64;    // columns of a chunk
+inline constexpr int kInt4Unit = 8;       // codes in a word
+inline constexpr int kInt4TileRows = 16;  // rows in a tile
+inline constexpr int kInt4ChunkK = 64;    // columns in a chunk
 inline constexpr int kInt4ChunkUnits = kInt4ChunkK / kInt4Unit;
-inline constexpr int kInt4ChunkWords = 128;  // words of a tile's chunk
+inline constexpr int kInt4ChunkWords = 128;  // words in a chunk of a tile
 
 // The sizes of a weight and of its repacked form.
 struct Int4Shape {
@@ -35,14 +35,14 @@ struct Int4Shape {
   TW_HOST_DEVICE int64_t tiles() const { return (n + kInt4TileRows - 1) / kInt4TileRows; }
   TW_HOST_DEVICE int64_t chunks() const { return (k + kInt4ChunkK - 1) / kInt4ChunkK; }
   TW_HOST_DEVICE int64_t packed_words() const { return tiles() * chunks() * kInt4ChunkWords; }
-  // Units of a group; 1 if there are no groups.
+  // The number of units in a group, or 1 if there are no groups.
   TW_HOST_DEVICE int64_t group_units() const { return groups > 0 ? units() / groups : 1; }
 };
 
 TW_HOST_DEVICE uint32_t int4_code(uint32_t word, int i) { return word >> (4 * i) & 15; }
 
-// Builds a repacked word. word_of(row, unit) returns the portable word of a tile's row and a
-// chunk's unit.
+// Builds a word of the repacked layout. word_of(row, unit) must return the portable word for a row
+// of the tile and a unit of the chunk.
 template <typename WordOf>
 TW_HOST_DEVICE uint32_t int4_repacked_word(int lane, int slice, const WordOf& word_of) {
   const int g = lane / 4, t = lane % 4;
@@ -54,7 +54,8 @@ TW_HOST_DEVICE uint32_t int4_repacked_word(int lane, int slice, const WordOf& wo
   return packed;
 }
 
-// The inverse: the portable word of a tile's row and a chunk's unit, from the chunk's words.
+// The inverse of int4_repacked_word: returns the portable word of row `row` of the tile and unit
+// `unit` of the chunk, from the words of the chunk.
 TW_HOST_DEVICE uint32_t int4_portable_word(const uint32_t* chunk, int row, int unit) {
   const int i = row / 8 + 2 * (unit % 2);
   uint32_t word = 0;
@@ -65,7 +66,7 @@ TW_HOST_DEVICE uint32_t int4_portable_word(const uint32_t* chunk, int row, int u
   return word;
 }
 
-// Index of a tile's row among the 16 scales of a group.
+// The index of a row of the tile among the 16 scales of a group.
 TW_HOST_DEVICE int int4_scale_place(int row) { return row % 8 * 2 + row / 8; }
 
 }  // namespace torchweld

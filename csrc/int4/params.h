@@ -1,4 +1,4 @@
-// Kernel parameters of products with a repacked 4-bit weight.
+// The kernel parameters of matmuls with a repacked 4-bit weight.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,7 +10,7 @@
 
 namespace torchweld {
 
-// A repacked weight: contiguous, 16-byte aligned.
+// A repacked weight. Its arrays are contiguous and 16-byte aligned.
 struct Int4Weight {
   Int4Shape shape;
   const uint32_t* packed;
@@ -18,8 +18,8 @@ struct Int4Weight {
   const uint32_t* zero;
 };
 
-// gemm has x (operand a: K contiguous, rows 16-byte aligned), y, the bias and, if a second kernel
-// adds the splits' partials, the workspace. The weight replaces its operand b.
+// gemm holds x as operand a (K contiguous, rows 16-byte aligned), y, the bias and, if a second
+// kernel adds the partials of the splits, the workspace. The weight replaces operand b.
 struct Int4LinearParams {
   GemmParams gemm;
   Int4Weight weight;
@@ -28,7 +28,7 @@ struct Int4LinearParams {
   bool clusters;  // the device supports thread-block clusters
 };
 
-// Operands of the decode and small-M kernels; strides of reads are in bytes.
+// The operands of the decode and small-M kernels. x_row_bytes counts bytes, y_row_stride elements.
 struct Int4Operands {
   const char *x, *words, *scale, *zero;
   const void* bias;
@@ -52,20 +52,20 @@ struct Int4DequantiseParams {
   DType dtype;  // of the scales and of dense
 };
 
-// choice.engine is not kDense; sizes are at least 1.
+// choice.engine must not be kDense. Sizes must be at least 1.
 void launch_int4_linear(const Int4LinearParams& params, cudaStream_t stream);
 void launch_int4_dequantise(const Int4DequantiseParams& params, cudaStream_t stream);
 
-// choice.engine is kDecode.
+// choice.engine must be kDecode.
 void launch_int4_decode(const Int4LinearParams& params, cudaStream_t stream);
 
-// Kernels of one dtype, instantiated in separate files (csrc/instantiations.py).
+// Launch functions for one dtype, each instantiated in a separate file (csrc/instantiations.py).
 template <typename T>
 void launch_int4_linear_of(const Int4LinearParams& params, cudaStream_t stream);
-// choice.engine is kLargeM.
+// choice.engine must be kLargeM.
 template <typename T>
 void launch_int4_large_m_of(const Int4LinearParams& params, cudaStream_t stream);
-// choice.engine is kSmallM.
+// choice.engine must be kSmallM.
 template <typename T>
 void launch_int4_small_m_of(const Int4LinearParams& params, cudaStream_t stream);
 

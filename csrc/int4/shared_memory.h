@@ -1,15 +1,16 @@
-// Shared memory sizes that the tensor-core tiles have in common. Pure host code.
+// Shared-memory sizes that are common to the tensor-core tiles. This is pure host code.
 #pragma once
 
 #include "int4/layout.h"
 
 namespace torchweld {
 
-// Bytes of the 16-bit scales and the zeros of a row tile's chunk, 8 bytes of padding included.
+// The bytes of the 16-bit scales and the zeros of a chunk of a row tile, including 8 bytes of
+// padding.
 inline constexpr int kInt4ScaleBytes = kInt4TileRows * 2 + 16;
 
-// Padding after a token's accumulators, in floats.
-// NOTE: avoids bank conflicts when fragments are written.
+// The padding after the accumulators of a token, in floats.
+// NOTE: it avoids bank conflicts when fragments are written.
 inline constexpr int kInt4SumPadding = 4;
 
 }  // namespace torchweld

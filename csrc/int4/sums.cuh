@@ -1,5 +1,5 @@
-// The epilogue of split K: a block stages its accumulators in shared memory as fp32 [token][row];
-// the cluster adds those of all splits and the bias, and rounds to y.
+// The epilogue of split K. A block stages its accumulators in shared memory as fp32 [token][row].
+// The cluster adds up those of all splits, adds the bias and rounds to y.
 #pragma once
 
 #include "device/features.cuh"
@@ -9,8 +9,8 @@
 
 namespace torchweld {
 
-// Stores a warp's accumulators of 16 rows, in fragments of 8 tokens. kAdd: adds the stored ones
-// first.
+// Stores a warp's accumulators of 16 rows, which are fragments of 8 tokens, in shared memory. With
+// kAdd, first adds the values that are stored there.
 template <int kRowFloats, bool kAdd = false, int kFragments>
 __device__ __forceinline__ void int4_stage_sums(float* s_sums, float (&acc)[kFragments][4],
                                                 int tile, int lane) {
@@ -30,8 +30,8 @@ __device__ __forceinline__ void int4_stage_sums(float* s_sums, float (&acc)[kFra
   }
 }
 
-// Loads the bias of rows row, row + kStride, ... below row + count; 0 for other rows or without a
-// bias.
+// Loads the bias of rows row, row + kStride, ... below row + count. The bias of other rows is 0,
+// and that of all rows if there is no bias.
 template <typename T, int kStride = 1, int kCount>
 __device__ __forceinline__ void int4_load_bias(float (&bias)[kCount], const void* g_bias,
                                                int64_t row, int count) {
@@ -45,8 +45,8 @@ __device__ __forceinline__ void int4_load_bias(float (&bias)[kCount], const void
 }
 
 #if TW_HAS_CLUSTERS
-// Adds 8 partials of all splits in the order of the cluster's ranks. s_from is their address in
-// every block's shared memory.
+// Adds 8 partials of all splits, in the order of the cluster's ranks. s_from is their address,
+// which is the same in the shared memory of every block.
 template <int kSplits>
 __device__ __forceinline__ void int4_reduce_splits(float (&v)[kGroup], const float4* s_from) {
   float4 partials[kSplits][2];
@@ -78,11 +78,11 @@ struct Int4Output {
   int64_t row_stride;  // of y
   int64_t rows;        // of the weight
   int64_t first_row, first_token;
-  int tokens;  // of the tile, within y
+  int tokens;  // tokens of the tile that exist in y
 };
 
-// y = lift * sum of the staged partials of all splits + bias. Each block of the cluster writes one
-// slice of the tile.
+// Computes y = lift * (the sum of the staged partials of all splits) + bias. Each block of the
+// cluster writes one slice of the tile.
 template <typename T, int kRows, int kThreads, int kSplits>
 __device__ __forceinline__ void int4_reduce_to_y(const Int4Output& out, float lift, int split,
                                                  const float* s_sums, int thread) {

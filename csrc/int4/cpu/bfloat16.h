@@ -1,6 +1,7 @@
-// CPU: y = x @ W^T + bias in bfloat16 with AVX-512 BF16. A nibble indexes a table of its group's
-// sixteen values, scale * (code - zero) rounded to bfloat16; one instruction looks up 32 values.
-// Columns stay in lookup order, and x is permuted to match.
+// CPU: y = x @ W^T + bias in bfloat16 with AVX-512 BF16. Each group has a table of sixteen values,
+// scale * (code - zero) rounded to bfloat16, and a nibble of the weight is an index into it. One
+// instruction looks up 32 values. The columns stay in the order of the lookups, and x is permuted
+// to that order.
 //
 // For a few rows of x the weight stays packed: a task computes 64 weight rows and iterates over
 // slices of K whose x fits into the L1 cache. For more rows of x, a task dequantises a block of the
@@ -38,7 +39,7 @@ inline void int4_block_matmul(const Tensor& y, const Tensor& x, const Tensor& bl
   }
 }
 
-constexpr int64_t kInt4FewBf16Rows = 48;  // with more rows of x, dequantising pays
+constexpr int64_t kInt4FewBf16Rows = 48;  // with more rows of x, dequantising the weight is faster
 
 #ifdef TW_SIMD_TARGETS
 inline bool has_bf16_products() {
@@ -46,7 +47,7 @@ inline bool has_bf16_products() {
   return has;
 }
 
-// 16 words of a row hold 128 columns; a half-word holds four contiguous columns.
+// 16 words of a row hold 128 columns. Each half of a word holds four contiguous columns.
 struct PortableInt4Words {
   static constexpr int kColumns = 128, kVectors = 4, kShift = 4, kStepWords = 16;
   const PortableInt4& weight;
@@ -54,14 +55,14 @@ struct PortableInt4Words {
   int64_t steps() const { return weight.shape.k / kColumns; }
   const uint32_t* words(int64_t row) const { return weight.words(row, 0, 0, nullptr); }
   int first_shift(int64_t) const { return 0; }
-  // Permutes x (rows, K) to (rows, steps, vectors, 32).
+  // Permutes x from (rows, K) to (rows, steps, vectors, 32).
   static Tensor in_order(const Tensor& x) {
     return x.view({x.size(0), -1, 32, kVectors}).transpose(2, 3);
   }
 };
 
 // 16 words of a chunk hold 64 columns of rows g and g + 8. Word 4 t + s holds columns 16 s + 2 t +
-// j for j = 0, 1, 8, 9.
+// j for j = 0, 1, 8 and 9.
 struct RepackedInt4Words {
   static constexpr int kColumns = kInt4ChunkK, kVectors = 2, kShift = 8,
                        kStepWords = kInt4ChunkWords;
@@ -83,7 +84,7 @@ struct RepackedInt4Words {
 inline PortableInt4Words int4_words(const PortableInt4& weight) { return {weight}; }
 inline RepackedInt4Words int4_words(const RepackedInt4& weight) { return {weight}; }
 
-// Rows [first, end) of the weight with the lookup tables of their groups.
+// Rows [first, end) of the weight, with a lookup table for each of their groups.
 template <typename Words>
 struct Int4Bf16Rows {
   static constexpr int kLanes = 16;
@@ -141,13 +142,13 @@ struct Int4Bf16Rows {
     }
   }
 
-  // A lookup reads five bits of an index, so the 16-entry table is stored twice.
+  // A lookup uses five bits of an index, so the register holds two copies of the 16-entry table.
   static TW_BF16_TARGET inline __m512i lookup_table(const uint16_t* table) {
     return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(table)));
   }
 
-  // sums (kRowBlock, kXRows, 16) += the products of rows [row, row + kRowBlock) for groups
-  // [group_begin, group_end). Rows from `end` on repeat the last one.
+  // Computes sums (kRowBlock, kXRows, 16) += the products of rows [row, row + kRowBlock) of the
+  // weight for groups [group_begin, group_end). Rows from `end` on are copies of the last row.
   template <int kXRows, int kRowBlock>
   TW_BF16_TARGET void add(float* sums, const at::BFloat16* x, int64_t row, int64_t group_begin,
                           int64_t group_end) const {
@@ -212,7 +213,7 @@ struct Int4Bf16Rows {
     }
   }
 
-  // Computes y for x (steps, vectors, kXRows, 32), whose first `rows` rows are valid.
+  // Computes y for x (steps, vectors, kXRows, 32). Only the first `rows` rows of x are valid.
   template <int kXRows>
   void run(at::BFloat16* y, const at::BFloat16* x, int64_t rows, const at::BFloat16* bias,
            int64_t bias_stride) const {
@@ -243,7 +244,8 @@ struct Int4Bf16Rows {
 };
 #endif
 
-// Whether int4_bf16_into supports the call: groups must be multiples of the columns of 16 words.
+// Whether int4_bf16_into supports the call: the group size must be a multiple of the columns in 16
+// words.
 template <typename Weight>
 bool supports_int4_bf16(const Tensor& x, const Weight& weight) {
 #ifdef TW_SIMD_TARGETS
@@ -255,7 +257,8 @@ bool supports_int4_bf16(const Tensor& x, const Weight& weight) {
 #endif
 }
 
-// y (rows, N) = x (rows, K) @ W^T + bias. block_rows: weight rows of a dequantised block.
+// Computes y (rows, N) = x (rows, K) @ W^T + bias. block_rows is the number of weight rows that are
+// dequantised at a time.
 template <typename Weight>
 void int4_bf16_into(const Tensor& y, const Tensor& x, const Weight& weight,
                     const OptionalTensor& bias, int64_t block_rows) {
@@ -278,7 +281,7 @@ void int4_bf16_into(const Tensor& y, const Tensor& x, const Weight& weight,
     });
     return;
   }
-  constexpr int64_t kTaskRows = 64, kMaxRows = 8;  // weight rows of a task, x rows of a tile
+  constexpr int64_t kTaskRows = 64, kMaxRows = 8;  // weight rows per task, x rows per tile
   std::vector<Tensor> x_tiles;                     // (steps, vectors, 1 to kMax, 32)
   for (int64_t first = 0; first < rows; first += kMaxRows) {
     const int64_t count = std::min(kMaxRows, rows - first);

@@ -1,9 +1,9 @@
 // CPU: y = x @ W^T + bias and dx = dy @ W for a 4-bit weight W in either layout.
 //
 // Each thread dequantises a block of W into a buffer that fits into its cache, and torch multiplies
-// it. For a few rows of x or dy, W is dequantised in registers. A block is a range of rows for y
-// and a range of columns for dx, so that no sum is split. The weight is rounded once, to the dtype
-// of x.
+// the block. For a few rows of x or dy, W is dequantised in registers instead. A block is a range
+// of rows for y and a range of columns for dx, so that no sum is split. Each weight is rounded
+// once, to the dtype of x.
 #pragma once
 
 #include <ATen/Dispatch.h>
@@ -23,7 +23,7 @@ namespace torchweld {
 
 using Int4Codes = uint32_t __attribute__((vector_size(4 * kInt4Unit)));
 
-// Stores the eight values scale * code, each rounded once. The codes have their zero subtracted
+// Stores eight values scale * code, each rounded once. The codes already have their zero subtracted
 // (two's complement).
 template <typename T, typename Wide>
 void store_codes(T* to, const Int4Codes& codes, Wide scale) {
@@ -35,7 +35,8 @@ void store_codes(T* to, const Int4Codes& codes, Wide scale) {
     const Floats values = __builtin_convertvector(integers, Floats) * scale;
     Int4Codes bits;
     std::memcpy(&bits, &values, sizeof(bits));
-    // Round to nearest even. A NaN comes from a 16-bit scale, so rounding can't turn it into inf.
+    // Round to nearest even. A NaN here comes from a 16-bit scale, so its low bits are 0 and
+    // rounding can't turn it into inf.
     bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
     const Halves halves = __builtin_convertvector(bits, Halves);
     std::memcpy(to, &halves, sizeof(halves));
@@ -45,7 +46,7 @@ void store_codes(T* to, const Int4Codes& codes, Wide scale) {
   }
 }
 
-// Dequantises units [first, first + count) of a row, eight values each.
+// Dequantises units [first, first + count) of a row. A unit is eight values.
 template <typename T, typename Weight>
 void dequantise_row(T* to, const Weight& weight, int64_t row, int64_t first, int64_t count) {
   using Wide = at::opmath_type<T>;
@@ -72,7 +73,7 @@ void dequantise_row(T* to, const Weight& weight, int64_t row, int64_t first, int
   }
 }
 
-// Dequantises rows from `row` on and units from `unit` on to `to` (rows, 8 * units).
+// Dequantises the weight, from row `row` and unit `unit` on, into `to` (rows, 8 * units).
 template <typename Weight>
 void dequantise_block(const Tensor& to, const Weight& weight, int64_t row, int64_t unit) {
   const int64_t rows = to.size(0), columns = to.size(1);
@@ -86,8 +87,8 @@ void dequantise_block(const Tensor& to, const Weight& weight, int64_t row, int64
   });
 }
 
-// Rows or units of a block, out of `count`: the block fits into the cache, and every thread gets
-// one.
+// The number of rows or units in a block, out of `count`. The block fits into the cache, and every
+// thread gets at least one block.
 inline int64_t int4_block(int64_t count, int64_t bytes_each, int64_t min_size) {
   constexpr int64_t kBlockBytes = 1 << 20;
   const int64_t threads = at::get_num_threads();
@@ -95,7 +96,7 @@ inline int64_t int4_block(int64_t count, int64_t bytes_each, int64_t min_size) {
   return std::min(count, std::max(min_size, std::min(per_thread, kBlockBytes / bytes_each)));
 }
 
-// y (rows, N) = x (rows, K) @ W^T + bias
+// Computes y (rows, N) = x (rows, K) @ W^T + bias.
 template <typename Weight>
 void int4_linear_into(const Tensor& y, const Tensor& x, const Weight& weight,
                       const OptionalTensor& bias) {
@@ -115,7 +116,7 @@ void int4_linear_into(const Tensor& y, const Tensor& x, const Weight& weight,
   });
 }
 
-// dx (rows, K) = dy (rows, N) @ W
+// Computes dx (rows, K) = dy (rows, N) @ W.
 template <typename Weight>
 void int4_linear_backward_into(const Tensor& dx, const Tensor& dy, const Weight& weight) {
   const int64_t n = weight.shape.n, units = weight.shape.units();

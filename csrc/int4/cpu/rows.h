@@ -1,6 +1,7 @@
 // CPU: y = x @ W^T + bias for a few rows of x, as in decoding. The weight stays packed and is read
 // once, 16 words at a time; one nibble of each word gives a vector of 16 codes. x is permuted to
-// the order of these vectors. A group's products are summed before its scale is applied.
+// the order of these vectors. The products of a group are added up before the group's scale
+// multiplies the sum.
 #pragma once
 
 #include <ATen/ops/constant_pad_nd.h>
@@ -17,11 +18,11 @@
 namespace torchweld {
 
 constexpr int kInt4Lanes = 16;
-constexpr int kInt4FewRows = 16;  // with more rows, dequantising pays
+constexpr int kInt4FewRows = 16;  // with more rows of x, dequantising the weight is faster
 
-// Converts a code to a float without a conversion or shift: nibble i or-ed into the mantissa of
-// 2^23 is 2^23 + 16^i * code. Subtracting kInt4Offsets[zero][i] leaves 16^i * (code - zero). x is
-// divided by 16^i beforehand.
+// The offsets that convert a code to a float without a conversion instruction or shift. Nibble i of
+// a word, or-ed into the mantissa of 2^23, is 2^23 + 16^i * code. Subtracting kInt4Offsets[zero][i]
+// leaves 16^i * (code - zero). x is divided by 16^i beforehand.
 constexpr int kInt4MantissaNibbles = 5;  // nibbles that fit into a mantissa
 
 struct Int4Offsets {
@@ -35,8 +36,9 @@ struct Int4Offsets {
 };
 inline constexpr Int4Offsets kInt4Offsets;
 
-// Accumulators of the products of 16 words' nibbles, one vector per row of x.
-// NOTE: vector extensions, because the compiler does not keep arrays of floats in registers.
+// Accumulators of the products of the nibbles of 16 words, one vector per row of x.
+// NOTE: the code uses vector extensions, because the compiler does not keep arrays of floats in
+// registers.
 template <int kRows>
 struct Int4Sums {
   using Floats = float __attribute__((vector_size(4 * kInt4Lanes)));
@@ -54,7 +56,8 @@ struct Int4Sums {
     add_products(values, x, std::make_index_sequence<kRows>());
   }
 
-  // Pack expansions instead of loops: an array stays in registers only if every index is constant.
+  // Pack expansions replace loops, because an array stays in registers only if every index is
+  // constant.
   template <size_t... r>
   void clear(std::index_sequence<r...>) {
     ((lanes[r] = Floats{}), ...);
@@ -94,7 +97,7 @@ inline Tensor int4_scale_nibbles(const Tensor& x, int64_t rows, const std::vecto
   return divided;
 }
 
-// Stores the sums of a weight row, plus bias, to a column of y.
+// Adds the bias to the sums of a weight row and stores them in a column of y.
 template <typename T>
 struct Int4Result {
   T* y;
@@ -109,12 +112,13 @@ struct Int4Result {
   }
 };
 
-// Portable layout: the lanes are 16 units of a row; a vector has one column of each unit.
+// The portable layout. The lanes are 16 units of a row, and a vector has one column of each unit.
 struct PortableInt4Rows {
   static constexpr int64_t kColumns = kInt4Lanes * kInt4Unit, kTaskRows = 64;
   static constexpr int64_t kMax16Bit =
       8;  // with more rows, dequantising this layout and oneDNN is faster
-  static constexpr int64_t kRowBlock = 4;  // rows computed together, to reuse x in cache
+  // Rows that are computed together, to reuse x in the cache.
+  static constexpr int64_t kRowBlock = 4;
   const PortableInt4& weight;
 
   Tensor x_lanes(const Tensor& x) const {  // (K / 128, 8 vectors, rows, 16)
@@ -158,8 +162,8 @@ struct PortableInt4Rows {
   }
 };
 
-// Repacked layout: 16 words of a tile's chunk are the four slices s of four lanes t. Nibble i of
-// word 4 t + s is row g + 8 * (i % 2), column 16 s + 8 * (i / 2 % 2) + 2 t + i / 4.
+// The repacked layout. 16 words of a chunk of a tile are the four slices s of four lanes t. Nibble
+// i of word 4 t + s belongs to row g + 8 * (i % 2) and column 16 s + 8 * (i / 2 % 2) + 2 t + i / 4.
 struct RepackedInt4Rows {
   static constexpr int64_t kColumns = kInt4ChunkK, kTaskRows = kInt4TileRows;
   static constexpr int64_t kMax16Bit = kInt4FewRows;
@@ -208,14 +212,15 @@ template <typename Weight>
 using Int4Rows =
     std::conditional_t<std::is_same_v<Weight, PortableInt4>, PortableInt4Rows, RepackedInt4Rows>;
 
-// The smallest compiled row count (a power of two) of at least `rows`.
+// The smallest row count that is compiled (a power of two) and at least `rows`.
 inline int64_t int4_row_count(int64_t rows) {
   int64_t count = 1;
   while (count < rows) count *= 2;
   return count;
 }
 
-// Whether int4_rows_into supports the call: groups must be multiples of the columns of 16 words.
+// Whether int4_rows_into supports the call: the group size must be a multiple of the columns in 16
+// words.
 template <typename Weight>
 bool supports_int4_rows(const Tensor& x, const Weight& weight) {
   const int64_t max_rows = x.element_size() == 2 ? Int4Rows<Weight>::kMax16Bit : kInt4FewRows;
@@ -223,7 +228,7 @@ bool supports_int4_rows(const Tensor& x, const Weight& weight) {
          weight.shape.group_units() * kInt4Unit % Int4Rows<Weight>::kColumns == 0;
 }
 
-// y (rows, N) = x (rows, K) @ W^T + bias
+// Computes y (rows, N) = x (rows, K) @ W^T + bias.
 template <typename Weight>
 void int4_rows_into(const Tensor& y, const Tensor& x, const Weight& weight,
                     const OptionalTensor& bias) {

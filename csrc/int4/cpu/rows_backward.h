@@ -1,6 +1,7 @@
-// CPU: dx = dy @ W for a few rows of dy. As in the forward the weight stays packed and is read
-// once, 16 words at a time; one nibble of each word gives a vector of codes. The sums have the
-// order of these vectors and stay in cache; each load of a sum accumulates four rows of W.
+// CPU: dx = dy @ W for a few rows of dy. As in the forward, the weight stays packed and is read
+// once, 16 words at a time; one nibble of each word gives a vector of codes. The sums are in the
+// order of these vectors and stay in the cache. Each time a sum is loaded, the products of four
+// rows of W are added to it.
 #pragma once
 
 #include <ATen/ops/zeros.h>
@@ -11,8 +12,8 @@ namespace torchweld {
 
 constexpr int64_t kInt4FewGradientRows = 8;
 
-// 16 words of each of four rows of W, and the factors of their codes for each row of dy.
-// NOTE: no loops over arrays, as in Int4Sums.
+// 16 words of each of four rows of W, and for each row of dy the factors of their codes.
+// NOTE: there are no loops over arrays, for the reason given in Int4Sums.
 template <int kRows>
 struct Int4FourRows {
   using Floats = typename Int4Sums<kRows>::Floats;
@@ -22,7 +23,7 @@ struct Int4FourRows {
   const float* offsets[kRowBlock];
   float factors[kRowBlock][kRows];
 
-  // Sets row i of the four: its factors are scale * dy.
+  // Sets row i of the four. Its factors are scale * dy.
   void set(int i, const uint32_t* from, int zero, float scale, const float* dy) {
     std::memcpy(&words[i], from, sizeof(Words));
     offsets[i] = kInt4Offsets.offset[zero];
@@ -37,7 +38,7 @@ struct Int4FourRows {
     words[0] >>= bits, words[1] >>= bits, words[2] >>= bits, words[3] >>= bits;
   }
 
-  // sums (rows, 16) += 16^kNibble times the products of one nibble.
+  // Computes sums (rows, 16) += 16^kNibble times the products of one nibble.
   template <int kNibble>
   void add(float* sums) const {
     add_rows<kNibble>(sums, std::make_index_sequence<kRows>());
@@ -64,8 +65,9 @@ struct Int4FourRows {
   }
 };
 
-// The portable layout: words() of a row in a block of columns, add() in the order of the sums'
-// vectors, and columns(), which reorders the sums to columns of dx.
+// The portable layout. words() returns the words of a row in a block of columns, add() adds
+// products to the sums in the order of their vectors, and columns() reorders the sums to columns of
+// dx.
 struct PortableInt4Columns {
   static constexpr int64_t kColumns = PortableInt4Rows::kColumns, kVectors = 8;
   const PortableInt4& weight;
@@ -104,7 +106,7 @@ struct RepackedInt4Columns {
     const int64_t chunk = row / kInt4TileRows * weight.shape.chunks() + block;
     return weight.word_data + chunk * kInt4ChunkWords + row % 8 * kInt4Lanes;
   }
-  // Four rows from a multiple of four on lie in one half of a tile.
+  // Four rows that start at a multiple of four lie in the same half of a tile.
   int shift_of(int64_t row) const { return row % kInt4TileRows / 8 * 4; }
 
   template <int kRows>
@@ -116,7 +118,7 @@ struct RepackedInt4Columns {
     rows.shift(24);
     rows.template add<0>(sums + 3 * kVector);
   }
-  static Tensor columns(const Tensor& sums, int64_t rows) {  // the inverse of x_lanes' order
+  static Tensor columns(const Tensor& sums, int64_t rows) {  // the inverse of the order of x_lanes
     return int4_scale_nibbles(sums, rows, {0, 2, 4, 0})
         .view({-1, 2, 2, rows, 4, 4})
         .permute({3, 0, 5, 2, 4, 1})
@@ -134,7 +136,7 @@ bool supports_int4_rows_backward(const Tensor& dy, const Weight& weight) {
          weight.shape.group_units() * kInt4Unit % Int4Columns<Weight>::kColumns == 0;
 }
 
-// Accumulates blocks [first, end) of sums (blocks, vectors, kRows, 16) from dy (N, kRows).
+// Accumulates blocks [first, end) of the sums (blocks, vectors, kRows, 16) from dy (N, kRows).
 template <int kRows, typename T, typename Layout>
 void int4_rows_backward(float* sums, const float* dy, const Layout& layout, int64_t first,
                         int64_t end) {
@@ -162,7 +164,7 @@ void int4_rows_backward(float* sums, const float* dy, const Layout& layout, int6
   }
 }
 
-// dx (rows, K) = dy (rows, N) @ W
+// Computes dx (rows, K) = dy (rows, N) @ W.
 template <typename Weight>
 void int4_rows_backward_into(const Tensor& dx, const Tensor& dy, const Weight& weight) {
   using Layout = Int4Columns<Weight>;

@@ -1,4 +1,4 @@
-// CPU: access to a 4-bit weight in either layout by row.
+// CPU: access to the rows of a 4-bit weight in either layout.
 #pragma once
 
 #include "core/check.h"
@@ -13,8 +13,8 @@ struct Int4WeightOnCpu {
   const int32_t* zero_data = zeros.const_data_ptr<int32_t>();
 };
 
-// words() returns a pointer to `units` portable words of a row, from `unit` on; it may write them
-// to the buffer. scale_at() is an index into scales; zero() is the value.
+// words() returns a pointer to `units` portable words of a row, from unit `unit` on. It may write
+// them to `buffer`. scale_at() returns an index into scales, and zero() returns a value.
 struct PortableInt4 : Int4WeightOnCpu {
   const uint32_t* words(int64_t row, int64_t unit, int64_t units, uint32_t* buffer) const {
     return word_data + row * shape.units() + unit;

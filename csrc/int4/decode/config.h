@@ -1,6 +1,7 @@
-// Tiles of the decode kernel (int4/decode/kernel.cuh) and its division of work: a block, or a
-// cluster with one block per split of K, owns consecutive tiles of 16 rows of the weight. Its warps
-// divide the k-blocks of these tiles evenly. For 16-bit x. Pure host code: tested without a GPU.
+// The tiles of the decode kernel (int4/decode/kernel.cuh), for 16-bit x, and how the work is
+// divided. An owner, which is a block or a cluster with one block per split of K, processes
+// consecutive tiles of 16 weight rows. Its warps divide the k-blocks of these tiles evenly. This is
+// pure host code that is tested without a GPU.
 #pragma once
 
 #include <algorithm>
@@ -13,31 +14,31 @@ namespace torchweld {
 
 struct Int4DecodeTile {
   int tokens;
-  int chunks;     // of a slice; a slice lies within one group
-  int slices;     // of a k-block
-  int splits;     // of K, one block of the cluster each
+  int chunks;     // chunks per slice; a slice lies within one group
+  int slices;     // slices per k-block
+  int splits;     // splits of K, one block of the cluster each
   int multicast;  // blocks that load x for each other by TMA multicast, on GPUs with clusters
 
-  // NOTE: a k-block of 256 columns without a branch overlaps a warp's instructions; with 128
-  // columns the kernel takes 1.15 times as long. 512 columns, or 256 in slices of one chunk, exceed
-  // the register file.
+  // NOTE: in a k-block of 256 columns that has no branch, the instructions of a warp overlap. With
+  // 128 columns the kernel takes 1.15 times as long. 512 columns, or 256 columns in slices of one
+  // chunk, exceed the register file.
   constexpr int k_block_chunks() const { return chunks * slices; }
   static constexpr int kWarps = 16, kThreads = kWarps * 32;
-  // Stages of x, with one barrier each: a warp waits only for the stages of its own k-blocks.
+  // The stages of x, with one barrier each. A warp waits only for the stages of its own k-blocks.
   static constexpr int kXStages = 4;
-  // k-blocks that a warp prefetches to L2 before x arrives. More would delay x.
+  // How many k-blocks a warp prefetches to L2 before x arrives. More would delay x.
   static constexpr int kPrefetched = 2;
 
   constexpr int cluster() const { return splits * multicast; }
   constexpr int slice_bytes() const { return chunks * kInt4ChunkWords * 4; }
-  // Floats of a warp's accumulators of a tile and two tokens.
+  // The floats of a warp's accumulators of one tile and two tokens.
   // NOTE: the padding avoids bank conflicts when fragments are written and rows are read.
   static constexpr int kPairFloats = 2 * kInt4TileRows + 8;
-  // Tiles that are reduced at once.
+  // The number of tiles that are reduced at a time.
   static constexpr int kRoundTiles = 16;
 
-  // Number of blocks or clusters, at most as many as run at once.
-  // NOTE: larger clusters leave SMs of a GPC unused: 30 clusters of 4 run on 132 SMs.
+  // The number of owners (blocks or clusters), at most as many as run at once.
+  // NOTE: larger clusters leave some SMs of a GPC unused: 30 clusters of 4 run on 132 SMs.
   int owners(int64_t tiles, int sms) const {
     const int max_owners = (cluster() <= 2 ? sms : sms * 91 / 100) / splits;
     const int count = static_cast<int>(std::min<int64_t>(tiles, std::max(1, max_owners)));
@@ -53,14 +54,14 @@ inline constexpr int kInt4DecodeTileCount = sizeof(kInt4DecodeTiles) / sizeof(kI
 
 struct Int4DecodePlan {
   int owners;                    // blocks, or clusters with one block per split
-  int k_blocks, split_k_blocks;  // of K, and of a split
-  int base_tiles, extra_tiles;   // of an owner; the first extra_tiles owners have one more
-  int stage_k_blocks;            // of a stage of x; the last stage may have fewer
-  int x_row_bytes;               // bytes of a token of the split's x in shared memory
+  int k_blocks, split_k_blocks;  // in K, and in a split
+  int base_tiles, extra_tiles;   // per owner; the first extra_tiles owners have one more
+  int stage_k_blocks;            // k-blocks per stage of x; the last stage may have fewer
+  int x_row_bytes;               // bytes of a token in the split's x in shared memory
   int x_bytes;                   // bytes of the barriers and x in shared memory
-  int sum_floats;                // of a warp's accumulators of a tile
-  int slots;                     // for a warp's accumulators of a tile
-  int split_pairs;               // of partials that a block receives from each split
+  int sum_floats;                // floats of a warp's accumulators of a tile
+  int slots;        // slots in shared memory, each for the accumulators of a warp and tile
+  int split_pairs;  // pairs of partials that a block receives from each split
   int shared_bytes;
   FastDivisor split_divisor, stage_divisor, group_slices, tokens;
 
@@ -90,7 +91,7 @@ struct Int4DecodePlan {
     shared_bytes = static_cast<int>(std::min<int64_t>(all_x + sums, kTooMuch));
   }
 
-  // One barrier for the partials of the splits, one for each stage of x.
+  // One barrier is for the partials of the splits, and there is one for each stage of x.
   static constexpr int kBarrierBytes = (1 + Int4DecodeTile::kXStages + 1) / 2 * 16;
   static constexpr int64_t kTooMuch = 1 << 30;
 };

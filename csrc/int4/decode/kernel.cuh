@@ -1,21 +1,22 @@
-// y = x @ W^T + bias for a repacked 4-bit weight W and at most 16 rows of 16-bit x. The kernel
-// takes as long as reading the weight once. All of x must fit into the shared memory of a block or
-// of a cluster of four.
+// Computes y = x @ W^T + bias for a repacked 4-bit weight W and at most 16 rows of 16-bit x. The
+// kernel takes as long as reading the weight once. All of x must fit into the shared memory of a
+// block or of a cluster of four blocks.
 //
-// A block, or a cluster with one block per split of K, owns consecutive tiles of 16 rows of W. Its
-// warps divide the k-blocks of these tiles evenly and load them directly into registers, one
-// k-block ahead. Warps synchronise only to add the accumulators of tiles that several warps
-// compute, in a fixed order. A slice of a k-block lies in one group, whose scale multiplies the
-// slice's accumulators.
+// An owner, which is a block or a cluster with one block per split of K, processes consecutive
+// tiles of 16 rows of W. Its warps divide the k-blocks of these tiles evenly and load them directly
+// into registers, one k-block ahead. Warps synchronise only to add up, in a fixed order, the
+// accumulators of tiles that several warps compute. A slice of a k-block lies in one group, whose
+// scale multiplies the accumulators of the slice.
 //
-// Warp latency limits the kernel, not memory bandwidth. So the weight bypasses shared memory, and
-// k-blocks are long and have no branch (int4/decode/config.h).
+// The latency of a warp limits the kernel, not memory bandwidth. Therefore the weight bypasses
+// shared memory, and k-blocks are long and have no branch (int4/decode/config.h).
 //
 // With PDL the kernel starts before the previous kernel ends. The previous kernel may write the
-// weight, so until griddep_wait it is only prefetched to L2, which stays coherent. More loads in
-// flight are slower, because they delay x: a pipeline of bulk or asynchronous copies, or prefetches
-// in the loop, made int4 (1, 4096, 14336) bfloat16 take 10.1 us instead of 9.1. Two blocks load x
-// for each other by multicast: when all SMs read, bytes from L2 cost as much as bytes from memory.
+// weight, so before griddep_wait the weight is only prefetched to L2, which stays coherent. More
+// loads in flight make the kernel slower, because they delay x: with a pipeline of bulk or
+// asynchronous copies, or with prefetches in the loop, int4 (1, 4096, 14336) bfloat16 took 10.1 us
+// instead of 9.1. Two blocks load x for each other by multicast, because bytes from L2 cost as much
+// as bytes from memory when all SMs read.
 //
 // Rounding: code - zero is exact, accumulators are fp32, and only y is rounded.
 #pragma once
@@ -28,7 +29,8 @@
 
 namespace torchweld {
 
-// Adds the bias to the sums of rows `row` and `row` + 1, rounds and stores those below p.rows.
+// Adds the bias to the sums of weight rows `row` and `row` + 1, rounds them and stores those below
+// p.rows.
 template <typename T>
 __device__ __forceinline__ void int4_decode_store(const Int4DecodeParams& p, int row, int token,
                                                   float2 sum) {
@@ -42,11 +44,11 @@ __device__ __forceinline__ void int4_decode_store(const Int4DecodeParams& p, int
   }
 }
 
-// A round of at most kRoundTiles tiles of a block.
+// A round: at most kRoundTiles consecutive tiles of an owner.
 struct Int4DecodeRound {
-  int first_tile, tiles, left;  // left: of the block, this round included
+  int first_tile, tiles, left;  // left: tiles of the owner that are not done, including this round
 
-  // NOTE: recomputed from the block index every time, to save registers.
+  // NOTE: each use recomputes this from the block index, to save registers.
   __device__ __forceinline__ Int4DecodeRound(const Int4DecodePlan& plan, int splits, int round) {
     int block;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
@@ -58,7 +60,8 @@ struct Int4DecodeRound {
 };
 
 // Reduces the accumulators of a round's tiles and stores y, two rows at a time. The blocks of a
-// cluster send each other their partials; each block adds one slice of the pairs in split order.
+// cluster send each other their partials; each block adds up one slice of the pairs in the order of
+// the splits.
 template <typename T, int kTile>
 __device__ __forceinline__ void int4_decode_finish(const Int4DecodeParams& p,
                                                    const Int4DecodeRound& round,
@@ -124,11 +127,11 @@ __device__ __forceinline__ void int4_decode_finish(const Int4DecodeParams& p,
 #endif
 }
 
-// The k-blocks of a warp in a round.
+// The k-blocks that a warp computes in a round.
 struct Int4DecodeRange {
-  int slot;              // for the accumulators of its first tile; the next tile's follow
-  uint32_t k_block, in;  // index of the first one in the weight, and in its split
-  uint32_t count;        // of k-blocks
+  int slot;  // slot for the accumulators of its first tile; those of the next tiles follow
+  uint32_t k_block, in;  // index of the first k-block in the weight, and in its split
+  uint32_t count;        // number of k-blocks
 
   __device__ __forceinline__ Int4DecodeRange(const Int4DecodePlan& plan, const Int4DecodeTile& tile,
                                              int round) {
@@ -136,7 +139,7 @@ struct Int4DecodeRange {
     const Int4DecodePartition partition(work.tiles * plan.split_k_blocks);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     const uint32_t begin = partition.begin(warp), begin_tile = plan.split_divisor.divide(begin);
-    // Warp and tile indices increase together, so their sum is a unique slot.
+    // Warp and tile indices increase together, so their sum is a different slot for each pair.
     slot = warp + begin_tile;
     in = begin - begin_tile * plan.split_k_blocks;
     k_block = (work.first_tile + begin_tile) * plan.k_blocks +
@@ -145,8 +148,8 @@ struct Int4DecodeRange {
   }
 };
 
-// Computes the accumulators of each tile in the warp's range and stores them to their slots.
-// Returns whether one of them is inf or NaN.
+// Computes the accumulators of each tile in the warp's range and stores them in their slots.
+// Returns whether any accumulator is inf or NaN.
 template <typename T, int kTile, bool kSpecial>
 __device__ __forceinline__ bool int4_decode_add(
     const Int4DecodeParams& p, Int4DecodeRange range, Int4DecodeX<T, kTile>& x,
@@ -207,13 +210,13 @@ __global__ void __launch_bounds__(Int4DecodeTile::kThreads, 1)
   float* s_sums = reinterpret_cast<float*>(s_memory + plan.x_bytes);
   float2* s_partials = reinterpret_cast<float2*>(s_sums + plan.slots * plan.sum_floats);
 
-  // A block without a tile still loads x for the other block.
+  // A block without tiles still loads x for the other block of its cluster.
 #pragma unroll 1
   for (int round = 0;; ++round) {
     const Int4DecodeRange range(plan, kT, round);
     const Loader loader(p, lane);
     if (round == 0) {
-      // NOTE: prefetching more than half of a small range would delay x.
+      // NOTE: if the range is small, prefetching more than half of it would delay x.
       const int k_blocks = min((range.count + 1) / 2, plan.split_k_blocks - range.in);
       loader.prefetch(p, range.k_block, min(k_blocks, kT.kPrefetched), lane);
       x.wait_for_cluster();
@@ -231,20 +234,21 @@ __global__ void __launch_bounds__(Int4DecodeTile::kThreads, 1)
     uint32_t s_x[Math::kGroups];
 #pragma unroll
     for (int g = 0; g < Math::kGroups; ++g) {
-      // Tokens behind the last one repeat it; their sums are not stored.
+      // Tokens behind the last token are copies of it. Their sums are not stored.
       const int token = min(lane % 8 + 8 * g, p.tokens - 1);
       s_x[g] = shared_address(x.s_x) + token * plan.x_row_bytes + lane / 8 * 16;
-      asm volatile("" : "+r"(s_x[g]));  // NOTE: otherwise recomputed in every k-block
+      // NOTE: without this the compiler recomputes the address in every k-block.
+      asm volatile("" : "+r"(s_x[g]));
     }
     if (round == 0) {
       x.wait();
     } else {
-      __syncthreads();  // every warp has read the previous round's sums
+      __syncthreads();  // every warp has read the sums of the previous round
     }
     const bool special = int4_decode_add<T, kTile, false>(p, range, x, loader, slices, s_x,
                                                           zero_place, s_sums, lane);
-    // NOTE: an inf or NaN scale makes sums inf or NaN. The warp then recomputes its range with such
-    // scales on the codes (see Int4RowScales).
+    // NOTE: an inf or NaN scale makes the sums inf or NaN. In that case the warp recomputes its
+    // range and multiplies the codes, instead of the sums, by such scales (see Int4RowScales).
     if (__any_sync(~0u, special)) {
       const Int4DecodeRange retry(plan, kT, round);
       load_first(retry);
@@ -258,7 +262,7 @@ __global__ void __launch_bounds__(Int4DecodeTile::kThreads, 1)
       return;
     }
 #if TW_HAS_CLUSTERS
-    if (kT.splits > 1) {  // every block has read this round's partials
+    if (kT.splits > 1) {  // every block has read the partials of this round
       cluster_arrive();
       cluster_wait();
     }

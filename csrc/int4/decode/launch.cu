@@ -1,4 +1,4 @@
-// Launches products with a 4-bit weight and few tokens.
+// Launches matmuls with a 4-bit weight and few tokens.
 #include "int4/decode/kernel.cuh"
 
 namespace torchweld {

@@ -1,5 +1,5 @@
-// Loads for the decode kernel: the split's columns of x into shared memory, and a warp's k-blocks
-// of the weight directly into registers.
+// The loads of the decode kernel: the split's columns of x into shared memory, and a warp's
+// k-blocks of the weight directly into registers.
 #pragma once
 
 #include "device/features.cuh"
@@ -10,13 +10,14 @@
 
 namespace torchweld {
 
-// NOTE: small, because every 64 bytes of parameters cost each block a constant-cache miss.
+// NOTE: the parameters are few, because every 64 bytes of them cost each block a miss in the
+// constant cache.
 struct Int4DecodeParams : Int4Operands {
-  int tokens, rows;  // of x, of the weight
+  int tokens, rows;  // tokens of x, rows of the weight
   Int4DecodePlan plan;
 };
 
-// NOTE: volatile, so that the compiler does not move the loads before griddep_wait.
+// NOTE: volatile, so that the compiler does not move the load before griddep_wait.
 __device__ __forceinline__ uint2 load_global_words_2(const void* g_from) {
   uint2 w;
   asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(w.x), "=r"(w.y) : "l"(g_from));
@@ -29,7 +30,8 @@ __device__ __forceinline__ uint32_t load_global_word(const void* g_from) {
   return w;
 }
 
-// Divides the k-blocks of a round's tiles, tile after tile, among the warps.
+// Divides the k-blocks of all tiles of a round among the warps. The k-blocks of a tile are
+// consecutive.
 class Int4DecodePartition {
  public:
   __device__ __forceinline__ explicit Int4DecodePartition(uint32_t k_blocks)
@@ -41,7 +43,7 @@ class Int4DecodePartition {
   __device__ __forceinline__ uint32_t count(uint32_t warp) const {
     return min(warp * per_warp_ + per_warp_, total_) - begin(warp);
   }
-  // The warp that computes k_block. Exact below 2^20 k-blocks.
+  // Returns the warp that computes k_block. The result is exact below 2^20 k-blocks.
   __device__ __forceinline__ uint32_t warp_of(uint32_t k_block) const {
     return static_cast<uint32_t>(
         __fdividef(static_cast<float>(k_block) + 0.5f, static_cast<float>(per_warp_)));
@@ -51,7 +53,7 @@ class Int4DecodePartition {
   uint32_t total_, per_warp_;  // the last warps may have fewer than per_warp_
 };
 
-// Loads a lane's words, scales and zeros. A k-block is its index in the whole weight.
+// Loads a lane's words, scales and zeros. k_block is an index in the whole weight.
 template <int kTile>
 class Int4DecodeLoader {
   static constexpr Int4DecodeTile kT = kInt4DecodeTiles[kTile];
@@ -62,8 +64,8 @@ class Int4DecodeLoader {
 
   __device__ __forceinline__ Int4DecodeLoader(const Int4DecodeParams& p, int lane)
       : g_words_(p.words + lane * 16), g_scale_(p.scale + lane / 4 * 4) {
-    // NOTE: opaque, so that an address is one multiply-add; otherwise the compiler recomputes the
-    // pointers in every k-block.
+    // NOTE: the asm hides the pointers from the compiler, so that an address takes one
+    // multiply-add. Without it the compiler recomputes the pointers in every k-block.
     asm volatile("" : "+l"(g_words_), "+l"(g_scale_));
   }
 
@@ -78,7 +80,7 @@ class Int4DecodeLoader {
     to.zeros = load_global_words_2(p.zero + uint64_t{group} * 8);
   }
 
-  // Prefetches k_blocks <= kPrefetched consecutive k-blocks to L2.
+  // Prefetches k_blocks consecutive k-blocks to L2. k_blocks must be at most kPrefetched.
   __device__ __forceinline__ void prefetch(const Int4DecodeParams& p, uint32_t k_block,
                                            uint32_t k_blocks, int lane) const {
     const char* g_from = g_words_ + lane * (128 - 16) + uint64_t{k_block} * kKBlockBytes;
@@ -86,7 +88,7 @@ class Int4DecodeLoader {
     for (int i = 0; i < (kT.kPrefetched * kKBlockBytes + 4095) / 4096; ++i) {
       if ((i * 32 + lane) * 128u < k_blocks * kKBlockBytes) prefetch_line(g_from + i * 4096);
     }
-    // A cache line has the scales of 4 groups or the zeros of 16.
+    // A cache line has the scales of 4 groups or the zeros of 16 groups.
     const uint32_t group = p.plan.group_slices.divide(k_block * kT.slices);
     if (lane * 4u < k_blocks * kT.slices) prefetch_line(p.scale + uint64_t{group + lane * 4} * 32);
     if (lane == 0 && k_blocks > 0) prefetch_line(p.zero + uint64_t{group} * 8);
@@ -96,8 +98,8 @@ class Int4DecodeLoader {
   const char *g_words_, *g_scale_;
 };
 
-// A split's columns of x in shared memory, token after token, in stages along K. With multicast,
-// each block loads one slice of every stage for all of them.
+// A split's columns of x in shared memory, one token after the other, in stages along K. With
+// multicast, each block loads one slice of every stage for all blocks that share x.
 template <typename T, int kTile>
 struct Int4DecodeX {
   static constexpr Int4DecodeTile kT = kInt4DecodeTiles[kTile];
@@ -142,7 +144,8 @@ struct Int4DecodeX {
     const char* g_x = p.x + int64_t{split} * bytes;
     if constexpr (kMulticast) {
 #if TW_HAS_CLUSTERS
-      // NOTE: all warps issue copies, because one warp's copies are issued serially.
+      // NOTE: all warps issue copies, because the copies of one warp are issued one after the
+      // other.
       if (threadIdx.x % 32 != 0) return;
       const int copies = p.tokens * kT.kXStages;
 #pragma unroll 1
@@ -174,7 +177,7 @@ struct Int4DecodeX {
     }
   }
 
-  // Waits for all of x, if stages have no barriers.
+  // Waits for all of x, if the stages have no barriers.
   __device__ __forceinline__ void wait() {
     if constexpr (!kMulticast) {
       copy_async_wait<0>();
@@ -182,7 +185,7 @@ struct Int4DecodeX {
     }
   }
 
-  // Waits for the stage of x with the split's k_block.
+  // Waits for the stage of x that contains k-block k_block of the split.
   __device__ __forceinline__ void wait(uint32_t k_block, const Int4DecodePlan& plan) {
 #if TW_HAS_CLUSTERS
     if constexpr (kMulticast) {
@@ -194,7 +197,7 @@ struct Int4DecodeX {
 #endif
   }
 
-  // Waits for all stages. A block without tiles must not exit while the other block writes to its
+  // Waits for all stages. A block without tiles must not exit while another block writes to its
   // shared memory.
   __device__ __forceinline__ void wait_all(const Int4DecodePlan& plan) {
     for (int k_block = 0; k_block < plan.split_k_blocks; k_block += plan.stage_k_blocks)

@@ -1,5 +1,4 @@
-// The math of the decode kernel: a warp multiplies a slice of 16 rows of the weight with 8 or 16
-// rows of x.
+// The math of the decode kernel: a warp multiplies a slice of 16 weight rows by 8 or 16 rows of x.
 #pragma once
 
 #include "int4/decode/config.h"
@@ -7,9 +6,10 @@
 
 namespace torchweld {
 
-// One fma converts a code to a 16-bit float: in the lowest bits a code is a subnormal number or in
-// the first normal binade, which has the same spacing. The power of two that would restore the
-// code exceeds the exponent range, so results are "lifted": kInt4Lift scales the final sums.
+// One fma converts a code to a 16-bit float. In the lowest bits of a float, a code is a subnormal
+// number or lies in the first normal binade, which has the same spacing. The power of two that
+// would restore the code exceeds the exponent range, so the results are "lifted" by a smaller
+// power. kInt4Lift scales the final sums accordingly.
 template <typename U>
 inline constexpr bool kIsHalf = std::is_same_v<U, __half>;
 template <typename U>
@@ -33,13 +33,14 @@ __device__ __forceinline__ uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c)
   return d;
 }
 
-// The zeros of a lane's two rows, negated, lifted and duplicated.
+// The zeros of a lane's two rows, negated, lifted and duplicated in both halves of a register.
 struct Int4LiftedZeros {
   uint32_t low, high;
-  uint32_t both;  // low + 16 high; 8 bits, so exact in bf16 too
+  uint32_t both;  // low + 16 high has 8 bits, so bf16 is exact, too
 };
 
-// Extracts the zeros of a lane's two rows from a group's words. The masks are equal for all slices.
+// Extracts the zeros of a lane's two rows from the words of a group. The masks are the same for all
+// slices.
 template <typename U>
 class Int4ZeroPlace {
  public:
@@ -50,7 +51,7 @@ class Int4ZeroPlace {
     lift_ = (row % 2 ? kInt4Lift4<U> : kInt4Lift0<U>) | kBothSigns;
     asm volatile(""
                  : "+r"(bytes_), "+r"(mask_),
-                   "+r"(lift_));  // NOTE: otherwise recomputed in every slice
+                   "+r"(lift_));  // NOTE: without this the compiler recomputes them in every slice
   }
 
   __device__ __forceinline__ Int4LiftedZeros find(uint2 zeros) const {
@@ -66,9 +67,9 @@ class Int4ZeroPlace {
   uint32_t bytes_, mask_, lift_;
 };
 
-// Unpacks a fragment of 16 rows and 16 columns: code - zero, lifted, exact.
-// NOTE: logic instructions have half the rate of fma. So a byte permutation extracts the upper
-// bytes, and an fma subtracts a byte's upper code from the byte to get the lower code.
+// Unpacks a fragment of 16 rows and 16 columns to lifted values of code - zero, which are exact.
+// NOTE: logic instructions have half the rate of fma. Therefore a byte permutation extracts the
+// upper bytes, and an fma subtracts the upper code of a byte from the byte to get the lower code.
 template <typename U>
 __device__ __forceinline__ void int4_unpack_lifted(uint32_t (&r)[4], uint32_t word,
                                                    const Int4LiftedZeros& zeros) {
@@ -80,11 +81,11 @@ __device__ __forceinline__ void int4_unpack_lifted(uint32_t (&r)[4], uint32_t wo
   r[2] = fma_pair<U>(r[3], kSixteenTwice<U> | kBothSigns, bytes);
 }
 
-// A slice of the weight in a lane's registers: 16 rows, columns of one group.
+// A slice of the weight in a lane's registers: 16 rows and columns of one group.
 template <int kChunks>
 struct Int4DecodeSlice {
   uint4 words[kChunks];
-  uint32_t scale;  // of rows g and g + 8
+  uint32_t scale;  // scales of rows g and g + 8
   uint2 zeros;
 };
 
@@ -95,8 +96,9 @@ struct Int4DecodeMath {
   using Sums = float[kGroups][4];
   using Slice = Int4DecodeSlice<kT.chunks>;
 
-  // acc += scale * (codes - zeros) @ x^T, lifted. s_x: the lane's ldmatrix rows of x, 8 tokens by
-  // 32 columns at a time. offset: of the slice in these rows, bytes. kSpecial: see Int4RowScales.
+  // Computes acc += scale * (codes - zeros) @ x^T, lifted. s_x holds the addresses of this lane's
+  // ldmatrix rows of x; one ldmatrix reads 8 tokens by 32 columns. offset is the byte offset of the
+  // slice in these rows. For kSpecial see Int4RowScales.
   template <bool kSpecial>
   static __device__ __forceinline__ void add(Sums& acc, const Slice& slice,
                                              const Int4ZeroPlace<T>& zero_place,
@@ -130,7 +132,7 @@ struct Int4DecodeMath {
     }
   }
 
-  // Whether one of a lane's accumulators is inf or NaN.
+  // Whether any of a lane's accumulators is inf or NaN.
   static __device__ __forceinline__ bool not_finite(const Sums& acc) {
     float check = 0.f;
 #pragma unroll
@@ -141,18 +143,18 @@ struct Int4DecodeMath {
     return check != check;
   }
 
-  // Index of an accumulator in a slot: [pair of tokens][token][row].
+  // The index of an accumulator in a slot, whose layout is [pair of tokens][token][row].
   static __device__ __forceinline__ int sum_offset(int token, int row) {
     return token / 2 * Int4DecodeTile::kPairFloats + token % 2 * kInt4TileRows + row;
   }
 
-  // Stores a lane's accumulators to a slot.
+  // Stores a lane's accumulators in a slot.
   static __device__ __forceinline__ void store(float* s_slot, const Sums& acc, int tokens,
                                                int lane) {
     float* s_lane = s_slot + sum_offset(lane % 4 * 2, lane / 4);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      // A slot ends with the last pair of tokens.
+      // The last pair of tokens ends the slot.
       if (lane % 4 * 2 + g * 8 >= tokens) continue;
 #pragma unroll
       for (int i = 0; i < 4; ++i) s_lane[sum_offset(g * 8 + i % 2, i / 2 * 8)] = acc[g][i];

@@ -1,5 +1,5 @@
-// Tiles of the wgmma kernel for large M (int4/large_m/kernel.cuh), for 16-bit x and groups of whole
-// chunks. Pure host code: tested without a GPU.
+// The tiles of the wgmma kernel for large M (int4/large_m/kernel.cuh), for 16-bit x and groups of
+// whole chunks. This is pure host code that is tested without a GPU.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +12,13 @@
 
 namespace torchweld {
 
-// A block multiplies `rows` rows of the weight with `tokens` rows of x. A k-block has `chunks`
-// chunks of 64 columns.
+// A block multiplies `rows` rows of the weight by `tokens` rows of x. A k-block has `chunks` chunks
+// of 64 columns.
 struct Int4LargeMTile {
   int rows, tokens;
   int warps;        // a multiple of 4; warp w computes the row tiles w, w + warps, ...
-  int chunks;       // of a k-block
-  int stages;       // of the ring: two are multiplied, the others loaded
+  int chunks;       // per k-block
+  int stages;       // of the ring: two stages are multiplied while the others are loaded
   int blocks;       // per SM
   bool persistent;  // a block loops over tiles and loads the next tile during the epilogue
   Int4Times times;
@@ -30,7 +30,7 @@ struct Int4LargeMTile {
   constexpr int row_tiles() const { return rows / kInt4TileRows; }
   constexpr int weight_bytes() const { return row_tiles() * chunks * kInt4ChunkWords * 4; }
   constexpr int x_bytes() const { return chunks * tokens * kInt4ChunkK * 2; }
-  // Stages are aligned to 1024 bytes, as the swizzle of x requires.
+  // Stages are aligned to 1024 bytes, because the swizzle of x requires it.
   constexpr int stage_bytes() const {
     return (weight_bytes() + x_bytes() + row_tiles() * chunks * kInt4ScaleBytes + 1023) / 1024 *
            1024;
@@ -38,8 +38,8 @@ struct Int4LargeMTile {
   constexpr int ring_bytes() const { return stages * stage_bytes(); }
   constexpr int y_row_bytes() const { return rows * 2 + kInt4SumPadding * 4; }
   constexpr int sum_row_floats() const { return rows + kInt4SumPadding; }
-  // y, or the partials of a split, reuse the ring's shared memory. A persistent block stages y
-  // behind the ring.
+  // y, or the partials of a split, are staged in the shared memory of the ring. A persistent block
+  // stages y behind the ring.
   constexpr int shared_bytes() const {
     const int y = tokens * y_row_bytes(), sums = tokens * sum_row_floats() * 4;
     return std::max(sums, persistent ? ring_bytes() + y : std::max(ring_bytes(), y));
@@ -51,7 +51,7 @@ inline constexpr Int4LargeMTile kInt4LargeMTiles[] = {
     {128, 256, 8, 1, 4, 1, true, {710, 710, 4700, 2350}}};
 inline constexpr int kInt4LargeMTileCount = sizeof(kInt4LargeMTiles) / sizeof(kInt4LargeMTiles[0]);
 
-// With fewer tokens the mma.sync kernels are as fast.
+// The minimum number of tokens. With fewer tokens the mma.sync kernels are as fast.
 inline constexpr int64_t kInt4LargeMTokens = 17;
 
 }  // namespace torchweld

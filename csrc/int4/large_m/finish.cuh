@@ -1,5 +1,5 @@
-// Epilogue of the large-M kernel without split K: transposes the accumulators (of y^T), adds the
-// bias and rounds.
+// The epilogue of the large-M kernel without split K. It transposes the accumulators, which hold
+// y^T, adds the bias and rounds.
 #pragma once
 
 #include "device/features.cuh"
@@ -9,8 +9,8 @@
 
 namespace torchweld {
 
-// Shapes of the accumulators, [row tile of the warp][wgmma][fragment of 64 rows by kWgmmaN tokens],
-// and of the threads that store y.
+// The shape of the accumulators, [row tile of the warp][wgmma][fragment of 64 rows by kWgmmaN
+// tokens], and the shape of the threads that store y.
 template <int kTile>
 struct Int4LargeMShape {
   static constexpr Int4LargeMTile kT = kInt4LargeMTiles[kTile];
@@ -24,7 +24,7 @@ struct Int4LargeMShape {
 };
 
 #if TW_HAS_CLUSTERS
-// Stages acc + bias, rounded, in shared memory as 16-bit [token][row].
+// Adds the bias to acc, rounds, and stages the result in shared memory as 16-bit [token][row].
 template <typename T, int kTile>
 __device__ __forceinline__ void int4_large_m_stage(const GemmParams& p, int64_t first_row,
                                                    uint32_t s_y,

@@ -1,13 +1,13 @@
-// y = x @ W^T + bias for a repacked 4-bit weight W and many rows of x, with wgmma. mma.sync reaches
-// half of its rate: int4 (4096, 4096, 4096) bfloat16.
+// Computes y = x @ W^T + bias for a repacked 4-bit weight W and many rows of x, with wgmma.
+// mma.sync reaches half of its rate: int4 (4096, 4096, 4096) bfloat16.
 //
 // A block computes a tile of y (rows of W by tokens) for a split of K. cp.async fills the ring. The
-// weight is the register operand: each warp unpacks a slice of 16 columns of its own rows while the
-// tensor cores multiply the previous slice with x in shared memory. The accumulators hold y^T;
-// stmatrix transposes them. The splits of a tile form a cluster, which adds its partials through
-// distributed shared memory in a fixed order.
+// weight is the register operand of wgmma: each warp unpacks a slice of 16 columns of its own rows
+// while the tensor cores multiply the previous slice by x in shared memory. The accumulators hold
+// y^T, and stmatrix transposes them. The splits of a tile form a cluster, which adds up their
+// partials through distributed shared memory in a fixed order.
 //
-// Rounding: code - zero is exact; a weight is rounded once, to the dtype of x.
+// Rounding: code - zero is exact. Each weight is rounded once, to the dtype of x.
 #pragma once
 
 #include "core/launch.h"
@@ -20,7 +20,7 @@
 
 namespace torchweld {
 
-// A warp's weights: the words of a chunk, and the fragments of two slices.
+// The weights of a warp: the words of a chunk, and the fragments of two slices.
 template <typename T, int kTile>
 struct Int4LargeMWarp {
   using Shape = Int4LargeMShape<kTile>;
@@ -55,7 +55,7 @@ struct Int4LargeMWarp {
   }
 
 #if TW_HAS_WGMMA
-  // acc += A x^T for a slice; s_x is the chunk of x.
+  // Computes acc += A x^T for one slice. s_x is the address of the chunk of x.
   __device__ __forceinline__ void multiply(Sums& acc, uint32_t s_x, int slice) {
     wgmma_fence();
 #pragma unroll
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kInt4LargeMTiles[kTile].threads(), kInt4LargeM
   uint32_t item = blockIdx.x;
   Int4WorkTile work(p, kT, item);
   Loader loader(p, work, thread);
-  int left;  // k-blocks to load
+  int left;  // k-blocks that are not loaded yet
   const auto start = [&] {
     left = (work.chunks() + kT.chunks - 1) / kT.chunks;
 #pragma unroll
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kInt4LargeMTiles[kTile].threads(), kInt4LargeM
       const int next = stage + 1 == kStages ? 0 : stage + 1;
       const uint32_t s_stage = s_base + stage * kStageBytes;
       async_fence();
-      __syncthreads();  // the k-block has arrived; all wgmmas but the last one are done
+      __syncthreads();  // the k-block has arrived, and all wgmmas but the last one are done
 #pragma unroll
       for (int chunk = 0; chunk < kT.chunks; ++chunk) {
 #pragma unroll
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kInt4LargeMTiles[kTile].threads(), kInt4LargeM
             // NOTE: after the last k-block this reads and unpacks data that is not multiplied.
             w.read(s_base + next * kStageBytes, warp, lane, 0);
           }
-          wgmma_wait<1>();  // wgmma has read the previous slice's registers
+          wgmma_wait<1>();  // wgmma has read the registers of the previous slice
           w.unpack((slice + 1) & 3);
         }
       }
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kInt4LargeMTiles[kTile].threads(), kInt4LargeM
   if (p.choice.splits == 8) reduce(std::integral_constant<int, 8>());
   __syncwarp();
   cluster_arrive();
-  cluster_wait();  // the other blocks have read this block's partials
+  cluster_wait();  // the other blocks have read the partials of this block
 #endif
 }
 

@@ -47,7 +47,8 @@ class Int4LargeMLoader {
     for (int n = 0; n < kWarpTiles; ++n) {
       tile_valid_ |= uint32_t(warp + n * kT.warps < tiles_left) << n;
     }
-    asm volatile("" : "+r"(tile_valid_));  // NOTE: otherwise recomputed in every k-block
+    // NOTE: without this the compiler recomputes it in every k-block.
+    asm volatile("" : "+r"(tile_valid_));
   }
 
   // Loads the next k-block into a stage.
@@ -89,7 +90,7 @@ class Int4LargeMLoader {
   }
 
   const char* g_weight_;
-  int64_t tile_stride_;      // between the thread's loads
+  int64_t tile_stride_;      // between two loads of the thread
   int chunk_, chunks_left_;  // of the next k-block
   Int4XCopies<kInt4LargeMTiles, kTile, kElem> x_;
   ScaleCopy scale_;

@@ -1,5 +1,5 @@
-// Tiles of the wgmma kernel for small M (int4/small_m/kernel.cuh), for 16-bit x and groups of whole
-// chunks. Pure host code: tested without a GPU.
+// The tiles of the wgmma kernel for small M (int4/small_m/kernel.cuh), for 16-bit x and groups of
+// whole chunks. This is pure host code that is tested without a GPU.
 #pragma once
 
 #include <algorithm>
@@ -11,32 +11,32 @@
 
 namespace torchweld {
 
-// A block multiplies `rows` rows of the weight with `tokens` rows of x. A k-block has `chunks`
-// chunks of 64 columns.
+// A block multiplies `rows` rows of the weight by `tokens` rows of x. A k-block has `chunks` chunks
+// of 64 columns.
 struct Int4SmallMTile {
   int rows, tokens;
-  int warps;          // warpgroups of the same 64 rows divide the chunks of a k-block
-  int chunks;         // of a k-block
-  int stages;         // of x: two are multiplied, the others loaded
-  int weight_stages;  // k-blocks of the weight in registers
+  int warps;          // warpgroups with the same 64 rows divide the chunks of a k-block
+  int chunks;         // per k-block
+  int stages;         // of x: two stages are multiplied while the others are loaded
+  int weight_stages;  // k-blocks of the weight that are kept in registers
   Int4Times times;
 
-  // NOTE: only a ring as large as an SM's shared memory keeps enough loads of x in flight.
+  // NOTE: only a ring as large as the shared memory of an SM keeps enough loads of x in flight.
   static constexpr int blocks = 1;
   static constexpr bool kThreeSplits = true;
-  static constexpr int64_t kMaxTokens = 4096;  // beyond, the large-M tiles are as fast
+  static constexpr int64_t kMaxTokens = 4096;  // beyond this the large-M tiles are as fast
 
   constexpr int threads() const { return warps * 32; }
   constexpr int row_tiles() const { return rows / kInt4TileRows; }
   constexpr int warp_splits() const { return warps / row_tiles(); }
-  constexpr int warp_chunks() const { return chunks / warp_splits(); }  // of a k-block, per warp
+  constexpr int warp_chunks() const { return chunks / warp_splits(); }  // per k-block and warp
   constexpr int x_bytes() const { return chunks * tokens * kInt4ChunkK * 2; }
-  // Stages are aligned to 1024 bytes, as the swizzle of x requires.
+  // Stages are aligned to 1024 bytes, because the swizzle of x requires it.
   constexpr int stage_bytes() const {
     return (x_bytes() + row_tiles() * chunks * kInt4ScaleBytes + 1023) / 1024 * 1024;
   }
   constexpr int sum_row_floats() const { return rows + kInt4SumPadding; }
-  // The accumulators reuse the ring's shared memory.
+  // After the mainloop, the accumulators are staged in the shared memory of the ring.
   constexpr int shared_bytes() const {
     return std::max(stages * stage_bytes(), tokens * sum_row_floats() * 4);
   }

@@ -1,5 +1,5 @@
-// Epilogue of the small-M kernel: adds the accumulators (of y^T) of the block's warp splits, then
-// those of the splits of K, in a fixed order, adds the bias and rounds.
+// The epilogue of the small-M kernel. It adds up the accumulators, which hold y^T, of the block's
+// warp splits, then those of the splits of K, in a fixed order, adds the bias and rounds.
 #pragma once
 
 #include "device/features.cuh"
@@ -9,7 +9,7 @@
 
 namespace torchweld {
 
-// NOTE: the exponent range of bf16 holds lifted weights (see kInt4Lift); that of fp16 does not.
+// NOTE: lifted weights (see kInt4Lift) are in the exponent range of bf16, but not in that of fp16.
 template <typename T>
 inline constexpr bool kInt4SmallMLifted = std::is_same_v<T, __nv_bfloat16>;
 
@@ -17,8 +17,8 @@ template <int kTile>
 using Int4SmallMSums = float[kInt4SmallMTiles[kTile].tokens / 2];
 
 #if TW_HAS_CLUSTERS
-// Reduces the accumulators of the block's warps and of the cluster's blocks to y, in the ring's
-// shared memory.
+// Reduces the accumulators of the block's warps and of the cluster's blocks to y. Uses the shared
+// memory of the ring.
 template <typename T, int kTile>
 __device__ __forceinline__ void int4_small_m_finish(const Int4SmallMParams& p,
                                                     const Int4SmallMWorkTile& work, char* s_memory,
@@ -61,7 +61,7 @@ __device__ __forceinline__ void int4_small_m_finish(const Int4SmallMParams& p,
   if (p.splits == 8) reduce(std::integral_constant<int, 8>());
   __syncwarp();
   cluster_arrive_relaxed();
-  cluster_wait();  // the other blocks have read this block's partials
+  cluster_wait();  // the other blocks have read the partials of this block
 }
 #endif
 

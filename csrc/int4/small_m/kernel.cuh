@@ -1,16 +1,17 @@
-// y = x @ W^T + bias for a repacked 4-bit weight W and few rows of x (17 or more), with wgmma.
+// Computes y = x @ W^T + bias for a repacked 4-bit weight W and few rows of x (17 or more), with
+// wgmma.
 //
 // A block computes a tile of y (rows of W by tokens) for a split of K. The splits of a tile form a
-// cluster, which adds its partials through distributed shared memory in a fixed order. A warp loads
-// its rows of W from global memory into registers, weight_stages k-blocks ahead; x goes through a
-// ring of large stages. An SM runs one block, so that x is read once for all warps. A warp has 16
-// rows of W; warpgroups of the same rows divide the chunks of a k-block. A warp unpacks a slice of
-// 16 columns while the tensor cores multiply the previous slice.
+// cluster, which adds up their partials through distributed shared memory in a fixed order. A warp
+// loads its rows of W from global memory into registers, weight_stages k-blocks ahead; x goes
+// through a ring of large stages. An SM runs one block, so that x is read once for all warps. A
+// warp has 16 rows of W. Warpgroups with the same rows divide the chunks of a k-block among them. A
+// warp unpacks a slice of 16 columns while the tensor cores multiply the previous slice.
 //
 // With PDL the kernel starts before the previous kernel ends, and reads nothing before
 // griddep_wait.
 //
-// Rounding: code - zero is exact; a weight is rounded once, to the dtype of x.
+// Rounding: code - zero is exact. Each weight is rounded once, to the dtype of x.
 #pragma once
 
 #include "core/launch.h"
@@ -26,7 +27,7 @@
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// A warp's weights: the words of the next k-blocks, and the fragments of two slices.
+// The weights of a warp: the words of the next k-blocks, and the fragments of two slices.
 template <typename T, int kTile>
 class Int4SmallMWarp {
   static constexpr Int4SmallMTile kT = kInt4SmallMTiles[kTile];
@@ -82,7 +83,7 @@ class Int4SmallMWarp {
     scales_.scale(r);
   }
 
-  // acc += A x^T for a slice; s_x is the chunk of x.
+  // Computes acc += A x^T for one slice. s_x is the address of the chunk of x.
   __device__ __forceinline__ void multiply(Int4SmallMSums<kTile>& acc, uint32_t s_x, int slice) {
     wgmma_fence();
     Wgmma<T, kT.tokens>::template multiply<0>(acc, a_[slice & 1],
@@ -97,7 +98,7 @@ class Int4SmallMWarp {
   std::conditional_t<kLifted, Int4LiftedZeros, Int4Zeros<T>> zeros_;
   Int4ZeroPlace<T> zero_place_;
   const char* g_words_;  // this lane's words of the next k-block
-  int left_;             // chunks of the split from the warp's first one on
+  int left_;             // chunks of the split from the warp's first chunk on
 };
 #endif
 
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(kInt4SmallMTiles[kTile].threads(), Int4SmallMT
   Int4SmallMLoader<kTile> loader(p, work, thread);
   griddep_wait();
 
-  int left = k_blocks;  // k-blocks to load
+  int left = k_blocks;  // k-blocks that are not loaded yet
 #pragma unroll
   for (int stage = 0; stage < kAhead; ++stage) {
     if (stage < left) loader.load(s_base + stage * kStageBytes, p.group_chunks, thread);
@@ -156,7 +157,7 @@ __global__ void __launch_bounds__(kInt4SmallMTiles[kTile].threads(), Int4SmallMT
         for (int slice = 0; slice < 4; ++slice) {
           w.multiply(acc, s_x + i * kXChunk, slice);
           if (i == 0 && slice == 0) {
-            // Reload the stage of two k-blocks ago, which every warp has multiplied.
+            // Load into the stage of two k-blocks ago, which every warp has multiplied.
             if (left > 0) loader.load(s_free, p.group_chunks, thread);
             copy_async_commit();
             --left;
@@ -170,7 +171,7 @@ __global__ void __launch_bounds__(kInt4SmallMTiles[kTile].threads(), Int4SmallMT
             // NOTE: after the last k-block this reads and unpacks data that is not multiplied.
             w.read_scales(s_next, tile, first_warp_chunk, lane);
           }
-          wgmma_wait<1>();  // wgmma has read the previous slice's registers
+          wgmma_wait<1>();  // wgmma has read the registers of the previous slice
           if (slice < 3) {
             w.unpack(d, i, slice + 1);
           } else if (i + 1 < kWarpChunks) {

@@ -1,4 +1,5 @@
-// Loads x, scales and zeros into the ring of the small-M kernel. Warps load the weight themselves.
+// Loads x, scales and zeros into the ring of the small-M kernel. The warps load the weight
+// themselves.
 //
 // A stage of the ring holds
 //   x        [chunk][token][64 columns]; 16-byte vector c of token r is stored at c ^ (r % 8)
@@ -12,11 +13,11 @@ namespace torchweld {
 struct Int4SmallMParams : Int4Operands {
   int64_t rows;                       // of the weight
   int tokens, tiles, chunks, groups;  // tiles of 16 rows
-  int splits, split_chunks;           // of K
+  int splits, split_chunks;           // splits of K
   FastDivisor group_chunks;
 };
 
-// The tile of y and the split of K of a block.
+// The tile of y and the split of K that a block computes.
 struct Int4SmallMWorkTile {
   int first_tile, first_token;
   int first_chunk, count;  // chunks of the split
@@ -31,7 +32,8 @@ struct Int4SmallMWorkTile {
         split(split) {}
 };
 
-// The constructor reads no global memory, so it may run before griddep_wait.
+// The loader of x, scales and zeros. Its constructor reads no global memory, so it may run before
+// griddep_wait.
 template <int kTile>
 class Int4SmallMLoader {
   static constexpr Int4SmallMTile kT = kInt4SmallMTiles[kTile];
@@ -46,7 +48,7 @@ class Int4SmallMLoader {
                                               const Int4SmallMWorkTile& work, int thread)
       : Int4SmallMLoader(p, work, thread, thread / ScaleCopy::kCopies) {}
 
-  // Loads the next k-block into a stage. Elements outside the tensors become 0.
+  // Loads the next k-block into a stage. Elements outside of the tensors become 0.
   __device__ __forceinline__ void load(uint32_t s_stage, const FastDivisor& group_chunks,
                                        int thread) {
     x_.load(s_stage, [&](int chunk) { return x_.first_chunk() + chunk < left_; });
@@ -56,7 +58,7 @@ class Int4SmallMLoader {
   }
 
  private:
-  // place: index of the thread's scales in [tile][chunk].
+  // place is the index of the thread's scales in [tile][chunk].
   __device__ __forceinline__ Int4SmallMLoader(const Int4SmallMParams& p,
                                               const Int4SmallMWorkTile& work, int thread, int place)
       : chunk_(work.first_chunk),

@@ -1,5 +1,5 @@
-// Epilogue of the mma.sync kernel: adds the staged partials of the splits of K in a fixed order,
-// adds the bias and rounds.
+// The epilogue of the mma.sync kernel. It adds up the staged partials of the splits of K in a fixed
+// order, adds the bias and rounds.
 #pragma once
 
 #include "device/features.cuh"
@@ -8,7 +8,7 @@
 
 namespace torchweld {
 
-// Reads 8 sums of a token: this block's, or those of all splits, added in the order of the
+// Reads 8 sums of a token: those of this block, or those of all splits, added in the order of the
 // cluster's ranks.
 __device__ __forceinline__ void int4_read_sums(float (&v)[kGroup], const float* s_from,
                                                int splits) {
@@ -28,7 +28,8 @@ __device__ __forceinline__ void int4_read_sums(float (&v)[kGroup], const float* 
   }
 }
 
-// Writes a block's staged sums, s_sums[token][row], to y or to the workspace of a split product.
+// Writes the staged sums of a block, s_sums[token][row], to y, or to the workspace if another
+// kernel adds the splits.
 template <typename T, int kTile>
 __device__ __noinline__ void int4_finish(const Int4LinearParams& p, const Int4WorkTile& work,
                                          const float* s_sums) {

@@ -1,16 +1,18 @@
-// y = x @ W^T + bias for a repacked 4-bit weight W, on the tensor cores of sm_80 and newer.
+// Computes y = x @ W^T + bias for a repacked 4-bit weight W, on the tensor cores of sm_80 and
+// newer.
 //
 // A block computes a tile of y (rows of W by tokens) for a split of K. cp.async fills the ring. The
 // weight is operand A: each warp has its own rows and all tokens of the block, so that a block
 // unpacks every code once. The accumulators hold y^T and are staged in shared memory, so that each
 // thread writes 8 contiguous columns of y.
 //
-// The splits of a tile form a cluster, which adds its partials through distributed shared memory.
-// Without clusters the matmul engine's second kernel adds them. Both orders are fixed.
+// The splits of a tile form a cluster, which adds up their partials through distributed shared
+// memory. Without clusters, the second kernel of the matmul engine adds them. Both add in a fixed
+// order.
 //
 // Rounding: code - zero is exact. If scales multiply the fp32 sums of groups, only y is rounded.
-// With many 16-bit tokens a weight is rounded once, to the dtype of x, which needs half the
-// accumulators. fp32 x is split into three bf16 terms; their products are exact.
+// With many 16-bit tokens, each weight is rounded once, to the dtype of x, which needs half as many
+// accumulators. fp32 x is split into three bf16 terms, whose products are exact.
 // Source: Frantar et al., "MARLIN", 2024 (the offline order, the ring, small batches).
 #pragma once
 
@@ -41,7 +43,7 @@ struct Int4Warp {
 
   using Loader = Int4Loader<T, kTile, true>;
 
-  int lane, first_tile;                    // row tile in the block
+  int lane, first_tile;  // first_tile: index of the warp's first row tile in the block
   uint32_t s_words, s_x, s_scale, s_zero;  // the lane's addresses in the first stage
   Reader x;
 
@@ -54,12 +56,13 @@ struct Int4Warp {
     s_zero = s_base + Loader::kZeroAt + offset * 8;
   }
 
-  // Loads a lane's words (four slices) of a chunk. stage: offset of the stage in the ring, bytes.
+  // Loads a lane's words (four slices) of a chunk. stage is the byte offset of the stage in the
+  // ring.
   __device__ __forceinline__ uint4 words(int stage, int n, int chunk) const {
     return load_words_4(s_words + stage + (n * kT.chunks + chunk) * 512);
   }
 
-  // sums += A x^T for a slice; a has one fragment per row tile.
+  // Computes sums += A x^T for one slice. a has one fragment per row tile.
   __device__ __forceinline__ void multiply(Sums& sums, const uint32_t (&a)[kN][4], int stage,
                                            int chunk, int slice) {
 #pragma unroll
@@ -67,7 +70,7 @@ struct Int4Warp {
       x.load(s_x + stage, chunk, i, slice);
 #pragma unroll
       for (int c = 0; c < Reader::kCount; ++c) {
-        // NOTE: the smallest terms of fp32 first.
+        // NOTE: the smallest terms of fp32 come first.
 #pragma unroll
         for (int term = Reader::kTerms - 1; term >= 0; --term) {
 #pragma unroll
@@ -79,7 +82,7 @@ struct Int4Warp {
     }
   }
 
-  // acc += scales * sums; sums = 0
+  // Computes acc += scales * sums, then sets sums to 0.
   static __device__ __forceinline__ void add_scaled(Sums& acc, Sums& sums, int n,
                                                     const Int4RowScales<T>& scales) {
 #pragma unroll
@@ -93,7 +96,7 @@ struct Int4Warp {
   }
 };
 
-// A chunk in a stage of the ring, within one group.
+// A chunk in a stage of the ring, if chunks lie within one group.
 template <typename T, int kTile>
 struct Int4Chunk {
   static constexpr Int4Tile kT = kInt4Tiles[kTile];
@@ -118,7 +121,7 @@ struct Int4Chunk {
     return {load_words_2(warp.s_zero + stage + (n * kT.chunks + chunk) * 8), warp.lane};
   }
 
-  // acc += W x^T, with the scale on the chunk's sums.
+  // Computes acc += W x^T for the chunk. The scale multiplies the sums of the chunk.
   template <bool kSpecial>
   __device__ __forceinline__ void add_sums(typename Warp::Sums& acc, Warp& warp,
                                            Int4RowScales<T> (&scales)[kN]) const {
@@ -132,7 +135,8 @@ struct Int4Chunk {
     typename Warp::Sums sums;
     int4_clear(sums);
     uint32_t a[kN][4];
-    constexpr int kUnroll = kSpecial ? 1 : 4;  // the special path is rare: keep its code small
+    // The special path is rare, so its code is kept small.
+    constexpr int kUnroll = kSpecial ? 1 : 4;
 #pragma unroll kUnroll
     for (int slice = 0; slice < 4; ++slice) {
 #pragma unroll
@@ -142,7 +146,7 @@ struct Int4Chunk {
       }
       warp.multiply(sums, a, stage, chunk, slice);
       if (sizeof(T) == 4)
-        __syncwarp();  // NOTE: otherwise the compiler interleaves slices and spills
+        __syncwarp();  // NOTE: without this the compiler interleaves slices and spills
     }
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -151,7 +155,8 @@ struct Int4Chunk {
     }
   }
 
-  // acc += W x^T, with the scale on the codes, rounded.
+  // Computes acc += W x^T for the chunk. The scale multiplies the codes, and the products are
+  // rounded.
   __device__ __forceinline__ void add_rounded(typename Warp::Sums& acc, Warp& warp) const {
     uint4 words[kN];
     Int4Zeros<U> zero[kN];
@@ -172,7 +177,7 @@ struct Int4Chunk {
         scales[n].scale(a[n]);
       }
       warp.multiply(acc, a, stage, chunk, slice);
-      __syncwarp();  // NOTE: otherwise the compiler interleaves slices and spills
+      __syncwarp();  // NOTE: without this the compiler interleaves slices and spills
     }
   }
 
@@ -193,9 +198,9 @@ struct Int4Chunk {
   }
 };
 
-// acc += W x^T for a chunk whose units may belong to different groups: one mma of 16 columns per
-// unit, with the other unit's 8 columns zeroed in both operands. Loads scales and zeros from global
-// memory.
+// Computes acc += W x^T for a chunk whose units may belong to different groups. There is one mma of
+// 16 columns per unit, in which the 8 columns of the other unit are zeroed in both operands. The
+// function loads scales and zeros from global memory.
 template <typename T, int kTile>
 __device__ __forceinline__ void int4_units(typename Int4Warp<T, kTile>::Sums& acc,
                                            Int4Warp<T, kTile>& warp, const Int4Weight& weight,
@@ -220,7 +225,7 @@ __device__ __forceinline__ void int4_units(typename Int4Warp<T, kTile>::Sums& ac
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const int64_t tile = first_tile + warp.first_tile + n;
-      if (tile >= weight.shape.tiles()) continue;  // the same for the whole warp
+      if (tile >= weight.shape.tiles()) continue;  // the condition is the same for the whole warp
       const int64_t tile_group = tile * weight.shape.groups + group;
       Int4RowScales<T> scales(static_cast<const Vec<T, 2>*>(
           weight.scale)[tile_group * (kInt4TileRows / 2) + warp.lane / 4]);
@@ -313,7 +318,7 @@ __global__ void __launch_bounds__(kInt4Tiles[kTile].threads(),
     cluster_wait();
     int4_finish<T, kTile>(p, work, s_sums);
     cluster_arrive();
-    cluster_wait();  // the other blocks have read this block's partials
+    cluster_wait();  // the other blocks have read the partials of this block
     return;
   }
 #endif

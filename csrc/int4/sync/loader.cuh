@@ -4,7 +4,7 @@
 //   weights  [tile of 16 rows][chunk][lane] 16 bytes, in the repacked layout
 //   x        [chunk][token][column]; 16-bit: 16-byte vector c of token r is stored at c ^ (r % 8)
 //   scales   [tile][chunk][16], zeros [tile][chunk] two words; absent unless groups are whole
-//   chunks
+//            chunks
 #pragma once
 
 #include "int4/copies.cuh"
@@ -15,13 +15,13 @@ template <typename T, int kTile, bool kWholeChunks>
 class Int4Loader {
   static constexpr Int4Tile kT = kInt4Tiles[kTile];
   static constexpr int kThreads = kT.threads(), kElem = sizeof(T);
-  // A tile's chunks of a k-block are contiguous: kTileVectors vectors of 16 bytes.
+  // The chunks of a tile in a k-block are contiguous: kTileVectors vectors of 16 bytes.
   static constexpr int kTileVectors = kT.chunks * 32;
   static constexpr int kTileStep = kThreads / kTileVectors;
   static constexpr int kWeightLoads = kT.row_tiles() / kTileStep;
   static constexpr int kChunkBytes = kInt4ChunkWords * 4, kXChunkBytes = kInt4ChunkK * kElem;
   static constexpr int kXVectors = kXChunkBytes / 16;
-  // 16-byte vectors of scales, and words of zeros, one per thread.
+  // The 16-byte vectors of scales and the words of zeros. A thread loads at most one of them.
   static constexpr int kScaleLoads = kT.scale_bytes(kElem) / 16;
   static constexpr int kZeroLoads = kT.zero_bytes() / 4;
   static constexpr int kZeroThread = kThreads - kZeroLoads;
@@ -63,7 +63,8 @@ class Int4Loader {
   // Loads the next k-block into a stage.
   __device__ __forceinline__ void load(uint32_t s_stage, const FastDivisor& group_chunks,
                                        int thread) {
-    // NOTE: a k-block of one chunk never exceeds the split. A byte count needs no predicate.
+    // NOTE: a k-block of one chunk never exceeds the split. Passing a byte count to cp.async needs
+    // no predicate.
     const bool chunk_valid = kT.chunks == 1 || weight_chunk_ < chunks_left_;
 #pragma unroll
     for (int i = 0; i < kWeightLoads; ++i) {
@@ -83,7 +84,7 @@ class Int4Loader {
  private:
   __device__ __forceinline__ void find_scales(const Int4Weight& weight, int64_t first_tile,
                                               int tiles_left, int thread) {
-    const int word = thread - kZeroThread;  // of zeros, negative for scales
+    const int word = thread - kZeroThread;  // index of a word of zeros, negative for scales
     const int place = word >= 0 ? word / 2 : thread / kElem;
     const int tile = place / kT.chunks;
     scale_chunk_ = place % kT.chunks;
@@ -103,7 +104,7 @@ class Int4Loader {
 
   __device__ __forceinline__ void load_scales(uint32_t s_stage, const FastDivisor& group_chunks) {
     if (!loads_scale_) return;
-    // Scales outside the tensors become 0.
+    // Scales outside of the tensors become 0.
     const bool valid = scale_valid_ && (kT.chunks == 1 || scale_chunk_ < chunks_left_);
     const int64_t group = group_chunks.divide(static_cast<uint32_t>(chunk_ + scale_chunk_));
     if (is_zero_) {
@@ -114,10 +115,10 @@ class Int4Loader {
   }
 
   const char *g_weight_, *g_scale_ = nullptr;
-  int64_t tile_stride_;      // between the thread's loads
+  int64_t tile_stride_;      // between two loads of the thread
   int chunk_, chunks_left_;  // of the next k-block
   Int4XCopies<kInt4Tiles, kTile, kElem, kT.x_row_bytes(kElem)> x_;
-  int units_left_;  // of the split, from this thread's vector of its first chunk of x on
+  int units_left_;  // units of the split, from this thread's vector of its first chunk of x on
   int weight_chunk_, scale_chunk_ = 0;
   int valid_tile_bytes_[kWeightLoads];
   uint32_t s_scale_ = 0;
