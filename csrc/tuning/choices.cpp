@@ -1,10 +1,10 @@
-// The tables behind pick(), and the private ops with which torchweld.tune and torchweld.explain
+// The tables that pick() reads, and the private ops with which torchweld.tune and torchweld.explain
 // fill and observe them.
 //
-// Forced choices and observation are per thread, remembered choices per process and GPU name, so
-// that they can be read from a file before CUDA is initialised. A remembered choice covers a shape
-// class; a problem of the class that it does not support ignores it. Outside the library a choice
-// is identified by its name.
+// Forced choices and observation belong to a thread. Remembered choices belong to the process and a
+// GPU name, so that a file of them can be read before CUDA is initialised. A remembered choice
+// covers a shape class. If it does not support a problem of the class, that problem ignores it.
+// Outside of the library a choice is identified by its name.
 #include "core/choices.h"
 
 #include <torch/library.h>
@@ -33,7 +33,7 @@ struct Remembered {
   std::shared_mutex mutex;
   std::map<std::string, std::map<Key, Encoded>> by_gpu;
 };
-// NOTE: never destroyed, because threads may still run kernels while the process ends.
+// NOTE: the table is never destroyed, because threads may still run kernels while the process ends.
 Remembered& remembered() {
   static Remembered* const table = new Remembered;
   return *table;
@@ -43,8 +43,8 @@ struct ThreadState {
   std::map<Key, Encoded> forced;
   bool observing = false;
   bool dry_run = false;              // observed calls launch nothing
-  DeviceFacts assumed = kH100Facts;  // of a dry run
-  std::string assumed_gpu;           // the name of its GPU, "" if there is none
+  DeviceFacts assumed = kH100Facts;  // of the GPU that a dry run assumes
+  std::string assumed_gpu;           // the name of that GPU, or "" if there is none
   const char* part = "";
   std::vector<Record> records;
 
@@ -52,7 +52,7 @@ struct ThreadState {
 };
 thread_local ThreadState this_thread;
 
-// The name of the current GPU or, in a dry run, of the assumed one; "" if there is none.
+// The name of the current GPU, or in a dry run of the assumed GPU. "" if there is no GPU.
 std::string current_gpu() {
   if (is_dry_run()) return this_thread.assumed_gpu;
 #ifdef TORCHWELD_CUDA
@@ -93,7 +93,8 @@ struct Resolved {
   const char* source;
 };
 
-// Applies the forced or remembered choice. A null `gpu` stands for the current device.
+// Returns the forced choice, else the remembered choice, else `heuristic`. If `gpu` is null, uses
+// the current device.
 template <typename KernelFamily>
 Resolved resolve(const std::string* gpu, const Encoded& problem, const Encoded& heuristic) {
   const Key key = {KernelFamily::kName, KernelFamily::shape_class(problem)};
@@ -115,7 +116,7 @@ Resolved resolve(const std::string* gpu, const Encoded& problem, const Encoded& 
   return {heuristic, "heuristic"};
 }
 
-// Calls body with the family called `name`; raises an error for an unknown name.
+// Calls body with the family called `name`. Raises an error if there is no such family.
 template <typename Body>
 void visit_family(const char* op, const std::string& name, const Body& body) {
   std::string names;
@@ -156,7 +157,7 @@ Encoded checked_choice(const char* op, const Encoded& problem, const std::string
            ", but got '", name, "'; torchweld._C.candidates lists them");
 }
 
-// An empty choice removes the forced one.
+// Forces a choice on this thread. An empty choice removes the forced one.
 void force_choice(std::string family, at::IntArrayRef problem, std::string choice) {
   const char* op = "_force_choice";
   visit_family(op, family, [&](auto f) {
@@ -196,7 +197,7 @@ void forget_choices() {
   table.by_gpu.clear();
 }
 
-// The choice of a call on the GPU with that name, and its source.
+// Returns the choice of a call on the GPU called `gpu`, and where the choice comes from.
 std::tuple<std::string, std::string> picked_choice(std::string gpu, std::string family,
                                                    at::IntArrayRef problem) {
   const char* op = "_picked_choice";
@@ -225,7 +226,7 @@ void begin_observing() {
   observe(true);
 }
 
-// Starts a dry run for the GPU with index `device`, or for an H100 if `device` is negative.
+// Starts a dry run that assumes the GPU with index `device`, or an H100 if `device` is negative.
 void begin_dry_run(int64_t device) {
   ThreadState& state = this_thread;
   state.dry_run = false;
@@ -246,7 +247,7 @@ void begin_dry_run(int64_t device) {
   observe(true);
 }
 
-// Stops observing; returns the records as JSON objects.
+// Stops observing and returns the records as JSON objects.
 std::vector<std::string> end_observing() {
   std::vector<std::string> seen;
   for (const Record& record : this_thread.records) seen.push_back(record.json());
@@ -296,7 +297,7 @@ void observe_launch(const void* kernel, int threads, int dynamic_shared_bytes) {
 #ifdef TORCHWELD_CUDA
   ThreadState& state = this_thread;
   if (!state.observing) return;
-  if (state.records.empty()) state.records.emplace_back();  // a launch of no family
+  if (state.records.empty()) state.records.emplace_back();  // a launch that belongs to no family
   cudaFuncAttributes attributes = {};
   if (!state.dry_run && cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
     (void)cudaGetLastError();  // the launch will report the error

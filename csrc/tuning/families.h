@@ -1,7 +1,8 @@
-// The families of kernels that tune knows. Pure host code.
+// The families of kernels that tune knows. This is pure host code.
 //
-// scalar_attention and the matrix passes are no families: they choose twice, for the size of the
-// scratch and for the launch, and another thread could remember a choice in between.
+// scalar_attention and the matrix passes are not families. They choose twice, once for the size of
+// the scratch memory and once for the launch, and another thread could remember a choice in
+// between.
 #pragma once
 
 #include <string_view>
@@ -17,7 +18,8 @@ namespace torchweld {
 
 template <typename... KernelFamily>
 struct FamilyList {
-  // Calls body(KernelFamily{}) for the family called `name`; returns false if there is none.
+  // Calls body(KernelFamily{}) for the family called `name`. Returns false if there is no such
+  // family.
   template <typename Body>
   static bool visit(std::string_view name, const Body& body) {
     return ((name == KernelFamily::kName && (body(KernelFamily{}), true)) || ...);

@@ -1,5 +1,5 @@
 // What torchweld._C reports about the kernel families: their problems, and every configuration with
-// its refusal.
+// the reason if it is illegal.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,7 +14,8 @@ namespace torchweld {
 
 namespace py = pybind11;
 
-// Calls body(family, problem) after checking that the numbers are a problem of the family.
+// Checks that the numbers are a problem of the family called `name`, then calls body(family,
+// problem).
 template <typename Body>
 void with_problem(const std::string& name, const std::vector<int64_t>& list, const Body& body) {
   const bool known = Families::visit(name, [&](auto f) {
@@ -39,7 +40,7 @@ inline py::list as_list(const Encoded& numbers) {
   return list;
 }
 
-// A candidate and its refusal, "" if it is legal.
+// Describes a candidate. Its refusal is "" if it is legal.
 template <typename KernelFamily>
 py::dict candidate_dict(const Encoded& problem, const Encoded& choice) {
   const auto call = decode_problem<KernelFamily>(problem);
@@ -80,7 +81,7 @@ inline py::dict candidate(const std::string& name, const std::vector<int64_t>& p
   return found;
 }
 
-// The heuristic choice.
+// Describes the heuristic choice.
 inline py::dict choose(const std::string& name, const std::vector<int64_t>& problem) {
   py::dict found;
   with_problem(name, problem, [&](auto f, const Encoded& numbers) {

@@ -1,4 +1,4 @@
-// What torchweld._C reports about kernels that tune does not know: their grids.
+// What torchweld._C reports about the kernels that are in no family: their grids.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -30,7 +30,7 @@ inline py::list scalar_attention_sweeps(int64_t n, bool backward, int sms) {
   return sweeps;
 }
 
-// The plan if row 0 of every matrix starts `shift` elements behind a 16-byte boundary.
+// Returns the plan for matrices whose row 0 starts `shift` elements behind a 16-byte boundary.
 inline py::dict matrix_pass_plan(int64_t rows, int64_t n, int elem_size, int reads,
                                  bool column_values, bool column_sums, int shift,
                                  int64_t row_stride, int sms) {
@@ -54,7 +54,7 @@ inline py::dict matrix_pass_plan(int64_t rows, int64_t n, int elem_size, int rea
   d["lanes"] = plan.lanes;
   d["groups"] = plan.groups;
   d["whole_rows"] = plan.whole_rows;
-  d["loads"] = plan.whole_rows ? kMatrixRowTile.loads : 1;  // of a thread, along a row
+  d["loads"] = plan.whole_rows ? kMatrixRowTile.loads : 1;  // accesses per thread along a row
   d["batch"] =
       plan.whole_rows ? 1 : plan.groups * matrix_tile(reads, column_sums).rows_of(plan.vector);
   d["phases"] = plan.phases;

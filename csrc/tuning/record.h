@@ -1,4 +1,4 @@
-// The records of an observed call, which tune and explain read. Pure host code.
+// The records of an observed call, which tune and explain read. This is pure host code.
 #pragma once
 
 #include <string>
@@ -13,14 +13,14 @@ struct Record {
   std::string family, part, source, choice, kernel, why;
   Encoded problem;
   Columns columns;
-  std::vector<std::pair<std::string, std::string>> rejected;  // by name, with the reason
+  std::vector<std::pair<std::string, std::string>> rejected;  // name and reason
   std::vector<Encoded> kernels;  // registers, shared bytes, threads, local bytes
 
   std::string json() const;
 };
 
-// The rejected alternatives: the candidates before the choice for a family that takes the first
-// legal one, else every other engine.
+// Returns the rejected alternatives. If the family chooses the first legal candidate, these are the
+// candidates before the choice, else one for every other engine.
 template <typename KernelFamily>
 std::vector<std::pair<std::string, std::string>> rejected_by(
     const typename KernelFamily::Problem& problem, const Encoded& chosen) {
@@ -64,7 +64,7 @@ Record record_of(const Encoded& problem, const Encoded& choice) {
   return record;
 }
 
-// Names and sentences contain no quotes and no control characters, so nothing is escaped.
+// Names and sentences contain no quotes and no control characters, so they need no escaping.
 inline std::string json_text(const std::string& text) { return "\"" + text + "\""; }
 
 inline std::string json_list(const Encoded& numbers) {
