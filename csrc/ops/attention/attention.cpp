@@ -3,10 +3,10 @@
 //   value (batch, nheads_kv, seqlen_k, head_dim_v), out (batch, nheads, seqlen_q, head_dim_v)
 //   nheads_kv divides nheads: query heads [h * group, (h + 1) * group) share kv head h.
 //
-// attention_forward also returns lse (batch, nheads, seqlen_q), from which the gradient recomputes
-// the probabilities; attention_with_lse also differentiates lse. The CPU holds the scores of one
-// block of query rows at a time, so its memory is linear in the sequence length. Source: Dao,
-// "FlashAttention-2", 2023, for the gradient from lse.
+// attention_forward also returns lse (batch, nheads, seqlen_q), from which the backward recomputes
+// the probabilities. attention_with_lse returns lse too, and lse has a gradient. The CPU code holds
+// the scores of one block of query rows at a time, so its memory is linear in the sequence length.
+// Source: Dao, "FlashAttention-2", 2023, for the gradient from lse.
 #include <ATen/ops/zeros_like.h>
 
 #include "attention/cpu/bwd.h"
@@ -30,7 +30,7 @@ namespace {
 using Forward = std::tuple<Tensor, Tensor>;
 using Grads = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// Returns out's sizes.
+// Checks the arguments and returns the sizes of out.
 std::vector<c10::SymInt> check_attention(const char* op, const Tensor& query, const Tensor& key,
                                          const Tensor& value, const Mask& mask,
                                          std::optional<double> scale) {
@@ -59,7 +59,7 @@ std::vector<c10::SymInt> check_attention(const char* op, const Tensor& query, co
 }
 constexpr auto attention_checks = mask_op<check_attention>;
 
-// The checks and the results of each op, not yet filled.
+// These functions check the arguments of an op and allocate its results without computing them.
 Tensor empty_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                        const Mask& mask, std::optional<double> scale) {
   return at::empty_symint(check_attention("attention", query, key, value, mask, scale),
@@ -106,7 +106,7 @@ TW_OP(attention_forward);
 TW_OP(attention_with_lse);
 TW_OP(attention_backward);
 
-// The ops of the forward; `fill` computes their results on a device.
+// The ops of the forward. `fill` is the function that computes their results on a device.
 template <auto fill>
 Tensor attention_on(const Tensor& query, const Tensor& key, const Tensor& value, const Mask& mask,
                     std::optional<double> scale) {
@@ -163,7 +163,8 @@ Grads attention_grads_cpu(const Tensor& dout, const Tensor& query, const Tensor&
 constexpr auto attention_backward_cpu = mask_op<attention_grads_cpu>;
 
 #ifdef TORCHWELD_CUDA
-// CUDA. `t` with rows as AttentionTensor requires them, copied where they are not.
+// CUDA: returns `t` with rows as AttentionTensor requires them. Copies `t` if its rows are
+// different.
 Tensor aligned_rows(const Tensor& t) {
   const int64_t elems = 16 / t.element_size(), cols = t.size(3);
   bool aligned = cols % elems == 0 && t.stride(3) == 1 &&
@@ -176,14 +177,14 @@ Tensor aligned_rows(const Tensor& t) {
       .copy_(t);
 }
 
-// The kernel of the gradient; without keys there is none to pick.
+// Chooses the kernel of the backward. If there are no keys, there is no kernel to choose.
 AttentionChoice backward_choice(const AttentionSizes& sizes, DType dtype, bool tf32,
                                 const MaskParams& mask) {
   if (sizes.batch * sizes.nheads_kv * sizes.seqlen_k == 0) return {AttentionEngine::kSync, 0};
   return pick<AttentionBackwardFamily>(attention_problem(sizes, dtype, tf32, mask));
 }
 
-// A dim of size 1 may have any stride; 0 keeps every address aligned.
+// The stride of a dim with one element has no meaning; 0 keeps every address aligned.
 AttentionTensor strided(const Tensor& t) {
   const auto stride = [&](int64_t d) { return t.size(d) > 1 ? t.stride(d) : 0; };
   return {t.const_data_ptr(), stride(0), stride(1), stride(2)};
@@ -284,7 +285,7 @@ Grads attention_grads_cuda(const Tensor& dout, const Tensor& query, const Tensor
 constexpr auto attention_backward_cuda = mask_op<attention_grads_cuda>;
 #endif
 
-// kWithLse: lse has a gradient too, as in attention_with_lse.
+// kWithLse says that lse has a gradient too, as in attention_with_lse.
 template <bool kWithLse>
 struct AttentionFunction : torch::autograd::Function<AttentionFunction<kWithLse>> {
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key,

@@ -1,8 +1,8 @@
 // bmm:       y = a @ b           a (batch, M, K), b (batch, K, N), y (batch, M, N)
 // Gradient:  da = dy @ b^T, db = a^T @ dy, summed over the batch for an operand of batch 1
 //
-// An operand of batch 1 serves every batch. Its gradient is one matmul whose sum runs over the
-// batch too, so that it is rounded once and in a fixed order.
+// An operand with a batch of 1 is used for every batch of the other operand. Its gradient is one
+// matmul whose sum also runs over the batch, so that it is rounded once and added in a fixed order.
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/mm.h>
 
@@ -20,7 +20,7 @@ namespace {
 
 using Grads2 = std::tuple<Tensor, Tensor>;
 
-// Returns y's sizes.
+// Checks the arguments and returns the sizes of y.
 std::vector<c10::SymInt> check_bmm(const char* op, const Tensor& a, const Tensor& b) {
   check_floating(op, "a", a);
   check_dim(op, "a", a, 3, "(batch, M, K)");
@@ -45,13 +45,13 @@ Grads2 bmm_backward_meta(const Tensor& dy, const Tensor& a, const Tensor& b,
   return {empty_input_grad(a, output_mask[0]), empty_input_grad(b, output_mask[1])};
 }
 
-// t (batch, rows, n) as one matrix. Where its rows are strided evenly no copy is made.
+// Returns t (batch, rows, n) as one matrix. Makes no copy if all its rows have the same distance.
 Tensor stack_rows(const Tensor& t) { return t.reshape({t.size(0) * t.size(1), t.size(2)}); }
 
 bool shared(const Tensor& t, const Tensor& dy) { return t.size(0) == 1 && dy.size(0) != 1; }
 
-// The gradients with the matmul of a device: multiply(y, left, right) is y = left @ right, where y
-// is (M, N), or (batch, M, N) with operands of this batch or 1.
+// Computes the gradients with the matmul of a device. multiply(y, left, right) must compute y =
+// left @ right. y is (M, N), or (batch, M, N) with operands whose batch is that of y or 1.
 template <typename Multiply>
 void bmm_backward_into(Tensor& da, Tensor& db, const std::array<bool, 2>& wanted, const Tensor& dy,
                        const Tensor& a, const Tensor& b, const Multiply& multiply) {
@@ -73,8 +73,8 @@ void bmm_backward_into(Tensor& da, Tensor& db, const std::array<bool, 2>& wanted
   }
 }
 
-// NOTE: not at::matmul, whose choice of a kernel depends on requires_grad: the same call would have
-// other bits with gradients than without.
+// NOTE: at::matmul can't be used. Its choice of a kernel depends on requires_grad, so the same call
+// would give other bits with gradients than without.
 void multiply_cpu(Tensor y, const Tensor& left, const Tensor& right) {
   if (y.dim() == 2) {
     at::mm_out(y, left, right);
@@ -102,7 +102,7 @@ void multiply_cuda(const Tensor& y, const Tensor& left, const Tensor& right) {
   matmul_into(y, left, Matrix(right).t());
 }
 
-// Evenly strided: its batch and rows are one dim in memory.
+// Whether the batch and the rows of `t` form one evenly strided dim in memory.
 bool stacks(const Tensor& t) { return t.stride(0) == t.size(1) * t.stride(1); }
 
 Tensor bmm_cuda(const Tensor& a, const Tensor& b) {

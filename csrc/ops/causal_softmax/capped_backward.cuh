@@ -1,10 +1,11 @@
-// The gradient of causal_softmax under softcap or with a sink:
+// The backward of causal_softmax with softcap or a sink:
 //   dx = scale * y * (dy - sum(dy * y)) * (1 - tanh(scale * x / softcap)^2) over the live columns
 //   sink_terms = -p_sink * sum(dy * y)       of every row; p_sink is the sink's probability
 //
-// A block per row, with one thread per access, reads the row twice: first for sum(dy * y) and, with
-// a sink, the running (max, sum) of x, then to write dx. The second read of a row of usual length
-// hits the cache. Source: see softmax/stream.cuh.
+// There is one block per row, with one thread per access. The block reads the row twice: first to
+// compute sum(dy * y) and, with a sink, the running (max, sum) of x, then to write dx. If the row
+// has a usual length, the second read hits the cache.
+// Source: see softmax/stream.cuh.
 #pragma once
 
 #include "ops/causal_softmax/causal_softmax.h"
@@ -13,7 +14,7 @@
 
 namespace torchweld {
 
-// kElems is a 16-byte access or one element.
+// kElems is the number of elements in a 16-byte access, or 1.
 template <typename T, int kElems>
 __global__ __launch_bounds__(kSoftmaxStreamThreads) void capped_softmax_backward_kernel(
     const RowArgs<T> args, const ScoresMask<MaskKind::kCapped> mask, const CappedBackward capped) {
@@ -49,7 +50,7 @@ __global__ __launch_bounds__(kSoftmaxStreamThreads) void capped_softmax_backward
     const MaxSum total = s_scores.merge_warps(warp_merge(part, exponent), exponent);
     const float sink = mask.sink(whole_row);
     if (threadIdx.x == 0) {
-      // A row that sees no key adds nothing to dsink.
+      // A row that sees no key adds 0 to dsink.
       const float p_sink = expf(sink - exponent.finish(total, sink).lse);
       capped.sink_terms[whole_row] = live.empty() ? 0.f : -p_sink * dot;
     }

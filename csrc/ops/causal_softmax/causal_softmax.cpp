@@ -2,8 +2,8 @@
 //   scores, y (batch, ..., seqlen_q, seqlen_k) or (seqlen_q, seqlen_k), leftpad (batch,)
 // Gradient:        dscores = scale * y * (dy - sum(dy * y)) over the same keys, 0 elsewhere
 //
-// attention/mask.h defines the mask; hidden scores are not read. With softcap or sink the gradient
-// reads the scores again: dscores is multiplied by the cap's slope, and
+// attention/mask.h defines the mask; hidden scores are not read. With softcap or a sink, the
+// backward reads the scores again. dscores is then also multiplied by the slope of the cap, and
 //   dsink = -sum over rows of p_sink * sum(dy * y),  p_sink the sink's softmax probability
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
@@ -27,7 +27,7 @@ c10::SymInt batch_of(const Tensor& scores) {
   return scores.dim() == 2 ? c10::SymInt(1) : scores.sym_size(0);
 }
 
-// All dims between the batch and the rows.
+// The product of all dims between the batch and the rows.
 c10::SymInt heads_of(const Tensor& scores) {
   c10::SymInt heads = 1;
   for (int64_t d = 1; d < scores.dim() - 2; ++d) heads *= scores.sym_size(d);
@@ -38,7 +38,7 @@ void check_causal_mask(const char* op, const Mask& mask, const char* name, const
   check_mask(op, mask, batch_of(scores), heads_of(scores), scores.sym_size(-2), name, scores);
 }
 
-// The checks and the results of each op, not yet filled.
+// These functions check the arguments of an op and allocate its results without computing them.
 Tensor empty_causal_softmax(const Tensor& scores, const Mask& mask, double scale) {
   const char* op = "causal_softmax";
   check_floating(op, "scores", scores);
@@ -71,7 +71,7 @@ constexpr auto causal_softmax_backward_meta = causal_mask_op<empty_causal_softma
 TW_OP(causal_softmax);
 TW_OP(causal_softmax_backward);
 
-// CPU. Scores as (batch, heads, seqlen_q, seqlen_k) with contiguous rows.
+// CPU: returns the scores as (batch, heads, seqlen_q, seqlen_k) with contiguous rows.
 Tensor as_heads(const Tensor& t) {
   const int64_t batch = t.dim() == 2 ? 1 : t.size(0);
   int64_t heads = 1;
@@ -80,7 +80,7 @@ Tensor as_heads(const Tensor& t) {
   return rows.stride(3) == 1 ? rows : rows.contiguous();
 }
 
-// CPU. A row of a tensor of as_heads.
+// CPU: returns the address of a row of a tensor that as_heads returned.
 template <typename T>
 T* row_of(const Tensor& t, int64_t b, int64_t h, int64_t i) {
   return const_cast<T*>(t.const_data_ptr<T>()) + b * t.stride(0) + h * t.stride(1) +
@@ -131,7 +131,7 @@ Grads causal_softmax_grads_cpu(const Tensor& dy, const Tensor& y, const Mask& ma
 constexpr auto causal_softmax_backward_cpu = causal_mask_op<causal_softmax_grads_cpu>;
 
 #ifdef TORCHWELD_CUDA
-// `mask` is a kernel_mask.
+// `mask` must come from kernel_mask.
 ScoresParams params_of(const Tensor& scores, const Mask& mask, double scale) {
   const int64_t batch = scores.dim() == 2 ? 1 : scores.size(0);
   return {kernel_params(mask, scores.size(-2), scores.size(-1)),

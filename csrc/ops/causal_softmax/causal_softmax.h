@@ -1,4 +1,4 @@
-// Causal softmax: the parameters that the host passes to the kernels.
+// The parameters that the host passes to the kernels of causal_softmax.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,8 +11,8 @@
 
 namespace torchweld {
 
-// The mask arguments that a kernel supports beside causal. kCausal: leftpad. kRange: key_start,
-// key_end and window too. kCapped: softcap and sinks too.
+// Which mask arguments a kernel supports in addition to causal. kCausal supports leftpad; kRange
+// also supports key_start, key_end and window; kCapped also supports softcap and sinks.
 enum class MaskKind { kCausal, kRange, kCapped };
 
 inline MaskKind mask_kind(const MaskParams& mask) {
@@ -20,7 +20,7 @@ inline MaskKind mask_kind(const MaskParams& mask) {
   return mask.is_general() ? MaskKind::kRange : MaskKind::kCausal;
 }
 
-// The mask and scale of scores (batch, ..., seqlen_q, seqlen_k) flattened to rows.
+// The mask and the scale of scores (batch, ..., seqlen_q, seqlen_k), which are flattened to rows.
 template <MaskKind kKind>
 struct ScoresMask {
   static constexpr bool kMasked = true, kCapped = kKind == MaskKind::kCapped;
@@ -39,17 +39,18 @@ struct ScoresMask {
 
   TW_HOST_DEVICE float scale() const { return factor; }
 
-  // The register kernels count rows in 32 bits and need a scale other than 0.
+  // Whether the register kernels support the mask: they count rows in 32 bits and need a scale
+  // other than 0.
   bool tiled(int64_t rows) const { return rows <= INT32_MAX && factor != 0.f; }
 
-  // The columns that a row sees, for any number of rows.
+  // The columns that a row sees. There may be any number of rows.
   TW_HOST_DEVICE KeyRange live(int64_t row) const {
     const int64_t b = row / rows_per_batch, i = row % mask.seqlen_q;
     if constexpr (kKind == MaskKind::kCausal) return mask.row_keys(i, mask.pad(b));
     return general_keys(b, i);
   }
 
-  // The columns that a row sees, for the register kernels.
+  // The columns that a row sees, computed in 32 bits for the register kernels.
   TW_HOST_DEVICE KeyRange32 live_columns(int64_t row) const {
     const uint32_t r = static_cast<uint32_t>(row);
     if constexpr (kKind == MaskKind::kCausal) {
@@ -58,7 +59,7 @@ struct ScoresMask {
       const int i = static_cast<int>(r) - static_cast<int>(fast_seqlen_q.divide(r)) * seqlen_q;
       int pad = mask.leftpad ? mask.leftpad[fast_rows_per_batch.divide(r)] : 0;
       pad = pad < 0 ? 0 : (pad > seqlen_k ? seqlen_k : pad);
-      // No test for rows of padding: under causal their range ends before it begins.
+      // Rows of padding need no test: under causal the end of their range is before its begin.
       const int end = i + seqlen_k - seqlen_q + 1;
       return {pad, end < seqlen_k ? end : seqlen_k};
     } else {
@@ -68,7 +69,7 @@ struct ScoresMask {
     }
   }
 
-  // The sink's logit in a row's softmax, -inf where none is given.
+  // The logit of the sink in the softmax of a row, or -inf if there is no sink.
   TW_HOST_DEVICE float sink(int64_t row) const {
     return mask.sink ? mask.sink[row % rows_per_batch / mask.seqlen_q] : -INFINITY;
   }
@@ -80,18 +81,18 @@ struct ScoresMask {
   }
 };
 
-// The mask and scale of a call.
+// The mask and the scale of a call.
 struct ScoresParams {
   MaskParams mask;
   int64_t rows_per_batch;
   float scale;
 };
 
-// The tensors that only the gradient with softcap or sink needs.
+// The arguments that only the backward with softcap or a sink needs.
 struct CappedBackward {
   const void* scores;  // (rows, n), row_stride elements apart
   int64_t row_stride;
-  float* sink_terms;  // (rows,), or null: the rows' terms of dsink
+  float* sink_terms;  // (rows,): the term of each row in dsink, or nullptr
 };
 
 void launch_causal_softmax(const SoftmaxParams& params, const ScoresParams& scores,
@@ -100,7 +101,7 @@ void launch_causal_softmax_backward(const SoftmaxBackwardParams& params, const S
                                     const CappedBackward& capped, const ZeroCounter& counter,
                                     cudaStream_t stream);
 
-// The launchers of one element type and ScoresMask are in files of their own
+// Launchers for one element type and one ScoresMask. Each is compiled in a file of its own
 // (csrc/instantiations.py).
 template <typename T, typename Mask>
 void launch_causal_softmax_of(const SoftmaxParams& params, const Mask& mask,

@@ -1,5 +1,6 @@
-// CPU: causal_softmax and its gradient row by row. scores, y and dy are (batch, heads, seqlen_q,
-// seqlen_k) with contiguous rows; results are contiguous. A task is a block of 16 rows of a head.
+// CPU: causal_softmax and its backward, row by row. scores, y and dy are (batch, heads, seqlen_q,
+// seqlen_k) with contiguous rows; results are contiguous. A task computes a block of 16 rows of a
+// head.
 #pragma once
 
 #include <ATen/OpMathType.h>
@@ -13,7 +14,7 @@
 
 namespace torchweld {
 
-// The sizes, mask and scale of a call; `scores` is (batch, heads, seqlen_q, seqlen_k).
+// The sizes, the mask and the scale of a call. `scores` is (batch, heads, seqlen_q, seqlen_k).
 struct CausalSoftmaxCpu : CpuScores {
   int64_t batch, heads;
 
@@ -24,19 +25,19 @@ struct CausalSoftmaxCpu : CpuScores {
 
   bool needs_scores() const { return softcap > 0 || sinks.defined(); }
 
-  // The constants of a head's rows.
+  // Values that are the same for all rows of a head.
   template <typename acc_t>
   struct Head {
-    int64_t n;  // keys
+    int64_t n;  // number of keys
     acc_t scale, softcap, inverse_cap, sink;
 
-    // The scores times scale, soft-capped.
+    // Loads scores, multiplies them by scale and applies the soft cap.
     template <typename T>
     void load(acc_t* to, const T* scores, int64_t count) const {
       for (int64_t c = 0; c < count; ++c) to[c] = static_cast<acc_t>(scores[c]) * scale;
       if (softcap > 0) cap_row(to, count, softcap);
     }
-    // exp(sink - max), 0 without a sink.
+    // Returns exp(sink - max), or 0 without a sink.
     acc_t sink_exp(acc_t max) const {
       return sink == -std::numeric_limits<acc_t>::infinity() ? 0 : exp_in_vectors(sink - max);
     }
@@ -49,8 +50,8 @@ struct CausalSoftmaxCpu : CpuScores {
   }
 };
 
-// Calls body(b, h, i, the keys that the row sees) for every row, in parallel. A row that sees no
-// key has the range [0, 0).
+// Calls body(b, h, i, the keys that the row sees) for every row, in parallel. If a row sees no key,
+// its range is [0, 0).
 template <typename Body>
 void for_each_live_row(const CausalSoftmaxCpu& a, const Body& body) {
   constexpr int64_t kRows = 16;
@@ -68,9 +69,9 @@ void for_each_live_row(const CausalSoftmaxCpu& a, const Body& body) {
   });
 }
 
-constexpr int64_t kSoftmaxChunk = 256;  // scores that are in the wider dtype at a time
+constexpr int64_t kSoftmaxChunk = 256;  // scores that are converted to the wider dtype at a time
 
-// Calls body(first key, logits, count) for the chunks of a row.
+// Calls body(first key, logits, count) for every chunk of a row.
 template <typename T, typename acc_t, typename Body>
 void each_chunk(const T* scores, const KeyRange& live, const CausalSoftmaxCpu::Head<acc_t>& head,
                 const Body& body) {
@@ -92,7 +93,7 @@ acc_t max_of_row(const T* scores, const KeyRange& live, const CausalSoftmaxCpu::
   return max;
 }
 
-// y = softmax over the live keys, 0 elsewhere.
+// Computes y = softmax over the live keys, and 0 elsewhere.
 template <typename T, typename acc_t>
 void causal_softmax_row(T* y, const T* scores, const KeyRange& live,
                         const CausalSoftmaxCpu::Head<acc_t>& head) {
@@ -107,7 +108,8 @@ void causal_softmax_row(T* y, const T* scores, const KeyRange& live,
     const acc_t inverse = 1 / sum;
     for (int64_t j = live.begin; j < live.end; ++j) y[j] *= inverse;
   } else {
-    // Rounding before the division would cost accuracy, so the exponentials are computed twice.
+    // The exponentials are computed twice, because rounding them before the division would lose
+    // accuracy.
     each_chunk(scores, live, head, [&](int64_t, acc_t* logits, int64_t count) {
       sum += exp_and_sum(logits, logits, count, max);
     });
@@ -120,8 +122,9 @@ void causal_softmax_row(T* y, const T* scores, const KeyRange& live,
   }
 }
 
-// dscores = scale * y * (dy - sum(dy * y)) over the live keys, times the cap's slope, 0 elsewhere;
-// *dsink, if not null, is the row's term of dsink. `scores` are only read for softcap and sink.
+// Computes dscores = scale * y * (dy - sum(dy * y)) over the live keys, times the slope of the cap,
+// and 0 elsewhere. If dsink is not null, *dsink becomes the row's term of dsink. `scores` are read
+// only with softcap or a sink.
 template <typename T, typename acc_t>
 void causal_softmax_backward_row(T* dscores, const T* dy, const T* y, const T* scores,
                                  const KeyRange& live, const CausalSoftmaxCpu::Head<acc_t>& head,

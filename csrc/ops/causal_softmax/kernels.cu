@@ -1,4 +1,4 @@
-// The launchers of causal_softmax and its gradient.
+// The launchers of causal_softmax and its backward.
 #include "ops/causal_softmax/causal_softmax.h"
 
 #include "core/launch.h"
@@ -7,7 +7,7 @@
 namespace torchweld {
 namespace {
 
-// Calls body(the ScoresMask of the scores' MaskKind).
+// Calls body with the ScoresMask for the MaskKind of the scores.
 template <typename Body>
 void with_scores_mask(const ScoresParams& s, const Body& body) {
   switch (mask_kind(s.mask)) {

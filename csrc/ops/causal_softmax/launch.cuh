@@ -1,5 +1,5 @@
-// causal_softmax and its gradient for one element type and mask. The kernels are those of
-// csrc/softmax; the gradient under softcap or a sink has its own.
+// Launches causal_softmax and its backward for one element type and mask. The kernels are those of
+// csrc/softmax; the backward with softcap or a sink has its own kernel.
 #pragma once
 
 #include "ops/causal_softmax/capped_backward.cuh"
@@ -27,7 +27,7 @@ void launch_capped_softmax_backward_of(const SoftmaxBackwardParams& params,
   const RowArgs<T> args = row_args<T>(params);
   SoftmaxProblem problem = softmax_problem<T, /*kBackward=*/true>(args, mask);
   problem.in_phase &= rows_in_phase(args, static_cast<const T*>(capped.scores), capped.row_stride);
-  pick<SoftmaxFamily>(problem);  // records the call for explain; there is only one kernel
+  pick<SoftmaxFamily>(problem);  // this records the call for explain; there is only one kernel
   const auto launch = [&](auto elems) {
     const auto kernel = capped_softmax_backward_kernel<T, elems.value>;
     const auto threads = static_cast<unsigned>(softmax_stream_threads(problem));

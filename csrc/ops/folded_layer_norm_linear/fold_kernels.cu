@@ -1,4 +1,4 @@
-// fold_layer_norm: one block a row of the weight, which it reads once.
+// The kernel of fold_layer_norm: each block computes one row of the weight, which it reads once.
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "device/reduce.cuh"
@@ -18,7 +18,8 @@ __global__ __launch_bounds__(kFoldThreads) void fold_layer_norm_kernel(const Fol
   const T* g_weight = static_cast<const T*>(p.weight) + row * p.weight_row_stride;
   T* g_folded = static_cast<T*>(p.folded_weight) + row * p.k;
 
-  // The first sum is that of the rounded products: it must cancel what the matmul multiplies.
+  // sums.x is the sum of the rounded products, because weight_sum must cancel what the matmul
+  // multiplies.
   float2 sums = make_float2(0.f, 0.f);
 #pragma unroll 2
   for (int64_t column = threadIdx.x; column < p.k; column += kFoldThreads) {

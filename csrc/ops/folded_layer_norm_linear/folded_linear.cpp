@@ -5,11 +5,11 @@
 //                                           + folded_bias)
 //                            with mean and rstd of each row of x (..., K); y (..., N)
 //
-// layer_norm_linear with the LayerNorm's own weights folded into the matmul, for inference. The
-// sums are taken from the rounded folded weight, so that the mean cancels exactly and only the
-// accumulator's rounding is left. The kernels go further and normalise the rows before the matmul,
-// so that the error does not grow with |mean| / std. That is the same function only where
-// weight_sum holds the row sums of folded_weight, which is the contract.
+// These ops are layer_norm_linear with the LayerNorm's own weights folded into the matmul, for
+// inference. weight_sum is the sum of the rounded folded weight, so that the mean cancels exactly
+// and only the rounding of the accumulator is left. The kernels go further and normalise the rows
+// before the matmul, so that the error does not grow with |mean| / std. This gives the same result
+// only if weight_sum holds the row sums of folded_weight, which callers must ensure.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/mv.h>
 #include <ATen/ops/native_layer_norm.h>
@@ -98,8 +98,9 @@ Tensor folded_layer_norm_linear_backward_meta(const Tensor& dy, const Tensor& x,
 }
 TW_OP(folded_layer_norm_linear_backward);
 
-// CPU. x's rows less their rounded mean, normalised: the statistics of shifted rows do not lose
-// digits to a large mean. mean (what rounding left over) and rstd are (rows, 1).
+// CPU: the rows of x minus their rounded mean. The statistics of these shifted rows do not lose
+// digits if the mean is large. mean and rstd are (rows, 1); mean is the small rest that rounding
+// leaves.
 struct ShiftedRows {
   Tensor rows, normalised, mean, rstd;
 
@@ -111,8 +112,8 @@ struct ShiftedRows {
   }
 };
 
-// CPU. The pre-activation (rows, N) in the statistics' dtype. With the rows normalised first
-// nothing is left of the mean for weight_sum to take away.
+// CPU: returns the pre-activation (rows, N) in the dtype of the statistics. The rows are normalised
+// before the matmul, so there is no mean left to subtract by weight_sum.
 Tensor folded_preact(const ShiftedRows& x, const Tensor& folded_weight,
                      const OptionalTensor& folded_bias) {
   const auto dtype = x.rstd.scalar_type();
@@ -261,7 +262,7 @@ void check_frozen(const char* op, const Tensor& x, const Tensor& folded_weight,
   frozen("folded_bias", folded_bias);
 }
 
-// weight_sum and folded_bias stay in fp32: they are added to fp32 sums.
+// weight_sum and folded_bias stay in fp32, because they are added to fp32 sums.
 template <at::DeviceType device>
 Tensor folded_layer_norm_linear_autocast(const Tensor& x, const Tensor& folded_weight,
                                          const Tensor& weight_sum,

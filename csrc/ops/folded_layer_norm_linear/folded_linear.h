@@ -1,4 +1,4 @@
-// fold_layer_norm: what the host hands to the kernel.
+// The parameters that the host passes to the kernel of fold_layer_norm.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,9 +11,9 @@ namespace torchweld {
 
 struct FoldParams {
   const void* weight;     // (n, k), any strides
-  const void* bias;       // (n,), nullptr: 0
-  const void* ln_weight;  // (k,), nullptr: 1
-  const void* ln_bias;    // (k,), nullptr: 0
+  const void* bias;       // (n,), or nullptr for zeros
+  const void* ln_weight;  // (k,), or nullptr for ones
+  const void* ln_bias;    // (k,), or nullptr for zeros
   void* folded_weight;    // (n, k), contiguous
   float* weight_sum;      // (n,)
   float* folded_bias;     // (n,)
@@ -24,7 +24,7 @@ struct FoldParams {
   DType dtype;
 };
 
-// n is at least 1.
+// n must be at least 1.
 void launch_fold_layer_norm(const FoldParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

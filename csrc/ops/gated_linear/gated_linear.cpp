@@ -1,10 +1,10 @@
 // gated_linear:  z = x @ weight.T + bias,  y = gate(left, right) of z's two halves
 //   x (..., K), weight (2N, K), bias (2N,), z (..., 2N), y (..., N)
-//   left is z's first half and right its second (interleaved: even and odd columns)
+//   left is the first half of z and right the second (interleaved: the even and the odd columns)
 //   sigmoid_tanh: sigmoid(left) * tanh(right)     geglu, geglu_tanh: left * gelu(right)
 //   swiglu: silu(left) * right                    reglu: left * relu(right)
 //
-// gated_linear_forward also returns z, which the gradient needs.
+// gated_linear_forward also returns z, which the backward needs.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/sigmoid_backward.h>
@@ -35,7 +35,7 @@ Gate parse_gate(const char* op, std::string_view name) {
            "'");
 }
 
-// Returns z's sizes.
+// Checks the arguments and returns the sizes of z.
 std::vector<c10::SymInt> gated_linear_checks(const char* op, const Tensor& x, const Tensor& weight,
                                              const OptionalTensor& bias, c10::string_view gate,
                                              bool interleaved) {
@@ -80,7 +80,7 @@ Grads gated_linear_backward_meta(const Tensor& dy, const Tensor& x, const Tensor
 }
 TW_OP(gated_linear_backward);
 
-// CPU. The two halves of z (rows, 2N) as views (rows, N).
+// CPU: the two halves of z (rows, 2N) as views (rows, N).
 struct Halves {
   Tensor left, right;
   Halves(const Tensor& z, bool interleaved) {
@@ -106,7 +106,7 @@ Tensor apply_gate(const Halves& z, Gate gate) {
   }
 }
 
-// CPU. The gradients to z's halves from dy (rows, N).
+// CPU: returns the gradients of the two halves of z, computed from dy (rows, N).
 std::pair<Tensor, Tensor> gate_backward(const Tensor& dy, const Halves& z, Gate gate) {
   switch (gate) {
     case Gate::kSigmoidTanh: {
@@ -164,7 +164,7 @@ Grads gated_linear_backward_cpu(const Tensor& dy, const Tensor& x, const Tensor&
 }
 
 #ifdef TORCHWELD_CUDA
-// z is stored where it is defined.
+// If z is defined, also stores z.
 void gated_matmul_into(const Tensor& y, const Tensor& z, const Tensor& x, const Tensor& weight,
                        const OptionalTensor& bias, Gate gate, bool interleaved) {
   if (y.numel() == 0) return;
@@ -187,8 +187,8 @@ Forward gated_linear_forward_cuda(const Tensor& x, const Tensor& weight, const O
   return {y, z};
 }
 
-// dz (rows, 2N), over a z that is given away; its sum over the rows into dbias, unless that has
-// size (0,).
+// Returns dz (rows, 2N), which overwrites z if z is donated. dbias receives the sum of dz over the
+// rows, unless it has size (0,).
 Tensor gate_backward_into(const Tensor& dbias, const Tensor& dy, const Tensor& z, Gate gate,
                           bool interleaved) {
   const Tensor dz = matrix_over(z);

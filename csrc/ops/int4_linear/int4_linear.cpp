@@ -1,10 +1,10 @@
 // int4_linear:  y = x @ W^T + bias, W = scale * (code - zero)
 //   x (..., K), qweight int32 (N, K/8), scale (N, groups), zero int32 (N, ceil(groups/8)),
 //   bias (N,), y (..., N); int4_pack packs the codes and zeros
-// Gradient:     dx = dy @ W. Only x has a gradient: codes and zeros are integers, and a quantised
-//               weight's scale and bias are frozen.
+// Gradient:     dx = dy @ W. Only x has a gradient: codes and zeros are integers, and the scale and
+//               bias of a quantised weight are frozen.
 //
-// On CUDA each call repacks the weight; int4_linear_repacked avoids that.
+// On CUDA each call repacks the weight. int4_linear_repacked avoids that.
 #include "core/dispatch.h"
 #include "int4/checks.h"
 #include "int4/cpu/linear.h"

@@ -13,7 +13,7 @@
 namespace torchweld::repacked_op {
 namespace {
 
-// Checks the three tensors against N and K and the device of `like`.
+// Checks the shapes of the three tensors for N and K, and their devices against `like`.
 void check_repacked(const char* op, const Tensor& packed, const Tensor& packed_scale,
                     const Tensor& packed_zero, const c10::SymInt& n, const c10::SymInt& k,
                     const char* like_name, const Tensor& like) {

@@ -3,8 +3,8 @@
 // int4_repack:  qweight (N, K/8), scale (N, groups), zero (N, ceil(groups/8)) -> the
 //               repacked layout of int4/layout.h
 //
-// Only a code's low four bits are used. Values are not checked, which would synchronise with the
-// device.
+// Only the low four bits of a code are used. The values are not checked, because that would
+// synchronise with the device.
 #include <ATen/ops/empty.h>
 
 #include <cstring>
@@ -23,7 +23,7 @@ namespace {
 
 using Repacked = std::tuple<Tensor, Tensor, Tensor>;
 
-// Calls body(i) for every i below count on torch's threads, in tasks of kGrain.
+// Calls body(i) for every i below count on torch's threads. A task calls it for kGrain values of i.
 template <typename Body>
 void for_each_word(int64_t count, const Body& body) {
   constexpr int64_t kGrain = 1 << 14;
@@ -96,7 +96,7 @@ Tensor int4_unpack_cpu(const Tensor& packed, int64_t cols) {
   return codes;
 }
 
-// Repacks scales of any dtype: `size` is the bytes of a scale.
+// Repacks scales of any dtype. `size` is the number of bytes in a scale.
 void repack_scales(char* to, const char* from, int64_t size, const Int4Shape& shape) {
   for (int64_t tile = 0; tile < shape.tiles(); ++tile) {
     for (int64_t group = 0; group < shape.groups; ++group, to += kInt4TileRows * size) {

@@ -1,4 +1,4 @@
-// Kernel parameters of int4_pack, int4_unpack and int4_repack.
+// The kernel parameters of int4_pack, int4_unpack and int4_repack.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -2,7 +2,7 @@
 //                     normed = layer_norm(x, (K,), ln_weight, ln_bias, eps)
 //   x (..., K), weight (N, K), bias (N,), ln_weight and ln_bias (K,), y (..., N)
 //
-// Norm and matmul are those of layers/norm_linear_op.h, this is LayerNorm on the CPU.
+// layers/norm_linear_op.h defines the op. This file adds the CPU code of LayerNorm.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/native_layer_norm.h>
 #include <ATen/ops/native_layer_norm_backward.h>
@@ -21,7 +21,7 @@ struct LayerNorm {
   using Vectors = NormVectors<2>;
   using Statistics = NormStatistics<2>;
 
-  // ATen keeps the statistics of half-precision rows in fp32 only beside fp32 parameters.
+  // ATen keeps the statistics of half-precision rows in fp32 only if the parameters are fp32.
   static OptionalTensor statistics_parameter(const OptionalTensor& t) {
     return is_given(t) ? OptionalTensor(t->to(acc_dtype(*t))) : std::nullopt;
   }
@@ -46,7 +46,8 @@ struct LayerNorm {
     return rows.to(x.scalar_type());
   }
 
-  // In the statistics' dtype: ATen sums half-precision parameter gradients in half precision.
+  // Computes the gradients in the dtype of the statistics, because ATen would sum half-precision
+  // parameter gradients in half precision.
   static void backward(const std::array<Tensor, 3>& grads, bool wants_x, const Tensor& dnormalised,
                        const Tensor& x, const Vectors& vectors, const Statistics& statistics) {
     const std::array<bool, 3> wanted = {wants_x, grads[1].numel() > 0, grads[2].numel() > 0};

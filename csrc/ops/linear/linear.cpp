@@ -1,14 +1,14 @@
 // linear:  y = activation(x @ weight.T + bias)
 //   x (..., K), weight (N, K), bias (N,), y (..., N)
 //
-// linear_forward also returns what the gradient needs: the pre-activation z, or a (0,) tensor where
-// the activation's gradient does not need it (none, relu).
+// linear_forward also returns what the backward needs: the pre-activation z, or a (0,) tensor if
+// the gradient of the activation does not need it (none, relu).
 //
-// _linear_part writes the same into tensors that are there: some rows of larger ones, whose other
-// rows of x have yet to arrive (python/torchweld/distributed/overlap.py). x, y and the
-// pre-activation may have a batch in front. It has no gradient.
+// _linear_part writes y and the pre-activation into existing tensors: some rows of larger tensors,
+// while the other rows of x have yet to arrive (python/torchweld/distributed/overlap.py). x, y and
+// the pre-activation may have a leading batch dim. It has no gradient.
 //
-// _activation_backward is what linear_backward begins with: dz and its sums.
+// _activation_backward computes dz and its sum over the rows, the first step of linear_backward.
 #include "core/dispatch.h"
 #include "layers/linear_cpu.h"
 
@@ -156,7 +156,7 @@ void _linear_part_cuda(const Tensor& x, const Tensor& weight, const OptionalTens
   const OnDevice on(x.device());
   MatmulEpilogue epilogue = {bias, parse_activation("_linear_part", activation)};
   if (is_given(preact)) epilogue.preact = *preact;
-  // One tall product fills its tiles better than several short ones, but is not worth a copy.
+  // One tall matmul fills its tiles better than several short ones, but is not worth a copy.
   const bool tall = y.is_contiguous() && (row_stride_of(x) || x.dim() != 3);
   if (tall) {
     matmul_into(rows_of(y), rows_of(x), weight, epilogue);
@@ -205,7 +205,8 @@ TW_OP(linear);
 TW_OP(linear_forward);
 TW_OP(linear_backward);
 
-// What is written into has no gradient of its own that could raise later.
+// Raises an error if a tensor needs a gradient. _linear_part writes into existing tensors, so the
+// graph has no node for it that could raise an error in a later backward.
 void linear_part_autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                           const Tensor& y, const OptionalTensor& preact,
                           c10::string_view activation) {
@@ -247,7 +248,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   }
 };
 
-// Refusals under linear's own name.
+// Errors name linear, not linear_forward.
 void linear_checks(const char* op, const Tensor& x, const Tensor& weight,
                    const OptionalTensor& bias, c10::string_view activation) {
   check_linear(op, x, "weight", weight, bias);

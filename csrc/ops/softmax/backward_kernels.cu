@@ -1,4 +1,4 @@
-// Launches the gradient of softmax over unmasked rows. The kernels are in csrc/softmax.
+// Launches the backward of softmax over unmasked rows. The kernels are in csrc/softmax.
 #include "softmax/params.h"
 
 #include "softmax/launch.cuh"

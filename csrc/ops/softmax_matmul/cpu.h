@@ -1,6 +1,6 @@
-// CPU: softmax_matmul and its gradient, a block of query rows at a time, in tiles (rows, 64 keys)
-// that stay in cache. A head's gradient is one task, so that the order of its sums does not depend
-// on the number of threads.
+// CPU: softmax_matmul and its backward. They process a block of query rows at a time, in tiles
+// (rows, 64 keys) that stay in the cache. One task computes the backward of a head, so that the
+// order of its sums does not depend on the number of threads.
 #pragma once
 
 #include "attention/cpu/tiles.h"
@@ -94,7 +94,7 @@ void softmax_matmul_backward_tiles(const CpuAttention& a, const Tensor& dscores,
   const int64_t height = a.block_rows(), n = a.head_dim_v, tiles = a.tiles();
   Tensor sink_terms;
   if (a.sinks.defined()) sink_terms = at::zeros({a.batch, a.nheads}, a.sinks.options());
-  // Consecutive tasks have different sequences, so that threads get equal work.
+  // Consecutive tasks belong to different sequences, so that all threads get about equal work.
   parallel_tasks(a.batch * a.nheads, [&](int64_t task) {
     const int64_t b = task % a.batch, h = task / a.batch;
     const KeyRange seen = a.seen[b];

@@ -1,13 +1,14 @@
 // dscores = scale * p * (dout @ value^T - rowsum(dout * out)), 0 where a row does not see the key:
 //   p = exp(scale * scores - lse), dscores (seqlen_q, seqlen_k); dout, out (seqlen_q, head_dim_v)
-// With softcap, dscores is also multiplied by the cap's slope. A row's term of dsink is
+// With softcap, dscores is also multiplied by the slope of the cap. The term of a row in dsink is
 //   -exp(sink - lse) * rowsum(dout * out)
 //
-// A block owns 128 query rows of a head, a warp 16 of them. It loops over the live blocks of keys
-// and, within each, over head_dim_v in chunks of 128 bytes, through a ring of tiles filled by
-// cp.async; dout stays in shared memory where its chunks fit. The gradients overwrite their scores
-// in shared memory and are stored 128 bytes per row. Hidden columns are cleared, their scores not
-// read. Source: Dao, "FlashAttention-2", 2023, algorithm 2.
+// A block has 128 query rows of a head, and a warp 16 of them. The block loops over the tiles of
+// keys that its rows see and, in each tile, over head_dim_v in chunks of 128 bytes. cp.async fills
+// a ring of tiles. dout stays in shared memory if its chunks fit. The gradients overwrite their
+// scores in shared memory and are stored 128 bytes per row. Columns that are hidden become 0, and
+// their scores are not read.
+// Source: Dao, "FlashAttention-2", 2023, algorithm 2.
 #include "ops/softmax_matmul/parts.cuh"
 
 namespace torchweld {
@@ -25,21 +26,22 @@ struct DscoresConfig {
   static constexpr int kSteps = kChunk * sizeof(T) / kStepBytes;
   static constexpr int kPitch = kBlockN + kPitchPadBytes / sizeof(T);
   static constexpr int kStages = 2;
-  static constexpr int kUnroll = sizeof(T) == 4 ? 1 : kMasked ? 2 : kSteps;  // without spills
+  // The largest that does not spill.
+  static constexpr int kUnroll = sizeof(T) == 4 ? 1 : kMasked ? 2 : kSteps;
 
   struct Shared {
     alignas(16) T s_scores[kStages][kBlockM][kPitch];
     alignas(16) T s_value[kStages][kBlockN][kPitch];
-    alignas(16) T s_dout[kStages][kBlockM][kPitch];  // more stages where all chunks fit
+    alignas(16) T s_dout[kStages][kBlockM][kPitch];  // there are more stages if all chunks fit
   };
   static constexpr int64_t kChunkBytes = sizeof(T) * kBlockM * kPitch;
-  // The chunks of dout that fit in the shared memory of every GPU from sm_80 on.
+  // The number of chunks of dout that fit in the shared memory of every GPU from sm_80 on.
   static constexpr int64_t kResident =
       kStages + (99 * 1024 - int64_t(sizeof(Shared))) / kChunkBytes;
   static_assert(kResident >= kStages);
 };
 
-// Clears columns [begin, end) of the block's rows.
+// Sets columns [begin, end) of the block's rows to 0.
 template <typename Config>
 __device__ __forceinline__ void clear_columns(typename Config::T* g_rows, int rows,
                                               int64_t row_stride, int64_t begin, int64_t end,
@@ -61,7 +63,7 @@ __device__ __forceinline__ void clear_columns(typename Config::T* g_rows, int ro
   }
 }
 
-// Stores the first `rows` rows and `columns` columns of a warp's 16 rows of a tile.
+// Stores the first `rows` rows and the first `columns` columns of a warp's 16 rows of a tile.
 template <typename Config>
 __device__ __forceinline__ void store_rows(typename Config::T* g_rows,
                                            const typename Config::T* s_rows, int rows, int columns,
@@ -90,13 +92,13 @@ __device__ __forceinline__ void store_rows(typename Config::T* g_rows,
   }
 }
 
-// The statistics of a thread's two rows, lane / 4 and lane / 4 + 8 of the warp's 16.
+// The statistics of a thread's two rows, rows lane / 4 and lane / 4 + 8 of the warp's 16 rows.
 struct RowPair {
   float lse[2];
   float delta[2];       // sum(dout * out)
   int64_t live_end[2];  // the end of the keys that a row sees
-  // NOTE: a row that sees one key has dp = delta and a gradient of exactly 0, but the two sums are
-  // rounded differently.
+  // Whether the row sees a single key. NOTE: such a row has dp = delta and its gradient is exactly
+  // 0, but dp and delta are rounded differently, so it needs a special case.
   bool single[2];
 };
 
@@ -153,7 +155,7 @@ __global__ __launch_bounds__(Config::kThreads,
   const int64_t first_row = (row_blocks - 1 - block % row_blocks) * kBlockM;
   const HeadIndex head(problem, block / row_blocks);
   const int rows = clamp_int(mask.seqlen_q - first_row, 0, kBlockM);
-  // Under causal and leftpad alone the last row sees the keys of all others.
+  // Under a mask of causal and leftpad only, the last row sees all keys that the other rows see.
   const TileMask seen = [&] {
     if constexpr (Config::kMasked) {
       return TileMask::general(mask, mask.sequence(head.batch), first_row);
@@ -213,8 +215,8 @@ __global__ __launch_bounds__(Config::kThreads,
     }
   };
   RowPair row = load_row_pair<T>(params, head, first_row + warp_row, live_of);
-  // NOTE: the ranges are in shared memory because registers are short. Only a row's own warp reads
-  // them.
+  // NOTE: the ranges are in shared memory because registers are scarce. Only the warp of a row
+  // reads the row's range.
   __shared__ int64_t s_begin[kBlockM], s_end[kBlockM];
   if constexpr (Config::kMasked) {
     const int thread_row = warp_row + threadIdx.x % kWarp / 4;
@@ -223,7 +225,7 @@ __global__ __launch_bounds__(Config::kThreads,
       s_begin[thread_row + 8 * i] = seen.rows[i].begin;
       s_end[thread_row + 8 * i] = seen.rows[i].end;
       if (!mask.sink) continue;
-      // With a sink, the single key of a row has a gradient.
+      // With a sink, a row that sees a single key has a gradient.
       row.single[i] = false;
       if (params.sink_terms && seen.rows[i].end > 0 && threadIdx.x % 4 == 0) {
         params.sink_terms[head.flat * mask.seqlen_q + first_row + thread_row + 8 * i] =

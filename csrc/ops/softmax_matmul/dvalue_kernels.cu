@@ -2,12 +2,12 @@
 //   p = exp(scale * scores - lse) (seqlen_q, seqlen_k) where a row sees the key, 0 elsewhere;
 //   dout (seqlen_q, head_dim_v), dvalue (seqlen_k, head_dim_v) of a head
 //
-// A block owns 128 keys of a head and up to 128 columns of value, a warp 16 of the keys. It loops
-// over the query rows that see one of its keys, 32 at a time, through a ring of tiles filled by
-// cp.async. The transposed probabilities are computed in registers, as the left operand, and
-// rounded to the dtype as in the forward. Under a general mask, rows between the first and the last
-// that see one of the keys may see none of them; such rows are not read. Source: Dao,
-// "FlashAttention-2", 2023, algorithm 2.
+// A block has 128 keys of a head and up to 128 columns of value, and a warp 16 of the keys. The
+// block loops over the query rows that see any of its keys, 32 at a time, through a ring of tiles
+// that cp.async fills. The transposed probabilities are computed in registers, as the left operand,
+// and rounded to the dtype as in the forward. Under a general mask, some rows between the first and
+// the last row that see one of the keys may see none of them. Such rows are not read.
+// Source: Dao, "FlashAttention-2", 2023, algorithm 2.
 #include "ops/softmax_matmul/parts.cuh"
 
 namespace torchweld {
@@ -27,7 +27,7 @@ struct DvalueConfig {
   static constexpr int kScorePitch = kBlockN + kPitchPadElems;
   static constexpr int kDoutPitch = kBlockD + kPitchPadElems;
   static constexpr bool kExact = sizeof(T) == 4 && !kTf32;
-  static constexpr int kMinBlocks = kExact ? 1 : 2;  // per SM, without spills
+  static constexpr int kMinBlocks = kExact ? 1 : 2;  // blocks per SM, without spills
 
   struct Shared {
     alignas(16) T s_scores[kStages][kBlockM][kScorePitch];
@@ -37,7 +37,8 @@ struct DvalueConfig {
   static_assert(sizeof(Shared) <= 99 * 1024, "the shared memory of every GPU from sm_80 on");
 };
 
-// Loads a step of transposed scores, (16 keys, kStepRows rows), from row s_step of a tile on.
+// Loads a step of transposed scores, (16 keys, kStepRows rows). s_step is the first row of the step
+// in a tile.
 template <typename T, int kPitch>
 __device__ __forceinline__ void load_left_transposed(uint32_t (&words)[4], const T* s_step) {
   const int lane = threadIdx.x % kWarp;
@@ -54,8 +55,8 @@ __device__ __forceinline__ void load_left_transposed(uint32_t (&words)[4], const
 }
 
 // biased_exp(z) for z <= 0.
-// NOTE: for bf16 a multiplication makes the subnormal results; with the instruction that makes them
-// the masked kernel spills.
+// NOTE: for bf16, subnormal results come from a multiplication. With the instruction that gives
+// them directly, the masked kernel would spill.
 template <typename T>
 __device__ __forceinline__ float lean_exp(float z) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -70,8 +71,8 @@ struct RowRange {
   int64_t begin, end;
 };
 
-// The rows from the first to the last that see one of the keys, {0, 0} for none; all threads of a
-// block call.
+// Returns the range from the first to the last row that sees any of the keys, or {0, 0} if no row
+// does. All threads of a block call this.
 template <int kThreads, typename LiveOf>
 __device__ __forceinline__ RowRange rows_that_see(int64_t seqlen_q, const KeyRange& keys,
                                                   const LiveOf& live_of) {
@@ -148,8 +149,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
                    reads ? 4 : 0);
     }
   };
-  // The keys that a tile's rows see, counted from the block's first key: begin in the low half, the
-  // number of keys in the high half.
+  // The keys that each row of a tile sees, counted from the block's first key: the begin in the low
+  // half of the word, the number of keys in the high half.
   __shared__ int s_live[Config::kMasked ? kStages : 1][kBlockM];
   const auto load = [&](int tile, int stage) {
     const int64_t row = int64_t{kBlockM} * tile;
@@ -175,17 +176,17 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
     load_tile<kBlockM, kBlockN, Config::kScorePitch, Config::kThreads>(
         &s.s_scores[stage][0][0], g_scores + row * params.scores.row_stride,
         params.scores.row_stride, 0, rows, keys, params.scores.aligned);
-    // The gradient of a row that sees no key is not read.
+    // dout of a row that sees no key is not read.
     load_tile<kBlockM, kBlockD, Config::kDoutPitch, Config::kThreads>(
         &s.s_dout[stage][0][0], g_dout + row * params.dout.row_stride, params.dout.row_stride,
         tile == tile_begin ? seeing : 0, rows, columns, params.dout.aligned);
     load_lse(row, rows, stage);
   };
 
-  // The first row that sees each of keys lane / 4 and lane / 4 + 8 of the warp's 16.
+  // begin[i] is the first row that sees key lane / 4 + 8 * i of the warp's 16 keys.
   const int warp_key = threadIdx.x / kWarp * 16, thread_key = warp_key + threadIdx.x % kWarp / 4;
   const int64_t key = first_key + warp_key + threadIdx.x % kWarp / 4;
-  int begin[2];  // counted from the current tile; undefined for a key that is padding
+  int begin[2];  // counted from the current tile; undefined if the key is padding
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     begin[i] = clamp_int(mask.first_row_seeing(key + 8 * i, head.pad) - origin, 0, 2 * kBlockN);
@@ -206,7 +207,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
     if (ahead < tile_end) load(ahead, stage == 0 ? kStages - 1 : stage - 1);
     copy_async_commit();
 
-    // NOTE: rows after the last one need no mask: their gradient is 0, and their probability is
+    // NOTE: rows behind the last row need no mask: their gradient is 0, and their probability is
     // finite, because score and lse are 0.
 #pragma unroll 1
     for (int first = 0; first < kBlockM; first += Config::kStepRows) {
@@ -240,7 +241,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
 
-  // Store, zeros for padding.
+  // Store the sums. Keys that are padding get zeros.
   const float factor = exp2f(-kProbabilityBias<T>);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

@@ -1,14 +1,14 @@
 // out = softmax(scale * scores) @ value:
 //   scores (seqlen_q, seqlen_k), value (seqlen_k, head_dim_v), out (seqlen_q, head_dim_v) of a head
 //
-// A block owns 128 query rows of a head and up to 128 columns of value, a warp 16 of the rows. It
-// loops over the live blocks of keys through a ring of tiles filled by cp.async. Scores are loaded
-// into the left operand's registers by ldmatrix, exponentiated against the running maximum, rounded
-// and multiplied with value on the tensor cores; one division at the end. Scores are read once per
-// 128 columns of value.
+// A block has 128 query rows of a head and up to 128 columns of value, and a warp 16 of the rows.
+// The block loops over the tiles of keys that its rows see, through a ring of tiles that cp.async
+// fills. ldmatrix loads scores into the registers of the left operand. There the warp computes
+// their exponentials relative to the running maximum and rounds them; the tensor cores multiply
+// them by value. The kernel divides once, at the end. Scores are read once per 128 columns of
+// value. Under a general mask the loop runs from the first to the last key that any row sees.
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al.,
 // "FlashAttention", 2022, algorithm 1 without its first product.
-// Under a general mask the loop runs from the first to the last key that any of the rows sees.
 #include "attention/gap_keys.cuh"
 #include "ops/softmax_matmul/parts.cuh"
 
@@ -23,7 +23,7 @@ struct ForwardConfig {
   static constexpr bool kTf32 = kTf32_;
   static constexpr int kThreads = 256;
   static constexpr bool kExact = sizeof(T) == 4 && !kTf32;
-  static constexpr int kMinBlocks = kExact ? 1 : 2;  // per SM, without spills
+  static constexpr int kMinBlocks = kExact ? 1 : 2;  // blocks per SM, without spills
   static constexpr int kUnroll = kExact || kBlockD_ > 64 ? 1 : 2;
   static constexpr int kBlockM = kThreads / kWarp * 16;
   static constexpr int kBlockN = 128 / sizeof(T);  // 128 bytes of every row
@@ -40,25 +40,25 @@ struct ForwardConfig {
   static_assert(sizeof(Shared) <= 99 * 1024, "the shared memory of every GPU from sm_80 on");
 };
 
-// Turns x = sign * score into a probability: exp((x - max) * |scale|), times 2^kProbabilityBias.
-// With a scale of 0 the scores are multiplied by 0, so that an infinite score gives NaN as in
+// Turns x = sign * score into a probability: exp((x - max) * |scale|), times 2^kProbabilityBias. If
+// the scale is 0, scores are still multiplied by 0, so that an infinite score gives NaN, as in
 // torch.
 template <typename T>
 struct ScoreExponent {
-  static constexpr bool kPowerOf2 = sizeof(T) == 2;  // 2^x rather than e^x: one instruction
+  static constexpr bool kPowerOf2 = sizeof(T) == 2;  // 2^x takes one instruction, unlike e^x
   float sign;
   float c;
   __device__ __forceinline__ explicit ScoreExponent(float scale)
       : sign(scale > 0.f ? 1.f : (scale < 0.f ? -1.f : 0.f)),
         c((scale == 0.f ? 1.f : fabsf(scale)) * (kPowerOf2 ? kLog2e : 1.f)) {}
   // NOTE: x - max comes first, because it is exact for the largest score, whose probability must be
-  // 1 even where max * c needs more than 24 bits. Subnormal probabilities are flushed: a 16-bit row
-  // also holds a probability of 1.
+  // 1 even if max * c needs more than 24 bits. Subnormal probabilities are flushed to 0. In 16 bits
+  // this is harmless, because the row also has a probability of 1.
   __device__ __forceinline__ float operator()(float x, float max) const {
     if constexpr (kPowerOf2) return exp2_approx_ftz(fmaf(x - max, c, kProbabilityBias<T>));
     return expf((x - max) * c);
   }
-  // The factor of a sum relative to `max` when a larger maximum is found.
+  // The factor that converts a sum relative to `max` into one relative to the larger maximum.
   __device__ __forceinline__ float rescale(float max, float larger) const {
     const float exponent = (max - finite_max(larger)) * c;
     return kPowerOf2 ? exp2_approx(exponent) : expf(exponent);
@@ -75,8 +75,8 @@ struct CappedScoreExponent : ScoreExponent<T> {
     if (kInPlace && softcap > 0.f) this->sign = 1.f;
   }
 
-  // Capped fp32 scores overwrite a warp's 16 rows of scores in shared memory, which holds them
-  // exactly. 16-bit scores are capped twice in registers, for the maximum and for the exponentials.
+  // fp32 scores are capped once, in place: shared memory holds the results exactly. 16-bit scores
+  // are capped twice in registers, for the maximum and for the exponentials.
   static constexpr bool kInPlace = sizeof(T) == 4;
   template <int kColumns, int kPitch>
   __device__ __forceinline__ void cap_in_place(T* s_rows) const {
@@ -89,7 +89,7 @@ struct CappedScoreExponent : ScoreExponent<T> {
     }
     __syncwarp();
   }
-  // The cap of x = sign * score. -inf becomes -1, so scores are hidden after the cap.
+  // The cap of x = sign * score. The cap maps -inf to -1, so scores are hidden after the cap.
   __device__ __forceinline__ float capped(float x) const {
     return scale.softcap > 0.f ? tanh_of<sizeof(T) == 4>(x * scale.cap) : x;
   }
@@ -99,21 +99,21 @@ template <typename Config>
 using ExponentOf = std::conditional_t<Config::kMasked, CappedScoreExponent<typename Config::T>,
                                       ScoreExponent<typename Config::T>>;
 
-// A warp's 16 rows of a tile of scores: sign * score where a row sees the key, -inf elsewhere.
+// A warp's 16 rows of a tile of scores: sign * score if the row sees the key, else -inf.
 template <typename Config>
 struct ScoreTile {
   using T = typename Config::T;
   const T* s_rows;
   float sign;
-  bool hides;            // false where all rows see all keys, and sign is 1
-  int begin[2], end[2];  // the visible keys of rows lane / 4 and lane / 4 + 8
+  bool hides;            // false if all rows see all keys and sign is 1
+  int begin[2], end[2];  // the keys that rows lane / 4 and lane / 4 + 8 see
 
   __device__ __forceinline__ bool sees(int key, int row) const {
     return key >= begin[row] && key < end[row];
   }
 
   // NOTE: scores are loaded twice, for the maximum and for the exponentials. Keeping them would
-  // cost the registers that a second block per SM needs.
+  // need the registers that allow a second block per SM.
   __device__ __forceinline__ void load(uint32_t (&words)[4], int step) const {
     const int column = step * (kStepBytes / int(sizeof(T)));
     load_left(words, s_rows + column, Config::kScorePitch);
@@ -127,12 +127,12 @@ struct ScoreTile {
         const int key = column + step_column<T>(r, half);
         x[half] = sees(key, r % 2) ? sign * x[half] : -INFINITY;
       }
-      words[r] = pack_word<T>(x);  // exact
+      words[r] = pack_word<T>(x);  // this rounding is exact
     }
   }
 };
 
-// The softmax of a warp's 16 rows in progress; a thread holds rows lane / 4 and lane / 4 + 8.
+// The softmax in progress of a warp's 16 rows. A thread holds rows lane / 4 and lane / 4 + 8.
 template <typename Config>
 struct RunningSoftmax {
   using T = typename Config::T;
@@ -140,7 +140,7 @@ struct RunningSoftmax {
   float sum[2] = {0.f, 0.f};  // over this thread's columns
   float acc[Config::kBlockD / 8][4] = {};
 
-  // Raises the maxima to those of the tile and rescales the sums.
+  // Raises the maxima to at least those of the tile and rescales the sums.
   __device__ __forceinline__ void raise(const ScoreTile<Config>& scores,
                                         const ExponentOf<Config>& exponent) {
     uint32_t highest[4];
@@ -178,7 +178,7 @@ struct RunningSoftmax {
     }
   }
 
-  // acc += p @ value, for a tile.
+  // Computes acc += p @ value for one tile.
   __device__ __forceinline__ void add(const ScoreTile<Config>& scores,
                                       const ExponentOf<Config>& exponent, const T* s_value) {
     const float shift[2] = {finite_max(max[0]), finite_max(max[1])};
@@ -211,8 +211,8 @@ struct RunningSoftmax {
   }
 };
 
-// The gaps between the keys that a block's rows see under a general mask. Keys count from the
-// position of the block's first row, because 32 bits may not hold all keys.
+// The gaps between the keys that a block's rows see under a general mask. Keys are counted from the
+// position of the block's first row, because 32 bits may not hold the index of every key.
 template <typename Config>
 struct BlockGaps {
   GapKeys<Config::kBlockM> gaps;
@@ -222,7 +222,7 @@ struct BlockGaps {
     return clamp_int(key - position, -(1 << 30), 1 << 30);
   }
 
-  // All threads of the block call.
+  // Finds the gaps. All threads of the block call this.
   __device__ __forceinline__ void find(const TileMask& seen, int64_t position) {
     const int lane = threadIdx.x % kWarp, row = threadIdx.x / kWarp * 16 + lane / 4;
 #pragma unroll
@@ -238,7 +238,7 @@ struct BlockGaps {
     __syncthreads();
   }
 
-  // Clears the values in gaps of a tile that starts at `key`; all threads of the block call.
+  // Sets the values in the gaps of a tile from `key` on to 0. All threads of the block call this.
   __device__ __forceinline__ void clear(typename Config::T* s_value, int64_t key,
                                         int64_t position) const {
     const int first = count(key, position);
@@ -262,7 +262,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
   extern __shared__ __align__(16) unsigned char s_memory[];
   auto& s = *reinterpret_cast<typename Config::Shared*>(s_memory);
 
-  // The rows, columns and keys of this block. The longest rows of a causal head come first.
+  // The rows, columns and keys of this block. Under causal, the longest rows of a head come first.
   const SoftmaxMatmulProblem& problem = params.problem;
   const MaskParams mask = problem.mask;
   const int64_t row_blocks = divide_up(mask.seqlen_q, kBlockM);
@@ -282,8 +282,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
     }
   }();
   const int64_t tile_begin = seen.any.begin / kBlockN, tile_end = divide_up(seen.any.end, kBlockN);
-  // Gaps are keys between seen ones that no row of the block sees. position is that of the block's
-  // first row.
+  // A gap consists of keys that no row of the block sees, between keys that some row sees.
+  // `position` is the position of the block's first row.
   [[maybe_unused]] const bool may_have_gaps = Config::kMasked && mask.causal && mask.key_start;
   [[maybe_unused]] int64_t position = 0;
   [[maybe_unused]] __shared__ BlockGaps<Config> s_gaps;
@@ -349,7 +349,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
     stage = stage + 1 == Config::kStages ? 0 : stage + 1;
   }
 
-  // Divide and store.
+  // Divide by the sums and store.
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float sum = softmax.sum[i];
@@ -368,7 +368,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
         params.lse[flat_row] = empty ? sink : finished.lse;
       }
     } else if (params.lse && first_column == 0 && threadIdx.x % 4 == 0) {
-      // A row that sees only -inf gives NaN, here and in the gradient, as in torch.
+      // A row that sees only scores of -inf gives NaN, here and in the backward, as in torch.
       const float total = sum * exp2f(-kProbabilityBias<T>);
       const float lse = fmaf(softmax.max[i], fabsf(problem.scale), logf(total));
       params.lse[flat_row] = empty ? -INFINITY : (total == 0.f ? NAN : lse);

@@ -1,8 +1,9 @@
-// The kernels of softmax_matmul share this: tiles in shared memory, the steps of a matmul, masks.
+// What the kernels of softmax_matmul share: tiles in shared memory, the steps of a matmul, and
+// masks.
 //
-// A step is 32 bytes of K: k16 of 16-bit elements, k8 of fp32. The four registers of the left
-// operand hold the same bytes for every type, so that ldmatrix loads them; only the contents of a
-// 32-bit word differ.
+// A step is 32 bytes along K: k16 of 16-bit elements, k8 of fp32. The four registers of the left
+// operand hold the same bytes for every type, so ldmatrix loads them for every type. Only the
+// contents of a 32-bit word differ.
 #pragma once
 
 #include <type_traits>
@@ -18,22 +19,22 @@
 namespace torchweld {
 
 constexpr int kStepBytes = 32;
-constexpr int kQuadBytes = 16;      // half a step of a row, held by four lanes
+constexpr int kQuadBytes = 16;      // half a step of a row, which four lanes hold
 constexpr int kPitchPadBytes = 16;  // padding of rows that ldmatrix loads
 constexpr int kPitchPadElems = 8;   // padding of rows that are loaded by column, in elements
 
 template <typename T>
 constexpr int kPerWord = 4 / sizeof(T);
 
-// Probabilities that are rounded to fp16 are multiplied by 2^kProbabilityBias first; otherwise
-// those below 2^-24 would be lost.
+// Probabilities that are rounded to fp16 are first multiplied by 2^kProbabilityBias. Otherwise
+// probabilities below 2^-24 would be lost.
 template <typename T>
 constexpr float kProbabilityBias = 0.f;
 template <>
 constexpr float kProbabilityBias<__half> = 15.f;
 
-// 2^kProbabilityBias * exp(z) for the gradients, in one instruction for 16-bit types. bf16 keeps
-// subnormal fp32 results; for fp16 they are 0.
+// 2^kProbabilityBias * exp(z) for the backward, in one instruction for 16-bit types. Subnormal fp32
+// results are kept for bf16 and become 0 for fp16.
 template <typename T>
 __device__ __forceinline__ float biased_exp(float z) {
   if constexpr (sizeof(T) == 4) return expf(z);
@@ -61,7 +62,8 @@ __device__ __forceinline__ uint32_t pack_word(const float (&from)[kPerWord<T>]) 
   }
 }
 
-// The larger of each of the values in two words; a NaN loses.
+// The maximum of each pair of corresponding values in two words. If one value is NaN, the result is
+// the other.
 template <typename T>
 __device__ __forceinline__ uint32_t max_of_words(uint32_t a, uint32_t b);
 template <>
@@ -80,14 +82,14 @@ __device__ __forceinline__ uint32_t max_of_words<__nv_bfloat16>(uint32_t a, uint
   return *reinterpret_cast<const uint32_t*>(&m);
 }
 
-// The column, within the step, of value `half` of word r of a left operand. Its row is lane / 4 +
-// 8 * (r % 2) of 16.
+// Which column of the step is value `half` of word r of a left operand. The row of that value is
+// lane / 4 + 8 * (r % 2) of 16.
 template <typename T>
 __device__ __forceinline__ int step_column(int r, int half) {
   return threadIdx.x % 4 * kPerWord<T> + half + (r / 2) * (kQuadBytes / int(sizeof(T)));
 }
 
-// The left operand (16, step) of an mma; multiply() is the mma with 8 columns of the right operand.
+// The left operand (16, step) of an mma. multiply() is the mma with 8 columns of the right operand.
 template <typename T, bool kTf32>
 struct LeftOperand {
   uint32_t a[4];
@@ -112,16 +114,16 @@ struct LeftOperand<float, true> {
   }
 };
 
-// The remainder of an fp32 value after its two TF32 terms: its last bit.
+// What remains of an fp32 value after its two TF32 terms: its last bit.
 __device__ __forceinline__ uint32_t last_bit(uint32_t value, const SplitTf32& terms) {
   const float rest = __uint_as_float(value) - __uint_as_float(terms.big);
   return terms.small == 0u ? 0u : __float_as_uint(rest - __uint_as_float(terms.small));
 }
 
-// fp32 accuracy from three mmas, or from four where the right operand needs its last bit, so that a
-// probability of 1 gives the value itself.
-// NOTE: each mma starts from zero and is added by ordinary additions, because the tensor core
-// truncates when it accumulates.
+// Fp32 accuracy from three mma instructions. There is a fourth mma if the right operand needs its
+// last bit, so that a probability of 1 gives the value itself.
+// NOTE: each mma starts from zero, and its result is added by ordinary additions, because the
+// tensor core truncates when it accumulates.
 template <>
 struct LeftOperand<float, false> {
   uint32_t big[4], small[4], cross[4];
@@ -147,7 +149,7 @@ struct LeftOperand<float, false> {
   }
 };
 
-// Loads the left operand's words from 16 rows of a tile; the step starts at s_step.
+// Loads the words of a left operand from 16 rows of a tile. The step starts at s_step.
 template <typename T>
 __device__ __forceinline__ void load_left(uint32_t (&words)[4], const T* s_step, int pitch) {
   const int lane = threadIdx.x % kWarp;
@@ -155,7 +157,8 @@ __device__ __forceinline__ void load_left(uint32_t (&words)[4], const T* s_step,
                                       lane / 16 * (kQuadBytes / int(sizeof(T)))));
 }
 
-// acc (16, kColumns) += left (16, step) @ rows (step, kColumns) of a tile from s_rows on.
+// Computes acc (16, kColumns) += left (16, step) @ B, where B (step, kColumns) is the rows of a
+// tile from s_rows on.
 template <typename T, bool kTf32, int kColumns, int kPitch>
 __device__ __forceinline__ void multiply_rows(float (&acc)[kColumns / 8][4],
                                               const LeftOperand<T, kTf32>& left, const T* s_rows) {
@@ -179,8 +182,8 @@ __device__ __forceinline__ void multiply_rows(float (&acc)[kColumns / 8][4],
   }
 }
 
-// acc (16, kKeys) += left (16, step) @ B^T, with B (kKeys, step) the columns of a tile from s_step
-// on.
+// Computes acc (16, kKeys) += left (16, step) @ B^T, where B (kKeys, step) is the columns of a tile
+// from s_step on.
 template <typename T, bool kTf32, int kKeys, int kPitch>
 __device__ __forceinline__ void multiply_transposed(float (&acc)[kKeys / 8][4],
                                                     const LeftOperand<T, kTf32>& left,
@@ -197,8 +200,9 @@ __device__ __forceinline__ void multiply_transposed(float (&acc)[kKeys / 8][4],
   }
 }
 
-// Loads the rows with reads_row(row) and the first `columns` columns of g_tile into a tile (kRows,
-// kColumns); the rest becomes 0 and is not read. Complete after copy_async_wait and a barrier.
+// Loads the rows for which reads_row(row) is true, and their first `columns` columns, from g_tile
+// into a tile (kRows, kColumns). All other elements become 0 and are not read. The load is complete
+// after copy_async_wait and a barrier.
 template <int kRows, int kColumns, int kPitch, int kThreads, typename T, typename ReadsRow>
 __device__ __forceinline__ void load_tile_of(T* s_tile, const T* g_tile, int64_t row_stride,
                                              const ReadsRow& reads_row, int columns, bool aligned) {
@@ -239,8 +243,8 @@ __device__ __forceinline__ void load_tile(T* s_tile, const T* g_tile, int64_t ro
       aligned);
 }
 
-// Stores columns `column` and `column` + 1 of a row, as far as they are below `columns`. `even`
-// says that every row of the tensor is aligned to a pair.
+// Stores columns `column` and `column` + 1 of a row, if they are below `columns`. `even` says that
+// every row of the tensor is aligned to a pair.
 template <typename T>
 __device__ __forceinline__ void store_pair(T* g_row, int column, int columns, bool even,
                                            float first, float second) {
@@ -254,7 +258,7 @@ __device__ __forceinline__ void store_pair(T* g_row, int column, int columns, bo
   if (column + 1 < columns) g_row[column + 1] = from_float<T>(second);
 }
 
-// The head of a block, and its sequence's padding.
+// The head of a block, and the padding of the head's sequence.
 struct HeadIndex {
   int64_t batch, head, flat;
   int64_t pad;
@@ -273,11 +277,11 @@ struct HeadIndex {
 
 // The keys that a block of query rows sees.
 struct TileMask {
-  KeyRange any;      // no row of the block sees a key outside; 0 and 0: no row sees a key
-  KeyRange all;      // every row of the warp sees the keys inside
+  KeyRange any;      // no row of the block sees a key outside; 0 and 0 if no row sees a key
+  KeyRange all;      // every row of the warp sees all keys inside
   KeyRange rows[2];  // the keys of rows lane / 4 and lane / 4 + 8 of the warp's 16
 
-  // A block with rows [first_row, first_row + count) under causal and leftpad alone.
+  // The mask of a block with rows [first_row, first_row + count), if it is only causal and leftpad.
   static __device__ __forceinline__ TileMask causal(const MaskParams& mask, int64_t pad,
                                                     int64_t first_row, int count) {
     const KeyRange first = mask.row_keys(first_row, pad);
@@ -294,8 +298,8 @@ struct TileMask {
     return tile;
   }
 
-  // A block with rows [first_row, seqlen_q) of `sequence` under a general mask; all its threads
-  // call.
+  // The mask of a block with rows from first_row on, in `sequence`, under a general mask. All
+  // threads of the block call this.
   static __device__ __forceinline__ TileMask general(const MaskParams& mask,
                                                      const SequenceMask& sequence,
                                                      int64_t first_row) {
@@ -334,7 +338,7 @@ struct TileMask {
   }
 };
 
-// The logits of scores in the gradients under a general mask: scale and soft cap.
+// The logits of scores in the backward under a general mask: scale and soft cap.
 template <typename T>
 struct Logits {
   float scale, softcap, cap;
@@ -342,7 +346,7 @@ struct Logits {
   __device__ __forceinline__ Logits(float scale, float softcap)
       : scale(scale), softcap(softcap), cap(softcap > 0.f ? scale / softcap : 0.f) {}
 
-  // {logit(score) - lse, the cap's slope at the score}.
+  // Returns {logit(score) - lse, the slope of the cap at the score}.
   __device__ __forceinline__ float2 operator()(float score, float lse) const {
     if (softcap == 0.f) return {fmaf(score, scale, -lse), 1.f};
     const float t = tanh_of<sizeof(T) == 4>(score * cap);
@@ -350,7 +354,7 @@ struct Logits {
   }
 };
 
-// Calls body(T{}, tf32 as a compile-time constant).
+// Calls body(T{}, tf32), where tf32 is a compile-time constant.
 template <typename Body>
 void dispatch_math(const SoftmaxMatmulProblem& problem, const Body& body) {
   switch (problem.dtype) {
@@ -363,7 +367,7 @@ void dispatch_math(const SoftmaxMatmulProblem& problem, const Body& body) {
   }
 }
 
-// Calls body(T{}, tf32, the columns of value in a block), the last two as compile-time constants.
+// Calls body(T{}, tf32, the columns of value in a block). The last two are compile-time constants.
 template <typename Body>
 void dispatch_columns(const SoftmaxMatmulProblem& problem, const Body& body) {
   dispatch_math(problem, [&](auto element, auto tf32) {
@@ -372,8 +376,8 @@ void dispatch_columns(const SoftmaxMatmulProblem& problem, const Body& body) {
   });
 }
 
-// Launches `blocks` blocks in grids of at most kMaxGrid; the kernel's last argument is the index of
-// the grid's first block.
+// Launches `blocks` blocks in grids of at most kMaxGrid blocks. The last argument of the kernel is
+// the index of the grid's first block.
 template <typename Kernel, typename Params>
 void launch_blocks(Kernel kernel, int64_t blocks, int threads, size_t shared_bytes,
                    cudaStream_t stream, const Params& params) {

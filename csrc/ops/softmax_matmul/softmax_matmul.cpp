@@ -2,9 +2,9 @@
 //   scores (batch, nheads, seqlen_q, seqlen_k), value (batch, nheads, seqlen_k, head_dim_v),
 //   out (batch, nheads, seqlen_q, head_dim_v)
 //
-// softmax_matmul_forward also returns lse (batch, nheads, seqlen_q), the logarithm of the softmax's
-// denominator, from which the gradient recomputes the probabilities. The CPU holds the
-// probabilities of one block of rows at a time, CUDA only those in registers.
+// softmax_matmul_forward also returns lse (batch, nheads, seqlen_q), the logarithm of the
+// denominator of the softmax, from which the backward recomputes the probabilities. The CPU code
+// holds the probabilities of one block of rows at a time, the CUDA code only those in registers.
 #include <ATen/Dispatch.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -26,7 +26,7 @@ namespace {
 using Forward = std::tuple<Tensor, Tensor>;
 using Grads = std::tuple<Tensor, Tensor, Tensor>;
 
-// Returns out's sizes.
+// Checks the arguments and returns the sizes of out.
 std::vector<c10::SymInt> check_softmax_matmul(const char* op, const Tensor& scores,
                                               const Tensor& value, const Mask& mask, double scale) {
   check_floating(op, "scores", scores);
@@ -43,7 +43,7 @@ std::vector<c10::SymInt> check_softmax_matmul(const char* op, const Tensor& scor
 }
 constexpr auto softmax_matmul_checks = mask_op<check_softmax_matmul>;
 
-// The checks and the results of each op, not yet filled.
+// These functions check the arguments of an op and allocate its results without computing them.
 Tensor empty_softmax_matmul(const Tensor& scores, const Tensor& value, const Mask& mask,
                             double scale) {
   return at::empty_symint(check_softmax_matmul("softmax_matmul", scores, value, mask, scale),
@@ -74,7 +74,7 @@ TW_OP(softmax_matmul);
 TW_OP(softmax_matmul_forward);
 TW_OP(softmax_matmul_backward);
 
-// The op and its forward op; `fill` computes their results on a device.
+// The op and its forward op. `fill` is the function that computes their results on a device.
 template <auto fill>
 Tensor softmax_matmul_on(const Tensor& scores, const Tensor& value, const Mask& mask,
                          double scale) {
@@ -91,7 +91,7 @@ Forward softmax_matmul_forward_on(const Tensor& scores, const Tensor& value, con
   return {out, lse};
 }
 
-// CPU. The scores with contiguous rows.
+// CPU: returns the scores with contiguous rows.
 Tensor row_major(const Tensor& scores) {
   return scores.stride(3) == 1 ? scores : scores.contiguous();
 }
@@ -125,7 +125,7 @@ Grads softmax_matmul_grads_cpu(const Tensor& dout, const Tensor& scores, const T
 constexpr auto softmax_matmul_backward_cpu = mask_op<softmax_matmul_grads_cpu>;
 
 #ifdef TORCHWELD_CUDA
-// CUDA. A (batch, nheads, rows, columns) tensor with contiguous rows, copied where they are not.
+// CUDA: a tensor (batch, nheads, rows, columns) with contiguous rows, copied if it has others.
 struct Heads {
   Tensor tensor;
 
@@ -134,7 +134,7 @@ struct Heads {
 
   HeadsOperand operand() const {
     const void* data = tensor.const_data_ptr();
-    // A dim of size 1 may have any stride.
+    // The stride of a dim with one element has no meaning.
     const auto stride = [&](int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); };
     const auto aligned = [&](int64_t dim) { return stride(dim) * tensor.element_size() % 16 == 0; };
     return {data, stride(0), stride(1), stride(2),
@@ -143,7 +143,7 @@ struct Heads {
   }
 };
 
-// `mask` is a kernel_mask.
+// `mask` must come from kernel_mask.
 SoftmaxMatmulProblem problem_of(const Tensor& scores, const Tensor& value, const Mask& mask,
                                 double scale) {
   return {kernel_params(mask, scores.size(2), scores.size(3)),
@@ -159,7 +159,7 @@ void fill_softmax_matmul_cuda(Tensor& out, Tensor* lse, const Tensor& scores, co
                               const Mask& mask, double scale) {
   if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
   const OnDevice on(scores.device());
-  if (scores.numel() == 0) {  // no keys
+  if (scores.numel() == 0) {  // there are no keys
     out.zero_();
     if (lse) lse->fill_(-std::numeric_limits<double>::infinity());
     if (lse && is_given(mask.sink)) lse->copy_(mask.sink->view({1, scores.size(1), 1}));

@@ -1,4 +1,4 @@
-// softmax_matmul: the parameters that the host passes to the kernels.
+// The parameters that the host passes to the kernels of softmax_matmul.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,7 +12,7 @@
 
 namespace torchweld {
 
-// A (batch, nheads, rows, columns) tensor with contiguous rows; strides in elements.
+// A tensor (batch, nheads, rows, columns) with contiguous rows. Strides count elements.
 struct HeadsOperand {
   const void* data;
   int64_t batch_stride;
@@ -36,11 +36,11 @@ struct SoftmaxMatmulParams {
   HeadsOperand scores;  // (batch, nheads, seqlen_q, seqlen_k)
   HeadsOperand value;   // (batch, nheads, seqlen_k, head_dim_v)
   void* out;            // (batch, nheads, seqlen_q, head_dim_v), contiguous
-  float* lse;           // (batch, nheads, seqlen_q), contiguous, or null
-  unsigned* counters;   // one, zero before and after a call of Hopper's kernel; otherwise null
+  float* lse;           // (batch, nheads, seqlen_q), contiguous, or nullptr
+  unsigned* counters;  // one counter, zero before and after a call of Hopper's kernel; else nullptr
 };
 
-// True where Hopper's kernel (ops/softmax_matmul/sm90.cuh) supports the problem.
+// Whether Hopper's kernel (ops/softmax_matmul/sm90.cuh) supports the problem.
 inline constexpr int kSoftmaxMatmulSm90Bytes = 227 * 1024;
 inline bool softmax_matmul_uses_sm90(const SoftmaxMatmulProblem& p, const HeadsOperand& scores,
                                      const HeadsOperand& value, const DeviceFacts& device) {
@@ -62,15 +62,15 @@ struct SoftmaxMatmulBackwardParams {
   const float* lse;  // contiguous
   void* dscores;     // contiguous
   void* dvalue;      // contiguous
-  // (batch, nheads, seqlen_q), 0 before the launch, or null: the rows' terms of dsink.
+  // (batch, nheads, seqlen_q), zero before the launch: the term of each row in dsink; or nullptr.
   float* sink_terms;
 };
 
-// csrc/instantiations.py generates a file per dtype.
+// csrc/instantiations.py generates one file per dtype.
 template <typename T, bool kMasked>
 void launch_softmax_matmul_sm90(const SoftmaxMatmulParams& params, cudaStream_t stream);
 
-// No size may be 0, except head_dim_v in the forward.
+// No size may be 0, except for head_dim_v in the forward.
 void launch_softmax_matmul(const SoftmaxMatmulParams& params, cudaStream_t stream);
 void launch_softmax_matmul_dscores(const SoftmaxMatmulBackwardParams& params, cudaStream_t stream);
 void launch_softmax_matmul_dvalue(const SoftmaxMatmulBackwardParams& params, cudaStream_t stream);
