@@ -15,7 +15,8 @@ void sum_into(const Tensor& to, const Tensor& x, int64_t dim) {
     at::sum_out(out, x, dim);
     return;
   }
-  // NOTE: if threads share a 16-bit sum, ATen rounds each thread's partial to 16 bits.
+  // NOTE: the sum is computed in chunks, because ATen rounds the partial of each thread to 16 bits
+  // if several threads share a 16-bit sum.
   constexpr int64_t kChunk = 1 << 16;  // fits into the cache as fp32
   const Tensor values = x.reshape({x.numel()});
   const Tensor partials =

@@ -29,7 +29,8 @@ Tensor add_scalar_cpu(const Tensor& x, double value) {
   if (acc_dtype(x) == x.scalar_type()) {
     at::add_out(z, x, at::native::wrapped_scalar_tensor(value));
   } else {
-    // torch rounds a scalar to 16 bits before adding, but not a float32 tensor with dims.
+    // torch would round a scalar to 16 bits before adding it. It does not round a float32 tensor
+    // that has dims.
     const std::vector<int64_t> ones(x.dim(), 1);
     at::add_out(z, x, at::full(ones, value, at::kDouble).to(acc_dtype(x)));
   }
@@ -37,7 +38,7 @@ Tensor add_scalar_cpu(const Tensor& x, double value) {
 }
 
 #ifdef TORCHWELD_CUDA
-// A contiguous tensor can be seen as a matrix of any width; this width fits the tiles.
+// A contiguous tensor can be viewed as a matrix of any width. This width fits the tiles.
 constexpr int64_t kWidth = 16384;
 
 Tensor add_scalar_cuda(const Tensor& x, double value) {

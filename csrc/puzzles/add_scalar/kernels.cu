@@ -6,7 +6,7 @@
 namespace torchweld {
 namespace {
 
-// in: x
+// in[0] is x.
 struct AddScalarCell {
   static constexpr int kReads = 1;
   static constexpr bool kRowValues = false, kColumnValues = false, kWrites = true;

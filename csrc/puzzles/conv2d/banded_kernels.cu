@@ -1,14 +1,14 @@
 // Convolution in 16 bits on tensor cores, for kernels too large for puzzles/conv2d/cells.cuh.
 //
-// A row of weights becomes a band matrix: z[i, j] += sum_k x[i + p, j0 + k] * band_p[k, j - j0]
-// with band_p[k, n] = weight[p, k - n] inside the kernel, else 0. A tile of 16 rows by 8 columns
-// then needs kernel_height mma m16n8k16 for kernels up to 9 wide, two or three times as many for
-// wider ones. Products are exact, accumulators fp32.
+// A row of weights becomes a band matrix: z[i, j] += sum_k x[i + p, j0 + k] * band_p[k, j - j0],
+// where band_p[k, n] is weight[p, k - n] if that is inside the kernel, else 0. A tile of 16 rows by
+// 8 columns then needs kernel_height mma m16n8k16 instructions for kernels up to 9 wide, and two or
+// three times as many for wider ones. Products are exact, accumulators fp32.
 //
 // A block stages its rows of x, with halo and zeros, in shared memory. Images are stacked
 // (StackedRows), so that many small ones share a block. Each warp computes its own tiles.
-// NOTE: the band's zeros are multiplied with values outside an output's window, and 0 * inf is NaN.
-// An output that is not finite is therefore recomputed from its own window.
+// NOTE: the zeros of the band are multiplied by values outside an output's window, and 0 * inf is
+// NaN. Therefore an output that is not finite is recomputed from its own window.
 #include "device/dispatch.cuh"
 #include "device/mma_sync.cuh"
 #include "device/reduce.cuh"
@@ -18,9 +18,9 @@ namespace torchweld {
 namespace {
 
 constexpr int kBandedThreads = kBandedWarps * kWarp;
-constexpr int kVector = 8;  // 16-bit elements of a 16-byte vector; columns of a tile
+constexpr int kVector = 8;  // 16-bit elements in a 16-byte vector, and columns of a tile
 constexpr int kTileRows = 16;
-constexpr int kBlockK = 16;  // columns of x of one mma
+constexpr int kBlockK = 16;  // columns of x that one mma multiplies
 
 template <typename T_, int kTile>
 struct BandedConfig {
@@ -34,15 +34,15 @@ struct BandedConfig {
   static_assert(sizeof(T) == 2 && kTilesN * kVector == kShape.columns());
 };
 
-// Sizes of the block's shared memory, derived from the kernel's size.
+// The sizes of the block's shared memory, computed from the kernel's size.
 template <typename Config>
 struct BandedLayout {
-  int steps;       // mmas along K per row of weights
+  int steps;       // mma instructions along K per row of weights
   int before;      // vectors of x to the left of the outputs' columns
-  int halo;        // vectors beside the outputs' columns
+  int halo;        // vectors in addition to those of the outputs' columns
   int pitch;       // elements from one staged row to the next
-  int rows;        // staged
-  int band_words;  // of all band matrices
+  int rows;        // staged rows
+  int band_words;  // words of all band matrices
 
   TW_HOST_DEVICE BandedLayout(int kernel_height, int kernel_width, bool flipped) {
     steps = (kernel_width - 1 + kVector + kBlockK - 1) / kBlockK;
@@ -58,12 +58,13 @@ struct BandedLayout {
   }
 };
 
-// The offsets of a stacked row in x and in z, -1 for a row of zeros.
+// The offsets of a stacked row in x and in z, or -1 for a row of zeros.
 struct RowOffsets {
   int64_t in_x, in_z;
 };
 
-// NOTE: ldmatrix may read one vector beyond the last row of x, into s_z. The values are not used.
+// NOTE: ldmatrix may read one vector behind the last row of x, which is in s_z. These values are
+// not used.
 template <typename Config>
 struct BandedShared {
   using T = typename Config::T;
@@ -98,7 +99,7 @@ __device__ __forceinline__ void make_bands(uint32_t* s_band, const Conv2dArgs<T>
   }
 }
 
-// Stages eight columns of x, with zeros outside the image.
+// Stages eight columns of x. Columns outside the image become zeros.
 template <typename T>
 __device__ __forceinline__ void stage_vector(T* s_to, const Conv2dArgs<T>& args, int64_t row_offset,
                                              int64_t column) {
@@ -116,7 +117,7 @@ __device__ __forceinline__ void stage_vector(T* s_to, const Conv2dArgs<T>& args,
   store_vec(s_to, in);
 }
 
-// Stages the block's rows: first the outputs' columns, then the halo.
+// Stages the rows of the block: first the outputs' columns, then the halo.
 template <typename Config>
 __device__ __forceinline__ void stage_rows(const BandedShared<Config>& shared,
                                            const BandedLayout<Config>& layout,
@@ -138,7 +139,7 @@ __device__ __forceinline__ void stage_rows(const BandedShared<Config>& shared,
   copy_async_wait<0>();
 }
 
-// Recomputes the outputs of a tile that are not finite, each from its own window.
+// Recomputes every output of a tile that is not finite from its own window.
 template <typename Config>
 __device__ __forceinline__ void recompute_tile(const BandedShared<Config>& shared, int pitch,
                                                const Conv2dArgs<typename Config::T>& args, int row,
@@ -159,7 +160,7 @@ __device__ __forceinline__ void recompute_tile(const BandedShared<Config>& share
   }
 }
 
-// Computes the warp's tile of 16 rows from `row` on, into shared memory.
+// Computes the warp's tile, the 16 rows from `row` on, and writes it to shared memory.
 template <typename Config>
 __device__ __forceinline__ void compute_tile(const BandedShared<Config>& shared,
                                              const BandedLayout<Config>& layout,
@@ -245,7 +246,7 @@ __global__ __launch_bounds__(kBandedThreads, 6) void conv2d_banded_kernel(
   const int64_t block = args.first_block + blockIdx.x;
   const int64_t row_tile = args.by_column_tiles.divide(block);
   const int64_t column_tile = block - row_tile * args.by_column_tiles.divisor();
-  const int64_t first_row = row_tile * Config::kRows;  // of the stack
+  const int64_t first_row = row_tile * Config::kRows;  // row of the stack
   const int64_t first_column = column_tile * Config::kShape.columns();
   // The column of a window's first element within its vector.
   const int shift = args.flipped ? layout.before * kVector - (kernel_width - 1) : 0;

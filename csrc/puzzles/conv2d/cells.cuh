@@ -1,18 +1,18 @@
 // Convolution in 16 bits with small kernels, on tensor cores, without shared memory for x.
 //
-// A cell is 4 rows by 8 columns; each of four lanes holds a row of 16 bytes. Loads of x and stores
-// of z have this layout, which is also that of operand A of m16n8k16: rows g and g + 8 of A are the
-// even and the odd pairs of columns of the same cell. Operand B is a band matrix of weights: it
-// maps a pair of columns (k, with the 4 rows) to a pair of columns (n, with the 4 rows) at a fixed
-// distance. An output is the sum of the contributions of even and odd pairs; a lane's accumulators
-// are 16 bytes of z.
+// A cell is 4 rows by 8 columns of 16-bit elements; each of four lanes holds a row of 16 bytes.
+// Loads of x and stores of z have this layout, which is also that of operand A of m16n8k16: rows g
+// and g + 8 of A are the even and the odd pairs of columns of the same cell. Operand B is a band
+// matrix of weights. It maps a pair of columns (k, with the 4 rows) to a pair of columns (n, with
+// the 4 rows) at a fixed distance. An output is the sum of the contributions of even and odd pairs.
+// The accumulators of a lane are 16 bytes of z.
 //
 // A warp computes strips (columns of cells), side by side or in different images, from top to
-// bottom, with the loads of the next cells in flight. An output depends on its own cell, the cells
-// below, and the cells to the right, which neighbouring lanes hold. For the gradient to x (flipped)
-// strips run from bottom to top, and the cells to the left take part.
-// NOTE: the band's zeros are multiplied with values outside an output's window, and 0 * inf is NaN.
-// An output that is not finite is therefore recomputed from its own window.
+// bottom, with the loads of the next cells in flight. An output depends on its own cell, on the
+// cells below it, and on the cells to the right, which neighbouring lanes hold. For the gradient of
+// x (flipped), strips run from bottom to top, and an output depends on the cells to the left.
+// NOTE: the zeros of the band are multiplied by values outside an output's window, and 0 * inf is
+// NaN. Therefore an output that is not finite is recomputed from its own window.
 #pragma once
 
 #include <type_traits>
@@ -24,7 +24,7 @@
 
 namespace torchweld {
 
-constexpr int kCellTiles = 5;  // of accumulators: pairs -1 (odd pairs only) to 3
+constexpr int kCellTiles = 5;  // tiles of accumulators: for pairs -1 (odd pairs only) to 3
 
 template <typename T_, int kTile, bool kFlipped_>
 struct CellsConfig {
@@ -32,11 +32,13 @@ struct CellsConfig {
   static constexpr CellsTile kShape = kCellsTiles[kTile];
   static constexpr int kSize = kShape.size;
   static constexpr bool kFlipped = kFlipped_;
-  static constexpr int kDown = (kSize + 2) / kCellRows + 1;  // cells that a window spans vertically
-  static constexpr int kBands = (kSize + 1) / 2;             // pairs of columns that a window spans
-  static constexpr int kBeside = kBands > 3 ? 4 : 2;  // words loaded of the neighbouring cell
+  // Cells that a window covers vertically.
+  static constexpr int kDown = (kSize + 2) / kCellRows + 1;
+  static constexpr int kBands = (kSize + 1) / 2;  // pairs of columns that a window covers
+  // Words that are loaded of the neighbouring cell.
+  static constexpr int kBeside = kBands > 3 ? 4 : 2;
   static constexpr int kBuffers = kDown + kShape.ahead;
-  // Element-wise loads need more registers than vector loads, for their predicates.
+  // Loads of single elements need more registers than vector loads, for their predicates.
   static constexpr int blocks_per_sm(bool vector) {
     return vector ? kShape.blocks_per_sm : kShape.blocks_per_sm / 2 + 1;
   }
@@ -44,21 +46,21 @@ struct CellsConfig {
                 kCellsMinRows % kCellRows == 0);
 };
 
-// A lane's row of a strip.
+// The row of a strip that a lane holds.
 template <typename T>
 struct Strip {
   const T* g_x;      // the lane's row of the next cell
   T* g_z;            // the lane's row of the next cell of z
-  int rows;          // rows of x from the lane's first one that the strip depends on
+  int rows;          // rows of x, from the lane's first row on, that the strip depends on
   bool beside;       // whether the image continues in the neighbouring cell
-  bool outermost;    // no lane of the warp holds the neighbouring cell
-  int columns;       // of the image, from the strip's first column on
-  int columns_left;  // of the image before the strip
+  bool outermost;    // whether no lane of the warp holds the neighbouring cell
+  int columns;       // columns of the image from the strip's first column on
+  int columns_left;  // columns of the image before the strip
 };
 
 struct CellsPlan {
-  int log_across;  // log2 of the strips side by side, at most 3
-  int steps;       // cells of a strip
+  int log_across;  // log2 of the number of strips side by side, at most 3
+  int steps;       // cells in a strip
 };
 
 template <typename Config>
@@ -93,7 +95,7 @@ __device__ __forceinline__ Strip<typename Config::T> find_strip(
           clamped(column, kCellColumns)};
 }
 
-// Loads pairs of columns from g_row on, with zeros outside the image.
+// Loads pairs of columns from g_row on. Columns outside the image become zeros.
 template <bool kVector, int kCount, typename T>
 __device__ __forceinline__ void load_pairs(uint32_t (&r_words)[kCount], const T* g_row, bool valid,
                                            int columns) {
@@ -129,7 +131,7 @@ struct CellRow {
                         row < strip.rows && strip.beside && loads_beside,
                         Config::kFlipped ? kCellColumns : strip.columns - kCellColumns);
   }
-  // Exchanges the loaded words. All lanes of the warp must call it.
+  // Exchanges the loaded words. All lanes of the warp must call this.
   template <bool kVector>
   __device__ __forceinline__ void exchange(const Strip<typename Config::T>& strip) {
     if constexpr (kVector) {
@@ -141,15 +143,15 @@ struct CellRow {
       }
     }
   }
-  // Word i of the cell's row (side 0) or of the neighbouring cell's (side 1), half of which may not
-  // be loaded.
+  // Returns word i of the cell's row (side 0) or of the neighbouring cell's row (side 1). The
+  // neighbouring cell may be loaded only in part.
   __device__ __forceinline__ uint32_t word(int side, int i) const {
     if (side == 0) return words[i];
     return beside[Config::kFlipped ? i - (4 - kBeside) : i];
   }
 };
 
-// The weights in shared memory with a margin of zeros: (p, q) from (-kMargin, -1) on.
+// The weights in shared memory, with a margin of zeros. The first entry is (p, q) = (-kMargin, -1).
 template <typename Config>
 struct WeightTable {
   static constexpr int kMargin = kCellRows - 1;
@@ -159,7 +161,7 @@ struct WeightTable {
   static_assert(2 * Config::kBands + 1 <= kPitch);
   uint16_t s_weights[kPerThread * kCellsThreads];
 
-  // Loads this thread's weights; store() writes them to shared memory later.
+  // Loads this thread's weights into registers. store() writes them to shared memory later.
   static __device__ __forceinline__ void load(uint16_t (&r_weights)[kPerThread],
                                               const Conv2dArgs<typename Config::T>& args) {
     const int kernel_height = static_cast<int>(args.kernel_height);
@@ -177,7 +179,7 @@ struct WeightTable {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) s_weights[threadIdx.x + i * kCellsThreads] = r_weights[i];
   }
-  // Reads the lane's words of the band matrices: [d][i] maps a pair of columns of x, d cells below,
+  // Reads the lane's words of the band matrices. [d][i] maps a pair of columns of x, d cells below,
   // to the pair of columns of z at a distance of i pairs.
   __device__ __forceinline__ void read(uint32_t (&r_band)[Config::kDown][Config::kBands]) const {
     const int lane = threadIdx.x % kWarp;
@@ -196,7 +198,7 @@ struct WeightTable {
   }
 };
 
-// Accumulates the products of the cell (kSide 0) or the neighbouring cell (kSide 1). Accumulator
+// Accumulates the products of the cell (kSide 0) or of the neighbouring cell (kSide 1). Accumulator
 // tile o holds the contributions of even pairs to pair o - 1 in rows g, and of odd pairs to pair o
 // in rows g + 8.
 template <typename Config, int kSide, typename Word>
@@ -204,7 +206,7 @@ __device__ __forceinline__ void multiply_side(float (&r_acc)[kCellTiles][4], con
                                               const uint32_t (&r_band)[Config::kBands]) {
 #pragma unroll
   for (int tile = 0; tile < kCellTiles; ++tile) {
-    // Distances of the first and the third pair.
+    // The distances of the first and of the third pair.
     const int to_right = 4 * kSide - (tile - 1);
     const int first = Config::kFlipped ? 4 * kSide + tile - 1 : to_right;
     const int third = Config::kFlipped ? first - 2 : first + 2;
@@ -230,7 +232,7 @@ __device__ __forceinline__ void multiply_cell(float (&r_acc)[kCellTiles][4],
   multiply_side<Config, 1>(r_acc, [&](int i) { return cell.word(1, i); }, r_band);
 }
 
-// Makes check non-zero if a value is not finite.
+// Makes `check` non-zero if a value is not finite.
 template <typename T>
 __device__ __forceinline__ void check_finite(uint32_t& check, uint32_t word) {
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
@@ -265,8 +267,8 @@ __device__ __forceinline__ void store_cell(const Strip<typename Config::T>& stri
   }
 }
 
-// Recomputes the lane's outputs in `steps` cells that are not finite (or all of them), each from
-// its own window.
+// Recomputes the lane's outputs in `steps` cells that are not finite, or all of them if `all`. Each
+// output is computed from its own window.
 template <typename Config>
 __device__ __forceinline__ void recompute_strip(const Conv2dArgs<typename Config::T>& args,
                                                 const Strip<typename Config::T>& strip, int steps,
@@ -325,8 +327,8 @@ __launch_bounds__(kCellsThreads, Config::blocks_per_sm(kVector)) void conv2d_cel
 #pragma unroll
       for (int u = 0; u < kBuffers; ++u) {
         const int step = first + u;
-        // NOTE: return, not break: where control flow merges, the compiler would move cells in
-        // flight to other registers, and wait for them.
+        // NOTE: this is a return, not a break. At a point where control flow merges, the compiler
+        // would move the cells in flight to other registers, and would wait for them.
         if (step >= plan.steps) return;
         load((u + kBuffers - 1) % kBuffers, step + kBuffers - 1);
         float r_acc[kCellTiles][4] = {};
@@ -357,7 +359,7 @@ void launch_cells_config(const Conv2dParams& params, cudaStream_t stream) {
   const int64_t tile_columns = int64_t{kCellColumns} << plan.log_across;
   const int64_t column_tiles = (params.width + tile_columns - 1) / tile_columns;
   const int64_t per_image = (params.height + rows - 1) / rows;
-  const int64_t units = 8 >> plan.log_across;  // per warp
+  const int64_t units = 8 >> plan.log_across;  // units per warp
   const int64_t items = (params.batch * per_image + units - 1) / units * column_tiles;
   for_each_grid(conv2d_args<T>(params, column_tiles, per_image),
                 (items + kCellsWarps - 1) / kCellsWarps,
@@ -368,7 +370,7 @@ void launch_cells_config(const Conv2dParams& params, cudaStream_t stream) {
                 });
 }
 
-// The kernel must not exceed the tile's size.
+// The kernel must not be larger than the size of the tile.
 template <typename T>
 void launch_conv2d_cells_of(int tile, const Conv2dParams& params, cudaStream_t stream) {
   dispatch_index<kNumCellsTiles>(tile, [&](auto index) {

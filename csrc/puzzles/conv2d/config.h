@@ -1,38 +1,39 @@
-// Chooses the kernel and the tile of a single-channel convolution. Pure host code.
+// Chooses the kernel and the tile of a single-channel convolution. This is pure host code.
 #pragma once
 
 #include <cstdint>
 
 namespace torchweld {
 
-// kDirect: fp32 and the square kernels of kDirectTiles, in registers. kBanded: 16 bits, on tensor
-// cores. kGeneral: any kernel. kCells: 16 bits and kernels up to 9 x 9, on tensor cores without
-// shared memory. kSmall: fp32, images and square kernels that fit a tile of kSmallTiles. kNarrow:
-// 16 bits, images of 8 columns and up to 8 rows, kernels up to 7 x 7, on tensor cores.
+// kDirect computes fp32 with the square kernels of kDirectTiles in registers. kBanded computes 16
+// bits on tensor cores. kGeneral supports any kernel. kCells computes 16 bits with kernels up to 9
+// x 9 on tensor cores, without shared memory. kSmall computes fp32 if the image and the square
+// kernel fit a tile of kSmallTiles. kNarrow computes 16 bits for images of 8 columns and up to 8
+// rows and kernels up to 7 x 7, on tensor cores.
 enum class Conv2dEngine : int8_t { kDirect, kBanded, kGeneral, kCells, kSmall, kNarrow };
 
 // A thread of the direct kernel computes kDirectColumns contiguous columns of a strip of up to
-// strip_rows rows, from top to bottom, with the loads of `ahead` rows in flight. `buffers` rows of
-// registers hold rows of x, and as many hold rows of sums. If ahead equals buffers, a row's buffer
-// is reloaded right after the row is added.
+// strip_rows rows, from top to bottom, with the loads of `ahead` rows in flight. The registers hold
+// `buffers` rows of x and `buffers` rows of sums. If `ahead` equals `buffers`, the registers of a
+// row are reloaded directly after the row is added.
 struct DirectTile {
   int size;     // kernel height and width
   int buffers;  // at least size
   int ahead;
   int strip_rows;
-  int blocks_per_sm;  // at least; bounds the registers
+  int blocks_per_sm;  // minimum; limits the registers
 };
 inline constexpr int kDirectThreads = 128;
 inline constexpr int kDirectColumns = 4;
-// NOTE: kernels of 4 use 5 buffers, with a fifth row in flight: 1.06 to 1.08 of a copy on an H200;
-// 4 buffers took 1.09 to 1.10.
+// NOTE: the tile for kernels of size 4 has 5 buffers, so that a fifth row is in flight. It takes
+// 1.06 to 1.08 of the time of a copy on an H200; with 4 buffers it took 1.09 to 1.10.
 inline constexpr DirectTile kDirectTiles[] = {
     {3, 3, 3, 16, 8}, {4, 5, 5, 16, 4}, {5, 5, 5, 16, 4}, {7, 7, 2, 64, 4}};
 inline constexpr int kNumDirectTiles = sizeof(kDirectTiles) / sizeof(kDirectTiles[0]);
 
-// The number of strips of an image. A strip has up to max_rows rows; it is halved, down to
-// min_rows, while the call has fewer than min_units strips. across: strips side by side in the
-// batch.
+// Returns the number of strips of an image. A strip has up to max_rows rows. While the call has
+// fewer than min_units strips, the rows of a strip are halved, down to min_rows. `across` is the
+// number of strips side by side in the batch.
 constexpr int64_t count_strips(int64_t height, int64_t max_rows, int64_t min_rows, int64_t across,
                                int64_t min_units) {
   const auto strips = [&] { return (height - 1) / max_rows + 1; };
@@ -40,8 +41,8 @@ constexpr int64_t count_strips(int64_t height, int64_t max_rows, int64_t min_row
   return strips();
 }
 
-// Rows of a strip. All strips but the last have equally many; small calls have smaller strips, to
-// keep a large GPU busy.
+// The number of rows in a strip. All strips except the last have the same number. Small calls have
+// smaller strips, to keep a large GPU busy.
 inline constexpr int64_t kDirectMinThreads = 65536;
 inline constexpr int kDirectMinRows = 8;
 constexpr int64_t direct_strip_rows(const DirectTile& tile, int64_t batch, int64_t height,
@@ -66,12 +67,12 @@ inline constexpr int kNumBandedTiles = sizeof(kBandedTiles) / sizeof(kBandedTile
 inline constexpr int kBandedMaxKernel = 31;
 
 // A lane of the cells kernel computes a strip of up to strip_rows rows from top to bottom, with the
-// loads of `ahead` cells of 4 rows in flight. Kernels have up to `size` rows and columns.
+// loads of `ahead` cells of 4 rows in flight. The kernel may have up to `size` rows and columns.
 struct CellsTile {
   int size;
   int ahead;
   int strip_rows;
-  int blocks_per_sm;  // at least; bounds the registers
+  int blocks_per_sm;  // minimum; limits the registers
 };
 inline constexpr int kCellsWarps = 4;
 inline constexpr int kCellsThreads = 32 * kCellsWarps;
@@ -81,8 +82,8 @@ inline constexpr CellsTile kCellsTiles[] = {
     {3, 2, 32, 8}, {5, 2, 32, 8}, {7, 2, 64, 6}, {9, 2, 64, 5}};
 inline constexpr int kNumCellsTiles = sizeof(kCellsTiles) / sizeof(kCellsTiles[0]);
 
-// Rows of a strip, a multiple of a cell's. All strips but the last have equally many; small calls
-// have smaller strips, to keep a large GPU's schedulers busy.
+// The number of rows in a strip, a multiple of the rows of a cell. All strips except the last have
+// the same number. Small calls have smaller strips, to keep the schedulers of a large GPU busy.
 inline constexpr int64_t kCellsMinStrips = 4096;
 inline constexpr int kCellsMinRows = 8;
 constexpr int64_t cells_strip_rows(const CellsTile& tile, int64_t batch, int64_t height,
@@ -94,10 +95,10 @@ constexpr int64_t cells_strip_rows(const CellsTile& tile, int64_t batch, int64_t
   return ((cells - 1) / strips + 1) * kCellRows;
 }
 
-// The narrow kernel supports the first kNumNarrowTiles cells tiles, for images of at most two
-// cells.
-// NOTE: (65536, 8, 8) takes 0.96 to 1.00 of a copy on an H200 with kernels of 3 to 5, and 1.04 with
-// 7; the cells kernel took 1.13 to 1.25.
+// The narrow kernel supports the first kNumNarrowTiles tiles of the cells kernel, for images of at
+// most two cells.
+// NOTE: (65536, 8, 8) takes 0.96 to 1.00 of the time of a copy on an H200 with kernels of size 3 to
+// 5, and 1.04 with size 7. The cells kernel took 1.13 to 1.25.
 inline constexpr int kNarrowHeight = 2 * kCellRows;
 inline constexpr int kNumNarrowTiles = 3;
 
@@ -106,7 +107,7 @@ inline constexpr int kNumNarrowTiles = 3;
 struct SmallTile {
   int size;           // kernel height and width
   int width;          // max width of an image
-  int blocks_per_sm;  // at least; bounds the registers
+  int blocks_per_sm;  // minimum; limits the registers
 };
 inline constexpr int kSmallWarps = 4;
 inline constexpr int kSmallThreads = 32 * kSmallWarps;
@@ -116,13 +117,13 @@ inline constexpr int kSmallHeight = 16;  // max height of an image
 inline constexpr SmallTile kSmallTiles[] = {{3, 16, 6}, {4, 16, 5}, {5, 16, 5}, {7, 8, 4}};
 inline constexpr int kNumSmallTiles = sizeof(kSmallTiles) / sizeof(kSmallTiles[0]);
 
-// A block of the general kernel computes kGeneralThreads * kGeneralRows outputs, over chunks of
-// kTapChunk x kTapChunk taps.
+// A block of the general kernel computes kGeneralThreads * kGeneralRows outputs. It loops over
+// chunks of kTapChunk x kTapChunk taps (elements of the kernel).
 inline constexpr int kGeneralThreads = 256;
 inline constexpr int kGeneralRows = 8;  // per thread
 inline constexpr int kTapChunk = 32;
 
-// The tile for square kernels of a size, or -1.
+// The index of the tile for square kernels of a size, or -1.
 template <typename Tile, int kCount>
 constexpr int tile_of_size(const Tile (&tiles)[kCount], int64_t size) {
   for (int i = 0; i < kCount; ++i) {
@@ -131,7 +132,7 @@ constexpr int tile_of_size(const Tile (&tiles)[kCount], int64_t size) {
   return -1;
 }
 
-// Whether an engine supports a problem.
+// fits_direct, fits_banded and the functions below tell whether an engine supports a problem.
 constexpr bool fits_direct(int64_t kernel_height, int64_t kernel_width, int elem_size) {
   return elem_size == 4 && kernel_height == kernel_width &&
          tile_of_size(kDirectTiles, kernel_height) >= 0;
@@ -170,7 +171,7 @@ constexpr Conv2dEngine choose_conv2d(int64_t height, int64_t width, int64_t kern
   return Conv2dEngine::kGeneral;
 }
 
-// The smallest tile that supports the kernel.
+// Returns the smallest tile that supports the kernel.
 constexpr int choose_cells_tile(int64_t kernel_height, int64_t kernel_width) {
   int i = 0;
   while (i < kNumCellsTiles - 1 && !fits_cells(kCellsTiles[i], kernel_height, kernel_width, 2)) {
@@ -179,7 +180,7 @@ constexpr int choose_cells_tile(int64_t kernel_height, int64_t kernel_width) {
   return i;
 }
 
-// The narrowest tile that covers a row of the image, else the widest.
+// Returns the narrowest tile that covers a row of the image, else the widest.
 constexpr int choose_banded_tile(int64_t width) {
   for (int i = 0; i < kNumBandedTiles - 1; ++i) {
     if (width <= kBandedTiles[i].columns()) return i;
@@ -187,8 +188,8 @@ constexpr int choose_banded_tile(int64_t width) {
   return kNumBandedTiles - 1;
 }
 
-// The division of the gradient to the weight: `chunks` squares of taps x taps weights with `blocks`
-// blocks each. A block writes taps * taps partials.
+// How the computation of dweight is divided: into `chunks` squares of taps x taps weights, with
+// `blocks` blocks each. A block writes taps * taps partials.
 struct Conv2dWeightSplit {
   int taps;
   int64_t chunks_across;

@@ -4,9 +4,9 @@
 // Gradients:  dx[b, i, j] = sum_pq weight[p, q] * dz[b, i - p, j - q]
 //             dweight[p, q] = sum_bij dz[b, i, j] * x[b, i + p, j + q]
 //
-// x is 0 beyond the bottom and right edge, dz beyond the top and left edge. These zeros are
-// multiplied too: an inf or NaN weight gives NaN, as F.conv2d of a padded x does. Accumulates in
-// fp32 (fp64 for fp64) and rounds once.
+// x is 0 behind the bottom and right edge, dz before the top and left edge. These zeros are
+// multiplied, too, so an inf or NaN weight gives NaN, as F.conv2d of a padded x does. The sums are
+// accumulated in fp32 (fp64 for fp64) and rounded once.
 #include <ATen/ops/empty.h>
 
 #include <array>
@@ -51,7 +51,7 @@ Grads2 conv2d_backward_meta(const Tensor& dz, const Tensor& x, const Tensor& wei
 }
 TW_OP(conv2d_backward);
 
-// Whether the result needs products; else fills it with zeros.
+// Returns whether the result needs products. If not, fills it with zeros.
 bool has_products(Tensor& result, const Tensor& x, const Tensor& weight) {
   if (result.numel() == 0) return false;
   if (x.numel() > 0 && weight.numel() > 0) return true;
@@ -76,8 +76,8 @@ Grads2 conv2d_backward_cpu(const Tensor& dz, const Tensor& x, const Tensor& weig
 }
 
 #ifdef TORCHWELD_CUDA
-// A tensor as images with contiguous columns. Strides of dims of size 1 are unused, and set to 0 so
-// that they count as aligned.
+// A tensor as images with contiguous columns. The stride of a dim with one element is not used, so
+// it is set to 0 and counts as aligned.
 struct Images {
   Tensor tensor;
   int64_t batch_stride, row_stride;

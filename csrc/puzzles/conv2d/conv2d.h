@@ -1,4 +1,4 @@
-// Kernel parameters of single-channel convolutions.
+// The kernel parameters of single-channel convolutions.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,9 +10,9 @@
 
 namespace torchweld {
 
-// z[b, i, j] = sum_pq weight[p, q] * x[b, i + p, j + q], 0 beyond the bottom and right edge.
-// flipped (the gradient to x): z[b, i, j] = sum_pq weight[p, q] * x[b, i - p, j - q], where x is
-// dz, 0 beyond the top and left edge.
+// z[b, i, j] = sum_pq weight[p, q] * x[b, i + p, j + q], where x is 0 behind the bottom and right
+// edge. With `flipped`, which computes the gradient of x: z[b, i, j] = sum_pq weight[p, q] * x[b, i
+// - p, j - q], where x stands for dz and is 0 before the top and left edge.
 struct Conv2dParams {
   const void* x;       // (batch, height, width), columns contiguous
   const void* weight;  // (kernel_height, kernel_width), contiguous
@@ -47,13 +47,13 @@ struct Conv2dWeightParams {
   DType dtype;
 };
 
-// Sizes are at least 1.
+// All sizes must be at least 1.
 void launch_conv2d(const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_direct(const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_banded(int tile, const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_cells_float16(int tile, const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_cells_bfloat16(int tile, const Conv2dParams& params, cudaStream_t stream);
-// Both dtypes.
+// For both dtypes.
 void launch_conv2d_cells(int tile, const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_narrow(int tile, const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_small(const Conv2dParams& params, cudaStream_t stream);

@@ -1,5 +1,5 @@
-// CPU: convolution of single-channel images by strips. A strip of rows with its halo is copied to a
-// zero-padded buffer in the accumulator's dtype, so every output is a sum without bounds checks.
+// CPU: convolution of single-channel images by strips. A strip of rows is copied, with its halo, to
+// a zero-padded buffer in the dtype of the accumulator, so that no sum needs bounds checks.
 #pragma once
 
 #include <ATen/Dispatch.h>
@@ -27,7 +27,7 @@ struct ConvShape {
         kernel_width(weight.size(1)) {}
 
   int64_t strips() const { return (height + kStripRows - 1) / kStripRows; }
-  // A row of the buffer: the width rounded up to groups of lanes, and the halo.
+  // The length of a row of the buffer: the width rounded up to groups of lanes, and the halo.
   int64_t padded_width() const { return (width + 4 * kLanes - 1) / (4 * kLanes) * (4 * kLanes); }
   int64_t pitch() const { return padded_width() + kernel_width - 1; }
   int64_t buffer() const { return (kStripRows + kernel_height - 1) * pitch(); }
@@ -39,7 +39,8 @@ struct ConvShape {
   }
 };
 
-// Copies rows [row, row + rows) of an image, from column -left on, with zeros outside the image.
+// Copies rows [row, row + rows) of an image, from column -left on. Elements outside the image are
+// 0.
 template <typename scalar_t, typename acc_t>
 void copy_strip(acc_t* to, const scalar_t* image, const ConvShape& s, int64_t row, int64_t rows,
                 int64_t left) {
@@ -51,7 +52,7 @@ void copy_strip(acc_t* to, const scalar_t* image, const ConvShape& s, int64_t ro
   }
 }
 
-// Computes kColumns contiguous outputs and stores the first `columns`.
+// Computes kColumns contiguous outputs and stores the first `columns` of them.
 template <int64_t kColumns, typename scalar_t, typename acc_t>
 void convolve_columns(scalar_t* z, const acc_t* x, const acc_t* weight, const ConvShape& s,
                       int64_t columns) {
@@ -66,7 +67,7 @@ void convolve_columns(scalar_t* z, const acc_t* x, const acc_t* weight, const Co
   for (int64_t c = 0; c < std::min(columns, kColumns); ++c) z[c] = static_cast<scalar_t>(sums[c]);
 }
 
-// z of conv2d or, flipped, its gradient to x. x and weight are contiguous.
+// Computes z of conv2d or, if flipped, the gradient of x. x and weight must be contiguous.
 inline void conv2d_into(Tensor& z, const Tensor& x, const Tensor& weight, bool flipped) {
   const ConvShape s(x, weight);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "conv2d", [&] {
@@ -108,8 +109,8 @@ inline void conv2d_into(Tensor& z, const Tensor& x, const Tensor& weight, bool f
   });
 }
 
-// Adds sum_ij dz[i, j] * x[i + p, j + q] of a strip to sums (taps,). dz and x are buffers of
-// copy_strip.
+// Adds sum_ij dz[i, j] * x[i + p, j + q] of a strip to sums (taps,). dz and x are buffers that
+// copy_strip filled.
 template <typename acc_t>
 void add_products(double* sums, const acc_t* dz, const acc_t* x, const ConvShape& s, int64_t rows) {
   for (int64_t p = 0; p < s.kernel_height; ++p) {
@@ -127,7 +128,7 @@ void add_products(double* sums, const acc_t* dz, const acc_t* x, const ConvShape
   }
 }
 
-// dweight of conv2d. dz and x are contiguous.
+// Computes dweight of conv2d. dz and x must be contiguous.
 // NOTE: the number of groups does not depend on the number of threads, and groups are added in
 // order, so results have the same bits in every run.
 inline void conv2d_dweight_into(Tensor& dweight, const Tensor& dz, const Tensor& x) {

@@ -1,10 +1,11 @@
 // Convolution in fp32 with small square kernels, in registers.
 //
 // A thread computes 4 contiguous columns of a strip. It reads the rows of x from top to bottom,
-// with the loads of the next rows in flight (windows of neighbouring threads overlap, and hit L1),
-// and adds each row to the `size` rows of outputs that depend on it. A few rows of registers buffer
-// windows and sums; the weights stay in registers too. A block has up to 32 threads across; the
-// others continue below and in the next image, so that small images fill a block.
+// with the loads of the next rows in flight, and adds each row to the `size` rows of outputs that
+// depend on it. The windows of neighbouring threads overlap, so these loads hit L1. The registers
+// hold a few rows of windows and of sums, and the weights. A block has up to 32 threads side by
+// side. The other threads of the block compute the strips below and the next images, so that small
+// images fill a block.
 #include "device/dispatch.cuh"
 #include "puzzles/conv2d/tiles.cuh"
 
@@ -17,19 +18,20 @@ struct DirectConfig {
   static constexpr int kSize = kShape.size;
   static constexpr int kBuffers = kShape.buffers;
   static constexpr int kAhead = kShape.ahead;
-  // Element-wise loads need more registers than vector loads, for their predicates.
+  // Loads of single elements need more registers than vector loads, for their predicates.
   static constexpr int blocks_per_sm(bool vector) {
     return vector ? kShape.blocks_per_sm : kShape.blocks_per_sm / 2;
   }
   static constexpr bool kFlipped = kFlipped_;
   static constexpr int kElems = kDirectColumns;
-  // The window of a row: whole vectors, from kBefore columns before the first output on.
+  // The window of a row consists of whole vectors. It starts kBefore columns before the first
+  // output.
   static constexpr int kAccesses = 1 + (kSize - 1 + kElems - 1) / kElems;
   static constexpr int kWindow = kAccesses * kElems;
   static constexpr int kBefore = kFlipped ? (kAccesses - 1) * kElems : 0;
   static constexpr int kShift = kFlipped ? kBefore - (kSize - 1) : 0;
   static constexpr int kRowsBefore = kFlipped ? kSize - 1 : 0;
-  // The outermost vector of the window; its last kUnseen elements are not used.
+  // The index of the outermost vector of the window. kUnseen of its elements are not used.
   static constexpr int kOutermost = kFlipped ? 0 : kAccesses - 1;
   static constexpr int kUnseen = kWindow - kElems - (kSize - 1);
   static_assert(kElems * sizeof(float) == kVectorBytes && kSize <= kBuffers && kAhead <= kBuffers);
@@ -46,9 +48,9 @@ __device__ __forceinline__ int clamped(int64_t distance) {
 }
 
 // Loads the last or the first three elements of a vector; the fourth is 0.
-// NOTE: the compiler reuses the register of an unused element, and the reuse waits for the
-// load: 1.23 of a copy on an H200, instead of 1.08. Inline PTX, so that the compiler does not load
-// all four.
+// NOTE: if all four are loaded, the compiler reuses the register of the unused element, and the
+// reuse waits for the load. That took 1.23 of the time of a copy on an H200, instead of 1.08.
+// Inline PTX keeps the compiler from loading all four.
 template <bool kLast>
 __device__ __forceinline__ Vec<float, 4> load_three(const float* g_from) {
   Vec<float, 4> in = {};
@@ -62,7 +64,7 @@ __device__ __forceinline__ Vec<float, 4> load_three(const float* g_from) {
   return in;
 }
 
-// Loads the window of a row, with zeros outside the image.
+// Loads the window of a row. Columns outside the image become zeros.
 template <typename Config, bool kVector>
 __device__ __forceinline__ void load_window(float (&r_x)[Config::kWindow], const float* g_row,
                                             bool valid, const DirectBounds& bounds) {
@@ -71,7 +73,7 @@ __device__ __forceinline__ void load_window(float (&r_x)[Config::kWindow], const
   for (int a = 0; a < Config::kAccesses; ++a) {
     const int first = a * kElems - Config::kBefore;
     if constexpr (kVector) {
-      // The outputs' columns are always inside the image.
+      // The vector with the outputs' columns is always inside the image.
       const bool inside =
           first == 0 || (first < 0 ? -first <= bounds.columns_left : first < bounds.columns_right);
       Vec<float, kElems> in = {};
@@ -96,8 +98,9 @@ __device__ __forceinline__ void load_window(float (&r_x)[Config::kWindow], const
   }
 }
 
-// Adds a row of x to the outputs that depend on it. buffer: the row's index in the strip, modulo
-// kBuffers. kFirst: the strip's first kBuffers rows, which fewer outputs depend on.
+// Adds a row of x to the outputs that depend on it. `buffer` is the index of the row in the strip,
+// modulo kBuffers. kFirst marks the first kBuffers rows of the strip, which fewer outputs depend
+// on.
 template <typename Config, bool kFirst>
 __device__ __forceinline__ void add_row(float (&r_z)[Config::kBuffers][Config::kElems],
                                         const float (&r_x)[Config::kWindow], int buffer,
@@ -152,7 +155,8 @@ __global__ __launch_bounds__(
   const DirectBounds bounds = {clamped(i), clamped(args.height - i), clamped(j),
                                clamped(args.width - j)};
   const int outputs = bounds.rows_below < rows ? bounds.rows_below : rows;
-  // The rows of x inside the image, counted from the strip's first window row.
+  // The rows of x inside the image are [first_valid, behind), counted from the first row of the
+  // strip's window.
   const int first_valid = Config::kRowsBefore - bounds.rows_above;
   const int seen = outputs + kSize - 1;
   const int below = Config::kRowsBefore + bounds.rows_below;
@@ -195,8 +199,8 @@ __global__ __launch_bounds__(
   for (int done = 1;; done += kBuffers) {
 #pragma unroll
     for (int buffer = 0; buffer < kBuffers; ++buffer) {
-      // NOTE: return, not break: where control flow merges, the compiler would move rows in flight
-      // to other registers, and wait for them.
+      // NOTE: this is a return, not a break. At a point where control flow merges, the compiler
+      // would move the rows in flight to other registers, and would wait for them.
       if (done + buffer >= outputs) return;
       const int next = done + buffer + kBuffers - 1 + kAhead;
       if (kLoadBefore) load((buffer + kAhead) % kBuffers, next, false);

@@ -1,4 +1,4 @@
-// The kernel family of single-channel convolutions. Pure host code.
+// The kernel family of single-channel convolutions. This is pure host code.
 #pragma once
 
 #include "core/family.h"
@@ -14,7 +14,7 @@ struct Conv2dProblem {
   DeviceFacts device;
 };
 
-// tile: index into the tiles of the banded, the cells or the narrow kernel, else 0.
+// `tile` is the index into the tiles of the banded, the cells or the narrow kernel, else 0.
 struct Conv2dChoice {
   Conv2dEngine engine;
   int tile;
@@ -30,7 +30,7 @@ struct Conv2dFamily {
                                       {"elem_size", 2, 4},
                                       {"flipped", 0, 1},
                                       {"bfloat16", 0, 1}};
-  // In the order of Conv2dEngine.
+  // The names are in the order of Conv2dEngine.
   static constexpr const char* kEngines[] = {"direct", "banded", "general",
                                              "cells",  "small",  "narrow"};
   static constexpr bool kFirstLegal = false;
@@ -101,7 +101,7 @@ struct Conv2dFamily {
     return all;
   }
 
-  // The kernel size that the tile supports, or rows and columns of a block's tile.
+  // The text is the kernel size that the tile supports, or the rows and columns of a block's tile.
   static std::string tile(const Encoded& x) {
     switch (static_cast<Conv2dEngine>(x[0])) {
       case Conv2dEngine::kCells:
@@ -114,8 +114,8 @@ struct Conv2dFamily {
     }
   }
 
-  // Rows and columns of a block's tile; for the cells kernel, rows of a strip and cells in flight.
-  // Zeros if the kernel derives them from the image.
+  // The rows and columns of a block's tile; for the cells kernel, the rows of a strip and the cells
+  // in flight. They are zeros if the kernel computes them from the image.
   static Columns columns(const Conv2dProblem&, const Encoded& x) {
     const bool banded = x[0] == static_cast<int64_t>(Conv2dEngine::kBanded);
     const bool cells = x[0] == static_cast<int64_t>(Conv2dEngine::kCells);
@@ -140,7 +140,7 @@ struct Conv2dFamily {
   }
 
  private:
-  // The number of tiles of a kernel, 0 if there is no such kernel.
+  // The number of tiles of a kernel, or 0 if there is no such kernel.
   static int64_t tiles_of(int64_t kernel) {
     if (kernel < 0 || kernel > static_cast<int64_t>(Conv2dEngine::kNarrow)) return 0;
     switch (static_cast<Conv2dEngine>(kernel)) {

@@ -1,16 +1,17 @@
 // Convolution with any kernel.
 //
-// A block computes a tile of outputs, a thread kGeneralRows outputs of a column. The block loops
-// over chunks of kTapChunk x kTapChunk taps. For each chunk it stages the tile's x with its halo
-// and the weights in shared memory, in fp32. A thread reads its window column by column, so that it
-// reads a value once for all of its outputs. Images are stacked (StackedRows).
+// A block computes a tile of outputs, and a thread kGeneralRows outputs of a column. The block
+// loops over chunks of kTapChunk x kTapChunk taps (elements of the kernel). For each chunk it
+// stages the tile's x, with its halo, and the weights in shared memory, in fp32. A thread reads its
+// window column by column, so that it reads a value once for all of its outputs. Images are stacked
+// (StackedRows).
 #include "device/dispatch.cuh"
 #include "puzzles/conv2d/tiles.cuh"
 
 namespace torchweld {
 namespace {
 
-// columns: a power of two.
+// `columns` must be a power of two.
 struct GeneralTile {
   int columns;
 
@@ -29,7 +30,7 @@ __device__ __forceinline__ int chunk_of(int64_t left) {
 }
 
 // Adds a chunk of taps_down x taps_across taps. Each column of taps has its own accumulator, so
-// that the error grows with the column's length, not with the number of taps.
+// that the error grows with the length of a column, not with the number of taps.
 __device__ __forceinline__ void add_taps(float (&r_z)[kGeneralRows], const float* s_x, int pitch,
                                          const float* s_weight, int taps_down, int taps_across) {
   for (int q = 0; q < taps_across; ++q) {
@@ -63,7 +64,7 @@ __global__ __launch_bounds__(kGeneralThreads,
   const int64_t block = args.first_block + blockIdx.x;
   const int64_t row_tile = args.by_column_tiles.divide(block);
   const int64_t column_tile = block - row_tile * args.by_column_tiles.divisor();
-  const int64_t first_row = row_tile * tile.rows();  // of the stack
+  const int64_t first_row = row_tile * tile.rows();  // row of the stack
   const int64_t first_column = column_tile * tile.columns;
   const int column = threadIdx.x % tile.columns;
   const int row = threadIdx.x / tile.columns * kGeneralRows;
@@ -81,7 +82,7 @@ __global__ __launch_bounds__(kGeneralThreads,
       float* s_x = s_base;                          // (staged_rows, pitch)
       float* s_weight = s_x + staged_rows * pitch;  // (taps_down, taps_across)
       __syncthreads();
-      // `columns` threads stage a row of x.
+      // `columns` threads stage each row of x.
       for (int r = threadIdx.x / tile.columns; r < staged_rows;
            r += kGeneralThreads / tile.columns) {
         const int64_t offset = stack.offset_in_x(first_row - rows_before + p0 + r);

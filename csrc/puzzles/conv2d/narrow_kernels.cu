@@ -1,11 +1,11 @@
-// Convolution in 16 bits of images of 8 columns and up to 8 rows, on tensor cores, with the cells
-// of puzzles/conv2d/cells.cuh. A cell has no neighbouring cell and at most one below.
+// Convolution in 16 bits for images of 8 columns and up to 8 rows, on tensor cores, with the cells
+// of puzzles/conv2d/cells.cuh. A cell has no neighbouring cell and at most one cell below it.
 //
-// A warp loads all its images at once, 8 cells per instruction: images of 8 rows are 512 contiguous
-// bytes. The lower cell of an image is in the lanes after those of the upper cell.
-// NOTE: the band's zeros are multiplied with values outside an output's window, and 0 * inf is NaN.
-// An output that is not finite is therefore recomputed. Padding is not multiplied at all, so with a
-// weight that is not finite every output is recomputed.
+// A warp loads all its images at once, 8 cells per instruction: the images of 8 rows are 512
+// contiguous bytes. The lanes of an image's lower cell follow those of its upper cell.
+// NOTE: the zeros of the band are multiplied by values outside an output's window, and 0 * inf is
+// NaN. Therefore an output that is not finite is recomputed. Padding is not multiplied at all, so
+// if a weight is not finite, every output is recomputed.
 #include "device/dispatch.cuh"
 #include "puzzles/conv2d/cells.cuh"
 
@@ -13,16 +13,16 @@ namespace torchweld {
 namespace {
 
 constexpr int kNarrowLoads = 4;
-constexpr int kNarrowImages = 4;  // per load
+constexpr int kNarrowImages = 4;  // images per load
 constexpr int kNarrowWarpImages = kNarrowLoads * kNarrowImages;
 
 template <typename T, int kTile, bool kFlipped, bool kWhole_>
 struct NarrowConfig : CellsConfig<T, kTile, kFlipped> {
-  static constexpr bool kWhole = kWhole_;  // images of kNarrowHeight rows
+  static constexpr bool kWhole = kWhole_;  // images have kNarrowHeight rows
   static_assert(kNarrowHeight == 2 * kCellRows && kWarp == kNarrowImages * kNarrowHeight);
 };
 
-// x and z are contiguous. The lanes of a load have the rows in the order of computation.
+// x and z must be contiguous. The lanes of a load hold the rows in the order of computation.
 template <typename Config>
 __global__ __launch_bounds__(kCellsThreads, Config::kShape.blocks_per_sm) void conv2d_narrow_kernel(
     const Conv2dArgs<typename Config::T> args) {

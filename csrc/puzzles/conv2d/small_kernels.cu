@@ -1,13 +1,13 @@
-// Convolution of images up to 8 or 16 columns wide in fp32, with small square kernels.
+// Convolution in fp32 with small square kernels, for images up to 8 or 16 columns wide.
 //
-// A warp copies consecutive images to shared memory, each followed by 16 bytes of padding against
-// bank conflicts. A thread computes 8 columns of an image, 8 rows of outputs at a time: it reads
-// each row of their window once and adds it to all of them, with the weights in registers. Results
-// replace rows of x that are no longer needed; finally the warp stores all images. The copies of
-// other warps overlap with the math. Padding below an image, or to the right of one of 8 columns,
-// is neither read nor multiplied.
-// NOTE: 0 * inf is NaN, so with such a weight the outputs near these edges are corrected
-// afterwards.
+// A warp copies consecutive images to shared memory. Each image is followed by 16 bytes of padding,
+// against bank conflicts. A thread computes 8 columns of an image, 8 rows of outputs at a time: it
+// reads each row of their window once and adds it to all of them, with the weights in registers.
+// Results replace rows of x that are no longer needed. At the end the warp stores all images. The
+// copies of other warps overlap with the math. Padding below an image, or to the right of an image
+// of 8 columns, is neither read nor multiplied.
+// NOTE: 0 * inf is NaN. If a weight is inf or NaN, the outputs near these edges are therefore
+// corrected afterwards.
 #include "device/dispatch.cuh"
 #include "device/mma_sync.cuh"
 #include "device/reduce.cuh"
@@ -16,7 +16,7 @@
 namespace torchweld {
 namespace {
 
-constexpr int kElems = 4;  // of a 16-byte vector
+constexpr int kElems = 4;  // elements of a 16-byte vector
 
 // kAcross threads side by side compute an image.
 template <int kTile, int kAcross_, bool kFlipped_>
@@ -26,22 +26,23 @@ struct SmallConfig {
   static constexpr int kAcross = kAcross_;
   static constexpr bool kFlipped = kFlipped_;
   static constexpr int kWidth = kSmallColumns * kAcross;
-  static constexpr int kImages = kWarp / kAcross;  // per warp
-  // Columns of a window; for an image of 8 columns only those inside it.
+  static constexpr int kImages = kWarp / kAcross;  // images per warp
+  // The number of columns in a window. For an image of 8 columns these are only the columns inside
+  // it.
   static constexpr int kBeside = kAcross == 1 ? 0 : (kSize - 1 + kElems - 1) / kElems * kElems;
   static constexpr int kWindow = kSmallColumns + kBeside;
 };
 
 struct SmallPlan {
-  FastDivisor by_image;  // rows of an image
+  FastDivisor by_image;  // divides by the rows of an image
   int height;
   int pitch;        // floats from one staged image to the next
   bool contiguous;  // x and z are contiguous, aligned and as wide as staged images
 };
 
-// Calls body(g_offset, s_offset) for the vectors of the warp's contiguous images, with their
-// offsets from the first image in global and shared memory. It handles 4 rows of several images at
-// a time, so that offsets advance by constants, without divisions.
+// Calls body(g_offset, s_offset) for every vector of the warp's contiguous images, with the offsets
+// of the vector from the first image in global and in shared memory. It handles 4 rows of several
+// images at a time, so that the offsets advance by constants and need no divisions.
 template <typename Config, typename Body>
 __device__ __forceinline__ void for_each_access(const SmallPlan& plan, int images,
                                                 const Body& body) {
@@ -110,8 +111,8 @@ __device__ __forceinline__ void store_images(const float* s_z, const Conv2dArgs<
   }
 }
 
-// A thread's view of an image in shared memory: its 8 columns and those beside them, in the order
-// of computation.
+// A thread's view of an image in shared memory: its 8 columns and the columns next to them, in the
+// order of computation.
 template <typename Config>
 struct SmallImage {
   float* s_first;  // the thread's columns of the first row
@@ -146,7 +147,7 @@ struct SmallImage {
   }
 };
 
-// Computes the thread's outputs in place. All lanes of the warp must call it.
+// Computes the thread's outputs in place. All lanes of the warp must call this.
 template <typename Config>
 __device__ __forceinline__ void convolve_image(
     const SmallImage<Config>& image, int height,
@@ -227,8 +228,9 @@ __global__ __launch_bounds__(kSmallThreads, Config::kShape.blocks_per_sm) void c
   copy_async_wait<0>();
   __syncwarp();
 
-  // NOTE: lanes of the same half of a row are consecutive, without bank conflicts because the image
-  // pitch is an odd number of vectors. Lanes without an image compute on stale memory.
+  // NOTE: the lanes of the same half of a row are consecutive. They have no bank conflicts, because
+  // the pitch of an image is an odd number of vectors. Lanes without an image compute on stale
+  // memory.
   const int across = lane / Config::kImages;
   float* s_first = s_images + lane % Config::kImages * plan.pitch + across * kSmallColumns;
   if (Config::kFlipped) s_first += (plan.height - 1) * Config::kWidth;
@@ -245,7 +247,7 @@ void launch_config(const Conv2dParams& params, cudaStream_t stream) {
   const int height = static_cast<int>(params.height);
   const int pitch = height * Config::kWidth + kElems;
   const int bytes = 4 * kSmallWarps * Config::kImages * pitch;
-  const int64_t images = kSmallWarps * Config::kImages;  // of a block
+  const int64_t images = kSmallWarps * Config::kImages;  // images per block
   for_each_grid(conv2d_args<float>(params, 1, 1), (params.batch + images - 1) / images,
                 [&](const Conv2dArgs<float>& args, int64_t blocks) {
                   const bool contiguous =

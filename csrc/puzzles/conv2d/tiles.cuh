@@ -9,7 +9,7 @@
 
 namespace torchweld {
 
-// Division by a divisor known on the host; fast if both operands are below 2^31.
+// Division by a divisor that the host knows. It is fast if both operands are below 2^31.
 class Divider {
  public:
   explicit Divider(int64_t divisor)
@@ -38,7 +38,7 @@ struct Conv2dArgs {
   int64_t x_batch_stride, x_row_stride;
   bool flipped;
   bool aligned;         // every row of x and z starts and ends on a 16-byte boundary
-  int64_t first_block;  // of this launch, if the call needs several grids
+  int64_t first_block;  // first block of this launch, if the call needs several grids
   Divider by_column_tiles;
   Divider by_image;  // rows, or tiles of rows, of an image
 };
@@ -68,7 +68,8 @@ Conv2dArgs<T> conv2d_args(const Conv2dParams& params, int64_t column_tiles, int6
           Divider(per_image)};
 }
 
-// Calls launch(args, blocks) for slices of the blocks that fit into one grid.
+// Splits the blocks into ranges that each fit into one grid, and calls launch(args, blocks) for
+// each range.
 template <typename T, typename Launch>
 void for_each_grid(Conv2dArgs<T> args, int64_t blocks, const Launch& launch) {
   for_each_grid_of(blocks, [&](int64_t first, int64_t count) {
@@ -77,13 +78,13 @@ void for_each_grid(Conv2dArgs<T> args, int64_t blocks, const Launch& launch) {
   });
 }
 
-// The images of a batch stacked along H, with kernel_height - 1 rows of zeros after each. The zeros
-// are the padding, and the rows of a block may belong to several images.
+// The images of a batch, stacked along H. Each image is followed by kernel_height - 1 rows of
+// zeros, which are its padding. The rows of a block may belong to several images.
 template <typename T>
 struct StackedRows {
   const Conv2dArgs<T>& args;
 
-  // The offset of row `stacked` in x (or z); -1 for a row of zeros.
+  // The offset of row `stacked` in x (or z), or -1 for a row of zeros.
   __device__ __forceinline__ int64_t offset(int64_t stacked, int64_t batch_stride,
                                             int64_t row_stride) const {
     if (stacked < 0) return -1;
@@ -100,7 +101,7 @@ struct StackedRows {
   }
 };
 
-// The weight of element (p, q) of an output's window.
+// The weight of element (p, q) in the window of an output.
 template <typename T>
 __device__ __forceinline__ float weight_at(const Conv2dArgs<T>& args, int64_t p, int64_t q) {
   if (args.flipped) {

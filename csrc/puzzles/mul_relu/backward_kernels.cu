@@ -1,4 +1,4 @@
-// Launches the gradient of mul_relu. The kernel is in pointwise/matrix_pass.cuh.
+// Launches the backward of mul_relu. The kernel is in pointwise/matrix_pass.cuh.
 #include "puzzles/mul_relu/mul_relu.h"
 
 #include "pointwise/matrix_launch.cuh"

@@ -1,11 +1,11 @@
-// mul_relu and its gradient for one cell of the matrix, on host and device.
+// mul_relu and its backward for one cell of the matrix, on host and device.
 #pragma once
 
 #include "pointwise/matrix_pass.h"
 
 namespace torchweld {
 
-// in: x
+// in[0] is x.
 struct MulReluCell : MatrixPass<1, pass::row_values | pass::writes> {
   template <typename F>
   TW_HOST_DEVICE void operator()(Cell<F>& cell) const {
@@ -14,7 +14,7 @@ struct MulReluCell : MatrixPass<1, pass::row_values | pass::writes> {
   }
 };
 
-// in: dz, x
+// in[0] is dz, in[1] is x.
 struct MulReluBackwardCell : MatrixPass<2, pass::row_values | pass::writes | pass::row_sums> {
   template <typename F>
   TW_HOST_DEVICE void operator()(Cell<F>& cell) const {

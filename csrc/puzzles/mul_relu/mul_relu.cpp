@@ -1,5 +1,5 @@
 // mul_relu:  z[i, j] = relu(x[i, j] * y[i])       x, z (rows, cols), y (rows,)
-// Gradient:  dx[i, j] = g[i, j] * y[i], dy[i] = sum_j g[i, j] * x[i, j], with g = dz where the
+// Gradient:  dx[i, j] = g[i, j] * y[i], dy[i] = sum_j g[i, j] * x[i, j], with g = dz if the
 //            product is positive, else 0; one pass over dz and x computes both
 //
 // Products, their sign and sums are computed in fp32 (fp64 for fp64).

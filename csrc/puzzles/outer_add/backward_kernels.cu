@@ -1,4 +1,4 @@
-// Launches the gradient of outer_add. The kernel is in pointwise/matrix_pass.cuh.
+// Launches the backward of outer_add. The kernel is in pointwise/matrix_pass.cuh.
 #include "puzzles/outer_add/outer_add.h"
 
 #include "pointwise/matrix_launch.cuh"

@@ -1,4 +1,4 @@
-// outer_add and its gradient for one cell of the matrix, on host and device.
+// outer_add and its backward for one cell of the matrix, on host and device.
 #pragma once
 
 #include "pointwise/matrix_pass.h"
@@ -12,7 +12,7 @@ struct OuterAddCell : MatrixPass<0, pass::row_values | pass::column_values | pas
   }
 };
 
-// in: dz
+// in[0] is dz.
 struct OuterAddBackwardCell : MatrixPass<1, pass::row_sums | pass::column_sums> {
   template <typename F>
   TW_HOST_DEVICE void operator()(Cell<F>& cell) const {

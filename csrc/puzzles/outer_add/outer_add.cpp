@@ -1,7 +1,8 @@
 // outer_add:  z[i, j] = x[j] + y[i]       x (cols,), y (rows,), z (rows, cols)
-// Gradient:   dx = sum over the rows of dz, dy = sum over its columns, on a GPU in one pass over dz
+// Gradient:   dx = dz summed over the rows, dy = dz summed over the columns; a GPU computes both in
+//             one pass over dz
 //
-// Accumulates in fp32 (fp64 for fp64).
+// The sums are accumulated in fp32 (fp64 for fp64).
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 

@@ -1,4 +1,4 @@
-// Launches the gradient of outer_mul_relu. The kernel is in pointwise/matrix_pass.cuh.
+// Launches the backward of outer_mul_relu. The kernel is in pointwise/matrix_pass.cuh.
 #include "puzzles/outer_mul_relu/outer_mul_relu.h"
 
 #include "pointwise/matrix_launch.cuh"

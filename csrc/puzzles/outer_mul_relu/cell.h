@@ -1,4 +1,4 @@
-// outer_mul_relu and its gradient for one cell of the matrix, on host and device.
+// outer_mul_relu and its backward for one cell of the matrix, on host and device.
 #pragma once
 
 #include "pointwise/matrix_pass.h"
@@ -13,7 +13,7 @@ struct OuterMulReluCell : MatrixPass<0, pass::row_values | pass::column_values |
   }
 };
 
-// in: dz
+// in[0] is dz.
 struct OuterMulReluBackwardCell
     : MatrixPass<1, pass::row_values | pass::column_values | pass::row_sums | pass::column_sums> {
   template <typename F>

@@ -1,6 +1,6 @@
 // outer_mul_relu:  z[i, j] = relu(x[j] * y[i])       x (cols,), y (rows,), z (rows, cols)
-// Gradient:        dx[j] = sum_i g[i, j] * y[i], dy[i] = sum_j g[i, j] * x[j], with g = dz
-//                  where the product is positive, else 0; one pass over dz computes both
+// Gradient:        dx[j] = sum_i g[i, j] * y[i], dy[i] = sum_j g[i, j] * x[j], with g = dz if
+//                  the product is positive, else 0; one pass over dz computes both
 //
 // Products, their sign and sums are computed in fp32 (fp64 for fp64).
 #include <ATen/ops/empty.h>
@@ -19,7 +19,7 @@ namespace {
 
 using Grads2 = std::tuple<Tensor, Tensor>;
 
-// Returns z's sizes.
+// Checks the vectors and returns the sizes of z.
 std::vector<c10::SymInt> check_vectors(const char* op, const Tensor& x, const Tensor& y) {
   check_floating(op, "x", x);
   check_dim(op, "x", x, 1, "(cols,)");

@@ -1,4 +1,4 @@
-// The kernel family of sums over rows. Pure host code.
+// The kernel family of sums over rows. This is pure host code.
 #pragma once
 
 #include "core/family.h"
@@ -73,7 +73,7 @@ struct RowSumFamily : FirstSizeByClass {
     return staged(x) ? "" : tile_text(kRowSumTiles[x[1]].threads, kRowSumTiles[x[1]].loads, x[2]);
   }
 
-  // Staged rows have no loads of their own.
+  // Staged rows have no row_threads and no loads, so these columns are 0.
   static Columns columns(const RowSumProblem&, const Encoded& x) {
     return {{"row_threads", staged(x) ? 0 : kRowSumTiles[x[1]].threads},
             {"loads", staged(x) ? 0 : kRowSumTiles[x[1]].loads},

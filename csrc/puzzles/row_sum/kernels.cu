@@ -1,13 +1,14 @@
 // Sums over the last dim.  y[r] = sum_j x[r, j]        x (rows, n), y (rows,)
 //
-// Short rows: some lanes of a warp sum a row; if rows are contiguous but not aligned, a block
-// stages several rows in shared memory. Longer rows: one block per row. Few long rows are split,
-// one block per split; the block that finishes a row last adds its partials. Every order of
-// additions is fixed, so sums have the same bits in every run.
+// If rows are short, some lanes of a warp sum a row; if they are also contiguous and unaligned, a
+// block stages several rows in shared memory. Longer rows have one block per row. If there are few
+// long rows, each row is split, with one block per split; the block that finishes a row last adds
+// up its partials. Every sum is added in a fixed order, so sums have the same bits in every run.
 //
-// Error bound: an element takes part in 3 additions of its access, 16 of a thread's accumulator,
-// one per 16 rounds of the block, and at most 60 between accumulators, threads and splits. So the
-// error is at most (80 + n / 65536) * 2^-24 * sum |x|, plus the rounding of the result.
+// Error bound: an element takes part in 3 additions within its access, 16 additions of a thread's
+// accumulator, one addition per 16 rounds of the block, and at most 60 additions between
+// accumulators, threads and splits. So the error is at most (80 + n / 65536) * 2^-24 * sum |x|,
+// plus the rounding of the result.
 #include "core/choices.h"
 #include "core/launch.h"
 #include "device/dispatch.cuh"
@@ -63,14 +64,14 @@ __device__ __forceinline__ float sum_of(const Vec<T, kElems>& x) {
   return pairwise_sum(r_x);
 }
 
-// Elements before the first 16-byte boundary.
+// The number of elements before the first 16-byte boundary.
 template <typename T>
 __device__ __forceinline__ int elems_to_boundary(const T* g_from) {
   const int past = static_cast<int>(reinterpret_cast<uintptr_t>(g_from) % kVectorBytes);
   return (kVectorBytes - past) % kVectorBytes / static_cast<int>(sizeof(T));
 }
 
-// The partial sum of thread `lane` out of kRowThreads over n elements.
+// Returns the partial sum over n elements of thread `lane`, one of kRowThreads threads.
 template <typename Config>
 __device__ __forceinline__ float thread_sum(const typename Config::T* g_from, int64_t n, int lane) {
   using T = typename Config::T;
@@ -101,7 +102,7 @@ __device__ __forceinline__ float thread_sum(const typename Config::T* g_from, in
     }
     sum += pairwise_sum(r_sums);
   }
-  // Elements before the first and after the last 16-byte boundary.
+  // Add the elements before the first and behind the last 16-byte boundary.
   for (int64_t i = lane; i < head; i += kRowThreads) sum += to_float(g_from[i]);
   for (int64_t i = head + accesses * kElems + lane; i < n; i += kRowThreads) {
     sum += to_float(g_from[i]);
@@ -109,7 +110,7 @@ __device__ __forceinline__ float thread_sum(const typename Config::T* g_from, in
   return sum;
 }
 
-// Sums rows with at most a warp per row, several rows per block.
+// Sums rows with at most a warp per row and several rows per block.
 template <typename Config>
 __global__ __launch_bounds__(kRowSumThreads) void row_sum_rows_kernel(
     const RowSumArgs<typename Config::T> args) {
@@ -145,7 +146,7 @@ __global__ __launch_bounds__(kRowSumThreads) void row_sum_split_kernel(
   float* g_partials = args.g_partials + static_cast<int64_t>(row) * args.splits;
   if (threadIdx.x == 0) {
     g_partials[split] = sum;
-    __threadfence();  // publish the partial before counting it
+    __threadfence();  // publishes the partial before the counter shows it
     s_last = atomicAdd(args.g_counters + row, 1u) == static_cast<unsigned>(args.splits - 1);
   }
   __syncthreads();
@@ -160,8 +161,8 @@ __global__ __launch_bounds__(kRowSumThreads) void row_sum_split_kernel(
   }
 }
 
-// Stages rows_per_block contiguous short rows, a power of two, in shared memory, where
-// kRowSumThreads / rows_per_block threads sum a row.
+// Stages rows_per_block contiguous short rows in shared memory, where kRowSumThreads /
+// rows_per_block threads sum each row. rows_per_block must be a power of two.
 template <typename T>
 __global__ __launch_bounds__(kRowSumThreads) void row_sum_staged_kernel(const T* g_x, T* g_y,
                                                                         int64_t rows, int n,
@@ -169,8 +170,8 @@ __global__ __launch_bounds__(kRowSumThreads) void row_sum_staged_kernel(const T*
   constexpr int kElems = kVectorBytes / sizeof(T);
   constexpr int kLoads = kStagedBytes / kVectorBytes / kRowSumThreads;
   constexpr int kSums = 4;
-  // NOTE: rows keep their offset from a 16-byte boundary, so that both sides of the copy are
-  // aligned; this needs space for one more access.
+  // NOTE: rows keep their offset from a 16-byte boundary, so that source and destination of the
+  // copy are both aligned. This needs space for one more access.
   __shared__ alignas(kVectorBytes) T s_x[kStagedBytes / sizeof(T) + kElems];
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * rows_per_block;
   const int64_t rows_left = rows - first_row;

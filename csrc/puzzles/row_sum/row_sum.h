@@ -1,4 +1,4 @@
-// Kernel parameters of sums over the last dim.
+// The kernel parameters of sums over the last dim.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,7 +22,7 @@ struct RowSumParams {
   unsigned* counters;  // (rows,), zero before and after the launch; nullptr without splits
 };
 
-// Sizes are at least 1.
+// All sizes must be at least 1.
 void launch_row_sum(const RowSumParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

@@ -1,11 +1,11 @@
-// Launches the gradient of scalar_attention. A sweep whose threads own rows computes dq; a sweep
+// Launches the backward of scalar_attention. A sweep whose threads own rows computes dq; a sweep
 // whose threads own keys computes dk and dv. The sweeps are in puzzles/scalar_attention/sweep.cuh.
 #include "puzzles/scalar_attention/launch.cuh"
 
 namespace torchweld {
 namespace {
 
-// dq = dz / sum * sum_j e (v - mean) k
+// Computes dq = dz / sum * sum_j e (v - mean) k.
 template <typename T>
 __global__ __launch_bounds__(kReduceThreads) void scalar_attention_reduce_query_kernel(
     const ScalarAttentionArgs args, int splits, T* g_dq) {
@@ -40,7 +40,7 @@ void launch_scalar_attention_backward(const ScalarAttentionBackwardParams& param
   args.v_scale = 1.f;
   dispatch_dtype(params.dtype, [&](auto element) {
     using T = decltype(element);
-    // Both sweeps use the same scratch; the stream serialises them.
+    // Both sweeps use the same scratch memory. They run one after the other in the stream.
     if (params.dq) {
       const int splits = launch_sweep<QueryJob, kQuerySweep>(args, stream);
       launch_kernel(scalar_attention_reduce_query_kernel<T>, {reduce_blocks(n), kReduceThreads},

@@ -1,4 +1,5 @@
-// How the sweeps of scalar_attention divide the (i, j) plane. Pure host code: tested without a GPU.
+// How the sweeps of scalar_attention divide the (i, j) plane. This is pure host code that is tested
+// without a GPU.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +7,8 @@
 namespace torchweld {
 
 // A sweep computes all pairs (i, j): each thread owns elements of one side and streams all elements
-// of the other. Exponentials limit its speed, so a thread computes those of some owners by a
-// polynomial, which balances the FMA pipe and the exponential unit.
+// of the other side. Exponentials limit its speed. Therefore a thread computes the exponentials of
+// some of its owned elements by a polynomial, which balances the FMA pipe and the exponential unit.
 enum ScalarAttentionSweep {
   kForwardSweep,  // owns rows i: sum_j e, sum_j e v
   kQuerySweep,    // owns rows i: sum_j e (v - mean) k
@@ -15,11 +16,12 @@ enum ScalarAttentionSweep {
   kNumScalarAttentionSweeps
 };
 
-// NOTE: no default member initialisers, because nvcc 13.0 runs them for the first row only.
+// NOTE: there are no default member initialisers, because nvcc 13.0 would run them only for the
+// first row of an array.
 struct ScalarAttentionTile {
-  int owners;      // per thread
-  int polynomial;  // owners whose exponentials are polynomials
-  int chunk;       // streamed elements with their own accumulators
+  int owners;      // owned elements per thread
+  int polynomial;  // owned elements whose exponentials are polynomials
+  int chunk;       // streamed elements that share an accumulator
   int cost;        // per pair, relative to the other tiles of the sweep
 };
 
@@ -34,8 +36,8 @@ inline constexpr int kScalarAttentionThreads = 128;
 inline constexpr int kScalarAttentionStage = 512;  // streamed elements in shared memory
 inline constexpr int kScalarAttentionMaxSplits = 64;
 
-// The power of two that values are scaled by, so that the sum of n products with exponentials below
-// 2 does not overflow unless the values do.
+// The power of two that scales the values, so that the sum of n products of values and exponentials
+// below 2 does not overflow unless the values do.
 constexpr float scalar_attention_value_scale(int64_t n) {
   float scale = 0.5f;
   for (int64_t reach = 1; reach < n; reach *= 2) scale *= 0.5f;
@@ -44,15 +46,15 @@ constexpr float scalar_attention_value_scale(int64_t n) {
 
 struct ScalarAttentionChoice {
   int tile;
-  int splits;         // of the streamed side, one block each; partials are added in order
+  int splits;         // splits of the streamed side, one block each; partials are added in order
   int64_t per_split;  // streamed elements of a split
 };
 
-// The tile and the split with the lowest estimated time on `sms` multiprocessors.
+// Returns the tile and the split with the lowest estimated time on `sms` multiprocessors.
 constexpr ScalarAttentionChoice choose_scalar_attention(ScalarAttentionSweep sweep, int64_t n,
                                                         int sms) {
-  constexpr int64_t kBusyBlocks = 4;  // per SM: fewer leave the exponential unit idle
-  constexpr int64_t kMin = 32;        // min streamed elements of a split
+  constexpr int64_t kBusyBlocks = 4;  // per SM; fewer blocks leave the exponential unit idle
+  constexpr int64_t kMin = 32;        // minimum of streamed elements per split
   constexpr int64_t kOverhead = 48;   // launch and reduction, in streamed elements
   ScalarAttentionChoice best = {0, 1, n};
   double best_cost = -1.0;

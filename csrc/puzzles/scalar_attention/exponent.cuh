@@ -1,9 +1,10 @@
 // The two ways to compute the exponentials of scalar_attention, e = exp(q k - max_j q k).
 //
-// A row's largest score is q * max(k) or q * min(k), so the final maximum is known in advance. Rows
-// with a small range of scores (spans_little) are computed as 2^(scale * k + shift) with an integer
-// shift: one FMA and the exponential unit, or rounding to an integer and a polynomial. All other
-// rows, including those with inf and NaN, subtract the maximum first.
+// The largest score of a row is q * max(k) or q * min(k), so the final maximum is known in advance.
+// If the scores of a row have a small range (spans_little), the exponential is computed as 2^(scale
+// * k + shift) with an integer shift. This takes one FMA and either the exponential unit, or
+// rounding to an integer and a polynomial. All other rows, including those with inf and NaN,
+// subtract the maximum first.
 // Source: Cody and Waite, "Software Manual for the Elementary Functions", 1980 (the reduction).
 #pragma once
 
@@ -11,7 +12,7 @@
 
 namespace torchweld {
 
-// The smallest and the largest key; NaN if any key is NaN.
+// The smallest and the largest key. Both are NaN if any key is NaN.
 struct KeyRange {
   float min, max;
 };
@@ -27,7 +28,7 @@ __device__ __forceinline__ float top_key(float q, KeyRange keys) {
   return q >= 0.f ? keys.max : keys.min;
 }
 
-// Whether the fast exponentials have an exact range reduction and normal results.
+// Whether the fast exponentials of a row have an exact range reduction and normal results.
 __device__ __forceinline__ bool spans_little(float q, KeyRange keys) {
   const float scale = q * kLog2OfE;
   return fabsf(scale) * (keys.max - keys.min) <= 100.f &&
@@ -43,8 +44,8 @@ __device__ __forceinline__ RowExponent row_exponent(float q, KeyRange keys) {
   return {q, 0.5f * top_key(q, keys)};
 }
 
-// The factor of a row's exponentials: the integer shift of a fast row is off by up to half a power
-// of two.
+// The factor that corrects the exponentials of a row: the integer shift of a fast row is off by up
+// to half a power of two.
 template <bool kFast>
 __device__ __forceinline__ float row_factor(float q, KeyRange keys) {
   if constexpr (!kFast) return 1.f;
@@ -52,19 +53,20 @@ __device__ __forceinline__ float row_factor(float q, KeyRange keys) {
   return exp2_approx_ftz(-fmaf(row.scale, top_key(q, keys), row.shift));
 }
 
-// NOTE: exponentials below 2^-126 of the row's largest are flushed to 0; they are below the
-// rounding error of the sum.
+// NOTE: exponentials below 2^-126 of the row's largest exponential are flushed to 0. They are
+// smaller than the rounding error of the sum.
 template <bool kFast>
 __device__ __forceinline__ float exponential(RowExponent row, float k) {
   if constexpr (kFast) return exp2_approx_ftz(fmaf(row.scale, k, row.shift));
-  // Halved, so that the difference of two finite keys is finite.
+  // The keys are halved, so that the difference of two finite keys is finite.
   const float below = fmaf(0.5f, k, -row.shift);
   return exp2_approx_ftz(row.scale * below * (2.f * kLog2OfE));
 }
 
-// exponential<true> on the FMA pipe: 2^n * 2^f with |f| <= 1/2; 2^f has an error of 2^-22.
+// Computes exponential<true> on the FMA pipe, as 2^n * 2^f with |f| <= 1/2. 2^f has an error of
+// 2^-22.
 __device__ __forceinline__ float exponential_polynomial(RowExponent row, float k) {
-  // Adding kRound rounds to an integer, which is in the low bits of the sum.
+  // Adding kRound rounds to an integer, which is then in the low bits of the sum.
   constexpr float kRound = 12582912.f;  // 1.5 * 2^23
   const float anchor = kRound + row.shift;
   const float rounded = fmaf(row.scale, k, anchor);

@@ -1,11 +1,11 @@
-// The three sweeps of scalar_attention: what each owns, streams and sums.
+// The three sweeps of scalar_attention: which elements each owns and streams, and what it sums.
 #pragma once
 
 #include "puzzles/scalar_attention/sweep.cuh"
 
 namespace torchweld {
 
-// An owned row.
+// A row that a thread owns.
 struct RowOwner {
   float q;
   RowExponent row;
@@ -61,7 +61,7 @@ struct ForwardJob : RowJob, SweepShape<kForwardSweep, kTile> {
   }
 };
 
-// The gradient to q: sum_j e (v - mean) k.
+// The gradient of q: sum_j e (v - mean) k.
 template <int kTile>
 struct QueryJob : RowJob, SweepShape<kQuerySweep, kTile> {
   static constexpr int kSums = 1;
@@ -90,8 +90,8 @@ struct QueryJob : RowJob, SweepShape<kQuerySweep, kTile> {
   }
 };
 
-// The gradients to k and v: (sum_i p dz q (v - mean), sum_i p dz). dz includes the rows' factors
-// and 1 / sum.
+// The gradients of k and v: (sum_i p dz q (v - mean), sum_i p dz). The streamed dz already includes
+// the factor of its row and 1 / sum.
 template <int kTile>
 struct KeyJob : SweepShape<kKeySweep, kTile> {
   static constexpr int kSums = 2;

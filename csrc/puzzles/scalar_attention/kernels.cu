@@ -4,7 +4,7 @@
 namespace torchweld {
 namespace {
 
-// Computes z from the partials of the splits. v_scale is a power of two, so dividing by it is
+// Computes z from the partials of the splits. v_scale is a power of two, so the division by it is
 // exact.
 template <typename T>
 __global__ __launch_bounds__(kReduceThreads) void scalar_attention_reduce_kernel(

@@ -1,4 +1,4 @@
-// Launches shared by the forward and the gradient of scalar_attention.
+// Launch functions that the forward and the backward of scalar_attention share.
 #pragma once
 
 #include "core/device.h"
@@ -13,7 +13,7 @@ constexpr int kMaxVectors = 4;
 constexpr int kPrepareThreads = 1024;
 constexpr int kReduceThreads = 256;
 
-// The vectors of a call; the keys come first.
+// The vectors of a call. The first one is the keys.
 struct PrepareArgs {
   ScalarAttentionVector from[kMaxVectors];
   int count;
@@ -22,8 +22,8 @@ struct PrepareArgs {
   int64_t n;
 };
 
-// Converts every vector to fp32 with stride 1, and computes the range of the keys. One block
-// suffices: its work is linear in n, that of the sweeps quadratic.
+// Converts every vector to fp32 with stride 1 and computes the range of the keys. One block
+// suffices, because its work is linear in n and that of the sweeps is quadratic.
 template <typename T>
 __global__ __launch_bounds__(kPrepareThreads) void scalar_attention_prepare_kernel(
     const PrepareArgs args) {
@@ -38,7 +38,7 @@ __global__ __launch_bounds__(kPrepareThreads) void scalar_attention_prepare_kern
       args.g_to[vector * args.n + i] = to_float(g_from[i * stride]);
     }
   }
-  // max(k) is computed as -min(-k), which propagates NaN.
+  // max(k) is computed as -min(-k), because the minimum propagates NaN.
   float min = INFINITY, min_negative = INFINITY;
   const T* g_keys = static_cast<const T*>(args.from[0].data);
 #pragma unroll 4
@@ -63,10 +63,11 @@ __global__ __launch_bounds__(kPrepareThreads) void scalar_attention_prepare_kern
   *args.g_keys = {min, -min_negative};
 }
 
-// Scratch holds the range of the keys, the vectors, and the partials of the splits.
+// The scratch memory holds the range of the keys, the vectors, and the partials of the splits.
 constexpr int64_t kRangeFloats = 4;
 
-// Copies the vectors (k, v, q, then others) to scratch; returns the arguments of the sweeps.
+// Copies the vectors (k, v, q, then others) to the scratch memory and returns the arguments of the
+// sweeps.
 inline ScalarAttentionArgs launch_prepare(PrepareArgs prepare, float* scratch, DType dtype,
                                           cudaStream_t stream) {
   const int64_t n = prepare.n;
@@ -92,7 +93,7 @@ void launch_sweep_tile(const ScalarAttentionArgs& args, int64_t blocks, cudaStre
                 args);
 }
 
-// Launches a sweep with the tile chosen for n; returns the number of splits.
+// Launches a sweep with the tile chosen for n and returns the number of splits.
 template <template <int> typename Job, ScalarAttentionSweep kSweep>
 int launch_sweep(ScalarAttentionArgs args, cudaStream_t stream) {
   static_assert(kNumScalarAttentionTiles == 2);

@@ -2,12 +2,13 @@
 // Gradient:          dq[i] = dz[i] sum_j p[i, j] (v[j] - z[i]) k[j]
 //                    dk[j] = sum_i p[i, j] dz[i] q[i] (v[j] - z[i]),  dv[j] = sum_i p[i, j] dz[i]
 //
-// Attention with a head dim of 1. The largest score of a row is q[i] * max(k) or q[i] * min(k), so
-// sums need no rescaling, and memory is linear in n. scalar_attention_forward also returns what the
-// gradient needs, (n,) in fp32 (fp64 for fp64): mean, z before rounding, and sum, the row's sum of
-// exp(q[i] * k[j] - max_j). The gradient recomputes p from the sum, which is more accurate than a
-// logsumexp if the scores are large. The CPU kernels materialise one block of rows of scores at a
-// time, and the gradient computes its softmax again.
+// This is attention with a head dim of 1. The largest score of a row is q[i] * max(k) or q[i] *
+// min(k), so the sums need no rescaling, and the memory is linear in n. scalar_attention_forward
+// also returns what the backward needs, two vectors (n,) in fp32 (fp64 for fp64): mean, which is z
+// before rounding, and sum, which is each row's sum of exp(q[i] * k[j] - max_j). The backward
+// recomputes p from the sum, which is more accurate than from a logsumexp if the scores are large.
+// The CPU kernels hold one block of rows of scores at a time, and the backward computes their
+// softmax again.
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_softmax.h>
@@ -60,7 +61,7 @@ Forward scalar_attention_forward_meta(const Tensor& q, const Tensor& k, const Te
 }
 TW_OP(scalar_attention_forward);
 
-// The op and its forward op, for the function that computes their results on a device.
+// The op and its forward op. `into` is the function that computes their results on a device.
 template <auto into>
 Tensor scalar_attention_on(const Tensor& q, const Tensor& k, const Tensor& v) {
   Tensor z = scalar_attention_meta(q, k, v);
@@ -95,8 +96,9 @@ Grads3 scalar_attention_backward_meta(const Tensor& dz, const Tensor& q, const T
 }
 TW_OP(scalar_attention_backward);
 
-// CPU: blocks of rows whose scores fit into a core's cache, in a fixed number of groups. Sums over
-// rows are accumulated per group, so that the bits do not depend on the number of threads.
+// CPU: blocks of rows whose scores fit into the cache of a core, in a fixed number of groups. Sums
+// over the rows are accumulated per group, so that their bits do not depend on the number of
+// threads.
 struct RowBlocks {
   static constexpr int64_t kScores = int64_t{1} << 16;
   static constexpr int64_t kMaxGroups = 32;
@@ -109,7 +111,7 @@ struct RowBlocks {
     groups = (n + per_group - 1) / per_group;
   }
 
-  // Calls body(group, first row, number of rows).
+  // Calls body(group, first row, number of rows) for every block.
   template <typename Body>
   void for_each(const Body& body) const {
     parallel_tasks(groups, [&](int64_t group) {
@@ -121,19 +123,19 @@ struct RowBlocks {
   }
 };
 
-// CPU: a contiguous copy of a vector in the accumulator's dtype. Always a copy, because the bits of
-// a matmul may depend on the alignment of its operands.
+// CPU: returns a contiguous copy of a vector in the dtype of the accumulator. It always copies,
+// because the bits of a matmul may depend on the alignment of its operands.
 Tensor vector_of(const Tensor& t) {
   return t.detach().to(acc_dtype(t), /*non_blocking=*/false, /*copy=*/true).contiguous();
 }
 
-// CPU: the probabilities of a block of rows.
+// CPU: returns the probabilities of a block of rows.
 Tensor probabilities(const Tensor& q, const Tensor& k, int64_t first, int64_t rows) {
   const Tensor scores = at::mul(q.narrow(0, first, rows).unsqueeze(1), k);
   return at::_softmax(scores, -1, /*half_to_float=*/false);
 }
 
-// mean and sum are nullptr if not needed.
+// mean and sum may be nullptr if they are not needed.
 void scalar_attention_into(Tensor& z, Tensor* mean, Tensor* sum, const Tensor& q, const Tensor& k,
                            const Tensor& v) {
   if (z.numel() == 0) return;

@@ -1,4 +1,4 @@
-// Kernel parameters of scalar_attention and its gradient.
+// The kernel parameters of scalar_attention and its backward.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,7 +17,7 @@ struct ScalarAttentionVector {
 struct ScalarAttentionParams {
   ScalarAttentionVector q, k, v;
   void* z;         // (n,), contiguous
-  float* mean;     // (n,), contiguous: z unrounded; nullptr, like sum, if not needed
+  float* mean;     // (n,), contiguous: z before rounding; mean and sum are nullptr if not needed
   float* sum;      // (n,), contiguous
   float* scratch;  // scalar_attention_scratch_floats
   int64_t n;
@@ -28,7 +28,7 @@ struct ScalarAttentionBackwardParams {
   ScalarAttentionVector dz, q, k, v;
   const float* mean;  // (n,), contiguous
   const float* sum;   // (n,), contiguous
-  void* dq;           // (n,), contiguous; nullptr, like dk and dv, if not needed
+  void* dq;           // (n,), contiguous; dq, dk and dv are nullptr if not needed
   void* dk;
   void* dv;
   float* scratch;
@@ -36,7 +36,7 @@ struct ScalarAttentionBackwardParams {
   DType dtype;
 };
 
-// Floats of `scratch` that a launch needs on the current device.
+// The number of floats of `scratch` that a launch on the current device needs.
 int64_t scalar_attention_scratch_floats(int64_t n, bool backward);
 
 void launch_scalar_attention(const ScalarAttentionParams& params, cudaStream_t stream);

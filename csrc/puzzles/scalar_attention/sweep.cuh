@@ -1,16 +1,17 @@
 // The sweep over all pairs (i, j) that computes scalar_attention and its gradient.
 //
-// A Job defines the owned and the streamed elements, and what a pair adds to the owner's sums:
+// A Job defines the owned and the streamed elements, and what a pair of them adds to the sums of
+// the owned element:
 //   Owner, Stream               an owned element in registers, a streamed one in shared memory
 //   owner(i), stream<kFast>(i)  load them
 //   row, key                    the row's exponent and the key of a pair
 //   fast_owner, fast_stream     whether the row allows the fast exponential (true for keys)
 //   prepare, add, factor        prepares an owner for a stage, adds a pair, scales the owner's sums
-// A block owns kThreads * kOwners elements and streams its split of the others through shared
-// memory. The block chooses the fast or the general exponential once per stage. Chunks of a few
-// elements have their own accumulators, so that the error grows with the chunk size, not with n.
-// Each split writes its partials; a second kernel adds them in order, so results have the same bits
-// in every run.
+// A block owns kThreads * kOwners elements and streams its split of the other side through shared
+// memory. The block chooses the fast or the general exponential once per stage. Each chunk of a few
+// streamed elements has its own accumulator, so that the error grows with the size of a chunk, not
+// with n. Each split writes its partials; a second kernel adds them in order, so results have the
+// same bits in every run.
 #pragma once
 
 #include "device/vec.cuh"
@@ -19,7 +20,7 @@
 
 namespace torchweld {
 
-// Contiguous fp32 vectors; those of the gradient are nullptr in the forward.
+// Contiguous fp32 vectors. The vectors that only the backward needs are nullptr in the forward.
 struct ScalarAttentionArgs {
   const KeyRange* g_keys;
   const float *g_q, *g_k, *g_v, *g_dz, *g_mean, *g_sum;
@@ -70,7 +71,7 @@ __device__ __forceinline__ void sweep_stage(typename Job::Owner (&r_owner)[Job::
   }
 }
 
-// Loads a stage. Returns whether this thread's elements allow the fast exponential.
+// Loads a stage. Returns whether the elements of this thread allow the fast exponential.
 template <bool kFast, typename Job>
 __device__ __forceinline__ bool load_stage(const Job& job, typename Job::Stream* s_stream,
                                            int64_t first, int count) {
@@ -95,7 +96,7 @@ __global__ __launch_bounds__(kScalarAttentionThreads,
   bool fast_owners = true;
 #pragma unroll
   for (int r = 0; r < Job::kOwners; ++r) {
-    // Threads beyond the end repeat the last element and write nothing.
+    // Threads behind the end use the last element and write nothing.
     const int64_t i = first + r * kScalarAttentionThreads;
     r_owner[r] = job.owner(i < args.n ? i : args.n - 1);
     fast_owners = fast_owners && job.fast_owner(r_owner[r]);
@@ -134,7 +135,7 @@ __global__ __launch_bounds__(kScalarAttentionThreads,
   }
 }
 
-// Adds an owner's partials in the order of the splits.
+// Adds up the partials of an owned element in the order of the splits.
 template <int kSums>
 __device__ __forceinline__ void reduce_splits(float (&r_sum)[kSums], const float* g_partials,
                                               int splits, int64_t n, int64_t i) {
