@@ -74,8 +74,8 @@ struct AttentionBlock {
 
 // The work tile under a general mask. Keys are counted from `pad`, a multiple of kPadMultiple. A
 // row of the block sees no key before begin[row], and no row sees the first `unseen` keys.
-// last_begin is the largest begin of the kWarpRows rows of a warp, so from last_begin on no key is
-// hidden from them as too early.
+// last_begin holds, for each warp, the largest begin of its kWarpRows rows: all of these rows may
+// see keys from there on.
 template <int kRows, int kWarpRows, int kPadMultiple = 1>
 struct MaskedAttentionBlock : AttentionBlock {
   int unseen;
@@ -185,7 +185,8 @@ struct MaskedAttentionBlock : AttentionBlock {
     keys = end - first;
     all_keys = static_cast<int>(sequence.end) - first;
     const int64_t window = min(mask.window, static_cast<int64_t>(kNoLimit));
-    const int reach = mask.causal ? 1 : static_cast<int>(window);  // keys from a row's position on
+    // How many keys a row sees from its own position on.
+    const int reach = mask.causal ? 1 : static_cast<int>(window);
     const int position = static_cast<int>(mask.position(0, sequence.end)) - first;
     shift = reach > 0 ? reach + position : kNoLimit;
     gaps.first_position = kSeesNothing;
@@ -196,8 +197,8 @@ template <bool kMasked, int kRows, int kWarpRows>
 using AttentionBlockOf =
     std::conditional_t<kMasked, MaskedAttentionBlock<kRows, kWarpRows>, AttentionBlock>;
 
-// Under a general mask: whether the rows of a warp see not all keys of the step that begins at
-// `key`.
+// Returns whether the mask hides any key of the step that begins at `key` from a row of the warp.
+// Used under a general mask.
 template <typename Config>
 __device__ __forceinline__ bool hides_keys(const typename Config::Block& s_block, int warp_row,
                                            int key) {
@@ -205,7 +206,7 @@ __device__ __forceinline__ bool hides_keys(const typename Config::Block& s_block
          key < s_block.last_begin[warp_row / Config::kWarpRows];
 }
 
-// Overwrites the scores, or values computed from them, that the mask hides from the rows of a warp.
+// Applies the mask to the scores of a warp's rows, or to values computed from them.
 template <typename Config, int kTiles, int kColTiles>
 __device__ __forceinline__ void hide_keys(float (&r_s)[kTiles][kColTiles][4],
                                           const typename Config::Block& s_block, int warp_row,

@@ -208,7 +208,7 @@ BackwardArgs make_args(const AttentionBackwardParams& params, const Scratch& scr
   BackwardArgs args = {};
   args.params = params;
   args.rows = scratch.rows;
-  // The query heads of the largest part of a group.
+  // The number of query heads in the largest part of a group.
   const int64_t heads = divide_up(group_of(sizes), scratch.group_parts);
   const int64_t dims = sizes.head_dim + sizes.head_dim_v;
   const AttentionBackwardLoad load = {
@@ -218,7 +218,8 @@ BackwardArgs make_args(const AttentionBackwardParams& params, const Scratch& scr
       heads * sizes.seqlen_q * (dims * elem_size + sizes.head_dim * 4) +
           sizes.seqlen_k * dims * elem_size,
       args.params.mask.causal || args.params.mask.window > 0 || params.mask.key_start};
-  // With a window or packed documents, all blocks of a wave take about the same time.
+  // Only a plain causal mask gives the blocks of a wave different times. With a window or packed
+  // documents, they take about the same time.
   const bool triangle =
       args.params.mask.causal && args.params.mask.window == 0 && !params.mask.key_start;
   const AttentionBackwardOrder order = attention_backward_order(load, triangle ? scratch.wave : 0);

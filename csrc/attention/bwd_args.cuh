@@ -15,8 +15,8 @@ struct BackwardArgs {
   // its own partial dK and dV. Only Hopper's kernels use more than one part.
   unsigned group_parts;
   unsigned parts_at_once;  // parts whose blocks run at the same time
-  // After so many blocks or clusters the direction of the loop over the query tiles changes. 0:
-  // every block loops downwards.
+  // After this many blocks or clusters, the direction of the loop over the query tiles changes. If
+  // 0, every block loops downwards.
   unsigned wave;
   float lse_factor;  // score * score_factor - lse * lse_factor is the exponent of a probability
   float score_factor;

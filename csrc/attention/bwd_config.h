@@ -9,8 +9,8 @@
 
 namespace torchweld {
 
-// Blocks add to dQ in a fixed order, for which each warp and query tile has a counter. There is at
-// most one counter per this many query rows.
+// Each warp and query tile has a counter, which gives the order in which blocks add to dQ. A tile
+// has at most one counter per this many query rows.
 inline constexpr int kAttentionBackwardRowsPerCounter = 4;
 
 // A block has `warps` warps and `keys` keys and loops over the query rows, `rows` at a time.
@@ -137,7 +137,7 @@ inline constexpr int kAttentionBackwardSm90ExtraBytes = 3 * 1024;
 // rows to a multiple of it. It is a multiple of the rows of every kSync tile.
 inline constexpr int64_t kAttentionBackwardRowPad = 64;
 
-// The query rows in scratch memory are padded to a multiple of this.
+// The scratch memory pads the query rows to a multiple of this number.
 constexpr int64_t attention_backward_row_pad(const AttentionChoice& choice) {
   return choice.engine == AttentionEngine::kSm90 ? kAttentionBackwardSm90Tiles[choice.tile].rows
                                                  : kAttentionBackwardRowPad;
@@ -293,7 +293,8 @@ constexpr AttentionBackwardOrder attention_backward_order(const AttentionBackwar
     const int64_t pairs = (16 * tiles + wave) / (2 * wave);
     const int64_t even = 2 * wave * std::max<int64_t>(pairs, 1) / tiles;
     if (load.parts * 2 <= even * 3) return {load.parts, wave};
-    // A small remainder of parts would leave most SMs idle, so it is spread over the sets.
+    // The parts run in sets of about `even` parts. A small remainder would leave most SMs idle
+    // during the last set, so it is spread over the other sets.
     const int64_t sets = load.parts / even, over = load.parts % even;
     return {over > 0 && over * 4 <= even ? divide_up(load.parts, sets) : even, wave};
   }

@@ -40,9 +40,9 @@ struct alignas(8) BackwardWorkTile {
     return direction > 0 ? first_tile : last_tile;
   }
 
-  // Draws a ticket and fills the work tile. One thread calls this. The tickets of a set of
-  // parts_at_once parts ascend through the key tiles: all parts of the set come before the next key
-  // tile.
+  // Draws a ticket and fills the work tile. One thread calls this. The parts run in sets of
+  // parts_at_once parts. Within a set, the tickets ascend through the key tiles: a key tile of
+  // every part comes before the next key tile.
   template <typename Config>
   __device__ __forceinline__ void get_work(const BackwardArgs& args, unsigned* g_ticket) {
     const AttentionSizes& sizes = args.params.sizes;
@@ -80,9 +80,9 @@ struct alignas(8) BackwardWorkTile {
     }
   }
 
-  // get_work under a general mask. All threads call this. dq_order is the index of the key tile.
-  // The query tiles go from the first to the last tile with a group of rows that sees keys of the
-  // block.
+  // The version of get_work for a general mask. All threads call this. dq_order is the index of the
+  // key tile. The query tiles go from the first to the last tile with a group of rows that sees
+  // keys of the block.
   template <typename Config>
   __device__ __forceinline__ void get_work_masked(const MaskedBackwardArgs& args,
                                                   unsigned* g_ticket) {

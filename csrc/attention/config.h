@@ -230,7 +230,8 @@ inline double attention_sm90_cost(const AttentionProblem& p, const AttentionSm90
     max_keys = std::max(max_keys, cost);
     return cost;
   };
-  constexpr int64_t kCounted = 64;  // of long rows, only a sample of this many tiles is counted
+  // The estimate visits at most this many tiles; of long rows it samples them.
+  constexpr int64_t kCounted = 64;
   const int64_t window = p.load.window, before = seqlen_k - seqlen_q;
   const bool uneven = p.load.causal || window > 0;
   const int64_t stride = uneven ? divide_up(tiles, kCounted) : tiles;

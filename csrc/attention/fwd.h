@@ -9,7 +9,7 @@
 
 namespace torchweld {
 
-// How a kernel scales its scores. kMasked says that the kernel supports a general mask; without it,
+// How a kernel scales its scores. kMasked says that the kernel supports a general mask; otherwise
 // it supports only causal and leftpad.
 template <bool>
 struct AttentionVariant {

@@ -13,7 +13,7 @@ namespace torchweld {
   "Tensor? key_start=None, Tensor? key_end=None, int? window=None, float? softcap=None, " \
   "Tensor? sink=None"
 
-// MaskOp<f, R(), arguments of f>::call takes the mask's arguments one by one, in the order of the
+// MaskOp<f, R(), arguments of f>::call gets the mask's arguments one by one, in the order of the
 // schema, and calls f(before..., mask, scale, after...). kCausal says that the schema has an
 // argument `causal`; otherwise the mask is always causal.
 template <auto f, bool kCausal, typename Before, typename... Rest>

@@ -1,5 +1,5 @@
-// The scale and the soft cap that turn scores into probabilities, for host and device, and the end
-// of the softmax of a row.
+// The scale and the soft cap that convert scores into probabilities, for host and device, and the
+// end of the softmax of a row.
 #pragma once
 
 #include <cmath>

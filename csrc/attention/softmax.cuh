@@ -93,8 +93,8 @@ __device__ __forceinline__ void online_softmax(float (&r_s)[kTiles][kCols][4],
 }
 
 // Softmax without a running maximum, for small soft-capped scores. `exponent`, a SmallExponent, is
-// a polynomial that turns a score into its exponent. The maxima of the rows, which are 0 or more,
-// don't change. If `hides`, hide() is called to hide exponents.
+// a polynomial that converts a score into its exponent. The maxima of the rows, which are 0 or
+// more, don't change. If `hides`, hide() is called to hide exponents.
 template <int kTiles, int kCols, class Exponent, class Hide>
 __device__ __forceinline__ void online_softmax_of_small(float (&r_s)[kTiles][kCols][4],
                                                         OnlineRow (&rows)[kTiles][2], float c,
@@ -164,7 +164,7 @@ __device__ __forceinline__ void hide_columns(float (&r_s)[kTiles][kCols][4], int
   }
 }
 
-inline constexpr int kSeesNothing = INT_MAX;  // the begin of a row that sees no key
+inline constexpr int kSeesNothing = INT_MAX;  // replaces the first key of a row that sees no key
 
 // Hides in each row the columns before begin[row] - from, and those from min(first_end + row,
 // last_end) on.

@@ -1,4 +1,4 @@
-// Turns runtime dtypes and indices into compile-time ones.
+// Converts runtime dtypes and indices into compile-time ones.
 #pragma once
 
 #include <initializer_list>

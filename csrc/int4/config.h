@@ -62,7 +62,7 @@ struct Int4Tile {
 };
 
 // NOTE: for a small batch, issuing its instructions takes half of the time in which an SM reads its
-// slice of the weight. This needs two row tiles per warp and two chunks per k-block.
+// slice of the weight. This holds with two row tiles per warp and two chunks per k-block.
 inline constexpr Int4Tile kInt4Tiles[] = {{64, 8, 2, 2, 4, 8, true, {700, 160, 5500, 50}},
                                           {128, 16, 4, 2, 3, 5, true, {800, 360, 7500, 100}},
                                           {128, 32, 4, 2, 3, 4, true, {750, 540, 8300, 255}},

@@ -1,6 +1,6 @@
 // Runs a matmul of tensors on the engine. Operands that cp.async can't read in whole 16-byte chunks
 // are copied first: those with odd K, odd strides or a misaligned base. Reading them in place would
-// need a variable copy size, which takes ten more instructions per chunk in every product.
+// need a variable copy size, which costs ten more instructions per chunk in every product.
 #include "layers/matmul.h"
 
 #ifdef TORCHWELD_CUDA

@@ -50,7 +50,8 @@ struct MatrixConfig {
 
 template <typename Config, typename F>
 struct MatrixShared {
-  // (batches, rows, warps of a row). One half is filled while the other half is added up.
+  // Row sums as (batches, rows, warps of a row). One half is filled while the other half is added
+  // up.
   float rows[2][F::kRowSums ? Config::kWaiting : 1];
   float columns[F::kColumnSums ? kMatrixThreads * Config::kElems : 1];  // (groups, lanes, elems)
 };
@@ -221,7 +222,7 @@ struct MatrixWork {
     const int64_t first = row_of(base + group), step = groups * args.plan.phases;
     T* g_out = F::kWrites ? args.g_out + first * args.plan.n + column : nullptr;
     // The rows of a batch are added up before they are added to the compensated sums, whose
-    // additions take six operations.
+    // additions need six operations.
     float r_batch[kElems] = {}, r_rows[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {

@@ -71,10 +71,10 @@ struct MatrixTile {
   constexpr int rows_of(bool vector) const { return vector ? rows : element_rows; }
 };
 
+// The index is the number of matrices that the op reads.
 // NOTE: 256 lanes along a row, few rows per thread, and small blocks in memory order. The running
 // blocks of an H200 then write one region of whole rows, close to the speed of a fill. Taller tiles
 // with fewer lanes, and blocks that process many rows, are 3 to 10 % slower.
-// By the number of matrices read.
 inline constexpr MatrixTile kMatrixTiles[] = {{8, 8, 4}, {4, 8, 4}, {2, 4, 4}};
 // Two batches are in flight: one is loaded while the other is added up.
 inline constexpr MatrixTile kColumnSumTile = {8, 8, 2};
@@ -86,8 +86,8 @@ constexpr MatrixTile matrix_tile(int reads, bool column_sums) {
 // The tile of passes that only sum rows of 16-bit matrices. If a row is longer than a tile of
 // kMatrixTiles, one block of up to `threads` threads processes the whole row, with `loads` accesses
 // per thread at a time, and no partial sums are stored.
-// NOTE: relative to the time that the memory needs, an H200 takes 1.007 to 1.021 at 2304 to 32768
-// columns, instead of 1.04 to 1.26 with tiles. With few rows, such as (512, 4096), it takes 1.07
+// NOTE: relative to the time that the memory needs, an H200 needs 1.007 to 1.021 at 2304 to 32768
+// columns, instead of 1.04 to 1.26 with tiles. With few rows, such as (512, 4096), it needs 1.07
 // instead of 1.37.
 struct MatrixRowTile {
   int threads;
@@ -256,7 +256,7 @@ inline MatrixPlan plan_matrix_pass(const MatrixPassParams& p) {
   }
   plan.lanes = choose_matrix_lanes(accesses);
   plan.tiles = divide_up(accesses, plan.lanes);
-  // A block has no more groups than there are rows, but whole warps.
+  // A block has at most as many groups as there are rows, but at least a whole warp.
   const int64_t phase_rows = divide_up(p.rows, plan.phases);
   plan.groups = plan.lanes < 32 ? 32 / plan.lanes : 1;
   while (plan.groups < phase_rows && plan.groups * plan.lanes < kMatrixThreads) plan.groups *= 2;

@@ -25,7 +25,7 @@ struct MatrixPassCut {
   static constexpr int64_t kWidth = 4096;
   static constexpr int64_t kCells = 65536;  // cells of a block
   static constexpr int64_t kChunks = 64;    // the maximum if columns are summed
-  // rows, or cells of a lane, that are summed before fp64 takes over.
+  // How many rows, or cells of a lane, are summed in the working dtype before fp64 takes over.
   static constexpr int64_t kShortSums = 16;
 
   int64_t width, strips, block_rows, chunk_rows, chunks;

@@ -52,9 +52,9 @@ struct SoftmaxTile {
 
 // The tiles in order of preference: the first legal one is chosen.
 // NOTE: a causal row loads half of its scores on average, but stores all of them. Fewer threads
-// with 4 accesses each keep more rows in flight. At n = 2048 in 16 bits on an H200 they take 0.78
+// with 4 accesses each keep more rows in flight. At n = 2048 in 16 bits on an H200 they need 0.78
 // of the time of a copy of the matrix, instead of 0.93. With 128 threads and 8 accesses, n = 8192
-// takes 0.80 instead of 0.88. fp32 does not gain.
+// needs 0.80 instead of 0.88. fp32 does not gain.
 inline constexpr SoftmaxTile kSoftmaxTiles[] = {
     {32, 1, SoftmaxRows::kAll},    {32, 2, SoftmaxRows::kAll},     {32, 4, SoftmaxRows::kScores},
     {64, 2, SoftmaxRows::kOthers}, {64, 4, SoftmaxRows::kScores},  {128, 2, SoftmaxRows::kOthers},
@@ -68,7 +68,8 @@ inline constexpr int kNumSoftmaxTiles = sizeof(kSoftmaxTiles) / sizeof(kSoftmaxT
 // holds a chunk of x in the forward, or a chunk of y and one of dy in the backward.
 struct SoftmaxRing {
   int cluster;
-  int preferred[2][2];  // the longest preferred row in 1024 columns: [backward][4-byte elements]
+  // The longest row that prefers this ring, in 1024 columns: [backward][4-byte elements].
+  int preferred[2][2];
 
   static constexpr int kGroups = 3;
   static constexpr int kThreads = 256;             // per group
@@ -113,7 +114,7 @@ struct SoftmaxRing {
 // the cluster size is at its limit, and the backward uses at least two blocks. Limits between the
 // measured lengths, and longer rows, were not measured.
 // NOTE: 7 clusters of 16 leave 20 of 132 SMs idle. They are faster only if 8 blocks would read
-// chunks twice: the backward of fp32 rows of 262144 then takes 1.04 of the time to move three
+// chunks twice: the backward of fp32 rows of 262144 then needs 1.04 of the time to move three
 // tensors, instead of 1.13.
 inline constexpr SoftmaxRing kSoftmaxRings[] = {{1, {{40, 20}, {0, 0}}},
                                                 {2, {{80, 40}, {40, 20}}},
@@ -125,8 +126,8 @@ inline constexpr int kNumSoftmaxRings = sizeof(kSoftmaxRings) / sizeof(kSoftmaxR
 // The number of threads of the streaming kernel.
 inline constexpr int kSoftmaxStreamThreads = 512;
 
-// The row length from which 16-bit rows prefer a ring: [backward]. fp32 rows use a ring only if no
-// tile holds them, because the largest tile is faster.
+// The row length from which 16-bit rows prefer a ring, in the forward and in the backward. fp32
+// rows use a ring only if no tile holds them, because the largest tile is faster.
 inline constexpr int64_t kSoftmaxRingFrom[2] = {32768, 16384};
 // NOTE: 16-bit rows in this range would need a tile with more than 512 threads, so an SM would run
 // one block, which does not overlap loads with math. Reading the rows twice is faster (1.16 of the
@@ -214,7 +215,7 @@ inline int choose_softmax_ring(const SoftmaxProblem& p) {
 }
 
 // The minimum number of accesses per thread.
-// NOTE: in the forward on an H200, 8 accesses take 0.99 of the time of 4 for unmasked fp32 rows of
+// NOTE: in the forward on an H200, 8 accesses need 0.99 of the time of 4 for unmasked fp32 rows of
 // 1025 to 4096 columns. Longer rows, masks and 16 bits do not gain.
 constexpr int softmax_tile_loads_from(const SoftmaxProblem& p) {
   const bool single = p.elem_size == 4 && !p.backward && !p.masked;

@@ -20,7 +20,7 @@ struct Record {
 };
 
 // Returns the rejected alternatives. If the family chooses the first legal candidate, these are the
-// candidates before the choice, else one for every other engine.
+// candidates before the choice. Otherwise they are the other engines.
 template <typename KernelFamily>
 std::vector<std::pair<std::string, std::string>> rejected_by(
     const typename KernelFamily::Problem& problem, const Encoded& chosen) {

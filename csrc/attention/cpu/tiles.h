@@ -84,7 +84,7 @@ struct CpuAttention : CpuScores {
 
   std::vector<KeyRange> gaps_of(int64_t b) const {
     const SequenceMask sequence = mask.sequence(b);
-    // The change at each key of the number of rows that see it.
+    // change[j] is the number of rows that see key j minus the number that see key j - 1.
     std::vector<int64_t> change(seqlen_k + 1);
     for (int64_t i = 0; i < seqlen_q; ++i) {
       const KeyRange keys = mask.row_keys(i, sequence);

@@ -17,7 +17,7 @@
 // once it has read its keys. To let it start earlier does not help: (16, 12, 12, 1024, 64) then
 // took 17.5 us, and 16.8 without PDL. Prefetching keys to L2 before the previous kernel has ended
 // only disturbs that kernel: two tiles a warp gained nothing, and 16 made (64, 32, 8, 2048, 128)
-// take 205 us instead of 137.
+// need 205 us instead of 137.
 //
 // A flag marks that the partial results of a split are stored. Flags need no reset; resetting
 // counters in a captured graph cost up to 4 us per call.
@@ -98,7 +98,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
   work.find_keys(p);
 
   // NOTE: with threadIdx.x the compiler would recompute in the loop what depends on warp and lane,
-  // which takes 27 instructions per step.
+  // which costs 27 instructions per step.
   const int thread = fresh_thread(), warp = thread / kWarp, lane = thread % kWarp;
   const KeyRange32 split_keys = work.split_keys(kKeys);
   const int first_key = split_keys.begin + warp * kKeys;

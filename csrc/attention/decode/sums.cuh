@@ -23,7 +23,7 @@ __device__ __forceinline__ float finish_decoded(const AttentionParams& p, const 
   return live ? 1.f / sums.sum : -1.f;
 }
 
-// finish_decoded under a general mask, with the sink.
+// The version of finish_decoded for a general mask. It also adds the sink to the sum of the row.
 __device__ __forceinline__ float finish_decoded(const AttentionParams& p, const DecodeWork& work,
                                                 const CappedScale& scale, int row, MaxSum sums) {
   const DecodeWork::Row query_row = work.row(row);

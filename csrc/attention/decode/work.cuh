@@ -82,7 +82,7 @@ struct DecodeWork {
     const int tiles = (keys + tile_keys - 1) / tile_keys;
     const int each = static_cast<int>(plan.splits.divide(tiles));
     const int more =
-        // The splits that have one more tile.
+        // How many splits have one tile more than the others.
         tiles - each * static_cast<int>(plan.splits.divisor());
     const int first = each * split + min(split, more), last = first + each + (split < more);
     return {first * tile_keys, min(last * tile_keys, keys)};
@@ -115,8 +115,8 @@ struct MaskedDecodeWork : DecodeWork {
     first_end = __reduce_min_sync(~0u, sees ? end : INT_MAX);
   }
 
-  // Finds the gaps. One warp calls this. The tile may hold rows of several heads, so a bit stands
-  // for the index of a row within its head.
+  // Finds the gaps. One warp calls this. The tile may hold rows of several heads, so bit i of the
+  // gaps stands for row i of any head.
   __device__ __forceinline__ void find_gaps(const AttentionParams& p, DecodeGaps& s_gaps) const {
     const int lane = threadIdx.x % kWarp;
     const MaskParams mask = p.mask;

@@ -10,7 +10,7 @@ namespace torchweld {
 // counter per query tile and CTA of a cluster. g_lse is -inf for a row that sees no key.
 template <typename Args>
 struct BackwardSm90Params {
-  // Boxes of 64 columns and the rows of a query tile or the keys of a CTA.
+  // The boxes have 64 columns, and the rows of a query tile or the keys of a CTA.
   TensorMap query, key, value, dout;
   TensorMap dkey, dvalue;  // boxes of 64 columns and 64 keys
   Args args;
@@ -47,11 +47,11 @@ typename Config::Params backward_sm90_params(const typename Config::Args& args, 
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_sm90_preprocess(const Args& args, cudaStream_t stream);
 
-// For head dims up to 128 (attention/sm90/bwd_kernel.cuh).
+// Launches the kernel for head dims up to 128 (attention/sm90/bwd_kernel.cuh).
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_sm90_tile(const Args& args, cudaStream_t stream);
 
-// For head dims from 129 to 256 (attention/sm90/bwd_2cta_kernel.cuh).
+// Launches the kernel for head dims from 129 to 256 (attention/sm90/bwd_2cta_kernel.cuh).
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_2cta_tile(const Args& args, cudaStream_t stream);
 

@@ -22,11 +22,11 @@ struct Backward2CtaConfig {
   static constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
   static constexpr int kCtas = kShape.blocks;
   static constexpr int kDim = kShape.dim;
-  // kKeys: keys of the cluster.
+  // kCtaKeys is the number of keys of a CTA, kKeys that of the cluster.
   static constexpr int kCtaKeys = kShape.keys, kKeys = kCtas * kCtaKeys;
   static constexpr int kRows = kShape.rows, kScoreRows = kRows / 2;
   static constexpr bool kEarlyLse = !kMasked;  // lse is loaded before S is complete
-  // Stages of Q; dO has one stage.
+  // kStages is the number of stages of Q. dO has one stage.
   static constexpr int kThreads = kShape.kThreads, kStages = kShape.kStages;
   // A TMA box has 64 columns and the keys of a CTA or the rows of a query tile. Q and K have
   // kBoxesQk boxes, V and dO kBoxesV. The buffers have space for kBoxes boxes. Boxes that are not
@@ -86,7 +86,7 @@ enum Backward2CtaBarrier : int {
   kDsReady = 6,       // both warpgroups have written dS, so it may be sent
   kDsConsumedWg0 = 9  // 9 and 10: a warpgroup has finished its dQ products with the dS of both CTAs
 };
-// Two warpgroups and the warp that sends dS.
+// The two consumer warpgroups and the warp that sends dS.
 inline constexpr int kBackwardSendThreads = kBackwardConsumerThreads + 32;
 
 #if TW_HAS_WGMMA

@@ -29,7 +29,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   using DqAcc = float[Config::kDqFloats];
 
   uint32_t s_k, s_v, s_q, s_dout, s_p, s_ds;
-  uint32_t lane_offset;  // of this lane's stmatrix row in a tile of P or dS
+  uint32_t lane_offset;  // offset of this lane's stmatrix row in a tile of P or dS
 
   __device__ __forceinline__ Backward2CtaConsumer(const Params& p, Shared& s, int warpgroup)
       : Base(p, s, warpgroup) {
@@ -54,7 +54,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     for (float& x : acc_dv) x = 0.f;
     const int steps = s.work.steps();
     if (steps > 0) mainloop(acc_dk, acc_dv, steps);
-    // Since V was last read, both warpgroups have passed kDsWritten. K may still be in use.
+    // Both warpgroups have passed kDsWritten since they last read V, so V may be overwritten. K may
+    // still be in use.
     const int dk_box = warpgroup * kDkBoxes, dv_box = warpgroup * kDvBoxes;
     Base::template epilogue_dkv<true>(acc_dv, s_v + dv_box * Config::kKeyBoxBytes, 0, dv_box,
                                       p.dvalue, 1.f / (1 << kProbabilityShift<T>));
@@ -131,7 +132,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     gemm_ss<Config::kBoxesV, 1>(acc_dp, s_v, s_dout);
   }
 
-  // Turn S and dP, which are in flight, into P and dS. Issue dV += P^T dO, and dK += dS^T Q over
+  // Convert S and dP, which are in flight, into P and dS. Issue dV += P^T dO, and dK += dS^T Q over
   // the warpgroup's own rows. Wait for dV, release dO, and let dS be sent to the peer.
   template <bool kFirstTile>
   __device__ __forceinline__ void mma_dv_dk(ScoreAcc& acc_s, ScoreAcc& acc_dp, RowStats& r_lse,

@@ -113,7 +113,7 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     gemm_ss<1>(acc_dp, s_v, s_dout + state.stage * Config::kQueryBytes);
   }
 
-  // Turn S and dP, which are in flight, into P and dS. Issue dV += P^T dO and dK += dS^T Q.
+  // Convert S and dP, which are in flight, into P and dS. Issue dV += P^T dO and dK += dS^T Q.
   __device__ __forceinline__ void mma_dv_dk(ScoreAcc& acc_s, ScoreAcc& acc_dp, RowStats& r_lse,
                                             DkvAcc& acc_dv, DkvAcc& acc_dk, const State& state,
                                             const TileIterator& tiles, bool edge) {

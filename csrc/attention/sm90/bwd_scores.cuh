@@ -300,7 +300,8 @@ struct BackwardSm90Scores {
     }
   }
 
-  // exponentiate with a soft cap. p16 receives P^T, and P^T * (1 - tanh^2) replaces S^T in acc_s.
+  // The version of exponentiate for soft-capped scores. p16 receives P^T, and P^T * (1 - tanh^2)
+  // replaces S^T in acc_s.
   __device__ __forceinline__ void exponentiate_capped(ScoreOperand& p16, ScoreAcc& acc_s,
                                                       const State& state, bool is_edge) const {
     if constexpr (Config::kMasked) {

@@ -33,8 +33,8 @@ struct AttentionSm90Schedule {
         group(p.sizes.nheads / p.sizes.nheads_kv) {}
 };
 
-// Polynomials that turn small soft-capped scores into exponents. The softmax of such scores needs
-// no maximum.
+// Polynomials that convert small soft-capped scores into exponents. The softmax of such scores
+// needs no maximum.
 struct AttentionSmallScores {
   // NOTE: false if probabilities could leave the range of bfloat16, or the terms the range of fp32.
   bool enabled;

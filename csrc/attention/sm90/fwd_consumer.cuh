@@ -147,7 +147,7 @@ struct AttentionSm90Consumer {
     named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
   }
 
-  // Turn S into P for the tile of keys that starts at `key`: soft cap, mask and online softmax.
+  // Convert S into P for the tile of keys that starts at `key`: soft cap, mask and online softmax.
   // Returns whether O must be rescaled by o_scale.
   __device__ __forceinline__ bool softmax_step(const AttentionBlock& block, int key) {
     warpgroup_fence_operand(r.acc_s);
@@ -255,7 +255,7 @@ struct AttentionSm90Consumer {
     }
   }
 
-  // Load S of the tile of keys that starts at `key` from shared memory, then turn S into P.
+  // Load S of the tile of keys that starts at `key` from shared memory, then convert S into P.
   // NOTE: the stage is released only when the row maxima are known. Otherwise a load from shared
   // memory that was issued but is not complete could read the scores that TMA writes next.
   __device__ __forceinline__ bool load_s_and_softmax(const AttentionBlock& block, int key) {

@@ -252,7 +252,7 @@ struct BackwardTools {
     }
   }
 
-  // hide() under a general mask.
+  // The version of hide() for a general mask.
   template <typename... Tiles>
   __device__ __forceinline__ void hide_masked(int first_row, Tiles&... r_tiles) {
     const int strip_key = work().first_key + first_strip_row() + threadIdx.x % kWarp / 4;

@@ -160,7 +160,7 @@ struct PairedBackwardBlock : BackwardTools<Config> {
                });
   }
 
-  // Turns scores into P * 2^kProbabilityShift.
+  // Converts scores into P * 2^kProbabilityShift.
   __device__ __forceinline__ void exponentiate(Scores& r_p, int stage, int col) {
     const int first = col + threadIdx.x % 4 * 2;
 #pragma unroll
@@ -185,8 +185,9 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // exponentiate() for soft-capped scores. Also stores P times the slope of the cap, 1 - tanh^2, in
-  // the memory for dS. The key warp with the same scores reads it there and applies the mask.
+  // The version of exponentiate() for soft-capped scores. It also stores P times the slope of the
+  // cap, 1 - tanh^2, in the memory for dS. The key warp with the same scores reads it there and
+  // applies the mask.
   __device__ __forceinline__ void exponentiate_capped(Scores& r_p, int stage, int col) {
     const int first = col + threadIdx.x % 4 * 2;
     const float factor = args.params.mask.softcap * args.score_factor;
@@ -210,7 +211,7 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     this->store_scores(shared.ds[stage], r_held, col);
   }
 
-  // Turns dP into dS, with the P of the value warp that has the same scores.
+  // Converts dP into dS, with the P of the value warp that has the same scores.
   __device__ __forceinline__ void differentiate(Scores& r_ds, int stage, int col) {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
     const ScoreTile& s_p = shared.ds[capped() ? stage : 2];
@@ -241,9 +242,9 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // Computes r_sum += scores @ the rows at s_rows, for the scores of all rows of the warp's strips.
-  // This warp holds kCols of these rows in registers. Calls late() as soon as registers of scores
-  // are free again.
+  // Computes r_sum += scores @ B, where `scores` has all rows of the warp's strips and B is the
+  // rows at s_rows. This warp holds kCols of the rows in registers and reads the others from
+  // s_scores. Calls late() as soon as registers of scores are free again.
   template <typename Late>
   __device__ __forceinline__ void accumulate(const HeldScores& r_scores, uint32_t s_scores,
                                              uint32_t s_rows, const Late& late) {
@@ -266,8 +267,8 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // Computes r_sum += the scores of a group's rows @ these rows. load(a, strip, row) loads the
-  // scores.
+  // Computes r_sum += scores @ B for the rows of one group, where B is these rows of the tile at
+  // s_rows. load(a, strip, row) loads the scores.
   template <typename Load>
   __device__ __forceinline__ void add_rows(uint32_t s_rows, int group, const Load& load) {
     const uint32_t s_slice = s_rows + group * kCols * QTile::kRowBytes;

@@ -129,8 +129,8 @@ struct BackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // Turns the scores in r_p into P * 2^kProbabilityShift, and dP in r_ds into dS. delta in shared
-  // memory does not include the shift.
+  // Converts the scores in r_p into P * 2^kProbabilityShift, and dP in r_ds into dS. delta in
+  // shared memory does not include the shift.
   __device__ __forceinline__ void differentiate(Scores& r_p, Scores& r_ds, int stage, int col) {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
     const int first = col + threadIdx.x % 4 * 2;
@@ -156,8 +156,8 @@ struct BackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // differentiate() for soft-capped scores: dS is also multiplied by the slope of the cap, 1 -
-  // tanh^2.
+  // The version of differentiate() for soft-capped scores. It also multiplies dS by the slope of
+  // the cap, 1 - tanh^2.
   __device__ __forceinline__ void differentiate_capped(Scores& r_p, Scores& r_ds, int stage,
                                                        int first) {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);

@@ -4,7 +4,7 @@
 //
 // A block has kRows query rows of one head and loops over the keys that any of them sees, kKeys at
 // a time. It starts with the first key that is not padding, so only the last steps need a mask. A
-// warp has kRows / 4 rows. It computes their scores, turns them into probabilities relative to a
+// warp has kRows / 4 rows. It computes their scores, converts them to probabilities relative to a
 // running maximum, and multiplies these by V. All of this stays in registers, while the keys and
 // values of the next step arrive. Blocks are ordered by the section of their head, then by work,
 // with the longest rows first. The keys and values of a section fit in the L2 cache. Under a

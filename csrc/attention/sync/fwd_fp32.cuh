@@ -34,7 +34,7 @@ struct AttentionSplitConfig : AttentionVariant<kMasked> {
 };
 
 // The results and sums of earlier key tiles, kept in local memory. Adding 8192 keys to one register
-// tile by tile takes 256 roundings; adding them 8 tiles at a time takes 40.
+// tile by tile needs 256 roundings; adding them 8 tiles at a time needs 40.
 //
 // NOTE: the code accesses local memory by address. Otherwise the compiler would keep these values
 // in registers and spill values that every tile needs.

@@ -15,7 +15,7 @@ namespace torchweld {
 
 inline constexpr int kTerms = 3;
 
-// A tile as kTerms planes of bf16, with the largest terms first. Functions take addresses in the
+// A tile as kTerms planes of bf16, with the largest terms first. Functions need addresses in the
 // first plane.
 template <int kTileRows, int kTileCols>
 struct SplitTile {

@@ -32,9 +32,9 @@ __device__ __forceinline__ void bulk_load_to_all(void* s_to, const void* g_from,
       : "memory");
 }
 
-// Copies or adds shared memory to global memory. Addresses and `bytes` must be multiples of 16.
-// Stores to the source before need an async_fence. This thread's next tma_commit covers these
-// operations.
+// Copies or adds shared memory to global memory. Addresses and `bytes` must be multiples of 16. An
+// async_fence must separate earlier stores to the source from this call. This thread's next
+// tma_commit covers the operation.
 __device__ __forceinline__ void bulk_store(float* g_to, const float* s_from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
                :
@@ -55,7 +55,7 @@ __device__ __forceinline__ void global_async_fence() {
 }
 
 // Copies shared memory of this CTA to that of the CTA with rank `rank`, whose `s_barrier` counts
-// the bytes. Stores to the source before need an async_fence.
+// the bytes. An async_fence must separate earlier stores to the source from this call.
 __device__ __forceinline__ void bulk_send_to_block(void* s_to, const void* s_from, uint32_t bytes,
                                                    uint64_t* s_barrier, uint32_t rank) {
   asm volatile(

@@ -43,7 +43,7 @@ TW_HOST_DEVICE constexpr uint64_t mn_major_descriptor(uint32_t s_tile, uint32_t 
 // The descriptor of an operand with eight rows of one repeated value. The kSameValuesBytes bytes at
 // s_values must be filled with that value.
 TW_HOST_DEVICE constexpr uint64_t same_values_descriptor(uint32_t s_values) {
-  // Between the two atoms of 8 rows and 8 elements of K.
+  // The distance between the two atoms of 8 rows and 8 elements of K.
   constexpr uint64_t kApart = kSameValuesBytes / 2 >> 4;
   return kApart << 32 | kApart << 16 | (s_values & 0x3ffff) >> 4;
 }

@@ -53,7 +53,7 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t s_to, const TensorMa
       : "memory");
 }
 
-// Stores a box. Stores to its shared memory before need an async_fence.
+// Stores a box. An async_fence must separate earlier stores to its shared memory from this call.
 __device__ __forceinline__ void tma_store(const TensorMap& map, uint32_t s_from, int x, int y,
                                           int z, int w) {
   asm volatile(

@@ -44,8 +44,8 @@ __device__ __forceinline__ void discard_accumulators(float (&d)[kSums]) {
 }
 
 // Computes d = (scale_d ? d : 0) + a @ b^T for 64 rows, N columns and K = 16 16-bit values.
-// multiply<kA, kB>(d, a, b, scale_d) takes descriptors of both operands; multiply<kB>(d, a, b,
-// scale_d) takes a in registers. kA and kB say whether an operand is MN-major.
+// multiply<kA, kB>(d, a, b, scale_d) reads descriptors of both operands; multiply<kB>(d, a, b,
+// scale_d) reads a from registers. kA and kB say whether an operand is MN-major.
 template <typename T, int N>
 struct Wgmma;
 

@@ -239,7 +239,7 @@ class RowsFragments {
     load_matrix_4(r, shared_address(s.a) + rows_chunk<8>(row, slice * 2 + lane_ / 16) * 16);
     if (!norm_.given) return;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {  // of the 16 elements along K
+    for (int half = 0; half < 2; ++half) {  // half of the 16 elements along K
       if (slice * 16 + half * 8 >= left) continue;
       const uint32_t at = (slice * 16 + half * 8 + lane_ % 4 * 2) * uint32_t(sizeof(T));
       float2 scale = make_float2(1.f, 1.f), shift = make_float2(0.f, 0.f);

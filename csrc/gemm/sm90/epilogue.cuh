@@ -4,7 +4,7 @@
 // In ping-pong the epilogue of one warpgroup runs while the other warpgroup multiplies, which takes
 // 512 clocks a k-block. The tensor cores have priority at the register file, so a warp of the
 // epilogue needs 5 to 8 clocks an instruction. For (8192, 768) times (768, 3072) with GELU in bf16
-// on an H200, the mainloop of a tile takes 6100 clocks and its epilogue 6500 to 8500 (9500 at
+// on an H200, the mainloop of a tile needs 6100 clocks and its epilogue 6500 to 8500 (9500 at
 // first). Plain stores instead of TMA make the products a tenth slower. Twice as many boxes, or
 // bias loads that are issued earlier, change nothing.
 #pragma once

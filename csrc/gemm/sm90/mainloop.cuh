@@ -29,8 +29,8 @@ struct Sm90Config {
   static constexpr int kHalvesA = kGated && kT.swap_ab() ? 2 : 1,
                        kHalvesB = kGated && !kT.swap_ab() ? 2 : 1;
   static constexpr int kBlockK = kKBlockBytes / int(sizeof(T));
-  // An MN-major tile has rows of kSwizzleRowElems elements along M or N; kLeadingBytes is the
-  // distance to the next such elements.
+  // A swizzle row of an MN-major tile has kSwizzleRowElems elements of M or N. The next
+  // kSwizzleRowElems elements of M or N lie kLeadingBytes further.
   static constexpr int kSwizzleRowElems = kBlockK, kLeadingBytes = kBlockK * kSwizzleRowBytes;
 };
 

@@ -17,7 +17,7 @@ struct Sm90Params {
   // halves, batch).
   TensorMap b;
   TensorMap y, preact;  // dims (N, M, halves, batch); y has one half
-  // TMA stores the result; false if its rows don't start on 16-byte boundaries.
+  // Whether TMA stores the result. It can't if the rows don't start on 16-byte boundaries.
   bool stores_y, stores_preact;
   bool a_batched, b_batched;  // false: all batches read the same matrix
   GemmSchedule schedule;      // of the tiles of clusters

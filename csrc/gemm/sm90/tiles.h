@@ -41,8 +41,9 @@ enum Sm90TileIndex : int {
 // rows of a.
 struct Sm90Tile {
   Sm90TileIndex index;
-  int block_m, block_n;  // of wgmma's operands; rows of b count both halves of a gated product
-  int stages;            // of the pipeline in shared memory
+  // Rows of wgmma's operands; those of b count both halves of a gated product.
+  int block_m, block_n;
+  int stages;   // of the pipeline in shared memory
   int cluster;  // CTAs, whose tiles lie below each other and which multicast their loads of b
   bool pingpong;
   int boxes;  // the boxes of results that each warp keeps for TMA stores; 0 for swap_ab tiles
@@ -236,13 +237,13 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
     const double partials = std::max(1.0, 1 / share);
     // CTAs that work at different k-blocks share no loads. This costs nothing while L2 holds the
     // operands. The longer K is, the further the CTAs drift apart: (8192, 16384) x (16384, 4096)
-    // takes 1507 us with stream-K and 1403 us with whole tiles.
+    // needs 1507 us with stream-K and 1403 us with whole tiles.
     constexpr double kL2Bytes = 50e6, kDrift = 0.0012, kShortSum = 64, kMaxDrift = 0.25;
     const double drift = std::clamp(kDrift * (k_blocks - kShortSum), 0.0, kMaxDrift);
     const double kBeyondL2 = tile.fp32 ? 1.45 : 1.12 + drift;
     const double bytes = elems * bf16x3_terms(p.math) * sm90_elem_bytes(p.math);
     const double k_block_us = tile.k_block_us * (bytes > kL2Bytes ? kBeyondL2 : 1);
-    // If a tile has one k-block, no tile has partials.
+    // If K is a single k-block, no tile has partials.
     us += share * (k_blocks * k_block_us + beside_us) + std::max(0.0, 1 - share) * beside_us;
     constexpr double kClusterReduceUs = 1.5;
     us += stream.split_cluster > 1
@@ -256,8 +257,8 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
   const bool draws_power = !tile.swap_ab() && !tile.fp32 && p.width() >= tile.block_n;
   if (draws_power && tile.cluster == 1 && us > kLongUs) us *= kLonger;
   // For each result, ping-pong tiles load 1.5 times the bytes that tiles of 256 columns load, and
-  // they draw more power. On an H100 4096^3 takes 201 us with ping-pong tiles and 183 us with the
-  // wider tiles; (8192, 4096, 16384) takes 1637 us and 1397 us.
+  // they draw more power. On an H100 4096^3 needs 201 us with ping-pong tiles and 183 us with the
+  // wider tiles; (8192, 4096, 16384) needs 1637 us and 1397 us.
   constexpr double kPingPongLongUs = 100;
   if (draws_power && tile.pingpong && us > kPingPongLongUs) us *= kLonger;
   const double written =

@@ -139,7 +139,8 @@ struct Int4DecodeRange {
     const Int4DecodePartition partition(work.tiles * plan.split_k_blocks);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     const uint32_t begin = partition.begin(warp), begin_tile = plan.split_divisor.divide(begin);
-    // Warp and tile indices increase together, so their sum is a different slot for each pair.
+    // Warp and tile indices increase together, so the sum of both is a different slot for each
+    // pair.
     slot = warp + begin_tile;
     in = begin - begin_tile * plan.split_k_blocks;
     k_block = (work.first_tile + begin_tile) * plan.k_blocks +

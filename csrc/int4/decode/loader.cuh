@@ -64,7 +64,7 @@ class Int4DecodeLoader {
 
   __device__ __forceinline__ Int4DecodeLoader(const Int4DecodeParams& p, int lane)
       : g_words_(p.words + lane * 16), g_scale_(p.scale + lane / 4 * 4) {
-    // NOTE: the asm hides the pointers from the compiler, so that an address takes one
+    // NOTE: the asm hides the pointers from the compiler, so that an address needs one
     // multiply-add. Without it the compiler recomputes the pointers in every k-block.
     asm volatile("" : "+l"(g_words_), "+l"(g_scale_));
   }

@@ -46,7 +46,7 @@ class Int4ZeroPlace {
  public:
   __device__ __forceinline__ explicit Int4ZeroPlace(int lane) {
     const int row = lane / 4;
-    bytes_ = 0x4040 + row / 2 * 0x0101;  // byte row / 2, zero-extended, twice
+    bytes_ = 0x4040 + row / 2 * 0x0101;  // selects byte row / 2, zero-extended, in both halves
     mask_ = row % 2 ? 0x00f000f0 : 0x000f000f;
     lift_ = (row % 2 ? kInt4Lift4<U> : kInt4Lift0<U>) | kBothSigns;
     asm volatile(""
@@ -154,7 +154,7 @@ struct Int4DecodeMath {
     float* s_lane = s_slot + sum_offset(lane % 4 * 2, lane / 4);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      // The last pair of tokens ends the slot.
+      // A slot has no space behind the last pair of tokens.
       if (lane % 4 * 2 + g * 8 >= tokens) continue;
 #pragma unroll
       for (int i = 0; i < 4; ++i) s_lane[sum_offset(g * 8 + i % 2, i / 2 * 8)] = acc[g][i];

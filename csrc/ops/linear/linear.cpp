@@ -248,7 +248,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   }
 };
 
-// Errors name linear, not linear_forward.
+// Checks the arguments before linear_forward does, so that errors name linear.
 void linear_checks(const char* op, const Tensor& x, const Tensor& weight,
                    const OptionalTensor& bias, c10::string_view activation) {
   check_linear(op, x, "weight", weight, bias);

@@ -54,7 +54,7 @@ __device__ __forceinline__ void load_left_transposed(uint32_t (&words)[4], const
   }
 }
 
-// biased_exp(z) for z <= 0.
+// Returns biased_exp(z), for z <= 0.
 // NOTE: for bf16, subnormal results come from a multiplication. With the instruction that gives
 // them directly, the masked kernel would spill.
 template <typename T>

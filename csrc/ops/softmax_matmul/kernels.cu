@@ -40,12 +40,12 @@ struct ForwardConfig {
   static_assert(sizeof(Shared) <= 99 * 1024, "the shared memory of every GPU from sm_80 on");
 };
 
-// Turns x = sign * score into a probability: exp((x - max) * |scale|), times 2^kProbabilityBias. If
-// the scale is 0, scores are still multiplied by 0, so that an infinite score gives NaN, as in
+// Converts x = sign * score into a probability: exp((x - max) * |scale|), times 2^kProbabilityBias.
+// If the scale is 0, scores are still multiplied by 0, so that an infinite score gives NaN, as in
 // torch.
 template <typename T>
 struct ScoreExponent {
-  static constexpr bool kPowerOf2 = sizeof(T) == 2;  // 2^x takes one instruction, unlike e^x
+  static constexpr bool kPowerOf2 = sizeof(T) == 2;  // 2^x needs one instruction, unlike e^x
   float sign;
   float c;
   __device__ __forceinline__ explicit ScoreExponent(float scale)

@@ -89,7 +89,8 @@ __device__ __forceinline__ int step_column(int r, int half) {
   return threadIdx.x % 4 * kPerWord<T> + half + (r / 2) * (kQuadBytes / int(sizeof(T)));
 }
 
-// The left operand (16, step) of an mma. multiply() is the mma with 8 columns of the right operand.
+// The left operand (16, step) of an mma. multiply() issues the mma with 8 columns of the right
+// operand.
 template <typename T, bool kTf32>
 struct LeftOperand {
   uint32_t a[4];
@@ -234,7 +235,7 @@ __device__ __forceinline__ void load_tile_of(T* s_tile, const T* g_tile, int64_t
   }
 }
 
-// load_tile_of for rows [begin, end).
+// Calls load_tile_of for rows [begin, end).
 template <int kRows, int kColumns, int kPitch, int kThreads, typename T>
 __device__ __forceinline__ void load_tile(T* s_tile, const T* g_tile, int64_t row_stride, int begin,
                                           int end, int columns, bool aligned) {

@@ -370,7 +370,7 @@ void launch_cells_config(const Conv2dParams& params, cudaStream_t stream) {
                 });
 }
 
-// The kernel must not be larger than the size of the tile.
+// The weight must not be larger than the size of the tile.
 template <typename T>
 void launch_conv2d_cells_of(int tile, const Conv2dParams& params, cudaStream_t stream) {
   dispatch_index<kNumCellsTiles>(tile, [&](auto index) {

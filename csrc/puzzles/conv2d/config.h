@@ -97,7 +97,7 @@ constexpr int64_t cells_strip_rows(const CellsTile& tile, int64_t batch, int64_t
 
 // The narrow kernel supports the first kNumNarrowTiles tiles of the cells kernel, for images of at
 // most two cells.
-// NOTE: (65536, 8, 8) takes 0.96 to 1.00 of the time of a copy on an H200 with kernels of size 3 to
+// NOTE: (65536, 8, 8) needs 0.96 to 1.00 of the time of a copy on an H200 with kernels of size 3 to
 // 5, and 1.04 with size 7. The cells kernel took 1.13 to 1.25.
 inline constexpr int kNarrowHeight = 2 * kCellRows;
 inline constexpr int kNumNarrowTiles = 3;

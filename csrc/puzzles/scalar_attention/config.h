@@ -10,9 +10,9 @@ namespace torchweld {
 // of the other side. Exponentials limit its speed. Therefore a thread computes the exponentials of
 // some of its owned elements by a polynomial, which balances the FMA pipe and the exponential unit.
 enum ScalarAttentionSweep {
-  kForwardSweep,  // owns rows i: sum_j e, sum_j e v
-  kQuerySweep,    // owns rows i: sum_j e (v - mean) k
-  kKeySweep,      // owns keys j: sum_i e dz, sum_i e dz q (v - mean)
+  kForwardSweep,  // owns rows i; sums e and e v over j
+  kQuerySweep,    // owns rows i; sums e (v - mean) k over j
+  kKeySweep,      // owns keys j; sums e dz and e dz q (v - mean) over i
   kNumScalarAttentionSweeps
 };
 

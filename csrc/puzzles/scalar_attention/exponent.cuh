@@ -2,7 +2,7 @@
 //
 // The largest score of a row is q * max(k) or q * min(k), so the final maximum is known in advance.
 // If the scores of a row have a small range (spans_little), the exponential is computed as 2^(scale
-// * k + shift) with an integer shift. This takes one FMA and either the exponential unit, or
+// * k + shift) with an integer shift. This needs one FMA and either the exponential unit, or
 // rounding to an integer and a polynomial. All other rows, including those with inf and NaN,
 // subtract the maximum first.
 // Source: Cody and Waite, "Software Manual for the Elementary Functions", 1980 (the reduction).

@@ -35,7 +35,7 @@ struct KeyValue {
   float k, v;
 };
 
-// The forward: (sum_j e, sum_j e v).
+// The sums of the forward: (sum_j e, sum_j e v).
 template <int kTile>
 struct ForwardJob : RowJob, SweepShape<kForwardSweep, kTile> {
   static constexpr int kSums = 2;
@@ -61,7 +61,7 @@ struct ForwardJob : RowJob, SweepShape<kForwardSweep, kTile> {
   }
 };
 
-// The gradient of q: sum_j e (v - mean) k.
+// The sum for the gradient of q: sum_j e (v - mean) k.
 template <int kTile>
 struct QueryJob : RowJob, SweepShape<kQuerySweep, kTile> {
   static constexpr int kSums = 1;
@@ -90,8 +90,8 @@ struct QueryJob : RowJob, SweepShape<kQuerySweep, kTile> {
   }
 };
 
-// The gradients of k and v: (sum_i p dz q (v - mean), sum_i p dz). The streamed dz already includes
-// the factor of its row and 1 / sum.
+// The sums for the gradients of k and v: (sum_i p dz q (v - mean), sum_i p dz). The streamed dz
+// already includes the factor of its row and 1 / sum.
 template <int kTile>
 struct KeyJob : SweepShape<kKeySweep, kTile> {
   static constexpr int kSums = 2;

@@ -19,7 +19,7 @@ struct ScalarAttentionParams {
   void* z;         // (n,), contiguous
   float* mean;     // (n,), contiguous: z before rounding; mean and sum are nullptr if not needed
   float* sum;      // (n,), contiguous
-  float* scratch;  // scalar_attention_scratch_floats
+  float* scratch;  // scalar_attention_scratch_floats() floats
   int64_t n;
   DType dtype;
 };
