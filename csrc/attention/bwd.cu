@@ -214,7 +214,7 @@ BackwardArgs make_args(const AttentionBackwardParams& params, const Scratch& scr
   const AttentionBackwardLoad load = {
       sizes.batch * sizes.nheads_kv * scratch.group_parts, heads, sizes.seqlen_k,
       attention_backward_dq_columns(sizes.head_dim, sizes.head_dim_v),
-      // The bytes of Q, dO and the fp32 sums of dQ, then those of K and V.
+      // The bytes of Q, dO and the fp32 sums of dQ, then the bytes of K and V.
       heads * sizes.seqlen_q * (dims * elem_size + sizes.head_dim * 4) +
           sizes.seqlen_k * dims * elem_size,
       args.params.mask.causal || args.params.mask.window > 0 || params.mask.key_start};

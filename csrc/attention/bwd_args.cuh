@@ -29,8 +29,8 @@ struct BackwardArgs {
   int* g_dq_semaphore;
   unsigned* g_tickets;  // counts the blocks that have started, one counter per launch
 
-  // The partial dK or dV of a part for 64 keys and `columns` columns. It has the layout of wgmma's
-  // accumulators: (columns / 8, 128 threads) float4 values.
+  // The address of the partial dK or dV that a part computes for 64 keys and `columns` columns. The
+  // partial has the layout of wgmma's accumulators: (columns / 8, 128 threads) float4 values.
   __device__ __forceinline__ float4* part_sums(int part, int tile, bool of_dv, int columns) const {
     const AttentionSizes& sizes = params.sizes;
     const int64_t parts = sizes.batch * sizes.nheads_kv * group_parts;

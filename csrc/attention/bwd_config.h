@@ -34,9 +34,9 @@ struct AttentionBackwardTile {
   constexpr int threads() const { return warps * 32; }
   constexpr int strip_warps() const { return paired ? warps / 2 : warps; }
   constexpr int strips() const { return keys * groups / (strip_warps() * 16); }
-  // The bytes of K, V, two stages of Q and dO, and two of dS. In fp32: Q and dO once as bf16 terms
-  // and once as fp32, and one dS. Then P if the warps are paired, two stages of lse and delta, and
-  // the work tile.
+  // The bytes of shared memory. They hold K, V, two stages of Q and dO, and two buffers of dS. In
+  // fp32, Q and dO are stored once as bf16 terms and once as fp32, and dS has one buffer. Paired
+  // warps also need P. Two stages of lse and delta, and the work tile, come last.
   constexpr int shared_bytes() const {
     const int size = elem_size(math);
     const int tiles =
@@ -108,9 +108,10 @@ struct AttentionBackwardSm90Tile {
   static constexpr int kBoxColumns = AttentionSm90Tile::kBoxColumns;
 
   constexpr bool is_2cta() const { return dim > 128; }
-  // The bytes of K, V, two stages of Q and dO, two buffers of dS, and an fp32 dQ tile per dQ store
-  // warp. With 2 CTAs: one stage of dO, one buffer of dS, half of dQ, half of the peer's K, and P,
-  // whose buffer later receives the peer's dS.
+  // The bytes of the tile in shared memory. They hold K, V, two stages of Q and dO, two buffers of
+  // dS, and an fp32 dQ tile per dQ store warp. With 2 CTAs, dO has one stage and dS one buffer, and
+  // dQ is half a tile; in addition there are half of the peer's K, and P, whose buffer later
+  // receives the peer's dS.
   constexpr int tile_bytes() const {
     if (!is_2cta()) {
       return 2 * (2 * keys * dim + 2 * kStages * rows * dim + 2 * rows * keys) +

@@ -116,8 +116,8 @@ struct AttentionSm90Tile {
   constexpr int stages_bytes() const {
     return stages * 2 * kBoxColumns * keys * (boxes(dim) + boxes(dim_v));
   }
-  // 2 if shared memory can hold the query rows of the next tile in addition to those of this tile,
-  // else 1.
+  // Returns 2 if shared memory can hold the query rows of two tiles, so that the next tile can
+  // load, else 1.
   constexpr int query_stages() const {
     return 2 * query_bytes() + stages_bytes() + kExtraBytes <= kSmBytes / blocks - kBlockBytes ? 2
                                                                                                : 1;
@@ -126,14 +126,14 @@ struct AttentionSm90Tile {
 
   // The kernel's shared memory in addition to its tile.
   static constexpr int kExtraBytes = 3 * 1024;
-  // kSmBytes is the shared memory of an SM on Hopper, of which the hardware reserves kBlockBytes
-  // per block.
+  // kSmBytes is the shared memory of an SM on Hopper. The hardware reserves kBlockBytes of it for
+  // each block.
   static constexpr int kSmBytes = 228 * 1024, kBlockBytes = 1024;
 };
 
-// With tiles of one warpgroup, a block can end while other blocks of the SM continue, which matters
-// for short rows, where the start and the end of a block take most of the time. Long rows need many
-// query rows per tile of keys.
+// For short rows, the start and the end of a block take most of the time. Tiles of one warpgroup
+// suit them, because a block can end while other blocks of the SM continue. Long rows need tiles
+// with many query rows per key.
 inline constexpr AttentionSm90Tile kAttentionSm90Tiles[] = {
     {64, 64, 3, 128, 2, 1, 510},   {64, 64, 2, 128, 2, 1, 445},   {64, 64, 1, 64, 3, 3, 440},
     {96, 96, 2, 160, 2, 1, 570},   {128, 128, 2, 160, 2, 1, 644}, {128, 128, 2, 128, 2, 1, 625},

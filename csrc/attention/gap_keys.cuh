@@ -29,10 +29,10 @@ struct GapKeys {
     return row >= 0 && row < kRows && (rows[row / kWarp] >> row % kWarp & 1) != 0;
   }
 
-  // Finds the gaps of rows of which the first is at `position`. `s_begin` holds the first key of
-  // each row, or kSeesNothing if the row sees no key. The rows see keys between `first` and `end`.
-  // All threads of `threads` / 32 warps call this. Before, first_position must be set to
-  // kSeesNothing or to `position`.
+  // Finds the gaps of the block's rows. The position of row 0 is `position`. `s_begin` holds the
+  // first key of each row, or kSeesNothing if the row sees no key. The rows see keys between
+  // `first` and `end`. All threads of `threads` / 32 warps call this. Before the call,
+  // first_position must be kSeesNothing or `position`.
   __device__ __forceinline__ void find(const int* s_begin, int position, int first, int end,
                                        int thread, int threads) {
     for (int row = thread; row < kRows; row += threads) {

@@ -36,7 +36,7 @@ struct Int4Family : FirstSizeByClass {
     return int4_choice(p, engine(x), static_cast<int>(x[1]), static_cast<int>(x[2]));
   }
 
-  // An illegal tile is listed once, with one split.
+  // Lists every tile. A legal tile that can split K is listed with every number of splits.
   static std::vector<Encoded> candidates(const Int4Problem& p) {
     std::vector<Encoded> all;
     for (int i = 0; i < kInt4DecodeTileCount; ++i) {

@@ -78,7 +78,7 @@ __device__ __forceinline__ uint32_t int4_slice_word(const uint4& words, int slic
   return slice == 0 ? words.x : slice == 1 ? words.y : slice == 2 ? words.z : words.w;
 }
 
-// Computes the bitwise (a & mask) or magic.
+// Computes a & mask, or-ed with magic.
 // NOTE: with two constant operands the compiler would emit two instructions.
 __device__ __forceinline__ uint32_t mask_or(uint32_t a, uint32_t mask, uint32_t magic) {
   uint32_t d;

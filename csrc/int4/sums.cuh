@@ -1,5 +1,5 @@
 // The epilogue of split K. A block stages its accumulators in shared memory as fp32 [token][row].
-// The cluster adds up those of all splits, adds the bias and rounds to y.
+// The cluster adds up the accumulators of all splits, adds the bias and rounds to y.
 #pragma once
 
 #include "device/features.cuh"
@@ -30,8 +30,8 @@ __device__ __forceinline__ void int4_stage_sums(float* s_sums, float (&acc)[kFra
   }
 }
 
-// Loads the bias of rows row, row + kStride, ... below row + count. The bias of other rows is 0,
-// and that of all rows if there is no bias.
+// Loads the bias of rows row, row + kStride, ... below row + count. Other rows get a bias of 0. If
+// there is no bias, all rows get 0.
 template <typename T, int kStride = 1, int kCount>
 __device__ __forceinline__ void int4_load_bias(float (&bias)[kCount], const void* g_bias,
                                                int64_t row, int count) {

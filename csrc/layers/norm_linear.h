@@ -163,8 +163,8 @@ inline Tensor activation_backward_into(const Tensor& dbias, const Tensor& dy,
   return dz;
 }
 
-// Whether the matmul of the weight gradient should also compute the bias gradient. Without an
-// activation, dz is dy, and a separate kernel would have to read it only for dbias.
+// Whether the matmul of the weight gradient should also compute the bias gradient. It should if
+// there is no activation: dz is then dy, and a separate kernel would read dy only for dbias.
 inline bool bias_beside_weight(bool wants_weight, Activation activation) {
   return wants_weight && activation == Activation::kNone;
 }

@@ -31,7 +31,7 @@ using Repeat = T;
 //   kVectors, kStatistics     the names of the arguments
 //   normalise                 CPU: computes the normalised rows, in x's dtype, and the statistics
 //   normalise_again           CPU: computes the normalised rows from saved statistics
-//   backward                  CPU: computes the gradients from that of the normalised rows
+//   backward                  CPU: computes the gradients from the gradient of the normalised rows
 template <typename Norm, typename = std::make_index_sequence<Norm::kVectors.size()>,
           typename = std::make_index_sequence<Norm::kStatistics.size()>>
 struct NormLinear;

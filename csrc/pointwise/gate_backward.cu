@@ -16,7 +16,7 @@ struct GateArgs {
   Gate gate;
 };
 
-// Overwrites the left and right halves of z by those of dz.
+// Overwrites the left and right halves of z by the halves of dz.
 template <typename T, int kCount>
 __device__ __forceinline__ void gate_grad_of(T (&left)[kCount], T (&right)[kCount],
                                              const T (&dy)[kCount], Gate gate) {

@@ -130,7 +130,8 @@ struct MatrixWork {
     }
     return (block.tile * lanes + of_lane) * kElems;
   }
-  // Whether a row with this head has the edge element of lane `of_lane`.
+  // Whether a row has an edge element for lane `of_lane`. `head` is the number of elements of the
+  // row before its first access.
   __device__ __forceinline__ bool has_edge(int of_lane, int head) const {
     const int tail = (static_cast<int>(args.plan.n) - head) & (kWholeElems - 1);
     return of_lane < kWholeElems ? of_lane < head : of_lane - kWholeElems < tail;

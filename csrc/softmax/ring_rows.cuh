@@ -41,7 +41,7 @@ template <typename Slice, typename State, typename T>
 struct RingRow {
   Slice slice;
   State state;
-  T* g_to;        // address of the column of the slice's first access
+  T* g_to;        // address of the result of the first access
   int iteration;  // iteration of the group
 };
 

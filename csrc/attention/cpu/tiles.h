@@ -102,8 +102,8 @@ struct CpuAttention : CpuScores {
   }
 };
 
-// Writes to (columns, width): the transpose of from (rows, columns), with zeros for rows from
-// `rows` on.
+// Sets `to` (columns, width) to the transpose of `from` (rows, columns). Elements of rows from
+// `rows` on become zero.
 template <typename T, typename acc_t>
 void pack_transposed(acc_t* to, int64_t width, const T* from, int64_t rows, int64_t columns,
                      int64_t row_stride, int64_t column_stride, acc_t scale = 1) {
@@ -117,7 +117,7 @@ void pack_transposed(acc_t* to, int64_t width, const T* from, int64_t rows, int6
   });
 }
 
-// Writes to (height, columns): a copy of from (rows, columns), with zeros for rows from `rows` on.
+// Copies `from` (rows, columns) to `to` (height, columns). Rows from `rows` on become zero.
 template <typename T, typename acc_t>
 void pack_rows(acc_t* to, int64_t height, const T* from, int64_t rows, int64_t columns,
                int64_t row_stride, int64_t column_stride, acc_t scale = 1) {
@@ -241,8 +241,7 @@ void row_deltas(acc_t* delta, const acc_t* dout, const CpuHeads<T>& out,
   });
 }
 
-// Returns the sum over a block's rows of their terms in the dsink of a head. `deltas` must come
-// from row_deltas.
+// Returns what the rows of a block add to dsink of a head. `deltas` must come from row_deltas.
 template <typename acc_t>
 acc_t sink_gradient(acc_t sink, const acc_t* deltas, const CpuHeads<acc_t>& lse,
                     const CpuHeads<acc_t>* dlse, int64_t b, int64_t h, const QueryBlock& block) {

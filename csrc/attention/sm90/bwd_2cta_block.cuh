@@ -22,7 +22,7 @@ struct Backward2CtaConfig {
   static constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
   static constexpr int kCtas = kShape.blocks;
   static constexpr int kDim = kShape.dim;
-  // kCtaKeys is the number of keys of a CTA, kKeys that of the cluster.
+  // kCtaKeys is the number of keys of a CTA, kKeys the number of keys of the cluster.
   static constexpr int kCtaKeys = kShape.keys, kKeys = kCtas * kCtaKeys;
   static constexpr int kRows = kShape.rows, kScoreRows = kRows / 2;
   static constexpr bool kEarlyLse = !kMasked;  // lse is loaded before S is complete

@@ -15,8 +15,8 @@ namespace torchweld {
 
 inline constexpr int kTerms = 3;
 
-// A tile as kTerms planes of bf16, with the largest terms first. Functions need addresses in the
-// first plane.
+// A tile as kTerms planes of bf16, with the largest terms first. The functions below expect
+// addresses in the first plane.
 template <int kTileRows, int kTileCols>
 struct SplitTile {
   using Plane = SharedTile<__nv_bfloat16, kTileRows, kTileCols>;

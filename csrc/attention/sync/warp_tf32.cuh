@@ -1,4 +1,4 @@
-// The matmuls of one warp in TF32, from fp32 tiles: m16n8k8. The interface is that of
+// The matmuls of one warp in TF32, from fp32 tiles, with m16n8k8. The interface is the same as in
 // attention/sync/warp_16bit.cuh.
 //
 // P V permutes every 8 keys to 0 2 4 6 1 3 5 7, so that the scores in the layout of C are already P

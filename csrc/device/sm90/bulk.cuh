@@ -54,8 +54,9 @@ __device__ __forceinline__ void global_async_fence() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Copies shared memory of this CTA to that of the CTA with rank `rank`, whose `s_barrier` counts
-// the bytes. An async_fence must separate earlier stores to the source from this call.
+// Copies shared memory of this CTA to the shared memory of the CTA with rank `rank`, in which
+// `s_barrier` counts the bytes. An async_fence must separate earlier stores to the source from this
+// call.
 __device__ __forceinline__ void bulk_send_to_block(void* s_to, const void* s_from, uint32_t bytes,
                                                    uint64_t* s_barrier, uint32_t rank) {
   asm volatile(

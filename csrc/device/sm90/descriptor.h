@@ -18,7 +18,7 @@ namespace torchweld {
 inline constexpr int kSwizzleRowBytes = 128, kSwizzleAtomBytes = 1024;
 inline constexpr int kSameValuesBytes = 256;  // the bytes that a wgmma with N = 8 reads
 
-// The position of 16-byte chunk `chunk` in swizzle row `row`.
+// The position of 16-byte chunk `chunk` in swizzle row `row` under the 128-byte swizzle.
 TW_HOST_DEVICE constexpr int swizzled_chunk(int row, int chunk) { return chunk ^ (row & 7); }
 
 // s_tile is the shared-memory address of the first element that the wgmma reads.

@@ -1,5 +1,5 @@
 // Computes y = epilogue(a @ b^T) for up to 16 rows of a, for example the tokens of a decode step.
-// The time is that of reading b once; if b is small, the start and the end of the kernel dominate.
+// The kernel takes as long as reading b once; if b is small, its start and end dominate the time.
 //
 // A block computes some columns of y over the whole of K. Warp w multiplies k-blocks w, w + kWarps,
 // ... and loads them asynchronously into its own ring, so that no warp waits for another. a is the

@@ -54,9 +54,10 @@ inline Refusal rows_refusal(const GemmProblem& p, const RowsTile& tile, int spli
                                                                       : "more than 2^31 - 1 tiles";
 }
 
-// Estimates the time. The model was fitted on an H200 together with sm90_seconds: the time to read
-// the operands, from memory or by the busiest SM, whichever is longer, without the launch and the
-// first loads. b may be in L2. A norm adds a constant to every block that an SM runs.
+// Estimates the time without the launch and the first loads. It is the time to read all operands
+// from memory, where b may be in L2, or the time in which the busiest SM reads its operands,
+// whichever is longer. A norm adds a constant for every block that an SM runs. The model was fitted
+// on an H200 together with sm90_seconds.
 inline double rows_seconds(const GemmProblem& p, const RowsTile& tile) {
   constexpr double kMemoryBytes = 7e12, kBlockUs = 1, kPointwiseUs = 0.1;
   constexpr double kNormUs = 1.5, kBlockNormUs = 0.5;

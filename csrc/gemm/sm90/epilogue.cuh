@@ -163,8 +163,8 @@ class Sm90Epilogue {
     return result++ % kSlots;
   }
 
-  // The accumulators that one loop iteration handles: a box, or for a gated product all columns of
-  // 16 rows.
+  // An iteration of the loop in finish_boxes handles kIterationValues accumulators: those of one
+  // box or, in a gated product, of all columns of 16 rows.
   static constexpr int kAccumulators = sizeof(Flat) / sizeof(float);
   static constexpr int kIterationValues = kGated ? kT.block_n / 2 : kValues;
   static constexpr int kIterations = kAccumulators / kIterationValues,

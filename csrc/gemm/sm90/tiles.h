@@ -48,9 +48,10 @@ struct Sm90Tile {
   bool pingpong;
   int boxes;  // the boxes of results that each warp keeps for TMA stores; 0 for swap_ab tiles
   // Times in microseconds, measured on an H200 (tiles of clusters: on an H100). k_block_us is the
-  // time of a k-block of the mainloop, tile_us the time of a tile without its k-blocks.
+  // time of a k-block of the mainloop, and tile_us the time of a tile without its k-blocks.
   // pointwise_us is what an activation adds to tile_us; in ping-pong the mainloop of the other tile
-  // hides the rest. stream_us is the time of stream-K, partial_us that of each partial of a tile.
+  // hides the rest. stream_us is the time of stream-K, and partial_us the time of each partial of a
+  // tile.
   float k_block_us, tile_us, pointwise_us, stream_us, partial_us;
   bool fp32 = false;  // a tile for kFloat32, which needs two sets of accumulators
 
@@ -159,7 +160,7 @@ struct Sm90Stream {
 };
 
 // Returns the stream-K schedule of a product. Stream-K covers the tiles of the last round, in which
-// there are fewer tiles than workers, and those of the round before.
+// there are fewer tiles than workers, and the tiles of the round before.
 inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t k_blocks,
                               const DeviceFacts& device, bool streams) {
   constexpr int64_t kMinKBlocks = 4;  // per worker

@@ -129,7 +129,7 @@ __device__ __forceinline__ void int4_decode_finish(const Int4DecodeParams& p,
 
 // The k-blocks that a warp computes in a round.
 struct Int4DecodeRange {
-  int slot;  // slot for the accumulators of its first tile; those of the next tiles follow
+  int slot;  // slot for the accumulators of its first tile; the next tiles use the next slots
   uint32_t k_block, in;  // index of the first k-block in the weight, and in its split
   uint32_t count;        // number of k-blocks
 

@@ -10,8 +10,8 @@
 
 namespace torchweld {
 
-// NOTE: the parameters are few, because every 64 bytes of them cost each block a miss in the
-// constant cache.
+// NOTE: this struct is kept small, because every 64 bytes of parameters cost each block a miss in
+// the constant cache.
 struct Int4DecodeParams : Int4Operands {
   int tokens, rows;  // tokens of x, rows of the weight
   Int4DecodePlan plan;

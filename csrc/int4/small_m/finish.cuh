@@ -1,5 +1,6 @@
-// The epilogue of the small-M kernel. It adds up the accumulators, which hold y^T, of the block's
-// warp splits, then those of the splits of K, in a fixed order, adds the bias and rounds.
+// The epilogue of the small-M kernel. It adds up the accumulators of the warp splits of a block,
+// then the partials of the splits of K, both in a fixed order. Then it adds the bias and rounds.
+// The accumulators hold y^T.
 #pragma once
 
 #include "device/features.cuh"
@@ -9,7 +10,8 @@
 
 namespace torchweld {
 
-// NOTE: lifted weights (see kInt4Lift) are in the exponent range of bf16, but not in that of fp16.
+// NOTE: the exponent range of bf16 includes lifted weights (see kInt4Lift), the range of fp16 does
+// not.
 template <typename T>
 inline constexpr bool kInt4SmallMLifted = std::is_same_v<T, __nv_bfloat16>;
 

@@ -8,8 +8,8 @@
 
 namespace torchweld {
 
-// Reads 8 sums of a token: those of this block, or those of all splits, added in the order of the
-// cluster's ranks.
+// Reads 8 sums of a token: either the sums of this block, or the sums of all splits, added in the
+// order of the cluster's ranks.
 __device__ __forceinline__ void int4_read_sums(float (&v)[kGroup], const float* s_from,
                                                int splits) {
   const auto* s_pairs = reinterpret_cast<const float2*>(s_from);

@@ -51,7 +51,8 @@ Tensor stack_rows(const Tensor& t) { return t.reshape({t.size(0) * t.size(1), t.
 bool shared(const Tensor& t, const Tensor& dy) { return t.size(0) == 1 && dy.size(0) != 1; }
 
 // Computes the gradients with the matmul of a device. multiply(y, left, right) must compute y =
-// left @ right. y is (M, N), or (batch, M, N) with operands whose batch is that of y or 1.
+// left @ right. y is (M, N) or (batch, M, N). In the latter case left and right have the batch of y
+// or a batch of 1.
 template <typename Multiply>
 void bmm_backward_into(Tensor& da, Tensor& db, const std::array<bool, 2>& wanted, const Tensor& dy,
                        const Tensor& a, const Tensor& b, const Multiply& multiply) {

@@ -1,5 +1,5 @@
-// Launches causal_softmax and its backward for one element type and mask. The kernels are those of
-// csrc/softmax; the backward with softcap or a sink has its own kernel.
+// Launches causal_softmax and its backward for one element type and mask. The kernels are in
+// csrc/softmax, except for the kernel of the backward with softcap or a sink.
 #pragma once
 
 #include "ops/causal_softmax/capped_backward.cuh"

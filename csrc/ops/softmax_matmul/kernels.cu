@@ -140,7 +140,7 @@ struct RunningSoftmax {
   float sum[2] = {0.f, 0.f};  // over this thread's columns
   float acc[Config::kBlockD / 8][4] = {};
 
-  // Raises the maxima to at least those of the tile and rescales the sums.
+  // Updates the running maxima with the scores of the tile and rescales the sums.
   __device__ __forceinline__ void raise(const ScoreTile<Config>& scores,
                                         const ExponentOf<Config>& exponent) {
     uint32_t highest[4];

@@ -38,8 +38,8 @@ struct BandedConfig {
 template <typename Config>
 struct BandedLayout {
   int steps;       // mma instructions along K per row of weights
-  int before;      // vectors of x to the left of the outputs' columns
-  int halo;        // vectors in addition to those of the outputs' columns
+  int before;      // vectors of x that windows need to the left of the outputs' columns
+  int halo;        // vectors of x that windows need beside the outputs' columns
   int pitch;       // elements from one staged row to the next
   int rows;        // staged rows
   int band_words;  // words of all band matrices

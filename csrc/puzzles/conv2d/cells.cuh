@@ -49,8 +49,8 @@ struct CellsConfig {
 // The row of a strip that a lane holds.
 template <typename T>
 struct Strip {
-  const T* g_x;      // the lane's row of the next cell
-  T* g_z;            // the lane's row of the next cell of z
+  const T* g_x;      // address of the lane's row in the next cell of x
+  T* g_z;            // address of the lane's row in the next cell of z
   int rows;          // rows of x, from the lane's first row on, that the strip depends on
   bool beside;       // whether the image continues in the neighbouring cell
   bool outermost;    // whether no lane of the warp holds the neighbouring cell
@@ -370,7 +370,7 @@ void launch_cells_config(const Conv2dParams& params, cudaStream_t stream) {
                 });
 }
 
-// The weight must not be larger than the size of the tile.
+// Launches the kernel for a tile. The weight must not be larger than the size of the tile.
 template <typename T>
 void launch_conv2d_cells_of(int tile, const Conv2dParams& params, cudaStream_t stream) {
   dispatch_index<kNumCellsTiles>(tile, [&](auto index) {

@@ -23,7 +23,7 @@ struct PrepareArgs {
 };
 
 // Converts every vector to fp32 with stride 1 and computes the range of the keys. One block
-// suffices, because its work is linear in n and that of the sweeps is quadratic.
+// suffices, because its work is linear in n and the work of the sweeps is quadratic.
 template <typename T>
 __global__ __launch_bounds__(kPrepareThreads) void scalar_attention_prepare_kernel(
     const PrepareArgs args) {
