@@ -138,7 +138,7 @@ class FragmentReader {
     return reader;
   }
 
-  // Loads 16 rows by one slice. The first of the rows is row 16 * i of the warp.
+  // Loads the fragment of one slice and 16 rows, from row 16 * i of the warp on.
   template <bool kForA>
   __device__ __forceinline__ void load(uint32_t (&r)[4], uint32_t s_tile, int i, int slice) const {
     if constexpr (kKMajor) {

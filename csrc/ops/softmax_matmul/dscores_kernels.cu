@@ -225,7 +225,8 @@ __global__ __launch_bounds__(Config::kThreads,
       s_begin[thread_row + 8 * i] = seen.rows[i].begin;
       s_end[thread_row + 8 * i] = seen.rows[i].end;
       if (!mask.sink) continue;
-      // With a sink, a row that sees a single key has a gradient.
+      // With a sink, the gradient of a row that sees a single key is not 0, so it needs no special
+      // case.
       row.single[i] = false;
       if (params.sink_terms && seen.rows[i].end > 0 && threadIdx.x % 4 == 0) {
         params.sink_terms[head.flat * mask.seqlen_q + first_row + thread_row + 8 * i] =
