@@ -1,5 +1,5 @@
-// The ops of keep="exponentials": forward returns y and factor (losses/exponentials.h) beside the
-// loss, from which backward makes the gradients.
+// The ops of keep="exponentials". In addition to the loss, the forward returns y and factor
+// (losses/exponentials.h), from which the backward computes the gradients.
 #pragma once
 
 #include "core/dispatch.h"

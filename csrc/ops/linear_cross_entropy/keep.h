@@ -1,4 +1,4 @@
-// What forward stores for the gradient.
+// What the forward stores for the backward.
 #pragma once
 
 #include "losses/exponentials.h"
@@ -7,8 +7,8 @@ namespace torchweld::linear_cross_entropy_op {
 
 enum class Keep { kExponentials, kGradients, kNothing };
 
-// NOTE: float16 loses the gradients of dloss = 1, which come before the loss scale: those of a mean
-// over many rows would be 0.
+// NOTE: the stored gradients are those for dloss = 1, before the loss scale. In float16 the
+// gradients of a mean over many rows would become 0.
 inline Keep parse_keep(const char* op, c10::string_view name, const LossOptions& options,
                        const Tensor& x, const Tensor& weight) {
   const bool reduced = options.reduction != Reduction::kNone;

@@ -2,11 +2,11 @@
 //   x (..., K), weight (N, K), bias (N,), target (...), loss () or (...)
 //   loss of a row = (1 - eps) (lse - z_t) + eps (lse - mean(z)) + z_loss lse^2, eps label_smoothing
 //
-// linear_cross_entropy_forward also returns each row's lse, 0 where the row is ignored; with it
-// linear_cross_entropy_backward computes the logits again (keep="nothing").
+// keep="nothing": linear_cross_entropy_forward also returns lse of each row (0 if the row is
+// ignored), with which linear_cross_entropy_backward computes the logits again.
 //
-// linear_cross_entropy_gradients_forward computes the gradients for dloss = 1 beside the loss, and
-// linear_cross_entropy_gradients_backward multiplies them by dloss (keep="gradients").
+// keep="gradients": linear_cross_entropy_gradients_forward also computes the gradients for
+// dloss = 1, and linear_cross_entropy_gradients_backward multiplies them by dloss.
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
@@ -36,7 +36,7 @@ LossOptions options_of(const char* op, c10::string_view reduction, int64_t ignor
   return options;
 }
 
-// The checks of a call and its loss, not yet filled.
+// Checks the arguments and allocates the loss without computing it.
 Tensor empty_loss(const char* op, const Tensor& x, const Tensor& weight, const Tensor& target,
                   const OptionalTensor& bias, const LossOptions& options) {
   const auto sizes = check_loss_inputs(op, x, weight, target, bias, options.shift);
@@ -126,7 +126,7 @@ Tensor zero_rows(const LossInputs& in) {
   return at::zeros({in.targets.numel()}, in.x.options().dtype(acc_dtype(in.x)));
 }
 
-// The kernels of the ops on one engine.
+// The functions that compute the ops on one engine.
 template <LossEngine engine>
 Tensor loss_on(const Tensor& x, const Tensor& weight, const Tensor& target,
                const OptionalTensor& bias, c10::string_view reduction, int64_t ignore_index,
@@ -316,7 +316,8 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
   }
 };
 
-// Refusals under linear_cross_entropy's own name.
+// Checks the arguments before linear_cross_entropy_forward does, so that errors name
+// linear_cross_entropy.
 void linear_cross_entropy_checks(const char* op, const Tensor& x, const Tensor& weight,
                                  const Tensor& target, const OptionalTensor& bias,
                                  c10::string_view reduction, int64_t ignore_index,

@@ -1,5 +1,5 @@
-// to = t * factor, computed in the dtype of sums and rounded once; factor is a scalar on t's
-// device.
+// Computes to = t * factor in the dtype of sums and rounds once. factor is a scalar on the device
+// of t.
 #pragma once
 
 #include <ATen/ops/mul.h>
@@ -15,7 +15,8 @@ namespace torchweld {
 
 using ScaleInto = void (*)(Tensor& to, const Tensor& t, const Tensor& factor);
 
-// NOTE: a scalar on the CPU enters at::mul in its own dtype; on CUDA it would be rounded to t's.
+// NOTE: on the CPU at::mul uses a scalar tensor in its own dtype. On CUDA it would round the scalar
+// to the dtype of t.
 inline void scale_into_cpu(Tensor& to, const Tensor& t, const Tensor& factor) {
   at::mul_out(to, t, factor);
 }
@@ -24,7 +25,8 @@ inline void scale_into_cpu(Tensor& to, const Tensor& t, const Tensor& factor) {
 inline void scale_into_cuda(Tensor& to, const Tensor& t, const Tensor& factor) {
   if (t.numel() == 0) return;
   const OnDevice on(t.device());
-  // empty_like gives `to` the strides of a dense t; both are then read in the order of memory.
+  // empty_like gives `to` the strides of t if t is dense. `dense` has the same strides, so the
+  // kernel reads and writes in memory order.
   const Tensor dense = t.strides() == to.strides() ? t : at::empty_like(to).copy_(t);
   launch_loss_scale({const_data<void>(dense), mutable_data<void>(to), const_data<float>(factor),
                      t.numel(), dtype_of(t)},

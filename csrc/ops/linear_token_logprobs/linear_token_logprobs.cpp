@@ -3,7 +3,7 @@
 //   x (..., K), weight (N, K), bias (N,), target t (...), logprob and entropy (...)
 //
 // linear_token_logprobs_forward also returns lse, with which linear_token_logprobs_backward
-// computes the logits again. An entropy that is not asked for is (0,).
+// computes the logits again. entropy has size (0,) if it is not requested.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -86,7 +86,7 @@ Triple logprobs_of(const char* op, const Tensor& x, const Tensor& weight, const 
   return results;
 }
 
-// The kernels of the ops on one engine.
+// The functions that compute the ops on one engine.
 template <LossEngine engine>
 Pair logprobs_on(const Tensor& x, const Tensor& weight, const Tensor& target,
                  const OptionalTensor& bias, double temperature, std::optional<double> softcap,
@@ -173,7 +173,8 @@ struct LogprobsFunction : torch::autograd::Function<LogprobsFunction> {
   }
 };
 
-// Refusals under linear_token_logprobs' own name.
+// Checks the arguments before linear_token_logprobs_forward does, so that errors name
+// linear_token_logprobs.
 void linear_token_logprobs_checks(const char* op, const Tensor& x, const Tensor& weight,
                                   const Tensor& target, const OptionalTensor& bias,
                                   double temperature, std::optional<double> softcap, bool) {

@@ -2,7 +2,7 @@
 //                   rstd = 1 / sqrt(mean(x * x) + eps)
 //   x (..., K), weight (N, K), bias (N,), norm_weight (K,), y (..., N)
 //
-// Norm and matmul are those of layers/norm_linear_op.h, this is RMSNorm on the CPU.
+// layers/norm_linear_op.h defines the op. This file adds the CPU code of RMSNorm.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/linalg_vector_norm.h>
 
@@ -19,7 +19,7 @@ struct RmsNorm {
   using Vectors = NormVectors<1>;
   using Statistics = NormStatistics<1>;
 
-  // x * rstd in the statistics' dtype, before norm_weight.
+  // Returns x * rstd in the dtype of the statistics. norm_weight is applied later.
   static Tensor scale_rows(const Tensor& x, const Tensor& rstd) {
     return x.to(rstd.scalar_type()) * rstd.unsqueeze(-1);
   }
