@@ -110,8 +110,8 @@ inline constexpr MatrixRowTile kMatrixRowTile = {512, 4, 2};
 inline constexpr int kMatrixRowRounds = 16;
 
 inline constexpr int kMatrixThreads = 256;
-// Peeling applies to rows that are at least this many accesses long and need not start on 16-byte
-// boundaries.
+// Rows that need not start on 16-byte boundaries are peeled only if they are at least this many
+// accesses long.
 inline constexpr int kMinPeeledAccesses = 8;
 
 // `lanes` threads share a row, and a block has `groups` such groups of threads. A block processes a

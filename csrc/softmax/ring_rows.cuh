@@ -17,9 +17,9 @@
 
 namespace torchweld {
 
-// How many rows a cluster may have claimed at the same time.
-// NOTE: every row has at least one chunk, so at most kSlots rows are in the ring. The buffer of a
-// claim is reused only after the groups of every block have read it.
+// The number of buffers for the rows that a cluster has claimed.
+// NOTE: every row has at least one chunk, so at most kSlots rows are in the ring. A buffer is
+// reused only after the groups of every block have read it.
 template <int kSlots, int kGroups>
 constexpr int kRingClaims = (kSlots + kGroups + 15) / 16 * 16;
 

@@ -29,7 +29,7 @@ struct RowsTile {
   constexpr int64_t blocks(const GemmProblem& p) const { return divide_up(p.width(), columns); }
 };
 
-// columns, stages, blocks_per_sm, bytes_per_ns
+// The fields of a row are columns, stages, blocks_per_sm and bytes_per_ns.
 inline constexpr RowsTile kRowsTiles[] = {{16, 3, 2, 100}, {32, 3, 1, 100}, {64, 2, 1, 70}};
 inline constexpr int kRowsTileCount = sizeof(kRowsTiles) / sizeof(kRowsTiles[0]);
 

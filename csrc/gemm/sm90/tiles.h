@@ -130,8 +130,8 @@ struct Sm90Tile {
   }
 };
 
-// index, block_m, block_n, stages, cluster, pingpong, boxes; k_block_us, tile_us, pointwise_us,
-// stream_us, partial_us; fp32
+// The fields of a row are index, block_m, block_n, stages, cluster, pingpong, boxes, k_block_us,
+// tile_us, pointwise_us, stream_us, partial_us and fp32.
 inline constexpr Sm90Tile kSm90Tiles[] = {
     {kPingPong128x128Cluster2, 128, 128, 6, 2, true, 2, 0.338f, 0.8f, 0.15f, 2.4f, 3.2f},
     {kPingPong128x128, 128, 128, 6, 1, true, 2, 0.361f, 0.8f, 0.2f, 1.9f, 1.0f},

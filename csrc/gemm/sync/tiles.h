@@ -42,8 +42,8 @@ struct SyncTile {
   }
 };
 
-// block_m, block_n, warps_m, warps_n, stages, blocks_per_sm, rate, rate_alone, fixed_k_blocks,
-// pointwise_k_blocks, fp32
+// The fields of a row are block_m, block_n, warps_m, warps_n, stages, blocks_per_sm, rate,
+// rate_alone, fixed_k_blocks, pointwise_k_blocks and fp32.
 inline constexpr SyncTile kSyncTiles[] = {
     {256, 128, 4, 2, 3, 1, 1.00f, 1.00f, 3.2f, 2.4f, false},
     {128, 128, 2, 2, 3, 2, 0.94f, 0.60f, 2.3f, 1.8f, false},

@@ -16,7 +16,7 @@ struct Int4DecodeTile {
   int tokens;
   int chunks;     // chunks per slice; a slice lies within one group
   int slices;     // slices per k-block
-  int splits;     // splits of K, one block of the cluster each
+  int splits;     // splits of K; each is one block of the cluster
   int multicast;  // blocks that load x for each other by TMA multicast, on GPUs with clusters
 
   // NOTE: in a k-block of 256 columns that has no branch, the instructions of a warp overlap. With

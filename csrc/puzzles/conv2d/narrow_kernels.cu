@@ -1,7 +1,7 @@
 // Convolution in 16 bits for images of 8 columns and up to 8 rows, on tensor cores, with the cells
 // of puzzles/conv2d/cells.cuh. A cell has no neighbouring cell and at most one cell below it.
 //
-// A warp loads all its images at once, 8 cells per instruction: the images of 8 rows are 512
+// A warp loads all its images at once, 8 cells per instruction: four images of 8 rows are 512
 // contiguous bytes. The lanes of an image's lower cell follow those of its upper cell.
 // NOTE: the zeros of the band are multiplied by values outside an output's window, and 0 * inf is
 // NaN. Therefore an output that is not finite is recomputed. Padding is not multiplied at all, so
