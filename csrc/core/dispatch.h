@@ -144,7 +144,7 @@ void clear_non_differentiable(const Tensor& output) {
 }
 template <typename Function>
 void clear_non_differentiable(const variable_list& outputs) {
-  clear_non_differentiable<Function>(outputs[0]);
+  for (const Tensor& output : outputs) clear_non_differentiable<Function>(output);
 }
 
 // The Autograd kernel of an op that is differentiated by Function. A recorded call applies

@@ -79,19 +79,29 @@ __device__ __forceinline__ void access_floats(float (&r_to)[kElems], AccessOf<kE
   }
 }
 
+// Stores the bits of an access where the condition is true.
+template <typename T, typename Access>
+__device__ __forceinline__ void store_bits_if(T* g_to, Access access, bool holds) {
+  if constexpr (std::is_same_v<Access, uint4>) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %5, 0;\n@p st.global.v4.u32 [%0], {%1, %2, %3, %4};}"
+        :
+        : "l"(g_to), "r"(access.x), "r"(access.y), "r"(access.z), "r"(access.w),
+          "r"(static_cast<int>(holds))
+        : "memory");
+  } else {
+    using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
+    if (holds) *reinterpret_cast<Bits*>(g_to) = static_cast<Bits>(access);
+  }
+}
+
 template <typename T, int kElems>
 __device__ __forceinline__ void store_access_if(T* g_to, const float (&r_from)[kElems],
                                                 bool holds) {
   if constexpr (kElems == 1) {
     if (holds) *g_to = from_float<T>(r_from[0]);
   } else {
-    const uint4 words = words_of<T>(r_from);
-    asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %5, 0;\n@p st.global.v4.u32 [%0], {%1, %2, %3, %4};}"
-        :
-        : "l"(g_to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w),
-          "r"(static_cast<int>(holds))
-        : "memory");
+    store_bits_if(g_to, words_of<T>(r_from), holds);
   }
 }
 

@@ -36,6 +36,7 @@ from torchweld.ops.mul_relu import mul_relu
 from torchweld.ops.outer_add import outer_add
 from torchweld.ops.outer_mul_relu import outer_mul_relu
 from torchweld.ops.rms_norm_linear import rms_norm_linear
+from torchweld.ops.rotary import rotary
 from torchweld.ops.row_sum import row_sum
 from torchweld.ops.scalar_attention import scalar_attention
 from torchweld.ops.softmax import softmax
@@ -87,6 +88,7 @@ __all__ = [
     "outer_add",
     "outer_mul_relu",
     "rms_norm_linear",
+    "rotary",
     "row_sum",
     "scalar_attention",
     "softmax",

@@ -24,7 +24,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 # The suffix of an op whose second result has a gradient too.
 _WITH_LSE = "_with_lse"
 # The name of that gradient in the backward op of another op with such a second result.
-_SECOND_GRADIENTS = {"linear_token_logprobs": "dentropy"}
+_SECOND_GRADIENTS = {"linear_token_logprobs": "dentropy", "rotary": "dk_out"}
 _FRONT_KEY = "FuncTorchDynamicLayerFrontMode"
 # The attribute of torch.ops.torchweld that keeps the kernels.
 _KEPT = "_kernels_of_functorch"
@@ -146,6 +146,8 @@ def _function(op: str) -> type[torch.autograd.Function]:
     second = _second_gradient(op)
     gradient = op.removesuffix(_WITH_LSE) + "_backward"
     backward_op = _op(gradient) if _exists(gradient) else None
+    arguments = backward_op._schema.arguments if backward_op else []
+    required = [a.name for a in arguments if str(a.type) == "Tensor"]
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -180,6 +182,8 @@ def _function(op: str) -> type[torch.autograd.Function]:
             values.update(ctx.others)
             if second is not None:
                 values[second] = dsecond
+                if dsecond is None and second in required:
+                    values[second] = torch.zeros_like(values[results[1]])
             if dy is None:
                 dy = torch.zeros_like(values[results[0]])
             return _backward(op, names, backward_op, dy, values, wanted)

@@ -31,11 +31,11 @@ _OPS = (
     "linear_forward", "linear_token_logprobs", "linear_token_logprobs_backward",
     "linear_token_logprobs_forward", "mul_relu", "mul_relu_backward", "outer_add",
     "outer_add_backward", "outer_mul_relu", "outer_mul_relu_backward", "rms_norm_linear",
-    "rms_norm_linear_backward", "rms_norm_linear_forward", "row_sum", "scalar_attention",
-    "scalar_attention_backward", "scalar_attention_forward", "softmax", "softmax_backward",
-    "softmax_matmul", "softmax_matmul_backward", "softmax_matmul_forward", "_activation_backward",
-    "_begin_dry_run", "_begin_observing", "_end_observing", "_force_choice", "_forget_choices",
-    "_linear_part", "_picked_choice", "_remember_choice",
+    "rms_norm_linear_backward", "rms_norm_linear_forward", "rotary", "rotary_backward", "row_sum",
+    "scalar_attention", "scalar_attention_backward", "scalar_attention_forward", "softmax",
+    "softmax_backward", "softmax_matmul", "softmax_matmul_backward", "softmax_matmul_forward",
+    "_activation_backward", "_begin_dry_run", "_begin_observing", "_end_observing",
+    "_force_choice", "_forget_choices", "_linear_part", "_picked_choice", "_remember_choice",
 )  # fmt: skip
 
 

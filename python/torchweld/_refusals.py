@@ -63,6 +63,7 @@ _FIXES: dict[str, list[tuple[str, str]]] = {
         ("activation", 'use activation="gelu_tanh"'),
         ("gate", 'use gate="geglu_tanh"'),
     ],
+    "unsqueeze_dim": [("cos", "leave it out, the heads are dim 1 of q and k")],
     "normalized_shape": [("weight", "leave it out, it is weight's last size")],
 }
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from torchweld.distributed.rotary_rules import ROTARY_RULES
+
 Row = dict[str, Any]
 Rule = Callable[["_Call"], list[Row]]
 
@@ -301,6 +303,7 @@ RULES: dict[str, Rule] = {
     "int4_unpack": _every_leading,
     "softmax": _every_leading,
     "softmax_backward": _every_leading,
+    **ROTARY_RULES,
     "row_sum": _row_sum,
     "add_scalar": _add_scalar,
     "bmm": _bmm,
@@ -324,7 +327,7 @@ def _divided(call: _Call) -> tuple[str, int, int] | None:
             1,
             call.shape("key")[1],
         )  # query heads stay with their key head
-    if "interleaved" in call.values:
+    if "interleaved" in call.values and call.has("weight"):
         return (
             "weight",
             0,
