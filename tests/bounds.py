@@ -1372,6 +1372,30 @@ def scaled_bounds(dloss: Tensor, *stored: Tensor) -> list[Bound]:
     return [Bound(up(dloss) * up(t), Terms([(1, up(dloss * t).abs())]), t.dtype) for t in stored]
 
 
+def rotary_bound(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, transposed: bool) -> Bound:
+    """x is rotated by the tables, or by the transposed rotation."""
+    front, rest = up(x).split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+    cos, sin = up(cos).unsqueeze(-3), up(sin).unsqueeze(-3)
+    if transposed:
+        rotated = -R.rotate(front * sin, interleaved)
+    else:
+        rotated = R.rotate(front, interleaved) * sin
+    out = torch.cat([front * cos + rotated, rest], -1)
+    size = torch.cat([(front * cos).abs() + rotated.abs(), torch.zeros_like(rest)], -1)
+    return Bound(out, Terms([(2, size)]), x.dtype)
+
+
+def rotary_bounds(q, k, cos, sin, *, interleaved=False) -> list[Bound]:
+    return [rotary_bound(x, cos, sin, interleaved, transposed=False) for x in (q, k)]
+
+
+def rotary_backward_bounds(
+    dq_out, dk_out, cos, sin, *, interleaved=False, output_mask
+) -> list[Bound]:
+    grads = [rotary_bound(d, cos, sin, interleaved, transposed=True) for d in (dq_out, dk_out)]
+    return masked_out(grads, output_mask, dq_out.dtype)
+
+
 REFERENCES: dict[str, Callable[..., list[Bound | None]]] = {
     "int4_pack": lambda codes: [exact(R.int4_words(codes), torch.int32)],
     "int4_unpack": lambda packed, cols: [exact(R.int4_codes(packed, cols), torch.uint8)],
@@ -1431,6 +1455,8 @@ REFERENCES: dict[str, Callable[..., list[Bound | None]]] = {
     "outer_mul_relu_backward": product_relu_grads,
     "mul_relu": product_relu_bounds,
     "mul_relu_backward": product_relu_grads,
+    "rotary": rotary_bounds,
+    "rotary_backward": rotary_backward_bounds,
     "row_sum": row_sum_bounds,
     "conv2d": conv2d_bounds,
     "conv2d_backward": conv2d_backward_bounds,
@@ -1494,6 +1520,9 @@ GRADIENTS: dict[str, Callable[..., list[Bound | None]]] = {
     "outer_add": lambda dz, x, y: outer_add_backward_bounds(dz),
     "outer_mul_relu": product_relu_grads,
     "mul_relu": product_relu_grads,
+    "rotary": lambda dout, q, k, cos, sin, *, interleaved=False: [
+        rotary_bound(dout, cos, sin, interleaved, transposed=True)
+    ],
     "row_sum": row_sum_grads,
     "conv2d": conv2d_grads,
     "scalar_attention": scalar_attention_grads,

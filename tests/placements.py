@@ -46,6 +46,7 @@ from samples import (
     loss_call,
     mul_relu_call,
     outer_call,
+    rotary_call,
     scalar_attention_backward_call,
     scalar_attention_call,
     scaled_gradients_call,
@@ -231,6 +232,15 @@ def _builds() -> dict[str, dict[str, Build]]:
     add("int4_unpack", plain=int4_unpack_call(4, 4, 16))
 
     shape = (4, 5, 8)
+    rotaries = {
+        "plain": (4, 4, 4, 4, 6, 4),
+        "batch": (4, 8, 3, 5, 4, 4, 4),
+        "one": (3, 4, 2, 4, 6, 6, 1),
+    }
+    for n, sizes in rotaries.items():
+        add("rotary", **{n: rotary_call(*sizes)})
+        add("rotary_backward", **{n: rotary_call(*sizes, mask=[True, n != "one"])})
+
     add("softmax", plain=softmax_call(*shape))
     add("softmax_backward", plain=softmax_backward_call(*shape))
     add("row_sum", plain=softmax_call(*shape))

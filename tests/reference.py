@@ -474,6 +474,27 @@ def outer_mul_relu(x: Tensor, y: Tensor) -> Tensor:
     return activate(x[None, :] * y[:, None], "relu")
 
 
+def rotate(x: Tensor, interleaved: bool = False) -> Tensor:
+    """Each pair (a, b) becomes (-b, a)."""
+    if interleaved:
+        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    a, b = x.chunk(2, -1)
+    return torch.cat([-b, a], -1)
+
+
+def rotary(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """cos and sin are given for each position, or for each sequence and position."""
+    cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
+
+    def rotated(x: Tensor) -> Tensor:
+        front, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+        return torch.cat([front * cos + rotate(front, interleaved) * sin, rest], -1)
+
+    return rotated(q), rotated(k)
+
+
 VALUES: dict[str, Callable[..., Tensor]] = {
     "int4_linear": int4_linear,
     "softmax": softmax,
@@ -493,6 +514,7 @@ VALUES: dict[str, Callable[..., Tensor]] = {
     ],
     "gated_linear": gated_linear,
     "bmm": bmm,
+    "rotary": lambda *args, **kwargs: rotary(*args, **kwargs)[0],
     "row_sum": row_sum,
     "conv2d": conv2d,
     "add_scalar": add_scalar,
@@ -658,6 +680,7 @@ EAGER: dict[str, Callable[..., Tensor]] = {
         0
     ].float(),
     "gated_linear": eager_gated_linear,
+    "rotary": lambda *args, **kwargs: rotary(*args, **kwargs)[0],
     "row_sum": lambda x: x.sum(-1),
     "conv2d": eager_conv2d,
     "add_scalar": add_scalar,

@@ -236,6 +236,18 @@ def with_grad(name: str):
 
 BMM = [Arg("a", anchor=True), Arg("b", sized=(0, 1))]
 
+COS_SIN = [Arg("cos", rank="", sized=(0, 1, 2)), Arg("sin", sized=(0, 1, 2))]
+TABLES = {
+    f"cos {name}": ("cos", replace("cos", lambda t, shape=shape: zeros(t, shape)))
+    for name, shape in {
+        "rank 0": (),
+        "rank 1": (4,),
+        "rank 4": (3, 1, 4, 4),
+        "beyond head_dim": (4, 6),
+        "of no value": (4, 0),
+    }.items()
+}
+
 VECTORS = [Arg("x", anchor=True), Arg("y")]
 SCALED_ROWS = [Arg("x", anchor=True), Arg("y", sized=(0,))]
 DZ = Arg("dz", sized=(0, 1))
@@ -417,6 +429,16 @@ SPECS: dict[str, Spec] = {
         }
         | {f"cols {c}": ("packed", put("cols", c)) for c in (-1, 0, 8, 17, 2**31)}
         | {"packed rank 0": ("packed", replace("packed", lambda t: zeros(t, ())))},
+    ),
+    "rotary": Spec(
+        "batch",
+        [Arg("q", anchor=True), Arg("k", sized=(0, 2, 3)), *COS_SIN],
+        extra=TABLES | {f"{name} requires grad": with_grad(name) for name in ("cos", "sin")},
+    ),
+    "rotary_backward": Spec(
+        "batch",
+        [Arg("dq_out", anchor=True), Arg("dk_out", sized=(0, 2, 3)), *COS_SIN],
+        extra=TABLES,
     ),
     "row_sum": Spec(
         "matrix",

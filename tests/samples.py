@@ -50,6 +50,7 @@ DIFFERENTIABLE: dict[str, tuple[int, ...]] = {
     "bmm": (0, 1),
     "int4_linear": (0,),
     "int4_linear_repacked": (0,),
+    "rotary": (0,),  # k has no effect on the first result; test_rotary.py has its gradient
     "row_sum": (0,),
     "add_scalar": (0,),
     "outer_add": (0, 1),
@@ -62,6 +63,7 @@ KEEPS_DTYPE = (
     "causal_softmax",
     "scalar_attention",
     "scalar_attention_forward",
+    "rotary",
     "row_sum",
     "add_scalar",
     "outer_add",
@@ -331,6 +333,21 @@ def gated_backward_call(lead, n, k, mask, **kwargs) -> Callable[[Maker], Call]:
         (x, weight, bias), _ = layer_call(lead, 2 * n, k)(m)
         z = m.saved(R.affine(R.up(x), R.up(weight), R.up(bias)))
         return [m.randn(*lead, n), x, weight, z], {**kwargs, "output_mask": list(mask)}
+
+    return build
+
+
+def rotary_call(
+    b, h, hk, s, d, rotary_dim, *lead: int, wide=False, mask=None, **kwargs
+) -> Callable[[Maker], Call]:
+    """q and k, and tables (*lead, s, rotary_dim) of independent values, in fp32 if wide; with a
+    mask the call of the backward op.
+    """
+
+    def build(m: Maker) -> Call:
+        tables = [R.up(m.randn(*lead, s, rotary_dim)) for _ in range(2)]
+        args = [m.randn(b, h, s, d), m.randn(b, hk, s, d), *(m.saved(t, wide) for t in tables)]
+        return args, kwargs if mask is None else {**kwargs, "output_mask": list(mask)}
 
     return build
 
@@ -673,6 +690,19 @@ def _listed() -> dict[str, list[Sample]]:
     }
     add("bmm", **{n: bmm_call(*sizes) for n, (sizes, _) in products.items()})
     add("bmm_backward", **{n: bmm_call(*sizes, mask) for n, (sizes, mask) in products.items()})
+
+    rotaries: dict[str, tuple[tuple[int, ...], dict[str, Any], Sequence[bool]]] = {
+        "plain": ((2, 4, 2, 5, 6, 6), {}, [True, True]),
+        "batch": ((3, 2, 1, 4, 4, 4, 3), {}, [True, False]),
+        "partial": ((2, 1, 3, 3, 7, 4, 1), {"wide": True}, [False, True]),
+        "interleaved": ((2, 2, 2, 3, 8, 6), {"interleaved": True}, [True, True]),
+        "one": ((1, 1, 1, 1, 2, 2, 1), {}, [True, True]),
+        "chunks": ((1, 5, 1, 2, 40, 32), {}, [True, True]),
+        "empty": ((2, 2, 1, 0, 4, 4), {}, [False, False]),
+    }
+    for name, (sizes, options, wanted) in rotaries.items():
+        add("rotary", **{name: rotary_call(*sizes, **options)})
+        add("rotary_backward", **{name: rotary_call(*sizes, **options, mask=wanted)})
 
     sums = {"matrix": (3, 5), "vector": (7,), "rank4": (2, 1, 3, 4), "one": (2, 1), "empty": (0, 4)}
     sums["no_columns"] = (2, 0)

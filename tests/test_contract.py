@@ -155,6 +155,10 @@ SCHEMAS = [
     "outer_mul_relu_backward(Tensor dz, Tensor x, Tensor y) -> (Tensor dx, Tensor dy)",
     "mul_relu(Tensor x, Tensor y) -> Tensor",
     "mul_relu_backward(Tensor dz, Tensor x, Tensor y) -> (Tensor dx, Tensor dy)",
+    "rotary(Tensor q, Tensor k, Tensor cos, Tensor sin, *, bool interleaved=False) -> "
+    "(Tensor q_out, Tensor k_out)",
+    "rotary_backward(Tensor dq_out, Tensor dk_out, Tensor cos, Tensor sin, *, "
+    "bool interleaved=False, bool[2] output_mask) -> (Tensor dq, Tensor dk)",
     "row_sum(Tensor x) -> Tensor",
     "conv2d(Tensor x, Tensor weight) -> Tensor",
     "conv2d_backward(Tensor dz, Tensor x, Tensor weight, *, bool[2] output_mask) -> "
@@ -458,6 +462,8 @@ def test_compile_with_dynamic_shapes(op, device):
                 args[2] = torch.cat([args[2]] * (i + 1), -1)
             if op == "mul_relu":  # a value a row
                 args[1] = torch.cat([args[1]] * (i + 1))
+            if op == "rotary":  # k and the tables have q's positions
+                args[1:] = [torch.cat([a] * (i + 1), -2) for a in args[1:]]
             if op == "scalar_attention":  # its vectors are of one length
                 args[1:] = [torch.cat([a] * (i + 1)) for a in args[1:]]
         out = as_tuple(compiled(*args, **kwargs))[0]

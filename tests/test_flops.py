@@ -18,7 +18,8 @@ from torchweld._flops import FORMULAS
 WITHOUT = {
     "linear_cross_entropy_gradients_backward",
     "softmax", "softmax_backward", "causal_softmax", "causal_softmax_backward", "row_sum",
-    "row_sum_backward", "add_scalar", "outer_add", "outer_add_backward", "outer_mul_relu",
+    "row_sum_backward", "rotary", "rotary_backward", "add_scalar", "outer_add",
+    "outer_add_backward", "outer_mul_relu",
     "outer_mul_relu_backward", "mul_relu", "mul_relu_backward", "scalar_attention",
     "scalar_attention_forward", "scalar_attention_backward", "fold_layer_norm", "int4_pack",
     "int4_unpack", "int4_repack",

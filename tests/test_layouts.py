@@ -50,6 +50,7 @@ from samples import (
     mul_relu_call,
     need_kernel,
     outer_call,
+    rotary_call,
     scalar_attention_backward_call,
     scalar_attention_call,
     softmax_backward_call,
@@ -239,6 +240,9 @@ def _further() -> dict[str, list[Sample]]:
 
     add("softmax", large=softmax_call(33, 1030))
     add("softmax_backward", large=softmax_backward_call(33, 1030))
+    rotary = rotary_call(2, 5, 3, 70, 128, 64, 2)
+    add("rotary", large=rotary)
+    add("rotary_backward", large=rotary_call(2, 5, 3, 70, 128, 64, 2, mask=[True, True]))
     add("row_sum", large=softmax_call(33, 1030))
     add("add_scalar", large=lambda m: ([m.randn(33, 1030), 0.5], {}))
     add("scalar_attention", large=scalar_attention_call(300))
