@@ -18,6 +18,7 @@ FAMILIES = {
     "matmul": "cuda",
     "matmul_training": "cuda",
     "losses": "cuda",
+    "rotary": "cuda",
     "attention": "cuda",
     "attention_masks": "cuda",
     "int4": "cuda",

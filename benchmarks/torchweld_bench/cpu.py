@@ -14,6 +14,7 @@ from torchweld._library import ops
 from torchweld.tuning.timer import interleaved
 from torchweld_bench.common import dtype_text, judged, padded_conv2d
 from torchweld_bench.results import Row, make_row
+from torchweld_bench.rotary import eager_rotary
 
 Function = Callable[..., Tensor]
 
@@ -62,6 +63,14 @@ def _cases(dtype: torch.dtype) -> Iterator[tuple[str, Function, Function, list[T
         yield f"softmax {shape}", ops.softmax, lambda x: x.softmax(-1), [random(*shape)]
     for shape in ((4096, 512), (512, 8192)):
         yield f"row_sum {shape}", ops.row_sum, lambda x: x.sum(-1), [random(*shape)]
+    for shape in ((1, 32, 512, 128), (4, 8, 64, 64)):
+        key, tables = random(*shape)[:, ::4], [random(shape[2], shape[3]) for _ in range(2)]
+        yield (
+            f"rotary {shape}",
+            lambda q, k=key, t=tables: ops.rotary(q, k, *t)[0],
+            lambda q, k=key, t=tables: eager_rotary(q, k, *(x[None] for x in t))[0],
+            [random(*shape)],
+        )
     for size, shape in ((3, (64, 64, 64)), (5, (2, 512, 512)), (3, (4096, 8, 8))):
         yield (
             f"conv2d {shape} {size} x {size}",

@@ -1,0 +1,149 @@
+"""rotary on a GPU, as CUDA graphs: forward and backward against a copy of q and k, and against the
+function of Hugging Face in eager and under torch.compile, and Liger where it is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchweld._library import ops
+from torchweld.tuning.timer import interleaved
+from torchweld_bench.common import (
+    dtype_text,
+    free,
+    in_turn,
+    largest_error,
+    largest_magnitude,
+    two_roundings,
+)
+from torchweld_bench.results import Row, make_row
+
+_ROUNDS = 11
+# batch, heads of q and k, seqlen, head_dim, rotary_dim: Llama 3 8B, a longer sequence of it, Llama
+# 3.2 1B, Phi-2, GLM-4 9B, and a step of generation.
+_SIZES = (
+    (8, 32, 8, 4096, 128, 128),
+    (1, 32, 8, 32768, 128, 128),
+    (8, 32, 8, 4096, 64, 64),
+    (4, 32, 32, 2048, 80, 32),
+    (4, 32, 2, 4096, 128, 64),
+    (64, 32, 8, 1, 128, 128),
+)
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+def eager_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """apply_rotary_pos_emb of Llama, and what Phi does around it where a part is rotated."""
+    size = cos.shape[-1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+
+    def rotated(x: Tensor) -> Tensor:
+        front = x[..., :size]
+        front = front * cos + _rotate_half(front) * sin
+        return front if size == x.shape[-1] else torch.cat((front, x[..., size:]), dim=-1)
+
+    return rotated(q), rotated(k)
+
+
+def _liger() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    try:
+        from liger_kernel.ops.rope import LigerRopeFunction
+    except ImportError:
+        return None
+    return LigerRopeFunction.apply
+
+
+def _tables(seqlen: int, size: int) -> list[Tensor]:
+    inverse = 10000.0 ** (-torch.arange(0, size, 2, device="cuda") / size)
+    angle = torch.arange(seqlen, device="cuda")[None, :, None] * inverse
+    angle = torch.cat((angle, angle), dim=-1)
+    return [angle.cos(), angle.sin()]
+
+
+def _case(
+    case: str, operands: list[Tensor], tables: list[Tensor], targets: dict[str, float]
+) -> Iterator[Row]:
+    q, k = (t.detach() for t in operands)
+    results = [torch.empty_like(t) for t in operands]
+    exact = eager_rotary(q[:1].double(), k[:1].double(), *(t.double() for t in tables))
+    ours = ops.rotary(q[:1], k[:1], *tables)
+    eager = eager_rotary(q[:1], k[:1], *tables)
+    errors = {
+        "error": max(map(largest_error, ours, exact)),
+        "eager_error": max(map(largest_error, eager, exact)),
+        "allowed_error": two_roundings(q.dtype, largest_magnitude(exact[0])),
+    }
+
+    def copy() -> None:
+        results[0].copy_(q)
+        results[1].copy_(k)
+
+    functions: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+        "ours": ops.rotary,
+        "eager": eager_rotary,
+        "torch.compile": torch.compile(eager_rotary),
+    }
+    liger = _liger()
+    if liger is not None and tables[0].shape[-1] == q.shape[-1] and tables[0].dtype == q.dtype:
+        functions["Liger"] = liger
+    # Liger writes over its arguments.
+    given = {name: [q.clone(), k.clone()] if name == "Liger" else [q, k] for name in functions}
+
+    def gradients(function: Callable[..., Any], tensors: list[Tensor]) -> Callable[[], Any]:
+        # Views, because Liger does not write over leaves.
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        douts = [torch.randn_like(t) for t in tensors]
+        return lambda: torch.autograd.grad(
+            function(*(t.view_as(t) for t in leaves), *tables), leaves, douts
+        )
+
+    calls: dict[str, Callable[[], Any]] = {
+        name: (lambda f=f, a=given[name]: f(*a, *tables)) for name, f in functions.items()
+    }
+    backward = {
+        "ours": lambda: ops.rotary_backward(q, k, *tables, output_mask=[True, True]),
+        "copy": copy,
+    }
+    both = {name: gradients(f, given[name]) for name, f in functions.items()}
+    for what, variants, against in (
+        ("forward", {**calls, "copy": copy}, ("copy", "torch.compile", "Liger")),
+        ("backward", backward, ("copy",)),
+        ("forward and backward", both, ("torch.compile", "Liger")),
+    ):
+        graphs = {name: in_turn([call], 1) for name, call in variants.items()}
+        times = interleaved(graphs, device="cuda", rounds=_ROUNDS)
+        for peer in against:
+            if peer in times:
+                name = f"{case}, {what} over {peer}"
+                yield make_row(name, times, against=peer, target=targets.get(name), **errors)
+
+
+def rows(targets: dict[str, float]) -> Iterator[Row]:
+    """Every case of the family, measured lazily."""
+    for batch, nheads, nheads_k, seqlen, head_dim, rotary_dim in _SIZES:
+        torch._dynamo.reset()
+        free()
+        torch.manual_seed(0)
+        operands = [
+            torch.randn(batch, seqlen, n, head_dim, device="cuda").bfloat16().transpose(1, 2)
+            for n in (nheads, nheads_k)
+        ]
+        case = f"rotary ({batch}, {nheads} + {nheads_k}, {seqlen}, {head_dim})"
+        if rotary_dim < head_dim:
+            case += f" rotary_dim {rotary_dim}"
+        case += f" {dtype_text(operands[0].dtype)}"
+        wide = _tables(seqlen, rotary_dim)
+        yield from _case(case, operands, [t.bfloat16() for t in wide], targets)
+        if (seqlen, head_dim) == (4096, 128) and rotary_dim == head_dim:
+            yield from _case(f"{case}, float32 tables", operands, wide, targets)
+            dense = [t.contiguous() for t in operands]
+            narrow = [t.bfloat16() for t in wide]
+            yield from _case(f"{case}, heads before positions", dense, narrow, targets)
