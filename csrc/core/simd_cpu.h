@@ -2,10 +2,13 @@
 // compiles a loop again for AVX2 and for AVX-512 and selects a version at run time.
 #pragma once
 
+#include <c10/util/BFloat16.h>
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define TW_SIMD_TARGETS
@@ -96,6 +99,19 @@ inline float tanh_in_vectors(float x) {
   return z < 0.390625f ? near : std::copysign(far, x);
 }
 inline double tanh_in_vectors(double x) { return std::tanh(x); }
+
+// x rounded to T, without a branch.
+template <typename T, typename A>
+T round_to(A x) {
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const uint32_t even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return T(static_cast<uint16_t>(x == x ? even : 0x7fc0), T::from_bits());
+  } else {
+    return static_cast<T>(x);
+  }
+}
 
 // 16 independent accumulators, one per vector lane; total() adds them as a tree.
 template <typename T>

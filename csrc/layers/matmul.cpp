@@ -6,9 +6,11 @@
 #ifdef TORCHWELD_CUDA
 
 #include <ATen/Context.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <iterator>
 
 #include "core/choices.h"
@@ -32,27 +34,26 @@ struct Operand {
   Matrix matrix;
   bool k_major = true;
 
-  Operand(const Matrix& t, int64_t halves, bool interleaved) : matrix(t) {
+  // A pair side by side along K is read in place beside a K-major operand.
+  explicit Operand(const Matrix& t, bool other_k_major = true) : matrix(t) {
     const int64_t rows = t.rows, k = t.columns, chunk = chunk_of(t.tensor);
     const bool base = reinterpret_cast<uintptr_t>(t.tensor.const_data_ptr()) % 16 == 0 &&
-                      (t.batch == 1 || t.batch_stride % chunk == 0);
+                      (t.batch == 1 || t.batch_stride % chunk == 0) && t.half_stride % chunk == 0;
     if (base && (k % chunk == 0 || t.zero_padded) && t.column_stride == 1 &&
-        (rows == 1 || t.row_stride % chunk == 0)) {
+        (rows == 1 || t.row_stride % chunk == 0) && t.pair != Pair::kColumns) {
       return;
     }
-    // The kernels read eight rows together, and all eight must belong to the same half of a gated
-    // product.
-    const bool whole =
-        halves == 1 ? rows % chunk == 0 || t.zero_padded : !interleaved && rows / 2 % 8 == 0;
+    // The kernels read eight rows, and a k-block of columns, of one matrix of a pair together.
+    const int64_t k_block = kKBlockBytes / t.tensor.element_size();
+    const bool whole = t.pair == Pair::kNone ? rows % chunk == 0 || t.zero_padded
+                       : t.pair == Pair::kRows
+                           ? rows % 8 == 0
+                           : rows % chunk == 0 && k % k_block == 0 && other_k_major;
     if (base && whole && t.row_stride == 1 && (k == 1 || t.column_stride % chunk == 0)) {
       k_major = false;
       return;
     }
-    const int64_t width = (k + chunk - 1) / chunk * chunk;
-    const Tensor copy = at::empty({t.batch, rows, width}, t.tensor.options());
-    copy.narrow(2, 0, k).copy_(t.view());
-    if (width > k) copy.narrow(2, k, width - k).zero_();
-    matrix = copy;
+    matrix = t.pair == Pair::kRows ? copy_of_halves(t) : copy_of(t);
   }
 
   GemmOperand params(int64_t batch) const {
@@ -60,7 +61,37 @@ struct Operand {
     const int64_t row_stride = k_major ? (matrix.rows == 1 ? 0 : matrix.row_stride) : 1;
     const int64_t k_stride = k_major ? 1 : (matrix.columns == 1 ? 0 : matrix.column_stride);
     const bool shared = batch == 1 || matrix.batch == 1;
-    return {matrix.tensor.const_data_ptr(), row_stride, k_stride, shared ? 0 : matrix.batch_stride};
+    return {matrix.tensor.const_data_ptr(),
+            row_stride,
+            k_stride,
+            shared ? 0 : matrix.batch_stride,
+            matrix.half_stride,
+            matrix.pair == Pair::kColumns ? matrix.columns : 0};
+  }
+
+ private:
+  using Pair = Matrix::Pair;
+
+  // A copy (batch, rows, all columns).
+  static Tensor copy_of(const Matrix& t) {
+    const int64_t k = t.all_columns(), chunk = chunk_of(t.tensor);
+    const int64_t width = (k + chunk - 1) / chunk * chunk;
+    const Tensor copy = at::empty({t.batch, t.rows, width}, t.tensor.options());
+    copy.narrow(2, 0, t.columns).copy_(t.view());
+    if (k > t.columns) copy.narrow(2, t.columns, t.columns).copy_(t.second_view());
+    if (width > k) copy.narrow(2, k, width - k).zero_();
+    return copy;
+  }
+
+  // A copy whose second matrix follows the first.
+  static Matrix copy_of_halves(const Matrix& t) {
+    const int64_t k = t.columns, chunk = chunk_of(t.tensor);
+    const int64_t width = (k + chunk - 1) / chunk * chunk;
+    const Tensor copy = at::empty({t.batch, 2, t.rows, width}, t.tensor.options());
+    copy.select(1, 0).narrow(2, 0, k).copy_(t.view());
+    copy.select(1, 1).narrow(2, 0, k).copy_(t.second_view());
+    if (width > k) copy.narrow(3, k, width - k).zero_();
+    return Matrix::halves(copy.view({t.batch, 2 * t.rows, width}), /*interleaved=*/false);
   }
 };
 
@@ -73,6 +104,37 @@ OptionalTensor aligned_vector(const OptionalTensor& t) {
 }
 
 }  // namespace
+
+Matrix Matrix::halves(const Tensor& weight, bool interleaved) {
+  Matrix m(weight);
+  m.rows /= 2;
+  m.pair = Pair::kRows;
+  m.half_stride = interleaved ? m.row_stride : m.rows * m.row_stride;
+  if (interleaved) m.row_stride *= 2;
+  return m;
+}
+
+Matrix Matrix::pair_of(const Tensor& left, const Tensor& right) {
+  constexpr intptr_t kMaxBytes = intptr_t{1} << 40;  // of a stride of a tensor map
+  const auto address = [](const Tensor& t) {
+    return reinterpret_cast<intptr_t>(const_data<char>(t));
+  };
+  const intptr_t bytes = address(right) - address(left), elem = left.element_size();
+  if (left.strides() != right.strides() || bytes % elem != 0 || std::abs(bytes) >= kMaxBytes) {
+    return halves(at::cat({left, right}), /*interleaved=*/false);
+  }
+  Matrix m(left);
+  m.pair = Pair::kRows;
+  m.half_stride = bytes / elem;
+  m.second = right;
+  return m;
+}
+
+Tensor Matrix::second_view() const {
+  const Tensor& t = second.defined() ? second : tensor;
+  const int64_t offset = t.storage_offset() + (second.defined() ? 0 : half_stride);
+  return t.as_strided({batch, rows, columns}, {batch_stride, row_stride, column_stride}, offset);
+}
 
 Matrix rows_of(const Tensor& t) {
   const auto stride = row_stride_of(t);
@@ -88,7 +150,8 @@ bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, const Matmul
     // b @ a^T would write this memory row by row, but its bias and its norm would apply to the
     // wrong dims.
     const bool plain = !is_given(epilogue.bias) && epilogue.activation == Activation::kNone &&
-                       !epilogue.gated && !epilogue.preact.defined() && norm == nullptr;
+                       !epilogue.gated && !epilogue.preact.defined() && norm == nullptr &&
+                       b.pair == Matrix::Pair::kNone;
     if (plain && (m == 1 || y.row_stride == 1)) {
       matmul_into(y.t(), b, a);
       return false;
@@ -98,7 +161,7 @@ bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, const Matmul
     y.view().copy_(dense);
     return sums;
   }
-  const Operand in_a(a, 1, false), in_b(b, epilogue.gated ? 2 : 1, epilogue.interleaved);
+  const Operand in_a(a), in_b(b, in_a.k_major);
   const Vector bias(epilogue.bias);
   GemmParams p{};
   p.m = m;

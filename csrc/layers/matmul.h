@@ -11,14 +11,19 @@ namespace torchweld {
 // Whether torch's settings allow fp32 matmuls to round their operands to TF32.
 bool matmul_may_use_tf32(const Tensor& t);
 
-// A matrix, or a batch of matrices, in the memory of a tensor.
-// NOTE: a view of the tensor would do, but creating one takes the host as long as a small op.
+// A matrix in a tensor's memory, a batch of them, or a pair: two matrices of the same sizes and
+// strides that act as one, the second one's rows or columns behind those of the first.
+// NOTE: views would say the same, but each costs the host as much time as a small op.
 struct Matrix {
   Tensor tensor;
   int64_t rows, columns, row_stride, column_stride;
   int64_t batch = 1, batch_stride = 0;
   // Zeros fill the memory between the end of the contiguous dim and the next 16-byte boundary.
   bool zero_padded = false;
+  // Which dim of a pair has its matrices one after the other; the sizes are those of each.
+  enum class Pair : int8_t { kNone, kRows, kColumns } pair = Pair::kNone;
+  int64_t half_stride = 0;  // elements from the first matrix to the second
+  Tensor second = {};       // the second one, where it is not in `tensor`
 
   // `t` is (rows, columns) or (batch, rows, columns).
   Matrix(const Tensor& t)
@@ -36,18 +41,28 @@ struct Matrix {
         row_stride(row_stride),
         column_stride(t.stride(-1)) {}
 
+  // The halves (N, K) of weight (2N, K), one after the other or alternating row by row.
+  static Matrix halves(const Tensor& weight, bool interleaved);
+  // left and right (N, K). Copies them only where one has other strides.
+  static Matrix pair_of(const Tensor& left, const Tensor& right);
+
   bool empty() const { return batch * rows * columns == 0; }
-  // Returns the transposed matrix.
+  // Columns, of both matrices where a pair's are side by side.
+  int64_t all_columns() const { return pair == Pair::kColumns ? 2 * columns : columns; }
+  // The transposed matrix.
   Matrix t() const {
     Matrix transposed = *this;
     std::swap(transposed.rows, transposed.columns);
     std::swap(transposed.row_stride, transposed.column_stride);
+    if (pair != Pair::kNone) transposed.pair = pair == Pair::kRows ? Pair::kColumns : Pair::kRows;
     return transposed;
   }
-  // Returns the matrix as a tensor (batch, rows, columns).
+  // The tensor (batch, rows, columns), of a pair the first one.
   Tensor view() const {
     return tensor.as_strided({batch, rows, columns}, {batch_stride, row_stride, column_stride});
   }
+  // The second one of a pair.
+  Tensor second_view() const;
 };
 
 // Returns a tensor (..., n) as a matrix with n columns. Copies it only if its rows have no common
@@ -57,10 +72,10 @@ Matrix rows_of(const Tensor& t);
 struct MatmulEpilogue {
   OptionalTensor bias = std::nullopt;  // (N,), or (2N,) if gated; in the operands' dtype or fp32
   Activation activation = Activation::kNone;
-  bool gated = false;  // y (M, N) = gate(left, right) of z (M, 2N)
+  bool gated = false;  // y (M, N) = gate(left, right) of z (M, 2N); b is a pair
   Gate gate = Gate::kSigmoidTanh;
-  bool interleaved = false;
-  // If defined, receives z = a @ b^T + bias. Its rows are contiguous and its batch stride is y's.
+  bool interleaved = false;  // left and right values alternate in bias and preact
+  // Where defined: receives z = a @ b^T + bias, contiguous but for y's batch stride.
   Tensor preact = {};
   Tensor dbias = {};  // if defined: may receive the sums of a's rows, (M,)
 };
@@ -89,10 +104,11 @@ struct MatmulNorm {
 // Whether matmul_into can normalise the rows of a: they must be few and short.
 bool matmul_supports_norm(const Matrix& a, const Matrix& b);
 
-// Computes y = epilogue(a @ b.mT) with a (M, K), b (N, K) or (2N, K), and y (M, N). All three may
-// have a leading batch dim, and the batch of a or b may be 1. Strides are arbitrary and sizes may
-// be 0. Returns whether it has written epilogue.dbias, the sums of a's rows, which only Hopper's
-// kernels for the layout of a weight gradient compute.
+// y = epilogue(a @ b.mT): a (M, K), b (N, K) or a pair, y (M, N); or all three with a batch dim
+// first, where a and b may have a batch of 1. A pair's rows are the halves of a gated product; its
+// columns are those of K, one matrix after the other. Strides are arbitrary and sizes may be 0.
+// Returns whether it has written epilogue.dbias, the sums of a's rows: only Hopper's kernels for a
+// weight's gradient compute them.
 bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b,
                  const MatmulEpilogue& epilogue = {}, const MatmulNorm* norm = nullptr);
 

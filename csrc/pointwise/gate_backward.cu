@@ -126,7 +126,8 @@ void launch(const GateBackwardParams& p, cudaStream_t stream) {
   }
   const int64_t apart = p.interleaved ? 1 : p.n;
   const GateOp<T, kElems> op = {args, p.interleaved ? 2 : 1, apart};
-  T* const g_dbias_right = g_dbias == nullptr ? nullptr : g_dbias + apart;
+  T* g_dbias_right = static_cast<T*>(p.dbias_right);
+  if (p.interleaved && g_dbias != nullptr) g_dbias_right = g_dbias + 1;
   const ColumnSums sums = {{g_dbias, g_dbias_right}, p.interleaved ? 2 : 1};
   launch_column_pass<T>(op, p.rows, p.n, p.partials, sums, stream);
 }

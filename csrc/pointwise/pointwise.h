@@ -37,14 +37,14 @@ struct PartialSumsParams {
   DType dtype;
 };
 
-// dz (rows, 2n), the gradient of z for y = gate(left, right), from dy (rows, n) and z (rows, 2n);
-// and dbias (2n,).
+// dz (rows, 2n) of gate(left, right) from dy (rows, n) and z (rows, 2n), and its sums over the
+// rows: dbias and dbias_right (n,), or where interleaved dbias (2n,).
 struct GateBackwardParams {
   const void* dy;
   const void* z;
   void* dz;
-  void* dbias;      // nullptr if not requested
-  float* partials;  // 2 * column_partials(rows, n), nullptr without dbias
+  void *dbias, *dbias_right;  // nullptr where not requested
+  float* partials;            // 2 * column_partials(rows, n), nullptr without sums
   int64_t rows;
   int64_t n;
   int64_t dy_row_stride;

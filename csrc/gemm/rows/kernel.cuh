@@ -72,18 +72,17 @@ class RowsLoader {
   __device__ __forceinline__ RowsLoader(const GemmParams& p, int64_t column, int lane)
       : p_(p), lane_(lane), k_(int(p.k)) {
     const GemmOperand& b = p.b;
-    const bool pairs = Config::kGated && p.epilogue.interleaved;
-    const int64_t half = pairs ? b.row_stride : p.n * b.row_stride;
     const T* g_b = static_cast<const T*>(b.data);
     const int chunk = lane % kRowChunks, row = lane / kRowChunks;
     if constexpr (Config::kBKMajor) {
-      row_stride_ = b.row_stride * (pairs ? 2 : 1);
+      row_stride_ = b.row_stride;
       from_[0] = g_b + (column + row) * row_stride_ + chunk * kChunk;
-      from_[1] = from_[0] + half;
+      from_[1] = from_[0] + b.half_stride;
       left_ = int(min(p.n - column - row, int64_t{kOwn}));
     } else {
       const int own = chunk % (kOwn / kChunk) * kChunk, right = chunk / (kOwn / kChunk);
-      from_[0] = from_[1] = g_b + row * b.k_stride + (column + own) * b.row_stride + right * half;
+      from_[0] = from_[1] =
+          g_b + row * b.k_stride + (column + own) * b.row_stride + right * b.half_stride;
       left_ = column + own < p.n ? 1 : 0;
     }
     from_a_ = static_cast<const T*>(p.a.data) + lane / 8 * p.a.row_stride + lane % 8 * kChunk;
@@ -126,7 +125,10 @@ class RowsLoader {
       const int row = i * kRowStep;
       return from_[row / kOwn] + row % kOwn * row_stride_ + k_block * kBlockK;
     }
-    return from_[0] + (int64_t{k_block} * kBlockK + i * kRowStep) * p_.b.k_stride;
+    const int64_t k = int64_t{k_block} * kBlockK;
+    const T* g_block = from_[0] + k * p_.b.k_stride;
+    if (!Config::kGated && p_.b.k_half > 0 && k >= p_.b.k_half) g_block += p_.b.half_jump();
+    return g_block + i * kRowStep * p_.b.k_stride;
   }
   __device__ __forceinline__ bool there(int i, int first) const {
     if constexpr (Config::kBKMajor) {

@@ -59,20 +59,28 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
   };
   const int a_batch = p.a_batched ? int(work.batch) : 0,
             b_batch = p.b_batched ? int(work.batch) : 0;
-  // In a gated tile the rows of the left and of the right half end at the same column of y.
+  // Coordinates in the tensor map of b: its halves are of the rows where gated, else of K.
+  constexpr bool kSwapAb = kT.swap_ab();
+  const bool second = !Config::kGated && k >= p.b_k_half;
+  const int b_k = second ? k - p.b_k_half : k;
+  const auto b_half = [&](int half) {
+    return (Config::kGated ? half : int(second)) ^ p.b_reversed;
+  };
+  // Both halves of a gated tile end at the same column of y.
   constexpr int kRowsA = kT.block_m / Config::kHalvesA;
   const int row = (int(work.tile_m) * kCluster + rank) * kRowsA;
   if constexpr (Config::kAKMajor) {
 #pragma unroll
     for (int half = 0; half < Config::kHalvesA; ++half) {
-      load(s_stage + half * kRowsA * kKBlockBytes, p.a, k, row, a_term + half, a_batch);
+      load(s_stage + half * kRowsA * kKBlockBytes, p.a, k, row,
+           Config::kHalvesA == 1 ? a_term : b_half(half), a_batch);
     }
   } else {
 #pragma unroll
     for (int i = 0; i < kT.block_m / kRowElems; ++i) {
       const int first = i * kRowElems;
-      load(s_stage + i * Config::kLeadingBytes, p.a, row + first % kRowsA, k, first / kRowsA,
-           a_batch);
+      load(s_stage + i * Config::kLeadingBytes, p.a, row + first % kRowsA, kSwapAb ? b_k : k,
+           kSwapAb ? b_half(first / kRowsA) : 0, a_batch);
     }
   }
   constexpr int kHalves = Config::kHalvesB, kColumns = kT.block_n / kHalves;
@@ -85,15 +93,15 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
     for (int i = 0; i < kBoxes / kCluster; ++i) {
       const int box = i * kCluster + rank, first = box * kRows;
       load_shared(s_b + first * kKBlockBytes, p.b, k, column + first % kColumns,
-                  b_term * kHalves + first / kColumns, b_batch);
+                  kHalves == 1 ? b_term : b_term * kHalves + b_half(first / kColumns), b_batch);
     }
   } else {
 #pragma unroll
     for (int i = 0; i < kT.block_n / kRowElems; ++i) {
       if (kCluster > 1 && i % kCluster != rank) continue;
       const int first = i * kRowElems;
-      load_shared(s_b + i * Config::kLeadingBytes, p.b, column + first % kColumns, k,
-                  first / kColumns, b_batch);
+      load_shared(s_b + i * Config::kLeadingBytes, p.b, column + first % kColumns,
+                  kSwapAb ? k : b_k, kSwapAb ? 0 : b_half(first / kColumns), b_batch);
     }
   }
 }

@@ -2,6 +2,8 @@
 // results.
 #include "gemm/sm90/launch.h"
 
+#include <climits>
+
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "gemm/sm90/tiles.h"
@@ -20,17 +22,21 @@ struct Maps {
 
   int block_k() const { return sm90_block_k(math); }  // elements of K in a k-block
 
-  // The tensor box of an operand that consists of `halves` matrices with `rows` rows (M or N) each.
-  // `half_stride` is the distance from one half to the next.
-  TensorBox operand(const GemmOperand& o, int64_t rows, int64_t row_stride, int halves,
-                    int64_t half_stride, int box_rows) const {
+  // The box of an operand with `rows` rows (M or N) in each of `halves`, o.half_stride apart.
+  TensorBox operand(const GemmOperand& o, int64_t rows, int halves, int box_rows) const {
     const bool k_major = o.k_stride == 1;
     const int64_t batch = o.batch_stride == 0 ? 1 : p.batch;
     TensorBox box = {o.data, sm90_elem_bytes(math)};
     box.bfloat16 = math != GemmMath::kFloat16;
     box.tf32 = math == GemmMath::kTf32;
-    const int64_t sizes[] = {k_major ? p.k : rows, k_major ? rows : p.k, halves, batch};
-    const int64_t strides[] = {1, k_major ? row_stride : o.k_stride, half_stride, o.batch_stride};
+    int64_t half_stride = o.half_stride;
+    if (half_stride < 0) {
+      box.data = static_cast<const char*>(o.data) + half_stride * box.elem_size;
+      half_stride = -half_stride;
+    }
+    const int64_t k = o.k_half > 0 ? o.k_half : p.k;
+    const int64_t sizes[] = {k_major ? k : rows, k_major ? rows : k, halves, batch};
+    const int64_t strides[] = {1, k_major ? o.row_stride : o.k_stride, half_stride, o.batch_stride};
     const int boxes[] = {block_k(), k_major ? box_rows : block_k(), 1, 1};
     for (int i = 0; i < 4; ++i) {
       box.sizes[i] = sizes[i];
@@ -92,6 +98,9 @@ Sm90Params sm90_params(const GemmParams& p, cudaStream_t cuda_stream) {
   const int64_t k_blocks = divide_up(p.k, maps.block_k());
   const Sm90Stream stream =
       sm90_stream(tile, tiles, k_blocks, device_facts(), p.choice.splits == kStreamK);
+  const bool writes_a = sm90_writes(math, p.a.k_stride == 1),
+             writes_b = sm90_writes(math, p.b.k_stride == 1);
+  const bool k_halves = p.b.k_half > 0 && !writes_b;
   Sm90Params params = {{},
                        {},
                        {},
@@ -100,6 +109,8 @@ Sm90Params sm90_params(const GemmParams& p, cudaStream_t cuda_stream) {
                        false,
                        (swap_ab ? p.b : p.a).batch_stride != 0,
                        (swap_ab ? p.a : p.b).batch_stride != 0,
+                       p.b.half_stride < 0 && !writes_b,
+                       k_halves ? static_cast<int>(p.b.k_half) : INT_MAX,
                        GemmSchedule(tiles_m, tiles_n, 1, p.batch, band),
                        StreamKSchedule(uint32_t(tiles), k_blocks, stream),
                        {},
@@ -111,16 +122,12 @@ Sm90Params sm90_params(const GemmParams& p, cudaStream_t cuda_stream) {
   const int parts = swap_ab ? halves : std::max(halves, tile.cluster);
   const int box_a = swap_ab ? tile.block_n : tile.block_m;
   const int box_b = (swap_ab ? tile.block_m : tile.block_n) / parts;
-  const bool writes_a = sm90_writes(math, p.a.k_stride == 1),
-             writes_b = sm90_writes(math, p.b.k_stride == 1);
   const int terms = bf16x3_terms(math);
   const Sm90Written w = writes_a || writes_b ? write_sm90_operands(p, cuda_stream) : Sm90Written{};
-  const TensorBox of_a = writes_a ? maps.operand(w.a, p.m, w.a.row_stride, terms, w.a_term, box_a)
-                                  : maps.operand(p.a, p.m, p.a.row_stride, 1, 0, box_a);
-  const TensorBox of_b =
-      writes_b ? maps.operand(w.b, p.n, w.b.row_stride, terms * halves, w.b_term / halves, box_b)
-               : maps.operand(p.b, p.n, p.b.row_stride * (pairs ? 2 : 1), halves,
-                              pairs ? p.b.row_stride : p.n * p.b.row_stride, box_b);
+  const TensorBox of_a =
+      writes_a ? maps.operand(w.a, p.m, terms, box_a) : maps.operand(p.a, p.m, 1, box_a);
+  const TensorBox of_b = writes_b ? maps.operand(w.b, p.n, terms * halves, box_b)
+                                  : maps.operand(p.b, p.n, k_halves ? 2 : halves, box_b);
   params.a = make_tensor_map("matmul", swap_ab ? of_b : of_a);
   params.b = make_tensor_map("matmul", swap_ab ? of_a : of_b);
   if (!swap_ab) {

@@ -13,11 +13,10 @@ Sm90Params sm90_params(const GemmParams& params, cudaStream_t stream);
 
 void launch_sm90_gemm(const GemmParams& params, cudaStream_t stream);
 
-// K-major copies of fp32 operands: the matrices of the three bf16 terms, which add up to the
-// values, or for TF32 one fp32 matrix. In a gated product the left half of b comes first.
+// K-major copies of fp32 operands: bf16 matrices that add up to the values, or one fp32 matrix,
+// half_stride apart. In a gated product each is two matrices: the left half comes first.
 struct Sm90Written {
   GemmOperand a, b;
-  int64_t a_term, b_term;  // elements between the matrices of two terms
 };
 
 // Writes the operands for which sm90_writes is true to params.written. At least one operand must

@@ -22,26 +22,33 @@ TW_HOST_DEVICE int64_t padded_k(int64_t k) { return divide_up(k, 8) * 8; }
 struct Source {
   const float* data;
   int64_t row_stride, k_stride, batch_stride, rows, batch;
-  int64_t left_rows;  // rows of one half if the halves are interleaved, else 0
-  void* to;           // (batch, terms, rows, padded_k(k))
-  // Blocks per batch and slice of K, or 0 if the kernel reads the operand in place.
-  uint32_t blocks;
+  int64_t half_rows, k_half;  // rows or columns of a pair's first matrix, else all of them
+  int64_t second_half;        // what a row or a column of the second one adds to the offset
+  void* to;                   // (batch, terms, rows, padded_k(k))
+  uint32_t blocks;  // of one batch and one slice of K; 0 where the operand is read in place
 
-  Source(const GemmOperand& o, int64_t rows, int64_t batch, int64_t left_rows, GemmMath math,
-         void* to)
+  // `gated`: b's halves have half of the rows each.
+  Source(const GemmOperand& o, int64_t rows, int64_t batch, bool gated, GemmMath math, void* to)
       : data(static_cast<const float*>(o.data)),
         row_stride(o.row_stride),
         k_stride(o.k_stride),
         batch_stride(o.batch_stride),
         rows(rows),
         batch(o.batch_stride == 0 ? 1 : batch),
-        left_rows(left_rows),
+        half_rows(gated ? rows / 2 : rows),
+        k_half(o.k_half > 0 ? o.k_half : INT64_MAX),
+        second_half(gated ? o.half_stride - half_rows * o.row_stride : o.half_jump()),
         to(to),
         blocks(sm90_writes(math, k_stride == 1) ? uint32_t(divide_up(rows, kTile)) : 0) {}
 
   int64_t bytes(int64_t k, GemmMath math) const {
     return blocks == 0 ? 0
                        : batch * bf16x3_terms(math) * rows * padded_k(k) * sm90_elem_bytes(math);
+  }
+
+  // The offset of a value.
+  __device__ __forceinline__ int64_t at(int64_t row, int64_t k) const {
+    return row * row_stride + k * k_stride + (row >= half_rows || k >= k_half ? second_half : 0);
   }
 };
 
@@ -110,8 +117,7 @@ __global__ void __launch_bounds__(kThreads) operands_kernel(const __grid_constan
       const int row = i % (kTile / 4) * 4, k = i / (kTile / 4);
       float4 v = {0.f, 0.f, 0.f, 0.f};
       if (first_row + row < from.rows && first_k + k < p.k) {
-        v = *reinterpret_cast<const float4*>(g_from + first_row + row +
-                                             (first_k + k) * from.k_stride);
+        v = *reinterpret_cast<const float4*>(g_from + from.at(first_row + row, first_k + k));
       }
       float* s_to = s_tile + k * kPitch + row;
       s_to[0] = v.x;
@@ -129,12 +135,7 @@ __global__ void __launch_bounds__(kThreads) operands_kernel(const __grid_constan
     float v[8];
     const int64_t to = first_row + row;
     if (k_major) {
-      int64_t source = to;
-      if (from.left_rows > 0) {
-        source = to < from.left_rows ? 2 * to : 2 * (to - from.left_rows) + 1;
-      }
-      const float4* g_values =
-          reinterpret_cast<const float4*>(g_from + source * from.row_stride + first_k + k);
+      const float4* g_values = reinterpret_cast<const float4*>(g_from + from.at(to, first_k + k));
       const float4 left = g_values[0];
       const float4 right = first_k + k + 4 < p.k ? g_values[1] : float4{0.f, 0.f, 0.f, 0.f};
       v[0] = left.x, v[1] = left.y, v[2] = left.z, v[3] = left.w;
@@ -149,11 +150,13 @@ __global__ void __launch_bounds__(kThreads) operands_kernel(const __grid_constan
 
 GemmMath math_of(const GemmParams& p) { return gemm_math(p.dtype, p.tf32); }
 
-Source source_of_a(const GemmParams& p) { return {p.a, p.m, p.batch, 0, math_of(p), p.written}; }
+Source source_of_a(const GemmParams& p) {
+  return {p.a, p.m, p.batch, false, math_of(p), p.written};
+}
 
 Source source_of_b(const GemmParams& p, void* to) {
-  const bool pairs = p.epilogue.gated && p.epilogue.interleaved;
-  return {p.b, p.epilogue.gated ? 2 * p.n : p.n, p.batch, pairs ? p.n : 0, math_of(p), to};
+  const bool gated = p.epilogue.gated;
+  return {p.b, gated ? 2 * p.n : p.n, p.batch, gated, math_of(p), to};
 }
 
 }  // namespace
@@ -176,10 +179,11 @@ Sm90Written write_sm90_operands(const GemmParams& p, cudaStream_t stream) {
   launch_kernel(math == GemmMath::kFloat32 ? operands_kernel<true> : operands_kernel<false>, grid,
                 stream, params);
   const int64_t row_elems = padded_k(p.k);
-  const auto operand = [&](const Source& s) -> GemmOperand {
-    return {s.to, row_elems, 1, s.batch == 1 && p.batch > 1 ? 0 : terms * s.rows * row_elems};
+  const auto operand = [&](const Source& s, int halves) -> GemmOperand {
+    return {s.to, row_elems, 1, s.batch == 1 && p.batch > 1 ? 0 : terms * s.rows * row_elems,
+            s.rows / halves * row_elems};
   };
-  return {operand(a), operand(b), a.rows * row_elems, b.rows * row_elems};
+  return {operand(a, 1), operand(b, p.epilogue.gated ? 2 : 1)};
 }
 
 }  // namespace torchweld

@@ -13,14 +13,17 @@ namespace torchweld {
 struct Sm90Params {
   // Dims (k, M, 1, batch), or (M, k, 1, batch) if MN-major. With bf16x3: (k, M, terms, batch).
   TensorMap a;
-  // Dims (k, N, halves, batch), or (N, k, halves, batch) if MN-major. With bf16x3: (k, N, terms *
-  // halves, batch).
+  // (k, N, halves, batch), or (N, k, halves, batch); bf16x3: (k, N, terms * halves, batch). The
+  // halves of a pair side by side along K have b_k_half columns each.
   TensorMap b;
-  TensorMap y, preact;  // dims (N, M, halves, batch); y has one half
-  // Whether TMA stores the result. It can't if the rows don't start on 16-byte boundaries.
-  bool stores_y, stores_preact;
-  bool a_batched, b_batched;  // false: all batches read the same matrix
-  GemmSchedule schedule;      // of the tiles of clusters
+  TensorMap y, preact;           // (N, M, halves, batch); y has one half
+  bool stores_y, stores_preact;  // by these maps; else rows have no 16-byte boundaries
+  bool a_batched, b_batched;     // one matrix a batch
+  // b_reversed is 1 where b's second half is at the lower address. A tensor map has no negative
+  // strides, so that half is the map's first one. A swap_ab tile has b's map as its a.
+  int b_reversed;
+  int b_k_half;           // INT_MAX where b's K is not in halves
+  GemmSchedule schedule;  // of clusters' tiles
   StreamKSchedule stream_k;
   Sm90Partials partials;
   GemmParams gemm;

@@ -124,6 +124,7 @@ class OperandLoader {
   using T = ElementOf<kMath>;
   static constexpr SyncTile kT = kSyncTiles[kTile];
   static constexpr int kBlockK = kKBlockBytes / int(sizeof(T));
+  static constexpr bool kPairs = kAKMajor && !kBKMajor;  // K may be in halves
 
  public:
   __device__ __forceinline__ OperandLoader(const GemmParams& p, const WorkTile& work)
@@ -137,6 +138,9 @@ class OperandLoader {
   __device__ __forceinline__ void load(uint32_t s_stage, Parts...) {
     (a_.template load<Parts::value>(s_stage), ...);
     (b_.template load<Parts::value>(s_stage + kT.block_m * kKBlockBytes), ...);
+    if constexpr (kPairs && ((Parts::value == kParts - 1) || ...)) {
+      if (--k_blocks_to_half_ == 0) b_.skip(p_->b.half_jump());
+    }
   }
 
   // Loads the first k-blocks into all stages but the last.
@@ -153,28 +157,33 @@ class OperandLoader {
  private:
   __device__ __forceinline__ OperandLoader(const GemmParams& p, const WorkTile& work,
                                            int64_t k_begin, int64_t k_end, int thread)
-      : k_blocks_((int(k_end - k_begin) + kBlockK - 1) / kBlockK),
+      : p_(&p),
+        k_blocks_((int(k_end - k_begin) + kBlockK - 1) / kBlockK),
+        k_blocks_to_half_(int(p.b.k_half - k_begin) / kBlockK),
         a_(source(p, p.a, work, work.tile_m * kT.block_m, p.m, false), k_begin, k_end, thread),
         b_(source(p, p.b, work, work.tile_n * (p.epilogue.gated ? kT.block_n / 2 : kT.block_n), p.n,
                   p.epilogue.gated),
-           k_begin, k_end, thread) {}
+           k_begin, k_end, thread) {
+    if (kPairs && p.b.k_half > 0 && k_begin >= p.b.k_half) b_.skip(p.b.half_jump());
+  }
 
   static __device__ __forceinline__ TileSource source(const GemmParams& p,
                                                       const GemmOperand& operand,
                                                       const WorkTile& work, int64_t first,
                                                       int64_t rows, bool gated) {
     const int64_t elem = sizeof(T);
-    const bool pairs = gated && p.epilogue.interleaved;
     return {static_cast<const char*>(operand.data) + work.batch * operand.batch_stride * elem,
-            operand.row_stride * elem * (pairs ? 2 : 1),
+            operand.row_stride * elem,
             operand.k_stride * elem,
-            operand.row_stride * elem * (pairs ? 1 : rows),
+            operand.half_stride * elem,
             first,
             rows,
             {gated}};
   }
 
+  const GemmParams* p_;
   int k_blocks_;
+  int k_blocks_to_half_;  // of a pair side by side along K: until its second matrix; else 0 or less
   TileLoader<T, kT.block_m, kT.threads(), kAKMajor> a_;
   TileLoader<T, kT.block_n, kT.threads(), kBKMajor> b_;
 };

@@ -23,12 +23,12 @@ struct RowOrder {
 };
 
 struct TileSource {
-  const char* data;    // start of this batch
-  int64_t row_bytes;   // from one row to the next; two rows further if the halves are interleaved
-  int64_t k_bytes;     // from one element of K to the next
-  int64_t half_bytes;  // from a row of the left half to the same row of the right half
-  int64_t first_row;   // first row of this block
-  int64_t rows;        // number of rows of the operand
+  const char* data;    // of this batch
+  int64_t row_bytes;   // from one row to the next
+  int64_t k_bytes;     // from one column of K to the next
+  int64_t half_bytes;  // from a row of the left half to its partner
+  int64_t first_row;   // of this block
+  int64_t rows;        // there are
   RowOrder order;
 };
 
@@ -96,6 +96,11 @@ class TileLoader {
       from_ += wrap_bytes_;
       k_left_ -= kBlockK;
     }
+  }
+
+  // Moves the next loads by a number of elements.
+  __device__ __forceinline__ void skip(int64_t elems) {
+    from_ += elems * static_cast<int64_t>(sizeof(T));
   }
 
  private:

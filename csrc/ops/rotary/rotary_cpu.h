@@ -2,11 +2,7 @@
 // sin of a position once.
 #pragma once
 
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-
 #include <algorithm>
-#include <cstring>
 #include <type_traits>
 #include <vector>
 
@@ -42,19 +38,6 @@ struct RotaryOperands {
   bool interleaved, transposed;
 };
 
-// x rounded to T, without a branch.
-template <typename T, typename A>
-T rounded(A x) {
-  if constexpr (std::is_same_v<T, c10::BFloat16>) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    const uint32_t even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return T(static_cast<uint16_t>(x == x ? even : 0x7fc0), T::from_bits());
-  } else {
-    return static_cast<T>(x);
-  }
-}
-
 // to = from * cos + rotate(from) * sin; A is the dtype of the math.
 template <typename T, typename A>
 void rotate_head_cpu(T* __restrict__ to, const T* __restrict__ from, const A* __restrict__ cos,
@@ -63,15 +46,15 @@ void rotate_head_cpu(T* __restrict__ to, const T* __restrict__ from, const A* __
   if (interleaved) {
     for (int64_t i = 0; i < half; ++i) {
       const A a = static_cast<A>(from[2 * i]), b = static_cast<A>(from[2 * i + 1]);
-      to[2 * i] = rounded<T>(a * cos[2 * i] - b * sin[2 * i]);
-      to[2 * i + 1] = rounded<T>(b * cos[2 * i + 1] + a * sin[2 * i + 1]);
+      to[2 * i] = round_to<T>(a * cos[2 * i] - b * sin[2 * i]);
+      to[2 * i + 1] = round_to<T>(b * cos[2 * i + 1] + a * sin[2 * i + 1]);
     }
     return;
   }
   for (int64_t i = 0; i < half; ++i) {
     const A a = static_cast<A>(from[i]), b = static_cast<A>(from[half + i]);
-    to[i] = rounded<T>(a * cos[i] - b * sin[i]);
-    to[half + i] = rounded<T>(b * cos[half + i] + a * sin[half + i]);
+    to[i] = round_to<T>(a * cos[i] - b * sin[i]);
+    to[half + i] = round_to<T>(b * cos[half + i] + a * sin[half + i]);
   }
 }
 

@@ -1,0 +1,122 @@
+// What the ops of two linear branches and their gate share: x (..., K), z (..., 2N) = left and
+// right halves, y (..., N) = gate(left, right).
+#pragma once
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/sigmoid_backward.h>
+#include <ATen/ops/tanh.h>
+#include <ATen/ops/tanh_backward.h>
+
+#include <utility>
+
+#include "core/check.h"
+#include "layers/linear_cpu.h"
+#include "layers/swiglu_cpu.h"
+
+#ifdef TORCHWELD_CUDA
+#include "layers/norm_linear.h"
+#endif
+
+namespace torchweld {
+
+inline Gate parse_gate(const char* op, std::string_view name) {
+  if (name == "sigmoid_tanh") return Gate::kSigmoidTanh;
+  if (name == "geglu") return Gate::kGeglu;
+  if (name == "geglu_tanh") return Gate::kGegluTanh;
+  if (name == "swiglu") return Gate::kSwiglu;
+  if (name == "reglu") return Gate::kReglu;
+  TW_CHECK(false, op,
+           "gate must be one of sigmoid_tanh, geglu, geglu_tanh, swiglu, reglu, but got '", name,
+           "'");
+}
+
+// CPU. The two halves of z as tensors (rows, N).
+struct Halves {
+  Tensor left, right;
+
+  Halves(const Tensor& left, const Tensor& right) : left(left), right(right) {}
+  // The halves of z (rows, 2N), one after the other or alternating column by column.
+  Halves(const Tensor& z, bool interleaved) {
+    const int64_t n = z.size(1) / 2;
+    const Tensor pairs = interleaved ? z.view({z.size(0), n, 2}) : z.view({z.size(0), 2, n});
+    left = pairs.select(interleaved ? 2 : 1, 0);
+    right = pairs.select(interleaved ? 2 : 1, 1);
+  }
+};
+
+inline Tensor apply_gate(const Halves& z, Gate gate) {
+  switch (gate) {
+    case Gate::kSigmoidTanh:
+      return at::sigmoid(z.left).mul_(at::tanh(z.right));
+    case Gate::kGeglu:
+      return at::gelu(z.right, "none").mul_(z.left);
+    case Gate::kGegluTanh:
+      return at::gelu(z.right, "tanh").mul_(z.left);
+    case Gate::kSwiglu:
+      return supports_swiglu(z.left, z.right) ? swiglu(z.left, z.right)
+                                              : at::silu(z.left).mul_(z.right);
+    default:
+      return at::relu(z.right).mul_(z.left);
+  }
+}
+
+// CPU. The gradients to z's halves from dy (rows, N).
+inline Halves gate_backward(const Tensor& dy, const Halves& z, Gate gate) {
+  switch (gate) {
+    case Gate::kSigmoidTanh: {
+      const Tensor s = at::sigmoid(z.left), t = at::tanh(z.right);
+      return {at::sigmoid_backward(dy * t, s), at::tanh_backward(dy * s, t)};
+    }
+    case Gate::kGeglu:
+    case Gate::kGegluTanh: {
+      const char* approximate = gate == Gate::kGeglu ? "none" : "tanh";
+      return {at::gelu(z.right, approximate).mul_(dy),
+              at::gelu_backward(dy * z.left, z.right, approximate)};
+    }
+    case Gate::kSwiglu: {
+      if (!supports_swiglu(z.left, z.right)) {
+        return {at::silu_backward(dy * z.right, z.left), at::silu(z.left).mul_(dy)};
+      }
+      const auto [dleft, dright] = swiglu_backward(dy, z.left, z.right);
+      return {dleft, dright};
+    }
+    default:
+      return {at::relu(z.right).mul_(dy), at::threshold_backward(dy * z.left, z.right, 0)};
+  }
+}
+
+#ifdef TORCHWELD_CUDA
+// weight: a pair. z is stored where it is defined.
+inline void gated_matmul_into(const Tensor& y, const Tensor& z, const Tensor& x,
+                              const Matrix& weight, const OptionalTensor& bias, Gate gate,
+                              bool interleaved) {
+  if (y.numel() == 0) return;
+  matmul_into(rows_of(y), rows_of(x), weight,
+              {bias, Activation::kNone, /*gated=*/true, gate, interleaved, z});
+}
+
+// dz (rows, 2N), over a z that is given away; its sums over the rows into dbias and dbias_right
+// (N,), or where interleaved into dbias (2N,), unless they have size (0,).
+inline Tensor gate_backward_into(const Tensor& dbias, const Tensor& dbias_right, const Tensor& dy,
+                                 const Tensor& z, Gate gate, bool interleaved) {
+  const Tensor dz = matrix_over(z);
+  if (z.numel() == 0) {
+    dbias.zero_();
+    dbias_right.zero_();
+    return dz;
+  }
+  const Rows in_dy(dy), in_z(z);
+  const bool sums = dbias.numel() > 0 || dbias_right.numel() > 0;
+  const Tensor partials =
+      sums ? empty_floats(2 * column_partials(in_dy.rows, in_dy.n), dy) : Tensor();
+  launch_gate_backward({in_dy.tensor.const_data_ptr(), in_z.tensor.const_data_ptr(),
+                        dz.mutable_data_ptr(), data_if_wanted(dbias), data_if_wanted(dbias_right),
+                        data_if_wanted<float>(partials), in_dy.rows, in_dy.n, in_dy.row_stride,
+                        in_z.row_stride, dz.stride(0), gate, interleaved, dtype_of(z)},
+                       current_stream());
+  return dz;
+}
+#endif
+
+}  // namespace torchweld
