@@ -19,7 +19,7 @@ from torchweld.ops.bmm import bmm
 from torchweld.ops.causal_softmax import causal_softmax
 from torchweld.ops.conv2d import conv2d
 from torchweld.ops.folded_layer_norm_linear import fold_layer_norm, folded_layer_norm_linear
-from torchweld.ops.gated_linear import gated_linear
+from torchweld.ops.gated_linear import gated_linear, gated_linear_pair
 from torchweld.ops.int4_linear import (
     int4_linear,
     int4_linear_repacked,
@@ -69,6 +69,7 @@ __all__ = [
     "folded_layer_norm_linear",
     "fuse",
     "gated_linear",
+    "gated_linear_pair",
     "info",
     "int4_linear",
     "int4_linear_repacked",

@@ -27,6 +27,16 @@ def _linear_backward(
     return (wants_x + wants_weight) * _linear(x, weight)
 
 
+def _gated_pair(x: _Shape, left: _Shape, *args: Any, **kwargs: Any) -> int:
+    return 2 * _linear(x, left)
+
+
+def _gated_pair_backward(
+    dy: _Shape, x: _Shape, left: _Shape, *args: Any, output_mask: Sequence[bool], **kwargs: Any
+) -> int:
+    return (2 * output_mask[0] + output_mask[1] + output_mask[2]) * _linear(x, left)
+
+
 def _folded_backward(
     dy: _Shape, x: _Shape, weight: _Shape, *args: Any, activation: str = "none", **kwargs: Any
 ) -> int:
@@ -108,6 +118,9 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "linear_cross_entropy_gradients_forward": _loss_gradients,
     "linear_cross_entropy_exponentials_forward": _linear,
     "linear_cross_entropy_exponentials_backward": _exponentials_backward,
+    "gated_linear_pair": _gated_pair,
+    "gated_linear_pair_forward": _gated_pair,
+    "gated_linear_pair_backward": _gated_pair_backward,
     "folded_layer_norm_linear": _linear,
     "folded_layer_norm_linear_backward": _folded_backward,
     "bmm": _bmm,

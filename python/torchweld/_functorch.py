@@ -28,7 +28,7 @@ _SECOND_GRADIENTS = {"linear_token_logprobs": "dentropy", "rotary": "dk_out"}
 _FRONT_KEY = "FuncTorchDynamicLayerFrontMode"
 # The attribute of torch.ops.torchweld that keeps the kernels.
 _KEPT = "_kernels_of_functorch"
-_LINEAR = ("linear", "layer_norm_linear", "rms_norm_linear", "gated_linear")
+_LINEAR = ("linear", "layer_norm_linear", "rms_norm_linear", "gated_linear", "gated_linear_pair")
 # The arguments that carry leading dims; all others must be the same for the whole batch.
 _LEADING = {
     "softmax": ("x",),

@@ -21,7 +21,8 @@ _OPS = (
     "add_scalar", "attention", "attention_backward", "attention_forward", "attention_with_lse",
     "bmm", "bmm_backward", "causal_softmax", "causal_softmax_backward", "conv2d", "conv2d_backward",
     "fold_layer_norm", "folded_layer_norm_linear", "folded_layer_norm_linear_backward",
-    "gated_linear", "gated_linear_backward", "gated_linear_forward", "int4_linear",
+    "gated_linear", "gated_linear_backward", "gated_linear_forward", "gated_linear_pair",
+    "gated_linear_pair_backward", "gated_linear_pair_forward", "int4_linear",
     "int4_linear_backward", "int4_linear_repacked", "int4_linear_repacked_backward", "int4_pack",
     "int4_repack", "int4_unpack", "layer_norm_linear", "layer_norm_linear_backward",
     "layer_norm_linear_forward", "linear", "linear_backward", "linear_cross_entropy",
@@ -34,8 +35,8 @@ _OPS = (
     "rms_norm_linear_backward", "rms_norm_linear_forward", "rotary", "rotary_backward", "row_sum",
     "scalar_attention", "scalar_attention_backward", "scalar_attention_forward", "softmax",
     "softmax_backward", "softmax_matmul", "softmax_matmul_backward", "softmax_matmul_forward",
-    "_activation_backward", "_begin_dry_run", "_begin_observing", "_end_observing",
-    "_force_choice", "_forget_choices", "_linear_part", "_picked_choice", "_remember_choice",
+    "_activation_backward", "_begin_dry_run", "_begin_observing", "_end_observing", "_force_choice",
+    "_forget_choices", "_linear_part", "_picked_choice", "_remember_choice",
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from torchweld.info import has_cuda_kernel, ops_of_library
 _TUNED = "the fastest of its configurations when torchweld.tune timed this shape class"
 _ASSUMED = "NVIDIA H100 (assumed: there is no GPU here)"
 # Ops in the place of torch's mm, the one op beside which inductor takes collectives apart.
-_MATMULS = ("linear", "layer_norm_linear", "rms_norm_linear", "gated_linear")
+_MATMULS = ("linear", "layer_norm_linear", "rms_norm_linear", "gated_linear", "gated_linear_pair")
 _ASYNC = (
     "torch.compile overlaps collectives with torch's own mm alone (async tensor parallelism, "
     "_micro_pipeline_tp), not with this op; where that gains more than the fusion use nn.Linear"

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from torchweld.distributed.pair_rules import PAIR_RULES
 from torchweld.distributed.rotary_rules import ROTARY_RULES
 
 Row = dict[str, Any]
@@ -303,6 +304,7 @@ RULES: dict[str, Rule] = {
     "int4_unpack": _every_leading,
     "softmax": _every_leading,
     "softmax_backward": _every_leading,
+    **PAIR_RULES,
     **ROTARY_RULES,
     "row_sum": _row_sum,
     "add_scalar": _add_scalar,

@@ -51,6 +51,41 @@ def gated_linear(
     return ops.gated_linear(x, weight, bias, gate=gate, interleaved=interleaved)
 
 
+@sentences
+def gated_linear_pair(
+    x: Tensor,
+    left: Tensor,
+    right: Tensor,
+    left_bias: Tensor | None = None,
+    right_bias: Tensor | None = None,
+    *,
+    gate: str = "swiglu",
+) -> Tensor:
+    """`gate(F.linear(x, left, left_bias), F.linear(x, right, right_bias))`.
+
+    `gated_linear` for the two weights that models keep: Llama's `silu(gate_proj(x)) * up_proj(x)`
+    has `left = gate_proj.weight` and `right = up_proj.weight`. The kernels read both in place if
+    they have the same strides.
+
+    Args:
+        x: `(..., K)`.
+        left: `(N, K)`.
+        right: `(N, K)`.
+        left_bias: `(N,)`.
+        right_bias: `(N,)`.
+        gate: a gate of `gated_linear`.
+
+    Returns:
+        `(..., N)` contiguous, dtype of `x`; sums in fp32.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, device or gate.
+
+    Limits: differentiable once.
+    """
+    return ops.gated_linear_pair(x, left, right, left_bias, right_bias, gate=gate)
+
+
 class GatedLinearReference(nn.Module):
     """`Linear(in, 2 * out)`, chunk and gate in plain torch, which `GatedLinear` replaces.
 
