@@ -865,6 +865,44 @@ def gated_linear_grads(
     ]
 
 
+def packed_pair(left, right, left_bias=None, right_bias=None) -> tuple[Tensor, Tensor]:
+    """Weight and bias of gated_linear; a bias that is not given is zeros."""
+    biases = [left.new_zeros(left.shape[0]) if b is None else b for b in (left_bias, right_bias)]
+    return torch.cat([left, right]), torch.cat(biases)
+
+
+def gated_linear_pair_bounds(full: bool):
+    def bounds(x, *parameters, gate="swiglu") -> list[Bound]:
+        return gated_linear_bounds(full)(x, *packed_pair(*parameters), gate=gate)
+
+    return bounds
+
+
+def gated_linear_pair_grads(dy, x, *parameters, gate="swiglu", z=None) -> list[Bound]:
+    weight, bias = packed_pair(*parameters)
+    n = weight.shape[0] // 2
+    dx, dweight, dbias = gated_linear_grads(dy, x, weight, bias, gate=gate, z=z)
+    if x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16):
+        # The sum of the left product is rounded before the right one is added.
+        layer = Layer("linear", x, weight, bias)
+        preact = layer.z if z is None else matrix(z)
+        dz, _ = gate_dz(matrix(dy), preact, gate, False, None, UNIT[x.dtype])
+        dx.terms.rounds.append((dz[:, :n] @ layer.weight[:n]).abs().reshape(x.shape))
+
+    def half(bound: Bound, first: int) -> Bound:
+        part = slice(first, first + n)
+        return Bound(bound.ref[part], bound.terms.map(lambda t: t[part]), bound.dtype)
+
+    return [dx, half(dweight, 0), half(dweight, n), half(dbias, 0), half(dbias, n)]
+
+
+def gated_linear_pair_backward_bounds(
+    dy, x, left, right, z, *, gate="swiglu", output_mask
+) -> list[Bound]:
+    grads = gated_linear_pair_grads(dy, x, left, right, gate=gate, z=z)
+    return masked_out(grads, output_mask, x.dtype)
+
+
 def gated_linear_backward_bounds(
     dy, x, weight, z, *, gate="geglu", interleaved=False, output_mask
 ) -> list[Bound]:
@@ -1446,6 +1484,9 @@ REFERENCES: dict[str, Callable[..., list[Bound | None]]] = {
     "gated_linear": gated_linear_bounds(full=False),
     "gated_linear_forward": gated_linear_bounds(full=True),
     "gated_linear_backward": gated_linear_backward_bounds,
+    "gated_linear_pair": gated_linear_pair_bounds(full=False),
+    "gated_linear_pair_forward": gated_linear_pair_bounds(full=True),
+    "gated_linear_pair_backward": gated_linear_pair_backward_bounds,
     "bmm": bmm_bounds,
     "bmm_backward": bmm_backward_bounds,
     "add_scalar": add_scalar_bounds,
@@ -1515,6 +1556,7 @@ GRADIENTS: dict[str, Callable[..., list[Bound | None]]] = {
     "linear_cross_entropy": cross_entropy_grads,
     "linear_token_logprobs": logprobs_grads,
     "gated_linear": gated_linear_grads,
+    "gated_linear_pair": gated_linear_pair_grads,
     "bmm": bmm_grads,
     "add_scalar": lambda dz, x, value: [Bound(up(dz), Terms(), x.dtype)],
     "outer_add": lambda dz, x, y: outer_add_backward_bounds(dz),

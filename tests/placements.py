@@ -46,6 +46,7 @@ from samples import (
     loss_call,
     mul_relu_call,
     outer_call,
+    pair_call,
     rotary_call,
     scalar_attention_backward_call,
     scalar_attention_call,
@@ -142,6 +143,14 @@ def _builds() -> dict[str, dict[str, Build]]:
             add("gated_linear", **{f"{gate}_{n}": forward})
             add("gated_linear_forward", **{f"{gate}_{n}": forward})
             add("gated_linear_backward", **{f"{gate}_{n}": backward})
+
+    for name, sizes, options in (
+        ("plain", (lead, 8, 8), {}),
+        ("bare", (uneven, 4, 5, (False, True)), {"gate": "geglu"}),
+    ):
+        for end in ("", "_forward"):
+            add("gated_linear_pair" + end, **{name: pair_call(*sizes, **options)})
+        add("gated_linear_pair_backward", **{name: pair_call(*sizes, **options, mask=[True] * 5)})
 
     every = {"label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.1, "temperature": 0.7}
     losses = {

@@ -287,6 +287,11 @@ def gated_linear(x, weight, bias=None, *, gate="geglu", interleaved=False):
     return f(left) * g(right)
 
 
+def gated_linear_pair(x, left, right, left_bias=None, right_bias=None, *, gate="swiglu"):
+    f, g = GATE_FUNCTIONS[gate]
+    return f(affine(x, left, left_bias)) * g(affine(x, right, right_bias))
+
+
 def bmm(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b)
 
@@ -513,6 +518,7 @@ VALUES: dict[str, Callable[..., Tensor]] = {
         0
     ],
     "gated_linear": gated_linear,
+    "gated_linear_pair": gated_linear_pair,
     "bmm": bmm,
     "rotary": lambda *args, **kwargs: rotary(*args, **kwargs)[0],
     "row_sum": row_sum,
@@ -604,7 +610,14 @@ def eager_bmm(a: Tensor, b: Tensor) -> Tensor:
 def eager_gated_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gate: str, interleaved: bool = False
 ) -> Tensor:
-    left, right = halves(F.linear(x, weight, bias), interleaved)
+    return eager_gate(*halves(F.linear(x, weight, bias), interleaved), gate)
+
+
+def eager_gated_linear_pair(x, left, right, left_bias=None, right_bias=None, *, gate) -> Tensor:
+    return eager_gate(F.linear(x, left, left_bias), F.linear(x, right, right_bias), gate)
+
+
+def eager_gate(left: Tensor, right: Tensor, gate: str) -> Tensor:
     return {
         "sigmoid_tanh": lambda: left.sigmoid() * right.tanh(),
         "geglu": lambda: left * F.gelu(right),
@@ -680,6 +693,7 @@ EAGER: dict[str, Callable[..., Tensor]] = {
         0
     ].float(),
     "gated_linear": eager_gated_linear,
+    "gated_linear_pair": eager_gated_linear_pair,
     "rotary": lambda *args, **kwargs: rotary(*args, **kwargs)[0],
     "row_sum": lambda x: x.sum(-1),
     "conv2d": eager_conv2d,

@@ -236,6 +236,12 @@ def with_grad(name: str):
 
 BMM = [Arg("a", anchor=True), Arg("b", sized=(0, 1))]
 
+PAIR = [
+    Arg("left", sized=(0, 1), blame=("right", "left_bias", "dy")),
+    Arg("right", sized=(0, 1)),
+]
+PAIR_BIASES = [Arg("left_bias", sized=(0,)), Arg("right_bias", sized=(0,))]
+
 COS_SIN = [Arg("cos", rank="", sized=(0, 1, 2)), Arg("sin", sized=(0, 1, 2))]
 TABLES = {
     f"cos {name}": ("cos", replace("cos", lambda t, shape=shape: zeros(t, shape)))
@@ -459,6 +465,13 @@ SPECS: dict[str, Spec] = {
     "conv2d": Spec("plain", IMAGES),
     "conv2d_backward": Spec("plain", [Arg("dz", sized=(0, 1, 2)), *IMAGES]),
     "bmm_backward": Spec("plain", [Arg("dy", sized=(0, 1, 2)), *BMM]),
+    **{
+        op: Spec("plain", [X, *PAIR, *PAIR_BIASES], GATE)
+        for op in ("gated_linear_pair", "gated_linear_pair_forward")
+    },
+    "gated_linear_pair_backward": Spec(
+        "plain", [DY, X, *PAIR, Arg("z", rank="", sized=(0, 1))], GATE
+    ),
     "gated_linear_backward": Spec(
         "sigmoid_tanh",
         [DY, X, WEIGHT, Arg("z", rank="", sized=(0, 1))],

@@ -45,6 +45,8 @@ DIFFERENTIABLE: dict[str, tuple[int, ...]] = {
     "folded_layer_norm_linear": (0,),
     "gated_linear": (0, 1, 2),
     "gated_linear_forward": (0, 1, 2),
+    "gated_linear_pair": (0, 1, 2, 3, 4),
+    "gated_linear_pair_forward": (0, 1, 2, 3, 4),
     "linear_cross_entropy": (0, 1, 3),
     "linear_token_logprobs": (0, 1, 3),
     "bmm": (0, 1),
@@ -333,6 +335,23 @@ def gated_backward_call(lead, n, k, mask, **kwargs) -> Callable[[Maker], Call]:
         (x, weight, bias), _ = layer_call(lead, 2 * n, k)(m)
         z = m.saved(R.affine(R.up(x), R.up(weight), R.up(bias)))
         return [m.randn(*lead, n), x, weight, z], {**kwargs, "output_mask": list(mask)}
+
+    return build
+
+
+def pair_call(lead, n, k, biases=(True, True), mask=None, **kwargs) -> Callable[[Maker], Call]:
+    """A call of gated_linear_pair; with a mask the call of the backward op."""
+
+    def build(m: Maker) -> Call:
+        x, *weights = m.randn(*lead, k), *(m.randn(n, k, std=max(k, 1) ** -0.5) for _ in range(2))
+        vectors = [m.randn(n) if given else None for given in biases]
+        if mask is None:
+            return [x, *weights, *vectors], kwargs
+        branches = [
+            R.affine(R.up(x), R.up(w), R.up(b)) for w, b in zip(weights, vectors, strict=True)
+        ]
+        z = m.saved(torch.cat(branches, -1))
+        return [m.randn(*lead, n), x, *weights, z], {**kwargs, "output_mask": list(mask)}
 
     return build
 
@@ -748,6 +767,30 @@ def _listed() -> dict[str, list[Sample]]:
     add("gated_linear", empty=layer_call((0,), 4, 3))
     add("gated_linear_forward", empty=layer_call((0,), 4, 3))
     add("gated_linear_backward", empty=gated_backward_call((0,), 2, 3, masks[0]))
+    pairs: dict[str, tuple[tuple[Any, ...], dict[str, Any], Sequence[bool]]] = {
+        "plain": (((3,), 4, 5), {}, [True] * 5),
+        "bare": (
+            ((2, 2), 3, 4, (False, False)),
+            {"gate": "geglu"},
+            [True, False, True, False, True],
+        ),
+        "left_bias": (
+            ((4,), 2, 3, (True, False)),
+            {"gate": "reglu"},
+            [False, True, True, True, False],
+        ),
+        "right_bias": (((), 3, 6, (False, True)), {"gate": "geglu_tanh"}, [True] * 5),
+        "sigmoid_tanh": (
+            ((1, 3), 4, 2),
+            {"gate": "sigmoid_tanh"},
+            [True, True, False, False, False],
+        ),
+        "empty": (((0, 2), 3, 4), {}, [True] * 5),
+    }
+    for name, (sizes, options, mask) in pairs.items():
+        add("gated_linear_pair", **{name: pair_call(*sizes, **options)})
+        add("gated_linear_pair_forward", **{name: pair_call(*sizes, **options)})
+        add("gated_linear_pair_backward", **{name: pair_call(*sizes, **options, mask=mask)})
     return samples
 
 
@@ -843,4 +886,5 @@ EAGER_DEFAULTS: dict[str, dict[str, Any]] = {
     "rms_norm_linear": {"eps": 1e-6, "activation": "none"},
     "folded_layer_norm_linear": {"eps": 1e-5, "activation": "none"},
     "gated_linear": {"gate": "geglu"},
+    "gated_linear_pair": {"gate": "swiglu"},
 }

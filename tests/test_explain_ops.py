@@ -57,6 +57,8 @@ def test_products():
     fields = named("matmul", record["problem"])
     assert fields["gated"] == fields["pointwise"] == 1
     assert torchweld.explain("gated_linear", x, weight).tile["name"] == record["choice"]
+    (pair,) = dry_records("gated_linear_pair", x, *weight.chunk(2))
+    assert (pair["problem"], pair["choice"]) == (record["problem"], record["choice"])
 
 
 def test_attention():

@@ -63,6 +63,11 @@ SAME = {
         lambda x, w: F.linear(x, w),
         (R(6, 8), R(10, 8)),
     ),
+    "gated_linear_pair": (
+        torchweld.gated_linear_pair,
+        lambda x, left, right: F.linear(x, left) * F.linear(x, right),
+        (R(6, 8), R(5, 8), R(5, 8)),
+    ),
     "bmm": (torchweld.bmm, torch.bmm, (R(4, 3, 8), R(4, 8, 5))),
     "softmax_matmul": (
         torchweld.softmax_matmul,

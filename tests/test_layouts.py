@@ -50,6 +50,7 @@ from samples import (
     mul_relu_call,
     need_kernel,
     outer_call,
+    pair_call,
     rotary_call,
     scalar_attention_backward_call,
     scalar_attention_call,
@@ -76,6 +77,7 @@ GRADIENT_OF = {
     "layer_norm_linear_forward": "layer_norm_linear",
     "rms_norm_linear_forward": "rms_norm_linear",
     "gated_linear_forward": "gated_linear",
+    "gated_linear_pair_forward": "gated_linear_pair",
 }
 OUT = "d(output)"
 LSE = "d(lse)"
@@ -227,6 +229,11 @@ def _further() -> dict[str, list[Sample]]:
         sizes = (aligned[0], aligned[1] // 2, aligned[2], [True] * 3)
         build = gated_backward_call(*sizes, gate=gate, interleaved=interleaved)
         add("gated_linear_backward", **{name: build})
+    for name, gate, sizes in (("large", "swiglu", aligned), ("large_geglu", "geglu", odd)):
+        add("gated_linear_pair", **{name: pair_call(*sizes, gate=gate)})
+        add("gated_linear_pair_forward", **{name: pair_call(*sizes, gate=gate)})
+        build = pair_call(*sizes, gate=gate, mask=[True] * 5)
+        add("gated_linear_pair_backward", **{name: build})
     for name, sizes in (("large", ((2, 2), 64, 72, 128)), ("large_odd", ((3, 1), 65, 131, 67))):
         add("bmm", **{name: bmm_call(*sizes)})
         add("bmm_backward", **{name: bmm_call(*sizes, [True, True])})

@@ -245,6 +245,36 @@ def test_gates_and_their_preact(gate, interleaved):
                     torch.testing.assert_close(z.double(), expected, rtol=2**-6, atol=2**-6)
 
 
+@pytest.mark.parametrize("order", ["apart", "reversed", "one"])
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
+def test_pairs_of_weights_are_exact_in_every_configuration(dtype, order):
+    """Branches and gradients; K of dx is in halves, of whole k-blocks and not."""
+    for m, n, k in ((5, 128, 72), (130, 192, 200), (64, 520, 128), (300, 320, 264), (9, 64, 1032)):
+        x, dy = grid(dtype, m, k), grid(dtype, m, n)
+        both = grid(dtype, 2, n, k)
+        first, second = {"apart": (0, 1), "reversed": (1, 0), "one": (0, 0)}[order]
+        for layout in ("rows", "transposed", "gaps"):
+            left, right = both[first], both[second]
+            if order == "apart":
+                left, right = laid_out(left, layout), laid_out(right, layout)
+            elif layout == "transposed":
+                left, right = (both.mT.contiguous().mT[i] for i in (first, second))
+            z = torch.cat([x.double() @ w.double().t() for w in (left, right)], 1).to(dtype)
+            for _ in each_configuration("gated_linear_pair_forward", x, left, right, gate="reglu"):
+                out, got = ops.gated_linear_pair_forward(x, left, right, gate="reglu")
+                assert_equal(got, z)
+                assert_same_bits(ops.gated_linear_pair(x, left, right, gate="reglu"), out)
+            # With z = (1, 1) and reglu both branches of the gradient are dy.
+            args, kept = (dy, x, left, right, torch.ones_like(z)), {"output_mask": [True] * 5}
+            dx = (dy.double() @ (left.double() + right.double())).to(dtype)
+            dweight = (dy.double().t() @ x.double()).to(dtype)
+            op = "gated_linear_pair_backward"
+            for _ in each_configuration(op, *args, gate="reglu", **kept):
+                grads = ops.gated_linear_pair_backward(*args, gate="reglu", **kept)
+                for got, ref in zip(grads, (dx, dweight, dweight), strict=False):
+                    assert_equal(got, ref)
+
+
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 @pytest.mark.parametrize("op", ["layer_norm_linear", "rms_norm_linear", "folded_layer_norm_linear"])
 def test_a_norm_in_front(op, dtype):
