@@ -28,6 +28,7 @@ FAMILIES = {
     "matmul_training": "Linear layers, forward and backward",
     "losses": "The head of a language model and its loss",
     "rotary": "Rotary position embedding",
+    "gated_pair": "Two weights and their gate",
     "gpt2": "GPT-2 124M training",
     "generate": "GPT-2 124M generation",
     "curves": "Shares of the roofline",

@@ -19,6 +19,7 @@ FAMILIES = {
     "matmul_training": "cuda",
     "losses": "cuda",
     "rotary": "cuda",
+    "gated_pair": "cuda",
     "attention": "cuda",
     "attention_masks": "cuda",
     "int4": "cuda",

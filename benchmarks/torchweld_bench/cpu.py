@@ -156,6 +156,12 @@ def _cases(dtype: torch.dtype) -> Iterator[tuple[str, Function, Function, list[T
             [x, weight, bias, norm[0]],
         )
         yield f"gated_linear geglu ({m}, {k}, {n})", ops.gated_linear, _gated, [x, weight, bias]
+        yield (
+            f"gated_linear_pair swiglu ({m}, {k}, {n // 2})",
+            ops.gated_linear_pair,
+            lambda x, left, right: F.silu(F.linear(x, left)) * F.linear(x, right),
+            [x, *(w.clone() for w in weight.chunk(2))],
+        )
         folded_weight, weight_sum, folded_bias = ops.fold_layer_norm(weight, bias, *norm)
         yield (
             f"folded_layer_norm_linear gelu_tanh ({m}, {k}, {n})",

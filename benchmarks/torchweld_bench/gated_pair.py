@@ -1,0 +1,106 @@
+"""gated_linear_pair on a GPU, as CUDA graphs: two weights against gated_linear of the packed one,
+and against eager, torch.compile and Liger's SwiGLU between two linear layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchweld._library import ops
+from torchweld.tuning.timer import interleaved
+from torchweld_bench.common import dtype_text, free, in_turn, largest_error
+from torchweld_bench.results import Row, make_row
+
+_ROUNDS = 7
+_CHECKED_ROWS = 64
+# Rows, K, N: Llama 3.2 1B, Llama 3.1 8B, Qwen 3 0.6B, Llama 2 7B with few rows, and a step of
+# generation of the first.
+_SIZES = (
+    (16384, 2048, 8192),
+    (8192, 4096, 14336),
+    (16384, 1024, 3072),
+    (512, 4096, 11008),
+    (16, 2048, 8192),
+)
+
+
+def _eager(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return F.silu(F.linear(x, left)) * F.linear(x, right)
+
+
+def _packed(x: Tensor, weight: Tensor) -> Tensor:
+    return ops.gated_linear(x, weight, gate="swiglu")
+
+
+def _liger() -> Callable[..., Tensor] | None:
+    try:
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+    except ImportError:
+        return None
+    return lambda x, left, right: LigerSiLUMulFunction.apply(F.linear(x, left), F.linear(x, right))
+
+
+def _errors(x: Tensor, left: Tensor, right: Tensor) -> dict[str, float]:
+    """The errors of dx for some rows."""
+
+    def dx(function: Callable[..., Tensor], dtype: torch.dtype) -> Tensor:
+        some = x[:_CHECKED_ROWS].detach().to(dtype).requires_grad_()
+        weights = (t.detach().to(dtype) for t in (left, right))
+        return torch.autograd.grad(function(some, *weights).sum(), some)[0]
+
+    exact, of_eager = dx(_eager, torch.float64), dx(_eager, x.dtype)
+    eager_error = largest_error(of_eager, exact)
+    return {
+        "error": largest_error(dx(ops.gated_linear_pair, x.dtype), exact),
+        "eager_error": eager_error,
+        "allowed_error": 3 * eager_error,
+    }
+
+
+def _case(case: str, operands: list[Tensor], targets: dict[str, float]) -> Iterator[Row]:
+    x, left, right = operands
+    packed = [x, torch.cat([left.detach(), right.detach()]).requires_grad_()]
+    functions: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+        "ours": (ops.gated_linear_pair, operands),
+        "gated_linear": (_packed, packed),
+        "eager": (_eager, operands),
+        "torch.compile": (torch.compile(_eager), operands),
+    }
+    liger = _liger()
+    if liger is not None:
+        functions["Liger"] = liger, operands
+    dy = torch.randn(x.shape[0], left.shape[0], device="cuda", dtype=x.dtype)
+    plain: dict[str, Callable[[], Any]] = {}
+    trained: dict[str, Callable[[], Any]] = {}
+    for name, (f, args) in functions.items():
+        values = [t.detach() for t in args]
+        plain[name] = lambda f=f, values=values: f(*values)
+        trained[name] = lambda f=f, args=args: torch.autograd.grad(f(*args), args, dy)
+    errors = _errors(*operands)
+    for what, calls in (("forward", plain), ("forward and backward", trained)):
+        graphs = {name: in_turn([call], 1) for name, call in calls.items()}
+        times = interleaved(graphs, device="cuda", rounds=_ROUNDS)
+        for peer in ("gated_linear", "torch.compile", "eager", "Liger"):
+            if peer in times:
+                name = f"{case}, {what} over {peer}"
+                yield make_row(name, times, against=peer, target=targets.get(name), **errors)
+
+
+def rows(targets: dict[str, float]) -> Iterator[Row]:
+    """Every case of the family, measured lazily."""
+    for m, k, n in _SIZES:
+        torch._dynamo.reset()
+        free()
+        torch.manual_seed(0)
+        x = torch.randn(m, k, device="cuda").bfloat16().requires_grad_()
+        weights = [
+            (torch.randn(n, k, device="cuda") * k**-0.5).bfloat16().requires_grad_()
+            for _ in range(2)
+        ]
+        case = f"gated_linear_pair ({m}, {k}, {n}) {dtype_text(x.dtype)}"
+        yield from _case(case, [x, *weights], targets)
