@@ -58,6 +58,8 @@ from samples import (
     without,
 )
 from torchweld.distributed import full_tensor, rules
+from torchweld.distributed.rows import Call as RuleCall
+from torchweld.distributed.rows import results_of
 
 Build = Callable[[Maker], Call]
 
@@ -317,7 +319,7 @@ class Sharded:
             for name, t in (*zip(self.names, self.args, strict=True), *self.kwargs.items())
             if isinstance(t, Tensor)
         }
-        self.results = rules.results_of(call(op).default)
+        self.results = results_of(call(op).default)
 
     def __call__(self, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
         args = [given.get(n, a) for n, a in zip(self.names, self.args, strict=True)]
@@ -343,7 +345,7 @@ class Sharded:
         args = tuple(map(described, self.args))
         kwargs = {n: described(v) for n, v in self.kwargs.items()}
         schema = OpSchema(call(self.op).default, args, kwargs)
-        return [{}, *rules.RULES[self.op](rules._Call(schema))]
+        return [{}, *rules.RULES[self.op](RuleCall(schema))]
 
     def shardable(self, placed: Placed) -> bool:
         for name, placements in placed.items():

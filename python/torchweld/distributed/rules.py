@@ -18,131 +18,61 @@ from typing import Any
 
 import torch
 
-from torchweld.distributed.pair_rules import PAIR_RULES
-from torchweld.distributed.rotary_rules import ROTARY_RULES
-
-Row = dict[str, Any]
-Rule = Callable[["_Call"], list[Row]]
+from torchweld.distributed.loss_rules import LOSS_RULES
+from torchweld.distributed.rows import OF_NORM, Call, Row, Rule, all_of, partial, shard
 
 # Names of arguments and results that have the leading dims of x.
 _ROWS = ("x", "dy", "dx", "result", "y", "preact", "z", "mean", "rstd")
 # Names of parameter gradients; a shard of the rows has a partial sum of each.
 _PARAMETERS = ("dweight", "dbias", "dln_weight", "dln_bias", "dnorm_weight")
-_OF_NORM = ("dln_weight", "dln_bias", "dnorm_weight")
-# Names of tensors with one value per token.
-_TOKENS = ("target", "logprob", "entropy", "row_entropy", "lse", "dlogprob", "dentropy", "factor")
 # Names of tensors of shape (batch, nheads or nheads_kv, ...).
 _HEADS = ("query", "key", "value", "scores", "out", "lse", "y", "result")
 _KEYS = ("key", "value")
 
 
-class _Call:
-    """The arguments of a call by name: specs of tensors, values of the others."""
-
-    def __init__(self, schema: Any) -> None:
-        from torch.distributed.tensor._op_schema import OpStrategy
-
-        arguments = schema.op._schema.arguments
-        given = dict(zip((a.name for a in arguments), schema.args_schema, strict=False))
-        given.update(schema.kwargs_schema)
-        defaults = {a.name: a.default_value for a in arguments}
-        # torch orders specs so: positional arguments, then keywords as in the call.
-        self.specs = {
-            name: value.strategies[0].output_spec
-            for name, value in given.items()
-            if isinstance(value, OpStrategy)
-        }
-        self.keywords = [name for name in schema.kwargs_schema if name in self.specs]
-        self.values = {**defaults, **given}
-        self.results = results_of(schema.op)
-        self.name = schema.op._schema.name
-
-    def has(self, name: str) -> bool:
-        return name in self.specs
-
-    def shape(self, name: str) -> Sequence[int]:
-        return self.specs[name].shape
-
-    def leaves_out(self, result: str) -> bool:
-        """Whether the result is (0,), because it was not asked for."""
-        if result == "preact":
-            return self.values["activation"] in ("none", "relu")
-        if result in (*_OF_NORM, "dsink") and not self.has(result.removeprefix("d")):
-            return True
-        if result in ("entropy", "row_entropy"):
-            return not self.values["entropy"]
-        mask = self.values.get("output_mask")
-        if mask is None or not result.startswith("d"):
-            return False
-        gradients = [name for name in self.results if name.startswith("d")]
-        return not mask[gradients.index(result)]
-
-
-def results_of(op: Any) -> list[str]:
-    """The names that rows use for an op's results."""
-    unnamed = "dx" if op._schema.name.endswith("_backward") else "result"
-    return [r.name or unnamed for r in op._schema.returns]
-
-
-def _shard(dim: int) -> Any:
-    from torch.distributed.tensor import Shard
-
-    return Shard(dim)
-
-
-def _partial() -> Any:
-    from torch.distributed.tensor import Partial
-
-    return Partial()
-
-
-def _all(names: Sequence[str], placement: Any) -> Row:
-    return dict.fromkeys(names, placement)
-
-
 def _with_gradients(names: Sequence[str], placement: Any) -> Row:
     """A row with one placement for the named tensors and their gradients."""
-    return _all([*names, *("d" + name for name in names)], placement)
+    return all_of([*names, *("d" + name for name in names)], placement)
 
 
-def _leading(call: _Call) -> list[Row]:
+def _leading(call: Call) -> list[Row]:
     """Rows that shard batch or sequence dims of x."""
     dims = len(call.shape("x" if call.has("x") else "dy")) - 1
-    shared = _all(_PARAMETERS, _partial())
-    return [{**shared, **_all(_ROWS, _shard(d))} for d in range(dims)]
+    shared = all_of(_PARAMETERS, partial())
+    return [{**shared, **all_of(_ROWS, shard(d))} for d in range(dims)]
 
 
-def _columns(call: _Call, weights: Sequence[str], cut: Any = None) -> Row:
+def _columns(call: Call, weights: Sequence[str], cut: Any = None) -> Row:
     """A row that shards the columns of the result; dx and the norm's gradients are partial sums.
 
     `cut(dim)` gives the placement of tensors that hold both halves of a gate.
     """
     last = len(call.shape("x" if call.has("x") else "dy")) - 1
-    cut = cut or _shard
+    cut = cut or shard
     return {
-        **_all((*weights, "dweight", "dbias"), cut(0)),
-        **_all(("dy", "result", "y"), _shard(last)),
-        **_all(("preact", "z"), cut(last)),
-        **_all(("dx", *_OF_NORM), _partial()),
+        **all_of((*weights, "dweight", "dbias"), cut(0)),
+        **all_of(("dy", "result", "y"), shard(last)),
+        **all_of(("preact", "z"), cut(last)),
+        **all_of(("dx", *OF_NORM), partial()),
     }
 
 
-def _linear(call: _Call) -> list[Row]:
+def _linear(call: Call) -> list[Row]:
     rows = [*_leading(call), _columns(call, ("weight", "bias"))]
     if call.values["activation"] == "none":
         # Columns of x can be sharded. The bias is partial, so that the sum contains it once.
-        last = _shard(len(call.shape("x")) - 1)
-        sums = _all(("result", "y", "bias"), _partial())
-        weights = _all(("weight", "dweight"), _shard(1))
-        rows.append({**sums, **weights, **_all(("x", "dx"), last)})
+        last = shard(len(call.shape("x")) - 1)
+        sums = all_of(("result", "y", "bias"), partial())
+        weights = all_of(("weight", "dweight"), shard(1))
+        rows.append({**sums, **weights, **all_of(("x", "dx"), last)})
     return rows
 
 
-def _norm_linear(call: _Call) -> list[Row]:
+def _norm_linear(call: Call) -> list[Row]:
     return [*_leading(call), _columns(call, ("weight", "bias"))]
 
 
-def _gated_linear(call: _Call) -> list[Row]:
+def _gated_linear(call: Call) -> list[Row]:
     # Without interleaving the halves of the weight belong to two branches, and each process must
     # have a part of both: a plain Shard(0) would pair columns that don't belong together.
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -151,123 +81,99 @@ def _gated_linear(call: _Call) -> list[Row]:
     return [*_leading(call), _columns(call, ("weight", "bias"), cut)]
 
 
-def _folded(call: _Call) -> list[Row]:
+def _folded(call: Call) -> list[Row]:
     return [*_leading(call), _columns(call, ("folded_weight", "weight_sum", "folded_bias"))]
 
 
-def _fold(call: _Call) -> list[Row]:
-    columns = _all(("weight", "bias", "folded_weight", "weight_sum", "folded_bias"), _shard(0))
-    inputs = _all(("weight", "folded_weight"), _shard(1))
-    inputs |= _all(("ln_weight", "ln_bias"), _shard(0))
-    return [columns, {**inputs, **_all(("bias", "weight_sum", "folded_bias"), _partial())}]
+def _fold(call: Call) -> list[Row]:
+    columns = all_of(("weight", "bias", "folded_weight", "weight_sum", "folded_bias"), shard(0))
+    inputs = all_of(("weight", "folded_weight"), shard(1))
+    inputs |= all_of(("ln_weight", "ln_bias"), shard(0))
+    return [columns, {**inputs, **all_of(("bias", "weight_sum", "folded_bias"), partial())}]
 
 
-def _int4(call: _Call) -> list[Row]:
+def _int4(call: Call) -> list[Row]:
     return [*_leading(call), _columns(call, ("qweight", "scale", "zero", "bias"))]
 
 
-def _every_leading(call: _Call) -> list[Row]:
+def _every_leading(call: Call) -> list[Row]:
     """Rows of ops whose tensors all have the same leading dims."""
     name = next(iter(call.specs))
-    return [_all((*call.specs, *call.results), _shard(d)) for d in range(len(call.shape(name)) - 1)]
+    return [
+        all_of((*call.specs, *call.results), shard(d)) for d in range(len(call.shape(name)) - 1)
+    ]
 
 
-def _batch(call: _Call) -> Row:
-    batch = _with_gradients(_HEADS, _shard(0))
+def _batch(call: Call) -> Row:
+    batch = _with_gradients(_HEADS, shard(0))
     return {
         **batch,
-        **_all(("leftpad", "key_start", "key_end"), _shard(0)),
-        "dsink": _partial(),
+        **all_of(("leftpad", "key_start", "key_end"), shard(0)),
+        "dsink": partial(),
     }
 
 
-def _attention(call: _Call) -> list[Row]:
-    heads = {**_with_gradients(_HEADS, _shard(1)), **_all(("sink", "dsink"), _shard(0))}
+def _attention(call: Call) -> list[Row]:
+    heads = {**_with_gradients(_HEADS, shard(1)), **all_of(("sink", "dsink"), shard(0))}
     rows = [_batch(call), heads]
     values = call.values
     if not (values["causal"] or values["window"] or call.has("leftpad")):
         # No mask depends on the position of a row, so queries can be sharded.
-        queries = _with_gradients([n for n in _HEADS if n not in _KEYS], _shard(2))
-        queries |= _all(("dkey", "dvalue", "dsink"), _partial())
-        rows.append({**queries, "key_start": _shard(1)})
+        queries = _with_gradients([n for n in _HEADS if n not in _KEYS], shard(2))
+        queries |= all_of(("dkey", "dvalue", "dsink"), partial())
+        rows.append({**queries, "key_start": shard(1)})
     return rows
 
 
-def _causal_softmax(call: _Call) -> list[Row]:
+def _causal_softmax(call: Call) -> list[Row]:
     dims = len(call.shape("scores" if call.has("scores") else "y"))
     rows = [_batch(call)] if dims > 2 else []
     for d in range(1, dims - 2):
-        heads = _with_gradients(_HEADS, _shard(d))
+        heads = _with_gradients(_HEADS, shard(d))
         if not call.has("sink"):
             rows.append(heads)
         elif dims == 4:  # with more dims several dims share a sink
-            rows.append({**heads, **_all(("sink", "dsink"), _shard(0))})
+            rows.append({**heads, **all_of(("sink", "dsink"), shard(0))})
     return rows
 
 
-def _row_sum(call: _Call) -> list[Row]:
-    columns = {"x": _shard(len(call.shape("x")) - 1), "result": _partial()}
-    return [*_leading(call), columns, _all(("x", "result"), _partial())]
+def _row_sum(call: Call) -> list[Row]:
+    columns = {"x": shard(len(call.shape("x")) - 1), "result": partial()}
+    return [*_leading(call), columns, all_of(("x", "result"), partial())]
 
 
-def _add_scalar(call: _Call) -> list[Row]:
-    return [_all(("x", "result"), _shard(d)) for d in range(len(call.shape("x")))]
+def _add_scalar(call: Call) -> list[Row]:
+    return [all_of(("x", "result"), shard(d)) for d in range(len(call.shape("x")))]
 
 
-def _bmm(call: _Call) -> list[Row]:
-    batch: Row = _all(("dy", "result"), _shard(0))
+def _bmm(call: Call) -> list[Row]:
+    batch: Row = all_of(("dy", "result"), shard(0))
     for name in ("a", "b"):
         one = call.shape(name)[0] == 1
-        batch |= {"d" + name: _partial()} if one else _with_gradients((name,), _shard(0))
-    rows = {**_all(("a", "da", "dy", "result"), _shard(1)), "db": _partial()}
-    columns = {**_all(("b", "db", "dy", "result"), _shard(2)), "da": _partial()}
-    inner = {**_with_gradients(("a",), _shard(2)), **_with_gradients(("b",), _shard(1))}
-    return [batch, rows, columns, {**inner, "result": _partial()}]
+        batch |= {"d" + name: partial()} if one else _with_gradients((name,), shard(0))
+    rows = {**all_of(("a", "da", "dy", "result"), shard(1)), "db": partial()}
+    columns = {**all_of(("b", "db", "dy", "result"), shard(2)), "da": partial()}
+    inner = {**_with_gradients(("a",), shard(2)), **_with_gradients(("b",), shard(1))}
+    return [batch, rows, columns, {**inner, "result": partial()}]
 
 
-def _outer(call: _Call) -> list[Row]:
-    rows = {**_with_gradients(("y",), _shard(0)), **_all(("dz", "result"), _shard(0))}
-    columns = {**_with_gradients(("x",), _shard(0)), **_all(("dz", "result"), _shard(1))}
-    return [{**rows, "dx": _partial()}, {**columns, "dy": _partial()}]
+def _outer(call: Call) -> list[Row]:
+    rows = {**_with_gradients(("y",), shard(0)), **all_of(("dz", "result"), shard(0))}
+    columns = {**_with_gradients(("x",), shard(0)), **all_of(("dz", "result"), shard(1))}
+    return [{**rows, "dx": partial()}, {**columns, "dy": partial()}]
 
 
-def _mul_relu(call: _Call) -> list[Row]:
-    rows = _all(("x", "y", "dx", "dy", "dz", "result"), _shard(0))
-    columns = _all(("x", "dx", "dz", "result"), _shard(1))
-    return [rows, {**columns, "dy": _partial()}]
+def _mul_relu(call: Call) -> list[Row]:
+    rows = all_of(("x", "y", "dx", "dy", "dz", "result"), shard(0))
+    columns = all_of(("x", "dx", "dz", "result"), shard(1))
+    return [rows, {**columns, "dy": partial()}]
 
 
-def _conv2d(call: _Call) -> list[Row]:
-    return [{**_all(("x", "dx", "dz", "result"), _shard(0)), "dweight": _partial()}]
+def _conv2d(call: Call) -> list[Row]:
+    return [{**all_of(("x", "dx", "dz", "result"), shard(0)), "dweight": partial()}]
 
 
-def _loss(call: _Call) -> list[Row]:
-    """Rows that shard batch or sequence dims. A mean needs the count of all rows."""
-    reduction = call.values.get("reduction", "none")
-    if reduction == "mean":
-        return []
-    dims = len(call.shape("target")) - call.values.get("shift", 0)
-    loss: Row = _all(("result", "loss"), _partial())
-    rows = []
-    for d in range(dims):
-        tokens = _all(("x", "dx", "y", *_TOKENS), _shard(d))
-        if reduction == "none":
-            loss = _all(("result", "loss", "dloss"), _shard(d))
-        rows.append({**tokens, **loss, **_all(("dweight", "dbias"), _partial())})
-    return rows
-
-
-def _loss_gradients(call: _Call) -> list[Row]:
-    """Rows of the product of gradients and a scalar."""
-    parameters: Row = {}
-    for name in ("dweight", "dbias"):
-        if tuple(call.shape("unit_" + name)) != (0,):  # a gradient that was not asked for
-            parameters |= _all(("unit_" + name, name), _partial())
-    dims = len(call.shape("unit_dx")) - 1
-    return [{**parameters, **_all(("unit_dx", "dx"), _shard(d))} for d in range(dims)]
-
-
-def _replicated(call: _Call) -> list[Row]:
+def _replicated(call: Call) -> list[Row]:
     return []
 
 
@@ -279,15 +185,10 @@ _LAYERS: dict[str, Rule] = {
     "scalar_attention": _replicated,  # keys and values are as many as queries
     "attention": _attention,
     "softmax_matmul": _attention,
-    "linear_cross_entropy": _loss,
-    "linear_token_logprobs": _loss,
 }
 RULES: dict[str, Rule] = {
     **{op + end: rule for op, rule in _LAYERS.items() for end in ("", "_forward", "_backward")},
-    "linear_cross_entropy_gradients_forward": _loss,
-    "linear_cross_entropy_exponentials_forward": _loss,
-    "linear_cross_entropy_exponentials_backward": _loss,
-    "linear_cross_entropy_gradients_backward": _loss_gradients,
+    **LOSS_RULES,
     "attention_with_lse": _attention,
     "causal_softmax": _causal_softmax,
     "causal_softmax_backward": _causal_softmax,
@@ -321,7 +222,7 @@ RULES: dict[str, Rule] = {
 }
 
 
-def _divided(call: _Call) -> tuple[str, int, int] | None:
+def _divided(call: Call) -> tuple[str, int, int] | None:
     """An argument, a dim of it and the size that the shards of that dim must divide."""
     if call.has("key") and call.shape("key")[1] != call.shape("query")[1]:
         return (
@@ -351,7 +252,7 @@ def _strategy(rule: Rule) -> Callable[[Any], Any]:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     def strategy(schema: Any) -> Any:
-        call = _Call(schema)
+        call = Call(schema)
         mesh = schema.get_mesh_from_args()
         rows = [{}, *rule(call)]
         names = list(call.specs)

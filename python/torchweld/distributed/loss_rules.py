@@ -1,0 +1,44 @@
+"""Sharding rules of the losses; see rules.py."""
+
+from __future__ import annotations
+
+from torchweld.distributed.rows import Call, Row, Rule, all_of, partial, shard
+
+# Names of tensors with one value per token.
+_TOKENS = ("target", "logprob", "entropy", "row_entropy", "lse", "dlogprob", "dentropy", "factor")
+
+
+def _loss(call: Call) -> list[Row]:
+    """Rows that shard batch or sequence dims. A mean needs the count of all rows."""
+    reduction = call.values.get("reduction", "none")
+    if reduction == "mean":
+        return []
+    dims = len(call.shape("target")) - call.values.get("shift", 0)
+    loss: Row = all_of(("result", "loss"), partial())
+    rows = []
+    for d in range(dims):
+        tokens = all_of(("x", "dx", "y", *_TOKENS), shard(d))
+        if reduction == "none":
+            loss = all_of(("result", "loss", "dloss"), shard(d))
+        rows.append({**tokens, **loss, **all_of(("dweight", "dbias"), partial())})
+    return rows
+
+
+def _loss_gradients(call: Call) -> list[Row]:
+    """Rows of the product of gradients and a scalar."""
+    parameters: Row = {}
+    for name in ("dweight", "dbias"):
+        if tuple(call.shape("unit_" + name)) != (0,):  # a gradient that was not asked for
+            parameters |= all_of(("unit_" + name, name), partial())
+    dims = len(call.shape("unit_dx")) - 1
+    return [{**parameters, **all_of(("unit_dx", "dx"), shard(d))} for d in range(dims)]
+
+
+_LOSSES = ("linear_cross_entropy", "linear_token_logprobs")
+LOSS_RULES: dict[str, Rule] = {
+    **{op + end: _loss for op in _LOSSES for end in ("", "_forward", "_backward")},
+    "linear_cross_entropy_gradients_forward": _loss,
+    "linear_cross_entropy_exponentials_forward": _loss,
+    "linear_cross_entropy_exponentials_backward": _loss,
+    "linear_cross_entropy_gradients_backward": _loss_gradients,
+}

@@ -1,0 +1,79 @@
+"""What the sharding rules of the ops consist of: the arguments of a call, and rows that name the
+results and arguments that are not replicated along one mesh dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Row = dict[str, Any]
+Rule = Callable[["Call"], list[Row]]
+
+# Names of the gradients of a norm's parameters.
+OF_NORM = ("dln_weight", "dln_bias", "dnorm_weight")
+
+
+class Call:
+    """The arguments of a call by name: specs of tensors, values of the others."""
+
+    def __init__(self, schema: Any) -> None:
+        from torch.distributed.tensor._op_schema import OpStrategy
+
+        arguments = schema.op._schema.arguments
+        given = dict(zip((a.name for a in arguments), schema.args_schema, strict=False))
+        given.update(schema.kwargs_schema)
+        defaults = {a.name: a.default_value for a in arguments}
+        # torch orders specs so: positional arguments, then keywords as in the call.
+        self.specs = {
+            name: value.strategies[0].output_spec
+            for name, value in given.items()
+            if isinstance(value, OpStrategy)
+        }
+        self.keywords = [name for name in schema.kwargs_schema if name in self.specs]
+        self.values = {**defaults, **given}
+        self.results = results_of(schema.op)
+        self.name = schema.op._schema.name
+
+    def has(self, name: str) -> bool:
+        return name in self.specs
+
+    def shape(self, name: str) -> Sequence[int]:
+        return self.specs[name].shape
+
+    def leaves_out(self, result: str) -> bool:
+        """Whether the result is (0,), because it was not asked for."""
+        if result == "preact":
+            return self.values["activation"] in ("none", "relu")
+        if result in (*OF_NORM, "dsink") and not self.has(result.removeprefix("d")):
+            return True
+        if result in ("entropy", "row_entropy"):
+            return not self.values["entropy"]
+        mask = self.values.get("output_mask")
+        if mask is None or not result.startswith("d"):
+            return False
+        gradients = [name for name in self.results if name.startswith("d")]
+        return not mask[gradients.index(result)]
+
+
+def results_of(op: Any) -> list[str]:
+    """The names that rows use for an op's results."""
+    unnamed = "dx" if op._schema.name.endswith("_backward") else "result"
+    return [r.name or unnamed for r in op._schema.returns]
+
+
+def shard(dim: int) -> Any:
+    from torch.distributed.tensor import Shard
+
+    return Shard(dim)
+
+
+def partial() -> Any:
+    from torch.distributed.tensor import Partial
+
+    return Partial()
+
+
+def all_of(names: Sequence[str], placement: Any) -> Row:
+    """A row with one placement for the named tensors."""
+    return dict.fromkeys(names, placement)
