@@ -1155,7 +1155,8 @@ def product_relu_grads(dz: Tensor, x: Tensor, y: Tensor) -> list[Bound]:
 
 
 class LossRows:
-    """The logits of a loss and their errors; rows that have no target are left out.
+    """The logits of a loss and their errors; rows that have no target are left out. Without a
+    weight, x are the logits.
 
     The logits z are float32 and are not rounded to the tensors' dtype, but dlogits are.
     """
@@ -1167,13 +1168,16 @@ class LossRows:
         self.x, self.weight, self.bias = up(x)[self.live], up(weight), up(bias)
         self.target = up(target).long()[self.live]
         self.softcap, self.temperature = softcap, temperature
-        logits = R.affine(self.x, self.weight, self.bias)
-        self.logit_terms = affine_terms(self.x, Terms(), self.weight, self.bias)
+        logits, self.logit_terms = self.x, Terms()
+        if weight is not None:
+            logits = R.affine(self.x, self.weight, self.bias)
+            self.logit_terms = affine_terms(self.x, Terms(), self.weight, self.bias)
         z, terms, slope = capped(logits, self.logit_terms, softcap)
         self.z, self.slope = z / temperature, slope / temperature
         self.terms = terms.map(lambda t: t / temperature)
         if temperature != 1:
-            self.terms = self.terms + Terms([(1, self.z.abs())])
+            # A kernel may multiply by the rounded inverse.
+            self.terms = self.terms + Terms([(2 if weight is None else 1, self.z.abs())])
         self.lse = torch.logsumexp(self.z, -1)
         self.p = torch.exp(self.z - self.lse[:, None])
         self.lse_terms = logsumexp_terms(self.p, self.z, self.lse, self.terms)
@@ -1220,6 +1224,7 @@ class LossRows:
     def gradients(self, dz: Tensor, p_size: Tensor, size: Tensor, stored: bool) -> list[Bound]:
         """Bounds of dx, dweight, dbias of dz = dloss / dz, in which p has the factor `p_size`."""
         dlogits, terms = self.dlogits(dz, p_size, size)
+
         # Hopper's engine for bfloat16 multiplies y by x times a factor of the row, both rounded.
         twice = self.dtype == torch.bfloat16
         terms = terms + Terms(rounds=[roundable(dlogits, self.dtype)] * (1 + twice))
@@ -1230,18 +1235,29 @@ class LossRows:
         lost = p_size * lse_error(self.p, self.lse, self.z) * self.slope.abs()
         lost = lost @ self.weight.abs(), lost.T @ self.x.abs(), lost.sum(0)
 
-        def whole(t: Tensor) -> Tensor:
-            return t.new_zeros(self.shape).masked_scatter(self.live[..., None], t)
-
         bounds = []
         every = (dx_terms, dweight_terms, dbias_terms)
         for value, each, floor in zip(values, every, lost, strict=True):
             if stored or twice:  # rounded, then multiplied by dloss or a factor, and rounded again
                 each = each + Terms([(1, value.abs())], [roundable(value, self.dtype)])
             bounds.append(Bound(value, each, self.dtype, floor=lse_floor(floor, self.dtype)))
-        dx = bounds[0]
-        bounds[0] = Bound(whole(dx.ref), dx.terms.map(whole), self.dtype, floor=dx.floor)
+        bounds[0] = self.whole(bounds[0])
         return bounds
+
+    def whole(self, live: Bound) -> Bound:
+        """The bound of all rows of x from that of the live rows."""
+
+        def filled(t: Tensor) -> Tensor:
+            return t.new_zeros(self.shape).masked_scatter(self.live[..., None], t)
+
+        return Bound(filled(live.ref), live.terms.map(filled), self.dtype, floor=live.floor)
+
+    def logit_gradient(self, dz: Tensor, p_size: Tensor, size: Tensor, stored: bool) -> Bound:
+        """The bound of dlogits, which are multiplied by dloss and rounded again where stored."""
+        value, terms = self.dlogits(dz, p_size, size)
+        terms = terms + Terms([(1, value.abs())], [roundable(value, self.dtype)] * stored)
+        lost = p_size * lse_error(self.p, self.lse, self.z) * self.slope.abs()
+        return self.whole(Bound(value, terms, self.dtype, floor=lse_floor(lost, self.dtype)))
 
 
 class CrossEntropy(LossRows):
@@ -1283,7 +1299,8 @@ class CrossEntropy(LossRows):
             return bound
         return Bound(bound.ref[..., :-1], bound.terms.map(lambda t: t[..., :-1]), bound.dtype)
 
-    def backward(self, dloss: Tensor, stored: bool = False) -> list[Bound]:
+    def dz(self, dloss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradient of z, the factor of p in it, and its magnitude."""
         d = up(dloss)
         if self.reduction == "none":
             d = torch.cat([d, d.new_zeros(d[..., :1].shape)], -1) if self.shift else d
@@ -1296,8 +1313,24 @@ class CrossEntropy(LossRows):
         flat = self.eps / self.z.shape[-1]
         dz = d * (self.p * factor - flat - (1 - self.eps) * hit)
         p_size = d.abs() * (1 + 2 * abs(self.z_loss) * (2 * self.lse.abs()[:, None] + 1))
-        size = p_size * self.p + d.abs() * (flat + (1 - self.eps) * hit)
-        return self.gradients(dz, p_size, size, stored)
+        return dz, p_size, p_size * self.p + d.abs() * (flat + (1 - self.eps) * hit)
+
+    def backward(self, dloss: Tensor, stored: bool = False) -> list[Bound]:
+        return self.gradients(*self.dz(dloss), stored)
+
+    def logits_backward(self, dloss: Tensor, stored: bool = False) -> Bound:
+        return self.logit_gradient(*self.dz(dloss), stored)
+
+
+def given_logits_grads(dloss, logits, target, **kwargs) -> list[Bound | None]:
+    rows = CrossEntropy(logits, None, target, **kwargs)
+    return [rows.logits_backward(dloss, rows.stored), None]
+
+
+def given_logits_gradients(logits, target, **kwargs) -> list[Bound]:
+    rows = CrossEntropy(logits, None, target, **kwargs)
+    one = torch.ones((), dtype=torch.float64)
+    return [rows.results()[0], rows.logits_backward(one)]
 
 
 def cross_entropy_grads(dloss, x, weight, target, bias=None, **kwargs) -> list[Bound | None]:
@@ -1471,6 +1504,13 @@ REFERENCES: dict[str, Callable[..., list[Bound | None]]] = {
     "folded_layer_norm_linear_backward": lambda *a, **k: folded_layer_norm_linear_grads(*a, **k)[
         :1
     ],
+    "cross_entropy": lambda x, t, **k: CrossEntropy(x, None, t, **k).results()[:1],
+    "cross_entropy_forward": lambda x, t, **k: CrossEntropy(x, None, t, **k).results(),
+    "cross_entropy_backward": lambda dloss, x, t, lse, **k: [
+        CrossEntropy(x, None, t, **k).logits_backward(dloss)
+    ],
+    "cross_entropy_gradients_forward": given_logits_gradients,
+    "cross_entropy_gradients_backward": scaled_bounds,
     "linear_cross_entropy": lambda *a, **k: CrossEntropy(*a, **k).results()[:1],
     "linear_cross_entropy_forward": lambda *a, **k: CrossEntropy(*a, **k).results(),
     "linear_cross_entropy_backward": cross_entropy_backward_bounds,
@@ -1553,6 +1593,7 @@ GRADIENTS: dict[str, Callable[..., list[Bound | None]]] = {
     "layer_norm_linear": layer_grads("layer_norm_linear", 1e-5),
     "rms_norm_linear": layer_grads("rms_norm_linear", 1e-6),
     "folded_layer_norm_linear": folded_layer_norm_linear_grads,
+    "cross_entropy": given_logits_grads,
     "linear_cross_entropy": cross_entropy_grads,
     "linear_token_logprobs": logprobs_grads,
     "gated_linear": gated_linear_grads,

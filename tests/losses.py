@@ -1,4 +1,4 @@
-"""Calls of the losses of a linear layer's logits, and their leaves and gradients."""
+"""Calls of the losses, and their leaves and gradients."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ from torch import Tensor
 
 from numerics import assert_same_bits
 from samples import Maker, forward_backward, loss_call
+
+OPTIONS = {
+    "plain": {},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "all_smooth": {"label_smoothing": 1.0},
+    "softcap": {"softcap": 3.0},
+    "z_loss": {"z_loss": 0.05},
+    "shift": {"shift": 1},
+    "temperature": {"temperature": 0.7},
+    "ignore_index": {"ignore_index": 3},
+    "together": {
+        "label_smoothing": 0.2, "softcap": 5.0, "z_loss": 0.1, "shift": 1, "temperature": 1.3,
+    },
+}  # fmt: skip
 
 
 def made(device, dtype, lead, n, k, seed=0, **kwargs):

@@ -42,6 +42,8 @@ from samples import (
     int4_unpack_call,
     layer_backward_call,
     layer_call,
+    logits_backward_call,
+    logits_call,
     logprobs_backward_call,
     loss_call,
     mul_relu_call,
@@ -51,6 +53,7 @@ from samples import (
     scalar_attention_backward_call,
     scalar_attention_call,
     scaled_gradients_call,
+    scaled_logits_call,
     softmax_backward_call,
     softmax_call,
     softmax_matmul_call,
@@ -174,6 +177,18 @@ def _builds() -> dict[str, dict[str, Build]]:
     add(name + "_exponentials_forward", **kept)
     backward = {n: exponentials_backward_call(c, [True] * 3) for n, c in losses.items()}
     add(name + "_exponentials_backward", **backward)
+    logits = {
+        "none": logits_call(lead, 8, reduction="none", ignored=2),
+        "sum": logits_call(uneven, 7, reduction="sum", **every),
+        "mean": logits_call(lead, 8, ignored=3),
+        "shift": logits_call((4, 5), 6, reduction="none", shift=1, ignored=2),
+    }
+    name = "cross_entropy"
+    for end in ("", "_forward"):
+        add(name + end, **logits)
+    add(name + "_backward", **{n: logits_backward_call(c) for n, c in logits.items()})
+    add(name + "_gradients_forward", **{n: logits[n] for n in ("sum", "mean")})
+    add(name + "_gradients_backward", plain=scaled_logits_call(*lead, 8))
     logprobs = {
         "plain": loss_call(lead, 8, 5),
         "entropy": loss_call(uneven, 7, 4, bias=False, entropy=True, temperature=0.7, softcap=2.0),

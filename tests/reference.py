@@ -387,12 +387,13 @@ def add_scalar(x: Tensor, value: float) -> Tensor:
 
 def scaled_logits(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None = None,
     softcap: float | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    z = affine(x, weight, bias)
+    """Without a weight, x are the logits."""
+    z = x if weight is None else affine(x, weight, bias)
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     return z / temperature
 
@@ -406,7 +407,7 @@ def target_values(z: Tensor, target: Tensor) -> Tensor:
 
 def linear_cross_entropy_forward(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     target: Tensor,
     bias: Tensor | None = None,
     *,
@@ -432,6 +433,10 @@ def linear_cross_entropy_forward(
     if reduction == "none":
         return loss, lse
     return (loss.sum() if reduction == "sum" else loss.sum() / live.sum()), lse
+
+
+def cross_entropy_forward(logits: Tensor, target: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return linear_cross_entropy_forward(logits, None, target, **kwargs)
 
 
 def rows_dloss(
@@ -511,6 +516,7 @@ VALUES: dict[str, Callable[..., Tensor]] = {
     "layer_norm_linear": layer_norm_linear,
     "rms_norm_linear": rms_norm_linear,
     "folded_layer_norm_linear": folded_layer_norm_linear,
+    "cross_entropy": lambda *args, **kwargs: cross_entropy_forward(*args, **kwargs)[0],
     "linear_cross_entropy": lambda *args, keep="auto", **kwargs: linear_cross_entropy_forward(
         *args, **kwargs
     )[0],
@@ -669,6 +675,10 @@ def eager_int4_linear_repacked(x, packed, packed_scale, packed_zero, bias=None, 
     )
 
 
+def eager_cross_entropy(logits: Tensor, target: Tensor, **kwargs: Any) -> Tensor:
+    return eager_linear_cross_entropy(logits, None, target, **kwargs)
+
+
 def eager_linear_cross_entropy(*args, keep="auto", **kwargs) -> Tensor:
     loss, _ = linear_cross_entropy_forward(*args, **kwargs)
     return loss if loss.dtype == torch.float64 else loss.float()
@@ -688,6 +698,7 @@ EAGER: dict[str, Callable[..., Tensor]] = {
     "layer_norm_linear": eager_layer_norm_linear,
     "rms_norm_linear": eager_rms_norm_linear,
     "folded_layer_norm_linear": eager_folded_layer_norm_linear,
+    "cross_entropy": eager_cross_entropy,
     "linear_cross_entropy": eager_linear_cross_entropy,
     "linear_token_logprobs": lambda *args, **kwargs: linear_token_logprobs_forward(*args, **kwargs)[
         0

@@ -45,8 +45,7 @@ DIFFERENTIABLE: dict[str, tuple[int, ...]] = {
     "folded_layer_norm_linear": (0,),
     "gated_linear": (0, 1, 2),
     "gated_linear_forward": (0, 1, 2),
-    "gated_linear_pair": (0, 1, 2, 3, 4),
-    "gated_linear_pair_forward": (0, 1, 2, 3, 4),
+    "cross_entropy": (0,),
     "linear_cross_entropy": (0, 1, 3),
     "linear_token_logprobs": (0, 1, 3),
     "bmm": (0, 1),
@@ -62,6 +61,7 @@ DIFFERENTIABLE: dict[str, tuple[int, ...]] = {
 }
 KEEPS_DTYPE = (
     "softmax",
+    "cross_entropy",
     "causal_softmax",
     "scalar_attention",
     "scalar_attention_forward",
@@ -73,7 +73,7 @@ KEEPS_DTYPE = (
     "mul_relu",
 )
 # Ops whose results have the dtype of sums.
-FLOAT32_RESULTS = ("linear_cross_entropy", "linear_token_logprobs")
+FLOAT32_RESULTS = ("cross_entropy", "linear_cross_entropy", "linear_token_logprobs")
 # Ops whose second result has a gradient too.
 TWO_GRADIENTS = ("attention_with_lse", "linear_token_logprobs")
 AUTOCAST = tuple(op for op in DIFFERENTIABLE if op not in KEEPS_DTYPE)
@@ -228,6 +228,34 @@ def loss_call(lead, n, k, bias=True, ignored=0, **kwargs) -> Callable[[Maker], C
         target.view(-1)[:ignored] = kwargs.get("ignore_index", -100)
         x, weight = m.randn(*lead, k), m.randn(n, k, std=2 * max(k, 1) ** -0.5)
         return [x, weight, target.to(m.device), m.randn(n) if bias else None], kwargs
+
+    return build
+
+
+def logits_call(lead, n, ignored=0, **kwargs) -> Callable[[Maker], Call]:
+    """A call of cross_entropy; the first `ignored` targets are ignored."""
+
+    def build(m: Maker) -> Call:
+        target = torch.randint(0, n, lead, generator=m.generator)
+        target.view(-1)[:ignored] = kwargs.get("ignore_index", -100)
+        return [m.randn(*lead, n, std=2.0), target.to(m.device)], kwargs
+
+    return build
+
+
+def logits_backward_call(forward) -> Callable[[Maker], Call]:
+    def build(m: Maker) -> Call:
+        (logits, target), kwargs = forward(m)
+        loss, lse = R.cross_entropy_forward(R.up(logits), R.up(target), **kwargs)
+        saved = [m.saved(R.up(m.randn(*loss.shape)), stat=True), m.saved(lse, stat=True)]
+        return [saved[0], logits, target, saved[1]], kwargs
+
+    return build
+
+
+def scaled_logits_call(*shape: int) -> Callable[[Maker], Call]:
+    def build(m: Maker) -> Call:
+        return [m.saved(R.up(m.randn()), stat=True), m.randn(*shape)], {}
 
     return build
 
@@ -615,6 +643,32 @@ def _listed() -> dict[str, list[Sample]]:
     add(
         name + "_exponentials_backward",
         **{n: exponentials_backward_call(c, mask) for n, (c, mask) in losses.items()},
+    )
+    logits = {
+        "plain": logits_call((4,), 7, reduction="none", ignored=1),
+        "mean": logits_call((2, 3), 5, ignored=2),
+        "sum": logits_call((3,), 6, reduction="sum", softcap=2.0),
+        "shift": logits_call((2, 4), 5, shift=1, ignored=3, z_loss=0.2),
+        "options": logits_call((2, 2, 2), 5, reduction="none", shift=1, **every),
+        "vector": logits_call((), 5, label_smoothing=0.3),
+        "one_class": logits_call((3,), 1, ignore_index=-1),
+        "empty": logits_call((0,), 5, reduction="sum"),
+    }
+    name = "cross_entropy"
+    add(name, **logits)
+    add(name + "_forward", **logits)
+    add(name + "_backward", **{n: logits_backward_call(c) for n, c in logits.items()})
+    add(
+        name + "_gradients_forward",
+        **{n: without(c, "reduction", reduction="sum") for n, c in logits.items()},
+    )
+    add(
+        name + "_gradients_backward",
+        plain=scaled_logits_call(3, 5),
+        rows=scaled_logits_call(2, 3, 4),
+        vector=scaled_logits_call(5),
+        one_class=scaled_logits_call(3, 1),
+        empty=scaled_logits_call(0, 4),
     )
     logprobs: dict[str, tuple[Callable[[Maker], Call], Sequence[bool]]] = {
         "plain": (loss_call((4,), 7, 5), masks[0]),

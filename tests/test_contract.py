@@ -59,6 +59,7 @@ LOSS = (
     'str reduction="mean", int ignore_index=-100, float label_smoothing=0, float? softcap=None, '
     "float z_loss=0, int shift=0, float temperature=1.0"
 )
+LOGITS = "Tensor logits, Tensor target, " + LOSS[LOSS.index("*") :]
 # The contract with users: names, order and defaults.
 SCHEMAS = [
     "softmax(Tensor x) -> Tensor",
@@ -118,13 +119,12 @@ SCHEMAS = [
     "gated_linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor z, *, "
     'str gate="geglu", bool interleaved=False, bool[3] output_mask) -> '
     "(Tensor dx, Tensor dweight, Tensor dbias)",
-    "gated_linear_pair(Tensor x, Tensor left, Tensor right, Tensor? left_bias=None, "
-    'Tensor? right_bias=None, *, str gate="swiglu") -> Tensor',
-    "gated_linear_pair_forward(Tensor x, Tensor left, Tensor right, Tensor? left_bias=None, "
-    'Tensor? right_bias=None, *, str gate="swiglu") -> (Tensor y, Tensor z)',
-    "gated_linear_pair_backward(Tensor dy, Tensor x, Tensor left, Tensor right, Tensor z, *, "
-    'str gate="swiglu", bool[5] output_mask) -> '
-    "(Tensor dx, Tensor dleft, Tensor dright, Tensor dleft_bias, Tensor dright_bias)",
+    f"cross_entropy({LOGITS}) -> Tensor",
+    f"cross_entropy_forward({LOGITS}) -> (Tensor loss, Tensor lse)",
+    f"cross_entropy_backward(Tensor dloss, {LOGITS.replace('target,', 'target, Tensor lse,')}) -> "
+    "Tensor dlogits",
+    f"cross_entropy_gradients_forward({LOGITS}) -> (Tensor loss, Tensor dlogits)",
+    "cross_entropy_gradients_backward(Tensor dloss, Tensor unit_dlogits) -> Tensor dlogits",
     f'linear_cross_entropy({LOSS}, str keep="auto") -> Tensor',
     f"linear_cross_entropy_forward({LOSS}) -> (Tensor loss, Tensor lse)",
     "linear_cross_entropy_backward(Tensor dloss, "
@@ -466,7 +466,8 @@ def test_compile_with_dynamic_shapes(op, device):
             if op == "causal_softmax":
                 args[0] = torch.cat([args[0]] * (i + 1), -1)
             if op in FLOAT32_RESULTS:  # a target a row
-                args[2] = torch.cat([args[2]] * (i + 1), -1)
+                at = argument_names(op).index("target")
+                args[at] = torch.cat([args[at]] * (i + 1), -1)
             if op == "mul_relu":  # a value a row
                 args[1] = torch.cat([args[1]] * (i + 1))
             if op == "rotary":  # k and the tables have q's positions
@@ -830,6 +831,8 @@ def test_wrong_dtype_names_the_argument(s, device):
                 call(s.op)(*bad, **kwargs)
             assert str(error.value).startswith(f"torchweld::{s.op}: {names[i]} must be"), error
     for i in floats(args)[1:]:
+        if names[i] in ("logits", "unit_dlogits"):
+            continue  # the others have the dtype of sums, also beside float16
         bad = [a.to(F16) if j == i else a for j, a in enumerate(args)]
         with pytest.raises(RuntimeError) as error:
             call(s.op)(*bad, **kwargs)

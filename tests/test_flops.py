@@ -16,6 +16,8 @@ from torchweld._flops import FORMULAS
 
 # Ops that multiply no matrices.
 WITHOUT = {
+    "cross_entropy", "cross_entropy_backward", "cross_entropy_forward",
+    "cross_entropy_gradients_backward", "cross_entropy_gradients_forward",
     "linear_cross_entropy_gradients_backward",
     "softmax", "softmax_backward", "causal_softmax", "causal_softmax_backward", "row_sum",
     "row_sum_backward", "rotary", "rotary_backward", "add_scalar", "outer_add",

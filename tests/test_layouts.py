@@ -45,6 +45,8 @@ from samples import (
     int4_unpack_call,
     layer_backward_call,
     layer_call,
+    logits_backward_call,
+    logits_call,
     logprobs_backward_call,
     loss_call,
     mul_relu_call,
@@ -54,6 +56,7 @@ from samples import (
     rotary_call,
     scalar_attention_backward_call,
     scalar_attention_call,
+    scaled_logits_call,
     softmax_backward_call,
     softmax_call,
     softmax_matmul_call,
@@ -209,8 +212,16 @@ def _further() -> dict[str, list[Sample]]:
         add("linear_cross_entropy_forward", **{name: loss})
         backward = cross_entropy_backward_call(loss, [True] * 3)
         add("linear_cross_entropy_backward", **{name: backward})
+        logits = logits_call((2, 37), 300, ignored=9, reduction=reduction, softcap=3.0, z_loss=0.1)
+        for end in ("", "_forward"):
+            add("cross_entropy" + end, **{name: logits})
+        add("cross_entropy_backward", **{name: logits_backward_call(logits)})
     loss = without(loss, output_mask=[True] * 3)
     add("linear_cross_entropy_gradients_forward", large=loss)
+    plain = logits_call((74,), 5001, ignored=9)
+    add("cross_entropy", large=plain)
+    add("cross_entropy_gradients_forward", large=plain)
+    add("cross_entropy_gradients_backward", large=scaled_logits_call(74, 501))
     loss = loss_call((2, 37), 300, 70, entropy=True, temperature=0.7)
     add("linear_token_logprobs", large=loss)
     add("linear_token_logprobs_forward", large=loss)

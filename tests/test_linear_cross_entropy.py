@@ -13,7 +13,7 @@ from torch import Tensor
 import reference as R
 import torchweld
 from bounds import GRADIENTS
-from losses import assert_ignored_rows_may_hold, grads_of, leaves_of, made
+from losses import OPTIONS, assert_ignored_rows_may_hold, grads_of, leaves_of, made
 from numerics import assert_equal, assert_same_bits, check
 from samples import (
     BF16,
@@ -31,19 +31,6 @@ OP = "linear_cross_entropy"
 loss_of = torchweld.linear_cross_entropy
 logprobs_of = torchweld.linear_token_logprobs
 
-OPTIONS = {
-    "plain": {},
-    "label_smoothing": {"label_smoothing": 0.1},
-    "all_smooth": {"label_smoothing": 1.0},
-    "softcap": {"softcap": 3.0},
-    "z_loss": {"z_loss": 0.05},
-    "shift": {"shift": 1},
-    "temperature": {"temperature": 0.7},
-    "ignore_index": {"ignore_index": 3},
-    "together": {
-        "label_smoothing": 0.2, "softcap": 5.0, "z_loss": 0.1, "shift": 1, "temperature": 1.3,
-    },
-}  # fmt: skip
 # Vocabularies, one of them odd, and one with a chunk of a few columns at its end.
 SIZES = [((2, 9), 257, 33), ((2, 3), 1, 4), ((5,), 16, 8), ((2, 40), 130, 64), ((3,), 4099, 7)]
 
@@ -289,7 +276,7 @@ REFUSED = [
     ({"x": torch.tensor(1.0)}, "x must be"),
     ({"weight": torch.zeros(3, 5)}, r"weight must be \(N, K\).*use weight.t\(\)"),
     ({"target": TARGET.float()}, "target must be int64 or int32.*use target.long"),
-    ({"target": TARGET[:3]}, "target must be x's leading dims"),
+    ({"target": TARGET[:3]}, "target must be the leading dims of x"),
     ({"target": TARGET.to("meta")}, "target must be on"),
     ({"bias": torch.zeros(4)}, r"bias must be \(N,\)"),
     ({"temperature": 0.0}, "temperature must be finite and above 0"),

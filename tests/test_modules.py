@@ -1305,11 +1305,12 @@ def test_bad_arguments(name):
 def test_every_module_is_tested():
     listed = set(torchweld.nn.__all__)
     tested = {type(c.pair("cpu")[1]).__name__ for c in CASES} | {"FoldedLayerNormLinear"}
-    # Int4Linear is not equal to a Linear, and LinearCrossEntropy takes a target.
+    # Int4Linear is not equal to a Linear, and losses take a target.
     elsewhere = {
+        "CrossEntropyLoss",
         "Int4Linear",
         "LinearCrossEntropy",
-    }  # test_int4_linear.py, test_linear_cross_entropy.py
+    }  # test_cross_entropy.py, test_int4_linear.py, test_linear_cross_entropy.py
     assert listed == tested | elsewhere
 
 

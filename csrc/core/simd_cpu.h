@@ -57,7 +57,18 @@ void with_vectors(const Body& body) {
   body();
 }
 
-// exp(x) with an error of at most 2 ulp, including subnormal results.
+// exp(r) for |r| <= log(2) / 2. Source: the polynomial of Cephes' expf.
+inline float exp_polynomial(float r) {
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  return p * r * r + r + 1.0f;
+}
+
+// exp(x) with an error of at most 2 ulp, subnormal results included.
 inline float exp_in_vectors(float x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding kRound rounds to an integer
   x = x < -104.0f ? -104.0f : x;         // exp(-104) is 0
@@ -65,15 +76,8 @@ inline float exp_in_vectors(float x) {
   const float shifted = x * 1.44269504f + kRound;
   const float n = shifted - kRound;
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  // 2^n is computed as a product of two powers of 2, because n exceeds the exponent range of normal
-  // numbers.
+  const float p = exp_polynomial(r);
+  // 2^n as two factors, because n exceeds the exponent range of normal numbers.
   int32_t bits, base;
   std::memcpy(&bits, &shifted, 4);
   std::memcpy(&base, &kRound, 4);
@@ -84,7 +88,50 @@ inline float exp_in_vectors(float x) {
   std::memcpy(&second, &second_bits, 4);
   return p * first * second;
 }
-inline double exp_in_vectors(double x) { return std::exp(x); }
+// exp(x) with an error of at most 2 ulp, subnormal results included. Source: the rational function
+// of Cephes' exp.
+inline double exp_in_vectors(double x) {
+  constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
+  x = x < -746.0 ? -746.0 : x;                   // 0
+  x = x > 710.0 ? 710.0 : x;                     // inf
+  const double shifted = x * 1.4426950408889634073599 + kRound;
+  const double n = shifted - kRound;
+  const double r = (x - n * 6.93145751953125e-1) - n * 1.42860682030941723212e-6;
+  const double rr = r * r;
+  const double p = r * ((1.26177193074810590878e-4 * rr + 3.02994407707441961300e-2) * rr + 1.0);
+  const double q = ((3.00198505138664455042e-6 * rr + 2.52448340349684104192e-3) * rr +
+                    2.27265548208155028766e-1) *
+                       rr +
+                   2.0;
+  const double e = 1.0 + 2.0 * (p / (q - p));
+  // 2^n as two factors; 2048 keeps the exponent above 0, because AVX2 has no arithmetic shift.
+  uint64_t bits, base;
+  std::memcpy(&bits, &shifted, 8);
+  std::memcpy(&base, &kRound, 8);
+  const uint64_t exponent = bits - base + 2048, half = exponent >> 1;
+  const uint64_t first_bits = (half - 1) << 52, second_bits = (exponent - half - 1) << 52;
+  double first, second;
+  std::memcpy(&first, &first_bits, 8);
+  std::memcpy(&second, &second_bits, 8);
+  return e * first * second;
+}
+
+// exp(x) for x <= 0, or above 0 by a rounding: faster, with an error of at most 2 ulp; 0 below the
+// smallest normal number.
+inline float exp_of_negative(float x) {
+  constexpr float kRound = 12582912.0f;
+  x = x < -88.03f ? -88.03f : x;  // n = -127, whose factor has the bits of 0
+  const float shifted = x * 1.44269504f + kRound;
+  const float n = shifted - kRound;
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  uint32_t bits;
+  std::memcpy(&bits, &shifted, 4);
+  bits = (bits << 23) + (127u << 23);
+  float factor;
+  std::memcpy(&factor, &bits, 4);
+  return exp_polynomial(r) * factor;
+}
+inline double exp_of_negative(double x) { return exp_in_vectors(x); }
 
 // tanh(x) with an error of at most 3 ulp. Source: the polynomial of Cephes' tanhf.
 inline float tanh_in_vectors(float x) {
@@ -143,8 +190,19 @@ T dot(const A* a, const B* b, int64_t n) {
   return sums.total();
 }
 
-// The maximum of n values. If one of them is NaN, the result is unspecified; any result will do,
-// because exp(NaN - max) is NaN.
+template <typename T>
+T sum_of(const T* x, int64_t n) {
+  LaneSums<T> sums;
+  constexpr int kLanes = LaneSums<T>::kLanes;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) sums.lanes[l] += x[i + l];
+  }
+  for (; i < n; ++i) sums.lanes[0] += x[i];
+  return sums.total();
+}
+
+// The maximum of n values. With NaN among them any result will do, as exp(NaN - max) is NaN.
 template <typename T>
 T max_of(const T* x, int64_t n) {
   constexpr int kLanes = LaneSums<T>::kLanes;

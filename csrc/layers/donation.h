@@ -20,12 +20,15 @@ class Donation {
   // The forward of a Function calls this when it saves the tensor. If a saved-tensor hook is
   // active, nothing is donated, because the hook may keep the tensor.
   static void prepare(torch::autograd::AutogradContext* ctx) {
-    ctx->saved_data["donates"] = !at::SavedTensorDefaultHooks::get_hooks().has_value();
+    ctx->saved_data["donates"] = !has_hooks();
   }
 
-  // The backward of a Function creates this object. `saved` comes from get_saved_variables(), so
-  // the graph and the caller hold references to it. It is donated only if nothing else does, the
-  // graph is freed afterwards, and the backward op runs exactly once.
+  // Whether a tensor that a Function saves, computed from t, can be donated in a call like this.
+  static bool is_possible(const Tensor& t) { return !has_hooks() && runs_once(t, t); }
+
+  // Called in its backward. `saved` comes from get_saved_variables(), so the graph and the caller
+  // hold it; it is donated only if they alone do, the graph is freed, and the backward op runs
+  // exactly once.
   Donation(torch::autograd::AutogradContext* ctx, const Tensor& saved, const Tensor& grad) {
     const bool alone = saved.defined() && saved.use_count() == 2 && saved.has_storage() &&
                        saved.storage().use_count() == 1;
@@ -47,7 +50,9 @@ class Donation {
   static Tensor over(const Tensor& t) { return gives(t) ? t : at::empty_like(t); }
 
  private:
-  // Whether the call directly reaches a CPU or CUDA kernel. A transform (vmap over a batch of
+  static bool has_hooks() { return at::SavedTensorDefaultHooks::get_hooks().has_value(); }
+
+  // True if the call reaches a CPU or CUDA kernel directly. A transform (vmap over a batch of
   // gradients), a dispatch mode or a tensor subclass may run the backward op several times.
   static bool runs_once(const Tensor& saved, const Tensor& grad) {
     using c10::DispatchKey;

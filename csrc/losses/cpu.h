@@ -10,14 +10,11 @@
 
 namespace torchweld {
 
-// Replaces a row of logits by z, adding the bias where it is given, and returns max(z).
+// Replaces a row of logits by z.
 template <typename T>
-T scale_row(T* row, const T* bias, int64_t n, const LogitScale<T>& scale) {
-  T max = T(0);
+void apply_scale(T* row, int64_t n, const LogitScale<T>& scale) {
+  if (scale.identity()) return;
   with_vectors([&] {
-    if (bias != nullptr) {
-      for (int64_t j = 0; j < n; ++j) row[j] += bias[j];
-    }
     if (scale.softcap != T(0)) {
       const T cap = scale.softcap;
       for (int64_t j = 0; j < n; ++j) row[j] = cap * tanh_in_vectors(row[j] / cap);
@@ -25,8 +22,20 @@ T scale_row(T* row, const T* bias, int64_t n, const LogitScale<T>& scale) {
     if (scale.temperature != T(1)) {
       for (int64_t j = 0; j < n; ++j) row[j] /= scale.temperature;
     }
-    max = max_of(row, n);
   });
+}
+
+// Replaces a row of logits by z, adding the bias where it is given, and returns max(z).
+template <typename T>
+T scale_row(T* row, const T* bias, int64_t n, const LogitScale<T>& scale) {
+  if (bias != nullptr) {
+    with_vectors([&] {
+      for (int64_t j = 0; j < n; ++j) row[j] += bias[j];
+    });
+  }
+  apply_scale(row, n, scale);
+  T max = T(0);
+  with_vectors([&] { max = max_of(row, n); });
   return max;
 }
 

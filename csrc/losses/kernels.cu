@@ -164,14 +164,22 @@ __global__ __launch_bounds__(kThreads) void loss_gradient_kernel(const LossGradi
   }
 }
 
-template <typename T>
+template <typename T, int kWidth>
 __global__ __launch_bounds__(kThreads) void loss_scale_kernel(const LossScaleParams p) {
   const T* g_x = static_cast<const T*>(p.x);
   T* g_y = static_cast<T*>(p.y);
   const float factor = *p.factor;
-  const int64_t step = int64_t{gridDim.x} * kThreads;
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < p.size; i += step) {
-    g_y[i] = from_float<T>(to_float(g_x[i]) * factor);
+  if (g_x == g_y && factor == 1.f) return;
+  const int64_t thread = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const int64_t step = int64_t{gridDim.x} * kThreads, whole = p.size / kWidth * kWidth;
+  for (int64_t i = thread * kWidth; i < whole; i += step * kWidth) {
+    Vec<T, kWidth> values = load_vec<T, kWidth>(g_x + i);
+#pragma unroll
+    for (T& value : values.values) value = from_float<T>(to_float(value) * factor);
+    store_vec(g_y + i, values);
+  }
+  if (thread < p.size - whole) {
+    g_y[whole + thread] = from_float<T>(to_float(g_x[whole + thread]) * factor);
   }
 }
 
@@ -194,11 +202,16 @@ void launch_loss_gradient(const LossGradientParams& params, cudaStream_t stream)
 }
 
 void launch_loss_scale(const LossScaleParams& params, cudaStream_t stream) {
-  constexpr int64_t kMaxBlocks = 1 << 16;
-  const int64_t blocks = (params.size + kThreads - 1) / kThreads;
+  constexpr int64_t kMaxBlocks = 1 << 12;
+  const bool aligned = rows_aligned(params.x) && rows_aligned(params.y);
   dispatch_dtype(params.dtype, [&](auto element) {
-    launch_kernel(loss_scale_kernel<decltype(element)>,
-                  Grid(blocks < kMaxBlocks ? blocks : kMaxBlocks, kThreads), stream, params);
+    using T = decltype(element);
+    constexpr int kVector = kVectorBytes / sizeof(T);
+    const int64_t width = aligned ? kVector : 1;
+    const int64_t blocks = params.size / (kThreads * width) + 1;
+    const Grid grid(blocks < kMaxBlocks ? blocks : kMaxBlocks, kThreads);
+    const auto kernel = aligned ? loss_scale_kernel<T, kVector> : loss_scale_kernel<T, 1>;
+    launch_kernel(kernel, grid, stream, params);
   });
   check_launch("loss_scale");
 }

@@ -1,5 +1,6 @@
-// Options, checks and row vectors of the ops whose logits are linear(x, weight, bias): x (..., K),
-// weight (N, K), bias (N,), target (...). Runs on the CPU and on CUDA.
+// Options, checks and row vectors of the losses. Their logits are given, or linear(x, weight,
+// bias): logits (..., N), x (..., K), weight (N, K), bias (N,), target (...). Runs on the CPU and
+// on CUDA.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -58,21 +59,50 @@ inline void check_loss_options(const char* op, const LossOptions& options) {
            "temperature must be finite and above 0, but got ", options.temperature);
 }
 
-// The checks of all tensors; returns the shape of a result per token.
+// Checks that a loss is a scalar, so that its gradient may be computed beside it.
+inline void check_is_reduced(const char* op, const LossOptions& options) {
+  TW_CHECK(options.reduction != Reduction::kNone, op,
+           "reduction must be 'mean' or 'sum', but got 'none'");
+}
+
+// The checked options of a cross entropy.
+inline LossOptions cross_entropy_options(const char* op, c10::string_view reduction,
+                                         int64_t ignore_index, double label_smoothing,
+                                         std::optional<double> softcap, double z_loss,
+                                         int64_t shift, double temperature) {
+  const LossOptions options = {parse_reduction(op, reduction),
+                               ignore_index,
+                               label_smoothing,
+                               softcap,
+                               z_loss,
+                               shift,
+                               temperature};
+  check_loss_options(op, options);
+  return options;
+}
+
+// Checks target against x or logits, (..., size); returns the shape of a result per token.
+inline std::vector<c10::SymInt> check_target(const char* op, const Tensor& target, const char* name,
+                                             const Tensor& x, const char* size, int64_t shift) {
+  check_device(op, "target", target, name, x);
+  TW_CHECK(target.scalar_type() == at::kLong || target.scalar_type() == at::kInt, op,
+           "target must be int64 or int32, but got ", describe(target), "; use target.long()");
+  const std::string leading = std::string("the leading dims of ") + name;
+  check_shape(op, "target", target, without_last(x), leading.c_str());
+  std::vector<c10::SymInt> sizes = without_last(x);
+  if (shift == 0) return sizes;
+  TW_CHECK(!sizes.empty() && sizes.back() >= 1, op, name, " must be (..., S, ", size,
+           ") with S at least 1 for shift=1, but got ", describe(x));
+  sizes.back() = sizes.back() - 1;
+  return sizes;
+}
+
+// Checks all tensors of a loss of linear's logits; returns the shape of a result per token.
 inline std::vector<c10::SymInt> check_loss_inputs(const char* op, const Tensor& x,
                                                   const Tensor& weight, const Tensor& target,
                                                   const OptionalTensor& bias, int64_t shift = 0) {
   check_linear(op, x, "weight", weight, bias);
-  check_device(op, "target", target, "x", x);
-  TW_CHECK(target.scalar_type() == at::kLong || target.scalar_type() == at::kInt, op,
-           "target must be int64 or int32, but got ", describe(target), "; use target.long()");
-  check_shape(op, "target", target, without_last(x), "x's leading dims");
-  std::vector<c10::SymInt> sizes = without_last(x);
-  if (shift == 0) return sizes;
-  TW_CHECK(!sizes.empty() && sizes.back() >= 1, op,
-           "x must be (..., S, K) with S at least 1 for shift=1, but got ", describe(x));
-  sizes.back() = sizes.back() - 1;
-  return sizes;
+  return check_target(op, target, "x", x, "K", shift);
 }
 
 // A vector per token, in the dtype of sums.
@@ -81,13 +111,31 @@ inline Tensor empty_per_token(const Tensor& x, c10::SymIntArrayRef sizes) {
 }
 
 inline void check_per_token(const char* op, const char* name, const Tensor& t, const Tensor& x,
-                            c10::SymIntArrayRef sizes) {
-  check_device(op, name, t, "x", x);
+                            c10::SymIntArrayRef sizes, const char* x_name = "x") {
+  check_device(op, name, t, x_name, x);
   check_dtype(op, name, t, acc_dtype(x));
   check_shape(op, name, t, sizes, "the shape of a result per token");
 }
 
-// The targets of all rows of x, int64 and contiguous. A shift moves the targets of a sequence one
+// Checks the gradient of a loss; `sizes` is the shape of a result per token.
+inline void check_dloss(const char* op, const Tensor& dloss, const Tensor& x,
+                        const std::vector<c10::SymInt>& sizes, const LossOptions& options,
+                        const char* x_name = "x") {
+  check_device(op, "dloss", dloss, x_name, x);
+  check_dtype(op, "dloss", dloss, acc_dtype(x));
+  check_shape(op, "dloss", dloss,
+              options.reduction == Reduction::kNone ? sizes : std::vector<c10::SymInt>(),
+              "the loss's shape");
+}
+
+// A loss, not yet filled; `sizes` is the shape of a result per token.
+inline Tensor empty_loss(const Tensor& x, const std::vector<c10::SymInt>& sizes,
+                         const LossOptions& options) {
+  return empty_per_token(
+      x, options.reduction == Reduction::kNone ? sizes : std::vector<c10::SymInt>());
+}
+
+// The targets of all rows, int64 and contiguous. A shift moves the targets of a sequence one
 // position to the front and ignores its last position.
 inline Tensor target_of_rows(const Tensor& target, const LossOptions& options) {
   const Tensor wide = target.to(at::kLong).contiguous();

@@ -42,7 +42,7 @@ struct LossGradientParams {
 };
 void launch_loss_gradient(const LossGradientParams& params, cudaStream_t stream);
 
-// y = x * factor[0].
+// y = x * factor[0]. y may be x; a factor of 1 then reads and writes nothing.
 struct LossScaleParams {
   const void* x;
   void* y;

@@ -18,6 +18,7 @@ from torchweld.ops.attention import attention, attention_with_lse
 from torchweld.ops.bmm import bmm
 from torchweld.ops.causal_softmax import causal_softmax
 from torchweld.ops.conv2d import conv2d
+from torchweld.ops.cross_entropy import cross_entropy
 from torchweld.ops.folded_layer_norm_linear import fold_layer_norm, folded_layer_norm_linear
 from torchweld.ops.gated_linear import gated_linear, gated_linear_pair
 from torchweld.ops.int4_linear import (
@@ -64,6 +65,7 @@ __all__ = [
     "bmm",
     "causal_softmax",
     "conv2d",
+    "cross_entropy",
     "explain",
     "fold_layer_norm",
     "folded_layer_norm_linear",

@@ -20,6 +20,8 @@ _HERE = Path(__file__).resolve().parent
 _OPS = (
     "add_scalar", "attention", "attention_backward", "attention_forward", "attention_with_lse",
     "bmm", "bmm_backward", "causal_softmax", "causal_softmax_backward", "conv2d", "conv2d_backward",
+    "cross_entropy", "cross_entropy_backward", "cross_entropy_forward",
+    "cross_entropy_gradients_backward", "cross_entropy_gradients_forward",
     "fold_layer_norm", "folded_layer_norm_linear", "folded_layer_norm_linear_backward",
     "gated_linear", "gated_linear_backward", "gated_linear_forward", "gated_linear_pair",
     "gated_linear_pair_backward", "gated_linear_pair_forward", "int4_linear",

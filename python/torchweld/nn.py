@@ -1,6 +1,7 @@
 """Drop-in modules: each names the torch code that it replaces."""
 
 from torchweld.ops.attention import CausalSelfAttention
+from torchweld.ops.cross_entropy import CrossEntropyLoss
 from torchweld.ops.folded_layer_norm_linear import FoldedLayerNormLinear
 from torchweld.ops.gated_linear import GatedLinear
 from torchweld.ops.int4_linear import Int4Linear
@@ -11,6 +12,7 @@ from torchweld.ops.softmax import Softmax
 
 __all__ = [
     "CausalSelfAttention",
+    "CrossEntropyLoss",
     "FoldedLayerNormLinear",
     "GatedLinear",
     "Int4Linear",

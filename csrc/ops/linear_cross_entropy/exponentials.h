@@ -12,13 +12,11 @@ inline std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_exponentials_forw
     c10::string_view reduction, int64_t ignore_index, std::optional<double> softcap, double z_loss,
     int64_t shift, double temperature) {
   const char* op = "linear_cross_entropy_exponentials_forward";
-  const LossOptions options = {
-      parse_reduction(op, reduction), ignore_index, 0, softcap, z_loss, shift, temperature};
-  check_loss_options(op, options);
+  const LossOptions options =
+      cross_entropy_options(op, reduction, ignore_index, 0, softcap, z_loss, shift, temperature);
   const auto sizes = check_loss_inputs(op, x, weight, target, bias, shift);
-  const bool per_token = options.reduction == Reduction::kNone;
   const Exponentials kept = empty_exponentials(x, weight);
-  return {empty_per_token(x, per_token ? sizes : std::vector<c10::SymInt>()), kept.y, kept.factor};
+  return {empty_loss(x, sizes, options), kept.y, kept.factor};
 }
 
 inline std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_exponentials_backward_meta(
@@ -26,12 +24,9 @@ inline std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_exponentials_back
     const Tensor& y, const Tensor& factor, c10::string_view reduction, int64_t ignore_index,
     int64_t shift, std::array<bool, 3> output_mask) {
   const char* op = "linear_cross_entropy_exponentials_backward";
-  const Reduction parsed = parse_reduction(op, reduction);
+  const LossOptions options = {parse_reduction(op, reduction)};
   const auto sizes = check_loss_inputs(op, x, weight, target, std::nullopt, shift);
-  check_device(op, "dloss", dloss, "x", x);
-  check_dtype(op, "dloss", dloss, acc_dtype(x));
-  check_shape(op, "dloss", dloss, parsed == Reduction::kNone ? sizes : std::vector<c10::SymInt>(),
-              "the loss's shape");
+  check_dloss(op, dloss, x, sizes, options);
   check_like(op, "y", y, "x", x);
   check_shape(op, "y", y, exponentials_sizes(x, weight), "(..., N filled up to 64)");
   check_per_token(op, "factor", factor, x, without_last(x));

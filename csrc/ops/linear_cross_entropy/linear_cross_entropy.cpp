@@ -12,9 +12,9 @@
 
 #include "core/dispatch.h"
 #include "losses/loss.h"
+#include "losses/scale.h"
 #include "ops/linear_cross_entropy/exponentials.h"
 #include "ops/linear_cross_entropy/keep.h"
-#include "ops/linear_cross_entropy/scale.h"
 
 namespace torchweld::linear_cross_entropy_op {
 namespace {
@@ -22,37 +22,15 @@ namespace {
 using Grads3 = std::tuple<Tensor, Tensor, Tensor>;
 using LossAndGrads = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-LossOptions options_of(const char* op, c10::string_view reduction, int64_t ignore_index,
-                       double label_smoothing, std::optional<double> softcap, double z_loss,
-                       int64_t shift, double temperature) {
-  const LossOptions options = {parse_reduction(op, reduction),
-                               ignore_index,
-                               label_smoothing,
-                               softcap,
-                               z_loss,
-                               shift,
-                               temperature};
-  check_loss_options(op, options);
-  return options;
-}
-
-// Checks the arguments and allocates the loss without computing it.
-Tensor empty_loss(const char* op, const Tensor& x, const Tensor& weight, const Tensor& target,
-                  const OptionalTensor& bias, const LossOptions& options) {
-  const auto sizes = check_loss_inputs(op, x, weight, target, bias, options.shift);
-  return empty_per_token(
-      x, options.reduction == Reduction::kNone ? sizes : std::vector<c10::SymInt>());
-}
-
 std::tuple<Tensor, Tensor> linear_cross_entropy_forward_meta(
     const Tensor& x, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
     c10::string_view reduction, int64_t ignore_index, double label_smoothing,
     std::optional<double> softcap, double z_loss, int64_t shift, double temperature) {
   const char* op = "linear_cross_entropy_forward";
-  const LossOptions options =
-      options_of(op, reduction, ignore_index, label_smoothing, softcap, z_loss, shift, temperature);
+  const LossOptions options = cross_entropy_options(op, reduction, ignore_index, label_smoothing,
+                                                    softcap, z_loss, shift, temperature);
   const auto sizes = check_loss_inputs(op, x, weight, target, bias, shift);
-  return {empty_loss(op, x, weight, target, bias, options), empty_per_token(x, sizes)};
+  return {empty_loss(x, sizes, options), empty_per_token(x, sizes)};
 }
 
 Tensor linear_cross_entropy_meta(const Tensor& x, const Tensor& weight, const Tensor& target,
@@ -61,11 +39,11 @@ Tensor linear_cross_entropy_meta(const Tensor& x, const Tensor& weight, const Te
                                  std::optional<double> softcap, double z_loss, int64_t shift,
                                  double temperature, c10::string_view keep) {
   const char* op = "linear_cross_entropy";
-  const LossOptions options =
-      options_of(op, reduction, ignore_index, label_smoothing, softcap, z_loss, shift, temperature);
-  Tensor loss = empty_loss(op, x, weight, target, bias, options);
+  const LossOptions options = cross_entropy_options(op, reduction, ignore_index, label_smoothing,
+                                                    softcap, z_loss, shift, temperature);
+  const auto sizes = check_loss_inputs(op, x, weight, target, bias, shift);
   parse_keep(op, keep, options, x, weight);
-  return loss;
+  return empty_loss(x, sizes, options);
 }
 
 Grads3 linear_cross_entropy_backward_meta(const Tensor& dloss, const Tensor& x,
@@ -76,14 +54,10 @@ Grads3 linear_cross_entropy_backward_meta(const Tensor& dloss, const Tensor& x,
                                           double z_loss, int64_t shift, double temperature,
                                           std::array<bool, 3> output_mask) {
   const char* op = "linear_cross_entropy_backward";
-  const LossOptions options =
-      options_of(op, reduction, ignore_index, label_smoothing, softcap, z_loss, shift, temperature);
+  const LossOptions options = cross_entropy_options(op, reduction, ignore_index, label_smoothing,
+                                                    softcap, z_loss, shift, temperature);
   const auto sizes = check_loss_inputs(op, x, weight, target, bias, shift);
-  const bool per_token = options.reduction == Reduction::kNone;
-  check_device(op, "dloss", dloss, "x", x);
-  check_dtype(op, "dloss", dloss, acc_dtype(x));
-  check_shape(op, "dloss", dloss, per_token ? sizes : std::vector<c10::SymInt>(),
-              "the loss's shape");
+  check_dloss(op, dloss, x, sizes, options);
   check_per_token(op, "lse", lse, x, sizes);
   const LossGradients grads = empty_loss_gradients(x, weight, output_mask);
   return {grads.dx, grads.dweight, grads.dbias};
@@ -95,13 +69,12 @@ LossAndGrads linear_cross_entropy_gradients_forward_meta(
     std::optional<double> softcap, double z_loss, int64_t shift, double temperature,
     std::array<bool, 3> output_mask) {
   const char* op = "linear_cross_entropy_gradients_forward";
-  const LossOptions options =
-      options_of(op, reduction, ignore_index, label_smoothing, softcap, z_loss, shift, temperature);
-  Tensor loss = empty_loss(op, x, weight, target, bias, options);
-  TW_CHECK(options.reduction != Reduction::kNone, op,
-           "reduction must be 'mean' or 'sum', but got 'none'");
+  const LossOptions options = cross_entropy_options(op, reduction, ignore_index, label_smoothing,
+                                                    softcap, z_loss, shift, temperature);
+  const auto sizes = check_loss_inputs(op, x, weight, target, bias, shift);
+  check_is_reduced(op, options);
   const LossGradients grads = empty_loss_gradients(x, weight, output_mask);
-  return {loss, grads.dx, grads.dweight, grads.dbias};
+  return {empty_loss(x, sizes, options), grads.dx, grads.dweight, grads.dbias};
 }
 
 Grads3 linear_cross_entropy_gradients_backward_meta(const Tensor& dloss, const Tensor& unit_dx,
@@ -136,9 +109,10 @@ Tensor loss_on(const Tensor& x, const Tensor& weight, const Tensor& target,
   Tensor loss =
       linear_cross_entropy_meta(x, weight, target, bias, reduction, ignore_index, label_smoothing,
                                 softcap, z_loss, shift, temperature, keep);
-  const LossInputs in = inputs_of(x, weight, bias, target,
-                                  options_of(op, reduction, ignore_index, label_smoothing, softcap,
-                                             z_loss, shift, temperature));
+  const LossInputs in =
+      inputs_of(x, weight, bias, target,
+                cross_entropy_options(op, reduction, ignore_index, label_smoothing, softcap, z_loss,
+                                      shift, temperature));
   const LossRows rows = {zero_rows(in), zero_rows(in), {}};
   engine("linear_cross_entropy", in, rows, {}, no_loss_gradients());
   reduce_loss(loss, rows.loss, target, in.targets, in.options);
@@ -155,9 +129,10 @@ std::tuple<Tensor, Tensor> forward_on(const Tensor& x, const Tensor& weight, con
   auto [loss, lse] =
       linear_cross_entropy_forward_meta(x, weight, target, bias, reduction, ignore_index,
                                         label_smoothing, softcap, z_loss, shift, temperature);
-  const LossInputs in = inputs_of(x, weight, bias, target,
-                                  options_of(op, reduction, ignore_index, label_smoothing, softcap,
-                                             z_loss, shift, temperature));
+  const LossInputs in =
+      inputs_of(x, weight, bias, target,
+                cross_entropy_options(op, reduction, ignore_index, label_smoothing, softcap, z_loss,
+                                      shift, temperature));
   const LossRows rows = {zero_rows(in), zero_rows(in), {}};
   engine("linear_cross_entropy", in, rows, {}, no_loss_gradients());
   reduce_loss(loss, rows.loss, target, in.targets, in.options);
@@ -175,9 +150,10 @@ Grads3 backward_on(const Tensor& dloss, const Tensor& x, const Tensor& weight, c
   auto [dx, dweight, dbias] = linear_cross_entropy_backward_meta(
       dloss, x, weight, target, lse, bias, reduction, ignore_index, label_smoothing, softcap,
       z_loss, shift, temperature, output_mask);
-  const LossInputs in = inputs_of(x, weight, bias, target,
-                                  options_of(op, reduction, ignore_index, label_smoothing, softcap,
-                                             z_loss, shift, temperature));
+  const LossInputs in =
+      inputs_of(x, weight, bias, target,
+                cross_entropy_options(op, reduction, ignore_index, label_smoothing, softcap, z_loss,
+                                      shift, temperature));
   const LossGradients grads = {dx, dweight, dbias, output_mask};
   if (grads.any()) {
     engine("linear_cross_entropy", in, {{}, rows_of_result(lse, target, in.options), {}},
@@ -196,9 +172,10 @@ LossAndGrads gradients_forward_on(const Tensor& x, const Tensor& weight, const T
   auto [loss, dx, dweight, dbias] = linear_cross_entropy_gradients_forward_meta(
       x, weight, target, bias, reduction, ignore_index, label_smoothing, softcap, z_loss, shift,
       temperature, output_mask);
-  const LossInputs in = inputs_of(x, weight, bias, target,
-                                  options_of(op, reduction, ignore_index, label_smoothing, softcap,
-                                             z_loss, shift, temperature));
+  const LossInputs in =
+      inputs_of(x, weight, bias, target,
+                cross_entropy_options(op, reduction, ignore_index, label_smoothing, softcap, z_loss,
+                                      shift, temperature));
   const LossRows rows = {zero_rows(in), zero_rows(in), {}};
   const Tensor one = at::ones({}, rows.loss.options());
   engine("linear_cross_entropy", in, rows, {dloss_of_rows(one, target, in.targets, in.options), {}},
@@ -250,8 +227,8 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     auto& data = ctx->saved_data;
     data["wanted"] = c10::List<bool>({wanted[0], wanted[1], wanted[2]});
     const char* op = "linear_cross_entropy";
-    const LossOptions options = options_of(op, reduction, ignore_index, label_smoothing, softcap,
-                                           z_loss, shift, temperature);
+    const LossOptions options = cross_entropy_options(op, reduction, ignore_index, label_smoothing,
+                                                      softcap, z_loss, shift, temperature);
     const Keep kept = parse_keep(op, keep, options, x, weight);
     data["kept"] = static_cast<int64_t>(kept);
     data["reduction"] = reduction;
@@ -324,8 +301,8 @@ void linear_cross_entropy_checks(const char* op, const Tensor& x, const Tensor& 
                                  double label_smoothing, std::optional<double> softcap,
                                  double z_loss, int64_t shift, double temperature,
                                  c10::string_view keep) {
-  const LossOptions options =
-      options_of(op, reduction, ignore_index, label_smoothing, softcap, z_loss, shift, temperature);
+  const LossOptions options = cross_entropy_options(op, reduction, ignore_index, label_smoothing,
+                                                    softcap, z_loss, shift, temperature);
   check_loss_inputs(op, x, weight, target, bias, shift);
   parse_keep(op, keep, options, x, weight);
 }

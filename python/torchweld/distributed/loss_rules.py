@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torchweld.distributed.rows import Call, Row, Rule, all_of, partial, shard
 
+# Names of tensors with one row per token.
+_ROWS = ("x", "dx", "y", "logits", "dlogits")
 # Names of tensors with one value per token.
 _TOKENS = ("target", "logprob", "entropy", "row_entropy", "lse", "dlogprob", "dentropy", "factor")
 
@@ -17,7 +19,7 @@ def _loss(call: Call) -> list[Row]:
     loss: Row = all_of(("result", "loss"), partial())
     rows = []
     for d in range(dims):
-        tokens = all_of(("x", "dx", "y", *_TOKENS), shard(d))
+        tokens = all_of((*_ROWS, *_TOKENS), shard(d))
         if reduction == "none":
             loss = all_of(("result", "loss", "dloss"), shard(d))
         rows.append({**tokens, **loss, **all_of(("dweight", "dbias"), partial())})
@@ -26,6 +28,9 @@ def _loss(call: Call) -> list[Row]:
 
 def _loss_gradients(call: Call) -> list[Row]:
     """Rows of the product of gradients and a scalar."""
+    if call.has("unit_dlogits"):
+        dims = len(call.shape("unit_dlogits"))
+        return [all_of(("unit_dlogits", "dlogits"), shard(d)) for d in range(dims)]
     parameters: Row = {}
     for name in ("dweight", "dbias"):
         if tuple(call.shape("unit_" + name)) != (0,):  # a gradient that was not asked for
@@ -34,9 +39,11 @@ def _loss_gradients(call: Call) -> list[Row]:
     return [{**parameters, **all_of(("unit_dx", "dx"), shard(d))} for d in range(dims)]
 
 
-_LOSSES = ("linear_cross_entropy", "linear_token_logprobs")
+_LOSSES = ("cross_entropy", "linear_cross_entropy", "linear_token_logprobs")
 LOSS_RULES: dict[str, Rule] = {
     **{op + end: _loss for op in _LOSSES for end in ("", "_forward", "_backward")},
+    "cross_entropy_gradients_forward": _loss,
+    "cross_entropy_gradients_backward": _loss_gradients,
     "linear_cross_entropy_gradients_forward": _loss,
     "linear_cross_entropy_exponentials_forward": _loss,
     "linear_cross_entropy_exponentials_backward": _loss,

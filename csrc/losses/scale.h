@@ -1,5 +1,5 @@
-// Computes to = t * factor in the dtype of sums and rounds once. factor is a scalar on the device
-// of t.
+// to = t * factor, computed in the dtype of sums and rounded once; factor is a scalar on t's
+// device. `to` may be t, which a factor of 1 then leaves unread.
 #pragma once
 
 #include <ATen/ops/mul.h>
@@ -18,6 +18,7 @@ using ScaleInto = void (*)(Tensor& to, const Tensor& t, const Tensor& factor);
 // NOTE: on the CPU at::mul uses a scalar tensor in its own dtype. On CUDA it would round the scalar
 // to the dtype of t.
 inline void scale_into_cpu(Tensor& to, const Tensor& t, const Tensor& factor) {
+  if (to.is_same(t) && factor.item().toDouble() == 1) return;
   at::mul_out(to, t, factor);
 }
 

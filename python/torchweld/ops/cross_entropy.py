@@ -1,0 +1,124 @@
+"""Cross entropy of given logits."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from torchweld._library import ops, require
+from torchweld._refusals import sentences
+
+
+@sentences
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0,
+    softcap: float | None = None,
+    z_loss: float = 0,
+    shift: int = 0,
+    temperature: float = 1.0,
+) -> Tensor:
+    """`F.cross_entropy(z, target)` over the last dim of the logits z.
+
+    With reduction "mean" or "sum" the gradient is computed beside the loss, so that training reads
+    the logits once and writes their gradient once. See the page "losses" for the memory. To compute
+    the loss from a hidden state without the logits, use `linear_cross_entropy`.
+
+    Args:
+        logits: `(..., N)` float32, float16 or bfloat16 (float64 on the CPU), N the number of
+            classes. They are never overwritten while their owner can read them.
+        target: `(...)` int64 or int32, from 0 to N - 1 or `ignore_index`.
+        reduction: "none", "sum" or "mean"; "mean" divides by the number of targets that are not
+            ignored, and is NaN if all are.
+        ignore_index: rows with this target add nothing to the loss and get a gradient of 0, even
+            where their logits are infinite or NaN.
+        label_smoothing: eps of `(1 - eps) (lse - z_t) + eps (lse - mean(z))`, from 0 to 1.
+        softcap: c of `z = c tanh(z / c)`.
+        z_loss: factor of `lse(z)^2`, added to each row's loss (PaLM).
+        shift: 1 for the loss of the next token, which drops the last position of logits
+            `(..., S, N)` and the first of target `(..., S)`.
+        temperature: z is divided by it, after the cap.
+
+    Returns:
+        `()`, or with reduction "none" target's shape (its last size less 1 with shift=1); float32
+        (float64 for float64). An ignored row's loss is 0.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, device or option; on the CPU a target out of range,
+            which is a device assertion on CUDA.
+
+    Limits: differentiable once.
+    """
+    return ops.cross_entropy(
+        logits,
+        target,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        z_loss=z_loss,
+        shift=shift,
+        temperature=temperature,
+    )
+
+
+class CrossEntropyLoss(nn.Module):
+    """`nn.CrossEntropyLoss` for class indices, with a soft cap and a z-loss.
+
+    The loss is float32 for 16-bit logits too, where torch's has the logits' dtype.
+
+    Args:
+        weight: None; class weights are refused.
+        ignore_index, reduction, label_smoothing, softcap, z_loss: as in `torchweld.cross_entropy`.
+
+    Raises:
+        ValueError: class weights, or logits with more than two dims, whose classes torch reads
+            from dim 1.
+    """
+
+    __constants__ = ["ignore_index", "reduction", "label_smoothing", "softcap", "z_loss"]
+
+    def __init__(
+        self,
+        weight: None = None,
+        *,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        softcap: float | None = None,
+        z_loss: float = 0.0,
+    ) -> None:
+        super().__init__()
+        require()
+        if weight is not None:
+            raise ValueError(
+                "torchweld.nn.CrossEntropyLoss: weight must be None, but got class weights; use "
+                "reduction='none' and multiply by weight[target]"
+            )
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.softcap = softcap
+        self.z_loss = z_loss
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        if input.dim() > 2:
+            raise ValueError(
+                "torchweld.nn.CrossEntropyLoss: input must be (N,) or (rows, N), but got "
+                f"{input.dim()} dims; use torchweld.cross_entropy, whose classes are the last dim"
+            )
+        return ops.cross_entropy(
+            input,
+            target,
+            reduction=self.reduction,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            softcap=self.softcap,
+            z_loss=self.z_loss,
+        )
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction}, ignore_index={self.ignore_index}"
