@@ -39,6 +39,7 @@ struct RingShared {
 // first chunk.
 template <typename Slice, typename State, typename T>
 struct RingRow {
+  int64_t row;
   Slice slice;
   State state;
   T* g_to;        // address of the result of the first access
@@ -225,7 +226,7 @@ struct RingRows {
         clear_columns<Config>(g_row, 0, p.begin, rank);
         clear_columns<Config>(g_row, p.end, args.n, rank);
       }
-      body(Row{p, claim.state, g_row + p.column, iteration / Config::kGroups});
+      body(Row{claim.row, p, claim.state, g_row + p.column, iteration / Config::kGroups});
     }
   }
 
