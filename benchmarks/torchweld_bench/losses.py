@@ -1,6 +1,6 @@
 """The loss of a language model's head on a GPU: times of forward and backward, as CUDA graphs,
 against eager, torch.compile, the bare products and Liger where it is installed; and the peak memory
-beyond the operands.
+beyond the operands. The loss of given logits is compared with a copy of them, and with quack.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _SIZES = (
     (16384, 768, 50257),
     (8192, 4096, 151936),
 )
+# Rows and words of given logits: Llama 3, GPT-2.
+_LOGITS = ((8192, 128256), (16384, 50257))
 
 
 def _eager(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -53,6 +55,24 @@ def _liger() -> Callable[..., Tensor] | None:
     except ImportError:
         return None
     return liger_fused_linear_cross_entropy
+
+
+def _peers_of_logits() -> dict[str, Callable[..., Tensor]]:
+    """The losses of given logits that are installed."""
+    peers: dict[str, Callable[..., Tensor]] = {}
+    try:
+        from quack.cross_entropy import cross_entropy as quack
+
+        peers["quack"] = lambda logits, target: quack(logits, target, reduction="mean")
+    except ImportError:
+        pass
+    try:
+        from liger_kernel.transformers.functional import liger_cross_entropy
+
+        peers["Liger"] = lambda logits, target: liger_cross_entropy(logits, target)
+    except ImportError:
+        pass
+    return peers
 
 
 def _peak(call: Callable[[], Any]) -> Timing:
@@ -150,6 +170,47 @@ def _forward(
     yield make_row(name, memory, against="eager", target=targets.get(name), **errors)
 
 
+def _given_logits(m: int, n: int, targets: dict[str, float]) -> Iterator[Row]:
+    logits = torch.randn(m, n, device="cuda").bfloat16().requires_grad_()
+    target = torch.randint(0, n, (m,), device="cuda")
+
+    def gradient(loss: Callable[..., Tensor], x: Tensor = logits) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(loss(x, target), x)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "ours": gradient(ops.cross_entropy),
+        "eager": gradient(F.cross_entropy),
+        "torch.compile": gradient(torch.compile(F.cross_entropy)),
+        "copy": lambda: logits.detach().clone(),
+    }
+    for name, peer in _peers_of_logits().items():
+        # Liger writes the gradient over the logits.
+        own = logits.detach().clone().requires_grad_() if name == "Liger" else logits
+        calls[name] = gradient(peer, own)
+
+    def dlogits(loss: Callable[..., Tensor], dtype: torch.dtype) -> Tensor:
+        some = logits[:_CHECKED_ROWS].detach().to(dtype).requires_grad_()
+        return torch.autograd.grad(loss(some, target[:_CHECKED_ROWS]), some)[0]
+
+    exact = dlogits(F.cross_entropy, torch.float64)
+    eager_error = largest_error(dlogits(F.cross_entropy, logits.dtype), exact)
+    errors = {
+        "error": largest_error(dlogits(ops.cross_entropy, logits.dtype), exact),
+        "eager_error": eager_error,
+        "allowed_error": eager_error,
+    }
+    graphs = {name: in_turn([call], 1) for name, call in calls.items()}
+    times = interleaved(graphs, device="cuda", rounds=_ROUNDS)
+    memory = {name: _peak(calls[name]) for name in ("ours", "eager")}
+    case = f"cross_entropy ({m}, {n}) {dtype_text(logits.dtype)}, forward and backward"
+    for peer in ("copy", "eager", "torch.compile", "quack", "Liger"):
+        if peer in times:
+            name = f"{case} over {peer}"
+            yield make_row(name, times, against=peer, target=targets.get(name), **errors)
+    name = f"{case} peak memory over eager, MiB"
+    yield make_row(name, memory, against="eager", target=targets.get(name), **errors)
+
+
 def rows(targets: dict[str, float]) -> Iterator[Row]:
     """Every case of the family, measured lazily. Peak memory is in MiB; the other rows are in
     microseconds.
@@ -165,3 +226,9 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
         yield from _training(f"{case}, forward and backward", [x, weight], target, targets)
         free()
         yield from _forward(f"{case}, forward", [x, weight], target, targets)
+        del x, weight, target
+    for m, n in _LOGITS:
+        torch._dynamo.reset()
+        free()
+        torch.manual_seed(0)
+        yield from _given_logits(m, n, targets)
