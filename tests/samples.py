@@ -45,6 +45,8 @@ DIFFERENTIABLE: dict[str, tuple[int, ...]] = {
     "folded_layer_norm_linear": (0,),
     "gated_linear": (0, 1, 2),
     "gated_linear_forward": (0, 1, 2),
+    "gated_linear_pair": (0, 1, 2, 3, 4),
+    "gated_linear_pair_forward": (0, 1, 2, 3, 4),
     "cross_entropy": (0,),
     "linear_cross_entropy": (0, 1, 3),
     "linear_token_logprobs": (0, 1, 3),

@@ -119,6 +119,13 @@ SCHEMAS = [
     "gated_linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor z, *, "
     'str gate="geglu", bool interleaved=False, bool[3] output_mask) -> '
     "(Tensor dx, Tensor dweight, Tensor dbias)",
+    "gated_linear_pair(Tensor x, Tensor left, Tensor right, Tensor? left_bias=None, "
+    'Tensor? right_bias=None, *, str gate="swiglu") -> Tensor',
+    "gated_linear_pair_forward(Tensor x, Tensor left, Tensor right, Tensor? left_bias=None, "
+    'Tensor? right_bias=None, *, str gate="swiglu") -> (Tensor y, Tensor z)',
+    "gated_linear_pair_backward(Tensor dy, Tensor x, Tensor left, Tensor right, Tensor z, *, "
+    'str gate="swiglu", bool[5] output_mask) -> '
+    "(Tensor dx, Tensor dleft, Tensor dright, Tensor dleft_bias, Tensor dright_bias)",
     f"cross_entropy({LOGITS}) -> Tensor",
     f"cross_entropy_forward({LOGITS}) -> (Tensor loss, Tensor lse)",
     f"cross_entropy_backward(Tensor dloss, {LOGITS.replace('target,', 'target, Tensor lse,')}) -> "

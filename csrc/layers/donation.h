@@ -26,9 +26,9 @@ class Donation {
   // Whether a tensor that a Function saves, computed from t, can be donated in a call like this.
   static bool is_possible(const Tensor& t) { return !has_hooks() && runs_once(t, t); }
 
-  // Called in its backward. `saved` comes from get_saved_variables(), so the graph and the caller
-  // hold it; it is donated only if they alone do, the graph is freed, and the backward op runs
-  // exactly once.
+  // The backward of a Function creates this object. `saved` comes from get_saved_variables(), so
+  // the graph and the caller hold references to it. It is donated only if nothing else does, the
+  // graph is freed afterwards, and the backward op runs exactly once.
   Donation(torch::autograd::AutogradContext* ctx, const Tensor& saved, const Tensor& grad) {
     const bool alone = saved.defined() && saved.use_count() == 2 && saved.has_storage() &&
                        saved.storage().use_count() == 1;

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from torchweld.distributed.loss_rules import LOSS_RULES
+from torchweld.distributed.pair_rules import PAIR_RULES
+from torchweld.distributed.rotary_rules import ROTARY_RULES
 from torchweld.distributed.rows import OF_NORM, Call, Row, Rule, all_of, partial, shard
 
 # Names of arguments and results that have the leading dims of x.
