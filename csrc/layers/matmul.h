@@ -80,11 +80,12 @@ struct MatmulEpilogue {
   Tensor dbias = {};  // if defined: may receive the sums of a's rows, (M,)
 };
 
-// The norm of a row: (x - mean) * rstd * scale + shift. For RMSNorm the mean is 0.
+// A norm of a row: (x - mean) * rstd * (scale + scale_offset) + shift. RMSNorm has mean 0.
 struct RowNorm {
   bool centred;
   OptionalTensor scale = std::nullopt;  // (K,)
   OptionalTensor shift = std::nullopt;  // (K,)
+  double scale_offset = 0;              // 0 without a scale
 };
 
 // Statistics of each row in fp32, with shape (...). RMSNorm has no mean.

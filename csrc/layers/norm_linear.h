@@ -48,10 +48,11 @@ T* data_if_wanted(const Tensor& t) {
   return t.defined() && t.numel() > 0 ? mutable_data<T>(t) : nullptr;
 }
 
-// Computes the statistics and stores them in `out`, or reads them from `saved`. If y (rows, K) is
-// defined, it receives the normalised rows.
+// Computes the statistics into `out`, or reads the `saved` ones; y (rows, K) where defined. With a
+// residual the norm is that of x + residual, rounded, which goes to `sum` (contiguous).
 inline void run_norm(const RowNorm& norm, const Tensor& x, double eps, const RowStatistics& out,
-                     const RowStatistics& saved, const Tensor& y) {
+                     const RowStatistics& saved, const Tensor& y,
+                     const OptionalTensor& residual = std::nullopt, const Tensor& sum = {}) {
   if (x.numel() == 0) {
     // The mean of an empty row is NaN, as in torch.
     for (const OptionalTensor& t : {out.mean, out.rstd}) {
@@ -61,8 +62,14 @@ inline void run_norm(const RowNorm& norm, const Tensor& x, double eps, const Row
   }
   const Rows in(x);
   const Vector scale(norm.scale), shift(norm.shift), mean(saved.mean), rstd(saved.rstd);
+  const Rows added(residual.value_or(x));
   NormParams p{};
   p.x = in.tensor.const_data_ptr();
+  if (is_given(residual)) {
+    p.residual = added.tensor.const_data_ptr();
+    p.residual_row_stride = added.row_stride;
+    p.sum = sum.mutable_data_ptr();
+  }
   p.scale = scale.data();
   p.shift = shift.data();
   p.saved_mean = mean.data<float>();
@@ -77,6 +84,7 @@ inline void run_norm(const RowNorm& norm, const Tensor& x, double eps, const Row
     p.y_row_stride = y.stride(0);
   }
   p.eps = static_cast<float>(eps);
+  p.scale_offset = static_cast<float>(norm.scale_offset);
   p.centred = norm.centred;
   p.dtype = dtype_of(x);
   launch_norm(p, current_stream());
@@ -110,33 +118,41 @@ inline void row_statistics(const RowNorm& norm, const Tensor& x, double eps,
   run_norm(norm, x, eps, out, {}, {});
 }
 
-// Computes the gradients of x, scale and shift from dy (rows, K), the gradient of the normalised
-// rows. dy and dx may share memory. A result of size (0,) is not requested.
+// The gradients of x, scale and shift from the gradient of the normalised rows, dy (rows, K), which
+// may share dx's memory. dsum is added to dx. Results of size (0,) are not requested.
 inline void norm_backward_into(const Tensor& dx, const Tensor& dscale, const Tensor& dshift,
                                const RowNorm& norm, const Tensor& dy, const Tensor& x,
-                               const RowStatistics& saved) {
+                               const RowStatistics& saved,
+                               const OptionalTensor& dsum = std::nullopt) {
   if (x.numel() == 0) {
     dscale.zero_();
     dshift.zero_();
     return;
   }
-  const cudaStream_t stream = current_stream();
-  const Rows in_dy(dy), in_x(x);
-  const Vector mean(saved.mean), rstd(saved.rstd);
-  if (dscale.numel() > 0 || dshift.numel() > 0) {
-    const Tensor partials = empty_floats(2 * column_partials(in_x.rows, in_x.n), x);
-    launch_norm_vectors_backward({in_dy.tensor.const_data_ptr(), in_x.tensor.const_data_ptr(),
-                                  mean.data<float>(), rstd.data<float>(), data_if_wanted(dscale),
-                                  data_if_wanted(dshift), mutable_data<float>(partials), in_x.rows,
-                                  in_x.n, in_dy.row_stride, in_x.row_stride, dtype_of(x)},
-                                 stream);
-  }
-  if (dx.numel() == 0) return;
-  const Vector scale(norm.scale);
-  launch_norm_backward({in_dy.tensor.const_data_ptr(), in_x.tensor.const_data_ptr(), scale.data(),
-                        mean.data<float>(), rstd.data<float>(), dx.mutable_data_ptr(), in_x.rows,
-                        in_x.n, in_dy.row_stride, in_x.row_stride, in_x.n, dtype_of(x)},
-                       stream);
+  const Rows in_dy(dy), in_x(x), in_dsum(dsum.value_or(dy));
+  const Vector scale(norm.scale), mean(saved.mean), rstd(saved.rstd);
+  NormBackwardParams p{};
+  p.dy = in_dy.tensor.const_data_ptr();
+  p.x = in_x.tensor.const_data_ptr();
+  if (is_given(dsum)) p.dsum = in_dsum.tensor.const_data_ptr();
+  p.scale = scale.data();
+  p.mean = mean.data<float>();
+  p.rstd = rstd.data<float>();
+  p.dx = data_if_wanted(dx);
+  p.dscale = data_if_wanted(dscale);
+  p.dshift = data_if_wanted(dshift);
+  p.rows = in_x.rows;
+  p.n = in_x.n;
+  p.dy_row_stride = in_dy.row_stride;
+  p.x_row_stride = in_x.row_stride;
+  p.dsum_row_stride = in_dsum.row_stride;
+  p.dx_row_stride = in_x.n;
+  p.scale_offset = static_cast<float>(norm.scale_offset);
+  p.dtype = dtype_of(x);
+  const int64_t floats = plan_norm_backward(p).partials;
+  const Tensor partials = empty_floats(floats, x);
+  p.partials = data_if_wanted<float>(partials);
+  if (p.dx != nullptr || floats > 0) launch_norm_backward(p, current_stream());
 }
 
 // Returns dz (rows, N) = dy * activation'(z), computed from z (from y for relu). If z is donated,

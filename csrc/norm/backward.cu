@@ -1,10 +1,9 @@
-// The gradient of a row norm to its rows, dy and x read once where a row fits in registers:
-//
-//   dx = rstd * (g - mean(g) - xhat * mean(g * xhat)),  g = dy * scale,  xhat = (x - mean) * rstd
-//
-// One block or one warp holds a row: load, two sums over its threads, store.
+// The gradients of a row norm: the choice of the kernels, and dx of rows that are longer than a
+// block holds (backward_rows.cu) or not aligned.
+#include "core/device.h"
 #include "norm/norm.h"
 #include "norm/norm_rows.cuh"
+#include "pointwise/column_split.h"
 
 namespace torchweld {
 namespace {
@@ -18,7 +17,7 @@ struct RowAccess {
   __device__ __forceinline__ RowAccess(const NormBackwardParams& p, int64_t column,
                                        const Vec<T, kElems>& dy, const Vec<T, kElems>& x,
                                        float mean, float rstd) {
-    load_or(g, static_cast<const T*>(p.scale), column, 1.f);
+    load_scale<T>(g, p.scale, column, p.scale_offset);
 #pragma unroll
     for (int j = 0; j < kElems; ++j) {
       g[j] *= to_float(dy.values[j]);
@@ -34,13 +33,15 @@ struct RowAccess {
     }
   }
 
-  // `means` are those of g and of g * xhat.
+  // `means` are those of g and of g * xhat; g_dsum may be nullptr.
   template <typename T>
-  __device__ __forceinline__ void store(T* g_to, float2 means, float rstd) const {
+  __device__ __forceinline__ void store(T* g_to, const T* g_dsum, float2 means, float rstd) const {
+    float dsum[kElems];
+    load_or(dsum, g_dsum, 0, 0.f);
     Vec<T, kElems> out;
 #pragma unroll
     for (int j = 0; j < kElems; ++j) {
-      out.values[j] = from_float<T>(rstd * (g[j] - (means.x + xhat[j] * means.y)));
+      out.values[j] = from_float<T>(fmaf(rstd, g[j] - (means.x + xhat[j] * means.y), dsum[j]));
     }
     store_vec(g_to, out);
   }
@@ -49,45 +50,6 @@ struct RowAccess {
 __device__ __forceinline__ float2 means_of(const NormBackwardParams& p, float2 sums) {
   const float n = static_cast<float>(p.n);
   return make_float2(p.mean != nullptr ? sums.x / n : 0.f, sums.y / n);
-}
-
-template <typename Config>
-__global__ __launch_bounds__(Config::kThreads) void norm_backward_kernel(const NormBackwardParams p,
-                                                                         int64_t first_row) {
-  using T = typename Config::T;
-  constexpr int kElems = Config::kElems;
-  constexpr int kLoads = Config::kLoads;
-  using Access = RowAccess<kElems>;
-  __shared__ RowSums<Config::kThreadsPerRow> s_sums;
-  const int64_t row = Config::row(first_row);
-  if (Config::kRowsPerBlock > 1 && row >= p.rows) return;
-  const T* g_dy = static_cast<const T*>(p.dy) + row * p.dy_row_stride;
-  const T* g_x = static_cast<const T*>(p.x) + row * p.x_row_stride;
-  T* g_dx = static_cast<T*>(p.dx) + row * p.dx_row_stride;
-
-  Vec<T, kElems> r_dy[kLoads], r_x[kLoads];
-#pragma unroll
-  for (int i = 0; i < kLoads; ++i) {
-    if (Config::column(i) >= p.n) continue;
-    r_dy[i] = load_vec<T, kElems>(g_dy + Config::column(i));
-    r_x[i] = load_vec<T, kElems>(g_x + Config::column(i));
-  }
-  const float mean = p.mean != nullptr ? p.mean[row] : 0.f;
-  const float rstd = p.rstd[row];
-
-  float2 sums = make_float2(0.f, 0.f);
-#pragma unroll
-  for (int i = 0; i < kLoads; ++i) {
-    if (Config::column(i) >= p.n) continue;
-    Access(p, Config::column(i), r_dy[i], r_x[i], mean, rstd).add_to(sums);
-  }
-  const float2 means = means_of(p, s_sums.sum(sums));
-#pragma unroll
-  for (int i = 0; i < kLoads; ++i) {
-    if (Config::column(i) >= p.n) continue;
-    Access(p, Config::column(i), r_dy[i], r_x[i], mean, rstd)
-        .store(g_dx + Config::column(i), means, rstd);
-  }
 }
 
 // One block a row, which it reads twice. kElems is a 16-byte access or one element.
@@ -102,6 +64,8 @@ __global__ __launch_bounds__(kNormStreamThreads) void norm_backward_stream_kerne
   const T* g_dy = static_cast<const T*>(p.dy) + row * p.dy_row_stride;
   const T* g_x = static_cast<const T*>(p.x) + row * p.x_row_stride;
   T* g_dx = static_cast<T*>(p.dx) + row * p.dx_row_stride;
+  const T* g_dsum =
+      p.dsum != nullptr ? static_cast<const T*>(p.dsum) + row * p.dsum_row_stride : nullptr;
   const float mean = p.mean != nullptr ? p.mean[row] : 0.f;
   const float rstd = p.rstd[row];
   const auto load = [&](int64_t column) {
@@ -113,27 +77,54 @@ __global__ __launch_bounds__(kNormStreamThreads) void norm_backward_stream_kerne
   for (int64_t column = start; column < p.n; column += kStep) load(column).add_to(sums);
   const float2 means = means_of(p, s_sums.sum(sums));
   for (int64_t column = start; column < p.n; column += kStep) {
-    load(column).store(g_dx + column, means, rstd);
+    load(column).store(g_dx + column, g_dsum != nullptr ? g_dsum + column : nullptr, means, rstd);
   }
 }
 
 }  // namespace
 
-void launch_norm_backward(const NormBackwardParams& params, cudaStream_t stream) {
-  dispatch_dtype(params.dtype, [&](auto element) {
-    using T = decltype(element);
-    constexpr int kElems = kVectorBytes / sizeof(T);
-    const bool aligned = rows_aligned(params.dy, params.dy_row_stride * sizeof(T)) &&
-                         rows_aligned(params.x, params.x_row_stride * sizeof(T)) &&
-                         rows_aligned(params.dx, params.dx_row_stride * sizeof(T)) &&
-                         rows_aligned(params.scale);
-    const NormProblem problem{params.n, sizeof(T), aligned, /*backward=*/true};
-    launch_norm_rows<T, /*kBackward=*/true>(
-        problem, params, [](auto config) { return norm_backward_kernel<decltype(config)>; },
-        problem.vector() ? norm_backward_stream_kernel<T, kElems>
-                         : norm_backward_stream_kernel<T, 1>,
-        stream);
-  });
+void launch_norm_backward_stream(const NormBackwardParams& p, cudaStream_t stream) {
+  dispatch_access(p.dtype, p.n,
+                  {{p.dy, p.dy_row_stride},
+                   {p.x, p.x_row_stride},
+                   {p.dsum, p.dsum_row_stride},
+                   {p.dx, p.dx_row_stride},
+                   {p.scale, 0}},
+                  [&](auto element, auto elems) {
+                    using T = decltype(element);
+                    for_each_grid_of_rows(p.rows, 1, [&](int64_t first, int64_t blocks) {
+                      launch_kernel(norm_backward_stream_kernel<T, elems.value>,
+                                    {blocks, kNormStreamThreads}, stream, p, first);
+                    });
+                  });
+}
+
+NormBackwardPlan plan_norm_backward(const NormBackwardParams& p) {
+  const int64_t size = p.dtype == DType::kFloat32 ? 4 : 2;
+  const bool aligned = rows_aligned(p.dy, p.dy_row_stride * size) &&
+                       rows_aligned(p.x, p.x_row_stride * size) &&
+                       rows_aligned(p.dsum, p.dsum_row_stride * size) &&
+                       rows_aligned(p.dx, p.dx_row_stride * size) && rows_aligned(p.scale);
+  const int sums = p.dscale == nullptr && p.dshift == nullptr ? 0 : p.mean != nullptr ? 2 : 1;
+  const DeviceFacts& facts = device_facts();
+  return choose_norm_backward({p.n, static_cast<int>(size), aligned}, p.rows,
+                              p.dsum != nullptr ? 3 : 2, sums, facts.sms, facts.shared_limit,
+                              column_partials(p.rows, p.n));
+}
+
+void launch_norm_backward(const NormBackwardParams& p, cudaStream_t stream) {
+  const NormBackwardPlan plan = plan_norm_backward(p);
+  if (plan.tile >= 0) {
+    launch_norm_backward_rows(p, plan, stream);
+  } else {
+    // NOTE: the sums first, because dx may be dy's memory.
+    if (p.partials != nullptr) {
+      launch_norm_vectors_backward({p.dy, p.x, p.mean, p.rstd, p.dscale, p.dshift, p.partials,
+                                    p.rows, p.n, p.dy_row_stride, p.x_row_stride, p.dtype},
+                                   stream);
+    }
+    if (p.dx != nullptr) launch_norm_backward_stream(p, stream);
+  }
   check_launch("norm_backward");
 }
 

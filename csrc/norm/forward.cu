@@ -30,7 +30,7 @@ template <typename T, int kElems>
 __device__ __forceinline__ void store_normalised(const NormParams& p, T* g_y, int64_t column,
                                                  const Vec<T, kElems>& x, const RowNormaliser& s) {
   float scale[kElems], shift[kElems];
-  load_or(scale, static_cast<const T*>(p.scale), column, 1.f);
+  load_scale<T>(scale, p.scale, column, p.scale_offset);
   load_or(shift, static_cast<const T*>(p.shift), column, 0.f);
   Vec<T, kElems> out;
 #pragma unroll
@@ -40,7 +40,18 @@ __device__ __forceinline__ void store_normalised(const NormParams& p, T* g_y, in
   store_vec(g_y + column, out);
 }
 
-template <typename Config>
+template <typename T, int kElems>
+__device__ __forceinline__ Vec<T, kElems> rounded_sum(const Vec<T, kElems>& x,
+                                                      const Vec<T, kElems>& residual) {
+  Vec<T, kElems> sum;
+#pragma unroll
+  for (int j = 0; j < kElems; ++j) {
+    sum.values[j] = from_float<T>(to_float(x.values[j]) + to_float(residual.values[j]));
+  }
+  return sum;
+}
+
+template <typename Config, bool kAdds>
 __global__ __launch_bounds__(Config::kThreads) void norm_kernel(const NormParams p,
                                                                 int64_t first_row) {
   using T = typename Config::T;
@@ -56,6 +67,20 @@ __global__ __launch_bounds__(Config::kThreads) void norm_kernel(const NormParams
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     if (Config::column(i) < p.n) r_x[i] = load_vec<T, kElems>(g_x + Config::column(i));
+  }
+  if constexpr (kAdds) {
+    const T* g_residual = static_cast<const T*>(p.residual) + row * p.residual_row_stride;
+    T* g_sum = static_cast<T*>(p.sum) + row * p.n;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      if (Config::column(i) >= p.n) continue;
+      r_x[i] = rounded_sum(r_x[i], load_vec<T, kElems>(g_residual + Config::column(i)));
+    }
+    // NOTE: a store before a load would keep that load from being issued early.
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      if (Config::column(i) < p.n) store_vec(g_sum + Config::column(i), r_x[i]);
+    }
   }
 
   RowNormaliser statistics;
@@ -108,6 +133,16 @@ __global__ __launch_bounds__(kNormStreamThreads) void norm_stream_kernel(const N
   const int64_t row = first_row + blockIdx.x;
   const int64_t start = threadIdx.x * kElems;
   const T* g_x = static_cast<const T*>(p.x) + row * p.x_row_stride;
+  if (p.residual != nullptr) {
+    // Every thread reads back only the columns that it has written.
+    const T* g_residual = static_cast<const T*>(p.residual) + row * p.residual_row_stride;
+    T* g_sum = static_cast<T*>(p.sum) + row * p.n;
+    for (int64_t column = start; column < p.n; column += kStep) {
+      store_vec(g_sum + column, rounded_sum(load_vec<T, kElems>(g_x + column),
+                                            load_vec<T, kElems>(g_residual + column)));
+    }
+    g_x = g_sum;
+  }
 
   RowNormaliser statistics;
   if (p.saved_rstd != nullptr) {
@@ -151,12 +186,20 @@ void launch_norm(const NormParams& params, cudaStream_t stream) {
     using T = decltype(element);
     constexpr int kElems = kVectorBytes / sizeof(T);
     const bool aligned = rows_aligned(params.x, params.x_row_stride * sizeof(T)) &&
+                         rows_aligned(params.residual, params.residual_row_stride * sizeof(T)) &&
+                         rows_aligned(params.sum) &&
                          rows_aligned(params.y, params.y_row_stride * sizeof(T)) &&
                          rows_aligned(params.scale) && rows_aligned(params.shift);
     const NormProblem problem{params.n, sizeof(T), aligned};
-    launch_norm_rows<T, /*kBackward=*/false>(
-        problem, params, [](auto config) { return norm_kernel<decltype(config)>; },
-        problem.vector() ? norm_stream_kernel<T, kElems> : norm_stream_kernel<T, 1>, stream);
+    const auto streams =
+        problem.vector() ? norm_stream_kernel<T, kElems> : norm_stream_kernel<T, 1>;
+    const auto run = [&](auto adds) {
+      launch_norm_rows<T>(
+          problem, params,
+          [](auto config) { return norm_kernel<decltype(config), decltype(adds)::value>; }, streams,
+          stream);
+    };
+    params.residual != nullptr ? run(std::true_type()) : run(std::false_type());
   });
   check_launch("norm");
 }

@@ -61,14 +61,6 @@ __device__ __forceinline__ void load_or(float (&r_to)[kElems], const T* g_vector
   }
 }
 
-// Calls body with the tile as a compile-time constant, where it suits.
-template <int kElemSize, bool kBackward, typename Body>
-void with_norm_tile(int tile, const Body& body) {
-  dispatch_index<kNumNormTiles>(tile, [&](auto index) {
-    if constexpr (kNormTiles[index.value].suits(kElemSize, kBackward)) body(index);
-  });
-}
-
 // Calls launch(first row, blocks) for as many rows at a time as one grid can hold.
 template <typename Launch>
 void for_each_grid_of_rows(int64_t rows, int rows_per_block, const Launch& launch) {
@@ -76,9 +68,18 @@ void for_each_grid_of_rows(int64_t rows, int rows_per_block, const Launch& launc
                    [&](int64_t first, int64_t blocks) { launch(first * rows_per_block, blocks); });
 }
 
+// The scale of an access's columns in fp32: 1 where there is no vector, and then no offset.
+template <typename T, int kElems>
+__device__ __forceinline__ void load_scale(float (&r_to)[kElems], const void* g_scale,
+                                           int64_t column, float offset) {
+  load_or(r_to, static_cast<const T*>(g_scale), column, 1.f);
+#pragma unroll
+  for (int j = 0; j < kElems; ++j) r_to[j] += offset;
+}
+
 // Runs rows in the kernel of the problem's tile, `in_tile` of its index, or in `stream`, which
 // reads a row again for every sum.
-template <typename T, bool kBackward, typename Params, typename InTile>
+template <typename T, typename Params, typename InTile>
 void launch_norm_rows(const NormProblem& problem, const Params& params, const InTile& in_tile,
                       void (*streams)(Params, int64_t), cudaStream_t stream) {
   const int tile = choose_norm_tile(problem);
@@ -88,7 +89,7 @@ void launch_norm_rows(const NormProblem& problem, const Params& params, const In
     });
   };
   if (tile < 0) return run(streams, 1, kNormStreamThreads);
-  with_norm_tile<sizeof(T), kBackward>(tile, [&](auto index) {
+  dispatch_index<kNumNormTiles>(tile, [&](auto index) {
     using Config = NormConfig<T, index.value>;
     run(in_tile(Config()), Config::kRowsPerBlock, Config::kThreads);
   });

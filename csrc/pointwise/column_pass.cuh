@@ -15,6 +15,7 @@
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "device/reduce.cuh"
+#include "device/sm90/dependent_launch.cuh"
 #include "pointwise/column_split.h"
 
 namespace torchweld {
@@ -101,6 +102,7 @@ __global__ __launch_bounds__(kPartialThreads) void add_partials_kernel(const flo
                                                                        int64_t n,
                                                                        const ColumnSums sums) {
   __shared__ float s_sums[kPartialGroups][kWarp];
+  griddep_wait();
   const int64_t width = num_sums * n;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
   float sum = 0.f;
@@ -119,13 +121,14 @@ __global__ __launch_bounds__(kPartialThreads) void add_partials_kernel(const flo
   if (g_to != nullptr) g_to[i % n * sums.stride] = from_float<T>(sum);
 }
 
-// Adds up g_partials (chunks, num_sums, n) over the chunks.
+// g_partials: (chunks, num_sums, n). With `overlaps` the kernel may begin before the one that
+// writes them ends.
 template <typename T>
 void launch_add_partials(const float* g_partials, int64_t chunks, int num_sums, int64_t n,
-                         const ColumnSums& sums, cudaStream_t stream) {
-  const int64_t blocks = (num_sums * n + kWarp - 1) / kWarp;
-  launch_kernel(add_partials_kernel<T>, {blocks, dim3(kWarp, kPartialGroups)}, stream, g_partials,
-                chunks, num_sums, n, sums);
+                         const ColumnSums& sums, cudaStream_t stream, bool overlaps = false) {
+  Grid grid((num_sums * n + kWarp - 1) / kWarp, dim3(kWarp, kPartialGroups));
+  grid.overlaps = overlaps;
+  launch_kernel(add_partials_kernel<T>, grid, stream, g_partials, chunks, num_sums, n, sums);
 }
 
 // Runs the op over all rows. If g_partials is not nullptr, also computes the column sums.
