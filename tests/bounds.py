@@ -695,6 +695,93 @@ def rms_norm_linear_backward_bounds(
     return masked_out(layer.backward(dy, activation, given, eps), output_mask, x.dtype)
 
 
+# Norms alone
+
+
+class NormRows:
+    """A norm of x, or of the rounded sum of x and a residual."""
+
+    def __init__(self, x, weight=None, bias=None, *, eps, centred, residual=None, weight_offset=0):
+        self.dtype, self.shape, self.lead = x.dtype, x.shape, x.shape[:-1]
+        exact = up(x) if residual is None else up(x) + up(residual)
+        # torch adds 16-bit values in float32 and rounds the sum, as the op does.
+        self.sum = exact if residual is None else up(x + residual)
+        self.exact, self.bias = exact, up(bias)
+        scale = None if weight is None else up(weight) + weight_offset
+        self.rows = matrix(self.sum)
+        self.norm = Norm(self.rows, eps, centred, scale, up(bias), dtype=x.dtype)
+        # Adding an offset to the weight rounds once, in the dtype of sums.
+        if weight_offset:
+            size = (self.norm.hat * (scale.abs() + abs(weight_offset))).abs()
+            self.norm.terms = self.norm.terms + Terms([(1, size)])
+
+    def results(self, full: bool) -> list[Bound]:
+        norm, lead, acc = self.norm, self.lead, acc_dtype(self.dtype)
+        out = [Bound(norm.n.reshape(self.shape), shaped(norm.terms, self.shape), self.dtype)]
+        if not full:
+            return out
+        if norm.centred:
+            size = self.rows.abs().mean(-1).reshape(lead)
+            out.append(Bound(norm.mean.reshape(lead), Terms([(norm.k, size)]), acc))
+        rstd = norm.rstd.reshape(lead)
+        return [*out, Bound(rstd, Terms([(norm.k + FUNCTION, rstd)]), acc)]
+
+    def gradients(self, dy, dsum=None) -> list[Bound | None]:
+        """Gradients to the rows, weight and bias."""
+        norm, dn = self.norm, matrix(dy)
+        g = dn * norm.scale
+        centre = g.mean(-1, keepdim=True) if norm.centred else 0.0
+        dx = norm.rstd * (g - centre - norm.hat * (g * norm.hat).mean(-1, keepdim=True))
+        dx_terms, dscale_terms, dshift_terms = norm.grad_terms(dn.abs(), Terms())
+        dx = dx.reshape(self.shape)
+        dx_terms = shaped(dx_terms, self.shape)
+        if dsum is not None:
+            dx = dx + up(dsum)
+            dx_terms = dx_terms + Terms([(1, dx.abs() + up(dsum).abs())])
+        return [
+            Bound(dx, dx_terms, self.dtype),
+            Bound((dn * norm.hat).sum(0), dscale_terms, self.dtype),
+            Bound(dn.sum(0), dshift_terms, self.dtype),
+        ]
+
+
+NORM_EPS = {False: 1e-6, True: 1e-5}
+
+
+def norm_bounds(centred: bool, full: bool, adds: bool = False):
+    def bounds(x, *args, eps: float = NORM_EPS[centred], **kwargs):
+        residual, *vectors = args if adds else (None, *args)
+        rows = NormRows(x, *vectors, eps=eps, centred=centred, residual=residual, **kwargs)
+        normed, *statistics = rows.results(full)
+        total = [Bound(rows.exact, Terms(), x.dtype)] if adds else []
+        return [normed, *total, *statistics]
+
+    return bounds
+
+
+def norm_grads(centred: bool, adds: bool = False):
+    def grads(dy, x, *args, eps: float = NORM_EPS[centred], **kwargs):
+        residual, *vectors = args if adds else (None, *args)
+        rows = NormRows(x, *vectors, eps=eps, centred=centred, residual=residual, **kwargs)
+        dx, dweight, dbias = rows.gradients(dy)
+        vectors = [dweight, dbias] if centred else [dweight]
+        return [dx, dx, *vectors] if adds else [dx, *vectors]
+
+    return grads
+
+
+def norm_backward_bounds(centred: bool):
+    def bounds(dy, x, weight, *args, output_mask, **kwargs):
+        rstd, *dsum = args[centred:]
+        eps = row_eps(x, rstd, centred)
+        rows = NormRows(x, weight, eps=eps, centred=centred, **kwargs)
+        dx, dweight, dbias = rows.gradients(dy, *dsum)
+        results = [dx, None if weight is None else dweight, dbias]
+        return masked_out(results[: len(output_mask)], output_mask, x.dtype)
+
+    return bounds
+
+
 # The folded layer norm
 
 
@@ -1499,6 +1586,18 @@ REFERENCES: dict[str, Callable[..., list[Bound | None]]] = {
     "rms_norm_linear": layer_forward("rms_norm_linear", 1e-6, full=False),
     "rms_norm_linear_forward": layer_forward("rms_norm_linear", 1e-6, full=True),
     "rms_norm_linear_backward": rms_norm_linear_backward_bounds,
+    "rms_norm": norm_bounds(False, full=False),
+    "rms_norm_forward": norm_bounds(False, full=True),
+    "rms_norm_backward": norm_backward_bounds(False),
+    "layer_norm": norm_bounds(True, full=False),
+    "layer_norm_forward": norm_bounds(True, full=True),
+    "layer_norm_backward": norm_backward_bounds(True),
+    "add_rms_norm": norm_bounds(False, full=False, adds=True),
+    "add_rms_norm_forward": norm_bounds(False, full=True, adds=True),
+    "add_rms_norm_backward": norm_backward_bounds(False),
+    "add_layer_norm": norm_bounds(True, full=False, adds=True),
+    "add_layer_norm_forward": norm_bounds(True, full=True, adds=True),
+    "add_layer_norm_backward": norm_backward_bounds(True),
     "fold_layer_norm": fold_layer_norm_bounds,
     "folded_layer_norm_linear": folded_layer_norm_linear_bounds,
     "folded_layer_norm_linear_backward": lambda *a, **k: folded_layer_norm_linear_grads(*a, **k)[
@@ -1592,6 +1691,10 @@ GRADIENTS: dict[str, Callable[..., list[Bound | None]]] = {
     "linear": layer_grads("linear", None),
     "layer_norm_linear": layer_grads("layer_norm_linear", 1e-5),
     "rms_norm_linear": layer_grads("rms_norm_linear", 1e-6),
+    "rms_norm": norm_grads(False),
+    "layer_norm": norm_grads(True),
+    "add_rms_norm": norm_grads(False, adds=True),
+    "add_layer_norm": norm_grads(True, adds=True),
     "folded_layer_norm_linear": folded_layer_norm_linear_grads,
     "cross_entropy": given_logits_grads,
     "linear_cross_entropy": cross_entropy_grads,

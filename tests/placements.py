@@ -47,6 +47,8 @@ from samples import (
     logprobs_backward_call,
     loss_call,
     mul_relu_call,
+    norm_backward_call,
+    norm_call,
     outer_call,
     pair_call,
     rotary_call,
@@ -149,13 +151,17 @@ def _builds() -> dict[str, dict[str, Build]]:
             add("gated_linear_forward", **{f"{gate}_{n}": forward})
             add("gated_linear_backward", **{f"{gate}_{n}": backward})
 
-    for name, sizes, options in (
-        ("plain", (lead, 8, 8), {}),
-        ("bare", (uneven, 4, 5, (False, True)), {"gate": "geglu"}),
-    ):
+    for op in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"):
+        full = [True] * (1 + op.endswith("layer_norm"))
+        norms = {
+            "plain": (norm_call(op, lead, 8, *full), [True, *full]),
+            "uneven": (norm_call(op, uneven, 5, *full), [True, *full]),
+            "bare": (norm_call(op, (4,), 4), [True, *[False] * len(full)]),
+        }
         for end in ("", "_forward"):
-            add("gated_linear_pair" + end, **{name: pair_call(*sizes, **options)})
-        add("gated_linear_pair_backward", **{name: pair_call(*sizes, **options, mask=[True] * 5)})
+            add(op + end, **{n: c for n, (c, _) in norms.items()})
+        backward = {n: norm_backward_call(op, c, mask) for n, (c, mask) in norms.items()}
+        add(op + "_backward", **backward)
 
     every = {"label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.1, "temperature": 0.7}
     losses = {

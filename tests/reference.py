@@ -242,6 +242,27 @@ def rms_norm_linear(x, weight, bias=None, norm_weight=None, *, eps=1e-6, activat
     return activate(affine(n, weight, bias), activation)
 
 
+def norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float,
+    centred: bool,
+    weight_offset: float = 0,
+) -> Tensor:
+    scale = None if weight is None else weight + weight_offset
+    return scale_shift(normalise(x, eps, centred)[0], scale, bias)
+
+
+def rms_norm(x, weight=None, *, eps=1e-6, weight_offset=0):
+    return norm(x, weight, eps=eps, centred=False, weight_offset=weight_offset)
+
+
+def layer_norm(x, weight=None, bias=None, *, eps=1e-5):
+    return norm(x, weight, bias, eps=eps, centred=True)
+
+
 def fold_layer_norm(
     weight: Tensor,
     bias: Tensor | None = None,
@@ -515,6 +536,12 @@ VALUES: dict[str, Callable[..., Tensor]] = {
     "linear": linear,
     "layer_norm_linear": layer_norm_linear,
     "rms_norm_linear": rms_norm_linear,
+    "rms_norm": rms_norm,
+    "layer_norm": layer_norm,
+    "add_rms_norm": lambda x, residual, *args, **kwargs: rms_norm(x + residual, *args, **kwargs),
+    "add_layer_norm": lambda x, residual, *args, **kwargs: layer_norm(
+        x + residual, *args, **kwargs
+    ),
     "folded_layer_norm_linear": folded_layer_norm_linear,
     "cross_entropy": lambda *args, **kwargs: cross_entropy_forward(*args, **kwargs)[0],
     "linear_cross_entropy": lambda *args, keep="auto", **kwargs: linear_cross_entropy_forward(
@@ -643,6 +670,15 @@ def eager_rms_norm_linear(x, weight, bias=None, norm_weight=None, *, eps, activa
     return eager_activate(F.linear(n, weight, bias), activation)
 
 
+def eager_rms_norm(x, weight=None, *, eps, weight_offset=0):
+    scale = None if weight is None else weight + weight_offset
+    return F.rms_norm(x, x.shape[-1:], scale, eps)
+
+
+def eager_layer_norm(x, weight=None, bias=None, *, eps):
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
 def eager_folded_layer_norm_linear(
     x, folded_weight, weight_sum, folded_bias=None, *, eps, activation
 ):
@@ -697,6 +733,14 @@ EAGER: dict[str, Callable[..., Tensor]] = {
     ),
     "layer_norm_linear": eager_layer_norm_linear,
     "rms_norm_linear": eager_rms_norm_linear,
+    "rms_norm": eager_rms_norm,
+    "layer_norm": eager_layer_norm,
+    "add_rms_norm": lambda x, residual, *args, **kwargs: eager_rms_norm(
+        x + residual, *args, **kwargs
+    ),
+    "add_layer_norm": lambda x, residual, *args, **kwargs: eager_layer_norm(
+        x + residual, *args, **kwargs
+    ),
     "folded_layer_norm_linear": eager_folded_layer_norm_linear,
     "cross_entropy": eager_cross_entropy,
     "linear_cross_entropy": eager_linear_cross_entropy,

@@ -206,6 +206,11 @@ DY, PREACT = Arg("dy", rank="", sized=(0, 1)), Arg("preact", rank="", sized=(0, 
 LN = [Arg("ln_weight", sized=(0,)), Arg("ln_bias", sized=(0,))]
 RMS = [Arg("norm_weight", sized=(0,))]
 STATS = [Arg("mean", rank="", sized=(0,)), Arg("rstd", rank="", sized=(0,))]
+SCALE_OF_NORM, SUM = Arg("weight", sized=(0,)), Arg("sum", anchor=True, rank="min")
+RESIDUAL, DY_OF_NORM, DNORMED, DSUM = (
+    Arg(name, rank="", sized=(0, 1)) for name in ("residual", "dy", "dnormed", "dsum")
+)
+OFFSET = {"weight_offset": NOT_FINITE}
 FOLDED = [
     X,
     Arg("folded_weight", sized=(1,)),
@@ -356,6 +361,18 @@ SPECS: dict[str, Spec] = {
     "rms_norm_linear_backward": Spec(
         "relu", [DY, X, WEIGHT, *RMS, STATS[1], PREACT], ACTIVATION, drop=("preact",)
     ),
+    "rms_norm": Spec("plain", [X, SCALE_OF_NORM], EPS | OFFSET),
+    "rms_norm_forward": Spec("plain", [X, SCALE_OF_NORM], EPS | OFFSET),
+    "rms_norm_backward": Spec("plain", [DY_OF_NORM, X, SCALE_OF_NORM, STATS[1]], OFFSET),
+    "layer_norm": Spec("plain", [X, SCALE_OF_NORM, BIAS], EPS),
+    "layer_norm_forward": Spec("plain", [X, SCALE_OF_NORM, BIAS], EPS),
+    "layer_norm_backward": Spec("plain", [DY_OF_NORM, X, SCALE_OF_NORM, *STATS]),
+    "add_rms_norm": Spec("plain", [X, RESIDUAL, SCALE_OF_NORM], EPS | OFFSET),
+    "add_rms_norm_forward": Spec("plain", [X, RESIDUAL, SCALE_OF_NORM], EPS | OFFSET),
+    "add_rms_norm_backward": Spec("plain", [DNORMED, SUM, SCALE_OF_NORM, STATS[1], DSUM], OFFSET),
+    "add_layer_norm": Spec("plain", [X, RESIDUAL, SCALE_OF_NORM, BIAS], EPS),
+    "add_layer_norm_forward": Spec("plain", [X, RESIDUAL, SCALE_OF_NORM, BIAS], EPS),
+    "add_layer_norm_backward": Spec("plain", [DNORMED, SUM, SCALE_OF_NORM, *STATS, DSUM]),
     "fold_layer_norm": Spec("full", [Arg("weight", anchor=True), BIAS, *LN]),
     "folded_layer_norm_linear": Spec(
         "relu",

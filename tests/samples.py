@@ -42,6 +42,12 @@ DIFFERENTIABLE: dict[str, tuple[int, ...]] = {
     "layer_norm_linear_forward": (0, 1, 2, 3, 4),
     "rms_norm_linear": (0, 1, 2, 3),
     "rms_norm_linear_forward": (0, 1, 2, 3),
+    "rms_norm": (0, 1),
+    "rms_norm_forward": (0, 1),
+    "layer_norm": (0, 1, 2),
+    "layer_norm_forward": (0, 1, 2),
+    "add_rms_norm": (0, 1, 2),
+    "add_layer_norm": (0, 1, 2, 3),
     "folded_layer_norm_linear": (0,),
     "gated_linear": (0, 1, 2),
     "gated_linear_forward": (0, 1, 2),
@@ -67,7 +73,12 @@ KEEPS_DTYPE = (
     "causal_softmax",
     "scalar_attention",
     "scalar_attention_forward",
-    "rotary",
+    "rms_norm",
+    "rms_norm_forward",
+    "layer_norm",
+    "layer_norm_forward",
+    "add_rms_norm",
+    "add_layer_norm",
     "row_sum",
     "add_scalar",
     "outer_add",
@@ -77,7 +88,7 @@ KEEPS_DTYPE = (
 # Ops whose results have the dtype of sums.
 FLOAT32_RESULTS = ("cross_entropy", "linear_cross_entropy", "linear_token_logprobs")
 # Ops whose second result has a gradient too.
-TWO_GRADIENTS = ("attention_with_lse", "linear_token_logprobs")
+TWO_GRADIENTS = ("attention_with_lse", "linear_token_logprobs", "add_rms_norm", "add_layer_norm")
 AUTOCAST = tuple(op for op in DIFFERENTIABLE if op not in KEEPS_DTYPE)
 
 
@@ -218,6 +229,38 @@ def layer_backward_call(kind: str, forward, mask: Sequence[bool]) -> Callable[[M
         preact = [] if activation == "none" else [m.saved(saved)]
         args = [m.randn(*z.shape), x, weight, *norm, *stats, *preact]
         return args, {"activation": activation, "output_mask": list(mask)}
+
+    return build
+
+
+def norm_call(op: str, lead, n, *given: bool, **kwargs) -> Callable[[Maker], Call]:
+    """A call of a norm; `given` says which of weight and bias there are."""
+
+    def build(m: Maker) -> Call:
+        args: list[Any] = [m.randn(*lead, n) for _ in range(1 + op.startswith("add_"))]
+        offset = kwargs.get("weight_offset", 0)
+        for i, there in enumerate(given):
+            args.append(m.randn(n, mean=1.0 - i - offset, std=0.2) if there else None)
+        return args, kwargs
+
+    return build
+
+
+def norm_backward_call(
+    op: str, forward, mask: Sequence[bool], dsum: bool = True
+) -> Callable[[Maker], Call]:
+    def build(m: Maker) -> Call:
+        args, kwargs = forward(m)
+        adds, centred = op.startswith("add_"), op.endswith("layer_norm")
+        x = args[0] + args[1] if adds else args[0]
+        weight = args[1 + adds] if len(args) > 1 + adds else None
+        eps = kwargs.get("eps", 1e-5 if centred else 1e-6)
+        stats = R.normalise(R.up(x), eps, centred)[1 if centred else 2 :]
+        saved = [m.saved(t[..., 0], stat=True) for t in stats]
+        last = [m.randn(*x.shape)] if adds and dsum else []
+        rest = {k: v for k, v in kwargs.items() if k != "eps"}
+        given = [m.randn(*x.shape), x, weight, *saved, *last]
+        return given, {**rest, "output_mask": list(mask)}
 
     return build
 
@@ -708,6 +751,25 @@ def _listed() -> dict[str, list[Sample]]:
             "silu": (layer_call((3,), 3, 4, *full, activation="silu"), [True] * (3 + extra)),
             "empty": (layer_call((0, 2), 3, 4, *full), wide(masks[3], extra)),
         }
+    for op in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"):
+        centred = op.endswith("layer_norm")
+        full, none = [True] * (1 + centred), [False] * (1 + centred)
+        offset = {} if centred else {"weight_offset": 1.0}
+        norms: dict[str, tuple[Callable[[Maker], Call], Sequence[bool]]] = {
+            "plain": (norm_call(op, (3,), 5, *full), [True, *full]),
+            "bare": (norm_call(op, (2, 2), 4), [True, *none]),
+            "offset": (norm_call(op, (2,), 6, *full, eps=0.1, **offset), [True, *none]),
+            "vector": (norm_call(op, (), 6, *full), [False, *full]),
+            "empty": (norm_call(op, (0, 2), 4, *full), [True, *full]),
+        }
+        if centred:
+            norms["bias"] = (norm_call(op, (3,), 4, False, True), [True, False, True])
+        add(op, **{n: c for n, (c, _) in norms.items()})
+        add(op + "_forward", **{n: c for n, (c, _) in norms.items()})
+        add(
+            op + "_backward",
+            **{n: norm_backward_call(op, c, mask, n != "bare") for n, (c, mask) in norms.items()},
+        )
     for kind, calls in layers.items():
         add(kind, **{n: c for n, (c, _) in calls.items()})
         add(kind + "_forward", **{n: c for n, (c, _) in calls.items()})
@@ -941,6 +1003,10 @@ EAGER_DEFAULTS: dict[str, dict[str, Any]] = {
     "layer_norm_linear": {"eps": 1e-5, "activation": "none"},
     "rms_norm_linear": {"eps": 1e-6, "activation": "none"},
     "folded_layer_norm_linear": {"eps": 1e-5, "activation": "none"},
+    "rms_norm": {"eps": 1e-6},
+    "layer_norm": {"eps": 1e-5},
+    "add_rms_norm": {"eps": 1e-6},
+    "add_layer_norm": {"eps": 1e-5},
     "gated_linear": {"gate": "geglu"},
     "gated_linear_pair": {"gate": "swiglu"},
 }

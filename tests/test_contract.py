@@ -105,6 +105,28 @@ SCHEMAS = [
     "rms_norm_linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor? norm_weight, "
     'Tensor rstd, Tensor? preact=None, *, str activation="none", bool[4] output_mask) -> '
     "(Tensor dx, Tensor dweight, Tensor dbias, Tensor dnorm_weight)",
+    "rms_norm(Tensor x, Tensor? weight=None, *, float eps=1e-6, float weight_offset=0) -> Tensor",
+    "rms_norm_forward(Tensor x, Tensor? weight=None, *, float eps=1e-6, float weight_offset=0) "
+    "-> (Tensor y, Tensor rstd)",
+    "rms_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, *, float "
+    "weight_offset=0, bool[2] output_mask) -> (Tensor dx, Tensor dweight)",
+    "add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, *, float eps=1e-6, float "
+    "weight_offset=0) -> (Tensor normed, Tensor sum)",
+    "add_rms_norm_forward(Tensor x, Tensor residual, Tensor? weight=None, *, float eps=1e-6, "
+    "float weight_offset=0) -> (Tensor normed, Tensor sum, Tensor rstd)",
+    "add_rms_norm_backward(Tensor dnormed, Tensor sum, Tensor? weight, Tensor rstd, Tensor? "
+    "dsum=None, *, float weight_offset=0, bool[2] output_mask) -> (Tensor dx, Tensor dweight)",
+    "layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, *, float eps=1e-5) -> Tensor",
+    "layer_norm_forward(Tensor x, Tensor? weight=None, Tensor? bias=None, *, float eps=1e-5) -> "
+    "(Tensor y, Tensor mean, Tensor rstd)",
+    "layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, *, "
+    "bool[3] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    "add_layer_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, *, "
+    "float eps=1e-5) -> (Tensor normed, Tensor sum)",
+    "add_layer_norm_forward(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, "
+    "*, float eps=1e-5) -> (Tensor normed, Tensor sum, Tensor mean, Tensor rstd)",
+    "add_layer_norm_backward(Tensor dnormed, Tensor sum, Tensor? weight, Tensor mean, Tensor "
+    "rstd, Tensor? dsum=None, *, bool[3] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias)",
     "fold_layer_norm(Tensor weight, Tensor? bias=None, Tensor? ln_weight=None, "
     "Tensor? ln_bias=None) -> (Tensor folded_weight, Tensor weight_sum, Tensor folded_bias)",
     "folded_layer_norm_linear(Tensor x, Tensor folded_weight, Tensor weight_sum, "
@@ -323,7 +345,9 @@ def test_inputs_stay_and_outputs_are_fresh(s, device):
         assert args[i]._version == versions[i]
     filled = [t for t in outputs if t.numel()]
     places = [t.untyped_storage().data_ptr() for t in filled]
-    assert len(set(places)) == len(places), "two outputs share memory"
+    # One gradient goes to x and to the residual, as that of x + residual does.
+    shared = s.op in ("add_rms_norm", "add_layer_norm") and args[0].numel() > 0
+    assert len(set(places)) == len(places) - shared, "two outputs share memory"
     inputs = {args[i].untyped_storage().data_ptr() for i in tensors(args) if args[i].numel()}
     assert not inputs & set(places), "an output shares memory with an input"
 
@@ -473,8 +497,9 @@ def test_compile_with_dynamic_shapes(op, device):
             if op == "causal_softmax":
                 args[0] = torch.cat([args[0]] * (i + 1), -1)
             if op in FLOAT32_RESULTS:  # a target a row
-                at = argument_names(op).index("target")
-                args[at] = torch.cat([args[at]] * (i + 1), -1)
+                args[2] = torch.cat([args[2]] * (i + 1), -1)
+            if op.startswith("add_") and op.endswith("_norm"):  # a residual like x
+                args[1] = torch.cat([args[1]] * (i + 1))
             if op == "mul_relu":  # a value a row
                 args[1] = torch.cat([args[1]] * (i + 1))
             if op == "rotary":  # k and the tables have q's positions

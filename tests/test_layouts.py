@@ -51,6 +51,8 @@ from samples import (
     loss_call,
     mul_relu_call,
     need_kernel,
+    norm_backward_call,
+    norm_call,
     outer_call,
     pair_call,
     rotary_call,
@@ -80,7 +82,8 @@ GRADIENT_OF = {
     "layer_norm_linear_forward": "layer_norm_linear",
     "rms_norm_linear_forward": "rms_norm_linear",
     "gated_linear_forward": "gated_linear",
-    "gated_linear_pair_forward": "gated_linear_pair",
+    "rms_norm_forward": "rms_norm",
+    "layer_norm_forward": "layer_norm",
 }
 OUT = "d(output)"
 LSE = "d(lse)"
@@ -205,6 +208,12 @@ def _further() -> dict[str, list[Sample]]:
             add(kind, **{name: layer})
             add(kind + "_forward", **{name: layer})
             add(kind + "_backward", **{name: layer_backward_call(kind, layer, wanted)})
+    for op in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"):
+        full = [True] * (1 + op.endswith("layer_norm"))
+        norm = norm_call(op, (2, 37), 264, *full)
+        add(op, large=norm)
+        add(op + "_forward", large=norm)
+        add(op + "_backward", large=norm_backward_call(op, norm, [True, *full]))
     for reduction in ("none", "mean"):
         loss = loss_call((2, 37), 300, 70, ignored=9, reduction=reduction, softcap=3.0, z_loss=0.1)
         name = f"large_{reduction}"

@@ -40,9 +40,10 @@ inline Tensor empty_vector_grad(const Tensor& like, const c10::SymInt& size, boo
   return at::empty_symint({wanted ? size : c10::SymInt(0)}, like.options());
 }
 
-// Checks a statistic of the rows of x that a forward op saved.
-inline void check_statistic(const char* op, const char* name, const Tensor& t, const Tensor& x) {
-  check_device(op, name, t, "x", x);
+// Checks a statistic of x's rows that a forward op saved; x_name is x's in the op.
+inline void check_statistic(const char* op, const char* name, const Tensor& t, const Tensor& x,
+                            const char* x_name = "x") {
+  check_device(op, name, t, x_name, x);
   check_dtype(op, name, t, acc_dtype(x));
   check_shape(op, name, t, without_last(x), "(...,)");
 }
@@ -53,9 +54,10 @@ inline void check_eps(const char* op, double eps) {
 
 // Checks an optional vector of `size` values, which must have the dtype and device of x.
 inline void check_vector(const char* op, const char* name, const OptionalTensor& t,
-                         const c10::SymInt& size, const char* layout, const Tensor& x) {
+                         const c10::SymInt& size, const char* layout, const Tensor& x,
+                         const char* x_name = "x") {
   if (!is_given(t)) return;
-  check_like(op, name, *t, "x", x);
+  check_like(op, name, *t, x_name, x);
   check_shape(op, name, *t, {size}, layout);
 }
 

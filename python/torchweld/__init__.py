@@ -34,6 +34,7 @@ from torchweld.ops.leftpad import leftpad_from_mask
 from torchweld.ops.linear import linear
 from torchweld.ops.linear_cross_entropy import linear_cross_entropy, linear_token_logprobs
 from torchweld.ops.mul_relu import mul_relu
+from torchweld.ops.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from torchweld.ops.outer_add import outer_add
 from torchweld.ops.outer_mul_relu import outer_mul_relu
 from torchweld.ops.rms_norm_linear import rms_norm_linear
@@ -59,6 +60,8 @@ __all__ = [
     "FuseReport",
     "Info",
     "TuneResult",
+    "add_layer_norm",
+    "add_rms_norm",
     "add_scalar",
     "attention",
     "attention_with_lse",
@@ -81,6 +84,7 @@ __all__ = [
     "is_available",
     "key_start_from_documents",
     "key_start_from_positions",
+    "layer_norm",
     "layer_norm_linear",
     "leftpad_from_mask",
     "linear",
@@ -90,6 +94,7 @@ __all__ = [
     "nn",
     "outer_add",
     "outer_mul_relu",
+    "rms_norm",
     "rms_norm_linear",
     "rotary",
     "row_sum",

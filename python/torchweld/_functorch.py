@@ -12,6 +12,7 @@ has, and else calls the op once for each entry: per-sample gradients of a weight
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,20 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 # The suffix of an op whose second result has a gradient too.
 _WITH_LSE = "_with_lse"
 # The name of that gradient in the backward op of another op with such a second result.
-_SECOND_GRADIENTS = {"linear_token_logprobs": "dentropy", "rotary": "dk_out"}
+_SECOND_GRADIENTS = {
+    "linear_token_logprobs": "dentropy",
+    "add_rms_norm": "dsum",
+    "add_layer_norm": "dsum",
+}
+# Arguments whose gradient is that of another argument.
+_SAME_GRADIENT = {"add_rms_norm": {"residual": "x"}, "add_layer_norm": {"residual": "x"}}
+# Ops that keep the dtype of these arguments under autocast, the widest where they differ.
+_KEEPS_DTYPE = {
+    "rms_norm": ("x",),
+    "layer_norm": ("x",),
+    "add_rms_norm": ("x", "residual"),
+    "add_layer_norm": ("x", "residual"),
+}
 _FRONT_KEY = "FuncTorchDynamicLayerFrontMode"
 # The attribute of torch.ops.torchweld that keeps the kernels.
 _KEPT = "_kernels_of_functorch"
@@ -40,6 +54,12 @@ _LEADING = {
     **{op + suffix: ("x",) for op in _LINEAR for suffix in ("", "_forward")},
     "linear_token_logprobs": ("x", "target"),
     "linear_token_logprobs_forward": ("x", "target"),
+    **{op + suffix: ("x",) for op in ("rms_norm", "layer_norm") for suffix in ("", "_forward")},
+    **{
+        op + suffix: ("x", "residual")
+        for op in ("add_rms_norm", "add_layer_norm")
+        for suffix in ("", "_forward")
+    },
     **dict.fromkeys(("folded_layer_norm_linear", "int4_linear", "int4_linear_repacked"), ("x",)),
 }
 # Arguments with one entry per sequence or head of the op's own batch.
@@ -214,21 +234,25 @@ def _backward(
     """The gradients, one for each argument of the op."""
     arguments = backward_op._schema.arguments[1:]
     returns = [r.name.removeprefix("d") or names[0] for r in backward_op._schema.returns]
+    same = _SAME_GRADIENT.get(op, {})
     for name in names:
-        if wanted[name] and name not in returns:
+        if wanted[name] and same.get(name, name) not in returns:
             raise RuntimeError(
                 f"torchweld::{op}: {name} must not require a gradient, but got one that does; use "
                 f"{name}.detach()"
             )
     if values.get("activation") in ("none", "relu"):  # relu's gradient is read off its result
         values["preact"] = values["y"] if values["activation"] == "relu" else None
-    values["output_mask"] = [wanted[name] for name in returns]
+    values["output_mask"] = [
+        wanted[name] or any(wanted[n] for n, like in same.items() if like == name)
+        for name in returns
+    ]
     if "x" in values:
         values["in_features"] = values["x"].shape[-1]
     positional = [values[a.name] for a in arguments if not a.kwarg_only]
     keywords = {a.name: values.get(a.name) for a in arguments if a.kwarg_only}
     grads = dict(zip(returns, _tuple(backward_op(dy, *positional, **keywords)), strict=True))
-    return tuple(grads[name] if wanted[name] else None for name in names)
+    return tuple(grads[same.get(name, name)] if wanted[name] else None for name in names)
 
 
 def _front(op: str) -> Callable[..., Any]:
@@ -263,6 +287,9 @@ def _front(op: str) -> Callable[..., Any]:
         if not (casts.get(kind) and torch.is_autocast_enabled(kind)):
             return result(function.apply(*values))
         dtype = torch.get_autocast_dtype(kind)
+        kept = [values[names.index(name)].dtype for name in _KEEPS_DTYPE.get(op, ())]
+        if kept:
+            dtype = functools.reduce(torch.promote_types, kept)
         for i, name in enumerate(names):
             v = values[i]
             if _is(v) and v.is_floating_point() and name not in _WIDE:
