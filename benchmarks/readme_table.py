@@ -33,6 +33,7 @@ FAMILIES = {
     "generate": "GPT-2 124M generation",
     "curves": "Shares of the roofline",
     "int4": "4-bit weights",
+    "norms": "Norms of rows",
     "rows": "Softmax and sums over rows",
     "pointwise": "Pointwise ops",
     "conv2d": "Convolution",
@@ -41,6 +42,7 @@ FAMILIES = {
     "distributed": "Several GPUs",
 }
 PEERS = {
+    "move": "a pass with the same traffic",
     "move 3": "moving three tensors",
     "cublas": "cuBLAS",
     "cublas bare": "cuBLAS, matmul alone",

@@ -1,0 +1,194 @@
+"""RMSNorm and LayerNorm of rows, against a pass over memory with the same traffic.
+
+A norm reads and writes one matrix, as a copy does; with a residual it reads and writes two. The
+backward reads two matrices and writes one, as an addition does; with the sum's gradient it reads
+three.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchweld._library import ops
+from torchweld.tuning.timer import interleaved
+from torchweld_bench.common import dtype_text, judged, two_roundings
+from torchweld_bench.results import Row, make_row
+
+_SHAPES = ((16384, 4096), (16384, 2048), (4096, 8192), (1024, 4096), (8192, 768))
+_CHECKED = 64  # rows that are checked
+_EPS = 1e-6
+
+Call = Callable[[], Any]
+
+
+def _randn(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=dtype)
+
+
+def _llama(x: Tensor, weight: Tensor) -> Tensor:
+    """LlamaRMSNorm of transformers."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + _EPS)
+    return weight * normed.to(x.dtype)
+
+
+def _rms(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, _EPS)
+
+
+def _layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, _EPS)
+
+
+def _peers() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """RMSNorms of packages that are installed, as functions of x and weight."""
+    found: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
+    try:
+        quack = importlib.import_module("quack")
+        found["quack"] = lambda x, weight: quack.rmsnorm(x, weight, eps=_EPS)
+    except Exception:  # an installed package may not fit this torch
+        pass
+    try:
+        liger = importlib.import_module("liger_kernel.transformers.functional")
+        found["Liger"] = lambda x, weight: liger.liger_rms_norm(x, weight, _EPS, in_place=False)
+    except Exception:
+        pass
+    return found
+
+
+def _of(op: str) -> tuple[Callable[..., Tensor], Callable[..., Any], int]:
+    """Eager's norm, ours, and the number of vectors."""
+    if op.endswith("rms_norm"):
+        return _rms, lambda *args: getattr(ops, op)(*args, eps=_EPS), 1
+    return _layer, lambda *args: getattr(ops, op)(*args, eps=_EPS), 2
+
+
+def _forward(
+    op: str, shape: tuple[int, int], dtype: torch.dtype, targets: dict[str, float]
+) -> Iterator[Row]:
+    eager, ours, count = _of(op)
+    x, residual, out, total = (_randn(dtype, *shape) for _ in range(4))
+    vectors = [_randn(dtype, shape[1]) for _ in range(count)]
+    adds = op.startswith("add_")
+
+    def composite(x: Tensor, residual: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return eager(total, *vectors), total
+
+    inputs = [x, residual, *vectors] if adds else [x, *vectors]
+    reference_of = composite if adds else eager
+    compiled = torch.compile(reference_of, dynamic=False)
+
+    def copy() -> None:
+        out.copy_(x)
+        if adds:
+            total.copy_(residual)
+
+    calls: dict[str, Call] = {
+        "ours": lambda: ours(*inputs),
+        "copy": copy,
+        "torch.compile": lambda: compiled(*inputs),
+        "eager": lambda: reference_of(*inputs),
+    }
+    if op == "rms_norm":
+        calls["HF eager"] = lambda: _llama(x, *vectors)
+        for name, peer in _peers().items():
+            calls[name] = lambda peer=peer: peer(x, *vectors)
+    few = [t[:_CHECKED] if t.dim() == 2 else t for t in inputs]
+    first = few[0] + few[1] if adds else few[0]
+    reference = eager(first.double(), *(v.double() for v in vectors))
+    got = ours(*few)[0] if adds else ours(*few)
+    case = f"{op} {shape} {dtype_text(dtype)}"
+    row = make_row(
+        case,
+        interleaved(calls, device="cuda"),
+        against="copy",
+        target=targets.get(case),
+        **judged(got, eager(first, *vectors), reference),
+    )
+    yield row
+    yield row.over("torch.compile", targets)
+
+
+def _backward(
+    op: str, shape: tuple[int, int], dtype: torch.dtype, targets: dict[str, float]
+) -> Iterator[Row]:
+    eager, _, count = _of(op)
+    dy, x, dsum, out = (_randn(dtype, *shape) for _ in range(4))
+    vectors = [_randn(dtype, shape[1]) for _ in range(count)]
+    adds = op.startswith("add_")
+    statistics = getattr(ops, f"{op.removeprefix('add_')}_forward")(x, *vectors, eps=_EPS)[1:]
+    mask = [True] * (1 + count)
+    ours = getattr(ops, f"{op}_backward")
+    last = [dsum] if adds else []
+
+    def run(rows: int = shape[0]) -> tuple[Tensor, ...]:
+        given = [t[:rows] for t in (dy, x)], [t[:rows] for t in (*statistics, *last)]
+        return ours(*given[0], vectors[0], *given[1], output_mask=mask)
+
+    def through(function: Callable[..., Tensor]) -> Call:
+        leaves = [t.detach().requires_grad_() for t in (x, *vectors)]
+        y = function(*leaves)
+
+        def backward() -> None:
+            dx, *_ = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+            if adds:
+                dx.add_(dsum)
+
+        return backward
+
+    def move() -> None:
+        torch.add(dy, x, out=out)
+
+    calls: dict[str, Call] = {
+        "ours": run,
+        "move": move,
+        "torch.compile": through(torch.compile(eager, dynamic=False)),
+        "eager": through(eager),
+    }
+    if op == "rms_norm":
+        calls["HF eager"] = through(_llama)
+        for name, peer in _peers().items():
+            calls[name] = through(peer)
+    if adds:  # an addition of three matrices in one pass
+        add_three = torch.compile(lambda a, b, c: a + b + c, dynamic=False)
+        calls["move"] = lambda: add_three(dy, x, dsum)
+    few = [t[:_CHECKED].detach().double().requires_grad_() for t in (x,)]
+    y = eager(*few, *(v.double() for v in vectors))
+    (reference,) = torch.autograd.grad(y, few, dy[:_CHECKED].double())
+    part = [x[:_CHECKED].detach().requires_grad_()]
+    (eager_dx,) = torch.autograd.grad(eager(*part, *vectors), part, dy[:_CHECKED])
+    if adds:
+        reference, eager_dx = reference + dsum[:_CHECKED].double(), eager_dx + dsum[:_CHECKED]
+    case = f"{op}_backward {shape} {dtype_text(dtype)}"
+    row = make_row(
+        case,
+        interleaved(calls, device="cuda"),
+        against="move",
+        target=targets.get(case),
+        **judged(
+            run(_CHECKED)[0],
+            eager_dx,
+            reference,
+            two_roundings(dtype, reference.abs().max().item()),
+        ),
+    )
+    yield row
+    yield row.over("torch.compile", targets)
+
+
+def rows(targets: dict[str, float]) -> Iterator[Row]:
+    """Measures every case of the family, one per iteration."""
+    for op in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"):
+        for shape in _SHAPES:
+            yield from _forward(op, shape, torch.bfloat16, targets)
+            yield from _backward(op, shape, torch.bfloat16, targets)
+    for op in ("rms_norm", "layer_norm"):
+        yield from _forward(op, _SHAPES[0], torch.float32, targets)
+        yield from _backward(op, _SHAPES[0], torch.float32, targets)
